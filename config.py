@@ -1,0 +1,382 @@
+"""Every setting of every command, and nothing else. No torch here, so `--help` is fast.
+
+Each field's docstring gives its symbol, its meaning and, in brackets, the source of its default:
+[App. C.x] the paper's appendix, [released] the authors' program where the paper is silent, [here] our own choice.
+A field without a default must be given; None means "by backbone or dataset" and is filled in by `resolved`.
+Models are frozen and refuse unknown keys. The flag of a field is its name with dashes: `d_lr` is `--d-lr`.
+"""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self
+
+from pydantic import (
+    BaseModel,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+
+
+class UsageError(Exception):
+    """A wrong input: one line naming the thing and the remedy. The command ends with exit code 2."""
+
+
+class RunError(Exception):
+    """A run that could not go on (NaN, unreadable image, full disk): one line, exit code 1."""
+
+
+class Settings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """Base of all settings: frozen, strict about names, documented by attribute docstrings."""
+
+
+# --- backbones -------------------------------------------------------------------------------------------------------
+
+
+class Arch(Settings):
+    """Sizes of a ViT and of its MAE decoder; what a checkpoint's tensors do not tell (heads) included."""
+
+    image_size: PositiveInt = 224
+    patch_size: PositiveInt = 16
+    dim: PositiveInt
+    depth: PositiveInt
+    heads: PositiveInt
+    mlp_ratio: PositiveFloat = 4.0
+    decoder_dim: PositiveInt = 512
+    decoder_depth: PositiveInt = 8
+    decoder_heads: PositiveInt = 16
+
+    @model_validator(mode="after")
+    def fits(self) -> Self:
+        if self.image_size % self.patch_size:
+            raise ValueError(f"image_size {self.image_size} is not a multiple of patch_size {self.patch_size}")
+        return self
+
+    @property
+    def patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+
+class BackboneDefaults(NamedTuple):
+    """What the paper, or for vit_mini we, set by backbone."""
+
+    arch: Arch
+    rank: int
+    drop_path: float
+
+
+BACKBONES = {
+    "vit_mini": BackboneDefaults(
+        Arch(image_size=16, patch_size=4, dim=64, depth=4, heads=4, mlp_ratio=2.0,
+             decoder_dim=48, decoder_depth=1, decoder_heads=4), 8, 0.0),
+    "vit_b16": BackboneDefaults(Arch(dim=768, depth=12, heads=12), 64, 0.1),
+    "vit_l16": BackboneDefaults(Arch(dim=1024, depth=24, heads=16), 64, 0.2),
+    "vit_h14": BackboneDefaults(Arch(patch_size=14, dim=1280, depth=32, heads=16), 64, 0.2),
+}  # fmt: skip
+
+
+def nearest(word: str, known: Iterator[str] | list[str]) -> str:
+    """': did you mean X?', or the list of what there is."""
+    known = list(known)
+    close = difflib.get_close_matches(word, known, 1)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+
+
+# --- one group a concern ---------------------------------------------------------------------------------------------
+
+
+class Model(Settings):
+    """The frozen backbone ψ and the shape of θ."""
+
+    backbone: str
+    """ψ: vit_mini, vit_b16, vit_l16 or vit_h14."""
+    weights: Path | None = None
+    """Checkpoint file with encoder and pretext head, {'model': ...} in the official MAE layout."""
+    image_size: PositiveInt | None = None
+    """Side of the square input in pixels. None: the checkpoint's, else the backbone's. [App. C.2: 224]"""
+    patch_size: PositiveInt | None = None
+    """Side of a patch in pixels. None: the checkpoint's, else the backbone's."""
+    rank: PositiveInt | None = None
+    """r: rank of LoRA on q and v of every layer. None: 64, vit_mini 8. [App. C.3]"""
+    alpha: PositiveFloat | None = None
+    """LoRA scale is alpha / r. None: alpha = r, scale 1. [released]"""
+    drop_path: NonNegativeFloat | None = None
+    """Drop-path rate of L^D(θ_D) and of PEFT, linear over blocks. None: 0.1 B, 0.2 L and H, 0 mini. [App. C.2]"""
+    recompute: bool = False
+    """Activation checkpointing: less memory, one more forward pass."""
+
+    @field_validator("backbone")
+    @classmethod
+    def known(cls, name: str) -> str:
+        if name not in BACKBONES:
+            raise ValueError(f"unknown backbone {name!r}, {nearest(name, iter(BACKBONES))}")
+        return name
+
+    @field_validator("drop_path")
+    @classmethod
+    def below_one(cls, rate: float | None) -> float | None:
+        if rate is not None and rate >= 1:
+            raise ValueError("a drop-path rate is below 1")
+        return rate
+
+
+class Data(Settings):
+    """The labelled task D^D, the unlabelled pool D^P, and how images are cut."""
+
+    dataset: str
+    """D^D: quilts (embedded), or folder:PATH with class folders, or with train/ val/ test/ holding class folders."""
+    pool: str | None = None
+    """D^P: quilts, or any folder of images, nested or not. None: quilts where the dataset is quilts."""
+    data_seed: NonNegativeInt = 0
+    """Seed of the embedded dataset and of splits that are not on disk. Not the seed of a run."""
+    augment: Literal["crop", "none"] | None = None
+    """crop: RandomResizedCrop, flip. none: as at test time. None: crop, for quilts none. [App. C.2]"""
+    min_crop: PositiveFloat = 0.2
+    """Smallest area of a random crop, as a share of the image. [App. C.2]"""
+    d_interpolation: Literal["bicubic", "bilinear"] = "bicubic"
+    """Resampling of downstream crops. The paper calls both pipelines the same; the released one is bilinear. [App. C.3]"""
+
+    @field_validator("min_crop")
+    @classmethod
+    def share(cls, value: float) -> float:
+        if value > 1:
+            raise ValueError("a crop's share of the image is at most 1")
+        return value
+
+
+class Lower(Settings):
+    """Lower level: the pretext task at θ_P."""
+
+    pretext: Literal["mae"] = "mae"
+    """Pretext task."""
+    p_batch: PositiveInt = 256
+    """Images a pretext step. [App. C.3]"""
+    p_lr: PositiveFloat = 0.01
+    """Base rate of θ_P. [App. C.3]"""
+    decoder_lr: PositiveFloat = 1e-4
+    """Base rate of the pretext head φ_P. [App. C.3]"""
+    p_weight_decay: NonNegativeFloat = 0.05
+    """AdamW decay of θ_P and of φ_P's matrices. [App. C.3; released: 0]"""
+    mask_ratio: PositiveFloat = 0.75
+    """Share of patches that MAE removes. [App. C.3]"""
+
+    @field_validator("mask_ratio")
+    @classmethod
+    def below_one(cls, value: float) -> float:
+        if value >= 1:
+            raise ValueError("MAE has to see something: a mask ratio is below 1")
+        return value
+
+
+class Upper(Settings):
+    """Upper level: the downstream task at θ_P and θ_D."""
+
+    d_batch: PositiveInt = 64
+    """Images an upper step. [App. C.3]"""
+    d_lr: PositiveFloat = 6.7e-4
+    """Base rate of θ_D and φ_D. The paper scales each dataset's best PEFT rate by 2/3, 1/2 ... [released example]"""
+    d_optimizer: Literal["adamw", "sgd"] = "adamw"
+    """AdamW 0.9/0.999, or SGD with momentum 0.9 as released. [App. C.3]"""
+    d_weight_decay: NonNegativeFloat = 0.05
+    """Decay of θ_D and φ_D, bias included. [App. C.2; released: 0]"""
+    probe_epochs: NonNegativeInt = 20
+    """Linear probing of φ_D before line 3, at the upper rate, constant. [App. C.3]"""
+
+
+class Bilevel(Settings):
+    """Algorithm 1."""
+
+    alternations: PositiveInt = 500
+    """T. [App. C.3]"""
+    lower_steps: PositiveInt = 20
+    """N_L: pretext steps an alternation, and the most rank M-FAC can give a block. [App. C.3]"""
+    upper_steps: NonNegativeInt = 8
+    """N_U. 0 trains the lower level alone, a control. [App. C.3]"""
+    lam: PositiveFloat = 1e-3
+    """λ: pulls θ_P to θ_D (Eq. 4) and damps M-FAC (γ = λ). [App. C.3]"""
+    hypergrad: Literal["mfac", "identity", "exact"] = "mfac"
+    """How line 13 inverts: mfac (the paper), identity (no curvature), exact (dense Hessian, small θ only)."""
+    partition: Literal["layer", "projection", "matrix", "global"] = "layer"
+    """Blocks of M-FAC. [App. C.3: all parameters of a layer]"""
+    warmup: NonNegativeInt = 10
+    """Alternations of linear warm-up, at both levels. [App. C.3]"""
+    end_lr: NonNegativeFloat = 1e-6
+    """Where the cosine ends. [released]"""
+    clip: PositiveFloat = 10.0
+    """Largest joint gradient norm of a step, at both levels. [released]"""
+    eval_every: PositiveInt = 10
+    """Alternations between validations of θ_D and θ_P, and between checkpoints. [released]"""
+
+
+class Peft(Settings):
+    """Fine-tuning of θ and a fresh head (App. C.2)."""
+
+    lr: PositiveFloat | None = None
+    """One rate for all seeds. None: 1e-3, after align 3e-4; see --lr-grid. [here: middle of the paper's grids]"""
+    lr_grid: bool = False
+    """Choose the rate on mean validation over the seeds. [App. C.2]"""
+    grid: tuple[PositiveFloat, ...] | None = None
+    """Rates of --lr-grid. None: 1e-4 ... 3e-2, after align 1e-5 ... 3e-3. [App. C.2]"""
+    epochs: PositiveInt = 200
+    """Passes over the training split. [App. C.2]"""
+    warmup_epochs: NonNegativeInt = 5
+    """Epochs of linear warm-up. [App. C.2]"""
+    batch: PositiveInt = 256
+    """Images a step. [App. D.2.2, memory table; released]"""
+    weight_decay: NonNegativeFloat = 0.05
+    """AdamW decay of θ and of the whole head. [App. C.2]"""
+    end_lr: NonNegativeFloat = 1e-6
+    """Where the cosine ends. [released]"""
+    eval_every: PositiveInt = 1
+    """Epochs between validations. [App. C.2.1]"""
+    seeds: PositiveInt = 8
+    """Independent runs. [App. C.2.1]"""
+
+    @model_validator(mode="after")
+    def one_way_to_choose(self) -> Self:
+        if self.lr is not None and self.lr_grid:
+            raise ValueError("give --lr or --lr-grid, not both")
+        return self
+
+
+class Machine(Settings):
+    """What may change between a run and its resumption."""
+
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps. auto: CUDA where there is one."""
+    workers: NonNegativeInt = 0
+    """Processes that decode and augment images. They do not change the result."""
+    jobs: PositiveInt = 1
+    """Fine-tuning runs (seeds, rates) at a time, each in a process of its own with its share of the cores."""
+
+
+class Common(Settings):
+    """In every command that computes."""
+
+    seed: NonNegativeInt = 0
+    """Seed of initialisation, order, augmentation, masks and drop path."""
+    amp: bool = True
+    """bfloat16 autocast on CUDA; the hypergradient stays in float32 or better. [released]"""
+    machine: Machine = Machine()
+
+
+class PretrainConfig(Common):
+    """`pretrain`: MAE from scratch, for those without a checkpoint. Trains ψ itself (He et al. 2022)."""
+
+    model: Model
+    pool: str
+    """Unlabelled images: quilts, or any folder of images, nested or not."""
+    data_seed: NonNegativeInt = 0
+    """Seed of the embedded dataset."""
+    augment: Literal["crop", "none"] | None = None
+    """crop: RandomResizedCrop bicubic and flip. None: crop, for quilts none. [MAE]"""
+    min_crop: PositiveFloat = 0.2
+    """Smallest area of a random crop. [MAE]"""
+    epochs: PositiveInt = 400
+    """Passes over the pool. [MAE trains 1600; 400 is its code's default]"""
+    warmup_epochs: NonNegativeInt = 40
+    """Epochs of linear warm-up from 0. [MAE]"""
+    batch: PositiveInt = 256
+    """Images a step. [here; MAE uses 4096]"""
+    base_lr: PositiveFloat = 1.5e-4
+    """Rate for 256 images a step; the rate in force is base_lr * batch / 256. [MAE]"""
+    min_lr: NonNegativeFloat = 0.0
+    """Where the cosine ends. [MAE]"""
+    weight_decay: NonNegativeFloat = 0.05
+    """AdamW decay of tensors with two or more axes. [MAE]"""
+    mask_ratio: PositiveFloat = 0.75
+    """Share of patches that MAE removes. [MAE]"""
+
+
+class AlignConfig(Common):
+    """`align`: BiSSLight, Algorithm 1."""
+
+    model: Model
+    data: Data
+    lower: Lower = Lower()
+    upper: Upper = Upper()
+    bilevel: Bilevel = Bilevel()
+
+
+class FinetuneConfig(Common):
+    """`finetune`: PEFT from the backbone, or from an align run."""
+
+    start: Path | None = None
+    """--from: an align run, or a directory of align runs, one a seed. Sets backbone, weights, rank and data."""
+    model: Model
+    data: Data
+    peft: Peft = Peft()
+
+
+# --- reading and merging ---------------------------------------------------------------------------------------------
+
+
+class Leaf(NamedTuple):
+    """One setting of a command: where it is in the nested model, and what pydantic knows of it."""
+
+    path: tuple[str, ...]
+    field: FieldInfo
+
+
+def leaves(model: type[Settings], path: tuple[str, ...] = ()) -> Iterator[Leaf]:
+    """The settings of a command in order, nested groups unfolded. Their last names are the flags."""
+    for name, field in model.model_fields.items():
+        group = field.annotation
+        if isinstance(group, type) and issubclass(group, Settings):
+            yield from leaves(group, (*path, name))
+        else:
+            yield Leaf((*path, name), field)
+
+
+def read_file(path: Path, model: type[Settings]) -> dict[str, Any]:
+    """A TOML or JSON configuration as a nested dict; keys may also stand flat, under their flags' names (UsageError)."""
+    try:
+        raw = path.read_bytes()
+        if len(raw) > 1_000_000:
+            raise UsageError(f"--config {path}: {len(raw) >> 20} MB is no configuration")
+        text = raw.decode()
+        data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UsageError(f"--config {path}: cannot be read as {path.suffix or 'TOML'}: {error}") from error
+    if not isinstance(data, dict):
+        raise UsageError(f"--config {path}: holds a {type(data).__name__}, not a table of settings")
+    paths = {leaf.path[-1]: leaf.path for leaf in leaves(model)}
+    groups = {leaf.path[:i] for leaf in leaves(model) for i in range(1, len(leaf.path))}
+    out: dict[str, Any] = {}
+
+    def walk(table: Mapping[str, Any], at: tuple[str, ...]) -> None:
+        for key, value in table.items():
+            if (*at, key) in groups and isinstance(value, dict):
+                walk(value, (*at, key))
+            elif (*at, key) in paths.values():
+                put(out, (*at, key), value)
+            elif not at and key in paths:
+                put(out, paths[key], value)
+            else:
+                known = [*paths, *(group[-1] for group in groups)]
+                raise UsageError(f"--config {path}: unknown setting {key!r}, {nearest(key, known)}")
+
+    walk(data, ())
+    return out
+
+
+def put(table: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    """table[a][b][c] = value, making the tables on the way."""
+    for name in path[:-1]:
+        table = table.setdefault(name, {})
+    table[path[-1]] = value
+
+
+def get(config: Settings, path: tuple[str, ...]) -> Any:
+    """config.a.b.c for the path (a, b, c)."""
+    value: Any = config
+    for name in path:
+        value = getattr(value, name)
+    return value

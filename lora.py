@@ -1,0 +1,223 @@
+"""The backbone f_θ: one frozen Vision Transformer ψ and, apart from it, any number of LoRA parameter sets θ (Sec. 3.2).
+
+    tokens = backbone(images, theta, keep=None, drop=None)
+
+θ is one tensor (K, p), a row a layer: K attention layers, and row k seen as (4, r, dim) is A_q, B_qᵀ, A_v, B_vᵀ. So
+θ_P − θ_D is a subtraction and an adapter file holds one tensor. The adapted projections are W_q + s B_q A_q and
+W_v + s B_v A_v with s = alpha / r. They add to the q and v rows of timm's fused `qkv`; k has no row in θ at all.
+
+    ψ    psi    frozen backbone weights, in `Backbone.vit`; exists once, whatever the number of θ
+    φ_D  phi_D  downstream head {"weight" (C, dim), "bias" (C,)} on the class token (App. C.2)
+    r    rank   64 in the paper, on q and v of every layer; scale 1 (alpha = r)
+
+Leaves out: dropout in LoRA and trainable LayerNorms (the paper found neither useful), merging during training (it
+would write into the ψ that both levels share).
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from timm.layers import Attention
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from config import Arch, UsageError
+
+FORMAT = "bisslight-adapter-1"
+Phi = dict[str, Tensor]  # a head's trainable tensors by name
+
+
+class Backbone(nn.Module):
+    """f_θ with ψ = `vit`. `scale` is LoRA's alpha / r; `recompute` trades time for memory (activation checkpointing)."""
+
+    def __init__(self, vit: nn.Module, scale: float = 1.0, recompute: bool = False) -> None:
+        super().__init__()
+        self.vit, self.scale, self.recompute = check_vit(vit), scale, recompute
+
+    def forward(
+        self, images: Tensor, theta: Tensor | None = None, keep: Tensor | None = None, drop: Tensor | None = None
+    ) -> Tensor:
+        """Tokens after the final LayerNorm, (B, prefix + patches, dim); the class token comes first.
+
+        Args:
+            images: (B, 3, H, W), normalised.
+            theta: (K, p); None is ψ alone.
+            keep: (B, n) int64, the patches that enter the blocks, in this order; None is all of them.
+            drop: (K, 2, B) from `drop_path`, what each residual branch of each sample is multiplied with.
+        """
+        vit = self.vit
+        x = vit._pos_embed(vit.patch_embed(images))  # (B, prefix + patches, dim): positions first, then the mask
+        if keep is not None:
+            prefix, patches = x.split([vit.num_prefix_tokens, x.shape[1] - vit.num_prefix_tokens], 1)
+            x = torch.cat([prefix, patches.gather(1, keep[..., None].expand(-1, -1, x.shape[-1]))], 1)
+        x = vit.norm_pre(x)
+        # unbind once: indexing theta row by row would make backward build K full-size zero tensors
+        rows: tuple[Tensor | None, ...] = (None,) * len(vit.blocks) if theta is None else theta.unbind(0)
+        drops: tuple[Tensor | None, ...] = (None,) * len(vit.blocks) if drop is None else drop.unbind(0)
+        for block, row, d in zip(vit.blocks, rows, drops, strict=True):
+            if self.recompute and torch.is_grad_enabled():
+                # row and d are arguments, so backward recomputes with the very ones that forward saw
+                x = checkpoint(block_forward, block, x, row, self.scale, d, use_reentrant=False)
+            else:
+                x = block_forward(block, x, row, self.scale, d)
+        return vit.norm(x)  # type: ignore[no-any-return]
+
+    @property
+    def depth(self) -> int:
+        return len(self.vit.blocks)
+
+    @property
+    def dim(self) -> int:
+        return int(self.vit.embed_dim)
+
+
+def block_forward(
+    block: Block, x: Tensor, row: Tensor | None = None, scale: float = 1.0, drop: Tensor | None = None
+) -> Tensor:
+    """One pre-norm transformer block on x (B, n, dim), with its row (p,) of θ and its drop-path factors (2, B)."""
+    attn_keep, mlp_keep = (1.0, 1.0) if drop is None else drop[..., None, None].unbind(0)
+    x = x + block.ls1(attention(block.attn, block.norm1(x), row, scale)) * attn_keep
+    return x + block.ls2(block.mlp(block.norm2(x))) * mlp_keep  # type: ignore[no-any-return]
+
+
+def attention(attn: Attention, x: Tensor, row: Tensor | None, scale: float) -> Tensor:
+    """Multi-head self-attention of timm with LoRA on q and v; x (B, n, dim). Twice differentiable in `row`."""
+    B, n, dim = x.shape
+    qkv = attn.qkv(x)  # (B, n, 3 dim): q rows, k rows, v rows
+    q, k, v = qkv.chunk(3, -1)
+    if row is not None:
+        A_q, B_qT, A_v, B_vT = row.view(4, -1, dim).unbind(0)  # each (r, dim)
+        q = q + scale * (x @ A_q.mT) @ B_qT
+        v = v + scale * (x @ A_v.mT) @ B_vT
+    q, k, v = (z.reshape(B, n, attn.num_heads, attn.head_dim).transpose(1, 2) for z in (q, k, v))
+    out = F.scaled_dot_product_attention(attn.q_norm(q), attn.k_norm(k), v)  # (B, heads, n, head dim)
+    return attn.proj(attn.norm(out.transpose(1, 2).reshape(B, n, dim)))  # type: ignore[no-any-return]
+
+
+def check_vit(vit: nn.Module) -> VisionTransformer:
+    """Refuse by name what the loop above would silently get wrong."""
+
+    def refuse(why: str) -> UsageError:
+        return UsageError(f"backbone {type(vit).__name__}: {why}. Use a timm VisionTransformer with a fused qkv Linear")
+
+    if not isinstance(vit, VisionTransformer):
+        raise refuse("it is not a timm VisionTransformer")
+    for name, block in vit.blocks.named_children():
+        if type(block) is not Block:
+            raise refuse(f"blocks.{name} is a {type(block).__name__}, not a plain pre-norm Block")
+        if type(block.attn) is not Attention or type(getattr(block.attn, "qkv", None)) is not nn.Linear:
+            raise refuse(f"blocks.{name}.attn is a {type(block.attn).__name__} without a fused qkv Linear")
+        if block.attn.gate is not None or block.attn.attn_dim != vit.embed_dim:
+            raise refuse(f"blocks.{name}.attn is gated or not as wide as its tokens")
+    return vit
+
+
+def build_vit(arch: Arch) -> VisionTransformer:
+    """timm's ViT of this size without a head; its state dict has the official MAE encoder's names and shapes."""
+    return VisionTransformer(
+        img_size=arch.image_size,
+        patch_size=arch.patch_size,
+        embed_dim=arch.dim,
+        depth=arch.depth,
+        num_heads=arch.heads,
+        mlp_ratio=arch.mlp_ratio,
+        num_classes=0,
+    )
+
+
+# --- theta -----------------------------------------------------------------------------------------------------------
+
+
+def init_theta(depth: int, rank: int, dim: int, rng: torch.Generator) -> Tensor:
+    """Line 2 of Algorithm 1: θ (K, 4 r dim) with A Kaiming-uniform (a = √5, that is U(±1/√dim)) and B = 0, so f_θ = f_ψ.
+
+    Raises UsageError where r > dim: such a product has rank dim at most.
+    """
+    if not 1 <= rank <= dim:
+        raise UsageError(f"rank {rank}: LoRA on a backbone of width {dim} needs a rank from 1 to {dim}")
+    theta = torch.zeros(depth, 4, rank, dim)
+    theta[:, 0::2].uniform_(-1 / math.sqrt(dim), 1 / math.sqrt(dim), generator=rng)
+    return theta.view(depth, -1)
+
+
+def factors(theta: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A_q (K, r, dim), B_q (K, dim, r), A_v, B_v: θ in the layout of the LoRA paper and of HF peft (views)."""
+    A_q, B_qT, A_v, B_vT = theta.view(len(theta), 4, -1, dim).unbind(1)
+    return A_q, B_qT.mT, A_v, B_vT.mT
+
+
+def from_factors(A_q: Tensor, B_q: Tensor, A_v: Tensor, B_v: Tensor) -> Tensor:
+    """Inverse of `factors`, for readers of other layouts."""
+    return torch.stack([A_q, B_q.mT, A_v, B_v.mT], 1).reshape(len(A_q), -1)
+
+
+def merge(backbone: Backbone, theta: Tensor) -> dict[str, Tensor]:
+    """A plain timm state dict of f_θ: W_q + s B_q A_q and W_v + s B_v A_v in `qkv.weight`, all else copied from ψ."""
+    state = {name: tensor.detach().clone() for name, tensor in backbone.vit.state_dict().items()}
+    dim = backbone.dim
+    for k, (A_q, B_q, A_v, B_v) in enumerate(zip(*factors(theta.detach(), dim), strict=True)):
+        W = state[f"blocks.{k}.attn.qkv.weight"]  # (3 dim, dim)
+        W[:dim] += backbone.scale * (B_q @ A_q).to(W)
+        W[2 * dim :] += backbone.scale * (B_v @ A_v).to(W)
+    return state
+
+
+def drop_path(rate: float, depth: int, batch: int, rng: torch.Generator) -> Tensor | None:
+    """Drop-path factors (depth, 2, batch): 0, or 1/(1 − rate_k), with rate_k rising linearly from 0 to `rate`.
+
+    Drawn outside the network, so that a step can be replayed; None at rate 0.
+    """
+    if rate == 0:
+        return None
+    survive = 1 - torch.linspace(0, rate, depth).view(-1, 1, 1)
+    return (torch.rand(depth, 2, batch, generator=rng) < survive) / survive
+
+
+# --- downstream head -------------------------------------------------------------------------------------------------
+
+
+def init_head(dim: int, classes: int, rng: torch.Generator) -> Phi:
+    """φ_D: a linear layer with torch's default initialisation, U(±1/√dim) for weight and bias."""
+    bound = 1 / math.sqrt(dim)
+    draw = lambda *shape: torch.empty(*shape).uniform_(-bound, bound, generator=rng)  # noqa: E731
+    return {"weight": draw(classes, dim), "bias": draw(classes)}
+
+
+def logits(backbone: Backbone, theta: Tensor | None, phi_D: Phi, images: Tensor, drop: Tensor | None = None) -> Tensor:
+    """h^D(f_θ(images)), (B, C): the linear head on the class token after the final LayerNorm (App. C.2)."""
+    return F.linear(backbone(images, theta, drop=drop)[:, 0], phi_D["weight"], phi_D["bias"])
+
+
+# --- adapter files ---------------------------------------------------------------------------------------------------
+
+
+def adapter_bytes(theta: Tensor, phi_D: Phi, metadata: Mapping[str, str]) -> bytes:
+    """θ and the head as a safetensors file's content; the metadata (`adapter_metadata`) says what they belong to."""
+    tensors = {"theta": theta} | {f"head.{name}": tensor for name, tensor in phi_D.items()}
+    return save({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, {"format": FORMAT, **metadata})
+
+
+def load_adapter(path: Path) -> tuple[Tensor, Phi, dict[str, str]]:
+    """Read a file of `adapter_bytes`: θ, the head (empty if there is none) and the metadata (UsageError otherwise)."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"adapter {path}: not a readable safetensors file ({error})") from error
+    if metadata.get("format") != FORMAT:
+        raise UsageError(f"adapter {path}: format {metadata.get('format')!r}, this program reads {FORMAT!r}")
+    return tensors.pop("theta"), {key.removeprefix("head."): value for key, value in tensors.items()}, metadata
+
+
+def adapter_metadata(arch: Arch, backbone: str, rank: int, alpha: float, **rest: str | int | float) -> dict[str, str]:
+    """The keys every adapter file carries: backbone, arch, rank, alpha; `rest` adds pretext, dataset, weights ..."""
+    about = {"backbone": backbone, "arch": json.dumps(arch.model_dump()), "rank": rank, "alpha": alpha} | rest
+    return {key: str(value) for key, value in about.items()}

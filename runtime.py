@@ -1,0 +1,340 @@
+"""What every training loop stands on: seeds, learning rates, optimisers, devices, and the run directory.
+
+No mathematics of the method is here. A run directory holds
+
+    config.json env.json metrics.jsonl train.log checkpoint.pt adapter*.safetensors result.json (only if finished)
+
+and all of its files are replaced atomically. Randomness is a function of (seed, purpose, step), never of history.
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from config import RunError, Settings, UsageError, get, leaves
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# --- seeds -----------------------------------------------------------------------------------------------------------
+
+
+def seed_of(seed: int, *purpose: str | int) -> int:
+    """A 63-bit seed for one purpose, the same on every platform: sha256 of the words, not Python's hash."""
+    words = "/".join(str(word) for word in (seed, *purpose))
+    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:8], "big") >> 1
+
+
+def rng(seed: int, *purpose: str | int) -> torch.Generator:
+    """A CPU generator for one purpose, e.g. rng(0, "mask", step)."""
+    return torch.Generator().manual_seed(seed_of(seed, *purpose))
+
+
+# --- learning rates and optimisers -----------------------------------------------------------------------------------
+
+
+class Schedule(NamedTuple):
+    """Linear warm-up, then half a cosine (App. C.2 and C.3; the exact form is the released program's)."""
+
+    total: int  # N, optimiser steps
+    warmup: int  # W
+    end: float  # e, the rate of the last step
+
+    def __call__(self, k: int, base: float) -> float:
+        """Rate of step k = 1 .. N from the base rate b.
+
+            k ≤ W:  b k / (W + 1)
+            k > W:  c b + (1 − c) e,   c = (1 + cos(π (k − W − 1) / (N − W − 1))) / 2
+
+        >>> [round(Schedule(total=5, warmup=1, end=0.0)(k, 1.0), 3) for k in range(1, 6)]
+        [0.5, 1.0, 0.75, 0.25, 0.0]
+        """
+        if k <= self.warmup:
+            return base * k / (self.warmup + 1)
+        c = (1 + math.cos(math.pi * (k - self.warmup - 1) / max(1, self.total - self.warmup - 1))) / 2
+        return c * base + (1 - c) * self.end
+
+
+def constant(k: int, base: float) -> float:
+    """The rate of linear probing."""
+    return base
+
+
+class Group(NamedTuple):
+    """Tensors that share a base rate and a weight decay."""
+
+    tensors: list[Tensor]
+    lr: float
+    weight_decay: float
+
+
+def decay_groups(named: Mapping[str, Tensor], lr: float, weight_decay: float) -> list[Group]:
+    """MAE's and I-JEPA's rule for their own networks: vectors and biases are not decayed (mask token: 3-D, decayed)."""
+    plain = [name for name, tensor in named.items() if tensor.ndim <= 1 or name.endswith(".bias")]
+    return [
+        Group([tensor for name, tensor in named.items() if name not in plain], lr, weight_decay),
+        Group([named[name] for name in plain], lr, 0.0),
+    ]
+
+
+class Optimiser:
+    """opt_P or opt_D of Algorithm 1: a torch optimiser with a schedule and joint gradient clipping.
+
+    Args:
+        groups: what is trained; tensors are updated in place.
+        schedule: (step from 1, base rate) -> rate.
+        betas: AdamW's; None is SGD with momentum 0.9, as released.
+        clip: largest joint L2 norm over all tensors of a step, factor min(1, clip / (norm + 1e-6)); None: no clipping.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[Group],
+        schedule: Callable[[int, float], float],
+        betas: tuple[float, float] | None,
+        clip: float | None = None,
+    ) -> None:
+        self.schedule, self.clip, self.step = schedule, clip, 0
+        groups = [group for group in groups if group.tensors]
+        self.base = [group.lr for group in groups]
+        params = [{"params": g.tensors, "lr": g.lr, "weight_decay": g.weight_decay} for g in groups]
+        self.torch: torch.optim.Optimizer
+        if betas is None:
+            self.torch = torch.optim.SGD(params, lr=0.0, momentum=0.9)
+        else:
+            self.torch = torch.optim.AdamW(params, lr=0.0, betas=betas, eps=1e-8)
+
+    def update(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        """One step on (tensor, gradient) pairs; returns the joint norm before clipping, a 0-d tensor on the device."""
+        pairs = list(gradients)
+        for tensor, gradient in pairs:
+            tensor.grad = gradient
+        tensors = [tensor for tensor, _ in pairs]
+        norm = torch.nn.utils.clip_grad_norm_(tensors, self.clip or math.inf, foreach=True)
+        self.step += 1
+        for group, base in zip(self.torch.param_groups, self.base, strict=True):
+            group["lr"] = self.schedule(self.step, base)
+        self.torch.step()
+        self.torch.zero_grad()
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "torch": self.torch.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.step = state["step"]
+        self.torch.load_state_dict(state["torch"])
+
+
+def trainable(tensors: Mapping[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
+    """Fresh leaf copies that a gradient can be taken for."""
+    return {name: tensor.detach().to(device, copy=True).requires_grad_() for name, tensor in tensors.items()}
+
+
+# --- devices ---------------------------------------------------------------------------------------------------------
+
+
+def pick_device(name: str) -> torch.device:
+    """auto, cpu, cuda, cuda:1, mps -> a device that is there (UsageError otherwise)."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {name}: not available here, try --device cpu") from error
+    return device
+
+
+def autocast(fn: Callable[P, R], device: torch.device, amp: bool) -> Callable[P, R]:
+    """fn under bfloat16 autocast where `amp` is on and the device is a GPU; parameters and gradients stay float32."""
+
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.autocast(device.type, torch.bfloat16, enabled=amp and device.type == "cuda"):
+            return fn(*args, **kwargs)
+
+    return wrapped
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def write_atomic(path: Path, content: bytes | str) -> None:
+    """Replace a file or leave it as it was: temporary, fsync, rename, fsync of the directory (RunError otherwise)."""
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror}); the file there before is unchanged") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def to_bytes(obj: Any) -> bytes:
+    """torch.save to memory."""
+    buffer = io.BytesIO()
+    torch.save(obj, buffer)
+    return buffer.getvalue()
+
+
+def sha256(path: Path) -> str:
+    """Digest of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file that this program wrote (UsageError where it is missing or damaged)."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read ({error})") from error
+
+
+# --- run directories -------------------------------------------------------------------------------------------------
+
+FILES = ("config.json", "env.json", "metrics.jsonl", "train.log", "checkpoint.pt", "result.json")
+
+
+class Run:
+    """One run directory, open for writing. Make it with `open_run`."""
+
+    def __init__(self, path: Path, resumed: bool) -> None:
+        self.path, self.resumed = path, resumed
+
+    def metric(self, record: Mapping[str, Any]) -> None:
+        """Append one JSON object to metrics.jsonl. Its `step` says which alternation or epoch it belongs to."""
+        with (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def metrics(self) -> Iterator[dict[str, Any]]:
+        """What metrics.jsonl holds; a last line torn by a crash is left out."""
+        file = self.path / "metrics.jsonl"
+        for line in file.read_text().splitlines() if file.exists() else ():
+            with contextlib.suppress(json.JSONDecodeError):
+                yield json.loads(line)
+
+    def log(self, line: str) -> None:
+        """Append a line to train.log, with the time."""
+        with (self.path / "train.log").open("a") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Replace checkpoint.pt: tensors, numbers and strings only."""
+        write_atomic(self.path / "checkpoint.pt", to_bytes(dict(state)))
+
+    def restore(self, keep: Callable[[dict[str, Any]], bool], device: torch.device) -> dict[str, Any] | None:
+        """The checkpoint to go on from, None where there is none yet; `metrics.jsonl` is cut back to what `keep`s."""
+        path = self.path / "checkpoint.pt"
+        if not (self.resumed and path.exists()):
+            write_atomic(self.path / "metrics.jsonl", "")
+            return None
+        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+        kept = [json.dumps(record) + "\n" for record in self.metrics() if keep(record | {"checkpoint": state["done"]})]
+        write_atomic(self.path / "metrics.jsonl", "".join(kept))
+        return state
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write result.json; its presence says that the run is complete."""
+        write_atomic(self.path / "result.json", json.dumps(result, indent=1))
+
+
+def open_run(path: Path, command: str, config: Settings, resume: bool, force: bool, **about: Any) -> Run:
+    """Make, or with `resume` reopen, a run directory (UsageError where it holds something else)."""
+    mine = (path / "config.json").exists() and (path / "env.json").exists()
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"--out {path}: is a file, give a directory")
+    if path.is_dir() and any(path.iterdir()) and not mine:
+        raise UsageError(f"--out {path}: holds files of something else, choose an empty or new directory")
+    if mine and resume:
+        check_same(path, command, config)
+    elif mine and force:
+        for file in [*(path / name for name in FILES), *path.glob("adapter*.safetensors"), *path.glob("*.png")]:
+            file.unlink(missing_ok=True)
+    elif mine:
+        done = (path / "result.json").exists()
+        what = "a finished run" if done else "an unfinished run, --resume continues it"
+        raise UsageError(f"--out {path}: {what}, --force starts it over, or choose another --out")
+    elif resume:
+        raise UsageError(f"--resume: there is no run in {path}")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {path}: cannot be made ({error.strerror})") from error
+    if not (mine and resume):
+        write_atomic(path / "config.json", json.dumps(config.model_dump(mode="json"), indent=1))
+        write_atomic(path / "env.json", json.dumps({"command": command, **environment(), **about}, indent=1))
+    return Run(path, resumed=mine and resume)
+
+
+def check_same(path: Path, command: str, config: Settings) -> None:
+    """Refuse to resume another experiment, or a finished one; settings of the machine may differ."""
+    if (path / "result.json").exists():
+        raise UsageError(f"--resume: the run in {path} is finished, there is nothing to resume")
+    if read_json(path / "env.json").get("command") != command:
+        raise UsageError(f"--resume: {path} is not a run of `{command}`")
+    before = type(config).model_validate(read_json(path / "config.json"))
+    changed = [
+        f"{leaf.path[-1]} {get(before, leaf.path)} -> {get(config, leaf.path)}"
+        for leaf in leaves(type(config))
+        if leaf.path[0] != "machine" and get(before, leaf.path) != get(config, leaf.path)
+    ]
+    if changed:
+        raise UsageError(f"--resume: settings differ from the run in {path}: {', '.join(changed)}")
+
+
+def environment() -> dict[str, Any]:
+    """Command line, versions, machine and, in a checkout, the commit: what a number needs to be traced."""
+    with contextlib.suppress(OSError):
+        here = Path(__file__).parent
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
+        commit = git.stdout.strip() or None
+    packages = ("torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
+    return {
+        "argv": sys.argv,
+        "commit": commit,
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "versions": {name: version(name) for name in packages},
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def load_tensors(path: Path) -> Any:
+    """torch.load without running code: tensors and plain containers, argparse's Namespace as an inert bag of values."""
+    from argparse import Namespace
+
+    try:
+        with warnings.catch_warnings(), torch.serialization.safe_globals([Namespace]):
+            warnings.simplefilter("ignore", FutureWarning)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError as error:
+        raise UsageError(f"{path}: there is no such file") from error
+    except Exception as error:  # torch raises anything from EOFError to UnpicklingError on foreign bytes
+        raise UsageError(f"{path}: not a checkpoint that loads safely ({str(error).splitlines()[0][:120]})") from error
