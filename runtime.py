@@ -146,6 +146,17 @@ def trainable(tensors: Mapping[str, Tensor], device: torch.device | None = None)
     return {name: tensor.detach().to(device, copy=True).requires_grad_() for name, tensor in tensors.items()}
 
 
+class Score(NamedTuple):
+    """What a model is worth on a split: top-1 accuracy in percent, and mean cross entropy."""
+
+    accuracy: float
+    loss: float
+
+    def beats(self, other: "Score") -> bool:
+        """Higher accuracy wins, ties go to the lower loss."""
+        return (self.accuracy, -self.loss) > (other.accuracy, -other.loss)
+
+
 # --- devices ---------------------------------------------------------------------------------------------------------
 
 

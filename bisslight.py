@@ -1,0 +1,247 @@
+"""BiSSLight: a light bilevel stage between self-supervised pretraining and PEFT. `align` is the paper's Algorithm 1.
+
+    upper (Eq. 3)   min over θ_D, φ_D    L^D(θ_P*(θ_D), φ_D) + L^D(θ_D, φ_D)
+    lower (Eq. 4)   θ_P*(θ_D) in argmin over θ_P, min over φ_P    L^P(θ_P, φ_P) + λ/2 |θ_P − θ_D|²
+
+The glossary; every module keeps these letters.
+
+    code                paper           meaning
+    psi (Backbone.vit)  ψ               pretrained backbone weights, frozen, one copy for both levels
+    theta_P, theta_D    θ_P, θ_D        LoRA parameters of the lower (pretext) and upper (downstream) level, each (K, p)
+    phi_P, phi_D        φ_P, φ_D        pretext head (MAE's decoder), downstream head (a linear layer)
+    loss_P, loss_D      L^P, L^D        (θ, φ, batch) -> scalar
+    lam                 λ               coupling in Eq. 4 and M-FAC's damping γ = λ (Sec. 3.1); units 1/θ²
+    G                   G               the N_L pretext gradients of one alternation, stored (K, N_L, p), block-major
+    g                   ∇L^D            downstream gradient at θ_P (l.12), what the inverse is applied to
+    q                   q               λ (F + λI)⁻¹ g, the implicit part of the upper gradient (l.13)
+    alternations        T               lower_steps N_L, upper_steps N_U
+
+    Eq. 4 eq:bissl_lower_level    Eq. 5 eq:bissl_upper_level_derivative    Eq. 7 eq:bissl_mfac_vi_calc
+    Eq. 10 eq:bissl_mfac_upper_grad_approx    l.n line n of Algorithm 1 (alg:bisslight)
+
+This file knows no pretext task, no dataset, no device and no file: tasks come in as `PretextTask`, inverses as
+`Hypergradient`, batches as iterators, and what happens after an alternation (validation, checkpoints, progress) as a
+function. Leaves out: several processes.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from config import Bilevel, RunError
+from mfac import Solve
+from runtime import Optimiser
+
+Phi = dict[str, Tensor]
+Batch = TypeVar("Batch")
+Loss = Callable[..., Tensor]  # (theta, phi, batch) -> scalar; L^D takes drop-path factors as a fourth
+
+
+class PretextTask(Protocol[Batch]):
+    """What a pretext task is to Algorithm 1. `mae.MAE` is the worked example."""
+
+    def prepare(self, images: Tensor, rng: torch.Generator) -> Batch:
+        """Turn images (B, 3, H, W) into a batch; all randomness is drawn here, from `rng`."""
+        ...
+
+    def loss(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
+        """L^P(θ, φ_P) of a prepared batch: pure, differentiable in θ and φ, no randomness, no drop path."""
+        ...
+
+    def after_step(self, theta_P: Tensor) -> None:
+        """Called after line 9, for what follows θ_P slowly (a teacher)."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs besides θ and φ."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Hypergradient(Protocol):
+    """(G, λ, θ_P, pretext loss of θ) -> Solve, which maps g to q. In `mfac`: mfac, identity, exact."""
+
+    def __call__(self, G: Tensor, lam: float, theta_P: Tensor, loss_P: Callable[[Tensor], Tensor], /) -> Solve: ...
+
+
+@dataclass
+class State:
+    """All that Algorithm 1 changes. Leaf tensors, updated in place by their optimisers."""
+
+    theta_P: Tensor
+    theta_D: Tensor
+    phi_P: Phi
+    phi_D: Phi
+    opt_P: Optimiser  # over theta_P and phi_P
+    opt_D: Optimiser  # over theta_D and phi_D
+    done: int = 0  # finished alternations
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and numbers only."""
+        tensors = {"theta_P": self.theta_P, "theta_D": self.theta_D, "phi_P": self.phi_P, "phi_D": self.phi_D}
+        return tensors | {"opt_P": self.opt_P.state_dict(), "opt_D": self.opt_D.state_dict(), "done": self.done}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.theta_P.copy_(state["theta_P"])
+        self.theta_D.copy_(state["theta_D"])
+        for phi, saved in ((self.phi_P, state["phi_P"]), (self.phi_D, state["phi_D"])):
+            for name, tensor in phi.items():
+                tensor.copy_(saved[name])
+        self.opt_P.load_state_dict(state["opt_P"])
+        self.opt_D.load_state_dict(state["opt_D"])
+        self.done = state["done"]
+
+
+class Log(NamedTuple):
+    """One alternation in numbers. Losses are a value a step; `seconds` is wall time by phase."""
+
+    alternation: int  # from 1
+    loss_P: list[float]  # L^P at θ_P
+    pull: list[float]  # λ/2 |θ_P − θ_D|², before each lower step
+    loss_D_at_P: list[float]  # L^D at θ_P
+    loss_D_at_D: list[float]  # L^D at θ_D
+    norm_P: list[float]  # joint gradient norms before clipping
+    norm_D: list[float]
+    distance: float  # |θ_P − θ_D| at the end
+    q_over_g: list[float]  # |q| / |g|: how much of the downstream gradient the inverse lets through
+    cosine: list[float]  # of q and g; 1 with q_over_g = 1 means that the curvature had no say
+    seconds: dict[str, float]
+
+
+def align(
+    s: State,
+    cfg: Bilevel,
+    loss_P: Loss,
+    loss_D: Loss,
+    hypergrad: Hypergradient,
+    pretext: Iterator[Any],
+    downstream: Iterator[tuple[Any, Tensor | None]],
+    after_step: Callable[[Tensor], None],
+    after: Callable[[State, Log], None],
+) -> Tensor:
+    """Algorithm 1 from `s.done` on; returns θ_P (l.17). `s` is l.1 and l.2: θ_P and θ_D start equal.
+
+    Args:
+        loss_P: (θ, φ_P, batch), the pretext task's loss.
+        loss_D: (θ, φ_D, batch, drop). Drop path acts in the pass at θ_D only. Paper silent: as released.
+        hypergrad: lines 10 and 13.
+        pretext: prepared batches for l.6, one a lower step.
+        downstream: (batch, drop-path factors). Paper silent: one batch serves l.12 to l.15, as released.
+        after_step: the pretext task's hook, after l.9.
+        after: called with the state and the log of each alternation.
+    Raises RunError naming level, step and block where a loss, gradient or M-FAC system is not finite.
+    """
+    clock = Clock(s.theta_P.device)
+    K, p = s.theta_P.shape
+    G = s.theta_P.new_empty(K, cfg.lower_steps, p)
+    for t in range(s.done, cfg.alternations):  # l.3
+        clock.start()
+        lower, upper = [], []  # l.4: G is overwritten, row by row
+        for i in range(cfg.lower_steps):  # l.5, lower level
+            batch = next(pretext)
+            value, g_P, g_phi_P = gradients(loss_P, s.theta_P, s.phi_P, batch)  # l.6, l.8
+            G[:, i] = g_P  # l.6: ∇L^P alone, before the pull (M-FAC's damping stands in for it) and before clipping
+            apart = (s.theta_P - s.theta_D).detach()
+            norm = s.opt_P.update([(s.theta_P, g_P + cfg.lam * apart), *pairs(s.phi_P, g_phi_P)])  # l.7, l.9
+            after_step(s.theta_P)
+            lower.append(torch.stack([value, cfg.lam / 2 * apart.square().sum(), norm.to(value.dtype)]))
+        finite(t, "lower", lower, torch.isfinite(G).all(-1))
+        clock.lap("lower")
+
+        solve = hypergrad(G, cfg.lam, s.theta_P, partial(fixed, loss_P, s.phi_P, batch)) if cfg.upper_steps else None
+        if solve is not None:  # l.10
+            finite(t, "M-FAC", [], solve.ok[:, None])
+        clock.lap("curvature")
+
+        for _ in range(cfg.upper_steps if solve else 0):  # l.11, upper level
+            batch, drop = next(downstream)
+            at_P, g, g_phi_at_P = gradients(loss_D, s.theta_P, s.phi_D, batch)  # l.12
+            q = solve.apply(g)  # l.13  # type: ignore[union-attr]
+            at_D, g_D, g_phi_at_D = gradients(loss_D, s.theta_D, s.phi_D, batch, drop)
+            g_phi_D = {name: g_phi_at_P[name] + g_phi_at_D[name] for name in g_phi_at_P}  # l.15
+            norm = s.opt_D.update([(s.theta_D, q + g_D), *pairs(s.phi_D, g_phi_D)])  # l.14, l.16
+            ratio, cosine = q.norm() / g.norm(), torch.cosine_similarity(q.flatten(), g.flatten(), 0)
+            upper.append(torch.stack([x.to(at_P.dtype) for x in (at_P, at_D, norm, ratio, cosine)]))
+        finite(t, "upper", [row[:3] for row in upper], None)
+        clock.lap("upper")
+
+        s.done = t + 1
+        P, D = columns(lower, 3), columns(upper, 5)
+        distance = float((s.theta_P - s.theta_D).detach().norm())
+        after(s, Log(t + 1, P[0], P[1], D[0], D[1], P[2], D[2], distance, D[3], D[4], clock.take()))
+    return s.theta_P  # l.17
+
+
+def gradients(loss: Loss, theta: Tensor, phi: Phi, *args: Any) -> tuple[Tensor, Tensor, Phi]:
+    """(loss, ∇_θ, ∇_φ by name) at one point; no graph is kept."""
+    value = loss(theta, phi, *args)
+    g_theta, *g_phi = torch.autograd.grad(value, [theta, *phi.values()])
+    return value.detach(), g_theta, dict(zip(phi, g_phi, strict=True))
+
+
+def fixed(loss: Loss, phi: Phi, batch: Any, theta: Tensor) -> Tensor:
+    """The pretext loss as a function of θ alone, at the lower level's last batch (paper silent), for exact Hessians."""
+    return loss(theta, phi, batch)
+
+
+def pairs(phi: Phi, gradient: Phi) -> list[tuple[Tensor, Tensor]]:
+    """(tensor, gradient) of every tensor of a head."""
+    return [(tensor, gradient[name]) for name, tensor in phi.items()]
+
+
+def columns(rows: list[Tensor], width: int) -> list[list[float]]:
+    """Logged rows as lists by column: the one place where the host waits for their values."""
+    return torch.stack(rows).T.tolist() if rows else [[] for _ in range(width)]
+
+
+def finite(t: int, level: str, rows: list[Tensor], blocks: Tensor | None) -> None:
+    """Read one level's finiteness, after its last step, so that no step waits for the device.
+
+    Args:
+        rows: logged values, one tensor a step.
+        blocks: (K, steps) bool, False where a block's gradient was not finite.
+    """
+    good = [torch.isfinite(row).all() for row in rows]
+    if blocks is not None and not bool(blocks.all()):
+        block, step = next(zip(*(~blocks).nonzero(as_tuple=True), strict=True))
+        where = f"block {int(block)}" + (f", step {int(step) + 1}" if rows else "")
+    elif good and not bool(torch.stack(good).all()):
+        where = f"step {good.index(False) + 1}"
+    else:
+        return
+    raise RunError(
+        f"alternation {t + 1}, {level} level, {where}: not finite. Lower --p-lr or --d-lr, or raise --lam; "
+        "the last checkpoint is from before this alternation"
+    )
+
+
+class Clock:
+    """Wall seconds by phase; waits for a GPU at the laps, three times an alternation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+        self.seconds: dict[str, float] = {}
+        self.start()
+
+    def start(self) -> None:
+        """What happened since the last lap is not counted."""
+        self.wait()
+        self.last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        self.wait()
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
+        self.last = now
+
+    def take(self) -> dict[str, float]:
+        """Hand over the seconds of one alternation."""
+        taken, self.seconds = self.seconds, {}
+        return taken

@@ -1,0 +1,284 @@
+"""Labelled tasks D^D, unlabelled pools D^P, how images are cut, and in which order they come.
+
+    quilts        the embedded default, drawn by `quilts` from a seed: nothing to download
+    folder:PATH   class folders, or train/ val/ test/ holding class folders; a missing part is split off
+    a pool        quilts, or any folder of images, nested or not
+
+Order and augmentation are functions of (seed, purpose, draw), so batches depend neither on the number of worker
+processes nor on where a run was resumed. A draw is the number of an image in the endless sequence of passes.
+Leaves out: the paper's benchmarks, VOC's several labels an image, several processes.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision import transforms as T
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from config import RunError, UsageError, nearest
+from runtime import rng, seed_of
+
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+Channels = tuple[float, ...]
+
+
+class Split(NamedTuple):
+    """Images as files or, for the embedded dataset, as (N, 3, H, W) in [0, 1]; their labels (N,) int64."""
+
+    images: Tensor | list[Path]
+    targets: Tensor
+
+
+class Task(NamedTuple):
+    """A labelled dataset. `mean` and `std` normalise its channels."""
+
+    name: str
+    train: Split
+    val: Split
+    test: Split
+    classes: list[str]
+    mean: Channels = IMAGENET[0]
+    std: Channels = IMAGENET[1]
+
+
+class View(NamedTuple):
+    """How an image becomes a network input of side `size`."""
+
+    size: int
+    mean: Channels
+    std: Channels
+    augment: Literal["crop", "none"] = "none"
+    min_crop: float = 0.2
+    interpolation: Literal["bicubic", "bilinear"] = "bicubic"
+
+    def transform(self, train: bool) -> Callable[[Image.Image], Tensor]:
+        """App. C.2: RandomResizedCrop(size, min_crop to 1), flip; at test time resize to 256/224 of it, centre crop."""
+        how = T.InterpolationMode(self.interpolation)
+        if train and self.augment == "crop":
+            cut = [T.RandomResizedCrop(self.size, (self.min_crop, 1), interpolation=how), T.RandomHorizontalFlip()]
+        else:
+            cut = [T.Resize(round(self.size * 256 / 224), interpolation=how), T.CenterCrop(self.size)]
+        return T.Compose([*cut, T.ToTensor(), T.Normalize(self.mean, self.std)])  # type: ignore[no-any-return]
+
+
+# --- the embedded default --------------------------------------------------------------------------------------------
+
+MOTIFS = ("1111000011110000", "1010101010101010", "0110111111110110", "1001011001101001")  # 4 x 4 pixels, row by row
+POOL_SIZE, PER_CLASS, CLASSES, JUNK = 4000, {"train": 10, "val": 20, "test": 60}, 8, 0.1
+
+
+@lru_cache(maxsize=2)
+def quilts(seed: int) -> tuple[Tensor, Task]:
+    """Pixel quilts: (unlabelled pool (4000, 3, 16, 16), a task of 8 classes with 80 / 160 / 480 images).
+
+    A quilt is 4 x 4 tiles and shows two motifs. Its class is the layout, which tiles are equal, never which motif they
+    show; so single pixels say little about the class (all classes have the same mean image), and a network must compare
+    tiles, which is what filling in masked tiles teaches. Labelled images, unlike the pool, have a tenth of their tiles
+    replaced. A tile is exactly a patch of vit_mini, which favours a ViT.
+    """
+    g = rng(seed, "quilts")
+    layouts: list[Tensor] = []
+    while len(layouts) < CLASSES:  # two layouts, or one and another's complement, differ in 5 tiles at least
+        layout = torch.randint(2, (16,), generator=g)
+        if 7 <= int(layout.sum()) <= 9 and all(5 <= int((layout != other).sum()) <= 11 for other in layouts):
+            layouts.append(layout)
+    pixels = torch.tensor([[int(bit) for bit in motif] for motif in MOTIFS]) * 0.7 + 0.15  # (4, 16): 0.15 or 0.85
+
+    def draw(labels: Tensor, junk: float) -> Tensor:
+        n = len(labels)
+        first = torch.randint(4, (n,), generator=g)
+        second = (first + torch.randint(1, 4, (n,), generator=g)) % 4  # another motif
+        shown = torch.where(torch.stack(layouts)[labels] == 1, second[:, None], first[:, None])  # (n, 16 tiles)
+        spoilt = torch.rand(n, 16, generator=g) < junk
+        shown = torch.where(spoilt, torch.randint(4, (n, 16), generator=g), shown)
+        grey = pixels[shown].view(n, 4, 4, 4, 4).transpose(2, 3).reshape(n, 1, 16, 16)  # tile row, pixel row, ...
+        return (grey + 0.08 * torch.randn(n, 3, 16, 16, generator=g)).clamp(0, 1)
+
+    pool = draw(torch.randint(CLASSES, (POOL_SIZE,), generator=g), 0.0)
+    parts = {}
+    for part, count in PER_CLASS.items():
+        labels = torch.arange(CLASSES).repeat(count)
+        parts[part] = Split(draw(labels, JUNK), labels)
+    mean, std = pool.mean((0, 2, 3)).tolist(), pool.std((0, 2, 3)).tolist()
+    return pool, Task("quilts", **parts, classes=[f"layout {k}" for k in range(CLASSES)], mean=mean, std=std)
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+
+def load_task(name: str, seed: int) -> Task:
+    """The labelled dataset of that name (UsageError where there is none, or where it is not usable)."""
+    if name == "quilts":
+        return quilts(seed)[1]
+    if name.startswith("folder:"):
+        return folder(Path(name.removeprefix("folder:")).expanduser(), seed)
+    hint = f"did you mean folder:{name}?" if Path(name).is_dir() else nearest(name, ["quilts", "folder:PATH"])
+    raise UsageError(f"--dataset {name}: unknown dataset, {hint}")
+
+
+def load_pool(name: str, seed: int) -> tuple[Tensor | list[Path], Channels, Channels]:
+    """Unlabelled images with their channel means and deviations."""
+    if name == "quilts":
+        pool, task = quilts(seed)
+        return pool, task.mean, task.std
+    path = Path(name.removeprefix("folder:")).expanduser()
+    if not path.is_dir():
+        raise UsageError(f"--pool {name}: there is no such folder; give a folder of images or quilts")
+    files = find_images(path)
+    if not files:
+        raise UsageError(f"--pool {path}: no images in it ({', '.join(IMG_EXTENSIONS)})")
+    return files, *IMAGENET
+
+
+def find_images(root: Path) -> list[Path]:
+    """All image files below a folder, sorted by their relative path, hidden ones left out."""
+    files = [path for path in root.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS and path.is_file()]
+    files = [path for path in files if not any(part.startswith(".") for part in path.relative_to(root).parts)]
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+
+
+def folder(root: Path, seed: int) -> Task:
+    """Class folders, or train/ val/ test/ holding class folders. A missing part is a fifth of each class of train."""
+    if not root.is_dir():
+        raise UsageError(f"--dataset folder:{root}: there is no such folder")
+    parts = [part for part in ("train", "val", "test") if (root / part).is_dir()]
+    if parts and "train" not in parts:
+        raise UsageError(f"--dataset folder:{root}: has {' and '.join(parts)} but no train")
+    found = {part: class_files(root / part) for part in parts} or {"train": class_files(root)}
+    classes = sorted(found["train"])
+    for part, by_class in found.items():
+        if extra := sorted(by_class.keys() - set(classes)):
+            raise UsageError(f"--dataset folder:{root}: class {extra[0]!r} of {part} is not in train")
+    for part in ("test", "val"):
+        if part not in found:
+            found["train"], found[part] = split_off(found["train"], root, seed, part)
+    splits = {}
+    for part, by_class in found.items():
+        files = [(file, k) for k, name in enumerate(classes) for file in by_class.get(name, [])]
+        splits[part] = Split([file for file, _ in files], torch.tensor([k for _, k in files]))
+    return Task(f"folder:{root}", **splits, classes=classes)
+
+
+def class_files(root: Path) -> dict[str, list[Path]]:
+    """Image files by class folder (UsageError for an empty class, or fewer than two)."""
+    folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    found = {path.name: find_images(path) for path in folders}
+    if len(found) < 2:
+        raise UsageError(f"--dataset folder:{root}: needs at least two class folders, has {len(found)}")
+    for name, files in found.items():
+        if not files:
+            raise UsageError(f"--dataset folder:{root}: class {name!r} has no images ({', '.join(IMG_EXTENSIONS)})")
+    return found
+
+
+def split_off(
+    by_class: dict[str, list[Path]], root: Path, seed: int, part: str
+) -> tuple[dict[str, list[Path]], dict[str, list[Path]]]:
+    """(rest, part): a fifth of each class, at least one image, the ones with the smallest sha256 of seed, part and path.
+
+    Hashing names makes the split independent of platform, of listing order and of what other classes hold.
+    """
+    rest, taken = {}, {}
+    for name, files in by_class.items():
+        if len(files) < 2:
+            raise UsageError(f"--dataset folder:{root}: class {name!r} is too small to split off {part}, give {part}/")
+        key = {f: hashlib.sha256(f"{seed}/{part}/{f.relative_to(root).as_posix()}".encode()).digest() for f in files}
+        chosen = set(sorted(files, key=key.__getitem__)[: max(1, round(len(files) / 5))])
+        rest[name], taken[name] = [f for f in files if f not in chosen], [f for f in files if f in chosen]
+    return rest, taken
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+Draw = tuple[int, int]  # (number of the draw, index of the image)
+
+
+def order(n: int, seed: int, purpose: str) -> Callable[[int], Tensor]:
+    """pass number -> permutation of n images; the last one is remembered."""
+    return lru_cache(maxsize=1)(lambda pass_: torch.randperm(n, generator=rng(seed, purpose, "order", pass_)))
+
+
+def stream(n: int, batch: int, seed: int, purpose: str, start: int, stop: int) -> Iterator[list[Draw]]:
+    """Full batches of steps start .. stop − 1: passes follow one another without a seam, as often as needed."""
+    permutation = order(n, seed, purpose)
+    for step in range(start, stop):
+        draws = range(step * batch, (step + 1) * batch)
+        yield [(draw, int(permutation(draw // n)[draw % n])) for draw in draws]
+
+
+def epochs(n: int, batch: int, seed: int, purpose: str, count: int) -> Iterator[list[Draw]]:
+    """`count` passes of ceil(n / batch) batches each; the last one of a pass may be smaller, as released."""
+    permutation = order(n, seed, purpose)
+    for pass_ in range(count):
+        draws = [(pass_ * n + i, int(index)) for i, index in enumerate(permutation(pass_))]
+        yield from (draws[i : i + batch] for i in range(0, n, batch))
+
+
+def in_order(n: int, batch: int) -> Iterator[list[Draw]]:
+    """One pass for evaluation."""
+    return ([(i, i) for i in range(at, min(n, at + batch))] for at in range(0, n, batch))
+
+
+class Images(Dataset[tuple[Tensor, Tensor]]):
+    """Decodes and augments. Each draw has a seed of its own, so its crop is the same in any process."""
+
+    def __init__(self, split: Split, view: View, train: bool, seed: int, purpose: str) -> None:
+        self.split, self.view, self.train, self.seed, self.purpose = split, view, train, seed, purpose
+        self.transform = view.transform(train)
+        self.tensors: Tensor | None = None
+        if isinstance(split.images, Tensor):
+            mean, std = (torch.tensor(values).view(3, 1, 1) for values in (view.mean, view.std))
+            self.tensors = (split.images - mean) / std
+
+    def __getitems__(self, draws: Sequence[Draw]) -> tuple[Tensor, Tensor] | RunError:
+        index = torch.tensor([i for _, i in draws])
+        if self.tensors is not None and not (self.train and self.view.augment == "crop"):
+            return self.tensors[index], self.split.targets[index]
+        try:
+            return torch.stack([self.image(draw, i) for draw, i in draws]), self.split.targets[index]
+        except RunError as error:  # as a value: from a worker process an exception would arrive as a traceback
+            return error
+
+    def image(self, draw: int, index: int) -> Tensor:
+        with torch.random.fork_rng(devices=[]):  # torchvision draws from the global generator
+            torch.manual_seed(seed_of(self.seed, self.purpose, "augment", draw))
+            return self.transform(self.open(index))
+
+    def open(self, index: int) -> Image.Image:
+        images = self.split.images
+        if isinstance(images, Tensor):
+            return T.functional.to_pil_image(images[index])  # type: ignore[no-any-return]
+        try:
+            with Image.open(images[index]) as image:
+                return image.convert("RGB")
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise RunError(f"{images[index]}: cannot be read as an image ({error}); replace or remove it") from error
+
+
+def batches(
+    images: Images, draws: Iterator[list[Draw]], workers: int, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(images, targets) on the device, a batch for each list of draws (RunError naming an unreadable file)."""
+    loader = DataLoader(
+        images,
+        batch_sampler=draws,  # type: ignore[arg-type]
+        num_workers=workers,
+        collate_fn=identity,
+        pin_memory=device.type == "cuda",
+    )
+    for item in loader:
+        if isinstance(item, RunError):
+            raise item
+        yield item[0].to(device, non_blocking=True), item[1].to(device, non_blocking=True)
+
+
+def identity(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Batches arrive ready; a named function, since worker processes must be able to import it."""
+    return batch

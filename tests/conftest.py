@@ -1,0 +1,51 @@
+"""Recorded numbers: small files travel with the suite in tests/data, larger ones lie beside the checkout."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).parent
+SHARED = Path(os.environ.get("BISSLIGHT_SHARED", HERE.parent.parent / "shared"))
+
+
+class Recorded:
+    """An .npz of recorded numbers: rec["name"] is a tensor, rec.meta its settings."""
+
+    def __init__(self, path: Path) -> None:
+        with np.load(path) as file:
+            self.arrays = {name: file[name] for name in file.files}
+        self.meta: dict[str, Any] = json.loads(bytes(self.arrays.get("meta_json", b"{}")))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.from_numpy(np.asarray(self.arrays[name]))
+
+    def group(self, prefix: str) -> dict[str, Tensor]:
+        """All arrays under prefix/, by the rest of their names."""
+        return {k.removeprefix(f"{prefix}/"): self[k] for k in self.arrays if k.startswith(f"{prefix}/")}
+
+
+def shared(path: str) -> Path:
+    """A file of the recorded fixtures or data packs; the test skips where it is missing."""
+    local, beside = HERE / "data" / Path(path).name, SHARED / path
+    if beside.exists():
+        return beside
+    if not local.exists():
+        pytest.skip(f"{beside} is not here (set BISSLIGHT_SHARED to the folder that holds fixtures/ and data/)")
+    return local
+
+
+def recorded(name: str) -> Recorded:
+    """The recorded run fixtures/NAME."""
+    return Recorded(shared(f"fixtures/{name}"))
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Largest difference over the largest reference value stays below the tolerance."""
+    error = (actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp_min(1e-300)
+    assert actual.shape == expected.shape and float(error) <= tolerance, f"relative error {float(error):.3g} > {tolerance}"
