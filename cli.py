@@ -1,0 +1,434 @@
+"""The command line: parses, calls one function of `stages`, prints. rich, exit codes and signals live only here.
+
+Flags are made from the settings in `config`, one a leaf, so a setting is written once. Flag over file over default.
+torch is imported inside commands, which keeps `--help` fast.
+"""
+
+import inspect
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from config import (
+    AlignConfig,
+    FinetuneConfig,
+    PretrainConfig,
+    RunError,
+    Settings,
+    UsageError,
+    get,
+    leaves,
+    nearest,
+    put,
+    read_file,
+)
+
+S = TypeVar("S", bound=Settings)
+app = typer.Typer(rich_markup_mode=None, add_completion=True, no_args_is_help=True, help=(__doc__ or "").split(":")[0])
+RENAMED = {"start": ("--from",), "lam": ("--lam", "--lambda")}
+
+# --- flags from settings ---------------------------------------------------------------------------------------------
+
+COMMON: dict[str, tuple[Any, Any, str]] = {
+    "config": (Path | None, None, "TOML or JSON file of settings; flags win over it"),
+    "out": (Path | None, None, "run directory (default: a name made of the settings, under runs/)"),
+    "resume": (bool, False, "go on with the unfinished run in --out, with the same settings"),
+    "force": (bool, False, "start the run in --out over"),
+    "dry_run": (bool, False, "resolve and check everything, print settings, sources and budget, write nothing"),
+    "json": (bool, False, "one JSON object on stdout and nothing else"),
+    "quiet": (bool, False, "no progress"),
+}
+
+
+def flag_type(annotation: Any) -> Any:
+    """What Typer is to parse: the annotation without its None; a tuple of rates arrives as text."""
+    if get_origin(annotation) in (Union, UnionType):
+        annotation = next(a for a in get_args(annotation) if a is not type(None))
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    return str if get_origin(annotation) is tuple else annotation
+
+
+def parameters(model: type[Settings]) -> list[inspect.Parameter]:
+    """One keyword-only parameter a leaf, default None (not given), and the common options."""
+    out = []
+    for leaf in leaves(model):
+        name = leaf.path[-1]
+        dashed = name.replace("_", "-")
+        kind = flag_type(leaf.field.annotation)
+        spelled = RENAMED.get(name, (f"--{dashed}/--no-{dashed}" if kind is bool else f"--{dashed}",))
+        default = "" if leaf.field.is_required() or leaf.field.default is None else f" (default: {leaf.field.default})"
+        option = typer.Option(*spelled, help=(leaf.field.description or "") + default, show_default=False)
+        annotation = Annotated[kind | None if kind in (int, str, float, bool, Path) else Union[kind, None], option]  # noqa: UP007
+        out.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+    for name, (kind, value, text) in COMMON.items():
+        option = typer.Option(f"--{name.replace('_', '-')}", help=text, show_default=False)
+        annotation = Annotated[kind, option]
+        out.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=annotation))
+    return out
+
+
+def command(model: type[S]) -> Callable[[Callable[[S, dict[str, Any], dict[str, str]], None]], None]:
+    """Register a function (settings, common options, source of each setting) as a command with the settings' flags."""
+
+    def register(body: Callable[[S, dict[str, Any], dict[str, str]], None]) -> None:
+        def run(**given: Any) -> None:
+            common = {name: given.pop(name) for name in COMMON}
+            config, sources = build(model, {k: v for k, v in given.items() if v is not None}, common["config"])
+            body(config, common, sources)
+
+        wanted = parameters(model)
+        run.__signature__ = inspect.Signature(wanted)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in wanted}
+        app.command(body.__name__, help=inspect.getdoc(body))(run)
+
+    return register
+
+
+def build(model: type[S], flags: dict[str, Any], file: Path | None) -> tuple[S, dict[str, str]]:
+    """Settings from flags over file over defaults, validated once, and where each value came from (UsageError)."""
+    table = read_file(file, model) if file else {}
+    start = flags.get("start") or table.get("start")
+    base: dict[str, Any] = {}
+    if start:
+        base = inherited(Path(start))
+    paths = {leaf.path[-1]: leaf.path for leaf in leaves(model)}
+    merged: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+
+    def lay(values: dict[str, Any], source: str, at: tuple[str, ...] = ()) -> None:
+        for key, value in values.items():
+            if isinstance(value, dict):
+                lay(value, source, (*at, key))
+            else:
+                put(merged, (*at, key), value)
+                sources[key] = source
+
+    lay(base, "align run")
+    lay(table, "file")
+    for name, value in flags.items():
+        rates = isinstance(value, str) and name == "grid"
+        put(merged, paths[name], value.split(",") if rates else value)
+        sources[name] = "flag"
+    try:
+        return model.model_validate(merged), sources
+    except ValidationError as error:
+        raise UsageError("; ".join(explain(item, sources) for item in error.errors())) from error
+
+
+def explain(item: Any, sources: dict[str, str]) -> str:
+    """One pydantic complaint as `--flag VALUE: what is wrong`."""
+    name = str(next((part for part in reversed(item["loc"]) if isinstance(part, str)), ""))
+    flag = RENAMED.get(name, (f"--{name.replace('_', '-')}",))[0] if name else "settings"
+    if item["type"] == "missing":
+        needed = {"data": "--dataset", "model": "--backbone"}.get(name, flag)
+        return f"{needed} is needed, see --help"
+    message = item["msg"].removeprefix("Value error, ").replace("Input should be", "should be")
+    value = f" {item['input']}" if isinstance(item["input"], str | int | float) else ""
+    return f"{flag}{value}: {message}" + (" (from the file)" if sources.get(name) == "file" else "")
+
+
+def inherited(start: Path) -> dict[str, Any]:
+    """Model and data of the align run, or of the first in a directory of align runs (UsageError)."""
+    from runtime import read_json
+
+    runs = [start, *sorted(start.iterdir())] if start.is_dir() else []
+    run = next((path for path in runs if (path / "config.json").exists()), None)
+    if run is None:
+        raise UsageError(f"--from {start}: there is no align run")
+    config = read_json(run / "config.json")
+    if "bilevel" not in config:
+        raise UsageError(f"--from {run}: is not an align run")
+    return {"model": config["model"], "data": config["data"]}
+
+
+# --- what a person sees ----------------------------------------------------------------------------------------------
+
+screen = Console(stderr=True, highlight=False)
+paper = Console(highlight=False)
+
+
+class Live:
+    """Progress on stderr: a bar with ETA and live numbers on a terminal, otherwise a plain line an alternation."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet = quiet
+        self.bars: dict[str, TaskID] = {}
+        self.began: dict[str, float] = {}
+        columns = (TextColumn("{task.description:>9}"), BarColumn(24), TextColumn("{task.completed}/{task.total}"),
+                   TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(), TextColumn("{task.fields[text]}"))  # fmt: skip
+        self.progress = Progress(*columns, console=screen) if screen.is_terminal and not quiet else None
+
+    def __enter__(self) -> "Live":
+        if self.progress:
+            self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.progress:
+            self.progress.stop()
+
+    def __call__(self, stage: str, done: int, total: int, text: str) -> None:
+        if self.quiet:
+            return
+        if self.progress is None:
+            began = self.began.setdefault(stage, time.monotonic())
+            left = (time.monotonic() - began) / max(1, done) * (total - done)
+            print(f"{stage} {done}/{total}  {text}  ETA {left:.0f} s", file=sys.stderr, flush=True)
+            return
+        if stage not in self.bars:
+            self.bars[stage] = self.progress.add_task(stage, total=total, text="")
+        self.progress.update(self.bars[stage], completed=done, total=total, text=text)
+
+    def note(self, text: str) -> None:
+        if not self.quiet:
+            screen.print(text, markup=False)
+
+
+def show(config: Settings, sources: dict[str, str], common: dict[str, Any], about: dict[str, Any]) -> None:
+    """--dry-run: every setting with its source, then the budget."""
+    rows = [(leaf, get(config, leaf.path)) for leaf in leaves(type(config))]
+    origin = {leaf.path[-1]: sources.get(leaf.path[-1], "default") for leaf, _ in rows}
+    if common["json"]:
+        settings = {leaf.path[-1]: {"value": value, "source": origin[leaf.path[-1]]} for leaf, value in rows}
+        print(json.dumps({"settings": settings, "budget": about}, default=str))
+        return
+    table = Table("setting", "value", "source", "meaning", box=None)
+    for leaf, value in rows:
+        table.add_row(leaf.path[-1], str(value), origin[leaf.path[-1]], leaf.field.description)
+    paper.print(table)
+    for name, value in about.items():
+        paper.print(f"{name}: {value:.6g}" if isinstance(value, float) else f"{name}: {value}", markup=False)
+
+
+def answer(result: dict[str, Any], as_json: bool, lines: list[str]) -> None:
+    """The result on stdout."""
+    print(json.dumps(result)) if as_json else print("\n".join(lines))
+
+
+def opened(common: dict[str, Any], live: Live) -> Any:
+    """The stage's options."""
+    from stages import Options
+
+    return Options(common["out"], common["resume"], common["force"], common["dry_run"], live)
+
+
+def announce(config: Any, live: Live, common: dict[str, Any]) -> None:
+    """Seed and device, before anything long starts."""
+    if not common["dry_run"]:
+        from runtime import pick_device
+
+        live.note(f"seed {config.seed}, device {pick_device(config.machine.device)}")
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+@command(PretrainConfig)
+def pretrain(config: PretrainConfig, common: dict[str, Any], sources: dict[str, str]) -> None:
+    """Train a backbone from scratch with MAE, for those without a checkpoint."""
+    import stages
+
+    with Live(common["quiet"] or common["json"]) as live:
+        announce(config, live, common)
+        result = stages.pretrain(config, opened(common, live))
+    if common["dry_run"]:
+        return show(config, sources, common, result)
+    lines = [f"{result['steps']} steps, loss {result['loss']:.4f}, {result['seconds']:.0f} s", result["weights"]]
+    return answer(result, common["json"], lines)
+
+
+@command(AlignConfig)
+def align(config: AlignConfig, common: dict[str, Any], sources: dict[str, str]) -> None:
+    """BiSSLight: align a pretrained backbone with a downstream task (Algorithm 1)."""
+    import stages
+
+    with Live(common["quiet"] or common["json"]) as live:
+        announce(config, live, common)
+        result = stages.align(config, opened(common, live))
+    if common["dry_run"]:
+        return show(config, sources, common, result)
+    val = f"validation accuracy of theta_P {result['val_P']['accuracy']:.1f} %, theta_D {result['val_D']['accuracy']:.1f} %"
+    how = f"|theta_P - theta_D| {result['distance']:.3g}, {result['seconds']:.0f} s"
+    return answer(result, common["json"], [val, how, f"next: bisslight finetune --from {result['out']}"])
+
+
+@command(FinetuneConfig)
+def finetune(config: FinetuneConfig, common: dict[str, Any], sources: dict[str, str]) -> None:
+    """PEFT with LoRA, directly or from align runs: seeds, learning-rate grid, one test at the end."""
+    import stages
+
+    with Live(common["quiet"] or common["json"]) as live, stages.worker_pool(config.machine.jobs) as mapper:
+        announce(config, live, common)
+        result = stages.finetune(config, opened(common, live), mapper)
+    if common["dry_run"]:
+        return show(config, sources, common, result)
+    from evaluate import Arm
+
+    arm = Arm("", result["test"], result["unit"])
+    spread = f" ± {arm.std:.2f}" if arm.std is not None else ""
+    line = f"test accuracy {arm.mean:.2f}{spread} % over {len(arm.accuracies)} seeds (one seed is: {arm.unit})"
+    return answer(result, common["json"], [line, f"learning rate {result['lr']:g}", result["out"]])
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="a finetune run, or the directory of one arm's runs")],
+    against: Annotated[list[Path] | None, typer.Option(help="compare with this one; may be repeated")] = None,
+    picture: Annotated[Path | None, typer.Option(help="write a picture of all seeds (PNG, SVG or PDF)")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")] = False,
+) -> None:
+    """Mean and deviation over seeds, and the exact permutation test against other runs."""
+    import evaluate as ev
+
+    arms = [ev.read_arm(path) for path in (run, *(against or []))]
+    rows = ev.table(arms)
+    if picture:
+        plt = ev.pyplot()
+        figure, axes = plt.subplots(figsize=(1.8 + 1.5 * len(arms), 4), layout="constrained")
+        ev.draw_arms(axes, {f"{i + 1} {arm.name}": arm.accuracies for i, arm in enumerate(arms)}, "every seed, and the mean")
+        try:
+            figure.savefig(picture, dpi=150)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--picture {picture}: cannot be written ({error})") from error
+    if json_:
+        print(json.dumps({"arms": rows, "picture": str(picture) if picture else None}))
+        return
+    paper.print(arm_table(rows))
+
+
+def arm_table(rows: list[dict[str, Any]]) -> Table:
+    """The arms as a table: mean and deviation, and what the first is worth against each other one."""
+    table = Table("arm", "seeds", "one seed is", "test accuracy %", "first - this", "p, two-sided", box=None)
+    for row in rows:
+        spread = f" ± {row['std']:.2f}" if row["std"] is not None else ""
+        versus = row["first_minus_this"]
+        p = "" if not versus else "one seed" if versus["p"] is None else f"{versus['p']:.4g}"
+        p += "" if not versus or versus["exact"] else f" ({versus['splits']} random splits)"
+        gain = f"{versus['difference']:+.2f}" if versus else ""
+        table.add_row(row["arm"], str(row["seeds"]), row["unit"], f"{row['mean']:.2f}{spread}", gain, p)
+    return table
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="directory for all runs and pictures")] = Path("runs/demo"),
+    full: Annotated[bool, typer.Option("--full", help="controls, grids and several data seeds; about an hour")] = False,
+    data_seed: Annotated[int, typer.Option(help="seed of the drawn dataset and of its pretraining")] = 0,
+    jobs: Annotated[int, typer.Option(help="runs at a time")] = 2,
+    force: Annotated[bool, typer.Option("--force", help="start over in --out")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress")] = False,
+) -> None:
+    """The whole story, offline, in minutes on a CPU: pretrain, align, PEFT with and without, eight seeds an arm."""
+    import demo as story
+
+    with Live(quiet or json_) as live:
+        result = story.full(out, data_seed, jobs, force, live) if full else story.quick(out, data_seed, jobs, force, live)
+    if json_:
+        print(json.dumps(result))
+        return
+    for title, rows in result["tables"].items():
+        print(title)
+        paper.print(arm_table(rows))
+    print("\n".join(result["remarks"]))
+
+
+@app.command()
+def doctor(
+    json_: Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")] = False,
+) -> None:
+    """Is this machine ready? Versions, device, disk; each line that is not ok says what to do."""
+    import shutil
+
+    lines: list[tuple[str, str, str]] = []
+    try:
+        import torch
+        import torchvision
+
+        torch.ops.torchvision.nms  # noqa: B018
+        lines.append(("torch", "ok", f"{torch.__version__}, torchvision {torchvision.__version__}"))
+        if torch.cuda.is_available():
+            bf16 = "ok" if torch.cuda.is_bf16_supported() else "no"
+            lines.append(("device", "ok", f"{torch.cuda.get_device_name()}, bfloat16 {bf16}"))
+        else:
+            lines.append(("device", "ok", f"CPU, {torch.get_num_threads()} threads; a GPU is needed for the paper's sizes"))
+    except (ImportError, AttributeError, RuntimeError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        lines.append(("torch", "bad", f"{reason}; install torch and torchvision together: pip install -U torch torchvision"))
+    try:
+        import matplotlib
+
+        lines.append(("pictures", "ok", f"matplotlib {matplotlib.__version__}"))
+    except ImportError:
+        lines.append(("pictures", "missing", "pip install 'bisslight[plot]' for the demo and evaluate --picture"))
+    free = shutil.disk_usage(Path.cwd()).free / 1e9
+    lines.append(("disk", "ok" if free > 5 else "low", f"{free:.0f} GB free here; a ViT-H run wants 5"))
+    writable = os.access(Path.cwd(), os.W_OK)
+    lines.append(("runs/", "ok" if writable else "bad", "can be written" if writable else "read-only here, give --out"))
+    if json_:
+        print(json.dumps([dict(zip(("what", "state", "detail"), line, strict=True)) for line in lines]))
+    else:
+        print("\n".join(f"{what:10} {state:8} {detail}" for what, state, detail in lines))
+    if any(state == "bad" for _, state, _ in lines):
+        raise RunError("doctor: not ready, see the lines above")
+
+
+# --- exit codes ------------------------------------------------------------------------------------------------------
+
+
+def stop(number: int, frame: FrameType | None) -> None:
+    """SIGTERM ends like Ctrl-C, with its own exit code."""
+    raise SystemExit(128 + number)
+
+
+def main() -> None:
+    """Exit codes: 0, 1 failure, 2 usage, 130 Ctrl-C, 143 SIGTERM; one line for every foreseeable error."""
+    signal.signal(signal.SIGTERM, stop)
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line; returns its exit code."""
+    try:
+        result = typer.main.get_command(app)(arguments, standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except UsageError as error:
+        return complain(error, 2)
+    except RunError as error:
+        return complain(error, 1)
+    except (KeyboardInterrupt, typer.Abort):
+        return complain("stopped; `--resume` goes on from the last checkpoint", 130)
+    except OSError as error:
+        return complain(f"{error.filename or ''}: {error.strerror or error}", 1)
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":
+            return complain("out of GPU memory: lower --p-batch, --d-batch or --batch, or add --recompute", 1)
+        if not hasattr(error, "format_message"):  # not one of Typer's own complaints: a defect, with its traceback
+            raise
+        commands = [c.name or "" for c in app.registered_commands]
+        wrong = arguments[0] if arguments and not arguments[0].startswith("-") else None
+        hint = f"; {nearest(wrong, commands)}" if wrong and wrong not in commands else ""
+        return complain(f"{error.format_message()}{hint}", 2)
+
+
+def complain(what: object, code: int) -> int:
+    """One line on stderr."""
+    print(f"error: {' '.join(str(what).split())}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""What finished runs are worth: accuracy on a split, seeds in summary, the exact permutation test (App. C.2.1).
+
+Leaves out: VOC's mean average precision, attention rollout, representation similarity.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import comb
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from config import UsageError
+from runtime import Score, read_json
+
+EXACT_SPLITS = 3_000_000  # 12 against 12 seeds are 2.7 million splits, some seconds; 8 against 8 are 12,870
+RESAMPLES = 100_000
+
+
+@torch.no_grad()
+def score(predict: Callable[[Tensor], Tensor], batches: Iterable[tuple[Tensor, Tensor]]) -> Score:
+    """Top-1 accuracy in percent and mean cross entropy over all images, whatever the batch sizes.
+
+    Args:
+        predict: images (B, 3, H, W) -> logits (B, C).
+        batches: (images, targets (B,)), each image once.
+    """
+    right, loss, n = 0.0, 0.0, 0
+    for images, targets in batches:
+        z = predict(images).float()
+        right += float((z.argmax(1) == targets).sum())
+        loss += float(F.cross_entropy(z, targets, reduction="sum"))
+        n += len(targets)
+    return Score(100 * right / n, loss / n)
+
+
+class Arm(NamedTuple):
+    """One way of getting a model, tried with several seeds."""
+
+    name: str
+    accuracies: list[float]  # test accuracy in percent, a value a seed
+    unit: str  # what one seed repeats
+
+    @property
+    def mean(self) -> float:
+        return sum(self.accuracies) / len(self.accuracies)
+
+    @property
+    def std(self) -> float | None:
+        """Sample standard deviation (n − 1); None for a single seed."""
+        return torch.tensor(self.accuracies, dtype=torch.float64).std().item() if len(self.accuracies) > 1 else None
+
+
+class Comparison(NamedTuple):
+    """An arm against another."""
+
+    difference: float  # mean(arm) − mean(against), percentage points
+    p: float | None  # two-sided; None where an arm has a single seed
+    splits: int  # how many splits of the pooled seeds were counted
+    exact: bool  # all of them, or a random sample
+
+
+def compare(arm: Sequence[float], against: Sequence[float]) -> Comparison:
+    """Two-sample permutation test of means, two-sided, over all C(n + m, n) splits of the pooled accuracies.
+
+    >>> compare([3.0, 4.0], [1.0, 2.0])  # the observed split and its mirror are the 2 most extreme of 6
+    Comparison(difference=2.0, p=0.3333333333333333, splits=6, exact=True)
+    """
+    import numpy as np
+    from scipy.stats import permutation_test
+
+    difference = sum(arm) / len(arm) - sum(against) / len(against)
+    splits = comb(len(arm) + len(against), len(arm))
+    if min(len(arm), len(against)) < 2:
+        return Comparison(difference, None, splits, True)
+    exact = splits <= EXACT_SPLITS
+    test = permutation_test(
+        (arm, against),
+        lambda x, y, axis: np.mean(x, axis) - np.mean(y, axis),
+        n_resamples=np.inf if exact else RESAMPLES,
+        batch=100_000,
+        alternative="two-sided",
+        rng=np.random.default_rng(0),
+    )
+    return Comparison(difference, float(test.pvalue), splits if exact else RESAMPLES, exact)
+
+
+def read_arm(path: Path) -> Arm:
+    """The test accuracies of a finished `finetune` run, or of a directory whose subdirectories are such runs.
+
+    Runs are pooled only if they differ in nothing but seed, start and machine (UsageError otherwise).
+    """
+    if not path.is_dir():
+        raise UsageError(f"{path}: there is no such run directory")
+    runs = [path] if (path / "config.json").exists() else sorted(p for p in path.iterdir() if (p / "config.json").exists())
+    if not runs:
+        raise UsageError(f"{path}: is neither a run nor a directory of runs (no config.json)")
+    results: list[dict[str, Any]] = []
+    for run in runs:
+        if not (run / "result.json").exists():
+            raise UsageError(f"{run}: is not finished, `--resume` it first")
+        results.append(read_json(run / "result.json"))
+        if "test" not in results[-1]:
+            raise UsageError(f"{run}: has no test accuracy; `finetune --from {run}` first")
+    what = [[result["dataset"], result["backbone"], result["unit"]] for result in results]
+    if any(w != what[0] for w in what):
+        raise UsageError(f"{path}: its runs differ in dataset, backbone or unit, they are no seeds of one arm")
+    return Arm(path.name, [accuracy for result in results for accuracy in result["test"]], results[0]["unit"])
+
+
+def table(arms: Sequence[Arm]) -> list[dict[str, Any]]:
+    """A row an arm; the first one is compared with each of the others."""
+    rows = []
+    for arm in arms:
+        row = {"arm": arm.name, "seeds": len(arm.accuracies), "unit": arm.unit, "mean": arm.mean, "std": arm.std}
+        versus = None if arm is arms[0] else compare(arms[0].accuracies, arm.accuracies)
+        rows.append(row | {"accuracies": arm.accuracies, "first_minus_this": versus._asdict() if versus else None})
+    return rows
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#888888")  # Okabe and Ito: colour-blind safe
+
+
+def pyplot() -> Any:
+    """matplotlib without a screen (UsageError where the `plot` extra is not installed)."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UsageError("pictures need matplotlib: pip install 'bisslight[plot]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt
+
+
+def draw_arms(axes: Any, arms: Mapping[str, Sequence[float]], title: str) -> None:
+    """A column an arm: every seed a dot, the mean a bar through it with its value."""
+    for x, (name, values) in enumerate(arms.items()):
+        n = len(values)
+        spread = [x + 0.3 * ((i + 0.5) / n - 0.5) for i in range(n)]
+        mean = sum(values) / n
+        axes.scatter(spread, values, color=COLOURS[x % len(COLOURS)], s=28, label=name, zorder=3)
+        axes.hlines(mean, x - 0.3, x + 0.3, color=COLOURS[x % len(COLOURS)], linewidth=2)
+        axes.annotate(f"{mean:.1f}", (x + 0.32, mean), va="center", fontsize=9)
+    axes.set_xticks(range(len(arms)), [name.replace(" ", "\n", 1) for name in arms], fontsize=8)
+    axes.set_xlim(-0.6, len(arms) - 0.2)
+    axes.set_ylabel("test accuracy (%)")
+    axes.set_title(title, fontsize=10)
+    axes.grid(axis="y", alpha=0.3)
