@@ -117,7 +117,7 @@ class Optimiser:
         if betas is None:
             self.torch = torch.optim.SGD(params, lr=0.0, momentum=0.9)
         else:
-            self.torch = torch.optim.AdamW(params, lr=0.0, betas=betas, eps=1e-8)
+            self.torch = torch.optim.AdamW(params, lr=0.0, betas=betas, eps=1e-8, fused=True)
 
     def update(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
         """One step on (tensor, gradient) pairs; returns the joint norm before clipping, a 0-d tensor on the device."""
