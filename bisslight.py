@@ -155,15 +155,14 @@ def align(
         finite(t, "lower", lower, torch.isfinite(G).all(-1))
         clock.lap("lower")
 
-        solve = hypergrad(G, cfg.lam, s.theta_P, partial(fixed, loss_P, s.phi_P, batch)) if cfg.upper_steps else None
-        if solve is not None:  # l.10
-            finite(t, "M-FAC", [], solve.ok[:, None])
+        solve = hypergrad(G, cfg.lam, s.theta_P, partial(fixed, loss_P, s.phi_P, batch))  # l.10
+        finite(t, "M-FAC", [], solve.ok[:, None])
         clock.lap("curvature")
 
-        for _ in range(cfg.upper_steps if solve else 0):  # l.11, upper level
+        for _ in range(cfg.upper_steps):  # l.11, upper level
             batch, drop = next(downstream)
             at_P, g, g_phi_at_P = gradients(loss_D, s.theta_P, s.phi_D, batch)  # l.12
-            q = solve.apply(g)  # l.13  # type: ignore[union-attr]
+            q = solve.apply(g)  # l.13
             at_D, g_D, g_phi_at_D = gradients(loss_D, s.theta_D, s.phi_D, batch, drop)
             g_phi_D = {name: g_phi_at_P[name] + g_phi_at_D[name] for name in g_phi_at_P}  # l.15
             norm = s.opt_D.update([(s.theta_D, q + g_D), *pairs(s.phi_D, g_phi_D)])  # l.14, l.16
@@ -213,7 +212,7 @@ def finite(t: int, level: str, rows: list[Tensor], blocks: Tensor | None) -> Non
         block, step = next(zip(*(~blocks).nonzero(as_tuple=True), strict=True))
         where = f"block {int(block)}" + (f", step {int(step) + 1}" if rows else "")
     elif good and not bool(torch.stack(good).all()):
-        where = f"step {good.index(False) + 1}"
+        where = f"step {[bool(ok) for ok in good].index(False) + 1}"
     else:
         return
     raise RunError(
@@ -226,9 +225,13 @@ class Clock:
     """Wall seconds by phase; waits for a GPU at the laps, three times an alternation."""
 
     def __init__(self, device: torch.device) -> None:
-        self.wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+        self.device = device
         self.seconds: dict[str, float] = {}
         self.start()
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def start(self) -> None:
         """What happened since the last lap is not counted."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Optional, TypeVar, Union, get_args, get_origin
 
 import typer
 from pydantic import ValidationError
@@ -69,9 +69,10 @@ def parameters(model: type[Settings]) -> list[inspect.Parameter]:
         dashed = name.replace("_", "-")
         kind = flag_type(leaf.field.annotation)
         spelled = RENAMED.get(name, (f"--{dashed}/--no-{dashed}" if kind is bool else f"--{dashed}",))
-        default = "" if leaf.field.is_required() or leaf.field.default is None else f" (default: {leaf.field.default})"
+        known = not leaf.field.is_required() and leaf.field.default is not None
+        default = f" (default: {leaf.field.default})" if known else ""
         option = typer.Option(*spelled, help=(leaf.field.description or "") + default, show_default=False)
-        annotation = Annotated[kind | None if kind in (int, str, float, bool, Path) else Union[kind, None], option]  # noqa: UP007
+        annotation: Any = Annotated[Optional[kind], option]  # type: ignore[valid-type]  # noqa: UP045
         out.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
     for name, (kind, value, text) in COMMON.items():
         option = typer.Option(f"--{name.replace('_', '-')}", help=text, show_default=False)
@@ -167,8 +168,9 @@ class Live:
         self.quiet = quiet
         self.bars: dict[str, TaskID] = {}
         self.began: dict[str, float] = {}
-        columns = (TextColumn("{task.description:>9}"), BarColumn(24), TextColumn("{task.completed}/{task.total}"),
-                   TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(), TextColumn("{task.fields[text]}"))  # fmt: skip
+        done, live = TextColumn("{task.completed}/{task.total}"), TextColumn("{task.fields[text]}")
+        left = (TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn())
+        columns = (TextColumn("{task.description:>9}"), BarColumn(24), done, *left, live)
         self.progress = Progress(*columns, console=screen) if screen.is_terminal and not quiet else None
 
     def __enter__(self) -> "Live":
@@ -260,7 +262,8 @@ def align(config: AlignConfig, common: dict[str, Any], sources: dict[str, str]) 
         result = stages.align(config, opened(common, live))
     if common["dry_run"]:
         return show(config, sources, common, result)
-    val = f"validation accuracy of theta_P {result['val_P']['accuracy']:.1f} %, theta_D {result['val_D']['accuracy']:.1f} %"
+    val_P, val_D = (result[key]["accuracy"] for key in ("val_P", "val_D"))
+    val = f"validation accuracy of theta_P {val_P:.1f} %, theta_D {val_D:.1f} %"
     how = f"|theta_P - theta_D| {result['distance']:.3g}, {result['seconds']:.0f} s"
     return answer(result, common["json"], [val, how, f"next: bisslight finetune --from {result['out']}"])
 
@@ -298,7 +301,9 @@ def evaluate(
     if picture:
         plt = ev.pyplot()
         figure, axes = plt.subplots(figsize=(1.8 + 1.5 * len(arms), 4), layout="constrained")
-        ev.draw_arms(axes, {f"{i + 1} {arm.name}": arm.accuracies for i, arm in enumerate(arms)}, "every seed, and the mean")
+        ev.draw_arms(
+            axes, {f"{i + 1} {arm.name}": arm.accuracies for i, arm in enumerate(arms)}, "every seed, and the mean"
+        )
         try:
             figure.savefig(picture, dpi=150)
         except (OSError, ValueError) as error:
@@ -336,7 +341,9 @@ def demo(
     import demo as story
 
     with Live(quiet or json_) as live:
-        result = story.full(out, data_seed, jobs, force, live) if full else story.quick(out, data_seed, jobs, force, live)
+        result = (
+            story.full(out, data_seed, jobs, force, live) if full else story.quick(out, data_seed, jobs, force, live)
+        )
     if json_:
         print(json.dumps(result))
         return
@@ -364,10 +371,14 @@ def doctor(
             bf16 = "ok" if torch.cuda.is_bf16_supported() else "no"
             lines.append(("device", "ok", f"{torch.cuda.get_device_name()}, bfloat16 {bf16}"))
         else:
-            lines.append(("device", "ok", f"CPU, {torch.get_num_threads()} threads; a GPU is needed for the paper's sizes"))
+            lines.append(
+                ("device", "ok", f"CPU, {torch.get_num_threads()} threads; a GPU is needed for the paper's sizes")
+            )
     except (ImportError, AttributeError, RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
-        lines.append(("torch", "bad", f"{reason}; install torch and torchvision together: pip install -U torch torchvision"))
+        lines.append(
+            ("torch", "bad", f"{reason}; install torch and torchvision together: pip install -U torch torchvision")
+        )
     try:
         import matplotlib
 

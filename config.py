@@ -141,7 +141,7 @@ class Data(Settings):
     min_crop: PositiveFloat = 0.2
     """Smallest area of a random crop, as a share of the image. [App. C.2]"""
     d_interpolation: Literal["bicubic", "bilinear"] = "bicubic"
-    """Resampling of downstream crops. The paper calls both pipelines the same; the released one is bilinear. [App. C.3]"""
+    """Resampling of downstream images. The paper has one pipeline for both levels. [App. C.3; released: bilinear]"""
 
     @field_validator("min_crop")
     @classmethod
@@ -336,7 +336,7 @@ def leaves(model: type[Settings], path: tuple[str, ...] = ()) -> Iterator[Leaf]:
 
 
 def read_file(path: Path, model: type[Settings]) -> dict[str, Any]:
-    """A TOML or JSON configuration as a nested dict; keys may also stand flat, under their flags' names (UsageError)."""
+    """A TOML or JSON file of settings as a nested dict; keys may also stand flat, as flags do (UsageError)."""
     try:
         raw = path.read_bytes()
         if len(raw) > 1_000_000:

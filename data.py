@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from PIL import Image
@@ -106,7 +106,7 @@ def quilts(seed: int) -> tuple[Tensor, Task]:
     for part, count in PER_CLASS.items():
         labels = torch.arange(CLASSES).repeat(count)
         parts[part] = Split(draw(labels, JUNK), labels)
-    mean, std = pool.mean((0, 2, 3)).tolist(), pool.std((0, 2, 3)).tolist()
+    mean, std = (tuple(x.tolist()) for x in (pool.mean((0, 2, 3)), pool.std((0, 2, 3))))
     return pool, Task("quilts", **parts, classes=[f"layout {k}" for k in range(CLASSES)], mean=mean, std=std)
 
 
@@ -163,7 +163,7 @@ def folder(root: Path, seed: int) -> Task:
     for part, by_class in found.items():
         files = [(file, k) for k, name in enumerate(classes) for file in by_class.get(name, [])]
         splits[part] = Split([file for file, _ in files], torch.tensor([k for _, k in files]))
-    return Task(f"folder:{root}", **splits, classes=classes)
+    return Task(f"folder:{root}", splits["train"], splits["val"], splits["test"], classes)
 
 
 def class_files(root: Path) -> dict[str, list[Path]]:
@@ -181,7 +181,7 @@ def class_files(root: Path) -> dict[str, list[Path]]:
 def split_off(
     by_class: dict[str, list[Path]], root: Path, seed: int, part: str
 ) -> tuple[dict[str, list[Path]], dict[str, list[Path]]]:
-    """(rest, part): a fifth of each class, at least one image, the ones with the smallest sha256 of seed, part and path.
+    """(rest, part): a fifth of each class, at least one image: those with the smallest sha256 of seed, part and path.
 
     Hashing names makes the split independent of platform, of listing order and of what other classes hold.
     """
@@ -201,7 +201,7 @@ Draw = tuple[int, int]  # (number of the draw, index of the image)
 
 
 def order(n: int, seed: int, purpose: str) -> Callable[[int], Tensor]:
-    """pass number -> permutation of n images; the last one is remembered."""
+    """Pass number -> permutation of n images; the last one is remembered."""
     return lru_cache(maxsize=1)(lambda pass_: torch.randperm(n, generator=rng(seed, purpose, "order", pass_)))
 
 
@@ -268,7 +268,7 @@ def batches(
     """(images, targets) on the device, a batch for each list of draws (RunError naming an unreadable file)."""
     loader = DataLoader(
         images,
-        batch_sampler=draws,  # type: ignore[arg-type]
+        batch_sampler=draws,
         num_workers=workers,
         collate_fn=identity,
         pin_memory=device.type == "cuda",
@@ -279,6 +279,6 @@ def batches(
         yield item[0].to(device, non_blocking=True), item[1].to(device, non_blocking=True)
 
 
-def identity(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def identity(batch: Any) -> Any:
     """Batches arrive ready; a named function, since worker processes must be able to import it."""
     return batch

@@ -11,6 +11,7 @@ It shows that the method runs and what it does here. It is no evidence about pho
 import json
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +24,32 @@ import stages
 from config import BACKBONES, AlignConfig, Bilevel, Data, FinetuneConfig, Lower, Model, Peft, PretrainConfig, Upper
 from data import Task, quilts
 from evaluate import Arm, draw_arms, pyplot, score, table
+from finetune import choose
 from lora import Backbone, init_head, logits
 from runtime import Score, rng, trainable, write_atomic
 
 SEEDS = 8
 EPOCHS = 60
-PRETRAIN = {"epochs": 48, "warmup_epochs": 5, "batch": 128, "base_lr": 6e-3, "mask_ratio": 0.5}
+PRETRAIN: dict[str, Any] = {"epochs": 48, "warmup_epochs": 5, "batch": 128, "base_lr": 6e-3, "mask_ratio": 0.5}
 LOWER = Lower(p_batch=64, p_lr=1e-3, mask_ratio=0.5)
 UPPER = Upper(d_batch=32, d_lr=1e-2)
 BILEVEL = Bilevel(alternations=60, lower_steps=5, upper_steps=5, lam=1e-2)
 PEFT = Peft(lr=1e-2, epochs=EPOCHS, warmup_epochs=7, batch=32, eval_every=2, seeds=SEEDS)
 GRID = (3e-3, 1e-2, 3e-2)
 
-ARMS = {"aligned + PEFT": {}, "identity + PEFT": {"hypergrad": "identity"}, "lower only + PEFT": {"upper_steps": 0}}
+ARMS: dict[str, dict[str, Any]] = {
+    "aligned + PEFT": {},
+    "identity + PEFT": {"hypergrad": "identity"},
+    "lower only + PEFT": {"upper_steps": 0},
+}
 
 
 class Story:
     """One drawn dataset, its backbone and the arms tried on it."""
 
-    def __init__(self, out: Path, data_seed: int, force: bool, report: stages.Report, mapper: stages.Map | None) -> None:
+    def __init__(
+        self, out: Path, data_seed: int, force: bool, report: stages.Report, mapper: stages.Map | None
+    ) -> None:
         self.out, self.data_seed, self.force, self.report, self.mapper = out, data_seed, force, report, mapper
         self.seconds: dict[str, float] = {}
         self.data = Data(dataset="quilts", data_seed=data_seed)
@@ -90,7 +98,7 @@ class Story:
     def probe(self) -> float:
         """Validation accuracy of the linear probes of the checkpoint, mean over the align runs."""
         files = sorted(self.out.glob("align-aligned/s*/metrics.jsonl"))
-        values = [json.loads(file.read_text().splitlines()[0])["probe_val"]["accuracy"] for file in files]
+        values: list[float] = [json.loads(file.read_text().splitlines()[0])["probe_val"]["accuracy"] for file in files]
         return sum(values) / len(values)
 
 
@@ -115,14 +123,15 @@ def quick(out: Path, data_seed: int, jobs: int, force: bool, report: stages.Repo
         results = [story.finetune("aligned + PEFT", PEFT, "aligned"), story.finetune("PEFT", PEFT, None)]
     arms = arms_of(results)
     picture(story, arms, out / "demo.png")
-    last = aligns[-1]
+    last, cost = aligns[-1], (mean(a["cpu_seconds"] for a in aligns), mean(results[0]["cpu_seconds"]))
     seconds = ", ".join(f"{what} {value:.0f}" for what, value in story.seconds.items())
     remarks = [
-        f"linear probe of the checkpoint: {story.probe():.1f} % on validation (chance 12.5; near chance, pretraining did not take)",
+        f"linear probe of the checkpoint: {story.probe():.1f} % on validation; "
+        "near chance (12.5) would mean that pretraining did not take",
         f"the inverse at the end of align: |q|/|g| {last['q_over_g'][-1]:.3f}, cosine {last['cosine'][-1]:.3f} "
         "(1 and 1: the curvature had no say)",
-        f"CPU-seconds a seed: align {mean(a['cpu_seconds'] for a in aligns):.0f}, PEFT {mean(results[0]['cpu_seconds']):.0f}; "
-        "aligned seeds therefore cost more, `--full` has PEFT with the same budget",
+        f"CPU-seconds a seed: align {cost[0]:.0f}, PEFT {cost[1]:.0f}; aligned seeds therefore cost more, "
+        "`--full` has PEFT with the same budget",
         f"seconds: {seconds}, in all {time.perf_counter() - began:.0f}",
         f"picture: {out / 'demo.png'}",
     ]
@@ -156,7 +165,8 @@ def full(out: Path, data_seed: int, jobs: int, force: bool, report: stages.Repor
             remarks += [
                 f"dataset {seed}: linear probe {story.probe():.1f} % on validation; rates chosen on validation: "
                 + ", ".join(f"{result['arm']} {result['lr']:g}" for result in results),
-                f"dataset {seed}: longer PEFT is {longer} epochs, {spent[0]:.0f} CPU-seconds a seed against {spent[1]:.0f}",
+                f"dataset {seed}: longer PEFT is {longer} epochs, {spent[0]:.0f} CPU-seconds a seed "
+                f"against {spent[1]:.0f} of align and PEFT",
             ]
             picture(story, arms, out / f"data{seed}" / "demo.png")
             finish(out, {"tables": tables, "remarks": remarks})
@@ -190,10 +200,10 @@ def pixel_regression(task: Task) -> float:
         def closure(layer: nn.Linear = layer, decay: float = decay, opt: torch.optim.Optimizer = opt) -> Tensor:
             opt.zero_grad()
             loss = F.cross_entropy(layer(x["train"]), task.train.targets) + decay / 2 * layer.weight.square().sum()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             return loss
 
-        opt.step(closure)  # type: ignore[no-untyped-call]
+        opt.step(closure)
         right = {p: 100 * float((layer(x[p]).argmax(1) == getattr(task, p).targets).float().mean()) for p in x}
         best = max(best, (right["val"], right["test"]))
     return best[1]
@@ -207,7 +217,7 @@ def without_pretraining(name: str, story: Story) -> dict[str, Any]:
     for job, outcome in zip(jobs, (story.mapper or map)(scratch_job, jobs), strict=True):
         runs[job[2]].append(outcome)
         story.report(name, sum(map(len, runs.values())), len(jobs), f"lr {job[2]:g}")
-    lr = stages.ft.choose({lr: [val for val, _ in outcomes] for lr, outcomes in runs.items()})
+    lr = choose({lr: [val for val, _ in outcomes] for lr, outcomes in runs.items()})
     return {"arm": name, "test": [test for _, test in runs[lr]], "unit": "training from scratch", "lr": lr}
 
 
@@ -228,7 +238,7 @@ def scratch_job(job: tuple[str, int, float, int]) -> tuple[Score, float]:
     for epoch in range(1, epochs + 1):
         for index in torch.randperm(len(y), generator=g).chunk(3):
             opt.zero_grad()
-            F.cross_entropy(network(x[index], True), y[index]).backward()  # type: ignore[no-untyped-call]
+            F.cross_entropy(network(x[index], True), y[index]).backward()
             opt.step()
             rate.step()
         if epoch % 5 == 0:
@@ -245,8 +255,12 @@ def cnn(classes: int, g: torch.Generator) -> tuple[Network, list[Tensor]]:
     """Five convolutions with batch normalisation, then the mean over positions."""
     widths = (3, 32, 32, 64, 64, 64)
     layers: list[nn.Module] = []
-    for i, (a, b) in enumerate(zip(widths[:-1], widths[1:], strict=True)):
-        layers += [nn.Conv2d(a, b, 3, stride=2 if i in (1, 3) else 1, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU()]
+    for i, (a, b) in enumerate(pairwise(widths)):
+        layers += [
+            nn.Conv2d(a, b, 3, stride=2 if i in (1, 3) else 1, padding=1, bias=False),
+            nn.BatchNorm2d(b),
+            nn.ReLU(),
+        ]
     net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], classes))
     for tensor in net.parameters():
         if tensor.ndim > 1:
@@ -272,10 +286,11 @@ def picture(story: Story, arms: Sequence[Arm], path: Path) -> None:
     vit, decoder, _ = mae.load(story.out / "pretrain" / "backbone.pth", "vit_mini")
     shift, scale = torch.tensor(task.mean).view(3, 1, 1), torch.tensor(task.std).view(3, 1, 1)
     mask = mae.MAE(Backbone(vit), decoder, PRETRAIN["mask_ratio"])
-    true = pool[:7]
+    true, examples = pool[:7], task.test.images
+    assert isinstance(examples, Tensor)
     masked, filled = mae.reconstruct(mask, None, mask.phi, mask.prepare((true - shift) / scale, rng(0, "picture")))
-    same = task.test.images[task.test.targets == 0][:7]
-    rows = {
+    same = examples[task.test.targets == 0][:7]
+    rows: dict[str, Tensor] = {
         "one class: which\ntiles are equal": same,
         "pool, masked": masked * scale + shift,
         "filled in": filled * scale + shift,
@@ -299,5 +314,3 @@ def picture(story: Story, arms: Sequence[Arm], path: Path) -> None:
     axes.set_ylim(0, 100)
     figure.savefig(path, dpi=150)
     plt.close(figure)
-
-

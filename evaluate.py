@@ -94,7 +94,9 @@ def read_arm(path: Path) -> Arm:
     """
     if not path.is_dir():
         raise UsageError(f"{path}: there is no such run directory")
-    runs = [path] if (path / "config.json").exists() else sorted(p for p in path.iterdir() if (p / "config.json").exists())
+    runs = (
+        [path] if (path / "config.json").exists() else sorted(p for p in path.iterdir() if (p / "config.json").exists())
+    )
     if not runs:
         raise UsageError(f"{path}: is neither a run nor a directory of runs (no config.json)")
     results: list[dict[str, Any]] = []
@@ -122,11 +124,19 @@ def table(arms: Sequence[Arm]) -> list[dict[str, Any]]:
 
 # --- pictures --------------------------------------------------------------------------------------------------------
 
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#888888")  # Okabe and Ito: colour-blind safe
+COLOURS = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#888888",
+)  # Okabe and Ito: colour-blind safe
 
 
 def pyplot() -> Any:
-    """matplotlib without a screen (UsageError where the `plot` extra is not installed)."""
+    """Matplotlib without a screen (UsageError where the `plot` extra is not installed)."""
     try:
         import matplotlib
     except ImportError as error:

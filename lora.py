@@ -18,12 +18,13 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from timm.layers import Attention
+from timm.layers.attention import Attention
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -35,7 +36,7 @@ Phi = dict[str, Tensor]  # a head's trainable tensors by name
 
 
 class Backbone(nn.Module):
-    """f_θ with ψ = `vit`. `scale` is LoRA's alpha / r; `recompute` trades time for memory (activation checkpointing)."""
+    """f_θ with ψ = `vit`; `scale` is LoRA's alpha / r, `recompute` is activation checkpointing."""
 
     def __init__(self, vit: nn.Module, scale: float = 1.0, recompute: bool = False) -> None:
         super().__init__()
@@ -79,15 +80,15 @@ class Backbone(nn.Module):
 
 
 def block_forward(
-    block: Block, x: Tensor, row: Tensor | None = None, scale: float = 1.0, drop: Tensor | None = None
+    block: Any, x: Tensor, row: Tensor | None = None, scale: float = 1.0, drop: Tensor | None = None
 ) -> Tensor:
-    """One pre-norm transformer block on x (B, n, dim), with its row (p,) of θ and its drop-path factors (2, B)."""
+    """One pre-norm block of timm on x (B, n, dim), with its row (p,) of θ and its drop-path factors (2, B)."""
     attn_keep, mlp_keep = (1.0, 1.0) if drop is None else drop[..., None, None].unbind(0)
     x = x + block.ls1(attention(block.attn, block.norm1(x), row, scale)) * attn_keep
     return x + block.ls2(block.mlp(block.norm2(x))) * mlp_keep  # type: ignore[no-any-return]
 
 
-def attention(attn: Attention, x: Tensor, row: Tensor | None, scale: float) -> Tensor:
+def attention(attn: Any, x: Tensor, row: Tensor | None, scale: float) -> Tensor:
     """Multi-head self-attention of timm with LoRA on q and v; x (B, n, dim). Twice differentiable in `row`."""
     B, n, dim = x.shape
     qkv = attn.qkv(x)  # (B, n, 3 dim): q rows, k rows, v rows
@@ -120,7 +121,7 @@ def check_vit(vit: nn.Module) -> VisionTransformer:
 
 
 def build_vit(arch: Arch) -> VisionTransformer:
-    """timm's ViT of this size without a head; its state dict has the official MAE encoder's names and shapes."""
+    """Timm's ViT of this size without a head; its state dict has the official MAE encoder's names and shapes."""
     return VisionTransformer(
         img_size=arch.image_size,
         patch_size=arch.patch_size,
@@ -136,7 +137,7 @@ def build_vit(arch: Arch) -> VisionTransformer:
 
 
 def init_theta(depth: int, rank: int, dim: int, rng: torch.Generator) -> Tensor:
-    """Line 2 of Algorithm 1: θ (K, 4 r dim) with A Kaiming-uniform (a = √5, that is U(±1/√dim)) and B = 0, so f_θ = f_ψ.
+    """Line 2 of Algorithm 1: θ (K, 4 r dim), A Kaiming-uniform (a = √5, that is U(±1/√dim)) and B = 0, so f_θ = f_ψ.
 
     Raises UsageError where r > dim: such a product has rank dim at most.
     """
@@ -186,8 +187,8 @@ def drop_path(rate: float, depth: int, batch: int, rng: torch.Generator) -> Tens
 def init_head(dim: int, classes: int, rng: torch.Generator) -> Phi:
     """φ_D: a linear layer with torch's default initialisation, U(±1/√dim) for weight and bias."""
     bound = 1 / math.sqrt(dim)
-    draw = lambda *shape: torch.empty(*shape).uniform_(-bound, bound, generator=rng)  # noqa: E731
-    return {"weight": draw(classes, dim), "bias": draw(classes)}
+    shapes = {"weight": (classes, dim), "bias": (classes,)}
+    return {name: torch.empty(shape).uniform_(-bound, bound, generator=rng) for name, shape in shapes.items()}
 
 
 def logits(backbone: Backbone, theta: Tensor | None, phi_D: Phi, images: Tensor, drop: Tensor | None = None) -> Tensor:

@@ -59,7 +59,7 @@ class MAE:
         return Batch(images, torch.rand(len(images), self.patches, generator=rng).to(images.device))
 
     def loss(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
-        """L^P(θ, φ_P), a scalar: squared error, mean over a patch's pixels, then over the removed patches of the batch."""
+        """L^P(θ, φ_P), a scalar: squared error, mean over a patch's pixels, then over the batch's removed patches."""
         prediction, mask = self.predict(theta, phi, batch)
         target = patchify(batch.images, self.decoder.patch)
         if self.norm_pix:
@@ -86,7 +86,9 @@ class MAE:
 
 
 def masking(noise: Tensor, mask_ratio: float) -> tuple[Tensor, Tensor]:
-    """keep (B, n): the patches with the lowest noise, in that shuffled order; restore (B, L): each patch's place in it.
+    """Which patches stay.
+
+    Returns keep (B, n), the patches with the lowest noise in that shuffled order, and restore (B, L), each one's place.
 
     >>> masking(torch.tensor([[0.9, 0.1, 0.4, 0.7]]), 0.5)
     (tensor([[1, 2]]), tensor([[3, 0, 1, 2]]))
@@ -121,7 +123,9 @@ def reconstruct(task: MAE, theta: Tensor | None, phi: Phi, batch: Batch) -> tupl
     if task.norm_pix:
         prediction = prediction * (true.var(-1, keepdim=True) + 1e-6).sqrt() + true.mean(-1, keepdim=True)
     m = mask[..., None]
-    return unpatchify(true * (1 - m), task.decoder.patch), unpatchify(true * (1 - m) + prediction * m, task.decoder.patch)
+    return unpatchify(true * (1 - m), task.decoder.patch), unpatchify(
+        true * (1 - m) + prediction * m, task.decoder.patch
+    )
 
 
 class Decoder(nn.Module):
@@ -131,22 +135,24 @@ class Decoder(nn.Module):
         super().__init__()
         self.patch = arch.patch_size
         self.mask_token = nn.Parameter(torch.zeros(1, 1, arch.decoder_dim))
+        self.decoder_pos_embed: Tensor
         self.register_buffer("decoder_pos_embed", torch.zeros(1, 1 + arch.patches, arch.decoder_dim))
         self.decoder_embed = nn.Linear(arch.dim, arch.decoder_dim)
         self.decoder_blocks = nn.ModuleList(
-            Block(arch.decoder_dim, arch.decoder_heads, arch.mlp_ratio, qkv_bias=True) for _ in range(arch.decoder_depth)
+            Block(arch.decoder_dim, arch.decoder_heads, arch.mlp_ratio, qkv_bias=True)
+            for _ in range(arch.decoder_depth)
         )
         self.decoder_norm = nn.LayerNorm(arch.decoder_dim, eps=1e-6)
         self.decoder_pred = nn.Linear(arch.decoder_dim, arch.patch_size**2 * 3)
 
     def forward(self, latent: Tensor, restore: Tensor) -> Tensor:
-        """latent (B, 1 + n, dim), restore (B, L) -> (B, L, patch² 3)."""
+        """Latent (B, 1 + n, dim), restore (B, L) -> (B, L, patch² 3)."""
         x = self.decoder_embed(latent)
         cls, visible = x[:, :1], x[:, 1:]
         removed = self.mask_token.to(x.dtype).expand(len(x), restore.shape[1] - visible.shape[1], -1)
         patches = torch.cat([visible, removed], 1)
         patches = patches.gather(1, restore[..., None].expand(-1, -1, x.shape[-1]))  # back to raster order
-        x = torch.cat([cls, patches], 1) + self.decoder_pos_embed  # type: ignore[operator]
+        x = torch.cat([cls, patches], 1) + self.decoder_pos_embed
         for block in self.decoder_blocks:
             x = block_forward(block, x)
         return self.decoder_pred(self.decoder_norm(x))[:, 1:]  # type: ignore[no-any-return]
@@ -165,6 +171,8 @@ def init(arch: Arch, rng: torch.Generator) -> tuple[VisionTransformer, Decoder]:
                 nn.init.zeros_(module.bias)  # type: ignore[arg-type]
             elif isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
+        assert vit.cls_token is not None
+        assert vit.pos_embed is not None
         for token in (vit.cls_token, decoder.mask_token):
             nn.init.normal_(token, std=0.02, generator=rng)
         side = arch.image_size // arch.patch_size
@@ -174,7 +182,7 @@ def init(arch: Arch, rng: torch.Generator) -> tuple[VisionTransformer, Decoder]:
 
 
 def sincos(dim: int, side: int) -> Tensor:
-    """MAE's fixed position table (1, 1 + side², dim): the first half of the channels is the column, the second the row."""
+    """MAE's fixed position table (1, 1 + side², dim): half of the channels is the column, the other half the row."""
     omega = 10_000 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim / 4))
     angle = torch.arange(side, dtype=torch.float64)[:, None] * omega  # (side, dim / 4)
     table = torch.cat([angle.sin(), angle.cos()], 1)  # (side, dim / 2)
@@ -196,8 +204,7 @@ def schedule(epochs: float, warmup: float, steps_per_epoch: int, min_lr: float) 
 
 def psi_of(vit: VisionTransformer) -> Phi:
     """ψ's trainable tensors: all but the position table, which MAE keeps fixed."""
-    vit.pos_embed.requires_grad_(False)
-    return {name: p for name, p in vit.named_parameters() if p.requires_grad}
+    return {name: p for name, p in vit.named_parameters() if name != "pos_embed"}
 
 
 def pretrain(
@@ -220,7 +227,9 @@ def pretrain(
     for step, batch in enumerate(batches, opt.step + 1):
         value = loss(None, task.phi, batch)
         if not math.isfinite(value.item()):
-            raise RunError(f"pretrain step {step}: the loss is {value.item()}, try a lower --base-lr or a longer warm-up")
+            raise RunError(
+                f"pretrain step {step}: the loss is {value.item()}, try a lower --base-lr or a longer warm-up"
+            )
         opt.update(zip(tensors, torch.autograd.grad(value, tensors), strict=True))
         report(step, value.item())
 

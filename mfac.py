@@ -205,7 +205,8 @@ def exact(G: Tensor, lam: float, theta_P: Tensor, loss_P: Callable[[Tensor], Ten
     LU, pivots, info = torch.linalg.lu_factor_ex(A)
 
     def apply(g: Tensor) -> Tensor:
-        return (lam * torch.linalg.lu_solve(LU, pivots, g.double().reshape(-1, 1))).view_as(g).to(g.dtype)
+        x: Tensor = torch.linalg.lu_solve(LU, pivots, g.double().reshape(-1, 1))
+        return (lam * x).view_as(g).to(g.dtype)
 
     return Solve(apply, torch.isfinite(A).all().reshape(1) & (info == 0))
 

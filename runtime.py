@@ -19,6 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -48,7 +49,8 @@ def rng(seed: int, *purpose: str | int) -> torch.Generator:
 # --- learning rates and optimisers -----------------------------------------------------------------------------------
 
 
-class Schedule(NamedTuple):
+@dataclass(frozen=True)
+class Schedule:
     """Linear warm-up, then half a cosine (App. C.2 and C.3; the exact form is the released program's)."""
 
     total: int  # N, optimiser steps
@@ -173,7 +175,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def autocast(fn: Callable[P, R], device: torch.device, amp: bool) -> Callable[P, R]:
-    """fn under bfloat16 autocast where `amp` is on and the device is a GPU; parameters and gradients stay float32."""
+    """Fn under bfloat16 autocast where `amp` is on and the device is a GPU; parameters and gradients stay float32."""
 
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         with torch.autocast(device.type, torch.bfloat16, enabled=amp and device.type == "cuda"):

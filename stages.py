@@ -48,14 +48,11 @@ from runtime import (
     write_atomic,
 )
 
+Report = Callable[[str, int, int, str], None]  # (stage, done, total, live numbers)
 
-class Report:
-    """Progress of a stage; this one is silent."""
 
-    def __call__(self, stage: str, done: int, total: int, text: str) -> None: ...
-
-    def note(self, text: str) -> None:
-        """Something worth a line of its own."""
+def silent(stage: str, done: int, total: int, text: str) -> None:
+    """No progress."""
 
 
 class Options(NamedTuple):
@@ -65,7 +62,7 @@ class Options(NamedTuple):
     resume: bool = False
     force: bool = False
     dry_run: bool = False
-    report: Report = Report()
+    report: Report = silent
 
 
 # --- settings that depend on backbone and dataset --------------------------------------------------------------------
@@ -84,7 +81,9 @@ def resolved_model(model: Model) -> Model:
         how = "`bisslight pretrain` makes one" if model.backbone == "vit_mini" else f"take {official(model.backbone)}"
         raise UsageError(f"--weights {weights or 'FILE'}: {model.backbone} needs a checkpoint with its decoder, {how}")
     drop = default.drop_path if model.drop_path is None else model.drop_path
-    return model.model_copy(update={"rank": rank, "alpha": model.alpha or float(rank), "weights": weights, "drop_path": drop})
+    return model.model_copy(
+        update={"rank": rank, "alpha": model.alpha or float(rank), "weights": weights, "drop_path": drop}
+    )
 
 
 def official(backbone: str) -> str:
@@ -140,7 +139,9 @@ def view_of(data: Data, task: Task, arch: Arch) -> View:
 def fits(name: str, arch: Arch) -> None:
     """Quilts are drawn at 16 px and not scaled."""
     if name == "quilts" and arch.image_size != 16:
-        raise UsageError(f"quilts are images of 16 px, the backbone wants {arch.image_size}; use another dataset or pool")
+        raise UsageError(
+            f"quilts are images of 16 px, the backbone wants {arch.image_size}; use another dataset or pool"
+        )
 
 
 class Downstream(NamedTuple):
@@ -308,9 +309,7 @@ def align(cfg: AlignConfig, options: Options) -> dict[str, Any]:
         "mfac": partial(mfac.mfac, partition=b.partition), "identity": mfac.identity, "exact": mfac.exact,
     }  # fmt: skip
     loss_P = autocast(task.loss, device, cfg.amp)
-    theta_P = bisslight.align(
-        s, b, loss_P, loss_D, inverses[b.hypergrad], pretext, labelled, task.after_step, after
-    )
+    theta_P = bisslight.align(s, b, loss_P, loss_D, inverses[b.hypergrad], pretext, labelled, task.after_step, after)
 
     metadata = adapter_metadata(
         arch, model.backbone, model.rank, model.alpha or model.rank, pretext=cfg.lower.pretext,
@@ -398,7 +397,7 @@ class Unit(NamedTuple):
     seed: int
 
 
-def run_unit(unit: Unit, report: Report = Report()) -> dict[str, Any]:
+def run_unit(unit: Unit, report: Report = silent) -> dict[str, Any]:
     """PEFT with one rate and one seed. Returns numbers, and the best epoch's tensors under "theta" and "phi_D"."""
     cfg = FinetuneConfig.model_validate_json(unit.cfg)
     p, n_seed = cfg.peft, unit.seed
@@ -470,7 +469,9 @@ def starts_of(start: Path | None, seeds: int) -> tuple[list[Path | None], str]:
             raise UsageError(f"--from {run}: the align run is not finished, `align --resume --out {run}` first")
         if not (run / "adapter.safetensors").exists():
             raise UsageError(f"--from {run}: is not an align run (no adapter.safetensors)")
-    return (list(runs), "align run and PEFT") if len(runs) > 1 else (runs * seeds, "PEFT seed on one align run")
+    if len(runs) > 1:
+        return [*runs], "align run and PEFT"
+    return [runs[0]] * seeds, "PEFT seed on one align run"
 
 
 def natural(path: Path) -> tuple[int, str]:
@@ -549,9 +550,7 @@ def adapter_file(out: Path, outcome: dict[str, Any]) -> Path:
 def check_adapter(start: Path, model: Model, loaded: Loaded) -> None:
     """Refuse an adapter that was trained on another backbone (UsageError)."""
     _, _, about = load_adapter(start / "adapter.safetensors")
-    now = adapter_metadata(
-        loaded.arch, model.backbone, model.rank or 0, model.alpha or 0, weights_sha256=loaded.digest
-    )
+    now = adapter_metadata(loaded.arch, model.backbone, model.rank or 0, model.alpha or 0, weights_sha256=loaded.digest)
     for key in ("backbone", "rank", "alpha", "weights_sha256"):
         if float_or_text(about.get(key)) != float_or_text(now[key]):
             raise UsageError(f"--from {start}: its adapter has {key} {about.get(key)}, this run has {now[key]}")

@@ -46,14 +46,16 @@ def model_of(rec: Recorded, weights: Recorded | None = None, mask_ratio: float =
     backbone = Backbone(vit.to(dtype).requires_grad_(False))
     task = MAE(backbone, decoder.to(dtype), mask_ratio)
     lora = source.group("lora_init")
-    flat = torch.cat([lora[f"blocks.{i}.attn.qkv.{x}.lora_{f}"].flatten() for i in range(arch.depth) for x in "qv" for f in "AB"])
+    flat = torch.cat(
+        [lora[f"blocks.{i}.attn.qkv.{x}.lora_{f}"].flatten() for i in range(arch.depth) for x in "qv" for f in "AB"]
+    )
     theta = to_theta(flat, arch.depth, arch.dim).to(dtype).requires_grad_()
     phi_D = trainable({k: v.to(dtype) for k, v in source.group("head_init").items()})
     return Recording(rec, arch, backbone, task, theta, trainable(task.phi), phi_D, dtype)
 
 
 def to_theta(flat: Tensor, depth: int, dim: int) -> Tensor:
-    """Recorded order, per layer A_q (r, dim), B_q (dim, r), A_v, B_v row-major, as θ (K, 4 r dim); leading axes kept."""
+    """Recorded order, per layer A_q (r, dim), B_q (dim, r), A_v, B_v row-major, as θ (K, 4 r dim)."""
     parts = flat.unflatten(-1, (depth, 4, -1)).unbind(-2)
     A_q, B_q, A_v, B_v = (
         part.unflatten(-1, (-1, dim) if i % 2 == 0 else (dim, -1)) for i, part in enumerate(parts)

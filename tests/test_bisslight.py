@@ -1,20 +1,19 @@
 """Algorithm 1 against recorded whole runs, a quadratic with a known optimum, and its own rules."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from conftest import Recorded, close, recorded
-from replay import Recording, head_flat, lower_batches, model_of, to_theta, upper_batches
+from replay import head_flat, lower_batches, model_of, to_theta, upper_batches
 from torch import Tensor
 
 from bisslight import Log, State, align
-from config import Bilevel, RunError
+from config import Bilevel
 from finetune import downstream_loss
 from finetune import optimiser as downstream_optimiser
-from mfac import exact, identity, mfac
+from mfac import Partition, mfac
 from runtime import Group, Optimiser, Schedule, decay_groups
 
 RUNS = [
@@ -43,7 +42,7 @@ def test_align_reproduces_a_recorded_run(name: str, tolerance: float) -> None:
     opt_D = downstream_optimiser(tensors_D, m["d_lr"], m["d_wd"], upper, m["d_opt"] == "sgd", clip=10)
     state = State(r.theta, theta_D, r.phi_P, r.phi_D, opt_P, opt_D)
     cfg = Bilevel(alternations=m["T"], lower_steps=m["NL"], upper_steps=m["NU"], lam=m["lam"])
-    partition = "layer" if m["grouping"] == "layer" else "projection"
+    partition: Partition = "layer" if m["grouping"] == "layer" else "projection"
     seen: dict[str, list[Any]] = {"G": [], "g": [], "q": [], "log": []}
 
     def spy(G: Tensor, lam: float, theta_P: Tensor, loss_P: Callable[[Tensor], Tensor]) -> Any:
@@ -80,6 +79,10 @@ def test_align_reproduces_a_recorded_run(name: str, tolerance: float) -> None:
         ("loss_D_at_P", "upper_loss_at_thetaP"), ("loss_D_at_D", "upper_loss_at_thetaD"),
         ("norm_D", "upper_gradnorm_before_clip"),
     ]:  # fmt: skip
-        close(torch.tensor([x for log in seen["log"] for x in getattr(log, field)], dtype=torch.float64), rec[key], tolerance)
+        close(
+            torch.tensor([x for log in seen["log"] for x in getattr(log, field)], dtype=torch.float64),
+            rec[key],
+            tolerance,
+        )
     decoder = torch.cat([r.phi_P[k].detach().flatten() for k in source.meta["decoder_param_order"]])
     close(decoder, rec["decoder_after_last"], 1e-4 if r.dtype is torch.float32 else 1e-6)

@@ -1,13 +1,10 @@
 """Probing and PEFT against a recorded run, and the rules of selection."""
 
-import pytest
 import torch
 from conftest import close, recorded
 from replay import head_flat, model_of, to_theta
 
-from config import RunError
-from finetune import choose, downstream_loss, optimiser, peft, probe
-from lora import Phi
+from finetune import downstream_loss, optimiser, peft, probe
 from runtime import Schedule, Score, constant
 
 
