@@ -72,7 +72,7 @@ def parameters(model: type[Settings]) -> list[inspect.Parameter]:
         known = not leaf.field.is_required() and leaf.field.default is not None
         default = f" (default: {leaf.field.default})" if known else ""
         option = typer.Option(*spelled, help=(leaf.field.description or "") + default, show_default=False)
-        annotation: Any = Annotated[Optional[kind], option]  # type: ignore[valid-type]  # noqa: UP045
+        annotation: Any = Annotated[Optional[kind], option]  # noqa: UP045
         out.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
     for name, (kind, value, text) in COMMON.items():
         option = typer.Option(f"--{name.replace('_', '-')}", help=text, show_default=False)

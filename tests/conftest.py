@@ -47,6 +47,7 @@ def recorded(name: str) -> Recorded:
 
 def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     """Largest difference over the largest reference value stays below the tolerance."""
+    actual = actual.detach()
     error = (actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp_min(1e-300)
     assert actual.shape == expected.shape and float(error) <= tolerance, (
         f"relative error {float(error):.3g} > {tolerance}"
