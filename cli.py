@@ -30,7 +30,6 @@ from config import (
     UsageError,
     get,
     leaves,
-    nearest,
     put,
     read_file,
 )
@@ -418,6 +417,8 @@ def run(arguments: list[str]) -> int:
         return result if isinstance(result, int) else 0
     except UsageError as error:
         return complain(error, 2)
+    except ValidationError as error:
+        return complain("; ".join(explain(item, {}) for item in error.errors()), 2)
     except RunError as error:
         return complain(error, 1)
     except (KeyboardInterrupt, typer.Abort):
@@ -429,10 +430,7 @@ def run(arguments: list[str]) -> int:
             return complain("out of GPU memory: lower --p-batch, --d-batch or --batch, or add --recompute", 1)
         if not hasattr(error, "format_message"):  # not one of Typer's own complaints: a defect, with its traceback
             raise
-        commands = [c.name or "" for c in app.registered_commands]
-        wrong = arguments[0] if arguments and not arguments[0].startswith("-") else None
-        hint = f"; {nearest(wrong, commands)}" if wrong and wrong not in commands else ""
-        return complain(f"{error.format_message()}{hint}", 2)
+        return complain(error.format_message(), 2)
 
 
 def complain(what: object, code: int) -> int:

@@ -33,6 +33,10 @@ class RunError(Exception):
     """A run that could not go on (NaN, unreadable image, full disk): one line, exit code 1."""
 
 
+class Diverged(RunError):
+    """A loss that is not finite. A grid of learning rates goes on without the rate."""
+
+
 class Settings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Base of all settings: frozen, strict about names, documented by attribute docstrings."""
 
@@ -291,6 +295,8 @@ class PretrainConfig(Common):
     """Where the cosine ends. [MAE]"""
     weight_decay: NonNegativeFloat = 0.05
     """AdamW decay of tensors with two or more axes. [MAE]"""
+    beta2: PositiveFloat = 0.95
+    """AdamW's second beta. [MAE]"""
     mask_ratio: PositiveFloat = 0.75
     """Share of patches that MAE removes. [MAE]"""
 

@@ -156,6 +156,8 @@ def folder(root: Path, seed: int) -> Task:
     for part, by_class in found.items():
         if extra := sorted(by_class.keys() - set(classes)):
             raise UsageError(f"--dataset folder:{root}: class {extra[0]!r} of {part} is not in train")
+    if len(classes) < 2:
+        raise UsageError(f"--dataset folder:{root}: needs at least two class folders, has {len(classes)}")
     for part in ("test", "val"):
         if part not in found:
             found["train"], found[part] = split_off(found["train"], root, seed, part)
@@ -167,11 +169,9 @@ def folder(root: Path, seed: int) -> Task:
 
 
 def class_files(root: Path) -> dict[str, list[Path]]:
-    """Image files by class folder (UsageError for an empty class, or fewer than two)."""
+    """Image files by class folder (UsageError for an empty class)."""
     folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
     found = {path.name: find_images(path) for path in folders}
-    if len(found) < 2:
-        raise UsageError(f"--dataset folder:{root}: needs at least two class folders, has {len(found)}")
     for name, files in found.items():
         if not files:
             raise UsageError(f"--dataset folder:{root}: class {name!r} has no images ({', '.join(IMG_EXTENSIONS)})")

@@ -30,8 +30,10 @@ from runtime import Score, rng, trainable, write_atomic
 
 SEEDS = 8
 EPOCHS = 60
-PRETRAIN: dict[str, Any] = {"epochs": 48, "warmup_epochs": 5, "batch": 128, "base_lr": 6e-3, "mask_ratio": 0.5}
-LOWER = Lower(p_batch=64, p_lr=1e-3, mask_ratio=0.5)
+PRETRAIN: dict[str, Any] = {
+    "epochs": 30, "warmup_epochs": 4, "batch": 64, "base_lr": 8e-3, "beta2": 0.999, "mask_ratio": 0.3
+}  # fmt: skip
+LOWER = Lower(p_batch=64, p_lr=1e-3, mask_ratio=0.3)
 UPPER = Upper(d_batch=32, d_lr=1e-2)
 BILEVEL = Bilevel(alternations=60, lower_steps=5, upper_steps=5, lam=1e-2)
 PEFT = Peft(lr=1e-2, epochs=EPOCHS, warmup_epochs=7, batch=32, eval_every=2, seeds=SEEDS)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from config import RunError
+from config import Diverged, RunError
 from lora import Backbone, Phi, logits
 from runtime import Group, Optimiser, Score
 
@@ -105,10 +105,10 @@ def peft(
 
 
 def checked(loss: Tensor, what: str, number: int) -> float:
-    """The loss as a number (RunError where it is not finite)."""
+    """The loss as a number (Diverged where it is not finite)."""
     value = float(loss.detach())
     if not math.isfinite(value):
-        raise RunError(f"{what} {number}: the loss is {value}, try a lower learning rate")
+        raise Diverged(f"{what} {number}: the loss is {value}, try a lower learning rate")
     return value
 
 

@@ -202,7 +202,12 @@ def logits(backbone: Backbone, theta: Tensor | None, phi_D: Phi, images: Tensor,
 def adapter_bytes(theta: Tensor, phi_D: Phi, metadata: Mapping[str, str]) -> bytes:
     """θ and the head as a safetensors file's content; the metadata (`adapter_metadata`) says what they belong to."""
     tensors = {"theta": theta} | {f"head.{name}": tensor for name, tensor in phi_D.items()}
-    return save({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, {"format": FORMAT, **metadata})
+    data = save({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, {"format": FORMAT, **metadata})
+    # the library writes metadata in random order; sorted, equal adapters are equal files
+    size = int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8 : 8 + size]), sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + data[8 + size :]
 
 
 def load_adapter(path: Path) -> tuple[Tensor, Phi, dict[str, str]]:

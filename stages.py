@@ -26,7 +26,18 @@ import bisslight
 import finetune as ft
 import mae
 import mfac
-from config import BACKBONES, AlignConfig, Arch, Data, FinetuneConfig, Model, PretrainConfig, RunError, UsageError
+from config import (
+    BACKBONES,
+    AlignConfig,
+    Arch,
+    Data,
+    Diverged,
+    FinetuneConfig,
+    Machine,
+    Model,
+    PretrainConfig,
+    UsageError,
+)
 from data import Images, Split, Task, View, batches, epochs, in_order, load_pool, load_task, stream
 from evaluate import score
 from lora import Backbone, Phi, adapter_bytes, adapter_metadata, drop_path, init_head, init_theta, load_adapter, logits
@@ -173,12 +184,11 @@ class Downstream(NamedTuple):
         return score(predict, batches(images, in_order(len(split.targets), batch), self.workers, self.device))
 
 
-def downstream(model: Model, data: Data, machine_device: str, workers: int, amp: bool) -> Downstream:
-    """Load D^D and f_θ; both model and data are resolved."""
-    device = pick_device(machine_device)
-    task = load_task(data.dataset, data.data_seed)
+def downstream(model: Model, data: Data, task: Task, machine: Machine, amp: bool) -> Downstream:
+    """f_θ on its device, beside D^D; model and data are resolved."""
+    device = pick_device(machine.device)
     loaded = load_backbone(model, device)
-    return Downstream(loaded, task, view_of(data, task, loaded.arch), device, workers, amp)
+    return Downstream(loaded, task, view_of(data, task, loaded.arch), device, machine.workers, amp)
 
 
 # --- pretrain --------------------------------------------------------------------------------------------------------
@@ -206,7 +216,7 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
     out = options.out or default_out("pretrain", cfg.pool, cfg.model, cfg.seed, "mae")
     run = open_run(out, "pretrain", cfg, options.resume, options.force, **about)
     schedule = mae.schedule(cfg.epochs, cfg.warmup_epochs, per_epoch, cfg.min_lr)
-    opt = Optimiser(decay_groups(named, cfg.base_lr * cfg.batch / 256, cfg.weight_decay), schedule, (0.9, 0.95))
+    opt = Optimiser(decay_groups(named, cfg.base_lr * cfg.batch / 256, cfg.weight_decay), schedule, (0.9, cfg.beta2))
     if state := run.restore(lambda record: record["step"] * per_epoch <= record["checkpoint"], device):
         with torch.no_grad():
             for name, tensor in named.items():
@@ -249,11 +259,12 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
 
 def align(cfg: AlignConfig, options: Options) -> dict[str, Any]:
     """BiSSLight: probe φ_D, run Algorithm 1, keep θ_P as adapter.safetensors."""
+    labelled = load_task(cfg.data.dataset, cfg.data.data_seed)
     cfg = cfg.model_copy(update={"model": resolved_model(cfg.model), "data": resolved_data(cfg.data, True)})
     model, b = cfg.model, cfg.bilevel
     assert model.rank is not None and model.drop_path is not None and cfg.data.pool is not None
     images, mean, std = load_pool(cfg.data.pool, cfg.data.data_seed)
-    d = downstream(model, cfg.data, cfg.machine.device, cfg.machine.workers, cfg.amp)
+    d = downstream(model, cfg.data, labelled, cfg.machine, cfg.amp)
     arch, device, backbone = d.loaded.arch, d.device, d.loaded.backbone
     fits(cfg.data.pool, arch)
     task = mae.MAE(backbone, d.loaded.decoder, cfg.lower.mask_ratio)
@@ -284,7 +295,7 @@ def align(cfg: AlignConfig, options: Options) -> dict[str, Any]:
     pretext = (task.prepare(x, rng(cfg.seed, "mask", step)) for step, (x, _) in enumerate(raw, start))
     start, stop = s.done * b.upper_steps, b.alternations * b.upper_steps
     draws = stream(len(d.task.train.targets), cfg.upper.d_batch, cfg.seed, "downstream", start, stop)
-    labelled = d.with_drop(d.train(draws, cfg.seed, "downstream"), model.drop_path, cfg.seed, "downstream", start)
+    with_drop = d.with_drop(d.train(draws, cfg.seed, "downstream"), model.drop_path, cfg.seed, "downstream", start)
 
     def after(s: bisslight.State, log: bisslight.Log) -> None:
         t = log.alternation
@@ -309,7 +320,7 @@ def align(cfg: AlignConfig, options: Options) -> dict[str, Any]:
         "mfac": partial(mfac.mfac, partition=b.partition), "identity": mfac.identity, "exact": mfac.exact,
     }  # fmt: skip
     loss_P = autocast(task.loss, device, cfg.amp)
-    theta_P = bisslight.align(s, b, loss_P, loss_D, inverses[b.hypergrad], pretext, labelled, task.after_step, after)
+    theta_P = bisslight.align(s, b, loss_P, loss_D, inverses[b.hypergrad], pretext, with_drop, task.after_step, after)
 
     metadata = adapter_metadata(
         arch, model.backbone, model.rank, model.alpha or model.rank, pretext=cfg.lower.pretext,
@@ -401,7 +412,7 @@ def run_unit(unit: Unit, report: Report = silent) -> dict[str, Any]:
     """PEFT with one rate and one seed. Returns numbers, and the best epoch's tensors under "theta" and "phi_D"."""
     cfg = FinetuneConfig.model_validate_json(unit.cfg)
     p, n_seed = cfg.peft, unit.seed
-    d = downstream(cfg.model, cfg.data, cfg.machine.device, cfg.machine.workers, cfg.amp)
+    d = downstream(cfg.model, cfg.data, load_task(cfg.data.dataset, cfg.data.data_seed), cfg.machine, cfg.amp)
     cpu, began = time.process_time(), time.perf_counter()
     if unit.start is not None:
         theta = load_adapter(unit.start / "adapter.safetensors")[0]
@@ -428,7 +439,7 @@ def run_unit(unit: Unit, report: Report = silent) -> dict[str, Any]:
     done: dict[str, Any] = {"lr": unit.lr, "seed": n_seed}
     try:
         best = ft.peft(d.loss(), leaf, phi_D, opt, with_drop, p.epochs, per_epoch, validate, p.eval_every, after)
-    except RunError as error:
+    except Diverged as error:
         return done | {"val": None, "diverged": str(error), "curve": curve}
     seconds = {"cpu_seconds": time.process_time() - cpu, "seconds": time.perf_counter() - began}
     done |= {"val": best.val._asdict(), "epoch": best.epoch, "curve": curve, **seconds}
@@ -481,11 +492,11 @@ def natural(path: Path) -> tuple[int, str]:
 
 def finetune(cfg: FinetuneConfig, options: Options, mapper: Map | None = None) -> dict[str, Any]:
     """PEFT over seeds (and rates), the rate chosen on mean validation, the chosen runs tested once."""
-    model = resolved_model(cfg.model)
+    task, model = load_task(cfg.data.dataset, cfg.data.data_seed), resolved_model(cfg.model)
     cfg = cfg.model_copy(update={"model": model, "data": resolved_data(cfg.data, False)})
     p = cfg.peft
     starts, unit = starts_of(cfg.start, p.seeds)
-    d = downstream(model, cfg.data, cfg.machine.device, cfg.machine.workers, cfg.amp)
+    d = downstream(model, cfg.data, task, cfg.machine, cfg.amp)
     for start in {s for s in starts if s}:
         check_adapter(start, model, d.loaded)
     grid = p.grid or (ft.DIRECT_GRID if cfg.start is None else ft.ALIGNED_GRID)

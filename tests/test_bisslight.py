@@ -1,6 +1,6 @@
 """Algorithm 1 against recorded whole runs, a quadratic with a known optimum, and its own rules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,10 +10,10 @@ from replay import head_flat, lower_batches, model_of, to_theta, upper_batches
 from torch import Tensor
 
 from bisslight import Log, State, align
-from config import Bilevel
+from config import Bilevel, RunError
 from finetune import downstream_loss
 from finetune import optimiser as downstream_optimiser
-from mfac import Partition, mfac
+from mfac import Partition, exact, identity, mfac
 from runtime import Group, Optimiser, Schedule, decay_groups
 
 RUNS = [
@@ -86,3 +86,136 @@ def test_align_reproduces_a_recorded_run(name: str, tolerance: float) -> None:
         )
     decoder = torch.cat([r.phi_P[k].detach().flatten() for k in source.meta["decoder_param_order"]])
     close(decoder, rec["decoder_after_last"], 1e-4 if r.dtype is torch.float32 else 1e-6)
+
+
+# --- a quadratic whose optimum is known ------------------------------------------------------------------------------
+
+LAM = 0.5
+
+
+class Quadratic:
+    """L^P(θ) = ½(θ−a)ᵀH(θ−a) + ½φ², L^D(θ) = ½|θ−c|² + ½φ², with θ (2, 3) and one scalar φ a level.
+
+    θ_P*(θ_D) = (H + λI)⁻¹(Ha + λθ_D), so the upper level (Eq. 3) is quadratic too, and its optimum is one solve.
+    """
+
+    def __init__(self) -> None:
+        g = torch.Generator().manual_seed(0)
+        R, self.a, self.c = (torch.randn(*shape, generator=g).double() for shape in ((6, 6), (6,), (6,)))
+        self.H = R @ R.T / 3 + 0.1 * torch.eye(6)
+        self.S = torch.linalg.inv(self.H + LAM * torch.eye(6).double())  # dθ_P*/dθ_D = λS
+        b = self.S @ self.H @ self.a
+        A = LAM * self.S
+        self.theta_D = torch.linalg.solve(A @ A + torch.eye(6), self.c - A @ (b - self.c))
+        self.theta_P = b + A @ self.theta_D
+
+    def loss_P(self, theta: Tensor, phi: dict[str, Tensor], batch: Any) -> Tensor:
+        x = theta.flatten() - self.a
+        return 0.5 * x @ self.H @ x + 0.5 * phi["x"].square()
+
+    def loss_D(self, theta: Tensor, phi: dict[str, Tensor], batch: Any, drop: Any = None) -> Tensor:
+        return 0.5 * (theta.flatten() - self.c).square().sum() + 0.5 * phi["x"].square()
+
+    def run(self, hypergrad: Any, **settings: Any) -> State:
+        def level() -> tuple[Tensor, dict[str, Tensor], Optimiser]:
+            theta = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
+            phi = {"x": torch.ones((), dtype=torch.float64, requires_grad=True)}
+            groups = [Group([theta, phi["x"]], 0.05, 0.0)]
+            return theta, phi, Optimiser(groups, lambda k, base: base, None)
+
+        (theta_P, phi_P, opt_P), (theta_D, phi_D, opt_D) = level(), level()
+        s = State(theta_P, theta_D, phi_P, phi_D, opt_P, opt_D)
+        cfg = Bilevel(**{"alternations": 120, "lower_steps": 60, "upper_steps": 5, "lam": LAM} | settings)
+        align(s, cfg, self.loss_P, self.loss_D, hypergrad, forever(), ((0, None) for _ in forever()), nothing, nothing)
+        return s
+
+
+def forever() -> Iterator[int]:
+    while True:
+        yield 0
+
+
+def nothing(*args: Any) -> None:
+    """A callback that does nothing."""
+
+
+def fisher_equals_hessian(H: Tensor) -> Any:
+    """M-FAC on m = 6 gradients built so that GᵀG/m = H."""
+    G = (6**0.5 * torch.linalg.cholesky(H).T)[None]  # (1 block, 6, 6)
+
+    def hypergrad(_: Tensor, lam: float, theta_P: Tensor, loss_P: Any) -> Any:
+        solve = mfac(G, lam, theta_P.reshape(1, 6), loss_P)
+        return solve._replace(apply=lambda g: solve.apply(g.reshape(1, 6)).view_as(g))
+
+    return hypergrad
+
+
+def test_the_loop_reaches_the_bilevel_optimum_with_the_exact_hypergradient() -> None:
+    problem = Quadratic()
+    s = problem.run(exact)
+    close(s.theta_D.flatten(), problem.theta_D, 1e-4)
+    close(s.theta_P.flatten(), problem.theta_P, 1e-4)
+
+
+def test_the_loop_reaches_the_bilevel_optimum_with_mfac_where_the_fisher_is_the_hessian() -> None:
+    problem = Quadratic()
+    s = problem.run(fisher_equals_hessian(problem.H))
+    close(s.theta_D.flatten(), problem.theta_D, 1e-4)
+    close(s.theta_P.flatten(), problem.theta_P, 1e-4)
+
+
+def test_without_curvature_the_loop_ends_somewhere_else() -> None:
+    """The control: the two tests above could fail, because the inverse matters on this problem."""
+    problem = Quadratic()
+    assert float((problem.run(identity).theta_D.detach().flatten() - problem.theta_D).abs().max()) > 0.05
+
+
+def test_no_upper_steps_leave_theta_d_and_its_head_alone() -> None:
+    problem = Quadratic()
+    s = problem.run(identity, upper_steps=0)
+    assert not s.theta_D.any()
+    assert float(s.phi_D["x"].detach()) == 1.0
+    close(s.theta_P.flatten(), problem.S @ problem.H @ problem.a, 1e-4)
+
+
+@pytest.mark.parametrize("level", ["lower", "upper"])
+def test_a_loss_that_is_not_finite_stops_in_its_alternation_and_names_level_and_step(level: str) -> None:
+    problem = Quadratic()
+    good, calls = (problem.loss_P if level == "lower" else problem.loss_D), 0
+
+    def broken(theta: Tensor, phi: dict[str, Tensor], batch: Any, drop: Any = None) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return good(theta, phi, batch) * (float("nan") if calls == (9 if level == "lower" else 13) else 1)
+
+    setattr(problem, "loss_P" if level == "lower" else "loss_D", broken)
+    where = "block 0, step 2" if level == "lower" else "step 2"  # 7 lower steps; 5 upper steps of two passes
+    with pytest.raises(RunError, match=f"alternation 2, {level} level, {where}: not finite"):
+        problem.run(identity, lower_steps=7, upper_steps=5)
+
+
+def test_stopping_between_alternations_and_going_on_changes_nothing() -> None:
+    """The state holds all there is: 6 alternations, or 4, save, load into fresh tensors, 2 more."""
+    problem = Quadratic()
+    whole = problem.run(exact, alternations=6)
+    first = problem.run(exact, alternations=4)
+    fresh = problem.run(exact, alternations=1)
+    fresh.load_state_dict(first.state_dict())
+    cfg = Bilevel(alternations=6, lower_steps=60, upper_steps=5, lam=LAM)
+    args = (exact, forever(), ((0, None) for _ in forever()), nothing, nothing)
+    align(fresh, cfg, problem.loss_P, problem.loss_D, *args)
+    assert torch.equal(whole.theta_P, fresh.theta_P)
+    assert torch.equal(whole.theta_D, fresh.theta_D)
+
+
+def test_gradients_are_stored_before_the_pull() -> None:
+    """At large λ the pull dwarfs ∇L^P; what M-FAC sees is ∇L^P alone."""
+    problem = Quadratic()
+    seen: list[Tensor] = []
+
+    def spy(G: Tensor, lam: float, theta_P: Tensor, loss_P: Any) -> Any:
+        seen.append(G.clone())
+        return identity(G, lam, theta_P, loss_P)
+
+    problem.run(spy, alternations=1, lower_steps=1)
+    close(seen[0].flatten(), -problem.H @ problem.a, 1e-12)  # θ_P was 0

@@ -164,7 +164,10 @@ WRONG: list[tuple[Any, str]] = [
     (lambda m: {"model": {k: v for k, v in m.items() if not mae.is_decoder(k)}}, "holds the encoder only"),
     (lambda m: {"model": hugging_face(m)}, "Hugging Face names"),
     (lambda m: {"encoder": m, "predictor": {}, "target_encoder": m}, "I-JEPA checkpoint"),
-    (lambda m: {"model": {"base_model.model.blocks.0.attn.qkv.q.lora_A.default.weight": m["cls_token"]}}, "LoRA adapter"),
+    (
+        lambda m: {"model": {"base_model.model.blocks.0.attn.qkv.q.lora_A.default.weight": m["cls_token"]}},
+        "LoRA adapter",
+    ),
     (lambda m: {"model": {}}, "no {'model': ...} state dict"),
     (lambda m: [1, 2], "no {'model': ...} state dict"),
     (lambda m: {"model": {k: v for k, v in m.items() if k != "mask_token"}}, r"1 keys missing \['mask_token'\]"),

@@ -1,0 +1,54 @@
+"""The house rules: what is packaged, who imports whom, what no file may contain."""
+
+import ast
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MODULES = sorted(path.stem for path in ROOT.glob("*.py"))
+FLOOR = {
+    "config": 0,
+    "mfac": 1, "lora": 1, "data": 1, "runtime": 1,
+    "bisslight": 2, "mae": 2, "finetune": 2, "evaluate": 2,
+    "stages": 3, "demo": 4, "cli": 5,
+}  # fmt: skip
+
+
+def imports(module: str) -> set[str]:
+    tree = ast.parse((ROOT / f"{module}.py").read_text())
+    names = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    return {name.split(".")[0] for name in names}
+
+
+def test_every_root_module_is_packaged() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["py-modules"]
+    assert sorted(declared) == MODULES
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_only_go_down(module: str) -> None:
+    """Config under all; runtime serves its neighbours on the ground floor; no corridors elsewhere."""
+    ours = imports(module) & set(MODULES)
+    allowed = {name for name in MODULES if FLOOR[name] < FLOOR[module]} | ({"runtime"} if FLOOR[module] == 1 else set())
+    assert ours <= allowed
+
+
+def test_algorithm_1_knows_no_pretext_task() -> None:
+    text = (ROOT / "bisslight.py").read_text()
+    assert imports("bisslight") & set(MODULES) == {"config", "mfac", "runtime"}
+    for line in range(3, 18):
+        assert re.search(rf"\bl\.{line}\b", text), f"line {line} of Algorithm 1 is not marked"
+
+
+def test_no_file_names_a_machine_path() -> None:
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    if not files:
+        pytest.skip("not a git checkout")
+    for name in files:
+        if not name.endswith((".npz", ".png")):
+            assert not re.search(r"/(home|root|tmp|Users)/\w", (ROOT / name).read_text()), name
