@@ -94,7 +94,7 @@ def test_forward_and_gradients_equal_hf_peft_on_split_qkv(vit: VisionTransformer
         block.attn.qkv = SplitQkv(block.attn.qkv)
     model = peft.get_peft_model(split, peft.LoraConfig(r=4, lora_alpha=8, target_modules=["qkv.q", "qkv.v"])).double()
     leaf = theta.clone().requires_grad_()
-    state = {}
+    state: dict[str, Tensor] = {}
     for k, (A_q, B_q, A_v, B_v) in enumerate(zip(*factors(theta, 24), strict=True)):
         for name, A, B in (("q", A_q, B_q), ("v", A_v, B_v)):
             key = f"base_model.model.blocks.{k}.attn.qkv.{name}"
