@@ -1,0 +1,34 @@
+# Everything sets itself up: `make test`, `make demo` work on a fresh clone. PYTHON and VENV can be overridden.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.bisslight
+.PHONY: install test slow lint types check demo clean
+.DEFAULT_GOAL := check
+
+install: $(READY)
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+test: $(READY)  ## the suite; one thread a process, a process a core
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+slow: $(READY)  ## minutes: the commands on real photographs, where they are at hand
+	$(BIN)/python -m pytest -m slow --override-ini addopts='--import-mode=importlib'
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+check: lint types test
+
+demo: $(READY)  ## the whole story in minutes, offline; its runs and demo.png are in runs/demo
+	$(BIN)/bisslight demo --force --out runs/demo
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
