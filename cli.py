@@ -157,7 +157,7 @@ def inherited(start: Path) -> dict[str, Any]:
 # --- what a person sees ----------------------------------------------------------------------------------------------
 
 screen = Console(stderr=True, highlight=False)
-paper = Console(highlight=False)
+paper = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
 class Live:
@@ -166,7 +166,8 @@ class Live:
     def __init__(self, quiet: bool) -> None:
         self.quiet = quiet
         self.bars: dict[str, TaskID] = {}
-        self.began: dict[str, float] = {}
+        self.now = time.monotonic()
+        self.began: dict[str, tuple[float, int, int]] = {}  # stage -> when, after how many (resume), done so far
         done, live = TextColumn("{task.completed}/{task.total}"), TextColumn("{task.fields[text]}")
         left = (TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn())
         columns = (TextColumn("{task.description:>9}"), BarColumn(24), done, *left, live)
@@ -184,14 +185,19 @@ class Live:
     def __call__(self, stage: str, done: int, total: int, text: str) -> None:
         if self.quiet:
             return
+        start, before, so_far = self.began.get(stage, (0.0, 0, total))
+        if done <= so_far:  # the first, or the stage's next round
+            start, before = self.now, done - 1
+            if self.progress and stage in self.bars:
+                self.progress.reset(self.bars[stage], total=total)
+        self.began[stage], self.now = (start, before, done), time.monotonic()
         if self.progress is None:
-            began = self.began.setdefault(stage, time.monotonic())
-            left = (time.monotonic() - began) / max(1, done) * (total - done)
+            left = (self.now - start) / (done - before) * (total - done)
             print(f"{stage} {done}/{total}  {text}  ETA {left:.0f} s", file=sys.stderr, flush=True)
             return
         if stage not in self.bars:
             self.bars[stage] = self.progress.add_task(stage, total=total, text="")
-        self.progress.update(self.bars[stage], completed=done, total=total, text=text)
+        self.progress.update(self.bars[stage], completed=done, text=text)
 
     def note(self, text: str) -> None:
         if not self.quiet:
@@ -200,15 +206,24 @@ class Live:
 
 def show(config: Settings, sources: dict[str, str], common: dict[str, Any], about: dict[str, Any]) -> None:
     """--dry-run: every setting with its source, then the budget."""
-    rows = [(leaf, get(config, leaf.path)) for leaf in leaves(type(config))]
-    origin = {leaf.path[-1]: sources.get(leaf.path[-1], "default") for leaf, _ in rows}
+    resolved = about.pop("config")
+    rows = [(leaf, get(resolved, leaf.path)) for leaf in leaves(type(config))]
+    origin = {}
+    for leaf, value in rows:
+        name, said = leaf.path[-1], (leaf.field.description or "").rpartition("[")[2].rstrip("]")
+        filled = "default" if get(config, leaf.path) == value else "by backbone or data"
+        origin[name] = sources.get(name) or (
+            f"{filled}, {said}" if (leaf.field.description or "").endswith("]") else filled
+        )
     if common["json"]:
         settings = {leaf.path[-1]: {"value": value, "source": origin[leaf.path[-1]]} for leaf, value in rows}
         print(json.dumps({"settings": settings, "budget": about}, default=str))
         return
     table = Table("setting", "value", "source", "meaning", box=None)
     for leaf, value in rows:
-        table.add_row(leaf.path[-1], str(value), origin[leaf.path[-1]], leaf.field.description)
+        table.add_row(
+            leaf.path[-1], str(value), origin[leaf.path[-1]], (leaf.field.description or "").partition(" [")[0]
+        )
     paper.print(table)
     for name, value in about.items():
         paper.print(f"{name}: {value:.6g}" if isinstance(value, float) else f"{name}: {value}", markup=False)

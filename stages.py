@@ -212,7 +212,7 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
     named = {**mae.psi_of(vit), **task.phi}
     about["parameters"] = sum(tensor.numel() for tensor in named.values())
     if options.dry_run:
-        return about
+        return about | {"config": cfg}
     out = options.out or default_out("pretrain", cfg.pool, cfg.model, cfg.seed, "mae")
     run = open_run(out, "pretrain", cfg, options.resume, options.force, **about)
     schedule = mae.schedule(cfg.epochs, cfg.warmup_epochs, per_epoch, cfg.min_lr)
@@ -270,7 +270,7 @@ def align(cfg: AlignConfig, options: Options) -> dict[str, Any]:
     task = mae.MAE(backbone, d.loaded.decoder, cfg.lower.mask_ratio)
     about = budget(cfg, arch, d.task, len(images))
     if options.dry_run:
-        return about
+        return about | {"config": cfg}
     out = options.out or default_out("align", cfg.data.dataset, model, cfg.seed, cfg.lower.pretext)
     run = open_run(out, "align", cfg, options.resume, options.force, weights_sha256=d.loaded.digest)
 
@@ -360,12 +360,11 @@ def probing(
     up, n = cfg.upper, len(d.task.train.targets)
     opt = ft.optimiser(s.phi_D.values(), up.d_lr, up.d_weight_decay, constant, up.d_optimizer == "sgd")
     draws = epochs(n, up.d_batch, cfg.seed, "probe", up.probe_epochs)
-    total = up.probe_epochs * -(-n // up.d_batch)
+    per_epoch = -(-n // up.d_batch)
     losses = ft.probe(loss_D, s.theta_D, s.phi_D, opt, d.train(draws, cfg.seed, "probe"))
-    every = max(1, total // 20)
     for step, loss in enumerate(losses, 1):
-        if step % every == 0 or step == total:
-            report("probe", step, total, f"loss {loss:.4f}")
+        if step % per_epoch == 0:
+            report("probe", step // per_epoch, up.probe_epochs, f"loss {loss:.4f}")
     val = d.score(d.task.val, s.theta_D, s.phi_D)
     run.metric({"step": 0, "probe_val": val._asdict()})
     run.log(f"linear probe: validation accuracy {val.accuracy:.1f} %")
@@ -504,7 +503,7 @@ def finetune(cfg: FinetuneConfig, options: Options, mapper: Map | None = None) -
     n = len(d.task.train.targets)
     about = {"runs": len(rates) * p.seeds, "rates": rates, "steps": len(rates) * p.seeds * p.epochs * -(-n // p.batch)}
     if options.dry_run:
-        return about
+        return about | {"config": cfg}
     arm = "aligned" if cfg.start else "direct"
     out = options.out or default_out("finetune", cfg.data.dataset, model, cfg.seed, arm)
     run = open_run(out, "finetune", cfg, options.resume, options.force, weights_sha256=d.loaded.digest)
