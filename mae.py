@@ -60,9 +60,12 @@ class MAE:
 
     def loss(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
         """L^P(θ, φ_P), a scalar: squared error, mean over a patch's pixels, then over the batch's removed patches."""
-        prediction, mask = self.predict(theta, phi, batch)
+        return self.error(*self.predict(theta, phi, batch), batch, self.norm_pix)
+
+    def error(self, prediction: Tensor, mask: Tensor, batch: Batch, norm_pix: bool) -> Tensor:
+        """The loss of given predictions, against standardised or raw pixels."""
         target = patchify(batch.images, self.decoder.patch)
-        if self.norm_pix:
+        if norm_pix:
             target = (target - target.mean(-1, keepdim=True)) / (target.var(-1, keepdim=True) + 1e-6).sqrt()
         per_patch = (prediction.to(target.dtype) - target).square().mean(-1)  # (B, L)
         return (per_patch * mask).sum() / mask.sum()
@@ -73,6 +76,21 @@ class MAE:
         latent = self.backbone(batch.images, theta, keep)  # (B, 1 + n, dim)
         prediction = functional_call(self.decoder, phi, (latent, restore))
         return prediction, (restore >= keep.shape[1]).to(batch.images.dtype)
+
+    @torch.no_grad()
+    def check(self, batch: Batch) -> None:
+        """Refuse (UsageError) a decoder that predicts raw pixels: keys and shapes are those of the right one.
+
+        A decoder for standardised pixels errs less than 1 on them, what predicting zero would; a raw one errs more,
+        and far less on raw pixels. A random decoder passes: it is bad at both.
+        """
+        predicted = self.predict(None, self.phi, batch)
+        standardised, raw = (float(self.error(*predicted, batch, norm_pix)) for norm_pix in (True, False))
+        if standardised > 1 and raw < standardised / 2:
+            raise UsageError(
+                f"--weights: the decoder errs {standardised:.2f} on standardised and {raw:.2f} on raw pixels, so it was "
+                "trained on raw ones; take mae_pretrain_vit_{base,large,huge}_full.pth"
+            )
 
     def after_step(self, theta_P: Tensor) -> None:
         """MAE has nothing to update after a lower step."""

@@ -254,6 +254,8 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
     return result
 
 
+EXACT_LIMIT = 5000  # entries of θ: its Hessian takes as many double passes, and 200 MB in float64
+
 # --- align -----------------------------------------------------------------------------------------------------------
 
 
@@ -268,7 +270,16 @@ def align(cfg: AlignConfig, options: Options) -> dict[str, Any]:
     arch, device, backbone = d.loaded.arch, d.device, d.loaded.backbone
     fits(cfg.data.pool, arch)
     task = mae.MAE(backbone, d.loaded.decoder, cfg.lower.mask_ratio)
+    view = View(arch.image_size, tuple(mean), tuple(std), cfg.data.augment or "crop", cfg.data.min_crop)
+    pool = Images(Split(images, torch.zeros(len(images), dtype=torch.long)), view, True, cfg.seed, "pretext")
+    first = next(batches(pool, stream(len(images), 32, 0, "check", 0, 1), 0, device))[0]
+    task.check(task.prepare(first, rng(0, "check")))
     about = budget(cfg, arch, d.task, len(images))
+    if b.hypergrad == "exact" and about["lora_parameters"] > EXACT_LIMIT:
+        raise UsageError(
+            f"--hypergrad exact: θ has {about['lora_parameters']} entries, a dense Hessian of more than "
+            f"{EXACT_LIMIT} is out of reach; lower --rank or use mfac"
+        )
     if options.dry_run:
         return about | {"config": cfg}
     out = options.out or default_out("align", cfg.data.dataset, model, cfg.seed, cfg.lower.pretext)
@@ -286,8 +297,6 @@ def align(cfg: AlignConfig, options: Options) -> dict[str, Any]:
     else:
         probing(cfg, d, loss_D, s, run, options.report)
 
-    view = View(arch.image_size, tuple(mean), tuple(std), cfg.data.augment or "crop", cfg.data.min_crop)
-    pool = Images(Split(images, torch.zeros(len(images), dtype=torch.long)), view, True, cfg.seed, "pretext")
     start, stop = s.done * b.lower_steps, b.alternations * b.lower_steps
     raw = batches(
         pool, stream(len(images), cfg.lower.p_batch, cfg.seed, "pretext", start, stop), cfg.machine.workers, device

@@ -243,3 +243,18 @@ def test_unpatchify_inverts_patchify() -> None:
 def test_a_mask_ratio_that_leaves_nothing_is_refused(official: Path) -> None:
     with pytest.raises(UsageError, match="leaves none or all of the 16 patches visible"):
         task(official, 0.99)
+
+
+def test_a_decoder_for_raw_pixels_is_recognised_by_what_it_predicts() -> None:
+    """Nearly constant images of value 3: a decoder that answers 3 is right on raw pixels, wrong on standardised ones."""
+    vit, decoder = mae.init(TINY, rng(0))
+    images = 3 + 0.1 * torch.randn(4, 3, 32, 32, generator=rng(1))
+    t = MAE(Backbone(vit), decoder)
+    batch = t.prepare(images, rng(2))
+    t.check(batch)  # a random decoder passes
+    with torch.no_grad():
+        decoder.decoder_pred.weight.zero_()
+        t.check(batch)  # so does one that predicts zero
+        decoder.decoder_pred.bias.fill_(3)
+    with pytest.raises(UsageError, match="trained on raw ones"):
+        t.check(batch)
