@@ -35,7 +35,7 @@ from config import (
 )
 
 S = TypeVar("S", bound=Settings)
-app = typer.Typer(rich_markup_mode=None, add_completion=True, no_args_is_help=True, help=(__doc__ or "").split(":")[0])
+app = typer.Typer(rich_markup_mode=None)
 RENAMED = {"start": ("--from",), "lam": ("--lam", "--lambda")}
 
 # --- flags from settings ---------------------------------------------------------------------------------------------
@@ -238,18 +238,20 @@ def opened(common: dict[str, Any], live: Live) -> Any:
     """The stage's options."""
     from stages import Options
 
-    return Options(common["out"], common["resume"], common["force"], common["dry_run"], live)
-
-
-def announce(config: Any, live: Live, common: dict[str, Any]) -> None:
-    """Seed and device, before anything long starts."""
-    if not common["dry_run"]:
-        from runtime import pick_device
-
-        live.note(f"seed {config.seed}, device {pick_device(config.machine.device)}")
+    return Options(common["out"], common["resume"], common["force"], common["dry_run"], live, live.note)
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
+
+
+@app.callback(invoke_without_command=True)
+def version(show: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
+    """BiSSLight: a light bilevel stage that aligns self-supervised backbones with a downstream task."""
+    if show:
+        from importlib.metadata import version as installed
+
+        print(f"bisslight {installed('bisslight')}")
+        raise typer.Exit
 
 
 @command(PretrainConfig)
@@ -258,7 +260,6 @@ def pretrain(config: PretrainConfig, common: dict[str, Any], sources: dict[str, 
     import stages
 
     with Live(common["quiet"] or common["json"]) as live:
-        announce(config, live, common)
         result = stages.pretrain(config, opened(common, live))
     if common["dry_run"]:
         return show(config, sources, common, result)
@@ -272,7 +273,6 @@ def align(config: AlignConfig, common: dict[str, Any], sources: dict[str, str]) 
     import stages
 
     with Live(common["quiet"] or common["json"]) as live:
-        announce(config, live, common)
         result = stages.align(config, opened(common, live))
     if common["dry_run"]:
         return show(config, sources, common, result)
@@ -288,7 +288,6 @@ def finetune(config: FinetuneConfig, common: dict[str, Any], sources: dict[str, 
     import stages
 
     with Live(common["quiet"] or common["json"]) as live, stages.worker_pool(config.machine.jobs) as mapper:
-        announce(config, live, common)
         result = stages.finetune(config, opened(common, live), mapper)
     if common["dry_run"]:
         return show(config, sources, common, result)
@@ -345,8 +344,8 @@ def arm_table(rows: list[dict[str, Any]]) -> Table:
 def demo(
     out: Annotated[Path, typer.Option(help="directory for all runs and pictures")] = Path("runs/demo"),
     full: Annotated[bool, typer.Option("--full", help="controls, grids and several data seeds; about an hour")] = False,
-    data_seed: Annotated[int, typer.Option(help="seed of the drawn dataset and of its pretraining")] = 0,
-    jobs: Annotated[int, typer.Option(help="runs at a time")] = 2,
+    data_seed: Annotated[int, typer.Option(help="seed of the drawn dataset and of its pretraining", min=0)] = 0,
+    jobs: Annotated[int, typer.Option(help="runs at a time", min=1)] = 2,
     force: Annotated[bool, typer.Option("--force", help="start over in --out")] = False,
     json_: Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress")] = False,
@@ -428,7 +427,7 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Run one command line; returns its exit code."""
     try:
-        result = typer.main.get_command(app)(arguments, standalone_mode=False)
+        result = typer.main.get_command(app)(arguments or ["--help"], standalone_mode=False)
         return result if isinstance(result, int) else 0
     except UsageError as error:
         return complain(error, 2)

@@ -344,10 +344,9 @@ def leaves(model: type[Settings], path: tuple[str, ...] = ()) -> Iterator[Leaf]:
 def read_file(path: Path, model: type[Settings]) -> dict[str, Any]:
     """A TOML or JSON file of settings as a nested dict; keys may also stand flat, as flags do (UsageError)."""
     try:
-        raw = path.read_bytes()
-        if len(raw) > 1_000_000:
-            raise UsageError(f"--config {path}: {len(raw) >> 20} MB is no configuration")
-        text = raw.decode()
+        if not path.is_file() or path.stat().st_size > 1_000_000:
+            raise UsageError(f"--config {path}: there is no such file of settings (at most 1 MB)")
+        text = path.read_text()
         data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"--config {path}: cannot be read as {path.suffix or 'TOML'}: {error}") from error

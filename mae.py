@@ -79,7 +79,7 @@ class MAE:
 
     @torch.no_grad()
     def check(self, batch: Batch) -> None:
-        """Refuse (UsageError) a decoder that predicts raw pixels: keys and shapes are those of the right one.
+        """Refuse (UsageError) a decoder that predicts raw pixels; its keys and shapes are the right ones.
 
         A decoder for standardised pixels errs less than 1 on them, what predicting zero would; a raw one errs more,
         and far less on raw pixels. A random decoder passes: it is bad at both.

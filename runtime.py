@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
@@ -346,7 +347,7 @@ def load_tensors(path: Path) -> Any:
     try:
         with warnings.catch_warnings(), torch.serialization.safe_globals([Namespace]):
             warnings.simplefilter("ignore", FutureWarning)
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     except FileNotFoundError as error:
         raise UsageError(f"{path}: there is no such file") from error
     except Exception as error:  # torch raises anything from EOFError to UnpicklingError on foreign bytes

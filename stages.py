@@ -74,6 +74,7 @@ class Options(NamedTuple):
     force: bool = False
     dry_run: bool = False
     report: Report = silent
+    announce: Callable[[str], None] = lambda line: None  # what a run is about, once its inputs have been checked
 
 
 # --- settings that depend on backbone and dataset --------------------------------------------------------------------
@@ -215,6 +216,7 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
         return about | {"config": cfg}
     out = options.out or default_out("pretrain", cfg.pool, cfg.model, cfg.seed, "mae")
     run = open_run(out, "pretrain", cfg, options.resume, options.force, **about)
+    options.announce(f"seed {cfg.seed}, device {device}, {total} steps, {about['parameters']:,} parameters -> {out}")
     schedule = mae.schedule(cfg.epochs, cfg.warmup_epochs, per_epoch, cfg.min_lr)
     opt = Optimiser(decay_groups(named, cfg.base_lr * cfg.batch / 256, cfg.weight_decay), schedule, (0.9, cfg.beta2))
     if state := run.restore(lambda record: record["step"] * per_epoch <= record["checkpoint"], device):
@@ -284,6 +286,8 @@ def align(cfg: AlignConfig, options: Options) -> dict[str, Any]:
         return about | {"config": cfg}
     out = options.out or default_out("align", cfg.data.dataset, model, cfg.seed, cfg.lower.pretext)
     run = open_run(out, "align", cfg, options.resume, options.force, weights_sha256=d.loaded.digest)
+    steps = f"{about['steps']['lower']} + {about['steps']['upper']} steps, {about['lora_parameters']:,} LoRA parameters"
+    options.announce(f"seed {cfg.seed}, device {device}, {steps} -> {out}")
 
     theta = init_theta(arch.depth, model.rank, arch.dim, rng(cfg.seed, "lora"))
     init = {"P": theta, "D": theta}  # l.2: θ_P and θ_D start equal
@@ -516,6 +520,7 @@ def finetune(cfg: FinetuneConfig, options: Options, mapper: Map | None = None) -
     arm = "aligned" if cfg.start else "direct"
     out = options.out or default_out("finetune", cfg.data.dataset, model, cfg.seed, arm)
     run = open_run(out, "finetune", cfg, options.resume, options.force, weights_sha256=d.loaded.digest)
+    options.announce(f"seed {cfg.seed}, device {d.device}, {about['runs']} runs, {about['steps']} steps -> {out}")
 
     text = cfg.model_dump_json()
     units = [Unit(text, start, lr, cfg.seed + i) for lr in rates for i, start in enumerate(starts)]

@@ -246,7 +246,7 @@ def test_a_mask_ratio_that_leaves_nothing_is_refused(official: Path) -> None:
 
 
 def test_a_decoder_for_raw_pixels_is_recognised_by_what_it_predicts() -> None:
-    """Nearly constant images of value 3: a decoder that answers 3 is right on raw pixels, wrong on standardised ones."""
+    """Nearly constant images of value 3: a decoder that answers 3 is right on raw pixels only."""
     vit, decoder = mae.init(TINY, rng(0))
     images = 3 + 0.1 * torch.randn(4, 3, 32, 32, generator=rng(1))
     t = MAE(Backbone(vit), decoder)
