@@ -201,7 +201,7 @@ class Live:
 
     def note(self, text: str) -> None:
         if not self.quiet:
-            screen.print(text, markup=False)
+            screen.print(text, markup=False, soft_wrap=True)
 
 
 def show(config: Settings, sources: dict[str, str], common: dict[str, Any], about: dict[str, Any]) -> None:

@@ -88,8 +88,8 @@ class MAE:
         standardised, raw = (float(self.error(*predicted, batch, norm_pix)) for norm_pix in (True, False))
         if standardised > 1 and raw < standardised / 2:
             raise UsageError(
-                f"--weights: the decoder errs {standardised:.2f} on standardised and {raw:.2f} on raw pixels, so it was "
-                "trained on raw ones; take mae_pretrain_vit_{base,large,huge}_full.pth"
+                f"--weights: the decoder errs {standardised:.2f} on standardised and {raw:.2f} on raw pixels, so it "
+                "was trained on raw ones; take mae_pretrain_vit_{base,large,huge}_full.pth"
             )
 
     def after_step(self, theta_P: Tensor) -> None:

@@ -115,9 +115,9 @@ def resolved_data(data: Data, needs_pool: bool) -> Data:
 
 def default_out(command: str, dataset: str, model: Model, seed: int, *more: str) -> Path:
     """runs/align-cub200-vit_l16-mae-r64-s0"""
-    name = Path(dataset).name if dataset.startswith("folder:") else dataset
     rank = [f"r{model.rank}"] if model.rank else []
-    return Path("runs") / "-".join([command, Path(name).name, model.backbone, *more, *rank, f"s{seed}"])
+    name = Path(dataset.removeprefix("folder:")).resolve().name
+    return Path("runs") / "-".join([command, name, model.backbone, *more, *rank, f"s{seed}"])
 
 
 # --- loaded things ---------------------------------------------------------------------------------------------------
