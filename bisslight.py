@@ -152,10 +152,10 @@ def align(
             norm = s.opt_P.update([(s.theta_P, g_P + cfg.lam * apart), *pairs(s.phi_P, g_phi_P)])  # l.7, l.9
             after_step(s.theta_P)
             lower.append(torch.stack([value, cfg.lam / 2 * apart.square().sum(), norm.to(value.dtype)]))
-        finite(t, "lower", lower, torch.isfinite(G).all(-1))
+        finite(t, "lower", lower, torch.linalg.vector_norm(G, torch.inf, -1).isfinite())
         clock.lap("lower")
 
-        solve = hypergrad(G, cfg.lam, s.theta_P, partial(fixed, loss_P, s.phi_P, batch))  # l.10
+        solve = hypergrad(G, cfg.lam, s.theta_P, partial(loss_P, phi=s.phi_P, batch=batch))  # l.10
         finite(t, "M-FAC", [], solve.ok[:, None])
         clock.lap("curvature")
 
@@ -185,11 +185,6 @@ def gradients(loss: Loss, theta: Tensor, phi: Phi, *args: Any) -> tuple[Tensor, 
     return value.detach(), g_theta, dict(zip(phi, g_phi, strict=True))
 
 
-def fixed(loss: Loss, phi: Phi, batch: Any, theta: Tensor) -> Tensor:
-    """The pretext loss as a function of θ alone, at the lower level's last batch (paper silent), for exact Hessians."""
-    return loss(theta, phi, batch)
-
-
 def pairs(phi: Phi, gradient: Phi) -> list[tuple[Tensor, Tensor]]:
     """(tensor, gradient) of every tensor of a head."""
     return [(tensor, gradient[name]) for name, tensor in phi.items()]
@@ -209,15 +204,15 @@ def finite(t: int, level: str, rows: list[Tensor], blocks: Tensor | None) -> Non
     """
     good = [torch.isfinite(row).all() for row in rows]
     if blocks is not None and not bool(blocks.all()):
-        block, step = next(zip(*(~blocks).nonzero(as_tuple=True), strict=True))
-        where = f"block {int(block)}" + (f", step {int(step) + 1}" if rows else "")
+        step, block = (~blocks).T.nonzero()[0].tolist()  # the first step: from there it spreads
+        where = f"block {block}" + (f", step {step + 1}" if rows else "")
     elif good and not bool(torch.stack(good).all()):
         where = f"step {[bool(ok) for ok in good].index(False) + 1}"
     else:
         return
     raise RunError(
         f"alternation {t + 1}, {level} level, {where}: not finite. Lower --p-lr or --d-lr, or raise --lam; "
-        "the last checkpoint is from before this alternation"
+        "checkpoints are from before this alternation"
     )
 
 

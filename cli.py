@@ -101,9 +101,7 @@ def build(model: type[S], flags: dict[str, Any], file: Path | None) -> tuple[S, 
     """Settings from flags over file over defaults, validated once, and where each value came from (UsageError)."""
     table = read_file(file, model) if file else {}
     start = flags.get("start") or table.get("start")
-    base: dict[str, Any] = {}
-    if start:
-        base = inherited(Path(start))
+    base = inherited(Path(str(start))) if start else {}
     paths = {leaf.path[-1]: leaf.path for leaf in leaves(model)}
     merged: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -136,21 +134,19 @@ def explain(item: Any, sources: dict[str, str]) -> str:
         needed = {"data": "--dataset", "model": "--backbone"}.get(name, flag)
         return f"{needed} is needed, see --help"
     message = item["msg"].removeprefix("Value error, ").replace("Input should be", "should be")
+    if isinstance(item["input"], dict):  # about settings together; the message names them
+        return str(message)
     value = f" {item['input']}" if isinstance(item["input"], str | int | float) else ""
     return f"{flag}{value}: {message}" + (" (from the file)" if sources.get(name) == "file" else "")
 
 
 def inherited(start: Path) -> dict[str, Any]:
     """Model and data of the align run, or of the first in a directory of align runs (UsageError)."""
-    from runtime import read_json
+    from runtime import read_json, runs_in
 
-    runs = [start, *sorted(start.iterdir())] if start.is_dir() else []
-    run = next((path for path in runs if (path / "config.json").exists()), None)
-    if run is None:
-        raise UsageError(f"--from {start}: there is no align run")
-    config = read_json(run / "config.json")
+    config = read_json(runs[0] / "config.json") if (runs := runs_in(start)) else {}
     if "bilevel" not in config:
-        raise UsageError(f"--from {run}: is not an align run")
+        raise UsageError(f"--from {start}: is not an align run, nor a directory of align runs")
     return {"model": config["model"], "data": config["data"]}
 
 
@@ -436,7 +432,7 @@ def run(arguments: list[str]) -> int:
     except RunError as error:
         return complain(error, 1)
     except (KeyboardInterrupt, typer.Abort):
-        return complain("stopped; `--resume` goes on from the last checkpoint", 130)
+        return complain("stopped; align, pretrain and finetune go on with --resume", 130)
     except OSError as error:
         return complain(f"{error.filename or ''}: {error.strerror or error}", 1)
     except Exception as error:

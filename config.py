@@ -1,8 +1,9 @@
 """Every setting of every command, and nothing else. No torch here, so `--help` is fast.
 
 Each field's docstring gives its symbol, its meaning and, in brackets, the source of its default:
-[App. C.x] the paper's appendix, [released] the authors' program where the paper is silent, [here] our own choice.
-A field without a default must be given; None means "by backbone or dataset" and is filled in by `resolved`.
+[App. C.x] the paper's appendix, [released] the authors' program where the paper is silent, [MAE] the recipe of the MAE
+authors, [here] our own choice.
+A field without a default must be given; None means "by backbone or dataset" and is filled in by `stages`.
 Models are frozen and refuse unknown keys. The flag of a field is its name with dashes: `d_lr` is `--d-lr`.
 """
 
@@ -11,10 +12,11 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
     BaseModel,
+    Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -37,8 +39,12 @@ class Diverged(RunError):
     """A loss that is not finite. A grid of learning rates goes on without the rate."""
 
 
-class Settings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """Base of all settings: frozen, strict about names, documented by attribute docstrings."""
+class Settings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False):
+    """Base of all settings: frozen, finite, strict about names, documented by attribute docstrings."""
+
+
+Share = Annotated[float, Field(gt=0, lt=1)]
+CropShare = Annotated[float, Field(gt=0, le=1)]
 
 
 # --- backbones -------------------------------------------------------------------------------------------------------
@@ -96,25 +102,17 @@ def nearest(word: str, known: Iterator[str] | list[str]) -> str:
 # --- one group a concern ---------------------------------------------------------------------------------------------
 
 
-class Model(Settings):
-    """The frozen backbone ψ and the shape of θ."""
+class Shape(Settings):
+    """The network of ψ."""
 
     backbone: str
-    """ψ: vit_mini, vit_b16, vit_l16 or vit_h14."""
-    weights: Path | None = None
-    """Checkpoint file with encoder and pretext head, {'model': ...} in the official MAE layout."""
+    """ψ: vit_mini, vit_b16, vit_l16 or vit_h14. [here; App. C.1]"""
     image_size: PositiveInt | None = None
     """Side of the square input in pixels. None: the checkpoint's, else the backbone's. [App. C.2: 224]"""
     patch_size: PositiveInt | None = None
-    """Side of a patch in pixels. None: the checkpoint's, else the backbone's."""
-    rank: PositiveInt | None = None
-    """r: rank of LoRA on q and v of every layer. None: 64, vit_mini 8. [App. C.3]"""
-    alpha: PositiveFloat | None = None
-    """LoRA scale is alpha / r. None: alpha = r, scale 1. [released]"""
-    drop_path: NonNegativeFloat | None = None
-    """Drop-path rate of L^D(θ_D) and of PEFT, linear over blocks. None: 0.1 B, 0.2 L and H, 0 mini. [App. C.2]"""
+    """Side of a patch in pixels. None: the checkpoint's, else the backbone's. [App. C.1]"""
     recompute: bool = False
-    """Activation checkpointing: less memory, one more forward pass."""
+    """Activation checkpointing: less memory, one more forward pass. [released]"""
 
     @field_validator("backbone")
     @classmethod
@@ -123,12 +121,18 @@ class Model(Settings):
             raise ValueError(f"unknown backbone {name!r}, {nearest(name, iter(BACKBONES))}")
         return name
 
-    @field_validator("drop_path")
-    @classmethod
-    def below_one(cls, rate: float | None) -> float | None:
-        if rate is not None and rate >= 1:
-            raise ValueError("a drop-path rate is below 1")
-        return rate
+
+class Model(Shape):
+    """The frozen backbone ψ and the shape of θ."""
+
+    weights: Path | None = None
+    """Checkpoint with encoder and pretext head in the official MAE layout, or a pretrain run. Needed. [App. C.1]"""
+    rank: PositiveInt | None = None
+    """r: rank of LoRA on q and v of every layer. None: 64, vit_mini 8. [App. C.3]"""
+    alpha: PositiveFloat | None = None
+    """LoRA scale is alpha / r. None: alpha = r, scale 1. [released]"""
+    drop_path: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Drop-path rate of L^D(θ_D) and of PEFT, linear over blocks. None: 0.1 B, 0.2 L and H, 0 mini. [App. C.2]"""
 
 
 class Data(Settings):
@@ -137,29 +141,22 @@ class Data(Settings):
     dataset: str
     """D^D: quilts (embedded), or folder:PATH with class folders, or with train/ val/ test/ holding class folders."""
     pool: str | None = None
-    """D^P: quilts, or any folder of images, nested or not. None: quilts where the dataset is quilts."""
+    """D^P: quilts, or any folder of images, nested or not. None: quilts for quilts. [App. C.3: ImageNet-1k]"""
     data_seed: NonNegativeInt = 0
-    """Seed of the embedded dataset and of splits that are not on disk. Not the seed of a run."""
+    """Seed of the embedded dataset and of splits that are not on disk. Not the seed of a run. [here]"""
     augment: Literal["crop", "none"] | None = None
     """crop: RandomResizedCrop, flip. none: as at test time. None: crop, for quilts none. [App. C.2]"""
-    min_crop: PositiveFloat = 0.2
+    min_crop: CropShare = 0.2
     """Smallest area of a random crop, as a share of the image. [App. C.2]"""
     d_interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     """Resampling of downstream images. The paper has one pipeline for both levels. [App. C.3; released: bilinear]"""
-
-    @field_validator("min_crop")
-    @classmethod
-    def share(cls, value: float) -> float:
-        if value > 1:
-            raise ValueError("a crop's share of the image is at most 1")
-        return value
 
 
 class Lower(Settings):
     """Lower level: the pretext task at θ_P."""
 
     pretext: Literal["mae"] = "mae"
-    """Pretext task."""
+    """Pretext task. [App. C.3]"""
     p_batch: PositiveInt = 256
     """Images a pretext step. [App. C.3]"""
     p_lr: PositiveFloat = 0.01
@@ -168,15 +165,8 @@ class Lower(Settings):
     """Base rate of the pretext head φ_P. [App. C.3]"""
     p_weight_decay: NonNegativeFloat = 0.05
     """AdamW decay of θ_P and of φ_P's matrices. [App. C.3; released: 0]"""
-    mask_ratio: PositiveFloat = 0.75
+    mask_ratio: Share = 0.75
     """Share of patches that MAE removes. [App. C.3]"""
-
-    @field_validator("mask_ratio")
-    @classmethod
-    def below_one(cls, value: float) -> float:
-        if value >= 1:
-            raise ValueError("MAE has to see something: a mask ratio is below 1")
-        return value
 
 
 class Upper(Settings):
@@ -185,7 +175,7 @@ class Upper(Settings):
     d_batch: PositiveInt = 64
     """Images an upper step. [App. C.3]"""
     d_lr: PositiveFloat = 6.7e-4
-    """Base rate of θ_D and φ_D. The paper scales each dataset's best PEFT rate by 2/3, 1/2 ... [released example]"""
+    """Base rate of θ_D and φ_D. The paper: the best PEFT rate of ViT-L times 2/3, 1/2 ... [released example]"""
     d_optimizer: Literal["adamw", "sgd"] = "adamw"
     """AdamW 0.9/0.999, or SGD with momentum 0.9 as released. [App. C.3]"""
     d_weight_decay: NonNegativeFloat = 0.05
@@ -206,7 +196,7 @@ class Bilevel(Settings):
     lam: PositiveFloat = 1e-3
     """λ: pulls θ_P to θ_D (Eq. 4) and damps M-FAC (γ = λ). [App. C.3]"""
     hypergrad: Literal["mfac", "identity", "exact"] = "mfac"
-    """How line 13 inverts: mfac (the paper), identity (no curvature), exact (dense Hessian, small θ only)."""
+    """How line 13 inverts: mfac, identity (no curvature), exact (dense Hessian, small θ only). [Sec. 3.1]"""
     partition: Literal["layer", "projection", "matrix", "global"] = "layer"
     """Blocks of M-FAC. [App. C.3: all parameters of a layer]"""
     warmup: NonNegativeInt = 10
@@ -223,9 +213,9 @@ class Peft(Settings):
     """Fine-tuning of θ and a fresh head (App. C.2)."""
 
     lr: PositiveFloat | None = None
-    """One rate for all seeds. None: 1e-3, after align 3e-4; see --lr-grid. [here: middle of the paper's grids]"""
+    """One rate for all seeds. None: 1e-3, after align 3e-4; see --lr-grid. [here: from within the paper's grids]"""
     lr_grid: bool = False
-    """Choose the rate on mean validation over the seeds. [App. C.2]"""
+    """Choose the rate on mean validation over the seeds. [here; App. C.2.1: validation accuracy and loss]"""
     grid: tuple[PositiveFloat, ...] | None = None
     """Rates of --lr-grid. None: 1e-4 ... 3e-2, after align 1e-5 ... 3e-3. [App. C.2]"""
     epochs: PositiveInt = 200
@@ -247,25 +237,27 @@ class Peft(Settings):
     def one_way_to_choose(self) -> Self:
         if self.lr is not None and self.lr_grid:
             raise ValueError("give --lr or --lr-grid, not both")
+        if self.grid and not self.lr_grid:
+            raise ValueError("--grid needs --lr-grid")
         return self
 
 
 class Machine(Settings):
-    """What may change between a run and its resumption."""
+    """What may change between a run and its resumption. Another number of threads rounds differently."""
 
     device: str = "auto"
-    """auto, cpu, cuda, cuda:1, mps. auto: CUDA where there is one."""
+    """auto, cpu, cuda, cuda:1. auto: CUDA where there is one. [here]"""
     workers: NonNegativeInt = 0
-    """Processes that decode and augment images. They do not change the result."""
+    """Processes that decode and augment images. They do not change the result. [here]"""
     jobs: PositiveInt = 1
-    """Fine-tuning runs (seeds, rates) at a time, each in a process of its own with its share of the cores."""
+    """Fine-tuning runs (seeds, rates) at a time, each in a process with its share of the cores. [here]"""
 
 
 class Common(Settings):
     """In every command that computes."""
 
     seed: NonNegativeInt = 0
-    """Seed of initialisation, order, augmentation, masks and drop path."""
+    """Seed of initialisation, order, augmentation, masks and drop path. [here]"""
     amp: bool = True
     """bfloat16 autocast on CUDA; the hypergradient stays in float32 or better. [released]"""
     machine: Machine = Machine()
@@ -274,14 +266,14 @@ class Common(Settings):
 class PretrainConfig(Common):
     """`pretrain`: MAE from scratch, for those without a checkpoint. Trains ψ itself (He et al. 2022)."""
 
-    model: Model
+    model: Shape
     pool: str
     """Unlabelled images: quilts, or any folder of images, nested or not."""
     data_seed: NonNegativeInt = 0
-    """Seed of the embedded dataset."""
+    """Seed of the embedded dataset. [here]"""
     augment: Literal["crop", "none"] | None = None
     """crop: RandomResizedCrop bicubic and flip. None: crop, for quilts none. [MAE]"""
-    min_crop: PositiveFloat = 0.2
+    min_crop: CropShare = 0.2
     """Smallest area of a random crop. [MAE]"""
     epochs: PositiveInt = 400
     """Passes over the pool. [MAE trains 1600; 400 is its code's default]"""
@@ -295,9 +287,9 @@ class PretrainConfig(Common):
     """Where the cosine ends. [MAE]"""
     weight_decay: NonNegativeFloat = 0.05
     """AdamW decay of tensors with two or more axes. [MAE]"""
-    beta2: PositiveFloat = 0.95
+    beta2: Share = 0.95
     """AdamW's second beta. [MAE]"""
-    mask_ratio: PositiveFloat = 0.75
+    mask_ratio: Share = 0.75
     """Share of patches that MAE removes. [MAE]"""
 
 
@@ -348,7 +340,7 @@ def read_file(path: Path, model: type[Settings]) -> dict[str, Any]:
             raise UsageError(f"--config {path}: there is no such file of settings (at most 1 MB)")
         text = path.read_text()
         data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"--config {path}: cannot be read as {path.suffix or 'TOML'}: {error}") from error
     if not isinstance(data, dict):
         raise UsageError(f"--config {path}: holds a {type(data).__name__}, not a table of settings")

@@ -10,6 +10,7 @@ Leaves out: the paper's benchmarks, VOC's several labels an image, several proce
 """
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -59,7 +60,7 @@ class View(NamedTuple):
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
 
     def transform(self, train: bool) -> Callable[[Image.Image], Tensor]:
-        """App. C.2: RandomResizedCrop(size, min_crop to 1), flip; at test time resize to 256/224 of it, centre crop."""
+        """Random crop (min_crop to 1 of the area) and flip (App. C.2); for tests 256/224 and centre crop (released)."""
         how = T.InterpolationMode(self.interpolation)
         if train and self.augment == "crop":
             cut = [T.RandomResizedCrop(self.size, (self.min_crop, 1), interpolation=how), T.RandomHorizontalFlip()]
@@ -139,9 +140,11 @@ def load_pool(name: str, seed: int) -> tuple[Tensor | list[Path], Channels, Chan
 
 def find_images(root: Path) -> list[Path]:
     """All image files below a folder, sorted by their relative path, hidden ones left out."""
-    files = [path for path in root.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS and path.is_file()]
-    files = [path for path in files if not any(part.startswith(".") for part in path.relative_to(root).parts)]
-    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+    files = []
+    for at, folders, names in os.walk(root, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files += [os.path.join(at, n) for n in names if n.lower().endswith(IMG_EXTENSIONS) and n[0] != "."]  # noqa: PTH118
+    return [Path(file) for file in sorted(files)]
 
 
 def folder(root: Path, seed: int) -> Task:
@@ -154,6 +157,8 @@ def folder(root: Path, seed: int) -> Task:
     found = {part: class_files(root / part) for part in parts} or {"train": class_files(root)}
     classes = sorted(found["train"])
     for part, by_class in found.items():
+        if not by_class:
+            raise UsageError(f"--dataset folder:{root}: {part if parts else 'it'} holds no class folders")
         if extra := sorted(by_class.keys() - set(classes)):
             raise UsageError(f"--dataset folder:{root}: class {extra[0]!r} of {part} is not in train")
     if len(classes) < 2:

@@ -21,7 +21,20 @@ from torch import Tensor, nn
 
 import mae
 import stages
-from config import BACKBONES, AlignConfig, Bilevel, Data, FinetuneConfig, Lower, Model, Peft, PretrainConfig, Upper
+from config import (
+    BACKBONES,
+    AlignConfig,
+    Bilevel,
+    Data,
+    FinetuneConfig,
+    Lower,
+    Model,
+    Peft,
+    PretrainConfig,
+    Shape,
+    Upper,
+    UsageError,
+)
 from data import Task, quilts
 from evaluate import Arm, draw_arms, pyplot, score, table
 from finetune import choose
@@ -66,7 +79,7 @@ class Story:
     def pretrain(self) -> None:
         """ψ and the decoder from scratch."""
         began = time.perf_counter()
-        model = Model(backbone="vit_mini")
+        model = Shape(backbone="vit_mini")
         cfg = PretrainConfig(model=model, pool="quilts", data_seed=self.data_seed, seed=self.data_seed, **PRETRAIN)
         stages.pretrain(cfg, self.options("pretrain"))
         self.timed("pretrain", began)
@@ -117,7 +130,7 @@ def arms_of(results: Sequence[dict[str, Any]]) -> list[Arm]:
 def quick(out: Path, data_seed: int, jobs: int, force: bool, report: stages.Report) -> dict[str, Any]:
     """Pretrain, align, PEFT with and without; one rate for both arms, eight seeds an arm."""
     began = time.perf_counter()
-    pyplot()  # its absence should be told now
+    prepare(out, force)
     with stages.worker_pool(jobs) as mapper:
         story = Story(out, data_seed, force, report, mapper)
         story.pretrain()
@@ -144,7 +157,7 @@ def quick(out: Path, data_seed: int, jobs: int, force: bool, report: stages.Repo
 def full(out: Path, data_seed: int, jobs: int, force: bool, report: stages.Report) -> dict[str, Any]:
     """All arms and controls on three drawn datasets, every rate chosen on mean validation over the seeds."""
     began = time.perf_counter()
-    pyplot()
+    prepare(out, force)
     tables, remarks = {}, []
     grid = PEFT.model_copy(update={"lr": None, "lr_grid": True, "grid": GRID})
     with stages.worker_pool(jobs) as mapper:
@@ -176,6 +189,15 @@ def full(out: Path, data_seed: int, jobs: int, force: bool, report: stages.Repor
     return finish(out, {"tables": tables, "remarks": remarks})
 
 
+def prepare(out: Path, force: bool) -> None:
+    """What should be told before the long work: no matplotlib, or a directory in use (UsageError)."""
+    pyplot()
+    mine = [name for name in ("demo.json", "pretrain", "data0", "data1", "data2") if (out / name).exists()]
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (mine and force))):
+        what = "an earlier demo, --force starts it over" if mine else "something else is there"
+        raise UsageError(f"--out {out}: {what}; choose another --out")
+
+
 def mean(values: Any) -> float:
     values = list(values)
     return float(sum(values) / len(values))
@@ -183,7 +205,7 @@ def mean(values: Any) -> float:
 
 def finish(out: Path, result: dict[str, Any]) -> dict[str, Any]:
     """Keep the result beside the runs."""
-    write_atomic(out / "result.json", json.dumps(result, indent=1))
+    write_atomic(out / "demo.json", json.dumps(result, indent=1))
     return result
 
 
@@ -196,7 +218,8 @@ def pixel_regression(task: Task) -> float:
     best = (-1.0, 0.0)
     for decay in (1e-4, 1e-3, 1e-2, 1e-1):
         layer = nn.Linear(x["train"].shape[1], len(task.classes))
-        nn.init.zeros_(layer.weight)
+        for tensor in layer.parameters():
+            nn.init.zeros_(tensor)
         opt = torch.optim.LBFGS(layer.parameters(), max_iter=200, line_search_fn="strong_wolfe")
 
         def closure(layer: nn.Linear = layer, decay: float = decay, opt: torch.optim.Optimizer = opt) -> Tensor:
@@ -207,7 +230,8 @@ def pixel_regression(task: Task) -> float:
 
         opt.step(closure)
         right = {p: 100 * float((layer(x[p]).argmax(1) == getattr(task, p).targets).float().mean()) for p in x}
-        best = max(best, (right["val"], right["test"]))
+        if right["val"] > best[0]:
+            best = right["val"], right["test"]
     return best[1]
 
 
@@ -245,7 +269,7 @@ def scratch_job(job: tuple[str, int, float, int]) -> tuple[Score, float]:
             rate.step()
         if epoch % 5 == 0:
             val = score(lambda images: network(images, False), [parts["val"]])
-            if val.beats(best):
+            if val.rank > best.rank:
                 best, test = val, score(lambda images: network(images, False), [parts["test"]]).accuracy
     return best, test
 
@@ -267,6 +291,7 @@ def cnn(classes: int, g: torch.Generator) -> tuple[Network, list[Tensor]]:
     for tensor in net.parameters():
         if tensor.ndim > 1:
             nn.init.kaiming_normal_(tensor, generator=g)
+    nn.init.zeros_(list(net.parameters())[-1])
     return lambda images, training: net.train(training)(images), list(net.parameters())
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from config import UsageError
-from runtime import Score, read_json
+from runtime import Score, read_json, runs_in
 
 EXACT_SPLITS = 3_000_000  # 12 against 12 seeds are 2.7 million splits, some seconds; 8 against 8 are 12,870
 RESAMPLES = 100_000
@@ -42,6 +42,7 @@ class Arm(NamedTuple):
     name: str
     accuracies: list[float]  # test accuracy in percent, a value a seed
     unit: str  # what one seed repeats
+    task: dict[str, Any] | None = None  # what it was tested on, where that is known
 
     @property
     def mean(self) -> float:
@@ -63,7 +64,10 @@ class Comparison(NamedTuple):
 
 
 def compare(arm: Sequence[float], against: Sequence[float]) -> Comparison:
-    """Two-sample permutation test of means, two-sided, over all C(n + m, n) splits of the pooled accuracies.
+    """Two-sample permutation test of means over all C(n + m, n) splits of the pooled accuracies.
+
+    Two-sided as in scipy, twice the smaller tail; for equal numbers of seeds that is the share of splits whose means
+    differ at least as much.
 
     >>> compare([3.0, 4.0], [1.0, 2.0])  # the observed split and its mirror are the 2 most extreme of 6
     Comparison(difference=2.0, p=0.3333333333333333, splits=6, exact=True)
@@ -94,10 +98,7 @@ def read_arm(path: Path) -> Arm:
     """
     if not path.is_dir():
         raise UsageError(f"{path}: there is no such run directory")
-    runs = (
-        [path] if (path / "config.json").exists() else sorted(p for p in path.iterdir() if (p / "config.json").exists())
-    )
-    if not runs:
+    if not (runs := runs_in(path)):
         raise UsageError(f"{path}: is neither a run nor a directory of runs (no config.json)")
     results: list[dict[str, Any]] = []
     for run in runs:
@@ -105,17 +106,28 @@ def read_arm(path: Path) -> Arm:
             raise UsageError(f"{run}: is not finished, `--resume` it first")
         results.append(read_json(run / "result.json"))
         if "test" not in results[-1]:
-            raise UsageError(f"{run}: has no test accuracy; `finetune --from {run}` first")
-    what = [[result["dataset"], result["backbone"], result["unit"]] for result in results]
-    if any(w != what[0] for w in what):
-        raise UsageError(f"{path}: its runs differ in dataset, backbone or unit, they are no seeds of one arm")
-    return Arm(path.name, [accuracy for result in results for accuracy in result["test"]], results[0]["unit"])
+            raise UsageError(f"{run}: has no test accuracy, it is not a finetune run")
+    settings = [experiment(run) for run in runs]
+    for run, other in zip(runs, settings, strict=True):
+        if different := [key for key in other if other[key] != settings[0].get(key)]:
+            raise UsageError(f"{run}: differs from {runs[0]} in {', '.join(different)}, they are no seeds of one arm")
+    accuracies = [accuracy for result in results for accuracy in result["test"]]
+    return Arm(path.name, accuracies, results[0]["unit"], settings[0]["task"])
+
+
+def experiment(run: Path) -> dict[str, Any]:
+    """What makes a run the one it is, but for its seed, start and machine; `task` says what it was tested on."""
+    config = read_json(run / "config.json")
+    task = {key: config["data"][key] for key in ("dataset", "data_seed")}
+    return {"task": task, "from align": config["start"] is not None} | {k: config[k] for k in ("model", "data", "peft")}
 
 
 def table(arms: Sequence[Arm]) -> list[dict[str, Any]]:
-    """A row an arm; the first one is compared with each of the others."""
+    """A row an arm; the first one is compared with each of the others (UsageError where they had other tests)."""
     rows = []
     for arm in arms:
+        if arm.task != arms[0].task:
+            raise UsageError(f"{arm.name} was tested on {arm.task}, {arms[0].name} on {arms[0].task}: not comparable")
         row = {"arm": arm.name, "seeds": len(arm.accuracies), "unit": arm.unit, "mean": arm.mean, "std": arm.std}
         versus = None if arm is arms[0] else compare(arms[0].accuracies, arm.accuracies)
         rows.append(row | {"accuracies": arm.accuracies, "first_minus_this": versus._asdict() if versus else None})

@@ -96,7 +96,7 @@ def peft(
             losses.append(value.detach())
         mean = checked(torch.stack(losses).mean(), "fine-tuning, epoch", epoch)
         val = validate(theta, phi_D) if epoch % eval_every == 0 or epoch == epochs else None
-        if val is not None and (best is None or val.beats(best.val)):
+        if val is not None and (best is None or val.rank > best.val.rank):
             copies = {name: tensor.detach().clone() for name, tensor in phi_D.items()}
             best = Outcome(epoch, val, theta.detach().clone(), copies)
         report(epoch, mean, val)
@@ -124,5 +124,5 @@ def choose(validated: Mapping[float, Sequence[Score | None]]) -> float:
         if all(scores)
     }
     if not mean:
-        raise RunError("every learning rate of the grid diverged, extend it downwards with --grid")
-    return max(mean, key=lambda lr: (mean[lr].accuracy, -mean[lr].loss))
+        raise RunError("every learning rate diverged, lower --lr or extend --grid downwards")
+    return max(mean, key=lambda lr: mean[lr].rank)

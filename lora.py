@@ -65,7 +65,9 @@ class Backbone(nn.Module):
         for block, row, d in zip(vit.blocks, rows, drops, strict=True):
             if self.recompute and torch.is_grad_enabled():
                 # row and d are arguments, so backward recomputes with the very ones that forward saw
-                x = checkpoint(block_forward, block, x, row, self.scale, d, use_reentrant=False)
+                x = checkpoint(
+                    block_forward, block, x, row, self.scale, d, use_reentrant=False, preserve_rng_state=False
+                )
             else:
                 x = block_forward(block, x, row, self.scale, d)
         return vit.norm(x)  # type: ignore[no-any-return]

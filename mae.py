@@ -56,7 +56,7 @@ class MAE:
 
     def prepare(self, images: Tensor, rng: torch.Generator) -> Batch:
         """Draw the masking noise of one step."""
-        return Batch(images, torch.rand(len(images), self.patches, generator=rng).to(images.device))
+        return Batch(images, torch.rand(len(images), self.patches, generator=rng).to(images.device, non_blocking=True))
 
     def loss(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
         """L^P(θ, φ_P), a scalar: squared error, mean over a patch's pixels, then over the batch's removed patches."""
@@ -81,12 +81,12 @@ class MAE:
     def check(self, batch: Batch) -> None:
         """Refuse (UsageError) a decoder that predicts raw pixels; its keys and shapes are the right ones.
 
-        A decoder for standardised pixels errs less than 1 on them, what predicting zero would; a raw one errs more,
-        and far less on raw pixels. A random decoder passes: it is bad at both.
+        Predicting zero errs 1 on standardised pixels. A decoder trained on raw pixels does worse than that there, and
+        much better than zero on raw ones; a random decoder is good at neither, and passes.
         """
-        predicted = self.predict(None, self.phi, batch)
-        standardised, raw = (float(self.error(*predicted, batch, norm_pix)) for norm_pix in (True, False))
-        if standardised > 1 and raw < standardised / 2:
+        prediction, mask = self.predict(None, self.phi, batch)
+        standardised, raw = (float(self.error(prediction, mask, batch, norm_pix)) for norm_pix in (True, False))
+        if standardised > 1 and raw < float(self.error(0 * prediction, mask, batch, False)) / 2:
             raise UsageError(
                 f"--weights: the decoder errs {standardised:.2f} on standardised and {raw:.2f} on raw pixels, so it "
                 "was trained on raw ones; take mae_pretrain_vit_{base,large,huge}_full.pth"
@@ -267,7 +267,9 @@ def checkpoint(task: MAE, arch: Arch, backbone: str) -> dict[str, Any]:
     return {"model": {k: v.detach().cpu() for k, v in state.items()}, "bisslight": json.dumps(about)}
 
 
-def load(path: Path, backbone: str, image_size: int | None = None) -> tuple[VisionTransformer, Decoder, Arch]:
+def load(
+    path: Path, backbone: str, image_size: int | None = None, patch_size: int | None = None
+) -> tuple[VisionTransformer, Decoder, Arch]:
     """Encoder, decoder and sizes from a full MAE checkpoint, official or of `pretrain`.
 
     Every key and shape of both is checked. UsageError explains a file of another family: encoder only, raw pixels,
@@ -283,6 +285,8 @@ def load(path: Path, backbone: str, image_size: int | None = None) -> tuple[Visi
     arch = Arch.model_validate(about["arch"]) if "arch" in about else BACKBONES[backbone].arch
     if image_size not in (None, arch.image_size):
         raise UsageError(f"--image-size {image_size}: {path} is for {arch.image_size} px, leave the option out")
+    if patch_size not in (None, arch.patch_size):
+        raise UsageError(f"--patch-size {patch_size}: {path} has patches of {arch.patch_size}, leave the option out")
     with torch.device("meta"):
         vit, decoder = build_vit(arch), Decoder(arch)
     expected = {**vit.state_dict(), **decoder.state_dict()}

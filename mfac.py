@@ -110,10 +110,14 @@ class MFAC:
         self.grads = grads
         grams = [gram(block) for block in grads]
         # GGᵀ + mλI is positive definite. cholesky_ex reports instead of raising, so a GPU is not made to wait.
-        factors = [torch.linalg.cholesky_ex(S + S.shape[-1] * lam * torch.eye(S.shape[-1]).to(S)) for S in grams]
+        for S in grams:
+            S.diagonal(dim1=-2, dim2=-1).add_(S.shape[-1] * lam)
+        factors = [torch.linalg.cholesky_ex(S) for S in grams]
         self.factors = [factor.L for factor in factors]  # (..., m, m) float64, lower triangular
         finite = [torch.isfinite(S.diagonal(dim1=-2, dim2=-1)).all(-1) for S in grams]
-        self.ok = torch.cat([(f & (c.info == 0)).reshape(-1) for f, c in zip(finite, factors, strict=True)])
+        solvable = [f & (c.info == 0) for f, c in zip(finite, factors, strict=True)]
+        # batched parts lie side by side: (K, parts), so that a block has the same number in either form
+        self.ok = torch.stack(solvable, -1).reshape(-1)
 
     def apply(self, g: Blocks, out: Blocks) -> None:
         """Write q for the query g into `out`, both cut as the gradients are, pieces (..., c). g is not modified."""

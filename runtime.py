@@ -4,7 +4,8 @@ No mathematics of the method is here. A run directory holds
 
     config.json env.json metrics.jsonl train.log checkpoint.pt adapter*.safetensors result.json (only if finished)
 
-and all of its files are replaced atomically. Randomness is a function of (seed, purpose, step), never of history.
+and its files are replaced atomically, but for the two logs, which grow. Randomness is a function of (seed, purpose,
+step), never of history.
 """
 
 import contextlib
@@ -123,7 +124,10 @@ class Optimiser:
             self.torch = torch.optim.AdamW(params, lr=0.0, betas=betas, eps=1e-8, fused=True)
 
     def update(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-        """One step on (tensor, gradient) pairs; returns the joint norm before clipping, a 0-d tensor on the device."""
+        """One step on (tensor, gradient) pairs; returns the joint norm before clipping, a 0-d tensor on the device.
+
+        The gradients are used up: clipping scales them in place.
+        """
         pairs = list(gradients)
         for tensor, gradient in pairs:
             tensor.grad = gradient
@@ -155,16 +159,17 @@ class Score(NamedTuple):
     accuracy: float
     loss: float
 
-    def beats(self, other: "Score") -> bool:
-        """Higher accuracy wins, ties go to the lower loss."""
-        return (self.accuracy, -self.loss) > (other.accuracy, -other.loss)
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Orders scores: higher accuracy wins, ties go to the lower loss."""
+        return self.accuracy, -self.loss
 
 
 # --- devices ---------------------------------------------------------------------------------------------------------
 
 
 def pick_device(name: str) -> torch.device:
-    """auto, cpu, cuda, cuda:1, mps -> a device that is there (UsageError otherwise)."""
+    """auto, cpu, cuda, cuda:1 -> a device that is there (UsageError otherwise); mps lacks float64."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -172,6 +177,8 @@ def pick_device(name: str) -> torch.device:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {name}: not available here, try --device cpu") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name}: not supported, take cpu or cuda")
     return device
 
 
@@ -198,15 +205,14 @@ def write_atomic(path: Path, content: bytes | str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
     except OSError as error:
         raise RunError(f"{path}: cannot be written ({error.strerror}); the file there before is unchanged") from error
     finally:
         temporary.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # the new file is there; some file systems cannot sync a directory
+        directory = os.open(path.parent, os.O_RDONLY)
+        os.fsync(directory)
+        os.close(directory)
 
 
 def to_bytes(obj: Any) -> bytes:
@@ -230,9 +236,17 @@ def read_json(path: Path) -> Any:
         raise UsageError(f"{path}: cannot be read ({error})") from error
 
 
+def runs_in(path: Path) -> list[Path]:
+    """A run directory itself, or the run directories it holds (s2 before s10); empty where it is neither."""
+    if (path / "config.json").exists():
+        return [path]
+    found = [p for p in path.iterdir() if (p / "config.json").exists()] if path.is_dir() else []
+    return sorted(found, key=lambda p: (len(p.name), p.name))
+
+
 # --- run directories -------------------------------------------------------------------------------------------------
 
-FILES = ("config.json", "env.json", "metrics.jsonl", "train.log", "checkpoint.pt", "result.json")
+FILES = ("config.json", "env.json", "metrics.jsonl", "train.log", "checkpoint.pt", "result.json", "backbone.pth")
 
 
 class Run:
@@ -266,12 +280,19 @@ class Run:
         """The checkpoint to go on from, None where there is none yet; `metrics.jsonl` is cut back to what `keep`s."""
         path = self.path / "checkpoint.pt"
         if not (self.resumed and path.exists()):
-            write_atomic(self.path / "metrics.jsonl", "")
+            self.cut(lambda record: False)
             return None
-        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-        kept = [json.dumps(record) + "\n" for record in self.metrics() if keep(record | {"checkpoint": state["done"]})]
-        write_atomic(self.path / "metrics.jsonl", "".join(kept))
+        try:
+            state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+        except Exception as error:  # torch raises anything from EOFError to UnpicklingError on damaged bytes
+            raise UsageError(f"{path}: is damaged, --force starts the run over") from error
+        self.cut(lambda record: keep(record | {"checkpoint": state["done"]}))
         return state
+
+    def cut(self, keep: Callable[[dict[str, Any]], bool]) -> None:
+        """Rewrite metrics.jsonl with the records that `keep` keeps, and without a torn last line."""
+        kept = [json.dumps(record) + "\n" for record in self.metrics() if keep(record)]
+        write_atomic(self.path / "metrics.jsonl", "".join(kept))
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write result.json; its presence says that the run is complete."""
@@ -286,9 +307,11 @@ def open_run(path: Path, command: str, config: Settings, resume: bool, force: bo
     if path.is_dir() and any(path.iterdir()) and not mine:
         raise UsageError(f"--out {path}: holds files of something else, choose an empty or new directory")
     if mine and resume:
-        check_same(path, command, config)
+        check_same(path, command, config, about)
     elif mine and force:
-        for file in [*(path / name for name in FILES), *path.glob("adapter*.safetensors"), *path.glob("*.png")]:
+        if read_json(path / "env.json").get("command") != command:
+            raise UsageError(f"--force: {path} is not a run of `{command}`, choose another --out")
+        for file in [*(path / name for name in FILES), *path.glob("adapter.safetensors"), *path.glob("adapter-*s*")]:
             file.unlink(missing_ok=True)
     elif mine:
         done = (path / "result.json").exists()
@@ -306,11 +329,15 @@ def open_run(path: Path, command: str, config: Settings, resume: bool, force: bo
     return Run(path, resumed=mine and resume)
 
 
-def check_same(path: Path, command: str, config: Settings) -> None:
-    """Refuse to resume another experiment, or a finished one; settings of the machine may differ."""
+def check_same(path: Path, command: str, config: Settings, about: Mapping[str, Any]) -> None:
+    """Refuse to resume another experiment, or a finished one; settings of the machine may differ.
+
+    `about` is what else defines a run, beside the settings: digest of the weights, numbers of images.
+    """
     if (path / "result.json").exists():
         raise UsageError(f"--resume: the run in {path} is finished, there is nothing to resume")
-    if read_json(path / "env.json").get("command") != command:
+    env = read_json(path / "env.json")
+    if env.get("command") != command:
         raise UsageError(f"--resume: {path} is not a run of `{command}`")
     before = type(config).model_validate(read_json(path / "config.json"))
     changed = [
@@ -318,6 +345,8 @@ def check_same(path: Path, command: str, config: Settings) -> None:
         for leaf in leaves(type(config))
         if leaf.path[0] != "machine" and get(before, leaf.path) != get(config, leaf.path)
     ]
+    now = json.loads(json.dumps(about))  # as it was written
+    changed += [f"{key} {env.get(key)} -> {value}" for key, value in now.items() if env.get(key) != value]
     if changed:
         raise UsageError(f"--resume: settings differ from the run in {path}: {', '.join(changed)}")
 

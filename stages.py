@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
@@ -36,6 +37,8 @@ from config import (
     Machine,
     Model,
     PretrainConfig,
+    RunError,
+    Shape,
     UsageError,
 )
 from data import Images, Split, Task, View, batches, epochs, in_order, load_pool, load_task, stream
@@ -53,6 +56,7 @@ from runtime import (
     open_run,
     pick_device,
     rng,
+    runs_in,
     sha256,
     to_bytes,
     trainable,
@@ -87,8 +91,10 @@ def resolved_model(model: Model) -> Model:
     if rank > default.arch.dim:
         raise UsageError(f"--rank {rank}: is larger than the width {default.arch.dim} of {model.backbone}")
     weights = model.weights
-    if weights is not None and weights.is_dir():
-        weights = weights / "backbone.pth"  # a pretrain run
+    if weights is not None and weights.is_dir():  # a pretrain run
+        if not (weights / "result.json").exists():
+            raise UsageError(f"--weights {weights}: is not a finished pretrain run")
+        weights = weights / "backbone.pth"
     if weights is None or not weights.is_file():
         how = "`bisslight pretrain` makes one" if model.backbone == "vit_mini" else f"take {official(model.backbone)}"
         raise UsageError(f"--weights {weights or 'FILE'}: {model.backbone} needs a checkpoint with its decoder, {how}")
@@ -113,9 +119,9 @@ def resolved_data(data: Data, needs_pool: bool) -> Data:
     return data.model_copy(update={"pool": pool, "augment": data.augment or ("none" if quilts else "crop")})
 
 
-def default_out(command: str, dataset: str, model: Model, seed: int, *more: str) -> Path:
+def default_out(command: str, dataset: str, model: Shape, seed: int, *more: str) -> Path:
     """runs/align-cub200-vit_l16-mae-r64-s0"""
-    rank = [f"r{model.rank}"] if model.rank else []
+    rank = [f"r{model.rank}"] if isinstance(model, Model) else []
     name = Path(dataset.removeprefix("folder:")).resolve().name
     return Path("runs") / "-".join([command, name, model.backbone, *more, *rank, f"s{seed}"])
 
@@ -136,7 +142,7 @@ class Loaded(NamedTuple):
 def load_backbone(model: Model, device: torch.device) -> Loaded:
     """ψ, frozen, and its decoder; kept, so that the seeds of a process share one copy."""
     assert model.weights is not None and model.rank is not None and model.alpha is not None  # resolved
-    vit, decoder, arch = mae.load(model.weights, model.backbone, model.image_size)
+    vit, decoder, arch = mae.load(model.weights, model.backbone, model.image_size, model.patch_size)
     backbone = Backbone(vit, model.alpha / model.rank, model.recompute).requires_grad_(False).to(device)
     return Loaded(backbone, decoder.to(device), arch, sha256(model.weights))
 
@@ -177,7 +183,7 @@ class Downstream(NamedTuple):
         depth = self.loaded.backbone.depth
         for step, batch in enumerate(examples, start):
             drop = drop_path(rate, depth, len(batch[1]), rng(seed, purpose, "drop", step))
-            yield batch, None if drop is None else drop.to(self.device)
+            yield batch, None if drop is None else drop.to(self.device, non_blocking=True)
 
     def score(self, split: Split, theta: Tensor, phi_D: Phi, batch: int = 256) -> Score:
         predict = autocast(partial(logits, self.loaded.backbone, theta, phi_D), self.device, self.amp)
@@ -209,7 +215,7 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
     total = per_epoch * cfg.epochs
     about = {"images": len(images), "steps": total, "patches": arch.patches}
     vit, decoder = mae.init(arch, rng(cfg.seed, "init"))
-    task = mae.MAE(Backbone(vit.to(device)), decoder.to(device), cfg.mask_ratio)
+    task = mae.MAE(Backbone(vit.to(device), recompute=cfg.model.recompute), decoder.to(device), cfg.mask_ratio)
     named = {**mae.psi_of(vit), **task.phi}
     about["parameters"] = sum(tensor.numel() for tensor in named.values())
     if options.dry_run:
@@ -256,9 +262,10 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
     return result
 
 
-EXACT_LIMIT = 5000  # entries of θ: its Hessian takes as many double passes, and 200 MB in float64
-
 # --- align -----------------------------------------------------------------------------------------------------------
+
+
+EXACT_LIMIT = 5000  # entries of θ: its Hessian takes as many double passes, and 200 MB in float64
 
 
 def align(cfg: AlignConfig, options: Options) -> dict[str, Any]:
@@ -285,7 +292,9 @@ def align(cfg: AlignConfig, options: Options) -> dict[str, Any]:
     if options.dry_run:
         return about | {"config": cfg}
     out = options.out or default_out("align", cfg.data.dataset, model, cfg.seed, cfg.lower.pretext)
-    run = open_run(out, "align", cfg, options.resume, options.force, weights_sha256=d.loaded.digest)
+    run = open_run(
+        out, "align", cfg, options.resume, options.force, weights_sha256=d.loaded.digest, images=about["images"]
+    )
     steps = f"{about['steps']['lower']} + {about['steps']['upper']} steps, {about['lora_parameters']:,} LoRA parameters"
     options.announce(f"seed {cfg.seed}, device {device}, {steps} -> {out}")
 
@@ -332,7 +341,7 @@ def align(cfg: AlignConfig, options: Options) -> dict[str, Any]:
     inverses: dict[str, bisslight.Hypergradient] = {
         "mfac": partial(mfac.mfac, partition=b.partition), "identity": mfac.identity, "exact": mfac.exact,
     }  # fmt: skip
-    loss_P = autocast(task.loss, device, cfg.amp)
+    loss_P = autocast(task.loss, device, cfg.amp and b.hypergrad != "exact")  # the exact Hessian in full precision
     theta_P = bisslight.align(s, b, loss_P, loss_D, inverses[b.hypergrad], pretext, with_drop, task.after_step, after)
 
     metadata = adapter_metadata(
@@ -471,20 +480,24 @@ def worker_pool(jobs: int) -> Iterator[Map | None]:
         yield None
         return
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (threads,)) as pool:
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (threads,))
+    try:
         yield pool.map
+        pool.shutdown()
+    except BaseException as error:  # Ctrl-C and SIGTERM too: what is queued or running is not waited for
+        for process in multiprocessing.active_children():
+            process.terminate()
+        pool.shutdown(wait=False, cancel_futures=True)
+        if isinstance(error, BrokenProcessPool):
+            raise RunError("a worker process died, perhaps for want of memory; lower --jobs, then --resume") from error
+        raise
 
 
 def starts_of(start: Path | None, seeds: int) -> tuple[list[Path | None], str]:
     """The align run each seed starts from, and what a seed therefore repeats (the unit of the p-value)."""
     if start is None:
         return [None] * seeds, "PEFT seed"
-    if (start / "config.json").exists():
-        runs = [start]
-    elif start.is_dir():
-        runs = sorted((p for p in start.iterdir() if (p / "config.json").exists()), key=natural)
-    else:
-        raise UsageError(f"--from {start}: there is no such run directory")
+    runs = runs_in(start)
     if len(runs) not in (1, seeds):
         raise UsageError(f"--from {start}: holds {len(runs)} align runs, --seeds {seeds} wants 1 or {seeds}")
     for run in runs:
@@ -495,11 +508,6 @@ def starts_of(start: Path | None, seeds: int) -> tuple[list[Path | None], str]:
     if len(runs) > 1:
         return [*runs], "align run and PEFT"
     return [runs[0]] * seeds, "PEFT seed on one align run"
-
-
-def natural(path: Path) -> tuple[int, str]:
-    """s2 before s10."""
-    return len(path.name), path.name
 
 
 def finetune(cfg: FinetuneConfig, options: Options, mapper: Map | None = None) -> dict[str, Any]:
@@ -519,13 +527,22 @@ def finetune(cfg: FinetuneConfig, options: Options, mapper: Map | None = None) -
         return about | {"config": cfg}
     arm = "aligned" if cfg.start else "direct"
     out = options.out or default_out("finetune", cfg.data.dataset, model, cfg.seed, arm)
-    run = open_run(out, "finetune", cfg, options.resume, options.force, weights_sha256=d.loaded.digest)
+    run = open_run(
+        out,
+        "finetune",
+        cfg,
+        options.resume,
+        options.force,
+        weights_sha256=d.loaded.digest,
+        images=len(task.train.targets),
+    )
     options.announce(f"seed {cfg.seed}, device {d.device}, {about['runs']} runs, {about['steps']} steps -> {out}")
 
     text = cfg.model_dump_json()
     units = [Unit(text, start, lr, cfg.seed + i) for lr in rates for i, start in enumerate(starts)]
     done: dict[tuple[float, int], dict[str, Any]] = {}
     if run.resumed:
+        run.cut(lambda record: True)
         done = {(m["lr"], m["seed"]): m for m in run.metrics()}
     todo = [unit for unit in units if (unit.lr, unit.seed) not in done]
     results = mapper(run_unit, todo) if mapper else map(partial(run_unit, report=options.report), todo)
@@ -533,7 +550,7 @@ def finetune(cfg: FinetuneConfig, options: Options, mapper: Map | None = None) -
         theta, phi_D = outcome.pop("theta", None), outcome.pop("phi_D", {})
         if theta is not None:
             metadata = adapter_metadata(
-                d.loaded.arch, model.backbone, theta.shape[1] // (4 * d.loaded.arch.dim), model.alpha or 0,
+                d.loaded.arch, model.backbone, model.rank or 0, model.alpha or 0.0,
                 dataset=cfg.data.dataset, weights_sha256=d.loaded.digest, stage="finetune",
                 lr=outcome["lr"], seed=outcome["seed"], classes=json.dumps(d.task.classes),
             )  # fmt: skip
@@ -576,13 +593,5 @@ def check_adapter(start: Path, model: Model, loaded: Loaded) -> None:
     _, _, about = load_adapter(start / "adapter.safetensors")
     now = adapter_metadata(loaded.arch, model.backbone, model.rank or 0, model.alpha or 0, weights_sha256=loaded.digest)
     for key in ("backbone", "rank", "alpha", "weights_sha256"):
-        if float_or_text(about.get(key)) != float_or_text(now[key]):
+        if about.get(key) != now[key]:
             raise UsageError(f"--from {start}: its adapter has {key} {about.get(key)}, this run has {now[key]}")
-
-
-def float_or_text(text: str | None) -> float | str | None:
-    """8 and 8.0 are the same alpha."""
-    try:
-        return float(text or "")
-    except ValueError:
-        return text

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # The commands on real photographs, from a backbone trained on photographs: DATA is a folder that holds
-# tiny-imagenet/train, flower_photos/{train,test} and dtd/images. Results are in photographs.md.
+# tiny-imagenet/train, flower_photos/{train,test} and dtd/dtd/images. Results are in photographs.md.
 set -euo pipefail
 : "${DATA:?set DATA to the folder with the photographs}"
 OUT=${OUT:-runs/photographs}
 bisslight pretrain --pool "$DATA/tiny-imagenet/train" --backbone vit_mini --image-size 64 --patch-size 8 \
   --epochs 20 --warmup-epochs 2 --batch 128 --base-lr 4e-3 --beta2 0.999 --out "$OUT/pretrain"
-for task in flower_photos dtd/images; do
+for task in flower_photos dtd/dtd/images; do
   name=$(dirname "$task/." | cut -d/ -f1)
   common=(--dataset "folder:$DATA/$task")
   bisslight align --backbone vit_mini --weights "$OUT/pretrain" "${common[@]}" --pool "$DATA/tiny-imagenet/train" \

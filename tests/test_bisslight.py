@@ -9,7 +9,7 @@ from conftest import Recorded, close, recorded
 from replay import head_flat, lower_batches, model_of, to_theta, upper_batches
 from torch import Tensor
 
-from bisslight import Log, State, align
+from bisslight import Log, State, align, finite
 from config import Bilevel, RunError
 from finetune import downstream_loss
 from finetune import optimiser as downstream_optimiser
@@ -209,7 +209,7 @@ def test_stopping_between_alternations_and_going_on_changes_nothing() -> None:
 
 
 def test_gradients_are_stored_before_the_pull() -> None:
-    """At large λ the pull dwarfs ∇L^P; what M-FAC sees is ∇L^P alone."""
+    """The second step is the first with θ_P ≠ θ_D, so a pull that leaked into G would show there."""
     problem = Quadratic()
     seen: list[Tensor] = []
 
@@ -217,5 +217,15 @@ def test_gradients_are_stored_before_the_pull() -> None:
         seen.append(G.clone())
         return identity(G, lam, theta_P, loss_P)
 
-    problem.run(spy, alternations=1, lower_steps=1)
-    close(seen[0].flatten(), -problem.H @ problem.a, 1e-12)  # θ_P was 0
+    problem.run(spy, alternations=1, lower_steps=2)
+    first = -problem.H @ problem.a  # ∇L^P at θ_P = 0
+    theta = -0.05 * first  # SGD's first step; the pull is still zero
+    close(seen[0][:, 0].flatten(), first, 1e-12)
+    close(seen[0][:, 1].flatten(), problem.H @ (theta - problem.a), 1e-12)
+
+
+def test_the_first_block_and_step_that_are_not_finite_are_named() -> None:
+    """A NaN in block 1 of step 2 spreads to all blocks of step 3; the culprit is what is told."""
+    blocks = torch.tensor([[True, True, False], [True, False, False]])
+    with pytest.raises(RunError, match="alternation 5, lower level, block 1, step 2: not finite"):
+        finite(4, "lower", [torch.zeros(3)] * 3, blocks)

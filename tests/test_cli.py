@@ -122,6 +122,61 @@ def test_the_grid_takes_the_rate_with_the_best_mean_validation(weights: Path, ca
     assert sorted(p.name for p in Path("f").glob("adapter*")) == ["adapter-s0.safetensors", "adapter-s1.safetensors"]
 
 
+@pytest.mark.parametrize(
+    ("command", "method"),
+    [
+        ("pretrain --pool quilts --backbone vit_mini --epochs 3 --warmup-epochs 1 --batch 1000", "metric"),
+        (
+            "finetune --backbone vit_mini --weights {w} --dataset quilts --epochs 1 --batch 40 --seeds 3 --lr 1e-2",
+            "metric",
+        ),
+        ("align --backbone vit_mini --weights {w} --dataset quilts {a} --alternations 4 --eval-every 2", "metric"),
+    ],
+)
+def test_every_command_resumes_to_the_same_bits(
+    weights: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, command: str, method: str
+) -> None:
+    """Killed in its third record, which is past the last checkpoint; metrics.jsonl ends as in the whole run."""
+    import runtime
+
+    line = command.format(w=weights, a=TINY_ALIGN) + " --quiet"
+    assert run(f"{line} --out whole", capsys)[0] == 0
+    original = getattr(runtime.Run, method)
+    calls = 0
+
+    def killing(self: Any, record: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3 + command.startswith("align"):  # its first record is the probe's
+            with Path("cut/metrics.jsonl").open("a") as file:
+                file.write('{"torn')
+            raise Killed
+        original(self, record)
+
+    monkeypatch.setattr(runtime.Run, method, killing)
+    monkeypatch.setattr("time.monotonic", iter(range(0, 10**9, 100)).__next__)  # pretrain saves each minute
+    with pytest.raises(Killed):
+        cli.run(f"{line} --out cut".split())
+    here = Path.cwd()
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    assert run(f"{line} --out cut --resume", capsys)[0] == 0
+    files = [p.name for p in Path("whole").iterdir() if p.suffix in (".safetensors", ".pth")]
+    assert files
+    for name in files:
+        left, right = (Path(d, name) for d in ("whole", "cut"))
+        if name.endswith(".pth"):
+            a, b = (torch.load(p, weights_only=True)["model"] for p in (left, right))
+            assert all(torch.equal(a[key], b[key]) for key in a)
+        else:
+            assert left.read_bytes() == right.read_bytes()
+    steps = [
+        [json.loads(text)["step"] for text in Path(d, "metrics.jsonl").read_text().splitlines()]
+        for d in ("whole", "cut")
+    ]
+    assert steps[0] == steps[1]
+
+
 class Killed(BaseException):
     """Stands for a kill."""
 
@@ -192,7 +247,11 @@ WRONG = [
     ("align --backbone vit_mini --weights {w} --dataset quilts --lam -1", 2, "--lam -1.0: should be greater than 0"),
     ("align --backbone vit_mini --weights {w} --dataset quilts --rank 65", 2, "--rank 65: is larger than the width 64"),
     ("align --backbone vit_mini --weights {w} --dataset quilts --mask-ratio 0.99", 2, "leaves none or all of the 16"),
-    ("align --backbone vit_mini --weights {w} --dataset quilts --drop-path 1", 2, "a drop-path rate is below 1"),
+    (
+        "align --backbone vit_mini --weights {w} --dataset quilts --drop-path 1",
+        2,
+        "--drop-path 1.0: should be less than 1",
+    ),
     ("align --backbone vit_b16 --weights {w} --dataset quilts", 2, "was trained as vit_mini"),
     (
         "align --backbone vit_mini --weights {w} --dataset quilts --config typo.toml",
@@ -200,7 +259,11 @@ WRONG = [
         "'alternation', did you mean alternations?",
     ),
     ("align --backbone vit_mini --weights {w} --dataset quilts --config broken.toml", 2, "cannot be read as .toml"),
-    ("align --backbone vit_mini --weights {w} --dataset quilts --config none.toml", 2, "there is no such file of settings"),
+    (
+        "align --backbone vit_mini --weights {w} --dataset quilts --config none.toml",
+        2,
+        "there is no such file of settings",
+    ),
     ("align --backbone vit_mini --weights {w} --dataset quilts --hypergrad newton", 2, "newton"),
     ("align --backbone vit_mini --weights {w} --dataset quilts --device tpu", 2, "--device tpu: not available here"),
     ("align --backbone vit_mini --weights {w} --dataset quilts --out pics", 2, "holds files of something else"),
@@ -210,7 +273,20 @@ WRONG = [
         "there is no run in runs/align-quilts-vit_mini",
     ),
     ("align --alternatoins 3", 2, "--alternatoins"),
-    ("finetune --from nowhere", 2, "there is no align run"),
+    ("align --backbone vit_mini --weights {w} --dataset quilts --lam inf", 2, "--lam inf: should be a finite number"),
+    (
+        "align --backbone vit_mini --weights {w} --dataset quilts --patch-size 8",
+        2,
+        "has patches of 4, leave the option out",
+    ),
+    ("align --backbone vit_mini --weights {w} --dataset quilts --config big.json", 2, "cannot be read as .json"),
+    ("align --backbone vit_mini --weights {w} --dataset quilts --hypergrad exact", 2, "out of reach; lower --rank"),
+    ("pretrain --pool quilts --backbone vit_mini --beta2 1", 2, "--beta2 1.0: should be less than 1"),
+    ("pretrain --pool quilts --backbone vit_mini --device meta", 2, "not supported, take cpu or cuda"),
+    ("finetune --backbone vit_mini --weights {w} --dataset quilts --grid 1e-3", 2, "--grid needs --lr-grid"),
+    ("finetune --from nowhere", 2, "is not an align run"),
+    ("finetune --config start.toml", 2, "--from 3: is not an align run"),
+    ("demo --out pics", 2, "something else is there; choose another --out"),
     (
         "finetune --backbone vit_mini --weights {w} --dataset quilts --lr 1 --lr-grid",
         2,
@@ -238,6 +314,8 @@ def test_a_wrong_input_gets_one_clear_line(weights: Path, capsys: Any, line: str
         Path(f"pics/b/{i}.png").write_bytes(b"\x89PNG\r\n")
     Path("typo.toml").write_text("alternation = 3\n")
     Path("broken.toml").write_text("= = =")
+    Path("start.toml").write_text("start = 3")
+    Path("big.json").write_text('{"seed": ' + "9" * 5000 + "}")
     before = {path for path in Path().rglob("*") if path.parts[0] != "runs"}
     got, out, err = run(line.format(w=weights), capsys)
     told = err.splitlines() if code == 2 else [text for text in err.splitlines() if not text.startswith("seed ")]

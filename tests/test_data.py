@@ -95,13 +95,17 @@ def test_wrong_folders_end_in_one_clear_line(tmp_path: Path) -> None:
     make(tmp_path / "flat", "1.png")
     make(tmp_path / "extra", "train/a/1.png", "train/b/1.png", "test/z/1.png")
     make(tmp_path / "notrain", "test/a/1.png")
+    make(tmp_path / "hollow", "train/a/1.png", "train/b/1.png", "test/1.png")
+    make(tmp_path / "lonely", "a/1.png")
     for name, message in [
         ("missing", "there is no such folder"),
         ("empty", "class 'c' has no images"),
         ("single", "class 'a' is too small to split off test"),
-        ("flat", "needs at least two class folders, has 0"),
+        ("flat", "it holds no class folders"),
         ("extra", "class 'z' of test is not in train"),
         ("notrain", "has test but no train"),
+        ("hollow", "test holds no class folders"),
+        ("lonely", "needs at least two class folders, has 1"),
     ]:
         with pytest.raises(UsageError, match=message):
             folder(tmp_path / name, 0)

@@ -55,35 +55,40 @@ def test_score_does_not_depend_on_batch_size() -> None:
     assert whole.loss == pytest.approx(float(torch.nn.functional.cross_entropy(z, y)))
 
 
-def finished(path: Path, test: list[float], **result: object) -> None:
+def finished(path: Path, test: list[float], **changes: object) -> None:
+    """A finished run; `changes` are settings that differ from the others'."""
     path.mkdir(parents=True)
-    (path / "config.json").write_text("{}")
-    base = {"dataset": "quilts", "backbone": "vit_mini", "unit": "PEFT seed", "test": test}
-    (path / "result.json").write_text(json.dumps(base | result))
+    data = {"dataset": "quilts", "data_seed": 0, "pool": None}
+    config = {"data": data | changes, "model": {"rank": 8} | changes, "peft": {}, "start": None, "seed": len(str(path))}
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "result.json").write_text(json.dumps({"unit": "PEFT seed", "test": test}))
 
 
 def test_a_directory_of_runs_is_one_arm(tmp_path: Path) -> None:
     finished(tmp_path / "arm" / "s0", [70.0])
     finished(tmp_path / "arm" / "s1", [72.0])
     arm = read_arm(tmp_path / "arm")
-    assert arm == Arm("arm", [70.0, 72.0], "PEFT seed")
+    assert arm == Arm("arm", [70.0, 72.0], "PEFT seed", {"dataset": "quilts", "data_seed": 0})
     assert (arm.mean, arm.std) == (71.0, pytest.approx(2**0.5))
-    rows = table([arm, Arm("other", [60.0, 61.0], "PEFT seed")])
+    rows = table([arm, arm._replace(accuracies=[60.0, 61.0])])
     assert rows[1]["first_minus_this"]["difference"] == pytest.approx(10.5)
 
 
 def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
     finished(tmp_path / "mixed" / "a", [70.0])
-    finished(tmp_path / "mixed" / "b", [70.0], dataset="cub200")
+    finished(tmp_path / "mixed" / "b", [70.0], rank=4)
+    finished(tmp_path / "other", [70.0], data_seed=1)
+    with pytest.raises(UsageError, match="not comparable"):
+        table([read_arm(tmp_path / "mixed" / "a"), read_arm(tmp_path / "other")])
     finished(tmp_path / "running", [70.0])
     (tmp_path / "running" / "result.json").unlink()
     finished(tmp_path / "align", [])
     (tmp_path / "align" / "result.json").write_text("{}")
     (tmp_path / "nothing").mkdir()
     for name, message in [
-        ("mixed", "its runs differ"),
+        ("mixed", "differs from .* in model"),
         ("running", "is not finished"),
-        ("align", "has no test accuracy; `finetune --from"),
+        ("align", "has no test accuracy"),
         ("nothing", "is neither a run nor a directory of runs"),
         ("missing", "there is no such run directory"),
     ]:

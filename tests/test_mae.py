@@ -252,6 +252,7 @@ def test_a_decoder_for_raw_pixels_is_recognised_by_what_it_predicts() -> None:
     t = MAE(Backbone(vit), decoder)
     batch = t.prepare(images, rng(2))
     t.check(batch)  # a random decoder passes
+    t.check(batch._replace(images=0.1 * (images - 3)))  # on images of little contrast, too
     with torch.no_grad():
         decoder.decoder_pred.weight.zero_()
         t.check(batch)  # so does one that predicts zero

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Recorded, close, recorded
+from conftest import close, recorded
 from torch import Tensor
 
 import mfac
@@ -160,6 +160,9 @@ def test_a_non_finite_gradient_is_detected_and_its_block_named(bad: float) -> No
     G[1, 2, 5] = bad
     M = MFAC(cut(G, "layer"), 0.1)
     assert M.ok.tolist() == [True, False, True]
+    for batched in (False, True):  # column 5 of 8 lies in the third of four matrices
+        ok = MFAC(cut(G, "matrix", batched), 0.1).ok
+        assert ok.tolist() == [i != 1 * 4 + 2 for i in range(12)]
     with pytest.raises(FloatingPointError, match="block 1 "):
         M.check()
 
@@ -186,11 +189,3 @@ def test_the_module_imports_torch_alone() -> None:
     names = {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
     names |= {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     assert {name.split(".")[0] for name in names} == {"torch", "collections", "typing"}
-
-
-def test_recorded_file_is_what_the_tests_think(tmp_path: Path) -> None:
-    """The reader of recorded numbers keeps dtypes, so a float32 recording cannot pass as float64."""
-    import numpy as np
-
-    np.savez(tmp_path / "x.npz", a=np.ones(2, np.float32))
-    assert Recorded(tmp_path / "x.npz")["a"].dtype is torch.float32

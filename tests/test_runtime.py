@@ -47,12 +47,11 @@ def test_a_run_shorter_than_its_warm_up_still_has_rates() -> None:
 
 def test_clipping_is_joint_and_uses_the_recorded_formula() -> None:
     """min(1, c / (norm + 1e-6)) over all tensors together; plain SGD's first step shows the clipped gradient."""
-    a, b = torch.zeros(2, requires_grad=True), torch.zeros(1, requires_grad=True)
-    opt = Optimiser([Group([a, b], 1.0, 0.0)], constant, None, clip=1.0)
-    norm = opt.update([(a, torch.tensor([3.0, 0.0])), (b, torch.tensor([4.0]))])
-    assert float(norm) == pytest.approx(5.0)
-    factor = 1.0 / (5.0 + 1e-6)
-    close(torch.cat([a, b]), -torch.tensor([3.0, 0.0, 4.0]) * factor, 1e-6)
+    a, b = (torch.zeros(n, requires_grad=True, dtype=torch.float64) for n in (2, 1))
+    opt = Optimiser([Group([a, b], 1.0, 0.0)], constant, None, clip=1e-4)
+    g = torch.tensor([3e-4, 0.0, 4e-4], dtype=torch.float64)
+    assert float(opt.update([(a, g[:2].clone()), (b, g[2:].clone())])) == pytest.approx(5e-4)
+    close(torch.cat([a, b]), -g * 1e-4 / (5e-4 + 1e-6), 1e-12)  # so small that the 1e-6 shows
 
 
 def test_decay_groups_follow_name_and_axes() -> None:
@@ -103,6 +102,8 @@ def test_a_run_directory_is_never_taken_over(tmp_path: Path) -> None:
         open_run(tmp_path / "run", "align", config(seed=1), resume=True, force=False)
     with pytest.raises(UsageError, match="is not a run of `finetune`"):
         open_run(tmp_path / "run", "finetune", config(), resume=True, force=False)
+    with pytest.raises(UsageError, match="weights_sha256 None -> other"):
+        open_run(tmp_path / "run", "align", config(), resume=True, force=False, weights_sha256="other")
     other_machine = config(machine={"workers": 3})
     assert open_run(tmp_path / "run", "align", other_machine, resume=True, force=False).resumed
     run.finish({"done": True})
@@ -110,7 +111,11 @@ def test_a_run_directory_is_never_taken_over(tmp_path: Path) -> None:
         open_run(tmp_path / "run", "align", config(), resume=True, force=False)
     with pytest.raises(UsageError, match="a finished run, --force starts it over"):
         open_run(tmp_path / "run", "align", config(), resume=False, force=False)
+    (tmp_path / "run" / "picture.png").write_text("the user's own")
+    with pytest.raises(UsageError, match="is not a run of `finetune`, choose another --out"):
+        open_run(tmp_path / "run", "finetune", config(), resume=False, force=True)
     open_run(tmp_path / "run", "align", config(), resume=False, force=True)
+    assert (tmp_path / "run" / "picture.png").exists()
     assert not (tmp_path / "run" / "result.json").exists()
     with pytest.raises(UsageError, match="there is no run in"):
         open_run(tmp_path / "new", "align", config(), resume=True, force=False)
