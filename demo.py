@@ -43,6 +43,7 @@ from runtime import Score, rng, trainable, write_atomic
 
 SEEDS = 8
 EPOCHS = 60
+SCRATCH_EPOCHS = 100
 PRETRAIN: dict[str, Any] = {
     "epochs": 30, "warmup_epochs": 4, "batch": 64, "base_lr": 8e-3, "beta2": 0.999, "mask_ratio": 0.3
 }  # fmt: skip
@@ -248,7 +249,7 @@ def without_pretraining(name: str, story: Story) -> dict[str, Any]:
 
 
 def scratch_job(job: tuple[str, int, float, int]) -> tuple[Score, float]:
-    """(best validation score, that epoch's test accuracy) of one training from scratch, 100 epochs."""
+    """(best validation score, that epoch's test accuracy) of one training from scratch."""
     name, data_seed, lr, seed = job
     task = quilts(data_seed)[1]
     g = rng(seed, name)
@@ -256,12 +257,10 @@ def scratch_job(job: tuple[str, int, float, int]) -> tuple[Score, float]:
     parts = {p: ((getattr(task, p).images - shift) / scale, getattr(task, p).targets) for p in ("train", "val", "test")}
     network, tensors = cnn(len(task.classes), g) if name == "small CNN" else scratch_vit(len(task.classes), g)
     opt = torch.optim.AdamW(tensors, lr=lr, weight_decay=0.05)
-    epochs = 100
-    total = epochs * 3
-    rate = torch.optim.lr_scheduler.OneCycleLR(opt, lr, total_steps=total, pct_start=0.1)
+    rate = torch.optim.lr_scheduler.OneCycleLR(opt, lr, total_steps=3 * SCRATCH_EPOCHS, pct_start=0.1)
     best, test = Score(-1.0, 0.0), 0.0
     x, y = parts["train"]
-    for epoch in range(1, epochs + 1):
+    for epoch in range(1, SCRATCH_EPOCHS + 1):
         for index in torch.randperm(len(y), generator=g).chunk(3):
             opt.zero_grad()
             F.cross_entropy(network(x[index], True), y[index]).backward()

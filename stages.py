@@ -31,6 +31,7 @@ from config import (
     BACKBONES,
     AlignConfig,
     Arch,
+    Common,
     Data,
     Diverged,
     FinetuneConfig,
@@ -151,7 +152,7 @@ def view_of(data: Data, task: Task, arch: Arch) -> View:
     """How labelled images are cut (UsageError where quilts meet another size)."""
     fits(data.dataset, arch)
     assert data.augment is not None
-    return View(arch.image_size, tuple(task.mean), tuple(task.std), data.augment, data.min_crop, data.d_interpolation)
+    return View(arch.image_size, task.mean, task.std, data.augment, data.min_crop, data.d_interpolation)
 
 
 def fits(name: str, arch: Arch) -> None:
@@ -198,6 +199,27 @@ def downstream(model: Model, data: Data, task: Task, machine: Machine, amp: bool
     return Downstream(loaded, task, view_of(data, task, loaded.arch), device, machine.workers, amp)
 
 
+def pretext_batches(
+    task: mae.MAE, images: Any, view: View, cfg: Common, batch: int, start: int, stop: int, device: torch.device
+) -> Iterator[mae.Batch]:
+    """Prepared pretext batches of steps start .. stop − 1; masks are functions of the step."""
+    pool = Images(Split(images, torch.zeros(len(images), dtype=torch.long)), view, True, cfg.seed, "pretext")
+    draws = stream(len(images), batch, cfg.seed, "pretext", start, stop)
+    for step, (x, _) in enumerate(batches(pool, draws, cfg.machine.workers, device), start):
+        yield task.prepare(x, rng(cfg.seed, "mask", step))
+
+
+def clocks() -> tuple[float, float]:
+    """CPU seconds of this process, all threads, and wall seconds."""
+    return time.process_time(), time.perf_counter()
+
+
+def spent(began: tuple[float, float]) -> dict[str, float]:
+    """What has passed since."""
+    cpu, wall = clocks()
+    return {"cpu_seconds": cpu - began[0], "seconds": wall - began[1]}
+
+
 # --- pretrain --------------------------------------------------------------------------------------------------------
 
 
@@ -231,13 +253,10 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
                 tensor.copy_(state["tensors"][name])
         opt.load_state_dict(state["opt"])
 
-    view = View(arch.image_size, tuple(mean), tuple(std), cfg.augment, cfg.min_crop)
-    pool = Images(Split(images, torch.zeros(len(images), dtype=torch.long)), view, True, cfg.seed, "pretext")
-    draws = stream(len(images), cfg.batch, cfg.seed, "pretext", opt.step, total)
-    raw = batches(pool, draws, cfg.machine.workers, device)
-    prepared = (task.prepare(x, rng(cfg.seed, "mask", step)) for step, (x, _) in enumerate(raw, opt.step))
+    view = View(arch.image_size, mean, std, cfg.augment, cfg.min_crop)
+    prepared = pretext_batches(task, images, view, cfg, cfg.batch, opt.step, total, device)
     losses: list[float] = []
-    saved, cpu, began = time.monotonic(), time.process_time(), time.perf_counter()
+    saved, began = time.monotonic(), clocks()
 
     def after(step: int, loss: float) -> None:
         nonlocal saved
@@ -256,8 +275,7 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
     mae.pretrain(task, autocast(task.loss, device, cfg.amp), opt, prepared, after)
     write_atomic(out / "backbone.pth", to_bytes(mae.checkpoint(task, arch, cfg.model.backbone)))
     last = list(run.metrics())[-1]["loss"]
-    seconds = {"cpu_seconds": time.process_time() - cpu, "seconds": time.perf_counter() - began}
-    result = {"out": str(out), "weights": str(out / "backbone.pth"), "loss": last, **about, **seconds}
+    result = {"out": str(out), "weights": str(out / "backbone.pth"), "loss": last, **about, **spent(began)}
     run.finish(result)
     return result
 
@@ -279,10 +297,8 @@ def align(cfg: AlignConfig, options: Options) -> dict[str, Any]:
     arch, device, backbone = d.loaded.arch, d.device, d.loaded.backbone
     fits(cfg.data.pool, arch)
     task = mae.MAE(backbone, d.loaded.decoder, cfg.lower.mask_ratio)
-    view = View(arch.image_size, tuple(mean), tuple(std), cfg.data.augment or "crop", cfg.data.min_crop)
-    pool = Images(Split(images, torch.zeros(len(images), dtype=torch.long)), view, True, cfg.seed, "pretext")
-    first = next(batches(pool, stream(len(images), 32, 0, "check", 0, 1), 0, device))[0]
-    task.check(task.prepare(first, rng(0, "check")))
+    view = View(arch.image_size, mean, std, cfg.data.augment or "crop", cfg.data.min_crop)
+    task.check(next(pretext_batches(task, images, view, cfg, 32, 0, 1, device)))
     about = budget(cfg, arch, d.task, len(images))
     if b.hypergrad == "exact" and about["lora_parameters"] > EXACT_LIMIT:
         raise UsageError(
@@ -292,17 +308,15 @@ def align(cfg: AlignConfig, options: Options) -> dict[str, Any]:
     if options.dry_run:
         return about | {"config": cfg}
     out = options.out or default_out("align", cfg.data.dataset, model, cfg.seed, cfg.lower.pretext)
-    run = open_run(
-        out, "align", cfg, options.resume, options.force, weights_sha256=d.loaded.digest, images=about["images"]
-    )
+    defining = {"weights_sha256": d.loaded.digest, "images": about["images"]}
+    run = open_run(out, "align", cfg, options.resume, options.force, **defining)
     steps = f"{about['steps']['lower']} + {about['steps']['upper']} steps, {about['lora_parameters']:,} LoRA parameters"
     options.announce(f"seed {cfg.seed}, device {device}, {steps} -> {out}")
 
     theta = init_theta(arch.depth, model.rank, arch.dim, rng(cfg.seed, "lora"))
     init = {"P": theta, "D": theta}  # l.2: θ_P and θ_D start equal
     s = state(cfg, trainable(init, device), trainable(task.phi, device), head(d, cfg.seed, "align head"))
-    loss_D = d.loss()
-    cpu, began = time.process_time(), time.perf_counter()
+    loss_D, began = d.loss(), clocks()
     restored = run.restore(lambda record: record["step"] <= record["checkpoint"], device)
     if restored is not None:
         s.load_state_dict(restored)
@@ -311,10 +325,7 @@ def align(cfg: AlignConfig, options: Options) -> dict[str, Any]:
         probing(cfg, d, loss_D, s, run, options.report)
 
     start, stop = s.done * b.lower_steps, b.alternations * b.lower_steps
-    raw = batches(
-        pool, stream(len(images), cfg.lower.p_batch, cfg.seed, "pretext", start, stop), cfg.machine.workers, device
-    )
-    pretext = (task.prepare(x, rng(cfg.seed, "mask", step)) for step, (x, _) in enumerate(raw, start))
+    pretext = pretext_batches(task, images, view, cfg, cfg.lower.p_batch, start, stop, device)
     start, stop = s.done * b.upper_steps, b.alternations * b.upper_steps
     draws = stream(len(d.task.train.targets), cfg.upper.d_batch, cfg.seed, "downstream", start, stop)
     with_drop = d.with_drop(d.train(draws, cfg.seed, "downstream"), model.drop_path, cfg.seed, "downstream", start)
@@ -350,10 +361,8 @@ def align(cfg: AlignConfig, options: Options) -> dict[str, Any]:
     )  # fmt: skip
     write_atomic(out / "adapter.safetensors", adapter_bytes(theta_P, {}, metadata))
     last = list(run.metrics())[-1]
-    vals = {key: last[key] for key in ("val_P", "val_D")}
-    seconds = {"cpu_seconds": time.process_time() - cpu, "seconds": time.perf_counter() - began}
-    result = {"out": str(out), "adapter": str(out / "adapter.safetensors"), "distance": last["distance"]}
-    result |= {"q_over_g": last["q_over_g"], "cosine": last["cosine"], **vals, **seconds}
+    numbers = {key: last[key] for key in ("distance", "q_over_g", "cosine", "val_P", "val_D")}
+    result = {"out": str(out), "adapter": str(out / "adapter.safetensors"), **numbers, **spent(began)}
     run.finish(result)
     return result
 
@@ -434,7 +443,7 @@ def run_unit(unit: Unit, report: Report = silent) -> dict[str, Any]:
     cfg = FinetuneConfig.model_validate_json(unit.cfg)
     p, n_seed = cfg.peft, unit.seed
     d = downstream(cfg.model, cfg.data, load_task(cfg.data.dataset, cfg.data.data_seed), cfg.machine, cfg.amp)
-    cpu, began = time.process_time(), time.perf_counter()
+    began = clocks()
     if unit.start is not None:
         theta = load_adapter(unit.start / "adapter.safetensors")[0]
     else:
@@ -462,8 +471,7 @@ def run_unit(unit: Unit, report: Report = silent) -> dict[str, Any]:
         best = ft.peft(d.loss(), leaf, phi_D, opt, with_drop, p.epochs, per_epoch, validate, p.eval_every, after)
     except Diverged as error:
         return done | {"val": None, "diverged": str(error), "curve": curve}
-    seconds = {"cpu_seconds": time.process_time() - cpu, "seconds": time.perf_counter() - began}
-    done |= {"val": best.val._asdict(), "epoch": best.epoch, "curve": curve, **seconds}
+    done |= {"val": best.val._asdict(), "epoch": best.epoch, "curve": curve, **spent(began)}
     return done | {"theta": best.theta.cpu(), "phi_D": {k: v.cpu() for k, v in best.phi_D.items()}}
 
 
@@ -527,15 +535,8 @@ def finetune(cfg: FinetuneConfig, options: Options, mapper: Map | None = None) -
         return about | {"config": cfg}
     arm = "aligned" if cfg.start else "direct"
     out = options.out or default_out("finetune", cfg.data.dataset, model, cfg.seed, arm)
-    run = open_run(
-        out,
-        "finetune",
-        cfg,
-        options.resume,
-        options.force,
-        weights_sha256=d.loaded.digest,
-        images=len(task.train.targets),
-    )
+    defining = {"weights_sha256": d.loaded.digest, "images": n}
+    run = open_run(out, "finetune", cfg, options.resume, options.force, **defining)
     options.announce(f"seed {cfg.seed}, device {d.device}, {about['runs']} runs, {about['steps']} steps -> {out}")
 
     text = cfg.model_dump_json()
