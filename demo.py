@@ -326,7 +326,7 @@ def picture(story: Story, arms: Sequence[Arm], path: Path) -> None:
     left, right = figure.subfigures(1, 2, width_ratios=(5.2, max(5.2, 1.15 * len(arms))))
     for i, (axes, (name, images)) in enumerate(zip(left.subplots(len(rows), 1), rows.items(), strict=True)):
         strip = F.pad(torch.as_tensor(images), (1, 1, 1, 1), value=1.0).permute(2, 0, 3, 1).reshape(18, -1, 3)
-        axes.imshow(strip.clamp(0, 1), interpolation="nearest")
+        axes.imshow(strip.clamp(0, 1).numpy(), interpolation="nearest")
         axes.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
         axes.set(xticks=[], yticks=[])
         for spine in axes.spines.values():
