@@ -149,23 +149,25 @@ def align(
             value, g_P, g_phi_P = gradients(loss_P, s.theta_P, s.phi_P, batch)  # l.6, l.8
             G[:, i] = g_P  # l.6: ∇L^P alone, before the pull (M-FAC's damping stands in for it) and before clipping
             apart = (s.theta_P - s.theta_D).detach()
-            norm = s.opt_P.update([(s.theta_P, g_P + cfg.lam * apart), *pairs(s.phi_P, g_phi_P)])  # l.7, l.9
+            g_theta_P = g_P + cfg.lam * apart  # l.7, Eq. 4
+            norm = s.opt_P.update([(s.theta_P, g_theta_P), *pairs(s.phi_P, g_phi_P)])  # l.9
             after_step(s.theta_P)
             lower.append(torch.stack([value, cfg.lam / 2 * apart.square().sum(), norm.to(value.dtype)]))
         finite(t, "lower", lower, torch.linalg.vector_norm(G, torch.inf, -1).isfinite())
         clock.lap("lower")
 
-        solve = hypergrad(G, cfg.lam, s.theta_P, partial(loss_P, phi=s.phi_P, batch=batch))  # l.10
+        solve = hypergrad(G, cfg.lam, s.theta_P, partial(loss_P, phi=s.phi_P, batch=batch))  # l.10, Eq. 7
         finite(t, "M-FAC", [], solve.ok[:, None])
         clock.lap("curvature")
 
         for _ in range(cfg.upper_steps):  # l.11, upper level
             batch, drop = next(downstream)
             at_P, g, g_phi_at_P = gradients(loss_D, s.theta_P, s.phi_D, batch)  # l.12
-            q = solve.apply(g)  # l.13
-            at_D, g_D, g_phi_at_D = gradients(loss_D, s.theta_D, s.phi_D, batch, drop)
+            q = solve.apply(g)  # l.13, Eq. 10
+            at_D, g_at_D, g_phi_at_D = gradients(loss_D, s.theta_D, s.phi_D, batch, drop)
+            g_theta_D = q + g_at_D  # l.14
             g_phi_D = {name: g_phi_at_P[name] + g_phi_at_D[name] for name in g_phi_at_P}  # l.15
-            norm = s.opt_D.update([(s.theta_D, q + g_D), *pairs(s.phi_D, g_phi_D)])  # l.14, l.16
+            norm = s.opt_D.update([(s.theta_D, g_theta_D), *pairs(s.phi_D, g_phi_D)])  # l.16
             ratio, cosine = q.norm() / g.norm(), torch.cosine_similarity(q.flatten(), g.flatten(), 0)
             upper.append(torch.stack([x.to(at_P.dtype) for x in (at_P, at_D, norm, ratio, cosine)]))
         finite(t, "upper", [row[:3] for row in upper], None)
@@ -191,7 +193,7 @@ def pairs(phi: Phi, gradient: Phi) -> list[tuple[Tensor, Tensor]]:
 
 
 def columns(rows: list[Tensor], width: int) -> list[list[float]]:
-    """Logged rows as lists by column: the one place where the host waits for their values."""
+    """Logged rows as lists by column; the host waits for their values here, once a level."""
     return torch.stack(rows).T.tolist() if rows else [[] for _ in range(width)]
 
 
