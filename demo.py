@@ -169,8 +169,7 @@ def full(out: Path, data_seed: int, jobs: int, force: bool, report: stages.Repor
             results = [story.finetune("aligned + PEFT", grid, "aligned"), story.finetune("PEFT", grid, None)]
             cost = [mean(result["cpu_seconds"]) for result in results]
             longer = round(EPOCHS * (mean(a["cpu_seconds"] for a in aligns) + cost[0]) / cost[1])
-            long = grid.model_copy(update={"epochs": longer, "eval_every": max(2, longer // 30)})
-            results.append(story.finetune("longer PEFT", long, None))
+            results.append(story.finetune("longer PEFT", grid.model_copy(update={"epochs": longer}), None))
             for arm in ("identity + PEFT", "lower only + PEFT"):
                 story.align(arm)
                 results.append(story.finetune(arm, grid, arm))
