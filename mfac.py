@@ -45,7 +45,7 @@ class Solve(NamedTuple):
 class Recursion(NamedTuple):
     """One block ⟨k⟩ of M, what line 10 of Algorithm 1 computes."""
 
-    v: Tensor  # (i, p)  v_i = F̂⁻¹_{i-1} g_i
+    v: Tensor  # (i, p)  v_i = F̂⁻¹_{i-1} g_i, float64 whatever the gradients are stored in
     d: Tensor  # (i,)    d_i = v_iᵀ g_i
 
 
@@ -60,6 +60,7 @@ def extend(M: Recursion, grad: Tensor, m: int, lam: float) -> Recursion:
         m: how many gradients there will be in the end, N_L.
         lam: λ > 0.
     """
+    grad = grad.double()
     v = grad / lam - M.v.T @ ((M.v @ grad) / (m + M.d))
     return Recursion(torch.cat([M.v, v[None]]), torch.cat([M.d, (v @ grad)[None]]))
 
@@ -68,10 +69,11 @@ def recursion(grads: Tensor, lam: float) -> Recursion:
     """Deferred variant of Eq. 7 (Algorithm 1, l.10): all vectors of one block from its stored gradients (m, p).
 
     >>> recursion(torch.tensor([[2.0]]), lam=1.0)  # v = 2/1, d = 2·2
-    Recursion(v=tensor([[2.]]), d=tensor([4.]))
+    Recursion(v=tensor([[2.]], dtype=torch.float64), d=tensor([4.], dtype=torch.float64))
     """
     check_lambda(lam)
-    M = Recursion(grads.new_empty(0, grads.shape[1]), grads.new_empty(0))
+    empty = grads.new_empty(0, grads.shape[1], dtype=torch.float64)
+    M = Recursion(empty, empty[:, 0])
     for grad in grads:
         M = extend(M, grad, len(grads), lam)
     return M
@@ -83,7 +85,8 @@ def apply_recursion(M: Recursion, g: Tensor, lam: float) -> Tensor:
     >>> apply_recursion(recursion(torch.tensor([[2.0]]), lam=1.0), torch.tensor([5.0]), lam=1.0)  # 1·5/(4 + 1)
     tensor([1.])
     """
-    return g - lam * (M.v.T @ ((M.v @ g) / (len(M.d) + M.d)))
+    x = g.double()
+    return (x - lam * (M.v.T @ ((M.v @ x) / (len(M.d) + M.d)))).to(g.dtype)
 
 
 # --- to run: the same matrix by Woodbury's identity ------------------------------------------------------------------
@@ -93,8 +96,8 @@ class MFAC:
     """Eq. 10 in closed form, q = g − Gᵀ (mλI + GGᵀ)⁻¹ G g in every block: one m x m Cholesky a block.
 
     Against the recursion it keeps no second buffer of vectors and reads G a fixed number of times. G stays in its own
-    dtype; products and the subtraction are accumulated in float64, because a Gram matrix of nearly collinear float32
-    gradients is otherwise worse than the recursion.
+    dtype; products and the subtraction are accumulated in float64, a chunk of columns at a time, because with nearly
+    collinear gradients float32 sums would be useless.
 
     Args:
         grads: the blocks' gradients. A block is a list of pieces (..., m, c); leading axes are a batch of blocks.
