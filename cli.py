@@ -424,6 +424,8 @@ def run(arguments: list[str]) -> int:
     """Run one command line; returns its exit code."""
     try:
         result = typer.main.get_command(app)(arguments or ["--help"], standalone_mode=False)
+        if result == 130:  # Typer turns Ctrl-C into this
+            raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
     except UsageError as error:
         return complain(error, 2)
@@ -440,7 +442,7 @@ def run(arguments: list[str]) -> int:
             return complain("out of GPU memory: lower --p-batch, --d-batch or --batch, or add --recompute", 1)
         if not hasattr(error, "format_message"):  # not one of Typer's own complaints: a defect, with its traceback
             raise
-        return complain(error.format_message(), 2)
+        return complain(error.format_message().replace("Value error, ", ""), 2)
 
 
 def complain(what: object, code: int) -> int:

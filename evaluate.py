@@ -168,7 +168,7 @@ def draw_arms(axes: Any, arms: Mapping[str, Sequence[float]], title: str) -> Non
         axes.scatter(spread, values, color=COLOURS[x % len(COLOURS)], s=28, label=name, zorder=3)
         axes.hlines(mean, x - 0.3, x + 0.3, color=COLOURS[x % len(COLOURS)], linewidth=2)
         axes.annotate(f"{mean:.1f}", (x + 0.32, mean), va="center", fontsize=9)
-    axes.set_xticks(range(len(arms)), [name.replace(" ", "\n", 1) for name in arms], fontsize=8)
+    axes.set_xticks(range(len(arms)), [name.replace(" ", "\n", 1).replace("-", "-\n") for name in arms], fontsize=8)
     axes.set_xlim(-0.6, len(arms) - 0.2)
     axes.set_ylabel("test accuracy (%)")
     axes.set_title(title, fontsize=10)

@@ -96,6 +96,8 @@ def peft(
             losses.append(value.detach())
         mean = checked(torch.stack(losses).mean(), "fine-tuning, epoch", epoch)
         val = validate(theta, phi_D) if epoch % eval_every == 0 or epoch == epochs else None
+        if val is not None:
+            checked(torch.tensor(val.loss), "validation after epoch", epoch)
         if val is not None and (best is None or val.rank > best.val.rank):
             copies = {name: tensor.detach().clone() for name, tensor in phi_D.items()}
             best = Outcome(epoch, val, theta.detach().clone(), copies)

@@ -96,12 +96,14 @@ def resolved_model(model: Model) -> Model:
         if not (weights / "result.json").exists():
             raise UsageError(f"--weights {weights}: is not a finished pretrain run")
         weights = weights / "backbone.pth"
-    if weights is None or not weights.is_file():
+    if weights is not None and not weights.is_file():
+        raise UsageError(f"--weights {weights}: there is no such file")
+    if weights is None:
         how = "`bisslight pretrain` makes one" if model.backbone == "vit_mini" else f"take {official(model.backbone)}"
-        raise UsageError(f"--weights {weights or 'FILE'}: {model.backbone} needs a checkpoint with its decoder, {how}")
+        raise UsageError(f"--weights FILE: {model.backbone} needs a checkpoint with its decoder, {how}")
     drop = default.drop_path if model.drop_path is None else model.drop_path
     return model.model_copy(
-        update={"rank": rank, "alpha": model.alpha or float(rank), "weights": weights, "drop_path": drop}
+        update={"rank": rank, "alpha": model.alpha or float(rank), "weights": weights.resolve(), "drop_path": drop}
     )
 
 
@@ -526,7 +528,7 @@ def finetune(cfg: FinetuneConfig, options: Options, mapper: Map | None = None) -
     starts, unit = starts_of(cfg.start, p.seeds)
     d = downstream(model, cfg.data, task, cfg.machine, cfg.amp)
     for start in {s for s in starts if s}:
-        check_adapter(start, model, d.loaded)
+        check_adapter(start, model, d.loaded, cfg.data.dataset)
     grid = p.grid or (ft.DIRECT_GRID if cfg.start is None else ft.ALIGNED_GRID)
     rates = grid if p.lr_grid else (p.lr or (1e-3 if cfg.start is None else 3e-4),)
     n = len(d.task.train.targets)
@@ -589,10 +591,12 @@ def adapter_file(out: Path, outcome: dict[str, Any]) -> Path:
     return out / f"adapter-lr{outcome['lr']:g}-s{outcome['seed']}.safetensors"
 
 
-def check_adapter(start: Path, model: Model, loaded: Loaded) -> None:
-    """Refuse an adapter that was trained on another backbone (UsageError)."""
+def check_adapter(start: Path, model: Model, loaded: Loaded, dataset: str) -> None:
+    """Refuse an adapter that was trained on another backbone or aligned with another task (UsageError)."""
     _, _, about = load_adapter(start / "adapter.safetensors")
-    now = adapter_metadata(loaded.arch, model.backbone, model.rank or 0, model.alpha or 0, weights_sha256=loaded.digest)
-    for key in ("backbone", "rank", "alpha", "weights_sha256"):
+    now = adapter_metadata(
+        loaded.arch, model.backbone, model.rank or 0, model.alpha or 0, weights_sha256=loaded.digest, dataset=dataset
+    )
+    for key in ("backbone", "rank", "alpha", "weights_sha256", "dataset"):
         if about.get(key) != now[key]:
             raise UsageError(f"--from {start}: its adapter has {key} {about.get(key)}, this run has {now[key]}")

@@ -284,6 +284,12 @@ WRONG = [
     ("pretrain --pool quilts --backbone vit_mini --beta2 1", 2, "--beta2 1.0: should be less than 1"),
     ("pretrain --pool quilts --backbone vit_mini --device meta", 2, "not supported, take cpu or cuda"),
     ("finetune --backbone vit_mini --weights {w} --dataset quilts --grid 1e-3", 2, "--grid needs --lr-grid"),
+    ("align --backbone vit_mini --weights nope.pth --dataset quilts", 2, "--weights nope.pth: there is no such file"),
+    (
+        "finetune --backbone vit_mini --weights {w} --dataset quilts --epochs 1 --seeds 1 --lr 1e30",
+        1,
+        "diverged, lower --lr",
+    ),
     ("finetune --from nowhere", 2, "is not an align run"),
     ("finetune --config start.toml", 2, "--from 3: is not an align run"),
     ("demo --out pics", 2, "something else is there; choose another --out"),
@@ -318,7 +324,7 @@ def test_a_wrong_input_gets_one_clear_line(weights: Path, capsys: Any, line: str
     Path("big.json").write_text('{"seed": ' + "9" * 5000 + "}")
     before = {path for path in Path().rglob("*") if path.parts[0] != "runs"}
     got, out, err = run(line.format(w=weights), capsys)
-    told = err.splitlines() if code == 2 else [text for text in err.splitlines() if not text.startswith("seed ")]
+    told = [text for text in err.splitlines() if code == 2 or not text.startswith(("seed ", "runs ", "finetune "))]
     assert got == code, err
     assert len(told) == 1, err
     assert told[0].startswith("error: ")
@@ -367,6 +373,7 @@ def test_signals_have_their_exit_codes(weights: Path, stop: str, code: int, tmp_
     assert "\x1b" not in lines[1]
     assert p.returncode == code, rest
     assert "Traceback" not in rest
+    assert stop == "TERM" or "go on with --resume" in rest
 
 
 def test_doctor_says_what_it_found(capsys: Any) -> None:
