@@ -353,7 +353,8 @@ def check_same(path: Path, command: str, config: Settings, about: Mapping[str, A
 
 def environment() -> dict[str, Any]:
     """Command line, versions, machine and, in a checkout, the commit: what a number needs to be traced."""
-    with contextlib.suppress(OSError):
+    commit = None
+    with contextlib.suppress(OSError):  # no git on this machine
         here = Path(__file__).parent
         git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
         commit = git.stdout.strip() or None

@@ -122,6 +122,12 @@ def test_a_run_directory_is_never_taken_over(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_a_machine_without_git_can_still_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    open_run(tmp_path / "run", "align", config(), resume=False, force=False)
+    assert json.loads((tmp_path / "run" / "env.json").read_text())["commit"] is None
+
+
 def test_the_saved_config_is_the_config(tmp_path: Path) -> None:
     cfg = config(bilevel={"lam": 0.25})
     open_run(tmp_path / "run", "align", cfg, resume=False, force=False)
