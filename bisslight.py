@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from config import Bilevel, RunError
+from config import Bilevel, Diverged
 from mfac import Solve
 from runtime import Optimiser
 
@@ -125,6 +125,7 @@ def align(
     downstream: Iterator[tuple[Any, Tensor | None]],
     after_step: Callable[[Tensor], None],
     after: Callable[[State, Log], None],
+    store: Tensor | None = None,
 ) -> Tensor:
     """Algorithm 1 from `s.done` on; returns θ_P (l.17). `s` is l.1 and l.2: θ_P and θ_D start equal.
 
@@ -136,11 +137,12 @@ def align(
         downstream: (batch, drop-path factors). Paper silent: one batch serves l.12 to l.15, as released.
         after_step: the pretext task's hook, after l.9.
         after: called with the state and the log of each alternation.
-    Raises RunError naming level, step and block where a loss, gradient or M-FAC system is not finite.
+        store: (K, N_L, p), where G is kept and inverted; host memory, to spare a GPU's. None: beside θ_P.
+    Raises Diverged naming level, step and block where a loss, gradient or M-FAC system is not finite.
     """
     clock = Clock(s.theta_P.device)
     K, p = s.theta_P.shape
-    G = s.theta_P.new_empty(K, cfg.lower_steps, p)
+    G = s.theta_P.new_empty(K, cfg.lower_steps, p) if store is None else store
     for t in range(s.done, cfg.alternations):  # l.3
         clock.start()
         lower, upper = [], []  # l.4: G is overwritten, row by row
@@ -163,7 +165,7 @@ def align(
         for _ in range(cfg.upper_steps):  # l.11, upper level
             batch, drop = next(downstream)
             at_P, g, g_phi_at_P = gradients(loss_D, s.theta_P, s.phi_D, batch)  # l.12
-            q = solve.apply(g)  # l.13, Eq. 10
+            q = solve.apply(g.to(G)).to(g)  # l.13, Eq. 10
             at_D, g_at_D, g_phi_at_D = gradients(loss_D, s.theta_D, s.phi_D, batch, drop)
             g_theta_D = q + g_at_D  # l.14
             g_phi_D = {name: g_phi_at_P[name] + g_phi_at_D[name] for name in g_phi_at_P}  # l.15
@@ -212,7 +214,7 @@ def finite(t: int, level: str, rows: list[Tensor], blocks: Tensor | None) -> Non
         where = f"step {[bool(ok) for ok in good].index(False) + 1}"
     else:
         return
-    raise RunError(
+    raise Diverged(
         f"alternation {t + 1}, {level} level, {where}: not finite. Lower --p-lr or --d-lr, or raise --lam; "
         "checkpoints are from before this alternation"
     )

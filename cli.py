@@ -30,6 +30,7 @@ from config import (
     UsageError,
     get,
     leaves,
+    preset,
     put,
     read_file,
 )
@@ -42,6 +43,7 @@ RENAMED = {"start": ("--from",), "lam": ("--lam", "--lambda")}
 
 COMMON: dict[str, tuple[Any, Any, str]] = {
     "config": (Path | None, None, "TOML or JSON file of settings; flags win over it"),
+    "preset": (str, "paper", "settings to start from: paper, or as-released, which follows the authors' program"),
     "out": (Path | None, None, "run directory (default: a name made of the settings, under runs/)"),
     "resume": (bool, False, "go on with the unfinished run in --out, with the same settings"),
     "force": (bool, False, "start the run in --out over"),
@@ -54,7 +56,8 @@ COMMON: dict[str, tuple[Any, Any, str]] = {
 def flag_type(annotation: Any) -> Any:
     """What Typer is to parse: the annotation without its None; a tuple of rates arrives as text."""
     if get_origin(annotation) in (Union, UnionType):
-        annotation = next(a for a in get_args(annotation) if a is not type(None))
+        kinds = [a for a in get_args(annotation) if a is not type(None)]
+        annotation = kinds[0] if len(kinds) == 1 else str  # a number or a word: pydantic tells them apart
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     return str if get_origin(annotation) is tuple else annotation
@@ -86,7 +89,8 @@ def command(model: type[S]) -> Callable[[Callable[[S, dict[str, Any], dict[str, 
     def register(body: Callable[[S, dict[str, Any], dict[str, str]], None]) -> None:
         def run(**given: Any) -> None:
             common = {name: given.pop(name) for name in COMMON}
-            config, sources = build(model, {k: v for k, v in given.items() if v is not None}, common["config"])
+            flags = {k: v for k, v in given.items() if v is not None}
+            config, sources = build(model, flags, common["config"], common["preset"])
             body(config, common, sources)
 
         wanted = parameters(model)
@@ -97,8 +101,11 @@ def command(model: type[S]) -> Callable[[Callable[[S, dict[str, Any], dict[str, 
     return register
 
 
-def build(model: type[S], flags: dict[str, Any], file: Path | None) -> tuple[S, dict[str, str]]:
-    """Settings from flags over file over defaults, validated once, and where each value came from (UsageError)."""
+def build(model: type[S], flags: dict[str, Any], file: Path | None, named: str) -> tuple[S, dict[str, str]]:
+    """Settings from flags over file over preset over defaults, and where each value came from (UsageError).
+
+    With --from, what the align run had comes between preset and file.
+    """
     table = read_file(file, model) if file else {}
     start = flags.get("start") or table.get("start")
     base = inherited(Path(str(start))) if start else {}
@@ -114,6 +121,9 @@ def build(model: type[S], flags: dict[str, Any], file: Path | None) -> tuple[S, 
                 put(merged, (*at, key), value)
                 sources[key] = source
 
+    for name, value in preset(named, model, bool(start)).items():
+        put(merged, paths[name], value)
+        sources[name] = f"preset {named}"
     lay(base, "align run")
     lay(table, "file")
     for name, value in flags.items():
@@ -141,13 +151,19 @@ def explain(item: Any, sources: dict[str, str]) -> str:
 
 
 def inherited(start: Path) -> dict[str, Any]:
-    """Model and data of the align run, or of the first in a directory of align runs (UsageError)."""
+    """Model, data and data root of the align run, or of the first in a directory of align runs (UsageError).
+
+    A LoRA file says nothing of them, so they are to be given.
+    """
     from runtime import read_json, runs_in
 
+    if start.is_file():
+        return {}
     config = read_json(runs[0] / "config.json") if (runs := runs_in(start)) else {}
     if "bilevel" not in config:
-        raise UsageError(f"--from {start}: is not an align run, nor a directory of align runs")
-    return {"model": config["model"], "data": config["data"]}
+        raise UsageError(f"--from {start}: is not an align run, a directory of align runs, or a LoRA file")
+    root = config["machine"]["data_root"]
+    return {"model": config["model"], "data": config["data"], "machine": {"data_root": root}}
 
 
 # --- what a person sees ----------------------------------------------------------------------------------------------
@@ -273,7 +289,7 @@ def align(config: AlignConfig, common: dict[str, Any], sources: dict[str, str]) 
     if common["dry_run"]:
         return show(config, sources, common, result)
     val_P, val_D = (result[key]["accuracy"] for key in ("val_P", "val_D"))
-    val = f"validation accuracy of theta_P {val_P:.1f} %, theta_D {val_D:.1f} %"
+    val = f"validation {result['metric']} of theta_P {val_P:.1f} %, theta_D {val_D:.1f} %"
     how = f"|theta_P - theta_D| {result['distance']:.3g}, {result['seconds']:.0f} s"
     return answer(result, common["json"], [val, how, f"next: bisslight finetune --from {result['out']}"])
 
@@ -291,7 +307,9 @@ def finetune(config: FinetuneConfig, common: dict[str, Any], sources: dict[str, 
 
     arm = Arm("", result["test"], result["unit"])
     spread = f" ± {arm.std:.2f}" if arm.std is not None else ""
-    line = f"test accuracy {arm.mean:.2f}{spread} % over {len(arm.accuracies)} seeds (one seed is: {arm.unit})"
+    n = len(arm.accuracies)
+    seeds = f"{n} seed{'s' if n > 1 else ''} (one seed is: {arm.unit})"
+    line = f"test {result['metric']} {arm.mean:.2f}{spread} % over {seeds}"
     return answer(result, common["json"], [line, f"learning rate {result['lr']:g}", result["out"]])
 
 
@@ -325,15 +343,100 @@ def evaluate(
 
 def arm_table(rows: list[dict[str, Any]]) -> Table:
     """The arms as a table: mean and deviation, and what the first is worth against each other one."""
-    table = Table("arm", "seeds", "one seed is", "test accuracy %", "first - this", "p, two-sided", box=None)
+    metric = f"test {rows[0]['metric']} %"
+    head = ["arm", "seeds", "one seed is", metric, "first - this", "p, two-sided", "paper"]
+    table = Table(*head[: 7 if any(row["paper"] for row in rows) else 6], box=None)
     for row in rows:
         spread = f" ± {row['std']:.2f}" if row["std"] is not None else ""
         versus = row["first_minus_this"]
         p = "" if not versus else "one seed" if versus["p"] is None else f"{versus['p']:.4g}"
         p += "" if not versus or versus["exact"] else f" ({versus['splits']} random splits)"
         gain = f"{versus['difference']:+.2f}" if versus else ""
-        table.add_row(row["arm"], str(row["seeds"]), row["unit"], f"{row['mean']:.2f}{spread}", gain, p)
+        said = f"paper {row['paper']['mean']} ± {row['paper']['std']}" if row["paper"] else ""
+        cells = [row["arm"], str(row["seeds"]), row["unit"], f"{row['mean']:.2f}{spread}", gain, p, said]
+        table.add_row(*cells[: len(table.columns)])
     return table
+
+
+data = typer.Typer(rich_markup_mode=None, help="The paper's benchmarks: list, check, download.")
+app.add_typer(data, name="data")
+Root = Annotated[Path | None, typer.Option(help="where the datasets are (default: $BISSLIGHT_DATA, else ./data)")]
+Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="no progress")]
+
+
+def root_of(given: Path | None) -> Path:
+    """The data root in force."""
+    from config import Machine
+    from loading import resolved_machine
+
+    root = resolved_machine(Machine(data_root=given)).data_root
+    assert root is not None
+    return root
+
+
+@data.command("list")
+def data_list(data_root: Root = None, json_: Json = False) -> None:
+    """Datasets by name: sizes, terms, and whether they are there."""
+    from datasets import BENCHMARKS, state_of
+
+    root = root_of(data_root)
+    rows: list[dict[str, Any]] = []
+    for name in (*BENCHMARKS, "imagenet"):
+        b = BENCHMARKS.get(name)
+        state, detail = state_of(name, root)
+        terms = b.terms if b else "non-commercial research"
+        about = {"name": name, "classes": b.classes if b else 1000, "state": state}
+        about["sizes"] = list(b.sizes) if b else [1_281_167]
+        rows.append(about | {"detail": detail, "terms": terms})
+    if json_:
+        print(json.dumps({"root": str(root), "datasets": rows}))
+        return
+    table = Table("name", "classes", "train / val / test", "state", "where, or what to do", "terms", box=None)
+    for row in rows:
+        sizes = " / ".join(map(str, row["sizes"]))
+        table.add_row(row["name"], str(row["classes"]), sizes, row["state"], row["detail"], row["terms"])
+    paper.print(table)
+
+
+@data.command("check")
+def data_check(name: str, data_root: Root = None, json_: Json = False, quiet: Quiet = False) -> None:
+    """Open every image of a dataset, or of a folder, count against the known sizes, list every bad file."""
+    from datasets import check
+
+    with Live(quiet or json_) as live:
+        checked = check(name, root_of(data_root), live)
+    if json_:
+        print(json.dumps(checked._asdict()))
+    else:
+        print("\n".join([*checked.problems, f"{name}: {checked.images} images, {len(checked.problems)} problems"]))
+    if checked.problems:
+        raise typer.Exit(1)
+
+
+@data.command("download")
+def data_download(name: str, data_root: Root = None, quiet: Quiet = False) -> None:
+    """Fetch and unpack a dataset; goes on where it was cut off, verifies its digests."""
+    from datasets import BENCHMARKS, download
+
+    with Live(quiet) as live:
+        where = download(name, root_of(data_root), live)
+    print(f"{where}\nterms: {BENCHMARKS[name].terms}")
+
+
+@app.command("export")
+def export_command(
+    run: Annotated[Path, typer.Argument(help="a finished align or finetune run")],
+    out: Annotated[Path | None, typer.Option(help="directory for the files (default: RUN/export)")] = None,
+    seed: Annotated[int | None, typer.Option(help="which seed of a finetune run (default: its first)")] = None,
+    merged: Annotated[bool, typer.Option(help="also the merged timm model, as large as the backbone")] = True,
+    json_: Json = False,
+) -> None:
+    """Write a run's adapter for HF peft, for timm and for the released program, with a model card."""
+    import stages
+
+    files = stages.export_run(run, out, seed, merged)
+    print(json.dumps({"files": [str(file) for file in files]}) if json_ else "\n".join(map(str, files)))
 
 
 @app.command()

@@ -92,6 +92,14 @@ BACKBONES = {
 }  # fmt: skip
 
 
+OTHER = BackboneDefaults(Arch(dim=768, depth=12, heads=12), 64, 0.1)  # timm:NAME; its sizes come from the network
+
+
+def defaults_of(backbone: str) -> BackboneDefaults:
+    """What is set by backbone."""
+    return OTHER if backbone.startswith("timm:") else BACKBONES[backbone]
+
+
 def nearest(word: str, known: Iterator[str] | list[str]) -> str:
     """': did you mean X?', or the list of what there is."""
     known = list(known)
@@ -106,7 +114,7 @@ class Shape(Settings):
     """The network of ψ."""
 
     backbone: str
-    """ψ: vit_mini, vit_b16, vit_l16 or vit_h14. [here; App. C.1]"""
+    """ψ: vit_mini, vit_b16, vit_l16, vit_h14, or for finetune timm:NAME. [here; App. C.1]"""
     image_size: PositiveInt | None = None
     """Side of the square input in pixels. None: the checkpoint's, else the backbone's. [App. C.2: 224]"""
     patch_size: PositiveInt | None = None
@@ -117,8 +125,8 @@ class Shape(Settings):
     @field_validator("backbone")
     @classmethod
     def known(cls, name: str) -> str:
-        if name not in BACKBONES:
-            raise ValueError(f"unknown backbone {name!r}, {nearest(name, iter(BACKBONES))}")
+        if name not in BACKBONES and not name.startswith("timm:"):
+            raise ValueError(f"unknown backbone {name!r}, {nearest(name, [*BACKBONES, 'timm:NAME'])}")
         return name
 
 
@@ -126,7 +134,7 @@ class Model(Shape):
     """The frozen backbone ψ and the shape of θ."""
 
     weights: Path | None = None
-    """Checkpoint with encoder and pretext head in the official MAE layout, or a pretrain run. Needed. [App. C.1]"""
+    """Checkpoint in the official MAE layout, or a pretrain run. None: the official one, downloaded. [App. C.1]"""
     rank: PositiveInt | None = None
     """r: rank of LoRA on q and v of every layer. None: 64, vit_mini 8. [App. C.3]"""
     alpha: PositiveFloat | None = None
@@ -139,9 +147,17 @@ class Data(Settings):
     """The labelled task D^D, the unlabelled pool D^P, and how images are cut."""
 
     dataset: str
-    """D^D: quilts (embedded), or folder:PATH with class folders, or with train/ val/ test/ holding class folders."""
+    """D^D: dtd, voc07, cub200, pets, flowers, aircrafts, imagenet, quilts (embedded), or folder:PATH, class folders."""
     pool: str | None = None
-    """D^P: quilts, or any folder of images, nested or not. None: quilts for quilts. [App. C.3: ImageNet-1k]"""
+    """D^P: imagenet, quilts, or any folder of images, nested or not. None: imagenet, for quilts quilts. [App. C.3]"""
+    partial: bool = False
+    """Take a benchmark's subset as it is: labels and head stay the official ones, missing files are counted. [here]"""
+    split_file: Path | None = None
+    """Positions of CUB's or Pets' validation images in their training part. None: a fifth, by hash. [App. C.2.1]"""
+    voc_loss: Literal["softmax", "bce"] = "softmax"
+    """L^D of VOC07: cross entropy with a target a present class, or binary cross entropy. [released]"""
+    voc_difficult: Literal["ignore", "positive"] = "ignore"
+    """VOC07 objects marked difficult: neither hit nor false alarm, or hits. [VOC devkit; released: positive]"""
     data_seed: NonNegativeInt = 0
     """Seed of the embedded dataset and of splits that are not on disk. Not the seed of a run. [here]"""
     augment: Literal["crop", "none"] | None = None
@@ -167,6 +183,8 @@ class Lower(Settings):
     """AdamW decay of θ_P and of φ_P's matrices. [App. C.3; released: 0]"""
     mask_ratio: Share = 0.75
     """Share of patches that MAE removes. [App. C.3]"""
+    decoder: Literal["checkpoint", "random"] = "checkpoint"
+    """Where φ_P starts. [App. C.3; released: random, though its text says otherwise]"""
 
 
 class Upper(Settings):
@@ -174,14 +192,24 @@ class Upper(Settings):
 
     d_batch: PositiveInt = 64
     """Images an upper step. [App. C.3]"""
-    d_lr: PositiveFloat = 6.7e-4
-    """Base rate of θ_D and φ_D. The paper: the best PEFT rate of ViT-L times 2/3, 1/2 ... [released example]"""
+    d_lr: PositiveFloat | Literal["auto"] = 6.7e-4
+    """Base rate of θ_D and φ_D. auto: the paper's recipe, 2/3, 1/2, 1/3 ... of --d-lr-from's. [released example]"""
+    d_lr_from: Path | None = None
+    """For --d-lr auto: a finished direct finetune run on this dataset; the paper's is ViT-L's. [App. C.3]"""
     d_optimizer: Literal["adamw", "sgd"] = "adamw"
     """AdamW 0.9/0.999, or SGD with momentum 0.9 as released. [App. C.3]"""
     d_weight_decay: NonNegativeFloat = 0.05
     """Decay of θ_D and φ_D, bias included. [App. C.2; released: 0]"""
     probe_epochs: NonNegativeInt = 20
     """Linear probing of φ_D before line 3, at the upper rate, constant. [App. C.3]"""
+    probe_drop_path: bool = False
+    """Drop path in linear probing too. [here: a probe is of the network as it is; released: on]"""
+
+    @model_validator(mode="after")
+    def auto_needs_a_run(self) -> Self:
+        if (self.d_lr == "auto") != (self.d_lr_from is not None):
+            raise ValueError("--d-lr auto and --d-lr-from RUN belong together: a finished direct finetune run")
+        return self
 
 
 class Bilevel(Settings):
@@ -213,9 +241,13 @@ class Peft(Settings):
     """Fine-tuning of θ and a fresh head (App. C.2)."""
 
     lr: PositiveFloat | None = None
-    """One rate for all seeds. None: 1e-3, after align 3e-4; see --lr-grid. [here: from within the paper's grids]"""
-    lr_grid: bool = False
-    """Choose the rate on mean validation over the seeds. [here; App. C.2.1: validation accuracy and loss]"""
+    """One rate for all seeds, instead of the grid. [App. C.2 has a grid]"""
+    lr_grid: bool | None = None
+    """Choose the rate by validation accuracy, ties by loss. None: unless --lr is given. [App. C.2.1]"""
+    grid_seeds: PositiveInt = 1
+    """Seeds each rate is tried with; the chosen rate's are among the seeds. [App. C.2.1: not said; here]"""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """AdamW 0.9/0.999, or SGD with momentum 0.9. [App. C.2; released: sgd after align]"""
     grid: tuple[PositiveFloat, ...] | None = None
     """Rates of --lr-grid. None: 1e-4 ... 3e-2, after align 1e-5 ... 3e-3. [App. C.2]"""
     epochs: PositiveInt = 200
@@ -235,10 +267,12 @@ class Peft(Settings):
 
     @model_validator(mode="after")
     def one_way_to_choose(self) -> Self:
-        if self.lr is not None and self.lr_grid:
+        if self.lr is not None and (self.lr_grid or self.grid):
             raise ValueError("give --lr or --lr-grid, not both")
-        if self.grid and not self.lr_grid:
-            raise ValueError("--grid needs --lr-grid")
+        if self.lr is None and self.lr_grid is False:
+            raise ValueError("--no-lr-grid needs --lr")
+        if self.grid_seeds > self.seeds:
+            raise ValueError(f"--grid-seeds {self.grid_seeds}: is more than --seeds {self.seeds}")
         return self
 
 
@@ -251,6 +285,10 @@ class Machine(Settings):
     """Processes that decode and augment images. They do not change the result. [here]"""
     jobs: PositiveInt = 1
     """Fine-tuning runs (seeds, rates) at a time, each in a process with its share of the cores. [here]"""
+    data_root: Path | None = None
+    """Where the benchmarks are, as torchvision lays them out. None: $BISSLIGHT_DATA, else ./data. [here]"""
+    mfac_device: Literal["same", "cpu"] = "same"
+    """Where the pretext gradients are kept and inverted: with θ, or in host memory. [here; Sec. 3.1.1: the CPU]"""
 
 
 class Common(Settings):
@@ -307,10 +345,33 @@ class FinetuneConfig(Common):
     """`finetune`: PEFT from the backbone, or from an align run."""
 
     start: Path | None = None
-    """--from: an align run, or a directory of align runs, one a seed. Sets backbone, weights, rank and data."""
+    """--from: an align run, or a directory of them, one a seed (sets backbone, weights, rank, data); or a LoRA file."""
     model: Model
     data: Data
     peft: Peft = Peft()
+
+
+# --- presets ---------------------------------------------------------------------------------------------------------
+
+PRESETS = ("paper", "as-released")
+
+
+def preset(name: str, model: type[Settings], aligned: bool) -> dict[str, Any]:
+    """Settings, by leaf name, in which a preset differs from the defaults: none for the paper's (UsageError otherwise).
+
+    as-released: what the authors' program does when it is run as its README says (`aligned`: PEFT from an align run).
+    """
+    if name not in PRESETS:
+        raise UsageError(f"--preset {name}: {nearest(name, [*PRESETS])}")
+    if name == "paper":
+        return {}
+    released = {"drop_path": 0.2, "d_interpolation": "bilinear", "voc_difficult": "positive"}
+    if model is AlignConfig:
+        released |= {"d_optimizer": "sgd", "p_weight_decay": 0.0, "d_weight_decay": 0.0}
+        released |= {"decoder": "random", "probe_drop_path": True, "mfac_device": "cpu"}
+    elif aligned:
+        released |= {"optimizer": "sgd"}
+    return released if model is not PretrainConfig else {}
 
 
 # --- reading and merging ---------------------------------------------------------------------------------------------
@@ -349,7 +410,8 @@ def read_file(path: Path, model: type[Settings]) -> dict[str, Any]:
     out: dict[str, Any] = {}
 
     def walk(table: Mapping[str, Any], at: tuple[str, ...]) -> None:
-        for key, value in table.items():
+        for name, value in table.items():
+            key = name.replace("-", "_")
             if (*at, key) in groups and isinstance(value, dict):
                 walk(value, (*at, key))
             elif (*at, key) in paths.values():

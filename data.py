@@ -1,4 +1,4 @@
-"""Labelled tasks D^D, unlabelled pools D^P, how images are cut, and in which order they come.
+"""What a labelled task D^D and an unlabelled pool D^P are, how images are cut, and in which order they come.
 
     quilts        the embedded default, drawn by `quilts` from a seed: nothing to download
     folder:PATH   class folders, or train/ val/ test/ holding class folders; a missing part is split off
@@ -6,7 +6,7 @@
 
 Order and augmentation are functions of (seed, purpose, draw), so batches depend neither on the number of worker
 processes nor on where a run was resumed. A draw is the number of an image in the endless sequence of passes.
-Leaves out: the paper's benchmarks, VOC's several labels an image, several processes.
+Leaves out: the paper's benchmarks, which are in `datasets`; several processes.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms as T
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from config import RunError, UsageError, nearest
+from config import RunError, UsageError
 from runtime import rng, seed_of
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -31,14 +31,17 @@ Channels = tuple[float, ...]
 
 
 class Split(NamedTuple):
-    """Images as files or, for the embedded dataset, as (N, 3, H, W) in [0, 1]; their labels (N,) int64."""
+    """Images as files or, for the embedded dataset, as (N, 3, H, W) in [0, 1], and their labels.
+
+    Labels are int64: (N,), or (N, C) for several classes an image: 1 has it, -1 has not, 0 does not count (VOC07).
+    """
 
     images: Tensor | list[Path]
     targets: Tensor
 
 
 class Task(NamedTuple):
-    """A labelled dataset. `mean` and `std` normalise its channels."""
+    """A labelled dataset. `mean` and `std` normalise its channels; `missing` counts listed images that are absent."""
 
     name: str
     train: Split
@@ -47,6 +50,25 @@ class Task(NamedTuple):
     classes: list[str]
     mean: Channels = IMAGENET[0]
     std: Channels = IMAGENET[1]
+    missing: int = 0
+
+    @property
+    def metric(self) -> str:
+        """What its accuracies are (App. C.2.1)."""
+        return "top-1 accuracy" if self.test.targets.ndim == 1 else "11-point mAP"
+
+    def fingerprint(self) -> str:
+        """sha256 over file names (where embedded: the images) and labels: a run resumes on this data only."""
+        digest = hashlib.sha256()
+        for split in (self.train, self.val, self.test):
+            images = split.images
+            if isinstance(images, Tensor):
+                digest.update(images.numpy().tobytes())
+            else:
+                root = os.path.commonpath([*images, images[0].parent])
+                digest.update("\n".join(os.path.relpath(path, root) for path in images).encode())
+            digest.update(split.targets.numpy().tobytes())
+        return digest.hexdigest()
 
 
 class View(NamedTuple):
@@ -108,20 +130,11 @@ def quilts(seed: int) -> tuple[Tensor, Task]:
         labels = torch.arange(CLASSES).repeat(count)
         parts[part] = Split(draw(labels, JUNK), labels)
     mean, std = (tuple(x.tolist()) for x in (pool.mean((0, 2, 3)), pool.std((0, 2, 3))))
-    return pool, Task("quilts", **parts, classes=[f"layout {k}" for k in range(CLASSES)], mean=mean, std=std)
+    classes = [f"layout {k}" for k in range(CLASSES)]
+    return pool, Task("quilts", parts["train"], parts["val"], parts["test"], classes, mean, std)
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
-
-
-def load_task(name: str, seed: int) -> Task:
-    """The labelled dataset of that name (UsageError where there is none, or where it is not usable)."""
-    if name == "quilts":
-        return quilts(seed)[1]
-    if name.startswith("folder:"):
-        return folder(Path(name.removeprefix("folder:")).expanduser(), seed)
-    hint = f"did you mean folder:{name}?" if Path(name).is_dir() else nearest(name, ["quilts", "folder:PATH"])
-    raise UsageError(f"--dataset {name}: unknown dataset, {hint}")
 
 
 def load_pool(name: str, seed: int) -> tuple[Tensor | list[Path], Channels, Channels]:
@@ -186,7 +199,7 @@ def class_files(root: Path) -> dict[str, list[Path]]:
 def split_off(
     by_class: dict[str, list[Path]], root: Path, seed: int, part: str
 ) -> tuple[dict[str, list[Path]], dict[str, list[Path]]]:
-    """(rest, part): a fifth of each class, at least one image: those with the smallest sha256 of seed, part and path.
+    """(rest, part): a `fifth` of each class, by paths below root.
 
     Hashing names makes the split independent of platform, of listing order and of what other classes hold.
     """
@@ -194,10 +207,19 @@ def split_off(
     for name, files in by_class.items():
         if len(files) < 2:
             raise UsageError(f"--dataset folder:{root}: class {name!r} is too small to split off {part}, give {part}/")
-        key = {f: hashlib.sha256(f"{seed}/{part}/{f.relative_to(root).as_posix()}".encode()).digest() for f in files}
-        chosen = set(sorted(files, key=key.__getitem__)[: max(1, round(len(files) / 5))])
+        names = {f.relative_to(root).as_posix(): f for f in files}
+        chosen = {names[name] for name in fifth([*names], seed, part)}
         rest[name], taken[name] = [f for f in files if f not in chosen], [f for f in files if f in chosen]
     return rest, taken
+
+
+def fifth(names: list[str], seed: int, part: str) -> list[str]:
+    """A fifth of a class, rounded down but one at least (none of a single one): the smallest sha256 of seed/part/name.
+
+    Rounded down, this gives the sizes of the paper's splits of CUB-200 (4800 / 1194).
+    """
+    count = max(1, len(names) // 5) if len(names) > 1 else 0
+    return sorted(names, key=lambda name: hashlib.sha256(f"{seed}/{part}/{name}".encode()).digest())[:count]
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from config import (
 from data import Task, quilts
 from evaluate import Arm, draw_arms, pyplot, score, table
 from finetune import choose
+from loading import Report
 from lora import Backbone, init_head, logits
 from runtime import Score, rng, trainable, write_atomic
 
@@ -63,9 +64,7 @@ ARMS: dict[str, dict[str, Any]] = {
 class Story:
     """One drawn dataset, its backbone and the arms tried on it."""
 
-    def __init__(
-        self, out: Path, data_seed: int, force: bool, report: stages.Report, mapper: stages.Map | None
-    ) -> None:
+    def __init__(self, out: Path, data_seed: int, force: bool, report: Report, mapper: stages.Map | None) -> None:
         self.out, self.data_seed, self.force, self.report, self.mapper = out, data_seed, force, report, mapper
         self.seconds: dict[str, float] = {}
         self.data = Data(dataset="quilts", data_seed=data_seed)
@@ -131,7 +130,7 @@ def arms_of(results: Sequence[dict[str, Any]]) -> list[Arm]:
     return [Arm(result["arm"], result["test"], result["unit"]) for result in results]
 
 
-def quick(out: Path, data_seed: int, jobs: int, force: bool, report: stages.Report) -> dict[str, Any]:
+def quick(out: Path, data_seed: int, jobs: int, force: bool, report: Report) -> dict[str, Any]:
     """Pretrain, align, PEFT with and without; one rate for both arms, eight seeds an arm."""
     began = time.perf_counter()
     prepare(out, force)
@@ -158,12 +157,12 @@ def quick(out: Path, data_seed: int, jobs: int, force: bool, report: stages.Repo
     return finish(out, {"tables": tables, "remarks": remarks, "seconds": story.seconds})
 
 
-def full(out: Path, data_seed: int, jobs: int, force: bool, report: stages.Report) -> dict[str, Any]:
+def full(out: Path, data_seed: int, jobs: int, force: bool, report: Report) -> dict[str, Any]:
     """All arms and controls on three drawn datasets, every rate chosen on mean validation over the seeds."""
     began = time.perf_counter()
     prepare(out, force)
     tables, remarks = {}, []
-    grid = PEFT.model_copy(update={"lr": None, "lr_grid": True, "grid": GRID})
+    grid = PEFT.model_copy(update={"lr": None, "grid": GRID, "grid_seeds": SEEDS})
     with stages.worker_pool(jobs) as mapper:
         for seed in range(data_seed, data_seed + 3):
             story = Story(out / f"data{seed}", seed, force, report, mapper)

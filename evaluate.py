@@ -1,9 +1,10 @@
-"""What finished runs are worth: accuracy on a split, seeds in summary, the exact permutation test (App. C.2.1).
+"""What finished runs are worth: scores on a split, seeds in summary, the exact permutation test (App. C.2.1).
 
-Leaves out: VOC's mean average precision, attention rollout, representation similarity.
+Leaves out: attention rollout, representation similarity.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from math import comb
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,37 +13,81 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from config import UsageError
+from config import RunError, UsageError
+from paper import Reported, reported
 from runtime import Score, read_json, runs_in
 
 EXACT_SPLITS = 3_000_000  # 12 against 12 seeds are 2.7 million splits, some seconds; 8 against 8 are 12,870
 RESAMPLES = 100_000
 
 
+Loss = Callable[[Tensor, Tensor], Tensor]  # logits (B, C), targets -> (B,)
+CROSS_ENTROPY: Loss = partial(F.cross_entropy, reduction="none")
+
+
 @torch.no_grad()
-def score(predict: Callable[[Tensor], Tensor], batches: Iterable[tuple[Tensor, Tensor]]) -> Score:
-    """Top-1 accuracy in percent and mean cross entropy over all images, whatever the batch sizes.
+def score(
+    predict: Callable[[Tensor], Tensor],
+    batches: Iterable[tuple[Tensor, Tensor]],
+    loss: Loss = CROSS_ENTROPY,
+) -> Score:
+    """Top-1 accuracy, or 11-point mAP where targets are (N, C), and mean loss, whatever the batch sizes.
 
     Args:
         predict: images (B, 3, H, W) -> logits (B, C).
-        batches: (images, targets (B,)), each image once.
+        batches: (images, targets (B,) or (B, C)), each image once.
+        loss: of each image, as in training.
     """
-    right, loss, n = 0.0, 0.0, 0
-    for images, targets in batches:
-        z = predict(images).float()
-        right += float((z.argmax(1) == targets).sum())
-        loss += float(F.cross_entropy(z, targets, reduction="sum"))
-        n += len(targets)
-    return Score(100 * right / n, loss / n)
+    pairs = [(predict(images).float().cpu(), targets.cpu()) for images, targets in batches]
+    z, targets = (torch.cat(column) for column in zip(*pairs, strict=True))
+    mean = float(loss(z, targets).double().mean())
+    if targets.ndim == 2:
+        return Score(mean_average_precision(z, targets), mean)
+    right = (z.argmax(1) == targets).double()
+    each = [right[targets == k].mean() for k in targets.unique()]
+    return Score(100 * float(right.mean()), mean, 100 * float(torch.stack(each).mean()))
+
+
+def mean_average_precision(scores: Tensor, labels: Tensor) -> float:
+    """VOC07's mAP in percent: the mean of `average_precision` over the classes that have a positive.
+
+    Args:
+        scores: (N, C).
+        labels: (N, C): 1 positive, −1 negative, 0 difficult.
+    """
+    each = [average_precision(scores[:, k], labels[:, k]) for k in range(labels.shape[1]) if (labels[:, k] == 1).any()]
+    if not each:
+        raise RunError("mAP: no class has a positive image in this split")
+    return 100 * sum(each) / len(each)
+
+
+def average_precision(scores: Tensor, labels: Tensor) -> float:
+    """VOC devkit's 11-point AP of a class: the mean over t = 0, 0.1 ... 1 of the best precision at recall ≥ t.
+
+    Difficult images (label 0) are neither hits nor false alarms. Ties keep the order of the images. Recall is compared
+    in whole numbers, 10 hits ≥ 10 t positives: in floating point, 0.7 and 0.9 miss their thresholds by a rounding.
+
+    >>> average_precision(torch.tensor([0.9, 0.8, 0.7]), torch.tensor([1, -1, 1])) * 11  # 1 up to recall 1/2, then 2/3
+    9.333333333333334
+    """
+    counted = labels != 0
+    hit = (labels[counted] == 1)[scores[counted].argsort(descending=True, stable=True)]
+    hits = hit.long().cumsum(0)
+    precision = hits.double() / torch.arange(1, len(hits) + 1)
+    positives = int(hit.sum())
+    best = [precision[10 * hits >= t * positives] for t in range(11)]
+    return sum(float(p.max()) for p in best if len(p)) / 11
 
 
 class Arm(NamedTuple):
     """One way of getting a model, tried with several seeds."""
 
     name: str
-    accuracies: list[float]  # test accuracy in percent, a value a seed
+    accuracies: list[float]  # test accuracy (VOC07: mAP) in percent, a value a seed
     unit: str  # what one seed repeats
     task: dict[str, Any] | None = None  # what it was tested on, where that is known
+    metric: str = "top-1 accuracy"
+    published: Reported | None = None  # the paper's figure for this arm
 
     @property
     def mean(self) -> float:
@@ -112,13 +157,17 @@ def read_arm(path: Path) -> Arm:
         if different := [key for key in other if other[key] != settings[0].get(key)]:
             raise UsageError(f"{run}: differs from {runs[0]} in {', '.join(different)}, they are no seeds of one arm")
     accuracies = [accuracy for result in results for accuracy in result["test"]]
-    return Arm(path.name, accuracies, results[0]["unit"], settings[0]["task"])
+    first, data = results[0], read_json(runs[0] / "config.json")["data"]
+    method = {None: "PEFT", "mfac": "BiSSLight", "cg": "BiSSL"}.get(first["aligned_by"])
+    whole = method is not None and not data["partial"]
+    published = reported(first["backbone"], data["dataset"], str(method), first["pretext"]) if whole else None
+    return Arm(path.name, accuracies, first["unit"], settings[0]["task"], first["metric"], published)
 
 
 def experiment(run: Path) -> dict[str, Any]:
     """What makes a run the one it is, but for its seed, start and machine; `task` says what it was tested on."""
     config = read_json(run / "config.json")
-    task = {key: config["data"][key] for key in ("dataset", "data_seed")}
+    task = {"dataset": config["data"]["dataset"], "data": read_json(run / "env.json")["data_sha256"][:12]}
     return {"task": task, "from align": config["start"] is not None} | {k: config[k] for k in ("model", "data", "peft")}
 
 
@@ -130,6 +179,7 @@ def table(arms: Sequence[Arm]) -> list[dict[str, Any]]:
             raise UsageError(f"{arm.name} was tested on {arm.task}, {arms[0].name} on {arms[0].task}: not comparable")
         row = {"arm": arm.name, "seeds": len(arm.accuracies), "unit": arm.unit, "mean": arm.mean, "std": arm.std}
         versus = None if arm is arms[0] else compare(arms[0].accuracies, arm.accuracies)
+        row |= {"metric": arm.metric, "paper": arm.published._asdict() if arm.published else None}
         rows.append(row | {"accuracies": arm.accuracies, "first_minus_this": versus._asdict() if versus else None})
     return rows
 

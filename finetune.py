@@ -1,15 +1,16 @@
 """Downstream training of the head alone (probing) or of θ and the head (PEFT), App. C.2; the choice of a rate.
 
-    L^D(θ, φ_D)   `downstream_loss`: cross entropy of a linear head on the class token
+    L^D(θ, φ_D)   `downstream_loss`: cross entropy of a linear head on the pooled features
     probing       φ_D alone at fixed θ, at the upper level's constant rate, before Algorithm 1 starts (App. C.3)
     PEFT          θ and a fresh φ_D, warm-up and cosine; the best validation epoch is kept together with its head
+    a rate        `choose` for PEFT; for the upper level `upper_rates`, of which the largest not `unstable` is taken
 
 Leaves out: label smoothing, mixup, layer-wise rates (the paper uses none).
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,19 +20,39 @@ from config import Diverged, RunError
 from lora import Backbone, Phi, logits
 from runtime import Group, Optimiser, Score
 
-Examples = tuple[Tensor, Tensor]  # images (B, 3, H, W), targets (B,)
+Examples = tuple[Tensor, Tensor]  # images (B, 3, H, W), targets (B,) or, several classes an image, (B, C)
 DIRECT_GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # App. C.2: from the pretrained backbone
 ALIGNED_GRID = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)  # App. C.2: after BiSSLight
 
 
-def downstream_loss(backbone: Backbone) -> Callable[..., Tensor]:
-    """L^D as a function (θ, φ_D, (images, targets), drop=None) -> mean cross entropy, a scalar."""
+Several = Literal["softmax", "bce"]
+
+
+def downstream_loss(backbone: Backbone, several: Several = "softmax") -> Callable[..., Tensor]:
+    """L^D as a function (θ, φ_D, (images, targets), drop=None) -> mean `cross_entropy`, a scalar."""
 
     def loss_D(theta: Tensor | None, phi_D: Phi, batch: Examples, drop: Tensor | None = None) -> Tensor:
         images, targets = batch
-        return F.cross_entropy(logits(backbone, theta, phi_D, images, drop), targets)
+        return cross_entropy(logits(backbone, theta, phi_D, images, drop), targets, several).mean()
 
     return loss_D
+
+
+def cross_entropy(z: Tensor, targets: Tensor, several: Several = "softmax") -> Tensor:
+    """Loss of each image, (B,), from logits (B, C).
+
+    Targets are classes (B,), or (B, C) with 1 for present, −1 for absent, 0 for not to be counted. For those, softmax
+    is the cross entropy with a target 1 at every present class, −Σ_c y_c log softmax(z)_c (released; the paper does not
+    say); bce is the mean binary cross entropy over the classes that count.
+    """
+    if targets.ndim == 1:
+        return F.cross_entropy(z, targets, reduction="none")
+    present = (targets == 1).to(z.dtype)
+    if several == "softmax":
+        return -(present * z.log_softmax(1)).sum(1)
+    counts = (targets != 0).to(z.dtype)
+    each = F.binary_cross_entropy_with_logits(z, present, reduction="none")
+    return (each * counts).sum(1) / counts.sum(1).clamp_min(1)
 
 
 def optimiser(
@@ -47,12 +68,16 @@ def optimiser(
 
 
 def probe(
-    loss_D: Callable[..., Tensor], theta: Tensor, phi_D: Phi, opt: Optimiser, batches: Iterable[Examples]
+    loss_D: Callable[..., Tensor],
+    theta: Tensor,
+    phi_D: Phi,
+    opt: Optimiser,
+    batches: Iterable[tuple[Examples, Tensor | None]],
 ) -> Iterator[float]:
-    """Train φ_D in place at fixed θ, without drop path; yields the loss of each step."""
+    """Train φ_D in place at fixed θ on (batch, drop-path factors or None); yields the loss of each step."""
     fixed = theta.detach()
-    for step, batch in enumerate(batches, 1):
-        value = loss_D(fixed, phi_D, batch)
+    for step, (batch, drop) in enumerate(batches, 1):
+        value = loss_D(fixed, phi_D, batch, drop)
         opt.update(zip(phi_D.values(), torch.autograd.grad(value, list(phi_D.values())), strict=True))
         yield checked(value, "linear probing", step)
 
@@ -128,3 +153,40 @@ def choose(validated: Mapping[float, Sequence[Score | None]]) -> float:
     if not mean:
         raise RunError("every learning rate diverged, lower --lr or extend --grid downwards")
     return max(mean, key=lambda lr: mean[lr].rank)
+
+
+# --- the upper level's rate (App. C.3) -------------------------------------------------------------------------------
+
+SHARES = (2 / 3, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 7, 1 / 10)  # App. C.3: 2/3, 1/2, 1/3, further down by need
+ABOVE, FLOOR, COLLAPSE = 3.0, 0.25, 0.5
+
+
+def upper_rates(best: float) -> list[float]:
+    """Candidates for the upper level from the best rate of direct PEFT, the largest first, to three digits.
+
+    >>> upper_rates(1e-3)[:3]
+    [0.000667, 0.0005, 0.000333]
+    """
+    return [float(f"{best * share:.3g}") for share in SHARES]
+
+
+def unstable(losses: Mapping[str, Sequence[float]], validated: Sequence[float]) -> str | None:
+    """Why a run is not stable so far, None if it is. The paper does not define "stable optimization"; here it is
+
+    - every loss and gradient is finite, which the loop itself sees to;
+    - no loss, averaged over an alternation, is above 3 times its running minimum, where a minimum below a quarter of
+      the first alternation's loss counts as that quarter, so that a loss near zero may double;
+    - no validation score of θ_D is below half of the best one so far.
+
+    >>> unstable({"L^D(D)": [2.0, 1.0, 3.5]}, [60.0])
+    'L^D(D) rose to 3.5, more than 3 times its minimum 1'
+    >>> unstable({"L^D(D)": [2.0, 0.1, 0.3]}, [60.0, 29.0])
+    'validation fell to 29.0 from 60.0'
+    """
+    for name, values in losses.items():
+        least = max(min(values), FLOOR * values[0])
+        if values[-1] > ABOVE * least:
+            return f"{name} rose to {values[-1]:.4g}, more than {ABOVE:g} times its minimum {least:.4g}"
+    if validated and validated[-1] < COLLAPSE * max(validated):
+        return f"validation fell to {validated[-1]:.1f} from {max(validated):.1f}"
+    return None

@@ -29,7 +29,8 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from config import Arch, UsageError
+from config import Arch, UsageError, nearest
+from runtime import load_tensors
 
 FORMAT = "bisslight-adapter-1"
 Phi = dict[str, Tensor]  # a head's trainable tensors by name
@@ -40,7 +41,7 @@ class Backbone(nn.Module):
 
     def __init__(self, vit: nn.Module, scale: float = 1.0, recompute: bool = False) -> None:
         super().__init__()
-        self.vit, self.scale, self.recompute = check_vit(vit), scale, recompute
+        self.vit, self.scale, self.recompute = check_vit(vit).eval(), scale, recompute  # eval: no dropout of timm's
 
     def forward(
         self, images: Tensor, theta: Tensor | None = None, keep: Tensor | None = None, drop: Tensor | None = None
@@ -112,6 +113,8 @@ def check_vit(vit: nn.Module) -> VisionTransformer:
 
     if not isinstance(vit, VisionTransformer):
         raise refuse("it is not a timm VisionTransformer")
+    if vit.global_pool not in ("token", "avg"):
+        raise refuse(f"it pools by {vit.global_pool!r}")
     for name, block in vit.blocks.named_children():
         if type(block) is not Block:
             raise refuse(f"blocks.{name} is a {type(block).__name__}, not a plain pre-norm Block")
@@ -120,6 +123,55 @@ def check_vit(vit: nn.Module) -> VisionTransformer:
         if block.attn.gate is not None or block.attn.attn_dim != vit.embed_dim:
             raise refuse(f"blocks.{name}.attn is gated or not as wide as its tokens")
     return vit
+
+
+def load_timm(name: str, path: Path, image_size: int | None) -> tuple[VisionTransformer, Arch]:
+    """Any timm VisionTransformer, for fine-tuning: its state dict from a .pth or .safetensors file, a head left out.
+
+    Raises UsageError for an unknown name, a network that `check_vit` refuses, or a file that does not fit exactly.
+    """
+    import timm
+
+    known: list[str] = timm.list_models("*")
+    if name.partition(".")[0] not in known:
+        raise UsageError(f"--backbone timm:{name}: timm has no such model, {nearest(name, known)}")
+    size: dict[str, Any] = {"img_size": image_size} if image_size else {}
+    try:
+        vit: Any = timm.create_model(name, pretrained=False, num_classes=0, **size)
+    except (TypeError, RuntimeError, ValueError, AssertionError) as error:
+        raise UsageError(f"--backbone timm:{name}: cannot be made ({str(error).splitlines()[0]})") from error
+    check_vit(vit)
+    state = load_tensors(path)
+    for key in ("model", "state_dict"):
+        state = state[key] if isinstance(state, dict) and isinstance(state.get(key), dict) else state
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise UsageError(f"{path}: holds no state dict of tensors")
+    expected = vit.state_dict()
+    found = {key: value for key, value in state.items() if not key.startswith("head.")}
+    wrong = sorted(expected.keys() ^ found.keys())
+    wrong += [key for key in expected if key in found and expected[key].shape != found[key].shape]
+    if wrong:
+        raise UsageError(
+            f"{path}: does not fit timm:{name}, {len(wrong)} tensors are missing, unexpected or of another shape, "
+            f"first {wrong[0]}; export the timm model's own state dict"
+        )
+    vit.load_state_dict(found)
+    image, patch = vit.patch_embed.img_size, vit.patch_embed.patch_size
+    if image[0] != image[1] or patch[0] != patch[1]:
+        raise UsageError(
+            f"--backbone timm:{name}: wants images of {image} in patches of {patch}, they should be square"
+        )
+    dim = vit.embed_dim
+    ratio = vit.blocks[0].mlp.fc1.out_features / dim
+    arch = Arch(
+        image_size=image[0],
+        patch_size=patch[0],
+        dim=dim,
+        depth=len(vit.blocks),
+        heads=vit.blocks[0].attn.num_heads,
+        mlp_ratio=ratio,
+    )
+    return vit, arch
 
 
 def build_vit(arch: Arch) -> VisionTransformer:
@@ -194,8 +246,12 @@ def init_head(dim: int, classes: int, rng: torch.Generator) -> Phi:
 
 
 def logits(backbone: Backbone, theta: Tensor | None, phi_D: Phi, images: Tensor, drop: Tensor | None = None) -> Tensor:
-    """h^D(f_θ(images)), (B, C): the linear head on the class token after the final LayerNorm (App. C.2)."""
-    return F.linear(backbone(images, theta, drop=drop)[:, 0], phi_D["weight"], phi_D["bias"])
+    """h^D(f_θ(images)), (B, C): the linear head on the pooled tokens (App. C.2).
+
+    Pooling is timm's of this network: for MAE's the class token after the final LayerNorm.
+    """
+    features = backbone.vit.forward_head(backbone(images, theta, drop=drop), pre_logits=True)
+    return F.linear(features, phi_D["weight"], phi_D["bias"])
 
 
 # --- adapter files ---------------------------------------------------------------------------------------------------

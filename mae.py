@@ -182,21 +182,36 @@ class Decoder(nn.Module):
 def init(arch: Arch, rng: torch.Generator) -> tuple[VisionTransformer, Decoder]:
     """MAE's initialisation: Xavier-uniform matrices, N(0, 0.02) tokens, sine-cosine positions, zero biases."""
     vit, decoder = build_vit(arch), Decoder(arch)
+    assert vit.cls_token is not None and vit.pos_embed is not None
+    init_layers([*vit.modules(), *decoder.modules()], rng)
+    nn.init.normal_(vit.cls_token, std=0.02, generator=rng)
     with torch.no_grad():
-        for module in [*vit.modules(), *decoder.modules()]:
-            if isinstance(module, nn.Linear | nn.Conv2d):
-                nn.init.xavier_uniform_(module.weight.view(len(module.weight), -1), generator=rng)
-                nn.init.zeros_(module.bias)  # type: ignore[arg-type]
-            elif isinstance(module, nn.LayerNorm):
-                module.reset_parameters()
-        assert vit.cls_token is not None
-        assert vit.pos_embed is not None
-        for token in (vit.cls_token, decoder.mask_token):
-            nn.init.normal_(token, std=0.02, generator=rng)
-        side = arch.image_size // arch.patch_size
-        vit.pos_embed.copy_(sincos(arch.dim, side))
-        decoder.decoder_pos_embed.copy_(sincos(arch.decoder_dim, side))
-    return vit, decoder
+        vit.pos_embed.copy_(sincos(arch.dim, arch.image_size // arch.patch_size))
+    return vit, init_decoder_tables(decoder, arch, rng)
+
+
+def init_decoder(arch: Arch, rng: torch.Generator) -> Decoder:
+    """A decoder from scratch for a backbone that has been trained: what the released program does."""
+    decoder = Decoder(arch)
+    init_layers(decoder.modules(), rng)
+    return init_decoder_tables(decoder, arch, rng)
+
+
+def init_layers(modules: Iterable[nn.Module], rng: torch.Generator) -> None:
+    """Matrices and convolutions Xavier-uniform, biases zero, LayerNorms one and zero."""
+    for module in modules:
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            nn.init.xavier_uniform_(module.weight.detach().view(len(module.weight), -1), generator=rng)
+            nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+        elif isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+
+
+def init_decoder_tables(decoder: Decoder, arch: Arch, rng: torch.Generator) -> Decoder:
+    """The mask token and the position table."""
+    nn.init.normal_(decoder.mask_token, std=0.02, generator=rng)
+    decoder.decoder_pos_embed.copy_(sincos(arch.decoder_dim, arch.image_size // arch.patch_size))
+    return decoder
 
 
 def sincos(dim: int, side: int) -> Tensor:
@@ -328,5 +343,8 @@ def family(path: Path, data: Any) -> dict[str, Tensor]:
     if "mae_visualize" in path.name:
         raise UsageError(f"{path}: is a `visualize` file, its decoder predicts raw pixels; {want}")
     if "cls_token" in names and not any(map(is_decoder, names)):
-        raise UsageError(f"{path}: holds the encoder only, the pretext task needs the decoder too; {want}")
+        raise UsageError(
+            f"{path}: holds the encoder only, the pretext task needs the decoder too; {want}. "
+            "For finetune alone, an encoder can be given as --backbone timm:vit_base_patch16_224 or its like"
+        )
     return names

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from zipfile import is_zipfile
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from config import RunError, Settings, UsageError, get, leaves
@@ -154,10 +155,11 @@ def trainable(tensors: Mapping[str, Tensor], device: torch.device | None = None)
 
 
 class Score(NamedTuple):
-    """What a model is worth on a split: top-1 accuracy in percent, and mean cross entropy."""
+    """What a model is worth on a split, in percent, and its mean cross entropy."""
 
-    accuracy: float
+    accuracy: float  # top-1; for several classes an image, mean average precision
     loss: float
+    per_class: float | None = None  # mean over classes of the accuracy in each; beside top-1 only
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -246,7 +248,16 @@ def runs_in(path: Path) -> list[Path]:
 
 # --- run directories -------------------------------------------------------------------------------------------------
 
-FILES = ("config.json", "env.json", "metrics.jsonl", "train.log", "checkpoint.pt", "result.json", "backbone.pth")
+FILES = (
+    "config.json",
+    "env.json",
+    "metrics.jsonl",
+    "train.log",
+    "checkpoint.pt",
+    "result.json",
+    "backbone.pth",
+    "d_lr.json",
+)
 
 
 class Run:
@@ -371,10 +382,15 @@ def environment() -> dict[str, Any]:
 
 
 def load_tensors(path: Path) -> Any:
-    """torch.load without running code: tensors and plain containers, argparse's Namespace as an inert bag of values."""
+    """A .safetensors file, or torch.load without running code: tensors and plain containers (UsageError otherwise).
+
+    argparse's Namespace, which official checkpoints hold, is read as an inert bag of values.
+    """
     from argparse import Namespace
 
     try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
         with warnings.catch_warnings(), torch.serialization.safe_globals([Namespace]):
             warnings.simplefilter("ignore", FutureWarning)
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))

@@ -12,11 +12,11 @@ import multiprocessing
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 import bisslight
+import export
 import finetune as ft
 import mae
 import mfac
@@ -31,20 +32,32 @@ from config import (
     BACKBONES,
     AlignConfig,
     Arch,
-    Common,
-    Data,
     Diverged,
     FinetuneConfig,
-    Machine,
     Model,
     PretrainConfig,
     RunError,
-    Shape,
     UsageError,
 )
-from data import Images, Split, Task, View, batches, epochs, in_order, load_pool, load_task, stream
-from evaluate import score
-from lora import Backbone, Phi, adapter_bytes, adapter_metadata, drop_path, init_head, init_theta, load_adapter, logits
+from data import IMAGENET, Task, View, epochs, quilts, stream
+from datasets import BENCHMARKS, load_task
+from loading import (
+    Downstream,
+    Loaded,
+    Report,
+    default_out,
+    downstream,
+    fetch_weights,
+    fits,
+    load_backbone,
+    pretext_batches,
+    resolved_data,
+    resolved_machine,
+    resolved_model,
+    to_download,
+    unlabelled,
+)
+from lora import Backbone, Phi, adapter_bytes, adapter_metadata, init_head, init_theta, load_adapter
 from runtime import (
     Group,
     Optimiser,
@@ -56,15 +69,13 @@ from runtime import (
     decay_groups,
     open_run,
     pick_device,
+    read_json,
     rng,
     runs_in,
-    sha256,
     to_bytes,
     trainable,
     write_atomic,
 )
-
-Report = Callable[[str, int, int, str], None]  # (stage, done, total, live numbers)
 
 
 def silent(stage: str, done: int, total: int, text: str) -> None:
@@ -80,135 +91,6 @@ class Options(NamedTuple):
     dry_run: bool = False
     report: Report = silent
     announce: Callable[[str], None] = lambda line: None  # what a run is about, once its inputs have been checked
-
-
-# --- settings that depend on backbone and dataset --------------------------------------------------------------------
-
-
-def resolved_model(model: Model) -> Model:
-    """Fill in what is set by backbone, and find the weights (UsageError where there are none)."""
-    default = BACKBONES[model.backbone]
-    rank = model.rank or default.rank
-    if rank > default.arch.dim:
-        raise UsageError(f"--rank {rank}: is larger than the width {default.arch.dim} of {model.backbone}")
-    weights = model.weights
-    if weights is not None and weights.is_dir():  # a pretrain run
-        if not (weights / "result.json").exists():
-            raise UsageError(f"--weights {weights}: is not a finished pretrain run")
-        weights = weights / "backbone.pth"
-    if weights is not None and not weights.is_file():
-        raise UsageError(f"--weights {weights}: there is no such file")
-    if weights is None:
-        how = "`bisslight pretrain` makes one" if model.backbone == "vit_mini" else f"take {official(model.backbone)}"
-        raise UsageError(f"--weights FILE: {model.backbone} needs a checkpoint with its decoder, {how}")
-    drop = default.drop_path if model.drop_path is None else model.drop_path
-    return model.model_copy(
-        update={"rank": rank, "alpha": model.alpha or float(rank), "weights": weights.resolve(), "drop_path": drop}
-    )
-
-
-def official(backbone: str) -> str:
-    """Where the MAE authors keep encoder and decoder for normalised pixels."""
-    size = {"vit_b16": "base", "vit_l16": "large", "vit_h14": "huge"}[backbone]
-    return f"https://dl.fbaipublicfiles.com/mae/pretrain/mae_pretrain_vit_{size}_full.pth"
-
-
-def resolved_data(data: Data, needs_pool: bool) -> Data:
-    """Fill in the pool and the augmentation of the embedded dataset."""
-    quilts = data.dataset == "quilts"
-    pool = data.pool or ("quilts" if quilts else None)
-    if needs_pool and pool is None:
-        raise UsageError("--pool: give a folder of unlabelled images (the paper's is ImageNet-1k without its labels)")
-    return data.model_copy(update={"pool": pool, "augment": data.augment or ("none" if quilts else "crop")})
-
-
-def default_out(command: str, dataset: str, model: Shape, seed: int, *more: str) -> Path:
-    """runs/align-cub200-vit_l16-mae-r64-s0"""
-    rank = [f"r{model.rank}"] if isinstance(model, Model) else []
-    name = Path(dataset.removeprefix("folder:")).resolve().name
-    return Path("runs") / "-".join([command, name, model.backbone, *more, *rank, f"s{seed}"])
-
-
-# --- loaded things ---------------------------------------------------------------------------------------------------
-
-
-class Loaded(NamedTuple):
-    """A backbone with its pretext head on a device, and where it came from."""
-
-    backbone: Backbone
-    decoder: mae.Decoder
-    arch: Arch
-    digest: str  # sha256 of the weight file
-
-
-@lru_cache(maxsize=1)
-def load_backbone(model: Model, device: torch.device) -> Loaded:
-    """ψ, frozen, and its decoder; kept, so that the seeds of a process share one copy."""
-    assert model.weights is not None and model.rank is not None and model.alpha is not None  # resolved
-    vit, decoder, arch = mae.load(model.weights, model.backbone, model.image_size, model.patch_size)
-    backbone = Backbone(vit, model.alpha / model.rank, model.recompute).requires_grad_(False).to(device)
-    return Loaded(backbone, decoder.to(device), arch, sha256(model.weights))
-
-
-def view_of(data: Data, task: Task, arch: Arch) -> View:
-    """How labelled images are cut (UsageError where quilts meet another size)."""
-    fits(data.dataset, arch)
-    assert data.augment is not None
-    return View(arch.image_size, task.mean, task.std, data.augment, data.min_crop, data.d_interpolation)
-
-
-def fits(name: str, arch: Arch) -> None:
-    """Quilts are drawn at 16 px and not scaled."""
-    if name == "quilts" and arch.image_size != 16:
-        raise UsageError(
-            f"quilts are images of 16 px, the backbone wants {arch.image_size}; use another dataset or pool"
-        )
-
-
-class Downstream(NamedTuple):
-    """Everything that D^D and f_θ give the loops: batches, losses, scores."""
-
-    loaded: Loaded
-    task: Task
-    view: View
-    device: torch.device
-    workers: int
-    amp: bool
-
-    def loss(self) -> Callable[..., Tensor]:
-        return autocast(ft.downstream_loss(self.loaded.backbone), self.device, self.amp)
-
-    def train(self, draws: Iterator[Any], seed: int, purpose: str) -> Iterator[tuple[Tensor, Tensor]]:
-        return batches(Images(self.task.train, self.view, True, seed, purpose), draws, self.workers, self.device)
-
-    def with_drop(self, examples: Iterable[Any], rate: float, seed: int, purpose: str, start: int) -> Iterator[Any]:
-        """Pair each batch with its drop-path factors, a function of the step."""
-        depth = self.loaded.backbone.depth
-        for step, batch in enumerate(examples, start):
-            drop = drop_path(rate, depth, len(batch[1]), rng(seed, purpose, "drop", step))
-            yield batch, None if drop is None else drop.to(self.device, non_blocking=True)
-
-    def score(self, split: Split, theta: Tensor, phi_D: Phi, batch: int = 256) -> Score:
-        predict = autocast(partial(logits, self.loaded.backbone, theta, phi_D), self.device, self.amp)
-        images = Images(split, self.view, False, 0, "eval")
-        return score(predict, batches(images, in_order(len(split.targets), batch), self.workers, self.device))
-
-
-def downstream(model: Model, data: Data, task: Task, machine: Machine, amp: bool) -> Downstream:
-    """f_θ on its device, beside D^D; model and data are resolved."""
-    device = pick_device(machine.device)
-    loaded = load_backbone(model, device)
-    return Downstream(loaded, task, view_of(data, task, loaded.arch), device, machine.workers, amp)
-
-
-def pretext_batches(
-    task: mae.MAE, images: Any, view: View, cfg: Common, batch: int, start: int, stop: int, device: torch.device
-) -> Iterator[mae.Batch]:
-    """Prepared pretext batches of steps start .. stop − 1; masks are functions of the step."""
-    pool = Images(Split(images, torch.zeros(len(images), dtype=torch.long)), view, True, cfg.seed, "pretext")
-    draws = stream(len(images), batch, cfg.seed, "pretext", start, stop)
-    for step, (x, _) in enumerate(batches(pool, draws, cfg.machine.workers, device), start):
-        yield task.prepare(x, rng(cfg.seed, "mask", step))
 
 
 def clocks() -> tuple[float, float]:
@@ -232,7 +114,8 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
     arch = Arch.model_validate(arch.model_dump() | sizes)
     device = pick_device(cfg.machine.device)
     fits(cfg.pool, arch)
-    images, mean, std = load_pool(cfg.pool, cfg.data_seed)
+    cfg = cfg.model_copy(update={"machine": resolved_machine(cfg.machine)})
+    images, mean, std = unlabelled(cfg.pool, cfg.data_seed, cfg.machine)
     cfg = cfg.model_copy(update={"augment": cfg.augment or ("none" if cfg.pool == "quilts" else "crop")})
     assert cfg.augment is not None
     per_epoch = max(1, len(images) // cfg.batch)
@@ -290,47 +173,126 @@ EXACT_LIMIT = 5000  # entries of θ: its Hessian takes as many double passes, an
 
 def align(cfg: AlignConfig, options: Options) -> dict[str, Any]:
     """BiSSLight: probe φ_D, run Algorithm 1, keep θ_P as adapter.safetensors."""
-    labelled = load_task(cfg.data.dataset, cfg.data.data_seed)
-    cfg = cfg.model_copy(update={"model": resolved_model(cfg.model), "data": resolved_data(cfg.data, True)})
-    model, b = cfg.model, cfg.bilevel
-    assert model.rank is not None and model.drop_path is not None and cfg.data.pool is not None
-    images, mean, std = load_pool(cfg.data.pool, cfg.data.data_seed)
-    d = downstream(model, cfg.data, labelled, cfg.machine, cfg.amp)
-    arch, device, backbone = d.loaded.arch, d.device, d.loaded.backbone
-    fits(cfg.data.pool, arch)
-    task = mae.MAE(backbone, d.loaded.decoder, cfg.lower.mask_ratio)
-    view = View(arch.image_size, mean, std, cfg.data.augment or "crop", cfg.data.min_crop)
+    machine = resolved_machine(cfg.machine)
+    if cfg.model.backbone.startswith("timm:"):
+        raise UsageError(
+            f"--backbone {cfg.model.backbone}: align needs a checkpoint with its pretext head, so vit_b16, vit_l16, "
+            "vit_h14 or a pretrain run's vit_mini; any timm ViT can be fine-tuned"
+        )
+    model, data = resolved_model(cfg.model), resolved_data(cfg.data, True)
+    cfg = cfg.model_copy(update={"model": model, "data": data, "machine": machine})
+    assert machine.data_root is not None and data.pool is not None
+    labelled = load_task(data, machine.data_root)
+    images, mean, std = unlabelled(data.pool, data.data_seed, machine)
+    rates = d_rates(cfg)
+    sizes = BACKBONES[model.backbone].arch
+    if options.dry_run and (absent := to_download(model)):
+        return budget(cfg, sizes, labelled, len(images)) | absent | {"config": cfg}
+    fetch_weights(model, options.report)
+    d = downstream(model, data, machine, cfg.amp, labelled)
+    arch, device = d.loaded.arch, d.device
+    fits(data.pool, arch)
+    assert d.loaded.decoder is not None
+    random = cfg.lower.decoder == "random"
+    decoder = mae.init_decoder(arch, rng(cfg.seed, "decoder")).to(device) if random else d.loaded.decoder
+    task = mae.MAE(d.loaded.backbone, decoder, cfg.lower.mask_ratio)
+    view = View(arch.image_size, mean, std, data.augment or "crop", data.min_crop)
     task.check(next(pretext_batches(task, images, view, cfg, 32, 0, 1, device)))
-    about = budget(cfg, arch, d.task, len(images))
-    if b.hypergrad == "exact" and about["lora_parameters"] > EXACT_LIMIT:
+    about = budget(cfg, arch, labelled, len(images))
+    if cfg.bilevel.hypergrad == "exact" and about["lora_parameters"] > EXACT_LIMIT:
         raise UsageError(
             f"--hypergrad exact: θ has {about['lora_parameters']} entries, a dense Hessian of more than "
             f"{EXACT_LIMIT} is out of reach; lower --rank or use mfac"
         )
     if options.dry_run:
         return about | {"config": cfg}
-    out = options.out or default_out("align", cfg.data.dataset, model, cfg.seed, cfg.lower.pretext)
-    defining = {"weights_sha256": d.loaded.digest, "images": about["images"]}
+    out = options.out or default_out("align", data.dataset, model, cfg.seed, cfg.lower.pretext)
+    defining = {"weights_sha256": d.loaded.digest, "data_sha256": labelled.fingerprint(), "images": about["images"]}
     run = open_run(out, "align", cfg, options.resume, options.force, **defining)
     steps = f"{about['steps']['lower']} + {about['steps']['upper']} steps, {about['lora_parameters']:,} LoRA parameters"
     options.announce(f"seed {cfg.seed}, device {device}, {steps} -> {out}")
+    for line in remarks(cfg, labelled):
+        options.announce(line)
 
-    theta = init_theta(arch.depth, model.rank, arch.dim, rng(cfg.seed, "lora"))
+    began = clocks()
+    tried = Tried(run)
+    for d_lr in tried.left(rates):
+        chosen = cfg.model_copy(update={"upper": cfg.upper.model_copy(update={"d_lr": d_lr, "d_lr_from": None})})
+
+        def pretext(start: int, stop: int) -> Iterator[mae.Batch]:
+            return pretext_batches(task, images, view, cfg, cfg.lower.p_batch, start, stop, device)
+
+        try:
+            theta_P = attempt(chosen, d, task, pretext, run, options.report, watched=len(rates) > 1)
+            break
+        except Diverged as error:
+            if len(rates) == 1:
+                raise
+            tried.failed(d_lr, str(error))
+            options.announce(f"--d-lr {d_lr:g} is not stable: {error}")
+    else:
+        raise RunError(
+            f"--d-lr auto: none of {', '.join(f'{lr:g}' for lr in rates)} is stable; see {run.path}/train.log"
+        )
+
+    metadata = adapter_metadata(
+        arch, model.backbone, model.rank or 0, model.alpha or 0.0, pretext=cfg.lower.pretext, dataset=data.dataset,
+        weights_sha256=d.loaded.digest, stage="align", hypergrad=cfg.bilevel.hypergrad, d_lr=d_lr,
+    )  # fmt: skip
+    write_atomic(out / "adapter.safetensors", adapter_bytes(theta_P, {}, metadata))
+    last = list(run.metrics())[-1]
+    numbers = {key: last[key] for key in ("distance", "q_over_g", "cosine", "val_P", "val_D")}
+    result = {"out": str(out), "adapter": str(out / "adapter.safetensors"), "d_lr": d_lr, "unstable": tried.why}
+    result |= {"metric": labelled.metric, **numbers, **spent(began)}
+    run.finish(result)
+    return result
+
+
+def attempt(
+    cfg: AlignConfig,
+    d: Downstream,
+    task: mae.MAE,
+    pretext: Callable[[int, int], Iterator[mae.Batch]],
+    run: Run,
+    report: Report,
+    watched: bool,
+) -> Tensor:
+    """Algorithm 1 with one upper rate, from its start or its checkpoint, to θ_P.
+
+    Args:
+        pretext: (first step, last step + 1) -> prepared batches.
+        watched: end with Diverged as soon as training is `ft.unstable`.
+    """
+    model, b, d_lr, device = cfg.model, cfg.bilevel, cfg.upper.d_lr, d.device
+    assert model.rank is not None and model.drop_path is not None
+    theta = init_theta(d.loaded.arch.depth, model.rank, d.loaded.arch.dim, rng(cfg.seed, "lora"))
     init = {"P": theta, "D": theta}  # l.2: θ_P and θ_D start equal
     s = state(cfg, trainable(init, device), trainable(task.phi, device), head(d, cfg.seed, "align head"))
-    loss_D, began = d.loss(), clocks()
+    loss_D = d.loss()
     restored = run.restore(lambda record: record["step"] <= record["checkpoint"], device)
-    if restored is not None:
+    if restored is not None and restored["d_lr"] == d_lr:
         s.load_state_dict(restored)
         task.load_state_dict(restored["task"])
     else:
-        probing(cfg, d, loss_D, s, run, options.report)
+        run.cut(lambda record: False)
+        probing(cfg, d, loss_D, s, run, report)
+    curves: dict[str, list[float]] = {"L^P": [], "L^D(P)": [], "L^D(D)": []}
+    vals: list[float] = []
 
-    start, stop = s.done * b.lower_steps, b.alternations * b.lower_steps
-    pretext = pretext_batches(task, images, view, cfg, cfg.lower.p_batch, start, stop, device)
+    def watch(record: dict[str, Any]) -> None:
+        for name, key in (("L^P", "loss_P"), ("L^D(P)", "loss_D_at_P"), ("L^D(D)", "loss_D_at_D")):
+            if record[key]:
+                curves[name].append(mean(record[key]))
+        if "val_D" in record:
+            vals.append(record["val_D"]["accuracy"])
+
+    for record in run.metrics():
+        if record["step"]:
+            watch(record)
+
     start, stop = s.done * b.upper_steps, b.alternations * b.upper_steps
     draws = stream(len(d.task.train.targets), cfg.upper.d_batch, cfg.seed, "downstream", start, stop)
-    with_drop = d.with_drop(d.train(draws, cfg.seed, "downstream"), model.drop_path, cfg.seed, "downstream", start)
+    with_drop = d.train(draws, cfg.seed, "downstream", model.drop_path, start)
 
     def after(s: bisslight.State, log: bisslight.Log) -> None:
         t = log.alternation
@@ -339,39 +301,80 @@ def align(cfg: AlignConfig, options: Options) -> dict[str, Any]:
         if log.loss_D_at_D:
             text += f"  L^D(D) {log.loss_D_at_D[-1]:.4f}  L^D(P) {log.loss_D_at_P[-1]:.4f}"
             text += f"  |q|/|g| {log.q_over_g[-1]:.3f}"
-        if t % b.eval_every == 0 or t == b.alternations:
-            for level, theta in (("P", s.theta_P), ("D", s.theta_D)):
-                val = d.score(d.task.val, theta, s.phi_D)
-                record[f"val_{level}"] = val._asdict()
-                text += f"  val({level}) {val.accuracy:.1f}"
-            run.metric(record)
-            run.save(s.state_dict() | {"task": task.state_dict()})
-        else:
-            run.metric(record)
-        options.report("align", t, b.alternations, text)
+        validated = t % b.eval_every == 0 or t == b.alternations
+        for level, theta in (("P", s.theta_P), ("D", s.theta_D)) if validated else ():
+            val = d.score(d.task.val, theta, s.phi_D)
+            record[f"val_{level}"] = val._asdict()
+            text += f"  val({level}) {val.accuracy:.1f}"
+        run.metric(record)
+        watch(record)
+        if watched and (why := ft.unstable({k: v for k, v in curves.items() if v}, vals)):
+            raise Diverged(f"alternation {t}: {why}")
+        if validated:
+            run.save(s.state_dict() | {"task": task.state_dict(), "d_lr": d_lr})
+        report("align", t, b.alternations, text)
         run.log(f"alternation {t}: {text}")
 
     inverses: dict[str, bisslight.Hypergradient] = {
         "mfac": partial(mfac.mfac, partition=b.partition), "identity": mfac.identity, "exact": mfac.exact,
     }  # fmt: skip
     loss_P = autocast(task.loss, device, cfg.amp and b.hypergrad != "exact")  # the exact Hessian in full precision
-    theta_P = bisslight.align(s, b, loss_P, loss_D, inverses[b.hypergrad], pretext, with_drop, task.after_step, after)
+    start, stop = s.done * b.lower_steps, b.alternations * b.lower_steps
+    on_host = cfg.machine.mfac_device == "cpu" and b.hypergrad == "mfac"
+    store = torch.empty(len(theta), b.lower_steps, theta.shape[1]) if on_host else None
+    return bisslight.align(
+        s, b, loss_P, loss_D, inverses[b.hypergrad], pretext(start, stop), with_drop, task.after_step, after, store
+    )
 
-    metadata = adapter_metadata(
-        arch, model.backbone, model.rank, model.alpha or model.rank, pretext=cfg.lower.pretext,
-        dataset=cfg.data.dataset, weights_sha256=d.loaded.digest, stage="align",
-    )  # fmt: skip
-    write_atomic(out / "adapter.safetensors", adapter_bytes(theta_P, {}, metadata))
-    last = list(run.metrics())[-1]
-    numbers = {key: last[key] for key in ("distance", "q_over_g", "cosine", "val_P", "val_D")}
-    result = {"out": str(out), "adapter": str(out / "adapter.safetensors"), **numbers, **spent(began)}
-    run.finish(result)
-    return result
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+class Tried:
+    """Upper rates that were not stable, kept in d_lr.json, so that a resumed run does not try them again."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.file = run, run.path / "d_lr.json"
+        self.why: dict[str, str] = read_json(self.file) if run.resumed and self.file.exists() else {}
+
+    def left(self, rates: Sequence[float]) -> Iterator[float]:
+        return (rate for rate in rates if f"{rate:g}" not in self.why)
+
+    def failed(self, rate: float, why: str) -> None:
+        self.why[f"{rate:g}"] = why
+        write_atomic(self.file, json.dumps(self.why, indent=1))
+        self.run.log(f"upper rate {rate:g} is not stable: {why}")
+
+
+def d_rates(cfg: AlignConfig) -> list[float]:
+    """The upper rate, or for auto the candidates from a finished direct PEFT run (UsageError where it is none)."""
+    if cfg.upper.d_lr != "auto":
+        return [cfg.upper.d_lr]
+    run = cfg.upper.d_lr_from
+    assert run is not None
+    if not (run / "result.json").exists():
+        raise UsageError(f"--d-lr-from {run}: is not a finished run")
+    config, result = read_json(run / "config.json"), read_json(run / "result.json")
+    if "peft" not in config or config["start"] is not None:
+        raise UsageError(f"--d-lr-from {run}: is not a run of `finetune` from the backbone")
+    if config["data"]["dataset"] != cfg.data.dataset:
+        raise UsageError(f"--d-lr-from {run}: is about {config['data']['dataset']}, not about {cfg.data.dataset}")
+    return ft.upper_rates(result["lr"])
+
+
+def remarks(cfg: AlignConfig | FinetuneConfig, task: Task) -> Iterator[str]:
+    """What a person should know before the run."""
+    if task.missing:
+        yield f"{cfg.data.dataset} is a partial copy: {task.missing} listed images are not there"
+    if isinstance(cfg, AlignConfig) and cfg.bilevel.warmup >= cfg.bilevel.alternations:
+        yield f"the warm-up of {cfg.bilevel.warmup} alternations is as long as the run: no rate reaches its base"
 
 
 def state(cfg: AlignConfig, theta: dict[str, Tensor], phi_P: Phi, phi_D: Phi) -> bisslight.State:
     """The optimisers of both levels (App. C.3) over fresh leaf tensors."""
     b, low, up = cfg.bilevel, cfg.lower, cfg.upper
+    assert up.d_lr != "auto"
     schedule = [Schedule(b.alternations * n, b.warmup * n, b.end_lr) for n in (b.lower_steps, b.upper_steps)]
     groups = [Group([theta["P"]], low.p_lr, low.p_weight_decay)]
     groups += decay_groups(phi_P, low.decoder_lr, low.p_weight_decay)
@@ -391,16 +394,18 @@ def probing(
 ) -> None:
     """Linear probing of φ_D before Algorithm 1 (App. C.3), and its validation accuracy."""
     up, n = cfg.upper, len(d.task.train.targets)
+    assert up.d_lr != "auto"
     opt = ft.optimiser(s.phi_D.values(), up.d_lr, up.d_weight_decay, constant, up.d_optimizer == "sgd")
     draws = epochs(n, up.d_batch, cfg.seed, "probe", up.probe_epochs)
     per_epoch = -(-n // up.d_batch)
-    losses = ft.probe(loss_D, s.theta_D, s.phi_D, opt, d.train(draws, cfg.seed, "probe"))
+    rate = cfg.model.drop_path if up.probe_drop_path and cfg.model.drop_path else 0.0
+    losses = ft.probe(loss_D, s.theta_D, s.phi_D, opt, d.train(draws, cfg.seed, "probe", rate))
     for step, loss in enumerate(losses, 1):
         if step % per_epoch == 0:
             report("probe", step // per_epoch, up.probe_epochs, f"loss {loss:.4f}")
     val = d.score(d.task.val, s.theta_D, s.phi_D)
     run.metric({"step": 0, "probe_val": val._asdict()})
-    run.log(f"linear probe: validation accuracy {val.accuracy:.1f} %")
+    run.log(f"linear probe: validation {d.task.metric} {val.accuracy:.1f} %")
 
 
 def budget(cfg: AlignConfig, arch: Arch, task: Task, pool: int) -> dict[str, Any]:
@@ -419,6 +424,7 @@ def budget(cfg: AlignConfig, arch: Arch, task: Task, pool: int) -> dict[str, Any
     work = b.lower_steps * cfg.lower.p_batch * lower + b.upper_steps * cfg.upper.d_batch * upper
     return {
         "images": {"pool": pool, **{part: len(getattr(task, part).targets) for part in ("train", "val", "test")}},
+        "missing_images": task.missing,
         "steps": {"lower": b.alternations * b.lower_steps, "upper": b.alternations * b.upper_steps},
         "lora_parameters": 4 * r * D * depth,
         "gradient_store_MB": store / 1e6,
@@ -435,7 +441,7 @@ class Unit(NamedTuple):
     """One PEFT run to be done: what a worker process needs to know."""
 
     cfg: str  # FinetuneConfig as JSON, resolved
-    start: Path | None  # align run that θ comes from
+    start: Path | None  # align run, or LoRA file, that θ comes from
     lr: float
     seed: int
 
@@ -444,10 +450,10 @@ def run_unit(unit: Unit, report: Report = silent) -> dict[str, Any]:
     """PEFT with one rate and one seed. Returns numbers, and the best epoch's tensors under "theta" and "phi_D"."""
     cfg = FinetuneConfig.model_validate_json(unit.cfg)
     p, n_seed = cfg.peft, unit.seed
-    d = downstream(cfg.model, cfg.data, load_task(cfg.data.dataset, cfg.data.data_seed), cfg.machine, cfg.amp)
+    d = downstream(cfg.model, cfg.data, cfg.machine, cfg.amp)
     began = clocks()
     if unit.start is not None:
-        theta = load_adapter(unit.start / "adapter.safetensors")[0]
+        theta = export.load_theta(unit.start, d.loaded.arch.dim)[0]
     else:
         assert cfg.model.rank is not None
         theta = init_theta(d.loaded.arch.depth, cfg.model.rank, d.loaded.arch.dim, rng(n_seed, "lora"))
@@ -456,10 +462,9 @@ def run_unit(unit: Unit, report: Report = silent) -> dict[str, Any]:
     n = len(d.task.train.targets)
     per_epoch = -(-n // p.batch)
     schedule = Schedule(p.epochs * per_epoch, p.warmup_epochs * per_epoch, p.end_lr)
-    opt = ft.optimiser([leaf, *phi_D.values()], unit.lr, p.weight_decay, schedule)
-    examples = d.train(epochs(n, p.batch, n_seed, "peft", p.epochs), n_seed, "peft")
+    opt = ft.optimiser([leaf, *phi_D.values()], unit.lr, p.weight_decay, schedule, p.optimizer == "sgd")
     assert cfg.model.drop_path is not None
-    with_drop = d.with_drop(examples, cfg.model.drop_path, n_seed, "peft", 0)
+    examples = d.train(epochs(n, p.batch, n_seed, "peft", p.epochs), n_seed, "peft", cfg.model.drop_path)
     curve: list[dict[str, Any]] = []
 
     def after(epoch: int, loss: float, val: Score | None) -> None:
@@ -470,7 +475,7 @@ def run_unit(unit: Unit, report: Report = silent) -> dict[str, Any]:
     validate = partial(d.score, d.task.val)
     done: dict[str, Any] = {"lr": unit.lr, "seed": n_seed}
     try:
-        best = ft.peft(d.loss(), leaf, phi_D, opt, with_drop, p.epochs, per_epoch, validate, p.eval_every, after)
+        best = ft.peft(d.loss(), leaf, phi_D, opt, examples, p.epochs, per_epoch, validate, p.eval_every, after)
     except Diverged as error:
         return done | {"val": None, "diverged": str(error), "curve": curve}
     done |= {"val": best.val._asdict(), "epoch": best.epoch, "curve": curve, **spent(began)}
@@ -507,6 +512,8 @@ def starts_of(start: Path | None, seeds: int) -> tuple[list[Path | None], str]:
     """The align run each seed starts from, and what a seed therefore repeats (the unit of the p-value)."""
     if start is None:
         return [None] * seeds, "PEFT seed"
+    if start.is_file():
+        return [start] * seeds, "PEFT seed on one LoRA file"
     runs = runs_in(start)
     if len(runs) not in (1, seeds):
         raise UsageError(f"--from {start}: holds {len(runs)} align runs, --seeds {seeds} wants 1 or {seeds}")
@@ -521,61 +528,67 @@ def starts_of(start: Path | None, seeds: int) -> tuple[list[Path | None], str]:
 
 
 def finetune(cfg: FinetuneConfig, options: Options, mapper: Map | None = None) -> dict[str, Any]:
-    """PEFT over seeds (and rates), the rate chosen on mean validation, the chosen runs tested once."""
-    task, model = load_task(cfg.data.dataset, cfg.data.data_seed), resolved_model(cfg.model)
-    cfg = cfg.model_copy(update={"model": model, "data": resolved_data(cfg.data, False)})
-    p = cfg.peft
+    """PEFT over rates and seeds (App. C.2): the rate is chosen on validation, its seeds are run, and tested once."""
+    machine = resolved_machine(cfg.machine)
+    model, data = resolved_model(cfg.model), resolved_data(cfg.data, False)
+    cfg = cfg.model_copy(update={"model": model, "data": data, "machine": machine})
+    assert machine.data_root is not None
+    task, p = load_task(data, machine.data_root), cfg.peft
     starts, unit = starts_of(cfg.start, p.seeds)
-    d = downstream(model, cfg.data, task, cfg.machine, cfg.amp)
+    rates = (p.lr,) if p.lr else p.grid or (ft.DIRECT_GRID if cfg.start is None else ft.ALIGNED_GRID)
+    tries = p.grid_seeds if len(rates) > 1 else p.seeds
+    n, runs = len(task.train.targets), len(rates) * tries + p.seeds - tries
+    about: dict[str, Any] = {"runs": runs, "rates": rates, "steps": runs * p.epochs * -(-n // p.batch)}
+    about |= {"images": {part: len(getattr(task, part).targets) for part in ("train", "val", "test")}}
+    about |= {"missing_images": task.missing}
+    if options.dry_run and (absent := to_download(model)):
+        return about | absent | {"config": cfg}
+    fetch_weights(model, options.report)
+    d = downstream(model, data, machine, cfg.amp, task)
+    origin: dict[str, str] = {}
     for start in {s for s in starts if s}:
-        check_adapter(start, model, d.loaded, cfg.data.dataset)
-    grid = p.grid or (ft.DIRECT_GRID if cfg.start is None else ft.ALIGNED_GRID)
-    rates = grid if p.lr_grid else (p.lr or (1e-3 if cfg.start is None else 3e-4),)
-    n = len(d.task.train.targets)
-    about = {"runs": len(rates) * p.seeds, "rates": rates, "steps": len(rates) * p.seeds * p.epochs * -(-n // p.batch)}
+        origin = check_adapter(start, model, d.loaded, data.dataset)
     if options.dry_run:
         return about | {"config": cfg}
-    arm = "aligned" if cfg.start else "direct"
-    out = options.out or default_out("finetune", cfg.data.dataset, model, cfg.seed, arm)
-    defining = {"weights_sha256": d.loaded.digest, "images": n}
+    out = options.out or default_out("finetune", data.dataset, model, cfg.seed, "aligned" if cfg.start else "direct")
+    defining = {"weights_sha256": d.loaded.digest, "data_sha256": task.fingerprint(), "images": about["images"]}
     run = open_run(out, "finetune", cfg, options.resume, options.force, **defining)
-    options.announce(f"seed {cfg.seed}, device {d.device}, {about['runs']} runs, {about['steps']} steps -> {out}")
+    options.announce(f"seed {cfg.seed}, device {d.device}, {runs} runs, {about['steps']} steps -> {out}")
+    for line in remarks(cfg, task):
+        options.announce(line)
 
-    text = cfg.model_dump_json()
-    units = [Unit(text, start, lr, cfg.seed + i) for lr in rates for i, start in enumerate(starts)]
-    done: dict[tuple[float, int], dict[str, Any]] = {}
     if run.resumed:
         run.cut(lambda record: True)
-        done = {(m["lr"], m["seed"]): m for m in run.metrics()}
-    todo = [unit for unit in units if (unit.lr, unit.seed) not in done]
-    results = mapper(run_unit, todo) if mapper else map(partial(run_unit, report=options.report), todo)
-    for outcome in results:
-        theta, phi_D = outcome.pop("theta", None), outcome.pop("phi_D", {})
-        if theta is not None:
-            metadata = adapter_metadata(
-                d.loaded.arch, model.backbone, model.rank or 0, model.alpha or 0.0,
-                dataset=cfg.data.dataset, weights_sha256=d.loaded.digest, stage="finetune",
-                lr=outcome["lr"], seed=outcome["seed"], classes=json.dumps(d.task.classes),
-            )  # fmt: skip
-            write_atomic(adapter_file(out, outcome), adapter_bytes(theta, phi_D, metadata))
-        run.metric({"step": len(done), **outcome})
-        done[outcome["lr"], outcome["seed"]] = outcome
-        val = outcome["val"]
-        said = f"val {val['accuracy']:.1f} at epoch {outcome['epoch']}" if val else outcome["diverged"]
-        run.log(f"lr {outcome['lr']:g} seed {outcome['seed']}: {said}")
-        options.report("runs", len(done), len(units), f"lr {outcome['lr']:g} seed {outcome['seed']} {said}")
+    done: dict[tuple[float, int], dict[str, Any]] = {(m["lr"], m["seed"]): m for m in run.metrics()}
+    text = cfg.model_dump_json()
 
-    vals = {lr: [Score(**v) if (v := done[lr, u.seed]["val"]) else None for u in units if u.lr == lr] for lr in rates}
+    def work(rates: Sequence[float], some: slice) -> None:
+        """All seeds of a slice at all rates, but for what an interrupted run has finished."""
+        seeds = list(enumerate(starts, cfg.seed))[some]
+        todo = [Unit(text, start, lr, seed) for lr in rates for seed, start in seeds if (lr, seed) not in done]
+        results = mapper(run_unit, todo) if mapper else map(partial(run_unit, report=options.report), todo)
+        for outcome in results:
+            keep(run, d, cfg, outcome)
+            done[outcome["lr"], outcome["seed"]] = outcome
+            options.report("runs", len(done), runs, said(outcome))
+
+    work(rates, slice(0, tries))
+    vals = {lr: [score_of(done[lr, cfg.seed + i]) for i in range(tries)] for lr in rates}
     lr = ft.choose(vals)
+    work([lr], slice(tries, None))
     chosen = [done[lr, cfg.seed + i] for i in range(p.seeds)]
+    if failed := [outcome["seed"] for outcome in chosen if outcome["val"] is None]:
+        raise RunError(f"seed {failed[0]} diverged at the chosen rate {lr:g}; give a lower --lr")
     tests = []
     for outcome in chosen:
         theta, phi_D, _ = load_adapter(adapter_file(out, outcome))
-        tests.append(d.score(d.task.test, theta.to(d.device), {k: v.to(d.device) for k, v in phi_D.items()}))
+        tests.append(d.score(task.test, theta.to(d.device), {k: v.to(d.device) for k, v in phi_D.items()}))
         write_atomic(out / f"adapter-s{outcome['seed']}.safetensors", adapter_file(out, outcome).read_bytes())
     result = {
-        "out": str(out), "dataset": cfg.data.dataset, "backbone": model.backbone, "unit": unit, "lr": lr,
-        "test": [t.accuracy for t in tests], "test_loss": [t.loss for t in tests],
+        "out": str(out), "dataset": data.dataset, "backbone": model.backbone, "unit": unit, "lr": lr,
+        "metric": task.metric, "aligned_by": origin.get("hypergrad") if cfg.start else None,
+        "pretext": origin.get("pretext", "mae"), "test": [t.accuracy for t in tests],
+        "test_loss": [t.loss for t in tests], "test_per_class": [t.per_class for t in tests],
         "val": [o["val"]["accuracy"] for o in chosen], "epochs": [o["epoch"] for o in chosen],
         "grid": {str(k): [v.accuracy if v else None for v in scores] for k, scores in vals.items()},
         "cpu_seconds": [o["cpu_seconds"] for o in chosen],
@@ -586,17 +599,78 @@ def finetune(cfg: FinetuneConfig, options: Options, mapper: Map | None = None) -
     return result
 
 
+def keep(run: Run, d: Downstream, cfg: FinetuneConfig, outcome: dict[str, Any]) -> None:
+    """Write down a finished PEFT run: its tensors as a file, its numbers as a line of metrics.jsonl."""
+    theta, phi_D, model = outcome.pop("theta", None), outcome.pop("phi_D", {}), cfg.model
+    if theta is not None:
+        metadata = adapter_metadata(
+            d.loaded.arch, model.backbone, model.rank or 0, model.alpha or 0.0,
+            dataset=cfg.data.dataset, weights_sha256=d.loaded.digest, stage="finetune",
+            lr=outcome["lr"], seed=outcome["seed"], classes=json.dumps(d.task.classes),
+        )  # fmt: skip
+        write_atomic(adapter_file(run.path, outcome), adapter_bytes(theta, phi_D, metadata))
+    run.metric({"step": len(list(run.metrics())), **outcome})
+    run.log(said(outcome))
+
+
+def said(outcome: dict[str, Any]) -> str:
+    """A finished PEFT run in a line."""
+    val = outcome["val"]
+    how = f"val {val['accuracy']:.1f} at epoch {outcome['epoch']}" if val else outcome["diverged"]
+    return f"lr {outcome['lr']:g} seed {outcome['seed']} {how}"
+
+
+def score_of(outcome: dict[str, Any]) -> Score | None:
+    """The validation score of a finished PEFT run, None if it diverged."""
+    return Score(**outcome["val"]) if outcome["val"] else None
+
+
 def adapter_file(out: Path, outcome: dict[str, Any]) -> Path:
     """Where a unit's tensors wait until the rate is chosen."""
     return out / f"adapter-lr{outcome['lr']:g}-s{outcome['seed']}.safetensors"
 
 
-def check_adapter(start: Path, model: Model, loaded: Loaded, dataset: str) -> None:
-    """Refuse an adapter that was trained on another backbone or aligned with another task (UsageError)."""
-    _, _, about = load_adapter(start / "adapter.safetensors")
+def check_adapter(start: Path, model: Model, loaded: Loaded, dataset: str) -> dict[str, str]:
+    """Where a LoRA comes from; refuses one of another backbone, another rank or another task (UsageError).
+
+    A file of the released program does not say what it belongs to; only its shapes can be checked.
+    """
+    theta, about = export.load_theta(start, loaded.arch.dim)
+    shape = (loaded.arch.depth, 4 * (model.rank or 0) * loaded.arch.dim)
+    if theta.shape != shape:
+        found = f"{theta.shape[0]} layers of rank {theta.shape[1] // (4 * loaded.arch.dim)}"
+        raise UsageError(f"--from {start}: holds {found}, this run has {shape[0]} of rank {model.rank}")
     now = adapter_metadata(
         loaded.arch, model.backbone, model.rank or 0, model.alpha or 0, weights_sha256=loaded.digest, dataset=dataset
     )
     for key in ("backbone", "rank", "alpha", "weights_sha256", "dataset"):
-        if about.get(key) != now[key]:
+        if about and about.get(key) != now[key]:
             raise UsageError(f"--from {start}: its adapter has {key} {about.get(key)}, this run has {now[key]}")
+    return about
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+def export_run(path: Path, out: Path | None, seed: int | None, merged: bool) -> list[Path]:
+    """A finished run's adapter in other programs' layouts, and a model card (UsageError where there is no such run)."""
+    if not (path / "result.json").exists():
+        raise UsageError(f"{path}: is not a finished run")
+    config, result = read_json(path / "config.json"), read_json(path / "result.json")
+    aligned = "bilevel" in config
+    if not aligned and "peft" not in config:
+        raise UsageError(f"{path}: is neither an align nor a finetune run")
+    cfg = (AlignConfig if aligned else FinetuneConfig).model_validate(config)
+    assert isinstance(cfg, AlignConfig | FinetuneConfig)
+    file = path / ("adapter.safetensors" if aligned else f"adapter-s{cfg.seed if seed is None else seed}.safetensors")
+    if not file.exists():
+        raise UsageError(f"--seed {seed}: {path} has no {file.name}")
+    theta, phi_D, about = load_adapter(file)
+    fetch_weights(cfg.model, silent)
+    d = load_backbone(cfg.model, torch.device("cpu"))
+    quilts_task = quilts(cfg.data.data_seed)[1]
+    channels = d.channels or ((quilts_task.mean, quilts_task.std) if cfg.data.dataset == "quilts" else IMAGENET)
+    terms = BENCHMARKS[cfg.data.dataset].terms if cfg.data.dataset in BENCHMARKS else "the user's own"
+    card = export.model_card(about, config, result, terms)
+    where = out or path / "export"
+    return export.write_all(where, d.backbone, theta, phi_D, cfg.model.backbone, d.arch, channels, card, merged)

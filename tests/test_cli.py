@@ -117,8 +117,11 @@ def test_the_grid_takes_the_rate_with_the_best_mean_validation(weights: Path, ca
     code, out, _ = run(f"{line} --lr-grid --grid 1e-4,1e-2 --out f --json", capsys)
     assert code == 0
     result = json.loads(out)
-    means = {float(lr): sum(values) / 2 for lr, values in result["grid"].items()}
+    means = {float(lr): sum(values) / len(values) for lr, values in result["grid"].items()}
+    assert [len(values) for values in result["grid"].values()] == [1, 1]  # one seed a rate, then the chosen one's rest
     assert means[result["lr"]] == max(means.values())
+    assert len(result["test"]) == 2
+    assert len(Path("f/metrics.jsonl").read_text().splitlines()) == 3
     assert sorted(p.name for p in Path("f").glob("adapter*")) == ["adapter-s0.safetensors", "adapter-s1.safetensors"]
 
 
@@ -238,11 +241,11 @@ WRONG = [
     ("align --backbone vit_mini --weights {w} --dataset quits", 2, "did you mean quilts?"),
     ("align --backbone vit_mini --weights {w}", 2, "--dataset is needed"),
     ("align --backbone vit_mini --weights {w} --dataset folder:nowhere --pool quilts", 2, "there is no such folder"),
-    ("align --backbone vit_mini --weights {w} --dataset folder:pics", 2, "--pool: give a folder of unlabelled images"),
+    ("align --backbone vit_mini --weights {w} --dataset folder:pics", 2, "Or give --pool DIR, any folder of images"),
     (
         "align --backbone vit_mini --weights {w} --dataset quilts --pool nowhere",
         2,
-        "--pool nowhere: there is no such folder",
+        "/nowhere: there is no such folder",
     ),
     ("align --backbone vit_mini --weights {w} --dataset quilts --lam -1", 2, "--lam -1.0: should be greater than 0"),
     ("align --backbone vit_mini --weights {w} --dataset quilts --rank 65", 2, "--rank 65: is larger than the width 64"),
@@ -283,7 +286,7 @@ WRONG = [
     ("align --backbone vit_mini --weights {w} --dataset quilts --hypergrad exact", 2, "out of reach; lower --rank"),
     ("pretrain --pool quilts --backbone vit_mini --beta2 1", 2, "--beta2 1.0: should be less than 1"),
     ("pretrain --pool quilts --backbone vit_mini --device meta", 2, "not supported, take cpu or cuda"),
-    ("finetune --backbone vit_mini --weights {w} --dataset quilts --grid 1e-3", 2, "--grid needs --lr-grid"),
+    ("finetune --backbone vit_mini --weights {w} --dataset quilts --no-lr-grid", 2, "--no-lr-grid needs --lr"),
     ("align --backbone vit_mini --weights nope.pth --dataset quilts", 2, "--weights nope.pth: there is no such file"),
     (
         "finetune --backbone vit_mini --weights {w} --dataset quilts --epochs 1 --seeds 1 --lr 1e30",

@@ -8,8 +8,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from config import RunError, UsageError
-from data import MOTIFS, Images, Split, View, batches, epochs, folder, in_order, load_pool, load_task, quilts, stream
+from config import Data, RunError, UsageError
+from data import MOTIFS, Images, Split, View, batches, epochs, folder, in_order, load_pool, quilts, stream
+from datasets import load_task
 
 CPU = torch.device("cpu")
 
@@ -109,10 +110,9 @@ def test_wrong_folders_end_in_one_clear_line(tmp_path: Path) -> None:
     ]:
         with pytest.raises(UsageError, match=message):
             folder(tmp_path / name, 0)
-    with pytest.raises(UsageError, match="unknown dataset, did you mean quilts"):
-        load_task("quilt", 0)
-    with pytest.raises(UsageError, match="did you mean folder:"):
-        load_task(str(tmp_path), 0)
+    for name, message in [("quilt", "unknown dataset, did you mean quilts"), (str(tmp_path), "did you mean folder:")]:
+        with pytest.raises(UsageError, match=message):
+            load_task(Data(dataset=name), tmp_path)
     with pytest.raises(UsageError, match="there is no such folder"):
         load_pool(str(tmp_path / "missing"), 0)
     (tmp_path / "nothing").mkdir()

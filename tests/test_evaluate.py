@@ -1,14 +1,19 @@
 """Scores, the permutation test against brute force, and which runs may be pooled."""
 
 import json
+import re
+from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import recorded, shared
 
-from config import UsageError
-from evaluate import Arm, compare, read_arm, score, table
+import paper
+from config import BACKBONES, RunError, UsageError
+from evaluate import Arm, average_precision, compare, mean_average_precision, read_arm, score, table
+from finetune import cross_entropy
 from runtime import rng
 
 
@@ -58,17 +63,19 @@ def test_score_does_not_depend_on_batch_size() -> None:
 def finished(path: Path, test: list[float], **changes: object) -> None:
     """A finished run; `changes` are settings that differ from the others'."""
     path.mkdir(parents=True)
-    data = {"dataset": "quilts", "data_seed": 0, "pool": None}
+    data = {"dataset": "quilts", "data_seed": 0, "pool": None, "partial": False}
     config = {"data": data | changes, "model": {"rank": 8} | changes, "peft": {}, "start": None, "seed": len(str(path))}
     (path / "config.json").write_text(json.dumps(config))
-    (path / "result.json").write_text(json.dumps({"unit": "PEFT seed", "test": test}))
+    (path / "env.json").write_text(json.dumps({"data_sha256": f"{config['data']['data_seed']:064d}"}))
+    result = {"unit": "PEFT seed", "test": test, "backbone": "vit_mini", "aligned_by": None, "pretext": "mae"}
+    (path / "result.json").write_text(json.dumps(result | {"metric": "top-1 accuracy"}))
 
 
 def test_a_directory_of_runs_is_one_arm(tmp_path: Path) -> None:
     finished(tmp_path / "arm" / "s0", [70.0])
     finished(tmp_path / "arm" / "s1", [72.0])
     arm = read_arm(tmp_path / "arm")
-    assert arm == Arm("arm", [70.0, 72.0], "PEFT seed", {"dataset": "quilts", "data_seed": 0})
+    assert arm == Arm("arm", [70.0, 72.0], "PEFT seed", {"dataset": "quilts", "data": 12 * "0"})
     assert (arm.mean, arm.std) == (71.0, pytest.approx(2**0.5))
     rows = table([arm, arm._replace(accuracies=[60.0, 61.0])])
     assert rows[1]["first_minus_this"]["difference"] == pytest.approx(10.5)
@@ -77,7 +84,7 @@ def test_a_directory_of_runs_is_one_arm(tmp_path: Path) -> None:
 def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
     finished(tmp_path / "mixed" / "a", [70.0])
     finished(tmp_path / "mixed" / "b", [70.0], rank=4)
-    finished(tmp_path / "other", [70.0], data_seed=1)
+    finished(tmp_path / "other", [70.0], dataset="dtd")
     with pytest.raises(UsageError, match="not comparable"):
         table([read_arm(tmp_path / "mixed" / "a"), read_arm(tmp_path / "other")])
     finished(tmp_path / "running", [70.0])
@@ -94,3 +101,124 @@ def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
     ]:
         with pytest.raises(UsageError, match=message):
             read_arm(tmp_path / name)
+
+
+def test_metrics_equal_the_recorded_ones() -> None:
+    """Per-class AP by the exact recall test, mAP, top-1 and both losses, of 160 images."""
+    rec = recorded("official/eval_metrics.npz")
+    z, y = rec["ml_logits"], rec["ml_targets"].long()
+    labels = 2 * y - 1
+    for k, expected in enumerate(rec["ml_ap11_exact_percent_per_class"].tolist()):
+        if (labels[:, k] == 1).any():
+            assert 100 * average_precision(z[:, k], labels[:, k]) == pytest.approx(expected, abs=1e-10)
+    found = score(lambda x: x, zip(z.split(16), labels.split(16), strict=True), cross_entropy)
+    assert found.accuracy == pytest.approx(float(rec["ml_map11_exact_percent"]), abs=1e-10)
+    assert found.loss == pytest.approx(float(rec["ml_softmax_ce_batchmean"]), rel=1e-6)
+    z, y = rec["sl_logits"], rec["sl_labels"].long()
+    found = score(lambda x: x, [(z, y)])
+    assert found.accuracy == pytest.approx(float(rec["sl_top1_percent"]), abs=1e-4)
+
+
+def devkit(scores: list[float], labels: list[int]) -> float:
+    """VOCevalcls of the devkit, step by step: difficult images move neither count; recall in exact fractions."""
+    ranked = [label for _, label in sorted(zip(scores, labels, strict=True), key=lambda pair: -pair[0])]
+    positives, tp, fp, points = sum(label == 1 for label in labels), 0, 0, []
+    for label in ranked:
+        tp, fp = tp + (label == 1), fp + (label == -1)
+        if tp + fp:
+            points.append((Fraction(tp, positives), Fraction(tp, tp + fp)))
+    steps = [Fraction(t, 10) for t in range(11)]
+    return float(sum(max((p for r, p in points if r >= t), default=Fraction(0)) for t in steps) / 11)
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        ([1, -1, 1], (6 + 5 * 2 / 3) / 11),
+        ([0, 1, 0, -1, 1, 0], (6 + 5 * 2 / 3) / 11),  # difficult ones change nothing
+        ([0, -1, 1], 1 / 2),
+        ([-1, -1, 1, 0], 1 / 3),
+        ([1] * 7 + [-1] * 7 + [1] * 3, (8 + 3 * 10 / 17) / 11),  # recall is exactly 0.7 after the seventh
+        ([1] * 9 + [-1] + [1], (10 + 10 / 11) / 11),
+    ],
+)
+def test_average_precision_by_hand(labels: list[int], expected: float) -> None:
+    scores = [1 - i / 100 for i in range(len(labels))]
+    assert devkit(scores, labels) == pytest.approx(expected)
+    assert average_precision(torch.tensor(scores), torch.tensor(labels)) == pytest.approx(expected)
+
+
+def test_average_precision_equals_the_devkit_on_random_scores_with_ties() -> None:
+    g = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        scores = torch.randint(12, (40,), generator=g) / 12.0
+        labels = torch.randint(-1, 2, (40,), generator=g)
+        assert average_precision(scores, labels) == pytest.approx(devkit(scores.tolist(), labels.tolist()), abs=1e-12)
+    with pytest.raises(RunError, match="no class has a positive"):
+        mean_average_precision(torch.zeros(3, 2), -torch.ones(3, 2))
+
+
+def test_per_class_accuracy_counts_classes_alike() -> None:
+    z, y = torch.eye(3)[[0, 0, 0, 1, 2]], torch.tensor([0, 0, 0, 0, 2])
+    assert score(lambda x: x, [(z, y)])[::2] == (pytest.approx(80.0), pytest.approx(100 * (3 / 4 + 1) / 2))
+
+
+def test_losses_of_several_labels_an_image() -> None:
+    z = torch.tensor([[1.0, 2.0, -1.0, 0.5]], dtype=torch.float64)
+    labels = torch.tensor([[1, -1, 0, 1]])
+    p = z.softmax(1)[0]
+    assert cross_entropy(z, labels, "softmax").item() == pytest.approx(-float(p[0].log() + p[3].log()))
+    s = z.sigmoid()[0]
+    expected = -float(s[0].log() + (1 - s[1]).log() + s[3].log()) / 3
+    assert cross_entropy(z, labels, "bce").item() == pytest.approx(expected)
+    assert cross_entropy(z, torch.zeros(1, 4).long(), "bce").item() == 0  # only difficult objects: nothing to learn
+
+
+def test_the_papers_tables_are_copied_right() -> None:
+    """Every number of the LaTeX source's tables, in order."""
+    text = shared("paper/bisslight.tex").read_text()
+
+    def table_of(label: str) -> str:
+        start = text.index(f"\\label{{{label}}}")
+        return text[start : text.index("\\end{tabular}", start)]
+
+    def pairs(label: str) -> list[tuple[float, float]]:
+        body = table_of(label)
+        found = re.findall(r"(\d+\.\d)\}?\\scriptstyle\{\\pm (\d+\.\d)\}", body)
+        return [(float(a), float(b)) for a, b in found]
+
+    rows = [pair for row in paper.MAE.values() for pair in row]
+    assert pairs("tab:mae_bisslight_main_results") == rows
+    assert pairs("tab:classificaiton_acc_bisslight_ijepa") == [pair for row in paper.IJEPA.values() for pair in row]
+    bissl = [*paper.MAE["vit_b16", "PEFT"], *paper.MAE["vit_b16", "BiSSLight"], *paper.BISSL["vit_b16", "BiSSL"]]
+    assert pairs("tab:classificaiton_acc_bissl_orig") == bissl
+    head = ["Pets", "DTD", "VOC07", "Flowers", "CUB200", "Aircrafts"]
+    assert re.findall(r"& (\w+)", table_of("tab:mae_bisslight_main_results").split("midrule")[0]) == head
+    assert [name.lower() for name in head] == [*paper.DATASETS]
+    millions = [float(x) for x in re.findall(r"\d+\.\d\d", table_of("tab:lora_param_count").split("midrule")[1])]
+    ours = [x for name, row in paper.LORA_MILLIONS.items() for x in (*row, paper.BACKBONE_MILLIONS[name])]
+    assert millions == ours
+    memory = [int(x) for x in re.findall(r"\\\((\d+)\\\) GB", table_of("tab:memory_single_gpu"))]
+    assert memory == [x for row in paper.MEMORY_GB.values() for x in row]
+
+
+def test_the_parameter_table_follows_from_the_formula() -> None:
+    for name, row in paper.LORA_MILLIONS.items():
+        arch = BACKBONES[name].arch
+        for rank, millions in zip(paper.LORA_RANKS, row, strict=True):
+            printed = 0.006 if (name, rank) == ("vit_b16", 8) else 0.00501  # 0.295 is printed 0.30
+            assert 4 * rank * arch.dim * arch.depth / 1e6 == pytest.approx(millions, abs=printed)
+
+
+def test_the_papers_figure_stands_beside_a_whole_benchmark_only(tmp_path: Path) -> None:
+    finished(tmp_path / "own", [70.0])
+    assert read_arm(tmp_path / "own").published is None
+    for name, partial, by, expected in [
+        ("direct", False, None, (84.4, 0.4)), ("aligned", False, "mfac", (85.6, 0.3)),
+        ("identity", False, "identity", None), ("subset", True, None, None),
+    ]:  # fmt: skip
+        finished(tmp_path / name, [70.0], dataset="cub200", partial=partial)
+        result = json.loads((tmp_path / name / "result.json").read_text())
+        (tmp_path / name / "result.json").write_text(json.dumps(result | {"backbone": "vit_l16", "aligned_by": by}))
+        found = read_arm(tmp_path / name).published
+        assert (found and found[:2]) == expected

@@ -17,7 +17,10 @@ def test_probe_then_peft_reproduce_a_recorded_run() -> None:
 
     p = rec.meta["probe"]
     opt = optimiser(r.phi_D.values(), p["lr"], p["wd"], constant)
-    assert len(list(probe(loss_D, r.theta, r.phi_D, opt, batches * p["epochs"]))) == len(batches) * p["epochs"]
+    assert (
+        len(list(probe(loss_D, r.theta, r.phi_D, opt, [(b, None) for b in batches * p["epochs"]])))
+        == len(batches) * p["epochs"]
+    )
     close(head_flat(r.phi_D).detach(), rec["head_after_probe"], 1e-10)
 
     p = rec.meta["peft"]

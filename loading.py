@@ -1,0 +1,203 @@
+"""From settings to things: what depends on backbone or dataset is filled in, weights and data are found and loaded.
+
+Everything here ends in a UsageError before the long work starts, if it ends in one.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import finetune as ft
+import mae
+from config import BACKBONES, Arch, Common, Data, Machine, Model, Shape, UsageError, defaults_of
+from data import Channels, Images, Split, Task, View, batches, in_order, load_pool, stream
+from datasets import load_task, pool_path
+from evaluate import score
+from fetch import fetch, mirrored, verify
+from lora import Backbone, Phi, drop_path, load_timm, logits
+from runtime import Score, autocast, pick_device, rng, sha256
+
+Report = Callable[[str, int, int, str], None]  # (stage, done, total, live numbers)
+
+MAE_FILES = "https://dl.fbaipublicfiles.com/mae/pretrain"
+OFFICIAL = {  # encoder and decoder for normalised pixels, and the bytes they have
+    "vit_b16": (f"{MAE_FILES}/mae_pretrain_vit_base_full.pth", 447_600_000),
+    "vit_l16": (f"{MAE_FILES}/mae_pretrain_vit_large_full.pth", 1_318_200_000),
+    "vit_h14": (f"{MAE_FILES}/mae_pretrain_vit_huge_full.pth", 2_628_300_000),
+}
+
+
+# --- settings that depend on backbone and dataset --------------------------------------------------------------------
+
+
+def resolved_model(model: Model) -> Model:
+    """Fill in what is set by backbone, and where the weights are or will be (UsageError where there are none)."""
+    default = defaults_of(model.backbone)
+    rank = model.rank or default.rank
+    if model.backbone in BACKBONES and rank > default.arch.dim:
+        raise UsageError(f"--rank {rank}: is larger than the width {default.arch.dim} of {model.backbone}")
+    weights = model.weights or cached(model.backbone)
+    if weights is None:
+        how = "`bisslight pretrain` makes one" if model.backbone == "vit_mini" else "save its timm state dict to a file"
+        raise UsageError(f"--weights FILE: {model.backbone} needs a checkpoint, {how}")
+    if weights.is_dir():  # a pretrain run
+        if not (weights / "result.json").exists():
+            raise UsageError(f"--weights {weights}: is not a finished pretrain run")
+        weights = weights / "backbone.pth"
+    if not weights.is_file() and weights != cached(model.backbone):
+        raise UsageError(f"--weights {weights}: there is no such file")
+    drop = default.drop_path if model.drop_path is None else model.drop_path
+    return model.model_copy(
+        update={"rank": rank, "alpha": model.alpha or float(rank), "weights": weights.resolve(), "drop_path": drop}
+    )
+
+
+def cached(backbone: str) -> Path | None:
+    """Where the official file of a backbone is kept: torch's usual cache, below $TORCH_HOME."""
+    if backbone not in OFFICIAL:
+        return None
+    return Path(torch.hub.get_dir()).resolve() / "checkpoints" / OFFICIAL[backbone][0].rpartition("/")[2]
+
+
+def fetch_weights(model: Model, report: Report) -> None:
+    """Download the official file on first use (RunError naming URL and path where that fails)."""
+    assert model.weights is not None
+    if not model.weights.exists():
+        url, size = OFFICIAL[model.backbone]
+        fetch(url, model.weights, report, size)
+
+
+def to_download(model: Model) -> dict[str, Any]:
+    """What --dry-run says of weights that are not there yet; empty where they are."""
+    if model.weights is None or model.weights.exists():
+        return {}
+    url, size = OFFICIAL[model.backbone]
+    return {"to_download": f"{mirrored(url)} ({size / 1e6:.0f} MB) to {model.weights}"}
+
+
+def resolved_data(data: Data, needs_pool: bool) -> Data:
+    """Fill in the pool and the augmentation of the embedded dataset; paths become absolute."""
+    quilts = data.dataset == "quilts"
+    pool = data.pool or ("quilts" if quilts else "imagenet") if needs_pool else data.pool
+    dataset = data.dataset
+    if dataset.startswith("folder:"):
+        dataset = f"folder:{Path(dataset.removeprefix('folder:')).expanduser().absolute()}"
+    if pool not in (None, "quilts", "imagenet"):
+        pool = str(Path(str(pool).removeprefix("folder:")).expanduser().absolute())
+    update = {"dataset": dataset, "pool": pool, "augment": data.augment or ("none" if quilts else "crop")}
+    return data.model_copy(update=update | {"split_file": data.split_file.absolute() if data.split_file else None})
+
+
+def resolved_machine(machine: Machine) -> Machine:
+    """Fill in where the benchmarks are."""
+    root = machine.data_root or Path(os.environ.get("BISSLIGHT_DATA", "data"))
+    return machine.model_copy(update={"data_root": root.expanduser().absolute()})
+
+
+def default_out(command: str, dataset: str, model: Shape, seed: int, *more: str) -> Path:
+    """runs/align-cub200-vit_l16-mae-r64-s0"""
+    rank = [f"r{model.rank}"] if isinstance(model, Model) else []
+    name = Path(dataset.removeprefix("folder:")).resolve().name
+    return Path("runs") / "-".join([command, name, model.backbone.replace(":", "-"), *more, *rank, f"s{seed}"])
+
+
+# --- loaded things ---------------------------------------------------------------------------------------------------
+
+
+class Loaded(NamedTuple):
+    """A backbone on a device, with its pretext head where its file has one, and where it came from."""
+
+    backbone: Backbone
+    decoder: mae.Decoder | None
+    arch: Arch
+    digest: str  # sha256 of the weight file
+    channels: tuple[Channels, Channels] | None  # mean and deviation it was trained with; None: the dataset's
+
+
+@lru_cache(maxsize=1)
+def load_backbone(model: Model, device: torch.device) -> Loaded:
+    """ψ, frozen, and its decoder; kept, so that the seeds of a process share one copy. `model` is resolved."""
+    assert model.weights is not None and model.rank is not None and model.alpha is not None
+    digest = sha256(model.weights)
+    verify(model.weights, digest)
+    decoder, channels = None, None
+    if model.backbone.startswith("timm:"):
+        vit: Any
+        vit, arch = load_timm(model.backbone.removeprefix("timm:"), model.weights, model.image_size)
+        channels = (tuple(vit.pretrained_cfg["mean"]), tuple(vit.pretrained_cfg["std"]))
+    else:
+        vit, decoder, arch = mae.load(model.weights, model.backbone, model.image_size, model.patch_size)
+        decoder = decoder.to(device)
+    backbone = Backbone(vit, model.alpha / model.rank, model.recompute).requires_grad_(False).to(device)
+    return Loaded(backbone, decoder, arch, digest, channels)
+
+
+def fits(name: str, arch: Arch) -> None:
+    """Quilts are drawn at 16 px and not scaled."""
+    if name == "quilts" and arch.image_size != 16:
+        raise UsageError(
+            f"quilts are images of 16 px, the backbone wants {arch.image_size}; use another dataset or pool"
+        )
+
+
+class Downstream(NamedTuple):
+    """Everything that D^D and f_θ give the loops: batches, losses, scores."""
+
+    loaded: Loaded
+    task: Task
+    view: View
+    device: torch.device
+    workers: int
+    amp: bool
+    several: ft.Several  # L^D where an image has several classes
+
+    def loss(self) -> Callable[..., Tensor]:
+        return autocast(ft.downstream_loss(self.loaded.backbone, self.several), self.device, self.amp)
+
+    def train(
+        self, draws: Iterator[Any], seed: int, purpose: str, rate: float, start: int = 0
+    ) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor | None]]:
+        """Training batches from step `start` on, each with its drop-path factors, a function of the step."""
+        images = Images(self.task.train, self.view, True, seed, purpose)
+        for step, batch in enumerate(batches(images, draws, self.workers, self.device), start):
+            drop = drop_path(rate, self.loaded.backbone.depth, len(batch[1]), rng(seed, purpose, "drop", step))
+            yield batch, None if drop is None else drop.to(self.device, non_blocking=True)
+
+    def score(self, split: Split, theta: Tensor, phi_D: Phi, batch: int = 256) -> Score:
+        predict = autocast(partial(logits, self.loaded.backbone, theta, phi_D), self.device, self.amp)
+        images = Images(split, self.view, False, 0, "eval")
+        examples = batches(images, in_order(len(split.targets), batch), self.workers, self.device)
+        return score(predict, examples, partial(ft.cross_entropy, several=self.several))
+
+
+def downstream(model: Model, data: Data, machine: Machine, amp: bool, task: Task | None = None) -> Downstream:
+    """f_θ on its device, beside D^D; all settings are resolved."""
+    assert machine.data_root is not None and data.augment is not None
+    task = task or load_task(data, machine.data_root)
+    device = pick_device(machine.device)
+    loaded = load_backbone(model, device)
+    fits(data.dataset, loaded.arch)
+    mean, std = loaded.channels or (task.mean, task.std)
+    view = View(loaded.arch.image_size, mean, std, data.augment, data.min_crop, data.d_interpolation)
+    return Downstream(loaded, task, view, device, machine.workers, amp, data.voc_loss)
+
+
+def unlabelled(pool: str, seed: int, machine: Machine) -> tuple[Any, Channels, Channels]:
+    """D^P by name: images, channel means and deviations (UsageError where there are none)."""
+    assert machine.data_root is not None
+    return load_pool(str(pool_path(pool, machine.data_root) or pool), seed)
+
+
+def pretext_batches(
+    task: mae.MAE, images: Any, view: View, cfg: Common, batch: int, start: int, stop: int, device: torch.device
+) -> Iterator[mae.Batch]:
+    """Prepared pretext batches of steps start .. stop − 1; masks are functions of the step."""
+    pool = Images(Split(images, torch.zeros(len(images), dtype=torch.long)), view, True, cfg.seed, "pretext")
+    draws = stream(len(images), batch, cfg.seed, "pretext", start, stop)
+    for step, (x, _) in enumerate(batches(pool, draws, cfg.machine.workers, device), start):
+        yield task.prepare(x, rng(cfg.seed, "mask", step))
