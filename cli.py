@@ -136,9 +136,13 @@ def build(model: type[S], flags: dict[str, Any], file: Path | None, named: str) 
         raise UsageError("; ".join(explain(item, sources) for item in error.errors())) from error
 
 
+MODELS: tuple[type[Settings], ...] = (PretrainConfig, AlignConfig, FinetuneConfig)
+NAMES = {name for model in MODELS for leaf in leaves(model) for name in leaf.path}  # of settings and their groups
+
+
 def explain(item: Any, sources: dict[str, str]) -> str:
     """One pydantic complaint as `--flag VALUE: what is wrong`."""
-    name = str(next((part for part in reversed(item["loc"]) if isinstance(part, str)), ""))
+    name = str(next((part for part in reversed(item["loc"]) if part in NAMES), ""))
     flag = RENAMED.get(name, (f"--{name.replace('_', '-')}",))[0] if name else "settings"
     if item["type"] == "missing":
         needed = {"data": "--dataset", "model": "--backbone"}.get(name, flag)
@@ -378,7 +382,7 @@ def root_of(given: Path | None) -> Path:
 @data.command("list")
 def data_list(data_root: Root = None, json_: Json = False) -> None:
     """Datasets by name: sizes, terms, and whether they are there."""
-    from datasets import BENCHMARKS, state_of
+    from tasks import BENCHMARKS, state_of
 
     root = root_of(data_root)
     rows: list[dict[str, Any]] = []
@@ -402,7 +406,7 @@ def data_list(data_root: Root = None, json_: Json = False) -> None:
 @data.command("check")
 def data_check(name: str, data_root: Root = None, json_: Json = False, quiet: Quiet = False) -> None:
     """Open every image of a dataset, or of a folder, count against the known sizes, list every bad file."""
-    from datasets import check
+    from tasks import check
 
     with Live(quiet or json_) as live:
         checked = check(name, root_of(data_root), live)
@@ -417,7 +421,7 @@ def data_check(name: str, data_root: Root = None, json_: Json = False, quiet: Qu
 @data.command("download")
 def data_download(name: str, data_root: Root = None, quiet: Quiet = False) -> None:
     """Fetch and unpack a dataset; goes on where it was cut off, verifies its digests."""
-    from datasets import BENCHMARKS, download
+    from tasks import BENCHMARKS, download
 
     with Live(quiet) as live:
         where = download(name, root_of(data_root), live)

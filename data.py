@@ -6,7 +6,7 @@
 
 Order and augmentation are functions of (seed, purpose, draw), so batches depend neither on the number of worker
 processes nor on where a run was resumed. A draw is the number of an image in the endless sequence of passes.
-Leaves out: the paper's benchmarks, which are in `datasets`; several processes.
+Leaves out: the paper's benchmarks, which are in `tasks`; several processes.
 """
 
 import hashlib

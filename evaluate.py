@@ -67,8 +67,9 @@ def average_precision(scores: Tensor, labels: Tensor) -> float:
     Difficult images (label 0) are neither hits nor false alarms. Ties keep the order of the images. Recall is compared
     in whole numbers, 10 hits ≥ 10 t positives: in floating point, 0.7 and 0.9 miss their thresholds by a rounding.
 
-    >>> average_precision(torch.tensor([0.9, 0.8, 0.7]), torch.tensor([1, -1, 1])) * 11  # 1 up to recall 1/2, then 2/3
-    9.333333333333334
+    >>> ap = average_precision(torch.tensor([0.9, 0.8, 0.7]), torch.tensor([1, -1, 1]))
+    >>> round(ap, 6)  # precision 1 up to recall 0.5, then 2/3: (6 + 5 * 2/3) / 11
+    0.848485
     """
     counted = labels != 0
     hit = (labels[counted] == 1)[scores[counted].argsort(descending=True, stable=True)]

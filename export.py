@@ -149,6 +149,8 @@ def model_card(about: Mapping[str, str], config: Mapping[str, Any], result: Mapp
     mae = about["backbone"] in TIMM_NAMES and about["backbone"] != "vit_mini"
     licence = "cc-by-nc-4.0" if mae else "unknown"
     weights = "MAE's official checkpoint (He et al. 2022), CC BY-NC 4.0: no commercial use" if mae else "the user's own"
+    settings = {key: value for key, value in config.items() if key not in ("machine", "start")}  # paths of one machine
+    settings["model"] = {**config["model"], "weights": Path(config["model"]["weights"]).name}
     lines = [
         "---", f"license: {licence}", "library_name: timm", "tags: [image-classification, lora, bisslight]", "---",
         f"# {about['backbone']} for {about['dataset']}, {about['stage']}", "",
@@ -168,6 +170,6 @@ def model_card(about: Mapping[str, str], config: Mapping[str, Any], result: Mapp
     lines += [
         "", "`peft/` is for HF peft on the timm model with its official weights, `released/` for the authors' program,",
         "`timm/` the merged network: `timm.create_model('local-dir:timm', pretrained=True)`.", "",
-        "All settings:", "", "```json", json.dumps(config, indent=1), "```", "",
+        "All settings:", "", "```json", json.dumps(settings, indent=1), "```", "",
     ]  # fmt: skip
     return "\n".join(lines)

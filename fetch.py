@@ -52,7 +52,8 @@ def fetch(url: str, path: Path, report: Report, size: int | None = None, md5: st
             with part.open("rb") as file:
                 os.fsync(file.fileno())
             part.replace(path)
-            tag_of(part).unlink(missing_ok=True)
+            for done in (tag_of(part), lock_of(part)):  # whoever waits for the lock finds the file first
+                done.unlink(missing_ok=True)
     except OSError as error:
         raise RunError(f"{path}: cannot be written ({error.strerror or error}); what arrived is kept") from error
 
@@ -136,16 +137,19 @@ def tag_of(part: Path) -> Path:
     return part.with_name(part.name + ".tag")
 
 
+def lock_of(part: Path) -> Path:
+    return part.with_name(f".{part.name}.lock")
+
+
 @contextlib.contextmanager
 def locked(part: Path) -> Iterator[None]:
     """One process at a time fetches a file; the others wait for it (not on Windows, which has no flock)."""
-    lock = part.with_name(f".{part.name}.lock")
     try:
         import fcntl
     except ImportError:
         yield
         return
-    with lock.open("w") as file:
+    with lock_of(part).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

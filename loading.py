@@ -16,11 +16,11 @@ import finetune as ft
 import mae
 from config import BACKBONES, Arch, Common, Data, Machine, Model, Shape, UsageError, defaults_of
 from data import Channels, Images, Split, Task, View, batches, in_order, load_pool, stream
-from datasets import load_task, pool_path
 from evaluate import score
 from fetch import fetch, mirrored, verify
 from lora import Backbone, Phi, drop_path, load_timm, logits
 from runtime import Score, autocast, pick_device, rng, sha256
+from tasks import load_task, pool_path
 
 Report = Callable[[str, int, int, str], None]  # (stage, done, total, live numbers)
 

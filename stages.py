@@ -40,7 +40,6 @@ from config import (
     UsageError,
 )
 from data import IMAGENET, Task, View, epochs, quilts, stream
-from datasets import BENCHMARKS, load_task
 from loading import (
     Downstream,
     Loaded,
@@ -76,6 +75,7 @@ from runtime import (
     trainable,
     write_atomic,
 )
+from tasks import BENCHMARKS, load_task
 
 
 def silent(stage: str, done: int, total: int, text: str) -> None:
@@ -368,7 +368,7 @@ def remarks(cfg: AlignConfig | FinetuneConfig, task: Task) -> Iterator[str]:
     if task.missing:
         yield f"{cfg.data.dataset} is a partial copy: {task.missing} listed images are not there"
     if isinstance(cfg, AlignConfig) and cfg.bilevel.warmup >= cfg.bilevel.alternations:
-        yield f"the warm-up of {cfg.bilevel.warmup} alternations is as long as the run: no rate reaches its base"
+        yield f"the warm-up of {cfg.bilevel.warmup} alternations is not shorter than the run: no rate gets to its base"
 
 
 def state(cfg: AlignConfig, theta: dict[str, Tensor], phi_P: Phi, phi_D: Phi) -> bisslight.State:

@@ -2,13 +2,18 @@
 
 import json
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from loopback import Server
 from torch import Tensor
+
+import fetch
 
 HERE = Path(__file__).parent
 SHARED = Path(os.environ.get("BISSLIGHT_SHARED", HERE.parent.parent / "shared"))
@@ -47,8 +52,20 @@ def recorded(name: str) -> Recorded:
 
 def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     """Largest difference over the largest reference value stays below the tolerance."""
-    actual = actual.detach()
+    actual, expected = actual.detach(), expected.detach()
     error = (actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp_min(1e-300)
     assert actual.shape == expected.shape and float(error) <= tolerance, (
         f"relative error {float(error):.3g} > {tolerance}"
     )
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A server on loopback; downloads do not pause before they try again."""
+    monkeypatch.setattr(fetch, "PAUSE", 0.0)
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from config import Data, RunError, UsageError
 from data import MOTIFS, Images, Split, View, batches, epochs, folder, in_order, load_pool, quilts, stream
-from datasets import load_task
+from tasks import load_task
 
 CPU = torch.device("cpu")
 

@@ -18,10 +18,10 @@ from PIL import Image
 from scipy.io import savemat
 from torchvision import datasets as tv
 
-import datasets
+import tasks
 from config import Data, RunError, UsageError
 from data import Task
-from datasets import BENCHMARKS, DTD, VOC, check, download, load_task, read_cub, read_flowers, state_of, with_validation
+from tasks import BENCHMARKS, DTD, VOC, check, download, load_task, read_cub, read_flowers, state_of, with_validation
 
 
 def picture(path: Path) -> None:
@@ -313,7 +313,7 @@ def test_check_lists_every_bad_file(tmp_path: Path) -> None:
     found = check("pets", tmp_path, lambda *told: None)
     assert found.images == 16
     assert [Path(p.partition(":")[0]).name for p in found.problems[1:]] == ["Pug_2.jpg", "great_cat_5.jpg", "Pug_1.jpg"]
-    assert "the whole has {'trainval': 3680, 'test': 3669}" in found.problems[0]
+    assert "lists 8 trainval and 8 test images, the whole has 3680 trainval and 3669 test images" in found.problems[0]
     assert "is missing" in found.problems[2]
     make_cub(tmp_path)
     assert sum("is not the official file (md5)" in p for p in check("cub200", tmp_path, lambda *t: None).problems) == 3
@@ -378,11 +378,11 @@ def test_an_archive_cannot_write_elsewhere(tmp_path: Path, name: str) -> None:
         info.size = 0
         tar.addfile(info)
     if name == "/absolute.txt":  # the leading slash is dropped: it lands inside
-        datasets.unpack(archive, inside)
+        tasks.unpack(archive, inside)
         assert (inside / "absolute.txt").exists()
         return
     with pytest.raises(RunError, match="cannot be unpacked safely"):
-        datasets.unpack(archive, inside)
+        tasks.unpack(archive, inside)
     assert {p.name for p in tmp_path.iterdir()} == {"a.tar", "in"}
 
 

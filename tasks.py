@@ -274,7 +274,7 @@ def benchmark(data: Data, root: Path) -> Task:
     listing = b.read(base)
     if (found := sizes(listing)) != (known := whole(b, listing)) and not data.partial:
         raise UsageError(
-            f"--dataset {name}: {base} lists {found} images, the whole has {known}; use --partial for a subset"
+            f"--dataset {name}: {base} lists {told(found)}, the whole has {told(known)}; use --partial for a subset"
         )
     there = present(base)
     missing = [file for entries in listing.parts.values() for file, _ in entries if file not in there]
@@ -296,6 +296,11 @@ def benchmark(data: Data, root: Path) -> Task:
 
 def sizes(listing: Listing) -> dict[str, int]:
     return {part: len(entries) for part, entries in listing.parts.items()}
+
+
+def told(counts: dict[str, int]) -> str:
+    """5994 trainval and 5794 test images."""
+    return " and ".join(f"{count} {part}" for part, count in counts.items()) + " images"
 
 
 def whole(b: Benchmark, listing: Listing) -> dict[str, int]:
@@ -386,7 +391,7 @@ def check(name: str, root: Path, report: Report) -> Checked:
             if digest(base / file, "md5") != md5:
                 problems.append(f"{base / file}: is not the official file (md5)")
         if (found := sizes(listing)) != (known := whole(b, listing)):
-            problems.append(f"{base}: lists {found} images, the whole has {known}")
+            problems.append(f"{base}: lists {told(found)}, the whole has {told(known)}")
         files = [base / file for entries in listing.parts.values() for file, _ in entries]
         twice = [file for file, count in Counter(files).items() if count > 1]
         problems += [f"{file}: is listed twice" for file in twice]
