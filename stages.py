@@ -365,8 +365,10 @@ def d_rates(cfg: AlignConfig) -> list[float]:
 
 def remarks(cfg: AlignConfig | FinetuneConfig, task: Task) -> Iterator[str]:
     """What a person should know before the run."""
-    if task.missing:
-        yield f"{cfg.data.dataset} is a partial copy: {task.missing} listed images are not there"
+    if cfg.data.partial:
+        n = sum(len(split.targets) for split in (task.train, task.val, task.test))
+        whole = sum(BENCHMARKS[task.name].sizes)
+        yield f"{task.name} is a partial copy: {n} of {whole} images, {task.missing} listed ones are not there"
     if isinstance(cfg, AlignConfig) and cfg.bilevel.warmup >= cfg.bilevel.alternations:
         yield f"the warm-up of {cfg.bilevel.warmup} alternations is not shorter than the run: no rate gets to its base"
 

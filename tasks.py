@@ -400,13 +400,11 @@ def check(name: str, root: Path, report: Report) -> Checked:
         if not base.is_dir():
             raise UsageError(f"{name}: there is no such folder, {nearest(name, NAMES)}")
         files, found = find_images(base), {}
-    step = max(1, len(files) // 20)
+    step = max(64, min(4096, len(files) // 20))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # decoding releases the interpreter
-        for done, fault in enumerate(pool.map(fault_of, files), 1):
-            if fault:
-                problems.append(fault)
-            if done % step == 0 or done == len(files):
-                report("check", done, len(files), f"{len(problems)} problems")
+        for at in range(0, len(files), step):
+            problems += [fault for fault in pool.map(fault_of, files[at : at + step]) if fault]
+            report("check", min(at + step, len(files)), len(files), f"{len(problems)} problems")
     return Checked(name, problems, len(files), found)
 
 

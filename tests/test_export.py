@@ -67,7 +67,7 @@ def test_timm_opens_the_merged_folder(backbone: Backbone, theta: Tensor, tmp_pat
     save_file(state, tmp_path / "model.safetensors")
     model = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     close(model(IMAGES), logits(backbone, theta, phi_D, IMAGES), 1e-5)
-    assert list(timm.data.resolve_model_data_config(model)["mean"]) == [0.5, 0.5, 0.5]
+    assert list(model.pretrained_cfg["mean"]) == [0.5, 0.5, 0.5]
 
 
 def test_the_released_layout_goes_there_and_back(theta: Tensor, tmp_path: Path) -> None:
