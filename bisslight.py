@@ -24,6 +24,7 @@ This file knows no pretext task, no dataset, no device and no file: tasks come i
 function. Leaves out: several processes.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,22 +40,36 @@ from runtime import Optimiser
 
 Phi = dict[str, Tensor]
 Batch = TypeVar("Batch")
-Loss = Callable[..., Tensor]  # (theta, phi, batch) -> scalar; L^D takes drop-path factors as a fourth
+Loss = Callable[..., Tensor]  # (theta, phi, batch) -> scalar; L^D takes what acts at θ_D alone as a fourth
 
 
 class PretextTask(Protocol[Batch]):
-    """What a pretext task is to Algorithm 1. `mae.MAE` is the worked example."""
+    """What a pretext task is to Algorithm 1. `mae.MAE` and `ijepa.IJEPA` are two, `examples/rotation.py` a third.
+
+    A task holds f_θ and what its head looks like, and may hold a teacher. It is called in this order, from one thread:
+    check; then for each lower step prepare (just before its step, not earlier), loss (as often as a hypergradient
+    wants), after_step; state_dict at any time between alternations.
+    """
+
+    @property
+    def phi(self) -> Phi:
+        """φ_P's start: the head's trainable tensors by name."""
+        ...
+
+    def check(self, batch: Batch) -> None:
+        """Refuse (UsageError) weights that do not belong to the task, as far as a first batch can tell."""
+        ...
 
     def prepare(self, images: Tensor, rng: torch.Generator) -> Batch:
-        """Turn images (B, 3, H, W) into a batch; all randomness is drawn here, from `rng`."""
+        """Turn images (B, 3, H, W) into a batch: views, masks, a teacher's answers. All randomness is from `rng`."""
         ...
 
     def loss(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
         """L^P(θ, φ_P) of a prepared batch: pure, differentiable in θ and φ, no randomness, no drop path."""
         ...
 
-    def after_step(self, theta_P: Tensor) -> None:
-        """Called after line 9, for what follows θ_P slowly (a teacher)."""
+    def after_step(self, theta_P: Tensor | None) -> None:
+        """Called after line 9, for what follows θ_P slowly (a teacher); None where ψ itself is trained."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,7 +137,7 @@ def align(
     loss_D: Loss,
     hypergrad: Hypergradient,
     pretext: Iterator[Any],
-    downstream: Iterator[tuple[Any, Tensor | None]],
+    downstream: Iterator[tuple[Any, Any]],
     after_step: Callable[[Tensor], None],
     after: Callable[[State, Log], None],
     store: Tensor | None = None,
@@ -131,10 +146,11 @@ def align(
 
     Args:
         loss_P: (θ, φ_P, batch), the pretext task's loss.
-        loss_D: (θ, φ_D, batch, drop). Drop path acts in the pass at θ_D only. Paper silent: as released.
+        loss_D: (θ, φ_D, batch, here). Drop path, and the update of a head's statistics, act at θ_D only. Paper
+            silent: drop path as released.
         hypergrad: lines 10 and 13.
         pretext: prepared batches for l.6, one a lower step.
-        downstream: (batch, drop-path factors). Paper silent: one batch serves l.12 to l.15, as released.
+        downstream: (batch, what acts at θ_D alone). Paper silent: one batch serves l.12 to l.15, as released.
         after_step: the pretext task's hook, after l.9.
         after: called with the state and the log of each alternation.
         store: (K, N_L, p), where G is kept and inverted; host memory, to spare a GPU's. None: beside θ_P.
@@ -163,10 +179,10 @@ def align(
         clock.lap("curvature")
 
         for _ in range(cfg.upper_steps):  # l.11, upper level
-            batch, drop = next(downstream)
+            batch, here = next(downstream)
             at_P, g, g_phi_at_P = gradients(loss_D, s.theta_P, s.phi_D, batch)  # l.12
             q = solve.apply(g.to(G)).to(g)  # l.13, Eq. 10
-            at_D, g_at_D, g_phi_at_D = gradients(loss_D, s.theta_D, s.phi_D, batch, drop)
+            at_D, g_at_D, g_phi_at_D = gradients(loss_D, s.theta_D, s.phi_D, batch, here)
             g_theta_D = q + g_at_D  # l.14
             g_phi_D = {name: g_phi_at_P[name] + g_phi_at_D[name] for name in g_phi_at_P}  # l.15
             norm = s.opt_D.update([(s.theta_D, g_theta_D), *pairs(s.phi_D, g_phi_D)])  # l.16
@@ -180,6 +196,34 @@ def align(
         distance = float((s.theta_P - s.theta_D).detach().norm())
         after(s, Log(t + 1, P[0], P[1], D[0], D[1], P[2], D[2], distance, D[3], D[4], clock.take()))
     return s.theta_P  # l.17
+
+
+def pretrain(
+    psi: Phi,
+    phi_P: Phi,
+    loss_P: Loss,
+    opt: Optimiser,
+    batches: Iterator[Any],
+    after_step: Callable[[Tensor | None], None],
+    report: Callable[[int, float], None],
+) -> None:
+    """Eq. 1 for those without a checkpoint: train ψ itself and φ_P, in place; there is no θ.
+
+    Args:
+        batches: prepared, one a step; their number is the length of the training.
+        after_step: the pretext task's hook.
+        report: called after each step with the step's number, from 1, and its loss.
+    """
+    tensors = [*psi.values(), *phi_P.values()]
+    for step, batch in enumerate(batches, opt.step + 1):
+        value = loss_P(None, phi_P, batch)
+        if not math.isfinite(value.item()):
+            raise Diverged(
+                f"pretrain step {step}: the loss is {value.item()}, try a lower --base-lr or a longer warm-up"
+            )
+        opt.update(zip(tensors, torch.autograd.grad(value, tensors), strict=True))
+        after_step(None)
+        report(step, value.item())
 
 
 def gradients(loss: Loss, theta: Tensor, phi: Phi, *args: Any) -> tuple[Tensor, Tensor, Phi]:

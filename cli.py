@@ -28,6 +28,7 @@ from config import (
     RunError,
     Settings,
     UsageError,
+    by_pretext,
     get,
     leaves,
     preset,
@@ -121,14 +122,18 @@ def build(model: type[S], flags: dict[str, Any], file: Path | None, named: str) 
                 put(merged, (*at, key), value)
                 sources[key] = source
 
+    pretext, backbone = (find(name, flags, table, base) for name in ("pretext", "backbone"))
+    for name, value in by_pretext(str(pretext), model, str(backbone)).items():
+        put(merged, paths[name], value)
+        sources[name] = f"with {pretext}"
     for name, value in preset(named, model, bool(start)).items():
         put(merged, paths[name], value)
         sources[name] = f"preset {named}"
     lay(base, "align run")
     lay(table, "file")
     for name, value in flags.items():
-        rates = isinstance(value, str) and name == "grid"
-        put(merged, paths[name], value.split(",") if rates else value)
+        several = isinstance(value, str) and name in TUPLES
+        put(merged, paths[name], value.split(",") if several else value)
         sources[name] = "flag"
     try:
         return model.model_validate(merged), sources
@@ -137,6 +142,7 @@ def build(model: type[S], flags: dict[str, Any], file: Path | None, named: str) 
 
 
 MODELS: tuple[type[Settings], ...] = (PretrainConfig, AlignConfig, FinetuneConfig)
+TUPLES = {leaf.path[-1] for model in MODELS for leaf in leaves(model) if "tuple" in str(leaf.field.annotation)}
 NAMES = {name for model in MODELS for leaf in leaves(model) for name in leaf.path}  # of settings and their groups
 
 
@@ -152,6 +158,11 @@ def explain(item: Any, sources: dict[str, str]) -> str:
         return str(message)
     value = f" {item['input']}" if isinstance(item["input"], str | int | float) else ""
     return f"{flag}{value}: {message}" + (" (from the file)" if sources.get(name) == "file" else "")
+
+
+def find(name: str, flags: dict[str, Any], *tables: dict[str, Any]) -> Any:
+    """A setting of the model, from flags or else from the first table that has it."""
+    return next((t["model"][name] for t in ({"model": flags}, *tables) if name in t.get("model", {})), None)
 
 
 def inherited(start: Path) -> dict[str, Any]:
@@ -272,7 +283,7 @@ def version(show: Annotated[bool, typer.Option("--version", help="print the vers
 
 @command(PretrainConfig)
 def pretrain(config: PretrainConfig, common: dict[str, Any], sources: dict[str, str]) -> None:
-    """Train a backbone from scratch with MAE, for those without a checkpoint."""
+    """Train a backbone from scratch with MAE or I-JEPA, for those without a checkpoint."""
     import stages
 
     with Live(common["quiet"] or common["json"]) as live:

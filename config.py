@@ -51,7 +51,7 @@ CropShare = Annotated[float, Field(gt=0, le=1)]
 
 
 class Arch(Settings):
-    """Sizes of a ViT and of its MAE decoder; what a checkpoint's tensors do not tell (heads) included."""
+    """Sizes of a ViT, of its MAE decoder and its I-JEPA predictor; what tensors do not tell (heads) included."""
 
     image_size: PositiveInt = 224
     patch_size: PositiveInt = 16
@@ -59,9 +59,12 @@ class Arch(Settings):
     depth: PositiveInt
     heads: PositiveInt
     mlp_ratio: PositiveFloat = 4.0
+    class_token: bool = True
     decoder_dim: PositiveInt = 512
     decoder_depth: PositiveInt = 8
     decoder_heads: PositiveInt = 16
+    predictor_dim: PositiveInt = 384
+    predictor_depth: PositiveInt = 12
 
     @model_validator(mode="after")
     def fits(self) -> Self:
@@ -85,7 +88,7 @@ class BackboneDefaults(NamedTuple):
 BACKBONES = {
     "vit_mini": BackboneDefaults(
         Arch(image_size=16, patch_size=4, dim=64, depth=4, heads=4, mlp_ratio=2.0,
-             decoder_dim=48, decoder_depth=1, decoder_heads=4), 8, 0.0),
+             decoder_dim=48, decoder_depth=1, decoder_heads=4, predictor_dim=32, predictor_depth=2), 8, 0.0),
     "vit_b16": BackboneDefaults(Arch(dim=768, depth=12, heads=12), 64, 0.1),
     "vit_l16": BackboneDefaults(Arch(dim=1024, depth=24, heads=16), 64, 0.2),
     "vit_h14": BackboneDefaults(Arch(patch_size=14, dim=1280, depth=32, heads=16), 64, 0.2),
@@ -115,6 +118,8 @@ class Shape(Settings):
 
     backbone: str
     """ψ: vit_mini, vit_b16, vit_l16, vit_h14, or for finetune timm:NAME. [here; App. C.1]"""
+    pretext: Literal["mae", "ijepa"] = "mae"
+    """What ψ is pretrained with, and the pretext task of align. ijepa has other defaults. [App. C.3, D.1]"""
     image_size: PositiveInt | None = None
     """Side of the square input in pixels. None: the checkpoint's, else the backbone's. [App. C.2: 224]"""
     patch_size: PositiveInt | None = None
@@ -135,6 +140,10 @@ class Model(Shape):
 
     weights: Path | None = None
     """Checkpoint in the official MAE layout, or a pretrain run. None: the official one, downloaded. [App. C.1]"""
+    base: Literal["target_encoder", "encoder"] = "target_encoder"
+    """Which network of an I-JEPA file is ψ. [here: the one that I-JEPA evaluates; the paper does not say]"""
+    head: Literal["linear", "batchnorm"] = "linear"
+    """h^D: a linear layer on the pooled tokens, or BatchNorm and a linear layer. [App. C.2; ijepa, D.1: batchnorm]"""
     rank: PositiveInt | None = None
     """r: rank of LoRA on q and v of every layer. None: 64, vit_mini 8. [App. C.3]"""
     alpha: PositiveFloat | None = None
@@ -163,28 +172,55 @@ class Data(Settings):
     augment: Literal["crop", "none"] | None = None
     """crop: RandomResizedCrop, flip. none: as at test time. None: crop, for quilts none. [App. C.2]"""
     min_crop: CropShare = 0.2
-    """Smallest area of a random crop, as a share of the image. [App. C.2]"""
+    """Smallest area of a random crop, as a share of the image. [App. C.2; ijepa, D.1: 0.3]"""
     d_interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     """Resampling of downstream images. The paper has one pipeline for both levels. [App. C.3; released: bilinear]"""
+
+
+class Masks(Settings):
+    """I-JEPA's mask sampler; shares of the image's area, uniform between the two numbers."""
+
+    targets: PositiveInt = 4
+    """M: target blocks an image. [I-JEPA]"""
+    contexts: PositiveInt = 1
+    """E: context blocks an image. [I-JEPA]"""
+    target_scale: tuple[CropShare, CropShare] = (0.15, 0.2)
+    """Area of a target block. [I-JEPA]"""
+    context_scale: tuple[CropShare, CropShare] = (0.85, 1.0)
+    """Area of a context block, before the targets are taken out of it. [I-JEPA]"""
+    aspect: tuple[PositiveFloat, PositiveFloat] = (0.75, 1.5)
+    """Height over width of a target block. [I-JEPA]"""
+    min_keep: NonNegativeInt = 10
+    """Fewest patches of a block, itself excluded. [I-JEPA; vit_mini 4]"""
+    overlap: bool = False
+    """Contexts may overlap targets. [I-JEPA]"""
+
+    @model_validator(mode="after")
+    def ordered(self) -> Self:
+        for name in ("target_scale", "context_scale", "aspect"):
+            low, high = getattr(self, name)
+            if low > high:
+                raise ValueError(f"--{name.replace('_', '-')} {low},{high}: the first number is the smaller one")
+        return self
 
 
 class Lower(Settings):
     """Lower level: the pretext task at θ_P."""
 
-    pretext: Literal["mae"] = "mae"
-    """Pretext task. [App. C.3]"""
     p_batch: PositiveInt = 256
     """Images a pretext step. [App. C.3]"""
     p_lr: PositiveFloat = 0.01
-    """Base rate of θ_P. [App. C.3]"""
+    """Base rate of θ_P. [App. C.3; ijepa, D.1: 0.005]"""
     decoder_lr: PositiveFloat = 1e-4
     """Base rate of the pretext head φ_P. [App. C.3]"""
     p_weight_decay: NonNegativeFloat = 0.05
-    """AdamW decay of θ_P and of φ_P's matrices. [App. C.3; released: 0]"""
+    """AdamW decay of θ_P and of φ_P's matrices. [App. C.3; ijepa, D.1: 0.0005; released: 0]"""
     mask_ratio: Share = 0.75
     """Share of patches that MAE removes. [App. C.3]"""
     decoder: Literal["checkpoint", "random"] = "checkpoint"
     """Where φ_P starts. [App. C.3; released: random, though its text says otherwise]"""
+    ema: Share = 0.9995
+    """Momentum of I-JEPA's teacher θ_T at the start; it rises to 1 over T N_L steps. [App. D.1; the horizon: here]"""
 
 
 class Upper(Settings):
@@ -199,7 +235,7 @@ class Upper(Settings):
     d_optimizer: Literal["adamw", "sgd"] = "adamw"
     """AdamW 0.9/0.999, or SGD with momentum 0.9 as released. [App. C.3]"""
     d_weight_decay: NonNegativeFloat = 0.05
-    """Decay of θ_D and φ_D, bias included. [App. C.2; released: 0]"""
+    """Decay of θ_D and φ_D, bias included. [App. C.2; ijepa, D.1: 0.0005; released: 0]"""
     probe_epochs: NonNegativeInt = 20
     """Linear probing of φ_D before line 3, at the upper rate, constant. [App. C.3]"""
     probe_drop_path: bool = False
@@ -257,7 +293,7 @@ class Peft(Settings):
     batch: PositiveInt = 256
     """Images a step. [App. D.2.2, memory table; released]"""
     weight_decay: NonNegativeFloat = 0.05
-    """AdamW decay of θ and of the whole head. [App. C.2]"""
+    """AdamW decay of θ and of the whole head. [App. C.2; ijepa, D.1: 0.0005]"""
     end_lr: NonNegativeFloat = 1e-6
     """Where the cosine ends. [released]"""
     eval_every: PositiveInt = 1
@@ -302,7 +338,7 @@ class Common(Settings):
 
 
 class PretrainConfig(Common):
-    """`pretrain`: MAE from scratch, for those without a checkpoint. Trains ψ itself (He et al. 2022)."""
+    """`pretrain`: MAE or I-JEPA from scratch, for those without a checkpoint. Trains ψ itself."""
 
     model: Shape
     pool: str
@@ -310,25 +346,32 @@ class PretrainConfig(Common):
     data_seed: NonNegativeInt = 0
     """Seed of the embedded dataset. [here]"""
     augment: Literal["crop", "none"] | None = None
-    """crop: RandomResizedCrop bicubic and flip. None: crop, for quilts none. [MAE]"""
+    """crop: RandomResizedCrop bicubic and flip; ijepa bilinear, no flip. None: crop, for quilts none. [MAE]"""
     min_crop: CropShare = 0.2
-    """Smallest area of a random crop. [MAE]"""
+    """Smallest area of a random crop. [MAE; I-JEPA: 0.3]"""
     epochs: PositiveInt = 400
-    """Passes over the pool. [MAE trains 1600; 400 is its code's default]"""
+    """Passes over the pool. [MAE trains 1600; 400 is its code's default; I-JEPA: 300]"""
     warmup_epochs: NonNegativeInt = 40
-    """Epochs of linear warm-up from 0. [MAE]"""
+    """Epochs of linear warm-up. [MAE; I-JEPA]"""
+    warmup_from: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Where the warm-up starts, as a share of the base rate. [MAE; I-JEPA: 0.2]"""
     batch: PositiveInt = 256
     """Images a step. [here; MAE uses 4096]"""
     base_lr: PositiveFloat = 1.5e-4
-    """Rate for 256 images a step; the rate in force is base_lr * batch / 256. [MAE]"""
+    """Rate for 256 images a step; the rate in force is base_lr * batch / 256. [MAE; I-JEPA: 1.25e-4]"""
     min_lr: NonNegativeFloat = 0.0
-    """Where the cosine ends. [MAE]"""
+    """Where the cosine ends. [MAE; I-JEPA: 1e-6]"""
     weight_decay: NonNegativeFloat = 0.05
-    """AdamW decay of tensors with two or more axes. [MAE]"""
+    """AdamW decay of tensors with two or more axes. [MAE; I-JEPA: 0.04]"""
+    final_weight_decay: NonNegativeFloat | None = None
+    """Where half a cosine takes the decay. None: it stays. [MAE; I-JEPA: 0.4]"""
     beta2: Share = 0.95
-    """AdamW's second beta. [MAE]"""
+    """AdamW's second beta; the first is 0.9. [MAE; I-JEPA: 0.999]"""
     mask_ratio: Share = 0.75
     """Share of patches that MAE removes. [MAE]"""
+    ema: Share = 0.996
+    """Momentum of I-JEPA's teacher at the start; it rises to 1. [I-JEPA]"""
+    masks: Masks = Masks()
 
 
 class AlignConfig(Common):
@@ -337,6 +380,7 @@ class AlignConfig(Common):
     model: Model
     data: Data
     lower: Lower = Lower()
+    masks: Masks = Masks()
     upper: Upper = Upper()
     bilevel: Bilevel = Bilevel()
 
@@ -351,9 +395,24 @@ class FinetuneConfig(Common):
     peft: Peft = Peft()
 
 
-# --- presets ---------------------------------------------------------------------------------------------------------
+# --- defaults by pretext task, and presets ----------------------------------------------------------------------------
 
 PRESETS = ("paper", "as-released")
+
+
+def by_pretext(pretext: str, model: type[Settings], backbone: str) -> dict[str, Any]:
+    """Settings, by leaf name, whose defaults are others with I-JEPA (App. D.1; from scratch: Assran et al. 2023)."""
+    if pretext != "ijepa":
+        return {}
+    mini = {"min_keep": 4} if backbone == "vit_mini" else {}  # 8 x 8 patches: the smallest target has 9
+    if model is PretrainConfig:
+        rate = {"base_lr": 1.25e-4, "warmup_from": 0.2, "min_lr": 1e-6, "beta2": 0.999}
+        decay = {"weight_decay": 0.04, "final_weight_decay": 0.4}
+        return {"epochs": 300, "min_crop": 0.3, **rate, **decay, **mini} | ({"patch_size": 2} if mini else {})
+    shared = {"min_crop": 0.3, "head": "batchnorm"}
+    if model is AlignConfig:
+        return shared | {"p_lr": 0.005, "p_weight_decay": 0.0005, "d_weight_decay": 0.0005} | mini
+    return shared | {"weight_decay": 0.0005}
 
 
 def preset(name: str, model: type[Settings], aligned: bool) -> dict[str, Any]:

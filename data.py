@@ -28,6 +28,7 @@ from runtime import rng, seed_of
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 Channels = tuple[float, ...]
+Augment = Literal["crop", "none"]
 
 
 class Split(NamedTuple):
@@ -77,15 +78,17 @@ class View(NamedTuple):
     size: int
     mean: Channels
     std: Channels
-    augment: Literal["crop", "none"] = "none"
+    augment: Augment = "none"
     min_crop: float = 0.2
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
+    flip: bool = True
 
     def transform(self, train: bool) -> Callable[[Image.Image], Tensor]:
         """Random crop (min_crop to 1 of the area) and flip (App. C.2); for tests 256/224 and centre crop (released)."""
         how = T.InterpolationMode(self.interpolation)
         if train and self.augment == "crop":
-            cut = [T.RandomResizedCrop(self.size, (self.min_crop, 1), interpolation=how), T.RandomHorizontalFlip()]
+            cut = [T.RandomResizedCrop(self.size, (self.min_crop, 1), interpolation=how)]
+            cut += [T.RandomHorizontalFlip()] if self.flip else []
         else:
             cut = [T.Resize(round(self.size * 256 / 224), interpolation=how), T.CenterCrop(self.size)]
         return T.Compose([*cut, T.ToTensor(), T.Normalize(self.mean, self.std)])  # type: ignore[no-any-return]

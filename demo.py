@@ -39,7 +39,7 @@ from data import Task, quilts
 from evaluate import Arm, draw_arms, pyplot, score, table
 from finetune import choose
 from loading import Report
-from lora import Backbone, init_head, logits
+from lora import Backbone, init_head, logits, psi_of
 from runtime import Score, rng, trainable, write_atomic
 
 SEEDS = 8
@@ -300,7 +300,7 @@ def scratch_vit(classes: int, g: torch.Generator) -> tuple[Network, list[Tensor]
     arch = BACKBONES["vit_mini"].arch
     vit = mae.init(arch, g)[0]
     backbone, phi = Backbone(vit), trainable(init_head(arch.dim, classes, g))
-    return lambda images, _: logits(backbone, None, phi, images), [*mae.psi_of(vit).values(), *phi.values()]
+    return lambda images, _: logits(backbone, None, phi, images), [*psi_of(vit).values(), *phi.values()]
 
 
 # --- the picture -----------------------------------------------------------------------------------------------------

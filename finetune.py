@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from config import Diverged, RunError
-from lora import Backbone, Phi, logits
+from lora import Backbone, Here, Phi, logits
 from runtime import Group, Optimiser, Score
 
 Examples = tuple[Tensor, Tensor]  # images (B, 3, H, W), targets (B,) or, several classes an image, (B, C)
@@ -29,11 +29,11 @@ Several = Literal["softmax", "bce"]
 
 
 def downstream_loss(backbone: Backbone, several: Several = "softmax") -> Callable[..., Tensor]:
-    """L^D as a function (θ, φ_D, (images, targets), drop=None) -> mean `cross_entropy`, a scalar."""
+    """L^D as a function (θ, φ_D, (images, targets), here=None) -> mean `cross_entropy`, a scalar."""
 
-    def loss_D(theta: Tensor | None, phi_D: Phi, batch: Examples, drop: Tensor | None = None) -> Tensor:
+    def loss_D(theta: Tensor | None, phi_D: Phi, batch: Examples, here: Here | None = None) -> Tensor:
         images, targets = batch
-        return cross_entropy(logits(backbone, theta, phi_D, images, drop), targets, several).mean()
+        return cross_entropy(logits(backbone, theta, phi_D, images, here, training=True), targets, several).mean()
 
     return loss_D
 
@@ -72,12 +72,12 @@ def probe(
     theta: Tensor,
     phi_D: Phi,
     opt: Optimiser,
-    batches: Iterable[tuple[Examples, Tensor | None]],
+    batches: Iterable[tuple[Examples, Here | None]],
 ) -> Iterator[float]:
-    """Train φ_D in place at fixed θ on (batch, drop-path factors or None); yields the loss of each step."""
+    """Train φ_D in place at fixed θ; yields the loss of each step."""
     fixed = theta.detach()
-    for step, (batch, drop) in enumerate(batches, 1):
-        value = loss_D(fixed, phi_D, batch, drop)
+    for step, (batch, here) in enumerate(batches, 1):
+        value = loss_D(fixed, phi_D, batch, here)
         opt.update(zip(phi_D.values(), torch.autograd.grad(value, list(phi_D.values())), strict=True))
         yield checked(value, "linear probing", step)
 
@@ -88,7 +88,7 @@ class Outcome(NamedTuple):
     epoch: int
     val: Score
     theta: Tensor
-    phi_D: Phi
+    phi_D: Phi  # with the statistics of its BatchNorm, if it has one
 
 
 def peft(
@@ -96,18 +96,20 @@ def peft(
     theta: Tensor,
     phi_D: Phi,
     opt: Optimiser,
-    batches: Iterator[tuple[Examples, Tensor | None]],
+    batches: Iterator[tuple[Examples, Here | None]],
     epochs: int,
     steps_per_epoch: int,
     validate: Callable[[Tensor, Phi], Score],
     eval_every: int = 1,
     report: Callable[[int, float, Score | None], None] = lambda epoch, loss, val: None,
+    stats: Phi | None = None,
 ) -> Outcome:
     """Fine-tune θ and φ_D in place; returns copies from the best validated epoch (accuracy, ties by loss).
 
     Args:
-        batches: ((images, targets), drop-path factors), epochs * steps_per_epoch of them.
-        validate: (θ, φ_D) -> score on the validation split, every `eval_every` epochs and after the last one.
+        batches: ((images, targets), what acts in training alone), epochs * steps_per_epoch of them.
+        validate: (θ, φ_D with `stats`) -> score on the validation split, every `eval_every` epochs and after the last.
+        stats: statistics that the passes update and that belong to the head when it is used.
         report: called each epoch with its number from 1, the mean of its batch losses, and the score if validated.
     """
     tensors = [theta, *phi_D.values()]
@@ -115,16 +117,17 @@ def peft(
     for epoch in range(1, epochs + 1):
         losses = []
         for _ in range(steps_per_epoch):
-            batch, drop = next(batches)
-            value = loss_D(theta, phi_D, batch, drop)
+            batch, here = next(batches)
+            value = loss_D(theta, phi_D, batch, here)
             opt.update(zip(tensors, torch.autograd.grad(value, tensors), strict=True))
             losses.append(value.detach())
         mean = checked(torch.stack(losses).mean(), "fine-tuning, epoch", epoch)
-        val = validate(theta, phi_D) if epoch % eval_every == 0 or epoch == epochs else None
+        head = phi_D | (stats or {})
+        val = validate(theta, head) if epoch % eval_every == 0 or epoch == epochs else None
         if val is not None:
             checked(torch.tensor(val.loss), "validation after epoch", epoch)
         if val is not None and (best is None or val.rank > best.val.rank):
-            copies = {name: tensor.detach().clone() for name, tensor in phi_D.items()}
+            copies = {name: tensor.detach().clone() for name, tensor in head.items()}
             best = Outcome(epoch, val, theta.detach().clone(), copies)
         report(epoch, mean, val)
     assert best is not None  # the last epoch is always validated

@@ -10,25 +10,28 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import finetune as ft
+import ijepa
 import mae
-from config import BACKBONES, Arch, Common, Data, Machine, Model, Shape, UsageError, defaults_of
-from data import Channels, Images, Split, Task, View, batches, in_order, load_pool, stream
+from bisslight import PretextTask
+from config import BACKBONES, AlignConfig, Arch, Data, Machine, Model, PretrainConfig, Shape, UsageError, defaults_of
+from data import Augment, Channels, Images, Split, Task, View, batches, in_order, load_pool, stream
 from evaluate import score
 from fetch import fetch, mirrored, verify
-from lora import Backbone, Phi, drop_path, load_timm, logits
+from lora import Backbone, Here, Phi, drop_path, load_timm, logits
 from runtime import Score, autocast, pick_device, rng, sha256
 from tasks import load_task, pool_path
 
 Report = Callable[[str, int, int, str], None]  # (stage, done, total, live numbers)
 
 MAE_FILES = "https://dl.fbaipublicfiles.com/mae/pretrain"
-OFFICIAL = {  # encoder and decoder for normalised pixels, and the bytes they have
-    "vit_b16": (f"{MAE_FILES}/mae_pretrain_vit_base_full.pth", 447_600_000),
-    "vit_l16": (f"{MAE_FILES}/mae_pretrain_vit_large_full.pth", 1_318_200_000),
-    "vit_h14": (f"{MAE_FILES}/mae_pretrain_vit_huge_full.pth", 2_628_300_000),
+OFFICIAL = {  # files with the pretext head too, and the bytes they have; MAE's are those for normalised pixels
+    ("vit_b16", "mae"): (f"{MAE_FILES}/mae_pretrain_vit_base_full.pth", 447_600_000),
+    ("vit_l16", "mae"): (f"{MAE_FILES}/mae_pretrain_vit_large_full.pth", 1_318_200_000),
+    ("vit_h14", "mae"): (f"{MAE_FILES}/mae_pretrain_vit_huge_full.pth", 2_628_300_000),
+    ("vit_h14", "ijepa"): ("https://dl.fbaipublicfiles.com/ijepa/IN1K-vit.h.14-300e.pth.tar", 10_360_000_000),
 }
 
 
@@ -41,15 +44,19 @@ def resolved_model(model: Model) -> Model:
     rank = model.rank or default.rank
     if model.backbone in BACKBONES and rank > default.arch.dim:
         raise UsageError(f"--rank {rank}: is larger than the width {default.arch.dim} of {model.backbone}")
-    weights = model.weights or cached(model.backbone)
+    weights = model.weights or cached(model)
     if weights is None:
-        how = "`bisslight pretrain` makes one" if model.backbone == "vit_mini" else "save its timm state dict to a file"
-        raise UsageError(f"--weights FILE: {model.backbone} needs a checkpoint, {how}")
+        how = (
+            "save its timm state dict to a file"
+            if model.backbone.startswith("timm:")
+            else "`bisslight pretrain` makes one"
+        )
+        raise UsageError(f"--weights FILE: {model.backbone} with {model.pretext} needs a checkpoint, {how}")
     if weights.is_dir():  # a pretrain run
         if not (weights / "result.json").exists():
             raise UsageError(f"--weights {weights}: is not a finished pretrain run")
         weights = weights / "backbone.pth"
-    if not weights.is_file() and weights != cached(model.backbone):
+    if not weights.is_file() and weights != cached(model):
         raise UsageError(f"--weights {weights}: there is no such file")
     drop = default.drop_path if model.drop_path is None else model.drop_path
     return model.model_copy(
@@ -57,18 +64,19 @@ def resolved_model(model: Model) -> Model:
     )
 
 
-def cached(backbone: str) -> Path | None:
-    """Where the official file of a backbone is kept: torch's usual cache, below $TORCH_HOME."""
-    if backbone not in OFFICIAL:
+def cached(model: Shape) -> Path | None:
+    """Where the official file of a backbone is kept: torch's cache, below $TORCH_HOME. None where there is no such."""
+    if (model.backbone, model.pretext) not in OFFICIAL:
         return None
-    return Path(torch.hub.get_dir()).resolve() / "checkpoints" / OFFICIAL[backbone][0].rpartition("/")[2]
+    name = OFFICIAL[model.backbone, model.pretext][0].rpartition("/")[2]
+    return Path(torch.hub.get_dir()).resolve() / "checkpoints" / name
 
 
 def fetch_weights(model: Model, report: Report) -> None:
     """Download the official file on first use (RunError naming URL and path where that fails)."""
     assert model.weights is not None
     if not model.weights.exists():
-        url, size = OFFICIAL[model.backbone]
+        url, size = OFFICIAL[model.backbone, model.pretext]
         fetch(url, model.weights, report, size)
 
 
@@ -76,7 +84,7 @@ def to_download(model: Model) -> dict[str, Any]:
     """What --dry-run says of weights that are not there yet; empty where they are."""
     if model.weights is None or model.weights.exists():
         return {}
-    url, size = OFFICIAL[model.backbone]
+    url, size = OFFICIAL[model.backbone, model.pretext]
     return {"to_download": f"{mirrored(url)} ({size / 1e6:.0f} MB) to {model.weights}"}
 
 
@@ -113,7 +121,7 @@ class Loaded(NamedTuple):
     """A backbone on a device, with its pretext head where its file has one, and where it came from."""
 
     backbone: Backbone
-    decoder: mae.Decoder | None
+    pretext_head: nn.Module | None  # MAE's decoder, I-JEPA's predictor
     arch: Arch
     digest: str  # sha256 of the weight file
     channels: tuple[Channels, Channels] | None  # mean and deviation it was trained with; None: the dataset's
@@ -125,16 +133,18 @@ def load_backbone(model: Model, device: torch.device) -> Loaded:
     assert model.weights is not None and model.rank is not None and model.alpha is not None
     digest = sha256(model.weights)
     verify(model.weights, digest)
-    decoder, channels = None, None
+    vit: Any
+    head: nn.Module | None = None
+    channels = None
     if model.backbone.startswith("timm:"):
-        vit: Any
         vit, arch = load_timm(model.backbone.removeprefix("timm:"), model.weights, model.image_size)
         channels = (tuple(vit.pretrained_cfg["mean"]), tuple(vit.pretrained_cfg["std"]))
+    elif model.pretext == "ijepa":
+        vit, head, arch = ijepa.load(model.weights, model.backbone, model.base, model.image_size, model.patch_size)
     else:
-        vit, decoder, arch = mae.load(model.weights, model.backbone, model.image_size, model.patch_size)
-        decoder = decoder.to(device)
+        vit, head, arch = mae.load(model.weights, model.backbone, model.image_size, model.patch_size)
     backbone = Backbone(vit, model.alpha / model.rank, model.recompute).requires_grad_(False).to(device)
-    return Loaded(backbone, decoder, arch, digest, channels)
+    return Loaded(backbone, head.to(device) if head else None, arch, digest, channels)
 
 
 def fits(name: str, arch: Arch) -> None:
@@ -160,13 +170,16 @@ class Downstream(NamedTuple):
         return autocast(ft.downstream_loss(self.loaded.backbone, self.several), self.device, self.amp)
 
     def train(
-        self, draws: Iterator[Any], seed: int, purpose: str, rate: float, start: int = 0
-    ) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor | None]]:
-        """Training batches from step `start` on, each with its drop-path factors, a function of the step."""
+        self, draws: Iterator[Any], seed: int, purpose: str, rate: float, stats: Phi, start: int = 0
+    ) -> Iterator[tuple[tuple[Tensor, Tensor], Here]]:
+        """Training batches from step `start` on, each with what acts in training alone.
+
+        That is drop-path factors, a function of the step, and a head's statistics, which are to be updated.
+        """
         images = Images(self.task.train, self.view, True, seed, purpose)
         for step, batch in enumerate(batches(images, draws, self.workers, self.device), start):
             drop = drop_path(rate, self.loaded.backbone.depth, len(batch[1]), rng(seed, purpose, "drop", step))
-            yield batch, None if drop is None else drop.to(self.device, non_blocking=True)
+            yield batch, Here(None if drop is None else drop.to(self.device, non_blocking=True), stats)
 
     def score(self, split: Split, theta: Tensor, phi_D: Phi, batch: int = 256) -> Score:
         predict = autocast(partial(logits, self.loaded.backbone, theta, phi_D), self.device, self.amp)
@@ -187,17 +200,45 @@ def downstream(model: Model, data: Data, machine: Machine, amp: bool, task: Task
     return Downstream(loaded, task, view, device, machine.workers, amp, data.voc_loss)
 
 
-def unlabelled(pool: str, seed: int, machine: Machine) -> tuple[Any, Channels, Channels]:
-    """D^P by name: images, channel means and deviations (UsageError where there are none)."""
-    assert machine.data_root is not None
-    return load_pool(str(pool_path(pool, machine.data_root) or pool), seed)
+class Pool(NamedTuple):
+    """Everything that D^P gives a pretext task."""
+
+    images: Any
+    view: View
+    device: torch.device
+    workers: int
+    amp: bool
+    seed: int
+
+    def batches(self, task: PretextTask[Any], batch: int, start: int, stop: int) -> Iterator[Any]:
+        """Prepared batches of steps start .. stop − 1, each when it is asked for; random numbers follow the step."""
+        prepare = autocast(task.prepare, self.device, self.amp)
+        n = len(self.images)
+        images = Images(Split(self.images, torch.zeros(n, dtype=torch.long)), self.view, True, self.seed, "pretext")
+        draws = stream(n, batch, self.seed, "pretext", start, stop)
+        for step, (x, _) in enumerate(batches(images, draws, self.workers, self.device), start):
+            yield prepare(x, rng(self.seed, "mask", step))
 
 
-def pretext_batches(
-    task: mae.MAE, images: Any, view: View, cfg: Common, batch: int, start: int, stop: int, device: torch.device
-) -> Iterator[mae.Batch]:
-    """Prepared pretext batches of steps start .. stop − 1; masks are functions of the step."""
-    pool = Images(Split(images, torch.zeros(len(images), dtype=torch.long)), view, True, cfg.seed, "pretext")
-    draws = stream(len(images), batch, cfg.seed, "pretext", start, stop)
-    for step, (x, _) in enumerate(batches(pool, draws, cfg.machine.workers, device), start):
-        yield task.prepare(x, rng(cfg.seed, "mask", step))
+def pool_of(
+    cfg: AlignConfig | PretrainConfig, pool: str, seed: int, augment: Augment, min_crop: float, size: int
+) -> Pool:
+    """D^P with the pretext task's own augmentation: MAE's bicubic with flip, I-JEPA's bilinear without."""
+    assert cfg.machine.data_root is not None
+    images, mean, std = load_pool(str(pool_path(pool, cfg.machine.data_root) or pool), seed)
+    own: Any = {"interpolation": "bilinear", "flip": False} if cfg.model.pretext == "ijepa" else {}
+    view = View(size, mean, std, augment, min_crop, **own)
+    return Pool(images, view, pick_device(cfg.machine.device), cfg.machine.workers, cfg.amp, cfg.seed)
+
+
+def pretext_task(cfg: AlignConfig, loaded: Loaded, theta: Tensor) -> PretextTask[Any]:
+    """The pretext task of these settings, with θ_P's start."""
+    head, device = loaded.pretext_head, theta.device
+    if cfg.model.pretext == "ijepa":
+        assert isinstance(head, ijepa.Predictor)
+        steps = cfg.bilevel.alternations * cfg.bilevel.lower_steps
+        return ijepa.IJEPA(loaded.backbone, head, cfg.masks, (cfg.lower.ema, steps), theta)
+    if cfg.lower.decoder == "random":
+        head = mae.init_decoder(loaded.arch, rng(cfg.seed, "decoder")).to(device)
+    assert isinstance(head, mae.Decoder)
+    return mae.MAE(loaded.backbone, head, cfg.lower.mask_ratio)

@@ -18,7 +18,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -175,7 +175,10 @@ def load_timm(name: str, path: Path, image_size: int | None) -> tuple[VisionTran
 
 
 def build_vit(arch: Arch) -> VisionTransformer:
-    """Timm's ViT of this size without a head; its state dict has the official MAE encoder's names and shapes."""
+    """Timm's ViT of this size without a head; its state dict has the official encoders' names and shapes.
+
+    With a class token it is MAE's; without, I-JEPA's, whose features are the mean of the patches after the final norm.
+    """
     return VisionTransformer(
         img_size=arch.image_size,
         patch_size=arch.patch_size,
@@ -184,7 +187,37 @@ def build_vit(arch: Arch) -> VisionTransformer:
         num_heads=arch.heads,
         mlp_ratio=arch.mlp_ratio,
         num_classes=0,
+        class_token=arch.class_token,
+        global_pool="token" if arch.class_token else "avg",
+        fc_norm=False,  # the norm stays before the pooling
     )
+
+
+def psi_of(vit: VisionTransformer) -> Phi:
+    """ψ's trainable tensors from scratch: all but the position table, which MAE and I-JEPA keep fixed."""
+    return {name: p for name, p in vit.named_parameters() if name != "pos_embed"}
+
+
+def sincos(dim: int, side: int) -> Tensor:
+    """The fixed position table (1, 1 + side², dim): half of the channels is the column, the other half the row.
+
+    The first row is the class token's, all zeros.
+    """
+    omega = 10_000 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim / 4))
+    angle = torch.arange(side, dtype=torch.float64)[:, None] * omega  # (side, dim / 4)
+    table = torch.cat([angle.sin(), angle.cos()], 1)  # (side, dim / 2)
+    column, row = table.repeat(side, 1), table.repeat_interleave(side, 0)
+    return torch.cat([torch.zeros(1, dim), torch.cat([column, row], 1)]).float()[None]
+
+
+def misfit(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:
+    """The first thing that tells two state dicts apart, None where keys and shapes are equal."""
+    if wrong := sorted(k for k in expected.keys() & found.keys() if expected[k].shape != found[k].shape):
+        return f"{wrong[0]} is {tuple(found[wrong[0]].shape)}, not {tuple(expected[wrong[0]].shape)}"
+    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if not missing and not extra:
+        return None
+    return f"{len(missing)} keys missing {missing[:1]}, {len(extra)} unexpected {extra[:1]}"
 
 
 # --- theta -----------------------------------------------------------------------------------------------------------
@@ -238,20 +271,55 @@ def drop_path(rate: float, depth: int, batch: int, rng: torch.Generator) -> Tens
 # --- downstream head -------------------------------------------------------------------------------------------------
 
 
-def init_head(dim: int, classes: int, rng: torch.Generator) -> Phi:
-    """φ_D: a linear layer with torch's default initialisation, U(±1/√dim) for weight and bias."""
+def init_head(dim: int, classes: int, rng: torch.Generator, batchnorm: bool = False) -> Phi:
+    """φ_D: a linear layer with torch's default initialisation, U(±1/√dim) for weight and bias; BatchNorm before it."""
     bound = 1 / math.sqrt(dim)
     shapes = {"weight": (classes, dim), "bias": (classes,)}
-    return {name: torch.empty(shape).uniform_(-bound, bound, generator=rng) for name, shape in shapes.items()}
+    phi = {name: torch.empty(shape).uniform_(-bound, bound, generator=rng) for name, shape in shapes.items()}
+    return phi | ({"norm.weight": torch.ones(dim), "norm.bias": torch.zeros(dim)} if batchnorm else {})
 
 
-def logits(backbone: Backbone, theta: Tensor | None, phi_D: Phi, images: Tensor, drop: Tensor | None = None) -> Tensor:
-    """h^D(f_θ(images)), (B, C): the linear head on the pooled tokens (App. C.2).
+def init_stats(phi_D: Phi) -> Phi:
+    """Running statistics of a head's BatchNorm: not trained, so no part of φ_D until it is saved. Empty without one."""
+    if "norm.weight" not in phi_D:
+        return {}
+    return {"norm.mean": torch.zeros_like(phi_D["norm.bias"]), "norm.var": torch.ones_like(phi_D["norm.bias"])}
 
-    Pooling is timm's of this network: for MAE's the class token after the final LayerNorm.
+
+class Here(NamedTuple):
+    """What acts in one training pass alone; Algorithm 1 hands it to the pass at θ_D and not to that at θ_P."""
+
+    drop: Tensor | None = None  # drop-path factors
+    stats: Phi | None = None  # BatchNorm statistics that the pass is to update
+
+
+def features(backbone: Backbone, theta: Tensor | None, images: Tensor, drop: Tensor | None = None) -> Tensor:
+    """What enters the head, (B, dim). Pooling is timm's of this network.
+
+    For MAE's it takes the class token after the final LayerNorm (App. C.2), for I-JEPA's the mean of the patches after
+    it (App. D.1: "from the final transformer layer").
     """
-    features = backbone.vit.forward_head(backbone(images, theta, drop=drop), pre_logits=True)
-    return F.linear(features, phi_D["weight"], phi_D["bias"])
+    return backbone.vit.forward_head(backbone(images, theta, drop=drop), pre_logits=True)
+
+
+def logits(
+    backbone: Backbone,
+    theta: Tensor | None,
+    phi_D: Phi,
+    images: Tensor,
+    here: Here | None = None,
+    training: bool = False,
+) -> Tensor:
+    """h^D(f_θ(images)), (B, C): a linear layer on the features, after BatchNorm (eps 1e-6) where φ_D has one.
+
+    BatchNorm uses the batch's own moments in training, and the statistics saved with φ_D otherwise.
+    """
+    x = features(backbone, theta, images, here.drop if here else None)
+    if "norm.weight" in phi_D:
+        stats = (here.stats if here else None) if training else phi_D
+        mean, var = (stats["norm.mean"], stats["norm.var"]) if stats else (None, None)
+        x = F.batch_norm(x, mean, var, phi_D["norm.weight"], phi_D["norm.bias"], training, eps=1e-6)
+    return F.linear(x, phi_D["weight"], phi_D["bias"])
 
 
 # --- adapter files ---------------------------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from config import BACKBONES, Arch, RunError, UsageError
-from lora import Backbone, Phi, block_forward, build_vit
-from runtime import Optimiser, load_tensors
+from config import BACKBONES, Arch, UsageError
+from lora import Backbone, Phi, block_forward, build_vit, misfit, sincos
+from runtime import load_tensors
 
 
 class Batch(NamedTuple):
@@ -92,7 +92,7 @@ class MAE:
                 "was trained on raw ones; take mae_pretrain_vit_{base,large,huge}_full.pth"
             )
 
-    def after_step(self, theta_P: Tensor) -> None:
+    def after_step(self, theta_P: Tensor | None) -> None:
         """MAE has nothing to update after a lower step."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -101,6 +101,12 @@ class MAE:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Nothing to restore."""
+
+    def checkpoint(self, arch: Arch, backbone: str) -> dict[str, Any]:
+        """{'model': official names and order} plus the sizes that tensors cannot tell, as JSON text."""
+        state = {**self.backbone.vit.state_dict(), **self.decoder.state_dict()}
+        about = {"backbone": backbone, "arch": arch.model_dump(), "norm_pix": self.norm_pix}
+        return {"model": {k: v.detach().cpu() for k, v in state.items()}, "bisslight": json.dumps(about)}
 
 
 def masking(noise: Tensor, mask_ratio: float) -> tuple[Tensor, Tensor]:
@@ -214,57 +220,18 @@ def init_decoder_tables(decoder: Decoder, arch: Arch, rng: torch.Generator) -> D
     return decoder
 
 
-def sincos(dim: int, side: int) -> Tensor:
-    """MAE's fixed position table (1, 1 + side², dim): half of the channels is the column, the other half the row."""
-    omega = 10_000 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim / 4))
-    angle = torch.arange(side, dtype=torch.float64)[:, None] * omega  # (side, dim / 4)
-    table = torch.cat([angle.sin(), angle.cos()], 1)  # (side, dim / 2)
-    column, row = table.repeat(side, 1), table.repeat_interleave(side, 0)
-    return torch.cat([torch.zeros(1, dim), torch.cat([column, row], 1)]).float()[None]
-
-
-def schedule(epochs: float, warmup: float, steps_per_epoch: int, min_lr: float) -> Callable[[int, float], float]:
-    """MAE's rate of step k = 1, 2 ...: linear from 0 in the warm-up, then half a cosine, on fractional epochs."""
+def schedule(
+    epochs: float, warmup: float, steps_per_epoch: int, min_lr: float, start: float = 0.0
+) -> Callable[[int, float], float]:
+    """MAE's rate of step k = 1, 2 ...: linear from start · base (0), then half a cosine, on fractional epochs."""
 
     def rate(k: int, base: float) -> float:
         epoch = (k - 1) / steps_per_epoch
         if epoch < warmup:
-            return base * epoch / warmup
+            return base * (start + (1 - start) * epoch / warmup)
         return min_lr + (base - min_lr) * 0.5 * (1 + math.cos(math.pi * (epoch - warmup) / (epochs - warmup)))
 
     return rate
-
-
-def psi_of(vit: VisionTransformer) -> Phi:
-    """ψ's trainable tensors: all but the position table, which MAE keeps fixed."""
-    return {name: p for name, p in vit.named_parameters() if name != "pos_embed"}
-
-
-def pretrain(
-    task: MAE,
-    loss: Callable[[None, Phi, Batch], Tensor],
-    opt: Optimiser,
-    batches: Iterable[Batch],
-    report: Callable[[int, float], None],
-) -> None:
-    """Train ψ and φ_P from scratch, in place: Eq. 1, where θ is not LoRA but ψ itself (`theta` None).
-
-    Args:
-        task: holds ψ and φ_P.
-        loss: `task.loss`, or the same under autocast.
-        opt: over ψ and φ_P.
-        batches: prepared, one a step; their number is the length of the training.
-        report: called after each step with the step's number, from 1, and its loss.
-    """
-    tensors = [*psi_of(task.backbone.vit).values(), *task.phi.values()]
-    for step, batch in enumerate(batches, opt.step + 1):
-        value = loss(None, task.phi, batch)
-        if not math.isfinite(value.item()):
-            raise RunError(
-                f"pretrain step {step}: the loss is {value.item()}, try a lower --base-lr or a longer warm-up"
-            )
-        opt.update(zip(tensors, torch.autograd.grad(value, tensors), strict=True))
-        report(step, value.item())
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
@@ -273,13 +240,6 @@ def pretrain(
 def is_decoder(key: str) -> bool:
     """Official names: everything of the decoder starts with `decoder_`, but for the mask token."""
     return key.startswith("decoder_") or key == "mask_token"
-
-
-def checkpoint(task: MAE, arch: Arch, backbone: str) -> dict[str, Any]:
-    """{'model': official names and order} plus the sizes that tensors cannot tell, as JSON text."""
-    state = {**task.backbone.vit.state_dict(), **task.decoder.state_dict()}
-    about = {"backbone": backbone, "arch": arch.model_dump(), "norm_pix": task.norm_pix}
-    return {"model": {k: v.detach().cpu() for k, v in state.items()}, "bisslight": json.dumps(about)}
 
 
 def load(
@@ -304,26 +264,19 @@ def load(
         raise UsageError(f"--patch-size {patch_size}: {path} has patches of {arch.patch_size}, leave the option out")
     with torch.device("meta"):
         vit, decoder = build_vit(arch), Decoder(arch)
-    expected = {**vit.state_dict(), **decoder.state_dict()}
-    wrong = [k for k in expected.keys() & model.keys() if expected[k].shape != model[k].shape]
-    if wrong or model.keys() != expected.keys():
-        raise UsageError(f"{path}: is not a full MAE file of {backbone}: {difference(expected, model, sorted(wrong))}")
+    if wrong := misfit({**vit.state_dict(), **decoder.state_dict()}, model):
+        raise UsageError(f"{path}: is not a full MAE file of {backbone}: {wrong}{sizes_hint(model)}")
     vit.load_state_dict({k: v.float() for k, v in model.items() if not is_decoder(k)}, assign=True)
     decoder.load_state_dict({k: v.float() for k, v in model.items() if is_decoder(k)}, assign=True)
     return vit, decoder, arch
 
 
-def difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], wrong: list[str]) -> str:
-    """The first thing that tells two state dicts apart, and whose sizes the file has if that is known."""
+def sizes_hint(found: Mapping[str, Tensor]) -> str:
+    """Whose sizes a file has, if that is known."""
     width = found["cls_token"].shape[-1] if "cls_token" in found else None
     depth = sum(k.startswith("blocks.") and k.endswith("norm1.weight") for k in found)
     fits = [name for name, d in BACKBONES.items() if (d.arch.dim, d.arch.depth) == (width, depth)]
-    hint = f"; width {width} and depth {depth}" + (f" fit --backbone {fits[0]}" if fits else "")
-    if wrong:
-        key = wrong[0]
-        return f"{key} is {tuple(found[key].shape)}, not {tuple(expected[key].shape)}{hint}"
-    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-    return f"{len(missing)} keys missing {missing[:1]}, {len(extra)} unexpected {extra[:1]}{hint}"
+    return f"; width {width} and depth {depth}" + (f" fit --backbone {fits[0]}" if fits else "")
 
 
 def family(path: Path, data: Any) -> dict[str, Tensor]:
@@ -331,7 +284,7 @@ def family(path: Path, data: Any) -> dict[str, Tensor]:
     want = "take mae_pretrain_vit_{base,large,huge}_full.pth, encoder and decoder for normalised pixels"
     keys = set(data) if isinstance(data, dict) else set()
     if {"encoder", "predictor"} <= keys:
-        raise UsageError(f"{path}: is an I-JEPA checkpoint, not MAE; {want}")
+        raise UsageError(f"{path}: is an I-JEPA checkpoint, give --pretext ijepa; or {want}")
     model = data["model"] if "model" in keys else data
     if not isinstance(model, dict) or not all(isinstance(v, Tensor) for v in model.values()) or not model:
         raise UsageError(f"{path}: holds no {{'model': ...}} state dict; {want}")

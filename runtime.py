@@ -103,6 +103,7 @@ class Optimiser:
     Args:
         groups: what is trained; tensors are updated in place.
         schedule: (step from 1, base rate) -> rate.
+        decay: the same for the weight decay, which otherwise stays as the groups have it.
         betas: AdamW's; None is SGD with momentum 0.9, as released.
         clip: largest joint L2 norm over all tensors of a step, factor min(1, clip / (norm + 1e-6)); None: no clipping.
     """
@@ -113,10 +114,11 @@ class Optimiser:
         schedule: Callable[[int, float], float],
         betas: tuple[float, float] | None,
         clip: float | None = None,
+        decay: Callable[[int, float], float] = constant,
     ) -> None:
-        self.schedule, self.clip, self.step = schedule, clip, 0
+        self.schedule, self.clip, self.decay, self.step = schedule, clip, decay, 0
         groups = [group for group in groups if group.tensors]
-        self.base = [group.lr for group in groups]
+        self.base = [(group.lr, group.weight_decay) for group in groups]
         params = [{"params": g.tensors, "lr": g.lr, "weight_decay": g.weight_decay} for g in groups]
         self.torch: torch.optim.Optimizer
         if betas is None:
@@ -135,8 +137,8 @@ class Optimiser:
         tensors = [tensor for tensor, _ in pairs]
         norm = torch.nn.utils.clip_grad_norm_(tensors, self.clip or math.inf, foreach=True)
         self.step += 1
-        for group, base in zip(self.torch.param_groups, self.base, strict=True):
-            group["lr"] = self.schedule(self.step, base)
+        for group, (lr, weight_decay) in zip(self.torch.param_groups, self.base, strict=True):
+            group["lr"], group["weight_decay"] = self.schedule(self.step, lr), self.decay(self.step, weight_decay)
         self.torch.step()
         self.torch.zero_grad()
         return norm

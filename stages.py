@@ -7,6 +7,7 @@
 Each function resolves the settings, checks inputs before the long work, and is quiet: progress goes to `report`.
 """
 
+import copy
 import json
 import multiprocessing
 import os
@@ -26,8 +27,10 @@ from torch import Tensor
 import bisslight
 import export
 import finetune as ft
+import ijepa
 import mae
 import mfac
+from bisslight import PretextTask
 from config import (
     BACKBONES,
     AlignConfig,
@@ -39,24 +42,25 @@ from config import (
     RunError,
     UsageError,
 )
-from data import IMAGENET, Task, View, epochs, quilts, stream
+from data import IMAGENET, Augment, Task, epochs, quilts, stream
 from loading import (
     Downstream,
     Loaded,
+    Pool,
     Report,
     default_out,
     downstream,
     fetch_weights,
     fits,
     load_backbone,
-    pretext_batches,
+    pool_of,
+    pretext_task,
     resolved_data,
     resolved_machine,
     resolved_model,
     to_download,
-    unlabelled,
 )
-from lora import Backbone, Phi, adapter_bytes, adapter_metadata, init_head, init_theta, load_adapter
+from lora import Backbone, Phi, adapter_bytes, adapter_metadata, init_head, init_stats, init_theta, load_adapter, psi_of
 from runtime import (
     Group,
     Optimiser,
@@ -76,6 +80,8 @@ from runtime import (
     write_atomic,
 )
 from tasks import BENCHMARKS, load_task
+
+MakeTask = Callable[[AlignConfig, Loaded, Tensor], PretextTask[Any]]
 
 
 def silent(stage: str, done: int, total: int, text: str) -> None:
@@ -108,38 +114,38 @@ def spent(began: tuple[float, float]) -> dict[str, float]:
 
 
 def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
-    """Train a backbone and its decoder from scratch with MAE; writes backbone.pth in the official layout."""
-    arch = BACKBONES[cfg.model.backbone].arch
+    """Train a backbone and its pretext head from scratch; writes backbone.pth in the official layout."""
+    arch, jepa = BACKBONES[cfg.model.backbone].arch, cfg.model.pretext == "ijepa"
     sizes = {k: v for k, v in (("image_size", cfg.model.image_size), ("patch_size", cfg.model.patch_size)) if v}
-    arch = Arch.model_validate(arch.model_dump() | sizes)
+    arch = Arch.model_validate(arch.model_dump() | sizes | {"class_token": not jepa})
     device = pick_device(cfg.machine.device)
     fits(cfg.pool, arch)
-    cfg = cfg.model_copy(update={"machine": resolved_machine(cfg.machine)})
-    images, mean, std = unlabelled(cfg.pool, cfg.data_seed, cfg.machine)
-    cfg = cfg.model_copy(update={"augment": cfg.augment or ("none" if cfg.pool == "quilts" else "crop")})
-    assert cfg.augment is not None
-    per_epoch = max(1, len(images) // cfg.batch)
+    augment: Augment = cfg.augment or ("none" if cfg.pool == "quilts" else "crop")
+    cfg = cfg.model_copy(update={"machine": resolved_machine(cfg.machine), "augment": augment})
+    pool = pool_of(cfg, cfg.pool, cfg.data_seed, augment, cfg.min_crop, arch.image_size)
+    per_epoch = max(1, len(pool.images) // cfg.batch)
     total = per_epoch * cfg.epochs
-    about = {"images": len(images), "steps": total, "patches": arch.patches}
-    vit, decoder = mae.init(arch, rng(cfg.seed, "init"))
-    task = mae.MAE(Backbone(vit.to(device), recompute=cfg.model.recompute), decoder.to(device), cfg.mask_ratio)
-    named = {**mae.psi_of(vit), **task.phi}
+    task, schedule = scratch(cfg, arch, device, per_epoch)
+    psi = psi_of(task.backbone.vit)
+    named = psi | task.phi
+    about = {"images": len(pool.images), "steps": total, "patches": arch.patches}
     about["parameters"] = sum(tensor.numel() for tensor in named.values())
     if options.dry_run:
         return about | {"config": cfg}
-    out = options.out or default_out("pretrain", cfg.pool, cfg.model, cfg.seed, "mae")
+    out = options.out or default_out("pretrain", cfg.pool, cfg.model, cfg.seed, cfg.model.pretext)
     run = open_run(out, "pretrain", cfg, options.resume, options.force, **about)
     options.announce(f"seed {cfg.seed}, device {device}, {total} steps, {about['parameters']:,} parameters -> {out}")
-    schedule = mae.schedule(cfg.epochs, cfg.warmup_epochs, per_epoch, cfg.min_lr)
-    opt = Optimiser(decay_groups(named, cfg.base_lr * cfg.batch / 256, cfg.weight_decay), schedule, (0.9, cfg.beta2))
+    groups = decay_groups(named, cfg.base_lr * cfg.batch / 256, cfg.weight_decay)
+    last = cfg.final_weight_decay
+    decay = constant if last is None else ijepa.decay_schedule(total, cfg.weight_decay, last)
+    opt = Optimiser(groups, schedule, (0.9, cfg.beta2), decay=decay)
     if state := run.restore(lambda record: record["step"] * per_epoch <= record["checkpoint"], device):
         with torch.no_grad():
             for name, tensor in named.items():
                 tensor.copy_(state["tensors"][name])
         opt.load_state_dict(state["opt"])
+        task.load_state_dict(state["task"])
 
-    view = View(arch.image_size, mean, std, cfg.augment, cfg.min_crop)
-    prepared = pretext_batches(task, images, view, cfg, cfg.batch, opt.step, total, device)
     losses: list[float] = []
     saved, began = time.monotonic(), clocks()
 
@@ -148,21 +154,40 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
         losses.append(loss)
         if step % per_epoch:
             return
-        mean_loss = sum(losses) / len(losses)
+        average = mean(losses)
         losses.clear()
-        run.metric({"step": step // per_epoch, "loss": mean_loss})
-        options.report("pretrain", step // per_epoch, cfg.epochs, f"loss {mean_loss:.4f}")
+        run.metric({"step": step // per_epoch, "loss": average})
+        options.report("pretrain", step // per_epoch, cfg.epochs, f"loss {average:.4f}")
         if time.monotonic() - saved > 60:
             tensors = {name: tensor.detach() for name, tensor in named.items()}
-            run.save({"tensors": tensors, "opt": opt.state_dict(), "done": step})
+            run.save({"tensors": tensors, "opt": opt.state_dict(), "task": task.state_dict(), "done": step})
             saved = time.monotonic()
 
-    mae.pretrain(task, autocast(task.loss, device, cfg.amp), opt, prepared, after)
-    write_atomic(out / "backbone.pth", to_bytes(mae.checkpoint(task, arch, cfg.model.backbone)))
-    last = list(run.metrics())[-1]["loss"]
-    result = {"out": str(out), "weights": str(out / "backbone.pth"), "loss": last, **about, **spent(began)}
+    loss_P = autocast(task.loss, device, cfg.amp)
+    batches = pool.batches(task, cfg.batch, opt.step, total)
+    bisslight.pretrain(psi, task.phi, loss_P, opt, batches, task.after_step, after)
+    write_atomic(out / "backbone.pth", to_bytes(task.checkpoint(arch, cfg.model.backbone)))
+    loss = list(run.metrics())[-1]["loss"]
+    result = {"out": str(out), "weights": str(out / "backbone.pth"), "loss": loss, **about, **spent(began)}
     run.finish(result)
     return result
+
+
+def scratch(
+    cfg: PretrainConfig, arch: Arch, device: torch.device, per_epoch: int
+) -> tuple[mae.MAE | ijepa.IJEPA, Callable[[int, float], float]]:
+    """A pretext task around freshly initialised networks, and the learning rate its authors give it."""
+    total, g = per_epoch * cfg.epochs, rng(cfg.seed, "init")
+    if cfg.model.pretext == "mae":
+        vit, decoder = mae.init(arch, g)
+        backbone = Backbone(vit.to(device), recompute=cfg.model.recompute)
+        schedule = mae.schedule(cfg.epochs, cfg.warmup_epochs, per_epoch, cfg.min_lr, cfg.warmup_from)
+        return mae.MAE(backbone, decoder.to(device), cfg.mask_ratio), schedule
+    vit, predictor = ijepa.init(arch, g)
+    teacher = Backbone(copy.deepcopy(vit).to(device)).requires_grad_(False)
+    backbone = Backbone(vit.to(device), recompute=cfg.model.recompute)
+    schedule = ijepa.schedule(total, cfg.warmup_epochs * per_epoch, cfg.warmup_from, cfg.min_lr)
+    return ijepa.IJEPA(backbone, predictor.to(device), cfg.masks, (cfg.ema, total), None, teacher), schedule
 
 
 # --- align -----------------------------------------------------------------------------------------------------------
@@ -171,8 +196,12 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
 EXACT_LIMIT = 5000  # entries of θ: its Hessian takes as many double passes, and 200 MB in float64
 
 
-def align(cfg: AlignConfig, options: Options) -> dict[str, Any]:
-    """BiSSLight: probe φ_D, run Algorithm 1, keep θ_P as adapter.safetensors."""
+def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task) -> dict[str, Any]:
+    """BiSSLight: probe φ_D, run Algorithm 1, keep θ_P as adapter.safetensors.
+
+    Args:
+        make_task: (settings, backbone with its head, θ_P's start) -> the pretext task; MAE or I-JEPA by the settings.
+    """
     machine = resolved_machine(cfg.machine)
     if cfg.model.backbone.startswith("timm:"):
         raise UsageError(
@@ -181,24 +210,22 @@ def align(cfg: AlignConfig, options: Options) -> dict[str, Any]:
         )
     model, data = resolved_model(cfg.model), resolved_data(cfg.data, True)
     cfg = cfg.model_copy(update={"model": model, "data": data, "machine": machine})
-    assert machine.data_root is not None and data.pool is not None
+    assert machine.data_root is not None and data.pool is not None and data.augment and model.rank is not None
     labelled = load_task(data, machine.data_root)
-    images, mean, std = unlabelled(data.pool, data.data_seed, machine)
-    rates = d_rates(cfg)
     sizes = BACKBONES[model.backbone].arch
+    pool = pool_of(cfg, data.pool, data.data_seed, data.augment, data.min_crop, sizes.image_size)
+    rates = d_rates(cfg)
     if options.dry_run and (absent := to_download(model)):
-        return budget(cfg, sizes, labelled, len(images)) | absent | {"config": cfg}
+        return budget(cfg, sizes, labelled, len(pool.images)) | absent | {"config": cfg}
     fetch_weights(model, options.report)
     d = downstream(model, data, machine, cfg.amp, labelled)
     arch, device = d.loaded.arch, d.device
     fits(data.pool, arch)
-    assert d.loaded.decoder is not None
-    random = cfg.lower.decoder == "random"
-    decoder = mae.init_decoder(arch, rng(cfg.seed, "decoder")).to(device) if random else d.loaded.decoder
-    task = mae.MAE(d.loaded.backbone, decoder, cfg.lower.mask_ratio)
-    view = View(arch.image_size, mean, std, data.augment or "crop", data.min_crop)
-    task.check(next(pretext_batches(task, images, view, cfg, 32, 0, 1, device)))
-    about = budget(cfg, arch, labelled, len(images))
+    pool = pool._replace(view=pool.view._replace(size=arch.image_size))
+    theta = init_theta(arch.depth, model.rank, arch.dim, rng(cfg.seed, "lora"))
+    task = make_task(cfg, d.loaded, theta.to(device))
+    task.check(next(pool.batches(task, 32, 0, 1)))
+    about = budget(cfg, arch, labelled, len(pool.images))
     if cfg.bilevel.hypergrad == "exact" and about["lora_parameters"] > EXACT_LIMIT:
         raise UsageError(
             f"--hypergrad exact: θ has {about['lora_parameters']} entries, a dense Hessian of more than "
@@ -206,7 +233,7 @@ def align(cfg: AlignConfig, options: Options) -> dict[str, Any]:
         )
     if options.dry_run:
         return about | {"config": cfg}
-    out = options.out or default_out("align", data.dataset, model, cfg.seed, cfg.lower.pretext)
+    out = options.out or default_out("align", data.dataset, model, cfg.seed, model.pretext)
     defining = {"weights_sha256": d.loaded.digest, "data_sha256": labelled.fingerprint(), "images": about["images"]}
     run = open_run(out, "align", cfg, options.resume, options.force, **defining)
     steps = f"{about['steps']['lower']} + {about['steps']['upper']} steps, {about['lora_parameters']:,} LoRA parameters"
@@ -219,11 +246,9 @@ def align(cfg: AlignConfig, options: Options) -> dict[str, Any]:
     for d_lr in tried.left(rates):
         chosen = cfg.model_copy(update={"upper": cfg.upper.model_copy(update={"d_lr": d_lr, "d_lr_from": None})})
 
-        def pretext(start: int, stop: int) -> Iterator[mae.Batch]:
-            return pretext_batches(task, images, view, cfg, cfg.lower.p_batch, start, stop, device)
-
+        task = make_task(chosen, d.loaded, theta.to(device))
         try:
-            theta_P = attempt(chosen, d, task, pretext, run, options.report, watched=len(rates) > 1)
+            theta_P = attempt(chosen, d, task, theta, pool, run, options.report, watched=len(rates) > 1)
             break
         except Diverged as error:
             if len(rates) == 1:
@@ -236,7 +261,7 @@ def align(cfg: AlignConfig, options: Options) -> dict[str, Any]:
         )
 
     metadata = adapter_metadata(
-        arch, model.backbone, model.rank or 0, model.alpha or 0.0, pretext=cfg.lower.pretext, dataset=data.dataset,
+        arch, model.backbone, model.rank or 0, model.alpha or 0.0, pretext=model.pretext, dataset=data.dataset,
         weights_sha256=d.loaded.digest, stage="align", hypergrad=cfg.bilevel.hypergrad, d_lr=d_lr,
     )  # fmt: skip
     write_atomic(out / "adapter.safetensors", adapter_bytes(theta_P, {}, metadata))
@@ -251,8 +276,9 @@ def align(cfg: AlignConfig, options: Options) -> dict[str, Any]:
 def attempt(
     cfg: AlignConfig,
     d: Downstream,
-    task: mae.MAE,
-    pretext: Callable[[int, int], Iterator[mae.Batch]],
+    task: PretextTask[Any],
+    theta: Tensor,
+    pool: Pool,
     run: Run,
     report: Report,
     watched: bool,
@@ -260,22 +286,23 @@ def attempt(
     """Algorithm 1 with one upper rate, from its start or its checkpoint, to θ_P.
 
     Args:
-        pretext: (first step, last step + 1) -> prepared batches.
+        theta: where θ_P and θ_D start.
         watched: end with Diverged as soon as training is `ft.unstable`.
     """
     model, b, d_lr, device = cfg.model, cfg.bilevel, cfg.upper.d_lr, d.device
-    assert model.rank is not None and model.drop_path is not None
-    theta = init_theta(d.loaded.arch.depth, model.rank, d.loaded.arch.dim, rng(cfg.seed, "lora"))
+    assert model.drop_path is not None
     init = {"P": theta, "D": theta}  # l.2: θ_P and θ_D start equal
-    s = state(cfg, trainable(init, device), trainable(task.phi, device), head(d, cfg.seed, "align head"))
+    phi_D, stats = head(d, cfg.model, cfg.seed, "align head")
+    s = state(cfg, trainable(init, device), trainable(task.phi, device), phi_D)
     loss_D = d.loss()
     restored = run.restore(lambda record: record["step"] <= record["checkpoint"], device)
     if restored is not None and restored["d_lr"] == d_lr:
         s.load_state_dict(restored)
         task.load_state_dict(restored["task"])
+        stats.update(restored["stats"])
     else:
         run.cut(lambda record: False)
-        probing(cfg, d, loss_D, s, run, report)
+        probing(cfg, d, loss_D, s, stats, run, report)
     curves: dict[str, list[float]] = {"L^P": [], "L^D(P)": [], "L^D(D)": []}
     vals: list[float] = []
 
@@ -292,7 +319,7 @@ def attempt(
 
     start, stop = s.done * b.upper_steps, b.alternations * b.upper_steps
     draws = stream(len(d.task.train.targets), cfg.upper.d_batch, cfg.seed, "downstream", start, stop)
-    with_drop = d.train(draws, cfg.seed, "downstream", model.drop_path, start)
+    examples = d.train(draws, cfg.seed, "downstream", model.drop_path, stats, start)
 
     def after(s: bisslight.State, log: bisslight.Log) -> None:
         t = log.alternation
@@ -303,7 +330,7 @@ def attempt(
             text += f"  |q|/|g| {log.q_over_g[-1]:.3f}"
         validated = t % b.eval_every == 0 or t == b.alternations
         for level, theta in (("P", s.theta_P), ("D", s.theta_D)) if validated else ():
-            val = d.score(d.task.val, theta, s.phi_D)
+            val = d.score(d.task.val, theta, s.phi_D | stats)
             record[f"val_{level}"] = val._asdict()
             text += f"  val({level}) {val.accuracy:.1f}"
         run.metric(record)
@@ -311,7 +338,7 @@ def attempt(
         if watched and (why := ft.unstable({k: v for k, v in curves.items() if v}, vals)):
             raise Diverged(f"alternation {t}: {why}")
         if validated:
-            run.save(s.state_dict() | {"task": task.state_dict(), "d_lr": d_lr})
+            run.save(s.state_dict() | {"task": task.state_dict(), "stats": stats, "d_lr": d_lr})
         report("align", t, b.alternations, text)
         run.log(f"alternation {t}: {text}")
 
@@ -319,11 +346,11 @@ def attempt(
         "mfac": partial(mfac.mfac, partition=b.partition), "identity": mfac.identity, "exact": mfac.exact,
     }  # fmt: skip
     loss_P = autocast(task.loss, device, cfg.amp and b.hypergrad != "exact")  # the exact Hessian in full precision
-    start, stop = s.done * b.lower_steps, b.alternations * b.lower_steps
+    pretext = pool.batches(task, cfg.lower.p_batch, s.done * b.lower_steps, b.alternations * b.lower_steps)
     on_host = cfg.machine.mfac_device == "cpu" and b.hypergrad == "mfac"
     store = torch.empty(len(theta), b.lower_steps, theta.shape[1]) if on_host else None
     return bisslight.align(
-        s, b, loss_P, loss_D, inverses[b.hypergrad], pretext(start, stop), with_drop, task.after_step, after, store
+        s, b, loss_P, loss_D, inverses[b.hypergrad], pretext, examples, task.after_step, after, store
     )
 
 
@@ -386,13 +413,21 @@ def state(cfg: AlignConfig, theta: dict[str, Tensor], phi_P: Phi, phi_D: Phi) ->
     return bisslight.State(theta["P"], theta["D"], phi_P, phi_D, opt_P, opt_D)
 
 
-def head(d: Downstream, seed: int, purpose: str) -> Phi:
-    """A fresh φ_D."""
-    return trainable(init_head(d.loaded.backbone.dim, len(d.task.classes), rng(seed, purpose)), d.device)
+def head(d: Downstream, model: Model, seed: int, purpose: str) -> tuple[Phi, Phi]:
+    """A fresh φ_D, and its BatchNorm's statistics (empty without one)."""
+    phi_D = init_head(d.loaded.backbone.dim, len(d.task.classes), rng(seed, purpose), model.head == "batchnorm")
+    leaves = trainable(phi_D, d.device)
+    return leaves, init_stats({name: tensor.detach() for name, tensor in leaves.items()})
 
 
 def probing(
-    cfg: AlignConfig, d: Downstream, loss_D: Callable[..., Tensor], s: bisslight.State, run: Run, report: Report
+    cfg: AlignConfig,
+    d: Downstream,
+    loss_D: Callable[..., Tensor],
+    s: bisslight.State,
+    stats: Phi,
+    run: Run,
+    report: Report,
 ) -> None:
     """Linear probing of φ_D before Algorithm 1 (App. C.3), and its validation accuracy."""
     up, n = cfg.upper, len(d.task.train.targets)
@@ -401,11 +436,11 @@ def probing(
     draws = epochs(n, up.d_batch, cfg.seed, "probe", up.probe_epochs)
     per_epoch = -(-n // up.d_batch)
     rate = cfg.model.drop_path if up.probe_drop_path and cfg.model.drop_path else 0.0
-    losses = ft.probe(loss_D, s.theta_D, s.phi_D, opt, d.train(draws, cfg.seed, "probe", rate))
+    losses = ft.probe(loss_D, s.theta_D, s.phi_D, opt, d.train(draws, cfg.seed, "probe", rate, stats))
     for step, loss in enumerate(losses, 1):
         if step % per_epoch == 0:
             report("probe", step // per_epoch, up.probe_epochs, f"loss {loss:.4f}")
-    val = d.score(d.task.val, s.theta_D, s.phi_D)
+    val = d.score(d.task.val, s.theta_D, s.phi_D | stats)
     run.metric({"step": 0, "probe_val": val._asdict()})
     run.log(f"linear probe: validation {d.task.metric} {val.accuracy:.1f} %")
 
@@ -420,9 +455,21 @@ def budget(cfg: AlignConfig, arch: Arch, task: Task, pool: int) -> dict[str, Any
         """Forward and backward of transformer blocks on n tokens, weights frozen."""
         return layers * (48 * n * dim**2 + 12 * n**2 * dim + 24 * n * dim * rank) * (arch.mlp_ratio + 2) / 6
 
-    lower = passes(1 + int(L * (1 - cfg.lower.mask_ratio)), D, depth, r)
-    lower += 1.5 * passes(1 + L, arch.decoder_dim, arch.decoder_depth, 0)  # the decoder's weights get gradients too
-    upper = 2 * passes(1 + L, D, depth, r)
+    if cfg.model.pretext == "ijepa":  # teacher forward on all patches; student on a quarter; four predictor sequences
+        seen, asked = L // 4, round(L * sum(cfg.masks.target_scale) / 2)
+        lower = passes(L, D, depth, r) / 2 + cfg.masks.contexts * passes(seen, D, depth, r)
+        sequences = cfg.masks.targets * cfg.masks.contexts
+        lower += 1.5 * sequences * passes(seen + asked, arch.predictor_dim, arch.predictor_depth, 0)
+    else:
+        lower = passes(1 + int(L * (1 - cfg.lower.mask_ratio)), D, depth, r)
+        lower += 1.5 * passes(1 + L, arch.decoder_dim, arch.decoder_depth, 0)  # the decoder's weights are trained
+    upper = 2 * passes(arch.class_token + L, D, depth, r)
+    width, layers = (
+        (arch.predictor_dim, arch.predictor_depth)
+        if cfg.model.pretext == "ijepa"
+        else (arch.decoder_dim, arch.decoder_depth)
+    )
+    head = 12 * layers * width**2
     work = b.lower_steps * cfg.lower.p_batch * lower + b.upper_steps * cfg.upper.d_batch * upper
     return {
         "images": {"pool": pool, **{part: len(getattr(task, part).targets) for part in ("train", "val", "test")}},
@@ -430,7 +477,7 @@ def budget(cfg: AlignConfig, arch: Arch, task: Task, pool: int) -> dict[str, Any
         "steps": {"lower": b.alternations * b.lower_steps, "upper": b.alternations * b.upper_steps},
         "lora_parameters": 4 * r * D * depth,
         "gradient_store_MB": store / 1e6,
-        "checkpoint_MB": 12 * (2 * 4 * r * D * depth + 13 * arch.decoder_depth * arch.decoder_dim**2) / 1e6,
+        "checkpoint_MB": 12 * (2 * 4 * r * D * depth + head) / 1e6,
         "TFLOP": b.alternations * work / 1e12,
         "disk_free_GB": shutil.disk_usage(Path.cwd()).free / 1e9,
     }
@@ -460,13 +507,13 @@ def run_unit(unit: Unit, report: Report = silent) -> dict[str, Any]:
         assert cfg.model.rank is not None
         theta = init_theta(d.loaded.arch.depth, cfg.model.rank, d.loaded.arch.dim, rng(n_seed, "lora"))
     leaf = theta.to(d.device, copy=True).requires_grad_()
-    phi_D = head(d, n_seed, "peft head")
+    phi_D, stats = head(d, cfg.model, n_seed, "peft head")
     n = len(d.task.train.targets)
     per_epoch = -(-n // p.batch)
     schedule = Schedule(p.epochs * per_epoch, p.warmup_epochs * per_epoch, p.end_lr)
     opt = ft.optimiser([leaf, *phi_D.values()], unit.lr, p.weight_decay, schedule, p.optimizer == "sgd")
     assert cfg.model.drop_path is not None
-    examples = d.train(epochs(n, p.batch, n_seed, "peft", p.epochs), n_seed, "peft", cfg.model.drop_path)
+    examples = d.train(epochs(n, p.batch, n_seed, "peft", p.epochs), n_seed, "peft", cfg.model.drop_path, stats)
     curve: list[dict[str, Any]] = []
 
     def after(epoch: int, loss: float, val: Score | None) -> None:
@@ -477,7 +524,7 @@ def run_unit(unit: Unit, report: Report = silent) -> dict[str, Any]:
     validate = partial(d.score, d.task.val)
     done: dict[str, Any] = {"lr": unit.lr, "seed": n_seed}
     try:
-        best = ft.peft(d.loss(), leaf, phi_D, opt, examples, p.epochs, per_epoch, validate, p.eval_every, after)
+        best = ft.peft(d.loss(), leaf, phi_D, opt, examples, p.epochs, per_epoch, validate, p.eval_every, after, stats)
     except Diverged as error:
         return done | {"val": None, "diverged": str(error), "curve": curve}
     done |= {"val": best.val._asdict(), "epoch": best.epoch, "curve": curve, **spent(began)}
@@ -552,7 +599,8 @@ def finetune(cfg: FinetuneConfig, options: Options, mapper: Map | None = None) -
         origin = check_adapter(start, model, d.loaded, data.dataset)
     if options.dry_run:
         return about | {"config": cfg}
-    out = options.out or default_out("finetune", data.dataset, model, cfg.seed, "aligned" if cfg.start else "direct")
+    names = ["aligned" if cfg.start else "direct", *(["ijepa"] if model.pretext == "ijepa" else [])]
+    out = options.out or default_out("finetune", data.dataset, model, cfg.seed, *names)
     defining = {"weights_sha256": d.loaded.digest, "data_sha256": task.fingerprint(), "images": about["images"]}
     run = open_run(out, "finetune", cfg, options.resume, options.force, **defining)
     options.announce(f"seed {cfg.seed}, device {d.device}, {runs} runs, {about['steps']} steps -> {out}")
@@ -589,7 +637,7 @@ def finetune(cfg: FinetuneConfig, options: Options, mapper: Map | None = None) -
     result = {
         "out": str(out), "dataset": data.dataset, "backbone": model.backbone, "unit": unit, "lr": lr,
         "metric": task.metric, "aligned_by": origin.get("hypergrad") if cfg.start else None,
-        "pretext": origin.get("pretext", "mae"), "test": [t.accuracy for t in tests],
+        "pretext": model.pretext, "test": [t.accuracy for t in tests],
         "test_loss": [t.loss for t in tests], "test_per_class": [t.per_class for t in tests],
         "val": [o["val"]["accuracy"] for o in chosen], "epochs": [o["epoch"] for o in chosen],
         "grid": {str(k): [v.accuracy if v else None for v in scores] for k, scores in vals.items()},

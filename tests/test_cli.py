@@ -236,7 +236,7 @@ def test_a_saved_config_repeats_the_run(weights: Path, capsys: Any) -> None:
 
 
 WRONG = [
-    ("align --backbone vit_mini --dataset quilts", 2, "--weights FILE: vit_mini needs a checkpoint"),
+    ("align --backbone vit_mini --dataset quilts", 2, "--weights FILE: vit_mini with mae needs a checkpoint"),
     ("align --backbone vit_l --weights {w} --dataset quilts", 2, "did you mean vit_l16?"),
     ("align --backbone vit_mini --weights {w} --dataset quits", 2, "did you mean quilts?"),
     ("align --backbone vit_mini --weights {w}", 2, "--dataset is needed"),

@@ -10,8 +10,9 @@ from replay import model_of
 from torch import Tensor
 
 import mae
+from bisslight import pretrain
 from config import BACKBONES, Arch, BackboneDefaults, UsageError
-from lora import Backbone, logits
+from lora import Backbone, logits, psi_of, sincos
 from mae import MAE, Batch, Decoder
 from runtime import Optimiser, constant, decay_groups, rng
 
@@ -62,7 +63,7 @@ def test_masking_predictions_losses_and_gradients_equal_the_official_ones(
     close(prediction, io[f"pred_{percent}_f64"], 1e-9)
     value = t.loss(None, t.phi, batch)
     close(value.detach(), io[f"loss_{percent}_{loss}_f64"], 1e-9)
-    named = {**mae.psi_of(t.backbone.vit), **t.phi}
+    named = {**psi_of(t.backbone.vit), **t.phi}
     gradients = dict(zip(named, torch.autograd.grad(value, list(named.values())), strict=True))
     expected = io.group(f"grad_{percent}_{loss}")
     assert len(expected) == 10
@@ -89,13 +90,14 @@ def test_positions_are_taken_from_the_file(official: Path, io: Recorded) -> None
 
 
 def test_pretraining_follows_the_official_adamw_trajectory(official: Path, io: Recorded) -> None:
-    """`mae.pretrain` itself, with its decay groups: five steps, every loss and three final tensors."""
+    """`bisslight.pretrain` itself, with its decay groups: five steps, every loss and three final tensors."""
     t = task(official)
-    named = {**mae.psi_of(t.backbone.vit), **t.phi}
+    named = {**psi_of(t.backbone.vit), **t.phi}
     opt = Optimiser(decay_groups(named, 1e-3, 0.05), constant, (0.9, 0.95))
     losses: list[float] = []
     batches = [Batch(io["imgs"].double(), noise.double()) for noise in io["traj_noise"]]
-    mae.pretrain(t, t.loss, opt, batches, lambda step, loss: losses.append(loss))
+    psi = psi_of(t.backbone.vit)
+    pretrain(psi, t.phi, t.loss, opt, iter(batches), t.after_step, lambda step, loss: losses.append(loss))
     close(torch.tensor(losses, dtype=torch.float64), io["traj_loss_f64"], 1e-9)
     for name, tensor in io.group("traj_final").items():
         close(named[name].detach(), tensor, 1e-9)
@@ -108,7 +110,7 @@ def test_the_schedule_is_the_official_one(io: Recorded) -> None:
 
 @pytest.mark.parametrize(("dim", "side"), [(768, 14), (1024, 14), (1280, 16), (512, 14), (512, 16)])
 def test_position_tables_at_real_sizes_are_the_official_ones(io: Recorded, dim: int, side: int) -> None:
-    table = mae.sincos(dim, side)[0]
+    table = sincos(dim, side)[0]
     close(table[io[f"sincos_{dim}_{side}_rows"]][:, ::8], io[f"sincos_{dim}_{side}"], 1e-6)
     sums = torch.stack([table.double().sum(), table.double().square().sum()])
     close(sums, io[f"sincos_{dim}_{side}_sum_sumsq"], 1e-6)
@@ -136,7 +138,7 @@ def test_the_released_programs_mae_forward_is_reproduced() -> None:
 def test_official_and_own_checkpoints_have_one_layout(official: Path, tmp_path: Path, io: Recorded) -> None:
     """Read official, write ours: same keys in the same groups, tensors bit-equal; read back, same loss."""
     t = task(official, dtype=torch.float32)
-    torch.save(mae.checkpoint(t, TINY, "tiny"), tmp_path / "ours.pth")
+    torch.save(t.checkpoint(TINY, "tiny"), tmp_path / "ours.pth")
     ours = torch.load(tmp_path / "ours.pth", weights_only=True)["model"]
     theirs = torch.load(official, weights_only=True)["model"]
     assert ours.keys() == theirs.keys()
@@ -221,7 +223,7 @@ def test_initialisation_is_seeded_and_leaves_no_zero_matrix() -> None:
     vit, decoder = mae.init(TINY, rng(0))
     again, _ = mae.init(TINY, rng(0))
     assert all(torch.equal(a, b) for a, b in zip(vit.state_dict().values(), again.state_dict().values(), strict=True))
-    for name, tensor in {**mae.psi_of(vit), **dict(decoder.named_parameters())}.items():
+    for name, tensor in {**psi_of(vit), **dict(decoder.named_parameters())}.items():
         assert tensor.ndim < 2 or bool(tensor.any()), name
 
 

@@ -41,7 +41,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_full_size_file_gives_timms_tokens(base: Path) -> None:
     """Encoder tokens of B/16 at 224 px, beside a plain timm model that loads the encoder's keys itself."""
-    _, size = loading.OFFICIAL["vit_b16"]
+    _, size = loading.OFFICIAL["vit_b16", "mae"]
     assert abs(base.stat().st_size - size) < size / 100
     vit, decoder, arch = mae.load(base, "vit_b16")
     plain = timm.create_model("vit_base_patch16_224", num_classes=0).eval()
@@ -84,7 +84,7 @@ def small_official(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
     monkeypatch.setitem(mae.BACKBONES, "vit_b16", tiny)
     torch.save({"model": official_layout("vit_b16")}, tmp_path / "served.pth")
     content = (tmp_path / "served.pth").read_bytes()
-    monkeypatch.setitem(loading.OFFICIAL, "vit_b16", (loading.OFFICIAL["vit_b16"][0], len(content)))
+    monkeypatch.setitem(loading.OFFICIAL, ("vit_b16", "mae"), (loading.OFFICIAL["vit_b16", "mae"][0], len(content)))
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return content
