@@ -105,7 +105,7 @@ def command(model: type[S]) -> Callable[[Callable[[S, dict[str, Any], dict[str, 
 def build(model: type[S], flags: dict[str, Any], file: Path | None, named: str) -> tuple[S, dict[str, str]]:
     """Settings from flags over file over preset over defaults, and where each value came from (UsageError).
 
-    With --from, what the align run had comes between preset and file.
+    With --from, what the align run had comes between defaults and preset.
     """
     table = read_file(file, model) if file else {}
     start = flags.get("start") or table.get("start")
@@ -126,10 +126,10 @@ def build(model: type[S], flags: dict[str, Any], file: Path | None, named: str) 
     for name, value in by_pretext(str(pretext), model, str(backbone)).items():
         put(merged, paths[name], value)
         sources[name] = f"with {pretext}"
+    lay(base, "align run")
     for name, value in preset(named, model, bool(start)).items():
         put(merged, paths[name], value)
         sources[name] = f"preset {named}"
-    lay(base, "align run")
     lay(table, "file")
     for name, value in flags.items():
         several = isinstance(value, str) and name in TUPLES
@@ -177,7 +177,7 @@ def inherited(start: Path) -> dict[str, Any]:
     config = read_json(runs[0] / "config.json") if (runs := runs_in(start)) else {}
     if "bilevel" not in config:
         raise UsageError(f"--from {start}: is not an align run, a directory of align runs, or a LoRA file")
-    root = config["machine"]["data_root"]
+    root = config["machine"].get("data_root")
     return {"model": config["model"], "data": config["data"], "machine": {"data_root": root}}
 
 
@@ -314,8 +314,8 @@ def finetune(config: FinetuneConfig, common: dict[str, Any], sources: dict[str, 
     """PEFT with LoRA, directly or from align runs: seeds, learning-rate grid, one test at the end."""
     import stages
 
-    with Live(common["quiet"] or common["json"]) as live, stages.worker_pool(config.machine.jobs) as mapper:
-        result = stages.finetune(config, opened(common, live), mapper)
+    with Live(common["quiet"] or common["json"]) as live, stages.worker_pool(config.machine.jobs) as pool:
+        result = stages.finetune(config, opened(common, live), pool)
     if common["dry_run"]:
         return show(config, sources, common, result)
     from evaluate import Arm

@@ -284,7 +284,7 @@ class Peft(Settings):
     """Seeds each rate is tried with; the chosen rate's are among the seeds. [App. C.2.1: not said; here]"""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """AdamW 0.9/0.999, or SGD with momentum 0.9. [App. C.2; released: sgd after align]"""
-    grid: tuple[PositiveFloat, ...] | None = None
+    grid: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None = None
     """Rates of --lr-grid. None: 1e-4 ... 3e-2, after align 1e-5 ... 3e-3. [App. C.2]"""
     epochs: PositiveInt = 200
     """Passes over the training split. [App. C.2]"""
@@ -307,6 +307,8 @@ class Peft(Settings):
             raise ValueError("give --lr or --lr-grid, not both")
         if self.lr is None and self.lr_grid is False:
             raise ValueError("--no-lr-grid needs --lr")
+        if self.grid and len({*self.grid}) < len(self.grid):
+            raise ValueError("--grid: has a rate twice")
         if self.grid_seeds > self.seeds:
             raise ValueError(f"--grid-seeds {self.grid_seeds}: is more than --seeds {self.seeds}")
         return self

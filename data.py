@@ -288,7 +288,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         try:
             with Image.open(images[index]) as image:
                 return image.convert("RGB")
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        except Exception as error:  # Pillow's readers raise anything from OSError to TypeError on damaged bytes
             raise RunError(f"{images[index]}: cannot be read as an image ({error}); replace or remove it") from error
 
 

@@ -11,6 +11,7 @@ It shows that the method runs and what it does here. It is no evidence about pho
 import json
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,8 @@ ARMS: dict[str, dict[str, Any]] = {
 class Story:
     """One drawn dataset, its backbone and the arms tried on it."""
 
-    def __init__(self, out: Path, data_seed: int, force: bool, report: Report, mapper: stages.Map | None) -> None:
-        self.out, self.data_seed, self.force, self.report, self.mapper = out, data_seed, force, report, mapper
+    def __init__(self, out: Path, data_seed: int, force: bool, report: Report, pool: Executor | None) -> None:
+        self.out, self.data_seed, self.force, self.report, self.pool = out, data_seed, force, report, pool
         self.seconds: dict[str, float] = {}
         self.data = Data(dataset="quilts", data_seed=data_seed)
         self.model = Model(backbone="vit_mini", weights=out / "pretrain" / "backbone.pth")
@@ -97,7 +98,7 @@ class Story:
         ]
         jobs = [(cfg.model_dump_json(), self.out / f"align-{name}" / f"s{cfg.seed}", self.force) for cfg in cfgs]
         results = []
-        for result in (self.mapper or map)(align_job, jobs):
+        for result in (self.pool.map if self.pool else map)(align_job, jobs):
             results.append(result)
             val = result["val_P"]["accuracy"]
             self.report(f"align {name}", len(results), SEEDS, f"seed {len(results) - 1} val {val:.1f}")
@@ -109,7 +110,7 @@ class Story:
         began = time.perf_counter()
         path = self.out / f"align-{start.split()[0]}" if start else None
         cfg = FinetuneConfig(start=path, model=self.model, data=self.data, peft=peft)
-        result = stages.finetune(cfg, self.options(f"finetune-{arm.split(' +')[0].replace(' ', '-')}"), self.mapper)
+        result = stages.finetune(cfg, self.options(f"finetune-{arm.split(' +')[0].replace(' ', '-')}"), self.pool)
         self.timed(f"PEFT {arm}", began)
         return result | {"arm": arm}
 
@@ -134,8 +135,8 @@ def quick(out: Path, data_seed: int, jobs: int, force: bool, report: Report) -> 
     """Pretrain, align, PEFT with and without; one rate for both arms, eight seeds an arm."""
     began = time.perf_counter()
     prepare(out, force)
-    with stages.worker_pool(jobs) as mapper:
-        story = Story(out, data_seed, force, report, mapper)
+    with stages.worker_pool(jobs) as pool:
+        story = Story(out, data_seed, force, report, pool)
         story.pretrain()
         aligns = story.align("aligned + PEFT")
         results = [story.finetune("aligned + PEFT", PEFT, "aligned"), story.finetune("PEFT", PEFT, None)]
@@ -163,9 +164,9 @@ def full(out: Path, data_seed: int, jobs: int, force: bool, report: Report) -> d
     prepare(out, force)
     tables, remarks = {}, []
     grid = PEFT.model_copy(update={"lr": None, "grid": GRID, "grid_seeds": SEEDS})
-    with stages.worker_pool(jobs) as mapper:
+    with stages.worker_pool(jobs) as pool:
         for seed in range(data_seed, data_seed + 3):
-            story = Story(out / f"data{seed}", seed, force, report, mapper)
+            story = Story(out / f"data{seed}", seed, force, report, pool)
             story.pretrain()
             aligns = story.align("aligned + PEFT")
             results = [story.finetune("aligned + PEFT", grid, "aligned"), story.finetune("PEFT", grid, None)]
@@ -242,7 +243,7 @@ def without_pretraining(name: str, story: Story) -> dict[str, Any]:
     rates = (3e-4, 1e-3, 3e-3)
     jobs = [(name, story.data_seed, lr, seed) for lr in rates for seed in range(SEEDS)]
     runs: dict[float, list[tuple[Score, float]]] = {lr: [] for lr in rates}
-    for job, outcome in zip(jobs, (story.mapper or map)(scratch_job, jobs), strict=True):
+    for job, outcome in zip(jobs, (story.pool.map if story.pool else map)(scratch_job, jobs), strict=True):
         runs[job[2]].append(outcome)
         story.report(name, sum(map(len, runs.values())), len(jobs), f"lr {job[2]:g}")
     lr = choose({lr: [val for val, _ in outcomes] for lr, outcomes in runs.items()})

@@ -159,10 +159,20 @@ def read_arm(path: Path) -> Arm:
             raise UsageError(f"{run}: differs from {runs[0]} in {', '.join(different)}, they are no seeds of one arm")
     accuracies = [accuracy for result in results for accuracy in result["test"]]
     first, data = results[0], read_json(runs[0] / "config.json")["data"]
+    if "aligned_by" not in first:
+        raise UsageError(f"{runs[0]}: was made by an older version, run it again")
     method = {None: "PEFT", "mfac": "BiSSLight", "cg": "BiSSL"}.get(first["aligned_by"])
-    whole = method is not None and not data["partial"]
-    published = reported(first["backbone"], data["dataset"], str(method), first["pretext"]) if whole else None
+    like = method is not None and like_the_paper(read_json(runs[0] / "config.json"))
+    published = reported(first["backbone"], data["dataset"], str(method), first["pretext"]) if like else None
     return Arm(path.name, accuracies, first["unit"], settings[0]["task"], first["metric"], published)
+
+
+def like_the_paper(config: Mapping[str, Any]) -> bool:
+    """Whether a finetune run has the paper's setting, as far as it goes, so that its figure may stand beside it."""
+    model, data, peft = config["model"], config["data"], config["peft"]
+    official = str(model["weights"]).endswith(("_full.pth", "IN1K-vit.h.14-300e.pth.tar"))
+    whole = not data["partial"] and data["voc_difficult"] == "ignore" and data["augment"] == "crop"
+    return official and whole and (model["rank"], peft["epochs"], peft["optimizer"]) == (64, 200, "adamw")
 
 
 def experiment(run: Path) -> dict[str, Any]:

@@ -22,13 +22,13 @@ from lora import Backbone, Phi, factors, from_factors, load_adapter, merge
 from runtime import load_tensors, to_bytes, write_atomic
 
 RELEASED = re.compile(r"base_model\.model\.blocks\.(\d+)\.attn\.qkv\.([qv])\.lora_([AB])\.default\.weight")
-MINI = "vit_tiny_patch16_224"  # any plain ViT of timm's; vit_mini's sizes are told to it as arguments
-TIMM_NAMES = {
-    "vit_b16": "vit_base_patch16_224",
-    "vit_l16": "vit_large_patch16_224",
-    "vit_h14": "vit_huge_patch14_224",
-    "vit_mini": MINI,
+TIMM_NAMES = {  # architecture, and the tag of the official MAE encoder
+    "vit_b16": ("vit_base_patch16_224", "mae"),
+    "vit_l16": ("vit_large_patch16_224", "mae"),
+    "vit_h14": ("vit_huge_patch14_224", "mae"),
 }
+JEPA = "vit_huge_patch14_gap_224"
+MINI = "vit_tiny_patch16_224"  # any plain ViT of timm's; vit_mini's sizes are told to it as arguments
 TARGET = r"blocks\.\d+\.attn\.qkv"
 
 
@@ -74,7 +74,9 @@ def to_released(theta: Tensor, dim: int, scale: float) -> dict[str, Tensor]:
     }
 
 
-def to_peft(theta: Tensor, phi_D: Phi, dim: int, scale: float, base: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def to_peft(
+    theta: Tensor, phi_D: Phi, dim: int, scale: float, base: str | None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(adapter_config, tensors) for HF peft, on a timm model whose `head` is the classifier."""
     A_q, B_q, A_v, B_v = factors(theta.detach().cpu(), dim)
     rank = A_q.shape[1]
@@ -99,6 +101,8 @@ def to_timm(
     state = merge(backbone, theta) | {f"head.{key}": tensor for key, tensor in phi_D.items()}
     classes, side = len(phi_D["bias"]) if phi_D else 0, arch.image_size
     args: dict[str, Any] = {"img_size": side}
+    if not arch.class_token:
+        args |= {"class_token": False, "global_pool": "avg", "fc_norm": False}
     if name == MINI:
         args |= {"patch_size": arch.patch_size, "embed_dim": arch.dim, "depth": arch.depth, "num_heads": arch.heads}
         args |= {"mlp_ratio": arch.mlp_ratio}
@@ -118,14 +122,18 @@ def write_all(
     theta: Tensor,
     phi_D: Phi,
     name: str,
+    official: bool,
     arch: Arch,
     channels: tuple[Any, Any],
     card: str,
     merged: bool,
 ) -> list[Path]:
     """Write every layout below `out`; returns the files."""
-    base = TIMM_NAMES.get(name) or name.removeprefix("timm:")
-    config, tensors = to_peft(theta, phi_D, backbone.dim, backbone.scale, base)
+    base, tag = TIMM_NAMES.get(name, (MINI if name == "vit_mini" else name.removeprefix("timm:"), ""))
+    if not arch.class_token and name == "vit_h14":
+        base, tag = JEPA, ""
+    known = f"timm/{base}.{tag}" if official and tag else None  # peft loads by hand: no other base has a public name
+    config, tensors = to_peft(theta, phi_D, backbone.dim, backbone.scale, known)
     files: dict[str, bytes | str] = {
         "released/lora.pth": to_bytes(to_released(theta, backbone.dim, backbone.scale)),
         "peft/adapter_config.json": json.dumps(config, indent=1),
@@ -146,9 +154,9 @@ def write_all(
 
 def model_card(about: Mapping[str, str], config: Mapping[str, Any], result: Mapping[str, Any], terms: str) -> str:
     """A README.md for whoever receives the files: what they are, made of what, how good, under which terms."""
-    mae = about["backbone"] in TIMM_NAMES and about["backbone"] != "vit_mini"
-    licence = "cc-by-nc-4.0" if mae else "unknown"
-    weights = "MAE's official checkpoint (He et al. 2022), CC BY-NC 4.0: no commercial use" if mae else "the user's own"
+    official = str(config["model"]["weights"]).endswith(("_full.pth", "IN1K-vit.h.14-300e.pth.tar"))
+    licence = "cc-by-nc-4.0" if official else "unknown"
+    weights = "official MAE or I-JEPA checkpoint, CC BY-NC 4.0: no commercial use" if official else "the user's own"
     settings = {key: value for key, value in config.items() if key not in ("machine", "start")}  # paths of one machine
     settings["model"] = {**config["model"], "weights": Path(config["model"]["weights"]).name}
     lines = [
@@ -168,8 +176,8 @@ def model_card(about: Mapping[str, str], config: Mapping[str, Any], result: Mapp
         lines.append(f"| learning rate | {result['lr']:g} |")
         lines.append(f"| aligned by | {result['aligned_by'] or 'nothing: direct PEFT'} |")
     lines += [
-        "", "`peft/` is for HF peft on the timm model with its official weights, `released/` for the authors' program,",
-        "`timm/` the merged network: `timm.create_model('local-dir:timm', pretrained=True)`.", "",
+        "", "`peft/` is for HF peft on a timm model that holds exactly the backbone above, `released/` is for the",
+        "authors' program, `timm/` the merged network: `timm.create_model('local-dir:timm', pretrained=True)`.", "",
         "All settings:", "", "```json", json.dumps(settings, indent=1), "```", "",
     ]  # fmt: skip
     return "\n".join(lines)

@@ -12,12 +12,15 @@ import contextlib
 import hashlib
 import http.client
 import os
+import re
 import shutil
+import socket
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import urlsplit
 
 from config import RunError, UsageError
@@ -43,9 +46,7 @@ def fetch(url: str, path: Path, report: Report, size: int | None = None, md5: st
         with locked(part):
             if path.exists():  # another process was faster
                 return
-            whole = receive(url, path, part, report, size)
-            if whole != part.stat().st_size or (size and abs(whole - size) > size / 100):
-                raise wrong(part, f"{url}: has {part.stat().st_size} bytes, {size or whole} were expected")
+            receive(url, path, part, report, size, md5)
             if md5 and (found := digest(part, "md5")) != md5:
                 raise wrong(part, f"{url}: its md5 is {found}, its publishers give {md5}; it was removed")
             write_atomic(path.with_name(path.name + ".sha256"), f"{sha256(part)}  {path.name}\n")
@@ -58,8 +59,8 @@ def fetch(url: str, path: Path, report: Report, size: int | None = None, md5: st
         raise RunError(f"{path}: cannot be written ({error.strerror or error}); what arrived is kept") from error
 
 
-def receive(url: str, path: Path, part: Path, report: Report, size: int | None) -> int:
-    """Fill `part` to its end, going on where a connection broke; returns the length that the server announced."""
+def receive(url: str, path: Path, part: Path, report: Report, size: int | None, md5: str | None) -> None:
+    """Fill `part` to its end, going on where a connection broke."""
     reason = ""
     for attempt in range(ATTEMPTS):
         time.sleep(attempt * PAUSE)
@@ -72,6 +73,10 @@ def receive(url: str, path: Path, part: Path, report: Report, size: int | None) 
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
                 total, start = announced(response)
+                if start not in (0, have):
+                    raise wrong(part, f"{url}: the server went on at byte {start}, not {have}; run again to start over")
+                if total is None and not md5:
+                    raise RunError(f"{url}: the server does not say how long the file is; get it elsewhere as {path}")
                 if size and total and abs(total - size) > size / 100:
                     raise wrong(part, f"{url}: announces {total} bytes, {size} were expected; not taken")
                 free = shutil.disk_usage(part.parent).free
@@ -83,43 +88,45 @@ def receive(url: str, path: Path, part: Path, report: Report, size: int | None) 
                     file.truncate(start)
                     file.seek(start)
                     got = copy(response, file, start, total, path.name, report)
-            if total is None or got == total:
-                return got
+            if got == (total or got):
+                return
             reason = f"the connection ended after {got} of {total} bytes"
         except urllib.error.HTTPError as error:
-            if error.code != 416:
+            if error.code == 416:  # asked for bytes beyond the end: not this file's part
+                part.unlink(missing_ok=True)
+            elif error.code != 429 and error.code < 500:
                 raise RunError(f"{url}: HTTP {error.code} {error.reason}; get the file elsewhere as {path}") from error
-            part.unlink(missing_ok=True)  # asked for bytes beyond the end: not this file's part
-            reason = "the part on disk is longer than the file"
+            reason = f"HTTP {error.code} {error.reason}"
         except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
-            reason = str(getattr(error, "reason", error)) or type(error).__name__
-            if attempt == 0 and isinstance(error, urllib.error.URLError):
-                break  # no connection at all: offline
+            cause = getattr(error, "reason", error)
+            reason = str(cause) or type(error).__name__
+            if isinstance(cause, socket.gaierror | ConnectionRefusedError):
+                break  # no network, or no server: trying again at once does not help
     raise RunError(f"cannot download {url} ({reason}); run again to go on, or put the file at {path} yourself")
 
 
 def announced(response: http.client.HTTPResponse) -> tuple[int | None, int]:
     """(length of the whole file, where this answer starts) from Content-Range or Content-Length."""
-    length = response.headers.get("Content-Length")
-    if response.status == 206:  # bytes START-END/TOTAL
-        span, _, total = response.headers["Content-Range"].removeprefix("bytes ").partition("/")
-        return int(total), int(span.partition("-")[0])
-    return int(length) if length else None, 0
+    span = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.headers.get("Content-Range") or "")
+    if response.status == 206:
+        return (int(span[2]), int(span[1])) if span else (None, -1)
+    length = response.headers.get("Content-Length") or ""
+    return int(length) if length.isdecimal() else None, 0
 
 
 def copy(
-    response: http.client.HTTPResponse, file: object, start: int, total: int | None, name: str, report: Report
+    response: http.client.HTTPResponse, file: BinaryIO, start: int, total: int | None, name: str, report: Report
 ) -> int:
     """Append the answer's body; returns the length reached. A cut connection ends it early, as if at an end."""
     got, told = start, start
     while True:
         try:
             block = response.read(BLOCK)
-        except (http.client.IncompleteRead, ConnectionError, TimeoutError):
+        except (http.client.HTTPException, OSError):  # a reset, a timeout, a TLS error
             return got
         if not block:
             return got
-        file.write(block)  # type: ignore[attr-defined]
+        file.write(block)
         got += len(block)
         if total and (got == total or got - told >= max(total // 50, BLOCK)):
             told = got
@@ -159,7 +166,7 @@ def mirrored(url: str) -> str:
     mirror = os.environ.get("BISSLIGHT_MIRROR")
     if not mirror:
         return url
-    if not mirror.startswith(("http://", "https://")):
+    if urlsplit(mirror).scheme not in ("http", "https") or not urlsplit(mirror).netloc:
         raise UsageError(f"BISSLIGHT_MIRROR {mirror}: is not an http or https address")
     return mirror.rstrip("/") + urlsplit(url).path
 

@@ -72,20 +72,27 @@ def cached(model: Shape) -> Path | None:
     return Path(torch.hub.get_dir()).resolve() / "checkpoints" / name
 
 
+def absent(model: Model) -> tuple[str, int] | None:
+    """(URL, bytes) of the official file, if it is what is wanted and not there yet (UsageError for any other file)."""
+    assert model.weights is not None
+    if model.weights.exists():
+        return None
+    if model.weights != cached(model):
+        raise UsageError(f"--weights {model.weights}: there is no such file any more")
+    return OFFICIAL[model.backbone, model.pretext]
+
+
 def fetch_weights(model: Model, report: Report) -> None:
     """Download the official file on first use (RunError naming URL and path where that fails)."""
-    assert model.weights is not None
-    if not model.weights.exists():
-        url, size = OFFICIAL[model.backbone, model.pretext]
-        fetch(url, model.weights, report, size)
+    if wanted := absent(model):
+        assert model.weights is not None
+        fetch(wanted[0], model.weights, report, wanted[1])
 
 
 def to_download(model: Model) -> dict[str, Any]:
     """What --dry-run says of weights that are not there yet; empty where they are."""
-    if model.weights is None or model.weights.exists():
-        return {}
-    url, size = OFFICIAL[model.backbone, model.pretext]
-    return {"to_download": f"{mirrored(url)} ({size / 1e6:.0f} MB) to {model.weights}"}
+    wanted = absent(model)
+    return {"to_download": f"{mirrored(wanted[0])} ({wanted[1] / 1e6:.0f} MB) to {model.weights}"} if wanted else {}
 
 
 def resolved_data(data: Data, needs_pool: bool) -> Data:
@@ -132,7 +139,8 @@ def load_backbone(model: Model, device: torch.device) -> Loaded:
     """ψ, frozen, and its decoder; kept, so that the seeds of a process share one copy. `model` is resolved."""
     assert model.weights is not None and model.rank is not None and model.alpha is not None
     digest = sha256(model.weights)
-    verify(model.weights, digest)
+    if model.weights == cached(model):
+        verify(model.weights, digest)
     vit: Any
     head: nn.Module | None = None
     channels = None
@@ -188,10 +196,16 @@ class Downstream(NamedTuple):
         return score(predict, examples, partial(ft.cross_entropy, several=self.several))
 
 
+@lru_cache(maxsize=1)
+def remembered(data: Data, root: Path) -> Task:
+    """D^D, listed once for all the runs of a process."""
+    return load_task(data, root)
+
+
 def downstream(model: Model, data: Data, machine: Machine, amp: bool, task: Task | None = None) -> Downstream:
     """f_θ on its device, beside D^D; all settings are resolved."""
     assert machine.data_root is not None and data.augment is not None
-    task = task or load_task(data, machine.data_root)
+    task = task or remembered(data, machine.data_root)
     device = pick_device(machine.device)
     loaded = load_backbone(model, device)
     fits(data.dataset, loaded.arch)

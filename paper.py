@@ -45,14 +45,13 @@ LORA_MILLIONS: dict[str, tuple[float, ...]] = {
 }
 BACKBONE_MILLIONS = {"vit_b16": 85.80, "vit_l16": 303.30, "vit_h14": 630.77}
 # tab:memory_single_gpu: peak GPU memory in GB by (method, GPUs for B/L/H) -> B, L, H. Sums of per-GPU peaks; A40s
-MEMORY_GB: dict[tuple[str, tuple[int, int, int]], tuple[int, int, int]] = {
-    ("BiSSL", (2, 2, 4)): (58, 77, 141),
-    ("BiSSLight", (2, 2, 4)): (14, 22, 46),
-    ("BiSSLight", (1, 1, 1)): (13, 19, 33),
-    ("PEFT, batch 256", (1, 1, 2)): (14, 36, 80),
-    ("PEFT, batch 64", (1, 1, 1)): (4, 10, 22),
+MEMORY_GB: dict[tuple[str, tuple[int, int, int]], dict[str, int]] = {
+    ("BiSSL", (2, 2, 4)): {"vit_b16": 58, "vit_l16": 77, "vit_h14": 141},
+    ("BiSSLight", (2, 2, 4)): {"vit_b16": 14, "vit_l16": 22, "vit_h14": 46},
+    ("BiSSLight", (1, 1, 1)): {"vit_b16": 13, "vit_l16": 19, "vit_h14": 33},
+    ("PEFT, batch 256", (1, 1, 2)): {"vit_b16": 14, "vit_l16": 36, "vit_h14": 80},
+    ("PEFT, batch 64", (1, 1, 1)): {"vit_b16": 4, "vit_l16": 10, "vit_h14": 22},
 }
-ALIGN_GPU_HOURS = {"vit_l16": 5}  # Sec. 1, on A40s
 
 
 def reported(backbone: str, dataset: str, arm: str, pretext: str = "mae") -> Reported | None:

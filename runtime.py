@@ -314,24 +314,12 @@ class Run:
 
 def open_run(path: Path, command: str, config: Settings, resume: bool, force: bool, **about: Any) -> Run:
     """Make, or with `resume` reopen, a run directory (UsageError where it holds something else)."""
-    mine = (path / "config.json").exists() and (path / "env.json").exists()
-    if path.exists() and not path.is_dir():
-        raise UsageError(f"--out {path}: is a file, give a directory")
-    if path.is_dir() and any(path.iterdir()) and not mine:
-        raise UsageError(f"--out {path}: holds files of something else, choose an empty or new directory")
+    mine = check_out(path, command, resume, force)
     if mine and resume:
-        check_same(path, command, config, about)
-    elif mine and force:
-        if read_json(path / "env.json").get("command") != command:
-            raise UsageError(f"--force: {path} is not a run of `{command}`, choose another --out")
+        check_same(path, config, about)
+    elif mine:
         for file in [*(path / name for name in FILES), *path.glob("adapter.safetensors"), *path.glob("adapter-*s*")]:
             file.unlink(missing_ok=True)
-    elif mine:
-        done = (path / "result.json").exists()
-        what = "a finished run" if done else "an unfinished run, --resume continues it"
-        raise UsageError(f"--out {path}: {what}, --force starts it over, or choose another --out")
-    elif resume:
-        raise UsageError(f"--resume: there is no run in {path}")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -342,16 +330,33 @@ def open_run(path: Path, command: str, config: Settings, resume: bool, force: bo
     return Run(path, resumed=mine and resume)
 
 
-def check_same(path: Path, command: str, config: Settings, about: Mapping[str, Any]) -> None:
-    """Refuse to resume another experiment, or a finished one; settings of the machine may differ.
+def check_out(path: Path, command: str, resume: bool, force: bool) -> bool:
+    """Whether a run of ours is in `path`; refuses (UsageError) what must not be overwritten or cannot be resumed."""
+    mine = (path / "config.json").exists() and (path / "env.json").exists()
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"--out {path}: is a file, give a directory")
+    if path.is_dir() and any(path.iterdir()) and not mine:
+        raise UsageError(f"--out {path}: holds files of something else, choose an empty or new directory")
+    if mine and not resume and not force:
+        done = (path / "result.json").exists()
+        what = "a finished run" if done else "an unfinished run, --resume continues it"
+        raise UsageError(f"--out {path}: {what}, --force starts it over, or choose another --out")
+    if mine and read_json(path / "env.json").get("command") != command:
+        option = "--resume" if resume else "--force"
+        raise UsageError(f"{option}: {path} is not a run of `{command}`, choose another --out")
+    if mine and resume and (path / "result.json").exists():
+        raise UsageError(f"--resume: the run in {path} is finished, there is nothing to resume")
+    if resume and not mine:
+        raise UsageError(f"--resume: there is no run in {path}")
+    return mine
+
+
+def check_same(path: Path, config: Settings, about: Mapping[str, Any]) -> None:
+    """Refuse to resume another experiment; settings of the machine may differ.
 
     `about` is what else defines a run, beside the settings: digest of the weights, numbers of images.
     """
-    if (path / "result.json").exists():
-        raise UsageError(f"--resume: the run in {path} is finished, there is nothing to resume")
     env = read_json(path / "env.json")
-    if env.get("command") != command:
-        raise UsageError(f"--resume: {path} is not a run of `{command}`")
     before = type(config).model_validate(read_json(path / "config.json"))
     changed = [
         f"{leaf.path[-1]} {get(before, leaf.path)} -> {get(config, leaf.path)}"
@@ -399,4 +404,5 @@ def load_tensors(path: Path) -> Any:
     except FileNotFoundError as error:
         raise UsageError(f"{path}: there is no such file") from error
     except Exception as error:  # torch raises anything from EOFError to UnpicklingError on foreign bytes
-        raise UsageError(f"{path}: not a checkpoint that loads safely ({str(error).splitlines()[0][:120]})") from error
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UsageError(f"{path}: not a checkpoint that loads safely ({why[:120]})") from error

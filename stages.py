@@ -14,12 +14,12 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ import finetune as ft
 import ijepa
 import mae
 import mfac
+import paper
 from bisslight import PretextTask
 from config import (
     BACKBONES,
@@ -48,6 +49,7 @@ from loading import (
     Loaded,
     Pool,
     Report,
+    cached,
     default_out,
     downstream,
     fetch_weights,
@@ -68,6 +70,7 @@ from runtime import (
     Schedule,
     Score,
     autocast,
+    check_out,
     constant,
     decay_groups,
     open_run,
@@ -130,9 +133,10 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
     named = psi | task.phi
     about = {"images": len(pool.images), "steps": total, "patches": arch.patches}
     about["parameters"] = sum(tensor.numel() for tensor in named.values())
+    out = options.out or default_out("pretrain", cfg.pool, cfg.model, cfg.seed, cfg.model.pretext)
+    check_out(out, "pretrain", options.resume, options.force)
     if options.dry_run:
         return about | {"config": cfg}
-    out = options.out or default_out("pretrain", cfg.pool, cfg.model, cfg.seed, cfg.model.pretext)
     run = open_run(out, "pretrain", cfg, options.resume, options.force, **about)
     options.announce(f"seed {cfg.seed}, device {device}, {total} steps, {about['parameters']:,} parameters -> {out}")
     groups = decay_groups(named, cfg.base_lr * cfg.batch / 256, cfg.weight_decay)
@@ -209,14 +213,20 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
             "vit_h14 or a pretrain run's vit_mini; any timm ViT can be fine-tuned"
         )
     model, data = resolved_model(cfg.model), resolved_data(cfg.data, True)
-    cfg = cfg.model_copy(update={"model": model, "data": data, "machine": machine})
+    upper = cfg.upper.model_copy(update={"d_lr_from": cfg.upper.d_lr_from and cfg.upper.d_lr_from.absolute()})
+    cfg = cfg.model_copy(update={"model": model, "data": data, "machine": machine, "upper": upper})
     assert machine.data_root is not None and data.pool is not None and data.augment and model.rank is not None
     labelled = load_task(data, machine.data_root)
     sizes = BACKBONES[model.backbone].arch
     pool = pool_of(cfg, data.pool, data.data_seed, data.augment, data.min_crop, sizes.image_size)
     rates = d_rates(cfg)
-    if options.dry_run and (absent := to_download(model)):
-        return budget(cfg, sizes, labelled, len(pool.images)) | absent | {"config": cfg}
+    out = options.out or default_out("align", data.dataset, model, cfg.seed, model.pretext)
+    check_out(out, "align", options.resume, options.force)
+    if missing := to_download(model):  # what can be told before the download
+        for name in (data.dataset, data.pool):
+            fits(name, sizes)
+        if options.dry_run:
+            return budget(cfg, sizes, labelled, len(pool.images)) | missing | {"config": cfg}
     fetch_weights(model, options.report)
     d = downstream(model, data, machine, cfg.amp, labelled)
     arch, device = d.loaded.arch, d.device
@@ -233,8 +243,8 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
         )
     if options.dry_run:
         return about | {"config": cfg}
-    out = options.out or default_out("align", data.dataset, model, cfg.seed, model.pretext)
     defining = {"weights_sha256": d.loaded.digest, "data_sha256": labelled.fingerprint(), "images": about["images"]}
+    defining |= {"upper_rates": rates}
     run = open_run(out, "align", cfg, options.resume, options.force, **defining)
     steps = f"{about['steps']['lower']} + {about['steps']['upper']} steps, {about['lora_parameters']:,} LoRA parameters"
     options.announce(f"seed {cfg.seed}, device {device}, {steps} -> {out}")
@@ -262,7 +272,8 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
 
     metadata = adapter_metadata(
         arch, model.backbone, model.rank or 0, model.alpha or 0.0, pretext=model.pretext, dataset=data.dataset,
-        weights_sha256=d.loaded.digest, stage="align", hypergrad=cfg.bilevel.hypergrad, d_lr=d_lr,
+        weights_sha256=d.loaded.digest, stage="align", d_lr=d_lr,
+        hypergrad=cfg.bilevel.hypergrad if cfg.bilevel.upper_steps else "lower only",
     )  # fmt: skip
     write_atomic(out / "adapter.safetensors", adapter_bytes(theta_P, {}, metadata))
     last = list(run.metrics())[-1]
@@ -380,11 +391,12 @@ def d_rates(cfg: AlignConfig) -> list[float]:
         return [cfg.upper.d_lr]
     run = cfg.upper.d_lr_from
     assert run is not None
+    wanted = f"--d-lr-from {run}: is not a finished grid of `finetune` from the backbone"
     if not (run / "result.json").exists():
-        raise UsageError(f"--d-lr-from {run}: is not a finished run")
+        raise UsageError(wanted)
     config, result = read_json(run / "config.json"), read_json(run / "result.json")
-    if "peft" not in config or config["start"] is not None:
-        raise UsageError(f"--d-lr-from {run}: is not a run of `finetune` from the backbone")
+    if "peft" not in config or config["start"] is not None or len(result["grid"]) < 2:
+        raise UsageError(wanted)
     if config["data"]["dataset"] != cfg.data.dataset:
         raise UsageError(f"--d-lr-from {run}: is about {config['data']['dataset']}, not about {cfg.data.dataset}")
     return ft.upper_rates(result["lr"])
@@ -396,6 +408,10 @@ def remarks(cfg: AlignConfig | FinetuneConfig, task: Task) -> Iterator[str]:
         n = sum(len(split.targets) for split in (task.train, task.val, task.test))
         whole = sum(BENCHMARKS[task.name].sizes)
         yield f"{task.name} is a partial copy: {n} of {whole} images, {task.missing} listed ones are not there"
+    if isinstance(cfg, AlignConfig) and cfg.upper.d_lr_from:
+        source = read_json(cfg.upper.d_lr_from / "config.json")
+        what = f"{source['model']['backbone']}{', a partial copy' if source['data']['partial'] else ''}"
+        yield f"upper rates come from {cfg.upper.d_lr_from} ({what}); the paper takes them from ViT-L for all backbones"
     if isinstance(cfg, AlignConfig) and cfg.bilevel.warmup >= cfg.bilevel.alternations:
         yield f"the warm-up of {cfg.bilevel.warmup} alternations is not shorter than the run: no rate gets to its base"
 
@@ -479,6 +495,7 @@ def budget(cfg: AlignConfig, arch: Arch, task: Task, pool: int) -> dict[str, Any
         "gradient_store_MB": store / 1e6,
         "checkpoint_MB": 12 * (2 * 4 * r * D * depth + head) / 1e6,
         "TFLOP": b.alternations * work / 1e12,
+        "paper_GPU_GB": paper.MEMORY_GB["BiSSLight", (1, 1, 1)].get(cfg.model.backbone),
         "disk_free_GB": shutil.disk_usage(Path.cwd()).free / 1e9,
     }
 
@@ -531,22 +548,16 @@ def run_unit(unit: Unit, report: Report = silent) -> dict[str, Any]:
     return done | {"theta": best.theta.cpu(), "phi_D": {k: v.cpu() for k, v in best.phi_D.items()}}
 
 
-class Map(Protocol):
-    """map, in this process or in several."""
-
-    def __call__(self, fn: Callable[..., Any], items: Iterable[Any], /) -> Iterable[Any]: ...
-
-
 @contextmanager
-def worker_pool(jobs: int) -> Iterator[Map | None]:
-    """A `map` over processes, each with its share of the cores; None for one job. Results come in order."""
+def worker_pool(jobs: int) -> Iterator[Executor | None]:
+    """Processes, each with its share of the cores; None for one job."""
     if jobs == 1:
         yield None
         return
     threads = max(1, (os.cpu_count() or 1) // jobs)
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (threads,))
     try:
-        yield pool.map
+        yield pool
         pool.shutdown()
     except BaseException as error:  # Ctrl-C and SIGTERM too: what is queued or running is not waited for
         for process in multiprocessing.active_children():
@@ -555,6 +566,11 @@ def worker_pool(jobs: int) -> Iterator[Map | None]:
         if isinstance(error, BrokenProcessPool):
             raise RunError("a worker process died, perhaps for want of memory; lower --jobs, then --resume") from error
         raise
+
+
+def completed(pool: Executor, units: Iterable[Unit]) -> Iterator[dict[str, Any]]:
+    """Outcomes in the order in which they are ready, so that a stop loses nothing that is finished."""
+    return (future.result() for future in as_completed([pool.submit(run_unit, unit) for unit in units]))
 
 
 def starts_of(start: Path | None, seeds: int) -> tuple[list[Path | None], str]:
@@ -576,11 +592,12 @@ def starts_of(start: Path | None, seeds: int) -> tuple[list[Path | None], str]:
     return [runs[0]] * seeds, "PEFT seed on one align run"
 
 
-def finetune(cfg: FinetuneConfig, options: Options, mapper: Map | None = None) -> dict[str, Any]:
+def finetune(cfg: FinetuneConfig, options: Options, pool: Executor | None = None) -> dict[str, Any]:
     """PEFT over rates and seeds (App. C.2): the rate is chosen on validation, its seeds are run, and tested once."""
     machine = resolved_machine(cfg.machine)
     model, data = resolved_model(cfg.model), resolved_data(cfg.data, False)
-    cfg = cfg.model_copy(update={"model": model, "data": data, "machine": machine})
+    update = {"model": model, "data": data, "machine": machine, "start": cfg.start and cfg.start.absolute()}
+    cfg = cfg.model_copy(update=update)
     assert machine.data_root is not None
     task, p = load_task(data, machine.data_root), cfg.peft
     starts, unit = starts_of(cfg.start, p.seeds)
@@ -590,8 +607,13 @@ def finetune(cfg: FinetuneConfig, options: Options, mapper: Map | None = None) -
     about: dict[str, Any] = {"runs": runs, "rates": rates, "steps": runs * p.epochs * -(-n // p.batch)}
     about |= {"images": {part: len(getattr(task, part).targets) for part in ("train", "val", "test")}}
     about |= {"missing_images": task.missing}
-    if options.dry_run and (absent := to_download(model)):
-        return about | absent | {"config": cfg}
+    names = ["aligned" if cfg.start else "direct", *(["ijepa"] if model.pretext == "ijepa" else [])]
+    out = options.out or default_out("finetune", data.dataset, model, cfg.seed, *names)
+    check_out(out, "finetune", options.resume, options.force)
+    if missing := to_download(model):  # what can be told before the download
+        fits(data.dataset, BACKBONES[model.backbone].arch)
+        if options.dry_run:
+            return about | missing | {"config": cfg}
     fetch_weights(model, options.report)
     d = downstream(model, data, machine, cfg.amp, task)
     origin: dict[str, str] = {}
@@ -599,8 +621,6 @@ def finetune(cfg: FinetuneConfig, options: Options, mapper: Map | None = None) -
         origin = check_adapter(start, model, d.loaded, data.dataset)
     if options.dry_run:
         return about | {"config": cfg}
-    names = ["aligned" if cfg.start else "direct", *(["ijepa"] if model.pretext == "ijepa" else [])]
-    out = options.out or default_out("finetune", data.dataset, model, cfg.seed, *names)
     defining = {"weights_sha256": d.loaded.digest, "data_sha256": task.fingerprint(), "images": about["images"]}
     run = open_run(out, "finetune", cfg, options.resume, options.force, **defining)
     options.announce(f"seed {cfg.seed}, device {d.device}, {runs} runs, {about['steps']} steps -> {out}")
@@ -616,7 +636,7 @@ def finetune(cfg: FinetuneConfig, options: Options, mapper: Map | None = None) -
         """All seeds of a slice at all rates, but for what an interrupted run has finished."""
         seeds = list(enumerate(starts, cfg.seed))[some]
         todo = [Unit(text, start, lr, seed) for lr in rates for seed, start in seeds if (lr, seed) not in done]
-        results = mapper(run_unit, todo) if mapper else map(partial(run_unit, report=options.report), todo)
+        results = completed(pool, todo) if pool else map(partial(run_unit, report=options.report), todo)
         for outcome in results:
             keep(run, d, cfg, outcome)
             done[outcome["lr"], outcome["seed"]] = outcome
@@ -624,11 +644,13 @@ def finetune(cfg: FinetuneConfig, options: Options, mapper: Map | None = None) -
 
     work(rates, slice(0, tries))
     vals = {lr: [score_of(done[lr, cfg.seed + i]) for i in range(tries)] for lr in rates}
-    lr = ft.choose(vals)
-    work([lr], slice(tries, None))
-    chosen = [done[lr, cfg.seed + i] for i in range(p.seeds)]
-    if failed := [outcome["seed"] for outcome in chosen if outcome["val"] is None]:
-        raise RunError(f"seed {failed[0]} diverged at the chosen rate {lr:g}; give a lower --lr")
+    chosen: list[dict[str, Any]] = []
+    while not chosen:  # a rate at which a later seed diverges is given up for the next best
+        lr = ft.choose(vals)
+        work([lr], slice(tries, None))
+        chosen = [done[lr, cfg.seed + i] for i in range(p.seeds)]
+        if any(outcome["val"] is None for outcome in chosen):
+            vals, chosen = vals | {lr: [None]}, []
     tests = []
     for outcome in chosen:
         theta, phi_D, _ = load_adapter(adapter_file(out, outcome))
@@ -636,7 +658,7 @@ def finetune(cfg: FinetuneConfig, options: Options, mapper: Map | None = None) -
         write_atomic(out / f"adapter-s{outcome['seed']}.safetensors", adapter_file(out, outcome).read_bytes())
     result = {
         "out": str(out), "dataset": data.dataset, "backbone": model.backbone, "unit": unit, "lr": lr,
-        "metric": task.metric, "aligned_by": origin.get("hypergrad") if cfg.start else None,
+        "metric": task.metric, "aligned_by": origin.get("hypergrad", "unknown") if cfg.start else None,
         "pretext": model.pretext, "test": [t.accuracy for t in tests],
         "test_loss": [t.loss for t in tests], "test_per_class": [t.per_class for t in tests],
         "val": [o["val"]["accuracy"] for o in chosen], "epochs": [o["epoch"] for o in chosen],
@@ -677,7 +699,7 @@ def score_of(outcome: dict[str, Any]) -> Score | None:
 
 def adapter_file(out: Path, outcome: dict[str, Any]) -> Path:
     """Where a unit's tensors wait until the rate is chosen."""
-    return out / f"adapter-lr{outcome['lr']:g}-s{outcome['seed']}.safetensors"
+    return out / f"adapter-lr{outcome['lr']!r}-s{outcome['seed']}.safetensors"
 
 
 def check_adapter(start: Path, model: Model, loaded: Loaded, dataset: str) -> dict[str, str]:
@@ -693,6 +715,8 @@ def check_adapter(start: Path, model: Model, loaded: Loaded, dataset: str) -> di
     now = adapter_metadata(
         loaded.arch, model.backbone, model.rank or 0, model.alpha or 0, weights_sha256=loaded.digest, dataset=dataset
     )
+    if about.get("stage", "align") != "align":
+        raise UsageError(f"--from {start}: is fine-tuned already, give an align run or its adapter.safetensors")
     for key in ("backbone", "rank", "alpha", "weights_sha256", "dataset"):
         if about and about.get(key) != now[key]:
             raise UsageError(f"--from {start}: its adapter has {key} {about.get(key)}, this run has {now[key]}")
@@ -718,9 +742,15 @@ def export_run(path: Path, out: Path | None, seed: int | None, merged: bool) -> 
     theta, phi_D, about = load_adapter(file)
     fetch_weights(cfg.model, silent)
     d = load_backbone(cfg.model, torch.device("cpu"))
+    if d.digest != about["weights_sha256"]:
+        raise UsageError(
+            f"{path}: was made with weights of sha256 {about['weights_sha256']}, {cfg.model.weights} differs"
+        )
     quilts_task = quilts(cfg.data.data_seed)[1]
     channels = d.channels or ((quilts_task.mean, quilts_task.std) if cfg.data.dataset == "quilts" else IMAGENET)
     terms = BENCHMARKS[cfg.data.dataset].terms if cfg.data.dataset in BENCHMARKS else "the user's own"
     card = export.model_card(about, config, result, terms)
     where = out or path / "export"
-    return export.write_all(where, d.backbone, theta, phi_D, cfg.model.backbone, d.arch, channels, card, merged)
+    official = cfg.model.weights == cached(cfg.model)
+    name = cfg.model.backbone
+    return export.write_all(where, d.backbone, theta, phi_D, name, official, d.arch, channels, card, merged)

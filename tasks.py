@@ -12,6 +12,7 @@ their training part is set aside by a hash of the names, or `--split-file` says 
 
 import contextlib
 import os
+import re
 import shutil
 import tarfile
 from collections import Counter
@@ -25,7 +26,7 @@ from PIL import Image
 
 from config import Data, RunError, UsageError, nearest
 from data import Split, Task, fifth, find_images, folder, quilts
-from fetch import Report, digest, fetch
+from fetch import Report, digest, fetch, lock_of, locked
 
 Entry = tuple[str, Any]  # (file below the dataset's folder, label): an int, or for VOC07 a list with 1, 0 or -1 a class
 
@@ -76,7 +77,7 @@ def small(path: Path) -> Path:
 
 def number(text: str, low: int, high: int, path: Path) -> int:
     """A whole number in a list file (UsageError naming the file)."""
-    if not text.lstrip("-").isdecimal() or not low <= int(text) <= high:
+    if not re.fullmatch("-?[0-9]{1,9}", text) or not low <= int(text) <= high:
         raise UsageError(f"{path}: {text!r} should be a number from {low} to {high}")
     return int(text)
 
@@ -114,7 +115,7 @@ def read_voc(root: Path) -> Listing:
 
 def read_cub(root: Path) -> Listing:
     """images.txt, image_class_labels.txt and train_test_split.txt share their ids; classes count from 1, 1 is train."""
-    split = dict(rows(root / "train_test_split.txt", 2))
+    split = {i: number(k, 0, 1, root / "train_test_split.txt") for i, k in rows(root / "train_test_split.txt", 2)}
     label = {
         i: number(k, 1, 200, root / "image_class_labels.txt") - 1 for i, k in rows(root / "image_class_labels.txt", 2)
     }
@@ -124,8 +125,9 @@ def read_cub(root: Path) -> Listing:
             raise UsageError(
                 f"{root / 'images.txt'}: image {i} is not in train_test_split.txt or image_class_labels.txt"
             )
-        parts["trainval" if split[i] == "1" else "test"].append((f"images/{name}", label[i]))
-    names = {int(i): name.partition(".")[2].replace("_", " ") for i, name in rows(root / "classes.txt", 2)}
+        parts["trainval" if split[i] else "test"].append((f"images/{name}", label[i]))
+    path = root / "classes.txt"
+    names = {number(k, 1, 200, path): name.partition(".")[2].replace("_", " ") for k, name in rows(path, 2)}
     return Listing(parts, [names.get(k + 1, f"class {k + 1}") for k in range(200)])
 
 
@@ -144,7 +146,6 @@ def read_pets(root: Path) -> Listing:
 def read_flowers(root: Path) -> Listing:
     """setid.mat lists image numbers a part, imagelabels.mat a label for each number; both count from 1."""
     from scipy.io import loadmat
-    from scipy.io.matlab import MatReadError
     from torchvision.datasets import Flowers102
 
     try:
@@ -154,7 +155,11 @@ def read_flowers(root: Path) -> Listing:
         parts: dict[str, list[Entry]] = {
             part: [(f"jpg/image_{i:05d}.jpg", int(labels[i - 1]) - 1) for i in numbers[part]] for part in numbers
         }
-    except (OSError, ValueError, KeyError, IndexError, TypeError, NotImplementedError, MatReadError) as error:
+        if any(not 0 <= label < 102 for entries in parts.values() for _, label in entries):
+            raise ValueError("labels should be from 1 to 102")
+    except UsageError:
+        raise
+    except Exception as error:  # scipy raises anything from KeyError to zlib.error on damaged bytes
         raise UsageError(f"{root}: imagelabels.mat or setid.mat cannot be read ({error})") from error
     known = getattr(Flowers102, "classes", [])
     return Listing(parts, [*known] if len(known) == 102 else [f"flower {k + 1}" for k in range(102)])
@@ -164,6 +169,8 @@ def read_aircraft(root: Path) -> Listing:
     """Lines of `IMAGE VARIANT`; a variant's number is its place in variants.txt."""
     data = root / "data"
     variants = [name for (name,) in rows(data / "variants.txt", 1)]
+    if len(variants) != 100:
+        raise UsageError(f"{data / 'variants.txt'}: has {len(variants)} variants, 100 are expected")
     place = {name: k for k, name in enumerate(variants)}
     parts = {}
     for part in ("train", "val", "test"):
@@ -238,6 +245,7 @@ BENCHMARKS = {
         read_aircraft, "non-commercial research",
     ),
 }  # fmt: skip
+IMAGENET_SIZE = 1_281_167
 NAMES = [*BENCHMARKS, "imagenet", "quilts", "folder:PATH"]
 IMAGENET = "for non-commercial research, after registration at image-net.org; unpack it to {}, a folder a class"
 
@@ -276,6 +284,8 @@ def benchmark(data: Data, root: Path) -> Task:
         raise UsageError(
             f"--dataset {name}: {base} lists {told(found)}, the whole has {told(known)}; use --partial for a subset"
         )
+    if not data.partial and (changed := unofficial(b, base)):
+        raise UsageError(f"--dataset {name}: {changed[0]}; use --partial to take it as it is")
     there = present(base)
     missing = [file for entries in listing.parts.values() for file, _ in entries if file not in there]
     if missing and not data.partial:
@@ -311,6 +321,13 @@ def whole(b: Benchmark, listing: Listing) -> dict[str, int]:
         if "trainval" in listing.parts
         else {"train": train, "val": val, "test": test}
     )
+
+
+def unofficial(b: Benchmark, base: Path) -> list[str]:
+    """List files whose md5 is not the official one, where that is known."""
+    return [
+        f"{base / f}: is not the official file (md5)" for f, md5 in b.files.items() if digest(base / f, "md5") != md5
+    ]
 
 
 def present(base: Path) -> set[str]:
@@ -361,9 +378,9 @@ def pool_path(name: str, root: Path) -> Path | None:
         return None
     base = root / "imagenet"
     where = base / "train" if (base / "train").is_dir() else base
-    if not where.is_dir():
+    if not where.is_dir() or (where == base and (base / "val").is_dir()):
         what = f"the paper's pool is ImageNet-1k, {IMAGENET.format(base / 'train')}"
-        raise UsageError(f"--pool imagenet: {base} is not there; {what}. Or give --pool DIR, any folder of images")
+        raise UsageError(f"--pool imagenet: {where} is not there; {what}. Or give --pool DIR, any folder of images")
     return where
 
 
@@ -387,9 +404,7 @@ def check(name: str, root: Path, report: Report) -> Checked:
         if not base.is_dir():
             raise UsageError(f"{base} is not there; `bisslight data download {name}` fetches it")
         listing = b.read(base)
-        for file, md5 in b.files.items():
-            if digest(base / file, "md5") != md5:
-                problems.append(f"{base / file}: is not the official file (md5)")
+        problems += unofficial(b, base)
         if (found := sizes(listing)) != (known := whole(b, listing)):
             problems.append(f"{base}: lists {told(found)}, the whole has {told(known)}")
         files = [base / file for entries in listing.parts.values() for file, _ in entries]
@@ -400,6 +415,9 @@ def check(name: str, root: Path, report: Report) -> Checked:
         if not base.is_dir():
             raise UsageError(f"{name}: there is no such folder, {nearest(name, NAMES)}")
         files, found = find_images(base), {}
+        if not files or (name == "imagenet" and len(files) != IMAGENET_SIZE):
+            whole_ = f", the whole has {IMAGENET_SIZE}" if name == "imagenet" else ""
+            problems.append(f"{base}: holds {len(files)} images{whole_}")
     step = max(64, min(4096, len(files) // 20))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # decoding releases the interpreter
         for at in range(0, len(files), step):
@@ -413,7 +431,7 @@ def fault_of(file: Path) -> str | None:
     try:
         with Image.open(file) as image:
             image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except Exception as error:  # Pillow's readers raise anything from OSError to TypeError on damaged bytes
         return f"{file}: {error if file.exists() else 'is missing'}"
     return None
 
@@ -428,26 +446,33 @@ def download(name: str, root: Path, report: Report) -> Path:
         raise UsageError(f"{name}: unknown dataset, {nearest(name, iter(BENCHMARKS))}")
     b = BENCHMARKS[name]
     target, work = root / b.folder, root / f".{name}.download"
-    if target.exists():
-        raise UsageError(
-            f"{target} is there already, `bisslight data check {name}` looks at it; move it away to fetch it anew"
-        )
-    unpacked = work / "unpacked"
-    shutil.rmtree(unpacked, ignore_errors=True)
     try:
-        for url, md5, where in b.archives:
-            archive = work / url.rpartition("/")[2]
-            fetch(url, archive, report, md5=md5)
-            (unpacked / where).mkdir(parents=True, exist_ok=True)
-            report("unpack", 1, 1, archive.name)
-            unpack(archive, unpacked / where)
-        if not (unpacked / b.folder).is_dir():
-            raise RunError(f"{name}: its archives hold no folder {b.folder}")
-        (unpacked / b.folder).rename(target)
+        root.mkdir(parents=True, exist_ok=True)
+        with locked(work):  # another process may be at it
+            if target.exists():
+                how = f"`bisslight data check {name}` looks at it; move it away to fetch it anew"
+                raise UsageError(f"{target} is there already, {how}")
+            install(b, target, work, report)
+        lock_of(work).unlink(missing_ok=True)
     except OSError as error:
         raise RunError(f"{error.filename or root}: {error.strerror or error}; run again to go on") from error
-    shutil.rmtree(work, ignore_errors=True)
     return target
+
+
+def install(b: Benchmark, target: Path, work: Path, report: Report) -> None:
+    """Fetch into `work`, unpack there, and move the whole to `target` last."""
+    unpacked = work / "unpacked"
+    shutil.rmtree(unpacked, ignore_errors=True)
+    for url, md5, where in b.archives:
+        archive = work / url.rpartition("/")[2]
+        fetch(url, archive, report, md5=md5)
+        (unpacked / where).mkdir(parents=True, exist_ok=True)
+        report("unpack", 1, 1, archive.name)
+        unpack(archive, unpacked / where)
+    if not (unpacked / b.folder).is_dir():
+        raise RunError(f"{target.name}: its archives hold no folder {b.folder}")
+    (unpacked / b.folder).rename(target)
+    shutil.rmtree(work, ignore_errors=True)
 
 
 def unpack(archive: Path, to: Path) -> None:
@@ -465,8 +490,11 @@ def unpack(archive: Path, to: Path) -> None:
 def state_of(name: str, root: Path) -> tuple[str, str]:
     """(there, partial, missing or damaged; detail) of a dataset by name, without opening its images."""
     if name == "imagenet":
-        with contextlib.suppress(UsageError):
-            return "there", str(pool_path(name, root))
+        with contextlib.suppress(UsageError, StopIteration):
+            where = pool_path(name, root)
+            assert where is not None
+            next(where.iterdir())
+            return "there", f"{where}; `bisslight data check imagenet` counts"
         return "missing", IMAGENET.format(root / "imagenet/train")
     b = BENCHMARKS[name]
     if not (root / b.folder).is_dir():

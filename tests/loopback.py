@@ -14,7 +14,8 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.content, self.tag = CONTENT, '"one"'
         self.cuts: list[int] = []  # how many bytes each of the next answers ends after
-        self.ranges, self.asked = True, list[str | None]()
+        self.ranges, self.length, self.asked = True, True, list[str | None]()
+        self.faults: list[int] = []  # HTTP statuses that come first
 
     @property
     def url(self) -> str:
@@ -28,15 +29,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         server, start = self.server, 0
         asked = self.headers.get("Range")
         server.asked.append(asked)
-        if self.path == "/missing":
-            return self.send_error(404)
+        if self.path == "/missing" or server.faults:
+            return self.send_error(server.faults.pop(0) if server.faults else 404)
         if asked and server.ranges and self.headers.get("If-Range") == server.tag:
             start = int(asked.removeprefix("bytes=").rstrip("-"))
         total = len(server.content)
         self.send_response(206 if start else 200)
         if start:
             self.send_header("Content-Range", f"bytes {start}-{total - 1}/{total}")
-        self.send_header("Content-Length", str(total - start))
+        if server.length:
+            self.send_header("Content-Length", str(total - start))
         self.send_header("ETag", server.tag)
         self.end_headers()
         body = server.content[start:]

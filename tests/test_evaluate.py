@@ -63,8 +63,11 @@ def test_score_does_not_depend_on_batch_size() -> None:
 def finished(path: Path, test: list[float], **changes: object) -> None:
     """A finished run; `changes` are settings that differ from the others'."""
     path.mkdir(parents=True)
-    data = {"dataset": "quilts", "data_seed": 0, "pool": None, "partial": False}
-    config = {"data": data | changes, "model": {"rank": 8} | changes, "peft": {}, "start": None, "seed": len(str(path))}
+    data = {"dataset": "quilts", "data_seed": 0, "partial": False, "voc_difficult": "ignore", "augment": "crop"}
+    model = {"rank": 64, "weights": "x/mae_pretrain_vit_large_full.pth"}
+    peft = {"epochs": 200, "optimizer": "adamw"}
+    groups = {"data": data | changes, "model": model | changes, "peft": peft | changes}
+    config = groups | {"start": None, "seed": len(str(path))}
     (path / "config.json").write_text(json.dumps(config))
     (path / "env.json").write_text(json.dumps({"data_sha256": f"{config['data']['data_seed']:064d}"}))
     result = {"unit": "PEFT seed", "test": test, "backbone": "vit_mini", "aligned_by": None, "pretext": "mae"}
@@ -199,7 +202,7 @@ def test_the_papers_tables_are_copied_right() -> None:
     ours = [x for name, row in paper.LORA_MILLIONS.items() for x in (*row, paper.BACKBONE_MILLIONS[name])]
     assert millions == ours
     memory = [int(x) for x in re.findall(r"\\\((\d+)\\\) GB", table_of("tab:memory_single_gpu"))]
-    assert memory == [x for row in paper.MEMORY_GB.values() for x in row]
+    assert memory == [x for row in paper.MEMORY_GB.values() for x in row.values()]
 
 
 def test_the_parameter_table_follows_from_the_formula() -> None:
@@ -213,12 +216,19 @@ def test_the_parameter_table_follows_from_the_formula() -> None:
 def test_the_papers_figure_stands_beside_a_whole_benchmark_only(tmp_path: Path) -> None:
     finished(tmp_path / "own", [70.0])
     assert read_arm(tmp_path / "own").published is None
-    for name, partial, by, expected in [
-        ("direct", False, None, (84.4, 0.4)), ("aligned", False, "mfac", (85.6, 0.3)),
-        ("identity", False, "identity", None), ("subset", True, None, None),
+    for name, changed, by, expected in [
+        ("direct", {}, None, (84.4, 0.4)), ("aligned", {}, "mfac", (85.6, 0.3)), ("identity", {}, "identity", None),
+        ("subset", {"partial": True}, None, None), ("rank", {"rank": 8}, "mfac", None),
+        ("own", {"weights": "backbone.pth"}, None, None), ("short", {"epochs": 5}, None, None),
+        ("file", {}, "unknown", None), ("released", {"optimizer": "sgd"}, "mfac", None),
     ]:  # fmt: skip
-        finished(tmp_path / name, [70.0], dataset="cub200", partial=partial)
-        result = json.loads((tmp_path / name / "result.json").read_text())
-        (tmp_path / name / "result.json").write_text(json.dumps(result | {"backbone": "vit_l16", "aligned_by": by}))
-        found = read_arm(tmp_path / name).published
-        assert (found and found[:2]) == expected
+        finished(tmp_path / "x" / name, [70.0], **({"dataset": "cub200"} | changed))
+        result = json.loads((tmp_path / "x" / name / "result.json").read_text())
+        (tmp_path / "x" / name / "result.json").write_text(
+            json.dumps(result | {"backbone": "vit_l16", "aligned_by": by})
+        )
+        found = read_arm(tmp_path / "x" / name).published
+        assert (found and found[:2]) == expected, name
+    (tmp_path / "own" / "result.json").write_text(json.dumps({"unit": "PEFT seed", "test": [1.0]}))
+    with pytest.raises(UsageError, match="was made by an older version"):
+        read_arm(tmp_path / "own")

@@ -86,6 +86,26 @@ def test_what_is_not_there_is_told_with_its_place(server: Server, tmp_path: Path
     assert "a" not in files(tmp_path)
 
 
+def test_a_busy_server_is_asked_again(server: Server, tmp_path: Path) -> None:
+    server.faults = [503, 429]
+    get(server, tmp_path / "a")
+    assert (tmp_path / "a").read_bytes() == CONTENT
+    server.faults = [500] * 9
+    with pytest.raises(RunError, match=r"cannot download .* \(HTTP 500 Internal Server Error\); run again"):
+        get(server, tmp_path / "b")
+
+
+def test_without_a_length_only_a_digest_can_tell_a_cut(server: Server, tmp_path: Path) -> None:
+    server.length = False
+    with pytest.raises(RunError, match="does not say how long the file is"):
+        get(server, tmp_path / "a")
+    server.cuts = [1000]
+    with pytest.raises(RunError, match="its publishers give"):
+        get(server, tmp_path / "a", md5=hashlib.md5(CONTENT).hexdigest())
+    get(server, tmp_path / "a", md5=hashlib.md5(CONTENT).hexdigest())
+    assert (tmp_path / "a").read_bytes() == CONTENT
+
+
 def test_a_full_disk_keeps_what_arrived(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     with monkeypatch.context() as m:
@@ -142,5 +162,8 @@ def test_a_mirror_stands_in_for_the_host(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("BISSLIGHT_MIRROR", "http://127.0.0.1:9/course/")
     assert mirrored("https://example.org/mae/x.pth") == "http://127.0.0.1:9/course/mae/x.pth"
     monkeypatch.setenv("BISSLIGHT_MIRROR", "ftp://x")
+    with pytest.raises(UsageError, match="is not an http or https address"):
+        mirrored("https://example.org/x")
+    monkeypatch.setenv("BISSLIGHT_MIRROR", "http://")
     with pytest.raises(UsageError, match="is not an http or https address"):
         mirrored("https://example.org/x")

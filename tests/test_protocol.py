@@ -378,6 +378,13 @@ def test_d_lr_auto_takes_the_largest_stable_share_and_resumes(
     monkeypatch.setattr(runtime.Run, "save", save)
     assert cli.run([*line, "--out", "cut", "--resume"]) == 0
     assert calls == 6  # one more alternation, no candidate again
+    source = Path("direct/result.json").read_text()
+    Path("direct/result.json").write_text(source.replace(f'"lr": {best}', '"lr": 0.5'))
+    assert cli.run([*line, "--out", "cut", "--resume"]) == 2  # finished; and of an unfinished one it tells what changed
+    Path("cut/result.json").unlink()
+    capsys.readouterr()
+    assert cli.run([*line, "--out", "cut", "--resume"]) == 2
+    assert "upper_rates [" in capsys.readouterr().err
     assert Path("whole/adapter.safetensors").read_bytes() == Path("cut/adapter.safetensors").read_bytes()
     plain = f"align {pre} {SMALL} --d-lr {result['d_lr']} --out plain".split()
     assert cli.run(plain) == 0
@@ -397,13 +404,15 @@ def test_d_lr_auto_gives_up_in_a_line_and_checks_its_source(
     import finetune as ft
 
     finished(pre)
+    assert cli.run(f"finetune {pre} --epochs 1 --seeds 1 --batch 80 --lr 1e-2 --quiet --out single".split()) == 0
     monkeypatch.setattr(ft, "unstable", lambda losses, vals: "planted")
     assert cli.run(f"align {pre} {SMALL} --d-lr auto --d-lr-from direct --out a".split()) == 1
     assert "--d-lr auto: none of" in capsys.readouterr().err
     for more, message in [
         ("--d-lr auto", "--d-lr auto and --d-lr-from RUN belong together"),
-        ("--d-lr auto --d-lr-from nowhere", "is not a finished run"),
-        ("--d-lr auto --d-lr-from pre", "is not a run of `finetune` from the backbone"),
+        ("--d-lr auto --d-lr-from nowhere", "is not a finished grid of `finetune` from the backbone"),
+        ("--d-lr auto --d-lr-from pre", "is not a finished grid of `finetune` from the backbone"),
+        ("--d-lr auto --d-lr-from single", "is not a finished grid of `finetune` from the backbone"),
         ("--d-lr fast", "--d-lr fast"),
     ]:
         assert cli.run(f"align {pre} {SMALL} --out b {more}".split()) == 2
@@ -445,6 +454,104 @@ def test_an_interrupted_experiment_repeats_no_finished_run(
     for seed in range(8):
         left, right = (Path(name, f"adapter-s{seed}.safetensors").read_bytes() for name in ("whole", "cut"))
         assert left == right
+
+
+def test_a_rate_at_which_a_later_seed_diverges_is_given_up(pre: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rate is chosen with one seed; if another one diverges there, the next best takes its place."""
+    import stages
+
+    real, first = stages.run_unit, {}
+
+    def planted(unit: Any, report: Any = None) -> Any:
+        result = real(unit)
+        if unit.seed == 0:
+            first[unit.lr] = result["val"]
+        elif unit.lr == max(first, key=lambda lr: (first[lr]["accuracy"], -first[lr]["loss"])) and unit.seed == 2:
+            return {"lr": unit.lr, "seed": 2, "val": None, "diverged": "planted", "curve": []}
+        return result
+
+    monkeypatch.setattr(stages, "run_unit", planted)
+    assert cli.run(f"finetune {pre} --epochs 1 --batch 80 --seeds 3 --grid 1e-3,3e-2 --quiet --out f".split()) == 0
+    result = json.loads(Path("f/result.json").read_text())
+    ranked = sorted(first, key=lambda lr: (first[lr]["accuracy"], -first[lr]["loss"]))
+    assert result["lr"] == ranked[0]
+    assert len(result["test"]) == 3
+
+
+def test_what_is_fixed_in_the_code_is_what_the_paper_says(pre: str) -> None:
+    """Optimisers, betas, schedules, scale: from the objects that the commands build."""
+    from config import Bilevel, Lower, Upper
+    from lora import init_head
+    from runtime import trainable
+    from stages import state
+
+    cfg = AlignConfig(
+        model=Model(backbone="vit_b16"), data=Data(dataset="x"), lower=Lower(), upper=Upper(), bilevel=Bilevel()
+    )
+    theta = {"P": torch.zeros(2, 8), "D": torch.zeros(2, 8)}
+    phi_P = {"a.weight": torch.zeros(2, 2), "a.bias": torch.zeros(2), "mask_token": torch.zeros(1, 1, 2)}
+    s = state(cfg, trainable(theta), trainable(phi_P), trainable(init_head(4, 3, torch.Generator())))
+    P, D = s.opt_P.torch, s.opt_D.torch
+    assert type(P) is type(D) is torch.optim.AdamW
+    assert {group["betas"] for group in P.param_groups} == {(0.9, 0.95)}
+    assert {group["betas"] for group in D.param_groups} == {(0.9, 0.999)}
+    assert {group["eps"] for group in (*P.param_groups, *D.param_groups)} == {1e-8}
+    assert s.opt_P.base == [(0.01, 0.05), (1e-4, 0.05), (1e-4, 0.0)]  # θ; decoder matrices and mask token; its bias
+    assert s.opt_D.base == [(6.7e-4, 0.05)]
+    assert (s.opt_P.clip, s.opt_D.clip) == (10.0, 10.0)
+    assert [s.opt_P.schedule(k, 1.0) for k in (1, 200, 10_000)] == pytest.approx([1 / 201, 200 / 201, 1e-6])
+    assert [s.opt_D.schedule(k, 1.0) for k in (1, 80, 4_000)] == pytest.approx([1 / 81, 80 / 81, 1e-6])
+    model = loading.resolved_model(Model(backbone="vit_mini", weights=Path("pre")))
+    assert model.alpha == model.rank == 8
+    loaded = loading.load_backbone(model, torch.device("cpu"))
+    task = loading.pretext_task(cfg, loaded, torch.zeros(4, 4 * 8 * 64))
+    assert isinstance(task, mae.MAE)
+    assert (loaded.backbone.scale, task.mask_ratio, task.norm_pix) == (1.0, 0.75, True)
+
+
+def test_runs_are_traced_to_what_they_were_made_from(pre: str, capsys: Any) -> None:
+    """A LoRA file of unknown origin, a fine-tuned adapter, weights that changed or went, a directory in use."""
+    assert cli.run(f"align {pre} {SMALL} --out a".split()) == 0
+    assert cli.run(["export", "a", "--out", "e", "--no-merged"]) == 0
+    small = "--epochs 1 --batch 80 --seeds 1 --lr 1e-2 --quiet"
+    assert cli.run(f"finetune {pre} --from e/released/lora.pth {small} --out f".split()) == 0
+    assert json.loads(Path("f/result.json").read_text())["aligned_by"] == "unknown"
+    capsys.readouterr()
+    for line, message in [
+        (f"finetune {pre} --from f/adapter-s0.safetensors {small} --out g", "is fine-tuned already"),
+        (f"align {pre} {SMALL} --out f --dry-run", "f: a finished run, --force starts it over"),
+        (f"align {pre} {SMALL} --out new --resume --dry-run", "--resume: there is no run in new"),
+    ]:
+        assert cli.run(line.split()) == 2
+        assert message in capsys.readouterr().err
+    loading.load_backbone.cache_clear()
+    line = (
+        "pretrain --pool quilts --backbone vit_mini --epochs 1 --warmup-epochs 0 --batch 500 --quiet --out pre --force"
+    )
+    assert cli.run([*line.split(), "--seed", "5"]) == 0
+    capsys.readouterr()
+    assert cli.run(["export", "a", "--out", "z"]) == 2
+    assert "backbone.pth differs" in capsys.readouterr().err
+    Path("pre/backbone.pth").unlink()
+    loading.load_backbone.cache_clear()
+    assert cli.run(["export", "a", "--out", "z"]) == 2
+    assert "there is no such file any more" in capsys.readouterr().err
+    assert not Path("z").exists()
+
+
+def test_a_preset_wins_over_the_align_run(pre: str, capsys: Any) -> None:
+    assert cli.run(f"align {pre} {SMALL} --out a".split()) == 0
+    capsys.readouterr()
+    assert cli.run(["finetune", "--from", "a", "--preset", "as-released", "--dry-run", "--json"]) == 0
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    for name, value in (
+        ("drop_path", 0.2),
+        ("optimizer", "sgd"),
+        ("d_interpolation", "bilinear"),
+        ("voc_difficult", "positive"),
+    ):
+        assert settings[name] == {"value": value, "source": "preset as-released"}
+    assert settings["rank"]["source"] == "align run"
 
 
 def test_a_grid_is_the_default_and_its_settings_are_checked() -> None:

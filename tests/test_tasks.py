@@ -5,7 +5,10 @@ import http.server
 import io
 import tarfile
 import threading
+import time
+import zlib
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -241,8 +244,12 @@ def test_an_incomplete_copy_is_an_error_unless_asked_for(name: str, tmp_path: Pa
 
 def test_a_whole_copy_with_a_missing_image_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_flowers(tmp_path)
-    monkeypatch.setitem(BENCHMARKS, "flowers", BENCHMARKS["flowers"]._replace(sizes=(6, 6, 12)))
+    monkeypatch.setitem(BENCHMARKS, "flowers", BENCHMARKS["flowers"]._replace(sizes=(6, 6, 12), files={}))
     assert len(load_task(Data(dataset="flowers"), tmp_path).test.targets) == 12
+    with monkeypatch.context() as m:  # as many images, but another list
+        m.setitem(BENCHMARKS, "flowers", BENCHMARKS["flowers"]._replace(files={"setid.mat": "00"}))
+        with pytest.raises(UsageError, match=r"setid.mat: is not the official file \(md5\)"):
+            load_task(Data(dataset="flowers"), tmp_path)
     assert state_of("flowers", tmp_path)[0] == "there"
     (tmp_path / "flowers-102/jpg/image_00009.jpg").unlink()
     with pytest.raises(UsageError, match=r"1 images are missing, first .*image_00009.jpg"):
@@ -267,6 +274,11 @@ def broken(tmp_path: Path, name: str, file: str, content: str | bytes) -> str:
         ("cub200", "images.txt", "99 001.x/y.jpg\n", "image 99 is not in train_test_split.txt"),
         ("cub200", "image_class_labels.txt", "1 201\n", "'201' should be a number from 1 to 200"),
         ("cub200", "image_class_labels.txt", b"\xff\xfe", "cannot be read"),
+        ("cub200", "train_test_split.txt", "1 2\n", "'2' should be a number from 0 to 1"),
+        ("cub200", "image_class_labels.txt", "1 --5\n", "'--5' should be a number"),
+        ("cub200", "classes.txt", "x y\n", "'x' should be a number from 1 to 200"),
+        ("flowers", "imagelabels.mat", zlib.compress(b"x" * 400)[:-3], "cannot be read"),
+        ("aircrafts", "data/variants.txt", "Concorde\n", "has 1 variants, 100 are expected"),
         ("dtd", "dtd/labels/val1.txt", "nope/x.jpg\n", "'nope/x.jpg' is not of one of the 47 classes"),
         ("voc07", "VOC2007/ImageSets/Main/car_val.txt", "000010 1\n", "does not list 000011"),
         ("voc07", "VOC2007/ImageSets/Main/car_val.txt", "000099 1\n", "lists 000099 twice, or it is not in val.txt"),
@@ -318,6 +330,11 @@ def test_check_lists_every_bad_file(tmp_path: Path) -> None:
     make_cub(tmp_path)
     assert sum("is not the official file (md5)" in p for p in check("cub200", tmp_path, lambda *t: None).problems) == 3
     assert check(str(base), tmp_path, lambda *told: None).images == 15
+    (tmp_path / "imagenet/val").mkdir(parents=True)
+    with pytest.raises(UsageError, match="imagenet/train, a folder a class"):
+        check("imagenet", tmp_path, lambda *told: None)  # validation images are no pool
+    (tmp_path / "imagenet/train/n01").mkdir(parents=True)
+    assert "holds 0 images, the whole has 1281167" in check("imagenet", tmp_path, lambda *told: None).problems[0]
     with pytest.raises(UsageError, match="there is no such folder, did you mean pets"):
         check("pet", tmp_path, lambda *told: None)
 
@@ -353,7 +370,18 @@ def test_download_unpacks_what_is_whole(tmp_path: Path, monkeypatch: pytest.Monk
             ]
             archives = tuple((url, md5, where) for (url, _, where), md5 in zip(b.archives, digests, strict=True))
             monkeypatch.setitem(BENCHMARKS, "pets", b._replace(archives=archives))
-            assert download("pets", root, lambda *told: None) == root / "oxford-iiit-pet"
+            slow = tasks.unpack
+
+            def unpack(archive: Path, to: Path) -> None:
+                time.sleep(0.1)  # long enough for another process to come
+                slow(archive, to)
+
+            monkeypatch.setattr(tasks, "unpack", unpack)
+            with ThreadPoolExecutor(3) as pool:
+                got = [pool.submit(download, "pets", root, lambda *told: None) for _ in range(3)]
+            told = [future.exception() or future.result() for future in got]
+            assert told.count(root / "oxford-iiit-pet") == 1  # the others find it there
+            assert sum("is there already" in str(what) for what in told) == 2
         finally:
             server.shutdown()
             thread.join()
