@@ -271,8 +271,8 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
         )
 
     metadata = adapter_metadata(
-        arch, model.backbone, model.rank or 0, model.alpha or 0.0, pretext=model.pretext, dataset=data.dataset,
-        weights_sha256=d.loaded.digest, stage="align", d_lr=d_lr,
+        arch, model.backbone, model.rank, model.alpha or 0.0, pretext=type(task).__name__.lower(),
+        dataset=data.dataset, weights_sha256=d.loaded.digest, stage="align", d_lr=d_lr,
         hypergrad=cfg.bilevel.hypergrad if cfg.bilevel.upper_steps else "lower only",
     )  # fmt: skip
     write_atomic(out / "adapter.safetensors", adapter_bytes(theta_P, {}, metadata))
