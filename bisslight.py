@@ -141,6 +141,8 @@ def align(
     after_step: Callable[[Tensor], None],
     after: Callable[[State, Log], None],
     store: Tensor | None = None,
+    loss_H: Loss | None = None,
+    clock: "Clock | None" = None,
 ) -> Tensor:
     """Algorithm 1 from `s.done` on; returns θ_P (l.17). `s` is l.1 and l.2: θ_P and θ_D start equal.
 
@@ -154,40 +156,53 @@ def align(
         after_step: the pretext task's hook, after l.9.
         after: called with the state and the log of each alternation.
         store: (K, N_L, p), where G is kept and inverted; host memory, to spare a GPU's. None: beside θ_P.
+        loss_H: what a hypergradient may differentiate twice, called with the last pretext batch. None: loss_P.
+        clock: takes the time of phases; None: of the levels only.
     Raises Diverged naming level, step and block where a loss, gradient or M-FAC system is not finite.
     """
-    clock = Clock(s.theta_P.device)
+    clock = clock or Clock(s.theta_P.device)
     K, p = s.theta_P.shape
     G = s.theta_P.new_empty(K, cfg.lower_steps, p) if store is None else store
+    good = s.theta_P.new_empty(K, cfg.lower_steps, dtype=torch.bool)
     for t in range(s.done, cfg.alternations):  # l.3
         clock.start()
         lower, upper = [], []  # l.4: G is overwritten, row by row
         for i in range(cfg.lower_steps):  # l.5, lower level
             batch = next(pretext)
+            clock.lap("data", fine=True)
             value, g_P, g_phi_P = gradients(loss_P, s.theta_P, s.phi_P, batch)  # l.6, l.8
+            clock.lap("lower passes", fine=True)
+            good[:, i] = torch.linalg.vector_norm(g_P, torch.inf, -1).isfinite()
             G[:, i] = g_P  # l.6: ∇L^P alone, before the pull (M-FAC's damping stands in for it) and before clipping
+            clock.lap("store", fine=True)
             apart = (s.theta_P - s.theta_D).detach()
             g_theta_P = g_P + cfg.lam * apart  # l.7, Eq. 4
             norm = s.opt_P.update([(s.theta_P, g_theta_P), *pairs(s.phi_P, g_phi_P)])  # l.9
             after_step(s.theta_P)
             lower.append(torch.stack([value, cfg.lam / 2 * apart.square().sum(), norm.to(value.dtype)]))
-        finite(t, "lower", lower, torch.linalg.vector_norm(G, torch.inf, -1).isfinite())
+            clock.lap("optimiser", fine=True)
+        finite(t, "lower", lower, good)
         clock.lap("lower")
 
-        solve = hypergrad(G, cfg.lam, s.theta_P, partial(loss_P, phi=s.phi_P, batch=batch))  # l.10, Eq. 7
-        finite(t, "M-FAC", [], solve.ok[:, None])
+        solve = hypergrad(G, cfg.lam, s.theta_P, partial(loss_H or loss_P, phi=s.phi_P, batch=batch))  # l.10, Eq. 7
+        finite(t, "hypergradient", [], solve.ok[:, None])
         clock.lap("curvature")
 
         for _ in range(cfg.upper_steps):  # l.11, upper level
             batch, here = next(downstream)
+            clock.lap("data", fine=True)
             at_P, g, g_phi_at_P = gradients(loss_D, s.theta_P, s.phi_D, batch)  # l.12
+            clock.lap("upper passes", fine=True)
             q = solve.apply(g.to(G)).to(g)  # l.13, Eq. 10
+            clock.lap("apply", fine=True)
             at_D, g_at_D, g_phi_at_D = gradients(loss_D, s.theta_D, s.phi_D, batch, here)
+            clock.lap("upper passes", fine=True)
             g_theta_D = q + g_at_D  # l.14
             g_phi_D = {name: g_phi_at_P[name] + g_phi_at_D[name] for name in g_phi_at_P}  # l.15
             norm = s.opt_D.update([(s.theta_D, g_theta_D), *pairs(s.phi_D, g_phi_D)])  # l.16
             ratio, cosine = q.norm() / g.norm(), torch.cosine_similarity(q.flatten(), g.flatten(), 0)
             upper.append(torch.stack([x.to(at_P.dtype) for x in (at_P, at_D, norm, ratio, cosine)]))
+            clock.lap("optimiser", fine=True)
         finite(t, "upper", [row[:3] for row in upper], None)
         clock.lap("upper")
 
@@ -265,10 +280,10 @@ def finite(t: int, level: str, rows: list[Tensor], blocks: Tensor | None) -> Non
 
 
 class Clock:
-    """Wall seconds by phase; waits for a GPU at the laps, three times an alternation."""
+    """Wall seconds by phase; waits for a GPU at the laps: three an alternation, or with `fine` several a step."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, fine: bool = False) -> None:
+        self.device, self.fine = device, fine
         self.seconds: dict[str, float] = {}
         self.start()
 
@@ -281,7 +296,9 @@ class Clock:
         self.wait()
         self.last = time.perf_counter()
 
-    def lap(self, phase: str) -> None:
+    def lap(self, phase: str, fine: bool = False) -> None:
+        if fine and not self.fine:
+            return
         self.wait()
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last

@@ -259,8 +259,18 @@ class Bilevel(Settings):
     """N_U. 0 trains the lower level alone, a control. [App. C.3]"""
     lam: PositiveFloat = 1e-3
     """λ: pulls θ_P to θ_D (Eq. 4) and damps M-FAC (γ = λ). [App. C.3]"""
-    hypergrad: Literal["mfac", "identity", "exact"] = "mfac"
-    """How line 13 inverts: mfac, identity (no curvature), exact (dense Hessian, small θ only). [Sec. 3.1]"""
+    hypergrad: Literal["mfac", "cg", "identity", "exact"] = "mfac"
+    """How line 13 inverts: mfac, cg (BiSSL), identity (no curvature), exact (dense Hessian, small θ). [Sec. 3.1]"""
+    cg_iterations: PositiveInt = 5
+    """Hessian-vector products of a solve. [App. D.2.1]"""
+    cg_damping: NonNegativeFloat = 1.0
+    """CG solves with c = λ + damping. [App. D.2.1]"""
+    cg_prefactor: Literal["c", "lambda"] = "c"
+    """Factor of CG's (H + cI)⁻¹ g: c, or Eq. 5's λ. [released]"""
+    cg_steps: Literal["joint", "tensor"] = "joint"
+    """CG's step sizes: one for all of θ, or one for each of its matrices. [here; released: tensor]"""
+    cg_batch: Literal["last", "first"] = "last"
+    """Pretext batch of the products: the last with its mask, or the first with fresh masks. [here; released: first]"""
     partition: Literal["layer", "projection", "matrix", "global"] = "layer"
     """Blocks of M-FAC. [App. C.3: all parameters of a layer]"""
     warmup: NonNegativeInt = 10
@@ -430,6 +440,7 @@ def preset(name: str, model: type[Settings], aligned: bool) -> dict[str, Any]:
     if model is AlignConfig:
         released |= {"d_optimizer": "sgd", "p_weight_decay": 0.0, "d_weight_decay": 0.0}
         released |= {"decoder": "random", "probe_drop_path": True, "mfac_device": "cpu"}
+        released |= {"cg_steps": "tensor", "cg_batch": "first"}
     elif aligned:
         released |= {"optimizer": "sgd"}
     return released if model is not PretrainConfig else {}

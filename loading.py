@@ -224,6 +224,13 @@ class Pool(NamedTuple):
     amp: bool
     seed: int
 
+    def first(self, batch: int) -> Tensor:
+        """The images of the first pretext batch."""
+        images = Images(
+            Split(self.images, torch.zeros(len(self.images), dtype=torch.long)), self.view, True, self.seed, "pretext"
+        )
+        return next(batches(images, stream(len(self.images), batch, self.seed, "pretext", 0, 1), 0, self.device))[0]
+
     def batches(self, task: PretextTask[Any], batch: int, start: int, stop: int) -> Iterator[Any]:
         """Prepared batches of steps start .. stop − 1, each when it is asked for; random numbers follow the step."""
         prepare = autocast(task.prepare, self.device, self.amp)

@@ -8,6 +8,7 @@ Each function resolves the settings, checks inputs before the long work, and is 
 """
 
 import copy
+import itertools
 import json
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 import bisslight
+import cg
 import export
 import finetune as ft
 import ijepa
@@ -355,14 +357,35 @@ def attempt(
 
     inverses: dict[str, bisslight.Hypergradient] = {
         "mfac": partial(mfac.mfac, partition=b.partition), "identity": mfac.identity, "exact": mfac.exact,
+        "cg": partial(
+            cg.cg, iterations=b.cg_iterations, damping=b.cg_damping, prefactor=b.cg_prefactor,
+            sizes=[theta[0].numel() // 4] * 4 * len(theta) if b.cg_steps == "tensor" else None,
+            fresh=b.cg_batch == "first",
+        ),
     }  # fmt: skip
-    loss_P = autocast(task.loss, device, cfg.amp and b.hypergrad != "exact")  # the exact Hessian in full precision
+    loss_P = autocast(task.loss, device, cfg.amp)
+    products = s.done * b.upper_steps * b.cg_iterations
+    loss_H = task.loss if b.cg_batch == "last" else on_first_batch(task, pool, cfg, products)  # full precision
     pretext = pool.batches(task, cfg.lower.p_batch, s.done * b.lower_steps, b.alternations * b.lower_steps)
     on_host = cfg.machine.mfac_device == "cpu" and b.hypergrad == "mfac"
     store = torch.empty(len(theta), b.lower_steps, theta.shape[1]) if on_host else None
     return bisslight.align(
-        s, b, loss_P, loss_D, inverses[b.hypergrad], pretext, examples, task.after_step, after, store
+        s, b, loss_P, loss_D, inverses[b.hypergrad], pretext, examples, task.after_step, after, store, loss_H
     )
+
+
+def on_first_batch(task: PretextTask[Any], pool: Pool, cfg: AlignConfig, done: int) -> Callable[..., Tensor]:
+    """L^P on the images of the first pretext batch, prepared anew at each call, whatever batch is given: as released.
+
+    `done` products have been computed before a resumed run goes on.
+    """
+    images = pool.first(cfg.lower.p_batch)
+    calls = itertools.count(done)
+
+    def loss(theta: Tensor, phi: Phi, batch: Any) -> Tensor:
+        return task.loss(theta, phi, task.prepare(images, rng(cfg.seed, "cg mask", next(calls))))
+
+    return loss
 
 
 def mean(values: Sequence[float]) -> float:

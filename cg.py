@@ -1,0 +1,98 @@
+"""Conjugate gradients: the hypergradient of BiSSL, BiSSLight's predecessor (App. D.2.1). Needs torch alone.
+
+With c = λ + damping and H the Hessian of the pretext loss at θ_P, a few iterations on
+
+    (I + H/c) x = g,   whose solution is x = c (H + cI)⁻¹ g,
+
+each with one exact Hessian-vector product through the whole pretext pass. The released program returns x, so that its
+prefactor is c too; the paper's Eq. 5 has λ, which is x λ/c (`prefactor`).
+
+    g    ∇L^D at θ_P, the query (l.12)          x, q  the result
+    c    λ + 1 in the paper and as released     d, r  search direction and residual
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from mfac import Solve, check_lambda
+
+TINY = 1e-12  # in both denominators, as released
+
+
+def conjugate_gradients(
+    product: Callable[[Tensor], Tensor], g: Tensor, iterations: int, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """`iterations` steps of conjugate gradients on A x = g from x = 0; g and x are flat (P,).
+
+    Args:
+        product: d -> A d, A symmetric and positive definite.
+        sizes: tensors that g consists of. Given, both step sizes are computed inside each of them while A d stays the
+            full product, as released: a heuristic that does not converge to the solution. None: plain CG.
+
+    >>> conjugate_gradients(lambda d: 2 * d, torch.tensor([4.0, 6.0], dtype=torch.float64), 1)
+    tensor([2.0000, 3.0000], dtype=torch.float64)
+    """
+    parts = list(sizes or [len(g)])
+    spread = torch.tensor(parts, device=g.device)
+
+    def dot(a: Tensor, b: Tensor) -> Tensor:
+        """One product a tensor, each repeated over the tensor's entries."""
+        each = torch.stack([(x * y).sum() for x, y in zip(a.split(parts), b.split(parts), strict=True)])
+        return each.repeat_interleave(spread, output_size=len(g))
+
+    x, r, d = torch.zeros_like(g), g, g
+    rr = dot(r, r)
+    for _ in range(iterations):
+        Ad = product(d)
+        alpha = rr / (dot(d, Ad) + TINY)
+        x, r = x + alpha * d, r - alpha * Ad
+        before, rr = rr, dot(r, r)
+        d = r + rr / (before + TINY) * d
+    return x
+
+
+def cg(
+    G: Tensor,
+    lam: float,
+    theta_P: Tensor,
+    loss_P: Callable[[Tensor], Tensor],
+    iterations: int = 5,
+    damping: float = 1.0,
+    prefactor: Literal["c", "lambda"] = "c",
+    sizes: Sequence[int] | None = None,
+    fresh: bool = False,
+) -> Solve:
+    """BiSSL's hypergradient. The stored gradients G are not used; θ_P is of any shape.
+
+    Args:
+        loss_P: θ -> pretext loss, differentiable twice. Full precision is the caller's business.
+        sizes: tensors of flat θ_P with step sizes of their own (as released); None: joint ones.
+        fresh: call `loss_P` anew for every product, for a loss that draws another mask each time (as released: the
+            operator then changes between iterations). Otherwise one graph of the gradient serves a solve.
+    """
+    check_lambda(lam)
+    c = lam + damping
+    at = theta_P.detach().requires_grad_()
+    ok = torch.ones(1, dtype=torch.bool, device=theta_P.device)
+
+    def gradient() -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
+            return torch.autograd.grad(loss_P(at), at, create_graph=True)[0]
+
+    def apply(g: Tensor) -> Tensor:
+        once = None if fresh else gradient()
+
+        def product(d: Tensor) -> Tensor:
+            slope = gradient() if once is None else once
+            (Hd,) = torch.autograd.grad(slope, at, d.view_as(at), retain_graph=once is not None)
+            return d + Hd.flatten() / c
+
+        x = conjugate_gradients(product, g.flatten(), iterations, sizes)
+        ok.logical_and_(torch.isfinite(x).all())
+        return (x if prefactor == "c" else x * (lam / c)).view_as(g)
+
+    return Solve(apply, ok)
