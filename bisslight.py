@@ -162,7 +162,8 @@ def align(
     """
     clock = clock or Clock(s.theta_P.device)
     K, p = s.theta_P.shape
-    G = s.theta_P.new_empty(K, cfg.lower_steps, p) if store is None else store
+    stored = cfg.hypergrad == "mfac"  # the others have no use for G
+    G = s.theta_P.new_empty(K, cfg.lower_steps, p * stored) if store is None else store
     good = s.theta_P.new_empty(K, cfg.lower_steps, dtype=torch.bool)
     for t in range(s.done, cfg.alternations):  # l.3
         clock.start()
@@ -173,7 +174,8 @@ def align(
             value, g_P, g_phi_P = gradients(loss_P, s.theta_P, s.phi_P, batch)  # l.6, l.8
             clock.lap("lower passes", fine=True)
             good[:, i] = torch.linalg.vector_norm(g_P, torch.inf, -1).isfinite()
-            G[:, i] = g_P  # l.6: ∇L^P alone, before the pull (M-FAC's damping stands in for it) and before clipping
+            if stored:
+                G[:, i] = g_P  # l.6: ∇L^P alone, before the pull (M-FAC's damping stands in for it) and before clipping
             clock.lap("store", fine=True)
             apart = (s.theta_P - s.theta_D).detach()
             g_theta_P = g_P + cfg.lam * apart  # l.7, Eq. 4

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from config import (
     AlignConfig,
+    BenchConfig,
     FinetuneConfig,
     PretrainConfig,
     RunError,
@@ -141,7 +142,7 @@ def build(model: type[S], flags: dict[str, Any], file: Path | None, named: str) 
         raise UsageError("; ".join(explain(item, sources) for item in error.errors())) from error
 
 
-MODELS: tuple[type[Settings], ...] = (PretrainConfig, AlignConfig, FinetuneConfig)
+MODELS: tuple[type[Settings], ...] = (PretrainConfig, AlignConfig, FinetuneConfig, BenchConfig)
 TUPLES = {leaf.path[-1] for model in MODELS for leaf in leaves(model) if "tuple" in str(leaf.field.annotation)}
 NAMES = {name for model in MODELS for leaf in leaves(model) for name in leaf.path}  # of settings and their groups
 
@@ -437,6 +438,38 @@ def data_download(name: str, data_root: Root = None, quiet: Quiet = False) -> No
     with Live(quiet) as live:
         where = download(name, root_of(data_root), live)
     print(f"{where}\nterms: {BENCHMARKS[name].terms}")
+
+
+@command(BenchConfig)
+def bench(config: BenchConfig, common: dict[str, Any], sources: dict[str, str]) -> None:
+    """Time and memory of one alternation, phase by phase, for M-FAC, CG, no curvature and plain PEFT. Writes --out."""
+    import bench as room
+
+    out = common["out"] or Path("runs") / f"bench-{config.backbone}"
+    if common["dry_run"]:
+        return show(config, sources, common, {"config": config, "out": str(out)})
+    with Live(common["quiet"] or common["json"]) as live:
+        result = room.run(config, live)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "bench.json").write_text(json.dumps({"config": config.model_dump(mode="json"), **result}, indent=1))
+    room.draw({config.backbone: result}, out / "cost.png")
+    if common["json"]:
+        print(json.dumps(result))
+        return None
+    phases = sorted({phase for row in result["rows"] for phase in row["phases"]})
+    table = Table("setting", "method", "seconds", *phases, "peak GB", "images/s", "TFLOP/s", box=None)
+    for row in result["rows"]:
+        numbers = [f"{row['phases'][phase]:.3f}" if phase in row["phases"] else "" for phase in phases]
+        peak = "" if row["peak_GB"] is None else f"{row['peak_GB']:.2f}"
+        rates = [f"{row['images_per_s']:.2f}", f"{row['TFLOP_per_s']:.3f}"]
+        table.add_row(row["mode"], row["method"], f"{row['seconds']:.3f}", *numbers, peak, *rates)
+    paper.print(table)
+    said = {**result["ratios"], "M-FAC's share of an alternation": result["mfac_share"]}
+    said |= {f"M-FAC, {name}": value for name, value in result["mfac_method"].items()}
+    said |= {f"matrix product, {name}, TFLOP/s": value for name, value in result["matrix_TFLOP_per_s"].items()}
+    said["images/s decoded"] = result["decoded_images_per_s"]
+    print("\n".join([*(f"{name}: {value:.4g}" for name, value in said.items()), str(out)]))
+    return None
 
 
 @app.command("export")

@@ -407,6 +407,29 @@ class FinetuneConfig(Common):
     peft: Peft = Peft()
 
 
+class BenchConfig(Common):
+    """`bench`: what an alternation costs. Random weights and images."""
+
+    backbone: Literal["vit_mini", "vit_b16", "vit_l16", "vit_h14"] = "vit_b16"
+    """Its size. [App. C.1]"""
+    rank: PositiveInt = 64
+    """r. [App. C.3]"""
+    p_batch: PositiveInt = 256
+    """Images a pretext step. [App. C.3]"""
+    d_batch: PositiveInt = 64
+    """Images an upper step. [App. C.3]"""
+    lower_steps: PositiveInt = 20
+    """N_L. [App. C.3]"""
+    upper_steps: PositiveInt = 8
+    """N_U. [App. C.3]"""
+    stored: PositiveInt = 20
+    """Gradients in the comparison of M-FAC with the paper's recursion. [App. C.3]"""
+    repeats: PositiveInt = 3
+    """Timed alternations a method, after one that warms up; medians are reported. [here]"""
+    recompute: bool = False
+    """Activation checkpointing. [released]"""
+
+
 # --- defaults by pretext task, and presets ----------------------------------------------------------------------------
 
 PRESETS = ("paper", "as-released")
@@ -443,7 +466,7 @@ def preset(name: str, model: type[Settings], aligned: bool) -> dict[str, Any]:
         released |= {"cg_steps": "tensor", "cg_batch": "first"}
     elif aligned:
         released |= {"optimizer": "sgd"}
-    return released if model is not PretrainConfig else {}
+    return released if model in (AlignConfig, FinetuneConfig) else {}
 
 
 # --- reading and merging ---------------------------------------------------------------------------------------------

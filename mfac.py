@@ -115,6 +115,8 @@ class MFAC:
         # GGᵀ + mλI is positive definite. cholesky_ex reports instead of raising, so a GPU is not made to wait.
         for S in grams:
             S.diagonal(dim1=-2, dim2=-1).add_(S.shape[-1] * lam)
+        # light: tr GGᵀ ≤ mλ, so |q| ≥ |g|/2 and float32 products lose nothing. Asked on a CPU only: a GPU would have to wait.
+        self.light = [not S.is_cuda and bool((trace(S) <= S.shape[-1] * (S.shape[-1] + 1) * lam).all()) for S in grams]
         factors = [torch.linalg.cholesky_ex(S) for S in grams]
         self.factors = [factor.L for factor in factors]  # (..., m, m) float64, lower triangular
         finite = [torch.isfinite(S.diagonal(dim1=-2, dim2=-1)).all(-1) for S in grams]
@@ -124,13 +126,14 @@ class MFAC:
 
     def apply(self, g: Blocks, out: Blocks) -> None:
         """Write q for the query g into `out`, both cut as the gradients are, pieces (..., c). g is not modified."""
-        for G_k, L_k, g_k, q_k in zip(self.grads, self.factors, g, out, strict=True):
+        for G_k, L_k, light, g_k, q_k in zip(self.grads, self.factors, self.light, g, out, strict=True):
+            kind = g_k[0].dtype if light else torch.float64
             Gg = torch.zeros_like(L_k[..., :1])  # (..., m, 1) float64
             for c, x in chunks(G_k, g_k):
-                Gg += c.double() @ x.double()[..., None]
-            w = torch.cholesky_solve(Gg, L_k)
+                Gg += c.to(kind) @ x.to(kind)[..., None]
+            w = torch.cholesky_solve(Gg, L_k).to(kind)
             for c, x, y in chunks(G_k, g_k, q_k):
-                y.copy_(x.double() - (c.double().mT @ w)[..., 0])
+                y.copy_(x.to(kind) - (c.to(kind).mT @ w)[..., 0])
 
     def check(self) -> None:
         """Raise FloatingPointError naming the first block that has no solution. Waits for the device."""
@@ -138,6 +141,11 @@ class MFAC:
             raise FloatingPointError(
                 f"M-FAC: the gradients of block {int((~self.ok).nonzero()[0])} are not finite or too large to factor"
             )
+
+
+def trace(S: Tensor) -> Tensor:
+    """Of a batch of square matrices (..., m, m) -> (...)."""
+    return S.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
 def gram(block: Sequence[Tensor]) -> Tensor:

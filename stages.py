@@ -40,6 +40,7 @@ from config import (
     Arch,
     Diverged,
     FinetuneConfig,
+    Masks,
     Model,
     PretrainConfig,
     RunError,
@@ -484,32 +485,47 @@ def probing(
     run.log(f"linear probe: validation {d.task.metric} {val.accuracy:.1f} %")
 
 
+def work(arch: Arch, rank: int, mask_ratio: float, masks: Masks | None = None) -> tuple[float, float]:
+    """Operations an image, 2 a multiply-add, of a lower step and of an upper step (two passes).
+
+    ψ is frozen: no weight gradients, and none into the first block's input. The pretext head is trained: its forward
+    costs three times. With `masks`, I-JEPA; its context is taken as a quarter of the patches, about what is left.
+    """
+    D, L, m = arch.dim, arch.patches, arch.mlp_ratio
+
+    def forward(n: int, dim: int, layers: int, r: int) -> float:
+        return layers * ((8 + 4 * m) * n * dim**2 + 4 * n**2 * dim + 8 * n * dim * r)
+
+    def frozen(n: int) -> float:
+        backward = arch.depth * ((8 + 4 * m) * n * D**2 + 8 * n**2 * D + 16 * n * D * rank)
+        return forward(n, D, arch.depth, rank) + backward - (6 * n * D**2 + 4 * n * D * rank + 2 * n**2 * D) + patches
+
+    def trained(n: int, seen: int, width: int, layers: int, out: int) -> float:
+        return 3 * (forward(n, width, layers, 0) + 2 * seen * D * width + 2 * n * width * out)
+
+    patches = 2 * L * D * 3 * arch.patch_size**2
+    upper = 2 * frozen(arch.class_token + L)
+    if masks is None:
+        seen = 1 + int(L * (1 - mask_ratio))
+        pixels = 3 * arch.patch_size**2
+        return frozen(seen) + trained(1 + L, seen, arch.decoder_dim, arch.decoder_depth, pixels), upper
+    seen, asked = L // 4, round(L * sum(masks.target_scale) / 2)
+    teacher = forward(L, D, arch.depth, rank) + patches
+    predictor = masks.targets * trained(seen + asked, seen, arch.predictor_dim, arch.predictor_depth, D)
+    return teacher + masks.contexts * (frozen(seen) + predictor), upper
+
+
 def budget(cfg: AlignConfig, arch: Arch, task: Task, pool: int) -> dict[str, Any]:
     """What a run will cost, before it starts: steps, parameters, memory, work (2 operations a multiply-add)."""
     b, r = cfg.bilevel, cfg.model.rank or 0
-    D, depth, L = arch.dim, arch.depth, arch.patches
+    D, depth = arch.dim, arch.depth
     store = 4 * b.lower_steps * depth * 4 * r * D
 
-    def passes(n: int, dim: int, layers: int, rank: int) -> float:
-        """Forward and backward of transformer blocks on n tokens, weights frozen."""
-        return layers * (48 * n * dim**2 + 12 * n**2 * dim + 24 * n * dim * rank) * (arch.mlp_ratio + 2) / 6
-
-    if cfg.model.pretext == "ijepa":  # teacher forward on all patches; student on a quarter; four predictor sequences
-        seen, asked = L // 4, round(L * sum(cfg.masks.target_scale) / 2)
-        lower = passes(L, D, depth, r) / 2 + cfg.masks.contexts * passes(seen, D, depth, r)
-        sequences = cfg.masks.targets * cfg.masks.contexts
-        lower += 1.5 * sequences * passes(seen + asked, arch.predictor_dim, arch.predictor_depth, 0)
-    else:
-        lower = passes(1 + int(L * (1 - cfg.lower.mask_ratio)), D, depth, r)
-        lower += 1.5 * passes(1 + L, arch.decoder_dim, arch.decoder_depth, 0)  # the decoder's weights are trained
-    upper = 2 * passes(arch.class_token + L, D, depth, r)
-    width, layers = (
-        (arch.predictor_dim, arch.predictor_depth)
-        if cfg.model.pretext == "ijepa"
-        else (arch.decoder_dim, arch.decoder_depth)
-    )
+    lower, upper = work(arch, r, cfg.lower.mask_ratio, cfg.masks if cfg.model.pretext == "ijepa" else None)
+    jepa = cfg.model.pretext == "ijepa"
+    width, layers = (arch.predictor_dim, arch.predictor_depth) if jepa else (arch.decoder_dim, arch.decoder_depth)
     head = 12 * layers * width**2
-    work = b.lower_steps * cfg.lower.p_batch * lower + b.upper_steps * cfg.upper.d_batch * upper
+    flop = b.lower_steps * cfg.lower.p_batch * lower + b.upper_steps * cfg.upper.d_batch * upper
     return {
         "images": {"pool": pool, **{part: len(getattr(task, part).targets) for part in ("train", "val", "test")}},
         "missing_images": task.missing,
@@ -517,7 +533,7 @@ def budget(cfg: AlignConfig, arch: Arch, task: Task, pool: int) -> dict[str, Any
         "lora_parameters": 4 * r * D * depth,
         "gradient_store_MB": store / 1e6,
         "checkpoint_MB": 12 * (2 * 4 * r * D * depth + head) / 1e6,
-        "TFLOP": b.alternations * work / 1e12,
+        "TFLOP": b.alternations * flop / 1e12,
         "paper_GPU_GB": paper.MEMORY_GB["BiSSLight", (1, 1, 1)].get(cfg.model.backbone),
         "disk_free_GB": shutil.disk_usage(Path.cwd()).free / 1e9,
     }
