@@ -175,7 +175,9 @@ def align(
             clock.lap("lower passes", fine=True)
             good[:, i] = torch.linalg.vector_norm(g_P, torch.inf, -1).isfinite()
             if stored:
-                G[:, i] = g_P  # l.6: ∇L^P alone, before the pull (M-FAC's damping stands in for it) and before clipping
+                G[:, i].copy_(
+                    g_P, non_blocking=True
+                )  # l.6: ∇L^P alone, before the pull (M-FAC's damping stands in for it) and before clipping
             clock.lap("store", fine=True)
             apart = (s.theta_P - s.theta_D).detach()
             g_theta_P = g_P + cfg.lam * apart  # l.7, Eq. 4

@@ -115,7 +115,7 @@ class MFAC:
         # GGᵀ + mλI is positive definite. cholesky_ex reports instead of raising, so a GPU is not made to wait.
         for S in grams:
             S.diagonal(dim1=-2, dim2=-1).add_(S.shape[-1] * lam)
-        # light: tr GGᵀ ≤ mλ, so |q| ≥ |g|/2 and float32 products lose nothing. Asked on a CPU only: a GPU would have to wait.
+        # light: tr GGᵀ ≤ mλ, so |q| ≥ |g|/2 and float32 products lose nothing. Not asked of a GPU, which would wait
         self.light = [not S.is_cuda and bool((trace(S) <= S.shape[-1] * (S.shape[-1] + 1) * lam).all()) for S in grams]
         factors = [torch.linalg.cholesky_ex(S) for S in grams]
         self.factors = [factor.L for factor in factors]  # (..., m, m) float64, lower triangular

@@ -369,7 +369,9 @@ def attempt(
     loss_H = task.loss if b.cg_batch == "last" else on_first_batch(task, pool, cfg, products)  # full precision
     pretext = pool.batches(task, cfg.lower.p_batch, s.done * b.lower_steps, b.alternations * b.lower_steps)
     on_host = cfg.machine.mfac_device == "cpu" and b.hypergrad == "mfac"
-    store = torch.empty(len(theta), b.lower_steps, theta.shape[1]) if on_host else None
+    # pinned, and a step's gradient in one piece: each leaves a GPU in one copy that nothing waits for
+    rows = (b.lower_steps, *theta.shape)
+    store = torch.empty(rows, pin_memory=device.type == "cuda").transpose(0, 1) if on_host else None
     return bisslight.align(
         s, b, loss_P, loss_D, inverses[b.hypergrad], pretext, examples, task.after_step, after, store, loss_H
     )

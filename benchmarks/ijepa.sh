@@ -18,7 +18,7 @@ story() { # name, pretrain flags, dataset, pool, align flags, finetune flags
   bisslight evaluate "$OUT/aligned-$name" --against "$OUT/direct-$name"
 }
 case ${1:-all} in quilts | all)
-  story quilts "--epochs 30 --warmup-epochs 4 --batch 64 --base-lr 4e-3 --final-weight-decay 0.04 --ema 0.998" quilts quilts \
+  story quilts "--epochs 20 --warmup-epochs 3 --batch 64 --base-lr 4e-3 --final-weight-decay 0.04 --ema 0.998" quilts quilts \
     "--alternations 60 --lower-steps 5 --upper-steps 5 --p-batch 64 --d-batch 32 --p-lr 1e-3 --d-lr 1e-2 --lam 1e-2" \
     "--epochs 60 --warmup-epochs 7 --batch 32 --eval-every 2 --seeds 8 --lr 1e-2" ;;
 esac
