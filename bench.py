@@ -1,17 +1,19 @@
 """What an alternation costs, phase by phase, for M-FAC, CG, no curvature, and a plain PEFT step; `bisslight bench`.
 
 Weights and images are random: times do not depend on their values. The loop that is timed is `bisslight.align` itself,
-with a clock that waits for the device after each phase. Everything is measured in one process, so ratios mean more than
-seconds. Two settings: `equal`, all methods in float32 with math attention, and `natural`, each at its own precision and
-kernels (the paper's comparison): bfloat16 and fused attention on a GPU, but full precision and math attention in the
-Hessian-vector products of CG, which has no other choice.
+with a clock that waits for the device after each phase. Each method has a process of its own, for the sake of its peak
+memory, one right after the other, so ratios mean more than seconds. Two settings: `equal`, all methods in float32 with
+math attention, and `natural`, each at its own precision and kernels (the paper's comparison): bfloat16 and fused
+attention on a GPU, but full precision and math attention in CG's Hessian-vector products, which have no other choice.
 """
 
 import gc
+import multiprocessing
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -41,13 +43,13 @@ CLASSES = 200  # as CUB-200, which the paper timed
 def run(cfg: BenchConfig, report: Callable[[str, int, int, str], None]) -> dict[str, Any]:
     """All measurements; a table of rows, ratios, and what they were measured with."""
     device = pick_device(cfg.machine.device)
-    task, arch = network(cfg, device)
+    arch = BACKBONES[cfg.backbone].arch
     lower, upper = (flop / 1e12 for flop in work(arch, cfg.rank, 0.75))
     modes = ("equal", "natural")
     rows: list[dict[str, Any]] = []
     for i, (mode, method) in enumerate((mode, method) for mode in modes for method in METHODS):
         report("bench", i + 1, len(modes) * len(METHODS) + 3, f"{mode} {method}")
-        row = {"mode": mode, "method": method, **alternation(cfg, task, method, mode, device)}
+        row = {"mode": mode, "method": method, **isolated(alternation, cfg.model_dump_json(), method, mode)}
         passes = row["phases"].get("lower passes", 0.0), row["phases"].get("upper passes", 0.0)
         done = cfg.lower_steps * cfg.p_batch * lower * (passes[0] > 0), cfg.upper_steps * cfg.d_batch * upper
         done = (done[0], done[1] / (2 if method == "peft" else 1))
@@ -77,17 +79,27 @@ def run(cfg: BenchConfig, report: Callable[[str, int, int, str], None]) -> dict[
     }  # fmt: skip
 
 
-def network(cfg: BenchConfig, device: torch.device) -> tuple[mae.MAE, Any]:
+def isolated(fn: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """Call a function in a process of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(fn, *args).result()
+
+
+def network(cfg: BenchConfig, device: torch.device) -> mae.MAE:
     """A backbone and its decoder with random weights, frozen, on the device."""
-    arch = BACKBONES[cfg.backbone].arch
-    vit, decoder = mae.init(arch, rng(cfg.seed, "bench"))
+    vit, decoder = mae.init(BACKBONES[cfg.backbone].arch, rng(cfg.seed, "bench"))
     backbone = Backbone(vit, recompute=cfg.recompute).requires_grad_(False).to(device)
-    return mae.MAE(backbone, decoder.to(device)), arch
+    return mae.MAE(backbone, decoder.to(device))
 
 
-def alternation(cfg: BenchConfig, task: mae.MAE, method: str, mode: str, device: torch.device) -> dict[str, Any]:
-    """Median seconds by phase of one alternation (for peft: of N_U steps), and peak memory."""
-    arch = BACKBONES[cfg.backbone].arch
+def alternation(text: str, method: str, mode: str) -> dict[str, Any]:
+    """Median seconds by phase of one alternation (for peft: of N_U steps), and peak memory beyond the networks.
+
+    `text` is the BenchConfig as JSON, since this runs in a process of its own.
+    """
+    cfg = BenchConfig.model_validate_json(text)
+    device = pick_device(cfg.machine.device)
+    task, arch = network(cfg, device), BACKBONES[cfg.backbone].arch
     bilevel = Bilevel(
         alternations=cfg.repeats + 1, lower_steps=cfg.lower_steps, upper_steps=cfg.upper_steps,
         hypergrad="mfac" if method == "peft" else method,
@@ -158,7 +170,7 @@ def endless(task: mae.MAE, cfg: BenchConfig, device: torch.device) -> tuple[Iter
 
 
 class Peak:
-    """Peak memory in GB since it was made: of the GPU's allocator, or of the process, beyond what was there."""
+    """Peak memory in GB since it was made: of the GPU's allocator in all, or of the process beyond what was there."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

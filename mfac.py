@@ -127,13 +127,13 @@ class MFAC:
     def apply(self, g: Blocks, out: Blocks) -> None:
         """Write q for the query g into `out`, both cut as the gradients are, pieces (..., c). g is not modified."""
         for G_k, L_k, light, g_k, q_k in zip(self.grads, self.factors, self.light, g, out, strict=True):
-            kind = g_k[0].dtype if light else torch.float64
-            Gg = torch.zeros_like(L_k[..., :1])  # (..., m, 1) float64
-            for c, x in chunks(G_k, g_k):
-                Gg += c.to(kind) @ x.to(kind)[..., None]
-            w = torch.cholesky_solve(Gg, L_k).to(kind)
-            for c, x, y in chunks(G_k, g_k, q_k):
-                y.copy_(x.to(kind) - (c.to(kind).mT @ w)[..., 0])
+            kind, size = (g_k[0].dtype, None) if light else (torch.float64, CHUNK)
+            Gg = torch.zeros_like(L_k[..., 0])  # (..., m) float64
+            for c, x in chunks(G_k, g_k, size=size):
+                Gg += product(c.to(kind), x.to(kind))
+            w = torch.cholesky_solve(Gg[..., None], L_k)[..., 0].to(kind)
+            for c, x, y in chunks(G_k, g_k, q_k, size=size):
+                y.copy_(x.to(kind) - product(c.to(kind).mT, w))
 
     def check(self) -> None:
         """Raise FloatingPointError naming the first block that has no solution. Waits for the device."""
@@ -158,10 +158,15 @@ def gram(block: Sequence[Tensor]) -> Tensor:
     return S
 
 
-def chunks(*blocks: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Walk the columns of equally cut blocks together, at most CHUNK columns at a time."""
-    parts = [[c for piece in block for c in piece.split(CHUNK, -1)] for block in blocks]
+def chunks(*blocks: Sequence[Tensor], size: int | None = CHUNK) -> list[tuple[Tensor, ...]]:
+    """Walk the columns of equally cut blocks together, at most `size` columns at a time (None: a piece at a time)."""
+    parts = [[c for piece in block for c in piece.split(size or piece.shape[-1], -1)] for block in blocks]
     return list(zip(*parts, strict=True))
+
+
+def product(A: Tensor, x: Tensor) -> Tensor:
+    """A x for a batch of matrices (..., m, c) and vectors (..., c); a single one goes to the faster gemv."""
+    return torch.mv(A, x) if A.ndim == 2 else (A @ x[..., None])[..., 0]
 
 
 def cut(x: Tensor, partition: Partition, batched: bool = False) -> list[list[Tensor]]:
