@@ -31,31 +31,33 @@ from mae import MAE, load
 from mfac import mfac
 from runtime import rng, trainable
 
-LAMBDAS, STORED = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1), (1, 5, 20, 80)
+STEPS, LAMBDAS, STORED = 1500, (1e-5, 1e-4, 1e-3, 1e-2, 1e-1), (1, 5, 20, 80)
 
 
 def main(weights: Path, out: Path) -> None:
-    """Gradients at one θ_P a little away from its start, as after some steps."""
+    """Gradients at a θ_P near the lower level's optimum, where the implicit function theorem is meant to be used."""
     out.mkdir(parents=True, exist_ok=True)
     vit, decoder, arch = load(weights / "backbone.pth", Model(backbone="vit_mini").backbone)
     backbone = Backbone(vit).requires_grad_(False)
     task = MAE(backbone, decoder, 0.3)
     pool, labelled = quilts(0)
     mean, std = (torch.tensor(x).view(3, 1, 1) for x in (labelled.mean, labelled.std))
-    theta = init_theta(arch.depth, 1, arch.dim, rng(0, "lora")) + 0.05 * torch.randn(
-        arch.depth, 4 * arch.dim, generator=rng(1)
-    )
-    theta.requires_grad_()
+    theta = init_theta(arch.depth, 1, arch.dim, rng(0, "lora")).requires_grad_()
     phi_P, phi_D = trainable(task.phi), trainable(init_head(arch.dim, 8, rng(2)))
     assert isinstance(labelled.train.images, Tensor)
     images = (labelled.train.images - mean) / std
+    last = task.prepare((pool[:64] - mean) / std, rng(0, "mask"))  # one batch: its optimum is the Hessian's
+    opt = torch.optim.AdamW([theta, *phi_P.values()], lr=3e-3, weight_decay=0.0)
+    for _ in range(STEPS):  # L^P alone; at the smallest λ the pull of Eq. 4 is nothing beside it
+        opt.zero_grad()
+        task.loss(theta, phi_P, last).backward()
+        opt.step()
     _, g, _ = gradients(downstream_loss(backbone), theta, phi_D, (images, labelled.train.targets))
     rows = []
     for i in range(max(STORED)):
         x = (pool[64 * i % 3900 :][:64] - mean) / std
         rows.append(gradients(task.loss, theta, phi_P, task.prepare(x, rng(i, "mask")))[1])
     G = torch.stack(rows, 1)
-    last = task.prepare((pool[:64] - mean) / std, rng(0, "mask"))  # the Hessian's batch
     loss_P = partial(task.loss, phi=phi_P, batch=last)
     flat = theta.detach().flatten()
     with sdpa_kernel(SDPBackend.MATH):
