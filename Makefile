@@ -16,7 +16,7 @@ test: $(READY)  ## the suite; one thread a process, a process a core
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 slow: $(READY)  ## minutes: the commands on real photographs, where they are at hand
-	$(BIN)/python -m pytest -m slow --override-ini addopts='--import-mode=importlib'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m slow --override-ini addopts='--import-mode=importlib'
 
 lint: $(READY)
 	$(BIN)/ruff check .
