@@ -177,7 +177,8 @@ def inherited(start: Path) -> dict[str, Any]:
         return {}
     config = read_json(runs[0] / "config.json") if (runs := runs_in(start)) else {}
     if "bilevel" not in config:
-        raise UsageError(f"--from {start}: is not an align run, a directory of align runs, or a LoRA file")
+        what = "is not an align run, a directory of align runs, or a LoRA file" if start.exists() else "does not exist"
+        raise UsageError(f"--from {start}: {what}")
     root = config["machine"].get("data_root")
     return {"model": config["model"], "data": config["data"], "machine": {"data_root": root}}
 
@@ -416,12 +417,18 @@ def data_list(data_root: Root = None, json_: Json = False) -> None:
 
 
 @data.command("check")
-def data_check(name: str, data_root: Root = None, json_: Json = False, quiet: Quiet = False) -> None:
+def data_check(
+    name: str,
+    data_root: Root = None,
+    partial: Annotated[bool, typer.Option("--partial", help="a subset: damaged images only")] = False,
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
     """Open every image of a dataset, or of a folder, count against the known sizes, list every bad file."""
     from tasks import check
 
     with Live(quiet or json_) as live:
-        checked = check(name, root_of(data_root), live)
+        checked = check(name, root_of(data_root), live, partial)
     if json_:
         print(json.dumps(checked._asdict()))
     else:
@@ -446,6 +453,10 @@ def bench(config: BenchConfig, common: dict[str, Any], sources: dict[str, str]) 
     import bench as room
 
     out = common["out"] or Path("runs") / f"bench-{config.backbone}"
+    if common["resume"]:
+        raise UsageError("--resume: a bench is one run, start it again with --force")
+    if out.exists() and not ((out / "bench.json").exists() and common["force"]):
+        raise UsageError(f"--out {out}: is there already, --force overwrites an earlier bench")
     if common["dry_run"]:
         return show(config, sources, common, {"config": config, "out": str(out)})
     with Live(common["quiet"] or common["json"]) as live:

@@ -143,7 +143,7 @@ class Model(Shape):
     base: Literal["target_encoder", "encoder"] = "target_encoder"
     """Which network of an I-JEPA file is ψ. [here: the one that I-JEPA evaluates; the paper does not say]"""
     head: Literal["linear", "batchnorm"] = "linear"
-    """h^D: a linear layer on the pooled tokens, or BatchNorm and a linear layer. [App. C.2; ijepa, D.1: batchnorm]"""
+    """h^D on the class token, or without one on the mean of the patches. [App. C.2: linear; ijepa, D.1: batchnorm]"""
     rank: PositiveInt | None = None
     """r: rank of LoRA on q and v of every layer. None: 64, vit_mini 8. [App. C.3]"""
     alpha: PositiveFloat | None = None

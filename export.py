@@ -74,12 +74,21 @@ def to_released(theta: Tensor, dim: int, scale: float) -> dict[str, Tensor]:
     }
 
 
+def folded(phi_D: Phi) -> Phi:
+    """The head as one linear layer: at inference its BatchNorm is an affine map, and goes into weight and bias."""
+    if "norm.mean" not in phi_D:
+        return phi_D
+    gain = phi_D["norm.weight"] / (phi_D["norm.var"] + 1e-6).sqrt()
+    shift = phi_D["norm.bias"] - gain * phi_D["norm.mean"]
+    return {"weight": phi_D["weight"] * gain, "bias": phi_D["bias"] + phi_D["weight"] @ shift}
+
+
 def to_peft(
     theta: Tensor, phi_D: Phi, dim: int, scale: float, base: str | None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(adapter_config, tensors) for HF peft, on a timm model whose `head` is the classifier."""
     A_q, B_q, A_v, B_v = factors(theta.detach().cpu(), dim)
-    rank = A_q.shape[1]
+    rank, phi_D = A_q.shape[1], folded(phi_D)
     config = {
         "peft_type": "LORA", "task_type": None, "base_model_name_or_path": base, "inference_mode": True, "r": 2 * rank,
         "lora_alpha": scale * 2 * rank, "lora_dropout": 0.0, "bias": "none", "target_modules": TARGET,
@@ -98,6 +107,7 @@ def to_timm(
     backbone: Backbone, theta: Tensor, phi_D: Phi, name: str, arch: Arch, channels: tuple[Any, Any]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(config.json, state dict) of the merged network as timm's local-dir and hub layout have them."""
+    phi_D = folded(phi_D)
     state = merge(backbone, theta) | {f"head.{key}": tensor for key, tensor in phi_D.items()}
     classes, side = len(phi_D["bias"]) if phi_D else 0, arch.image_size
     args: dict[str, Any] = {"img_size": side}
@@ -168,6 +178,7 @@ def model_card(about: Mapping[str, str], config: Mapping[str, Any], result: Mapp
         f"| licence of the weights | {weights} |",
         f"| data | {about['dataset']}; terms: {terms} |",
         f"| rank, alpha | {about['rank']}, {about['alpha']} |",
+        f"| pretext task | {about.get('pretext', config['model']['pretext'])} |",
     ]  # fmt: skip
     if "test" in result:
         values = result["test"]
@@ -176,8 +187,11 @@ def model_card(about: Mapping[str, str], config: Mapping[str, Any], result: Mapp
         lines.append(f"| learning rate | {result['lr']:g} |")
         lines.append(f"| aligned by | {result['aligned_by'] or 'nothing: direct PEFT'} |")
     lines += [
-        "", "`peft/` is for HF peft on a timm model that holds exactly the backbone above, `released/` is for the",
-        "authors' program, `timm/` the merged network: `timm.create_model('local-dir:timm', pretrained=True)`.", "",
+        "", "In this folder:", "", "```python", "import timm",
+        "model = timm.create_model('local-dir:timm', pretrained=True)  # the merged network with its head",
+        "# or, on a timm model `base` that holds exactly the backbone above and has the same number of classes:",
+        "from peft import PeftModel", "model = PeftModel.from_pretrained(base, 'peft')", "```", "",
+        "`released/lora.pth` is for the program of the paper's authors.", "",
         "All settings:", "", "```json", json.dumps(settings, indent=1), "```", "",
     ]  # fmt: skip
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """Downstream training of the head alone (probing) or of θ and the head (PEFT), App. C.2; the choice of a rate.
 
-    L^D(θ, φ_D)   `downstream_loss`: cross entropy of a linear head on the pooled features
+    L^D(θ, φ_D)   `downstream_loss`: cross entropy of the head on the class token, or on the mean of the patches
     probing       φ_D alone at fixed θ, at the upper level's constant rate, before Algorithm 1 starts (App. C.3)
     PEFT          θ and a fresh φ_D, warm-up and cosine; the best validation epoch is kept together with its head
     a rate        `choose` for PEFT; for the upper level `upper_rates`, of which the largest not `unstable` is taken

@@ -97,7 +97,8 @@ class MFAC:
 
     Against the recursion it keeps no second buffer of vectors and reads G a fixed number of times. G stays in its own
     dtype; products and the subtraction are accumulated in float64, a chunk of columns at a time, because with nearly
-    collinear gradients float32 sums would be useless.
+    collinear gradients float32 sums would be useless. On a CPU, `apply` stays in the gradients' dtype where they are so
+    small (tr GGᵀ ≤ mλ) that nothing can cancel.
 
     Args:
         grads: the blocks' gradients. A block is a list of pieces (..., m, c); leading axes are a batch of blocks.

@@ -433,7 +433,8 @@ def remarks(cfg: AlignConfig | FinetuneConfig, task: Task) -> Iterator[str]:
     if cfg.data.partial:
         n = sum(len(split.targets) for split in (task.train, task.val, task.test))
         whole = sum(BENCHMARKS[task.name].sizes)
-        yield f"{task.name} is a partial copy: {n} of {whole} images, {task.missing} listed ones are not there"
+        absent = f"; {task.missing} listed ones are not there" if task.missing else ", all that its lists name"
+        yield f"{task.name} is a partial copy: {n} of {whole} images{absent}"
     if isinstance(cfg, AlignConfig) and cfg.upper.d_lr_from:
         source = read_json(cfg.upper.d_lr_from / "config.json")
         what = f"{source['model']['backbone']}{', a partial copy' if source['data']['partial'] else ''}"
@@ -648,8 +649,9 @@ def finetune(cfg: FinetuneConfig, options: Options, pool: Executor | None = None
     about: dict[str, Any] = {"runs": runs, "rates": rates, "steps": runs * p.epochs * -(-n // p.batch)}
     about |= {"images": {part: len(getattr(task, part).targets) for part in ("train", "val", "test")}}
     about |= {"missing_images": task.missing}
-    names = ["aligned" if cfg.start else "direct", *(["ijepa"] if model.pretext == "ijepa" else [])]
-    out = options.out or default_out("finetune", data.dataset, model, cfg.seed, *names)
+    names = ["direct", *(["ijepa"] if model.pretext == "ijepa" else [])]
+    own = default_out("finetune", data.dataset, model, cfg.seed, *names)
+    out = options.out or (Path("runs") / f"finetune-from-{cfg.start.stem}-s{cfg.seed}" if cfg.start else own)
     check_out(out, "finetune", options.resume, options.force)
     if missing := to_download(model):  # what can be told before the download
         fits(data.dataset, BACKBONES[model.backbone].arch)

@@ -396,24 +396,31 @@ class Checked(NamedTuple):
     listed: dict[str, int]
 
 
-def check(name: str, root: Path, report: Report) -> Checked:
-    """Open every image of a benchmark, or of a folder of images, and list all that is wrong with it."""
+def check(name: str, root: Path, report: Report, partial: bool = False) -> Checked:
+    """Open every image of a benchmark, or of a folder of images, and list all that is wrong with it.
+
+    `partial`: a subset is as it should be, so that only images that do not open are wrong.
+    """
     problems: list[str] = []
     if name in BENCHMARKS:
         b, base = BENCHMARKS[name], root / BENCHMARKS[name].folder
         if not base.is_dir():
             raise UsageError(f"{base} is not there; `bisslight data download {name}` fetches it")
         listing = b.read(base)
-        problems += unofficial(b, base)
-        if (found := sizes(listing)) != (known := whole(b, listing)):
+        problems += [] if partial else unofficial(b, base)
+        if (found := sizes(listing)) != (known := whole(b, listing)) and not partial:
             problems.append(f"{base}: lists {told(found)}, the whole has {told(known)}")
-        files = [base / file for entries in listing.parts.values() for file, _ in entries]
+        there = present(base) if partial else None  # of a subset, only what is there
+        listed = (file for entries in listing.parts.values() for file, _ in entries)
+        files = [base / file for file in listed if there is None or file in there]
         twice = [file for file, count in Counter(files).items() if count > 1]
         problems += [f"{file}: is listed twice" for file in twice]
     else:
+        if name == "quilts":
+            raise UsageError("quilts: are drawn by the program, there is nothing to check")
         base = pool_path(name, root) or Path(name.removeprefix("folder:")).expanduser()
         if not base.is_dir():
-            raise UsageError(f"{name}: there is no such folder, {nearest(name, NAMES)}")
+            raise UsageError(f"{name}: is no such dataset or folder; {nearest(name, NAMES)}")
         files, found = find_images(base), {}
         if not files or (name == "imagenet" and len(files) != IMAGENET_SIZE):
             whole_ = f", the whole has {IMAGENET_SIZE}" if name == "imagenet" else ""

@@ -67,7 +67,7 @@ def main(weights: Path, out: Path) -> None:
         A = H + lam * torch.eye(len(flat))
         truth = (lam * torch.linalg.solve(A, g.flatten().double())).view_as(g).float()  # Eq. 5
         found = {f"M-FAC, N_L {m}": mfac(G[:, :m], lam, theta, loss_P).apply(g) for m in STORED}
-        found["CG, 5 steps, c = λ + 1, prefactor c"] = cg(G, lam, theta, loss_P).apply(g)
+        found["CG, 5 steps, c = λ + 1"] = cg(G, lam, theta, loss_P).apply(g)
         found["CG, 5 steps, no damping"] = cg(G, lam, theta, loss_P, damping=0.0).apply(g)
         found["identity"] = g
         for name, q in found.items():

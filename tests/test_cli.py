@@ -293,8 +293,8 @@ WRONG = [
         1,
         "diverged, lower --lr",
     ),
-    ("finetune --from nowhere", 2, "is not an align run"),
-    ("finetune --config start.toml", 2, "--from 3: is not an align run"),
+    ("finetune --from nowhere", 2, "--from nowhere: does not exist"),
+    ("finetune --config start.toml", 2, "--from 3: does not exist"),
     ("demo --out pics", 2, "something else is there; choose another --out"),
     (
         "finetune --backbone vit_mini --weights {w} --dataset quilts --lr 1 --lr-grid",

@@ -70,6 +70,34 @@ def test_timm_opens_the_merged_folder(backbone: Backbone, theta: Tensor, tmp_pat
     assert list(model.pretrained_cfg["mean"]) == [0.5, 0.5, 0.5]
 
 
+def test_a_batchnorm_head_is_exported_as_the_linear_layer_it_is(theta: Tensor, tmp_path: Path) -> None:
+    """An I-JEPA backbone, whose head has statistics: both layouts predict what ours does."""
+    peft = pytest.importorskip("peft")
+    from safetensors.torch import save_file
+
+    from lora import build_vit
+
+    arch = Arch(image_size=32, patch_size=8, dim=32, depth=3, heads=4, class_token=False)
+    torch.manual_seed(0)
+    backbone = Backbone(build_vit(arch))
+    phi_D = init_head(32, 7, rng(3, "x"), batchnorm=True)
+    phi_D |= {"norm.mean": torch.randn(32), "norm.var": torch.rand(32) + 0.5, "norm.bias": torch.randn(32)}
+    ours = logits(backbone, theta, phi_D, IMAGES)
+    about, state = to_timm(backbone, theta, phi_D, "vit_tiny_patch16_224", arch, ((0.5,) * 3, (0.5,) * 3))
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    save_file(state, tmp_path / "model.safetensors")
+    close(timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()(IMAGES), ours, 1e-5)
+    config, tensors = to_peft(theta, phi_D, 32, 1.0, None)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file({k: v.contiguous() for k, v in tensors.items()}, tmp_path / "adapter_model.safetensors")
+    plain = VisionTransformer(
+        img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=4, num_classes=7, class_token=False,
+        global_pool="avg", fc_norm=False,
+    )  # fmt: skip
+    plain.load_state_dict({**backbone.vit.state_dict(), **plain.head.state_dict(prefix="head.")})
+    close(peft.PeftModel.from_pretrained(plain, tmp_path).eval()(IMAGES), ours, 1e-5)
+
+
 def test_the_released_layout_goes_there_and_back(theta: Tensor, tmp_path: Path) -> None:
     state = to_released(theta, 32, 1.0)
     assert len(state) == 12

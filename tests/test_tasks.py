@@ -327,6 +327,8 @@ def test_check_lists_every_bad_file(tmp_path: Path) -> None:
     assert [Path(p.partition(":")[0]).name for p in found.problems[1:]] == ["Pug_2.jpg", "great_cat_5.jpg", "Pug_1.jpg"]
     assert "lists 8 trainval and 8 test images, the whole has 3680 trainval and 3669 test images" in found.problems[0]
     assert "is missing" in found.problems[2]
+    subset = check("pets", tmp_path, lambda *told: None, partial=True)
+    assert [Path(p.partition(":")[0]).name for p in subset.problems] == ["Pug_2.jpg", "Pug_1.jpg"]
     make_cub(tmp_path)
     assert sum("is not the official file (md5)" in p for p in check("cub200", tmp_path, lambda *t: None).problems) == 3
     assert check(str(base), tmp_path, lambda *told: None).images == 15
@@ -335,7 +337,7 @@ def test_check_lists_every_bad_file(tmp_path: Path) -> None:
         check("imagenet", tmp_path, lambda *told: None)  # validation images are no pool
     (tmp_path / "imagenet/train/n01").mkdir(parents=True)
     assert "holds 0 images, the whole has 1281167" in check("imagenet", tmp_path, lambda *told: None).problems[0]
-    with pytest.raises(UsageError, match="there is no such folder, did you mean pets"):
+    with pytest.raises(UsageError, match="is no such dataset or folder; did you mean pets"):
         check("pet", tmp_path, lambda *told: None)
 
 
