@@ -195,7 +195,6 @@ class Live:
     def __init__(self, quiet: bool) -> None:
         self.quiet = quiet
         self.bars: dict[str, TaskID] = {}
-        self.now = time.monotonic()
         self.began: dict[str, tuple[float, int, int]] = {}  # stage -> when, after how many (resume), done so far
         done, live = TextColumn("{task.completed}/{task.total}"), TextColumn("{task.fields[text]}")
         left = (TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn())
@@ -215,14 +214,15 @@ class Live:
         if self.quiet:
             return
         start, before, so_far = self.began.get(stage, (0.0, 0, total))
-        if done <= so_far:  # the first, or the stage's next round
-            start, before = self.now, done - 1
+        if done <= so_far:  # the first, or the stage's next round: from here on there is a rate
+            start, before = time.monotonic(), done
             if self.progress and stage in self.bars:
                 self.progress.reset(self.bars[stage], total=total)
-        self.began[stage], self.now = (start, before, done), time.monotonic()
+        self.began[stage] = (start, before, done)
         if self.progress is None:
-            left = (self.now - start) / (done - before) * (total - done)
-            print(f"{stage} {done}/{total}  {text}  ETA {left:.0f} s", file=sys.stderr, flush=True)
+            rate = (time.monotonic() - start) / (done - before) if done > before else None
+            left = "" if rate is None else f"  ETA {rate * (total - done):.0f} s"
+            print(f"{stage} {done}/{total}  {text}{left}", file=sys.stderr, flush=True)
             return
         if stage not in self.bars:
             self.bars[stage] = self.progress.add_task(stage, total=total, text="")

@@ -31,6 +31,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         server.asked.append(asked)
         if self.path == "/missing" or server.faults:
             return self.send_error(server.faults.pop(0) if server.faults else 404)
+        cut = server.cuts.pop(0) if server.cuts else None  # now: once headers are out, the test may go on
         if asked and server.ranges and self.headers.get("If-Range") == server.tag:
             start = int(asked.removeprefix("bytes=").rstrip("-"))
         total = len(server.content)
@@ -42,7 +43,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("ETag", server.tag)
         self.end_headers()
         body = server.content[start:]
-        self.wfile.write(body[: server.cuts.pop(0)] if server.cuts else body)
+        self.wfile.write(body[:cut])
         return None
 
     def log_message(self, *args: Any) -> None:
