@@ -80,7 +80,7 @@ class PretextTask(Protocol[Batch]):
 
 
 class Hypergradient(Protocol):
-    """(G, λ, θ_P, pretext loss of θ) -> Solve, which maps g to q. In `mfac`: mfac, identity, exact."""
+    """(G, λ, θ_P, pretext loss of θ) -> Solve, which maps g to q. `mfac`: mfac, identity, exact; `cg`: cg."""
 
     def __call__(self, G: Tensor, lam: float, theta_P: Tensor, loss_P: Callable[[Tensor], Tensor], /) -> Solve: ...
 
@@ -174,10 +174,8 @@ def align(
             value, g_P, g_phi_P = gradients(loss_P, s.theta_P, s.phi_P, batch)  # l.6, l.8
             clock.lap("lower passes", fine=True)
             good[:, i] = torch.linalg.vector_norm(g_P, torch.inf, -1).isfinite()
-            if stored:
-                G[:, i].copy_(
-                    g_P, non_blocking=True
-                )  # l.6: ∇L^P alone, before the pull (M-FAC's damping stands in for it) and before clipping
+            if stored:  # l.6: ∇L^P alone, before the pull (M-FAC's damping stands in for it) and before clipping
+                G[:, i].copy_(g_P, non_blocking=True)
             clock.lap("store", fine=True)
             apart = (s.theta_P - s.theta_D).detach()
             g_theta_P = g_P + cfg.lam * apart  # l.7, Eq. 4

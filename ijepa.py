@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from config import BACKBONES, Arch, Masks, UsageError
-from lora import Backbone, Phi, block_forward, build_vit, misfit, sincos
+from lora import Backbone, Phi, block_forward, build_vit, misfit, sincos, sizes_of
 from runtime import load_tensors
 
 
@@ -300,15 +300,8 @@ def load(
     """
     data = load_tensors(path)
     encoder, head = parts(path, data, base)
-    about = json.loads(data["bisslight"]) if "bisslight" in data else {"backbone": backbone}
-    if about["backbone"] != backbone:
-        raise UsageError(f"{path}: was trained as {about['backbone']}, give --backbone {about['backbone']}")
     official = BACKBONES[backbone].arch.model_copy(update={"class_token": False})
-    arch = Arch.model_validate(about["arch"]) if "arch" in about else official
-    if image_size not in (None, arch.image_size):
-        raise UsageError(f"--image-size {image_size}: {path} is for {arch.image_size} px, leave the option out")
-    if patch_size not in (None, arch.patch_size):
-        raise UsageError(f"--patch-size {patch_size}: {path} has patches of {arch.patch_size}, leave the option out")
+    arch = sizes_of(path, data, backbone, official, image_size, patch_size)
     with torch.device("meta"):
         vit, predictor = build_vit(arch), Predictor(arch)
     for what, network, found in (("encoder", vit, encoder), ("predictor", predictor, head)):

@@ -210,6 +210,23 @@ def sincos(dim: int, side: int) -> Tensor:
     return torch.cat([torch.zeros(1, dim), torch.cat([column, row], 1)]).float()[None]
 
 
+def sizes_of(
+    path: Path, data: Mapping[str, Any], backbone: str, default: Arch, image_size: int | None, patch_size: int | None
+) -> Arch:
+    """Sizes of a checkpoint: those that `pretrain` wrote into it, or the official ones (UsageError for others)."""
+    about = json.loads(data["bisslight"]) if "bisslight" in data else {"backbone": backbone}
+    if about["backbone"] != backbone:
+        raise UsageError(f"{path}: was trained as {about['backbone']}, give --backbone {about['backbone']}")
+    if not about.get("norm_pix", True):
+        raise UsageError(f"{path}: its decoder predicts raw pixels; align needs one for normalised pixels")
+    arch = Arch.model_validate(about["arch"]) if "arch" in about else default
+    if image_size not in (None, arch.image_size):
+        raise UsageError(f"--image-size {image_size}: {path} is for {arch.image_size} px, leave the option out")
+    if patch_size not in (None, arch.patch_size):
+        raise UsageError(f"--patch-size {patch_size}: {path} has patches of {arch.patch_size}, leave the option out")
+    return arch
+
+
 def misfit(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:
     """The first thing that tells two state dicts apart, None where keys and shapes are equal."""
     if wrong := sorted(k for k in expected.keys() & found.keys() if expected[k].shape != found[k].shape):

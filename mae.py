@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from config import BACKBONES, Arch, UsageError
-from lora import Backbone, Phi, block_forward, build_vit, misfit, sincos
+from lora import Backbone, Phi, block_forward, build_vit, misfit, sincos, sizes_of
 from runtime import load_tensors
 
 
@@ -252,16 +252,7 @@ def load(
     """
     data = load_tensors(path)
     model = family(path, data)
-    about = json.loads(data["bisslight"]) if "bisslight" in data else {"backbone": backbone, "norm_pix": True}
-    if about["backbone"] != backbone:
-        raise UsageError(f"{path}: was trained as {about['backbone']}, give --backbone {about['backbone']}")
-    if not about["norm_pix"]:
-        raise UsageError(f"{path}: its decoder predicts raw pixels; align needs one for normalised pixels")
-    arch = Arch.model_validate(about["arch"]) if "arch" in about else BACKBONES[backbone].arch
-    if image_size not in (None, arch.image_size):
-        raise UsageError(f"--image-size {image_size}: {path} is for {arch.image_size} px, leave the option out")
-    if patch_size not in (None, arch.patch_size):
-        raise UsageError(f"--patch-size {patch_size}: {path} has patches of {arch.patch_size}, leave the option out")
+    arch = sizes_of(path, data, backbone, BACKBONES[backbone].arch, image_size, patch_size)
     with torch.device("meta"):
         vit, decoder = build_vit(arch), Decoder(arch)
     if wrong := misfit({**vit.state_dict(), **decoder.state_dict()}, model):

@@ -16,7 +16,7 @@ writes it (`extend`, `recursion`, `apply_recursion`), and once to run, the same 
     v, d   vectors v_i and scalars d_i = v_iᵀ g_i of Eq. 7
 
 Units, the loss having none: g and q 1/θ, λ and F 1/θ², v θ, d and m none.
-Leaves out: conjugate gradients, which need Hessian products rather than stored gradients.
+Leaves out: conjugate gradients, which need Hessian products rather than stored gradients (`cg.py`).
 """
 
 from collections.abc import Callable, Sequence

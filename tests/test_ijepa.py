@@ -14,7 +14,7 @@ from torch import Tensor
 import ijepa
 from bisslight import pretrain
 from config import BACKBONES, Arch, BackboneDefaults, Masks, UsageError
-from ijepa import IJEPA, Batch, Predictor, block_size, decay_schedule, load, momentum, multiblock, schedule
+from ijepa import IJEPA, Predictor, block_size, decay_schedule, load, momentum, multiblock, schedule
 from lora import Backbone, build_vit, init_theta, psi_of
 from runtime import Optimiser, decay_groups, rng
 
@@ -397,7 +397,3 @@ def test_the_batch_size_belongs_to_the_task() -> None:
     """A larger batch is cut to a shorter context, which is why masks are drawn for the whole of it."""
     lengths = [sum(multiblock(OFFICIAL, 16, n, rng(i, "x"))[0].shape[-1] for i in range(50)) / 50 for n in (1, 16, 256)]
     assert lengths[0] > lengths[1] + 15 > lengths[2] + 20
-
-
-def test_batch_is_a_tuple_of_tensors() -> None:
-    assert Batch._fields == ("images", "context", "targets", "wanted")
