@@ -30,7 +30,7 @@ import mae
 import mfac
 from config import BACKBONES, AlignConfig, BenchConfig, Bilevel, Data, Lower, Model, Upper
 from data import Images, Split, View, batches, stream
-from evaluate import COLOURS, pyplot
+from figures import COLOURS, pyplot, save
 from finetune import downstream_loss
 from lora import Backbone, Here, init_head, init_theta
 from runtime import autocast, pick_device, rng, trainable
@@ -315,4 +315,4 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
         axis.set_ylabel(label)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(fontsize=8, frameon=False)
-    figure.savefig(path, dpi=150)
+    save(figure, path)

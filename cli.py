@@ -339,19 +339,17 @@ def evaluate(
 ) -> None:
     """Mean and deviation over seeds, and the exact permutation test against other runs."""
     import evaluate as ev
+    import figures
 
+    if picture:
+        figures.check_picture("--picture", picture)
     arms = [ev.read_arm(path) for path in (run, *(against or []))]
     rows = ev.table(arms)
     if picture:
-        plt = ev.pyplot()
-        figure, axes = plt.subplots(figsize=(1.8 + 1.5 * len(arms), 4), layout="constrained")
-        ev.draw_arms(
-            axes, {f"{i + 1} {arm.name}": arm.accuracies for i, arm in enumerate(arms)}, "every seed, and the mean"
-        )
-        try:
-            figure.savefig(picture, dpi=150)
-        except (OSError, ValueError) as error:
-            raise UsageError(f"--picture {picture}: cannot be written ({error})") from error
+        figure, axes = figures.pyplot().subplots(figsize=(1.8 + 1.5 * len(arms), 4))
+        named = {f"{i + 1} {arm.name}": arm.accuracies for i, arm in enumerate(arms)}
+        figures.draw_arms(axes, named, "every seed, and the mean")
+        figures.save(figure, picture)
     if json_:
         print(json.dumps({"arms": rows, "picture": str(picture) if picture else None}))
         return

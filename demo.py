@@ -37,7 +37,8 @@ from config import (
     UsageError,
 )
 from data import Task, quilts
-from evaluate import Arm, draw_arms, pyplot, score, table
+from evaluate import Arm, score, table
+from figures import draw_arms, pyplot, save
 from finetune import choose
 from loading import Report
 from lora import Backbone, init_head, logits, psi_of
@@ -340,5 +341,4 @@ def picture(story: Story, arms: Sequence[Arm], path: Path) -> None:
     axes.axhline(100 / len(task.classes), color="black", linewidth=0.8, linestyle=":")
     axes.annotate("chance", (-0.55, 100 / len(task.classes)), va="bottom", fontsize=8)
     axes.set_ylim(0, 100)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save(figure, path)

@@ -24,7 +24,7 @@ from bisslight import gradients
 from cg import cg
 from config import Model
 from data import quilts
-from evaluate import COLOURS, pyplot
+from figures import COLOURS, pyplot
 from finetune import downstream_loss
 from lora import Backbone, init_head, init_theta
 from mae import MAE, load

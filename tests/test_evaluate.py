@@ -232,3 +232,12 @@ def test_the_papers_figure_stands_beside_a_whole_benchmark_only(tmp_path: Path) 
     (tmp_path / "own" / "result.json").write_text(json.dumps({"unit": "PEFT seed", "test": [1.0]}))
     with pytest.raises(UsageError, match="was made by an older version"):
         read_arm(tmp_path / "own")
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:
+    from figures import check_picture
+
+    check_picture("--picture", tmp_path / "arms.svg")
+    for wrong in ("arms.gif2", "arms", "nowhere/arms.png"):
+        with pytest.raises(UsageError, match="--picture"):
+            check_picture("--picture", tmp_path / wrong)

@@ -1,0 +1,66 @@
+"""One style for every picture, and the picture of arms. Needs the `plot` extra, imported on use.
+
+Colours are those of Okabe and Ito, which colour-blind readers can tell apart; a figure is Matplotlib's own, so any of
+its formats can be written.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from config import RunError, UsageError
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#888888")
+STYLE: dict[Any, Any] = {
+    "figure.constrained_layout.use": True, "figure.dpi": 150, "savefig.dpi": 150, "font.size": 9,
+    "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
+}  # fmt: skip
+
+
+def pyplot() -> Any:
+    """Matplotlib without a screen (UsageError where the `plot` extra is not installed)."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UsageError("pictures need matplotlib: pip install 'bisslight[plot]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plt.rcParams.update(STYLE)
+    return plt
+
+
+def check_picture(option: str, path: Path) -> None:
+    """Refuse (UsageError), before any work, a picture that could not be written: its suffix, its folder."""
+    known = pyplot().figure().canvas.get_supported_filetypes()
+    pyplot().close()
+    if path.suffix.removeprefix(".").lower() not in known:
+        raise UsageError(f"{option} {path}: the suffix says the format, take .png, .svg or .pdf")
+    if not path.parent.is_dir():
+        raise UsageError(f"{option} {path}: there is no folder {path.parent}")
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure and let go of it (RunError where that fails)."""
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path}: the picture cannot be written ({error})") from error
+    finally:
+        pyplot().close(figure)
+
+
+def draw_arms(axes: Any, arms: Mapping[str, Sequence[float]], title: str) -> None:
+    """A column an arm: every seed a dot, the mean a bar through it with its value."""
+    for x, (name, values) in enumerate(arms.items()):
+        n = len(values)
+        spread = [x + 0.3 * ((i + 0.5) / n - 0.5) for i in range(n)]
+        mean = sum(values) / n
+        axes.scatter(spread, values, color=COLOURS[x % len(COLOURS)], s=28, label=name, zorder=3)
+        axes.hlines(mean, x - 0.3, x + 0.3, color=COLOURS[x % len(COLOURS)], linewidth=2)
+        axes.annotate(f"{mean:.1f}", (x + 0.32, mean), va="center", fontsize=9)
+    axes.set_xticks(range(len(arms)), [name.replace(" ", "\n", 1).replace("-", "-\n") for name in arms], fontsize=8)
+    axes.set_xlim(-0.6, len(arms) - 0.2)
+    axes.set_ylabel("test accuracy (%)")
+    axes.set_title(title, fontsize=10)
+    axes.grid(axis="y", alpha=0.3)
