@@ -124,10 +124,10 @@ def alternation(text: str, method: str, mode: str) -> dict[str, Any]:
         else:
             inverse: Any = {"mfac": mfac.mfac, "identity": mfac.identity, "cg": partial(cg.cg, iterations=5)}[method]
             on_host = method == "mfac" and cfg.machine.mfac_device == "cpu"
-            store = torch.empty(arch.depth, cfg.lower_steps, theta.shape[1]) if on_host else None
+            s.G = torch.empty(arch.depth, cfg.lower_steps, theta.shape[1]) if on_host else None
             bisslight.align(
                 s, bilevel, loss_P, loss_D, inverse, pretext, downstream, task.after_step,
-                lambda s, log: phases.append(log.seconds), store, task.loss, clock,
+                lambda s, log: phases.append(log.seconds), task.loss, clock=clock,
             )  # fmt: skip
     peak = memory.read()
     kept = phases[1:]  # the first alternation warms caches up

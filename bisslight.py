@@ -21,21 +21,22 @@ The glossary; every module keeps these letters.
 
 This file knows no pretext task, no dataset, no device and no file: tasks come in as `PretextTask`, inverses as
 `Hypergradient`, batches as iterators, and what happens after an alternation (validation, checkpoints, progress) as a
-function. Leaves out: several processes.
+function. Leaves out: processes and micro-batches, which are a matter of how `gradients` are computed (`parallel`).
 """
 
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from config import Bilevel, Diverged
 from mfac import Solve
+from parallel import alone
 from runtime import Optimiser
 
 Phi = dict[str, Tensor]
@@ -60,12 +61,16 @@ class PretextTask(Protocol[Batch]):
         """Refuse (UsageError) weights that do not belong to the task, as far as a first batch can tell."""
         ...
 
-    def prepare(self, images: Tensor, rng: torch.Generator) -> Batch:
-        """Turn images (B, 3, H, W) into a batch: views, masks, a teacher's answers. All randomness is from `rng`."""
+    def prepare(self, images: Tensor, rng: torch.Generator, first: int = 0, whole: int | None = None) -> Batch:
+        """Turn images (B, 3, H, W) into a batch, a NamedTuple of tensors: views, masks, a teacher's answers.
+
+        All randomness is from `rng`, drawn for a batch of `whole` images (None: B) of which these begin at `first`: so
+        what an image gets does not depend on how a batch is divided.
+        """
         ...
 
     def loss(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
-        """L^P(θ, φ_P) of a prepared batch: pure, differentiable in θ and φ, no randomness, no drop path."""
+        """L^P(θ, φ_P) of a prepared batch, a mean over its images: pure, differentiable, no randomness or drop path."""
         ...
 
     def after_step(self, theta_P: Tensor | None) -> None:
@@ -87,7 +92,7 @@ class Hypergradient(Protocol):
 
 @dataclass
 class State:
-    """All that Algorithm 1 changes. Leaf tensors, updated in place by their optimisers."""
+    """All that Algorithm 1 changes, after any of its steps. θ and φ are leaf tensors, updated by their optimisers."""
 
     theta_P: Tensor
     theta_D: Tensor
@@ -96,11 +101,16 @@ class State:
     opt_P: Optimiser  # over theta_P and phi_P
     opt_D: Optimiser  # over theta_D and phi_D
     done: int = 0  # finished alternations
+    G: Tensor | None = None  # the unfinished one's pretext gradients, (rows of θ kept here, N_L, p)
+    lower: list[Tensor] = field(default_factory=list)  # its numbers, a row a lower step done
+    upper: list[Tensor] = field(default_factory=list)  # and a row an upper step done
+    last: Any = None  # its last pretext batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and numbers only."""
+        """Tensors and numbers only. Without G and `last`, which only an unfinished alternation needs."""
         tensors = {"theta_P": self.theta_P, "theta_D": self.theta_D, "phi_P": self.phi_P, "phi_D": self.phi_D}
-        return tensors | {"opt_P": self.opt_P.state_dict(), "opt_D": self.opt_D.state_dict(), "done": self.done}
+        numbers = {"done": self.done, "lower": self.lower, "upper": self.upper}
+        return tensors | numbers | {"opt_P": self.opt_P.state_dict(), "opt_D": self.opt_D.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -111,7 +121,7 @@ class State:
                 tensor.copy_(saved[name])
         self.opt_P.load_state_dict(state["opt_P"])
         self.opt_D.load_state_dict(state["opt_D"])
-        self.done = state["done"]
+        self.done, self.lower, self.upper = state["done"], [*state["lower"]], [*state["upper"]]
 
 
 class Log(NamedTuple):
@@ -140,11 +150,14 @@ def align(
     downstream: Iterator[tuple[Any, Any]],
     after_step: Callable[[Tensor], None],
     after: Callable[[State, Log], None],
-    store: Tensor | None = None,
     loss_H: Loss | None = None,
+    *,
     clock: "Clock | None" = None,
+    how: Callable[..., list[Tensor]] = alone,
+    rows: slice = slice(None),
+    pause: Callable[[State], None] = lambda s: None,
 ) -> Tensor:
-    """Algorithm 1 from `s.done` on; returns θ_P (l.17). `s` is l.1 and l.2: θ_P and θ_D start equal.
+    """Algorithm 1 from `s` on; returns θ_P (l.17). `s` is l.1 and l.2: θ_P and θ_D start equal.
 
     Args:
         loss_P: (θ, φ_P, batch), the pretext task's loss.
@@ -155,61 +168,68 @@ def align(
         downstream: (batch, what acts at θ_D alone). Paper silent: one batch serves l.12 to l.15, as released.
         after_step: the pretext task's hook, after l.9.
         after: called with the state and the log of each alternation.
-        store: (K, N_L, p), where G is kept and inverted; host memory, to spare a GPU's. None: beside θ_P.
         loss_H: what a hypergradient may differentiate twice, called with the last pretext batch. None: loss_P.
         clock: takes the time of phases; None: of the levels only.
+        how: a loss's value and gradients for a batch, if it does not come in one piece; as `parallel.alone`.
+        rows: layers whose gradients are kept here; others keep the rest. `s.G` may be given, in host memory say.
+        pause: called after each step; what it raises ends the loop, and `s` is where it goes on.
     Raises Diverged naming level, step and block where a loss, gradient or M-FAC system is not finite.
     """
     clock = clock or Clock(s.theta_P.device)
-    K, p = s.theta_P.shape
     stored = cfg.hypergrad == "mfac"  # the others have no use for G
-    G = s.theta_P.new_empty(K, cfg.lower_steps, p * stored) if store is None else store
-    good = s.theta_P.new_empty(K, cfg.lower_steps, dtype=torch.bool)
+    if s.G is None:
+        kept = s.theta_P[rows] if stored else s.theta_P[:0]
+        s.G = kept.detach().new_empty(len(kept), cfg.lower_steps, kept.shape[1])
     for t in range(s.done, cfg.alternations):  # l.3
         clock.start()
-        lower, upper = [], []  # l.4: G is overwritten, row by row
-        for i in range(cfg.lower_steps):  # l.5, lower level
-            batch = next(pretext)
+        good: list[Tensor] = []  # l.4: G is overwritten, row by row
+        for i in range(len(s.lower), cfg.lower_steps):  # l.5, lower level
+            s.last = next(pretext)
             clock.lap("data", fine=True)
-            value, g_P, g_phi_P = gradients(loss_P, s.theta_P, s.phi_P, batch)  # l.6, l.8
+            value, g_P, g_phi_P = gradients(loss_P, s.theta_P, s.phi_P, s.last, how=how)  # l.6, l.8
             clock.lap("lower passes", fine=True)
-            good[:, i] = torch.linalg.vector_norm(g_P, torch.inf, -1).isfinite()
+            good.append(torch.linalg.vector_norm(g_P, torch.inf, -1).isfinite())
             if stored:  # l.6: ∇L^P alone, before the pull (M-FAC's damping stands in for it) and before clipping
-                G[:, i].copy_(g_P, non_blocking=True)
+                s.G[:, i].copy_(g_P[rows], non_blocking=True)
             clock.lap("store", fine=True)
             apart = (s.theta_P - s.theta_D).detach()
             g_theta_P = g_P + cfg.lam * apart  # l.7, Eq. 4
             norm = s.opt_P.update([(s.theta_P, g_theta_P), *pairs(s.phi_P, g_phi_P)])  # l.9
             after_step(s.theta_P)
-            lower.append(torch.stack([value, cfg.lam / 2 * apart.square().sum(), norm.to(value.dtype)]))
+            s.lower.append(torch.stack([value, cfg.lam / 2 * apart.square().sum(), norm.to(value.dtype)]))
             clock.lap("optimiser", fine=True)
-        finite(t, "lower", lower, good)
+            finite(t, "lower", s.lower, good)
+            pause(s)
+        finite(t, "lower", s.lower, good, late=0)
         clock.lap("lower")
 
-        solve = hypergrad(G, cfg.lam, s.theta_P, partial(loss_H or loss_P, phi=s.phi_P, batch=batch))  # l.10, Eq. 7
-        finite(t, "hypergradient", [], solve.ok[:, None])
+        solve = hypergrad(s.G, cfg.lam, s.theta_P, partial(loss_H or loss_P, phi=s.phi_P, batch=s.last))  # l.10, Eq. 7
+        solvable(t, solve.ok)
         clock.lap("curvature")
 
-        for _ in range(cfg.upper_steps):  # l.11, upper level
+        for _ in range(len(s.upper), cfg.upper_steps):  # l.11, upper level
             batch, here = next(downstream)
             clock.lap("data", fine=True)
-            at_P, g, g_phi_at_P = gradients(loss_D, s.theta_P, s.phi_D, batch)  # l.12
+            at_P, g, g_phi_at_P = gradients(loss_D, s.theta_P, s.phi_D, batch, how=how)  # l.12
             clock.lap("upper passes", fine=True)
-            q = solve.apply(g.to(G)).to(g)  # l.13, Eq. 10
+            q = solve.apply(g.to(s.G)).to(g)  # l.13, Eq. 10
             clock.lap("apply", fine=True)
-            at_D, g_at_D, g_phi_at_D = gradients(loss_D, s.theta_D, s.phi_D, batch, here)
+            at_D, g_at_D, g_phi_at_D = gradients(loss_D, s.theta_D, s.phi_D, batch, here, how=how)
             clock.lap("upper passes", fine=True)
             g_theta_D = q + g_at_D  # l.14
             g_phi_D = {name: g_phi_at_P[name] + g_phi_at_D[name] for name in g_phi_at_P}  # l.15
             norm = s.opt_D.update([(s.theta_D, g_theta_D), *pairs(s.phi_D, g_phi_D)])  # l.16
             ratio, cosine = q.norm() / g.norm(), torch.cosine_similarity(q.flatten(), g.flatten(), 0)
-            upper.append(torch.stack([x.to(at_P.dtype) for x in (at_P, at_D, norm, ratio, cosine)]))
+            s.upper.append(torch.stack([x.to(at_P.dtype) for x in (at_P, at_D, norm, ratio, cosine)]))
             clock.lap("optimiser", fine=True)
-        finite(t, "upper", [row[:3] for row in upper], None)
+            finite(t, "upper", s.upper)
+            pause(s)
+        finite(t, "upper", s.upper, late=0)
+        solvable(t, solve.ok)  # CG's is known once it has been applied
         clock.lap("upper")
 
-        s.done = t + 1
-        P, D = columns(lower, 3), columns(upper, 5)
+        P, D = columns(s.lower, 3), columns(s.upper, 5)
+        s.done, s.lower, s.upper = t + 1, [], []
         distance = float((s.theta_P - s.theta_D).detach().norm())
         after(s, Log(t + 1, P[0], P[1], D[0], D[1], P[2], D[2], distance, D[3], D[4], clock.take()))
     return s.theta_P  # l.17
@@ -223,6 +243,9 @@ def pretrain(
     batches: Iterator[Any],
     after_step: Callable[[Tensor | None], None],
     report: Callable[[int, float], None],
+    *,
+    how: Callable[..., list[Tensor]] = alone,
+    pause: Callable[[], None] = lambda: None,
 ) -> None:
     """Eq. 1 for those without a checkpoint: train ψ itself and φ_P, in place; there is no θ.
 
@@ -230,24 +253,27 @@ def pretrain(
         batches: prepared, one a step; their number is the length of the training.
         after_step: the pretext task's hook.
         report: called after each step with the step's number, from 1, and its loss.
+        how, pause: as in `align`.
     """
     tensors = [*psi.values(), *phi_P.values()]
     for step, batch in enumerate(batches, opt.step + 1):
-        value = loss_P(None, phi_P, batch)
+        value, *found = how(partial(loss_P, None, phi_P), tensors, batch)
         if not math.isfinite(value.item()):
             raise Diverged(
                 f"pretrain step {step}: the loss is {value.item()}, try a lower --base-lr or a longer warm-up"
             )
-        opt.update(zip(tensors, torch.autograd.grad(value, tensors), strict=True))
+        opt.update(zip(tensors, found, strict=True))
         after_step(None)
         report(step, value.item())
+        pause()
 
 
-def gradients(loss: Loss, theta: Tensor, phi: Phi, *args: Any) -> tuple[Tensor, Tensor, Phi]:
+def gradients(
+    loss: Loss, theta: Tensor, phi: Phi, *args: Any, how: Callable[..., list[Tensor]] = alone
+) -> tuple[Tensor, Tensor, Phi]:
     """(loss, ∇_θ, ∇_φ by name) at one point; no graph is kept."""
-    value = loss(theta, phi, *args)
-    g_theta, *g_phi = torch.autograd.grad(value, [theta, *phi.values()])
-    return value.detach(), g_theta, dict(zip(phi, g_phi, strict=True))
+    value, g_theta, *g_phi = how(partial(loss, theta, phi), [theta, *phi.values()], *args)
+    return value, g_theta, dict(zip(phi, g_phi, strict=True))
 
 
 def pairs(phi: Phi, gradient: Phi) -> list[tuple[Tensor, Tensor]]:
@@ -260,24 +286,34 @@ def columns(rows: list[Tensor], width: int) -> list[list[float]]:
     return torch.stack(rows).T.tolist() if rows else [[] for _ in range(width)]
 
 
-def finite(t: int, level: str, rows: list[Tensor], blocks: Tensor | None) -> None:
-    """Read one level's finiteness, after its last step, so that no step waits for the device.
+def finite(t: int, level: str, rows: list[Tensor], blocks: list[Tensor] | None = None, late: int | None = None) -> None:
+    """Raise Diverged unless a step's loss and gradient norm are finite (a row's first three numbers).
+
+    A CPU looks at the newest row. A GPU looks at the one before, which it has finished by now, so that no step waits
+    for it; with `late` 0 it looks at the newest, too.
 
     Args:
-        rows: logged values, one tensor a step.
-        blocks: (K, steps) bool, False where a block's gradient was not finite.
+        blocks: the (K,) flags of each step since the loop began: which blocks' gradients were finite.
     """
-    good = [torch.isfinite(row).all() for row in rows]
-    if blocks is not None and not bool(blocks.all()):
-        step, block = (~blocks).T.nonzero()[0].tolist()  # the first step: from there it spreads
-        where = f"block {block}" + (f", step {step + 1}" if rows else "")
-    elif good and not bool(torch.stack(good).all()):
-        where = f"step {[bool(ok) for ok in good].index(False) + 1}"
-    else:
+    late = int(rows[-1].is_cuda) if late is None and rows else (late or 0)
+    if len(rows) <= late or bool(torch.isfinite(rows[-1 - late][:3]).all()):
         return
+    where = f"step {len(rows) - late}"
+    if blocks and len(blocks) > late and not bool(blocks[-1 - late].all()):
+        where = f"block {int((~blocks[-1 - late]).nonzero()[0])}, {where}"
+    not_finite(t, f"{level} level, {where}")
+
+
+def solvable(t: int, ok: Tensor) -> None:
+    """Raise Diverged where a block's system could not be solved."""
+    if not bool(ok.all()):
+        not_finite(t, f"hypergradient, block {int((~ok).nonzero()[0])}")
+
+
+def not_finite(t: int, where: str) -> NoReturn:
     raise Diverged(
-        f"alternation {t + 1}, {level} level, {where}: not finite. Lower --p-lr or --d-lr, or raise --lam; "
-        "checkpoints are from before this alternation"
+        f"alternation {t + 1}, {where}: not finite. Lower --p-lr or --d-lr, or raise --lam; "
+        "checkpoints are from before this step"
     )
 
 

@@ -65,6 +65,7 @@ def cg(
     prefactor: Literal["c", "lambda"] = "c",
     sizes: Sequence[int] | None = None,
     fresh: bool = False,
+    total: Callable[[Sequence[Tensor]], Sequence[Tensor]] = tuple,
 ) -> Solve:
     """BiSSL's hypergradient. The stored gradients G are not used; θ_P is of any shape.
 
@@ -73,6 +74,7 @@ def cg(
         sizes: tensors of flat θ_P with step sizes of their own (as released); None: joint ones.
         fresh: call `loss_P` anew for every product, for a loss that draws another mask each time (as released: the
             operator then changes between iterations). Otherwise one graph of the gradient serves a solve.
+        total: sums over processes, where `loss_P` is one process's share of the loss.
     """
     check_lambda(lam)
     c = lam + damping
@@ -88,7 +90,7 @@ def cg(
 
         def product(d: Tensor) -> Tensor:
             slope = gradient() if once is None else once
-            (Hd,) = torch.autograd.grad(slope, at, d.view_as(at), retain_graph=once is not None)
+            (Hd,) = total(torch.autograd.grad(slope, at, d.view_as(at), retain_graph=once is not None))
             return d + Hd.flatten() / c
 
         x = conjugate_gradients(product, g.flatten(), iterations, sizes)

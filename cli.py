@@ -7,12 +7,11 @@ torch is imported inside commands, which keeps `--help` fast.
 import inspect
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, UnionType
+from types import UnionType
 from typing import Annotated, Any, Optional, TypeVar, Union, get_args, get_origin
 
 import typer
@@ -36,6 +35,7 @@ from config import (
     put,
     read_file,
 )
+from stopping import Stopped, signals
 
 S = TypeVar("S", bound=Settings)
 app = typer.Typer(rich_markup_mode=None)
@@ -569,19 +569,25 @@ def doctor(
 # --- exit codes ------------------------------------------------------------------------------------------------------
 
 
-def stop(number: int, frame: FrameType | None) -> None:
-    """SIGTERM ends like Ctrl-C, with its own exit code."""
-    raise SystemExit(128 + number)
-
-
 def main() -> None:
-    """Exit codes: 0, 1 failure, 2 usage, 130 Ctrl-C, 143 SIGTERM; one line for every foreseeable error."""
-    signal.signal(signal.SIGTERM, stop)
+    """Exit codes: 0, 1 failure, 2 usage, 128 + a signal (130 Ctrl-C, 143 SIGTERM); a line for every known error."""
+    signals.install()
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line; returns its exit code."""
+    """Run one command line; returns its exit code. Of several processes, one that fails tells the others why."""
+    try:
+        return attempt(arguments)
+    finally:
+        if "WORLD_SIZE" in os.environ:
+            from parallel import leave
+
+            leave()
+
+
+def attempt(arguments: list[str]) -> int:
+    """One command line without the farewell."""
     try:
         result = typer.main.get_command(app)(arguments or ["--help"], standalone_mode=False)
         if result == 130:  # Typer turns Ctrl-C into this
@@ -593,6 +599,8 @@ def run(arguments: list[str]) -> int:
         return complain("; ".join(explain(item, {}) for item in error.errors()), 2)
     except RunError as error:
         return complain(error, 1)
+    except Stopped as stop:
+        return complain(stop.where, 128 + stop.number)
     except (KeyboardInterrupt, typer.Abort):
         return complain("stopped; align, pretrain and finetune go on with --resume", 130)
     except OSError as error:
@@ -606,8 +614,14 @@ def run(arguments: list[str]) -> int:
 
 
 def complain(what: object, code: int) -> int:
-    """One line on stderr."""
-    print(f"error: {' '.join(str(what).split())}", file=sys.stderr)
+    """One line on stderr, and a word to the other processes."""
+    line = " ".join(str(what).split())
+    rank = f"rank {os.environ.get('RANK')}: " if "WORLD_SIZE" in os.environ else ""
+    print(f"{rank}{'' if code > 128 else 'error: '}{line}", file=sys.stderr)
+    if rank and code < 128:
+        from parallel import world
+
+        world().failed(line)
     return code
 
 

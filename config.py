@@ -335,6 +335,10 @@ class Machine(Settings):
     """Fine-tuning runs (seeds, rates) at a time, each in a process with its share of the cores. [here]"""
     data_root: Path | None = None
     """Where the benchmarks are, as torchvision lays them out. None: $BISSLIGHT_DATA, else ./data. [here]"""
+    micro_batch: PositiveInt | None = None
+    """Most images that pass through the network at a time; a step adds its pieces up. None: all of a step's. [here]"""
+    save_minutes: NonNegativeFloat = 10.0
+    """Checkpoints are written at validations, at a stop, and when this much time has passed. [here]"""
     mfac_device: Literal["same", "cpu"] = "same"
     """Where the pretext gradients are kept and inverted: with θ, or in host memory. [here; Sec. 3.1.1: the CPU]"""
 

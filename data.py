@@ -11,7 +11,7 @@ Leaves out: the paper's benchmarks, which are in `tasks`; several processes.
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,7 +24,9 @@ from torchvision import transforms as T
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from config import RunError, UsageError
+from parallel import micro
 from runtime import rng, seed_of
+from stopping import only_the_parent_decides
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 Channels = tuple[float, ...]
@@ -243,17 +245,19 @@ def stream(n: int, batch: int, seed: int, purpose: str, start: int, stop: int) -
         yield [(draw, int(permutation(draw // n)[draw % n])) for draw in draws]
 
 
-def epochs(n: int, batch: int, seed: int, purpose: str, count: int) -> Iterator[list[Draw]]:
-    """`count` passes of ceil(n / batch) batches each; the last one of a pass may be smaller, as released."""
+def epochs(n: int, batch: int, seed: int, purpose: str, count: int, start: int = 0) -> Iterator[list[Draw]]:
+    """`count` passes of ceil(n / batch) batches each, the last one maybe smaller (as released), from step `start`."""
     permutation = order(n, seed, purpose)
-    for pass_ in range(count):
+    per_pass = -(-n // batch)
+    for pass_ in range(start // per_pass, count):
         draws = [(pass_ * n + i, int(index)) for i, index in enumerate(permutation(pass_))]
-        yield from (draws[i : i + batch] for i in range(0, n, batch))
+        begin = (start - pass_ * per_pass) * batch if pass_ == start // per_pass else 0
+        yield from (draws[i : i + batch] for i in range(begin, n, batch))
 
 
-def in_order(n: int, batch: int) -> Iterator[list[Draw]]:
-    """One pass for evaluation."""
-    return ([(i, i) for i in range(at, min(n, at + batch))] for at in range(0, n, batch))
+def in_order(share: range, batch: int) -> list[list[Draw]]:
+    """One pass over the images `share` for evaluation, in one batch at least."""
+    return [[(i, i) for i in piece] for piece in micro(share, batch)] or [[]]
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):
@@ -268,9 +272,11 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
             self.tensors = (split.images - mean) / std
 
     def __getitems__(self, draws: Sequence[Draw]) -> tuple[Tensor, Tensor] | RunError:
-        index = torch.tensor([i for _, i in draws])
+        index = torch.tensor([i for _, i in draws], dtype=torch.long)
         if self.tensors is not None and not (self.train and self.view.augment == "crop"):
             return self.tensors[index], self.split.targets[index]
+        if not draws:
+            return torch.empty(0, 3, self.view.size, self.view.size), self.split.targets[index]
         try:
             return torch.stack([self.image(draw, i) for draw, i in draws]), self.split.targets[index]
         except RunError as error:  # as a value: from a worker process an exception would arrive as a traceback
@@ -292,18 +298,40 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
             raise RunError(f"{images[index]}: cannot be read as an image ({error}); replace or remove it") from error
 
 
-def batches(
-    images: Images, draws: Iterator[list[Draw]], workers: int, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """(images, targets) on the device, a batch for each list of draws (RunError naming an unreadable file)."""
-    loader = DataLoader(
+def loader(images: Images, draws: Iterable[list[Draw]], workers: int, device: torch.device) -> DataLoader[Any]:
+    """Worker processes, pinned memory and prefetching around `images`.
+
+    Training asks for all its batches in one go, so its workers start once; a list of draws can be gone through again,
+    with the same workers.
+    """
+    return DataLoader(
         images,
         batch_sampler=draws,
         num_workers=workers,
         collate_fn=identity,
         pin_memory=device.type == "cuda",
+        prefetch_factor=4 if workers else None,
+        persistent_workers=workers > 0 and isinstance(draws, list),
+        worker_init_fn=started if workers else None,
     )
-    for item in loader:
+
+
+def started(worker: int) -> None:
+    """A worker process has one thread, and leaves signals to its parent."""
+    torch.set_num_threads(1)
+    only_the_parent_decides()
+
+
+def batches(
+    images: Images, draws: Iterable[list[Draw]], workers: int, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(images, targets) on the device, a batch for each list of draws (RunError naming an unreadable file)."""
+    return arriving(loader(images, draws, workers, device), device)
+
+
+def arriving(loaded: Iterable[Any], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """What a loader makes, on the device."""
+    for item in loaded:
         if isinstance(item, RunError):
             raise item
         yield item[0].to(device, non_blocking=True), item[1].to(device, non_blocking=True)

@@ -30,6 +30,7 @@ def score(
     predict: Callable[[Tensor], Tensor],
     batches: Iterable[tuple[Tensor, Tensor]],
     loss: Loss = CROSS_ENTROPY,
+    gather: Callable[[Tensor], Tensor] = Tensor.cpu,
 ) -> Score:
     """Top-1 accuracy, or 11-point mAP where targets are (N, C), and mean loss, whatever the batch sizes.
 
@@ -37,9 +38,10 @@ def score(
         predict: images (B, 3, H, W) -> logits (B, C).
         batches: (images, targets (B,) or (B, C)), each image once.
         loss: of each image, as in training.
+        gather: makes one tensor, on the CPU, of the rows that several processes have.
     """
     pairs = [(predict(images).float().cpu(), targets.cpu()) for images, targets in batches]
-    z, targets = (torch.cat(column) for column in zip(*pairs, strict=True))
+    z, targets = (gather(torch.cat(column)) for column in zip(*pairs, strict=True))
     mean = float(loss(z, targets).double().mean())
     if targets.ndim == 2:
         return Score(mean_average_precision(z, targets), mean)

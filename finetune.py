@@ -10,7 +10,9 @@ Leaves out: label smoothing, mixup, layer-wise rates (the paper uses none).
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from config import Diverged, RunError
 from lora import Backbone, Here, Phi, logits
+from parallel import alone
 from runtime import Group, Optimiser, Score
 
 Examples = tuple[Tensor, Tensor]  # images (B, 3, H, W), targets (B,) or, several classes an image, (B, C)
@@ -28,12 +31,18 @@ ALIGNED_GRID = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)  # App. C.2: after BiSSLight
 Several = Literal["softmax", "bce"]
 
 
-def downstream_loss(backbone: Backbone, several: Several = "softmax") -> Callable[..., Tensor]:
-    """L^D as a function (θ, φ_D, (images, targets), here=None) -> mean `cross_entropy`, a scalar."""
+def downstream_loss(
+    backbone: Backbone, several: Several = "softmax", summed: Callable[[Tensor], Tensor] | None = None
+) -> Callable[..., Tensor]:
+    """L^D as a function (θ, φ_D, (images, targets), here=None) -> mean `cross_entropy`, a scalar.
+
+    `summed` is `lora.logits`'s: BatchNorm over a batch that several processes share.
+    """
 
     def loss_D(theta: Tensor | None, phi_D: Phi, batch: Examples, here: Here | None = None) -> Tensor:
         images, targets = batch
-        return cross_entropy(logits(backbone, theta, phi_D, images, here, training=True), targets, several).mean()
+        z = logits(backbone, theta, phi_D, images, here, training=True, summed=summed)
+        return cross_entropy(z, targets, several).mean()
 
     return loss_D
 
@@ -72,14 +81,15 @@ def probe(
     theta: Tensor,
     phi_D: Phi,
     opt: Optimiser,
-    batches: Iterable[tuple[Examples, Here | None]],
+    batches: Iterable[tuple[Any, Any]],
+    how: Callable[..., list[Tensor]] = alone,
 ) -> Iterator[float]:
-    """Train φ_D in place at fixed θ; yields the loss of each step."""
-    fixed = theta.detach()
-    for step, (batch, here) in enumerate(batches, 1):
-        value = loss_D(fixed, phi_D, batch, here)
-        opt.update(zip(phi_D.values(), torch.autograd.grad(value, list(phi_D.values())), strict=True))
-        yield checked(value, "linear probing", step)
+    """Train φ_D in place at fixed θ; yields the loss of each step, once it is done. `how`: as in Algorithm 1."""
+    head = list(phi_D.values())
+    for step, (batch, here) in enumerate(batches, opt.step + 1):
+        value, *found = how(partial(loss_D, theta.detach(), phi_D), head, batch, here)
+        norm = opt.update(zip(head, found, strict=True))
+        yield checked(value + 0 * norm, "linear probing, step", step)
 
 
 class Outcome(NamedTuple):
@@ -91,47 +101,65 @@ class Outcome(NamedTuple):
     phi_D: Phi  # with the statistics of its BatchNorm, if it has one
 
 
+@dataclass
+class Progress:
+    """How far a PEFT run has come, beside θ, φ_D, its statistics and the optimiser's step."""
+
+    losses: list[Tensor] = field(default_factory=list)  # of the unfinished epoch, a step each
+    best: Outcome | None = None  # of the validated epochs
+
+
 def peft(
     loss_D: Callable[..., Tensor],
     theta: Tensor,
     phi_D: Phi,
     opt: Optimiser,
-    batches: Iterator[tuple[Examples, Here | None]],
+    batches: Iterator[tuple[Any, Any]],
     epochs: int,
     steps_per_epoch: int,
     validate: Callable[[Tensor, Phi], Score],
     eval_every: int = 1,
     report: Callable[[int, float, Score | None], None] = lambda epoch, loss, val: None,
     stats: Phi | None = None,
+    *,
+    now: Progress | None = None,
+    how: Callable[..., list[Tensor]] = alone,
+    pause: Callable[[Progress], None] = lambda now: None,
 ) -> Outcome:
     """Fine-tune θ and φ_D in place; returns copies from the best validated epoch (accuracy, ties by loss).
 
     Args:
-        batches: ((images, targets), what acts in training alone), epochs * steps_per_epoch of them.
+        batches: (Examples, Here), from the optimiser's step on, up to epochs * steps_per_epoch.
         validate: (θ, φ_D with `stats`) -> score on the validation split, every `eval_every` epochs and after the last.
         stats: statistics that the passes update and that belong to the head when it is used.
         report: called each epoch with its number from 1, the mean of its batch losses, and the score if validated.
+        now: where to go on, with an optimiser that knows its step.
+        how, pause: as in Algorithm 1.
     """
     tensors = [theta, *phi_D.values()]
-    best: Outcome | None = None
-    for epoch in range(1, epochs + 1):
-        losses = []
-        for _ in range(steps_per_epoch):
+    now = now or Progress()
+    late = int(theta.is_cuda)  # as in Algorithm 1, a GPU's step is looked at when the next one has been sent
+    for epoch in range((opt.step - len(now.losses)) // steps_per_epoch + 1, epochs + 1):
+        for _ in range(len(now.losses), steps_per_epoch):
             batch, here = next(batches)
-            value = loss_D(theta, phi_D, batch, here)
-            opt.update(zip(tensors, torch.autograd.grad(value, tensors), strict=True))
-            losses.append(value.detach())
-        mean = checked(torch.stack(losses).mean(), "fine-tuning, epoch", epoch)
+            value, *found = how(partial(loss_D, theta, phi_D), tensors, batch, here)
+            norm = opt.update(zip(tensors, found, strict=True))
+            now.losses.append(value + 0 * norm)  # not finite where either is not
+            if len(now.losses) > late:
+                checked(now.losses[-1 - late], "fine-tuning, step", opt.step - late)
+            pause(now)
+        mean = checked(torch.stack(now.losses).mean(), "fine-tuning, epoch", epoch)
+        now.losses = []
         head = phi_D | (stats or {})
         val = validate(theta, head) if epoch % eval_every == 0 or epoch == epochs else None
         if val is not None:
             checked(torch.tensor(val.loss), "validation after epoch", epoch)
-        if val is not None and (best is None or val.rank > best.val.rank):
+        if val is not None and (now.best is None or val.rank > now.best.val.rank):
             copies = {name: tensor.detach().clone() for name, tensor in head.items()}
-            best = Outcome(epoch, val, theta.detach().clone(), copies)
+            now.best = Outcome(epoch, val, theta.detach().clone(), copies)
         report(epoch, mean, val)
-    assert best is not None  # the last epoch is always validated
-    return best
+    assert now.best is not None  # the last epoch is always validated
+    return now.best
 
 
 def checked(loss: Tensor, what: str, number: int) -> float:

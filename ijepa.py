@@ -71,9 +71,13 @@ class IJEPA:
         """φ_P as the predictor holds it, by official name."""
         return dict(self.predictor.named_parameters())
 
-    def prepare(self, images: Tensor, rng: torch.Generator) -> Batch:
-        """Draw the masks of one step, and ask the teacher as it is now; so the loss is a pure function of the batch."""
-        context, targets = multiblock(self.masks, self.grid, len(images), rng)
+    def prepare(self, images: Tensor, rng: torch.Generator, first: int = 0, whole: int | None = None) -> Batch:
+        """Draw the masks of one step, and ask the teacher as it is now; so the loss is a pure function of the batch.
+
+        Masks are drawn for the whole batch that the images are a part of, since their sizes depend on all of it.
+        """
+        drawn = multiblock(self.masks, self.grid, whole or len(images), rng)
+        context, targets = (mask[:, first : first + len(images)] for mask in drawn)
         return self.batch(images, context.to(images.device), targets.to(images.device))
 
     @torch.no_grad()

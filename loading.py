@@ -3,8 +3,9 @@
 Everything here ends in a UsageError before the long work starts, if it ends in one.
 """
 
+import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,10 +18,25 @@ import ijepa
 import mae
 from bisslight import PretextTask
 from config import BACKBONES, AlignConfig, Arch, Data, Machine, Model, PretrainConfig, Shape, UsageError, defaults_of
-from data import Augment, Channels, Images, Split, Task, View, batches, in_order, load_pool, stream
+from data import (
+    Augment,
+    Channels,
+    Draw,
+    Images,
+    Split,
+    Task,
+    View,
+    arriving,
+    batches,
+    in_order,
+    load_pool,
+    loader,
+    stream,
+)
 from evaluate import score
 from fetch import fetch, mirrored, verify
 from lora import Backbone, Here, Phi, drop_path, load_timm, logits
+from parallel import Parts, Summed, World, micro, world
 from runtime import Score, autocast, pick_device, rng, sha256
 from tasks import load_task, pool_path
 
@@ -173,27 +189,52 @@ class Downstream(NamedTuple):
     workers: int
     amp: bool
     several: ft.Several  # L^D where an image has several classes
+    micro: int | None  # most images in a pass
+    peers: World
+    loaders: dict[int, Iterable[Any]]  # of splits that have been scored; their workers wait for the next time
 
     def loss(self) -> Callable[..., Tensor]:
-        return autocast(ft.downstream_loss(self.loaded.backbone, self.several), self.device, self.amp)
+        summed: Any = Summed.apply if self.peers.size > 1 else None
+        return autocast(ft.downstream_loss(self.loaded.backbone, self.several, summed), self.device, self.amp)
 
     def train(
-        self, draws: Iterator[Any], seed: int, purpose: str, rate: float, stats: Phi, start: int = 0
-    ) -> Iterator[tuple[tuple[Tensor, Tensor], Here]]:
-        """Training batches from step `start` on, each with what acts in training alone.
+        self, draws: Iterator[list[Draw]], seed: int, purpose: str, rate: float, stats: Phi, start: int = 0
+    ) -> Iterator[tuple[Parts, list[Here]]]:
+        """Training batches in parts from step `start` on, and with each part what acts in training alone.
 
-        That is drop-path factors, a function of the step, and a head's statistics, which are to be updated.
+        That is drop-path factors, a function of step and place in the batch, and a head's statistics, to be updated.
         """
         images = Images(self.task.train, self.view, True, seed, purpose)
-        for step, batch in enumerate(batches(images, draws, self.workers, self.device), start):
-            drop = drop_path(rate, self.loaded.backbone.depth, len(batch[1]), rng(seed, purpose, "drop", step))
-            yield batch, Here(None if drop is None else drop.to(self.device, non_blocking=True), stats)
+        arrived = shared_batches(images, draws, self.workers, self.device, self.peers)
+        for step, (x, y, share, whole) in enumerate(arrived, start):
+            drop = drop_path(rate, self.loaded.backbone.depth, whole, rng(seed, purpose, "drop", step))
+            parts, here = [], []
+            for piece in micro(share, self.micro):
+                at = slice(piece.start - share.start, piece.stop - share.start)
+                parts.append((len(piece) / whole, (x[at], y[at])))
+                factors = None if drop is None else drop[..., piece.start : piece.stop]
+                here.append(Here(None if factors is None else factors.to(self.device, non_blocking=True), stats))
+            yield parts, here
 
     def score(self, split: Split, theta: Tensor, phi_D: Phi, batch: int = 256) -> Score:
+        """What a model is worth on the whole split, of which each process looks at its share."""
         predict = autocast(partial(logits, self.loaded.backbone, theta, phi_D), self.device, self.amp)
-        images = Images(split, self.view, False, 0, "eval")
-        examples = batches(images, in_order(len(split.targets), batch), self.workers, self.device)
-        return score(predict, examples, partial(ft.cross_entropy, several=self.several))
+        if id(split) not in self.loaders:
+            images = Images(split, self.view, False, 0, "eval")
+            draws = in_order(self.peers.share(len(split.targets)), batch)
+            self.loaders[id(split)] = loader(images, draws, self.workers, self.device)
+        examples = arriving(self.loaders[id(split)], self.device)
+        return score(predict, examples, partial(ft.cross_entropy, several=self.several), self.peers.gather)
+
+
+def shared_batches(
+    images: Images, draws: Iterator[list[Draw]], workers: int, device: torch.device, peers: World
+) -> Iterator[tuple[Tensor, Tensor, range, int]]:
+    """Of each batch this process's images and targets, which ones of it they are, and how many it has in all."""
+    mine, whole = itertools.tee(draws)
+    shares = ([batch[i] for i in peers.share(len(batch))] for batch in mine)
+    for (x, y), batch in zip(batches(images, shares, workers, device), whole, strict=True):
+        yield x, y, peers.share(len(batch)), len(batch)
 
 
 @lru_cache(maxsize=1)
@@ -211,7 +252,7 @@ def downstream(model: Model, data: Data, machine: Machine, amp: bool, task: Task
     fits(data.dataset, loaded.arch)
     mean, std = loaded.channels or (task.mean, task.std)
     view = View(loaded.arch.image_size, mean, std, data.augment, data.min_crop, data.d_interpolation)
-    return Downstream(loaded, task, view, device, machine.workers, amp, data.voc_loss)
+    return Downstream(loaded, task, view, device, machine.workers, amp, data.voc_loss, machine.micro_batch, world(), {})
 
 
 class Pool(NamedTuple):
@@ -223,22 +264,37 @@ class Pool(NamedTuple):
     workers: int
     amp: bool
     seed: int
+    micro: int | None
+    peers: World
 
-    def first(self, batch: int) -> Tensor:
-        """The images of the first pretext batch."""
-        images = Images(
-            Split(self.images, torch.zeros(len(self.images), dtype=torch.long)), self.view, True, self.seed, "pretext"
-        )
-        return next(batches(images, stream(len(self.images), batch, self.seed, "pretext", 0, 1), 0, self.device))[0]
-
-    def batches(self, task: PretextTask[Any], batch: int, start: int, stop: int) -> Iterator[Any]:
-        """Prepared batches of steps start .. stop − 1, each when it is asked for; random numbers follow the step."""
-        prepare = autocast(task.prepare, self.device, self.amp)
+    def arrived(self, batch: int, start: int, stop: int) -> Iterator[tuple[Tensor, range, int]]:
+        """Of the batches of steps start .. stop − 1: this process's images, which ones they are, how many there are."""
         n = len(self.images)
         images = Images(Split(self.images, torch.zeros(n, dtype=torch.long)), self.view, True, self.seed, "pretext")
         draws = stream(n, batch, self.seed, "pretext", start, stop)
-        for step, (x, _) in enumerate(batches(images, draws, self.workers, self.device), start):
-            yield prepare(x, rng(self.seed, "mask", step))
+        for x, _, share, whole in shared_batches(images, draws, self.workers, self.device, self.peers):
+            yield x, share, whole
+
+    def prepared(self, task: PretextTask[Any], x: Tensor, share: range, whole: int, *purpose: str | int) -> Parts:
+        """A batch in parts, its random numbers drawn for one purpose."""
+        prepare = autocast(task.prepare, self.device, self.amp)
+        return [
+            (
+                len(piece) / whole,
+                prepare(
+                    x[piece.start - share.start : piece.stop - share.start],
+                    rng(self.seed, *purpose),
+                    piece.start,
+                    whole,
+                ),
+            )
+            for piece in micro(share, self.micro)
+        ]
+
+    def batches(self, task: PretextTask[Any], batch: int, start: int, stop: int) -> Iterator[Parts]:
+        """Prepared batches of steps start .. stop − 1, each when it is asked for; random numbers follow the step."""
+        for step, (x, share, whole) in enumerate(self.arrived(batch, start, stop), start):
+            yield self.prepared(task, x, share, whole, "mask", step)
 
 
 def pool_of(
@@ -249,7 +305,9 @@ def pool_of(
     images, mean, std = load_pool(str(pool_path(pool, cfg.machine.data_root) or pool), seed)
     own: Any = {"interpolation": "bilinear", "flip": False} if cfg.model.pretext == "ijepa" else {}
     view = View(size, mean, std, augment, min_crop, **own)
-    return Pool(images, view, pick_device(cfg.machine.device), cfg.machine.workers, cfg.amp, cfg.seed)
+    machine = cfg.machine
+    device = pick_device(machine.device)
+    return Pool(images, view, device, machine.workers, cfg.amp, cfg.seed, machine.micro_batch, world())
 
 
 def pretext_task(cfg: AlignConfig, loaded: Loaded, theta: Tensor) -> PretextTask[Any]:

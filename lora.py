@@ -16,7 +16,7 @@ would write into the ψ that both levels share).
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -326,17 +326,35 @@ def logits(
     images: Tensor,
     here: Here | None = None,
     training: bool = False,
+    summed: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """h^D(f_θ(images)), (B, C): a linear layer on the features, after BatchNorm (eps 1e-6) where φ_D has one.
 
-    BatchNorm uses the batch's own moments in training, and the statistics saved with φ_D otherwise.
+    BatchNorm uses the batch's own moments in training, and the statistics saved with φ_D otherwise. `summed` makes them
+    those of a batch that several processes share: a differentiable sum over processes.
     """
     x = features(backbone, theta, images, here.drop if here else None)
     if "norm.weight" in phi_D:
         stats = (here.stats if here else None) if training else phi_D
-        mean, var = (stats["norm.mean"], stats["norm.var"]) if stats else (None, None)
-        x = F.batch_norm(x, mean, var, phi_D["norm.weight"], phi_D["norm.bias"], training, eps=1e-6)
+        if training and summed:
+            x = shared_batch_norm(x, phi_D, stats, summed)
+        else:
+            mean, var = (stats["norm.mean"], stats["norm.var"]) if stats else (None, None)
+            x = F.batch_norm(x, mean, var, phi_D["norm.weight"], phi_D["norm.bias"], training, eps=1e-6)
     return F.linear(x, phi_D["weight"], phi_D["bias"])
+
+
+def shared_batch_norm(x: Tensor, phi_D: Phi, stats: Phi | None, summed: Callable[[Tensor], Tensor]) -> Tensor:
+    """BatchNorm in training (momentum 0.1, eps 1e-6) with the moments of all processes' rows; updates `stats`."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    n = summed(x.new_tensor(float(len(x))))
+    mean = summed(x.sum(0)) / n
+    var = summed((x - mean).square().sum(0)) / n
+    if stats:
+        with torch.no_grad():
+            stats["norm.mean"].lerp_(mean, 0.1)
+            stats["norm.var"].lerp_(var * n / (n - 1), 0.1)
+    return (x - mean) * (var + 1e-6).rsqrt() * phi_D["norm.weight"] + phi_D["norm.bias"]
 
 
 # --- adapter files ---------------------------------------------------------------------------------------------------

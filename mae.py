@@ -54,9 +54,10 @@ class MAE:
         """φ_P as the decoder holds it, by official name."""
         return dict(self.decoder.named_parameters())
 
-    def prepare(self, images: Tensor, rng: torch.Generator) -> Batch:
-        """Draw the masking noise of one step."""
-        return Batch(images, torch.rand(len(images), self.patches, generator=rng).to(images.device, non_blocking=True))
+    def prepare(self, images: Tensor, rng: torch.Generator, first: int = 0, whole: int | None = None) -> Batch:
+        """Draw the masking noise of one step, for the whole batch that the images are a part of."""
+        noise = torch.rand(whole or len(images), self.patches, generator=rng)[first : first + len(images)]
+        return Batch(images, noise.to(images.device, non_blocking=True))
 
     def loss(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
         """L^P(θ, φ_P), a scalar: squared error, mean over a patch's pixels, then over the batch's removed patches."""

@@ -9,6 +9,8 @@ step), never of history.
 """
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import io
 import json
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -31,6 +34,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from config import RunError, Settings, UsageError, get, leaves
+from parallel import World, world
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -173,9 +177,14 @@ class Score(NamedTuple):
 
 
 def pick_device(name: str) -> torch.device:
-    """auto, cpu, cuda, cuda:1 -> a device that is there (UsageError otherwise); mps lacks float64."""
+    """auto, cpu, cuda, cuda:1 -> a device that is there (UsageError otherwise); mps lacks float64.
+
+    Of several processes on a machine, `auto` and `cuda` give each the GPU that `torchrun` means for it.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)
@@ -200,7 +209,7 @@ def autocast(fn: Callable[P, R], device: torch.device, amp: bool) -> Callable[P,
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
-    """Replace a file or leave it as it was: temporary, fsync, rename, fsync of the directory (RunError otherwise)."""
+    """Replace a file or leave it as it was (RunError): temporary, fsync, read back, rename, fsync of the directory."""
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -208,6 +217,8 @@ def write_atomic(path: Path, content: bytes | str) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        if sha256(temporary) != hashlib.sha256(data).hexdigest():
+            raise OSError(errno.EIO, "what was written does not read back")
         temporary.replace(path)
     except OSError as error:
         raise RunError(f"{path}: cannot be written ({error.strerror}); the file there before is unchanged") from error
@@ -250,6 +261,7 @@ def runs_in(path: Path) -> list[Path]:
 
 # --- run directories -------------------------------------------------------------------------------------------------
 
+LOCK = ".lock"
 FILES = (
     "config.json",
     "env.json",
@@ -263,71 +275,133 @@ FILES = (
 
 
 class Run:
-    """One run directory, open for writing. Make it with `open_run`."""
+    """One run directory, open for writing by rank 0. Make it with `open_run`."""
 
-    def __init__(self, path: Path, resumed: bool) -> None:
-        self.path, self.resumed = path, resumed
+    def __init__(self, path: Path, resumed: bool, records: list[dict[str, Any]], peers: World) -> None:
+        self.path, self.resumed, self.records, self.peers = path, resumed, records, peers
+        self.writes, self.saved = peers.rank == 0, time.monotonic()
+
+    def write(self, name: str, content: bytes | str) -> None:
+        """Replace a file of the run."""
+        if self.writes:
+            write_atomic(self.path / name, content)
+
+    def append(self, name: str, line: str) -> None:
+        if self.writes:
+            with (self.path / name).open("a") as file:
+                file.write(line + "\n")
 
     def metric(self, record: Mapping[str, Any]) -> None:
         """Append one JSON object to metrics.jsonl. Its `step` says which alternation or epoch it belongs to."""
-        with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
-
-    def metrics(self) -> Iterator[dict[str, Any]]:
-        """What metrics.jsonl holds; a last line torn by a crash is left out."""
-        file = self.path / "metrics.jsonl"
-        for line in file.read_text().splitlines() if file.exists() else ():
-            with contextlib.suppress(json.JSONDecodeError):
-                yield json.loads(line)
+        self.records.append(json.loads(json.dumps(record)))
+        self.append("metrics.jsonl", json.dumps(record))
 
     def log(self, line: str) -> None:
         """Append a line to train.log, with the time."""
-        with (self.path / "train.log").open("a") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+        self.append("train.log", f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}")
 
-    def save(self, state: Mapping[str, Any]) -> None:
-        """Replace checkpoint.pt: tensors, numbers and strings only."""
-        write_atomic(self.path / "checkpoint.pt", to_bytes(dict(state)))
+    def due(self, minutes: float) -> bool:
+        """Whether the last checkpoint, or the start, was that long ago; rank 0's clock decides."""
+        return self.peers.first(lambda: time.monotonic() - self.saved >= 60 * minutes)
+
+    def save(self, state: Mapping[str, Any], name: str = "checkpoint.pt") -> None:
+        """Replace a checkpoint: tensors, numbers and strings only. The one before stays until this one reads back."""
+        self.saved = time.monotonic()
+        if self.writes:
+            began, data = time.perf_counter(), to_bytes(dict(state))
+            self.write(name, data)
+            self.log(f"{name}: {len(data) / 1e6:.1f} MB in {time.perf_counter() - began:.2f} s")
+
+    def load(self, device: torch.device, name: str = "checkpoint.pt") -> dict[str, Any] | None:
+        """A checkpoint of a resumed run, None where there is none (UsageError where it is damaged)."""
+
+        def read() -> dict[str, Any] | None:
+            path = self.path / name
+            if not (self.resumed and path.exists()):
+                return None
+            try:
+                state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+            except Exception as error:  # torch raises anything from EOFError to UnpicklingError on damaged bytes
+                raise UsageError(f"{path}: is damaged, --force starts the run over") from error
+            return state
+
+        state = self.peers.first(read)
+        return None if state is None else moved(state, device)
 
     def restore(self, keep: Callable[[dict[str, Any]], bool], device: torch.device) -> dict[str, Any] | None:
         """The checkpoint to go on from, None where there is none yet; `metrics.jsonl` is cut back to what `keep`s."""
-        path = self.path / "checkpoint.pt"
-        if not (self.resumed and path.exists()):
-            self.cut(lambda record: False)
-            return None
-        try:
-            state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-        except Exception as error:  # torch raises anything from EOFError to UnpicklingError on damaged bytes
-            raise UsageError(f"{path}: is damaged, --force starts the run over") from error
-        self.cut(lambda record: keep(record | {"checkpoint": state["done"]}))
+        state = self.load(device)
+        self.cut(lambda record: state is not None and keep(record | {"checkpoint": state["done"]}))
         return state
 
     def cut(self, keep: Callable[[dict[str, Any]], bool]) -> None:
         """Rewrite metrics.jsonl with the records that `keep` keeps, and without a torn last line."""
-        kept = [json.dumps(record) + "\n" for record in self.metrics() if keep(record)]
-        write_atomic(self.path / "metrics.jsonl", "".join(kept))
+        self.records = [record for record in self.records if keep(record)]
+        self.write("metrics.jsonl", "".join(json.dumps(record) + "\n" for record in self.records))
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write result.json; its presence says that the run is complete."""
-        write_atomic(self.path / "result.json", json.dumps(result, indent=1))
+        self.write("result.json", json.dumps(result, indent=1))
+
+
+def moved(state: Any, device: torch.device) -> Any:
+    """Tensors in nested containers on a device; an optimiser's step counts stay where torch wants them."""
+    if isinstance(state, Tensor):
+        return state.to(device)
+    if isinstance(state, dict):
+        return {key: moved(value, device) for key, value in state.items()}
+    return [moved(value, device) for value in state] if isinstance(state, list) else state
 
 
 def open_run(path: Path, command: str, config: Settings, resume: bool, force: bool, **about: Any) -> Run:
-    """Make, or with `resume` reopen, a run directory (UsageError where it holds something else)."""
-    mine = check_out(path, command, resume, force)
-    if mine and resume:
-        check_same(path, config, about)
-    elif mine:
-        for file in [*(path / name for name in FILES), *path.glob("adapter.safetensors"), *path.glob("adapter-*s*")]:
+    """Make, or with `resume` reopen, a run directory (UsageError where it holds something else, or is in use)."""
+    peers = world()
+    locks: list[int] = []
+
+    def opened() -> tuple[bool, list[dict[str, Any]]]:
+        mine = check_out(path, command, resume, force)
+        if mine and resume:
+            check_same(path, config, about)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            locks.append(lock(path))
+        except OSError as error:
+            raise UsageError(f"--out {path}: cannot be made ({error.strerror})") from error
+        if mine and resume:
+            return True, list(read_metrics(path / "metrics.jsonl"))
+        for file in [*(path / name for name in FILES), *path.glob("adapter*.safetensors"), *path.glob("unit-*.pt")]:
             file.unlink(missing_ok=True)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {path}: cannot be made ({error.strerror})") from error
-    if not (mine and resume):
         write_atomic(path / "config.json", json.dumps(config.model_dump(mode="json"), indent=1))
-        write_atomic(path / "env.json", json.dumps({"command": command, **environment(), **about}, indent=1))
-    return Run(path, resumed=mine and resume)
+        environ = {"command": command, **environment(), "processes": peers.size, **about}
+        write_atomic(path / "env.json", json.dumps(environ, indent=1))
+        return False, []
+
+    run = Run(path, *peers.first(opened), peers)
+    for number in locks:
+        weakref.finalize(run, os.close, number)
+    return run
+
+
+def lock(path: Path) -> int:
+    """An open file that holds the lock of a run directory (UsageError where another process has it)."""
+    number = os.open(path / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        fcntl.lockf(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(number)
+        raise UsageError(
+            f"--out {path}: another process is at work in it, wait for it or choose another --out"
+        ) from error
+    except OSError:  # a file system without locks
+        return number
+    return number
+
+
+def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
+    """What a metrics.jsonl holds; a last line torn by a crash is left out."""
+    for line in file.read_text().splitlines() if file.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            yield json.loads(line)
 
 
 def check_out(path: Path, command: str, resume: bool, force: bool) -> bool:
@@ -335,7 +409,7 @@ def check_out(path: Path, command: str, resume: bool, force: bool) -> bool:
     mine = (path / "config.json").exists() and (path / "env.json").exists()
     if path.exists() and not path.is_dir():
         raise UsageError(f"--out {path}: is a file, give a directory")
-    if path.is_dir() and any(path.iterdir()) and not mine:
+    if path.is_dir() and any(file.name != LOCK for file in path.iterdir()) and not mine:
         raise UsageError(f"--out {path}: holds files of something else, choose an empty or new directory")
     if mine and not resume and not force:
         done = (path / "result.json").exists()

@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from concurrent.futures import CancelledError, Executor, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
@@ -66,6 +66,7 @@ from loading import (
     to_download,
 )
 from lora import Backbone, Phi, adapter_bytes, adapter_metadata, init_head, init_stats, init_theta, load_adapter, psi_of
+from parallel import Parts, World, world
 from runtime import (
     Group,
     Optimiser,
@@ -76,6 +77,8 @@ from runtime import (
     check_out,
     constant,
     decay_groups,
+    load_tensors,
+    moved,
     open_run,
     pick_device,
     read_json,
@@ -85,6 +88,7 @@ from runtime import (
     trainable,
     write_atomic,
 )
+from stopping import Stopped, signals
 from tasks import BENCHMARKS, load_task
 
 MakeTask = Callable[[AlignConfig, Loaded, Tensor], PretextTask[Any]]
@@ -137,7 +141,8 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
     about = {"images": len(pool.images), "steps": total, "patches": arch.patches}
     about["parameters"] = sum(tensor.numel() for tensor in named.values())
     out = options.out or default_out("pretrain", cfg.pool, cfg.model, cfg.seed, cfg.model.pretext)
-    check_out(out, "pretrain", options.resume, options.force)
+    peers = world()
+    peers.first(partial(check_out, out, "pretrain", options.resume, options.force))
     if options.dry_run:
         return about | {"config": cfg}
     run = open_run(out, "pretrain", cfg, options.resume, options.force, **about)
@@ -153,11 +158,15 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
         opt.load_state_dict(state["opt"])
         task.load_state_dict(state["task"])
 
-    losses: list[float] = []
-    saved, began = time.monotonic(), clocks()
+    losses: list[float] = state["losses"] if state else []
+    began = clocks()
+
+    def save() -> None:
+        tensors = {name: tensor.detach() for name, tensor in named.items()}
+        parts = {"tensors": tensors, "opt": opt.state_dict(), "task": task.state_dict()}
+        run.save(parts | {"done": opt.step, "losses": losses})
 
     def after(step: int, loss: float) -> None:
-        nonlocal saved
         losses.append(loss)
         if step % per_epoch:
             return
@@ -165,16 +174,22 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
         losses.clear()
         run.metric({"step": step // per_epoch, "loss": average})
         options.report("pretrain", step // per_epoch, cfg.epochs, f"loss {average:.4f}")
-        if time.monotonic() - saved > 60:
-            tensors = {name: tensor.detach() for name, tensor in named.items()}
-            run.save({"tensors": tensors, "opt": opt.state_dict(), "task": task.state_dict(), "done": step})
-            saved = time.monotonic()
+        if run.due(cfg.machine.save_minutes):
+            save()
+
+    def pause() -> None:
+        if number := peers.asked():
+            save()
+            raise Stopped(number, f"stopped after step {opt.step} of {total}; {run.path}: --resume goes on")
 
     loss_P = autocast(task.loss, device, cfg.amp)
     batches = pool.batches(task, cfg.batch, opt.step, total)
-    bisslight.pretrain(psi, task.phi, loss_P, opt, batches, task.after_step, after)
-    write_atomic(out / "backbone.pth", to_bytes(task.checkpoint(arch, cfg.model.backbone)))
-    loss = list(run.metrics())[-1]["loss"]
+    with signals.listening():
+        bisslight.pretrain(
+            psi, task.phi, loss_P, opt, batches, task.after_step, after, how=peers.gradients, pause=pause
+        )
+    run.write("backbone.pth", to_bytes(task.checkpoint(arch, cfg.model.backbone)))
+    loss = run.records[-1]["loss"]
     result = {"out": str(out), "weights": str(out / "backbone.pth"), "loss": loss, **about, **spent(began)}
     run.finish(result)
     return result
@@ -224,7 +239,8 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
     pool = pool_of(cfg, data.pool, data.data_seed, data.augment, data.min_crop, sizes.image_size)
     rates = d_rates(cfg)
     out = options.out or default_out("align", data.dataset, model, cfg.seed, model.pretext)
-    check_out(out, "align", options.resume, options.force)
+    peers = world()
+    peers.first(partial(check_out, out, "align", options.resume, options.force))
     if missing := to_download(model):  # what can be told before the download
         for name in (data.dataset, data.pool):
             fits(name, sizes)
@@ -237,13 +253,17 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
     pool = pool._replace(view=pool.view._replace(size=arch.image_size))
     theta = init_theta(arch.depth, model.rank, arch.dim, rng(cfg.seed, "lora"))
     task = make_task(cfg, d.loaded, theta.to(device))
-    task.check(next(pool.batches(task, 32, 0, 1)))
+    ((_, first),) = next(pool._replace(peers=World(), micro=None, workers=0).batches(task, 32, 0, 1))
+    task.check(first)
+    refuse_batches(cfg, d, [cfg.upper.d_batch, len(labelled.train.targets) % cfg.upper.d_batch])
     about = budget(cfg, arch, labelled, len(pool.images))
     if cfg.bilevel.hypergrad == "exact" and about["lora_parameters"] > EXACT_LIMIT:
         raise UsageError(
             f"--hypergrad exact: θ has {about['lora_parameters']} entries, a dense Hessian of more than "
             f"{EXACT_LIMIT} is out of reach; lower --rank or use mfac"
         )
+    if cfg.bilevel.hypergrad == "exact" and peers.size > 1:
+        raise UsageError("--hypergrad exact: runs in one process, start it without torchrun")
     if options.dry_run:
         return about | {"config": cfg}
     defining = {"weights_sha256": d.loaded.digest, "data_sha256": labelled.fingerprint(), "images": about["images"]}
@@ -254,14 +274,13 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
     for line in remarks(cfg, labelled):
         options.announce(line)
 
-    began = clocks()
-    tried = Tried(run)
+    began, tried = clocks(), Tried(run)
     for d_lr in tried.left(rates):
         chosen = cfg.model_copy(update={"upper": cfg.upper.model_copy(update={"d_lr": d_lr, "d_lr_from": None})})
-
         task = make_task(chosen, d.loaded, theta.to(device))
         try:
-            theta_P = attempt(chosen, d, task, theta, pool, run, options.report, watched=len(rates) > 1)
+            with signals.listening():
+                theta_P = attempt(chosen, d, task, theta, pool, run, options.report, watched=len(rates) > 1)
             break
         except Diverged as error:
             if len(rates) == 1:
@@ -278,8 +297,8 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
         dataset=data.dataset, weights_sha256=d.loaded.digest, stage="align", d_lr=d_lr,
         hypergrad=cfg.bilevel.hypergrad if cfg.bilevel.upper_steps else "lower only",
     )  # fmt: skip
-    write_atomic(out / "adapter.safetensors", adapter_bytes(theta_P, {}, metadata))
-    last = list(run.metrics())[-1]
+    run.write("adapter.safetensors", adapter_bytes(theta_P, {}, metadata))
+    last = run.records[-1]
     numbers = {key: last[key] for key in ("distance", "q_over_g", "cosine", "val_P", "val_D")}
     result = {"out": str(out), "adapter": str(out / "adapter.safetensors"), "d_lr": d_lr, "unstable": tried.why}
     result |= {"metric": labelled.metric, **numbers, **spent(began)}
@@ -308,15 +327,17 @@ def attempt(
     init = {"P": theta, "D": theta}  # l.2: θ_P and θ_D start equal
     phi_D, stats = head(d, cfg.model, cfg.seed, "align head")
     s = state(cfg, trainable(init, device), trainable(task.phi, device), phi_D)
-    loss_D = d.loss()
+    loss_D, peers = d.loss(), d.peers
     restored = run.restore(lambda record: record["step"] <= record["checkpoint"], device)
-    if restored is not None and restored["d_lr"] == d_lr:
+    if restored is not None and restored["d_lr"] != d_lr:
+        restored = None
+    if restored is not None and "probe" not in restored:
         s.load_state_dict(restored)
         task.load_state_dict(restored["task"])
         stats.update(restored["stats"])
     else:
         run.cut(lambda record: False)
-        probing(cfg, d, loss_D, s, stats, run, report)
+        probing(cfg, d, loss_D, s, stats, run, report, restored)
     curves: dict[str, list[float]] = {"L^P": [], "L^D(P)": [], "L^D(D)": []}
     vals: list[float] = []
 
@@ -327,11 +348,11 @@ def attempt(
         if "val_D" in record:
             vals.append(record["val_D"]["accuracy"])
 
-    for record in run.metrics():
+    for record in run.records:
         if record["step"]:
             watch(record)
 
-    start, stop = s.done * b.upper_steps, b.alternations * b.upper_steps
+    start, stop = s.done * b.upper_steps + len(s.upper), b.alternations * b.upper_steps
     draws = stream(len(d.task.train.targets), cfg.upper.d_batch, cfg.seed, "downstream", start, stop)
     examples = d.train(draws, cfg.seed, "downstream", model.drop_path, stats, start)
 
@@ -351,44 +372,150 @@ def attempt(
         watch(record)
         if watched and (why := ft.unstable({k: v for k, v in curves.items() if v}, vals)):
             raise Diverged(f"alternation {t}: {why}")
-        if validated:
-            run.save(s.state_dict() | {"task": task.state_dict(), "stats": stats, "d_lr": d_lr})
+        if validated or run.due(cfg.machine.save_minutes):
+            save()
         report("align", t, b.alternations, text)
         run.log(f"alternation {t}: {text}")
+
+    def save() -> None:
+        run.save(s.state_dict() | unfinished(s, cfg, peers) | {"task": task.state_dict(), "stats": stats, "d_lr": d_lr})
+
+    def pause(s: bisslight.State) -> None:
+        # several processes have CG's batch in pieces: they stop once the upper level is done
+        whole = not s.upper or b.hypergrad in ("mfac", "identity") or peers.size == 1
+        if (number := peers.asked()) and whole:
+            for level, steps in (("lower", s.lower), ("upper", s.upper)):
+                bisslight.finite(s.done, level, steps, late=0)
+            save()
+            where = f"upper step {len(s.upper)}" if s.upper else f"lower step {len(s.lower)}"
+            raise Stopped(
+                number, f"stopped in alternation {s.done + 1} after {where}; {run.path}: --resume goes on from there"
+            )
 
     inverses: dict[str, bisslight.Hypergradient] = {
         "mfac": partial(mfac.mfac, partition=b.partition), "identity": mfac.identity, "exact": mfac.exact,
         "cg": partial(
             cg.cg, iterations=b.cg_iterations, damping=b.cg_damping, prefactor=b.cg_prefactor,
             sizes=[theta[0].numel() // 4] * 4 * len(theta) if b.cg_steps == "tensor" else None,
-            fresh=b.cg_batch == "first",
+            fresh=b.cg_batch == "first", total=peers.total,
         ),
     }  # fmt: skip
+    rows = peers.rows(len(theta), b.partition == "global")
+    inverse = inverses[b.hypergrad]
+    if b.hypergrad == "mfac" and peers.size > 1:
+        inverse = shared_out(inverse, peers, rows, {"layer": 1, "projection": 2, "matrix": 4, "global": 1}[b.partition])
     loss_P = autocast(task.loss, device, cfg.amp)
-    products = s.done * b.upper_steps * b.cg_iterations
-    loss_H = task.loss if b.cg_batch == "last" else on_first_batch(task, pool, cfg, products)  # full precision
-    pretext = pool.batches(task, cfg.lower.p_batch, s.done * b.lower_steps, b.alternations * b.lower_steps)
-    on_host = cfg.machine.mfac_device == "cpu" and b.hypergrad == "mfac"
-    # pinned, and a step's gradient in one piece: each leaves a GPU in one copy that nothing waits for
-    rows = (b.lower_steps, *theta.shape)
-    store = torch.empty(rows, pin_memory=device.type == "cuda").transpose(0, 1) if on_host else None
+    products = (s.done * b.upper_steps + len(s.upper)) * b.cg_iterations
+    loss_H = of_parts(task.loss)  # full precision
+    if b.cg_batch == "first":
+        loss_H = on_first_batch(loss_H, task, pool, cfg, products)
+    steps = s.done * b.lower_steps + len(s.lower)
+    if again := restored is not None and "last" in restored:  # in mid-upper level, with a batch to differentiate twice
+        steps -= 1
+    pretext = pool.batches(task, cfg.lower.p_batch, steps, b.alternations * b.lower_steps)
+    if again and restored:
+        s.last = unpacked(next(pretext), restored["last"])
+    if cfg.machine.mfac_device == "cpu" and b.hypergrad == "mfac":
+        # pinned, and a step's gradient in one piece: each leaves a GPU in one copy that nothing waits for
+        sizes = (b.lower_steps, *theta[rows].shape)
+        s.G = torch.empty(sizes, pin_memory=device.type == "cuda").transpose(0, 1)
+    if restored is not None and "G" in restored:
+        G = restored["G"][rows]
+        s.G = s.theta_P.detach().new_empty(G.shape[0], b.lower_steps, G.shape[2]) if s.G is None else s.G
+        s.G[:, : G.shape[1]] = G
     return bisslight.align(
-        s, b, loss_P, loss_D, inverses[b.hypergrad], pretext, examples, task.after_step, after, store, loss_H
-    )
+        s, b, loss_P, loss_D, inverse, pretext, examples, task.after_step, after, loss_H,
+        how=peers.gradients, rows=rows, pause=pause,
+    )  # fmt: skip
 
 
-def on_first_batch(task: PretextTask[Any], pool: Pool, cfg: AlignConfig, done: int) -> Callable[..., Tensor]:
+def unfinished(s: bisslight.State, cfg: AlignConfig, peers: World) -> dict[str, Any]:
+    """What an alternation that was begun needs besides the state: G as far as it goes, or the batch of CG's products.
+
+    Rows of θ that other processes keep come by a sum. The batch is saved, since a teacher has moved on since.
+    """
+    if not s.lower:
+        return {}
+    if cfg.bilevel.hypergrad == "mfac":
+        assert s.G is not None
+        K, steps = len(s.theta_P), len(s.lower)
+        G = s.G.new_zeros(K, steps, s.G.shape[2])
+        G[peers.rows(K, cfg.bilevel.partition == "global")] = s.G[:, :steps]
+        return {"G": peers.total([G])[0]}
+    if s.upper and cfg.bilevel.hypergrad != "identity":
+        return {"last": [[tensor for tensor in batch] for _, batch in s.last]}  # noqa: C416
+    return {}
+
+
+def unpacked(like: Parts, saved: list[list[Tensor]]) -> Parts:
+    """A saved batch in the form of a fresh one."""
+    return [(weight, type(batch)(*tensors)) for (weight, batch), tensors in zip(like, saved, strict=True)]
+
+
+def of_parts(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A loss of a batch in parts; this process's share of it."""
+
+    def whole(theta: Tensor, phi: Phi, batch: Parts) -> Tensor:
+        return sum((weight * loss(theta, phi, part) for weight, part in batch), 0 * theta.sum())
+
+    return whole
+
+
+def on_first_batch(
+    loss_H: Callable[..., Tensor], task: PretextTask[Any], pool: Pool, cfg: AlignConfig, done: int
+) -> Callable[..., Tensor]:
     """L^P on the images of the first pretext batch, prepared anew at each call, whatever batch is given: as released.
 
     `done` products have been computed before a resumed run goes on.
     """
-    images = pool.first(cfg.lower.p_batch)
+    x, share, whole = next(pool._replace(workers=0).arrived(cfg.lower.p_batch, 0, 1))
     calls = itertools.count(done)
 
     def loss(theta: Tensor, phi: Phi, batch: Any) -> Tensor:
-        return task.loss(theta, phi, task.prepare(images, rng(cfg.seed, "cg mask", next(calls))))
+        return loss_H(theta, phi, pool.prepared(task, x, share, whole, "cg mask", next(calls)))
 
     return loss
+
+
+def shared_out(inverse: bisslight.Hypergradient, peers: World, rows: slice, per_row: int) -> bisslight.Hypergradient:
+    """M-FAC with each process's blocks inverted there, and q summed up; `per_row` blocks a layer."""
+
+    def hypergrad(G: Tensor, lam: float, theta_P: Tensor, loss_P: Callable[[Tensor], Tensor]) -> mfac.Solve:
+        solve = inverse(G, lam, theta_P[rows], loss_P) if len(G) else None
+        bad = G.new_zeros(len(theta_P) * per_row)
+        if solve:
+            first = rows.start * per_row
+            bad[first : first + len(solve.ok)] = (~solve.ok).to(bad)
+
+        def apply(g: Tensor) -> Tensor:
+            q = torch.zeros_like(g)
+            if solve:
+                q[rows] = solve.apply(g[rows])
+            return peers.total([q])[0]
+
+        return mfac.Solve(apply, peers.total([bad])[0] == 0)
+
+    return hypergrad
+
+
+def refuse_batches(cfg: AlignConfig | FinetuneConfig, d: Downstream, sizes: Sequence[int]) -> None:
+    """Refuse (UsageError) what BatchNorm cannot do: pieces of a batch, and batches of fewer than two images."""
+    if cfg.model.head != "batchnorm":
+        return
+    if cfg.machine.micro_batch:
+        raise UsageError("--micro-batch: a BatchNorm head needs the moments of whole batches; use --recompute instead")
+    least = max(2, d.peers.size)
+    for size in sizes:
+        if 0 < size < least:
+            what = f"the last batch of a pass has {size} image{'s' if size > 1 else ''}, BatchNorm needs {least}"
+            raise UsageError(f"--batch, --d-batch: {what} at least; choose another size")
+
+
+@torch.no_grad()
+def copy_into(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+    """Put saved values into tensors that exist."""
+    for name, tensor in tensors.items():
+        tensor.copy_(saved[name])
 
 
 def mean(values: Sequence[float]) -> float:
@@ -399,15 +526,15 @@ class Tried:
     """Upper rates that were not stable, kept in d_lr.json, so that a resumed run does not try them again."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.file = run, run.path / "d_lr.json"
-        self.why: dict[str, str] = read_json(self.file) if run.resumed and self.file.exists() else {}
+        self.run, file = run, run.path / "d_lr.json"
+        self.why: dict[str, str] = run.peers.first(lambda: read_json(file) if run.resumed and file.exists() else {})
 
     def left(self, rates: Sequence[float]) -> Iterator[float]:
         return (rate for rate in rates if f"{rate:g}" not in self.why)
 
     def failed(self, rate: float, why: str) -> None:
         self.why[f"{rate:g}"] = why
-        write_atomic(self.file, json.dumps(self.why, indent=1))
+        self.run.write("d_lr.json", json.dumps(self.why, indent=1))
         self.run.log(f"upper rate {rate:g} is not stable: {why}")
 
 
@@ -471,18 +598,28 @@ def probing(
     stats: Phi,
     run: Run,
     report: Report,
+    restored: dict[str, Any] | None,
 ) -> None:
-    """Linear probing of φ_D before Algorithm 1 (App. C.3), and its validation accuracy."""
+    """Linear probing of φ_D before Algorithm 1 (App. C.3), from its checkpoint on, and its validation accuracy."""
     up, n = cfg.upper, len(d.task.train.targets)
     assert up.d_lr != "auto"
     opt = ft.optimiser(s.phi_D.values(), up.d_lr, up.d_weight_decay, constant, up.d_optimizer == "sgd")
-    draws = epochs(n, up.d_batch, cfg.seed, "probe", up.probe_epochs)
+    if restored:
+        copy_into(s.phi_D | stats, restored["probe"])
+        opt.load_state_dict(restored["opt"])
+    draws = epochs(n, up.d_batch, cfg.seed, "probe", up.probe_epochs, opt.step)
     per_epoch = -(-n // up.d_batch)
     rate = cfg.model.drop_path if up.probe_drop_path and cfg.model.drop_path else 0.0
-    losses = ft.probe(loss_D, s.theta_D, s.phi_D, opt, d.train(draws, cfg.seed, "probe", rate, stats))
-    for step, loss in enumerate(losses, 1):
-        if step % per_epoch == 0:
-            report("probe", step // per_epoch, up.probe_epochs, f"loss {loss:.4f}")
+    examples = d.train(draws, cfg.seed, "probe", rate, stats, opt.step)
+    for loss in ft.probe(loss_D, s.theta_D, s.phi_D, opt, examples, d.peers.gradients):
+        if opt.step % per_epoch == 0:
+            report("probe", opt.step // per_epoch, up.probe_epochs, f"loss {loss:.4f}")
+        if number := d.peers.asked():
+            head = {name: tensor.detach() for name, tensor in (s.phi_D | stats).items()}
+            run.save({"probe": head, "opt": opt.state_dict(), "done": -1, "d_lr": up.d_lr})
+            raise Stopped(
+                number, f"stopped in linear probing after step {opt.step}; {run.path}: --resume goes on from there"
+            )
     val = d.score(d.task.val, s.theta_D, s.phi_D | stats)
     run.metric({"step": 0, "probe_val": val._asdict()})
     run.log(f"linear probe: validation {d.task.metric} {val.accuracy:.1f} %")
@@ -552,14 +689,23 @@ class Unit(NamedTuple):
     start: Path | None  # align run, or LoRA file, that θ comes from
     lr: float
     seed: int
+    out: Path  # the run directory
+
+    @property
+    def file(self) -> Path:
+        """Its checkpoint, while it is not finished."""
+        return self.out / f"unit-lr{self.lr!r}-s{self.seed}.pt"
 
 
 def run_unit(unit: Unit, report: Report = silent) -> dict[str, Any]:
-    """PEFT with one rate and one seed. Returns numbers, and the best epoch's tensors under "theta" and "phi_D"."""
+    """PEFT with one rate and one seed. Returns numbers, and the best epoch's tensors under "theta" and "phi_D".
+
+    Goes on from its checkpoint, if it has one; raises Stopped after writing one.
+    """
     cfg = FinetuneConfig.model_validate_json(unit.cfg)
     p, n_seed = cfg.peft, unit.seed
     d = downstream(cfg.model, cfg.data, cfg.machine, cfg.amp)
-    began = clocks()
+    began, saved, peers = clocks(), time.monotonic(), d.peers
     if unit.start is not None:
         theta = export.load_theta(unit.start, d.loaded.arch.dim)[0]
     else:
@@ -572,18 +718,46 @@ def run_unit(unit: Unit, report: Report = silent) -> dict[str, Any]:
     schedule = Schedule(p.epochs * per_epoch, p.warmup_epochs * per_epoch, p.end_lr)
     opt = ft.optimiser([leaf, *phi_D.values()], unit.lr, p.weight_decay, schedule, p.optimizer == "sgd")
     assert cfg.model.drop_path is not None
-    examples = d.train(epochs(n, p.batch, n_seed, "peft", p.epochs), n_seed, "peft", cfg.model.drop_path, stats)
     curve: list[dict[str, Any]] = []
+    now = ft.Progress()
+    if state := peers.first(lambda: load_tensors(unit.file) if unit.file.exists() else None):
+        state = moved(state, d.device)
+        copy_into({"theta": leaf} | phi_D | stats, state["tensors"])
+        opt.load_state_dict(state["opt"])
+        best = state["best"] and ft.Outcome(**state["best"] | {"val": Score(**state["best"]["val"])})
+        curve, now = state["curve"], ft.Progress(state["losses"], best or None)
+    draws = epochs(n, p.batch, n_seed, "peft", p.epochs, opt.step)
+    examples = d.train(draws, n_seed, "peft", cfg.model.drop_path, stats, opt.step)
+
+    def save() -> None:
+        nonlocal saved
+        saved, best = time.monotonic(), now.best
+        tensors = {name: tensor.detach() for name, tensor in ({"theta": leaf} | phi_D | stats).items()}
+        progress = {"losses": now.losses, "best": best._asdict() | {"val": best.val._asdict()} if best else {}}
+        if peers.rank == 0:
+            write_atomic(unit.file, to_bytes(progress | {"tensors": tensors, "opt": opt.state_dict(), "curve": curve}))
+
+    def pause(now: ft.Progress) -> None:
+        if number := peers.asked():
+            save()
+            where = f"stopped lr {unit.lr:g} seed {n_seed} after step {opt.step} of {p.epochs * per_epoch}"
+            raise Stopped(number, f"{where}; {unit.out}: --resume goes on from there")
 
     def after(epoch: int, loss: float, val: Score | None) -> None:
         curve.append({"step": epoch, "loss": loss, "val": val._asdict() if val else None})
         text = f"lr {unit.lr:g} seed {n_seed} loss {loss:.4f}" + (f" val {val.accuracy:.1f}" if val else "")
         report("finetune", epoch, p.epochs, text)
+        if peers.first(lambda: time.monotonic() - saved >= 60 * cfg.machine.save_minutes):
+            save()
 
     validate = partial(d.score, d.task.val)
     done: dict[str, Any] = {"lr": unit.lr, "seed": n_seed}
     try:
-        best = ft.peft(d.loss(), leaf, phi_D, opt, examples, p.epochs, per_epoch, validate, p.eval_every, after, stats)
+        with signals.listening():
+            best = ft.peft(
+                d.loss(), leaf, phi_D, opt, examples, p.epochs, per_epoch, validate, p.eval_every, after, stats,
+                now=now, how=peers.gradients, pause=pause,
+            )  # fmt: skip
     except Diverged as error:
         return done | {"val": None, "diverged": str(error), "curve": curve}
     done |= {"val": best.val._asdict(), "epoch": best.epoch, "curve": curve, **spent(began)}
@@ -597,22 +771,52 @@ def worker_pool(jobs: int) -> Iterator[Executor | None]:
         yield None
         return
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (threads,))
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), worker_started, (threads,))
+
+    def forward(number: int) -> None:
+        for process in multiprocessing.active_children():
+            os.kill(process.pid or 0, number)
+
+    signals.forward = forward
     try:
         yield pool
         pool.shutdown()
-    except BaseException as error:  # Ctrl-C and SIGTERM too: what is queued or running is not waited for
+    except Stopped:  # the others were told too, and have saved by the time they are done
+        pool.shutdown(cancel_futures=True)
+        raise
+    except BaseException as error:  # what is queued or running is not waited for
         for process in multiprocessing.active_children():
-            process.terminate()
+            process.kill()
         pool.shutdown(wait=False, cancel_futures=True)
         if isinstance(error, BrokenProcessPool):
             raise RunError("a worker process died, perhaps for want of memory; lower --jobs, then --resume") from error
         raise
+    finally:
+        signals.forward = lambda number: None
+
+
+def worker_started(threads: int) -> None:
+    """A worker process stops after its step when it is told to, and leaves the rest to its parent."""
+    torch.set_num_threads(threads)
+    signals.patient = True
+    signals.install()
 
 
 def completed(pool: Executor, units: Iterable[Unit]) -> Iterator[dict[str, Any]]:
-    """Outcomes in the order in which they are ready, so that a stop loses nothing that is finished."""
-    return (future.result() for future in as_completed([pool.submit(run_unit, unit) for unit in units]))
+    """Outcomes in the order in which they are ready; at a stop, those that are ready or saved, then Stopped."""
+    futures = [pool.submit(run_unit, unit) for unit in units]
+    stopped: Stopped | None = None
+    for future in as_completed(futures):
+        try:
+            yield future.result()
+        except CancelledError:
+            pass
+        except Stopped as stop:
+            stopped = stop
+            for other in futures:
+                other.cancel()
+    if stopped:
+        raise stopped
 
 
 def starts_of(start: Path | None, seeds: int) -> tuple[list[Path | None], str]:
@@ -652,7 +856,10 @@ def finetune(cfg: FinetuneConfig, options: Options, pool: Executor | None = None
     names = ["direct", *(["ijepa"] if model.pretext == "ijepa" else [])]
     own = default_out("finetune", data.dataset, model, cfg.seed, *names)
     out = options.out or (Path("runs") / f"finetune-from-{cfg.start.stem}-s{cfg.seed}" if cfg.start else own)
-    check_out(out, "finetune", options.resume, options.force)
+    peers = world()
+    peers.first(partial(check_out, out, "finetune", options.resume, options.force))
+    if pool and peers.size > 1:
+        raise UsageError("--jobs: under torchrun, runs follow each other and share out their batches; leave it at 1")
     if missing := to_download(model):  # what can be told before the download
         fits(data.dataset, BACKBONES[model.backbone].arch)
         if options.dry_run:
@@ -662,6 +869,7 @@ def finetune(cfg: FinetuneConfig, options: Options, pool: Executor | None = None
     origin: dict[str, str] = {}
     for start in {s for s in starts if s}:
         origin = check_adapter(start, model, d.loaded, data.dataset)
+    refuse_batches(cfg, d, [p.batch, n % p.batch])
     if options.dry_run:
         return about | {"config": cfg}
     defining = {"weights_sha256": d.loaded.digest, "data_sha256": task.fingerprint(), "images": about["images"]}
@@ -672,13 +880,15 @@ def finetune(cfg: FinetuneConfig, options: Options, pool: Executor | None = None
 
     if run.resumed:
         run.cut(lambda record: True)
-    done: dict[tuple[float, int], dict[str, Any]] = {(m["lr"], m["seed"]): m for m in run.metrics()}
+    done: dict[tuple[float, int], dict[str, Any]] = {(m["lr"], m["seed"]): m for m in run.records}
     text = cfg.model_dump_json()
 
     def work(rates: Sequence[float], some: slice) -> None:
         """All seeds of a slice at all rates, but for what an interrupted run has finished."""
         seeds = list(enumerate(starts, cfg.seed))[some]
-        todo = [Unit(text, start, lr, seed) for lr in rates for seed, start in seeds if (lr, seed) not in done]
+        todo = [
+            Unit(text, start, lr, seed, run.path) for lr in rates for seed, start in seeds if (lr, seed) not in done
+        ]
         results = completed(pool, todo) if pool else map(partial(run_unit, report=options.report), todo)
         for outcome in results:
             keep(run, d, cfg, outcome)
@@ -696,9 +906,11 @@ def finetune(cfg: FinetuneConfig, options: Options, pool: Executor | None = None
             vals, chosen = vals | {lr: [None]}, []
     tests = []
     for outcome in chosen:
-        theta, phi_D, _ = load_adapter(adapter_file(out, outcome))
-        tests.append(d.score(task.test, theta.to(d.device), {k: v.to(d.device) for k, v in phi_D.items()}))
-        write_atomic(out / f"adapter-s{outcome['seed']}.safetensors", adapter_file(out, outcome).read_bytes())
+        file = adapter_file(out, outcome)
+        theta, phi_D, _ = moved([*peers.first(partial(load_adapter, file))], d.device)
+        tests.append(d.score(task.test, theta, phi_D))
+        if peers.rank == 0:
+            run.write(f"adapter-s{outcome['seed']}.safetensors", file.read_bytes())
     result = {
         "out": str(out), "dataset": data.dataset, "backbone": model.backbone, "unit": unit, "lr": lr,
         "metric": task.metric, "aligned_by": origin.get("hypergrad", "unknown") if cfg.start else None,
@@ -709,7 +921,7 @@ def finetune(cfg: FinetuneConfig, options: Options, pool: Executor | None = None
         "cpu_seconds": [o["cpu_seconds"] for o in chosen],
     }  # fmt: skip
     run.finish(result)
-    for file in out.glob("adapter-lr*.safetensors"):
+    for file in out.glob("adapter-lr*.safetensors") if peers.rank == 0 else ():
         file.unlink()
     return result
 
@@ -723,9 +935,11 @@ def keep(run: Run, d: Downstream, cfg: FinetuneConfig, outcome: dict[str, Any]) 
             dataset=cfg.data.dataset, weights_sha256=d.loaded.digest, stage="finetune",
             lr=outcome["lr"], seed=outcome["seed"], classes=json.dumps(d.task.classes),
         )  # fmt: skip
-        write_atomic(adapter_file(run.path, outcome), adapter_bytes(theta, phi_D, metadata))
-    run.metric({"step": len(list(run.metrics())), **outcome})
+        run.write(adapter_file(run.path, outcome).name, adapter_bytes(theta, phi_D, metadata))
+    run.metric({"step": len(run.records), **outcome})
     run.log(said(outcome))
+    if run.writes:
+        run.path.joinpath(f"unit-lr{outcome['lr']!r}-s{outcome['seed']}.pt").unlink(missing_ok=True)
 
 
 def said(outcome: dict[str, Any]) -> str:

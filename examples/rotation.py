@@ -41,8 +41,8 @@ class Rotation:
         weight = torch.randn(4, backbone.dim, generator=generator) / backbone.dim**0.5
         self.phi: Phi = {"weight": weight, "bias": torch.zeros(4)}
 
-    def prepare(self, images: Tensor, rng: torch.Generator) -> Batch:
-        turns = torch.randint(4, (len(images),), generator=rng)
+    def prepare(self, images: Tensor, rng: torch.Generator, first: int = 0, whole: int | None = None) -> Batch:
+        turns = torch.randint(4, (whole or len(images),), generator=rng)[first : first + len(images)]
         rotated = [torch.rot90(image, int(k), (1, 2)) for image, k in zip(images, turns, strict=True)]
         return Batch(torch.stack(rotated), turns.to(images.device))
 

@@ -9,7 +9,7 @@ from conftest import Recorded, close, recorded
 from replay import head_flat, lower_batches, model_of, to_theta, upper_batches
 from torch import Tensor
 
-from bisslight import Log, State, align, finite
+from bisslight import Log, State, align, finite, solvable
 from config import Bilevel, RunError
 from finetune import downstream_loss
 from finetune import optimiser as downstream_optimiser
@@ -116,7 +116,7 @@ class Quadratic:
     def loss_D(self, theta: Tensor, phi: dict[str, Tensor], batch: Any, drop: Any = None) -> Tensor:
         return 0.5 * (theta.flatten() - self.c).square().sum() + 0.5 * phi["x"].square()
 
-    def run(self, hypergrad: Any, **settings: Any) -> State:
+    def state(self) -> State:
         def level() -> tuple[Tensor, dict[str, Tensor], Optimiser]:
             theta = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
             phi = {"x": torch.ones((), dtype=torch.float64, requires_grad=True)}
@@ -124,7 +124,10 @@ class Quadratic:
             return theta, phi, Optimiser(groups, lambda k, base: base, None)
 
         (theta_P, phi_P, opt_P), (theta_D, phi_D, opt_D) = level(), level()
-        s = State(theta_P, theta_D, phi_P, phi_D, opt_P, opt_D)
+        return State(theta_P, theta_D, phi_P, phi_D, opt_P, opt_D)
+
+    def run(self, hypergrad: Any, **settings: Any) -> State:
+        s = self.state()
         cfg = Bilevel(**{"alternations": 120, "lower_steps": 60, "upper_steps": 5, "lam": LAM} | settings)
         align(s, cfg, self.loss_P, self.loss_D, hypergrad, forever(), ((0, None) for _ in forever()), nothing, nothing)
         return s
@@ -148,6 +151,11 @@ def fisher_equals_hessian(H: Tensor) -> Any:
         return solve._replace(apply=lambda g: solve.apply(g.reshape(1, 6)).view_as(g))
 
     return hypergrad
+
+
+def fisher_of_stored(G: Tensor, lam: float, theta_P: Tensor, loss_P: Any) -> Any:
+    """M-FAC as it runs, on what the loop has stored."""
+    return mfac(G, lam, theta_P, loss_P)
 
 
 def test_the_loop_reaches_the_bilevel_optimum_with_the_exact_hypergradient() -> None:
@@ -225,7 +233,61 @@ def test_gradients_are_stored_before_the_pull() -> None:
 
 
 def test_the_first_block_and_step_that_are_not_finite_are_named() -> None:
-    """A NaN in block 1 of step 2 spreads to all blocks of step 3; the culprit is what is told."""
-    blocks = torch.tensor([[True, True, False], [True, False, False]])
-    with pytest.raises(RunError, match="alternation 5, lower level, block 1, step 2: not finite"):
-        finite(4, "lower", [torch.zeros(3)] * 3, blocks)
+    """A CPU looks after each step, a GPU one step later; both name the step and the block where it began."""
+    fine, broken = torch.zeros(3), torch.tensor([1.0, float("inf"), 0.0])
+    blocks = [torch.tensor([True, True]), torch.tensor([True, False])]
+    for rows, flags, late in (([fine, broken], blocks, 0), ([fine, broken, fine], [*blocks, ~blocks[0]], 1)):
+        with pytest.raises(RunError, match="alternation 5, lower level, block 1, step 2: not finite"):
+            finite(4, "lower", rows, flags, late)
+    finite(4, "lower", [fine, broken], blocks, late=1)  # not told yet
+    with pytest.raises(RunError, match="alternation 5, hypergradient, block 1: not finite"):
+        solvable(4, blocks[1])
+
+
+@pytest.mark.parametrize("level", ["lower", "upper"])
+def test_a_loss_that_is_not_finite_ends_the_run_in_its_very_step(level: str) -> None:
+    """No further pass is made after the one that broke (lower), or than the step's second one (upper)."""
+    problem, calls = Quadratic(), {"lower": 0, "upper": 0}
+
+    def counting(name: str, loss: Any) -> Any:
+        def counted(*args: Any) -> Tensor:
+            calls[name] += 1
+            value: Tensor = loss(*args)
+            return value * (float("nan") if name == level and calls[name] == 3 else 1)
+
+        return counted
+
+    problem.loss_P, problem.loss_D = counting("lower", problem.loss_P), counting("upper", problem.loss_D)  # type: ignore[method-assign]
+    with pytest.raises(RunError, match=f"{level} level"):
+        problem.run(identity, lower_steps=7, upper_steps=5)
+    assert calls == ({"lower": 3, "upper": 0} if level == "lower" else {"lower": 7, "upper": 4})
+
+
+@pytest.mark.parametrize("stop", range(1, 13))
+def test_stopping_after_any_step_and_going_on_changes_nothing(stop: int) -> None:
+    """4 lower and 2 upper steps an alternation: wherever it stops, the state, saved and loaded, is where it goes on."""
+    problem = Quadratic()
+    whole = problem.run(fisher_of_stored, alternations=3, lower_steps=4, upper_steps=2)
+    s, steps = problem.state(), 0
+
+    class Enough(Exception):
+        pass
+
+    def pause(s: State) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == stop:
+            raise Enough
+
+    cfg = Bilevel(alternations=3, lower_steps=4, upper_steps=2, lam=LAM)
+    args = (problem.loss_P, problem.loss_D, fisher_of_stored, forever(), ((0, None) for _ in forever()))
+    with pytest.raises(Enough):
+        align(s, cfg, *args, nothing, nothing, pause=pause)
+    fresh = problem.state()
+    fresh.load_state_dict(s.state_dict())
+    assert s.G is not None
+    fresh.G, fresh.last = s.G.clone(), 0
+    fresh.G[:, len(s.lower) :] = float("nan")  # what was not stored yet is not used
+    align(fresh, cfg, *args, nothing, nothing)
+    assert torch.equal(whole.theta_P, fresh.theta_P)
+    assert torch.equal(whole.theta_D, fresh.theta_D)

@@ -148,7 +148,7 @@ def test_a_pool_smaller_than_a_batch_streams_on() -> None:
 def test_epochs_keep_the_last_partial_batch() -> None:
     sizes = [len(batch) for batch in epochs(10, 4, 0, "x", 2)]
     assert sizes == [4, 4, 2] * 2
-    assert [len(batch) for batch in in_order(10, 4)] == [4, 4, 2]
+    assert [len(batch) for batch in in_order(range(10), 4)] == [4, 4, 2]
 
 
 def photos(tmp_path: Path) -> Split:
@@ -186,4 +186,4 @@ def test_an_unreadable_image_is_named(tmp_path: Path, workers: int) -> None:
     broken.write_bytes(broken.read_bytes()[:40])
     images = Images(split, VIEW, False, 0, "x")
     with pytest.raises(RunError, match=r"3\.png: cannot be read as an image"):
-        list(batches(images, in_order(6, 4), workers, CPU))
+        list(batches(images, in_order(range(6), 4), workers, CPU))

@@ -1,0 +1,67 @@
+"""A stop that was asked for by a signal: kept while a loop is at work, which ends after its step. No torch here."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGXCPU")  # Ctrl-C, and what schedulers send before they kill
+
+
+class Stopped(BaseException):
+    """A stop that was asked for, after the step was finished and saved. Not an Exception: no handler eats it."""
+
+    def __init__(self, number: int, where: str) -> None:
+        super().__init__(number, where)
+        self.number, self.where = number, where
+
+
+class Signals:
+    """What arrived.
+
+    While a loop listens, the first one is kept until the loop has finished its step; a second one leaves at once, as
+    any does where nothing listens.
+    """
+
+    def __init__(self) -> None:
+        self.asked, self.loops = 0, 0
+        self.forward: Callable[[int], None] = lambda number: None  # to worker processes
+        self.patient = False  # a worker process: its parent knows when to leave at once
+
+    def install(self) -> None:
+        """Take over this process's signals; for programs, not for libraries."""
+        for name in NAMES:
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), self.receive)
+
+    def receive(self, number: int, frame: FrameType | None = None) -> None:
+        if self.loops and not self.asked:
+            self.asked = number
+            self.forward(number)
+        elif self.patient:
+            self.asked = self.asked or number
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
+            raise SystemExit(128 + number)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """A loop is at work that asks `asked` after each step."""
+        self.loops += 1
+        try:
+            yield
+        finally:
+            self.loops -= 1
+            if not self.loops and not self.patient:
+                self.asked = 0
+
+
+signals = Signals()
+
+
+def only_the_parent_decides() -> None:
+    """For worker processes that load data: a terminal or a scheduler signals them too, but they end with their loop."""
+    for name in NAMES:
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
