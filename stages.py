@@ -890,10 +890,11 @@ def finetune(cfg: FinetuneConfig, options: Options, pool: Executor | None = None
             Unit(text, start, lr, seed, run.path) for lr in rates for seed, start in seeds if (lr, seed) not in done
         ]
         results = completed(pool, todo) if pool else map(partial(run_unit, report=options.report), todo)
-        for outcome in results:
-            keep(run, d, cfg, outcome)
-            done[outcome["lr"], outcome["seed"]] = outcome
-            options.report("runs", len(done), runs, said(outcome))
+        with signals.listening():
+            for outcome in results:
+                keep(run, d, cfg, outcome)
+                done[outcome["lr"], outcome["seed"]] = outcome
+                options.report("runs", len(done), runs, said(outcome))
 
     work(rates, slice(0, tries))
     vals = {lr: [score_of(done[lr, cfg.seed + i]) for i in range(tries)] for lr in rates}

@@ -1,0 +1,248 @@
+"""A stopped run goes on to the same bits: after any step, of any command, with any number of workers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import torch
+
+import cli
+import parallel
+from stopping import signals
+
+ROOT = Path(cli.__file__).parent
+SMALL = "--lower-steps 2 --upper-steps 2 --p-batch 8 --d-batch 8 --warmup 1"
+ALIGN = f"--alternations 12 {SMALL} --probe-epochs 1 --eval-every 4 --quiet"
+PRE = "pretrain --pool quilts --backbone vit_mini --epochs 1 --warmup-epochs 0 --batch 500 --quiet --out pre"
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A backbone of one epoch for each pretext task."""
+    where = tmp_path_factory.mktemp("weights")
+    for pretext in ("mae", "ijepa"):
+        line = PRE.replace("--out pre", f"--out {where / pretext} --pretext {pretext}")
+        assert cli.run(line.split()) == 0
+    return where
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert signals.loops == 0
+    assert signals.asked == 0
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """SIGTERM arrives during the run's step number `step`, counted over all levels, probing included."""
+    calls = 0
+
+    def asked(self: parallel.World) -> int:
+        nonlocal calls
+        calls += 1
+        return int(signal.SIGTERM) if calls == step else 0
+
+    monkeypatch.setattr(parallel.World, "asked", asked)
+
+
+def digest(path: str) -> str:
+    return sha256(Path(path).read_bytes()).hexdigest()
+
+
+PROBE = 10  # steps: 80 images in batches of 8
+STOPS = [(1, 0), (5, 2), (11, 0)]
+ALL = [(alternation, workers) for alternation in (1, 5, 11) for workers in (0, 2)]
+
+
+def stopped_and_resumed(
+    weights: Path, pretext: str, hypergrad: str, stops: list[tuple[int, int]], capsys: object
+) -> None:
+    """After each alternation, and in the middle of both levels of the next one."""
+    line = f"align --backbone vit_mini --pretext {pretext} --weights {weights / pretext} --dataset quilts {ALIGN}"
+    line += f" --hypergrad {hypergrad}"
+    assert cli.run(f"{line} --out whole".split()) == 0
+    records = Path("whole/metrics.jsonl").read_text().splitlines()
+    for i, (alternation, workers) in enumerate(stops):
+        into = (4, 1, 3)[i % 3]  # steps of the alternation: its end, its lower level, its upper level
+        out = f"cut-{alternation}-{workers}"
+        with pytest.MonkeyPatch.context() as m:
+            stop_at(m, PROBE + 4 * (alternation - 1) + (4 if into == 4 else 4 + into))
+            assert cli.run(f"{line} --out {out} --workers {workers}".split()) == 143
+        assert cli.run(f"{line} --out {out} --workers {workers} --resume".split()) == 0
+        assert digest(f"{out}/adapter.safetensors") == digest("whole/adapter.safetensors"), (alternation, workers)
+        for one, other in zip(Path(f"{out}/metrics.jsonl").read_text().splitlines(), records, strict=True):
+            a, b = json.loads(one), json.loads(other)
+            a.pop("seconds", None), b.pop("seconds", None)
+            assert a == b
+
+
+@pytest.mark.parametrize(("pretext", "hypergrad"), [("mae", "mfac"), ("ijepa", "cg")])
+def test_align_goes_on_to_the_same_bits(weights: Path, pretext: str, hypergrad: str) -> None:
+    stopped_and_resumed(weights, pretext, hypergrad, STOPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pretext", ["mae", "ijepa"])
+@pytest.mark.parametrize("hypergrad", ["mfac", "cg"])
+def test_align_goes_on_to_the_same_bits_in_all_cases(
+    weights: Path, pretext: str, hypergrad: str, capsys: object
+) -> None:
+    stopped_and_resumed(weights, pretext, hypergrad, ALL)
+
+
+def test_align_stops_in_linear_probing_and_goes_on(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = f"align --backbone vit_mini --pretext ijepa --weights {weights / 'ijepa'} --dataset quilts {ALIGN}"
+    line = line.replace("--alternations 12", "--alternations 2").replace("--probe-epochs 1", "--probe-epochs 2")
+    assert cli.run(f"{line} --out whole".split()) == 0
+    with monkeypatch.context() as m:
+        stop_at(m, 13)
+        assert cli.run(f"{line} --out cut".split()) == 143
+    assert torch.load("cut/checkpoint.pt", weights_only=True)["opt"]["step"] == 13
+    assert cli.run(f"{line} --out cut --resume".split()) == 0
+    assert digest("cut/adapter.safetensors") == digest("whole/adapter.safetensors")
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_grid_stopped_half_way_goes_on_to_the_same_bits(
+    weights: Path, monkeypatch: pytest.MonkeyPatch, jobs: int
+) -> None:
+    """3 rates and 2 seeds of 4 epochs of 2 steps: stopped in the middle of an epoch of the second run."""
+    line = f"finetune --backbone vit_mini --pretext ijepa --weights {weights / 'ijepa'} --dataset quilts --quiet"
+    line += " --epochs 4 --batch 40 --seeds 2 --grid 1e-3,3e-3,1e-2 --warmup-epochs 1"
+    assert cli.run(f"{line} --out whole".split()) == 0
+    with monkeypatch.context() as m:
+        stop_at(m, 8 + 5)
+        assert cli.run(f"{line} --out cut".split()) == 143
+    assert [path.name for path in Path("cut").glob("unit-*.pt")] == ["unit-lr0.003-s0.pt"]
+    assert torch.load("cut/unit-lr0.003-s0.pt", weights_only=True)["opt"]["step"] == 5
+    assert cli.run(f"{line} --out cut --resume --jobs {jobs}".split()) == 0
+    for seed in (0, 1):
+        assert digest(f"cut/adapter-s{seed}.safetensors") == digest(f"whole/adapter-s{seed}.safetensors")
+    a, b = (json.loads(Path(f"{out}/result.json").read_text()) for out in ("whole", "cut"))
+    assert all(a[key] == b[key] for key in ("test", "test_loss", "val", "epochs", "grid", "lr"))
+    assert not list(Path("cut").glob("unit-*"))
+
+
+@pytest.mark.parametrize("pretext", ["mae", "ijepa"])
+def test_pretrain_stops_in_the_middle_of_an_epoch_and_goes_on(monkeypatch: pytest.MonkeyPatch, pretext: str) -> None:
+    line = f"pretrain --pool quilts --backbone vit_mini --pretext {pretext} --epochs 2 --warmup-epochs 1 --batch 500"
+    assert cli.run(f"{line} --out whole".split()) == 0
+    with monkeypatch.context() as m:
+        stop_at(m, 11)
+        assert cli.run(f"{line} --out cut".split()) == 143
+    assert torch.load("cut/checkpoint.pt", weights_only=True)["done"] == 11
+    assert cli.run(f"{line} --out cut --resume".split()) == 0
+    assert Path("cut/metrics.jsonl").read_text() == Path("whole/metrics.jsonl").read_text()
+    a, b = (torch.load(f"{out}/backbone.pth", weights_only=True) for out in ("whole", "cut"))
+    network = "model" if pretext == "mae" else "target_encoder"
+    assert all(torch.equal(a[network][key], b[network][key]) for key in a[network])
+
+
+# --- signals and faults, from outside --------------------------------------------------------------------------------
+
+
+def program(line: str, cwd: Path) -> "subprocess.Popen[str]":
+    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    call = [sys.executable, "-c", "import cli; cli.main()", *line.split()]
+    return subprocess.Popen(call, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=cwd, env=env)
+
+
+def under_way(p: "subprocess.Popen[str]", said: str) -> None:
+    """Wait for a line of progress."""
+    assert p.stderr is not None
+    for line in p.stderr:
+        if said in line:
+            return
+    pytest.fail(f"ended before {said!r}")
+
+
+def test_a_pool_of_runs_stops_on_a_signal_and_loses_nothing(weights: Path, tmp_path: Path) -> None:
+    """SIGINT to the parent alone, as a scheduler would, with two runs at work in processes of their own."""
+    line = f"finetune --backbone vit_mini --weights {weights / 'mae'} --dataset quilts --epochs 400 --batch 40"
+    line += " --seeds 4 --lr 1e-3 --jobs 2 --out f"
+    with program(f"{line} --save-minutes 0", tmp_path) as p:
+        while len(list(tmp_path.glob("f/unit-*.pt"))) != 2:  # both have saved, so both are under way
+            assert p.poll() is None
+        p.send_signal(signal.SIGINT)
+        said = p.communicate(timeout=60)[1]
+    assert p.returncode == 130, said
+    assert "Traceback" not in said
+    assert "stopped lr 0.001 seed" in said
+    assert len(list(tmp_path.glob("f/unit-*.pt"))) >= 2
+
+
+def test_a_second_signal_leaves_at_once_and_harms_nothing(weights: Path, tmp_path: Path) -> None:
+    line = f"align --backbone vit_mini --weights {weights / 'mae'} --dataset quilts {ALIGN} --out a"
+    line = line.replace(" --quiet", "")
+    line = line.replace("--lower-steps 2", "--lower-steps 20").replace("--eval-every 4", "--eval-every 1")
+    with program(line, tmp_path) as p:
+        under_way(p, "align 2/12")
+        p.send_signal(signal.SIGTERM)
+        p.send_signal(signal.SIGTERM)
+        said = p.communicate(timeout=60)[1]
+    assert p.returncode in (143, 130), said
+    assert "Traceback" not in said
+    torch.load(tmp_path / "a/checkpoint.pt", weights_only=True)
+    assert not list(tmp_path.glob("a/.*.tmp"))
+
+
+def test_two_processes_cannot_write_one_run(weights: Path, tmp_path: Path) -> None:
+    line = f"align --backbone vit_mini --weights {weights / 'mae'} --dataset quilts {SMALL} --probe-epochs 0 --out a"
+    with program(line, tmp_path) as p:
+        under_way(p, "align 1/500")
+        with program(f"{line} --resume", tmp_path) as other:
+            said = other.communicate(timeout=60)[1]
+        p.kill()
+        p.communicate()
+    assert other.returncode == 2
+    assert said.strip() == "error: --out a: another process is at work in it, wait for it or choose another --out"
+
+
+def killed_while_saving(weights: Path, tmp_path: Path, count: int) -> int:
+    """Kill -9 at `count` random moments of saving, always the same run; returns how many went on and loaded."""
+    g = torch.Generator().manual_seed(0)
+    base = f"align --backbone vit_mini --weights {weights / 'mae'} --dataset quilts {ALIGN} --out a"
+    base = base.replace("--eval-every 4", "--eval-every 1").replace("--alternations 12", "--alternations 40")
+    call = "import cli, os, runtime, sys, time\n"
+    call += "write = runtime.write_atomic\n"
+    call += "def slow(path, content):\n"
+    call += "    if path.name == 'checkpoint.pt': print('saving', file=sys.stderr, flush=True)\n"
+    call += "    write(path, content)\n"
+    call += "runtime.write_atomic = slow\ncli.main()"
+    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    good, begun = 0, False
+    for _ in range(count):
+        line = [*base.split(), *(["--resume"] if begun else [])]
+        with subprocess.Popen(
+            [sys.executable, "-c", call, *line], stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=env
+        ) as p:
+            under_way(p, "saving")
+            os.system(f"sleep {0.02 * float(torch.rand(1, generator=g))}")  # a save takes some milliseconds
+            p.kill()
+        begun = (tmp_path / "a/config.json").exists()
+        if (tmp_path / "a/checkpoint.pt").exists():
+            torch.load(tmp_path / "a/checkpoint.pt", weights_only=True)
+        good += 1
+    with program(f"{base} --resume", tmp_path) as p:
+        said = p.communicate(timeout=300)[1]
+    assert p.returncode == 0, said
+    with program(base.replace("--out a", "--out whole"), tmp_path) as p:
+        p.communicate(timeout=300)
+    assert digest(str(tmp_path / "a/adapter.safetensors")) == digest(str(tmp_path / "whole/adapter.safetensors"))
+    return good
+
+
+def test_killed_while_saving_a_run_goes_on(weights: Path, tmp_path: Path) -> None:
+    assert killed_while_saving(weights, tmp_path, 2) == 2
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_moments_of_saving_a_run_goes_on(weights: Path, tmp_path: Path) -> None:
+    assert killed_while_saving(weights, tmp_path, 20) == 20
