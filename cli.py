@@ -4,7 +4,9 @@ Flags are made from the settings in `config`, one a leaf, so a setting is writte
 torch is imported inside commands, which keeps `--help` fast.
 """
 
+import contextlib
 import inspect
+import io
 import json
 import os
 import sys
@@ -193,13 +195,13 @@ class Live:
     """Progress on stderr: a bar with ETA and live numbers on a terminal, otherwise a plain line an alternation."""
 
     def __init__(self, quiet: bool) -> None:
-        self.quiet = quiet
+        self.quiet = quiet or other_rank()
         self.bars: dict[str, TaskID] = {}
         self.began: dict[str, tuple[float, int, int]] = {}  # stage -> when, after how many (resume), done so far
         done, live = TextColumn("{task.completed}/{task.total}"), TextColumn("{task.fields[text]}")
         left = (TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn())
         columns = (TextColumn("{task.description:>9}"), BarColumn(24), done, *left, live)
-        self.progress = Progress(*columns, console=screen) if screen.is_terminal and not quiet else None
+        self.progress = Progress(*columns, console=screen) if screen.is_terminal and not self.quiet else None
 
     def __enter__(self) -> "Live":
         if self.progress:
@@ -576,14 +578,21 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line; returns its exit code. Of several processes, one that fails tells the others why."""
-    try:
+    """Run one command line; returns its exit code. Of several processes (torchrun), rank 0 speaks."""
+    if "WORLD_SIZE" not in os.environ:
         return attempt(arguments)
-    finally:
-        if "WORLD_SIZE" in os.environ:
-            from parallel import leave
+    from parallel import leave
 
-            leave()
+    try:
+        with contextlib.redirect_stdout(io.StringIO() if other_rank() else sys.stdout):
+            return attempt(arguments)
+    finally:
+        leave()
+
+
+def other_rank() -> bool:
+    """Whether this is one of several processes, and not the first."""
+    return "WORLD_SIZE" in os.environ and os.environ.get("RANK", "0") != "0"
 
 
 def attempt(arguments: list[str]) -> int:

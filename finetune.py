@@ -32,7 +32,7 @@ Several = Literal["softmax", "bce"]
 
 
 def downstream_loss(
-    backbone: Backbone, several: Several = "softmax", summed: Callable[[Tensor], Tensor] | None = None
+    backbone: Backbone, several: Several = "softmax", summed: Callable[[Tensor], Tensor] = Tensor.clone
 ) -> Callable[..., Tensor]:
     """L^D as a function (θ, φ_D, (images, targets), here=None) -> mean `cross_entropy`, a scalar.
 

@@ -194,8 +194,10 @@ class Downstream(NamedTuple):
     loaders: dict[int, Iterable[Any]]  # of splits that have been scored; their workers wait for the next time
 
     def loss(self) -> Callable[..., Tensor]:
-        summed: Any = Summed.apply if self.peers.size > 1 else None
-        return autocast(ft.downstream_loss(self.loaded.backbone, self.several, summed), self.device, self.amp)
+        loss = ft.downstream_loss(self.loaded.backbone, self.several)
+        if self.peers.size > 1:
+            loss = ft.downstream_loss(self.loaded.backbone, self.several, Summed.apply)
+        return autocast(loss, self.device, self.amp)
 
     def train(
         self, draws: Iterator[list[Draw]], seed: int, purpose: str, rate: float, stats: Phi, start: int = 0

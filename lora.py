@@ -326,7 +326,7 @@ def logits(
     images: Tensor,
     here: Here | None = None,
     training: bool = False,
-    summed: Callable[[Tensor], Tensor] | None = None,
+    summed: Callable[[Tensor], Tensor] = Tensor.clone,
 ) -> Tensor:
     """h^D(f_θ(images)), (B, C): a linear layer on the features, after BatchNorm (eps 1e-6) where φ_D has one.
 
@@ -335,26 +335,27 @@ def logits(
     """
     x = features(backbone, theta, images, here.drop if here else None)
     if "norm.weight" in phi_D:
-        stats = (here.stats if here else None) if training else phi_D
-        if training and summed:
-            x = shared_batch_norm(x, phi_D, stats, summed)
-        else:
-            mean, var = (stats["norm.mean"], stats["norm.var"]) if stats else (None, None)
-            x = F.batch_norm(x, mean, var, phi_D["norm.weight"], phi_D["norm.bias"], training, eps=1e-6)
+        stats = here.stats if here else None
+        wide = x.double()
+        mean, var = moments(wide, stats, summed) if training else (phi_D["norm.mean"], phi_D["norm.var"])
+        x = ((wide - mean) * (var + 1e-6).rsqrt()).to(phi_D["norm.weight"])
+        x = x * phi_D["norm.weight"] + phi_D["norm.bias"]
     return F.linear(x, phi_D["weight"], phi_D["bias"])
 
 
-def shared_batch_norm(x: Tensor, phi_D: Phi, stats: Phi | None, summed: Callable[[Tensor], Tensor]) -> Tensor:
-    """BatchNorm in training (momentum 0.1, eps 1e-6) with the moments of all processes' rows; updates `stats`."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+def moments(x: Tensor, stats: Phi | None, summed: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Mean and variance over all processes' rows of x (B, dim), float64; updates `stats` with momentum 0.1.
+
+    In float32, images whose features are close would lose most digits of their gradient.
+    """
     n = summed(x.new_tensor(float(len(x))))
     mean = summed(x.sum(0)) / n
     var = summed((x - mean).square().sum(0)) / n
     if stats:
         with torch.no_grad():
-            stats["norm.mean"].lerp_(mean, 0.1)
-            stats["norm.var"].lerp_(var * n / (n - 1), 0.1)
-    return (x - mean) * (var + 1e-6).rsqrt() * phi_D["norm.weight"] + phi_D["norm.bias"]
+            stats["norm.mean"].lerp_(mean.to(stats["norm.mean"]), 0.1)
+            stats["norm.var"].lerp_((var * n / (n - 1)).to(stats["norm.var"]), 0.1)
+    return mean, var
 
 
 # --- adapter files ---------------------------------------------------------------------------------------------------

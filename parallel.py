@@ -8,6 +8,7 @@ processes are one flat all-reduce, so the ranks stay equal to the bit. Losses ar
 by numbers of images exact; a BatchNorm head takes its moments from the whole batch (`Summed`).
 """
 
+import contextlib
 import datetime
 import os
 import signal
@@ -141,17 +142,16 @@ class World:
 
     def reason(self) -> str:
         """What the first process to fail left behind."""
-        try:
+        with contextlib.suppress(RuntimeError):  # the store may have gone with its process
             if self.store is not None and self.store.check(["failed"]):
                 return f" ({self.store.get('failed').decode()})"
-        except RuntimeError:  # the store went with its process
-            pass
         return ""
 
     def failed(self, why: str) -> None:
         """Tell the others why this process ends; the first one to speak is heard."""
-        if self.store is not None and self.size > 1 and not self.reason():
-            self.store.set("failed", f"rank {self.rank}: {why}")
+        if self.store is not None and not self.reason():
+            with contextlib.suppress(RuntimeError):  # the store may have gone with its process
+                self.store.set("failed", f"rank {self.rank}: {why}")
 
     def rows(self, K: int, whole: bool = False) -> slice:
         """The layers whose gradients this process keeps and inverts; with `whole` (one block) rank 0 has them all."""

@@ -61,9 +61,7 @@ STOPS = [(1, 0), (5, 2), (11, 0)]
 ALL = [(alternation, workers) for alternation in (1, 5, 11) for workers in (0, 2)]
 
 
-def stopped_and_resumed(
-    weights: Path, pretext: str, hypergrad: str, stops: list[tuple[int, int]], capsys: object
-) -> None:
+def stopped_and_resumed(weights: Path, pretext: str, hypergrad: str, stops: list[tuple[int, int]]) -> None:
     """After each alternation, and in the middle of both levels of the next one."""
     line = f"align --backbone vit_mini --pretext {pretext} --weights {weights / pretext} --dataset quilts {ALIGN}"
     line += f" --hypergrad {hypergrad}"
