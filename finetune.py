@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from config import Diverged, RunError
+from config import Diverged
 from lora import Backbone, Here, Phi, logits
 from runtime import Group, Optimiser, Score
 
@@ -154,7 +154,7 @@ def choose(validated: Mapping[float, Sequence[Score | None]]) -> float:
         if all(scores)
     }
     if not mean:
-        raise RunError("every learning rate diverged, lower --lr or extend --grid downwards")
+        raise Diverged("every learning rate diverged, lower --lr or extend --grid downwards")
     return max(mean, key=lambda lr: mean[lr].rank)
 
 
