@@ -397,6 +397,25 @@ def sweep(config: SweepConfig, common: dict[str, Any], sources: dict[str, str]) 
 
 
 @app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="align or finetune runs, directories of them, a demo, a sweep")],
+    out: Annotated[Path, typer.Option(help="the page")] = Path("report.html"),
+    json_: Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress")] = False,
+) -> None:
+    """One HTML page about runs, all in one file: accuracies, curves, settings with sources, cost, pictures."""
+    import report as room
+
+    with Live(quiet or json_) as live:
+        result = room.report(runs, out, live)
+    if json_:
+        print(json.dumps(result))
+    else:
+        groups, size = len(result["groups"]), result["bytes"] / 1e6
+        print(f"{result['out']}: {groups} groups of runs, {result['pictures']} pictures, {size:.1f} MB")
+
+
+@app.command()
 def evaluate(
     run: Annotated[Path, typer.Argument(help="a finetune run, or the directory of one arm's runs")],
     against: Annotated[list[Path] | None, typer.Option(help="compare with this one; may be repeated")] = None,

@@ -10,8 +10,8 @@ A run's directory is named after those swept settings that it depends on, and on
 OUT/align; `--lam` one direct run, OUT/direct. Each is good for `evaluate`, `report`, `export` and `finetune --from`.
 
 Processes share the work without talking to each other. A *chain* is an align run and the PEFT runs that start from it,
-or a direct run alone; shard i/n does every n-th, and no two chains write to the same directory. What is shared is written
-whole: config.json by whoever is first, the table by whoever ends, who looks again before leaving.
+or a direct run alone; shard i/n does every n-th, and no two chains write to the same directory. What is shared is
+written whole: config.json by whoever is first, the table by whoever ends, who looks again before leaving.
 A point has one align run, as in the paper: error bars are over PEFT seeds.
 """
 
@@ -308,6 +308,7 @@ def draw(result: dict[str, Any]) -> Any:
     figure, axes = pyplot().subplots(figsize=(6, 4))
     x, values = next(iter(result["swept"].items()))
     numbers = sorted(value for value in values if not isinstance(value, str))
+    base = 2 if all(isinstance(value, int) for value in numbers) else 10
     for k, (name, rows) in enumerate(curves(result)):
         colour, alone = COLOURS[k % len(COLOURS)], rows[0]["arm"] == "PEFT"
         style = {"color": colour, "linestyle": "--" if alone else "-", "label": name}
@@ -317,10 +318,11 @@ def draw(result: dict[str, Any]) -> Any:
             axes.axhspan(rows[0]["mean"] - spread, rows[0]["mean"] + spread, color=colour, alpha=0.12, linewidth=0)
             continue
         rows = sorted(rows, key=lambda line: line["point"][x])
-        at, means = [line["point"][x] for line in rows], [line["mean"] for line in rows]
+        aside = base ** (0.04 * k)  # a little to the right, or bars hide each other
+        at, means = [line["point"][x] * aside for line in rows], [line["mean"] for line in rows]
         marker = "s" if alone else "o"
         axes.errorbar(at, means, [line["std"] or 0.0 for line in rows], marker=marker, capsize=3, **style)
-    axes.set_xscale("log", base=2 if all(isinstance(value, int) for value in numbers) else 10)
+    axes.set_xscale("log", base=base)
     axes.set_xticks(numbers, [f"{value:g}" for value in numbers])
     axes.minorticks_off()
     axes.set_xlabel(AXES[x])
