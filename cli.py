@@ -26,6 +26,7 @@ from config import (
     AlignConfig,
     BenchConfig,
     FinetuneConfig,
+    Machine,
     PretrainConfig,
     RunError,
     Settings,
@@ -419,13 +420,36 @@ def report(
 def evaluate(
     run: Annotated[Path, typer.Argument(help="a finetune run, or the directory of one arm's runs")],
     against: Annotated[list[Path] | None, typer.Option(help="compare with this one; may be repeated")] = None,
-    picture: Annotated[Path | None, typer.Option(help="write a picture of all seeds (PNG, SVG or PDF)")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="write a picture (PNG, SVG or PDF): of all seeds, or below")
+    ] = None,
+    rollout: Annotated[
+        int | None, typer.Option(help="draw attention rollouts of so many validation images (default: RUN/rollout.png)")
+    ] = None,
+    similarity: Annotated[
+        bool, typer.Option("--similarity", help="CKA and RSA with the backbone, align runs too; RUN/similarity.png")
+    ] = False,
+    seed: Annotated[int | None, typer.Option(help="whose adapter is looked at (default: a run's first)")] = None,
+    limit: Annotated[int | None, typer.Option(help="so many images for --similarity (default: all)")] = None,
+    device: Annotated[str, typer.Option(help="for --rollout and --similarity: auto, cpu, cuda, cuda:1")] = "auto",
+    workers: Annotated[int, typer.Option(help="processes that decode images", min=0)] = 0,
+    data_root: Annotated[
+        Path | None, typer.Option(help="where the benchmarks are now (default: as in the run)")
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")] = False,
 ) -> None:
-    """Mean and deviation over seeds, and the exact permutation test against other runs."""
+    """Mean and deviation over seeds, and the exact permutation test against other runs.
+
+    Or, instead: what a network looks at (--rollout), how alike two represent images (--similarity).
+    """
     import evaluate as ev
     import figures
 
+    if rollout is not None or similarity:
+        if rollout is not None and similarity:
+            raise UsageError("--rollout and --similarity: one at a time")
+        machine = Machine(device=device, workers=workers, data_root=data_root)
+        return look(run, against or [], rollout, picture, seed, limit, machine, json_)
     if picture:
         figures.check_picture("--picture", picture)
     arms = [ev.read_arm(path) for path in (run, *(against or []))]
@@ -437,8 +461,39 @@ def evaluate(
         figures.save(figure, picture)
     if json_:
         print(json.dumps({"arms": rows, "picture": str(picture) if picture else None}))
-        return
-    paper.print(arm_table(rows))
+        return None
+    return paper.print(arm_table(rows))
+
+
+def look(
+    run: Path,
+    against: list[Path],
+    count: int | None,
+    picture: Path | None,
+    seed: int | None,
+    limit: int | None,
+    machine: Machine,
+    as_json: bool,
+) -> None:
+    """`evaluate --rollout`, the others above the run as in the paper; with no count, `evaluate --similarity`."""
+    import seeing
+
+    out = picture or run / ("similarity.png" if count is None else "rollout.png")
+    if count is not None:
+        result = seeing.rollout([*against, run], count, out, seed, machine)
+        lines = [f"{row['label']}: " + ", ".join(f"{k} {v}" for k, v in row["predictions"].items())
+                 for row in result["images"]]  # fmt: skip
+        return answer({"rollout": result}, as_json, [*lines, str(out)])
+    result = seeing.similarity([run, *against], out, seed, limit, machine)
+    if as_json:
+        return answer({"similarity": result | {"picture": str(out)}}, True, [])
+    print(f"{result['dataset']}, {result['images']} validation images")
+    for title, key in (("linear CKA", "cka"), ("RSA", "rsa")):
+        table = Table(title, *result["models"], box=None)
+        for name, row in zip(result["models"], result[key], strict=True):
+            table.add_row(name, *(f"{value:.3f}" for value in row))
+        paper.print(table)
+    return print(out)
 
 
 def arm_table(rows: list[dict[str, Any]]) -> Table:
