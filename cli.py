@@ -401,6 +401,12 @@ def sweep(config: SweepConfig, common: dict[str, Any], sources: dict[str, str]) 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="align or finetune runs, directories of them, a demo, a sweep")],
     out: Annotated[Path, typer.Option(help="the page")] = Path("report.html"),
+    rollout: Annotated[int, typer.Option(help="images of the attention rollout; 0: no look at networks", min=0)] = 6,
+    limit: Annotated[int, typer.Option(help="so many images for the similarities", min=3)] = 1000,
+    device: Annotated[str, typer.Option(help="for rollout and similarity: auto, cpu, cuda, cuda:1")] = "auto",
+    data_root: Annotated[
+        Path | None, typer.Option(help="where the benchmarks are now (default: as in the run)")
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress")] = False,
 ) -> None:
@@ -408,7 +414,8 @@ def report(
     import report as room
 
     with Live(quiet or json_) as live:
-        result = room.report(runs, out, live)
+        how = room.Looking(rollout, limit, Machine(device=device, data_root=data_root))
+        result = room.report(runs, out, live, how)
     if json_:
         print(json.dumps(result))
     else:

@@ -9,6 +9,7 @@ import base64
 import html
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from string import Template
@@ -18,11 +19,14 @@ from pydantic import ValidationError
 
 import evaluate as ev
 import paper
+import seeing
 from config import (
     BACKBONES,
     AlignConfig,
     FinetuneConfig,
+    Machine,
     PretrainConfig,
+    RunError,
     Settings,
     UsageError,
     by_pretext,
@@ -496,6 +500,82 @@ def section(group: Group, number: int) -> Markup:
     )
 
 
+# --- what the networks look at ---------------------------------------------------------------------------------------
+
+MOST_ARMS, MOST_MODELS = 4, 8  # rows of the rollout, models of the similarities
+
+
+class Looking(NamedTuple):
+    """How much is looked at, and where."""
+
+    images: int = 6  # of a rollout; 0: neither rollout nor similarity
+    limit: int = 1000  # images of a similarity
+    machine: Machine = Machine()
+
+
+def looks(groups: Sequence[Group], how: Looking) -> list[Markup]:
+    """Attention rollout and similarity of the finished runs, a section for those of the same weights and data."""
+    alike: dict[tuple[str, str], list[Group]] = {}
+    for group in (group for group in groups if group.kind != "pretrain" and group.finished):
+        alike.setdefault((group.envs[0]["weights_sha256"], group.envs[0]["data_sha256"]), []).append(group)
+    out: list[Markup] = []
+    for some in alike.values():
+        arms = sorted((g for g in some if g.kind == "finetune"), key=lambda group: group.config.start is not None)
+        title = f"What the networks look at: {some[0].config.data.dataset.rpartition('/')[2]}"
+        out.append(Markup(f"<h2>{html.escape(title)}</h2>"))
+        for part, shown, most in ((rollout, arms, MOST_ARMS), (similarity, some, MOST_MODELS)):
+            out += [or_why(part, shown[:most], how)] if shown else []
+            if len(shown) > most:
+                out.append(paragraph(f"{len(shown) - most} more are left out, to keep the picture legible."))
+    return out
+
+
+def or_why(part: Callable[[Sequence[Group], Looking], Markup], groups: Sequence[Group], how: Looking) -> Markup:
+    """A part of the page, or a line on why it is not there: weights or data that are gone stop no report."""
+    try:
+        have_weights(groups)
+        return part(groups, how)
+    except (UsageError, RunError) as error:
+        return paragraph(f"No {part.__name__}: {error}")
+
+
+def have_weights(groups: Sequence[Group]) -> None:
+    """A report downloads nothing."""
+    for group in groups:
+        if not group.config.model.weights.exists():
+            raise UsageError(f"the weights {group.config.model.weights} are not here")
+
+
+def rollout(arms: Sequence[Group], how: Looking) -> Markup:
+    """Where each arm's first model looks, on the same validation images."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rollout.png"
+        about = seeing.rollout([group.path for group in arms], how.images, file, machine=how.machine)
+        png = file.read_bytes()
+    images = about["images"]
+    right = {name: sum(one["predictions"][name] == one["label"] for one in images) for name in images[0]["predictions"]}
+    said = "; ".join(f"{name} names {n} of {len(images)} right" for name, n in right.items())
+    labels = ", ".join(one["label"] for one in images)
+    alt = f"Attention rollout on {len(images)} validation images ({labels}), a row a model: {said}."
+    return picture(png, alt, "Attention rollout: input, then each model; above each map its prediction")
+
+
+def similarity(groups: Sequence[Group], how: Looking) -> Markup:
+    """CKA and RSA between the pretrained network and the first run of each group."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "similarity.png"
+        about = seeing.similarity([group.path for group in groups], file, limit=how.limit, machine=how.machine)
+        png = file.read_bytes()
+    first, *others = about["models"]
+    said = [f"{name} CKA {about['cka'][0][i]:.3f}, RSA {about['rsa'][0][i]:.3f}" for i, name in enumerate(others, 1)]
+    alt = f"Similarity to the {first} network on {about['images']} validation images: {'; '.join(said)}."
+    tables = []
+    for key in ("cka", "rsa"):
+        rows = [[name, *row] for name, row in zip(about["models"], about[key], strict=True)]
+        tables.append(table([key.upper(), *about["models"]], rows))
+    return Markup(picture(png, alt, "Linear CKA and RSA of what enters the head") + "".join(tables))
+
+
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
@@ -511,7 +591,7 @@ def check_out(out: Path) -> None:
         raise UsageError(f"--out {out}: the folder {out.parent} cannot be written to")
 
 
-def report(paths: Sequence[Path], out: Path, tell: Report) -> dict[str, Any]:
+def report(paths: Sequence[Path], out: Path, tell: Report, how: Looking = Looking()) -> dict[str, Any]:  # noqa: B008
     """Write the page about all runs at the paths; returns what is on it."""
     check_out(out)
     pyplot()
@@ -522,6 +602,8 @@ def report(paths: Sequence[Path], out: Path, tell: Report) -> dict[str, Any]:
     if found := accuracy(groups):
         body += [Markup("<h2>Accuracy</h2>"), *found]
     body += sweeps(paths)
+    tell("report", 0, len(groups), "rollout and similarity" if how.images else "")
+    body += looks(groups, how) if how.images else []
     for i, group in enumerate(groups):
         tell("report", i + 1, len(groups), group.name)
         body.append(section(group, i))
