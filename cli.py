@@ -485,6 +485,8 @@ def look(
     """`evaluate --rollout`, the others above the run as in the paper; with no count, `evaluate --similarity`."""
     import seeing
 
+    if not run.is_dir():
+        raise UsageError(f"{run}: there is no such run directory")
     out = picture or run / ("similarity.png" if count is None else "rollout.png")
     if count is not None:
         result = seeing.rollout([*against, run], count, out, seed, machine)

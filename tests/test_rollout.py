@@ -171,7 +171,8 @@ def test_a_forward_that_shows_attention_recomputes_nothing() -> None:
     theta, x = theta_of(MAE), images(MAE)
     gradients = []
     for recompute in (False, True):
-        backbone, leaf, seen = network(MAE), theta.clone().requires_grad_(), []
+        backbone, leaf = network(MAE), theta.clone().requires_grad_()
+        seen: list[Tensor] = []
         backbone.recompute = recompute
         backbone(x, leaf, see=seen.append).square().sum().backward()
         gradients.append(leaf.grad)
