@@ -65,9 +65,12 @@ th, td { text-align: left; vertical-align: top; padding: .25rem .75rem .25rem 0;
   min-width: 5rem; }
 td:first-child { min-width: 8rem; }
 td.number { white-space: nowrap; }
+td.medium { min-width: 12rem; }
 td.wide { min-width: 24rem; }
 .pictures { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr)); }
 figure { margin: 0; }
+.broad { overflow-x: auto; }
+.broad img { min-width: 36rem; }
 img { max-width: 100%; height: auto; display: block; }
 figcaption, .note, summary { font-size: .875rem; color: #444; }
 summary { cursor: pointer; padding: .5rem 0; }
@@ -80,9 +83,10 @@ summary { cursor: pointer; padding: .5rem 0; }
   table { font-size: 8pt; }
   th, td { min-width: 3rem; overflow-wrap: anywhere; }
   td:first-child { min-width: 7rem; }
-  td.wide { min-width: 0; }
+  td.medium, td.wide { min-width: 0; }
   h2, h3 { break-after: avoid; }
   figure, tr { break-inside: avoid; }
+  .broad img { min-width: 0; }
   details::details-content { content-visibility: visible; block-size: auto; }
 }
 </style>
@@ -203,7 +207,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Markup:
     """A table in a box of its own, in which it scrolls where the screen is narrow."""
 
     def td(value: Any) -> str:
-        kind = "number" if isinstance(value, int | float) else "wide" if len(str(value)) > 60 else ""
+        long = "wide" if len(str(value)) > 60 else "medium" if len(str(value)) > 14 else ""
+        kind = "number" if isinstance(value, int | float) else long
         return f'<td class="{kind}">{cell(value)}</td>' if kind else f"<td>{cell(value)}</td>"
 
     top = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in head)
@@ -217,6 +222,11 @@ def picture(png: bytes, alt: str, caption: str) -> Markup:
     data = base64.b64encode(png).decode()
     image = f'<img src="data:image/png;base64,{data}" alt="{html.escape(alt)}">'
     return Markup(f"<figure>{image}<figcaption>{html.escape(caption)}</figcaption></figure>")
+
+
+def broad(drawn: Markup) -> Markup:
+    """A picture of many small ones, in a box in which it scrolls where the screen is narrow."""
+    return Markup(f'<div class="broad" tabindex="0">{drawn}</div>')
 
 
 def side_by_side(pictures: Iterable[Markup]) -> Markup:
@@ -353,7 +363,8 @@ def accuracy(groups: Sequence[Group]) -> list[Markup]:
             f"{row['arm']} {row['mean']:.2f} %, from {min(row['accuracies']):.2f} to {max(row['accuracies']):.2f}"
             for row in rows
         )
-        out.append(side_by_side([picture(rendered(figure), f"Test accuracy of each seed: {said}.", "Test accuracies")]))
+        drawn = picture(rendered(figure), f"Test accuracy of each seed: {said}.", "Test accuracies")
+        out.append(side_by_side([drawn]) if len(arms) <= 3 else broad(drawn))
     return out
 
 
@@ -374,20 +385,25 @@ def arm_cells(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sweeps(paths: Sequence[Path]) -> list[Markup]:
-    """The picture of each sweep among the given directories, and its points in words."""
+    """The picture of each sweep among the given directories, and its points."""
     out = []
     for path in (path for path in paths if (path / "sweep.json").exists() and (path / "sweep.png").exists()):
         result = read_json(path / "sweep.json")
-        points = [
-            f"{row['arm']}, {', '.join(f'{k} {v}' for k, v in row['point'].items()) or 'all'}: {row['mean']:.2f}"
-            + (f" ± {row['std']:.2f} %" if row["std"] is not None else " %")
-            for row in result["rows"]
-        ]
+        rows = []
+        for row in result["rows"]:
+            spread = f" ± {row['std']:.2f}" if row["std"] is not None else ""
+            versus = row["minus_direct"] or {"difference": None, "p": None}
+            difference = "" if versus["difference"] is None else f"{versus['difference']:+.2f}"
+            where = [str(row["point"].get(name, "any")) for name in result["swept"]]
+            rows.append([*where, row["arm"], f"{row['mean']:.2f}{spread}", difference, versus["p"]])
         lists = "; ".join(f"{name} {', '.join(map(str, values))}" for name, values in result["swept"].items())
         lacking = f", {len(result['missing'])} points missing" if result["missing"] else ""
-        alt = f"Test accuracy over {lists}. {'; '.join(points)}."
-        out.append(picture((path / "sweep.png").read_bytes(), alt, f"Sweep {path.resolve().name}: {lists}{lacking}"))
-    return [Markup("<h2>Sweep</h2>"), side_by_side(out)] if out else []
+        points = "; ".join(f"{' '.join(row[: len(result['swept'])])}, {row[-4]}: {row[-3]} %" for row in rows)
+        alt = f"Test accuracy over {lists}. {points}."
+        said = f"Sweep {path.resolve().name}: {lists}{lacking}"
+        out.append(picture((path / "sweep.png").read_bytes(), alt, said))
+        out.append(table([*result["swept"], "arm", "test %", "minus direct", "p, two-sided"], rows))
+    return [Markup("<h2>Sweep</h2>"), *out] if out else []
 
 
 def defaults(config: Any) -> dict[str, Any]:
@@ -557,7 +573,7 @@ def rollout(arms: Sequence[Group], how: Looking) -> Markup:
     said = "; ".join(f"{name} names {n} of {len(images)} right" for name, n in right.items())
     labels = ", ".join(one["label"] for one in images)
     alt = f"Attention rollout on {len(images)} validation images ({labels}), a row a model: {said}."
-    return picture(png, alt, "Attention rollout: input, then each model; above each map its prediction")
+    return broad(picture(png, alt, "Attention rollout: input, then each model; above each map its prediction"))
 
 
 def similarity(groups: Sequence[Group], how: Looking) -> Markup:
@@ -573,7 +589,7 @@ def similarity(groups: Sequence[Group], how: Looking) -> Markup:
     for key in ("cka", "rsa"):
         rows = [[name, *row] for name, row in zip(about["models"], about[key], strict=True)]
         tables.append(table([key.upper(), *about["models"]], rows))
-    return Markup(picture(png, alt, "Linear CKA and RSA of what enters the head") + "".join(tables))
+    return Markup(broad(picture(png, alt, "Linear CKA and RSA of what enters the head")) + "".join(tables))
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
@@ -599,9 +615,9 @@ def report(paths: Sequence[Path], out: Path, tell: Report, how: Looking = Lookin
     body: list[Markup] = [paragraph(f"{sum(len(group.runs) for group in groups)} runs in {len(groups)} groups.")]
     links = "".join(f'<li><a href="#run{i}">{html.escape(group.name)}</a></li>' for i, group in enumerate(groups))
     body += [Markup(f'<nav aria-label="runs"><ul>{links}</ul></nav>')] if len(groups) > 1 else []
+    body += sweeps(paths)
     if found := accuracy(groups):
         body += [Markup("<h2>Accuracy</h2>"), *found]
-    body += sweeps(paths)
     tell("report", 0, len(groups), "rollout and similarity" if how.images else "")
     body += looks(groups, how) if how.images else []
     for i, group in enumerate(groups):

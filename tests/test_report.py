@@ -78,8 +78,9 @@ class Page(HTMLParser):
         return next(row for row in self.rows if row[0] == first)
 
 
-def page_of(paths: list[Path], **more: Any) -> Page:
-    room.report(paths, Path("r.html"), silent, **more)
+def page_of(paths: list[Path], images: int = 0) -> Page:
+    """A page without a look at the networks, unless `images` are asked for."""
+    room.report(paths, Path("r.html"), silent, room.Looking(images=images, limit=20))
     return Page(Path("r.html"))
 
 
@@ -117,18 +118,18 @@ def test_a_sweep_brings_its_picture_and_names_its_runs_apart(runs: Path) -> None
         shutil.copytree(runs / "with", f"s/rank-{rank}/direct")
         config = json.loads((runs / "with/config.json").read_text()) | {"start": None}
         Path(f"s/rank-{rank}/direct/config.json").write_text(json.dumps(config))
-    row = {"arm": "BiSSLight + PEFT", "point": {"rank": 2}, "mean": 70.126, "std": 1.5}
+    versus = {"difference": 2.5, "p": 0.25, "splits": 6, "exact": True}
+    row = {"arm": "BiSSLight + PEFT", "point": {"rank": 2}, "mean": 70.126, "std": 1.5, "minus_direct": versus}
     about = {"swept": {"rank": [2, 16]}, "rows": [row], "missing": ["rank-16/finetune"]}
     Path("s/config.json").write_text('{"swept": {}}')
     Path("s/sweep.json").write_text(json.dumps(about))
     Image.new("RGB", (200, 200)).save("s/sweep.png")
     page = page_of([Path("s")])
     names = [f"rank-{rank}/{kind}" for kind in ("finetune", "direct") for rank in (2, 16)]
-    assert [row[0] for row in page.rows[1:5]] == names
-    assert any(
-        about.get("alt") == "Test accuracy over rank 2, 16. BiSSLight + PEFT, rank 2: 70.13 ± 1.50 %."
-        for _, about in page.tags
-    )
+    assert page.rows[1] == ["2", "BiSSLight + PEFT", "70.13 ± 1.50", "+2.50", "0.25"]
+    assert [row[0] for row in page.rows[3:7]] == names
+    alt = "Test accuracy over rank 2, 16. 2, BiSSLight + PEFT: 70.13 ± 1.50 %."
+    assert any(about.get("alt") == alt for _, about in page.tags)
     assert "Sweep s: rank 2, 16, 1 points missing" in page.text
 
 
@@ -191,6 +192,30 @@ def test_defaults_of_ijepa_are_its_own() -> None:
         64.0,
         "imagenet",
     )
+
+
+def test_the_networks_are_looked_at_where_weights_and_data_are_at_hand(runs: Path) -> None:
+    """The numbers are those of `seeing`, asked for the same runs; without weights, a line says so."""
+    import seeing
+
+    page = page_of([runs], images=2)
+    alts = [about["alt"] for tag, about in page.tags if tag == "img"]
+    seen = seeing.similarity([runs / "aligned", runs / "with", runs / "without"], None, limit=20)
+    assert any(f"RSA {seen['rsa'][0][3]:.3f}" in alt and f"CKA {seen['cka'][0][1]:.3f}" in alt for alt in alts)
+    assert page.row("aligned (mfac)")[2:4] == ["1", f"{seen['cka'][1][2]:.4g}"]
+    looked = seeing.rollout([runs / "without", runs / "with"], 2, Path("look.png"))
+    right = sum(one["predictions"]["with"] == one["label"] for one in looked["images"])
+    alt = next(alt for alt in alts if alt.startswith("Attention rollout on 2 validation images"))
+    assert f"with names {right} of 2 right" in alt
+    assert ", ".join(one["label"] for one in looked["images"]) in alt
+    shutil.copytree(runs / "with", "moved")
+    config = json.loads(Path("moved/config.json").read_text())
+    config["model"]["weights"] = "gone.pth"
+    Path("moved/config.json").write_text(json.dumps(config))
+    text = page_of([Path("moved")], images=2).text
+    assert "No rollout: the weights gone.pth are not here" in text
+    assert "No similarity: the weights gone.pth are not here" in text
+    assert "What the networks look at" not in page_of([runs]).text
 
 
 def test_an_unfinished_run_is_shown_as_far_as_it_is(runs: Path) -> None:
