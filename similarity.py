@@ -98,7 +98,7 @@ def draw(names: Sequence[str], matrices: dict[str, Tensor], title: str, path: Pa
     """A heat map a measure, side by side, values in the cells; colours run from 0 to 1."""
     count, longest = len(names), max(map(len, names))
     side = max(2.0, 0.62 * count)
-    size = (1.2 + 0.065 * longest + len(matrices) * side, 0.9 + 0.05 * longest + side)
+    size = (1.2 + 0.065 * longest + len(matrices) * side, 0.6 + 0.05 * longest + side)
     figure, grid = pyplot().subplots(1, len(matrices), figsize=size, sharey=True)
     for axes, (measure, matrix) in zip(grid, matrices.items(), strict=True):
         shown: Any = axes.imshow(matrix.numpy(), vmin=0, vmax=1, cmap="viridis")
