@@ -23,12 +23,15 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from config import (
+    SWEPT,
     AlignConfig,
     BenchConfig,
     FinetuneConfig,
+    Machine,
     PretrainConfig,
     RunError,
     Settings,
+    SweepConfig,
     UsageError,
     by_pretext,
     get,
@@ -57,47 +60,60 @@ COMMON: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-def flag_type(annotation: Any) -> Any:
-    """What Typer is to parse: the annotation without its None; a tuple of rates arrives as text."""
+def plain(annotation: Any) -> Any:
+    """An annotation without its None and its conditions; str for a number or a word, which pydantic tells apart."""
     if get_origin(annotation) in (Union, UnionType):
         kinds = [a for a in get_args(annotation) if a is not type(None)]
-        annotation = kinds[0] if len(kinds) == 1 else str  # a number or a word: pydantic tells them apart
-    if get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
-    return str if get_origin(annotation) is tuple else annotation
+        annotation = kinds[0] if len(kinds) == 1 else str
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
-def parameters(model: type[Settings]) -> list[inspect.Parameter]:
-    """One keyword-only parameter a leaf, default None (not given), and the common options."""
+def flag_type(annotation: Any) -> Any:
+    """What Typer is to parse; a tuple of rates arrives as text."""
+    return str if get_origin(plain(annotation)) is tuple else plain(annotation)
+
+
+Option = tuple[Any, Any, str]  # type, default, help
+
+
+def parameters(model: type[Settings], options: dict[str, Option]) -> list[inspect.Parameter]:
+    """One keyword-only parameter a leaf, default None (not given), and the options. A table has no flag."""
     out = []
+    several = SWEPT.values() if model is SweepConfig else ()
     for leaf in leaves(model):
-        name = leaf.path[-1]
+        if get_origin(leaf.field.annotation) is dict:
+            continue
+        name = leaf.name
         dashed = name.replace("_", "-")
-        kind = flag_type(leaf.field.annotation)
+        kind = str if leaf.path in several else flag_type(leaf.field.annotation)
         spelled = RENAMED.get(name, (f"--{dashed}/--no-{dashed}" if kind is bool else f"--{dashed}",))
         known = not leaf.field.is_required() and leaf.field.default is not None
         default = f" (default: {leaf.field.default})" if known else ""
         option = typer.Option(*spelled, help=(leaf.field.description or "") + default, show_default=False)
         annotation: Any = Annotated[Optional[kind], option]  # noqa: UP045
         out.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
-    for name, (kind, value, text) in COMMON.items():
+    for name, (kind, value, text) in options.items():
         option = typer.Option(f"--{name.replace('_', '-')}", help=text, show_default=False)
         annotation = Annotated[kind, option]
         out.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=annotation))
     return out
 
 
-def command(model: type[S]) -> Callable[[Callable[[S, dict[str, Any], dict[str, str]], None]], None]:
-    """Register a function (settings, common options, source of each setting) as a command with the settings' flags."""
+def command(model: type[S], **own: Option) -> Callable[[Callable[[S, dict[str, Any], dict[str, str]], None]], None]:
+    """Register a function (settings, options, source of each setting) as a command with the settings' flags.
+
+    Its options are the common ones, and its own.
+    """
+    options = COMMON | own
 
     def register(body: Callable[[S, dict[str, Any], dict[str, str]], None]) -> None:
         def run(**given: Any) -> None:
-            common = {name: given.pop(name) for name in COMMON}
+            common = {name: given.pop(name) for name in options}
             flags = {k: v for k, v in given.items() if v is not None}
             config, sources = build(model, flags, common["config"], common["preset"])
             body(config, common, sources)
 
-        wanted = parameters(model)
+        wanted = parameters(model, options)
         run.__signature__ = inspect.Signature(wanted)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in wanted}
         app.command(body.__name__, help=inspect.getdoc(body))(run)
@@ -113,7 +129,8 @@ def build(model: type[S], flags: dict[str, Any], file: Path | None, named: str) 
     table = read_file(file, model) if file else {}
     start = flags.get("start") or table.get("start")
     base = inherited(Path(str(start))) if start else {}
-    paths = {leaf.path[-1]: leaf.path for leaf in leaves(model)}
+    paths = {leaf.name: leaf.path for leaf in leaves(model)}
+    names = {path: name for name, path in paths.items()}
     merged: dict[str, Any] = {}
     sources: dict[str, str] = {}
 
@@ -123,7 +140,7 @@ def build(model: type[S], flags: dict[str, Any], file: Path | None, named: str) 
                 lay(value, source, (*at, key))
             else:
                 put(merged, (*at, key), value)
-                sources[key] = source
+                sources[names.get((*at, key), key)] = source
 
     pretext, backbone = (find(name, flags, table, base) for name in ("pretext", "backbone"))
     for name, value in by_pretext(str(pretext), model, str(backbone)).items():
@@ -144,8 +161,8 @@ def build(model: type[S], flags: dict[str, Any], file: Path | None, named: str) 
         raise UsageError("; ".join(explain(item, sources) for item in error.errors())) from error
 
 
-MODELS: tuple[type[Settings], ...] = (PretrainConfig, AlignConfig, FinetuneConfig, BenchConfig)
-TUPLES = {leaf.path[-1] for model in MODELS for leaf in leaves(model) if "tuple" in str(leaf.field.annotation)}
+MODELS: tuple[type[Settings], ...] = (PretrainConfig, AlignConfig, FinetuneConfig, SweepConfig, BenchConfig)
+TUPLES = {leaf.name for model in MODELS for leaf in leaves(model) if get_origin(plain(leaf.field.annotation)) is tuple}
 NAMES = {name for model in MODELS for leaf in leaves(model) for name in leaf.path}  # of settings and their groups
 
 
@@ -238,23 +255,23 @@ class Live:
 def show(config: Settings, sources: dict[str, str], common: dict[str, Any], about: dict[str, Any]) -> None:
     """--dry-run: every setting with its source, then the budget."""
     resolved = about.pop("config")
-    rows = [(leaf, get(resolved, leaf.path)) for leaf in leaves(type(config))]
+    several = config.swept if isinstance(config, SweepConfig) else {}
+    flags = [leaf for leaf in leaves(type(config)) if get_origin(leaf.field.annotation) is not dict]
+    rows = [(leaf, several.get(leaf.name, get(resolved, leaf.path))) for leaf in flags]
     origin = {}
     for leaf, value in rows:
-        name, said = leaf.path[-1], (leaf.field.description or "").rpartition("[")[2].rstrip("]")
+        name, said = leaf.name, (leaf.field.description or "").rpartition("[")[2].rstrip("]")
         filled = "default" if get(config, leaf.path) == value else "by backbone or data"
         origin[name] = sources.get(name) or (
             f"{filled}, {said}" if (leaf.field.description or "").endswith("]") else filled
         )
     if common["json"]:
-        settings = {leaf.path[-1]: {"value": value, "source": origin[leaf.path[-1]]} for leaf, value in rows}
+        settings = {leaf.name: {"value": value, "source": origin[leaf.name]} for leaf, value in rows}
         print(json.dumps({"settings": settings, "budget": about}, default=str))
         return
     table = Table("setting", "value", "source", "meaning", box=None)
     for leaf, value in rows:
-        table.add_row(
-            leaf.path[-1], str(value), origin[leaf.path[-1]], (leaf.field.description or "").partition(" [")[0]
-        )
+        table.add_row(leaf.name, str(value), origin[leaf.name], (leaf.field.description or "").partition(" [")[0])
     paper.print(table)
     for name, value in about.items():
         paper.print(f"{name}: {value:.6g}" if isinstance(value, float) else f"{name}: {value}", markup=False)
@@ -332,17 +349,116 @@ def finetune(config: FinetuneConfig, common: dict[str, Any], sources: dict[str, 
     return answer(result, common["json"], [line, f"learning rate {result['lr']:g}", result["out"]])
 
 
+@command(
+    SweepConfig, shard=(str | None, None, "i/n: do every n-th align run with its PEFT, or direct run, from the i-th")
+)
+def sweep(config: SweepConfig, common: dict[str, Any], sources: dict[str, str]) -> None:
+    """Accuracy against LoRA rank, λ, N_L, T or a learning rate: a comma list for one or two of them, a grid of runs."""
+    import stages
+    import sweep as room
+
+    with Live(common["quiet"] or common["json"]) as live, stages.worker_pool(config.machine.jobs) as pool:
+        result = room.sweep(config, opened(common, live), common["shard"], pool)
+    if common["dry_run"]:
+        runs = result["runs"] if common["json"] else result.pop("runs")
+        show(config, sources, common, result)
+        if not common["json"]:
+            print(
+                "\n".join(
+                    f"{index + 1} {', '.join(f'{k} {v}' for k, v in one.items())}" for index, one in enumerate(runs)
+                )
+            )
+        return None
+    if common["json"]:
+        return print(json.dumps(result))
+    metric = next((row["metric"] for row in result["rows"]), "accuracy")
+    head = [
+        *result["swept"],
+        "arm",
+        "seeds",
+        f"test {metric} %",
+        "learning rate",
+        "- direct",
+        "p, two-sided",
+        "|q|/|g|",
+    ]
+    table = Table(*head, box=None)
+    for row in result["rows"]:
+        spread = f" ± {row['std']:.2f}" if row["std"] is not None else ""
+        versus, ratio = row["minus_direct"], (row["align"] or {}).get("q_over_g")
+        cells = [*(str(row["point"].get(name, "any")) for name in result["swept"]), row["arm"], str(row["seeds"])]
+        cells += [f"{row['mean']:.2f}{spread}", f"{row['lr']:g}", f"{versus['difference']:+.2f}" if versus else ""]
+        cells += [f"{versus['p']:.4g}" if versus and versus["p"] is not None else "", f"{ratio:.3f}" if ratio else ""]
+        table.add_row(*cells)
+    paper.print(table)
+    for name, why in result["diverged"].items():
+        print(f"diverged: {name}: {why}")
+    n = len(result["missing"])
+    print(f"missing: {n} of {n + len(result['rows'])} points" + (f", {', '.join(result['missing'])}" if n else ""))
+    print(f"{result['out']}/sweep.json and sweep.png")
+    return None
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="align or finetune runs, directories of them, a demo, a sweep")],
+    out: Annotated[Path, typer.Option(help="the page")] = Path("report.html"),
+    rollout: Annotated[int, typer.Option(help="images of the attention rollout; 0: no look at networks", min=0)] = 6,
+    limit: Annotated[int, typer.Option(help="so many images for the similarities", min=3)] = 1000,
+    device: Annotated[str, typer.Option(help="for rollout and similarity: auto, cpu, cuda, cuda:1")] = "auto",
+    data_root: Annotated[
+        Path | None, typer.Option(help="where the benchmarks are now (default: as in the run)")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress")] = False,
+) -> None:
+    """One HTML page about runs, all in one file: accuracies, curves, settings with sources, cost, pictures."""
+    import report as room
+
+    with Live(quiet or json_) as live:
+        how = room.Looking(rollout, limit, Machine(device=device, data_root=data_root))
+        result = room.report(runs, out, live, how)
+    if json_:
+        print(json.dumps(result))
+    else:
+        groups, size = len(result["groups"]), result["bytes"] / 1e6
+        print(f"{result['out']}: {groups} groups of runs, {result['pictures']} pictures, {size:.1f} MB")
+
+
 @app.command()
 def evaluate(
     run: Annotated[Path, typer.Argument(help="a finetune run, or the directory of one arm's runs")],
     against: Annotated[list[Path] | None, typer.Option(help="compare with this one; may be repeated")] = None,
-    picture: Annotated[Path | None, typer.Option(help="write a picture of all seeds (PNG, SVG or PDF)")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="write a picture (PNG, SVG or PDF): of all seeds, or below")
+    ] = None,
+    rollout: Annotated[
+        int | None, typer.Option(help="draw attention rollouts of so many validation images (default: RUN/rollout.png)")
+    ] = None,
+    similarity: Annotated[
+        bool, typer.Option("--similarity", help="CKA and RSA with the backbone, align runs too; RUN/similarity.png")
+    ] = False,
+    seed: Annotated[int | None, typer.Option(help="whose adapter is looked at (default: a run's first)")] = None,
+    limit: Annotated[int | None, typer.Option(help="so many images for --similarity (default: all)")] = None,
+    device: Annotated[str, typer.Option(help="for --rollout and --similarity: auto, cpu, cuda, cuda:1")] = "auto",
+    workers: Annotated[int, typer.Option(help="processes that decode images", min=0)] = 0,
+    data_root: Annotated[
+        Path | None, typer.Option(help="where the benchmarks are now (default: as in the run)")
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")] = False,
 ) -> None:
-    """Mean and deviation over seeds, and the exact permutation test against other runs."""
+    """Mean and deviation over seeds, and the exact permutation test against other runs.
+
+    Or, instead: what a network looks at (--rollout), how alike two represent images (--similarity).
+    """
     import evaluate as ev
     import figures
 
+    if rollout is not None or similarity:
+        if rollout is not None and similarity:
+            raise UsageError("--rollout and --similarity: one at a time")
+        machine = Machine(device=device, workers=workers, data_root=data_root)
+        return look(run, against or [], rollout, picture, seed, limit, machine, json_)
     if picture:
         figures.check_picture("--picture", picture)
     arms = [ev.read_arm(path) for path in (run, *(against or []))]
@@ -354,8 +470,41 @@ def evaluate(
         figures.save(figure, picture)
     if json_:
         print(json.dumps({"arms": rows, "picture": str(picture) if picture else None}))
-        return
-    paper.print(arm_table(rows))
+        return None
+    return paper.print(arm_table(rows))
+
+
+def look(
+    run: Path,
+    against: list[Path],
+    count: int | None,
+    picture: Path | None,
+    seed: int | None,
+    limit: int | None,
+    machine: Machine,
+    as_json: bool,
+) -> None:
+    """`evaluate --rollout`, the others above the run as in the paper; with no count, `evaluate --similarity`."""
+    import seeing
+
+    if not run.is_dir():
+        raise UsageError(f"{run}: there is no such run directory")
+    out = picture or run / ("similarity.png" if count is None else "rollout.png")
+    if count is not None:
+        result = seeing.rollout([*against, run], count, out, seed, machine)
+        lines = [f"{row['label']}: " + ", ".join(f"{k} {v}" for k, v in row["predictions"].items())
+                 for row in result["images"]]  # fmt: skip
+        return answer({"rollout": result}, as_json, [*lines, str(out)])
+    result = seeing.similarity([run, *against], out, seed, limit, machine)
+    if as_json:
+        return answer({"similarity": result | {"picture": str(out)}}, True, [])
+    print(f"{result['dataset']}, {result['images']} validation images")
+    for title, key in (("linear CKA", "cka"), ("RSA", "rsa")):
+        table = Table(title, *result["models"], box=None)
+        for name, row in zip(result["models"], result[key], strict=True):
+            table.add_row(name, *(f"{value:.3f}" for value in row))
+        paper.print(table)
+    return print(out)
 
 
 def arm_table(rows: list[dict[str, Any]]) -> Table:
@@ -611,7 +760,7 @@ def attempt(arguments: list[str]) -> int:
     except Stopped as stop:
         return complain(stop.where, 128 + stop.number)
     except (KeyboardInterrupt, typer.Abort):
-        return complain("stopped; align, pretrain and finetune go on with --resume", 130)
+        return complain("stopped; align, pretrain, finetune and sweep go on with --resume", 130)
     except OSError as error:
         return complain(f"{error.filename or ''}: {error.strerror or error}", 1)
     except Exception as error:

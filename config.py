@@ -4,13 +4,16 @@ Each field's docstring gives its symbol, its meaning and, in brackets, the sourc
 [App. C.x] the paper's appendix, [released] the authors' program where the paper is silent, [MAE] the recipe of the MAE
 authors, [here] our own choice.
 A field without a default must be given; None means "by backbone or dataset" and is filled in by `stages`.
-Models are frozen and refuse unknown keys. The flag of a field is its name with dashes: `d_lr` is `--d-lr`.
+Models are frozen and refuse unknown keys. The flag of a field is its name with dashes: `d_lr` is `--d-lr`. Where a
+command has two fields of one name, the second has its group's name before its own: in `sweep`, `--peft-eval-every`.
 """
 
+import contextlib
+import copy
 import difflib
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -411,6 +414,74 @@ class FinetuneConfig(Common):
     peft: Peft = Peft()
 
 
+SWEPT = {  # settings that a sweep takes several values of, and where they are; the first that is swept is the x axis
+    "rank": ("model", "rank"),
+    "lr": ("peft", "lr"),
+    "d_lr": ("upper", "d_lr"),
+    "p_lr": ("lower", "p_lr"),
+    "lam": ("bilevel", "lam"),
+    "lower_steps": ("bilevel", "lower_steps"),
+    "alternations": ("bilevel", "alternations"),
+}
+
+
+class SweepConfig(Common):
+    """`sweep`: align and PEFT, and PEFT alone, over one or two lists of values. All settings of both commands."""
+
+    model: Model
+    data: Data
+    lower: Lower = Lower()
+    masks: Masks = Masks()
+    upper: Upper = Upper()
+    bilevel: Bilevel = Bilevel()
+    peft: Peft = Peft()
+    swept: dict[str, tuple[int | float | str, ...]] = {}
+    """The lists, by setting: given where a single value would stand, `--rank 1,2,4` or `rank = [1, 2, 4]`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def take_lists(cls, table: Any) -> Any:
+        """Move lists from their settings to `swept`; the first value of each stays behind."""
+        if not isinstance(table, dict):
+            return table
+        table = copy.deepcopy(table)
+        swept: dict[str, Any] = table.setdefault("swept", {})
+        for name, (group, key) in SWEPT.items():
+            within = table.get(group)
+            value = within.get(key) if isinstance(within, dict) else None
+            if isinstance(value, str) and "," in value:
+                value = value.split(",")
+            if isinstance(value, list | tuple):
+                swept[name] = [number(part) for part in value]
+                within[key] = swept[name][0] if swept[name] else None
+        return table
+
+    @model_validator(mode="after")
+    def one_or_two_lists(self) -> Self:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in SWEPT)
+        if unknown := [name for name in self.swept if name not in SWEPT]:
+            raise ValueError(f"swept: {unknown[0]!r} cannot be swept, these can: {', '.join(SWEPT)}")
+        if len(self.swept) not in (1, 2):
+            raise ValueError(f"give a comma list to one or two of {flags}, not to {len(self.swept) or 'none'}")
+        for name, values in self.swept.items():
+            if len({*values}) < max(2, len(values)):
+                what = "has a value twice" if len(values) > 1 else "a list has at least two values"
+                raise ValueError(f"--{name.replace('_', '-')} {','.join(map(str, values))}: {what}")
+        return self
+
+
+def number(text: Any) -> Any:
+    """A number that arrives as text, or what arrived: each setting says itself what it takes.
+
+    >>> number("4"), number("1e-3"), number("auto")
+    (4, 0.001, 'auto')
+    """
+    for kind in (int, float):
+        with contextlib.suppress(ValueError, TypeError):
+            return kind(text) if isinstance(text, str) else text
+    return text
+
+
 class BenchConfig(Common):
     """`bench`: what an alternation costs. Random weights and images."""
 
@@ -449,9 +520,9 @@ def by_pretext(pretext: str, model: type[Settings], backbone: str) -> dict[str, 
         decay = {"weight_decay": 0.04, "final_weight_decay": 0.4}
         return {"epochs": 300, "min_crop": 0.3, **rate, **decay, **mini} | ({"patch_size": 2} if mini else {})
     shared = {"min_crop": 0.3, "head": "batchnorm"}
-    if model is AlignConfig:
-        return shared | {"p_lr": 0.005, "p_weight_decay": 0.0005, "d_weight_decay": 0.0005} | mini
-    return shared | {"weight_decay": 0.0005}
+    align = {"p_lr": 0.005, "p_weight_decay": 0.0005, "d_weight_decay": 0.0005} | mini
+    peft = {"weight_decay": 0.0005}
+    return shared | (align if model is not FinetuneConfig else {}) | (peft if model is not AlignConfig else {})
 
 
 def preset(name: str, model: type[Settings], aligned: bool) -> dict[str, Any]:
@@ -463,6 +534,10 @@ def preset(name: str, model: type[Settings], aligned: bool) -> dict[str, Any]:
         raise UsageError(f"--preset {name}: {nearest(name, [*PRESETS])}")
     if name == "paper":
         return {}
+    if model is SweepConfig:
+        raise UsageError(
+            f"--preset {name}: its PEFT has one optimiser directly and another after align, a sweep has one"
+        )
     released = {"drop_path": 0.2, "d_interpolation": "bilinear", "voc_difficult": "positive"}
     if model is AlignConfig:
         released |= {"d_optimizer": "sgd", "p_weight_decay": 0.0, "d_weight_decay": 0.0}
@@ -477,20 +552,30 @@ def preset(name: str, model: type[Settings], aligned: bool) -> dict[str, Any]:
 
 
 class Leaf(NamedTuple):
-    """One setting of a command: where it is in the nested model, and what pydantic knows of it."""
+    """One setting of a command: where it is in the nested model, what pydantic knows of it, and its unique name."""
 
     path: tuple[str, ...]
     field: FieldInfo
+    name: str  # the last of the path, with its group's before it where an earlier setting is called the same
 
 
-def leaves(model: type[Settings], path: tuple[str, ...] = ()) -> Iterator[Leaf]:
-    """The settings of a command in order, nested groups unfolded. Their last names are the flags."""
+def leaves(model: type[Settings]) -> Iterator[Leaf]:
+    """The settings of a command in order, nested groups unfolded. Their names are the flags."""
+    taken: set[str] = set()
+    for path, field in unfolded(model, ()):
+        name = "_".join(path[-2:]) if path[-1] in taken else path[-1]
+        taken.add(name)
+        yield Leaf(path, field, name)
+
+
+def unfolded(model: type[Settings], at: tuple[str, ...]) -> Iterable[tuple[tuple[str, ...], FieldInfo]]:
+    """(path, field) of each setting, groups within groups."""
     for name, field in model.model_fields.items():
         group = field.annotation
         if isinstance(group, type) and issubclass(group, Settings):
-            yield from leaves(group, (*path, name))
+            yield from unfolded(group, (*at, name))
         else:
-            yield Leaf((*path, name), field)
+            yield (*at, name), field
 
 
 def read_file(path: Path, model: type[Settings]) -> dict[str, Any]:
@@ -504,7 +589,7 @@ def read_file(path: Path, model: type[Settings]) -> dict[str, Any]:
         raise UsageError(f"--config {path}: cannot be read as {path.suffix or 'TOML'}: {error}") from error
     if not isinstance(data, dict):
         raise UsageError(f"--config {path}: holds a {type(data).__name__}, not a table of settings")
-    paths = {leaf.path[-1]: leaf.path for leaf in leaves(model)}
+    paths = {leaf.name: leaf.path for leaf in leaves(model)}
     groups = {leaf.path[:i] for leaf in leaves(model) for i in range(1, len(leaf.path))}
     out: dict[str, Any] = {}
 

@@ -1,6 +1,6 @@
 """What finished runs are worth: scores on a split, seeds in summary, the exact permutation test (App. C.2.1).
 
-Leaves out: attention rollout, representation similarity.
+Leaves out: attention rollout and representation similarity, which are in `rollout` and `similarity`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

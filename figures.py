@@ -4,6 +4,7 @@ Colours are those of Okabe and Ito, which colour-blind readers can tell apart; a
 its formats can be written.
 """
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,14 @@ def save(figure: Any, path: Path) -> None:
         raise RunError(f"{path}: the picture cannot be written ({error})") from error
     finally:
         pyplot().close(figure)
+
+
+def rendered(figure: Any, kind: str = "png") -> bytes:
+    """A figure as the bytes of a file, and let go of it."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=kind)
+    pyplot().close(figure)
+    return buffer.getvalue()
 
 
 def draw_arms(axes: Any, arms: Mapping[str, Sequence[float]], title: str) -> None:

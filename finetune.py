@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from config import Diverged, RunError
+from config import Diverged
 from lora import Backbone, Here, Phi, logits
 from parallel import alone
 from runtime import Group, Optimiser, Score
@@ -182,7 +182,7 @@ def choose(validated: Mapping[float, Sequence[Score | None]]) -> float:
         if all(scores)
     }
     if not mean:
-        raise RunError("every learning rate diverged, lower --lr or extend --grid downwards")
+        raise Diverged("every learning rate diverged, lower --lr or extend --grid downwards")
     return max(mean, key=lambda lr: mean[lr].rank)
 
 

@@ -17,7 +17,19 @@ import finetune as ft
 import ijepa
 import mae
 from bisslight import PretextTask
-from config import BACKBONES, AlignConfig, Arch, Data, Machine, Model, PretrainConfig, Shape, UsageError, defaults_of
+from config import (
+    BACKBONES,
+    AlignConfig,
+    Arch,
+    Data,
+    FinetuneConfig,
+    Machine,
+    Model,
+    PretrainConfig,
+    Shape,
+    UsageError,
+    defaults_of,
+)
 from data import (
     Augment,
     Channels,
@@ -35,9 +47,9 @@ from data import (
 )
 from evaluate import score
 from fetch import fetch, mirrored, verify
-from lora import Backbone, Here, Phi, drop_path, load_timm, logits
+from lora import Backbone, Here, Phi, drop_path, load_adapter, load_timm, logits
 from parallel import Parts, Summed, World, micro, world
-from runtime import Score, autocast, pick_device, rng, sha256
+from runtime import Score, autocast, pick_device, read_json, rng, sha256
 from tasks import load_task, pool_path
 
 Report = Callable[[str, int, int, str], None]  # (stage, done, total, live numbers)
@@ -323,3 +335,39 @@ def pretext_task(cfg: AlignConfig, loaded: Loaded, theta: Tensor) -> PretextTask
         head = mae.init_decoder(loaded.arch, rng(cfg.seed, "decoder")).to(device)
     assert isinstance(head, mae.Decoder)
     return mae.MAE(loaded.backbone, head, cfg.lower.mask_ratio)
+
+
+# --- finished runs ---------------------------------------------------------------------------------------------------
+
+
+class Finished(NamedTuple):
+    """A finished align or finetune run, read back."""
+
+    path: Path
+    cfg: AlignConfig | FinetuneConfig
+    theta: Tensor
+    phi_D: Phi  # empty for an align run
+    about: dict[str, str]  # the adapter file's metadata
+
+
+def read_run(path: Path, seed: int | None) -> Finished:
+    """A run's settings and adapter; `seed` of a finetune run, None: its first (UsageError where there is no such)."""
+    if not (path / "result.json").exists():
+        raise UsageError(f"{path}: is not a finished run")
+    config = read_json(path / "config.json")
+    aligned = "bilevel" in config
+    if not aligned and "peft" not in config:
+        raise UsageError(f"{path}: is neither an align nor a finetune run")
+    cfg = (AlignConfig if aligned else FinetuneConfig).model_validate(config)
+    assert isinstance(cfg, AlignConfig | FinetuneConfig)
+    file = path / ("adapter.safetensors" if aligned else f"adapter-s{cfg.seed if seed is None else seed}.safetensors")
+    if not file.exists():
+        raise UsageError(f"--seed {seed}: {path} has no {file.name}")
+    return Finished(path, cfg, *load_adapter(file))
+
+
+def check_weights(run: Finished, loaded: Loaded) -> None:
+    """Refuse (UsageError) a weight file that is not the one the run was made with."""
+    if loaded.digest != run.about["weights_sha256"]:
+        made = run.about["weights_sha256"]
+        raise UsageError(f"{run.path}: was made with weights of sha256 {made}, {run.cfg.model.weights} differs")

@@ -34,6 +34,7 @@ from runtime import load_tensors
 
 FORMAT = "bisslight-adapter-1"
 Phi = dict[str, Tensor]  # a head's trainable tensors by name
+See = Callable[[Tensor], None]  # is shown a layer's attention probabilities, (B, heads, n, n)
 
 
 class Backbone(nn.Module):
@@ -44,7 +45,12 @@ class Backbone(nn.Module):
         self.vit, self.scale, self.recompute = check_vit(vit).eval(), scale, recompute  # eval: no dropout of timm's
 
     def forward(
-        self, images: Tensor, theta: Tensor | None = None, keep: Tensor | None = None, drop: Tensor | None = None
+        self,
+        images: Tensor,
+        theta: Tensor | None = None,
+        keep: Tensor | None = None,
+        drop: Tensor | None = None,
+        see: See | None = None,
     ) -> Tensor:
         """Tokens after the final LayerNorm, (B, prefix + patches, dim); the class token comes first.
 
@@ -53,6 +59,8 @@ class Backbone(nn.Module):
             theta: (K, p); None is ψ alone.
             keep: (B, n) int64, the patches that enter the blocks, in this order; None is all of them.
             drop: (K, 2, B) from `drop_path`, what each residual branch of each sample is multiplied with.
+            see: called with each layer's attention, in order. This forward then computes it, and recomputes nothing;
+                the fused kernel never has it.
         """
         vit = self.vit
         x = vit._pos_embed(vit.patch_embed(images))  # (B, prefix + patches, dim): positions first, then the mask
@@ -64,13 +72,13 @@ class Backbone(nn.Module):
         rows: tuple[Tensor | None, ...] = (None,) * len(vit.blocks) if theta is None else theta.unbind(0)
         drops: tuple[Tensor | None, ...] = (None,) * len(vit.blocks) if drop is None else drop.unbind(0)
         for block, row, d in zip(vit.blocks, rows, drops, strict=True):
-            if self.recompute and torch.is_grad_enabled():
+            if self.recompute and torch.is_grad_enabled() and see is None:
                 # row and d are arguments, so backward recomputes with the very ones that forward saw
                 x = checkpoint(
                     block_forward, block, x, row, self.scale, d, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                x = block_forward(block, x, row, self.scale, d)
+                x = block_forward(block, x, row, self.scale, d, see)
         return vit.norm(x)  # type: ignore[no-any-return]
 
     @property
@@ -83,15 +91,20 @@ class Backbone(nn.Module):
 
 
 def block_forward(
-    block: Any, x: Tensor, row: Tensor | None = None, scale: float = 1.0, drop: Tensor | None = None
+    block: Any,
+    x: Tensor,
+    row: Tensor | None = None,
+    scale: float = 1.0,
+    drop: Tensor | None = None,
+    see: See | None = None,
 ) -> Tensor:
     """One pre-norm block of timm on x (B, n, dim), with its row (p,) of θ and its drop-path factors (2, B)."""
     attn_keep, mlp_keep = (1.0, 1.0) if drop is None else drop[..., None, None].unbind(0)
-    x = x + block.ls1(attention(block.attn, block.norm1(x), row, scale)) * attn_keep
+    x = x + block.ls1(attention(block.attn, block.norm1(x), row, scale, see)) * attn_keep
     return x + block.ls2(block.mlp(block.norm2(x))) * mlp_keep  # type: ignore[no-any-return]
 
 
-def attention(attn: Any, x: Tensor, row: Tensor | None, scale: float) -> Tensor:
+def attention(attn: Any, x: Tensor, row: Tensor | None, scale: float, see: See | None = None) -> Tensor:
     """Multi-head self-attention of timm with LoRA on q and v; x (B, n, dim). Twice differentiable in `row`."""
     B, n, dim = x.shape
     qkv = attn.qkv(x)  # (B, n, 3 dim): q rows, k rows, v rows
@@ -101,8 +114,20 @@ def attention(attn: Any, x: Tensor, row: Tensor | None, scale: float) -> Tensor:
         q = q + scale * (x @ A_q.mT) @ B_qT
         v = v + scale * (x @ A_v.mT) @ B_vT
     q, k, v = (z.reshape(B, n, attn.num_heads, attn.head_dim).transpose(1, 2) for z in (q, k, v))
-    out = F.scaled_dot_product_attention(attn.q_norm(q), attn.k_norm(k), v)  # (B, heads, n, head dim)
+    q, k = attn.q_norm(q), attn.k_norm(k)
+    if see is None:
+        out = F.scaled_dot_product_attention(q, k, v)  # (B, heads, n, head dim)
+    else:
+        see(seen := probabilities(q, k))
+        out = seen.to(v.dtype) @ v
     return attn.proj(attn.norm(out.transpose(1, 2).reshape(B, n, dim)))  # type: ignore[no-any-return]
+
+
+def probabilities(q: Tensor, k: Tensor) -> Tensor:
+    """softmax(q kᵀ / √d) over keys, (B, heads, n, n), in float32 at least, under autocast too."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    with torch.autocast(q.device.type, enabled=False):
+        return (q.to(wide) @ k.to(wide).mT / math.sqrt(q.shape[-1])).softmax(-1)
 
 
 def check_vit(vit: nn.Module) -> VisionTransformer:

@@ -211,7 +211,7 @@ def autocast(fn: Callable[P, R], device: torch.device, amp: bool) -> Callable[P,
 def write_atomic(path: Path, content: bytes | str) -> None:
     """Replace a file or leave it as it was (RunError): temporary, fsync, read back, rename, fsync of the directory."""
     data = content.encode() if isinstance(content, str) else content
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(data)
@@ -431,16 +431,21 @@ def check_same(path: Path, config: Settings, about: Mapping[str, Any]) -> None:
     `about` is what else defines a run, beside the settings: digest of the weights, numbers of images.
     """
     env = read_json(path / "env.json")
-    before = type(config).model_validate(read_json(path / "config.json"))
-    changed = [
-        f"{leaf.path[-1]} {get(before, leaf.path)} -> {get(config, leaf.path)}"
-        for leaf in leaves(type(config))
-        if leaf.path[0] != "machine" and get(before, leaf.path) != get(config, leaf.path)
-    ]
+    changed = differences(path, config)
     now = json.loads(json.dumps(about))  # as it was written
     changed += [f"{key} {env.get(key)} -> {value}" for key, value in now.items() if env.get(key) != value]
     if changed:
         raise UsageError(f"--resume: settings differ from the run in {path}: {', '.join(changed)}")
+
+
+def differences(path: Path, config: Settings) -> list[str]:
+    """Which settings in `path`/config.json, but for those of the machine, are not these: `name there -> here`."""
+    before = type(config).model_validate(read_json(path / "config.json"))
+    return [
+        f"{leaf.name} {get(before, leaf.path)} -> {get(config, leaf.path)}"
+        for leaf in leaves(type(config))
+        if leaf.path[0] != "machine" and get(before, leaf.path) != get(config, leaf.path)
+    ]
 
 
 def environment() -> dict[str, Any]:

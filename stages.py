@@ -53,6 +53,7 @@ from loading import (
     Pool,
     Report,
     cached,
+    check_weights,
     default_out,
     downstream,
     fetch_weights,
@@ -60,6 +61,7 @@ from loading import (
     load_backbone,
     pool_of,
     pretext_task,
+    read_run,
     resolved_data,
     resolved_machine,
     resolved_model,
@@ -986,29 +988,17 @@ def check_adapter(start: Path, model: Model, loaded: Loaded, dataset: str) -> di
 
 def export_run(path: Path, out: Path | None, seed: int | None, merged: bool) -> list[Path]:
     """A finished run's adapter in other programs' layouts, and a model card (UsageError where there is no such run)."""
-    if not (path / "result.json").exists():
-        raise UsageError(f"{path}: is not a finished run")
-    config, result = read_json(path / "config.json"), read_json(path / "result.json")
-    aligned = "bilevel" in config
-    if not aligned and "peft" not in config:
-        raise UsageError(f"{path}: is neither an align nor a finetune run")
-    cfg = (AlignConfig if aligned else FinetuneConfig).model_validate(config)
-    assert isinstance(cfg, AlignConfig | FinetuneConfig)
-    file = path / ("adapter.safetensors" if aligned else f"adapter-s{cfg.seed if seed is None else seed}.safetensors")
-    if not file.exists():
-        raise UsageError(f"--seed {seed}: {path} has no {file.name}")
-    theta, phi_D, about = load_adapter(file)
+    run = read_run(path, seed)
+    cfg = run.cfg
     fetch_weights(cfg.model, silent)
     d = load_backbone(cfg.model, torch.device("cpu"))
-    if d.digest != about["weights_sha256"]:
-        raise UsageError(
-            f"{path}: was made with weights of sha256 {about['weights_sha256']}, {cfg.model.weights} differs"
-        )
+    check_weights(run, d)
     quilts_task = quilts(cfg.data.data_seed)[1]
     channels = d.channels or ((quilts_task.mean, quilts_task.std) if cfg.data.dataset == "quilts" else IMAGENET)
     terms = BENCHMARKS[cfg.data.dataset].terms if cfg.data.dataset in BENCHMARKS else "the user's own"
-    card = export.model_card(about, config, result, terms)
+    config, result = read_json(path / "config.json"), read_json(path / "result.json")
+    card = export.model_card(run.about, config, result, terms)
     where = out or path / "export"
     official = cfg.model.weights == cached(cfg.model)
     name = cfg.model.backbone
-    return export.write_all(where, d.backbone, theta, phi_D, name, official, d.arch, channels, card, merged)
+    return export.write_all(where, d.backbone, run.theta, run.phi_D, name, official, d.arch, channels, card, merged)

@@ -343,17 +343,21 @@ def test_help_lists_every_setting_and_loads_no_torch() -> None:
     from config import AlignConfig, leaves
 
     for leaf in leaves(AlignConfig):
-        flag = cli.RENAMED.get(leaf.path[-1], ("--" + leaf.path[-1].replace("_", "-"),))[0]
+        flag = cli.RENAMED.get(leaf.name, ("--" + leaf.name.replace("_", "-"),))[0]
         assert flag in done.stdout
         assert leaf.field.description
 
 
 def test_flags_are_unique_in_every_command() -> None:
-    from config import AlignConfig, FinetuneConfig, PretrainConfig, leaves
+    from config import AlignConfig, FinetuneConfig, PretrainConfig, SweepConfig, leaves
 
     for model in (AlignConfig, FinetuneConfig, PretrainConfig):
         names = [leaf.path[-1] for leaf in leaves(model)] + list(cli.COMMON)
         assert len(names) == len(set(names))
+        assert names[: -len(cli.COMMON)] == [leaf.name for leaf in leaves(model)]
+    names = [leaf.name for leaf in leaves(SweepConfig)] + list(cli.COMMON)
+    assert len(names) == len(set(names))
+    assert {"eval_every", "peft_eval_every", "end_lr", "peft_end_lr"} <= {*names}
 
 
 @pytest.mark.parametrize(("stop", "code"), [("TERM", 143), ("INT", 130)])

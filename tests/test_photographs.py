@@ -30,3 +30,6 @@ def test_photographs_go_through_all_commands(tmp_path: Path, monkeypatch: pytest
     capsys.readouterr()
     assert cli.run(["evaluate", "aligned", "--against", "direct", "--json"]) == 0
     assert [len(arm["accuracies"]) for arm in json.loads(capsys.readouterr().out)["arms"]] == [2, 2]
+    assert cli.run(["evaluate", "aligned", "--against", "direct", "--rollout", "6"]) == 0
+    assert cli.run(["evaluate", "a", "--against", "aligned", "--against", "direct", "--similarity"]) == 0
+    assert Path("aligned/rollout.png").is_file() and Path("a/similarity.png").is_file()
