@@ -171,7 +171,7 @@ def inherited(start: Path) -> dict[str, Any]:
 
     A LoRA file says nothing of them, so they are to be given.
     """
-    from runtime import read_json, runs_in
+    from runtime import read_from, read_json, runs_in
 
     if start.is_file():
         return {}
@@ -179,8 +179,9 @@ def inherited(start: Path) -> dict[str, Any]:
     if "bilevel" not in config:
         what = "is not an align run, a directory of align runs, or a LoRA file" if start.exists() else "does not exist"
         raise UsageError(f"--from {start}: {what}")
-    root = config["machine"].get("data_root")
-    return {"model": config["model"], "data": config["data"], "machine": {"data_root": root}}
+    with read_from(runs[0]):
+        root = config["machine"].get("data_root")
+        return {"model": {**config["model"]}, "data": {**config["data"]}, "machine": {"data_root": root}}
 
 
 # --- what a person sees ----------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
-from zipfile import is_zipfile
+from zipfile import ZIP_STORED, ZipFile, is_zipfile
 
 import torch
 from safetensors.torch import load_file
@@ -233,11 +233,26 @@ def sha256(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file that this program wrote (UsageError where it is missing or damaged)."""
+    """A JSON object that this program wrote (UsageError where it is missing or damaged)."""
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: cannot be read ({error})") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{path}: holds a {type(found).__name__}, this program writes an object; it is damaged")
+    return found
+
+
+@contextlib.contextmanager
+def read_from(path: Path) -> Iterator[None]:
+    """What is looked up in a run's files is there, or the run is damaged (UsageError); for short blocks."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise UsageError(
+            f"{path}: its files are damaged or of another version ({type(error).__name__}: {why})"
+        ) from error
 
 
 def runs_in(path: Path) -> list[Path]:
@@ -398,11 +413,22 @@ def load_tensors(path: Path) -> Any:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
+        if zipped := is_zipfile(path):
+            check_zip(path)
         with warnings.catch_warnings(), torch.serialization.safe_globals([Namespace]):
             warnings.simplefilter("ignore", FutureWarning)
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except FileNotFoundError as error:
         raise UsageError(f"{path}: there is no such file") from error
     except Exception as error:  # torch raises anything from EOFError to UnpicklingError on foreign bytes
         why = next(iter(str(error).splitlines()), type(error).__name__)
         raise UsageError(f"{path}: not a checkpoint that loads safely ({why[:120]})") from error
+
+
+def check_zip(path: Path) -> None:
+    """Compare the checksums of torch.save's archive, which a mapped read does not look at (ValueError otherwise)."""
+    with ZipFile(path) as archive:
+        if any(entry.compress_type != ZIP_STORED for entry in archive.infolist()):
+            raise ValueError("its archive is compressed, torch.save's is not")
+        if bad := archive.testzip():
+            raise ValueError(f"{bad} is damaged (crc32); copy or download it again")
