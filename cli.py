@@ -4,6 +4,7 @@ Flags are made from the settings in `config`, one a leaf, so a setting is writte
 torch is imported inside commands, which keeps `--help` fast.
 """
 
+import errno
 import inspect
 import json
 import os
@@ -597,7 +598,8 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return complain("stopped; align, pretrain and finetune go on with --resume", 130)
     except OSError as error:
-        return complain(f"{error.filename or ''}: {error.strerror or error}", 1)
+        wrong = error.errno == errno.ENAMETOOLONG  # a word that was meant as something else
+        return complain(f"{error.filename or ''}: {error.strerror or error}", 2 if wrong else 1)
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":
             return complain("out of GPU memory: lower --p-batch, --d-batch or --batch, or add --recompute", 1)
@@ -607,8 +609,9 @@ def run(arguments: list[str]) -> int:
 
 
 def complain(what: object, code: int) -> int:
-    """One line on stderr."""
-    print(f"error: {' '.join(str(what).split())}", file=sys.stderr)
+    """One line on stderr; of a word of more than 400 characters its first 100."""
+    words = (word if len(word) <= 400 else f"{word[:100]}..." for word in str(what).split())
+    print(f"error: {' '.join(words)}", file=sys.stderr)
     return code
 
 

@@ -10,6 +10,7 @@ Leaves out: the paper's benchmarks, which are in `tasks`; several processes.
 """
 
 import hashlib
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -258,6 +259,7 @@ def in_order(n: int, batch: int) -> Iterator[list[Draw]]:
     return ([(i, i) for i in range(at, min(n, at + batch))] for at in range(0, n, batch))
 
 
+logging.getLogger("PIL").addHandler(logging.NullHandler())  # what it has to say of a file is in the error's line
 THIN = 100  # a picture's longest side over its shortest; resized to a short side of 256 it has 6.6 million pixels
 
 

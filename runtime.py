@@ -311,6 +311,7 @@ class Run:
             self.cut(lambda record: False)
             return None
         try:
+            check_zip(path)
             state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
         except Exception as error:  # torch raises anything from EOFError to UnpicklingError on damaged bytes
             raise UsageError(f"{path}: is damaged, --force starts the run over") from error
@@ -416,7 +417,7 @@ def load_tensors(path: Path) -> Any:
         if zipped := is_zipfile(path):
             check_zip(path)
         with warnings.catch_warnings(), torch.serialization.safe_globals([Namespace]):
-            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore")  # of old formats, and of pickles that are refused below
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except FileNotFoundError as error:
         raise UsageError(f"{path}: there is no such file") from error

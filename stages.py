@@ -78,6 +78,7 @@ from runtime import (
     decay_groups,
     open_run,
     pick_device,
+    read_from,
     read_json,
     rng,
     runs_in,
@@ -792,7 +793,8 @@ def export_run(path: Path, out: Path | None, seed: int | None, merged: bool) -> 
     quilts_task = quilts(cfg.data.data_seed)[1]
     channels = d.channels or ((quilts_task.mean, quilts_task.std) if cfg.data.dataset == "quilts" else IMAGENET)
     terms = BENCHMARKS[cfg.data.dataset].terms if cfg.data.dataset in BENCHMARKS else "the user's own"
-    card = export.model_card(about, config, result, terms)
+    with read_from(path):
+        card = export.model_card(about, config, result, terms)
     where = out or path / "export"
     official = cfg.model.weights == cached(cfg.model)
     name = cfg.model.backbone

@@ -82,7 +82,7 @@ def small(path: Path) -> Path:
 def number(text: str, low: int, high: int, path: Path) -> int:
     """A whole number in a list file (UsageError naming the file)."""
     if not re.fullmatch("-?[0-9]{1,9}", text) or not low <= int(text) <= high:
-        raise UsageError(f"{path}: {text!r} should be a number from {low} to {high}")
+        raise UsageError(f"{path}: {text[:40]!r} should be a number from {low} to {high}")
     return int(text)
 
 
