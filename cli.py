@@ -582,6 +582,12 @@ def main() -> None:
     sys.exit(run(sys.argv[1:]))
 
 
+LESS = (
+    "--micro-batch N and --recompute need less and keep the result to rounding; a smaller --p-batch, --d-batch or "
+    "--batch is another experiment"
+)
+
+
 def run(arguments: list[str]) -> int:
     """Run one command line; returns its exit code."""
     try:
@@ -599,20 +605,27 @@ def run(arguments: list[str]) -> int:
         return complain("stopped; align, pretrain and finetune go on with --resume", 130)
     except OSError as error:
         wrong = error.errno == errno.ENAMETOOLONG  # a word that was meant as something else
-        return complain(f"{error.filename or ''}: {error.strerror or error}", 2 if wrong else 1)
+        where = f"{error.filename}: " if error.filename else ""
+        return complain(f"{where}{error.strerror or error}", 2 if wrong else 1)
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":
-            return complain("out of GPU memory: lower --p-batch, --d-batch or --batch, or add --recompute", 1)
+            return complain(f"out of GPU memory: {LESS}", 1)
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # Python's, and torch's on a CPU
+            return complain(f"out of memory: {LESS}; or lower --workers or --jobs", 1)
         if not hasattr(error, "format_message"):  # not one of Typer's own complaints: a defect, with its traceback
             raise
         return complain(error.format_message().replace("Value error, ", ""), 2)
 
 
 def complain(what: object, code: int) -> int:
-    """One line on stderr; of a word of more than 400 characters its first 100."""
-    words = (word if len(word) <= 400 else f"{word[:100]}..." for word in str(what).split())
-    print(f"error: {' '.join(words)}", file=sys.stderr)
+    """One line on stderr."""
+    print(f"error: {one_line(what)}", file=sys.stderr)
     return code
+
+
+def one_line(what: object) -> str:
+    """A message without line breaks; of a word of more than 400 characters its first 100."""
+    return " ".join(word if len(word) <= 400 else f"{word[:100]}..." for word in str(what).split())
 
 
 if __name__ == "__main__":

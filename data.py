@@ -149,7 +149,7 @@ def load_pool(name: str, seed: int) -> tuple[Tensor | list[Path], Channels, Chan
         pool, task = quilts(seed)
         return pool, task.mean, task.std
     path = Path(name.removeprefix("folder:")).expanduser()
-    if not path.is_dir():
+    if not name.removeprefix("folder:") or not path.is_dir():
         raise UsageError(f"--pool {name}: there is no such folder; give a folder of images or quilts")
     files = find_images(path)
     if not files:
@@ -160,10 +160,20 @@ def load_pool(name: str, seed: int) -> tuple[Tensor | list[Path], Channels, Chan
 def find_images(root: Path) -> list[Path]:
     """All image files below a folder, sorted by their relative path, hidden ones left out."""
     files = []
-    for at, folders, names in os.walk(root, followlinks=True):
+    for at, folders, names in walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
         files += [os.path.join(at, n) for n in names if n.lower().endswith(IMG_EXTENSIONS) and n[0] != "."]  # noqa: PTH118
     return [Path(file) for file in sorted(files)]
+
+
+def walk(root: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """os.walk through links, but for one that leads back to a folder on the way there: that has no end."""
+    for at, folders, names in os.walk(root, followlinks=True):
+        links = {name for name in folders if os.path.islink(os.path.join(at, name))}  # noqa: PTH114, PTH118
+        if links:
+            above = {os.path.realpath(path) for path in (at, *Path(at).absolute().parents)}
+            folders[:] = [n for n in folders if n not in links or os.path.realpath(os.path.join(at, n)) not in above]  # noqa: PTH118
+        yield at, folders, names
 
 
 def folder(root: Path, seed: int) -> Task:

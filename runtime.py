@@ -179,7 +179,7 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise UsageError(f"--device {name}: not available here, try --device cpu") from error
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"--device {name}: not supported, take cpu or cuda")
@@ -217,6 +217,15 @@ def write_atomic(path: Path, content: bytes | str) -> None:
         directory = os.open(path.parent, os.O_RDONLY)
         os.fsync(directory)
         os.close(directory)
+
+
+def append(path: Path, text: str) -> None:
+    """Add text to a log (RunError naming it where it cannot be written)."""
+    try:
+        with path.open("a") as file:
+            file.write(text)
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror}); make room, then --resume") from error
 
 
 def to_bytes(obj: Any) -> bytes:
@@ -285,8 +294,7 @@ class Run:
 
     def metric(self, record: Mapping[str, Any]) -> None:
         """Append one JSON object to metrics.jsonl. Its `step` says which alternation or epoch it belongs to."""
-        with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        append(self.path / "metrics.jsonl", json.dumps(record) + "\n")
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """What metrics.jsonl holds; a last line torn by a crash is left out."""
@@ -297,8 +305,7 @@ class Run:
 
     def log(self, line: str) -> None:
         """Append a line to train.log, with the time."""
-        with (self.path / "train.log").open("a") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+        append(self.path / "train.log", f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Replace checkpoint.pt: tensors, numbers and strings only."""

@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from config import Data, RunError, UsageError, nearest
-from data import Split, Task, fifth, find_images, folder, quilts, read_image
+from data import Split, Task, fifth, find_images, folder, quilts, read_image, walk
 from fetch import Report, digest, fetch, lock_of, locked
 
 Entry = tuple[str, Any]  # (file below the dataset's folder, label): an int, or for VOC07 a list with 1, 0 or -1 a class
@@ -340,7 +340,7 @@ def present(base: Path) -> set[str]:
     """All files below a dataset's folder, by their path relative to it: one walk instead of a stat a file."""
     return {
         os.path.relpath(os.path.join(at, name), base).replace(os.sep, "/")  # noqa: PTH118
-        for at, _, names in os.walk(base, followlinks=True)
+        for at, _, names in walk(base)
         for name in names
     }
 

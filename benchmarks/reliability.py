@@ -16,8 +16,8 @@ from typing import Annotated
 
 import typer
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(1, str(Path(__file__).parent.parent / "tests"))
 
 from faults import kinds, make_runs, outcome
 
@@ -38,7 +38,7 @@ def main(scale: Annotated[int, typer.Option(min=1, max=20)] = 5, seed: int = 0, 
             slowest = max(end.seconds for end in ends)
             print(f"| {kind} | {len(ends)} | {counts[0]} | {counts[1]} | {counts[2]} | {slowest:.1f} |", flush=True)
             defects += [f"{kind}: {end.name}: {end.line}" for end in ends if end.how == "defect"]
-        os.chdir(ROOT)
+        os.chdir("/")
     print(f"| all | {sum(total)} | {total[0]} | {total[1]} | {total[2]} | |")
     print(f"{time.monotonic() - began:.0f} seconds", *defects, sep="\n", file=sys.stderr)
     raise typer.Exit(bool(defects))
