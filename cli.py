@@ -7,7 +7,6 @@ torch is imported inside commands, which keeps `--help` fast.
 import errno
 import inspect
 import json
-import os
 import signal
 import sys
 import time
@@ -526,46 +525,20 @@ def demo(
 
 @app.command()
 def doctor(
-    json_: Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")] = False,
+    data_root: Root = None,
+    digests: Annotated[bool, typer.Option("--digests", help="hash weight files too, as each run does")] = False,
+    json_: Json = False,
 ) -> None:
-    """Is this machine ready? Versions, device, disk; each line that is not ok says what to do."""
-    import shutil
+    """Is this machine ready? Versions, devices, disk, weights, datasets; each line that is not ok says what to do."""
+    from doctor import examine
 
-    lines: list[tuple[str, str, str]] = []
-    try:
-        import torch
-        import torchvision
-
-        torch.ops.torchvision.nms  # noqa: B018
-        lines.append(("torch", "ok", f"{torch.__version__}, torchvision {torchvision.__version__}"))
-        if torch.cuda.is_available():
-            bf16 = "ok" if torch.cuda.is_bf16_supported() else "no"
-            lines.append(("device", "ok", f"{torch.cuda.get_device_name()}, bfloat16 {bf16}"))
-        else:
-            lines.append(
-                ("device", "ok", f"CPU, {torch.get_num_threads()} threads; a GPU is needed for the paper's sizes")
-            )
-    except (ImportError, AttributeError, RuntimeError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        lines.append(
-            ("torch", "bad", f"{reason}; install torch and torchvision together: pip install -U torch torchvision")
-        )
-    try:
-        import matplotlib
-
-        lines.append(("pictures", "ok", f"matplotlib {matplotlib.__version__}"))
-    except ImportError:
-        lines.append(("pictures", "missing", "pip install 'bisslight[plot]' for the demo and evaluate --picture"))
-    free = shutil.disk_usage(Path.cwd()).free / 1e9
-    lines.append(("disk", "ok" if free > 5 else "low", f"{free:.0f} GB free here; a ViT-H run wants 5"))
-    writable = os.access(Path.cwd(), os.W_OK)
-    lines.append(("runs/", "ok" if writable else "bad", "can be written" if writable else "read-only here, give --out"))
+    found = list(examine(data_root, digests))
     if json_:
-        print(json.dumps([dict(zip(("what", "state", "detail"), line, strict=True)) for line in lines]))
+        print(json.dumps([finding._asdict() for finding in found]))
     else:
-        print("\n".join(f"{what:10} {state:8} {detail}" for what, state, detail in lines))
-    if any(state == "bad" for _, state, _ in lines):
-        raise RunError("doctor: not ready, see the lines above")
+        print("\n".join(f"{what:13} {state:8} {detail}" for what, state, detail in found))
+    if bad := [finding.what for finding in found if finding.state == "bad"]:
+        raise RunError(f"doctor: not ready, see {', '.join(bad)}")
 
 
 # --- exit codes ------------------------------------------------------------------------------------------------------

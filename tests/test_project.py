@@ -14,7 +14,7 @@ FLOOR = {
     "config": 0, "paper": 0,
     "mfac": 1, "lora": 1, "data": 1, "runtime": 1, "fetch": 1, "figures": 1,
     "bisslight": 2, "cg": 2, "mae": 2, "ijepa": 2, "finetune": 2, "evaluate": 2, "tasks": 2, "export": 2,
-    "loading": 3, "stages": 4, "demo": 5, "bench": 5, "cli": 6,
+    "loading": 3, "stages": 4, "demo": 5, "bench": 5, "doctor": 5, "cli": 6,
 }  # fmt: skip
 
 
