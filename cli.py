@@ -108,6 +108,8 @@ def build(model: type[S], flags: dict[str, Any], file: Path | None, named: str) 
 
     With --from, what the align run had comes between defaults and preset.
     """
+    if model is FinetuneConfig and "pool" in flags:
+        raise UsageError(f"--pool {flags['pool']}: finetune looks at labelled images only, leave it out")
     table = read_file(file, model) if file else {}
     start = flags.get("start") or table.get("start")
     base = inherited(Path(str(start))) if start else {}

@@ -308,6 +308,11 @@ WRONG = [
     ),
     ("pretrain --backbone vit_mini --pool pics --image-size 18", 2, "is not a multiple of patch_size"),
     ("pretrain --backbone vit_mini --pool quilts --image-size 32", 2, "quilts are images of 16 px"),
+    (
+        "finetune --backbone vit_mini --weights {w} --dataset quilts --pool pics",
+        2,
+        "finetune looks at labelled images only",
+    ),
     ("evaluate nowhere", 2, "there is no such run directory"),
     ("evaluat x", 2, "Did you mean 'evaluate'?"),
 ]
