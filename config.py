@@ -176,6 +176,13 @@ class Data(Settings):
     d_interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     """Resampling of downstream images. The paper has one pipeline for both levels. [App. C.3; released: bilinear]"""
 
+    @field_validator("dataset", "pool")
+    @classmethod
+    def named(cls, name: str | None) -> str | None:
+        if name is not None and not name.removeprefix("folder:").strip():
+            raise ValueError("names neither a dataset nor a folder")
+        return name
+
 
 class Masks(Settings):
     """I-JEPA's mask sampler; shares of the image's area, uniform between the two numbers."""

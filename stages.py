@@ -122,6 +122,8 @@ def spent(began: tuple[float, float]) -> dict[str, float]:
 
 def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
     """Train a backbone and its pretext head from scratch; writes backbone.pth in the official layout."""
+    if cfg.model.backbone not in BACKBONES:
+        raise UsageError(f"--backbone {cfg.model.backbone}: pretrain makes {', '.join(BACKBONES)}; timm has its own")
     arch, jepa = BACKBONES[cfg.model.backbone].arch, cfg.model.pretext == "ijepa"
     sizes = {k: v for k, v in (("image_size", cfg.model.image_size), ("patch_size", cfg.model.patch_size)) if v}
     arch = Arch.model_validate(arch.model_dump() | sizes | {"class_token": not jepa})

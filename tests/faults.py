@@ -775,8 +775,9 @@ def dry(line: list[str]) -> Callable[[], None]:
     def run() -> None:
         try:
             told = json.loads(command(*line))
-        except RunError as error:
-            raise AssertionError(f"exit code 1: {error}") from error
+        except RunError as error:  # a folder of ours, given as a pool, may hold damaged images
+            assert "cannot be read as an image" in str(error), f"exit code 1: {error}"
+            raise
         assert told["settings"]
         assert not Path("runs/never").exists()
 

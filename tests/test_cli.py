@@ -313,6 +313,12 @@ WRONG = [
         2,
         "finetune looks at labelled images only",
     ),
+    ("pretrain --pool quilts --backbone timm:vit_tiny_patch16_224", 2, "pretrain makes vit_mini, vit_b16"),
+    (
+        "align --backbone vit_mini --weights {w} --dataset quilts --pool=folder:",
+        2,
+        "names neither a dataset nor a folder",
+    ),
     ("evaluate nowhere", 2, "there is no such run directory"),
     ("evaluat x", 2, "Did you mean 'evaluate'?"),
 ]
