@@ -171,7 +171,7 @@ def walk(root: Path) -> Iterator[tuple[str, list[str], list[str]]]:
     for at, folders, names in os.walk(root, followlinks=True):
         links = {name for name in folders if os.path.islink(os.path.join(at, name))}  # noqa: PTH114, PTH118
         if links:
-            above = {os.path.realpath(path) for path in (at, *Path(at).absolute().parents)}
+            above = {os.path.realpath(path) for path in (Path(at), *Path(at).absolute().parents)}
             folders[:] = [n for n in folders if n not in links or os.path.realpath(os.path.join(at, n)) not in above]  # noqa: PTH118
         yield at, folders, names
 

@@ -126,7 +126,8 @@ def test_a_write_that_fails_at_its_end_leaves_no_temporary_file(
     def fails(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(*((os, "fsync") if call == "fsync" else (Path, "replace")), fails)
+    target: Any = os if call == "fsync" else Path
+    monkeypatch.setattr(target, call, fails)
     with pytest.raises(cli.RunError, match=r"x: cannot be written \(No space left on device\)"):
         runtime.write_atomic(path, "after")
     assert [p.read_text() for p in tmp_path.iterdir()] == ["before"]

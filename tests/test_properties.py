@@ -29,7 +29,7 @@ from runtime import load_tensors
 from tasks import BENCHMARKS
 
 
-def drawn(examples: int) -> Any:
+def drawn(examples: int) -> settings:
     """How many examples a property is tried with; without deadlines, which a busy machine would miss."""
     checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
     return settings(max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=checks)
@@ -285,11 +285,11 @@ def test_a_damaged_file_loads_equal_or_is_refused(data: Any, which: str, made: M
     how = data.draw(st.sampled_from(["flip", "cut", "overwrite", "nothing"]))
     at = data.draw(st.integers(0, len(whole) - 1))
     damaged = {
-        "flip": lambda: flipped(whole, random.Random(at)),
-        "cut": lambda: whole[:at],
-        "overwrite": lambda: whole[:at] + data.draw(st.binary(min_size=1, max_size=40)) + whole[at + 40 :],
-        "nothing": lambda: whole,
-    }[how]()
+        "flip": flipped(whole, random.Random(at)),
+        "cut": whole[:at],
+        "overwrite": whole[:at] + data.draw(st.binary(min_size=1, max_size=40)) + whole[at + 40 :],
+        "nothing": whole,
+    }[how]
     scratch = made.weights.parent / "scratch"
     scratch.mkdir(exist_ok=True)
     (scratch / which).write_bytes(damaged)
