@@ -31,4 +31,4 @@ demo: $(READY)  ## the whole story in minutes, offline; its runs and demo.png ar
 	$(BIN)/bisslight demo --force --out runs/demo
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

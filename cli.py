@@ -5,6 +5,7 @@ torch is imported inside commands, which keeps `--help` fast.
 """
 
 import contextlib
+import errno
 import inspect
 import io
 import json
@@ -126,6 +127,8 @@ def build(model: type[S], flags: dict[str, Any], file: Path | None, named: str) 
 
     With --from, what the align run had comes between defaults and preset.
     """
+    if model is FinetuneConfig and "pool" in flags:
+        raise UsageError(f"--pool {flags['pool']}: finetune looks at labelled images only, leave it out")
     table = read_file(file, model) if file else {}
     start = flags.get("start") or table.get("start")
     base = inherited(Path(str(start))) if start else {}
@@ -190,7 +193,7 @@ def inherited(start: Path) -> dict[str, Any]:
 
     A LoRA file says nothing of them, so they are to be given.
     """
-    from runtime import read_json, runs_in
+    from runtime import read_from, read_json, runs_in
 
     if start.is_file():
         return {}
@@ -198,8 +201,9 @@ def inherited(start: Path) -> dict[str, Any]:
     if "bilevel" not in config:
         what = "is not an align run, a directory of align runs, or a LoRA file" if start.exists() else "does not exist"
         raise UsageError(f"--from {start}: {what}")
-    root = config["machine"].get("data_root")
-    return {"model": config["model"], "data": config["data"], "machine": {"data_root": root}}
+    with read_from(runs[0]):
+        root = config["machine"].get("data_root")
+        return {"model": {**config["model"]}, "data": {**config["data"]}, "machine": {"data_root": root}}
 
 
 # --- what a person sees ----------------------------------------------------------------------------------------------
@@ -675,46 +679,20 @@ def demo(
 
 @app.command()
 def doctor(
-    json_: Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")] = False,
+    data_root: Root = None,
+    digests: Annotated[bool, typer.Option("--digests", help="hash weight files too, as each run does")] = False,
+    json_: Json = False,
 ) -> None:
-    """Is this machine ready? Versions, device, disk; each line that is not ok says what to do."""
-    import shutil
+    """Is this machine ready? Versions, devices, disk, weights, datasets; each line that is not ok says what to do."""
+    from doctor import examine
 
-    lines: list[tuple[str, str, str]] = []
-    try:
-        import torch
-        import torchvision
-
-        torch.ops.torchvision.nms  # noqa: B018
-        lines.append(("torch", "ok", f"{torch.__version__}, torchvision {torchvision.__version__}"))
-        if torch.cuda.is_available():
-            bf16 = "ok" if torch.cuda.is_bf16_supported() else "no"
-            lines.append(("device", "ok", f"{torch.cuda.get_device_name()}, bfloat16 {bf16}"))
-        else:
-            lines.append(
-                ("device", "ok", f"CPU, {torch.get_num_threads()} threads; a GPU is needed for the paper's sizes")
-            )
-    except (ImportError, AttributeError, RuntimeError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        lines.append(
-            ("torch", "bad", f"{reason}; install torch and torchvision together: pip install -U torch torchvision")
-        )
-    try:
-        import matplotlib
-
-        lines.append(("pictures", "ok", f"matplotlib {matplotlib.__version__}"))
-    except ImportError:
-        lines.append(("pictures", "missing", "pip install 'bisslight[plot]' for the demo and evaluate --picture"))
-    free = shutil.disk_usage(Path.cwd()).free / 1e9
-    lines.append(("disk", "ok" if free > 5 else "low", f"{free:.0f} GB free here; a ViT-H run wants 5"))
-    writable = os.access(Path.cwd(), os.W_OK)
-    lines.append(("runs/", "ok" if writable else "bad", "can be written" if writable else "read-only here, give --out"))
+    found = list(examine(data_root, digests))
     if json_:
-        print(json.dumps([dict(zip(("what", "state", "detail"), line, strict=True)) for line in lines]))
+        print(json.dumps([finding._asdict() for finding in found]))
     else:
-        print("\n".join(f"{what:10} {state:8} {detail}" for what, state, detail in lines))
-    if any(state == "bad" for _, state, _ in lines):
-        raise RunError("doctor: not ready, see the lines above")
+        print("\n".join(f"{what:13} {state:8} {detail}" for what, state, detail in found))
+    if bad := [finding.what for finding in found if finding.state == "bad"]:
+        raise RunError(f"doctor: not ready, see {', '.join(bad)}")
 
 
 # --- exit codes ------------------------------------------------------------------------------------------------------
@@ -724,6 +702,12 @@ def main() -> None:
     """Exit codes: 0, 1 failure, 2 usage, 128 + a signal (130 Ctrl-C, 143 SIGTERM); a line for every known error."""
     signals.install()
     sys.exit(run(sys.argv[1:]))
+
+
+LESS = (
+    "--micro-batch N and --recompute need less and keep the result to rounding; a smaller --p-batch, --d-batch or "
+    "--batch is another experiment"
+)
 
 
 def run(arguments: list[str]) -> int:
@@ -762,10 +746,14 @@ def attempt(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return complain("stopped; align, pretrain, finetune and sweep go on with --resume", 130)
     except OSError as error:
-        return complain(f"{error.filename or ''}: {error.strerror or error}", 1)
+        wrong = error.errno == errno.ENAMETOOLONG  # a word that was meant as something else
+        where = f"{error.filename}: " if error.filename else ""
+        return complain(f"{where}{error.strerror or error}", 2 if wrong else 1)
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":
-            return complain("out of GPU memory: lower --p-batch, --d-batch or --batch, or add --recompute", 1)
+            return complain(f"out of GPU memory: {LESS}", 1)
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # Python's, and torch's on a CPU
+            return complain(f"out of memory: {LESS}; or lower --workers or --jobs", 1)
         if not hasattr(error, "format_message"):  # not one of Typer's own complaints: a defect, with its traceback
             raise
         return complain(error.format_message().replace("Value error, ", ""), 2)
@@ -773,7 +761,7 @@ def attempt(arguments: list[str]) -> int:
 
 def complain(what: object, code: int) -> int:
     """One line on stderr, and a word to the other processes."""
-    line = " ".join(str(what).split())
+    line = one_line(what)
     rank = f"rank {os.environ.get('RANK')}: " if "WORLD_SIZE" in os.environ else ""
     print(f"{rank}{'' if code > 128 else 'error: '}{line}", file=sys.stderr)
     if rank and code < 128:
@@ -781,6 +769,11 @@ def complain(what: object, code: int) -> int:
 
         world().failed(line)
     return code
+
+
+def one_line(what: object) -> str:
+    """A message without line breaks; of a word of more than 400 characters its first 100."""
+    return " ".join(word if len(word) <= 400 else f"{word[:100]}..." for word in str(what).split())
 
 
 if __name__ == "__main__":

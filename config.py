@@ -21,9 +21,7 @@ from pydantic import (
     BaseModel,
     Field,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     field_validator,
     model_validator,
 )
@@ -46,6 +44,8 @@ class Settings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=
     """Base of all settings: frozen, finite, strict about names, documented by attribute docstrings."""
 
 
+PositiveInt = Annotated[int, Field(gt=0, lt=2**53)]  # what a float, and JSON of other programs, holds exactly
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**53)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 CropShare = Annotated[float, Field(gt=0, le=1)]
 
@@ -178,6 +178,13 @@ class Data(Settings):
     """Smallest area of a random crop, as a share of the image. [App. C.2; ijepa, D.1: 0.3]"""
     d_interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     """Resampling of downstream images. The paper has one pipeline for both levels. [App. C.3; released: bilinear]"""
+
+    @field_validator("dataset", "pool")
+    @classmethod
+    def named(cls, name: str | None) -> str | None:
+        if name is not None and not name.removeprefix("folder:").strip():
+            raise ValueError("names neither a dataset nor a folder")
+        return name
 
 
 class Masks(Settings):
@@ -332,9 +339,9 @@ class Machine(Settings):
 
     device: str = "auto"
     """auto, cpu, cuda, cuda:1. auto: CUDA where there is one. [here]"""
-    workers: NonNegativeInt = 0
+    workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Processes that decode and augment images. They do not change the result. [here]"""
-    jobs: PositiveInt = 1
+    jobs: Annotated[int, Field(ge=1, le=256)] = 1
     """Fine-tuning runs (seeds, rates) at a time, each in a process with its share of the cores. [here]"""
     data_root: Path | None = None
     """Where the benchmarks are, as torchvision lays them out. None: $BISSLIGHT_DATA, else ./data. [here]"""

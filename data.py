@@ -10,12 +10,15 @@ Leaves out: the paper's benchmarks, which are in `tasks`; several processes.
 """
 
 import hashlib
+import logging
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -148,7 +151,7 @@ def load_pool(name: str, seed: int) -> tuple[Tensor | list[Path], Channels, Chan
         pool, task = quilts(seed)
         return pool, task.mean, task.std
     path = Path(name.removeprefix("folder:")).expanduser()
-    if not path.is_dir():
+    if not name.removeprefix("folder:") or not path.is_dir():
         raise UsageError(f"--pool {name}: there is no such folder; give a folder of images or quilts")
     files = find_images(path)
     if not files:
@@ -159,10 +162,20 @@ def load_pool(name: str, seed: int) -> tuple[Tensor | list[Path], Channels, Chan
 def find_images(root: Path) -> list[Path]:
     """All image files below a folder, sorted by their relative path, hidden ones left out."""
     files = []
-    for at, folders, names in os.walk(root, followlinks=True):
+    for at, folders, names in walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
         files += [os.path.join(at, n) for n in names if n.lower().endswith(IMG_EXTENSIONS) and n[0] != "."]  # noqa: PTH118
     return [Path(file) for file in sorted(files)]
+
+
+def walk(root: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """os.walk through links, but for one that leads back to a folder on the way there: that has no end."""
+    for at, folders, names in os.walk(root, followlinks=True):
+        links = {name for name in folders if os.path.islink(os.path.join(at, name))}  # noqa: PTH114, PTH118
+        if links:
+            above = {os.path.realpath(path) for path in (Path(at), *Path(at).absolute().parents)}
+            folders[:] = [n for n in folders if n not in links or os.path.realpath(os.path.join(at, n)) not in above]  # noqa: PTH118
+        yield at, folders, names
 
 
 def folder(root: Path, seed: int) -> Task:
@@ -260,6 +273,46 @@ def in_order(share: range, batch: int) -> list[list[Draw]]:
     return [[(i, i) for i in piece] for piece in micro(share, batch)] or [[]]
 
 
+logging.getLogger("PIL").addHandler(logging.NullHandler())  # what it has to say of a file is in the error's line
+THIN = 100  # a picture's longest side over its shortest; resized to a short side of 256 it has 6.6 million pixels
+
+
+def read_image(path: Path) -> Image.Image:
+    """An image file as RGB, 8 bits a channel (RunError naming the file where it cannot be that).
+
+    Of an animation the first frame; transparency is dropped and EXIF's orientation ignored, as torchvision's
+    ImageFolder does; grey of 16 bits is scaled (Pillow's own conversion would clip it). Wider numbers have no known
+    range and are refused, as are more pixels than Pillow takes for sane (`Image.MAX_IMAGE_PIXELS`), undecoded.
+    """
+    if not path.is_file():  # a folder, or a pipe, which would keep us waiting
+        gone = "is not a file" if path.exists() else "is not there any more"
+        raise RunError(f"{path}: {gone}; put the image back, or remove it from the dataset and start a new run")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd metadata, and of sizes that are refused below
+            with Image.open(path) as image:
+                short, long = sorted(image.size)
+                if short * long > (Image.MAX_IMAGE_PIXELS or short * long) or long > THIN * short:
+                    raise ValueError(f"{image.width} x {image.height} pixels are too many, or too thin a strip")
+                return rgb(image)
+    except Exception as error:  # Pillow's readers raise anything from OSError to TypeError on damaged bytes
+        why = " ".join(str(error).replace(f" '{path}'", "").split()) or type(error).__name__
+        raise RunError(f"{path}: cannot be read as an image ({why}); replace or remove it") from error
+
+
+def rgb(image: Image.Image) -> Image.Image:
+    """An opened image as RGB (ValueError where the range of its pixels is not known)."""
+    wide = image.mode == "I" and image.format in ("PNG", "PPM")  # 16 bits, in Pillow's 32
+    if wide or image.mode.startswith("I;16"):
+        grey = (np.asarray(image).astype(np.uint32) + 128) // 257  # 65535 -> 255, rounded
+        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise ValueError("32-bit pixels have no known range, save it with 8 or 16 bits")
+    if "transparency" in image.info:
+        image = image.convert("RGBA")
+    return image.convert("RGB")
+
+
 class Images(Dataset[tuple[Tensor, Tensor]]):
     """Decodes and augments. Each draw has a seed of its own, so its crop is the same in any process."""
 
@@ -291,11 +344,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         images = self.split.images
         if isinstance(images, Tensor):
             return T.functional.to_pil_image(images[index])  # type: ignore[no-any-return]
-        try:
-            with Image.open(images[index]) as image:
-                return image.convert("RGB")
-        except Exception as error:  # Pillow's readers raise anything from OSError to TypeError on damaged bytes
-            raise RunError(f"{images[index]}: cannot be read as an image ({error}); replace or remove it") from error
+        return read_image(images[index])
 
 
 def loader(images: Images, draws: Iterable[list[Draw]], workers: int, device: torch.device) -> DataLoader[Any]:
@@ -329,12 +378,20 @@ def batches(
     return arriving(loader(images, draws, workers, device), device)
 
 
-def arriving(loaded: Iterable[Any], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+def arriving(loaded: DataLoader[Any], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """What a loader makes, on the device."""
-    for item in loaded:
-        if isinstance(item, RunError):
-            raise item
-        yield item[0].to(device, non_blocking=True), item[1].to(device, non_blocking=True)
+    try:
+        for item in loaded:
+            if isinstance(item, RunError):
+                raise item
+            yield item[0].to(device, non_blocking=True), item[1].to(device, non_blocking=True)
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        raise RunError(
+            f"--workers {loaded.num_workers}: a process that reads images died, perhaps for want of (shared) memory; "
+            "lower --workers or the batches, then --resume"
+        ) from error
 
 
 def identity(batch: Any) -> Any:

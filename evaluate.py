@@ -15,7 +15,7 @@ from torch import Tensor
 
 from config import RunError, UsageError
 from paper import Reported, reported
-from runtime import Score, read_json, runs_in
+from runtime import Score, read_from, read_json, runs_in
 
 EXACT_SPLITS = 3_000_000  # 12 against 12 seeds are 2.7 million splits, some seconds; 8 against 8 are 12,870
 RESAMPLES = 100_000
@@ -155,18 +155,21 @@ def read_arm(path: Path) -> Arm:
         results.append(read_json(run / "result.json"))
         if "test" not in results[-1]:
             raise UsageError(f"{run}: has no test accuracy, it is not a finetune run")
-    settings = [experiment(run) for run in runs]
-    for run, other in zip(runs, settings, strict=True):
-        if different := [key for key in other if other[key] != settings[0].get(key)]:
-            raise UsageError(f"{run}: differs from {runs[0]} in {', '.join(different)}, they are no seeds of one arm")
-    accuracies = [accuracy for result in results for accuracy in result["test"]]
-    first, data = results[0], read_json(runs[0] / "config.json")["data"]
-    if "aligned_by" not in first:
-        raise UsageError(f"{runs[0]}: was made by an older version, run it again")
-    method = {None: "PEFT", "mfac": "BiSSLight", "cg": "BiSSL"}.get(first["aligned_by"])
-    like = method is not None and like_the_paper(read_json(runs[0] / "config.json"))
-    published = reported(first["backbone"], data["dataset"], str(method), first["pretext"]) if like else None
-    return Arm(path.name, accuracies, first["unit"], settings[0]["task"], first["metric"], published)
+    with read_from(path):
+        settings = [experiment(run) for run in runs]
+        for run, other in zip(runs, settings, strict=True):
+            if different := [key for key in other if other[key] != settings[0].get(key)]:
+                raise UsageError(
+                    f"{run}: differs from {runs[0]} in {', '.join(different)}, they are no seeds of one arm"
+                )
+        accuracies = [float(accuracy) for result in results for accuracy in result["test"]]
+        first, data = results[0], read_json(runs[0] / "config.json")["data"]
+        if "aligned_by" not in first:
+            raise UsageError(f"{runs[0]}: was made by an older version, run it again")
+        method = {None: "PEFT", "mfac": "BiSSLight", "cg": "BiSSL"}.get(first["aligned_by"])
+        like = method is not None and like_the_paper(read_json(runs[0] / "config.json"))
+        published = reported(first["backbone"], data["dataset"], str(method), first["pretext"]) if like else None
+        return Arm(path.name, accuracies, first["unit"], settings[0]["task"], first["metric"], published)
 
 
 def like_the_paper(config: Mapping[str, Any]) -> bool:

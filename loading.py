@@ -5,13 +5,14 @@ Everything here ends in a UsageError before the long work starts, if it ends in 
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import finetune as ft
 import ijepa
@@ -203,7 +204,7 @@ class Downstream(NamedTuple):
     several: ft.Several  # L^D where an image has several classes
     micro: int | None  # most images in a pass
     peers: World
-    loaders: dict[int, Iterable[Any]]  # of splits that have been scored; their workers wait for the next time
+    loaders: dict[int, DataLoader[Any]]  # of splits that have been scored; their workers wait for the next time
 
     def loss(self) -> Callable[..., Tensor]:
         loss = ft.downstream_loss(self.loaded.backbone, self.several)

@@ -14,6 +14,7 @@ Leaves out: dropout in LoRA and trainable LayerNorms (the paper found neither us
 would write into the ψ that both levels share).
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -239,12 +240,16 @@ def sizes_of(
     path: Path, data: Mapping[str, Any], backbone: str, default: Arch, image_size: int | None, patch_size: int | None
 ) -> Arch:
     """Sizes of a checkpoint: those that `pretrain` wrote into it, or the official ones (UsageError for others)."""
-    about = json.loads(data["bisslight"]) if "bisslight" in data else {"backbone": backbone}
-    if about["backbone"] != backbone:
-        raise UsageError(f"{path}: was trained as {about['backbone']}, give --backbone {about['backbone']}")
+    try:
+        about = json.loads(data["bisslight"]) if "bisslight" in data else {"backbone": backbone}
+        arch = Arch.model_validate(about["arch"]) if "arch" in about else default
+        trained = about["backbone"]
+    except (LookupError, TypeError, ValueError) as error:
+        raise UsageError(f"{path}: what it says of its sizes cannot be read; run `pretrain` again") from error
+    if trained != backbone:
+        raise UsageError(f"{path}: was trained as {trained}, give --backbone {trained}")
     if not about.get("norm_pix", True):
         raise UsageError(f"{path}: its decoder predicts raw pixels; align needs one for normalised pixels")
-    arch = Arch.model_validate(about["arch"]) if "arch" in about else default
     if image_size not in (None, arch.image_size):
         raise UsageError(f"--image-size {image_size}: {path} is for {arch.image_size} px, leave the option out")
     if patch_size not in (None, arch.patch_size):
@@ -390,11 +395,28 @@ def adapter_bytes(theta: Tensor, phi_D: Phi, metadata: Mapping[str, str]) -> byt
     """θ and the head as a safetensors file's content; the metadata (`adapter_metadata`) says what they belong to."""
     tensors = {"theta": theta} | {f"head.{name}": tensor for name, tensor in phi_D.items()}
     data = save({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, {"format": FORMAT, **metadata})
-    # the library writes metadata in random order; sorted, equal adapters are equal files
+    header, content = opened(data)
+    header["__metadata__"]["sha256"] = seal(header, content)
+    text = ordered(header)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + content
+
+
+def opened(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """Header and content of a safetensors file."""
     size = int.from_bytes(data[:8], "little")
-    header = json.dumps(json.loads(data[8 : 8 + size]), sort_keys=True, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header + data[8 + size :]
+    return json.loads(data[8 : 8 + size]), data[8 + size :]
+
+
+def ordered(header: Mapping[str, Any]) -> bytes:
+    """A header as text; the library writes metadata in random order; sorted, equal adapters are equal files."""
+    return json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+
+
+def seal(header: Mapping[str, Any], content: bytes) -> str:
+    """sha256 of an adapter file's header, the digest itself left out, and of its tensors."""
+    about = {key: value for key, value in header["__metadata__"].items() if key != "sha256"}
+    return hashlib.sha256(ordered({**header, "__metadata__": about}) + content).hexdigest()
 
 
 def load_adapter(path: Path) -> tuple[Tensor, Phi, dict[str, str]]:
@@ -405,8 +427,11 @@ def load_adapter(path: Path) -> tuple[Tensor, Phi, dict[str, str]]:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise UsageError(f"adapter {path}: not a readable safetensors file ({error})") from error
-    if metadata.get("format") != FORMAT:
+    if metadata.get("format") != FORMAT or "theta" not in tensors or tensors["theta"].ndim != 2:
         raise UsageError(f"adapter {path}: format {metadata.get('format')!r}, this program reads {FORMAT!r}")
+    # safetensors has no checksum of its own, and a flipped bit in a float is a float
+    if "sha256" in metadata and metadata.pop("sha256") != seal(*opened(path.read_bytes())):
+        raise UsageError(f"adapter {path}: is damaged (sha256), copy it again or run its command again")
     return tensors.pop("theta"), {key.removeprefix("head."): value for key, value in tensors.items()}, metadata
 
 

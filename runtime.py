@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
-from zipfile import is_zipfile
+from zipfile import ZIP_STORED, ZipFile, is_zipfile
 
 import torch
 from safetensors.torch import load_file
@@ -188,7 +188,7 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise UsageError(f"--device {name}: not available here, try --device cpu") from error
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"--device {name}: not supported, take cpu or cuda")
@@ -230,6 +230,15 @@ def write_atomic(path: Path, content: bytes | str) -> None:
         os.close(directory)
 
 
+def append(path: Path, text: str) -> None:
+    """Add text to a log (RunError naming it where it cannot be written)."""
+    try:
+        with path.open("a") as file:
+            file.write(text)
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror}); make room, then --resume") from error
+
+
 def to_bytes(obj: Any) -> bytes:
     """torch.save to memory."""
     buffer = io.BytesIO()
@@ -244,11 +253,26 @@ def sha256(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file that this program wrote (UsageError where it is missing or damaged)."""
+    """A JSON object that this program wrote (UsageError where it is missing or damaged)."""
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: cannot be read ({error})") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{path}: holds a {type(found).__name__}, this program writes an object; it is damaged")
+    return found
+
+
+@contextlib.contextmanager
+def read_from(path: Path) -> Iterator[None]:
+    """What is looked up in a run's files is there, or the run is damaged (UsageError); for short blocks."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise UsageError(
+            f"{path}: its files are damaged or of another version ({type(error).__name__}: {why})"
+        ) from error
 
 
 def runs_in(path: Path) -> list[Path]:
@@ -288,8 +312,7 @@ class Run:
 
     def append(self, name: str, line: str) -> None:
         if self.writes:
-            with (self.path / name).open("a") as file:
-                file.write(line + "\n")
+            append(self.path / name, line + "\n")
 
     def metric(self, record: Mapping[str, Any]) -> None:
         """Append one JSON object to metrics.jsonl. Its `step` says which alternation or epoch it belongs to."""
@@ -320,6 +343,7 @@ class Run:
             if not (self.resumed and path.exists()):
                 return None
             try:
+                check_zip(path)
                 state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
             except Exception as error:  # torch raises anything from EOFError to UnpicklingError on damaged bytes
                 raise UsageError(f"{path}: is damaged, --force starts the run over") from error
@@ -477,11 +501,22 @@ def load_tensors(path: Path) -> Any:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
+        if zipped := is_zipfile(path):
+            check_zip(path)
         with warnings.catch_warnings(), torch.serialization.safe_globals([Namespace]):
-            warnings.simplefilter("ignore", FutureWarning)
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+            warnings.simplefilter("ignore")  # of old formats, and of pickles that are refused below
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except FileNotFoundError as error:
         raise UsageError(f"{path}: there is no such file") from error
     except Exception as error:  # torch raises anything from EOFError to UnpicklingError on foreign bytes
         why = next(iter(str(error).splitlines()), type(error).__name__)
         raise UsageError(f"{path}: not a checkpoint that loads safely ({why[:120]})") from error
+
+
+def check_zip(path: Path) -> None:
+    """Compare the checksums of torch.save's archive, which a mapped read does not look at (ValueError otherwise)."""
+    with ZipFile(path) as archive:
+        if any(entry.compress_type != ZIP_STORED for entry in archive.infolist()):
+            raise ValueError("its archive is compressed, torch.save's is not")
+        if bad := archive.testzip():
+            raise ValueError(f"{bad} is damaged (crc32); copy or download it again")

@@ -83,6 +83,7 @@ from runtime import (
     moved,
     open_run,
     pick_device,
+    read_from,
     read_json,
     rng,
     runs_in,
@@ -127,6 +128,8 @@ def spent(began: tuple[float, float]) -> dict[str, float]:
 
 def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
     """Train a backbone and its pretext head from scratch; writes backbone.pth in the official layout."""
+    if cfg.model.backbone not in BACKBONES:
+        raise UsageError(f"--backbone {cfg.model.backbone}: pretrain makes {', '.join(BACKBONES)}; timm has its own")
     arch, jepa = BACKBONES[cfg.model.backbone].arch, cfg.model.pretext == "ijepa"
     sizes = {k: v for k, v in (("image_size", cfg.model.image_size), ("patch_size", cfg.model.patch_size)) if v}
     arch = Arch.model_validate(arch.model_dump() | sizes | {"class_token": not jepa})
@@ -997,7 +1000,8 @@ def export_run(path: Path, out: Path | None, seed: int | None, merged: bool) -> 
     channels = d.channels or ((quilts_task.mean, quilts_task.std) if cfg.data.dataset == "quilts" else IMAGENET)
     terms = BENCHMARKS[cfg.data.dataset].terms if cfg.data.dataset in BENCHMARKS else "the user's own"
     config, result = read_json(path / "config.json"), read_json(path / "result.json")
-    card = export.model_card(run.about, config, result, terms)
+    with read_from(path):
+        card = export.model_card(run.about, config, result, terms)
     where = out or path / "export"
     official = cfg.model.weights == cached(cfg.model)
     name = cfg.model.backbone

@@ -11,10 +11,13 @@ their training part is set aside by a hash of the names, or `--split-file` says 
 """
 
 import contextlib
+import gzip
+import lzma
 import os
 import re
 import shutil
 import tarfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +25,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from PIL import Image
 
 from config import Data, RunError, UsageError, nearest
-from data import Split, Task, fifth, find_images, folder, quilts
+from data import Split, Task, fifth, find_images, folder, quilts, read_image, walk
 from fetch import Report, digest, fetch, lock_of, locked
 
 Entry = tuple[str, Any]  # (file below the dataset's folder, label): an int, or for VOC07 a list with 1, 0 or -1 a class
@@ -69,7 +71,9 @@ def rows(path: Path, columns: int) -> Iterator[list[str]]:
 
 
 def small(path: Path) -> Path:
-    """The path, unless it is no list of images by its size (UsageError)."""
+    """The path, unless it is no list of images by its kind or size (UsageError)."""
+    if path.exists() and not path.is_file():  # a folder, a pipe, a device without end
+        raise UsageError(f"{path}: is not a file, a list of images should be")
     if path.stat().st_size > 20_000_000:
         raise UsageError(f"{path}: is too large for a list of images, something else is in it")
     return path
@@ -78,7 +82,7 @@ def small(path: Path) -> Path:
 def number(text: str, low: int, high: int, path: Path) -> int:
     """A whole number in a list file (UsageError naming the file)."""
     if not re.fullmatch("-?[0-9]{1,9}", text) or not low <= int(text) <= high:
-        raise UsageError(f"{path}: {text!r} should be a number from {low} to {high}")
+        raise UsageError(f"{path}: {text[:40]!r} should be a number from {low} to {high}")
     return int(text)
 
 
@@ -157,6 +161,8 @@ def read_flowers(root: Path) -> Listing:
         }
         if any(not 0 <= label < 102 for entries in parts.values() for _, label in entries):
             raise ValueError("labels should be from 1 to 102")
+        if any(not 1 <= i <= len(labels) for part in numbers.values() for i in part):
+            raise ValueError(f"image numbers should be from 1 to {len(labels)}, as many as there are labels")
     except UsageError:
         raise
     except Exception as error:  # scipy raises anything from KeyError to zlib.error on damaged bytes
@@ -334,7 +340,7 @@ def present(base: Path) -> set[str]:
     """All files below a dataset's folder, by their path relative to it: one walk instead of a stat a file."""
     return {
         os.path.relpath(os.path.join(at, name), base).replace(os.sep, "/")  # noqa: PTH118
-        for at, _, names in os.walk(base, followlinks=True)
+        for at, _, names in walk(base)
         for name in names
     }
 
@@ -435,11 +441,12 @@ def check(name: str, root: Path, report: Report, partial: bool = False) -> Check
 
 def fault_of(file: Path) -> str | None:
     """What is wrong with an image file, None if it decodes to its end."""
+    if not file.exists():
+        return f"{file}: is missing"
     try:
-        with Image.open(file) as image:
-            image.convert("RGB")
-    except Exception as error:  # Pillow's readers raise anything from OSError to TypeError on damaged bytes
-        return f"{file}: {error if file.exists() else 'is missing'}"
+        read_image(file)
+    except RunError as error:
+        return str(error)
     return None
 
 
@@ -484,13 +491,13 @@ def install(b: Benchmark, target: Path, work: Path, report: Report) -> None:
 
 def unpack(archive: Path, to: Path) -> None:
     """Unpack a tar below `to`, or put any other file there. Paths that lead elsewhere are refused (RunError)."""
-    if not tarfile.is_tarfile(archive):
-        shutil.copy(archive, to)
-        return
     try:
+        if not tarfile.is_tarfile(archive):
+            shutil.copy(archive, to)
+            return
         with tarfile.open(archive) as tar:
             tar.extractall(to, filter="data")  # PEP 706: no absolute paths, no `..`, no links out, no devices
-    except (tarfile.TarError, EOFError) as error:
+    except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
         raise RunError(f"{archive}: cannot be unpacked safely ({error}); nothing was installed") from error
 
 

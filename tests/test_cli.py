@@ -308,6 +308,17 @@ WRONG = [
     ),
     ("pretrain --backbone vit_mini --pool pics --image-size 18", 2, "is not a multiple of patch_size"),
     ("pretrain --backbone vit_mini --pool quilts --image-size 32", 2, "quilts are images of 16 px"),
+    (
+        "finetune --backbone vit_mini --weights {w} --dataset quilts --pool pics",
+        2,
+        "finetune looks at labelled images only",
+    ),
+    ("pretrain --pool quilts --backbone timm:vit_tiny_patch16_224", 2, "pretrain makes vit_mini, vit_b16"),
+    (
+        "align --backbone vit_mini --weights {w} --dataset quilts --pool=folder:",
+        2,
+        "names neither a dataset nor a folder",
+    ),
     ("evaluate nowhere", 2, "there is no such run directory"),
     ("evaluat x", 2, "Did you mean 'evaluate'?"),
 ]

@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from config import Data, RunError, UsageError
-from data import MOTIFS, Images, Split, View, batches, epochs, folder, in_order, load_pool, quilts, stream
+from data import MOTIFS, Images, Split, View, batches, epochs, find_images, folder, in_order, load_pool, quilts, stream
 from tasks import load_task
 
 CPU = torch.device("cpu")
@@ -123,6 +123,18 @@ def test_wrong_folders_end_in_one_clear_line(tmp_path: Path) -> None:
 def test_a_pool_is_any_folder_nested_or_not(tmp_path: Path) -> None:
     make(tmp_path, "1.png", "deep/er/2.JPEG", ".hidden/3.png")
     assert [p.name for p in load_pool(str(tmp_path), 0)[0]] == ["1.png", "2.JPEG"]  # type: ignore[union-attr]
+
+
+def test_links_that_lead_back_do_not_list_an_image_twice(tmp_path: Path) -> None:
+    make(tmp_path, "a/1.png", "b/2.png", "elsewhere/3.png")
+    (tmp_path / "a/up").symlink_to(tmp_path)
+    (tmp_path / "a/to-b").symlink_to(tmp_path / "b")
+    (tmp_path / "b/to-a").symlink_to(tmp_path / "a")
+    found = [str(path.relative_to(tmp_path / "a")) for path in find_images(tmp_path / "a")]
+    assert found == ["1.png", "to-b/2.png"]  # a link to another folder is followed, one back is not
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/far").symlink_to(tmp_path / "elsewhere")
+    assert [path.name for path in find_images(tmp_path / "c")] == ["3.png"]
 
 
 def test_a_stream_has_no_seam_and_each_pass_sees_every_image_once() -> None:

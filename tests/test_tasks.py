@@ -256,6 +256,13 @@ def test_a_whole_copy_with_a_missing_image_is_an_error(tmp_path: Path, monkeypat
         load_task(Data(dataset="flowers"), tmp_path)
 
 
+def ids_from(first: int) -> bytes:
+    """setid.mat of the 24 images that `make_flowers` draws, counted from another number."""
+    ids, buffer = np.arange(first, first + 24)[None], io.BytesIO()
+    savemat(buffer, {"trnid": ids[:, :6], "valid": ids[:, 6:12], "tstid": ids[:, 12:]})
+    return buffer.getvalue()
+
+
 def broken(tmp_path: Path, name: str, file: str, content: str | bytes) -> str:
     """The message for a copy one of whose files is replaced."""
     MAKE[name](tmp_path)
@@ -284,6 +291,8 @@ def broken(tmp_path: Path, name: str, file: str, content: str | bytes) -> str:
         ("voc07", "VOC2007/ImageSets/Main/car_val.txt", "000099 1\n", "lists 000099 twice, or it is not in val.txt"),
         ("pets", "annotations/test.txt", "x 38 1 1\n", "'38' should be a number from 1 to 37"),
         ("flowers", "setid.mat", "noise", "cannot be read"),
+        ("flowers", "setid.mat", ids_from(0), "image numbers should be from 1 to 24"),
+        ("flowers", "setid.mat", ids_from(2), "cannot be read"),
         ("aircrafts", "data/images_variant_val.txt", "1 Concorde\n", "'Concorde' is not in variants.txt"),
     ],
 )
