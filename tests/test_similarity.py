@@ -123,15 +123,21 @@ def test_what_has_no_similarity_is_refused() -> None:
 
 
 def test_5000_images_at_width_1280_stay_under_2_gb() -> None:
-    """The whole process, torch included; two models are three matrices (d, d)."""
+    """The whole process, torch included; two models are three matrices (d, d).
+
+    VmHWM is the peak since the program started; ru_maxrss would begin at that of the process that runs the tests.
+    """
+    if not Path("/proc/self/status").exists():
+        pytest.skip("peak memory is read from /proc")
     code = (
-        "import resource, torch, similarity\n"
+        "import torch, similarity\n"
         "models = [torch.randn(5000, 1280) for _ in range(2)]\n"
         "similarity.cka(zip(*(x.split(512) for x in models)))\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+        "print(open('/proc/self/status').read())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert int(done.stdout) < 2e9
+    peak = 1024 * int(done.stdout.partition("VmHWM:")[2].split()[0])
+    assert 3e8 < peak < 2e9
 
 
 def test_the_picture_has_every_value_in_its_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
