@@ -29,12 +29,13 @@ import cg
 import mae
 import mfac
 from config import BACKBONES, AlignConfig, BenchConfig, Bilevel, Data, Lower, Model, Upper
+from cost import memory, work
 from data import Images, Split, View, batches, stream
 from figures import COLOURS, pyplot, save
 from finetune import downstream_loss
 from lora import Backbone, Here, init_head, init_theta
 from runtime import autocast, pick_device, rng, trainable
-from stages import state, work
+from stages import state
 
 METHODS = ("mfac", "cg", "identity", "peft")
 CLASSES = 200  # as CUB-200, which the paper timed
@@ -79,6 +80,34 @@ def run(cfg: BenchConfig, report: Callable[[str, int, int, str], None]) -> dict[
     }  # fmt: skip
 
 
+def budget(cfg: BenchConfig) -> dict[str, Any]:
+    """What is to be run, and the memory of its largest part but CG, for --dry-run."""
+    arch = BACKBONES[cfg.backbone].arch
+    lower, upper = work(arch, cfg.rank, 0.75)
+    flop = cfg.lower_steps * cfg.p_batch * lower + cfg.upper_steps * cfg.d_batch * upper
+    alternations = len(METHODS) * 2 * (cfg.repeats + 1)
+    needs = memory(setting(cfg, "mfac"), arch, CLASSES, pick_device(cfg.machine.device))
+    return {"alternations": alternations, "TFLOP_an_alternation": flop / 1e12, "memory_MB": needs}
+
+
+def setting(cfg: BenchConfig, method: str) -> AlignConfig:
+    """The settings of Algorithm 1 that a method is timed with."""
+    return AlignConfig(
+        model=Model(backbone=cfg.backbone, rank=cfg.rank, recompute=cfg.recompute),
+        data=Data(dataset="x"),
+        lower=Lower(p_batch=cfg.p_batch),
+        upper=Upper(d_batch=cfg.d_batch),
+        bilevel=Bilevel.model_validate(
+            {
+                "alternations": cfg.repeats + 1, "lower_steps": cfg.lower_steps, "upper_steps": cfg.upper_steps,
+                "hypergrad": "mfac" if method == "peft" else method,
+            }
+        ),
+        machine=cfg.machine,
+        amp=cfg.amp,
+    )  # fmt: skip
+
+
 def isolated(fn: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
     """Call a function in a process of its own."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
@@ -100,16 +129,11 @@ def alternation(text: str, method: str, mode: str) -> dict[str, Any]:
     cfg = BenchConfig.model_validate_json(text)
     device = pick_device(cfg.machine.device)
     task, arch = network(cfg, device), BACKBONES[cfg.backbone].arch
-    bilevel = Bilevel(
-        alternations=cfg.repeats + 1, lower_steps=cfg.lower_steps, upper_steps=cfg.upper_steps,
-        hypergrad="mfac" if method == "peft" else method,
-    )  # fmt: skip
-    model = Model(backbone=cfg.backbone, rank=cfg.rank)
-    setting = AlignConfig(model=model, data=Data(dataset="x"), lower=Lower(), upper=Upper(), bilevel=bilevel)
     theta = init_theta(arch.depth, cfg.rank, arch.dim, rng(cfg.seed, "lora"))
     leaves = trainable({"P": theta, "D": theta}, device)
     phi_D = trainable(init_head(arch.dim, CLASSES, rng(cfg.seed, "head")), device)
-    s = state(setting, leaves, trainable(task.phi, device), phi_D)
+    how = setting(cfg, method)
+    s = state(how, leaves, trainable(task.phi, device), phi_D)
     amp = mode == "natural"
     kernels: AbstractContextManager[Any] = nullcontext() if amp else sdpa_kernel(SDPBackend.MATH)
     loss_P, loss_D = (autocast(loss, device, amp) for loss in (task.loss, downstream_loss(task.backbone)))
@@ -126,7 +150,7 @@ def alternation(text: str, method: str, mode: str) -> dict[str, Any]:
             on_host = method == "mfac" and cfg.machine.mfac_device == "cpu"
             s.G = torch.empty(arch.depth, cfg.lower_steps, theta.shape[1]) if on_host else None
             bisslight.align(
-                s, bilevel, loss_P, loss_D, inverse, pretext, downstream, task.after_step,
+                s, how.bilevel, loss_P, loss_D, inverse, pretext, downstream, task.after_step,
                 lambda s, log: phases.append(log.seconds), task.loss, clock=clock,
             )  # fmt: skip
     peak = memory.read()

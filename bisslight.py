@@ -201,6 +201,7 @@ def align(
             finite(t, "lower", s.lower, good)
             pause(s)
         finite(t, "lower", s.lower, good, late=0)
+        g_P = g_theta_P = g_phi_P = None  # their memory is the upper level's
         clock.lap("lower")
 
         solve = hypergrad(s.G, cfg.lam, s.theta_P, partial(loss_H or loss_P, phi=s.phi_P, batch=s.last))  # l.10, Eq. 7

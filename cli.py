@@ -611,7 +611,7 @@ def bench(config: BenchConfig, common: dict[str, Any], sources: dict[str, str]) 
     if out.exists() and not ((out / "bench.json").exists() and common["force"]):
         raise UsageError(f"--out {out}: is there already, --force overwrites an earlier bench")
     if common["dry_run"]:
-        return show(config, sources, common, {"config": config, "out": str(out)})
+        return show(config, sources, common, {**room.budget(config), "config": config, "out": str(out)})
     with Live(common["quiet"] or common["json"]) as live:
         result = room.run(config, live)
     out.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, ProcessPoolExecutor, as_completed
@@ -32,7 +31,6 @@ import finetune as ft
 import ijepa
 import mae
 import mfac
-import paper
 from bisslight import PretextTask
 from config import (
     BACKBONES,
@@ -40,12 +38,12 @@ from config import (
     Arch,
     Diverged,
     FinetuneConfig,
-    Masks,
     Model,
     PretrainConfig,
     RunError,
     UsageError,
 )
+from cost import budget, memory
 from data import IMAGENET, Augment, Task, epochs, quilts, stream
 from loading import (
     Downstream,
@@ -250,7 +248,8 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
         for name in (data.dataset, data.pool):
             fits(name, sizes)
         if options.dry_run:
-            return budget(cfg, sizes, labelled, len(pool.images)) | missing | {"config": cfg}
+            needs = memory(cfg, sizes, len(labelled.classes), pool.device)
+            return budget(cfg, sizes, labelled, len(pool.images)) | {"memory_MB": needs} | missing | {"config": cfg}
     fetch_weights(model, options.report)
     d = downstream(model, data, machine, cfg.amp, labelled)
     arch, device = d.loaded.arch, d.device
@@ -270,7 +269,7 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
     if cfg.bilevel.hypergrad == "exact" and peers.size > 1:
         raise UsageError("--hypergrad exact: runs in one process, start it without torchrun")
     if options.dry_run:
-        return about | {"config": cfg}
+        return about | {"memory_MB": memory(cfg, arch, len(labelled.classes), device), "config": cfg}
     defining = {"weights_sha256": d.loaded.digest, "data_sha256": labelled.fingerprint(), "images": about["images"]}
     defining |= {"upper_rates": rates}
     run = open_run(out, "align", cfg, options.resume, options.force, **defining)
@@ -630,60 +629,6 @@ def probing(
     run.log(f"linear probe: validation {d.task.metric} {val.accuracy:.1f} %")
 
 
-def work(arch: Arch, rank: int, mask_ratio: float, masks: Masks | None = None) -> tuple[float, float]:
-    """Operations an image, 2 a multiply-add, of a lower step and of an upper step (two passes).
-
-    ψ is frozen: no weight gradients, and none into the first block's input. The pretext head is trained: its forward
-    costs three times. With `masks`, I-JEPA; its context is taken as a quarter of the patches, about what is left.
-    """
-    D, L, m = arch.dim, arch.patches, arch.mlp_ratio
-
-    def forward(n: int, dim: int, layers: int, r: int) -> float:
-        return layers * ((8 + 4 * m) * n * dim**2 + 4 * n**2 * dim + 8 * n * dim * r)
-
-    def frozen(n: int) -> float:
-        backward = arch.depth * ((8 + 4 * m) * n * D**2 + 8 * n**2 * D + 16 * n * D * rank)
-        return forward(n, D, arch.depth, rank) + backward - (6 * n * D**2 + 4 * n * D * rank + 2 * n**2 * D) + patches
-
-    def trained(n: int, seen: int, width: int, layers: int, out: int) -> float:
-        return 3 * (forward(n, width, layers, 0) + 2 * seen * D * width + 2 * n * width * out)
-
-    patches = 2 * L * D * 3 * arch.patch_size**2
-    upper = 2 * frozen(arch.class_token + L)
-    if masks is None:
-        seen = 1 + int(L * (1 - mask_ratio))
-        pixels = 3 * arch.patch_size**2
-        return frozen(seen) + trained(1 + L, seen, arch.decoder_dim, arch.decoder_depth, pixels), upper
-    seen, asked = L // 4, round(L * sum(masks.target_scale) / 2)
-    teacher = forward(L, D, arch.depth, rank) + patches
-    predictor = masks.targets * trained(seen + asked, seen, arch.predictor_dim, arch.predictor_depth, D)
-    return teacher + masks.contexts * (frozen(seen) + predictor), upper
-
-
-def budget(cfg: AlignConfig, arch: Arch, task: Task, pool: int) -> dict[str, Any]:
-    """What a run will cost, before it starts: steps, parameters, memory, work (2 operations a multiply-add)."""
-    b, r = cfg.bilevel, cfg.model.rank or 0
-    D, depth = arch.dim, arch.depth
-    store = 4 * b.lower_steps * depth * 4 * r * D
-
-    lower, upper = work(arch, r, cfg.lower.mask_ratio, cfg.masks if cfg.model.pretext == "ijepa" else None)
-    jepa = cfg.model.pretext == "ijepa"
-    width, layers = (arch.predictor_dim, arch.predictor_depth) if jepa else (arch.decoder_dim, arch.decoder_depth)
-    head = 12 * layers * width**2
-    flop = b.lower_steps * cfg.lower.p_batch * lower + b.upper_steps * cfg.upper.d_batch * upper
-    return {
-        "images": {"pool": pool, **{part: len(getattr(task, part).targets) for part in ("train", "val", "test")}},
-        "missing_images": task.missing,
-        "steps": {"lower": b.alternations * b.lower_steps, "upper": b.alternations * b.upper_steps},
-        "lora_parameters": 4 * r * D * depth,
-        "gradient_store_MB": store / 1e6,
-        "checkpoint_MB": 12 * (2 * 4 * r * D * depth + head) / 1e6,
-        "TFLOP": b.alternations * flop / 1e12,
-        "paper_GPU_GB": paper.MEMORY_GB["BiSSLight", (1, 1, 1)].get(cfg.model.backbone),
-        "disk_free_GB": shutil.disk_usage(Path.cwd()).free / 1e9,
-    }
-
-
 # --- finetune --------------------------------------------------------------------------------------------------------
 
 
@@ -868,7 +813,9 @@ def finetune(cfg: FinetuneConfig, options: Options, pool: Executor | None = None
     if missing := to_download(model):  # what can be told before the download
         fits(data.dataset, BACKBONES[model.backbone].arch)
         if options.dry_run:
-            return about | missing | {"config": cfg}
+            sizes = BACKBONES[model.backbone].arch
+            needs = memory(cfg, sizes, len(task.classes), pick_device(machine.device))
+            return about | {"memory_MB": needs} | missing | {"config": cfg}
     fetch_weights(model, options.report)
     d = downstream(model, data, machine, cfg.amp, task)
     origin: dict[str, str] = {}
@@ -876,7 +823,7 @@ def finetune(cfg: FinetuneConfig, options: Options, pool: Executor | None = None
         origin = check_adapter(start, model, d.loaded, data.dataset)
     refuse_batches(cfg, d, [p.batch, n % p.batch])
     if options.dry_run:
-        return about | {"config": cfg}
+        return about | {"memory_MB": memory(cfg, d.loaded.arch, len(task.classes), d.device), "config": cfg}
     defining = {"weights_sha256": d.loaded.digest, "data_sha256": task.fingerprint(), "images": about["images"]}
     run = open_run(out, "finetune", cfg, options.resume, options.force, **defining)
     options.announce(f"seed {cfg.seed}, device {d.device}, {runs} runs, {about['steps']} steps -> {out}")

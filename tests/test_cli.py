@@ -378,7 +378,7 @@ def test_signals_have_their_exit_codes(weights: Path, stop: str, code: int, tmp_
 
     line = f"align --backbone vit_mini --weights {weights} --dataset quilts --p-batch 8 --d-batch 8 --probe-epochs 0 --out r"
     program = [sys.executable, "-c", "import cli; cli.main()", *line.split()]
-    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "NO_COLOR": "1"}
+    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         program, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=env
     ) as p:

@@ -9,9 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mae
 from config import BACKBONES, AlignConfig, Data, Model
+from cost import budget, work
 from data import Split, Task
 from lora import Backbone, logits
-from stages import budget, work
 
 NOTHING = Split([Path("x")], torch.zeros(1))
 
