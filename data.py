@@ -9,8 +9,10 @@ processes nor on where a run was resumed. A draw is the number of an image in th
 Leaves out: the paper's benchmarks, which are in `tasks`; several processes.
 """
 
+import atexit
 import hashlib
 import logging
+import multiprocessing
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -353,6 +355,8 @@ def loader(images: Images, draws: Iterable[list[Draw]], workers: int, device: to
     Training asks for all its batches in one go, so its workers start once; a list of draws can be gone through again,
     with the same workers.
     """
+    if workers:
+        leave_nobody_behind()
     return DataLoader(
         images,
         batch_sampler=draws,
@@ -363,6 +367,18 @@ def loader(images: Images, draws: Iterable[list[Draw]], workers: int, device: to
         persistent_workers=workers > 0 and isinstance(draws, list),
         worker_init_fn=started if workers else None,
     )
+
+
+@lru_cache(maxsize=1)
+def leave_nobody_behind() -> None:
+    """At the end of this process, end what is left of its daemons: ours do not listen to the SIGTERM that they get."""
+
+    def end() -> None:
+        for process in multiprocessing.active_children():
+            if process.daemon:
+                process.kill()
+
+    atexit.register(end)
 
 
 def started(worker: int) -> None:

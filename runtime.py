@@ -408,7 +408,10 @@ def open_run(path: Path, command: str, config: Settings, resume: bool, force: bo
 
 def lock(path: Path) -> int:
     """An open file that holds the lock of a run directory (UsageError where another process has it)."""
-    number = os.open(path / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        number = os.open(path / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+    except OSError as error:
+        raise RunError(f"--out {path}: cannot be written ({error.strerror}), choose another --out") from error
     try:
         fcntl.lockf(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

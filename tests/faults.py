@@ -284,7 +284,7 @@ def batch_of(path: Path, workers: int) -> Tensor:
     if not good.exists():
         Image.new("RGB", (20, 20)).save(good)
     images = Images(Split([good, path], torch.zeros(2, dtype=torch.long)), VIEW, True, 0, "x")
-    ((x, _),) = batches(images, in_order(2, 2), workers, torch.device("cpu"))
+    ((x, _),) = batches(images, in_order(range(2), 2), workers, torch.device("cpu"))
     return x
 
 
@@ -341,7 +341,7 @@ def vanishing_cases(root: Path, rng: random.Random, scale: int) -> Iterator[Case
             def vanish(base: Path = base, what: str = what, workers: int = workers) -> None:
                 files = find_images(base)
                 images = Images(Split(files, torch.zeros(len(files), dtype=torch.long)), VIEW, True, 0, "x")
-                found = batches(images, in_order(40, 4), workers, torch.device("cpu"))
+                found = batches(images, in_order(range(40), 4), workers, torch.device("cpu"))
                 next(found)
                 shutil.rmtree(base) if what == "folder" else files[-1].unlink()
                 for _ in found:

@@ -157,7 +157,7 @@ def test_a_folder_that_cannot_be_written_is_named(weights: Path, tmp_path: Path)
     assert code == 2
     code, err = outside(align(weights, "--alternations 1 --out shut --force"), UNPRIVILEGED)
     assert code == 1
-    assert "shut/config.json: cannot be written (Permission denied)" in err
+    assert "--out shut: cannot be written (Permission denied)" in err
     for path, mode in closed.items():
         path.chmod(mode)
 
@@ -274,7 +274,7 @@ def test_numbers_that_are_not_finite_stop_the_run_where_they_arise(
         ("upper", (finetune, "downstream_loss"), spoilt(nan, 4), "upper level, step 2"),
         ("at P", (finetune, "downstream_loss"), spoilt(infinite, 1), "upper level, step 1"),
         ("block", (bisslight, "gradients"), second(gradients, in_block_2, saved, 3), "lower level, block 2, step 3"),
-        ("system", (mfac, "gram"), second(gram, nan, saved, 4), "hypergradient level, block 3"),
+        ("system", (mfac, "gram"), second(gram, nan, saved, 4), "hypergradient, block 3"),
     ]:  # fmt: skip
         saved.clear()
         with monkeypatch.context() as m:

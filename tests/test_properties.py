@@ -237,7 +237,7 @@ def test_every_pass_sees_every_image_once(n: int, batch: int, seed: int, passes:
         assert sorted(i for _, i in flat[p * n : (p + 1) * n]) == list(range(n))
     assert list(stream(n, batch, seed, "x", min(at, steps), steps)) == whole[min(at, steps) :]
     assert flat[: passes * n] == seen  # one order for both
-    assert [i for part in in_order(n, batch) for _, i in part] == list(range(n))
+    assert [i for part in in_order(range(n), batch) for _, i in part] == list(range(n))
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

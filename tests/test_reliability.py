@@ -109,4 +109,4 @@ def test_a_data_process_that_dies_ends_in_one_line(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("data.read_image", dies)
     images = Images(Split([tmp_path / "x"], torch.zeros(1, dtype=torch.long)), VIEW, True, 0, "x")
     with pytest.raises(RunError, match="--workers 1: a process that reads images died"):
-        list(batches(images, in_order(1, 1), 1, torch.device("cpu")))
+        list(batches(images, in_order(range(1), 1), 1, torch.device("cpu")))
