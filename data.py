@@ -349,26 +349,6 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         return read_image(images[index])
 
 
-def loader(images: Images, draws: Iterable[list[Draw]], workers: int, device: torch.device) -> DataLoader[Any]:
-    """Worker processes, pinned memory and prefetching around `images`.
-
-    Training asks for all its batches in one go, so its workers start once; a list of draws can be gone through again,
-    with the same workers.
-    """
-    if workers:
-        leave_nobody_behind()
-    return DataLoader(
-        images,
-        batch_sampler=draws,
-        num_workers=workers,
-        collate_fn=identity,
-        pin_memory=device.type == "cuda",
-        prefetch_factor=4 if workers else None,
-        persistent_workers=workers > 0 and isinstance(draws, list),
-        worker_init_fn=started if workers else None,
-    )
-
-
 @lru_cache(maxsize=1)
 def leave_nobody_behind() -> None:
     """At the end of this process, end what is left of its daemons: ours do not listen to the SIGTERM that they get."""
@@ -390,14 +370,23 @@ def started(worker: int) -> None:
 def batches(
     images: Images, draws: Iterable[list[Draw]], workers: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(images, targets) on the device, a batch for each list of draws (RunError naming an unreadable file)."""
-    return arriving(loader(images, draws, workers, device), device)
+    """(images, targets) on the device, a batch for each list of draws (RunError naming an unreadable file).
 
-
-def arriving(loaded: DataLoader[Any], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """What a loader makes, on the device."""
+    Worker processes start once and stay for all that is drawn; what they make is pinned and fetched ahead.
+    """
+    if workers:
+        leave_nobody_behind()
+    loader = DataLoader(
+        images,
+        batch_sampler=draws,
+        num_workers=workers,
+        collate_fn=identity,
+        pin_memory=device.type == "cuda",
+        prefetch_factor=4 if workers else None,
+        worker_init_fn=started if workers else None,
+    )
     try:
-        for item in loaded:
+        for item in loader:
             if isinstance(item, RunError):
                 raise item
             yield item[0].to(device, non_blocking=True), item[1].to(device, non_blocking=True)
@@ -405,7 +394,7 @@ def arriving(loaded: DataLoader[Any], device: torch.device) -> Iterator[tuple[Te
         if not str(error).startswith("DataLoader worker"):
             raise
         raise RunError(
-            f"--workers {loaded.num_workers}: a process that reads images died, perhaps for want of (shared) memory; "
+            f"--workers {workers}: a process that reads images died, perhaps for want of (shared) memory; "
             "lower --workers or the batches, then --resume"
         ) from error
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 import finetune as ft
 import ijepa
@@ -39,11 +38,9 @@ from data import (
     Split,
     Task,
     View,
-    arriving,
     batches,
     in_order,
     load_pool,
-    loader,
     stream,
 )
 from evaluate import score
@@ -204,7 +201,7 @@ class Downstream(NamedTuple):
     several: ft.Several  # L^D where an image has several classes
     micro: int | None  # most images in a pass
     peers: World
-    loaders: dict[int, DataLoader[Any]]  # of splits that have been scored; their workers wait for the next time
+    scored: dict[int, Iterator[tuple[Tensor, Tensor]]]  # splits, again and again; their workers wait for the next time
 
     def loss(self) -> Callable[..., Tensor]:
         loss = ft.downstream_loss(self.loaded.backbone, self.several)
@@ -234,11 +231,11 @@ class Downstream(NamedTuple):
     def score(self, split: Split, theta: Tensor, phi_D: Phi, batch: int = 256) -> Score:
         """What a model is worth on the whole split, of which each process looks at its share."""
         predict = autocast(partial(logits, self.loaded.backbone, theta, phi_D), self.device, self.amp)
-        if id(split) not in self.loaders:
+        draws = in_order(self.peers.share(len(split.targets)), batch)
+        if id(split) not in self.scored:
             images = Images(split, self.view, False, 0, "eval")
-            draws = in_order(self.peers.share(len(split.targets)), batch)
-            self.loaders[id(split)] = loader(images, draws, self.workers, self.device)
-        examples = arriving(self.loaders[id(split)], self.device)
+            self.scored[id(split)] = batches(images, itertools.cycle(draws), self.workers, self.device)
+        examples = itertools.islice(self.scored[id(split)], len(draws))
         return score(predict, examples, partial(ft.cross_entropy, several=self.several), self.peers.gather)
 
 

@@ -127,7 +127,8 @@ def test_a_pool_is_any_folder_nested_or_not(tmp_path: Path) -> None:
 
 def test_links_that_lead_back_do_not_list_an_image_twice(tmp_path: Path) -> None:
     make(tmp_path, "a/1.png", "b/2.png", "elsewhere/3.png")
-    (tmp_path / "a/up").symlink_to(tmp_path)
+    (tmp_path / "a/up").symlink_to(tmp_path / "a")
+    assert len(find_images(tmp_path / "a")) == 1  # the system itself gives up after forty times
     (tmp_path / "a/to-b").symlink_to(tmp_path / "b")
     (tmp_path / "b/to-a").symlink_to(tmp_path / "a")
     found = [str(path.relative_to(tmp_path / "a")) for path in find_images(tmp_path / "a")]

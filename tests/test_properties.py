@@ -217,6 +217,7 @@ def test_masks_are_rectangles_that_leave_a_context(
     for places in blocks.flatten(0, 1):
         rows, columns = (places // grid).unique(), (places % grid).unique()
         assert len(rows) * len(columns) == len(places)  # a rectangle
+        assert int(rows.max()) < grid - 1 and int(columns.max()) < grid - 1  # as in the official collator
         assert int(rows.max() - rows.min()) == len(rows) - 1 and int(columns.max() - columns.min()) == len(columns) - 1
 
 

@@ -44,7 +44,6 @@ def test_bad_input_ends_in_a_reading_or_in_one_line(
     assert [f"{end.name}: {end.line}" for end in ends if end.how == "defect"] == []
     counts = Counter(end.how for end in ends)
     assert counts["refused"] > 0 or kind == "data check"
-    assert max(end.seconds for end in ends) < 10
 
 
 def test_a_case_that_goes_wrong_is_counted_as_a_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
