@@ -197,11 +197,11 @@ def align(
             norm = s.opt_P.update([(s.theta_P, g_theta_P), *pairs(s.phi_P, g_phi_P)])  # l.9
             after_step(s.theta_P)
             s.lower.append(torch.stack([value, cfg.lam / 2 * apart.square().sum(), norm.to(value.dtype)]))
+            del g_P, g_theta_P, g_phi_P  # the upper level wants their memory
             clock.lap("optimiser", fine=True)
             finite(t, "lower", s.lower, good)
             pause(s)
         finite(t, "lower", s.lower, good, late=0)
-        g_P = g_theta_P = g_phi_P = None  # their memory is the upper level's
         clock.lap("lower")
 
         solve = hypergrad(s.G, cfg.lam, s.theta_P, partial(loss_H or loss_P, phi=s.phi_P, batch=s.last))  # l.10, Eq. 7
