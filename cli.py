@@ -337,10 +337,10 @@ def align(config: AlignConfig, common: dict[str, Any], sources: dict[str, str]) 
 @command(FinetuneConfig)
 def finetune(config: FinetuneConfig, common: dict[str, Any], sources: dict[str, str]) -> None:
     """PEFT with LoRA, directly or from align runs: seeds, learning-rate grid, one test at the end."""
-    import stages
+    import tuning
 
-    with Live(common["quiet"] or common["json"]) as live, stages.worker_pool(config.machine.jobs) as pool:
-        result = stages.finetune(config, opened(common, live), pool)
+    with Live(common["quiet"] or common["json"]) as live, tuning.worker_pool(config.machine.jobs) as pool:
+        result = tuning.finetune(config, opened(common, live), pool)
     if common["dry_run"]:
         return show(config, sources, common, result)
     from evaluate import Arm
@@ -358,10 +358,10 @@ def finetune(config: FinetuneConfig, common: dict[str, Any], sources: dict[str, 
 )
 def sweep(config: SweepConfig, common: dict[str, Any], sources: dict[str, str]) -> None:
     """Accuracy against LoRA rank, λ, N_L, T or a learning rate: a comma list for one or two of them, a grid of runs."""
-    import stages
     import sweep as room
+    import tuning
 
-    with Live(common["quiet"] or common["json"]) as live, stages.worker_pool(config.machine.jobs) as pool:
+    with Live(common["quiet"] or common["json"]) as live, tuning.worker_pool(config.machine.jobs) as pool:
         result = room.sweep(config, opened(common, live), common["shard"], pool)
     if common["dry_run"]:
         runs = result["runs"] if common["json"] else result.pop("runs")

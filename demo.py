@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import mae
 import stages
+import tuning
 from config import (
     BACKBONES,
     AlignConfig,
@@ -111,7 +112,7 @@ class Story:
         began = time.perf_counter()
         path = self.out / f"align-{start.split()[0]}" if start else None
         cfg = FinetuneConfig(start=path, model=self.model, data=self.data, peft=peft)
-        result = stages.finetune(cfg, self.options(f"finetune-{arm.split(' +')[0].replace(' ', '-')}"), self.pool)
+        result = tuning.finetune(cfg, self.options(f"finetune-{arm.split(' +')[0].replace(' ', '-')}"), self.pool)
         self.timed(f"PEFT {arm}", began)
         return result | {"arm": arm}
 
@@ -136,7 +137,7 @@ def quick(out: Path, data_seed: int, jobs: int, force: bool, report: Report) -> 
     """Pretrain, align, PEFT with and without; one rate for both arms, eight seeds an arm."""
     began = time.perf_counter()
     prepare(out, force)
-    with stages.worker_pool(jobs) as pool:
+    with tuning.worker_pool(jobs) as pool:
         story = Story(out, data_seed, force, report, pool)
         story.pretrain()
         aligns = story.align("aligned + PEFT")
@@ -165,7 +166,7 @@ def full(out: Path, data_seed: int, jobs: int, force: bool, report: Report) -> d
     prepare(out, force)
     tables, remarks = {}, []
     grid = PEFT.model_copy(update={"lr": None, "grid": GRID, "grid_seeds": SEEDS})
-    with stages.worker_pool(jobs) as pool:
+    with tuning.worker_pool(jobs) as pool:
         for seed in range(data_seed, data_seed + 3):
             story = Story(out / f"data{seed}", seed, force, report, pool)
             story.pretrain()

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import stages
+import tuning
 from config import SWEPT, AlignConfig, Diverged, FinetuneConfig, RunError, Shape, SweepConfig, UsageError, put
 from evaluate import compare, read_arm
 from figures import COLOURS, pyplot, rendered
@@ -114,7 +115,7 @@ def budget(chains: list[Chain], out: Path) -> dict[str, Any]:
             about = stages.align(item.config, nowhere)
             runs.append({"run": item.name, "steps": sum(about["steps"].values()), "TFLOP": about["TFLOP"]})
         else:  # the align run that it will start from is not there yet
-            about = stages.finetune(item.config.model_copy(update={"start": None}), nowhere)
+            about = tuning.finetune(item.config.model_copy(update={"start": None}), nowhere)
             runs.append({"run": item.name, "steps": about["steps"], "PEFT runs": about["runs"]})
     total = {key: sum(run.get(key, 0) for run in runs) for key in ("steps", "TFLOP", "PEFT runs")}
     return {"runs": runs, "chains": len(chains), "total": {"runs": len(runs), **total}}
@@ -164,7 +165,7 @@ def run(item: Job, where: Path, options: stages.Options, pool: Executor | None) 
         if isinstance(item.config, AlignConfig):
             stages.align(item.config, own)
         else:
-            stages.finetune(item.config, own, pool)
+            tuning.finetune(item.config, own, pool)
     except Diverged as error:
         write_atomic(diverged(where), f"{error}\n")
         options.announce(f"{item.name} diverged: {error}")

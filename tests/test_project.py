@@ -15,7 +15,8 @@ FLOOR = {
     "mfac": 1, "lora": 1, "data": 1, "runtime": 1, "fetch": 1, "figures": 1, "parallel": 1,
     "bisslight": 2, "cg": 2, "mae": 2, "ijepa": 2, "finetune": 2, "evaluate": 2, "tasks": 2, "export": 2,
     "rollout": 2, "similarity": 2, "cost": 3,
-    "loading": 3, "stages": 4, "demo": 5, "bench": 5, "doctor": 5, "seeing": 5, "sweep": 5, "report": 6, "cli": 7,
+    "loading": 3, "stages": 4, "tuning": 5,
+    "demo": 6, "bench": 6, "doctor": 6, "seeing": 6, "sweep": 6, "report": 7, "cli": 8,
 }  # fmt: skip
 
 

@@ -424,11 +424,11 @@ def test_an_interrupted_experiment_repeats_no_finished_run(
     pre: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """Grid and eight seeds, stopped after every single PEFT run: as many runs in all, and the same result."""
-    import stages
+    import tuning
 
     line = f"finetune {pre} --epochs 1 --batch 80 --seeds 8 --grid 1e-3,1e-2,3e-2 --quiet".split()
     assert cli.run([*line, "--out", "whole"]) == 0
-    real = stages.run_unit
+    real = tuning.run_unit
     done: list[Any] = []
 
     def once(unit: Any, report: Any = None) -> Any:
@@ -440,7 +440,7 @@ def test_an_interrupted_experiment_repeats_no_finished_run(
         done.append("stop")
         return result
 
-    monkeypatch.setattr(stages, "run_unit", once)
+    monkeypatch.setattr(tuning, "run_unit", once)
     code, attempts = cli.run([*line, "--out", "cut"]), 1
     while code == 130:
         assert cli.run([*line, "--out", "cut"]) == 2  # a finished or unfinished run is not overwritten
@@ -458,9 +458,9 @@ def test_an_interrupted_experiment_repeats_no_finished_run(
 
 def test_a_rate_at_which_a_later_seed_diverges_is_given_up(pre: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rate is chosen with one seed; if another one diverges there, the next best takes its place."""
-    import stages
+    import tuning
 
-    real, first = stages.run_unit, {}
+    real, first = tuning.run_unit, {}
 
     def planted(unit: Any, report: Any = None) -> Any:
         result = real(unit)
@@ -470,7 +470,7 @@ def test_a_rate_at_which_a_later_seed_diverges_is_given_up(pre: str, monkeypatch
             return {"lr": unit.lr, "seed": 2, "val": None, "diverged": "planted", "curve": []}
         return result
 
-    monkeypatch.setattr(stages, "run_unit", planted)
+    monkeypatch.setattr(tuning, "run_unit", planted)
     assert cli.run(f"finetune {pre} --epochs 1 --batch 80 --seeds 3 --grid 1e-3,3e-2 --quiet --out f".split()) == 0
     result = json.loads(Path("f/result.json").read_text())
     ranked = sorted(first, key=lambda lr: (first[lr]["accuracy"], -first[lr]["loss"]))
