@@ -97,7 +97,7 @@ for name, (loss, phi, x) in passes.items():
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_memory_of_a_step_is_what_the_process_grows_by(recompute: bool) -> None:
-    """Peak of resident memory in a process whose allocator gives freed memory back at once; images were there before."""
+    """Peak of resident memory where the allocator gives freed memory back at once; images were there before."""
     batch = 48
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(Path(cost.__file__).parent)}
     call = [sys.executable, "-c", MEASURE, str(recompute), str(batch)]
