@@ -1,5 +1,6 @@
 """Recorded numbers: small files travel with the suite in tests/data, larger ones lie beside the checkout."""
 
+import fcntl
 import json
 import os
 import threading
@@ -13,6 +14,7 @@ import torch
 from loopback import Server
 from torch import Tensor
 
+import cli
 import fetch
 
 HERE = Path(__file__).parent
@@ -57,6 +59,27 @@ def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     assert actual.shape == expected.shape and float(error) <= tolerance, (
         f"relative error {float(error):.3g} > {tolerance}"
     )
+
+
+@pytest.fixture(scope="session")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs of `pretrain`, mae/ and ijepa/, of one epoch each; made once, by the first worker that asks."""
+    base = tmp_path_factory.getbasetemp()
+    where = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "pretrained"
+    where.mkdir(exist_ok=True)
+    with (where / "lock").open("w") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        for pretext in ("mae", "ijepa"):
+            line = "pretrain --pool quilts --backbone vit_mini --epochs 1 --warmup-epochs 0 --batch 500 --quiet"
+            if not (where / pretext / "backbone.pth").exists():
+                assert cli.run([*line.split(), "--pretext", pretext, "--out", str(where / pretext)]) == 0
+    return where
+
+
+@pytest.fixture(scope="session")
+def weights(pretrained: Path) -> Path:
+    """A run of `pretrain` with MAE; what it learned does not matter here."""
+    return pretrained / "mae"
 
 
 @pytest.fixture

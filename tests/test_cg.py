@@ -153,12 +153,10 @@ def test_per_tensor_steps_are_not_the_solution() -> None:
 
 
 @pytest.fixture
-def pre(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def pre(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
-    line = "pretrain --pool quilts --backbone vit_mini --epochs 1 --warmup-epochs 0 --batch 500 --quiet --out pre"
-    assert cli.run(line.split()) == 0
     small = "--alternations 4 --lower-steps 2 --upper-steps 2 --p-batch 8 --d-batch 8 --probe-epochs 1 --eval-every 1"
-    return f"align --backbone vit_mini --weights pre --dataset quilts {small} --quiet --hypergrad cg"
+    return f"align --backbone vit_mini --weights {weights} --dataset quilts {small} --quiet --hypergrad cg"
 
 
 @pytest.mark.parametrize("released", ["", "--preset as-released"])

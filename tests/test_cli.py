@@ -29,15 +29,6 @@ def run(line: str, capsys: Any) -> tuple[int, str, str]:
     return code, out, err
 
 
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A backbone of one epoch; what it learned does not matter here."""
-    out = tmp_path_factory.mktemp("pre") / "run"
-    line = f"pretrain --pool quilts --backbone vit_mini --epochs 1 --warmup-epochs 0 --batch 500 --quiet --out {out}"
-    assert cli.run(line.split()) == 0
-    return out
-
-
 def test_pretrain_align_finetune_evaluate_end_to_end(weights: Path, capsys: Any) -> None:
     code, out, err = run(
         f"align --backbone vit_mini --weights {weights} --dataset quilts {TINY_ALIGN} --out a --json", capsys
@@ -128,7 +119,6 @@ def test_the_grid_takes_the_rate_with_the_best_mean_validation(weights: Path, ca
 @pytest.mark.parametrize(
     ("command", "method"),
     [
-        ("pretrain --pool quilts --backbone vit_mini --epochs 3 --warmup-epochs 1 --batch 1000", "metric"),
         (
             "finetune --backbone vit_mini --weights {w} --dataset quilts --epochs 1 --batch 40 --seeds 3 --lr 1e-2",
             "metric",

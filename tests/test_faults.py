@@ -27,14 +27,6 @@ ROOT = Path(cli.__file__).parent
 ALIGN = "--lower-steps 3 --upper-steps 2 --p-batch 8 --d-batch 8 --probe-epochs 0 --eval-every 1 --warmup 1 --quiet"
 
 
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("pre") / "run"
-    line = f"pretrain --pool quilts --backbone vit_mini --epochs 1 --warmup-epochs 0 --batch 1000 --quiet --out {out}"
-    assert cli.run(line.split()) == 0
-    return out
-
-
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -82,39 +82,28 @@ def test_downstream_losses_add_up_too(several: bool) -> None:
         close(again[2]["weight"], g_phi["weight"], 2e-6)
 
 
-def test_micro_batches_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_micro_batches_from_the_command_line(
+    pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     """The same run to rounding, and not to the bit, so they were really used; M-FAC gets whole gradients."""
     monkeypatch.chdir(tmp_path)
-    make_weights(tmp_path)
-    line = f"align --backbone vit_mini --weights mae --dataset quilts {SMALL} --alternations 2 --quiet"
+    line = f"align --backbone vit_mini --weights {pretrained / 'mae'} --dataset quilts {SMALL} --alternations 2 --quiet"
     for out, more in (("whole", ""), ("pieces", "--micro-batch 4")):
         assert cli.run(f"{line} --out {out} {more}".split()) == 0
     a, b = (load_file(f"{out}/adapter.safetensors")["theta"] for out in ("whole", "pieces"))
     assert not torch.equal(a, b)
     close(a, b, 1e-3)  # AdamW turns the rounding of a gradient near zero into a step
     capsys.readouterr()
-    wrong = f"align --backbone vit_mini --weights ijepa --pretext ijepa --dataset quilts {SMALL} --micro-batch 4"
+    jepa = f"--backbone vit_mini --pretext ijepa --weights {pretrained / 'ijepa'} --dataset quilts"
+    wrong = f"align {jepa} {SMALL} --micro-batch 4"
     assert cli.run(wrong.split()) == 2
     assert "--micro-batch: a BatchNorm head needs the moments of whole batches" in capsys.readouterr().err
-    wrong = "finetune --backbone vit_mini --weights ijepa --pretext ijepa --dataset quilts --batch 79"
+    wrong = f"finetune {jepa} --batch 79"
     assert cli.run(wrong.split()) == 2
     assert "the last batch of a pass has 1 image, BatchNorm needs 2" in capsys.readouterr().err
 
 
 # --- several processes -----------------------------------------------------------------------------------------------
-
-
-def make_weights(where: Path) -> None:
-    for pretext in ("mae", "ijepa"):
-        line = "pretrain --pool quilts --backbone vit_mini --epochs 1 --warmup-epochs 0 --batch 500 --quiet"
-        assert cli.run([*line.split(), "--pretext", pretext, "--out", str(where / pretext)]) == 0
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("weights")
-    make_weights(where)
-    return where
 
 
 def start(line: str, size: int, cwd: Path, code: str = "import cli; cli.main()") -> list["subprocess.Popen[str]"]:
@@ -224,13 +213,15 @@ def test_several_processes_do_the_work_of_one(tmp_path: Path, pretext: str, size
             assert one[1] == pytest.approx(other[1], rel=1e-3)
 
 
-@pytest.mark.parametrize(("pretext", "hypergrad"), [("mae", "mfac"), ("ijepa", "cg")])
+@pytest.mark.parametrize(
+    ("pretext", "hypergrad"), [("mae", "mfac"), pytest.param("ijepa", "cg", marks=pytest.mark.slow)]
+)
 def test_align_and_finetune_in_two_processes(
-    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretext: str, hypergrad: str
+    pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretext: str, hypergrad: str
 ) -> None:
     """From the command line: rank 0 alone writes and prints, and the numbers are those of one process to rounding."""
     monkeypatch.chdir(tmp_path)
-    model = f"--backbone vit_mini --pretext {pretext} --weights {weights / pretext} --dataset quilts"
+    model = f"--backbone vit_mini --pretext {pretext} --weights {pretrained / pretext} --dataset quilts"
     line = f"align {model} {SMALL} --alternations 2 --hypergrad {hypergrad} --quiet --json"
     results = together(f"{line} --out two", 2, tmp_path)
     assert [code for code, _, _ in results] == [0, 0], results
@@ -253,7 +244,7 @@ def test_align_and_finetune_in_two_processes(
 
 def test_a_stop_in_one_process_stops_all_and_any_number_goes_on(weights: Path, tmp_path: Path) -> None:
     """SIGTERM to rank 1 alone: the ranks agree in their all-reduce, save once, and one process can go on."""
-    line = f"align --backbone vit_mini --weights {weights / 'mae'} --dataset quilts {SMALL} --alternations 400 --out a"
+    line = f"align --backbone vit_mini --weights {weights} --dataset quilts {SMALL} --alternations 400 --out a"
     processes = start(line.replace("--eval-every 1", "--eval-every 400"), 2, tmp_path)
     assert processes[0].stderr is not None
     for text in processes[0].stderr:
@@ -269,9 +260,9 @@ def test_a_stop_in_one_process_stops_all_and_any_number_goes_on(weights: Path, t
         assert saved["G"].flatten(2).norm(dim=-1).gt(0).all()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_death_of_one_process_ends_the_others(weights: Path, tmp_path: Path, victim: int) -> None:
-    line = f"align --backbone vit_mini --weights {weights / 'mae'} --dataset quilts {SMALL} --alternations 400 --out a"
+    line = f"align --backbone vit_mini --weights {weights} --dataset quilts {SMALL} --alternations 400 --out a"
     processes = start(line, 2, tmp_path)
     assert processes[0].stderr is not None
     for text in processes[0].stderr:
@@ -295,9 +286,7 @@ def test_the_reason_of_a_failure_is_heard_by_all(weights: Path, tmp_path: Path) 
         (tmp_path / "photos" / part).mkdir(parents=True)
         for i in range(15):
             Image.new("RGB", (20, 20), (i, 0, 0)).save(tmp_path / "photos" / part / f"{i}.png")
-    line = (
-        f"align --backbone vit_mini --weights {weights / 'mae'} --dataset folder:photos --pool photos {SMALL} --out a"
-    )
+    line = f"align --backbone vit_mini --weights {weights} --dataset folder:photos --pool photos {SMALL} --out a"
     broken = tmp_path / "photos" / "b" / "14.png"
     broken.write_bytes(broken.read_bytes()[:50])
     results = together(line.replace("--probe-epochs 1", "--probe-epochs 0 --out a"), 2, tmp_path)

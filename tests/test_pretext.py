@@ -1,6 +1,7 @@
 """The seam of pretext tasks: I-JEPA from the command line, and a third task that no core module knows."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,10 @@ SMALL = (
 
 
 @pytest.fixture
-def jepa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def jepa(pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A backbone of one epoch of I-JEPA, on 8 x 8 patches."""
+    shutil.copytree(pretrained / "ijepa", tmp_path / "pre")
     monkeypatch.chdir(tmp_path)
-    line = "pretrain --pool quilts --backbone vit_mini --pretext ijepa --epochs 1 --warmup-epochs 0 --batch 500 --quiet"
-    assert cli.run([*line.split(), "--out", "pre"]) == 0
     return "--backbone vit_mini --pretext ijepa --weights pre --dataset quilts"
 
 
@@ -103,48 +103,15 @@ def test_batchnorm_statistics_follow_the_pass_at_theta_D_only() -> None:
     close(z, by_hand, 1e-5)
 
 
-class Killed(BaseException):
-    """Stands for a kill."""
-
-
-def test_ijepa_resumes_to_the_same_bits(jepa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Align with its teacher and head statistics, and pretrain with its second network."""
-    import runtime
-
-    save = runtime.Run.save
-    pretraining = (
-        "pretrain --pool quilts --backbone vit_mini --pretext ijepa --epochs 3 --warmup-epochs 1 --batch 1000 --quiet"
-    )
-    for line, stop in ((f"align {jepa} {SMALL}", 1), (pretraining, 4)):
-        line += " --save-minutes 0"
-        with monkeypatch.context() as m:
-            assert cli.run([*line.split(), "--out", f"whole{stop}"]) == 0
-
-            def killing(self: runtime.Run, state: Any, stop: int = stop) -> None:
-                save(self, state)
-                if state["done"] == stop:
-                    raise Killed
-
-            m.setattr(runtime.Run, "save", killing)
-            with pytest.raises(Killed):
-                cli.run([*line.split(), "--out", f"cut{stop}"])
-        assert cli.run([*line.split(), "--out", f"cut{stop}", "--resume"]) == 0
-    assert Path("whole1/adapter.safetensors").read_bytes() == Path("cut1/adapter.safetensors").read_bytes()
-    a, b = (torch.load(f"{name}4/backbone.pth", weights_only=True) for name in ("whole", "cut"))
-    for network in ("encoder", "target_encoder", "predictor"):
-        assert all(torch.equal(a[network][key], b[network][key]) for key in a[network])
-    assert any(not torch.equal(a["encoder"][key], a["target_encoder"][key]) for key in a["encoder"])
-
-
-def test_a_third_task_runs_through_algorithm_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_third_task_runs_through_algorithm_1(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     """The example as a user runs it; its loss falls, its file starts a fine-tuning; it is short."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import rotation
 
     monkeypatch.chdir(tmp_path)
-    pre = "pretrain --pool quilts --backbone vit_mini --epochs 1 --warmup-epochs 0 --batch 500 --quiet --out pre"
-    assert cli.run(pre.split()) == 0
-    rotation.main(Path("pre"), Path("rot"), alternations=12)
+    rotation.main(weights, Path("rot"), alternations=12)
     records = [json.loads(text) for text in Path("rot/metrics.jsonl").read_text().splitlines()][1:]
     first, last = (sum(records[i]["loss_P"]) / 5 for i in (0, -1))
     assert last < first

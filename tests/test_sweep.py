@@ -31,15 +31,6 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A backbone of one epoch; what it learned does not matter here."""
-    out = tmp_path_factory.mktemp("pre") / "run"
-    line = f"pretrain --pool quilts --backbone vit_mini --epochs 1 --warmup-epochs 0 --batch 1000 --quiet --out {out}"
-    assert cli.run(line.split()) == 0
-    return out
-
-
-@pytest.fixture(scope="module")
 def whole(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Ranks 1 and 2, in one go."""
     out = tmp_path_factory.mktemp("whole") / "s"
