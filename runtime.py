@@ -287,14 +287,14 @@ def runs_in(path: Path) -> list[Path]:
 
 LOCK = ".lock"
 FILES = (
-    "config.json",
-    "env.json",
+    "result.json",
     "metrics.jsonl",
     "train.log",
     "checkpoint.pt",
-    "result.json",
     "backbone.pth",
     "d_lr.json",
+    "config.json",  # last: what is being started over is a run until nothing else is left of it
+    "env.json",
 )
 
 
@@ -391,13 +391,15 @@ def open_run(path: Path, command: str, config: Settings, resume: bool, force: bo
             locks.append(lock(path))
         except OSError as error:
             raise UsageError(f"--out {path}: cannot be made ({error.strerror})") from error
+        for file in path.glob(".*.tmp"):  # of a process that was killed while it wrote
+            file.unlink(missing_ok=True)
         if mine and resume:
             return True, list(read_metrics(path / "metrics.jsonl"))
-        for file in [*(path / name for name in FILES), *path.glob("adapter*.safetensors"), *path.glob("unit-*.pt")]:
+        for file in [*path.glob("adapter*.safetensors"), *path.glob("unit-*.pt"), *(path / name for name in FILES)]:
             file.unlink(missing_ok=True)
-        write_atomic(path / "config.json", json.dumps(config.model_dump(mode="json"), indent=1))
         environ = {"command": command, **environment(), "processes": peers.size, **about}
         write_atomic(path / "env.json", json.dumps(environ, indent=1))
+        write_atomic(path / "config.json", json.dumps(config.model_dump(mode="json"), indent=1))  # from here on a run
         return False, []
 
     run = Run(path, *peers.first(opened), peers)
@@ -436,7 +438,8 @@ def check_out(path: Path, command: str, resume: bool, force: bool) -> bool:
     mine = (path / "config.json").exists() and (path / "env.json").exists()
     if path.exists() and not path.is_dir():
         raise UsageError(f"--out {path}: is a file, give a directory")
-    if path.is_dir() and any(file.name != LOCK for file in path.iterdir()) and not mine:
+    ours = (LOCK, "env.json")  # all that there is of a run that was killed as it began
+    if path.is_dir() and not mine and any(x.name not in ours and not x.match(".*.tmp") for x in path.iterdir()):
         raise UsageError(f"--out {path}: holds files of something else, choose an empty or new directory")
     if mine and not resume and not force:
         done = (path / "result.json").exists()

@@ -1,10 +1,10 @@
 """A stopped run goes on to the same bits: after any step, of any command, with any number of workers."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -198,8 +198,11 @@ def test_two_processes_cannot_write_one_run(weights: Path, tmp_path: Path) -> No
     assert said.strip() == "error: --out a: another process is at work in it, wait for it or choose another --out"
 
 
-def killed_while_saving(weights: Path, tmp_path: Path, count: int) -> int:
-    """Kill -9 at `count` random moments of saving, always the same run; returns how many went on and loaded."""
+def killed_while_saving(weights: Path, tmp_path: Path, count: int) -> tuple[int, int]:
+    """Kill -9 at `count` random moments of saving, the same run going on after each; it ends in the same digest.
+
+    Returns after how many kills there was a checkpoint, which loaded, and how many hit the writing itself.
+    """
     g = torch.Generator().manual_seed(0)
     base = f"align --backbone vit_mini --weights {weights} --dataset quilts {ALIGN} --out a"
     base = base.replace("--eval-every 4", "--eval-every 1").replace("--alternations 12", "--alternations 40")
@@ -210,31 +213,51 @@ def killed_while_saving(weights: Path, tmp_path: Path, count: int) -> int:
     call += "    write(path, content)\n"
     call += "runtime.write_atomic = slow\ncli.main()"
     env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    good, begun = 0, False
+    loaded, inside, begun = 0, 0, False
     for _ in range(count):
         line = [*base.split(), *(["--resume"] if begun else [])]
         with subprocess.Popen(
             [sys.executable, "-c", call, *line], stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=env
         ) as p:
             under_way(p, "saving")
-            os.system(f"sleep {0.02 * float(torch.rand(1, generator=g))}")  # a save takes some milliseconds
+            time.sleep(0.003 * float(torch.rand(1, generator=g)))  # a save takes some milliseconds
             p.kill()
-        begun = (tmp_path / "a/config.json").exists()
+        begun = True
+        inside += bool(list((tmp_path / "a").glob(".*.tmp")))
         if (tmp_path / "a/checkpoint.pt").exists():
             torch.load(tmp_path / "a/checkpoint.pt", weights_only=True)
-        good += 1
+            loaded += 1
     with program(f"{base} --resume", tmp_path) as p:
         said = p.communicate(timeout=300)[1]
     assert p.returncode == 0, said
     assert cli.run(base.replace("--out a", "--out whole").split()) == 0
     assert digest(str(tmp_path / "a/adapter.safetensors")) == digest(str(tmp_path / "whole/adapter.safetensors"))
-    return good
+    assert not list((tmp_path / "a").glob(".*.tmp"))
+    return loaded, inside
+
+
+def test_a_run_killed_as_it_began_is_begun_again(weights: Path) -> None:
+    """Between its first two files; and one that was being started over, before all of its files were gone."""
+    line = f"align --backbone vit_mini --weights {weights} --dataset quilts {ALIGN} --out a --alternations 1"
+    Path("a").mkdir()
+    for name in ("env.json", ".lock", ".config.json.host.1.tmp"):
+        Path("a", name).write_text("{")
+    assert cli.run(line.split()) == 0
+    assert not list(Path("a").glob(".*.tmp"))
+    Path("a/result.json").unlink()
+    Path("a/checkpoint.pt").unlink()
+    assert cli.run([*line.split(), "--force"]) == 0
+    Path("a/config.json").unlink()
+    assert cli.run([*line.split(), "--force"]) == 2  # a checkpoint without settings is not ours to remove
 
 
 def test_killed_while_saving_a_run_goes_on(weights: Path, tmp_path: Path) -> None:
-    assert killed_while_saving(weights, tmp_path, 1) == 1
+    killed_while_saving(weights, tmp_path, 1)
 
 
 @pytest.mark.slow
 def test_killed_at_twenty_moments_of_saving_a_run_goes_on(weights: Path, tmp_path: Path) -> None:
-    assert killed_while_saving(weights, tmp_path, 20) == 20
+    loaded, inside = killed_while_saving(weights, tmp_path, 20)
+    print(f"{loaded} of 20 kills left a checkpoint, each loaded; {inside} hit the writing itself")
+    assert loaded >= 18  # the first may come before there is any
+    assert inside > 0
