@@ -128,7 +128,7 @@ class Shape(Settings):
     patch_size: PositiveInt | None = None
     """Side of a patch in pixels. None: the checkpoint's, else the backbone's. [App. C.1]"""
     recompute: bool = False
-    """Activation checkpointing: less memory, one more forward pass. [released]"""
+    """Activation checkpointing of the backbone: less memory, one more forward pass. [released]"""
 
     @field_validator("backbone")
     @classmethod

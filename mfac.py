@@ -97,8 +97,8 @@ class MFAC:
 
     Against the recursion it keeps no second buffer of vectors and reads G a fixed number of times. G stays in its own
     dtype; products and the subtraction are accumulated in float64, a chunk of columns at a time, because with nearly
-    collinear gradients float32 sums would be useless. On a CPU, `apply` stays in the gradients' dtype where they are so
-    small (tr GGᵀ ≤ mλ) that nothing can cancel.
+    collinear gradients float32 sums would be useless. On a CPU, a block stays in its own dtype where its gradients are
+    so small (tr GGᵀ ≤ mλ) that nothing can cancel: mλI + GGᵀ has a condition number of 2 at most, and |q| ≥ |g|/2.
 
     Args:
         grads: the blocks' gradients. A block is a list of pieces (..., m, c); leading axes are a batch of blocks.
@@ -112,12 +112,12 @@ class MFAC:
     def __init__(self, grads: Blocks, lam: float) -> None:
         check_lambda(lam)
         self.grads = grads
-        grams = [gram(block) for block in grads]
+        # not asked of a GPU, which would have to wait for the answer
+        self.light = [not b[0].is_cuda and squares(b) <= b[0].shape[-2] * lam for b in grads]
+        grams = [gram(block, light) for block, light in zip(grads, self.light, strict=True)]
         # GGᵀ + mλI is positive definite. cholesky_ex reports instead of raising, so a GPU is not made to wait.
         for S in grams:
             S.diagonal(dim1=-2, dim2=-1).add_(S.shape[-1] * lam)
-        # light: tr GGᵀ ≤ mλ, so |q| ≥ |g|/2 and float32 products lose nothing. Not asked of a GPU, which would wait
-        self.light = [not S.is_cuda and bool((trace(S) <= S.shape[-1] * (S.shape[-1] + 1) * lam).all()) for S in grams]
         factors = [torch.linalg.cholesky_ex(S) for S in grams]
         self.factors = [factor.L for factor in factors]  # (..., m, m) float64, lower triangular
         finite = [torch.isfinite(S.diagonal(dim1=-2, dim2=-1)).all(-1) for S in grams]
@@ -144,17 +144,17 @@ class MFAC:
             )
 
 
-def trace(S: Tensor) -> Tensor:
-    """Of a batch of square matrices (..., m, m) -> (...)."""
-    return S.diagonal(dim1=-2, dim2=-1).sum(-1)
+def squares(block: Sequence[Tensor]) -> float:
+    """Tr GGᵀ of one block, from its pieces; of a batch of blocks the sum."""
+    return sum(float(torch.linalg.vector_norm(piece)) ** 2 for piece in block)
 
 
-def gram(block: Sequence[Tensor]) -> Tensor:
-    """GGᵀ of one block in float64, (..., m, m), from its pieces (..., m, c)."""
+def gram(block: Sequence[Tensor], light: bool) -> Tensor:
+    """GGᵀ of one block, (..., m, m) float64, from its pieces (..., m, c); summed in float64 unless it is light."""
     first = block[0]
     S = first.new_zeros((*first.shape[:-1], first.shape[-2]), dtype=torch.float64)
-    for (c,) in chunks(block):
-        c = c.double()
+    for (c,) in chunks(block, size=None if light else CHUNK):
+        c = c if light else c.double()
         S += c @ c.mT
     return S
 
