@@ -36,7 +36,7 @@ from torch import Tensor
 
 from config import Bilevel, Diverged
 from mfac import Solve
-from parallel import alone
+from parallel import alone, later
 from runtime import Optimiser
 
 Phi = dict[str, Tensor]
@@ -180,15 +180,16 @@ def align(
     if s.G is None:
         kept = s.theta_P[rows] if stored else s.theta_P[:0]
         s.G = kept.detach().new_empty(len(kept), cfg.lower_steps, kept.shape[1])
+    late = int(s.theta_P.is_cuda)  # a GPU's step is looked at when the next one has been sent
     for t in range(s.done, cfg.alternations):  # l.3
         clock.start()
-        good: list[Tensor] = []  # l.4: G is overwritten, row by row
+        seen: list[Callable[[], Tensor]] = []  # l.4: G is overwritten, row by row
         for i in range(len(s.lower), cfg.lower_steps):  # l.5, lower level
             s.last = next(pretext)
             clock.lap("data", fine=True)
             value, g_P, g_phi_P = gradients(loss_P, s.theta_P, s.phi_P, s.last, how=how)  # l.6, l.8
             clock.lap("lower passes", fine=True)
-            good.append(torch.linalg.vector_norm(g_P, torch.inf, -1).isfinite())
+            good = torch.linalg.vector_norm(g_P, torch.inf, -1).isfinite()  # by block
             if stored:  # l.6: ∇L^P alone, before the pull (M-FAC's damping stands in for it) and before clipping
                 s.G[:, i].copy_(g_P[rows], non_blocking=True)
             clock.lap("store", fine=True)
@@ -199,16 +200,20 @@ def align(
             s.lower.append(torch.stack([value, cfg.lam / 2 * apart.square().sum(), norm.to(value.dtype)]))
             del g_P, g_theta_P, g_phi_P  # the upper level wants their memory
             clock.lap("optimiser", fine=True)
-            finite(t, "lower", s.lower, good)
+            seen.append(later(torch.cat([s.lower[-1], good.to(value.dtype)])))
+            if len(seen) > late:
+                finite(t, "lower", i + 1 - late, seen[-1 - late]())
             pause(s)
-        finite(t, "lower", s.lower, good, late=0)
+        if seen:
+            finite(t, "lower", cfg.lower_steps, seen.pop()())
         clock.lap("lower")
 
         solve = hypergrad(s.G, cfg.lam, s.theta_P, partial(loss_H or loss_P, phi=s.phi_P, batch=s.last))  # l.10, Eq. 7
         solvable(t, solve.ok)
         clock.lap("curvature")
 
-        for _ in range(len(s.upper), cfg.upper_steps):  # l.11, upper level
+        seen = []
+        for i in range(len(s.upper), cfg.upper_steps):  # l.11, upper level
             batch, here = next(downstream)
             clock.lap("data", fine=True)
             at_P, g, g_phi_at_P = gradients(loss_D, s.theta_P, s.phi_D, batch, how=how)  # l.12
@@ -223,9 +228,12 @@ def align(
             ratio, cosine = q.norm() / g.norm(), torch.cosine_similarity(q.flatten(), g.flatten(), 0)
             s.upper.append(torch.stack([x.to(at_P.dtype) for x in (at_P, at_D, norm, ratio, cosine)]))
             clock.lap("optimiser", fine=True)
-            finite(t, "upper", s.upper)
+            seen.append(later(s.upper[-1][:3]))
+            if len(seen) > late:
+                finite(t, "upper", i + 1 - late, seen[-1 - late]())
             pause(s)
-        finite(t, "upper", s.upper, late=0)
+        if seen:
+            finite(t, "upper", cfg.upper_steps, seen.pop()())
         solvable(t, solve.ok)  # CG's is known once it has been applied
         clock.lap("upper")
 
@@ -259,11 +267,12 @@ def pretrain(
     tensors = [*psi.values(), *phi_P.values()]
     for step, batch in enumerate(batches, opt.step + 1):
         value, *found = how(partial(loss_P, None, phi_P), tensors, batch)
-        if not math.isfinite(value.item()):
+        norm = opt.update(zip(tensors, found, strict=True))
+        if not math.isfinite((value + 0 * norm).item()):
             raise Diverged(
-                f"pretrain step {step}: the loss is {value.item()}, try a lower --base-lr or a longer warm-up"
+                f"pretrain step {step}: the loss is {value.item():.4g} and its gradient's norm {norm.item():.4g}, "
+                "try a lower --base-lr or a longer warm-up"
             )
-        opt.update(zip(tensors, found, strict=True))
         after_step(None)
         report(step, value.item())
         pause()
@@ -287,22 +296,15 @@ def columns(rows: list[Tensor], width: int) -> list[list[float]]:
     return torch.stack(rows).T.tolist() if rows else [[] for _ in range(width)]
 
 
-def finite(t: int, level: str, rows: list[Tensor], blocks: list[Tensor] | None = None, late: int | None = None) -> None:
-    """Raise Diverged unless a step's loss and gradient norm are finite (a row's first three numbers).
-
-    A CPU looks at the newest row. A GPU looks at the one before, which it has finished by now, so that no step waits
-    for it; with `late` 0 it looks at the newest, too.
+def finite(t: int, level: str, step: int, numbers: Tensor) -> None:
+    """Raise Diverged unless a step's losses and gradient norm are finite.
 
     Args:
-        blocks: the (K,) flags of each step since the loop began: which blocks' gradients were finite.
+        numbers: these three, and behind them 1 for each block whose gradient is finite.
     """
-    late = int(rows[-1].is_cuda) if late is None and rows else (late or 0)
-    if len(rows) <= late or bool(torch.isfinite(rows[-1 - late][:3]).all()):
-        return
-    where = f"step {len(rows) - late}"
-    if blocks and len(blocks) > late and not bool(blocks[-1 - late].all()):
-        where = f"block {int((~blocks[-1 - late]).nonzero()[0])}, {where}"
-    not_finite(t, f"{level} level, {where}")
+    if not bool(torch.isfinite(numbers[:3]).all()):
+        bad = (numbers[3:] == 0).nonzero()
+        not_finite(t, f"{level} level, {f'block {int(bad[0])}, ' if len(bad) else ''}step {step}")
 
 
 def solvable(t: int, ok: Tensor) -> None:

@@ -82,18 +82,19 @@ def cg(
     ok = torch.ones(1, dtype=torch.bool, device=theta_P.device)
 
     def gradient() -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
-            return torch.autograd.grad(loss_P(at), at, create_graph=True)[0]
+        return torch.autograd.grad(loss_P(at), at, create_graph=True)[0]
 
     def apply(g: Tensor) -> Tensor:
-        once = None if fresh else gradient()
+        with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
+            # for this solve alone: its memory would lie beside the upper level's passes
+            once = None if fresh else gradient()
 
-        def product(d: Tensor) -> Tensor:
-            slope = gradient() if once is None else once
-            (Hd,) = total(torch.autograd.grad(slope, at, d.view_as(at), retain_graph=once is not None))
-            return d + Hd.flatten() / c
+            def product(d: Tensor) -> Tensor:
+                slope = gradient() if once is None else once
+                (Hd,) = total(torch.autograd.grad(slope, at, d.view_as(at), retain_graph=once is not None))
+                return d + Hd.flatten() / c
 
-        x = conjugate_gradients(product, g.flatten(), iterations, sizes)
+            x = conjugate_gradients(product, g.flatten(), iterations, sizes)
         ok.logical_and_(torch.isfinite(x).all())
         return (x if prefactor == "c" else x * (lam / c)).view_as(g)
 

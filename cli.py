@@ -765,9 +765,9 @@ def complain(what: object, code: int) -> int:
     rank = f"rank {os.environ.get('RANK')}: " if "WORLD_SIZE" in os.environ else ""
     print(f"{rank}{'' if code > 128 else 'error: '}{line}", file=sys.stderr)
     if rank and code < 128:
-        from parallel import world
+        from parallel import tell
 
-        world().failed(line)
+        tell(line)
     return code
 
 

@@ -8,6 +8,7 @@ budget    all of it for an align run
 import shutil
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import ijepa
 import mae
 import paper
 from bisslight import gradients
+from cg import cg
 from config import AlignConfig, Arch, FinetuneConfig, Masks
 from data import Task
 from finetune import downstream_loss
@@ -140,12 +142,19 @@ def memory(cfg: AlignConfig | FinetuneConfig, arch: Arch, classes: int, device: 
         drawn = init_head(arch.dim, classes, rng(0, "x"), cfg.model.head == "batchnorm")
         phi_D = {name: torch.empty(t.shape, device=device, requires_grad=True) for name, t in drawn.items()}
 
-        def step(loss: Callable[..., Tensor], phi: Phi, make: Callable[[Tensor], Any], batch: int) -> int:
-            x = torch.empty(images(batch), 3, arch.image_size, arch.image_size, device=device)
+        def step(
+            loss: Callable[..., Tensor], phi: Phi, make: Callable[[Tensor], Any], batch: int, twice: bool = False
+        ) -> int:
+            size = -(-batch // peers.size) if twice else images(batch)  # CG takes no pieces
+            x = torch.empty(size, 3, arch.image_size, arch.image_size, device=device)
             rest = 4 * 3 * arch.image_size**2 * (-(-batch // peers.size) - len(x))  # images that wait for their piece
             batch_ = make(x)
             with Watch([*fixed, theta, *phi.values(), *tree_leaves(tuple(batch_))]) as watch:
-                gradients(autocast(loss, device, cfg.amp), theta, phi, batch_)
+                if twice:
+                    solve = cg(theta, 1.0, theta, partial(loss, phi=phi, batch=batch_), iterations=1)
+                    solve.apply(theta.detach())
+                else:
+                    gradients(autocast(loss, device, cfg.amp), theta, phi, batch_)
             return int(watch.peak) + rest + nbytes(t for t in tree_leaves(tuple(batch_)) if isinstance(t, Tensor))
 
         def labelled(x: Tensor) -> Any:
@@ -157,6 +166,8 @@ def memory(cfg: AlignConfig | FinetuneConfig, arch: Arch, classes: int, device: 
             if cfg.bilevel.hypergrad == "mfac" and cfg.machine.mfac_device == "same":
                 stored = cfg.bilevel.lower_steps * nbytes([theta]) // peers.size
             passes["lower_pass"] = lower(cfg, backbone, head, arch, step, phi_P)
+            if cfg.bilevel.hypergrad == "cg":
+                passes["cg_pass"] = lower(cfg, backbone, head, arch, partial(step, twice=True), phi_P)
             passes["upper_pass"] = step(downstream_loss(backbone), phi_D, labelled, cfg.upper.d_batch)
         else:
             passes["pass"] = step(downstream_loss(backbone), phi_D, labelled, cfg.peft.batch)

@@ -368,11 +368,12 @@ def started(worker: int) -> None:
 
 
 def batches(
-    images: Images, draws: Iterable[list[Draw]], workers: int, device: torch.device
+    images: Images, draws: Iterable[list[Draw]], workers: int, device: torch.device, ahead: int = 4
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(images, targets) on the device, a batch for each list of draws (RunError naming an unreadable file).
 
-    Worker processes start once and stay for all that is drawn; what they make is pinned and fetched ahead.
+    Worker processes start once and stay for all that is drawn; what they make is pinned, and each is `ahead` batches
+    ahead.
     """
     if workers:
         leave_nobody_behind()
@@ -382,7 +383,7 @@ def batches(
         num_workers=workers,
         collate_fn=identity,
         pin_memory=device.type == "cuda",
-        prefetch_factor=4 if workers else None,
+        prefetch_factor=ahead if workers else None,
         worker_init_fn=started if workers else None,
     )
     try:

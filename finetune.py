@@ -20,7 +20,7 @@ from torch import Tensor
 
 from config import Diverged
 from lora import Backbone, Here, Phi, logits
-from parallel import alone
+from parallel import alone, later
 from runtime import Group, Optimiser, Score
 
 Examples = tuple[Tensor, Tensor]  # images (B, 3, H, W), targets (B,) or, several classes an image, (B, C)
@@ -139,14 +139,16 @@ def peft(
     tensors = [theta, *phi_D.values()]
     now = now or Progress()
     late = int(theta.is_cuda)  # as in Algorithm 1, a GPU's step is looked at when the next one has been sent
+    seen: list[Callable[[], Tensor]] = []
     for epoch in range((opt.step - len(now.losses)) // steps_per_epoch + 1, epochs + 1):
         for _ in range(len(now.losses), steps_per_epoch):
             batch, here = next(batches)
             value, *found = how(partial(loss_D, theta, phi_D), tensors, batch, here)
             norm = opt.update(zip(tensors, found, strict=True))
             now.losses.append(value + 0 * norm)  # not finite where either is not
-            if len(now.losses) > late:
-                checked(now.losses[-1 - late], "fine-tuning, step", opt.step - late)
+            seen = [*seen[-1:], later(now.losses[-1])]
+            if len(seen) > late:
+                checked(seen[-1 - late](), "fine-tuning, step", opt.step - late)
             pause(now)
         mean = checked(torch.stack(now.losses).mean(), "fine-tuning, epoch", epoch)
         now.losses = []

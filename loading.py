@@ -234,7 +234,8 @@ class Downstream(NamedTuple):
         draws = in_order(self.peers.share(len(split.targets)), batch)
         if id(split) not in self.scored:
             images = Images(split, self.view, False, 0, "eval")
-            self.scored[id(split)] = batches(images, itertools.cycle(draws), self.workers, self.device)
+            # between two validations the first images of the next one wait in memory: not many of them
+            self.scored[id(split)] = batches(images, itertools.cycle(draws), self.workers, self.device, ahead=1)
         examples = itertools.islice(self.scored[id(split)], len(draws))
         return score(predict, examples, partial(ft.cross_entropy, several=self.several), self.peers.gather)
 

@@ -42,13 +42,13 @@ class Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         x = x.clone()
-        dist.all_reduce(x)
+        world().talk(lambda: dist.all_reduce(x))
         return x
 
     @staticmethod
     def backward(ctx: Any, *grad: Tensor) -> Tensor:
         g = grad[0].clone()
-        dist.all_reduce(g)
+        world().talk(lambda: dist.all_reduce(g))
         return g
 
 
@@ -57,7 +57,8 @@ class World:
 
     def __init__(self, rank: int = 0, size: int = 1, store: Any = None) -> None:
         self.rank, self.size, self.store = rank, size, store
-        self.flags: list[Tensor] = []  # the sums of `asked` that came with the last two all-reduces
+        self.flags: list[Callable[[], Tensor]] = []  # the sum of `asked` that came with the last all-reduce, on a
+        # GPU those of the last two
 
     def share(self, n: int) -> range:
         """This process's part of n things: contiguous, in order of ranks, sizes differ by one at most.
@@ -76,7 +77,7 @@ class World:
             return list(tensors)
         flat = torch.cat([*(t.detach().reshape(-1) for t in tensors), tensors[0].new_tensor([float(signals.asked)])])
         self.talk(lambda: dist.all_reduce(flat))
-        self.flags = [*self.flags[-1:], flat[-1]]
+        self.flags = [*(self.flags[-1:] if flat.is_cuda else ()), later(flat[-1].clone())]
         pieces = flat[:-1].split([t.numel() for t in tensors])
         return [piece.view_as(t) for piece, t in zip(pieces, tensors, strict=True)]
 
@@ -87,7 +88,7 @@ class World:
         """
         if self.size == 1:
             return signals.asked
-        if not self.flags or not int(self.flags[0 if self.flags[-1].is_cuda else -1]):
+        if not self.flags or not int(self.flags[0]()):
             return 0
         return signals.asked or int(signal.SIGTERM)
 
@@ -104,7 +105,8 @@ class World:
             value = loss(part, *rest) * weight
             found = [value.detach().to(tensors[0].dtype), *torch.autograd.grad(value, tensors)]
             sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else found
-        return self.total(sums or [torch.zeros_like(t) for t in (tensors[0].reshape(-1)[0], *tensors)])
+        value, *found = self.total(sums or [torch.zeros_like(t) for t in (tensors[0].reshape(-1)[0], *tensors)])
+        return [value.clone(), *found]  # a view of one number would keep the gradients alive
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Rows of all processes in order of ranks, on the CPU; numbers of rows may differ."""
@@ -159,6 +161,22 @@ class World:
         return slice(share.start, share.stop)
 
 
+def later(x: Tensor) -> Callable[[], Tensor]:
+    """A way to ask for x on the host. Of a GPU it is on its way at once, so asked a step later nothing waits for it."""
+    if not x.is_cuda:
+        return lambda: x
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def ask() -> Tensor:
+        arrived.synchronize()
+        return host
+
+    return ask
+
+
 def micro(share: range, size: int | None) -> list[range]:
     """A process's share of a batch in pieces of at most `size` images.
 
@@ -177,8 +195,8 @@ def world() -> World:
     global _world
     if _world is not None:
         return _world
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size == "1":
         return World()
     if not dist.is_available():
         raise UsageError("WORLD_SIZE: this build of torch has no distributed package")
@@ -186,15 +204,21 @@ def world() -> World:
         from torch.distributed.distributed_c10d import PrefixStore
         from torch.distributed.rendezvous import rendezvous
 
-        store, rank, size = next(iter(rendezvous("env://", timeout=PATIENCE)))
+        store, rank, count = next(iter(rendezvous("env://", timeout=PATIENCE)))
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=PATIENCE)
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"WORLD_SIZE {size}: the processes do not meet ({str(error).splitlines()[0]})") from error
-    _world = World(rank, size, PrefixStore("bisslight", store))
+    _world = World(rank, count, PrefixStore("bisslight", store))
     return _world
+
+
+def tell(why: str) -> None:
+    """Say why this process ends, if it has met the others."""
+    if _world is not None:
+        _world.failed(why)
 
 
 def leave() -> None:

@@ -298,12 +298,18 @@ FILES = (
 )
 
 
+def spent(began: Mapping[str, float] | None = None) -> dict[str, float]:
+    """CPU seconds of this process, all threads, and wall seconds; since `began`, which is such a reading, too."""
+    now = {"cpu_seconds": time.process_time(), "seconds": time.perf_counter()}
+    return {key: value - (began[key] if began else 0.0) for key, value in now.items()}
+
+
 class Run:
     """One run directory, open for writing by rank 0. Make it with `open_run`."""
 
     def __init__(self, path: Path, resumed: bool, records: list[dict[str, Any]], peers: World) -> None:
         self.path, self.resumed, self.records, self.peers = path, resumed, records, peers
-        self.writes, self.saved = peers.rank == 0, time.monotonic()
+        self.writes, self.saved, self.began = peers.rank == 0, time.monotonic(), spent()
 
     def write(self, name: str, content: bytes | str) -> None:
         """Replace a file of the run."""
@@ -331,7 +337,7 @@ class Run:
         """Replace a checkpoint: tensors, numbers and strings only. The one before stays until this one reads back."""
         self.saved = time.monotonic()
         if self.writes:
-            began, data = time.perf_counter(), to_bytes(dict(state))
+            began, data = time.perf_counter(), to_bytes(dict(state) | {"spent": self.spent()})
             self.write(name, data)
             self.log(f"{name}: {len(data) / 1e6:.1f} MB in {time.perf_counter() - began:.2f} s")
 
@@ -355,6 +361,7 @@ class Run:
     def restore(self, keep: Callable[[dict[str, Any]], bool], device: torch.device) -> dict[str, Any] | None:
         """The checkpoint to go on from, None where there is none yet; `metrics.jsonl` is cut back to what `keep`s."""
         state = self.load(device)
+        self.began = spent(state and state["spent"])
         self.cut(lambda record: state is not None and keep(record | {"checkpoint": state["done"]}))
         return state
 
@@ -362,6 +369,10 @@ class Run:
         """Rewrite metrics.jsonl with the records that `keep` keeps, and without a torn last line."""
         self.records = [record for record in self.records if keep(record)]
         self.write("metrics.jsonl", "".join(json.dumps(record) + "\n" for record in self.records))
+
+    def spent(self) -> dict[str, float]:
+        """CPU and wall seconds of the run, those before its last resumption included."""
+        return spent(self.began)
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write result.json; its presence says that the run is complete."""

@@ -11,7 +11,6 @@ Leaves out: fine-tuning, which is in `tuning`.
 import copy
 import itertools
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -101,17 +100,6 @@ class Options(NamedTuple):
     announce: Callable[[str], None] = lambda line: None  # what a run is about, once its inputs have been checked
 
 
-def clocks() -> tuple[float, float]:
-    """CPU seconds of this process, all threads, and wall seconds."""
-    return time.process_time(), time.perf_counter()
-
-
-def spent(began: tuple[float, float]) -> dict[str, float]:
-    """What has passed since."""
-    cpu, wall = clocks()
-    return {"cpu_seconds": cpu - began[0], "seconds": wall - began[1]}
-
-
 # --- pretrain --------------------------------------------------------------------------------------------------------
 
 
@@ -151,9 +139,8 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
                 tensor.copy_(state["tensors"][name])
         opt.load_state_dict(state["opt"])
         task.load_state_dict(state["task"])
-
     losses: list[float] = state["losses"] if state else []
-    began = clocks()
+    del state  # what was read is a second copy
 
     def save() -> None:
         tensors = {name: tensor.detach() for name, tensor in named.items()}
@@ -168,13 +155,13 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
         losses.clear()
         run.metric({"step": step // per_epoch, "loss": average})
         options.report("pretrain", step // per_epoch, cfg.epochs, f"loss {average:.4f}")
-        if run.due(cfg.machine.save_minutes):
-            save()
 
     def pause() -> None:
         if number := peers.asked():
             save()
             raise Stopped(number, f"stopped after step {opt.step} of {total}; {run.path}: --resume goes on")
+        if (opt.step % 20 == 0 or opt.step % per_epoch == 0) and run.due(cfg.machine.save_minutes):
+            save()
 
     loss_P = autocast(task.loss, device, cfg.amp)
     batches = pool.batches(task, cfg.batch, opt.step, total)
@@ -184,7 +171,7 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
         )
     run.write("backbone.pth", to_bytes(task.checkpoint(arch, cfg.model.backbone)))
     loss = run.records[-1]["loss"]
-    result = {"out": str(out), "weights": str(out / "backbone.pth"), "loss": loss, **about, **spent(began)}
+    result = {"out": str(out), "weights": str(out / "backbone.pth"), "loss": loss, **about, **run.spent()}
     run.finish(result)
     return result
 
@@ -269,7 +256,7 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
     for line in remarks(cfg, labelled):
         options.announce(line)
 
-    began, tried = clocks(), Tried(run)
+    tried = Tried(run)
     for d_lr in tried.left(rates):
         chosen = cfg.model_copy(update={"upper": cfg.upper.model_copy(update={"d_lr": d_lr, "d_lr_from": None})})
         task = make_task(chosen, d.loaded, theta.to(device))
@@ -296,7 +283,7 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
     last = run.records[-1]
     numbers = {key: last[key] for key in ("distance", "q_over_g", "cosine", "val_P", "val_D")}
     result = {"out": str(out), "adapter": str(out / "adapter.safetensors"), "d_lr": d_lr, "unstable": tried.why}
-    result |= {"metric": labelled.metric, **numbers, **spent(began)}
+    result |= {"metric": labelled.metric, **numbers, **run.spent()}
     run.finish(result)
     return result
 
@@ -376,11 +363,12 @@ def attempt(
         run.save(s.state_dict() | unfinished(s, cfg, peers) | {"task": task.state_dict(), "stats": stats, "d_lr": d_lr})
 
     def pause(s: bisslight.State) -> None:
-        # several processes have CG's batch in pieces: they stop once the upper level is done
-        whole = not s.upper or b.hypergrad in ("mfac", "identity") or peers.size == 1
+        # several processes have CG's batch in pieces: they go on until the upper level is done
+        whole = len(s.lower) < b.lower_steps or b.hypergrad in ("mfac", "identity") or peers.size == 1
         if (number := peers.asked()) and whole:
             for level, steps in (("lower", s.lower), ("upper", s.upper)):
-                bisslight.finite(s.done, level, steps, late=0)
+                if steps:
+                    bisslight.finite(s.done, level, len(steps), steps[-1][:3])
             save()
             where = f"upper step {len(s.upper)}" if s.upper else f"lower step {len(s.lower)}"
             raise Stopped(
@@ -405,11 +393,12 @@ def attempt(
     if b.cg_batch == "first":
         loss_H = on_first_batch(loss_H, task, pool, cfg, products)
     steps = s.done * b.lower_steps + len(s.lower)
-    if again := restored is not None and "last" in restored:  # in mid-upper level, with a batch to differentiate twice
+    if again := restored is not None and "last" in restored:  # the lower level was done: a batch to differentiate twice
         steps -= 1
     pretext = pool.batches(task, cfg.lower.p_batch, steps, b.alternations * b.lower_steps)
     if again and restored:
-        s.last = unpacked(next(pretext), restored["last"])
+        form = type(next(pretext)[0][1])
+        s.last = [(weight / peers.size, form(*tensors)) for weight, *tensors in restored["last"]]
     if cfg.machine.mfac_device == "cpu" and b.hypergrad == "mfac":
         # pinned, and a step's gradient in one piece: each leaves a GPU in one copy that nothing waits for
         sizes = (b.lower_steps, *theta[rows].shape)
@@ -418,6 +407,8 @@ def attempt(
         G = restored["G"][rows]
         s.G = s.theta_P.detach().new_empty(G.shape[0], b.lower_steps, G.shape[2]) if s.G is None else s.G
         s.G[:, : G.shape[1]] = G
+        del G
+    del restored  # what was read is a second copy of all that has been put in its place
     return bisslight.align(
         s, b, loss_P, loss_D, inverse, pretext, examples, task.after_step, after, loss_H,
         how=peers.gradients, rows=rows, pause=pause,
@@ -437,21 +428,17 @@ def unfinished(s: bisslight.State, cfg: AlignConfig, peers: World) -> dict[str, 
         G = s.G.new_zeros(K, steps, s.G.shape[2])
         G[peers.rows(K, cfg.bilevel.partition == "global")] = s.G[:, :steps]
         return {"G": peers.total([G])[0]}
-    if s.upper and cfg.bilevel.hypergrad != "identity":
-        return {"last": [[tensor for tensor in batch] for _, batch in s.last]}  # noqa: C416
+    if len(s.lower) == cfg.bilevel.lower_steps and cfg.bilevel.hypergrad != "identity":
+        return {"last": [[weight, *batch] for weight, batch in s.last]}
     return {}
-
-
-def unpacked(like: Parts, saved: list[list[Tensor]]) -> Parts:
-    """A saved batch in the form of a fresh one."""
-    return [(weight, type(batch)(*tensors)) for (weight, batch), tensors in zip(like, saved, strict=True)]
 
 
 def of_parts(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A loss of a batch in parts; this process's share of it."""
 
     def whole(theta: Tensor, phi: Phi, batch: Parts) -> Tensor:
-        return sum((weight * loss(theta, phi, part) for weight, part in batch), 0 * theta.sum())
+        nothing = 0 * theta.square().sum()  # for a process without an image; differentiable twice, too
+        return sum((weight * loss(theta, phi, part) for weight, part in batch), nothing)
 
     return whole
 
@@ -607,11 +594,14 @@ def probing(
     rate = cfg.model.drop_path if up.probe_drop_path and cfg.model.drop_path else 0.0
     examples = d.train(draws, cfg.seed, "probe", rate, stats, opt.step)
     for loss in ft.probe(loss_D, s.theta_D, s.phi_D, opt, examples, d.peers.gradients):
-        if opt.step % per_epoch == 0:
+        full = opt.step % per_epoch == 0
+        if full:
             report("probe", opt.step // per_epoch, up.probe_epochs, f"loss {loss:.4f}")
-        if number := d.peers.asked():
+        number = d.peers.asked()
+        if number or (full and run.due(cfg.machine.save_minutes)):
             head = {name: tensor.detach() for name, tensor in (s.phi_D | stats).items()}
             run.save({"probe": head, "opt": opt.state_dict(), "done": -1, "d_lr": up.d_lr})
+        if number:
             raise Stopped(
                 number, f"stopped in linear probing after step {opt.step}; {run.path}: --resume goes on from there"
             )

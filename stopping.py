@@ -47,14 +47,15 @@ class Signals:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """A loop is at work that asks `asked` after each step."""
+        """A loop is at work that asks `asked` after each step. What came too late for it is for the next one."""
         self.loops += 1
         try:
             yield
+        except Stopped:
+            self.asked = self.asked if self.patient else 0
+            raise
         finally:
             self.loops -= 1
-            if not self.loops and not self.patient:
-                self.asked = 0
 
 
 signals = Signals()

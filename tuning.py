@@ -58,10 +58,11 @@ from runtime import (
     pick_device,
     rng,
     runs_in,
+    spent,
     to_bytes,
     write_atomic,
 )
-from stages import Options, clocks, copy_into, head, refuse_batches, remarks, silent, spent
+from stages import Options, copy_into, head, refuse_batches, remarks, silent
 from stopping import Stopped, signals
 from tasks import load_task
 
@@ -89,7 +90,7 @@ def run_unit(unit: Unit, report: Report = silent) -> dict[str, Any]:
     cfg = FinetuneConfig.model_validate_json(unit.cfg)
     p, n_seed = cfg.peft, unit.seed
     d = downstream(cfg.model, cfg.data, cfg.machine, cfg.amp)
-    began, saved, peers = clocks(), time.monotonic(), d.peers
+    began, saved, peers = spent(), time.monotonic(), d.peers
     if unit.start is not None:
         theta = export.load_theta(unit.start, d.loaded.arch.dim)[0]
     else:
@@ -110,6 +111,8 @@ def run_unit(unit: Unit, report: Report = silent) -> dict[str, Any]:
         opt.load_state_dict(state["opt"])
         best = state["best"] and ft.Outcome(**state["best"] | {"val": Score(**state["best"]["val"])})
         curve, now = state["curve"], ft.Progress(state["losses"], best or None)
+        began = spent(state["spent"])
+    del state  # what was read is a second copy
     draws = epochs(n, p.batch, n_seed, "peft", p.epochs, opt.step)
     examples = d.train(draws, n_seed, "peft", cfg.model.drop_path, stats, opt.step)
 
@@ -118,8 +121,9 @@ def run_unit(unit: Unit, report: Report = silent) -> dict[str, Any]:
         saved, best = time.monotonic(), now.best
         tensors = {name: tensor.detach() for name, tensor in ({"theta": leaf} | phi_D | stats).items()}
         progress = {"losses": now.losses, "best": best._asdict() | {"val": best.val._asdict()} if best else {}}
+        progress |= {"tensors": tensors, "opt": opt.state_dict(), "curve": curve, "spent": spent(began)}
         if peers.rank == 0:
-            write_atomic(unit.file, to_bytes(progress | {"tensors": tensors, "opt": opt.state_dict(), "curve": curve}))
+            write_atomic(unit.file, to_bytes(progress))
 
     def pause(now: ft.Progress) -> None:
         if number := peers.asked():

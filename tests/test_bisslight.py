@@ -9,12 +9,12 @@ from conftest import Recorded, close, recorded
 from replay import head_flat, lower_batches, model_of, to_theta, upper_batches
 from torch import Tensor
 
-from bisslight import Log, State, align, finite, solvable
+from bisslight import Log, State, align, finite, pretrain, solvable
 from config import Bilevel, RunError
 from finetune import downstream_loss
 from finetune import optimiser as downstream_optimiser
 from mfac import Partition, exact, identity, mfac
-from runtime import Group, Optimiser, Schedule, decay_groups
+from runtime import Group, Optimiser, Schedule, constant, decay_groups
 
 RUNS = [
     ("bisslight_tiny_adamw_f64", 1e-10),
@@ -233,15 +233,30 @@ def test_gradients_are_stored_before_the_pull() -> None:
 
 
 def test_the_first_block_and_step_that_are_not_finite_are_named() -> None:
-    """A CPU looks after each step, a GPU one step later; both name the step and the block where it began."""
-    fine, broken = torch.zeros(3), torch.tensor([1.0, float("inf"), 0.0])
-    blocks = [torch.tensor([True, True]), torch.tensor([True, False])]
-    for rows, flags, late in (([fine, broken], blocks, 0), ([fine, broken, fine], [*blocks, ~blocks[0]], 1)):
-        with pytest.raises(RunError, match="alternation 5, lower level, block 1, step 2: not finite"):
-            finite(4, "lower", rows, flags, late)
-    finite(4, "lower", [fine, broken], blocks, late=1)  # not told yet
+    """Behind the loss, the pull and the norm there is a flag a block."""
+    finite(4, "lower", 2, torch.tensor([1.0, 2.0, 3.0, 1.0, 0.0]))
+    finite(4, "upper", 2, torch.tensor([1.0, 2.0, 3.0]))
+    with pytest.raises(RunError, match="alternation 5, lower level, block 1, step 2: not finite"):
+        finite(4, "lower", 2, torch.tensor([1.0, 2.0, float("inf"), 1.0, 0.0]))
+    with pytest.raises(RunError, match="alternation 5, upper level, step 2: not finite"):
+        finite(4, "upper", 2, torch.tensor([1.0, float("nan"), 3.0]))
     with pytest.raises(RunError, match="alternation 5, hypergradient, block 1: not finite"):
-        solvable(4, blocks[1])
+        solvable(4, torch.tensor([True, False]))
+
+
+def test_pretraining_ends_before_a_step_that_broke_is_seen_by_anyone() -> None:
+    """A finite loss whose gradient is not: neither the teacher, nor the report, nor a checkpoint gets to it."""
+    weight = {"w": torch.zeros(2, requires_grad=True)}
+    opt = Optimiser([Group([weight["w"]], 0.1, 0.0)], constant, (0.9, 0.95))
+
+    def loss(theta: Any, phi: Any, batch: Any) -> Tensor:
+        return weight["w"].sum().abs().sqrt() * 0 + weight["w"].sum()  # the root of 0 has no slope
+
+    def never(*args: Any) -> None:
+        pytest.fail("went on")
+
+    with pytest.raises(RunError, match="pretrain step 1: the loss is 0 and its gradient's norm nan"):
+        pretrain(weight, {}, loss, opt, iter([None]), never, never, pause=never)
 
 
 @pytest.mark.parametrize("level", ["lower", "upper"])

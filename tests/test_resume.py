@@ -57,7 +57,7 @@ def stopped_and_resumed(pretrained: Path, pretext: str, hypergrad: str, stops: l
     assert cli.run(f"{line} --out whole".split()) == 0
     records = Path("whole/metrics.jsonl").read_text().splitlines()
     for i, (alternation, workers) in enumerate(stops):
-        into = (4, 1, 3)[i % 3]  # steps of the alternation: its end, its lower level, its upper level
+        into = (4, 1, 3, 2)[i % 4]  # steps of the alternation: its end, within its levels, between them
         out = f"cut-{alternation}-{workers}"
         with pytest.MonkeyPatch.context() as m:
             stop_at(m, PROBE + 4 * (alternation - 1) + (4 if into == 4 else 4 + into))
@@ -82,6 +82,60 @@ def test_align_goes_on_to_the_same_bits_in_all_cases(
     pretrained: Path, pretext: str, hypergrad: str, capsys: object
 ) -> None:
     stopped_and_resumed(pretrained, pretext, hypergrad, ALL)
+
+
+@pytest.mark.parametrize(("step", "loses"), [(2, "the lower level"), (3, "a step of the upper level")])
+@pytest.mark.parametrize("more", ["", "--recompute", "--micro-batch 3"])
+def test_cg_goes_on_with_the_batch_it_had(
+    weights: Path, monkeypatch: pytest.MonkeyPatch, step: int, loses: str, more: str
+) -> None:
+    """Stopped after its lower level; a piece of a batch is what it was, though it goes on with other pieces."""
+    line = f"align --backbone vit_mini --weights {weights} --dataset quilts {SMALL} --alternations 2 --quiet"
+    line += " --probe-epochs 0 --hypergrad cg --cg-damping 0 --lam 0.1"
+    assert cli.run(f"{line} --out whole {more}".split()) == 0
+    with monkeypatch.context() as m:
+        stop_at(m, step)
+        assert cli.run(f"{line} --out cut {more}".split()) == 143
+    assert cli.run(f"{line} --out cut {more.replace('3', '5')} --resume".split()) == 0
+    one, two = (json.loads(Path(f"{x}/metrics.jsonl").read_text().splitlines()[1]) for x in ("whole", "cut"))
+    assert one["q_over_g"] == pytest.approx(two["q_over_g"], rel=1e-4), loses
+    if "micro" not in more:
+        assert digest("cut/adapter.safetensors") == digest("whole/adapter.safetensors")
+
+
+def test_a_signal_that_comes_too_late_for_one_loop_stops_the_next(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the first of two runs is written down; nothing of it is repeated."""
+    import tuning
+
+    line = f"finetune --backbone vit_mini --weights {weights} --dataset quilts --quiet --epochs 1 --batch 40"
+    line += " --grid 1e-3,3e-3 --seeds 1 --warmup-epochs 0"
+    assert cli.run(f"{line} --out whole".split()) == 0
+    keep = tuning.keep
+
+    def told(*args: object) -> None:
+        signals.receive(signal.SIGTERM)
+        keep(*args)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as m:
+        m.setattr(tuning, "keep", told)
+        assert cli.run(f"{line} --out cut".split()) == 143
+    assert len(Path("cut/metrics.jsonl").read_text().splitlines()) == 1
+    assert cli.run(f"{line} --out cut --resume".split()) == 0
+    assert digest("cut/adapter-s0.safetensors") == digest("whole/adapter-s0.safetensors")
+
+
+def test_time_before_a_stop_counts(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = f"align --backbone vit_mini --weights {weights} --dataset quilts {ALIGN} --out a"
+    with monkeypatch.context() as m:
+        stop_at(m, PROBE + 9)
+        assert cli.run(line.split()) == 143
+    saved = torch.load("a/checkpoint.pt", weights_only=True)
+    saved["spent"]["cpu_seconds"] += 1000
+    torch.save(saved, "a/checkpoint.pt")
+    assert cli.run(f"{line} --resume".split()) == 0
+    assert 1000 < json.loads(Path("a/result.json").read_text())["cpu_seconds"] < 1100
 
 
 def test_align_stops_in_linear_probing_and_goes_on(pretrained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
