@@ -315,8 +315,8 @@ def solvable(t: int, ok: Tensor) -> None:
 
 def not_finite(t: int, where: str) -> NoReturn:
     raise Diverged(
-        f"alternation {t + 1}, {where}: not finite. Lower --p-lr or --d-lr, or raise --lam; "
-        "checkpoints are from before this step"
+        f"alternation {t + 1}, {where}: not finite. Lower --p-lr or --d-lr, or raise --lam, in a new run "
+        "(another --out); checkpoints are from before this step"
     )
 
 

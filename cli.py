@@ -89,7 +89,8 @@ def parameters(model: type[Settings], options: dict[str, Option]) -> list[inspec
         kind = str if leaf.path in several else flag_type(leaf.field.annotation)
         spelled = RENAMED.get(name, (f"--{dashed}/--no-{dashed}" if kind is bool else f"--{dashed}",))
         known = not leaf.field.is_required() and leaf.field.default is not None
-        default = f" (default: {leaf.field.default})" if known else ""
+        several_ = isinstance(leaf.field.default, tuple)
+        default = f" (default: {','.join(map(str, leaf.field.default)) if several_ else leaf.field.default})" * known
         option = typer.Option(*spelled, help=(leaf.field.description or "") + default, show_default=False)
         annotation: Any = Annotated[Optional[kind], option]  # noqa: UP045
         out.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
@@ -173,6 +174,8 @@ def explain(item: Any, sources: dict[str, str]) -> str:
     """One pydantic complaint as `--flag VALUE: what is wrong`."""
     name = str(next((part for part in reversed(item["loc"]) if part in NAMES), ""))
     flag = RENAMED.get(name, (f"--{name.replace('_', '-')}",))[0] if name else "settings"
+    if item["type"] == "missing" and name in TUPLES:
+        return f"{flag}: one number is missing, give two with a comma between them"
     if item["type"] == "missing":
         needed = {"data": "--dataset", "model": "--backbone"}.get(name, flag)
         return f"{needed} is needed, see --help"
@@ -463,6 +466,8 @@ def evaluate(
             raise UsageError("--rollout and --similarity: one at a time")
         machine = Machine(device=device, workers=workers, data_root=data_root)
         return look(run, against or [], rollout, picture, seed, limit, machine, json_)
+    if seed is not None or limit is not None:
+        raise UsageError("--seed, --limit: go with --rollout or --similarity; a table is about all seeds")
     if picture:
         figures.check_picture("--picture", picture)
     arms = [ev.read_arm(path) for path in (run, *(against or []))]
@@ -620,7 +625,7 @@ def bench(config: BenchConfig, common: dict[str, Any], sources: dict[str, str]) 
     if common["json"]:
         print(json.dumps(result))
         return None
-    phases = sorted({phase for row in result["rows"] for phase in row["phases"]})
+    phases = sorted({phase for row in result["rows"] for phase in row["phases"]} - {"lower", "upper"})
     table = Table("setting", "method", "seconds", *phases, "peak GB", "images/s", "TFLOP/s", box=None)
     for row in result["rows"]:
         numbers = [f"{row['phases'][phase]:.3f}" if phase in row["phases"] else "" for phase in phases]
@@ -664,10 +669,12 @@ def demo(
     """The whole story, offline, in minutes on a CPU: pretrain, align, PEFT with and without, eight seeds an arm."""
     import demo as story
 
-    with Live(quiet or json_) as live:
-        result = (
-            story.full(out, data_seed, jobs, force, live) if full else story.quick(out, data_seed, jobs, force, live)
-        )
+    tell = story.full if full else story.quick
+    try:
+        with Live(quiet or json_) as live:
+            result = tell(out, data_seed, jobs, force, live)
+    except Stopped as stop:
+        raise Stopped(stop.number, f"stopped; the demo starts over with --force --out {out}") from stop
     if json_:
         print(json.dumps(result))
         return
@@ -710,6 +717,9 @@ LESS = (
 )
 
 
+LEFT = "stopped; align, pretrain, finetune and sweep go on with --resume"
+
+
 def run(arguments: list[str]) -> int:
     """Run one command line; returns its exit code. Of several processes (torchrun), rank 0 speaks."""
     if "WORLD_SIZE" not in os.environ:
@@ -744,7 +754,9 @@ def attempt(arguments: list[str]) -> int:
     except Stopped as stop:
         return complain(stop.where, 128 + stop.number)
     except (KeyboardInterrupt, typer.Abort):
-        return complain("stopped; align, pretrain, finetune and sweep go on with --resume", 130)
+        return complain(LEFT, 130)
+    except SystemExit as left:  # another signal, where nothing was under way, or a second one
+        return complain(LEFT, int(left.code or 0))
     except OSError as error:
         wrong = error.errno == errno.ENAMETOOLONG  # a word that was meant as something else
         where = f"{error.filename}: " if error.filename else ""

@@ -324,7 +324,7 @@ class Peft(Settings):
     @model_validator(mode="after")
     def one_way_to_choose(self) -> Self:
         if self.lr is not None and (self.lr_grid or self.grid):
-            raise ValueError("give --lr or --lr-grid, not both")
+            raise ValueError(f"give --lr or --{'grid' if self.grid else 'lr-grid'}, not both")
         if self.lr is None and self.lr_grid is False:
             raise ValueError("--no-lr-grid needs --lr")
         if self.grid and len({*self.grid}) < len(self.grid):
@@ -593,7 +593,8 @@ def read_file(path: Path, model: type[Settings]) -> dict[str, Any]:
         text = path.read_text()
         data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"--config {path}: cannot be read as {path.suffix or 'TOML'}: {error}") from error
+        kind = "JSON" if path.suffix == ".json" else "TOML"
+        raise UsageError(f"--config {path}: cannot be read as {kind}: {error}") from error
     if not isinstance(data, dict):
         raise UsageError(f"--config {path}: holds a {type(data).__name__}, not a table of settings")
     paths = {leaf.name: leaf.path for leaf in leaves(model)}
@@ -610,6 +611,8 @@ def read_file(path: Path, model: type[Settings]) -> dict[str, Any]:
             elif not at and key in paths:
                 put(out, paths[key], value)
             else:
+                if (made := path.with_name("env.json")).is_file() and path.name == "config.json":
+                    raise UsageError(f"--config {path}: are settings of another command, see {made}")
                 known = [*paths, *(group[-1] for group in groups)]
                 raise UsageError(f"--config {path}: unknown setting {key!r}, {nearest(key, known)}")
 

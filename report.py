@@ -36,7 +36,7 @@ from config import (
 )
 from figures import COLOURS, draw_arms, pyplot, rendered
 from loading import Report
-from runtime import read_json, read_metrics, runs_in, write_atomic
+from runtime import read_json, read_metrics, runs_in, short_names, write_atomic
 
 GENERATOR = '<meta name="generator" content="bisslight report">'
 CONFIGS: dict[str, type[Settings]] = {"pretrain": PretrainConfig, "align": AlignConfig, "finetune": FinetuneConfig}
@@ -161,19 +161,6 @@ def read_groups(paths: Sequence[Path]) -> list[Group]:
     return [read_group(name, path, found[path]) for name, path in zip(short_names([*found]), found, strict=True)]
 
 
-def short_names(paths: Sequence[Path]) -> list[str]:
-    """The last part of each path, or as many of its last parts as tell them apart.
-
-    >>> short_names([Path("s/rank-1/align"), Path("s/rank-2/align")])
-    ['rank-1/align', 'rank-2/align']
-    """
-    for n in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[-n:]) for path in paths]
-        if len({*names}) == len(names):
-            break
-    return names
-
-
 def read_group(name: str, path: Path, runs: list[Path]) -> Group:
     """One run or arm (UsageError where it cannot be read)."""
     envs = [read_json(run / "env.json") for run in runs]
@@ -259,8 +246,11 @@ def curves(lines: Lines, xlabel: str, ylabel: str, caption: str) -> Markup | Non
             *zip(*middle, strict=True), color=colour, linestyle=style, label=name, marker="." if len(middle) < 3 else ""
         )
         values = [y for _, y in middle]
-        ends = f"from {values[0]:.4g} at {middle[0][0]:g} to {values[-1]:.4g} at {middle[-1][0]:g}"
-        said.append(f"{name} {ends}, lowest {min(values):.4g}, highest {max(values):.4g}")
+        ends = f"{values[0]:.4g} at {middle[0][0]:g}"
+        if len(middle) > 1:
+            ends = f"from {ends} to {values[-1]:.4g} at {middle[-1][0]:g}, lowest {min(values):.4g}"
+            ends += f", highest {max(values):.4g}"
+        said.append(f"{name} {ends}")
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     axes.grid(alpha=0.3)
@@ -436,11 +426,12 @@ def settings(group: Group) -> list[Markup]:
         meaning, _, source = (leaf.field.description or "").partition(" [")
         value = seeds if leaf.name == "seed" else get(group.config, leaf.path)
         default = usual.get(leaf.name, "none, must be given")
-        row = [leaf.name, str(value), str(default), source.rstrip("]"), meaning]
+        row = [{"start": "from"}.get(leaf.name, leaf.name), str(value), str(default), source.rstrip("]"), meaning]
         ours = leaf.path[0] != "machine" and str(value) != str(default)
         (own if ours else rest).append(row)
     head = ["setting", "value", "default", "the default's source", "meaning"]
-    folded = f"<details><summary>{len(rest)} settings with their default</summary>{table(head, rest)}</details>"
+    what = f"{len(rest)} settings with their default, and those of the machine"
+    folded = f"<details><summary>{what}</summary>{table(head, rest)}</details>"
     return [Markup("<h3>Settings that differ from the default</h3>"), table(head, own), Markup(folded)]
 
 
@@ -459,7 +450,9 @@ def cost(group: Group) -> Markup:
     cpu = [x for result in done for x in numbers(result["cpu_seconds"])]
     if cpu:
         what = "seed" if group.kind == "finetune" else "run"
-        rows.append((f"CPU seconds a {what}", f"{mean(cpu):.1f}, in all {sum(cpu):.0f} of {len(cpu)}"))
+        rows.append(
+            (f"CPU seconds a {what}", f"{mean(cpu):.1f}, mean of {len(cpu)}" if len(cpu) > 1 else f"{cpu[0]:.1f}")
+        )
     model = group.config.model
     if group.kind != "pretrain" and model.backbone in BACKBONES and model.rank:
         arch = BACKBONES[model.backbone].arch
@@ -612,7 +605,9 @@ def report(paths: Sequence[Path], out: Path, tell: Report, how: Looking = Lookin
     check_out(out)
     pyplot()
     groups = read_groups(paths)
-    body: list[Markup] = [paragraph(f"{sum(len(group.runs) for group in groups)} runs in {len(groups)} groups.")]
+    body: list[Markup] = [
+        paragraph(f"Runs: {sum(len(group.runs) for group in groups)}, in groups of the same settings: {len(groups)}.")
+    ]
     links = "".join(f'<li><a href="#run{i}">{html.escape(group.name)}</a></li>' for i, group in enumerate(groups))
     body += [Markup(f'<nav aria-label="runs"><ul>{links}</ul></nav>')] if len(groups) > 1 else []
     body += sweeps(paths)

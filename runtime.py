@@ -22,7 +22,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -281,6 +281,19 @@ def runs_in(path: Path) -> list[Path]:
         return [path]
     found = [p for p in path.iterdir() if (p / "config.json").exists()] if path.is_dir() else []
     return sorted(found, key=lambda p: (len(p.name), p.name))
+
+
+def short_names(paths: Sequence[Path]) -> list[str]:
+    """The last part of each path, or as many of its last parts as tell them apart.
+
+    >>> short_names([Path("s/rank-1/align"), Path("s/rank-2/align")])
+    ['rank-1/align', 'rank-2/align']
+    """
+    for n in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-n:]) for path in paths]
+        if len({*names}) == len(names):
+            break
+    return names
 
 
 # --- run directories -------------------------------------------------------------------------------------------------

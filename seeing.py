@@ -19,7 +19,7 @@ from data import Images, batches
 from figures import check_picture
 from loading import Downstream, check_weights, downstream, fetch_weights, read_run, resolved_machine
 from lora import Phi, features, logits
-from runtime import autocast, runs_in
+from runtime import autocast, runs_in, short_names
 from stages import silent
 
 HERE = Machine()  # where runs are looked at, whatever machine they were made on
@@ -56,10 +56,9 @@ def opened(path: Path, seed: int | None = None, machine: Machine = HERE) -> Open
 def together(runs: Sequence[Path], seed: int | None, machine: Machine) -> dict[str, Opened]:
     """Runs by name, all about the same images on the same backbone (UsageError otherwise).
 
-    Names are those of the directories or, where two are equal, their paths.
+    Names are those of the directories, with those above them where two are equal.
     """
-    short = [path.resolve().name for path in runs]
-    names = short if len({*short}) == len(short) else [str(path) for path in runs]
+    names = short_names([path.resolve() for path in runs])
     if len({*names}) < len(names):
         raise UsageError(f"{', '.join(names)}: one run twice")
     all_ = {name: opened(path, seed, machine) for name, path in zip(names, runs, strict=True)}

@@ -100,6 +100,12 @@ class Options(NamedTuple):
     announce: Callable[[str], None] = lambda line: None  # what a run is about, once its inputs have been checked
 
 
+def may_write(out: Path, command: str, options: Options) -> None:
+    """`check_out`, but not for a --dry-run that names no directory."""
+    if options.out or not options.dry_run:
+        check_out(out, command, options.resume, options.force)
+
+
 # --- pretrain --------------------------------------------------------------------------------------------------------
 
 
@@ -124,7 +130,7 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
     about["parameters"] = sum(tensor.numel() for tensor in named.values())
     out = options.out or default_out("pretrain", cfg.pool, cfg.model, cfg.seed, cfg.model.pretext)
     peers = world()
-    peers.first(partial(check_out, out, "pretrain", options.resume, options.force))
+    peers.first(partial(may_write, out, "pretrain", options))
     if options.dry_run:
         return about | {"config": cfg}
     run = open_run(out, "pretrain", cfg, options.resume, options.force, **about)
@@ -155,6 +161,7 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
         losses.clear()
         run.metric({"step": step // per_epoch, "loss": average})
         options.report("pretrain", step // per_epoch, cfg.epochs, f"loss {average:.4f}")
+        run.log(f"epoch {step // per_epoch}: loss {average:.4f}")
 
     def pause() -> None:
         if number := peers.asked():
@@ -221,7 +228,7 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
     rates = d_rates(cfg)
     out = options.out or default_out("align", data.dataset, model, cfg.seed, model.pretext)
     peers = world()
-    peers.first(partial(check_out, out, "align", options.resume, options.force))
+    peers.first(partial(may_write, out, "align", options))
     if missing := to_download(model):  # what can be told before the download
         for name in (data.dataset, data.pool):
             fits(name, sizes)
@@ -549,7 +556,8 @@ def remarks(cfg: AlignConfig | FinetuneConfig, task: Task) -> Iterator[str]:
         what = f"{source['model']['backbone']}{', a partial copy' if source['data']['partial'] else ''}"
         yield f"upper rates come from {cfg.upper.d_lr_from} ({what}); the paper takes them from ViT-L for all backbones"
     if isinstance(cfg, AlignConfig) and cfg.bilevel.warmup >= cfg.bilevel.alternations:
-        yield f"the warm-up of {cfg.bilevel.warmup} alternations is not shorter than the run: no rate gets to its base"
+        long = f"the warm-up of {cfg.bilevel.warmup} alternations is not shorter than the run"
+        yield f"{long}: no rate gets to its base, see --warmup"
 
 
 def state(cfg: AlignConfig, theta: dict[str, Tensor], phi_P: Phi, phi_D: Phi) -> bisslight.State:

@@ -30,9 +30,8 @@ class Signals:
 
     def install(self) -> None:
         """Take over this process's signals; for programs, not for libraries."""
-        for name in NAMES:
-            if hasattr(signal, name):
-                signal.signal(getattr(signal, name), self.receive)
+        for number in numbers():
+            signal.signal(number, self.receive)
 
     def receive(self, number: int, frame: FrameType | None = None) -> None:
         if self.loops and not self.asked:
@@ -61,8 +60,26 @@ class Signals:
 signals = Signals()
 
 
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Signals wait; so they do in processes that are started here, until these `let_in`."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def let_in() -> None:
+    """What was held back arrives."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers())
+
+
+def numbers() -> list[signal.Signals]:
+    return [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
+
+
 def only_the_parent_decides() -> None:
     """For worker processes that load data: a terminal or a scheduler signals them too, but they end with their loop."""
-    for name in NAMES:
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in numbers():
+        signal.signal(number, signal.SIG_IGN)

@@ -15,6 +15,7 @@ from concurrent.futures import CancelledError, Executor, ProcessPoolExecutor, as
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +52,6 @@ from runtime import (
     Run,
     Schedule,
     Score,
-    check_out,
     load_tensors,
     moved,
     open_run,
@@ -62,8 +62,8 @@ from runtime import (
     to_bytes,
     write_atomic,
 )
-from stages import Options, copy_into, head, refuse_batches, remarks, silent
-from stopping import Stopped, signals
+from stages import Options, copy_into, head, may_write, refuse_batches, remarks, silent
+from stopping import Stopped, held_back, let_in, signals
 from tasks import load_task
 
 
@@ -89,6 +89,8 @@ def run_unit(unit: Unit, report: Report = silent) -> dict[str, Any]:
     """
     cfg = FinetuneConfig.model_validate_json(unit.cfg)
     p, n_seed = cfg.peft, unit.seed
+    if signals.asked and world().size == 1:
+        raise Stopped(signals.asked, f"stopped between runs; {unit.out}: --resume goes on from there")
     d = downstream(cfg.model, cfg.data, cfg.machine, cfg.amp)
     began, saved, peers = spent(), time.monotonic(), d.peers
     if unit.start is not None:
@@ -160,6 +162,10 @@ def worker_pool(jobs: int) -> Iterator[Executor | None]:
         return
     threads = max(1, (os.cpu_count() or 1) // jobs)
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), worker_started, (threads,))
+    ensure_running()  # of the resource tracker, whose start would let signals in again
+    with held_back():
+        for _ in range(jobs):
+            pool.submit(os.getpid)  # a task starts a process as long as none is idle
 
     def forward(number: int) -> None:
         for process in multiprocessing.active_children():
@@ -188,6 +194,7 @@ def worker_started(threads: int) -> None:
     torch.set_num_threads(threads)
     signals.patient = True
     signals.install()
+    let_in()
 
 
 def completed(pool: Executor, units: Iterable[Unit]) -> Iterator[dict[str, Any]]:
@@ -200,7 +207,7 @@ def completed(pool: Executor, units: Iterable[Unit]) -> Iterator[dict[str, Any]]
         except CancelledError:
             pass
         except Stopped as stop:
-            stopped = stop
+            stopped = stopped or stop  # the first is that of a run in progress
             for other in futures:
                 other.cancel()
     if stopped:
@@ -245,7 +252,7 @@ def finetune(cfg: FinetuneConfig, options: Options, pool: Executor | None = None
     own = default_out("finetune", data.dataset, model, cfg.seed, *names)
     out = options.out or (Path("runs") / f"finetune-from-{cfg.start.stem}-s{cfg.seed}" if cfg.start else own)
     peers = world()
-    peers.first(partial(check_out, out, "finetune", options.resume, options.force))
+    peers.first(partial(may_write, out, "finetune", options))
     if pool and peers.size > 1:
         raise UsageError("--jobs: under torchrun, runs follow each other and share out their batches; leave it at 1")
     if missing := to_download(model):  # what can be told before the download

@@ -251,7 +251,7 @@ WRONG = [
         2,
         "'alternation', did you mean alternations?",
     ),
-    ("align --backbone vit_mini --weights {w} --dataset quilts --config broken.toml", 2, "cannot be read as .toml"),
+    ("align --backbone vit_mini --weights {w} --dataset quilts --config broken.toml", 2, "cannot be read as TOML"),
     (
         "align --backbone vit_mini --weights {w} --dataset quilts --config none.toml",
         2,
@@ -272,7 +272,7 @@ WRONG = [
         2,
         "has patches of 4, leave the option out",
     ),
-    ("align --backbone vit_mini --weights {w} --dataset quilts --config big.json", 2, "cannot be read as .json"),
+    ("align --backbone vit_mini --weights {w} --dataset quilts --config big.json", 2, "cannot be read as JSON"),
     ("align --backbone vit_mini --weights {w} --dataset quilts --hypergrad exact", 2, "out of reach; lower --rank"),
     ("pretrain --pool quilts --backbone vit_mini --beta2 1", 2, "--beta2 1.0: should be less than 1"),
     ("pretrain --pool quilts --backbone vit_mini --device meta", 2, "not supported, take cpu or cuda"),

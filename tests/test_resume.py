@@ -225,6 +225,17 @@ def test_a_pool_of_runs_stops_on_a_signal_and_loses_nothing(weights: Path, tmp_p
     assert len(list(tmp_path.glob("f/unit-*.pt"))) >= 2
 
 
+def test_a_worker_process_that_is_only_starting_hears_its_signal() -> None:
+    """It neither dies of it nor forgets it."""
+    from tuning import worker_pool
+
+    with worker_pool(2) as pool:
+        signals.forward(signal.SIGTERM)
+        assert pool is not None
+        told = [pool.submit(eval, "__import__('stopping').signals.asked") for _ in range(2)]
+        assert [future.result(60) for future in told] == [signal.SIGTERM] * 2
+
+
 def test_a_second_signal_leaves_at_once_and_harms_nothing(weights: Path, tmp_path: Path) -> None:
     line = f"align --backbone vit_mini --weights {weights} --dataset quilts {ALIGN} --out a"
     line = line.replace(" --quiet", "")
