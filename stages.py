@@ -407,9 +407,7 @@ def attempt(
         form = type(next(pretext)[0][1])
         s.last = [(weight / peers.size, form(*tensors)) for weight, *tensors in restored["last"]]
     if cfg.machine.mfac_device == "cpu" and b.hypergrad == "mfac":
-        # pinned, and a step's gradient in one piece: each leaves a GPU in one copy that nothing waits for
-        sizes = (b.lower_steps, *theta[rows].shape)
-        s.G = torch.empty(sizes, pin_memory=device.type == "cuda").transpose(0, 1)
+        s.G = on_host_store(b.lower_steps, theta[rows], device)
     if restored is not None and "G" in restored:
         G = restored["G"][rows]
         s.G = s.theta_P.detach().new_empty(G.shape[0], b.lower_steps, G.shape[2]) if s.G is None else s.G
@@ -420,6 +418,14 @@ def attempt(
         s, b, loss_P, loss_D, inverse, pretext, examples, task.after_step, after, loss_H,
         how=peers.gradients, rows=rows, pause=pause,
     )  # fmt: skip
+
+
+def on_host_store(steps: int, theta: Tensor, device: torch.device) -> Tensor:
+    """G (K, steps, p) in host memory.
+
+    Pinned, and a step's gradient in one piece: each leaves a GPU in one copy that nothing waits for.
+    """
+    return torch.empty((steps, *theta.shape), pin_memory=device.type == "cuda").transpose(0, 1)
 
 
 def unfinished(s: bisslight.State, cfg: AlignConfig, peers: World) -> dict[str, Any]:
