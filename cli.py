@@ -480,7 +480,8 @@ def evaluate(
     if json_:
         print(json.dumps({"arms": rows, "picture": str(picture) if picture else None}))
         return None
-    return paper.print(arm_table(rows))
+    paper.print(arm_table(rows))
+    return print(picture) if picture else None
 
 
 def look(
@@ -590,7 +591,7 @@ def data_check(
     if json_:
         print(json.dumps(checked._asdict()))
     else:
-        print("\n".join([*checked.problems, f"{name}: {checked.images} images, {len(checked.problems)} problems"]))
+        print("\n".join([*checked.problems, f"{name}: {checked.images} images, problems: {len(checked.problems)}"]))
     if checked.problems:
         raise typer.Exit(1)
 
@@ -637,6 +638,7 @@ def bench(config: BenchConfig, common: dict[str, Any], sources: dict[str, str]) 
     said |= {f"M-FAC, {name}": value for name, value in result["mfac_method"].items()}
     said |= {f"matrix product, {name}, TFLOP/s": value for name, value in result["matrix_TFLOP_per_s"].items()}
     said["images/s decoded"] = result["decoded_images_per_s"]
+    print("ratios: how many times as much CG, or the recursion, takes as M-FAC here; at small sizes they say little")
     print("\n".join([*(f"{name}: {value:.4g}" for name, value in said.items()), str(out)]))
     return None
 

@@ -539,7 +539,9 @@ def load_tensors(path: Path) -> Any:
     except FileNotFoundError as error:
         raise UsageError(f"{path}: there is no such file") from error
     except Exception as error:  # torch raises anything from EOFError to UnpicklingError on foreign bytes
-        why = next(iter(str(error).splitlines()), type(error).__name__)
+        why = next(iter(str(error).splitlines()), "")
+        if isinstance(error, LookupError) or not why:  # of a reader that lost its way
+            why = "its content is something else"
         raise UsageError(f"{path}: not a checkpoint that loads safely ({why[:120]})") from error
 
 

@@ -251,6 +251,8 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
             f"--hypergrad exact: θ has {about['lora_parameters']} entries, a dense Hessian of more than "
             f"{EXACT_LIMIT} is out of reach; lower --rank or use mfac"
         )
+    if cfg.lower.p_batch < peers.size:
+        raise UsageError(f"--p-batch {cfg.lower.p_batch}: fewer images than processes ({peers.size})")
     if cfg.bilevel.hypergrad == "exact" and peers.size > 1:
         raise UsageError("--hypergrad exact: runs in one process, start it without torchrun")
     if options.dry_run:
@@ -450,8 +452,7 @@ def of_parts(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A loss of a batch in parts; this process's share of it."""
 
     def whole(theta: Tensor, phi: Phi, batch: Parts) -> Tensor:
-        nothing = 0 * theta.square().sum()  # for a process without an image; differentiable twice, too
-        return sum((weight * loss(theta, phi, part) for weight, part in batch), nothing)
+        return sum((weight * loss(theta, phi, part) for weight, part in batch), 0 * theta.sum())
 
     return whole
 

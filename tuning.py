@@ -366,7 +366,9 @@ def check_adapter(start: Path, model: Model, loaded: Loaded, dataset: str) -> di
     shape = (loaded.arch.depth, 4 * (model.rank or 0) * loaded.arch.dim)
     if theta.shape != shape:
         found = f"{theta.shape[0]} layers of rank {theta.shape[1] // (4 * loaded.arch.dim)}"
-        raise UsageError(f"--from {start}: holds {found}, this run has {shape[0]} of rank {model.rank}")
+        raise UsageError(
+            f"--from {start}: holds {found}, this run has {shape[0]} of rank {model.rank}; leave --rank out"
+        )
     now = adapter_metadata(
         loaded.arch, model.backbone, model.rank or 0, model.alpha or 0, weights_sha256=loaded.digest, dataset=dataset
     )
