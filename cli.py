@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Optional, TypeVar, Union, get_args, get_origin
@@ -216,7 +217,10 @@ paper = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
 class Live:
-    """Progress on stderr: a bar with ETA and live numbers on a terminal, otherwise a plain line an alternation."""
+    """Progress on stderr: a bar with ETA and live numbers on a terminal, otherwise a plain line an alternation.
+
+    A stage that reports before its work begins, without a text, has a rate from its first result on.
+    """
 
     def __init__(self, quiet: bool) -> None:
         self.quiet = quiet or other_rank()
@@ -246,9 +250,10 @@ class Live:
                 self.progress.reset(self.bars[stage], total=total)
         self.began[stage] = (start, before, done)
         if self.progress is None:
-            rate = (time.monotonic() - start) / (done - before) if done > before else None
-            left = "" if rate is None else f"  ETA {rate * (total - done):.0f} s"
-            print(f"{stage} {done}/{total}  {text}{left}", file=sys.stderr, flush=True)
+            if text:
+                rate = (time.monotonic() - start) / (done - before) if done > before else None
+                left = "" if rate is None else f"  ETA {timedelta(seconds=round(rate * (total - done)))}"
+                print(f"{stage} {done}/{total}  {text}{left}", file=sys.stderr, flush=True)
             return
         if stage not in self.bars:
             self.bars[stage] = self.progress.add_task(stage, total=total, text="")

@@ -99,7 +99,8 @@ class Story:
             for seed in range(SEEDS)
         ]
         jobs = [(cfg.model_dump_json(), self.out / f"align-{name}" / f"s{cfg.seed}", self.force) for cfg in cfgs]
-        results = []
+        results: list[dict[str, Any]] = []
+        self.report(f"align {name}", 0, SEEDS, "")
         for result in (self.pool.map if self.pool else map)(align_job, jobs):
             results.append(result)
             val = result["val_P"]["accuracy"]
@@ -245,6 +246,7 @@ def without_pretraining(name: str, story: Story) -> dict[str, Any]:
     rates = (3e-4, 1e-3, 3e-3)
     jobs = [(name, story.data_seed, lr, seed) for lr in rates for seed in range(SEEDS)]
     runs: dict[float, list[tuple[Score, float]]] = {lr: [] for lr in rates}
+    story.report(name, 0, len(jobs), "")
     for job, outcome in zip(jobs, (story.pool.map if story.pool else map)(scratch_job, jobs), strict=True):
         runs[job[2]].append(outcome)
         story.report(name, sum(map(len, runs.values())), len(jobs), f"lr {job[2]:g}")

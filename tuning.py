@@ -286,6 +286,8 @@ def finetune(cfg: FinetuneConfig, options: Options, pool: Executor | None = None
         todo = [
             Unit(text, start, lr, seed, run.path) for lr in rates for seed, start in seeds if (lr, seed) not in done
         ]
+        if todo:
+            options.report("runs", len(done), runs, "")
         results = completed(pool, todo) if pool else map(partial(run_unit, report=options.report), todo)
         with signals.listening():
             for outcome in results:

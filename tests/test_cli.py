@@ -390,3 +390,15 @@ def test_doctor_says_what_it_found(capsys: Any) -> None:
     code, out, _ = run("doctor --json", capsys)
     assert {line["what"] for line in json.loads(out)} >= {"torch", "device", "disk"}
     assert code == 0
+
+
+def test_eta_counts_from_the_start_of_the_work(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Two results that arrive together, as two processes' do, after 3600 s: 6 more take three times as long."""
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    live = cli.Live(quiet=False)
+    live("runs", 4, 12, "")  # 4 are from before a resume
+    now[0] += 3600
+    live("runs", 5, 12, "one")
+    live("runs", 6, 12, "two")
+    assert capsys.readouterr().err.splitlines() == ["runs 5/12  one  ETA 7:00:00", "runs 6/12  two  ETA 3:00:00"]
