@@ -286,7 +286,21 @@ def show(config: Settings, sources: dict[str, str], common: dict[str, Any], abou
         table.add_row(leaf.name, str(value), origin[leaf.name], (leaf.field.description or "").partition(" [")[0])
     paper.print(table)
     for name, value in about.items():
-        paper.print(f"{name}: {value:.6g}" if isinstance(value, float) else f"{name}: {value}", markup=False)
+        if value is not None:
+            paper.print(f"{name}: {readable(value)}", markup=False)
+
+
+def readable(value: Any) -> str:
+    """A number, a list or a table as people write it.
+
+    >>> readable({"networks": 0.6547, "rates": (0.1, 3)})
+    'networks 0.6547, rates 0.1, 3'
+    """
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {readable(item)}" for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(readable, value))
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def answer(result: dict[str, Any], as_json: bool, lines: list[str]) -> None:
