@@ -12,11 +12,12 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import torch
@@ -28,13 +29,13 @@ import bisslight
 import cg
 import mae
 import mfac
-from config import BACKBONES, AlignConfig, BenchConfig, Bilevel, Data, Lower, Model, Upper
+from config import BACKBONES, AlignConfig, BenchConfig, Bilevel, Data, Lower, Model, Upper, UsageError
 from cost import memory, work
 from data import Images, Split, View, batches, stream
-from figures import COLOURS, pyplot, save
+from figures import COLOURS, pyplot
 from finetune import downstream_loss
 from lora import Backbone, Here, init_head, init_theta
-from runtime import autocast, pick_device, rng, trainable
+from runtime import autocast, pick_device, read_json, rng, trainable
 from stages import on_host_store, state
 
 METHODS = ("mfac", "cg", "identity", "peft")
@@ -322,17 +323,35 @@ def decoding(cfg: BenchConfig, size: int) -> float:
         return seen / (time.perf_counter() - began)
 
 
-def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
+def read(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Earlier benches, with their settings (UsageError where there is none)."""
+    for path in paths:
+        if not (path / "bench.json").is_file():
+            raise UsageError(f"{path}: is not a bench, there is no bench.json")
+    return [read_json(path / "bench.json") for path in paths]
+
+
+def names(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Backbone, device and batches of each, as far as they differ."""
+    said = []
+    for made in results:
+        c = made["config"]
+        said.append((c["backbone"], made["device"], f"{c['p_batch']} + {c['d_batch']} images", f"rank {c['rank']}"))
+    differ = [i for i in range(4) if i == 0 or len({one[i] for one in said}) > 1]
+    return [", ".join(one[i] for i in differ) for one in said]
+
+
+def draw(results: Sequence[Mapping[str, Any]]) -> Any:
     """The paper's cost figure: seconds and peak memory of an alternation, CG beside M-FAC, by backbone."""
     plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(6 + 2 * len(results), 3.2), layout="constrained")
     for axis, what, label in zip(
         axes, ("seconds", "peak_GB"), ("seconds an alternation", "peak memory (GB)"), strict=True
     ):
         for i, (method, mode) in enumerate((m, mode) for m in ("mfac", "cg") for mode in ("natural", "equal")):
             values = [
                 next(row[what] or 0.0 for row in result["rows"] if (row["method"], row["mode"]) == (method, mode))
-                for result in results.values()
+                for result in results
             ]
             at = [x + 0.2 * (i - 1.5) for x in range(len(values))]
             hatch = "//" if mode == "equal" else None
@@ -346,8 +365,8 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
                 label=f"{method}, {mode}",
             )
             axis.bar_label(bars, fmt="%.3g", fontsize=8)
-        axis.set_xticks(range(len(results)), list(results))
+        axis.set_xticks(range(len(results)), ["\n".join(wrap(name, 18)) for name in names(results)])
         axis.set_ylabel(label)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(fontsize=8, frameon=False)
-    save(figure, path)
+    return figure

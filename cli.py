@@ -308,11 +308,11 @@ def answer(result: dict[str, Any], as_json: bool, lines: list[str]) -> None:
     print(json.dumps(result)) if as_json else print("\n".join(lines))
 
 
-def opened(common: dict[str, Any], live: Live) -> Any:
+def opened(common: dict[str, Any], live: Live, sources: dict[str, str]) -> Any:
     """The stage's options."""
     from stages import Options
 
-    return Options(common["out"], common["resume"], common["force"], common["dry_run"], live, live.note)
+    return Options(common["out"], common["resume"], common["force"], common["dry_run"], live, live.note, sources)
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ def pretrain(config: PretrainConfig, common: dict[str, Any], sources: dict[str, 
     import stages
 
     with Live(common["quiet"] or common["json"]) as live:
-        result = stages.pretrain(config, opened(common, live))
+        result = stages.pretrain(config, opened(common, live, sources))
     if common["dry_run"]:
         return show(config, sources, common, result)
     lines = [f"{result['steps']} steps, loss {result['loss']:.4f}, {result['seconds']:.0f} s", result["weights"]]
@@ -347,7 +347,7 @@ def align(config: AlignConfig, common: dict[str, Any], sources: dict[str, str]) 
     import stages
 
     with Live(common["quiet"] or common["json"]) as live:
-        result = stages.align(config, opened(common, live))
+        result = stages.align(config, opened(common, live, sources))
     if common["dry_run"]:
         return show(config, sources, common, result)
     val_P, val_D = (result[key]["accuracy"] for key in ("val_P", "val_D"))
@@ -362,7 +362,7 @@ def finetune(config: FinetuneConfig, common: dict[str, Any], sources: dict[str, 
     import tuning
 
     with Live(common["quiet"] or common["json"]) as live, tuning.worker_pool(config.machine.jobs) as pool:
-        result = tuning.finetune(config, opened(common, live), pool)
+        result = tuning.finetune(config, opened(common, live, sources), pool)
     if common["dry_run"]:
         return show(config, sources, common, result)
     from evaluate import Arm
@@ -384,7 +384,7 @@ def sweep(config: SweepConfig, common: dict[str, Any], sources: dict[str, str]) 
     import tuning
 
     with Live(common["quiet"] or common["json"]) as live, tuning.worker_pool(config.machine.jobs) as pool:
-        result = room.sweep(config, opened(common, live), common["shard"], pool)
+        result = room.sweep(config, opened(common, live, sources), common["shard"], pool)
     if common["dry_run"]:
         runs = result["runs"] if common["json"] else result.pop("runs")
         show(config, sources, common, result)
@@ -420,14 +420,17 @@ def sweep(config: SweepConfig, common: dict[str, Any], sources: dict[str, str]) 
     for name, why in result["diverged"].items():
         print(f"diverged: {name}: {why}")
     n = len(result["missing"])
-    print(f"missing: {n} of {n + len(result['rows'])} points" + (f", {', '.join(result['missing'])}" if n else ""))
+    points = f"points: {len(result['rows'])} finished, {len(result['diverged'])} diverged, {n} missing"
+    print(points + (f" ({', '.join(result['missing'])})" if n else ""))
     print(f"{result['out']}/sweep.json and sweep.png")
     return None
 
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="align or finetune runs, directories of them, a demo, a sweep")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="align or finetune runs, directories of them, a demo, a sweep, benches")
+    ],
     out: Annotated[Path, typer.Option(help="the page")] = Path("report.html"),
     rollout: Annotated[int, typer.Option(help="images of the attention rollout; 0: no look at networks", min=0)] = 6,
     limit: Annotated[int, typer.Option(help="so many images for the similarities", min=3)] = 1000,
@@ -464,7 +467,10 @@ def evaluate(
     similarity: Annotated[
         bool, typer.Option("--similarity", help="CKA and RSA with the backbone, align runs too; RUN/similarity.png")
     ] = False,
-    seed: Annotated[int | None, typer.Option(help="whose adapter is looked at (default: a run's first)")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="whose adapter is looked at, of a finetune run or a directory of runs (default: its first)"),
+    ] = None,
     limit: Annotated[int | None, typer.Option(help="so many images for --similarity (default: all)")] = None,
     device: Annotated[str, typer.Option(help="for --rollout and --similarity: auto, cpu, cuda, cuda:1")] = "auto",
     workers: Annotated[int, typer.Option(help="processes that decode images", min=0)] = 0,
@@ -483,6 +489,8 @@ def evaluate(
     if rollout is not None or similarity:
         if rollout is not None and similarity:
             raise UsageError("--rollout and --similarity: one at a time")
+        if rollout is not None and limit is not None:
+            raise UsageError("--limit: goes with --similarity, --rollout has its own number")
         machine = Machine(device=device, workers=workers, data_root=data_root)
         return look(run, against or [], rollout, picture, seed, limit, machine, json_)
     if seed is not None or limit is not None:
@@ -494,7 +502,7 @@ def evaluate(
     if picture:
         figure, axes = figures.pyplot().subplots(figsize=(1.8 + 1.5 * len(arms), 4))
         named = {f"{i + 1} {arm.name}": arm.accuracies for i, arm in enumerate(arms)}
-        figures.draw_arms(axes, named, "every seed, and the mean")
+        figures.draw_arms(axes, named, arms[0].metric, "every seed, and the mean")
         figures.save(figure, picture)
     if json_:
         print(json.dumps({"arms": rows, "picture": str(picture) if picture else None}))
@@ -521,13 +529,16 @@ def look(
     out = picture or run / ("similarity.png" if count is None else "rollout.png")
     if count is not None:
         result = seeing.rollout([*against, run], count, out, seed, machine)
-        lines = [f"{row['label']}: " + ", ".join(f"{k} {v}" for k, v in row["predictions"].items())
-                 for row in result["images"]]  # fmt: skip
+        lines = [f"{one['what']}: {one['run']}, strongest patch {one['peak']:.2f} times an even share"
+                 for one in result["looked_at"].values()]  # fmt: skip
+        lines += [f"{row['label']}: " + ", ".join(f"{k} {v}" for k, v in row["predictions"].items())
+                  for row in result["images"]]  # fmt: skip
         return answer({"rollout": result}, as_json, [*lines, str(out)])
     result = seeing.similarity([run, *against], out, seed, limit, machine)
     if as_json:
         return answer({"similarity": result | {"picture": str(out)}}, True, [])
     print(f"{result['dataset']}, {result['images']} validation images")
+    print("\n".join(f"{name}: {path}" for name, path in result["looked_at"].items()))
     for title, key in (("linear CKA", "cka"), ("RSA", "rsa")):
         table = Table(title, *result["models"], box=None)
         for name, row in zip(result["models"], result[key], strict=True):
@@ -625,23 +636,32 @@ def data_download(name: str, data_root: Root = None, quiet: Quiet = False) -> No
     print(f"{where}\nterms: {BENCHMARKS[name].terms}")
 
 
-@command(BenchConfig)
+@command(BenchConfig, against=(list[Path] | None, None, "earlier benches that cost.png shows too; may be repeated"))
 def bench(config: BenchConfig, common: dict[str, Any], sources: dict[str, str]) -> None:
     """Time and memory of one alternation, phase by phase, for M-FAC, CG, no curvature and plain PEFT. Writes --out."""
     import bench as room
+    from figures import pyplot, save
+    from runtime import write_atomic
 
     out = common["out"] or Path("runs") / f"bench-{config.backbone}"
     if common["resume"]:
         raise UsageError("--resume: a bench is one run, start it again with --force")
     if out.exists() and not ((out / "bench.json").exists() and common["force"]):
         raise UsageError(f"--out {out}: is there already, --force overwrites an earlier bench")
+    others = room.read(common["against"] or [])
+    pyplot()
     if common["dry_run"]:
         return show(config, sources, common, {**room.budget(config), "config": config, "out": str(out)})
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomic(out / "bench.json", "{}")  # what cannot be written should be known before an hour of work
+    except (OSError, RunError) as error:
+        raise UsageError(f"--out {out}: cannot be written, choose another --out") from error
     with Live(common["quiet"] or common["json"]) as live:
         result = room.run(config, live)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "bench.json").write_text(json.dumps({"config": config.model_dump(mode="json"), **result}, indent=1))
-    room.draw({config.backbone: result}, out / "cost.png")
+    made = {"config": config.model_dump(mode="json"), **result}
+    write_atomic(out / "bench.json", json.dumps(made, indent=1))
+    save(room.draw([*others, made]), out / "cost.png")
     if common["json"]:
         print(json.dumps(result))
         return None

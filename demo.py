@@ -340,7 +340,7 @@ def picture(story: Story, arms: Sequence[Arm], path: Path) -> None:
         if i == 0:
             axes.set_title("pixel quilts", fontsize=10)
     axes = right.subplots()
-    draw_arms(axes, {arm.name: arm.accuracies for arm in arms}, f"{SEEDS} seeds an arm, bar = mean")
+    draw_arms(axes, {arm.name: arm.accuracies for arm in arms}, "accuracy", f"{SEEDS} seeds an arm, bar = mean")
     axes.axhline(100 / len(task.classes), color="black", linewidth=0.8, linestyle=":")
     axes.annotate("chance", (-0.55, 100 / len(task.classes)), va="bottom", fontsize=8)
     axes.set_ylim(0, 100)

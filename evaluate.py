@@ -148,6 +148,8 @@ def read_arm(path: Path) -> Arm:
         raise UsageError(f"{path}: there is no such run directory")
     if not (runs := runs_in(path)):
         raise UsageError(f"{path}: is neither a run nor a directory of runs (no config.json)")
+    if (path / "config.json").exists() and "swept" in read_json(path / "config.json"):
+        raise UsageError(f"{path}: is a sweep, give one of its runs (rank-4/finetune), or see sweep.json")
     results: list[dict[str, Any]] = []
     for run in runs:
         if not (run / "result.json").exists():

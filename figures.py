@@ -7,6 +7,7 @@ its formats can be written.
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from config import RunError, UsageError
@@ -59,8 +60,8 @@ def rendered(figure: Any, kind: str = "png") -> bytes:
     return buffer.getvalue()
 
 
-def draw_arms(axes: Any, arms: Mapping[str, Sequence[float]], title: str) -> None:
-    """A column an arm: every seed a dot, the mean a bar through it with its value."""
+def draw_arms(axes: Any, arms: Mapping[str, Sequence[float]], metric: str, title: str) -> None:
+    """A column an arm: every seed a dot, the mean a bar through it with its value; test `metric` in percent."""
     for x, (name, values) in enumerate(arms.items()):
         n = len(values)
         spread = [x + 0.3 * ((i + 0.5) / n - 0.5) for i in range(n)]
@@ -68,8 +69,8 @@ def draw_arms(axes: Any, arms: Mapping[str, Sequence[float]], title: str) -> Non
         axes.scatter(spread, values, color=COLOURS[x % len(COLOURS)], s=28, label=name, zorder=3)
         axes.hlines(mean, x - 0.3, x + 0.3, color=COLOURS[x % len(COLOURS)], linewidth=2)
         axes.annotate(f"{mean:.1f}", (x + 0.32, mean), va="center", fontsize=9)
-    axes.set_xticks(range(len(arms)), [name.replace(" ", "\n", 1).replace("-", "-\n") for name in arms], fontsize=8)
+    axes.set_xticks(range(len(arms)), ["\n".join(wrap(name, 18)) for name in arms], fontsize=8)
     axes.set_xlim(-0.6, len(arms) - 0.2)
-    axes.set_ylabel("test accuracy (%)")
+    axes.set_ylabel(f"test {metric} (%)")
     axes.set_title(title, fontsize=10)
     axes.grid(axis="y", alpha=0.3)

@@ -104,7 +104,10 @@ def absent(model: Model) -> tuple[str, int] | None:
     if model.weights.exists():
         return None
     if model.weights != cached(model):
-        raise UsageError(f"--weights {model.weights}: there is no such file any more")
+        raise UsageError(
+            f"--weights {model.weights}: there is no such file any more; put it back, or write its new place into the "
+            "run's config.json (a digest tells whether it is the same)"
+        )
     return OFFICIAL[model.backbone, model.pretext]
 
 
@@ -361,7 +364,8 @@ def read_run(path: Path, seed: int | None) -> Finished:
     assert isinstance(cfg, AlignConfig | FinetuneConfig)
     file = path / ("adapter.safetensors" if aligned else f"adapter-s{cfg.seed if seed is None else seed}.safetensors")
     if not file.exists():
-        raise UsageError(f"--seed {seed}: {path} has no {file.name}")
+        there = sorted(int(found.stem.rpartition("-s")[2]) for found in path.glob("adapter-s*.safetensors"))
+        raise UsageError(f"--seed {seed}: {path} has no {file.name}, but seeds {', '.join(map(str, there)) or 'none'}")
     return Finished(path, cfg, *load_adapter(file))
 
 

@@ -52,6 +52,12 @@ MEMORY_GB: dict[tuple[str, tuple[int, int, int]], dict[str, int]] = {
     ("PEFT, batch 256", (1, 1, 2)): {"vit_b16": 14, "vit_l16": 36, "vit_h14": 80},
     ("PEFT, batch 64", (1, 1, 1)): {"vit_b16": 4, "vit_l16": 10, "vit_h14": 22},
 }
+# the text on fig:repr_sim_per_dataset: mean CKA and RSA of ViT-B/16 over the six datasets
+SIMILARITY: dict[tuple[str, str], tuple[float, float]] = {
+    ("BiSSLight", "BiSSL"): (0.93, 0.90),
+    ("pretrained", "BiSSLight"): (0.54, 0.41),
+    ("pretrained", "BiSSL"): (0.54, 0.41),
+}
 
 
 def reported(backbone: str, dataset: str, arm: str, pretext: str = "mae") -> Reported | None:

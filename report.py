@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+import bench
 import evaluate as ev
 import paper
 import seeing
+import sweep as grids
 from config import (
     BACKBONES,
     AlignConfig,
@@ -59,14 +61,14 @@ h3 { font-size: 1rem; margin: 1.25rem 0 .25rem; }
 p { margin: .4rem 0; max-width: 44rem; }
 nav ul { padding: 0; list-style: none; display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; }
 a { color: #005a8c; }
-.scroll { overflow-x: auto; margin: .5rem 0; }
+.scroll, .cards { overflow-x: auto; margin: .5rem 0; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { text-align: left; vertical-align: top; padding: .25rem .75rem .25rem 0; border-bottom: 1px solid #ddd;
   min-width: 5rem; }
 td:first-child { min-width: 8rem; }
 td.number { white-space: nowrap; }
-td.medium { min-width: 12rem; }
-td.wide { min-width: 24rem; }
+td.medium { min-width: 9rem; overflow-wrap: anywhere; }
+td.wide { min-width: 18rem; overflow-wrap: anywhere; }
 .pictures { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr)); }
 figure { margin: 0; }
 .broad { overflow-x: auto; }
@@ -74,14 +76,24 @@ figure { margin: 0; }
 img { max-width: 100%; height: auto; display: block; }
 figcaption, .note, summary { font-size: .875rem; color: #444; }
 summary { cursor: pointer; padding: .5rem 0; }
+@media screen and (max-width: 40rem) {
+  .cards thead { display: none; }
+  .cards tr { display: block; padding: .4rem 0; border-bottom: 1px solid #ddd; }
+  .cards td { display: block; border: 0; padding: 0; }
+  .cards td[data-label]::before { content: attr(data-label) ": "; color: #555; }
+  .cards td:first-child { font-weight: 600; }
+  .cards td:first-child::before { content: none; }
+  .cards td:empty { display: none; }
+}
 @page { margin: 14mm; }
 @media print {
   body { max-width: none; padding: 0; font-size: 9.5pt; }
   nav { display: none; }
-  .scroll { overflow: visible; }
+  .scroll, .cards { overflow: visible; }
   .pictures { grid-template-columns: 1fr 1fr; }
   table { font-size: 8pt; }
-  th, td { min-width: 3rem; overflow-wrap: anywhere; }
+  th, td { min-width: 3rem; padding-right: .4rem; }
+  td { overflow-wrap: anywhere; }
   td:first-child { min-width: 7rem; }
   td.medium, td.wide { min-width: 0; }
   h2, h3 { break-after: avoid; }
@@ -190,18 +202,20 @@ def cell(value: Any) -> str:
     return html.escape("" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value))
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Markup:
-    """A table in a box of its own, in which it scrolls where the screen is narrow."""
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]], cards: bool = False) -> Markup:
+    """A table in a box of its own. Where the screen is narrow it scrolls there or, as cards, has a line a cell."""
 
-    def td(value: Any) -> str:
+    def td(value: Any, name: str) -> str:
         long = "wide" if len(str(value)) > 60 else "medium" if len(str(value)) > 14 else ""
         kind = "number" if isinstance(value, int | float) else long
-        return f'<td class="{kind}">{cell(value)}</td>' if kind else f"<td>{cell(value)}</td>"
+        label = f' data-label="{html.escape(name)}"' if cards and name else ""
+        return f'<td class="{kind}"{label}>{cell(value)}</td>' if kind else f"<td{label}>{cell(value)}</td>"
 
     top = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in head)
-    body = "\n".join(f"<tr>{''.join(map(td, row))}</tr>" for row in rows)
+    body = "\n".join(f"<tr>{''.join(map(td, row, head))}</tr>" for row in rows)
     inner = f"<table><thead><tr>{top}</tr></thead><tbody>\n{body}\n</tbody></table>"
-    return Markup(f'<div class="scroll" tabindex="0">{inner}</div>')  # a box that scrolls must be reachable by keys
+    box = "cards" if cards else "scroll"
+    return Markup(f'<div class="{box}" tabindex="0">{inner}</div>')  # a box that scrolls must be reachable by keys
 
 
 def picture(png: bytes, alt: str, caption: str) -> Markup:
@@ -230,7 +244,7 @@ Points = list[tuple[float, float]]
 Lines = dict[str, list[Points]]  # name -> a curve a run
 
 
-def curves(lines: Lines, xlabel: str, ylabel: str, caption: str) -> Markup | None:
+def curves(lines: Lines, xlabel: str, ylabel: str, caption: str, unit: str = "run") -> Markup | None:
     """Every run thin, their mean thick; None where there is no point."""
     lines = {name: kept for name, runs in lines.items() if (kept := [points for points in runs if points])}
     if not lines:
@@ -257,7 +271,7 @@ def curves(lines: Lines, xlabel: str, ylabel: str, caption: str) -> Markup | Non
     if len(lines) > 1:
         axes.legend()
     n = max(len(runs) for runs in lines.values())
-    how = f"mean of {n} runs" if n > 1 else "one run"
+    how = f"mean of {n} {unit}s" if n > 1 else f"one {unit}"
     return picture(rendered(figure), f"{ylabel} against {xlabel}, {how}: {'; '.join(said)}.", f"{caption} ({how})")
 
 
@@ -319,8 +333,8 @@ def finetune_curves(group: Group) -> list[Markup | None]:
                 losses.append([(one["step"], one["loss"]) for one in unit["curve"]])
                 scores.append([(one["step"], one["val"]["accuracy"]) for one in unit["curve"] if one["val"]])
     return [
-        curves({"loss": losses}, "epoch", "training loss", "PEFT: mean loss of an epoch"),
-        curves({"validation": scores}, "epoch", "validation (%)", "PEFT: validation; the best epoch is kept"),
+        curves({"loss": losses}, "epoch", "training loss", "PEFT: mean loss of an epoch", "seed"),
+        curves({"validation": scores}, "epoch", "validation (%)", "PEFT: validation; the best epoch is kept", "seed"),
     ]
 
 
@@ -346,14 +360,15 @@ def accuracy(groups: Sequence[Group]) -> list[Markup]:
         rows = ev.table(arms)
         assert arms[0].task is not None
         out.append(Markup(f"<h3>{html.escape(str(arms[0].task['dataset']).rpartition('/')[2])}</h3>"))
-        out.append(table([*arm_cells(rows[0])], [[*arm_cells(row).values()] for row in rows]))
+        out.append(table([*arm_cells(rows[0])], [[*arm_cells(row).values()] for row in rows], cards=True))
         figure, axes = pyplot().subplots(figsize=(max(3.6, 1.8 + 1.2 * len(arms)), 3.6))
-        draw_arms(axes, {arm.name: arm.accuracies for arm in arms}, "every seed, and the mean")
+        metric = arms[0].metric
+        draw_arms(axes, {arm.name: arm.accuracies for arm in arms}, metric, "every seed, and the mean")
         said = "; ".join(
             f"{row['arm']} {row['mean']:.2f} %, from {min(row['accuracies']):.2f} to {max(row['accuracies']):.2f}"
             for row in rows
         )
-        drawn = picture(rendered(figure), f"Test accuracy of each seed: {said}.", "Test accuracies")
+        drawn = picture(rendered(figure), f"Test {metric} of each seed: {said}.", f"Test {metric}")
         out.append(side_by_side([drawn]) if len(arms) <= 3 else broad(drawn))
     return out
 
@@ -374,26 +389,66 @@ def arm_cells(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def sweeps(paths: Sequence[Path]) -> list[Markup]:
-    """The picture of each sweep among the given directories, and its points."""
-    out = []
-    for path in (path for path in paths if (path / "sweep.json").exists() and (path / "sweep.png").exists()):
-        result = read_json(path / "sweep.json")
-        rows = []
-        for row in result["rows"]:
-            spread = f" ± {row['std']:.2f}" if row["std"] is not None else ""
-            versus = row["minus_direct"] or {"difference": None, "p": None}
-            difference = "" if versus["difference"] is None else f"{versus['difference']:+.2f}"
-            where = [str(row["point"].get(name, "any")) for name in result["swept"]]
-            rows.append([*where, row["arm"], f"{row['mean']:.2f}{spread}", difference, versus["p"]])
-        lists = "; ".join(f"{name} {', '.join(map(str, values))}" for name, values in result["swept"].items())
-        lacking = f", {len(result['missing'])} points missing" if result["missing"] else ""
-        points = "; ".join(f"{' '.join(row[: len(result['swept'])])}, {row[-4]}: {row[-3]} %" for row in rows)
-        alt = f"Test accuracy over {lists}. {points}."
-        said = f"Sweep {path.resolve().name}: {lists}{lacking}"
-        out.append(picture((path / "sweep.png").read_bytes(), alt, said))
-        out.append(table([*result["swept"], "arm", "test %", "minus direct", "p, two-sided"], rows))
-    return [Markup("<h2>Sweep</h2>"), *out] if out else []
+def sweeps(paths: Sequence[Path]) -> dict[Path, dict[str, Any]]:
+    """The table of each sweep among the given directories, as far as it has come."""
+    out = {}
+    for path in paths:
+        if (path / "config.json").exists() and "swept" in read_json(path / "config.json"):
+            try:
+                out[path.resolve()] = grids.again(path)
+            except UsageError:  # its weights are not here, say: then as it was last written down
+                if not (path / "sweep.json").exists():
+                    raise
+                out[path.resolve()] = read_json(path / "sweep.json")
+    return out
+
+
+def sweep_section(path: Path, result: Mapping[str, Any]) -> list[Markup]:
+    """The curve of a sweep, its points, and those that are not there."""
+    lists = "; ".join(f"{name} {', '.join(map(str, values))}" for name, values in result["swept"].items())
+    metric = next((row["metric"] for row in result["rows"]), "accuracy")
+    rows = []
+    for row in result["rows"]:
+        spread = f" ± {row['std']:.2f}" if row["std"] is not None else ""
+        versus, said = row["minus_direct"] or {"difference": None, "p": None}, row["paper"]
+        difference = "" if versus["difference"] is None else f"{versus['difference']:+.2f}"
+        where = [str(row["point"].get(name, "any")) for name in result["swept"]]
+        published = f"{said['mean']} ± {said['std']} ({said['source']})" if said else "no figure of this setting"
+        rows.append([*where, row["arm"], f"{row['mean']:.2f}{spread}", difference, versus["p"], published])
+    n = len(result["swept"])
+    points = "; ".join(f"{' '.join(row[:n])}, {row[n]}: {row[n + 1]} %" for row in rows) or "No point is finished"
+    caption = f"Sweep {path.name}: {lists}; test {metric}, mean ± standard deviation over PEFT seeds"
+    drawn = picture(rendered(grids.draw(dict(result))), f"Test {metric} over {lists}. {points}.", caption)
+    head = [*result["swept"], "arm", f"test {metric} %", "minus direct", "p, two-sided", "the paper"]
+    out = [drawn, table(head, rows)]
+    out += [paragraph(f"Diverged: {name}: {why}") for name, why in result["diverged"].items()]
+    return [*out, paragraph(f"Not finished: {', '.join(result['missing'])}")] if result["missing"] else out
+
+
+def benches(results: Sequence[Mapping[str, Any]]) -> list[Markup]:
+    """What an alternation costs by model size: the picture of `bench`, its rows, and the paper's memory."""
+    rows, said, ratios = [], [], []
+    for name, made in zip(bench.names(results), results, strict=True):
+        for row in made["rows"]:
+            published = memory_of(row["method"], made["config"]["backbone"])
+            seconds, peak = f"{row['seconds']:.4g}", "" if row["peak_GB"] is None else f"{row['peak_GB']:.2f}"
+            speed = f"{row['images_per_s']:.4g}", f"{row['TFLOP_per_s']:.4g}"
+            rows.append([name, row["mode"], row["method"], seconds, peak, published, *speed])
+            said.append(f"{name} {row['method']} ({row['mode']}) {seconds} s, {peak or 'unknown'} GB")
+        ratios.append(f"{name}: " + ", ".join(f"{key} {value:.3g}" for key, value in made["ratios"].items()))
+    drawn = picture(rendered(bench.draw(results)), f"An alternation: {'; '.join(said)}.", "Cost of an alternation")
+    head = ["bench", "setting", "method", "seconds", "peak GB", "the paper's GB", "images/s", "TFLOP/s"]
+    note = "The paper's peaks: A40 GPUs, batches 256 and 64, sums over its GPUs (tab:memory_single_gpu)."
+    return [drawn, table(head, rows), *map(paragraph, ratios), paragraph(note)]
+
+
+def memory_of(method: str, backbone: str) -> str:
+    """The paper's peak memory in GB, and on how many GPUs."""
+    label = {"mfac": "BiSSLight", "cg": "BiSSL", "peft": "PEFT, batch 64"}.get(method)
+    column = [*paper.BACKBONE_MILLIONS].index(backbone) if backbone in paper.BACKBONE_MILLIONS else 0
+    found = [(gpus[column], row[backbone]) for (name, gpus), row in paper.MEMORY_GB.items()
+             if name == label and backbone in row]  # fmt: skip
+    return f"{min(found)[1]} ({min(found)[0]} GPU{'s' if min(found)[0] > 1 else ''})" if found else ""
 
 
 def defaults(config: Any) -> dict[str, Any]:
@@ -417,8 +472,8 @@ def config_data(config: Any) -> str:
 
 
 def settings(group: Group) -> list[Markup]:
-    """Values that are not the default first, then, folded, the others; each with its default's source."""
-    usual = defaults(group.config)
+    """Values that are not the default first, then, folded, the others; each with where it and its default come from."""
+    usual, sources = defaults(group.config), group.envs[0].get("sources", {})
     own: list[list[Any]] = []
     rest: list[list[Any]] = []
     seeds = ", ".join(str(read_json(run / "config.json")["seed"]) for run in group.runs)
@@ -426,13 +481,14 @@ def settings(group: Group) -> list[Markup]:
         meaning, _, source = (leaf.field.description or "").partition(" [")
         value = seeds if leaf.name == "seed" else get(group.config, leaf.path)
         default = usual.get(leaf.name, "none, must be given")
-        row = [{"start": "from"}.get(leaf.name, leaf.name), str(value), str(default), source.rstrip("]"), meaning]
+        by = sources.get(leaf.name, "")
+        row = [{"start": "from"}.get(leaf.name, leaf.name), str(value), by, str(default), source.rstrip("]"), meaning]
         ours = leaf.path[0] != "machine" and str(value) != str(default)
         (own if ours else rest).append(row)
-    head = ["setting", "value", "default", "the default's source", "meaning"]
+    head = ["setting", "value", "set by", "default", "the default's source", "meaning"]
     what = f"{len(rest)} settings with their default, and those of the machine"
-    folded = f"<details><summary>{what}</summary>{table(head, rest)}</details>"
-    return [Markup("<h3>Settings that differ from the default</h3>"), table(head, own), Markup(folded)]
+    folded = f"<details><summary>{what}</summary>{table(head, rest, cards=True)}</details>"
+    return [Markup("<h3>Settings that differ from the default</h3>"), table(head, own, cards=True), Markup(folded)]
 
 
 def cost(group: Group) -> Markup:
@@ -461,13 +517,17 @@ def cost(group: Group) -> Markup:
             millions = paper.LORA_MILLIONS[model.backbone][paper.LORA_RANKS.index(model.rank)]
             said += f"; the paper: {millions} M (tab:lora_param_count)"
         rows.append(("LoRA parameters", said))
+    if group.kind != "pretrain" and (
+        published := memory_of("mfac" if group.kind == "align" else "peft", model.backbone)
+    ):
+        rows.append(("peak GPU memory in the paper, GB", f"{published}; `bench` measures it here"))
     env = group.envs[0]
     rows += [("machine", env["machine"]), ("GPU", env["gpu"] or "none"), ("Python", env["python"])]
     rows += [("versions", ", ".join(f"{name} {version}" for name, version in env["versions"].items()))]
     rows += [("commit", env["commit"] or "not a checkout"), ("started", env["started"])]
     digests = {key.partition("_")[0]: str(env[key])[:12] for key in ("weights_sha256", "data_sha256") if key in env}
     rows += [("digests", ", ".join(f"{name} {digest}" for name, digest in digests.items()))] if digests else []
-    return table(["what", "value"], rows)
+    return table(["what", "value"], rows, cards=True)
 
 
 def numbers(value: float | list[float]) -> list[float]:
@@ -535,8 +595,15 @@ def looks(groups: Sequence[Group], how: Looking) -> list[Markup]:
         for part, shown, most in ((rollout, arms, MOST_ARMS), (similarity, some, MOST_MODELS)):
             out += [or_why(part, shown[:most], how)] if shown else []
             if len(shown) > most:
-                out.append(paragraph(f"{len(shown) - most} more are left out, to keep the picture legible."))
+                names = ", ".join(group.name for group in shown[most:])
+                out.append(paragraph(f"Left out, to keep the picture legible: {names}."))
     return out
+
+
+def last_point(result: Mapping[str, Any]) -> list[str]:
+    """The runs of a sweep's last finished aligned point: align, PEFT after it, PEFT without."""
+    done = [row for row in result["rows"] if row.get("direct")]
+    return [done[-1]["start"], done[-1]["run"], done[-1]["direct"]] if done else []
 
 
 def or_why(part: Callable[[Sequence[Group], Looking], Markup], groups: Sequence[Group], how: Looking) -> Markup:
@@ -562,11 +629,15 @@ def rollout(arms: Sequence[Group], how: Looking) -> Markup:
         about = seeing.rollout([group.path for group in arms], how.images, file, machine=how.machine)
         png = file.read_bytes()
     images = about["images"]
-    right = {name: sum(one["predictions"][name] == one["label"] for one in images) for name in images[0]["predictions"]}
-    said = "; ".join(f"{name} names {n} of {len(images)} right" for name, n in right.items())
+    said = []
+    for name, model in about["looked_at"].items():
+        right = sum(one["predictions"][name] == one["label"] for one in images)
+        peak = f"its strongest patch has on average {model['peak']:.2f} times an even share"
+        said.append(f"{model['what']} names {right} of {len(images)} right, {peak}")
     labels = ", ".join(one["label"] for one in images)
-    alt = f"Attention rollout on {len(images)} validation images ({labels}), a row a model: {said}."
-    return broad(picture(png, alt, "Attention rollout: input, then each model; above each map its prediction"))
+    alt = f"Attention rollout on {len(images)} validation images ({labels}), a row a model: {'; '.join(said)}."
+    caption = "Attention rollout: input, then each model; above each map its prediction, one colour scale a column"
+    return broad(picture(png, alt, caption))
 
 
 def similarity(groups: Sequence[Group], how: Looking) -> Markup:
@@ -582,7 +653,9 @@ def similarity(groups: Sequence[Group], how: Looking) -> Markup:
     for key in ("cka", "rsa"):
         rows = [[name, *row] for name, row in zip(about["models"], about[key], strict=True)]
         tables.append(table([key.upper(), *about["models"]], rows))
-    return Markup(broad(picture(png, alt, "Linear CKA and RSA of what enters the head")) + "".join(tables))
+    published = "; ".join(f"{a} and {b} {c}, {r}" for (a, b), (c, r) in paper.SIMILARITY.items())
+    note = paragraph(f"The paper's CKA and RSA, ViT-B/16, mean of six datasets: {published}.")
+    return Markup(broad(picture(png, alt, "Linear CKA and RSA of what enters the head")) + "".join(tables) + note)
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
@@ -604,17 +677,27 @@ def report(paths: Sequence[Path], out: Path, tell: Report, how: Looking = Lookin
     """Write the page about all runs at the paths; returns what is on it."""
     check_out(out)
     pyplot()
-    groups = read_groups(paths)
+    measured = [path for path in paths if (path / "bench.json").is_file()]
+    runs = [path for path in paths if path not in measured]
+    groups = read_groups(runs)
+    tables = sweeps(runs)
+    last = {path / name for path, result in tables.items() for name in last_point(result)}
+    swept = [group for group in groups if any(path in group.path.parents for path in tables)]
+    single = [group for group in groups if group not in swept]
     body: list[Markup] = [
         paragraph(f"Runs: {sum(len(group.runs) for group in groups)}, in groups of the same settings: {len(groups)}.")
     ]
     links = "".join(f'<li><a href="#run{i}">{html.escape(group.name)}</a></li>' for i, group in enumerate(groups))
     body += [Markup(f'<nav aria-label="runs"><ul>{links}</ul></nav>')] if len(groups) > 1 else []
-    body += sweeps(paths)
-    if found := accuracy(groups):
+    body += [Markup("<h2>Sweep</h2>")] if tables else []
+    body += [part for path, result in tables.items() for part in sweep_section(path, result)]
+    if found := accuracy(single):
         body += [Markup("<h2>Accuracy</h2>"), *found]
+    body += [Markup("<h2>What an alternation costs</h2>"), *benches(bench.read(measured))] if measured else []
     tell("report", 0, len(groups), "rollout and similarity" if how.images else "")
-    body += looks(groups, how) if how.images else []
+    body += looks([*single, *(group for group in swept if group.path in last)], how) if how.images else []
+    if how.images and swept:
+        body.append(paragraph("Of a sweep, its last finished point; `evaluate --rollout` and `--similarity` show any."))
     for i, group in enumerate(groups):
         tell("report", i + 1, len(groups), group.name)
         body.append(section(group, i))

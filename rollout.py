@@ -74,6 +74,16 @@ def spread(targets: Tensor, count: int, seed: int) -> list[int]:
     return [index for _, _, index in sorted(rounds)[:count]]
 
 
+def peak(maps: Tensor) -> float:
+    """How concentrated maps (B, h, w) are: the strongest patch's share of all, over an even share, mean over images.
+
+    >>> peak(torch.tensor([[[0.1, 0.1], [0.1, 0.1]], [[0.3, 0.1], [0.1, 0.1]]]))  # 1 and 0.5 · 4
+    1.5
+    """
+    flat = maps.flatten(1)
+    return float((flat.amax(1) / flat.mean(1)).mean())
+
+
 class Model(NamedTuple):
     """What one model makes of the images."""
 
@@ -111,9 +121,22 @@ def draw(images: Tensor, labels: Sequence[str], models: Mapping[str, Model], pat
             told = caption(f"{'✓' if right else '✗'} {model.said[column]}")
             axes.set_title(told, fontsize=8, color=COLOURS[2] if right else COLOURS[5])
         bar = figure.colorbar(colours, cax=grid[-1, column], orientation="horizontal")
-        bar.set_ticks([scale["vmin"], scale["vmax"]], labels=[f"{scale[end]:.2g}" for end in ("vmin", "vmax")])
+        bar.set_ticks([scale["vmin"], scale["vmax"]], labels=ends(scale["vmin"], scale["vmax"]))
         bar.ax.tick_params(labelsize=7, length=2)
     save(figure, path)
+
+
+def ends(low: float, high: float) -> list[str]:
+    """Both ends of a scale, with as many digits as tell them apart.
+
+    >>> ends(0.01562, 0.01567)
+    ['0.01562', '0.01567']
+    """
+    for digits in range(2, 8):
+        said = [f"{value:.{digits}g}" for value in (low, high)]
+        if said[0] != said[1]:
+            break
+    return said
 
 
 def caption(text: str) -> str:

@@ -17,9 +17,9 @@ import similarity as si
 from config import Machine, UsageError
 from data import Images, batches
 from figures import check_picture
-from loading import Downstream, check_weights, downstream, fetch_weights, read_run, resolved_machine
+from loading import Downstream, Finished, check_weights, downstream, fetch_weights, read_run, resolved_machine
 from lora import Phi, features, logits
-from runtime import autocast, runs_in, short_names
+from runtime import autocast, read_json, runs_in, short_names
 from stages import silent
 
 HERE = Machine()  # where runs are looked at, whatever machine they were made on
@@ -30,27 +30,51 @@ MOST = 10_000  # images of RSA: 50 million pairs, 0.2 GB a model and some GB on 
 class Opened(NamedTuple):
     """A finished run, ready to look at images."""
 
+    path: Path
     d: Downstream
     theta: Tensor
     phi_D: Phi  # empty for an align run
-    about: dict[str, str]  # the adapter file's metadata
+    what: str  # how it was aligned, whether it was fine-tuned, its seed
 
 
 def opened(path: Path, seed: int | None = None, machine: Machine = HERE) -> Opened:
-    """A finished align or finetune run on its backbone; of a directory of runs, the first.
+    """A finished align or finetune run on its backbone.
 
     Args:
-        seed: whose adapter, of a finetune run; None: its first.
+        path: of a run, or of a directory of runs, of which it is that of the seed.
+        seed: whose adapter, of a finetune run or a directory; None: its first. A single align run has but one.
         machine: device and workers; its data root, where it has one, wins over the run's.
     """
-    run = read_run(next(iter(runs_in(path)), path), seed)
+    run = read_run(one_run(path, seed), seed)
     cfg = run.cfg
     fetch_weights(cfg.model, silent)
     root = machine.data_root or cfg.machine.data_root
     d = downstream(cfg.model, cfg.data, resolved_machine(machine.model_copy(update={"data_root": root})), cfg.amp)
     check_weights(run, d.loaded)
     phi_D = {name: tensor.to(d.device) for name, tensor in run.phi_D.items()}
-    return Opened(d, run.theta.to(d.device), phi_D, run.about)
+    return Opened(run.path, d, run.theta.to(d.device), phi_D, what(run, seed))
+
+
+def one_run(path: Path, seed: int | None) -> Path:
+    """The run of a seed in a directory of runs, None: its first; a run is itself (UsageError where none is)."""
+    runs = runs_in(path)
+    if len(runs) < 2 or seed is None:
+        return next(iter(runs), path)
+    configs = {run: read_json(run / "config.json") for run in runs}
+    own = [run for run in runs if configs[run]["seed"] == seed or (run / f"adapter-s{seed}.safetensors").exists()]
+    if not own:
+        raise UsageError(f"--seed {seed}: {path} has runs of {', '.join(str(c['seed']) for c in configs.values())}")
+    return own[0]
+
+
+def what(run: Finished, seed: int | None) -> str:
+    """What a run is, in a few words."""
+    own = run.cfg.seed if seed is None or run.about["stage"] == "align" else seed
+    if run.about["stage"] == "align":
+        return f"aligned ({run.about['hypergrad']}), seed {own}"
+    how = read_json(run.path / "result.json")["aligned_by"]
+    start = "direct PEFT" if how is None else "aligned + PEFT" if how == "mfac" else f"aligned ({how}) + PEFT"
+    return f"{start}, seed {own}"
 
 
 def together(runs: Sequence[Path], seed: int | None, machine: Machine) -> dict[str, Opened]:
@@ -58,15 +82,22 @@ def together(runs: Sequence[Path], seed: int | None, machine: Machine) -> dict[s
 
     Names are those of the directories, with those above them where two are equal.
     """
+    single = [one_run(path, seed).resolve() for path in runs]
+    if twice := [path for path in single if single.count(path) > 1]:
+        raise UsageError(f"{twice[0]}: one run twice, leave it out once")
     names = short_names([path.resolve() for path in runs])
-    if len({*names}) < len(names):
-        raise UsageError(f"{', '.join(names)}: one run twice")
     all_ = {name: opened(path, seed, machine) for name, path in zip(names, runs, strict=True)}
     first = identity(next(iter(all_.values())))
     for name, run in all_.items():
         if different := [key for key, value in identity(run).items() if value != first[key]]:
             raise UsageError(f"{name}: differs from {names[0]} in {', '.join(different)}; look at them one by one")
     return all_
+
+
+def titles(models: Mapping[str, Opened]) -> dict[str, str]:
+    """By name, what each run is; with its name where that does not tell it apart."""
+    said = [run.what for run in models.values()]
+    return {name: f"{run.what}, {name}" if said.count(run.what) > 1 else run.what for name, run in models.items()}
 
 
 def identity(run: Opened) -> dict[str, Any]:
@@ -112,14 +143,19 @@ def rollout(
         right = [{*top} == {*k} for top, k in zip(tops, present, strict=True)]
         shown[name] = ro.Model(maps, [said(top, classes) for top in tops], right)
     labels = [said(k, classes) for k in present]
+    named = titles(models)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (d.view.mean, d.view.std))
     images = torch.cat([x.cpu() for x, _ in looked_at(d, index)])
-    ro.draw(images * std + mean, labels, shown, out)
+    ro.draw(images * std + mean, labels, {named[name]: model for name, model in shown.items()}, out)
     rows = [
         {"index": i, "label": label, "predictions": {name: model.said[k] for name, model in shown.items()}}
         for k, (i, label) in enumerate(zip(index, labels, strict=True))
     ]
-    return {"picture": str(out), "dataset": d.task.name, "images": rows}
+    about = {
+        name: {"what": named[name], "run": str(models[name].path), "peak": ro.peak(model.maps)}
+        for name, model in shown.items()
+    }
+    return {"picture": str(out), "dataset": d.task.name, "images": rows, "looked_at": about}
 
 
 @torch.no_grad()
@@ -167,7 +203,8 @@ def similarity(
         raise UsageError(f"--similarity: {count} validation images make too many pairs; --limit {MOST} or fewer")
     index = sorted(ro.spread(d.task.val.targets, count, 0))
     thetas: dict[str, tuple[Downstream, Tensor | None]] = {"pretrained": (d, None)}
-    thetas |= {title: (run.d, run.theta) for title, run in zip(titles(models), models.values(), strict=True)}
+    named = titles(models)
+    thetas |= {named[name]: (run.d, run.theta) for name, run in models.items()}
     seen: dict[str, list[Tensor]] = {name: [] for name in thetas}
     for x, _ in looked_at(d, index):
         for name, (r, theta) in thetas.items():
@@ -178,14 +215,6 @@ def similarity(
     if out:
         title = f"{d.task.name}, {count} validation images"
         si.draw([*seen], {"linear CKA": cka, "RSA": rsa}, title, out)
-    table = {"models": [*seen], "dataset": d.task.name, "images": count}
+    about = {named[name]: str(run.path) for name, run in models.items()}
+    table = {"models": [*seen], "looked_at": about, "dataset": d.task.name, "images": count}
     return table | {"cka": cka.tolist(), "rsa": rsa.tolist()}
-
-
-def titles(models: Mapping[str, Opened]) -> list[str]:
-    """What each run is: aligned (how), with the run's name where several are; fine-tuned (run)."""
-    how = [run.about["hypergrad"] if run.about["stage"] == "align" else None for run in models.values()]
-    return [
-        f"fine-tuned ({name})" if h is None else f"aligned ({h}{f', {name}' if how.count(h) > 1 else ''})"
-        for h, name in zip(how, models, strict=True)
-    ]

@@ -43,6 +43,8 @@ def cka(batches: Iterable[Sequence[Tensor]]) -> Tensor:
     for (i, j), product in crossed.items():
         squares[i, j] = squares[j, i] = (product - torch.outer(sums[i], sums[j]) / n).square().sum()
     own = squares.diagonal().sqrt()
+    if not bool(own.isfinite().all()):
+        raise RunError("CKA: the features of a model are not finite")
     if not bool((own > 0).all()):
         raise RunError("CKA: a model gives every image the same features")
     return squares / torch.outer(own, own)
@@ -95,7 +97,7 @@ def compare(features: Sequence[Tensor], batch: int = 512) -> tuple[Tensor, Tenso
 
 
 def draw(names: Sequence[str], matrices: dict[str, Tensor], title: str, path: Path) -> None:
-    """A heat map a measure, side by side, values in the cells; colours run from 0 to 1."""
+    """A heat map a measure, side by side, values in the cells; colours run from 0 to 1, below 0 they stay."""
     count, longest = len(names), max(map(len, names))
     side = max(2.0, 0.62 * count)
     size = (1.2 + 0.065 * longest + len(matrices) * side, 0.6 + 0.05 * longest + side)
@@ -111,6 +113,7 @@ def draw(names: Sequence[str], matrices: dict[str, Tensor], title: str, path: Pa
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         axes.set_title(measure)
-    figure.colorbar(shown, ax=grid, shrink=0.8, pad=0.02)
+    below = any(bool((matrix < 0).any()) for matrix in matrices.values())
+    figure.colorbar(shown, ax=grid, shrink=0.8, pad=0.02, extend="min" if below else "neither")
     figure.suptitle(title, fontsize=10)
     save(figure, path)

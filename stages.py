@@ -11,7 +11,7 @@ Leaves out: fine-tuning, which is in `tuning`.
 import copy
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,6 +98,7 @@ class Options(NamedTuple):
     dry_run: bool = False
     report: Report = silent
     announce: Callable[[str], None] = lambda line: None  # what a run is about, once its inputs have been checked
+    sources: Mapping[str, str] = {}  # settings that were given, by name: a flag, a file, a preset
 
 
 def may_write(out: Path, command: str, options: Options) -> None:
@@ -133,7 +134,7 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
     peers.first(partial(may_write, out, "pretrain", options))
     if options.dry_run:
         return about | {"config": cfg}
-    run = open_run(out, "pretrain", cfg, options.resume, options.force, **about)
+    run = open_run(out, "pretrain", cfg, options.resume, options.force, **about, sources=options.sources)
     options.announce(f"seed {cfg.seed}, device {device}, {total} steps, {about['parameters']:,} parameters -> {out}")
     groups = decay_groups(named, cfg.base_lr * cfg.batch / 256, cfg.weight_decay)
     last = cfg.final_weight_decay
@@ -259,7 +260,7 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
         return about | {"memory_MB": memory(cfg, arch, len(labelled.classes), device), "config": cfg}
     defining = {"weights_sha256": d.loaded.digest, "data_sha256": labelled.fingerprint(), "images": about["images"]}
     defining |= {"upper_rates": rates}
-    run = open_run(out, "align", cfg, options.resume, options.force, **defining)
+    run = open_run(out, "align", cfg, options.resume, options.force, **defining, sources=options.sources)
     steps = f"{about['steps']['lower']} + {about['steps']['upper']} steps, {about['lora_parameters']:,} LoRA parameters"
     options.announce(f"seed {cfg.seed}, device {device}, {steps} -> {out}")
     for line in remarks(cfg, labelled):

@@ -30,7 +30,7 @@ from evaluate import compare, read_arm
 from figures import COLOURS, pyplot, rendered
 from loading import default_out, resolved_data, resolved_model
 from parallel import world
-from runtime import check_out, differences, read_json, write_atomic
+from runtime import check_out, differences, read_from, read_json, write_atomic
 
 AXES = {
     "rank": "LoRA rank r", "lam": "λ",
@@ -202,6 +202,8 @@ def check_run(where: Path, config: AlignConfig | FinetuneConfig, resume: bool) -
     begun = resume and (where / "config.json").exists()
     if begun and (changed := differences(where, config)):
         raise UsageError(f"{where}: differs from this sweep in {', '.join(changed)}; remove it or choose another --out")
+    if not resume and (where / "config.json").exists():
+        raise UsageError(f"{where}: is there already, --resume continues it")
     if not (begun and ended(where)):
         check_out(where, "align" if isinstance(config, AlignConfig) else "finetune", begun, False)
 
@@ -222,6 +224,13 @@ def claim(out: Path, cfg: SweepConfig) -> None:
             mine.unlink()
     except OSError as error:
         raise RunError(f"--out {out}: cannot be written ({error.strerror}), choose another --out") from error
+
+
+def again(out: Path) -> dict[str, Any]:
+    """The table of a sweep's directory, whatever is finished in it (UsageError where its settings cannot be read)."""
+    with read_from(out):
+        cfg = SweepConfig.model_validate(read_json(out / "config.json"))
+        return table(cfg, out, plan(cfg, out))
 
 
 # --- table and picture -----------------------------------------------------------------------------------------------
@@ -263,6 +272,7 @@ def table(cfg: SweepConfig, out: Path, chains: list[Chain]) -> dict[str, Any]:
         other = next((r for r in rows if r["run"] in direct and r["point"].items() <= line["point"].items()), None)
         versus = compare(line["accuracies"], other["accuracies"]) if other and other is not line else None
         line["minus_direct"] = versus._asdict() if versus else None
+        line["direct"] = other["run"] if versus and other else None
     about = {"dataset": cfg.data.dataset, "backbone": cfg.model.backbone, "pretext": cfg.model.pretext, **first}
     return {"swept": cfg.swept, **about, "rows": rows, "missing": missing, "diverged": failed}
 
@@ -292,7 +302,8 @@ def row(item: Job, where: Path, start: Job | None, out: Path) -> dict[str, Any]:
         ended_with |= {key: done[key]["accuracy"] for key in ("val_P", "val_D")}
     line = {"arm": name, "run": item.name, "point": item.point, "metric": arm.metric, "seeds": len(arm.accuracies)}
     line |= {"unit": arm.unit, "mean": arm.mean, "std": arm.std, "accuracies": arm.accuracies, "lr": result["lr"]}
-    return line | {"paper": arm.published._asdict() if arm.published else None, "align": ended_with}
+    line |= {"paper": arm.published._asdict() if arm.published else None, "align": ended_with}
+    return line | {"start": start.name if start else None}
 
 
 def mean(values: Sequence[float]) -> float | None:

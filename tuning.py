@@ -270,7 +270,7 @@ def finetune(cfg: FinetuneConfig, options: Options, pool: Executor | None = None
     if options.dry_run:
         return about | {"memory_MB": memory(cfg, d.loaded.arch, len(task.classes), d.device), "config": cfg}
     defining = {"weights_sha256": d.loaded.digest, "data_sha256": task.fingerprint(), "images": about["images"]}
-    run = open_run(out, "finetune", cfg, options.resume, options.force, **defining)
+    run = open_run(out, "finetune", cfg, options.resume, options.force, **defining, sources=options.sources)
     options.announce(f"seed {cfg.seed}, device {d.device}, {runs} runs, {about['steps']} steps -> {out}")
     for line in remarks(cfg, task):
         options.announce(line)

@@ -112,27 +112,6 @@ def test_a_page_is_one_file_whose_pictures_decode_and_are_described(runs: Path, 
     ]  # fmt: skip
 
 
-def test_a_sweep_brings_its_picture_and_names_its_runs_apart(runs: Path) -> None:
-    for rank in (2, 16):
-        shutil.copytree(runs / "with", f"s/rank-{rank}/finetune")
-        shutil.copytree(runs / "with", f"s/rank-{rank}/direct")
-        config = json.loads((runs / "with/config.json").read_text()) | {"start": None}
-        Path(f"s/rank-{rank}/direct/config.json").write_text(json.dumps(config))
-    versus = {"difference": 2.5, "p": 0.25, "splits": 6, "exact": True}
-    row = {"arm": "BiSSLight + PEFT", "point": {"rank": 2}, "mean": 70.126, "std": 1.5, "minus_direct": versus}
-    about = {"swept": {"rank": [2, 16]}, "rows": [row], "missing": ["rank-16/finetune"]}
-    Path("s/config.json").write_text('{"swept": {}}')
-    Path("s/sweep.json").write_text(json.dumps(about))
-    Image.new("RGB", (200, 200)).save("s/sweep.png")
-    page = page_of([Path("s")])
-    names = [f"rank-{rank}/{kind}" for kind in ("finetune", "direct") for rank in (2, 16)]
-    assert page.rows[1] == ["2", "BiSSLight + PEFT", "70.13 ± 1.50", "+2.50", "0.25"]
-    assert [row[0] for row in page.rows[3:7]] == names
-    alt = "Test accuracy over rank 2, 16. 2, BiSSLight + PEFT: 70.13 ± 1.50 %."
-    assert any(about.get("alt") == alt for _, about in page.tags)
-    assert "Sweep s: rank 2, 16, 1 points missing" in page.text
-
-
 def test_the_accuracies_are_those_of_evaluate_the_aligned_arm_first(runs: Path, capsys: Any) -> None:
     assert cli.run(["evaluate", str(runs / "with"), "--against", str(runs / "without"), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["arms"]
@@ -174,7 +153,8 @@ def test_settings_that_differ_come_first_with_their_sources(runs: Path) -> None:
     fold = names.index("setting", names.index("setting") + 1)
     assert {"backbone", "weights", "dataset", "seed", "alternations", "lower_steps", "p_batch"} <= {*names[:fold]}
     assert {"lam", "clip", "rank", "alpha", "drop_path", "pool", "augment", "device"} <= {*names[fold:]}
-    assert page.row("alternations")[:4] == ["alternations", "3", "500", "App. C.3"]
+    assert page.row("alternations")[:5] == ["alternations", "3", "flag", "500", "App. C.3"]
+    assert page.row("lam")[2] == ""
     assert page.row("seed")[1] == "0, 1"
     assert page.row("LoRA parameters")[1] == "8,192"  # 4 layers of A and B for q and v: 4 * 4 * 8 * 64
     assert page.row("seconds of an alternation")[1].endswith("mean of 6; validation not counted")
@@ -202,11 +182,13 @@ def test_the_networks_are_looked_at_where_weights_and_data_are_at_hand(runs: Pat
     alts = [about["alt"] for tag, about in page.tags if tag == "img"]
     seen = seeing.similarity([runs / "aligned", runs / "with", runs / "without"], None, limit=20)
     assert any(f"RSA {seen['rsa'][0][3]:.3f}" in alt and f"CKA {seen['cka'][0][1]:.3f}" in alt for alt in alts)
-    assert page.row("aligned (mfac)")[2:4] == ["1", f"{seen['cka'][1][2]:.4g}"]
+    assert page.row("aligned (mfac), seed 0")[2:4] == ["1", f"{seen['cka'][1][2]:.4g}"]
     looked = seeing.rollout([runs / "without", runs / "with"], 2, Path("look.png"))
     right = sum(one["predictions"]["with"] == one["label"] for one in looked["images"])
     alt = next(alt for alt in alts if alt.startswith("Attention rollout on 2 validation images"))
-    assert f"with names {right} of 2 right" in alt
+    assert f"aligned + PEFT, seed 0 names {right} of 2 right" in alt
+    assert f"has on average {looked['looked_at']['without']['peak']:.2f} times an even share" in alt
+    assert looked["looked_at"]["without"]["what"] == "direct PEFT, seed 0"
     assert ", ".join(one["label"] for one in looked["images"]) in alt
     shutil.copytree(runs / "with", "moved")
     config = json.loads(Path("moved/config.json").read_text())

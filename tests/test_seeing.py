@@ -81,11 +81,11 @@ def test_the_rollout_of_runs_is_drawn_beside_what_they_predict(
     assert sorted(targets[index[:8]].tolist()) == list(range(8))
     assert [row["label"] for row in result["images"]] == [f"layout {k}" for k in targets[index].tolist()]
     images, _, models = drawn[0]
-    assert [*models] == ["direct", "aligned"]
+    assert [*models] == ["direct PEFT, seed 0", "aligned + PEFT, seed 0"]
     from data import quilts
 
     torch.testing.assert_close(images, torch.as_tensor(quilts(0)[1].val.images)[index], rtol=0, atol=1e-6)
-    for name, model in models.items():
+    for name, model in zip(("direct", "aligned"), models.values(), strict=True):
         theta, phi_D, _ = load_adapter(finished / name / "adapter-s0.safetensors")
         expected = logits(backbone, theta, phi_D, val[index]).argmax(1)
         assert [row["predictions"][name] for row in result["images"]] == [f"layout {k}" for k in expected.tolist()]
@@ -103,7 +103,7 @@ def test_the_similarities_of_runs_are_those_of_their_features(finished: Path, ca
     code, out, err = run(f"{line} --picture {tmp_path}/s.png --json", capsys)
     assert (code, err) == (0, "")
     result = json.loads(out)["similarity"]
-    assert result["models"] == ["pretrained", "aligned (mfac)", "aligned (cg)", "fine-tuned (direct)"]
+    assert result["models"] == ["pretrained", "aligned (mfac), seed 0", "aligned (cg), seed 0", "direct PEFT, seed 1"]
     assert (result["dataset"], result["images"], result["picture"]) == ("quilts", 160, f"{tmp_path}/s.png")
     assert (tmp_path / "s.png").stat().st_size > 5000
     backbone, val, _ = quilts_val(finished)
@@ -119,7 +119,7 @@ def test_the_similarities_of_runs_are_those_of_their_features(finished: Path, ca
     code, out, _ = run(f"evaluate {finished}/a --against {finished}/aligned --similarity --limit 40", capsys)
     assert code == 0
     assert "quilts, 40 validation images" in out
-    assert "fine-tuned (aligned)" in out
+    assert f"aligned + PEFT, seed 0: {finished}/aligned" in out
     assert (finished / "a/similarity.png").is_file()
 
 
@@ -130,7 +130,7 @@ def test_names_tell_runs_apart(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished / "a", tmp_path / "b")
     shutil.copytree(finished / "direct", tmp_path / "arm/direct")
     names = similarity([finished / "a", tmp_path / "b"], None)["models"]
-    assert names == ["pretrained", "aligned (mfac, a)", "aligned (mfac, b)"]
+    assert names == ["pretrained", "aligned (mfac), seed 0, a", "aligned (mfac), seed 0, b"]
     rows = seen([finished / "direct", tmp_path / "arm/direct"], 1, tmp_path / "r.png")["images"]
     assert {*rows[0]["predictions"]} == {f"{finished.name}/direct", "arm/direct"}
     assert [*seen([tmp_path / "arm"], 1, tmp_path / "r.png")["images"][0]["predictions"]] == ["arm"]
@@ -244,3 +244,20 @@ def test_as_many_classes_are_named_as_an_image_has() -> None:
     assert classes_of(torch.tensor([1, -1, 0, 1])) == [0, 3]
     assert said([3, 0], ["a", "b", "c", "d"]) == "a, d"
     assert said([], ["a"]) == "none"
+
+
+def test_a_seed_names_one_of_several_align_runs(finished: Path, tmp_path: Path, capsys: Any) -> None:
+    for seed in (0, 7):
+        shutil.copytree(finished / ("a" if seed == 0 else "cg"), tmp_path / f"arms/s{seed}")
+    file = tmp_path / "arms/s7/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"seed": 7}))
+    line = f"evaluate {tmp_path}/arms --similarity --limit 20 --json"
+    for seed, at in ((0, "a"), (7, "cg")):
+        code, out, _ = run(f"{line} --seed {seed}", capsys)
+        own = json.loads(out)["similarity"]
+        _, out, _ = run(f"evaluate {finished}/{at} --similarity --limit 20 --json", capsys)
+        assert (code, own["cka"]) == (0, json.loads(out)["similarity"]["cka"])
+    code, _, err = run(f"{line} --seed 3", capsys)
+    assert (code, err) == (2, f"error: --seed 3: {tmp_path}/arms has runs of 0, 7\n")
+    code, _, err = run(f"{line} --against {tmp_path}/arms/s0", capsys)
+    assert (code, "arms/s0: one run twice" in err) == (2, True)

@@ -1,12 +1,14 @@
 """A sweep is a grid of ordinary runs: what it plans, that it goes on after a kill, that shards make one table."""
 
 import json
+import shutil
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
+from test_report import Page
 
 import cli
 import sweep as room
@@ -136,12 +138,12 @@ def test_shards_together_are_one_process(whole: Path, weights: Path, capsys: Any
     line = f"sweep --rank 1,2 --weights {weights} {TINY} --out s"
     code, out, _ = run(f"{line} --shard 1/2", capsys)
     assert code == 0
-    assert "missing: 2 of 4 points, rank-1/finetune, rank-1/direct" in out
+    assert "points: 2 finished, 0 diverged, 2 missing (rank-1/finetune, rank-1/direct)" in out
     assert sorted(path.name for path in Path("s").iterdir()) == sorted([*FILES, "rank-2"])
     before = {path: path.read_bytes() for path in Path("s/rank-2").rglob("*") if path.is_file()}
     code, out, _ = run(f"{line} --shard 0/2 --resume", capsys)  # its own runs are not there yet: --resume starts them
     assert code == 0
-    assert "missing: 0 of 4 points" in out
+    assert "points: 4 finished, 0 diverged, 0 missing" in out
     assert {path: path.read_bytes() for path in Path("s/rank-2").rglob("*") if path.is_file()} == before
     assert json.loads(Path("s/sweep.json").read_text()) == json.loads((whole / "sweep.json").read_text())
     code, _, err = run(f"{line} --shard 0/2 --lam 0.5", capsys)
@@ -203,7 +205,7 @@ def test_a_point_that_diverges_is_told_and_the_others_go_on(
     code, out, _ = run(line, capsys)
     assert code == 0
     assert "diverged: p-lr-100/align: level P, step 3: the loss is nan" in out
-    assert "missing: 0 of 2 points" in out
+    assert "points: 2 finished, 1 diverged, 0 missing" in out
     assert [row["run"] for row in json.loads(Path("s/sweep.json").read_text())["rows"]] == [
         "p-lr-0.001/finetune",
         "direct",
@@ -264,3 +266,35 @@ def test_a_wrong_sweep_gets_one_line_before_anything_is_written(
     assert len(err.splitlines()) == 1, err
     assert message in err
     assert sorted(Path().rglob("*")) == before
+
+
+def test_the_report_shows_a_half_done_sweep_in_pairs_and_looks_at_the_last_one(whole: Path, capsys: Any) -> None:
+    """No p-value across ranks; what is looked at is rank 1, whose aligned and direct runs are both there."""
+    shutil.copytree(whole, "s")
+    Path("s/sweep.json").unlink()
+    Path("s/rank-2/direct/result.json").unlink()
+    Path("s/rank-2/finetune/result.json").rename("s/rank-2/finetune.diverged")
+    assert cli.run(["report", "s", "--rollout", "2", "--limit", "20", "--quiet"]) == 0
+    page = Page(Path("report.html"))
+    rows = {row["run"]: row for row in json.loads((whole / "sweep.json").read_text())["rows"]}
+    aligned, direct = rows["rank-1/finetune"], rows["rank-1/direct"]
+    p = f"{aligned['minus_direct']['p']:.4g}"
+    difference = f"{aligned['minus_direct']['difference']:+.2f}"
+    means = [f"{row['mean']:.2f} ± {row['std']:.2f}" for row in (aligned, direct)]
+    assert page.rows[1:3] == [
+        ["1", "BiSSLight + PEFT", means[0], difference, p, "no figure of this setting"],
+        ["1", "PEFT", means[1], "", "", "no figure of this setting"],
+    ]
+    assert "Not finished: rank-2/direct" in page.text
+    assert "Diverged: rank-2/finetune" in page.text
+    assert "Accuracy" not in page.text.split("Sweep s:")[0]
+    alts = [about["alt"] for tag, about in page.tags if tag == "img"]
+    looked = next(alt for alt in alts if alt.startswith("Attention rollout"))
+    assert looked.index("direct PEFT, seed 0 names") < looked.index("aligned + PEFT, seed 0 names")
+    assert not any("rank-2" in alt for alt in alts)
+
+
+def test_a_shard_that_was_killed_is_told_to_go_on(whole: Path, weights: Path, capsys: Any) -> None:
+    code, _, err = run(f"sweep --rank 1,2 --weights {weights} {TINY} --out {whole} --shard 0/2", capsys)
+    assert (code, err.count("--force")) == (2, 0)
+    assert "rank-1/align: is there already, --resume continues it" in err
