@@ -223,12 +223,13 @@ def align(
             at_D, g_at_D, g_phi_at_D = gradients(loss_D, s.theta_D, s.phi_D, batch, here, how=how)
             clock.lap("upper passes", fine=True)
             g_theta_D = q + g_at_D  # l.14
+            good = torch.linalg.vector_norm(g_theta_D, torch.inf, -1).isfinite()  # by block
             g_phi_D = {name: g_phi_at_P[name] + g_phi_at_D[name] for name in g_phi_at_P}  # l.15
             norm = s.opt_D.update([(s.theta_D, g_theta_D), *pairs(s.phi_D, g_phi_D)])  # l.16
             ratio, cosine = q.norm() / g.norm(), torch.cosine_similarity(q.flatten(), g.flatten(), 0)
             s.upper.append(torch.stack([x.to(at_P.dtype) for x in (at_P, at_D, norm, ratio, cosine)]))
             clock.lap("optimiser", fine=True)
-            seen.append(later(s.upper[-1][:3]))
+            seen.append(later(torch.cat([s.upper[-1][:3], good.to(at_P.dtype)])))
             if len(seen) > late:
                 finite(t, "upper", i + 1 - late, seen[-1 - late]())
             pause(s)

@@ -42,7 +42,7 @@ from config import (
     put,
     read_file,
 )
-from stopping import Stopped, signals
+from stopping import LEFT, Stopped, signals
 
 S = TypeVar("S", bound=Settings)
 app = typer.Typer(rich_markup_mode=None)
@@ -758,9 +758,6 @@ LESS = (
 )
 
 
-LEFT = "stopped; align, pretrain, finetune and sweep go on with --resume"
-
-
 def run(arguments: list[str]) -> int:
     """Run one command line; returns its exit code. Of several processes (torchrun), rank 0 speaks."""
     if "WORLD_SIZE" not in os.environ:
@@ -796,12 +793,11 @@ def attempt(arguments: list[str]) -> int:
         return complain(stop.where, 128 + stop.number)
     except (KeyboardInterrupt, typer.Abort):
         return complain(LEFT, 130)
-    except SystemExit as left:  # another signal, where nothing was under way, or a second one
-        return complain(LEFT, int(left.code or 0))
     except OSError as error:
         wrong = error.errno == errno.ENAMETOOLONG  # a word that was meant as something else
         where = f"{error.filename}: " if error.filename else ""
-        return complain(f"{where}{error.strerror or error}", 2 if wrong else 1)
+        remedy = "; allow this user to read and write it" if isinstance(error, PermissionError) else ""
+        return complain(f"{where}{error.strerror or error}{remedy}", 2 if wrong else 1)
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":
             return complain(f"out of GPU memory: {LESS}", 1)

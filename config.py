@@ -588,8 +588,10 @@ def unfolded(model: type[Settings], at: tuple[str, ...]) -> Iterable[tuple[tuple
 def read_file(path: Path, model: type[Settings]) -> dict[str, Any]:
     """A TOML or JSON file of settings as a nested dict; keys may also stand flat, as flags do (UsageError)."""
     try:
-        if not path.is_file() or path.stat().st_size > 1_000_000:
-            raise UsageError(f"--config {path}: there is no such file of settings (at most 1 MB)")
+        if not path.is_file():
+            raise UsageError(f"--config {path}: there is no such file of settings")
+        if path.stat().st_size > 64_000:  # all settings there are need 4 kB; TOML's nesting costs memory to the square
+            raise UsageError(f"--config {path}: has {path.stat().st_size} bytes, settings need 64 kB at most")
         text = path.read_text()
         data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:

@@ -69,14 +69,17 @@ class Task(NamedTuple):
         """sha256 over file names (where embedded: the images) and labels: a run resumes on this data only."""
         digest = hashlib.sha256()
         for split in (self.train, self.val, self.test):
-            images = split.images
-            if isinstance(images, Tensor):
-                digest.update(images.numpy().tobytes())
-            else:
-                root = os.path.commonpath([*images, images[0].parent])
-                digest.update("\n".join(os.path.relpath(path, root) for path in images).encode())
+            digest.update(listed(split.images))
             digest.update(split.targets.numpy().tobytes())
         return digest.hexdigest()
+
+
+def listed(images: Tensor | Sequence[Path]) -> bytes:
+    """The names of image files below the folder that they share, in their order; embedded images are named by all."""
+    if isinstance(images, Tensor):
+        return images.numpy().tobytes()
+    root = os.path.commonpath([*images, images[0].parent])
+    return "\n".join(os.path.relpath(path, root) for path in images).encode()
 
 
 class View(NamedTuple):
@@ -172,7 +175,11 @@ def find_images(root: Path) -> list[Path]:
 
 def walk(root: Path) -> Iterator[tuple[str, list[str], list[str]]]:
     """os.walk through links, but for one that leads back to a folder on the way there: that has no end."""
-    for at, folders, names in os.walk(root, followlinks=True):
+
+    def unreadable(error: OSError) -> None:
+        raise RunError(f"{error.filename}: {error.strerror}; allow this user to read it, or move it elsewhere")
+
+    for at, folders, names in os.walk(root, onerror=unreadable, followlinks=True):
         links = {name for name in folders if os.path.islink(os.path.join(at, name))}  # noqa: PTH114, PTH118
         if links:
             above = {os.path.realpath(path) for path in (Path(at), *Path(at).absolute().parents)}
@@ -299,7 +306,9 @@ def read_image(path: Path) -> Image.Image:
                 return rgb(image)
     except Exception as error:  # Pillow's readers raise anything from OSError to TypeError on damaged bytes
         why = " ".join(str(error).replace(f" '{path}'", "").split()) or type(error).__name__
-        raise RunError(f"{path}: cannot be read as an image ({why}); replace or remove it") from error
+        raise RunError(
+            f"{path}: cannot be read as an image ({why}); replace it, or remove it before a run begins"
+        ) from error
 
 
 def rgb(image: Image.Image) -> Image.Image:

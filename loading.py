@@ -3,6 +3,7 @@
 Everything here ends in a UsageError before the long work starts, if it ends in one.
 """
 
+import hashlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ from data import (
     View,
     batches,
     in_order,
+    listed,
     load_pool,
     stream,
 )
@@ -282,6 +284,10 @@ class Pool(NamedTuple):
     seed: int
     micro: int | None
     peers: World
+
+    def fingerprint(self) -> str:
+        """sha256 over file names, or drawn images: a run resumes on this pool only."""
+        return hashlib.sha256(listed(self.images)).hexdigest()
 
     def arrived(self, batch: int, start: int, stop: int) -> Iterator[tuple[Tensor, range, int]]:
         """Of the batches of steps start .. stop − 1: this process's images, which ones they are, how many there are."""

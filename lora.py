@@ -422,11 +422,13 @@ def seal(header: Mapping[str, Any], content: bytes) -> str:
 def load_adapter(path: Path) -> tuple[Tensor, Phi, dict[str, str]]:
     """Read a file of `adapter_bytes`: θ, the head (empty if there is none) and the metadata (UsageError otherwise)."""
     try:
+        path.open("rb").close()  # the library's own word for any failure is "no such file"
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise UsageError(f"adapter {path}: not a readable safetensors file ({error})") from error
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UsageError(f"adapter {path}: not a readable safetensors file ({why}); copy or make it again") from error
     if metadata.get("format") != FORMAT or "theta" not in tensors or tensors["theta"].ndim != 2:
         raise UsageError(f"adapter {path}: format {metadata.get('format')!r}, this program reads {FORMAT!r}")
     # safetensors has no checksum of its own, and a flipped bit in a float is a float

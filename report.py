@@ -653,7 +653,7 @@ def similarity(groups: Sequence[Group], how: Looking) -> Markup:
     for key in ("cka", "rsa"):
         rows = [[name, *row] for name, row in zip(about["models"], about[key], strict=True)]
         tables.append(table([key.upper(), *about["models"]], rows))
-    published = "; ".join(f"{a} and {b} {c}, {r}" for (a, b), (c, r) in paper.SIMILARITY.items())
+    published = "; ".join(f"{a} and {b} {c:.2f}, {r:.2f}" for (a, b), (c, r) in paper.SIMILARITY.items())
     note = paragraph(f"The paper's CKA and RSA, ViT-B/16, mean of six datasets: {published}.")
     return Markup(broad(picture(png, alt, "Linear CKA and RSA of what enters the head")) + "".join(tables) + note)
 

@@ -107,7 +107,7 @@ def draw(images: Tensor, labels: Sequence[str], models: Mapping[str, Model], pat
         axes.set(xticks=[], yticks=[])
         axes.spines[:].set_visible(False)
     for axes, name in zip(grid[:-1, 0], ("input", *models), strict=True):
-        axes.set_ylabel("\n".join(wrap(name, 20)), fontsize=9)
+        axes.set_ylabel("\n".join(line for part in name.split(", ") for line in wrap(part, 20)), fontsize=9)
     for column, (image, label) in enumerate(zip(images, labels, strict=True)):
         grid[0, column].imshow(image.permute(1, 2, 0).clamp(0, 1).numpy(), interpolation="nearest")
         grid[0, column].set_title(caption(label), fontsize=8)
@@ -123,6 +123,7 @@ def draw(images: Tensor, labels: Sequence[str], models: Mapping[str, Model], pat
         bar = figure.colorbar(colours, cax=grid[-1, column], orientation="horizontal")
         bar.set_ticks([scale["vmin"], scale["vmax"]], labels=ends(scale["vmin"], scale["vmax"]))
         bar.ax.tick_params(labelsize=7, length=2)
+        bar.set_label("a patch's share", fontsize=7, labelpad=1)
     save(figure, path)
 
 

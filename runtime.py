@@ -35,6 +35,7 @@ from torch import Tensor
 
 from config import RunError, Settings, UsageError, get, leaves
 from parallel import World, world
+from stopping import being_written
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -212,6 +213,7 @@ def write_atomic(path: Path, content: bytes | str) -> None:
     """Replace a file or leave it as it was (RunError): temporary, fsync, read back, rename, fsync of the directory."""
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.tmp")
+    being_written.add(temporary)
     try:
         with temporary.open("wb") as file:
             file.write(data)
@@ -221,9 +223,11 @@ def write_atomic(path: Path, content: bytes | str) -> None:
             raise OSError(errno.EIO, "what was written does not read back")
         temporary.replace(path)
     except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror}); the file there before is unchanged") from error
+        what = f"{path}: cannot be written ({error.strerror})"
+        raise RunError(f"{what}; make room or allow it, what was there is unchanged") from error
     finally:
         temporary.unlink(missing_ok=True)
+        being_written.discard(temporary)
     with contextlib.suppress(OSError):  # the new file is there; some file systems cannot sync a directory
         directory = os.open(path.parent, os.O_RDONLY)
         os.fsync(directory)
@@ -264,15 +268,16 @@ def read_json(path: Path) -> Any:
 
 
 @contextlib.contextmanager
-def read_from(path: Path) -> Iterator[None]:
+def read_from(path: Path, remedy: str = "run it again") -> Iterator[None]:
     """What is looked up in a run's files is there, or the run is damaged (UsageError); for short blocks."""
     try:
         yield
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:  # RuntimeError: other shapes
         why = " ".join(str(error).split())[:200]
-        raise UsageError(
-            f"{path}: its files are damaged or of another version ({type(error).__name__}: {why})"
-        ) from error
+        what = f"{path}: is damaged or of another version ({type(error).__name__}: {why})"
+        raise UsageError(f"{what}; {remedy}") from error
 
 
 def runs_in(path: Path) -> list[Path]:
@@ -299,6 +304,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 # --- run directories -------------------------------------------------------------------------------------------------
 
 LOCK = ".lock"
+AGAIN = "--force starts the run over"
 FILES = (
     "result.json",
     "metrics.jsonl",
@@ -364,8 +370,11 @@ class Run:
             try:
                 check_zip(path)
                 state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+                if not isinstance(state, dict) or not isinstance(state["done"], int):
+                    raise TypeError("is no checkpoint of ours")
+                state["spent"]["seconds"]
             except Exception as error:  # torch raises anything from EOFError to UnpicklingError on damaged bytes
-                raise UsageError(f"{path}: is damaged, --force starts the run over") from error
+                raise UsageError(f"{path}: is damaged or of another version, {AGAIN}") from error
             return state
 
         state = self.peers.first(read)
@@ -374,8 +383,9 @@ class Run:
     def restore(self, keep: Callable[[dict[str, Any]], bool], device: torch.device) -> dict[str, Any] | None:
         """The checkpoint to go on from, None where there is none yet; `metrics.jsonl` is cut back to what `keep`s."""
         state = self.load(device)
-        self.began = spent(state and state["spent"])
-        self.cut(lambda record: state is not None and keep(record | {"checkpoint": state["done"]}))
+        with read_from(self.path / "metrics.jsonl", AGAIN):
+            self.began = spent(state and state["spent"])
+            self.cut(lambda record: state is not None and keep(record | {"checkpoint": state["done"]}))
         return state
 
     def cut(self, keep: Callable[[dict[str, Any]], bool]) -> None:
@@ -406,6 +416,9 @@ def open_run(path: Path, command: str, config: Settings, resume: bool, force: bo
     peers = world()
     locks: list[int] = []
 
+    def write_config() -> None:
+        write_atomic(path / "config.json", json.dumps(config.model_dump(mode="json"), indent=1))
+
     def opened() -> tuple[bool, list[dict[str, Any]]]:
         mine = check_out(path, command, resume, force)
         if mine and resume:
@@ -414,16 +427,17 @@ def open_run(path: Path, command: str, config: Settings, resume: bool, force: bo
             path.mkdir(parents=True, exist_ok=True)
             locks.append(lock(path))
         except OSError as error:
-            raise UsageError(f"--out {path}: cannot be made ({error.strerror})") from error
+            raise UsageError(f"--out {path}: cannot be made ({error.strerror}), choose another --out") from error
         for file in path.glob(".*.tmp"):  # of a process that was killed while it wrote
             file.unlink(missing_ok=True)
         if mine and resume:
+            write_config()  # what may differ may be needed from here on: where the weights are now
             return True, list(read_metrics(path / "metrics.jsonl"))
         for file in [*path.glob("adapter*.safetensors"), *path.glob("unit-*.pt"), *(path / name for name in FILES)]:
             file.unlink(missing_ok=True)
         environ = {"command": command, **environment(), "processes": peers.size, **about}
         write_atomic(path / "env.json", json.dumps(environ, indent=1))
-        write_atomic(path / "config.json", json.dumps(config.model_dump(mode="json"), indent=1))  # from here on a run
+        write_config()  # from here on a run
         return False, []
 
     run = Run(path, *peers.first(opened), peers)
@@ -451,10 +465,18 @@ def lock(path: Path) -> int:
 
 
 def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
-    """What a metrics.jsonl holds; a last line torn by a crash is left out."""
-    for line in file.read_text().splitlines() if file.exists() else ():
-        with contextlib.suppress(json.JSONDecodeError):
-            yield json.loads(line)
+    """What a metrics.jsonl holds; a last line torn by a crash is left out (UsageError for any other damage)."""
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if number < len(lines):
+                raise UsageError(f"{file}: line {number} is damaged; mend it, or {AGAIN}") from error
+            return
+        if not isinstance(record, dict):
+            raise UsageError(f"{file}: line {number} is no record; mend it, or {AGAIN}")
+        yield record
 
 
 def check_out(path: Path, command: str, resume: bool, force: bool) -> bool:
@@ -486,7 +508,9 @@ def check_same(path: Path, config: Settings, about: Mapping[str, Any]) -> None:
     """
     env = read_json(path / "env.json")
     changed = differences(path, config)
-    now = json.loads(json.dumps(about))  # as it was written
+    if "weights_sha256" in about:  # it tells more than the file's name
+        changed = [said for said in changed if not said.startswith("weights ")]
+    now = json.loads(json.dumps({key: value for key, value in about.items() if key != "sources"}))  # as it was written
     changed += [f"{key} {env.get(key)} -> {value}" for key, value in now.items() if env.get(key) != value]
     if changed:
         raise UsageError(f"--resume: settings differ from the run in {path}: {', '.join(changed)}")
@@ -515,6 +539,7 @@ def environment() -> dict[str, Any]:
         "commit": commit,
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": {name: version(name) for name in packages},
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -542,7 +567,9 @@ def load_tensors(path: Path) -> Any:
         why = next(iter(str(error).splitlines()), "")
         if isinstance(error, LookupError) or not why:  # of a reader that lost its way
             why = "its content is something else"
-        raise UsageError(f"{path}: not a checkpoint that loads safely ({why[:120]})") from error
+        if "weights_only" in str(error):  # torch's advice is to run what is in it
+            why = "it is damaged, or holds more than tensors and plain values"
+        raise UsageError(f"{path}: not a checkpoint that loads safely ({why[:120]}); get or make it again") from error
 
 
 def check_zip(path: Path) -> None:

@@ -63,6 +63,7 @@ from loading import (
 from lora import Backbone, Phi, adapter_bytes, adapter_metadata, init_head, init_stats, init_theta, psi_of
 from parallel import Parts, World, world
 from runtime import (
+    AGAIN,
     Group,
     Optimiser,
     Run,
@@ -101,6 +102,18 @@ class Options(NamedTuple):
     sources: Mapping[str, str] = {}  # settings that were given, by name: a flag, a file, a preset
 
 
+def remind(run: Run, options: Options) -> None:
+    """Say what a resumed run will not do as it did before."""
+    if not run.resumed:
+        return
+    threads = read_json(run.path / "env.json").get("threads")
+    if threads not in (None, torch.get_num_threads()):
+        now = f"--resume: {threads} threads before, {torch.get_num_threads()} now"
+        options.announce(f"{now}; sums round differently, see OMP_NUM_THREADS")
+    if run.records and "lr" not in run.records[0] and not (run.path / "checkpoint.pt").exists():
+        options.announce(f"--resume: there is no checkpoint in {run.path}, the run starts over")
+
+
 def may_write(out: Path, command: str, options: Options) -> None:
     """`check_out`, but not for a --dry-run that names no directory."""
     if options.out or not options.dry_run:
@@ -127,26 +140,29 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
     task, schedule = scratch(cfg, arch, device, per_epoch)
     psi = psi_of(task.backbone.vit)
     named = psi | task.phi
-    about = {"images": len(pool.images), "steps": total, "patches": arch.patches}
+    about: dict[str, Any] = {"images": len(pool.images), "steps": total, "patches": arch.patches}
     about["parameters"] = sum(tensor.numel() for tensor in named.values())
     out = options.out or default_out("pretrain", cfg.pool, cfg.model, cfg.seed, cfg.model.pretext)
     peers = world()
     peers.first(partial(may_write, out, "pretrain", options))
     if options.dry_run:
         return about | {"config": cfg}
+    about["pool_sha256"] = pool.fingerprint()
     run = open_run(out, "pretrain", cfg, options.resume, options.force, **about, sources=options.sources)
+    remind(run, options)
     options.announce(f"seed {cfg.seed}, device {device}, {total} steps, {about['parameters']:,} parameters -> {out}")
     groups = decay_groups(named, cfg.base_lr * cfg.batch / 256, cfg.weight_decay)
     last = cfg.final_weight_decay
     decay = constant if last is None else ijepa.decay_schedule(total, cfg.weight_decay, last)
     opt = Optimiser(groups, schedule, (0.9, cfg.beta2), decay=decay)
+    losses: list[float] = []
     if state := run.restore(lambda record: record["step"] * per_epoch <= record["checkpoint"], device):
-        with torch.no_grad():
+        with torch.no_grad(), read_from(run.path / "checkpoint.pt", AGAIN):
             for name, tensor in named.items():
                 tensor.copy_(state["tensors"][name])
-        opt.load_state_dict(state["opt"])
-        task.load_state_dict(state["task"])
-    losses: list[float] = state["losses"] if state else []
+            opt.load_state_dict(state["opt"])
+            task.load_state_dict(state["task"])
+            losses = [*state["losses"]]
     del state  # what was read is a second copy
 
     def save() -> None:
@@ -259,12 +275,13 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
     if options.dry_run:
         return about | {"memory_MB": memory(cfg, arch, len(labelled.classes), device), "config": cfg}
     defining = {"weights_sha256": d.loaded.digest, "data_sha256": labelled.fingerprint(), "images": about["images"]}
-    defining |= {"upper_rates": rates}
+    defining |= {"pool_sha256": pool.fingerprint(), "upper_rates": rates}
     run = open_run(out, "align", cfg, options.resume, options.force, **defining, sources=options.sources)
     steps = f"{about['steps']['lower']} + {about['steps']['upper']} steps, {about['lora_parameters']:,} LoRA parameters"
     options.announce(f"seed {cfg.seed}, device {device}, {steps} -> {out}")
     for line in remarks(cfg, labelled):
         options.announce(line)
+    remind(run, options)
 
     tried = Tried(run)
     for d_lr in tried.left(rates):
@@ -321,12 +338,15 @@ def attempt(
     s = state(cfg, trainable(init, device), trainable(task.phi, device), phi_D)
     loss_D, peers = d.loss(), d.peers
     restored = run.restore(lambda record: record["step"] <= record["checkpoint"], device)
-    if restored is not None and restored["d_lr"] != d_lr:
+    if restored is not None and restored.get("d_lr") != d_lr:
         restored = None
     if restored is not None and "probe" not in restored:
-        s.load_state_dict(restored)
-        task.load_state_dict(restored["task"])
-        stats.update(restored["stats"])
+        with read_from(run.path / "checkpoint.pt", AGAIN):
+            s.load_state_dict(restored)
+            task.load_state_dict(restored["task"])
+            stats.update(restored["stats"])
+            if not 0 <= s.done <= b.alternations:
+                raise ValueError(f"{s.done} alternations of {b.alternations}")
     else:
         run.cut(lambda record: False)
         probing(cfg, d, loss_D, s, stats, run, report, restored)
@@ -340,9 +360,10 @@ def attempt(
         if "val_D" in record:
             vals.append(record["val_D"]["accuracy"])
 
-    for record in run.records:
-        if record["step"]:
-            watch(record)
+    with read_from(run.path / "metrics.jsonl", AGAIN):
+        for record in run.records:
+            if record["step"]:
+                watch(record)
 
     start, stop = s.done * b.upper_steps + len(s.upper), b.alternations * b.upper_steps
     draws = stream(len(d.task.train.targets), cfg.upper.d_batch, cfg.seed, "downstream", start, stop)

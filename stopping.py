@@ -1,10 +1,15 @@
 """A stop that was asked for by a signal: kept while a loop is at work, which ends after its step. No torch here."""
 
+import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
+LEFT = "stopped; align, pretrain, finetune and sweep that have begun go on with --resume"
 NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGXCPU")  # Ctrl-C, and what schedulers send before they kill
 
 
@@ -20,7 +25,8 @@ class Signals:
     """What arrived.
 
     While a loop listens, the first one is kept until the loop has finished its step; a second one leaves at once, as
-    any does where nothing listens.
+    any does where nothing listens. Not by an exception: one that is raised in the middle of an import or of a library's
+    callback can be lost there.
     """
 
     def __init__(self) -> None:
@@ -39,10 +45,8 @@ class Signals:
             self.forward(number)
         elif self.patient:
             self.asked = self.asked or number
-        elif number == signal.SIGINT:
-            raise KeyboardInterrupt
         else:
-            raise SystemExit(128 + number)
+            leave(number)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -55,6 +59,17 @@ class Signals:
             raise
         finally:
             self.loops -= 1
+
+
+being_written: set[Path] = set()  # temporary files, which nobody wants after a sudden end
+
+
+def leave(number: int) -> None:
+    """End this process here and now, with a line, and with the cursor that a progress bar has hidden."""
+    for path in list(being_written):
+        path.unlink(missing_ok=True)
+    os.write(2, (("\x1b[?25h" if os.isatty(2) else "") + LEFT + "\n").encode())
+    os._exit(128 + number)
 
 
 signals = Signals()
@@ -77,6 +92,18 @@ def let_in() -> None:
 
 def numbers() -> list[signal.Signals]:
     return [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
+
+
+def end_with_parent() -> None:
+    """From here on this process ends when its parent has, however that came: nobody writes into a run unasked."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def only_the_parent_decides() -> None:

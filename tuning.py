@@ -49,6 +49,7 @@ from loading import (
 from lora import adapter_bytes, adapter_metadata, init_theta, load_adapter
 from parallel import world
 from runtime import (
+    AGAIN,
     Run,
     Schedule,
     Score,
@@ -56,14 +57,15 @@ from runtime import (
     moved,
     open_run,
     pick_device,
+    read_from,
     rng,
     runs_in,
     spent,
     to_bytes,
     write_atomic,
 )
-from stages import Options, copy_into, head, may_write, refuse_batches, remarks, silent
-from stopping import Stopped, held_back, let_in, signals
+from stages import Options, copy_into, head, may_write, refuse_batches, remarks, remind, silent
+from stopping import Stopped, end_with_parent, held_back, let_in, signals
 from tasks import load_task
 
 
@@ -108,12 +110,13 @@ def run_unit(unit: Unit, report: Report = silent) -> dict[str, Any]:
     curve: list[dict[str, Any]] = []
     now = ft.Progress()
     if state := peers.first(lambda: load_tensors(unit.file) if unit.file.exists() else None):
-        state = moved(state, d.device)
-        copy_into({"theta": leaf} | phi_D | stats, state["tensors"])
-        opt.load_state_dict(state["opt"])
-        best = state["best"] and ft.Outcome(**state["best"] | {"val": Score(**state["best"]["val"])})
-        curve, now = state["curve"], ft.Progress(state["losses"], best or None)
-        began = spent(state["spent"])
+        with read_from(unit.file, "delete it, and this PEFT run starts over"):
+            state = moved(state, d.device)
+            copy_into({"theta": leaf} | phi_D | stats, state["tensors"])
+            opt.load_state_dict(state["opt"])
+            best = state["best"] and ft.Outcome(**state["best"] | {"val": Score(**state["best"]["val"])})
+            curve, now = state["curve"], ft.Progress(state["losses"], best or None)
+            began = spent(state["spent"])
     del state  # what was read is a second copy
     draws = epochs(n, p.batch, n_seed, "peft", p.epochs, opt.step)
     examples = d.train(draws, n_seed, "peft", cfg.model.drop_path, stats, opt.step)
@@ -191,6 +194,7 @@ def worker_pool(jobs: int) -> Iterator[Executor | None]:
 
 def worker_started(threads: int) -> None:
     """A worker process stops after its step when it is told to, and leaves the rest to its parent."""
+    end_with_parent()
     torch.set_num_threads(threads)
     signals.patient = True
     signals.install()
@@ -277,7 +281,11 @@ def finetune(cfg: FinetuneConfig, options: Options, pool: Executor | None = None
 
     if run.resumed:
         run.cut(lambda record: True)
-    done: dict[tuple[float, int], dict[str, Any]] = {(m["lr"], m["seed"]): m for m in run.records}
+        remind(run, options)
+    with read_from(run.path / "metrics.jsonl", AGAIN):
+        done: dict[tuple[float, int], dict[str, Any]] = {(m["lr"], m["seed"]): m for m in run.records}
+        for m in run.records:
+            score_of(m)
     text = cfg.model_dump_json()
 
     def work(rates: Sequence[float], some: slice) -> None:

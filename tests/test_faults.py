@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 import bisslight
@@ -90,7 +91,9 @@ def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(weights: Path, capsys:
     code, (err,) = outside(line, preexec_fn=limit)
     assert code == 1
     assert err.startswith("error: ")
-    assert "r/checkpoint.pt: cannot be written (File too large); the file there before is unchanged" in err
+    assert (
+        "r/checkpoint.pt: cannot be written (File too large); make room or allow it, what was there is unchanged" in err
+    )
     after = digests(Path("r"))
     assert after["checkpoint.pt"] == before["checkpoint.pt"]
     assert after.keys() == before.keys()  # no temporary file, no result
@@ -148,7 +151,7 @@ def test_a_folder_that_cannot_be_written_is_named(weights: Path, tmp_path: Path)
     for path, mode in closed.items():
         path.chmod(mode)
     assert code == 21, err
-    assert err[0] == "error: --out shut/r: cannot be made (Permission denied)"
+    assert err[0] == "error: --out shut/r: cannot be made (Permission denied), choose another --out"
     assert err[1].startswith("error: --out shut: cannot be written (Permission denied)")
     assert len(err) == 2
 
@@ -166,7 +169,10 @@ def test_weights_that_may_not_be_read_are_named(
     load_backbone.cache_clear()
     monkeypatch.setattr(Path, "open", denied)
     code, err = one_line(align(weights, "--alternations 1 --out r"), capsys)
-    assert (code, err) == (1, f"error: {weights / 'backbone.pth'}: Permission denied\n")
+    assert (code, err) == (
+        1,
+        f"error: {weights / 'backbone.pth'}: Permission denied; allow this user to read and write it\n",
+    )
     assert not Path("r").exists()
 
 
@@ -262,8 +268,8 @@ def test_numbers_that_are_not_finite_stop_the_run_where_they_arise(
         ("lower", (mae.MAE, "loss"), second(loss, nan, saved, 2), "lower level, block 0, step 2"),
         ("infinite", (mae.MAE, "loss"), second(loss, infinite, saved, 1), "lower level, block 0, step 1"),
         # three lower steps, then two passes an upper step: the fourth is θ_D's of step 2
-        ("upper", (finetune, "downstream_loss"), spoilt(nan, 4), "upper level, step 2"),
-        ("at P", (finetune, "downstream_loss"), spoilt(infinite, 1), "upper level, step 1"),
+        ("upper", (finetune, "downstream_loss"), spoilt(nan, 4), "upper level, block 0, step 2"),
+        ("at P", (finetune, "downstream_loss"), spoilt(infinite, 1), "upper level, block 0, step 1"),
         ("block", (bisslight, "gradients"), second(gradients, in_block_2, saved, 3), "lower level, block 2, step 3"),
         ("system", (mfac, "gram"), second(gram, nan, saved, 4), "hypergradient, block 3"),
     ]:  # fmt: skip
@@ -298,3 +304,33 @@ def test_a_pretraining_loss_that_is_not_finite_names_its_step(capsys: Any, monke
     assert code == 1
     assert "pretrain step 3: the loss is nan and its gradient's norm nan, try a lower --base-lr" in err
     assert not Path("p/backbone.pth").exists()
+
+
+# --- what looks harmless ---------------------------------------------------------------------------------------------
+
+
+def test_a_settings_file_that_would_eat_all_memory_is_refused(weights: Path, capsys: Any) -> None:
+    """TOML's nested tables: 800 kB of dots would take more than 20 GB."""
+    Path("dots.toml").write_text("a" + ".a" * 400_000 + " = 1")
+    code, err = one_line(align(weights, "--config dots.toml --out r"), capsys)
+    assert (code, err) == (2, "error: --config dots.toml: has 800005 bytes, settings need 64 kB at most\n")
+
+
+def test_a_folder_of_images_that_may_not_be_read_is_named(
+    weights: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its images would otherwise be missing without a word."""
+    for name in ("open", "shut"):
+        Path("pool", name).mkdir(parents=True)
+        Image.new("RGB", (16, 16)).save(f"pool/{name}/1.png")
+    scandir = os.scandir
+
+    def denied(path: Any = ".") -> Any:
+        if str(path).endswith("shut"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    code, err = one_line(align(weights, "--pool pool --out r"), capsys)
+    assert code == 1
+    assert "pool/shut: Permission denied; allow this user to read it" in err

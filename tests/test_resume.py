@@ -1,6 +1,8 @@
 """A stopped run goes on to the same bits: after any step, of any command, with any number of workers."""
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 import cli
 import parallel
@@ -314,6 +317,127 @@ def test_a_run_killed_as_it_began_is_begun_again(weights: Path) -> None:
     assert cli.run([*line.split(), "--force"]) == 0
     Path("a/config.json").unlink()
     assert cli.run([*line.split(), "--force"]) == 2  # a checkpoint without settings is not ours to remove
+
+
+SHORT = "--alternations 2 --lower-steps 1 --upper-steps 1 --p-batch 8 --d-batch 8 --probe-epochs 0 --eval-every 1"
+
+
+def stopped_one(weights: Path, monkeypatch: pytest.MonkeyPatch, more: str = "--pool quilts") -> list[str]:
+    """A run `a` that was stopped in its second alternation; returns the command that goes on with it."""
+    line = f"align --backbone vit_mini --weights {weights} --dataset quilts {SHORT} --warmup 0 --quiet --out a {more}"
+    with monkeypatch.context() as m:
+        stop_at(m, 3)
+        assert cli.run(line.split()) == 143
+    return [*line.split(), "--resume"]
+
+
+def test_a_pool_that_has_changed_is_refused(
+    weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As many files as before, one of another name: another order."""
+    Path("pool").mkdir()
+    for i in range(9):
+        Image.new("RGB", (16, 16), (i, 99, 7)).save(f"pool/{i}.png")
+    again = stopped_one(weights, monkeypatch, "--pool pool")
+    capsys.readouterr()
+    Path("pool/0.png").rename("pool/x.png")
+    assert cli.run(again) == 2
+    assert "--resume: settings differ from the run in a: pool_sha256" in capsys.readouterr().err
+    Path("pool/x.png").rename("pool/0.png")
+    Path("pool").rename("elsewhere")
+    Path("pool").symlink_to("elsewhere")
+    assert cli.run(again) == 0
+
+
+def test_weights_may_lie_elsewhere_when_a_run_goes_on(
+    weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = stopped_one(weights, monkeypatch)
+    shutil.copy(weights / "backbone.pth", "moved.pth")
+    assert cli.run([*again, "--weights", "moved.pth"]) == 0
+    assert json.loads(Path("a/config.json").read_text())["model"]["weights"].endswith("moved.pth")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("metrics.jsonl", b'{"step": 0}\n\xff\xfe\n{"step": 1}\n'),
+        ("metrics.jsonl", b'{"a": 1}\n{"a": 2}\n'),
+        ("metrics.jsonl", b"[1, 2]\n3\n"),
+        ("checkpoint.pt", [1, 2]),
+        ("checkpoint.pt", {}),
+        ("checkpoint.pt", torch.zeros(3)),
+        ("checkpoint.pt", {"done": 1}),
+        ("checkpoint.pt", {"done": "x"}),
+        ("checkpoint.pt", {"done": 99}),
+        ("checkpoint.pt", {"theta_P": torch.zeros(2)}),
+        ("checkpoint.pt", {"opt_P": {}}),
+    ],
+)
+def test_run_files_that_can_be_read_but_are_something_else_are_named(
+    weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str, content: object
+) -> None:
+    """A dict with one key changes that one key of the checkpoint as it was, but for `{}` and a lone `done`."""
+    again = stopped_one(weights, monkeypatch)
+    capsys.readouterr()
+    if isinstance(content, bytes):
+        Path("a", file).write_bytes(content)
+    else:
+        before = torch.load("a/checkpoint.pt", weights_only=True)
+        alone = not isinstance(content, dict) or content in ({}, {"done": 1})
+        torch.save(content if alone else before | content, "a/checkpoint.pt")  # type: ignore[operator]
+    assert cli.run(again) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert f"a/{file}: " in err
+    assert "--force starts the run over" in err
+
+
+def test_a_run_without_its_checkpoint_says_that_it_starts_over(
+    weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = stopped_one(weights, monkeypatch)
+    Path("a/checkpoint.pt").unlink()
+    assert cli.run([word for word in again if word != "--quiet"]) == 0
+    assert "there is no checkpoint in a, the run starts over" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_signal_is_not_lost_in_a_library_that_catches_everything() -> None:
+    code = (
+        "import time; from stopping import signals; signals.install(); print('here', flush=True)\n"
+        "while True:\n    try: time.sleep(0.01)\n    except BaseException: pass"
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with subprocess.Popen(
+            [sys.executable, "-c", code], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as running:
+            assert running.stdout is not None
+            running.stdout.readline()
+            running.send_signal(number)
+            _, err = running.communicate(timeout=20)
+        assert (running.returncode, err.count("\n")) == (128 + number, 1)
+
+
+def test_worker_processes_end_when_their_parent_is_killed() -> None:
+    code = (
+        "import multiprocessing, time, tuning\nif __name__ == '__main__':\n"
+        "    with tuning.worker_pool(2) as pool:\n        print(*pool.map(abs, [1, 2]), flush=True)\n"
+        "        print(*[p.pid for p in multiprocessing.active_children()], flush=True)\n"
+        "        pool.submit(time.sleep, 600)\n        time.sleep(600)"
+    )
+    Path("parent.py").write_text(code)
+    with subprocess.Popen(
+        [sys.executable, "parent.py"], text=True, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    ) as parent:
+        assert parent.stdout is not None
+        parent.stdout.readline()
+        children = [int(pid) for pid in parent.stdout.readline().split()]
+        parent.kill()
+    assert len(children) == 2
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
 def test_killed_while_saving_a_run_goes_on(weights: Path, tmp_path: Path) -> None:
