@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -31,12 +32,14 @@ import mae
 import mfac
 from config import BACKBONES, AlignConfig, BenchConfig, Bilevel, Data, Lower, Model, Upper, UsageError
 from cost import memory, work
-from data import Images, Split, View, batches, stream
+from data import Images, Split, Task, View, batches, stream
 from figures import COLOURS, pyplot
 from finetune import downstream_loss
 from lora import Backbone, Here, init_head, init_theta
-from runtime import autocast, pick_device, read_json, rng, trainable
-from stages import on_host_store, state
+from parallel import Parts, World, micro
+from runtime import autocast, environment, pick_device, read_json, rng, trainable
+from stages import of_parts, on_host_store, state
+from stopping import end_with_parent, only_the_parent_decides
 
 METHODS = ("mfac", "cg", "identity", "peft")
 CLASSES = 200  # as CUB-200, which the paper timed
@@ -50,45 +53,55 @@ def run(cfg: BenchConfig, report: Callable[[str, int, int, str], None]) -> dict[
     modes = ("equal", "natural")
     rows: list[dict[str, Any]] = []
     for i, (mode, method) in enumerate((mode, method) for mode in modes for method in METHODS):
-        report("bench", i + 1, len(modes) * len(METHODS) + 3, f"{mode} {method}")
+        report("bench", i, 11, f"{mode} {method}")
         row = {"mode": mode, "method": method, **isolated(alternation, cfg.model_dump_json(), method, mode)}
+        rows.append(row)
+        if "failed" in row:
+            continue
         passes = row["phases"].get("lower passes", 0.0), row["phases"].get("upper passes", 0.0)
         done = cfg.lower_steps * cfg.p_batch * lower * (passes[0] > 0), cfg.upper_steps * cfg.d_batch * upper
         done = (done[0], done[1] / (2 if method == "peft" else 1))
         row["TFLOP_per_s"] = sum(done) / sum(passes)
         seen = cfg.lower_steps * cfg.p_batch * (passes[0] > 0) + cfg.upper_steps * cfg.d_batch
         row["images_per_s"] = seen / row["seconds"]
-        rows.append(row)
-    report("bench", 9, 11, "matrix product")
+        row["matrix_share"] = row["TFLOP_per_s"] / row["matrix_TFLOP_per_s"]
+        row["hours_500"] = row["seconds"] * 500 / 3600
+    report("bench", 8, 11, "matrix product")
     rates = {str(dtype).removeprefix("torch."): matrix_rate(device, dtype) for dtype in (torch.float32, torch.bfloat16)}
-    report("bench", 10, 11, "M-FAC against the recursion")
+    report("bench", 9, 11, "M-FAC against the recursion")
     closed_form = curvature(arch.depth, 4 * cfg.rank * arch.dim, cfg.stored, cfg.repeats)
-    report("bench", 11, 11, "loader")
+    report("bench", 10, 11, "loader")
     loader = decoding(cfg, arch.image_size)
-    by = {(row["mode"], row["method"]): row for row in rows}
+    report("bench", 11, 11, "done")
+    by = {(row["mode"], row["method"]): row for row in rows if "failed" not in row}
     ratios = {
         f"cg over mfac, {what}, {mode}": by[mode, "cg"][what] / by[mode, "mfac"][what]
         for mode in modes
+        if {(mode, "cg"), (mode, "mfac")} <= by.keys()
         for what in ("seconds", "peak_GB")
         if (by[mode, "mfac"][what] or 0) > 0.01  # below 10 MB, or unknown, a ratio says nothing
     }
-    own = by["natural", "mfac"]
-    share = sum(own["phases"].get(phase, 0.0) for phase in ("store", "curvature", "apply")) / own["seconds"]
+    share = None
+    if own := by.get(("natural", "mfac")):
+        share = sum(own["phases"].get(phase, 0.0) for phase in ("store", "curvature", "apply")) / own["seconds"]
     return {
         "rows": rows, "ratios": ratios, "mfac_share": share, "matrix_TFLOP_per_s": rates, "mfac_method": closed_form,
         "decoded_images_per_s": loader, "device": str(device), "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+        "torch": torch.__version__, "environment": environment(),
     }  # fmt: skip
 
 
 def budget(cfg: BenchConfig) -> dict[str, Any]:
-    """What is to be run, and the memory of its largest part but CG, for --dry-run."""
+    """What is to be run, and the memory of its largest parts, M-FAC and CG, for --dry-run."""
     arch = BACKBONES[cfg.backbone].arch
     lower, upper = work(arch, cfg.rank, 0.75)
     flop = cfg.lower_steps * cfg.p_batch * lower + cfg.upper_steps * cfg.d_batch * upper
     alternations = len(METHODS) * 2 * (cfg.repeats + 1)
-    needs = memory(setting(cfg, "mfac"), arch, CLASSES, pick_device(cfg.machine.device))
-    return {"alternations": alternations, "TFLOP_an_alternation": flop / 1e12, "memory_MB": needs}
+    device, labels = pick_device(cfg.machine.device), torch.zeros(0, dtype=torch.long)
+    nothing = Split([], labels)
+    task = Task("bench", nothing, nothing, nothing, [""] * CLASSES)
+    needs = {f"memory_MB_{m}": memory(setting(cfg, m), arch, task, device) for m in ("mfac", "cg")}
+    return {"alternations": alternations, "TFLOP_an_alternation": flop / 1e12, **needs}
 
 
 def setting(cfg: BenchConfig, method: str) -> AlignConfig:
@@ -110,9 +123,24 @@ def setting(cfg: BenchConfig, method: str) -> AlignConfig:
 
 
 def isolated(fn: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """Call a function in a process of its own."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(fn, *args).result()
+    """Call a function in a process of its own; that it had not enough memory is a result, too."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), obedient) as pool:
+        try:
+            return pool.submit(fn, *args).result()
+        except BrokenProcessPool:
+            return {"failed": "its process died, perhaps for want of memory"}
+        except (torch.OutOfMemoryError, MemoryError):
+            return {"failed": "out of memory"}
+        except RuntimeError as error:
+            if "can't allocate memory" not in str(error):
+                raise
+            return {"failed": "out of memory"}
+
+
+def obedient() -> None:
+    """A process that hears no signals, and ends with its parent."""
+    only_the_parent_decides()
+    end_with_parent()
 
 
 def network(cfg: BenchConfig, device: torch.device) -> mae.MAE:
@@ -123,7 +151,7 @@ def network(cfg: BenchConfig, device: torch.device) -> mae.MAE:
 
 
 def alternation(text: str, method: str, mode: str) -> dict[str, Any]:
-    """Median seconds by phase of one alternation (for peft: of N_U steps), and peak memory beyond the networks.
+    """Median seconds by phase of one alternation (for peft: of N_U steps), and `Peak`'s memory.
 
     `text` is the BenchConfig as JSON, since this runs in a process of its own.
     """
@@ -135,8 +163,9 @@ def alternation(text: str, method: str, mode: str) -> dict[str, Any]:
     phi_D = trainable(init_head(arch.dim, CLASSES, rng(cfg.seed, "head")), device)
     how = setting(cfg, method)
     s = state(how, leaves, trainable(task.phi, device), phi_D)
-    amp = mode == "natural"
-    kernels: AbstractContextManager[Any] = nullcontext() if amp else sdpa_kernel(SDPBackend.MATH)
+    natural, how_ = mode == "natural", World().gradients
+    amp = natural and cfg.amp
+    kernels: AbstractContextManager[Any] = nullcontext() if natural else sdpa_kernel(SDPBackend.MATH)
     loss_P, loss_D = (autocast(loss, device, amp) for loss in (task.loss, downstream_loss(task.backbone)))
     pretext, downstream = endless(task, cfg, device)
     clock, phases = bisslight.Clock(device, fine=True), []
@@ -145,53 +174,77 @@ def alternation(text: str, method: str, mode: str) -> dict[str, Any]:
     with kernels:
         if method == "peft":
             for _ in range(cfg.repeats + 1):
-                phases.append(peft_steps(s, loss_D, downstream, cfg.upper_steps, clock))
+                phases.append(peft_steps(s, loss_D, downstream, cfg.upper_steps, clock, how_))
         else:
             inverse: Any = {"mfac": mfac.mfac, "identity": mfac.identity, "cg": partial(cg.cg, iterations=5)}[method]
             on_host = method == "mfac" and cfg.machine.mfac_device == "cpu"
             s.G = on_host_store(cfg.lower_steps, theta, device) if on_host else None
             bisslight.align(
                 s, how.bilevel, loss_P, loss_D, inverse, pretext, downstream, task.after_step,
-                lambda s, log: phases.append(log.seconds), task.loss, clock=clock,
+                lambda s, log: phases.append(log.seconds), of_parts(task.loss), how=how_, clock=clock,
             )  # fmt: skip
     peak = memory.read()
     kept = phases[1:]  # the first alternation warms caches up
     median = {phase: statistics.median(p.get(phase, 0.0) for p in kept) for phase in kept[0]}
     seconds = statistics.median(sum(p.values()) for p in kept)
-    return {"seconds": seconds, "phases": median, "peak_GB": peak, "amp": amp and device.type == "cuda"}
+    amp = amp and device.type == "cuda"
+    rate = matrix_rate(device, torch.bfloat16 if amp else torch.float32)
+    about = {"amp": amp, "matrix_TFLOP_per_s": rate, "host_peak_GB": host_peak()}
+    return {"seconds": seconds, "phases": median, "peak_GB": peak, **about}
 
 
 def peft_steps(
-    s: bisslight.State, loss_D: Callable[..., Tensor], downstream: Iterator[Any], steps: int, clock: bisslight.Clock
+    s: bisslight.State,
+    loss_D: Callable[..., Tensor],
+    downstream: Iterator[Any],
+    steps: int,
+    clock: bisslight.Clock,
+    how: Callable[..., list[Tensor]],
 ) -> dict[str, float]:
     """Plain fine-tuning steps, timed like the upper level's."""
     clock.start()
     for _ in range(steps):
         batch, here = next(downstream)
         clock.lap("data")
-        _, g, g_phi = bisslight.gradients(loss_D, s.theta_D, s.phi_D, batch, here)
+        _, g, g_phi = bisslight.gradients(loss_D, s.theta_D, s.phi_D, batch, here, how=how)
         clock.lap("upper passes")
         s.opt_D.update([(s.theta_D, g), *bisslight.pairs(s.phi_D, g_phi)])
         clock.lap("optimiser")
     return clock.take()
 
 
-def endless(task: mae.MAE, cfg: BenchConfig, device: torch.device) -> tuple[Iterator[mae.Batch], Iterator[Any]]:
-    """Random batches that are on the device already."""
+def endless(task: mae.MAE, cfg: BenchConfig, device: torch.device) -> tuple[Iterator[Parts], Iterator[Any]]:
+    """Random batches that are on the device already, in parts of --micro-batch images."""
     size = BACKBONES[cfg.backbone].arch.image_size
     g = rng(cfg.seed, "images")
     images = torch.randn(max(cfg.p_batch, cfg.d_batch), 3, size, size, generator=g).to(device)
     targets = torch.randint(CLASSES, (cfg.d_batch,), generator=g).to(device)
 
-    def lower() -> Iterator[mae.Batch]:
+    def pieces(batch: int) -> list[slice]:
+        return [slice(piece.start, piece.stop) for piece in micro(range(batch), cfg.machine.micro_batch)]
+
+    def lower() -> Iterator[Parts]:
         while True:
-            yield task.prepare(images[: cfg.p_batch], g)
+            seed = rng(cfg.seed, "mask")
+            yield [
+                ((at.stop - at.start) / cfg.p_batch, task.prepare(images[at], seed, at.start, cfg.p_batch))
+                for at in pieces(cfg.p_batch)
+            ]
 
     def upper() -> Iterator[Any]:
+        parts = [((at.stop - at.start) / cfg.d_batch, (images[at], targets[at])) for at in pieces(cfg.d_batch)]
         while True:
-            yield (images[: cfg.d_batch], targets), Here()
+            yield parts, [Here()] * len(parts)
 
     return lower(), upper()
+
+
+def host_peak() -> float | None:
+    """GB of host memory that this process has taken at most, None where the system does not tell."""
+    try:
+        return resident("VmHWM") / 1e9
+    except (OSError, StopIteration):
+        return None
 
 
 class Peak:
@@ -350,7 +403,7 @@ def draw(results: Sequence[Mapping[str, Any]]) -> Any:
     ):
         for i, (method, mode) in enumerate((m, mode) for m in ("mfac", "cg") for mode in ("natural", "equal")):
             values = [
-                next(row[what] or 0.0 for row in result["rows"] if (row["method"], row["mode"]) == (method, mode))
+                next(row.get(what) or 0.0 for row in result["rows"] if (row["method"], row["mode"]) == (method, mode))
                 for result in results
             ]
             at = [x + 0.2 * (i - 1.5) for x in range(len(values))]

@@ -641,6 +641,7 @@ def bench(config: BenchConfig, common: dict[str, Any], sources: dict[str, str]) 
     """Time and memory of one alternation, phase by phase, for M-FAC, CG, no curvature and plain PEFT. Writes --out."""
     import bench as room
     from figures import pyplot, save
+    from paper import memory_of
     from runtime import write_atomic
 
     out = common["out"] or Path("runs") / f"bench-{config.backbone}"
@@ -665,15 +666,28 @@ def bench(config: BenchConfig, common: dict[str, Any], sources: dict[str, str]) 
     if common["json"]:
         print(json.dumps(result))
         return None
-    phases = sorted({phase for row in result["rows"] for phase in row["phases"]} - {"lower", "upper"})
-    table = Table("setting", "method", "seconds", *phases, "peak GB", "images/s", "TFLOP/s", box=None)
-    for row in result["rows"]:
+    done = [row for row in result["rows"] if "failed" not in row]
+    phases = sorted({phase for row in done for phase in row["phases"]} - {"lower", "upper"})
+    times = Table("setting", "method", "seconds", *phases, box=None)
+    rest = ("peak GB", "the paper's", "host GB", "images/s", "TFLOP/s", "of matrix product", "hours for T = 500")
+    worth = Table("setting", "method", *rest, box=None)
+    for row in done:
+        name = row["mode"], row["method"]
         numbers = [f"{row['phases'][phase]:.3f}" if phase in row["phases"] else "" for phase in phases]
-        peak = "" if row["peak_GB"] is None else f"{row['peak_GB']:.2f}"
-        rates = [f"{row['images_per_s']:.2f}", f"{row['TFLOP_per_s']:.3f}"]
-        table.add_row(row["mode"], row["method"], f"{row['seconds']:.3f}", *numbers, peak, *rates)
-    paper.print(table)
+        times.add_row(*name, f"{row['seconds']:.3f}", *numbers)
+        published = memory_of(row["method"], config.backbone)
+        peaks = [
+            "" if x is None else f"{x:.2f}" for x in (row["peak_GB"], published and published[0], row["host_peak_GB"])
+        ]
+        rates = [f"{row['images_per_s']:.2f}", f"{row['TFLOP_per_s']:.3f}", f"{100 * row['matrix_share']:.0f} %"]
+        worth.add_row(*name, *peaks, *rates, f"{row['hours_500']:.3g}" if row["method"] != "peft" else "")
+    paper.print(times)
+    paper.print(worth)
+    for row in result["rows"]:
+        if "failed" in row:
+            print(f"{row['mode']} {row['method']}: {row['failed']}")
     said = {**result["ratios"], "M-FAC's share of an alternation": result["mfac_share"]}
+    said = {name: value for name, value in said.items() if value is not None}
     said |= {f"M-FAC, {name}": value for name, value in result["mfac_method"].items()}
     said |= {f"matrix product, {name}, TFLOP/s": value for name, value in result["matrix_TFLOP_per_s"].items()}
     said["images/s decoded"] = result["decoded_images_per_s"]
@@ -800,7 +814,7 @@ def attempt(arguments: list[str]) -> int:
         return complain(f"{where}{error.strerror or error}{remedy}", 2 if wrong else 1)
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":
-            return complain(f"out of GPU memory: {LESS}", 1)
+            return complain("; ".join(["out of GPU memory: " + LESS, *getattr(error, "__notes__", [])]), 1)
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # Python's, and torch's on a CPU
             return complain(f"out of memory: {LESS}; or lower --workers or --jobs", 1)
         if not hasattr(error, "format_message"):  # not one of Typer's own complaints: a defect, with its traceback

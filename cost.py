@@ -5,9 +5,11 @@ memory    bytes of one step of each level, by running both on tensors without da
 budget    all of it for an align run
 """
 
+import contextlib
+import os
 import shutil
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,9 @@ import paper
 from bisslight import gradients
 from cg import cg
 from config import AlignConfig, Arch, FinetuneConfig, Masks
-from data import Task
+from data import SCORED, Task
 from finetune import downstream_loss
-from lora import Backbone, Phi, build_vit, init_head
+from lora import Backbone, Phi, build_vit, features, init_head
 from parallel import world
 from runtime import autocast, rng
 
@@ -116,14 +118,15 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def memory(cfg: AlignConfig | FinetuneConfig, arch: Arch, classes: int, device: torch.device) -> dict[str, float]:
+def memory(cfg: AlignConfig | FinetuneConfig, arch: Arch, task: Task, device: torch.device) -> dict[str, float]:
     """MB of tensors that a run needs at its peak on the device, from the shapes of one step; nothing is computed.
 
-    `peak` is networks + state (trained tensors, AdamW's moments, stored gradients) + the larger of the two passes,
-    which include their gradients and images. Leaves out what libraries take, and validation in batches of 256.
+    `peak` is networks + state (trained tensors, AdamW's moments, stored gradients) + the largest of the passes, which
+    include their gradients and images. Leaves out what libraries take.
     """
     jepa, peers, piece = cfg.model.pretext == "ijepa", world(), cfg.machine.micro_batch
     assert cfg.model.rank is not None
+    classes, validated = len(task.classes), -(-len(task.val.targets) // peers.size)
     with torch.device("meta"):
         vit = build_vit(arch)
         head: nn.Module = ijepa.Predictor(arch) if jepa else mae.Decoder(arch)
@@ -163,7 +166,7 @@ def memory(cfg: AlignConfig | FinetuneConfig, arch: Arch, classes: int, device: 
         trained, passes, stored = [theta, *phi_D.values()], {}, 0
         if isinstance(cfg, AlignConfig):
             trained += [theta, *phi_P.values()]
-            if cfg.bilevel.hypergrad == "mfac" and cfg.machine.mfac_device == "same":
+            if cfg.bilevel.hypergrad == "mfac" and (cfg.machine.mfac_device == "same" or device.type == "cpu"):
                 stored = cfg.bilevel.lower_steps * nbytes([theta]) // peers.size
             passes["lower_pass"] = lower(cfg, backbone, head, arch, step, phi_P)
             if cfg.bilevel.hypergrad == "cg":
@@ -171,10 +174,44 @@ def memory(cfg: AlignConfig | FinetuneConfig, arch: Arch, classes: int, device: 
             passes["upper_pass"] = step(downstream_loss(backbone), phi_D, labelled, cfg.upper.d_batch)
         else:
             passes["pass"] = step(downstream_loss(backbone), phi_D, labelled, cfg.peft.batch)
+        x = torch.empty(min(validated, SCORED, piece or SCORED), 3, arch.image_size, arch.image_size, device=device)
+        with torch.no_grad(), Watch([*fixed, theta, x]) as watch:
+            autocast(partial(features, backbone, theta), device, cfg.amp)(x)
+        passes["validation"] = int(watch.peak) + nbytes([x])
         parts = {"networks": nbytes(fixed), "state": 3 * nbytes(trained) + stored, **passes}
     return {name: size / 1e6 for name, size in parts.items()} | {
         "peak": (parts["networks"] + parts["state"] + max(passes.values())) / 1e6
     }
+
+
+@contextlib.contextmanager
+def noting_what_fits(cfg: AlignConfig | FinetuneConfig, arch: Arch, task: Task, device: torch.device) -> Iterator[None]:
+    """Where a run has not enough memory on its device, note on the error which --micro-batch has."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        cuda = device.type == "cuda"
+        room = torch.cuda.mem_get_info(device)[1] if cuda else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if note := what_fits(cfg, arch, task, device, room / 1e9):
+            error.add_note(note)
+        raise
+
+
+def what_fits(
+    cfg: AlignConfig | FinetuneConfig, arch: Arch, task: Task, device: torch.device, room: float
+) -> str | None:
+    """The largest --micro-batch smaller than now that needs less than 0.9 of `room` GB, and what that is."""
+    batch = max(cfg.lower.p_batch, cfg.upper.d_batch) if isinstance(cfg, AlignConfig) else cfg.peft.batch
+    size = (cfg.machine.micro_batch or batch) // 2
+    if cfg.model.head == "batchnorm":  # takes its batch whole
+        return None
+    while size:
+        smaller = cfg.machine.model_copy(update={"micro_batch": size})
+        need = memory(cfg.model_copy(update={"machine": smaller}), arch, task, device)["peak"] / 1e3
+        if need < 0.9 * room:
+            return f"--micro-batch {size} should need {need:.2g} of {room:.2g} GB"
+        size //= 2
+    return f"no --micro-batch fits into {room:.2g} GB"
 
 
 def lower(

@@ -48,6 +48,9 @@ class Split(NamedTuple):
     targets: Tensor
 
 
+SCORED = 256  # images that are looked at together in validation and test, unless --micro-batch says less
+
+
 class Task(NamedTuple):
     """A labelled dataset. `mean` and `std` normalise its channels; `missing` counts listed images that are absent."""
 

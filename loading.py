@@ -32,6 +32,7 @@ from config import (
     defaults_of,
 )
 from data import (
+    SCORED,
     Augment,
     Channels,
     Draw,
@@ -233,8 +234,9 @@ class Downstream(NamedTuple):
                 here.append(Here(None if factors is None else factors.to(self.device, non_blocking=True), stats))
             yield parts, here
 
-    def score(self, split: Split, theta: Tensor, phi_D: Phi, batch: int = 256) -> Score:
+    def score(self, split: Split, theta: Tensor, phi_D: Phi) -> Score:
         """What a model is worth on the whole split, of which each process looks at its share."""
+        batch = min(SCORED, self.micro or SCORED)
         predict = autocast(partial(logits, self.loaded.backbone, theta, phi_D), self.device, self.amp)
         draws = in_order(self.peers.share(len(split.targets)), batch)
         if id(split) not in self.scored:

@@ -60,6 +60,15 @@ SIMILARITY: dict[tuple[str, str], tuple[float, float]] = {
 }
 
 
+def memory_of(method: str, backbone: str) -> tuple[int, int] | None:
+    """(GB, GPUs): the paper's peak memory with mfac, cg or peft, on the fewest GPUs; None where it gives none."""
+    label = {"mfac": "BiSSLight", "cg": "BiSSL", "peft": "PEFT, batch 64"}.get(method)
+    sizes = [*BACKBONE_MILLIONS]
+    found = [(gpus[sizes.index(backbone)], row[backbone]) for (name, gpus), row in MEMORY_GB.items()
+             if name == label and backbone in row]  # fmt: skip
+    return (min(found)[1], min(found)[0]) if found else None
+
+
 def reported(backbone: str, dataset: str, arm: str, pretext: str = "mae") -> Reported | None:
     """The paper's figure for an arm: PEFT, BiSSLight (+ PEFT) or BiSSL (+ PEFT); None where it gives none."""
     tables = [(IJEPA, "tab:classificaiton_acc_bisslight_ijepa")]

@@ -430,6 +430,9 @@ def benches(results: Sequence[Mapping[str, Any]]) -> list[Markup]:
     rows, said, ratios = [], [], []
     for name, made in zip(bench.names(results), results, strict=True):
         for row in made["rows"]:
+            if "failed" in row:
+                rows.append([name, row["mode"], row["method"], row["failed"], "", "", "", ""])
+                continue
             published = memory_of(row["method"], made["config"]["backbone"])
             seconds, peak = f"{row['seconds']:.4g}", "" if row["peak_GB"] is None else f"{row['peak_GB']:.2f}"
             speed = f"{row['images_per_s']:.4g}", f"{row['TFLOP_per_s']:.4g}"
@@ -443,12 +446,9 @@ def benches(results: Sequence[Mapping[str, Any]]) -> list[Markup]:
 
 
 def memory_of(method: str, backbone: str) -> str:
-    """The paper's peak memory in GB, and on how many GPUs."""
-    label = {"mfac": "BiSSLight", "cg": "BiSSL", "peft": "PEFT, batch 64"}.get(method)
-    column = [*paper.BACKBONE_MILLIONS].index(backbone) if backbone in paper.BACKBONE_MILLIONS else 0
-    found = [(gpus[column], row[backbone]) for (name, gpus), row in paper.MEMORY_GB.items()
-             if name == label and backbone in row]  # fmt: skip
-    return f"{min(found)[1]} ({min(found)[0]} GPU{'s' if min(found)[0] > 1 else ''})" if found else ""
+    """The paper's peak memory in GB, and on how many GPUs; nothing where it gives none."""
+    found = paper.memory_of(method, backbone)
+    return f"{found[0]} ({found[1]} GPU{'s' if found[1] > 1 else ''})" if found else ""
 
 
 def defaults(config: Any) -> dict[str, Any]:

@@ -294,7 +294,8 @@ def short_names(paths: Sequence[Path]) -> list[str]:
     >>> short_names([Path("s/rank-1/align"), Path("s/rank-2/align")])
     ['rank-1/align', 'rank-2/align']
     """
-    for n in range(1, max(len(path.parts) for path in paths) + 1):
+    names: list[str] = []
+    for n in range(1, max((len(path.parts) for path in paths), default=0) + 1):
         names = ["/".join(path.parts[-n:]) for path in paths]
         if len({*names}) == len(names):
             break

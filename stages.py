@@ -12,7 +12,7 @@ import copy
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ from config import (
     RunError,
     UsageError,
 )
-from cost import budget, memory
+from cost import budget, memory, noting_what_fits
 from data import IMAGENET, Augment, Task, epochs, quilts, stream
 from loading import (
     Downstream,
@@ -250,7 +250,7 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
         for name in (data.dataset, data.pool):
             fits(name, sizes)
         if options.dry_run:
-            needs = memory(cfg, sizes, len(labelled.classes), pool.device)
+            needs = memory(cfg, sizes, labelled, pool.device)
             return budget(cfg, sizes, labelled, len(pool.images)) | {"memory_MB": needs} | missing | {"config": cfg}
     fetch_weights(model, options.report)
     d = downstream(model, data, machine, cfg.amp, labelled)
@@ -273,7 +273,7 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
     if cfg.bilevel.hypergrad == "exact" and peers.size > 1:
         raise UsageError("--hypergrad exact: runs in one process, start it without torchrun")
     if options.dry_run:
-        return about | {"memory_MB": memory(cfg, arch, len(labelled.classes), device), "config": cfg}
+        return about | {"memory_MB": memory(cfg, arch, labelled, device), "config": cfg}
     defining = {"weights_sha256": d.loaded.digest, "data_sha256": labelled.fingerprint(), "images": about["images"]}
     defining |= {"pool_sha256": pool.fingerprint(), "upper_rates": rates}
     run = open_run(out, "align", cfg, options.resume, options.force, **defining, sources=options.sources)
@@ -288,7 +288,7 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
         chosen = cfg.model_copy(update={"upper": cfg.upper.model_copy(update={"d_lr": d_lr, "d_lr_from": None})})
         task = make_task(chosen, d.loaded, theta.to(device))
         try:
-            with signals.listening():
+            with signals.listening(), noting_what_fits(cfg, arch, labelled, device):
                 theta_P = attempt(chosen, d, task, theta, pool, run, options.report, watched=len(rates) > 1)
             break
         except Diverged as error:
@@ -482,15 +482,22 @@ def of_parts(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def on_first_batch(
     loss_H: Callable[..., Tensor], task: PretextTask[Any], pool: Pool, cfg: AlignConfig, done: int
 ) -> Callable[..., Tensor]:
-    """L^P on the images of the first pretext batch, prepared anew at each call, whatever batch is given: as released.
+    """L^P on the first batch of the current pass over the pool, prepared anew at each call: as released.
 
-    `done` products have been computed before a resumed run goes on.
+    Whatever batch is given. `done` products have been computed before a resumed run goes on.
     """
-    x, share, whole = next(pool._replace(workers=0).arrived(cfg.lower.p_batch, 0, 1))
-    calls = itertools.count(done)
+    calls, b, size = itertools.count(done), cfg.bilevel, cfg.lower.p_batch
+
+    @lru_cache(maxsize=1)
+    def first(step: int) -> tuple[Tensor, range, int]:
+        return next(pool._replace(workers=0).arrived(size, step, step + 1))
 
     def loss(theta: Tensor, phi: Phi, batch: Any) -> Tensor:
-        return loss_H(theta, phi, pool.prepared(task, x, share, whole, "cg mask", next(calls)))
+        call = next(calls)
+        seen = call // (b.upper_steps * b.cg_iterations) * b.lower_steps * size  # images, before this alternation
+        n = len(pool.images)
+        x, share, whole = first(-(-(seen // n * n) // size))  # the first step that begins in this pass
+        return loss_H(theta, phi, pool.prepared(task, x, share, whole, "cg mask", call))
 
     return loss
 

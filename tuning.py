@@ -31,7 +31,7 @@ from config import (
     RunError,
     UsageError,
 )
-from cost import memory
+from cost import memory, noting_what_fits
 from data import epochs
 from loading import (
     Downstream,
@@ -263,7 +263,7 @@ def finetune(cfg: FinetuneConfig, options: Options, pool: Executor | None = None
         fits(data.dataset, BACKBONES[model.backbone].arch)
         if options.dry_run:
             sizes = BACKBONES[model.backbone].arch
-            needs = memory(cfg, sizes, len(task.classes), pick_device(machine.device))
+            needs = memory(cfg, sizes, task, pick_device(machine.device))
             return about | {"memory_MB": needs} | missing | {"config": cfg}
     fetch_weights(model, options.report)
     d = downstream(model, data, machine, cfg.amp, task)
@@ -272,7 +272,7 @@ def finetune(cfg: FinetuneConfig, options: Options, pool: Executor | None = None
         origin = check_adapter(start, model, d.loaded, data.dataset)
     refuse_batches(cfg, d, [p.batch, n % p.batch])
     if options.dry_run:
-        return about | {"memory_MB": memory(cfg, d.loaded.arch, len(task.classes), d.device), "config": cfg}
+        return about | {"memory_MB": memory(cfg, d.loaded.arch, task, d.device), "config": cfg}
     defining = {"weights_sha256": d.loaded.digest, "data_sha256": task.fingerprint(), "images": about["images"]}
     run = open_run(out, "finetune", cfg, options.resume, options.force, **defining, sources=options.sources)
     options.announce(f"seed {cfg.seed}, device {d.device}, {runs} runs, {about['steps']} steps -> {out}")
@@ -297,7 +297,7 @@ def finetune(cfg: FinetuneConfig, options: Options, pool: Executor | None = None
         if todo:
             options.report("runs", len(done), runs, "")
         results = completed(pool, todo) if pool else map(partial(run_unit, report=options.report), todo)
-        with signals.listening():
+        with signals.listening(), noting_what_fits(cfg, d.loaded.arch, task, d.device):
             for outcome in results:
                 keep(run, d, cfg, outcome)
                 done[outcome["lr"], outcome["seed"]] = outcome

@@ -1,6 +1,7 @@
 """The bench at toy size: what it must hold to be believed, not how fast anything is."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from PIL import Image
 import bench
 import cli
 from bench import apply_as_the_paper, as_the_paper
+from config import BenchConfig, Machine
 from mfac import mfac
 
 
@@ -63,3 +65,79 @@ def test_the_peaks_of_memory_are_those_of_a_known_allocation() -> None:
     if read is None:
         pytest.skip("this system does not tell peak memory")
     assert 0.19 < read < 0.25
+
+
+TOY = "bench --backbone vit_mini --rank 4 --p-batch 8 --d-batch 4 --lower-steps 2 --upper-steps 1 --repeats 1"
+
+
+def test_a_method_that_does_not_fit_is_told_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """CG on one GPU, at the paper's batch; and a picture that holds an earlier bench, too."""
+    monkeypatch.chdir(tmp_path)
+
+    def without_cg(fn: Any, text: str, method: str, mode: str) -> dict[str, Any]:
+        return {"failed": "out of memory"} if method == "cg" else fn(text, method, mode)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(bench, "isolated", without_cg)
+    assert cli.run([*TOY.split(), "--quiet", "--out", "a"]) == 0
+    assert capsys.readouterr().out.count("cg: out of memory") == 2
+    result = json.loads(Path("a/bench.json").read_text())
+    assert result["ratios"] == {}
+    monkeypatch.setattr(bench, "isolated", lambda fn, *args: fn(*args))
+    drawn: list[list[str]] = []
+    draw = bench.draw
+
+    def watched(results: Any) -> Any:
+        drawn.append(bench.names(results))
+        return draw(results)
+
+    monkeypatch.setattr(bench, "draw", watched)
+    assert cli.run([*TOY.split(), "--rank", "2", "--out", "b", "--against", "a"]) == 0
+    assert "hours" in capsys.readouterr().out
+    assert drawn == [["vit_mini, rank 4", "vit_mini, rank 2"]]
+    assert cli.run(["report", "a", "b", "--quiet"]) == 0
+    page = Path("report.html").read_text()
+    assert "What an alternation costs" in page
+    assert page.count("out of memory") == 2
+    assert cli.run([*TOY.split(), "--out", "c", "--against", "nowhere"]) == 2
+    assert "nowhere: is not a bench" in capsys.readouterr().err
+
+
+def test_a_process_that_dies_or_lacks_memory_is_a_result() -> None:
+    assert bench.isolated(dies) == {"failed": "its process died, perhaps for want of memory"}
+    assert bench.isolated(lacks_memory) == {"failed": "out of memory"}
+
+
+def dies() -> dict[str, Any]:
+    os._exit(9)
+
+
+def lacks_memory() -> dict[str, Any]:
+    raise torch.OutOfMemoryError("planted")
+
+
+@pytest.mark.parametrize("micro", [None, 3])
+def test_bench_passes_pieces_and_precision_as_asked(micro: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    asked: list[bool] = []
+    loss, autocast = bench.mae.MAE.loss, bench.autocast
+
+    def watched(self: Any, theta: Any, phi: Any, batch: Any) -> Any:
+        seen.append(len(batch.images))
+        return loss(self, theta, phi, batch)
+
+    monkeypatch.setattr(bench.mae.MAE, "loss", watched)
+
+    def precise(fn: Any, device: torch.device, amp: bool) -> Any:
+        asked.append(amp)
+        return autocast(fn, device, amp)
+
+    monkeypatch.setattr(bench, "autocast", precise)
+    cfg = BenchConfig(
+        backbone="vit_mini", rank=4, p_batch=8, d_batch=4, lower_steps=1, upper_steps=1, repeats=1, amp=False,
+        machine=Machine(micro_batch=micro),
+    )  # fmt: skip
+    bench.alternation(cfg.model_dump_json(), "mfac", "natural")
+    assert seen[:3] == ([8, 8] if micro is None else [3, 3, 2])
+    assert not any(asked)

@@ -63,6 +63,12 @@ def test_the_passes_do_no_more_than_they_must(name: str) -> None:
     assert counted(name, False) / (upper / 2) == pytest.approx(1, abs=0.02)
 
 
+def labelled(classes: int, validated: int) -> Task:
+    """A task of which only its sizes matter."""
+    some, none = (Split([], torch.zeros(n, dtype=torch.long)) for n in (validated, 0))
+    return Task("x", none, some, none, [""] * classes)
+
+
 MEASURE = """
 import sys
 import torch
@@ -110,7 +116,7 @@ def test_the_memory_of_a_step_is_what_the_process_grows_by(recompute: bool) -> N
         model=Model(backbone="vit_b16", rank=16, recompute=recompute), data=Data(dataset="x"),
         lower=Lower(p_batch=batch), upper=Upper(d_batch=batch),
     )  # fmt: skip
-    told = cost.memory(cfg, arch, 50, torch.device("cpu"))
+    told = cost.memory(cfg, arch, labelled(50, 24), torch.device("cpu"))
     images = batch * 3 * 96 * 96 * 4 / 1e6
     for level in ("lower_pass", "upper_pass"):
         assert told[level] - images == pytest.approx(float(measured[level]), rel=0.1), level
@@ -123,7 +129,7 @@ def test_micro_batches_need_less_and_processes_share() -> None:
 
     def told(**machine: int) -> dict[str, float]:
         cfg = FinetuneConfig.model_validate({"model": model, "data": Data(dataset="x"), "machine": machine})
-        return cost.memory(cfg, arch, 8, cpu)
+        return cost.memory(cfg, arch, labelled(8, 300), cpu)
 
     whole, pieces = told(), told(micro_batch=32)
     images = 256 * 3 * 16 * 16 * 4 / 1e6
@@ -131,3 +137,21 @@ def test_micro_batches_need_less_and_processes_share() -> None:
     assert (whole["pass"] - images) / (pieces["pass"] - images) == pytest.approx(8, rel=0.15)
     assert whole["networks"] == pieces["networks"]
     assert pieces["pass"] > images + gradients
+    assert whole["validation"] / pieces["validation"] == pytest.approx(8, rel=0.15)  # 256 and 32 of 300 images
+    assert whole["validation"] < whole["pass"] / 2
+
+
+def test_a_run_out_of_memory_is_told_which_pieces_would_fit() -> None:
+    """By hand: the largest power of two below the batch whose own budget is small enough."""
+    arch, task, cpu = BACKBONES["vit_mini"].arch, labelled(8, 40), torch.device("cpu")
+    cfg = AlignConfig(model=Model(backbone="vit_mini", rank=8), data=Data(dataset="x"), lower=Lower(p_batch=96))
+
+    def peak(size: int) -> float:
+        machine = cfg.machine.model_copy(update={"micro_batch": size})
+        return cost.memory(cfg.model_copy(update={"machine": machine}), arch, task, cpu)["peak"] / 1e3
+
+    room = peak(12) / 0.9 * 1.01
+    assert cost.what_fits(cfg, arch, task, cpu, room) == f"--micro-batch 12 should need {peak(12):.2g} of {room:.2g} GB"
+    assert cost.what_fits(cfg, arch, task, cpu, 1e-4) == "no --micro-batch fits into 0.0001 GB"
+    whole = cfg.model_copy(update={"model": cfg.model.model_copy(update={"head": "batchnorm"})})
+    assert cost.what_fits(whole, arch, task, cpu, room) is None

@@ -1,8 +1,10 @@
 """Faults of the machine and of the numbers: full disk, folders that cannot be written, no memory, NaN."""
 
 import hashlib
+import itertools
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -200,21 +202,31 @@ def test_a_file_in_place_of_a_directory_is_named(weights: Path, capsys: Any) -> 
 def test_want_of_memory_names_the_settings_that_help(
     weights: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, start: str, command: str
 ) -> None:
-    def fails(*args: Any, **options: Any) -> None:
-        raise error
+    calls = itertools.count(1)
+
+    def fails(once: Any) -> Any:
+        """Once, in the first step of training; align has looked at a batch before."""
+
+        def planted(*args: Any, **options: Any) -> Any:
+            if next(calls) == (2 if command == "align" else 1):
+                raise error
+            return once(*args, **options)
+
+        return planted
 
     if command == "finetune":
-        monkeypatch.setattr("loading.logits", fails)
-        monkeypatch.setattr("finetune.logits", fails)
+        monkeypatch.setattr("finetune.logits", fails(finetune.logits))
         line = f"finetune --backbone vit_mini --weights {weights} --dataset quilts --epochs 1 --seeds 1 --lr 1 --quiet"
     else:
-        monkeypatch.setattr(mae.MAE, "loss", fails)
+        monkeypatch.setattr(mae.MAE, "loss", fails(mae.MAE.loss))
         line = "pretrain --pool quilts --backbone vit_mini --quiet"
     code, err = one_line(align(weights, "--out r") if command == "align" else line.split(), capsys)
     assert code == 1
     assert err.startswith(f"error: {start}")
     for flag in ("--micro-batch", "--recompute", "--p-batch", "--d-batch", "--batch"):
         assert flag in err
+    if command != "pretrain" and isinstance(error, torch.OutOfMemoryError):  # it names a size that would fit
+        assert re.search(r"--micro-batch \d+ should need [\d.]+ of [\d.]+ GB$", err.strip())
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
