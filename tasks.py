@@ -517,6 +517,7 @@ def state_of(name: str, root: Path) -> tuple[str, str]:
         task = benchmark(Data(dataset=name, partial=True), root)
         counts = tuple(len(split.targets) for split in (task.train, task.val, task.test))
         kind: Literal["there", "partial"] = "there" if sum(counts) == sum(b.sizes) else "partial"
-        return kind, f"{root / b.folder}: {counts[0]} / {counts[1]} / {counts[2]} images"
+        digest = task.fingerprint()[:12]  # of lists and labels, as runs record it
+        return kind, f"{root / b.folder}: {counts[0]} / {counts[1]} / {counts[2]} images, data_sha256 {digest}"
     except UsageError as error:
         return "damaged", str(error)

@@ -5,6 +5,7 @@
     python benchmarks/curvature.py runs/pre runs/curvature
 
 θ has 1,024 entries here, so its Hessian is dense. Cosine with the exact λ (H + λI)⁻¹ g, and the norm over its norm.
+All in float64: training to the optimum would otherwise end elsewhere with another number of threads.
 """
 
 import json
@@ -31,19 +32,22 @@ from mae import MAE, load
 from mfac import mfac
 from runtime import rng, trainable
 
-STEPS, LAMBDAS, STORED = 1500, (1e-5, 1e-4, 1e-3, 1e-2, 1e-1), (1, 5, 20, 80)
+CG, UNDAMPED = "CG, 5 steps, c = λ + 1", "CG, 5 steps, no damping"
+LABELS = {"cosine": "cosine with the exact q", "ratio": "|q| over the exact |q|"}
+STEPS, LAMBDAS, STORED = 1500, (1e-4, 1e-3, 1e-2, 1e-1, 1.0), (1, 5, 20, 80)
 
 
 def main(weights: Path, out: Path) -> None:
     """Gradients at a θ_P near the lower level's optimum, where the implicit function theorem is meant to be used."""
     out.mkdir(parents=True, exist_ok=True)
     vit, decoder, arch = load(weights / "backbone.pth", Model(backbone="vit_mini").backbone)
-    backbone = Backbone(vit).requires_grad_(False)
-    task = MAE(backbone, decoder, 0.3)
+    backbone = Backbone(vit.double()).requires_grad_(False)
+    task = MAE(backbone, decoder.double(), 0.3)
     pool, labelled = quilts(0)
-    mean, std = (torch.tensor(x).view(3, 1, 1) for x in (labelled.mean, labelled.std))
-    theta = init_theta(arch.depth, 1, arch.dim, rng(0, "lora")).requires_grad_()
-    phi_P, phi_D = trainable(task.phi), trainable(init_head(arch.dim, 8, rng(2)))
+    mean, std = (torch.tensor(x).double().view(3, 1, 1) for x in (labelled.mean, labelled.std))
+    theta = init_theta(arch.depth, 1, arch.dim, rng(0, "lora")).double().requires_grad_()
+    head = {name: tensor.double() for name, tensor in init_head(arch.dim, 8, rng(2)).items()}
+    phi_P, phi_D = trainable(task.phi), trainable(head)
     assert isinstance(labelled.train.images, Tensor)
     images = (labelled.train.images - mean) / std
     last = task.prepare((pool[:64] - mean) / std, rng(0, "mask"))  # one batch: its optimum is the Hessian's
@@ -61,46 +65,55 @@ def main(weights: Path, out: Path) -> None:
     loss_P = partial(task.loss, phi=phi_P, batch=last)
     flat = theta.detach().flatten()
     with sdpa_kernel(SDPBackend.MATH):
-        H = torch.autograd.functional.hessian(lambda x: loss_P(x.view_as(theta)), flat).double()
+        H = torch.autograd.functional.hessian(lambda x: loss_P(x.view_as(theta)), flat)
+    eigenvalues = torch.linalg.eigvalsh(H)
+    about = {"smallest": float(eigenvalues[0]), "largest": float(eigenvalues[-1])}
+    about["mean of tr GGᵀ / m over blocks"] = float(G[:, :20].square().sum(-1).mean())
     result: list[dict[str, Any]] = []
     for lam in LAMBDAS:
-        A = H + lam * torch.eye(len(flat))
-        truth = (lam * torch.linalg.solve(A, g.flatten().double())).view_as(g).float()  # Eq. 5
+        A = H + lam * torch.eye(len(flat), dtype=torch.float64)
+        truth = (lam * torch.linalg.solve(A, g.flatten())).view_as(g)  # Eq. 5
         found = {f"M-FAC, N_L {m}": mfac(G[:, :m], lam, theta, loss_P).apply(g) for m in STORED}
-        found["CG, 5 steps, c = λ + 1"] = cg(G, lam, theta, loss_P).apply(g)
-        found["CG, 5 steps, no damping"] = cg(G, lam, theta, loss_P, damping=0.0).apply(g)
+        found[CG] = cg(G, lam, theta, loss_P).apply(g)
+        found[UNDAMPED] = cg(G, lam, theta, loss_P, damping=0.0).apply(g)
         found["identity"] = g
         for name, q in found.items():
             cosine = float(torch.cosine_similarity(q.flatten(), truth.flatten(), 0))
-            result.append(
-                {"lambda": lam, "method": name, "cosine": cosine, "norm_ratio": float(q.norm() / truth.norm())}
-            )
-        result.append(
-            {
-                "lambda": lam,
-                "method": "exact over g",
-                "cosine": float(torch.cosine_similarity(g.flatten(), truth.flatten(), 0)),
-                "norm_ratio": float(truth.norm() / g.norm()),
-            }
-        )
-    (out / "curvature.json").write_text(json.dumps(result, indent=1))
-    plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    names = list(dict.fromkeys(row["method"] for row in result if row["method"] != "exact over g"))
-    for axis, what in zip(axes, ("cosine", "norm_ratio"), strict=True):
-        for i, name in enumerate(names):
-            values = [row[what] for row in result if row["method"] == name]
-            axis.plot(LAMBDAS, values, "o-", color=COLOURS[i % len(COLOURS)], label=name, linewidth=1.3, markersize=4)
-        axis.set_xscale("log")
-        axis.set_xlabel("λ")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("cosine with the exact q")
-    axes[1].set_ylabel("|q| over the exact |q|")
-    axes[1].set_yscale("log")
-    axes[0].legend(fontsize=7, frameon=False)
+            result.append({"lambda": lam, "method": name, "cosine": cosine, "ratio": float(q.norm() / truth.norm())})
+    (out / "curvature.json").write_text(json.dumps({"hessian": about, "rows": result}, indent=1))
+    figure = draw(result, about["smallest"])
     figure.savefig(out / "curvature.png", dpi=150)
+    print(", ".join(f"{name} {value:.3g}" for name, value in about.items()))
     for row in result:
-        print(f"λ {row['lambda']:g}  {row['method']:38} cosine {row['cosine']:.4f}  |q| ratio {row['norm_ratio']:.4g}")
+        print(f"λ {row['lambda']:g}  {row['method']:26} cosine {row['cosine']:.4f}  |q| ratio {row['ratio']:.4g}")
+
+
+def draw(rows: list[dict[str, Any]], smallest: float) -> Any:
+    """Against λ at the paper's N_L, and against N_L at three λ; what does not depend on N_L is a level line."""
+    figure, grid = pyplot().subplots(2, 2, figsize=(9, 6.4), layout="constrained")
+    by = {(row["lambda"], row["method"]): row for row in rows}
+    for (what, label), (top, bottom) in zip(LABELS.items(), grid.T, strict=True):
+        top.axvspan(LAMBDAS[0], -smallest, color="#dddddd", label="H + λI is not positive definite")
+        for i, name in enumerate(("M-FAC, N_L 20", CG, UNDAMPED, "identity")):
+            style = {"color": COLOURS[i], "linestyle": ("-", "--", ":", "-.")[i], "marker": "osv^"[i], "label": name}
+            top.plot(LAMBDAS, [by[lam, name][what] for lam in LAMBDAS], **style, markersize=4)
+        top.set_xscale("log")
+        top.set_xlabel("λ")
+        for i, lam in enumerate(LAMBDAS[-3:]):
+            values = [by[lam, f"M-FAC, N_L {m}"][what] for m in STORED]
+            bottom.plot(STORED, values, color=COLOURS[i], marker="o", markersize=4, label=f"M-FAC, λ {lam:g}")
+            bottom.axhline(by[lam, CG][what], color=COLOURS[i], linestyle="--", linewidth=1, label=f"CG, λ {lam:g}")
+        bottom.set_xscale("log")
+        bottom.set_xticks(STORED, [str(m) for m in STORED])
+        bottom.minorticks_off()
+        bottom.set_xlabel("N_L, stored gradients")
+        for axis in (top, bottom):
+            axis.set_ylabel(label)
+            axis.set_yscale("log" if what == "ratio" else "linear")
+            axis.grid(alpha=0.3)
+    grid[0, 0].legend(fontsize=7)
+    grid[1, 0].legend(fontsize=7)
+    return figure
 
 
 if __name__ == "__main__":
