@@ -131,7 +131,7 @@ def ends(low: float, high: float) -> list[str]:
     """Both ends of a scale, with as many digits as tell them apart.
 
     >>> ends(0.01562, 0.01567)
-    ['0.01562', '0.01567']
+    ['0.0156', '0.0157']
     """
     for digits in range(2, 8):
         said = [f"{value:.{digits}g}" for value in (low, high)]

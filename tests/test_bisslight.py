@@ -197,8 +197,8 @@ def test_a_loss_that_is_not_finite_stops_in_its_alternation_and_names_level_and_
         return good(theta, phi, batch) * (float("nan") if calls == (9 if level == "lower" else 13) else 1)
 
     setattr(problem, "loss_P" if level == "lower" else "loss_D", broken)
-    where = "block 0, step 2" if level == "lower" else "step 2"  # 7 lower steps; 5 upper steps of two passes
-    with pytest.raises(RunError, match=f"alternation 2, {level} level, {where}: not finite"):
+    # the ninth of 7 lower steps each; the thirteenth of 5 upper steps of two passes each
+    with pytest.raises(RunError, match=f"alternation 2, {level} level, block 0, step 2: not finite"):
         problem.run(identity, lower_steps=7, upper_steps=5)
 
 

@@ -151,7 +151,7 @@ def test_shards_together_are_one_process(whole: Path, weights: Path, capsys: Any
         2,
         ["error: --out s: is a sweep with other settings: lam 0.001 -> 0.5; choose another --out"],
     )
-    assert run(f"{line} --shard 0/2", capsys)[2].startswith("error: --out s/rank-1/align: a finished run")
+    assert run(f"{line} --shard 0/2", capsys)[2].startswith("error: s/rank-1/align: is there already, --resume")
 
 
 def test_who_comes_second_with_other_settings_is_refused(tmp_path: Path) -> None:
