@@ -38,7 +38,7 @@ from finetune import downstream_loss
 from lora import Backbone, Here, init_head, init_theta
 from parallel import Parts, World, micro
 from runtime import autocast, environment, pick_device, read_json, rng, trainable
-from stages import of_parts, on_host_store, state
+from stages import of_parts, on_host_store, part_by_part, state
 from stopping import end_with_parent, only_the_parent_decides
 
 METHODS = ("mfac", "cg", "identity", "peft")
@@ -176,7 +176,11 @@ def alternation(text: str, method: str, mode: str) -> dict[str, Any]:
             for _ in range(cfg.repeats + 1):
                 phases.append(peft_steps(s, loss_D, downstream, cfg.upper_steps, clock, how_))
         else:
-            inverse: Any = {"mfac": mfac.mfac, "identity": mfac.identity, "cg": partial(cg.cg, iterations=5)}[method]
+            inverse: Any = {
+                "mfac": mfac.mfac,
+                "identity": mfac.identity,
+                "cg": partial(cg.cg, iterations=5, pieces=part_by_part),
+            }[method]
             on_host = method == "mfac" and cfg.machine.mfac_device == "cpu"
             s.G = on_host_store(cfg.lower_steps, theta, device) if on_host else None
             bisslight.align(

@@ -55,17 +55,21 @@ def conjugate_gradients(
     return x
 
 
+Loss = Callable[[Tensor], Tensor]  # θ -> loss
+
+
 def cg(
     G: Tensor,
     lam: float,
     theta_P: Tensor,
-    loss_P: Callable[[Tensor], Tensor],
+    loss_P: Loss,
     iterations: int = 5,
     damping: float = 1.0,
     prefactor: Literal["c", "lambda"] = "c",
     sizes: Sequence[int] | None = None,
     fresh: bool = False,
     total: Callable[[Sequence[Tensor]], Sequence[Tensor]] = tuple,
+    pieces: Callable[[Loss], Sequence[Loss]] = lambda loss: [loss],
 ) -> Solve:
     """BiSSL's hypergradient. The stored gradients G are not used; θ_P is of any shape.
 
@@ -75,24 +79,34 @@ def cg(
         fresh: call `loss_P` anew for every product, for a loss that draws another mask each time (as released: the
             operator then changes between iterations). Otherwise one graph of the gradient serves a solve.
         total: sums over processes, where `loss_P` is one process's share of the loss.
+        pieces: losses that add up to `loss_P`. With several, each product passes one after the other, and holds the
+            graph of one at a time, at the price of a forward and a backward pass more a product.
     """
     check_lambda(lam)
     c = lam + damping
     at = theta_P.detach().requires_grad_()
     ok = torch.ones(1, dtype=torch.bool, device=theta_P.device)
 
-    def gradient() -> Tensor:
-        return torch.autograd.grad(loss_P(at), at, create_graph=True)[0]
+    def gradient(loss: Loss) -> Tensor:
+        return torch.autograd.grad(loss(at), at, create_graph=True)[0]
+
+    def times(slope: Tensor, d: Tensor, again: bool = False) -> Tensor:
+        return torch.autograd.grad(slope, at, d.view_as(at), retain_graph=again)[0]
 
     def apply(g: Tensor) -> Tensor:
+        losses = pieces(loss_P)
         with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
             # for this solve alone: its memory would lie beside the upper level's passes
-            once = None if fresh else gradient()
+            once = None if fresh or len(losses) > 1 else gradient(losses[0])
 
             def product(d: Tensor) -> Tensor:
-                slope = gradient() if once is None else once
-                (Hd,) = total(torch.autograd.grad(slope, at, d.view_as(at), retain_graph=once is not None))
-                return d + Hd.flatten() / c
+                if once is not None:
+                    Hd = times(once, d, again=True)
+                else:
+                    Hd = torch.zeros_like(at)
+                    for loss in losses:
+                        Hd += times(gradient(loss), d)
+                return d + total([Hd])[0].flatten() / c
 
             x = conjugate_gradients(product, g.flatten(), iterations, sizes)
         ok.logical_and_(torch.isfinite(x).all())

@@ -148,7 +148,8 @@ def memory(cfg: AlignConfig | FinetuneConfig, arch: Arch, task: Task, device: to
         def step(
             loss: Callable[..., Tensor], phi: Phi, make: Callable[[Tensor], Any], batch: int, twice: bool = False
         ) -> int:
-            size = -(-batch // peers.size) if twice else images(batch)  # CG takes no pieces
+            whole = twice and isinstance(cfg, AlignConfig) and cfg.bilevel.cg_batch == "first"  # as released
+            size = -(-batch // peers.size) if whole else images(batch)
             x = torch.empty(size, 3, arch.image_size, arch.image_size, device=device)
             rest = 4 * 3 * arch.image_size**2 * (-(-batch // peers.size) - len(x))  # images that wait for their piece
             batch_ = make(x)

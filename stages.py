@@ -412,6 +412,7 @@ def attempt(
             cg.cg, iterations=b.cg_iterations, damping=b.cg_damping, prefactor=b.cg_prefactor,
             sizes=[theta[0].numel() // 4] * 4 * len(theta) if b.cg_steps == "tensor" else None,
             fresh=b.cg_batch == "first", total=peers.total,
+            pieces=part_by_part if b.cg_batch == "last" else undivided,
         ),
     }  # fmt: skip
     rows = peers.rows(len(theta), b.partition == "global")
@@ -477,6 +478,15 @@ def of_parts(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return sum((weight * loss(theta, phi, part) for weight, part in batch), 0 * theta.sum())
 
     return whole
+
+
+def part_by_part(loss: Any) -> list[Callable[[Tensor], Tensor]]:
+    """A loss `of_parts` that wants nothing but θ any more, as one such loss a part of its batch."""
+    return [partial(loss.func, **loss.keywords | {"batch": [part]}) for part in loss.keywords["batch"]]
+
+
+def undivided(loss: Any) -> list[Callable[[Tensor], Tensor]]:
+    return [loss]
 
 
 def on_first_batch(

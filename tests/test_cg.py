@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,22 @@ def test_cg_the_exact_solve_and_mfac_agree_where_they_should() -> None:
     close(cg(theta, lam, theta, loss, 30, 0.0).apply(query), truth, 1e-9)
     rows = R.view(8, 2, 3).transpose(0, 1)  # (K, m, p)
     close(mfac(rows, lam, theta, loss, "global").apply(query), truth, 1e-10)
+
+
+def test_a_batch_in_pieces_is_the_whole_batch() -> None:
+    """Hessians of parts of a sum add up; per tensor, too."""
+    g = torch.Generator().manual_seed(0)
+    x, theta, query = (torch.randn(*size, generator=g).double() for size in ((9, 6), (2, 3), (2, 3)))
+
+    def loss(at: Tensor, rows: Tensor) -> Tensor:
+        return (rows @ at.flatten()).pow(4).sum() / 9
+
+    parts = [partial(loss, rows=rows) for rows in x.split([4, 4, 1])]
+    for sizes in (None, [2, 4]):
+        solve = partial(cg, theta, 0.1, theta, partial(loss, rows=x), 6, sizes=sizes)
+        close(solve(pieces=lambda whole: parts).apply(query), solve().apply(query), 1e-12)
+    with pytest.raises(AssertionError):  # each part counts
+        close(solve(pieces=lambda whole: parts[:2]).apply(query), solve().apply(query), 1e-6)
 
 
 def test_one_graph_serves_a_solve_and_not_more() -> None:

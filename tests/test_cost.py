@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -139,6 +140,18 @@ def test_micro_batches_need_less_and_processes_share() -> None:
     assert pieces["pass"] > images + gradients
     assert whole["validation"] / pieces["validation"] == pytest.approx(8, rel=0.15)  # 256 and 32 of 300 images
     assert whole["validation"] < whole["pass"] / 2
+
+
+def test_cg_needs_memory_for_a_piece_at_a_time_but_not_as_released() -> None:
+    arch, cpu = BACKBONES["vit_mini"].arch, torch.device("cpu")
+
+    def told(batch: str, **machine: int) -> float:
+        table: dict[str, Any] = {"bilevel": {"hypergrad": "cg", "cg_batch": batch}, "machine": machine}
+        table |= {"model": Model(backbone="vit_mini", rank=8), "data": Data(dataset="x"), "lower": {"p_batch": 64}}
+        return cost.memory(AlignConfig.model_validate(table), arch, labelled(8, 8), cpu)["cg_pass"]
+
+    assert told("last") / told("last", micro_batch=8) == pytest.approx(8, rel=0.2)
+    assert told("first", micro_batch=8) == told("first") == told("last")
 
 
 def test_a_run_out_of_memory_is_told_which_pieces_would_fit() -> None:
