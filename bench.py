@@ -176,11 +176,8 @@ def alternation(text: str, method: str, mode: str) -> dict[str, Any]:
             for _ in range(cfg.repeats + 1):
                 phases.append(peft_steps(s, loss_D, downstream, cfg.upper_steps, clock, how_))
         else:
-            inverse: Any = {
-                "mfac": mfac.mfac,
-                "identity": mfac.identity,
-                "cg": partial(cg.cg, iterations=5, pieces=part_by_part),
-            }[method]
+            solve = partial(cg.cg, iterations=5, pieces=part_by_part)
+            inverse: Any = {"mfac": mfac.mfac, "identity": mfac.identity, "cg": solve}[method]
             on_host = method == "mfac" and cfg.machine.mfac_device == "cpu"
             s.G = on_host_store(cfg.lower_steps, theta, device) if on_host else None
             bisslight.align(
