@@ -540,9 +540,9 @@ def look(
     print(f"{result['dataset']}, {result['images']} validation images")
     print("\n".join(f"{name}: {path}" for name, path in result["looked_at"].items()))
     for title, key in (("linear CKA", "cka"), ("RSA", "rsa")):
-        table = Table(title, *result["models"], box=None)
-        for name, row in zip(result["models"], result[key], strict=True):
-            table.add_row(name, *(f"{value:.3f}" for value in row))
+        table = Table(title, *map(str, range(1, len(result["models"]) + 1)), box=None)
+        for number, (name, row) in enumerate(zip(result["models"], result[key], strict=True), 1):
+            table.add_row(f"{number} {name}", *(f"{value:.3f}" for value in row))
         paper.print(table)
     return print(out)
 
