@@ -382,7 +382,11 @@ def read(paths: Sequence[Path]) -> list[dict[str, Any]]:
     for path in paths:
         if not (path / "bench.json").is_file():
             raise UsageError(f"{path}: is not a bench, there is no bench.json")
-    return [read_json(path / "bench.json") for path in paths]
+    found = {path: read_json(path / "bench.json") for path in paths}
+    for path, made in found.items():
+        if not {"config", "rows", "ratios", "device"} <= made.keys():
+            raise UsageError(f"{path}: is a bench that did not end, run it again with --force")
+    return [*found.values()]
 
 
 def names(results: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -684,9 +684,8 @@ def report(paths: Sequence[Path], out: Path, tell: Report, how: Looking = Lookin
     last = {path / name for path, result in tables.items() for name in last_point(result)}
     swept = [group for group in groups if any(path in group.path.parents for path in tables)]
     single = [group for group in groups if group not in swept]
-    body: list[Markup] = [
-        paragraph(f"Runs: {sum(len(group.runs) for group in groups)}, in groups of the same settings: {len(groups)}.")
-    ]
+    count = f"Runs: {sum(len(group.runs) for group in groups)}, in groups of the same settings: {len(groups)}."
+    body: list[Markup] = [paragraph(count)] if groups else []
     links = "".join(f'<li><a href="#run{i}">{html.escape(group.name)}</a></li>' for i, group in enumerate(groups))
     body += [Markup(f'<nav aria-label="runs"><ul>{links}</ul></nav>')] if len(groups) > 1 else []
     body += [Markup("<h2>Sweep</h2>")] if tables else []
@@ -694,7 +693,8 @@ def report(paths: Sequence[Path], out: Path, tell: Report, how: Looking = Lookin
     if found := accuracy(single):
         body += [Markup("<h2>Accuracy</h2>"), *found]
     body += [Markup("<h2>What an alternation costs</h2>"), *benches(bench.read(measured))] if measured else []
-    tell("report", 0, len(groups), "rollout and similarity" if how.images else "")
+    if groups:
+        tell("report", 0, len(groups), "rollout and similarity" if how.images else "")
     body += looks([*single, *(group for group in swept if group.path in last)], how) if how.images else []
     if how.images and swept:
         body.append(paragraph("Of a sweep, its last finished point; `evaluate --rollout` and `--similarity` show any."))

@@ -338,8 +338,11 @@ def attempt(
     s = state(cfg, trainable(init, device), trainable(task.phi, device), phi_D)
     loss_D, peers = d.loss(), d.peers
     restored = run.restore(lambda record: record["step"] <= record["checkpoint"], device)
-    if restored is not None and restored.get("d_lr") != d_lr:
-        restored = None
+    with read_from(run.path / "checkpoint.pt", AGAIN):
+        if restored is not None and restored["d_lr"] != d_lr:
+            if not watched:
+                raise ValueError(f"d_lr {restored['d_lr']}, the run's is {d_lr}")
+            restored = None  # of a rate that has been given up
     if restored is not None and "probe" not in restored:
         with read_from(run.path / "checkpoint.pt", AGAIN):
             s.load_state_dict(restored)

@@ -102,6 +102,9 @@ def test_a_method_that_does_not_fit_is_told_and_the_others_go_on(
     assert page.count("out of memory") == 2
     assert cli.run([*TOY.split(), "--out", "c", "--against", "nowhere"]) == 2
     assert "nowhere: is not a bench" in capsys.readouterr().err
+    Path("b/bench.json").write_text("{}")  # as a stop leaves it
+    assert cli.run([*TOY.split(), "--out", "c", "--against", "b"]) == 2
+    assert "b: is a bench that did not end, run it again with --force" in capsys.readouterr().err
 
 
 def test_a_process_that_dies_or_lacks_memory_is_a_result() -> None:

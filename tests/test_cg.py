@@ -197,3 +197,36 @@ def test_align_with_cg_resumes_to_the_same_bits(pre: str, released: str, monkeyp
         assert cli.run([*pre.split(), *released.split(), "--out", "cut"]) == 130
     assert cli.run([*pre.split(), *released.split(), "--out", "cut", "--resume"]) == 0
     assert Path("whole/adapter.safetensors").read_bytes() == Path("cut/adapter.safetensors").read_bytes()
+
+
+def test_as_released_the_first_batch_changes_with_each_pass_over_the_pool() -> None:
+    """20 images, 2 lower steps of 8: alternations begin after 0, 16, 32, 48 images, in passes 0, 0, 1, 2."""
+    import stages
+    from config import AlignConfig
+
+    table = {"model": {"backbone": "vit_mini"}, "data": {"dataset": "quilts"}, "lower": {"p_batch": 8}}
+    bilevel = {"lower_steps": 2, "upper_steps": 1, "cg_iterations": 2, "hypergrad": "cg", "cg_batch": "first"}
+    cfg = AlignConfig.model_validate(table | {"bilevel": bilevel})
+    taken: list[tuple[int, int]] = []
+
+    class Watched:
+        images = range(20)
+
+        def _replace(self, **changes: Any) -> "Watched":
+            return self
+
+        def arrived(self, batch: int, start: int, stop: int) -> Iterator[Any]:
+            yield start, None, batch
+
+        def prepared(self, task: Any, x: int, share: Any, whole: int, purpose: str, call: int) -> int:
+            taken.append((x, call))
+            return x
+
+    pool: Any = Watched()
+    for done in (0, 3):  # from the start, and resumed after three products
+        taken.clear()
+        loss = stages.on_first_batch(lambda *args: torch.zeros(()), None, pool, cfg, done)  # type: ignore[arg-type]
+        for _ in range(8 - done):
+            loss(torch.zeros(1), {}, None)
+        steps = [0, 0, 0, 0, 3, 3, 5, 5]  # the first steps that begin after 0, 20, 40 images
+        assert taken == [(step, call) for call, step in enumerate(steps)][done:]

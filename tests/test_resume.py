@@ -372,6 +372,7 @@ def test_weights_may_lie_elsewhere_when_a_run_goes_on(
         ("checkpoint.pt", {"done": 99}),
         ("checkpoint.pt", {"theta_P": torch.zeros(2)}),
         ("checkpoint.pt", {"opt_P": {}}),
+        ("checkpoint.pt", {"d_lr": None}),
     ],
 )
 def test_run_files_that_can_be_read_but_are_something_else_are_named(
