@@ -215,21 +215,31 @@ def gradients(
     micro: int | None = None,
     amp: bool = False,
 ) -> Gradients:
-    """L, ∇_θ L and ∇_φ L of a batch, means over its images; no graph is kept.
-
-    A batch of more than `micro` images passes through the network in parts. Where processes share
-    a batch, each has its images, and all get the gradients of the whole (one all-reduce).
-    """
+    """L(θ, φ), ∇_θ L and ∇_φ L of a batch; the arguments are those of `value_and_grad`."""
     tensors = [theta, *phi.values()]
+    value, g_theta, *g_phi = value_and_grad(partial(loss, theta, phi), tensors, batch, micro, amp)
+    return Gradients(value, g_theta, dict(zip(phi, g_phi, strict=True)))
+
+
+def value_and_grad(
+    loss: Loss, tensors: list[Tensor], batch: Any, micro: int | None = None, amp: bool = False
+) -> list[Tensor]:
+    """[loss(batch), its gradient by each of the tensors], means over the images; no graph is kept.
+
+    Args:
+        micro: a batch of more images passes through the network in parts. None: in one.
+        amp: bfloat16 autocast for the forward pass; gradients keep the dtype of the tensors.
+
+    Where processes share a batch, each has its images, and all get the gradients of the whole.
+    """
     total: list[Tensor] = []
     for part in microbatches(batch, micro):
-        with torch.autocast(theta.device.type, torch.bfloat16, enabled=amp):
-            value = loss(theta, phi, part)
+        with torch.autocast(tensors[0].device.type, torch.bfloat16, enabled=amp):
+            value = loss(part)
         found = [value.detach(), *torch.autograd.grad(value, tensors)]
         share = [len(part[0]) / len(batch[0]) * x for x in found]
         total = [a + b for a, b in zip(total, share, strict=True)] if total else share
-    value, g_theta, *g_phi = mean_over_processes(total, len(batch[0]))
-    return Gradients(value, g_theta, dict(zip(phi, g_phi, strict=True)))
+    return mean_over_processes(total, len(batch[0]))
 
 
 def hessian(loss: Loss, theta: Tensor, phi: Phi, batch: Any, micro: int | None = None) -> Product:
