@@ -230,16 +230,17 @@ def value_and_grad(
         micro: a batch of more images passes through the network in parts. None: in one.
         amp: bfloat16 autocast for the forward pass; gradients keep the dtype of the tensors.
 
-    Where processes share a batch, each has its images, and all get the gradients of the whole.
+    Where processes share a batch, each has some of its images, and all get the whole's gradients.
     """
+    device = tensors[0].device
+    (n,) = sum_over_processes([torch.tensor(float(len(batch[0])), device=device)])
     total: list[Tensor] = []
     for part in microbatches(batch, micro):
-        with torch.autocast(tensors[0].device.type, torch.bfloat16, enabled=amp):
-            value = loss(part)
+        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+            value = loss(part) * (len(part[0]) / n)
         found = [value.detach(), *torch.autograd.grad(value, tensors)]
-        share = [len(part[0]) / len(batch[0]) * x for x in found]
-        total = [a + b for a, b in zip(total, share, strict=True)] if total else share
-    return mean_over_processes(total, len(batch[0]))
+        total = [a + b for a, b in zip(total, found, strict=True)] if total else found
+    return sum_over_processes(total)
 
 
 def hessian(loss: Loss, theta: Tensor, phi: Phi, batch: Any, micro: int | None = None) -> Product:
@@ -252,9 +253,10 @@ def hessian(loss: Loss, theta: Tensor, phi: Phi, batch: Any, micro: int | None =
     at = theta.detach().requires_grad_()
     fixed = {name: tensor.detach() for name, tensor in phi.items()}
     parts = microbatches(batch, micro)
+    (n,) = sum_over_processes([torch.tensor(float(len(batch[0])), device=at.device)])
 
     def slope(part: Any) -> Tensor:
-        value = loss(at, fixed, part) * (len(part[0]) / len(batch[0]))
+        value = loss(at, fixed, part) * (len(part[0]) / n)
         return torch.autograd.grad(value, at, create_graph=True)[0]
 
     def product(d: Tensor) -> Tensor:
@@ -263,7 +265,7 @@ def hessian(loss: Loss, theta: Tensor, phi: Phi, batch: Any, micro: int | None =
             for part in parts:
                 g = slope(part) if kept is None else kept
                 total += torch.autograd.grad(g, at, d, retain_graph=kept is not None)[0]
-        return mean_over_processes([total], len(batch[0]))[0]
+        return sum_over_processes([total])[0]
 
     with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
         kept = slope(batch) if len(parts) == 1 else None
@@ -286,15 +288,14 @@ def microbatches(batch: Any, micro: int | None) -> list[Any]:
     return [type(batch)(*(x if x is None else x[i : i + micro] for x in batch)) for i in starts]
 
 
-def mean_over_processes(values: list[Tensor], n: int) -> list[Tensor]:
-    """Means over all processes' images, of tensors that are means over this process's n images."""
+def sum_over_processes(values: list[Tensor]) -> list[Tensor]:
+    """Sums of tensors over all processes, by one all-reduce; the tensors themselves without any."""
     if not (dist.is_available() and dist.is_initialized()):
         return values
-    count = values[0].new_full((1,), float(n))
-    flat = torch.cat([count, *(n * x.flatten() for x in values)])
+    flat = torch.cat([x.flatten() for x in values])
     dist.all_reduce(flat)
-    means = (flat[1:] / flat[0]).split([x.numel() for x in values])
-    return [mean.view_as(x) for mean, x in zip(means, values, strict=True)]
+    sums = flat.split([x.numel() for x in values])
+    return [total.view_as(x) for total, x in zip(sums, values, strict=True)]
 
 
 def pairs(phi: Phi, gradient: Phi) -> list[tuple[Tensor, Tensor]]:
