@@ -1,0 +1,1 @@
+"""What align, finetune and evaluate do without; only `cli` imports from here."""
