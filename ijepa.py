@@ -1,0 +1,332 @@
+"""I-JEPA (Assran et al. 2023), the paper's second pretext task: L^P(θ, φ_P), App. D.1.
+
+From one large context block of patches, predict what a slowly following teacher makes of four
+smaller target blocks.
+
+    φ_P   phi_P     the predictor's trainable tensors, mask token included; its positions are fixed
+    θ_T   theta_T   the teacher: the same frozen ψ under a third θ, a moving average of θ_P (of the
+                    factors A and B, not of their product). From scratch, where ψ itself is trained,
+                    the teacher is a second network
+    E, M            context blocks (1) and target blocks (4) of an image
+    n, m            patches of a context and of a target
+
+The backbone is a function (images, theta, keep) -> tokens of the patches `keep`, without a class
+token (`lora.Backbone`). The networks' tensors have the official names and shapes.
+Leaves out: interpolation of positions.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+from torch.func import functional_call
+
+Phi = dict[str, Tensor]  # a head's trainable tensors by name
+
+
+class Sampler(NamedTuple):
+    """Settings of the mask sampler, here the official ones; pairs are (least, most)."""
+
+    targets: int = 4  # M
+    contexts: int = 1  # E
+    target_scale: tuple[float, float] = (0.15, 0.2)  # share of the image's area
+    context_scale: tuple[float, float] = (0.85, 1.0)  # before the targets are taken out
+    aspect: tuple[float, float] = (0.75, 1.5)  # height over width of a target
+    min_keep: int = 10  # a context must have strictly more patches than this
+    overlap: bool = False  # whether contexts may overlap targets
+
+
+class Batch(NamedTuple):
+    """A prepared pretext batch."""
+
+    images: Tensor  # (B, 3, H, W)
+    context: Tensor  # (B, E, n) int64, patches in raster order
+    targets: Tensor  # (B, M, m) int64
+    target: Tensor  # (B, M, m, dim): the teacher's normalised tokens there
+
+
+class IJEPA:
+    """The pretext task for Algorithm 1 (`bisslight.PretextTask`).
+
+    Args:
+        backbone: f_θ. Pretext passes have no drop path.
+        predictor: φ_P's start and the fixed positions; `loss` takes φ_P as an argument.
+        masks: the sampler's settings, anything with `Sampler`'s attributes; ValueError where no
+            block can satisfy them.
+        ema: (first momentum, steps until it is 1).
+        theta: θ_P's start, and so θ_T's. None: ψ itself is trained, and `teacher` follows it.
+        teacher: from scratch only, a second backbone, equal to the first.
+    """
+
+    def __init__(
+        self,
+        backbone: Any,
+        predictor: "Predictor",
+        masks: Any,
+        ema: tuple[float, float],
+        theta: Tensor | None,
+        teacher: Any = None,
+    ) -> None:
+        if (theta is None) == (teacher is None):
+            raise ValueError("the teacher is either an average of theta or a network of its own")
+        self.backbone, self.predictor, self.masks, self.ema = backbone, predictor, masks, ema
+        self.teacher = backbone if teacher is None else teacher
+        self.grid = math.isqrt(predictor.patches)
+        check_masks(masks, self.grid)
+        self.phi: Phi = dict(predictor.named_parameters())
+        if theta is None:
+            follows = {name: tensor.detach() for name, tensor in teacher.named_parameters()}
+        else:
+            follows = {"theta_T": theta.detach().clone()}
+        self.state: dict[str, Tensor] = {"step": torch.tensor(0), **follows}
+
+    def draw(self, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Context and target blocks of n images. Sizes depend on all n: draw for a whole batch."""
+        return multiblock(self.masks, self.grid, n, rng)
+
+    @torch.no_grad()
+    def prepare(self, images: Tensor, context: Tensor, targets: Tensor) -> Batch:
+        """Ask the teacher, as it is now, for its tokens of the whole images, layer-normed.
+
+        So the loss is a pure function of the batch.
+        """
+        tokens = self.teacher(images, self.state.get("theta_T"))
+        tokens = F.layer_norm(tokens, tokens.shape[-1:])  # eps 1e-5
+        target = tokens.take_along_dim(targets.flatten(1)[..., None], 1)
+        return Batch(images, context, targets, target.unflatten(1, targets.shape[1:]))
+
+    def loss(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
+        """L^P(θ, φ_P): smooth L1 (threshold 1) of prediction and teacher, mean over everything."""
+        prediction = self.predict(theta, phi, batch)
+        return F.smooth_l1_loss(prediction, batch.target[:, :, None].expand_as(prediction))
+
+    def predict(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
+        """Predicted tokens at every target from every context, (B, M, E, m, dim)."""
+        tokens = self.encode(theta, batch)
+        return functional_call(self.predictor, phi, (tokens, batch.context, batch.targets))  # type: ignore[no-any-return]
+
+    def encode(self, theta: Tensor | None, batch: Batch) -> Tensor:
+        """The student's tokens of each context, (B, E, n, dim)."""
+        B, E, _ = batch.context.shape
+        images = batch.images.repeat_interleave(E, 0)
+        return self.backbone(images, theta, batch.context.flatten(0, 1)).unflatten(0, (B, E))  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def after_step(self, theta_P: Tensor | None) -> None:
+        """The teacher follows: θ_T ← m θ_T + (1 − m) θ_P, with m rising linearly to 1."""
+        m = momentum(int(self.state["step"]), *self.ema)
+        self.state["step"] += 1
+        leads = dict(self.backbone.named_parameters()) if theta_P is None else {"theta_T": theta_P}
+        for name, tensor in leads.items():
+            self.state[name].lerp_(tensor, 1 - m)
+
+
+def momentum(i: int, first: float, steps: float) -> float:
+    """Of the teacher after step i = 0, 1 ...: linear from `first` to 1.
+
+    >>> momentum(0, 0.9995, 10_000), round(momentum(5000, 0.9995, 10_000), 5)
+    (0.9995, 0.99975)
+    """
+    return first + i * (1 - first) / steps
+
+
+# --- masks ----------------------------------------------------------------------------------------
+
+
+def multiblock(masks: Sampler, grid: int, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Contexts (B, E, n) and targets (B, M, m) of a batch, as the official collator draws them.
+
+    int64, in raster order. All targets share one size, which is drawn with their aspect from one
+    number. Positions are uniform, but the last row and the last column are never used, as there. A
+    context is its block without all targets, drawn again while it has `min_keep` patches or fewer;
+    after 20 attempts one target after the other may overlap it. All contexts are then cut to the
+    shortest one of the batch, so the batch size belongs to the task.
+    """
+    u_target, u_context = torch.rand(2, generator=rng, dtype=torch.float64).tolist()
+    size = block_size(u_target, masks.target_scale, masks.aspect, grid)
+    targets = blocks(grid, size, (n, masks.targets), rng)  # (B, M, L) bool
+    size = block_size(u_context, masks.context_scale, (1, 1), grid)
+    context = torch.zeros(n, masks.contexts, grid * grid, dtype=torch.bool)
+    short, attempt = torch.ones(n, masks.contexts, dtype=torch.bool), 0
+    while bool(short.any()):
+        forbidden = targets[:, : max(0, masks.targets - attempt // 20)].any(1, keepdim=True)
+        fresh = blocks(grid, size, (n, masks.contexts), rng)
+        fresh = fresh if masks.overlap else fresh & ~forbidden
+        context = torch.where(short[..., None], fresh, context)
+        short, attempt = context.sum(-1) <= masks.min_keep, attempt + 1
+    first = context & (context.cumsum(-1) <= context.sum(-1).min())
+    return indices(first), indices(targets)
+
+
+def block_size(
+    u: float, scale: tuple[float, float], aspect: tuple[float, float], grid: int
+) -> tuple[int, int]:
+    """Height and width of a block from one uniform number u.
+
+    >>> [block_size(u, (0.15, 0.2), (0.75, 1.5), 16) for u in (0.0, 0.999)]
+    [(5, 7), (9, 6)]
+    """
+    area = int(grid * grid * (scale[0] + u * (scale[1] - scale[0])))
+    ratio = aspect[0] + u * (aspect[1] - aspect[0])
+    height, width = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+    return min(height, grid - 1), min(width, grid - 1)
+
+
+def blocks(
+    grid: int, size: tuple[int, int], shape: tuple[int, int], rng: torch.Generator
+) -> Tensor:
+    """Blocks of `size` patches at random places, as masks (*shape, grid²)."""
+    h, w = size
+    top = torch.randint(grid - h, shape, generator=rng)[..., None]
+    left = torch.randint(grid - w, shape, generator=rng)[..., None]
+    at = torch.arange(grid)
+    rows, columns = (at >= top) & (at < top + h), (at >= left) & (at < left + w)
+    return (rows[..., :, None] & columns[..., None, :]).flatten(-2)
+
+
+def indices(mask: Tensor) -> Tensor:
+    """Masks (B, K, L) with equally many patches each -> the patches (B, K, n)."""
+    return mask.nonzero()[:, -1].view(*mask.shape[:2], -1)
+
+
+def check_masks(masks: Sampler, grid: int) -> None:
+    """ValueError for settings whose blocks can be so small that none would ever be accepted."""
+    steps = [i / 1000 for i in range(1001)]
+    kinds = {"target": (masks.target_scale, masks.aspect), "context": (masks.context_scale, (1, 1))}
+    for name, (scale, aspect) in kinds.items():
+        smallest = min(math.prod(block_size(u, scale, aspect, grid)) for u in steps)
+        if smallest <= masks.min_keep:
+            raise ValueError(
+                f"I-JEPA: a {name} block on a grid of {grid} x {grid} patches can have {smallest} "
+                f"of them, and more than min_keep {masks.min_keep} are needed; lower min_keep or "
+                "take smaller patches"
+            )
+
+
+# --- predictor ------------------------------------------------------------------------------------
+
+
+class Predictor(nn.Module):
+    """h^P, the official predictor: tokens of a context -> tokens at the targets.
+
+    Args:
+        dim: width of the backbone's tokens.
+        patches: L, number of patches of an image.
+        width, depth, heads, mlp_ratio: of the predictor's own blocks. The official one has as many
+            heads as its encoder.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        patches: int,
+        width: int = 384,
+        depth: int = 12,
+        heads: int = 16,
+        mlp_ratio: float = 4.0,
+    ) -> None:
+        super().__init__()
+        self.patches = patches
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.predictor_pos_embed = nn.Buffer(torch.zeros(1, patches, width))
+        self.predictor_embed = nn.Linear(dim, width)
+        self.predictor_blocks = nn.Sequential(
+            *(Block(width, heads, mlp_ratio, qkv_bias=True) for _ in range(depth))
+        )
+        self.predictor_norm = nn.LayerNorm(width, eps=1e-6)
+        self.predictor_proj = nn.Linear(width, dim)
+
+    def forward(self, tokens: Tensor, context: Tensor, targets: Tensor) -> Tensor:
+        """Tokens (B, E, n, dim), context (B, E, n), targets (B, M, m) -> (B, M, E, m, dim)."""
+        (B, E, n), M = context.shape, targets.shape[1]
+        place = self.predictor_pos_embed[0]  # (L, width)
+        seen = (self.predictor_embed(tokens) + place[context])[:, None]  # (B, 1, E, n, width)
+        asked = (self.mask_token + place[targets])[:, :, None]  # (B, M, 1, m, width)
+        pairs = [seen.expand(-1, M, -1, -1, -1), asked.expand(-1, -1, E, -1, -1)]
+        x = torch.cat(pairs, 3).flatten(0, 2)  # (B M E, n + m, width)
+        x = self.predictor_norm(self.predictor_blocks(x)[:, n:])
+        return self.predictor_proj(x).unflatten(0, (B, M, E))  # type: ignore[no-any-return]
+
+
+# --- from scratch ---------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def init(networks: Sequence[tuple[nn.Module, Tensor]], rng: torch.Generator) -> None:
+    """I-JEPA's initialisation, in place, of (network, its fixed position table) pairs.
+
+    Matrices and mask token are N(0, 0.02) cut at ±2, output matrices of layer l divided by √(2 l).
+    Position tables have no row for a class token: (1, L, width).
+    """
+    for module in (m for network, _ in networks for m in network.modules()):
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            nn.init.trunc_normal_(module.weight, std=0.02, generator=rng)
+            nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+        elif isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+    for network, positions in networks:
+        for name, tensor in network.state_dict().items():
+            if name == "mask_token":
+                nn.init.trunc_normal_(tensor, std=0.02, generator=rng)
+            elif name.endswith("pos_embed"):
+                tensor.copy_(positions)
+            elif name.endswith(("attn.proj.weight", "mlp.fc2.weight")):
+                tensor.div_(math.sqrt(2 * (1 + int(name.split(".")[1]))))  # blocks.0.attn...
+
+
+def schedule(total: int, warmup: int, start: float, end: float) -> Callable[[int, float], float]:
+    """I-JEPA's rate of step k = 1, 2 ...: a line from start · base (k = 0), then half a cosine."""
+
+    def rate(k: int, base: float) -> float:
+        if k < warmup:
+            return base * (start + k / warmup * (1 - start))
+        return end + (base - end) * half_cosine((k - warmup) / max(1, total - warmup))
+
+    return rate
+
+
+def decay_schedule(total: int, first: float, last: float) -> Callable[[int, float], float]:
+    """I-JEPA's decay of step k: half a cosine from `first`, the base, to `last`; 0 stays 0."""
+    return lambda k, base: (last + (first - last) * half_cosine(k / total)) * (base > 0)
+
+
+def half_cosine(share: float) -> float:
+    """From 1 at share 0 to 0 at share 1."""
+    return 0.5 * (1 + math.cos(math.pi * share))
+
+
+# --- official files -------------------------------------------------------------------------------
+
+
+def split_state(state: Any, base: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """State dicts of encoder and predictor, float32, from the content of an official checkpoint.
+
+    Args:
+        base: which encoder, "target_encoder" or "encoder".
+    ValueError says what the file is instead; names and shapes are left to strict loading.
+    """
+    file = state if isinstance(state, dict) else {}
+    hugging_face = any("embeddings.patch_embeddings" in str(name) for name in file)
+    only_encoder = "predictor" not in file and {"patch_embed.proj.weight", "encoder"} & file.keys()
+    wrong = {
+        "looks like an MAE checkpoint": {"model", "decoder_embed.weight"} & file.keys(),
+        "has Hugging Face names and no predictor": hugging_face,
+        "holds an encoder only, the pretext task needs the predictor too": only_encoder,
+        f"holds no {base} and predictor": not {base, "predictor"} <= file.keys(),
+    }
+    for what, found in wrong.items():
+        if found:
+            raise ValueError(what)
+    return named(file, base), named(file, "predictor")
+
+
+def named(file: dict[str, Any], network: str) -> dict[str, Tensor]:
+    """A network's state dict by the names it has here; the official program's start `module.`."""
+    state = file[network]
+    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
+        raise ValueError(f"its {network} is no state dict of tensors")
+    return {name.removeprefix("module."): tensor.float() for name, tensor in state.items()}

@@ -1,0 +1,347 @@
+"""The backbone f_θ, a frozen Vision Transformer ψ with LoRA (Sec. 3.2), and the downstream head.
+
+    tokens = backbone(images, theta, keep=None, drop=None)
+
+θ is one tensor (K, p) with a row for each of the K attention layers; row k, seen as (4, r, dim), is
+A_q, B_qᵀ, A_v, B_vᵀ. So θ_P − θ_D is a subtraction, and an adapter file holds one tensor. The
+adapted projections are W_q + s B_q A_q and W_v + s B_v A_v with s = alpha / r; k is left as it is.
+
+    ψ    psi    frozen backbone weights, in `Backbone.vit`; one copy, whatever the number of θ
+    φ_D  phi_D  downstream head {"weight" (C, dim), "bias" (C,)} (App. C.2), and, where BatchNorm
+                comes before the linear layer (I-JEPA, App. D.1), {"norm.weight", "norm.bias"}
+    r    rank   64 in the paper, on q and v of every layer; s = 1 (alpha = r)
+
+Leaves out: dropout in LoRA and trainable LayerNorms (the paper found neither useful), and merging
+during training (it would change the ψ that both levels share).
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from timm.layers.attention import Attention
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+FORMAT = "bisslight-adapter-1"
+Phi = dict[str, Tensor]  # a head's trainable tensors by name
+Multilabel = Literal["softmax", "bce"]  # the loss where an image has several classes
+
+
+class Backbone(nn.Module):
+    """f_θ with ψ = `vit`.
+
+    Args:
+        vit: a timm VisionTransformer (`check_vit` refuses others).
+        scale: LoRA's s = alpha / r.
+        recompute: activation checkpointing: backward computes each block's activations again.
+    """
+
+    def __init__(self, vit: nn.Module, scale: float = 1.0, recompute: bool = False) -> None:
+        super().__init__()
+        self.vit = check_vit(vit).eval()  # eval: no dropout of timm's
+        self.scale, self.recompute = scale, recompute
+        self.depth, self.dim = len(self.vit.blocks), int(self.vit.embed_dim)
+
+    def forward(
+        self,
+        images: Tensor,
+        theta: Tensor | None = None,
+        keep: Tensor | None = None,
+        drop: Tensor | None = None,
+    ) -> Tensor:
+        """Tokens after the final LayerNorm, (B, prefix + n, dim); a class token comes first.
+
+        Args:
+            images: (B, 3, H, W), normalised.
+            theta: (K, p); None is ψ alone.
+            keep: (B, n) int64, the patches that enter the blocks, in this order; None: all.
+            drop: (B, K, 2) from `drop_path`: factors of every image's residual branches.
+        """
+        vit: Any = self.vit
+        x = vit._pos_embed(vit.patch_embed(images))  # positions first, then the selection
+        if keep is not None:
+            prefix, patches = x[:, : vit.num_prefix_tokens], x[:, vit.num_prefix_tokens :]
+            x = torch.cat([prefix, patches.take_along_dim(keep[..., None], 1)], 1)
+        x = vit.norm_pre(x)
+        step: Any = block_forward
+        if self.recompute and torch.is_grad_enabled():
+            step = partial(checkpoint, step, use_reentrant=False, preserve_rng_state=False)
+        # unbind: indexing θ row by row would make backward build K zero tensors of θ's size
+        rows = [None] * self.depth if theta is None else theta.unbind(0)
+        drops = [None] * self.depth if drop is None else drop.unbind(1)
+        for block, row, factors in zip(vit.blocks, rows, drops, strict=True):
+            x = step(block, x, row, self.scale, factors)
+        return vit.norm(x)  # type: ignore[no-any-return]
+
+
+def block_forward(
+    block: Any,
+    x: Tensor,
+    row: Tensor | None = None,
+    scale: float = 1.0,
+    drop: Tensor | None = None,
+) -> Tensor:
+    """One pre-norm block of timm on x (B, n, dim).
+
+    Args:
+        row: (p,), the block's row of θ.
+        drop: (B, 2), drop-path factors of the attention and the MLP branch.
+    """
+    attn_keep, mlp_keep = (1.0, 1.0) if drop is None else drop[..., None, None].unbind(1)
+    x = x + block.ls1(attention(block.attn, block.norm1(x), row, scale)) * attn_keep
+    return x + block.ls2(block.mlp(block.norm2(x))) * mlp_keep  # type: ignore[no-any-return]
+
+
+def attention(attn: Any, x: Tensor, row: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """Multi-head self-attention of timm with LoRA on q and v; x (B, n, dim)."""
+    out = F.scaled_dot_product_attention(*qkv(attn, x, row, scale))  # (B, heads, n, head dim)
+    return attn.proj(attn.norm(out.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
+
+
+def qkv(attn: Any, x: Tensor, row: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of all heads, each (B, heads, n, head dim)."""
+    q, k, v = attn.qkv(x).chunk(3, -1)  # (B, n, dim) each
+    if row is not None:
+        A_q, B_qT, A_v, B_vT = row.view(4, -1, x.shape[-1]).unbind(0)  # (r, dim) each
+        q = q + scale * (x @ A_q.mT) @ B_qT
+        v = v + scale * (x @ A_v.mT) @ B_vT
+    q, k, v = (z.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2) for z in (q, k, v))
+    return attn.q_norm(q), attn.k_norm(k), v
+
+
+def check_vit(vit: Any) -> VisionTransformer:
+    """The network itself; ValueError where `Backbone` would compute something else than timm."""
+    known = isinstance(vit, VisionTransformer) and vit.global_pool in ("token", "avg")
+    if not known or not all(map(is_plain, vit.blocks)):
+        raise ValueError(
+            f"backbone {type(vit).__name__}: is not a timm VisionTransformer of plain Blocks with "
+            "a fused qkv Linear, which pools its class token or its patches"
+        )
+    return cast(VisionTransformer, vit)
+
+
+def is_plain(block: Any) -> bool:
+    """Whether this is timm's own pre-norm block, with attention that has no gate."""
+    attn: Any = getattr(block, "attn", None)
+    fused = type(attn) is Attention and type(attn.qkv) is nn.Linear and attn.gate is None
+    return type(block) is Block and fused and attn.attn_dim == attn.proj.out_features
+
+
+def drop_path(rate: float, depth: int, n: int, rng: torch.Generator) -> Tensor | None:
+    """Drop-path factors of n images, (n, K, 2): 0, or 1/(1 − rate_k) with probability 1 − rate_k.
+
+    rate_k rises linearly from 0 to `rate` over the K = depth layers. Drawn outside the network, so
+    that a step can be repeated. None at rate 0.
+    """
+    if rate == 0:
+        return None
+    survive = 1 - torch.linspace(0, rate, depth)[:, None, None]
+    return ((torch.rand(depth, 2, n, generator=rng) < survive) / survive).permute(2, 0, 1)
+
+
+# --- theta ----------------------------------------------------------------------------------------
+
+
+def init_theta(depth: int, rank: int, dim: int, rng: torch.Generator) -> Tensor:
+    """Line 2 of Algorithm 1: θ (K, 4 r dim) with A ~ U(±1/√dim) and B = 0, so that f_θ = f_ψ.
+
+    That is LoRA's usual start, Kaiming-uniform with a = √5.
+    """
+    if not 1 <= rank <= dim:  # B A has rank dim at most
+        raise ValueError(f"rank {rank}: LoRA on a backbone of width {dim} has rank 1 to {dim}")
+    theta = torch.zeros(depth, 4, rank, dim)
+    theta[:, 0::2].uniform_(-1 / math.sqrt(dim), 1 / math.sqrt(dim), generator=rng)
+    return theta.flatten(1)
+
+
+def factors(theta: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A_q (K, r, dim), B_q (K, dim, r), A_v, B_v: views of θ, laid out as in the LoRA paper.
+
+    >>> A_q, B_q, A_v, B_v = factors(torch.arange(8.0).view(1, 8), dim=2)  # K = 1, r = 1
+    >>> A_q.tolist(), B_v.tolist()
+    ([[[0.0, 1.0]]], [[[6.0], [7.0]]])
+    """
+    A_q, B_qT, A_v, B_vT = theta.unflatten(1, (4, -1, dim)).unbind(1)
+    return A_q, B_qT.mT, A_v, B_vT.mT
+
+
+def from_factors(A_q: Tensor, B_q: Tensor, A_v: Tensor, B_v: Tensor) -> Tensor:
+    """Inverse of `factors`."""
+    return torch.stack([A_q, B_q.mT, A_v, B_v.mT], 1).flatten(1)
+
+
+def merge(backbone: Backbone, theta: Tensor) -> dict[str, Tensor]:
+    """A plain timm state dict of f_θ: s B A is added to `qkv.weight`, all else is a copy of ψ."""
+    state = {name: tensor.detach().clone() for name, tensor in backbone.vit.state_dict().items()}
+    dim = backbone.dim
+    for k, (A_q, B_q, A_v, B_v) in enumerate(zip(*factors(theta.detach(), dim), strict=True)):
+        W = state[f"blocks.{k}.attn.qkv.weight"]  # (3 dim, dim): q rows, k rows, v rows
+        W[:dim] += backbone.scale * (B_q @ A_q).to(W)
+        W[2 * dim :] += backbone.scale * (B_v @ A_v).to(W)
+    return state
+
+
+# --- the downstream head and its loss -------------------------------------------------------------
+
+
+class Examples(NamedTuple):
+    """A labelled batch."""
+
+    images: Tensor  # (B, 3, H, W)
+    targets: Tensor  # (B,) classes, or (B, C) for several classes an image, see `cross_entropy`
+    drop: Tensor | None = None  # (B, K, 2) drop-path factors, used at θ_D only
+
+
+def init_head(dim: int, classes: int, rng: torch.Generator, batchnorm: bool = False) -> Phi:
+    """φ_D: a linear layer as torch starts it, U(±1/√dim); before it, if asked for, BatchNorm."""
+    bound = 1 / math.sqrt(dim)
+    norm = {"norm.weight": torch.ones(dim), "norm.bias": torch.zeros(dim)} if batchnorm else {}
+    return {
+        "weight": torch.empty(classes, dim).uniform_(-bound, bound, generator=rng),
+        "bias": torch.empty(classes).uniform_(-bound, bound, generator=rng),
+    } | norm
+
+
+def init_stats(phi_D: Phi) -> Phi:
+    """Running statistics of a head's BatchNorm: not trained, but saved with it. {} without one."""
+    b = phi_D.get("norm.bias")
+    return {} if b is None else {"norm.mean": torch.zeros_like(b), "norm.var": torch.ones_like(b)}
+
+
+@dataclass
+class DownstreamLoss:
+    """L^D(θ, φ_D) of a batch, a scalar; line 12 (at θ_P) and line 14 (at θ_D) of Algorithm 1.
+
+    At both places a BatchNorm head normalises with the moments of the batch, also where processes
+    share it. With regularise=True, at θ_D and in PEFT, drop path acts and `stats` are updated.
+    `predict`, for scoring, has no drop path and normalises with the statistics.
+    """
+
+    backbone: Backbone
+    multilabel: Multilabel = "softmax"
+    stats: Phi | None = None  # from `init_stats`
+
+    def __call__(
+        self, theta: Tensor | None, phi_D: Phi, batch: Examples, regularise: bool = False
+    ) -> Tensor:
+        x = features(self.backbone, theta, batch.images, batch.drop if regularise else None)
+        if "norm.weight" in phi_D:
+            phi_D = phi_D | moments(x.double(), self.stats if regularise else None)
+        return cross_entropy(logits(x, phi_D), batch.targets, self.multilabel).mean()
+
+
+def predict(backbone: Backbone, theta: Tensor | None, phi_D: Phi, images: Tensor) -> Tensor:
+    """Logits (B, C) for scoring; φ_D with the statistics of its BatchNorm, if it has one."""
+    return logits(features(backbone, theta, images), phi_D)
+
+
+def features(
+    backbone: Backbone, theta: Tensor | None, images: Tensor, drop: Tensor | None = None
+) -> Tensor:
+    """What enters the head, (B, dim), pooled as this timm network does it.
+
+    With a class token (MAE) that is the class token after the final LayerNorm (App. C.2); without
+    (I-JEPA) the mean of the patches after it (App. D.1).
+    """
+    return backbone.vit.forward_head(backbone(images, theta, drop=drop), pre_logits=True)
+
+
+def logits(x: Tensor, phi_D: Phi) -> Tensor:
+    """h^D: BatchNorm (eps 1e-6) with φ_D's moments, if it has one, and the linear layer."""
+    if "norm.weight" in phi_D:
+        z = (x.double() - phi_D["norm.mean"]) * (phi_D["norm.var"] + 1e-6).rsqrt()
+        x = z.to(phi_D["norm.weight"]) * phi_D["norm.weight"] + phi_D["norm.bias"]
+    return F.linear(x, phi_D["weight"], phi_D["bias"])
+
+
+def moments(x: Tensor, stats: Phi | None) -> Phi:
+    """Mean and biased variance of the rows x (B, dim) of all processes; moves `stats` by a tenth.
+
+    x is float64: in float32, similar features would lose most digits of their gradients.
+    """
+    shared = dist.is_available() and dist.is_initialized()
+    total = SumOverProcesses.apply if shared else Tensor.clone
+    n = total(x.new_tensor(float(len(x))))
+    mean = total(x.sum(0)) / n
+    var = total((x - mean).square().sum(0)) / n
+    for name, value in (("norm.mean", mean), ("norm.var", var * n / (n - 1))):
+        if stats:
+            stats[name].lerp_(value.detach().to(stats[name]), 0.1)
+    return {"norm.mean": mean, "norm.var": var}
+
+
+class SumOverProcesses(torch.autograd.Function):
+    """x summed over processes. Every process's loss depends on it, so gradients are summed too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grad: Tensor) -> Tensor:
+        return SumOverProcesses.apply(*grad)  # type: ignore[no-any-return]
+
+
+def cross_entropy(z: Tensor, targets: Tensor, multilabel: Multilabel = "softmax") -> Tensor:
+    """Loss of each image, (B,), from logits z (B, C).
+
+    Targets are classes (B,), or (B, C) with 1 for present, −1 for absent and 0 for a class that is
+    not counted. Of those, "softmax" is −Σ_c log softmax(z)_c over the present classes (the released
+    program's; paper silent), "bce" the mean binary cross entropy over the classes that count.
+
+    >>> cross_entropy(torch.zeros(1, 4), torch.tensor([[1, 1, -1, 0]])).exp()  # (1/4 · 1/4)⁻¹
+    tensor([16.])
+    """
+    if targets.ndim == 1:
+        return F.cross_entropy(z, targets, reduction="none")
+    present, counts = (targets == 1).to(z.dtype), (targets != 0).to(z.dtype)
+    if multilabel == "softmax":
+        return -(present * z.log_softmax(1)).sum(1)
+    each = F.binary_cross_entropy_with_logits(z, present, counts, reduction="none")
+    return each.sum(1) / counts.sum(1).clamp_min(1)
+
+
+# --- adapter files --------------------------------------------------------------------------------
+
+
+def save_adapter(theta: Tensor, phi_D: Phi, about: dict[str, Any]) -> bytes:
+    """θ, the head, and what they belong to (`about`, JSON values) as a safetensors file's content.
+
+    Equal adapters are equal files: the library writes several metadata keys in random order, so
+    there is one key, "bisslight", with sorted JSON.
+    """
+    tensors = {"theta": theta} | {f"head.{name}": tensor for name, tensor in phi_D.items()}
+    text = json.dumps(about | {"format": FORMAT}, sort_keys=True)
+    return save({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, {"bisslight": text})
+
+
+def load_adapter(path: Path) -> tuple[Tensor, Phi, dict[str, Any]]:
+    """θ, the head ({} if there is none) and `about`, from a file of `save_adapter`.
+
+    Files of earlier versions, with metadata keys of their own, have strings in `about`. Raises
+    OSError where the file cannot be read, and ValueError where it is no adapter.
+    """
+    data = path.read_bytes()
+    try:
+        tensors = load(data)
+    except SafetensorError as error:
+        raise ValueError(f"not a readable safetensors file ({error})") from error
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    about = header.get("__metadata__", {})
+    about = json.loads(about["bisslight"]) if "bisslight" in about else about
+    theta = tensors.pop("theta", torch.empty(0))
+    if about.pop("format", None) != FORMAT or theta.ndim != 2:
+        raise ValueError(f"not an adapter: it is not of format {FORMAT} with a matrix theta")
+    return theta, {name.removeprefix("head."): tensor for name, tensor in tensors.items()}, about

@@ -1,0 +1,248 @@
+"""Masked autoencoding, the paper's pretext task: L^P(θ, φ_P) of He et al. 2022 on any backbone.
+
+Most patches of an image are removed; the backbone sees the rest, and a small decoder predicts the
+removed pixels.
+
+    φ_P     phi_P   the decoder's trainable tensors, mask token included; its positions are fixed
+    L       number of patches of an image; n = int(L (1 − mask ratio)) of them stay
+    noise   (B, L) uniform, all of the task's randomness: the patches with the least noise stay
+
+The backbone is a function (images, theta, keep) -> tokens of the patches `keep`, class token first
+(`lora.Backbone`). Names and shapes of the networks' tensors are those of the official program.
+Leaves out: the GAN-loss variant and fine-tuning as in the MAE paper.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+from torch.func import functional_call
+
+Phi = dict[str, Tensor]  # a head's trainable tensors by name
+
+
+class Batch(NamedTuple):
+    """A prepared pretext batch."""
+
+    images: Tensor  # (B, 3, H, W)
+    noise: Tensor  # (B, L)
+
+
+class MAE:
+    """The pretext task for Algorithm 1 (`bisslight.PretextTask`).
+
+    Args:
+        backbone: f_θ. Pretext passes have no drop path.
+        decoder: φ_P's start and the fixed positions; `loss` takes φ_P as an argument.
+        mask_ratio: share of the patches that are removed, 0.75 in the paper.
+        norm_pix: predict pixels standardised per patch, as in the paper, or raw ones.
+    """
+
+    def __init__(
+        self,
+        backbone: Any,
+        decoder: "Decoder",
+        mask_ratio: float = 0.75,
+        norm_pix: bool = True,
+    ) -> None:
+        self.backbone, self.decoder = backbone, decoder
+        self.mask_ratio, self.norm_pix = mask_ratio, norm_pix
+        self.phi: Phi = dict(decoder.named_parameters())
+        self.state: dict[str, Tensor] = {}  # nothing besides θ_P and φ_P
+        if not 1 <= int(decoder.patches * (1 - mask_ratio)) < decoder.patches:
+            what = f"none or all of the {decoder.patches} patches"
+            raise ValueError(f"mask ratio {mask_ratio}: leaves {what} visible")
+
+    def draw(self, n: int, rng: torch.Generator) -> tuple[Tensor]:
+        """The noise of n images."""
+        return (torch.rand(n, self.decoder.patches, generator=rng),)
+
+    def prepare(self, images: Tensor, noise: Tensor) -> Batch:
+        """Nothing more to prepare."""
+        return Batch(images, noise)
+
+    def loss(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
+        """L^P(θ, φ_P): squared error, mean over the pixels of a patch and all removed patches."""
+        prediction, mask = self.predict(theta, phi, batch)
+        target = patchify(batch.images, self.decoder.patch_size)
+        if self.norm_pix:
+            mean, deviation = spread(target)
+            target = (target - mean) / deviation
+        per_patch = (prediction.to(target.dtype) - target).square().mean(-1)  # (B, L)
+        return (per_patch * mask).sum() / mask.sum()
+
+    def predict(self, theta: Tensor | None, phi: Phi, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Predicted pixels (B, L, patch² 3), and the mask (B, L), 1 where a patch was removed."""
+        keep, restore = masking(batch.noise, self.mask_ratio)
+        latent = self.backbone(batch.images, theta, keep)  # (B, 1 + n, dim)
+        prediction = functional_call(self.decoder, phi, (latent, restore))
+        return prediction, (restore >= keep.shape[1]).to(batch.images.dtype)
+
+    def after_step(self, theta_P: Tensor | None) -> None:
+        """Nothing follows θ_P."""
+
+
+def masking(noise: Tensor, mask_ratio: float) -> tuple[Tensor, Tensor]:
+    """Which patches stay.
+
+    Returns keep (B, n), the patches with the least noise, in that order, and restore (B, L): the
+    place of each patch if the removed ones follow.
+
+    >>> masking(torch.tensor([[0.9, 0.1, 0.4, 0.7]]), 0.5)
+    (tensor([[1, 2]]), tensor([[3, 0, 1, 2]]))
+    """
+    shuffle = noise.argsort(1)
+    return shuffle[:, : int(noise.shape[1] * (1 - mask_ratio))], shuffle.argsort(1)
+
+
+def patchify(images: Tensor, size: int) -> Tensor:
+    """(B, 3, H, W) -> (B, L, size² 3): patches in raster order; in one: row, column, channel."""
+    x: Tensor = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))
+    return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+
+
+def unpatchify(patches: Tensor, size: int) -> Tensor:
+    """Inverse of `patchify` for square images."""
+    side = math.isqrt(patches.shape[1])
+    x: Tensor = patches.unflatten(2, (size, size, 3)).unflatten(1, (side, side))
+    return x.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
+
+
+def spread(patches: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of the pixels of each patch, (B, L, 1). Official MAE: n − 1, eps 1e-6."""
+    variance, mean = torch.var_mean(patches, -1, keepdim=True)
+    return mean, (variance + 1e-6).sqrt()
+
+
+@torch.no_grad()
+def reconstruct(task: MAE, theta: Tensor | None, phi: Phi, batch: Batch) -> tuple[Tensor, Tensor]:
+    """To look at: the images without the removed patches, and with them predicted.
+
+    Each prediction of standardised pixels borrows its true patch's mean and deviation, as in MAE's
+    figures.
+    """
+    prediction, mask = task.predict(theta, phi, batch)
+    size = task.decoder.patch_size
+    true = patchify(batch.images, size)
+    if task.norm_pix:
+        mean, deviation = spread(true)
+        prediction = prediction * deviation + mean
+    seen, filled = true * (1 - mask[..., None]), prediction * mask[..., None]
+    return unpatchify(seen, size), unpatchify(seen + filled, size)
+
+
+class Decoder(nn.Module):
+    """h^P, the official MAE decoder: tokens of the visible patches -> pixels of all patches.
+
+    Args:
+        dim: width of the backbone's tokens.
+        patches: L.
+        patch_size: side of a patch in pixels.
+        width, depth, heads, mlp_ratio: of the decoder's own blocks.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        patches: int,
+        patch_size: int,
+        width: int = 512,
+        depth: int = 8,
+        heads: int = 16,
+        mlp_ratio: float = 4.0,
+    ) -> None:
+        super().__init__()
+        self.patches, self.patch_size = patches, patch_size
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.decoder_pos_embed = nn.Buffer(torch.zeros(1, 1 + patches, width))
+        self.decoder_embed = nn.Linear(dim, width)
+        self.decoder_blocks = nn.Sequential(
+            *(Block(width, heads, mlp_ratio, qkv_bias=True) for _ in range(depth))
+        )
+        self.decoder_norm = nn.LayerNorm(width, eps=1e-6)
+        self.decoder_pred = nn.Linear(width, patch_size**2 * 3)
+
+    def forward(self, latent: Tensor, restore: Tensor) -> Tensor:
+        """Latent (B, 1 + n, dim), restore (B, L) -> (B, L, patch² 3)."""
+        x = self.decoder_embed(latent)
+        removed = self.mask_token.to(x.dtype).expand(len(x), 1 + self.patches - x.shape[1], -1)
+        patches = torch.cat([x[:, 1:], removed], 1).take_along_dim(restore[..., None], 1)
+        x = torch.cat([x[:, :1], patches], 1) + self.decoder_pos_embed  # class token, raster order
+        x = self.decoder_norm(self.decoder_blocks(x))
+        return self.decoder_pred(x)[:, 1:]  # type: ignore[no-any-return]
+
+
+# --- from scratch ---------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def init(networks: Sequence[tuple[nn.Module, Tensor]], rng: torch.Generator) -> None:
+    """MAE's initialisation, in place, of (network, its fixed position table) pairs.
+
+    Both networks before pretraining; the decoder alone where the backbone has been trained, as in
+    the released program. Matrices and convolutions are Xavier-uniform, tokens N(0, 0.02). Position
+    tables have a row for the class token: (1, 1 + L, width).
+    """
+    for module in (m for network, _ in networks for m in network.modules()):
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            nn.init.xavier_uniform_(module.weight.flatten(1), generator=rng)
+            nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+        elif isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+    for network, positions in networks:
+        for name, tensor in network.state_dict().items():
+            if name in ("cls_token", "mask_token"):
+                tensor.normal_(std=0.02, generator=rng)
+            elif name.endswith("pos_embed"):
+                tensor.copy_(positions)
+
+
+def schedule(
+    epochs: float, warmup: float, steps_per_epoch: int, min_lr: float, start: float = 0.0
+) -> Callable[[int, float], float]:
+    """MAE's rate of step k = 1, 2 ...: a line from start · base to base, then half a cosine."""
+
+    def rate(k: int, base: float) -> float:
+        epoch = (k - 1) / steps_per_epoch
+        if epoch < warmup:
+            return base * (start + (1 - start) * epoch / warmup)
+        phase = math.pi * (epoch - warmup) / (epochs - warmup)
+        return min_lr + (base - min_lr) * 0.5 * (1 + math.cos(phase))
+
+    return rate
+
+
+# --- official files -------------------------------------------------------------------------------
+
+
+def split_state(state: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """State dicts of encoder and decoder, float32, from the content of an official `_full` file.
+
+    ValueError says what the file is instead; names and shapes are left to strict loading.
+    """
+    file = state if isinstance(state, dict) else {}
+    model = file.get("model", file)
+    tensors = isinstance(model, dict) and all(isinstance(t, Tensor) for t in model.values())
+    names = [str(name) for name in model] if tensors else []
+    hugging_face = any(name.startswith(("vit.", "decoder.")) for name in names)
+    only_encoder = "cls_token" in names and not any(map(is_decoder, names))
+    wrong = {
+        "is an I-JEPA checkpoint": {"encoder", "predictor"} <= file.keys(),
+        "holds no {'model': ...} state dict": not names,
+        "has Hugging Face names, whose decoder predicts raw pixels": hugging_face,
+        "is a LoRA adapter, not a backbone": any("lora_" in name for name in names),
+        "holds the encoder only, the pretext task needs the decoder too": only_encoder,
+    }
+    for what, found in wrong.items():
+        if found:
+            raise ValueError(what)
+    encoder = {name: t.float() for name, t in model.items() if not is_decoder(name)}
+    return encoder, {name: t.float() for name, t in model.items() if is_decoder(name)}
+
+
+def is_decoder(name: str) -> bool:
+    """The decoder's tensors are called `decoder_...`, but for its mask token."""
+    return name.startswith("decoder_") or name == "mask_token"
