@@ -7,16 +7,22 @@ otherwise (`--preset as-released`), and what is shorter with the small backbone 
 import json
 import os
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from config import (
+    BACKBONES,
+    FILLED,
+    OTHER,
     Bilevel,
     Data,
     Lower,
     Machine,
     Model,
-    Peft,
+    NonNegativeInt,
     Place,
+    PositiveInt,
     Pretext,
     Settings,
     Upper,
@@ -27,36 +33,6 @@ from config import (
 Table = dict[str, Any]  # settings by name
 
 
-class Arch(NamedTuple):
-    """Sizes of a ViT, its MAE decoder (width, depth, heads) and I-JEPA predictor (width, depth)."""
-
-    dim: int = 768
-    depth: int = 12
-    heads: int = 12
-    image_size: int = 224
-    patch_size: int = 16
-    mlp_ratio: float = 4.0
-    class_token: bool = True
-    decoder: tuple[int, int, int] = (512, 8, 16)
-    predictor: tuple[int, int] = (384, 12)
-
-
-class BackboneDefaults(NamedTuple):
-    """What the paper, or for vit_mini we, set by backbone: sizes, LoRA rank, drop-path rate."""
-
-    arch: Arch
-    rank: int
-    drop_path: float
-
-
-MINI = Arch(64, 4, 4, 16, 4, 2.0, decoder=(48, 1, 4), predictor=(32, 2))
-BACKBONES = {
-    "vit_mini": BackboneDefaults(MINI, 8, 0.0),
-    "vit_b16": BackboneDefaults(Arch(), 64, 0.1),
-    "vit_l16": BackboneDefaults(Arch(1024, 24, 16), 64, 0.2),
-    "vit_h14": BackboneDefaults(Arch(1280, 32, 16, patch_size=14), 64, 0.2),
-}
-OTHER = BACKBONES["vit_b16"]  # timm:NAME; its sizes come from the network
 GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # App. C.2: from the pretrained backbone
 ALIGNED_GRID = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)  # App. C.2: after BiSSLight
 PRESETS = ("paper", "as-released")
@@ -72,6 +48,43 @@ RELEASED: Table = {
     "mfac_device": "cpu",
     "cg_steps": "tensor",
 }
+
+
+class Peft(Settings):  # parameter-efficient fine-tuning of θ and a fresh head
+    lr: PositiveFloat | None = None
+    """One learning rate for all seeds, instead of a grid. [App. C.2 has a grid]"""
+    grid: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] = FILLED
+    """Rates, chosen by validation. Default: 1e-4 ... 3e-2, after align a tenth. [App. C.2]"""
+    grid_seeds: PositiveInt = 1
+    """Seeds each rate is tried with; the chosen rate's are among the seeds. [here]"""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """AdamW 0.9/0.999, or SGD with momentum 0.9. [App. C.2; released: sgd after align]"""
+    epochs: PositiveInt = 200
+    """Passes over the training split. [App. C.2]"""
+    warmup_epochs: NonNegativeInt = 5
+    """Epochs of linear warm-up. [App. C.2]"""
+    batch: PositiveInt = 256
+    """Images a step. [App. D.2.2, memory table; released]"""
+    weight_decay: NonNegativeFloat = 0.05
+    """AdamW decay of θ and of the whole head. [App. C.2; ijepa, D.1: 0.0005]"""
+    end_lr: NonNegativeFloat = 1e-6
+    """Where the cosine of every rate ends. [released]"""
+    eval_epochs: PositiveInt = 1
+    """Epochs between validations. [App. C.2.1]"""
+    seeds: PositiveInt = 8
+    """Independent runs. [App. C.2.1]"""
+    jobs: Annotated[int, Field(ge=1, le=256)] = 1
+    """Runs at a time, each in a process with its share of the cores. [here]"""
+
+    @model_validator(mode="after")
+    def one_way_to_choose(self) -> Self:
+        if self.lr is not None and self.grid != (self.lr,):
+            raise ValueError("give --lr or --grid, not both")
+        if len({*self.grid}) < len(self.grid):
+            raise ValueError("--grid: has a rate twice")
+        if self.grid_seeds > self.seeds:
+            raise ValueError(f"--grid-seeds {self.grid_seeds}: is more than --seeds {self.seeds}")
+        return self
 
 
 class Command(Machine):

@@ -12,7 +12,7 @@ whenever settings are made, so Python and the command line agree.
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -39,6 +39,46 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
 
 
+class Arch(NamedTuple):
+    """Sizes of a ViT, its MAE decoder (width, depth, heads) and I-JEPA predictor (width, depth)."""
+
+    dim: int = 768
+    depth: int = 12
+    heads: int = 12
+    image_size: int = 224
+    patch_size: int = 16
+    mlp_ratio: float = 4.0
+    class_token: bool = True
+    decoder: tuple[int, int, int] = (512, 8, 16)
+    predictor: tuple[int, int] = (384, 12)
+
+
+class BackboneDefaults(NamedTuple):
+    """What the paper, or for vit_mini we, set by backbone: sizes, LoRA rank, drop-path rate."""
+
+    arch: Arch
+    rank: int
+    drop_path: float
+
+
+MINI = Arch(64, 4, 4, 16, 4, 2.0, decoder=(48, 1, 4), predictor=(32, 2))
+BACKBONES = {
+    "vit_mini": BackboneDefaults(MINI, 8, 0.0),
+    "vit_b16": BackboneDefaults(Arch(), 64, 0.1),
+    "vit_l16": BackboneDefaults(Arch(1024, 24, 16), 64, 0.2),
+    "vit_h14": BackboneDefaults(Arch(1280, 32, 16, patch_size=14), 64, 0.2),
+}
+OTHER = BACKBONES["vit_b16"]  # timm:NAME; its sizes come from the network
+FOLDERS = {
+    "dtd": "dtd",
+    "voc07": "VOCdevkit",
+    "cub200": "CUB_200_2011",
+    "pets": "oxford-iiit-pet",
+    "flowers": "flowers-102",
+    "aircrafts": "fgvc-aircraft-2013b",
+    "imagenet": "imagenet",
+}  # where the benchmarks are below --data-root
+
 # --- kinds of values --------------------------------------------------------------------------
 
 PositiveInt = Annotated[int, Field(gt=0, lt=2**53)]  # what JSON of other programs holds exactly
@@ -47,12 +87,10 @@ Share = Annotated[float, Field(gt=0, lt=1)]
 CropShare = Annotated[float, Field(gt=0, le=1)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Place = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
-BACKBONE_NAMES = ("vit_mini", "vit_b16", "vit_l16", "vit_h14")
-DATASETS = ("dtd", "voc07", "cub200", "pets", "flowers", "aircrafts", "imagenet", "quilts")
 
 
 def backbone_name(name: str) -> str:
-    return name if name.startswith("timm:") else known_name(name, *BACKBONE_NAMES, "timm:NAME")
+    return name if name.startswith("timm:") else known_name(name, *BACKBONES, "timm:NAME")
 
 
 def pretext_name(name: str) -> str:
@@ -65,7 +103,9 @@ def dataset_name(name: str) -> str:
     kind, _, path = name.partition(":")
     if kind == "folder" and path.strip():
         return f"folder:{Path(path).expanduser().absolute()}"
-    return name if kind == "own" else known_name(name, *DATASETS, "folder:PATH")
+    if name not in FOLDERS and name.strip() and Path(name).is_dir():
+        raise ValueError(f"is a folder, write folder:{name}")
+    return name if kind == "own" else known_name(name, "quilts", *FOLDERS, "folder:PATH")
 
 
 def pool_name(name: str) -> str:
@@ -80,6 +120,19 @@ def known_name(name: str, *names: str) -> str:
     if name not in names:
         raise ValueError(f"is unknown, {nearest(name, names)}")
     return name
+
+
+def place_of(name: str, root: Path) -> Path | None:
+    """Where a dataset or pool lies; None for what is drawn or handed in (UsageError)."""
+    if name == "quilts" or name.partition(":")[0] == "own":
+        return None
+    path = root / FOLDERS[name] if name in FOLDERS else Path(name.removeprefix("folder:"))
+    if path.is_dir():
+        return path
+    fetch = f"`bisslight data download {name}` fetches it, or --data-root says where it is"
+    if name == "imagenet":
+        fetch = "unpack image-net.org's files to its train/, a folder a class"
+    raise UsageError(f"{name}: there is no folder {path}" + f"; {fetch}" * (name in FOLDERS))
 
 
 def ordered(pair: tuple[float, float]) -> tuple[float, float]:
@@ -197,6 +250,12 @@ class Data(Crops):  # the labelled task
     d_interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     """Resampling of downstream images. [App. C.3; released: bilinear]"""
 
+    @model_validator(mode="after")
+    def of_a_benchmark(self) -> Self:
+        if (self.partial or self.split_file) and self.dataset not in FOLDERS:
+            raise ValueError(f"--partial and --split-file are for benchmarks, not {self.dataset}")
+        return self
+
 
 class Pretext(Settings):  # masks; pairs are the ends of a uniform distribution
     mask_ratio: Share = 0.75
@@ -288,40 +347,3 @@ class Bilevel(Settings):  # Algorithm 1
     """Alternations between validations of θ_D and θ_P. [released]"""
     mfac_device: Literal["same", "cpu"] = "same"
     """Where G is kept and inverted: with θ, or in host memory. [here; Sec. 3.1.1: the CPU]"""
-
-
-class Peft(Settings):  # parameter-efficient fine-tuning of θ and a fresh head
-    lr: PositiveFloat | None = None
-    """One learning rate for all seeds, instead of a grid. [App. C.2 has a grid]"""
-    grid: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] = FILLED
-    """Rates, chosen by validation. Default: 1e-4 ... 3e-2, after align a tenth. [App. C.2]"""
-    grid_seeds: PositiveInt = 1
-    """Seeds each rate is tried with; the chosen rate's are among the seeds. [here]"""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """AdamW 0.9/0.999, or SGD with momentum 0.9. [App. C.2; released: sgd after align]"""
-    epochs: PositiveInt = 200
-    """Passes over the training split. [App. C.2]"""
-    warmup_epochs: NonNegativeInt = 5
-    """Epochs of linear warm-up. [App. C.2]"""
-    batch: PositiveInt = 256
-    """Images a step. [App. D.2.2, memory table; released]"""
-    weight_decay: NonNegativeFloat = 0.05
-    """AdamW decay of θ and of the whole head. [App. C.2; ijepa, D.1: 0.0005]"""
-    end_lr: NonNegativeFloat = 1e-6
-    """Where the cosine of every rate ends. [released]"""
-    eval_epochs: PositiveInt = 1
-    """Epochs between validations. [App. C.2.1]"""
-    seeds: PositiveInt = 8
-    """Independent runs. [App. C.2.1]"""
-    jobs: Annotated[int, Field(ge=1, le=256)] = 1
-    """Runs at a time, each in a process with its share of the cores. [here]"""
-
-    @model_validator(mode="after")
-    def one_way_to_choose(self) -> Self:
-        if self.lr is not None and self.grid != (self.lr,):
-            raise ValueError("give --lr or --grid, not both")
-        if len({*self.grid}) < len(self.grid):
-            raise ValueError("--grid: has a rate twice")
-        if self.grid_seeds > self.seeds:
-            raise ValueError(f"--grid-seeds {self.grid_seeds}: is more than --seeds {self.seeds}")
-        return self

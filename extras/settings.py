@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, NonNegativeFloat, PositiveFloat
 
-from commands import Command, Table
+from commands import Command, Peft, Table
 from config import (
     Bilevel,
     Common,
@@ -13,7 +13,6 @@ from config import (
     Lower,
     Model,
     NonNegativeInt,
-    Peft,
     Pool,
     PositiveInt,
     Pretext,
