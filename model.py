@@ -1,0 +1,324 @@
+"""From settings to what Algorithm 1 needs: f_θ, D^D, D^P, L^D, the pretext task, batches, scores.
+
+    Model            one experiment
+    pretext_batches  prepared batches of a pool
+    Track            how progress is shown
+    snapshot         what a checkpoint holds
+
+What a person got wrong ends here in a UsageError of one line, before the long work starts.
+"""
+
+import importlib
+import importlib.util
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from evaluate import Score, score
+from torch import Tensor
+
+import benchmarks
+import ijepa
+import mae
+from bisslight import Loss, PretextTask, numbers, row, value_and_grad
+from commands import AlignConfig, FinetuneConfig
+from config import UsageError
+from data import (
+    Draw,
+    Images,
+    Pool,
+    Split,
+    Task,
+    Transform,
+    batches,
+    decode_all,
+    in_order,
+    load_pool,
+    rng,
+    stream,
+)
+from lora import (
+    DownstreamLoss,
+    Examples,
+    Phi,
+    cross_entropy,
+    drop_path,
+    init_head,
+    init_stats,
+    predict,
+)
+from run import checking, sha256
+from training import Optimiser, gather, pick_device, share, trainable, world_size
+from weights import build_head, fetch, load_backbone, side, sincos, weights_of
+
+T = TypeVar("T")
+SCORED = 256  # images that are looked at together in validation and test
+Config = AlignConfig | FinetuneConfig
+
+
+class Model:
+    """Everything that settings stand for.
+
+    Args:
+        task, pool: a labelled task and unlabelled images that are handed in instead of named.
+    """
+
+    def __init__(self, cfg: Config, task: Task | None = None, pool: Pool | None = None) -> None:
+        self.cfg, self.device = cfg, pick_device(cfg.device)
+        self.task = task or open_task(cfg)
+        if isinstance(cfg, AlignConfig):
+            self.pool = pool or open_pool(cfg)
+        fetch(cfg)
+        with checking(f"--weights {weights_of(cfg)}"):
+            loaded = load_backbone(cfg)
+        self.backbone, self.arch = loaded.backbone.to(self.device), loaded.arch
+        self.pretext_head, self.digest = loaded.pretext_head, loaded.digest
+        mean, std = loaded.channels or (self.task.mean, self.task.std)
+        size = self.arch.image_size
+        for name in (cfg.dataset, getattr(cfg, "pool", None)):
+            if name == "quilts" and size != 16:
+                raise UsageError(f"quilts have 16 px, the backbone wants {size}; use other images")
+        self.transform = Transform(size, mean, std, cfg.augment, cfg.min_crop, cfg.d_interpolation)
+
+    @property
+    def amp(self) -> bool:
+        """Whether passes run in bfloat16: as asked for, on a GPU."""
+        return self.cfg.amp and self.device.type == "cuda"
+
+    def head(self, seed: int, purpose: str) -> tuple[Phi, DownstreamLoss, Phi]:
+        """A fresh φ_D (App. C.2), its L^D, and its BatchNorm's statistics ({} without one)."""
+        cfg, classes = self.cfg, len(self.task.classes)
+        phi = init_head(self.backbone.dim, classes, rng(seed, purpose), cfg.head == "batchnorm")
+        phi = trainable(phi, self.device)
+        stats = init_stats({name: tensor.detach() for name, tensor in phi.items()})
+        return phi, DownstreamLoss(self.backbone, cfg.voc_loss, stats), stats
+
+    def pretext_task(self, theta: Tensor) -> PretextTask:
+        """The pretext task of these settings; θ is where θ_P starts."""
+        cfg, arch = self.cfg, self.arch
+        assert isinstance(cfg, AlignConfig)
+        if cfg.pretext not in ("mae", "ijepa"):
+            return own_class(cfg.pretext)(self.backbone, cfg, rng(cfg.seed, "pretext"))
+        head: Any = self.pretext_head
+        if cfg.pretext == "mae" and cfg.decoder == "random":
+            head = build_head(arch, "mae")
+            positions = sincos(arch.decoder[0], side(arch))
+            mae.init([(head, positions)], rng(cfg.seed, "decoder"))
+        head = head.to(self.device)
+        with checking(f"--pretext {cfg.pretext}"):
+            if cfg.pretext == "mae":
+                return mae.MAE(self.backbone, head, cfg.mask_ratio)
+            steps = cfg.alternations * cfg.lower_steps
+            return ijepa.IJEPA(self.backbone, head, cfg, (cfg.ema, steps), theta)
+
+    def pretext_batches(self, task: PretextTask, start: int, stop: int) -> Iterator[Any]:
+        """Prepared pretext batches of steps start .. stop − 1."""
+        assert isinstance(self.cfg, AlignConfig)
+        size, steps = self.arch.image_size, range(start, stop)
+        return pretext_batches(self.cfg, self.pool, task, size, self.cfg.p_batch, steps)
+
+    def examples(
+        self, draws: Iterator[list[Draw]], seed: int, purpose: str, rate: float, start: int = 0
+    ) -> Iterator[Examples]:
+        """Labelled training batches from step `start` on, with drop-path factors of this rate."""
+        images = Images(self.task.train, self.transform, True, seed, purpose)
+        arrived = shared_batches(images, draws, self.cfg.workers, self.device)
+        for step, (x, y, mine, n) in enumerate(arrived, start):
+            drop = drop_path(rate, self.backbone.depth, n, rng(seed, purpose, "drop", step))
+            yield Examples(x, y, None if drop is None else drop[mine].to(self.device))
+
+    def score(self, split: Split, theta: Tensor, phi_D: Phi) -> Score:
+        """Accuracy and loss on a whole split, which processes share; φ_D with its statistics."""
+        most = min(SCORED, self.cfg.micro_batch or SCORED)
+        images = Images(split, self.transform, False, 0, "eval")
+        draws = in_order(range(len(split.targets))[share(len(split.targets))], most)
+        examples = batches(images, draws, self.cfg.workers, self.device)
+
+        def logits(x: Tensor) -> Tensor:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
+                return predict(self.backbone, theta, phi_D, x)
+
+        loss = partial(cross_entropy, multilabel=self.cfg.voc_loss)
+        return score(logits, examples, loss, gather)
+
+    def epochs_of(
+        self,
+        loss: Loss,
+        tensors: list[Tensor],
+        opt: Optimiser,
+        examples: Iterator[Examples],
+        steps: int,
+        epochs: int,
+        what: str,
+    ) -> Iterator[float]:
+        """Train tensors in place, `steps` batches an epoch; yields each epoch's mean loss.
+
+        Linear probing (App. C.3) and PEFT (App. C.2) are this. `opt.step` says where to start.
+        Raises Diverged where a loss or gradient is not finite.
+        """
+        for epoch in range(opt.step // steps + 1, epochs + 1):
+            rows = []
+            for batch in itertools.islice(examples, steps):
+                value, *found = value_and_grad(loss, tensors, batch, self.cfg.micro_batch, self.amp)
+                rows.append(row(value, opt.update(zip(tensors, found, strict=True))))
+            losses, _ = numbers(f"{what}, epoch {epoch}", rows, 2)
+            yield sum(losses) / len(losses)
+
+    def refuse(self, flag: str, batch: int) -> None:
+        """Refuse (UsageError) batches that a BatchNorm head, or the processes, cannot share."""
+        least, last = max(2, world_size()), len(self.task.train.targets) % batch
+        if self.cfg.head == "batchnorm" and self.cfg.micro_batch:
+            raise UsageError("--micro-batch: a BatchNorm head needs whole batches; see --recompute")
+        if self.cfg.head == "batchnorm" and (batch < least or 0 < last < least):
+            why = f"the last batch of a pass has {min(batch, last or batch)} images"
+            raise UsageError(f"{flag} {batch}: {why}, BatchNorm needs {least}; choose another size")
+        if batch < world_size() or 0 < last < world_size():
+            raise UsageError(f"{flag} {batch}: a batch has fewer images than there are processes")
+
+    def read_all(self, out: Path) -> None:
+        """Decode validation and test images once, before a run begins (ImageError)."""
+        for split in () if (out / "env.json").exists() else (self.task.val, self.task.test):
+            decode_all(split.images)
+
+    def about(self) -> dict[str, Any]:
+        """What defines a run beside its settings: digests of weights, labelled task and pool."""
+        sizes = {part: len(getattr(self.task, part).targets) for part in ("train", "val", "test")}
+        found = {"weights_sha256": self.digest, "data_sha256": self.task.fingerprint()}
+        if isinstance(self.cfg, AlignConfig):
+            found["pool_sha256"] = self.pool.fingerprint()
+            if (file := Path(self.cfg.pretext.rpartition(":")[0])).suffix == ".py":
+                found["pretext_sha256"] = sha256(file)
+        return found | {"images": sizes}
+
+    def adapter_about(self, **more: Any) -> dict[str, Any]:
+        """What an adapter file says of itself."""
+        names = ("backbone", "rank", "alpha", "pretext", "dataset", "data_seed")
+        about = {name: getattr(self.cfg, name) for name in names} | {"arch": self.arch._asdict()}
+        about |= {"weights_sha256": self.digest, "data_sha256": self.task.fingerprint()}
+        return about | more
+
+
+# --- tasks, pools and their batches ---------------------------------------------------------------
+
+
+def pretext_batches(
+    cfg: Any, pool: Pool, task: PretextTask, size: int, batch: int, steps: range
+) -> Iterator[Any]:
+    """Prepared batches of these steps from a pool, each prepared when it is asked for.
+
+    Augmentation is the pretext task's own: MAE's bicubic with flip, I-JEPA's bilinear without. All
+    random numbers follow the step; they are drawn for the whole batch, then cut for processes.
+
+    Args:
+        cfg: settings of `align` or `pretrain`.
+        size: side of the images.
+    """
+    device = pick_device(cfg.device)
+    own: Any = {"interpolation": "bilinear", "flip": False} if cfg.pretext == "ijepa" else {}
+    transform = Transform(size, pool.mean, pool.std, cfg.augment, cfg.min_crop, **own)
+    split = Split(pool.images, torch.zeros(len(pool.images), dtype=torch.long))
+    images = Images(split, transform, True, cfg.seed, "pretext")
+    draws = stream(len(pool.images), batch, cfg.seed, "pretext", steps.start, steps.stop)
+    arrived = shared_batches(images, draws, cfg.workers, device)
+    for step, (x, _, mine, n) in zip(steps, arrived, strict=True):
+        drawn = [part[mine].to(device) for part in task.draw(n, rng(cfg.seed, "mask", step))]
+        with torch.autocast(device.type, torch.bfloat16, enabled=cfg.amp and x.is_cuda):
+            prepared = task.prepare(x, *drawn)
+        yield prepared
+
+
+def shared_batches(
+    images: Images, draws: Iterator[list[Draw]], workers: int | None, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor, slice, int]]:
+    """(images, targets) of this process, which ones of the batch they are, and the batch's size."""
+    mine, whole = itertools.tee(draws)
+    loader = batches(images, (batch[share(len(batch))] for batch in mine), workers, device)
+    for (x, y), batch in zip(loader, whole, strict=True):
+        yield x, y, share(len(batch)), len(batch)
+
+
+def open_task(cfg: Config) -> Task:
+    """The labelled task D^D by name (UsageError)."""
+    if cfg.dataset.startswith("own"):
+        raise UsageError(
+            f"--dataset {cfg.dataset}: was handed in from Python; hand it in again as task=..."
+        )
+    with checking(f"--dataset {cfg.dataset}"):
+        return benchmarks.load_task(cfg, cfg.data_root)
+
+
+def open_pool(cfg: Any) -> Pool:
+    """The unlabelled images D^P by name (UsageError)."""
+    if cfg.pool.startswith("own"):
+        raise UsageError(f"--pool {cfg.pool}: was handed in from Python; hand it in as pool=...")
+    with checking(f"--pool {cfg.pool}"):
+        path = benchmarks.pool_path(cfg.pool, cfg.data_root)
+        return load_pool(str(path or cfg.pool), cfg.data_seed)
+
+
+def own_names(task: Task | None, pool: Pool | None = None) -> dict[str, str]:
+    """What is recorded in the place of the names of data that were handed in."""
+    digests = {"dataset": task and task.fingerprint(), "pool": pool and pool.fingerprint()}
+    return {key: f"own:{digest[:12]}" for key, digest in digests.items() if digest}
+
+
+def own_class(name: str) -> Callable[..., PretextTask]:
+    """The class of `FILE.py:Class` or `module:Class` (UsageError where there is none).
+
+    The file's folder is put behind the import path, so that a student's own `data.py` does not
+    take the place of this program's.
+    """
+    place, _, attribute = name.rpartition(":")
+    path = Path(place)
+    sys.path.append(str(path.parent.resolve() if path.suffix == ".py" else Path.cwd()))
+    try:
+        if path.suffix != ".py":
+            return getattr(importlib.import_module(place), attribute)  # type: ignore[no-any-return]
+        spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return getattr(module, attribute)  # type: ignore[no-any-return]
+    except (ImportError, OSError, AttributeError, SyntaxError) as error:
+        raise UsageError(f"--pretext {name}: cannot be imported ({error})") from error
+
+
+# --- progress and checkpoints ---------------------------------------------------------------------
+
+
+class Track(Protocol):
+    """Shows how far a generator is, and hands on its items."""
+
+    def __call__(
+        self, items: Iterator[T], total: int, label: str, done: int = 0, /
+    ) -> Iterator[T]: ...
+
+
+def untracked(items: Iterator[T], total: int, label: str, done: int = 0, /) -> Iterator[T]:
+    """No progress."""
+    return items
+
+
+Named = Mapping[str, Mapping[str, Tensor]]  # tensors by group and name
+
+
+def snapshot(tensors: Named, optimisers: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint holds: tensors by group and name, and optimisers."""
+    return {
+        "tensors": {g: {n: x.detach() for n, x in group.items()} for g, group in tensors.items()},
+        "optimisers": {name: opt.state_dict() for name, opt in optimisers.items()},
+    }
+
+
+@torch.no_grad()
+def put_back(saved: Any, tensors: Named, optimisers: Mapping[str, Any]) -> None:
+    """Copy a `snapshot` into the tensors and optimisers that it was made of."""
+    for group, named in tensors.items():
+        for name, tensor in named.items():
+            tensor.copy_(saved["tensors"][group][name])
+    for name, opt in optimisers.items():
+        opt.load_state_dict(saved["optimisers"][name])
