@@ -1,0 +1,182 @@
+"""What a training loop stands on; knows no method and lifts alone.
+
+    Schedule     warm-up, then half a cosine (App. C.2, C.3)
+    Optimiser    AdamW or SGD with a schedule and clipping: opt_P and opt_D of Algorithm 1
+    processes    those that torchrun starts share every batch; `bisslight.gradients` adds them up
+
+Leaves out: which tensors get which rate, which is up to `align`, `finetune`, `extras.pretrain`.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# --- optimisers -------------------------------------------------------------------------------
+
+
+class Schedule(NamedTuple):
+    """Linear warm-up, then half a cosine (App. C.2, C.3; the exact form is the released one)."""
+
+    total: int  # N, optimiser steps
+    warmup: int  # W
+    end: float  # e, the rate of the last step
+
+    def __call__(self, k: int, base: float) -> float:
+        """Rate of step k = 1 .. N from the base rate b.
+
+            k ≤ W:  b k / (W + 1)
+            k > W:  c b + (1 − c) e,   c = (1 + cos(π (k − W − 1) / (N − W − 1))) / 2
+
+        >>> [round(Schedule(total=5, warmup=1, end=0.0)(k, 1.0), 3) for k in range(1, 6)]
+        [0.5, 1.0, 0.75, 0.25, 0.0]
+        """
+        if k <= self.warmup:
+            return base * k / (self.warmup + 1)
+        progress = (k - self.warmup - 1) / max(1, self.total - self.warmup - 1)
+        c = (1 + math.cos(math.pi * progress)) / 2
+        return c * base + (1 - c) * self.end
+
+
+def constant(k: int, base: float) -> float:
+    """The same at every step."""
+    return base
+
+
+class Group(NamedTuple):
+    """Tensors that share a base rate and a weight decay."""
+
+    tensors: list[Tensor]
+    lr: float
+    weight_decay: float
+
+
+def decay_groups(named: Mapping[str, Tensor], lr: float, weight_decay: float) -> list[Group]:
+    """Rule of MAE and I-JEPA: vectors and biases are not decayed (the mask token is, it is 3-D)."""
+    plain = {name for name, tensor in named.items() if tensor.ndim <= 1 or name.endswith(".bias")}
+    decayed = [tensor for name, tensor in named.items() if name not in plain]
+    return [
+        Group(decayed, lr, weight_decay),
+        Group([tensor for name, tensor in named.items() if name in plain], lr, 0.0),
+    ]
+
+
+class Optimiser:
+    """opt_P or opt_D of Algorithm 1: a torch optimiser with a schedule and joint clipping.
+
+    Args:
+        groups: what is trained; tensors are updated in place.
+        schedule: (step from 1, base rate) -> rate; decay: the same for the weight decay.
+        betas: AdamW's; None is SGD with momentum 0.9, as released.
+        clip: largest L2 norm of all gradients together; None: no clipping.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[Group],
+        schedule: Callable[[int, float], float],
+        betas: tuple[float, float] | None,
+        clip: float | None = None,
+        decay: Callable[[int, float], float] = constant,
+    ) -> None:
+        self.schedule, self.clip, self.decay, self.step = schedule, clip, decay, 0
+        self.groups = [group for group in groups if group.tensors]
+        params = [{"params": group.tensors} for group in self.groups]
+        self.torch: torch.optim.Optimizer = torch.optim.SGD(params, lr=0.0, momentum=0.9)
+        if betas is not None:
+            fused = self.groups[0].tensors[0].device.type in ("cpu", "cuda")
+            self.torch = torch.optim.AdamW(params, lr=0.0, betas=betas, eps=1e-8, fused=fused)
+
+    def update(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        """One step on (tensor, gradient) pairs; returns the joint norm before clipping, a scalar.
+
+        The gradients are used up: clipping scales them in place.
+        """
+        tensors = []
+        for tensor, gradient in pairs:
+            tensor.grad = gradient.contiguous()  # fused AdamW reads in the order of storage
+            tensors.append(tensor)
+        norm = torch.nn.utils.clip_grad_norm_(tensors, self.clip or math.inf)
+        self.step += 1
+        for params, group in zip(self.torch.param_groups, self.groups, strict=True):
+            params["lr"] = self.schedule(self.step, group.lr)
+            params["weight_decay"] = self.decay(self.step, group.weight_decay)
+        self.torch.step()
+        self.torch.zero_grad()
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "torch": self.torch.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.step = state["step"]
+        self.torch.load_state_dict(state["torch"])
+
+
+def trainable(
+    tensors: Mapping[str, Tensor], device: torch.device | None = None
+) -> dict[str, Tensor]:
+    """Fresh leaf copies that a gradient can be taken for."""
+    plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    return {name: tensor.to(device, copy=True).requires_grad_() for name, tensor in plain.items()}
+
+
+# --- devices and processes --------------------------------------------------------------------
+
+
+def pick_device(name: str) -> torch.device:
+    """auto, cpu, cuda or cuda:1 -> a device that is there (ValueError otherwise).
+
+    Under torchrun, auto and cuda give each process a GPU of its own.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError("there is none on this machine, try cpu") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError("is not supported, give cpu, cuda or cuda:1")
+    return device
+
+
+def start_processes() -> None:
+    """Join the processes that torchrun has started; nothing to do without it."""
+    if os.environ.get("WORLD_SIZE", "1") != "1" and world_size() == 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+
+
+def world_size() -> int:
+    """How many processes share each batch."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Which of them this one is; process 0 writes the files."""
+    return dist.get_rank() if world_size() > 1 else 0
+
+
+def share(n: int) -> slice:
+    """This process's part of n images: contiguous, in order of ranks, sizes differ by at most 1."""
+    return slice(n * rank() // world_size(), n * (rank() + 1) // world_size())
+
+
+def gather(rows: Tensor) -> Tensor:
+    """Rows of all processes in the order of ranks, on the CPU; numbers of rows may differ."""
+    found: list[Any] = [rows.cpu()] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(found, rows.cpu())
+    return torch.cat(found)
+
+
+def barrier() -> None:
+    """Wait until all processes are here."""
+    if world_size() > 1:
+        dist.barrier()
