@@ -4,12 +4,15 @@ Which defaults the paper gives by backbone and pretext task, what the authors' p
 otherwise (`--preset as-released`), and what is shorter with the small backbone vit_mini.
 """
 
+import contextlib
 import json
 import os
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_origin
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, ValidationError, model_validator
 
 from config import (
     BACKBONES,
@@ -28,6 +31,7 @@ from config import (
     Upper,
     UsageError,
     nearest,
+    place_of,
 )
 
 Table = dict[str, Any]  # settings by name
@@ -158,11 +162,6 @@ def preset(name: str, kind: type[Settings], aligned: bool = False) -> Table:
         raise UsageError(f"--preset {name}: {nearest(name, PRESETS)}")
     if name == "paper" or not issubclass(kind, Model):
         return {}
-    if issubclass(kind, Peft) and issubclass(kind, Bilevel):
-        raise UsageError(
-            f"--preset {name}: its PEFT has one optimiser directly and another after align, "
-            "a sweep has one"
-        )
     released = RELEASED | ({"optimizer": "sgd"} if aligned else {})
     return {name: value for name, value in released.items() if name in kind.model_fields}
 
@@ -186,3 +185,115 @@ def flatten(old: Table) -> Table:
     new["d_lr"] = None if new.get("d_lr") == "auto" else new.get("d_lr")
     kind = FinetuneConfig if "peft" in old else AlignConfig
     return {k: v for k, v in new.items() if k in kind.model_fields and v is not None}
+
+
+# --- settings of a command line ----------------------------------------------------------------
+
+
+def flag(name: str) -> str:
+    """--d-lr for d_lr."""
+    return "--from" if name == "start" else f"--{name.replace('_', '-')}"
+
+
+def settle(kind: Any, flags: Table, file: Path | None, preset: str) -> tuple[Any, dict[str, str]]:
+    """Settings, and who set each (UsageError): flag over file over preset over run over default."""
+    table = read_settings(file, kind) if file else {}
+    released = preset(preset, kind, "start" in table | flags)
+    told = {f"preset {preset}": released, f"{file}": table, "flag": flags}
+    given = {name: value for layer in told.values() for name, value in layer.items()}
+    with one_line(given):
+        config = kind(**with_lists(kind, given))
+        layers = kind.layers(given) | told
+    check_places(config, layers.get("align run"))
+    return config, {name: source for source, layer in layers.items() for name in layer}
+
+
+def with_lists(kind: Any, given: Table) -> Table:
+    """Comma lists as lists; in a sweep, those of settings that have one value are what is swept."""
+    tuples = {
+        name for name, field in kind.model_fields.items() if get_origin(field.annotation) is tuple
+    }
+    split = {
+        name: value.split(",")
+        if isinstance(value, str) and (name in tuples or "," in value)
+        else value
+        for name, value in given.items()
+    }
+    if "swept" not in kind.model_fields:
+        return split
+    swept = {k: v for k, v in split.items() if isinstance(v, list) and k not in tuples}
+    return {k: v for k, v in split.items() if k not in swept} | {"swept": swept}
+
+
+def read_settings(path: Path, kind: Any) -> Table:
+    """A TOML or JSON file, a run's config.json too, of a command's settings (UsageError)."""
+    try:
+        text = path.read_text()
+        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"--config {path}: cannot be read as settings: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(
+            f"--config {path}: holds a {type(found).__name__}, not a table of settings"
+        )
+    found = {name.replace("-", "_"): value for name, value in flatten(found).items()}
+    for name in found.keys() - kind.model_fields.keys():
+        close = nearest(name, kind.model_fields)
+        raise UsageError(f"--config {path}: unknown setting {name!r}, {close}")
+    return found
+
+
+def check_places(config: Any, run: Table | None) -> None:
+    """Refuse (UsageError) files and folders that are not there, before torch is imported."""
+    for name in ("weights", "split_file", "start", "d_lr_from"):
+        path = getattr(config, name, None)
+        if path is not None and not path.exists():
+            raise UsageError(f"{flag(name)} {path}: there is no such file or directory")
+    if run == {} and config.start and config.start.is_dir():
+        what = "an align run, a directory of align runs, or a LoRA file"
+        raise UsageError(f"--from {config.start}: is not {what}")
+    for name in ("dataset", "pool"):
+        if hasattr(config, name):
+            place_of(getattr(config, name), config.data_root)
+
+
+@contextlib.contextmanager
+def one_line(given: Table) -> Iterator[None]:
+    """What pydantic finds wrong as a UsageError, `--flag VALUE: what is wrong`."""
+    try:
+        yield
+    except ValidationError as error:
+        found = [item for item in error.errors() if not item["loc"] or item["loc"][0] in given]
+        found = found or error.errors()  # errors of defaults that follow from others are left out
+        raise UsageError("; ".join(explain(item) for item in found)) from error
+
+
+def explain(item: Any) -> str:
+    """One of pydantic's complaints as a person would say it."""
+    message = item["msg"].removeprefix("Value error, ").replace("Input should be", "should be")
+    if not item["loc"]:  # about settings together; the message names them
+        return str(message)
+    name = flag(str(item["loc"][0]))
+    if item["type"] == "missing":
+        several = "give two numbers with a comma between them"
+        return f"{name}: {several}" if len(item["loc"]) > 1 else f"{name} is needed, see --help"
+    value = f" {item['input']}" if isinstance(item["input"], str | int | float) else ""
+    return f"{name}{value}: {message}"
+
+
+def differences(config: Any, sources: dict[str, str], every: bool = False) -> list[Table]:
+    """The settings that differ from the paper's and who set them; all settings if `every`."""
+    given = {"backbone": config.backbone, "pretext": getattr(config, "pretext", "mae")}
+    usual = {name: field.default for name, field in type(config).model_fields.items()}
+    for source, layer in config.layers(given).items():
+        usual |= layer if source in ("default", config.backbone, "ijepa") else {}
+    own = {*Machine.model_fields, "backbone", "dataset", "pool", "start", "pretext"}
+    rows = []
+    for name, field in type(config).model_fields.items():
+        value, (meaning, _, told) = getattr(config, name), (field.description or "").partition(" [")
+        row = {"setting": name, "value": value, "set by": sources.get(name, told.rstrip("]"))}
+        if every:
+            rows.append(row | {"meaning": meaning})
+        elif name in sources and name not in own and value != usual[name]:
+            rows.append(row | {"paper": usual[name]})
+    return rows

@@ -151,7 +151,7 @@ FILLED: Any = None  # the default of a field that `Command.layers` always fills 
 
 
 class Settings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True,
-               allow_inf_nan=False):  # fmt: skip
+               allow_inf_nan=False, defer_build=True):  # fmt: skip
     """Base of all settings. `model_fields_set` names what the caller gave; the rest is default."""
 
     @model_validator(mode="wrap")
