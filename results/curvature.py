@@ -2,7 +2,7 @@
 
     bisslight pretrain --pool quilts --backbone vit_mini --epochs 30 --warmup-epochs 4 --batch 64 --base-lr 8e-3 \
       --beta2 0.999 --mask-ratio 0.3 --out runs/pre
-    python benchmarks/curvature.py runs/pre runs/curvature
+    python results/curvature.py runs/pre runs/curvature
 
 θ has 1,024 entries here, so its Hessian is dense. Cosine with the exact λ (H + λI)⁻¹ g, and the norm over its norm.
 All in float64: training to the optimum would otherwise end elsewhere with another number of threads.

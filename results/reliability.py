@@ -1,7 +1,7 @@
 """Count how bad input ends: in a correct reading, in one clear line, or otherwise. The table is in reliability.md.
 
-    python benchmarks/reliability.py            # some thousand cases, minutes
-    python benchmarks/reliability.py --scale 1  # what the suite runs
+    python results/reliability.py            # some thousand cases, minutes
+    python results/reliability.py --scale 1  # what the suite runs
 
 The cases are those of `tests/faults.py`; pytest and hypothesis need to be installed (pip install -e '.[dev]').
 """

@@ -1,6 +1,6 @@
 """Would torch.compile win? A gradient step through a compiled block against the same in eager mode, interleaved.
 
-    python benchmarks/compile.py --batch 8
+    python results/compile.py --batch 8
 
 Prints the seconds of compiling, and of each step the best of six, for all patches (the upper level's pass) and for a
 quarter of them (the lower level's). Depth is cut to four; blocks are alike.
