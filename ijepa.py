@@ -303,7 +303,7 @@ def half_cosine(share: float) -> float:
 
 
 def split_state(state: Any, base: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """State dicts of encoder and predictor, float32, from the content of an official checkpoint.
+    """State dicts of encoder and predictor from the content of an official checkpoint.
 
     Args:
         base: which encoder, "target_encoder" or "encoder".
@@ -329,4 +329,4 @@ def named(file: dict[str, Any], network: str) -> dict[str, Tensor]:
     state = file[network]
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
         raise ValueError(f"its {network} is no state dict of tensors")
-    return {name.removeprefix("module."): tensor.float() for name, tensor in state.items()}
+    return {name.removeprefix("module."): tensor for name, tensor in state.items()}

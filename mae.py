@@ -219,7 +219,7 @@ def schedule(
 
 
 def split_state(state: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """State dicts of encoder and decoder, float32, from the content of an official `_full` file.
+    """State dicts of encoder and decoder from the content of an official `_full` file.
 
     ValueError says what the file is instead; names and shapes are left to strict loading.
     """
@@ -239,8 +239,8 @@ def split_state(state: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     for what, found in wrong.items():
         if found:
             raise ValueError(what)
-    encoder = {name: t.float() for name, t in model.items() if not is_decoder(name)}
-    return encoder, {name: t.float() for name, t in model.items() if is_decoder(name)}
+    encoder = {name: tensor for name, tensor in model.items() if not is_decoder(name)}
+    return encoder, {name: tensor for name, tensor in model.items() if is_decoder(name)}
 
 
 def is_decoder(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The functional backbone and LoRA on q and v, against HF peft, timm and plain algebra."""
+"""Backbone and LoRA against timm and plain algebra; the head's three modes; adapter files."""
 
 import copy
 from pathlib import Path
@@ -7,260 +7,224 @@ from typing import Any
 import pytest
 import timm
 import torch
+from conftest import HERE
+from safetensors.torch import save
 from timm.layers import DropPath
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from config import BACKBONES, Arch, UsageError
-from lora import (
-    Backbone,
-    adapter_bytes,
-    adapter_metadata,
-    build_vit,
-    drop_path,
-    factors,
-    from_factors,
-    init_head,
-    init_theta,
-    load_adapter,
-    logits,
-    merge,
-)
-from runtime import rng
-
-ARCH = Arch(image_size=16, patch_size=4, dim=24, depth=3, heads=4)
+import lora
+from lora import Backbone, drop_path, factors, init_head, init_theta, load_adapter
 
 
-@pytest.fixture
-def vit() -> VisionTransformer:
+def rng(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def tiny_vit(**more: Any) -> VisionTransformer:
+    """Three blocks of width 24 on 4 x 4 patches, float64."""
     torch.manual_seed(0)
-    return build_vit(ARCH).double().requires_grad_(False)
+    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 4}
+    return VisionTransformer(**sizes, num_classes=0, **more).double().requires_grad_(False)
 
 
-@pytest.fixture
-def theta() -> Tensor:
-    """A θ whose B is not zero."""
-    return (torch.randn(3, 4 * 4 * 24, generator=rng(1)) * 0.2).double()
-
-
+VIT = tiny_vit()
+THETA = (torch.randn(3, 4 * 4 * 24, generator=rng(1)) * 0.2).double()  # its B is not zero
 IMAGES = torch.randn(5, 3, 16, 16, generator=rng(2)).double()
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4, 8, 16, 32, 64, 128])
 def test_parameter_counts_match_the_papers_table(rank: int) -> None:
-    """Table of App. C.4 as exact integers, 4 r dim depth; its ViT-B r = 8 cell prints 0.30 where 294,912 is 0.29."""
-    table = {  # millions, two decimals, as printed
-        "vit_b16": (0.04, 0.07, 0.15, 0.30, 0.59, 1.18, 2.36, 4.72),
-        "vit_l16": (0.10, 0.20, 0.39, 0.79, 1.57, 3.15, 6.29, 12.58),
-        "vit_h14": (0.16, 0.33, 0.66, 1.31, 2.62, 5.24, 10.49, 20.97),
+    """App. C.4, 4 r dim depth, in millions; its cell of ViT-B, r = 8 rounds 294,912 up to 0.30."""
+    table = {  # by (dim, depth)
+        (768, 12): (0.04, 0.07, 0.15, 0.30, 0.59, 1.18, 2.36, 4.72),
+        (1024, 24): (0.10, 0.20, 0.39, 0.79, 1.57, 3.15, 6.29, 12.58),
+        (1280, 32): (0.16, 0.33, 0.66, 1.31, 2.62, 5.24, 10.49, 20.97),
     }
-    sizes = {"vit_b16": (768, 12), "vit_l16": (1024, 24), "vit_h14": (1280, 32)}
-    for name, (dim, depth) in sizes.items():
-        arch = BACKBONES[name].arch
-        count = init_theta(arch.depth, rank, arch.dim, rng(0)).numel()
+    for (dim, depth), printed in table.items():
+        count = init_theta(depth, rank, dim, rng(0)).numel()
         assert count == 4 * rank * dim * depth
-        printed = table[name][rank.bit_length() - 1]
-        assert round(count / 1e6, 2) == printed or (name, rank, count) == ("vit_b16", 8, 294_912)
+        assert round(count / 1e6, 2) == printed[rank.bit_length() - 1] or count == 294_912
 
 
-def test_full_backbone_counts_match_the_papers_table() -> None:
-    for name, millions in (("vit_b16", 85.80), ("vit_l16", 303.30), ("vit_h14", 630.77)):
-        with torch.device("meta"):  # the paper's table rounds 630.7648 up
-            count = sum(p.numel() for p in build_vit(BACKBONES[name].arch).parameters())
-        assert count / 1e6 == pytest.approx(millions, abs=0.006)
-
-
-class SplitQkv(nn.Module):
-    """timm's fused qkv as three Linears, the form in which HF peft can adapt q and v alone."""
-
-    def __init__(self, qkv: nn.Linear) -> None:
-        super().__init__()
-        dim = qkv.in_features
-        for i, name in enumerate("qkv"):
-            part = nn.Linear(dim, dim).double()
-            part.weight.data, part.bias.data = qkv.weight[i * dim : (i + 1) * dim], qkv.bias[i * dim : (i + 1) * dim]
-            setattr(self, name, part)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.q(x), self.k(x), self.v(x)], -1)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_forward_and_gradients_equal_hf_peft_on_split_qkv(vit: VisionTransformer, theta: Tensor) -> None:
-    """An independent LoRA (peft, alpha = 2r, so scale 2) with our factors: outputs and gradients to 1e-6."""
-    peft = pytest.importorskip("peft")
-    split = copy.deepcopy(vit)
-    for block in split.blocks:
-        block.attn.qkv = SplitQkv(block.attn.qkv)
-    model = peft.get_peft_model(split, peft.LoraConfig(r=4, lora_alpha=8, target_modules=["qkv.q", "qkv.v"])).double()
-    leaf = theta.clone().requires_grad_()
-    state: dict[str, Tensor] = {}
-    for k, (A_q, B_q, A_v, B_v) in enumerate(zip(*factors(theta, 24), strict=True)):
-        for name, A, B in (("q", A_q, B_q), ("v", A_v, B_v)):
-            key = f"base_model.model.blocks.{k}.attn.qkv.{name}"
-            state |= {f"{key}.lora_A.default.weight": A.clone(), f"{key}.lora_B.default.weight": B.clone()}
-    missing = model.load_state_dict(state, strict=False)
-    assert not missing.unexpected_keys
-    ours, theirs = Backbone(vit, scale=2.0)(IMAGES, leaf), model.base_model.model.forward_features(IMAGES)
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-    ours.square().sum().backward()
-    theirs.square().sum().backward()
-    named = dict(model.named_parameters())
-    grads = [
-        torch.stack([named[f"base_model.model.blocks.{k}.attn.qkv.{x}.lora_{f}.default.weight"].grad for k in range(3)])
-        for x, f in (("q", "A"), ("q", "B"), ("v", "A"), ("v", "B"))
-    ]
-    assert leaf.grad is not None
-    torch.testing.assert_close(leaf.grad, from_factors(*grads), rtol=1e-6, atol=1e-6)
-
-
-def test_without_theta_it_is_timms_forward(vit: VisionTransformer) -> None:
-    torch.testing.assert_close(Backbone(vit)(IMAGES), vit.forward_features(IMAGES), rtol=0, atol=1e-12)
-
-
-def test_zero_b_leaves_the_output_unchanged(vit: VisionTransformer) -> None:
-    start = init_theta(3, 4, 24, rng(0)).double()
-    assert torch.equal(Backbone(vit)(IMAGES, start), Backbone(vit)(IMAGES))
+def test_without_theta_or_with_zero_B_it_is_timms_forward() -> None:
+    start, backbone = init_theta(3, 4, 24, rng(0)).double(), Backbone(VIT)
+    timms = VIT.forward_features(IMAGES)
+    torch.testing.assert_close(backbone(IMAGES), timms, rtol=0, atol=1e-12)
+    torch.testing.assert_close(lora.features(backbone, None, IMAGES), timms[:, 0])
+    assert torch.equal(backbone(IMAGES, start), backbone(IMAGES))
     A_q, B_q, _, B_v = factors(start, 24)
-    assert not B_q.any()
-    assert not B_v.any()
-    assert A_q.abs().max() <= 24**-0.5
-    assert A_q.abs().max() > 0.9 * 24**-0.5
+    assert not torch.cat([B_q, B_v]).any()
+    assert 0.9 * 24**-0.5 < A_q.abs().max() <= 24**-0.5
 
 
-def test_k_is_untouched(vit: VisionTransformer, theta: Tensor) -> None:
-    """The k rows of the merged weight are bit-equal to the backbone's; q and v rows are not."""
-    merged = merge(Backbone(vit), theta)
-    for k in range(3):
-        before, after = vit.blocks[k].attn.qkv.weight, merged[f"blocks.{k}.attn.qkv.weight"]
-        assert torch.equal(after[24:48], before[24:48])
-        assert not torch.isclose(after[:24], before[:24]).all()
-        assert not torch.isclose(after[48:], before[48:]).all()
+def test_theta_adds_s_BA_to_q_and_v_and_leaves_k() -> None:
+    """Weights added by hand into plain timm give the same tokens, and `merge` gives the weights."""
+    backbone, plain = Backbone(VIT, scale=0.5), tiny_vit()
+    for block, row in zip(plain.blocks, THETA.view(3, 4, 4, 24), strict=True):
+        A_q, B_qT, A_v, B_vT = row
+        block.attn.qkv.weight[:24] += 0.5 * B_qT.T @ A_q
+        block.attn.qkv.weight[48:] += 0.5 * B_vT.T @ A_v
+    torch.testing.assert_close(backbone(IMAGES, THETA), plain.forward_features(IMAGES))
+    merged = lora.merge(backbone, THETA)
+    torch.testing.assert_close(merged, dict(plain.state_dict()))
+    name = "blocks.1.attn.qkv.weight"
+    assert torch.equal(merged[name][24:48], VIT.state_dict()[name][24:48])
+    assert torch.equal(lora.from_factors(*factors(THETA, 24)), THETA)
 
 
-def test_merged_weights_in_plain_timm_give_the_same_tokens(vit: VisionTransformer, theta: Tensor) -> None:
-    plain = build_vit(ARCH).double()
-    plain.load_state_dict(merge(Backbone(vit, scale=0.5), theta))
-    torch.testing.assert_close(plain.forward_features(IMAGES), Backbone(vit, scale=0.5)(IMAGES, theta))
-
-
-def test_two_parameter_sets_share_one_backbone(vit: VisionTransformer, theta: Tensor) -> None:
-    backbone = Backbone(vit)
-    before = {name: p.clone() for name, p in vit.named_parameters()}
-    other = (theta * 2).requires_grad_()
-    backbone(IMAGES, theta)
-    backbone(IMAGES, other).sum().backward()
-    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in vit.named_parameters())
-    assert sum(p.numel() for p in backbone.parameters()) == sum(p.numel() for p in vit.parameters())
-
-
-def test_a_subset_of_tokens_equals_timms_own_patch_dropping(vit: VisionTransformer) -> None:
+def test_a_subset_of_tokens_equals_timms_own_patch_dropping() -> None:
     keep = torch.stack([torch.randperm(16, generator=rng(i))[:6] for i in range(5)])
 
     class Gather(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return torch.cat([x[:, :1], x[:, 1:].gather(1, keep[..., None].expand(-1, -1, 24))], 1)
+            index = torch.cat([torch.zeros(5, 1).long(), 1 + keep], 1)
+            return torch.stack([row[i] for row, i in zip(x, index, strict=True)])
 
-    other = copy.deepcopy(vit)
+    other = copy.deepcopy(VIT)
     other.patch_drop = Gather()
-    torch.testing.assert_close(Backbone(vit)(IMAGES, keep=keep), other.forward_features(IMAGES))
+    torch.testing.assert_close(Backbone(VIT)(IMAGES, keep=keep), other.forward_features(IMAGES))
 
 
-def test_recomputing_activations_sees_the_right_theta_and_drop_path(vit: VisionTransformer, theta: Tensor) -> None:
-    """Two θ and two drop-path masks in flight before backward: gradients equal those without checkpointing."""
+def test_recomputing_activations_sees_the_right_theta_and_drop_path() -> None:
+    """Two θ and two drop-path masks before backward: gradients equal those without recomputing."""
     drops = [drop_path(0.5, 3, 5, rng(i)) for i in range(2)]
     results = []
     for recompute in (False, True):
-        backbone = Backbone(vit, recompute=recompute)
-        leaves = [theta.clone().requires_grad_(), (-theta).clone().requires_grad_()]
-        outputs = [backbone(IMAGES, leaf, drop=drop) for leaf, drop in zip(leaves, drops, strict=True)]
-        (outputs[0].sin().sum() + outputs[1].cos().sum()).backward()
+        backbone = Backbone(VIT, recompute=recompute)
+        leaves = [(sign * THETA).requires_grad_() for sign in (1, -1)]
+        out = [backbone(IMAGES, x, drop=d) for x, d in zip(leaves, drops, strict=True)]
+        (out[0].sin().sum() + out[1].cos().sum()).backward()
         results.append([leaf.grad for leaf in leaves])
     torch.testing.assert_close(results[0], results[1])
 
 
 def test_drop_path_has_timms_rates_and_keeps_the_mean() -> None:
-    factors_ = drop_path(0.2, 5, 4000, rng(0))
-    assert factors_ is not None
-    reference = timm.create_model("vit_tiny_patch16_224", depth=5, drop_path_rate=0.2, num_classes=0)
-    rates = [b.drop_path1.drop_prob if isinstance(b.drop_path1, DropPath) else 0.0 for b in reference.blocks]
-    for k, rate in enumerate(rates):
-        kept = factors_[k][factors_[k] > 0]
+    drawn = drop_path(0.2, 5, 4000, rng(0))
+    assert drawn is not None
+    model = timm.create_model("vit_tiny_patch16_224", depth=5, drop_path_rate=0.2, num_classes=0)
+    for k, block in enumerate(model.blocks):
+        rate = block.drop_path1.drop_prob if isinstance(block.drop_path1, DropPath) else 0.0
+        kept, zeros = drawn[:, k][drawn[:, k] > 0], float((drawn[:, k] == 0).float().mean())
         torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - rate)))
         # 8000 draws: five standard deviations of the share of zeros
-        assert float((factors_[k] == 0).float().mean()) == pytest.approx(rate, abs=5 * (0.2 * 0.8 / 8000) ** 0.5)
+        assert zeros == pytest.approx(rate, abs=5 * (0.2 * 0.8 / 8000) ** 0.5)
     assert drop_path(0.0, 5, 4, rng(0)) is None
 
 
-def test_a_dropped_branch_is_gone(vit: VisionTransformer, theta: Tensor) -> None:
-    """With every residual branch of a sample dropped, its tokens are the embedded ones, normalised."""
-    drop = torch.ones(3, 2, 5, dtype=torch.float64)
-    drop[:, :, 2] = 0
-    out = Backbone(vit)(IMAGES, theta, drop=drop)
-    embedded = vit.norm(vit._pos_embed(vit.patch_embed(IMAGES)))
+def test_dropped_branches_are_gone() -> None:
+    """Image 2 loses every branch, and is its embedding; image 3 the attention of layer 1."""
+    drop = torch.ones(5, 3, 2, dtype=torch.float64)
+    drop[2], drop[3, 1, 0] = 0, 0
+    out, whole = Backbone(VIT)(IMAGES, THETA, drop=drop), Backbone(VIT)(IMAGES, THETA)
+    embedded = VIT.norm(VIT._pos_embed(VIT.patch_embed(IMAGES)))
     torch.testing.assert_close(out[2], embedded[2])
-    torch.testing.assert_close(out[0], Backbone(vit)(IMAGES, theta)[0])
+    torch.testing.assert_close(out[[0, 1, 4]], whole[[0, 1, 4]])
+    other = copy.deepcopy(VIT)
+    other.blocks[1].attn.proj.weight.zero_()
+    other.blocks[1].attn.proj.bias.zero_()
+    torch.testing.assert_close(out[3], Backbone(other)(IMAGES, THETA)[3])
 
 
-def test_forward_is_twice_differentiable(vit: VisionTransformer, theta: Tensor) -> None:
+def test_forward_is_twice_differentiable() -> None:
     """Conjugate gradients and exact Hessians need it; fused attention must be off for that."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def f(x: Tensor) -> Tensor:
-        return Backbone(vit)(IMAGES[:1], x.view_as(theta))[:, 0].sum()
+        return Backbone(VIT)(IMAGES[:1], x)[:, 0].sum()
 
-    v = torch.randn(theta.numel(), generator=rng(5)).double()
+    v = torch.randn(THETA.shape, generator=rng(5)).double()
     with sdpa_kernel(SDPBackend.MATH):
-        product = torch.autograd.functional.hvp(f, theta.flatten(), v)[1]
-        eps = 1e-5
-        g = [torch.autograd.functional.vjp(f, theta.flatten() + s * eps * v)[1] for s in (1, -1)]
-    torch.testing.assert_close(product, (g[0] - g[1]) / (2 * eps), rtol=1e-5, atol=1e-6)
+        product = torch.autograd.functional.hvp(f, THETA, v)[1]
+        g = [torch.autograd.functional.vjp(f, THETA + s * 1e-5 * v)[1] for s in (1, -1)]
+    torch.testing.assert_close(product, (g[0] - g[1]) / 2e-5, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("make", "why"),
-    [
-        (lambda: timm.create_model("resnet18"), "ResNet"),
-        (lambda: timm.create_model("vit_relpos_small_patch16_224"), "VisionTransformerRelPos"),
-        (lambda: timm.create_model("vit_tiny_patch16_224", qkv_bias=False, block_fn=Parallel), "Parallel"),
-    ],
-)
+OTHERS = [
+    lambda: timm.create_model("resnet18"),
+    lambda: timm.create_model("vit_relpos_small_patch16_224"),
+    lambda: tiny_vit(block_fn=lambda **sizes: nn.Identity()),
+    lambda: tiny_vit(global_pool="map"),
+]
+
+
+@pytest.mark.parametrize("make", OTHERS)
 @pytest.mark.filterwarnings("ignore")
-def test_a_backbone_of_another_kind_is_refused_by_name(make: Any, why: str) -> None:
-    with pytest.raises(UsageError, match=why):
-        Backbone(make())
-
-
-class Parallel(nn.Module):
-    """A block that is not timm's plain one."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__()
+def test_a_backbone_of_another_kind_is_refused_by_name(make: Any) -> None:
+    vit = make()
+    with pytest.raises(ValueError, match=f"backbone {type(vit).__name__}: is not a timm"):
+        Backbone(vit)
 
 
 @pytest.mark.parametrize("rank", [0, 25])
 def test_a_rank_outside_1_to_dim_is_refused(rank: int) -> None:
-    with pytest.raises(UsageError, match=f"rank {rank}.*from 1 to 24"):
+    with pytest.raises(ValueError, match=f"rank {rank}.*1 to 24"):
         init_theta(3, rank, 24, rng(0))
 
 
-def test_saved_adapters_come_back_bit_equal_with_their_head(
-    tmp_path: Path, vit: VisionTransformer, theta: Tensor
-) -> None:
-    head = {name: tensor.double() for name, tensor in init_head(24, 7, rng(3)).items()}
-    about = adapter_metadata(ARCH, "tiny", 4, 4.0, pretext="mae", dataset="quilts")
-    (tmp_path / "a.safetensors").write_bytes(adapter_bytes(theta, head, about))
-    theta2, head2, about2 = load_adapter(tmp_path / "a.safetensors")
-    backbone = Backbone(vit)
-    assert torch.equal(logits(backbone, theta, head, IMAGES), logits(backbone, theta2, head2, IMAGES))
-    assert about2["rank"] == "4"
-    assert about2["pretext"] == "mae"
-    assert about2["format"] == "bisslight-adapter-1"
+def test_the_loss_at_theta_P_at_theta_D_and_scoring_differ_as_documented() -> None:
+    """By hand, with a BatchNorm head on mean-pooled patches: moments, drop path, statistics."""
+    backbone = Backbone(tiny_vit(class_token=False, global_pool="avg", fc_norm=False))
+    phi = {name: tensor.double() for name, tensor in init_head(24, 3, rng(0), True).items()}
+    phi["norm.weight"] += 0.3 * torch.randn(24, generator=rng(6)).double()
+    targets, drop, stats = torch.tensor([0, 2, 1, 1, 0]), torch.ones(5, 3, 2), lora.init_stats(phi)
+    drop[1, 1], drop[4, 2, 0] = 0, 2
+    batch = lora.Examples(IMAGES, targets, drop)
+    loss_D = lora.DownstreamLoss(backbone, stats=stats)
+    x = backbone(IMAGES, THETA).mean(1)
+    x_dropped = backbone(IMAGES, THETA, drop=drop).mean(1)
+
+    def logits(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        x = (x - mean) / (var + 1e-6).sqrt() * phi["norm.weight"] + phi["norm.bias"]
+        return x @ phi["weight"].T + phi["bias"]
+
+    def of_batch(x: Tensor) -> Tensor:
+        z = logits(x, x.mean(0), x.var(0, unbiased=False))
+        return -z.log_softmax(1)[range(5), targets].mean()
+
+    torch.testing.assert_close(loss_D(THETA, phi, batch), of_batch(x))
+    assert (float(stats["norm.mean"].abs().max()), float(stats["norm.var"].mean())) == (0, 1)
+    at_D = loss_D(THETA, phi, batch, regularise=True)
+    torch.testing.assert_close(at_D, of_batch(x_dropped))
+    assert abs(float(at_D - of_batch(x))) > 1e-3
+    torch.testing.assert_close(stats["norm.mean"], 0.1 * x_dropped.mean(0))
+    torch.testing.assert_close(stats["norm.var"], 0.9 + 0.1 * x_dropped.var(0))
+    scored = lora.predict(backbone, THETA, phi | stats, IMAGES)
+    torch.testing.assert_close(scored, logits(x, stats["norm.mean"], stats["norm.var"]))
+    assert lora.init_stats(init_head(24, 3, rng(0))) == {}
+
+
+def test_saved_adapters_come_back_bit_equal_with_their_head(tmp_path: Path) -> None:
+    head = init_head(24, 7, rng(3), batchnorm=True)
+    about = {"rank": 4, "alpha": 4.0, "pretext": "mae", "arch": {"dim": 24}}
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(lora.save_adapter(THETA, head, about))
+    assert lora.save_adapter(THETA, dict(reversed(head.items())), about) == path.read_bytes()
+    theta, phi_D, found = load_adapter(path)
+    assert torch.equal(theta, THETA)
+    assert phi_D.keys() == head.keys()
+    assert all(torch.equal(phi_D[name], head[name]) for name in head)
+    assert found == about
+
+
+def test_an_adapter_of_the_first_edition_loads() -> None:
+    """A recorded file: its θ counts up in sevenths; its metadata are strings."""
+    theta, head, about = load_adapter(HERE / "data" / "adapter_first_edition.safetensors")
+    assert torch.equal(theta, (torch.arange(48.0) / 7).view(2, 24))
+    assert {name: len(tensor) for name, tensor in head.items()} == {
+        "weight": 3, "bias": 3, **{f"norm.{x}": 6 for x in ("weight", "bias", "mean", "var")}
+    }  # fmt: skip
+    assert (about["rank"], about["alpha"], about["backbone"]) == ("1", "2.0", "vit_mini")
 
 
 def test_a_file_that_is_no_adapter_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(b"not safetensors")
-    with pytest.raises(UsageError, match="not a readable safetensors"):
-        load_adapter(tmp_path / "x")
-    with pytest.raises(UsageError, match="not a readable safetensors"):
-        load_adapter(tmp_path / "missing")
+    tensors: list[Any] = [b"?", save({"theta": THETA}), save({"x": THETA}, {"bisslight": "{}"})]
+    for content, why in zip(
+        tensors, ("not a readable safetensors", *2 * ["not an adapter"]), strict=True
+    ):
+        (tmp_path / "x").write_bytes(content)
+        with pytest.raises(ValueError, match=why):
+            load_adapter(tmp_path / "x")
+    for missing in ("missing", "."):
+        with pytest.raises(OSError, match=r"o such file|s a directory"):
+            load_adapter(tmp_path / missing)
