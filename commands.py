@@ -7,6 +7,7 @@ otherwise (`--preset as-released`), and what is shorter with the small backbone 
 import contextlib
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -195,34 +196,41 @@ def flag(name: str) -> str:
     return "--from" if name == "start" else f"--{name.replace('_', '-')}"
 
 
-def settle(kind: Any, flags: Table, file: Path | None, preset: str) -> tuple[Any, dict[str, str]]:
+def settle(
+    kind: Any, flags: Table, file: Path | None = None, base: str = "paper"
+) -> tuple[Any, dict[str, str]]:
     """Settings, and who set each (UsageError): flag over file over preset over run over default."""
     table = read_settings(file, kind) if file else {}
-    released = preset(preset, kind, "start" in table | flags)
-    told = {f"preset {preset}": released, f"{file}": table, "flag": flags}
+    released = preset(base, kind, "start" in table | flags)
+    told = {f"preset {base}": released, f"{file}": table, "flag": flags}
     given = {name: value for layer in told.values() for name, value in layer.items()}
+    given = with_lists(kind, given)
+    for name in given.keys() & {"weights", "split_file", "start", "d_lr_from"}:
+        if not Path(str(given[name])).expanduser().exists():
+            raise UsageError(f"{flag(name)} {given[name]}: there is no such file or directory")
     with one_line(given):
-        config = kind(**with_lists(kind, given))
         layers = kind.layers(given) | told
-    check_places(config, layers.get("align run"))
+        if "start" in given and not layers["align run"] and Path(given["start"]).is_dir():
+            what = "an align run, a directory of align runs, or a LoRA file"
+            raise UsageError(f"--from {given['start']}: is not {what}")
+        config = kind(**given)
+    for name in {"dataset", "pool"} & kind.model_fields.keys():
+        place_of(getattr(config, name), config.data_root)
     return config, {name: source for source, layer in layers.items() for name in layer}
 
 
 def with_lists(kind: Any, given: Table) -> Table:
-    """Comma lists as lists; in a sweep, those of settings that have one value are what is swept."""
-    tuples = {
-        name for name, field in kind.model_fields.items() if get_origin(field.annotation) is tuple
-    }
+    """Comma lists as lists; in a sweep, a list where one value would stand is what is swept."""
+    tuples = {k for k, field in kind.model_fields.items() if get_origin(field.annotation) is tuple}
     split = {
         name: value.split(",")
-        if isinstance(value, str) and (name in tuples or "," in value)
-        else value
         for name, value in given.items()
+        if isinstance(value, str) and (name in tuples or re.fullmatch(r"[\d.,eE+-]*,.*", value))
     }
     if "swept" not in kind.model_fields:
-        return split
-    swept = {k: v for k, v in split.items() if isinstance(v, list) and k not in tuples}
-    return {k: v for k, v in split.items() if k not in swept} | {"swept": swept}
+        return given | {name: value for name, value in split.items() if name in tuples}
+    lists = {k: v for k, v in (given | split).items() if isinstance(v, list) and k not in tuples}
+    return {k: v for k, v in (given | split).items() if k not in lists} | {"swept": lists}
 
 
 def read_settings(path: Path, kind: Any) -> Table:
@@ -243,20 +251,6 @@ def read_settings(path: Path, kind: Any) -> Table:
     return found
 
 
-def check_places(config: Any, run: Table | None) -> None:
-    """Refuse (UsageError) files and folders that are not there, before torch is imported."""
-    for name in ("weights", "split_file", "start", "d_lr_from"):
-        path = getattr(config, name, None)
-        if path is not None and not path.exists():
-            raise UsageError(f"{flag(name)} {path}: there is no such file or directory")
-    if run == {} and config.start and config.start.is_dir():
-        what = "an align run, a directory of align runs, or a LoRA file"
-        raise UsageError(f"--from {config.start}: is not {what}")
-    for name in ("dataset", "pool"):
-        if hasattr(config, name):
-            place_of(getattr(config, name), config.data_root)
-
-
 @contextlib.contextmanager
 def one_line(given: Table) -> Iterator[None]:
     """What pydantic finds wrong as a UsageError, `--flag VALUE: what is wrong`."""
@@ -265,20 +259,21 @@ def one_line(given: Table) -> Iterator[None]:
     except ValidationError as error:
         found = [item for item in error.errors() if not item["loc"] or item["loc"][0] in given]
         found = found or error.errors()  # errors of defaults that follow from others are left out
-        raise UsageError("; ".join(explain(item) for item in found)) from error
+        lines = {str(item["loc"][:2]): explain(item) for item in reversed(found)}
+        raise UsageError("; ".join(reversed(lines.values()))) from error
 
 
 def explain(item: Any) -> str:
     """One of pydantic's complaints as a person would say it."""
-    message = item["msg"].removeprefix("Value error, ").replace("Input should be", "should be")
-    if not item["loc"]:  # about settings together; the message names them
-        return str(message)
-    name = flag(str(item["loc"][0]))
+    message = str(item["msg"]).removeprefix("Value error, ").replace("Input should", "should")
+    where = [str(part) for part in item["loc"] if part != "swept"]
+    if not where:  # about settings together; the message names them
+        return message
     if item["type"] == "missing":
         several = "give two numbers with a comma between them"
-        return f"{name}: {several}" if len(item["loc"]) > 1 else f"{name} is needed, see --help"
+        return f"{flag(where[0])}" + (f": {several}" if where[1:] else " is needed, see --help")
     value = f" {item['input']}" if isinstance(item["input"], str | int | float) else ""
-    return f"{name}{value}: {message}"
+    return f"{flag(where[0])}{value}: {message}"
 
 
 def differences(config: Any, sources: dict[str, str], every: bool = False) -> list[Table]:

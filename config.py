@@ -252,8 +252,9 @@ class Data(Crops):  # the labelled task
 
     @model_validator(mode="after")
     def of_a_benchmark(self) -> Self:
-        if (self.partial or self.split_file) and self.dataset not in FOLDERS:
-            raise ValueError(f"--partial and --split-file are for benchmarks, not {self.dataset}")
+        known = self.dataset in FOLDERS and self.dataset != "imagenet"
+        if (self.partial or self.split_file) and not known:
+            raise ValueError(f"--partial, --split-file: are for benchmarks, not {self.dataset}")
         return self
 
 
