@@ -14,15 +14,15 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
-from evaluate import Score
 from torch import Tensor
 
 import cg
 import mfac
 from bisslight import Diverged, Hypergradient, Phi, PretextTask, State, algorithm_1
 from commands import AlignConfig
-from config import RunError, UsageError
+from config import Bilevel, Lower, Pretext, RunError, Upper, UsageError
 from data import Pool, Task, epochs, rng, stream
+from evaluate import Score
 from lora import DownstreamLoss, init_theta, save_adapter
 from model import Model, Track, own_names, put_back, snapshot, untracked
 from run import Run, read_json
@@ -41,6 +41,7 @@ class AlignResult(NamedTuple):
     adapter: str  # θ_P's file
     d_lr: float  # rate of the upper level
     unstable: dict[str, str]  # upper rates that were given up, and why
+    pretext: str
     metric: str
     distance: float  # |θ_P − θ_D|
     q_over_g: float  # |q| / |g| of the last upper step
@@ -83,7 +84,7 @@ def align(
     given_up: dict[str, str] = {}
     for d_lr in [] if run.result else rates:
         one = cfg.but(d_lr=d_lr, d_lr_from=None)
-        tried = aligned(one, out / f"dlr{d_lr:g}", things, False, track, watched=True)
+        tried = aligned(one, out / f"dlr{d_lr:g}", things, force, track, watched=True)
         found = tried.result or {}
         if "diverged" in found:
             given_up[f"{d_lr:g}"] = found["diverged"]
@@ -153,12 +154,13 @@ def finish(cfg: AlignConfig, m: Model, s: State, run: Run) -> None:
     """Write θ_P (l.17) and the result."""
     how = cfg.hypergrad if cfg.upper_steps else "lower only"
     about = m.adapter_about(stage="align", d_lr=cfg.d_lr, hypergrad=how)
+    about["unlike_paper"] = unlike_paper(cfg)
     run.write("adapter.safetensors", save_adapter(s.theta_P, {}, about))
     last = run.records[-1]
     result = {key: (last[key] or [0.0])[-1] for key in ("distance", "q_over_g", "cosine")}
     result |= {"val_P": last["val_P"], "val_D": last["val_D"], "metric": m.task.metric}
     result |= {"out": str(run.path), "adapter": str(run.path / "adapter.safetensors")}
-    run.finish(result | {"d_lr": cfg.d_lr, "unstable": {}})
+    run.finish(result | {"d_lr": cfg.d_lr, "unstable": {}, "pretext": about["pretext"]})
 
 
 def begin(cfg: AlignConfig, theta: Tensor, pretext: PretextTask, phi_D: Phi) -> State:
@@ -267,6 +269,19 @@ def refuse(cfg: AlignConfig, m: Model, pretext: PretextTask, theta: Tensor) -> N
             "the warm-up of %d alternations is not shorter than the run: no rate gets to its base, "
             "see --warmup", cfg.warmup,
         )  # fmt: skip
+
+
+def unlike_paper(cfg: AlignConfig) -> dict[str, Any]:
+    """Settings of Algorithm 1 and its tasks that are not the paper's, by name.
+
+    Not the upper rate, for which the paper searches, and not the inverse, which makes the arm.
+    """
+    groups = (Lower, Upper, Bilevel, Pretext)
+    usual = {name: field.default for group in groups for name, field in group.model_fields.items()}
+    usual |= {"pool": "imagenet"} | (cfg.ijepa if cfg.pretext == "ijepa" else {})
+    free = {"d_lr", "d_lr_from", "hypergrad", "eval_every", "mfac_device", "head", "min_crop"}
+    names = (usual.keys() - free) & AlignConfig.model_fields.keys()
+    return {name: getattr(cfg, name) for name in names if getattr(cfg, name) != usual[name]}
 
 
 # --- the upper level's rate (App. C.3) ------------------------------------------------------------

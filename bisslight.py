@@ -28,6 +28,7 @@ between processes (`gradients`, `hessian`). Files, clocks, seeds and devices are
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -70,7 +71,7 @@ class PretextTask(Protocol):
         """All random numbers of a step of n images, tensors (n, ...), on the CPU."""
         ...
 
-    def prepare(self, images: Tensor, *drawn: Tensor) -> NamedTuple:
+    def prepare(self, images: Tensor, *drawn: Any, **_: Any) -> Any:
         """Turn images (B, 3, H, W) and what was drawn for them into a batch. Deterministic."""
         ...
 
@@ -233,11 +234,12 @@ def value_and_grad(
     Where processes share a batch, each has some of its images, and all get the whole's gradients.
     """
     device = tensors[0].device
-    (n,) = sum_over_processes([torch.tensor(float(len(batch[0])), device=device)])
+    n = images_in_all(batch, device)
     total: list[Tensor] = []
     for part in microbatches(batch, micro):
-        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-            value = loss(part) * (len(part[0]) / n)
+        with torch.autocast(device.type, torch.bfloat16) if amp else nullcontext():
+            value = loss(part)
+        value = value * (len(part[0]) / n).to(value.dtype)
         found = [value.detach(), *torch.autograd.grad(value, tensors)]
         total = [a + b for a, b in zip(total, found, strict=True)] if total else found
     return sum_over_processes(total)
@@ -253,10 +255,10 @@ def hessian(loss: Loss, theta: Tensor, phi: Phi, batch: Any, micro: int | None =
     at = theta.detach().requires_grad_()
     fixed = {name: tensor.detach() for name, tensor in phi.items()}
     parts = microbatches(batch, micro)
-    (n,) = sum_over_processes([torch.tensor(float(len(batch[0])), device=at.device)])
+    n = images_in_all(batch, at.device)
 
     def slope(part: Any) -> Tensor:
-        value = loss(at, fixed, part) * (len(part[0]) / n)
+        value = loss(at, fixed, part) * (len(part[0]) / n).to(at.dtype)
         return torch.autograd.grad(value, at, create_graph=True)[0]
 
     def product(d: Tensor) -> Tensor:
@@ -286,6 +288,12 @@ def microbatches(batch: Any, micro: int | None) -> list[Any]:
         return [batch]
     starts = range(0, n, micro)
     return [type(batch)(*(x if x is None else x[i : i + micro] for x in batch)) for i in starts]
+
+
+def images_in_all(batch: Any, device: torch.device) -> Tensor:
+    """How many images a batch has in all processes together, as a tensor that is not waited for."""
+    n = torch.tensor(len(batch[0]), dtype=torch.float64, device=device)
+    return sum_over_processes([n])[0]
 
 
 def sum_over_processes(values: list[Tensor]) -> list[Tensor]:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 Product = Callable[[Tensor], Tensor]  # d -> A d
-TINY = 1e-12  # in both denominators
+SMALL = 1e-14  # added to both denominators, in units of |g|²: nothing is divided by zero
+RELEASED = 1e-12  # the same of the released program, absolute
 
 
 def conjugate_gradients(
@@ -31,23 +32,26 @@ def conjugate_gradients(
     Args:
         product: d -> A d, A symmetric and positive definite.
         sizes: lengths of the tensors that g consists of. Given, both step sizes are computed
-            inside each tensor while A d stays the full product, and TINY is absolute, as released:
-            a heuristic that does not converge to the solution. None: plain CG, TINY relative to
-            |g|², so that a query of any size is solved alike; a zero query gives zero.
+            inside each tensor while A d stays the full product, and what is added to denominators
+            is absolute, as released: a heuristic that does not converge to the solution. None:
+            plain CG for g / |g|, so that a query of any size is solved alike; zero gives zero.
 
     >>> conjugate_gradients(lambda d: 2 * d, torch.tensor([4.0, 6.0], dtype=torch.float64), 1)
     tensor([2.0000, 3.0000], dtype=torch.float64)
     """
     parts = list(sizes or [len(g)])
     lengths = torch.tensor(parts, device=g.device)
-    tiny = TINY if sizes else TINY * g.square().sum() + torch.finfo(g.dtype).tiny
+    length = torch.linalg.vector_norm(g, dtype=torch.float64)  # squares may vanish in float32
+    scale = torch.where((length > 0) & (sizes is None), length, 1.0)
+    tiny = SMALL if sizes is None else RELEASED
 
     def dot(a: Tensor, b: Tensor) -> Tensor:
         """One product a tensor, each repeated over the tensor's entries."""
         each = torch.stack([piece.sum() for piece in (a * b).split(parts)])
         return each.repeat_interleave(lengths, output_size=len(g))
 
-    x, r, d = torch.zeros_like(g), g, g
+    r = (g / scale).to(g.dtype)
+    x, d = torch.zeros_like(g), r
     rr = dot(r, r)
     for _ in range(iterations):
         Ad = product(d)
@@ -55,7 +59,7 @@ def conjugate_gradients(
         x, r = x + alpha * d, r - alpha * Ad
         before, rr = rr, dot(r, r)
         d = r + rr / (before + tiny) * d
-    return x
+    return (x * scale).to(g.dtype)
 
 
 def cg(

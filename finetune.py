@@ -23,7 +23,7 @@ from commands import FinetuneConfig
 from config import RunError, UsageError
 from data import Task, epochs, rng
 from lora import DownstreamLoss, init_theta, load_adapter, save_adapter
-from model import Model, Track, own_names, put_back, snapshot, untracked
+from model import Model, Track, own_names, put_back, snapshot, task_name, untracked
 from run import Run, checking, jobs, read_json, sha256
 from training import Group, Optimiser, Schedule, trainable
 from weights import load_theta
@@ -67,6 +67,7 @@ class Trial(NamedTuple):
     cfg: FinetuneConfig  # with this rate and seed, and what it starts from
     out: Path
     task: Task | None
+    force: bool
 
 
 def finetune(
@@ -100,7 +101,10 @@ def finetune(
         LOG.warning("the warm-up is not shorter than the run: see --warmup-epochs and --epochs")
 
     def results(lr: float, seeds: range) -> list[dict[str, Any]]:
-        trials = [trial_of(cfg, out, task, lr, i, starts[i]) for i in seeds]
+        trials = [
+            Trial(one_trial(cfg, lr, i, starts[i]), out / f"lr{lr:g}-s{cfg.seed + i}", task, force)
+            for i in seeds
+        ]
         if cfg.jobs == 1:
             return [peft(trial, track) for trial in trials]
         return [*track(jobs(peft, trials, cfg.jobs), len(trials), f"lr {lr:g}, runs")]
@@ -109,13 +113,22 @@ def finetune(
     tried = {lr: results(lr, tries) for lr in cfg.grid}
     lr, chosen = best_rate(tried, lambda lr, done: results(lr, range(done, cfg.seeds)))
     about = {
-        "out": str(out), "dataset": cfg.dataset, "backbone": cfg.backbone, "pretext": cfg.pretext,
-        "unit": unit, "lr": lr, "metric": m.task.metric, "aligned_by": None, "aligned_on": None,
+        "out": str(out), "dataset": cfg.dataset, "backbone": cfg.backbone, "unit": unit, "lr": lr,
+        "pretext": task_name(cfg.pretext), "metric": m.task.metric,
         "grid": {str(k): [r["val"] and r["val"]["accuracy"] for r in v] for k, v in tried.items()},
+        "aligned_by": None, "aligned_on": None, "align_unlike_paper": None,
     }  # fmt: skip
-    about["align_unlike_paper"] = None
-    found = run.finish(about | (origins[0] if origins else {}) | tested(m, run, chosen))
-    return FinetuneResult.of(found)
+    about |= recorded(origins[0]) if origins else {}
+    return FinetuneResult.of(run.finish(about | tested(m, run, chosen)))
+
+
+def recorded(origin: Mapping[str, Any]) -> dict[str, Any]:
+    """What a result says of the align run that it started from."""
+    return {
+        "aligned_by": origin.get("hypergrad", "unknown"),
+        "aligned_on": origin.get("dataset"),
+        "align_unlike_paper": origin.get("unlike_paper"),
+    } | ({"pretext": origin["pretext"]} if "pretext" in origin else {})
 
 
 def tested(m: Model, run: Run, chosen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -147,13 +160,9 @@ def model_of(cfg: FinetuneConfig, task: Task | None) -> Model:
     return OPEN[0]
 
 
-def trial_of(
-    cfg: FinetuneConfig, out: Path, task: Task | None, lr: float, i: int, start: Path | None
-) -> Trial:
-    """The i-th seed at one rate."""
-    seed = cfg.seed + i
-    one = cfg.but(lr=lr, grid=None, grid_seeds=1, seeds=1, seed=seed, start=start, jobs=1)
-    return Trial(one, out / f"lr{lr:g}-s{seed}", task)
+def one_trial(cfg: FinetuneConfig, lr: float, i: int, start: Path | None) -> FinetuneConfig:
+    """Settings of the i-th seed at one rate."""
+    return cfg.but(lr=lr, grid=None, grid_seeds=1, seeds=1, seed=cfg.seed + i, start=start, jobs=1)
 
 
 def best_rate(
@@ -253,8 +262,8 @@ def origin(start: Path, m: Model) -> dict[str, Any]:
 def peft(trial: Trial, track: Track = untracked) -> dict[str, Any]:
     """Fine-tune θ and a fresh φ_D with one rate and one seed; keep the best validation epoch."""
     cfg, m = trial.cfg, model_of(trial.cfg, trial.task)
-    digest = {"start_sha256": sha256(adapter_of(cfg.start))} if cfg.start else {}
-    run = Run(trial.out, "peft", cfg, **m.about(), **digest)
+    about = m.about() | {"start_sha256": cfg.start and sha256(adapter_of(cfg.start))}
+    run = Run(trial.out, "peft", cfg, trial.force, **about)
     if run.result:
         return run.result
     theta = start_of(cfg, m)

@@ -97,7 +97,7 @@ def recursion(G: Tensor, lam: float, H: object = None, partition: Partition = "l
     Arguments and result are those of `mfac`; v and d are float64, so the buffer has twice the
     bytes of a float32 G.
     """
-    check(lam)
+    check(lam, G)
     M = [precompute(grads, lam) for grads in blocks(G, partition).flatten(0, 1)]  # l.10
 
     def inverse(g: Tensor) -> Tensor:  # l.13
@@ -134,7 +134,7 @@ def mfac(G: Tensor, lam: float, H: object = None, partition: Partition = "layer"
         system cannot be solved, since a gradient is not finite, its part of q is NaN: so nothing
         here has to wait for a GPU.
     """
-    check(lam)
+    check(lam, G)
     B = blocks(G, partition)  # (K, n, m, c)
     S = B.new_zeros(*B.shape[:2], B.shape[2], B.shape[2], dtype=torch.float64)
     for c in chunks(B):
@@ -193,7 +193,7 @@ def identity(G: Tensor, lam: float, H: object = None) -> Inverse:
 
     A control; the paper does not have it. The returned q is a copy.
     """
-    check(lam)
+    check(lam, G)
     return Tensor.clone
 
 
@@ -210,7 +210,7 @@ def exact(G: Tensor, lam: float, H: Callable[[], Product]) -> Inverse:
         lam: λ > 0.
         H: opens products d -> H d.
     """
-    check(lam)
+    check(lam, G)
     product, shape = H(), (len(G), G.shape[2])
     units = torch.eye(shape[0] * shape[1], dtype=G.dtype, device=G.device)
     dense = torch.stack([product(e.view(shape)).flatten() for e in units]).double()
@@ -223,7 +223,9 @@ def exact(G: Tensor, lam: float, H: Callable[[], Product]) -> Inverse:
     return inverse
 
 
-def check(lam: float) -> None:
-    """λ couples the levels and damps the Fisher matrix (ValueError unless finite and above 0)."""
+def check(lam: float, G: Tensor) -> None:
+    """λ couples the levels and damps the Fisher matrix; ValueError unless finite and above 0."""
     if not 0 < lam < math.inf:
         raise ValueError(f"lambda must be a finite number above 0, got {lam}")
+    if G.ndim != 3 or not G.numel():
+        raise ValueError(f"G must be gradients (K, N_L, p), a row a block; it is {tuple(G.shape)}")

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from evaluate import Score, score
 from torch import Tensor
 
 import benchmarks
@@ -28,7 +27,7 @@ from bisslight import Loss, PretextTask, numbers, row, value_and_grad
 from commands import AlignConfig, FinetuneConfig
 from config import UsageError
 from data import (
-    Draw,
+    Draws,
     Images,
     Pool,
     Split,
@@ -37,10 +36,10 @@ from data import (
     batches,
     decode_all,
     in_order,
-    load_pool,
     rng,
     stream,
 )
+from evaluate import Score, score
 from lora import (
     DownstreamLoss,
     Examples,
@@ -76,6 +75,7 @@ class Model:
         with checking(f"--weights {weights_of(cfg)}"):
             loaded = load_backbone(cfg)
         self.backbone, self.arch = loaded.backbone.to(self.device), loaded.arch
+        self.backbone.recompute = cfg.recompute
         self.pretext_head, self.digest = loaded.pretext_head, loaded.digest
         mean, std = loaded.channels or (self.task.mean, self.task.std)
         size = self.arch.image_size
@@ -122,7 +122,7 @@ class Model:
         return pretext_batches(self.cfg, self.pool, task, size, self.cfg.p_batch, steps)
 
     def examples(
-        self, draws: Iterator[list[Draw]], seed: int, purpose: str, rate: float, start: int = 0
+        self, draws: Draws, seed: int, purpose: str, rate: float, start: int = 0
     ) -> Iterator[Examples]:
         """Labelled training batches from step `start` on, with drop-path factors of this rate."""
         images = Images(self.task.train, self.transform, True, seed, purpose)
@@ -182,7 +182,8 @@ class Model:
     def read_all(self, out: Path) -> None:
         """Decode validation and test images once, before a run begins (ImageError)."""
         for split in () if (out / "env.json").exists() else (self.task.val, self.task.test):
-            decode_all(split.images)
+            for error in decode_all(split.images):
+                raise error
 
     def about(self) -> dict[str, Any]:
         """What defines a run beside its settings: digests of weights, labelled task and pool."""
@@ -190,16 +191,16 @@ class Model:
         found = {"weights_sha256": self.digest, "data_sha256": self.task.fingerprint()}
         if isinstance(self.cfg, AlignConfig):
             found["pool_sha256"] = self.pool.fingerprint()
-            if (file := Path(self.cfg.pretext.rpartition(":")[0])).suffix == ".py":
-                found["pretext_sha256"] = sha256(file)
+            file = Path(self.cfg.pretext.rpartition(":")[0])
+            found |= {"pretext_sha256": sha256(file)} if file.suffix == ".py" else {}
         return found | {"images": sizes}
 
     def adapter_about(self, **more: Any) -> dict[str, Any]:
         """What an adapter file says of itself."""
-        names = ("backbone", "rank", "alpha", "pretext", "dataset", "data_seed")
+        names = ("backbone", "rank", "alpha", "dataset", "data_seed")
         about = {name: getattr(self.cfg, name) for name in names} | {"arch": self.arch._asdict()}
         about |= {"weights_sha256": self.digest, "data_sha256": self.task.fingerprint()}
-        return about | more
+        return about | {"pretext": task_name(self.cfg.pretext)} | more
 
 
 # --- tasks, pools and their batches ---------------------------------------------------------------
@@ -232,7 +233,7 @@ def pretext_batches(
 
 
 def shared_batches(
-    images: Images, draws: Iterator[list[Draw]], workers: int | None, device: torch.device
+    images: Images, draws: Draws, workers: int | None, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor, slice, int]]:
     """(images, targets) of this process, which ones of the batch they are, and the batch's size."""
     mine, whole = itertools.tee(draws)
@@ -256,14 +257,22 @@ def open_pool(cfg: Any) -> Pool:
     if cfg.pool.startswith("own"):
         raise UsageError(f"--pool {cfg.pool}: was handed in from Python; hand it in as pool=...")
     with checking(f"--pool {cfg.pool}"):
-        path = benchmarks.pool_path(cfg.pool, cfg.data_root)
-        return load_pool(str(path or cfg.pool), cfg.data_seed)
+        return benchmarks.load_pool(cfg.pool, cfg.data_root, cfg.data_seed)
 
 
 def own_names(task: Task | None, pool: Pool | None = None) -> dict[str, str]:
     """What is recorded in the place of the names of data that were handed in."""
     digests = {"dataset": task and task.fingerprint(), "pool": pool and pool.fingerprint()}
     return {key: f"own:{digest[:12]}" for key, digest in digests.items() if digest}
+
+
+def task_name(pretext: str) -> str:
+    """mae, ijepa, or the class of a pretext task of one's own, as runs record it.
+
+    >>> task_name("/home/me/turn.py:Rotation")
+    'rotation'
+    """
+    return pretext.rpartition(":")[2].lower()
 
 
 def own_class(name: str) -> Callable[..., PretextTask]:

@@ -10,6 +10,7 @@ Leaves out: which tensors get which rate, which is up to `align`, `finetune`, `e
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor
 # --- optimisers -------------------------------------------------------------------------------
 
 
-class Schedule(NamedTuple):
+@dataclass(frozen=True)
+class Schedule:
     """Linear warm-up, then half a cosine (App. C.2, C.3; the exact form is the released one)."""
 
     total: int  # N, optimiser steps
@@ -37,8 +39,8 @@ class Schedule(NamedTuple):
         """
         if k <= self.warmup:
             return base * k / (self.warmup + 1)
-        progress = (k - self.warmup - 1) / max(1, self.total - self.warmup - 1)
-        c = (1 + math.cos(math.pi * progress)) / 2
+        after, last = k - self.warmup - 1, max(1, self.total - self.warmup - 1)
+        c = (1 + math.cos(math.pi * after / last)) / 2
         return c * base + (1 - c) * self.end
 
 

@@ -98,7 +98,8 @@ def load_backbone(cfg: Model) -> Loaded:
     if cfg.backbone.startswith("timm:"):
         vit, arch = timm_vit(cfg.backbone.removeprefix("timm:"), cfg.image_size)
         encoder = {k: v for k, v in state_dict(data).items() if not k.startswith("head.")}
-        channels = vit.pretrained_cfg["mean"], vit.pretrained_cfg["std"]
+        trained: Any = vit.pretrained_cfg
+        channels = trained["mean"], trained["std"]
     else:
         jepa = cfg.pretext == "ijepa"
         encoder, found = ijepa.split_state(data, cfg.base) if jepa else mae.split_state(data)
@@ -107,7 +108,7 @@ def load_backbone(cfg: Model) -> Loaded:
             vit, head = build_vit(arch), build_head(arch, cfg.pretext)
         assign(head, found, path, cfg.backbone)
     assign(vit, encoder, path, cfg.backbone)
-    backbone = Backbone(vit, cfg.alpha / cfg.rank, cfg.recompute).requires_grad_(False)
+    backbone = Backbone(vit, cfg.alpha / cfg.rank).requires_grad_(False)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return Loaded(backbone, head, arch, digest, channels)

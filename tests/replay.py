@@ -1,16 +1,21 @@
-"""How the recorded runs map onto this program: their tensors in our layout, nothing computed."""
+"""How the recorded runs map onto this program: their tensors in our layout, nothing computed.
+
+Everything in the tests that knows both layouts is here.
+"""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from conftest import Recorded
 from torch import Tensor
 
+import weights
+from bisslight import State
 from config import Arch
-from lora import Backbone, build_vit, from_factors
-from mae import MAE, Batch, Decoder
-from runtime import trainable
+from lora import Backbone, DownstreamLoss, Examples, from_factors
+from mae import MAE, Batch
+from training import Group, Optimiser, Schedule, decay_groups, trainable
 
 
 class Recording(NamedTuple):
@@ -25,44 +30,76 @@ class Recording(NamedTuple):
     phi_D: dict[str, Tensor]
     dtype: torch.dtype
 
+    @property
+    def loss_D(self) -> DownstreamLoss:
+        return DownstreamLoss(self.backbone)
 
-def model_of(rec: Recorded, weights: Recorded | None = None, mask_ratio: float = 0.75) -> Recording:
+
+def recording(rec: Recorded, source: Recorded | None = None, mask_ratio: float = 0.75) -> Recording:
     """Backbone, decoder, θ, φ_P and φ_D of a run under fixtures/official."""
-    m, source = rec.meta, weights or rec
+    m, source = rec.meta, source or rec
     dtype = torch.float32 if m.get("dtype") == "torch.float32" else torch.float64
-    arch = Arch(
-        image_size=m["img"], patch_size=m["patch"], dim=m["dim"], depth=m["depth"], heads=m["heads"],
-        decoder_dim=m["ddim"], decoder_depth=m["ddepth"], decoder_heads=m["dheads"],
-    )  # fmt: skip
+    heads = (m["ddim"], m["ddepth"], m["dheads"])
+    arch = Arch(m["dim"], m["depth"], m["heads"], m["img"], m["patch"], decoder=heads)
     state = source.group("encoder")
     for i in range(arch.depth):
         for kind in ("weight", "bias"):
             parts = [state.pop(f"blocks.{i}.attn.qkv.{x}.{kind}") for x in "qkv"]
             state[f"blocks.{i}.attn.qkv.{kind}"] = torch.cat(parts)
-    vit, decoder = build_vit(arch), Decoder(arch)
+    vit, decoder = weights.build_vit(arch), weights.build_head(arch, "mae")
     vit.load_state_dict(state)
     if source.group("decoder"):  # recordings of PEFT have none
         decoder.load_state_dict(source.group("decoder"))
     backbone = Backbone(vit.to(dtype).requires_grad_(False))
     task = MAE(backbone, decoder.to(dtype), mask_ratio)
     lora = source.group("lora_init")
-    flat = torch.cat(
-        [lora[f"blocks.{i}.attn.qkv.{x}.lora_{f}"].flatten() for i in range(arch.depth) for x in "qv" for f in "AB"]
-    )
-    theta = to_theta(flat, arch.depth, arch.dim).to(dtype).requires_grad_()
+    names = [
+        f"blocks.{i}.attn.qkv.{x}.lora_{f}" for i in range(arch.depth) for x in "qv" for f in "AB"
+    ]
+    theta = to_theta(torch.cat([lora[name].flatten() for name in names]), arch.depth, arch.dim)
+    theta = theta.to(dtype).requires_grad_()
     phi_D = trainable({k: v.to(dtype) for k, v in source.group("head_init").items()})
     return Recording(rec, arch, backbone, task, theta, trainable(task.phi), phi_D, dtype)
 
 
+def state_of(r: Recording) -> State:
+    """Line 2 and the recorded optimisers."""
+    m = r.rec.meta
+    lower, upper = (
+        Schedule(m["sched_T"] * n, m["sched_warm"] * n, 1e-6) for n in (m["NL"], m["NU"])
+    )
+    theta_D = r.theta.detach().clone().requires_grad_()
+    groups = [Group([r.theta], m["p_lr"], m["p_wd"])]
+    groups += decay_groups(r.phi_P, m["p_head_lr"], m["p_wd"])
+    opt_P = Optimiser(groups, lower, (0.9, 0.95), clip=10)
+    tensors = [theta_D, *r.phi_D.values()]
+    betas = None if m["d_opt"] == "sgd" else (0.9, 0.999)
+    opt_D = Optimiser([Group(tensors, m["d_lr"], m["d_wd"])], upper, betas, clip=10)
+    return State(r.theta, theta_D, r.phi_P, r.phi_D, opt_P, opt_D)
+
+
+class Steps(NamedTuple):
+    """The input line of Algorithm 1."""
+
+    alternations: int
+    lower_steps: int
+    upper_steps: int
+    lam: float
+
+
+def steps_of(m: dict[str, Any]) -> Steps:
+    return Steps(m["T"], m["NL"], m["NU"], m["lam"])
+
+
 def to_theta(flat: Tensor, depth: int, dim: int) -> Tensor:
     """Recorded order, per layer A_q (r, dim), B_q (dim, r), A_v, B_v row-major, as θ (K, 4 r dim)."""
-    parts = flat.unflatten(-1, (depth, 4, -1)).unbind(-2)
-    A_q, B_q, A_v, B_v = (
-        part.unflatten(-1, (-1, dim) if i % 2 == 0 else (dim, -1)) for i, part in enumerate(parts)
-    )  # (..., K, r, dim) or (..., K, dim, r)
-    if flat.ndim == 1:
-        return from_factors(A_q, B_q, A_v, B_v)
-    return torch.stack([to_theta(row, depth, dim) for row in flat])
+    if flat.ndim > 1:
+        return torch.stack([to_theta(row, depth, dim) for row in flat])
+    A_q, B_q, A_v, B_v = flat.unflatten(-1, (depth, 4, -1)).unbind(-2)
+    return from_factors(
+        A_q.unflatten(-1, (-1, dim)), B_q.unflatten(-1, (dim, -1)),
+        A_v.unflatten(-1, (-1, dim)), B_v.unflatten(-1, (dim, -1)),
+    )  # fmt: skip
 
 
 def head_flat(phi: dict[str, Tensor]) -> Tensor:
@@ -76,7 +113,7 @@ def lower_batches(r: Recording) -> Iterator[Batch]:
         yield Batch(images.to(r.dtype) / 32, noise.to(r.dtype))
 
 
-def upper_batches(r: Recording) -> Iterator[tuple[tuple[Tensor, Tensor], None]]:
+def upper_batches(r: Recording) -> Iterator[Examples]:
     """The recorded downstream batches; no drop path."""
     for images, labels in zip(r.rec["upper_images_i8"], r.rec["upper_labels"], strict=True):
-        yield (images.to(r.dtype) / 32, labels), None
+        yield Examples(images.to(r.dtype) / 32, labels)
