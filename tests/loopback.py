@@ -1,21 +1,16 @@
-"""A server on loopback that cuts, lies and is missing."""
+"""A server on loopback: it serves `files` by name, cuts answers, and lacks everything else."""
 
 import http.server
-import os
 from typing import Any
-
-CONTENT = os.urandom(3_000_000)
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves CONTENT at every path but /missing; `cut` ends an answer early, `ranges` honours Range."""
+    """`cuts`: how many bytes each of the next answers ends after; None: not at all."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.content, self.tag = CONTENT, '"one"'
-        self.cuts: list[int] = []  # how many bytes each of the next answers ends after
-        self.ranges, self.length, self.asked = True, True, list[str | None]()
-        self.faults: list[int] = []  # HTTP statuses that come first
+        self.files: dict[str, bytes] = {}
+        self.cuts: list[int | None] = []
 
     @property
     def url(self) -> str:
@@ -26,25 +21,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        server, start = self.server, 0
-        asked = self.headers.get("Range")
-        server.asked.append(asked)
-        if self.path == "/missing" or server.faults:
-            return self.send_error(server.faults.pop(0) if server.faults else 404)
-        cut = server.cuts.pop(0) if server.cuts else None  # now: once headers are out, the test may go on
-        if asked and server.ranges and self.headers.get("If-Range") == server.tag:
-            start = int(asked.removeprefix("bytes=").rstrip("-"))
-        total = len(server.content)
-        self.send_response(206 if start else 200)
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{total - 1}/{total}")
-        if server.length:
-            self.send_header("Content-Length", str(total - start))
-        self.send_header("ETag", server.tag)
+        content = self.server.files.get(self.path.rpartition("/")[2])
+        if content is None:
+            return self.send_error(404)
+        cut = self.server.cuts.pop(0) if self.server.cuts and self.command == "GET" else None
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        body = server.content[start:]
-        self.wfile.write(body[:cut])
+        self.wfile.write(b"" if self.command == "HEAD" else content[:cut])
         return None
+
+    do_HEAD = do_GET
 
     def log_message(self, *args: Any) -> None:
         """Quiet."""

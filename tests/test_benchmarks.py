@@ -1,79 +1,468 @@
-"""ViT-B/16 at full size and 224 px on every benchmark's layout, from align to evaluate, from the command line."""
+"""The benchmarks' layouts, on drawn copies and on the small packs, beside torchvision's readers."""
 
+import hashlib
+import io
 import json
-import os
+import tarfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
-from conftest import SHARED
-from test_protocol import official_layout
-from test_tasks import make_aircraft
+from conftest import shared
+from loopback import Server
+from PIL import Image
+from scipy.io import savemat
+from torchvision import datasets as tv
 
 import cli
-from tasks import BENCHMARKS
-
-pytestmark = pytest.mark.slow
-KEEP = {"dtd": 20, "voc07": 16, "cub200": 60, "pets": 1, "flowers": 100}  # every so manieth image of the packs
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The packs of photographs with their lists as they are and a part of their images, and drawn aircraft."""
-    root = tmp_path_factory.mktemp("data")
-    for name, every in KEEP.items():
-        pack = SHARED / "data" / BENCHMARKS[name].folder
-        if not pack.exists():
-            pytest.skip(f"{pack} is not here (set BISSLIGHT_SHARED to the folder that holds data/)")
-        images = 0
-        for at, _, files in sorted(os.walk(pack)):
-            for file in sorted(files):
-                image = file.lower().endswith(".jpg")
-                images += image
-                if image and images % every:
-                    continue
-                to = root / BENCHMARKS[name].folder / Path(at).relative_to(pack) / file
-                to.parent.mkdir(parents=True, exist_ok=True)
-                to.symlink_to(Path(at) / file)
-    make_aircraft(root)
-    return root
+from benchmarks import (
+    BENCHMARKS,
+    DTD,
+    PARTS,
+    VOC,
+    load_pool,
+    load_task,
+    read_cub,
+    read_flowers,
+    with_validation,
+)  # fmt: skip
+from config import FOLDERS, Data, RunError, UsageError
+from data import Task
+from extras.datasets import SOURCES, check, download, list_all
 
 
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("weights") / "mae_pretrain_vit_base_full.pth"
-    torch.save({"model": official_layout("vit_b16")}, path)
-    return path
+def picture(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shade = hashlib.sha256(path.name.encode()).digest()[0]
+    Image.new("RGB", (20, 24), (shade, 90, 200 - shade // 2)).save(path)
 
 
-@pytest.mark.parametrize("name", [*BENCHMARKS])
-def test_vit_b16_goes_through_every_benchmark(
-    name: str, root: Path, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+def lines(path: Path, *text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(text) + "\n")
+
+
+def make_dtd(base: Path) -> list[str]:
+    names = [f"{kind}/{kind}_{i}.jpg" for kind in ("polka-dotted", "banded") for i in range(9)]
+    for k, part in enumerate(PARTS):
+        lines(base / f"dtd/labels/{part}1.txt", *names[k::3])
+    return names
+
+
+def make_voc(base: Path) -> list[str]:
+    """Image i of a part has object i; object i + 4 is a difficult one in it."""
+    for part, first in zip(PARTS, (0, 10, 20), strict=True):
+        names = [f"{first + i:06d}" for i in range(4)]
+        lines(base / f"VOC2007/ImageSets/Main/{part}.txt", *names)
+        for k, kind in enumerate(VOC):
+            labels = [1 if k == i else 0 if k == i + 4 else -1 for i in range(4)]
+            text = [f"{n} {v:2d}" for n, v in zip(names, labels, strict=True)]
+            lines(base / f"VOC2007/ImageSets/Main/{kind}_{part}.txt", *text)
+        for i, name in enumerate(names):
+            box = "<object>\n<name>{}</name><part><name>head</name></part><difficult>{}</difficult>"
+            text = [box.format(VOC[i], 0) + "</object>", box.format(VOC[i + 4], 1) + "</object>"]
+            lines(base / f"VOC2007/Annotations/{name}.xml", "<annotation>", *text, "</annotation>")
+    return [f"{first + i:06d}.jpg" for first in (0, 10, 20) for i in range(4)]
+
+
+def make_cub(base: Path) -> list[str]:
+    names = [f"{k:03d}.Bird_{k}/Bird_{k}_{i}.jpg" for k in (3, 7) for i in range(8)]
+    lines(base / "images.txt", *(f"{i} {name}" for i, name in enumerate(names, 1)))
+    labels = [f"{i} {int(name[:3])}" for i, name in enumerate(names, 1)]
+    lines(base / "image_class_labels.txt", *labels)
+    lines(base / "train_test_split.txt", *(f"{i} {i % 4 != 0:d}" for i in range(1, 17)))
+    lines(base / "classes.txt", *(f"{k} {k:03d}.Bird_{k}" for k in range(1, 201)))
+    return names
+
+
+def make_pets(base: Path) -> list[str]:
+    names = [(f"great_cat_{i}", 2) for i in range(8)] + [(f"Pug_{i}", 30) for i in range(8)]
+    for part, odd in (("trainval", 0), ("test", 1)):
+        lines(base / f"annotations/{part}.txt", *(f"{n} {k} 1 1" for n, k in names[odd::2]))
+    return [f"{name}.jpg" for name, _ in names]
+
+
+def make_flowers(base: Path) -> list[str]:
+    base.mkdir(parents=True)
+    ids = np.arange(1, 25)[None]
+    savemat(base / "imagelabels.mat", {"labels": ids % 6 + 97})
+    savemat(base / "setid.mat", {"trnid": ids[:, :6], "valid": ids[:, 6:12], "tstid": ids[:, 12:]})
+    return [f"image_{i:05d}.jpg" for i in range(1, 25)]
+
+
+def make_aircraft(base: Path) -> list[str]:
+    lines(base / "data/variants.txt", *(f"Falcon {k}" for k in range(100)))
+    for p, part in enumerate((*PARTS, "trainval")):
+        names = [f"{1000 * (p % 3) + i:07d}" for i in range(4)]
+        text = [f"{name} Falcon {i % 2 * 50}" for i, name in enumerate(names)]
+        lines(base / f"data/images_variant_{part}.txt", *text)
+    return [f"{1000 * p + i:07d}.jpg" for p in range(3) for i in range(4)]
+
+
+MAKE = {"dtd": make_dtd, "voc07": make_voc, "cub200": make_cub, "pets": make_pets,
+        "flowers": make_flowers, "aircrafts": make_aircraft}  # fmt: skip
+
+
+def make(name: str, root: Path) -> Path:
+    """Draw a small copy of a benchmark; its own folder."""
+    base = root / FOLDERS[name]
+    for file in MAKE[name](base):
+        picture(base / BENCHMARKS[name].images / file)
+    return base
+
+
+def load(name: str, root: Path, **more: Any) -> Task:
+    return load_task(Data(dataset=name, **{"partial": True} | more), root)
+
+
+# --- what is read ---
+
+
+def torchvision_reads(name: str, root: Path, monkeypatch: Any) -> dict[str, dict[str, int]]:
+    """What torchvision's own classes make of the same folders."""
+    kinds = {"dtd": tv.DTD, "pets": tv.OxfordIIITPet, "flowers": tv.Flowers102}
+    kind, parts = kinds.get(name, tv.FGVCAircraft), ("trainval", "test")
+    monkeypatch.setattr(tv.Flowers102, "_check_integrity", lambda self: True)  # of whole lists
+    made = {part: kind(root, part) for part in (parts if name == "pets" else PARTS)}
+    place = range(102)
+    if name == "dtd":  # it numbers the classes that are there
+        place = [DTD.index(kind) for kind in made["train"].classes]
+    files = {p: d._images if name == "pets" else d._image_files for p, d in made.items()}
+    return {
+        p: {Path(f).name: place[k] for f, k in zip(files[p], d._labels, strict=True)}
+        for p, d in made.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["dtd", "pets", "flowers", "aircrafts"])
+@pytest.mark.parametrize("real", [False, True])
+def test_torchvision_reads_the_same(
+    name: str, real: bool, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    b, pool = BENCHMARKS[name], SHARED / "data/imagenet-one-per-class"
-    backbone = f"--backbone vit_b16 --weights {weights} --dataset {name} --data-root {root} --partial"
-    peft = "--epochs 1 --batch 8 --seeds 2 --grid 1e-4,1e-3"
-    for line in (
-        f"align {backbone} --pool {pool} --alternations 2 --lower-steps 2 --upper-steps 1 --p-batch 4 --d-batch 4 "
-        "--probe-epochs 1 --eval-every 2 --out a",
-        f"finetune --from a {peft} --out aligned",
-        f"finetune {backbone} {peft} --out direct",
-        "evaluate aligned --against direct",
-    ):
+    if real and name == "aircrafts":
+        pytest.skip("there is no pack of aircraft photographs")
+    root = shared(f"data/{FOLDERS[name]}").parent if real else make(name, tmp_path).parent
+    task = load(name, root)
+    ours: dict[str, Any] = {}
+    for part, split in zip(PARTS, (task.train, task.val, task.test), strict=True):
+        labels = zip(split.images, split.targets.tolist(), strict=True)
+        ours[part] = {path.name: label for path, label in labels}
+    if name == "pets":
+        ours["trainval"] = ours.pop("train") | ours.pop("val")
+    theirs = torchvision_reads(name, root, monkeypatch)
+    if name == "pets" and not real:  # it takes labels as they are, minus one
+        assert {*theirs["test"].values()} == {1, 29}
+    assert ours == theirs
+
+
+def test_voc_labels_are_those_of_the_annotations() -> None:
+    """Main/CLASS_PART.txt against the objects that torchvision's VOCDetection reads."""
+    root = shared("data/VOCdevkit").parent
+    task, hits = load("voc07", root), load("voc07", root, voc_difficult="positive")
+    for part in PARTS:
+        xml = tv.VOCDetection(root, year="2007", image_set=part)
+        for i in range(len(xml)):
+            objects = xml[i][1]["annotation"]["object"]
+            easy = {VOC.index(o["name"]) for o in objects if o["difficult"] == "0"}
+            any_ = {VOC.index(o["name"]) for o in objects}
+            labels, positive = getattr(task, part).targets[i], getattr(hits, part).targets[i]
+            assert {*(labels == 1).nonzero()[:, 0].tolist()} == easy
+            assert {*(labels == 0).nonzero()[:, 0].tolist()} == any_ - easy
+            assert {*(positive == 1).nonzero()[:, 0].tolist()} == any_
+    assert (task.metric, task.classes[14]) == ("11-point mAP", "person")
+
+
+def test_cub_labels_stay_official_where_classes_are_missing(tmp_path: Path) -> None:
+    make("cub200", tmp_path)
+    task = load("cub200", tmp_path)
+    assert (len(task.classes), task.classes[6]) == (200, "Bird 7")
+    for split in (task.train, task.val, task.test):
+        assert split.targets.tolist() == [int(path.parent.name[:3]) - 1 for path in split.images]
+    assert [len(x.targets) for x in (task.train, task.val, task.test)] == [10, 2, 4]
+
+
+def test_the_whole_cub_split_has_the_papers_sizes() -> None:
+    """A fifth of each class of the official 5,994 training images, from the complete lists."""
+    parts, _ = read_cub(shared("data/annotations/CUB_200_2011"))
+    assert {p: len(e) for p, e in parts.items()} == {"trainval": 5994, "test": 5794}
+    file = shared("data/bissl_tv_splits/cub200_val_split.txt")
+    for chosen in (Data(dataset="cub200"), Data(dataset="cub200", split_file=file)):
+        split = with_validation(parts, chosen)
+        assert (len(split["train"]), len(split["val"])) == (4800, 1194)
+        assert {*Counter(label for _, label in split["train"]).values()} == {24}
+        assert len({*split["train"], *split["val"]}) == 5994
+    rest = (file.parent / "cub200_train_split.txt").read_text().split()  # the other original file
+    assert {parts["trainval"][int(i)] for i in rest} == {*split["train"]}
+
+
+def test_the_official_flower_lists_have_the_known_sizes() -> None:
+    parts, _ = read_flowers(shared("data/annotations/flowers-102"))
+    assert {p: len(e) for p, e in parts.items()} == {"train": 1020, "val": 1020, "test": 6149}
+    assert {*Counter(label for _, label in parts["train"]).values()} == {10}
+
+
+def test_the_validation_split_is_fixed(tmp_path: Path) -> None:
+    """Written down here, so that another platform or release takes the same files."""
+    make("pets", tmp_path)
+    task = load("pets", tmp_path)
+    assert sorted(path.name for path in task.val.images) == ["Pug_6.jpg", "great_cat_4.jpg"]
+    assert task.fingerprint() != load("pets", tmp_path, data_seed=1).fingerprint()
+
+
+# --- what is not whole, or wrong ---
+
+
+@pytest.mark.parametrize("name", [*MAKE])
+def test_an_incomplete_copy_is_an_error_unless_asked_for(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=rf"`bisslight data download {name}` fetches it"):
+        load(name, tmp_path)
+    make(name, tmp_path)
+    with pytest.raises(UsageError, match=r"train, validation and test have .*, --partial takes"):
+        load(name, tmp_path, partial=False)
+    task = load(name, tmp_path)
+    assert task.missing == 0
+    gone = task.train.images[0]
+    gone.unlink()
+    less = load(name, tmp_path)
+    assert less.missing == 1
+    assert {*less.train.images} == {*task.train.images} - {gone}
+    assert {*less.val.images} == {*task.val.images}  # a missing file does not move the others
+    states = {row["name"]: row["state"] for row in list_all(tmp_path)}
+    assert states.pop(name).startswith("partial: (") and {*states.values()} == {"missing"}
+
+
+def test_a_whole_copy_is_one_that_has_the_known_sizes(tmp_path: Path, monkeypatch: Any) -> None:
+    base = make("flowers", tmp_path)
+    monkeypatch.setitem(BENCHMARKS, "flowers", BENCHMARKS["flowers"]._replace(sizes=(6, 6, 12)))
+    assert len(load("flowers", tmp_path, partial=False).test.targets) == 12
+    assert list_all(tmp_path)[4]["state"] == "there" and not check("flowers", tmp_path)["problems"]
+    (base / "jpg/image_00009.jpg").unlink()
+    with pytest.raises(UsageError, match=r"\(6, 5, 12\) images of \(6, 6, 12\)"):
+        load("flowers", tmp_path, partial=False)
+
+
+def ids_from(first: int) -> bytes:
+    """setid.mat of the 24 images that `make_flowers` draws, counted from another number."""
+    ids, buffer = np.arange(first, first + 24)[None], io.BytesIO()
+    savemat(buffer, {"trnid": ids[:, :6], "valid": ids[:, 6:12], "tstid": ids[:, 12:]})
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "content"),
+    [
+        ("cub200", "images.txt", b"1\n"),
+        ("cub200", "images.txt", b"99 001.x/y.jpg\n"),
+        ("cub200", "image_class_labels.txt", b"\n".join(b"%d 201" % i for i in range(1, 17))),
+        ("cub200", "image_class_labels.txt", b"\xff\xfe"),
+        ("cub200", "train_test_split.txt", b"\n".join(b"%d 2" % i for i in range(1, 17))),
+        ("aircrafts", "data/variants.txt", b"Concorde\n"),
+        ("aircrafts", "data/images_variant_val.txt", b"1 Concorde\n"),
+        ("dtd", "dtd/labels/val1.txt", b"nope/x.jpg\n"),
+        ("voc07", "VOC2007/ImageSets/Main/car_val.txt", b"000010 1\n"),
+        ("voc07", "VOC2007/ImageSets/Main/car_val.txt", b"000099 1\n"),
+        ("pets", "annotations/test.txt", b"x 38 1 1\n"),
+        ("flowers", "setid.mat", b"noise"),
+        ("flowers", "setid.mat", ids_from(0)),
+        ("flowers", "setid.mat", ids_from(2)),
+    ],
+)
+def test_a_bad_list_file_ends_in_one_line(
+    name: str, file: str, content: bytes, tmp_path: Path
+) -> None:
+    base = make(name, tmp_path)
+    (base / file).write_bytes(content)
+    with pytest.raises(UsageError, match=r": its lists cannot be read \(.*; download") as error:
+        load(name, tmp_path)
+    assert str(error.value).startswith(str(base))
+    assert {row["name"]: row["state"] for row in list_all(tmp_path)}[name] == "damaged"
+
+
+def test_split_files_are_checked(tmp_path: Path, monkeypatch: Any) -> None:
+    make("cub200", tmp_path)
+    path = tmp_path / "split.txt"
+    path.write_text("0\n3\n")
+    with pytest.raises(UsageError, match=r"all 5994 training images listed, not 12"):
+        load("cub200", tmp_path, split_file=path)
+    make("dtd", tmp_path)
+    with pytest.raises(UsageError, match="dtd has an official validation part"):
+        load("dtd", tmp_path, split_file=path)
+    monkeypatch.setitem(BENCHMARKS, "cub200", BENCHMARKS["cub200"]._replace(sizes=(10, 2, 4)))
+    task, names = load("cub200", tmp_path, split_file=path), make_cub(tmp_path / "again")
+    assert [str(x.relative_to(tmp_path / "CUB_200_2011/images")) for x in task.val.images] == [
+        names[0], names[4],  # the fourth is a test image
+    ]  # fmt: skip
+    for text in ("12", "1\n1", "-1", "1\nx", "", " ".join(map(str, range(12)))):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=r"split.txt: needs numbers below 12, none twice"):
+            load("cub200", tmp_path, split_file=path)
+
+
+# --- check, pools, download ---
+
+
+def test_check_groups_what_is_missing_and_names_what_is_damaged(tmp_path: Path) -> None:
+    base = make("pets", tmp_path)
+    for name in ("Pug_1", "Pug_2"):
+        (base / f"images/{name}.jpg").write_bytes(b"")
+    for name in ("great_cat_3", "great_cat_5"):
+        (base / f"images/{name}.jpg").unlink()
+    picture(base / "images/extra.jpg")
+    found = check("pets", tmp_path)
+    counts = [found[key] for key in ("listed", "absent", "in_no_list", "images")]
+    assert counts == [16, 2, 1, 14]
+    missing, sizes, *damaged = found["problems"]
+    assert (missing["files"], Path(missing["first"]).name) == (2, "great_cat_3.jpg")
+    assert sizes["problem"] == "lists 16 images, 16 different ones, of 7349"
+    assert [Path(row["problem"].partition(":")[0]).stem for row in damaged] == ["Pug_1", "Pug_2"]
+    subset = check("pets", tmp_path, partial=True)
+    assert subset["problems"] == damaged
+    assert [subset[key] for key in ("listed", "absent", "in_no_list", "images")] == counts
+
+
+def test_check_notices_voc_lists_that_disagree_with_the_annotations(tmp_path: Path) -> None:
+    sets = make("voc07", tmp_path) / "VOC2007/ImageSets/Main"
+    assert check("voc07", tmp_path, partial=True)["problems"] == []
+    for part in PARTS:  # boat is hit in one image of four, chair difficult in none
+        boat, chair = sets / f"boat_{part}.txt", sets / f"chair_{part}.txt"
+        a, b = boat.read_text(), chair.read_text()
+        boat.write_text(b), chair.write_text(a)
+    rows = check("voc07", tmp_path, partial=True)["problems"]
+    assert [(row["problem"], row["files"]) for row in rows] == [
+        ("list of boat differs from this", 3),
+        ("list of chair differs from this", 3),
+    ]
+
+
+def test_check_reads_a_folder_as_training_does(tmp_path: Path) -> None:
+    for i, kind in enumerate("ab" * 10):
+        picture(tmp_path / kind / f"{i}.png")
+    found = check(f"folder:{tmp_path}", tmp_path)
+    assert {key: found[key] for key in ("classes", *PARTS, "images")} == {
+        "classes": 2, "train": 14, "val": 2, "test": 4, "images": 20,
+    }  # fmt: skip  # a fifth of ten a class, then of eight
+    (tmp_path / "c").mkdir()
+    with pytest.raises(UsageError, match="class 'c' has no images"):
+        check(f"folder:{tmp_path}", tmp_path)
+    assert check(str(tmp_path), tmp_path)["images"] == 20  # as a pool
+    with pytest.raises(UsageError, match="is no benchmark or folder; did you mean pets"):
+        check("pet", tmp_path)
+
+
+def test_a_pool_is_quilts_the_training_part_of_imagenet_or_any_folder(tmp_path: Path) -> None:
+    for name in ("1.png", "deep/er/2.JPEG", ".hidden/3.png"):
+        picture(tmp_path / "pool" / name)
+    assert load_pool("quilts", tmp_path, 0).images.shape == (4000, 3, 16, 16)
+    for name in (str(tmp_path / "pool"), f"folder:{tmp_path / 'pool'}"):
+        assert [path.name for path in load_pool(name, tmp_path, 0).images] == ["1.png", "2.JPEG"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="no images in"):
+        load_pool(str(tmp_path / "empty"), tmp_path, 0)
+    picture(tmp_path / "imagenet/val/n01/1.JPEG")
+    with pytest.raises(FileNotFoundError, match="imagenet/train"):  # validation is no pool
+        load_pool("imagenet", tmp_path, 0)
+    picture(tmp_path / "imagenet/train/n01/2.JPEG")
+    assert [path.name for path in load_pool("imagenet", tmp_path, 0).images] == ["2.JPEG"]
+    (row,) = check("imagenet", tmp_path)["problems"]
+    assert row["problem"] == "has 1 images, not 1281167"
+
+
+def tar_of(folder: Path, name: str) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        tar.add(folder, name)
+    return buffer.getvalue()
+
+
+def test_a_download_is_whole_or_not_there(server: Server, tmp_path: Path, monkeypatch: Any) -> None:
+    made, root = make("pets", tmp_path / "made"), tmp_path / "root"
+    for part in ("images", "annotations"):
+        server.files[f"{part}.tar.gz"] = tar_of(made / part, part)
+    urls = [f"{server.url}/pets/{part}.tar.gz" for part in ("images", "annotations")]
+    md5 = [hashlib.md5(content).hexdigest() for content in server.files.values()]
+
+    def archives(*pairs: tuple[str, str]) -> None:
+        monkeypatch.setitem(SOURCES, "pets", SOURCES["pets"]._replace(archives=dict(pairs)))
+
+    archives(*zip(urls, md5, strict=True))
+    server.cuts = [100]
+    with pytest.raises(RunError, match=r"images.tar.gz: .*corrupted.*`cd .* && curl -C - -O http"):
+        download("pets", root)
+    archives((urls[0], md5[0]), (urls[1], 32 * "0"))
+    with pytest.raises(RunError, match=r"annotations.tar.gz: .*then give this command again"):
+        download("pets", root)
+    archives((urls[0], md5[0]), (f"{server.url}/gone.tar", md5[1]))
+    with pytest.raises(RunError, match=r"gone.tar: HTTP Error 404"):
+        download("pets", root)
+    archives(*zip(urls, md5, strict=True))
+    assert not (root / "oxford-iiit-pet").exists()
+    assert download("pets", root)["path"] == str(root / "oxford-iiit-pet")
+    assert [path.name for path in root.iterdir()] == ["oxford-iiit-pet"]  # no archive is left
+    assert len(load("pets", root).test.targets) == 8
+    for name, message in {
+        "pets": r"is there already, see `bisslight data check pets`",
+        "imagenet": "cannot be downloaded .* register at image-net.org",
+        "flower": "did you mean flowers",
+    }.items():
+        with pytest.raises(UsageError, match=message):
+            download(name, root)
+
+
+# --- from align to evaluate ---
+
+
+def run(capsys: Any, *commands: str) -> str:
+    """Standard output of the last of some commands."""
+    for line in commands:
+        capsys.readouterr()
         assert cli.run(line.split()) == 0, capsys.readouterr().err
-    said = capsys.readouterr()
-    assert "top-1 accuracy" in said.out or name == "voc07"
-    assert "partial copy" in said.err
+    return str(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", [*MAKE])
+def test_every_benchmark_goes_from_align_to_evaluate(
+    name: str, tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Each layout through the three commands, tiny; VOC07 with several labels an image."""
+    monkeypatch.chdir(tmp_path)
+    make(name, tmp_path)
+    backbone = f"--backbone vit_mini --weights {weights} --dataset {name} --data-root . --partial"
+    tune = "--epochs 1 --batch 4 --seeds 2 --grid 1e-3,1e-2 --warmup-epochs 0"
+    out = run(
+        capsys,
+        f"align {backbone} --pool quilts --alternations 1 --lower-steps 2 --upper-steps 1 "
+        "--p-batch 4 --d-batch 4 --probe-epochs 1 --out a",
+        f"finetune --from a {tune} --out aligned",
+        f"finetune {backbone} {tune} --out direct",
+        "evaluate aligned --against direct --json",
+    )
+    assert name in out
     result = json.loads(Path("aligned/result.json").read_text())
     assert result["metric"] == ("11-point mAP" if name == "voc07" else "top-1 accuracy")
-    assert result["aligned_by"] == "mfac"
-    from safetensors.torch import load_file
 
-    tensors = load_file("aligned/adapter-s1.safetensors")
-    assert tensors["head.weight"].shape == (b.classes, 768)
-    assert tensors["theta"].shape == (12, 4 * 64 * 768)
-    log = [json.loads(text) for text in Path("a/metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in log] == [0, 1, 2]
-    assert all(len(record["loss_P"]) == 2 for record in log[1:])
+
+@pytest.mark.slow
+def test_photographs_go_through_all_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Two epochs, a few alternations: that it runs on JPEG files of many sizes, not how well."""
+    pool, task = shared("data/tiny-imagenet/val"), shared("data/flower_photos")
+    monkeypatch.chdir(tmp_path)
+    backbone = "--backbone vit_mini --weights pre"
+    small = "--epochs 2 --batch 64 --seeds 2 --lr 1e-2 --workers 1"
+    out = run(
+        capsys,
+        f"pretrain --pool {pool} --backbone vit_mini --image-size 64 --patch-size 8 --epochs 2 "
+        "--warmup-epochs 1 --out pre",
+        f"align {backbone} --dataset folder:{task} --pool {pool} --alternations 2 --lower-steps 2 "
+        "--upper-steps 2 --p-batch 32 --d-batch 32 --probe-epochs 1 --out a --workers 1",
+        f"finetune --from a {small} --out aligned",
+        f"finetune {backbone} --dataset folder:{task} {small} --out direct",
+        "evaluate aligned --against direct --rollout 6",
+        "evaluate a --against aligned --against direct --similarity",
+        "evaluate aligned --against direct --json",
+    )
+    assert "flower_photos" in out
+    assert Path("aligned/rollout.png").is_file()
