@@ -6,6 +6,7 @@ Its result, a dict or a list of dicts, is printed here.
 """
 
 import importlib
+import importlib.util
 import inspect
 import io
 import os
@@ -16,7 +17,6 @@ from typing import Annotated, Any, Optional, get_args, get_origin
 import typer
 from rich.markup import escape
 
-from commands import differences, flag, settle
 from screen import Forgiving, bars, listen, other_rank, say, simple
 
 RUN = "out config force dry_run all json quiet"
@@ -35,9 +35,9 @@ COMMANDS = {  # the function, the class of its settings, its other options
     "bench": ("extras.bench:bench", "extras.settings:BenchConfig", f"{RUN} against"),
     "export": ("extras.export:export", "", "run out seed merged weights force json"),
     "doctor": ("extras.doctor:doctor", "", "data_root digests json"),
-    "data list": ("benchmarks:list_all", "", "data_root json"),
-    "data check": ("benchmarks:check", "", "name data_root partial json"),
-    "data download": ("benchmarks:download", "", "name data_root json"),
+    "data list": ("extras.datasets:list_all", "", "data_root json"),
+    "data check": ("extras.datasets:check", "", "name data_root partial json"),
+    "data download": ("extras.datasets:download", "", "name data_root json"),
 }
 ABOUT = {
     "align": "Align a pretrained backbone with a downstream task: BiSSLight, Algorithm 1.",
@@ -130,6 +130,8 @@ def plain(annotation: Any) -> Any:
 
 def keyword(name: str, kind: Any, default: Any, text: str, panel: str) -> inspect.Parameter:
     """A flag, or an argument, as a keyword of the function that Typer calls."""
+    from commands import flag
+
     words = [flag(name), "--lambda"] if name == "lam" else [flag(name)]
     if kind is bool and default is None:
         words = [f"{flag(name)}/--no-{name.replace('_', '-')}"]
@@ -170,7 +172,7 @@ def keywords(name: str) -> list[inspect.Parameter]:
 # --- running ----------------------------------------------------------------------------------
 
 
-def run(name: str, given: dict[str, Any]) -> int:
+def execute(name: str, given: dict[str, Any]) -> int:
     """Run a command and print what it returns; the exit code."""
     function, settings, options = COMMANDS[name]
     own = {option: given.pop(option) for option in options.split()}
@@ -179,6 +181,8 @@ def run(name: str, given: dict[str, Any]) -> int:
     listen(quiet)
     settled: tuple[Any, ...] = ()
     if settings:
+        from commands import settle
+
         told = {key: value for key, value in given.items() if value is not None}
         preset, file = own.pop("preset", "paper"), own.pop("config")
         config, sources = settle(load(settings), told, file, preset)
@@ -189,7 +193,7 @@ def run(name: str, given: dict[str, Any]) -> int:
             return 0
     for look in ("rollout", "similarity"):
         function = f"extras.look:{look}" if own.get(look) else function
-    if function.startswith("benchmarks"):
+    if function.startswith("extras.datasets"):
         own["root"] = own.pop("data_root") or Path(os.environ.get("BISSLIGHT_DATA", "data"))
     with bars(quiet or as_json) as track:
         if long:
@@ -215,6 +219,8 @@ def default_out(name: str, config: Any) -> Path:
 
 def tell(name: str, config: Any, out: Path, sources: Any, every: bool) -> Any:
     """--dry-run: what would run, where to, and which settings are not the paper's."""
+    from commands import differences, flag
+
     module = "model" if name in ("align", "finetune") else f"extras.{name}"
     plan = {"out": out} | load(f"{module}:plan")(config)
     for warmup, length in (("warmup", "alternations"), ("warmup_epochs", "epochs")):
@@ -235,11 +241,12 @@ def build(arguments: list[str]) -> typer.Typer:
     shown: Any = {"rich_markup_mode": "rich", "add_completion": False}
     app, data = typer.Typer(**shown), typer.Typer(help="The paper's datasets.", **shown)
     app.callback(invoke_without_command=True)(version)
-    for name in COMMANDS:
+    there = importlib.util.find_spec("extras") is not None
+    for name in (name for name in COMMANDS if there or not COMMANDS[name][0].startswith("extras")):
         group, _, last = name.rpartition(" ")
 
         def called(name: str = name, **given: Any) -> int:
-            return run(name, given)
+            return execute(name, given)
 
         wanted = keywords(name) if last in arguments else []
         called.__signature__ = inspect.Signature(wanted)  # type: ignore[attr-defined]
@@ -265,10 +272,10 @@ def main() -> None:
     """Run the command line; exit codes 0, 1 failure, 2 usage, 130 Ctrl-C, 143 SIGTERM."""
     sys.stdout = io.StringIO() if other_rank() else Forgiving(sys.stdout)
     sys.stderr = Forgiving(sys.stderr)
-    sys.exit(answer(sys.argv[1:]))
+    sys.exit(run(sys.argv[1:]))
 
 
-def answer(arguments: list[str]) -> int:
+def run(arguments: list[str]) -> int:
     """The exit code of one command line; an error is told in one line."""
     try:
         program = typer.main.get_command(build(arguments))

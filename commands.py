@@ -214,8 +214,9 @@ def settle(
             what = "an align run, a directory of align runs, or a LoRA file"
             raise UsageError(f"--from {given['start']}: is not {what}")
         config = kind(**given)
-    for name in {"dataset", "pool"} & kind.model_fields.keys():
-        place_of(getattr(config, name), config.data_root)
+    for name in ("dataset", "pool"):
+        if name in kind.model_fields:
+            place_of(getattr(config, name), config.data_root)
     return config, {name: source for source, layer in layers.items() for name in layer}
 
 
@@ -230,7 +231,8 @@ def with_lists(kind: Any, given: Table) -> Table:
     if "swept" not in kind.model_fields:
         return given | {name: value for name, value in split.items() if name in tuples}
     lists = {k: v for k, v in (given | split).items() if isinstance(v, list) and k not in tuples}
-    return {k: v for k, v in (given | split).items() if k not in lists} | {"swept": lists}
+    rest = {k: v for k, v in (given | split).items() if k not in lists}
+    return rest | {"swept": rest.get("swept", {}) | lists}
 
 
 def read_settings(path: Path, kind: Any) -> Table:

@@ -58,8 +58,8 @@ class Forgiving(io.TextIOBase):
 def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
     """Progress on stderr: bars with ETA on a terminal, elsewhere a plain line an item.
 
-    Gives `track(items, total, label, done=0)`, which hands on the items. Of an alternation's record
-    it shows one loss and the last validation; another item is text.
+    Gives `track(items, total, label, done=0)`, which hands on the items. Of a record it shows one
+    loss, the mean of a level, and the last validation; another item is text.
     """
     console = Console(file=sys.stderr, highlight=False)
     columns = (TextColumn("{task.description:>8}"), BarColumn(16), MofNCompleteColumn())
@@ -73,8 +73,9 @@ def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
         for n, item in enumerate(items, done + 1):
             text = str(item)
             if isinstance(item, dict):
-                val = f"  val {item['val_P']['accuracy']:.1f} %" if "val_P" in item else val
-                text = f"loss {fmean(item['loss_P']):.4f}{val}"
+                score, loss = item.get("val_P") or item.get("val"), item.get("loss_P", item.get("loss"))
+                val = f"  val {score['accuracy']:.1f} %" if score else val
+                text = f"loss {fmean(loss) if isinstance(loss, list) else loss:.4f}{val}"
             live.update(bar, completed=n, text=text[: max(console.width - 52, 10)])
             if live.disable and not silent:
                 seconds = (time.monotonic() - began) / (n - done) * (total - n)

@@ -1,0 +1,224 @@
+"""Defaults against those of the first edition, layers of settings, and what settings refuse."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import fixture
+from pydantic import ValidationError
+
+from commands import AlignConfig, Command, FinetuneConfig, flatten, preset, settle
+from config import BACKBONES, Settings, UsageError
+from extras.settings import SWEPT, BenchConfig, PretrainConfig, SweepConfig
+
+KINDS: dict[str, Any] = {
+    "align": AlignConfig,
+    "finetune": FinetuneConfig,
+    "finetune --from": FinetuneConfig,
+    "pretrain": PretrainConfig,
+    "sweep": SweepConfig,
+    "bench": BenchConfig,
+}
+RECORDED: dict[str, Any] = json.loads(fixture("defaults.json").read_text())
+BASE = "vit_b16 mae dtd paper"
+NAMED = {"backbone", "dataset", "pretext", "weights", "data_root", "start", "swept", "p_lr"}
+
+
+def given_for(command: str, key: str, tmp_path: Path) -> dict[str, Any]:
+    """What a person gives: backbone, task and data; the rest is default."""
+    backbone, pretext, dataset, _ = key.split()
+    given = {"backbone": backbone, "pretext": pretext, "dataset": dataset}
+    if command == "pretrain":
+        return {
+            "backbone": backbone,
+            "pretext": pretext,
+            "pool": "quilts" if dataset == "quilts" else str(tmp_path),
+        }
+    if command == "sweep":
+        return given | {"swept": {"p_lr": (0.01, 0.02)}}
+    return given if command != "bench" else {"backbone": backbone}
+
+
+@pytest.mark.parametrize(
+    ("command", "key"), [(command, key) for command in RECORDED for key in RECORDED[command]]
+)
+def test_every_default_and_both_presets_are_those_of_the_first_edition(
+    command: str, key: str, tmp_path: Path
+) -> None:
+    """From Python and from the command line; vit_mini's lengths and batch sizes alone differ.
+
+    The JSON holds one whole table a command, and of the others what differs from it.
+    """
+    expected = RECORDED[command][BASE] | RECORDED[command][key]
+    kind, (*_, name) = KINDS[command], key.split()
+    given = given_for(command, key, tmp_path)
+    if command == "finetune --from":
+        run = tmp_path / "run"
+        run.mkdir()
+        start = AlignConfig(**preset(name, AlignConfig) | given)
+        (run / "config.json").write_text(start.model_dump_json())
+        given = {"start": run}
+    made = kind(**preset(name, kind, aligned="start" in given) | given)
+    if issubclass(kind, Command):
+        imagenet = tmp_path / "data" / "imagenet"
+        for folder in (imagenet, tmp_path / "data" / "dtd"):
+            folder.mkdir(parents=True)
+        root = {"data_root": tmp_path / "data"}
+        assert settle(kind, given | root, None, name)[0] == made.but(**root)
+    found = json.loads(made.model_dump_json())
+    assert found.keys() - expected.keys() <= NAMED | {"workers", "pool"}
+    if "vit_mini" in key and kind is not BenchConfig:
+        shorter = {key: value for key, value in kind.short.items() if key in kind.model_fields}
+        assert {key: found[key] for key in shorter} == shorter
+        assert not {*shorter} - {
+            "alternations", "lower_steps", "upper_steps", "p_batch", "d_batch", "epochs",
+            "warmup_epochs", "batch",
+        }  # fmt: skip
+        expected |= shorter
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_what_depends_on_another_setting_follows_it() -> None:
+    """The scale stays 1 with any rank, and one rate is a grid of one."""
+    given = {"backbone": "vit_b16", "dataset": "dtd"}
+    assert AlignConfig(**given, rank=4).alpha == 4
+    assert AlignConfig(**given).but(rank=4).alpha == 4
+    assert AlignConfig(**given, alpha=2.0).but(rank=4).alpha == 2
+    assert FinetuneConfig(**given, lr=0.1).grid == (0.1,)
+    assert FinetuneConfig(**given, lr=0.1).but(lr=0.2).grid == (0.2,)
+    assert FinetuneConfig(**given).model_fields_set == {"backbone", "dataset"}
+
+
+def test_a_saved_config_is_read_as_the_same_settings(tmp_path: Path) -> None:
+    config = AlignConfig(backbone="vit_h14", pretext="ijepa", dataset="folder:pics", rank=8)
+    assert config.dataset == f"folder:{Path.cwd() / 'pics'}"
+    assert AlignConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_sources_say_who_set_a_value_and_the_later_layer_wins(tmp_path: Path) -> None:
+    """Flag over file over preset over the align run over what the pretext task sets."""
+    run = tmp_path / "run"
+    run.mkdir()
+    start = AlignConfig(
+        backbone="vit_mini", dataset="quilts", pretext="ijepa", min_crop=0.4, rank=3
+    )
+    (run / "config.json").write_text(start.model_dump_json())
+    file = tmp_path / "c.toml"
+    file.write_text('epochs = 3\nweight-decay = 0.1\nvoc_difficult = "ignore"\n')
+    flags = {"start": run, "epochs": 4}
+    config, sources = settle(FinetuneConfig, flags, file, "as-released")
+    told = {
+        "epochs": (4, "flag"),
+        "weight_decay": (0.1, str(file)),
+        "voc_difficult": ("ignore", str(file)),
+        "optimizer": ("sgd", "preset as-released"),
+        "drop_path": (0.2, "preset as-released"),
+        "min_crop": (0.4, "align run"),
+        "rank": (3, "align run"),
+        "head": ("batchnorm", "align run"),
+        "batch": (32, "short, for vit_mini"),
+        "grid": ((1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3), "default"),
+    }
+    assert {name: (getattr(config, name), sources[name]) for name in told} == told
+    assert "warmup_epochs" not in sources  # the field's own default
+
+
+def test_a_run_of_the_first_edition_is_read(tmp_path: Path) -> None:
+    """Its config.json was nested and named two settings otherwise."""
+    old = {
+        "seed": 3,
+        "machine": {"device": "cpu", "jobs": 1, "mfac_device": "cpu"},
+        "model": {"backbone": "vit_mini", "rank": 4, "alpha": 4.0},
+        "data": {"dataset": "quilts", "pool": "quilts"},
+        "lower": {"decoder_lr": 0.5},
+        "upper": {"d_lr": 0.25},
+        "bilevel": {"lam": 0.125, "eval_every": 7, "cg_batch": "last"},
+        "masks": {"min_keep": 3},
+    }
+    config = AlignConfig(**flatten(old))
+    assert (config.seed, config.rank, config.phi_p_lr, config.d_lr) == (3, 4, 0.5, 0.25)
+    assert (config.lam, config.eval_every, config.min_keep, config.mfac_device) == (
+        0.125,
+        7,
+        3,
+        "cpu",
+    )
+    peft = {"lr": None, "lr_grid": None, "grid": [0.1], "eval_every": 2, "epochs": 9}
+    direct = FinetuneConfig(
+        **flatten({k: old[k] for k in ("machine", "model", "data")} | {"peft": peft})
+    )
+    assert (direct.eval_epochs, direct.epochs, direct.grid) == (2, 9, (0.1,))
+    (tmp_path / "s0").mkdir()
+    (tmp_path / "s0" / "config.json").write_text(json.dumps(old))
+    assert FinetuneConfig.model_validate({"start": tmp_path}).rank == 4  # a directory of runs
+
+
+@pytest.mark.parametrize("name", ["alternations", "lam", "rank", "d_lr", "dataset"])
+def test_true_is_not_a_number(name: str) -> None:
+    with pytest.raises(ValidationError, match="true or false"):
+        AlignConfig(**{"backbone": "vit_b16", "dataset": "dtd"} | {name: True})
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong", "message"),
+    [
+        (AlignConfig, {"lam": float("inf")}, "finite"),
+        (AlignConfig, {"lam": 0}, "greater than 0"),
+        (AlignConfig, {"seed": 2**53}, "less than"),
+        (AlignConfig, {"alternation": 3}, "Extra inputs"),
+        (AlignConfig, {"aspect": (2, 1)}, "the first number is the smaller one"),
+        (AlignConfig, {"dataset": "quits"}, "did you mean quilts?"),
+        (AlignConfig, {"dataset": "tests"}, "is a folder, write folder:tests"),
+        (AlignConfig, {"backbone": "vit_l"}, "did you mean vit_l16?"),
+        (AlignConfig, {"pretext": "mea"}, "did you mean mae?"),
+        (AlignConfig, {"pool": "folder:"}, "names neither"),
+        (AlignConfig, {"partial": True, "dataset": "quilts"}, "are for benchmarks"),
+        (AlignConfig, {"d_lr": 0.1, "d_lr_from": "x"}, "give --d-lr or --d-lr-from, not both"),
+        (AlignConfig, {"pool": "quilts", "jobs": 2}, "jobs"),
+        (FinetuneConfig, {"pool": "quilts"}, "pool"),
+        (FinetuneConfig, {"lr": 0.1, "grid": (0.2, 0.3)}, "give --lr or --grid, not both"),
+        (FinetuneConfig, {"grid": (0.2, 0.2)}, "has a rate twice"),
+        (FinetuneConfig, {"grid_seeds": 9}, "is more than --seeds 8"),
+        (SweepConfig, {"swept": {}}, "give a comma list to one or two of"),
+        (SweepConfig, {"swept": {"rank": (4,)}}, "two values or more"),
+        (SweepConfig, {"swept": {"clip": (4, 5)}}, "give a comma list to one or two of"),
+    ],
+)
+def test_settings_refuse(
+    kind: type[Settings], wrong: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    with pytest.raises(ValidationError) as caught:
+        kind(**{"backbone": "vit_b16", "dataset": "dtd"} | wrong)
+    assert message in str(caught.value)
+
+
+def test_a_pretext_task_of_ones_own_has_maes_defaults() -> None:
+    given = {"backbone": "vit_b16", "dataset": "dtd"}
+    own = AlignConfig(**given, pretext="rotation.py:Rotation")
+    assert own.pretext == f"{Path.cwd() / 'rotation.py'}:Rotation"
+    assert own.but(pretext="mae") == AlignConfig(**given)
+    assert AlignConfig(**given, pretext="rotation:Rotation").pretext == "rotation:Rotation"
+
+
+def test_every_setting_says_what_it_is_and_a_name_means_one_thing() -> None:
+    for kind in KINDS.values():
+        for name, field in kind.model_fields.items():
+            assert field.description, f"{kind.__name__}.{name} has no docstring"
+    assert {*SWEPT} <= {*SweepConfig.model_fields}
+
+
+def test_lora_parameters_of_each_backbone_are_the_papers() -> None:
+    """Table tab:lora_param_count: 4 r dim a layer; the paper counts these sizes."""
+    from paper import LORA_MILLIONS, LORA_RANKS
+
+    for name, row in LORA_MILLIONS.items():
+        arch = BACKBONES[name].arch
+        for rank, millions in zip(LORA_RANKS, row, strict=True):
+            assert abs(4 * rank * arch.dim * arch.depth / 1e6 - millions) < 0.0056
+
+
+def test_presets_are_known_by_name() -> None:
+    with pytest.raises(UsageError, match="did you mean paper"):
+        preset("papr", AlignConfig)
