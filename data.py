@@ -24,11 +24,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms as T
 from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.transforms import functional as F
 
 Channels = tuple[float, ...]  # one number each for red, green and blue
 IMAGENET: tuple[Channels, Channels] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean, std
 Entry = tuple[str, Any]  # (image file below the dataset's folder, label)
-Draws = Iterator[list[tuple[int, int]]]  # batches of (number of the draw, index of the image)
+Draw = tuple[int, int]  # (its number, index of the image)
+Draws = Iterator[list[Draw]]  # batches
 
 
 class ImageError(OSError):
@@ -50,17 +52,11 @@ def rng(seed: int, *purpose: str | int) -> torch.Generator:
     return torch.Generator().manual_seed(seed_of(seed, *purpose))
 
 
-# --- tasks and pools --------------------------------------------------------------------------
-
-
 class Split(NamedTuple):
-    """Images, as files or as a tensor (N, 3, H, W) in [0, 1], and int64 labels.
-
-    Labels are (N,), or (N, C) for several classes an image: 1 has it, -1 has not, 0 does not count.
-    """
+    """Images, as files or as a tensor (N, 3, H, W) in [0, 1], and their labels, int64."""
 
     images: Tensor | list[Path]
-    targets: Tensor
+    targets: Tensor  # (N,), or (N, C) for several classes an image: 1, -1 not, 0 does not count
 
     @classmethod
     def below(cls, root: Path, entries: Sequence[Entry]) -> Self:
@@ -90,15 +86,9 @@ class Task(NamedTuple):
         for part in (train, val, test):
             images, labels = zip(*(part[i] for i in range(len(part))), strict=True)
             x, y = torch.stack(images).float(), torch.as_tensor(labels).long()
-            if (
-                x.shape[1] != 3
-                or x.min() < 0
-                or x.max() > 1
-                or not {*y.tolist()} < {*range(len(classes))}
-            ):
-                raise ValueError(
-                    "images should be (3, H, W) in [0, 1] and labels below len(classes)"
-                )
+            inside = x.min() >= 0 and x.max() <= 1 and y.min() >= 0 and y.max() < len(classes)
+            if x.shape[1] != 3 or not inside:
+                raise ValueError(f"wants images (3, H, W) in [0, 1], labels below {len(classes)}")
             splits.append(Split(x, y))
         task = cls("own", splits[0], splits[1], splits[2], [*classes])
         return task._replace(name=f"own:{task.fingerprint()[:12]}")
@@ -110,11 +100,9 @@ class Task(NamedTuple):
 
     def fingerprint(self) -> str:
         """sha256 over file names (of images in memory: the pixels) and labels."""
-        digest = hashlib.sha256()
-        for split in (self.train, self.val, self.test):
-            digest.update(content(split.images))
-            digest.update(split.targets.numpy().tobytes())
-        return digest.hexdigest()
+        splits = (self.train, self.val, self.test)
+        parts = (part for x in splits for part in (content(x.images), x.targets.numpy().tobytes()))
+        return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 class Pool(NamedTuple):
@@ -135,9 +123,6 @@ def content(images: Tensor | list[Path]) -> bytes:
         return images.numpy().tobytes()
     root = os.path.commonpath([*images, images[0].parent])
     return "\n".join(os.path.relpath(path, root) for path in images).encode()
-
-
-# --- folders ----------------------------------------------------------------------------------
 
 
 def find_images(root: Path) -> list[Path]:
@@ -195,8 +180,8 @@ def class_files(root: Path) -> dict[str, list[Path]]:
 def holdout(entries: Sequence[Entry], seed: int, part: str) -> tuple[list[Entry], list[Entry]]:
     """(rest, a fifth of each class): the files with the smallest sha256 of seed/part/file.
 
-    So the choice depends neither on platform and order nor on other classes. Rounding down, to one
-    at least, gives the paper's split of CUB-200 (4800 / 1194). The only image of a class stays.
+    So the choice depends neither on platform nor order nor other classes. Rounded down, to one at
+    least, it gives the paper's split of CUB-200 (4800 / 1194). The only image of a class stays.
 
     >>> holdout([("1.jpg", 0), ("2.jpg", 0), ("3.jpg", 1)], 0, "val")
     ([('1.jpg', 0), ('3.jpg', 1)], [('2.jpg', 0)])
@@ -209,9 +194,6 @@ def holdout(entries: Sequence[Entry], seed: int, part: str) -> tuple[list[Entry]
         files.sort(key=lambda file: hashlib.sha256(f"{seed}/{part}/{file}".encode()).digest())
         chosen |= {*files[: max(1, len(files) // 5)]} if len(files) > 1 else set()
     return [e for e in entries if e[0] not in chosen], [e for e in entries if e[0] in chosen]
-
-
-# --- order, images, batches -------------------------------------------------------------------
 
 
 @lru_cache(maxsize=4)
@@ -235,7 +217,7 @@ def epochs(n: int, batch: int, seed: int, purpose: str, count: int, start: int =
         yield [(number * n + i, int(permutation(n, seed, purpose, number)[i])) for i in places]
 
 
-def in_order(indices: range, batch: int) -> list[list[tuple[int, int]]]:
+def in_order(indices: range, batch: int) -> list[list[Draw]]:
     """Batches of one pass for evaluation.
 
     >>> in_order(range(3), 2)
@@ -267,8 +249,8 @@ class Transform(NamedTuple):
         else:
             enlarged = round(self.size * 256 / 224)
             cut = [T.Resize(enlarged, interpolation=resampling), T.CenterCrop(self.size)]
-        made = T.Compose([*cut, T.ToTensor(), T.Normalize(self.mean, self.std)])
-        return made  # type: ignore[no-any-return]  # noqa: RET504
+        steps: Any = T.Compose([*cut, T.ToTensor(), T.Normalize(self.mean, self.std)])
+        return steps  # type: ignore[no-any-return]
 
 
 def read_image(path: Path) -> Image.Image:
@@ -310,27 +292,24 @@ class Images(Dataset[Any]):
         self.pipeline = transform.pipeline(train)
         self.crop = train and transform.augment == "crop"
 
-    def __getitem__(self, draws: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor] | ImageError:
+    def __getitem__(self, draws: Sequence[Draw]) -> tuple[Tensor, Tensor] | ImageError:
         """A batch. An error is a value: raised, it would leave a worker process as a traceback."""
         images, index, t = self.split.images, [i for _, i in draws], self.transform
-        if isinstance(images, Tensor) and images.shape[-1] == t.size and not self.crop:
-            x = T.functional.normalize(images[index], t.mean, t.std)
-        else:
-            try:
-                x = torch.stack([self.image(*draw) for draw in draws])
-            except ImageError as error:
-                return error
+        if isinstance(images, Tensor) and images.shape[2:] == (t.size, t.size) and not self.crop:
+            return F.normalize(images[index], t.mean, t.std), self.split.targets[index]
+        try:
+            x = torch.stack([self.image(*draw) for draw in draws])
+        except ImageError as error:
+            return error
         return x, self.split.targets[index]
 
     def image(self, draw: int, index: int) -> Tensor:
         """One image, decoded and augmented."""
-        image = self.split.images[index]
+        x = self.split.images[index]
         with torch.random.fork_rng(devices=[]):  # torchvision draws from the global generator
             torch.manual_seed(seed_of(self.seed, self.purpose, "augment", draw))
-            opened = (
-                read_image(image) if isinstance(image, Path) else T.functional.to_pil_image(image)
-            )
-            return self.pipeline(opened)
+            image = read_image(x) if isinstance(x, Path) else F.to_pil_image(x)
+            return self.pipeline(image)
 
 
 def pick_workers(asked: int | None, images: Tensor | list[Path], device: torch.device) -> int:
@@ -353,10 +332,7 @@ def own_session(worker: int) -> None:
 
 
 def batches(
-    images: Images,
-    draws: Iterable[list[tuple[int, int]]],
-    workers: int | None,
-    device: torch.device,
+    images: Images, draws: Iterable[list[Draw]], workers: int | None, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(images, targets) on the device for each list of draws; worker processes work ahead."""
     loader: DataLoader[Any] = DataLoader(

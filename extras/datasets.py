@@ -114,7 +114,9 @@ def check(name: str, root: Path, partial: bool = False) -> Row:
             counts, images = {}, [*load_pool(name, root, 0).images]
             if name == "imagenet" and len(images) != IMAGENET_SIZE:
                 problems = [problem(f"has {len(images)} images, not {IMAGENET_SIZE}", [path])]
-    problems += [{"problem": str(error), "files": 1} for error in decode_all(images)]
+    for k in range(0, len(images), 4096):
+        errors = decode_all(images[k : k + 4096])
+        problems += [{"problem": str(error), "files": 1} for error in errors]
     about = {"name": name, "path": str(path)} | counts
     return about | {"images": len(images), "problems": problems}
 

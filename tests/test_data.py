@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +237,36 @@ def test_an_unreadable_image_is_named(tmp_path: Path, workers: int) -> None:
     assert "No such file" in told[0] and "8 bits" in told[2]
     assert decode_all(torch.zeros(1)) == []
     assert Pool(split.images).fingerprint() == Pool(split.images).fingerprint()
+
+
+LOADING = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from data import Images, Split, Transform, batches, in_order
+
+split = Split([Path(sys.argv[1])] * 40, torch.arange(40))
+images = Images(split, Transform(8, (0.5,) * 3, (0.5,) * 3), False, 0, "x")
+loader = batches(images, in_order(range(40), 2), 2, torch.device("cpu"))
+next(loader), next(loader)  # both workers have begun
+for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+    signal.signal(getattr(signal, name), lambda *_: None)  # as a run that goes on to its checkpoint
+for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+    os.killpg(0, getattr(signal, name))
+print(sum(1 for batch in loader), flush=True)
+kept = batches(images, in_order(range(40), 2), 2, torch.device("cpu"))
+next(kept)
+raise TypeError("a mistake of a student's own class")
+"""
+
+
+def test_a_signal_to_the_whole_group_leaves_the_workers_at_work(tmp_path: Path) -> None:
+    """And an error that nobody expected ends the program, workers and all."""
+    make(tmp_path, "1.png")
+    line = [sys.executable, "-c", LOADING, str(tmp_path / "1.png")]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run(
+        line, env=env, start_new_session=True, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "18\n", done.stderr
+    assert done.returncode == 1 and "student's own class" in done.stderr
