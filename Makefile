@@ -15,7 +15,7 @@ $(READY): pyproject.toml
 test: $(READY)  ## the suite; one thread a process, a process a core
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-slow: $(READY)  ## minutes: the commands on real photographs, where they are at hand
+slow: $(READY)  ## minutes: kills, the wheel by itself, the commands on real photographs where they are
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m slow --override-ini addopts='--import-mode=importlib'
 
 lint: $(READY)
@@ -28,7 +28,7 @@ types: $(READY)
 check: lint types test
 
 demo: $(READY)  ## the whole story in minutes, offline; its runs and demo.png are in runs/demo
-	$(BIN)/bisslight demo --force --out runs/demo
+	$(BIN)/bisslight demo --out runs/demo
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
