@@ -1,7 +1,7 @@
-"""`bisslight pretrain`: MAE or I-JEPA from scratch, Eq. 1, for those without a checkpoint.
+"""`bisslight pretrain`: MAE or I-JEPA from scratch (Eq. 1), for those without a checkpoint.
 
-It trains ψ itself and φ_P; there is no θ. backbone.pth has the layout of the official files, and
-the sizes of the networks beside it, so `--weights` takes it like a downloaded one.
+It trains ψ itself and φ_P; there is no θ. backbone.pth has the layout of the official files, with
+the sizes of the networks beside it, so that `--weights` takes it like a downloaded one.
 """
 
 import copy
@@ -14,22 +14,20 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 import ijepa
 import mae
 from bisslight import numbers, row, value_and_grad
-from config import BACKBONES, Arch, UsageError
+from config import BACKBONES, UsageError
 from data import Pool, rng
 from extras.settings import PretrainConfig
 from lora import Backbone
 from model import Track, open_pool, own_names, pretext_batches, put_back, snapshot, untracked
 from run import Run, check_directory, checking
-from training import Optimiser, constant, decay_groups, pick_device
+from training import Optimiser, decay_groups, pick_device
 from weights import build_head, build_vit, side, sincos
 
 MOST = 500  # steps between two places where a run can stop
-Task = mae.MAE | ijepa.IJEPA
 
 
 class PretrainResult(NamedTuple):
@@ -38,9 +36,6 @@ class PretrainResult(NamedTuple):
     out: str
     weights: str  # its backbone.pth
     loss: float  # mean of the last epoch
-    images: int  # in the pool
-    steps: int
-    parameters: int  # of backbone and pretext head
     cpu_seconds: float
     seconds: float
 
@@ -63,152 +58,123 @@ def pretrain(
     """
     cfg = cfg.but(**own_names(None, pool))
     check_directory(out, "pretrain", cfg, force)
-    arch, pool = sizes(cfg), pool or open_pool(cfg)
-    per_epoch, total = steps(cfg, pool)
-    task = scratch(cfg, arch, total)
-    about = {"images": len(pool.images), "steps": total, "parameters": parameters(task)}
-    run = Run(out, "pretrain", cfg, force, **about, pool_sha256=pool.fingerprint())
+    pool = pool or open_pool(cfg)
+    s = Scratch(cfg, len(pool.images))
+    run = Run(out, "pretrain", cfg, force, **s.about, pool_sha256=pool.fingerprint())
     if run.result:
         return PretrainResult(**run.result)
-    opt = optimiser(cfg, task, per_epoch, total)
-    trained = {"psi": psi(task), "phi": task.phi, "pretext": task.state}
-    rows: list[Tensor] = []  # of the steps of an epoch that has begun
+    losses: list[float] = []  # of the steps of an epoch that has begun
+    tensors = {"psi": s.psi, "phi": s.task.phi, "pretext": s.task.state}
     if saved := run.restore():
-        put_back(saved, trained, {"all": opt})
-        rows += saved["rows"].to(pick_device(cfg.device))
-    batches = pretext_batches(cfg, pool, task, arch.image_size, cfg.batch, range(opt.step, total))
-    pieces = -(-per_epoch // MOST)  # of an epoch
-    done = opt.step // per_epoch * pieces + opt.step % per_epoch // MOST
-    trainer = train(cfg, task, opt, batches, rows, per_epoch)
-    for record in track(trainer, cfg.epochs * pieces, "pretrain", done):
-        if opt.step % per_epoch == 0:
-            run.log({"step": opt.step // per_epoch, "loss": fmean(record["loss_P"])})
-        state = snapshot(trained, {"all": opt}) | {
-            "rows": torch.stack(rows) if rows else torch.empty(0, 2)
-        }
-        run.checkpoint(state, f"step {opt.step} of {total}")
-    run.write("backbone.pth", checkpoint(cfg, arch, task))
-    place = {"out": str(out), "weights": str(out / "backbone.pth")}
-    return PretrainResult(**run.finish(place | about | {"loss": run.records[-1]["loss"]}))
-
-
-def train(
-    cfg: PretrainConfig,
-    task: Task,
-    opt: Optimiser,
-    batches: Iterator[Any],
-    rows: list[Tensor],
-    per_epoch: int,
-) -> Iterator[dict[str, list[float]]]:
-    """Eq. 1, all in place; yields the epoch's losses so far, at its end and after 500 steps.
-
-    Args:
-        rows: numbers of the steps of an epoch that has begun, and of what follows until its end.
-    """
-    loss, amp = (
-        partial(task.loss, None, task.phi),
-        cfg.amp and pick_device(cfg.device).type == "cuda",
-    )
-    tensors = [*psi(task).values(), *task.phi.values()]
-    for batch in batches:
-        value, *found = value_and_grad(loss, tensors, batch, cfg.micro_batch, amp)
-        rows.append(row(value, opt.update(zip(tensors, found, strict=True))))
-        task.after_step(None)
-        end = opt.step % per_epoch == 0
-        if end or len(rows) % MOST == 0:
-            remedy = "a lower --base-lr or a longer --warmup-epochs may help"
-            where = f"pretrain, epoch {-(-opt.step // per_epoch)} ({remedy})"
-            losses, _ = numbers(where, rows, 2)
-            if end:
-                rows.clear()
-            yield {"loss_P": losses}
+        put_back(saved, tensors, {"all": s.opt})
+        losses = saved["losses"]
+    left, size = range(s.opt.step, s.total), s.arch.image_size
+    batches = pretext_batches(cfg, pool, s.task, size, cfg.batch, left)
+    pieces = -(-s.per_epoch // MOST)
+    done = s.opt.step // s.per_epoch * pieces + s.opt.step % s.per_epoch // MOST
+    for _ in track(s.train(batches, losses), cfg.epochs * pieces, "pretrain", done):
+        if s.opt.step % s.per_epoch == 0:
+            run.log({"step": s.opt.step // s.per_epoch, "loss": fmean(losses)})
+            losses.clear()
+        state = snapshot(tensors, {"all": s.opt}) | {"losses": losses}
+        run.checkpoint(state, f"step {s.opt.step} of {s.total}")
+    run.write("backbone.pth", s.checkpoint())
+    files = {"out": str(out), "weights": str(out / "backbone.pth")}
+    return PretrainResult(**run.finish(files | {"loss": run.records[-1]["loss"]}))
 
 
 def plan(cfg: PretrainConfig) -> dict[str, int]:
     """What a run would take, for --dry-run."""
-    pool, arch = open_pool(cfg), sizes(cfg)
-    total = steps(cfg, pool)[1]
-    task = scratch(cfg, arch, total)
-    return {"images": len(pool.images), "steps": total, "parameters": parameters(task)}
+    return Scratch(cfg, len(open_pool(cfg).images)).about
 
 
-def sizes(cfg: PretrainConfig) -> Arch:
-    """Sizes of the networks to be trained (UsageError for those that cannot be)."""
-    if cfg.backbone not in BACKBONES:
-        known = ", ".join(BACKBONES)
-        raise UsageError(f"--backbone {cfg.backbone}: pretrain makes {known}; timm has its own")
-    if cfg.pretext not in ("mae", "ijepa"):
-        raise UsageError(f"--pretext {cfg.pretext}: pretrain knows mae and ijepa")
-    given = {name: getattr(cfg, name) for name in ("image_size", "patch_size")}
-    arch = BACKBONES[cfg.backbone].arch._replace(
-        class_token=cfg.pretext == "mae", **{k: v for k, v in given.items() if v is not None}
-    )
-    if cfg.pool == "quilts" and arch.image_size != 16:
-        raise UsageError(f"--pool quilts: has 16 px, the backbone wants {arch.image_size}")
-    with checking("--patch-size"):
-        side(arch)
-    return arch
+class Scratch:
+    """Fresh networks, their pretext task and the optimiser that its authors give it (UsageError).
 
+    Args:
+        images: how many there are in the pool.
+    """
 
-def steps(cfg: PretrainConfig, pool: Pool) -> tuple[int, int]:
-    """Steps of an epoch, which are full batches, and of the whole run."""
-    per_epoch = max(1, len(pool.images) // cfg.batch)
-    return per_epoch, per_epoch * cfg.epochs
+    def __init__(self, cfg: PretrainConfig, images: int) -> None:
+        if cfg.backbone not in BACKBONES or cfg.pretext not in ("mae", "ijepa"):
+            known = f"{', '.join(BACKBONES)} with mae or ijepa"
+            raise UsageError(f"{cfg.backbone} with {cfg.pretext}: pretrain makes {known}")
+        self.cfg, self.jepa = cfg, cfg.pretext == "ijepa"
+        self.per_epoch = max(1, images // cfg.batch)  # steps, full batches only
+        self.total = self.per_epoch * cfg.epochs
+        arch = BACKBONES[cfg.backbone].arch
+        self.arch = arch._replace(
+            image_size=cfg.image_size or arch.image_size,
+            patch_size=cfg.patch_size or arch.patch_size,
+            class_token=not self.jepa,
+        )
+        if cfg.pool == "quilts" and self.arch.image_size != 16:
+            raise UsageError(f"--pool quilts: has 16 px, --image-size says {cfg.image_size}")
+        with checking(f"--pretext {cfg.pretext}"):
+            self.task = self.pretext_task()
+        # MAE and I-JEPA keep the position table fixed
+        named = self.task.backbone.vit.named_parameters()
+        self.psi = {name: tensor for name, tensor in named if name != "pos_embed"}
+        self.opt = self.optimiser()
+        count = sum(tensor.numel() for tensor in (self.psi | self.task.phi).values())
+        self.about = {"images": images, "steps": self.total, "parameters": count}
 
-
-def scratch(cfg: PretrainConfig, arch: Arch, total: int) -> Task:
-    """The pretext task around freshly initialised networks."""
-    jepa, device = cfg.pretext == "ijepa", pick_device(cfg.device)
-    vit, head = build_vit(arch), build_head(arch, cfg.pretext)
-    widths = arch.dim, (arch.predictor if jepa else arch.decoder)[0]
-    tables = [sincos(width, side(arch))[:, int(jepa) :] for width in widths]  # I-JEPA: no class row
-    (ijepa if jepa else mae).init([(vit, tables[0]), (head, tables[1])], rng(cfg.seed, "init"))
-    backbone = Backbone(vit, recompute=cfg.recompute).to(device)
-    pretext: Any = head.to(device)
-    with checking(f"--pretext {cfg.pretext}"):
+    def pretext_task(self) -> Any:
+        """`mae.MAE` or `ijepa.IJEPA` around networks that are drawn as its authors do."""
+        cfg, arch, jepa = self.cfg, self.arch, self.jepa
+        vit: Any = build_vit(arch)
+        head: Any = build_head(arch, cfg.pretext)
+        widths = arch.dim, (arch.predictor if jepa else arch.decoder)[0]
+        tables = [sincos(width, side(arch)) for width in widths]
+        tables = [table[:, 1:] for table in tables] if jepa else tables  # no class token's row
+        init = ijepa.init if jepa else mae.init
+        init([(vit, tables[0]), (head, tables[1])], rng(cfg.seed, "init"))
+        with checking(f"--device {cfg.device}"):
+            device = pick_device(cfg.device)
+        backbone, head = Backbone(vit, recompute=cfg.recompute).to(device), head.to(device)
         if not jepa:
-            return mae.MAE(backbone, pretext, cfg.mask_ratio)
-        return ijepa.IJEPA(backbone, pretext, cfg, (cfg.ema, total), None, copy.deepcopy(backbone))
+            return mae.MAE(backbone, head, cfg.mask_ratio)
+        teacher = copy.deepcopy(backbone)
+        return ijepa.IJEPA(backbone, head, cfg, (cfg.ema, self.total), None, teacher)
 
+    def optimiser(self) -> Optimiser:
+        """AdamW for ψ and φ_P together."""
+        cfg = self.cfg
+        begin, end, warmup = cfg.warmup_from, cfg.min_lr, cfg.warmup_epochs
+        rate = mae.schedule(cfg.epochs, warmup, self.per_epoch, end, begin)
+        if self.jepa:
+            rate = ijepa.schedule(self.total, warmup * self.per_epoch, begin, end)
+        first, last = cfg.weight_decay, cfg.final_weight_decay
+        decay = ijepa.decay_schedule(self.total, first, first if last is None else last)
+        groups = decay_groups(self.psi | self.task.phi, cfg.base_lr * cfg.batch / 256, first)
+        return Optimiser(groups, rate, (0.9, cfg.beta2), decay=decay)
 
-def psi(task: Task) -> dict[str, Tensor]:
-    """ψ's trainable tensors: all but the position table, which MAE and I-JEPA keep fixed."""
-    named = task.backbone.vit.named_parameters()
-    return {name: tensor for name, tensor in named if name != "pos_embed"}
+    def train(self, batches: Iterator[Any], losses: list[float]) -> Iterator[dict[str, Any]]:
+        """Eq. 1, all in place; adds each step's loss to `losses`, and yields now and then."""
+        cfg, task, rows = self.cfg, self.task, []
+        tensors, loss = [*self.psi.values(), *task.phi.values()], partial(task.loss, None, task.phi)
+        amp = cfg.amp and tensors[0].is_cuda
+        for batch in batches:
+            value, *found = value_and_grad(loss, tensors, batch, cfg.micro_batch, amp)
+            rows.append(row(value, self.opt.update(zip(tensors, found, strict=True))))
+            task.after_step(None)
+            if self.opt.step % self.per_epoch == 0 or len(rows) == MOST:
+                where = f"pretrain, after step {self.opt.step - len(rows)}"
+                losses += numbers(where, rows, 2)[0]
+                rows = []
+                yield {"loss_P": losses}
 
-
-def parameters(task: Task) -> int:
-    """How many numbers are trained."""
-    return sum(tensor.numel() for part in (psi(task), task.phi) for tensor in part.values())
-
-
-def optimiser(cfg: PretrainConfig, task: Task, per_epoch: int, total: int) -> Optimiser:
-    """AdamW with the schedules that the authors of each task give it."""
-    groups = decay_groups(psi(task) | task.phi, cfg.base_lr * cfg.batch / 256, cfg.weight_decay)
-    warmup, ends = cfg.warmup_epochs, (cfg.warmup_from, cfg.min_lr)
-    rate = mae.schedule(cfg.epochs, warmup, per_epoch, ends[1], ends[0])
-    if cfg.pretext == "ijepa":
-        rate = ijepa.schedule(total, warmup * per_epoch, *ends)
-    last = cfg.final_weight_decay
-    decay = constant if last is None else ijepa.decay_schedule(total, cfg.weight_decay, last)
-    return Optimiser(groups, rate, (0.9, cfg.beta2), decay=decay)
-
-
-def checkpoint(cfg: PretrainConfig, arch: Arch, task: Task) -> bytes:
-    """The trained networks in the official layout, and as JSON the sizes that it leaves out."""
-    about = {"backbone": cfg.backbone, "arch": arch._asdict()}
-    vit, content = task.backbone.vit.state_dict(), io.BytesIO()
-    saved: dict[str, Any]
-    if isinstance(task, mae.MAE):
-        saved = {"model": on_cpu(vit | task.decoder.state_dict())}
-    else:
-        networks = {"encoder": vit, "target_encoder": task.teacher.vit.state_dict()}
-        networks |= {"predictor": task.predictor.state_dict()}
-        saved = {name: on_cpu(state, "module.") for name, state in networks.items()}
-    torch.save(saved | {"bisslight": json.dumps(about)}, content)
-    return content.getvalue()
-
-
-def on_cpu(state: dict[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
-    """A state dict to be saved; the official I-JEPA program's names begin with `module.`."""
-    return {prefix + name: tensor.detach().cpu() for name, tensor in state.items()}
+    def checkpoint(self) -> bytes:
+        """backbone.pth: the official layout, and as JSON the sizes that it leaves out."""
+        task, vit, file = self.task, self.task.backbone.vit, io.BytesIO()
+        about = {"backbone": self.cfg.backbone, "arch": self.arch._asdict()}
+        saved: dict[str, Any] = {"bisslight": json.dumps(about)}
+        if self.jepa:
+            networks = {"encoder": vit, "target_encoder": task.teacher.vit}
+            for name, network in (networks | {"predictor": task.predictor}).items():
+                state = network.cpu().state_dict()
+                saved[name] = {f"module.{key}": tensor for key, tensor in state.items()}
+        else:
+            saved["model"] = {**vit.cpu().state_dict(), **task.decoder.cpu().state_dict()}
+        torch.save(saved, file)
+        return file.getvalue()
