@@ -24,14 +24,14 @@ COMMANDS = {  # the function, the class of its settings, its other options
     "align": ("align:align", "commands:AlignConfig", f"{RUN} preset"),
     "finetune": ("finetune:finetune", "commands:FinetuneConfig", f"{RUN} preset"),
     "evaluate": (
-        "evaluate:evaluate",
+        "cli:evaluate",
         "",
         "run against picture rollout similarity limit seed weights data_root device json",
     ),
     "demo": ("extras.demo:demo", "", "out data_seed jobs force json quiet"),
     "pretrain": ("extras.pretrain:pretrain", "extras.settings:PretrainConfig", RUN),
     "sweep": ("extras.sweep:sweep", "extras.settings:SweepConfig", f"{RUN} shard"),
-    "report": ("extras.report:report", "", "runs out weights force json"),
+    "report": ("extras.report:report", "", "runs out json"),
     "bench": ("extras.bench:bench", "extras.settings:BenchConfig", f"{RUN} against"),
     "export": ("extras.export:export", "", "run out seed merged weights force json"),
     "doctor": ("extras.doctor:doctor", "", "data_root digests json"),
@@ -84,11 +84,11 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default, help
     "picture": (Path, None, "Draw it: a PNG, SVG or PDF."),
     "rollout": (int, None, "Draw attention rollouts of so many images."),
     "similarity": (bool, False, "Compare layers: CKA and RSA, with the backbone, too."),
-    "limit": (int, 1000, "Images of --similarity."),
+    "limit": (int, None, "Images of --similarity. Default: 1000."),
     "seed": (int, None, "Which seed's adapter. Default: the first."),
     "weights": (Path, None, "Where the run's weights are now."),
     "data_root": (Path, None, "Where the benchmarks are. Default: $BISSLIGHT_DATA, else ./data."),
-    "device": (str, "auto", "auto, cpu, cuda or cuda:1."),
+    "device": (str, None, "auto, cpu, cuda or cuda:1."),
     "data_seed": (int, 0, "Seed of the drawn images."),
     "jobs": (int, 2, "Runs at a time."),
     "merged": (bool, None, "Write the merged timm model, too. Default: yes."),
@@ -191,8 +191,6 @@ def execute(name: str, given: dict[str, Any]) -> int:
         if dry:
             say(tell(name, *settled, sources, every), as_json)
             return 0
-    for look in ("rollout", "similarity"):
-        function = f"extras.look:{look}" if own.get(look) else function
     if function.startswith("extras.datasets"):
         own["root"] = own.pop("data_root") or Path(os.environ.get("BISSLIGHT_DATA", "data"))
     with bars(quiet or as_json) as track:
@@ -205,6 +203,27 @@ def execute(name: str, given: dict[str, Any]) -> int:
         result["next"] = f"bisslight finetune --from {settled[1]}"
     say(result, as_json)
     return int(isinstance(result, dict) and bool(result.get("problems")))
+
+
+def evaluate(
+    run: Path, against: list[Path] | None, picture: Path | None, rollout: int | None,
+    similarity: bool, limit: int | None, **where: Any,
+) -> Any:  # fmt: skip
+    """A table of arms; or a look into their networks, with --rollout or --similarity."""
+    from config import UsageError
+
+    runs = [run, *(against or [])]
+    given = {name: value for name, value in where.items() if value is not None}
+    if similarity and rollout is None:
+        return load("extras.look:similarity")(runs, limit or 1000, picture, **given)
+    if similarity or limit is not None or (given and rollout is None):
+        raise UsageError("--rollout has --seed, --weights ..., --similarity also --limit; give one")
+    if rollout is not None:
+        return load("extras.look:rollout")(runs, rollout, picture, **given)
+    found = load("evaluate:evaluate")(runs)
+    if picture:
+        load("extras.figures:draw_arms")(found.arms, picture)
+    return found
 
 
 def default_out(name: str, config: Any) -> Path:
@@ -233,6 +252,11 @@ def tell(name: str, config: Any, out: Path, sources: Any, every: bool) -> Any:
 # --- exit codes -------------------------------------------------------------------------------
 
 LESS = "--micro-batch, halved until it fits, and --recompute need less and keep the result"
+CALMER = {
+    "align": "a lower --p-lr or --d-lr or a higher --lam",
+    "finetune": "a lower --lr",
+    "pretrain": "a lower --base-lr or a longer --warmup-epochs",
+}
 CODES = {"UsageError": 2, "RunError": 1, "Diverged": 1, "ImageError": 1, "ChildProcessError": 1}
 
 
@@ -285,6 +309,8 @@ def run(arguments: list[str]) -> int:
         code, line = verdict(error)
         if code is None:
             raise
+        if type(error).__name__ == "Diverged":
+            line += f"; try {CALMER.get(arguments[0], 'a lower rate')}, with another --out"
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         words = (word if len(word) <= 400 else f"{word[:100]}..." for word in line.split())
         print(f"{rank}{'error: ' * (code < 128)}{' '.join(words)}", file=sys.stderr)

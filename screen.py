@@ -73,7 +73,10 @@ def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
         for n, item in enumerate(items, done + 1):
             text = str(item)
             if isinstance(item, dict):
-                score, loss = item.get("val_P") or item.get("val"), item.get("loss_P", item.get("loss"))
+                score, loss = (
+                    item.get("val_P") or item.get("val"),
+                    item.get("loss_P", item.get("loss")),
+                )
                 val = f"  val {score['accuracy']:.1f} %" if score else val
                 text = f"loss {fmean(loss) if isinstance(loss, list) else loss:.4f}{val}"
             live.update(bar, completed=n, text=text[: max(console.width - 52, 10)])
@@ -110,8 +113,11 @@ def say(result: Any, as_json: bool) -> None:
         print(json.dumps(result))
         return
     for key, value in result.items() if isinstance(result, dict) else [("", result)]:
-        if isinstance(value, list) and value and isinstance(value[0], dict):
+        first = value[0] if isinstance(value, list) and value else None
+        if isinstance(first, dict):
             print((f"{key}:\n" if key else "") + table(value))
+        elif isinstance(first, str):
+            print("\n".join(value))
         elif value not in (None, [], {}):
             print(f"{key}: {readable(value)}")
 
