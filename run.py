@@ -151,6 +151,7 @@ def jobs(fn: Callable[[T], R], units: Sequence[T], count: int) -> Iterator[R]:
     context = multiprocessing.get_context("spawn")
     stop.shared = shared = context.RawValue("i", stop.asked)
     threads = max(1, (os.cpu_count() or 1) // count)
+    stop.open_runs += 1  # in the others
     with ProcessPoolExecutor(count, context, start_worker, (shared, threads)) as pool:
         try:
             yield from pool.map(fn, units)
@@ -160,6 +161,7 @@ def jobs(fn: Callable[[T], R], units: Sequence[T], count: int) -> Iterator[R]:
         finally:
             shared.value = shared.value or signal.SIGTERM  # where one failed, the others stop
             stop.shared = None
+            stop.open_runs -= 1
 
 
 def start_worker(shared: Any, threads: int) -> None:
@@ -210,6 +212,8 @@ class Run:
         if (path / "result.json").exists():
             self.result = read_json(path / "result.json")
             self.close()
+        elif asked := stop.agreed():
+            self._stop(asked, "the run before")
 
     def _open(self, command: str, force: bool, about: dict[str, Any]) -> None:
         with checking(f"--out {self.path}"):
@@ -259,10 +263,13 @@ class Run:
             self.write("checkpoint.pt", buffer.getvalue())
             self.saved = time.monotonic()
         if asked:
-            barrier()  # torchrun ends all processes when one ends: process 0 has to save first
-            self.close()
-            stop.asked = 0
-            raise Stopped(asked, f"stopped after {done}; {self.path}: the same command goes on")
+            self._stop(asked, done)
+
+    def _stop(self, asked: int, done: str) -> None:
+        barrier()  # torchrun ends all processes when one ends: process 0 has to save first
+        self.close()
+        stop.asked = 0
+        raise Stopped(asked, f"stopped after {done}; {self.path}: the same command goes on")
 
     def finish(self, result: Mapping[str, Any]) -> dict[str, Any]:
         """Write result.json, which says that the run is complete; returns what it holds."""

@@ -1,0 +1,62 @@
+"""Processes for tests: warm forked copies of this one, so that torch need not be imported again."""
+
+import io
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def start(fn: Callable[[], Any], said: Path, **environ: str) -> ForkProcess:
+    """Call `fn` in a forked process; its int is the exit code, what it prints goes to `said`."""
+
+    def child() -> None:
+        os.environ.update(environ)
+        torch.set_num_threads(1)  # threads do not survive a fork
+        out = said.open("a")
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+        sys.stdout = sys.stderr = io.TextIOWrapper(out.buffer, line_buffering=True)
+        code = fn()
+        sys.stdout.flush()
+        os._exit(code if isinstance(code, int) else 0)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    return process
+
+
+def finish(process: ForkProcess, seconds: float = 120) -> int:
+    """Its exit code; minus the number of a signal that killed it."""
+    process.join(seconds)
+    if process.exitcode is None:
+        process.kill()
+        raise TimeoutError(f"still running after {seconds} s")
+    return process.exitcode
+
+
+def wait_for(happened: Callable[[], Any], process: ForkProcess | None = None) -> None:
+    """Until it has happened; AssertionError after a minute, or if the process has ended."""
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert process is None or process.is_alive(), "it ended before that"
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+def children(pid: int | None) -> list[int]:
+    """Its worker processes, without those that only watch over it."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(x) for x in found if b"spawn_main" in Path(f"/proc/{x}/cmdline").read_bytes()]
+
+
+def gone(pids: list[int]) -> bool:
+    """Whether none of them is left, but as a zombie that nobody has asked for."""
+    states = [Path(f"/proc/{pid}/stat") for pid in pids]
+    return all(not stat.exists() or ") Z " in stat.read_text() for stat in states)

@@ -1,0 +1,399 @@
+"""Schedules against recorded ones, optimisers against formulas, runs against mistakes and kills."""
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import close, recorded
+from processes import children, finish, gone, start, wait_for
+from torch import Tensor
+
+import run
+from commands import AlignConfig
+from config import RunError, UsageError
+from run import Run, Stopped, check_directory, checking, jobs, reading, stop, write_atomic
+from training import Group, Optimiser, Schedule, constant, decay_groups, pick_device, trainable
+
+# --- training ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["small", "paper"])
+def test_schedules_equal_the_recorded_ones_to_the_bit(name: str) -> None:
+    rec = recorded(f"official/lr_schedules_{name}.npz")
+    m, f = rec.meta, rec.meta["finetune"]
+    lower = Schedule(m["T"] * m["NL"], m["warmup_alternations"] * m["NL"], 1e-6)
+    upper = Schedule(m["T"] * m["NU"], m["warmup_alternations"] * m["NU"], 1e-6)
+    tuning = Schedule(f["epochs"] * f["len_loader"], f["warm"] * f["len_loader"], 1e-6)
+    for steps, rates, schedule, base in [
+        ("lower_step", "lower_lora_lr", lower, m["p_lr"]),
+        ("lower_step", "lower_decoder_lr", lower, m["p_head_lr"]),
+        ("upper_step", "upper_lr", upper, m["d_lr"]),
+        ("finetune_step", "finetune_lr", tuning, f["lr"]),
+    ]:
+        ours = torch.tensor([schedule(k, base) for k in rec[steps].tolist()], dtype=torch.float64)
+        assert torch.equal(ours, rec[rates].double())
+
+
+def test_a_run_shorter_than_its_warm_up_still_has_rates() -> None:
+    rates = [Schedule(1, 0, 0.0)(1, 0.3), Schedule(2, 2, 0.0)(2, 0.3)]
+    assert rates == [0.3, pytest.approx(0.2)]
+
+
+def test_clipping_is_joint_and_uses_the_recorded_formula() -> None:
+    """min(1, c / (norm + 1e-6)) over all tensors; plain SGD's first step shows the gradient."""
+    a, b = (torch.zeros(n, requires_grad=True, dtype=torch.float64) for n in (2, 1))
+    opt = Optimiser([Group([a, b], 1.0, 0.0)], constant, None, clip=1e-4)
+    g = torch.tensor([3e-4, 0.0, 4e-4], dtype=torch.float64)
+    assert float(opt.update([(a, g[:2].clone()), (b, g[2:].clone())])) == pytest.approx(5e-4)
+    close(torch.cat([a, b]), -g * 1e-4 / (5e-4 + 1e-6), 1e-12)  # so small that the 1e-6 shows
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), None])
+def test_a_gradient_in_any_order_of_storage_is_the_same_gradient(betas: Any) -> None:
+    g = torch.arange(12.0).reshape(3, 4)
+
+    def stepped(gradient: Tensor) -> Tensor:
+        x = torch.ones(3, 4, requires_grad=True)
+        Optimiser([Group([x], 0.1, 0.0)], constant, betas).update([(x, gradient)])
+        return x
+
+    assert torch.equal(stepped(g.clone()), stepped(g.t().contiguous().t()))
+    assert trainable({"x": torch.ones(3, 4).t()})["x"].is_contiguous()
+
+
+def test_an_optimiser_works_without_data() -> None:
+    """On the meta device, where a dry run is; nothing asks for a number."""
+    x = torch.zeros(3, 2, device="meta", requires_grad=True)
+    norm = Optimiser([Group([x], 0.1, 0.0)], constant, (0.9, 0.95), 1.0).update(
+        [(x, torch.zeros_like(x))]
+    )
+    assert norm.device.type == "meta"
+
+
+def test_decay_groups_follow_name_and_axes() -> None:
+    shapes = {"w": (2, 2), "mask_token": (1, 1, 2), "norm.weight": (2,), "x.bias": (2, 2)}
+    decayed, plain = decay_groups({k: torch.zeros(v) for k, v in shapes.items()}, 0.1, 0.05)
+    assert [len(decayed.tensors), len(plain.tensors)] == [2, 2]
+    assert (decayed.weight_decay, plain.weight_decay) == (0.05, 0.0)
+
+
+def test_a_device_that_is_not_there_is_an_error() -> None:
+    assert pick_device("auto").type in ("cpu", "cuda")
+    for name in ("cuda:77", "abacus"):
+        with (
+            pytest.raises(UsageError, match=f"--device {name}: there is none on this machine"),
+            checking(f"--device {name}"),
+        ):
+            pick_device(name)
+
+
+# --- files and directories --------------------------------------------------------------------
+
+
+def config(**changes: Any) -> AlignConfig:
+    return AlignConfig(backbone="vit_mini", dataset="quilts", **changes)
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_temporary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "x"
+    write_atomic(file, "old")
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(
+        RunError, match=r"x: cannot be written \(No space left on device\); make room"
+    ):
+        write_atomic(file, "new")
+    assert file.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_damaged_file_is_one_line_and_an_error_of_ours_stays_as_it_is(tmp_path: Path) -> None:
+    message = r"a: cannot be read \(KeyError: 'x'\); mend it"
+    with pytest.raises(UsageError, match=message), reading(Path("a"), "mend it"):
+        {}["x"]
+    with pytest.raises(UsageError, match=r"^as it is$"), reading(Path("a")):
+        raise UsageError("as it is")
+
+
+def test_the_saved_config_is_the_config(tmp_path: Path) -> None:
+    cfg = config(lam=0.25)
+    Run(tmp_path / "run", "align", cfg).close()
+    assert AlignConfig(**json.loads((tmp_path / "run" / "config.json").read_text())) == cfg
+
+
+def test_a_run_directory_is_never_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("precious")
+    (tmp_path / "file").write_text("precious")
+    for name, message in [("mine", "holds thesis.tex, no run"), ("file", "is a file")]:
+        for force in (False, True):
+            with pytest.raises(UsageError, match=message):
+                Run(tmp_path / name, "align", config(), force)
+    out = tmp_path / "run"
+    Run(out, "align", config(), weights_sha256="one", images={"train": 3}).close()
+    for force in (False, True):
+        with pytest.raises(UsageError, match="is a run of `align`, choose another --out"):
+            Run(out, "finetune", config(), force)
+    with pytest.raises(UsageError, match=r"other settings: seed 0 -> 1, lam 0.001 -> 0.5; choose"):
+        Run(out, "align", config(seed=1, lam=0.5), weights_sha256="one", images={"train": 3})
+    with pytest.raises(UsageError, match="weights_sha256 one -> two"):
+        Run(out, "align", config(), weights_sha256="two", images={"train": 3})
+    assert check_directory(out, "align", config())  # what is not known yet is not compared
+    assert not check_directory(tmp_path / "new", "align", config())
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_of_the_first_edition_is_refused_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model": {"backbone": "vit_mini"}, "seed": 0})
+    )
+    (tmp_path / "env.json").write_text(json.dumps({"command": "align", "weights_sha256": "one"}))
+    with pytest.raises(UsageError, match="is a run of an older version; choose another --out, or"):
+        Run(tmp_path, "align", config())
+
+
+def test_the_machines_settings_may_change_and_are_kept(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    Run(out, "align", config(), sha="one").close()
+    Run(out, "align", config(workers=3, micro_batch=4), sha="one").close()
+    machines = json.loads((out / "env.json").read_text())["machines"]
+    assert [machine["workers"] for machine in machines] == [None, 3]
+    assert json.loads((out / "config.json").read_text())["micro_batch"] == 4
+
+
+def test_a_finished_run_gives_its_result_again_and_force_starts_it_over(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    first = Run(out, "align", config())
+    first.log({"step": 1})
+    first.checkpoint({"done": 1}, "step 1", due=True)
+    result = first.finish({"accuracy": 70.0})
+    assert {"accuracy", "cpu_seconds", "seconds"} == result.keys()
+    assert not (out / "checkpoint.pt").exists()
+    assert Run(out, "align", config()).result == result
+    (out / "picture.png").write_text("the user's own")
+    again = Run(out, "align", config(seed=1), force=True)
+    assert (again.result, again.restore(), again.records) == (None, None, [])
+    assert {file.name for file in out.iterdir()} == {
+        "picture.png",
+        "config.json",
+        "env.json",
+        ".lock",
+    }
+    again.close()
+
+
+def test_records_and_time_go_on_from_the_checkpoint(tmp_path: Path) -> None:
+    """What was logged behind it is logged anew; seconds before the stop count."""
+    out = tmp_path / "run"
+    first = Run(out, "align", config())
+    first.log({"step": 1})
+    first.began = {key: start - 1000 for key, start in first.began.items()}
+    first.checkpoint({"x": torch.ones(2)}, "step 1", due=True)
+    first.log({"step": 2})
+    first.checkpoint({}, "step 2")  # not due: nothing is saved
+    first.close()
+    again = Run(out, "align", config())
+    state = again.restore()
+    assert state is not None
+    assert torch.equal(state["x"], torch.ones(2))
+    again.log({"step": 2, "anew": True})
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    assert (
+        [json.loads(line) for line in lines]
+        == again.records
+        == [{"step": 1}, {"step": 2, "anew": True}]
+    )
+    assert 1000 < again.finish({})["cpu_seconds"] < 1100
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", [1, 2], {}, {"records": []}])
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, content: Any) -> None:
+    Run(tmp_path, "align", config()).close()
+    if isinstance(content, bytes):
+        (tmp_path / "checkpoint.pt").write_bytes(content)
+    else:
+        torch.save(content, tmp_path / "checkpoint.pt")
+    opened = Run(tmp_path, "align", config())
+    with pytest.raises(
+        UsageError, match=r"checkpoint.pt: cannot be read .*; --force starts the run over"
+    ):
+        opened.restore()
+    opened.close()
+
+
+def test_a_run_killed_as_it_began_is_begun_again(tmp_path: Path) -> None:
+    for name in ("env.json", ".lock", ".config.json.1.tmp"):
+        (tmp_path / name).write_text("{")
+    Run(tmp_path, "align", config()).close()
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_a_machine_without_git_can_still_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    Run(tmp_path / "run", "align", config()).close()
+    machine = json.loads((tmp_path / "run" / "env.json").read_text())["machines"][0]
+    assert machine["commit"] == ""
+
+
+def hold(file: Path) -> None:
+    """Keep a lock until the end."""
+    with file.open("w") as opened:
+        fcntl.lockf(opened, fcntl.LOCK_EX)
+        file.with_name("held").touch()
+        time.sleep(60)
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_directory_in_use_is_waited_for_and_then_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: bool
+) -> None:
+    """A process that lets go after two seconds is waited for, one that stays a minute is told."""
+    naps: list[float] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 2 and not stays:
+            holder.kill()
+            holder.join()
+
+    holder = start(partial(hold, tmp_path / ".lock"), tmp_path / "said")
+    wait_for((tmp_path / "held").exists, holder)
+    monkeypatch.setattr(run.time, "sleep", nap)
+    if stays:
+        with pytest.raises(UsageError, match="another process is at work in it"):
+            run.lock(tmp_path)
+    else:
+        os.close(run.lock(tmp_path))
+    assert sum(naps) == (60 if stays else 2)
+    holder.kill()
+
+
+# --- stopping and jobs ------------------------------------------------------------------------
+
+
+def counted(base: Path, seconds: float, unit: int) -> int:
+    """A run of six steps, as `jobs` would do it."""
+    part = Run(base / str(unit), "align", config(seed=unit))
+    state = part.restore() or {"done": 0}
+    for step in range(state["done"] + 1, 7):
+        part.log({"step": step})
+        part.checkpoint({"done": step}, f"step {step}", due=True)
+        time.sleep(seconds)
+    return int(part.finish({"steps": len(part.records)})["steps"])
+
+
+def test_a_signal_saves_and_stops_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    opened = Run(tmp_path, "align", config())
+    stop.hear(signal.SIGHUP)
+    with pytest.raises(
+        Stopped, match=r"stopped after step 1 of 9; .*: the same command goes on"
+    ) as told:
+        opened.checkpoint({"done": 1}, "step 1 of 9")
+    assert (told.value.number, stop.asked, stop.open_runs) == (signal.SIGHUP, 0, 0)
+    again = Run(tmp_path, "align", config())
+    assert again.restore() == {"done": 1}
+    stop.hear(signal.SIGHUP)
+    with pytest.raises(Stopped, match="after the run before"):  # of a grid: this one is not begun
+        Run(tmp_path / "next", "align", config())
+    again.close()
+
+
+def test_jobs_are_done_in_order_in_processes_of_their_own(tmp_path: Path) -> None:
+    assert list(jobs(abs, [-3, -2], 1)) == [3, 2]
+    assert list(jobs(partial(counted, tmp_path, 0.0), [2, 0, 1], 2)) == [6, 6, 6]
+    assert stop.open_runs == 0
+
+
+def pool_of_runs(base: Path) -> int:
+    """The program around four runs in two processes."""
+    stop.install()
+    try:
+        list(jobs(partial(counted, base, 0.3), range(4), 2))
+    except Stopped as error:
+        print(error.where)
+        return 128 + error.number
+    return 0
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+)
+def test_a_pool_that_is_stopped_or_killed_ends_and_goes_on(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """SIGTERM to the parent alone: its workers save and stop. SIGKILL: they end at once."""
+    base, said = tmp_path / "runs", tmp_path / "said"
+    parent = start(partial(pool_of_runs, base), said)
+    wait_for(lambda: len(list(base.glob("*/checkpoint.pt"))) == 2, parent)
+    workers = children(parent.pid)
+    assert len(workers) == 2
+    os.kill(parent.pid or 0, number)
+    assert finish(parent) == (143 if number == signal.SIGTERM else -9)
+    wait_for(lambda: gone(workers))
+    if number == signal.SIGTERM:
+        assert "stopped after step" in said.read_text()
+        assert "Traceback" not in said.read_text()
+    assert len(list(base.glob("*/checkpoint.pt"))) == 2
+    assert [counted(base, 0, unit) for unit in range(4)] == [6] * 4
+
+
+def test_a_worker_that_dies_is_told_in_a_line() -> None:
+    with pytest.raises(
+        RunError, match=r"a worker process died.*; lower --jobs and give the same command"
+    ):
+        list(jobs(os._exit, [3], 2))
+
+
+def deaf_to_exceptions(ready: Path) -> None:
+    stop.install()
+    ready.touch()
+    while True:
+        with contextlib.suppress(BaseException):
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_is_not_lost_in_a_library_that_catches_everything(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """Nor does it need an open run; what it says is one line."""
+    ready, said = tmp_path / "ready", tmp_path / "said"
+    process = start(partial(deaf_to_exceptions, ready), said)
+    wait_for(ready.exists, process)
+    os.kill(process.pid or 0, number)
+    assert finish(process) == 128 + number
+    assert said.read_text() == "stopped\n"
+
+
+def test_a_second_signal_ends_at_once_what_is_open(tmp_path: Path) -> None:
+    """But a repetition within a second, as torchrun's of a Ctrl-C, is the same request."""
+
+    def opened() -> None:
+        stop.install()
+        part = Run(tmp_path / "run", "align", config())
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("open", flush=True)
+        assert stop.asked
+        stop.heard -= 2
+        os.kill(os.getpid(), signal.SIGINT)
+        part.log({"never": 1})
+
+    assert finish(start(opened, tmp_path / "said")) == 130
+    assert (tmp_path / "said").read_text() == "open\nstopped\n"
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
