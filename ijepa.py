@@ -55,8 +55,7 @@ class IJEPA:
     Args:
         backbone: f_θ. Pretext passes have no drop path.
         predictor: φ_P's start and the fixed positions; `loss` takes φ_P as an argument.
-        masks: the sampler's settings, anything with `Sampler`'s attributes; ValueError where no
-            block can satisfy them.
+        masks: `Sampler`, or anything with its attributes (ValueError: `check_masks`).
         ema: (first momentum, steps until it is 1).
         theta: θ_P's start, and so θ_T's. None: ψ itself is trained, and `teacher` follows it.
         teacher: from scratch only, a second backbone, equal to the first.
@@ -71,18 +70,14 @@ class IJEPA:
         theta: Tensor | None,
         teacher: Any = None,
     ) -> None:
-        if (theta is None) == (teacher is None):
-            raise ValueError("the teacher is either an average of theta or a network of its own")
         self.backbone, self.predictor, self.masks, self.ema = backbone, predictor, masks, ema
         self.teacher = backbone if teacher is None else teacher
         self.grid = math.isqrt(predictor.patches)
         check_masks(masks, self.grid)
         self.phi: Phi = dict(predictor.named_parameters())
-        if theta is None:
-            follows = {name: tensor.detach() for name, tensor in teacher.named_parameters()}
-        else:
-            follows = {"theta_T": theta.detach().clone()}
-        self.state: dict[str, Tensor] = {"step": torch.tensor(0), **follows}
+        follows = teacher.named_parameters() if theta is None else [("theta_T", theta.clone())]
+        self.state: dict[str, Tensor] = {name: tensor.detach() for name, tensor in follows}
+        self.state["step"] = torch.tensor(0, device="cpu")  # asking a GPU for it would wait
 
     def draw(self, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
         """Context and target blocks of n images. Sizes depend on all n: draw for a whole batch."""
@@ -151,13 +146,15 @@ def multiblock(masks: Sampler, grid: int, n: int, rng: torch.Generator) -> tuple
     targets = blocks(grid, size, (n, masks.targets), rng)  # (B, M, L) bool
     size = block_size(u_context, masks.context_scale, (1, 1), grid)
     context = torch.zeros(n, masks.contexts, grid * grid, dtype=torch.bool)
-    short, attempt = torch.ones(n, masks.contexts, dtype=torch.bool), 0
+    short = torch.ones(n, masks.contexts, dtype=torch.bool)
+    attempt = 0
     while bool(short.any()):
         forbidden = targets[:, : max(0, masks.targets - attempt // 20)].any(1, keepdim=True)
         fresh = blocks(grid, size, (n, masks.contexts), rng)
         fresh = fresh if masks.overlap else fresh & ~forbidden
         context = torch.where(short[..., None], fresh, context)
-        short, attempt = context.sum(-1) <= masks.min_keep, attempt + 1
+        short = context.sum(-1) <= masks.min_keep
+        attempt += 1
     first = context & (context.cumsum(-1) <= context.sum(-1).min())
     return indices(first), indices(targets)
 

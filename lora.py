@@ -17,8 +17,6 @@ during training (it would change the ψ that both levels share).
 
 import json
 import math
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -73,14 +71,14 @@ class Backbone(nn.Module):
             prefix, patches = x[:, : vit.num_prefix_tokens], x[:, vit.num_prefix_tokens :]
             x = torch.cat([prefix, patches.take_along_dim(keep[..., None], 1)], 1)
         x = vit.norm_pre(x)
-        step: Any = block_forward
-        if self.recompute and torch.is_grad_enabled():
-            step = partial(checkpoint, step, use_reentrant=False, preserve_rng_state=False)
         # unbind: indexing θ row by row would make backward build K zero tensors of θ's size
         rows = [None] * self.depth if theta is None else theta.unbind(0)
         drops = [None] * self.depth if drop is None else drop.unbind(1)
-        for block, row, factors in zip(vit.blocks, rows, drops, strict=True):
-            x = step(block, x, row, self.scale, factors)
+        again: Any = {"use_reentrant": False, "preserve_rng_state": False}
+        for block, row, factor in zip(vit.blocks, rows, drops, strict=True):
+            args = (block, x, row, self.scale, factor)
+            recompute = self.recompute and torch.is_grad_enabled()
+            x = checkpoint(block_forward, *args, **again) if recompute else block_forward(*args)
         return vit.norm(x)  # type: ignore[no-any-return]
 
 
@@ -218,18 +216,18 @@ def init_stats(phi_D: Phi) -> Phi:
     return {} if b is None else {"norm.mean": torch.zeros_like(b), "norm.var": torch.ones_like(b)}
 
 
-@dataclass
 class DownstreamLoss:
     """L^D(θ, φ_D) of a batch, a scalar; line 12 (at θ_P) and line 14 (at θ_D) of Algorithm 1.
 
     At both places a BatchNorm head normalises with the moments of the batch, also where processes
-    share it. With regularise=True, at θ_D and in PEFT, drop path acts and `stats` are updated.
-    `predict`, for scoring, has no drop path and normalises with the statistics.
+    share it. With regularise=True, at θ_D and in PEFT, drop path acts and `stats` (`init_stats`)
+    are updated. `predict`, for scoring, has no drop path and normalises with the statistics.
     """
 
-    backbone: Backbone
-    multilabel: Multilabel = "softmax"
-    stats: Phi | None = None  # from `init_stats`
+    def __init__(
+        self, backbone: Backbone, multilabel: Multilabel = "softmax", stats: Phi | None = None
+    ) -> None:
+        self.backbone, self.multilabel, self.stats = backbone, multilabel, stats
 
     def __call__(
         self, theta: Tensor | None, phi_D: Phi, batch: Examples, regularise: bool = False
@@ -338,8 +336,8 @@ def load_adapter(path: Path) -> tuple[Tensor, Phi, dict[str, Any]]:
         tensors = load(data)
     except SafetensorError as error:
         raise ValueError(f"not a readable safetensors file ({error})") from error
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    about = header.get("__metadata__", {})
+    header = data[8 : 8 + int.from_bytes(data[:8], "little")]
+    about = json.loads(header).get("__metadata__", {})
     about = json.loads(about["bisslight"]) if "bisslight" in about else about
     theta = tensors.pop("theta", torch.empty(0))
     if about.pop("format", None) != FORMAT or theta.ndim != 2:

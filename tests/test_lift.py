@@ -15,17 +15,18 @@ DIRECT = {"torch", "timm", "torchvision", "safetensors", "numpy", "PIL"}
 UNIX = {"fcntl", "grp", "posix", "pwd", "resource", "termios"}  # Windows has none of these
 
 ALONE = """
-import doctest, importlib, sys
+import doctest, importlib.machinery, sys
 
 folder, libraries, installed, *names = sys.argv[1:]
 allowed = {*sys.stdlib_module_names, *installed.split()}
 
-class Refuse:
-    def find_spec(name, path=None, target=None):
-        if name.partition(".")[0] not in allowed and not name.startswith("_sysconfigdata"):
-            raise ModuleNotFoundError(f"{name} is not installed here", name=name)
+class Only(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name.partition(".")[0] in allowed or name.startswith("_sysconfigdata"):
+            return super().find_spec(name, path, target)
 
-sys.meta_path.insert(0, Refuse)
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Only
 sys.path += libraries.split("\\n")
 for name in names:  # one after the other, so that torch is imported once
     allowed.add(name)
@@ -50,7 +51,7 @@ def requirements(name: str, found: set[str]) -> set[str]:
         found.add(name)
         for need in needs:
             if "extra ==" not in need:
-                requirements(re.match(r"[\w.-]+", need)[0], found)
+                requirements(re.split(r"[^\w.-]", need)[0], found)
     return found
 
 
@@ -80,11 +81,11 @@ def test_each_file_of_the_mathematics_lifts_alone(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [f"{name} passes" for name in MATHEMATICS], done.stderr
 
 
-@pytest.mark.parametrize("other", ["config", "lora", "pydantic", "matplotlib", "scipy"])
+@pytest.mark.parametrize("other", ["config", "pydantic", "scipy"])
 def test_other_imports_would_be_refused(other: str, tmp_path: Path) -> None:
     (tmp_path / "mfac").mkdir()
     (tmp_path / "mfac/mfac.py").write_text(f"import {other}\n")
-    assert f"{other} is not installed here" in lifted(tmp_path, "mfac").stderr
+    assert f"No module named '{other}'" in lifted(tmp_path, "mfac").stderr
 
 
 @pytest.mark.parametrize("name", MATHEMATICS)

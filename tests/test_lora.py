@@ -199,7 +199,8 @@ def test_saved_adapters_come_back_bit_equal_with_their_head(tmp_path: Path) -> N
     about = {"rank": 4, "alpha": 4.0, "pretext": "mae", "arch": {"dim": 24}}
     path = tmp_path / "a.safetensors"
     path.write_bytes(lora.save_adapter(THETA, head, about))
-    assert lora.save_adapter(THETA, dict(reversed(head.items())), about) == path.read_bytes()
+    again = dict(reversed(head.items())), dict(reversed(about.items()))
+    assert lora.save_adapter(THETA, *again) == path.read_bytes()
     theta, phi_D, found = load_adapter(path)
     assert torch.equal(theta, THETA)
     assert phi_D.keys() == head.keys()
