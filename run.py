@@ -1,7 +1,6 @@
 """Run directories, and how a run is stopped and goes on; nothing of the method is here.
 
     files      atomic writing; `reading` and `checking` turn an error into one line
-    `stop`     Ctrl-C and its like: finish the alternation or epoch, save, leave
     `jobs`     runs side by side
     `Run`      a run directory
 
@@ -30,10 +29,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
-from config import Machine, RunError, UsageError
-from training import barrier, rank, world_size
+from config import RunError, Settings, UsageError
+from training import Stopped, barrier, rank, stop, world_size
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -89,54 +87,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# --- stopping ---------------------------------------------------------------------------------
-
-
-class Stopped(BaseException):
-    """A stop that was asked for, all saved. Not an Exception, so that no handler swallows it."""
-
-    def __init__(self, number: int, where: str) -> None:
-        super().__init__(number, where)
-        self.number, self.where = number, where
-
-
-class Stop:
-    """A signal asks the open runs to end after an alternation or epoch; a second one ends at once.
-
-    Where no run is open, the first one does.
-    """
-
-    def __init__(self) -> None:
-        self.asked, self.heard, self.open_runs = 0, 0.0, 0
-        self.shared: Any = None  # a number that the workers of `jobs` see
-
-    def install(self) -> None:
-        """Take over this program's signals: Ctrl-C, kill, a closed terminal, Slurm's warning."""
-        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
-            if hasattr(signal, name):  # Windows has the first two
-                signal.signal(getattr(signal, name), self.hear)
-
-    def hear(self, number: int, frame: Any = None) -> None:
-        again = self.asked and time.monotonic() - self.heard > 1  # torchrun repeats a Ctrl-C
-        if again or not self.open_runs:
-            with suppress(OSError):  # no terminal any more; \x1b: a progress bar hides its cursor
-                os.write(2, b"\x1b[?25h\nstopped\n" if os.isatty(2) else b"stopped\n")
-            os._exit(128 + number)
-        self.asked, self.heard = number, time.monotonic()
-        if self.shared is not None:
-            self.shared.value = number
-
-    def agreed(self) -> int:
-        """The signal to stop, 0 for none; the same in all processes."""
-        asked = int(self.asked or (self.shared.value if self.shared is not None else 0))
-        if world_size() > 1:
-            box = torch.tensor(asked)
-            dist.all_reduce(box, dist.ReduceOp.MAX)
-            asked = int(box)
-        return asked
-
-
-stop = Stop()
+# --- runs side by side ------------------------------------------------------------------------
 
 
 def jobs(fn: Callable[[T], R], units: Sequence[T], count: int) -> Iterator[R]:
@@ -182,7 +133,8 @@ def end_with_parent() -> None:
 
 LOCK = ".lock"
 FILES = ("result.json", "metrics.jsonl", "checkpoint.pt", "backbone.pth", "adapter*.safetensors",
-         ".*.tmp", "config.json", "env.json")  # fmt: skip
+         "rollout.png", "similarity.png", "sweep.json", "sweep.png", "cost.png", ".*.tmp",
+         "config.json", "env.json")  # fmt: skip
 MAY_CHANGE = {"device", "workers", "jobs", "micro_batch", "save_minutes", "mfac_device",
               "data_root", "weights"}  # fmt: skip
 
@@ -197,9 +149,10 @@ class Run:
     """
 
     def __init__(
-        self, path: Path, command: str, config: Machine, force: bool = False, **about: Any
+        self, path: Path, command: str, config: Settings, force: bool = False, **about: Any
     ) -> None:
         self.path, self.config = path, config
+        self.save_seconds = 60 * getattr(config, "save_minutes", 10.0)
         self.records: list[dict[str, Any]] = []  # the lines of metrics.jsonl
         self.result: dict[str, Any] | None = None
         self.began, self.saved = clock(), time.monotonic()
@@ -257,7 +210,7 @@ class Run:
             done: how far the run is, for the message of Stopped: "alternation 3 of 500".
         """
         asked = stop.agreed()
-        if due or asked or time.monotonic() - self.saved >= 60 * self.config.save_minutes:
+        if due or asked or time.monotonic() - self.saved >= self.save_seconds:
             buffer = io.BytesIO()
             torch.save({**state, "records": self.records, "spent": self.elapsed()}, buffer)
             self.write("checkpoint.pt", buffer.getvalue())
@@ -303,7 +256,7 @@ def clock() -> dict[str, float]:
 
 
 def check_directory(
-    path: Path, command: str, config: Machine, force: bool = False, **about: Any
+    path: Path, command: str, config: Settings, force: bool = False, **about: Any
 ) -> bool:
     """Whether `path` holds a run to go on with; refuses (UsageError) what it must not touch."""
     out = f"--out {path}"

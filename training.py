@@ -3,13 +3,17 @@
     Schedule     warm-up, then half a cosine (App. C.2, C.3)
     Optimiser    AdamW or SGD with a schedule and clipping: opt_P and opt_D of Algorithm 1
     processes    those that torchrun starts share every batch; `bisslight.gradients` adds them up
+    `stop`       Ctrl-C and its like: finish the alternation or epoch, save, leave
 
 Leaves out: which tensors get which rate, which is up to `align`, `finetune`, `extras.pretrain`.
 """
 
 import math
 import os
+import signal
+import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -182,3 +186,53 @@ def barrier() -> None:
     """Wait until all processes are here."""
     if world_size() > 1:
         dist.barrier()
+
+
+# --- stopping ---------------------------------------------------------------------------------
+
+
+class Stopped(BaseException):
+    """A stop that was asked for, all saved. Not an Exception, so that no handler swallows it."""
+
+    def __init__(self, number: int, where: str) -> None:
+        super().__init__(number, where)
+        self.number, self.where = number, where
+
+
+class Stop:
+    """A signal asks the open runs to end after an alternation or epoch; a second one ends at once.
+
+    Where no run is open, the first one does.
+    """
+
+    def __init__(self) -> None:
+        self.asked, self.heard, self.open_runs = 0, 0.0, 0
+        self.shared: Any = None  # a number that the workers of `jobs` see
+
+    def install(self) -> None:
+        """Take over this program's signals: Ctrl-C, kill, a closed terminal, Slurm's warning."""
+        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
+            if hasattr(signal, name):  # Windows has the first two
+                signal.signal(getattr(signal, name), self.hear)
+
+    def hear(self, number: int, frame: Any = None) -> None:
+        again = self.asked and time.monotonic() - self.heard > 1  # torchrun repeats a Ctrl-C
+        if again or not self.open_runs:
+            with suppress(OSError):  # no terminal any more; \x1b: a progress bar hides its cursor
+                os.write(2, b"\x1b[?25h\nstopped\n" if os.isatty(2) else b"stopped\n")
+            os._exit(128 + number)
+        self.asked, self.heard = number, time.monotonic()
+        if self.shared is not None:
+            self.shared.value = number
+
+    def agreed(self) -> int:
+        """The signal to stop, 0 for none; the same in all processes."""
+        asked = int(self.asked or (self.shared.value if self.shared is not None else 0))
+        if world_size() > 1:
+            box = torch.tensor(asked)
+            dist.all_reduce(box, dist.ReduceOp.MAX)
+            asked = int(box)
+        return asked
+
+
+stop = Stop()

@@ -19,8 +19,18 @@ from torch import Tensor
 import run
 from commands import AlignConfig
 from config import RunError, UsageError
-from run import Run, Stopped, check_directory, checking, jobs, reading, stop, write_atomic
-from training import Group, Optimiser, Schedule, constant, decay_groups, pick_device, trainable
+from run import Run, check_directory, checking, jobs, reading, write_atomic
+from training import (
+    Group,
+    Optimiser,
+    Schedule,
+    Stopped,
+    constant,
+    decay_groups,
+    pick_device,
+    stop,
+    trainable,
+)
 
 # --- training ---------------------------------------------------------------------------------
 
