@@ -16,18 +16,9 @@ from PIL import Image
 from scipy.io import savemat
 from torchvision import datasets as tv
 
+import benchmarks
 import cli
-from benchmarks import (
-    BENCHMARKS,
-    DTD,
-    PARTS,
-    VOC,
-    load_pool,
-    load_task,
-    read_cub,
-    read_flowers,
-    with_validation,
-)  # fmt: skip
+from benchmarks import BENCHMARKS, DTD, PARTS, VOC, load_pool, load_task
 from config import FOLDERS, Data, RunError, UsageError
 from data import Task
 from extras.datasets import SOURCES, check, download, list_all
@@ -185,11 +176,11 @@ def test_cub_labels_stay_official_where_classes_are_missing(tmp_path: Path) -> N
 
 def test_the_whole_cub_split_has_the_papers_sizes() -> None:
     """A fifth of each class of the official 5,994 training images, from the complete lists."""
-    parts, _ = read_cub(shared("data/annotations/CUB_200_2011"))
+    parts, _ = benchmarks.read_cub(shared("data/annotations/CUB_200_2011"))
     assert {p: len(e) for p, e in parts.items()} == {"trainval": 5994, "test": 5794}
     file = shared("data/bissl_tv_splits/cub200_val_split.txt")
     for chosen in (Data(dataset="cub200"), Data(dataset="cub200", split_file=file)):
-        split = with_validation(parts, chosen)
+        split = benchmarks.with_validation(parts, chosen)
         assert (len(split["train"]), len(split["val"])) == (4800, 1194)
         assert {*Counter(label for _, label in split["train"]).values()} == {24}
         assert len({*split["train"], *split["val"]}) == 5994
@@ -198,7 +189,7 @@ def test_the_whole_cub_split_has_the_papers_sizes() -> None:
 
 
 def test_the_official_flower_lists_have_the_known_sizes() -> None:
-    parts, _ = read_flowers(shared("data/annotations/flowers-102"))
+    parts, _ = benchmarks.read_flowers(shared("data/annotations/flowers-102"))
     assert {p: len(e) for p, e in parts.items()} == {"train": 1020, "val": 1020, "test": 6149}
     assert {*Counter(label for _, label in parts["train"]).values()} == {10}
 
@@ -387,7 +378,7 @@ def test_a_download_is_whole_or_not_there(server: Server, tmp_path: Path, monkey
         monkeypatch.setitem(SOURCES, "pets", SOURCES["pets"]._replace(archives=dict(pairs)))
 
     archives(*zip(urls, md5, strict=True))
-    server.cuts = [100]
+    server.cuts = [None, 100]  # torchvision asks once before, to follow redirects
     with pytest.raises(RunError, match=r"images.tar.gz: .*corrupted.*`cd .* && curl -C - -O http"):
         download("pets", root)
     archives((urls[0], md5[0]), (urls[1], 32 * "0"))
@@ -459,10 +450,6 @@ def test_photographs_go_through_all_commands(
         f"align {backbone} --dataset folder:{task} --pool {pool} --alternations 2 --lower-steps 2 "
         "--upper-steps 2 --p-batch 32 --d-batch 32 --probe-epochs 1 --out a --workers 1",
         f"finetune --from a {small} --out aligned",
-        f"finetune {backbone} --dataset folder:{task} {small} --out direct",
-        "evaluate aligned --against direct --rollout 6",
-        "evaluate a --against aligned --against direct --similarity",
-        "evaluate aligned --against direct --json",
+        "evaluate aligned --json",
     )
     assert "flower_photos" in out
-    assert Path("aligned/rollout.png").is_file()

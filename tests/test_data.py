@@ -12,24 +12,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
+from torchvision import transforms as T
+from torchvision.transforms import functional as F
 
+import data
 from benchmarks import MOTIFS, quilts
-from data import (
-    ImageError,
-    Images,
-    Pool,
-    Split,
-    Task,
-    Transform,
-    batches,
-    decode_all,
-    epochs,
-    find_images,
-    folder,
-    in_order,
-    pick_workers,
-    stream,
-)  # fmt: skip
+from data import Images, Split, Task, Transform, batches, epochs, folder, in_order, stream
 
 CPU = torch.device("cpu")
 TRANSFORM = Transform(8, (0.5,) * 3, (0.5,) * 3, augment="crop")
@@ -137,7 +125,7 @@ def test_wrong_folders_end_in_one_clear_line(
 
 def test_a_folder_that_cannot_be_listed_is_an_error_and_not_an_empty_one(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        find_images(tmp_path / "nowhere")
+        data.find_images(tmp_path / "nowhere")
 
 
 # --- tasks of one's own ---
@@ -158,13 +146,17 @@ def test_a_task_can_be_made_of_the_parts_of_a_torch_dataset() -> None:
 
 
 def test_images_in_memory_are_brought_to_the_size_of_the_network() -> None:
-    split = Split(torch.rand(4, 3, 12, 12), torch.arange(4))
+    pixels = torch.rand(4, 3, 12, 12)
+    split = Split(pixels, torch.arange(4))
     ((x, y),) = batches(Images(split, TRANSFORM, False, 0, "x"), in_order(range(4), 4), 0, CPU)
     assert x.shape == (4, 3, 8, 8) and y.tolist() == [0, 1, 2, 3]
     fits = Transform(12, (0.5, 0.4, 0.3), (0.5, 0.2, 0.1))
     ((x, _),) = batches(Images(split, fits, True, 0, "x"), [[(0, 3), (1, 0)]], 0, CPU)
     mean, std = (torch.tensor(v)[:, None, None] for v in (fits.mean, fits.std))
-    assert torch.equal(x, (split.images[[3, 0]] - mean) / std)
+    assert torch.equal(x, (pixels[[3, 0]] - mean) / std)
+    crops = Images(split, fits._replace(augment="crop"), True, 0, "x")
+    ((cut, _),) = batches(crops, [[(0, 3), (1, 0)]], 0, CPU)
+    assert cut.shape == x.shape and not torch.allclose(cut, x, atol=0.1)
 
 
 # --- order and batches ---
@@ -214,13 +206,44 @@ def test_augmentation_differs_between_draws_and_is_off_in_evaluation(tmp_path: P
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize(("resampling", "flip"), [("bicubic", True), ("bilinear", False)])
+def test_images_are_cut_as_said(tmp_path: Path, resampling: Any, flip: bool) -> None:
+    """Spelled out: training, a crop of 0.3 to 1 and a flip; elsewhere the centre at 256/224."""
+    noise = torch.rand(3, 40, 30, generator=torch.Generator().manual_seed(0))
+    F.to_pil_image(noise).save(tmp_path / "1.png")
+    image, mode = Image.open(tmp_path / "1.png"), T.InterpolationMode(resampling)
+    on_disk, in_memory = (
+        Split([tmp_path / "1.png"], torch.zeros(1)),
+        Split(noise[None], torch.zeros(1)),
+    )
+    transform = Transform(28, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "crop", 0.3, resampling, flip)
+    flipped = set()
+    for draw in range(8):
+        torch.manual_seed(data.seed_of(5, "x", "augment", draw))
+        box = T.RandomResizedCrop.get_params(image, [0.3, 1.0], [3 / 4, 4 / 3])
+        mirror = flip and bool(torch.rand(1) < 0.5)
+        cut = F.resized_crop(image, *box, [28, 28], mode)
+        x = F.to_tensor(F.hflip(cut) if mirror else cut)
+        expected = F.normalize(x, transform.mean, transform.std)
+        for split in (on_disk, in_memory):
+            got = Images(split, transform, True, 5, "x").image(draw, 0)
+            torch.testing.assert_close(got, expected)
+        flipped.add(mirror)
+    assert flipped == ({True, False} if flip else {False})
+    centre = F.center_crop(F.resize(image, [32], mode), [28])
+    expected = F.normalize(F.to_tensor(centre), transform.mean, transform.std)
+    for train, same in ((False, transform), (True, transform._replace(augment="none"))):
+        got = Images(on_disk, same, train, 5, "x").image(0, 0)
+        torch.testing.assert_close(got, expected)
+
+
 def test_by_default_as_many_processes_decode_as_a_waiting_gpu_can_use(monkeypatch: Any) -> None:
     gpu, files, tensor = torch.device("cuda"), [Path("1.png")], torch.zeros(1)
     for cores, wanted in ((1, 1), (8, 8), (96, 16)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: {*range(n)}, raising=False)
-        assert pick_workers(None, files, gpu) == wanted
-    assert [pick_workers(None, *x) for x in ((files, CPU), (tensor, gpu))] == [0, 0]
-    assert [pick_workers(3, x, CPU) for x in (files, tensor)] == [3, 3]
+        assert data.pick_workers(None, files, gpu) == wanted
+    assert [data.pick_workers(None, *x) for x in ((files, CPU), (tensor, gpu))] == [0, 0]
+    assert [data.pick_workers(3, x, CPU) for x in (files, tensor)] == [3, 3]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -228,15 +251,15 @@ def test_an_unreadable_image_is_named(tmp_path: Path, workers: int) -> None:
     split = photos(tmp_path)
     Path(split.images[3]).write_bytes(Path(split.images[3]).read_bytes()[:40])
     images = Images(split, TRANSFORM, False, 0, "x")
-    with pytest.raises(ImageError, match=r"3\.png: cannot be read as an image .* remove it"):
+    with pytest.raises(data.ImageError, match=r"3\.png: cannot be read as an image .* remove it"):
         list(batches(images, in_order(range(6), 4), workers, CPU))
     Path(split.images[1]).unlink()
     Image.new("I;16", (9, 9)).save(split.images[5])  # Pillow would clip it to white
-    told = [str(error) for error in decode_all(split.images)]
+    told = [str(error) for error in data.decode_all(split.images)]
     assert [line.partition(": ")[0] for line in told] == [str(split.images[i]) for i in (1, 3, 5)]
     assert "No such file" in told[0] and "8 bits" in told[2]
-    assert decode_all(torch.zeros(1)) == []
-    assert Pool(split.images).fingerprint() == Pool(split.images).fingerprint()
+    assert data.decode_all(torch.zeros(1)) == []
+    assert data.Pool(split.images).fingerprint() == data.Pool(split.images).fingerprint()
 
 
 LOADING = """
