@@ -178,7 +178,7 @@ def execute(name: str, given: dict[str, Any]) -> int:
     own = {option: given.pop(option) for option in options.split()}
     as_json, long = own.pop("json"), "quiet" in own
     quiet = own.pop("quiet", False)
-    listen(quiet)
+    listen(quiet or as_json)
     settled: tuple[Any, ...] = ()
     if settings:
         from commands import settle
@@ -195,7 +195,7 @@ def execute(name: str, given: dict[str, Any]) -> int:
         own["root"] = own.pop("data_root") or Path(os.environ.get("BISSLIGHT_DATA", "data"))
     with bars(quiet or as_json) as track:
         if long:
-            load("run:stop").install()
+            load("training:stop").install()
             load("training:start_processes")()
             own["track"] = track
         result = simple(load(function)(*settled, **own))

@@ -246,11 +246,11 @@ def read_settings(path: Path, kind: Any) -> Table:
         raise UsageError(
             f"--config {path}: holds a {type(found).__name__}, not a table of settings"
         )
-    found = {name.replace("-", "_"): value for name, value in flatten(found).items()}
-    for name in found.keys() - kind.model_fields.keys():
+    known = {k.replace("-", "_"): v for k, v in flatten(found).items() if v is not None}
+    for name in known.keys() - kind.model_fields.keys():
         close = nearest(name, kind.model_fields)
         raise UsageError(f"--config {path}: unknown setting {name!r}, {close}")
-    return found
+    return known
 
 
 @contextlib.contextmanager

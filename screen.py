@@ -73,10 +73,7 @@ def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
         for n, item in enumerate(items, done + 1):
             text = str(item)
             if isinstance(item, dict):
-                score, loss = (
-                    item.get("val_P") or item.get("val"),
-                    item.get("loss_P", item.get("loss")),
-                )
+                loss, score = item.get("loss_P") or item["loss"], item.get("val_P", item.get("val"))
                 val = f"  val {score['accuracy']:.1f} %" if score else val
                 text = f"loss {fmean(loss) if isinstance(loss, list) else loss:.4f}{val}"
             live.update(bar, completed=n, text=text[: max(console.width - 52, 10)])
