@@ -25,7 +25,7 @@ from data import Pool, Task, epochs, rng, stream
 from evaluate import Score
 from lora import DownstreamLoss, init_theta, save_adapter
 from model import Model, Track, own_names, put_back, snapshot, untracked
-from run import Run, read_json
+from run import Run, checking, read_json
 from training import Group, Optimiser, Schedule, constant, decay_groups, trainable, world_size
 
 LOG = logging.getLogger("bisslight")
@@ -109,8 +109,9 @@ def aligned(
 ) -> Run:
     """A finished run with one upper rate; if `watched`, given up as soon as it is `unstable`."""
     m = Model(cfg, *things)
-    g = rng(cfg.seed, "lora")
-    theta = init_theta(m.backbone.depth, cfg.rank, m.backbone.dim, g).to(m.device)  # l.2
+    with checking(f"--rank {cfg.rank}"):
+        g = rng(cfg.seed, "lora")
+        theta = init_theta(m.backbone.depth, cfg.rank, m.backbone.dim, g).to(m.device)  # l.2
     pretext = m.pretext_task(theta)
     refuse(cfg, m, pretext, theta)
     m.read_all(out)

@@ -9,8 +9,8 @@ What a person got wrong ends here in a UsageError of one line, before the long w
 """
 
 import importlib
-import importlib.util
 import itertools
+import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -25,7 +25,7 @@ import ijepa
 import mae
 from bisslight import Loss, PretextTask, numbers, row, value_and_grad
 from commands import AlignConfig, FinetuneConfig
-from config import UsageError
+from config import BACKBONES, UsageError
 from data import (
     Draws,
     Images,
@@ -36,6 +36,7 @@ from data import (
     batches,
     decode_all,
     in_order,
+    pick_workers,
     rng,
     stream,
 )
@@ -50,9 +51,10 @@ from lora import (
     init_stats,
     predict,
 )
+from paper import memory_of
 from run import checking, sha256
 from training import Optimiser, gather, pick_device, share, trainable, world_size
-from weights import build_head, fetch, load_backbone, side, sincos, weights_of
+from weights import build_head, fetch, load_backbone, side, sincos, to_download, weights_of
 
 T = TypeVar("T")
 SCORED = 256  # images that are looked at together in validation and test
@@ -60,11 +62,7 @@ Config = AlignConfig | FinetuneConfig
 
 
 class Model:
-    """Everything that settings stand for.
-
-    Args:
-        task, pool: a labelled task and unlabelled images that are handed in instead of named.
-    """
+    """Everything that settings stand for. `task` and `pool` can be handed in instead of named."""
 
     def __init__(self, cfg: Config, task: Task | None = None, pool: Pool | None = None) -> None:
         self.cfg, self.device = cfg, pick_device(cfg.device)
@@ -78,10 +76,7 @@ class Model:
         self.backbone.recompute = cfg.recompute
         self.pretext_head, self.digest = loaded.pretext_head, loaded.digest
         mean, std = loaded.channels or (self.task.mean, self.task.std)
-        size = self.arch.image_size
-        for name in (cfg.dataset, getattr(cfg, "pool", None)):
-            if name == "quilts" and size != 16:
-                raise UsageError(f"quilts have 16 px, the backbone wants {size}; use other images")
+        size = check_size(cfg, self.arch.image_size)
         self.transform = Transform(size, mean, std, cfg.augment, cfg.min_crop, cfg.d_interpolation)
 
     @property
@@ -244,20 +239,29 @@ def shared_batches(
 
 def open_task(cfg: Config) -> Task:
     """The labelled task D^D by name (UsageError)."""
-    if cfg.dataset.startswith("own"):
-        raise UsageError(
-            f"--dataset {cfg.dataset}: was handed in from Python; hand it in again as task=..."
-        )
     with checking(f"--dataset {cfg.dataset}"):
+        not_own(cfg.dataset, "task")
         return benchmarks.load_task(cfg, cfg.data_root)
 
 
 def open_pool(cfg: Any) -> Pool:
     """The unlabelled images D^P by name (UsageError)."""
-    if cfg.pool.startswith("own"):
-        raise UsageError(f"--pool {cfg.pool}: was handed in from Python; hand it in as pool=...")
     with checking(f"--pool {cfg.pool}"):
+        not_own(cfg.pool, "pool")
         return benchmarks.load_pool(cfg.pool, cfg.data_root, cfg.data_seed)
+
+
+def not_own(name: str, what: str) -> None:
+    """ValueError for the record of something that was handed in."""
+    if name.startswith("own"):
+        raise ValueError(f"was handed in from Python; hand it in again, {what}=...")
+
+
+def check_size(cfg: Config, size: int) -> int:
+    """The side of the backbone's images; quilts, which are not scaled, have to have it."""
+    if "quilts" in (cfg.dataset, getattr(cfg, "pool", None)) and size != 16:
+        raise UsageError(f"quilts have 16 px, the backbone wants {size}; use other images")
+    return size
 
 
 def own_names(task: Task | None, pool: Pool | None = None) -> dict[str, str]:
@@ -282,18 +286,41 @@ def own_class(name: str) -> Callable[..., PretextTask]:
     take the place of this program's.
     """
     place, _, attribute = name.rpartition(":")
-    path = Path(place)
-    sys.path.append(str(path.parent.resolve() if path.suffix == ".py" else Path.cwd()))
+    file = place.endswith(".py")
+    sys.path.append(str(Path(place).parent.resolve() if file else Path.cwd()))
     try:
-        if path.suffix != ".py":
-            return getattr(importlib.import_module(place), attribute)  # type: ignore[no-any-return]
-        spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
-        assert spec is not None and spec.loader is not None
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return getattr(module, attribute)  # type: ignore[no-any-return]
-    except (ImportError, OSError, AttributeError, SyntaxError) as error:
-        raise UsageError(f"--pretext {name}: cannot be imported ({error})") from error
+        names = runpy.run_path(place) if file else vars(importlib.import_module(place))
+        return names[attribute]  # type: ignore[no-any-return]
+    except (ImportError, OSError, KeyError, SyntaxError) as error:
+        raise UsageError(f"--pretext {name}: cannot be imported ({error!r})") from error
+
+
+def plan(cfg: Config) -> dict[str, Any]:
+    """What a run would do, for --dry-run: all inputs are checked as far as they are there."""
+    missing, device = to_download(cfg), pick_device(cfg.device)
+    m = None if missing else Model(cfg)
+    task, arch = (m.task, m.arch) if m else (open_task(cfg), BACKBONES[cfg.backbone].arch)
+    check_size(cfg, arch.image_size)
+    method, sizes = "peft", {k: len(getattr(task, k).targets) for k in ("train", "val", "test")}
+    if isinstance(cfg, AlignConfig):
+        method, sizes["pool"] = cfg.hypergrad, len(open_pool(cfg).images)
+        levels = {"lower": cfg.lower_steps, "upper": cfg.upper_steps}
+        steps = {level: cfg.alternations * n for level, n in levels.items()}
+        steps["probe"] = cfg.probe_epochs * -(-sizes["train"] // cfg.d_batch)
+    else:
+        runs = len(cfg.grid) * cfg.grid_seeds + cfg.seeds - cfg.grid_seeds
+        runs = cfg.seeds if len(cfg.grid) == 1 else runs
+        steps = {"runs": runs, "in all": runs * cfg.epochs * -(-sizes["train"] // cfg.batch)}
+    return {
+        "device": str(device),
+        "workers": pick_workers(cfg.workers, task.train.images, device),
+        "images": sizes,
+        "missing images": task.missing or None,
+        "steps": steps,
+        "LoRA parameters": arch.depth * 4 * cfg.rank * arch.dim,
+        "weights": f"{missing[1]:.0f} MB to download from {missing[0]}" if missing else None,
+        "the paper's memory, GB and GPUs": memory_of(method, cfg.backbone),
+    }
 
 
 # --- progress and checkpoints ---------------------------------------------------------------------

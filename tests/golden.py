@@ -71,7 +71,7 @@ RUNS = {  # name: command line; {data} is the folder of drawn images, {runs} tha
     "align-mae-pieces": f"align {MAE} {SHAPES} --pool {{data}}/pool {ALIGN} --drop-path 0.1 --micro-batch 3"
     " --partition matrix --augment none --lam 0.01",
     "align-mae-batchnorm": f"align {MAE} {SHAPES} --pool {{data}}/pool {ALIGN} --head batchnorm --drop-path 0.3"
-    " --decoder-lr 3e-3 --p-weight-decay 0.2 --d-weight-decay 0.3 --clip 0.05",
+    " --phi-p-lr 3e-3 --p-weight-decay 0.2 --d-weight-decay 0.3 --clip 0.05",
     "align-ijepa-mfac": f"align {JEPA} {SHAPES} --pool {{data}}/pool {ALIGN} --partition global",  # BatchNorm head
     "align-ijepa-cg": f"align {JEPA} {SHAPES} --pool {{data}}/pool {ALIGN} --hypergrad cg --head linear --micro-batch 4"
     " --ema 0.8 --cg-prefactor lambda",
@@ -82,10 +82,13 @@ RUNS = {  # name: command line; {data} is the folder of drawn images, {runs} tha
     # a random decoder at a seed that is not 0, the ends of both schedules, momentum and decay at the upper level
     "align-mae-ends": f"align {MAE} --dataset folder:{{data}}/flat --pool {{data}}/pool {ALIGN} --decoder random"
     " --seed 2 --end-lr 1e-3 --d-optimizer sgd --d-lr 0.02 --d-weight-decay 2 --alpha 10 --d-interpolation bilinear",
+    # little damping, so that the curvature has a say in each matrix's own step sizes
+    "align-mae-tensor": f"align {MAE} {SHAPES} --pool {{data}}/pool {ALIGN} --hypergrad cg --cg-steps tensor"
+    " --cg-damping 0.01 --cg-iterations 3 --seed 5",
     "finetune-direct": f"finetune {MAE} {SHAPES} {PEFT} --grid 1e-3,1e-2 --grid-seeds 2 --seeds 3 --drop-path 0.2"
     " --seed 10",
-    "finetune-from": f"finetune --from {{runs}}/align-mae-mfac {PEFT} --grid 1e-3,1e-2 --seeds 3 --eval-every 2",
-    "align-auto": f"align {MAE} {SHAPES} --pool {{data}}/pool {ALIGN} --d-lr auto --d-lr-from {{runs}}/finetune-direct",
+    "finetune-from": f"finetune --from {{runs}}/align-mae-mfac {PEFT} --grid 1e-3,1e-2 --seeds 3 --eval-epochs 2",
+    "align-auto": f"align {MAE} {SHAPES} --pool {{data}}/pool {ALIGN} --d-lr-from {{runs}}/finetune-direct",
     "arms/s0": f"align {QUILTS} {ALIGN} --seed 0",
     "arms/s1": f"align {QUILTS} {ALIGN} --seed 1",
     "finetune-arms": f"finetune --from {{runs}}/arms {PEFT} --lr 5e-3 --seeds 2 --batch 30 --weight-decay 0.5",
@@ -93,7 +96,7 @@ RUNS = {  # name: command line; {data} is the folder of drawn images, {runs} tha
     "finetune-released": f"finetune --preset as-released --from {{runs}}/align-released-mfac {PEFT} --lr 5e-2"
     " --seeds 2",
     "finetune-ends": f"finetune {MAE} --dataset folder:{{data}}/flat {PEFT} --alpha 12 --end-lr 2e-3 --optimizer sgd"
-    " --lr 3e-2 --seeds 2 --seed 7 --data-seed 5 --eval-every 3 --weight-decay 0.5 --min-crop 0.7",
+    " --lr 3e-2 --seeds 2 --seed 7 --data-seed 5 --eval-epochs 3 --weight-decay 0.5 --min-crop 0.7",
     "align-voc": f"align {MAE} --dataset voc07 --partial --data-root {{data}} --pool {{data}}/pool {ALIGN}",
     "finetune-voc": f"finetune --from {{runs}}/align-voc {PEFT} --lr 1e-2 --seeds 2",
     "finetune-voc-bce": f"finetune {MAE} --dataset voc07 --partial --data-root {{data}} {PEFT} --voc-loss bce"
@@ -196,11 +199,14 @@ def read_pretrain(name: str, out: Path, data: Path) -> Numbers:
 
 
 ALTERNATION = ("loss_P", "pull", "loss_D_at_P", "loss_D_at_D", "norm_P", "norm_D", "distance", "q_over_g", "cosine")
+NOW = {"pull": "proximal"}  # renamed since
 
 
 def read_align(name: str, out: Path, data: Path) -> Numbers:
-    probe, *alternations = metrics(out)
-    numbers = {key: np.array([line[key] for line in alternations]) for key in ALTERNATION}
+    tried = sorted(out.glob("dlr*"))  # one run a rate; here the first is stable
+    probe, *alternations = metrics(tried[0] if tried else out)
+    numbers = {key: np.array([line[NOW.get(key, key)] for line in alternations]) for key in ALTERNATION}
+    numbers["distance"] = numbers["distance"][:, -1]
     for level in ("P", "D"):
         scores = [line[f"val_{level}"] for line in alternations if f"val_{level}" in line]
         numbers[f"val_{level}"] = np.array([[score["accuracy"], score["loss"]] for score in scores])
@@ -213,8 +219,9 @@ def read_finetune(name: str, out: Path, data: Path) -> Numbers:
     result = json.loads((out / "result.json").read_text())
     tests = {key: np.array(result[key]) for key in ("test", "test_loss", "test_per_class") if None not in result[key]}
     numbers = tests | {"lr": np.array([result["lr"]]), "epochs": np.array(result["epochs"])}
-    for trial in metrics(out):
-        curve = [[e["loss"], *((e["val"]["accuracy"], e["val"]["loss"]) if e["val"] else ())] for e in trial["curve"]]
+    for place in sorted(out.glob("lr*-s*")):
+        trial = json.loads((place / "result.json").read_text())
+        curve = [[e["loss"], *((e["val"]["accuracy"], e["val"]["loss"]) if e["val"] else ())] for e in metrics(place)]
         numbers[f"curve/{trial['lr']:g}/{trial['seed']}"] = np.concatenate(curve)
     for file in sorted(out.glob("adapter-s*.safetensors")):
         made, seed = adapter(file), file.stem.rpartition("-s")[2]
@@ -233,12 +240,13 @@ class Adapter(NamedTuple):
     """A file of LoRA tensors, with its head."""
 
     tensors: dict[str, Tensor]
-    about: dict[str, str]
+    about: dict[str, Any]
 
 
 def adapter(file: Path) -> Adapter:
     with safe_open(file, framework="pt") as opened:
-        return Adapter({key: opened.get_tensor(key) for key in opened.keys()}, dict(opened.metadata()))  # noqa: SIM118
+        about = json.loads(opened.metadata()["bisslight"])
+        return Adapter({key: opened.get_tensor(key) for key in opened.keys()}, about)  # noqa: SIM118
 
 
 def condensed(values: Tensor) -> Any:
@@ -258,7 +266,7 @@ def condensed(values: Tensor) -> Any:
 def predicted(name: str, made: Adapter, data: Path) -> Tensor:
     """Logits of the test images: plain timm on the backbone's file, the adapter's LoRA added to its weights."""
     weights = data.parent / "runs" / ("pretrain-ijepa" if "ijepa" in name else "pretrain-mae") / "backbone.pth"
-    saved, arch = torch.load(weights, weights_only=True), json.loads(made.about["arch"])
+    saved, arch = torch.load(weights, weights_only=True), made.about["arch"]
     state = saved["model"] if "model" in saved else saved["target_encoder"]
     state = {key.removeprefix("module."): tensor for key, tensor in state.items()}
     vit = VisionTransformer(

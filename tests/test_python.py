@@ -1,0 +1,119 @@
+"""The commands as functions: README's chain, data of one's own, and life without extras/."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import align
+import finetune
+from align import AlignResult
+from commands import AlignConfig, FinetuneConfig
+from config import UsageError
+from data import Pool, Task
+
+ROOT = Path(__file__).parent.parent
+SHORT = {"alternations": 2, "lower_steps": 2, "upper_steps": 1, "p_batch": 8, "d_batch": 8,
+         "probe_epochs": 1}  # fmt: skip
+
+
+def chain() -> str:
+    """The Python of the README."""
+    found = re.search(
+        r"## From Python\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S
+    )
+    assert found
+    return found[1]
+
+
+def test_the_chain_of_the_readme_has_at_most_15_lines() -> None:
+    assert len([line for line in chain().splitlines() if line.strip()]) <= 15
+
+
+@pytest.mark.slow
+def test_the_chain_of_the_readme_runs_as_it_stands_there(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", chain()], cwd=tmp_path, env=env(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Comparison(difference=" in done.stdout
+
+
+def env(**more: str) -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
+
+
+def own_task(seed: int = 0) -> Task:
+    """Bright and dark images."""
+    g = torch.Generator().manual_seed(seed)
+
+    def part(n: int) -> list[tuple[torch.Tensor, int]]:
+        return [(0.4 * torch.rand(3, 16, 16, generator=g) + 0.5 * (k % 2), k % 2) for k in range(n)]
+
+    return Task.of(part(16), part(8), part(8), ["dark", "bright"])
+
+
+def test_data_of_ones_own_is_handed_in_and_recorded_by_its_digest(
+    weights: Path, tmp_path: Path
+) -> None:
+    task, pool = own_task(), Pool(torch.rand(32, 3, 16, 16))
+    cfg = AlignConfig(backbone="vit_mini", weights=weights, dataset="own", pool="own", **SHORT)
+    result = align.align(cfg, tmp_path / "a", task=task, pool=pool)
+    assert isinstance(result, AlignResult)
+    assert result.metric == "top-1 accuracy"
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert config["dataset"] == f"own:{task.fingerprint()[:12]}"
+    assert config["pool"] == f"own:{pool.fingerprint()[:12]}"
+    start = FinetuneConfig(start=tmp_path / "a", lr=0.01, epochs=2, seeds=1, warmup_epochs=0)
+    with pytest.raises(UsageError, match="hand it in"):
+        finetune.finetune(start, tmp_path / "b")
+    with pytest.raises(UsageError, match="another split or other images"):
+        finetune.finetune(start, tmp_path / "b", task=own_task(1))
+    tuned = finetune.finetune(start, tmp_path / "b", task=task)
+    assert tuned.test_images == 8
+    assert tuned.right is not None and 100 * tuned.right[0] / 8 == tuned.test[0]
+    again = align.align(cfg, tmp_path / "a", task=task, pool=pool)  # a finished run is read
+    assert again == result
+
+
+def test_labels_and_images_that_make_no_task_are_refused() -> None:
+    image = torch.zeros(3, 8, 8)
+    with pytest.raises(ValueError, match="labels should be from 0 to 1"):
+        Task.of([(image, 2)], [(image, 0)], [(image, 1)], ["a", "b"])
+    with pytest.raises(ValueError, match="not normalised"):
+        Task.of([(image - 1, 0)], [(image, 0)], [(image, 1)], ["a", "b"])
+
+
+def test_without_extras_align_finetune_and_evaluate_work(weights: Path, tmp_path: Path) -> None:
+    """A copy of the root modules alone, on the command line."""
+    for file in ROOT.glob("*.py"):
+        shutil.copy(file, tmp_path)
+    here = {"cwd": tmp_path, "capture_output": True, "text": True}
+    model = f"--backbone vit_mini --weights {weights} --dataset quilts"
+    short = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in SHORT.items())
+    lines = [
+        f"align {model} {short} --out a",
+        "finetune --from a --lr 0.01 --epochs 1 --warmup-epochs 0 --seeds 2 --out b",
+        f"finetune {model} --lr 0.01 --epochs 1 --warmup-epochs 0 --seeds 2 --out c",
+        "evaluate b --against c",
+    ]
+    script = "import sys, cli; sys.exit(max(cli.run(line.split()) for line in sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", script, *lines], env=env(PYTHONPATH="."), **here)  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "extras").exists()
+
+
+def test_only_the_command_line_names_extras() -> None:
+    importing = [
+        f.name
+        for f in ROOT.glob("*.py")
+        if re.search(r"^\s*(from|import) extras\b|[\"']extras[.:]", f.read_text(), re.M)
+    ]
+    assert importing == ["cli.py"]
