@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import close, recorded, shared
+from conftest import close, fixture, recorded
 from torch import Tensor
 
 import ijepa
@@ -23,12 +23,12 @@ TINY = Arch(32, 3, 4, 64, 8, class_token=False, predictor=(16, 2))
 EIGHT = Sampler(min_keep=4)  # for a grid of 8 x 8
 IO = recorded("ijepa/ijepa_tiny_io.npz")
 IMAGES = IO["imgs"].double()
-CONFIG = json.loads(shared("fixtures/ijepa/ijepa_tiny.json").read_text())["config"]
+CONFIG = json.loads(fixture("ijepa/ijepa_tiny.json").read_text())["config"]
 
 
 def official(name: str = "jepa_tiny.pth.tar", teacher: str = "target_encoder") -> list[Any]:
     """Encoder, teacher and predictor of a recorded file, which the official loop wrote."""
-    state = torch.load(shared(f"fixtures/ijepa/{name}"), weights_only=True)
+    state = torch.load(fixture(f"ijepa/{name}"), weights_only=True)
     networks = [build_vit(TINY), build_vit(TINY), build_head(TINY, "ijepa")]
     for network, key in zip(networks, ("encoder", teacher, "predictor"), strict=True):
         network.load_state_dict(ijepa.split_state(state, key)[0])
@@ -201,7 +201,7 @@ def test_the_loss_is_twice_differentiable_in_theta(micro: int | None) -> None:
 
 
 def statistics(name: str) -> dict[str, Any]:
-    entries = json.loads(shared("fixtures/ijepa/collator_stats.json").read_text())
+    entries = json.loads(fixture("ijepa/collator_stats.json").read_text())
     return next(entry for entry in entries if entry["name"] == name)
 
 

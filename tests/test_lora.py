@@ -1,6 +1,7 @@
 """Backbone and LoRA against timm and plain algebra; the head's three modes; adapter files."""
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import timm
 import torch
 from conftest import HERE
+from processes import finish, start
 from safetensors.torch import save
 from timm.layers import DropPath
 from timm.models.vision_transformer import VisionTransformer
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lora
+from bisslight import gradients
 from lora import Backbone, drop_path, factors, init_head, init_theta, load_adapter
 
 
@@ -192,6 +195,33 @@ def test_the_loss_at_theta_P_at_theta_D_and_scoring_differ_as_documented() -> No
     scored = lora.predict(backbone, THETA, phi | stats, IMAGES)
     torch.testing.assert_close(scored, logits(x, stats["norm.mean"], stats["norm.var"]))
     assert lora.init_stats(init_head(24, 3, rng(0))) == {}
+
+
+def test_processes_that_share_a_batch_have_the_moments_and_gradients_of_the_whole(
+    tmp_path: Path,
+) -> None:
+    """Two processes with two and three images, a BatchNorm head, and its statistics."""
+    phi = {name: x.double().requires_grad_() for name, x in init_head(24, 3, rng(0), True).items()}
+    targets, theta = torch.tensor([0, 2, 1, 1, 0]), THETA.clone().requires_grad_()
+
+    def found(mine: slice) -> list[Tensor]:
+        stats = lora.init_stats(phi)
+        loss = partial(lora.DownstreamLoss(Backbone(VIT), stats=stats), regularise=True)
+        g = gradients(loss, theta, phi, lora.Examples(IMAGES[mine], targets[mine]))
+        return [g.loss, g.theta, *g.phi.values(), *stats.values()]
+
+    def child(rank: int) -> None:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{tmp_path}/meeting", rank=rank, world_size=2
+        )
+        torch.save(found((slice(0, 2), slice(2, 5))[rank]), tmp_path / f"{rank}.pt")
+        torch.distributed.destroy_process_group()
+
+    both = [start(partial(child, rank), tmp_path / "said") for rank in (0, 1)]
+    assert [finish(process) for process in both] == [0, 0], (tmp_path / "said").read_text()
+    whole = found(slice(0, 5))
+    for rank in (0, 1):
+        torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), whole)
 
 
 def test_saved_adapters_come_back_bit_equal_with_their_head(tmp_path: Path) -> None:

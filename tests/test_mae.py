@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import close, recorded, shared
-from replay import model_of
+from conftest import close, fixture, recorded
+from replay import recording
 from torch import Tensor
 
 import mae
@@ -29,7 +29,7 @@ def rng(seed: int) -> torch.Generator:
 
 def official(ratio: float = 0.75, norm_pix: bool = True, dtype: torch.dtype = torch.float64) -> MAE:
     """The recorded checkpoint, which has the official layout."""
-    state = torch.load(shared("fixtures/mae/mae_tiny_full.pth"), weights_only=True)
+    state = torch.load(fixture("mae/mae_tiny_full.pth"), weights_only=True)
     networks = build_vit(TINY), build_head(TINY, "mae")
     for network, part in zip(networks, mae.split_state(state), strict=True):
         network.load_state_dict(part)
@@ -124,7 +124,7 @@ def test_position_tables_at_real_sizes_are_the_official_ones(size: tuple[int, in
 def test_the_released_programs_mae_forward_is_reproduced() -> None:
     """Another recording, at a θ whose B is not zero: two mask ratios, both losses, class token."""
     rec = recorded("official/mae_forward_tiny_f64.npz")
-    r, images = model_of(rec), rec["images_i8"].double() / 32
+    r, images = recording(rec), rec["images_i8"].double() / 32
     batch = Batch(images, rec["noise"].double())
     for percent in (75, 50):
         for name, norm_pix in (("normpix", True), ("rawpix", False)):
