@@ -24,9 +24,21 @@ from config import Bilevel, Lower, Pretext, RunError, Upper, UsageError
 from data import Pool, Task, epochs, rng, stream
 from evaluate import Score
 from lora import DownstreamLoss, init_theta, save_adapter
-from model import Model, Track, own_names, put_back, snapshot, untracked
+from model import Model, own_names
 from run import Run, checking, read_json
-from training import Group, Optimiser, Schedule, constant, decay_groups, trainable, world_size
+from training import (
+    Group,
+    Optimiser,
+    Schedule,
+    Track,
+    constant,
+    decay_groups,
+    put_back,
+    snapshot,
+    trainable,
+    untracked,
+    world_size,
+)
 
 LOG = logging.getLogger("bisslight")
 EXACT_LIMIT = 5000  # entries of θ: its Hessian takes as many double passes, and 200 MB in float64

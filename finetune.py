@@ -23,9 +23,9 @@ from commands import FinetuneConfig
 from config import RunError, UsageError
 from data import Task, epochs, rng
 from lora import DownstreamLoss, init_theta, load_adapter, save_adapter
-from model import Model, Track, own_names, put_back, snapshot, task_name, untracked
+from model import Model, own_names, task_name
 from run import Run, checking, jobs, read_json, sha256
-from training import Group, Optimiser, Schedule, trainable
+from training import Group, Optimiser, Schedule, Track, put_back, snapshot, trainable, untracked
 from weights import load_theta
 
 LOG = logging.getLogger("bisslight")

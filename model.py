@@ -2,8 +2,6 @@
 
     Model            one experiment
     pretext_batches  prepared batches of a pool
-    Track            how progress is shown
-    snapshot         what a checkpoint holds
 
 What a person got wrong ends here in a UsageError of one line, before the long work starts.
 """
@@ -12,10 +10,10 @@ import importlib
 import itertools
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +54,6 @@ from run import checking, sha256
 from training import Optimiser, gather, pick_device, share, trainable, world_size
 from weights import build_head, fetch, load_backbone, side, sincos, to_download, weights_of
 
-T = TypeVar("T")
 SCORED = 256  # images that are looked at together in validation and test
 Config = AlignConfig | FinetuneConfig
 
@@ -321,40 +318,3 @@ def plan(cfg: Config) -> dict[str, Any]:
         "weights": f"{missing[1]:.0f} MB to download from {missing[0]}" if missing else None,
         "the paper's memory, GB and GPUs": memory_of(method, cfg.backbone),
     }
-
-
-# --- progress and checkpoints ---------------------------------------------------------------------
-
-
-class Track(Protocol):
-    """Shows how far a generator is, and hands on its items."""
-
-    def __call__(
-        self, items: Iterator[T], total: int, label: str, done: int = 0, /
-    ) -> Iterator[T]: ...
-
-
-def untracked(items: Iterator[T], total: int, label: str, done: int = 0, /) -> Iterator[T]:
-    """No progress."""
-    return items
-
-
-Named = Mapping[str, Mapping[str, Tensor]]  # tensors by group and name
-
-
-def snapshot(tensors: Named, optimisers: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint holds: tensors by group and name, and optimisers."""
-    return {
-        "tensors": {g: {n: x.detach() for n, x in group.items()} for g, group in tensors.items()},
-        "optimisers": {name: opt.state_dict() for name, opt in optimisers.items()},
-    }
-
-
-@torch.no_grad()
-def put_back(saved: Any, tensors: Named, optimisers: Mapping[str, Any]) -> None:
-    """Copy a `snapshot` into the tensors and optimisers that it was made of."""
-    for group, named in tensors.items():
-        for name, tensor in named.items():
-            tensor.copy_(saved["tensors"][group][name])
-    for name, opt in optimisers.items():
-        opt.load_state_dict(saved["optimisers"][name])

@@ -12,14 +12,16 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 # --- optimisers -------------------------------------------------------------------------------
 
@@ -236,3 +238,40 @@ class Stop:
 
 
 stop = Stop()
+
+
+# --- progress and checkpoints ---------------------------------------------------------------------
+
+
+class Track(Protocol):
+    """Shows how far a generator is, and hands on its items."""
+
+    def __call__(
+        self, items: Iterator[T], total: int, label: str, done: int = 0, /
+    ) -> Iterator[T]: ...
+
+
+def untracked(items: Iterator[T], total: int, label: str, done: int = 0, /) -> Iterator[T]:
+    """No progress."""
+    return items
+
+
+Named = Mapping[str, Mapping[str, Tensor]]  # tensors by group and name
+
+
+def snapshot(tensors: Named, optimisers: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint holds: tensors by group and name, and optimisers."""
+    return {
+        "tensors": {g: {n: x.detach() for n, x in group.items()} for g, group in tensors.items()},
+        "optimisers": {name: opt.state_dict() for name, opt in optimisers.items()},
+    }
+
+
+@torch.no_grad()
+def put_back(saved: Any, tensors: Named, optimisers: Mapping[str, Any]) -> None:
+    """Copy a `snapshot` into the tensors and optimisers that it was made of."""
+    for group, named in tensors.items():
+        for name, tensor in named.items():
+            tensor.copy_(saved["tensors"][group][name])
+    for name, opt in optimisers.items():
+        opt.load_state_dict(saved["optimisers"][name])

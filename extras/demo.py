@@ -24,8 +24,8 @@ from extras.figures import draw_arms, pyplot, save
 from extras.pretrain import pretrain
 from extras.settings import PretrainConfig
 from finetune import finetune
-from model import Track, untracked
 from run import jobs as run_jobs
+from training import Track, untracked
 from weights import load_backbone
 
 SEEDS = 8
@@ -102,4 +102,4 @@ def draw_quilts(cfg: AlignConfig, path: Path) -> None:
         ax.imshow(strip.clamp(0, 1).numpy(), interpolation="nearest")
         ax.set_ylabel(name, rotation=0, ha="right", va="center")
         ax.set(xticks=[], yticks=[])
-    save(figure, path, "Seven quilts of one class; seven of the pool, masked, filled in, true.")
+    save((figure, "Seven quilts of one class; seven of the pool, masked, filled in, true."), path)

@@ -22,9 +22,9 @@ from config import BACKBONES, UsageError
 from data import Pool, rng
 from extras.settings import PretrainConfig
 from lora import Backbone
-from model import Track, open_pool, own_names, pretext_batches, put_back, snapshot, untracked
+from model import open_pool, own_names, pretext_batches
 from run import Run, check_directory, checking
-from training import Optimiser, decay_groups, pick_device
+from training import Optimiser, Track, decay_groups, pick_device, put_back, snapshot, untracked
 from weights import build_head, build_vit, side, sincos
 
 MOST = 500  # steps between two places where a run can stop
