@@ -33,8 +33,8 @@ COMMANDS = {  # the function, the class of its settings, its other options
     "sweep": ("extras.sweep:sweep", "extras.settings:SweepConfig", f"{RUN} shard"),
     "report": ("extras.report:report", "", "runs out json"),
     "bench": ("extras.bench:bench", "extras.settings:BenchConfig", f"{RUN} against"),
-    "export": ("extras.export:export", "", "run out seed merged weights force json"),
-    "doctor": ("extras.doctor:doctor", "", "data_root digests json"),
+    "export": ("extras.export:export", "", "run out seed merged weights json"),
+    "doctor": ("extras.doctor:doctor", "", "data_root json"),
     "data list": ("extras.datasets:list_all", "", "data_root json"),
     "data check": ("extras.datasets:check", "", "name data_root partial json"),
     "data download": ("extras.datasets:download", "", "name data_root json"),
@@ -92,7 +92,6 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default, help
     "data_seed": (int, 0, "Seed of the drawn images."),
     "jobs": (int, 2, "Runs at a time."),
     "merged": (bool, None, "Write the merged timm model, too. Default: yes."),
-    "digests": (bool, False, "Hash weight files, too."),
     "partial": (bool, False, "It is a subset; do not compare counts."),
 }
 
