@@ -10,6 +10,7 @@ import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from benchmarks import quilts
 from commands import FinetuneConfig, flatten
-from config import Arch, Machine, UsageError
+from config import Machine, UsageError
 from data import IMAGENET
 from extras.datasets import SOURCES
 from extras.look import adapter_of
@@ -27,11 +28,14 @@ from run import checking, read_json, write_atomic
 from weights import OFFICIAL, Loaded, fetch, load_backbone, weights_of
 
 MADE = "LoRA on q and v of every layer of a frozen Vision Transformer, made with BiSSLight."
-NAMES = {  # timm's, and its tag of the official MAE encoder
-    "vit_b16": ("vit_base_patch16_224", "mae"),
-    "vit_l16": ("vit_large_patch16_224", "mae"),
-    "vit_h14": ("vit_huge_patch14_224", "mae"),
-    "vit_mini": ("vit_tiny_patch16_224", ""),  # any plain ViT: the sizes are told as arguments
+MINI = "vit_tiny_patch16_224"  # any plain ViT of timm's: vit_mini's sizes are told as arguments
+NAMES = {  # (backbone, class token): timm's architecture, and its name of the official weights
+    ("vit_b16", True): ("vit_base_patch16_224", "timm/vit_base_patch16_224.mae"),
+    ("vit_l16", True): ("vit_large_patch16_224", "timm/vit_large_patch16_224.mae"),
+    ("vit_h14", True): ("vit_huge_patch14_224", "timm/vit_huge_patch14_224.mae"),
+    ("vit_h14", False): ("vit_huge_patch14_gap_224", None),
+    ("vit_mini", True): (MINI, None),
+    ("vit_mini", False): (MINI, None),
 }
 CARD = """\
 ---
@@ -45,7 +49,11 @@ tags: [image-classification, lora, bisslight]
 
 | | |
 |---|---|
-{table}
+| backbone | {backbone}, sha256 {weights_sha256} |
+| licence of the weights | {weights} |
+| data | {dataset}; terms: {terms} |
+| rank, alpha | {rank}, {alpha} |
+| pretext task | {pretext} |{worth}
 
 In this folder:
 
@@ -99,9 +107,10 @@ def export(
         made = about["weights_sha256"][:12]
         raise UsageError(f"--weights {path}: {run} was made with weights of sha256 {made}...")
     official = path.name in {url.rpartition("/")[2] for url, _ in OFFICIAL.values()}
-    name, known_as = name_of(cfg.backbone, loaded.arch, official)
+    own = cfg.backbone.removeprefix("timm:"), None
+    name, hub = NAMES.get((cfg.backbone, loaded.arch.class_token), own)
     phi_D, dim, scale = folded(phi_D), loaded.backbone.dim, loaded.backbone.scale
-    lora, content = to_peft(theta, phi_D, dim, scale, known_as), io.BytesIO()
+    lora, content = to_peft(theta, phi_D, dim, scale, hub if official else None), io.BytesIO()
     torch.save(to_released(theta, dim, scale), content)
     files: dict[str, bytes | str] = {
         "README.md": card(about, config, read_json(run / "result.json"), official),
@@ -110,29 +119,14 @@ def export(
         "peft/adapter_model.safetensors": save(lora[1]),
     }
     if merged is not False:
-        network = to_timm(
-            loaded, theta, phi_D, name, about.get("channels") or channels(cfg, loaded)
-        )
+        task = quilts(cfg.data_seed)[1] if cfg.dataset == "quilts" else None
+        drawn = (task.mean, task.std) if task else IMAGENET
+        pixels = about.get("channels") or loaded.channels or drawn
+        network = to_timm(loaded, theta, phi_D, name, pixels)
         files["timm/config.json"] = json.dumps(network[0], indent=1)
         files["timm/model.safetensors"] = save(network[1])
     write_all(out, files)
     return {"out": out, "files": list(files)}
-
-
-def name_of(backbone: str, arch: Arch, official: bool) -> tuple[str, str | None]:
-    """What timm calls the architecture, and that of the weights where they are public."""
-    name, tag = NAMES.get(backbone, (backbone.removeprefix("timm:"), ""))
-    if backbone == "vit_h14" and not arch.class_token:
-        return "vit_huge_patch14_gap_224", None
-    return name, f"timm/{name}.{tag}" if official and tag else None
-
-
-def channels(cfg: FinetuneConfig, loaded: Loaded) -> Any:
-    """Mean and deviation of the images, for runs that did not write them down."""
-    if cfg.dataset == "quilts":
-        task = quilts(cfg.data_seed)[1]
-        return task.mean, task.std
-    return loaded.channels or IMAGENET
 
 
 def write_all(out: Path, files: Mapping[str, bytes | str]) -> None:
@@ -197,7 +191,7 @@ def to_timm(
     args: dict[str, Any] = {"img_size": arch.image_size}
     if not arch.class_token:
         args |= {"class_token": False, "global_pool": "avg", "fc_norm": False}
-    if name == NAMES["vit_mini"][0]:
+    if name == MINI:
         args |= {"patch_size": arch.patch_size, "embed_dim": arch.dim, "depth": arch.depth}
         args |= {"num_heads": arch.heads, "mlp_ratio": arch.mlp_ratio}
     about = {
@@ -217,30 +211,22 @@ def card(
     about: Mapping[str, Any], config: Mapping[str, Any], result: Mapping[str, Any], official: bool
 ) -> str:
     """README.md for whoever gets the files: what they are, how good, under which terms."""
-    source, dataset = SOURCES.get(about["dataset"]), Path(about["dataset"]).name
-    rows = {
-        "backbone": f"{about['backbone']}, sha256 {about['weights_sha256']}",
-        "licence of the weights": "the user's own",
-        "data": f"{dataset}; terms: {source.terms if source else 'of whoever made it'}",
-        "rank, alpha": f"{about['rank']}, {about['alpha']}",
-        "pretext task": about.get("pretext", config["pretext"]),
-    }
+    name, source = Path(about["dataset"]).name, SOURCES.get(about["dataset"])
+    told = dict(about) | {"made": MADE, "dataset": name, "licence": "unknown", "worth": ""}
+    told |= {"terms": source.terms if source else "of whoever made it", "weights": "the user's own"}
     if official:
-        rows["licence of the weights"] = "CC BY-NC 4.0 (official file): no commercial use"
+        told |= {"licence": "cc-by-nc-4.0", "weights": "CC BY-NC 4.0: no commercial use"}
     if "test" in result:
-        n = len(result["test"])
-        mean = f"{sum(result['test']) / n:.2f} %, mean of {n} seeds ({result['unit']})"
-        rows |= {f"test {result['metric']}": mean, "learning rate": f"{result['lr']:g}"}
-        rows["aligned by"] = result["aligned_by"] or "nothing: direct PEFT"
+        mean, n = fmean(result["test"]), len(result["test"])
+        by = result["aligned_by"] or "nothing: direct PEFT"
+        told["worth"] = (
+            f"\n| test {result['metric']} | {mean:.2f} %, mean of {n} seeds ({result['unit']}) |"
+            f"\n| learning rate | {result['lr']:g} |\n| aligned by | {by} |"
+        )
     settings = {  # without what belongs to one machine, and paths by their last part
         name: Path(value).name if isinstance(value, str) else value
         for name, value in config.items()
         if name not in {*Machine.model_fields, "start"} - {"seed", "amp"}
     }
-    told = dict(about) | {
-        "dataset": dataset,
-        "made": MADE,
-        "settings": json.dumps(settings, indent=1),
-    }
-    told["table"] = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-    return CARD.format(licence="cc-by-nc-4.0" if official else "unknown", **told)
+    told = {"pretext": config["pretext"]} | told
+    return CARD.format(settings=json.dumps(settings, indent=1), **told)
