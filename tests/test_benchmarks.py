@@ -313,6 +313,19 @@ def test_check_groups_what_is_missing_and_names_what_is_damaged(tmp_path: Path) 
     assert [subset[key] for key in ("listed", "absent", "in_no_list", "images")] == counts
 
 
+def test_the_check_command_ends_with_1_where_something_is_wrong(
+    tmp_path: Path, capsys: Any
+) -> None:
+    make("dtd", tmp_path)
+    line = ["data", "check", "dtd", "--data-root", str(tmp_path), "--json"]
+    assert cli.run(line) == 1
+    (row,) = json.loads(capsys.readouterr().out)["problems"]
+    assert row["problem"] == "lists 18 images, 18 different ones, of 5640"
+    assert cli.run([*line, "--partial"]) == 0
+    assert cli.run(["data", "check", "dtt"]) == 2
+    assert "did you mean dtd?" in capsys.readouterr().err
+
+
 def test_check_notices_voc_lists_that_disagree_with_the_annotations(tmp_path: Path) -> None:
     sets = make("voc07", tmp_path) / "VOC2007/ImageSets/Main"
     assert check("voc07", tmp_path, partial=True)["problems"] == []
