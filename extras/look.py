@@ -16,7 +16,7 @@ Paper silent: how heads are fused (here their mean), which images, which split, 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from textwrap import shorten, wrap
 from typing import Any, NamedTuple
@@ -274,14 +274,22 @@ def rsa(x: Tensor, y: Tensor) -> float:
 
 
 def similarity(
-    runs: Sequence[Path], limit: int = 1000, *, seed: int | None = None, **changes: Any
+    runs: Sequence[Path],
+    limit: int = 1000,
+    out: Path | None = None,
+    *,
+    seed: int | None = None,
+    **changes: Any,
 ) -> dict[str, Any]:
     """CKA and RSA of the pretrained backbone and of align or finetune runs, pair by pair.
 
     Args:
         limit: most validation images, spread over the classes.
+        out: the picture; None: similarity.png in the first run's directory.
         seed, changes: see `open_runs`.
     """
+    out = out or runs[0] / "similarity.png"
+    check_out("--picture", out)
     if not 3 <= limit <= MOST:
         raise UsageError(f"--limit {limit}: give 3 to {MOST} images")
     m, networks = open_runs(runs, seed, changes)
@@ -302,4 +310,24 @@ def similarity(
         {"network": a, "and": b, "CKA": cka(seen[a], seen[b]), "RSA": rsa(seen[a], seen[b])}
         for a, b in combinations(seen, 2)
     ]
-    return {"dataset": m.task.name, "images": len(index), "pairs": rows}
+    save(draw_similarity([*seen], rows), out)
+    return {"picture": out, "dataset": m.task.name, "images": len(index), "pairs": rows}
+
+
+def draw_similarity(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Drawn:
+    """A heat map a measure, with its values in the cells."""
+    n = len(names)
+    figure, grid = pyplot().subplots(1, 2, figsize=(2.5 + 1.6 * n, 1.5 + 0.7 * n), sharey=True)
+    for axes, measure in zip(grid, ("CKA", "RSA"), strict=True):
+        matrix = torch.eye(n)
+        for (i, j), row in zip(combinations(range(n), 2), rows, strict=True):
+            matrix[i, j] = matrix[j, i] = row[measure]
+        axes.imshow(matrix.numpy(), vmin=0, vmax=1)
+        for i, j in product(range(n), repeat=2):
+            colour = "white" if matrix[i, j] < 0.6 else "black"
+            axes.text(j, i, f"{matrix[i, j]:.2f}", color=colour, ha="center", va="center")
+        axes.set_xticks(range(n), names, rotation=40)
+        axes.set_yticks(range(n), names)
+        axes.set_title(measure)
+    said = [f"{r['network']} and {r['and']} {r['CKA']:.3f}, {r['RSA']:.3f}" for r in rows]
+    return figure, f"Linear CKA and RSA: {'; '.join(said)}."

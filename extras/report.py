@@ -25,7 +25,13 @@ from run import read_json, reading, write_atomic
 from screen import readable
 
 KINDS: Any = {"pretrain": PretrainConfig, "align": AlignConfig, "finetune": FinetuneConfig}
-PICTURES = ("demo.png", "sweep.png", "cost.png", "rollout.png")  # of other commands
+PICTURES = (
+    "demo.png",
+    "sweep.png",
+    "cost.png",
+    "rollout.png",
+    "similarity.png",
+)  # of other commands
 CURVES: dict[
     str, dict[str, tuple[str, ...]]
 ] = {  # by command: what a picture shows, and the keys of metrics.jsonl
