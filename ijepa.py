@@ -28,18 +28,6 @@ from torch.func import functional_call
 Phi = dict[str, Tensor]  # a head's trainable tensors by name
 
 
-class Sampler(NamedTuple):
-    """Settings of the mask sampler, here the official ones; pairs are (least, most)."""
-
-    targets: int = 4  # M
-    contexts: int = 1  # E
-    target_scale: tuple[float, float] = (0.15, 0.2)  # share of the image's area
-    context_scale: tuple[float, float] = (0.85, 1.0)  # before the targets are taken out
-    aspect: tuple[float, float] = (0.75, 1.5)  # height over width of a target
-    min_keep: int = 10  # a context must have strictly more patches than this
-    overlap: bool = False  # whether contexts may overlap targets
-
-
 class Batch(NamedTuple):
     """A prepared pretext batch."""
 
@@ -55,7 +43,7 @@ class IJEPA:
     Args:
         backbone: f_θ. Pretext passes have no drop path.
         predictor: φ_P's start and the fixed positions; `loss` takes φ_P as an argument.
-        masks: `Sampler`, or anything with its attributes (ValueError: `check_masks`).
+        masks: the sampler's settings, see `multiblock`; `check_masks` refuses impossible ones.
         ema: (first momentum, steps until it is 1).
         theta: θ_P's start, and so θ_T's. None: ψ itself is trained, and `teacher` follows it.
         teacher: from scratch only, a second backbone, equal to the first.
@@ -132,7 +120,7 @@ def momentum(i: int, first: float, steps: float) -> float:
 # --- masks ----------------------------------------------------------------------------------------
 
 
-def multiblock(masks: Sampler, grid: int, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+def multiblock(masks: Any, grid: int, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     """Contexts (B, E, n) and targets (B, M, m) of a batch, as the official collator draws them.
 
     int64, in raster order. All targets share one size, which is drawn with their aspect from one
@@ -140,6 +128,13 @@ def multiblock(masks: Sampler, grid: int, n: int, rng: torch.Generator) -> tuple
     context is its block without all targets, drawn again while it has `min_keep` patches or fewer;
     after 20 attempts one target after the other may overlap it. All contexts are then cut to the
     shortest one of the batch, so the batch size belongs to the task.
+
+    Args:
+        masks: anything with these attributes (official values): targets M (4) and contexts E (1),
+            target_scale (0.15, 0.2) and context_scale (0.85, 1), shares of the image's area,
+            aspect (0.75, 1.5), height over width of a target, min_keep (10), and overlap (False),
+            whether contexts may overlap targets. Of pairs, the first is the least.
+        grid: patches along a side of the image.
     """
     u_target, u_context = torch.rand(2, generator=rng, dtype=torch.float64).tolist()
     size = block_size(u_target, masks.target_scale, masks.aspect, grid)
@@ -169,8 +164,9 @@ def block_size(
     """
     area = int(grid * grid * (scale[0] + u * (scale[1] - scale[0])))
     ratio = aspect[0] + u * (aspect[1] - aspect[0])
-    height, width = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-    return min(height, grid - 1), min(width, grid - 1)
+    height = min(round(math.sqrt(area * ratio)), grid - 1)
+    width = min(round(math.sqrt(area / ratio)), grid - 1)
+    return height, width
 
 
 def blocks(
@@ -181,7 +177,8 @@ def blocks(
     top = torch.randint(grid - h, shape, generator=rng)[..., None]
     left = torch.randint(grid - w, shape, generator=rng)[..., None]
     at = torch.arange(grid)
-    rows, columns = (at >= top) & (at < top + h), (at >= left) & (at < left + w)
+    rows = (at >= top) & (at < top + h)
+    columns = (at >= left) & (at < left + w)
     return (rows[..., :, None] & columns[..., None, :]).flatten(-2)
 
 
@@ -190,12 +187,12 @@ def indices(mask: Tensor) -> Tensor:
     return mask.nonzero()[:, -1].view(*mask.shape[:2], -1)
 
 
-def check_masks(masks: Sampler, grid: int) -> None:
+def check_masks(masks: Any, grid: int) -> None:
     """ValueError for settings whose blocks can be so small that none would ever be accepted."""
-    steps = [i / 1000 for i in range(1001)]
     kinds = {"target": (masks.target_scale, masks.aspect), "context": (masks.context_scale, (1, 1))}
     for name, (scale, aspect) in kinds.items():
-        smallest = min(math.prod(block_size(u, scale, aspect, grid)) for u in steps)
+        sizes = (block_size(i / 1000, scale, aspect, grid) for i in range(1001))
+        smallest = min(height * width for height, width in sizes)
         if smallest <= masks.min_keep:
             raise ValueError(
                 f"I-JEPA: a {name} block on a grid of {grid} x {grid} patches can have {smallest} "
@@ -254,7 +251,7 @@ class Predictor(nn.Module):
 
 @torch.no_grad()
 def init(networks: Sequence[tuple[nn.Module, Tensor]], rng: torch.Generator) -> None:
-    """I-JEPA's initialisation, in place, of (network, its fixed position table) pairs.
+    """I-JEPA's initialisation of new networks, in place; pairs of network and position table.
 
     Matrices and mask token are N(0, 0.02) cut at ±2, output matrices of layer l divided by √(2 l).
     Position tables have no row for a class token: (1, L, width).
@@ -263,8 +260,6 @@ def init(networks: Sequence[tuple[nn.Module, Tensor]], rng: torch.Generator) -> 
         if isinstance(module, nn.Linear | nn.Conv2d):
             nn.init.trunc_normal_(module.weight, std=0.02, generator=rng)
             nn.init.zeros_(module.bias)  # type: ignore[arg-type]
-        elif isinstance(module, nn.LayerNorm):
-            module.reset_parameters()
     for network, positions in networks:
         for name, tensor in network.state_dict().items():
             if name == "mask_token":
@@ -309,21 +304,16 @@ def split_state(state: Any, base: str) -> tuple[dict[str, Tensor], dict[str, Ten
     file = state if isinstance(state, dict) else {}
     hugging_face = any("embeddings.patch_embeddings" in str(name) for name in file)
     only_encoder = "predictor" not in file and {"patch_embed.proj.weight", "encoder"} & file.keys()
+    parts: list[Any] = [file.get(base), file.get("predictor")]
     wrong = {
         "looks like an MAE checkpoint": {"model", "decoder_embed.weight"} & file.keys(),
         "has Hugging Face names and no predictor": hugging_face,
         "holds an encoder only, the pretext task needs the predictor too": only_encoder,
-        f"holds no {base} and predictor": not {base, "predictor"} <= file.keys(),
+        f"holds no {base} and predictor": not all(isinstance(part, dict) for part in parts),
     }
     for what, found in wrong.items():
         if found:
             raise ValueError(what)
-    return named(file, base), named(file, "predictor")
-
-
-def named(file: dict[str, Any], network: str) -> dict[str, Tensor]:
-    """A network's state dict by the names it has here; the official program's start `module.`."""
-    state = file[network]
-    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
-        raise ValueError(f"its {network} is no state dict of tensors")
-    return {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    # names start with `module.` there
+    encoder, predictor = ({k.removeprefix("module."): v for k, v in p.items()} for p in parts)
+    return encoder, predictor

@@ -48,8 +48,8 @@ class MAE:
         mask_ratio: float = 0.75,
         norm_pix: bool = True,
     ) -> None:
-        self.backbone, self.decoder = backbone, decoder
-        self.mask_ratio, self.norm_pix = mask_ratio, norm_pix
+        self.backbone, self.decoder, self.mask_ratio = backbone, decoder, mask_ratio
+        self.norm_pix = norm_pix
         self.phi: Phi = dict(decoder.named_parameters())
         self.state: dict[str, Tensor] = {}  # nothing besides θ_P and φ_P
         if not 1 <= int(decoder.patches * (1 - mask_ratio)) < decoder.patches:
@@ -125,13 +125,12 @@ def reconstruct(task: MAE, theta: Tensor | None, phi: Phi, batch: Batch) -> tupl
     figures.
     """
     prediction, mask = task.predict(theta, phi, batch)
-    size = task.decoder.patch_size
-    true = patchify(batch.images, size)
+    true = patchify(batch.images, size := task.decoder.patch_size)
     if task.norm_pix:
         mean, deviation = spread(true)
         prediction = prediction * deviation + mean
-    seen, filled = true * (1 - mask[..., None]), prediction * mask[..., None]
-    return unpatchify(seen, size), unpatchify(seen + filled, size)
+    filled = torch.where(mask[..., None] > 0, prediction, true)
+    return unpatchify(true * (1 - mask[..., None]), size), unpatchify(filled, size)
 
 
 class Decoder(nn.Module):
@@ -180,7 +179,7 @@ class Decoder(nn.Module):
 
 @torch.no_grad()
 def init(networks: Sequence[tuple[nn.Module, Tensor]], rng: torch.Generator) -> None:
-    """MAE's initialisation, in place, of (network, its fixed position table) pairs.
+    """MAE's initialisation of new networks, in place; pairs of network and position table.
 
     Both networks before pretraining; the decoder alone where the backbone has been trained, as in
     the released program. Matrices and convolutions are Xavier-uniform, tokens N(0, 0.02). Position
@@ -190,8 +189,6 @@ def init(networks: Sequence[tuple[nn.Module, Tensor]], rng: torch.Generator) -> 
         if isinstance(module, nn.Linear | nn.Conv2d):
             nn.init.xavier_uniform_(module.weight.flatten(1), generator=rng)
             nn.init.zeros_(module.bias)  # type: ignore[arg-type]
-        elif isinstance(module, nn.LayerNorm):
-            module.reset_parameters()
     for network, positions in networks:
         for name, tensor in network.state_dict().items():
             if name in ("cls_token", "mask_token"):
@@ -209,8 +206,8 @@ def schedule(
         epoch = (k - 1) / steps_per_epoch
         if epoch < warmup:
             return base * (start + (1 - start) * epoch / warmup)
-        phase = math.pi * (epoch - warmup) / (epochs - warmup)
-        return min_lr + (base - min_lr) * 0.5 * (1 + math.cos(phase))
+        share = (epoch - warmup) / (epochs - warmup)
+        return min_lr + (base - min_lr) * 0.5 * (1 + math.cos(math.pi * share))
 
     return rate
 
@@ -225,14 +222,14 @@ def split_state(state: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """
     file = state if isinstance(state, dict) else {}
     model = file.get("model", file)
-    tensors = isinstance(model, dict) and all(isinstance(t, Tensor) for t in model.values())
-    names = [str(name) for name in model] if tensors else []
-    hugging_face = any(name.startswith(("vit.", "decoder.")) for name in names)
+    names = [str(name) for name in model] if isinstance(model, dict) else []
     only_encoder = "cls_token" in names and not any(map(is_decoder, names))
     wrong = {
         "is an I-JEPA checkpoint": {"encoder", "predictor"} <= file.keys(),
         "holds no {'model': ...} state dict": not names,
-        "has Hugging Face names, whose decoder predicts raw pixels": hugging_face,
+        "has Hugging Face names, whose decoder predicts raw pixels": any(
+            name.startswith("vit.") for name in names
+        ),
         "is a LoRA adapter, not a backbone": any("lora_" in name for name in names),
         "holds the encoder only, the pretext task needs the decoder too": only_encoder,
     }

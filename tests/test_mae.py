@@ -48,7 +48,6 @@ def test_encoder_tokens_equal_the_official_ones() -> None:
     close(t.backbone(IMAGES), IO["latent_full_f64"], 1e-9)
     close(t.backbone.vit.patch_embed(IMAGES), IO["patch_embed_f64"], 1e-9)
     close(mae.patchify(IMAGES, 8), IO["patches_f64"], 1e-9)
-    close(official(dtype=torch.float32).backbone(IO["imgs"]), IO["latent_full_f32"], 1e-5)
 
 
 @pytest.mark.parametrize("micro", [None, 1])
@@ -77,6 +76,7 @@ def test_masks_predictions_losses_and_gradients_equal_the_official_ones(
 @pytest.mark.parametrize("percent", [75, 60])
 def test_float32_agrees_to_float32(percent: int) -> None:
     t, batch = official(percent / 100, dtype=torch.float32), Batch(IO["imgs"], IO["noise"])
+    close(t.backbone(IO["imgs"]), IO["latent_full_f32"], 1e-5)
     close(t.predict(None, t.phi, batch)[0], IO[f"pred_{percent}_f32"], 1e-5)
     close(t.loss(None, t.phi, batch), IO[f"loss_{percent}_norm_f32"], 1e-6)
 
@@ -178,10 +178,10 @@ X = torch.zeros(1)
 WRONG: list[tuple[Any, str]] = [
     ({"model": {"cls_token": X, "blocks.0.norm1.weight": X}}, "holds the encoder only"),
     ({"vit.embeddings.cls_token": X, "decoder.mask_token": X}, "Hugging Face names"),
+    ({"model": 3}, "no {'model': ...} state dict"),
     ({"encoder": {}, "predictor": {}, "target_encoder": {}}, "I-JEPA checkpoint"),
     ({"base_model.model.blocks.0.attn.qkv.q.lora_A.default.weight": X}, "LoRA adapter"),
     ({"model": {}}, "no {'model': ...} state dict"),
-    ({"model": {"cls_token": 3}}, "no {'model': ...} state dict"),
     ([1, 2], "no {'model': ...} state dict"),
 ]
 
