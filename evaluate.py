@@ -284,7 +284,10 @@ def read_arm(path: Path) -> Arm:
         raise UsageError(f"{path}: there is no such run directory")
     folders = [path] if (path / "config.json").exists() else path.iterdir()
     runs = [folder for folder in folders if (folder / "config.json").exists()]
-    arms = [read_run(run) for run in sorted(runs, key=lambda run: (len(run.name), run.name))]
+    try:
+        arms = [read_run(run) for run in sorted(runs, key=lambda run: (len(run.name), run.name))]
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise UsageError(f"{path}: is damaged or of an older version ({error!r})") from error
     if not arms:
         raise UsageError(f"{path}: is neither a run nor a directory of runs (no config.json)")
     for arm in arms:
@@ -310,8 +313,8 @@ def read_run(run: Path) -> Arm:
     result = read_json(run / "result.json")
     if not result.get("test"):
         raise UsageError(f"{run}: has no test accuracy, it is not a finetune run")
-    if not {"unit", "metric", "aligned_by", "backbone", "pretext"} <= result.keys():
-        raise UsageError(f"{run}: was made by an older version, run it again")
+    for name in ("unit", "metric", "aligned_by", "backbone", "pretext"):
+        result[name]  # older versions had fewer
     groups = [value for value in config.values() if isinstance(value, dict)]  # the first edition's
     settings = {name: value for group in (config, *groups) for name, value in group.items()}
     env |= env.get("about", {})
@@ -346,5 +349,5 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object that this program wrote (UsageError where it is missing or damaged)."""
     try:
         return dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UsageError(f"{path}: cannot be read ({error}); run its command again") from error

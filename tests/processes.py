@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
+torch.set_num_threads(1)  # threads do not survive a fork, and their number decides the last bits
+
 
 def start(fn: Callable[[], Any], said: Path, **environ: str) -> ForkProcess:
     """Call `fn` in a forked process; its int is the exit code, what it prints goes to `said`."""
 
     def child() -> None:
         os.environ.update(environ)
-        torch.set_num_threads(1)  # threads do not survive a fork
         out = said.open("a")
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)

@@ -234,6 +234,8 @@ def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
     finished(tmp_path / "sweep", [70.0], swept={"rank": [1, 2]})
     (finished(tmp_path / "torn", [70.0]) / "config.json").write_text("{")
     (finished(tmp_path / "old", [70.0]) / "result.json").write_text('{"test": [1.0]}')
+    (finished(tmp_path / "list", [70.0]) / "env.json").write_text("[" * 10**5)
+    (finished(tmp_path / "bare", [70.0]) / "env.json").write_text("{}")
     (tmp_path / "nothing").mkdir()
     for name, message in [
         ("mixed", r"mixed/b: differs from a in rank, they are no seeds of one arm"),
@@ -242,7 +244,9 @@ def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
         ("empty", "has no test accuracy"),
         ("sweep", "is a sweep, give one of its runs"),
         ("torn", r"config.json: cannot be read"),
-        ("old", "was made by an older version"),
+        ("old", "is damaged or of an older version"),
+        ("list", r"env.json: cannot be read"),
+        ("bare", "is damaged or of an older version"),
         ("nothing", "is neither a run nor a directory of runs"),
         ("missing", "there is no such run directory"),
     ]:
