@@ -171,9 +171,20 @@ def inherited(start: Path) -> Table:
     """Model, data and data root of an align run, or of the first in a directory of align runs."""
     runs = [start, *sorted(start.glob("*/"), key=lambda path: (len(path.name), path.name))]
     files = [file for run in runs if (file := run / "config.json").is_file()]
-    config = flatten(json.loads(files[0].read_bytes())) if files else {}
+    config = read_table(files[0]) if files else {}
     taken = {*Data.model_fields, *Model.model_fields, "data_root"} if "lam" in config else set()
-    return {name: value for name, value in config.items() if name in taken and value is not None}
+    return {name: value for name, value in config.items() if name in taken}
+
+
+def read_table(path: Path) -> Table:
+    """The settings in a TOML or JSON file, a run's config.json too (UsageError)."""
+    try:
+        text = path.read_text()
+        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        known = {k.replace("-", "_"): v for k, v in flatten(dict(found)).items()}
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise UsageError(f"{path}: cannot be read as settings ({error})") from error
+    return {name: value for name, value in known.items() if value is not None}
 
 
 def flatten(old: Table) -> Table:
@@ -200,7 +211,10 @@ def settle(
     kind: Any, flags: Table, file: Path | None = None, base: str = "paper"
 ) -> tuple[Any, dict[str, str]]:
     """Settings, and who set each (UsageError): flag over file over preset over run over default."""
-    table = read_settings(file, kind) if file else {}
+    table = read_table(file) if file else {}
+    for name in table.keys() - kind.model_fields.keys():
+        close = nearest(name, kind.model_fields)
+        raise UsageError(f"--config {file}: unknown setting {name!r}, {close}")
     released = preset(base, kind, "start" in table | flags)
     told = {f"preset {base}": released, f"{file}": table, "flag": flags}
     given = {name: value for layer in told.values() for name, value in layer.items()}
@@ -233,24 +247,6 @@ def with_lists(kind: Any, given: Table) -> Table:
     lists = {k: v for k, v in (given | split).items() if isinstance(v, list) and k not in tuples}
     rest = {k: v for k, v in (given | split).items() if k not in lists}
     return rest | {"swept": rest.get("swept", {}) | lists}
-
-
-def read_settings(path: Path, kind: Any) -> Table:
-    """A TOML or JSON file, a run's config.json too, of a command's settings (UsageError)."""
-    try:
-        text = path.read_text()
-        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"--config {path}: cannot be read as settings: {error}") from error
-    if not isinstance(found, dict):
-        raise UsageError(
-            f"--config {path}: holds a {type(found).__name__}, not a table of settings"
-        )
-    known = {k.replace("-", "_"): v for k, v in flatten(found).items() if v is not None}
-    for name in known.keys() - kind.model_fields.keys():
-        close = nearest(name, kind.model_fields)
-        raise UsageError(f"--config {path}: unknown setting {name!r}, {close}")
-    return known
 
 
 @contextlib.contextmanager
