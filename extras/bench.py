@@ -63,7 +63,9 @@ def bench(
     found = run.result
     if found is None:
         run.close()  # a stop ends it at once: there is nothing to save
-        rows = [*track(measure(cfg, backbone), len(METHODS), "bench")]
+        rows: list[Row] = []
+        for _ in track(measure(cfg, backbone, rows), len(METHODS), "bench"):
+            pass
         found = {"backbone": backbone, "rows": rows, "out": str(out)} | ratios(rows)
         run.write("result.json", json.dumps(found, indent=1))
     save(draw([*results, found]), out / "cost.png")
@@ -82,13 +84,14 @@ def plan(cfg: BenchConfig) -> Row:
     return {"backbone": size(cfg), "methods": METHODS, "alternations of each": cfg.repeats + 1}
 
 
-def measure(cfg: BenchConfig, backbone: str) -> Iterator[Row]:
-    """A row a method; one that does not fit says so, and the others go on."""
+def measure(cfg: BenchConfig, backbone: str, rows: list[Row]) -> Iterator[str]:
+    """Add a row a method; one that does not fit says so, and the others go on."""
     for method in METHODS:
         try:
-            yield {"method": method} | alternation(cfg, backbone, method)
+            rows.append({"method": method} | alternation(cfg, backbone, method))
         except torch.OutOfMemoryError:
-            yield {"method": method, "failed": "out of memory; see --micro-batch"}
+            rows.append({"method": method, "failed": "out of memory; see --micro-batch"})
+        yield method
 
 
 def alternation(cfg: BenchConfig, backbone: str, method: str) -> Row:

@@ -8,7 +8,6 @@ and one colour throughout, and every picture says in words and numbers what it s
 import base64
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import cycle, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -45,6 +44,7 @@ CURVES: dict[
     },
     "finetune": {"training loss": ("loss",), "validation (%)": ("val",)},
 }
+DASHED = ("loss_D_at_P", "cosine", "val_P")  # beside a line of the same colour
 
 
 class Group(NamedTuple):
@@ -77,8 +77,8 @@ def report(runs: Sequence[Path], out: Path | None = None) -> dict[str, Any]:
     sections = [*tables(every), *pictures(runs, every)]
     groups = [group for group in every if group.command in KINDS]
     sections = [*accuracies(groups), *sections]
-    for command, panels in CURVES.items():
-        sections += curves(command, panels, [g for g in groups if g.command == command])
+    for command in CURVES:
+        sections.append(curves(command, [g for g in groups if g.command == command]))
     sections += [settings(groups), made(groups)]
     environment = Environment(autoescape=True)
     environment.filters |= {"readable": readable, "columns": columns}
@@ -97,20 +97,18 @@ def arms_in(path: Path) -> list[list[Path]]:
     """The runs at a path; the seeds of one arm together."""
     if (path / "config.json").exists():
         return [[path]]
-    if not path.is_dir():
-        raise UsageError(f"{path}: there is no such run directory")
-    below = sorted(path.iterdir(), key=lambda child: (len(child.name), child.name))
-    folders = [child for child in below if child.is_dir()]
-    if len({kind_of(child) for child in folders}) == 1 < len(folders):
+    folders = [child for child in path.glob("*") if child.is_dir()]
+    folders.sort(key=lambda folder: (len(folder.name), folder.name))
+    if len(folders) > 1 and len({*map(kind_of, folders)}) == 1:
         return [folders]
     return [arm for folder in folders for arm in arms_in(folder)]
 
 
-def kind_of(run: Path) -> str:
-    """What the seeds of one arm have in common; of another folder its name."""
-    if not (run / "config.json").exists():
-        return run.name
-    config = read_json(run / "config.json")
+def kind_of(folder: Path) -> str:
+    """What the seeds of one arm have in common; of a folder that is no run its name."""
+    if not (folder / "config.json").exists():
+        return folder.name
+    config = read_json(folder / "config.json")
     shared = {key: value for key, value in config.items() if key not in FREE}
     return f"{config.get('start') is None} {sorted(shared.items())}"
 
@@ -122,23 +120,21 @@ def read_groups(paths: Sequence[Path]) -> list[Group]:
         raise UsageError(f"{paths[0]}: is neither a run nor a directory of runs")
     places = [runs[0].parent if len(runs) > 1 else runs[0] for runs in found]
     groups = []
-    names = zip(short_names(places), cycle(COLOURS), places, found, strict=False)
-    for name, colour, place, runs in names:
+    for i, (name, runs) in enumerate(zip(short_names(places), found, strict=True)):
         command = read_json(runs[0] / "env.json")["command"]
         config = flatten(read_json(runs[0] / "config.json"))
         files = [run / "result.json" for run in runs]
         results = [read_json(file) if file.exists() else {} for file in files]
-        groups.append(Group(name, colour, place, runs, command, config, results))
+        colour = COLOURS[i % len(COLOURS)]
+        groups.append(Group(name, colour, places[i], runs, command, config, results))
     return groups
 
 
 def metrics(run: Path, result: Mapping[str, Any]) -> Iterator[list[dict[str, Any]]]:
-    """The records of a run, or of the trials of its chosen rate; all trials' where none is yet."""
-    trials = f"lr{result['lr']:g}-s*" if "lr" in result else "*lr*"
-    trials = f"dlr{result['d_lr']:g}" if "d_lr" in result else trials
-    for file in [run / "metrics.jsonl", *sorted(run.glob(f"{trials}/metrics.jsonl"))]:
-        if file.exists():
-            yield [*map(json.loads, file.read_text().splitlines())]
+    """The records of a run, or of the trials of its chosen rate; of all where none is chosen."""
+    rate = f"{result['lr']:g}-s*" if "lr" in result else f"{result.get('d_lr', '*')}"
+    for file in [*run.glob("metrics.jsonl"), *sorted(run.glob(f"*lr{rate}/metrics.jsonl"))]:
+        yield [*map(json.loads, file.read_text().splitlines())]
 
 
 # --- sections -------------------------------------------------------------------------------------
@@ -202,43 +198,45 @@ def pictures(paths: Sequence[Path], groups: Sequence[Group]) -> Iterator[Section
 def tables(groups: Sequence[Group]) -> Iterator[Section]:
     """The tables of sweeps and benches."""
     for group in groups:
-        for file in (group.path / "sweep.json", group.path / "result.json"):
-            if group.command in ("sweep", "bench") and file.exists():
-                found = read_json(file)
-                left = [f"not finished: {name}" for name in found.get("missing", ())]
-                left += [f"{name}: {why}" for name, why in found.get("diverged", {}).items()]
-                yield Section(group.name, left, rows=found["rows"])
+        for file in [*group.path.glob("sweep.json"), *group.path.glob("result.json")]:
+            found = read_json(file)
+            left = [f"not finished: {name}" for name in found.get("missing", ())]
+            left += [f"{name}: {why}" for name, why in found.get("diverged", {}).items()]
+            yield Section(group.name, left, rows=found.get("rows", ()))
 
 
-def curves(
-    command: str, panels: Mapping[str, Sequence[str]], groups: Sequence[Group]
-) -> Iterator[Section]:
-    """A picture a quantity; a line an arm, the mean of its runs. Of two keys one is dashed."""
+def curves(command: str, groups: Sequence[Group]) -> Section:
+    """A picture a quantity, with a line an arm: the mean of its runs."""
     shown = []
-    for label, keys in panels.items():
-        figure, axes = pyplot().subplots(figsize=(4.4, 2.9))
-        said = []
-        for group, (key, style) in product(groups, zip(keys, ("-", "--"), strict=False)):
-            if line := mean_line(group, key):
-                name = f"{group.name} {key}" if len(keys) > 1 else group.name
-                axes.plot(*zip(*line, strict=True), style, color=group.colour, label=name)
-                (x, y), (x_, y_) = line[0], line[-1]
-                said.append(f"{name} from {y:.4g} at {x} to {y_:.4g} at {x_}")
-        axes.set(xlabel="alternation" if command == "align" else "epoch", ylabel=label)
-        if said:
-            axes.legend(fontsize=7)
-            shown.append(encoded((figure, f"{label}: {'; '.join(said)}.")))
-    if shown:
-        yield Section(f"Curves: {command}", ["Means over the runs of an arm."], shown)
+    for label, keys in CURVES[command].items():
+        lines = [(group, key, mean_line(group, key)) for group in groups for key in keys]
+        if lines := [line for line in lines if line[2]]:
+            shown.append(encoded(draw(label, lines)))
+    return Section(f"Curves of {command}", pictures=shown)
+
+
+def draw(label: str, lines: Sequence[tuple[Group, str, list[tuple[int, float]]]]) -> Drawn:
+    """One quantity against alternation or epoch."""
+    figure, axes = pyplot().subplots(figsize=(4.4, 2.9))
+    said = []
+    for group, key, line in lines:
+        style = "--" if key in DASHED else "-"
+        name = f"{group.name} {key}"
+        axes.plot(*zip(*line, strict=True), style, color=group.colour, label=name)
+        (x, y), (x_, y_) = line[0], line[-1]
+        said.append(f"{name} from {y:.4g} at {x} to {y_:.4g} at {x_}")
+    axes.set(xlabel="alternation" if lines[0][0].command == "align" else "epoch", ylabel=label)
+    axes.legend(fontsize=7)
+    return figure, f"{label}: {'; '.join(said)}."
 
 
 def mean_line(group: Group, key: str) -> list[tuple[int, float]]:
     """A quantity by step, the mean over an arm's runs at the steps that all of them have."""
-    lines = []
-    for run, result in zip(group.runs, group.results, strict=True):
-        for records in metrics(run, result):
-            found = {r["step"]: number(r[key]) for r in records if r.get(key) not in (None, [])}
-            lines += [found] if found else []
+    lines = [
+        {record["step"]: number(record[key]) for record in records if record.get(key)}
+        for run, result in zip(group.runs, group.results, strict=True)
+        for records in metrics(run, result)
+    ]
     steps = [x for x in lines[0] if all(x in line for line in lines)] if lines else []
     return [(x, fmean(line[x] for line in lines)) for x in steps]
 

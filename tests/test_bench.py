@@ -1,146 +1,143 @@
 """The bench at toy size: what it must hold to be believed, not how fast anything is."""
 
 import json
-import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import close
 from PIL import Image
 
-import bench
 import cli
-from bench import apply_as_the_paper, as_the_paper
-from config import BenchConfig, Machine
-from mfac import mfac
+from config import BACKBONES, Arch
+from extras import bench as room
+from extras.settings import BenchConfig
+
+TOY = "bench --backbone vit_mini --rank 4 --p-batch 8 --d-batch 4 --lower-steps 3 --upper-steps 2"
 
 
-def test_bench_tells_every_method_in_both_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench, "isolated", lambda fn, *args: fn(*args))  # eight processes would take a minute to start
-    line = "bench --backbone vit_mini --rank 4 --p-batch 8 --d-batch 4 --lower-steps 3 --upper-steps 2 --repeats 2"
-    assert cli.run([*line.split(), "--json", "--out", "b"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    rows = {(row["mode"], row["method"]): row for row in result["rows"]}
-    assert len(rows) == 8
-    for (_, method), row in rows.items():
-        phases = row["phases"]
-        assert sum(phases.values()) == pytest.approx(row["seconds"], rel=0.5)  # medians of parts and of sums
-        assert {"data", "upper passes", "optimiser"} <= phases.keys()
-        assert ("lower passes" in phases) == (method != "peft")
-        assert row["TFLOP_per_s"] > 0
-    assert rows["natural", "cg"]["phases"]["apply"] > rows["natural", "identity"]["phases"]["apply"]
+def work(arch: Arch, rank: int) -> tuple[float, float]:
+    """Operations an image, 2 a multiply-add, of an MAE step and of an upper step, by formula.
+
+    ψ is frozen: no weight gradients, and none into the first block's input. The decoder is trained,
+    so that its forward pass costs three times. An upper step has two passes.
+    """
+    D, L, m = arch.dim, (arch.image_size // arch.patch_size) ** 2, arch.mlp_ratio
+    pixels = 3 * arch.patch_size**2
+
+    def forward(n: int, dim: int, layers: int, r: int) -> float:
+        return layers * ((8 + 4 * m) * n * dim**2 + 4 * n**2 * dim + 8 * n * dim * r)
+
+    def frozen(n: int) -> float:
+        back = arch.depth * ((8 + 4 * m) * n * D**2 + 8 * n**2 * D + 16 * n * D * rank)
+        first = 6 * n * D**2 + 4 * n * D * rank + 2 * n**2 * D
+        return forward(n, D, arch.depth, rank) + back - first + 2 * L * D * pixels
+
+    seen, (width, layers, _) = 1 + L // 4, arch.decoder
+    rest = 2 * seen * D * width + 2 * (1 + L) * width * pixels
+    return frozen(seen) + 3 * (forward(1 + L, width, layers, 0) + rest), 2 * frozen(1 + L)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "alternation"), [("vit_b16", 332.5), ("vit_l16", 749.7), ("vit_h14", 1796.3)]
+)
+def test_the_formula_at_the_papers_settings(backbone: str, alternation: float) -> None:
+    """TFLOP an alternation, as measured once with torch's counter on the official sizes."""
+    lower, upper = work(BACKBONES[backbone].arch, 64)
+    assert (20 * 256 * lower + 8 * 64 * upper) / 1e12 == pytest.approx(alternation, rel=0.002)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("bench") / "b"
+    assert cli.run([*TOY.split(), "--repeats", "2", "--quiet", "--out", str(out)]) == 0
+    return out
+
+
+def test_bench_tells_every_method_by_phase(measured: Path) -> None:
+    result = json.loads((measured / "result.json").read_text())
+    rows = {row["method"]: row for row in result["rows"]}
+    assert [*rows] == ["mfac", "cg", "identity", "peft"]
+    for method, row in rows.items():
+        phases = {phase: row[phase] for phase in room.PHASES if phase in row}
+        assert sum(phases.values()) == pytest.approx(row["seconds"], rel=0.5)  # medians of parts
+        assert {"upper passes", "optimisers"} <= phases.keys()
+        assert ("line 13" in phases) == ("lower passes" in phases) == (method != "peft")
+    assert rows["cg"]["line 13"] > rows["mfac"]["line 13"] > rows["identity"]["line 13"]
     assert 0 < result["mfac_share"] < 1
-    assert json.loads(Path("b/bench.json").read_text())["config"]["backbone"] == "vit_mini"
-    with Image.open("b/cost.png") as picture:
-        assert picture.size[0] > 500
-    assert cli.run([*line.split(), "--out", "c"]) == 0
-    out = capsys.readouterr().out
-    for said in ("equal", "natural", "M-FAC's share of an alternation", "update_ratio", "images/s decoded"):
-        assert said in out
-    assert cli.run([*line.split(), "--dry-run"]) == 0
+    with Image.open(measured / "cost.png") as picture:
+        assert f"cg seconds {rows['cg']['seconds']:.3g}" in picture.info["Description"]
 
 
-def test_the_recursion_it_compares_with_is_the_papers() -> None:
-    """Matrix-vector products per block give the numbers of the production form."""
-    g = torch.Generator().manual_seed(0)
-    G, query = torch.randn(3, 6, 40, generator=g).double(), torch.randn(3, 40, generator=g).double()
-    theirs = torch.stack(
-        [apply_as_the_paper(*as_the_paper(block, 0.3), x, 0.3) for block, x in zip(G, query, strict=True)]
-    )
-    close(theirs, mfac(G, 0.3, query, torch.sum).apply(query), 1e-10)
+def test_the_operations_are_those_of_the_formula(measured: Path) -> None:
+    """An alternation does no more than it must: 3 x 8 and 2 x 4 images; the head is not counted."""
+    rows = json.loads((measured / "result.json").read_text())["rows"]
+    flop = {row["method"]: row["TFLOP"] * 1e12 for row in rows}
+    lower, upper = work(BACKBONES["vit_mini"].arch, 4)
+    assert flop["peft"] == pytest.approx(2 * 4 * upper / 2, rel=0.03)
+    assert flop["identity"] == pytest.approx(3 * 8 * lower + 2 * 4 * upper, rel=0.03)
+    assert flop["cg"] > flop["identity"] + 2 * 5 * 8 * lower  # five products of two solves
 
 
-def test_the_peaks_of_memory_are_those_of_a_known_allocation() -> None:
-    from bench import Peak
-
-    peak = Peak(torch.device("cpu"))
-    block = torch.ones(50_000_000)  # 200 MB
-    del block
-    read = peak.read()
-    if read is None:
-        pytest.skip("this system does not tell peak memory")
-    assert 0.19 < read < 0.25
-
-
-TOY = "bench --backbone vit_mini --rank 4 --p-batch 8 --d-batch 4 --lower-steps 2 --upper-steps 1 --repeats 1"
+def test_the_same_command_reads_a_finished_bench_and_shows_it_beside_another(
+    measured: Path, capsys: Any, tmp_path: Path
+) -> None:
+    before = (measured / "result.json").read_bytes()
+    line = f"{TOY} --repeats 2 --quiet --json --out {measured} --against {measured}"
+    assert cli.run(line.split()) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(before)
+    with Image.open(measured / "cost.png") as picture:
+        assert "for vit_mini, vit_mini" in picture.info["Description"]
+    for path, message in ((tmp_path, "give a finished bench"), (measured, "other settings: rank")):
+        new = ["--out", str(measured), "--rank", "2"] if path is measured else ["--out", "new"]
+        assert cli.run([*TOY.split(), "--against", str(path), *new]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_a_method_that_does_not_fit_is_told_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """CG on one GPU, at the paper's batch; and a picture that holds an earlier bench, too."""
-    monkeypatch.chdir(tmp_path)
+    """CG on one GPU, at the paper's batch."""
 
-    def without_cg(fn: Any, text: str, method: str, mode: str) -> dict[str, Any]:
-        return {"failed": "out of memory"} if method == "cg" else fn(text, method, mode)  # type: ignore[no-any-return]
+    def without_cg(cfg: Any, backbone: str, method: str) -> dict[str, Any]:
+        if method == "cg":
+            raise torch.OutOfMemoryError("planted")
+        return {"seconds": 1.0}
 
-    monkeypatch.setattr(bench, "isolated", without_cg)
-    assert cli.run([*TOY.split(), "--quiet", "--out", "a"]) == 0
-    assert capsys.readouterr().out.count("cg: out of memory") == 2
-    result = json.loads(Path("a/bench.json").read_text())
-    assert result["ratios"] == {}
-    monkeypatch.setattr(bench, "isolated", lambda fn, *args: fn(*args))
-    drawn: list[list[str]] = []
-    draw = bench.draw
-
-    def watched(results: Any) -> Any:
-        drawn.append(bench.names(results))
-        return draw(results)
-
-    monkeypatch.setattr(bench, "draw", watched)
-    assert cli.run([*TOY.split(), "--rank", "2", "--out", "b", "--against", "a"]) == 0
-    assert "hours" in capsys.readouterr().out
-    assert drawn == [["vit_mini, rank 4", "vit_mini, rank 2"]]
-    assert cli.run(["report", "a", "b", "--quiet"]) == 0
-    page = Path("report.html").read_text()
-    assert "What an alternation costs" in page
-    assert page.count("out of memory") == 2
-    assert cli.run([*TOY.split(), "--out", "c", "--against", "nowhere"]) == 2
-    assert "nowhere: is not a bench" in capsys.readouterr().err
-    Path("b/bench.json").write_text("{}")  # as a stop leaves it
-    assert cli.run([*TOY.split(), "--out", "c", "--against", "b"]) == 2
-    assert "b: is a bench that did not end, run it again with --force" in capsys.readouterr().err
+    monkeypatch.setattr(room, "alternation", without_cg)
+    rows: list[room.Row] = []
+    assert [*room.measure(BenchConfig(), "vit_mini", rows)] == [*room.METHODS]
+    assert rows[1] == {"method": "cg", "failed": "out of memory; see --micro-batch"}
+    assert [row["method"] for row in rows if "failed" not in row] == ["mfac", "identity", "peft"]
+    assert room.ratios(rows) == {}
+    assert "cg seconds 0" in room.draw([{"backbone": "vit_b16", "rows": rows}])[1]
 
 
-def test_a_process_that_dies_or_lacks_memory_is_a_result() -> None:
-    assert bench.isolated(dies) == {"failed": "its process died, perhaps for want of memory"}
-    assert bench.isolated(lacks_memory) == {"failed": "out of memory"}
+def test_a_clock_gives_each_phase_its_own_seconds() -> None:
+    clock = room.Clock()
+    sleep = clock.timed("b", time.sleep)
+    batches = clock.each("a", "batch")
+    clock.lap()
+    assert next(batches) == "batch"
+    time.sleep(0.02)
+    sleep(0.05)
+    time.sleep(0.02)
+    seconds = clock.lap()
+    assert seconds["a"] == pytest.approx(0.04, abs=0.03)
+    assert 0.05 <= seconds["b"] < 0.08
 
 
-def dies() -> dict[str, Any]:
-    os._exit(9)
-
-
-def lacks_memory() -> dict[str, Any]:
-    raise torch.OutOfMemoryError("planted")
-
-
-@pytest.mark.parametrize("micro", [None, 3])
-def test_bench_passes_pieces_and_precision_as_asked(micro: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_passes_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    asked: list[bool] = []
-    loss, autocast = bench.mae.MAE.loss, bench.autocast
+    loss = room.mae.MAE.loss
 
     def watched(self: Any, theta: Any, phi: Any, batch: Any) -> Any:
         seen.append(len(batch.images))
         return loss(self, theta, phi, batch)
 
-    monkeypatch.setattr(bench.mae.MAE, "loss", watched)
-
-    def precise(fn: Any, device: torch.device, amp: bool) -> Any:
-        asked.append(amp)
-        return autocast(fn, device, amp)
-
-    monkeypatch.setattr(bench, "autocast", precise)
-    cfg = BenchConfig(
-        backbone="vit_mini", rank=4, p_batch=8, d_batch=4, lower_steps=1, upper_steps=1, repeats=1, amp=False,
-        machine=Machine(micro_batch=micro),
-    )  # fmt: skip
-    bench.alternation(cfg.model_dump_json(), "mfac", "natural")
-    assert seen[:3] == ([8, 8] if micro is None else [3, 3, 2])
-    assert not any(asked)
+    monkeypatch.setattr(room.mae.MAE, "loss", watched)
+    sizes: Any = {"p_batch": 8, "d_batch": 4, "lower_steps": 1, "upper_steps": 1, "repeats": 1}
+    cfg = BenchConfig(rank=4, micro_batch=3, device="cpu", **sizes)
+    assert room.alternation(cfg, "vit_mini", "mfac")["paper_GB"] is None
+    assert seen[:3] == [3, 3, 2]
