@@ -1,22 +1,36 @@
-"""The seam of pretext tasks: I-JEPA from the command line, and a third task that no core module knows."""
+"""The seam of pretext tasks: I-JEPA from the command line, and tasks that no module knows."""
 
 import json
+import shlex
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import close
-from safetensors.torch import load_file
 
 import cli
+from align import align
+from commands import AlignConfig
+from config import Arch
+from data import Pool, rng
+from extras.pretrain import pretrain
+from extras.settings import PretrainConfig
+from lora import Backbone
+from model import own_class
+from run import sha256
+from weights import build_vit
 
 ROOT = Path(cli.__file__).parent
+EXAMPLE = ROOT / "examples/rotation.py"
 SMALL = (
-    "--alternations 3 --lower-steps 2 --upper-steps 2 --p-batch 8 --d-batch 8 --probe-epochs 1 --eval-every 1 --quiet"
+    "--alternations 3 --lower-steps 2 --upper-steps 2 --p-batch 8 --d-batch 8 --probe-epochs 1 "
+    "--eval-every 1 --warmup 1 --quiet"
 )
+
+
+def records(out: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture
@@ -30,115 +44,128 @@ def jepa(pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> s
 def test_ijepa_goes_through_all_commands(jepa: str, capsys: Any) -> None:
     assert cli.run(f"align {jepa} {SMALL} --out a".split()) == 0, capsys.readouterr().err
     config = json.loads(Path("a/config.json").read_text())
-    assert (config["lower"]["p_lr"], config["lower"]["p_weight_decay"], config["lower"]["ema"]) == (
-        0.005,
-        0.0005,
-        0.9995,
-    )
-    assert (config["upper"]["d_weight_decay"], config["data"]["min_crop"]) == (0.0005, 0.3)
-    assert config["model"]["head"] == "batchnorm"
-    peft = "--epochs 3 --batch 40 --seeds 2 --lr 1e-2 --quiet"
+    usual = {"p_lr": 0.005, "p_weight_decay": 0.0005, "ema": 0.9995, "d_weight_decay": 0.0005}
+    assert (usual | {"min_crop": 0.3, "head": "batchnorm"}).items() <= config.items()
+    peft = "--epochs 3 --warmup-epochs 1 --batch 40 --seeds 2 --lr 1e-2 --quiet"
     assert cli.run(f"finetune --from a {peft} --out f".split()) == 0, capsys.readouterr().err
-    assert json.loads(Path("f/config.json").read_text())["peft"]["weight_decay"] == 0.0005
+    assert json.loads(Path("f/config.json").read_text())["weight_decay"] == 0.0005
+    assert json.loads(Path("f/result.json").read_text())["pretext"] == "ijepa"
     assert cli.run(f"finetune {jepa} {peft} --out g".split()) == 0
     capsys.readouterr()
     assert cli.run(["evaluate", "f", "--against", "g", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["arms"]
-    assert rows[1]["first_minus_this"]["splits"] == 6
-    assert json.loads(Path("f/result.json").read_text())["pretext"] == "ijepa"
+    assert json.loads(capsys.readouterr().out)["arms"][1]["first_minus_this"]["splits"] == 6
+
+
+def test_what_ijepa_cannot_do_is_told(jepa: str, capsys: Any) -> None:
+    mae = "align --backbone vit_mini --weights pre --dataset quilts"
     for line, message in [
-        ("align --backbone vit_mini --weights pre --dataset quilts", "is an I-JEPA checkpoint, give --pretext ijepa"),
-        (f"align {jepa} --min-keep 9", "can have 9 of them, more than --min-keep 9 are wanted"),
+        (mae, "is an I-JEPA checkpoint"),
+        (f"align {jepa} --min-keep 9", "can have 9 of them"),
         (f"align {jepa} --target-scale 0.4,0.2", "the first number is the smaller one"),
-        ("pretrain --pool quilts --backbone vit_mini --pretext ijepa --patch-size 4", "on a grid of 4 x 4 patches"),
-        ("align --backbone vit_b16 --pretext ijepa --dataset quilts", "vit_b16 with ijepa needs a checkpoint"),
+        (
+            "pretrain --pool quilts --backbone vit_mini --pretext ijepa --patch-size 4",
+            "on a grid of 4 x 4 patches",
+        ),
+        ("pretrain --pool quilts --backbone vit_mini --patch-size 5", "multiple of patches of 5"),
+        ("pretrain --pool quilts --backbone timm:vit_tiny_patch16_224", "pretrain makes vit_mini"),
+        ("align --backbone vit_b16 --pretext ijepa --dataset quilts", "needs a checkpoint"),
     ]:
         assert cli.run(line.split()) == 2, line
         assert message in capsys.readouterr().err
 
 
-def test_test_scores_use_the_saved_batchnorm_statistics(jepa: str, capsys: Any) -> None:
-    """Read the file back and count by hand: mean of patches, saved moments, eps 1e-6, linear layer."""
-    from data import quilts
-    from ijepa import load
-    from lora import Backbone
-
-    assert cli.run(f"finetune {jepa} --epochs 4 --batch 40 --seeds 1 --lr 1e-2 --quiet --out f".split()) == 0
-    saved = load_file("f/adapter-s0.safetensors")
-    _, task = quilts(0)
-    shift, scale = torch.tensor(task.mean).view(3, 1, 1), torch.tensor(task.std).view(3, 1, 1)
-    vit, _, _ = load(Path("pre/backbone.pth"), "vit_mini", "target_encoder")
-    assert isinstance(task.test.images, torch.Tensor)
-    x = Backbone(vit)((task.test.images - shift) / scale, saved["theta"]).mean(1)
-    x = (x - saved["head.norm.mean"]) / (saved["head.norm.var"] + 1e-6).sqrt()
-    z = (x * saved["head.norm.weight"] + saved["head.norm.bias"]) @ saved["head.weight"].T + saved["head.bias"]
-    right = 100 * float((z.argmax(1) == task.test.targets).float().mean())
-    assert json.loads(Path("f/result.json").read_text())["test"] == [pytest.approx(right)]
-    assert float((saved["head.norm.var"] - 1).abs().max()) > 0.01
+def commands() -> list[list[str]]:
+    """Those in the example's docstring."""
+    text = EXAMPLE.read_text().split('"""')[1].replace("\\\n", " ")
+    lines = [line.strip() for line in text.splitlines()]
+    return [shlex.split(line)[1:] for line in lines if line.startswith("bisslight ")]
 
 
-def test_batchnorm_statistics_follow_the_pass_at_theta_D_only() -> None:
-    """Two passes with different features: the running mean moves by a tenth of one of them, and evaluation uses it."""
-    from config import BACKBONES
-    from finetune import downstream_loss
-    from lora import Backbone, Here, build_vit, features, init_head, init_stats, init_theta, logits
-    from runtime import rng
-
-    arch = BACKBONES["vit_mini"].arch.model_copy(update={"class_token": False})
-    torch.manual_seed(0)
-    backbone = Backbone(build_vit(arch))
-    theta_P, theta_D = (init_theta(arch.depth, 2, arch.dim, rng(i, "x")) + 0.1 * i for i in (1, 2))
-    phi = init_head(arch.dim, 3, rng(0, "h"), batchnorm=True)
-    stats = init_stats(phi)
-    images, targets = torch.randn(6, 3, 16, 16), torch.randint(3, (6,))
-    loss_D = downstream_loss(backbone)
-    loss_D(theta_P, phi, (images, targets))
-    assert not stats["norm.mean"].any()
-    loss_D(theta_D, phi, (images, targets), Here(None, stats))
-    x = features(backbone, theta_D, images).detach()
-    close(stats["norm.mean"], 0.1 * x.mean(0), 1e-5)
-    close(stats["norm.var"], 0.9 + 0.1 * x.var(0), 1e-5)
-    z = logits(backbone, theta_D, phi | stats, images)
-    by_hand = ((x - stats["norm.mean"]) / (stats["norm.var"] + 1e-6).sqrt()) @ phi["weight"].T + phi["bias"]
-    close(z, by_hand, 1e-5)
+def test_the_example_is_a_class_and_three_commands() -> None:
+    assert [words[0] for words in commands()] == ["pretrain", "align", "finetune"]
+    assert len(EXAMPLE.read_text().splitlines()) < 65
+    core = [path for path in ROOT.glob("*.py") if path.name not in ("bisslight.py", "model.py")]
+    assert not [path.name for path in core if "rotation" in path.read_text().lower()]
 
 
-def test_a_third_task_runs_through_algorithm_1(
+def test_the_examples_task_runs_under_its_own_name(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """The example as a user runs it; its loss falls, its file starts a fine-tuning; it is short."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    import rotation
+    """Its loss falls, its digest is kept, PEFT starts from it, the paper's figure stays away.
 
+    A student's own data.py, in the same folder, does not take the place of the program's.
+    """
     monkeypatch.chdir(tmp_path)
-    rotation.main(weights, Path("rot"), alternations=12)
-    records = [json.loads(text) for text in Path("rot/metrics.jsonl").read_text().splitlines()][1:]
-    first, last = (sum(records[i]["loss_P"]) / 5 for i in (0, -1))
-    assert last < first
-    again = "finetune --from rot --epochs 1 --batch 80 --seeds 1 --lr 1e-2 --quiet --out f"
-    assert cli.run(again.split()) == 0
-    source = (ROOT / "examples/rotation.py").read_text()
-    assert len(source.splitlines()) < 100
-    code = [line for line in source.split('"""')[2].splitlines() if line.strip()]
-    assert len(code) < 80
-    assert "Rotation(" not in "".join(path.read_text() for path in ROOT.glob("*.py") if path.name != "bisslight.py")
-    sys.modules.pop("rotation", None)
+    shutil.copy(EXAMPLE, "rotation.py")
+    Path("data.py").write_text("raise RuntimeError('not the program')\n")
+    _, command, _ = commands()
+    line = [
+        word if word != "examples/rotation.py:Rotation" else "rotation.py:Rotation"
+        for word in command
+    ]
+    line += ["--weights", str(weights), "--alternations", "12", "--probe-epochs", "1", "--quiet"]
+    assert cli.run([*line, "--out", "a"]) == 0, capsys.readouterr().err
+    losses = [record["loss_P"] for record in records("a")[1:]]
+    assert sum(losses[-1]) < sum(losses[0])
+    about = json.loads(Path("a/env.json").read_text())["about"]
+    assert about["pretext_sha256"] == sha256(EXAMPLE)
+    assert json.loads(Path("a/result.json").read_text())["pretext"] == "rotation"
+    peft = "finetune --from a --epochs 1 --warmup-epochs 0 --batch 80 --seeds 1 --lr 1e-2 --quiet"
+    assert cli.run(f"{peft} --out f".split()) == 0, capsys.readouterr().err
+    assert json.loads(Path("f/result.json").read_text())["pretext"] == "rotation"
+    with Path("rotation.py").open("a") as file:  # another task: the run does not go on with it
+        file.write("# changed\n")
+    assert cli.run([*line, "--out", "a"]) == 2
+    assert "pretext_sha256" in capsys.readouterr().err
+
+
+def test_a_module_is_a_place_for_a_task_too(weights: Path, tmp_path: Path) -> None:
+    """From Python, by module:Class; the same task by its file gives the same adapter."""
+    short = {"alternations": 1, "lower_steps": 2, "upper_steps": 1, "probe_epochs": 0, "warmup": 0}
+    about = {"backbone": "vit_mini", "weights": weights, "dataset": "quilts", "device": "cpu"}
+    found = []
+    for name in ("examples.rotation:Rotation", f"{EXAMPLE}:Rotation"):
+        cfg = AlignConfig(pretext=name, **about, **short)
+        out = tmp_path / str(len(found))
+        found.append(align(cfg, out))
+        assert found[-1].pretext == "rotation"
+    first, second = (Path(result.adapter).read_bytes() for result in found)
+    assert first == second
+    assert found[0].val_P == found[1].val_P
+
+
+@pytest.mark.slow
+def test_the_examples_commands_learn_as_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chance is 12.5 % of 8 classes."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(EXAMPLE.parent, "examples")
+    for line in commands():
+        assert cli.run([*line, "--quiet"]) == 0, line
+    assert records("runs/rotation")[0]["probe_val"]["accuracy"] >= 25
 
 
 def test_rotation_turns_images_by_quarter_turns() -> None:
-    sys.path.insert(0, str(ROOT / "examples"))
-    from rotation import Rotation
-
-    from config import BACKBONES
-    from lora import Backbone, build_vit
-    from runtime import rng
-
-    task = Rotation(Backbone(build_vit(BACKBONES["vit_mini"].arch)), rng(0, "x"))
+    task: Any = own_class(f"{EXAMPLE}:Rotation")(
+        Backbone(build_vit(Arch(64, 4, 4, 16, 4, 2.0))), None, rng(0, "x")
+    )
     image = torch.arange(3 * 16 * 16.0).view(1, 3, 16, 16)
-    batch = task.prepare(image.expand(32, -1, -1, -1), rng(1, "x"))
+    batch = task.prepare(image.expand(32, -1, -1, -1), *task.draw(32, rng(1, "x")))
     assert set(batch.turns.tolist()) == {0, 1, 2, 3}
     for turned, k in zip(batch.images, batch.turns.tolist(), strict=True):
         back = turned
         for _ in range(4 - k):
             back = back.transpose(1, 2).flip(1)
         assert torch.equal(back, image[0])
+
+
+def test_a_pool_of_ones_own_is_pretrained_on(tmp_path: Path) -> None:
+    pool = Pool(torch.rand(24, 3, 16, 16, generator=rng(0, "pool")))
+    cfg = PretrainConfig(backbone="vit_mini", pool="own", epochs=2, warmup_epochs=0, batch=8)
+    result = pretrain(cfg, tmp_path / "pre", pool=pool)
+    config = json.loads((tmp_path / "pre/config.json").read_text())
+    assert config["pool"] == f"own:{pool.fingerprint()[:12]}"
+    lines = records(str(tmp_path / "pre"))
+    assert [line["step"] for line in lines] == [1, 2] and lines[-1]["loss"] == result.loss
+    assert pretrain(cfg, tmp_path / "pre", pool=pool) == result  # a finished run is read
