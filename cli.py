@@ -228,11 +228,11 @@ def evaluate(
 def default_out(name: str, config: Any) -> Path:
     """runs/align-cub200-vit_l16-r64-s0"""
     place = getattr(config, "dataset", getattr(config, "pool", ""))
-    start = getattr(config, "start", None)
+    start, rank = getattr(config, "start", None), getattr(config, "rank", None)
     parts = [name, Path(place.removeprefix("folder:")).name, config.backbone]
-    parts += [f"from-{start.name}" if start else "", f"r{getattr(config, 'rank', '')}".strip("r")]
+    parts += [start and f"from-{start.name}", rank and f"r{rank}", f"s{config.seed}"]
     words = [str(part).replace(":", "-").replace("/", "-") for part in parts if part]
-    return Path("runs") / "-".join([*words, f"s{config.seed}"])
+    return Path("runs") / "-".join(words)
 
 
 def tell(name: str, config: Any, out: Path, sources: Any, every: bool) -> Any:

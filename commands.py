@@ -276,17 +276,19 @@ def explain(item: Any) -> str:
 
 def differences(config: Any, sources: dict[str, str], every: bool = False) -> list[Table]:
     """The settings that differ from the paper's and who set them; all settings if `every`."""
-    given = {"backbone": config.backbone, "pretext": getattr(config, "pretext", "mae")}
-    usual = {name: field.default for name, field in type(config).model_fields.items()}
-    for source, layer in config.layers(given).items():
-        usual |= layer if source in ("default", config.backbone, "ijepa") else {}
-    own = {*Machine.model_fields, "backbone", "dataset", "pool", "start", "pretext"}
+    fields = type(config).model_fields
+    given = {name: getattr(config, name, None) for name in ("backbone", "pretext", "start")}
+    usual = {name: field.default for name, field in fields.items()}
+    for source, layer in config.layers({k: v for k, v in given.items() if v}).items():
+        usual |= layer if source in ("default", config.backbone, "ijepa", "--rank") else {}
+    own = {*Machine.model_fields, "backbone", "dataset", "pool", "start", "pretext", "weights"}
     rows = []
-    for name, field in type(config).model_fields.items():
-        value, (meaning, _, told) = getattr(config, name), (field.description or "").partition(" [")
-        row = {"setting": name, "value": value, "set by": sources.get(name, told.rstrip("]"))}
+    for name, field in fields.items():
+        meaning, _, told = (field.description or "").partition(" [")
+        value, source = getattr(config, name), sources.get(name, told.rstrip("]"))
+        row = {"setting": name, "value": value, "set by": source}
         if every:
             rows.append(row | {"meaning": meaning})
-        elif name in sources and name not in own and value != usual[name]:
+        elif name in sources and name not in own and source[0] != "-" and value != usual[name]:
             rows.append(row | {"paper": usual[name]})
     return rows

@@ -120,13 +120,10 @@ def say(result: Any, as_json: bool) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A column a key; columns without a value, or that hold lists, are only in the JSON."""
+    """A column a key; columns of nothing, or of nothing but lists, are only in the JSON."""
     columns = {key: [row.get(key) for row in rows] for row in rows for key in row}
     kept = {
-        key: values
-        for key, values in columns.items()
-        if any(value is not None for value in values)
-        and not any(isinstance(v, list) for v in values)
+        k: v for k, v in columns.items() if any(x is not None and type(x) is not list for x in v)
     }
     drawn = Table(*kept, box=None, pad_edge=False)
     for values in zip(*kept.values(), strict=True):
