@@ -5,6 +5,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,9 +27,13 @@ from torch import Tensor
 import bisslight
 import cg
 from bisslight import Diverged, Log, State, algorithm_1, gradients, numbers
+from config import Arch
+from ijepa import IJEPA
+from lora import Backbone, DownstreamLoss, Examples, init_head, init_stats, init_theta
 from mfac import Partition, exact, identity, mfac
 from mfac import recursion as by_recursion
-from training import Group, Optimiser
+from training import Group, Optimiser, trainable
+from weights import build_head, build_vit
 
 RUNS = [
     ("bisslight_tiny_adamw_f64", 1e-10),
@@ -172,13 +177,13 @@ class Quadratic:
         def level() -> tuple[Tensor, dict[str, Tensor], Optimiser]:
             theta = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True, device=device)
             phi = {"x": torch.ones((), dtype=torch.float64, requires_grad=True, device=device)}
-            return theta, phi, Optimiser([Group([theta, phi["x"]], 0.05, 0.0)], base, None)
+            return theta, phi, Optimiser([Group([theta, phi["x"]], 0.1, 0.0)], base, None)
 
         (theta_P, phi_P, opt_P), (theta_D, phi_D, opt_D) = level(), level()
         return State(theta_P, theta_D, phi_P, phi_D, opt_P, opt_D)
 
     def alternations(self, hypergrad: Any, s: State, **steps: int) -> Iterator[Log]:
-        c = Steps(**{"alternations": 120, "lower_steps": 60, "upper_steps": 5, "lam": LAM} | steps)
+        c = Steps(**{"alternations": 60, "lower_steps": 30, "upper_steps": 5, "lam": LAM} | steps)
         batches = itertools.repeat(Nothing())
         return algorithm_1(s, c, self, self.loss_D, hypergrad, batches, batches)  # type: ignore[arg-type]
 
@@ -206,7 +211,7 @@ def fisher_equals_hessian(H: Tensor) -> Any:
 
 def converged(G: Tensor, lam: float, H: Any) -> Any:
     """Conjugate gradients until the end, with Eq. 5's factors."""
-    return cg.cg(G, lam, H, 30, 0.0)
+    return cg.cg(G, lam, H, 12, 0.0)
 
 
 @pytest.mark.parametrize("how", ["exact", "cg", "fisher"])
@@ -289,7 +294,7 @@ def test_gradients_are_stored_without_the_proximal_term() -> None:
 
     problem.run(spy, alternations=1, lower_steps=2)
     first = -problem.H @ problem.a  # ∇L^P at θ_P = 0
-    theta = -0.05 * first  # SGD's first step; the proximal term is still zero
+    theta = -0.1 * first  # SGD's first step; the proximal term is still zero
     close(seen[0][:, 0].flatten(), first, 1e-12)
     close(seen[0][:, 1].flatten(), problem.H @ (theta - problem.a), 1e-12)
 
@@ -331,15 +336,57 @@ def test_micro_batches_give_the_gradients_of_the_whole_batch(drop: Tensor | None
 # --- devices, without having one ------------------------------------------------------------------
 
 
+SAMPLER = SimpleNamespace(
+    targets=4, contexts=1, target_scale=(0.15, 0.2), context_scale=(0.85, 1.0), aspect=(0.75, 1.5),
+    min_keep=4, overlap=False,
+)  # fmt: skip
+
+
+def mae_on_meta() -> tuple[State, Any, Any, Iterator[Any], Iterator[Any]]:
+    """A recorded run's networks and batches, without their numbers."""
+    _, r = replayed(RUNS[0][0])
+    r.backbone.to("meta")
+    r.task.decoder.to("meta")
+    r = r._replace(theta=meta(r.theta), phi_P=meta(r.phi_P), phi_D=meta(r.phi_D))
+    return state_of(r), r.task, r.loss_D, map(meta, lower_batches(r)), map(meta, upper_batches(r))
+
+
+def ijepa_on_meta() -> tuple[State, Any, Any, Iterator[Any], Iterator[Any]]:
+    """The same alternation with I-JEPA, whose masks are drawn on the CPU; a BatchNorm head."""
+    _, r = replayed(RUNS[0][0])
+    arch = Arch(32, 2, 4, 64, 8, class_token=False, predictor=(16, 1))
+    backbone = Backbone(build_vit(arch)).requires_grad_(False).to("meta")
+    theta = meta(init_theta(2, 4, 32, torch.Generator()).requires_grad_())
+    predictor = build_head(arch, "ijepa").to("meta")
+    task = IJEPA(backbone, predictor, SAMPLER, (0.9, 10), theta)  # type: ignore[arg-type]
+    phi_D = meta(trainable(init_head(32, 3, torch.Generator(), batchnorm=True)))
+    loss_D = DownstreamLoss(backbone, stats=init_stats(phi_D))
+    r = r._replace(theta=theta, phi_P=trainable(task.phi), phi_D=phi_D)
+    images = torch.zeros(4, 3, 64, 64, device="meta")
+    drawn = [meta(x) for x in task.draw(4, torch.Generator())]
+    batches = itertools.repeat(task.prepare(images, *drawn))
+    examples = itertools.repeat(Examples(images, torch.zeros(4, dtype=torch.long, device="meta")))
+    return state_of(r), task, loss_D, batches, examples
+
+
+def meta(x: Any) -> Any:
+    """Tensors, or a NamedTuple or dict of them, on the meta device."""
+    if isinstance(x, Tensor):
+        return x.detach().to("meta").requires_grad_(x.requires_grad)
+    if isinstance(x, dict):
+        return {name: meta(tensor) for name, tensor in x.items()}
+    return x if x is None else type(x)(*map(meta, x))
+
+
 @pytest.mark.parametrize("hypergrad", [mfac, identity])
+@pytest.mark.parametrize("made", [mae_on_meta, ijepa_on_meta])
 def test_a_device_is_asked_for_numbers_once_a_level(
-    hypergrad: Any, monkeypatch: pytest.MonkeyPatch
+    made: Any, hypergrad: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the meta device every question for a value is an error, and so is a mix of devices.
 
     The one function that reads numbers is replaced, and counted.
     """
-    rec, r = replayed(RUNS[0][0])
     asked: list[str] = []
 
     def read(where: str, rows: list[Tensor], width: int) -> list[list[float]]:
@@ -348,23 +395,11 @@ def test_a_device_is_asked_for_numbers_once_a_level(
         return [[0.0] * len(rows)] * width
 
     monkeypatch.setattr(bisslight, "numbers", read)
-    r.backbone.to("meta")
-    r.task.decoder.to("meta")
-    meta = {
-        name: {k: v.detach().to("meta").requires_grad_() for k, v in phi.items()}
-        for name, phi in (("P", r.phi_P), ("D", r.phi_D))
-    }
-    theta = r.theta.detach().to("meta").requires_grad_()
-    s = state_of(r._replace(theta=theta, phi_P=meta["P"], phi_D=meta["D"]))
-    pretext = (type(b)(*(x.to("meta") for x in b)) for b in lower_batches(r))
-    examples = (b._replace(images=b.images.to("meta"), targets=b.targets.to("meta"))
-                for b in upper_batches(r))  # fmt: skip
-    steps = steps_of(rec.meta)._replace(alternations=2)
-    for _ in algorithm_1(s, steps, r.task, r.loss_D, hypergrad, pretext, examples):
+    s, task, loss_D, pretext, examples = made()
+    for _ in algorithm_1(s, Steps(2, 2, 1, 0.1), task, loss_D, hypergrad, pretext, examples):
         pass
-    assert asked == [
-        f"alternation {t}, {level} level" for t in (1, 2) for level in ("lower", "upper")
-    ]
+    levels = [f"alternation {t}, {level} level" for t in (1, 2) for level in ("lower", "upper")]
+    assert asked == levels
 
 
 def test_bfloat16_autocast_keeps_gradients_in_float32_and_losses_within_2_percent() -> None:
