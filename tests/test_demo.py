@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -29,7 +30,13 @@ def test_the_story_ends_in_a_table_and_pictures_and_goes_on(
     assert result["arms"][1].first_minus_this.splits == 6
     settings = [json.loads((tmp_path / f"d/align/s{s}/config.json").read_text()) for s in range(2)]
     assert [one["seed"] for one in settings] == [0, 1]  # each seed has an align run of its own
-    wanted = {"lam": 0.01, "p_lr": 1e-3, "d_lr": 1e-2, "mask_ratio": 0.3, "p_batch": 64}
+    wanted: dict[str, Any] = {
+        "lam": 0.01,
+        "p_lr": 1e-3,
+        "d_lr": 1e-2,
+        "mask_ratio": 0.3,
+        "p_batch": 64,
+    }
     wanted |= {"d_batch": 32, "lower_steps": 5, "upper_steps": 5, "dataset": "quilts"}
     assert wanted.items() <= settings[0].items()
     probes = [
