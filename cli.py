@@ -140,9 +140,8 @@ def keyword(name: str, kind: Any, default: Any, text: str, panel: str) -> inspec
         "rich_help_panel": panel,
         "metavar": "",
     }
-    argument = default is inspect.Parameter.empty
     kind = Optional[kind] if default is None else kind  # noqa: UP045
-    made = typer.Argument(help=text) if argument else typer.Option(*words, **more)
+    made = typer.Argument(help=text) if default is GIVEN else typer.Option(*words, **more)
     only = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, only, default=default, annotation=Annotated[kind, made])
 
@@ -216,7 +215,8 @@ def evaluate(
     if similarity and rollout is None:
         return load("extras.look:similarity")(runs, limit or 1000, picture, **given)
     if similarity or limit is not None or (given and rollout is None):
-        raise UsageError("--rollout has --seed, --weights ..., --similarity also --limit; give one")
+        flags = "--seed, --weights, --data-root, --device"
+        raise UsageError(f"{flags}: go with --rollout N or --similarity, --limit with the latter")
     if rollout is not None:
         return load("extras.look:rollout")(runs, rollout, picture, **given)
     found = load("evaluate:evaluate")(runs)
@@ -268,7 +268,7 @@ def build(arguments: list[str]) -> typer.Typer:
     for name in (name for name in COMMANDS if there or not COMMANDS[name][0].startswith("extras")):
         group, _, last = name.rpartition(" ")
 
-        def called(name: str = name, **given: Any) -> int:
+        def called(name: str = name, /, **given: Any) -> int:
             return execute(name, given)
 
         wanted = keywords(name) if last in arguments else []
@@ -321,7 +321,7 @@ def verdict(error: Any) -> tuple[int | None, str]:
     name, text = type(error).__name__, str(error)
     if name == "Stopped":
         return 128 + error.number, error.where
-    if isinstance(error, KeyboardInterrupt | typer.Abort):
+    if isinstance(error.__cause__ or error, KeyboardInterrupt):  # Typer raises its own from it
         return 130, "stopped; the same command goes on"
     if name == "OutOfMemoryError" or isinstance(error, MemoryError) or "can't allocate" in text:
         return 1, f"out of memory: {LESS}"

@@ -115,8 +115,8 @@ def say(result: Any, as_json: bool) -> None:
             print((f"{key}:\n" if key else "") + table(value))
         elif isinstance(first, str):
             print("\n".join(value))
-        elif value not in (None, [], {}):
-            print(f"{key}: {readable(value)}")
+        elif value not in (None, {}):
+            print(f"{key}: {readable(value) if value != [] else 'none'}")
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -123,13 +123,13 @@ def test_help_has_panels_and_loads_no_torch() -> None:
 
 def test_dry_run_fits_a_screen_and_says_who_set_what(weights: Path, capsys: Any) -> None:
     line = f"align {START.format(w=weights)} --preset as-released --upper-steps 4 --dry-run"
-    Path("c.toml").write_text("lam = 0.25\nlower_steps = 7\n")
+    Path("c.toml").write_text("lower_steps = 7\n")
     code, out, err = run(f"{line} --config c.toml", capsys)
     assert (code, err) == (0, "")
     assert len(out.splitlines()) <= 24
     assert max(map(len, out.splitlines())) <= 80
     rows = [text.split() for text in out.splitlines()]
-    assert ["lam", "0.25", "c.toml", "0.001"] in rows
+    assert ["lower_steps", "7", "c.toml", "20"] in rows
     assert ["upper_steps", "4", "flag", "8"] in rows
     assert ["d_optimizer", "sgd", "preset", "as-released", "adamw"] in rows
     assert any(row[:2] == ["d_batch", "32"] and "vit_mini" in row for row in rows)
@@ -257,7 +257,7 @@ WRONG = [
     ("pretrain --backbone vit_mini --pool pics --image-size 18", 2, "patch"),
     ("pretrain --pool quilts --backbone vit_mini --beta2 1", 2, "--beta2 1.0: should be less"),
     ("evaluate nowhere", 2, "nowhere"),
-    ("evaluate pics --limit 5", 2, "--similarity also --limit"),
+    ("evaluate pics --limit 5", 2, "--limit with the latter"),
     ("evaluat x", 2, "evaluat"),
 ]
 

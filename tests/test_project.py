@@ -14,10 +14,9 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [  # a module imports only from lower floors
     "bisslight cg config data ijepa lora mae mfac paper screen training",
     "benchmarks commands evaluate run weights",
-    "model cli extras.settings extras.datasets",
-    "align finetune extras.pretrain",
-    "extras.bench extras.demo extras.doctor extras.export extras.figures extras.look extras.report",
-    "extras.sweep",
+    "cli extras.datasets extras.figures extras.settings model",
+    "align extras.look extras.pretrain finetune",
+    "extras.bench extras.demo extras.doctor extras.export extras.report extras.sweep",
 ]
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
