@@ -51,7 +51,7 @@ from lora import (
 )
 from paper import memory_of
 from run import checking, sha256
-from training import Optimiser, gather, pick_device, share, trainable, world_size
+from training import Optimiser, gather, one_thread, pick_device, share, trainable, world_size
 from weights import build_head, fetch, load_backbone, side, sincos, to_download, weights_of
 
 SCORED = 256  # images that are looked at together in validation and test
@@ -63,6 +63,7 @@ class Model:
 
     def __init__(self, cfg: Config, task: Task | None = None, pool: Pool | None = None) -> None:
         self.cfg, self.device = cfg, pick_device(cfg.device)
+        one_thread(cfg.backbone, self.device)
         self.task = task or open_task(cfg)
         if isinstance(cfg, AlignConfig):
             self.pool = pool or open_pool(cfg)

@@ -177,13 +177,13 @@ class Quadratic:
         def level() -> tuple[Tensor, dict[str, Tensor], Optimiser]:
             theta = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True, device=device)
             phi = {"x": torch.ones((), dtype=torch.float64, requires_grad=True, device=device)}
-            return theta, phi, Optimiser([Group([theta, phi["x"]], 0.1, 0.0)], base, None)
+            return theta, phi, Optimiser([Group([theta, phi["x"]], 0.05, 0.0)], base, None)
 
         (theta_P, phi_P, opt_P), (theta_D, phi_D, opt_D) = level(), level()
         return State(theta_P, theta_D, phi_P, phi_D, opt_P, opt_D)
 
     def alternations(self, hypergrad: Any, s: State, **steps: int) -> Iterator[Log]:
-        c = Steps(**{"alternations": 60, "lower_steps": 30, "upper_steps": 5, "lam": LAM} | steps)
+        c = Steps(**{"alternations": 90, "lower_steps": 40, "upper_steps": 5, "lam": LAM} | steps)
         batches = itertools.repeat(Nothing())
         return algorithm_1(s, c, self, self.loss_D, hypergrad, batches, batches)  # type: ignore[arg-type]
 
@@ -294,7 +294,7 @@ def test_gradients_are_stored_without_the_proximal_term() -> None:
 
     problem.run(spy, alternations=1, lower_steps=2)
     first = -problem.H @ problem.a  # ∇L^P at θ_P = 0
-    theta = -0.1 * first  # SGD's first step; the proximal term is still zero
+    theta = -0.05 * first  # SGD's first step; the proximal term is still zero
     close(seen[0][:, 0].flatten(), first, 1e-12)
     close(seen[0][:, 1].flatten(), problem.H @ (theta - problem.a), 1e-12)
 
