@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks import quilts
 from commands import FinetuneConfig, flatten
-from config import Machine, UsageError
+from config import Machine, Model, UsageError
 from data import IMAGENET
 from extras.datasets import SOURCES
 from extras.look import adapter_of
@@ -94,11 +94,10 @@ def export(
     file, out = adapter_of(run, seed), out or run / "export"
     with checking(str(file)):
         theta, phi_D, about = load_adapter(file)
-    config = flatten(read_json(run / "config.json")) | (
-        {"weights": str(weights)} if weights else {}
-    )
-    known = FinetuneConfig.model_fields.keys() - {"start"}
-    cfg = FinetuneConfig(**{name: value for name, value in config.items() if name in known})
+    config = flatten(read_json(run / "config.json"))
+    config |= {"weights": str(weights)} if weights else {}
+    taken = {*Model.model_fields, "dataset", "data_seed"} & config.keys()
+    cfg = FinetuneConfig(**{name: config[name] for name in taken})
     fetch(cfg)
     path = weights_of(cfg)
     with checking(f"--weights {path}"):
@@ -212,7 +211,14 @@ def card(
 ) -> str:
     """README.md for whoever gets the files: what they are, how good, under which terms."""
     name, source = Path(about["dataset"]).name, SOURCES.get(about["dataset"])
-    told = dict(about) | {"made": MADE, "dataset": name, "licence": "unknown", "worth": ""}
+    told = {
+        "pretext": config["pretext"],
+        **about,
+        "made": MADE,
+        "dataset": name,
+        "licence": "unknown",
+        "worth": "",
+    }
     told |= {"terms": source.terms if source else "of whoever made it", "weights": "the user's own"}
     if official:
         told |= {"licence": "cc-by-nc-4.0", "weights": "CC BY-NC 4.0: no commercial use"}
@@ -228,5 +234,4 @@ def card(
         for name, value in config.items()
         if name not in {*Machine.model_fields, "start"} - {"seed", "amp"}
     }
-    told = {"pretext": config["pretext"]} | told
     return CARD.format(settings=json.dumps(settings, indent=1), **told)

@@ -17,8 +17,8 @@ import torch
 
 import ijepa
 import mae
-from bisslight import numbers, row, value_and_grad
-from config import BACKBONES, UsageError
+from bisslight import Phi, numbers, row, value_and_grad
+from config import BACKBONES, Arch, UsageError
 from data import Pool, rng
 from extras.settings import PretrainConfig
 from lora import Backbone
@@ -55,116 +55,114 @@ def pretrain(
     Raises UsageError before the long work starts, Diverged where a loss is not finite.
     """
     cfg, pool = cfg.but(**own_names(None, pool)), pool or open_pool(cfg)
-    s = Scratch(cfg, len(pool.images))
-    run = Run(out, "pretrain", cfg, force, **s.about, pool_sha256=pool.fingerprint())
+    about = length(cfg, pool)
+    steps = about["steps"]
+    task = scratch(cfg, steps)
+    run = Run(out, "pretrain", cfg, force, **about, pool_sha256=pool.fingerprint())
     if run.result is None:
-        tensors = {"psi": s.psi, "phi": s.task.phi, "pretext": s.task.state}
+        # MAE and I-JEPA keep the position table fixed
+        named = task.backbone.vit.named_parameters()
+        psi = {name: tensor for name, tensor in named if name != "pos_embed"}
+        opt = optimiser(cfg, psi | task.phi, steps)
+        tensors = {"psi": psi, "phi": task.phi, "pretext": task.state}
         if saved := run.restore():
-            put_back(saved, tensors, {"all": s.opt})
-        left, size = range(s.opt.step, s.steps), s.arch.image_size
-        losses = s.train(pretext_batches(cfg, pool, s.task, size, cfg.batch, left))
-        items = -(-s.steps // s.piece)
-        for record in track(losses, items, "pretrain", s.opt.step // s.piece):
+            put_back(saved, tensors, {"all": opt})
+        piece = min(steps // cfg.epochs, 500)
+        records = train(cfg, pool, task, opt, range(opt.step, steps))
+        for record in track(records, -(-steps // piece), "pretrain", opt.step // piece):
             run.log(record)
-            where = f"step {s.opt.step} of {s.steps}"
-            run.checkpoint(snapshot(tensors, {"all": s.opt}), where)
-        run.write("backbone.pth", s.checkpoint())
+            run.checkpoint(snapshot(tensors, {"all": opt}), f"step {opt.step} of {steps}")
+        run.write("backbone.pth", checkpoint(cfg, task))
         found = {"out": str(out), "weights": str(out / "backbone.pth")}
         run.finish(found | {"loss": run.records[-1]["loss"]})
     return PretrainResult(**(run.result or {}))
 
 
 def plan(cfg: PretrainConfig) -> dict[str, int]:
-    """What a run would take, for --dry-run."""
-    return Scratch(cfg, len(open_pool(cfg).images)).about
+    """What a run would take, for --dry-run (UsageError)."""
+    about = length(cfg, open_pool(cfg))
+    scratch(cfg, about["steps"])
+    return about
 
 
-class Scratch:
-    """Fresh networks, their pretext task and the optimiser that its authors give it (UsageError).
+def length(cfg: PretrainConfig, pool: Pool) -> dict[str, int]:
+    """Images, and steps in all: an epoch has full batches only."""
+    images = len(pool.images)
+    return {"images": images, "steps": cfg.epochs * max(1, images // cfg.batch)}
 
-    Args:
-        images: how many there are in the pool.
-    """
 
-    def __init__(self, cfg: PretrainConfig, images: int) -> None:
-        self.cfg, self.jepa = cfg, cfg.pretext == "ijepa"
-        if cfg.backbone not in BACKBONES or not (self.jepa or cfg.pretext == "mae"):
-            known = f"{', '.join(BACKBONES)} with mae or ijepa"
-            raise UsageError(f"{cfg.backbone} with {cfg.pretext}: pretrain makes {known}")
-        self.per_epoch = max(1, images // cfg.batch)  # steps, full batches only
-        self.steps, self.piece = cfg.epochs * self.per_epoch, min(self.per_epoch, 500)
-        arch = BACKBONES[cfg.backbone].arch
-        self.arch = arch._replace(
-            image_size=cfg.image_size or arch.image_size,
-            patch_size=cfg.patch_size or arch.patch_size,
-            class_token=not self.jepa,
-        )
-        with checking(f"--device {cfg.device}"):
-            self.device = pick_device(cfg.device)
-        with checking(f"--pretext {cfg.pretext}"):
-            self.task = self.pretext_task()
-        # MAE and I-JEPA keep the position table fixed
-        named = self.task.backbone.vit.named_parameters()
-        self.psi = {name: tensor for name, tensor in named if name != "pos_embed"}
-        self.opt = self.optimiser()
-        count = sum(tensor.numel() for tensor in (self.psi | self.task.phi).values())
-        self.about = {"images": images, "steps": self.steps, "parameters": count}
+def sizes(cfg: PretrainConfig) -> Arch:
+    """Sizes of the networks (UsageError for those that are not made here)."""
+    if cfg.backbone not in BACKBONES or cfg.pretext not in ("mae", "ijepa"):
+        known = f"pretrain makes {', '.join(BACKBONES)} with mae or ijepa"
+        raise UsageError(f"{cfg.backbone} with {cfg.pretext}: {known}")
+    arch = BACKBONES[cfg.backbone].arch._replace(class_token=cfg.pretext == "mae")
+    return arch._replace(
+        image_size=cfg.image_size or arch.image_size,
+        patch_size=cfg.patch_size or arch.patch_size,
+    )
 
-    def pretext_task(self) -> Any:
-        """`mae.MAE` or `ijepa.IJEPA` around networks that are drawn as its authors do."""
-        cfg, arch = self.cfg, self.arch
-        vit, head = build_vit(arch), build_head(arch, cfg.pretext)
-        widths = arch.dim, (arch.predictor if self.jepa else arch.decoder)[0]
-        first = int(self.jepa)  # its networks have no class token
+
+def scratch(cfg: PretrainConfig, steps: int) -> Any:
+    """`mae.MAE` or `ijepa.IJEPA` around networks that are drawn as its authors do (UsageError)."""
+    arch, jepa = sizes(cfg), cfg.pretext == "ijepa"
+    with checking(f"--device {cfg.device}"):
+        device = pick_device(cfg.device)
+    with checking(f"--pretext {cfg.pretext}"):
+        networks = build_vit(arch), build_head(arch, cfg.pretext)
+        widths = arch.dim, (arch.predictor if jepa else arch.decoder)[0]
+        first = int(jepa)  # its networks have no class token
         tables = [sincos(width, side(arch))[:, first:] for width in widths]
-        init = ijepa.init if self.jepa else mae.init
-        init([(vit, tables[0]), (head, tables[1])], rng(cfg.seed, "init"))
-        backbone = Backbone(vit, recompute=cfg.recompute).to(self.device)
-        phi: Any = head.to(self.device)
-        if not self.jepa:
-            return mae.MAE(backbone, phi, cfg.mask_ratio)
-        teacher = copy.deepcopy(backbone)
-        return ijepa.IJEPA(backbone, phi, cfg, (cfg.ema, self.steps), None, teacher)
+        init = ijepa.init if jepa else mae.init
+        init([*zip(networks, tables, strict=True)], rng(cfg.seed, "init"))
+        backbone = Backbone(networks[0], recompute=cfg.recompute).to(device)
+        head: Any = networks[1].to(device)
+        if not jepa:
+            return mae.MAE(backbone, head, cfg.mask_ratio)
+        return ijepa.IJEPA(backbone, head, cfg, (cfg.ema, steps), None, copy.deepcopy(backbone))
 
-    def optimiser(self) -> Optimiser:
-        """AdamW for ψ and φ_P together."""
-        cfg, warmup = self.cfg, self.cfg.warmup_epochs
-        rate = mae.schedule(cfg.epochs, warmup, self.per_epoch, cfg.min_lr, cfg.warmup_from)
-        if self.jepa:
-            warmup *= self.per_epoch
-            rate = ijepa.schedule(self.steps, warmup, cfg.warmup_from, cfg.min_lr)
-        first, last = cfg.weight_decay, cfg.final_weight_decay
-        decay = ijepa.decay_schedule(self.steps, first, first if last is None else last)
-        groups = decay_groups(self.psi | self.task.phi, cfg.base_lr * cfg.batch / 256, first)
-        return Optimiser(groups, rate, (0.9, cfg.beta2), decay=decay)
 
-    def train(self, batches: Iterator[Any]) -> Iterator[dict[str, float]]:
-        """Eq. 1, all in place; yields the mean loss of an epoch, or 500 steps of a longer one."""
-        loss, rows = partial(self.task.loss, None, self.task.phi), []
-        tensors = [*self.psi.values(), *self.task.phi.values()]
-        amp = self.cfg.amp and self.device.type == "cuda"
-        for batch in batches:
-            value, *found = value_and_grad(loss, tensors, batch, self.cfg.micro_batch, amp)
-            rows.append(row(value, self.opt.update(zip(tensors, found, strict=True))))
-            self.task.after_step(None)
-            if len(rows) == self.piece or self.opt.step == self.steps:
-                where = f"pretrain, after step {self.opt.step - len(rows)}"
-                losses, _ = numbers(where, rows, 2)
-                yield {"step": -(-self.opt.step // self.piece), "loss": fmean(losses)}
-                rows = []
+def optimiser(cfg: PretrainConfig, named: Phi, steps: int) -> Optimiser:
+    """AdamW for ψ and φ_P together, scheduled as by the authors of the task."""
+    per_epoch, warmup = steps // cfg.epochs, cfg.warmup_epochs
+    rate = mae.schedule(cfg.epochs, warmup, per_epoch, cfg.min_lr, cfg.warmup_from)
+    if cfg.pretext == "ijepa":
+        rate = ijepa.schedule(steps, warmup * per_epoch, cfg.warmup_from, cfg.min_lr)
+    first, last = cfg.weight_decay, cfg.final_weight_decay
+    decay = ijepa.decay_schedule(steps, first, first if last is None else last)
+    groups = decay_groups(named, cfg.base_lr * cfg.batch / 256, first)
+    return Optimiser(groups, rate, (0.9, cfg.beta2), decay=decay)
 
-    def checkpoint(self) -> bytes:
-        """backbone.pth: the official layout, and as JSON the sizes that it leaves out."""
-        task, vit, file = self.task, self.task.backbone.vit, io.BytesIO()
-        about = {"backbone": self.cfg.backbone, "arch": self.arch._asdict()}
-        if self.jepa:
-            networks = {"encoder": vit, "target_encoder": task.teacher.vit}
-            networks |= {"predictor": task.predictor}
-            saved = {name: official(network, "module.") for name, network in networks.items()}
-        else:
-            saved = {"model": official(vit) | official(task.decoder)}
-        torch.save(saved | {"bisslight": json.dumps(about)}, file)
-        return file.getvalue()
+
+def train(
+    cfg: PretrainConfig, pool: Pool, task: Any, opt: Optimiser, left: range
+) -> Iterator[dict[str, float]]:
+    """Eq. 1, all in place; yields the mean loss of an epoch, or of 500 steps of a longer one."""
+    tensors = [tensor for group in opt.groups for tensor in group.tensors]
+    loss, rows = partial(task.loss, None, task.phi), []
+    amp, piece = cfg.amp and tensors[0].is_cuda, min(left.stop // cfg.epochs, 500)
+    for batch in pretext_batches(cfg, pool, task, sizes(cfg).image_size, cfg.batch, left):
+        value, *found = value_and_grad(loss, tensors, batch, cfg.micro_batch, amp)
+        rows.append(row(value, opt.update(zip(tensors, found, strict=True))))
+        task.after_step(None)
+        if len(rows) == piece or opt.step == left.stop:
+            losses, _ = numbers(f"pretrain, after step {opt.step - len(rows)}", rows, 2)
+            rows = []
+            yield {"step": -(-opt.step // piece), "loss": fmean(losses)}
+
+
+def checkpoint(cfg: PretrainConfig, task: Any) -> bytes:
+    """backbone.pth: the official layout, and as JSON the sizes that it leaves out."""
+    vit, file = task.backbone.vit, io.BytesIO()
+    about = {"backbone": cfg.backbone, "arch": sizes(cfg)._asdict()}
+    if cfg.pretext == "ijepa":
+        networks = {"encoder": vit, "target_encoder": task.teacher.vit}
+        networks |= {"predictor": task.predictor}
+        saved = {name: official(network, "module.") for name, network in networks.items()}
+    else:
+        saved = {"model": official(vit) | official(task.decoder)}
+    torch.save(saved | {"bisslight": json.dumps(about)}, file)
+    return file.getvalue()
 
 
 def official(network: Any, prefix: str = "") -> dict[str, Any]:

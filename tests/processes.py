@@ -43,8 +43,8 @@ def finish(process: ForkProcess, seconds: float = 120) -> int:
 
 
 def wait_for(happened: Callable[[], Any], process: ForkProcess | None = None) -> None:
-    """Until it has happened; AssertionError after a minute, or if the process has ended."""
-    deadline = time.monotonic() + 60
+    """Until it has happened; AssertionError after three minutes, or if the process has ended."""
+    deadline = time.monotonic() + 180
     while not happened():
         assert process is None or process.is_alive(), "it ended before that"
         assert time.monotonic() < deadline, "it did not happen"

@@ -116,7 +116,7 @@ def test_a_method_that_does_not_fit_is_told_and_the_others_go_on(
 
 def test_a_clock_gives_each_phase_its_own_seconds() -> None:
     clock = room.Clock()
-    sleep = clock.timed("b", time.sleep)
+    sleep = clock.phase("b")(time.sleep)
     batches = clock.each("a", "batch")
     clock.lap()
     assert next(batches) == "batch"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import cli
 from benchmarks import quilts
-from config import Arch
+from config import Arch, UsageError
 from data import rng
 from extras import look
 from lora import Backbone, features, init_head, load_adapter, merge, predict
@@ -268,7 +268,12 @@ def test_the_rollout_of_runs_is_drawn_beside_what_they_predict(
     """Rows are input, aligned, direct; maps and predictions are those of the adapter files."""
     seen: list[Any] = []
     draw = look.draw_rollout
-    monkeypatch.setattr(look, "draw_rollout", lambda *given: seen.append(given) or draw(*given))
+
+    def watched(*given: Any) -> Any:
+        seen.append(given)
+        return draw(*given)
+
+    monkeypatch.setattr(look, "draw_rollout", watched)
     line = f"evaluate {finished}/aligned --against {finished}/direct --rollout 10 --json"
     code, out, err = run(f"{line} --picture {tmp_path}/r.png", capsys)
     assert (code, err) == (0, "")
@@ -350,7 +355,7 @@ def test_other_weights_and_changed_images_are_refused(finished: Path, tmp_path: 
         env = json.loads((finished / "direct/env.json").read_text())
         env["about"][key] = "f00"
         (tmp_path / "direct/env.json").write_text(json.dumps(env))
-        with pytest.raises(look.UsageError, match=f"was made with {key} f00"):
+        with pytest.raises(UsageError, match=f"was made with {key} f00"):
             look.similarity([tmp_path / "direct"])
 
 

@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 import cli
+from extras import report as room
 from extras.report import report
 
 TINY = "--alternations 3 --lower-steps 2 --upper-steps 2 --p-batch 8 --d-batch 8 --probe-epochs 1"
@@ -121,13 +122,14 @@ def test_the_accuracies_are_those_of_evaluate_the_aligned_arm_first(
 
 def test_an_arm_has_one_colour(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of its swatch, its dots and its curves, whatever else is on the page."""
-    from extras import report as room
-
     seen: list[Any] = []
     draw = room.arms
-    monkeypatch.setattr(
-        room, "arms", lambda rows, colours: seen.append((rows, colours)) or draw(rows, colours)
-    )
+
+    def watched(*given: Any) -> Any:
+        seen.append(given)
+        return draw(*given)
+
+    monkeypatch.setattr(room, "arms", watched)
     groups = {group.name: group for group in room.read_groups([runs])}
     assert len({group.colour for group in groups.values()}) == len(groups) == 3
     [*room.accuracies([*groups.values()])]
