@@ -25,7 +25,7 @@ from data import Pool, Task, epochs, rng, stream
 from evaluate import Score
 from lora import DownstreamLoss, init_theta, save_adapter
 from model import Model, own_names
-from run import Run, checking, read_json
+from run import Run, check_directory, checking, read_json
 from training import (
     Group,
     Optimiser,
@@ -88,6 +88,7 @@ def align(
     Raises UsageError before the long work starts, Diverged where a loss is not finite.
     """
     cfg = cfg.but(**own_names(task, pool))
+    check_directory(out, "align", cfg, force)
     things = task, pool
     if cfg.d_lr_from is None:
         return AlignResult.of(aligned(cfg, out, things, force, track).result or {})

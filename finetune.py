@@ -24,7 +24,7 @@ from config import RunError, UsageError
 from data import Task, epochs, rng
 from lora import DownstreamLoss, init_theta, load_adapter, save_adapter
 from model import Model, own_names, task_name
-from run import Run, checking, jobs, read_json, sha256
+from run import Run, check_directory, checking, jobs, read_json, sha256
 from training import Group, Optimiser, Schedule, Track, put_back, snapshot, trainable, untracked
 from weights import load_theta
 
@@ -87,6 +87,7 @@ def finetune(
     Raises UsageError before the long work starts, RunError where every rate diverges.
     """
     cfg = cfg.but(**own_names(task))
+    check_directory(out, "finetune", cfg, force)
     OPEN.clear()
     m = model_of(cfg, task)
     starts, unit = starts_of(cfg)

@@ -193,6 +193,7 @@ class Model:
         names = ("backbone", "rank", "alpha", "dataset", "data_seed")
         about = {name: getattr(self.cfg, name) for name in names} | {"arch": self.arch._asdict()}
         about |= {"weights_sha256": self.digest, "data_sha256": self.task.fingerprint()}
+        about |= {"channels": [self.transform.mean, self.transform.std]}
         return about | {"pretext": task_name(self.cfg.pretext)} | more
 
 
