@@ -1,9 +1,9 @@
-"""Would torch.compile win? A gradient step through a compiled block against the same in eager mode, interleaved.
+"""Would torch.compile win? A gradient step with compiled blocks against eager mode, interleaved.
 
     python results/compile.py --batch 8
 
-Prints the seconds of compiling, and of each step the best of six, for all patches (the upper level's pass) and for a
-quarter of them (the lower level's). Depth is cut to four; blocks are alike.
+Prints the seconds of compiling, and of each step the best of six, for all patches (the upper
+level's pass) and for a quarter of them (the lower level's). Depth is cut to four; blocks are alike.
 """
 
 import sys
@@ -18,20 +18,20 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import lora
 from config import BACKBONES
-from runtime import rng
+from data import rng
+from weights import build_vit, side
 
 DEPTH, REPEATS = 4, 6
 
 
 def main(batch: int = 8, backbone: str = "vit_b16") -> None:
     """Times on whatever device torch takes by default."""
-    arch = BACKBONES[backbone].arch.model_copy(update={"depth": DEPTH})
-    network = lora.Backbone(lora.build_vit(arch)).requires_grad_(False)
+    arch = BACKBONES[backbone].arch._replace(depth=DEPTH)
+    network = lora.Backbone(build_vit(arch)).requires_grad_(False)
     theta = lora.init_theta(DEPTH, 64, arch.dim, rng(0, "lora")).requires_grad_()
     images = torch.randn(batch, 3, arch.image_size, arch.image_size, generator=rng(0, "images"))
-    quarter = torch.stack(
-        [torch.randperm(arch.patches, generator=rng(0, i))[: arch.patches // 4] for i in range(batch)]
-    )
+    L = side(arch) ** 2
+    quarter = torch.stack([torch.randperm(L, generator=rng(0, i))[: L // 4] for i in range(batch)])
     weights = torch.randn(arch.dim, generator=rng(0, "weights"))
     blocks = {"eager": lora.block_forward, "compiled": torch.compile(lora.block_forward)}
 

@@ -20,11 +20,11 @@ story() { # name, pretrain flags, dataset, pool, align flags, finetune flags
 case ${1:-all} in quilts | all)
   story quilts "--epochs 20 --warmup-epochs 3 --batch 64 --base-lr 4e-3 --final-weight-decay 0.04 --ema 0.998" quilts quilts \
     "--alternations 60 --lower-steps 5 --upper-steps 5 --p-batch 64 --d-batch 32 --p-lr 1e-3 --d-lr 1e-2 --lam 1e-2" \
-    "--epochs 60 --warmup-epochs 7 --batch 32 --eval-every 2 --seeds 8 --lr 1e-2" ;;
+    "--epochs 60 --warmup-epochs 7 --batch 32 --eval-epochs 2 --seeds 8 --lr 1e-2" ;;
 esac
 case ${1:-all} in photographs | all)
   story flowers "--image-size 64 --patch-size 8 --epochs 10 --warmup-epochs 1 --batch 64 --base-lr 2e-3 --final-weight-decay 0.04 --ema 0.998" \
     "folder:$DATA/flower_photos" "$DATA/tiny-imagenet/train" \
     "--alternations 20 --lower-steps 5 --upper-steps 5 --p-batch 64 --d-batch 32 --p-lr 1e-3 --d-lr 1e-2 --lam 1e-2" \
-    "--epochs 20 --warmup-epochs 2 --batch 32 --eval-every 2 --seeds 4 --lr 1e-2" ;;
+    "--epochs 20 --warmup-epochs 2 --batch 32 --eval-epochs 2 --seeds 4 --lr 1e-2" ;;
 esac
