@@ -25,7 +25,7 @@ from evaluate import METHODS, evaluate, read_arm
 from extras.figures import COLOURS, Drawn, pyplot, save
 from extras.settings import SweepConfig
 from finetune import finetune
-from run import Run, write_atomic
+from run import Run
 from training import Track, untracked
 
 LOG = logging.getLogger("bisslight")
@@ -70,7 +70,8 @@ def sweep(
     chains = grid(cfg, out)
     mine = share(chains, shard)
     pyplot()
-    Run(out, "sweep", cfg, force).close()  # refuses other settings; shards work side by side
+    directory = Run(out, "sweep", cfg, force)  # refuses other settings
+    directory.close()  # so that shards can work side by side
     diverged: dict[str, str] = {}
     for chain in mine:
         for run in chain:
@@ -89,7 +90,7 @@ def sweep(
     missing = [name for name in runs if name not in done and name not in diverged]
     found = {"dataset": Path(cfg.dataset).name, "swept": cfg.swept, "rows": rows}
     found |= {"missing": missing, "diverged": diverged}
-    write_atomic(out / "sweep.json", json.dumps(found, indent=1))
+    directory.write("sweep.json", json.dumps(found, indent=1))
     if rows:
         save(draw(found), out / "sweep.png")
     return found
