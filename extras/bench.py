@@ -11,7 +11,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
 
 import mae
 from align import begin, hypergradient
-from bisslight import Hypergradient, State, algorithm_1, gradients, pairs
+from bisslight import State, algorithm_1, gradients, pairs
 from commands import AlignConfig
 from config import BACKBONES, UsageError
 from data import rng
@@ -130,9 +130,8 @@ def timed_alternations(
     task, loss_D = mae.MAE(network, decoder), DownstreamLoss(network)
     theta = init_theta(arch.depth, cfg.rank, arch.dim, g).to(device)
     s = begin(c, theta, task, trainable(init_head(arch.dim, CLASSES, g), device))
-    for level in ("opt_P", "opt_D"):
-        update = clock.timed("optimisers", getattr(s, level).update)
-        setattr(s, level, SimpleNamespace(update=update))
+    optimiser, line_10, line_13 = map(clock.phase, ("optimisers", "line 10", "line 13"))
+    s.opt_P, s.opt_D = (SimpleNamespace(update=optimiser(o.update)) for o in (s.opt_P, s.opt_D))
     images = torch.randn(max(cfg.p_batch, cfg.d_batch), 3, arch.image_size, arch.image_size)
     images, labels = images.to(device), torch.arange(cfg.d_batch, device=device) % CLASSES
     lower = mae.Batch(images[: cfg.p_batch], task.draw(cfg.p_batch, g)[0].to(device))
@@ -141,8 +140,10 @@ def timed_alternations(
     rest: Any = {"micro": cfg.micro_batch, "amp": cfg.amp and device.type == "cuda"}
     if method == "peft":
         return peft(s, c, loss_D, downstream, rest)
-    inverse = clock.inverse(hypergradient(c, theta))
-    return algorithm_1(s, c, task, loss_D, inverse, pretext, downstream, **rest)
+    invert = line_10(hypergradient(c, theta))
+    return algorithm_1(
+        s, c, task, loss_D, lambda *given: line_13(invert(*given)), pretext, downstream, **rest
+    )
 
 
 def peft(
@@ -160,33 +161,24 @@ class Clock:
     """Seconds by phase; a phase lasts until another one begins."""
 
     def __init__(self) -> None:
-        self.phase, self.began = "", time.perf_counter()
+        self.now, self.began = "", time.perf_counter()
         self.seconds: dict[str, float] = defaultdict(float)
         self.wait: Callable[[], Any] = lambda: None  # for what the device has still to do
 
-    def enter(self, phase: str) -> str:
-        """Begin a phase; returns the one that ends."""
+    def enter(self, phase: str) -> None:
+        """End the phase that is now, and begin another."""
         self.wait()
-        before, now = self.phase, time.perf_counter()
-        self.seconds[before] += now - self.began
-        self.phase, self.began = phase, now
-        return before
+        time_now = time.perf_counter()
+        self.seconds[self.now] += time_now - self.began
+        self.now, self.began = phase, time_now
 
-    def timed(self, phase: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, as a phase of its own."""
-
-        def call(*args: Any) -> Any:
-            before = self.enter(phase)
-            result = fn(*args)
-            self.enter(before)
-            return result
-
-        return call
-
-    def inverse(self, hypergrad: Hypergradient) -> Hypergradient:
-        """A hypergradient with l.10 and l.13 as phases."""
-        line_10 = self.timed("line 10", hypergrad)
-        return lambda *args: self.timed("line 13", line_10(*args))
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A phase within another; it also decorates a function that is a phase of its own."""
+        before = self.now
+        self.enter(name)
+        yield
+        self.enter(before)
 
     def each(self, phase: str, batch: Any) -> Iterator[Any]:
         """The same batch for every step; a phase begins with each."""
@@ -196,7 +188,7 @@ class Clock:
 
     def lap(self) -> dict[str, float]:
         """The seconds since the last lap."""
-        self.enter(self.phase)
+        self.enter(self.now)
         seconds, self.seconds = self.seconds, defaultdict(float)
         return dict(seconds)
 

@@ -315,19 +315,17 @@ def similarity(
 
 
 def draw_similarity(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Drawn:
-    """A heat map a measure, with its values in the cells."""
-    n = len(names)
-    figure, grid = pyplot().subplots(1, 2, figsize=(2.5 + 1.6 * n, 1.5 + 0.7 * n), sharey=True)
-    for axes, measure in zip(grid, ("CKA", "RSA"), strict=True):
-        matrix = torch.eye(n)
-        for (i, j), row in zip(combinations(range(n), 2), rows, strict=True):
-            matrix[i, j] = matrix[j, i] = row[measure]
-        axes.imshow(matrix.numpy(), vmin=0, vmax=1)
-        for i, j in product(range(n), repeat=2):
-            colour = "white" if matrix[i, j] < 0.6 else "black"
-            axes.text(j, i, f"{matrix[i, j]:.2f}", color=colour, ha="center", va="center")
-        axes.set_xticks(range(n), names, rotation=40)
-        axes.set_yticks(range(n), names)
-        axes.set_title(measure)
+    """A heat map with values: CKA above the diagonal, RSA below it."""
+    n, ticks = len(names), range(len(names))
+    figure, axes = pyplot().subplots(figsize=(2 + 0.9 * n, 1.2 + 0.9 * n))
+    matrix = torch.eye(n)
+    for (i, j), row in zip(combinations(ticks, 2), rows, strict=True):
+        matrix[i, j], matrix[j, i] = row["CKA"], row["RSA"]
+    axes.imshow(matrix.numpy(), vmin=0, vmax=1)
+    for i, j in product(ticks, repeat=2):
+        colour = "white" if matrix[i, j] < 0.6 else "black"
+        axes.text(j, i, f"{matrix[i, j]:.2f}", color=colour, ha="center", va="center")
+    axes.set(xticks=ticks, xticklabels=names, yticks=ticks, yticklabels=names)
+    axes.set_title("CKA above, RSA below the diagonal")
     said = [f"{r['network']} and {r['and']} {r['CKA']:.3f}, {r['RSA']:.3f}" for r in rows]
     return figure, f"Linear CKA and RSA: {'; '.join(said)}."

@@ -255,7 +255,7 @@ def settings(groups: Sequence[Group]) -> Section:
         kind = KINDS[group.command]
         with reading(group.runs[0] / "config.json", "run it again with this version"):
             config = kind(**group.config)
-        for line in differences(config, dict.fromkeys(kind.model_fields, "")):
+        for line in differences(config, dict.fromkeys(kind.model_fields, "run")):
             name, usual, value = line["setting"], line["paper"], line["value"]
             own = rows.setdefault(name, {"setting": name, "default": usual})
             own[group.name] = value.name if isinstance(value, Path) else value
