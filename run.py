@@ -131,9 +131,9 @@ def end_with_parent() -> None:
 
 # --- run directories --------------------------------------------------------------------------
 
-LOCK = ".lock"
+LOCK, TORN = ".lock", ".*.tmp"  # TORN: of a process that was killed while it wrote
 FILES = ("result.json", "metrics.jsonl", "checkpoint.pt", "backbone.pth", "adapter*.safetensors",
-         "rollout.png", "similarity.png", "sweep.json", "sweep.png", "cost.png", ".*.tmp",
+         "rollout.png", "similarity.png", "sweep.json", "sweep.png", "cost.png", TORN,
          "config.json", "env.json")  # fmt: skip
 MAY_CHANGE = {"device", "workers", "jobs", "micro_batch", "save_minutes", "mfac_device",
               "data_root", "weights"}  # fmt: skip
@@ -175,11 +175,11 @@ class Run:
         # another process may have been at work until now: look again
         found = check_directory(self.path, command, self.config, force, **about)
         env: dict[str, Any] = {"command": command, "about": about, "machines": []}
-        if found and not force:
+        if goes_on := found and not force:
             env = read_json(self.path / "env.json")
-        else:
-            for file in [file for name in FILES for file in self.path.glob(name)]:
-                file.unlink(missing_ok=True)
+        names = (TORN,) if goes_on else FILES
+        for file in [file for name in names for file in self.path.glob(name)]:
+            file.unlink(missing_ok=True)
         settings = self.config.model_dump(mode="json")
         changeable = {name: settings[name] for name in MAY_CHANGE & settings.keys()}
         env["machines"].append(environment() | changeable)
@@ -264,7 +264,7 @@ def check_directory(
         raise UsageError(f"{out}: is a file, give a directory")
     if not (path / "config.json").exists():
         for file in path.glob("*"):  # a run that was killed as it began has these two
-            if file.name not in (LOCK, "env.json") and not file.match(".*.tmp"):
+            if file.name not in (LOCK, "env.json") and not file.match(TORN):
                 raise UsageError(f"{out}: holds {file.name}, no run; choose an empty directory")
         return False
     env = read_json(path / "env.json", "choose another --out")

@@ -180,7 +180,8 @@ def test_a_grid_goes_on_to_the_same_bits(pretrained: Path) -> None:
 def test_jobs_killed_with_their_parent_go_on_to_the_same_bits(pretrained: Path) -> None:
     """Kill -9 of the parent with two runs at work, which end with it, their checkpoints saved."""
     line = f"finetune --backbone vit_mini --weights {pretrained}/mae --dataset quilts"
-    line += f" {GRID.replace('--epochs 6', '--epochs 40')} --jobs"
+    grid = GRID.replace("--epochs 6", "--epochs 40").replace("--grid 1e-3,3e-3", "--lr 1e-3")
+    line += f" {grid} --jobs"
     done(f"{line} 1 --out whole")
     parent = start(partial(cli.run, f"{line} 2 --out cut".split()), SAID)
     wait_for(lambda: len(list(Path("cut").glob("*/checkpoint.pt"))) == 2, parent)
