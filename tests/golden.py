@@ -45,7 +45,9 @@ ALIGN = "--alternations 3 --lower-steps 3 --upper-steps 2 --p-batch 7 --d-batch 
 ALIGN += " --eval-every 2 --rank 4"
 PEFT = "--epochs 3 --warmup-epochs 1 --batch 10 --rank 4"
 MAE = "--backbone vit_mini --weights {runs}/pretrain-mae"
-JEPA = "--backbone vit_mini --pretext ijepa --weights {runs}/pretrain-ijepa --targets 6 --min-keep 8"
+JEPA = (
+    "--backbone vit_mini --pretext ijepa --weights {runs}/pretrain-ijepa --targets 6 --min-keep 8"
+)
 QUILTS = "--backbone vit_mini --weights {runs}/pretrain-quilts --dataset quilts"
 
 RUNS = {  # name: command line; {data} is the folder of drawn images, {runs} that of the runs, --out {runs}/NAME
@@ -82,9 +84,6 @@ RUNS = {  # name: command line; {data} is the folder of drawn images, {runs} tha
     # a random decoder at a seed that is not 0, the ends of both schedules, momentum and decay at the upper level
     "align-mae-ends": f"align {MAE} --dataset folder:{{data}}/flat --pool {{data}}/pool {ALIGN} --decoder random"
     " --seed 2 --end-lr 1e-3 --d-optimizer sgd --d-lr 0.02 --d-weight-decay 2 --alpha 10 --d-interpolation bilinear",
-    # little damping, so that the curvature has a say in each matrix's own step sizes
-    "align-mae-tensor": f"align {MAE} {SHAPES} --pool {{data}}/pool {ALIGN} --hypergrad cg --cg-steps tensor"
-    " --cg-damping 0.01 --cg-iterations 3 --seed 5",
     "finetune-direct": f"finetune {MAE} {SHAPES} {PEFT} --grid 1e-3,1e-2 --grid-seeds 2 --seeds 3 --drop-path 0.2"
     " --seed 10",
     "finetune-from": f"finetune --from {{runs}}/align-mae-mfac {PEFT} --grid 1e-3,1e-2 --seeds 3 --eval-epochs 2",
@@ -118,7 +117,9 @@ def run(name: str, data: Path, runs: Path) -> Path:
     """The directory of a run, which is made if it is not there, after those that it needs."""
     out, line = runs / name, RUNS[name]
     runs.mkdir(parents=True, exist_ok=True)
-    with (runs / f"{name.replace('/', '-')}.lock").open("w") as lock:  # other test processes may want the same run
+    with (runs / f"{name.replace('/', '-')}.lock").open(
+        "w"
+    ) as lock:  # other test processes may want the same run
         fcntl.lockf(lock, fcntl.LOCK_EX)
         if not (out / "result.json").exists():
             for other in NEEDS[name]:
@@ -159,7 +160,11 @@ def make_data(root: Path) -> None:
         for number in range(9):
             draw(root / "flat" / name / f"{name}{number}.png", kind, number + 60)
     for number in range(44):
-        draw(root / "pool" / ("deep/er" if number % 3 else "") / f"{number}.png", number % 5, number + 100)
+        draw(
+            root / "pool" / ("deep/er" if number % 3 else "") / f"{number}.png",
+            number % 5,
+            number + 100,
+        )
     sets = root / "VOCdevkit" / "VOC2007" / "ImageSets" / "Main"
     sets.mkdir(parents=True, exist_ok=True)
     for part, first, count in (("train", 1, 14), ("val", 31, 8), ("test", 51, 12)):
@@ -185,7 +190,9 @@ def voc_label(number: int, k: int) -> int:
 def read(name: str, out: Path, data: Path) -> Numbers:
     """All numbers of a finished run, by name."""
     kind = RUNS[name].split()[0]
-    return {"pretrain": read_pretrain, "align": read_align, "finetune": read_finetune}[kind](name, out, data)
+    return {"pretrain": read_pretrain, "align": read_align, "finetune": read_finetune}[kind](
+        name, out, data
+    )
 
 
 def read_pretrain(name: str, out: Path, data: Path) -> Numbers:
@@ -198,14 +205,26 @@ def read_pretrain(name: str, out: Path, data: Path) -> Numbers:
     return numbers | {"loss": np.array([line["loss"] for line in metrics(out)])}
 
 
-ALTERNATION = ("loss_P", "pull", "loss_D_at_P", "loss_D_at_D", "norm_P", "norm_D", "distance", "q_over_g", "cosine")
+ALTERNATION = (
+    "loss_P",
+    "pull",
+    "loss_D_at_P",
+    "loss_D_at_D",
+    "norm_P",
+    "norm_D",
+    "distance",
+    "q_over_g",
+    "cosine",
+)
 NOW = {"pull": "proximal"}  # renamed since
 
 
 def read_align(name: str, out: Path, data: Path) -> Numbers:
     tried = sorted(out.glob("dlr*"))  # one run a rate; here the first is stable
     probe, *alternations = metrics(tried[0] if tried else out)
-    numbers = {key: np.array([line[NOW.get(key, key)] for line in alternations]) for key in ALTERNATION}
+    numbers = {
+        key: np.array([line[NOW.get(key, key)] for line in alternations]) for key in ALTERNATION
+    }
     numbers["distance"] = numbers["distance"][:, -1]
     for level in ("P", "D"):
         scores = [line[f"val_{level}"] for line in alternations if f"val_{level}" in line]
@@ -217,11 +236,18 @@ def read_align(name: str, out: Path, data: Path) -> Numbers:
 
 def read_finetune(name: str, out: Path, data: Path) -> Numbers:
     result = json.loads((out / "result.json").read_text())
-    tests = {key: np.array(result[key]) for key in ("test", "test_loss", "test_per_class") if None not in result[key]}
+    tests = {
+        key: np.array(result[key])
+        for key in ("test", "test_loss", "test_per_class")
+        if None not in result[key]
+    }
     numbers = tests | {"lr": np.array([result["lr"]]), "epochs": np.array(result["epochs"])}
     for place in sorted(out.glob("lr*-s*")):
         trial = json.loads((place / "result.json").read_text())
-        curve = [[e["loss"], *((e["val"]["accuracy"], e["val"]["loss"]) if e["val"] else ())] for e in metrics(place)]
+        curve = [
+            [e["loss"], *((e["val"]["accuracy"], e["val"]["loss"]) if e["val"] else ())]
+            for e in metrics(place)
+        ]
         numbers[f"curve/{trial['lr']:g}/{trial['seed']}"] = np.concatenate(curve)
     for file in sorted(out.glob("adapter-s*.safetensors")):
         made, seed = adapter(file), file.stem.rpartition("-s")[2]
@@ -265,7 +291,12 @@ def condensed(values: Tensor) -> Any:
 @torch.no_grad()
 def predicted(name: str, made: Adapter, data: Path) -> Tensor:
     """Logits of the test images: plain timm on the backbone's file, the adapter's LoRA added to its weights."""
-    weights = data.parent / "runs" / ("pretrain-ijepa" if "ijepa" in name else "pretrain-mae") / "backbone.pth"
+    weights = (
+        data.parent
+        / "runs"
+        / ("pretrain-ijepa" if "ijepa" in name else "pretrain-mae")
+        / "backbone.pth"
+    )
     saved, arch = torch.load(weights, weights_only=True), made.about["arch"]
     state = saved["model"] if "model" in saved else saved["target_encoder"]
     state = {key.removeprefix("module."): tensor for key, tensor in state.items()}
@@ -290,7 +321,9 @@ def predicted(name: str, made: Adapter, data: Path) -> Tensor:
     x = vit.forward_head(vit.forward_features(images), pre_logits=True)
     head = {key.removeprefix("head."): tensor for key, tensor in made.tensors.items()}
     if "norm.mean" in head:
-        x = (x - head["norm.mean"]) / (head["norm.var"] + 1e-6).sqrt() * head["norm.weight"] + head["norm.bias"]
+        x = (x - head["norm.mean"]) / (head["norm.var"] + 1e-6).sqrt() * head["norm.weight"] + head[
+            "norm.bias"
+        ]
     return x @ head["weight"].T + head["bias"]
 
 
@@ -298,7 +331,10 @@ def asked(name: str, data: Path) -> list[tuple[Path, int]]:
     """Test images of a run in their order, with their class (-1 where they have several)."""
     if "voc" in name:
         root = data / "VOCdevkit" / "VOC2007"
-        return [(root / "JPEGImages" / f"{n}.jpg", -1) for n in (root / "ImageSets/Main/test.txt").read_text().split()]
+        return [
+            (root / "JPEGImages" / f"{n}.jpg", -1)
+            for n in (root / "ImageSets/Main/test.txt").read_text().split()
+        ]
     flat = "/flat" in RUNS[name]
     folders = sorted((data / "flat" if flat else data / "shapes" / "test").iterdir())
     files = [fifth_of(folder) if flat else sorted(folder.iterdir()) for folder in folders]
@@ -338,7 +374,9 @@ def apart(found: Any, wanted: Any) -> float:
 
 def differences(found: Numbers, wanted: Numbers) -> dict[str, float]:
     """What is missing, new, or further away than its tolerance; empty where all agrees."""
-    every = {key: apart(found[key], wanted[key]) if key in found else float("inf") for key in wanted}
+    every = {
+        key: apart(found[key], wanted[key]) if key in found else float("inf") for key in wanted
+    }
     every |= {key: float("inf") for key in found.keys() - wanted.keys()}
     return {key: far for key, far in every.items() if not far <= tolerance(key)}
 

@@ -50,9 +50,9 @@ def env(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), **more}
 
 
-def own_task(seed: int = 0) -> Task:
+def own_task() -> Task:
     """Bright and dark images."""
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(0)
 
     def part(n: int) -> list[tuple[torch.Tensor, int]]:
         return [(0.4 * torch.rand(3, 16, 16, generator=g) + 0.5 * (k % 2), k % 2) for k in range(n)]
@@ -74,8 +74,6 @@ def test_data_of_ones_own_is_handed_in_and_recorded_by_its_digest(
     start = FinetuneConfig(start=tmp_path / "a", lr=0.01, epochs=2, seeds=1, warmup_epochs=0)
     with pytest.raises(UsageError, match="hand it in"):
         finetune.finetune(start, tmp_path / "b")
-    with pytest.raises(UsageError, match="another split or other images"):
-        finetune.finetune(start, tmp_path / "b", task=own_task(1))
     tuned = finetune.finetune(start, tmp_path / "b", task=task)
     assert tuned.test_images == 8
     assert tuned.right is not None and 100 * tuned.right[0] / 8 == tuned.test[0]
@@ -85,9 +83,9 @@ def test_data_of_ones_own_is_handed_in_and_recorded_by_its_digest(
 
 def test_labels_and_images_that_make_no_task_are_refused() -> None:
     image = torch.zeros(3, 8, 8)
-    with pytest.raises(ValueError, match="labels should be from 0 to 1"):
+    with pytest.raises(ValueError, match="labels below 2"):
         Task.of([(image, 2)], [(image, 0)], [(image, 1)], ["a", "b"])
-    with pytest.raises(ValueError, match="not normalised"):
+    with pytest.raises(ValueError, match=r"in \[0, 1\]"):
         Task.of([(image - 1, 0)], [(image, 0)], [(image, 1)], ["a", "b"])
 
 
