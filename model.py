@@ -62,7 +62,8 @@ class Model:
     """Everything that settings stand for. `task` and `pool` can be handed in instead of named."""
 
     def __init__(self, cfg: Config, task: Task | None = None, pool: Pool | None = None) -> None:
-        self.cfg, self.device = cfg, pick_device(cfg.device)
+        with checking(f"--device {cfg.device}"):
+            self.cfg, self.device = cfg, pick_device(cfg.device)
         one_thread(cfg.backbone, self.device)
         self.task = task or open_task(cfg)
         if isinstance(cfg, AlignConfig):
@@ -272,7 +273,7 @@ def own_names(task: Task | None, pool: Pool | None = None) -> dict[str, str]:
 def task_name(pretext: str) -> str:
     """mae, ijepa, or the class of a pretext task of one's own, as runs record it.
 
-    >>> task_name("/home/me/turn.py:Rotation")
+    >>> task_name("turn.py:Rotation")
     'rotation'
     """
     return pretext.rpartition(":")[2].lower()
@@ -296,8 +297,9 @@ def own_class(name: str) -> Callable[..., PretextTask]:
 
 def plan(cfg: Config) -> dict[str, Any]:
     """What a run would do, for --dry-run: all inputs are checked as far as they are there."""
-    missing, device = to_download(cfg), pick_device(cfg.device)
+    missing = to_download(cfg)
     m = None if missing else Model(cfg)
+    device = m.device if m else pick_device(cfg.device)
     task, arch = (m.task, m.arch) if m else (open_task(cfg), BACKBONES[cfg.backbone].arch)
     check_size(cfg, arch.image_size)
     method, sizes = "peft", {k: len(getattr(task, k).targets) for k in ("train", "val", "test")}

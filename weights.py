@@ -115,13 +115,17 @@ def load_backbone(cfg: Model) -> Loaded:
 
 
 def read_tensors(path: Path) -> Any:
-    """A .safetensors file, or torch.load without running code."""
-    if path.suffix == ".safetensors":
-        return safetensors.torch.load_file(path)
-    zipped = zipfile.is_zipfile(path)
-    with warnings.catch_warnings(), torch.serialization.safe_globals([Namespace]):
-        warnings.simplefilter("ignore")  # of old formats; official files hold a Namespace
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    """A .safetensors file, or torch.load without running code (ValueError where it is neither)."""
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        zipped = zipfile.is_zipfile(path)
+        with warnings.catch_warnings(), torch.serialization.safe_globals([Namespace]):
+            warnings.simplefilter("ignore")  # of old formats; official files hold a Namespace
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except Exception as error:  # torch raises anything from EOFError to UnpicklingError
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+        raise ValueError(f"{path.name} cannot be read as a checkpoint ({why})") from error
 
 
 def state_dict(data: Any) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Recorded numbers travel with the suite, in tests/data; photographs and the paper lie beside the checkout."""
+"""Recorded numbers are in tests/data; photographs and the paper lie beside the checkout."""
 
 import contextlib
 import fcntl
@@ -51,11 +51,9 @@ def recorded(name: str) -> Recorded:
 
 
 def shared(path: str) -> Path:
-    """Photographs, or the paper's text, which do not travel with the suite; the test skips where they are missing."""
+    """Photographs, or the paper's text; the test skips where they are missing."""
     if not (SHARED / path).exists():
-        pytest.skip(
-            f"{SHARED / path} is not here (set BISSLIGHT_SHARED to the folder that holds data/ and paper/)"
-        )
+        pytest.skip(f"{SHARED / path} is not here (see BISSLIGHT_SHARED)")
     return SHARED / path
 
 
@@ -72,17 +70,28 @@ def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 
 @pytest.fixture(scope="session")
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs of `pretrain`, mae/ and ijepa/, of one epoch each; made once, by the first worker that asks."""
+    """Two runs of `pretrain` of one epoch, mae/ and ijepa/, made by the first worker that asks."""
     base = tmp_path_factory.getbasetemp()
     where = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "pretrained"
     where.mkdir(exist_ok=True)
     with (where / "lock").open("w") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
         for pretext in ("mae", "ijepa"):
-            line = "pretrain --pool quilts --backbone vit_mini --epochs 1 --warmup-epochs 0 --batch 500 --quiet"
+            line = "pretrain --pool quilts --backbone vit_mini --epochs 1 --warmup-epochs 0"
             if not (where / pretext / "backbone.pth").exists():
                 assert (
-                    cli.run([*line.split(), "--pretext", pretext, "--out", str(where / pretext)])
+                    cli.run(
+                        [
+                            *line.split(),
+                            "--batch",
+                            "500",
+                            "--quiet",
+                            "--pretext",
+                            pretext,
+                            "--out",
+                            str(where / pretext),
+                        ]
+                    )
                     == 0
                 )
     return where
@@ -96,7 +105,7 @@ def weights(pretrained: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the drawn images, data/, and the golden runs, runs/, are: of all test processes together."""
+    """The drawn images, data/, and the golden runs, runs/, of all test processes together."""
     base = tmp_path_factory.getbasetemp()
     where = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "golden"
     mine = where / f"making-{os.getpid()}"

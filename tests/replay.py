@@ -92,7 +92,7 @@ def steps_of(m: dict[str, Any]) -> Steps:
 
 
 def to_theta(flat: Tensor, depth: int, dim: int) -> Tensor:
-    """Recorded order, per layer A_q (r, dim), B_q (dim, r), A_v, B_v row-major, as θ (K, 4 r dim)."""
+    """θ (K, 4 r dim) of the recorded order: per layer A_q (r, dim), B_q (dim, r), A_v, B_v."""
     if flat.ndim > 1:
         return torch.stack([to_theta(row, depth, dim) for row in flat])
     A_q, B_q, A_v, B_v = flat.unflatten(-1, (depth, 4, -1)).unbind(-2)

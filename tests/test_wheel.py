@@ -1,9 +1,9 @@
-"""The wheel, installed by itself, goes from pretrain to evaluate without the checkout and without a network.
+"""The wheel, installed by itself, goes from pretrain to evaluate without checkout and network.
 
-It is installed with --no-deps into a fresh virtual environment, and a .pth file lends it the packages of the interpreter
-that runs the tests (torch alone would take gigabytes to install again); the checkout itself is not among them.
-Building fetches setuptools; the commands themselves run with every way to a network closed: in a network namespace of
-their own where this user may make one, else with Python's sockets refused.
+It is installed with --no-deps into a fresh virtual environment, and a .pth file lends it the
+packages of the interpreter that runs the tests; the checkout itself is not among them. Building
+fetches setuptools; the commands themselves run with every way to a network closed: in a network
+namespace of their own where this user may make one, else with Python's sockets refused.
 """
 
 import json
@@ -17,8 +17,10 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.slow
+LEFT_OUT = (".*", "runs", "build", "*.egg-info", "__pycache__")
 ROOT = Path(__file__).parent.parent
 MODULES = {path.name for path in ROOT.glob("*.py")}
+EXTRAS = {f"extras/{path.name}" for path in (ROOT / "extras").glob("*.[ph]*") if path.is_file()}
 NO_NETWORK = """
 import socket
 def refuse(*args, **options):
@@ -31,8 +33,18 @@ socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of what is in the checkout, so that nothing is left in it."""
     source, out = tmp_path_factory.mktemp("source") / "bisslight", tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "__pycache__"))
-    line = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(out), str(source)]
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    line = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--wheel-dir",
+        str(out),
+        str(source),
+    ]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     if "No matching distribution found for setuptools" in done.stderr:
         pytest.skip("setuptools cannot be fetched to build with")
@@ -46,10 +58,12 @@ def test_the_wheel_holds_the_modules_and_nothing_else(wheel: Path) -> None:
         names = archive.namelist()
         (entry,) = [name for name in names if name.endswith("entry_points.txt")]
         assert "bisslight = cli:main" in archive.read(entry).decode()
-    assert {name for name in names if ".dist-info/" not in name} == MODULES
+    assert {name for name in names if ".dist-info/" not in name} == MODULES | EXTRAS
 
 
-def test_the_installed_commands_run_from_an_empty_folder_without_a_network(wheel: Path, tmp_path: Path) -> None:
+def test_the_installed_commands_run_from_an_empty_folder_without_a_network(
+    wheel: Path, tmp_path: Path
+) -> None:
     home, here = tmp_path / "venv", tmp_path / "empty"
     here.mkdir()
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
@@ -57,9 +71,24 @@ def test_the_installed_commands_run_from_an_empty_folder_without_a_network(wheel
     lent = [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))]
     (site / "lent.pth").write_text("\n".join(lent))
     (site / "sitecustomize.py").write_text(NO_NETWORK)
-    install = [sys.executable, "-m", "pip", "--python", str(home / "bin/python"), "install", "--quiet"]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(home / "bin/python"),
+        "install",
+        "--quiet",
+    ]
     done = subprocess.run(
-        [*install, "--no-deps", "--no-index", "--force-reinstall", "--ignore-installed", str(wheel)],
+        [
+            *install,
+            "--no-deps",
+            "--no-index",
+            "--force-reinstall",
+            "--ignore-installed",
+            str(wheel),
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -84,7 +113,8 @@ def test_the_installed_commands_run_from_an_empty_folder_without_a_network(wheel
         assert done.stderr == ""
         return done.stdout
 
-    own = "import cli, sys; assert cli.__file__.startswith(sys.argv[1]), cli.__file__; import socket; socket.create_connection(('192.0.2.1', 80), 1)"
+    own = "import cli, socket, sys; assert cli.__file__.startswith(sys.argv[1]), cli.__file__;"
+    own += "socket.create_connection(('192.0.2.1', 80), 1)"
     proof = subprocess.run(
         [*closed, str(home / "bin/python"), "-c", own, str(site)],
         cwd=here,
@@ -93,10 +123,14 @@ def test_the_installed_commands_run_from_an_empty_folder_without_a_network(wheel
         text=True,
         check=False,
     )
-    assert "OSError" in proof.stderr, proof.stderr  # the modules are the wheel's, and the network is off
+    assert "OSError" in proof.stderr, (
+        proof.stderr
+    )  # the modules are the wheel's, and the network is off
     start = "--backbone vit_mini --weights pre --dataset quilts --quiet"
-    bisslight("pretrain --pool quilts --backbone vit_mini --epochs 1 --warmup-epochs 0 --batch 500 --quiet --out pre")
-    sizes = "--alternations 2 --lower-steps 2 --upper-steps 2 --p-batch 8 --d-batch 8 --probe-epochs 1 --eval-every 2"
+    pool = "--pool quilts --backbone vit_mini --epochs 1 --warmup-epochs 0 --batch 500"
+    bisslight(f"pretrain {pool} --quiet --out pre")
+    sizes = "--alternations 2 --lower-steps 2 --upper-steps 2 --p-batch 8 --d-batch 8"
+    sizes += " --probe-epochs 1 --eval-every 2"
     bisslight(f"align {start} {sizes} --out a")
     bisslight("finetune --from a --epochs 2 --batch 40 --seeds 2 --lr 1e-2 --quiet --out aligned")
     bisslight(f"finetune {start} --epochs 2 --batch 40 --seeds 2 --lr 1e-2 --out direct")

@@ -2,8 +2,8 @@
 
     python tests/trace.py WEIGHTS OUT
 
-Counts named functions (no lambdas, comprehensions, class or module bodies) from the command line to the
-adapter on disk, without linear probing.
+Counts named functions (no lambdas, comprehensions, class or module bodies) from the command line
+to the adapter on disk, without linear probing.
 """
 
 import inspect
