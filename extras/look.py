@@ -41,71 +41,56 @@ MOST = 10_000  # images of a similarity: 50 million pairs
 # --- finished runs --------------------------------------------------------------------------------
 
 
-class Network(NamedTuple):
-    """The network of a finished run; networks that are compared share one ψ."""
+class Opened(NamedTuple):
+    """A finished run's network."""
 
-    backbone: Backbone
+    m: Model
     theta: Tensor | None  # None: the pretrained backbone alone
     phi_D: Phi  # {} where it is an align run's
 
 
-def open_runs(
-    runs: Sequence[Path], seed: int | None, changes: dict[str, Any]
-) -> tuple[Model, dict[str, Network]]:
-    """Networks of align and finetune runs by name, and the model whose data and ψ they share.
+def open_runs(runs: Sequence[Path], seed: int | None, changes: dict[str, Any]) -> dict[str, Opened]:
+    """Networks of align and finetune runs by name, all on the same weights and data (UsageError).
 
     Args:
         seed: whose adapter is taken of a finetune run; None: its first seed's.
         changes: settings that are not the runs' own: device, data_root, weights, workers.
-    Raises UsageError where runs cannot be looked at together.
     """
-    opened: dict[str, Network] = {}
-    first = None
-    for name, path in zip(short_names(runs), runs, strict=True):
-        file = adapter_of(path, seed)
-        m = open_model(file.parent, changes)
-        first = first or m
+    names = short_names(runs)
+    if len({*names}) < len(runs):
+        raise UsageError(f"{', '.join(names)}: one run twice, leave it out once")
+    opened = {name: open_run(run, seed, changes) for name, run in zip(names, runs, strict=True)}
+    first = opened[names[0]].m
+    for name, (m, _, _) in opened.items():
         if (m.about(), m.transform) != (first.about(), first.transform):
-            raise UsageError(f"{name}: has other weights, data or transforms than {runs[0]}")
-        theta, phi_D, _ = load_adapter(file)
-        head = {key: tensor.to(m.device) for key, tensor in phi_D.items()}
-        backbone = Backbone(first.backbone.vit, m.backbone.scale)
-        opened[name] = Network(backbone, theta.to(m.device), head)
-    if first is None or len(opened) < len(runs):
-        raise UsageError(f"{', '.join(opened)}: one run twice, leave it out once")
-    return first, opened
+            raise UsageError(f"{name}: has other weights, data or transforms than {names[0]}")
+    return opened
 
 
-def adapter_of(run: Path, seed: int | None) -> Path:
-    """The adapter of a finished run; a finetune run has one a seed (UsageError)."""
-    several = seed is not None and not (run / "adapter.safetensors").exists()
-    files = run.glob(f"adapter-s{seed}.safetensors" if several else "adapter*.safetensors")
-    for file in sorted(files, key=lambda file: (len(file.name), file.name)):
-        return file
-    which = f"of seed {seed}" if several else "of a finished align or finetune run"
-    raise UsageError(f"{run}: holds no adapter {which}")
-
-
-def open_model(run: Path, changes: dict[str, Any]) -> Model:
-    """The model of a run, with the weights and images it had; as finetune's, without a pool."""
+def open_run(run: Path, seed: int | None, changes: dict[str, Any]) -> Opened:
+    """One of them, with the weights and images it was made with; opened as finetune's."""
+    one = seed is None or (run / "adapter.safetensors").exists()
+    files = sorted(run.glob("adapter*.safetensors" if one else f"adapter-s{seed}.safetensors"))
+    if not files:
+        raise UsageError(f"{run}: holds no adapter" + ("" if one else f" of seed {seed}"))
     with reading(run / "config.json", "run it again with this version"):
         config = flatten(read_json(run / "config.json"))
         known = FinetuneConfig.model_fields.keys() - {"start"}
         cfg = FinetuneConfig(**{k: v for k, v in config.items() if k in known} | changes)
     m, env = Model(cfg), read_json(run / "env.json")
-    before = env | env.get("about", {})
     for key in ("weights_sha256", "data_sha256"):
-        if (now := m.about()[key]) != before[key]:
-            raise UsageError(f"{run}: was made with {key} {before[key][:12]}, now it is {now[:12]}")
-    return m
+        before, now = (env | env.get("about", {}))[key], m.about()[key]
+        if before != now:
+            raise UsageError(f"{run}: was made with {key} {before[:12]}, now it is {now[:12]}")
+    theta, phi_D, _ = load_adapter(min(files, key=lambda file: (len(file.name), file.name)))
+    return Opened(m, theta.to(m.device), {k: x.to(m.device) for k, x in phi_D.items()})
 
 
 def looked_at(m: Model, index: Sequence[int]) -> Iterator[Tensor]:
     """Some validation images, in batches on the device, cut as for a test."""
     images = Images(m.task.val, m.transform, False, 0, "eval")
     draws = [[(i, i) for i in index[k : k + BATCH]] for k in range(0, len(index), BATCH)]
-    for x, _ in batches(images, draws, m.cfg.workers, m.device):
-        yield x
+    yield from (x for x, _ in batches(images, draws, m.cfg.workers, m.device))
 
 
 def spread(targets: Tensor, count: int, seed: int) -> list[int]:
@@ -162,14 +147,6 @@ def attention_maps(backbone: Backbone, theta: Tensor | None, images: Tensor) -> 
     return maps
 
 
-class Shown(NamedTuple):
-    """What one network makes of the images."""
-
-    maps: Tensor  # (B, side, side)
-    said: list[str]  # its strongest class
-    right: list[bool]  # whether the image shows it
-
-
 def rollout(
     runs: Sequence[Path],
     count: int,
@@ -187,7 +164,8 @@ def rollout(
     """
     out = out or runs[0] / "rollout.png"
     check_out("--picture", out)
-    m, networks = open_runs(runs, seed, changes)
+    opened = open_runs(runs, seed, changes)
+    m = next(iter(opened.values())).m
     targets, classes = m.task.val.targets, m.task.classes
     if not 1 <= count <= min(len(targets), BATCH):
         raise UsageError(f"--rollout {count}: give 1 to {min(len(targets), BATCH)} images")
@@ -195,23 +173,21 @@ def rollout(
     images = torch.cat([*looked_at(m, index)])
     present = [classes_of(targets[i]) for i in index]
     labels = [", ".join(classes[k] for k in kinds) or "none" for kinds in present]
-    shown = {}
-    for name, (backbone, theta, phi_D) in networks.items():
+    shown, said = {}, {}
+    for name, (m, theta, phi_D) in opened.items():
         if not phi_D:
             raise UsageError(
                 f"--rollout: {name} is an align run, it predicts nothing; fine-tune it"
             )
         with torch.no_grad(), torch.autocast(m.device.type, torch.bfloat16, enabled=m.amp):
-            maps = attention_maps(backbone, theta, images).cpu()
-            top = predict(backbone, theta, phi_D, images).argmax(1).tolist()
-        right = [k in kinds for k, kinds in zip(top, present, strict=True)]
-        shown[name] = Shown(maps, [classes[k] for k in top], right)
+            top = predict(m.backbone, theta, phi_D, images).argmax(1).tolist()
+            shown[name] = attention_maps(m.backbone, theta, images).cpu()
+        right = ["✓" if k in kinds else "✗" for k, kinds in zip(top, present, strict=True)]
+        said[name] = [f"{mark} {classes[k]}" for mark, k in zip(right, top, strict=True)]
     mean, std = (torch.tensor(x).view(3, 1, 1) for x in (m.transform.mean, m.transform.std))
-    save(draw_rollout(images.cpu() * std + mean, labels, shown), out)
-    rows = [
-        {"image": i, "label": label, **{name: one.said[k] for name, one in shown.items()}}
-        for k, (i, label) in enumerate(zip(index, labels, strict=True))
-    ]
+    save(draw_rollout(images.cpu() * std + mean, labels, shown, said), out)
+    columns = zip(index, labels, *said.values(), strict=True)
+    rows = [dict(zip(("image", "label", *said), row, strict=True)) for row in columns]
     return {"picture": out, "dataset": m.task.name, "images": rows}
 
 
@@ -220,37 +196,42 @@ def classes_of(target: Tensor) -> list[int]:
     return [int(target)] if target.ndim == 0 else (target == 1).nonzero()[:, 0].tolist()
 
 
-def draw_rollout(images: Tensor, labels: Sequence[str], shown: Mapping[str, Shown]) -> Drawn:
-    """A column an image: the image, then each network's map over it; one colour scale a column."""
-    rows, columns, side = len(shown) + 1, len(images), images.shape[-1]
+def draw_rollout(
+    images: Tensor,
+    labels: Sequence[str],
+    shown: Mapping[str, Tensor],
+    said: Mapping[str, Sequence[str]],
+) -> Drawn:
+    """A column an image: the image, then each network's map over it; one colour scale a column.
+
+    Args:
+        images: (B, 3, H, W) in [0, 1].
+        shown, said: by network, maps (B, side, side) and captions that begin with ✓ or ✗.
+    """
+    rows, (columns, _, _, side) = len(shown) + 1, images.shape
     size, heights = (0.4 + 1.4 * columns, 0.4 + 1.6 * rows), [*[1] * rows, 0.05]
     figure, grid = pyplot().subplots(
         rows + 1, columns, figsize=size, height_ratios=heights, squeeze=False
     )
-    for axes in grid[:-1].flat:
-        axes.set(xticks=[], yticks=[], frame_on=False)
     for axes, name in zip(grid[:-1, 0], ("input", *shown), strict=True):
         axes.set_ylabel("\n".join(wrap(name, 20)))
     for k, image in enumerate(images):
+        for axes in grid[:-1, k]:
+            axes.set(xticks=[], yticks=[], frame_on=False)
         grid[0, k].imshow(image.permute(1, 2, 0).clamp(0, 1).numpy(), interpolation="nearest")
-        grid[0, k].set_title(caption(labels[k]), fontsize=8)
-        maps = torch.stack([one.maps[k] for one in shown.values()])
-        over: Any = {"cmap": "inferno", "vmin": float(maps.min()), "vmax": float(maps.max())}
-        over |= {"extent": (-0.5, side - 0.5, side - 0.5, -0.5), "interpolation": "nearest"}
-        for axes, one in zip(grid[1:-1, k], shown.values(), strict=True):
+        grid[0, k].set_title(shorten(labels[k], 20, placeholder="..."), fontsize=8)
+        maps = torch.stack([one[k] for one in shown.values()])
+        scale: Any = {"cmap": "inferno", "vmin": float(maps.min()), "vmax": float(maps.max())}
+        for axes, one, text in zip(grid[1:-1, k], maps, said.values(), strict=True):
             axes.imshow(image.mean(0).numpy(), cmap="gray", vmin=-1, vmax=1)  # pale
-            drawn = axes.imshow(one.maps[k].numpy(), alpha=0.7, **over)
-            mark, colour = ("✓", COLOURS[2]) if one.right[k] else ("✗", COLOURS[5])
-            axes.set_title(caption(f"{mark} {one.said[k]}"), fontsize=8, color=colour)
-        ends: Any = {"ticks": [over["vmin"], over["vmax"]], "format": "%.3g"}
-        figure.colorbar(drawn, cax=grid[-1, k], orientation="horizontal", label="share", **ends)
-    said = [f"{name} is right {sum(one.right)} times" for name, one in shown.items()]
-    return figure, f"Attention rollout on {columns} validation images: {'; '.join(said)}."
-
-
-def caption(text: str) -> str:
-    """In two lines at most, however many classes there are."""
-    return "\n".join(wrap(shorten(text.replace("_", " "), 40, placeholder=" ..."), 20))
+            corners = (-0.5, side - 0.5, side - 0.5, -0.5)
+            drawn = axes.imshow(one.numpy(), alpha=0.7, extent=corners, **scale)
+            colour = COLOURS[2] if text[k][0] == "✓" else COLOURS[5]
+            axes.set_title(shorten(text[k], 20, placeholder="..."), fontsize=8, color=colour)
+        ends = {"ticks": [scale["vmin"], scale["vmax"]], "format": "%.3g", "label": "share"}
+        figure.colorbar(drawn, cax=grid[-1, k], orientation="horizontal", **ends)
+    words = [f"{name} is right {''.join(x).count('✓')} times" for name, x in said.items()]
+    return figure, f"Attention rollout on {columns} validation images: {'; '.join(words)}."
 
 
 # --- similarity -----------------------------------------------------------------------------------
@@ -292,20 +273,18 @@ def similarity(
     check_out("--picture", out)
     if not 3 <= limit <= MOST:
         raise UsageError(f"--limit {limit}: give 3 to {MOST} images")
-    m, networks = open_runs(runs, seed, changes)
-    networks = {"pretrained": Network(m.backbone, None, {})} | networks
+    opened = open_runs(runs, seed, changes)
+    m = next(iter(opened.values())).m
+    opened = {"pretrained": Opened(m, None, {})} | opened
     targets = m.task.val.targets
     index = sorted(spread(targets, min(len(targets), limit), 0))
-    parts: dict[str, list[Tensor]] = {name: [] for name in networks}
-    for x in looked_at(m, index):
-        for name, network in networks.items():
-            with torch.no_grad(), torch.autocast(x.device.type, torch.bfloat16, enabled=m.amp):
-                found = features(network.backbone, network.theta, x)
-            parts[name].append(found.float().cpu())
-    seen = {name: torch.cat(found) for name, found in parts.items()}
-    for name, z in seen.items():
+    images, seen = [*looked_at(m, index)], {}
+    for name, (m, theta, _) in opened.items():
+        with torch.no_grad(), torch.autocast(m.device.type, torch.bfloat16, enabled=m.amp):
+            z = torch.cat([features(m.backbone, theta, x) for x in images]).float().cpu()
         if not (z.norm(dim=1) > 0).all() or not (z != z[0]).any():
             raise RunError(f"{name}: its features are zero, not finite, or equal for all images")
+        seen[name] = z
     rows = [
         {"network": a, "and": b, "CKA": cka(seen[a], seen[b]), "RSA": rsa(seen[a], seen[b])}
         for a, b in combinations(seen, 2)
