@@ -175,7 +175,8 @@ def execute(name: str, given: dict[str, Any]) -> int:
     function, settings, options = COMMANDS[name]
     own = {option: given.pop(option) for option in options.split()}
     as_json, long = own.pop("json"), "quiet" in own
-    quiet = own.pop("quiet", False)
+    first = os.environ.get("RANK", "0") == "0"  # of torchrun's processes, the first one speaks
+    quiet = own.pop("quiet", False) or not first
     listen(quiet or as_json)
     settled: tuple[Any, ...] = ()
     if settings:
@@ -199,7 +200,8 @@ def execute(name: str, given: dict[str, Any]) -> int:
         result = simple(load(function)(*settled, **own))
     if name == "align":
         result["next"] = f"bisslight finetune --from {settled[1]}"
-    say(result, as_json)
+    if first:
+        say(result, as_json)
     return int(isinstance(result, dict) and bool(result.get("problems")))
 
 
