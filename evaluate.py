@@ -84,8 +84,8 @@ def mean_average_precision(scores: Tensor, labels: Tensor) -> float:
 def average_precision(scores: Tensor, labels: Tensor) -> float:
     """VOC's 11-point AP of a class: mean over t = 0, 0.1 ... 1 of the best precision at recall ≥ t.
 
-    Difficult images (label 0) are neither hits nor false alarms. Ties keep the order of the images.
-    Recall is compared in whole numbers, since 0.7 and 0.9 are no exact floating-point numbers.
+    Difficult images (label 0) count nowhere. Ties keep the order of the images. Recall is compared
+    in whole numbers, since 0.7 is no exact floating-point number.
 
     >>> ap = average_precision(torch.tensor([0.9, 0.8, 0.7]), torch.tensor([1, -1, 1]))
     >>> round(ap, 6)  # precision 1 up to recall 0.5, then 2/3: (6 + 5 * 2/3) / 11
@@ -249,10 +249,9 @@ def row(arm: Arm, first: Arm) -> Row:
         tested = f"{arm.name} was tested on {arm.task}, {first.name} on {first.task}"
         raise UsageError(f"{tested}: not comparable")
     several, mean = len(arm.accuracies) > 1, fmean(arm.accuracies)
-    if first.counts and arm.counts:
-        found = compare(first.counts, arm.counts)
-    else:
-        found = compare(first.accuracies, arm.accuracies)
+    known = first.counts and arm.counts
+    a, b = (x.counts or [] if known else x.accuracies for x in (first, arm))
+    found = compare(a, b)
     versus = found._replace(difference=fmean(first.accuracies) - mean)
     return Row(
         arm=arm.name,
@@ -313,8 +312,8 @@ def read_run(run: Path) -> Arm:
     result = read_json(run / "result.json")
     if not result.get("test"):
         raise UsageError(f"{run}: has no test accuracy, it is not a finetune run")
-    for name in ("unit", "metric", "aligned_by", "backbone", "pretext"):
-        result[name]  # older versions had fewer
+    if missing := {"unit", "metric", "aligned_by", "backbone", "pretext"} - result.keys():
+        raise KeyError(*missing)
     groups = [value for value in config.values() if isinstance(value, dict)]  # the first edition's
     settings = {name: value for group in (config, *groups) for name, value in group.items()}
     env |= env.get("about", {})
@@ -336,7 +335,7 @@ def published(arm: Arm) -> Reported | None:
     """The paper's figure for an arm; None where its settings, as far as we know, are others."""
     settings, result = arm.settings, arm.result
     weights, dataset, by = settings["weights"], settings["dataset"], result["aligned_by"]
-    if weights is not None and not str(weights).endswith(OFFICIAL):
+    if not (weights is None or str(weights).endswith(OFFICIAL)):
         return None
     if by not in METHODS or any(settings[name] != value for name, value in USUAL.items()):
         return None

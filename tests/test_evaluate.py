@@ -196,7 +196,12 @@ def finished(path: Path, test: list[float], by: str | None = None, **changes: An
     config |= {"augment": "crop", "rank": 64, "weights": None, "epochs": 200, "optimizer": "adamw"}
     config |= {"grid": [1e-3], "start": by, "seed": len(str(path)), "amp": True} | changes
     about = {"data_sha256": 64 * str(config["data_seed"]), "weights_sha256": "b" * 64}
-    result = {"unit": "PEFT seed", "test": test, "backbone": "vit_l16", "aligned_by": by}
+    result: dict[str, Any] = {
+        "unit": "PEFT seed",
+        "test": test,
+        "backbone": "vit_l16",
+        "aligned_by": by,
+    }
     result |= {"metric": "top-1 accuracy", "pretext": "mae", "right": [round(10 * x) for x in test]}
     if by:
         result |= {"aligned_on": "cub200", "align_unlike_paper": {}}
