@@ -31,9 +31,6 @@ USUAL = {"rank": 64, "epochs": 200, "optimizer": "adamw", "augment": "crop", "pa
          "voc_difficult": "ignore"}  # fmt: skip
 
 
-# --- one split --------------------------------------------------------------------------------
-
-
 class Score(NamedTuple):
     """What a model is worth on a split."""
 
