@@ -25,7 +25,7 @@ from data import Pool, Task, epochs, rng, stream
 from evaluate import Score
 from lora import DownstreamLoss, init_theta, save_adapter
 from model import Model, own_names
-from run import Run, check_directory, checking, read_json
+from run import Run, check_directory, checking, read_json, reading
 from training import (
     Group,
     Optimiser,
@@ -138,8 +138,9 @@ def aligned(
     tensors |= {"stats": stats, "pretext": pretext.state}
     optimisers = {"P": s.opt_P, "D": s.opt_D, "probe": opt}
     if saved := run.restore():
-        put_back(saved, tensors, optimisers)
-        s.done = saved["done"]
+        with reading(out / "checkpoint.pt", "--force starts the run over"):
+            put_back(saved, tensors, optimisers)
+            s.done = saved["done"]
     try:
         steps = probe(cfg, m, s, opt, loss_D), alternate(cfg, m, s, loss_D, pretext)
         for epoch, _ in enumerate(track(steps[0], cfg.probe_epochs, "probe"), 1):

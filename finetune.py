@@ -20,11 +20,11 @@ from torch import Tensor
 
 from bisslight import Diverged, Phi
 from commands import FinetuneConfig
-from config import RunError, UsageError
+from config import UsageError
 from data import Task, epochs, rng
 from lora import DownstreamLoss, init_theta, load_adapter, save_adapter
 from model import Model, own_names, task_name
-from run import Run, check_directory, checking, jobs, read_json, sha256
+from run import Run, check_directory, checking, jobs, read_json, reading, sha256
 from training import Group, Optimiser, Schedule, Track, put_back, snapshot, trainable, untracked
 from weights import load_theta
 
@@ -84,7 +84,7 @@ def finetune(
         task: a labelled task of one's own, instead of a name in `cfg`.
         force: start the run in `out` over.
         track: shows progress; wraps the epochs of a trial, or the trials where `jobs` is above 1.
-    Raises UsageError before the long work starts, RunError where every rate diverges.
+    Raises UsageError before the long work starts, Diverged where every rate diverges.
     """
     cfg = cfg.but(**own_names(task))
     check_directory(out, "finetune", cfg, force)
@@ -101,18 +101,21 @@ def finetune(
     if cfg.warmup_epochs >= cfg.epochs:
         LOG.warning("the warm-up is not shorter than the run: see --warmup-epochs and --epochs")
 
-    def results(lr: float, seeds: range) -> list[dict[str, Any]]:
+    def results(pairs: list[tuple[float, int]]) -> list[dict[str, Any]]:
         trials = [
             Trial(one_trial(cfg, lr, i, starts[i]), out / f"lr{lr:g}-s{cfg.seed + i}", task, force)
-            for i in seeds
+            for lr, i in pairs
         ]
         if cfg.jobs == 1:
             return [peft(trial, track) for trial in trials]
-        return [*track(jobs(peft, trials, cfg.jobs), len(trials), f"lr {lr:g}, runs")]
+        return [*track(jobs(peft, trials, cfg.jobs), len(trials), "runs")]
 
     tries = range(cfg.grid_seeds if len(cfg.grid) > 1 else cfg.seeds)
-    tried = {lr: results(lr, tries) for lr in cfg.grid}
-    lr, chosen = best_rate(tried, lambda lr, done: results(lr, range(done, cfg.seeds)))
+    found = iter(results([(lr, i) for lr in cfg.grid for i in tries]))
+    tried = {lr: [next(found) for _ in tries] for lr in cfg.grid}
+    lr, chosen = best_rate(
+        tried, lambda lr, done: results([(lr, i) for i in range(done, cfg.seeds)])
+    )
     about = {
         "out": str(out), "dataset": cfg.dataset, "backbone": cfg.backbone, "unit": unit, "lr": lr,
         "pretext": task_name(cfg.pretext), "metric": m.task.metric,
@@ -184,7 +187,7 @@ def best_rate(
         results += more(lr, len(results))
         if all(r["val"] for r in results):
             return lr, results
-    raise RunError("every learning rate diverged, lower --lr or extend --grid downwards")
+    raise Diverged("every learning rate diverged, lower --lr or extend --grid downwards")
 
 
 def mean_score(results: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
@@ -277,7 +280,8 @@ def peft(trial: Trial, track: Track = untracked) -> dict[str, Any]:
     best = {name: tensor.detach().clone() for name, tensor in (leaves | stats).items()}
     tensors, optimisers = {"now": leaves | stats, "best": best}, {"opt": opt}
     if saved := run.restore():
-        put_back(saved, tensors, optimisers)
+        with reading(run.path / "checkpoint.pt", "--force starts the run over"):
+            put_back(saved, tensors, optimisers)
     outcome = {"lr": cfg.grid[0], "seed": cfg.seed, "adapter": str(adapter_of(run.path))}
     label = f"lr {cfg.grid[0]:g} seed {cfg.seed}"
     try:
