@@ -273,7 +273,7 @@ def refuse(cfg: AlignConfig, m: Model, pretext: PretextTask, theta: Tensor) -> N
             f"--hypergrad exact: θ has {theta.numel()} entries, a dense Hessian of more than "
             f"{EXACT_LIMIT} is out of reach; lower --rank or use mfac"
         )
-    pieces = cfg.micro_batch is not None or world_size() > 1
+    pieces = (cfg.micro_batch or cfg.p_batch) < cfg.p_batch or world_size() > 1
     if pieces and not getattr(pretext, "mean_over_images", True):
         raise UsageError(
             f"--pretext {cfg.pretext}: its loss compares the images of a batch with each other, so "

@@ -10,6 +10,7 @@ same call goes on with unfinished ones and reads finished ones.
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -116,6 +117,8 @@ def finetune(
     lr, chosen = best_rate(
         tried, lambda lr, done: results([(lr, i) for i in range(done, cfg.seeds)])
     )
+    if len(cfg.grid) > 1 and lr in (min(cfg.grid), max(cfg.grid)):
+        LOG.info("the best rate, %g, is at the edge of the grid: extend it with --grid", lr)
     about = {
         "out": str(out), "dataset": cfg.dataset, "backbone": cfg.backbone, "unit": unit, "lr": lr,
         "pretext": task_name(cfg.pretext), "metric": m.task.metric,
@@ -249,13 +252,16 @@ def origin(start: Path, m: Model) -> dict[str, Any]:
             raise UsageError(f"--from {start}: has {key} {about.get(key)}, this run {now[key]}")
     env = read_json(start / "env.json") if (start / "env.json").exists() else {}
     digest = about.get("data_sha256", env.get("data_sha256", now["data_sha256"]))
-    if about.get("dataset") == now["dataset"] and digest != now["data_sha256"]:
+    names = (str(x.get("dataset")).removeprefix("folder:") for x in (about, now))
+    if len({os.path.realpath(x) for x in names}) == 1 and digest != now["data_sha256"]:
         raise UsageError(
             f"--from {start}: was aligned on another split or other images of {now['dataset']} "
             f"(data_sha256 {digest[:12]}, here {now['data_sha256'][:12]}), so it may have seen the "
             "test images; give its --data-seed, --split-file and images, or align again"
         )
-    if about and digest != now["data_sha256"]:
+    if not about:
+        LOG.info("--from %s: does not say which images it was trained on", start)
+    elif digest != now["data_sha256"]:
         LOG.info("aligned on %s, fine-tuned on %s", about.get("dataset"), now["dataset"])
     return about
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -94,8 +95,10 @@ class Optimiser:
         self.schedule, self.clip, self.decay, self.step = schedule, clip, decay, 0
         self.groups = [group for group in groups if group.tensors]
         params = [{"params": group.tensors} for group in self.groups]
-        self.torch: torch.optim.Optimizer = torch.optim.SGD(params, lr=0.0, momentum=0.9)
-        if betas is not None:
+        self.torch: torch.optim.Optimizer
+        if betas is None:
+            self.torch = torch.optim.SGD(params, lr=0.0, momentum=0.9)
+        else:
             fused = self.groups[0].tensors[0].device.type in ("cpu", "cuda")
             self.torch = torch.optim.AdamW(params, lr=0.0, betas=betas, eps=1e-8, fused=fused)
 
@@ -106,7 +109,8 @@ class Optimiser:
         """
         tensors = []
         for tensor, gradient in pairs:
-            tensor.grad = gradient.contiguous()  # fused AdamW reads in the order of storage
+            same = gradient.stride() == tensor.stride()  # fused AdamW reads in the order of storage
+            tensor.grad = gradient if same else torch.empty_like(tensor).copy_(gradient)
             tensors.append(tensor)
         norm = torch.nn.utils.clip_grad_norm_(tensors, self.clip or math.inf)
         self.step += 1
@@ -141,6 +145,8 @@ def pick_device(name: str) -> torch.device:
 
     Under torchrun, auto and cuda give each process a GPU of its own.
     """
+    if name.partition(":")[0] not in ("auto", "cpu", "cuda"):
+        raise ValueError("is no device, give auto, cpu, cuda or cuda:1")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and "LOCAL_RANK" in os.environ:
@@ -150,8 +156,6 @@ def pick_device(name: str) -> torch.device:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError("there is none on this machine, try cpu") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError("is not supported, give cpu, cuda or cuda:1")
     return device
 
 
@@ -217,7 +221,8 @@ class Stop:
     """
 
     def __init__(self) -> None:
-        self.asked, self.heard, self.open_runs = 0, 0.0, 0
+        self.asked, self.heard = 0, 0.0
+        self.open_runs: WeakSet[Any] = WeakSet()  # one that an exception ended is not kept
         self.shared: Any = None  # a number that the workers of `jobs` see
 
     def install(self) -> None:
