@@ -102,8 +102,8 @@ def jobs(fn: Callable[[T], R], units: Sequence[T], count: int) -> Iterator[R]:
     context = multiprocessing.get_context("spawn")
     stop.shared = shared = context.RawValue("i", stop.asked)
     threads = max(1, (os.cpu_count() or 1) // count)
-    stop.open_runs += 1  # in the others
     with ProcessPoolExecutor(count, context, start_worker, (shared, threads)) as pool:
+        stop.open_runs.add(pool)  # the runs are open in its processes
         try:
             yield from pool.map(fn, units)
         except BrokenProcessPool as error:
@@ -112,7 +112,7 @@ def jobs(fn: Callable[[T], R], units: Sequence[T], count: int) -> Iterator[R]:
         finally:
             shared.value = shared.value or signal.SIGTERM  # where one failed, the others stop
             stop.shared = None
-            stop.open_runs -= 1
+            stop.open_runs.discard(pool)
 
 
 def start_worker(shared: Any, threads: int) -> None:
@@ -161,7 +161,7 @@ class Run:
         if rank() == 0:
             self._open(command, force, about)
         barrier()
-        stop.open_runs += 1
+        stop.open_runs.add(self)
         if (path / "result.json").exists():
             self.result = read_json(path / "result.json")
             self.close()
@@ -246,7 +246,7 @@ class Run:
 
     def close(self) -> None:
         """Keep signals no longer for this run, and let other processes in."""
-        stop.open_runs -= 1
+        stop.open_runs.discard(self)
         if rank() == 0:
             os.close(self.lock)
 

@@ -69,10 +69,7 @@ def open_runs(runs: Sequence[Path], seed: int | None, changes: dict[str, Any]) -
 
 def open_run(run: Path, seed: int | None, changes: dict[str, Any]) -> Opened:
     """One of them, with the weights and images it was made with; opened as finetune's."""
-    one = seed is None or (run / "adapter.safetensors").exists()
-    files = sorted(run.glob("adapter*.safetensors" if one else f"adapter-s{seed}.safetensors"))
-    if not files:
-        raise UsageError(f"{run}: holds no adapter" + ("" if one else f" of seed {seed}"))
+    file = adapter_of(run, seed)
     with reading(run / "config.json", "run it again with this version"):
         config = flatten(read_json(run / "config.json"))
         known = FinetuneConfig.model_fields.keys() - {"start"}
@@ -82,8 +79,18 @@ def open_run(run: Path, seed: int | None, changes: dict[str, Any]) -> Opened:
         before, now = (env | env.get("about", {}))[key], m.about()[key]
         if before != now:
             raise UsageError(f"{run}: was made with {key} {before[:12]}, now it is {now[:12]}")
-    theta, phi_D, _ = load_adapter(min(files, key=lambda file: (len(file.name), file.name)))
+    theta, phi_D, _ = load_adapter(file)
     return Opened(m, theta.to(m.device), {k: x.to(m.device) for k, x in phi_D.items()})
+
+
+def adapter_of(run: Path, seed: int | None) -> Path:
+    """The adapter file of an align run, or of a seed, None: the first, of a finetune run."""
+    one = seed is None or (run / "adapter.safetensors").exists()
+    files = sorted(run.glob("adapter*.safetensors" if one else f"adapter-s{seed}.safetensors"))
+    if not files:
+        whose = "a finished align or finetune run" if one else f"seed {seed}"
+        raise UsageError(f"{run}: holds no adapter of {whose}")
+    return min(files, key=lambda file: (len(file.name), file.name))
 
 
 def looked_at(m: Model, index: Sequence[int]) -> Iterator[Tensor]:

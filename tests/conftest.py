@@ -17,6 +17,7 @@ from loopback import Server
 from torch import Tensor
 
 import cli
+from training import stop
 
 HERE = Path(__file__).parent
 SHARED = Path(os.environ.get("BISSLIGHT_SHARED", HERE.parent.parent / "shared"))
@@ -66,6 +67,12 @@ def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     assert actual.shape == expected.shape and float(error) <= tolerance, (
         f"relative error {float(error):.3g} > {tolerance}"
     )
+
+
+@pytest.fixture(autouse=True)
+def nothing_open() -> None:
+    """Forget the runs that an earlier test ended by an exception, whose traceback holds them."""
+    stop.open_runs.clear()
 
 
 @pytest.fixture(scope="session")
