@@ -11,8 +11,10 @@ from conftest import close, recorded
 from replay import head_flat, recording, state_of, steps_of, to_theta, upper_batches
 from torch import Tensor
 
+from align import hypergradient
 from bisslight import algorithm_1, hessian
 from cg import cg, conjugate_gradients
+from commands import AlignConfig
 from mae import Batch
 from mfac import exact, mfac
 
@@ -162,3 +164,21 @@ def test_per_tensor_steps_are_not_the_solution() -> None:
     close(conjugate_gradients(lambda d: A @ d, b, 2), truth, 1e-9)
     heuristic = conjugate_gradients(lambda d: A @ d, b, 2, [1, 1])
     assert float((heuristic - truth).abs().max()) > 0.05
+
+
+def test_the_settings_of_cg_reach_it() -> None:
+    """Its steps a tensor, as released, are those of the matrices A_q, B_q, A_v, B_v of each layer."""
+    torch.manual_seed(0)
+    theta, g = torch.randn(2, 8).double(), torch.randn(2, 8).double()
+    A = torch.randn(16, 16).double()
+
+    def opened() -> Any:
+        return lambda d: (A @ A.T @ d.flatten()).view(2, 8)
+
+    cfg = AlignConfig(backbone="vit_mini", dataset="quilts", hypergrad="cg", cg_steps="tensor",
+                      cg_iterations=3, cg_damping=0.1, cg_prefactor="lambda", lam=0.2)  # fmt: skip
+    q = hypergradient(cfg, theta)(theta, 0.2, opened)(g)
+    close(q, cg(theta, 0.2, opened, 3, 0.1, "lambda", [2] * 8)(g), 1e-12)
+    joint = hypergradient(cfg.but(cg_steps="joint"), theta)(theta, 0.2, opened)(g)
+    close(joint, cg(theta, 0.2, opened, 3, 0.1, "lambda")(g), 1e-12)
+    assert float((q - joint).abs().max()) > 1e-3
