@@ -167,7 +167,7 @@ def test_per_tensor_steps_are_not_the_solution() -> None:
 
 
 def test_the_settings_of_cg_reach_it() -> None:
-    """Its steps a tensor, as released, are those of the matrices A_q, B_q, A_v, B_v of each layer."""
+    """Steps a tensor, as released, are of the matrices A_q, B_q, A_v, B_v of each layer."""
     torch.manual_seed(0)
     theta, g = torch.randn(2, 8).double(), torch.randn(2, 8).double()
     A = torch.randn(16, 16).double()
