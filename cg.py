@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mfac import Solve, check_lambda
 
-TINY = 1e-12  # in both denominators, as released
+TINY = 1e-12  # in both denominators: of the squared length of the whole query, or absolute, as released
 
 
 def conjugate_gradients(
@@ -33,6 +33,9 @@ def conjugate_gradients(
         sizes: tensors that g consists of. Given, both step sizes are computed inside each of them while A d stays the
             full product, as released: a heuristic that does not converge to the solution. None: plain CG.
 
+    A query of zeros gives zeros. Plain CG solves every query to the same relative accuracy, however small it is: TINY
+    is relative to |g|². With `sizes` it is absolute, as released, and so a query with |g|² near 1e-12 is solved badly.
+
     >>> conjugate_gradients(lambda d: 2 * d, torch.tensor([4.0, 6.0], dtype=torch.float64), 1)
     tensor([2.0000, 3.0000], dtype=torch.float64)
     """
@@ -44,7 +47,12 @@ def conjugate_gradients(
         each = torch.stack([(x * y).sum() for x, y in zip(a.split(parts), b.split(parts), strict=True)])
         return each.repeat_interleave(spread, output_size=len(g))
 
-    x, r, d = torch.zeros_like(g), g, g
+    scale = torch.ones((), dtype=torch.float64, device=g.device)
+    if sizes is None:  # CG of s·g is s times CG of g, so solving for g/|g| makes TINY relative to |g|²
+        length = torch.linalg.vector_norm(g, dtype=torch.float64)  # in float32, squares of small numbers would vanish
+        scale = torch.where(length > 0, length, scale)
+    r = g / scale
+    x, d = torch.zeros_like(g), r
     rr = dot(r, r)
     for _ in range(iterations):
         Ad = product(d)
@@ -52,7 +60,7 @@ def conjugate_gradients(
         x, r = x + alpha * d, r - alpha * Ad
         before, rr = rr, dot(r, r)
         d = r + rr / (before + TINY) * d
-    return x
+    return x * scale
 
 
 Loss = Callable[[Tensor], Tensor]  # θ -> loss
