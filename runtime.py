@@ -138,7 +138,9 @@ class Optimiser:
         """
         pairs = list(gradients)
         for tensor, gradient in pairs:
-            tensor.grad = gradient
+            # fused AdamW goes through both in the order of storage, so a transposed or expanded gradient is copied
+            same = gradient.stride() == tensor.stride()
+            tensor.grad = gradient if same else torch.empty_like(tensor).copy_(gradient)
         tensors = [tensor for tensor, _ in pairs]
         norm = torch.nn.utils.clip_grad_norm_(tensors, self.clip or math.inf, foreach=True)
         self.step += 1
