@@ -183,6 +183,7 @@ def alternation(text: str, method: str, mode: str) -> dict[str, Any]:
             bisslight.align(
                 s, how.bilevel, loss_P, loss_D, inverse, pretext, downstream, task.after_step,
                 lambda s, log: phases.append(log.seconds), of_parts(task.loss), how=how_, clock=clock,
+                stored=method == "mfac",
             )  # fmt: skip
     peak = memory.read()
     kept = phases[1:]  # the first alternation warms caches up

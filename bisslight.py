@@ -70,7 +70,12 @@ class PretextTask(Protocol[Batch]):
         ...
 
     def loss(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
-        """L^P(θ, φ_P) of a prepared batch, a mean over its images: pure, differentiable, no randomness or drop path."""
+        """L^P(θ, φ_P) of a prepared batch, a mean over its images: pure, differentiable, no randomness or drop path.
+
+        Only means over images can be computed in pieces (micro-batches, several processes). A task whose loss is none,
+        a contrastive one say, has `mean_over_images = False` as an attribute of its class, and its batches are then
+        never divided. A class without the attribute has such a mean.
+        """
         ...
 
     def after_step(self, theta_P: Tensor | None) -> None:
@@ -124,6 +129,14 @@ class State:
         self.done, self.lower, self.upper = state["done"], [*state["lower"]], [*state["upper"]]
 
 
+class NotFinite(Diverged):
+    """A loss, a gradient or a system that is not finite; a command replaces the remedy by one that names its flags."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(what + remedy)
+        self.what = what
+
+
 class Log(NamedTuple):
     """One alternation in numbers. Losses are a value a step; `seconds` is wall time by phase."""
 
@@ -156,6 +169,7 @@ def align(
     how: Callable[..., list[Tensor]] = alone,
     rows: slice = slice(None),
     pause: Callable[[State], None] = lambda s: None,
+    stored: bool = True,
 ) -> Tensor:
     """Algorithm 1 from `s` on; returns θ_P (l.17). `s` is l.1 and l.2: θ_P and θ_D start equal.
 
@@ -163,7 +177,7 @@ def align(
         loss_P: (θ, φ_P, batch), the pretext task's loss.
         loss_D: (θ, φ_D, batch, here). Drop path, and the update of a head's statistics, act at θ_D only. Paper
             silent: drop path as released.
-        hypergrad: lines 10 and 13.
+        hypergrad: lines 10 and 13. The function counts; `cfg.hypergrad`, its name on the command line, is not read.
         pretext: prepared batches for l.6, one a lower step.
         downstream: (batch, what acts at θ_D alone). Paper silent: one batch serves l.12 to l.15, as released.
         after_step: the pretext task's hook, after l.9.
@@ -173,10 +187,14 @@ def align(
         how: a loss's value and gradients for a batch, if it does not come in one piece; as `parallel.alone`.
         rows: layers whose gradients are kept here; others keep the rest. `s.G` may be given, in host memory say.
         pause: called after each step; what it raises ends the loop, and `s` is where it goes on.
-    Raises Diverged naming level, step and block where a loss, gradient or M-FAC system is not finite.
+        stored: whether G is kept. False saves its memory where the hypergradient does not look at it (all but M-FAC).
+    Raises NotFinite naming level, step and block where a loss, gradient or M-FAC system is not finite; ValueError where
+    θ is not (K, p).
     """
+    if s.theta_P.ndim != 2 or s.theta_D.shape != s.theta_P.shape:
+        shapes = f"theta_P {tuple(s.theta_P.shape)}, theta_D {tuple(s.theta_D.shape)}"
+        raise ValueError(f"{shapes}: both have to be (K, p), a row a block; flat, (p,), take theta[None], one block")
     clock = clock or Clock(s.theta_P.device)
-    stored = cfg.hypergrad == "mfac"  # the others have no use for G
     if s.G is None:
         kept = s.theta_P[rows] if stored else s.theta_P[:0]
         s.G = kept.detach().new_empty(len(kept), cfg.lower_steps, kept.shape[1])
@@ -270,10 +288,8 @@ def pretrain(
         value, *found = how(partial(loss_P, None, phi_P), tensors, batch)
         norm = opt.update(zip(tensors, found, strict=True))
         if not math.isfinite((value + 0 * norm).item()):
-            raise Diverged(
-                f"pretrain step {step}: the loss is {value.item():.4g} and its gradient's norm {norm.item():.4g}, "
-                "try a lower --base-lr or a longer warm-up"
-            )
+            what = f"pretrain step {step}: the loss is {value.item():.4g} and its gradient's norm {norm.item():.4g}, "
+            raise NotFinite(what, "try a lower learning rate or a longer warm-up")
         after_step(None)
         report(step, value.item())
         pause()
@@ -315,10 +331,7 @@ def solvable(t: int, ok: Tensor) -> None:
 
 
 def not_finite(t: int, where: str) -> NoReturn:
-    raise Diverged(
-        f"alternation {t + 1}, {where}: not finite. Lower --p-lr or --d-lr, or raise --lam, in a new run "
-        "(another --out); checkpoints are from before this step"
-    )
+    raise NotFinite(f"alternation {t + 1}, {where}: not finite. ", "Lower the rate of θ_P or of θ_D, or raise λ")
 
 
 class Clock:

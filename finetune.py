@@ -184,7 +184,7 @@ def choose(validated: Mapping[float, Sequence[Score | None]]) -> float:
         if all(scores)
     }
     if not mean:
-        raise Diverged("every learning rate diverged, lower --lr or extend --grid downwards")
+        raise Diverged("every learning rate diverged, try lower ones")
     return max(mean, key=lambda lr: mean[lr].rank)
 
 

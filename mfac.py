@@ -199,7 +199,12 @@ def cut_flat(x: Tensor, sizes: Sequence[int]) -> list[list[Tensor]]:
 def mfac(
     G: Tensor, lam: float, theta_P: Tensor, loss_P: Callable[[Tensor], Tensor], partition: Partition = "layer"
 ) -> Solve:
-    """BiSSLight's hypergradient (Algorithm 1, l.10 and l.13). G (K, N_L, p), θ_P (K, p); the loss is not called."""
+    """BiSSLight's hypergradient (Algorithm 1, l.10 and l.13). G (K, N_L, p), θ_P (K, p); the loss is not called.
+
+    ValueError where G is not of that form or holds no gradients.
+    """
+    if G.ndim != 3 or not G.numel():
+        raise ValueError(f"M-FAC needs stored gradients G (K, N_L, p), a row a block; these are {tuple(G.shape)}")
     curvature = MFAC(cut(G, partition, batched=G.is_cuda), lam)
 
     def apply(g: Tensor) -> Tensor:
@@ -217,7 +222,11 @@ def identity(G: Tensor, lam: float, theta_P: Tensor, loss_P: Callable[[Tensor], 
 
 
 def exact(G: Tensor, lam: float, theta_P: Tensor, loss_P: Callable[[Tensor], Tensor]) -> Solve:
-    """Eq. 5 itself, q = λ (H + λI)⁻¹ g with the dense Hessian H of the pretext loss at θ_P. For small θ only."""
+    """Eq. 5 itself, q = λ (H + λI)⁻¹ g with the dense Hessian H of the pretext loss at θ_P. For small θ only.
+
+    Eq. 5 holds φ_P fixed, as the paper does, while Eq. 4 minimises over φ_P too. So where θ and φ are coupled this is
+    not the exact gradient of Eq. 3: that one has the Schur complement H_θθ − H_θφ H_φφ⁻¹ H_φθ in place of H = H_θθ.
+    """
     check_lambda(lam)
     flat = theta_P.detach().flatten()
     with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
