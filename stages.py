@@ -11,7 +11,7 @@ Leaves out: fine-tuning, which is in `tuning`.
 import copy
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -145,12 +145,15 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
     out = options.out or default_out("pretrain", cfg.pool, cfg.model, cfg.seed, cfg.model.pretext)
     peers = world()
     peers.first(partial(may_write, out, "pretrain", options))
+    late = [*late_warmup(cfg.warmup_epochs, cfg.epochs, "epochs", "--warmup-epochs")]
     if options.dry_run:
-        return about | {"config": cfg}
+        return about | remarked(late) | {"config": cfg}
     about["pool_sha256"] = pool.fingerprint()
     run = open_run(out, "pretrain", cfg, options.resume, options.force, **about, sources=options.sources)
     remind(run, options)
     options.announce(f"seed {cfg.seed}, device {device}, {total} steps, {about['parameters']:,} parameters -> {out}")
+    for line in late:
+        options.announce(line)
     groups = decay_groups(named, cfg.base_lr * cfg.batch / 256, cfg.weight_decay)
     last = cfg.final_weight_decay
     decay = constant if last is None else ijepa.decay_schedule(total, cfg.weight_decay, last)
@@ -189,10 +192,13 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
 
     loss_P = autocast(task.loss, device, cfg.amp)
     batches = pool.batches(task, cfg.batch, opt.step, total)
-    with signals.listening():
-        bisslight.pretrain(
-            psi, task.phi, loss_P, opt, batches, task.after_step, after, how=peers.gradients, pause=pause
-        )
+    try:
+        with signals.listening():
+            bisslight.pretrain(
+                psi, task.phi, loss_P, opt, batches, task.after_step, after, how=peers.gradients, pause=pause
+            )
+    except bisslight.NotFinite as error:
+        raise Diverged(f"{error.what}try a lower --base-lr or a longer warm-up, --warmup-epochs") from error
     run.write("backbone.pth", to_bytes(task.checkpoint(arch, cfg.model.backbone)))
     loss = run.records[-1]["loss"]
     result = {"out": str(out), "weights": str(out / "backbone.pth"), "loss": loss, **about, **run.spent()}
@@ -251,7 +257,8 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
             fits(name, sizes)
         if options.dry_run:
             needs = memory(cfg, sizes, labelled, pool.device)
-            return budget(cfg, sizes, labelled, len(pool.images)) | {"memory_MB": needs} | missing | {"config": cfg}
+            about = budget(cfg, sizes, labelled, len(pool.images)) | {"memory_MB": needs} | missing
+            return about | remarked(remarks(cfg, labelled)) | {"config": cfg}
     fetch_weights(model, options.report)
     d = downstream(model, data, machine, cfg.amp, labelled)
     arch, device = d.loaded.arch, d.device
@@ -259,6 +266,7 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
     pool = pool._replace(view=pool.view._replace(size=arch.image_size))
     theta = init_theta(arch.depth, model.rank, arch.dim, rng(cfg.seed, "lora"))
     task = make_task(cfg, d.loaded, theta.to(device))
+    refuse_pieces(cfg, task, peers)
     ((_, first),) = next(pool._replace(peers=World(), micro=None, workers=0).batches(task, 32, 0, 1))
     task.check(first)
     refuse_batches(cfg, d, [cfg.upper.d_batch, len(labelled.train.targets) % cfg.upper.d_batch])
@@ -273,7 +281,8 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
     if cfg.bilevel.hypergrad == "exact" and peers.size > 1:
         raise UsageError("--hypergrad exact: runs in one process, start it without torchrun")
     if options.dry_run:
-        return about | {"memory_MB": memory(cfg, arch, labelled, device), "config": cfg}
+        about |= {"memory_MB": memory(cfg, arch, labelled, device)}
+        return about | remarked(remarks(cfg, labelled)) | {"config": cfg}
     defining = {"weights_sha256": d.loaded.digest, "data_sha256": labelled.fingerprint(), "images": about["images"]}
     defining |= {"pool_sha256": pool.fingerprint(), "upper_rates": rates}
     run = open_run(out, "align", cfg, options.resume, options.force, **defining, sources=options.sources)
@@ -292,6 +301,9 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
                 theta_P = attempt(chosen, d, task, theta, pool, run, options.report, watched=len(rates) > 1)
             break
         except Diverged as error:
+            if len(rates) == 1 and isinstance(error, bisslight.NotFinite):
+                remedy = "Lower --p-lr or --d-lr, or raise --lam, in a new run (another --out)"
+                raise Diverged(f"{error.what}{remedy}; checkpoints are from before this step") from error
             if len(rates) == 1:
                 raise
             tried.failed(d_lr, str(error))
@@ -444,7 +456,7 @@ def attempt(
     del restored  # what was read is a second copy of all that has been put in its place
     return bisslight.align(
         s, b, loss_P, loss_D, inverse, pretext, examples, task.after_step, after, loss_H,
-        how=peers.gradients, rows=rows, pause=pause,
+        how=peers.gradients, rows=rows, pause=pause, stored=b.hypergrad == "mfac",
     )  # fmt: skip
 
 
@@ -536,6 +548,21 @@ def shared_out(inverse: bisslight.Hypergradient, peers: World, rows: slice, per_
     return hypergrad
 
 
+def refuse_pieces(cfg: AlignConfig, task: PretextTask[Any], peers: World) -> None:
+    """Refuse (UsageError) to divide the batches of a task whose loss is not a mean over images."""
+    micro = cfg.machine.micro_batch
+    if getattr(task, "mean_over_images", True) or (peers.size == 1 and (micro is None or micro >= cfg.lower.p_batch)):
+        return
+    what, instead = "several processes", "run one process"
+    if peers.size == 1:
+        what, instead = f"--micro-batch {micro}", f"leave it out or give at least --p-batch {cfg.lower.p_batch}"
+    name = type(task).__name__
+    raise UsageError(
+        f"{what}: the loss of {name} is not a mean over images (its mean_over_images is False), so in pieces it would "
+        f"be another loss; {instead}; --recompute needs less memory, too"
+    )
+
+
 def refuse_batches(cfg: AlignConfig | FinetuneConfig, d: Downstream, sizes: Sequence[int]) -> None:
     """Refuse (UsageError) what BatchNorm cannot do: pieces of a batch, and batches of fewer than two images."""
     if cfg.model.head != "batchnorm":
@@ -604,9 +631,22 @@ def remarks(cfg: AlignConfig | FinetuneConfig, task: Task) -> Iterator[str]:
         source = read_json(cfg.upper.d_lr_from / "config.json")
         what = f"{source['model']['backbone']}{', a partial copy' if source['data']['partial'] else ''}"
         yield f"upper rates come from {cfg.upper.d_lr_from} ({what}); the paper takes them from ViT-L for all backbones"
-    if isinstance(cfg, AlignConfig) and cfg.bilevel.warmup >= cfg.bilevel.alternations:
-        long = f"the warm-up of {cfg.bilevel.warmup} alternations is not shorter than the run"
-        yield f"{long}: no rate gets to its base, see --warmup"
+    if isinstance(cfg, AlignConfig):
+        yield from late_warmup(cfg.bilevel.warmup, cfg.bilevel.alternations, "alternations", "--warmup")
+    else:
+        yield from late_warmup(cfg.peft.warmup_epochs, cfg.peft.epochs, "epochs", "--warmup-epochs")
+
+
+def late_warmup(warmup: int, length: int, unit: str, flag: str) -> Iterator[str]:
+    """A line where no step of a run has the learning rate that was asked for, because its warm-up lasts as long."""
+    if warmup >= length:
+        long = f"the warm-up of {warmup} {unit} is not shorter than the run of {length}"
+        yield f"{long}: no rate gets to its base, lower {flag}"
+
+
+def remarked(lines: Iterable[str]) -> dict[str, str | None]:
+    """What --dry-run shows of them."""
+    return {"remark": "; ".join(lines) or None}
 
 
 def state(cfg: AlignConfig, theta: dict[str, Tensor], phi_P: Phi, phi_D: Phi) -> bisslight.State:

@@ -108,7 +108,8 @@ def share(chains: list[Chain], shard: str | None) -> list[Chain]:
 
 def budget(chains: list[Chain], out: Path) -> dict[str, Any]:
     """What all runs together cost, after every check that each of them makes before it starts."""
-    runs = []
+    runs: list[dict[str, Any]] = []
+    remarks: dict[str, str] = {}  # the same one is told once, with the first run that it is about
     for item in (item for chain in chains for item in chain):
         nowhere = stages.Options(out=out / item.name / "dry-run", dry_run=True)
         if isinstance(item.config, AlignConfig):
@@ -117,8 +118,11 @@ def budget(chains: list[Chain], out: Path) -> dict[str, Any]:
         else:  # the align run that it will start from is not there yet
             about = tuning.finetune(item.config.model_copy(update={"start": None}), nowhere)
             runs.append({"run": item.name, "steps": about["steps"], "PEFT runs": about["runs"]})
+        if about["remark"]:
+            remarks.setdefault(about["remark"], item.name)
     total = {key: sum(run.get(key, 0) for run in runs) for key in ("steps", "TFLOP", "PEFT runs")}
-    return {"runs": runs, "chains": len(chains), "total": {"runs": len(runs), **total}}
+    remark = "; ".join(f"{name}: {text}" for text, name in remarks.items()) or None
+    return {"runs": runs, "chains": len(chains), "total": {"runs": len(runs), **total}, "remark": remark}
 
 
 # --- the work --------------------------------------------------------------------------------------------------------

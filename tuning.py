@@ -64,7 +64,7 @@ from runtime import (
     to_bytes,
     write_atomic,
 )
-from stages import Options, copy_into, head, may_write, refuse_batches, remarks, remind, silent
+from stages import Options, copy_into, head, may_write, refuse_batches, remarked, remarks, remind, silent
 from stopping import Stopped, end_with_parent, held_back, let_in, signals
 from tasks import load_task
 
@@ -264,7 +264,7 @@ def finetune(cfg: FinetuneConfig, options: Options, pool: Executor | None = None
         if options.dry_run:
             sizes = BACKBONES[model.backbone].arch
             needs = memory(cfg, sizes, task, pick_device(machine.device))
-            return about | {"memory_MB": needs} | missing | {"config": cfg}
+            return about | {"memory_MB": needs} | missing | remarked(remarks(cfg, task)) | {"config": cfg}
     fetch_weights(model, options.report)
     d = downstream(model, data, machine, cfg.amp, task)
     origin: dict[str, str] = {}
@@ -272,7 +272,8 @@ def finetune(cfg: FinetuneConfig, options: Options, pool: Executor | None = None
         origin = check_adapter(start, model, d.loaded, data.dataset)
     refuse_batches(cfg, d, [p.batch, n % p.batch])
     if options.dry_run:
-        return about | {"memory_MB": memory(cfg, d.loaded.arch, task, d.device), "config": cfg}
+        about |= {"memory_MB": memory(cfg, d.loaded.arch, task, d.device)}
+        return about | remarked(remarks(cfg, task)) | {"config": cfg}
     defining = {"weights_sha256": d.loaded.digest, "data_sha256": task.fingerprint(), "images": about["images"]}
     run = open_run(out, "finetune", cfg, options.resume, options.force, **defining, sources=options.sources)
     options.announce(f"seed {cfg.seed}, device {d.device}, {runs} runs, {about['steps']} steps -> {out}")
