@@ -20,7 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mfac import Solve, check_lambda
 
-TINY = 1e-12  # in both denominators: of the squared length of the whole query, or absolute, as released
+# What is added to both denominators, so that nothing is divided by zero once the residual is gone
+SMALL = 1e-14  # of the squared length of the query: float32 does not resolve a residual below 1e-7 of it
+RELEASED = 1e-12  # absolute, whatever the query: the released program's
 
 
 def conjugate_gradients(
@@ -33,8 +35,9 @@ def conjugate_gradients(
         sizes: tensors that g consists of. Given, both step sizes are computed inside each of them while A d stays the
             full product, as released: a heuristic that does not converge to the solution. None: plain CG.
 
-    A query of zeros gives zeros. Plain CG solves every query to the same relative accuracy, however small it is: TINY
-    is relative to |g|². With `sizes` it is absolute, as released, and so a query with |g|² near 1e-12 is solved badly.
+    A query of zeros gives zeros. Plain CG solves every query to the same relative accuracy, however small it is: what
+    is added to the denominators is relative to |g|². With `sizes` it is absolute, as released, and a query with |g|²
+    near 1e-12 is solved badly.
 
     >>> conjugate_gradients(lambda d: 2 * d, torch.tensor([4.0, 6.0], dtype=torch.float64), 1)
     tensor([2.0000, 3.0000], dtype=torch.float64)
@@ -47,19 +50,19 @@ def conjugate_gradients(
         each = torch.stack([(x * y).sum() for x, y in zip(a.split(parts), b.split(parts), strict=True)])
         return each.repeat_interleave(spread, output_size=len(g))
 
-    scale = torch.ones((), dtype=torch.float64, device=g.device)
-    if sizes is None:  # CG of s·g is s times CG of g, so solving for g/|g| makes TINY relative to |g|²
+    scale, tiny = torch.ones((), dtype=torch.float64, device=g.device), RELEASED
+    if sizes is None:  # CG of s·g is s times CG of g, so solving for g/|g| makes `tiny` relative to |g|²
         length = torch.linalg.vector_norm(g, dtype=torch.float64)  # in float32, squares of small numbers would vanish
-        scale = torch.where(length > 0, length, scale)
+        scale, tiny = torch.where(length > 0, length, scale), SMALL
     r = g / scale
     x, d = torch.zeros_like(g), r
     rr = dot(r, r)
     for _ in range(iterations):
         Ad = product(d)
-        alpha = rr / (dot(d, Ad) + TINY)
+        alpha = rr / (dot(d, Ad) + tiny)
         x, r = x + alpha * d, r - alpha * Ad
         before, rr = rr, dot(r, r)
-        d = r + rr / (before + TINY) * d
+        d = r + rr / (before + tiny) * d
     return x * scale
 
 
