@@ -35,7 +35,6 @@ from cost import memory, work
 from data import Images, Split, Task, View, batches, stream
 from figures import COLOURS, pyplot
 from finetune import downstream_loss
-from loading import resolved_machine
 from lora import Backbone, Here, init_head, init_theta
 from parallel import Parts, World, micro
 from runtime import autocast, environment, pick_device, read_json, rng, trainable
@@ -371,8 +370,7 @@ def decoding(cfg: BenchConfig, size: int) -> float:
         view = View(size, (0.5,) * 3, (0.5,) * 3, "crop")
         images = Images(Split(files, torch.zeros(count, dtype=torch.long)), view, True, 0, "bench")
         draws = stream(count, 16, 0, "bench", 0, 12)
-        workers = resolved_machine(cfg.machine, folder).workers or 0
-        items = batches(images, draws, workers, torch.device("cpu"))
+        items = batches(images, draws, cfg.machine.workers or 0, torch.device("cpu"))
         next(items)  # starts the workers
         began = time.perf_counter()
         seen = sum(len(batch[1]) for batch in items)

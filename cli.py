@@ -654,9 +654,12 @@ def bench(config: BenchConfig, common: dict[str, Any], sources: dict[str, str]) 
     """Time and memory of one alternation, phase by phase, for M-FAC, CG, no curvature and plain PEFT. Writes --out."""
     import bench as room
     from figures import pyplot, save
+    from loading import resolved_machine
     from paper import memory_of
     from runtime import write_atomic
 
+    workers = resolved_machine(config.machine, "JPEG files").workers
+    config = config.model_copy(update={"machine": config.machine.model_copy(update={"workers": workers})})
     out = common["out"] or Path("runs") / f"bench-{config.backbone}"
     if common["resume"]:
         raise UsageError("--resume: a bench is one run, start it again with --force")

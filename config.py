@@ -356,8 +356,7 @@ class Machine(Settings):
     device: str = "auto"
     """auto, cpu, cuda, cuda:1. auto: CUDA where there is one. [here]"""
     workers: Annotated[int, Field(ge=0, le=256)] | None = None
-    """Processes that decode and augment images; any number gives the same result. None: beside a GPU one a core, at most
-    16; on a CPU, and for drawn images, none. [here]"""
+    """Processes that decode images; results do not change. None: beside a GPU one a core, at most 16; else 0. [here]"""
     jobs: Annotated[int, Field(ge=1, le=256)] = 1
     """Fine-tuning runs (seeds, rates) at a time, each in a process with its share of the cores. [here]"""
     data_root: Path | None = None
