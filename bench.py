@@ -371,7 +371,7 @@ def decoding(cfg: BenchConfig, size: int) -> float:
         view = View(size, (0.5,) * 3, (0.5,) * 3, "crop")
         images = Images(Split(files, torch.zeros(count, dtype=torch.long)), view, True, 0, "bench")
         draws = stream(count, 16, 0, "bench", 0, 12)
-        items = batches(images, draws, cfg.machine.workers, torch.device("cpu"))
+        items = batches(images, draws, cfg.machine.workers or 0, torch.device("cpu"))
         next(items)  # starts the workers
         began = time.perf_counter()
         seen = sum(len(batch[1]) for batch in items)

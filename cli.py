@@ -25,6 +25,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from config import (
+    NOT_UTF8,
     SWEPT,
     AlignConfig,
     BenchConfig,
@@ -37,6 +38,7 @@ from config import (
     UsageError,
     by_pretext,
     get,
+    is_utf8,
     leaves,
     preset,
     put,
@@ -114,6 +116,7 @@ def command(model: type[S], **own: Option) -> Callable[[Callable[[S, dict[str, A
             common = {name: given.pop(name) for name in options}
             flags = {k: v for k, v in given.items() if v is not None}
             config, sources = build(model, flags, common["config"], common["preset"])
+            spare_threads(config)
             body(config, common, sources)
 
         wanted = parameters(model, options)
@@ -122,6 +125,14 @@ def command(model: type[S], **own: Option) -> Callable[[Callable[[S, dict[str, A
         app.command(body.__name__, help=inspect.getdoc(body))(run)
 
     return register
+
+
+def spare_threads(config: Settings) -> None:
+    """One thread where more would only cost time; not for `bench`, which measures."""
+    if not isinstance(config, BenchConfig):
+        from runtime import few_threads, pick_device
+
+        few_threads(get(config, ("model", "backbone")), pick_device(get(config, ("machine", "device"))))
 
 
 def build(model: type[S], flags: dict[str, Any], file: Path | None, named: str) -> tuple[S, dict[str, str]]:
@@ -213,7 +224,7 @@ def inherited(start: Path) -> dict[str, Any]:
 # --- what a person sees ----------------------------------------------------------------------------------------------
 
 screen = Console(stderr=True, highlight=False)
-paper = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+paper = Console(highlight=False, width=None if sys.stdout and sys.stdout.isatty() else 160)
 
 
 class Live:
@@ -473,7 +484,9 @@ def evaluate(
     ] = None,
     limit: Annotated[int | None, typer.Option(help="so many images for --similarity (default: all)")] = None,
     device: Annotated[str, typer.Option(help="for --rollout and --similarity: auto, cpu, cuda, cuda:1")] = "auto",
-    workers: Annotated[int, typer.Option(help="processes that decode images", min=0)] = 0,
+    workers: Annotated[
+        int | None, typer.Option(help="processes that decode images (default: by device and cores)", min=0)
+    ] = None,
     data_root: Annotated[
         Path | None, typer.Option(help="where the benchmarks are now (default: as in the run)")
     ] = None,
@@ -641,9 +654,12 @@ def bench(config: BenchConfig, common: dict[str, Any], sources: dict[str, str]) 
     """Time and memory of one alternation, phase by phase, for M-FAC, CG, no curvature and plain PEFT. Writes --out."""
     import bench as room
     from figures import pyplot, save
+    from loading import resolved_machine
     from paper import memory_of
     from runtime import write_atomic
 
+    workers = resolved_machine(config.machine, "JPEG files").workers
+    config = config.model_copy(update={"machine": config.machine.model_copy(update={"workers": workers})})
     out = common["out"] or Path("runs") / f"bench-{config.backbone}"
     if common["resume"]:
         raise UsageError("--resume: a bench is one run, start it again with --force")
@@ -723,7 +739,9 @@ def demo(
 ) -> None:
     """The whole story, offline, in minutes on a CPU: pretrain, align, PEFT with and without, eight seeds an arm."""
     import demo as story
+    from runtime import few_threads, pick_device
 
+    few_threads("vit_mini", pick_device("auto"))
     tell = story.full if full else story.quick
     try:
         with Live(quiet or json_) as live:
@@ -762,8 +780,19 @@ def doctor(
 
 def main() -> None:
     """Exit codes: 0, 1 failure, 2 usage, 128 + a signal (130 Ctrl-C, 143 SIGTERM); a line for every known error."""
+    open_streams()
     signals.install()
     sys.exit(run(sys.argv[1:]))
+
+
+def open_streams() -> None:
+    """A stream that was closed (`>&-`) takes what is written to it; what one cannot show is written as \\xb1."""
+    for name in ("stdin", "stdout", "stderr"):  # in this order: each takes its own, the lowest free number
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("r+"))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 LESS = (
@@ -793,6 +822,8 @@ def other_rank() -> bool:
 def attempt(arguments: list[str]) -> int:
     """One command line without the farewell."""
     try:
+        if odd := [name for name in (*arguments, str(Path.cwd())) if not is_utf8(name)]:
+            raise UsageError(f"{odd[0]}: {NOT_UTF8}")
         result = typer.main.get_command(app)(arguments or ["--help"], standalone_mode=False)
         if result == 130:  # Typer turns Ctrl-C into this
             raise KeyboardInterrupt

@@ -106,6 +106,22 @@ def defaults_of(backbone: str) -> BackboneDefaults:
     return OTHER if backbone.startswith("timm:") else BACKBONES[backbone]
 
 
+NOT_UTF8 = "this name is not UTF-8, runs could not record it; rename the file or folder"
+
+
+def is_utf8(name: str) -> bool:
+    """Whether a name can be written as text; Python hides bytes that cannot in lone surrogates.
+
+    >>> is_utf8("café"), is_utf8(b"caf\\xe9".decode(errors="surrogateescape"))
+    (True, False)
+    """
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def nearest(word: str, known: Iterator[str] | list[str]) -> str:
     """': did you mean X?', or the list of what there is."""
     known = list(known)
@@ -339,8 +355,8 @@ class Machine(Settings):
 
     device: str = "auto"
     """auto, cpu, cuda, cuda:1. auto: CUDA where there is one. [here]"""
-    workers: Annotated[int, Field(ge=0, le=256)] = 0
-    """Processes that decode and augment images. They do not change the result. [here]"""
+    workers: Annotated[int, Field(ge=0, le=256)] | None = None
+    """Processes that decode images; results do not change. None: beside a GPU one a core, at most 16; else 0. [here]"""
     jobs: Annotated[int, Field(ge=1, le=256)] = 1
     """Fine-tuning runs (seeds, rates) at a time, each in a process with its share of the cores. [here]"""
     data_root: Path | None = None

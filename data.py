@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms as T
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from config import RunError, UsageError
+from config import NOT_UTF8, RunError, UsageError, is_utf8
 from parallel import micro
 from runtime import rng, seed_of
 from stopping import only_the_parent_decides
@@ -183,6 +183,10 @@ def walk(root: Path) -> Iterator[tuple[str, list[str], list[str]]]:
         raise RunError(f"{error.filename}: {error.strerror}; allow this user to read it, or move it elsewhere")
 
     for at, folders, names in os.walk(root, onerror=unreadable, followlinks=True):
+        images = [name for name in names if name.lower().endswith(IMG_EXTENSIONS)]
+        for name in (at, *(os.path.join(at, image) for image in images)):  # noqa: PTH118
+            if not is_utf8(name):
+                raise RunError(f"{name}: {NOT_UTF8}")
         links = {name for name in folders if os.path.islink(os.path.join(at, name))}  # noqa: PTH114, PTH118
         if links:
             above = {os.path.realpath(path) for path in (Path(at), *Path(at).absolute().parents)}

@@ -139,6 +139,16 @@ def compare(arm: Sequence[float], against: Sequence[float]) -> Comparison:
     return Comparison(difference, float(test.pvalue), splits if exact else RESAMPLES, exact)
 
 
+def accuracies(run: Path, result: Mapping[str, Any]) -> list[float]:
+    """The test accuracies in a finetune run's result.json (UsageError where there are none)."""
+    found = result["test"]
+    if not isinstance(found, list) or not found or not all(isinstance(x, int | float) for x in found):
+        raise UsageError(
+            f"{run / 'result.json'}: holds no test accuracies, it is damaged; run finetune again (--force)"
+        )
+    return [float(x) for x in found]
+
+
 def read_arm(path: Path) -> Arm:
     """The test accuracies of a finished `finetune` run, or of a directory whose subdirectories are such runs.
 
@@ -164,14 +174,14 @@ def read_arm(path: Path) -> Arm:
                 raise UsageError(
                     f"{run}: differs from {runs[0]} in {', '.join(different)}, they are no seeds of one arm"
                 )
-        accuracies = [float(accuracy) for result in results for accuracy in result["test"]]
+        values = [value for run, result in zip(runs, results, strict=True) for value in accuracies(run, result)]
         first, data = results[0], read_json(runs[0] / "config.json")["data"]
         if "aligned_by" not in first:
             raise UsageError(f"{runs[0]}: was made by an older version, run it again")
         method = {None: "PEFT", "mfac": "BiSSLight", "cg": "BiSSL"}.get(first["aligned_by"])
         like = method is not None and like_the_paper(read_json(runs[0] / "config.json"))
         published = reported(first["backbone"], data["dataset"], str(method), first["pretext"]) if like else None
-        return Arm(path.name, accuracies, first["unit"], settings[0]["task"], first["metric"], published)
+        return Arm(path.name, values, first["unit"], settings[0]["task"], first["metric"], published)
 
 
 def like_the_paper(config: Mapping[str, Any]) -> bool:

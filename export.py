@@ -29,6 +29,9 @@ TIMM_NAMES = {  # architecture, and the tag of the official MAE encoder
 }
 JEPA = "vit_huge_patch14_gap_224"
 MINI = "vit_tiny_patch16_224"  # any plain ViT of timm's; vit_mini's sizes are told to it as arguments
+MADE = (
+    "LoRA on q and v of every layer of a frozen Vision Transformer, made with BiSSLight."  # tells our card from others
+)
 TARGET = r"blocks\.\d+\.attn\.qkv"
 
 
@@ -145,14 +148,19 @@ def write_all(
     known = f"timm/{base}.{tag}" if official and tag else None  # peft loads by hand: no other base has a public name
     config, tensors = to_peft(theta, phi_D, backbone.dim, backbone.scale, known)
     files: dict[str, bytes | str] = {
+        "README.md": card,  # first: it says that what else is here was made by an export
         "released/lora.pth": to_bytes(to_released(theta, backbone.dim, backbone.scale)),
         "peft/adapter_config.json": json.dumps(config, indent=1),
         "peft/adapter_model.safetensors": save({k: v.contiguous() for k, v in tensors.items()}),
-        "README.md": card,
     }
     if merged:
         about, state = to_timm(backbone, theta, phi_D, base, arch, channels)
         files |= {"timm/config.json": json.dumps(about, indent=1), "timm/model.safetensors": save(state)}
+    card_there = out / "README.md"
+    again = card_there.is_file() and MADE in card_there.read_text(errors="replace")
+    foreign = None if again else next((file for file in files if (out / file).exists()), None)
+    if foreign:
+        raise UsageError(f"--out {out}: {foreign} is there and was not made by an export, choose another --out")
     for file, content in files.items():
         try:
             (out / file).parent.mkdir(parents=True, exist_ok=True)
@@ -172,7 +180,7 @@ def model_card(about: Mapping[str, str], config: Mapping[str, Any], result: Mapp
     lines = [
         "---", f"license: {licence}", "library_name: timm", "tags: [image-classification, lora, bisslight]", "---",
         f"# {about['backbone']} for {about['dataset']}, {about['stage']}", "",
-        "LoRA on q and v of every layer of a frozen Vision Transformer, made with BiSSLight.", "",
+        MADE, "",
         "| | |", "|---|---|",
         f"| backbone | {about['backbone']}, sha256 {about['weights_sha256']} |",
         f"| licence of the weights | {weights} |",

@@ -1,7 +1,6 @@
 """One style for every picture, and the picture of arms. Needs the `plot` extra, imported on use.
 
-Colours are those of Okabe and Ito, which colour-blind readers can tell apart; a figure is Matplotlib's own, so any of
-its formats can be written.
+Colours are those of Okabe and Ito, which colour-blind readers can tell apart.
 """
 
 import io
@@ -13,6 +12,7 @@ from typing import Any
 from config import RunError, UsageError
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#888888")
+CREATOR = "drawn by the program BiSSLight"  # in each picture file; one without it is never replaced
 STYLE: dict[Any, Any] = {
     "figure.constrained_layout.use": True, "figure.dpi": 150, "savefig.dpi": 150, "font.size": 9,
     "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
@@ -33,19 +33,22 @@ def pyplot() -> Any:
 
 
 def check_picture(option: str, path: Path) -> None:
-    """Refuse (UsageError), before any work, a picture that could not be written: its suffix, its folder."""
-    known = pyplot().figure().canvas.get_supported_filetypes()
-    pyplot().close()
-    if path.suffix.removeprefix(".").lower() not in known:
+    """Refuse (UsageError), before any work, a picture that could not be written, or whose file is not one of ours."""
+    pyplot()
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise UsageError(f"{option} {path}: the suffix says the format, take .png, .svg or .pdf")
     if not path.parent.is_dir():
         raise UsageError(f"{option} {path}: there is no folder {path.parent}")
+    if path.exists() and not (path.is_file() and CREATOR.encode() in path.read_bytes()):
+        raise UsageError(
+            f"{option} {path}: is there already and is no picture of this program's, choose another {option}"
+        )
 
 
 def save(figure: Any, path: Path) -> None:
     """Write a figure and let go of it (RunError where that fails)."""
     try:
-        figure.savefig(path)
+        figure.savefig(path, metadata={"Creator": CREATOR})
     except (OSError, ValueError) as error:
         raise RunError(f"{path}: the picture cannot be written ({error})") from error
     finally:

@@ -27,6 +27,7 @@ from config import (
     Machine,
     Model,
     PretrainConfig,
+    RunError,
     Shape,
     UsageError,
     defaults_of,
@@ -50,8 +51,8 @@ from evaluate import score
 from fetch import fetch, mirrored, verify
 from lora import Backbone, Here, Phi, drop_path, load_adapter, load_timm, logits
 from parallel import Parts, Summed, World, micro, world
-from runtime import Score, autocast, pick_device, read_json, rng, sha256
-from tasks import load_task, pool_path
+from runtime import Score, autocast, cores, default_workers, pick_device, read_json, rng, sha256
+from tasks import faults, load_task, pool_path
 
 Report = Callable[[str, int, int, str], None]  # (stage, done, total, live numbers)
 
@@ -140,10 +141,19 @@ def resolved_data(data: Data, needs_pool: bool) -> Data:
     return data.model_copy(update=update | {"split_file": data.split_file.absolute() if data.split_file else None})
 
 
-def resolved_machine(machine: Machine) -> Machine:
-    """Fill in where the benchmarks are."""
+def resolved_machine(machine: Machine, *images: str | None) -> Machine:
+    """Fill in where the benchmarks are, and how many processes decode images.
+
+    Args:
+        images: names of the datasets and pools that are read; drawn ones need no decoding.
+    """
     root = machine.data_root or Path(os.environ.get("BISSLIGHT_DATA", "data"))
-    return machine.model_copy(update={"data_root": root.expanduser().absolute()})
+    workers = machine.workers
+    if workers is None:
+        drawn = all(name == "quilts" for name in images)
+        share = cores() // (machine.jobs * int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        workers = 0 if drawn else default_workers(pick_device(machine.device), share)
+    return machine.model_copy(update={"data_root": root.expanduser().absolute(), "workers": workers})
 
 
 def default_out(command: str, dataset: str, model: Shape, seed: int, *more: str) -> Path:
@@ -272,7 +282,26 @@ def downstream(model: Model, data: Data, machine: Machine, amp: bool, task: Task
     fits(data.dataset, loaded.arch)
     mean, std = loaded.channels or (task.mean, task.std)
     view = View(loaded.arch.image_size, mean, std, data.augment, data.min_crop, data.d_interpolation)
-    return Downstream(loaded, task, view, device, machine.workers, amp, data.voc_loss, machine.micro_batch, world(), {})
+    workers = machine.workers or 0
+    return Downstream(loaded, task, view, device, workers, amp, data.voc_loss, machine.micro_batch, world(), {})
+
+
+decoded: set[tuple[Path, ...]] = set()  # what `decode_scored` has seen in this process; a sweep has many runs
+
+
+def decode_scored(task: Task, report: Report) -> None:
+    """Decode all validation and test images (RunError naming the first damaged one), before a run begins.
+
+    Found at the test, after all training, a damaged image could not be removed any more: the run would be another.
+    """
+    splits = [split.images for split in (task.val, task.test) if not isinstance(split.images, Tensor)]
+    files = tuple(file for images in splits for file in images)
+    if files in decoded:
+        return
+    if bad := faults(files, lambda stage, done, total, text: report(stage, done, total, "")):
+        more = f"; {len(bad)} such images in all, `bisslight data check {task.name}` lists them" if bad[1:] else ""
+        raise RunError(bad[0] + more)
+    decoded.add(files)
 
 
 class Pool(NamedTuple):
@@ -331,7 +360,7 @@ def pool_of(
     view = View(size, mean, std, augment, min_crop, **own)
     machine = cfg.machine
     device = pick_device(machine.device)
-    return Pool(images, view, device, machine.workers, cfg.amp, cfg.seed, machine.micro_batch, world())
+    return Pool(images, view, device, machine.workers or 0, cfg.amp, cfg.seed, machine.micro_batch, world())
 
 
 def pretext_task(cfg: AlignConfig, loaded: Loaded, theta: Tensor) -> PretextTask[Any]:

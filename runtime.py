@@ -198,6 +198,27 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def default_workers(device: torch.device, cores: int) -> int:
+    """Processes that decode images: beside a GPU one a core, at most 16. On a CPU none: the network needs the cores."""
+    return min(16, max(1, cores)) if device.type == "cuda" else 0
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def few_threads(backbone: str, device: torch.device) -> None:
+    """One thread for vit_mini on a CPU, unless $OMP_NUM_THREADS or $MKL_NUM_THREADS says how many.
+
+    Its products are so small that two threads gain a quarter at best; beside another busy process they wait for each
+    other, and a run takes several times as long.
+    """
+    asked = any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
+    if backbone == "vit_mini" and device.type == "cpu" and not asked:
+        torch.set_num_threads(1)
+
+
 def autocast(fn: Callable[P, R], device: torch.device, amp: bool) -> Callable[P, R]:
     """Fn under bfloat16 autocast where `amp` is on and the device is a GPU; parameters and gradients stay float32."""
 

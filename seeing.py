@@ -49,7 +49,8 @@ def opened(path: Path, seed: int | None = None, machine: Machine = HERE) -> Open
     cfg = run.cfg
     fetch_weights(cfg.model, silent)
     root = machine.data_root or cfg.machine.data_root
-    d = downstream(cfg.model, cfg.data, resolved_machine(machine.model_copy(update={"data_root": root})), cfg.amp)
+    machine = resolved_machine(machine.model_copy(update={"data_root": root}), cfg.data.dataset)
+    d = downstream(cfg.model, cfg.data, machine, cfg.amp)
     check_weights(run, d.loaded)
     phi_D = {name: tensor.to(d.device) for name, tensor in run.phi_D.items()}
     return Opened(run.path, d, run.theta.to(d.device), phi_D, what(run, seed))

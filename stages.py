@@ -40,6 +40,7 @@ from config import (
 )
 from cost import budget, memory, noting_what_fits
 from data import IMAGENET, Augment, Task, epochs, quilts, stream
+from evaluate import accuracies
 from loading import (
     Downstream,
     Loaded,
@@ -47,6 +48,7 @@ from loading import (
     Report,
     cached,
     check_weights,
+    decode_scored,
     default_out,
     downstream,
     fetch_weights,
@@ -133,7 +135,7 @@ def pretrain(cfg: PretrainConfig, options: Options) -> dict[str, Any]:
     device = pick_device(cfg.machine.device)
     fits(cfg.pool, arch)
     augment: Augment = cfg.augment or ("none" if cfg.pool == "quilts" else "crop")
-    cfg = cfg.model_copy(update={"machine": resolved_machine(cfg.machine), "augment": augment})
+    cfg = cfg.model_copy(update={"machine": resolved_machine(cfg.machine, cfg.pool), "augment": augment})
     pool = pool_of(cfg, cfg.pool, cfg.data_seed, augment, cfg.min_crop, arch.image_size)
     per_epoch = max(1, len(pool.images) // cfg.batch)
     total = per_epoch * cfg.epochs
@@ -235,13 +237,13 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
     Args:
         make_task: (settings, backbone with its head, θ_P's start) -> the pretext task; MAE or I-JEPA by the settings.
     """
-    machine = resolved_machine(cfg.machine)
     if cfg.model.backbone.startswith("timm:"):
         raise UsageError(
             f"--backbone {cfg.model.backbone}: align needs a checkpoint with its pretext head, so vit_b16, vit_l16, "
             "vit_h14 or a pretrain run's vit_mini; any timm ViT can be fine-tuned"
         )
     model, data = resolved_model(cfg.model), resolved_data(cfg.data, True)
+    machine = resolved_machine(cfg.machine, data.dataset, data.pool)
     upper = cfg.upper.model_copy(update={"d_lr_from": cfg.upper.d_lr_from and cfg.upper.d_lr_from.absolute()})
     cfg = cfg.model_copy(update={"model": model, "data": data, "machine": machine, "upper": upper})
     assert machine.data_root is not None and data.pool is not None and data.augment and model.rank is not None
@@ -283,6 +285,7 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
     if options.dry_run:
         about |= {"memory_MB": memory(cfg, arch, labelled, device)}
         return about | remarked(remarks(cfg, labelled)) | {"config": cfg}
+    peers.first(partial(decode_scored, labelled, options.report))
     defining = {"weights_sha256": d.loaded.digest, "data_sha256": labelled.fingerprint(), "images": about["images"]}
     defining |= {"pool_sha256": pool.fingerprint(), "upper_rates": rates}
     run = open_run(out, "align", cfg, options.resume, options.force, **defining, sources=options.sources)
@@ -721,6 +724,8 @@ def export_run(path: Path, out: Path | None, seed: int | None, merged: bool) -> 
     channels = d.channels or ((quilts_task.mean, quilts_task.std) if cfg.data.dataset == "quilts" else IMAGENET)
     terms = BENCHMARKS[cfg.data.dataset].terms if cfg.data.dataset in BENCHMARKS else "the user's own"
     config, result = read_json(path / "config.json"), read_json(path / "result.json")
+    if "test" in result:
+        accuracies(path, result)
     with read_from(path):
         card = export.model_card(run.about, config, result, terms)
     where = out or path / "export"

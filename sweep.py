@@ -28,7 +28,7 @@ import tuning
 from config import SWEPT, AlignConfig, Diverged, FinetuneConfig, RunError, Shape, SweepConfig, UsageError, put
 from evaluate import compare, read_arm
 from figures import COLOURS, pyplot, rendered
-from loading import default_out, resolved_data, resolved_model
+from loading import default_out, resolved_data, resolved_machine, resolved_model
 from parallel import world
 from runtime import check_out, differences, read_from, read_json, write_atomic
 
@@ -148,7 +148,9 @@ def sweep(
     chains = plan(cfg, out)
     mine = share(chains, shard)
     if options.dry_run:
-        return budget(mine, out) | {"config": cfg, "out": str(out)}
+        data = resolved_data(cfg.data, True)
+        machine = resolved_machine(cfg.machine, data.dataset, data.pool)
+        return budget(mine, out) | {"config": cfg.model_copy(update={"machine": machine}), "out": str(out)}
     pyplot()
     check_sweep(out, cfg, options.resume, shard)
     for item in (item for chain in mine for item in chain):

@@ -19,7 +19,7 @@ import shutil
 import tarfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -431,12 +431,19 @@ def check(name: str, root: Path, report: Report, partial: bool = False) -> Check
         if not files or (name == "imagenet" and len(files) != IMAGENET_SIZE):
             whole_ = f", the whole has {IMAGENET_SIZE}" if name == "imagenet" else ""
             problems.append(f"{base}: holds {len(files)} images{whole_}")
+    problems += faults(files, report)
+    return Checked(name, problems, len(files), found)
+
+
+def faults(files: Sequence[Path], report: Report) -> list[str]:
+    """What is wrong with those image files that do not decode to their end."""
+    found: list[str] = []
     step = max(64, min(4096, len(files) // 20))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # decoding releases the interpreter
         for at in range(0, len(files), step):
-            problems += [fault for fault in pool.map(fault_of, files[at : at + step]) if fault]
-            report("check", min(at + step, len(files)), len(files), f"{len(problems)} problems")
-    return Checked(name, problems, len(files), found)
+            found += [fault for fault in pool.map(fault_of, files[at : at + step]) if fault]
+            report("check", min(at + step, len(files)), len(files), f"{len(found)} problems")
+    return found
 
 
 def fault_of(file: Path) -> str | None:

@@ -37,6 +37,7 @@ from loading import (
     Downstream,
     Loaded,
     Report,
+    decode_scored,
     default_out,
     downstream,
     fetch_weights,
@@ -53,6 +54,7 @@ from runtime import (
     Run,
     Schedule,
     Score,
+    cores,
     load_tensors,
     moved,
     open_run,
@@ -163,7 +165,7 @@ def worker_pool(jobs: int) -> Iterator[Executor | None]:
     if jobs == 1:
         yield None
         return
-    threads = max(1, (os.cpu_count() or 1) // jobs)
+    threads = min(torch.get_num_threads(), max(1, cores() // jobs))
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), worker_started, (threads,))
     ensure_running()  # of the resource tracker, whose start would let signals in again
     with held_back():
@@ -239,8 +241,8 @@ def starts_of(start: Path | None, seeds: int) -> tuple[list[Path | None], str]:
 
 def finetune(cfg: FinetuneConfig, options: Options, pool: Executor | None = None) -> dict[str, Any]:
     """PEFT over rates and seeds (App. C.2): the rate is chosen on validation, its seeds are run, and tested once."""
-    machine = resolved_machine(cfg.machine)
     model, data = resolved_model(cfg.model), resolved_data(cfg.data, False)
+    machine = resolved_machine(cfg.machine, data.dataset)
     update = {"model": model, "data": data, "machine": machine, "start": cfg.start and cfg.start.absolute()}
     cfg = cfg.model_copy(update=update)
     assert machine.data_root is not None
@@ -274,6 +276,7 @@ def finetune(cfg: FinetuneConfig, options: Options, pool: Executor | None = None
     if options.dry_run:
         about |= {"memory_MB": memory(cfg, d.loaded.arch, task, d.device)}
         return about | remarked(remarks(cfg, task)) | {"config": cfg}
+    peers.first(partial(decode_scored, task, options.report))
     defining = {"weights_sha256": d.loaded.digest, "data_sha256": task.fingerprint(), "images": about["images"]}
     run = open_run(out, "finetune", cfg, options.resume, options.force, **defining, sources=options.sources)
     options.announce(f"seed {cfg.seed}, device {d.device}, {runs} runs, {about['steps']} steps -> {out}")
