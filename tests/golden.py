@@ -1,8 +1,8 @@
 """Golden runs: small runs from the command line to the adapter, and what the first program made of them.
 
-`RUNS` names the command lines, `read` looks at the files that a run leaves, `differences` compares. Nothing of the project is
-imported but the command line itself, so a program that is written anew can be held to the same numbers: names of flags
-and files may be adapted here (in `RUNS`, `command` and the readers), numbers never.
+`RUNS` names the command lines, `read` looks at the files that a run leaves, `differences` compares. Nothing of the
+project is imported but the command line itself, so a program that is written anew can be held to the same numbers:
+names of flags and files may be adapted here (in `RUNS`, `command` and the readers), numbers never.
 
 How the recording in data/golden was made: `OMP_NUM_THREADS=1 PYTHONPATH=. python tests/record_golden.py` on the first
 program (commit 112a6b5), Python 3.11, torch 2.14.1, torchvision 0.29.1, timm 1.0.31, one thread of an x86-64 CPU with
