@@ -18,6 +18,7 @@ Long arrays are kept as `condensed`: some of their entries, and sums over all of
 """
 
 import fcntl
+import hashlib
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,6 +57,13 @@ RUNS = {  # name: command line; {data} is the folder of drawn images, {runs} tha
     " --batch 16 --base-lr 5e-3 --targets 6 --min-keep 8 --seed 4",
     "pretrain-quilts": "pretrain --pool quilts --backbone vit_mini --epochs 1 --warmup-epochs 0 --batch 1300"
     " --base-lr 1e-3",
+    # what the others leave at values that hide it: ends of schedules, decay, betas, the teacher's momentum
+    "pretrain-mae-ends": "pretrain --pool {data}/pool --backbone vit_mini --image-size 24 --patch-size 6 --epochs 2"
+    " --warmup-epochs 1 --batch 11 --base-lr 5e-3 --min-lr 1e-3 --weight-decay 0.3 --beta2 0.9 --augment none"
+    " --mask-ratio 0.5",
+    "pretrain-ijepa-ends": "pretrain --pool {data}/pool --backbone vit_mini --pretext ijepa --epochs 2 --batch 22"
+    " --warmup-epochs 1 --warmup-from 0.5 --base-lr 5e-3 --min-lr 1e-3 --weight-decay 0.5 --final-weight-decay 2"
+    " --beta2 0.9 --ema 0.5 --min-crop 0.6 --seed 2",
     "align-mae-mfac": f"align {MAE} {SHAPES} --pool {{data}}/pool {ALIGN} --drop-path 0.2 --seed 1",
     "align-mae-cg": f"align {MAE} --dataset folder:{{data}}/flat --pool folder:{{data}}/pool {ALIGN} --hypergrad cg"
     " --cg-iterations 3 --cg-damping 0.1 --min-crop 0.5 --data-seed 5",
@@ -71,6 +79,9 @@ RUNS = {  # name: command line; {data} is the folder of drawn images, {runs} tha
     " --drop-path 0.1",
     "align-released-mfac": f"align --preset as-released {MAE} {SHAPES} --pool {{data}}/pool {ALIGN}",
     "align-released-cg": f"align --preset as-released {MAE} {SHAPES} --pool {{data}}/pool {ALIGN} --hypergrad cg",
+    # a random decoder at a seed that is not 0, the ends of both schedules, momentum and decay at the upper level
+    "align-mae-ends": f"align {MAE} --dataset folder:{{data}}/flat --pool {{data}}/pool {ALIGN} --decoder random"
+    " --seed 2 --end-lr 1e-3 --d-optimizer sgd --d-lr 0.02 --d-weight-decay 2 --alpha 10 --d-interpolation bilinear",
     "finetune-direct": f"finetune {MAE} {SHAPES} {PEFT} --grid 1e-3,1e-2 --grid-seeds 2 --seeds 3 --drop-path 0.2"
     " --seed 10",
     "finetune-from": f"finetune --from {{runs}}/align-mae-mfac {PEFT} --grid 1e-3,1e-2 --seeds 3 --eval-every 2",
@@ -81,6 +92,8 @@ RUNS = {  # name: command line; {data} is the folder of drawn images, {runs} tha
     "finetune-ijepa": f"finetune --from {{runs}}/align-ijepa-mfac {PEFT} --lr 5e-3 --seeds 2",
     "finetune-released": f"finetune --preset as-released --from {{runs}}/align-released-mfac {PEFT} --lr 5e-2"
     " --seeds 2",
+    "finetune-ends": f"finetune {MAE} --dataset folder:{{data}}/flat {PEFT} --alpha 12 --end-lr 2e-3 --optimizer sgd"
+    " --lr 3e-2 --seeds 2 --seed 7 --data-seed 5 --eval-every 3 --weight-decay 0.5 --min-crop 0.7",
     "align-voc": f"align {MAE} --dataset voc07 --partial --data-root {{data}} --pool {{data}}/pool {ALIGN}",
     "finetune-voc": f"finetune --from {{runs}}/align-voc {PEFT} --lr 1e-2 --seeds 2",
     "finetune-voc-bce": f"finetune {MAE} --dataset voc07 --partial --data-root {{data}} {PEFT} --voc-loss bce"
@@ -278,8 +291,20 @@ def asked(name: str, data: Path) -> list[tuple[Path, int]]:
     if "voc" in name:
         root = data / "VOCdevkit" / "VOC2007"
         return [(root / "JPEGImages" / f"{n}.jpg", -1) for n in (root / "ImageSets/Main/test.txt").read_text().split()]
-    folders = sorted((data / "shapes" / "test").iterdir())
-    return [(file, k) for k, folder in enumerate(folders) for file in sorted(folder.iterdir())]
+    flat = "/flat" in RUNS[name]
+    folders = sorted((data / "flat" if flat else data / "shapes" / "test").iterdir())
+    files = [fifth_of(folder) if flat else sorted(folder.iterdir()) for folder in folders]
+    return [(file, k) for k, of_class in enumerate(files) for file in of_class]
+
+
+def fifth_of(folder: Path) -> list[Path]:
+    """The test images of a class without a split on disk, --data-seed 5: the fifth with the smallest digests."""
+
+    def drawn(file: Path) -> str:
+        return hashlib.sha256(f"5/test/{folder.name}/{file.name}".encode()).hexdigest()
+
+    files = sorted(folder.iterdir(), key=drawn)
+    return sorted(files[: len(files) // 5])
 
 
 # --- comparison ------------------------------------------------------------------------------------------------------
