@@ -1,5 +1,6 @@
 """Recorded numbers travel with the suite, in tests/data; photographs and the paper lie beside the checkout."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from golden import make_data
 from loopback import Server
 from torch import Tensor
 
@@ -82,6 +84,18 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def weights(pretrained: Path) -> Path:
     """A run of `pretrain` with MAE; what it learned does not matter here."""
     return pretrained / "mae"
+
+
+@pytest.fixture(scope="session")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the drawn images, data/, and the golden runs, runs/, are: of all test processes together."""
+    base = tmp_path_factory.getbasetemp()
+    where = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "golden"
+    mine = where / f"making-{os.getpid()}"
+    make_data(mine)
+    with contextlib.suppress(OSError):  # whoever is first puts the whole of it in place
+        mine.rename(where / "data")
+    return where
 
 
 @pytest.fixture
