@@ -1,5 +1,6 @@
-"""Recorded numbers: small files travel with the suite in tests/data, larger ones lie beside the checkout."""
+"""Recorded numbers travel with the suite, in tests/data; photographs and the paper lie beside the checkout."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from golden import make_data
 from loopback import Server
 from torch import Tensor
 
@@ -37,19 +39,21 @@ class Recorded:
         return {k.removeprefix(f"{prefix}/"): self[k] for k in self.arrays if k.startswith(f"{prefix}/")}
 
 
-def shared(path: str) -> Path:
-    """A file of the recorded fixtures or data packs; the test skips where it is missing."""
-    local, beside = HERE / "data" / Path(path).name, SHARED / path
-    if beside.exists():
-        return beside
-    if not local.exists():
-        pytest.skip(f"{beside} is not here (set BISSLIGHT_SHARED to the folder that holds fixtures/ and data/)")
-    return local
+def fixture(name: str) -> Path:
+    """A recorded file, tests/data/NAME."""
+    return HERE / "data" / name
 
 
 def recorded(name: str) -> Recorded:
-    """The recorded run fixtures/NAME."""
-    return Recorded(shared(f"fixtures/{name}"))
+    """The recorded run tests/data/NAME."""
+    return Recorded(fixture(name))
+
+
+def shared(path: str) -> Path:
+    """Photographs, or the paper's text, which do not travel with the suite; the test skips where they are missing."""
+    if not (SHARED / path).exists():
+        pytest.skip(f"{SHARED / path} is not here (set BISSLIGHT_SHARED to the folder that holds data/ and paper/)")
+    return SHARED / path
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -80,6 +84,18 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def weights(pretrained: Path) -> Path:
     """A run of `pretrain` with MAE; what it learned does not matter here."""
     return pretrained / "mae"
+
+
+@pytest.fixture(scope="session")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the drawn images, data/, and the golden runs, runs/, are: of all test processes together."""
+    base = tmp_path_factory.getbasetemp()
+    where = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "golden"
+    mine = where / f"making-{os.getpid()}"
+    make_data(mine)
+    with contextlib.suppress(OSError):  # whoever is first puts the whole of it in place
+        mine.rename(where / "data")
+    return where
 
 
 @pytest.fixture

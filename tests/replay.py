@@ -27,7 +27,7 @@ class Recording(NamedTuple):
 
 
 def model_of(rec: Recorded, weights: Recorded | None = None, mask_ratio: float = 0.75) -> Recording:
-    """Backbone, decoder, θ, φ_P and φ_D of a run under fixtures/official."""
+    """Backbone, decoder, θ, φ_P and φ_D of a run under data/official."""
     m, source = rec.meta, weights or rec
     dtype = torch.float32 if m.get("dtype") == "torch.float32" else torch.float64
     arch = Arch(

@@ -5,10 +5,11 @@ import re
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from conftest import recorded, shared
+from conftest import fixture, recorded, shared
 
 import paper
 from config import BACKBONES, RunError, UsageError
@@ -177,32 +178,44 @@ def test_losses_of_several_labels_an_image() -> None:
     assert cross_entropy(z, torch.zeros(1, 4).long(), "bce").item() == 0  # only difficult objects: nothing to learn
 
 
-def test_the_papers_tables_are_copied_right() -> None:
-    """Every number of the LaTeX source's tables, in order."""
-    text = shared("paper/bisslight.tex").read_text()
+def tables_of(text: str) -> dict[str, Any]:
+    """Every number of the paper's tables that the program shows, in the order of the LaTeX source."""
 
     def table_of(label: str) -> str:
         start = text.index(f"\\label{{{label}}}")
         return text[start : text.index("\\end{tabular}", start)]
 
-    def pairs(label: str) -> list[tuple[float, float]]:
-        body = table_of(label)
-        found = re.findall(r"(\d+\.\d)\}?\\scriptstyle\{\\pm (\d+\.\d)\}", body)
-        return [(float(a), float(b)) for a, b in found]
+    def pairs(label: str) -> list[list[float]]:
+        found = re.findall(r"(\d+\.\d)\}?\\scriptstyle\{\\pm (\d+\.\d)\}", table_of(label))
+        return [[float(a), float(b)] for a, b in found]
 
-    rows = [pair for row in paper.MAE.values() for pair in row]
-    assert pairs("tab:mae_bisslight_main_results") == rows
-    assert pairs("tab:classificaiton_acc_bisslight_ijepa") == [pair for row in paper.IJEPA.values() for pair in row]
+    body = table_of("tab:lora_param_count").split("midrule")[1]
+    return {
+        "mae": pairs("tab:mae_bisslight_main_results"),
+        "ijepa": pairs("tab:classificaiton_acc_bisslight_ijepa"),
+        "bissl": pairs("tab:classificaiton_acc_bissl_orig"),
+        "datasets": re.findall(r"& (\w+)", table_of("tab:mae_bisslight_main_results").split("midrule")[0]),
+        "lora_millions": [float(x) for x in re.findall(r"\d+\.\d\d", body)],
+        "memory_GB": [int(x) for x in re.findall(r"\\\((\d+)\\\) GB", table_of("tab:memory_single_gpu"))],
+    }
+
+
+def test_the_papers_tables_are_copied_right() -> None:
+    """Every number of paper.py against those that a script took out of the LaTeX source, in order."""
+    tables = json.loads(fixture("paper_tables.json").read_text())
+    assert tables["mae"] == [[*pair] for row in paper.MAE.values() for pair in row]
+    assert tables["ijepa"] == [[*pair] for row in paper.IJEPA.values() for pair in row]
     bissl = [*paper.MAE["vit_b16", "PEFT"], *paper.MAE["vit_b16", "BiSSLight"], *paper.BISSL["vit_b16", "BiSSL"]]
-    assert pairs("tab:classificaiton_acc_bissl_orig") == bissl
-    head = ["Pets", "DTD", "VOC07", "Flowers", "CUB200", "Aircrafts"]
-    assert re.findall(r"& (\w+)", table_of("tab:mae_bisslight_main_results").split("midrule")[0]) == head
-    assert [name.lower() for name in head] == [*paper.DATASETS]
-    millions = [float(x) for x in re.findall(r"\d+\.\d\d", table_of("tab:lora_param_count").split("midrule")[1])]
+    assert tables["bissl"] == [[*pair] for pair in bissl]
+    assert tables["datasets"] == ["Pets", "DTD", "VOC07", "Flowers", "CUB200", "Aircrafts"]
+    assert [name.lower() for name in tables["datasets"]] == [*paper.DATASETS]
     ours = [x for name, row in paper.LORA_MILLIONS.items() for x in (*row, paper.BACKBONE_MILLIONS[name])]
-    assert millions == ours
-    memory = [int(x) for x in re.findall(r"\\\((\d+)\\\) GB", table_of("tab:memory_single_gpu"))]
-    assert memory == [x for row in paper.MEMORY_GB.values() for x in row.values()]
+    assert tables["lora_millions"] == ours
+    assert tables["memory_GB"] == [x for row in paper.MEMORY_GB.values() for x in row.values()]
+
+
+def test_the_recorded_tables_are_those_of_the_paper() -> None:
+    assert tables_of(shared("paper/bisslight.tex").read_text()) == json.loads(fixture("paper_tables.json").read_text())
 
 
 def test_the_parameter_table_follows_from_the_formula() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Recorded, close, recorded, shared
+from conftest import Recorded, close, fixture, recorded
 from torch import Tensor
 
 import ijepa
@@ -29,7 +29,7 @@ EIGHT = Masks(min_keep=4)  # for a grid of 8 x 8
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Path:
     """The recorded checkpoint, which the official training loop wrote; its sizes get a name."""
     monkeypatch.setitem(BACKBONES, "tiny", BackboneDefaults(TINY, 4, 0.0))
-    return shared("fixtures/ijepa/jepa_tiny.pth.tar")
+    return fixture("ijepa/jepa_tiny.pth.tar")
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_float32_agrees_to_float32(tiny: Path, io: Recorded, case: str) -> None:
 
 def test_training_follows_the_recorded_trajectory(tiny: Path, io: Recorded) -> None:
     """Six float32 steps by `bisslight.pretrain` with its schedules, decay groups and teacher; the final file."""
-    start = torch.load(shared("fixtures/ijepa/jepa_tiny_init.pth"), weights_only=True)
+    start = torch.load(fixture("ijepa/jepa_tiny_init.pth"), weights_only=True)
     final = torch.load(tiny, weights_only=True)
 
     def strip(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -98,7 +98,7 @@ def test_training_follows_the_recorded_trajectory(tiny: Path, io: Recorded) -> N
     vit, predictor = build_vit(TINY), Predictor(TINY)
     vit.load_state_dict(strip(start["encoder"]))
     predictor.load_state_dict(strip(start["predictor"]))
-    cfg = json.loads(shared("fixtures/ijepa/ijepa_tiny.json").read_text())["config"]["traj"]
+    cfg = json.loads(fixture("ijepa/ijepa_tiny.json").read_text())["config"]["traj"]
     steps = cfg["epochs"] * cfg["ipe"] * cfg["ipe_scale"]
     teacher = Backbone(copy.deepcopy(vit)).requires_grad_(False)
     t = IJEPA(Backbone(vit), predictor, Masks(min_keep=4), (cfg["ema"][0], steps), None, teacher)
@@ -131,7 +131,7 @@ def test_training_follows_the_recorded_trajectory(tiny: Path, io: Recorded) -> N
 
 
 def test_the_schedules_are_the_official_ones(io: Recorded) -> None:
-    cfg = json.loads(shared("fixtures/ijepa/ijepa_tiny.json").read_text())["config"]["sched"]
+    cfg = json.loads(fixture("ijepa/ijepa_tiny.json").read_text())["config"]["sched"]
     total = int(cfg["epochs"] * cfg["ipe"] * cfg["ipe_scale"])
     rate = schedule(total, cfg["warmup"] * cfg["ipe"], cfg["start_lr"] / cfg["lr"], cfg["final_lr"])
     decay = decay_schedule(total, cfg["wd"], cfg["final_wd"])
@@ -182,7 +182,7 @@ def test_the_teacher_is_an_average_of_theta_on_the_same_network(tiny: Path, io: 
 
 
 def statistics() -> list[dict[str, Any]]:
-    return json.loads(shared("fixtures/ijepa/collator_stats.json").read_text())
+    return json.loads(fixture("ijepa/collator_stats.json").read_text())
 
 
 @pytest.mark.parametrize("name", ["g14_b1", "g14_b32", "g16_b1", "g16_b32", "g16_b128"])

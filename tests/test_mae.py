@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Recorded, close, recorded, shared
+from conftest import Recorded, close, fixture, recorded
 from replay import model_of
 from torch import Tensor
 
@@ -25,7 +25,7 @@ TINY = Arch(
 def official(monkeypatch: pytest.MonkeyPatch) -> Path:
     """The recorded checkpoint in the official layout, and `tiny` as the name of its sizes."""
     monkeypatch.setitem(BACKBONES, "tiny", BackboneDefaults(TINY, 4, 0.0))
-    return shared("fixtures/mae/mae_tiny_full.pth")
+    return fixture("mae/mae_tiny_full.pth")
 
 
 @pytest.fixture

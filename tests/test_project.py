@@ -54,5 +54,17 @@ def test_no_file_names_a_machine_path() -> None:
     if not files:
         pytest.skip("not a git checkout")
     for name in files:
-        if not name.endswith((".npz", ".png")):
+        if not name.endswith((".npz", ".png", ".pth", ".tar")):
             assert not re.search(r"/(home|root|tmp|Users)/\w", (ROOT / name).read_text()), name
+
+
+def test_recordings_travel_with_the_suite() -> None:
+    """A clone has every recorded number that a test reads; only photographs and the paper's text stay outside."""
+    for path in ROOT.glob("tests/*.py"):
+        asked = re.findall(r"shared\(f?\"(\w+)", path.read_text())
+        assert {*asked} <= {"data", "paper"}, path
+    for folder in ("mae", "ijepa", "official"):
+        where = ROOT / "tests" / "data" / folder
+        named = re.findall(r"`(\w+\.(?:npz|json|pth(?:\.tar)?))`", (where / "README.md").read_text())
+        assert named
+        assert [name for name in named if not (where / name).is_file()] == []

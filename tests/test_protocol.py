@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from conftest import close, shared
+from conftest import close, fixture
 from loopback import Server
 from torch import Tensor
 
@@ -234,7 +234,7 @@ def in_force(model: type[Any], name: str, aligned: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("who", ["program", "paper"])
 def test_presets_equal_the_recorded_defaults_line_by_line(who: str) -> None:
-    recorded = json.loads(shared("fixtures/official/official_effective_defaults.json").read_text())
+    recorded = json.loads(fixture("official/official_effective_defaults.json").read_text())
     name = {"program": "as-released", "paper": "paper"}[who]
     for section, model, aligned in (("bilevel", AlignConfig, False), ("finetune", FinetuneConfig, True)):
         now = in_force(model, name, aligned)
