@@ -77,7 +77,7 @@ def by_hand(a: Sequence[int], b: Sequence[int]) -> float:
 
 def test_p_counts_splits_that_tie_with_the_observed_one(tmp_path: Path, capsys: Any) -> None:
     """Eight seeds each a tenth of a point apart; floating-point means would lose 1,200 of the 12,870 splits."""
-    a, b = [70 + i / 10 for i in range(8)], [69.9 + i / 10 for i in range(8)]
+    a, b = [x / 10 for x in range(700, 708)], [x / 10 for x in range(699, 707)]
     found = evaluated(a, b, 1000, tmp_path, capsys)
     exact = by_hand(range(700, 708), range(699, 707))
     assert exact == pytest.approx(0.481, abs=5e-4)
@@ -130,11 +130,11 @@ def test_a_value_that_is_not_finite_never_gets_a_p(value: float, tmp_path: Path,
 
 
 def test_map_is_compared_in_hundredths_of_a_point(tmp_path: Path, capsys: Any) -> None:
-    """Means that differ by less than a printed digit are ties; 80.001 and 80.004 are both 80.00."""
-    for name, values in (("a", [80.001, 80.11, 80.52]), ("b", [80.004, 80.1149, 80.3])):
+    """What is printed alike is a tie: 80.001 and 80.004 are both 80.00."""
+    for name, values in (("a", [80.004, 80.003, 80.52]), ("b", [80.001, 80.002, 80.3])):
         finished(tmp_path / name, values, 4952, metric="11-point mAP")
     found = json.loads(run(f"evaluate {tmp_path}/a --against {tmp_path}/b --json", capsys)[1])["arms"][1]
-    assert found["first_minus_this"]["p"] == by_hand([8000, 8011, 8052], [8000, 8011, 8030])
+    assert found["first_minus_this"]["p"] == by_hand([8000, 8000, 8052], [8000, 8000, 8030])
 
 
 def test_percentages_are_taken_as_they_are_printed_and_only_if_they_are_whole_counts() -> None:
