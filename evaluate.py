@@ -112,7 +112,7 @@ class Comparison(NamedTuple):
 
 
 def permutation_p(a: Sequence[int], b: Sequence[int]) -> float | None:
-    """Two-sided p of the exact permutation test of means; None for one number against one, which says nothing.
+    """Two-sided p of the exact permutation test of means; None for one number against one, or against none.
 
     It is the share of the C(n + m, n) ways to split all n + m numbers into n and m whose means differ at least as much
     as those of `a` and `b`. The splits are not listed: number by number, we count how many sets of each size have each
@@ -123,7 +123,7 @@ def permutation_p(a: Sequence[int], b: Sequence[int]) -> float | None:
     """
     if len(a) > len(b):  # sets of the smaller size are fewer
         a, b = b, a
-    n, pooled = len(a), [*a, *b]
+    n, pooled, whole = len(a), [*a, *b], sum(a) + sum(b)
     if n == 0 or len(pooled) == 2:
         return None
     sets: list[Counter[int]] = [Counter({0: 1}), *(Counter() for _ in range(n))]  # sets[size][sum]: how many there are
@@ -134,7 +134,7 @@ def permutation_p(a: Sequence[int], b: Sequence[int]) -> float | None:
 
     def distance(total: int) -> int:
         """The difference of the means times n m, if the n numbers have the sum `total`."""
-        return abs(total * len(pooled) - n * sum(pooled))
+        return abs(total * len(pooled) - n * whole)
 
     observed = distance(sum(a))
     extreme = sum(count for total, count in sets[n].items() if distance(total) >= observed)
