@@ -148,7 +148,7 @@ def right_images(percent: float, images: int) -> int:
     (347, 700)
     """
     printed = Decimal(str(percent))
-    value, last = Fraction(printed), -int(printed.as_tuple().exponent)  # decimals that were printed
+    value, last = Fraction(printed), max(0, -int(printed.as_tuple().exponent))  # decimals that were printed
     off = max(Fraction(1, 2 * 10**last), Fraction(1, 10**9))  # by rounding, to what is printed or to a double
     least, most = (math.ceil((value - off) * images / 100), math.floor((value + off) * images / 100))
     exact = value * images / 100
@@ -237,11 +237,9 @@ def read_arm(path: Path) -> Arm:
 
 def counted(run: Path, result: Mapping[str, Any]) -> list[int | None]:
     """A run's test accuracies in whole numbers, None for one that is not finite: see `Arm`."""
-    if result.get("right") is not None:
-        return [int(count) for count in result["right"]]
     if result["metric"] != "top-1 accuracy":
-        return [round(100 * value) if math.isfinite(value) else None for value in result["test"]]
-    images = read_json(run / "env.json")["images"]["test"]  # runs that kept percentages only
+        return [round(100 * value) if math.isfinite(100 * value) else None for value in result["test"]]
+    images = read_json(run / "env.json")["images"]["test"]
     return [right_images(value, images) if math.isfinite(value) else None for value in result["test"]]
 
 

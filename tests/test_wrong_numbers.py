@@ -147,6 +147,7 @@ def test_percentages_are_taken_as_they_are_printed_and_only_if_they_are_whole_co
         (70.3, 3669, "give it with more decimals"),
         (100.5, 200, "no whole number of 200"),
         (-1.0, 100, "no whole number of 100"),
+        (1e22, 100, "no whole number of 100"),
     ]:
         with pytest.raises(UsageError, match=message):
             compare([value, 50.0], [50.0, 50.0], images=images)
