@@ -145,6 +145,7 @@ def build(model: type[S], flags: dict[str, Any], file: Path | None, named: str) 
     table = read_file(file, model) if file else {}
     start = flags.get("start") or table.get("start")
     base = inherited(Path(str(start))) if start else {}
+    keep_recipe(base, flags.get("dataset") or table.get("data", {}).get("dataset"))
     paths = {leaf.name: leaf.path for leaf in leaves(model)}
     names = {path: name for name, path in paths.items()}
     merged: dict[str, Any] = {}
@@ -219,6 +220,14 @@ def inherited(start: Path) -> dict[str, Any]:
     with read_from(runs[0]):
         root = config["machine"].get("data_root")
         return {"model": {**config["model"]}, "data": {**config["data"]}, "machine": {"data_root": root}}
+
+
+def keep_recipe(base: dict[str, Any], dataset: Any) -> None:
+    """Take what belongs to align's dataset out of its settings, where finetune is about another one."""
+    from tuning import place
+
+    if dataset and "data" in base and place(str(dataset)) != place(base["data"]["dataset"]):
+        base["data"] = {key: value for key, value in base["data"].items() if key in ("min_crop", "d_interpolation")}
 
 
 # --- what a person sees ----------------------------------------------------------------------------------------------
@@ -494,6 +503,8 @@ def evaluate(
 ) -> None:
     """Mean and deviation over seeds, and the exact permutation test against other runs.
 
+    p is two-sided: the share of all ways to split the pooled seeds whose means differ at least as much as observed.
+
     Or, instead: what a network looks at (--rollout), how alike two represent images (--similarity).
     """
     import evaluate as ev
@@ -521,6 +532,8 @@ def evaluate(
         print(json.dumps({"arms": rows, "picture": str(picture) if picture else None}))
         return None
     paper.print(arm_table(rows))
+    for line in ev.differences(rows):
+        print(line)
     return print(picture) if picture else None
 
 
@@ -562,14 +575,15 @@ def look(
 
 def arm_table(rows: list[dict[str, Any]]) -> Table:
     """The arms as a table: mean and deviation, and what the first is worth against each other one."""
+    from evaluate import Comparison, told
+
     metric = f"test {rows[0]['metric']} %"
     head = ["arm", "seeds", "one seed is", metric, "first - this", "p, two-sided", "paper"]
     table = Table(*head[: 7 if any(row["paper"] for row in rows) else 6], box=None)
     for row in rows:
         spread = f" ± {row['std']:.2f}" if row["std"] is not None else ""
         versus = row["first_minus_this"]
-        p = "" if not versus else "one seed" if versus["p"] is None else f"{versus['p']:.4g}"
-        p += "" if not versus or versus["exact"] else f" ({versus['splits']} random splits)"
+        p = told(Comparison(**versus)) if versus else ""
         gain = f"{versus['difference']:+.2f}" if versus else ""
         said = f"paper {row['paper']['mean']} ± {row['paper']['std']}" if row["paper"] else ""
         cells = [row["arm"], str(row["seeds"]), row["unit"], f"{row['mean']:.2f}{spread}", gain, p, said]

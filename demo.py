@@ -37,8 +37,8 @@ from config import (
     Upper,
     UsageError,
 )
-from data import Task, quilts
-from evaluate import Arm, score, table
+from data import CLASSES, PER_CLASS, Task, quilts
+from evaluate import Arm, right_images, score, table
 from figures import draw_arms, pyplot, save
 from finetune import choose
 from loading import Report
@@ -131,7 +131,13 @@ def align_job(job: tuple[str, Path, bool]) -> dict[str, Any]:
 
 
 def arms_of(results: Sequence[dict[str, Any]]) -> list[Arm]:
-    return [Arm(result["arm"], result["test"], result["unit"]) for result in results]
+    return [arm_of(result["arm"], result["test"], result["unit"]) for result in results]
+
+
+def arm_of(name: str, accuracies: list[float], unit: str) -> Arm:
+    """An arm tested on a drawn dataset."""
+    counts = [right_images(accuracy, CLASSES * PER_CLASS["test"]) for accuracy in accuracies]
+    return Arm(name, accuracies, unit, counts=counts)
 
 
 def quick(out: Path, data_seed: int, jobs: int, force: bool, report: Report) -> dict[str, Any]:
@@ -180,7 +186,7 @@ def full(out: Path, data_seed: int, jobs: int, force: bool, report: Report) -> d
                 story.align(arm)
                 results.append(story.finetune(arm, grid, arm))
             results += [without_pretraining(name, story) for name in ("small CNN", "ViT from scratch")]
-            arms = [*arms_of(results), Arm("pixel regression", [pixel_regression(quilts(seed)[1])], "deterministic")]
+            arms = [*arms_of(results), arm_of("pixel regression", [pixel_regression(quilts(seed)[1])], "deterministic")]
             tables[f"drawn dataset {seed}"] = table(arms)
             spent = mean(results[2]["cpu_seconds"]), mean(a["cpu_seconds"] for a in aligns) + cost[0]
             remarks += [

@@ -71,10 +71,11 @@ def memory_of(method: str, backbone: str) -> tuple[int, int] | None:
 
 def reported(backbone: str, dataset: str, arm: str, pretext: str = "mae") -> Reported | None:
     """The paper's figure for an arm: PEFT, BiSSLight (+ PEFT) or BiSSL (+ PEFT); None where it gives none."""
-    tables = [(IJEPA, "tab:classificaiton_acc_bisslight_ijepa")]
-    if pretext == "mae":
-        tables = [(MAE, "tab:mae_bisslight_main_results"), (BISSL, "tab:classificaiton_acc_bissl_orig")]
-    for table, source in tables:
+    tables = {
+        "mae": [(MAE, "tab:mae_bisslight_main_results"), (BISSL, "tab:classificaiton_acc_bissl_orig")],
+        "ijepa": [(IJEPA, "tab:classificaiton_acc_bisslight_ijepa")],
+    }
+    for table, source in tables.get(pretext, []):
         if dataset in DATASETS and (row := table.get((backbone, arm))):
             return Reported(*row[DATASETS.index(dataset)], source)
     return None

@@ -361,6 +361,7 @@ def accuracy(groups: Sequence[Group]) -> list[Markup]:
         assert arms[0].task is not None
         out.append(Markup(f"<h3>{html.escape(str(arms[0].task['dataset']).rpartition('/')[2])}</h3>"))
         out.append(table([*arm_cells(rows[0])], [[*arm_cells(row).values()] for row in rows], cards=True))
+        out += map(paragraph, ev.differences(rows))
         figure, axes = pyplot().subplots(figsize=(max(3.6, 1.8 + 1.2 * len(arms)), 3.6))
         metric = arms[0].metric
         draw_arms(axes, {arm.name: arm.accuracies for arm in arms}, metric, "every seed, and the mean")
@@ -376,7 +377,6 @@ def accuracy(groups: Sequence[Group]) -> list[Markup]:
 def arm_cells(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of `evaluate`'s table, by column."""
     versus, said = row["first_minus_this"], row["paper"]
-    p = None if not versus else "one seed" if versus["p"] is None else versus["p"]
     spread = f" ± {row['std']:.2f}" if row["std"] is not None else ""
     return {
         "arm": row["arm"],
@@ -384,7 +384,7 @@ def arm_cells(row: Mapping[str, Any]) -> dict[str, Any]:
         "one seed is": row["unit"],
         f"test {row['metric']} %": f"{row['mean']:.2f}{spread}",
         "first − this": f"{versus['difference']:+.2f}" if versus else "",
-        "p, two-sided": p if not versus or versus["exact"] else f"{p:.4g} ({versus['splits']} random splits)",
+        "p, two-sided": ev.told(ev.Comparison(**versus)) if versus else None,
         "the paper": f"{said['mean']} ± {said['std']} ({said['source']})" if said else "no figure of this setting",
     }
 

@@ -169,6 +169,7 @@ class Score(NamedTuple):
     accuracy: float  # top-1; for several classes an image, mean average precision
     loss: float
     per_class: float | None = None  # mean over classes of the accuracy in each; beside top-1 only
+    right: int | None = None  # images that are right; beside top-1 only
 
     @property
     def rank(self) -> tuple[float, float]:

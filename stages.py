@@ -251,7 +251,8 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
     sizes = BACKBONES[model.backbone].arch
     pool = pool_of(cfg, data.pool, data.data_seed, data.augment, data.min_crop, sizes.image_size)
     rates = d_rates(cfg)
-    out = options.out or default_out("align", data.dataset, model, cfg.seed, model.pretext)
+    what = model.pretext if make_task is pretext_task else getattr(make_task, "__name__", "own-task")
+    out = options.out or default_out("align", data.dataset, model, cfg.seed, what)
     peers = world()
     peers.first(partial(may_write, out, "align", options))
     if missing := to_download(model):  # what can be told before the download
@@ -287,7 +288,9 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
         return about | remarked(remarks(cfg, labelled)) | {"config": cfg}
     peers.first(partial(decode_scored, labelled, options.report))
     defining = {"weights_sha256": d.loaded.digest, "data_sha256": labelled.fingerprint(), "images": about["images"]}
-    defining |= {"pool_sha256": pool.fingerprint(), "upper_rates": rates}
+    defining |= {"pool_sha256": pool.fingerprint(), "upper_rates": rates, "pretext_task": name_of(task)}
+    if options.resume and out.is_dir():
+        same_task(out, defining["pretext_task"])
     run = open_run(out, "align", cfg, options.resume, options.force, **defining, sources=options.sources)
     steps = f"{about['steps']['lower']} + {about['steps']['upper']} steps, {about['lora_parameters']:,} LoRA parameters"
     options.announce(f"seed {cfg.seed}, device {device}, {steps} -> {out}")
@@ -317,17 +320,36 @@ def align(cfg: AlignConfig, options: Options, make_task: MakeTask = pretext_task
         )
 
     metadata = adapter_metadata(
-        arch, model.backbone, model.rank, model.alpha or 0.0, pretext=type(task).__name__.lower(),
-        dataset=data.dataset, weights_sha256=d.loaded.digest, stage="align", d_lr=d_lr,
+        arch, model.backbone, model.rank, model.alpha or 0.0, pretext=name_of(task), dataset=data.dataset,
+        data_seed=data.data_seed, data_sha256=defining["data_sha256"], weights_sha256=d.loaded.digest,
+        stage="align", d_lr=d_lr,
         hypergrad=cfg.bilevel.hypergrad if cfg.bilevel.upper_steps else "lower only",
     )  # fmt: skip
     run.write("adapter.safetensors", adapter_bytes(theta_P, {}, metadata))
     last = run.records[-1]
     numbers = {key: last[key] for key in ("distance", "q_over_g", "cosine", "val_P", "val_D")}
     result = {"out": str(out), "adapter": str(out / "adapter.safetensors"), "d_lr": d_lr, "unstable": tried.why}
-    result |= {"metric": labelled.metric, **numbers, **run.spent()}
+    result |= {"metric": labelled.metric, "pretext": name_of(task), **numbers, **run.spent()}
     run.finish(result)
     return result
+
+
+def name_of(task: PretextTask[Any]) -> str:
+    """mae, ijepa, or the name of the class of a task of one's own."""
+    own = type(task).__name__.lower()
+    known = {mae.MAE: "mae", ijepa.IJEPA: "ijepa"}
+    return known.get(type(task)) or (f"own-{own}" if own in known.values() else own)
+
+
+def same_task(out: Path, now: str) -> None:
+    """Refuse (UsageError) to resume a run of one pretext task with another: what it left would look damaged."""
+    if not (out / "env.json").exists():
+        return
+    before = read_json(out / "env.json").get("pretext_task", now)
+    if before != now:
+        raise UsageError(
+            f"--resume: {out} has the pretext task {before}, this is {now}; resume it with the program that made it"
+        )
 
 
 def attempt(

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import stages
 import tuning
 from config import SWEPT, AlignConfig, Diverged, FinetuneConfig, RunError, Shape, SweepConfig, UsageError, put
-from evaluate import compare, read_arm
+from evaluate import read_arm, versus
 from figures import COLOURS, pyplot, rendered
 from loading import default_out, resolved_data, resolved_machine, resolved_model
 from parallel import world
@@ -276,9 +276,9 @@ def table(cfg: SweepConfig, out: Path, chains: list[Chain]) -> dict[str, Any]:
                 rows.append(row(item, where, None if item.name in direct else chain[0], out))
     for line in rows:
         other = next((r for r in rows if r["run"] in direct and r["point"].items() <= line["point"].items()), None)
-        versus = compare(line["accuracies"], other["accuracies"]) if other and other is not line else None
-        line["minus_direct"] = versus._asdict() if versus else None
-        line["direct"] = other["run"] if versus and other else None
+        pair = [read_arm(out / one["run"]) for one in (line, other)] if other and other is not line else None
+        line["minus_direct"] = versus(*pair)._asdict() if pair else None
+        line["direct"] = other["run"] if pair and other else None
     about = {"dataset": cfg.data.dataset, "backbone": cfg.model.backbone, "pretext": cfg.model.pretext, **first}
     return {"swept": cfg.swept, **about, "rows": rows, "missing": missing, "diverged": failed}
 

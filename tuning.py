@@ -10,7 +10,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Executor, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -25,6 +25,8 @@ import export
 import finetune as ft
 from config import (
     BACKBONES,
+    AlignConfig,
+    Data,
     Diverged,
     FinetuneConfig,
     Model,
@@ -33,6 +35,7 @@ from config import (
 )
 from cost import memory, noting_what_fits
 from data import epochs
+from evaluate import unlike_the_paper
 from loading import (
     Downstream,
     Loaded,
@@ -60,6 +63,7 @@ from runtime import (
     open_run,
     pick_device,
     read_from,
+    read_json,
     rng,
     runs_in,
     spent,
@@ -270,8 +274,13 @@ def finetune(cfg: FinetuneConfig, options: Options, pool: Executor | None = None
     fetch_weights(model, options.report)
     d = downstream(model, data, machine, cfg.amp, task)
     origin: dict[str, str] = {}
+    unlike: dict[str, Any] | None = {} if cfg.start else None
+    said_of_start: set[str] = set()
     for start in {s for s in starts if s}:
-        origin = check_adapter(start, model, d.loaded, data.dataset)
+        origin = check_adapter(start, model, d.loaded)
+        said_of_start |= {line for line in [check_split(start, origin, data, task.fingerprint())] if line}
+        found = unlike_paper(start)
+        unlike = None if unlike is None or found is None else unlike | found
     refuse_batches(cfg, d, [p.batch, n % p.batch])
     if options.dry_run:
         about |= {"memory_MB": memory(cfg, d.loaded.arch, task, d.device)}
@@ -280,7 +289,7 @@ def finetune(cfg: FinetuneConfig, options: Options, pool: Executor | None = None
     defining = {"weights_sha256": d.loaded.digest, "data_sha256": task.fingerprint(), "images": about["images"]}
     run = open_run(out, "finetune", cfg, options.resume, options.force, **defining, sources=options.sources)
     options.announce(f"seed {cfg.seed}, device {d.device}, {runs} runs, {about['steps']} steps -> {out}")
-    for line in remarks(cfg, task):
+    for line in [*remarks(cfg, task), *sorted(said_of_start)]:
         options.announce(line)
 
     if run.resumed:
@@ -326,7 +335,10 @@ def finetune(cfg: FinetuneConfig, options: Options, pool: Executor | None = None
     result = {
         "out": str(out), "dataset": data.dataset, "backbone": model.backbone, "unit": unit, "lr": lr,
         "metric": task.metric, "aligned_by": origin.get("hypergrad", "unknown") if cfg.start else None,
-        "pretext": model.pretext, "test": [t.accuracy for t in tests],
+        "pretext": origin.get("pretext", model.pretext), "align_unlike_paper": unlike,
+        "aligned_on": origin.get("dataset") if cfg.start else None, "test": [t.accuracy for t in tests],
+        "right": None if task.metric != "top-1 accuracy" else [t.right for t in tests],
+        "test_images": len(task.test.targets),
         "test_loss": [t.loss for t in tests], "test_per_class": [t.per_class for t in tests],
         "val": [o["val"]["accuracy"] for o in chosen], "epochs": [o["epoch"] for o in chosen],
         "grid": {str(k): [v.accuracy if v else None for v in scores] for k, scores in vals.items()},
@@ -371,8 +383,53 @@ def adapter_file(out: Path, outcome: dict[str, Any]) -> Path:
     return out / f"adapter-lr{outcome['lr']!r}-s{outcome['seed']}.safetensors"
 
 
-def check_adapter(start: Path, model: Model, loaded: Loaded, dataset: str) -> dict[str, str]:
-    """Where a LoRA comes from; refuses one of another backbone, another rank or another task (UsageError).
+def unlike_paper(start: Path) -> dict[str, Any] | None:
+    """`evaluate.unlike_the_paper` of an align run, None for a LoRA file, which does not say."""
+    if not start.is_dir():
+        return None
+    with read_from(start):
+        return unlike_the_paper(AlignConfig.model_validate(read_json(start / "config.json")))
+
+
+def place(dataset: str) -> str:
+    """A dataset's name; a folder's without links on the way."""
+    path = dataset.removeprefix("folder:")
+    return dataset if path == dataset else f"folder:{Path(path).expanduser().resolve()}"
+
+
+def check_split(start: Path, about: Mapping[str, str], data: Data, digest: str) -> str | None:
+    """Refuse (UsageError) a split other than align's of the same dataset: it may test what align was trained on.
+
+    Returns a line about an align run on another dataset, or on one that its file does not tell.
+
+    Args:
+        about: the adapter's metadata.
+        digest: of the images' names and labels that this run trains and tests on.
+    """
+    then: dict[str, Any] = dict(about)
+    if start.is_dir():
+        with read_from(start):
+            then |= {**read_json(start / "config.json")["data"]}
+            then["data_sha256"] = read_json(start / "env.json")["data_sha256"]
+    if "dataset" not in then or "data_sha256" not in then:
+        return f"--from {start}: does not say which images it was trained on; see that none is a test image here"
+    if place(then["dataset"]) != place(data.dataset):
+        what = f"was aligned with {then['dataset']}, this run is about {data.dataset}"
+        return f"--from {start}: {what}; see that no test image here was a training image there"
+    if then["data_sha256"] == digest:
+        return None
+    now = data.model_dump(mode="json")
+    keys = ("data_seed", "split_file", "partial", "voc_difficult")
+    other = [f"{key} was {then[key]}, is {now[key]}" for key in keys if str(then.get(key, now[key])) != str(now[key])]
+    why = ", ".join(other) or "its files or labels have changed"
+    raise UsageError(
+        f"--from {start}: was aligned with another split of {data.dataset} ({why}), "
+        "so that images it was trained on may be tested here; take align's, or align again"
+    )
+
+
+def check_adapter(start: Path, model: Model, loaded: Loaded) -> dict[str, str]:
+    """Where a LoRA comes from; refuses one of another backbone or another rank (UsageError).
 
     A file of the released program does not say what it belongs to; only its shapes can be checked.
     """
@@ -383,12 +440,10 @@ def check_adapter(start: Path, model: Model, loaded: Loaded, dataset: str) -> di
         raise UsageError(
             f"--from {start}: holds {found}, this run has {shape[0]} of rank {model.rank}; leave --rank out"
         )
-    now = adapter_metadata(
-        loaded.arch, model.backbone, model.rank or 0, model.alpha or 0, weights_sha256=loaded.digest, dataset=dataset
-    )
+    now = adapter_metadata(loaded.arch, model.backbone, model.rank or 0, model.alpha or 0, weights_sha256=loaded.digest)
     if about.get("stage", "align") != "align":
         raise UsageError(f"--from {start}: is fine-tuned already, give an align run or its adapter.safetensors")
-    for key in ("backbone", "rank", "alpha", "weights_sha256", "dataset"):
+    for key in ("backbone", "rank", "alpha", "weights_sha256"):
         if about and about.get(key) != now[key]:
             raise UsageError(f"--from {start}: its adapter has {key} {about.get(key)}, this run has {now[key]}")
     return about
