@@ -320,7 +320,10 @@ def finetune(cfg: FinetuneConfig, options: Options, pool: Executor | None = None
     vals = {lr: [score_of(done[lr, cfg.seed + i]) for i in range(tries)] for lr in rates}
     chosen: list[dict[str, Any]] = []
     while not chosen:  # a rate at which a later seed diverges is given up for the next best
-        lr = ft.choose(vals)
+        try:
+            lr = ft.choose(vals)
+        except Diverged as error:
+            raise Diverged("every learning rate diverged, lower --lr or extend --grid downwards") from error
         work([lr], slice(tries, None))
         chosen = [done[lr, cfg.seed + i] for i in range(p.seeds)]
         if any(outcome["val"] is None for outcome in chosen):

@@ -279,7 +279,7 @@ WRONG = [
     ("finetune --backbone vit_mini --weights {w} --dataset quilts --no-lr-grid", 2, "--no-lr-grid needs --lr"),
     ("align --backbone vit_mini --weights nope.pth --dataset quilts", 2, "--weights nope.pth: there is no such file"),
     (
-        "finetune --backbone vit_mini --weights {w} --dataset quilts --epochs 1 --seeds 1 --lr 1e30",
+        "finetune --backbone vit_mini --weights {w} --dataset quilts --epochs 1 --warmup-epochs 0 --seeds 1 --lr 1e30",
         1,
         "diverged, lower --lr",
     ),
