@@ -11,7 +11,6 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from test_evaluate import change, finished
 from test_resume import cut, term
 
 import cli
@@ -67,23 +66,7 @@ def folder(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path
 
 
-# --- what evaluate says -----------------------------------------------------------------------
-
-
-def test_why_there_is_no_p_is_printed(tmp_path: Path, capsys: Any) -> None:
-    """One seed each; a value that is not finite."""
-    for name, test in (("a", [80.0]), ("b", [70.0]), ("c", [70.0, float("nan")])):
-        change(finished(tmp_path / name, [round(x, 1) if x == x else 0.0 for x in test]), test=test)
-    assert "one seed each" in run(f"evaluate {tmp_path}/a --against {tmp_path}/b", capsys)[1]
-    assert "not finite" in run(f"evaluate {tmp_path}/a --against {tmp_path}/c", capsys)[1]
-
-
-def test_a_result_tells_how_many_images_each_seed_got_right_of_how_many(base: Path) -> None:
-    result = read(base / "tuned/result.json")
-    assert (result["test_images"], len(result["right"])) == (480, 2)
-    assert all(isinstance(count, int) for count in result["right"])
-    percent = [100 * count / 480 for count in result["right"]]
-    assert percent == pytest.approx(result["test"], abs=1e-12)
+# --- what a result says, and splits that leak -------------------------------------------------
 
 
 def test_a_short_align_run_says_in_what_it_is_unlike_the_papers(base: Path) -> None:
@@ -91,9 +74,6 @@ def test_a_short_align_run_says_in_what_it_is_unlike_the_papers(base: Path) -> N
     expected = {"alternations": 1, "lower_steps": 2, "pool": "quilts"}
     assert {key: unlike[key] for key in expected} == expected
     assert "lam" not in unlike
-
-
-# --- splits that leak -------------------------------------------------------------------------
 
 
 def test_another_data_seed_than_aligns_is_refused(

@@ -1,0 +1,233 @@
+"""Foreign files, damaged images, odd names and closed streams, seen from the command line."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from PIL import Image
+
+import cli
+
+ROOT = Path(cli.__file__).parent
+PEFT = "--epochs 1 --batch 40 --warmup-epochs 0 --lr 1e-2 --quiet"
+PRETRAIN = "pretrain --backbone vit_mini --epochs 1 --warmup-epochs 0 --batch 2000 --quiet"
+ALIGN = "--alternations 1 --lower-steps 2 --upper-steps 1 --p-batch 8 --d-batch 8 --warmup 0"
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def finished(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished `finetune` run of two seeds on quilts. Tests that change it work on a copy."""
+    out = tmp_path_factory.mktemp("files") / "f"
+    assert cli.run([*peft(weights, "quilts", out), "--seeds", "2"]) == 0
+    return out
+
+
+def peft(weights: Path, dataset: str, out: Path | str) -> list[str]:
+    line = f"finetune --backbone vit_mini --weights {weights} {PEFT}".split()
+    return [*line, "--dataset", dataset, "--out", str(out)]
+
+
+def align(weights: Path, dataset: str, out: str) -> list[str]:
+    line = f"align --backbone vit_mini --weights {weights} --pool quilts {ALIGN} --quiet"
+    return [*line.split(), "--probe-epochs", "0", "--dataset", dataset, "--out", out]
+
+
+def refusal(arguments: list[str], capsys: Any) -> tuple[int, str]:
+    """Exit code and the one line of a command that must not succeed."""
+    capsys.readouterr()
+    code = cli.run(arguments)
+    out, err = capsys.readouterr()
+    told = (code, out, err)
+    assert code in (1, 2) and not out, told
+    assert len(err.splitlines()) == 1 and err.startswith("error: "), told
+    return code, err
+
+
+# --- nothing foreign is overwritten (export: test_export) --------------------------------------
+
+
+def test_a_picture_replaces_no_file_that_the_program_did_not_make(
+    finished: Path, capsys: Any
+) -> None:
+    """One of the same format, by the same plotting library; the program's own is drawn again."""
+    shutil.copytree(finished, "f")
+    for suffix in ("png", "svg", "pdf"):
+        mine = Path(f"mine.{suffix}")
+        Figure().savefig(mine)
+        before = mine.read_bytes()
+        for line in ("evaluate f", "evaluate f --rollout 2", "evaluate f --similarity --limit 8"):
+            code, err = refusal([*line.split(), "--picture", str(mine)], capsys)
+            assert code == 2 and mine.name in err and "choose another" in err
+            assert mine.read_bytes() == before
+        assert cli.run(["evaluate", "f", "--picture", f"p.{suffix}"]) == 0
+        assert cli.run(["evaluate", "f", "--picture", f"p.{suffix}"]) == 0
+    Path("f/rollout.png").write_text("mine")  # where it goes by default
+    assert "rollout.png" in refusal(["evaluate", "f", "--rollout", "2"], capsys)[1]
+    assert Path("f/rollout.png").read_text() == "mine"
+
+
+# --- damaged images ---------------------------------------------------------------------------
+
+
+def dataset(root: Path) -> str:
+    """train/, val/ and test/ of two classes, JPEG files."""
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 8), ("val", 3), ("test", 3)):
+        for kind in ("dark", "light"):
+            (root / part / kind).mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 128, (40, 48, 3)) + 127 * (kind == "light")
+                Image.fromarray(pixels.astype(np.uint8)).save(root / part / kind / f"{i}.jpg")
+    return f"folder:{root}"
+
+
+def cut(image: Path) -> None:
+    """The head says size and mode; the end of the pixels is missing."""
+    data = image.read_bytes()
+    image.write_bytes(data[: len(data) * 2 // 3])
+
+
+@pytest.mark.parametrize("part", ["val", "test"])
+@pytest.mark.parametrize("command", ["align", "finetune"])
+def test_a_damaged_validation_or_test_image_is_named_before_the_first_step(
+    weights: Path, command: str, part: str, capsys: Any
+) -> None:
+    """No run has begun, so the remedy, to remove the image, lets the same command run."""
+    data = dataset(Path("data"))
+    bad = Path("data", part, "light/2.jpg")
+    cut(bad)
+    line = align(weights, data, "r") if command == "align" else peft(weights, data, "r")
+    line += ["--seeds", "1"] if command == "finetune" else []
+    code, err = refusal(line, capsys)
+    assert code == 1
+    assert str(bad) in err and "remove it" in err
+    assert not Path("r").exists()
+    bad.unlink()
+    assert cli.run(line) == 0
+
+
+def test_a_damaged_training_image_is_named_when_it_is_drawn(weights: Path, capsys: Any) -> None:
+    """A training set or pool may hold a million images: the run begins without looking at them."""
+    data = dataset(Path("data"))
+    cut(Path("data/train/light/2.jpg"))
+    code, err = refusal([*peft(weights, data, "r"), "--seeds", "1"], capsys)
+    assert code == 1
+    assert "data/train/light/2.jpg" in err
+    assert Path("r/config.json").exists()
+
+
+# --- names, streams, result files -------------------------------------------------------------
+
+EACH = """
+import os, sys, cli
+sys.stdout, sys.stderr = cli.Forgiving(sys.stdout), cli.Forgiving(sys.stderr)
+for line in sys.argv[1:]:
+    arguments = line.split()
+    if arguments[0] == "cd":
+        os.chdir(arguments[1])
+    else:
+        print("code", cli.run(arguments), file=sys.stderr)
+"""
+
+
+def each(lines: list[list[str]]) -> str:
+    """What several command lines say on stderr, in one process, with the exit code after each."""
+    env = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-c", EACH, *(" ".join(line) for line in lines)]
+    done = subprocess.run(words, capture_output=True, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stderr.decode()  # what is printed is UTF-8 again
+
+
+def test_images_whose_names_are_not_utf_8_are_refused_and_run_directories_are_not(
+    weights: Path,
+) -> None:
+    """A class, an image, an image of the pool; a run directory, and the folder where one works."""
+    latin = os.fsdecode(b"caf\xe9")
+    dataset(Path("class"))
+    for part in ("train", "val", "test"):
+        Path("class", part, "dark").rename(Path("class", part, latin))
+    dataset(Path("image"))
+    Path("image/train/dark/0.jpg").rename(Path("image/train/dark", f"{latin}.jpg"))
+    Path(latin).mkdir()
+    refused = [
+        [*peft(weights, "folder:class", "r"), "--seeds", "1"],
+        [*peft(weights, "folder:image", "r"), "--seeds", "1"],
+        [*PRETRAIN.split(), "--pool", "image", "--out", "r"],
+        ["data", "check", "folder:image"],
+    ]
+    taken = [
+        [*peft(weights, "quilts", latin), "--seeds", "1"],
+        ["evaluate", latin],
+        ["cd", latin],
+        ["evaluate", "."],
+    ]
+    told = each(refused + taken).splitlines()
+    assert told[1:8:2] == ["code 2"] * 4 and told[8:] == ["code 0"] * 3, told
+    for line in told[:8:2]:
+        assert line.startswith("error: ") and "caf" in line and "UTF-8; rename" in line, line
+    assert not Path("r").exists()
+
+
+def test_a_result_without_test_accuracies_is_told_and_ends_no_command(
+    finished: Path, capsys: Any
+) -> None:
+    """With a traceback, that is: an adapter may be exported all the same."""
+    shutil.copytree(finished, "f")
+    result = json.loads(Path("f/result.json").read_text())
+    Path("f/result.json").write_text(json.dumps(result | {"test": []}))
+    for line in (f"evaluate {finished} --against f", "report f"):
+        code, err = refusal(line.split(), capsys)
+        assert code == 2 and "f: has no test accuracy" in err, err
+    assert cli.run(["export", "f", "--out", "e", "--no-merged"]) == 0
+    assert "test top-1" not in Path("e/README.md").read_text()
+    assert not Path("report.html").exists()
+
+
+# --- processes and threads --------------------------------------------------------------------
+
+
+def test_a_dry_run_tells_how_many_processes_decode_images(weights: Path, capsys: Any) -> None:
+    """On a CPU none, unless asked otherwise; none for drawn images."""
+    data = dataset(Path("data"))
+    for name, more, count in ((data, "", 0), (data, "--workers 3", 3), ("quilts", "", 0)):
+        line = [*peft(weights, name, "r"), *more.split(), "--device", "cpu", "--dry-run", "--json"]
+        assert cli.run(line) == 0
+        assert json.loads(capsys.readouterr().out)["workers"] == count
+
+
+@pytest.mark.parametrize("command", ["finetune", "align", "pretrain"])
+def test_vit_mini_on_a_cpu_has_one_thread_unless_asked_otherwise(
+    weights: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads beside another busy process took nine times as long as one."""
+    before = torch.get_num_threads()
+    line = {
+        "finetune": [*peft(weights, "quilts", "r"), "--seeds", "1"],
+        "align": align(weights, "quilts", "r"),
+        "pretrain": [*PRETRAIN.split(), "--pool", "quilts", "--out", "r"],
+    }[command]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    torch.set_num_threads(2)
+    try:
+        assert cli.run([*line, "--device", "cpu"]) == 0
+        assert json.loads(Path("r/env.json").read_text())["machines"][0]["threads"] == 1
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")  # asked for two
+        torch.set_num_threads(2)
+        assert cli.run([*line, "--device", "cpu", "--force"]) == 0
+        assert json.loads(Path("r/env.json").read_text())["machines"][0]["threads"] == 2
+    finally:
+        torch.set_num_threads(before)
