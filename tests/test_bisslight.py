@@ -404,7 +404,7 @@ def test_a_device_is_asked_for_numbers_once_a_level(
 
 def test_bfloat16_autocast_keeps_gradients_in_float32_and_losses_within_2_percent() -> None:
     """On the CPU, through the code that a GPU runs."""
-    logs, kinds = [], set()
+    logs, kinds = list[Log](), set()
 
     def spy(G: Tensor, lam: float, H: Any) -> Any:
         kinds.add(G.dtype)

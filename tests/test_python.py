@@ -71,7 +71,8 @@ def test_data_of_ones_own_is_handed_in_and_recorded_by_its_digest(
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     assert config["dataset"] == f"own:{task.fingerprint()[:12]}"
     assert config["pool"] == f"own:{pool.fingerprint()[:12]}"
-    start = FinetuneConfig(start=tmp_path / "a", lr=0.01, epochs=2, seeds=1, warmup_epochs=0)
+    short = {"lr": 0.01, "epochs": 2, "seeds": 1, "warmup_epochs": 0}
+    start = FinetuneConfig.model_validate({"start": tmp_path / "a"} | short)
     with pytest.raises(UsageError, match="hand it in"):
         finetune.finetune(start, tmp_path / "b")
     tuned = finetune.finetune(start, tmp_path / "b", task=task)

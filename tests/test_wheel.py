@@ -132,12 +132,9 @@ def test_the_installed_commands_run_from_an_empty_folder_without_a_network(
     sizes = "--alternations 2 --lower-steps 2 --upper-steps 2 --p-batch 8 --d-batch 8"
     sizes += " --probe-epochs 1 --eval-every 2 --warmup 1"
     bisslight(f"align {start} {sizes} --out a")
-    bisslight(
-        "finetune --from a --epochs 2 --warmup-epochs 1 --batch 40 --seeds 2 --lr 1e-2 --quiet --out aligned"
-    )
-    bisslight(
-        f"finetune {start} --epochs 2 --warmup-epochs 1 --batch 40 --seeds 2 --lr 1e-2 --out direct"
-    )
+    peft = "--epochs 2 --warmup-epochs 1 --batch 40 --seeds 2 --lr 1e-2"
+    bisslight(f"finetune --from a {peft} --quiet --out aligned")
+    bisslight(f"finetune {start} {peft} --out direct")
     arms = json.loads(bisslight("evaluate aligned --against direct --json"))["arms"]
     assert [arm["seeds"] for arm in arms] == [2, 2]
     assert bisslight("--version").startswith("bisslight 0.")
