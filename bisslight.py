@@ -183,12 +183,12 @@ def algorithm_1(
             rows.append(row(grad_P.loss, c.lam / 2 * delta.square().sum(), norm))
         lower = numbers(f"alternation {t}, lower level", rows, 3)
         H = partial(hessian, task.loss, s.theta_P, s.phi_P, batch, micro)  # l.10: for CG and exact
-        inverse = hypergrad(G, c.lam, H)  # l.10, Eq. 7
+        inverse = hypergrad(G, c.lam, H)  # l.10
         rows = []
         for _ in range(c.upper_steps):  # l.11, upper level
             examples = take(downstream, "downstream")  # l.12
             at_P = gradients(loss_D, s.theta_P, s.phi_D, examples, micro, amp)  # l.12
-            q = inverse(at_P.theta)  # l.13, Eq. 10
+            q = inverse(at_P.theta)  # l.13
             loss = partial(loss_D, regularise=True)  # l.14
             at_D = gradients(loss, s.theta_D, s.phi_D, examples, micro, amp)  # l.14
             g_phi_D = {name: at_P.phi[name] + at_D.phi[name] for name in s.phi_D}  # l.15

@@ -8,6 +8,7 @@ products of CG, which need float32. Operations are counted by torch, so they are
 """
 
 import json
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,7 @@ from run import Run, checking, read_json
 from training import Track, pick_device, trainable, untracked
 from weights import build_head, build_vit
 
+LOG = logging.getLogger("bisslight")
 METHODS = ("mfac", "cg", "identity", "peft")
 CLASSES = 200  # CUB-200's, which the paper timed
 PHASES = ("lower passes", "line 10", "upper passes", "line 13", "optimisers")
@@ -63,6 +65,7 @@ def bench(
     found = run.result
     if found is None:
         run.close()  # a stop ends it at once: there is nothing to save
+        LOG.info("%s", plan(cfg)["time"])
         rows: list[Row] = []
         for _ in track(measure(cfg, backbone, rows), len(METHODS), "bench"):
             pass
@@ -80,8 +83,16 @@ def size(cfg: BenchConfig) -> str:
 
 
 def plan(cfg: BenchConfig) -> Row:
-    """What there is to do, for --dry-run."""
-    return {"backbone": size(cfg), "methods": METHODS, "alternations of each": cfg.repeats + 1}
+    """What there is to do, for --dry-run, and roughly how long it takes."""
+    backbone, n = size(cfg), cfg.repeats + 1
+    arch, gpu = BACKBONES[backbone].arch, pick_device(cfg.device).type == "cuda"
+    images = cfg.lower_steps * cfg.p_batch + 2 * cfg.upper_steps * cfg.d_batch
+    forward = (
+        24 * arch.depth * arch.dim**2 * (arch.image_size / arch.patch_size) ** 2
+    )  # FLOP an image
+    seconds = 4 * forward * images * n * len(METHODS) / (5e13 if gpu else 5e10)  # CG takes more
+    about = f"roughly {seconds:.0f} s" if seconds < 120 else f"roughly {seconds / 60:.0f} min"
+    return {"backbone": backbone, "methods": METHODS, "alternations of each": n, "time": about}
 
 
 def measure(cfg: BenchConfig, backbone: str, rows: list[Row]) -> Iterator[str]:

@@ -222,7 +222,7 @@ def card(
     told |= {"terms": source.terms if source else "of whoever made it", "weights": "the user's own"}
     if official:
         told |= {"licence": "cc-by-nc-4.0", "weights": "CC BY-NC 4.0: no commercial use"}
-    if "test" in result:
+    if result.get("test"):
         mean, n = fmean(result["test"]), len(result["test"])
         by = result["aligned_by"] or "nothing: direct PEFT"
         told["worth"] = (

@@ -7,6 +7,7 @@ the sizes of the networks beside it, so that `--weights` takes it like a downloa
 import copy
 import io
 import json
+import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,19 @@ from extras.settings import PretrainConfig
 from lora import Backbone
 from model import open_pool, own_names, pretext_batches
 from run import Run, checking
-from training import Optimiser, Track, decay_groups, pick_device, put_back, snapshot, untracked
+from training import (
+    Optimiser,
+    Track,
+    decay_groups,
+    one_thread,
+    pick_device,
+    put_back,
+    snapshot,
+    untracked,
+)
 from weights import build_head, build_vit, side, sincos
+
+LOG = logging.getLogger("bisslight")
 
 
 class PretrainResult(NamedTuple):
@@ -60,6 +72,8 @@ def pretrain(
     task = scratch(cfg, steps)
     run = Run(out, "pretrain", cfg, force, **about, pool_sha256=pool.fingerprint())
     if run.result is None:
+        if cfg.warmup_epochs >= cfg.epochs:
+            LOG.warning("the warm-up is not shorter than the run: see --warmup-epochs and --epochs")
         # MAE and I-JEPA keep the position table fixed
         named = task.backbone.vit.named_parameters()
         psi = {name: tensor for name, tensor in named if name != "pos_embed"}
@@ -108,6 +122,7 @@ def scratch(cfg: PretrainConfig, steps: int) -> Any:
     arch, jepa = sizes(cfg), cfg.pretext == "ijepa"
     with checking(f"--device {cfg.device}"):
         device = pick_device(cfg.device)
+    one_thread(cfg.backbone, device)
     with checking(f"--pretext {cfg.pretext}"):
         networks = build_vit(arch), build_head(arch, cfg.pretext)
         widths = arch.dim, (arch.predictor if jepa else arch.decoder)[0]
