@@ -119,10 +119,8 @@ class Command(Machine):
     def layers(cls, given: Table) -> dict[str, Table]:
         """Defaults that depend on what is given, by where they come from; the last one wins."""
         run = inherited(Path(str(given["start"]))) if "start" in given else {}
-        if (
-            "dataset" in run
-            and dataset_name(given.get("dataset", run["dataset"])) != run["dataset"]
-        ):
+        asked = str(given.get("dataset", run.get("dataset")))
+        if run and dataset_name(asked) != run["dataset"]:  # the split belongs to align's dataset
             run = {k: v for k, v in run.items() if k not in ("data_seed", "split_file", "partial")}
         known = {"pretext": "mae"} | run | given
         backbone, mini = str(known.get("backbone")), known.get("backbone") == "vit_mini"

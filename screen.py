@@ -73,9 +73,13 @@ def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
         for n, item in enumerate(items, done + 1):
             text = str(item)
             if isinstance(item, dict):
-                loss, score = item.get("loss_P") or item["loss"], item.get("val_P", item.get("val"))
+                loss, score = (
+                    item.get("loss_P", item.get("loss")),
+                    item.get("val_P", item.get("val")),
+                )
+                loss = fmean(loss) if isinstance(loss, list) else loss
                 val = f"  val {score['accuracy']:.1f} %" if score else val
-                text = f"loss {fmean(loss) if isinstance(loss, list) else loss:.4f}{val}"
+                text = (f"lr {item['lr']:g}" if loss is None else f"loss {loss:.4f}") + val
             live.update(bar, completed=n, text=text[: max(console.width - 52, 10)])
             if live.disable and not silent:
                 seconds = (time.monotonic() - began) / (n - done) * (total - n)

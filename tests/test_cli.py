@@ -18,6 +18,7 @@ import cli
 import screen
 from commands import AlignConfig, flag
 from config import Settings
+from screen import bars
 
 ROOT = Path(cli.__file__).parent
 TINY = (
@@ -345,3 +346,19 @@ def test_flags_are_unique_and_every_option_has_help() -> None:
         assert len(names) == len({*names}), name
         assert {*options.split()} <= cli.OPTIONS.keys()
         assert cli.ABOUT[name].endswith(".")
+
+
+def test_progress_has_a_line_for_every_kind_of_item(capsys: Any) -> None:
+    """Text, an alternation, an epoch without validation, and a whole run of `--jobs`."""
+    score = {"accuracy": 50.0, "loss": 1.0}
+    items: list[Any] = [
+        "loss 2.0",
+        {"loss_P": [1.0, 3.0], "val_P": score},
+        {"loss": 1.0, "val": None},
+    ]
+    items += [{"lr": 0.01, "seed": 1, "val": None}]
+    with bars(False) as track:
+        assert [*track(iter(items), 4, "x")] == items
+    said = [line.split("  ")[1:-1] for line in capsys.readouterr().err.splitlines()]
+    told = [["loss 2.0"], ["loss 2.0000", "val 50.0 %"], ["loss 1.0000", "val 50.0 %"]]
+    assert said == [*told, ["lr 0.01", "val 50.0 %"]]
