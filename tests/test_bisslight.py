@@ -97,8 +97,8 @@ def test_algorithm_1_reproduces_a_recorded_run(
         ("norm_P", "lower_gradnorm_before_clip"), ("loss_D_at_P", "upper_loss_at_thetaP"),
         ("loss_D_at_D", "upper_loss_at_thetaD"), ("norm_D", "upper_gradnorm_before_clip"),
     ]:  # fmt: skip
-        found = torch.tensor([x for log in logs for x in getattr(log, field)]).double()
-        close(found, rec[key], max(tolerance, 1e-7))  # torch.tensor of floats is float32
+        values = [x for log in logs for x in getattr(log, field)]
+        close(torch.tensor(values, dtype=torch.float64), rec[key], tolerance)
     decoder = torch.cat([r.phi_P[k].flatten() for k in m["decoder_param_order"]])
     close(decoder, rec["decoder_after_last"], 1e-4 if r.dtype is torch.float32 else 1e-6)
 
