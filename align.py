@@ -7,7 +7,7 @@ The same call goes on with an unfinished run and reads a finished one (App. C.3)
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -24,8 +24,8 @@ from config import Bilevel, Lower, Pretext, RunError, Upper, UsageError
 from data import Pool, Task, epochs, rng, stream
 from evaluate import Score
 from lora import DownstreamLoss, init_theta, save_adapter
-from model import Model, own_names
-from run import Run, check_directory, checking, read_json, reading
+from model import Model, own_names, pretext_batches
+from run import Run, check_directory, checking, read_json, typed
 from training import (
     Group,
     Optimiser,
@@ -33,8 +33,6 @@ from training import (
     Track,
     constant,
     decay_groups,
-    put_back,
-    snapshot,
     trainable,
     untracked,
     world_size,
@@ -63,12 +61,6 @@ class AlignResult(NamedTuple):
     cpu_seconds: float
     seconds: float
 
-    @classmethod
-    def of(cls, found: Mapping[str, Any]) -> "AlignResult":
-        """From result.json."""
-        scores = {key: Score(**found[key]) for key in ("val_P", "val_D")}
-        return cls(**{key: found[key] for key in cls._fields} | scores)
-
 
 def align(
     cfg: AlignConfig,
@@ -89,97 +81,86 @@ def align(
     """
     cfg = cfg.but(**own_names(task, pool))
     check_directory(out, "align", cfg, force)
-    things = task, pool
+    one = partial(aligned, task=task, pool=pool, force=force, track=track)
     if cfg.d_lr_from is None:
-        return AlignResult.of(aligned(cfg, out, things, force, track).result or {})
-    rates = upper_rates(cfg)
-    run = Run(out, "align", cfg, force, upper_rates=rates)
-    given_up: dict[str, str] = {}
-    for d_lr in [] if run.result else rates:
-        one = cfg.but(d_lr=d_lr, d_lr_from=None)
-        tried = aligned(one, out / f"dlr{d_lr:g}", things, force, track, watched=True)
-        found = tried.result or {}
+        found = one(cfg, out)
         if "diverged" in found:
+            raise Diverged(found["diverged"])
+        return typed(AlignResult, found)
+    rates = upper_rates(cfg)
+    with Run(out, "align", cfg, force, upper_rates=rates) as run:
+        given_up: dict[str, str] = {}
+        for d_lr in [] if run.result else rates:
+            place = out / f"dlr{d_lr:g}"
+            found = one(cfg.but(d_lr=d_lr, d_lr_from=None), place, watched=True)
+            if "diverged" not in found:
+                run.write("adapter.safetensors", (place / "adapter.safetensors").read_bytes())
+                at = {"out": str(out), "adapter": str(out / "adapter.safetensors")}
+                return typed(AlignResult, run.finish(found | at | {"unstable": given_up}))
             given_up[f"{d_lr:g}"] = found["diverged"]
             LOG.warning("--d-lr %g is not stable: %s", d_lr, found["diverged"])
-            continue
-        run.write("adapter.safetensors", (tried.path / "adapter.safetensors").read_bytes())
-        place = {"out": str(out), "adapter": str(out / "adapter.safetensors")}
-        run.finish(found | place | {"unstable": given_up})
-        break
     if not run.result:
         raise RunError(f"--d-lr-from: none of {', '.join(given_up)} is stable, see {out}")
-    return AlignResult.of(run.result)
+    return typed(AlignResult, run.result)
 
 
 def aligned(
     cfg: AlignConfig,
     out: Path,
-    things: tuple[Task | None, Pool | None],
+    task: Task | None,
+    pool: Pool | None,
     force: bool,
     track: Track,
     watched: bool = False,
-) -> Run:
-    """A finished run with one upper rate; if `watched`, given up as soon as it is `unstable`."""
-    m = Model(cfg, *things)
+) -> dict[str, Any]:
+    """The result of a run with one upper rate; if `watched`, it ends once it is `unstable`."""
+    m = Model(cfg, task, pool)
     with checking(f"--rank {cfg.rank}"):
         g = rng(cfg.seed, "lora")
         theta = init_theta(m.backbone.depth, cfg.rank, m.backbone.dim, g).to(m.device)  # l.2
     pretext = m.pretext_task(theta)
-    refuse(cfg, m, pretext, theta)
-    m.read_all(out)
-    run = Run(out, "align", cfg, force, **m.about())
-    if run.result:
-        return run
-    phi_D, loss_D, stats = m.head(cfg.seed, "align head")
-    s = begin(cfg, theta, pretext, phi_D)
-    opt = opt_downstream(cfg, [*phi_D.values()], constant)
-    tensors = {"theta": {"P": s.theta_P, "D": s.theta_D}, "phi_P": s.phi_P, "phi_D": s.phi_D}
-    tensors |= {"stats": stats, "pretext": pretext.state}
-    optimisers = {"P": s.opt_P, "D": s.opt_D, "probe": opt}
-    if saved := run.restore():
-        with reading(out / "checkpoint.pt", "--force starts the run over"):
-            put_back(saved, tensors, optimisers)
-            s.done = saved["done"]
-    try:
-        steps = probe(cfg, m, s, opt, loss_D), alternate(cfg, m, s, loss_D, pretext)
-        for epoch, _ in enumerate(track(steps[0], cfg.probe_epochs, "probe"), 1):
-            run.checkpoint(snapshot(tensors, optimisers) | {"done": 0}, f"probe epoch {epoch}")
-        if not run.records:
-            score = m.score(m.task.val, s.theta_D, phi_D | stats)
-            run.log({"step": 0, "probe_val": score._asdict()})
-            LOG.info("linear probe: validation %s %.1f %%", m.task.metric, score.accuracy)
-        for record in track(steps[1], cfg.alternations, "align", s.done):
-            run.log(record)
-            if watched and (why := unstable(run.records)):
-                raise Diverged(f"alternation {s.done}: {why}")
-            state = snapshot(tensors, optimisers) | {"done": s.done}
-            where = f"alternation {s.done} of {cfg.alternations}"
-            run.checkpoint(state, where, due="val_P" in record)
-    except Diverged as error:
-        if not watched:
-            raise
-        run.finish({"diverged": str(error)})
-        return run
-    finish(cfg, m, s, run)
-    return run
+    refuse(cfg, pretext, theta)
+    m.check("--d-batch", cfg.d_batch, out)
+    with Run(out, "align", cfg, force, **m.about()) as run:
+        if run.result:
+            return run.result
+        phi_D, loss_D, stats = m.head(cfg.seed, "align head")
+        s, optimisers = begin(cfg, theta, pretext, phi_D)
+        tensors = [s.theta_P, s.theta_D, *s.phi_P.values(), *phi_D.values(), *stats.values()]
+        run.keep([*tensors, *pretext.state.values()], optimisers)
+        s.done = optimisers[0].step // cfg.lower_steps
+        try:
+            lines = probe(cfg, m, s, optimisers[2], loss_D)
+            for epoch, _ in enumerate(track(lines, cfg.probe_epochs, "probe"), 1):
+                run.checkpoint(f"probe epoch {epoch}")
+            if not run.records:
+                score = m.score(m.task.val, s.theta_D, phi_D | stats)
+                run.log({"step": 0, "probe_val": score._asdict()})
+                LOG.info("linear probe: validation %s %.1f %%", m.task.metric, score.accuracy)
+            records = alternate(cfg, m, s, loss_D, pretext)
+            for record in track(records, cfg.alternations, "align", s.done):
+                run.log(record)
+                if watched and (why := unstable(run.records)):
+                    raise Diverged(f"alternation {s.done}: {why}")
+                run.checkpoint(f"alternation {s.done} of {cfg.alternations}", "val_P" in record)
+        except Diverged as error:
+            return run.finish({"diverged": str(error)})
+        how = cfg.hypergrad if cfg.upper_steps else "lower only"
+        about = m.adapter_about(stage="align", d_lr=cfg.d_lr, hypergrad=how)
+        about["unlike_paper"] = unlike_paper(cfg)
+        run.write("adapter.safetensors", save_adapter(s.theta_P, {}, about))  # l.17
+        last = run.records[-1]
+        result = {key: (last[key] or [0.0])[-1] for key in ("distance", "q_over_g", "cosine")}
+        result |= {key: last[key] for key in ("val_P", "val_D")}
+        result |= {"out": str(out), "adapter": str(out / "adapter.safetensors"), "d_lr": cfg.d_lr}
+        result |= {"metric": m.task.metric, "pretext": about["pretext"], "unstable": {}}
+        return run.finish(result)
 
 
-def finish(cfg: AlignConfig, m: Model, s: State, run: Run) -> None:
-    """Write θ_P (l.17) and the result."""
-    how = cfg.hypergrad if cfg.upper_steps else "lower only"
-    about = m.adapter_about(stage="align", d_lr=cfg.d_lr, hypergrad=how)
-    about["unlike_paper"] = unlike_paper(cfg)
-    run.write("adapter.safetensors", save_adapter(s.theta_P, {}, about))
-    last = run.records[-1]
-    result = {key: (last[key] or [0.0])[-1] for key in ("distance", "q_over_g", "cosine")}
-    result |= {"val_P": last["val_P"], "val_D": last["val_D"], "metric": m.task.metric}
-    result |= {"out": str(run.path), "adapter": str(run.path / "adapter.safetensors")}
-    run.finish(result | {"d_lr": cfg.d_lr, "unstable": {}, "pretext": about["pretext"]})
-
-
-def begin(cfg: AlignConfig, theta: Tensor, pretext: PretextTask, phi_D: Phi) -> State:
-    """θ_P = θ_D = θ (l.2), φ_P from its task, and the optimisers of both levels (App. C.3)."""
+def begin(
+    cfg: AlignConfig, theta: Tensor, pretext: PretextTask, phi_D: Phi
+) -> tuple[State, list[Optimiser]]:
+    """θ_P = θ_D = θ (l.2), φ_P from its task; and opt_P, opt_D and the probe's optimiser."""
     leaves = trainable({"P": theta, "D": theta}, theta.device)
     phi_P = trainable(pretext.phi, theta.device)
     lower, upper = (
@@ -189,19 +170,13 @@ def begin(cfg: AlignConfig, theta: Tensor, pretext: PretextTask, phi_D: Phi) -> 
     groups = [Group([leaves["P"]], cfg.p_lr, cfg.p_weight_decay)]
     groups += decay_groups(phi_P, cfg.phi_p_lr, cfg.p_weight_decay)
     opt_P = Optimiser(groups, lower, (0.9, 0.95), cfg.clip)
-    opt_D = opt_downstream(cfg, [leaves["D"], *phi_D.values()], upper, cfg.clip)
-    return State(leaves["P"], leaves["D"], phi_P, phi_D, opt_P, opt_D)
-
-
-def opt_downstream(
-    cfg: AlignConfig,
-    tensors: list[Tensor],
-    schedule: Callable[[int, float], float],
-    clip: float | None = None,
-) -> Optimiser:
-    """AdamW 0.9/0.999 on θ_D and φ_D, bias included, or SGD as released (App. C.3)."""
     betas = None if cfg.d_optimizer == "sgd" else (0.9, 0.999)
-    return Optimiser([Group(tensors, cfg.d_lr, cfg.d_weight_decay)], schedule, betas, clip)
+    head = [*phi_D.values()]  # AdamW decays all of θ_D and φ_D, bias included (App. C.2)
+    both = [Group([leaves["D"], *head], cfg.d_lr, cfg.d_weight_decay)]
+    opt_D = Optimiser(both, upper, betas, cfg.clip)
+    opt = Optimiser([Group(head, cfg.d_lr, cfg.d_weight_decay)], constant, betas)
+    s = State(leaves["P"], leaves["D"], phi_P, phi_D, opt_P, opt_D)
+    return s, [opt_P, opt_D, opt]
 
 
 def probe(
@@ -209,13 +184,12 @@ def probe(
 ) -> Iterator[str]:
     """Linear probing of φ_D at θ_D's start, before line 3 (App. C.3); yields a line an epoch."""
     n = len(m.task.train.targets)
-    per_epoch = -(-n // cfg.d_batch)
     draws = epochs(n, cfg.d_batch, cfg.seed, "probe", cfg.probe_epochs, opt.step)
     rate = cfg.drop_path if cfg.probe_drop_path else 0.0
-    examples = m.examples(draws, cfg.seed, "probe", rate, opt.step)
+    examples = m.examples(draws, "probe", rate, opt.step)
     loss = partial(loss_D, s.theta_D.detach(), s.phi_D, regularise=True)
-    tensors = [*s.phi_D.values()]
-    for mean in m.epochs_of(loss, tensors, opt, examples, per_epoch, cfg.probe_epochs, "probe"):
+    steps, tensors = -(-n // cfg.d_batch), [*s.phi_D.values()]
+    for mean in m.epochs_of(loss, tensors, opt, examples, steps, cfg.probe_epochs, "probe"):
         yield f"loss {mean:.4f}"
 
 
@@ -226,8 +200,9 @@ def alternate(
     n, T = len(m.task.train.targets), cfg.alternations
     first, last = s.done * cfg.upper_steps, T * cfg.upper_steps
     draws = stream(n, cfg.d_batch, cfg.seed, "downstream", first, last)
-    examples = m.examples(draws, cfg.seed, "downstream", cfg.drop_path, first)
-    batches = m.pretext_batches(pretext, s.done * cfg.lower_steps, T * cfg.lower_steps)
+    examples = m.examples(draws, "downstream", cfg.drop_path, first)
+    steps = range(s.done * cfg.lower_steps, T * cfg.lower_steps)
+    batches = pretext_batches(cfg, m.pool, pretext, m.arch.image_size, cfg.p_batch, steps)
     store = torch.device("cpu") if cfg.mfac_device == "cpu" else None
     inverse = hypergradient(cfg, s.theta_P)
     for log in algorithm_1(
@@ -244,7 +219,6 @@ def alternate(
 def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
     """The function of lines 10 and 13 that the settings name."""
     K, p = theta.shape
-    sizes = [p // 4] * 4 * K if cfg.cg_steps == "tensor" else None
     known: dict[str, Hypergradient] = {
         "mfac": partial(mfac.mfac, partition=cfg.partition),
         "recursion": partial(mfac.recursion, partition=cfg.partition),
@@ -255,35 +229,27 @@ def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
             iterations=cfg.cg_iterations,
             damping=cfg.cg_damping,
             prefactor=cfg.cg_prefactor,
-            sizes=sizes,
+            sizes=[p // 4] * 4 * K if cfg.cg_steps == "tensor" else None,
         ),
     }
     return known[cfg.hypergrad]
 
 
-def refuse(cfg: AlignConfig, m: Model, pretext: PretextTask, theta: Tensor) -> None:
+def refuse(cfg: AlignConfig, pretext: PretextTask, theta: Tensor) -> None:
     """Refuse (UsageError) what would fail, or silently mean something else, hours later."""
-    m.refuse("--d-batch", cfg.d_batch)
     if cfg.p_batch < world_size():
-        raise UsageError(
-            f"--p-batch {cfg.p_batch}: there are {world_size()} processes, give each one"
-        )
+        what = f"there are {world_size()} processes, give each one"
+        raise UsageError(f"--p-batch {cfg.p_batch}: {what}")
     if cfg.hypergrad == "exact" and theta.numel() > EXACT_LIMIT:
-        raise UsageError(
-            f"--hypergrad exact: θ has {theta.numel()} entries, a dense Hessian of more than "
-            f"{EXACT_LIMIT} is out of reach; lower --rank or use mfac"
-        )
+        why = f"θ has {theta.numel()} entries, a dense Hessian has {EXACT_LIMIT} at most"
+        raise UsageError(f"--hypergrad exact: {why}; lower --rank or use mfac")
     pieces = (cfg.micro_batch or cfg.p_batch) < cfg.p_batch or world_size() > 1
     if pieces and not getattr(pretext, "mean_over_images", True):
-        raise UsageError(
-            f"--pretext {cfg.pretext}: its loss compares the images of a batch with each other, so "
-            "a batch cannot be cut; leave --micro-batch out and start one process"
-        )
+        why = "its loss compares the images of a batch with each other, so a batch cannot be cut"
+        how = "leave --micro-batch out and start one process"
+        raise UsageError(f"--pretext {cfg.pretext}: {why}; {how}")
     if cfg.warmup >= cfg.alternations:
-        LOG.warning(
-            "the warm-up of %d alternations is not shorter than the run: no rate gets to its base, "
-            "see --warmup", cfg.warmup,
-        )  # fmt: skip
+        LOG.warning("the warm-up is not shorter than the run: see --warmup and --alternations")
 
 
 def unlike_paper(cfg: AlignConfig) -> dict[str, Any]:
@@ -291,36 +257,25 @@ def unlike_paper(cfg: AlignConfig) -> dict[str, Any]:
 
     Not the upper rate, for which the paper searches, and not the inverse, which makes the arm.
     """
-    groups = (Lower, Upper, Bilevel, Pretext)
-    usual = {name: field.default for group in groups for name, field in group.model_fields.items()}
-    usual |= {"pool": "imagenet"} | (cfg.ijepa if cfg.pretext == "ijepa" else {})
-    free = {"d_lr", "d_lr_from", "hypergrad", "eval_every", "mfac_device", "head", "min_crop"}
-    names = (usual.keys() - free) & AlignConfig.model_fields.keys()
-    return {name: getattr(cfg, name) for name in names if getattr(cfg, name) != usual[name]}
+    usual = AlignConfig(backbone="vit_b16", dataset="dtd", pretext=cfg.pretext)
+    names = {name for group in (Lower, Upper, Bilevel, Pretext) for name in group.model_fields}
+    names -= {"d_lr", "d_lr_from", "hypergrad", "eval_every", "mfac_device"}
+    pairs = {name: (getattr(cfg, name), getattr(usual, name)) for name in names}
+    return {name: value for name, (value, paper) in pairs.items() if value != paper}
 
 
 # --- the upper level's rate (App. C.3) ------------------------------------------------------------
 
 
 def upper_rates(cfg: AlignConfig) -> list[float]:
-    """Candidates from the best rate of a finished direct PEFT run, the largest first."""
-    run = cfg.d_lr_from
-    assert run is not None
+    """2/3, 1/2, 1/3 and less of the best rate of a finished direct PEFT run, to three digits."""
+    run: Any = cfg.d_lr_from
     result = read_json(run / "result.json") if (run / "result.json").exists() else {}
     if len(result.get("grid", ())) < 2 or result.get("aligned_by"):
         raise UsageError(f"--d-lr-from {run}: is not a finished `finetune` grid from the backbone")
     if result["dataset"] != cfg.dataset:
         raise UsageError(f"--d-lr-from {run}: is about {result['dataset']}, not {cfg.dataset}")
-    return shares(result["lr"])
-
-
-def shares(best: float) -> list[float]:
-    """2/3, 1/2, 1/3 and less of a rate, to three digits.
-
-    >>> shares(1e-3)[:3]
-    [0.000667, 0.0005, 0.000333]
-    """
-    return [float(f"{best * share:.3g}") for share in SHARES]
+    return [float(f"{result['lr'] * share:.3g}") for share in SHARES]
 
 
 def unstable(records: Sequence[Mapping[str, Any]]) -> str | None:

@@ -322,7 +322,7 @@ def verdict(error: Any) -> tuple[int | None, str]:
     """Exit code and line of an error; no code for a defect, which ends with its traceback."""
     name, text = type(error).__name__, str(error)
     if name == "Stopped":
-        return 128 + error.number, error.where
+        return 128 + error.args[0], error.args[1]
     if isinstance(error.__cause__ or error, KeyboardInterrupt):  # Typer raises its own from it
         return 130, "stopped; the same command goes on"
     if name == "OutOfMemoryError" or isinstance(error, MemoryError) or "can't allocate" in text:

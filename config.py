@@ -40,7 +40,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 class Arch(NamedTuple):
-    """Sizes of a ViT, its MAE decoder (width, depth, heads) and I-JEPA predictor (width, depth)."""
+    """Sizes of a ViT, its MAE decoder and its I-JEPA predictor."""
 
     dim: int = 768
     depth: int = 12
@@ -49,8 +49,11 @@ class Arch(NamedTuple):
     patch_size: int = 16
     mlp_ratio: float = 4.0
     class_token: bool = True
-    decoder: tuple[int, int, int] = (512, 8, 16)
-    predictor: tuple[int, int] = (384, 12)
+    decoder_dim: int = 512
+    decoder_depth: int = 8
+    decoder_heads: int = 16
+    predictor_dim: int = 384
+    predictor_depth: int = 12
 
 
 class BackboneDefaults(NamedTuple):
@@ -61,7 +64,7 @@ class BackboneDefaults(NamedTuple):
     drop_path: float
 
 
-MINI = Arch(64, 4, 4, 16, 4, 2.0, decoder=(48, 1, 4), predictor=(32, 2))
+MINI = Arch(64, 4, 4, 16, 4, 2.0, True, 48, 1, 4, 32, 2)
 BACKBONES = {
     "vit_mini": BackboneDefaults(MINI, 8, 0.0),
     "vit_b16": BackboneDefaults(Arch(), 64, 0.1),

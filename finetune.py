@@ -17,20 +17,18 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from bisslight import Diverged, Phi
 from commands import FinetuneConfig
 from config import UsageError
 from data import Task, epochs, rng
 from lora import DownstreamLoss, init_theta, load_adapter, save_adapter
 from model import Model, own_names, task_name
-from run import Run, check_directory, checking, jobs, read_json, reading, sha256
-from training import Group, Optimiser, Schedule, Track, put_back, snapshot, trainable, untracked
+from run import Run, check_directory, checking, jobs, read_json, sha256, typed
+from training import Group, Optimiser, Schedule, Track, trainable, untracked
 from weights import load_theta
 
 LOG = logging.getLogger("bisslight")
-OPEN: list[Model] = []  # the model of this process's trials
+Trial = tuple[FinetuneConfig, Path]  # one rate, one seed and its start; and the run directory
 
 
 class FinetuneResult(NamedTuple):
@@ -56,20 +54,6 @@ class FinetuneResult(NamedTuple):
     right: list[int] | None  # test images that were right; None where the accuracy is mAP
     trial_seconds: list[float]  # CPU time
 
-    @classmethod
-    def of(cls, found: Mapping[str, Any]) -> "FinetuneResult":
-        """From result.json."""
-        return cls(**{key: found[key] for key in cls._fields})
-
-
-class Trial(NamedTuple):
-    """One PEFT run to be done: one rate, one seed. It can be sent to another process."""
-
-    cfg: FinetuneConfig  # with this rate and seed, and what it starts from
-    out: Path
-    task: Task | None
-    force: bool
-
 
 def finetune(
     cfg: FinetuneConfig,
@@ -89,53 +73,40 @@ def finetune(
     """
     cfg = cfg.but(**own_names(task))
     check_directory(out, "finetune", cfg, force)
-    OPEN.clear()
-    m = model_of(cfg, task)
+    m = Model(cfg, task)
     starts, unit = starts_of(cfg)
     origins = [origin(start, m) for start in dict.fromkeys(starts) if start]
-    m.refuse("--batch", cfg.batch)
-    m.read_all(out)
+    m.check("--batch", cfg.batch, out)
     digests = [sha256(adapter_of(start)) for start in starts if start]
-    run = Run(out, "finetune", cfg, force, **m.about(), start_sha256=digests)
-    if run.result:
-        return FinetuneResult.of(run.result)
-    if cfg.warmup_epochs >= cfg.epochs:
-        LOG.warning("the warm-up is not shorter than the run: see --warmup-epochs and --epochs")
+    with Run(out, "finetune", cfg, force, **m.about(), start_sha256=digests) as run:
+        if run.result:
+            return typed(FinetuneResult, run.result)
+        if cfg.warmup_epochs >= cfg.epochs:
+            LOG.warning("the warm-up is not shorter than the run: see --warmup-epochs, --epochs")
 
-    def results(pairs: list[tuple[float, int]]) -> list[dict[str, Any]]:
-        trials = [
-            Trial(one_trial(cfg, lr, i, starts[i]), out / f"lr{lr:g}-s{cfg.seed + i}", task, force)
-            for lr, i in pairs
-        ]
-        if cfg.jobs == 1:
-            return [peft(trial, track) for trial in trials]
-        return [*track(jobs(peft, trials, cfg.jobs), len(trials), "runs")]
+        def results(pairs: list[tuple[float, int]]) -> list[dict[str, Any]]:
+            trials = [trial(cfg, lr, i, starts[i], out) for lr, i in pairs]
+            if cfg.jobs == 1:
+                return [peft(one, task, force, m, track) for one in trials]
+            work = jobs(partial(peft, task=task, force=force), trials, cfg.jobs)
+            return [*track(work, len(trials), "runs")]
 
-    tries = range(cfg.grid_seeds if len(cfg.grid) > 1 else cfg.seeds)
-    found = iter(results([(lr, i) for lr in cfg.grid for i in tries]))
-    tried = {lr: [next(found) for _ in tries] for lr in cfg.grid}
-    lr, chosen = best_rate(
-        tried, lambda lr, done: results([(lr, i) for i in range(done, cfg.seeds)])
-    )
-    if len(cfg.grid) > 1 and lr in (min(cfg.grid), max(cfg.grid)):
-        LOG.info("the best rate, %g, is at the edge of the grid: extend it with --grid", lr)
-    about = {
-        "out": str(out), "dataset": cfg.dataset, "backbone": cfg.backbone, "unit": unit, "lr": lr,
-        "pretext": task_name(cfg.pretext), "metric": m.task.metric,
-        "grid": {str(k): [r["val"] and r["val"]["accuracy"] for r in v] for k, v in tried.items()},
-        "aligned_by": None, "aligned_on": None, "align_unlike_paper": None,
-    }  # fmt: skip
-    about |= recorded(origins[0]) if origins else {}
-    return FinetuneResult.of(run.finish(about | tested(m, run, chosen)))
-
-
-def recorded(origin: Mapping[str, Any]) -> dict[str, Any]:
-    """What a result says of the align run that it started from."""
-    return {
-        "aligned_by": origin.get("hypergrad", "unknown"),
-        "aligned_on": origin.get("dataset"),
-        "align_unlike_paper": origin.get("unlike_paper"),
-    } | ({"pretext": origin["pretext"]} if "pretext" in origin else {})
+        tries = range(cfg.grid_seeds if len(cfg.grid) > 1 else cfg.seeds)
+        found = iter(results([(lr, i) for lr in cfg.grid for i in tries]))
+        tried = {lr: [next(found) for _ in tries] for lr in cfg.grid}
+        lr, chosen = best_rate(tried, lambda lr, n: results([(lr, i) for i in range(n, cfg.seeds)]))
+        if len(cfg.grid) > 1 and lr in (min(cfg.grid), max(cfg.grid)):
+            LOG.info("the best rate, %g, is at the edge of the grid: extend it with --grid", lr)
+        grid = {f"{k}": [r["val"] and r["val"]["accuracy"] for r in v] for k, v in tried.items()}
+        first = origins[0] if origins else {}
+        result = {
+            "out": str(out), "dataset": cfg.dataset, "backbone": cfg.backbone, "unit": unit,
+            "lr": lr, "metric": m.task.metric, "grid": grid,
+            "aligned_by": first.get("hypergrad", "unknown") if origins else None,
+            "aligned_on": first.get("dataset"), "align_unlike_paper": first.get("unlike_paper"),
+            "pretext": first.get("pretext", task_name(cfg.pretext)),
+        }  # fmt: skip
+        return typed(FinetuneResult, run.finish(result | tested(m, run, chosen)))
 
 
 def tested(m: Model, run: Run, chosen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -160,16 +131,10 @@ def tested(m: Model, run: Run, chosen: Sequence[Mapping[str, Any]]) -> dict[str,
     }
 
 
-def model_of(cfg: FinetuneConfig, task: Task | None) -> Model:
-    """The model that all trials of a process share; they differ in rate, seed and start."""
-    if not OPEN:
-        OPEN.append(Model(cfg, task))
-    return OPEN[0]
-
-
-def one_trial(cfg: FinetuneConfig, lr: float, i: int, start: Path | None) -> FinetuneConfig:
-    """Settings of the i-th seed at one rate."""
-    return cfg.but(lr=lr, grid=None, grid_seeds=1, seeds=1, seed=cfg.seed + i, start=start, jobs=1)
+def trial(cfg: FinetuneConfig, lr: float, i: int, start: Path | None, out: Path) -> Trial:
+    """The i-th seed at one rate."""
+    seed, one = cfg.seed + i, {"grid": None, "grid_seeds": 1, "seeds": 1, "jobs": 1}
+    return cfg.but(lr=lr, seed=seed, start=start, **one), out / f"lr{lr:g}-s{seed}"
 
 
 def best_rate(
@@ -185,18 +150,17 @@ def best_rate(
     """
     left = {lr: results for lr, results in tried.items() if all(r["val"] for r in results)}
     while left:
-        lr = max(left, key=lambda lr: mean_score(left[lr]))
-        results = [*left.pop(lr)]
-        results += more(lr, len(results))
+        scores = {lr: [result["val"] for result in results] for lr, results in left.items()}
+        means = {
+            lr: (fmean(x["accuracy"] for x in s), -fmean(x["loss"] for x in s))
+            for lr, s in scores.items()
+        }
+        lr = max(left, key=lambda lr: means[lr])
+        results = left.pop(lr)
+        results = results + more(lr, len(results))
         if all(r["val"] for r in results):
             return lr, results
     raise Diverged("every learning rate diverged, lower --lr or extend --grid downwards")
-
-
-def mean_score(results: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Mean validation accuracy and minus the mean loss; the larger pair is better."""
-    scores = [result["val"] for result in results]
-    return fmean(s["accuracy"] for s in scores), -fmean(s["loss"] for s in scores)
 
 
 # --- where θ starts -------------------------------------------------------------------------------
@@ -208,11 +172,10 @@ def starts_of(cfg: FinetuneConfig) -> tuple[list[Path | None], str]:
         return [None] * cfg.seeds, "PEFT seed"
     if cfg.start.is_file():
         return [cfg.start] * cfg.seeds, "PEFT seed on one LoRA file"
-    runs = [cfg.start] if (cfg.start / "config.json").exists() else []
-    runs = runs or sorted(
-        (file.parent for file in cfg.start.glob("*/config.json")),
-        key=lambda run: (len(run.name), run.name),
-    )
+    runs = [cfg.start]
+    if not (cfg.start / "config.json").exists():
+        runs = [file.parent for file in cfg.start.glob("*/config.json")]
+        runs.sort(key=lambda run: (len(run.name), run.name))
     if len(runs) not in (1, cfg.seeds):
         what = f"holds {len(runs)} align runs, --seeds {cfg.seeds} wants 1 or {cfg.seeds}"
         raise UsageError(f"--from {cfg.start}: {what}")
@@ -239,29 +202,29 @@ def origin(start: Path, m: Model) -> dict[str, Any]:
     """
     with checking(f"--from {start}"):
         theta, about = load_theta(start, m.backbone.dim)
-    shape = (m.backbone.depth, 4 * m.cfg.rank * m.backbone.dim)
-    if theta.shape != shape:
-        found = f"{len(theta)} layers of rank {theta.shape[1] // (4 * m.backbone.dim)}"
-        here = f"{shape[0]} of rank {m.cfg.rank}"
-        raise UsageError(f"--from {start}: holds {found}, this run has {here}; leave --rank out")
-    if about.get("stage", "align") != "align":
-        raise UsageError(f"--from {start}: is fine-tuned already, give an align run")
-    now = m.adapter_about()
-    for key in ("backbone", "rank", "alpha", "weights_sha256"):
-        if about and str(about.get(key)) != str(now[key]):
-            raise UsageError(f"--from {start}: has {key} {about.get(key)}, this run {now[key]}")
-    env = read_json(start / "env.json") if (start / "env.json").exists() else {}
-    digest = about.get("data_sha256", env.get("data_sha256", now["data_sha256"]))
-    names = (str(x.get("dataset")).removeprefix("folder:") for x in (about, now))
-    if len({os.path.realpath(x) for x in names}) == 1 and digest != now["data_sha256"]:
-        raise UsageError(
-            f"--from {start}: was aligned on another split or other images of {now['dataset']} "
-            f"(data_sha256 {digest[:12]}, here {now['data_sha256'][:12]}), so it may have seen the "
-            "test images; give its --data-seed, --split-file and images, or align again"
-        )
+        now, rank = m.adapter_about(), theta.shape[1] / (4 * m.backbone.dim)
+        if (len(theta), rank) != (m.backbone.depth, m.cfg.rank):
+            found = f"holds {len(theta)} layers of rank {rank:g}"
+            here = f"{m.backbone.depth} of rank {m.cfg.rank}"
+            raise ValueError(f"{found}, this run has {here}; leave --rank out")
+        if about.get("stage", "align") != "align":
+            raise ValueError("is fine-tuned already, give an align run")
+        for key in ("backbone", "rank", "alpha", "weights_sha256"):
+            if about and str(about.get(key)) != str(now[key]):
+                raise ValueError(f"has {key} {about.get(key)}, this run {now[key]}")
+        env = read_json(start / "env.json") if (start / "env.json").exists() else {}
+        digest = about.get("data_sha256", env.get("data_sha256", now["data_sha256"]))
+        names = (str(x.get("dataset")).removeprefix("folder:") for x in (about, now))
+        same = len({os.path.realpath(x) for x in names}) == 1
+        if same and digest != now["data_sha256"]:
+            raise ValueError(
+                f"was aligned on another split or other images of {now['dataset']} (data_sha256 "
+                f"{digest[:12]}, here {now['data_sha256'][:12]}), so it may have seen the test "
+                "images; give its --data-seed, --split-file and images, or align again"
+            )
     if not about:
         LOG.info("--from %s: does not say which images it was trained on", start)
-    elif digest != now["data_sha256"]:
+    elif not same:
         LOG.info("aligned on %s, fine-tuned on %s", about.get("dataset"), now["dataset"])
     return about
 
@@ -269,70 +232,73 @@ def origin(start: Path, m: Model) -> dict[str, Any]:
 # --- one PEFT run ---------------------------------------------------------------------------------
 
 
-def peft(trial: Trial, track: Track = untracked) -> dict[str, Any]:
-    """Fine-tune θ and a fresh φ_D with one rate and one seed; keep the best validation epoch."""
-    cfg, m = trial.cfg, model_of(trial.cfg, trial.task)
+def peft(
+    unit: Trial,
+    task: Task | None = None,
+    force: bool = False,
+    m: Model | None = None,
+    track: Track = untracked,
+) -> dict[str, Any]:
+    """Fine-tune θ and a fresh φ_D with one rate and one seed; keep the best validation epoch.
+
+    Args:
+        m: the model, which differs between trials in its settings only; None: made here.
+    """
+    cfg, out = unit
+    m = m or Model(cfg, task)
+    m.cfg, lr = cfg, cfg.grid[0]
     about = m.about() | {"start_sha256": cfg.start and sha256(adapter_of(cfg.start))}
-    run = Run(trial.out, "peft", cfg, trial.force, **about)
-    if run.result:
-        return run.result
-    theta = start_of(cfg, m)
-    phi_D, loss_D, stats = m.head(cfg.seed, "peft head")
-    leaves = trainable({"theta": theta}, m.device) | phi_D
-    steps = -(-len(m.task.train.targets) // cfg.batch)
-    schedule = Schedule(cfg.epochs * steps, cfg.warmup_epochs * steps, cfg.end_lr)
-    betas = None if cfg.optimizer == "sgd" else (0.9, 0.999)
-    opt = Optimiser([Group([*leaves.values()], cfg.grid[0], cfg.weight_decay)], schedule, betas)
-    best = {name: tensor.detach().clone() for name, tensor in (leaves | stats).items()}
-    tensors, optimisers = {"now": leaves | stats, "best": best}, {"opt": opt}
-    if saved := run.restore():
-        with reading(run.path / "checkpoint.pt", "--force starts the run over"):
-            put_back(saved, tensors, optimisers)
-    outcome = {"lr": cfg.grid[0], "seed": cfg.seed, "adapter": str(adapter_of(run.path))}
-    label = f"lr {cfg.grid[0]:g} seed {cfg.seed}"
-    try:
-        records = epochs_with_validation(cfg, m, opt, loss_D, leaves, steps)
-        for record in track(records, cfg.epochs, label, opt.step // steps):
-            run.log(record)
-            if best_epoch(run.records)["step"] == record["step"]:
-                put_back({"tensors": {"best": tensors["now"]}}, {"best": best}, {})
-            where = f"epoch {record['step']} of {cfg.epochs}, {label}"
-            run.checkpoint(snapshot(tensors, optimisers), where)
-    except Diverged as error:
-        return run.finish(outcome | {"val": None, "diverged": str(error)})
-    about = m.adapter_about(stage="finetune", lr=cfg.grid[0], seed=cfg.seed, classes=m.task.classes)
-    run.write("adapter.safetensors", save_adapter(best.pop("theta"), best, about))
-    found = best_epoch(run.records)
-    return run.finish(outcome | {"val": found["val"], "epoch": found["step"]})
-
-
-def start_of(cfg: FinetuneConfig, m: Model) -> Tensor:
-    """θ of the align run, or a fresh one for this seed."""
-    if cfg.start is not None:
-        return load_theta(cfg.start, m.backbone.dim)[0]
-    return init_theta(m.backbone.depth, cfg.rank, m.backbone.dim, rng(cfg.seed, "lora"))
+    with Run(out, "peft", cfg, force, **about) as run:
+        if run.result:
+            return run.result
+        theta = init_theta(m.backbone.depth, cfg.rank, m.backbone.dim, rng(cfg.seed, "lora"))
+        if cfg.start is not None:
+            theta, _ = load_theta(cfg.start, m.backbone.dim)
+        phi_D, loss_D, stats = m.head(cfg.seed, "peft head")
+        leaves = trainable({"theta": theta}, m.device) | phi_D
+        steps = -(-len(m.task.train.targets) // cfg.batch)
+        schedule = Schedule(cfg.epochs * steps, cfg.warmup_epochs * steps, cfg.end_lr)
+        betas = None if cfg.optimizer == "sgd" else (0.9, 0.999)
+        opt = Optimiser([Group([*leaves.values()], lr, cfg.weight_decay)], schedule, betas)
+        now = leaves | stats
+        best = {name: tensor.detach().clone() for name, tensor in now.items()}
+        run.keep([*now.values(), *best.values()], [opt])
+        result = {"lr": lr, "seed": cfg.seed, "adapter": str(adapter_of(out))}
+        records, label = (
+            epochs_with_validation(m, opt, loss_D, leaves),
+            f"lr {lr:g} seed {cfg.seed}",
+        )
+        try:
+            for record in track(records, cfg.epochs, label, opt.step // steps):
+                run.log(record)
+                if best_epoch(run.records)["step"] == record["step"]:
+                    best = {name: tensor.detach().clone() for name, tensor in now.items()}
+                    run.tensors = [*now.values(), *best.values()]
+                run.checkpoint(f"epoch {record['step']} of {cfg.epochs}, {label}")
+        except Diverged as error:
+            return run.finish(result | {"val": None, "diverged": str(error)})
+        about = m.adapter_about(stage="finetune", lr=lr, seed=cfg.seed, classes=m.task.classes)
+        run.write("adapter.safetensors", save_adapter(best.pop("theta"), best, about))
+        found = best_epoch(run.records)
+        return run.finish(result | {"val": found["val"], "epoch": found["step"]})
 
 
 def epochs_with_validation(
-    cfg: FinetuneConfig,
-    m: Model,
-    opt: Optimiser,
-    loss_D: DownstreamLoss,
-    leaves: Phi,
-    steps: int,
+    m: Model, opt: Optimiser, loss_D: DownstreamLoss, leaves: Phi
 ) -> Iterator[dict[str, Any]]:
     """Train θ and φ_D from `opt.step` on; yields each epoch's loss, and its score where due."""
-    n, done = len(m.task.train.targets), opt.step // steps
+    cfg: Any = m.cfg
+    n, phi_D = len(m.task.train.targets), dict(leaves)
+    theta, steps = phi_D.pop("theta"), -(-n // cfg.batch)
     draws = epochs(n, cfg.batch, cfg.seed, "peft", cfg.epochs, opt.step)
-    examples = m.examples(draws, cfg.seed, "peft", cfg.drop_path, opt.step)
-    phi_D = {name: tensor for name, tensor in leaves.items() if name != "theta"}
-    loss = partial(loss_D, leaves["theta"], phi_D, regularise=True)
-    tensors = [*leaves.values()]
+    examples = m.examples(draws, "peft", cfg.drop_path, opt.step)
+    loss = partial(loss_D, theta, phi_D, regularise=True)
+    tensors, done = [*leaves.values()], opt.step // steps
     means = m.epochs_of(loss, tensors, opt, examples, steps, cfg.epochs, "fine-tuning")
     for epoch, mean in enumerate(means, done + 1):
         record: dict[str, Any] = {"step": epoch, "loss": mean, "val": None}
         if epoch % cfg.eval_epochs == 0 or epoch == cfg.epochs:
-            score = m.score(m.task.val, leaves["theta"], phi_D | (loss_D.stats or {}))
+            score = m.score(m.task.val, theta, phi_D | (loss_D.stats or {}))
             if not math.isfinite(score.loss):
                 raise Diverged(f"validation after epoch {epoch}: the loss is {score.loss}")
             record["val"] = score._asdict()

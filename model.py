@@ -39,20 +39,12 @@ from data import (
     stream,
 )
 from evaluate import Score, score
-from lora import (
-    DownstreamLoss,
-    Examples,
-    Phi,
-    cross_entropy,
-    drop_path,
-    init_head,
-    init_stats,
-    predict,
-)
+from lora import DownstreamLoss, Examples, Phi, cross_entropy, drop_path, init_head, init_stats
+from lora import predict as predicted
 from paper import memory_of
 from run import checking, sha256
 from training import Optimiser, gather, one_thread, pick_device, share, trainable, world_size
-from weights import build_head, fetch, load_backbone, side, sincos, to_download, weights_of
+from weights import OFFICIAL, build_head, load_backbone, side, sincos, weights_of
 
 SCORED = 256  # images that are looked at together in validation and test
 Config = AlignConfig | FinetuneConfig
@@ -65,42 +57,36 @@ class Model:
         with checking(f"--device {cfg.device}"):
             self.cfg, self.device = cfg, pick_device(cfg.device)
         one_thread(cfg.backbone, self.device)
-        self.task = task or open_task(cfg)
+        self.task, self.amp = task or open_task(cfg), cfg.amp and self.device.type == "cuda"
         if isinstance(cfg, AlignConfig):
             self.pool = pool or open_pool(cfg)
-        fetch(cfg)
-        with checking(f"--weights {weights_of(cfg)}"):
-            loaded = load_backbone(cfg)
-        self.backbone, self.arch = loaded.backbone.to(self.device), loaded.arch
+        backbone, self.pretext_head, self.arch, channels = load_backbone(cfg)
+        self.backbone, self.digest = backbone.to(self.device), sha256(weights_of(cfg))
         self.backbone.recompute = cfg.recompute
-        self.pretext_head, self.digest = loaded.pretext_head, loaded.digest
-        mean, std = loaded.channels or (self.task.mean, self.task.std)
-        size = check_size(cfg, self.arch.image_size)
-        self.transform = Transform(size, mean, std, cfg.augment, cfg.min_crop, cfg.d_interpolation)
-
-    @property
-    def amp(self) -> bool:
-        """Whether passes run in bfloat16: as asked for, on a GPU."""
-        return self.cfg.amp and self.device.type == "cuda"
+        if "quilts" in (cfg.dataset, getattr(cfg, "pool", None)) and self.arch.image_size != 16:
+            size = f"the backbone wants {self.arch.image_size}"
+            raise UsageError(f"quilts have 16 px, {size}; use other images")
+        mean, std = channels or (self.task.mean, self.task.std)
+        cut = cfg.augment, cfg.min_crop, cfg.d_interpolation
+        self.transform = Transform(self.arch.image_size, mean, std, *cut)
 
     def head(self, seed: int, purpose: str) -> tuple[Phi, DownstreamLoss, Phi]:
         """A fresh φ_D (App. C.2), its L^D, and its BatchNorm's statistics ({} without one)."""
-        cfg, classes = self.cfg, len(self.task.classes)
-        phi = init_head(self.backbone.dim, classes, rng(seed, purpose), cfg.head == "batchnorm")
+        cfg, g = self.cfg, rng(seed, purpose)
+        phi = init_head(self.backbone.dim, len(self.task.classes), g, cfg.head == "batchnorm")
         phi = trainable(phi, self.device)
         stats = init_stats({name: tensor.detach() for name, tensor in phi.items()})
         return phi, DownstreamLoss(self.backbone, cfg.voc_loss, stats), stats
 
     def pretext_task(self, theta: Tensor) -> PretextTask:
         """The pretext task of these settings; θ is where θ_P starts."""
-        cfg, arch = self.cfg, self.arch
-        assert isinstance(cfg, AlignConfig)
+        cfg: Any = self.cfg
         if cfg.pretext not in ("mae", "ijepa"):
             return own_class(cfg.pretext)(self.backbone, cfg, rng(cfg.seed, "pretext"))
         head: Any = self.pretext_head
         if cfg.pretext == "mae" and cfg.decoder == "random":
-            head = build_head(arch, "mae")
-            positions = sincos(arch.decoder[0], side(arch))
+            head = build_head(self.arch, "mae")
+            positions = sincos(self.arch.decoder_dim, side(self.arch))
             mae.init([(head, positions)], rng(cfg.seed, "decoder"))
         head = head.to(self.device)
         with checking(f"--pretext {cfg.pretext}"):
@@ -109,16 +95,11 @@ class Model:
             steps = cfg.alternations * cfg.lower_steps
             return ijepa.IJEPA(self.backbone, head, cfg, (cfg.ema, steps), theta)
 
-    def pretext_batches(self, task: PretextTask, start: int, stop: int) -> Iterator[Any]:
-        """Prepared pretext batches of steps start .. stop − 1."""
-        assert isinstance(self.cfg, AlignConfig)
-        size, steps = self.arch.image_size, range(start, stop)
-        return pretext_batches(self.cfg, self.pool, task, size, self.cfg.p_batch, steps)
-
     def examples(
-        self, draws: Draws, seed: int, purpose: str, rate: float, start: int = 0
+        self, draws: Draws, purpose: str, rate: float, start: int = 0
     ) -> Iterator[Examples]:
         """Labelled training batches from step `start` on, with drop-path factors of this rate."""
+        seed = self.cfg.seed
         images = Images(self.task.train, self.transform, True, seed, purpose)
         arrived = shared_batches(images, draws, self.cfg.workers, self.device)
         for step, (x, y, mine, n) in enumerate(arrived, start):
@@ -134,7 +115,7 @@ class Model:
 
         def logits(x: Tensor) -> Tensor:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
-                return predict(self.backbone, theta, phi_D, x)
+                return predicted(self.backbone, theta, phi_D, x)
 
         loss = partial(cross_entropy, multilabel=self.cfg.voc_loss)
         return score(logits, examples, loss, gather)
@@ -162,19 +143,19 @@ class Model:
             losses, _ = numbers(f"{what}, epoch {epoch}", rows, 2)
             yield sum(losses) / len(losses)
 
-    def refuse(self, flag: str, batch: int) -> None:
-        """Refuse (UsageError) batches that a BatchNorm head, or the processes, cannot share."""
-        least, last = max(2, world_size()), len(self.task.train.targets) % batch
-        if self.cfg.head == "batchnorm" and self.cfg.micro_batch:
-            raise UsageError("--micro-batch: a BatchNorm head needs whole batches; see --recompute")
-        if self.cfg.head == "batchnorm" and (batch < least or 0 < last < least):
-            why = f"the last batch of a pass has {min(batch, last or batch)} images"
-            raise UsageError(f"{flag} {batch}: {why}, BatchNorm needs {least}; choose another size")
-        if batch < world_size() or 0 < last < world_size():
-            raise UsageError(f"{flag} {batch}: a batch has fewer images than there are processes")
+    def check(self, flag: str, batch: int, out: Path) -> None:
+        """Refuse (UsageError) batches that a BatchNorm head or the processes cannot share; then,
 
-    def read_all(self, out: Path) -> None:
-        """Decode validation and test images once, before a run begins (ImageError)."""
+        before a run begins, decode its validation and test images once (ImageError).
+        """
+        norm, last = self.cfg.head == "batchnorm", len(self.task.train.targets) % batch or batch
+        least = max(2, world_size()) if norm else world_size()
+        if norm and self.cfg.micro_batch:
+            raise UsageError("--micro-batch: a BatchNorm head needs whole batches; see --recompute")
+        if min(batch, last) < least:
+            who = "BatchNorm needs" if norm else "the processes need"
+            why = f"the last batch of a pass has {min(batch, last)} images, {who} {least}"
+            raise UsageError(f"{flag} {batch}: {why}; choose another size")
         for split in () if (out / "env.json").exists() else (self.task.val, self.task.test):
             for error in decode_all(split.images):
                 raise error
@@ -240,28 +221,20 @@ def shared_batches(
 def open_task(cfg: Config) -> Task:
     """The labelled task D^D by name (UsageError)."""
     with checking(f"--dataset {cfg.dataset}"):
-        not_own(cfg.dataset, "task")
-        return benchmarks.load_task(cfg, cfg.data_root)
+        return benchmarks.load_task(named(cfg, "dataset", "task"), cfg.data_root)
 
 
 def open_pool(cfg: Any) -> Pool:
     """The unlabelled images D^P by name (UsageError)."""
     with checking(f"--pool {cfg.pool}"):
-        not_own(cfg.pool, "pool")
-        return benchmarks.load_pool(cfg.pool, cfg.data_root, cfg.data_seed)
+        return benchmarks.load_pool(named(cfg, "pool", "pool").pool, cfg.data_root, cfg.data_seed)
 
 
-def not_own(name: str, what: str) -> None:
-    """ValueError for the record of something that was handed in."""
-    if name.startswith("own"):
-        raise ValueError(f"was handed in from Python; hand it in again, {what}=...")
-
-
-def check_size(cfg: Config, size: int) -> int:
-    """The side of the backbone's images; quilts, which are not scaled, have to have it."""
-    if "quilts" in (cfg.dataset, getattr(cfg, "pool", None)) and size != 16:
-        raise UsageError(f"quilts have 16 px, the backbone wants {size}; use other images")
-    return size
+def named(cfg: Any, field: str, argument: str) -> Any:
+    """The settings; ValueError where they record something that was handed in."""
+    if getattr(cfg, field).startswith("own"):
+        raise ValueError(f"was handed in from Python; hand it in again, {argument}=...")
+    return cfg
 
 
 def own_names(task: Task | None, pool: Pool | None = None) -> dict[str, str]:
@@ -297,14 +270,12 @@ def own_class(name: str) -> Callable[..., PretextTask]:
 
 def plan(cfg: Config) -> dict[str, Any]:
     """What a run would do, for --dry-run: all inputs are checked as far as they are there."""
-    missing = to_download(cfg)
-    m = None if missing else Model(cfg)
-    device = m.device if m else pick_device(cfg.device)
+    there = weights_of(cfg).exists()
+    m: Any = Model(cfg) if there else None
     task, arch = (m.task, m.arch) if m else (open_task(cfg), BACKBONES[cfg.backbone].arch)
-    check_size(cfg, arch.image_size)
     method, sizes = "peft", {k: len(getattr(task, k).targets) for k in ("train", "val", "test")}
     if isinstance(cfg, AlignConfig):
-        method, sizes["pool"] = cfg.hypergrad, len(open_pool(cfg).images)
+        method, sizes["pool"] = cfg.hypergrad, len((m.pool if m else open_pool(cfg)).images)
         levels = {"lower": cfg.lower_steps, "upper": cfg.upper_steps}
         steps = {level: cfg.alternations * n for level, n in levels.items()}
         steps["probe"] = cfg.probe_epochs * -(-sizes["train"] // cfg.d_batch)
@@ -312,6 +283,7 @@ def plan(cfg: Config) -> dict[str, Any]:
         runs = len(cfg.grid) * cfg.grid_seeds + cfg.seeds - cfg.grid_seeds
         runs = cfg.seeds if len(cfg.grid) == 1 else runs
         steps = {"runs": runs, "in all": runs * cfg.epochs * -(-sizes["train"] // cfg.batch)}
+    device = pick_device(cfg.device)
     return {
         "device": str(device),
         "workers": pick_workers(cfg.workers, task.train.images, device),
@@ -319,6 +291,8 @@ def plan(cfg: Config) -> dict[str, Any]:
         "missing images": task.missing or None,
         "steps": steps,
         "LoRA parameters": arch.depth * 4 * cfg.rank * arch.dim,
-        "weights": f"{missing[1]:.0f} MB to download from {missing[0]}" if missing else None,
+        "weights": None
+        if there
+        else "to download, MB: {1} from {0}".format(*OFFICIAL[cfg.backbone, cfg.pretext]),
         "the paper's memory, GB and GPUs": memory_of(method, cfg.backbone),
     }

@@ -26,12 +26,15 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
+from filelock import FileLock
+from pydantic import TypeAdapter
+from torch import Tensor
 
 from config import RunError, Settings, UsageError
-from training import Stopped, barrier, rank, stop, world_size
+from training import Optimiser, Stopped, barrier, rank, stop, world_size
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -100,25 +103,23 @@ def jobs(fn: Callable[[T], R], units: Sequence[T], count: int) -> Iterator[R]:
         yield from map(fn, units)
         return
     context = multiprocessing.get_context("spawn")
-    stop.shared = shared = context.RawValue("i", stop.asked)
     threads = max(1, (os.cpu_count() or 1) // count)
-    with ProcessPoolExecutor(count, context, start_worker, (shared, threads)) as pool:
-        stop.open_runs.add(pool)  # the runs are open in its processes
+    with ProcessPoolExecutor(count, context, start_worker, (stop.flag, threads)) as pool:
         try:
             yield from pool.map(fn, units)
         except BrokenProcessPool as error:
             why = "a worker process died, perhaps for want of memory; lower --jobs"
             raise RunError(f"{why} and give the same command again") from error
-        finally:
-            shared.value = shared.value or signal.SIGTERM  # where one failed, the others stop
-            stop.shared = None
-            stop.open_runs.discard(pool)
+        finally:  # where one run failed, the others save and stop
+            asked, stop.flag.value = stop.flag.value, stop.flag.value or signal.SIGTERM
+            pool.shutdown()
+            stop.flag.value = asked
 
 
-def start_worker(shared: Any, threads: int) -> None:
-    """Set up a process of `jobs`: it hears of a stop by a number, and ends if its parent has."""
-    stop.shared = shared
+def start_worker(flag: Any, threads: int) -> None:
+    """Set up a process of `jobs`: it hears of a stop by the flag, and ends if its parent has."""
     stop.install()
+    stop.flag = flag
     torch.set_num_threads(threads)
     threading.Thread(target=end_with_parent, daemon=True).start()
 
@@ -142,6 +143,8 @@ MAY_CHANGE = {"device", "workers", "jobs", "micro_batch", "save_minutes", "mfac_
 class Run:
     """A run directory, made or gone on with; `result` is what a finished run came to, else None.
 
+    `with Run(...) as run` keeps other processes out of it for as long.
+
     Args:
         command: its name; the directory of another command is refused.
         force: start over.
@@ -151,35 +154,34 @@ class Run:
     def __init__(
         self, path: Path, command: str, config: Settings, force: bool = False, **about: Any
     ) -> None:
-        self.path, self.config = path, config
-        self.save_seconds = 60 * getattr(config, "save_minutes", 10.0)
+        self.path, self.config, self.lock = path, config, FileLock(path / LOCK)
         self.records: list[dict[str, Any]] = []  # the lines of metrics.jsonl
-        self.result: dict[str, Any] | None = None
         self.began, self.saved = clock(), time.monotonic()
+        self.tensors: list[Tensor] = []  # what a checkpoint holds, see `keep`
+        self.optimisers: list[Optimiser] = []
         check_directory(path, command, config, force, **about)
         barrier()  # no process writes before all have looked
         if rank() == 0:
             self._open(command, force, about)
         barrier()
-        stop.open_runs.add(self)
-        if (path / "result.json").exists():
-            self.result = read_json(path / "result.json")
-            self.close()
-        elif asked := stop.agreed():
-            self._stop(asked, "the run before")
+        result = path / "result.json"
+        self.result = read_json(result) if result.exists() else None
+        if self.result is None and (asked := stop.agreed()):
+            raise Stopped(asked, f"stopped before {path}; the same command goes on")
 
     def _open(self, command: str, force: bool, about: dict[str, Any]) -> None:
-        with checking(f"--out {self.path}"):
+        """Lock the directory, and write down what is run and on which machine."""
+        with checking(f"--out {self.path}: make it writable, or wait for who is at work in it"):
             self.path.mkdir(parents=True, exist_ok=True)
-            self.lock = lock(self.path)
+            self.lock.acquire(timeout=60)
         # another process may have been at work until now: look again
         found = check_directory(self.path, command, self.config, force, **about)
         env: dict[str, Any] = {"command": command, "about": about, "machines": []}
         if goes_on := found and not force:
             env = read_json(self.path / "env.json")
-        names = (TORN,) if goes_on else FILES
-        for file in [file for name in names for file in self.path.glob(name)]:
-            file.unlink(missing_ok=True)
+        for file in [file for name in FILES for file in self.path.glob(name)]:
+            if not goes_on or file.match(TORN):
+                file.unlink(missing_ok=True)
         settings = self.config.model_dump(mode="json")
         changeable = {name: settings[name] for name in MAY_CHANGE & settings.keys()}
         env["machines"].append(environment() | changeable)
@@ -187,42 +189,50 @@ class Run:
             write_atomic(self.path / "env.json", json.dumps(env, indent=1))
             write_atomic(self.path / "config.json", json.dumps(settings, indent=1))
 
-    def restore(self) -> dict[str, Any] | None:
-        """The state to go on from, on the CPU; None: from the start. Once, before the first log."""
-        path, state = self.path / "checkpoint.pt", None
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+    def keep(self, tensors: list[Tensor], optimisers: list[Optimiser]) -> None:
+        """What checkpoints shall hold. Where there is one, all that it holds is put back."""
+        self.tensors, self.optimisers = tensors, optimisers
+        path = self.path / "checkpoint.pt"
         if path.exists():
-            with reading(path, "--force starts the run over"):
-                state = dict(torch.load(path, map_location="cpu", weights_only=True))
-                self.records, spent = state.pop("records"), state.pop("spent")
+            with reading(path, "--force starts the run over"), torch.no_grad():
+                saved = torch.load(path, map_location="cpu", weights_only=True)
+                for tensor, value in zip(tensors, saved["tensors"], strict=True):
+                    tensor.copy_(value)
+                for optimiser, state in zip(optimisers, saved["optimisers"], strict=True):
+                    optimiser.load_state_dict(state)
+                self.records, spent = saved["records"], saved["spent"]
                 self.began = {key: start - spent[key] for key, start in self.began.items()}
-        return state
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
         self.records.append(json.loads(json.dumps(record)))
         self.write("metrics.jsonl", "".join(json.dumps(x) + "\n" for x in self.records))
 
-    def checkpoint(self, state: Mapping[str, Any], done: str, due: bool = False) -> None:
+    def checkpoint(self, done: str, due: bool = False) -> None:
         """Save if `due` or if `save_minutes` are over; where a stop was asked for, save and stop.
 
         Args:
-            state: tensors, numbers and strings, in lists and dicts.
             done: how far the run is, for the message of Stopped: "alternation 3 of 500".
         """
-        asked = stop.agreed()
-        if due or asked or time.monotonic() - self.saved >= self.save_seconds:
+        asked, minutes = stop.agreed(), (time.monotonic() - self.saved) / 60
+        if due or asked or minutes >= getattr(self.config, "save_minutes", 10.0):
+            state: dict[str, Any] = {"records": self.records, "spent": self.elapsed()}
+            state["tensors"] = [tensor.detach() for tensor in self.tensors]
+            state["optimisers"] = [optimiser.state_dict() for optimiser in self.optimisers]
             buffer = io.BytesIO()
-            torch.save({**state, "records": self.records, "spent": self.elapsed()}, buffer)
+            torch.save(state, buffer)
             self.write("checkpoint.pt", buffer.getvalue())
             self.saved = time.monotonic()
         if asked:
-            self._stop(asked, done)
-
-    def _stop(self, asked: int, done: str) -> None:
-        barrier()  # torchrun ends all processes when one ends: process 0 has to save first
-        self.close()
-        stop.asked = 0
-        raise Stopped(asked, f"stopped after {done}; {self.path}: the same command goes on")
+            barrier()  # torchrun ends all processes when one ends: process 0 has to save first
+            where = f"stopped after {done}; {self.path}: the same command goes on"
+            raise Stopped(asked, where)
 
     def finish(self, result: Mapping[str, Any]) -> dict[str, Any]:
         """Write result.json, which says that the run is complete; returns what it holds."""
@@ -231,8 +241,6 @@ class Run:
         if rank() == 0:
             (self.path / "checkpoint.pt").unlink(missing_ok=True)
         barrier()
-        self.close()
-        self.result = found
         return found
 
     def write(self, name: str, content: bytes | str) -> None:
@@ -244,15 +252,15 @@ class Run:
         """CPU seconds of this process and wall seconds, those before a stop included."""
         return {key: now - self.began[key] for key, now in clock().items()}
 
-    def close(self) -> None:
-        """Keep signals no longer for this run, and let other processes in."""
-        stop.open_runs.discard(self)
-        if rank() == 0:
-            os.close(self.lock)
-
 
 def clock() -> dict[str, float]:
     return {"cpu_seconds": time.process_time(), "seconds": time.monotonic()}
+
+
+def typed(kind: type[T], found: Mapping[str, Any]) -> T:
+    """A result.json as the NamedTuple that the command returns; other keys are left out."""
+    names: Any = kind.__annotations__
+    return TypeAdapter(kind).validate_python({name: found[name] for name in names})
 
 
 def check_directory(
@@ -282,25 +290,6 @@ def check_directory(
         changes = ", ".join(f"{name} {before.get(name)} -> {now[name]}" for name in names)
         raise UsageError(f"{out}: is a run with other settings: {changes}; {again}")
     return True
-
-
-def lock(path: Path) -> int:
-    """An open file that keeps other processes out of a directory; waits a minute for one in it."""
-    file = os.open(path / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return file
-    for _ in range(60):
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except BlockingIOError:
-            time.sleep(1)
-        except OSError:  # a file system without locks
-            return file
-    os.close(file)
-    raise UsageError(f"--out {path}: another process is at work in it; wait, or choose another")
 
 
 def environment() -> dict[str, Any]:

@@ -9,6 +9,7 @@ Leaves out: which tensors get which rate, which is up to `align`, `finetune`, `e
 """
 
 import math
+import multiprocessing
 import os
 import signal
 import time
@@ -16,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -67,10 +67,9 @@ class Group(NamedTuple):
 def decay_groups(named: Mapping[str, Tensor], lr: float, weight_decay: float) -> list[Group]:
     """Rule of MAE and I-JEPA: vectors and biases are not decayed (the mask token is, it is 3-D)."""
     plain = {name for name, tensor in named.items() if tensor.ndim <= 1 or name.endswith(".bias")}
-    decayed = [tensor for name, tensor in named.items() if name not in plain]
     return [
-        Group(decayed, lr, weight_decay),
-        Group([tensor for name, tensor in named.items() if name in plain], lr, 0.0),
+        Group([named[name] for name in named if name not in plain], lr, weight_decay),
+        Group([named[name] for name in named if name in plain], lr, 0.0),
     ]
 
 
@@ -145,18 +144,14 @@ def pick_device(name: str) -> torch.device:
 
     Under torchrun, auto and cuda give each process a GPU of its own.
     """
-    if name.partition(":")[0] not in ("auto", "cpu", "cuda"):
-        raise ValueError("is no device, give auto, cpu, cuda or cuda:1")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and "LOCAL_RANK" in os.environ:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
+        return torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise ValueError("there is none on this machine, try cpu") from error
-    return device
+        raise ValueError("there is no such device here; give auto, cpu, cuda or cuda:1") from error
 
 
 def one_thread(backbone: str, device: torch.device) -> None:
@@ -207,85 +202,52 @@ def barrier() -> None:
 
 
 class Stopped(BaseException):
-    """A stop that was asked for, all saved. Not an Exception, so that no handler swallows it."""
-
-    def __init__(self, number: int, where: str) -> None:
-        super().__init__(number, where)
-        self.number, self.where = number, where
+    """A stop that was asked for, all saved; (signal, where the run is). No handler swallows it."""
 
 
 class Stop:
-    """A signal asks the open runs to end after an alternation or epoch; a second one ends at once.
-
-    Where no run is open, the first one does.
-    """
+    """A signal asks the runs to end after an alternation or epoch; a second one ends at once."""
 
     def __init__(self) -> None:
-        self.asked, self.heard = 0, 0.0
-        self.open_runs: WeakSet[Any] = WeakSet()  # one that an exception ended is not kept
-        self.shared: Any = None  # a number that the workers of `jobs` see
+        self.heard = 0.0
+        self.flag = multiprocessing.get_context("spawn").RawValue("i", 0)  # `run.jobs` shares it
 
     def install(self) -> None:
         """Take over this program's signals: Ctrl-C, kill, a closed terminal, Slurm's warning."""
+        self.flag.value = 0
         for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
             if hasattr(signal, name):  # Windows has the first two
                 signal.signal(getattr(signal, name), self.hear)
 
     def hear(self, number: int, frame: Any = None) -> None:
-        again = self.asked and time.monotonic() - self.heard > 1  # torchrun repeats a Ctrl-C
-        if again or not self.open_runs:
+        again = self.flag.value and time.monotonic() - self.heard > 1  # torchrun repeats a Ctrl-C
+        if again:
             with suppress(OSError):  # no terminal any more; \x1b: a progress bar hides its cursor
                 os.write(2, b"\x1b[?25h\nstopped\n" if os.isatty(2) else b"stopped\n")
             os._exit(128 + number)
-        self.asked, self.heard = number, time.monotonic()
-        if self.shared is not None:
-            self.shared.value = number
+        self.flag.value, self.heard = number, time.monotonic()
 
     def agreed(self) -> int:
         """The signal to stop, 0 for none; the same in all processes."""
-        asked = int(self.asked or (self.shared.value if self.shared is not None else 0))
+        asked = torch.tensor(self.flag.value)
         if world_size() > 1:
-            box = torch.tensor(asked)
-            dist.all_reduce(box, dist.ReduceOp.MAX)
-            asked = int(box)
-        return asked
+            dist.all_reduce(asked, dist.ReduceOp.MAX)
+        return int(asked)
 
 
 stop = Stop()
 
 
-# --- progress and checkpoints ---------------------------------------------------------------------
+# --- progress -------------------------------------------------------------------------------------
 
 
 class Track(Protocol):
     """Shows how far a generator is, and hands on its items."""
 
-    def __call__(
-        self, items: Iterator[T], total: int, label: str, done: int = 0, /
-    ) -> Iterator[T]: ...
+    def __call__(self, items: Iterator[T], total: int, label: str, done: int = 0, /) -> Iterator[T]:
+        """Items `done` + 1 to `total` of what `label` names."""
 
 
 def untracked(items: Iterator[T], total: int, label: str, done: int = 0, /) -> Iterator[T]:
     """No progress."""
     return items
-
-
-Named = Mapping[str, Mapping[str, Tensor]]  # tensors by group and name
-
-
-def snapshot(tensors: Named, optimisers: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint holds: tensors by group and name, and optimisers."""
-    return {
-        "tensors": {g: {n: x.detach() for n, x in group.items()} for g, group in tensors.items()},
-        "optimisers": {name: opt.state_dict() for name, opt in optimisers.items()},
-    }
-
-
-@torch.no_grad()
-def put_back(saved: Any, tensors: Named, optimisers: Mapping[str, Any]) -> None:
-    """Copy a `snapshot` into the tensors and optimisers that it was made of."""
-    for group, named in tensors.items():
-        for name, tensor in named.items():
-            tensor.copy_(saved["tensors"][group][name])
-    for name, opt in optimisers.items():
-        opt.load_state_dict(saved["optimisers"][name])

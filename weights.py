@@ -1,21 +1,20 @@
 """Checkpoints: where they are, what they hold, and the network of f_θ made of them (App. C.1).
 
     load_backbone  an MAE or I-JEPA checkpoint, official or of `pretrain`, or any timm ViT's weights
-    fetch          downloads the official file on first use
+    fetch          its file; an official one is downloaded on first use
     load_theta     θ from an align run, an adapter file, or a LoRA file of the released program
     sincos         the position table that MAE and I-JEPA share
 
 Raises UsageError for a wrong setting; a wrong file also raises ValueError or OSError.
 """
 
-import hashlib
 import json
-import re
 import sys
 import warnings
 import zipfile
 from argparse import Namespace
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,12 +40,11 @@ OFFICIAL = {  # (URL, size in MB) of the files that hold the pretext head, too
 
 
 class Loaded(NamedTuple):
-    """A frozen backbone, with its pretext head where its file has one, and where it came from."""
+    """What a checkpoint holds."""
 
-    backbone: Backbone
-    pretext_head: nn.Module | None  # MAE's decoder, I-JEPA's predictor
+    backbone: Backbone  # frozen
+    pretext_head: nn.Module | None  # MAE's decoder, I-JEPA's predictor; None: it has none
     arch: Arch
-    digest: str  # sha256 of the file
     channels: tuple[Any, Any] | None  # mean and std it was trained with; None: the dataset's
 
 
@@ -66,16 +64,12 @@ def weights_of(cfg: Model) -> Path:
     return Path(torch.hub.get_dir()).resolve() / "checkpoints" / name
 
 
-def to_download(cfg: Model) -> tuple[str, float] | None:
-    """(URL, MB) of the official file where it is needed and not there yet."""
-    return None if weights_of(cfg).exists() else OFFICIAL[cfg.backbone, cfg.pretext]
-
-
-def fetch(cfg: Model) -> None:
-    """Download the official file on first use; it is there whole or not at all (UsageError)."""
-    if (missing := to_download(cfg)) is None:
-        return
-    (url, size), path = missing, weights_of(cfg)
+def fetch(cfg: Model) -> Path:
+    """The checkpoint's file. An official one is downloaded on first use, whole or not at all."""
+    path = weights_of(cfg)
+    if path.exists():
+        return path
+    url, size = OFFICIAL[cfg.backbone, cfg.pretext]
     part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,35 +77,34 @@ def fetch(cfg: Model) -> None:
         found = part.stat().st_size / 1e6
         if abs(found - size) > 0.01 * size:
             raise OSError(f"{found:.0f} MB arrived, {size:.0f} MB were expected")
-        part.replace(path)
+        return part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)
         raise UsageError(f"{url}: {error}; try `curl -C - -o {path} {url}`") from error
 
 
 def load_backbone(cfg: Model) -> Loaded:
-    """ψ, frozen, and its pretext head, on the CPU; every key and shape is checked."""
-    path = weights_of(cfg)
-    data = read_tensors(path)
-    head: nn.Module | None = None
-    channels = None
-    if cfg.backbone.startswith("timm:"):
-        vit, arch = timm_vit(cfg.backbone.removeprefix("timm:"), cfg.image_size)
-        encoder = {k: v for k, v in state_dict(data).items() if not k.startswith("head.")}
-        trained: Any = vit.pretrained_cfg
-        channels = trained["mean"], trained["std"]
-    else:
-        jepa = cfg.pretext == "ijepa"
-        encoder, found = ijepa.split_state(data, cfg.base) if jepa else mae.split_state(data)
-        arch = arch_of(data, cfg, path)
-        with torch.device("meta"):
-            vit, head = build_vit(arch), build_head(arch, cfg.pretext)
-        assign(head, found, path, cfg.backbone)
-    assign(vit, encoder, path, cfg.backbone)
+    """ψ, frozen, and its pretext head, on the CPU; every key and shape is checked (UsageError)."""
+    path = fetch(cfg)
+    try:
+        data = read_tensors(path)
+        if cfg.backbone.startswith("timm:"):
+            vit, arch = timm_vit(cfg.backbone.removeprefix("timm:"), cfg.image_size)
+            trained: Any = vit.pretrained_cfg
+            head, channels = None, (trained["mean"], trained["std"])
+            encoder = {k: v for k, v in state_dict(data).items() if not k.startswith("head.")}
+        else:
+            jepa, channels = cfg.pretext == "ijepa", None
+            encoder, found = ijepa.split_state(data, cfg.base) if jepa else mae.split_state(data)
+            arch = arch_of(data, cfg)
+            with torch.device("meta"):
+                vit, head = build_vit(arch), build_head(arch, cfg.pretext)
+            assign(head, found)
+        assign(vit, encoder)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"--weights {path}: {error}") from error
     backbone = Backbone(vit, cfg.alpha / cfg.rank).requires_grad_(False)
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return Loaded(backbone, head, arch, digest, channels)
+    return Loaded(backbone, head, arch, channels)
 
 
 def read_tensors(path: Path) -> Any:
@@ -135,45 +128,34 @@ def state_dict(data: Any) -> dict[str, Tensor]:
     return data if isinstance(data, dict) else {}
 
 
-def assign(network: nn.Module, state: Mapping[str, Tensor], path: Path, name: str) -> None:
-    """Give a network its tensors (UsageError naming the first that is missing or differs)."""
-    wanted = network.state_dict()
-    wrong = sorted(wanted.keys() ^ state.keys())
-    wrong += [k for k in wanted if k in state and wanted[k].shape != state[k].shape]
-    if wrong:
-        depth = sum(key.startswith("blocks.") and key.endswith("norm1.weight") for key in state)
-        width = len(state["norm.weight"]) if "norm.weight" in state else 0
-        fits = [k for k, b in BACKBONES.items() if (b.arch.dim, b.arch.depth) == (width, depth)]
-        remedy = f"it fits --backbone {fits[0]}" if fits and fits[0] != name else "see --backbone"
-        raise UsageError(
-            f"{path}: is not {name}; {len(wrong)} tensors are missing, unexpected or of another "
-            f"shape, first {wrong[0]}; {remedy}"
+def assign(network: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Give a network its tensors (ValueError naming the first that is missing or differs)."""
+    wanted = {name: tensor.shape for name, tensor in network.state_dict().items()}
+    found = {name: tensor.shape for name, tensor in state.items()}
+    if wrong := sorted(k for k in wanted | found if wanted.get(k) != found.get(k)):
+        depth = sum(name.startswith("blocks.") and name.endswith("norm1.weight") for name in found)
+        size = (*found.get("norm.weight", ()), depth)
+        fits = [name for name, b in BACKBONES.items() if (b.arch.dim, b.arch.depth) == size]
+        raise ValueError(
+            f"{len(wrong)} tensors are missing, unexpected or of another shape, first {wrong[0]}; "
+            + (f"it fits --backbone {fits[0]}" if fits else "see --backbone and --pretext")
         )
     network.load_state_dict({k: v.float() for k, v in state.items()}, assign=True)
 
 
-def arch_of(data: Any, cfg: Shape, path: Path) -> Arch:
-    """Sizes of a checkpoint: what `pretrain` wrote into it, or the official ones (UsageError)."""
+def arch_of(data: Any, cfg: Shape) -> Arch:
+    """Sizes of a checkpoint: what `pretrain` wrote into it, or the official ones (ValueError)."""
     arch = BACKBONES[cfg.backbone].arch._replace(class_token=cfg.pretext != "ijepa")
-    if isinstance(data, dict) and "bisslight" in data:
+    if "bisslight" in data:
         about = json.loads(data["bisslight"])
-        arch, trained = arch_from(about["arch"]), about["backbone"]
+        arch, trained = Arch(**about["arch"]), about["backbone"]
         if trained != cfg.backbone:
-            raise UsageError(f"{path}: was trained as {trained}, give --backbone {trained}")
+            raise ValueError(f"was trained as {trained}, give --backbone {trained}")
     for name in ("image_size", "patch_size"):
         if getattr(cfg, name) not in (None, getattr(arch, name)):
             flag = f"--{name.replace('_', '-')} {getattr(cfg, name)}"
-            raise UsageError(f"{flag}: {path} has {getattr(arch, name)}, leave the option out")
+            raise ValueError(f"has {getattr(arch, name)} in place of {flag}; leave the option out")
     return arch
-
-
-def arch_from(found: Mapping[str, Any]) -> Arch:
-    """Sizes as `pretrain` wrote them; its first edition had a name for each size of the heads."""
-    new = dict(found)
-    for head, parts in (("decoder", ("dim", "depth", "heads")), ("predictor", ("dim", "depth"))):
-        named = [new.pop(f"{head}_{part}", None) for part in parts]
-        new[head] = tuple(new.get(head, named))
-    return Arch(**new)
 
 
 def build_vit(arch: Arch) -> VisionTransformer:
@@ -200,9 +182,10 @@ def build_head(arch: Arch, pretext: str) -> nn.Module:
     """h^P in the official sizes: I-JEPA's predictor, otherwise MAE's decoder."""
     patches = side(arch) ** 2
     if pretext == "ijepa":
-        width, depth = arch.predictor
-        return ijepa.Predictor(arch.dim, patches, width, depth, arch.heads, arch.mlp_ratio)
-    return mae.Decoder(arch.dim, patches, arch.patch_size, *arch.decoder, arch.mlp_ratio)
+        size = arch.predictor_dim, arch.predictor_depth, arch.heads
+        return ijepa.Predictor(arch.dim, patches, *size, arch.mlp_ratio)
+    size = arch.decoder_dim, arch.decoder_depth, arch.decoder_heads
+    return mae.Decoder(arch.dim, patches, arch.patch_size, *size, arch.mlp_ratio)
 
 
 def side(arch: Arch) -> int:
@@ -240,9 +223,7 @@ def timm_vit(name: str, image_size: int | None) -> tuple[VisionTransformer, Arch
 
 # --- adapters -----------------------------------------------------------------------------------
 
-RELEASED = re.compile(
-    r"base_model\.model\.blocks\.(\d+)\.attn\.qkv\.([qv])\.lora_([AB])\.default\.weight"
-)
+RELEASED = "base_model.model.blocks.{}.attn.qkv.{}.lora_{}.default.weight"  # block, q or v, A or B
 
 
 def load_theta(start: Path, dim: int) -> tuple[Tensor, dict[str, Any]]:
@@ -256,20 +237,12 @@ def load_theta(start: Path, dim: int) -> tuple[Tensor, dict[str, Any]]:
 
 def from_released(state: Any, dim: int) -> Tensor:
     """θ from the released program's LoRA file; ValueError where it is another layout."""
-    items = state.items() if isinstance(state, dict) else ()
-    found = {m.groups(): t.float() for key, t in items if (m := RELEASED.fullmatch(str(key)))}
-    depth = len(found) // 4
-    wanted = [(str(k), part, matrix) for part in "qv" for matrix in "AB" for k in range(depth)]
-    if not found or len(found) != len(items) or found.keys() != {*wanted}:
-        raise ValueError("is not a LoRA file on q and v in the released program's layout")
-    rank = len(found["0", "q", "A"])
-    for key, tensor in found.items():
-        if tensor.shape != ((rank, dim) if key[2] == "A" else (dim, rank)):
-            what = f"lora_{key[2]} of block {key[0]} is {tuple(tensor.shape)}"
-            raise ValueError(f"{what}, rank {rank} on width {dim} is wanted")
-    return from_factors(
-        *(
-            torch.stack([found[str(k), *kind] for k in range(depth)])
+    with suppress(LookupError, TypeError, RuntimeError, AttributeError):
+        layers = range(len(state) // 4)
+        A_q, B_q, A_v, B_v = (
+            torch.stack([state[RELEASED.format(k, *kind)].float() for k in layers])
             for kind in ("qA", "qB", "vA", "vB")
         )
-    )
+        if len(state) == 4 * len(layers) and A_q.shape[2] == dim:
+            return from_factors(A_q, B_q, A_v, B_v)
+    raise ValueError(f"is not a LoRA file on q and v of width {dim} in the released layout")

@@ -24,17 +24,8 @@ from data import Pool, rng
 from extras.settings import PretrainConfig
 from lora import Backbone
 from model import open_pool, own_names, pretext_batches
-from run import Run, checking
-from training import (
-    Optimiser,
-    Track,
-    decay_groups,
-    one_thread,
-    pick_device,
-    put_back,
-    snapshot,
-    untracked,
-)
+from run import Run, checking, typed
+from training import Optimiser, Track, decay_groups, one_thread, pick_device, untracked
 from weights import build_head, build_vit, side, sincos
 
 LOG = logging.getLogger("bisslight")
@@ -70,26 +61,24 @@ def pretrain(
     about = length(cfg, pool)
     steps = about["steps"]
     task = scratch(cfg, steps)
-    run = Run(out, "pretrain", cfg, force, **about, pool_sha256=pool.fingerprint())
-    if run.result is None:
+    with Run(out, "pretrain", cfg, force, **about, pool_sha256=pool.fingerprint()) as run:
+        if run.result:
+            return typed(PretrainResult, run.result)
         if cfg.warmup_epochs >= cfg.epochs:
-            LOG.warning("the warm-up is not shorter than the run: see --warmup-epochs and --epochs")
-        # MAE and I-JEPA keep the position table fixed
-        named = task.backbone.vit.named_parameters()
-        psi = {name: tensor for name, tensor in named if name != "pos_embed"}
-        opt = optimiser(cfg, psi | task.phi, steps)
-        tensors = {"psi": psi, "phi": task.phi, "pretext": task.state}
-        if saved := run.restore():
-            put_back(saved, tensors, {"all": opt})
+            LOG.warning("the warm-up is not shorter than the run: see --warmup-epochs, --epochs")
+        named = dict(task.backbone.vit.named_parameters())
+        del named["pos_embed"]  # MAE and I-JEPA keep the position table fixed
+        opt = optimiser(cfg, named | task.phi, steps)
+        run.keep([*named.values(), *task.phi.values(), *task.state.values()], [opt])
         piece = min(steps // cfg.epochs, 500)
         records = train(cfg, pool, task, opt, range(opt.step, steps))
         for record in track(records, -(-steps // piece), "pretrain", opt.step // piece):
             run.log(record)
-            run.checkpoint(snapshot(tensors, {"all": opt}), f"step {opt.step} of {steps}")
+            run.checkpoint(f"step {opt.step} of {steps}")
         run.write("backbone.pth", checkpoint(cfg, task))
         found = {"out": str(out), "weights": str(out / "backbone.pth")}
-        run.finish(found | {"loss": run.records[-1]["loss"]})
-    return PretrainResult(**(run.result or {}))
+        found = run.finish(found | {"loss": run.records[-1]["loss"]})
+        return typed(PretrainResult, found)
 
 
 def plan(cfg: PretrainConfig) -> dict[str, int]:
@@ -111,10 +100,8 @@ def sizes(cfg: PretrainConfig) -> Arch:
         known = f"pretrain makes {', '.join(BACKBONES)} with mae or ijepa"
         raise UsageError(f"{cfg.backbone} with {cfg.pretext}: {known}")
     arch = BACKBONES[cfg.backbone].arch._replace(class_token=cfg.pretext == "mae")
-    return arch._replace(
-        image_size=cfg.image_size or arch.image_size,
-        patch_size=cfg.patch_size or arch.patch_size,
-    )
+    image, patch = cfg.image_size or arch.image_size, cfg.patch_size or arch.patch_size
+    return arch._replace(image_size=image, patch_size=patch)
 
 
 def scratch(cfg: PretrainConfig, steps: int) -> Any:
@@ -124,17 +111,17 @@ def scratch(cfg: PretrainConfig, steps: int) -> Any:
         device = pick_device(cfg.device)
     one_thread(cfg.backbone, device)
     with checking(f"--pretext {cfg.pretext}"):
-        networks = build_vit(arch), build_head(arch, cfg.pretext)
-        widths = arch.dim, (arch.predictor if jepa else arch.decoder)[0]
-        first = int(jepa)  # its networks have no class token
-        tables = [sincos(width, side(arch))[:, first:] for width in widths]
+        vit, head = build_vit(arch), build_head(arch, cfg.pretext)
+        widths = arch.dim, arch.predictor_dim if jepa else arch.decoder_dim
+        # I-JEPA's networks have no class token
+        tables = [sincos(width, side(arch))[:, int(jepa) :] for width in widths]
         init = ijepa.init if jepa else mae.init
-        init([*zip(networks, tables, strict=True)], rng(cfg.seed, "init"))
-        backbone = Backbone(networks[0], recompute=cfg.recompute).to(device)
-        head: Any = networks[1].to(device)
+        init([*zip((vit, head), tables, strict=True)], rng(cfg.seed, "init"))
+        backbone, h_P = Backbone(vit, recompute=cfg.recompute).to(device), head.to(device)
         if not jepa:
-            return mae.MAE(backbone, head, cfg.mask_ratio)
-        return ijepa.IJEPA(backbone, head, cfg, (cfg.ema, steps), None, copy.deepcopy(backbone))
+            return mae.MAE(backbone, h_P, cfg.mask_ratio)  # type: ignore[arg-type]
+        teacher = copy.deepcopy(backbone)
+        return ijepa.IJEPA(backbone, h_P, cfg, (cfg.ema, steps), None, teacher)  # type: ignore[arg-type]
 
 
 def optimiser(cfg: PretrainConfig, named: Phi, steps: int) -> Optimiser:
