@@ -21,7 +21,7 @@ import mfac
 from bisslight import Diverged, Hypergradient, Phi, PretextTask, State, algorithm_1
 from commands import AlignConfig
 from config import Bilevel, Lower, Pretext, RunError, Upper, UsageError
-from data import Pool, Task, epochs, rng, stream
+from data import Pool, Task, rng, stream
 from evaluate import Score
 from lora import DownstreamLoss, init_theta, save_adapter
 from model import Model, own_names, pretext_batches
@@ -130,9 +130,11 @@ def aligned(
         run.keep([*tensors, *pretext.state.values()], optimisers)
         s.done = optimisers[0].step // cfg.lower_steps
         try:
-            lines = probe(cfg, m, s, optimisers[2], loss_D)
-            for epoch, _ in enumerate(track(lines, cfg.probe_epochs, "probe"), 1):
-                run.checkpoint(f"probe epoch {epoch}")
+            head, start = optimisers[2], s.theta_D.detach()
+            rate = cfg.drop_path if cfg.probe_drop_path else 0.0
+            fit = m.fit(loss_D, start, phi_D, head, "probe", cfg.probe_epochs, cfg.d_batch, rate)
+            for record in track(fit, cfg.probe_epochs, "probe"):
+                run.checkpoint(f"probe epoch {record['step']}")
             if not run.records:
                 score = m.score(m.task.val, s.theta_D, phi_D | stats)
                 run.log({"step": 0, "probe_val": score._asdict()})
@@ -145,16 +147,25 @@ def aligned(
                 run.checkpoint(f"alternation {s.done} of {cfg.alternations}", "val_P" in record)
         except Diverged as error:
             return run.finish({"diverged": str(error)})
-        how = cfg.hypergrad if cfg.upper_steps else "lower only"
-        about = m.adapter_about(stage="align", d_lr=cfg.d_lr, hypergrad=how)
-        about["unlike_paper"] = unlike_paper(cfg)
-        run.write("adapter.safetensors", save_adapter(s.theta_P, {}, about))  # l.17
-        last = run.records[-1]
-        result = {key: (last[key] or [0.0])[-1] for key in ("distance", "q_over_g", "cosine")}
-        result |= {key: last[key] for key in ("val_P", "val_D")}
-        result |= {"out": str(out), "adapter": str(out / "adapter.safetensors"), "d_lr": cfg.d_lr}
-        result |= {"metric": m.task.metric, "pretext": about["pretext"], "unstable": {}}
-        return run.finish(result)
+        return run.finish(result_of(cfg, m, s, run))
+
+
+def result_of(cfg: AlignConfig, m: Model, s: State, run: Run) -> dict[str, Any]:
+    """Write θ_P (l.17); what the run ended with."""
+    how = cfg.hypergrad if cfg.upper_steps else "lower only"
+    about = m.adapter_about(stage="align", d_lr=cfg.d_lr, hypergrad=how)
+    about["unlike_paper"] = unlike_paper(cfg)
+    run.write("adapter.safetensors", save_adapter(s.theta_P, {}, about))  # l.17
+    last = run.records[-1]
+    result = {key: (last[key] or [0.0])[-1] for key in ("distance", "q_over_g", "cosine")}
+    result |= {key: last[key] for key in ("val_P", "val_D")}
+    result |= {
+        "out": str(run.path),
+        "adapter": str(run.path / "adapter.safetensors"),
+        "d_lr": cfg.d_lr,
+    }
+    result |= {"metric": m.task.metric, "pretext": about["pretext"], "unstable": {}}
+    return result
 
 
 def begin(
@@ -177,20 +188,6 @@ def begin(
     opt = Optimiser([Group(head, cfg.d_lr, cfg.d_weight_decay)], constant, betas)
     s = State(leaves["P"], leaves["D"], phi_P, phi_D, opt_P, opt_D)
     return s, [opt_P, opt_D, opt]
-
-
-def probe(
-    cfg: AlignConfig, m: Model, s: State, opt: Optimiser, loss_D: DownstreamLoss
-) -> Iterator[str]:
-    """Linear probing of φ_D at θ_D's start, before line 3 (App. C.3); yields a line an epoch."""
-    n = len(m.task.train.targets)
-    draws = epochs(n, cfg.d_batch, cfg.seed, "probe", cfg.probe_epochs, opt.step)
-    rate = cfg.drop_path if cfg.probe_drop_path else 0.0
-    examples = m.examples(draws, "probe", rate, opt.step)
-    loss = partial(loss_D, s.theta_D.detach(), s.phi_D, regularise=True)
-    steps, tensors = -(-n // cfg.d_batch), [*s.phi_D.values()]
-    for mean in m.epochs_of(loss, tensors, opt, examples, steps, cfg.probe_epochs, "probe"):
-        yield f"loss {mean:.4f}"
 
 
 def alternate(
@@ -248,8 +245,6 @@ def refuse(cfg: AlignConfig, pretext: PretextTask, theta: Tensor) -> None:
         why = "its loss compares the images of a batch with each other, so a batch cannot be cut"
         how = "leave --micro-batch out and start one process"
         raise UsageError(f"--pretext {cfg.pretext}: {why}; {how}")
-    if cfg.warmup >= cfg.alternations:
-        LOG.warning("the warm-up is not shorter than the run: see --warmup and --alternations")
 
 
 def unlike_paper(cfg: AlignConfig) -> dict[str, Any]:

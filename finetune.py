@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from bisslight import Diverged, Phi
 from commands import FinetuneConfig
 from config import UsageError
-from data import Task, epochs, rng
+from data import Task, rng
 from lora import DownstreamLoss, init_theta, load_adapter, save_adapter
 from model import Model, own_names, task_name
 from run import Run, check_directory, checking, jobs, read_json, sha256, typed
@@ -81,8 +81,6 @@ def finetune(
     with Run(out, "finetune", cfg, force, **m.about(), start_sha256=digests) as run:
         if run.result:
             return typed(FinetuneResult, run.result)
-        if cfg.warmup_epochs >= cfg.epochs:
-            LOG.warning("the warm-up is not shorter than the run: see --warmup-epochs, --epochs")
 
         def results(pairs: list[tuple[float, int]]) -> list[dict[str, Any]]:
             trials = [trial(cfg, lr, i, starts[i], out) for lr, i in pairs]
@@ -264,11 +262,10 @@ def peft(
         best = {name: tensor.detach().clone() for name, tensor in now.items()}
         run.keep([*now.values(), *best.values()], [opt])
         result = {"lr": lr, "seed": cfg.seed, "adapter": str(adapter_of(out))}
-        records, label = (
-            epochs_with_validation(m, opt, loss_D, leaves),
-            f"lr {lr:g} seed {cfg.seed}",
-        )
+        label, rate = f"lr {lr:g} seed {cfg.seed}", cfg.drop_path
         try:
+            epochs = m.fit(loss_D, leaves["theta"], phi_D, opt, "peft", cfg.epochs, cfg.batch, rate)
+            records = validated(m, epochs, loss_D, leaves)
             for record in track(records, cfg.epochs, label, opt.step // steps):
                 run.log(record)
                 if best_epoch(run.records)["step"] == record["step"]:
@@ -283,24 +280,18 @@ def peft(
         return run.finish(result | {"val": found["val"], "epoch": found["step"]})
 
 
-def epochs_with_validation(
-    m: Model, opt: Optimiser, loss_D: DownstreamLoss, leaves: Phi
+def validated(
+    m: Model, records: Iterator[dict[str, Any]], loss_D: DownstreamLoss, leaves: Phi
 ) -> Iterator[dict[str, Any]]:
-    """Train θ and φ_D from `opt.step` on; yields each epoch's loss, and its score where due."""
+    """The records of epochs, with the score on the validation split where it is due."""
     cfg: Any = m.cfg
-    n, phi_D = len(m.task.train.targets), dict(leaves)
-    theta, steps = phi_D.pop("theta"), -(-n // cfg.batch)
-    draws = epochs(n, cfg.batch, cfg.seed, "peft", cfg.epochs, opt.step)
-    examples = m.examples(draws, "peft", cfg.drop_path, opt.step)
-    loss = partial(loss_D, theta, phi_D, regularise=True)
-    tensors, done = [*leaves.values()], opt.step // steps
-    means = m.epochs_of(loss, tensors, opt, examples, steps, cfg.epochs, "fine-tuning")
-    for epoch, mean in enumerate(means, done + 1):
-        record: dict[str, Any] = {"step": epoch, "loss": mean, "val": None}
-        if epoch % cfg.eval_epochs == 0 or epoch == cfg.epochs:
+    theta, phi_D = leaves["theta"], {k: tensor for k, tensor in leaves.items() if k != "theta"}
+    for record in records:
+        record["val"] = None
+        if record["step"] % cfg.eval_epochs == 0 or record["step"] == cfg.epochs:
             score = m.score(m.task.val, theta, phi_D | (loss_D.stats or {}))
             if not math.isfinite(score.loss):
-                raise Diverged(f"validation after epoch {epoch}: the loss is {score.loss}")
+                raise Diverged(f"validation after epoch {record['step']}: loss {score.loss}")
             record["val"] = score._asdict()
         yield record
 

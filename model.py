@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from data import (
     Transform,
     batches,
     decode_all,
+    epochs,
     in_order,
     pick_workers,
     rng,
@@ -120,28 +122,28 @@ class Model:
         loss = partial(cross_entropy, multilabel=self.cfg.voc_loss)
         return score(logits, examples, loss, gather)
 
-    def epochs_of(
+    def fit(
         self,
-        loss: Loss,
-        tensors: list[Tensor],
+        loss_D: DownstreamLoss,
+        theta: Tensor,
+        phi_D: Phi,
         opt: Optimiser,
-        examples: Iterator[Examples],
-        steps: int,
-        epochs: int,
-        what: str,
-    ) -> Iterator[float]:
-        """Train tensors in place, `steps` batches an epoch; yields each epoch's mean loss.
+        purpose: str,
+        count: int,
+        batch: int,
+        rate: float,
+    ) -> Iterator[dict[str, Any]]:
+        """Train on D^D for `count` passes; linear probing (App. C.3) and PEFT (App. C.2) are this.
 
-        Linear probing (App. C.3) and PEFT (App. C.2) are this. `opt.step` says where to start.
-        Raises Diverged where a loss or gradient is not finite.
+        Args:
+            opt: what it holds is trained; its step says where to start.
+            rate: of drop path.
         """
-        for epoch in range(opt.step // steps + 1, epochs + 1):
-            rows = []
-            for batch in itertools.islice(examples, steps):
-                value, *found = value_and_grad(loss, tensors, batch, self.cfg.micro_batch, self.amp)
-                rows.append(row(value, opt.update(zip(tensors, found, strict=True))))
-            losses, _ = numbers(f"{what}, epoch {epoch}", rows, 2)
-            yield sum(losses) / len(losses)
+        n = len(self.task.train.targets)
+        draws = epochs(n, batch, self.cfg.seed, purpose, count, opt.step)
+        examples = self.examples(draws, purpose, rate, opt.step)
+        loss, piece = partial(loss_D, theta, phi_D, regularise=True), -(-n // batch)
+        yield from trained(loss, opt, examples, piece, self.cfg.micro_batch, self.cfg.amp, purpose)
 
     def check(self, flag: str, batch: int, out: Path) -> None:
         """Refuse (UsageError) batches that a BatchNorm head or the processes cannot share; then,
@@ -174,7 +176,8 @@ class Model:
         """What an adapter file says of itself."""
         names = ("backbone", "rank", "alpha", "dataset", "data_seed")
         about = {name: getattr(self.cfg, name) for name in names} | {"arch": self.arch._asdict()}
-        about |= {"weights_sha256": self.digest, "data_sha256": self.task.fingerprint()}
+        digests = self.about()
+        about |= {key: digests[key] for key in ("weights_sha256", "data_sha256")}
         about |= {"channels": [self.transform.mean, self.transform.std]}
         return about | {"pretext": task_name(self.cfg.pretext)} | more
 
@@ -206,6 +209,34 @@ def pretext_batches(
         with torch.autocast(device.type, torch.bfloat16, enabled=cfg.amp and x.is_cuda):
             prepared = task.prepare(x, *drawn)
         yield prepared
+
+
+def trained(
+    loss: Loss,
+    opt: Optimiser,
+    batches: Iterator[Any],
+    piece: int,
+    micro: int | None,
+    amp: bool,
+    what: str,
+    after_step: Callable[[None], None] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """An optimiser step a batch, in place; yields the mean loss of every `piece` steps.
+
+    Raises Diverged where a loss or gradient is not finite.
+    """
+    tensors = [tensor for group in opt.groups for tensor in group.tensors]
+
+    def step(batch: Any) -> Tensor:
+        value, *found = value_and_grad(loss, tensors, batch, micro, amp and tensors[0].is_cuda)
+        norm = opt.update(zip(tensors, found, strict=True))
+        if after_step:
+            after_step(None)
+        return row(value, norm)
+
+    while rows := [step(batch) for batch in itertools.islice(batches, piece)]:
+        losses, _ = numbers(f"{what}, the {len(rows)} steps up to {opt.step}", rows, 2)
+        yield {"step": -(-opt.step // piece), "loss": fmean(losses)}
 
 
 def shared_batches(

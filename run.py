@@ -156,7 +156,8 @@ class Run:
     ) -> None:
         self.path, self.config, self.lock = path, config, FileLock(path / LOCK)
         self.records: list[dict[str, Any]] = []  # the lines of metrics.jsonl
-        self.began, self.saved = clock(), time.monotonic()
+        self.began: dict[str, float] = {}
+        self.began, self.saved = self.elapsed(), time.monotonic()
         self.tensors: list[Tensor] = []  # what a checkpoint holds, see `keep`
         self.optimisers: list[Optimiser] = []
         check_directory(path, command, config, force, **about)
@@ -179,8 +180,8 @@ class Run:
         env: dict[str, Any] = {"command": command, "about": about, "machines": []}
         if goes_on := found and not force:
             env = read_json(self.path / "env.json")
-        for file in [file for name in FILES for file in self.path.glob(name)]:
-            if not goes_on or file.match(TORN):
+        for name in (TORN,) if goes_on else FILES:
+            for file in self.path.glob(name):
                 file.unlink(missing_ok=True)
         settings = self.config.model_dump(mode="json")
         changeable = {name: settings[name] for name in MAY_CHANGE & settings.keys()}
@@ -206,8 +207,8 @@ class Run:
                     tensor.copy_(value)
                 for optimiser, state in zip(optimisers, saved["optimisers"], strict=True):
                     optimiser.load_state_dict(state)
-                self.records, spent = saved["records"], saved["spent"]
-                self.began = {key: start - spent[key] for key, start in self.began.items()}
+                self.records = saved["records"]
+                self.began = {key: x - saved["spent"][key] for key, x in self.began.items()}
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
@@ -250,11 +251,8 @@ class Run:
 
     def elapsed(self) -> dict[str, float]:
         """CPU seconds of this process and wall seconds, those before a stop included."""
-        return {key: now - self.began[key] for key, now in clock().items()}
-
-
-def clock() -> dict[str, float]:
-    return {"cpu_seconds": time.process_time(), "seconds": time.monotonic()}
+        now = {"cpu_seconds": time.process_time(), "seconds": time.monotonic()}
+        return {key: value - self.began.get(key, 0.0) for key, value in now.items()}
 
 
 def typed(kind: type[T], found: Mapping[str, Any]) -> T:
@@ -267,28 +265,27 @@ def check_directory(
     path: Path, command: str, config: Settings, force: bool = False, **about: Any
 ) -> bool:
     """Whether `path` holds a run to go on with; refuses (UsageError) what it must not touch."""
-    out = f"--out {path}"
+    again = "choose another --out"
     if path.exists() and not path.is_dir():
-        raise UsageError(f"{out}: is a file, give a directory")
+        raise UsageError(f"--out {path}: is a file; {again}")
     if not (path / "config.json").exists():
-        for file in path.glob("*"):  # a run that was killed as it began has these two
-            if file.name not in (LOCK, "env.json") and not file.match(TORN):
-                raise UsageError(f"{out}: holds {file.name}, no run; choose an empty directory")
+        files = [file for file in path.glob("*") if not file.match(TORN)]
+        # a run that was killed as it began has these two
+        if foreign := [file.name for file in files if file.name not in (LOCK, "env.json")]:
+            raise UsageError(f"--out {path}: holds {foreign[0]}, no run; {again}")
         return False
-    env = read_json(path / "env.json", "choose another --out")
+    env = read_json(path / "env.json", again)
     if env.get("command") != command:
-        raise UsageError(f"{out}: is a run of `{env.get('command')}`, choose another --out")
-    if force:
-        return True
-    again = "choose another --out, or start over with --force"
-    if "about" not in env:
-        raise UsageError(f"{out}: is a run of an older version; {again}")
-    before = read_json(path / "config.json") | env["about"]
+        raise UsageError(f"--out {path}: is a run of `{env.get('command')}`; {again}")
+    before = read_json(path / "config.json") | env.get("about", {})
     now = config.model_dump(mode="json") | json.loads(json.dumps(about))
     names = [name for name in now if name not in MAY_CHANGE and before.get(name) != now[name]]
-    if names:
+    if names and not force:
         changes = ", ".join(f"{name} {before.get(name)} -> {now[name]}" for name in names)
-        raise UsageError(f"{out}: is a run with other settings: {changes}; {again}")
+        if "about" not in env:
+            changes = "it is of an older version"
+        what = f"is a run with other settings: {changes}"
+        raise UsageError(f"--out {path}: {what}; {again}, or start over with --force")
     return True
 
 

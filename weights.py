@@ -92,7 +92,7 @@ def load_backbone(cfg: Model) -> Loaded:
             vit, arch = timm_vit(cfg.backbone.removeprefix("timm:"), cfg.image_size)
             trained: Any = vit.pretrained_cfg
             head, channels = None, (trained["mean"], trained["std"])
-            encoder = {k: v for k, v in state_dict(data).items() if not k.startswith("head.")}
+            encoder = {k: v for k, v in dict(data).items() if not k.startswith("head.")}
         else:
             jepa, channels = cfg.pretext == "ijepa", None
             encoder, found = ijepa.split_state(data, cfg.base) if jepa else mae.split_state(data)
@@ -121,24 +121,15 @@ def read_tensors(path: Path) -> Any:
         raise ValueError(f"{path.name} cannot be read as a checkpoint ({why})") from error
 
 
-def state_dict(data: Any) -> dict[str, Tensor]:
-    """The state dict of a file, also below "model" or "state_dict"; {} where there is none."""
-    for key in ("model", "state_dict"):
-        data = data[key] if isinstance(data, dict) and isinstance(data.get(key), dict) else data
-    return data if isinstance(data, dict) else {}
-
-
 def assign(network: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Give a network its tensors (ValueError naming the first that is missing or differs)."""
-    wanted = {name: tensor.shape for name, tensor in network.state_dict().items()}
-    found = {name: tensor.shape for name, tensor in state.items()}
-    if wrong := sorted(k for k in wanted | found if wanted.get(k) != found.get(k)):
-        depth = sum(name.startswith("blocks.") and name.endswith("norm1.weight") for name in found)
-        size = (*found.get("norm.weight", ()), depth)
-        fits = [name for name, b in BACKBONES.items() if (b.arch.dim, b.arch.depth) == size]
+    wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if wrong := sorted(name for name in wanted | found if wanted.get(name) != found.get(name)):
+        name = wrong[0]
         raise ValueError(
-            f"{len(wrong)} tensors are missing, unexpected or of another shape, first {wrong[0]}; "
-            + (f"it fits --backbone {fits[0]}" if fits else "see --backbone and --pretext")
+            f"{len(wrong)} tensors are missing, unexpected or of another shape, such as {name}: "
+            f"{found.get(name)} in place of {wanted.get(name)}; see --backbone and --pretext"
         )
     network.load_state_dict({k: v.float() for k, v in state.items()}, assign=True)
 

@@ -7,28 +7,23 @@ the sizes of the networks beside it, so that `--weights` takes it like a downloa
 import copy
 import io
 import json
-import logging
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 
 import ijepa
 import mae
-from bisslight import Phi, numbers, row, value_and_grad
+from bisslight import Phi
 from config import BACKBONES, Arch, UsageError
 from data import Pool, rng
 from extras.settings import PretrainConfig
 from lora import Backbone
-from model import open_pool, own_names, pretext_batches
+from model import open_pool, own_names, pretext_batches, trained
 from run import Run, checking, typed
 from training import Optimiser, Track, decay_groups, one_thread, pick_device, untracked
 from weights import build_head, build_vit, side, sincos
-
-LOG = logging.getLogger("bisslight")
 
 
 class PretrainResult(NamedTuple):
@@ -64,14 +59,15 @@ def pretrain(
     with Run(out, "pretrain", cfg, force, **about, pool_sha256=pool.fingerprint()) as run:
         if run.result:
             return typed(PretrainResult, run.result)
-        if cfg.warmup_epochs >= cfg.epochs:
-            LOG.warning("the warm-up is not shorter than the run: see --warmup-epochs, --epochs")
         named = dict(task.backbone.vit.named_parameters())
         del named["pos_embed"]  # MAE and I-JEPA keep the position table fixed
         opt = optimiser(cfg, named | task.phi, steps)
         run.keep([*named.values(), *task.phi.values(), *task.state.values()], [opt])
         piece = min(steps // cfg.epochs, 500)
-        records = train(cfg, pool, task, opt, range(opt.step, steps))
+        left, size = range(opt.step, steps), sizes(cfg).image_size
+        batches = pretext_batches(cfg, pool, task, size, cfg.batch, left)
+        loss, rest = partial(task.loss, None, task.phi), (cfg.micro_batch, cfg.amp)
+        records = trained(loss, opt, batches, piece, *rest, "pretrain", task.after_step)
         for record in track(records, -(-steps // piece), "pretrain", opt.step // piece):
             run.log(record)
             run.checkpoint(f"step {opt.step} of {steps}")
@@ -134,23 +130,6 @@ def optimiser(cfg: PretrainConfig, named: Phi, steps: int) -> Optimiser:
     decay = ijepa.decay_schedule(steps, first, first if last is None else last)
     groups = decay_groups(named, cfg.base_lr * cfg.batch / 256, first)
     return Optimiser(groups, rate, (0.9, cfg.beta2), decay=decay)
-
-
-def train(
-    cfg: PretrainConfig, pool: Pool, task: Any, opt: Optimiser, left: range
-) -> Iterator[dict[str, float]]:
-    """Eq. 1, all in place; yields the mean loss of an epoch, or of 500 steps of a longer one."""
-    tensors = [tensor for group in opt.groups for tensor in group.tensors]
-    loss, rows = partial(task.loss, None, task.phi), []
-    amp, piece = cfg.amp and tensors[0].is_cuda, min(left.stop // cfg.epochs, 500)
-    for batch in pretext_batches(cfg, pool, task, sizes(cfg).image_size, cfg.batch, left):
-        value, *found = value_and_grad(loss, tensors, batch, cfg.micro_batch, amp)
-        rows.append(row(value, opt.update(zip(tensors, found, strict=True))))
-        task.after_step(None)
-        if len(rows) == piece or opt.step == left.stop:
-            losses, _ = numbers(f"pretrain, after step {opt.step - len(rows)}", rows, 2)
-            rows = []
-            yield {"step": -(-opt.step // piece), "loss": fmean(losses)}
 
 
 def checkpoint(cfg: PretrainConfig, task: Any) -> bytes:
