@@ -21,9 +21,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -291,14 +290,11 @@ def check_directory(
 
 def environment() -> dict[str, Any]:
     """Command line, versions, machine and, in a checkout, the commit: what a number needs."""
-    commit = ""
-    with suppress(OSError):  # no git on this machine
-        git, here = ["git", "rev-parse", "HEAD"], Path(__file__).parent
-        commit = subprocess.run(git, cwd=here, capture_output=True, text=True, check=False).stdout
+    failed, commit = subprocess.getstatusoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD")
     packages = ("torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
     return {
         "argv": sys.argv,
-        "commit": commit.strip(),
+        "commit": "" if failed else commit,
         "versions": {name: version(name) for name in packages} | {"python": sys.version.split()[0]},
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

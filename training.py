@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from ctypes import c_int
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -208,13 +209,12 @@ class Stopped(BaseException):
 class Stop:
     """A signal asks the runs to end after an alternation or epoch; a second one ends at once."""
 
-    def __init__(self) -> None:
-        self.heard = 0.0
-        self.flag = multiprocessing.get_context("spawn").RawValue("i", 0)  # `run.jobs` shares it
+    heard = 0.0
+    flag: Any = c_int(0)  # the signal that was heard
 
     def install(self) -> None:
         """Take over this program's signals: Ctrl-C, kill, a closed terminal, Slurm's warning."""
-        self.flag.value = 0
+        self.flag = multiprocessing.RawValue("i", 0)  # the processes of `run.jobs` see it, too
         for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
             if hasattr(signal, name):  # Windows has the first two
                 signal.signal(getattr(signal, name), self.hear)

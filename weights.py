@@ -16,7 +16,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import safetensors.torch
 import timm
@@ -37,15 +37,6 @@ OFFICIAL = {  # (URL, size in MB) of the files that hold the pretext head, too
     ("vit_h14", "mae"): (MAE_FILES.format("huge"), 2628.3),
     ("vit_h14", "ijepa"): (JEPA_FILE, 10_360.0),
 }
-
-
-class Loaded(NamedTuple):
-    """What a checkpoint holds."""
-
-    backbone: Backbone  # frozen
-    pretext_head: nn.Module | None  # MAE's decoder, I-JEPA's predictor; None: it has none
-    arch: Arch
-    channels: tuple[Any, Any] | None  # mean and std it was trained with; None: the dataset's
 
 
 def weights_of(cfg: Model) -> Path:
@@ -70,21 +61,24 @@ def fetch(cfg: Model) -> Path:
     if path.exists():
         return path
     url, size = OFFICIAL[cfg.backbone, cfg.pretext]
-    part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.hub.download_url_to_file(url, str(part), progress=sys.stderr.isatty())
-        found = part.stat().st_size / 1e6
+        torch.hub.download_url_to_file(url, str(path), progress=sys.stderr.isatty())
+        found = path.stat().st_size / 1e6
         if abs(found - size) > 0.01 * size:
+            path.unlink()
             raise OSError(f"{found:.0f} MB arrived, {size:.0f} MB were expected")
-        return part.replace(path)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise UsageError(f"{url}: {error}; try `curl -C - -o {path} {url}`") from error
+    return path
 
 
-def load_backbone(cfg: Model) -> Loaded:
-    """ψ, frozen, and its pretext head, on the CPU; every key and shape is checked (UsageError)."""
+def load_backbone(cfg: Model) -> tuple[Backbone, Any, Arch, Any]:
+    """ψ, frozen, and its pretext head, on the CPU; every key and shape is checked (UsageError).
+
+    Returns the backbone, MAE's decoder or I-JEPA's predictor (None for timm's), the sizes, and
+    mean and deviation of the channels that it was trained with (None: those of the dataset).
+    """
     path = fetch(cfg)
     try:
         data = read_tensors(path)
@@ -104,7 +98,7 @@ def load_backbone(cfg: Model) -> Loaded:
     except (ValueError, OSError) as error:
         raise UsageError(f"--weights {path}: {error}") from error
     backbone = Backbone(vit, cfg.alpha / cfg.rank).requires_grad_(False)
-    return Loaded(backbone, head, arch, channels)
+    return backbone, head, arch, channels
 
 
 def read_tensors(path: Path) -> Any:
