@@ -94,11 +94,7 @@ def align(pretrained: Path, pretext: str, hypergrad: str) -> str:
     return f"align {model} --dataset quilts {ALIGN} --hypergrad {hypergrad}"
 
 
-CASES = [("mae", "mfac"), ("ijepa", "cg"), ("mae", "cg"), ("ijepa", "mfac")]
-FEW = [pytest.param(*c, marks=[pytest.mark.slow] * (i > 1)) for i, c in enumerate(CASES)]
-
-
-@pytest.mark.parametrize(("pretext", "hypergrad"), FEW)
+@pytest.mark.parametrize(("pretext", "hypergrad"), [("mae", "mfac"), ("ijepa", "cg")])
 def test_align_goes_on_to_the_same_bits(pretrained: Path, pretext: str, hypergrad: str) -> None:
     """Stopped and killed in one run: in the probe, between and in alternations, at the very end."""
     line = align(pretrained, pretext, hypergrad)
@@ -147,13 +143,10 @@ def test_pretrain_goes_on_to_the_same_bits(pretext: str) -> None:
     assert cut(line, vanish, "backbone.pth", within=True) == 9
     done(line)
     assert same("metrics.jsonl")
-    whole, other = (torch.load(f"{x}/backbone.pth", weights_only=True) for x in ("whole", "cut"))
-    for network in ["model"] if pretext == "mae" else ["encoder", "target_encoder", "predictor"]:
-        for name, tensor in whole[network].items():
-            assert torch.equal(tensor, other[network][name])
+    assert same("backbone.pth")
 
 
-GRID = "--epochs 6 --batch 40 --seeds 2 --grid 1e-3,3e-3 --warmup-epochs 1 --save-minutes 0 --quiet"
+GRID = "--epochs 4 --batch 40 --seeds 2 --grid 1e-3,3e-3 --warmup-epochs 1 --save-minutes 0 --quiet"
 
 
 def same_grid() -> bool:
@@ -169,18 +162,19 @@ def test_a_grid_goes_on_to_the_same_bits(pretrained: Path) -> None:
     line += f" --dataset quilts {GRID}"
     done(f"{line} --out whole")
     line += " --out cut"
-    assert cut(line, term, "metrics.jsonl", 8) == 143  # the second run's second epoch
-    assert "stopped after epoch 2 of 6, lr 0.003 seed 0; cut/lr0.003-s0:" in SAID.read_text()
+    assert cut(line, term, "metrics.jsonl", 6) == 143  # the second run's second epoch
+    assert "stopped after epoch 2 of 4, lr 0.003 seed 0; cut/lr0.003-s0:" in SAID.read_text()
     assert cut(line, kill, "checkpoint.pt", within=True) == -9
     assert cut(line, vanish, "result.json") == 9
     done(line)
     assert same_grid()
 
 
+@pytest.mark.slow
 def test_jobs_killed_with_their_parent_go_on_to_the_same_bits(pretrained: Path) -> None:
     """Kill -9 of the parent with two runs at work, which end with it, their checkpoints saved."""
     line = f"finetune --backbone vit_mini --weights {pretrained}/mae --dataset quilts"
-    grid = GRID.replace("--epochs 6", "--epochs 40").replace("--grid 1e-3,3e-3", "--lr 1e-3")
+    grid = GRID.replace("--epochs 4", "--epochs 15").replace("--grid 1e-3,3e-3", "--lr 1e-3")
     line += f" {grid} --jobs"
     done(f"{line} 1 --out whole")
     parent = start(partial(cli.run, f"{line} 2 --out cut".split()), SAID)
@@ -241,8 +235,10 @@ def test_other_settings_are_refused_each_by_its_name(weights: Path, capsys: Any)
         err = capsys.readouterr().err
         assert len(err.splitlines()) == 1
         assert all(words in err for words in [*told, "--force", "choose another --out"])
-    done(f"{line} --micro-batch 3 --workers 1 --save-minutes 1")
+    shutil.copy(weights / "backbone.pth", "moved.pth")
+    done(f"{line} --micro-batch 3 --workers 1 --save-minutes 1 --weights moved.pth")
     assert json.loads(Path("a/env.json").read_text())["machines"][-1]["micro_batch"] == 3
+    assert json.loads(Path("a/config.json").read_text())["weights"].endswith("moved.pth")
 
 
 def test_a_pool_that_has_changed_is_refused(weights: Path, capsys: Any) -> None:
@@ -257,27 +253,6 @@ def test_a_pool_that_has_changed_is_refused(weights: Path, capsys: Any) -> None:
     Path("pool").rename("elsewhere")
     Path("pool").symlink_to("elsewhere")
     done(line)
-
-
-def test_weights_may_lie_elsewhere_when_a_run_goes_on(weights: Path) -> None:
-    line = stopped(weights)
-    shutil.copy(weights / "backbone.pth", "moved.pth")
-    done(f"{line} --weights moved.pth")
-    assert json.loads(Path("a/config.json").read_text())["weights"].endswith("moved.pth")
-
-
-@pytest.mark.parametrize("content", [[1, 2], {}])
-def test_a_checkpoint_that_is_something_else_is_named(
-    weights: Path, capsys: Any, content: Any
-) -> None:
-    line = stopped(weights)
-    torch.save(content, "a/checkpoint.pt")
-    capsys.readouterr()
-    assert cli.run(line.split()) == 2
-    err = capsys.readouterr().err
-    assert len(err.splitlines()) == 1
-    assert "a/checkpoint.pt: cannot be read" in err
-    assert "--force starts the run over" in err
 
 
 def test_what_a_reader_of_progress_does_harms_no_run(weights: Path) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,23 +30,17 @@ socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
 """
 
 
+def call(*line: Any, **more: Any) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([*map(str, line)], capture_output=True, text=True, check=False, **more)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of what is in the checkout, so that nothing is left in it."""
     source, out = tmp_path_factory.mktemp("source") / "bisslight", tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*LEFT_OUT))
-    line = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--wheel-dir",
-        str(out),
-        str(source),
-    ]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir")
+    done = call(*pip, out, source)
     if "No matching distribution found for setuptools" in done.stderr:
         pytest.skip("setuptools cannot be fetched to build with")
     assert done.returncode == 0, done.stderr
@@ -66,72 +61,35 @@ def test_the_installed_commands_run_from_an_empty_folder_without_a_network(
 ) -> None:
     home, here = tmp_path / "venv", tmp_path / "empty"
     here.mkdir()
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
+    assert call(sys.executable, "-m", "venv", "--without-pip", home).returncode == 0
     site = next((home / "lib").glob("python*/site-packages"))
     lent = [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))]
     (site / "lent.pth").write_text("\n".join(lent))
     (site / "sitecustomize.py").write_text(NO_NETWORK)
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(home / "bin/python"),
-        "install",
-        "--quiet",
-    ]
-    done = subprocess.run(
-        [
-            *install,
-            "--no-deps",
-            "--no-index",
-            "--force-reinstall",
-            "--ignore-installed",
-            str(wheel),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    pip = (sys.executable, "-m", "pip", "--python", home / "bin/python", "install", "--quiet")
+    alone = ("--no-deps", "--no-index", "--force-reinstall", "--ignore-installed")
+    done = call(*pip, *alone, wheel)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in site.glob("*.py")} == MODULES | {"sitecustomize.py"}
-    closed = ["unshare", "--net", "--map-root-user"] if os.getuid() else ["unshare", "--net"]
-    if subprocess.run([*closed, "true"], check=False, capture_output=True).returncode:
-        closed = []
+    closed = ["unshare", "--net", *["--map-root-user"] * bool(os.getuid())]
+    closed = closed if call(*closed, "true").returncode == 0 else []
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(here), "OMP_NUM_THREADS": "1"}
 
     def bisslight(line: str) -> str:
-        done = subprocess.run(
-            [*closed, str(home / "bin/bisslight"), *line.split()],
-            cwd=here,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, f"{line}\n{done.stderr}"
-        assert done.stderr == ""
+        program = home / "bin/bisslight"
+        done = call(*closed, program, *line.split(), cwd=here, env=environment)
+        assert (done.returncode, done.stderr) == (0, ""), f"{line}\n{done.stderr}"
         return done.stdout
 
     own = "import cli, socket, sys; assert cli.__file__.startswith(sys.argv[1]), cli.__file__;"
     own += "socket.create_connection(('192.0.2.1', 80), 1)"
-    proof = subprocess.run(
-        [*closed, str(home / "bin/python"), "-c", own, str(site)],
-        cwd=here,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "OSError" in proof.stderr, (
-        proof.stderr
-    )  # the modules are the wheel's, and the network is off
+    proof = call(*closed, home / "bin/python", "-c", own, site, cwd=here, env=environment)
+    assert "OSError" in proof.stderr, proof.stderr  # the wheel's modules, and no network
     start = "--backbone vit_mini --weights pre --dataset quilts --quiet"
     pool = "--pool quilts --backbone vit_mini --epochs 1 --warmup-epochs 0 --batch 500"
     bisslight(f"pretrain {pool} --quiet --out pre")
     sizes = "--alternations 2 --lower-steps 2 --upper-steps 2 --p-batch 8 --d-batch 8"
-    sizes += " --probe-epochs 1 --eval-every 2 --warmup 1"
-    bisslight(f"align {start} {sizes} --out a")
+    bisslight(f"align {start} {sizes} --probe-epochs 1 --eval-every 2 --warmup 1 --out a")
     peft = "--epochs 2 --warmup-epochs 1 --batch 40 --seeds 2 --lr 1e-2"
     bisslight(f"finetune --from a {peft} --quiet --out aligned")
     bisslight(f"finetune {start} {peft} --out direct")
