@@ -63,14 +63,12 @@ def demo(
     peft = FinetuneConfig(seeds=SEEDS, jobs=jobs, **about, **PEFT)
     finetune(peft.but(start=out / "align"), out / "aligned", force=force, track=track)
     finetune(peft, out / "direct", force=force, track=track)
-    found, files = (
-        evaluate([out / "aligned", out / "direct"]),
-        [out / "arms.png", out / "quilts.png"],
-    )
-    draw_arms(found.arms, files[0])
-    draw_quilts(cfgs[0], files[1])
+    arms, files = evaluate([out / "aligned", out / "direct"]).arms, ("arms.png", "quilts.png")
+    draw_arms(arms, out / files[0])
+    draw_quilts(cfgs[0], out / files[1])
     probe = "of the checkpoint, on validation; near chance, 12.5, pretraining did not take"
-    return {"arms": found.arms, "linear probe": f"{fmean(probes):.1f} % {probe}", "pictures": files}
+    told = {"arms": arms, "linear probe": f"{fmean(probes):.1f} % {probe}"}
+    return told | {"pictures": [out / file for file in files]}
 
 
 def aligned(unit: tuple[AlignConfig, Path, bool]) -> float:
@@ -90,16 +88,12 @@ def draw_quilts(cfg: AlignConfig, path: Path) -> None:
     true, examples = torch.as_tensor(pool.images)[:7], torch.as_tensor(task.test.images)
     batch = mask.prepare((true - shift) / scale, *mask.draw(7, rng(0, "picture")))
     masked, filled = mae.reconstruct(mask, None, mask.phi, batch)
-    rows = {
-        "one class: which\ntiles are equal": examples[task.test.targets == 0][:7],
-        "pool, masked": masked * scale + shift,
-        "filled in": filled * scale + shift,
-        "true": true,
-    }
-    figure, axes = pyplot().subplots(len(rows), 1, figsize=(5.2, 4.4))
-    for ax, (name, images) in zip(axes, rows.items(), strict=True):
-        strip = F.pad(images, (1, 1, 1, 1), value=1.0).permute(2, 0, 3, 1).flatten(1, 2)
-        ax.imshow(strip.clamp(0, 1).numpy(), interpolation="nearest")
-        ax.set_ylabel(name, rotation=0, ha="right", va="center")
-        ax.set(xticks=[], yticks=[])
-    save((figure, "Seven quilts of one class; seven of the pool, masked, filled in, true."), path)
+    pool_rows = [masked * scale + shift, filled * scale + shift, true]
+    rows = torch.stack([examples[task.test.targets == 0][:7], *pool_rows])  # (4, 7, 3, 16, 16)
+    image = F.pad(rows, (1, 1, 1, 1), value=1.0).permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)
+    figure, axes = pyplot().subplots()
+    axes.imshow(image.clamp(0, 1).numpy())
+    axes.axis("off")
+    words = "seven quilts of one class: which tiles are equal; seven of the pool, masked; filled in; true"
+    axes.set_title(words, wrap=True)
+    save(figure, f"From above: {words}.", path)

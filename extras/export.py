@@ -17,11 +17,9 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from benchmarks import quilts
 from commands import FinetuneConfig, flatten
 from config import Machine, Model, UsageError
 from data import IMAGENET
-from extras.datasets import SOURCES
 from extras.look import adapter_of
 from lora import Phi, factors, load_adapter, merge
 from run import checking, read_json, write_atomic
@@ -29,13 +27,11 @@ from weights import OFFICIAL, Loaded, fetch, load_backbone, weights_of
 
 MADE = "LoRA on q and v of every layer of a frozen Vision Transformer, made with BiSSLight."
 MINI = "vit_tiny_patch16_224"  # any plain ViT of timm's: vit_mini's sizes are told as arguments
-NAMES = {  # (backbone, class token): timm's architecture, and its name of the official weights
-    ("vit_b16", True): ("vit_base_patch16_224", "timm/vit_base_patch16_224.mae"),
-    ("vit_l16", True): ("vit_large_patch16_224", "timm/vit_large_patch16_224.mae"),
-    ("vit_h14", True): ("vit_huge_patch14_224", "timm/vit_huge_patch14_224.mae"),
-    ("vit_h14", False): ("vit_huge_patch14_gap_224", None),
-    ("vit_mini", True): (MINI, None),
-    ("vit_mini", False): (MINI, None),
+NAMES = {  # timm's architectures
+    "vit_b16": "vit_base_patch16_224",
+    "vit_l16": "vit_large_patch16_224",
+    "vit_h14": "vit_huge_patch14_224",
+    "vit_mini": MINI,
 }
 CARD = """\
 ---
@@ -47,15 +43,9 @@ tags: [image-classification, lora, bisslight]
 
 {made}
 
-| | |
-|---|---|
-| backbone | {backbone}, sha256 {weights_sha256} |
-| licence of the weights | {weights} |
-| data | {dataset}; terms: {terms} |
-| rank, alpha | {rank}, {alpha} |
-| pretext task | {pretext} |{worth}
-
-In this folder:
+- backbone {backbone} with weights of sha256 {weights_sha256} (licence: {licence})
+- LoRA of rank {rank}, alpha {alpha}; pretext task {pretext}
+{worth}
 
 ```python
 import timm
@@ -65,9 +55,7 @@ from peft import PeftModel
 model = PeftModel.from_pretrained(base, 'peft')
 ```
 
-`released/lora.pth` is for the program of the paper's authors.
-
-All settings:
+`released/lora.pth` is for the program of the paper's authors. All settings:
 
 ```json
 {settings}
@@ -94,10 +82,8 @@ def export(
     file, out = adapter_of(run, seed), out or run / "export"
     with checking(str(file)):
         theta, phi_D, about = load_adapter(file)
-    config = flatten(read_json(run / "config.json"))
-    config |= {"weights": str(weights)} if weights else {}
-    taken = {*Model.model_fields, "dataset", "data_seed"} & config.keys()
-    cfg = FinetuneConfig(**{name: config[name] for name in taken})
+    config = flatten(read_json(run / "config.json")) | ({"weights": weights} if weights else {})
+    cfg = FinetuneConfig(**{k: config[k] for k in {*Model.model_fields, "dataset"} & config.keys()})
     fetch(cfg)
     path = weights_of(cfg)
     with checking(f"--weights {path}"):
@@ -105,23 +91,20 @@ def export(
     if loaded.digest != about["weights_sha256"]:
         made = about["weights_sha256"][:12]
         raise UsageError(f"--weights {path}: {run} was made with weights of sha256 {made}...")
-    official = path.name in {url.rpartition("/")[2] for url, _ in OFFICIAL.values()}
-    own = cfg.backbone.removeprefix("timm:"), None
-    name, hub = NAMES.get((cfg.backbone, loaded.arch.class_token), own)
     phi_D, dim, scale = folded(phi_D), loaded.backbone.dim, loaded.backbone.scale
-    lora, content = to_peft(theta, phi_D, dim, scale, hub if official else None), io.BytesIO()
+    lora, content = to_peft(theta, phi_D, dim, scale), io.BytesIO()
     torch.save(to_released(theta, dim, scale), content)
+    official = path.name in {url.rpartition("/")[2] for url, _ in OFFICIAL.values()}
+    licence = "cc-by-nc-4.0" if official else "unknown"
     files: dict[str, bytes | str] = {
-        "README.md": card(about, config, read_json(run / "result.json"), official),
+        "README.md": card(about, config, read_json(run / "result.json"), licence),
         "released/lora.pth": content.getvalue(),
         "peft/adapter_config.json": json.dumps(lora[0], indent=1),
         "peft/adapter_model.safetensors": save(lora[1]),
     }
     if merged is not False:
-        task = quilts(cfg.data_seed)[1] if cfg.dataset == "quilts" else None
-        drawn = (task.mean, task.std) if task else IMAGENET
-        pixels = about.get("channels") or loaded.channels or drawn
-        network = to_timm(loaded, theta, phi_D, name, pixels)
+        name = NAMES.get(cfg.backbone, cfg.backbone.removeprefix("timm:"))
+        network = to_timm(loaded, theta, phi_D, name, about.get("channels") or IMAGENET)
         files["timm/config.json"] = json.dumps(network[0], indent=1)
         files["timm/model.safetensors"] = save(network[1])
     write_all(out, files)
@@ -129,12 +112,11 @@ def export(
 
 
 def write_all(out: Path, files: Mapping[str, bytes | str]) -> None:
-    """Write the files; the card comes first, as by it an earlier export is known (UsageError)."""
-    card = out / "README.md"
-    again = card.is_file() and MADE in card.read_text(errors="replace")
-    for name in () if again else files:
-        if (out / name).exists():
-            raise UsageError(f"--out {out}: {name} is there, not made by an export; choose another")
+    """Write the files; an earlier export is known by its card (UsageError)."""
+    readme = out / "README.md"
+    known = readme.is_file() and MADE in readme.read_text(errors="replace")
+    if out.exists() and any(out.iterdir()) and not known:
+        raise UsageError(f"--out {out}: holds files that are not an export's; choose another")
     for name, content in files.items():
         with checking(f"--out {out}"):
             (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -162,13 +144,13 @@ def to_released(theta: Tensor, dim: int, scale: float) -> dict[str, Tensor]:
 
 
 def to_peft(
-    theta: Tensor, phi_D: Phi, dim: int, scale: float, base: str | None
+    theta: Tensor, phi_D: Phi, dim: int, scale: float
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """adapter_config and tensors, for a timm model whose `head` is the classifier."""
     A_q, B_q, A_v, B_v = factors(theta, dim)
     rank = A_q.shape[1]
     config = {
-        "peft_type": "LORA", "base_model_name_or_path": base, "inference_mode": True,
+        "peft_type": "LORA", "base_model_name_or_path": None, "inference_mode": True,
         "r": 2 * rank, "lora_alpha": scale * 2 * rank, "lora_dropout": 0.0, "bias": "none",
         "target_modules": r"blocks\.\d+\.attn\.qkv", "task_type": None,
         "modules_to_save": ["head"] if phi_D else None,
@@ -207,31 +189,21 @@ def to_timm(
 
 
 def card(
-    about: Mapping[str, Any], config: Mapping[str, Any], result: Mapping[str, Any], official: bool
+    about: Mapping[str, Any], config: Mapping[str, Any], result: Mapping[str, Any], licence: str
 ) -> str:
     """README.md for whoever gets the files: what they are, how good, under which terms."""
-    name, source = Path(about["dataset"]).name, SOURCES.get(about["dataset"])
-    told = {
-        "pretext": config["pretext"],
-        **about,
-        "made": MADE,
-        "dataset": name,
-        "licence": "unknown",
-        "worth": "",
-    }
-    told |= {"terms": source.terms if source else "of whoever made it", "weights": "the user's own"}
-    if official:
-        told |= {"licence": "cc-by-nc-4.0", "weights": "CC BY-NC 4.0: no commercial use"}
+    told = {"pretext": config["pretext"], "licence": licence, "made": MADE, "worth": "", **about}
     if result.get("test"):
         mean, n = fmean(result["test"]), len(result["test"])
         by = result["aligned_by"] or "nothing: direct PEFT"
         told["worth"] = (
-            f"\n| test {result['metric']} | {mean:.2f} %, mean of {n} seeds ({result['unit']}) |"
-            f"\n| learning rate | {result['lr']:g} |\n| aligned by | {by} |"
+            f"- aligned by {by}; test {result['metric']} {mean:.2f} %, mean of {n} seeds"
         )
-    settings = {  # without what belongs to one machine, and paths by their last part
+    hidden = {*Machine.model_fields, "start"} - {"seed", "amp"}  # what belongs to one machine
+    settings = {  # paths by their last part
         name: Path(value).name if isinstance(value, str) else value
         for name, value in config.items()
-        if name not in {*Machine.model_fields, "start"} - {"seed", "amp"}
+        if name not in hidden
     }
-    return CARD.format(settings=json.dumps(settings, indent=1), **told)
+    told |= {"dataset": settings["dataset"], "settings": json.dumps(settings, indent=1)}
+    return CARD.format(**told)
