@@ -82,7 +82,7 @@ def export(
     file, out = adapter_of(run, seed), out or run / "export"
     with checking(str(file)):
         theta, phi_D, about = load_adapter(file)
-    config = flatten(read_json(run / "config.json")) | ({"weights": weights} if weights else {})
+    config = flatten(read_json(run / "config.json")) | ({"weights": str(weights)} if weights else {})
     cfg = FinetuneConfig(**{k: config[k] for k in {*Model.model_fields, "dataset"} & config.keys()})
     fetch(cfg)
     path = weights_of(cfg)
