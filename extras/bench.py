@@ -88,13 +88,11 @@ def alternation(cfg: BenchConfig, backbone: str, method: str) -> Row:
         torch.cuda.reset_peak_memory_stats(device)
     for _ in alternations(cfg, backbone, method, device, timed):
         ends.append(now())
-    row: Row = {
-        "seconds": median(end - begin for begin, end in pairwise(ends))
-    }  # the first warms up
-    row |= {line: median(found) * len(found) / len(ends) for line, found in times.items()}
-    paper = memory_of(method, backbone)
-    row |= {"hours_500": row["seconds"] * 500 / 3600, "paper_GB": paper and paper[0]}
-    return row | {"peak_GB": torch.cuda.max_memory_allocated(device) / 1e9 if gpu else None}
+    seconds = median(end - begin for begin, end in pairwise(ends))  # the first warms up
+    lines = {line: median(found) * len(found) / len(ends) for line, found in times.items()}
+    peak = torch.cuda.max_memory_allocated(device) / 1e9 if gpu else None
+    row = {"seconds": seconds, **lines, "hours_500": seconds * 500 / 3600, "peak_GB": peak}
+    return row | {"paper_GB": (memory_of(method, backbone) or [None])[0]}
 
 
 def alternations(
@@ -103,7 +101,7 @@ def alternations(
     """Algorithm 1 on a random network and images; `timed` notes what lines 10 and 13 take."""
     given = {name: getattr(cfg, name) for name in AlignConfig.model_fields if hasattr(cfg, name)}
     given |= {"backbone": backbone, "dataset": "own", "pool": "own"}
-    given |= {"alternations": cfg.repeats + 1, "hypergrad": method if method != "peft" else "mfac"}
+    given |= {"alternations": cfg.repeats + 1, "hypergrad": method.replace("peft", "mfac")}
     c, arch, g = AlignConfig(**given), BACKBONES[backbone].arch, rng(cfg.seed, "bench")
     with device:
         vit, decoder = build_vit(arch), cast(mae.Decoder, build_head(arch, "mae"))
@@ -137,10 +135,9 @@ def peft(
 
 def ratios(rows: Sequence[Row]) -> Row:
     """CG over M-FAC, and M-FAC's own share of an alternation."""
-    by = {row["method"]: row for row in rows if "failed" not in row}
-    if not {"mfac", "cg"} <= by.keys():
+    mfac, cg, *_ = rows  # as in METHODS
+    if "failed" in mfac | cg:
         return {}
-    mfac, cg = by["mfac"], by["cg"]
     keys = [key for key in ("seconds", "peak_GB") if mfac[key]]
     share = (mfac["line 10"] + mfac["line 13"]) / mfac["seconds"]
     return {"cg_over_mfac": {key: cg[key] / mfac[key] for key in keys}, "mfac_share": share}

@@ -18,7 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from commands import FinetuneConfig, flatten
-from config import Machine, Model, UsageError
+from config import Model, UsageError
 from data import IMAGENET
 from extras.look import adapter_of
 from lora import Phi, factors, load_adapter, merge
@@ -26,12 +26,11 @@ from run import checking, read_json, write_atomic
 from weights import OFFICIAL, Loaded, fetch, load_backbone, weights_of
 
 MADE = "LoRA on q and v of every layer of a frozen Vision Transformer, made with BiSSLight."
-MINI = "vit_tiny_patch16_224"  # any plain ViT of timm's: vit_mini's sizes are told as arguments
-NAMES = {  # timm's architectures
+NAMES = {  # timm's architectures; sizes are told as arguments
     "vit_b16": "vit_base_patch16_224",
     "vit_l16": "vit_large_patch16_224",
     "vit_h14": "vit_huge_patch14_224",
-    "vit_mini": MINI,
+    "vit_mini": "vit_tiny_patch16_224",
 }
 CARD = """\
 ---
@@ -55,11 +54,7 @@ from peft import PeftModel
 model = PeftModel.from_pretrained(base, 'peft')
 ```
 
-`released/lora.pth` is for the program of the paper's authors. All settings:
-
-```json
-{settings}
-```
+`released/lora.pth` is for the program of the paper's authors.
 """
 
 
@@ -82,7 +77,8 @@ def export(
     file, out = adapter_of(run, seed), out or run / "export"
     with checking(str(file)):
         theta, phi_D, about = load_adapter(file)
-    config = flatten(read_json(run / "config.json")) | ({"weights": str(weights)} if weights else {})
+    config = flatten(read_json(run / "config.json"))
+    config["weights"] = weights or config["weights"]
     cfg = FinetuneConfig(**{k: config[k] for k in {*Model.model_fields, "dataset"} & config.keys()})
     fetch(cfg)
     path = weights_of(cfg)
@@ -97,7 +93,7 @@ def export(
     official = path.name in {url.rpartition("/")[2] for url, _ in OFFICIAL.values()}
     licence = "cc-by-nc-4.0" if official else "unknown"
     files: dict[str, bytes | str] = {
-        "README.md": card(about, config, read_json(run / "result.json"), licence),
+        "README.md": card(about, read_json(run / "result.json"), licence),
         "released/lora.pth": content.getvalue(),
         "peft/adapter_config.json": json.dumps(lora[0], indent=1),
         "peft/adapter_model.safetensors": save(lora[1]),
@@ -172,9 +168,8 @@ def to_timm(
     args: dict[str, Any] = {"img_size": arch.image_size}
     if not arch.class_token:
         args |= {"class_token": False, "global_pool": "avg", "fc_norm": False}
-    if name == MINI:
-        args |= {"patch_size": arch.patch_size, "embed_dim": arch.dim, "depth": arch.depth}
-        args |= {"num_heads": arch.heads, "mlp_ratio": arch.mlp_ratio}
+    args |= {"patch_size": arch.patch_size, "embed_dim": arch.dim, "depth": arch.depth}
+    args |= {"num_heads": arch.heads, "mlp_ratio": arch.mlp_ratio}
     about = {
         "architecture": name, "num_classes": classes, "model_args": args,
         "pretrained_cfg": {
@@ -188,22 +183,14 @@ def to_timm(
     return about, {key: tensor.contiguous() for key, tensor in state.items()}
 
 
-def card(
-    about: Mapping[str, Any], config: Mapping[str, Any], result: Mapping[str, Any], licence: str
-) -> str:
+def card(about: Mapping[str, Any], result: Mapping[str, Any], licence: str) -> str:
     """README.md for whoever gets the files: what they are, how good, under which terms."""
-    told = {"pretext": config["pretext"], "licence": licence, "made": MADE, "worth": "", **about}
+    told = {**about, "dataset": Path(about["dataset"]).name, "licence": licence, "made": MADE}
+    told["worth"] = ""
     if result.get("test"):
         mean, n = fmean(result["test"]), len(result["test"])
         by = result["aligned_by"] or "nothing: direct PEFT"
         told["worth"] = (
             f"- aligned by {by}; test {result['metric']} {mean:.2f} %, mean of {n} seeds"
         )
-    hidden = {*Machine.model_fields, "start"} - {"seed", "amp"}  # what belongs to one machine
-    settings = {  # paths by their last part
-        name: Path(value).name if isinstance(value, str) else value
-        for name, value in config.items()
-        if name not in hidden
-    }
-    told |= {"dataset": settings["dataset"], "settings": json.dumps(settings, indent=1)}
     return CARD.format(**told)

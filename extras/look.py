@@ -22,10 +22,10 @@ from textwrap import shorten
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from scipy.spatial.distance import pdist
 from scipy.stats import spearmanr
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from commands import FinetuneConfig, flatten
 from config import UsageError
@@ -60,9 +60,8 @@ def open_runs(
     for name, run, file in zip(short_names(runs), runs, files, strict=True):
         with checking(str(file)):
             theta, phi_D, about = load_adapter(file)
-        for key in ("weights_sha256", "data_sha256"):
-            if about[key] != now[key]:
-                raise UsageError(f"{run}: was made with {key} {about[key]}, here it is {now[key]}")
+        if any(about.get(key, now[key]) != now[key] for key in ("weights_sha256", "data_sha256")):
+            raise UsageError(f"{run}: was made with other weights or images than are here")
         backbone = Backbone(m.backbone.vit, float(about["alpha"]) / float(about["rank"]))
         phi_D = {key: tensor.to(m.device) for key, tensor in phi_D.items()}
         networks[name] = backbone, theta.to(m.device), phi_D
@@ -94,7 +93,7 @@ def spread(targets: Tensor, count: int, seed: int) -> list[int]:
     """
     kinds = targets if targets.ndim == 1 else (targets == 1).long().argmax(1)
     order = torch.randperm(len(kinds), generator=rng(seed, "spread"))
-    rounds = F.one_hot(kinds[order]).cumsum(0).gather(1, kinds[order][:, None])[:, 0]
+    rounds = one_hot(kinds[order]).cumsum(0).gather(1, kinds[order][:, None])[:, 0]
     return order[rounds.argsort(stable=True)][:count].tolist()
 
 
@@ -141,7 +140,7 @@ def rollout(
         raise UsageError(f"--rollout {count}: give 1 to {min(len(targets), BATCH)} images")
     index = spread(targets, count, seed or 0)
     images, shown = torch.cat(looked_at(m, index)), {}
-    true = targets[index] == 1 if targets.ndim == 2 else F.one_hot(targets[index], len(classes))
+    true = targets[index] == 1 if targets.ndim == 2 else one_hot(targets[index], len(classes))
     labels = [", ".join(classes[k] for k in row.nonzero()[:, 0]) or "none" for row in true]
     rows: list[Row] = [{"image": i, "label": x} for i, x in zip(index, labels, strict=True)]
     for name, (backbone, theta, phi_D) in networks.items():

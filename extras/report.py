@@ -9,7 +9,7 @@ import base64
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -66,7 +66,7 @@ def report(runs: Sequence[Path], out: Path | None = None) -> dict[str, Any]:
     )
     write_atomic(out, page)
     about = [{"name": arm.name, "command": arm.command, "runs": len(arm.runs)} for arm in arms]
-    return {"out": str(out), "pictures": page.count("<img "), "arms": about}
+    return {"out": out, "pictures": page.count("<img "), "arms": about}
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -97,11 +97,11 @@ def read_arms(paths: Sequence[Path]) -> list[Arm]:
         raise UsageError(f"{paths[0]}: is neither a run nor a directory of runs")
     places = [runs[0].parent if len(runs) > 1 else runs[0] for runs in found]
     arms = []
-    for i, (name, runs) in enumerate(zip(short_names(places), found, strict=True)):
+    for name, colour, path, runs in zip(short_names(places), cycle(COLOURS), places, found):
         command = read_json(runs[0] / "env.json")["command"]
         files = [run / "result.json" for run in runs]
         results = [read_json(file) if file.exists() else {} for file in files]
-        arms.append(Arm(name, COLOURS[i % len(COLOURS)], places[i], runs, command, results))
+        arms.append(Arm(name, colour, path, runs, command, results))
     return arms
 
 
@@ -136,9 +136,9 @@ def accuracies(arms: Sequence[Arm]) -> Iterator[tuple[str, list[dict[str, Any]]]
     for arm in sorted(tuned, key=lambda arm: arm.results[0]["aligned_by"] is None):
         tasks[str(read_arm(arm.path).task)].append(arm)
     for some in tasks.values():
-        rows = evaluate([arm.path for arm in some]).arms
-        named = [row._replace(arm=arm.name) for row, arm in zip(rows, some, strict=True)]
-        yield f"Accuracy on {Path(some[0].results[0]['dataset']).name} (%)", simple(named)
+        rows = zip(evaluate([arm.path for arm in some]).arms, some, strict=True)
+        dataset = Path(some[0].results[0]["dataset"]).name
+        yield f"Accuracy on {dataset} (%)", simple([r._replace(arm=arm.name) for r, arm in rows])
 
 
 def differing(arms: Sequence[Arm]) -> list[dict[str, Any]]:
@@ -172,7 +172,10 @@ def curves(arms: Sequence[Arm]) -> Iterator[Picture]:
                 axes.plot(*zip(*line, strict=True), color=arm.colour, label=arm.name)
             axes.set(xlabel=f"step of {command}", ylabel=CURVES[key])
             axes.legend(fontsize=7)
-            ends = [(arm.name, *line[0], *line[-1]) for arm, line in lines]
-            said = [f"{a} from {y:.4g} at {x} to {z:.4g} at {last}" for a, x, y, last, z in ends]
-            words = f"{command}, {CURVES[key]}: {'; '.join(said)}."
+            ends = [
+                f"{arm.name} from {line[0][1]:.4g} at {line[0][0]} "
+                f"to {line[-1][1]:.4g} at {line[-1][0]}"
+                for arm, line in lines
+            ]
+            words = f"{command}, {CURVES[key]}: {'; '.join(ends)}."
             yield rendered(figure, words), words

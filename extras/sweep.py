@@ -11,7 +11,6 @@ its error bars are over PEFT seeds.
 """
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,12 @@ from run import Run, read_json
 from screen import simple
 from training import Track, untracked
 
-LOG = logging.getLogger("bisslight")
 Planned = tuple[Any, dict[str, float], Path]  # settings, swept value, the direct run beside it
-Table = dict[str, Any]
 
 
-def sweep(cfg: SweepConfig, out: Path, *, force: bool = False, track: Track = untracked) -> Table:
+def sweep(
+    cfg: SweepConfig, out: Path, *, force: bool = False, track: Track = untracked
+) -> dict[str, Any]:
     """Do what is not finished of a sweep; the table of all that is there.
 
     Args:
@@ -47,17 +46,15 @@ def sweep(cfg: SweepConfig, out: Path, *, force: bool = False, track: Track = un
         start = getattr(config, "start", None)
         if start and not finished(start):
             continue  # that diverged
-        LOG.info("%s", path)
         command: Any = align if isinstance(config, AlignConfig) else finetune
         try:
             command(config, path, force=force, track=track)
         except Diverged as error:
             diverged[path.relative_to(out).as_posix()] = str(error)
-            LOG.warning("%s: %s", path, error)
     done = [path for path in runs if path.name != "align" and finished(path)]
     rows = [row(path, *runs[path][1:]) | {"run": path.relative_to(out).as_posix()} for path in done]
-    found = {"dataset": Path(cfg.dataset).name, "swept": cfg.swept, "rows": rows}
-    found |= {"diverged": diverged}
+    about = {"dataset": Path(cfg.dataset).name, "swept": cfg.swept}
+    found = about | {"rows": rows, "diverged": diverged}
     directory.write("sweep.json", json.dumps(found, indent=1))
     save(*draw(found), out / "sweep.png")
     return found
@@ -84,19 +81,19 @@ def grid(cfg: SweepConfig, out: Path) -> dict[Path, Planned]:
     return runs
 
 
-def settle(kind: Any, given: Table) -> Any:
+def settle(kind: Any, given: dict[str, Any]) -> Any:
     """The settings of one run (UsageError)."""
     given = {key: value for key, value in given.items() if key in kind.model_fields}
     with one_line(given):
         return kind(**given)
 
 
-def plan(cfg: SweepConfig) -> Table:
+def plan(cfg: SweepConfig) -> dict[str, Any]:
     """What there is to do, for --dry-run."""
     return {"runs": [path.as_posix() for path in grid(cfg, Path("OUT"))]}
 
 
-def row(path: Path, point: dict[str, float], direct: Path) -> Table:
+def row(path: Path, point: dict[str, float], direct: Path) -> dict[str, Any]:
     """What `evaluate` says of a run, and of the direct run of the same settings beside it."""
     arms = evaluate([path, direct] if finished(direct) and path != direct else [path]).arms
     result, found = read_json(path / "result.json"), dict(simple(arms[0]))
@@ -104,7 +101,7 @@ def row(path: Path, point: dict[str, float], direct: Path) -> Table:
     return found | {"point": point, "minus_direct": simple(arms[-1].first_minus_this)}
 
 
-def draw(found: Table) -> tuple[Any, str]:
+def draw(found: dict[str, Any]) -> tuple[Any, str]:
     """Accuracy against the swept setting, a line an arm: mean ± deviation over PEFT seeds."""
     figure, axes = pyplot().subplots()
     ((name, values),) = found["swept"].items()
