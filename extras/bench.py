@@ -109,8 +109,8 @@ def alternations(
     task, loss_D = mae.MAE(network, decoder), DownstreamLoss(network)
     theta = init_theta(arch.depth, cfg.rank, arch.dim, g).to(device)
     s = begin(c, theta, task, trainable(init_head(arch.dim, CLASSES, g), device))
-    images = torch.randn(max(cfg.p_batch, cfg.d_batch), 3, arch.image_size, arch.image_size)
-    images, labels = images.to(device), torch.arange(cfg.d_batch, device=device) % CLASSES
+    side, labels = arch.image_size, torch.arange(cfg.d_batch, device=device) % CLASSES
+    images = torch.randn(max(cfg.p_batch, cfg.d_batch), 3, side, side, device=device)
     lower = repeat(mae.Batch(images[: cfg.p_batch], task.draw(cfg.p_batch, g)[0].to(device)))
     upper = repeat(Examples(images[: cfg.d_batch], labels))
     rest: Any = {"micro": cfg.micro_batch, "amp": cfg.amp and device.type == "cuda"}

@@ -85,15 +85,13 @@ def export(
     with checking(f"--weights {path}"):
         loaded = load_backbone(cfg)
     if loaded.digest != about["weights_sha256"]:
-        made = about["weights_sha256"][:12]
-        raise UsageError(f"--weights {path}: {run} was made with weights of sha256 {made}...")
+        raise UsageError(f"--weights {path}: {run} was made with others, see its env.json")
     phi_D, dim, scale = folded(phi_D), loaded.backbone.dim, loaded.backbone.scale
     lora, content = to_peft(theta, phi_D, dim, scale), io.BytesIO()
     torch.save(to_released(theta, dim, scale), content)
-    official = path.name in {url.rpartition("/")[2] for url, _ in OFFICIAL.values()}
-    licence = "cc-by-nc-4.0" if official else "unknown"
+    official = any(url.endswith(f"/{path.name}") for url, _ in OFFICIAL.values())
     files: dict[str, bytes | str] = {
-        "README.md": card(about, read_json(run / "result.json"), licence),
+        "README.md": card(about, read_json(run / "result.json"), official),
         "released/lora.pth": content.getvalue(),
         "peft/adapter_config.json": json.dumps(lora[0], indent=1),
         "peft/adapter_model.safetensors": save(lora[1]),
@@ -165,11 +163,12 @@ def to_timm(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and tensors of the merged network, as timm's folders have them."""
     arch, classes = loaded.arch, len(phi_D.get("bias", ()))
-    args: dict[str, Any] = {"img_size": arch.image_size}
+    args: dict[str, Any] = {
+        "img_size": arch.image_size, "patch_size": arch.patch_size, "embed_dim": arch.dim,
+        "depth": arch.depth, "num_heads": arch.heads, "mlp_ratio": arch.mlp_ratio,
+    }  # fmt: skip
     if not arch.class_token:
         args |= {"class_token": False, "global_pool": "avg", "fc_norm": False}
-    args |= {"patch_size": arch.patch_size, "embed_dim": arch.dim, "depth": arch.depth}
-    args |= {"num_heads": arch.heads, "mlp_ratio": arch.mlp_ratio}
     about = {
         "architecture": name, "num_classes": classes, "model_args": args,
         "pretrained_cfg": {
@@ -183,14 +182,11 @@ def to_timm(
     return about, {key: tensor.contiguous() for key, tensor in state.items()}
 
 
-def card(about: Mapping[str, Any], result: Mapping[str, Any], licence: str) -> str:
+def card(about: Mapping[str, Any], result: Mapping[str, Any], official: bool) -> str:
     """README.md for whoever gets the files: what they are, how good, under which terms."""
-    told = {**about, "dataset": Path(about["dataset"]).name, "licence": licence, "made": MADE}
-    told["worth"] = ""
+    told = {"licence": "cc-by-nc-4.0" if official else "unknown", "made": MADE, "worth": ""}
     if result.get("test"):
-        mean, n = fmean(result["test"]), len(result["test"])
-        by = result["aligned_by"] or "nothing: direct PEFT"
-        told["worth"] = (
-            f"- aligned by {by}; test {result['metric']} {mean:.2f} %, mean of {n} seeds"
-        )
-    return CARD.format(**told)
+        by, n = result["aligned_by"] or "nothing: direct PEFT", len(result["test"])
+        test = f"test {result['metric']} {fmean(result['test']):.2f} %, mean of {n} seeds"
+        told["worth"] = f"- aligned by {by}; {test}"
+    return CARD.format(**{**about, **told, "dataset": Path(about["dataset"]).name})

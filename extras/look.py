@@ -141,8 +141,10 @@ def rollout(
     index = spread(targets, count, seed or 0)
     images, shown = torch.cat(looked_at(m, index)), {}
     true = targets[index] == 1 if targets.ndim == 2 else one_hot(targets[index], len(classes))
-    labels = [", ".join(classes[k] for k in row.nonzero()[:, 0]) or "none" for row in true]
-    rows: list[Row] = [{"image": i, "label": x} for i, x in zip(index, labels, strict=True)]
+    rows: list[Row] = [
+        {"image": i, "label": ", ".join(classes[k] for k in right.nonzero()[:, 0]) or "none"}
+        for i, right in zip(index, true, strict=True)
+    ]
     for name, (backbone, theta, phi_D) in networks.items():
         if not phi_D:
             raise UsageError(f"--rollout: {name} is an align run, it predicts nothing; fine-tune")
@@ -220,8 +222,8 @@ def similarity(
         name: torch.cat([features(backbone, theta, x) for x in images]).cpu()
         for name, (backbone, theta, _) in every.items()
     }
-    rows = [
+    pairs = [
         {"network": a, "and": b, "CKA": cka(seen[a], seen[b]), "RSA": rsa(seen[a], seen[b])}
         for a, b in combinations(seen, 2)
     ]
-    return {"dataset": m.task.name, "images": sum(map(len, images)), "pairs": rows}
+    return {"dataset": m.task.name, "images": sum(map(len, images)), "pairs": pairs}

@@ -56,8 +56,7 @@ def report(runs: Sequence[Path], out: Path | None = None) -> dict[str, Any]:
     arms = read_arms(runs)
     environment = Environment(autoescape=True)
     environment.filters |= {"readable": readable, "base64": lambda x: base64.b64encode(x).decode()}
-    template = environment.from_string(Path(__file__).with_suffix(".html").read_text())
-    page = template.render(
+    page = environment.from_string(Path(__file__).with_suffix(".html").read_text()).render(
         title=", ".join(short_names(runs)),
         mark=MARK,
         arms=arms,

