@@ -84,9 +84,13 @@ def arms_in(path: Path) -> list[list[Path]]:
 
 def settings_of(folder: Path) -> dict[str, Any]:
     """What the seeds of an arm have in common; {} of a folder that is no run."""
-    file = folder / "config.json"
-    config = read_json(file) if file.exists() else {}
+    config = read_if_there(folder / "config.json")
     return {key: config[key] for key in config if key not in FREE - {"start"}}
+
+
+def read_if_there(file: Path) -> dict[str, Any]:
+    """A JSON object; {} where there is none."""
+    return read_json(file) if file.exists() else {}
 
 
 def read_arms(paths: Sequence[Path]) -> list[Arm]:
@@ -98,8 +102,7 @@ def read_arms(paths: Sequence[Path]) -> list[Arm]:
     arms = []
     for name, colour, path, runs in zip(short_names(places), cycle(COLOURS), places, found):
         command = read_json(runs[0] / "env.json")["command"]
-        files = [run / "result.json" for run in runs]
-        results = [read_json(file) if file.exists() else {} for file in files]
+        results = [read_if_there(run / "result.json") for run in runs]
         arms.append(Arm(name, colour, path, runs, command, results))
     return arms
 
@@ -132,7 +135,7 @@ def accuracies(arms: Sequence[Arm]) -> Iterator[tuple[str, list[dict[str, Any]]]
     """What `evaluate` says of the arms of each task, aligned arms first."""
     tasks = defaultdict(list)
     tuned = [arm for arm in arms if arm.command == "finetune" and all(arm.results)]
-    for arm in sorted(tuned, key=lambda arm: arm.results[0]["aligned_by"] is None):
+    for arm in sorted(tuned, key=lambda arm: not arm.results[0]["aligned_by"]):
         tasks[str(read_arm(arm.path).task)].append(arm)
     for some in tasks.values():
         rows = zip(evaluate([arm.path for arm in some]).arms, some, strict=True)
