@@ -70,16 +70,11 @@ def alternation(cfg: BenchConfig, backbone: str, method: str) -> Row:
     device = pick_device(cfg.device)
     gpu, ends, times = device.type == "cuda", [], defaultdict(list)
 
-    def now() -> float:
-        if gpu:
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
     def timed(line: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def called(*given: Any) -> Any:
-            began = now()
+            began = now(device)
             found = function(*given)
-            times[line].append(now() - began)
+            times[line].append(now(device) - began)
             return found
 
         return called
@@ -87,12 +82,19 @@ def alternation(cfg: BenchConfig, backbone: str, method: str) -> Row:
     if gpu:
         torch.cuda.reset_peak_memory_stats(device)
     for _ in alternations(cfg, backbone, method, device, timed):
-        ends.append(now())
+        ends.append(now(device))
     seconds = median(end - begin for begin, end in pairwise(ends))  # the first warms up
     lines = {line: median(found) * len(found) / len(ends) for line, found in times.items()}
     peak = torch.cuda.max_memory_allocated(device) / 1e9 if gpu else None
     row = {"seconds": seconds, **lines, "hours_500": seconds * 500 / 3600, "peak_GB": peak}
     return row | {"paper_GB": (memory_of(method, backbone) or [None])[0]}
+
+
+def now(device: torch.device) -> float:
+    """The time at which the device has done all that it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def alternations(

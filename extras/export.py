@@ -42,15 +42,13 @@ tags: [image-classification, lora, bisslight]
 
 {made}
 
-- backbone {backbone} with weights of sha256 {weights_sha256} (licence: {licence})
-- LoRA of rank {rank}, alpha {alpha}; pretext task {pretext}
+- weights: sha256 {weights_sha256} (licence: {licence}); pretext task {pretext}; rank {rank}
 {worth}
 
 ```python
 import timm
 model = timm.create_model('local-dir:timm', pretrained=True)  # the merged network with its head
-# or, on a timm model `base` with exactly the backbone above and the same number of classes:
-from peft import PeftModel
+from peft import PeftModel  # or, on a timm model `base` of these weights and as many classes:
 model = PeftModel.from_pretrained(base, 'peft')
 ```
 

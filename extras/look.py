@@ -167,10 +167,8 @@ def draw_rollout(
         rows: an image's label, and by network what it predicts.
         shown: by network, maps (B, side, side).
     """
-    n, side = len(shown) + 1, images.shape[-1]
-    figure, grid = pyplot().subplots(
-        n, len(rows), squeeze=False, figsize=(1.5 * len(rows), 1.7 * n)
-    )
+    side, size = images.shape[-1], (1.5 * len(rows), 1.7 * (len(shown) + 1))
+    figure, grid = pyplot().subplots(len(shown) + 1, len(rows), squeeze=False, figsize=size)
     for k, row in enumerate(rows):
         low, high = map(float, torch.stack([maps[k] for maps in shown.values()]).aminmax())
         for axes, name in zip(grid[:, k], ("label", *shown), strict=True):

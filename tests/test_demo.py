@@ -7,7 +7,6 @@ import pytest
 from PIL import Image
 
 import cli
-from config import UsageError
 from extras import demo
 
 
@@ -36,8 +35,6 @@ def test_the_story_ends_in_a_table_and_pictures_and_goes_on(
     made = (tmp_path / "d/align/s1/adapter.safetensors").stat().st_mtime_ns
     assert demo.demo(tmp_path / "d", jobs=1) == result  # finished runs are read
     assert (tmp_path / "d/align/s1/adapter.safetensors").stat().st_mtime_ns == made
-    with pytest.raises(UsageError, match="seed 0 -> 1"):  # another drawn dataset
-        demo.demo(tmp_path / "d", data_seed=1, jobs=1)
 
 
 def test_foreign_files_stop_the_demo(tmp_path: Path) -> None:

@@ -69,8 +69,6 @@ def test_peft_and_timm_predict_what_ours_does(
 
 def test_the_released_layout_goes_there_and_back(theta: Tensor, tmp_path: Path) -> None:
     state = to_released(theta, 32, 1.0)
-    assert len(state) == 12
-    assert state["base_model.model.blocks.2.attn.qkv.v.lora_B.default.weight"].shape == (32, 4)
     torch.save(state, tmp_path / "lora.pth.tar")
     back, about = load_theta(tmp_path / "lora.pth.tar", 32)
     assert torch.equal(back, theta) and about == {}
