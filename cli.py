@@ -30,11 +30,10 @@ COMMANDS = {  # the function, the class of its settings, its other options
     ),
     "demo": ("extras.demo:demo", "", "out data_seed jobs force json quiet"),
     "pretrain": ("extras.pretrain:pretrain", "extras.settings:PretrainConfig", RUN),
-    "sweep": ("extras.sweep:sweep", "extras.settings:SweepConfig", f"{RUN} shard"),
+    "sweep": ("extras.sweep:sweep", "extras.settings:SweepConfig", RUN),
     "report": ("extras.report:report", "", "runs out json"),
-    "bench": ("extras.bench:bench", "extras.settings:BenchConfig", f"{RUN} against"),
+    "bench": ("extras.bench:bench", "extras.settings:BenchConfig", RUN),
     "export": ("extras.export:export", "", "run out seed merged weights json"),
-    "doctor": ("extras.doctor:doctor", "", "data_root json"),
     "data list": ("extras.datasets:list_all", "", "data_root json"),
     "data check": ("extras.datasets:check", "", "name data_root partial json"),
     "data download": ("extras.datasets:download", "", "name data_root json"),
@@ -49,7 +48,6 @@ ABOUT = {
     "report": "Write one HTML page about runs: accuracies, curves, settings, pictures.",
     "bench": "Time and memory of an alternation: M-FAC, CG, no curvature, plain PEFT.",
     "export": "Write a run's adapter for HF peft, for timm and for the released program.",
-    "doctor": "Is this machine ready? Versions, devices, disk, weights, datasets.",
     "data list": "The paper's datasets: sizes, terms, and whether they are there.",
     "data check": "Open every image of a dataset or folder, count, list what is wrong.",
     "data download": "Fetch and unpack a dataset; its digests are verified.",
@@ -79,7 +77,6 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default, help
     "all": (bool, False, "With --dry-run: every setting, its value and who set it."),
     "json": (bool, False, "One JSON value on stdout and nothing else."),
     "quiet": (bool, False, "No progress."),
-    "shard": (str, None, "i/n: every n-th point from the i-th on, for several machines."),
     "against": (list[Path], None, "Compare with this one; may be repeated."),
     "picture": (Path, None, "Draw it: a PNG, SVG or PDF."),
     "rollout": (int, None, "Draw attention rollouts of so many images."),
@@ -214,11 +211,13 @@ def evaluate(
 
     runs = [run, *(against or [])]
     given = {name: value for name, value in where.items() if value is not None}
-    if similarity and rollout is None:
-        return load("extras.look:similarity")(runs, limit or 1000, picture, **given)
+    if similarity and rollout is None and picture is None:
+        return load("extras.look:similarity")(runs, limit or 1000, **given)
     if similarity or limit is not None or (given and rollout is None):
         flags = "--seed, --weights, --data-root, --device"
-        raise UsageError(f"{flags}: go with --rollout N or --similarity, --limit with the latter")
+        raise UsageError(
+            f"{flags}: go with --rollout N or --similarity, --limit with the latter, --picture not"
+        )
     if rollout is not None:
         return load("extras.look:rollout")(runs, rollout, picture, **given)
     found = load("evaluate:evaluate")(runs)

@@ -12,21 +12,16 @@ from statistics import fmean
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-import mae
 from align import align
-from benchmarks import quilts
 from commands import AlignConfig, FinetuneConfig
-from data import rng
 from evaluate import evaluate
-from extras.figures import draw_arms, pyplot, save
+from extras.figures import draw_arms, pyplot
 from extras.pretrain import pretrain
 from extras.settings import PretrainConfig
 from finetune import finetune
 from run import jobs as run_jobs
 from training import Track, untracked
-from weights import load_backbone
 
 SEEDS = 8
 PRETRAIN: dict[str, Any] = {"base_lr": 8e-3, "beta2": 0.999, "mask_ratio": 0.3}
@@ -63,14 +58,11 @@ def demo(
     peft = FinetuneConfig(seeds=SEEDS, jobs=jobs, **about, **PEFT)
     finetune(peft.but(start=out / "align"), out / "aligned", force=force, track=track)
     finetune(peft, out / "direct", force=force, track=track)
-    found, files = (
-        evaluate([out / "aligned", out / "direct"]),
-        [out / "arms.png", out / "quilts.png"],
-    )
-    draw_arms(found.arms, files[0])
-    draw_quilts(cfgs[0], files[1])
+    arms = evaluate([out / "aligned", out / "direct"]).arms
+    draw_arms(arms, out / "arms.png")
     probe = "of the checkpoint, on validation; near chance, 12.5, pretraining did not take"
-    return {"arms": found.arms, "linear probe": f"{fmean(probes):.1f} % {probe}", "pictures": files}
+    told = {"arms": arms, "linear probe": f"{fmean(probes):.1f} % {probe}"}
+    return told | {"pictures": [out / "arms.png"]}
 
 
 def aligned(unit: tuple[AlignConfig, Path, bool]) -> float:
@@ -79,27 +71,3 @@ def aligned(unit: tuple[AlignConfig, Path, bool]) -> float:
     align(cfg, out, force=force)
     first = (out / "metrics.jsonl").read_text().splitlines()[0]
     return float(json.loads(first)["probe_val"]["accuracy"])
-
-
-@torch.no_grad()
-def draw_quilts(cfg: AlignConfig, path: Path) -> None:
-    """What a class is, and what pretraining learned to fill in."""
-    loaded, (pool, task) = load_backbone(cfg), quilts(cfg.data_seed)
-    mask = mae.MAE(loaded.backbone, loaded.pretext_head, cfg.mask_ratio)  # type: ignore[arg-type]
-    shift, scale = (torch.tensor(x).view(3, 1, 1) for x in (task.mean, task.std))
-    true, examples = torch.as_tensor(pool.images)[:7], torch.as_tensor(task.test.images)
-    batch = mask.prepare((true - shift) / scale, *mask.draw(7, rng(0, "picture")))
-    masked, filled = mae.reconstruct(mask, None, mask.phi, batch)
-    rows = {
-        "one class: which\ntiles are equal": examples[task.test.targets == 0][:7],
-        "pool, masked": masked * scale + shift,
-        "filled in": filled * scale + shift,
-        "true": true,
-    }
-    figure, axes = pyplot().subplots(len(rows), 1, figsize=(5.2, 4.4))
-    for ax, (name, images) in zip(axes, rows.items(), strict=True):
-        strip = F.pad(images, (1, 1, 1, 1), value=1.0).permute(2, 0, 3, 1).flatten(1, 2)
-        ax.imshow(strip.clamp(0, 1).numpy(), interpolation="nearest")
-        ax.set_ylabel(name, rotation=0, ha="right", va="center")
-        ax.set(xticks=[], yticks=[])
-    save((figure, "Seven quilts of one class; seven of the pool, masked, filled in, true."), path)

@@ -17,25 +17,20 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from benchmarks import quilts
 from commands import FinetuneConfig, flatten
-from config import Machine, Model, UsageError
+from config import Model, UsageError
 from data import IMAGENET
-from extras.datasets import SOURCES
 from extras.look import adapter_of
 from lora import Phi, factors, load_adapter, merge
 from run import checking, read_json, write_atomic
 from weights import OFFICIAL, Loaded, fetch, load_backbone, weights_of
 
 MADE = "LoRA on q and v of every layer of a frozen Vision Transformer, made with BiSSLight."
-MINI = "vit_tiny_patch16_224"  # any plain ViT of timm's: vit_mini's sizes are told as arguments
-NAMES = {  # (backbone, class token): timm's architecture, and its name of the official weights
-    ("vit_b16", True): ("vit_base_patch16_224", "timm/vit_base_patch16_224.mae"),
-    ("vit_l16", True): ("vit_large_patch16_224", "timm/vit_large_patch16_224.mae"),
-    ("vit_h14", True): ("vit_huge_patch14_224", "timm/vit_huge_patch14_224.mae"),
-    ("vit_h14", False): ("vit_huge_patch14_gap_224", None),
-    ("vit_mini", True): (MINI, None),
-    ("vit_mini", False): (MINI, None),
+NAMES = {  # timm's architectures; sizes are told as arguments
+    "vit_b16": "vit_base_patch16_224",
+    "vit_l16": "vit_large_patch16_224",
+    "vit_h14": "vit_huge_patch14_224",
+    "vit_mini": "vit_tiny_patch16_224",
 }
 CARD = """\
 ---
@@ -47,31 +42,17 @@ tags: [image-classification, lora, bisslight]
 
 {made}
 
-| | |
-|---|---|
-| backbone | {backbone}, sha256 {weights_sha256} |
-| licence of the weights | {weights} |
-| data | {dataset}; terms: {terms} |
-| rank, alpha | {rank}, {alpha} |
-| pretext task | {pretext} |{worth}
-
-In this folder:
+- weights: sha256 {weights_sha256} (licence: {licence}); pretext task {pretext}; rank {rank}
+{worth}
 
 ```python
 import timm
 model = timm.create_model('local-dir:timm', pretrained=True)  # the merged network with its head
-# or, on a timm model `base` with exactly the backbone above and the same number of classes:
-from peft import PeftModel
+from peft import PeftModel  # or, on a timm model `base` of these weights and as many classes:
 model = PeftModel.from_pretrained(base, 'peft')
 ```
 
 `released/lora.pth` is for the program of the paper's authors.
-
-All settings:
-
-```json
-{settings}
-```
 """
 
 
@@ -95,33 +76,27 @@ def export(
     with checking(str(file)):
         theta, phi_D, about = load_adapter(file)
     config = flatten(read_json(run / "config.json"))
-    config |= {"weights": str(weights)} if weights else {}
-    taken = {*Model.model_fields, "dataset", "data_seed"} & config.keys()
-    cfg = FinetuneConfig(**{name: config[name] for name in taken})
+    config["weights"] = weights or config["weights"]
+    cfg = FinetuneConfig(**{k: config[k] for k in {*Model.model_fields, "dataset"} & config.keys()})
     fetch(cfg)
     path = weights_of(cfg)
     with checking(f"--weights {path}"):
         loaded = load_backbone(cfg)
     if loaded.digest != about["weights_sha256"]:
-        made = about["weights_sha256"][:12]
-        raise UsageError(f"--weights {path}: {run} was made with weights of sha256 {made}...")
-    official = path.name in {url.rpartition("/")[2] for url, _ in OFFICIAL.values()}
-    own = cfg.backbone.removeprefix("timm:"), None
-    name, hub = NAMES.get((cfg.backbone, loaded.arch.class_token), own)
+        raise UsageError(f"--weights {path}: {run} was made with others, see its env.json")
     phi_D, dim, scale = folded(phi_D), loaded.backbone.dim, loaded.backbone.scale
-    lora, content = to_peft(theta, phi_D, dim, scale, hub if official else None), io.BytesIO()
+    lora, content = to_peft(theta, phi_D, dim, scale), io.BytesIO()
     torch.save(to_released(theta, dim, scale), content)
+    official = any(url.endswith(f"/{path.name}") for url, _ in OFFICIAL.values())
     files: dict[str, bytes | str] = {
-        "README.md": card(about, config, read_json(run / "result.json"), official),
+        "README.md": card(about, read_json(run / "result.json"), official),
         "released/lora.pth": content.getvalue(),
         "peft/adapter_config.json": json.dumps(lora[0], indent=1),
         "peft/adapter_model.safetensors": save(lora[1]),
     }
     if merged is not False:
-        task = quilts(cfg.data_seed)[1] if cfg.dataset == "quilts" else None
-        drawn = (task.mean, task.std) if task else IMAGENET
-        pixels = about.get("channels") or loaded.channels or drawn
-        network = to_timm(loaded, theta, phi_D, name, pixels)
+        name = NAMES.get(cfg.backbone, cfg.backbone.removeprefix("timm:"))
+        network = to_timm(loaded, theta, phi_D, name, about.get("channels") or IMAGENET)
         files["timm/config.json"] = json.dumps(network[0], indent=1)
         files["timm/model.safetensors"] = save(network[1])
     write_all(out, files)
@@ -129,12 +104,11 @@ def export(
 
 
 def write_all(out: Path, files: Mapping[str, bytes | str]) -> None:
-    """Write the files; the card comes first, as by it an earlier export is known (UsageError)."""
-    card = out / "README.md"
-    again = card.is_file() and MADE in card.read_text(errors="replace")
-    for name in () if again else files:
-        if (out / name).exists():
-            raise UsageError(f"--out {out}: {name} is there, not made by an export; choose another")
+    """Write the files; an earlier export is known by its card (UsageError)."""
+    readme = out / "README.md"
+    known = readme.is_file() and MADE in readme.read_text(errors="replace")
+    if out.exists() and any(out.iterdir()) and not known:
+        raise UsageError(f"--out {out}: holds files that are not an export's; choose another")
     for name, content in files.items():
         with checking(f"--out {out}"):
             (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -162,13 +136,13 @@ def to_released(theta: Tensor, dim: int, scale: float) -> dict[str, Tensor]:
 
 
 def to_peft(
-    theta: Tensor, phi_D: Phi, dim: int, scale: float, base: str | None
+    theta: Tensor, phi_D: Phi, dim: int, scale: float
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """adapter_config and tensors, for a timm model whose `head` is the classifier."""
     A_q, B_q, A_v, B_v = factors(theta, dim)
     rank = A_q.shape[1]
     config = {
-        "peft_type": "LORA", "base_model_name_or_path": base, "inference_mode": True,
+        "peft_type": "LORA", "base_model_name_or_path": None, "inference_mode": True,
         "r": 2 * rank, "lora_alpha": scale * 2 * rank, "lora_dropout": 0.0, "bias": "none",
         "target_modules": r"blocks\.\d+\.attn\.qkv", "task_type": None,
         "modules_to_save": ["head"] if phi_D else None,
@@ -187,12 +161,12 @@ def to_timm(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and tensors of the merged network, as timm's folders have them."""
     arch, classes = loaded.arch, len(phi_D.get("bias", ()))
-    args: dict[str, Any] = {"img_size": arch.image_size}
+    args: dict[str, Any] = {
+        "img_size": arch.image_size, "patch_size": arch.patch_size, "embed_dim": arch.dim,
+        "depth": arch.depth, "num_heads": arch.heads, "mlp_ratio": arch.mlp_ratio,
+    }  # fmt: skip
     if not arch.class_token:
         args |= {"class_token": False, "global_pool": "avg", "fc_norm": False}
-    if name == MINI:
-        args |= {"patch_size": arch.patch_size, "embed_dim": arch.dim, "depth": arch.depth}
-        args |= {"num_heads": arch.heads, "mlp_ratio": arch.mlp_ratio}
     about = {
         "architecture": name, "num_classes": classes, "model_args": args,
         "pretrained_cfg": {
@@ -206,32 +180,11 @@ def to_timm(
     return about, {key: tensor.contiguous() for key, tensor in state.items()}
 
 
-def card(
-    about: Mapping[str, Any], config: Mapping[str, Any], result: Mapping[str, Any], official: bool
-) -> str:
+def card(about: Mapping[str, Any], result: Mapping[str, Any], official: bool) -> str:
     """README.md for whoever gets the files: what they are, how good, under which terms."""
-    name, source = Path(about["dataset"]).name, SOURCES.get(about["dataset"])
-    told = {
-        "pretext": config["pretext"],
-        **about,
-        "made": MADE,
-        "dataset": name,
-        "licence": "unknown",
-        "worth": "",
-    }
-    told |= {"terms": source.terms if source else "of whoever made it", "weights": "the user's own"}
-    if official:
-        told |= {"licence": "cc-by-nc-4.0", "weights": "CC BY-NC 4.0: no commercial use"}
+    told = {"licence": "cc-by-nc-4.0" if official else "unknown", "made": MADE, "worth": ""}
     if result.get("test"):
-        mean, n = fmean(result["test"]), len(result["test"])
-        by = result["aligned_by"] or "nothing: direct PEFT"
-        told["worth"] = (
-            f"\n| test {result['metric']} | {mean:.2f} %, mean of {n} seeds ({result['unit']}) |"
-            f"\n| learning rate | {result['lr']:g} |\n| aligned by | {by} |"
-        )
-    settings = {  # without what belongs to one machine, and paths by their last part
-        name: Path(value).name if isinstance(value, str) else value
-        for name, value in config.items()
-        if name not in {*Machine.model_fields, "start"} - {"seed", "amp"}
-    }
-    return CARD.format(settings=json.dumps(settings, indent=1), **told)
+        by, n = result["aligned_by"] or "nothing: direct PEFT", len(result["test"])
+        test = f"test {result['metric']} {fmean(result['test']):.2f} %, mean of {n} seeds"
+        told["worth"] = f"- aligned by {by}; {test}"
+    return CARD.format(**{**about, **told, "dataset": Path(about["dataset"]).name})

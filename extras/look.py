@@ -3,7 +3,7 @@
 Attention rollout (Abnar and Zuidema 2020) shows where a network looks. With A_k the attention of
 layer k, averaged over its heads,
 
-    Â_k = (A_k + I) with normalised rows        R = Â_K ... Â_2 Â_1
+    R = Â_K ... Â_2 Â_1        Â_k = (A_k + I) / 2, so that rows sum to 1
 
 and an image's map is the row of R that the head reads, over the patches: the class token's, or the
 mean of all patches' (I-JEPA). Two measures say how alike two networks see the same images, by what
@@ -15,89 +15,74 @@ enters the head, X and Y (N, d):
 Paper silent: how heads are fused (here their mean), which images, which split, which layer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations, product
+from collections.abc import Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
-from textwrap import shorten, wrap
-from typing import Any, NamedTuple
+from textwrap import shorten
+from typing import Any
 
 import torch
 from scipy.spatial.distance import pdist
 from scipy.stats import spearmanr
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from commands import FinetuneConfig, flatten
-from config import RunError, UsageError
+from config import UsageError
 from data import Images, batches, rng
-from extras.figures import COLOURS, Drawn, check_out, pyplot, save, short_names
+from extras.figures import check_out, pyplot, save, short_names
 from lora import Backbone, Phi, block_forward, features, load_adapter, predict, qkv
 from model import Model
-from run import read_json, reading
+from run import checking, read_json
 
 BATCH = 64
-MOST = 10_000  # images of a similarity: 50 million pairs
+Row = dict[str, Any]
 
 
-# --- finished runs --------------------------------------------------------------------------------
+# --- finished runs and their images ---------------------------------------------------------------
 
 
-class Opened(NamedTuple):
-    """A finished run's network."""
-
-    m: Model
-    theta: Tensor | None  # None: the pretrained backbone alone
-    phi_D: Phi  # {} where it is an align run's
-
-
-def open_runs(runs: Sequence[Path], seed: int | None, changes: dict[str, Any]) -> dict[str, Opened]:
-    """Networks of align and finetune runs by name, all on the same weights and data (UsageError).
+def open_runs(
+    runs: Sequence[Path], seed: int | None, changes: dict[str, Any]
+) -> tuple[Model, dict[str, tuple[Backbone, Tensor, Phi]]]:
+    """The first run's backbone and data; of each run, by name, f_θ, θ and φ_D ({} of an align run).
 
     Args:
+        runs: finished align or finetune runs, made with the same weights and data.
         seed: whose adapter is taken of a finetune run; None: its first seed's.
-        changes: settings that are not the runs' own: device, data_root, weights, workers.
+        changes: settings that are not the first run's own: device, data_root, weights, workers.
     """
-    names = short_names(runs)
-    if len({*names}) < len(runs):
-        raise UsageError(f"{', '.join(names)}: one run twice, leave it out once")
-    opened = {name: open_run(run, seed, changes) for name, run in zip(names, runs, strict=True)}
-    first = opened[names[0]].m
-    for name, (m, _, _) in opened.items():
-        if (m.about(), m.transform) != (first.about(), first.transform):
-            raise UsageError(f"{name}: has other weights, data or transforms than {names[0]}")
-    return opened
-
-
-def open_run(run: Path, seed: int | None, changes: dict[str, Any]) -> Opened:
-    """One of them, with the weights and images it was made with; opened as finetune's."""
-    file = adapter_of(run, seed)
-    with reading(run / "config.json", "run it again with this version"):
-        config = flatten(read_json(run / "config.json"))
-        known = FinetuneConfig.model_fields.keys() - {"start"}
-        cfg = FinetuneConfig(**{k: v for k, v in config.items() if k in known} | changes)
-    m, env = Model(cfg), read_json(run / "env.json")
-    for key in ("weights_sha256", "data_sha256"):
-        before, now = (env | env.get("about", {}))[key], m.about()[key]
-        if before != now:
-            raise UsageError(f"{run}: was made with {key} {before[:12]}, now it is {now[:12]}")
-    theta, phi_D, _ = load_adapter(file)
-    return Opened(m, theta.to(m.device), {k: x.to(m.device) for k, x in phi_D.items()})
+    files = [adapter_of(run, seed) for run in runs]
+    config = flatten(read_json(runs[0] / "config.json"))
+    known = FinetuneConfig.model_fields.keys() - {"start"}
+    m = Model(FinetuneConfig(**{k: v for k, v in config.items() if k in known} | changes))
+    now, networks = m.about(), {}
+    for name, run, file in zip(short_names(runs), runs, files, strict=True):
+        with checking(str(file)):
+            theta, phi_D, about = load_adapter(file)
+        if any(about.get(key, now[key]) != now[key] for key in ("weights_sha256", "data_sha256")):
+            raise UsageError(f"{run}: was made with other weights or images than are here")
+        backbone = Backbone(m.backbone.vit, float(about["alpha"]) / float(about["rank"]))
+        phi_D = {key: tensor.to(m.device) for key, tensor in phi_D.items()}
+        networks[name] = backbone, theta.to(m.device), phi_D
+    return m, networks
 
 
 def adapter_of(run: Path, seed: int | None) -> Path:
     """The adapter file of an align run, or of a seed, None: the first, of a finetune run."""
-    one = seed is None or (run / "adapter.safetensors").exists()
-    files = sorted(run.glob("adapter*.safetensors" if one else f"adapter-s{seed}.safetensors"))
+    whose = "*" if seed is None else seed
+    files = [*run.glob("adapter.safetensors"), *run.glob(f"adapter-s{whose}.safetensors")]
     if not files:
-        whose = "a finished align or finetune run" if one else f"seed {seed}"
-        raise UsageError(f"{run}: holds no adapter of {whose}")
+        of = "a finished align or finetune run" if seed is None else f"seed {seed}"
+        raise UsageError(f"{run}: holds no adapter of {of}")
     return min(files, key=lambda file: (len(file.name), file.name))
 
 
-def looked_at(m: Model, index: Sequence[int]) -> Iterator[Tensor]:
+def looked_at(m: Model, index: Sequence[int]) -> list[Tensor]:
     """Some validation images, in batches on the device, cut as for a test."""
     images = Images(m.task.val, m.transform, False, 0, "eval")
     draws = [[(i, i) for i in index[k : k + BATCH]] for k in range(0, len(index), BATCH)]
-    yield from (x for x, _ in batches(images, draws, m.cfg.workers, m.device))
+    return [x for x, _ in batches(images, draws, m.cfg.workers, m.device)]
 
 
 def spread(targets: Tensor, count: int, seed: int) -> list[int]:
@@ -106,49 +91,27 @@ def spread(targets: Tensor, count: int, seed: int) -> list[int]:
     Args:
         targets: (N,), or (N, C) for several classes an image, of which the first present counts.
     """
-    kinds = (targets if targets.ndim == 1 else (targets == 1).long().argmax(1)).tolist()
-    seen = [0] * (max(kinds) + 1)  # images of each class so far
-    rounds = []
-    for place, i in enumerate(torch.randperm(len(kinds), generator=rng(seed, "spread")).tolist()):
-        rounds.append((seen[kinds[i]], place, i))
-        seen[kinds[i]] += 1
-    return [i for _, _, i in sorted(rounds)[:count]]
+    kinds = targets if targets.ndim == 1 else (targets == 1).long().argmax(1)
+    order = torch.randperm(len(kinds), generator=rng(seed, "spread"))
+    rounds = one_hot(kinds[order]).cumsum(0).gather(1, kinds[order][:, None])[:, 0]
+    return order[rounds.argsort(stable=True)][:count].tolist()
 
 
 # --- attention rollout ----------------------------------------------------------------------------
 
 
-def add_layer(rolled: Tensor, attention: Tensor) -> Tensor:
-    """One layer more, Â_k R_{k-1}: (n, n) or (B, n, n), and (B, heads, n, n) -> (B, n, n).
-
-    >>> add_layer(torch.eye(2), torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]]))  # (A + I) / 2
-    tensor([[[0.5000, 0.5000],
-             [0.0000, 1.0000]]])
-    """
-    with torch.autocast(attention.device.type, enabled=False):
-        mixed = attention.mean(1) + torch.eye(attention.shape[-1]).to(attention)
-        return mixed / mixed.sum(-1, keepdim=True) @ rolled.to(mixed)
-
-
 @torch.no_grad()
-def rolled_out(backbone: Backbone, theta: Tensor | None, images: Tensor) -> Tensor:
-    """R (B, n, n) of images (B, 3, H, W), the class token first; float32 or better."""
-    vit: Any = backbone.vit
-    x = vit.norm_pre(vit._pos_embed(vit.patch_embed(images)))
-    rolled = torch.eye(x.shape[1])
-    rows = [None] * backbone.depth if theta is None else theta.unbind(0)
-    for block, row in zip(vit.blocks, rows, strict=True):
-        q, k, _ = qkv(block.attn, block.norm1(x), row, backbone.scale)
-        scores = (q @ k.mT) * q.shape[-1] ** -0.5
-        rolled = add_layer(rolled, scores.softmax(-1, dtype=rolled.dtype))
-        x = block_forward(block, x, row, backbone.scale)
-    return rolled
-
-
-def attention_maps(backbone: Backbone, theta: Tensor | None, images: Tensor) -> Tensor:
+def attention_maps(backbone: Backbone, theta: Tensor, images: Tensor) -> Tensor:
     """Where the network looks, (B, side, side): a patch's share in what the head reads."""
     vit: Any = backbone.vit
-    rolled, prefix = rolled_out(backbone, theta, images), vit.num_prefix_tokens
+    x = vit.norm_pre(vit._pos_embed(vit.patch_embed(images)))
+    rolled = torch.eye(x.shape[1]).to(x)  # R, (n, n), then (B, n, n), the class token first
+    for block, row in zip(vit.blocks, theta.unbind(0), strict=True):
+        q, k, _ = qkv(block.attn, block.norm1(x), row, backbone.scale)
+        A = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1).mean(1)
+        rolled = (A @ rolled + rolled) / 2
+        x = block_forward(block, x, row, backbone.scale)
+    prefix = vit.num_prefix_tokens
     read = rolled[:, :1] if vit.global_pool == "token" else rolled[:, prefix:]
     maps: Tensor = read[:, :, prefix:].mean(1).unflatten(1, vit.patch_embed.grid_size)
     return maps
@@ -161,7 +124,7 @@ def rollout(
     *,
     seed: int | None = None,
     **changes: Any,
-) -> dict[str, Any]:
+) -> Row:
     """Draw the attention rollouts of finetune runs on the same validation images.
 
     Args:
@@ -170,75 +133,52 @@ def rollout(
         seed, changes: see `open_runs`.
     """
     out = out or runs[0] / "rollout.png"
-    check_out("--picture", out)
-    opened = open_runs(runs, seed, changes)
-    m = next(iter(opened.values())).m
+    check_out(out)
+    m, networks = open_runs(runs, seed, changes)
     targets, classes = m.task.val.targets, m.task.classes
     if not 1 <= count <= min(len(targets), BATCH):
         raise UsageError(f"--rollout {count}: give 1 to {min(len(targets), BATCH)} images")
     index = spread(targets, count, seed or 0)
-    images = torch.cat([*looked_at(m, index)])
-    present = [classes_of(targets[i]) for i in index]
-    labels = [", ".join(classes[k] for k in kinds) or "none" for kinds in present]
-    shown, said = {}, {}
-    for name, (m, theta, phi_D) in opened.items():
+    images, shown = torch.cat(looked_at(m, index)), {}
+    true = targets[index] == 1 if targets.ndim == 2 else one_hot(targets[index], len(classes))
+    rows: list[Row] = [
+        {"image": i, "label": ", ".join(classes[k] for k in right.nonzero()[:, 0]) or "none"}
+        for i, right in zip(index, true, strict=True)
+    ]
+    for name, (backbone, theta, phi_D) in networks.items():
         if not phi_D:
-            raise UsageError(
-                f"--rollout: {name} is an align run, it predicts nothing; fine-tune it"
-            )
-        with torch.no_grad(), torch.autocast(m.device.type, torch.bfloat16, enabled=m.amp):
-            top = predict(m.backbone, theta, phi_D, images).argmax(1).tolist()
-            shown[name] = attention_maps(m.backbone, theta, images).cpu()
-        right = ["✓" if k in kinds else "✗" for k, kinds in zip(top, present, strict=True)]
-        said[name] = [f"{mark} {classes[k]}" for mark, k in zip(right, top, strict=True)]
+            raise UsageError(f"--rollout: {name} is an align run, it predicts nothing; fine-tune")
+        shown[name] = attention_maps(backbone, theta, images).cpu()
+        top = predict(backbone, theta, phi_D, images).argmax(1).tolist()
+        for row, k, right in zip(rows, top, true, strict=True):
+            row[name] = f"{'✓' if right[k] else '✗'} {classes[k]}"
     mean, std = (torch.tensor(x).view(3, 1, 1) for x in (m.transform.mean, m.transform.std))
-    save(draw_rollout(images.cpu() * std + mean, labels, shown, said), out)
-    columns = zip(index, labels, *said.values(), strict=True)
-    rows = [dict(zip(("image", "label", *said), row, strict=True)) for row in columns]
+    save(*draw_rollout((images.cpu() * std + mean).clamp(0, 1), rows, shown), out)
     return {"picture": out, "dataset": m.task.name, "images": rows}
 
 
-def classes_of(target: Tensor) -> list[int]:
-    """The classes of one image: its label, or those that are present."""
-    return [int(target)] if target.ndim == 0 else (target == 1).nonzero()[:, 0].tolist()
-
-
 def draw_rollout(
-    images: Tensor,
-    labels: Sequence[str],
-    shown: Mapping[str, Tensor],
-    said: Mapping[str, Sequence[str]],
-) -> Drawn:
-    """A column an image: the image, then each network's map over it; one colour scale a column.
+    images: Tensor, rows: Sequence[Row], shown: Mapping[str, Tensor]
+) -> tuple[Any, str]:
+    """A column an image: the image, then each network's map over it; one scale a column.
 
     Args:
         images: (B, 3, H, W) in [0, 1].
-        shown, said: by network, maps (B, side, side) and captions that begin with ✓ or ✗.
+        rows: an image's label, and by network what it predicts.
+        shown: by network, maps (B, side, side).
     """
-    rows, (columns, _, _, side) = len(shown) + 1, images.shape
-    size, heights = (0.4 + 1.4 * columns, 0.4 + 1.6 * rows), [*[1] * rows, 0.05]
-    figure, grid = pyplot().subplots(
-        rows + 1, columns, figsize=size, height_ratios=heights, squeeze=False
-    )
-    for axes, name in zip(grid[:-1, 0], ("input", *shown), strict=True):
-        axes.set_ylabel("\n".join(wrap(name, 20)))
-    for k, image in enumerate(images):
-        for axes in grid[:-1, k]:
-            axes.set(xticks=[], yticks=[], frame_on=False)
-        grid[0, k].imshow(image.permute(1, 2, 0).clamp(0, 1).numpy(), interpolation="nearest")
-        grid[0, k].set_title(shorten(labels[k], 20, placeholder="..."), fontsize=8)
-        maps = torch.stack([one[k] for one in shown.values()])
-        scale: Any = {"cmap": "inferno", "vmin": float(maps.min()), "vmax": float(maps.max())}
-        for axes, one, text in zip(grid[1:-1, k], maps, said.values(), strict=True):
-            axes.imshow(image.mean(0).numpy(), cmap="gray", vmin=-1, vmax=1)  # pale
-            corners = (-0.5, side - 0.5, side - 0.5, -0.5)
-            drawn = axes.imshow(one.numpy(), alpha=0.7, extent=corners, **scale)
-            colour = COLOURS[2] if text[k][0] == "✓" else COLOURS[5]
-            axes.set_title(shorten(text[k], 20, placeholder="..."), fontsize=8, color=colour)
-        ends = {"ticks": [scale["vmin"], scale["vmax"]], "format": "%.3g", "label": "share"}
-        figure.colorbar(drawn, cax=grid[-1, k], orientation="horizontal", **ends)
-    words = [f"{name} is right {''.join(x).count('✓')} times" for name, x in said.items()]
-    return figure, f"Attention rollout on {columns} validation images: {'; '.join(words)}."
+    side, size = images.shape[-1], (1.5 * len(rows), 1.7 * (len(shown) + 1))
+    figure, grid = pyplot().subplots(len(shown) + 1, len(rows), squeeze=False, figsize=size)
+    for k, row in enumerate(rows):
+        low, high = map(float, torch.stack([maps[k] for maps in shown.values()]).aminmax())
+        for axes, name in zip(grid[:, k], ("label", *shown), strict=True):
+            axes.imshow(images[k].permute(1, 2, 0).numpy())
+            if name in shown:
+                own = {"vmin": low, "vmax": high, "extent": (-0.5, side - 0.5, side - 0.5, -0.5)}
+                axes.imshow(shown[name][k].numpy(), cmap="inferno", alpha=0.7, **own)
+            axes.set(xticks=[], yticks=[], title=shorten(row[name], 20), ylabel="" if k else name)
+    right = [f"{name} is right {sum('✓' in row[name] for row in rows)} times" for name in shown]
+    return figure, f"Attention rollout on {len(rows)} validation images: {'; '.join(right)}."
 
 
 # --- similarity -----------------------------------------------------------------------------------
@@ -261,57 +201,27 @@ def rsa(x: Tensor, y: Tensor) -> float:
     return float(spearmanr(*(pdist(z.double().numpy(), "cosine") for z in (x, y))).statistic)
 
 
+@torch.no_grad()
 def similarity(
-    runs: Sequence[Path],
-    limit: int = 1000,
-    out: Path | None = None,
-    *,
-    seed: int | None = None,
-    **changes: Any,
-) -> dict[str, Any]:
+    runs: Sequence[Path], limit: int = 1000, *, seed: int | None = None, **changes: Any
+) -> Row:
     """CKA and RSA of the pretrained backbone and of align or finetune runs, pair by pair.
 
     Args:
         limit: most validation images, spread over the classes.
-        out: the picture; None: similarity.png in the first run's directory.
         seed, changes: see `open_runs`.
     """
-    out = out or runs[0] / "similarity.png"
-    check_out("--picture", out)
-    if not 3 <= limit <= MOST:
-        raise UsageError(f"--limit {limit}: give 3 to {MOST} images")
-    opened = open_runs(runs, seed, changes)
-    m = next(iter(opened.values())).m
-    opened = {"pretrained": Opened(m, None, {})} | opened
-    targets = m.task.val.targets
-    index = sorted(spread(targets, min(len(targets), limit), 0))
-    images, seen = [*looked_at(m, index)], {}
-    for name, (m, theta, _) in opened.items():
-        with torch.no_grad(), torch.autocast(m.device.type, torch.bfloat16, enabled=m.amp):
-            z = torch.cat([features(m.backbone, theta, x) for x in images]).float().cpu()
-        if not (z.norm(dim=1) > 0).all() or not (z != z[0]).any():
-            raise RunError(f"{name}: its features are zero, not finite, or equal for all images")
-        seen[name] = z
-    rows = [
+    if limit < 3:
+        raise UsageError(f"--limit {limit}: give 3 images or more")
+    m, networks = open_runs(runs, seed, changes)
+    images = looked_at(m, sorted(spread(m.task.val.targets, limit, 0)))
+    every: Any = {"pretrained": (m.backbone, None, {})} | networks
+    seen = {
+        name: torch.cat([features(backbone, theta, x) for x in images]).cpu()
+        for name, (backbone, theta, _) in every.items()
+    }
+    pairs = [
         {"network": a, "and": b, "CKA": cka(seen[a], seen[b]), "RSA": rsa(seen[a], seen[b])}
         for a, b in combinations(seen, 2)
     ]
-    save(draw_similarity([*seen], rows), out)
-    return {"picture": out, "dataset": m.task.name, "images": len(index), "pairs": rows}
-
-
-def draw_similarity(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Drawn:
-    """A heat map with values: CKA above the diagonal, RSA below it."""
-    n, ticks = len(names), range(len(names))
-    figure, axes = pyplot().subplots(figsize=(2 + 0.9 * n, 1.2 + 0.9 * n))
-    matrix = torch.eye(n)
-    for (i, j), row in zip(combinations(ticks, 2), rows, strict=True):
-        matrix[i, j], matrix[j, i] = row["CKA"], row["RSA"]
-    axes.imshow(matrix.numpy(), vmin=0, vmax=1)
-    for i, j in product(ticks, repeat=2):
-        colour = "white" if matrix[i, j] < 0.6 else "black"
-        axes.text(j, i, f"{matrix[i, j]:.2f}", color=colour, ha="center", va="center")
-    axes.set(xticks=ticks, xticklabels=names, yticks=ticks, yticklabels=names)
-    axes.set_title("CKA above, RSA below the diagonal")
-    said = [f"{r['network']} and {r['and']} {r['CKA']:.3f}, {r['RSA']:.3f}" for r in rows]
-    return figure, f"Linear CKA and RSA: {'; '.join(said)}."
+    return {"dataset": m.task.name, "images": sum(map(len, images)), "pairs": pairs}

@@ -7,7 +7,9 @@ and one colour throughout, and every picture says in words and numbers what it s
 
 import base64
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import cycle, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -15,39 +17,28 @@ from typing import Any, NamedTuple
 from jinja2 import Environment
 from PIL import Image
 
-from commands import AlignConfig, FinetuneConfig, differences, flatten
 from config import UsageError
-from evaluate import FREE, Row, evaluate, read_arm
-from extras.figures import COLOURS, MARK, Drawn, arms, check_out, pyplot, rendered, short_names
-from extras.settings import PretrainConfig
-from run import read_json, reading, write_atomic
-from screen import readable
+from evaluate import FREE, evaluate, read_arm
+from extras.figures import COLOURS, MARK, check_out, pyplot, rendered, short_names
+from run import read_json, write_atomic
+from screen import readable, simple
 
-KINDS: Any = {"pretrain": PretrainConfig, "align": AlignConfig, "finetune": FinetuneConfig}
-PICTURES = (
-    "demo.png",
-    "sweep.png",
-    "cost.png",
-    "rollout.png",
-    "similarity.png",
-)  # of other commands
-CURVES: dict[
-    str, dict[str, tuple[str, ...]]
-] = {  # by command: what a picture shows, and the keys of metrics.jsonl
-    "pretrain": {"pretext loss": ("loss",)},
-    "align": {
-        "pretext loss at θ_P": ("loss_P",),
-        "downstream loss": ("loss_D_at_D", "loss_D_at_P"),
-        "|θ_P − θ_D|": ("distance",),
-        "q against g: |q|/|g| and cosine": ("q_over_g", "cosine"),
-        "validation (%)": ("val_D", "val_P"),
-    },
-    "finetune": {"training loss": ("loss",), "validation (%)": ("val",)},
+CURVES = {  # keys of metrics.jsonl, and what they are
+    "loss": "training loss",
+    "loss_P": "pretext loss at θ_P",
+    "loss_D_at_P": "downstream loss at θ_P",
+    "loss_D_at_D": "downstream loss at θ_D",
+    "distance": "|θ_P − θ_D|",
+    "q_over_g": "|q| / |g|",
+    "cosine": "cosine of q and g",
+    "val_P": "validation of θ_P (%)",
+    "val_D": "validation of θ_D (%)",
+    "val": "validation (%)",
 }
-DASHED = ("loss_D_at_P", "cosine", "val_P")  # beside a line of the same colour
+Picture = tuple[bytes, str]  # a PNG, and what it shows in words
 
 
-class Group(NamedTuple):
+class Arm(NamedTuple):
     """A run, or the runs of one arm, one a seed."""
 
     name: str
@@ -55,230 +46,138 @@ class Group(NamedTuple):
     path: Path
     runs: list[Path]
     command: str
-    config: dict[str, Any]  # of the first run
-    results: list[dict[str, Any]]  # {} where it is not finished
-
-
-class Section(NamedTuple):
-    """A part of the page."""
-
-    title: str
-    text: Sequence[str] = ()
-    pictures: Sequence[tuple[str, str]] = ()  # (PNG in base64, what it shows in words)
-    rows: Sequence[Mapping[str, Any]] = ()  # a table
+    results: list[dict[str, Any]]  # {} where a run is not finished
 
 
 def report(runs: Sequence[Path], out: Path | None = None) -> dict[str, Any]:
     """Write the page about all runs at these paths; returns what is on it (UsageError)."""
     out = out or Path("report.html")
-    check_out("--out", out, [".html"])
-    pyplot()
-    every = read_groups(runs)
-    sections = [*tables(every), *pictures(runs, every)]
-    groups = [group for group in every if group.command in KINDS]
-    sections = [*accuracies(groups), *sections]
-    for command in CURVES:
-        sections.append(curves(command, [g for g in groups if g.command == command]))
-    sections += [settings(groups), made(groups)]
+    check_out(out, [".html"])
+    arms = read_arms(runs)
     environment = Environment(autoescape=True)
-    environment.filters |= {"readable": readable, "columns": columns}
-    template = environment.from_string(Path(__file__).with_suffix(".html").read_text())
-    title = ", ".join(short_names(runs))
-    page = template.render(title=title, mark=MARK, groups=groups, sections=sections)
+    environment.filters |= {"readable": readable, "base64": lambda x: base64.b64encode(x).decode()}
+    page = environment.from_string(Path(__file__).with_suffix(".html").read_text()).render(
+        title=", ".join(short_names(runs)),
+        mark=MARK,
+        arms=arms,
+        tables=[*accuracies(arms), ("Settings that differ", differing(arms))],
+        pictures=[*left(runs, arms), *curves(arms)],
+    )
     write_atomic(out, page)
-    about = [{"name": g.name, "command": g.command, "runs": len(g.runs)} for g in every]
-    return {"out": str(out), "pictures": page.count("<img "), "arms": about}
+    about = [{"name": arm.name, "command": arm.command, "runs": len(arm.runs)} for arm in arms]
+    return {"out": out, "pictures": page.count("<img "), "arms": about}
 
 
 # --- reading --------------------------------------------------------------------------------------
 
 
 def arms_in(path: Path) -> list[list[Path]]:
-    """The runs at a path; the seeds of one arm together."""
+    """The runs at a path; runs of one folder that differ in their seeds only are one arm."""
     if (path / "config.json").exists():
         return [[path]]
-    folders = [child for child in path.glob("*") if child.is_dir()]
-    folders.sort(key=lambda folder: (len(folder.name), folder.name))
-    if len(folders) > 1 and len({*map(kind_of, folders)}) == 1:
+    folders = sorted(path.glob("*/"), key=lambda folder: (len(folder.name), folder.name))
+    own = [settings_of(folder) for folder in folders]
+    if len(own) > 1 and own[0] and own == own[:1] * len(own):
         return [folders]
-    return [arm for folder in folders for arm in arms_in(folder)]
+    return [runs for folder in folders for runs in arms_in(folder)]
 
 
-def kind_of(folder: Path) -> str:
-    """What the seeds of one arm have in common; of a folder that is no run its name."""
-    if not (folder / "config.json").exists():
-        return folder.name
-    config = read_json(folder / "config.json")
-    shared = {key: value for key, value in config.items() if key not in FREE}
-    return f"{config.get('start') is None} {sorted(shared.items())}"
+def settings_of(folder: Path) -> dict[str, Any]:
+    """What the seeds of an arm have in common; {} of a folder that is no run."""
+    config = read_if_there(folder / "config.json")
+    return {key: config[key] for key in config if key not in FREE - {"start"}}
 
 
-def read_groups(paths: Sequence[Path]) -> list[Group]:
-    """All runs at these paths (UsageError where there is none)."""
+def read_if_there(file: Path) -> dict[str, Any]:
+    """A JSON object; {} where there is none."""
+    return read_json(file) if file.exists() else {}
+
+
+def read_arms(paths: Sequence[Path]) -> list[Arm]:
+    """All arms at these paths (UsageError where there is none)."""
     found = [runs for path in paths for runs in arms_in(path)]
     if not found:
         raise UsageError(f"{paths[0]}: is neither a run nor a directory of runs")
     places = [runs[0].parent if len(runs) > 1 else runs[0] for runs in found]
-    groups = []
-    for i, (name, runs) in enumerate(zip(short_names(places), found, strict=True)):
+    arms = []
+    for name, colour, path, runs in zip(short_names(places), cycle(COLOURS), places, found):
         command = read_json(runs[0] / "env.json")["command"]
-        config = flatten(read_json(runs[0] / "config.json"))
-        files = [run / "result.json" for run in runs]
-        results = [read_json(file) if file.exists() else {} for file in files]
-        colour = COLOURS[i % len(COLOURS)]
-        groups.append(Group(name, colour, places[i], runs, command, config, results))
-    return groups
+        results = [read_if_there(run / "result.json") for run in runs]
+        arms.append(Arm(name, colour, path, runs, command, results))
+    return arms
 
 
-def metrics(run: Path, result: Mapping[str, Any]) -> Iterator[list[dict[str, Any]]]:
-    """The records of a run, or of the trials of its chosen rate; of all where none is chosen."""
-    rate = f"{result['lr']:g}-s*" if "lr" in result else f"{result.get('d_lr', '*')}"
-    for file in [*run.glob("metrics.jsonl"), *sorted(run.glob(f"*lr{rate}/metrics.jsonl"))]:
-        yield [*map(json.loads, file.read_text().splitlines())]
+def line_of(arm: Arm, key: str) -> list[tuple[int, float]]:
+    """A quantity by step: its mean over an arm's runs, at the steps that all of them have.
 
-
-# --- sections -------------------------------------------------------------------------------------
-
-
-def accuracies(groups: Sequence[Group]) -> Iterator[Section]:
-    """What `evaluate` says of the arms of each task, aligned arms first."""
-    tasks: dict[str, list[Group]] = {}
-    tuned = [group for group in groups if group.command == "finetune" and all(group.results)]
-    for group in sorted(tuned, key=lambda group: group.results[0]["aligned_by"] is None):
-        tasks.setdefault(str(read_arm(group.path).task), []).append(group)
-    for some in tasks.values():
-        found = evaluate([group.path for group in some])
-        named = zip(found.arms, some, strict=True)
-        rows = [row._replace(arm=group.name) for row, group in named]
-        drawn = arms(rows, [group.colour for group in some])
-        title = f"Accuracy on {Path(some[0].config['dataset']).name}"
-        text = [headline(rows), *found.differences]
-        yield Section(title, text, [encoded(drawn)], [*map(cells, rows)])
-
-
-def headline(rows: Sequence[Row]) -> str:
-    """The first arm, and how it compares with the others, in a sentence."""
-    said = [f"{rows[0].arm}: {rows[0].mean:.1f} %"]
-    for row in rows:
-        if versus := row.first_minus_this:
-            p = f"p = {versus.p:.2g}" if versus.p is not None else versus.no_p
-            said.append(f"{versus.difference:+.1f} points against {row.arm} ({p})")
-    return "; ".join(said)
-
-
-def cells(row: Row) -> dict[str, Any]:
-    """A row of the table of accuracies."""
-    versus, paper = row.first_minus_this, row.paper
-    return {
-        "arm": row.arm,
-        "seeds": row.seeds,
-        "one seed is": row.unit,
-        f"test {row.metric} %": f"{row.mean:.2f}" + (f" ± {row.std:.2f}" if row.std else ""),
-        "first − this": versus and f"{versus.difference:+.2f}",
-        "p, two-sided": versus and (versus.no_p if versus.p is None else versus.p),
-        "in the paper": paper and f"{paper.mean} ± {paper.std}",
-    }
-
-
-def encoded(drawn: Drawn) -> tuple[str, str]:
-    """A picture for the page: a PNG in base64, and what it shows."""
-    return base64.b64encode(rendered(drawn)).decode(), drawn[1]
-
-
-def pictures(paths: Sequence[Path], groups: Sequence[Group]) -> Iterator[Section]:
-    """The pictures that other commands have left, with their own descriptions."""
-    places = dict.fromkeys([*paths, *(run for group in groups for run in group.runs)])
-    files = [place / name for place in places for name in PICTURES if (place / name).exists()]
-    for file, name in zip(files, short_names(files), strict=True):
-        with Image.open(file) as image:
-            words = str(image.info.get("Description", "a picture of another program"))
-        yield Section(name, [words], [(base64.b64encode(file.read_bytes()).decode(), words)])
-
-
-def tables(groups: Sequence[Group]) -> Iterator[Section]:
-    """The tables of sweeps and benches."""
-    for group in groups:
-        for file in [*group.path.glob("sweep.json"), *group.path.glob("result.json")]:
-            found = read_json(file)
-            left = [f"not finished: {name}" for name in found.get("missing", ())]
-            left += [f"{name}: {why}" for name, why in found.get("diverged", {}).items()]
-            yield Section(group.name, left, rows=found.get("rows", ()))
-
-
-def curves(command: str, groups: Sequence[Group]) -> Section:
-    """A picture a quantity, with a line an arm: the mean of its runs."""
-    shown = []
-    for label, keys in CURVES[command].items():
-        lines = [(group, key, mean_line(group, key)) for group in groups for key in keys]
-        if lines := [line for line in lines if line[2]]:
-            shown.append(encoded(draw(label, lines)))
-    return Section(f"Curves of {command}", pictures=shown)
-
-
-def draw(label: str, lines: Sequence[tuple[Group, str, list[tuple[int, float]]]]) -> Drawn:
-    """One quantity against alternation or epoch."""
-    figure, axes = pyplot().subplots(figsize=(4.4, 2.9))
-    said = []
-    for group, key, line in lines:
-        style = "--" if key in DASHED else "-"
-        name = f"{group.name} {key}"
-        axes.plot(*zip(*line, strict=True), style, color=group.colour, label=name)
-        (x, y), (x_, y_) = line[0], line[-1]
-        said.append(f"{name} from {y:.4g} at {x} to {y_:.4g} at {x_}")
-    axes.set(xlabel="alternation" if lines[0][0].command == "align" else "epoch", ylabel=label)
-    axes.legend(fontsize=7)
-    return figure, f"{label}: {'; '.join(said)}."
-
-
-def mean_line(group: Group, key: str) -> list[tuple[int, float]]:
-    """A quantity by step, the mean over an arm's runs at the steps that all of them have."""
-    lines = [
-        {record["step"]: number(record[key]) for record in records if record.get(key)}
-        for run, result in zip(group.runs, group.results, strict=True)
-        for records in metrics(run, result)
-    ]
+    Of a finished search, the runs of the chosen rate count.
+    """
+    lines = []
+    for run, result in zip(arm.runs, arm.results, strict=True):
+        rate = f"{result['lr']:g}-s*" if "lr" in result else f"{result.get('d_lr', '*')}"
+        for file in [*run.glob("metrics.jsonl"), *run.glob(f"*lr{rate}/metrics.jsonl")]:
+            records = map(json.loads, file.read_text().splitlines())
+            lines.append({r["step"]: number(r[key]) for r in records if r.get(key)})
     steps = [x for x in lines[0] if all(x in line for line in lines)] if lines else []
     return [(x, fmean(line[x] for line in lines)) for x in steps]
 
 
 def number(value: Any) -> float:
     """A number, the mean of a list, or the accuracy of a score."""
-    if isinstance(value, dict):
-        return float(value["accuracy"])
+    value = value["accuracy"] if isinstance(value, dict) else value
     return fmean(value) if isinstance(value, list) else float(value)
 
 
-def settings(groups: Sequence[Group]) -> Section:
-    """Settings that are not the paper's, or not the default, in some arm; a column an arm."""
-    rows: dict[str, dict[str, Any]] = {}
-    for group in groups:
-        kind = KINDS[group.command]
-        with reading(group.runs[0] / "config.json", "run it again with this version"):
-            config = kind(**group.config)
-        for line in differences(config, dict.fromkeys(kind.model_fields, "run")):
-            name, usual, value = line["setting"], line["paper"], line["value"]
-            own = rows.setdefault(name, {"setting": name, "default": usual})
-            own[group.name] = value.name if isinstance(value, Path) else value
-    return Section("Settings that are not the default", rows=[*rows.values()])
+# --- what is shown --------------------------------------------------------------------------------
 
 
-def made(groups: Sequence[Group]) -> Section:
-    """Which runs there are, what they cost, and what they were made with."""
-    rows = []
-    for group in groups:
-        env = read_json(group.runs[0] / "env.json")
-        env |= env.get("about", {}) | env.get("machines", [{}])[0]
-        left = [run.name for run, found in zip(group.runs, group.results, strict=True) if not found]
-        row = {"arm": group.name, "command": group.command, "runs": len(group.runs)}
-        row |= {"not finished": ", ".join(left), "torch": env["versions"]["torch"]}
-        row |= {"CPU seconds": [found["cpu_seconds"] for found in group.results if found]}
-        row |= {key: env.get(key) for key in ("machine", "gpu", "started")}
-        digests = ("commit", "weights_sha256", "data_sha256")
-        rows.append(row | {key: str(env.get(key, ""))[:12] for key in digests})
-    return Section("How the runs were made", rows=rows)
+def accuracies(arms: Sequence[Arm]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """What `evaluate` says of the arms of each task, aligned arms first."""
+    tasks = defaultdict(list)
+    tuned = [arm for arm in arms if arm.command == "finetune" and all(arm.results)]
+    for arm in sorted(tuned, key=lambda arm: not arm.results[0]["aligned_by"]):
+        tasks[str(read_arm(arm.path).task)].append(arm)
+    for some in tasks.values():
+        rows = zip(evaluate([arm.path for arm in some]).arms, some, strict=True)
+        dataset = Path(some[0].results[0]["dataset"]).name
+        yield f"Accuracy on {dataset} (%)", simple([r._replace(arm=arm.name) for r, arm in rows])
 
 
-def columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys of a table that have a value in some row."""
-    empty: Any = (None, "", [], {})
-    return [*dict.fromkeys(key for row in rows for key in row if row[key] not in empty)]
+def differing(arms: Sequence[Arm]) -> list[dict[str, Any]]:
+    """Settings in which arms differ; a column an arm."""
+    rows: dict[str, dict[str, Any]] = defaultdict(dict)
+    for arm in arms:
+        for name, value in settings_of(arm.runs[0]).items():
+            rows[name][arm.name] = Path(value).name if isinstance(value, str) else value
+    return [
+        {"setting": name} | {arm.name: row.get(arm.name) for arm in arms}
+        for name, row in rows.items()
+        if len({str(value) for value in row.values()}) > 1
+    ]
+
+
+def left(paths: Sequence[Path], arms: Sequence[Arm]) -> Iterator[Picture]:
+    """The pictures that other commands have left, with their own descriptions."""
+    for place in dict.fromkeys([*paths, *(run for arm in arms for run in arm.runs)]):
+        for file in sorted(place.glob("*.png")):
+            with Image.open(file) as image:
+                yield file.read_bytes(), image.info.get("Description", file.name)
+
+
+def curves(arms: Sequence[Arm]) -> Iterator[Picture]:
+    """A picture a quantity and command, with a line an arm."""
+    for command, key in product(dict.fromkeys(arm.command for arm in arms), CURVES):
+        lines = [(arm, line_of(arm, key)) for arm in arms if arm.command == command]
+        if lines := [(arm, line) for arm, line in lines if line]:
+            figure, axes = pyplot().subplots(figsize=(4.4, 2.9))
+            for arm, line in lines:
+                axes.plot(*zip(*line, strict=True), color=arm.colour, label=arm.name)
+            axes.set(xlabel=f"step of {command}", ylabel=CURVES[key])
+            axes.legend(fontsize=7)
+            ends = [
+                f"{arm.name} from {line[0][1]:.4g} at {line[0][0]} "
+                f"to {line[-1][1]:.4g} at {line[-1][0]}"
+                for arm, line in lines
+            ]
+            words = f"{command}, {CURVES[key]}: {'; '.join(ends)}."
+            yield rendered(figure, words), words

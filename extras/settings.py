@@ -64,22 +64,19 @@ class PretrainConfig(Pretext, Crops, Shape, Command):
     """Momentum of I-JEPA's teacher at the start; it rises to 1. [I-JEPA]"""
 
 
-def lists(swept: dict[str, Any]) -> dict[str, Any]:
-    """One or two lists of values, none twice."""
-    if len(swept) not in (1, 2) or not {*swept} <= {*SWEPT}:
+def one_list(swept: dict[str, Any]) -> dict[str, Any]:
+    """One setting with its values."""
+    if len(swept) != 1 or not {*swept} <= {*SWEPT}:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in SWEPT)
-        raise ValueError(f"give a comma list to one or two of {flags}")
-    for name, values in swept.items():
-        if len({*values}) < max(2, len(values)):
-            raise ValueError(f"--{name.replace('_', '-')}: needs two values or more, none twice")
+        raise ValueError(f"give a comma list to one of {flags}")
     return swept
 
 
 class SweepConfig(Peft, Bilevel, Upper, Lower, Pretext, Data, Model, Command):
-    """`sweep`: align with PEFT, and PEFT alone, over one or two lists of values."""
+    """`sweep`: align with PEFT, and PEFT alone, over a list of values."""
 
-    swept: Annotated[dict[str, tuple[int | float, ...]], AfterValidator(lists)]
-    """The lists: `--rank 1,2,4` on the command line, swept={"rank": (1, 2, 4)} in Python."""
+    swept: Annotated[dict[str, tuple[int | float, ...]], AfterValidator(one_list)]
+    """The list: `--rank 1,2,4` on the command line, swept={"rank": (1, 2, 4)} in Python."""
 
 
 class BenchConfig(Common):

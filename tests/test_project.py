@@ -16,7 +16,7 @@ FLOORS = [  # a module imports only from lower floors
     "benchmarks commands evaluate run weights",
     "cli extras.datasets extras.figures extras.settings model",
     "align extras.look extras.pretrain finetune",
-    "extras.bench extras.demo extras.doctor extras.export extras.report extras.sweep",
+    "extras.bench extras.demo extras.export extras.report extras.sweep",
 ]
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path

@@ -68,7 +68,7 @@ def test_a_picture_replaces_no_file_that_the_program_did_not_make(
         mine = Path(f"mine.{suffix}")
         Figure().savefig(mine)
         before = mine.read_bytes()
-        for line in ("evaluate f", "evaluate f --rollout 2", "evaluate f --similarity --limit 8"):
+        for line in ("evaluate f", "evaluate f --rollout 2"):
             code, err = refusal([*line.split(), "--picture", str(mine)], capsys)
             assert code == 2 and mine.name in err and "choose another" in err
             assert mine.read_bytes() == before

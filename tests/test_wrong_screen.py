@@ -164,13 +164,5 @@ def test_a_device_of_another_name_is_refused_with_the_names_there_are(
         assert "on this machine" not in err
 
 
-def test_a_bench_without_settings_is_small_on_a_cpu_and_says_how_long_it_will_take() -> None:
-    """Roughly, before it begins; ViT-B takes longer than vit_mini."""
+def test_a_bench_without_settings_is_small_on_a_cpu() -> None:
     assert json.loads(shown("bench --device cpu --dry-run --json"))["backbone"] == "vit_mini"
-    said = []
-    for name in ("vit_mini", "vit_b16"):
-        told = shown(f"bench --backbone {name} --device cpu --dry-run")
-        found = re.findall(r"(\d[\d.]*) ?(s|seconds?|min|minutes?|h|hours?)\b", told)
-        assert found, told
-        said.append(float(found[-1][0]) * {"s": 1, "m": 60, "h": 3600}[found[-1][1][0]])
-    assert said[0] < said[1]
