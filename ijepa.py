@@ -15,6 +15,7 @@ token (`lora.Backbone`). The networks' tensors have the official names and shape
 Leaves out: interpolation of positions.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -89,14 +90,10 @@ class IJEPA:
 
     def predict(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
         """Predicted tokens at every target from every context, (B, M, E, m, dim)."""
-        tokens = self.encode(theta, batch)
-        return functional_call(self.predictor, phi, (tokens, batch.context, batch.targets))  # type: ignore[no-any-return]
-
-    def encode(self, theta: Tensor | None, batch: Batch) -> Tensor:
-        """The student's tokens of each context, (B, E, n, dim)."""
         B, E, _ = batch.context.shape
         images = batch.images.repeat_interleave(E, 0)
-        return self.backbone(images, theta, batch.context.flatten(0, 1)).unflatten(0, (B, E))  # type: ignore[no-any-return]
+        tokens = self.backbone(images, theta, batch.context.flatten(0, 1)).unflatten(0, (B, E))
+        return functional_call(self.predictor, phi, (tokens, batch.context, batch.targets))  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def after_step(self, theta_P: Tensor | None) -> None:
@@ -141,15 +138,14 @@ def multiblock(masks: Any, grid: int, n: int, rng: torch.Generator) -> tuple[Ten
     targets = blocks(grid, size, (n, masks.targets), rng)  # (B, M, L) bool
     size = block_size(u_context, masks.context_scale, (1, 1), grid)
     context = torch.zeros(n, masks.contexts, grid * grid, dtype=torch.bool)
-    short = torch.ones(n, masks.contexts, dtype=torch.bool)
-    attempt = 0
-    while bool(short.any()):
+    for attempt in itertools.count():
+        short = context.sum(-1) <= masks.min_keep
+        if not short.any():
+            break
         forbidden = targets[:, : max(0, masks.targets - attempt // 20)].any(1, keepdim=True)
         fresh = blocks(grid, size, (n, masks.contexts), rng)
         fresh = fresh if masks.overlap else fresh & ~forbidden
         context = torch.where(short[..., None], fresh, context)
-        short = context.sum(-1) <= masks.min_keep
-        attempt += 1
     first = context & (context.cumsum(-1) <= context.sum(-1).min())
     return indices(first), indices(targets)
 
@@ -164,9 +160,8 @@ def block_size(
     """
     area = int(grid * grid * (scale[0] + u * (scale[1] - scale[0])))
     ratio = aspect[0] + u * (aspect[1] - aspect[0])
-    height = min(round(math.sqrt(area * ratio)), grid - 1)
-    width = min(round(math.sqrt(area / ratio)), grid - 1)
-    return height, width
+    height, width = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+    return min(height, grid - 1), min(width, grid - 1)
 
 
 def blocks(
@@ -242,8 +237,8 @@ class Predictor(nn.Module):
         asked = (self.mask_token + place[targets])[:, :, None]  # (B, M, 1, m, width)
         pairs = [seen.expand(-1, M, -1, -1, -1), asked.expand(-1, -1, E, -1, -1)]
         x = torch.cat(pairs, 3).flatten(0, 2)  # (B M E, n + m, width)
-        x = self.predictor_norm(self.predictor_blocks(x)[:, n:])
-        return self.predictor_proj(x).unflatten(0, (B, M, E))  # type: ignore[no-any-return]
+        x = self.predictor_proj(self.predictor_norm(self.predictor_blocks(x)[:, n:]))
+        return x.unflatten(0, (B, M, E))  # type: ignore[no-any-return]
 
 
 # --- from scratch ---------------------------------------------------------------------------------
@@ -299,21 +294,12 @@ def split_state(state: Any, base: str) -> tuple[dict[str, Tensor], dict[str, Ten
 
     Args:
         base: which encoder, "target_encoder" or "encoder".
-    ValueError says what the file is instead; names and shapes are left to strict loading.
+    ValueError where one is missing; names and shapes are left to strict loading.
     """
     file = state if isinstance(state, dict) else {}
-    hugging_face = any("embeddings.patch_embeddings" in str(name) for name in file)
-    only_encoder = "predictor" not in file and {"patch_embed.proj.weight", "encoder"} & file.keys()
-    parts: list[Any] = [file.get(base), file.get("predictor")]
-    wrong = {
-        "looks like an MAE checkpoint": {"model", "decoder_embed.weight"} & file.keys(),
-        "has Hugging Face names and no predictor": hugging_face,
-        "holds an encoder only, the pretext task needs the predictor too": only_encoder,
-        f"holds no {base} and predictor": not all(isinstance(part, dict) for part in parts),
-    }
-    for what, found in wrong.items():
-        if found:
-            raise ValueError(what)
+    parts = file.get(base), file.get("predictor")
+    if not all(isinstance(part, dict) for part in parts):
+        raise ValueError(f"holds no {base} and predictor of I-JEPA; its first names: {[*file][:3]}")
     # names start with `module.` there
     encoder, predictor = ({k.removeprefix("module."): v for k, v in p.items()} for p in parts)
     return encoder, predictor

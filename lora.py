@@ -17,14 +17,15 @@ during training (it would change the ψ that both levels share).
 
 import json
 import math
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from timm.layers.attention import Attention
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
@@ -74,11 +75,10 @@ class Backbone(nn.Module):
         # unbind: indexing θ row by row would make backward build K zero tensors of θ's size
         rows = [None] * self.depth if theta is None else theta.unbind(0)
         drops = [None] * self.depth if drop is None else drop.unbind(1)
-        again: Any = {"use_reentrant": False, "preserve_rng_state": False}
+        again = partial(checkpoint, block_forward, use_reentrant=False, preserve_rng_state=False)
+        run = again if self.recompute else block_forward
         for block, row, factor in zip(vit.blocks, rows, drops, strict=True):
-            args = (block, x, row, self.scale, factor)
-            recompute = self.recompute and torch.is_grad_enabled()
-            x = checkpoint(block_forward, *args, **again) if recompute else block_forward(*args)
+            x = run(block, x, row, self.scale, factor)
         return vit.norm(x)  # type: ignore[no-any-return]
 
 
@@ -96,18 +96,14 @@ def block_forward(
         drop: (B, 2), drop-path factors of the attention and the MLP branch.
     """
     attn_keep, mlp_keep = (1.0, 1.0) if drop is None else drop[..., None, None].unbind(1)
-    x = x + block.ls1(attention(block.attn, block.norm1(x), row, scale)) * attn_keep
+    heads = F.scaled_dot_product_attention(*qkv(block.attn, block.norm1(x), row, scale))
+    out = block.attn.norm(heads.transpose(1, 2).flatten(2))  # (B, n, dim)
+    x = x + block.ls1(block.attn.proj(out)) * attn_keep
     return x + block.ls2(block.mlp(block.norm2(x))) * mlp_keep  # type: ignore[no-any-return]
 
 
-def attention(attn: Any, x: Tensor, row: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    """Multi-head self-attention of timm with LoRA on q and v; x (B, n, dim)."""
-    out = F.scaled_dot_product_attention(*qkv(attn, x, row, scale))  # (B, heads, n, head dim)
-    return attn.proj(attn.norm(out.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
-
-
 def qkv(attn: Any, x: Tensor, row: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of all heads, each (B, heads, n, head dim)."""
+    """Queries, keys and values of all heads, each (B, heads, n, head dim), with LoRA on q and v."""
     q, k, v = attn.qkv(x).chunk(3, -1)  # (B, n, dim) each
     if row is not None:
         A_q, B_qT, A_v, B_vT = row.view(4, -1, x.shape[-1]).unbind(0)  # (r, dim) each
@@ -119,20 +115,20 @@ def qkv(attn: Any, x: Tensor, row: Tensor | None, scale: float) -> tuple[Tensor,
 
 def check_vit(vit: Any) -> VisionTransformer:
     """The network itself; ValueError where `Backbone` would compute something else than timm."""
-    known = isinstance(vit, VisionTransformer) and vit.global_pool in ("token", "avg")
-    if not known or not all(map(is_plain, vit.blocks)):
+    if not (
+        isinstance(vit, VisionTransformer)
+        and vit.global_pool in ("token", "avg")
+        and all(type(block) is Block and type(block.attn) is Attention for block in vit.blocks)
+        and all(
+            type(a.qkv) is nn.Linear and a.gate is None and a.attn_dim == a.proj.out_features
+            for a in (block.attn for block in vit.blocks)
+        )
+    ):
         raise ValueError(
             f"backbone {type(vit).__name__}: is not a timm VisionTransformer of plain Blocks with "
             "a fused qkv Linear, which pools its class token or its patches"
         )
-    return cast(VisionTransformer, vit)
-
-
-def is_plain(block: Any) -> bool:
-    """Whether this is timm's own pre-norm block, with attention that has no gate."""
-    attn: Any = getattr(block, "attn", None)
-    fused = type(attn) is Attention and type(attn.qkv) is nn.Linear and attn.gate is None
-    return type(block) is Block and fused and attn.attn_dim == attn.proj.out_features
+    return vit
 
 
 def drop_path(rate: float, depth: int, n: int, rng: torch.Generator) -> Tensor | None:
@@ -155,8 +151,6 @@ def init_theta(depth: int, rank: int, dim: int, rng: torch.Generator) -> Tensor:
 
     That is LoRA's usual start, Kaiming-uniform with a = √5.
     """
-    if not 1 <= rank <= dim:  # B A has rank dim at most
-        raise ValueError(f"rank {rank}: LoRA on a backbone of width {dim} has rank 1 to {dim}")
     theta = torch.zeros(depth, 4, rank, dim)
     theta[:, 0::2].uniform_(-1 / math.sqrt(dim), 1 / math.sqrt(dim), generator=rng)
     return theta.flatten(1)
@@ -181,11 +175,10 @@ def from_factors(A_q: Tensor, B_q: Tensor, A_v: Tensor, B_v: Tensor) -> Tensor:
 def merge(backbone: Backbone, theta: Tensor) -> dict[str, Tensor]:
     """A plain timm state dict of f_θ: s B A is added to `qkv.weight`, all else is a copy of ψ."""
     state = {name: tensor.detach().clone() for name, tensor in backbone.vit.state_dict().items()}
-    dim = backbone.dim
-    for k, (A_q, B_q, A_v, B_v) in enumerate(zip(*factors(theta.detach(), dim), strict=True)):
-        W = state[f"blocks.{k}.attn.qkv.weight"]  # (3 dim, dim): q rows, k rows, v rows
-        W[:dim] += backbone.scale * (B_q @ A_q).to(W)
-        W[2 * dim :] += backbone.scale * (B_v @ A_v).to(W)
+    each = zip(*factors(theta.detach(), backbone.dim), strict=True)
+    for k, (A_q, B_q, A_v, B_v) in enumerate(each):  # rows of q, of k and of v are added to
+        change = torch.cat([B_q @ A_q, torch.zeros_like(B_q @ A_q), B_v @ A_v])
+        state[f"blocks.{k}.attn.qkv.weight"] += backbone.scale * change
     return state
 
 
@@ -204,8 +197,9 @@ def init_head(dim: int, classes: int, rng: torch.Generator, batchnorm: bool = Fa
     """φ_D: a linear layer as torch starts it, U(±1/√dim); before it, if asked for, BatchNorm."""
     bound = 1 / math.sqrt(dim)
     norm = {"norm.weight": torch.ones(dim), "norm.bias": torch.zeros(dim)} if batchnorm else {}
+    weight = torch.empty(classes, dim).uniform_(-bound, bound, generator=rng)
     return {
-        "weight": torch.empty(classes, dim).uniform_(-bound, bound, generator=rng),
+        "weight": weight,
         "bias": torch.empty(classes).uniform_(-bound, bound, generator=rng),
     } | norm
 
@@ -267,11 +261,9 @@ def moments(x: Tensor, stats: Phi | None) -> Phi:
 
     x is float64: in float32, similar features would lose most digits of their gradients.
     """
-    shared = dist.is_available() and dist.is_initialized()
-    total = SumOverProcesses.apply if shared else Tensor.clone
-    n = total(x.new_tensor(float(len(x))))
-    mean = total(x.sum(0)) / n
-    var = total((x - mean).square().sum(0)) / n
+    n = SumOverProcesses.apply(x.new_tensor(float(len(x))))
+    mean = SumOverProcesses.apply(x.sum(0)) / n
+    var = SumOverProcesses.apply((x - mean).square().sum(0)) / n
     for name, value in (("norm.mean", mean), ("norm.var", var * n / (n - 1))):
         if stats:
             stats[name].lerp_(value.detach().to(stats[name]), 0.1)
@@ -284,7 +276,8 @@ class SumOverProcesses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(x)
         return x
 
     @staticmethod
@@ -331,13 +324,12 @@ def load_adapter(path: Path) -> tuple[Tensor, Phi, dict[str, Any]]:
     Files of earlier versions, with metadata keys of their own, have strings in `about`. Raises
     OSError where the file cannot be read, and ValueError where it is no adapter.
     """
-    data = path.read_bytes()
     try:
-        tensors = load(data)
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            about: dict[str, Any] = file.metadata() or {}
     except SafetensorError as error:
         raise ValueError(f"not a readable safetensors file ({error})") from error
-    header = data[8 : 8 + int.from_bytes(data[:8], "little")]
-    about = json.loads(header).get("__metadata__", {})
     about = json.loads(about["bisslight"]) if "bisslight" in about else about
     theta = tensors.pop("theta", torch.empty(0))
     if about.pop("format", None) != FORMAT or theta.ndim != 2:

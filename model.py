@@ -21,7 +21,7 @@ from torch import Tensor
 import benchmarks
 import ijepa
 import mae
-from bisslight import Loss, PretextTask, numbers, row, value_and_grad
+from bisslight import Loss, PretextTask, numbers, value_and_grad
 from commands import AlignConfig, FinetuneConfig
 from config import BACKBONES, UsageError
 from data import (
@@ -158,7 +158,7 @@ class Model:
             rows = []
             for batch in itertools.islice(examples, steps):
                 value, *found = value_and_grad(loss, tensors, batch, self.cfg.micro_batch, self.amp)
-                rows.append(row(value, opt.update(zip(tensors, found, strict=True))))
+                rows.append([value, opt.update(zip(tensors, found, strict=True))])
             losses, _ = numbers(f"{what}, epoch {epoch}", rows, 2)
             yield sum(losses) / len(losses)
 

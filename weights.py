@@ -102,7 +102,9 @@ def load_backbone(cfg: Model) -> Loaded:
         channels = trained["mean"], trained["std"]
     else:
         jepa = cfg.pretext == "ijepa"
-        encoder, found = ijepa.split_state(data, cfg.base) if jepa else mae.split_state(data)
+        encoder, found = (
+            ijepa.split_state(data, cfg.base) if jepa else mae.split_state(state_dict(data))
+        )
         arch = arch_of(data, cfg, path)
         with torch.device("meta"):
             vit, head = build_vit(arch), build_head(arch, cfg.pretext)

@@ -163,8 +163,8 @@ def peft(
     """Plain fine-tuning: as many steps as an alternation has at the upper level."""
     for _ in range(c.alternations):
         for _ in range(c.upper_steps):
-            at_D = gradients(loss_D, s.theta_D, s.phi_D, next(downstream), **rest)
-            s.opt_D.update([(s.theta_D, at_D.theta), *pairs(s.phi_D, at_D.phi)])
+            _, g, g_phi = gradients(loss_D, s.theta_D, s.phi_D, next(downstream), **rest)
+            s.opt_D.update([(s.theta_D, g), *pairs(s.phi_D, g_phi)])
         yield
 
 

@@ -18,7 +18,7 @@ import torch
 
 import ijepa
 import mae
-from bisslight import Phi, numbers, row, value_and_grad
+from bisslight import Phi, numbers, value_and_grad
 from config import BACKBONES, Arch, UsageError
 from data import Pool, rng
 from extras.settings import PretrainConfig
@@ -158,7 +158,7 @@ def train(
     amp, piece = cfg.amp and tensors[0].is_cuda, min(left.stop // cfg.epochs, 500)
     for batch in pretext_batches(cfg, pool, task, sizes(cfg).image_size, cfg.batch, left):
         value, *found = value_and_grad(loss, tensors, batch, cfg.micro_batch, amp)
-        rows.append(row(value, opt.update(zip(tensors, found, strict=True))))
+        rows.append([value, opt.update(zip(tensors, found, strict=True))])
         task.after_step(None)
         if len(rows) == piece or opt.step == left.stop:
             losses, _ = numbers(f"pretrain, after step {opt.step - len(rows)}", rows, 2)

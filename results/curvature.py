@@ -65,11 +65,11 @@ def main(weights: Path, out: Path) -> None:
         task.loss(theta, phi_P, last).backward()
         opt.step()
     examples = Examples(images, labelled.train.targets)
-    g = gradients(DownstreamLoss(backbone), theta, phi_D, examples).theta
+    _, g, _ = gradients(DownstreamLoss(backbone), theta, phi_D, examples)
     rows = []
     for i in range(max(STORED)):
         x = batch(pool[64 * i % 3900 :][:64], i)
-        rows.append(gradients(task.loss, theta, phi_P, x).theta)
+        rows.append(gradients(task.loss, theta, phi_P, x)[1])
     G = torch.stack(rows, 1)
     loss_P = partial(task.loss, phi=phi_P, batch=last)
     flat = theta.detach().flatten()
