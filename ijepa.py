@@ -65,8 +65,8 @@ class IJEPA:
         check_masks(masks, self.grid)
         self.phi: Phi = dict(predictor.named_parameters())
         follows = teacher.named_parameters() if theta is None else [("theta_T", theta.clone())]
-        self.state: dict[str, Tensor] = {name: tensor.detach() for name, tensor in follows}
-        self.state["step"] = torch.tensor(0, device="cpu")  # asking a GPU for it would wait
+        step = torch.tensor(0, device="cpu")  # asking a GPU for it would wait
+        self.state: dict[str, Tensor] = {k: v.detach() for k, v in follows} | {"step": step}
 
     def draw(self, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
         """Context and target blocks of n images. Sizes depend on all n: draw for a whole batch."""
@@ -146,8 +146,9 @@ def multiblock(masks: Any, grid: int, n: int, rng: torch.Generator) -> tuple[Ten
         fresh = blocks(grid, size, (n, masks.contexts), rng)
         fresh = fresh if masks.overlap else fresh & ~forbidden
         context = torch.where(short[..., None], fresh, context)
-    first = context & (context.cumsum(-1) <= context.sum(-1).min())
-    return indices(first), indices(targets)
+    context &= context.cumsum(-1) <= context.sum(-1).min()
+    kept, hidden = (mask.nonzero()[:, -1].view(*mask.shape[:2], -1) for mask in (context, targets))
+    return kept, hidden
 
 
 def block_size(
@@ -177,17 +178,11 @@ def blocks(
     return (rows[..., :, None] & columns[..., None, :]).flatten(-2)
 
 
-def indices(mask: Tensor) -> Tensor:
-    """Masks (B, K, L) with equally many patches each -> the patches (B, K, n)."""
-    return mask.nonzero()[:, -1].view(*mask.shape[:2], -1)
-
-
 def check_masks(masks: Any, grid: int) -> None:
     """ValueError for settings whose blocks can be so small that none would ever be accepted."""
     kinds = {"target": (masks.target_scale, masks.aspect), "context": (masks.context_scale, (1, 1))}
     for name, (scale, aspect) in kinds.items():
-        sizes = (block_size(i / 1000, scale, aspect, grid) for i in range(1001))
-        smallest = min(height * width for height, width in sizes)
+        smallest = min(math.prod(block_size(i / 1000, scale, aspect, grid)) for i in range(1001))
         if smallest <= masks.min_keep:
             raise ValueError(
                 f"I-JEPA: a {name} block on a grid of {grid} x {grid} patches can have {smallest} "
@@ -297,7 +292,7 @@ def split_state(state: Any, base: str) -> tuple[dict[str, Tensor], dict[str, Ten
     ValueError where one is missing; names and shapes are left to strict loading.
     """
     file = state if isinstance(state, dict) else {}
-    parts = file.get(base), file.get("predictor")
+    parts: list[Any] = [file.get(base), file.get("predictor")]
     if not all(isinstance(part, dict) for part in parts):
         raise ValueError(f"holds no {base} and predictor of I-JEPA; its first names: {[*file][:3]}")
     # names start with `module.` there

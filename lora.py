@@ -2,24 +2,23 @@
 
     tokens = backbone(images, theta, keep=None, drop=None)
 
-θ is one tensor (K, p) with a row for each of the K attention layers; row k, seen as (4, r, dim), is
-A_q, B_qᵀ, A_v, B_vᵀ. So θ_P − θ_D is a subtraction, and an adapter file holds one tensor. The
-adapted projections are W_q + s B_q A_q and W_v + s B_v A_v with s = alpha / r; k is left as it is.
+θ is one tensor (K, p) with a row for each of the K attention layers. Reshaped to (4, r, dim), a row
+is A_q, B_qᵀ, A_v, B_vᵀ: the query matrix becomes W_q + s B_q A_q and the value matrix
+W_v + s B_v A_v, with s = alpha / r; the key matrix stays as it is.
 
     ψ    psi    frozen backbone weights, in `Backbone.vit`; one copy, whatever the number of θ
     φ_D  phi_D  downstream head {"weight" (C, dim), "bias" (C,)} (App. C.2), and, where BatchNorm
                 comes before the linear layer (I-JEPA, App. D.1), {"norm.weight", "norm.bias"}
     r    rank   64 in the paper, on q and v of every layer; s = 1 (alpha = r)
 
-Leaves out: dropout in LoRA and trainable LayerNorms (the paper found neither useful), and merging
-during training (it would change the ψ that both levels share).
+Leaves out dropout in LoRA and trainable LayerNorms: the paper found neither useful.
 """
 
 import json
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -47,7 +46,7 @@ class Backbone(nn.Module):
 
     def __init__(self, vit: nn.Module, scale: float = 1.0, recompute: bool = False) -> None:
         super().__init__()
-        self.vit = check_vit(vit).eval()  # eval: no dropout of timm's
+        self.vit: Any = check_vit(vit).eval()  # eval: timm's own dropout is off
         self.scale, self.recompute = scale, recompute
         self.depth, self.dim = len(self.vit.blocks), int(self.vit.embed_dim)
 
@@ -66,39 +65,32 @@ class Backbone(nn.Module):
             keep: (B, n) int64, the patches that enter the blocks, in this order; None: all.
             drop: (B, K, 2) from `drop_path`: factors of every image's residual branches.
         """
-        vit: Any = self.vit
-        x = vit._pos_embed(vit.patch_embed(images))  # positions first, then the selection
+        x = self.vit._pos_embed(self.vit.patch_embed(images))  # positions first, then the selection
         if keep is not None:
-            prefix, patches = x[:, : vit.num_prefix_tokens], x[:, vit.num_prefix_tokens :]
-            x = torch.cat([prefix, patches.take_along_dim(keep[..., None], 1)], 1)
-        x = vit.norm_pre(x)
+            first = self.vit.num_prefix_tokens
+            x = torch.cat([x[:, :first], x[:, first:].take_along_dim(keep[..., None], 1)], 1)
+        x = self.vit.norm_pre(x)
         # unbind: indexing θ row by row would make backward build K zero tensors of θ's size
         rows = [None] * self.depth if theta is None else theta.unbind(0)
-        drops = [None] * self.depth if drop is None else drop.unbind(1)
-        again = partial(checkpoint, block_forward, use_reentrant=False, preserve_rng_state=False)
-        run = again if self.recompute else block_forward
-        for block, row, factor in zip(vit.blocks, rows, drops, strict=True):
-            x = run(block, x, row, self.scale, factor)
-        return vit.norm(x)  # type: ignore[no-any-return]
+        again = {"use_reentrant": False, "preserve_rng_state": False}
+        run = partial(checkpoint, block_forward, **again) if self.recompute else block_forward
+        for k, (block, row) in enumerate(zip(self.vit.blocks, rows, strict=True)):
+            x = run(block, x, row, self.scale, None if drop is None else drop[:, k])
+        return self.vit.norm(x)  # type: ignore[no-any-return]
 
 
 def block_forward(
-    block: Any,
-    x: Tensor,
-    row: Tensor | None = None,
-    scale: float = 1.0,
-    drop: Tensor | None = None,
+    block: Any, x: Tensor, row: Tensor | None, scale: float, drop: Tensor | None = None
 ) -> Tensor:
     """One pre-norm block of timm on x (B, n, dim).
 
     Args:
-        row: (p,), the block's row of θ.
+        row: (p,), the block's row of θ; None: without LoRA.
         drop: (B, 2), drop-path factors of the attention and the MLP branch.
     """
     attn_keep, mlp_keep = (1.0, 1.0) if drop is None else drop[..., None, None].unbind(1)
-    heads = F.scaled_dot_product_attention(*qkv(block.attn, block.norm1(x), row, scale))
-    out = block.attn.norm(heads.transpose(1, 2).flatten(2))  # (B, n, dim)
-    x = x + block.ls1(block.attn.proj(out)) * attn_keep
+    out = F.scaled_dot_product_attention(*qkv(block.attn, block.norm1(x), row, scale))
+    x = x + block.ls1(block.attn.proj(block.attn.norm(out.transpose(1, 2).flatten(2)))) * attn_keep
     return x + block.ls2(block.mlp(block.norm2(x))) * mlp_keep  # type: ignore[no-any-return]
 
 
@@ -121,7 +113,7 @@ def check_vit(vit: Any) -> VisionTransformer:
         and all(type(block) is Block and type(block.attn) is Attention for block in vit.blocks)
         and all(
             type(a.qkv) is nn.Linear and a.gate is None and a.attn_dim == a.proj.out_features
-            for a in (block.attn for block in vit.blocks)
+            for a in (cast(Attention, block.attn) for block in vit.blocks)
         )
     ):
         raise ValueError(
@@ -175,9 +167,9 @@ def from_factors(A_q: Tensor, B_q: Tensor, A_v: Tensor, B_v: Tensor) -> Tensor:
 def merge(backbone: Backbone, theta: Tensor) -> dict[str, Tensor]:
     """A plain timm state dict of f_θ: s B A is added to `qkv.weight`, all else is a copy of ψ."""
     state = {name: tensor.detach().clone() for name, tensor in backbone.vit.state_dict().items()}
-    each = zip(*factors(theta.detach(), backbone.dim), strict=True)
-    for k, (A_q, B_q, A_v, B_v) in enumerate(each):  # rows of q, of k and of v are added to
-        change = torch.cat([B_q @ A_q, torch.zeros_like(B_q @ A_q), B_v @ A_v])
+    for k, row in enumerate(theta.detach().split(1)):
+        A_q, B_q, A_v, B_v = (matrix[0] for matrix in factors(row, backbone.dim))
+        change = torch.cat([B_q @ A_q, 0 * B_q @ A_q, B_v @ A_v])  # rows of q, of k and of v
         state[f"blocks.{k}.attn.qkv.weight"] += backbone.scale * change
     return state
 
@@ -197,9 +189,8 @@ def init_head(dim: int, classes: int, rng: torch.Generator, batchnorm: bool = Fa
     """φ_D: a linear layer as torch starts it, U(±1/√dim); before it, if asked for, BatchNorm."""
     bound = 1 / math.sqrt(dim)
     norm = {"norm.weight": torch.ones(dim), "norm.bias": torch.zeros(dim)} if batchnorm else {}
-    weight = torch.empty(classes, dim).uniform_(-bound, bound, generator=rng)
     return {
-        "weight": weight,
+        "weight": torch.empty(classes, dim).uniform_(-bound, bound, generator=rng),
         "bias": torch.empty(classes).uniform_(-bound, bound, generator=rng),
     } | norm
 
@@ -245,7 +236,8 @@ def features(
     With a class token (MAE) that is the class token after the final LayerNorm (App. C.2); without
     (I-JEPA) the mean of the patches after it (App. D.1).
     """
-    return backbone.vit.forward_head(backbone(images, theta, drop=drop), pre_logits=True)
+    tokens = backbone(images, theta, drop=drop)
+    return backbone.vit.forward_head(tokens, pre_logits=True)  # type: ignore[no-any-return]
 
 
 def logits(x: Tensor, phi_D: Phi) -> Tensor:
@@ -300,8 +292,8 @@ def cross_entropy(z: Tensor, targets: Tensor, multilabel: Multilabel = "softmax"
     present, counts = (targets == 1).to(z.dtype), (targets != 0).to(z.dtype)
     if multilabel == "softmax":
         return -(present * z.log_softmax(1)).sum(1)
-    each = F.binary_cross_entropy_with_logits(z, present, counts, reduction="none")
-    return each.sum(1) / counts.sum(1).clamp_min(1)
+    total = F.binary_cross_entropy_with_logits(z, present, counts, reduction="none").sum(1)
+    return total / counts.sum(1).clamp_min(1)
 
 
 # --- adapter files --------------------------------------------------------------------------------
