@@ -54,7 +54,8 @@ class MAE:
         self.state: dict[str, Tensor] = {}  # nothing besides θ_P and φ_P
         if not 1 <= int(decoder.patches * (1 - mask_ratio)) < decoder.patches:
             raise ValueError(
-                f"mask ratio {mask_ratio}: leaves none or all of {decoder.patches} patches visible"
+                f"mask ratio {mask_ratio}: leaves none or all of the {decoder.patches} patches "
+                "visible"
             )
 
     def draw(self, n: int, rng: torch.Generator) -> tuple[Tensor]:
