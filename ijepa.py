@@ -12,7 +12,6 @@ smaller target blocks.
 
 The backbone is a function (images, theta, keep) -> tokens of the patches `keep`, without a class
 token (`lora.Backbone`). The networks' tensors have the official names and shapes.
-Leaves out: interpolation of positions.
 """
 
 import itertools
@@ -74,10 +73,7 @@ class IJEPA:
 
     @torch.no_grad()
     def prepare(self, images: Tensor, context: Tensor, targets: Tensor) -> Batch:
-        """Ask the teacher, as it is now, for its tokens of the whole images, layer-normed.
-
-        So the loss is a pure function of the batch.
-        """
+        """The teacher, as it is now, gives its layer-normed tokens; the loss is a pure function."""
         tokens = self.teacher(images, self.state.get("theta_T"))
         tokens = F.layer_norm(tokens, tokens.shape[-1:])  # eps 1e-5
         target = tokens.take_along_dim(targets.flatten(1)[..., None], 1)
@@ -114,17 +110,14 @@ def momentum(i: int, first: float, steps: float) -> float:
     return first + i * (1 - first) / steps
 
 
-# --- masks ----------------------------------------------------------------------------------------
-
-
 def multiblock(masks: Any, grid: int, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     """Contexts (B, E, n) and targets (B, M, m) of a batch, as the official collator draws them.
 
-    int64, in raster order. All targets share one size, which is drawn with their aspect from one
-    number. Positions are uniform, but the last row and the last column are never used, as there. A
-    context is its block without all targets, drawn again while it has `min_keep` patches or fewer;
-    after 20 attempts one target after the other may overlap it. All contexts are then cut to the
-    shortest one of the batch, so the batch size belongs to the task.
+    Both are int64, in raster order. One random number gives size and shape of all targets of the
+    batch, another one those of its contexts. Positions are uniform, but, as there, the last row and
+    column are never used. A context is a block without the patches of all targets, drawn again
+    while `min_keep` patches or fewer are left; every 20 attempts, one target more may overlap it.
+    Then all contexts are cut to the length of the batch's shortest one.
 
     Args:
         masks: anything with these attributes (official values): targets M (4) and contexts E (1),
@@ -191,9 +184,6 @@ def check_masks(masks: Any, grid: int) -> None:
             )
 
 
-# --- predictor ------------------------------------------------------------------------------------
-
-
 class Predictor(nn.Module):
     """h^P, the official predictor: tokens of a context -> tokens at the targets.
 
@@ -236,9 +226,6 @@ class Predictor(nn.Module):
         return x.unflatten(0, (B, M, E))  # type: ignore[no-any-return]
 
 
-# --- from scratch ---------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def init(networks: Sequence[tuple[nn.Module, Tensor]], rng: torch.Generator) -> None:
     """I-JEPA's initialisation of new networks, in place; pairs of network and position table.
@@ -279,9 +266,6 @@ def decay_schedule(total: int, first: float, last: float) -> Callable[[int, floa
 def half_cosine(share: float) -> float:
     """From 1 at share 0 to 0 at share 1."""
     return 0.5 * (1 + math.cos(math.pi * share))
-
-
-# --- official files -------------------------------------------------------------------------------
 
 
 def split_state(state: Any, base: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -1,17 +1,13 @@
 """The backbone f_θ, a frozen Vision Transformer ψ with LoRA (Sec. 3.2), and the downstream head.
 
-    tokens = backbone(images, theta, keep=None, drop=None)
-
 θ is one tensor (K, p) with a row for each of the K attention layers. Reshaped to (4, r, dim), a row
 is A_q, B_qᵀ, A_v, B_vᵀ: the query matrix becomes W_q + s B_q A_q and the value matrix
 W_v + s B_v A_v, with s = alpha / r; the key matrix stays as it is.
 
-    ψ    psi    frozen backbone weights, in `Backbone.vit`; one copy, whatever the number of θ
+    ψ    psi    frozen backbone weights, `Backbone.vit`: one copy, used with every θ
     φ_D  phi_D  downstream head {"weight" (C, dim), "bias" (C,)} (App. C.2), and, where BatchNorm
                 comes before the linear layer (I-JEPA, App. D.1), {"norm.weight", "norm.bias"}
     r    rank   64 in the paper, on q and v of every layer; s = 1 (alpha = r)
-
-Leaves out dropout in LoRA and trainable LayerNorms: the paper found neither useful.
 """
 
 import json
@@ -72,8 +68,8 @@ class Backbone(nn.Module):
         x = self.vit.norm_pre(x)
         # unbind: indexing θ row by row would make backward build K zero tensors of θ's size
         rows = [None] * self.depth if theta is None else theta.unbind(0)
-        again = {"use_reentrant": False, "preserve_rng_state": False}
-        run = partial(checkpoint, block_forward, **again) if self.recompute else block_forward
+        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        run = partial(again, block_forward) if self.recompute else block_forward
         for k, (block, row) in enumerate(zip(self.vit.blocks, rows, strict=True)):
             x = run(block, x, row, self.scale, None if drop is None else drop[:, k])
         return self.vit.norm(x)  # type: ignore[no-any-return]
@@ -124,10 +120,9 @@ def check_vit(vit: Any) -> VisionTransformer:
 
 
 def drop_path(rate: float, depth: int, n: int, rng: torch.Generator) -> Tensor | None:
-    """Drop-path factors of n images, (n, K, 2): 0, or 1/(1 − rate_k) with probability 1 − rate_k.
+    """Drop-path factors of n images, (n, K, 2): 1/(1 − rate_k) with probability 1 − rate_k, else 0.
 
-    rate_k rises linearly from 0 to `rate` over the K = depth layers. Drawn outside the network, so
-    that a step can be repeated. None at rate 0.
+    rate_k rises linearly from 0 to `rate` over the K = depth layers. None at rate 0.
     """
     if rate == 0:
         return None
@@ -135,14 +130,8 @@ def drop_path(rate: float, depth: int, n: int, rng: torch.Generator) -> Tensor |
     return ((torch.rand(depth, 2, n, generator=rng) < survive) / survive).permute(2, 0, 1)
 
 
-# --- theta ----------------------------------------------------------------------------------------
-
-
 def init_theta(depth: int, rank: int, dim: int, rng: torch.Generator) -> Tensor:
-    """Line 2 of Algorithm 1: θ (K, 4 r dim) with A ~ U(±1/√dim) and B = 0, so that f_θ = f_ψ.
-
-    That is LoRA's usual start, Kaiming-uniform with a = √5.
-    """
+    """Line 2 of Algorithm 1: θ (K, 4 r dim) with A ~ U(±1/√dim) and B = 0, so that f_θ = f_ψ."""
     theta = torch.zeros(depth, 4, rank, dim)
     theta[:, 0::2].uniform_(-1 / math.sqrt(dim), 1 / math.sqrt(dim), generator=rng)
     return theta.flatten(1)
@@ -167,14 +156,12 @@ def from_factors(A_q: Tensor, B_q: Tensor, A_v: Tensor, B_v: Tensor) -> Tensor:
 def merge(backbone: Backbone, theta: Tensor) -> dict[str, Tensor]:
     """A plain timm state dict of f_θ: s B A is added to `qkv.weight`, all else is a copy of ψ."""
     state = {name: tensor.detach().clone() for name, tensor in backbone.vit.state_dict().items()}
-    for k, row in enumerate(theta.detach().split(1)):
-        A_q, B_q, A_v, B_v = (matrix[0] for matrix in factors(row, backbone.dim))
-        change = torch.cat([B_q @ A_q, 0 * B_q @ A_q, B_v @ A_v])  # rows of q, of k and of v
-        state[f"blocks.{k}.attn.qkv.weight"] += backbone.scale * change
+    for k, (A_q, B_q, A_v, B_v) in enumerate(
+        zip(*factors(theta.detach(), backbone.dim), strict=True)
+    ):
+        W = state[f"blocks.{k}.attn.qkv.weight"]  # (3 dim, dim): rows of q, of k and of v
+        W += backbone.scale * torch.cat([B_q @ A_q, 0 * B_q @ A_q, B_v @ A_v])
     return state
-
-
-# --- the downstream head and its loss -------------------------------------------------------------
 
 
 class Examples(NamedTuple):
@@ -204,9 +191,9 @@ def init_stats(phi_D: Phi) -> Phi:
 class DownstreamLoss:
     """L^D(θ, φ_D) of a batch, a scalar; line 12 (at θ_P) and line 14 (at θ_D) of Algorithm 1.
 
-    At both places a BatchNorm head normalises with the moments of the batch, also where processes
-    share it. With regularise=True, at θ_D and in PEFT, drop path acts and `stats` (`init_stats`)
-    are updated. `predict`, for scoring, has no drop path and normalises with the statistics.
+    A BatchNorm head normalises with the mean and variance of the batch, of all processes together.
+    With regularise=True, at θ_D and in PEFT, drop path acts and the running statistics `stats`
+    (`init_stats`) are updated. `predict`, for scoring, normalises with those, without drop path.
     """
 
     def __init__(
@@ -233,11 +220,9 @@ def features(
 ) -> Tensor:
     """What enters the head, (B, dim), pooled as this timm network does it.
 
-    With a class token (MAE) that is the class token after the final LayerNorm (App. C.2); without
-    (I-JEPA) the mean of the patches after it (App. D.1).
+    That is the class token (MAE, App. C.2) or the mean of the patches (I-JEPA, App. D.1).
     """
-    tokens = backbone(images, theta, drop=drop)
-    return backbone.vit.forward_head(tokens, pre_logits=True)  # type: ignore[no-any-return]
+    return backbone.vit.forward_head(backbone(images, theta, drop=drop), pre_logits=True)  # type: ignore[no-any-return]
 
 
 def logits(x: Tensor, phi_D: Phi) -> Tensor:
@@ -281,8 +266,8 @@ def cross_entropy(z: Tensor, targets: Tensor, multilabel: Multilabel = "softmax"
     """Loss of each image, (B,), from logits z (B, C).
 
     Targets are classes (B,), or (B, C) with 1 for present, −1 for absent and 0 for a class that is
-    not counted. Of those, "softmax" is −Σ_c log softmax(z)_c over the present classes (the released
-    program's; paper silent), "bce" the mean binary cross entropy over the classes that count.
+    not counted. For the latter, "softmax" is −Σ_c log softmax(z)_c over the present classes (the
+    released program's; paper silent), "bce" the mean binary cross entropy over the counted classes.
 
     >>> cross_entropy(torch.zeros(1, 4), torch.tensor([[1, 1, -1, 0]])).exp()  # (1/4 · 1/4)⁻¹
     tensor([16.])
@@ -296,14 +281,11 @@ def cross_entropy(z: Tensor, targets: Tensor, multilabel: Multilabel = "softmax"
     return total / counts.sum(1).clamp_min(1)
 
 
-# --- adapter files --------------------------------------------------------------------------------
-
-
 def save_adapter(theta: Tensor, phi_D: Phi, about: dict[str, Any]) -> bytes:
     """θ, the head, and what they belong to (`about`, JSON values) as a safetensors file's content.
 
-    Equal adapters are equal files: the library writes several metadata keys in random order, so
-    there is one key, "bisslight", with sorted JSON.
+    Equal adapters are equal files. So `about` is sorted JSON under one metadata key, "bisslight":
+    the library writes several keys in random order.
     """
     tensors = {"theta": theta} | {f"head.{name}": tensor for name, tensor in phi_D.items()}
     text = json.dumps(about | {"format": FORMAT}, sort_keys=True)

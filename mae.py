@@ -9,7 +9,6 @@ removed pixels.
 
 The backbone is a function (images, theta, keep) -> tokens of the patches `keep`, class token first
 (`lora.Backbone`). Names and shapes of the networks' tensors are those of the official program.
-Leaves out: the GAN-loss variant and fine-tuning as in the MAE paper.
 """
 
 import math
@@ -53,10 +52,8 @@ class MAE:
         self.phi: Phi = dict(decoder.named_parameters())
         self.state: dict[str, Tensor] = {}  # nothing besides θ_P and φ_P
         if not 1 <= int(decoder.patches * (1 - mask_ratio)) < decoder.patches:
-            raise ValueError(
-                f"mask ratio {mask_ratio}: leaves none or all of the {decoder.patches} patches "
-                "visible"
-            )
+            what = f"leaves none or all of the {decoder.patches} patches visible"
+            raise ValueError(f"mask ratio {mask_ratio}: {what}")
 
     def draw(self, n: int, rng: torch.Generator) -> tuple[Tensor]:
         """The noise of n images."""
@@ -123,8 +120,7 @@ def spread(patches: Tensor) -> tuple[Tensor, Tensor]:
 def reconstruct(task: MAE, theta: Tensor | None, phi: Phi, batch: Batch) -> tuple[Tensor, Tensor]:
     """To look at: the images without the removed patches, and with them predicted.
 
-    Each prediction of standardised pixels borrows its true patch's mean and deviation, as in MAE's
-    figures.
+    As in MAE's figures, standardised pixels get the mean and deviation of the true patch.
     """
     prediction, mask = task.predict(theta, phi, batch)
     true = patchify(batch.images, size := task.decoder.patch_size)
@@ -175,9 +171,6 @@ class Decoder(nn.Module):
         return self.decoder_pred(self.decoder_norm(self.decoder_blocks(x)))[:, 1:]  # type: ignore[no-any-return]
 
 
-# --- from scratch ---------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def init(networks: Sequence[tuple[nn.Module, Tensor]], rng: torch.Generator) -> None:
     """MAE's initialisation of new networks, in place; pairs of network and position table.
@@ -211,9 +204,6 @@ def schedule(
         return min_lr + (base - min_lr) * 0.5 * (1 + math.cos(angle))
 
     return rate
-
-
-# --- official files -------------------------------------------------------------------------------
 
 
 def split_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
