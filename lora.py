@@ -68,10 +68,11 @@ class Backbone(nn.Module):
         x = self.vit.norm_pre(x)
         # unbind: indexing θ row by row would make backward build K zero tensors of θ's size
         rows = [None] * self.depth if theta is None else theta.unbind(0)
-        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-        run = partial(again, block_forward) if self.recompute else block_forward
+        again = partial(checkpoint, block_forward, use_reentrant=False)
         for k, (block, row) in enumerate(zip(self.vit.blocks, rows, strict=True)):
-            x = run(block, x, row, self.scale, None if drop is None else drop[:, k])
+            x = (again if self.recompute else block_forward)(
+                block, x, row, self.scale, None if drop is None else drop[:, k]
+            )
         return self.vit.norm(x)  # type: ignore[no-any-return]
 
 

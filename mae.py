@@ -52,8 +52,7 @@ class MAE:
         self.phi: Phi = dict(decoder.named_parameters())
         self.state: dict[str, Tensor] = {}  # nothing besides θ_P and φ_P
         if not 1 <= int(decoder.patches * (1 - mask_ratio)) < decoder.patches:
-            what = f"leaves none or all of the {decoder.patches} patches visible"
-            raise ValueError(f"mask ratio {mask_ratio}: {what}")
+            raise ValueError(f"mask ratio {mask_ratio}: leaves none or all of the patches visible")
 
     def draw(self, n: int, rng: torch.Generator) -> tuple[Tensor]:
         """The noise of n images."""

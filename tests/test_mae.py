@@ -193,5 +193,5 @@ def test_reconstruction_keeps_what_was_seen() -> None:
 
 @pytest.mark.parametrize("ratio", [0.0, 0.99])
 def test_a_mask_ratio_that_leaves_none_or_all_is_refused(ratio: float) -> None:
-    with pytest.raises(ValueError, match="leaves none or all of the 16 patches visible"):
+    with pytest.raises(ValueError, match="leaves none or all of the patches"):
         official(ratio)
