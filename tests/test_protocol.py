@@ -86,21 +86,18 @@ def test_weights_are_downloaded_on_first_use(server: Any, monkeypatch: Any, caps
     assert place.read_bytes() == content
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch16_dinov3"])
-def test_any_plain_timm_vit_can_be_finetuned(name: str, capsys: Any) -> None:
+def test_any_plain_timm_vit_can_be_finetuned(capsys: Any) -> None:
     """What is no plain VisionTransformer is refused by name."""
     for kind, shade in (("a", 40), ("b", 200)):
         Path("pics", kind).mkdir(parents=True)
         for i in range(10):
             Image.new("RGB", (32, 32), (shade, i, 9)).save(f"pics/{kind}/{i}.png")
-    torch.save(timm.create_model(name, num_classes=3).state_dict(), "vit.pth")
-    line = f"finetune --backbone timm:{name} --weights vit.pth --dataset folder:pics --rank 4"
-    line += " --epochs 1 --warmup-epochs 0 --seeds 1 --lr 1e-3 --out f --quiet"
-    code, err = cli.run(line.split()), capsys.readouterr().err
-    if "tiny" not in name:
-        assert code == 2 and "VisionTransformer" in err, err
-        return
-    assert code == 0, err
+    line = "finetune --dataset folder:pics --rank 4 --epochs 1 --warmup-epochs 0 --seeds 1"
+    line += " --lr 1e-3 --out f --quiet --weights vit.pth --backbone timm:"
+    for name, code in (("vit_small_patch16_dinov3", 2), ("vit_tiny_patch16_224", 0)):
+        torch.save(timm.create_model(name, num_classes=3).state_dict(), "vit.pth")
+        assert cli.run((line + name).split()) == code
+        assert not code or "VisionTransformer" in capsys.readouterr().err
     assert json.loads(Path("f/result.json").read_text())["backbone"] == f"timm:{name}"
     assert cli.run(["export", "f"]) == 0
     opened = timm.create_model("local-dir:f/export/timm", pretrained=True)
@@ -121,23 +118,17 @@ def test_pooling_is_timms_own() -> None:
 # --- the optimiser ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["transposed gradient", "transposed tensor", "view"])
-def test_gradients_may_lie_in_memory_in_any_order(layout: str) -> None:
+def test_gradients_may_lie_in_memory_in_any_order() -> None:
     """Three steps of the program's AdamW and of torch's plain one (not fused) agree."""
     g = torch.Generator().manual_seed(0)
-    start = torch.randn(3, 4, generator=g).double()
-    ours = start.T.contiguous().T if layout == "transposed tensor" else start.clone()
-    ours, theirs = ours.requires_grad_(), start.clone().requires_grad_()
+    ours = torch.randn(4, 3, generator=g).double().T.requires_grad_()  # transposed in memory
+    theirs = ours.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
     opt = Optimiser([Group([ours], 0.1, 0.05)], constant, (0.9, 0.95), clip=10.0)
     plain = {"weight_decay": 0.05, "foreach": False, "fused": False}
     reference = torch.optim.AdamW([theirs], 0.1, (0.9, 0.95), **plain)
     for _ in range(3):
         theirs.grad = torch.randn(3, 4, generator=g).double()
-        shown = {
-            "transposed gradient": theirs.grad.T.contiguous().T,
-            "view": torch.cat([theirs.grad, theirs.grad], 1)[:, :4],
-        }
-        opt.update([(ours, shown.get(layout, theirs.grad.clone()))])
+        opt.update([(ours, torch.cat([theirs.grad, theirs.grad], 1)[:, :4])])  # a view
         reference.step()
         close(ours, theirs, 1e-12)
 
