@@ -5,6 +5,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +20,6 @@ import cg
 from bisslight import Diverged, Log, State, algorithm_1, gradients
 from mfac import Partition, exact, identity, mfac
 from mfac import recursion as by_recursion
-from training import Group, Optimiser, constant
 
 ADAMW = "bisslight_tiny_adamw_f64"
 RUNS = [  # name, tolerance, micro-batch, hypergradient
@@ -118,7 +118,7 @@ def test_the_generator_is_algorithm_1_with_almost_nothing_else_in_it() -> None:
 
 # --- a quadratic whose optimum is known -----------------------------------------------------------
 
-LAM, RATE = 0.5, 0.15
+LAM, RATE = 0.5, 0.25
 
 
 class Nothing(NamedTuple):
@@ -131,7 +131,7 @@ class Quadratic:
     """L^P = ½xᵀHx + xᵀCφ + ½|φ|² with x = θ − a, L^D = ½|θ − c|² + ½|φ|², θ (K, p), a φ a level.
 
     At its best φ_P is −Cᵀx, so θ_P*(θ_D) = (S + λI)⁻¹(Sa + λθ_D) with S = H − CCᵀ. So the upper
-    level (Eq. 3) is quadratic too, and its optimum is one solve. It is its own pretext task.
+    level (Eq. 3) is quadratic too, and its optimum is one solve. Also pretext task and optimiser.
     """
 
     state: dict[str, Tensor] = {}  # noqa: RUF012
@@ -163,20 +163,22 @@ class Quadratic:
     def after_step(self, theta_P: Tensor) -> None:
         """No teacher."""
 
+    def update(self, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Plain gradient descent."""
+        for tensor, gradient in pairs:
+            tensor.data -= RATE * gradient
+        return torch.zeros(())
+
     def begin(self) -> State:
-        """θ of zeros and a head of ones; plain gradient descent."""
-
-        def level() -> tuple[Tensor, dict[str, Tensor], Optimiser]:
-            theta = torch.zeros(self.K, len(self.a) // self.K).double()
-            x = torch.ones(self.C.shape[1]).double()
-            group = Group([theta.requires_grad_(), x.requires_grad_()], RATE, 0.0)
-            return theta, {"x": x}, Optimiser([group], constant, None)
-
-        (theta_P, phi_P, opt_P), (theta_D, phi_D, opt_D) = level(), level()
-        return State(theta_P, theta_D, phi_P, phi_D, opt_P, opt_D)
+        """θ of zeros and heads of ones."""
+        theta = [torch.zeros(self.K, len(self.a) // self.K).double() for _ in "PD"]
+        phi = [{"x": torch.ones(self.C.shape[1]).double()} for _ in "PD"]
+        for tensor in (*theta, *(head["x"] for head in phi)):
+            tensor.requires_grad_()
+        return State(*theta, *phi, self, self)
 
     def alternations(self, hypergrad: Any, s: State, **steps: int) -> Iterator[Log]:
-        c = Steps(**{"alternations": 120, "lower_steps": 12, "upper_steps": 2, "lam": LAM} | steps)
+        c = Steps(**{"alternations": 25, "lower_steps": 12, "upper_steps": 2, "lam": LAM} | steps)
         batches = itertools.repeat(Nothing())
         return algorithm_1(s, c, self, self.loss_D, hypergrad, batches, batches)  # type: ignore[arg-type]
 
@@ -198,15 +200,11 @@ def fisher_equals_hessian(H: Tensor) -> Any:
     return hypergrad
 
 
-def converged(G: Tensor, lam: float, H: Any) -> Any:
-    """Conjugate gradients until the end, with Eq. 5's factors."""
-    return cg.cg(G, lam, H, 12, 0.0)
-
-
 @pytest.mark.parametrize("how", ["exact", "cg", "fisher"])
 def test_the_loop_reaches_the_bilevel_optimum(how: str) -> None:
-    """With the exact inverse, by CG too, and by M-FAC where the Fisher is the Hessian."""
+    """With the exact inverse, by converged CG too, and by M-FAC where the Fisher is the Hessian."""
     problem = Quadratic()
+    converged = partial(cg.cg, iterations=6, damping=0.0)
     known = {"exact": exact, "cg": converged, "fisher": fisher_equals_hessian(problem.H)}
     s = problem.run(known[how])
     close(s.theta_D.flatten(), problem.theta_D, 1e-4)

@@ -134,13 +134,12 @@ def test_the_released_programs_mae_forward_is_reproduced() -> None:
     close(predict(r.backbone, r.theta, r.phi_D, images), rec["logits"], 1e-10)
 
 
-@pytest.mark.parametrize("micro", [None, 2])
-def test_the_loss_is_twice_differentiable_in_theta(micro: int | None) -> None:
-    """Hessian-vector products equal differences of gradients, in micro-batches too."""
+def test_the_loss_is_twice_differentiable_in_theta() -> None:
+    """Hessian-vector products, in micro-batches, equal differences of gradients."""
     t = official()
     theta = init_theta(3, 2, 32, rng(0)).double() + 0.1
     d = torch.randn(theta.shape, generator=rng(1)).double()
-    product = hessian(t.loss, theta, t.phi, BATCH, micro)(d)
+    product = hessian(t.loss, theta, t.phi, BATCH, 2)(d)
     ends = [(theta + sign * 1e-5 * d).requires_grad_() for sign in (1, -1)]
     g = [torch.autograd.grad(t.loss(end, t.phi, BATCH), end)[0] for end in ends]
     close(product, (g[0] - g[1]) / 2e-5, 1e-6)
