@@ -42,7 +42,7 @@ Phi = dict[str, Tensor]  # a head's trainable tensors by name
 Loss = Callable[..., Tensor]  # (theta, phi, batch) -> scalar, the mean over the batch's images
 Product = Callable[[Tensor], Tensor]  # d -> H d, both shaped like theta
 Hypergradient = Callable[[Tensor, float, Callable[[], Product]], Callable[[Tensor], Tensor]]
-"""(G, λ, H) -> inverse, a function g -> q ≈ λ (H + λI)⁻¹ g. `H()` opens products for one solve."""
+"""(G, λ, H) -> inverse, a function g -> q ≈ λ (H + λI)⁻¹ g. `H()` returns the function d -> H d."""
 
 
 class Diverged(ArithmeticError):
@@ -95,7 +95,7 @@ class Steps(Protocol):
 
 @dataclass
 class State:
-    """All that Algorithm 1 changes. θ and φ are leaf tensors; θ_P and θ_D start equal (l.2)."""
+    """All that Algorithm 1 changes. θ (K, p) and φ are leaf tensors; θ_P = θ_D at first (l.2)."""
 
     theta_P: Tensor
     theta_D: Tensor
@@ -138,11 +138,11 @@ def algorithm_1(
     Line 17 returns θ_P: it is `s.theta_P` once the generator has ended.
 
     Args:
-        loss_D: (θ, φ_D, batch, regularise=False). Paper silent: drop path acts at θ_D alone
-            (regularise=True), as in the released program.
+        loss_D: (θ, φ_D, batch, regularise=False). The paper does not say where drop path acts:
+            here at θ_D alone (regularise=True), as in the released program.
         hypergrad: lines 10 and 13; `mfac.mfac` is the paper's.
         pretext: prepared batches, one a lower step.
-        downstream: labelled batches, one an upper step. Paper silent: lines 12 to 15 share it.
+        downstream: labelled batches, one an upper step, which lines 12 to 15 share.
         micro: most images that pass through the network at once; None: all of a batch.
         amp: bfloat16 autocast for both losses; gradients and G keep the dtype of θ.
         store: the device that keeps G; None: θ's.

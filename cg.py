@@ -74,7 +74,7 @@ def cg(
     Args:
         G: not used.
         lam: λ > 0 (ValueError otherwise).
-        H: opens products d -> H d for one solve, all with the same H, at full precision.
+        H: `H()` returns the function d -> H d for one solve, at full precision.
         sizes: as in `conjugate_gradients`.
     """
     if not 0 < lam < float("inf"):

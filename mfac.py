@@ -17,8 +17,8 @@ so the inverse needs no Hessian-vector product. In this file the same matrix is 
     g, q    ∇L^D, q  (K, p)         query and result; units 1/θ
 
 `identity` and `exact` are two more hypergradients to compare with. All have one signature:
-(G, λ, H) -> inverse, a function g -> q. `H()` opens Hessian-vector products d -> H d, which M-FAC
-does not use. This file needs torch alone and can be copied into a notebook.
+(G, λ, H) -> inverse, a function g -> q. `H()` returns the Hessian-vector product, a function
+d -> H d, which M-FAC does not use. This file needs torch alone.
 
     >>> G = torch.tensor([[[2.0]]])  # one block, one gradient, one parameter
     >>> mfac(G, lam=1.0)(torch.tensor([[5.0]]))  # λ g / (2² / 1 + λ) = 5 / 5
@@ -202,7 +202,7 @@ def exact(G: Tensor, lam: float, H: Callable[[], Product]) -> Inverse:
     Args:
         G: (K, m, p); only its shape is used.
         lam: λ > 0.
-        H: opens products d -> H d.
+        H: `H()` returns the function d -> H d.
     """
     check(lam)
     product, shape = H(), (len(G), G.shape[2])
