@@ -42,7 +42,7 @@ Phi = dict[str, Tensor]  # a head's trainable tensors by name
 Loss = Callable[..., Tensor]  # (theta, phi, batch) -> scalar, the mean over the batch's images
 Product = Callable[[Tensor], Tensor]  # d -> H d, both shaped like theta
 Hypergradient = Callable[[Tensor, float, Callable[[], Product]], Callable[[Tensor], Tensor]]
-"""(G, λ, H) -> inverse, a function g -> q ≈ λ (H + λI)⁻¹ g. `H()` opens products for one solve."""
+"""(G, λ, H) -> inverse, a function g -> q ≈ λ (H + λI)⁻¹ g. `H()` returns the function d -> H d."""
 
 
 class Diverged(ArithmeticError):
@@ -57,31 +57,20 @@ class PretextTask(Protocol):
     other, as a contrastive loss does: such a batch cannot be cut into micro-batches.
     """
 
-    @property
-    def phi(self) -> Phi:
-        """The head's start."""
-        ...
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        """Tensors that a continued run needs besides θ and φ; the task updates them in place."""
-        ...
+    phi: Phi  # the head's start
+    state: dict[str, Tensor]  # what a resumed run needs besides θ and φ; updated in place
 
     def draw(self, n: int, rng: torch.Generator) -> tuple[Tensor, ...]:
         """All random numbers of a step of n images, tensors (n, ...), on the CPU."""
-        ...
 
     def prepare(self, images: Tensor, *drawn: Any, **_: Any) -> Any:
         """Turn images (B, 3, H, W) and what was drawn for them into a batch. Deterministic."""
-        ...
 
     def loss(self, theta: Tensor | None, phi: Phi, batch: Any) -> Tensor:
         """L^P(θ, φ_P), the mean over the images: pure, differentiable, without drop path."""
-        ...
 
     def after_step(self, theta_P: Tensor | None) -> None:
         """Called after l.9, for what follows θ_P slowly, such as a teacher."""
-        ...
 
 
 class Optimiser(Protocol):
@@ -89,7 +78,6 @@ class Optimiser(Protocol):
 
     def update(self, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
         """One step; returns the norm of all the gradients together, before clipping."""
-        ...
 
 
 class Steps(Protocol):
@@ -107,7 +95,7 @@ class Steps(Protocol):
 
 @dataclass
 class State:
-    """All that Algorithm 1 changes. θ and φ are leaf tensors; θ_P and θ_D start equal (l.2)."""
+    """All that Algorithm 1 changes. θ (K, p) and φ are leaf tensors; θ_P = θ_D at first (l.2)."""
 
     theta_P: Tensor
     theta_D: Tensor
@@ -116,13 +104,6 @@ class State:
     opt_P: Optimiser  # of theta_P and phi_P
     opt_D: Optimiser  # of theta_D and phi_D
     done: int = 0  # finished alternations
-
-    def __post_init__(self) -> None:
-        if self.theta_P.ndim != 2 or self.theta_P.shape != self.theta_D.shape:
-            raise ValueError(
-                f"theta_P is {tuple(self.theta_P.shape)} and theta_D {tuple(self.theta_D.shape)}; "
-                "both must be (K, p), K blocks of p numbers; one block is theta[None]"
-            )
 
 
 class Log(NamedTuple):
@@ -157,55 +138,48 @@ def algorithm_1(
     Line 17 returns θ_P: it is `s.theta_P` once the generator has ended.
 
     Args:
-        loss_D: (θ, φ_D, batch, regularise=False). Paper silent: drop path acts at θ_D alone
-            (regularise=True), as in the released program.
+        loss_D: (θ, φ_D, batch, regularise=False). The paper does not say where drop path acts:
+            here at θ_D alone (regularise=True), as in the released program.
         hypergrad: lines 10 and 13; `mfac.mfac` is the paper's.
         pretext: prepared batches, one a lower step.
-        downstream: labelled batches, one an upper step. Paper silent: lines 12 to 15 share it.
+        downstream: labelled batches, one an upper step, which lines 12 to 15 share.
         micro: most images that pass through the network at once; None: all of a batch.
         amp: bfloat16 autocast for both losses; gradients and G keep the dtype of θ.
         store: the device that keeps G; None: θ's.
     Raises Diverged.
     """
     for t in range(s.done + 1, c.alternations + 1):  # l.3
-        G = s.theta_P.new_empty(
-            len(s.theta_P), c.lower_steps, s.theta_P.shape[1], device=store
-        )  # l.4
+        size = len(s.theta_P), c.lower_steps, s.theta_P.shape[1]  # l.4
+        G = torch.empty(size, dtype=s.theta_P.dtype, device=store or s.theta_P.device)  # l.4
         rows = []
         for i in range(c.lower_steps):  # l.5, lower level
-            batch = take(pretext, "pretext")  # l.6
-            grad_P = gradients(task.loss, s.theta_P, s.phi_P, batch, micro, amp)  # l.6
-            G[:, i] = grad_P.theta  # l.6: ∇L^P alone, without the proximal term, unclipped
+            batch = next(pretext)  # l.6
+            loss_P, g_P, g_phi = gradients(task.loss, s.theta_P, s.phi_P, batch, micro, amp)  # l.6
+            G[:, i] = g_P  # l.6: ∇L^P alone, before l.7 adds to it and before clipping
             delta = (s.theta_P - s.theta_D).detach()  # l.7
-            g_theta_P = grad_P.theta + c.lam * delta  # l.7
-            norm = s.opt_P.update([(s.theta_P, g_theta_P), *pairs(s.phi_P, grad_P.phi)])  # l.8, l.9
+            pairs_P = [(s.theta_P, g_P + c.lam * delta), *pairs(s.phi_P, g_phi)]  # l.7, l.8
+            norm = s.opt_P.update(pairs_P)  # l.9
             task.after_step(s.theta_P)  # l.9
-            rows.append(row(grad_P.loss, c.lam / 2 * delta.square().sum(), norm))
+            rows.append([loss_P, c.lam / 2 * delta.square().sum(), norm])
         lower = numbers(f"alternation {t}, lower level", rows, 3)
         H = partial(hessian, task.loss, s.theta_P, s.phi_P, batch, micro)  # l.10: for CG and exact
         inverse = hypergrad(G, c.lam, H)  # l.10
         rows = []
         for _ in range(c.upper_steps):  # l.11, upper level
-            examples = take(downstream, "downstream")  # l.12
-            at_P = gradients(loss_D, s.theta_P, s.phi_D, examples, micro, amp)  # l.12
-            q = inverse(at_P.theta)  # l.13
-            loss = partial(loss_D, regularise=True)  # l.14
-            at_D = gradients(loss, s.theta_D, s.phi_D, examples, micro, amp)  # l.14
-            g_phi_D = {name: at_P.phi[name] + at_D.phi[name] for name in s.phi_D}  # l.15
-            norm = s.opt_D.update([(s.theta_D, q + at_D.theta), *pairs(s.phi_D, g_phi_D)])  # l.16
-            rows.append(row(at_P.loss, at_D.loss, norm, *agreement(q, at_P.theta, s)))
+            examples = next(downstream)  # l.12
+            at_P, g, g_phi_P = gradients(loss_D, s.theta_P, s.phi_D, examples, micro, amp)  # l.12
+            q = inverse(g)  # l.13
+            regular = partial(loss_D, regularise=True)  # l.14
+            at_D, g_D, g_phi_D = gradients(
+                regular, s.theta_D, s.phi_D, examples, micro, amp
+            )  # l.14
+            g_phi = {name: g_phi_P[name] + g_phi_D[name] for name in s.phi_D}  # l.15
+            norm = s.opt_D.update([(s.theta_D, q + g_D), *pairs(s.phi_D, g_phi)])  # l.16
+            rows.append([at_P, at_D, norm, *agreement(q, g, s)])
         upper = numbers(f"alternation {t}, upper level", rows, 6)
         del G, inverse  # l.16: freed before the next alternation asks for as much again
         s.done = t
         yield Log(t, *lower, *upper)
-
-
-class Gradients(NamedTuple):
-    """A loss and its gradients at one point."""
-
-    loss: Tensor  # scalar
-    theta: Tensor  # like θ
-    phi: Phi  # like φ, by name
 
 
 def gradients(
@@ -215,11 +189,11 @@ def gradients(
     batch: Any,
     micro: int | None = None,
     amp: bool = False,
-) -> Gradients:
-    """L(θ, φ), ∇_θ L and ∇_φ L of a batch; the arguments are those of `value_and_grad`."""
+) -> tuple[Tensor, Tensor, Phi]:
+    """L(θ, φ), ∇_θ L and ∇_φ L (by name) of a batch; micro and amp as in `value_and_grad`."""
     tensors = [theta, *phi.values()]
     value, g_theta, *g_phi = value_and_grad(partial(loss, theta, phi), tensors, batch, micro, amp)
-    return Gradients(value, g_theta, dict(zip(phi, g_phi, strict=True)))
+    return value, g_theta, dict(zip(phi, g_phi, strict=True))
 
 
 def value_and_grad(
@@ -234,12 +208,11 @@ def value_and_grad(
     Where processes share a batch, each has some of its images, and all get the whole's gradients.
     """
     device = tensors[0].device
-    n = images_in_all(batch, device)
     total: list[Tensor] = []
-    for part in microbatches(batch, micro):
+    for part, share in microbatches(batch, micro, device):
         with torch.autocast(device.type, torch.bfloat16) if amp else nullcontext():
             value = loss(part)
-        value = value * (len(part[0]) / n).to(value.dtype)
+        value = value * share.to(value.dtype)
         found = [value.detach(), *torch.autograd.grad(value, tensors)]
         total = [a + b for a, b in zip(total, found, strict=True)] if total else found
     return sum_over_processes(total)
@@ -254,46 +227,45 @@ def hessian(loss: Loss, theta: Tensor, phi: Phi, batch: Any, micro: int | None =
     """
     at = theta.detach().requires_grad_()
     fixed = {name: tensor.detach() for name, tensor in phi.items()}
-    parts = microbatches(batch, micro)
-    n = images_in_all(batch, at.device)
+    parts = microbatches(batch, micro, at.device)
 
-    def slope(part: Any) -> Tensor:
-        value = loss(at, fixed, part) * (len(part[0]) / n).to(at.dtype)
+    def slope(part: Any, share: Tensor) -> Tensor:
+        value = loss(at, fixed, part) * share.to(at.dtype)
         return torch.autograd.grad(value, at, create_graph=True)[0]
 
     def product(d: Tensor) -> Tensor:
         total = torch.zeros_like(at)
         with sdpa_kernel(SDPBackend.MATH):
             for part in parts:
-                g = slope(part) if kept is None else kept
+                g = slope(*part) if kept is None else kept
                 total += torch.autograd.grad(g, at, d, retain_graph=kept is not None)[0]
         return sum_over_processes([total])[0]
 
     with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
-        kept = slope(batch) if len(parts) == 1 else None
+        kept = slope(*parts[0]) if len(parts) == 1 else None
     return product
 
 
-def microbatches(batch: Any, micro: int | None) -> list[Any]:
+def microbatches(batch: Any, micro: int | None, device: torch.device) -> list[tuple[Any, Tensor]]:
     """A batch (a NamedTuple of tensors, image first) cut into parts of at most `micro` images.
+
+    With each part comes its share of the images of the batch, of all processes together, as a
+    float64 number on the device, which is not waited for.
 
     >>> class Batch(NamedTuple):
     ...     images: Tensor
     ...     drop: Tensor | None = None
-    >>> [len(part.images) for part in microbatches(Batch(torch.zeros(5, 3)), 2)]
-    [2, 2, 1]
+    >>> parts = microbatches(Batch(torch.zeros(5, 3)), 2, torch.device("cpu"))
+    >>> [(len(part.images), float(share)) for part, share in parts]
+    [(2, 0.4), (2, 0.4), (1, 0.2)]
     """
     n = len(batch[0])
+    whole = sum_over_processes([torch.tensor(n, dtype=torch.float64, device=device)])[0]
     if micro is None or n <= micro:
-        return [batch]
+        return [(batch, n / whole)]
     starts = range(0, n, micro)
-    return [type(batch)(*(x if x is None else x[i : i + micro] for x in batch)) for i in starts]
-
-
-def images_in_all(batch: Any, device: torch.device) -> Tensor:
-    """How many images a batch has in all processes together, as a tensor that is not waited for."""
-    n = torch.tensor(len(batch[0]), dtype=torch.float64, device=device)
-    return sum_over_processes([n])[0]
+    parts = [type(batch)(*(x if x is None else x[i : i + micro] for x in batch)) for i in starts]
+    return [(part, len(part[0]) / whole) for part in parts]
 
 
 def sum_over_processes(values: list[Tensor]) -> list[Tensor]:
@@ -311,33 +283,22 @@ def pairs(phi: Phi, gradient: Phi) -> list[tuple[Tensor, Tensor]]:
     return [(tensor, gradient[name]) for name, tensor in phi.items()]
 
 
-def take(batches: Iterator[Any], name: str) -> Any:
-    """The next batch (ValueError where there is none)."""
-    for batch in batches:
-        return batch
-    raise ValueError(f"{name}: has no more batches, but Algorithm 1 wants one for every step")
-
-
-def agreement(q: Tensor, g: Tensor, s: State) -> tuple[Tensor, ...]:
+def agreement(q: Tensor, g: Tensor, s: State) -> list[Tensor]:
     """|q|/|g|, the cosine of q and g, |θ_P − θ_D|, and |q| of each block."""
     cosine = torch.cosine_similarity(q.flatten(), g.flatten(), 0)
-    distance = (s.theta_P - s.theta_D).detach().norm()
-    return q.norm() / g.norm(), cosine, distance, q.norm(dim=1)
+    return [q.norm() / g.norm(), cosine, (s.theta_P - s.theta_D).detach().norm(), q.norm(dim=1)]
 
 
-def row(*values: Tensor) -> Tensor:
-    """The numbers of one step as a vector, still on the device."""
-    return torch.cat([value.detach().reshape(-1).double() for value in values])
-
-
-def numbers(where: str, rows: list[Tensor], width: int) -> list[list[float]]:
+def numbers(where: str, rows: list[list[Tensor]], width: int) -> list[list[float]]:
     """A level's numbers as `width` lists by step. Nothing else in Algorithm 1 waits for a GPU.
 
     Args:
-        rows: one a step; behind `width` numbers there may be one a block of the hypergradient.
+        rows: one a step: `width` scalars, and behind them, if wanted, a vector with a number for
+            each block of the hypergradient.
     Raises Diverged naming the first step, and block, with a number that is not finite.
     """
-    steps = torch.stack(rows).tolist() if rows else []
+    vectors = [torch.cat([x.detach().double().flatten() for x in row]) for row in rows]
+    steps = torch.stack(vectors).tolist() if rows else []
     for step, values in enumerate(steps, 1):
         if not all(map(math.isfinite, values)):
             bad = [k for k, x in enumerate(values[width:]) if not math.isfinite(x)]

@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 
 Product = Callable[[Tensor], Tensor]  # d -> A d
-SMALL = 1e-14  # added to both denominators, in units of |g|²: nothing is divided by zero
-RELEASED = 1e-12  # the same of the released program, absolute
 
 
 def conjugate_gradients(
@@ -43,7 +41,7 @@ def conjugate_gradients(
     lengths = torch.tensor(parts, device=g.device)
     length = torch.linalg.vector_norm(g, dtype=torch.float64)  # squares may vanish in float32
     scale = torch.where((length > 0) & (sizes is None), length, 1.0)
-    tiny = SMALL if sizes is None else RELEASED
+    tiny = 1e-14 if sizes is None else 1e-12  # in both denominators: nothing is divided by zero
 
     def dot(a: Tensor, b: Tensor) -> Tensor:
         """One product a tensor, each repeated over the tensor's entries."""
@@ -76,7 +74,7 @@ def cg(
     Args:
         G: not used.
         lam: λ > 0 (ValueError otherwise).
-        H: opens products d -> H d for one solve, all with the same H, at full precision.
+        H: `H()` returns the function d -> H d for one solve, at full precision.
         sizes: as in `conjugate_gradients`.
     """
     if not 0 < lam < float("inf"):

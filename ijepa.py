@@ -12,9 +12,9 @@ smaller target blocks.
 
 The backbone is a function (images, theta, keep) -> tokens of the patches `keep`, without a class
 token (`lora.Backbone`). The networks' tensors have the official names and shapes.
-Leaves out: interpolation of positions.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -64,8 +64,8 @@ class IJEPA:
         check_masks(masks, self.grid)
         self.phi: Phi = dict(predictor.named_parameters())
         follows = teacher.named_parameters() if theta is None else [("theta_T", theta.clone())]
-        self.state: dict[str, Tensor] = {name: tensor.detach() for name, tensor in follows}
-        self.state["step"] = torch.tensor(0, device="cpu")  # asking a GPU for it would wait
+        step = torch.tensor(0, device="cpu")  # asking a GPU for it would wait
+        self.state: dict[str, Tensor] = {k: v.detach() for k, v in follows} | {"step": step}
 
     def draw(self, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
         """Context and target blocks of n images. Sizes depend on all n: draw for a whole batch."""
@@ -73,10 +73,7 @@ class IJEPA:
 
     @torch.no_grad()
     def prepare(self, images: Tensor, context: Tensor, targets: Tensor) -> Batch:
-        """Ask the teacher, as it is now, for its tokens of the whole images, layer-normed.
-
-        So the loss is a pure function of the batch.
-        """
+        """The teacher, as it is now, gives its layer-normed tokens; the loss is a pure function."""
         tokens = self.teacher(images, self.state.get("theta_T"))
         tokens = F.layer_norm(tokens, tokens.shape[-1:])  # eps 1e-5
         target = tokens.take_along_dim(targets.flatten(1)[..., None], 1)
@@ -89,14 +86,10 @@ class IJEPA:
 
     def predict(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
         """Predicted tokens at every target from every context, (B, M, E, m, dim)."""
-        tokens = self.encode(theta, batch)
-        return functional_call(self.predictor, phi, (tokens, batch.context, batch.targets))  # type: ignore[no-any-return]
-
-    def encode(self, theta: Tensor | None, batch: Batch) -> Tensor:
-        """The student's tokens of each context, (B, E, n, dim)."""
         B, E, _ = batch.context.shape
         images = batch.images.repeat_interleave(E, 0)
-        return self.backbone(images, theta, batch.context.flatten(0, 1)).unflatten(0, (B, E))  # type: ignore[no-any-return]
+        tokens = self.backbone(images, theta, batch.context.flatten(0, 1)).unflatten(0, (B, E))
+        return functional_call(self.predictor, phi, (tokens, batch.context, batch.targets))  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def after_step(self, theta_P: Tensor | None) -> None:
@@ -117,17 +110,14 @@ def momentum(i: int, first: float, steps: float) -> float:
     return first + i * (1 - first) / steps
 
 
-# --- masks ----------------------------------------------------------------------------------------
-
-
 def multiblock(masks: Any, grid: int, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     """Contexts (B, E, n) and targets (B, M, m) of a batch, as the official collator draws them.
 
-    int64, in raster order. All targets share one size, which is drawn with their aspect from one
-    number. Positions are uniform, but the last row and the last column are never used, as there. A
-    context is its block without all targets, drawn again while it has `min_keep` patches or fewer;
-    after 20 attempts one target after the other may overlap it. All contexts are then cut to the
-    shortest one of the batch, so the batch size belongs to the task.
+    Both are int64, in raster order. One random number gives size and shape of all targets of the
+    batch, another one those of its contexts. Positions are uniform, but, as there, the last row and
+    column are never used. A context is a block without the patches of all targets, drawn again
+    while `min_keep` patches or fewer are left; every 20 attempts, one target more may overlap it.
+    Then all contexts are cut to the length of the batch's shortest one.
 
     Args:
         masks: anything with these attributes (official values): targets M (4) and contexts E (1),
@@ -141,17 +131,17 @@ def multiblock(masks: Any, grid: int, n: int, rng: torch.Generator) -> tuple[Ten
     targets = blocks(grid, size, (n, masks.targets), rng)  # (B, M, L) bool
     size = block_size(u_context, masks.context_scale, (1, 1), grid)
     context = torch.zeros(n, masks.contexts, grid * grid, dtype=torch.bool)
-    short = torch.ones(n, masks.contexts, dtype=torch.bool)
-    attempt = 0
-    while bool(short.any()):
+    for attempt in itertools.count():
+        short = context.sum(-1) <= masks.min_keep
+        if not short.any():
+            break
         forbidden = targets[:, : max(0, masks.targets - attempt // 20)].any(1, keepdim=True)
         fresh = blocks(grid, size, (n, masks.contexts), rng)
         fresh = fresh if masks.overlap else fresh & ~forbidden
         context = torch.where(short[..., None], fresh, context)
-        short = context.sum(-1) <= masks.min_keep
-        attempt += 1
-    first = context & (context.cumsum(-1) <= context.sum(-1).min())
-    return indices(first), indices(targets)
+    context &= context.cumsum(-1) <= context.sum(-1).min()
+    kept, hidden = (mask.nonzero()[:, -1].view(*mask.shape[:2], -1) for mask in (context, targets))
+    return kept, hidden
 
 
 def block_size(
@@ -164,9 +154,8 @@ def block_size(
     """
     area = int(grid * grid * (scale[0] + u * (scale[1] - scale[0])))
     ratio = aspect[0] + u * (aspect[1] - aspect[0])
-    height = min(round(math.sqrt(area * ratio)), grid - 1)
-    width = min(round(math.sqrt(area / ratio)), grid - 1)
-    return height, width
+    height, width = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+    return min(height, grid - 1), min(width, grid - 1)
 
 
 def blocks(
@@ -182,26 +171,17 @@ def blocks(
     return (rows[..., :, None] & columns[..., None, :]).flatten(-2)
 
 
-def indices(mask: Tensor) -> Tensor:
-    """Masks (B, K, L) with equally many patches each -> the patches (B, K, n)."""
-    return mask.nonzero()[:, -1].view(*mask.shape[:2], -1)
-
-
 def check_masks(masks: Any, grid: int) -> None:
     """ValueError for settings whose blocks can be so small that none would ever be accepted."""
     kinds = {"target": (masks.target_scale, masks.aspect), "context": (masks.context_scale, (1, 1))}
     for name, (scale, aspect) in kinds.items():
-        sizes = (block_size(i / 1000, scale, aspect, grid) for i in range(1001))
-        smallest = min(height * width for height, width in sizes)
+        smallest = min(math.prod(block_size(i / 1000, scale, aspect, grid)) for i in range(1001))
         if smallest <= masks.min_keep:
             raise ValueError(
                 f"I-JEPA: a {name} block on a grid of {grid} x {grid} patches can have {smallest} "
                 f"of them, and more than min_keep {masks.min_keep} are needed; lower min_keep or "
                 "take smaller patches"
             )
-
-
-# --- predictor ------------------------------------------------------------------------------------
 
 
 class Predictor(nn.Module):
@@ -242,11 +222,8 @@ class Predictor(nn.Module):
         asked = (self.mask_token + place[targets])[:, :, None]  # (B, M, 1, m, width)
         pairs = [seen.expand(-1, M, -1, -1, -1), asked.expand(-1, -1, E, -1, -1)]
         x = torch.cat(pairs, 3).flatten(0, 2)  # (B M E, n + m, width)
-        x = self.predictor_norm(self.predictor_blocks(x)[:, n:])
-        return self.predictor_proj(x).unflatten(0, (B, M, E))  # type: ignore[no-any-return]
-
-
-# --- from scratch ---------------------------------------------------------------------------------
+        x = self.predictor_proj(self.predictor_norm(self.predictor_blocks(x)[:, n:]))
+        return x.unflatten(0, (B, M, E))  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -291,29 +268,17 @@ def half_cosine(share: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * share))
 
 
-# --- official files -------------------------------------------------------------------------------
-
-
 def split_state(state: Any, base: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """State dicts of encoder and predictor from the content of an official checkpoint.
 
     Args:
         base: which encoder, "target_encoder" or "encoder".
-    ValueError says what the file is instead; names and shapes are left to strict loading.
+    ValueError where one is missing; names and shapes are left to strict loading.
     """
     file = state if isinstance(state, dict) else {}
-    hugging_face = any("embeddings.patch_embeddings" in str(name) for name in file)
-    only_encoder = "predictor" not in file and {"patch_embed.proj.weight", "encoder"} & file.keys()
     parts: list[Any] = [file.get(base), file.get("predictor")]
-    wrong = {
-        "looks like an MAE checkpoint": {"model", "decoder_embed.weight"} & file.keys(),
-        "has Hugging Face names and no predictor": hugging_face,
-        "holds an encoder only, the pretext task needs the predictor too": only_encoder,
-        f"holds no {base} and predictor": not all(isinstance(part, dict) for part in parts),
-    }
-    for what, found in wrong.items():
-        if found:
-            raise ValueError(what)
+    if not all(isinstance(part, dict) for part in parts):
+        raise ValueError(f"holds no {base} and predictor of I-JEPA; its first names: {[*file][:3]}")
     # names start with `module.` there
     encoder, predictor = ({k.removeprefix("module."): v for k, v in p.items()} for p in parts)
     return encoder, predictor

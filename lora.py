@@ -1,30 +1,26 @@
 """The backbone f_θ, a frozen Vision Transformer ψ with LoRA (Sec. 3.2), and the downstream head.
 
-    tokens = backbone(images, theta, keep=None, drop=None)
+θ is one tensor (K, p) with a row for each of the K attention layers. Reshaped to (4, r, dim), a row
+is A_q, B_qᵀ, A_v, B_vᵀ: the query matrix becomes W_q + s B_q A_q and the value matrix
+W_v + s B_v A_v, with s = alpha / r; the key matrix stays as it is.
 
-θ is one tensor (K, p) with a row for each of the K attention layers; row k, seen as (4, r, dim), is
-A_q, B_qᵀ, A_v, B_vᵀ. So θ_P − θ_D is a subtraction, and an adapter file holds one tensor. The
-adapted projections are W_q + s B_q A_q and W_v + s B_v A_v with s = alpha / r; k is left as it is.
-
-    ψ    psi    frozen backbone weights, in `Backbone.vit`; one copy, whatever the number of θ
+    ψ    psi    frozen backbone weights, `Backbone.vit`: one copy, used with every θ
     φ_D  phi_D  downstream head {"weight" (C, dim), "bias" (C,)} (App. C.2), and, where BatchNorm
                 comes before the linear layer (I-JEPA, App. D.1), {"norm.weight", "norm.bias"}
     r    rank   64 in the paper, on q and v of every layer; s = 1 (alpha = r)
-
-Leaves out: dropout in LoRA and trainable LayerNorms (the paper found neither useful), and merging
-during training (it would change the ψ that both levels share).
 """
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from timm.layers.attention import Attention
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
@@ -46,7 +42,7 @@ class Backbone(nn.Module):
 
     def __init__(self, vit: nn.Module, scale: float = 1.0, recompute: bool = False) -> None:
         super().__init__()
-        self.vit = check_vit(vit).eval()  # eval: no dropout of timm's
+        self.vit: Any = check_vit(vit).eval()  # eval: timm's own dropout is off
         self.scale, self.recompute = scale, recompute
         self.depth, self.dim = len(self.vit.blocks), int(self.vit.embed_dim)
 
@@ -65,49 +61,38 @@ class Backbone(nn.Module):
             keep: (B, n) int64, the patches that enter the blocks, in this order; None: all.
             drop: (B, K, 2) from `drop_path`: factors of every image's residual branches.
         """
-        vit: Any = self.vit
-        x = vit._pos_embed(vit.patch_embed(images))  # positions first, then the selection
+        x = self.vit._pos_embed(self.vit.patch_embed(images))  # positions first, then the selection
         if keep is not None:
-            prefix, patches = x[:, : vit.num_prefix_tokens], x[:, vit.num_prefix_tokens :]
-            x = torch.cat([prefix, patches.take_along_dim(keep[..., None], 1)], 1)
-        x = vit.norm_pre(x)
+            first = self.vit.num_prefix_tokens
+            x = torch.cat([x[:, :first], x[:, first:].take_along_dim(keep[..., None], 1)], 1)
+        x = self.vit.norm_pre(x)
         # unbind: indexing θ row by row would make backward build K zero tensors of θ's size
         rows = [None] * self.depth if theta is None else theta.unbind(0)
-        drops = [None] * self.depth if drop is None else drop.unbind(1)
-        again: Any = {"use_reentrant": False, "preserve_rng_state": False}
-        for block, row, factor in zip(vit.blocks, rows, drops, strict=True):
-            args = (block, x, row, self.scale, factor)
-            recompute = self.recompute and torch.is_grad_enabled()
-            x = checkpoint(block_forward, *args, **again) if recompute else block_forward(*args)
-        return vit.norm(x)  # type: ignore[no-any-return]
+        again = partial(checkpoint, block_forward, use_reentrant=False)
+        for k, (block, row) in enumerate(zip(self.vit.blocks, rows, strict=True)):
+            x = (again if self.recompute else block_forward)(
+                block, x, row, self.scale, None if drop is None else drop[:, k]
+            )
+        return self.vit.norm(x)  # type: ignore[no-any-return]
 
 
 def block_forward(
-    block: Any,
-    x: Tensor,
-    row: Tensor | None = None,
-    scale: float = 1.0,
-    drop: Tensor | None = None,
+    block: Any, x: Tensor, row: Tensor | None, scale: float, drop: Tensor | None = None
 ) -> Tensor:
     """One pre-norm block of timm on x (B, n, dim).
 
     Args:
-        row: (p,), the block's row of θ.
+        row: (p,), the block's row of θ; None: without LoRA.
         drop: (B, 2), drop-path factors of the attention and the MLP branch.
     """
     attn_keep, mlp_keep = (1.0, 1.0) if drop is None else drop[..., None, None].unbind(1)
-    x = x + block.ls1(attention(block.attn, block.norm1(x), row, scale)) * attn_keep
+    out = F.scaled_dot_product_attention(*qkv(block.attn, block.norm1(x), row, scale))
+    x = x + block.ls1(block.attn.proj(block.attn.norm(out.transpose(1, 2).flatten(2)))) * attn_keep
     return x + block.ls2(block.mlp(block.norm2(x))) * mlp_keep  # type: ignore[no-any-return]
 
 
-def attention(attn: Any, x: Tensor, row: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    """Multi-head self-attention of timm with LoRA on q and v; x (B, n, dim)."""
-    out = F.scaled_dot_product_attention(*qkv(attn, x, row, scale))  # (B, heads, n, head dim)
-    return attn.proj(attn.norm(out.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
-
-
 def qkv(attn: Any, x: Tensor, row: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of all heads, each (B, heads, n, head dim)."""
+    """Queries, keys and values of all heads, each (B, heads, n, head dim), with LoRA on q and v."""
     q, k, v = attn.qkv(x).chunk(3, -1)  # (B, n, dim) each
     if row is not None:
         A_q, B_qT, A_v, B_vT = row.view(4, -1, x.shape[-1]).unbind(0)  # (r, dim) each
@@ -119,27 +104,26 @@ def qkv(attn: Any, x: Tensor, row: Tensor | None, scale: float) -> tuple[Tensor,
 
 def check_vit(vit: Any) -> VisionTransformer:
     """The network itself; ValueError where `Backbone` would compute something else than timm."""
-    known = isinstance(vit, VisionTransformer) and vit.global_pool in ("token", "avg")
-    if not known or not all(map(is_plain, vit.blocks)):
+    if not (
+        isinstance(vit, VisionTransformer)
+        and vit.global_pool in ("token", "avg")
+        and all(type(block) is Block and type(block.attn) is Attention for block in vit.blocks)
+        and all(
+            type(a.qkv) is nn.Linear and a.gate is None and a.attn_dim == a.proj.out_features
+            for a in (cast(Attention, block.attn) for block in vit.blocks)
+        )
+    ):
         raise ValueError(
             f"backbone {type(vit).__name__}: is not a timm VisionTransformer of plain Blocks with "
             "a fused qkv Linear, which pools its class token or its patches"
         )
-    return cast(VisionTransformer, vit)
-
-
-def is_plain(block: Any) -> bool:
-    """Whether this is timm's own pre-norm block, with attention that has no gate."""
-    attn: Any = getattr(block, "attn", None)
-    fused = type(attn) is Attention and type(attn.qkv) is nn.Linear and attn.gate is None
-    return type(block) is Block and fused and attn.attn_dim == attn.proj.out_features
+    return vit
 
 
 def drop_path(rate: float, depth: int, n: int, rng: torch.Generator) -> Tensor | None:
-    """Drop-path factors of n images, (n, K, 2): 0, or 1/(1 − rate_k) with probability 1 − rate_k.
+    """Drop-path factors of n images, (n, K, 2): 1/(1 − rate_k) with probability 1 − rate_k, else 0.
 
-    rate_k rises linearly from 0 to `rate` over the K = depth layers. Drawn outside the network, so
-    that a step can be repeated. None at rate 0.
+    rate_k rises linearly from 0 to `rate` over the K = depth layers. None at rate 0.
     """
     if rate == 0:
         return None
@@ -147,16 +131,8 @@ def drop_path(rate: float, depth: int, n: int, rng: torch.Generator) -> Tensor |
     return ((torch.rand(depth, 2, n, generator=rng) < survive) / survive).permute(2, 0, 1)
 
 
-# --- theta ----------------------------------------------------------------------------------------
-
-
 def init_theta(depth: int, rank: int, dim: int, rng: torch.Generator) -> Tensor:
-    """Line 2 of Algorithm 1: θ (K, 4 r dim) with A ~ U(±1/√dim) and B = 0, so that f_θ = f_ψ.
-
-    That is LoRA's usual start, Kaiming-uniform with a = √5.
-    """
-    if not 1 <= rank <= dim:  # B A has rank dim at most
-        raise ValueError(f"rank {rank}: LoRA on a backbone of width {dim} has rank 1 to {dim}")
+    """Line 2 of Algorithm 1: θ (K, 4 r dim) with A ~ U(±1/√dim) and B = 0, so that f_θ = f_ψ."""
     theta = torch.zeros(depth, 4, rank, dim)
     theta[:, 0::2].uniform_(-1 / math.sqrt(dim), 1 / math.sqrt(dim), generator=rng)
     return theta.flatten(1)
@@ -181,15 +157,12 @@ def from_factors(A_q: Tensor, B_q: Tensor, A_v: Tensor, B_v: Tensor) -> Tensor:
 def merge(backbone: Backbone, theta: Tensor) -> dict[str, Tensor]:
     """A plain timm state dict of f_θ: s B A is added to `qkv.weight`, all else is a copy of ψ."""
     state = {name: tensor.detach().clone() for name, tensor in backbone.vit.state_dict().items()}
-    dim = backbone.dim
-    for k, (A_q, B_q, A_v, B_v) in enumerate(zip(*factors(theta.detach(), dim), strict=True)):
-        W = state[f"blocks.{k}.attn.qkv.weight"]  # (3 dim, dim): q rows, k rows, v rows
-        W[:dim] += backbone.scale * (B_q @ A_q).to(W)
-        W[2 * dim :] += backbone.scale * (B_v @ A_v).to(W)
+    for k, (A_q, B_q, A_v, B_v) in enumerate(
+        zip(*factors(theta.detach(), backbone.dim), strict=True)
+    ):
+        W = state[f"blocks.{k}.attn.qkv.weight"]  # (3 dim, dim): rows of q, of k and of v
+        W += backbone.scale * torch.cat([B_q @ A_q, 0 * B_q @ A_q, B_v @ A_v])
     return state
-
-
-# --- the downstream head and its loss -------------------------------------------------------------
 
 
 class Examples(NamedTuple):
@@ -219,9 +192,9 @@ def init_stats(phi_D: Phi) -> Phi:
 class DownstreamLoss:
     """L^D(θ, φ_D) of a batch, a scalar; line 12 (at θ_P) and line 14 (at θ_D) of Algorithm 1.
 
-    At both places a BatchNorm head normalises with the moments of the batch, also where processes
-    share it. With regularise=True, at θ_D and in PEFT, drop path acts and `stats` (`init_stats`)
-    are updated. `predict`, for scoring, has no drop path and normalises with the statistics.
+    A BatchNorm head normalises with the mean and variance of the batch, of all processes together.
+    With regularise=True, at θ_D and in PEFT, drop path acts and the running statistics `stats`
+    (`init_stats`) are updated. `predict`, for scoring, normalises with those, without drop path.
     """
 
     def __init__(
@@ -248,10 +221,9 @@ def features(
 ) -> Tensor:
     """What enters the head, (B, dim), pooled as this timm network does it.
 
-    With a class token (MAE) that is the class token after the final LayerNorm (App. C.2); without
-    (I-JEPA) the mean of the patches after it (App. D.1).
+    That is the class token (MAE, App. C.2) or the mean of the patches (I-JEPA, App. D.1).
     """
-    return backbone.vit.forward_head(backbone(images, theta, drop=drop), pre_logits=True)
+    return backbone.vit.forward_head(backbone(images, theta, drop=drop), pre_logits=True)  # type: ignore[no-any-return]
 
 
 def logits(x: Tensor, phi_D: Phi) -> Tensor:
@@ -267,11 +239,9 @@ def moments(x: Tensor, stats: Phi | None) -> Phi:
 
     x is float64: in float32, similar features would lose most digits of their gradients.
     """
-    shared = dist.is_available() and dist.is_initialized()
-    total = SumOverProcesses.apply if shared else Tensor.clone
-    n = total(x.new_tensor(float(len(x))))
-    mean = total(x.sum(0)) / n
-    var = total((x - mean).square().sum(0)) / n
+    n = SumOverProcesses.apply(x.new_tensor(float(len(x))))
+    mean = SumOverProcesses.apply(x.sum(0)) / n
+    var = SumOverProcesses.apply((x - mean).square().sum(0)) / n
     for name, value in (("norm.mean", mean), ("norm.var", var * n / (n - 1))):
         if stats:
             stats[name].lerp_(value.detach().to(stats[name]), 0.1)
@@ -284,7 +254,8 @@ class SumOverProcesses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(x)
         return x
 
     @staticmethod
@@ -296,8 +267,8 @@ def cross_entropy(z: Tensor, targets: Tensor, multilabel: Multilabel = "softmax"
     """Loss of each image, (B,), from logits z (B, C).
 
     Targets are classes (B,), or (B, C) with 1 for present, −1 for absent and 0 for a class that is
-    not counted. Of those, "softmax" is −Σ_c log softmax(z)_c over the present classes (the released
-    program's; paper silent), "bce" the mean binary cross entropy over the classes that count.
+    not counted. For the latter, "softmax" is −Σ_c log softmax(z)_c over the present classes (the
+    released program's; paper silent), "bce" the mean binary cross entropy over the counted classes.
 
     >>> cross_entropy(torch.zeros(1, 4), torch.tensor([[1, 1, -1, 0]])).exp()  # (1/4 · 1/4)⁻¹
     tensor([16.])
@@ -307,18 +278,15 @@ def cross_entropy(z: Tensor, targets: Tensor, multilabel: Multilabel = "softmax"
     present, counts = (targets == 1).to(z.dtype), (targets != 0).to(z.dtype)
     if multilabel == "softmax":
         return -(present * z.log_softmax(1)).sum(1)
-    each = F.binary_cross_entropy_with_logits(z, present, counts, reduction="none")
-    return each.sum(1) / counts.sum(1).clamp_min(1)
-
-
-# --- adapter files --------------------------------------------------------------------------------
+    total = F.binary_cross_entropy_with_logits(z, present, counts, reduction="none").sum(1)
+    return total / counts.sum(1).clamp_min(1)
 
 
 def save_adapter(theta: Tensor, phi_D: Phi, about: dict[str, Any]) -> bytes:
     """θ, the head, and what they belong to (`about`, JSON values) as a safetensors file's content.
 
-    Equal adapters are equal files: the library writes several metadata keys in random order, so
-    there is one key, "bisslight", with sorted JSON.
+    Equal adapters are equal files. So `about` is sorted JSON under one metadata key, "bisslight":
+    the library writes several keys in random order.
     """
     tensors = {"theta": theta} | {f"head.{name}": tensor for name, tensor in phi_D.items()}
     text = json.dumps(about | {"format": FORMAT}, sort_keys=True)
@@ -331,13 +299,12 @@ def load_adapter(path: Path) -> tuple[Tensor, Phi, dict[str, Any]]:
     Files of earlier versions, with metadata keys of their own, have strings in `about`. Raises
     OSError where the file cannot be read, and ValueError where it is no adapter.
     """
-    data = path.read_bytes()
     try:
-        tensors = load(data)
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            about: dict[str, Any] = file.metadata() or {}
     except SafetensorError as error:
         raise ValueError(f"not a readable safetensors file ({error})") from error
-    header = data[8 : 8 + int.from_bytes(data[:8], "little")]
-    about = json.loads(header).get("__metadata__", {})
     about = json.loads(about["bisslight"]) if "bisslight" in about else about
     theta = tensors.pop("theta", torch.empty(0))
     if about.pop("format", None) != FORMAT or theta.ndim != 2:

@@ -9,11 +9,10 @@ removed pixels.
 
 The backbone is a function (images, theta, keep) -> tokens of the patches `keep`, class token first
 (`lora.Backbone`). Names and shapes of the networks' tensors are those of the official program.
-Leaves out: the GAN-loss variant and fine-tuning as in the MAE paper.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,13 +47,12 @@ class MAE:
         mask_ratio: float = 0.75,
         norm_pix: bool = True,
     ) -> None:
-        self.backbone, self.decoder, self.mask_ratio = backbone, decoder, mask_ratio
-        self.norm_pix = norm_pix
+        self.backbone, self.decoder = backbone, decoder
+        self.mask_ratio, self.norm_pix = mask_ratio, norm_pix
         self.phi: Phi = dict(decoder.named_parameters())
         self.state: dict[str, Tensor] = {}  # nothing besides θ_P and φ_P
         if not 1 <= int(decoder.patches * (1 - mask_ratio)) < decoder.patches:
-            what = f"none or all of the {decoder.patches} patches"
-            raise ValueError(f"mask ratio {mask_ratio}: leaves {what} visible")
+            raise ValueError(f"mask ratio {mask_ratio}: leaves none or all of the patches visible")
 
     def draw(self, n: int, rng: torch.Generator) -> tuple[Tensor]:
         """The noise of n images."""
@@ -100,14 +98,14 @@ def masking(noise: Tensor, mask_ratio: float) -> tuple[Tensor, Tensor]:
 
 def patchify(images: Tensor, size: int) -> Tensor:
     """(B, 3, H, W) -> (B, L, size² 3): patches in raster order; in one: row, column, channel."""
-    x: Tensor = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))
-    return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+    x = images.unfold(2, size, size).unfold(3, size, size)  # (B, 3, rows, columns, size, size)
+    return x.permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)
 
 
 def unpatchify(patches: Tensor, size: int) -> Tensor:
     """Inverse of `patchify` for square images."""
     side = math.isqrt(patches.shape[1])
-    x: Tensor = patches.unflatten(2, (size, size, 3)).unflatten(1, (side, side))
+    x = patches.reshape(-1, side, side, size, size, 3)
     return x.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
 
 
@@ -121,8 +119,7 @@ def spread(patches: Tensor) -> tuple[Tensor, Tensor]:
 def reconstruct(task: MAE, theta: Tensor | None, phi: Phi, batch: Batch) -> tuple[Tensor, Tensor]:
     """To look at: the images without the removed patches, and with them predicted.
 
-    Each prediction of standardised pixels borrows its true patch's mean and deviation, as in MAE's
-    figures.
+    As in MAE's figures, standardised pixels get the mean and deviation of the true patch.
     """
     prediction, mask = task.predict(theta, phi, batch)
     true = patchify(batch.images, size := task.decoder.patch_size)
@@ -170,11 +167,7 @@ class Decoder(nn.Module):
         removed = self.mask_token.to(x.dtype).expand(len(x), 1 + self.patches - x.shape[1], -1)
         patches = torch.cat([x[:, 1:], removed], 1).take_along_dim(restore[..., None], 1)
         x = torch.cat([x[:, :1], patches], 1) + self.decoder_pos_embed  # class token, raster order
-        x = self.decoder_norm(self.decoder_blocks(x))
-        return self.decoder_pred(x)[:, 1:]  # type: ignore[no-any-return]
-
-
-# --- from scratch ---------------------------------------------------------------------------------
+        return self.decoder_pred(self.decoder_norm(self.decoder_blocks(x)))[:, 1:]  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -206,40 +199,21 @@ def schedule(
         epoch = (k - 1) / steps_per_epoch
         if epoch < warmup:
             return base * (start + (1 - start) * epoch / warmup)
-        share = (epoch - warmup) / (epochs - warmup)
-        return min_lr + (base - min_lr) * 0.5 * (1 + math.cos(math.pi * share))
+        angle = math.pi * ((epoch - warmup) / (epochs - warmup))
+        return min_lr + (base - min_lr) * 0.5 * (1 + math.cos(angle))
 
     return rate
 
 
-# --- official files -------------------------------------------------------------------------------
+def split_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The state dict of an official `_full` file, apart: encoder and decoder.
 
-
-def split_state(state: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """State dicts of encoder and decoder from the content of an official `_full` file.
-
-    ValueError says what the file is instead; names and shapes are left to strict loading.
+    ValueError where it holds no decoder; names and shapes are left to strict loading.
     """
-    file = state if isinstance(state, dict) else {}
-    model = file.get("model", file)
-    names = [str(name) for name in model] if isinstance(model, dict) else []
-    only_encoder = "cls_token" in names and not any(map(is_decoder, names))
-    wrong = {
-        "is an I-JEPA checkpoint": {"encoder", "predictor"} <= file.keys(),
-        "holds no {'model': ...} state dict": not names,
-        "has Hugging Face names, whose decoder predicts raw pixels": any(
-            name.startswith("vit.") for name in names
-        ),
-        "is a LoRA adapter, not a backbone": any("lora_" in name for name in names),
-        "holds the encoder only, the pretext task needs the decoder too": only_encoder,
-    }
-    for what, found in wrong.items():
-        if found:
-            raise ValueError(what)
-    encoder = {name: tensor for name, tensor in model.items() if not is_decoder(name)}
-    return encoder, {name: tensor for name, tensor in model.items() if is_decoder(name)}
-
-
-def is_decoder(name: str) -> bool:
-    """The decoder's tensors are called `decoder_...`, but for its mask token."""
-    return name.startswith("decoder_") or name == "mask_token"
+    decoder = {k: v for k, v in state.items() if k.startswith("decoder_") or k == "mask_token"}
+    if not decoder:
+        raise ValueError(
+            "holds no MAE decoder, which the pretext task needs too (the official files with one "
+            f"end in _full.pth); its first names are {[*state][:3]}"
+        )
+    return {name: tensor for name, tensor in state.items() if name not in decoder}, decoder

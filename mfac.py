@@ -17,8 +17,8 @@ so the inverse needs no Hessian-vector product. In this file the same matrix is 
     g, q    ∇L^D, q  (K, p)         query and result; units 1/θ
 
 `identity` and `exact` are two more hypergradients to compare with. All have one signature:
-(G, λ, H) -> inverse, a function g -> q. `H()` opens Hessian-vector products d -> H d, which M-FAC
-does not use. This file needs torch alone and can be copied into a notebook.
+(G, λ, H) -> inverse, a function g -> q. `H()` returns the Hessian-vector product, a function
+d -> H d, which M-FAC does not use. This file needs torch alone.
 
     >>> G = torch.tensor([[[2.0]]])  # one block, one gradient, one parameter
     >>> mfac(G, lam=1.0)(torch.tensor([[5.0]]))  # λ g / (2² / 1 + λ) = 5 / 5
@@ -97,13 +97,13 @@ def recursion(G: Tensor, lam: float, H: object = None, partition: Partition = "l
     Arguments and result are those of `mfac`; v and d are float64, so the buffer has twice the
     bytes of a float32 G.
     """
-    check(lam, G)
+    check(lam)
     M = [precompute(grads, lam) for grads in blocks(G, partition).flatten(0, 1)]  # l.10
 
     def inverse(g: Tensor) -> Tensor:  # l.13
         parts = blocks(g.to(G.device)[:, None], partition)  # (K, n, 1, c)
         q = [apply(M_k, g_k[0], lam) for M_k, g_k in zip(M, parts.flatten(0, 1), strict=True)]
-        return joined(torch.stack(q).view(parts.shape), g)
+        return torch.stack(q).view_as(g).to(g)
 
     return inverse
 
@@ -134,7 +134,7 @@ def mfac(G: Tensor, lam: float, H: object = None, partition: Partition = "layer"
         system cannot be solved, since a gradient is not finite, its part of q is NaN: so nothing
         here has to wait for a GPU.
     """
-    check(lam, G)
+    check(lam)
     B = blocks(G, partition)  # (K, n, m, c)
     S = B.new_zeros(*B.shape[:2], B.shape[2], B.shape[2], dtype=torch.float64)
     for c in chunks(B):
@@ -150,15 +150,14 @@ def mfac(G: Tensor, lam: float, H: object = None, partition: Partition = "layer"
             Gg += c @ y.mT
         w = torch.cholesky_solve(Gg, L).mT  # (K, n, 1, m)
         q = [(y - w @ c).to(g.dtype) for c, y in zip(chunks(B), chunks(x), strict=True)]
-        return joined(torch.cat(q, -1), g)
+        return torch.cat(q, -1).view_as(g).to(g)
 
     return inverse
 
 
 def chunks(x: Tensor) -> Iterator[Tensor]:
     """Columns of x (..., c) as float64, CHUNK at a time."""
-    for part in x.split(CHUNK, -1):
-        yield part.double()
+    return map(Tensor.double, x.split(CHUNK, -1))
 
 
 # --- the blocks ⟨k⟩ -----------------------------------------------------------------------------
@@ -168,7 +167,8 @@ def blocks(x: Tensor, partition: Partition) -> Tensor:
     """Cut m rows of every layer into the blocks of a partition: (K, m, p) -> (K, n, m, c).
 
     A layer's p numbers are A_q, B_qᵀ, A_v, B_vᵀ, so n equal parts are its blocks, and c = p / n.
-    `global` gives (1, 1, m, K p). A view where memory allows it.
+    `global` gives (1, 1, m, K p). A view where memory allows it. With m = 1, as for a query g, the
+    numbers keep their order, so that viewing the result as (K, p) puts the blocks together again.
 
     >>> blocks(torch.zeros(12, 20, 64), "projection").shape
     torch.Size([12, 2, 20, 32])
@@ -176,13 +176,7 @@ def blocks(x: Tensor, partition: Partition) -> Tensor:
     if partition == "global":
         return x.transpose(0, 1).reshape(1, 1, x.shape[1], -1)
     n = {"layer": 1, "projection": 2, "matrix": 4}[partition]
-    parts: Tensor = x.unflatten(-1, (n, -1))
-    return parts.transpose(1, 2)
-
-
-def joined(parts: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `blocks` for a single row: (K, n, 1, c) -> (K, p), on the device of `like`."""
-    return parts.reshape(like.shape).to(like)
+    return x.unflatten(-1, (n, -1)).transpose(1, 2)  # type: ignore[no-any-return]
 
 
 # --- to compare with ----------------------------------------------------------------------------
@@ -193,7 +187,7 @@ def identity(G: Tensor, lam: float, H: object = None) -> Inverse:
 
     A control; the paper does not have it. The returned q is a copy.
     """
-    check(lam, G)
+    check(lam)
     return Tensor.clone
 
 
@@ -208,24 +202,22 @@ def exact(G: Tensor, lam: float, H: Callable[[], Product]) -> Inverse:
     Args:
         G: (K, m, p); only its shape is used.
         lam: λ > 0.
-        H: opens products d -> H d.
+        H: `H()` returns the function d -> H d.
     """
-    check(lam, G)
+    check(lam)
     product, shape = H(), (len(G), G.shape[2])
     units = torch.eye(shape[0] * shape[1], dtype=G.dtype, device=G.device)
     dense = torch.stack([product(e.view(shape)).flatten() for e in units]).double()
     dense.diagonal().add_(lam)
 
     def inverse(g: Tensor) -> Tensor:
-        x: Tensor = torch.linalg.solve(dense, g.double().flatten())
-        return (lam * x).view_as(g).to(g)
+        x = torch.linalg.solve(dense, g.double().flatten())
+        return (lam * x).view_as(g).to(g)  # type: ignore[no-any-return]
 
     return inverse
 
 
-def check(lam: float, G: Tensor) -> None:
+def check(lam: float) -> None:
     """λ couples the levels and damps the Fisher matrix; ValueError unless finite and above 0."""
     if not 0 < lam < math.inf:
         raise ValueError(f"lambda must be a finite number above 0, got {lam}")
-    if G.ndim != 3 or not G.numel():
-        raise ValueError(f"G must be gradients (K, N_L, p), a row a block; it is {tuple(G.shape)}")

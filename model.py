@@ -22,7 +22,7 @@ from torch import Tensor
 import benchmarks
 import ijepa
 import mae
-from bisslight import Loss, PretextTask, numbers, row, value_and_grad
+from bisslight import Loss, PretextTask, numbers, value_and_grad
 from commands import AlignConfig, FinetuneConfig
 from config import BACKBONES, UsageError
 from data import (
@@ -227,12 +227,12 @@ def trained(
     """
     tensors = [tensor for group in opt.groups for tensor in group.tensors]
 
-    def step(batch: Any) -> Tensor:
+    def step(batch: Any) -> list[Tensor]:
         value, *found = value_and_grad(loss, tensors, batch, micro, amp and tensors[0].is_cuda)
         norm = opt.update(zip(tensors, found, strict=True))
         if after_step:
             after_step(None)
-        return row(value, norm)
+        return [value, norm]
 
     while rows := [step(batch) for batch in itertools.islice(batches, piece)]:
         losses, _ = numbers(f"{what}, the {len(rows)} steps up to {opt.step}", rows, 2)

@@ -81,21 +81,22 @@ def load_backbone(cfg: Model) -> tuple[Backbone, Any, Arch, Any]:
     """
     path = fetch(cfg)
     try:
-        data = read_tensors(path)
+        data = dict(read_tensors(path))
         if cfg.backbone.startswith("timm:"):
             vit, arch = timm_vit(cfg.backbone.removeprefix("timm:"), cfg.image_size)
             trained: Any = vit.pretrained_cfg
             head, channels = None, (trained["mean"], trained["std"])
-            encoder = {k: v for k, v in dict(data).items() if not k.startswith("head.")}
+            encoder = {k: v for k, v in data.items() if not k.startswith("head.")}
         else:
             jepa, channels = cfg.pretext == "ijepa", None
-            encoder, found = ijepa.split_state(data, cfg.base) if jepa else mae.split_state(data)
+            model = data.get("model", data)
+            encoder, found = ijepa.split_state(data, cfg.base) if jepa else mae.split_state(model)
             arch = arch_of(data, cfg)
             with torch.device("meta"):
                 vit, head = build_vit(arch), build_head(arch, cfg.pretext)
             assign(head, found)
         assign(vit, encoder)
-    except (ValueError, OSError) as error:
+    except (ValueError, TypeError, OSError) as error:
         raise UsageError(f"--weights {path}: {error}") from error
     backbone = Backbone(vit, cfg.alpha / cfg.rank).requires_grad_(False)
     return backbone, head, arch, channels

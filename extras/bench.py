@@ -6,7 +6,6 @@ Each method runs at its natural precision: bfloat16 on a GPU (--no-amp: float32)
 Hessian-vector products of CG, which need float32.
 """
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -38,19 +37,18 @@ Row = dict[str, Any]
 def bench(cfg: BenchConfig, out: Path, *, force: bool = False, track: Track = untracked) -> Row:
     """Measure all methods, one after the other, into the run directory `out`."""
     backbone = size(cfg)
-    run = Run(out, "bench", cfg, force)
-    if run.result is not None:
-        return run.result
-    run.close()  # a stop ends it at once: there is nothing to save
-    rows: list[Row] = []
-    for method in track(iter(METHODS), len(METHODS), "bench"):
-        try:
-            rows.append({"method": method} | alternation(cfg, backbone, method))
-        except torch.OutOfMemoryError:
-            rows.append({"method": method, "failed": "out of memory; see --micro-batch"})
-    found = {"backbone": backbone, "rows": rows, "out": str(out)} | ratios(rows)
-    run.write("result.json", json.dumps(found, indent=1))
-    return found
+    with Run(out, "bench", cfg, force) as run:
+        if run.result:
+            return run.result
+        rows: list[Row] = []
+        for method in track(iter(METHODS), len(METHODS), "bench"):
+            try:
+                rows.append({"method": method} | alternation(cfg, backbone, method))
+            except torch.OutOfMemoryError:
+                rows.append({"method": method, "failed": "out of memory; see --micro-batch"})
+            run.checkpoint(method)
+        found = {"backbone": backbone, "rows": rows, "out": str(out)} | ratios(rows)
+        return run.finish(found)
 
 
 def size(cfg: BenchConfig) -> str:
@@ -110,7 +108,7 @@ def alternations(
     network = Backbone(vit, recompute=cfg.recompute).requires_grad_(False)
     task, loss_D = mae.MAE(network, decoder), DownstreamLoss(network)
     theta = init_theta(arch.depth, cfg.rank, arch.dim, g).to(device)
-    s = begin(c, theta, task, trainable(init_head(arch.dim, CLASSES, g), device))
+    s, _ = begin(c, theta, task, trainable(init_head(arch.dim, CLASSES, g), device))
     side, labels = arch.image_size, torch.arange(cfg.d_batch, device=device) % CLASSES
     images = torch.randn(max(cfg.p_batch, cfg.d_batch), 3, side, side, device=device)
     lower = repeat(mae.Batch(images[: cfg.p_batch], task.draw(cfg.p_batch, g)[0].to(device)))
@@ -130,8 +128,8 @@ def peft(
     """Plain fine-tuning: as many steps as an alternation has at the upper level."""
     for _ in range(c.alternations):
         for _ in range(c.upper_steps):
-            at_D = gradients(loss_D, s.theta_D, s.phi_D, next(batches), **rest)
-            s.opt_D.update([(s.theta_D, at_D.theta), *pairs(s.phi_D, at_D.phi)])
+            _, g, g_phi = gradients(loss_D, s.theta_D, s.phi_D, next(batches), **rest)
+            s.opt_D.update([(s.theta_D, g), *pairs(s.phi_D, g_phi)])
         yield
 
 

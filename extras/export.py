@@ -18,12 +18,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from commands import FinetuneConfig, flatten
-from config import Model, UsageError
+from config import Arch, Model, UsageError
 from data import IMAGENET
 from extras.look import adapter_of
-from lora import Phi, factors, load_adapter, merge
-from run import checking, read_json, write_atomic
-from weights import OFFICIAL, Loaded, fetch, load_backbone, weights_of
+from lora import Backbone, Phi, factors, load_adapter, merge
+from run import checking, read_json, sha256, write_atomic
+from weights import OFFICIAL, RELEASED, load_backbone, weights_of
 
 MADE = "LoRA on q and v of every layer of a frozen Vision Transformer, made with BiSSLight."
 NAMES = {  # timm's architectures; sizes are told as arguments
@@ -78,13 +78,11 @@ def export(
     config = flatten(read_json(run / "config.json"))
     config["weights"] = weights or config["weights"]
     cfg = FinetuneConfig(**{k: config[k] for k in {*Model.model_fields, "dataset"} & config.keys()})
-    fetch(cfg)
+    backbone, _, arch, _ = load_backbone(cfg)
     path = weights_of(cfg)
-    with checking(f"--weights {path}"):
-        loaded = load_backbone(cfg)
-    if loaded.digest != about["weights_sha256"]:
+    if sha256(path) != about["weights_sha256"]:
         raise UsageError(f"--weights {path}: {run} was made with others, see its env.json")
-    phi_D, dim, scale = folded(phi_D), loaded.backbone.dim, loaded.backbone.scale
+    phi_D, dim, scale = folded(phi_D), backbone.dim, backbone.scale
     lora, content = to_peft(theta, phi_D, dim, scale), io.BytesIO()
     torch.save(to_released(theta, dim, scale), content)
     official = any(url.endswith(f"/{path.name}") for url, _ in OFFICIAL.values())
@@ -96,7 +94,7 @@ def export(
     }
     if merged is not False:
         name = NAMES.get(cfg.backbone, cfg.backbone.removeprefix("timm:"))
-        network = to_timm(loaded, theta, phi_D, name, about.get("channels") or IMAGENET)
+        network = to_timm(backbone, arch, theta, phi_D, name, about.get("channels") or IMAGENET)
         files["timm/config.json"] = json.dumps(network[0], indent=1)
         files["timm/model.safetensors"] = save(network[1])
     write_all(out, files)
@@ -127,9 +125,9 @@ def folded(phi_D: Phi) -> Phi:
 def to_released(theta: Tensor, dim: int, scale: float) -> dict[str, Tensor]:
     """θ as the released program writes it. Its scale is always 1, so another one goes into B."""
     A_q, B_q, A_v, B_v = factors(theta, dim)
-    parts = {"q.lora_A": A_q, "q.lora_B": scale * B_q, "v.lora_A": A_v, "v.lora_B": scale * B_v}
+    parts = {"qA": A_q, "qB": scale * B_q, "vA": A_v, "vB": scale * B_v}
     return {
-        f"base_model.model.blocks.{k}.attn.qkv.{part}.default.weight": tensor[k].clone()
+        RELEASED.format(k, *part): tensor[k].clone()
         for k in range(len(theta))
         for part, tensor in parts.items()
     }
@@ -157,10 +155,10 @@ def to_peft(
 
 
 def to_timm(
-    loaded: Loaded, theta: Tensor, phi_D: Phi, name: str, pixels: tuple[Any, Any]
+    backbone: Backbone, arch: Arch, theta: Tensor, phi_D: Phi, name: str, pixels: tuple[Any, Any]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and tensors of the merged network, as timm's folders have them."""
-    arch, classes = loaded.arch, len(phi_D.get("bias", ()))
+    classes = len(phi_D.get("bias", ()))
     args: dict[str, Any] = {
         "img_size": arch.image_size, "patch_size": arch.patch_size, "embed_dim": arch.dim,
         "depth": arch.depth, "num_heads": arch.heads, "mlp_ratio": arch.mlp_ratio,
@@ -176,7 +174,7 @@ def to_timm(
         },
     }  # fmt: skip
     head = {f"head.{key}": tensor for key, tensor in phi_D.items()}
-    state = merge(loaded.backbone, theta) | head
+    state = merge(backbone, theta) | head
     return about, {key: tensor.contiguous() for key, tensor in state.items()}
 
 

@@ -39,12 +39,12 @@ def sweep(
     """
     runs = grid(cfg, out)
     pyplot()
-    directory = Run(out, "sweep", cfg, force)  # refuses other settings
-    directory.close()
+    with Run(out, "sweep", cfg, force) as directory:
+        pass  # other settings are refused
     diverged: dict[str, str] = {}
     for path, (config, _, _) in runs.items():
         start = getattr(config, "start", None)
-        if start and not finished(start):
+        if start and not (start / "adapter.safetensors").exists():
             continue  # that diverged
         command: Any = align if isinstance(config, AlignConfig) else finetune
         try:

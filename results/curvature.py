@@ -42,10 +42,9 @@ STEPS, LAMBDAS, STORED = 1500, (1e-4, 1e-3, 1e-2, 1e-1, 1.0), (1, 5, 20, 80)
 def main(weights: Path, out: Path) -> None:
     """At a θ_P near the lower level's optimum, where the implicit function theorem is meant."""
     out.mkdir(parents=True, exist_ok=True)
-    loaded = load_backbone(AlignConfig(backbone="vit_mini", dataset="quilts", weights=weights))
-    backbone, arch, decoder = loaded.backbone.double(), loaded.arch, loaded.pretext_head
-    assert decoder is not None
-    task: Any = MAE(backbone, decoder.double(), 0.3)  # type: ignore[arg-type]
+    cfg = AlignConfig(backbone="vit_mini", dataset="quilts", weights=weights)
+    backbone, decoder, arch, _ = load_backbone(cfg)
+    task: Any = MAE(backbone.double(), decoder.double(), 0.3)
     (pool, *_), labelled = quilts(0)
     assert isinstance(pool, Tensor)
     mean, std = (torch.tensor(x).double().view(3, 1, 1) for x in (labelled.mean, labelled.std))
@@ -65,11 +64,11 @@ def main(weights: Path, out: Path) -> None:
         task.loss(theta, phi_P, last).backward()
         opt.step()
     examples = Examples(images, labelled.train.targets)
-    g = gradients(DownstreamLoss(backbone), theta, phi_D, examples).theta
+    _, g, _ = gradients(DownstreamLoss(backbone), theta, phi_D, examples)
     rows = []
     for i in range(max(STORED)):
         x = batch(pool[64 * i % 3900 :][:64], i)
-        rows.append(gradients(task.loss, theta, phi_P, x).theta)
+        rows.append(gradients(task.loss, theta, phi_P, x)[1])
     G = torch.stack(rows, 1)
     loss_P = partial(task.loss, phi=phi_P, batch=last)
     flat = theta.detach().flatten()

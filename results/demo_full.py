@@ -162,7 +162,7 @@ def cnn(classes: int, g: torch.Generator) -> tuple[Network, list[Tensor]]:
 def vit(classes: int, g: torch.Generator) -> tuple[Network, list[Tensor]]:
     """vit_mini from a random initialisation, all of it trained."""
     networks = [build_vit(MINI), build_head(MINI, "mae")]
-    tables = [sincos(width, side(MINI)) for width in (MINI.dim, MINI.decoder[0])]
+    tables = [sincos(width, side(MINI)) for width in (MINI.dim, MINI.decoder_dim)]
     mae.init(list(zip(networks, tables, strict=True)), g)
     backbone, phi = Backbone(networks[0]), trainable(init_head(MINI.dim, classes, g))
     psi = [x for name, x in networks[0].named_parameters() if name != "pos_embed"]

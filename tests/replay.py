@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from conftest import Recorded
+from conftest import Recorded, recorded
 from torch import Tensor
 
 import weights
@@ -39,8 +39,14 @@ def recording(rec: Recorded, source: Recorded | None = None, mask_ratio: float =
     """Backbone, decoder, θ, φ_P and φ_D of a run under fixtures/official."""
     m, source = rec.meta, source or rec
     dtype = torch.float32 if m.get("dtype") == "torch.float32" else torch.float64
-    heads = (m["ddim"], m["ddepth"], m["dheads"])
-    arch = Arch(m["dim"], m["depth"], m["heads"], m["img"], m["patch"], decoder=heads)
+    decoder = dict(
+        zip(
+            ("decoder_dim", "decoder_depth", "decoder_heads"),
+            (m["ddim"], m["ddepth"], m["dheads"]),
+            strict=True,
+        )
+    )
+    arch = Arch(m["dim"], m["depth"], m["heads"], m["img"], m["patch"], **decoder)
     state = source.group("encoder")
     for i in range(arch.depth):
         for kind in ("weight", "bias"):
@@ -60,6 +66,16 @@ def recording(rec: Recorded, source: Recorded | None = None, mask_ratio: float =
     theta = theta.to(dtype).requires_grad_()
     phi_D = trainable({k: v.to(dtype) for k, v in source.group("head_init").items()})
     return Recording(rec, arch, backbone, task, theta, trainable(task.phi), phi_D, dtype)
+
+
+def replayed(name: str) -> tuple[Recorded, Recording]:
+    """A recorded run and its model; some runs share the weights and batches of another one."""
+    rec = source = recorded(f"official/{name}.npz")
+    if "inputs_in" in rec.meta:
+        source = recorded(f"official/{rec.meta['inputs_in']}")
+        rec.arrays = source.arrays | rec.arrays
+    rec.meta["decoder_param_order"] = source.meta["decoder_param_order"]
+    return rec, recording(rec, source)
 
 
 def state_of(r: Recording) -> State:

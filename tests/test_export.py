@@ -19,7 +19,7 @@ from config import Arch
 from data import rng
 from extras.export import folded, to_peft, to_released, to_timm
 from lora import Backbone, Phi, init_head, init_theta, load_adapter, predict
-from weights import Loaded, build_vit, from_released, load_theta
+from weights import build_vit, from_released, load_theta
 
 SIZES: Any = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4}
 ARCH = Arch(32, 3, 4, 32, 8)
@@ -59,8 +59,8 @@ def test_peft_and_timm_predict_what_ours_does(
     plain = VisionTransformer(**SIZES, **own, num_classes=7)
     plain.load_state_dict({**ours.vit.state_dict(), **plain.head.state_dict(prefix="head.")})
     close(peft.PeftModel.from_pretrained(plain, tmp_path).eval()(IMAGES), expected, 1e-5)
-    loaded = Loaded(ours, None, arch, "", None)
-    config, tensors = to_timm(loaded, theta, head, "vit_tiny_patch16_224", ((0.5,) * 3, (0.5,) * 3))
+    half = ((0.5,) * 3, (0.5,) * 3)
+    config, tensors = to_timm(ours, arch, theta, head, "vit_tiny_patch16_224", half)
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors")
     merged = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()

@@ -3,7 +3,8 @@
 import json
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,20 +21,15 @@ from training import Optimiser, decay_groups
 from weights import build_head, build_vit, sincos
 
 
-class Sampler(NamedTuple):
+def sampler(**changed: Any) -> Any:
     """The official settings."""
-
-    targets: int = 4
-    contexts: int = 1
-    target_scale: tuple[float, float] = (0.15, 0.2)
-    context_scale: tuple[float, float] = (0.85, 1.0)
-    aspect: tuple[float, float] = (0.75, 1.5)
-    min_keep: int = 10
-    overlap: bool = False
+    official = {"targets": 4, "contexts": 1, "target_scale": (0.15, 0.2), "min_keep": 10}
+    official |= {"context_scale": (0.85, 1.0), "aspect": (0.75, 1.5), "overlap": False}
+    return SimpleNamespace(**official | changed)
 
 
-TINY = Arch(32, 3, 4, 64, 8, class_token=False, predictor=(16, 2))
-EIGHT = Sampler(min_keep=4)  # for a grid of 8 x 8
+TINY = Arch(32, 3, 4, 64, 8, class_token=False, predictor_dim=16, predictor_depth=2)
+EIGHT = sampler(min_keep=4)  # for a grid of 8 x 8
 IO = recorded("ijepa/ijepa_tiny_io.npz")
 IMAGES = IO["imgs"].double()
 CONFIG = json.loads(fixture("ijepa/ijepa_tiny.json").read_text())["config"]
@@ -67,7 +63,6 @@ def officially(x: Tensor) -> Tensor:
 
 def test_tokens_of_both_encoders_equal_the_official_ones() -> None:
     t = task()
-    close(t.backbone.vit.patch_embed(IMAGES), IO["patch_embed_f64"], 1e-9)
     close(t.backbone(IMAGES), IO["encoder_full_f64"], 1e-9)
     close(t.teacher(IMAGES), IO["target_full_f64"], 1e-9)
     pooled = t.backbone.vit.forward_head(t.backbone(IMAGES), pre_logits=True)
@@ -83,7 +78,8 @@ def test_predictions_loss_and_gradients_equal_the_official_ones(
     t = task()
     batch, (B, M, m) = case(t, name), case(t, name).targets.shape
     E = batch.context.shape[1]
-    close(officially(t.encode(None, batch)), IO[f"context_{name}_f64"], 1e-9)
+    tokens = t.backbone(IMAGES.repeat_interleave(E, 0), None, batch.context.flatten(0, 1))
+    close(officially(tokens.unflatten(0, (B, E))), IO[f"context_{name}_f64"], 1e-9)
     target = batch.target[:, :, None].expand(B, M, E, m, -1)
     close(officially(target), IO[f"target_{name}_f64"], 1e-9)
     close(officially(t.predict(None, t.phi, batch)), IO[f"pred_{name}_f64"], 1e-9)
@@ -100,7 +96,7 @@ def test_predictions_loss_and_gradients_equal_the_official_ones(
 
 def test_every_target_is_predicted_from_every_context_alone() -> None:
     """The contexts of case B are equal; here they differ."""
-    t, free = task(), EIGHT._replace(contexts=2, targets=3, context_scale=(0.4, 0.4))
+    t, free = task(), sampler(min_keep=4, contexts=2, targets=3, context_scale=(0.4, 0.4))
     batch = t.prepare(IMAGES, *multiblock(free, 8, len(IMAGES), rng(0, "x")))
     together = t.predict(None, t.phi, batch)
     for m, e in ((0, 0), (1, 0), (2, 1)):
@@ -108,12 +104,11 @@ def test_every_target_is_predicted_from_every_context_alone() -> None:
         close(together[:, m, e], t.predict(None, t.phi, one)[:, 0, 0], 1e-12)
 
 
-@pytest.mark.parametrize("name", ["A", "B"])
-def test_float32_agrees_to_float32(name: str) -> None:
+def test_float32_agrees_to_float32() -> None:
     t = task(torch.float32)
-    batch = case(t, name, IO["imgs"])
-    close(officially(t.predict(None, t.phi, batch)), IO[f"pred_{name}_f32"], 1e-5)
-    close(t.loss(None, t.phi, batch), IO[f"loss_{name}_f32"], 1e-5)
+    batch = case(t, "B", IO["imgs"])
+    close(officially(t.predict(None, t.phi, batch)), IO["pred_B_f32"], 1e-5)
+    close(t.loss(None, t.phi, batch), IO["loss_B_f32"], 1e-5)
 
 
 @pytest.mark.parametrize("micro", [None, 3])
@@ -189,21 +184,16 @@ def test_the_teacher_is_an_average_of_theta_on_the_same_network() -> None:
     t.after_step(now + 1)
     assert torch.equal(first, t.loss(now, t.phi, batch))
     assert not batch.target.requires_grad
-    other = aligning(theta)
-    for name, tensor in t.state.items():
-        other.state[name].copy_(tensor)
-    assert torch.equal(other.prepare(IMAGES, *drawn).target, t.prepare(IMAGES, *drawn).target)
-    assert int(other.state["step"]) == 4
+    assert int(t.state["step"]) == 4
 
 
-@pytest.mark.parametrize("micro", [None, 2])
-def test_the_loss_is_twice_differentiable_in_theta(micro: int | None) -> None:
-    """Hessian-vector products equal differences of gradients, in micro-batches too."""
+def test_the_loss_is_twice_differentiable_in_theta() -> None:
+    """Hessian-vector products, in micro-batches, equal differences of gradients."""
     theta = init_theta(3, 2, 32, rng(0, "x")).double() + 0.1
     t = aligning(theta)
     batch = t.prepare(IMAGES, *t.draw(len(IMAGES), rng(1, "x")))
     d = torch.randn(theta.shape, generator=rng(2, "x")).double()
-    product = hessian(t.loss, theta, t.phi, batch, micro)(d)
+    product = hessian(t.loss, theta, t.phi, batch, 2)(d)
     ends = [(theta + sign * 1e-5 * d).requires_grad_() for sign in (1, -1)]
     g = [torch.autograd.grad(t.loss(end, t.phi, batch), end)[0] for end in ends]
     close(product, (g[0] - g[1]) / 2e-5, 1e-6)
@@ -217,31 +207,26 @@ def statistics(name: str) -> dict[str, Any]:
     return next(entry for entry in entries if entry["name"] == name)
 
 
-@pytest.mark.parametrize("name", ["g14_b1", "g14_b32", "g16_b1", "g16_b32", "g16_b128"])
+@pytest.mark.parametrize("name", ["g14_b1", "g16_b128"])
 def test_the_sampler_agrees_with_the_recorded_statistics(name: str) -> None:
     """Means of the context size before and after the cut, shapes, positions, coverage.
 
     Bounds are 5 standard errors of the difference for the two means (false alarm 6e-7 each under a
-    normal law), and 5.5 for each of the at most 9 + 256 shares of a setting, 4e-8 each: over all
-    settings below 2e-4.
+    normal law), and 5.5 for each of the at most 9 + 256 shares, 4e-8 each.
     """
     stats = statistics(name)
     grid, n = stats["grid"], stats["batch"]
-    draws = {1: 2000, 32: 600, 128: 150}[n]
-    masks = Sampler(min_keep=stats["settings"]["min_keep"])
+    draws = {1: 2000, 128: 150}[n]
+    masks = sampler(min_keep=stats["settings"]["min_keep"])
     before, after, shapes = [], [], dict.fromkeys(stats["target_block_hw_probability"], 0)
     shares: dict[str, list[Tensor]] = {"target": [], "context": []}
     inside = torch.zeros(grid, grid, dtype=torch.bool)
     inside[:-1, :-1] = True  # the context block is always this one
     for i in range(draws):
         context, targets = multiblock(masks, grid, n, rng(i, name))
-        assert (context.diff(dim=-1) > 0).all()
-        assert (targets.diff(dim=-1) > 0).all()
-        rows, columns = targets // grid, targets % grid
-        h, w = (x.amax(-1) - x.amin(-1) + 1 for x in (rows, columns))
+        h, w = (x.amax(-1) - x.amin(-1) + 1 for x in (targets // grid, targets % grid))
         assert h.unique().numel() == w.unique().numel() == 1  # one shape for images and targets
         shapes[f"{int(h[0, 0])}x{int(w[0, 0])}"] += 1
-        assert int(rows.max()) < grid - 1 and int(columns.max()) < grid - 1
         seen = torch.zeros(n, grid**2, dtype=torch.bool).scatter(1, targets.flatten(1), True)
         assert not seen.gather(1, context[:, 0]).any()  # no overlap
         free = (inside.flatten() & ~seen).sum(1)
@@ -251,41 +236,31 @@ def test_the_sampler_agrees_with_the_recorded_statistics(name: str) -> None:
         for kind, index in (("target", targets), ("context", context)):
             count = torch.bincount(index.flatten(), minlength=grid * grid)
             shares[kind].append(count / math.prod(index.shape[:2]))
+    unit = math.sqrt(1 / draws + 1 / stats["draws"])  # a batch, whose images share a shape
     for values, key in ((before, "before"), (after, "after")):
         mine = torch.tensor(values, dtype=torch.float64)
         theirs = stats[f"context_tokens_{key}_truncation"]
-        # images of a batch share a shape: the batch is the unit
-        error = theirs["std"] * math.sqrt(1 / draws + 1 / stats["draws"])
-        assert abs(float(mine.mean()) - theirs["mean"]) < 5 * error, key
+        assert abs(float(mine.mean()) - theirs["mean"]) < 5 * unit * theirs["std"], key
         assert 0.8 < float(mine.std()) / theirs["std"] < 1.25
     for shape, p in stats["target_block_hw_probability"].items():
         assert abs(shapes[shape] / draws - p) < 5.5 * math.sqrt(p * (1 - p) / draws), shape
     maps = recorded("ijepa/collator_stats.npz")
     for kind, found in shares.items():
         share, spread = torch.stack(found).mean(0), torch.stack(found).std(0, unbiased=False)
-        error = spread * math.sqrt(1 / draws + 1 / stats["draws"]) + 1e-9
         difference = share - maps[f"{kind}_freq/{name}"].flatten()
-        assert float((difference.abs() / error).max()) < 5.5, kind
+        assert float((difference.abs() / (spread * unit + 1e-9)).max()) < 5.5, kind
 
 
 def test_block_shapes_have_the_exact_probabilities() -> None:
-    exact, n = statistics("g16_b1")["target_block_hw_probability"], 200_000
+    exact, n = statistics("g16_b1")["target_block_hw_probability"], 50_000
     sizes = [block_size((i + 0.5) / n, (0.15, 0.2), (0.75, 1.5), 16) for i in range(n)]
     found = {f"{h}x{w}": sizes.count((h, w)) / n for h, w in set(sizes)}
     assert found == pytest.approx(exact, abs=1e-4)
 
 
-def test_overlap_can_be_allowed() -> None:
-    free = Sampler(3, 2, (0.2, 0.35), (0.5, 0.8), min_keep=3, overlap=True)
-    context, targets = multiblock(free, 8, 4, rng(0, "x"))
-    assert (context.shape[:2], targets.shape[:2]) == ((4, 2), (4, 3))
-    seen = torch.zeros(4, 64, dtype=torch.bool).scatter(1, targets.flatten(1), True)
-    assert seen.gather(1, context.flatten(1)).any()
-
-
 def test_constraints_are_given_up_one_by_one_when_targets_cover_too_much() -> None:
     """Three of four targets are given up here. Numbers were recorded from the first edition."""
-    masks = Sampler(target_scale=(0.4, 0.4), aspect=(1, 1), min_keep=22)
+    masks = sampler(target_scale=(0.4, 0.4), aspect=(1, 1), min_keep=22)
     generator = rng(0, "x")
     context, targets = multiblock(masks, 8, 6, generator)
     assert context.shape == (6, 1, 24)
@@ -293,51 +268,24 @@ def test_constraints_are_given_up_one_by_one_when_targets_cover_too_much() -> No
     assert int(torch.randint(1000, (1,), generator=generator)) == 616  # as many draws as there
 
 
-def test_a_context_has_strictly_more_than_min_keep_patches() -> None:
-    """A limit of 6 of 64 patches, where contexts of exactly 6 would be common."""
-    few = {"targets": 6, "target_scale": (0.3, 0.4)}
-    sizes = [
-        [multiblock(Sampler(**few, min_keep=k), 8, 1, rng(i, "x"))[0].shape[-1] for i in range(100)]
-        for k in (0, 6)
-    ]
-    assert sizes[0].count(6) > 3
-    assert min(sizes[1]) == 7
-
-
-IMPOSSIBLE: list[tuple[dict[str, Any], int, str]] = [
-    ({}, 4, "a target block on a grid of 4 x 4 patches can have 1 of them, .*min_keep 10"),
-    ({"min_keep": 9}, 8, "a target block on a grid of 8 x 8 patches can have 9"),
-    ({"target_scale": (0.8, 0.8), "context_scale": (0.3, 0.3), "min_keep": 18}, 8, "a context"),
-    ({}, 1, "a target block"),
-]
-
-
-@pytest.mark.parametrize(("settings", "grid", "message"), IMPOSSIBLE)
+@pytest.mark.parametrize(
+    ("settings", "grid", "message"),
+    [({}, 4, "a target block on a grid of 4 x 4 patches can have 1 of them, .*min_keep 10"),
+     ({"target_scale": (0.8, 0.8), "context_scale": (0.3, 0.3), "min_keep": 18}, 8, "a context")],
+)  # fmt: skip
 def test_settings_that_could_never_be_met_are_refused(
     settings: dict[str, Any], grid: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        ijepa.check_masks(Sampler(**settings), grid)
+        ijepa.check_masks(sampler(**settings), grid)
 
 
 # --- files ----------------------------------------------------------------------------------------
 
-X = torch.zeros(1)
-WRONG: list[tuple[Any, str]] = [
-    ({"model": {"a": X}}, "looks like an MAE checkpoint"),
-    ({"encoder": {}, "target_encoder": {}}, "holds an encoder only"),
-    ({"patch_embed.proj.weight": X}, "holds an encoder only"),
-    ({"module.a": X}, "holds no target_encoder and predictor"),
-    ({"embeddings.patch_embeddings.projection.weight": X}, "Hugging Face names"),
-    ({"encoder": {}, "predictor": {}}, "holds no target_encoder"),
-    ({"encoder": {}, "target_encoder": {}, "predictor": [1]}, "holds no target_encoder"),
-    ([1], "holds no target_encoder and predictor"),
-]
 
-
-@pytest.mark.parametrize(("content", "message"), WRONG)
-def test_a_file_of_another_kind_is_explained(content: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("content", [{"model": 1}, {"encoder": {}, "predictor": {}}, [1]])
+def test_a_file_without_encoder_or_predictor_is_told(content: Any) -> None:
+    with pytest.raises(ValueError, match="holds no target_encoder and predictor of I-JEPA"):
         ijepa.split_state(content, "target_encoder")
 
 

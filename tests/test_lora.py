@@ -14,7 +14,6 @@ from safetensors.torch import save
 from timm.layers import DropPath
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lora
 from bisslight import gradients
@@ -37,18 +36,18 @@ THETA = (torch.randn(3, 4 * 4 * 24, generator=rng(1)) * 0.2).double()  # its B i
 IMAGES = torch.randn(5, 3, 16, 16, generator=rng(2)).double()
 
 
-@pytest.mark.parametrize("rank", [1, 2, 4, 8, 16, 32, 64, 128])
-def test_parameter_counts_match_the_papers_table(rank: int) -> None:
+def test_parameter_counts_match_the_papers_table() -> None:
     """App. C.4, 4 r dim depth, in millions; its cell of ViT-B, r = 8 rounds 294,912 up to 0.30."""
-    table = {  # by (dim, depth)
+    table = {  # by (dim, depth), for r = 1, 2, 4 ... 128
         (768, 12): (0.04, 0.07, 0.15, 0.30, 0.59, 1.18, 2.36, 4.72),
         (1024, 24): (0.10, 0.20, 0.39, 0.79, 1.57, 3.15, 6.29, 12.58),
         (1280, 32): (0.16, 0.33, 0.66, 1.31, 2.62, 5.24, 10.49, 20.97),
     }
-    for (dim, depth), printed in table.items():
-        count = init_theta(depth, rank, dim, rng(0)).numel()
-        assert count == 4 * rank * dim * depth
-        assert round(count / 1e6, 2) == printed[rank.bit_length() - 1] or count == 294_912
+    for (dim, depth), row in table.items():
+        for power, printed in enumerate(row):
+            count = init_theta(depth, 2**power, dim, rng(0)).numel()
+            assert count == 4 * 2**power * dim * depth
+            assert round(count / 1e6, 2) == printed or count == 294_912
 
 
 def test_without_theta_or_with_zero_B_it_is_timms_forward() -> None:
@@ -125,22 +124,9 @@ def test_dropped_branches_are_gone() -> None:
     torch.testing.assert_close(out[2], embedded[2])
     torch.testing.assert_close(out[[0, 1, 4]], whole[[0, 1, 4]])
     other = copy.deepcopy(VIT)
-    other.blocks[1].attn.proj.weight.zero_()
-    other.blocks[1].attn.proj.bias.zero_()
+    for tensor in other.blocks[1].attn.proj.parameters():
+        tensor.zero_()
     torch.testing.assert_close(out[3], Backbone(other)(IMAGES, THETA)[3])
-
-
-def test_forward_is_twice_differentiable() -> None:
-    """Conjugate gradients and exact Hessians need it; fused attention must be off for that."""
-
-    def f(x: Tensor) -> Tensor:
-        return Backbone(VIT)(IMAGES[:1], x)[:, 0].sum()
-
-    v = torch.randn(THETA.shape, generator=rng(5)).double()
-    with sdpa_kernel(SDPBackend.MATH):
-        product = torch.autograd.functional.hvp(f, THETA, v)[1]
-        g = [torch.autograd.functional.vjp(f, THETA + s * 1e-5 * v)[1] for s in (1, -1)]
-    torch.testing.assert_close(product, (g[0] - g[1]) / 2e-5, rtol=1e-5, atol=1e-6)
 
 
 OTHERS = [
@@ -154,15 +140,8 @@ OTHERS = [
 @pytest.mark.parametrize("make", OTHERS)
 @pytest.mark.filterwarnings("ignore")
 def test_a_backbone_of_another_kind_is_refused_by_name(make: Any) -> None:
-    vit = make()
-    with pytest.raises(ValueError, match=f"backbone {type(vit).__name__}: is not a timm"):
-        Backbone(vit)
-
-
-@pytest.mark.parametrize("rank", [0, 25])
-def test_a_rank_outside_1_to_dim_is_refused(rank: int) -> None:
-    with pytest.raises(ValueError, match=f"rank {rank}.*1 to 24"):
-        init_theta(3, rank, 24, rng(0))
+    with pytest.raises(ValueError, match=r"backbone \w+: is not a timm"):
+        Backbone(make())
 
 
 def test_the_loss_at_theta_P_at_theta_D_and_scoring_differ_as_documented() -> None:
@@ -197,7 +176,7 @@ def test_the_loss_at_theta_P_at_theta_D_and_scoring_differ_as_documented() -> No
     assert lora.init_stats(init_head(24, 3, rng(0))) == {}
 
 
-def test_processes_that_share_a_batch_have_the_moments_and_gradients_of_the_whole(
+def test_processes_that_share_a_batch_have_moments_and_gradients_of_the_whole(
     tmp_path: Path,
 ) -> None:
     """Two processes with two and three images, a BatchNorm head, and its statistics."""
@@ -207,8 +186,9 @@ def test_processes_that_share_a_batch_have_the_moments_and_gradients_of_the_whol
     def found(mine: slice) -> list[Tensor]:
         stats = lora.init_stats(phi)
         loss = partial(lora.DownstreamLoss(Backbone(VIT), stats=stats), regularise=True)
-        g = gradients(loss, theta, phi, lora.Examples(IMAGES[mine], targets[mine]))
-        return [g.loss, g.theta, *g.phi.values(), *stats.values()]
+        examples = lora.Examples(IMAGES[mine], targets[mine])
+        value, g, g_phi = gradients(loss, theta, phi, examples)
+        return [value, g, *g_phi.values(), *stats.values()]
 
     def child(rank: int) -> None:
         torch.distributed.init_process_group(
@@ -224,18 +204,16 @@ def test_processes_that_share_a_batch_have_the_moments_and_gradients_of_the_whol
         torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), whole)
 
 
-def test_saved_adapters_come_back_bit_equal_with_their_head(tmp_path: Path) -> None:
+def test_adapters_come_back_bit_equal_and_equal_adapters_are_equal_files(tmp_path: Path) -> None:
     head = init_head(24, 7, rng(3), batchnorm=True)
     about = {"rank": 4, "alpha": 4.0, "pretext": "mae", "arch": {"dim": 24}}
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(lora.save_adapter(THETA, head, about))
+    data = lora.save_adapter(THETA, head, about)
     again = dict(reversed(head.items())), dict(reversed(about.items()))
-    assert lora.save_adapter(THETA, *again) == path.read_bytes()
-    theta, phi_D, found = load_adapter(path)
-    assert torch.equal(theta, THETA)
-    assert phi_D.keys() == head.keys()
-    assert all(torch.equal(phi_D[name], head[name]) for name in head)
-    assert found == about
+    assert lora.save_adapter(THETA, *again) == data
+    (tmp_path / "a").write_bytes(data)
+    found = load_adapter(tmp_path / "a")
+    assert found[2] == about
+    torch.testing.assert_close(found[:2], (THETA, head), rtol=0, atol=0)
 
 
 def test_an_adapter_of_the_first_edition_loads() -> None:
@@ -249,13 +227,13 @@ def test_an_adapter_of_the_first_edition_loads() -> None:
 
 
 def test_a_file_that_is_no_adapter_is_refused(tmp_path: Path) -> None:
-    tensors: list[Any] = [b"?", save({"theta": THETA}), save({"x": THETA}, {"bisslight": "{}"})]
-    for content, why in zip(
-        tensors, ("not a readable safetensors", *2 * ["not an adapter"]), strict=True
+    for content, why in (
+        (b"?", "not a readable safetensors"),
+        (save({"theta": THETA}), "not an adapter"),
+        (save({"x": THETA}, {"bisslight": "{}"}), "not an adapter"),
     ):
         (tmp_path / "x").write_bytes(content)
         with pytest.raises(ValueError, match=why):
             load_adapter(tmp_path / "x")
-    for missing in ("missing", "."):
-        with pytest.raises(OSError, match=r"o such file|s a directory"):
-            load_adapter(tmp_path / missing)
+    with pytest.raises(OSError, match="o such file"):
+        load_adapter(tmp_path / "missing")
