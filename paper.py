@@ -60,20 +60,14 @@ MEMORY_GB = {
     ("PEFT, batch 256", (1, 1, 2)): {"vit_b16": 14, "vit_l16": 36, "vit_h14": 80},
     ("PEFT, batch 64", (1, 1, 1)): {"vit_b16": 4, "vit_l16": 10, "vit_h14": 22},
 }
-# the text on fig:repr_sim_per_dataset: mean CKA and RSA of ViT-B/16 over the six datasets
-SIMILARITY = {
-    ("BiSSLight", "BiSSL"): (0.93, 0.90),
-    ("pretrained", "BiSSLight"): (0.54, 0.41),
-    ("pretrained", "BiSSL"): (0.54, 0.41),
-}
 
 
 def memory_of(method: str, backbone: str) -> tuple[int, int] | None:
     """(GB, GPUs) that the paper gives for mfac, cg or peft, on the fewest GPUs."""
     label = {"mfac": "BiSSLight", "cg": "BiSSL", "peft": "PEFT, batch 64"}.get(method)
     sizes = [*BACKBONE_MILLIONS]
-    rows = [(gpus, row) for (name, gpus), row in MEMORY_GB.items() if name == label]
-    found = [(gpus[sizes.index(backbone)], row[backbone]) for gpus, row in rows if backbone in row]
+    rows = MEMORY_GB.items() if backbone in sizes else []
+    found = [(n[sizes.index(backbone)], row[backbone]) for (name, n), row in rows if name == label]
     return (min(found)[1], min(found)[0]) if found else None
 
 

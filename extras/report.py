@@ -145,7 +145,7 @@ def accuracies(groups: Sequence[Group]) -> Iterator[Section]:
     tasks: dict[str, list[Group]] = {}
     tuned = [group for group in groups if group.command == "finetune" and all(group.results)]
     for group in sorted(tuned, key=lambda group: group.results[0]["aligned_by"] is None):
-        tasks.setdefault(str(read_arm(group.path).task), []).append(group)
+        tasks.setdefault(read_arm(group.path)["settings"]["data_sha256"], []).append(group)
     for some in tasks.values():
         found = evaluate([group.path for group in some])
         named = zip(found.arms, some, strict=True)

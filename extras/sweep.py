@@ -143,7 +143,7 @@ def row(name: str, run: Point) -> dict[str, Any]:
     """One point of a curve, compared with the direct run of the same settings."""
     versus = run.direct if run.direct and (run.direct / "result.json").exists() else None
     arms = evaluate([run.path, versus] if versus else [run.path]).arms
-    by, lr = (read_arm(run.path).result[key] for key in ("aligned_by", "lr"))
+    by, lr = (read_arm(run.path)[key] for key in ("aligned_by", "lr"))
     about = {key: getattr(arms[0], key) for key in ("metric", "seeds", "unit", "mean", "std")}
     paper, difference = arms[0].paper, arms[-1].first_minus_this
     return {
