@@ -21,7 +21,7 @@ from benchmarks import quilts
 from commands import FinetuneConfig, flatten
 from config import Machine, Model, UsageError
 from data import IMAGENET
-from extras.datasets import SOURCES
+from extras.datasets import TERMS
 from extras.look import adapter_of
 from lora import Phi, factors, load_adapter, merge
 from run import checking, read_json, write_atomic
@@ -210,7 +210,7 @@ def card(
     about: Mapping[str, Any], config: Mapping[str, Any], result: Mapping[str, Any], official: bool
 ) -> str:
     """README.md for whoever gets the files: what they are, how good, under which terms."""
-    name, source = Path(about["dataset"]).name, SOURCES.get(about["dataset"])
+    name, terms = Path(about["dataset"]).name, TERMS.get(about["dataset"], "of whoever made it")
     told = {
         "pretext": config["pretext"],
         **about,
@@ -219,7 +219,7 @@ def card(
         "licence": "unknown",
         "worth": "",
     }
-    told |= {"terms": source.terms if source else "of whoever made it", "weights": "the user's own"}
+    told |= {"terms": terms, "weights": "the user's own"}
     if official:
         told |= {"licence": "cc-by-nc-4.0", "weights": "CC BY-NC 4.0: no commercial use"}
     if result.get("test"):
