@@ -1,4 +1,4 @@
-"""A server on loopback: it serves `files` by name, cuts answers, and lacks everything else."""
+"""A server on loopback: it serves `files` by name and lacks everything else."""
 
 import http.server
 from typing import Any
