@@ -135,10 +135,9 @@ def load_task(cfg: Data, root: Path) -> Task:
     kept = {p: [entry for entry in parts[p] if entry[0] in there] for p in PARTS}
     sizes, official = tuple(len(kept[part]) for part in PARTS), BENCHMARKS[name].sizes
     if not all(sizes) or (sizes != official and not cfg.partial):
-        raise UsageError(
-            f"--dataset {name}: {path}: train, validation and test have {sizes} images of {official};"
-            f" `bisslight data check {name}` says why, --partial takes what is there of all three"
-        )
+        what = f"train, validation and test have {sizes} images of {official}"
+        how = f"`bisslight data check {name}` says why, --partial takes what is there of all three"
+        raise UsageError(f"--dataset {name}: {path}: {what}; {how}")
     train, val, test = (Split.below(path, kept[part]) for part in PARTS)
     if name == "voc07" and cfg.voc_difficult == "positive":
         train, val, test = (Split(x, y + (y == 0).long()) for x, y in (train, val, test))
@@ -212,22 +211,22 @@ def quilts(seed: int) -> tuple[Pool, Task]:
     layouts: list[Tensor] = []
     while len(layouts) < 8:
         layout = torch.randint(2, (16,), generator=g)
-        apart = [5 <= int((layout != other).sum()) <= 11 for other in layouts]
-        if 7 <= int(layout.sum()) <= 9 and all(apart):
+        if 7 <= int(layout.sum()) <= 9 and all(
+            5 <= int((layout != other).sum()) <= 11 for other in layouts
+        ):
             layouts.append(layout)
     pixels = torch.tensor([[int(bit) for bit in motif] for motif in MOTIFS]) * 0.7 + 0.15  # (4, 16)
 
     def draw(labels: Tensor, junk: float) -> Tensor:
-        n = len(labels)
-        first = torch.randint(4, (n,), generator=g)
-        second = (first + torch.randint(1, 4, (n,), generator=g)) % 4  # another motif
+        first = torch.randint(4, labels.shape, generator=g)
+        second = (first + torch.randint(1, 4, labels.shape, generator=g)) % 4  # another motif
         layout = torch.stack(layouts)[labels]  # (n, 16 tiles)
         shown = torch.where(layout == 1, second[:, None], first[:, None])
-        spoilt = torch.rand(n, 16, generator=g) < junk
-        shown = torch.where(spoilt, torch.randint(4, (n, 16), generator=g), shown)
-        tiles = pixels[shown].view(n, 4, 4, 4, 4)  # tile row, tile column, pixel row, pixel column
-        grey = tiles.transpose(2, 3).reshape(n, 1, 16, 16)
-        return (grey + 0.08 * torch.randn(n, 3, 16, 16, generator=g)).clamp(0, 1)
+        spoilt = torch.rand(shown.shape, generator=g) < junk
+        shown = torch.where(spoilt, torch.randint(4, shown.shape, generator=g), shown)
+        tiles = pixels[shown].view(-1, 4, 4, 4, 4)  # tile row, tile column, pixel row, pixel column
+        noise = 0.08 * torch.randn(len(labels), 3, 16, 16, generator=g)
+        return (tiles.transpose(2, 3).reshape(-1, 1, 16, 16) + noise).clamp(0, 1)
 
     pool = draw(torch.randint(8, (4000,), generator=g), 0.0)
     labels = [torch.arange(8).repeat(count) for count in (10, 20, 60)]

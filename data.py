@@ -5,9 +5,8 @@
     batches    decoded, augmented images in the order of `stream` or `epochs`
 
 Randomness is a function of (seed, purpose, draw), never of what happened before; a draw is the
-number of an image in the endless sequence of passes. So batches depend neither on the number of
-worker processes nor on where a run was continued. A wrong folder raises ValueError or OSError, an
-unreadable image ImageError. Leaves out: datasets by name, which are in `benchmarks.py`.
+number of an image in the endless sequence of passes. So batches depend neither on worker processes
+nor on where a run went on. A wrong folder raises ValueError, an unreadable image ImageError.
 """
 
 import hashlib
@@ -61,7 +60,7 @@ class Split(NamedTuple):
 
     @classmethod
     def below(cls, root: Path, entries: Sequence[Entry]) -> Self:
-        """Image files below a folder, with their labels."""
+        """Image files below a folder."""
         return cls([root / file for file, _ in entries], torch.tensor([k for _, k in entries]))
 
 
@@ -129,8 +128,8 @@ def find_images(root: Path) -> list[Path]:
     files: list[str] = []
     for at, folders, names in os.walk(root, followlinks=True):
         folders[:] = [name for name in folders if name[0] != "."]
-        images = [name for name in names if name.lower().endswith(IMG_EXTENSIONS)]
-        files += [f"{at}/{name}" for name in images if name[0] != "."]
+        names = [name for name in names if name.lower().endswith(IMG_EXTENSIONS)]
+        files += [f"{at}/{name}" for name in names if name[0] != "."]
     if odd := [file for file in files if file.encode(errors="ignore") != os.fsencode(file)]:
         raise ValueError(f"{odd[0]}: this name is not UTF-8; rename the file or folder")
     return [Path(file) for file in sorted(files)]
@@ -200,8 +199,10 @@ def permutation(n: int, seed: int, purpose: str, number: int) -> Tensor:
 def stream(n: int, batch: int, seed: int, purpose: str, start: int, stop: int) -> Draws:
     """Full batches of steps start .. stop − 1; passes follow one another without a seam."""
     for step in range(start, stop):
-        draws = range(step * batch, (step + 1) * batch)
-        yield [(d, int(permutation(n, seed, purpose, d // n)[d % n])) for d in draws]
+        yield [
+            (d, int(permutation(n, seed, purpose, d // n)[d % n]))
+            for d in range(step * batch, (step + 1) * batch)
+        ]
 
 
 def epochs(n: int, batch: int, seed: int, purpose: str, count: int, start: int = 0) -> Draws:
@@ -252,10 +253,10 @@ def read_image(path: Path) -> Image.Image:
         with Image.open(path) as image:
             return image.convert("RGB")
     except Exception as error:  # Pillow raises anything from OSError to TypeError on damaged bytes
-        raise ImageError(
-            f"{path}: cannot be read as an image ({error!r}); replace it, "
-            "or remove it before a run begins"
-        ) from error
+        what = (
+            f"cannot be read as an image ({error!r}); replace it, or remove it before a run begins"
+        )
+        raise ImageError(f"{path}: {what}") from error
 
 
 def decode_all(images: Tensor | Sequence[Path]) -> list[ImageError]:
@@ -300,7 +301,7 @@ class Images(Dataset[Any]):
         with torch.random.fork_rng(devices=[]):  # torchvision draws from the global generator
             torch.manual_seed(seed_of(self.seed, self.purpose, "augment", draw))
             return self.pipeline(
-                read_image(x) if isinstance(x, Path) else T.functional.to_pil_image(x)
+                T.functional.to_pil_image(x) if isinstance(x, Tensor) else read_image(x)
             )
 
 
@@ -311,8 +312,10 @@ def pick_workers(asked: int | None, images: Tensor | list[Path], device: torch.d
     """
     if asked is not None or device.type == "cpu" or isinstance(images, Tensor):
         return asked or 0
-    windows = not hasattr(os, "sched_getaffinity")
-    return min(16, os.cpu_count() or 1 if windows else len(os.sched_getaffinity(0)))
+    return min(
+        16,
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+    )
 
 
 def own_session(worker: int) -> None:

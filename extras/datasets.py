@@ -84,8 +84,7 @@ def check(name: str, root: Path, partial: bool = False) -> Row:
             entries = {file for part in read_lists(name, path)[0].values() for file, _ in part}
             there, whole = present(name, path), sum(BENCHMARKS[name].sizes)
             absent, images = entries - there, [path / file for file in sorted(entries & there)]
-            about |= {"listed": len(entries), "absent": len(absent)}
-            about["in_no_list"] = len(there - entries)
+            about |= {"listed": len(entries), "absent": len(absent), "extra": len(there - entries)}
             if not partial and (absent or len(entries) != whole):
                 what = f"lists {len(entries)} images of {whole}, {len(absent)} of them are missing"
                 problems.append({"problem": what, "first": min(absent, default=None)})
@@ -103,8 +102,8 @@ def check(name: str, root: Path, partial: bool = False) -> Row:
 def download(name: str, root: Path) -> Row:
     """Fetch a benchmark's archives and unpack them; its folder is there whole or not at all."""
     if name not in BENCHMARKS:
-        how = "register at image-net.org" if name == "imagenet" else nearest(name, BENCHMARKS)
-        raise UsageError(f"{name}: cannot be downloaded by this program; {how}")
+        what = "cannot be downloaded; imagenet is at image-net.org"
+        raise UsageError(f"{name}: {what}, {nearest(name, BENCHMARKS)}")
     target, work = root / FOLDERS[name], root / f".{name}.download"
     if target.exists():
         raise UsageError(f"{target}: is there already, see `bisslight data check {name}`")
