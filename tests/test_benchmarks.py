@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import json
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -155,19 +154,11 @@ def test_voc_labels_are_those_of_the_annotations() -> None:
     assert (task.metric, task.classes[14]) == ("11-point mAP", "person")
 
 
-def test_cub_labels_stay_official_where_classes_are_missing(tmp_path: Path) -> None:
-    make("cub200", tmp_path)
-    task = load("cub200", tmp_path)
-    assert (len(task.classes), task.classes[6]) == (200, "Bird 7")
-    for split in (task.train, task.val, task.test):
-        assert split.targets.tolist() == [int(path.parent.name[:3]) - 1 for path in split.images]
-    assert [len(x.targets) for x in (task.train, task.val, task.test)] == [10, 2, 4]
-
-
 def test_the_whole_cub_split_has_the_papers_sizes() -> None:
     """A fifth of each class of the official 5,994 training images, from the complete lists."""
     parts, _ = benchmarks.read_cub(shared("data/annotations/CUB_200_2011"))
     assert {p: len(e) for p, e in parts.items()} == {"trainval": 5994, "test": 5794}
+    assert all(label == int(name[:3]) - 1 for name, label in parts["trainval"])
     file = shared("data/bissl_tv_splits/cub200_val_split.txt")
     for chosen in (Data(dataset="cub200"), Data(dataset="cub200", split_file=file)):
         split = benchmarks.with_validation(parts, chosen)
@@ -176,12 +167,6 @@ def test_the_whole_cub_split_has_the_papers_sizes() -> None:
         assert len({*split["train"], *split["val"]}) == 5994
     rest = (file.parent / "cub200_train_split.txt").read_text().split()  # the other original file
     assert {parts["trainval"][int(i)] for i in rest} == {*split["train"]}
-
-
-def test_the_official_flower_lists_have_the_known_sizes() -> None:
-    parts, _ = benchmarks.read_flowers(shared("data/annotations/flowers-102"))
-    assert {p: len(e) for p, e in parts.items()} == {"train": 1020, "val": 1020, "test": 6149}
-    assert {*Counter(label for _, label in parts["train"]).values()} == {10}
 
 
 def test_the_validation_split_is_fixed(tmp_path: Path) -> None:
@@ -245,14 +230,11 @@ def test_split_files_are_checked(tmp_path: Path, monkeypatch: Any) -> None:
         with pytest.raises(UsageError, match=rf"split.txt: .* {whole} listed .* not {listed}"):
             load(name, tmp_path, split_file=path)
     monkeypatch.setitem(BENCHMARKS, "cub200", BENCHMARKS["cub200"]._replace(sizes=(10, 2, 4)))
-    task, names = load("cub200", tmp_path, split_file=path), make_cub(tmp_path / "again")
-    assert [str(x.relative_to(tmp_path / "CUB_200_2011/images")) for x in task.val.images] == [
-        names[0], names[4],  # the fourth is a test image
-    ]  # fmt: skip
-    for text in ("12", "-1", "1\nx", " ".join(map(str, range(12)))):
-        path.write_text(text)
-        with pytest.raises(UsageError, match=r"split.txt: .* needs numbers below 12"):
-            load("cub200", tmp_path, split_file=path)
+    task = load("cub200", tmp_path, split_file=path)
+    assert [x.name for x in task.val.images] == ["Bird_3_0.jpg", "Bird_3_4.jpg"]  # 3 is for test
+    path.write_text("12")
+    with pytest.raises(UsageError, match=r"split.txt: .* needs numbers below 12"):
+        load("cub200", tmp_path, split_file=path)
 
 
 # --- check, pools, download ---
@@ -282,29 +264,26 @@ def test_check_counts_what_is_missing_and_names_what_is_damaged(
     assert cli.run([*line, "--partial"]) == 0
 
 
-def test_check_reads_a_folder_as_training_does(tmp_path: Path) -> None:
+def test_check_reads_a_folder_and_a_pool(tmp_path: Path) -> None:
     for i, kind in enumerate("ab" * 10):
         picture(tmp_path / kind / f"{i}.png")
     found = check(f"folder:{tmp_path}", tmp_path)
-    assert {key: found[key] for key in ("classes", *PARTS, "images")} == {
-        "classes": 2, "train": 14, "val": 2, "test": 4, "images": 20,
-    }  # fmt: skip  # a fifth of ten a class, then of eight
-    assert check(str(tmp_path), tmp_path)["images"] == 20  # as a pool
+    counts = {"classes": 2, "train": 14, "val": 2, "test": 4, "images": 20}
+    assert counts.items() <= found.items()  # a fifth of ten a class, then of eight
+    assert check(str(tmp_path), tmp_path)["images"] == 20
     with pytest.raises(UsageError, match="is no benchmark or folder; did you mean pets"):
         check("pet", tmp_path)
 
 
 def test_a_pool_is_quilts_the_training_part_of_imagenet_or_any_folder(tmp_path: Path) -> None:
-    for name in ("1.png", "deep/er/2.JPEG", ".hidden/3.png"):
-        picture(tmp_path / "pool" / name)
+    for file in ("pool/1.png", "pool/deep/2.JPEG", "pool/.hidden/3.png", "imagenet/val/n01/1.JPEG"):
+        picture(tmp_path / file)
     assert load_pool("quilts", tmp_path, 0).images.shape == (4000, 3, 16, 16)
-    for name in (str(tmp_path / "pool"), f"folder:{tmp_path / 'pool'}"):
-        assert [path.name for path in load_pool(name, tmp_path, 0).images] == ["1.png", "2.JPEG"]
-    picture(tmp_path / "imagenet/val/n01/1.JPEG")
     with pytest.raises(UsageError, match="no images in"):  # validation is no pool
         load_pool("imagenet", tmp_path, 0)
     picture(tmp_path / "imagenet/train/n01/2.JPEG")
-    assert [path.name for path in load_pool("imagenet", tmp_path, 0).images] == ["2.JPEG"]
+    for name, files in ((f"folder:{tmp_path}/pool", ["1.png", "2.JPEG"]), ("imagenet", ["2.JPEG"])):
+        assert [path.name for path in load_pool(name, tmp_path, 0).images] == files
 
 
 def tar_of(folder: Path, name: str) -> bytes:
@@ -345,56 +324,3 @@ def test_a_download_is_whole_or_not_there(server: Server, tmp_path: Path, monkey
     }.items():
         with pytest.raises(UsageError, match=message):
             download(name, root)
-
-
-# --- from align to evaluate ---
-
-
-def run(capsys: Any, *commands: str) -> Any:
-    """What the last of some commands prints, from JSON."""
-    for line in commands:
-        capsys.readouterr()
-        assert cli.run(line.split()) == 0, capsys.readouterr().err
-    return json.loads(capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("name", ["voc07", pytest.param("cub200", marks=pytest.mark.slow)])
-def test_a_benchmark_goes_from_align_to_evaluate(
-    name: str, tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    """Tiny; several labels an image, and one."""
-    monkeypatch.chdir(tmp_path)
-    make(name, tmp_path)
-    backbone = f"--backbone vit_mini --weights {weights} --dataset {name} --data-root . --partial"
-    tune = "--epochs 1 --batch 4 --seeds 2 --lr 1e-2 --warmup-epochs 0"
-    found = run(
-        capsys,
-        f"align {backbone} --pool quilts --alternations 1 --lower-steps 2 --upper-steps 1 "
-        "--p-batch 4 --d-batch 4 --probe-epochs 1 --out a",
-        f"finetune --from a {tune} --out aligned",
-        f"finetune {backbone} {tune} --out direct",
-        "evaluate aligned --against direct --json",
-    )
-    metric = "11-point mAP" if name == "voc07" else "top-1 accuracy"
-    assert [(len(arm["accuracies"]), arm["metric"]) for arm in found["arms"]] == [(2, metric)] * 2
-
-
-@pytest.mark.slow
-def test_photographs_go_through_all_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    """Two epochs, a few alternations: that it runs on JPEG files of many sizes, not how well."""
-    pool, task = shared("data/tiny-imagenet/val"), shared("data/flower_photos")
-    monkeypatch.chdir(tmp_path)
-    backbone = "--backbone vit_mini --weights pre"
-    small = "--epochs 2 --batch 64 --seeds 2 --lr 1e-2 --workers 1"
-    found = run(
-        capsys,
-        f"pretrain --pool {pool} --backbone vit_mini --image-size 64 --patch-size 8 --epochs 2 "
-        "--warmup-epochs 1 --out pre",
-        f"align {backbone} --dataset folder:{task} --pool {pool} --alternations 2 --lower-steps 2 "
-        "--upper-steps 2 --p-batch 32 --d-batch 32 --probe-epochs 1 --out a --workers 1",
-        f"finetune --from a {small} --out aligned",
-        "evaluate aligned --json",
-    )
-    assert len(found["arms"][0]["accuracies"]) == 2
