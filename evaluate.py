@@ -105,8 +105,7 @@ def compare(arm: Sequence[int], against: Sequence[int]) -> Comparison:
 
     p is the share of the C(n + m, n) ways to split all n + m numbers into n and m whose means
     differ at least as much as those of the arms. The splits are not listed: number by number, we
-    count how many sets of each size have each sum. All is done in whole numbers, so no rounding
-    decides whether a split differs as much.
+    count how many sets of each size have each sum. Whole numbers leave no rounding to decide.
 
     >>> compare([3, 4], [1, 2])  # the observed split and its mirror differ most
     Comparison(difference=2.0, p=0.3333333333333333, splits=6, no_p=None)
@@ -119,12 +118,8 @@ def compare(arm: Sequence[int], against: Sequence[int]) -> Comparison:
             sets[size + 1, total + number] += count
     apart = {x: abs(x * len(pooled) - n * sum(pooled)) for size, x in sets if size == n}  # of means
     extreme = sum(sets[n, total] for total, far in apart.items() if far >= apart[sum(arm)])
-    return Comparison(
-        difference=fmean(arm) - fmean(against),
-        p=None if alone else extreme / splits,
-        splits=splits,
-        no_p="one seed each" if alone else None,
-    )
+    difference, why = fmean(arm) - fmean(against), "one seed each" if alone else None
+    return Comparison(difference, None if alone else extreme / splits, splits, why)
 
 
 # --- finished runs ----------------------------------------------------------------------------
@@ -178,8 +173,9 @@ def row(arm: Arm, first: Arm) -> Row:
         raise UsageError(f"{arm['name']}, {first['name']}: tested on other images, not comparable")
     if None in differs.pop("aligned_by", ()):
         differs.pop("grid", None)  # its default follows from the start
-    difference = fmean(first["test"]) - fmean(arm["test"])
-    versus = compare(first["right"], arm["right"])._replace(difference=difference)
+    versus = compare(first["right"], arm["right"])._replace(
+        difference=fmean(first["test"]) - fmean(arm["test"])
+    )
     return Row(
         arm=arm["name"],
         seeds=len(arm["test"]),
@@ -207,8 +203,8 @@ def read_arm(path: Path) -> Arm:
     try:
         arms = [read_run(file.parent) for file in sorted(files, key=lambda f: (len(str(f)), f))]
     except (OSError, LookupError, TypeError, ValueError, RecursionError) as error:
-        what = "is no finished finetune run, nor a folder of them"
-        raise UsageError(f"{path}: {what} ({type(error).__name__}: {error})") from error
+        why = f"is no finished finetune run, nor a folder of them ({type(error).__name__}: {error})"
+        raise UsageError(f"{path}: {why}") from error
     if names := {name for arm in arms for name in unlike(arms[0], arm)}:
         raise UsageError(f"{path}: its runs are no seeds of one arm, {', '.join(names)} differ")
     test, right = ([x for arm in arms for x in arm[key]] for key in ("test", "right"))
@@ -217,24 +213,25 @@ def read_arm(path: Path) -> Arm:
 
 def read_run(run: Path) -> Arm:
     """One finished `finetune` run."""
-    files = [run / f"{name}.json" for name in ("config", "env", "result")]
-    config, env, result = (json.loads(file.read_text()) for file in files)
+    config, env, result = (
+        json.loads((run / f"{name}.json").read_text()) for name in ("config", "env", "result")
+    )
     if not result.get("test"):
         raise UsageError(f"{run}: has no test accuracy, it is not a finetune run")
-    own = {name: env["about"][name] for name in ("data_sha256", "weights_sha256")}
-    settings = config | own | {"aligned_by": result["aligned_by"]}
+    settings = config | {name: env["about"][name] for name in ("data_sha256", "weights_sha256")}
     whole = result["test_images"] if result["metric"] == "top-1 accuracy" else 10_000
     right = [round(percent * whole / 100) for percent in result["test"]]
+    settings |= {"aligned_by": result["aligned_by"]}
     return {**result, "settings": settings, "right": right}
 
 
 def published(arm: Arm) -> Reported | None:
     """The paper's figure for an arm; None where its settings, as far as we know, are others."""
     settings, dataset = arm["settings"], arm["settings"]["dataset"]
-    usual = {name: settings[name] for name in USUAL} == USUAL
+    usual = all(settings[name] == value for name, value in USUAL.items())
     official = str(settings["weights"]).endswith(
         ("None", "_full.pth", "IN1K-vit.h.14-300e.pth.tar")
     )
-    aligned = arm["aligned_on"] in (None, dataset) and not arm["align_unlike_paper"]
-    method = METHODS.get(arm["aligned_by"], "another") if usual and official and aligned else ""
+    aligned_so = arm["aligned_on"] in (None, dataset) and not arm["align_unlike_paper"]
+    method = METHODS.get(arm["aligned_by"], "") if usual and official and aligned_so else ""
     return reported(arm["backbone"], dataset, method, arm["pretext"])

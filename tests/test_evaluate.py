@@ -168,15 +168,13 @@ def test_a_directory_of_runs_is_one_arm(tmp_path: Path) -> None:
 
 
 def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
-    finished(tmp_path / "mixed" / "a", [70.0])
-    finished(tmp_path / "mixed" / "b", [70.0], rank=4)
-    finished(tmp_path / "both" / "a", [70.0])
-    finished(tmp_path / "both" / "b", [70.0], by="mfac")
+    for arm, changes in (("mixed", {"rank": 4}), ("both", {"by": "mfac"})):
+        finished(tmp_path / arm / "a", [70.0])
+        finished(tmp_path / arm / "b", [70.0], **changes)
     (finished(tmp_path / "running", [70.0]) / "result.json").unlink()
     finished(tmp_path / "empty", [])
     (finished(tmp_path / "torn", [70.0]) / "config.json").write_text("{")
-    (finished(tmp_path / "old", [70.0]) / "result.json").write_text('{"test": [1.0]}')
-    (finished(tmp_path / "bare", [70.0]) / "env.json").write_text("{}")
+    (finished(tmp_path / "old", [70.0]) / "env.json").write_text("{}")
     for name, message in [
         ("mixed", "its runs are no seeds of one arm, rank differ"),
         ("both", "its runs are no seeds of one arm, aligned_by differ"),
@@ -184,7 +182,6 @@ def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
         ("empty", "has no test accuracy"),
         ("torn", "is no finished finetune run"),
         ("old", "is no finished finetune run"),
-        ("bare", "is no finished finetune run"),
         ("missing", "is no finished finetune run, nor a folder of them"),
     ]:
         with pytest.raises(UsageError, match=f"{name}: {message}"):
