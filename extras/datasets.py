@@ -59,7 +59,7 @@ def list_all(root: Path) -> list[Row]:
         try:
             if (root / FOLDERS[name]).is_dir():
                 task = load_task(Data(dataset=name, partial=True), root)
-                sizes = tuple(len(split.targets) for split in (task.train, task.val, task.test))
+                sizes = tuple(len(split.targets) for split in task[1:4])
                 row["state"] = "there" if sizes == b.sizes else f"partial: {sizes} of {b.sizes}"
                 row["detail"] = f"{root / FOLDERS[name]}, data_sha256 {task.fingerprint()[:12]}"
         except UsageError as error:
@@ -90,9 +90,9 @@ def check(name: str, root: Path, partial: bool = False) -> Row:
                 problems.append({"problem": what, "first": min(absent, default=None)})
         elif name.startswith("folder:"):
             task = folder(path, 0)
-            splits = dict(zip(PARTS, (task.train, task.val, task.test), strict=True))
-            images = [file for split in splits.values() for file in split.images]
-            about |= {"classes": len(task.classes)} | {p: len(splits[p].targets) for p in PARTS}
+            images = [file for split in task[1:4] for file in split.images]
+            about["classes"] = len(task.classes)
+            about |= {p: len(x.targets) for p, x in zip(PARTS, task[1:4], strict=True)}
         else:
             images = [*load_pool(name, root, 0).images]
     problems += [{"problem": str(error)} for error in decode_all(images)]

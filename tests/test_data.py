@@ -220,6 +220,5 @@ def test_a_signal_to_the_whole_group_leaves_the_workers_at_work(tmp_path: Path) 
     make(tmp_path, "1.png")
     line = [sys.executable, "-c", LOADING, str(tmp_path / "1.png")]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
-    given = {"start_new_session": True, "capture_output": True, "text": True, "timeout": 120}
-    done = subprocess.run(line, env=env, **given)
-    assert done.stdout == "18\n", done.stderr
+    done = subprocess.run(line, env=env, start_new_session=True, capture_output=True, timeout=120)
+    assert done.stdout == b"18\n", done.stderr
