@@ -140,21 +140,16 @@ def folder(root: Path, seed: int) -> Task:
 
     A missing test or validation part is a fifth of each class of the training part.
     """
-    given = [part for part in PARTS if (root / part).is_dir()]
-    found = {part: class_files(root / part) for part in given} or {"train": class_files(root)}
+    given = {part: class_files(root / part) for part in PARTS if (root / part).is_dir()}
+    found = given or {"train": class_files(root)}
     classes, entries = [*found.get("train", ())], dict[str, list[Entry]]()
     for part, by_class in found.items():
         if len(by_class) < 2 or {*by_class} - {*classes} or not all(by_class.values()):
             has = ", ".join(f"{name} ({len(files)})" for name, files in by_class.items())
-            raise ValueError(
-                f"{root}: {part} needs two or more of train's class folders, "
-                f"all with images; it has {has or 'none'}"
-            )
-        entries[part] = [
-            (file.relative_to(root).as_posix(), classes.index(name))
-            for name, files in by_class.items()
-            for file in files
-        ]
+            needs = "needs two or more of train's class folders, all with images"
+            raise ValueError(f"{root}: {part} {needs}; it has {has or 'none'}")
+        pairs = [(file, classes.index(name)) for name, files in by_class.items() for file in files]
+        entries[part] = [(file.relative_to(root).as_posix(), k) for file, k in pairs]
     for part in ("test", "val"):
         if part not in entries:
             entries["train"], entries[part] = holdout(entries["train"], seed, part)
@@ -173,8 +168,8 @@ def class_files(root: Path) -> dict[str, list[Path]]:
 def holdout(entries: Sequence[Entry], seed: int, part: str) -> tuple[list[Entry], list[Entry]]:
     """(rest, a fifth of each class): the files with the smallest sha256 of seed/part/file.
 
-    So the choice depends neither on platform nor order nor other classes. Rounded down, to one at
-    least, it gives the paper's split of CUB-200 (4800 / 1194). The only image of a class stays.
+    Rounded down, to one at least: the paper's split of CUB-200 (4800 / 1194). The only image of a
+    class stays.
 
     >>> holdout([("1.jpg", 0), ("2.jpg", 0), ("3.jpg", 1)], 0, "val")
     ([('1.jpg', 0), ('3.jpg', 1)], [('2.jpg', 0)])
@@ -199,10 +194,8 @@ def permutation(n: int, seed: int, purpose: str, number: int) -> Tensor:
 def stream(n: int, batch: int, seed: int, purpose: str, start: int, stop: int) -> Draws:
     """Full batches of steps start .. stop − 1; passes follow one another without a seam."""
     for step in range(start, stop):
-        yield [
-            (d, int(permutation(n, seed, purpose, d // n)[d % n]))
-            for d in range(step * batch, (step + 1) * batch)
-        ]
+        draws = range(step * batch, (step + 1) * batch)
+        yield [(d, int(permutation(n, seed, purpose, d // n)[d % n])) for d in draws]
 
 
 def epochs(n: int, batch: int, seed: int, purpose: str, count: int, start: int = 0) -> Draws:
@@ -251,6 +244,8 @@ def read_image(path: Path) -> Image.Image:
     """An image file as RGB, decoded to its end; as torchvision does, EXIF and alpha are ignored."""
     try:
         with Image.open(path) as image:
+            if image.mode.startswith(("I", "F")):  # Pillow would clip them
+                raise ValueError("more than 8 bits a channel, save it with 8")
             return image.convert("RGB")
     except Exception as error:  # Pillow raises anything from OSError to TypeError on damaged bytes
         what = (

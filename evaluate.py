@@ -20,7 +20,7 @@ from torch import Tensor
 from config import Machine, UsageError
 from paper import Reported, reported
 
-Arm = dict[str, Any]  # result.json of its first run, `test` and `right` of all; name, settings
+Arm = dict[str, Any]  # of result.json; `test` and `right` of all its runs; settings, paper, name
 FREE = {*Machine.model_fields, "start", "pool", "jobs", "mfac_device", "weights"} - {"amp"}
 METHODS = {None: "PEFT", "mfac": "BiSSLight", "recursion": "BiSSLight", "cg": "BiSSL"}
 USUAL = {"rank": 64, "epochs": 200, "optimizer": "adamw", "augment": "crop", "partial": False,
@@ -183,7 +183,7 @@ def row(arm: Arm, first: Arm) -> Row:
         mean=fmean(arm["test"]),
         std=stdev(arm["test"]) if len(arm["test"]) > 1 else None,
         metric=arm["metric"],
-        paper=published(arm),
+        paper=arm["paper"],
         differs=differs,
         accuracies=arm["test"],
         counts=arm["right"],
@@ -202,7 +202,7 @@ def read_arm(path: Path) -> Arm:
     files = [*path.glob("config.json")] or [*path.glob("*/config.json")] or [path / "config.json"]
     try:
         arms = [read_run(file.parent) for file in sorted(files, key=lambda f: (len(str(f)), f))]
-    except (OSError, LookupError, TypeError, ValueError, RecursionError) as error:
+    except (OSError, LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
         why = f"is no finished finetune run, nor a folder of them ({type(error).__name__}: {error})"
         raise UsageError(f"{path}: {why}") from error
     if names := {name for arm in arms for name in unlike(arms[0], arm)}:
@@ -222,16 +222,20 @@ def read_run(run: Path) -> Arm:
     whole = result["test_images"] if result["metric"] == "top-1 accuracy" else 10_000
     right = [round(percent * whole / 100) for percent in result["test"]]
     settings |= {"aligned_by": result["aligned_by"]}
-    return {**result, "settings": settings, "right": right}
+    arm = {key: result[key] for key in ("test", "unit", "metric", "aligned_by", "lr")}
+    return arm | {"settings": settings, "right": right, "paper": published(settings, result)}
 
 
-def published(arm: Arm) -> Reported | None:
-    """The paper's figure for an arm; None where its settings, as far as we know, are others."""
-    settings, dataset = arm["settings"], arm["settings"]["dataset"]
+def published(settings: Arm, result: Arm) -> Reported | None:
+    """The paper's figure for a run; None where its settings, as far as we know, are others."""
+    official = (
+        "None",
+        "_full.pth",
+        "IN1K-vit.h.14-300e.pth.tar",
+    )  # the official files' names end so
     usual = all(settings[name] == value for name, value in USUAL.items())
-    official = str(settings["weights"]).endswith(
-        ("None", "_full.pth", "IN1K-vit.h.14-300e.pth.tar")
-    )
-    aligned_so = arm["aligned_on"] in (None, dataset) and not arm["align_unlike_paper"]
-    method = METHODS.get(arm["aligned_by"], "") if usual and official and aligned_so else ""
-    return reported(arm["backbone"], dataset, method, arm["pretext"])
+    usual = usual and str(settings["weights"]).endswith(official)
+    aligned_so = result["aligned_on"] in (None, settings["dataset"])
+    aligned_so = aligned_so and not result["align_unlike_paper"]
+    method = METHODS.get(result["aligned_by"], "") if usual and aligned_so else ""
+    return reported(result["backbone"], settings["dataset"], method, result["pretext"])
