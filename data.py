@@ -5,9 +5,8 @@
     batches    decoded, augmented images in the order of `stream` or `epochs`
 
 Randomness is a function of (seed, purpose, draw), never of what happened before; a draw is the
-number of an image in the endless sequence of passes. So batches depend neither on the number of
-worker processes nor on where a run was continued. A wrong folder raises ValueError or OSError, an
-unreadable image ImageError. Leaves out: datasets by name, which are in `benchmarks.py`.
+number of an image in the endless sequence of passes. So batches depend neither on worker processes
+nor on where a run went on. A wrong folder raises ValueError, an unreadable image ImageError.
 """
 
 import hashlib
@@ -15,6 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms as T
 from torchvision.datasets.folder import IMG_EXTENSIONS
-from torchvision.transforms import functional as F
 
+PARTS = ("train", "val", "test")
 Channels = tuple[float, ...]  # one number each for red, green and blue
 IMAGENET: tuple[Channels, Channels] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean, std
 Entry = tuple[str, Any]  # (image file below the dataset's folder, label)
@@ -43,8 +43,8 @@ def seed_of(seed: int, *purpose: str | int) -> int:
     >>> seed_of(0, "mask", 1)
     9043777112963148149
     """
-    words = "/".join(str(word) for word in (seed, *purpose))
-    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:8], "big") >> 1
+    words = "/".join(map(str, (seed, *purpose))).encode()
+    return int.from_bytes(hashlib.sha256(words).digest()[:8], "big") >> 1
 
 
 def rng(seed: int, *purpose: str | int) -> torch.Generator:
@@ -60,7 +60,7 @@ class Split(NamedTuple):
 
     @classmethod
     def below(cls, root: Path, entries: Sequence[Entry]) -> Self:
-        """Image files below a folder, with their labels."""
+        """Image files below a folder."""
         return cls([root / file for file, _ in entries], torch.tensor([k for _, k in entries]))
 
 
@@ -78,7 +78,7 @@ class Task(NamedTuple):
 
     @classmethod
     def of(cls, train: Any, val: Any, test: Any, classes: Sequence[str]) -> Self:
-        """A task of one's own, kept in memory and named after its content.
+        """A task of one's own, kept in memory.
 
         Each part is a torch Dataset or a list of (image (3, H, W) in [0, 1], class number).
         """
@@ -86,12 +86,11 @@ class Task(NamedTuple):
         for part in (train, val, test):
             images, labels = zip(*(part[i] for i in range(len(part))), strict=True)
             x, y = torch.stack(images).float(), torch.as_tensor(labels).long()
-            inside = x.min() >= 0 and x.max() <= 1 and y.min() >= 0 and y.max() < len(classes)
+            inside = 0 <= x.min() <= x.max() <= 1 and 0 <= y.min() <= y.max() < len(classes)
             if x.shape[1] != 3 or not inside:
                 raise ValueError(f"wants images (3, H, W) in [0, 1], labels below {len(classes)}")
             splits.append(Split(x, y))
-        task = cls("own", splits[0], splits[1], splits[2], [*classes])
-        return task._replace(name=f"own:{task.fingerprint()[:12]}")
+        return cls("own", splits[0], splits[1], splits[2], [*classes])
 
     @property
     def metric(self) -> str:
@@ -100,8 +99,7 @@ class Task(NamedTuple):
 
     def fingerprint(self) -> str:
         """sha256 over file names (of images in memory: the pixels) and labels."""
-        splits = (self.train, self.val, self.test)
-        parts = (part for x in splits for part in (content(x.images), x.targets.numpy().tobytes()))
+        parts = [content(x.images) + x.targets.numpy().tobytes() for x in self[1:4]]
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
@@ -127,15 +125,11 @@ def content(images: Tensor | list[Path]) -> bytes:
 
 def find_images(root: Path) -> list[Path]:
     """All image files below a folder, links followed, sorted by path, hidden ones left out."""
-
-    def refuse(error: OSError) -> None:  # os.walk would leave out what it may not read
-        raise error
-
-    files = []
-    for at, folders, names in os.walk(root, onerror=refuse, followlinks=True):
+    files: list[str] = []
+    for at, folders, names in os.walk(root, followlinks=True):
         folders[:] = [name for name in folders if name[0] != "."]
-        images = [name for name in names if name.lower().endswith(IMG_EXTENSIONS)]
-        files += [os.path.join(at, name) for name in images if name[0] != "."]  # noqa: PTH118
+        names = [name for name in names if name.lower().endswith(IMG_EXTENSIONS)]
+        files += [f"{at}/{name}" for name in names if name[0] != "."]
     if odd := [file for file in files if file.encode(errors="ignore") != os.fsencode(file)]:
         raise ValueError(f"{odd[0]}: this name is not UTF-8; rename the file or folder")
     return [Path(file) for file in sorted(files)]
@@ -146,52 +140,47 @@ def folder(root: Path, seed: int) -> Task:
 
     A missing test or validation part is a fifth of each class of the training part.
     """
-    given = [part for part in ("train", "val", "test") if (root / part).is_dir()]
-    if given and "train" not in given:
-        raise ValueError(f"{root}: has {' and '.join(given)} but no train")
-    parts = {part: class_files(root / part) for part in given} or {"train": class_files(root)}
-    classes = [*parts["train"]]
-    entries: dict[str, list[Entry]] = {}
-    for part, by_class in parts.items():
-        if len(by_class) < 2 or not {*by_class} <= {*classes}:
-            held = ", ".join(by_class) or "none"
-            raise ValueError(f"{root}: {part} needs two or more class folders of train, has {held}")
+    given = {part: class_files(root / part) for part in PARTS if (root / part).is_dir()}
+    found = given or {"train": class_files(root)}
+    classes, entries = [*found.get("train", ())], dict[str, list[Entry]]()
+    for part, by_class in found.items():
+        if len(by_class) < 2 or {*by_class} - {*classes} or not all(by_class.values()):
+            has = ", ".join(f"{name} ({len(files)})" for name, files in by_class.items())
+            needs = "needs two or more of train's class folders, all with images"
+            raise ValueError(f"{root}: {part} {needs}; it has {has or 'none'}")
         pairs = [(file, classes.index(name)) for name, files in by_class.items() for file in files]
         entries[part] = [(file.relative_to(root).as_posix(), k) for file, k in pairs]
     for part in ("test", "val"):
         if part not in entries:
             entries["train"], entries[part] = holdout(entries["train"], seed, part)
-            if small := {*range(len(classes))} - {k for _, k in entries[part]}:
-                name = classes[min(small)]
-                raise ValueError(f"{root}: class {name!r} is too small to split off {part}")
-    train, val, test = (Split.below(root, entries[part]) for part in ("train", "val", "test"))
+            if len({k for _, k in entries[part]}) < len(classes):
+                raise ValueError(f"{root}: a class is too small to split off {part}")
+    train, val, test = (Split.below(root, entries[part]) for part in PARTS)
     return Task(f"folder:{root}", train, val, test, classes)
 
 
 def class_files(root: Path) -> dict[str, list[Path]]:
     """Image files by class folder, in alphabetical order."""
     folders = sorted(path for path in root.iterdir() if path.is_dir() and path.name[0] != ".")
-    found = {path.name: find_images(path) for path in folders}
-    if empty := [name for name, files in found.items() if not files]:
-        raise ValueError(f"{root}: class {empty[0]!r} has no images ({', '.join(IMG_EXTENSIONS)})")
-    return found
+    return {path.name: find_images(path) for path in folders}
 
 
 def holdout(entries: Sequence[Entry], seed: int, part: str) -> tuple[list[Entry], list[Entry]]:
     """(rest, a fifth of each class): the files with the smallest sha256 of seed/part/file.
 
-    So the choice depends neither on platform nor order nor other classes. Rounded down, to one at
-    least, it gives the paper's split of CUB-200 (4800 / 1194). The only image of a class stays.
+    Rounded down, to one at least: the paper's split of CUB-200 (4800 / 1194). The only image of a
+    class stays.
 
     >>> holdout([("1.jpg", 0), ("2.jpg", 0), ("3.jpg", 1)], 0, "val")
     ([('1.jpg', 0), ('3.jpg', 1)], [('2.jpg', 0)])
     """
-    by_class: dict[Any, list[str]] = {}
-    for file, label in entries:
-        by_class.setdefault(label, []).append(file)
+
+    def place(entry: Entry) -> tuple[Any, bytes]:
+        return entry[1], hashlib.sha256(f"{seed}/{part}/{entry[0]}".encode()).digest()
+
     chosen: set[str] = set()
-    for files in by_class.values():
-        files.sort(key=lambda file: hashlib.sha256(f"{seed}/{part}/{file}".encode()).digest())
+    for _, group in groupby(sorted(entries, key=place), lambda entry: entry[1]):
+        files = [file for file, _ in group]
         chosen |= {*files[: max(1, len(files) // 5)]} if len(files) > 1 else set()
     return [e for e in entries if e[0] not in chosen], [e for e in entries if e[0] in chosen]
 
@@ -242,15 +231,13 @@ class Transform(NamedTuple):
 
         Elsewhere and without augmentation: the centre at 256/224 of the size (as released).
         """
-        resampling = T.InterpolationMode(self.interpolation)
+        mode = T.InterpolationMode(self.interpolation)
         if train and self.augment == "crop":
-            crop = T.RandomResizedCrop(self.size, (self.min_crop, 1), interpolation=resampling)
+            crop = T.RandomResizedCrop(self.size, (self.min_crop, 1), interpolation=mode)
             cut = [crop, T.RandomHorizontalFlip(0.5 if self.flip else 0.0)]
         else:
-            enlarged = round(self.size * 256 / 224)
-            cut = [T.Resize(enlarged, interpolation=resampling), T.CenterCrop(self.size)]
-        steps: Any = T.Compose([*cut, T.ToTensor(), T.Normalize(self.mean, self.std)])
-        return steps  # type: ignore[no-any-return]
+            cut = [T.Resize(round(self.size * 256 / 224), mode), T.CenterCrop(self.size)]
+        return T.Compose([*cut, T.ToTensor(), T.Normalize(self.mean, self.std)])  # type: ignore[no-any-return]
 
 
 def read_image(path: Path) -> Image.Image:
@@ -261,9 +248,10 @@ def read_image(path: Path) -> Image.Image:
                 raise ValueError("more than 8 bits a channel, save it with 8")
             return image.convert("RGB")
     except Exception as error:  # Pillow raises anything from OSError to TypeError on damaged bytes
-        why = str(error).replace(f" '{path}'", "") or type(error).__name__
-        remedy = "replace it, or remove it before a run begins"
-        raise ImageError(f"{path}: cannot be read as an image ({why}); {remedy}") from error
+        what = (
+            f"cannot be read as an image ({error!r}); replace it, or remove it before a run begins"
+        )
+        raise ImageError(f"{path}: {what}") from error
 
 
 def decode_all(images: Tensor | Sequence[Path]) -> list[ImageError]:
@@ -276,9 +264,9 @@ def decode_all(images: Tensor | Sequence[Path]) -> list[ImageError]:
             return error
         return None
 
-    files = () if isinstance(images, Tensor) else images
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # decoding lets others run
-        return [error for error in pool.map(fault, files) if error]
+    with ThreadPoolExecutor(8) as pool:  # decoding lets other threads run
+        faults = pool.map(fault, () if isinstance(images, Tensor) else images)
+        return [error for error in faults if error]
 
 
 class Images(Dataset[Any]):
@@ -296,20 +284,20 @@ class Images(Dataset[Any]):
         """A batch. An error is a value: raised, it would leave a worker process as a traceback."""
         images, index, t = self.split.images, [i for _, i in draws], self.transform
         if isinstance(images, Tensor) and images.shape[2:] == (t.size, t.size) and not self.crop:
-            return F.normalize(images[index], t.mean, t.std), self.split.targets[index]
+            return T.functional.normalize(images[index], t.mean, t.std), self.split.targets[index]
         try:
-            x = torch.stack([self.image(*draw) for draw in draws])
+            return torch.stack([self.image(*draw) for draw in draws]), self.split.targets[index]
         except ImageError as error:
             return error
-        return x, self.split.targets[index]
 
     def image(self, draw: int, index: int) -> Tensor:
         """One image, decoded and augmented."""
         x = self.split.images[index]
         with torch.random.fork_rng(devices=[]):  # torchvision draws from the global generator
             torch.manual_seed(seed_of(self.seed, self.purpose, "augment", draw))
-            image = read_image(x) if isinstance(x, Path) else F.to_pil_image(x)
-            return self.pipeline(image)
+            return self.pipeline(
+                T.functional.to_pil_image(x) if isinstance(x, Tensor) else read_image(x)
+            )
 
 
 def pick_workers(asked: int | None, images: Tensor | list[Path], device: torch.device) -> int:
@@ -317,33 +305,31 @@ def pick_workers(asked: int | None, images: Tensor | list[Path], device: torch.d
 
     On a CPU the network needs the cores, and images in memory need no decoding.
     """
-    if asked is not None:
-        return asked
-    if device.type == "cpu" or isinstance(images, Tensor):
-        return 0
-    affinity = hasattr(os, "sched_getaffinity")
-    return min(16, len(os.sched_getaffinity(0)) if affinity else os.cpu_count() or 1)
+    if asked is not None or device.type == "cpu" or isinstance(images, Tensor):
+        return asked or 0
+    return min(
+        16,
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+    )
 
 
 def own_session(worker: int) -> None:
     """Take a worker process out of the terminal's group, so that Ctrl-C is its parent's alone."""
-    if hasattr(os, "setsid"):
-        os.setsid()
+    os.setsid()
 
 
 def batches(
     images: Images, draws: Iterable[list[Draw]], workers: int | None, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(images, targets) on the device for each list of draws; worker processes work ahead."""
-    loader: DataLoader[Any] = DataLoader(
+    for item in DataLoader(
         images,
         batch_size=None,  # one list of draws is one item
         sampler=draws,
         num_workers=pick_workers(workers, images.split.images, device),
         pin_memory=device.type == "cuda",
-        worker_init_fn=own_session,
-    )
-    for item in loader:
+        worker_init_fn=own_session if hasattr(os, "setsid") else None,
+    ):
         if isinstance(item, ImageError):
             raise item
         yield item[0].to(device, non_blocking=True), item[1].to(device, non_blocking=True)

@@ -17,12 +17,14 @@ class Reported(NamedTuple):
 DATASETS = ("pets", "dtd", "voc07", "flowers", "cub200", "aircrafts")  # the tables' columns
 
 
-def table(text: str) -> dict[tuple[str, str], tuple[tuple[float, float], ...]]:
+def table(text: str) -> dict[tuple[str, str], list[tuple[float, float]]]:
     """(backbone, arm) -> (mean, std) of each dataset."""
     rows = [line.split() for line in text.strip().splitlines()]
-    pairs = [[x.partition("±") for x in row[2:]] for row in rows]
-    cells = [tuple((float(mean), float(std)) for mean, _, std in row) for row in pairs]
-    return {(row[0], row[1]): found for row, found in zip(rows, cells, strict=True)}
+    cells = [[tuple(map(float, cell.split("±"))) for cell in row[2:]] for row in rows]
+    return {
+        (row[0], row[1]): [(x[0], x[1]) for x in found]
+        for row, found in zip(rows, cells, strict=True)
+    }
 
 
 MAE = table("""
@@ -60,20 +62,14 @@ MEMORY_GB = {
     ("PEFT, batch 256", (1, 1, 2)): {"vit_b16": 14, "vit_l16": 36, "vit_h14": 80},
     ("PEFT, batch 64", (1, 1, 1)): {"vit_b16": 4, "vit_l16": 10, "vit_h14": 22},
 }
-# the text on fig:repr_sim_per_dataset: mean CKA and RSA of ViT-B/16 over the six datasets
-SIMILARITY = {
-    ("BiSSLight", "BiSSL"): (0.93, 0.90),
-    ("pretrained", "BiSSLight"): (0.54, 0.41),
-    ("pretrained", "BiSSL"): (0.54, 0.41),
-}
 
 
 def memory_of(method: str, backbone: str) -> tuple[int, int] | None:
     """(GB, GPUs) that the paper gives for mfac, cg or peft, on the fewest GPUs."""
     label = {"mfac": "BiSSLight", "cg": "BiSSL", "peft": "PEFT, batch 64"}.get(method)
-    sizes = [*BACKBONE_MILLIONS]
-    rows = [(gpus, row) for (name, gpus), row in MEMORY_GB.items() if name == label]
-    found = [(gpus[sizes.index(backbone)], row[backbone]) for gpus, row in rows if backbone in row]
+    rows, sizes = MEMORY_GB.items(), [*BACKBONE_MILLIONS]
+    known = [(gpus, row) for (name, gpus), row in rows if name == label and backbone in row]
+    found = [(gpus[sizes.index(backbone)], row[backbone]) for gpus, row in known]
     return (min(found)[1], min(found)[0]) if found else None
 
 

@@ -136,7 +136,7 @@ def accuracies(arms: Sequence[Arm]) -> Iterator[tuple[str, list[dict[str, Any]]]
     tasks = defaultdict(list)
     tuned = [arm for arm in arms if arm.command == "finetune" and all(arm.results)]
     for arm in sorted(tuned, key=lambda arm: not arm.results[0]["aligned_by"]):
-        tasks[str(read_arm(arm.path).task)].append(arm)
+        tasks[read_arm(arm.path)["settings"]["data_sha256"]].append(arm)
     for some in tasks.values():
         rows = zip(evaluate([arm.path for arm in some]).arms, some, strict=True)
         dataset = Path(some[0].results[0]["dataset"]).name

@@ -13,11 +13,10 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 from torchvision import transforms as T
-from torchvision.transforms import functional as F
 
 import data
 from benchmarks import MOTIFS, quilts
-from data import Images, Split, Task, Transform, batches, epochs, folder, in_order, stream
+from data import Images, Split, Task, Transform, batches, folder, in_order, stream
 
 CPU = torch.device("cpu")
 TRANSFORM = Transform(8, (0.5,) * 3, (0.5,) * 3, augment="crop")
@@ -34,21 +33,7 @@ def photos(root: Path) -> Split:
     return Split(sorted(root.glob("*.png")), torch.arange(6))
 
 
-def names(split: Split) -> list[str]:
-    return [Path(path).name for path in split.images]
-
-
 # --- quilts ---
-
-
-def test_quilts_are_a_function_of_their_seed() -> None:
-    pool, task = quilts(3)
-    quilts.cache_clear()
-    assert torch.equal(pool.images, quilts(3)[0].images)
-    assert quilts(3)[1].fingerprint() == task.fingerprint() != quilts(4)[1].fingerprint()
-    splits = (task.train, task.val, task.test)
-    assert [tuple(x.images.shape) for x in splits] == [(n, 3, 16, 16) for n in (80, 160, 480)]
-    assert all((x.targets.bincount() == len(x.targets) // 8).all() for x in splits)
 
 
 def tiles(images: Tensor) -> Tensor:
@@ -61,6 +46,8 @@ def tiles(images: Tensor) -> Tensor:
 def test_a_class_is_which_tiles_are_equal_and_never_which_motif() -> None:
     """Pool images show two motifs in one of 8 layouts, which differ in 5 to 11 of 16 tiles."""
     pool, task = quilts(0)
+    assert task.fingerprint() != quilts(1)[1].fingerprint()
+    assert all((x.targets.bincount() == len(x.targets) // 8).all() for x in task[1:4])
     shown = tiles(pool.images)
     assert all(len(row.unique()) == 2 for row in shown)
     layouts = {tuple((row != row[0]).int().tolist()) for row in shown}
@@ -86,8 +73,7 @@ def test_class_folders_are_split_balanced_and_independent_of_place(tmp_path: Pat
     assert task.classes == ["a", "b"]
     assert [x.targets.bincount().tolist() for x in splits] == [[16, 16], [4, 4], [5, 5]]
     assert len({path for x in splits for path in x.images}) == 50
-    assert names(task.val) == names(again.val) and names(task.test) == names(again.test)
-    assert names(task.test) != names(other.test)
+    assert task.fingerprint() != other.fingerprint()
     recorded = "2f3e9aea3057dc874f9d9063bc8095b06e7094585ca4e521c4783488001db032"
     assert task.fingerprint() == again.fingerprint() == recorded  # of the first release, too
 
@@ -96,20 +82,21 @@ def test_parts_on_disk_are_used_and_only_the_missing_one_is_split_off(tmp_path: 
     make(tmp_path, *[f"train/{c}/{i}.png" for c in "ab" for i in range(10)])
     make(tmp_path, *[f"test/{c}/x{i}.jpg" for c in "ab" for i in range(3)])
     task = folder(tmp_path, 0)
-    assert names(task.test) == ["x0.jpg", "x1.jpg", "x2.jpg"] * 2
+    assert [path.name for path in task.test.images] == ["x0.jpg", "x1.jpg", "x2.jpg"] * 2
     assert [len(split.targets) for split in (task.train, task.val)] == [16, 4]
 
 
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (["a/1.png", "b/1.png", "c/1.txt"], "class 'c' has no images"),
-        (["a/1.png", "b/1.png"], "class 'a' is too small to split off test"),
-        (["1.png"], "needs two or more class folders of train, has none"),
-        (["a/1.png"], "needs two or more class folders of train, has a"),
-        (["train/a/1.png", "train/b/1.png", "test/z/1.png", "test/a/1.png"], "test needs .* a, z"),
-        (["test/a/1.png"], "has test but no train"),
-        (["train/a/1.png", "train/b/1.png", "test/1.png"], "test needs two .* has none"),
+        (["a/1.png", "b/1.png", "c/1.txt"], r"all with images; it has a \(1\), b \(1\), c \(0\)"),
+        (["a/1.png", "b/1.png"], "a class is too small to split off test"),
+        (["1.png"], "needs two or more of train's class folders, .* has none"),
+        (
+            ["train/a/1.png", "train/b/1.png", "test/z/1.png", "test/a/1.png"],
+            "test needs .* a .* z",
+        ),
+        (["test/a/1.png", "test/b/1.png"], "test needs two or more of train's class folders"),
         ([f"{c}/{i}{os.fsdecode(bytes([0xE9]))}.png" for c in "ab" for i in "12"], "UTF-8; rename"),
     ],
 )
@@ -123,11 +110,6 @@ def test_wrong_folders_end_in_one_clear_line(
         folder(tmp_path, 0)
 
 
-def test_a_folder_that_cannot_be_listed_is_an_error_and_not_an_empty_one(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        data.find_images(tmp_path / "nowhere")
-
-
 # --- tasks of one's own ---
 
 
@@ -138,11 +120,7 @@ def test_a_task_can_be_made_of_the_parts_of_a_torch_dataset() -> None:
     task = Task.of(train, val, test, ["x", "y", "z"])
     assert torch.equal(task.val.images, whole.tensors[0][1::3])
     assert task.val.targets.tolist() == [1, 1, 1, 1]
-    assert task.name == f"own:{task.fingerprint()[:12]}" != Task.of(val, train, test, "xyz").name
-    with pytest.raises(ValueError, match="labels below"):
-        Task.of(train, val, test, ["x", "y"])
-    with pytest.raises(ValueError, match=r"in \[0, 1\]"):
-        Task.of([(image - 0.5, label) for image, label in train], val, test, "xyz")
+    assert task.fingerprint() != Task.of(val, train, test, "xyz").fingerprint()
 
 
 def test_images_in_memory_are_brought_to_the_size_of_the_network() -> None:
@@ -154,35 +132,9 @@ def test_images_in_memory_are_brought_to_the_size_of_the_network() -> None:
     ((x, _),) = batches(Images(split, fits, True, 0, "x"), [[(0, 3), (1, 0)]], 0, CPU)
     mean, std = (torch.tensor(v)[:, None, None] for v in (fits.mean, fits.std))
     assert torch.equal(x, (pixels[[3, 0]] - mean) / std)
-    crops = Images(split, fits._replace(augment="crop"), True, 0, "x")
-    ((cut, _),) = batches(crops, [[(0, 3), (1, 0)]], 0, CPU)
-    assert cut.shape == x.shape and not torch.allclose(cut, x, atol=0.1)
 
 
 # --- order and batches ---
-
-
-def test_a_stream_has_no_seam_and_each_pass_sees_every_image_once() -> None:
-    whole = list(stream(10, 4, 0, "x", 0, 10))
-    draws = [draw for batch in whole for draw in batch]
-    assert [number for number, _ in draws] == list(range(40))
-    passes = [[index for _, index in draws[at : at + 10]] for at in range(0, 40, 10)]
-    assert all(sorted(order) == list(range(10)) for order in passes) and passes[0] != passes[1]
-    assert list(stream(10, 4, 0, "x", 7, 10)) == whole[7:]  # it can be entered anywhere
-    assert list(stream(10, 4, 1, "x", 0, 10)) != whole
-    (batch,) = stream(3, 8, 0, "x", 0, 1)  # a pool smaller than a batch
-    assert len(batch) == 8 and {index for _, index in batch} == {0, 1, 2}
-
-
-def test_epochs_keep_the_last_partial_batch_and_can_be_entered_anywhere() -> None:
-    whole = list(epochs(10, 4, 0, "x", 2))
-    assert [len(batch) for batch in whole] == [4, 4, 2] * 2
-    draws = [draw for batch in whole for draw in batch]
-    assert [number for number, _ in draws] == list(range(20))
-    assert sorted(index for _, index in draws[10:]) == list(range(10))
-    assert [list(epochs(10, 4, 0, "x", 2, start)) for start in (0, 2, 4)] == [
-        whole[start:] for start in (0, 2, 4)
-    ]
 
 
 def test_batches_do_not_depend_on_workers_or_on_where_a_run_resumed(tmp_path: Path) -> None:
@@ -194,44 +146,31 @@ def test_batches_do_not_depend_on_workers_or_on_where_a_run_resumed(tmp_path: Pa
             assert torch.equal(x, x2) and torch.equal(y, y2)
 
 
-def test_augmentation_differs_between_draws_and_is_off_in_evaluation(tmp_path: Path) -> None:
-    split = photos(tmp_path)
-    gradient = torch.linspace(0, 255, 30 * 20).reshape(30, 20).byte()
-    Image.fromarray(gradient.numpy()).save(split.images[0])  # grey: it is also converted
-    train, test = (Images(split, TRANSFORM, x, 0, "x") for x in (True, False))
-    before = torch.get_rng_state()
-    assert not torch.equal(train.image(0, 0), train.image(6, 0))
-    assert torch.equal(test.image(0, 0), test.image(6, 0))
-    assert test.image(0, 0).shape == (3, 8, 8)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize(("resampling", "flip"), [("bicubic", True), ("bilinear", False)])
 def test_images_are_cut_as_said(tmp_path: Path, resampling: Any, flip: bool) -> None:
     """Spelled out: training, a crop of 0.3 to 1 and a flip; elsewhere the centre at 256/224."""
     noise = torch.rand(3, 40, 30, generator=torch.Generator().manual_seed(0))
-    F.to_pil_image(noise).save(tmp_path / "1.png")
+    T.functional.to_pil_image(noise).save(tmp_path / "1.png")
     image, mode = Image.open(tmp_path / "1.png"), T.InterpolationMode(resampling)
-    on_disk, in_memory = (
-        Split([tmp_path / "1.png"], torch.zeros(1)),
-        Split(noise[None], torch.zeros(1)),
-    )
+    on_disk = Split([tmp_path / "1.png"], torch.zeros(1))
+    in_memory = Split(noise[None], torch.zeros(1))
     transform = Transform(28, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "crop", 0.3, resampling, flip)
     flipped = set()
     for draw in range(8):
         torch.manual_seed(data.seed_of(5, "x", "augment", draw))
         box = T.RandomResizedCrop.get_params(image, [0.3, 1.0], [3 / 4, 4 / 3])
         mirror = flip and bool(torch.rand(1) < 0.5)
-        cut = F.resized_crop(image, *box, [28, 28], mode)
-        x = F.to_tensor(F.hflip(cut) if mirror else cut)
-        expected = F.normalize(x, transform.mean, transform.std)
+        cut = T.functional.resized_crop(image, *box, [28, 28], mode)
+        x = T.functional.to_tensor(T.functional.hflip(cut) if mirror else cut)
+        expected, before = T.functional.normalize(x, *transform[1:3]), torch.get_rng_state()
         for split in (on_disk, in_memory):
             got = Images(split, transform, True, 5, "x").image(draw, 0)
             torch.testing.assert_close(got, expected)
+        assert torch.equal(torch.get_rng_state(), before)
         flipped.add(mirror)
     assert flipped == ({True, False} if flip else {False})
-    centre = F.center_crop(F.resize(image, [32], mode), [28])
-    expected = F.normalize(F.to_tensor(centre), transform.mean, transform.std)
+    centre = T.functional.center_crop(T.functional.resize(image, [32], mode), [28])
+    expected = T.functional.normalize(T.functional.to_tensor(centre), *transform[1:3])
     for train, same in ((False, transform), (True, transform._replace(augment="none"))):
         got = Images(on_disk, same, train, 5, "x").image(0, 0)
         torch.testing.assert_close(got, expected)
@@ -259,7 +198,6 @@ def test_an_unreadable_image_is_named(tmp_path: Path, workers: int) -> None:
     assert [line.partition(": ")[0] for line in told] == [str(split.images[i]) for i in (1, 3, 5)]
     assert "No such file" in told[0] and "8 bits" in told[2]
     assert data.decode_all(torch.zeros(1)) == []
-    assert data.Pool(split.images).fingerprint() == data.Pool(split.images).fingerprint()
 
 
 LOADING = """
@@ -272,24 +210,16 @@ split = Split([Path(sys.argv[1])] * 40, torch.arange(40))
 images = Images(split, Transform(8, (0.5,) * 3, (0.5,) * 3), False, 0, "x")
 loader = batches(images, in_order(range(40), 2), 2, torch.device("cpu"))
 next(loader), next(loader)  # both workers have begun
-for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+for name in ("SIGINT", "SIGTERM"):
     signal.signal(getattr(signal, name), lambda *_: None)  # as a run that goes on to its checkpoint
-for name in ("SIGINT", "SIGTERM", "SIGHUP"):
     os.killpg(0, getattr(signal, name))
 print(sum(1 for batch in loader), flush=True)
-kept = batches(images, in_order(range(40), 2), 2, torch.device("cpu"))
-next(kept)
-raise TypeError("a mistake of a student's own class")
 """
 
 
 def test_a_signal_to_the_whole_group_leaves_the_workers_at_work(tmp_path: Path) -> None:
-    """And an error that nobody expected ends the program, workers and all."""
     make(tmp_path, "1.png")
     line = [sys.executable, "-c", LOADING, str(tmp_path / "1.png")]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
-    done = subprocess.run(
-        line, env=env, start_new_session=True, capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout == "18\n", done.stderr
-    assert done.returncode == 1 and "student's own class" in done.stderr
+    done = subprocess.run(line, env=env, start_new_session=True, capture_output=True, timeout=120)
+    assert done.stdout == b"18\n", done.stderr
