@@ -18,7 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from benchmarks import quilts
-from commands import FinetuneConfig, flatten
+from commands import FinetuneConfig
 from config import Machine, Model, UsageError
 from data import IMAGENET
 from extras.datasets import SOURCES
@@ -94,7 +94,7 @@ def export(
     file, out = adapter_of(run, seed), out or run / "export"
     with checking(str(file)):
         theta, phi_D, about = load_adapter(file)
-    config = flatten(read_json(run / "config.json"))
+    config = read_json(run / "config.json")
     config |= {"weights": str(weights)} if weights else {}
     taken = {*Model.model_fields, "dataset", "data_seed"} & config.keys()
     cfg = FinetuneConfig(**{name: config[name] for name in taken})

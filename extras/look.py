@@ -26,7 +26,7 @@ from scipy.spatial.distance import pdist
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from commands import FinetuneConfig, flatten
+from commands import FinetuneConfig
 from config import RunError, UsageError
 from data import Images, batches, rng
 from extras.figures import COLOURS, Drawn, check_out, pyplot, save, short_names
@@ -71,7 +71,7 @@ def open_run(run: Path, seed: int | None, changes: dict[str, Any]) -> Opened:
     """One of them, with the weights and images it was made with; opened as finetune's."""
     file = adapter_of(run, seed)
     with reading(run / "config.json", "run it again with this version"):
-        config = flatten(read_json(run / "config.json"))
+        config = read_json(run / "config.json")
         known = FinetuneConfig.model_fields.keys() - {"start"}
         cfg = FinetuneConfig(**{k: v for k, v in config.items() if k in known} | changes)
     m, env = Model(cfg), read_json(run / "env.json")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment
 from PIL import Image
 
-from commands import AlignConfig, FinetuneConfig, differences, flatten
+from commands import AlignConfig, FinetuneConfig, differences
 from config import UsageError
 from evaluate import FREE, Row, evaluate, read_arm
 from extras.figures import COLOURS, MARK, Drawn, arms, check_out, pyplot, rendered, short_names
@@ -122,7 +122,7 @@ def read_groups(paths: Sequence[Path]) -> list[Group]:
     groups = []
     for i, (name, runs) in enumerate(zip(short_names(places), found, strict=True)):
         command = read_json(runs[0] / "env.json")["command"]
-        config = flatten(read_json(runs[0] / "config.json"))
+        config = read_json(runs[0] / "config.json")
         files = [run / "result.json" for run in runs]
         results = [read_json(file) if file.exists() else {} for file in files]
         colour = COLOURS[i % len(COLOURS)]
