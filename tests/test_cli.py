@@ -188,7 +188,7 @@ WRONG = [
     ("align --backbone vit_mini --weights {w} --dataset pics", 2, "folder:PATH"),
     ("align --backbone vit_mini --weights {w} --dataset folder:no --pool quilts", 2, "no folder"),
     ("align --backbone vit_mini --weights {w} --dataset dtd", 2, "bisslight data download dtd"),
-    ("align --backbone vit_mini --weights nope.pth --dataset quilts", 2, "--weights nope.pth"),
+    ("align --backbone vit_mini --weights nope.pth --dataset quilts", 2, "nope.pth: is no"),
     ("align --backbone vit_b16 --weights {w} --dataset quilts", 2, "vit_mini"),
     ("align --alternatoins 3", 2, "--alternatoins"),
     (f"{ALIGN} --pool nowhere", 2, "nowhere: there is no folder"),
