@@ -1,5 +1,7 @@
 """Bad input, a full disk, closed folders, no memory: each ends in one clear line."""
 
+import contextlib
+import gc
 import io
 import itertools
 import os
@@ -51,8 +53,9 @@ def made(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Made:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run.Run, "finish", killed)
-        with pytest.raises(KeyError):
+        with contextlib.suppress(KeyError):
             command(*line(weights, f"--out {made.stopped}"))
+    gc.collect()  # the traceback held the run
     tune = f"finetune --backbone vit_mini --weights {weights} --dataset quilts --epochs 1 --seeds 1"
     command(*tune.split(), *f"--lr 1e-2 --batch 80 --quiet --out {made.direct}".split())
     return made
