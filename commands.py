@@ -137,7 +137,7 @@ class Command(Machine):
     @classmethod
     def layers(cls, given: Table) -> dict[str, Table]:
         """Defaults that depend on what is given, by where they come from; the last one wins."""
-        run = inherited(Path(given["start"])) if "start" in given else {}
+        run = inherited(Path(str(given["start"]))) if "start" in given else {}
         known = {"pretext": "mae"} | run | given
         sizes = BACKBONES.get(str(known.get("backbone")), BACKBONES["vit_b16"])
         ijepa, mini = known["pretext"] == "ijepa", known.get("backbone") == "vit_mini"
@@ -220,7 +220,7 @@ def settle(
     told = {f"preset {base}": released, f"{file}": table, "flag": flags}
     given = released | table | flags
     start = given.get("start")
-    if start and not Path(start).is_file() and not inherited(Path(start)):
+    if start and not Path(str(start)).is_file() and not inherited(Path(str(start))):
         raise UsageError(f"--from {start}: is no align run, directory of align runs or LoRA file")
     with one_line(given):
         config = kind(**given)
