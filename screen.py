@@ -121,7 +121,8 @@ def say(result: Any, as_json: bool) -> None:
         return
     for key, value in result.items() if isinstance(result, dict) else [("", result)]:
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            print(f"{key}:" if key else "", end="\n" * bool(key))
+            if key:
+                print(f"{key}:")
             table(value)
         elif value not in (None, {}):
             print(f"{key}: {readable(value) if value != [] else 'none'}")
