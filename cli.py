@@ -15,8 +15,6 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.markup import escape
 
-from commands import differences, settle
-from config import UsageError
 from screen import Forgiving, bars, listen, other_rank, say, simple
 
 RUN = "out config force dry_run json quiet"
@@ -66,7 +64,7 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default, help
     "picture": (Path | None, None, "Draw it: a PNG, SVG or PDF."),
     "rollout": (int | None, None, "Draw attention rollouts of so many images."),
     "similarity": (bool, False, "Compare layers: CKA and RSA, with the backbone, too."),
-    "limit": (int, 1000, "Images of --similarity."),
+    "limit": (int, 1000, "Images of --similarity. Default: 1000."),
     "seed": (int | None, None, "Which seed's adapter. Default: the first."),
     "weights": (Path | None, None, "Where the run's weights are now."),
     "data_root": (Path | None, None, "Where the benchmarks are now."),
@@ -93,7 +91,12 @@ def keyword(name: str, kind: Any, default: Any, text: str, panel: str) -> inspec
     """A flag, or an argument, as a keyword of the function that Typer calls."""
     words = [NAMED[name]] if name in NAMED else []
     panel = "What one sets first" if name in FIRST else panel
-    more: Any = {"help": escape(text), "rich_help_panel": panel, "metavar": ""}
+    more: Any = {
+        "help": escape(text),
+        "rich_help_panel": panel,
+        "metavar": "",
+        "show_default": False,
+    }
     made = typer.Argument(help=text) if default is GIVEN else typer.Option(*words, **more)
     only = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, only, default=default, annotation=Annotated[kind, made])
@@ -134,7 +137,7 @@ def execute(name: str, given: dict[str, Any]) -> int:
             swept = [key for key in load("extras.settings:SWEPT") if "," in told.get(key, "")]
             told["swept"] = {key: told.pop(key).split(",") for key in swept}
         preset, file = own.pop("preset", "paper"), own.pop("config")
-        config, sources = settle(load(settings), told, file, preset)
+        config, sources = load("commands:settle")(load(settings), told, file, preset)
         settled = (config, own.pop("out") or default_out(name, config))
         if own.pop("dry_run"):
             say(simple(tell(name, *settled, sources, as_json)), as_json)
@@ -158,7 +161,7 @@ def evaluate(
     runs, given = [run, *against], {key: value for key, value in where.items() if value is not None}
     if given and not similarity and rollout is None:
         flags = "--seed, --weights, --data-root, --device"
-        raise UsageError(f"{flags}: go with --rollout N or --similarity")
+        raise load("config:UsageError")(f"{flags}: go with --rollout N or --similarity")
     if rollout is not None:
         return load("extras.look:rollout")(runs, rollout, picture, **given)
     if similarity:
@@ -182,7 +185,7 @@ def tell(name: str, config: Any, out: Path, sources: Any, every: bool) -> Any:
     """--dry-run: what would run, where to, and which settings are not the paper's."""
     module = "model" if name in ("align", "finetune") else f"extras.{name}"
     plan = {"out": out} | load(f"{module}:plan")(config)
-    rows = differences(config, sources, every)
+    rows = load("commands:differences")(config, sources, every)
     return plan | {"settings" if every else "differs from the paper": rows or "nothing"}
 
 
