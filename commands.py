@@ -7,20 +7,26 @@ otherwise (`--preset as-released`), and what is shorter with the small backbone 
 import contextlib
 import json
 import os
-import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, ValidationError, model_validator
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    NonNegativeFloat,
+    PositiveFloat,
+    ValidationError,
+    model_validator,
+)
 
 from config import (
     BACKBONES,
     FILLED,
-    OTHER,
     Bilevel,
     Data,
+    Listed,
     Lower,
     Machine,
     Model,
@@ -31,18 +37,14 @@ from config import (
     Settings,
     Upper,
     UsageError,
-    dataset_name,
-    nearest,
     place_of,
 )
 
 Table = dict[str, Any]  # settings by name
 
-
 GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # App. C.2: from the pretrained backbone
 ALIGNED_GRID = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)  # App. C.2: after BiSSLight
-PRESETS = ("paper", "as-released")
-RELEASED: Table = {
+RELEASED: Table = {  # where the authors' program is not the paper
     "drop_path": 0.2,
     "d_interpolation": "bilinear",
     "voc_difficult": "positive",
@@ -56,10 +58,12 @@ RELEASED: Table = {
 }
 
 
-class Peft(Settings):  # parameter-efficient fine-tuning of θ and a fresh head
+class Peft(Settings):
+    """PEFT: parameter-efficient fine-tuning of θ and a fresh head."""
+
     lr: PositiveFloat | None = None
     """One learning rate for all seeds, instead of a grid. [App. C.2 has a grid]"""
-    grid: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] = FILLED
+    grid: Annotated[tuple[PositiveFloat, ...], Listed, Field(min_length=1)] = FILLED
     """Rates, chosen by validation. Default: 1e-4 ... 3e-2, after align a tenth. [App. C.2]"""
     grid_seeds: PositiveInt = 1
     """Seeds each rate is tried with; the chosen rate's are among the seeds. [here]"""
@@ -86,15 +90,16 @@ class Peft(Settings):  # parameter-efficient fine-tuning of θ and a fresh head
     def one_way_to_choose(self) -> Self:
         if self.lr is not None and self.grid != (self.lr,):
             raise ValueError("give --lr or --grid, not both")
-        if len({*self.grid}) < len(self.grid):
-            raise ValueError("--grid: has a rate twice")
         if self.grid_seeds > self.seeds:
             raise ValueError(f"--grid-seeds {self.grid_seeds}: is more than --seeds {self.seeds}")
         return self
 
 
 class Command(Machine):
-    """Base of the settings of a command that makes runs."""
+    """Settings of a command that makes runs. `model_fields_set` names what the caller gave.
+
+    Defaults that depend on other settings are filled in when they are made.
+    """
 
     ijepa: ClassVar[Table] = {  # App. D.1
         "min_crop": 0.3,
@@ -115,30 +120,42 @@ class Command(Machine):
         "batch": 32,
     }
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def fill(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Add the defaults that depend on other settings. None counts as not given."""
+        given = {name: value for name, value in dict(given).items() if value is not None}
+        filled = {name: v for layer in cls.layers(given).values() for name, v in layer.items()}
+        made = handler(filled | given)
+        object.__setattr__(made, "__pydantic_fields_set__", {*given})
+        return made
+
+    def but(self, **changes: Any) -> Self:
+        """The same settings with some changed; defaults that depend on these are filled in anew."""
+        return type(self)(**self.model_dump(exclude_unset=True) | changes)
+
     @classmethod
     def layers(cls, given: Table) -> dict[str, Table]:
         """Defaults that depend on what is given, by where they come from; the last one wins."""
         run = inherited(Path(str(given["start"]))) if "start" in given else {}
-        asked = str(given.get("dataset", run.get("dataset")))
-        if run and dataset_name(asked) != run["dataset"]:  # the split belongs to align's dataset
-            run = {k: v for k, v in run.items() if k not in ("data_seed", "split_file", "partial")}
         known = {"pretext": "mae"} | run | given
-        backbone, mini = str(known.get("backbone")), known.get("backbone") == "vit_mini"
-        sizes, ijepa = BACKBONES.get(backbone, OTHER), known["pretext"] == "ijepa"
+        sizes = BACKBONES.get(str(known.get("backbone")), BACKBONES["vit_b16"])
+        ijepa, mini = known["pretext"] == "ijepa", known.get("backbone") == "vit_mini"
         quilts = known.get("dataset" if "dataset" in cls.model_fields else "pool") == "quilts"
+        grid = ALIGNED_GRID if "start" in given else GRID
         found: dict[str, Table] = {
             "default": {
                 "data_root": os.environ.get("BISSLIGHT_DATA", "data"),
                 "pool": "imagenet",
-                "grid": ALIGNED_GRID if "start" in given else GRID,
+                "grid": (known["lr"],) if "lr" in known else grid,
+                "rank": sizes.rank,
+                "alpha": known.get("rank", sizes.rank),
+                "drop_path": sizes.drop_path,
             },
-            backbone: {"rank": sizes.rank, "drop_path": sizes.drop_path},
             "ijepa": (cls.ijepa | (cls.ijepa_mini if mini else {})) if ijepa else {},
             "short, for vit_mini": cls.short if mini else {},
             "quilts": {"pool": "quilts", "augment": "none"} if quilts else {},
             "align run": run,
-            "--rank": {"alpha": known.get("rank", sizes.rank)} if "alpha" not in run else {},
-            "--lr": {"grid": (known["lr"],)} if "lr" in known else {},
         }
         return {
             source: {name: value for name, value in layer.items() if name in cls.model_fields}
@@ -158,24 +175,20 @@ class FinetuneConfig(Peft, Data, Model, Command):
 
 
 def preset(name: str, kind: type[Settings], aligned: bool = False) -> Table:
-    """The settings of a preset that differ from the defaults, which are the paper's (UsageError).
+    """The settings of a preset that differ from the defaults, which are the paper's.
 
     as-released: what the authors' program does when it is run as its README says; there, PEFT is
     SGD where it starts from an align run (`aligned`), and AdamW elsewhere.
     """
-    if name not in PRESETS:
-        raise UsageError(f"--preset {name}: {nearest(name, PRESETS)}")
-    if name == "paper" or not issubclass(kind, Model):
-        return {}
     released = RELEASED | ({"optimizer": "sgd"} if aligned else {})
-    return {name: value for name, value in released.items() if name in kind.model_fields}
+    wanted = kind.model_fields if name == "as-released" else {}
+    return {name: value for name, value in released.items() if name in wanted}
 
 
 def inherited(start: Path) -> Table:
     """Model, data and data root of an align run, or of the first in a directory of align runs."""
-    runs = [start, *sorted(start.glob("*/"), key=lambda path: (len(path.name), path.name))]
-    files = [file for run in runs if (file := run / "config.json").is_file()]
-    config = read_table(files[0]) if files else {}
+    files = [start / "config.json", *sorted(start.glob("*/config.json"))]
+    config = next((read_table(file) for file in files if file.is_file()), {})
     taken = {*Data.model_fields, *Model.model_fields, "data_root"} if "lam" in config else set()
     return {name: value for name, value in config.items() if name in taken}
 
@@ -183,24 +196,11 @@ def inherited(start: Path) -> Table:
 def read_table(path: Path) -> Table:
     """The settings in a TOML or JSON file, a run's config.json too (UsageError)."""
     try:
-        text = path.read_text()
-        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-        known = {k.replace("-", "_"): v for k, v in flatten(dict(found)).items()}
+        load = json.loads if path.suffix == ".json" else tomllib.loads
+        found = dict(load(path.read_text()))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UsageError(f"{path}: cannot be read as settings ({error})") from error
-    return {name: value for name, value in known.items() if value is not None}
-
-
-def flatten(old: Table) -> Table:
-    """A run's settings as they are now; the first edition nested them and named some otherwise."""
-    if "machine" not in old:
-        return old
-    groups = [value for value in old.values() if isinstance(value, dict)]
-    new = {name: value for part in (old, *groups) for name, value in part.items()}
-    new |= {"eval_epochs": new.get("eval_every"), "phi_p_lr": new.get("decoder_lr")}
-    new["d_lr"] = None if new.get("d_lr") == "auto" else new.get("d_lr")
-    kind = FinetuneConfig if "peft" in old else AlignConfig
-    return {k: v for k, v in new.items() if k in kind.model_fields and v is not None}
+    return {k.replace("-", "_"): value for k, value in found.items() if value is not None}
 
 
 # --- settings of a command line ----------------------------------------------------------------
@@ -216,41 +216,18 @@ def settle(
 ) -> tuple[Any, dict[str, str]]:
     """Settings, and who set each (UsageError): flag over file over preset over run over default."""
     table = read_table(file) if file else {}
-    for name in table.keys() - kind.model_fields.keys():
-        close = nearest(name, kind.model_fields)
-        raise UsageError(f"--config {file}: unknown setting {name!r}, {close}")
     released = preset(base, kind, "start" in table | flags)
     told = {f"preset {base}": released, f"{file}": table, "flag": flags}
-    given = {name: value for layer in told.values() for name, value in layer.items()}
-    given = with_lists(kind, given)
-    for name in given.keys() & {"weights", "split_file", "start", "d_lr_from"}:
-        if not Path(str(given[name])).expanduser().exists():
-            raise UsageError(f"{flag(name)} {given[name]}: there is no such file or directory")
+    given = released | table | flags
+    start = given.get("start")
+    if start and not Path(str(start)).is_file() and not inherited(Path(str(start))):
+        raise UsageError(f"--from {start}: is no align run, directory of align runs or LoRA file")
     with one_line(given):
-        layers = kind.layers(given) | told
-        if "start" in given and not layers["align run"] and Path(given["start"]).is_dir():
-            what = "an align run, a directory of align runs, or a LoRA file"
-            raise UsageError(f"--from {given['start']}: is not {what}")
         config = kind(**given)
-    for name in ("dataset", "pool"):
-        if name in kind.model_fields:
-            place_of(getattr(config, name), config.data_root)
+    for name in sorted({"dataset", "pool"} & kind.model_fields.keys()):
+        place_of(getattr(config, name), config.data_root)
+    layers = (kind.layers(given) if issubclass(kind, Command) else {}) | told
     return config, {name: source for source, layer in layers.items() for name in layer}
-
-
-def with_lists(kind: Any, given: Table) -> Table:
-    """Comma lists as lists; in a sweep, a list where one value would stand is what is swept."""
-    tuples = {k for k, field in kind.model_fields.items() if get_origin(field.annotation) is tuple}
-    split = {
-        name: value.split(",")
-        for name, value in given.items()
-        if isinstance(value, str) and (name in tuples or re.fullmatch(r"[\d.,eE+-]*,.*", value))
-    }
-    if "swept" not in kind.model_fields:
-        return given | {name: value for name, value in split.items() if name in tuples}
-    lists = {k: v for k, v in (given | split).items() if isinstance(v, list) and k not in tuples}
-    rest = {k: v for k, v in (given | split).items() if k not in lists}
-    return rest | {"swept": rest.get("swept", {}) | lists}
 
 
 @contextlib.contextmanager
@@ -260,39 +237,25 @@ def one_line(given: Table) -> Iterator[None]:
         yield
     except ValidationError as error:
         found = [item for item in error.errors() if not item["loc"] or item["loc"][0] in given]
-        found = found or error.errors()  # errors of defaults that follow from others are left out
-        lines = {str(item["loc"][:2]): explain(item) for item in reversed(found)}
-        raise UsageError("; ".join(reversed(lines.values()))) from error
-
-
-def explain(item: Any) -> str:
-    """One of pydantic's complaints as a person would say it."""
-    message = str(item["msg"]).removeprefix("Value error, ").replace("Input should", "should")
-    where = [str(part) for part in item["loc"] if part != "swept"]
-    if not where:  # about settings together; the message names them
-        return message
-    if item["type"] == "missing":
-        several = "give two numbers with a comma between them"
-        return f"{flag(where[0])}" + (f": {several}" if where[1:] else " is needed, see --help")
-    value = f" {item['input']}" if isinstance(item["input"], str | int | float) else ""
-    return f"{flag(where[0])}{value}: {message}"
+        item = (found or error.errors())[0]  # not of a default that follows from another setting
+        message = item["msg"].removeprefix("Value error, ").replace("Input should", "should")
+        where = [flag(str(part)) for part in item["loc"] if part != "swept"][:1]
+        value = [str(item["input"])] if isinstance(item["input"], str | int | float) else []
+        line = f"{' '.join(where + value)}: {message}" if where else message
+        raise UsageError(line) from error
 
 
 def differences(config: Any, sources: dict[str, str], every: bool = False) -> list[Table]:
     """The settings that differ from the paper's and who set them; all settings if `every`."""
-    fields = type(config).model_fields
-    given = {name: getattr(config, name, None) for name in ("backbone", "pretext", "start")}
-    usual = {name: field.default for name, field in fields.items()}
-    for source, layer in config.layers({k: v for k, v in given.items() if v}).items():
-        usual |= layer if source in ("default", config.backbone, "ijepa", "--rank") else {}
+    fields = type(config).model_fields.items()
+    usual = {name: None if field.is_required() else field.default for name, field in fields}
+    if isinstance(config, Command):
+        given = {name: getattr(config, name, None) for name in ("backbone", "pretext", "start")}
+        layers = config.layers({name: value for name, value in given.items() if value})
+        usual |= layers["default"] | layers["ijepa"]
     own = {*Machine.model_fields, "backbone", "dataset", "pool", "start", "pretext", "weights"}
-    rows = []
-    for name, field in fields.items():
-        meaning, _, told = (field.description or "").partition(" [")
-        value, source = getattr(config, name), sources.get(name, told.rstrip("]"))
-        row = {"setting": name, "value": value, "set by": source}
-        if every:
-            rows.append(row | {"meaning": meaning})
-        elif name in sources and name not in own and source[0] != "-" and value != usual[name]:
-            rows.append(row | {"paper": usual[name]})
-    return rows
+    return [
+        {"setting": name, "value": value, "set by": sources.get(name, ""), "paper": usual[name]}
+        for name, value in config
+        if every or (value != usual[name] and name not in own)
+    ]

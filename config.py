@@ -12,16 +12,15 @@ whenever settings are made, so Python and the command line agree.
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     Field,
-    ModelWrapValidatorHandler,
     NonNegativeFloat,
     PositiveFloat,
-    model_validator,
 )
 
 
@@ -71,7 +70,6 @@ BACKBONES = {
     "vit_l16": BackboneDefaults(Arch(1024, 24, 16), 64, 0.2),
     "vit_h14": BackboneDefaults(Arch(1280, 32, 16, patch_size=14), 64, 0.2),
 }
-OTHER = BACKBONES["vit_b16"]  # timm:NAME; its sizes come from the network
 FOLDERS = {
     "dtd": "dtd",
     "voc07": "VOCdevkit",
@@ -84,58 +82,10 @@ FOLDERS = {
 
 # --- kinds of values --------------------------------------------------------------------------
 
-PositiveInt = Annotated[int, Field(gt=0, lt=2**53)]  # what JSON of other programs holds exactly
-NonNegativeInt = Annotated[int, Field(ge=0, lt=2**53)]
-Share = Annotated[float, Field(gt=0, lt=1)]
-CropShare = Annotated[float, Field(gt=0, le=1)]
-Rate = Annotated[float, Field(ge=0, lt=1)]
-Place = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 
-
-def backbone_name(name: str) -> str:
-    return name if name.startswith("timm:") else known_name(name, *BACKBONES, "timm:NAME")
-
-
-def pretext_name(name: str) -> str:
-    if ":" in name:  # a path becomes absolute, the name of a module stays
-        return str(Path(name).expanduser().absolute()) if ".py:" in name else name
-    return known_name(name, "mae", "ijepa", "FILE.py:Class")
-
-
-def dataset_name(name: str) -> str:
-    kind, _, path = name.partition(":")
-    if kind == "folder" and path.strip():
-        return f"folder:{Path(path).expanduser().absolute()}"
-    if name not in FOLDERS and name.strip() and Path(name).is_dir():
-        raise ValueError(f"is a folder, write folder:{name}")
-    return name if kind == "own" else known_name(name, "quilts", *FOLDERS, "folder:PATH")
-
-
-def pool_name(name: str) -> str:
-    folder = name.removeprefix("folder:")
-    if not folder.strip():
-        raise ValueError("names neither a pool nor a folder")
-    named = name in ("imagenet", "quilts") or name.partition(":")[0] == "own"
-    return name if named else str(Path(folder).expanduser().absolute())
-
-
-def known_name(name: str, *names: str) -> str:
-    if name not in names:
-        raise ValueError(f"is unknown, {nearest(name, names)}")
-    return name
-
-
-def place_of(name: str, root: Path) -> Path | None:
-    """Where a dataset or pool lies; None for what is drawn or handed in (UsageError)."""
-    if name == "quilts" or name.partition(":")[0] == "own":
-        return None
-    path = root / FOLDERS[name] if name in FOLDERS else Path(name.removeprefix("folder:"))
-    if path.is_dir():
-        return path
-    fetch = f"`bisslight data download {name}` fetches it, or --data-root says where it is"
-    if name == "imagenet":
-        fetch = "unpack image-net.org's files to its train/, a folder a class"
-    raise UsageError(f"{name}: there is no folder {path}" + f"; {fetch}" * (name in FOLDERS))
+def split(value: Any) -> Any:
+    """A comma list of the command line as a list."""
+    return value.split(",") if isinstance(value, str) else value
 
 
 def ordered(pair: tuple[float, float]) -> tuple[float, float]:
@@ -144,45 +94,64 @@ def ordered(pair: tuple[float, float]) -> tuple[float, float]:
     return pair
 
 
+def absolute(path: Path | str) -> Path:
+    return Path(path).expanduser().absolute()
+
+
+def known(*names: str) -> AfterValidator:
+    """One of these names, or KIND:SOMETHING, whose path is made absolute."""
+
+    def check(name: str) -> str:
+        kind, _, path = name.partition(":")
+        if kind == name and name not in names:
+            raise ValueError(f"is unknown, {nearest(name, names)}")
+        if ".py:" in name:
+            return str(absolute(name))
+        return f"folder:{absolute(path)}" if kind == "folder" else name
+
+    return AfterValidator(check)
+
+
+def pool_name(name: str) -> str:
+    named = name in ("imagenet", "quilts") or name.partition(":")[0] == "own"
+    return name if named else str(absolute(name.removeprefix("folder:")))
+
+
+def place_of(name: str, root: Path) -> Path | None:
+    """Where a dataset or pool lies; None for what is drawn or handed in (UsageError)."""
+    if name == "quilts" or name.partition(":")[0] == "own":
+        return None
+    path = root / FOLDERS[name] if name in FOLDERS else Path(name.removeprefix("folder:"))
+    if not path.is_dir():
+        fetch = f"; `bisslight data download {name}` fetches it, or --data-root says where it is"
+        raise UsageError(f"{name}: there is no folder {path}" + fetch * (name in FOLDERS))
+    return path
+
+
+PositiveInt = Annotated[int, Field(gt=0, lt=2**53)]  # what JSON of other programs holds exactly
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**53)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+CropShare = Annotated[float, Field(gt=0, le=1)]
+Rate = Annotated[float, Field(ge=0, lt=1)]
+Place = Annotated[Path, AfterValidator(absolute)]
 Pool = Annotated[str, AfterValidator(pool_name)]
-Shares = Annotated[tuple[CropShare, CropShare], AfterValidator(ordered)]
-Ratios = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(ordered)]
+Listed, Ordered = BeforeValidator(split), AfterValidator(ordered)
+Shares = Annotated[tuple[CropShare, CropShare], Listed, Ordered]
+Ratios = Annotated[tuple[PositiveFloat, PositiveFloat], Listed, Ordered]
 FILLED: Any = None  # the default of a field that `Command.layers` always fills in
 
 
-# --- settings, one group a concern ------------------------------------------------------------
+# --- settings, one class a concern: the first words of its docstring head its flags in --help ----
 
 
 class Settings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True,
                allow_inf_nan=False, defer_build=True):  # fmt: skip
-    """Base of all settings. `model_fields_set` names what the caller gave; the rest is default."""
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def fill(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Add the defaults that depend on other settings. None counts as not given."""
-        if not isinstance(given, dict):
-            return handler(given)
-        given = {name: value for name, value in given.items() if value is not None}
-        for name in given.keys() & cls.model_fields.keys():
-            if isinstance(given[name], bool) and cls.model_fields[name].annotation is not bool:
-                raise ValueError(f"{name}: is not a setting that is true or false")
-        filled = {name: v for layer in cls.layers(given).values() for name, v in layer.items()}
-        made = handler(filled | given)
-        object.__setattr__(made, "__pydantic_fields_set__", {*given})
-        return made
-
-    @classmethod
-    def layers(cls, given: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """Defaults that depend on what is given, by where they come from; the last one wins."""
-        return {}
-
-    def but(self, **changes: Any) -> Self:
-        """The same settings with some changed; defaults that depend on these are filled in anew."""
-        return type(self)(**self.model_dump(exclude_unset=True) | changes)
+    """Base of all settings."""
 
 
-class Common(Settings):  # of every command that computes
+class Common(Settings):
+    """Machine: of every command that computes."""
+
     seed: NonNegativeInt = 0
     """Seed of initialisation, order, augmentation, masks and drop path. [here]"""
     device: str = "auto"
@@ -195,7 +164,9 @@ class Common(Settings):  # of every command that computes
     """Most images in the network at a time; a step adds them up. None: all of a step's. [here]"""
 
 
-class Machine(Common):  # of every run
+class Machine(Common):
+    """Machine: of every run."""
+
     workers: Annotated[int, Field(ge=0, le=256)] | None = None
     """Processes that decode images; same result with any. None: up to 16 beside a GPU, else 0."""
     save_minutes: NonNegativeFloat = 10.0
@@ -204,10 +175,12 @@ class Machine(Common):  # of every run
     """Where the benchmarks are, as torchvision lays them out. Default: $BISSLIGHT_DATA, ./data."""
 
 
-class Shape(Settings):  # the network and what it is pretrained with
-    backbone: Annotated[str, AfterValidator(backbone_name)]
+class Shape(Settings):
+    """Model: the network and what it is pretrained with."""
+
+    backbone: Annotated[str, known(*BACKBONES, "timm:NAME")]
     """ψ: vit_mini, vit_b16, vit_l16, vit_h14, or for finetune timm:NAME. [App. C.1]"""
-    pretext: Annotated[str, AfterValidator(pretext_name)] = "mae"
+    pretext: Annotated[str, known("mae", "ijepa", "FILE.py:Class")] = "mae"
     """Pretext task: mae, ijepa, or one of your own as FILE.py:Class. [App. C.3, D.1]"""
     image_size: PositiveInt | None = None
     """Side of the square input in pixels. None: the checkpoint's. [App. C.2: 224]"""
@@ -215,7 +188,9 @@ class Shape(Settings):  # the network and what it is pretrained with
     """Side of a patch in pixels. None: the checkpoint's. [App. C.1]"""
 
 
-class Model(Shape):  # the frozen backbone, its adapter θ and the downstream head
+class Model(Shape):
+    """Model: the frozen backbone, its adapter θ and the downstream head."""
+
     weights: Place | None = None
     """Checkpoint, or a pretrain run. None: the official one, downloaded. [App. C.1]"""
     base: Literal["target_encoder", "encoder"] = "target_encoder"
@@ -230,7 +205,9 @@ class Model(Shape):  # the frozen backbone, its adapter θ and the downstream he
     """Drop-path rate of L^D(θ_D) and PEFT. Default: 0.1 B, 0.2 L and H, 0 mini. [App. C.2]"""
 
 
-class Crops(Settings):  # how images become inputs
+class Crops(Settings):
+    """Data: how images become inputs."""
+
     data_seed: NonNegativeInt = 0
     """Seed of drawn data and of splits that are not on disk; not the seed of a run. [here]"""
     augment: Literal["crop", "none"] = "crop"
@@ -239,8 +216,10 @@ class Crops(Settings):  # how images become inputs
     """Smallest area of a random crop, as a share of the image. [App. C.2; ijepa, D.1: 0.3]"""
 
 
-class Data(Crops):  # the labelled task
-    dataset: Annotated[str, AfterValidator(dataset_name)]
+class Data(Crops):
+    """Data: the labelled task."""
+
+    dataset: Annotated[str, known("quilts", *FOLDERS, "folder:PATH", "own")]
     """D^D: dtd, voc07, cub200, pets, flowers, aircrafts, imagenet, quilts (drawn), folder:PATH."""
     partial: bool = False
     """Take a benchmark's subset as it is; missing files are counted. [here]"""
@@ -253,15 +232,10 @@ class Data(Crops):  # the labelled task
     d_interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     """Resampling of downstream images. [App. C.3; released: bilinear]"""
 
-    @model_validator(mode="after")
-    def of_a_benchmark(self) -> Self:
-        known = self.dataset in FOLDERS and self.dataset != "imagenet"
-        if (self.partial or self.split_file) and not known:
-            raise ValueError(f"--partial, --split-file: are for benchmarks, not {self.dataset}")
-        return self
 
+class Pretext(Settings):
+    """Pretext task: masks; pairs are the ends of a uniform distribution."""
 
-class Pretext(Settings):  # masks; pairs are the ends of a uniform distribution
     mask_ratio: Share = 0.75
     """Share of patches that MAE removes. [App. C.3, MAE]"""
     ema: Share = 0.9995
@@ -282,7 +256,9 @@ class Pretext(Settings):  # masks; pairs are the ends of a uniform distribution
     """Contexts may overlap targets. [I-JEPA]"""
 
 
-class Lower(Settings):  # the pretext task at θ_P
+class Lower(Settings):
+    """Lower level: the pretext task at θ_P."""
+
     pool: Pool = FILLED
     """D^P: imagenet, quilts or a folder of images. Default: imagenet, quilts' own. [App. C.3]"""
     p_batch: PositiveInt = 256
@@ -297,7 +273,9 @@ class Lower(Settings):  # the pretext task at θ_P
     """Where φ_P starts. [App. C.3; released: random, though its text says otherwise]"""
 
 
-class Upper(Settings):  # the downstream task at θ_P and θ_D
+class Upper(Settings):
+    """Upper level: the downstream task at θ_P and θ_D."""
+
     d_batch: PositiveInt = 64
     """Images an upper step. [App. C.3]"""
     d_lr: PositiveFloat = 6.7e-4
@@ -313,14 +291,10 @@ class Upper(Settings):  # the downstream task at θ_P and θ_D
     probe_drop_path: bool = False
     """Drop path in linear probing too. [here; released: on]"""
 
-    @model_validator(mode="after")
-    def one_rate(self) -> Self:
-        if self.d_lr_from and self.d_lr != Upper.model_fields["d_lr"].default:
-            raise ValueError("give --d-lr or --d-lr-from, not both")
-        return self
 
+class Bilevel(Settings):
+    """Algorithm 1: lengths, rates and the inverse of line 13."""
 
-class Bilevel(Settings):  # Algorithm 1
     alternations: PositiveInt = 500
     """T. [App. C.3]"""
     lower_steps: PositiveInt = 20

@@ -1,7 +1,4 @@
-"""What a person sees of a command: progress and notes on stderr, the result on stdout.
-
-rich is used here alone, and Typer's help in `cli`.
-"""
+"""What a person sees of a command: progress and notes on stderr, the result on stdout."""
 
 import contextlib
 import io
@@ -9,25 +6,21 @@ import json
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-
-T = TypeVar("T")
 
 
 def listen(quiet: bool) -> None:
     """Notes and warnings of the modules on stderr; only warnings with --quiet."""
     log = logging.getLogger("bisslight")
-    log.setLevel(logging.WARNING if quiet or other_rank() else logging.INFO)
+    log.setLevel(logging.WARNING if quiet else logging.INFO)
     log.handlers = [logging.StreamHandler(sys.stderr)]
 
 
@@ -41,12 +34,11 @@ class Forgiving(io.TextIOBase):
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # names that are no text, ASCII terminals
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            self.stream.write(text)
+            code = self.stream.encoding  # ASCII terminals; names that are no text
+            self.stream.write(text.encode(code, "backslashreplace").decode(code))
             self.stream.flush()
         return len(text)
 
@@ -58,38 +50,53 @@ class Forgiving(io.TextIOBase):
 def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
     """Progress on stderr: bars with ETA on a terminal, elsewhere a plain line an item.
 
-    Gives `track(items, total, label, done=0)`, which hands on the items. Of a record it shows one
-    loss, the mean of a level, and the last validation; another item is text.
+    Gives `track(items, total, label, done=0)`, which hands on the items.
     """
     console = Console(file=sys.stderr, highlight=False)
-    columns = (TextColumn("{task.description:>8}"), BarColumn(16), MofNCompleteColumn())
-    left = (TextColumn("ETA"), TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
-    silent = quiet or other_rank()
-    live = Progress(*columns, *left, console=console, disable=silent or not console.is_terminal)
+    columns = (
+        TextColumn("{task.description:>8}"),
+        BarColumn(16),
+        MofNCompleteColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[text]}"),
+    )
+    live = Progress(
+        *columns,
+        console=console,
+        disable=quiet or not console.is_terminal,
+        speed_estimate_period=1e9,
+    )
 
-    def track(items: Iterator[T], total: int, label: str, done: int = 0) -> Iterator[T]:
-        began, val = time.monotonic(), ""
+    def track(items: Iterator[Any], total: int, label: str, done: int = 0) -> Iterator[Any]:
         bar = live.add_task(label, total=total, completed=done, text="")
         for n, item in enumerate(items, done + 1):
-            text = str(item)
-            if isinstance(item, dict):
-                loss, score = (
-                    item.get("loss_P", item.get("loss")),
-                    item.get("val_P", item.get("val")),
-                )
-                loss = fmean(loss) if isinstance(loss, list) else loss
-                val = f"  val {score['accuracy']:.1f} %" if score else val
-                text = (f"lr {item['lr']:g}" if loss is None else f"loss {loss:.4f}") + val
+            text = brief(item)
             live.update(bar, completed=n, text=text[: max(console.width - 52, 10)])
-            if live.disable and not silent:
-                seconds = (time.monotonic() - began) / (n - done) * (total - n)
-                eta = timedelta(seconds=round(seconds))
-                print(f"{label} {n}/{total}  {text}  ETA {eta}", file=sys.stderr)
+            if live.disable and not quiet:
+                left = live.tasks[-1].time_remaining
+                eta = f"  ETA {timedelta(seconds=left)}" if left else ""
+                print(f"{label} {n}/{total}  {text}{eta}", file=sys.stderr)
             yield item
         live.remove_task(bar)
 
     with live:
         yield track
+
+
+def brief(item: Any) -> str:
+    """An item of progress: of a record the loss, a mean over a level, and a validation; or text.
+
+    >>> brief({"loss_P": [1.0, 3.0], "val_P": {"accuracy": 50.0}})
+    'loss 2.0000  val 50.0 %'
+    """
+    if not isinstance(item, dict):
+        return str(item)
+    loss, score = item.get("loss_P", item.get("loss")), item.get("val_P", item.get("val"))
+    text = f"lr {item.get('lr')}"
+    if loss is not None:
+        text = f"loss {fmean(loss if isinstance(loss, list) else [loss]):.4f}"
+    return f"{text}  val {score['accuracy']:.1f} %" if score else text
 
 
 def simple(result: Any) -> Any:
@@ -109,32 +116,29 @@ def simple(result: Any) -> Any:
 
 def say(result: Any, as_json: bool) -> None:
     """A result on stdout: JSON, or a line a value and a table for each list of dicts."""
-    result = simple(result)
     if as_json:
         print(json.dumps(result))
         return
     for key, value in result.items() if isinstance(result, dict) else [("", result)]:
-        first = value[0] if isinstance(value, list) and value else None
-        if isinstance(first, dict):
-            print((f"{key}:\n" if key else "") + table(value))
-        elif isinstance(first, str):
-            print("\n".join(value))
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            if key:
+                print(f"{key}:")
+            table(value)
         elif value not in (None, {}):
             print(f"{key}: {readable(value) if value != [] else 'none'}")
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[dict[str, Any]]) -> None:
     """A column a key; columns of nothing, or of nothing but lists, are only in the JSON."""
-    columns = {key: [row.get(key) for row in rows] for row in rows for key in row}
-    kept = {
-        k: v for k, v in columns.items() if any(x is not None and type(x) is not list for x in v)
-    }
+    keys = dict.fromkeys(key for row in rows for key in row)
+    kept = [
+        key for key in keys if any(type(row.get(key)) not in (type(None), list) for row in rows)
+    ]
     drawn = Table(*kept, box=None, pad_edge=False)
-    for values in zip(*kept.values(), strict=True):
-        drawn.add_row(*(escape(readable(value)) for value in values))
-    file = io.StringIO()
-    Console(file=file, width=None if sys.stdout.isatty() else 200, highlight=False).print(drawn)
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+    for row in rows:
+        drawn.add_row(*(readable(row.get(key)) for key in kept))
+    width = None if sys.stdout.isatty() else 200
+    Console(width=width, highlight=False, markup=False).print(drawn)
 
 
 def readable(value: Any) -> str:

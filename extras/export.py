@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from commands import FinetuneConfig, flatten
+from commands import FinetuneConfig
 from config import Arch, Model, UsageError
 from data import IMAGENET
 from extras.look import adapter_of
@@ -75,7 +75,7 @@ def export(
     file, out = adapter_of(run, seed), out or run / "export"
     with checking(str(file)):
         theta, phi_D, about = load_adapter(file)
-    config = flatten(read_json(run / "config.json"))
+    config = read_json(run / "config.json")
     config["weights"] = weights or config["weights"]
     cfg = FinetuneConfig(**{k: config[k] for k in {*Model.model_fields, "dataset"} & config.keys()})
     backbone, _, arch, _ = load_backbone(cfg)

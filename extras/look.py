@@ -27,7 +27,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from commands import FinetuneConfig, flatten
+from commands import FinetuneConfig
 from config import UsageError
 from data import Images, batches, rng
 from extras.figures import check_out, pyplot, save, short_names
@@ -53,7 +53,7 @@ def open_runs(
         changes: settings that are not the first run's own: device, data_root, weights, workers.
     """
     files = [adapter_of(run, seed) for run in runs]
-    config = flatten(read_json(runs[0] / "config.json"))
+    config = read_json(runs[0] / "config.json")
     known = FinetuneConfig.model_fields.keys() - {"start"}
     m = Model(FinetuneConfig(**{k: v for k, v in config.items() if k in known} | changes))
     now, networks = m.about(), {}

@@ -8,8 +8,8 @@ import pytest
 from conftest import fixture
 from pydantic import ValidationError
 
-from commands import AlignConfig, Command, FinetuneConfig, flatten, preset, settle
-from config import BACKBONES, Settings, UsageError
+from commands import AlignConfig, Command, FinetuneConfig, preset, settle
+from config import BACKBONES, Settings
 from extras.settings import SWEPT, BenchConfig, PretrainConfig, SweepConfig
 
 KINDS: dict[str, Any] = {
@@ -124,42 +124,6 @@ def test_sources_say_who_set_a_value_and_the_later_layer_wins(tmp_path: Path) ->
     assert "warmup_epochs" not in sources  # the field's own default
 
 
-def test_a_run_of_the_first_edition_is_read(tmp_path: Path) -> None:
-    """Its config.json was nested and named two settings otherwise."""
-    old = {
-        "seed": 3,
-        "machine": {"device": "cpu", "jobs": 1, "mfac_device": "cpu"},
-        "model": {"backbone": "vit_mini", "rank": 4, "alpha": 4.0},
-        "data": {"dataset": "quilts", "pool": "quilts"},
-        "lower": {"decoder_lr": 0.5},
-        "upper": {"d_lr": 0.25},
-        "bilevel": {"lam": 0.125, "eval_every": 7, "cg_batch": "last"},
-        "masks": {"min_keep": 3},
-    }
-    config = AlignConfig(**flatten(old))
-    assert (config.seed, config.rank, config.phi_p_lr, config.d_lr) == (3, 4, 0.5, 0.25)
-    assert (config.lam, config.eval_every, config.min_keep, config.mfac_device) == (
-        0.125,
-        7,
-        3,
-        "cpu",
-    )
-    peft = {"lr": None, "lr_grid": None, "grid": [0.1], "eval_every": 2, "epochs": 9}
-    direct = FinetuneConfig(
-        **flatten({k: old[k] for k in ("machine", "model", "data")} | {"peft": peft})
-    )
-    assert (direct.eval_epochs, direct.epochs, direct.grid) == (2, 9, (0.1,))
-    (tmp_path / "s0").mkdir()
-    (tmp_path / "s0" / "config.json").write_text(json.dumps(old))
-    assert FinetuneConfig.model_validate({"start": tmp_path}).rank == 4  # a directory of runs
-
-
-@pytest.mark.parametrize("name", ["alternations", "lam", "rank", "d_lr", "dataset"])
-def test_true_is_not_a_number(name: str) -> None:
-    with pytest.raises(ValidationError, match="true or false"):
-        AlignConfig(**{"backbone": "vit_b16", "dataset": "dtd"} | {name: True})
-
-
 @pytest.mark.parametrize(
     ("kind", "wrong", "message"),
     [
@@ -169,25 +133,17 @@ def test_true_is_not_a_number(name: str) -> None:
         (AlignConfig, {"alternation": 3}, "Extra inputs"),
         (AlignConfig, {"aspect": (2, 1)}, "the first number is the smaller one"),
         (AlignConfig, {"dataset": "quits"}, "did you mean quilts?"),
-        (AlignConfig, {"dataset": "tests"}, "is a folder, write folder:tests"),
         (AlignConfig, {"backbone": "vit_l"}, "did you mean vit_l16?"),
         (AlignConfig, {"pretext": "mea"}, "did you mean mae?"),
-        (AlignConfig, {"pool": "folder:"}, "names neither"),
-        (AlignConfig, {"partial": True, "dataset": "quilts"}, "are for benchmarks"),
-        (AlignConfig, {"d_lr": 0.1, "d_lr_from": "x"}, "give --d-lr or --d-lr-from, not both"),
         (AlignConfig, {"pool": "quilts", "jobs": 2}, "jobs"),
         (FinetuneConfig, {"pool": "quilts"}, "pool"),
         (FinetuneConfig, {"lr": 0.1, "grid": (0.2, 0.3)}, "give --lr or --grid, not both"),
-        (FinetuneConfig, {"grid": (0.2, 0.2)}, "has a rate twice"),
         (FinetuneConfig, {"grid_seeds": 9}, "is more than --seeds 8"),
-        (SweepConfig, {"swept": {}}, "give a comma list to one of"),
-        (SweepConfig, {"swept": {"clip": (4, 5)}}, "give a comma list to one of"),
+        (SweepConfig, {"swept": {}}, "give a comma list"),
+        (SweepConfig, {"swept": {"clip": (4, 5)}}, "give a comma list"),
     ],
 )
-def test_settings_refuse(
-    kind: type[Settings], wrong: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(Path(__file__).parent.parent)
+def test_settings_refuse(kind: type[Settings], wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError) as caught:
         kind(**{"backbone": "vit_b16", "dataset": "dtd"} | wrong)
     assert message in str(caught.value)
@@ -216,8 +172,3 @@ def test_lora_parameters_of_each_backbone_are_the_papers() -> None:
         arch = BACKBONES[name].arch
         for rank, millions in zip(LORA_RANKS, row, strict=True):
             assert abs(4 * rank * arch.dim * arch.depth / 1e6 - millions) < 0.0056
-
-
-def test_presets_are_known_by_name() -> None:
-    with pytest.raises(UsageError, match="did you mean paper"):
-        preset("papr", AlignConfig)

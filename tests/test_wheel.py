@@ -95,5 +95,5 @@ def test_the_installed_commands_run_from_an_empty_folder_without_a_network(
     bisslight(f"finetune {start} {peft} --out direct")
     arms = json.loads(bisslight("evaluate aligned --against direct --json"))["arms"]
     assert [arm["seeds"] for arm in arms] == [2, 2]
-    assert bisslight("--version").startswith("bisslight 0.")
+    assert "Algorithm 1" in bisslight("--help")
     assert {path.name for path in here.iterdir()} == {"pre", "a", "aligned", "direct"}
