@@ -37,6 +37,7 @@ from config import (
     Settings,
     Upper,
     UsageError,
+    absolute,
     place_of,
 )
 
@@ -125,6 +126,9 @@ class Command(Machine):
     def fill(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Add the defaults that depend on other settings. None counts as not given."""
         given = {name: value for name, value in dict(given).items() if value is not None}
+        for name in given.keys() & cls.model_fields.keys():
+            if isinstance(given[name], bool) and cls.model_fields[name].annotation is not bool:
+                raise ValueError(f"{name}: is not a setting that is true or false")
         filled = {name: v for layer in cls.layers(given).values() for name, v in layer.items()}
         made = handler(filled | given)
         object.__setattr__(made, "__pydantic_fields_set__", {*given})
@@ -138,6 +142,10 @@ class Command(Machine):
     def layers(cls, given: Table) -> dict[str, Table]:
         """Defaults that depend on what is given, by where they come from; the last one wins."""
         run = inherited(Path(str(given["start"]))) if "start" in given else {}
+        kind, _, path = str(given.get("dataset", run.get("dataset"))).partition(":")
+        if (f"folder:{absolute(path)}" if kind == "folder" else kind) != run.get("dataset"):
+            own = ("data_seed", "split_file", "partial")  # these belong to align's dataset
+            run = {name: value for name, value in run.items() if name not in own}
         known = {"pretext": "mae"} | run | given
         sizes = BACKBONES.get(str(known.get("backbone")), BACKBONES["vit_b16"])
         ijepa, mini = known["pretext"] == "ijepa", known.get("backbone") == "vit_mini"

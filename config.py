@@ -12,7 +12,7 @@ whenever settings are made, so Python and the command line agree.
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -21,6 +21,7 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     PositiveFloat,
+    model_validator,
 )
 
 
@@ -290,6 +291,12 @@ class Upper(Settings):
     """Linear probing of φ_D before line 3, at the upper rate, constant. [App. C.3]"""
     probe_drop_path: bool = False
     """Drop path in linear probing too. [here; released: on]"""
+
+    @model_validator(mode="after")
+    def one_rate(self) -> Self:
+        if self.d_lr_from and self.d_lr != Upper.model_fields["d_lr"].default:
+            raise ValueError("give --d-lr or --d-lr-from, not both")
+        return self
 
 
 class Bilevel(Settings):

@@ -126,7 +126,11 @@ def content(images: Tensor | list[Path]) -> bytes:
 def find_images(root: Path) -> list[Path]:
     """All image files below a folder, links followed, sorted by path, hidden ones left out."""
     files: list[str] = []
-    for at, folders, names in os.walk(root, followlinks=True):
+
+    def refuse(error: OSError) -> None:  # os.walk would leave out what it may not read
+        raise error
+
+    for at, folders, names in os.walk(root, onerror=refuse, followlinks=True):
         folders[:] = [name for name in folders if name[0] != "."]
         names = [name for name in names if name.lower().endswith(IMG_EXTENSIONS)]
         files += [f"{at}/{name}" for name in names if name[0] != "."]

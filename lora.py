@@ -32,10 +32,9 @@ Multilabel = Literal["softmax", "bce"]  # the loss where an image has several cl
 
 
 class Backbone(nn.Module):
-    """f_θ with ψ = `vit`.
+    """f_θ with ψ = `vit`, a timm VisionTransformer (`check_vit` refuses others).
 
     Args:
-        vit: a timm VisionTransformer (`check_vit` refuses others).
         scale: LoRA's s = alpha / r.
         recompute: activation checkpointing: backward computes each block's activations again.
     """
@@ -79,11 +78,9 @@ class Backbone(nn.Module):
 def block_forward(
     block: Any, x: Tensor, row: Tensor | None, scale: float, drop: Tensor | None = None
 ) -> Tensor:
-    """One pre-norm block of timm on x (B, n, dim).
+    """One pre-norm block of timm on x (B, n, dim), with its row (p,) of θ, None without LoRA.
 
-    Args:
-        row: (p,), the block's row of θ; None: without LoRA.
-        drop: (B, 2), drop-path factors of the attention and the MLP branch.
+    drop (B, 2): drop-path factors of the attention and the MLP branch.
     """
     attn_keep, mlp_keep = (1.0, 1.0) if drop is None else drop[..., None, None].unbind(1)
     out = F.scaled_dot_product_attention(*qkv(block.attn, block.norm1(x), row, scale))
@@ -219,10 +216,7 @@ def predict(backbone: Backbone, theta: Tensor | None, phi_D: Phi, images: Tensor
 def features(
     backbone: Backbone, theta: Tensor | None, images: Tensor, drop: Tensor | None = None
 ) -> Tensor:
-    """What enters the head, (B, dim), pooled as this timm network does it.
-
-    That is the class token (MAE, App. C.2) or the mean of the patches (I-JEPA, App. D.1).
-    """
+    """The head's input (B, dim): class token (MAE, App. C.2) or mean of patches (I-JEPA, D.1)."""
     return backbone.vit.forward_head(backbone(images, theta, drop=drop), pre_logits=True)  # type: ignore[no-any-return]
 
 
@@ -285,8 +279,7 @@ def cross_entropy(z: Tensor, targets: Tensor, multilabel: Multilabel = "softmax"
 def save_adapter(theta: Tensor, phi_D: Phi, about: dict[str, Any]) -> bytes:
     """θ, the head, and what they belong to (`about`, JSON values) as a safetensors file's content.
 
-    Equal adapters are equal files. So `about` is sorted JSON under one metadata key, "bisslight":
-    the library writes several keys in random order.
+    `about` is one metadata key, "bisslight": the library writes several in random order.
     """
     tensors = {"theta": theta} | {f"head.{name}": tensor for name, tensor in phi_D.items()}
     text = json.dumps(about | {"format": FORMAT}, sort_keys=True)
@@ -294,10 +287,10 @@ def save_adapter(theta: Tensor, phi_D: Phi, about: dict[str, Any]) -> bytes:
 
 
 def load_adapter(path: Path) -> tuple[Tensor, Phi, dict[str, Any]]:
-    """θ, the head ({} if there is none) and `about`, from a file of `save_adapter`.
+    """θ, the head ({} if there is none) and `about` from a file of `save_adapter`.
 
-    Files of earlier versions, with metadata keys of their own, have strings in `about`. Raises
-    OSError where the file cannot be read, and ValueError where it is no adapter.
+    OSError where it cannot be read, ValueError where it is no adapter. In files of the first
+    edition, which had several metadata keys, `about` has strings.
     """
     try:
         with safe_open(path, "pt") as file:

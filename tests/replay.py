@@ -39,14 +39,8 @@ def recording(rec: Recorded, source: Recorded | None = None, mask_ratio: float =
     """Backbone, decoder, θ, φ_P and φ_D of a run under fixtures/official."""
     m, source = rec.meta, source or rec
     dtype = torch.float32 if m.get("dtype") == "torch.float32" else torch.float64
-    decoder = dict(
-        zip(
-            ("decoder_dim", "decoder_depth", "decoder_heads"),
-            (m["ddim"], m["ddepth"], m["dheads"]),
-            strict=True,
-        )
-    )
-    arch = Arch(m["dim"], m["depth"], m["heads"], m["img"], m["patch"], **decoder)
+    sizes = [m[key] for key in ("dim", "depth", "heads", "img", "patch")]
+    arch = Arch(*sizes, 4.0, True, m["ddim"], m["ddepth"], m["dheads"])  # type: ignore[call-arg]
     state = source.group("encoder")
     for i in range(arch.depth):
         for kind in ("weight", "bias"):

@@ -175,7 +175,7 @@ class Quadratic:
         phi = [{"x": torch.ones(self.C.shape[1]).double()} for _ in "PD"]
         for tensor in (*theta, *(head["x"] for head in phi)):
             tensor.requires_grad_()
-        return State(*theta, *phi, self, self)
+        return State(theta[0], theta[1], phi[0], phi[1], self, self)
 
     def alternations(self, hypergrad: Any, s: State, **steps: int) -> Iterator[Log]:
         c = Steps(**{"alternations": 25, "lower_steps": 12, "upper_steps": 2, "lam": LAM} | steps)

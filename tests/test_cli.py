@@ -194,7 +194,6 @@ WRONG = [
     (f"{ALIGN} --pool nowhere", 2, "nowhere: there is no folder"),
     (f"{ALIGN} --lam -1", 2, "--lam -1: should be greater than 0"),
     (f"{ALIGN} --lam inf", 2, "--lam inf: should be a finite number"),
-    (f"{ALIGN} --rank 65", 2, "width"),
     (f"{ALIGN} --rank x", 2, "--rank x: should be a valid integer"),
     (f"{ALIGN} --mask-ratio 0.99", 2, "of the 16"),
     (f"{ALIGN} --hypergrad newton", 2, "--hypergrad newton: should be 'mfac', 'recursion'"),

@@ -85,9 +85,9 @@ def test_decay_groups_follow_name_and_axes() -> None:
 @pytest.mark.parametrize("name", ["cuda:77", "abacus"])
 def test_a_device_that_is_not_there_is_an_error(name: str) -> None:
     assert pick_device("auto").type in ("cpu", "cuda")
-    with pytest.raises(UsageError, match=f"--device {name}: there is no such device"):
-        with checking(f"--device {name}"):
-            pick_device(name)
+    message = f"--device {name}: there is no such device"
+    with pytest.raises(UsageError, match=message), checking(f"--device {name}"):
+        pick_device(name)
 
 
 # --- files and directories --------------------------------------------------------------------
@@ -248,7 +248,7 @@ def test_a_directory_in_use_is_waited_for_and_then_named(
     acquire = FileLock.acquire
     monkeypatch.setattr(FileLock, "acquire", lambda lock, timeout: acquire(lock, timeout=3))
     if stays:
-        with pytest.raises(UsageError, match="--out .*: make it writable, or wait for who is at"):
+        with pytest.raises(UsageError, match=r"--out .*: make it writable, or wait for who is at"):
             Run(out, "align", config())
     else:
         with Run(out, "align", config()) as run:
@@ -272,10 +272,11 @@ def counted(base: Path, seconds: float, unit: int) -> int:
 
 def test_a_signal_saves_and_stops_and_the_next_one_goes_on(tmp_path: Path) -> None:
     message = "stopped after step 1 of 9; .*: the same command goes on"
-    with pytest.raises(Stopped, match=message) as told, Run(tmp_path, "align", config()) as run:
+    with Run(tmp_path, "align", config()) as run:
         run.keep([torch.ones(1)], [])
         stop.hear(signal.SIGHUP)
-        run.checkpoint("step 1 of 9")
+        with pytest.raises(Stopped, match=message) as told:
+            run.checkpoint("step 1 of 9")
     assert told.value.args[0] == signal.SIGHUP
     with pytest.raises(Stopped, match="stopped before"):  # of a grid: the next is not begun
         Run(tmp_path / "next", "align", config())
