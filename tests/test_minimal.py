@@ -46,7 +46,7 @@ def test_it_ends_where_the_library_ends() -> None:
     backbone = Backbone(build_vit(arch)).double().requires_grad_(False)
     decoder = build_head(arch, "mae").double()
     grid = arch.image_size // arch.patch_size
-    tables = sincos(arch.dim, grid).double(), sincos(arch.decoder[0], grid).double()
+    tables = sincos(arch.dim, grid).double(), sincos(decoder.mask_token.shape[-1], grid).double()
     mae.init([(backbone.vit, tables[0]), (decoder, tables[1])], rng)
     task, loss_D = mae.MAE(backbone, decoder), DownstreamLoss(backbone)
     start = init_theta(arch.depth, default.rank, arch.dim, rng).double()
