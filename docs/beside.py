@@ -47,9 +47,8 @@ def concordance(found: dict[str, list[str]]) -> str:
         out += f"<h2>{title}</h2>"
         for key, (words, *more) in rows.items():
             missing += [mark for mark in more or [key] if mark not in found]
-            links = ", ".join(link for mark in (key, *more) for link in found.get(mark, []))
-            out += f'<div class="at" id="{key.replace(" ", "")}"><b>{key}</b>'
-            out += f"<p>{words}<p>{links}</div>\n"
+            at = ", ".join(link for mark in (key, *more) for link in found.get(mark, []))
+            out += f'<section id="{key.replace(" ", "")}"><b>{key}</b><p>{words}<p>{at}</section>\n'
     if missing:
         raise SystemExit(f"no place in the sources for {', '.join(missing)}: mark it there")
     return out
@@ -61,20 +60,21 @@ def pieces(source: str) -> Cut:
     prose: dict[int, list[str]] = {1: []}
     above: list[str] = []  # comments on lines of their own
     start, fresh, decorated = 1, True, False  # of the statement that is being read
-    for token in tokenize.generate_tokens(iter(source.splitlines(True)).__next__):
-        (n, column), text = token.start, token.string
-        if token.type == tokenize.COMMENT:
+    tokens = tokenize.generate_tokens(iter(source.splitlines(True)).__next__)
+    for kind, text, (n, column), (last, _), _ in tokens:
+        if kind == tokenize.COMMENT:
             text = re.sub(r"\s*# ?(type|noqa|fmt)\b.*", "", text).strip("# ")
             lines[n] = lines[n][:column].rstrip() or "#"
             (above if fresh else prose.setdefault(start, [])).extend([text] * (text != ""))
-        elif token.type == tokenize.NEWLINE:
+        elif kind == tokenize.NEWLINE:
             fresh = True
-        elif fresh and token.type == tokenize.STRING:  # it speaks about the statement before it
+        elif fresh and kind == tokenize.STRING:  # it speaks about the statement before it
             prose.setdefault(start, []).append(inspect.cleandoc(text.strip('"')))
-            lines[n : token.end[0] + 1] = ["#"] * (token.end[0] + 1 - n)
+            last += not lines[last + 1]  # a blank line after it goes, too
+            lines[n : last + 1] = ["#"] * (last + 1 - n)
         elif fresh and text.strip():  # the first word of a statement
             start, fresh, decorated = start if decorated else n, False, text == "@"
-            if above or (not lines[n - 1] and (column == 0 or text in ("def", "@"))):
+            if above or (lines[n - 1] in "#" and (column == 0 or text in ("def", "@"))):
                 prose[n], above = above, []
     cut = {}
     for a, b in pairwise([*sorted(prose), len(lines)]):
@@ -108,8 +108,7 @@ def page() -> str:
         code += f'<h2 id="{name}">{name}</h2>'
         for n, (prose, text) in cuts[name].items():
             cells = f"<div>{''.join(map(paragraphs, prose))}</div>{block(text)}"
-            kind = "row top" if re.match(r"\d+\t\S", text) else "row"
-            code += f'<div class="{kind}" id="{name}.{n}">{cells}</div>\n'
+            code += f'<div class="row" id="{name}.{n}">{cells}</div>\n'
     top = concordance(places(sources, cuts))
     return (HERE / "beside.html").read_text().replace("CONCORDANCE", top).replace("CODE", code)
 
