@@ -56,6 +56,7 @@ def concordance(found: dict[str, list[str]]) -> str:
 
 def pieces(source: str) -> Cut:
     """A module, cut where a docstring or comment speaks about what follows; by first line."""
+    source = re.sub(r"  # ?(type|noqa|fmt)\b.*", "", source)  # remarks to tools
     lines = ["", *source.split("\n")]
     prose: dict[int, list[str]] = {1: []}
     above: list[str] = []  # comments on lines of their own
@@ -63,9 +64,8 @@ def pieces(source: str) -> Cut:
     tokens = tokenize.generate_tokens(iter(source.splitlines(True)).__next__)
     for kind, text, (n, column), (last, _), _ in tokens:
         if kind == tokenize.COMMENT:
-            text = re.sub(r"\s*# ?(type|noqa|fmt)\b.*", "", text).strip("# ")
             lines[n] = lines[n][:column].rstrip() or "#"
-            (above if fresh else prose.setdefault(start, [])).extend([text] * (text != ""))
+            (above if fresh else prose.setdefault(start, [])).append(text.strip("# "))
         elif kind == tokenize.NEWLINE:
             fresh = True
         elif fresh and kind == tokenize.STRING:  # it speaks about the statement before it
