@@ -17,8 +17,7 @@ from align import align
 from commands import AlignConfig, FinetuneConfig
 from evaluate import evaluate
 from extras.figures import draw_arms, pyplot
-from extras.pretrain import pretrain
-from extras.settings import PretrainConfig
+from extras.pretrain import PretrainConfig, pretrain
 from finetune import finetune
 from run import jobs as run_jobs
 from training import Track, untracked

@@ -9,7 +9,7 @@ import torch
 
 import cli
 from extras import bench as room
-from extras.settings import BenchConfig
+from extras.bench import BenchConfig
 
 TOY = "bench --backbone vit_mini --rank 4 --p-batch 8 --d-batch 4 --lower-steps 3 --upper-steps 2"
 

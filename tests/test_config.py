@@ -10,7 +10,9 @@ from pydantic import ValidationError
 
 from commands import AlignConfig, Command, FinetuneConfig, preset, settle
 from config import BACKBONES, Settings
-from extras.settings import SWEPT, BenchConfig, PretrainConfig, SweepConfig
+from extras.bench import BenchConfig
+from extras.pretrain import PretrainConfig
+from extras.sweep import SWEPT, SweepConfig
 
 KINDS: dict[str, Any] = {
     "align": AlignConfig,

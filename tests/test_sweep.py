@@ -11,7 +11,7 @@ import cli
 from align import align
 from bisslight import Diverged
 from extras import sweep as room
-from extras.settings import SweepConfig
+from extras.sweep import SweepConfig
 
 TINY = (
     "--backbone vit_mini --dataset quilts --alternations 2 --lower-steps 1 --upper-steps 1 "
