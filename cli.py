@@ -132,8 +132,9 @@ def execute(name: str, given: dict[str, Any]) -> int:
     if settings:
         told = {key: value for key, value in given.items() if value is not None}
         if name == "sweep":
-            swept = [key for key in load("extras.sweep:SWEPT") if "," in told.get(key, "")]
-            told["swept"] = {key: told.pop(key).split(",") for key in swept}
+            lists = [key for key in load("extras.sweep:SWEPT") if "," in told.get(key, "")]
+            if lists:
+                told["swept"] = {key: told.pop(key).split(",") for key in lists}
         preset, file = own.pop("preset", "paper"), own.pop("config")
         config, sources = load("commands:settle")(load(settings), told, file, preset)
         settled = (config, own.pop("out") or default_out(name, config))

@@ -1,7 +1,7 @@
 """What an alternation costs: M-FAC, CG and no curvature.
 
-Weights and images are random, since times do not depend on their values. The loop that is timed is
-`bisslight.algorithm_1` itself. What lines 10 and 13 cost is a method's time less that of `identity`.
+Weights and images are random, since times do not depend on their values. What is timed is
+`bisslight.algorithm_1` itself. Lines 10 and 13 cost a method's time less that of `identity`.
 Each method runs at its natural precision: bfloat16 on a GPU (--no-amp: float32), but for the
 Hessian-vector products of CG, which need float32.
 """
@@ -35,8 +35,8 @@ Row = dict[str, Any]
 class BenchConfig(Common):
     """`bench`: what an alternation costs. Random weights and images."""
 
-    backbone: Literal["vit_mini", "vit_b16", "vit_l16", "vit_h14"] | None = None
-    """Its size. None: vit_b16 on a GPU, vit_mini on a CPU. [App. C.1]"""
+    backbone: Literal["vit_mini", "vit_b16", "vit_l16", "vit_h14"]
+    """Its size: vit_mini takes a minute on a CPU, the others want a GPU. [App. C.1]"""
     rank: PositiveInt = 64
     """r. [App. C.3]"""
     p_batch: PositiveInt = 256
@@ -53,56 +53,49 @@ class BenchConfig(Common):
 
 def bench(cfg: BenchConfig, out: Path, *, force: bool = False, track: Track = untracked) -> Row:
     """Measure all methods, one after the other, into the run directory `out`."""
-    backbone = size(cfg)
+    plan(cfg)
     with Run(out, "bench", cfg, force) as run:
         if run.result:
             return run.result
         rows: list[Row] = []
         for method in track(iter(METHODS), len(METHODS), "bench"):
             try:
-                rows.append({"method": method} | alternation(cfg, backbone, method))
+                rows.append({"method": method} | alternation(cfg, method))
             except torch.OutOfMemoryError:
                 rows.append({"method": method, "failed": "out of memory; see --micro-batch"})
             run.checkpoint(method)
-        return run.finish({"backbone": backbone, "rows": rows, "out": str(out)})
-
-
-def size(cfg: BenchConfig) -> str:
-    """The backbone: as asked, else what a GPU, or a CPU, does in minutes (UsageError)."""
-    with checking(f"--device {cfg.device}"):
-        gpu = pick_device(cfg.device).type == "cuda"
-    return cfg.backbone or ("vit_b16" if gpu else "vit_mini")
+        return run.finish({"backbone": cfg.backbone, "rows": rows, "out": str(out)})
 
 
 def plan(cfg: BenchConfig) -> Row:
-    """What there is to do, for --dry-run."""
-    return {"backbone": size(cfg), "methods": METHODS, "alternations of each": cfg.repeats + 1}
+    """What there is to do, for --dry-run (UsageError)."""
+    with checking(f"--device {cfg.device}"):
+        pick_device(cfg.device)
+    return {"backbone": cfg.backbone, "methods": METHODS, "alternations of each": cfg.repeats + 1}
 
 
-def alternation(cfg: BenchConfig, backbone: str, method: str) -> Row:
+def alternation(cfg: BenchConfig, method: str) -> Row:
     """Median seconds of an alternation; on a GPU its memory, and beside it the paper's."""
     device, ends = pick_device(cfg.device), []
     gpu = device.type == "cuda"
     if gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    for _ in alternations(cfg, backbone, method, device):
+    for _ in alternations(cfg, method, device):
         if gpu:
             torch.cuda.synchronize(device)
         ends.append(time.perf_counter())
     seconds = median(end - begin for begin, end in pairwise(ends))  # the first warms up
     peak = torch.cuda.max_memory_allocated(device) / 1e9 if gpu else None
-    row = {"seconds": seconds, "hours_500": seconds * 500 / 3600, "peak_GB": peak}
-    return row | {"paper_GB": (memory_of(method, backbone) or [None])[0]}
+    paper = memory_of(method, cfg.backbone)
+    return {"seconds": seconds, "peak_GB": peak, "paper_GB": paper and paper[0]}
 
 
-def alternations(
-    cfg: BenchConfig, backbone: str, method: str, device: torch.device
-) -> Iterator[Any]:
+def alternations(cfg: BenchConfig, method: str, device: torch.device) -> Iterator[Any]:
     """Algorithm 1 on a random network and images."""
     given = {name: getattr(cfg, name) for name in AlignConfig.model_fields if hasattr(cfg, name)}
-    given |= {"backbone": backbone, "dataset": "own", "pool": "own"}
-    given |= {"alternations": cfg.repeats + 1, "hypergrad": method}
-    c, arch, g = AlignConfig(**given), BACKBONES[backbone].arch, rng(cfg.seed, "bench")
+    given |= {"dataset": "own", "pool": "own", "hypergrad": method}
+    given["alternations"] = cfg.repeats + 1
+    c, arch, g = AlignConfig(**given), BACKBONES[cfg.backbone].arch, rng(cfg.seed, "bench")
     with device:
         vit, decoder = build_vit(arch), cast(mae.Decoder, build_head(arch, "mae"))
     network = Backbone(vit, recompute=cfg.recompute).requires_grad_(False)

@@ -24,12 +24,6 @@ from run import checking, read_json, sha256, write_atomic
 from weights import RELEASED, load_backbone, weights_of
 
 MADE = "LoRA on q and v of every layer of a frozen Vision Transformer, made with BiSSLight."
-NAMES = {  # timm's architectures; sizes are told as arguments
-    "vit_b16": "vit_base_patch16_224",
-    "vit_l16": "vit_large_patch16_224",
-    "vit_h14": "vit_huge_patch14_224",
-    "vit_mini": "vit_tiny_patch16_224",
-}
 CARD = """\
 ---
 license: other
@@ -71,8 +65,7 @@ def export(
     file, out = adapter_of(run, seed), out or run / "export"
     with checking(str(file)):
         theta, phi_D, about = load_adapter(file)
-    config = read_json(run / "config.json")
-    config["weights"] = weights or config["weights"]
+    config = read_json(run / "config.json") | ({"weights": weights} if weights else {})
     cfg = FinetuneConfig(**{k: config[k] for k in {*Model.model_fields, "dataset"} & config.keys()})
     backbone, _, arch, _ = load_backbone(cfg)
     if sha256(path := weights_of(cfg)) != about["weights_sha256"]:
@@ -80,7 +73,8 @@ def export(
     phi_D, dim, scale = folded(phi_D), backbone.dim, backbone.scale
     lora, content = to_peft(theta, phi_D, dim, scale), io.BytesIO()
     torch.save(to_released(theta, dim, scale), content)
-    name = NAMES.get(cfg.backbone, cfg.backbone.removeprefix("timm:"))
+    kind, _, name = cfg.backbone.rpartition(":")
+    name = name if kind else "vit_base_patch16_224"  # its sizes are told as arguments
     network = to_timm(backbone, arch, theta, phi_D, name, about.get("channels") or IMAGENET)
     told = {**about, "made": MADE, "dataset": Path(about["dataset"]).name}
     files: dict[str, bytes | str] = {

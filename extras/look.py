@@ -18,7 +18,6 @@ Paper silent: how heads are fused (here their mean), which images, which split, 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import torch
@@ -159,10 +158,10 @@ def draw_rollout(
     figure, grid = pyplot().subplots(len(maps) + 1, len(rows), squeeze=False, figsize=size)
     for k, row in enumerate(rows):
         for axes, name in zip(grid[:, k], ("label", *maps), strict=True):
-            axes.imshow(images[k].permute(1, 2, 0), extent=extent)
+            axes.imshow(images[k].permute(1, 2, 0).numpy(), extent=extent)
             if name in maps:
-                axes.imshow(maps[name][k], cmap="inferno", alpha=0.7, extent=extent)
-            axes.set(xticks=[], yticks=[], title=shorten(row[name], 20), ylabel="" if k else name)
+                axes.imshow(maps[name][k].numpy(), cmap="inferno", alpha=0.7, extent=extent)
+            axes.set(xticks=[], yticks=[], title=row[name][:20], ylabel="" if k else name)
     right = [f"{name} is right {sum('✓' in row[name] for row in rows)} times" for name in maps]
     return figure, f"Attention rollout on {len(rows)} validation images: {'; '.join(right)}."
 

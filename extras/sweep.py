@@ -11,16 +11,13 @@ its error bars are over PEFT seeds.
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import AfterValidator
+from typing import Any
 
 from align import align
 from bisslight import Diverged
 from commands import AlignConfig, Command, FinetuneConfig, Peft, one_line
-from config import Bilevel, Data, Lower, Model, Pretext, Upper
+from config import Bilevel, Data, Lower, Model, Pretext, Upper, UsageError
 from evaluate import evaluate
 from extras.figures import pyplot, save
 from finetune import finetune
@@ -31,19 +28,11 @@ from training import Track, untracked
 SWEPT = ("rank", "lr", "d_lr", "p_lr", "lam", "lower_steps", "alternations")
 
 
-def one_list(swept: dict[str, Any]) -> dict[str, Any]:
-    """One setting with its values."""
-    if len(swept) != 1 or not {*swept} <= {*SWEPT}:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in SWEPT)
-        raise ValueError(f"give a comma list to one of {flags}")
-    return swept
-
-
 class SweepConfig(Peft, Bilevel, Upper, Lower, Pretext, Data, Model, Command):
     """`sweep`: align with PEFT, and PEFT alone, over a list of values."""
 
-    swept: Annotated[dict[str, tuple[int | float, ...]], AfterValidator(one_list)]
-    """The list: `--rank 1,2,4` on the command line, swept={"rank": (1, 2, 4)} in Python."""
+    swept: dict[str, tuple[int | float, ...]] = {}  # noqa: RUF012
+    """One list: `--rank 1,2,4` on the command line, swept={"rank": (1, 2, 4)} in Python."""
 
 
 def sweep(
@@ -81,6 +70,9 @@ def sweep(
 
 def grid(cfg: SweepConfig, out: Path) -> dict[float, dict[Path, Any]]:
     """By value the settings of its runs: align, finetune, direct; all are checked (UsageError)."""
+    if len(cfg.swept) != 1 or not {*cfg.swept} <= {*SWEPT}:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in SWEPT)
+        raise UsageError(f"give a comma list to one of {flags}")
     ((name, values),) = cfg.swept.items()
     points: dict[float, dict[Path, Any]] = {}
     for value in values:
@@ -105,11 +97,10 @@ def settle(kind: Any, given: dict[str, Any]) -> Any:
 
 def plan(cfg: SweepConfig) -> dict[str, Any]:
     """What there is to do, for --dry-run."""
-    points = grid(cfg, Path("OUT")).values()
-    return {"runs": [*dict.fromkeys(path.as_posix() for runs in points for path in runs)]}
+    return {"runs": [*dict.fromkeys(x for runs in grid(cfg, Path("OUT")).values() for x in runs)]}
 
 
-def draw(rows: Sequence[dict[str, Any]], name: str) -> tuple[Any, str]:
+def draw(rows: list[dict[str, Any]], name: str) -> tuple[Any, str]:
     """Accuracy against the swept setting, a line an arm: mean ± deviation over PEFT seeds."""
     figure, axes = pyplot().subplots()
     for arm in ("finetune", "direct"):

@@ -22,11 +22,10 @@ PEFT = "--epochs 2 --batch 40 --seeds 2 --warmup-epochs 0 --quiet"
 
 @pytest.fixture(scope="module")
 def runs(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An align run a seed, PEFT with and without; a name that HTML must escape."""
+    """An align run, PEFT with and without; a name that HTML must escape."""
     out = tmp_path_factory.mktemp("runs") / "a <b> & c"
     own = f"--backbone vit_mini --weights {weights} --dataset quilts"
-    align = f"align {own} {TINY} --eval-every 1 --warmup 0 --quiet"
-    lines = [f"{align} --seed {seed} --out O/aligned/s{seed}" for seed in (0, 1)]
+    lines = [f"align {own} {TINY} --eval-every 1 --warmup 0 --quiet --out O/aligned"]
     lines += [f"finetune --from O/aligned {PEFT} --lr 1e-2 --out O/with"]
     lines += [f"finetune {own} {PEFT} --grid 1e-3,1e-2 --out O/without"]
     lines += ["evaluate O/with --against O/without --rollout 2"]
@@ -116,18 +115,18 @@ def test_the_accuracies_are_those_of_evaluate_the_aligned_arm_first(
 
 
 def test_curves_say_in_words_what_the_metrics_hold(runs: Path, page: Page) -> None:
-    """By hand from metrics.jsonl: the mean over steps, then over the two runs."""
+    """By hand from metrics.jsonl: the mean over steps, of PEFT then over its two seeds."""
 
     def records(place: str) -> list[Any]:
         lines = (runs / place / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines if '"probe_val"' not in line]
 
-    both = [records(f"aligned/s{seed}") for seed in (0, 1)]
+    found = records("aligned")
     for start, key in (("pretext loss", "loss_P"), ("downstream loss at θ_D", "loss_D_at_D")):
         alt = next(alt for alt in page.alts if alt.startswith(f"align, {start}"))
-        first, last = (fmean(fmean(run[i][key]) for run in both) for i in (0, -1))
+        first, last = (fmean(found[i][key]) for i in (0, -1))
         assert f"aligned from {first:.4g} at 1 to {last:.4g} at 3" in alt
-    val = [fmean(run[i]["val_P"]["accuracy"] for run in both) for i in (0, -1)]
+    val = [found[i]["val_P"]["accuracy"] for i in (0, -1)]
     assert any(f"aligned from {val[0]:.4g} at 1 to {val[1]:.4g} at 3" in alt for alt in page.alts)
     rate = json.loads((runs / "without/result.json").read_text())["lr"]
     tuned = [records(f"without/lr{rate:g}-s{seed}") for seed in (0, 1)]  # of the chosen rate alone
@@ -143,11 +142,11 @@ def test_settings_that_differ_stand_in_a_column_an_arm(page: Page) -> None:
 
 
 def test_an_unfinished_run_is_shown_as_far_as_it_is(runs: Path, tmp_path: Path) -> None:
-    shutil.copytree(runs / "aligned/s0", tmp_path / "cut")
+    shutil.copytree(runs / "aligned", tmp_path / "cut")
     (tmp_path / "cut/result.json").unlink()
     report([tmp_path / "cut"], tmp_path / "r.html")
     page = Page(tmp_path / "r.html")
-    assert "cut (align, 1 run, not finished)" in page.text
+    assert "cut (align, not finished)" in page.text
     assert any("cut from" in alt for alt in page.alts)
 
 
