@@ -41,18 +41,3 @@ def test_a_method_that_does_not_fit_is_told_and_the_others_go_on(
     found = room.bench(BenchConfig(backbone="vit_mini"), tmp_path / "b")
     assert found["rows"][1] == {"method": "cg", "failed": "out of memory; see --micro-batch"}
     assert [row["method"] for row in found["rows"]] == [*room.METHODS]
-
-
-def test_bench_passes_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    loss = room.mae.MAE.loss
-
-    def watched(self: Any, theta: Any, phi: Any, batch: Any) -> Any:
-        seen.append(len(batch.images))
-        return loss(self, theta, phi, batch)
-
-    monkeypatch.setattr(room.mae.MAE, "loss", watched)
-    sizes: Any = {"p_batch": 8, "d_batch": 4, "lower_steps": 1, "upper_steps": 1, "repeats": 1}
-    cfg = BenchConfig(backbone="vit_mini", rank=4, micro_batch=3, device="cpu", **sizes)
-    assert room.alternation(cfg, "mfac")["paper_GB"] is None
-    assert seen[:3] == [3, 3, 2]
