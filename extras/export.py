@@ -49,11 +49,7 @@ model = PeftModel.from_pretrained(base, 'peft')
 
 
 def export(
-    run: Path,
-    out: Path | None = None,
-    *,
-    seed: int | None = None,
-    weights: Path | None = None,
+    run: Path, out: Path | None = None, *, seed: int | None = None, weights: Path | None = None
 ) -> dict[str, Any]:
     """Write a finished run's adapter in every layout; files of others are never replaced.
 

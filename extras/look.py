@@ -38,9 +38,6 @@ BATCH = 64
 Row = dict[str, Any]
 
 
-# --- finished runs and their images ---------------------------------------------------------------
-
-
 def open_runs(
     runs: Sequence[Path], seed: int | None, changes: dict[str, Any]
 ) -> tuple[Model, dict[str, tuple[Backbone, Tensor, Phi]]]:
@@ -84,9 +81,6 @@ def looked_at(m: Model, count: int, seed: int) -> tuple[list[int], list[Tensor]]
     return index, [x for x, _ in batches(images, draws, m.cfg.workers, m.device)]
 
 
-# --- attention rollout ----------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def attention_maps(backbone: Backbone, theta: Tensor, images: Tensor) -> Tensor:
     """Where the network looks, (B, side, side): a patch's share in what the head reads."""
@@ -108,7 +102,6 @@ def rollout(
     runs: Sequence[Path],
     count: int,
     out: Path | None = None,
-    *,
     seed: int | None = None,
     **changes: Any,
 ) -> Row:
@@ -164,9 +157,6 @@ def draw_rollout(
             axes.set(xticks=[], yticks=[], title=row[name][:20], ylabel="" if k else name)
     right = [f"{name} is right {sum('✓' in row[name] for row in rows)} times" for name in maps]
     return figure, f"Attention rollout on {len(rows)} validation images: {'; '.join(right)}."
-
-
-# --- similarity -----------------------------------------------------------------------------------
 
 
 def cka(x: Tensor, y: Tensor) -> float:
