@@ -99,24 +99,20 @@ def attention_maps(backbone: Backbone, theta: Tensor, images: Tensor) -> Tensor:
 
 
 def rollout(
-    runs: Sequence[Path],
-    count: int,
-    out: Path | None = None,
-    seed: int | None = None,
-    **changes: Any,
+    runs: Sequence[Path], count: int, out: Path | None = None, seed: int | None = None, **other: Any
 ) -> Row:
     """Draw the attention rollouts of finetune runs on the same validation images.
 
     Args:
         count: of images, drawn by `seed` (None: 0).
         out: the picture; None: rollout.png in the first run's directory.
-        seed, changes: see `open_runs`.
+        seed, other: see `open_runs`.
     """
     out = out or runs[0] / "rollout.png"
     check_out(out)
     if not 1 <= count <= BATCH:
         raise UsageError(f"--rollout {count}: give 1 to {BATCH} images")
-    m, networks = open_runs(runs, seed, changes)
+    m, networks = open_runs(runs, seed, other)
     index, (images,) = looked_at(m, count, seed or 0)
     targets, classes, maps = m.task.val.targets[index], m.task.classes, {}
     if targets.ndim == 1:
