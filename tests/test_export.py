@@ -87,18 +87,16 @@ def test_a_recorded_lora_in_the_released_layout_is_read() -> None:
     assert torch.equal(read, to_theta(flat, r.arch.depth, r.arch.dim))
 
 
-WRONG: list[Any] = [
-    lambda s: [1],
-    lambda s: {k: v for k, v in s.items() if "blocks.1.attn.qkv.q.lora_A" not in k},
-    lambda s: {k.replace("qkv.q", "qkv"): v for k, v in s.items()},
-    lambda s: {k: v[:, :16] if "1" in k and "A" in k else v for k, v in s.items()},
-]
-
-
-@pytest.mark.parametrize("change", WRONG)
-def test_other_layouts_are_refused(theta: Tensor, change: Any) -> None:
-    with pytest.raises(ValueError, match="is not a LoRA file on q and v of width 32"):
-        from_released(change(to_released(theta, 32, 1.0)), 32)
+def test_other_layouts_are_refused(theta: Tensor) -> None:
+    s: Any = to_released(theta, 32, 1.0)
+    for other in (
+        [1],
+        {k: v for k, v in s.items() if "blocks.1.attn.qkv.q.lora_A" not in k},
+        {k.replace("qkv.q", "qkv"): v for k, v in s.items()},
+        {k: v[:, :16] if "1" in k and "A" in k else v for k, v in s.items()},
+    ):
+        with pytest.raises(ValueError, match="is not a LoRA file on q and v of width 32"):
+            from_released(other, 32)
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,6 @@ from extras import look
 from lora import Backbone, features, load_adapter, merge, predict
 from weights import build_vit
 
-# --- rollout --------------------------------------------------------------------------------------
-
 SIZES: Any = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 4}
 
 
@@ -58,9 +56,6 @@ def test_maps_are_rows_of_the_product_of_timms_attention(kind: str) -> None:
     np.testing.assert_allclose(maps[3].flatten(), expected[prefix:], rtol=0, atol=1e-6)
     parts = [look.attention_maps(backbone, theta, part) for part in x.split(2)]
     torch.testing.assert_close(torch.cat(parts), maps)
-
-
-# --- CKA and RSA ----------------------------------------------------------------------------------
 
 
 def drawn(n: int, d: int, seed: int) -> Tensor:
@@ -101,8 +96,6 @@ def test_rsa_equals_explicit_matrices_and_ignores_rotation_and_a_scale_of_each_i
     assert look.rsa(x, 3 * x @ turn) == pytest.approx(1, abs=1e-10)
     assert abs(look.rsa(x + 3, y) - before) > 1e-3
 
-
-# --- finished runs --------------------------------------------------------------------------------
 
 PEFT = "--epochs 2 --batch 40 --warmup-epochs 0 --lr 3e-2 --quiet"
 ALIGN = "--alternations 2 --lower-steps 2 --upper-steps 2 --p-batch 8 --d-batch 8 --probe-epochs 0"
