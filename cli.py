@@ -18,17 +18,17 @@ from rich.markup import escape
 from screen import Forgiving, bars, listen, other_rank, say, simple
 
 RUN = "out config force dry_run json quiet"
-LOOK = "rollout similarity limit seed weights data_root device"
+LOOK = "rollout similarity seed weights data_root device"
 COMMANDS = {  # the function, the class of its settings, its other options and arguments
     "align": ("align:align", "commands:AlignConfig", f"{RUN} preset"),
     "finetune": ("finetune:finetune", "commands:FinetuneConfig", f"{RUN} preset"),
     "evaluate": ("cli:evaluate", "", f"run against picture {LOOK} json"),
     "demo": ("extras.demo:demo", "", "out data_seed jobs force json quiet"),
-    "pretrain": ("extras.pretrain:pretrain", "extras.settings:PretrainConfig", RUN),
-    "sweep": ("extras.sweep:sweep", "extras.settings:SweepConfig", RUN),
+    "pretrain": ("extras.pretrain:pretrain", "extras.pretrain:PretrainConfig", RUN),
+    "sweep": ("extras.sweep:sweep", "extras.sweep:SweepConfig", RUN),
     "report": ("extras.report:report", "", "runs out json"),
-    "bench": ("extras.bench:bench", "extras.settings:BenchConfig", RUN),
-    "export": ("extras.export:export", "", "run out seed merged weights json"),
+    "bench": ("extras.bench:bench", "extras.bench:BenchConfig", RUN),
+    "export": ("extras.export:export", "", "run out seed weights json"),
     "data list": ("extras.datasets:list_all", "", "root json"),
     "data check": ("extras.datasets:check", "", "name root partial json"),
     "data download": ("extras.datasets:download", "", "name root json"),
@@ -41,9 +41,9 @@ ABOUT = {
     "pretrain": "Train a backbone from scratch with MAE or I-JEPA, without a checkpoint.",
     "sweep": "Accuracy against LoRA rank, λ, N_L, T or a rate: a comma list is what is swept.",
     "report": "Write one HTML page about runs: accuracies, curves, settings, pictures.",
-    "bench": "Time and memory of an alternation: M-FAC, CG, no curvature, plain PEFT.",
+    "bench": "Time and memory of an alternation: M-FAC, CG, no curvature.",
     "export": "Write a run's adapter for HF peft, for timm and for the released program.",
-    "data list": "The paper's datasets: sizes, terms, and whether they are there.",
+    "data list": "The paper's datasets: whether they are there, and the terms of their use.",
     "data check": "Open every image of a dataset or folder, count, list what is wrong.",
     "data download": "Fetch and unpack a dataset; its digests are verified.",
 }
@@ -64,7 +64,6 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default, help
     "picture": (Path | None, None, "Draw it: a PNG, SVG or PDF."),
     "rollout": (int | None, None, "Draw attention rollouts of so many images."),
     "similarity": (bool, False, "Compare layers: CKA and RSA, with the backbone, too."),
-    "limit": (int, 1000, "Images of --similarity. Default: 1000."),
     "seed": (int | None, None, "Which seed's adapter. Default: the first."),
     "weights": (Path | None, None, "Where the run's weights are now."),
     "data_root": (Path | None, None, "Where the benchmarks are now."),
@@ -72,7 +71,6 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default, help
     "device": (str | None, None, "auto, cpu, cuda or cuda:1."),
     "data_seed": (int, 0, "Seed of the drawn images."),
     "jobs": (int, 2, "Runs at a time."),
-    "merged": (bool, True, "Write the merged timm model, too."),
     "partial": (bool, False, "It is a subset; do not compare counts."),
 }
 NAMED = {"start": "--from", "root": "--data-root"}  # flags that are not --their-name
@@ -134,8 +132,9 @@ def execute(name: str, given: dict[str, Any]) -> int:
     if settings:
         told = {key: value for key, value in given.items() if value is not None}
         if name == "sweep":
-            swept = [key for key in load("extras.settings:SWEPT") if "," in told.get(key, "")]
-            told["swept"] = {key: told.pop(key).split(",") for key in swept}
+            lists = [key for key in load("extras.sweep:SWEPT") if "," in told.get(key, "")]
+            if lists:
+                told["swept"] = {key: told.pop(key).split(",") for key in lists}
         preset, file = own.pop("preset", "paper"), own.pop("config")
         config, sources = load("commands:settle")(load(settings), told, file, preset)
         settled = (config, own.pop("out") or default_out(name, config))
@@ -155,7 +154,7 @@ def execute(name: str, given: dict[str, Any]) -> int:
 
 def evaluate(
     run: Path, against: list[Path], picture: Path | None, rollout: int | None,
-    similarity: bool, limit: int, **where: Any,
+    similarity: bool, **where: Any,
 ) -> Any:  # fmt: skip
     """A table of arms; or a look into their networks, with --rollout or --similarity."""
     runs, given = [run, *against], {key: value for key, value in where.items() if value is not None}
@@ -165,7 +164,7 @@ def evaluate(
     if rollout is not None:
         return load("extras.look:rollout")(runs, rollout, picture, **given)
     if similarity:
-        return load("extras.look:similarity")(runs, limit, **given)
+        return load("extras.look:similarity")(runs, **given)
     found = load("evaluate:evaluate")(runs)
     if picture:
         load("extras.figures:draw_arms")(found.arms, picture)

@@ -21,8 +21,7 @@ from commands import AlignConfig, FinetuneConfig
 from data import rng
 from evaluate import Row, evaluate
 from extras.figures import plot_arms, pyplot, save
-from extras.pretrain import pretrain
-from extras.settings import PretrainConfig
+from extras.pretrain import PretrainConfig, pretrain
 from finetune import finetune
 from run import jobs as run_jobs
 from training import Track, untracked

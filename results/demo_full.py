@@ -30,8 +30,7 @@ from config import MINI
 from data import rng
 from evaluate import Score, compare, evaluate, score
 from extras.demo import ALIGN, PEFT, PRETRAIN, aligned
-from extras.pretrain import pretrain
-from extras.settings import PretrainConfig
+from extras.pretrain import PretrainConfig, pretrain
 from finetune import finetune
 from lora import Backbone, features, init_head, logits
 from run import jobs, read_json

@@ -12,7 +12,9 @@ import torch
 
 import cli
 from commands import AlignConfig, FinetuneConfig
-from extras.settings import BenchConfig, PretrainConfig, SweepConfig
+from extras.bench import BenchConfig
+from extras.pretrain import PretrainConfig
+from extras.sweep import SweepConfig
 
 KINDS: dict[str, Any] = {
     "pretrain": PretrainConfig,

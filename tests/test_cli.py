@@ -88,7 +88,7 @@ def test_help_has_panels_and_loads_no_torch() -> None:
     """The ones that people set first are on top; no summary is cut; every setting is there."""
     code = "import sys, cli; code = cli.run(sys.argv[1:]); sys.exit(code or 'torch' in sys.modules)"
     told = {}
-    for line in ("", "align", "sweep", "data check"):
+    for line in ("", "align", "finetune", "data check"):
         done = outside(line + " --help", code)
         assert done.returncode == 0, done.stderr
         assert cli.ABOUT.get(line, "") in " ".join(done.stdout.split())

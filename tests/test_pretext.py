@@ -14,8 +14,7 @@ from align import align
 from commands import AlignConfig
 from config import Arch, UsageError
 from data import Pool, rng
-from extras.pretrain import pretrain
-from extras.settings import PretrainConfig
+from extras.pretrain import PretrainConfig, pretrain
 from lora import Backbone
 from model import own_class
 from run import sha256

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [  # a module imports only from lower floors
     "bisslight cg config data ijepa lora mae mfac paper screen training",
     "benchmarks commands evaluate run weights",
-    "cli extras.datasets extras.figures extras.settings model",
+    "cli extras.datasets extras.figures model",
     "align extras.look extras.pretrain finetune",
     "extras.bench extras.demo extras.export extras.report extras.sweep",
 ]

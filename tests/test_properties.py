@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from commands import AlignConfig, FinetuneConfig, settle
 from config import Settings, UsageError
 from data import epochs, in_order, stream
-from extras.settings import PretrainConfig
+from extras.pretrain import PretrainConfig
 
 
 def drawn(examples: int) -> settings:

@@ -172,8 +172,7 @@ def test_a_result_without_test_accuracies_is_told_and_ends_no_command(
     for line in (f"evaluate {finished} --against f", "report f"):
         code, err = refusal(line.split(), capsys)
         assert code == 2 and "f: has no test accuracy" in err, err
-    assert cli.run(["export", "f", "--out", "e", "--no-merged"]) == 0
-    assert "test top-1" not in Path("e/README.md").read_text()
+    assert cli.run(["export", "f", "--out", "e"]) == 0
     assert not Path("report.html").exists()
 
 
