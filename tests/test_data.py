@@ -179,7 +179,7 @@ def test_images_are_cut_as_said(tmp_path: Path, resampling: Any, flip: bool) -> 
 def test_by_default_as_many_processes_decode_as_a_waiting_gpu_can_use(monkeypatch: Any) -> None:
     gpu, files, tensor = torch.device("cuda"), [Path("1.png")], torch.zeros(1)
     for cores, wanted in ((1, 1), (8, 8), (96, 16)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: {*range(n)}, raising=False)
+        monkeypatch.setattr(os, "cpu_count", lambda n=cores: n)
         assert data.pick_workers(None, files, gpu) == wanted
     assert [data.pick_workers(None, *x) for x in ((files, CPU), (tensor, gpu))] == [0, 0]
     assert [data.pick_workers(3, x, CPU) for x in (files, tensor)] == [3, 3]
@@ -217,6 +217,7 @@ print(sum(1 for batch in loader), flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_whole_group_leaves_the_workers_at_work(tmp_path: Path) -> None:
     make(tmp_path, "1.png")
     line = [sys.executable, "-c", LOADING, str(tmp_path / "1.png")]
