@@ -133,15 +133,15 @@ def load_task(cfg: Data, root: Path) -> Task:
         return quilts(cfg.data_seed)[1]
     if name not in BENCHMARKS:
         return folder(path, cfg.data_seed)
-    parts, classes = read_lists(name, path)
-    parts = with_validation(parts, cfg)
-    there = {p: [entry for entry in parts[p] if (path / entry[0]).exists()] for p in PARTS}
-    sizes, official = tuple(len(there[part]) for part in PARTS), BENCHMARKS[name].sizes
+    listed, classes = read_lists(name, path)
+    parts = with_validation(listed, cfg)
+    there = [[entry for entry in parts[p] if (path / entry[0]).exists()] for p in PARTS]
+    sizes, official = tuple(map(len, there)), BENCHMARKS[name].sizes
     if not all(sizes) or (sizes != official and not cfg.partial):
         what = f"train, validation and test have {sizes} images of {official}"
         how = f"`bisslight data check {name}` says why, --partial takes what is there of all three"
         raise UsageError(f"--dataset {name}: {path}: {what}; {how}")
-    train, val, test = (Split.below(path, there[part]) for part in PARTS)
+    train, val, test = (Split.below(path, entries) for entries in there)
     if name == "voc07" and cfg.voc_difficult == "positive":
         train, val, test = (Split(x, y + (y == 0).long()) for x, y in (train, val, test))
     return Task(name, train, val, test, [*classes])

@@ -140,10 +140,12 @@ def folder(root: Path, seed: int) -> Task:
 
     A missing test or validation part is a fifth of each class of the training part.
     """
-    given = {part: class_files(root / part) for part in PARTS if (root / part).is_dir()}
-    given = given or {"train": class_files(root)}
-    classes, entries = [*given.get("train", ())], dict[str, list[Entry]]()
-    for part, by_class in given.items():
+    places = {part: root / part for part in PARTS if (root / part).is_dir()} or {"train": root}
+    classes, entries = list[str](), dict[str, list[Entry]]()
+    for part, place in places.items():
+        folders = sorted(x for x in place.iterdir() if x.is_dir() and x.name[0] != ".")
+        by_class = {path.name: find_images(path) for path in folders}
+        classes = [*by_class] if part == "train" else classes
         if len(by_class) < 2 or {*by_class} - {*classes} or not all(by_class.values()):
             has = ", ".join(f"{name} ({len(files)})" for name, files in by_class.items())
             needs = "needs two or more of train's class folders, all with images"
@@ -160,12 +162,6 @@ def folder(root: Path, seed: int) -> Task:
                 raise ValueError(f"{root}: a class is too small to split off {part}")
     train, val, test = (Split.below(root, entries[part]) for part in PARTS)
     return Task(f"folder:{root}", train, val, test, classes)
-
-
-def class_files(root: Path) -> dict[str, list[Path]]:
-    """Image files by class folder, in alphabetical order."""
-    folders = sorted(path for path in root.iterdir() if path.is_dir() and path.name[0] != ".")
-    return {path.name: find_images(path) for path in folders}
 
 
 def holdout(entries: Sequence[Entry], seed: int, part: str) -> tuple[list[Entry], list[Entry]]:

@@ -157,6 +157,7 @@ def row(arm: Arm, first: Arm) -> Row:
     if None in differs.pop("aligned_by", ()):
         differs.pop("grid", None)  # its default follows from the start
     mean, versus = fmean(arm["test"]), compare(first["right"], arm["right"])
+    versus = versus._replace(difference=fmean(first["test"]) - mean)
     return Row(
         arm=arm["name"],
         seeds=len(arm["test"]),
@@ -168,9 +169,7 @@ def row(arm: Arm, first: Arm) -> Row:
         differs={name: f"{here}, there {there}" for name, (there, here) in differs.items()},
         accuracies=arm["test"],
         counts=arm["right"],
-        first_minus_this=None
-        if arm is first
-        else versus._replace(difference=fmean(first["test"]) - mean),
+        first_minus_this=None if arm is first else versus,
     )
 
 
