@@ -80,7 +80,7 @@ def test_weights_are_downloaded_on_first_use(server: Any, monkeypatch: Any, caps
         assert not list(Path("cache").rglob("*.p*"))
     monkeypatch.setitem(OFFICIAL, ("vit_b16", "mae"), (f"{server.url}/x_full.pth", size))
     assert cli.run([*line.split(), "--dry-run"]) == 0
-    assert f"to download from {server.url}/x_full.pth" in capsys.readouterr().out
+    assert f"from {server.url}/x_full.pth" in capsys.readouterr().out
     for more in ([], ["--force"]):
         assert cli.run([*line.split(), *more]) == 0, capsys.readouterr().err
         server.files.clear()
@@ -190,7 +190,7 @@ def test_what_is_fixed_in_the_code_is_what_the_paper_says(weights: Path) -> None
     cfg = AlignConfig(backbone="vit_b16", dataset="cub200")
     phi_P = {"a.weight": torch.zeros(2, 2), "a.bias": torch.zeros(2)}
     task: Any = SimpleNamespace(phi=phi_P | {"mask_token": torch.zeros(1, 1, 2)})
-    s: Any = align.begin(cfg, torch.zeros(2, 8), task, trainable(init_head(4, 3, rng(0))))
+    s: Any = align.begin(cfg, torch.zeros(2, 8), task, trainable(init_head(4, 3, rng(0))))[0]
     P, D = s.opt_P.torch, s.opt_D.torch
     assert type(P) is type(D) is torch.optim.AdamW
     assert {group["betas"] for group in P.param_groups} == {(0.9, 0.95)}
