@@ -223,7 +223,7 @@ class Data(Crops):
     dataset: Annotated[str, known("quilts", *FOLDERS, "folder:PATH", "own")]
     """D^D: dtd, voc07, cub200, pets, flowers, aircrafts, imagenet, quilts (drawn), folder:PATH."""
     partial: bool = False
-    """Take a benchmark's subset as it is; missing files are counted. [here]"""
+    """Take a benchmark's subset as it is; `data check` counts what is missing. [here]"""
     split_file: Place | None = None
     """Positions of CUB's or Pets' validation images. None: a fifth, by hash. [App. C.2.1]"""
     voc_loss: Literal["softmax", "bce"] = "softmax"

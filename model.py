@@ -319,7 +319,6 @@ def plan(cfg: Config) -> dict[str, Any]:
         "device": str(device),
         "workers": pick_workers(cfg.workers, task.train.images, device),
         "images": sizes,
-        "missing images": task.missing or None,
         "steps": steps,
         "LoRA parameters": arch.depth * 4 * cfg.rank * arch.dim,
         "weights": None if there else "{1} MB to download from {0}".format(*official),

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchvision.datasets.utils import download_and_extract_archive, download_url
 
-from benchmarks import BENCHMARKS, load_pool, present, read_lists
+from benchmarks import BENCHMARKS, load_pool, read_lists
 from config import FOLDERS, RunError, UsageError, nearest, place_of
 from data import PARTS, decode_all, folder
 from run import checking
@@ -74,9 +74,12 @@ def check(name: str, root: Path, partial: bool = False) -> Row:
     with checking(name):
         if name in BENCHMARKS:
             entries = {file for part in read_lists(name, path)[0].values() for file, _ in part}
-            there, whole = present(name, path), sum(BENCHMARKS[name].sizes)
-            absent, images = entries - there, [path / file for file in sorted(entries & there)]
-            about |= {"listed": len(entries), "absent": len(absent), "extra": len(there - entries)}
+            absent = {file for file in entries if not (path / file).exists()}
+            images, whole = (
+                [path / x for x in sorted(entries - absent)],
+                sum(BENCHMARKS[name].sizes),
+            )
+            about |= {"listed": len(entries), "absent": len(absent)}
             if not partial and (absent or len(entries) != whole):
                 what = f"lists {len(entries)} images of {whole}, {len(absent)} of them are missing"
                 problems.append({"problem": what, "first": min(absent, default=None)})

@@ -80,7 +80,7 @@ def test_weights_are_downloaded_on_first_use(server: Any, monkeypatch: Any, caps
         assert not list(Path("cache").rglob("*.p*"))
     monkeypatch.setitem(OFFICIAL, ("vit_b16", "mae"), (f"{server.url}/x_full.pth", size))
     assert cli.run([*line.split(), "--dry-run"]) == 0
-    assert f"to download from {server.url}/x_full.pth" in capsys.readouterr().out
+    assert f"from {server.url}/x_full.pth" in capsys.readouterr().out
     for more in ([], ["--force"]):
         assert cli.run([*line.split(), *more]) == 0, capsys.readouterr().err
         server.files.clear()
@@ -99,7 +99,6 @@ def test_any_plain_timm_vit_can_be_finetuned(capsys: Any) -> None:
         torch.save(timm.create_model(name, num_classes=3).state_dict(), "vit.pth")
         assert cli.run((line + name).split()) == code
         assert not code or "VisionTransformer" in capsys.readouterr().err
-    assert json.loads(Path("f/result.json").read_text())["backbone"] == f"timm:{name}"
     assert cli.run(["export", "f"]) == 0
     opened = timm.create_model("local-dir:f/export/timm", pretrained=True)
     assert opened.num_classes == 2
