@@ -102,7 +102,7 @@ def alternations(
     given = {name: getattr(cfg, name) for name in AlignConfig.model_fields if hasattr(cfg, name)}
     given |= {"backbone": backbone, "dataset": "own", "pool": "own"}
     given |= {"alternations": cfg.repeats + 1, "hypergrad": method.replace("peft", "mfac")}
-    c, arch, g = AlignConfig(**given), BACKBONES[backbone].arch, rng(cfg.seed, "bench")
+    c, arch, g = AlignConfig(**given), BACKBONES[backbone], rng(cfg.seed, "bench")
     with device:
         vit, decoder = build_vit(arch), cast(mae.Decoder, build_head(arch, "mae"))
     network = Backbone(vit, recompute=cfg.recompute).requires_grad_(False)

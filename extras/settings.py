@@ -18,7 +18,6 @@ from config import (
     Pretext,
     Rate,
     Shape,
-    Share,
     Upper,
 )
 
@@ -58,9 +57,9 @@ class PretrainConfig(Pretext, Crops, Shape, Command):
     """AdamW decay of tensors with two or more axes. [MAE; I-JEPA: 0.04]"""
     final_weight_decay: NonNegativeFloat | None = None
     """Where half a cosine takes the decay. None: it stays. [MAE; I-JEPA: 0.4]"""
-    beta2: Share = 0.95
+    beta2: Rate = 0.95
     """AdamW's second beta; the first is 0.9. [MAE; I-JEPA: 0.999]"""
-    ema: Share = 0.996
+    ema: Rate = 0.996
     """Momentum of I-JEPA's teacher at the start; it rises to 1. [I-JEPA]"""
 
 
