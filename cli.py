@@ -18,7 +18,6 @@ from rich.markup import escape
 from screen import Forgiving, bars, say
 
 RUN = "out config force dry_run json quiet"
-LOOK = "rollout similarity limit seed weights data_root device"
 COMMANDS = {  # what it does, the function, the class of its settings, its options and arguments
     "align": (
         "Align a pretrained backbone with a downstream task: BiSSLight, Algorithm 1.",
@@ -30,7 +29,8 @@ COMMANDS = {  # what it does, the function, the class of its settings, its optio
     ),
     "evaluate": (
         "Compare finished finetune runs: mean, deviation, exact p, the paper's figure.",
-        "cli:evaluate", "", f"run against picture {LOOK} json",
+        "cli:evaluate", "",
+        "run against picture rollout similarity limit seed weights data_root device json",
     ),
     "demo": (
         "The whole story on drawn images, offline, in minutes on a CPU.",
@@ -105,12 +105,13 @@ FIRST = ("backbone", "dataset", "pool", "start", "out", "seed")  # on top of --h
 
 def keyword(name: str, kind: Any, default: Any, text: str, panel: str) -> inspect.Parameter:
     """A flag, or an argument, as a keyword of the function that Typer calls."""
-    panel = "What one sets first" if name in FIRST else panel
-    shown: Any = {"rich_help_panel": panel, "metavar": "", "show_default": False}
-    option = typer.Option(*NAMED.get(name, ()), help=escape(text), **shown)
-    made = typer.Argument(help=text) if default is GIVEN else option
-    only = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, only, default=default, annotation=Annotated[kind, made])
+    shown: Any = {"help": escape(text), "metavar": "", "show_default": False}
+    shown["rich_help_panel"] = "What one sets first" if name in FIRST else panel
+    option = typer.Option(*NAMED.get(name, ()), **shown)
+    meant = Annotated[kind, typer.Argument(help=text) if default is GIVEN else option]
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=meant
+    )
 
 
 def keywords(name: str) -> list[inspect.Parameter]:
@@ -123,10 +124,10 @@ def keywords(name: str) -> list[inspect.Parameter]:
         for key in inspect.get_annotations(part):
             field = kind.model_fields.get(key)
             if field and key not in found and key != "swept":
-                parsed = bool | None if field.annotation is bool else str | None
                 known = not field.is_required() and field.default is not None
                 text = field.description + f" (default: {field.default})" * known
-                found[key] = keyword(key, parsed, None, text, panel)
+                read = bool | None if field.annotation is bool else str | None
+                found[key] = keyword(key, read, None, text, panel)
     found |= {key: keyword(key, *OPTIONS[key], "This run") for key in options.split()}
     return [found[key] for key in dict.fromkeys((*FIRST, *found)) if key in found]
 
@@ -148,13 +149,13 @@ def execute(name: str, given: dict[str, Any]) -> int:
                 key for key in resolve_name("extras.settings:SWEPT") if "," in told.get(key, "")
             ]
             told["swept"] = {key: told.pop(key).split(",") for key in swept}
-        preset, file = own.pop("preset", "paper"), own.pop("config")
-        settle, differences = resolve_name("commands:settle"), resolve_name("commands:differences")
-        config, layers = settle(resolve_name(settings), told, file, preset)
+        config, layers = resolve_name("commands:settle")(
+            resolve_name(settings), told, own.pop("config"), own.pop("preset", "paper")
+        )
         settled = (config, own.pop("out") or default_out(name, config))
         if own.pop("dry_run"):
             module = "model" if name in ("align", "finetune") else f"extras.{name}"
-            rows = differences(config, layers, as_json) or "nothing"
+            rows = resolve_name("commands:differences")(config, layers, as_json) or "nothing"
             about = {"settings" if as_json else "differs from the paper": rows}
             say({"out": settled[1]} | resolve_name(f"{module}:plan")(config) | about, as_json)
             return 0
@@ -180,8 +181,8 @@ def evaluate(
     if similarity:
         return resolve_name("extras.look:similarity")(runs, limit, **given)
     if given:
-        flags = "--seed, --weights, --data-root, --device"
-        raise resolve_name("config:UsageError")(f"{flags}: go with --rollout N or --similarity")
+        line = "--seed, --weights, --data-root, --device: go with --rollout N or --similarity"
+        raise resolve_name("config:UsageError")(line)
     found = resolve_name("evaluate:evaluate")(runs)
     if picture:
         resolve_name("extras.figures:draw_arms")(found.arms, picture)
@@ -201,12 +202,11 @@ def default_out(name: str, config: Any) -> Path:
 # --- exit codes -------------------------------------------------------------------------------
 
 LESS = "; out of memory: a --micro-batch that fits, and --recompute, need less and keep the result"
-LOWER = "; give a lower learning rate (--lr, --p-lr, --d-lr, --base-lr) and another --out"
 ERRORS = {  # exit code and remedy; any other error is a defect and ends with its traceback
     "UsageError": (2, ""),
     "RunError": (1, ""),
     "ImageError": (1, ""),
-    "Diverged": (1, LOWER),
+    "Diverged": (1, "; give a lower rate (--lr, --p-lr, --d-lr, --base-lr) and another --out"),
     "OutOfMemoryError": (1, LESS),
     "MemoryError": (1, LESS),
     "Abort": (130, "stopped; the same command goes on"),  # Typer's name for Ctrl-C
@@ -215,8 +215,7 @@ ERRORS = {  # exit code and remedy; any other error is a defect and ends with it
 
 def build(arguments: list[str]) -> typer.Typer:
     """The program, with the flags of the command that is asked for."""
-    shown: Any = {"rich_markup_mode": "rich", "add_completion": False}
-    app, data = typer.Typer(**shown), typer.Typer(help="The datasets.", **shown)
+    app, data = typer.Typer(add_completion=False), typer.Typer(help="The datasets.")
 
     @app.callback(invoke_without_command=True)
     def program(

@@ -6,7 +6,6 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -62,9 +61,8 @@ def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
             text = brief(item)
             live.update(bar, completed=n, text=text[: max(console.width - 52, 10)])
             if live.disable and not quiet:
-                left = live.tasks[-1].time_remaining
-                eta = f"  ETA {timedelta(seconds=left)}" if left else ""
-                print(f"{label} {n}/{total}  {text}{eta}", file=sys.stderr)
+                left = TimeRemainingColumn().render(live.tasks[-1])
+                print(f"{label} {n}/{total}  {text}  ETA {left}", file=sys.stderr)
             yield item
         live.remove_task(bar)
 
@@ -110,6 +108,8 @@ def say(result: Any, as_json: bool) -> None:
     if as_json:
         print(json.dumps(result))
         return
+    width = None if sys.stdout.isatty() else 200
+    console = Console(width=width, highlight=False, markup=False)
     for key, value in result.items() if isinstance(result, dict) else [("", result)]:
         if isinstance(value, list) and value and isinstance(value[0], dict):
             if key:
@@ -119,8 +119,7 @@ def say(result: Any, as_json: bool) -> None:
             table = Table(*kept, box=None, pad_edge=False)
             for row in value:
                 table.add_row(*(readable(row.get(name)) for name in kept))
-            width = None if sys.stdout.isatty() else 200
-            Console(width=width, highlight=False, markup=False).print(table)
+            console.print(table)
         elif value not in (None, {}):
             print(f"{key}: {readable(value)}")
 

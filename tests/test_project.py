@@ -25,9 +25,9 @@ MODULES = {
 }
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 LINES, STATEMENTS, CODE, PARAMETERS = 350, 240, 50, 10  # of a module, of a function
-# What is reached; the aim is 2,800, 5,400 and 46,000. A change may lower them, never raise them
 BINARY = (".npz", ".png", ".npy", ".mat", ".gz", ".pth", ".tar", ".safetensors")
-IN_ALL = {"statements": 4110, "lines": 7700, "nodes": 62_000}
+# What is reached; the aim is 2,800, 5,400 and 46,000. A change may lower them, never raise them
+IN_ALL = {"statements": 3270, "lines": 6410, "nodes": 50_300}
 
 
 def imports(path: Path) -> set[str]:
@@ -149,12 +149,6 @@ def test_no_file_names_a_machine_path() -> None:
     )
     if not listed.stdout:
         pytest.skip("not a git checkout")
-    for name in listed.stdout.split("\n"):
-        if (
-            name
-            and not name.endswith(
-                (".npz", ".png", ".npy", ".mat", ".gz", ".pth", ".tar", ".safetensors")
-            )
-            and (ROOT / name).is_file()
-        ):
+    for name in listed.stdout.split():
+        if not name.endswith(BINARY) and (ROOT / name).is_file():
             assert not re.search(r"/(home|root|tmp|Users)/\w", (ROOT / name).read_text()), name
