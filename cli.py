@@ -206,7 +206,10 @@ ERRORS = {  # exit code and remedy; any other error is a defect and ends with it
     "UsageError": (2, ""),
     "RunError": (1, ""),
     "ImageError": (1, ""),
-    "Diverged": (1, "; give a lower rate (--lr, --p-lr, --d-lr, --base-lr) and another --out"),
+    "Diverged": (
+        1,
+        "; give a lower learning rate (--lr, --p-lr, --d-lr, --base-lr) and another --out",
+    ),
     "OutOfMemoryError": (1, LESS),
     "MemoryError": (1, LESS),
     "Abort": (130, "stopped; the same command goes on"),  # Typer's name for Ctrl-C

@@ -6,8 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -60,6 +60,9 @@ def test_align_finetune_evaluate_end_to_end(weights: Path, capsys: Any) -> None:
     assert run(line, capsys)[1] == out
     assert load_file("a/adapter.safetensors")["theta"].shape == (4, 4 * 8 * 64)
     record = json.loads(Path("a/metrics.jsonl").read_text().splitlines()[-1])
+    assert run("align --config a/config.json --out two --quiet", capsys)[0] == 0
+    adapters = [Path(at, "adapter.safetensors").read_bytes() for at in ("a", "two")]
+    assert adapters[0] == adapters[1]
     known = {"step", "loss_P", "proximal", "loss_D_at_P", "loss_D_at_D", "q_over_g", "cosine"}
     assert known | {"distance", "val_P", "val_D"} <= record.keys()
     for begin, name in ((start, "p"), ("--from a", "q")):
@@ -73,13 +76,6 @@ def test_align_finetune_evaluate_end_to_end(weights: Path, capsys: Any) -> None:
     assert (code, "seeds" in out) == (0, True)
     with Image.open("arms.png") as picture:
         assert picture.size[0] > 100
-
-
-def test_a_saved_config_repeats_the_run(weights: Path, capsys: Any) -> None:
-    run(f"align {START.format(w=weights)} {TINY} --out one --quiet", capsys)
-    assert run("align --config one/config.json --out two --quiet", capsys)[0] == 0
-    adapters = [Path(name, "adapter.safetensors").read_bytes() for name in ("one", "two")]
-    assert adapters[0] == adapters[1]
 
 
 # --- what a person sees -----------------------------------------------------------------------
@@ -132,35 +128,27 @@ def test_progress_is_a_plain_line_an_item_off_a_terminal(capsys: Any) -> None:
     score = {"accuracy": 50.0, "loss": 1.0}
     items: list[Any] = ["loss 2.0", {"loss_P": [1.0, 3.0], "val_P": score}]
     items += [{"loss": 1.0, "val": None}, {"lr": 0.01, "seed": 1, "val": None}]
-    with screen.bars(quiet=False) as track:
-        assert [*track(iter(items), 8, "align", 4)] == items
+    for quiet in (False, True):
+        with screen.bars(quiet) as track:
+            assert [*track(iter(items), 8, "align", 4)] == items
     said = [line.partition("  ETA")[0] for line in capsys.readouterr().err.splitlines()]
     told = ["loss 2.0", "loss 2.0000  val 50.0 %", "loss 1.0000", "lr 0.01"]
     assert said == [f"align {n}/8  {text}" for n, text in enumerate(told, 5)]
-    with screen.bars(quiet=True) as track:
-        assert len([*track(iter(items), 8, "align", 4)]) == 4
-    assert capsys.readouterr().err == ""
 
 
 def test_the_bar_fits_80_columns_with_eta_loss_and_last_validation(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    def terminal(**more: Any) -> Console:
-        return Console(
-            width=80, force_terminal=True, color_system=None, legacy_windows=False, **more
-        )
-
+    terminal = partial(Console, width=80, force_terminal=True, color_system=None)
     monkeypatch.setattr(screen, "Console", terminal)
     record = {"loss_P": [0.125], "val_P": {"accuracy": 71.25}}
     with screen.bars(quiet=False) as track:
         for _ in track(iter([record] * 3), 500, "align", 99):
             time.sleep(0.2)  # the bar is drawn ten times a second
     drawn = capsys.readouterr().err.replace("\r", "\n").splitlines()
-    last = [text for text in drawn if "102/500" in text]
-    assert last
-    assert len(last[-1]) <= 80
-    for part in ("align", "ETA", "loss 0.1250", "val 71.2 %"):
-        assert part in last[-1]
+    last = [text for text in drawn if "102/500" in text][-1]
+    assert len(last) <= 80
+    assert all(part in last for part in ("align", "ETA", "loss 0.1250", "val 71.2 %"))
 
 
 def test_results_are_lines_tables_or_json(capsys: Any) -> None:
@@ -291,12 +279,3 @@ def test_signals_have_their_exit_codes_and_the_same_command_goes_on(
     assert "\x1b" not in rest
     assert "alternation" in rest.splitlines()[-1]
     assert (tmp_path / "r" / "checkpoint.pt").exists()
-
-
-def test_flags_are_unique_and_every_option_has_help() -> None:
-    for name, (_, _, settings, options) in cli.COMMANDS.items():
-        fields = resolve_name(settings).model_fields if settings else ()
-        names = [*fields, *options.split()]
-        assert len(names) == len({*names}), name
-        assert {*options.split()} <= cli.OPTIONS.keys()
-        assert cli.COMMANDS[name][0].endswith(".")
