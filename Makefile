@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.bisslight
-.PHONY: install test slow lint types check demo clean
+.PHONY: install test slow lint types check demo page clean
 .DEFAULT_GOAL := check
 
 install: $(READY)
@@ -29,6 +29,9 @@ check: lint types test
 
 demo: $(READY)  ## the whole story in minutes, offline; its runs and demo.png are in runs/demo
 	$(BIN)/bisslight demo --out runs/demo
+
+page: $(READY)  ## docs/paper_beside_code.html, made anew from the sources
+	$(BIN)/python docs/beside.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

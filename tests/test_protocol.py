@@ -191,7 +191,7 @@ def test_what_is_fixed_in_the_code_is_what_the_paper_says(weights: Path) -> None
     cfg = AlignConfig(backbone="vit_b16", dataset="cub200")
     phi_P = {"a.weight": torch.zeros(2, 2), "a.bias": torch.zeros(2)}
     task: Any = SimpleNamespace(phi=phi_P | {"mask_token": torch.zeros(1, 1, 2)})
-    s: Any = align.begin(cfg, torch.zeros(2, 8), task, trainable(init_head(4, 3, rng(0))))
+    s, _ = align.begin(cfg, torch.zeros(2, 8), task, trainable(init_head(4, 3, rng(0))))
     P, D = s.opt_P.torch, s.opt_D.torch
     assert type(P) is type(D) is torch.optim.AdamW
     assert {group["betas"] for group in P.param_groups} == {(0.9, 0.95)}
