@@ -303,7 +303,7 @@ def plan(cfg: Config) -> dict[str, Any]:
     """What a run would do, for --dry-run: all inputs are checked as far as they are there."""
     there = weights_of(cfg).exists()
     m: Any = Model(cfg) if there else None
-    task, arch = (m.task, m.arch) if m else (open_task(cfg), BACKBONES[cfg.backbone].arch)
+    task, arch = (m.task, m.arch) if m else (open_task(cfg), BACKBONES[cfg.backbone])
     method, sizes = "peft", {k: len(getattr(task, k).targets) for k in ("train", "val", "test")}
     if isinstance(cfg, AlignConfig):
         method, sizes["pool"] = cfg.hypergrad, len((m.pool if m else open_pool(cfg)).images)

@@ -95,7 +95,7 @@ def alternations(cfg: BenchConfig, method: str, device: torch.device) -> Iterato
     given = {name: getattr(cfg, name) for name in AlignConfig.model_fields if hasattr(cfg, name)}
     given |= {"dataset": "own", "pool": "own", "hypergrad": method}
     given["alternations"] = cfg.repeats + 1
-    c, arch, g = AlignConfig(**given), BACKBONES[cfg.backbone].arch, rng(cfg.seed, "bench")
+    c, arch, g = AlignConfig(**given), BACKBONES[cfg.backbone], rng(cfg.seed, "bench")
     with device:
         vit, decoder = build_vit(arch), cast(mae.Decoder, build_head(arch, "mae"))
     network = Backbone(vit, recompute=cfg.recompute).requires_grad_(False)

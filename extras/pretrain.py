@@ -149,7 +149,7 @@ def sizes(cfg: PretrainConfig) -> Arch:
     if cfg.backbone not in BACKBONES or cfg.pretext not in ("mae", "ijepa"):
         known = f"pretrain makes {', '.join(BACKBONES)} with mae or ijepa"
         raise UsageError(f"{cfg.backbone} with {cfg.pretext}: {known}")
-    arch = BACKBONES[cfg.backbone].arch._replace(class_token=cfg.pretext == "mae")
+    arch = BACKBONES[cfg.backbone]._replace(class_token=cfg.pretext == "mae")
     image, patch = cfg.image_size or arch.image_size, cfg.patch_size or arch.patch_size
     return arch._replace(image_size=image, patch_size=patch)
 

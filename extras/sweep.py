@@ -16,7 +16,7 @@ from typing import Any
 
 from align import align
 from bisslight import Diverged
-from commands import AlignConfig, Command, FinetuneConfig, Peft, one_line
+from commands import AlignConfig, Command, FinetuneConfig, Peft, make
 from config import Bilevel, Data, Lower, Model, Pretext, Upper, UsageError
 from evaluate import evaluate
 from extras.figures import pyplot, save
@@ -90,9 +90,7 @@ def grid(cfg: SweepConfig, out: Path) -> dict[float, dict[Path, Any]]:
 
 def settle(kind: Any, given: dict[str, Any]) -> Any:
     """The settings of one run (UsageError)."""
-    given = {key: value for key, value in given.items() if key in kind.model_fields}
-    with one_line(given):
-        return kind(**given)
+    return make(kind, {key: value for key, value in given.items() if key in kind.model_fields})
 
 
 def plan(cfg: SweepConfig) -> dict[str, Any]:

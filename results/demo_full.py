@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import mae
 from benchmarks import quilts
 from commands import AlignConfig, FinetuneConfig
-from config import MINI
+from config import BACKBONES
 from data import rng
 from evaluate import Score, compare, evaluate, score
 from extras.demo import ALIGN, PEFT, PRETRAIN, aligned
@@ -169,10 +169,16 @@ def cnn(classes: int, g: torch.Generator) -> tuple[Network, list[Tensor]]:
 
 def vit(classes: int, g: torch.Generator) -> tuple[Network, list[Tensor]]:
     """vit_mini from a random initialisation, all of it trained."""
-    networks = [build_vit(MINI), build_head(MINI, "mae")]
-    tables = [sincos(width, side(MINI)) for width in (MINI.dim, MINI.decoder_dim)]
+    networks = [build_vit(BACKBONES["vit_mini"]), build_head(BACKBONES["vit_mini"], "mae")]
+    tables = [
+        sincos(width, side(BACKBONES["vit_mini"]))
+        for width in (BACKBONES["vit_mini"].dim, BACKBONES["vit_mini"].decoder_dim)
+    ]
     mae.init(list(zip(networks, tables, strict=True)), g)
-    backbone, phi = Backbone(networks[0]), trainable(init_head(MINI.dim, classes, g))
+    backbone, phi = (
+        Backbone(networks[0]),
+        trainable(init_head(BACKBONES["vit_mini"].dim, classes, g)),
+    )
     psi = [x for name, x in networks[0].named_parameters() if name != "pos_embed"]
     return lambda images, _: logits(features(backbone, None, images), phi), [*psi, *phi.values()]
 

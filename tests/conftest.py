@@ -17,8 +17,7 @@ from loopback import Server
 from torch import Tensor
 
 from benchmarks import quilts
-from extras.pretrain import pretrain
-from extras.settings import PretrainConfig
+from extras.pretrain import PretrainConfig, pretrain
 from training import stop
 
 HERE = Path(__file__).parent

@@ -50,7 +50,7 @@ def eye(n: int) -> Tensor:
 
 
 def small_backbone(class_token: bool) -> Backbone:
-    arch = BACKBONES["vit_mini"].arch._replace(depth=2, class_token=class_token)
+    arch = BACKBONES["vit_mini"]._replace(depth=2, class_token=class_token)
     torch.manual_seed(0)
     return Backbone(build_vit(arch)).double().requires_grad_(False)
 

@@ -31,7 +31,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def official_layout(backbone: str) -> dict[str, Any]:
     """Random values under the official names of a full MAE file."""
-    arch = BACKBONES[backbone].arch
+    arch = BACKBONES[backbone]
     state = official(build_vit(arch)) | official(build_head(arch, "mae"))
     return {k: torch.empty(v.shape).normal_(0, 0.02) for k, v in state.items()}
 

@@ -27,6 +27,7 @@ SHORT = {"alternations": 1, "lower_steps": 2, "upper_steps": 1, "p_batch": 8, "d
 def test_the_chain_of_the_readme_runs_as_it_stands_there(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text()
     (chain,) = re.findall(r"## From Python\n\n```python\n(.*?)```", readme, re.S)
+    assert len(re.findall(r"^.", chain, re.M)) <= 15
     done = subprocess.run(
         [sys.executable, "-c", chain], cwd=tmp_path, env=env(), capture_output=True, text=True
     )
