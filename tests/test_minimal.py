@@ -42,7 +42,7 @@ def test_it_is_one_page_that_needs_torch_alone_and_has_the_lines_in_order() -> N
 def test_it_ends_where_the_library_ends() -> None:
     """MAE on a LoRA ViT; AdamW with decay, and clipping that acts, at both levels; float64."""
     default, rng = BACKBONES["vit_mini"], torch.Generator().manual_seed(0)
-    arch = default.arch
+    arch = default
     backbone = Backbone(build_vit(arch)).double().requires_grad_(False)
     decoder = build_head(arch, "mae").double()
     grid = arch.image_size // arch.patch_size

@@ -25,7 +25,7 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 LINES, STATEMENTS, CODE, PARAMETERS = 350, 240, 50, 10  # of a module, of a function
 BINARY = (".npz", ".png", ".npy", ".mat", ".gz", ".pth", ".tar", ".safetensors")
 # What is reached; the aim is 2,800, 5,400 and 46,000. A change may lower them, never raise them
-IN_ALL = {"statements": 3320, "lines": 6510, "nodes": 51_300}
+IN_ALL = {"statements": 3210, "lines": 6280, "nodes": 49_200}
 
 
 def imports(path: Path) -> set[str]:
@@ -113,7 +113,7 @@ def test_the_whole_program_is_small() -> None:
 
 
 def test_the_suite_is_small() -> None:
-    assert sum(len(path.read_text().splitlines()) for path in ROOT.glob("tests/*.py")) <= 9700
+    assert sum(len(path.read_text().splitlines()) for path in ROOT.glob("tests/*.py")) <= 7500
 
 
 def test_every_module_is_packaged() -> None:
