@@ -72,10 +72,10 @@ def demo(
     return {"arms": arms, "power": power(arms), "elsewhere": ELSEWHERE, "picture": out / "demo.png"}
 
 
-def aligned(unit: tuple[AlignConfig, Path, bool]) -> None:
-    """One align run."""
+def aligned(unit: tuple[AlignConfig, Path, bool]) -> str:
+    """One align run; its validation accuracy, for the progress line."""
     cfg, out, force = unit
-    align(cfg, out, force=force)
+    return f"val {align(cfg, out, force=force).val_P.accuracy:.1f} %"
 
 
 def power(arms: list[Row]) -> str:
