@@ -21,7 +21,7 @@ from config import Machine, UsageError
 from paper import Reported, reported
 
 Arm = dict[str, Any]  # of result.json; `test` and `right` of all its runs; settings, paper, name
-FREE = {*Machine.model_fields, "start", "pool", "jobs", "mfac_device", "weights"} - {"amp"}
+FREE = {*Machine.model_fields, "start", "pool", "jobs", "seeds", "mfac_device", "weights"} - {"amp"}
 OFFICIAL = ("None", "_full.pth", "IN1K-vit.h.14-300e.pth.tar")  # so end the official files' names
 METHODS = {None: "PEFT", "mfac": "BiSSLight", "recursion": "BiSSLight", "cg": "BiSSL"}
 USUAL = {"rank": 64, "epochs": 200, "optimizer": "adamw", "augment": "crop", "partial": False,
