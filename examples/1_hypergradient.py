@@ -14,8 +14,8 @@
 # | `cg` | conjugate gradients on Hessian-vector products, as in BiSSL | App. D.2.1 |
 # | `identity` | nothing: it ignores the curvature | a control |
 #
-# All five are functions of this project and have one signature. Read `mfac.py` beside this page.
-# It runs in less than half a minute.
+# All five are functions of this project and have one signature. Read `mfac.py` beside this page. It
+# runs in less than half a minute.
 
 # %%
 from functools import partial
@@ -40,21 +40,22 @@ BLUE, ORANGE, GREEN, PINK, RED, GREY = (
 #
 # The lower level (Eq. 4) minimises the pretext loss plus a spring that ties θ_P to θ_D:
 #
-# $$\theta_P^*(\theta_D) = \arg\min_\theta \; L^P(\theta) + \frac{\lambda}{2} |\theta - \theta_D|^2$$
+# $$\theta_P^*(\theta_D) = \arg\min_\theta \; L^P(\theta) + \tfrac{\lambda}{2} |\theta-\theta_D|^2$$
 #
-# Take $L^P(\theta) = \frac12 \theta^\top H \theta$, a valley that is steep in one direction and flat in the
-# other. Then the gradient of the lower level is $H\theta + \lambda(\theta - \theta_D)$, and setting it to zero gives
+# Take $L^P(\theta) = \frac12 \theta^\top H \theta$, a valley that is steep in one direction and
+# flat in the other. Then the gradient of the lower level is $H\theta + \lambda(\theta - \theta_D)$,
+# and setting it to zero gives
 #
 # $$\theta_P^*(\theta_D) = \lambda (H + \lambda I)^{-1} \theta_D .$$
 #
-# So if θ_D moves by a small step, θ_P* moves by $\lambda (H + \lambda I)^{-1}$ times that step. By the chain
-# rule, the gradient of $L^D(\theta_P^*(\theta_D))$ with respect to θ_D is
+# So if θ_D moves by a small step, θ_P* moves by $\lambda (H + \lambda I)^{-1}$ times that step. By
+# the chain rule, the gradient of $L^D(\theta_P^*(\theta_D))$ with respect to θ_D is
 #
 # $$q = \lambda (H + \lambda I)^{-1} g, \qquad g = \nabla L^D(\theta_P^*),$$
 #
-# which is Eq. 5. In a direction in which $L^P$ has curvature $h$, the factor is $\lambda / (h + \lambda)$:
-# about 1 where the pretext loss is flat, and about 0 where it is steep. **The hypergradient keeps
-# the part of g that the pretext task does not resist.**
+# which is Eq. 5. In a direction in which $L^P$ has curvature $h$, the factor is
+# $\lambda / (h + \lambda)$: about 1 where the pretext loss is flat, and about 0 where it is steep.
+# **The hypergradient keeps the part of g that the pretext task does not resist.**
 
 # %%
 lam = 0.5
@@ -87,7 +88,9 @@ for place, marker, label in points:
     axes.plot(*place, marker, markersize=9, label=label)
 for vector, colour, label in [(-g, ORANGE, "−g: straight to L^D's minimum"),
                               (-q, BLUE, "−q: along the valley")]:  # fmt: skip
-    axes.quiver(*theta_P, *vector, color=colour, angles="xy", scale_units="xy", scale=1, label=label)
+    axes.quiver(
+        *theta_P, *vector, color=colour, angles="xy", scale_units="xy", scale=1, label=label
+    )
 axes.set(title="The hypergradient q is g without what L^P resists", xlabel="θ[0]", ylabel="θ[1]")
 axes.set_aspect("equal")
 axes.legend(loc="upper left", fontsize=8)
@@ -95,7 +98,8 @@ plt.show()
 
 # %% [markdown]
 # Is the formula right? We move θ_D by a small amount in each coordinate, solve the lower level
-# again, and see how much $L^D(\theta_P^*)$ changes. This is a *finite difference*; it uses no calculus.
+# again, and see how much $L^D(\theta_P^*)$ changes. This is a *finite difference*; it uses no
+# calculus.
 
 
 # %%
@@ -119,8 +123,8 @@ print("g, no curvature  ", [f"{float(value):.6f}" for value in g])
 #
 # <details><summary>Answers</summary>
 #
-# 1. λ (H + λI)⁻¹ tends to I for large λ: the spring is so stiff that θ_P follows θ_D exactly, and
-#    q = g. For small λ the spring is weak, θ_P* hardly depends on θ_D, and q tends to 0 (except in
+# 1. λ (H + λI)⁻¹ tends to I for large λ: the spring is so stiff that θ_P follows θ_D exactly, and q
+#    = g. For small λ the spring is weak, θ_P* hardly depends on θ_D, and q tends to 0 (except in
 #    directions where L^P has no curvature at all).
 # 2. θ_P* = θ_D and q = g. `identity` is right in this case, and only in this case.
 #
@@ -134,9 +138,10 @@ print("g, no curvature  ", [f"{float(value):.6f}" for value in g])
 #
 # $$L^P(\theta) = \frac12 \, \mathrm{mean}_i \, (x_i^\top \theta - y_i)^2 ,$$
 #
-# whose Hessian is $H = \mathrm{mean}_i \, x_i x_i^\top$. The gradient of one image is $(x_i^\top \theta - y_i) x_i$. Near the
-# solution the residual in brackets is noise of variance 1, so the *empirical Fisher matrix*, the
-# mean of $g_i g_i^\top$, is close to the Hessian. This is the property that M-FAC relies on (Sec. 2.2).
+# whose Hessian is $H = \mathrm{mean}_i \, x_i x_i^\top$. The gradient of one image is
+# $(x_i^\top \theta - y_i) x_i$. Near the solution the residual in brackets is noise of variance 1,
+# so the *empirical Fisher matrix*, the mean of $g_i g_i^\top$, is close to the Hessian. This is the
+# property that M-FAC relies on (Sec. 2.2).
 #
 # Inputs of one layer are correlated, inputs of two layers are not: the true Hessian is
 # block-diagonal, as M-FAC assumes.
@@ -162,7 +167,7 @@ def pretext_loss(theta: Tensor, phi: dict[str, Tensor], batch: Batch) -> Tensor:
 
 
 def draw(n: int, mixing: Tensor, truth: Tensor) -> Batch:
-    """n examples: inputs x with covariance mixing mixingᵀ, y = x·truth + noise."""
+    """Examples, n of them: inputs x with covariance mixing mixingᵀ, y = x·truth + noise."""
     x = torch.randn(n, P, generator=rng) @ mixing.T
     return Batch(x, x @ truth + torch.randn(n, generator=rng))
 
@@ -191,12 +196,12 @@ def gradients_of(theta: Tensor, n: int, size: int = 1) -> Tensor:
 
 
 # %% [markdown]
-# Every hypergradient is a function `(G, lam, H) -> inverse`, and `inverse` maps g to q. `H()` opens a
-# Hessian-vector product d → H d; `bisslight.hessian` makes one from any loss by automatic
+# Every hypergradient is a function `(G, lam, H) -> inverse`, and `inverse` maps g to q. `H()` opens
+# a Hessian-vector product d → H d; `bisslight.hessian` makes one from any loss by automatic
 # differentiation. M-FAC ignores it, and `exact` and `cg` ignore the gradients G.
 #
-# G holds N_L = 200 gradients here. The paper stores 20; section 1.3 shows what that changes.
-# CG appears twice: with BiSSL's settings (five iterations, damping 1, prefactor λ + 1), and undamped
+# G holds N_L = 200 gradients here. The paper stores 20; section 1.3 shows what that changes. CG
+# appears twice: with BiSSL's settings (five iterations, damping 1, prefactor λ + 1), and undamped
 # with many iterations, where it is an exact solver.
 
 # %%
@@ -229,10 +234,11 @@ print(f"\nlargest difference of the two forms of M-FAC: {difference:.0e}")
 # three times too long.
 #
 # What matters is where the bilevel problem *ends*. Its upper level (Eq. 3) minimises
-# $L^D(\theta_P^*(\theta_D)) + L^D(\theta_D)$ over θ_D. Everything is quadratic, so the optimum is a linear system:
-# with $J = \lambda (H + \lambda I)^{-1}$, the upper gradient $J(\theta_P^* - c) + (\theta_D - c)$ is zero at the solution
-# (c is `target`). We descend with every approximation and plot how far the upper loss is from
-# its minimum. The lower level is solved exactly each time, so only the hypergradient differs.
+# $L^D(\theta_P^*(\theta_D)) + L^D(\theta_D)$ over θ_D. Everything is quadratic, so the optimum is a
+# linear system: with $J = \lambda (H + \lambda I)^{-1}$, the upper gradient
+# $J(\theta_P^* - c) + (\theta_D - c)$ is zero at the solution (c is `target`). We descend with
+# every approximation and plot how far the upper loss is from its minimum. The lower level is solved
+# exactly each time, so only the hypergradient differs.
 
 # %%
 J = lam * torch.linalg.inv(H + lam * torch.eye(P))
@@ -262,8 +268,8 @@ axes.legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
-# The exact methods reach the optimum. M-FAC ends close to it, and its curves jitter because it draws
-# new gradients in each step. The other two solve a somewhat different problem.
+# The exact methods reach the optimum. M-FAC ends close to it, and its curves jitter because it
+# draws new gradients in each step. The other two solve a somewhat different problem.
 #
 # **Questions**
 #
@@ -285,9 +291,9 @@ plt.show()
 # %% [markdown]
 # ## 1.3 What λ, N_L, the minibatch and the block partition do
 #
-# M-FAC builds the Fisher matrix from N_L gradients, so in each block it has rank N_L at most.
-# In the directions that it has not seen, it takes the curvature to be 0 and leaves g as it is.
-# The error against Eq. 5, averaged over 20 draws:
+# M-FAC builds the Fisher matrix from N_L gradients, so in each block it has rank N_L at most. In
+# the directions that it has not seen, it takes the curvature to be 0 and leaves g as it is. The
+# error against Eq. 5, averaged over 20 draws:
 
 
 # %%
@@ -322,32 +328,32 @@ plt.show()
 # **Left.** With a large λ every method is right, since q ≈ g. With a small λ the inverse depends on
 # the curvature, and M-FAC needs many gradients.
 #
-# **Middle.** `layer` cuts θ into 4 blocks of 8, `matrix` into 16 blocks of 2, and `global` is one block
-# of 32. With few gradients, small blocks are better: N_L gradients give *each block* a matrix of
-# rank N_L. With many gradients, `matrix` stops improving, because it sets entries of H to zero that
-# are not zero. `layer` is the right partition here, since H is block-diagonal by layers. The
+# **Middle.** `layer` cuts θ into 4 blocks of 8, `matrix` into 16 blocks of 2, and `global` is one
+# block of 32. With few gradients, small blocks are better: N_L gradients give *each block* a matrix
+# of rank N_L. With many gradients, `matrix` stops improving, because it sets entries of H to zero
+# that are not zero. `layer` is the right partition here, since H is block-diagonal by layers. The
 # paper also uses layers (App. C.3).
 #
-# **Right.** The paper stores gradients of *minibatches*, means over B images. Averaging B independent
-# gradients divides their covariance by B, so the Fisher matrix is B times too small compared with H.
-# M-FAC then underestimates the curvature, and q moves towards g.
+# **Right.** The paper stores gradients of *minibatches*, means over B images. Averaging B
+# independent gradients divides their covariance by B, so the Fisher matrix is B times too small
+# compared with H. M-FAC then underestimates the curvature, and q moves towards g.
 #
 # **Questions**
 #
 # 1. From the right panel: which change of λ in M-FAC alone would make up for a batch of B images?
-# 2. The paper has N_L = 20 and p = 196,608 numbers per layer (ViT-B, rank 64). In how many directions
-#    of a layer can q differ from g?
+# 2. The paper has N_L = 20 and p = 196,608 numbers per layer (ViT-B, rank 64). In how many
+#    directions of a layer can q differ from g?
 # 3. Why is M-FAC with N_L = 1 not simply wrong?
 #
 # <details><summary>Answers</summary>
 #
 # 1. Give M-FAC λ/B. With minibatches it computes λ (F/B + λI)⁻¹ = Bλ (F + BλI)⁻¹, where F is the
-#    Fisher matrix of single images: as if λ were B times larger. With λ/B, the two factors B cancel.
-#    The paper gives it λ. The factor is B only near the optimum of L^P: elsewhere the gradients
-#    also have a mean, which does not shrink with B.
+#    Fisher matrix of single images: as if λ were B times larger. With λ/B, the two factors B
+#    cancel. The paper gives it λ. The factor is B only near the optimum of L^P: elsewhere the
+#    gradients also have a mean, which does not shrink with B.
 # 2. In at most 20: q = g − Gᵀ(...)Gg, so q − g lies in the span of the stored gradients.
-# 3. It corrects g along the one direction it knows and leaves the rest, so it lies between `identity`
-#    and the exact answer.
+# 3. It corrects g along the one direction it knows and leaves the rest, so it lies between
+#    `identity` and the exact answer.
 #
 # </details>
 
@@ -355,14 +361,14 @@ plt.show()
 # ## 1.4 The Schur caveat: the head is held fixed
 #
 # Eq. 4 minimises over θ_P *and* over the pretext head φ_P. If θ_D moves, the best head moves too.
-# Eq. 5 holds the head fixed. For a loss $L^P(\theta, \varphi)$ the correct derivative has, in the place of
-# $H_{\theta\theta}$, the *Schur complement*
+# Eq. 5 holds the head fixed. For a loss $L^P(\theta, \varphi)$ the correct derivative has, in the
+# place of $H_{\theta\theta}$, the *Schur complement*
 #
 # $$S = H_{\theta\theta} - H_{\theta\varphi} H_{\varphi\varphi}^{-1} H_{\varphi\theta} .$$
 #
-# It is never larger than $H_{\theta\theta}$: a head that adapts makes the pretext loss flatter in θ. We
-# measure how much this matters by turning the coupling of θ and φ from 0 to almost 1. The finite
-# difference solves the lower level over both.
+# It is never larger than $H_{\theta\theta}$: a head that adapts makes the pretext loss flatter in
+# θ. We measure how much this matters by turning the coupling of θ and φ from 0 to almost 1. The
+# finite difference solves the lower level over both.
 
 # %%
 n_phi = 6
@@ -405,19 +411,20 @@ axes.set(title="Error against the finite difference of the whole lower level",
          ylabel="relative error of q")  # fmt: skip
 axes.legend()
 plt.show()
-print(f"with the Schur complement, the largest error is {max(errors['with the Schur complement']):.0e}")
+largest = max(errors["with the Schur complement"])
+print(f"with the Schur complement, the largest error is {largest:.0e}")
 
 # %% [markdown]
-# So even `exact`, which uses the dense $H_{\theta\theta}$, is not the gradient of the problem that Eq. 3 and 4
-# state, unless θ and φ are uncoupled. The paper makes this approximation, BiSSL did before it, and this
-# project keeps it: `mfac.exact` is "Eq. 5 itself".
+# So even `exact`, which uses the dense $H_{\theta\theta}$, is not the gradient of the problem that
+# Eq. 3 and 4 state, unless θ and φ are uncoupled. The paper makes this approximation, BiSSL did
+# before it, and this project keeps it: `mfac.exact` is "Eq. 5 itself".
 #
 # **Questions**
 #
 # 1. Does holding the head fixed make q too long or too short?
 # 2. Would M-FAC be able to use the Schur complement?
-# 3. In the paper, φ_P moves with a rate of 1e-4 and θ_P with 1e-2. Does this speak for or against the
-#    approximation?
+# 3. In the paper, φ_P moves with a rate of 1e-4 and θ_P with 1e-2. Does this speak for or against
+#    the approximation?
 #
 # <details><summary>Answers</summary>
 #

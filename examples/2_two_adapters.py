@@ -1,8 +1,9 @@
 # %% [markdown]
 # # 2. One backbone, two adapters
 #
-# BiSSLight never changes the pretrained network ψ. It trains two small sets of numbers that are added
-# to it: θ_P for the pretext task and θ_D for the downstream task. This notebook takes them apart:
+# BiSSLight never changes the pretrained network ψ. It trains two small sets of numbers that are
+# added to it: θ_P for the pretext task and θ_D for the downstream task. This notebook takes them
+# apart:
 #
 # 1. what low-rank adaptation (LoRA) adds to the network, computed by hand and merged into it;
 # 2. what the masked autoencoder (MAE) hides and fills in, after a little pretraining;
@@ -37,9 +38,10 @@ BLUE, ORANGE, GREEN, PINK, SKY, RED = (
 # %% [markdown]
 # ## 2.1 The network, and the images
 #
-# `vit_mini` is a small Vision Transformer (ViT): images of 16 x 16 pixels in patches of 4 x 4, so 16
-# patches; 4 layers of width 64. The *pixel quilts* have 4 x 4 tiles, each as large as a patch. A quilt
-# shows two motifs, and its class is the layout: which tiles are equal, never which motif they show.
+# `vit_mini` is a small Vision Transformer (ViT): images of 16 x 16 pixels in patches of 4 x 4, so
+# 16 patches; 4 layers of width 64. The *pixel quilts* have 4 x 4 tiles, each as large as a patch. A
+# quilt shows two motifs, and its class is the layout: which tiles are equal, never which motif they
+# show.
 
 # %%
 arch = BACKBONES["vit_mini"].arch
@@ -55,7 +57,7 @@ figure, axes = plt.subplots(2, 8, figsize=(10, 2.8))
 for k in range(8):
     examples = task.train.images[task.train.targets == k]
     for row in range(2):
-        axes[row, k].imshow(examples[row].permute(1, 2, 0))
+        axes[row, k].imshow(examples[row].permute(1, 2, 0), interpolation="nearest")
         axes[row, k].set(xticks=[], yticks=[])
     axes[0, k].set_title(f"class {k}", fontsize=9)
 figure.suptitle("Two labelled quilts of each class (a tenth of their tiles is replaced at random)")
@@ -64,13 +66,13 @@ plt.show()
 # %% [markdown]
 # ## 2.2 LoRA by hand
 #
-# In every attention layer, queries and values are computed with matrices $W_q$ and $W_v$. LoRA adds to
-# each the product of two thin matrices, A (r x dim) and B (dim x r):
+# In every attention layer, queries and values are computed with matrices $W_q$ and $W_v$. LoRA adds
+# to each the product of two thin matrices, A (r x dim) and B (dim x r):
 #
 # $$W_q \to W_q + s\, B_q A_q, \qquad W_v \to W_v + s\, B_v A_v, \qquad s = \alpha / r .$$
 #
-# θ holds A_q, B_q, A_v, B_v of all layers as *one* matrix (K, 4 r dim): a row per layer. This is why a
-# "block" of M-FAC is simply a row of θ. At the start B is 0, so θ changes nothing (line 2 of
+# θ holds A_q, B_q, A_v, B_v of all layers as *one* matrix (K, 4 r dim): a row per layer. This is
+# why a "block" of M-FAC is simply a row of θ. At the start B is 0, so θ changes nothing (line 2 of
 # Algorithm 1). To see something, we fill θ with random numbers.
 
 # %%
@@ -107,23 +109,26 @@ shown = axes[0].imshow(change, cmap="RdBu", vmin=-0.15, vmax=0.15, aspect="auto"
 axes[0].set(title="What θ adds to layer 1", yticks=[32, 96, 160], yticklabels=["q", "k", "v"],
             xlabel="input channel")  # fmt: skip
 figure.colorbar(shown, ax=axes[0])
-for part, name, colour in ((change[:64], "query matrix", BLUE), (change[128:], "value matrix", ORANGE)):
-    axes[1].semilogy(range(1, 65), torch.linalg.svdvals(part).clamp_min(1e-8), "o-", ms=4,
-                     color=colour, label=name)  # fmt: skip
+for part, name, colour in (
+    (change[:64], "query matrix", BLUE),
+    (change[128:], "value matrix", ORANGE),
+):
+    singular = torch.linalg.svdvals(part).clamp_min(1e-8)
+    axes[1].semilogy(range(1, 65), singular, "o-", ms=4, color=colour, label=name)
 axes[1].axvline(r + 0.5, color="black", linestyle=":", label=f"rank r = {r}")
 axes[1].set(title="Singular values of the change", xlabel="number", ylabel="singular value")
 axes[1].legend()
 plt.show()
 
 # %% [markdown]
-# The keys are untouched, and the change has rank 8. How many numbers this is for the networks
-# of the paper (its Table 2), with r = 64:
+# The keys are untouched, and the change has rank 8. How many numbers this is for the networks of
+# the paper (its Table 2), with r = 64:
 
 # %%
 for name in ("vit_mini", "vit_b16", "vit_l16", "vit_h14"):
     sizes = BACKBONES[name]
-    count = sizes.arch.depth * 4 * sizes.rank * sizes.arch.dim
-    print(f"{name:9} {sizes.arch.depth} layers x 4 x rank {sizes.rank} x {sizes.arch.dim} = {count:,}")
+    K, dim = sizes.arch.depth, sizes.arch.dim
+    print(f"{name:9} {K} layers x 4 x rank {sizes.rank} x {dim} = {K * 4 * sizes.rank * dim:,}")
 
 # %% [markdown]
 # Two adapters on one backbone are two tensors, and the network is a function of them. This is all
@@ -140,15 +145,16 @@ print(f"the same ψ under θ_P and under θ_D: outputs differ by {moved:.0%}")
 # **Questions**
 #
 # 1. With B = 0 and A random, which of the two gets a gradient other than 0 in the first step?
-# 2. BA does not change if A is doubled and B is halved. What does that mean for the pull
-#    λ/2 |θ_P − θ_D|² of Eq. 4, which compares A with A and B with B?
+# 2. BA does not change if A is doubled and B is halved. What does that mean for the pull λ/2 |θ_P −
+#    θ_D|² of Eq. 4, which compares A with A and B with B?
 # 3. Merging saves time at inference. Why does BiSSLight not merge during alignment?
 #
 # <details><summary>Answers</summary>
 #
 # 1. B. The gradient of A is Bᵀ times something, so it is 0 as long as B is 0.
-# 2. Two adapters can be the same function and still be far apart for Eq. 4. Both start from the same
-#    θ (line 2), which avoids this at the beginning: the paper calls it "an artificial mismatch".
+# 2. Two adapters can be the same function and still be far apart for Eq. 4. Both start from the
+#    same θ (line 2), which avoids this at the beginning: the paper calls it "an artificial
+#    mismatch".
 # 3. There are two adapters on one ψ. Merging one would need a second copy of the network, which is
 #    the memory that LoRA saves.
 #
@@ -157,9 +163,9 @@ print(f"the same ψ under θ_P and under θ_D: outputs differ by {moved:.0%}")
 # %% [markdown]
 # ## 2.3 The masked autoencoder
 #
-# MAE removes most patches of an image. The backbone sees only those that stay; a small decoder, φ_P,
-# gets their tokens, puts a learned *mask token* in the other places, and predicts the pixels there.
-# The loss is the squared error on the removed patches only. The paper removes 75 %.
+# MAE removes most patches of an image. The backbone sees only those that stay; a small decoder,
+# φ_P, gets their tokens, puts a learned *mask token* in the other places, and predicts the pixels
+# there. The loss is the squared error on the removed patches only. The paper removes 75 %.
 #
 # All randomness of a step is one table of noise, a number per patch: those with the least noise
 # stay. So a step can be repeated exactly.
@@ -172,7 +178,7 @@ noise = torch.rand(5, 16, generator=rng(2, "noise"))
 
 def show(ax: plt.Axes, image: Tensor) -> None:
     """One normalised image in its own colours."""
-    ax.imshow((image * std + mean).clamp(0, 1).permute(1, 2, 0))
+    ax.imshow((image * std + mean).clamp(0, 1).permute(1, 2, 0), interpolation="nearest")
     ax.set(xticks=[], yticks=[])
 
 
@@ -194,9 +200,10 @@ figure.suptitle("The same noise with three mask ratios (removed patches in orang
 plt.show()
 
 # %% [markdown]
-# Pretraining means to minimise this loss over ψ *and* φ_P (Eq. 1). It is the only place where ψ itself
-# is trained; there is no θ, so the loss gets None for it. `value_and_grad` and `Optimiser` are the
-# pieces that Algorithm 1 uses, too. On images this small, half of the patches are enough to remove.
+# Pretraining means to minimise this loss over ψ *and* φ_P (Eq. 1). It is the only place where ψ
+# itself is trained; there is no θ, so the loss gets None for it. `value_and_grad` and `Optimiser`
+# are the pieces that Algorithm 1 uses, too. On images this small, half of the patches are enough to
+# remove.
 
 # %%
 pretext = mae.MAE(backbone, decoder, mask_ratio=0.5)
@@ -250,26 +257,28 @@ figure.suptitle("Reconstructions of quilts that were not in the pool")
 plt.show()
 
 # %% [markdown]
-# The target is *standardised* within each patch (mean 0, deviation 1), as in the paper. So the decoder
-# predicts the pattern of a patch, and the picture borrows the brightness and contrast of the true one.
-# A loss of 1 is what a constant prediction gets.
+# The target is *standardised* within each patch (mean 0, deviation 1), as in the paper. So the
+# decoder predicts the pattern of a patch, and the picture borrows the brightness and contrast of
+# the true one. A loss of 1 is what a constant prediction gets.
 #
 # After these few steps the loss stays near 0.5. The pictures show why: the network has found out
-# *which two motifs* an image shows, and fills every hole with a grey mixture of both. What it has not
-# learnt yet is the layout, *which of the two* belongs where. This takes longer (`bisslight demo`
-# pretrains for 1,860 steps), and it is just the comparison of tiles that the labelled task needs.
+# *which two motifs* an image shows, and fills every hole with a grey mixture of both. What it has
+# not learnt yet is the layout, *which of the two* belongs where. This takes longer
+# (`bisslight demo` pretrains for 1,860 steps), and it is just the comparison of tiles that the
+# labelled task needs.
 #
 # **Questions**
 #
 # 1. Why does the decoder see the mask tokens, but the backbone does not?
 # 2. These images are labelled ones, with random tiles. Can a random tile be filled in correctly?
-# 3. Take two motifs that differ in half of their pixels. Why does mixing them halve the squared error?
+# 3. Take two motifs that differ in half of their pixels. Why does mixing them halve the squared
+#    error?
 # 4. Why is a mask ratio of 0.75 hard for a quilt?
 #
 # <details><summary>Answers</summary>
 #
-# 1. The backbone then works on a quarter of the patches (at 75 %), which makes pretraining cheap, and
-#    in fine-tuning it never meets a mask token, so nothing changes for it.
+# 1. The backbone then works on a quarter of the patches (at 75 %), which makes pretraining cheap,
+#    and in fine-tuning it never meets a mask token, so nothing changes for it.
 # 2. No. It is independent of all others, so the best prediction is what its place usually shows.
 # 3. The mixture is right where the motifs agree, and half-way where they differ. Standardised
 #    pixels are about +1 and −1, so half of them have the error 0, the other half (±1)² = 1.
@@ -280,16 +289,17 @@ plt.show()
 # %% [markdown]
 # ## 2.4 I-JEPA: blocks in place of scattered patches
 #
-# I-JEPA predicts no pixels. A *teacher*, a slowly moving average of θ_P on the same ψ, computes tokens
-# of the whole image. The student sees one large block (the *context*), and the predictor φ_P has to
-# tell the teacher's tokens in four smaller blocks (the *targets*). Patches of the targets are taken
-# out of the context. The paper's ViT-H/14 has a grid of 16 x 16 patches:
+# I-JEPA predicts no pixels. A *teacher*, a slowly moving average of θ_P on the same ψ, computes
+# tokens of the whole image. The student sees one large block (the *context*), and the predictor φ_P
+# has to tell the teacher's tokens in four smaller blocks (the *targets*). Patches of the targets
+# are taken out of the context. The paper's ViT-H/14 has a grid of 16 x 16 patches:
 
 # %%
 settings = Pretext()  # I-JEPA's official values are the defaults
 grid = 16
 contexts, targets = ijepa.multiblock(settings, grid, 4, rng(0, "blocks"))
-print("context", tuple(contexts.shape), " targets", tuple(targets.shape), " (images, blocks, patches)")
+print("(images, blocks, patches) of the context:", tuple(contexts.shape))
+print("(images, blocks, patches) of the targets:", tuple(targets.shape))
 figure, axes = plt.subplots(1, 4, figsize=(10, 3.1))
 for ax, context, blocks in zip(axes, contexts, targets, strict=True):
     picture = torch.full((grid * grid, 3), 0.93)
@@ -306,11 +316,11 @@ plt.show()
 
 # %% [markdown]
 # One random number per batch decides the size of all targets, another one that of all contexts, and
-# contexts are cut to the length of the shortest one, from the bottom of the image. So a batch is one
-# tensor without padding. Where targets overlap, the picture shows the last one.
+# contexts are cut to the length of the shortest one, from the bottom of the image. So a batch is
+# one tensor without padding. Where targets overlap, the picture shows the last one.
 #
-# The teacher follows with momentum m: θ_T ← m θ_T + (1 − m) θ_P. The paper starts at 0.9995 and rises
-# linearly to 1 (App. D.1). After how many steps has the teacher taken over half of a change?
+# The teacher follows with momentum m: θ_T ← m θ_T + (1 − m) θ_P. The paper starts at 0.9995 and
+# rises linearly to 1 (App. D.1). After how many steps has the teacher taken over half of a change?
 
 # %%
 for first in (0.996, 0.9995):
@@ -329,8 +339,8 @@ for first in (0.996, 0.9995):
 #
 # <details><summary>Answers</summary>
 #
-# 1. To give the same tokens for every image. This is called collapse; the slow teacher, which gets no
-#    gradient, prevents it in practice.
+# 1. To give the same tokens for every image. This is called collapse; the slow teacher, which gets
+#    no gradient, prevents it in practice.
 # 2. ψ is frozen, so student and teacher differ only in θ. A second network would double the memory.
 # 3. When A and B move far during the averaging time. `exercises.md` has an exercise about it.
 #

@@ -6,7 +6,8 @@
 # `bisslight.algorithm_1`, and the two are compared number by number. At the end we look at what the
 # hypergradient does during a run.
 #
-# Read `bisslight.py` beside it; its head is a glossary of all letters. It runs in less than a minute.
+# Read `bisslight.py` beside it; its head is a glossary of all letters. It runs in less than a
+# minute.
 
 # %%
 import itertools
@@ -36,9 +37,9 @@ BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 # %% [markdown]
 # ## 3.1 The input of Algorithm 1 (line 1)
 #
-# We need a pretrained backbone ψ with its pretext head φ_P, a pretext task, a labelled task, batches
-# of both, and two optimisers. ψ gets a short pretraining with the masked autoencoder (MAE) on drawn
-# images, as in notebook 2.
+# We need a pretrained backbone ψ with its pretext head φ_P, a pretext task, a labelled task,
+# batches of both, and two optimisers. ψ gets a short pretraining with the masked autoencoder (MAE)
+# on drawn images, as in notebook 2.
 
 # %%
 arch = BACKBONES["vit_mini"].arch
@@ -105,8 +106,9 @@ def begin() -> State:
 # %% [markdown]
 # ## 3.2 Algorithm 1
 #
-# `gradients(loss, theta, phi, batch)` returns the loss and its gradients with respect to θ and to the
-# head. `update` of an optimiser takes pairs (tensor, gradient) and changes the tensors in place.
+# `gradients(loss, theta, phi, batch)` returns the loss and its gradients with respect to θ and to
+# the head. `update` of an optimiser takes pairs (tensor, gradient) and changes the tensors in
+# place.
 #
 # Notice three things that are easy to get wrong:
 #
@@ -153,8 +155,8 @@ print(f"{len(numbers)} upper steps; |q|/|g| of the last one: {numbers[-1][0]:.4f
 # %% [markdown]
 # ## 3.3 The same with the library
 #
-# `bisslight.algorithm_1` is a generator: it does one alternation, yields its numbers, and waits. Who
-# uses it decides what to do in between: print, validate, save, or stop.
+# `bisslight.algorithm_1` is a generator: it does one alternation, yields its numbers, and waits.
+# Who uses it decides what to do in between: print, validate, save, or stop.
 
 
 # %%
@@ -186,8 +188,8 @@ for name, mine, theirs in (
 # <details><summary>Answers</summary>
 #
 # 1. Line 10 and 13 only: pass `cg` in place of `mfac`. Then H is used and G is not.
-# 2. It is an approximation (Sec. 3.1, "Recycling Lower-Level Gradients"): the pull to θ_D keeps θ_P near,
-#    so the curvature has not changed much.
+# 2. It is an approximation (Sec. 3.1, "Recycling Lower-Level Gradients"): the pull to θ_D keeps θ_P
+#    near, so the curvature has not changed much.
 # 3. In none directly. Labels move θ_D (line 16), and the pull of line 7 takes θ_P along.
 #
 # </details>
@@ -196,8 +198,8 @@ for name, mine, theirs in (
 # ## 3.4 What the hypergradient does during a run
 #
 # |q|/|g| says how much of the downstream gradient survives, and the cosine whether its direction
-# changes. If both are 1, then M-FAC has changed nothing, and `identity` would have done. We run four
-# hypergradients from the same start.
+# changes. If both are 1, then M-FAC has changed nothing, and `identity` would have done. We run
+# four hypergradients from the same start.
 
 # %%
 runs = {
@@ -223,8 +225,9 @@ figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center
 plt.show()
 
 # %% [markdown]
-# With the paper's λ = 1e-3, M-FAC keeps almost all of g here. Its matrix F is the mean of $g_i g_i^\top$,
-# so in a block it can have no eigenvalue above the mean squared length of the block's gradients:
+# With the paper's λ = 1e-3, M-FAC keeps almost all of g here. Its matrix F is the mean of
+# $g_i g_i^\top$, so in a block it can have no eigenvalue above the mean squared length of the
+# block's gradients:
 
 # %%
 lengths = [gradients(loss_P, s.theta_P, s.phi_P, batch)[1].square().sum(1)
@@ -234,12 +237,12 @@ print("largest possible eigenvalue of F, by layer:", [f"{float(x):.1e}" for x in
 
 # %% [markdown]
 # Compare these numbers with λ: where they are smaller, λ(F + λI)⁻¹ is close to I. With λ = 1e-5 the
-# curvature has a say, and θ_P and θ_D also move further apart, since the pull between them is weaker.
-# This is a fact about this small network, not about the paper's: look at |q|/|g| of your own run
-# (`bisslight align` logs both numbers) before you believe that curvature matters there.
+# curvature has a say, and θ_P and θ_D also move further apart, since the pull between them is
+# weaker. This is a fact about this small network, not about the paper's: look at |q|/|g| of your
+# own run (`bisslight align` logs both numbers) before you believe that curvature matters there.
 #
-# In the lower plots, the three runs with λ = 1e-3 lie on top of each other: q is almost the same, and
-# ten alternations are too few for the rest to grow.
+# In the lower plots, the three runs with λ = 1e-3 lie on top of each other: q is almost the same,
+# and ten alternations are too few for the rest to grow.
 #
 # **Questions**
 #
@@ -249,10 +252,10 @@ print("largest possible eigenvalue of F, by layer:", [f"{float(x):.1e}" for x in
 #
 # <details><summary>Answers</summary>
 #
-# 1. Not with M-FAC: λ(F + λI)⁻¹ is positive definite, so g·q > 0. The true Hessian can have negative
-#    eigenvalues; then H + cI need not be positive definite, and CG may return anything.
+# 1. Not with M-FAC: λ(F + λI)⁻¹ is positive definite, so g·q > 0. The true Hessian can have
+#    negative eigenvalues; then H + cI need not be positive definite, and CG may return anything.
 # 2. F has eigenvalues ≥ 0, so the factors λ/(f + λ) lie between 0 and 1.
-# 3. With 0 it would follow the pretext task alone and never hear of the labels. With a very large λ it
-#    would copy θ_D, and the pretext task would have no influence.
+# 3. With 0 it would follow the pretext task alone and never hear of the labels. With a very large λ
+#    it would copy θ_D, and the pretext task would have no influence.
 #
 # </details>

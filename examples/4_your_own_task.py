@@ -1,12 +1,13 @@
 # %% [markdown]
 # # 4. Your own pretext task
 #
-# BiSSLight does not care what the pretext task is. Here you write one, a *jigsaw*: cut an image into
-# four pieces, shuffle them, and let the network tell the order. It takes about forty lines. Then it
-# takes the place of the masked autoencoder (MAE) in the whole chain: align, fine-tune, compare.
+# BiSSLight does not care what the pretext task is. Here you write one, a *jigsaw*: cut an image
+# into four pieces, shuffle them, and let the network tell the order. It takes about forty lines.
+# Then it takes the place of the masked autoencoder (MAE) in the whole chain: align, fine-tune,
+# compare.
 #
-# Read `examples/rotation.py`, an even shorter task, and `bisslight.PretextTask` beside it. It runs in
-# about a minute. All files go to a temporary folder, so nothing is left behind.
+# Read `examples/rotation.py`, an even shorter task, and `bisslight.PretextTask` beside it. It runs
+# in about a minute. All files go to a temporary folder, so nothing is left behind.
 
 # %%
 import itertools
@@ -44,8 +45,8 @@ COLOURS = ("#0072B2", "#E69F00", "#777777")
 # ## 4.1 Images
 #
 # A jigsaw needs images whose parts belong somewhere. We draw eight bright shapes on dark ground, in
-# random colours and places, with noise: 1,200 unlabelled ones (the pool), and a task with 10 labelled
-# ones per class for training, 10 for validation and 40 for the test.
+# random colours and places, with noise: 1,200 unlabelled ones (the pool), and a task with 10
+# labelled ones per class for training, 10 for validation and 40 for the test.
 
 # %%
 NAMES = ["disc", "ring", "square", "frame", "plus", "cross", "triangle", "bars"]
@@ -88,7 +89,7 @@ task = Task.of(split(10, "train"), split(10, "val"), split(40, "test"), NAMES)
 figure, axes = plt.subplots(2, 8, figsize=(9, 2.7))
 for k, name in enumerate(NAMES):
     for row in range(2):
-        axes[row, k].imshow(task.train.images[10 * k + row].permute(1, 2, 0))
+        axes[row, k].imshow(task.train.images[10 * k + row].permute(1, 2, 0), interpolation="nearest")
         axes[row, k].set(xticks=[], yticks=[])
     axes[0, k].set_title(name, fontsize=10)
 figure.suptitle("Two training images of each class")
@@ -97,15 +98,15 @@ plt.show()
 # %% [markdown]
 # ## 4.2 The task
 #
-# A pretext task is a class with two attributes and four methods. One step of Algorithm 1 calls them in
-# this order:
+# A pretext task is a class with two attributes and four methods. One step of Algorithm 1 calls them
+# in this order:
 #
 # 1. `draw(n, rng)`: all random numbers of a step of n images, image first. Nothing else may be
 #    random, so that a run can be repeated and resumed to the bit;
 # 2. `prepare(images, *drawn)`: turn images and random numbers into a batch, a NamedTuple of tensors
 #    whose axis 0 is the image, so that it can be cut into micro-batches;
-# 3. `loss(theta, phi, batch)`: the mean over the images. θ goes to the backbone, φ is the head. It must
-#    be a pure function, because Hessian-vector products call it again;
+# 3. `loss(theta, phi, batch)`: the mean over the images. θ goes to the backbone, φ is the head. It
+#    must be a pure function, because Hessian-vector products call it again;
 # 4. `after_step(theta_P)`: for what follows θ_P slowly, such as I-JEPA's teacher. Here nothing.
 #
 # `phi` holds the head's start, `state` what a resumed run needs besides. The constructor gets the
@@ -154,8 +155,8 @@ class Jigsaw:
 
 
 # %% [markdown]
-# Before a task is trained, look at what it does, and check the two things that Algorithm 1 relies on:
-# the same random numbers give the same batch, and gradients do not depend on micro-batches.
+# Before a task is trained, look at what it does, and check the two things that Algorithm 1 relies
+# on: the same random numbers give the same batch, and gradients do not depend on micro-batches.
 
 # %%
 backbone = Backbone(build_vit(BACKBONES["vit_mini"].arch))
@@ -168,12 +169,13 @@ for tensor in jigsaw.phi.values():
     tensor.requires_grad_()
 whole, parts = (gradients(jigsaw.loss, theta, jigsaw.phi, batch, micro) for micro in (None, 3))
 print(f"loss {whole[0]:.2f}; guessing gives log 24 = {torch.tensor(24.0).log():.2f}")
-print(f"gradients in one batch of 8 and in parts of 3: {(whole[1] - parts[1]).abs().max():.0e} apart")
+difference = (whole[1] - parts[1]).abs().max()
+print(f"gradients in one batch of 8 and in parts of 3: {difference:.0e} apart")
 
 figure, axes = plt.subplots(2, 8, figsize=(9, 2.7))
 for k in range(8):
     for row, images in enumerate((some, batch.images)):
-        axes[row, k].imshow(images[k].permute(1, 2, 0))
+        axes[row, k].imshow(images[k].permute(1, 2, 0), interpolation="nearest")
         axes[row, k].set(xticks=[], yticks=[])
     axes[1, k].set_xlabel("".join(str(i + 1) for i in ORDERS[batch.order[k]].tolist()))
 axes[0, 0].set_ylabel("image")
@@ -192,7 +194,8 @@ plt.show()
 #
 # 1. It would run, but a resumed run would see other orders, and several processes could not share a
 #    batch. Randomness belongs into `draw`.
-# 2. The curve of each quarter bends towards the middle of the disc, and after shuffling it does not.
+# 2. The curve of each quarter bends towards the middle of the disc, and after shuffling it does
+#    not.
 # 3. The one with parts of 3. Such a class says `mean_over_images = False`; then micro-batches are
 #    refused instead of giving something else silently.
 #
@@ -213,10 +216,9 @@ print(f"MAE's loss in the last epoch: {pre.loss:.2f}")
 # ## 4.4 Align and fine-tune, from Python
 #
 # `pretext="module:Class"` names the task. The class was defined on this page, and Python calls the
-# module of a notebook or script `__main__`. The labelled task and the pool are handed in as they are.
-# A run directory keeps the numbers of every alternation in `metrics.jsonl`. The head of the jigsaw
-# starts at random, so its rate `phi_p_lr` is higher than that of MAE's
-# pretrained decoder.
+# module of a notebook or script `__main__`. The labelled task and the pool are handed in as they
+# are. A run directory keeps the numbers of every alternation in `metrics.jsonl`. The head of the
+# jigsaw starts at random, so its rate `phi_p_lr` is higher than that of MAE's pretrained decoder.
 
 # %%
 common: Any = {"backbone": "vit_mini", "weights": pre.weights, "augment": "none"}
@@ -259,9 +261,9 @@ axes.set(title="Test accuracy after fine-tuning (a dot a seed, bar: mean)", ytic
 plt.show()
 
 # %% [markdown]
-# This shows how to compare, and not which task is better: there are three seeds, one drawn dataset and
-# a small network, all seeds share one align run, and alignment took more computing than no alignment.
-# With three seeds an arm, a permutation test cannot give a p-value below 0.1.
+# This shows how to compare, and not which task is better: there are three seeds, one drawn dataset
+# and a small network, all seeds share one align run, and alignment took more computing than no
+# alignment. With three seeds an arm, a permutation test cannot give a p-value below 0.1.
 
 # %% [markdown]
 # ## 4.5 The same from the command line
@@ -272,9 +274,9 @@ plt.show()
 # bisslight align --pretext jigsaw:Jigsaw --dataset folder:shapes --pool shapes ...
 # ```
 #
-# `jigsaw:Jigsaw` is looked for in the current folder, and `path/to/jigsaw.py:Jigsaw` works as well. A
-# dataset on disk is a folder with a folder of images for each class. `cli.run` is what the `bisslight`
-# command calls; on this page, the module is `__main__` again.
+# `jigsaw:Jigsaw` is looked for in the current folder, and `path/to/jigsaw.py:Jigsaw` works as well.
+# A dataset on disk is a folder with a folder of images for each class. `cli.run` is what the
+# `bisslight` command calls; on this page, the module is `__main__` again.
 
 # %%
 for part, pairs in (("train", task.train), ("val", task.val), ("test", task.test)):
@@ -286,23 +288,24 @@ command = """align --pretext __main__:Jigsaw --dataset folder:shapes --pool shap
     --backbone vit_mini --weights pretrained --alternations 2 --lower-steps 3 --upper-steps 2
     --warmup 1 --probe-epochs 2 --phi-p-lr 1e-2 --out terminal --quiet"""
 code = cli.run(command.split())
-print("exit code", code, "and these files:", *sorted(path.name for path in Path("terminal").glob("[a-z]*")))
+files = sorted(path.name for path in Path("terminal").glob("[a-z]*"))
+print("exit code", code, "and these files:", *files)
 
 # %% [markdown]
 # **Questions**
 #
 # 1. Which of the files would `bisslight finetune --from terminal` need?
 # 2. Write a task of your own: predict the mean colour of a hidden quarter. Which methods change?
-# 3. The jigsaw's head starts at random. Why is this a problem for the first alternations, and how could
-#    you avoid it?
+# 3. The jigsaw's head starts at random. Why is this a problem for the first alternations, and how
+#    could you avoid it?
 #
 # <details><summary>Answers</summary>
 #
 # 1. `config.json` (which backbone, weights and data), `result.json` (that it is finished) and
 #    `adapter.safetensors` (θ_P).
-# 2. `draw` chooses the quarter, `prepare` hides it and stores its mean colour, `loss` is a squared error,
-#    and `phi` has 3 outputs instead of 24.
-# 3. Gradients through a random head say little about the task, and Eq. 5 assumes a lower level near its
-#    solution. Train φ_P alone first, or pretrain with the jigsaw itself.
+# 2. `draw` chooses the quarter, `prepare` hides it and stores its mean colour, `loss` is a squared
+#    error, and `phi` has 3 outputs instead of 24.
+# 3. Gradients through a random head say little about the task, and Eq. 5 assumes a lower level near
+#    its solution. Train φ_P alone first, or pretrain with the jigsaw itself.
 #
 # </details>

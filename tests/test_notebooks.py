@@ -79,7 +79,9 @@ def test_each_part_ends_with_questions_whose_answers_are_folded(script: Path) ->
 def test_the_loop_by_hand_is_about_forty_lines_and_marks_every_line_of_the_paper() -> None:
     text = (EXAMPLES / "3_algorithm_1.py").read_text()
     nodes = ast.walk(ast.parse(text))
-    (loop,) = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == "by_hand"]
+    (loop,) = [
+        node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == "by_hand"
+    ]
     lines = text.splitlines()[loop.lineno - 1 : (loop.end_lineno or 0) + 1]
     assert len(lines) <= 40
     marks = {int(n) for n in re.findall(r"l\.(\d+)", "\n".join(lines))}
