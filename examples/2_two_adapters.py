@@ -104,17 +104,19 @@ with torch.no_grad():
 print(f"whole network, LoRA and merged: {difference:.0e} apart")
 
 change = merge(backbone, theta)["blocks.0.attn.qkv.weight"] - attn.qkv.weight.detach()
-figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), width_ratios=[1, 1.6])
-shown = axes[0].imshow(change, cmap="RdBu", vmin=-0.15, vmax=0.15, aspect="auto")
+figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), width_ratios=[1, 2.2])
+shown = axes[0].imshow(
+    change, cmap="RdBu", vmin=-0.15, vmax=0.15, aspect="auto", interpolation="nearest"
+)
 axes[0].set(title="What θ adds to layer 1", yticks=[32, 96, 160], yticklabels=["q", "k", "v"],
             xlabel="input channel")  # fmt: skip
 figure.colorbar(shown, ax=axes[0])
-for part, name, colour in (
-    (change[:64], "query matrix", BLUE),
-    (change[128:], "value matrix", ORANGE),
+for part, name, colour, marker, size in (
+    (change[:64], "query matrix", BLUE, "o", 7),
+    (change[128:], "value matrix", ORANGE, "s", 3),
 ):
     singular = torch.linalg.svdvals(part).clamp_min(1e-8)
-    axes[1].semilogy(range(1, 65), singular, "o-", ms=4, color=colour, label=name)
+    axes[1].semilogy(range(1, 65), singular, marker, ms=size, color=colour, label=name)
 axes[1].axvline(r + 0.5, color="black", linestyle=":", label=f"rank r = {r}")
 axes[1].set(title="Singular values of the change", xlabel="number", ylabel="singular value")
 axes[1].legend()
