@@ -104,6 +104,23 @@ def begin() -> State:
 
 
 # %% [markdown]
+# **Questions**
+#
+# 1. Why is ψ frozen only after the pretraining?
+# 2. What differs between the states of two calls of `begin`?
+# 3. Both levels have an optimiser of their own. Could they share one?
+#
+# <details><summary>Answers</summary>
+#
+# 1. Pretraining is Eq. 1, which trains the backbone itself. BiSSLight trains θ alone. Were ψ not
+#    frozen, automatic differentiation would also keep what it needs for gradients that nobody uses.
+# 2. Nothing: each random number has a seed of its own, by its purpose. So runs can be compared.
+# 3. No. AdamW keeps running means of gradients, and those of θ_P and θ_D are gradients of different
+#    losses. Their rates and betas differ as well (App. C.3).
+#
+# </details>
+
+# %% [markdown]
 # ## 3.2 Algorithm 1
 #
 # `gradients(loss, theta, phi, batch)` returns the loss and its gradients with respect to θ and to

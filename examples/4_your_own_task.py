@@ -269,6 +269,23 @@ plt.show()
 # alignment. With three seeds an arm, a permutation test cannot give a p-value below 0.1.
 
 # %% [markdown]
+# **Questions**
+#
+# 1. How would you find out whether the labels in the upper level helped, or only the additional
+#    training on the pretext task?
+# 2. Alignment took computing time, too. How would you make the comparison fair?
+# 3. Why does L^P of MAE hardly fall during alignment, while that of the jigsaw does?
+#
+# <details><summary>Answers</summary>
+#
+# 1. Add an arm that is aligned with `upper_steps=0`: it trains the lower level alone.
+# 2. Give direct fine-tuning as much time: more epochs or more learning rates. Results hold
+#    `cpu_seconds` and `trial_seconds`.
+# 3. ψ and the decoder were pretrained with MAE on the same images. The jigsaw is new to both.
+#
+# </details>
+
+# %% [markdown]
 # ## 4.5 The same from the command line
 #
 # In a terminal, save the class with its imports as `jigsaw.py` and name it:
