@@ -29,9 +29,8 @@ Listing = tuple[Parts, Sequence[str]]  # with the names of the classes
 class Benchmark(NamedTuple):
     """One of the paper's datasets."""
 
-    images: str  # the folder of its images, below its own
     sizes: tuple[int, int, int]  # train, validation, test, as the paper uses them
-    read: Callable[[Path], Listing]
+    read: Callable[[Path], Listing]  # files are told below the dataset's folder
 
 
 # --- readers of list files --------------------------------------------------------------------
@@ -47,18 +46,19 @@ def read_dtd(base: Path) -> Listing:
     """Partition 1 of ten. Classes are the 47 official ones in alphabetical order."""
     files = {part: rows(base / f"dtd/labels/{part}1.txt", 1) for part in PARTS}
     return {
-        part: [(name, DTD.index(name.partition("/")[0])) for [name] in names]
+        part: [(f"dtd/images/{name}", DTD.index(name.partition("/")[0])) for [name] in names]
         for part, names in files.items()
     }, DTD
 
 
 def read_voc(base: Path) -> Listing:
     """A list a class: 1 has such an object, -1 has none, 0 has only difficult ones."""
-    lists, parts = base / "VOC2007/ImageSets/Main", {}
+    parts: Parts = {}
     for part in PARTS:
-        columns = [dict(rows(lists / f"{kind}_{part}.txt", 2)) for kind in VOC]
-        names = [name for [name] in rows(lists / f"{part}.txt", 1)]
-        parts[part] = [(f"{x}.jpg", [int(column[x]) for column in columns]) for x in names]
+        lists = (base / f"VOC2007/ImageSets/Main/{kind}_{part}.txt" for kind in VOC)
+        columns = [dict(rows(file, 2)) for file in lists]
+        labels = {x: [int(column[x]) for column in columns] for x in columns[0]}
+        parts[part] = [(f"VOC2007/JPEGImages/{x}.jpg", labels[x]) for x in labels]
     return parts, VOC
 
 
@@ -68,16 +68,18 @@ def read_cub(base: Path) -> Listing:
     images, label, split, classes = (dict(rows(base / f"{name}.txt", 2)) for name in names)
     parts: Parts = {"test": [], "trainval": []}
     for i, file in images.items():
-        parts[("test", "trainval")[int(split[i])]].append((file, int(label[i]) - 1))
+        parts[("test", "trainval")[int(split[i])]].append((f"images/{file}", int(label[i]) - 1))
     return parts, [name.partition(".")[2].replace("_", " ") for name in classes.values()]
 
 
 def read_pets(base: Path) -> Listing:
     """Lines of `NAME CLASS SPECIES BREED`; classes count from 1."""
     lines = {part: rows(base / f"annotations/{part}.txt", 4) for part in ("trainval", "test")}
-    parts: Parts = {p: [(f"{row[0]}.jpg", int(row[1]) - 1) for row in lines[p]] for p in lines}
-    kinds = {k: file.rpartition("_")[0].replace("_", " ") for p in parts for file, k in parts[p]}
-    return parts, [kinds.get(k, f"class {k + 1}") for k in range(37)]
+    known = {k: name.rpartition("_")[0] for p in lines for name, k, *_ in lines[p]}
+    classes = [known.get(str(k), f"class {k}").replace("_", " ") for k in range(1, 38)]
+    return {
+        p: [(f"images/{name}.jpg", int(k) - 1) for name, k, *_ in lines[p]] for p in lines
+    }, classes
 
 
 def read_flowers(base: Path) -> Listing:
@@ -85,10 +87,11 @@ def read_flowers(base: Path) -> Listing:
     from scipy.io import loadmat
 
     ids, found = (loadmat(base / f"{x}.mat", squeeze_me=True) for x in ("setid", "imagelabels"))
-    label, parts = dict(enumerate(found["labels"].tolist(), 1)), {}
-    for part, key in zip(PARTS, ("trnid", "valid", "tstid"), strict=True):
-        parts[part] = [(f"image_{i:05d}.jpg", label[i] - 1) for i in ids[key].tolist()]
-    return parts, getattr(Flowers102, "classes", [f"flower {k}" for k in range(1, 103)])
+    label, keys = found["labels"].tolist(), {"train": "trnid", "val": "valid", "test": "tstid"}
+    return {
+        part: [(f"jpg/image_{i:05d}.jpg", label[i - 1] - 1) for i in ids[key].tolist()]
+        for part, key in keys.items()
+    }, getattr(Flowers102, "classes", [f"flower {k}" for k in range(1, 103)])
 
 
 def read_aircraft(base: Path) -> Listing:
@@ -96,7 +99,7 @@ def read_aircraft(base: Path) -> Listing:
     variants = [name for [name] in rows(base / "data/variants.txt", 1)]
     files = {part: rows(base / f"data/images_variant_{part}.txt", 2) for part in PARTS}
     return {
-        part: [(f"{image}.jpg", variants.index(name)) for image, name in lines]
+        part: [(f"data/images/{image}.jpg", variants.index(name)) for image, name in lines]
         for part, lines in files.items()
     }, variants
 
@@ -111,12 +114,12 @@ VOC = """
     aeroplane bicycle bird boat bottle bus car cat chair cow diningtable dog horse motorbike person
     pottedplant sheep sofa train tvmonitor""".split()  # noqa: SIM905
 BENCHMARKS = {
-    "dtd": Benchmark("dtd/images", (1880, 1880, 1880), read_dtd),
-    "voc07": Benchmark("VOC2007/JPEGImages", (2501, 2510, 4952), read_voc),
-    "cub200": Benchmark("images", (4800, 1194, 5794), read_cub),
-    "pets": Benchmark("images", (2946, 734, 3669), read_pets),
-    "flowers": Benchmark("jpg", (1020, 1020, 6149), read_flowers),
-    "aircrafts": Benchmark("data/images", (3334, 3333, 3333), read_aircraft),
+    "dtd": Benchmark((1880, 1880, 1880), read_dtd),
+    "voc07": Benchmark((2501, 2510, 4952), read_voc),
+    "cub200": Benchmark((4800, 1194, 5794), read_cub),
+    "pets": Benchmark((2946, 734, 3669), read_pets),
+    "flowers": Benchmark((1020, 1020, 6149), read_flowers),
+    "aircrafts": Benchmark((3334, 3333, 3333), read_aircraft),
 }
 
 
@@ -130,19 +133,18 @@ def load_task(cfg: Data, root: Path) -> Task:
         return quilts(cfg.data_seed)[1]
     if name not in BENCHMARKS:
         return folder(path, cfg.data_seed)
-    parts, classes = read_lists(name, path)
-    there, parts = present(name, path), with_validation(parts, cfg)
-    kept = {p: [entry for entry in parts[p] if entry[0] in there] for p in PARTS}
-    sizes, official = tuple(len(kept[part]) for part in PARTS), BENCHMARKS[name].sizes
+    listed, classes = read_lists(name, path)
+    parts = with_validation(listed, cfg)
+    there = [[entry for entry in parts[p] if (path / entry[0]).exists()] for p in PARTS]
+    sizes, official = tuple(map(len, there)), BENCHMARKS[name].sizes
     if not all(sizes) or (sizes != official and not cfg.partial):
         what = f"train, validation and test have {sizes} images of {official}"
         how = f"`bisslight data check {name}` says why, --partial takes what is there of all three"
         raise UsageError(f"--dataset {name}: {path}: {what}; {how}")
-    train, val, test = (Split.below(path, kept[part]) for part in PARTS)
+    train, val, test = (Split.below(path, entries) for entries in there)
     if name == "voc07" and cfg.voc_difficult == "positive":
         train, val, test = (Split(x, y + (y == 0).long()) for x, y in (train, val, test))
-    listed = sum(len(entries) for entries in parts.values())
-    return Task(name, train, val, test, [*classes], missing=listed - sum(sizes))
+    return Task(name, train, val, test, [*classes])
 
 
 def load_pool(name: str, root: Path, seed: int) -> Pool:
@@ -158,19 +160,11 @@ def load_pool(name: str, root: Path, seed: int) -> Pool:
 
 def read_lists(name: str, base: Path) -> Listing:
     """What a benchmark's lists say; files are told below its folder `base` (UsageError)."""
-    b = BENCHMARKS[name]
     try:
-        parts, classes = b.read(base)
+        return BENCHMARKS[name].read(base)
     except Exception as error:  # scipy raises anything from KeyError to zlib.error
         why = f"{type(error).__name__}: {error}"
         raise UsageError(f"{base}: its lists cannot be read ({why}); download it again") from error
-    return {part: [(f"{b.images}/{x}", k) for x, k in parts[part]] for part in parts}, classes
-
-
-def present(name: str, base: Path) -> set[str]:
-    """The image files of a benchmark that are there, told below its folder `base`."""
-    images = base / BENCHMARKS[name].images
-    return {file.relative_to(base).as_posix() for file in find_images(images)}
 
 
 def with_validation(parts: Parts, cfg: Data) -> Parts:
@@ -183,10 +177,8 @@ def with_validation(parts: Parts, cfg: Data) -> Parts:
     if file is not None:
         chosen, whole = {*file.read_text().split()}, sum(BENCHMARKS[cfg.dataset].sizes[:2])
         if len(known) != whole or not chosen < {str(i) for i in range(whole)}:
-            needs = f"is for cub200 and pets, and needs numbers below {whole}, for"
-            raise UsageError(
-                f"--split-file {file}: {needs} {whole} listed images, not {len(known)}"
-            )
+            needs = f"is for cub200 and pets, needs {whole} listed images and numbers below {whole}"
+            raise UsageError(f"--split-file {file}: {needs}; {len(known)} are listed")
         train = [entry for i, entry in enumerate(known) if str(i) not in chosen]
         val = [entry for i, entry in enumerate(known) if str(i) in chosen]
     return {"train": train, "val": val, "test": parts["test"]} if known else parts
@@ -222,8 +214,8 @@ def quilts(seed: int) -> tuple[Pool, Task]:
         second = (first + torch.randint(1, 4, labels.shape, generator=g)) % 4  # another motif
         layout = torch.stack(layouts)[labels]  # (n, 16 tiles)
         shown = torch.where(layout == 1, second[:, None], first[:, None])
-        spoilt = torch.rand(shown.shape, generator=g) < junk
-        shown = torch.where(spoilt, torch.randint(4, shown.shape, generator=g), shown)
+        junk_tile = torch.rand(shown.shape, generator=g) < junk
+        shown = torch.where(junk_tile, torch.randint(4, shown.shape, generator=g), shown)
         tiles = pixels[shown].view(-1, 4, 4, 4, 4)  # tile row, tile column, pixel row, pixel column
         noise = 0.08 * torch.randn(len(labels), 3, 16, 16, generator=g)
         return (tiles.transpose(2, 3).reshape(-1, 1, 16, 16) + noise).clamp(0, 1)

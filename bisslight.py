@@ -118,6 +118,8 @@ class Log(NamedTuple):
     norm_D: list[float]
     q_over_g: list[float]  # |q| / |g|
     cosine: list[float]  # of q and g; 1, with q_over_g = 1, if the curvature changes nothing
+    share: list[float]  # |Pg|² / |g|², P the projection on the span of G: what M-FAC can act on
+    removed: list[float]  # 1 − |Pq|² / |Pg|²: how much of that share the inverse removes
     distance: list[float]  # |θ_P − θ_D| after each upper step
 
 
@@ -164,7 +166,7 @@ def algorithm_1(
         lower = numbers(f"alternation {t}, lower level", rows, 3)
         H = partial(hessian, task.loss, s.theta_P, s.phi_P, batch, micro)  # l.10: for CG and exact
         inverse = hypergrad(G, c.lam, H)  # l.10
-        rows = []
+        rows, inside = [], within(G)
         for _ in range(c.upper_steps):  # l.11, upper level
             examples = next(downstream)  # l.12
             at_P, g, g_phi_P = gradients(loss_D, s.theta_P, s.phi_D, examples, micro, amp)  # l.12
@@ -175,9 +177,9 @@ def algorithm_1(
             )  # l.14
             g_phi = {name: g_phi_P[name] + g_phi_D[name] for name in s.phi_D}  # l.15
             norm = s.opt_D.update([(s.theta_D, q + g_D), *pairs(s.phi_D, g_phi)])  # l.16
-            rows.append([at_P, at_D, norm, *agreement(q, g, s)])
-        upper = numbers(f"alternation {t}, upper level", rows, 6)
-        del G, inverse  # l.16: freed before the next alternation asks for as much again
+            rows.append([at_P, at_D, norm, *agreement(q, g, s, inside)])
+        upper = numbers(f"alternation {t}, upper level", rows, 8)
+        del G, inverse, inside  # l.16: freed before the next alternation asks for as much again
         s.done = t
         yield Log(t, *lower, *upper)
 
@@ -283,10 +285,38 @@ def pairs(phi: Phi, gradient: Phi) -> list[tuple[Tensor, Tensor]]:
     return [(tensor, gradient[name]) for name, tensor in phi.items()]
 
 
-def agreement(q: Tensor, g: Tensor, s: State) -> list[Tensor]:
-    """|q|/|g|, the cosine of q and g, |θ_P − θ_D|, and |q| of each block."""
-    cosine = torch.cosine_similarity(q.flatten(), g.flatten(), 0)
-    return [q.norm() / g.norm(), cosine, (s.theta_P - s.theta_D).detach().norm(), q.norm(dim=1)]
+def within(G: Tensor) -> Callable[[Tensor], Tensor]:
+    """Returns x (K, p) -> |Px|², P the projection on the span of each block's stored gradients.
+
+    M-FAC leaves what is outside that span as it is. In a block, with G (N_L, p) and y = G x,
+
+        |Px|² = yᵀ (G Gᵀ)⁻¹ y
+
+    A little is added to the diagonal, since gradients may depend on each other.
+    """
+
+    def products(a: Tensor, b: Tensor) -> Any:  # a bᵀ in float64, 16,384 columns at a time
+        columns = zip(a.split(16_384, -1), b.split(16_384, -1), strict=True)
+        return sum(x.double() @ y.double().mT for x, y in columns)
+
+    S = products(G, G)  # (K, N_L, N_L)
+    S.diagonal(dim1=1, dim2=2).mul_(1 + 1e-10).add_(1e-300)
+    L, _ = torch.linalg.cholesky_ex(S)
+
+    def square(x: Tensor) -> Tensor:
+        y = products(G, x.to(G)[:, None])
+        inside: Tensor = (y * torch.cholesky_solve(y, L)).sum()
+        return inside.to(x.device)
+
+    return square
+
+
+def agreement(q: Tensor, g: Tensor, s: State, inside: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """The numbers of a step in `Log`, from |q|/|g| to the distance; and |q| of each block."""
+    cosine, at_g = torch.cosine_similarity(q.flatten(), g.flatten(), 0), inside(g)
+    share, removed = at_g / g.square().sum(), 1 - inside(q) / at_g.clamp_min(1e-300)
+    distance = (s.theta_P - s.theta_D).detach().norm()
+    return [q.norm() / g.norm(), cosine, share, removed, distance, q.norm(dim=1)]
 
 
 def numbers(where: str, rows: list[list[Tensor]], width: int) -> list[list[float]]:

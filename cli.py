@@ -5,48 +5,70 @@ the command that is asked for, so `--help` and a wrong name are answered before 
 Its result, a dict or a list of dicts, is printed by `screen`.
 """
 
-import importlib
 import inspect
 import os
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
 
-from screen import Forgiving, bars, listen, other_rank, say, simple
+from screen import Forgiving, bars, say
 
 RUN = "out config force dry_run json quiet"
-LOOK = "rollout similarity limit seed weights data_root device"
-COMMANDS = {  # the function, the class of its settings, its other options and arguments
-    "align": ("align:align", "commands:AlignConfig", f"{RUN} preset"),
-    "finetune": ("finetune:finetune", "commands:FinetuneConfig", f"{RUN} preset"),
-    "evaluate": ("cli:evaluate", "", f"run against picture {LOOK} json"),
-    "demo": ("extras.demo:demo", "", "out data_seed jobs force json quiet"),
-    "pretrain": ("extras.pretrain:pretrain", "extras.settings:PretrainConfig", RUN),
-    "sweep": ("extras.sweep:sweep", "extras.settings:SweepConfig", RUN),
-    "report": ("extras.report:report", "", "runs out json"),
-    "bench": ("extras.bench:bench", "extras.settings:BenchConfig", RUN),
-    "export": ("extras.export:export", "", "run out seed merged weights json"),
-    "data list": ("extras.datasets:list_all", "", "root json"),
-    "data check": ("extras.datasets:check", "", "name root partial json"),
-    "data download": ("extras.datasets:download", "", "name root json"),
-}
-ABOUT = {
-    "align": "Align a pretrained backbone with a downstream task: BiSSLight, Algorithm 1.",
-    "finetune": "Fine-tune with LoRA, directly or from align runs: rates, seeds, one test.",
-    "evaluate": "Compare finished finetune runs: mean, deviation, exact p, the paper's figure.",
-    "demo": "The whole story on drawn images, offline, in minutes on a CPU.",
-    "pretrain": "Train a backbone from scratch with MAE or I-JEPA, without a checkpoint.",
-    "sweep": "Accuracy against LoRA rank, λ, N_L, T or a rate: a comma list is what is swept.",
-    "report": "Write one HTML page about runs: accuracies, curves, settings, pictures.",
-    "bench": "Time and memory of an alternation: M-FAC, CG, no curvature, plain PEFT.",
-    "export": "Write a run's adapter for HF peft, for timm and for the released program.",
-    "data list": "The paper's datasets: sizes, terms, and whether they are there.",
-    "data check": "Open every image of a dataset or folder, count, list what is wrong.",
-    "data download": "Fetch and unpack a dataset; its digests are verified.",
-}
+COMMANDS = {  # what it does, the function, the class of its settings, its options and arguments
+    "align": (
+        "Align a pretrained backbone with a downstream task: BiSSLight, Algorithm 1.",
+        "align:align", "commands:AlignConfig", f"{RUN} preset",
+    ),
+    "finetune": (
+        "Fine-tune with LoRA, directly or from align runs: rates, seeds, one test.",
+        "finetune:finetune", "commands:FinetuneConfig", f"{RUN} preset",
+    ),
+    "evaluate": (
+        "Compare finished finetune runs: mean, deviation, exact p, the paper's figure.",
+        "cli:evaluate", "",
+        "run against picture rollout similarity seed weights data_root device json",
+    ),
+    "demo": (
+        "The whole story on drawn images, offline, in minutes on a CPU.",
+        "extras.demo:demo", "", "out data_seed jobs force json quiet",
+    ),
+    "pretrain": (
+        "Train a backbone from scratch with MAE or I-JEPA, without a checkpoint.",
+        "extras.pretrain:pretrain", "extras.pretrain:PretrainConfig", RUN,
+    ),
+    "sweep": (
+        "Accuracy against LoRA rank, λ, N_L, T or a rate: a comma list is what is swept.",
+        "extras.sweep:sweep", "extras.sweep:SweepConfig", RUN,
+    ),
+    "report": (
+        "Write one HTML page about runs: accuracies, curves, settings, pictures.",
+        "extras.report:report", "", "runs out json",
+    ),
+    "bench": (
+        "Time and memory of an alternation: M-FAC, CG, no curvature.",
+        "extras.bench:bench", "extras.bench:BenchConfig", RUN,
+    ),
+    "export": (
+        "Write a run's adapter for HF peft, for timm and for the released program.",
+        "extras.export:export", "", "run out seed weights json",
+    ),
+    "data list": (
+        "The paper's datasets: whether they are there, and the terms of their use.",
+        "extras.datasets:list_all", "", "root json",
+    ),
+    "data check": (
+        "Open every image of a dataset or folder, count, list what is wrong.",
+        "extras.datasets:check", "", "name root partial json",
+    ),
+    "data download": (
+        "Fetch and unpack a dataset; its digests are verified.",
+        "extras.datasets:download", "", "name root json",
+    ),
+}  # fmt: skip
 GIVEN: Any = inspect.Parameter.empty  # an argument, not a flag
 ROOT = Path(os.environ.get("BISSLIGHT_DATA", "data"))
 OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default, help
@@ -64,7 +86,6 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default, help
     "picture": (Path | None, None, "Draw it: a PNG, SVG or PDF."),
     "rollout": (int | None, None, "Draw attention rollouts of so many images."),
     "similarity": (bool, False, "Compare layers: CKA and RSA, with the backbone, too."),
-    "limit": (int, 1000, "Images of --similarity. Default: 1000."),
     "seed": (int | None, None, "Which seed's adapter. Default: the first."),
     "weights": (Path | None, None, "Where the run's weights are now."),
     "data_root": (Path | None, None, "Where the benchmarks are now."),
@@ -72,50 +93,39 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default, help
     "device": (str | None, None, "auto, cpu, cuda or cuda:1."),
     "data_seed": (int, 0, "Seed of the drawn images."),
     "jobs": (int, 2, "Runs at a time."),
-    "merged": (bool, True, "Write the merged timm model, too."),
     "partial": (bool, False, "It is a subset; do not compare counts."),
 }
-NAMED = {"start": "--from", "root": "--data-root"}  # flags that are not --their-name
+NAMED = {"start": ["--from"], "root": ["--data-root"]}  # flags that are not --their-name
 FIRST = ("backbone", "dataset", "pool", "start", "out", "seed")  # on top of --help
 
 # --- flags ------------------------------------------------------------------------------------
 
 
-def load(name: str) -> Any:
-    """What `module:name` names."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
-
-
 def keyword(name: str, kind: Any, default: Any, text: str, panel: str) -> inspect.Parameter:
     """A flag, or an argument, as a keyword of the function that Typer calls."""
-    words = [NAMED[name]] if name in NAMED else []
-    panel = "What one sets first" if name in FIRST else panel
-    more: Any = {
-        "help": escape(text),
-        "rich_help_panel": panel,
-        "metavar": "",
-        "show_default": False,
-    }
-    made = typer.Argument(help=text) if default is GIVEN else typer.Option(*words, **more)
-    only = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, only, default=default, annotation=Annotated[kind, made])
+    shown: Any = {"help": escape(text), "metavar": "", "show_default": False}
+    shown["rich_help_panel"] = "What one sets first" if name in FIRST else panel
+    option = typer.Option(*NAMED.get(name, ()), **shown)
+    meant = Annotated[kind, typer.Argument(help=text) if default is GIVEN else option]
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=meant
+    )
 
 
 def keywords(name: str) -> list[inspect.Parameter]:
     """The flags of a command: its settings by class, as text that pydantic reads; its options."""
-    _, settings, options = COMMANDS[name]
-    kind: Any = load(settings) if settings else object
+    _, _, settings, options = COMMANDS[name]
+    kind: Any = resolve_name(settings) if settings else object
     found: dict[str, inspect.Parameter] = {}
     for part in kind.__mro__:
         panel = (part.__doc__ or "").partition(":")[0]
         for key in inspect.get_annotations(part):
             field = kind.model_fields.get(key)
             if field and key not in found and key != "swept":
-                parsed = bool | None if field.annotation is bool else str | None
                 known = not field.is_required() and field.default is not None
                 text = field.description + f" (default: {field.default})" * known
-                found[key] = keyword(key, parsed, None, text, panel)
+                read = bool | None if field.annotation is bool else str | None
+                found[key] = keyword(key, read, None, text, panel)
     found |= {key: keyword(key, *OPTIONS[key], "This run") for key in options.split()}
     return [found[key] for key in dict.fromkeys((*FIRST, *found)) if key in found]
 
@@ -125,80 +135,78 @@ def keywords(name: str) -> list[inspect.Parameter]:
 
 def execute(name: str, given: dict[str, Any]) -> int:
     """Run a command and print what it returns; the exit code."""
-    function, settings, options = COMMANDS[name]
+    _, function, settings, options = COMMANDS[name]
     own = {option: given.pop(option) for option in options.split()}
-    as_json = own.pop("json")
-    quiet = own.pop("quiet", False) or as_json or other_rank()
-    listen(quiet)
+    as_json, first = own.pop("json"), os.environ.get("RANK", "0") == "0"  # of torchrun's processes
+    quiet = own.pop("quiet", False) or as_json or not first
     settled: tuple[Any, ...] = ()
     if settings:
         told = {key: value for key, value in given.items() if value is not None}
         if name == "sweep":
-            swept = [key for key in load("extras.settings:SWEPT") if "," in told.get(key, "")]
-            told["swept"] = {key: told.pop(key).split(",") for key in swept}
-        preset, file = own.pop("preset", "paper"), own.pop("config")
-        config, sources = load("commands:settle")(load(settings), told, file, preset)
+            lists = [key for key in resolve_name("extras.sweep:SWEPT") if "," in told.get(key, "")]
+            if lists:
+                told["swept"] = {key: told.pop(key).split(",") for key in lists}
+        config, layers = resolve_name("commands:settle")(
+            resolve_name(settings), told, own.pop("config"), own.pop("preset", "paper")
+        )
         settled = (config, own.pop("out") or default_out(name, config))
         if own.pop("dry_run"):
-            say(simple(tell(name, *settled, sources, as_json)), as_json)
+            module = "model" if name in ("align", "finetune") else f"extras.{name}"
+            rows = resolve_name("commands:differences")(config, layers, as_json) or "nothing"
+            about = {"settings" if as_json else "differs from the paper": rows}
+            say({"out": settled[1]} | resolve_name(f"{module}:plan")(config) | about, as_json)
             return 0
     with bars(quiet) as track:
         if "force" in own:  # a command that makes runs
-            load("training:stop").install()
-            load("training:start_processes")()
+            resolve_name("training:stop").install()
+            resolve_name("training:start_processes")()
             own["track"] = track
-        result = simple(load(function)(*settled, **own))
-    if not other_rank():
+        result = resolve_name(function)(*settled, **own)
+    if first:
         say(result, as_json)
-    return int("problems" in result and bool(result["problems"]))
+    return int(bool(isinstance(result, dict) and result.get("problems")))
 
 
 def evaluate(
     run: Path, against: list[Path], picture: Path | None, rollout: int | None,
-    similarity: bool, limit: int, **where: Any,
+    similarity: bool, **where: Any,
 ) -> Any:  # fmt: skip
     """A table of arms; or a look into their networks, with --rollout or --similarity."""
     runs, given = [run, *against], {key: value for key, value in where.items() if value is not None}
-    if given and not similarity and rollout is None:
-        flags = "--seed, --weights, --data-root, --device"
-        raise load("config:UsageError")(f"{flags}: go with --rollout N or --similarity")
     if rollout is not None:
-        return load("extras.look:rollout")(runs, rollout, picture, **given)
+        return resolve_name("extras.look:rollout")(runs, rollout, picture, **given)
     if similarity:
-        return load("extras.look:similarity")(runs, limit, **given)
-    found = load("evaluate:evaluate")(runs)
+        return resolve_name("extras.look:similarity")(runs, **given)
+    if given:
+        line = "--seed, --weights, --data-root, --device: go with --rollout N or --similarity"
+        raise resolve_name("config:UsageError")(line)
+    found = resolve_name("evaluate:evaluate")(runs)
     if picture:
-        load("extras.figures:draw_arms")(found.arms, picture)
+        resolve_name("extras.figures:draw_arms")(found.arms, picture)
     return found
 
 
 def default_out(name: str, config: Any) -> Path:
     """runs/align-cub200-vit_l16-r64-s0"""
-    place = getattr(config, "dataset", getattr(config, "pool", ""))
+    place = Path(getattr(config, "dataset", getattr(config, "pool", "")).removeprefix("folder:"))
     start, rank = getattr(config, "start", None), getattr(config, "rank", None)
-    parts = [name, Path(place.removeprefix("folder:")).name, config.backbone]
-    parts += [start and f"from-{start.name}", rank and f"r{rank}", f"s{config.seed}"]
-    return Path("runs") / "-".join(str(part).replace(":", "-") for part in parts if part)
-
-
-def tell(name: str, config: Any, out: Path, sources: Any, every: bool) -> Any:
-    """--dry-run: what would run, where to, and which settings are not the paper's."""
-    module = "model" if name in ("align", "finetune") else f"extras.{name}"
-    plan = {"out": out} | load(f"{module}:plan")(config)
-    rows = load("commands:differences")(config, sources, every)
-    return plan | {"settings" if every else "differs from the paper": rows or "nothing"}
+    parts = (name, place.name, config.backbone, start and f"from-{start.name}", rank and f"r{rank}")
+    return Path(
+        "runs", "-".join(str(p) for p in (*parts, f"s{config.seed}") if p).replace(":", "-")
+    )
 
 
 # --- exit codes -------------------------------------------------------------------------------
 
-PROGRAM = "BiSSLight aligns self-supervised backbones with a downstream task, before fine-tuning."
 LESS = "; out of memory: a --micro-batch that fits, and --recompute, need less and keep the result"
-LOWER = "; give a lower learning rate (--lr, --p-lr, --d-lr, --base-lr) and another --out"
 ERRORS = {  # exit code and remedy; any other error is a defect and ends with its traceback
     "UsageError": (2, ""),
     "RunError": (1, ""),
     "ImageError": (1, ""),
-    "Diverged": (1, LOWER),
+    "Diverged": (
+        1,
+        "; give a lower learning rate (--lr, --p-lr, --d-lr, --base-lr) and another --out",
+    ),
     "OutOfMemoryError": (1, LESS),
     "MemoryError": (1, LESS),
     "Abort": (130, "stopped; the same command goes on"),  # Typer's name for Ctrl-C
@@ -207,8 +215,16 @@ ERRORS = {  # exit code and remedy; any other error is a defect and ends with it
 
 def build(arguments: list[str]) -> typer.Typer:
     """The program, with the flags of the command that is asked for."""
-    shown: Any = {"rich_markup_mode": "rich", "add_completion": False}
-    app, data = typer.Typer(help=PROGRAM, **shown), typer.Typer(help="The datasets.", **shown)
+    app, data = typer.Typer(add_completion=False), typer.Typer(help="The datasets.")
+
+    @app.callback(invoke_without_command=True)
+    def program(
+        version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    ) -> None:
+        """BiSSLight aligns self-supervised backbones with a downstream task, before fine-tuning."""
+        if version:
+            print(f"bisslight {resolve_name('importlib.metadata:version')('bisslight')}")
+
     for name in COMMANDS:
         group, _, last = name.rpartition(" ")
 
@@ -218,7 +234,7 @@ def build(arguments: list[str]) -> typer.Typer:
         wanted = keywords(name) if last in arguments else []
         called.__signature__ = inspect.Signature(wanted)  # type: ignore[attr-defined]
         called.__annotations__ = {made.name: made.annotation for made in wanted}
-        (data if group else app).command(last, help=ABOUT[name])(called)
+        (data if group else app).command(last, help=COMMANDS[name][0])(called)
     app.add_typer(data, name="data")
     return app
 
@@ -235,22 +251,17 @@ def run(arguments: list[str]) -> int:
         program = typer.main.get_command(build(arguments))
         return program(arguments or ["--help"], prog_name="bisslight", standalone_mode=False) or 0
     except BaseException as error:
-        code, line = verdict(error)
-        if code is None:
+        kind = "RunError" if isinstance(error, OSError) else type(error).__name__
+        code, remedy = ERRORS.get(kind, (None, ""))
+        line = f"{error}{remedy}"
+        if kind == "Stopped":
+            code, line = 128 + error.args[0], error.args[1]
+        elif hasattr(error, "format_message"):  # Typer's own complaints
+            code, line = 2, error.format_message()
+        elif code is None:
             raise
         print("error: " * (code < 128) + " ".join(line.split()), file=sys.stderr)
         return code
-
-
-def verdict(error: Any) -> tuple[int | None, str]:
-    """Exit code and line of an error; no code for a defect."""
-    if type(error).__name__ == "Stopped":
-        return 128 + error.args[0], error.args[1]
-    if hasattr(error, "format_message"):  # Typer's own complaints
-        return 2, error.format_message()
-    name = "RunError" if isinstance(error, OSError) else type(error).__name__
-    code, remedy = ERRORS.get(name, (None, ""))
-    return code, f"{error}{remedy}"
 
 
 if __name__ == "__main__":

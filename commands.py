@@ -4,11 +4,9 @@ Which defaults the paper gives by backbone and pretext task, what the authors' p
 otherwise (`--preset as-released`), and what is shorter with the small backbone vit_mini.
 """
 
-import contextlib
 import json
 import os
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -22,7 +20,6 @@ from pydantic import (
 )
 
 from config import (
-    BACKBONES,
     FILLED,
     Bilevel,
     Data,
@@ -45,6 +42,7 @@ Table = dict[str, Any]  # settings by name
 
 GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # App. C.2: from the pretrained backbone
 ALIGNED_GRID = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)  # App. C.2: after BiSSLight
+DROP_PATH = {"vit_mini": 0.0, "vit_l16": 0.2, "vit_h14": 0.2}  # App. C.2; others: 0.1
 RELEASED: Table = {  # where the authors' program is not the paper
     "drop_path": 0.2,
     "d_interpolation": "bilinear",
@@ -146,19 +144,18 @@ class Command(Machine):
         if (f"folder:{absolute(path)}" if kind == "folder" else kind) != run.get("dataset"):
             own = ("data_seed", "split_file", "partial")  # these belong to align's dataset
             run = {name: value for name, value in run.items() if name not in own}
-        known = {"pretext": "mae"} | run | given
-        sizes = BACKBONES.get(str(known.get("backbone")), BACKBONES["vit_b16"])
-        ijepa, mini = known["pretext"] == "ijepa", known.get("backbone") == "vit_mini"
+        known = {"pretext": "mae", "backbone": ""} | run | given
+        ijepa, mini = known["pretext"] == "ijepa", known["backbone"] == "vit_mini"
         quilts = known.get("dataset" if "dataset" in cls.model_fields else "pool") == "quilts"
-        grid = ALIGNED_GRID if "start" in given else GRID
+        rank, grid = 8 if mini else 64, ALIGNED_GRID if "start" in given else GRID
         found: dict[str, Table] = {
             "default": {
                 "data_root": os.environ.get("BISSLIGHT_DATA", "data"),
                 "pool": "imagenet",
                 "grid": (known["lr"],) if "lr" in known else grid,
-                "rank": sizes.rank,
-                "alpha": known.get("rank", sizes.rank),
-                "drop_path": sizes.drop_path,
+                "rank": rank,
+                "alpha": known.get("rank", rank),
+                "drop_path": DROP_PATH.get(str(known["backbone"]), 0.1),
             },
             "ijepa": (cls.ijepa | (cls.ijepa_mini if mini else {})) if ijepa else {},
             "short, for vit_mini": cls.short if mini else {},
@@ -188,9 +185,8 @@ def preset(name: str, kind: type[Settings], aligned: bool = False) -> Table:
     as-released: what the authors' program does when it is run as its README says; there, PEFT is
     SGD where it starts from an align run (`aligned`), and AdamW elsewhere.
     """
-    released = RELEASED | ({"optimizer": "sgd"} if aligned else {})
-    wanted = kind.model_fields if name == "as-released" else {}
-    return {name: value for name, value in released.items() if name in wanted}
+    released = RELEASED | ({"optimizer": "sgd"} if aligned else {}) if name != "paper" else {}
+    return {name: value for name, value in released.items() if name in kind.model_fields}
 
 
 def inherited(start: Path) -> Table:
@@ -221,49 +217,46 @@ def flag(name: str) -> str:
 
 def settle(
     kind: Any, flags: Table, file: Path | None = None, base: str = "paper"
-) -> tuple[Any, dict[str, str]]:
-    """Settings, and who set each (UsageError): flag over file over preset over run over default."""
+) -> tuple[Any, dict[str, Table]]:
+    """Settings, and what each layer sets: flag over file over preset over run over default.
+
+    Raises UsageError.
+    """
     table = read_table(file) if file else {}
     released = preset(base, kind, "start" in table | flags)
-    told = {f"preset {base}": released, f"{file}": table, "flag": flags}
     given = released | table | flags
-    start = given.get("start")
-    if start and not Path(str(start)).is_file() and not inherited(Path(str(start))):
+    start = Path(str(given.get("start", "")))
+    if "start" in given and not start.is_file() and not inherited(start):
         raise UsageError(f"--from {start}: is no align run, directory of align runs or LoRA file")
-    with one_line(given):
-        config = kind(**given)
+    config = make(kind, given)
     for name in sorted({"dataset", "pool"} & kind.model_fields.keys()):
         place_of(getattr(config, name), config.data_root)
-    layers = (kind.layers(given) if issubclass(kind, Command) else {}) | told
-    return config, {name: source for source, layer in layers.items() for name in layer}
+    layers = kind.layers(config.model_dump(exclude_unset=True)) if issubclass(kind, Command) else {}
+    return config, layers | {f"preset {base}": released, f"{file}": table, "flag": flags}
 
 
-@contextlib.contextmanager
-def one_line(given: Table) -> Iterator[None]:
-    """What pydantic finds wrong as a UsageError, `--flag VALUE: what is wrong`."""
+def make(kind: Any, given: Table) -> Any:
+    """Settings; what is wrong is a UsageError, `--flag VALUE: what is wrong`."""
     try:
-        yield
+        return kind(**given)
     except ValidationError as error:
         found = [item for item in error.errors() if not item["loc"] or item["loc"][0] in given]
         item = (found or error.errors())[0]  # not of a default that follows from another setting
         message = item["msg"].removeprefix("Value error, ").replace("Input should", "should")
-        where = [flag(str(part)) for part in item["loc"] if part != "swept"][:1]
-        value = [str(item["input"])] if isinstance(item["input"], str | int | float) else []
-        line = f"{' '.join(where + value)}: {message}" if where else message
-        raise UsageError(line) from error
+        words = [flag(str(part)) for part in item["loc"] if part != "swept"][:1]
+        words += [str(item["input"])] if isinstance(item["input"], str | int | float) else []
+        raise UsageError(f"{' '.join(words)}: {message}".removeprefix(": ")) from error
 
 
-def differences(config: Any, sources: dict[str, str], every: bool = False) -> list[Table]:
+def differences(config: Any, layers: dict[str, Table], every: bool = False) -> list[Table]:
     """The settings that differ from the paper's and who set them; all settings if `every`."""
     fields = type(config).model_fields.items()
-    usual = {name: None if field.is_required() else field.default for name, field in fields}
-    if isinstance(config, Command):
-        given = {name: getattr(config, name, None) for name in ("backbone", "pretext", "start")}
-        layers = config.layers({name: value for name, value in given.items() if value})
-        usual |= layers["default"] | layers["ijepa"]
+    paper = {name: None if field.is_required() else field.default for name, field in fields}
+    paper |= layers.get("default", {}) | layers.get("ijepa", {})
+    sources = {name: source for source, layer in layers.items() for name in layer}
     own = {*Machine.model_fields, "backbone", "dataset", "pool", "start", "pretext", "weights"}
     return [
-        {"setting": name, "value": value, "set by": sources.get(name, ""), "paper": usual[name]}
+        {"setting": name, "value": value, "set by": sources.get(name, ""), "paper": paper[name]}
         for name, value in config
-        if every or (value != usual[name] and name not in own)
+        if every or (value != paper[name] and name not in own)
     ]

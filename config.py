@@ -56,20 +56,11 @@ class Arch(NamedTuple):
     predictor_depth: int = 12
 
 
-class BackboneDefaults(NamedTuple):
-    """What the paper, or for vit_mini we, set by backbone: sizes, LoRA rank, drop-path rate."""
-
-    arch: Arch
-    rank: int
-    drop_path: float
-
-
-MINI = Arch(64, 4, 4, 16, 4, 2.0, True, 48, 1, 4, 32, 2)
 BACKBONES = {
-    "vit_mini": BackboneDefaults(MINI, 8, 0.0),
-    "vit_b16": BackboneDefaults(Arch(), 64, 0.1),
-    "vit_l16": BackboneDefaults(Arch(1024, 24, 16), 64, 0.2),
-    "vit_h14": BackboneDefaults(Arch(1280, 32, 16, patch_size=14), 64, 0.2),
+    "vit_mini": Arch(64, 4, 4, 16, 4, 2.0, True, 48, 1, 4, 32, 2),
+    "vit_b16": Arch(),
+    "vit_l16": Arch(1024, 24, 16),
+    "vit_h14": Arch(1280, 32, 16, patch_size=14),
 }
 FOLDERS = {
     "dtd": "dtd",
@@ -82,17 +73,6 @@ FOLDERS = {
 }  # where the benchmarks are below --data-root
 
 # --- kinds of values --------------------------------------------------------------------------
-
-
-def split(value: Any) -> Any:
-    """A comma list of the command line as a list."""
-    return value.split(",") if isinstance(value, str) else value
-
-
-def ordered(pair: tuple[float, float]) -> tuple[float, float]:
-    if pair[0] > pair[1]:
-        raise ValueError("the first number is the smaller one")
-    return pair
 
 
 def absolute(path: Path | str) -> Path:
@@ -129,16 +109,21 @@ def place_of(name: str, root: Path) -> Path | None:
     return path
 
 
+def ordered(pair: tuple[float, float]) -> tuple[float, float]:
+    if pair[0] > pair[1]:
+        raise ValueError("the first number is the smaller one")
+    return pair
+
+
 PositiveInt = Annotated[int, Field(gt=0, lt=2**53)]  # what JSON of other programs holds exactly
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**53)]
-Share = Annotated[float, Field(gt=0, lt=1)]
-CropShare = Annotated[float, Field(gt=0, le=1)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
 Place = Annotated[Path, AfterValidator(absolute)]
 Pool = Annotated[str, AfterValidator(pool_name)]
-Listed, Ordered = BeforeValidator(split), AfterValidator(ordered)
-Shares = Annotated[tuple[CropShare, CropShare], Listed, Ordered]
-Ratios = Annotated[tuple[PositiveFloat, PositiveFloat], Listed, Ordered]
+Listed = BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v)  # of a command line
+Shares = Annotated[tuple[Share, Share], Listed, AfterValidator(ordered)]
+Ratios = Annotated[tuple[PositiveFloat, PositiveFloat], Listed, AfterValidator(ordered)]
 FILLED: Any = None  # the default of a field that `Command.layers` always fills in
 
 
@@ -213,7 +198,7 @@ class Crops(Settings):
     """Seed of drawn data and of splits that are not on disk; not the seed of a run. [here]"""
     augment: Literal["crop", "none"] = "crop"
     """crop: RandomResizedCrop and flip. none: as at test time, default of quilts. [App. C.2]"""
-    min_crop: CropShare = 0.2
+    min_crop: Share = 0.2
     """Smallest area of a random crop, as a share of the image. [App. C.2; ijepa, D.1: 0.3]"""
 
 
@@ -223,7 +208,7 @@ class Data(Crops):
     dataset: Annotated[str, known("quilts", *FOLDERS, "folder:PATH", "own")]
     """D^D: dtd, voc07, cub200, pets, flowers, aircrafts, imagenet, quilts (drawn), folder:PATH."""
     partial: bool = False
-    """Take a benchmark's subset as it is; missing files are counted. [here]"""
+    """Take a benchmark's subset as it is; `data check` counts what is missing. [here]"""
     split_file: Place | None = None
     """Positions of CUB's or Pets' validation images. None: a fifth, by hash. [App. C.2.1]"""
     voc_loss: Literal["softmax", "bce"] = "softmax"
@@ -237,9 +222,9 @@ class Data(Crops):
 class Pretext(Settings):
     """Pretext task: masks; pairs are the ends of a uniform distribution."""
 
-    mask_ratio: Share = 0.75
+    mask_ratio: Rate = 0.75
     """Share of patches that MAE removes. [App. C.3, MAE]"""
-    ema: Share = 0.9995
+    ema: Rate = 0.9995
     """Momentum of I-JEPA's teacher at the start; it rises to 1. [App. D.1; from scratch: 0.996]"""
     targets: PositiveInt = 4
     """M: target blocks an image. [I-JEPA]"""

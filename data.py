@@ -11,7 +11,7 @@ nor on where a run went on. A wrong folder raises ValueError, an unreadable imag
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import groupby
@@ -74,7 +74,6 @@ class Task(NamedTuple):
     classes: list[str]
     mean: Channels = IMAGENET[0]
     std: Channels = IMAGENET[1]
-    missing: int = 0  # images that are listed, but absent from an incomplete copy
 
     @classmethod
     def of(cls, train: Any, val: Any, test: Any, classes: Sequence[str]) -> Self:
@@ -125,18 +124,15 @@ def content(images: Tensor | list[Path]) -> bytes:
 
 def find_images(root: Path) -> list[Path]:
     """All image files below a folder, links followed, sorted by path, hidden ones left out."""
-    files: list[str] = []
-
-    def refuse(error: OSError) -> None:  # os.walk would leave out what it may not read
-        raise error
-
-    for at, folders, names in os.walk(root, onerror=refuse, followlinks=True):
-        folders[:] = [name for name in folders if name[0] != "."]
-        names = [name for name in names if name.lower().endswith(IMG_EXTENSIONS)]
-        files += [f"{at}/{name}" for name in names if name[0] != "."]
-    if odd := [file for file in files if file.encode(errors="ignore") != os.fsencode(file)]:
+    files: list[Path] = []
+    for path in root.iterdir():
+        if path.name[0] != "." and path.suffix.lower() in IMG_EXTENSIONS:
+            files.append(path)
+        elif path.name[0] != "." and path.is_dir():
+            files += find_images(path)
+    if odd := [x for x in files if str(x).encode(errors="ignore") != os.fsencode(x)]:
         raise ValueError(f"{odd[0]}: this name is not UTF-8; rename the file or folder")
-    return [Path(file) for file in sorted(files)]
+    return sorted(files, key=str)
 
 
 def folder(root: Path, seed: int) -> Task:
@@ -144,16 +140,21 @@ def folder(root: Path, seed: int) -> Task:
 
     A missing test or validation part is a fifth of each class of the training part.
     """
-    given = {part: class_files(root / part) for part in PARTS if (root / part).is_dir()}
-    found = given or {"train": class_files(root)}
-    classes, entries = [*found.get("train", ())], dict[str, list[Entry]]()
-    for part, by_class in found.items():
+    places = {part: root / part for part in PARTS if (root / part).is_dir()} or {"train": root}
+    classes, entries = list[str](), dict[str, list[Entry]]()
+    for part, place in places.items():
+        folders = sorted(x for x in place.iterdir() if x.is_dir() and x.name[0] != ".")
+        by_class = {path.name: find_images(path) for path in folders}
+        classes = [*by_class] if part == "train" else classes
         if len(by_class) < 2 or {*by_class} - {*classes} or not all(by_class.values()):
             has = ", ".join(f"{name} ({len(files)})" for name, files in by_class.items())
             needs = "needs two or more of train's class folders, all with images"
             raise ValueError(f"{root}: {part} {needs}; it has {has or 'none'}")
-        pairs = [(file, classes.index(name)) for name, files in by_class.items() for file in files]
-        entries[part] = [(file.relative_to(root).as_posix(), k) for file, k in pairs]
+        entries[part] = [
+            (file.relative_to(root).as_posix(), classes.index(name))
+            for name, files in by_class.items()
+            for file in files
+        ]
     for part in ("test", "val"):
         if part not in entries:
             entries["train"], entries[part] = holdout(entries["train"], seed, part)
@@ -161,12 +162,6 @@ def folder(root: Path, seed: int) -> Task:
                 raise ValueError(f"{root}: a class is too small to split off {part}")
     train, val, test = (Split.below(root, entries[part]) for part in PARTS)
     return Task(f"folder:{root}", train, val, test, classes)
-
-
-def class_files(root: Path) -> dict[str, list[Path]]:
-    """Image files by class folder, in alphabetical order."""
-    folders = sorted(path for path in root.iterdir() if path.is_dir() and path.name[0] != ".")
-    return {path.name: find_images(path) for path in folders}
 
 
 def holdout(entries: Sequence[Entry], seed: int, part: str) -> tuple[list[Entry], list[Entry]]:
@@ -185,7 +180,7 @@ def holdout(entries: Sequence[Entry], seed: int, part: str) -> tuple[list[Entry]
     chosen: set[str] = set()
     for _, group in groupby(sorted(entries, key=place), lambda entry: entry[1]):
         files = [file for file, _ in group]
-        chosen |= {*files[: max(1, len(files) // 5)]} if len(files) > 1 else set()
+        chosen |= {*files[: max(len(files) > 1, len(files) // 5)]}
     return [e for e in entries if e[0] not in chosen], [e for e in entries if e[0] in chosen]
 
 
@@ -230,19 +225,6 @@ class Transform(NamedTuple):
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     flip: bool = True
 
-    def pipeline(self, train: bool) -> Callable[[Image.Image], Tensor]:
-        """Training: a random crop of min_crop to 1 of the area, and a flip (App. C.2).
-
-        Elsewhere and without augmentation: the centre at 256/224 of the size (as released).
-        """
-        mode = T.InterpolationMode(self.interpolation)
-        if train and self.augment == "crop":
-            crop = T.RandomResizedCrop(self.size, (self.min_crop, 1), interpolation=mode)
-            cut = [crop, T.RandomHorizontalFlip(0.5 if self.flip else 0.0)]
-        else:
-            cut = [T.Resize(round(self.size * 256 / 224), mode), T.CenterCrop(self.size)]
-        return T.Compose([*cut, T.ToTensor(), T.Normalize(self.mean, self.std)])  # type: ignore[no-any-return]
-
 
 def read_image(path: Path) -> Image.Image:
     """An image file as RGB, decoded to its end; as torchvision does, EXIF and alpha are ignored."""
@@ -252,41 +234,42 @@ def read_image(path: Path) -> Image.Image:
                 raise ValueError("more than 8 bits a channel, save it with 8")
             return image.convert("RGB")
     except Exception as error:  # Pillow raises anything from OSError to TypeError on damaged bytes
-        what = (
-            f"cannot be read as an image ({error!r}); replace it, or remove it before a run begins"
-        )
-        raise ImageError(f"{path}: {what}") from error
+        how = "replace it, or remove it before a run begins"
+        raise ImageError(f"{path}: cannot be read as an image ({error!r}); {how}") from error
 
 
-def decode_all(images: Tensor | Sequence[Path]) -> list[ImageError]:
+def decode_all(images: Tensor | Sequence[Path]) -> list[BaseException]:
     """Read image files fully once, before the long work; returns an error for each damaged one."""
 
-    def fault(path: Path) -> ImageError | None:
-        try:
-            read_image(path)
-        except ImageError as error:
-            return error
-        return None
+    def decode(path: Path) -> None:  # keeps no image
+        read_image(path)
 
     with ThreadPoolExecutor(8) as pool:  # decoding lets other threads run
-        faults = pool.map(fault, () if isinstance(images, Tensor) else images)
-        return [error for error in faults if error]
+        paths = [] if isinstance(images, Tensor) else images
+        reads = [pool.submit(decode, path) for path in paths]
+    return [error for read in reads if (error := read.exception())]
 
 
 class Images(Dataset[Any]):
     """Decodes and augments. Each draw has a seed of its own: its crop is the same in any process.
 
-    Images in memory that have the network's size already are normalised only.
+    Training: a random crop of min_crop to 1 of the area, and a flip (App. C.2). Elsewhere, and
+    without augmentation: the centre at 256/224 of the size (as released); images in memory that
+    have the network's size already are normalised only.
     """
 
-    def __init__(self, split: Split, transform: Transform, train: bool, seed: int, purpose: str):
-        self.split, self.transform, self.seed, self.purpose = split, transform, seed, purpose
-        self.pipeline = transform.pipeline(train)
-        self.crop = train and transform.augment == "crop"
+    def __init__(self, split: Split, t: Transform, train: bool, seed: int, purpose: str):
+        self.split, self.t, self.seed, self.purpose = split, t, seed, purpose
+        mode, self.crop = T.InterpolationMode(t.interpolation), train and t.augment == "crop"
+        cut = [T.Resize(round(t.size * 256 / 224), mode), T.CenterCrop(t.size)]
+        if self.crop:
+            crop = T.RandomResizedCrop(t.size, (t.min_crop, 1), interpolation=mode)
+            cut = [crop, T.RandomHorizontalFlip(0.5 * t.flip)]
+        self.pipeline = T.Compose([*cut, T.ToTensor(), T.Normalize(t.mean, t.std)])
 
     def __getitem__(self, draws: Sequence[Draw]) -> tuple[Tensor, Tensor] | ImageError:
         """A batch. An error is a value: raised, it would leave a worker process as a traceback."""
-        images, index, t = self.split.images, [i for _, i in draws], self.transform
+        images, index, t = self.split.images, [i for _, i in draws], self.t
         if isinstance(images, Tensor) and images.shape[2:] == (t.size, t.size) and not self.crop:
             return T.functional.normalize(images[index], t.mean, t.std), self.split.targets[index]
         try:
@@ -299,9 +282,8 @@ class Images(Dataset[Any]):
         x = self.split.images[index]
         with torch.random.fork_rng(devices=[]):  # torchvision draws from the global generator
             torch.manual_seed(seed_of(self.seed, self.purpose, "augment", draw))
-            return self.pipeline(
-                T.functional.to_pil_image(x) if isinstance(x, Tensor) else read_image(x)
-            )
+            image = T.functional.to_pil_image(x) if isinstance(x, Tensor) else read_image(x)
+            return self.pipeline(image)  # type: ignore[no-any-return]
 
 
 def pick_workers(asked: int | None, images: Tensor | list[Path], device: torch.device) -> int:
@@ -311,10 +293,7 @@ def pick_workers(asked: int | None, images: Tensor | list[Path], device: torch.d
     """
     if asked is not None or device.type == "cpu" or isinstance(images, Tensor):
         return asked or 0
-    return min(
-        16,
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-    )
+    return min(16, os.cpu_count() or 1)
 
 
 def own_session(worker: int) -> None:

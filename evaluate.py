@@ -22,6 +22,7 @@ from paper import Reported, reported
 
 Arm = dict[str, Any]  # of result.json; `test` and `right` of all its runs; settings, paper, name
 FREE = {*Machine.model_fields, "start", "pool", "jobs", "mfac_device", "weights"} - {"amp"}
+OFFICIAL = ("None", "_full.pth", "IN1K-vit.h.14-300e.pth.tar")  # so end the official files' names
 METHODS = {None: "PEFT", "mfac": "BiSSLight", "recursion": "BiSSLight", "cg": "BiSSL"}
 USUAL = {"rank": 64, "epochs": 200, "optimizer": "adamw", "augment": "crop", "partial": False,
          "voc_difficult": "ignore"}  # fmt: skip
@@ -55,28 +56,19 @@ def score(
     z, targets = (gather(torch.cat(column)) for column in zip(*pairs, strict=True))
     mean = float(loss(z, targets).double().mean())
     if targets.ndim == 2:
-        return Score(mean_average_precision(z, targets), mean)
+        columns = zip(z.T, targets.T, strict=True)  # a class that no image shows counts nowhere
+        each_ap = [average_precision(x, y) for x, y in columns if (y == 1).any()]
+        return Score(100 * fmean(each_ap), mean)
     right = (z.argmax(1) == targets).double()
     each = torch.stack([right[targets == k].mean() for k in targets.unique()])
     return Score(100 * float(right.mean()), mean, 100 * float(each.mean()), int(right.sum()))
 
 
-def mean_average_precision(scores: Tensor, labels: Tensor) -> float:
-    """VOC07's mAP in percent, the mean over the classes that have a positive image.
-
-    Args:
-        scores: (N, C).
-        labels: (N, C): 1 positive, −1 negative, 0 difficult.
-    """
-    classes = [k for k in range(labels.shape[1]) if (labels[:, k] == 1).any()]
-    return 100 * fmean(average_precision(scores[:, k], labels[:, k]) for k in classes)
-
-
 def average_precision(scores: Tensor, labels: Tensor) -> float:
     """VOC's 11-point AP of a class: mean over t = 0, 0.1 ... 1 of the best precision at recall ≥ t.
 
-    Difficult images (label 0) count nowhere. Ties keep the order of the images. Recall is compared
-    in whole numbers, since 0.7 is no exact floating-point number.
+    Labels are 1 positive, −1 negative, 0 difficult; difficult images count nowhere. Ties keep the
+    order of the images. Recall is compared in whole numbers, since 0.7 is no exact float.
 
     >>> ap = average_precision(torch.tensor([0.9, 0.8, 0.7]), torch.tensor([1, -1, 1]))
     >>> round(ap, 6)  # precision 1 up to recall 0.5, then 2/3: (6 + 5 * 2/3) / 11
@@ -95,9 +87,8 @@ class Comparison(NamedTuple):
     """An arm against another."""
 
     difference: float  # of the means
-    p: float | None  # two-sided, exact
+    p: float | None  # two-sided, exact; None for one seed against one
     splits: int  # of the pooled seeds; all of them are counted
-    no_p: str | None = None  # why there is none
 
 
 def compare(arm: Sequence[int], against: Sequence[int]) -> Comparison:
@@ -108,18 +99,18 @@ def compare(arm: Sequence[int], against: Sequence[int]) -> Comparison:
     count how many sets of each size have each sum. Whole numbers leave no rounding to decide.
 
     >>> compare([3, 4], [1, 2])  # the observed split and its mirror differ most
-    Comparison(difference=2.0, p=0.3333333333333333, splits=6, no_p=None)
+    Comparison(difference=2.0, p=0.3333333333333333, splits=6)
     """
     n, pooled = len(arm), [*arm, *against]
-    splits, alone = math.comb(len(pooled), n), len(pooled) == 2
+    splits = math.comb(len(pooled), n)
     sets = Counter({(0, 0): 1})  # (size, sum) -> how many sets have it
     for number in pooled:
         for (size, total), count in [*sets.items()]:
             sets[size + 1, total + number] += count
     apart = {x: abs(x * len(pooled) - n * sum(pooled)) for size, x in sets if size == n}  # of means
     extreme = sum(sets[n, total] for total, far in apart.items() if far >= apart[sum(arm)])
-    difference, why = fmean(arm) - fmean(against), "one seed each" if alone else None
-    return Comparison(difference, None if alone else extreme / splits, splits, why)
+    p = extreme / splits if len(pooled) > 2 else None
+    return Comparison(fmean(arm) - fmean(against), p, splits)
 
 
 # --- finished runs ----------------------------------------------------------------------------
@@ -135,17 +126,16 @@ class Row(NamedTuple):
     std: float | None  # sample standard deviation (n − 1); None for a single seed
     metric: str
     paper: Reported | None
-    differs: dict[str, list[Any]]  # settings that are not the first arm's: its value, this one's
+    differs: dict[str, str]  # settings that are not the first arm's: this one's value and its
     accuracies: list[float]
     counts: list[int]  # the same in right images, or hundredths of a point of mAP
     first_minus_this: Comparison | None
 
 
 class Evaluation(NamedTuple):
-    """A row an arm, and a sentence for each arm whose settings are not the first one's."""
+    """A row an arm."""
 
     arms: list[Row]
-    differences: list[str]
 
 
 def evaluate(runs: Sequence[Path]) -> Evaluation:
@@ -156,14 +146,7 @@ def evaluate(runs: Sequence[Path]) -> Evaluation:
     Raises UsageError where something is no such run, or was tested on other images.
     """
     arms = [read_arm(run) for run in runs]
-    rows = [row(arm, arms[0]) for arm in arms]
-    lines = [
-        f"{r.arm} differs from {rows[0].arm} in "
-        + ", ".join(f"{name} {here} ({there} there)" for name, (there, here) in r.differs.items())
-        for r in rows
-        if r.differs
-    ]
-    return Evaluation(rows, lines)
+    return Evaluation([row(arm, arms[0]) for arm in arms])
 
 
 def row(arm: Arm, first: Arm) -> Row:
@@ -173,18 +156,17 @@ def row(arm: Arm, first: Arm) -> Row:
         raise UsageError(f"{arm['name']}, {first['name']}: tested on other images, not comparable")
     if None in differs.pop("aligned_by", ()):
         differs.pop("grid", None)  # its default follows from the start
-    versus = compare(first["right"], arm["right"])._replace(
-        difference=fmean(first["test"]) - fmean(arm["test"])
-    )
+    mean, versus = fmean(arm["test"]), compare(first["right"], arm["right"])
+    versus = versus._replace(difference=fmean(first["test"]) - mean)
     return Row(
         arm=arm["name"],
         seeds=len(arm["test"]),
         unit=arm["unit"],
-        mean=fmean(arm["test"]),
+        mean=mean,
         std=stdev(arm["test"]) if len(arm["test"]) > 1 else None,
         metric=arm["metric"],
         paper=arm["paper"],
-        differs=differs,
+        differs={name: f"{here}, there {there}" for name, (there, here) in differs.items()},
         accuracies=arm["test"],
         counts=arm["right"],
         first_minus_this=None if arm is first else versus,
@@ -219,23 +201,18 @@ def read_run(run: Path) -> Arm:
     if not result.get("test"):
         raise UsageError(f"{run}: has no test accuracy, it is not a finetune run")
     settings = config | {name: env["about"][name] for name in ("data_sha256", "weights_sha256")}
+    settings |= {"aligned_by": result["aligned_by"]}
     whole = result["test_images"] if result["metric"] == "top-1 accuracy" else 10_000
     right = [round(percent * whole / 100) for percent in result["test"]]
-    settings |= {"aligned_by": result["aligned_by"]}
     arm = {key: result[key] for key in ("test", "unit", "metric", "aligned_by", "lr")}
     return arm | {"settings": settings, "right": right, "paper": published(settings, result)}
 
 
 def published(settings: Arm, result: Arm) -> Reported | None:
     """The paper's figure for a run; None where its settings, as far as we know, are others."""
-    official = (
-        "None",
-        "_full.pth",
-        "IN1K-vit.h.14-300e.pth.tar",
-    )  # the official files' names end so
     usual = all(settings[name] == value for name, value in USUAL.items())
-    usual = usual and str(settings["weights"]).endswith(official)
-    aligned_so = result["aligned_on"] in (None, settings["dataset"])
-    aligned_so = aligned_so and not result["align_unlike_paper"]
-    method = METHODS.get(result["aligned_by"], "") if usual and aligned_so else ""
+    usual = usual and str(settings["weights"]).endswith(OFFICIAL)
+    same = result["aligned_on"] in (None, settings["dataset"])
+    usual = usual and same and not result["align_unlike_paper"]
+    method = METHODS.get(result["aligned_by"], "") if usual else ""
     return reported(result["backbone"], settings["dataset"], method, result["pretext"])

@@ -146,17 +146,15 @@ def best_rate(
     Args:
         more: (rate, seeds done) -> results of the other seeds.
     """
-    left = {lr: results for lr, results in tried.items() if all(r["val"] for r in results)}
-    while left:
-        scores = {lr: [result["val"] for result in results] for lr, results in left.items()}
-        means = {
-            lr: (fmean(x["accuracy"] for x in s), -fmean(x["loss"] for x in s))
-            for lr, s in scores.items()
-        }
-        lr = max(left, key=lambda lr: means[lr])
-        results = left.pop(lr)
-        results = results + more(lr, len(results))
-        if all(r["val"] for r in results):
+
+    def worth(lr: float) -> tuple[float, float]:
+        scores = [result["val"] for result in tried[lr]]
+        return fmean(s["accuracy"] for s in scores), -fmean(s["loss"] for s in scores)
+
+    known = [lr for lr, results in tried.items() if all(result["val"] for result in results)]
+    for lr in sorted(known, key=worth, reverse=True):  # of equals, the one given first
+        results = tried[lr] + more(lr, len(tried[lr]))
+        if all(result["val"] for result in results):
             return lr, results
     raise Diverged("every learning rate diverged, lower --lr or extend --grid downwards")
 
@@ -168,22 +166,21 @@ def starts_of(cfg: FinetuneConfig) -> tuple[list[Path | None], str]:
     """What each seed starts from, and what a seed therefore repeats (the unit of the p-value)."""
     if cfg.start is None:
         return [None] * cfg.seeds, "PEFT seed"
-    if cfg.start.is_file():
-        return [cfg.start] * cfg.seeds, "PEFT seed on one LoRA file"
     runs = [cfg.start]
-    if not (cfg.start / "config.json").exists():
+    if cfg.start.is_dir() and not (cfg.start / "config.json").exists():
         runs = [file.parent for file in cfg.start.glob("*/config.json")]
         runs.sort(key=lambda run: (len(run.name), run.name))
     if len(runs) not in (1, cfg.seeds):
         what = f"holds {len(runs)} align runs, --seeds {cfg.seeds} wants 1 or {cfg.seeds}"
         raise UsageError(f"--from {cfg.start}: {what}")
     for run in runs:
-        if not (run / "result.json").exists() or not adapter_of(run).exists():
+        if run.is_dir() and not ((run / "result.json").exists() and adapter_of(run).exists()):
             what = "is not a finished align run; give its own command again to finish it"
             raise UsageError(f"--from {run}: {what}")
     if len(runs) > 1:
         return [*runs], "align run and PEFT"
-    return [runs[0]] * cfg.seeds, "PEFT seed on one align run"
+    one = "LoRA file" if cfg.start.is_file() else "align run"
+    return [runs[0]] * cfg.seeds, f"PEFT seed on one {one}"
 
 
 def adapter_of(start: Path) -> Path:

@@ -303,7 +303,7 @@ def plan(cfg: Config) -> dict[str, Any]:
     """What a run would do, for --dry-run: all inputs are checked as far as they are there."""
     there = weights_of(cfg).exists()
     m: Any = Model(cfg) if there else None
-    task, arch = (m.task, m.arch) if m else (open_task(cfg), BACKBONES[cfg.backbone].arch)
+    task, arch = (m.task, m.arch) if m else (open_task(cfg), BACKBONES[cfg.backbone])
     method, sizes = "peft", {k: len(getattr(task, k).targets) for k in ("train", "val", "test")}
     if isinstance(cfg, AlignConfig):
         method, sizes["pool"] = cfg.hypergrad, len((m.pool if m else open_pool(cfg)).images)
@@ -314,16 +314,13 @@ def plan(cfg: Config) -> dict[str, Any]:
         runs = len(cfg.grid) * cfg.grid_seeds + cfg.seeds - cfg.grid_seeds
         runs = cfg.seeds if len(cfg.grid) == 1 else runs
         steps = {"runs": runs, "in all": runs * cfg.epochs * -(-sizes["train"] // cfg.batch)}
-    device = pick_device(cfg.device)
+    device, official = pick_device(cfg.device), OFFICIAL.get((cfg.backbone, cfg.pretext), ())
     return {
         "device": str(device),
         "workers": pick_workers(cfg.workers, task.train.images, device),
         "images": sizes,
-        "missing images": task.missing or None,
         "steps": steps,
         "LoRA parameters": arch.depth * 4 * cfg.rank * arch.dim,
-        "weights": None
-        if there
-        else "to download, MB: {1} from {0}".format(*OFFICIAL[cfg.backbone, cfg.pretext]),
+        "weights": None if there else "{1} MB to download from {0}".format(*official),
         "the paper's memory, GB and GPUs": memory_of(method, cfg.backbone),
     }

@@ -4,10 +4,8 @@ import contextlib
 import io
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,18 +13,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-
-
-def listen(quiet: bool) -> None:
-    """Notes and warnings of the modules on stderr; only warnings with --quiet."""
-    log = logging.getLogger("bisslight")
-    log.setLevel(logging.WARNING if quiet else logging.INFO)
-    log.handlers = [logging.StreamHandler(sys.stderr)]
-
-
-def other_rank() -> bool:
-    """Whether this is one of several processes (torchrun), and not the first."""
-    return os.environ.get("RANK", "0") != "0"
 
 
 class Forgiving(io.TextIOBase):
@@ -37,8 +23,8 @@ class Forgiving(io.TextIOBase):
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            code = self.stream.encoding  # ASCII terminals; names that are no text
-            self.stream.write(text.encode(code, "backslashreplace").decode(code))
+            data = text.encode(self.stream.encoding, "backslashreplace")  # an ASCII terminal
+            self.stream.write(data.decode(self.stream.encoding))
             self.stream.flush()
         return len(text)
 
@@ -48,21 +34,22 @@ class Forgiving(io.TextIOBase):
 
 @contextlib.contextmanager
 def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
-    """Progress on stderr: bars with ETA on a terminal, elsewhere a plain line an item.
+    """Notes and progress on stderr: bars with ETA on a terminal, elsewhere a plain line an item.
 
-    Gives `track(items, total, label, done=0)`, which hands on the items.
+    Gives `track(items, total, label, done=0)`, which hands on the items. With `quiet`, warnings
+    are all that is shown.
     """
+    log = logging.getLogger("bisslight")
+    log.setLevel(logging.WARNING if quiet else logging.INFO)
+    log.handlers = [logging.StreamHandler(sys.stderr)]
     console = Console(file=sys.stderr, highlight=False)
-    columns = (
+    live = Progress(
         TextColumn("{task.description:>8}"),
         BarColumn(16),
         MofNCompleteColumn(),
         TextColumn("ETA"),
         TimeRemainingColumn(),
         TextColumn("{task.fields[text]}"),
-    )
-    live = Progress(
-        *columns,
         console=console,
         disable=quiet or not console.is_terminal,
         speed_estimate_period=1e9,
@@ -74,9 +61,8 @@ def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
             text = brief(item)
             live.update(bar, completed=n, text=text[: max(console.width - 52, 10)])
             if live.disable and not quiet:
-                left = live.tasks[-1].time_remaining
-                eta = f"  ETA {timedelta(seconds=left)}" if left else ""
-                print(f"{label} {n}/{total}  {text}{eta}", file=sys.stderr)
+                left = TimeRemainingColumn().render(live.tasks[-1])
+                print(f"{label} {n}/{total}  {text}  ETA {left}", file=sys.stderr)
             yield item
         live.remove_task(bar)
 
@@ -93,9 +79,8 @@ def brief(item: Any) -> str:
     if not isinstance(item, dict):
         return str(item)
     loss, score = item.get("loss_P", item.get("loss")), item.get("val_P", item.get("val"))
-    text = f"lr {item.get('lr')}"
-    if loss is not None:
-        text = f"loss {fmean(loss if isinstance(loss, list) else [loss]):.4f}"
+    mean = loss if loss is None or isinstance(loss, float) else fmean(loss)
+    text = f"lr {item.get('lr')}" if mean is None else f"loss {mean:.4f}"
     return f"{text}  val {score['accuracy']:.1f} %" if score else text
 
 
@@ -115,30 +100,28 @@ def simple(result: Any) -> Any:
 
 
 def say(result: Any, as_json: bool) -> None:
-    """A result on stdout: JSON, or a line a value and a table for each list of dicts."""
+    """A result on stdout: JSON, or a line a value and a table for each list of dicts.
+
+    A column of nothing, or of nothing but lists, is only in the JSON.
+    """
+    result = simple(result)
     if as_json:
         print(json.dumps(result))
         return
+    width = None if sys.stdout.isatty() else 200
+    console = Console(width=width, highlight=False, markup=False)
     for key, value in result.items() if isinstance(result, dict) else [("", result)]:
         if isinstance(value, list) and value and isinstance(value[0], dict):
             if key:
                 print(f"{key}:")
-            table(value)
+            names = dict.fromkeys(name for row in value for name in row)
+            kept = [n for n in names if any(not isinstance(r.get(n), list | None) for r in value)]
+            table = Table(*kept, box=None, pad_edge=False)
+            for row in value:
+                table.add_row(*(readable(row.get(name)) for name in kept))
+            console.print(table)
         elif value not in (None, {}):
-            print(f"{key}: {readable(value) if value != [] else 'none'}")
-
-
-def table(rows: list[dict[str, Any]]) -> None:
-    """A column a key; columns of nothing, or of nothing but lists, are only in the JSON."""
-    keys = dict.fromkeys(key for row in rows for key in row)
-    kept = [
-        key for key in keys if any(type(row.get(key)) not in (type(None), list) for row in rows)
-    ]
-    drawn = Table(*kept, box=None, pad_edge=False)
-    for row in rows:
-        drawn.add_row(*(readable(row.get(key)) for key in kept))
-    width = None if sys.stdout.isatty() else 200
-    Console(width=width, highlight=False, markup=False).print(drawn)
+            print(f"{key}: {readable(value)}")
 
 
 def readable(value: Any) -> str:
@@ -150,5 +133,5 @@ def readable(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{k} {readable(v)}" for k, v in value.items() if v is not None)
     if isinstance(value, list | tuple):
-        return ", ".join(map(readable, value))
+        return ", ".join(map(readable, value)) or "none"
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

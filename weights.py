@@ -89,7 +89,7 @@ def load_backbone(cfg: Model) -> tuple[Backbone, Any, Arch, Any]:
             encoder = {k: v for k, v in data.items() if not k.startswith("head.")}
         else:
             jepa, channels = cfg.pretext == "ijepa", None
-            model = data.get("model", data)
+            model = dict(data.get("model", data))
             encoder, found = ijepa.split_state(data, cfg.base) if jepa else mae.split_state(model)
             arch = arch_of(data, cfg)
             with torch.device("meta"):
@@ -131,7 +131,7 @@ def assign(network: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 def arch_of(data: Any, cfg: Shape) -> Arch:
     """Sizes of a checkpoint: what `pretrain` wrote into it, or the official ones (ValueError)."""
-    arch = BACKBONES[cfg.backbone].arch._replace(class_token=cfg.pretext != "ijepa")
+    arch = BACKBONES[cfg.backbone]._replace(class_token=cfg.pretext != "ijepa")
     if "bisslight" in data:
         about = json.loads(data["bisslight"])
         arch, trained = Arch(**about["arch"]), about["backbone"]

@@ -30,8 +30,7 @@ from commands import AlignConfig, FinetuneConfig
 from config import BACKBONES
 from data import Pool, Task, rng
 from evaluate import evaluate
-from extras.pretrain import pretrain
-from extras.settings import PretrainConfig
+from extras.pretrain import PretrainConfig, pretrain
 from finetune import finetune
 from lora import Backbone, Phi, init_theta
 from weights import build_vit

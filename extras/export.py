@@ -8,9 +8,7 @@ timm       the merged network with its head, for timm.create_model("local-dir:ti
 
 import io
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -23,18 +21,12 @@ from data import IMAGENET
 from extras.look import adapter_of
 from lora import Backbone, Phi, factors, load_adapter, merge
 from run import checking, read_json, sha256, write_atomic
-from weights import OFFICIAL, RELEASED, load_backbone, weights_of
+from weights import RELEASED, load_backbone, weights_of
 
 MADE = "LoRA on q and v of every layer of a frozen Vision Transformer, made with BiSSLight."
-NAMES = {  # timm's architectures; sizes are told as arguments
-    "vit_b16": "vit_base_patch16_224",
-    "vit_l16": "vit_large_patch16_224",
-    "vit_h14": "vit_huge_patch14_224",
-    "vit_mini": "vit_tiny_patch16_224",
-}
 CARD = """\
 ---
-license: {licence}
+license: other
 library_name: timm
 tags: [image-classification, lora, bisslight]
 ---
@@ -42,8 +34,8 @@ tags: [image-classification, lora, bisslight]
 
 {made}
 
-- weights: sha256 {weights_sha256} (licence: {licence}); pretext task {pretext}; rank {rank}
-{worth}
+Weights: sha256 {weights_sha256}, whose licence holds (the official MAE and I-JEPA files:
+CC BY-NC 4.0). Pretext task {pretext}, rank {rank}.
 
 ```python
 import timm
@@ -57,60 +49,47 @@ model = PeftModel.from_pretrained(base, 'peft')
 
 
 def export(
-    run: Path,
-    out: Path | None = None,
-    *,
-    seed: int | None = None,
-    merged: bool | None = None,
-    weights: Path | None = None,
+    run: Path, out: Path | None = None, *, seed: int | None = None, weights: Path | None = None
 ) -> dict[str, Any]:
     """Write a finished run's adapter in every layout; files of others are never replaced.
 
     Args:
         out: where to; None: RUN/export.
         seed: whose adapter is taken of a finetune run; None: its first seed's.
-        merged: whether to write the timm folder, which is as large as the backbone. None: yes.
         weights: where the backbone's file is now.
     """
     file, out = adapter_of(run, seed), out or run / "export"
     with checking(str(file)):
         theta, phi_D, about = load_adapter(file)
-    config = read_json(run / "config.json")
-    config["weights"] = weights or config["weights"]
+    config = read_json(run / "config.json") | ({"weights": weights} if weights else {})
     cfg = FinetuneConfig(**{k: config[k] for k in {*Model.model_fields, "dataset"} & config.keys()})
     backbone, _, arch, _ = load_backbone(cfg)
-    path = weights_of(cfg)
-    if sha256(path) != about["weights_sha256"]:
+    if sha256(path := weights_of(cfg)) != about["weights_sha256"]:
         raise UsageError(f"--weights {path}: {run} was made with others, see its env.json")
     phi_D, dim, scale = folded(phi_D), backbone.dim, backbone.scale
     lora, content = to_peft(theta, phi_D, dim, scale), io.BytesIO()
     torch.save(to_released(theta, dim, scale), content)
-    official = any(url.endswith(f"/{path.name}") for url, _ in OFFICIAL.values())
+    kind, _, name = cfg.backbone.rpartition(":")
+    name = name if kind else "vit_base_patch16_224"  # its sizes are told as arguments
+    network = to_timm(backbone, arch, theta, phi_D, name, about.get("channels") or IMAGENET)
+    told = {**about, "made": MADE, "dataset": Path(about["dataset"]).name}
     files: dict[str, bytes | str] = {
-        "README.md": card(about, read_json(run / "result.json"), official),
+        "README.md": CARD.format(**told),
         "released/lora.pth": content.getvalue(),
         "peft/adapter_config.json": json.dumps(lora[0], indent=1),
         "peft/adapter_model.safetensors": save(lora[1]),
+        "timm/config.json": json.dumps(network[0], indent=1),
+        "timm/model.safetensors": save(network[1]),
     }
-    if merged is not False:
-        name = NAMES.get(cfg.backbone, cfg.backbone.removeprefix("timm:"))
-        network = to_timm(backbone, arch, theta, phi_D, name, about.get("channels") or IMAGENET)
-        files["timm/config.json"] = json.dumps(network[0], indent=1)
-        files["timm/model.safetensors"] = save(network[1])
-    write_all(out, files)
-    return {"out": out, "files": list(files)}
-
-
-def write_all(out: Path, files: Mapping[str, bytes | str]) -> None:
-    """Write the files; an earlier export is known by its card (UsageError)."""
     readme = out / "README.md"
     known = readme.is_file() and MADE in readme.read_text(errors="replace")
     if out.exists() and any(out.iterdir()) and not known:
         raise UsageError(f"--out {out}: holds files that are not an export's; choose another")
-    for name, content in files.items():
+    for name, data in files.items():
         with checking(f"--out {out}"):
             (out / name).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out / name, content)
+        write_atomic(out / name, data)
+    return {"out": out, "files": list(files)}
 
 
 def folded(phi_D: Phi) -> Phi:
@@ -176,13 +155,3 @@ def to_timm(
     head = {f"head.{key}": tensor for key, tensor in phi_D.items()}
     state = merge(backbone, theta) | head
     return about, {key: tensor.contiguous() for key, tensor in state.items()}
-
-
-def card(about: Mapping[str, Any], result: Mapping[str, Any], official: bool) -> str:
-    """README.md for whoever gets the files: what they are, how good, under which terms."""
-    told = {"licence": "cc-by-nc-4.0" if official else "unknown", "made": MADE, "worth": ""}
-    if result.get("test"):
-        by, n = result["aligned_by"] or "nothing: direct PEFT", len(result["test"])
-        test = f"test {result['metric']} {fmean(result['test']):.2f} %, mean of {n} seeds"
-        told["worth"] = f"- aligned by {by}; {test}"
-    return CARD.format(**{**about, **told, "dataset": Path(about["dataset"]).name})

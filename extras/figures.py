@@ -70,11 +70,19 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def draw_arms(rows: Sequence[Row], path: Path) -> None:
-    """The picture of `evaluate --picture FILE`: a dot a seed, a column an arm."""
+    """The picture of `evaluate --picture FILE`."""
     figure, axes = pyplot().subplots(figsize=(1.6 + 1.3 * len(rows), 3.4))
-    for x, row in enumerate(rows):
-        axes.plot([x] * len(row.accuracies), row.accuracies, "o", color=COLOURS[x % len(COLOURS)])
-    axes.set_xticks(range(len(rows)), [f"{row.arm}\nmean {row.mean:.1f}" for row in rows])
-    axes.set(xlim=(-0.5, len(rows) - 0.5), ylabel=f"test {rows[0].metric} (%)")
+    plot_arms(axes, rows)
     said = [f"{r.arm} {r.mean:.2f}, {min(r.accuracies)} to {max(r.accuracies)}" for r in rows]
     save(figure, f"Test {rows[0].metric} (%), mean and range over seeds: {'; '.join(said)}.", path)
+
+
+def plot_arms(axes: Any, rows: Sequence[Row]) -> None:
+    """A dot a seed, side by side, and a line at the mean; a column an arm."""
+    for x, row in enumerate(rows):
+        n, colour = len(row.accuracies), COLOURS[x % len(COLOURS)]
+        at = [x + 0.4 * ((i + 0.5) / n - 0.5) for i in range(n)]
+        axes.plot(at, row.accuracies, "o", color=colour, markersize=4)
+        axes.hlines(row.mean, x - 0.35, x + 0.35, color=colour)
+    axes.set_xticks(range(len(rows)), [f"{row.arm}\nmean {row.mean:.1f}" for row in rows])
+    axes.set(xlim=(-0.5, len(rows) - 0.5), ylabel=f"test {rows[0].metric} (%)")

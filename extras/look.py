@@ -18,7 +18,6 @@ Paper silent: how heads are fused (here their mean), which images, which split, 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import torch
@@ -37,9 +36,6 @@ from run import checking, read_json
 
 BATCH = 64
 Row = dict[str, Any]
-
-
-# --- finished runs and their images ---------------------------------------------------------------
 
 
 def open_runs(
@@ -63,8 +59,8 @@ def open_runs(
         if any(about.get(key, now[key]) != now[key] for key in ("weights_sha256", "data_sha256")):
             raise UsageError(f"{run}: was made with other weights or images than are here")
         backbone = Backbone(m.backbone.vit, float(about["alpha"]) / float(about["rank"]))
-        phi_D = {key: tensor.to(m.device) for key, tensor in phi_D.items()}
-        networks[name] = backbone, theta.to(m.device), phi_D
+        head = {key: tensor.to(m.device) for key, tensor in phi_D.items()}
+        networks[name] = backbone, theta.to(m.device), head
     return m, networks
 
 
@@ -73,31 +69,16 @@ def adapter_of(run: Path, seed: int | None) -> Path:
     whose = "*" if seed is None else seed
     files = [*run.glob("adapter.safetensors"), *run.glob(f"adapter-s{whose}.safetensors")]
     if not files:
-        of = "a finished align or finetune run" if seed is None else f"seed {seed}"
-        raise UsageError(f"{run}: holds no adapter of {of}")
+        raise UsageError(f"{run}: holds no adapter-s{whose}.safetensors of a finished run")
     return min(files, key=lambda file: (len(file.name), file.name))
 
 
-def looked_at(m: Model, index: Sequence[int]) -> list[Tensor]:
-    """Some validation images, in batches on the device, cut as for a test."""
+def looked_at(m: Model, count: int, seed: int) -> tuple[list[int], list[Tensor]]:
+    """Validation images drawn by a seed, at most `count`: which ones, and they in batches."""
+    index = torch.randperm(len(m.task.val.targets), generator=rng(seed, "look"))[:count].tolist()
     images = Images(m.task.val, m.transform, False, 0, "eval")
     draws = [[(i, i) for i in index[k : k + BATCH]] for k in range(0, len(index), BATCH)]
-    return [x for x, _ in batches(images, draws, m.cfg.workers, m.device)]
-
-
-def spread(targets: Tensor, count: int, seed: int) -> list[int]:
-    """Indices of `count` images, drawn so that no class comes again before every class has come.
-
-    Args:
-        targets: (N,), or (N, C) for several classes an image, of which the first present counts.
-    """
-    kinds = targets if targets.ndim == 1 else (targets == 1).long().argmax(1)
-    order = torch.randperm(len(kinds), generator=rng(seed, "spread"))
-    rounds = one_hot(kinds[order]).cumsum(0).gather(1, kinds[order][:, None])[:, 0]
-    return order[rounds.argsort(stable=True)][:count].tolist()
-
-
-# --- attention rollout ----------------------------------------------------------------------------
+    return index, [x for x, _ in batches(images, draws, m.cfg.workers, m.device)]
 
 
 @torch.no_grad()
@@ -118,70 +99,60 @@ def attention_maps(backbone: Backbone, theta: Tensor, images: Tensor) -> Tensor:
 
 
 def rollout(
-    runs: Sequence[Path],
-    count: int,
-    out: Path | None = None,
-    *,
-    seed: int | None = None,
-    **changes: Any,
+    runs: Sequence[Path], count: int, out: Path | None = None, seed: int | None = None, **other: Any
 ) -> Row:
     """Draw the attention rollouts of finetune runs on the same validation images.
 
     Args:
-        count: of images, spread over the classes, drawn by `seed` (None: 0).
+        count: of images, drawn by `seed` (None: 0).
         out: the picture; None: rollout.png in the first run's directory.
-        seed, changes: see `open_runs`.
+        seed, other: see `open_runs`.
     """
     out = out or runs[0] / "rollout.png"
     check_out(out)
-    m, networks = open_runs(runs, seed, changes)
-    targets, classes = m.task.val.targets, m.task.classes
-    if not 1 <= count <= min(len(targets), BATCH):
-        raise UsageError(f"--rollout {count}: give 1 to {min(len(targets), BATCH)} images")
-    index = spread(targets, count, seed or 0)
-    images, shown = torch.cat(looked_at(m, index)), {}
-    true = targets[index] == 1 if targets.ndim == 2 else one_hot(targets[index], len(classes))
+    if not 1 <= count <= BATCH:
+        raise UsageError(f"--rollout {count}: give 1 to {BATCH} images")
+    m, networks = open_runs(runs, seed, other)
+    index, (images,) = looked_at(m, count, seed or 0)
+    targets, classes, maps = m.task.val.targets[index], m.task.classes, {}
+    if targets.ndim == 1:
+        targets = one_hot(targets, len(classes))
     rows: list[Row] = [
-        {"image": i, "label": ", ".join(classes[k] for k in right.nonzero()[:, 0]) or "none"}
-        for i, right in zip(index, true, strict=True)
+        {"image": i, "label": ", ".join(classes[k] for k in (row == 1).nonzero()) or "none"}
+        for i, row in zip(index, targets, strict=True)
     ]
     for name, (backbone, theta, phi_D) in networks.items():
         if not phi_D:
             raise UsageError(f"--rollout: {name} is an align run, it predicts nothing; fine-tune")
-        shown[name] = attention_maps(backbone, theta, images).cpu()
-        top = predict(backbone, theta, phi_D, images).argmax(1).tolist()
-        for row, k, right in zip(rows, top, true, strict=True):
-            row[name] = f"{'✓' if right[k] else '✗'} {classes[k]}"
+        maps[name] = attention_maps(backbone, theta, images).cpu()
+        top = predict(backbone, theta, phi_D, images).argmax(1)
+        for row, k, present in zip(rows, top, targets, strict=True):
+            row[name] = f"{'✓' if present[k] == 1 else '✗'} {classes[k]}"
     mean, std = (torch.tensor(x).view(3, 1, 1) for x in (m.transform.mean, m.transform.std))
-    save(*draw_rollout((images.cpu() * std + mean).clamp(0, 1), rows, shown), out)
+    save(*draw_rollout((images.cpu() * std + mean).clamp(0, 1), rows, maps), out)
     return {"picture": out, "dataset": m.task.name, "images": rows}
 
 
 def draw_rollout(
-    images: Tensor, rows: Sequence[Row], shown: Mapping[str, Tensor]
+    images: Tensor, rows: Sequence[Row], maps: Mapping[str, Tensor]
 ) -> tuple[Any, str]:
-    """A column an image: the image, then each network's map over it; one scale a column.
+    """A column an image: the image, then each network's map over it.
 
     Args:
         images: (B, 3, H, W) in [0, 1].
         rows: an image's label, and by network what it predicts.
-        shown: by network, maps (B, side, side).
+        maps: by network, (B, side, side).
     """
-    side, size = images.shape[-1], (1.5 * len(rows), 1.7 * (len(shown) + 1))
-    figure, grid = pyplot().subplots(len(shown) + 1, len(rows), squeeze=False, figsize=size)
+    size, extent = (1.5 * len(rows), 1.7 * (len(maps) + 1)), (0, 1, 0, 1)
+    figure, grid = pyplot().subplots(len(maps) + 1, len(rows), squeeze=False, figsize=size)
     for k, row in enumerate(rows):
-        low, high = map(float, torch.stack([maps[k] for maps in shown.values()]).aminmax())
-        for axes, name in zip(grid[:, k], ("label", *shown), strict=True):
-            axes.imshow(images[k].permute(1, 2, 0).numpy())
-            if name in shown:
-                own = {"vmin": low, "vmax": high, "extent": (-0.5, side - 0.5, side - 0.5, -0.5)}
-                axes.imshow(shown[name][k].numpy(), cmap="inferno", alpha=0.7, **own)
-            axes.set(xticks=[], yticks=[], title=shorten(row[name], 20), ylabel="" if k else name)
-    right = [f"{name} is right {sum('✓' in row[name] for row in rows)} times" for name in shown]
+        for axes, name in zip(grid[:, k], ("label", *maps), strict=True):
+            axes.imshow(images[k].permute(1, 2, 0).numpy(), extent=extent)
+            if name in maps:
+                axes.imshow(maps[name][k].numpy(), cmap="inferno", alpha=0.7, extent=extent)
+            axes.set(xticks=[], yticks=[], title=row[name][:20], ylabel="" if k else name)
+    right = [f"{name} is right {sum('✓' in row[name] for row in rows)} times" for name in maps]
     return figure, f"Attention rollout on {len(rows)} validation images: {'; '.join(right)}."
-
-
-# --- similarity -----------------------------------------------------------------------------------
 
 
 def cka(x: Tensor, y: Tensor) -> float:
@@ -202,19 +173,13 @@ def rsa(x: Tensor, y: Tensor) -> float:
 
 
 @torch.no_grad()
-def similarity(
-    runs: Sequence[Path], limit: int = 1000, *, seed: int | None = None, **changes: Any
-) -> Row:
+def similarity(runs: Sequence[Path], *, seed: int | None = None, **changes: Any) -> Row:
     """CKA and RSA of the pretrained backbone and of align or finetune runs, pair by pair.
 
-    Args:
-        limit: most validation images, spread over the classes.
-        seed, changes: see `open_runs`.
+    On at most 1000 validation images; seed, changes: see `open_runs`.
     """
-    if limit < 3:
-        raise UsageError(f"--limit {limit}: give 3 images or more")
     m, networks = open_runs(runs, seed, changes)
-    images = looked_at(m, sorted(spread(m.task.val.targets, limit, 0)))
+    index, images = looked_at(m, 1000, 0)
     every: Any = {"pretrained": (m.backbone, None, {})} | networks
     seen = {
         name: torch.cat([features(backbone, theta, x) for x in images]).cpu()
@@ -224,4 +189,4 @@ def similarity(
         {"network": a, "and": b, "CKA": cka(seen[a], seen[b]), "RSA": rsa(seen[a], seen[b])}
         for a, b in combinations(seen, 2)
     ]
-    return {"dataset": m.task.name, "images": sum(map(len, images)), "pairs": pairs}
+    return {"dataset": m.task.name, "images": len(index), "pairs": pairs}

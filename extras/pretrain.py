@@ -9,21 +9,75 @@ import io
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from pydantic import NonNegativeFloat, PositiveFloat
 
 import ijepa
 import mae
 from bisslight import Phi
-from config import BACKBONES, Arch, UsageError
+from commands import Command, Table
+from config import (
+    BACKBONES,
+    Arch,
+    Crops,
+    NonNegativeInt,
+    PositiveInt,
+    Pretext,
+    Rate,
+    Shape,
+    Share,
+    UsageError,
+)
+from config import (
+    Pool as PoolName,
+)
 from data import Pool, rng
-from extras.settings import PretrainConfig
 from lora import Backbone
 from model import open_pool, own_names, pretext_batches, trained
 from run import Run, checking, typed
 from training import Optimiser, Track, decay_groups, one_thread, pick_device, untracked
 from weights import build_head, build_vit, side, sincos
+
+
+class PretrainConfig(Pretext, Crops, Shape, Command):
+    """`pretrain`: MAE or I-JEPA from scratch, for those without a checkpoint. Trains ψ itself."""
+
+    ijepa: ClassVar[Table] = {  # Assran et al. 2023
+        "epochs": 300,
+        "min_crop": 0.3,
+        "base_lr": 1.25e-4,
+        "warmup_from": 0.2,
+        "min_lr": 1e-6,
+        "beta2": 0.999,
+        "weight_decay": 0.04,
+        "final_weight_decay": 0.4,
+    }
+    ijepa_mini: ClassVar[Table] = {"min_keep": 4, "patch_size": 2}
+    short: ClassVar[Table] = {"epochs": 30, "warmup_epochs": 4, "batch": 64}
+    pool: PoolName
+    """Unlabelled images: quilts, or any folder of images, nested or not."""
+    epochs: PositiveInt = 400
+    """Passes over the pool. [MAE's code; I-JEPA: 300]"""
+    warmup_epochs: NonNegativeInt = 40
+    """Epochs of linear warm-up. [MAE; I-JEPA]"""
+    warmup_from: Rate = 0.0
+    """Where the warm-up starts, as a share of the base rate. [MAE; I-JEPA: 0.2]"""
+    batch: PositiveInt = 256
+    """Images a step. [here; MAE uses 4096]"""
+    base_lr: PositiveFloat = 1.5e-4
+    """The rate is base_lr * batch / 256. [MAE; I-JEPA: 1.25e-4]"""
+    min_lr: NonNegativeFloat = 0.0
+    """Where the cosine ends. [MAE; I-JEPA: 1e-6]"""
+    weight_decay: NonNegativeFloat = 0.05
+    """AdamW decay of tensors with two or more axes. [MAE; I-JEPA: 0.04]"""
+    final_weight_decay: NonNegativeFloat | None = None
+    """Where half a cosine takes the decay. None: it stays. [MAE; I-JEPA: 0.4]"""
+    beta2: Share = 0.95
+    """AdamW's second beta; the first is 0.9. [MAE; I-JEPA: 0.999]"""
+    ema: Share = 0.996
+    """Momentum of I-JEPA's teacher at the start; it rises to 1. [I-JEPA]"""
 
 
 class PretrainResult(NamedTuple):
@@ -95,7 +149,7 @@ def sizes(cfg: PretrainConfig) -> Arch:
     if cfg.backbone not in BACKBONES or cfg.pretext not in ("mae", "ijepa"):
         known = f"pretrain makes {', '.join(BACKBONES)} with mae or ijepa"
         raise UsageError(f"{cfg.backbone} with {cfg.pretext}: {known}")
-    arch = BACKBONES[cfg.backbone].arch._replace(class_token=cfg.pretext == "mae")
+    arch = BACKBONES[cfg.backbone]._replace(class_token=cfg.pretext == "mae")
     image, patch = cfg.image_size or arch.image_size, cfg.patch_size or arch.patch_size
     return arch._replace(image_size=image, patch_size=patch)
 

@@ -16,33 +16,40 @@ from typing import Any
 
 from align import align
 from bisslight import Diverged
-from commands import AlignConfig, FinetuneConfig, one_line
-from evaluate import METHODS, evaluate
+from commands import AlignConfig, Command, FinetuneConfig, Peft, make
+from config import Bilevel, Data, Lower, Model, Pretext, Upper, UsageError
+from evaluate import evaluate
 from extras.figures import pyplot, save
-from extras.settings import SweepConfig
 from finetune import finetune
-from run import Run, read_json
+from run import Run
 from screen import simple
 from training import Track, untracked
 
-Planned = tuple[Any, dict[str, float], Path]  # settings, swept value, the direct run beside it
+SWEPT = ("rank", "lr", "d_lr", "p_lr", "lam", "lower_steps", "alternations")
+
+
+class SweepConfig(Peft, Bilevel, Upper, Lower, Pretext, Data, Model, Command):
+    """`sweep`: align with PEFT, and PEFT alone, over a list of values."""
+
+    swept: dict[str, tuple[int | float, ...]] = {}  # noqa: RUF012
+    """One list: `--rank 1,2,4` on the command line, swept={"rank": (1, 2, 4)} in Python."""
 
 
 def sweep(
     cfg: SweepConfig, out: Path, *, force: bool = False, track: Track = untracked
 ) -> dict[str, Any]:
-    """Do what is not finished of a sweep; the table of all that is there.
+    """Do what is not finished of a sweep; `evaluate`'s table of all that is there, by value.
 
     Args:
         force: start over.
         track: shows the progress of each run.
     """
-    runs = grid(cfg, out)
-    pyplot()
+    pyplot()  # tells that matplotlib is missing before the long work
+    (name,), points = cfg.swept, grid(cfg, out)
     with Run(out, "sweep", cfg, force) as directory:
         pass  # other settings are refused
     diverged: dict[str, str] = {}
-    for path, (config, _, _) in runs.items():
+    for path, config in {k: v for runs in points.values() for k, v in runs.items()}.items():
         start = getattr(config, "start", None)
         if start and not (start / "adapter.safetensors").exists():
             continue  # that diverged
@@ -51,66 +58,54 @@ def sweep(
             command(config, path, force=force, track=track)
         except Diverged as error:
             diverged[path.relative_to(out).as_posix()] = str(error)
-    done = [path for path in runs if path.name != "align" and finished(path)]
-    rows = [row(path, *runs[path][1:]) | {"run": path.relative_to(out).as_posix()} for path in done]
-    about = {"dataset": Path(cfg.dataset).name, "swept": cfg.swept}
-    found = about | {"rows": rows, "diverged": diverged}
+    rows: list[dict[str, Any]] = []
+    for value, runs in points.items():
+        done = [path for path in [*runs][1:] if (path / "result.json").exists()]
+        rows += [{name: value} | simple(row) for row in evaluate(done).arms]
+    found = {"dataset": Path(cfg.dataset).name, "rows": rows, "diverged": diverged}
     directory.write("sweep.json", json.dumps(found, indent=1))
-    save(*draw(found), out / "sweep.png")
+    save(*draw(rows, name), out / "sweep.png")
     return found
 
 
-def finished(run: Path) -> bool:
-    """Whether a run has a result."""
-    return (run / "result.json").exists()
-
-
-def grid(cfg: SweepConfig, out: Path) -> dict[Path, Planned]:
-    """All runs of a sweep in their order, every setting checked (UsageError)."""
-    runs: dict[Path, Planned] = {}
+def grid(cfg: SweepConfig, out: Path) -> dict[float, dict[Path, Any]]:
+    """By value the settings of its runs: align, finetune, direct; all are checked (UsageError)."""
+    if len(cfg.swept) != 1 or not {*cfg.swept} <= {*SWEPT}:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in SWEPT)
+        raise UsageError(f"give a comma list to one of {flags}")
     ((name, values),) = cfg.swept.items()
+    points: dict[float, dict[Path, Any]] = {}
     for value in values:
-        given, point = cfg.model_dump(exclude_unset=True) | {name: value}, {name: value}
+        given = cfg.model_dump(exclude_unset=True) | {name: value}
         place = out / f"{name.replace('_', '-')}-{value}"
         aligned = (place if name in AlignConfig.model_fields else out) / "align"
         direct = (place if name in FinetuneConfig.model_fields else out) / "direct"
-        runs[aligned] = settle(AlignConfig, given), point, direct
-        runs[place / "finetune"] = settle(FinetuneConfig, given | {"start": aligned}), point, direct
-        alone = point if direct.parent == place else {}
-        runs[direct] = settle(FinetuneConfig, given), alone, direct
-    return runs
+        points[value] = {
+            aligned: settle(AlignConfig, given),
+            place / "finetune": settle(FinetuneConfig, given | {"start": aligned}),
+            direct: settle(FinetuneConfig, given),
+        }
+    return points
 
 
 def settle(kind: Any, given: dict[str, Any]) -> Any:
     """The settings of one run (UsageError)."""
-    given = {key: value for key, value in given.items() if key in kind.model_fields}
-    with one_line(given):
-        return kind(**given)
+    return make(kind, {key: value for key, value in given.items() if key in kind.model_fields})
 
 
 def plan(cfg: SweepConfig) -> dict[str, Any]:
     """What there is to do, for --dry-run."""
-    return {"runs": [path.as_posix() for path in grid(cfg, Path("OUT"))]}
+    return {"runs": [*dict.fromkeys(x for runs in grid(cfg, Path("OUT")).values() for x in runs)]}
 
 
-def row(path: Path, point: dict[str, float], direct: Path) -> dict[str, Any]:
-    """What `evaluate` says of a run, and of the direct run of the same settings beside it."""
-    arms = evaluate([path, direct] if finished(direct) and path != direct else [path]).arms
-    result, found = read_json(path / "result.json"), dict(simple(arms[0]))
-    found |= {"arm": METHODS.get(result["aligned_by"], result["aligned_by"]), "lr": result["lr"]}
-    return found | {"point": point, "minus_direct": simple(arms[-1].first_minus_this)}
-
-
-def draw(found: dict[str, Any]) -> tuple[Any, str]:
+def draw(rows: list[dict[str, Any]], name: str) -> tuple[Any, str]:
     """Accuracy against the swept setting, a line an arm: mean ± deviation over PEFT seeds."""
     figure, axes = pyplot().subplots()
-    ((name, values),) = found["swept"].items()
-    for arm in dict.fromkeys(row["arm"] for row in found["rows"]):
-        rows = [row for row in found["rows"] if row["arm"] == arm]
-        at = [(x, row) for row in rows for x in row["point"].values() or values]
-        means = [row["mean"] for _, row in at]
-        axes.errorbar([x for x, _ in at], means, [row["std"] or 0 for _, row in at], label=arm)
-    axes.set(xscale="log", xlabel=name, ylabel=f"test {found['dataset']} (%)")
+    for arm in ("finetune", "direct"):
+        some = [row for row in rows if row["arm"] == arm]
+        x, means = ([row[key] for row in some] for key in (name, "mean"))
+        axes.errorbar(x, means, [row["std"] or 0 for row in some], label=arm)
+    axes.set(xscale="log", xlabel=name, ylabel="test (%)")
     axes.legend()
-    said = [f"{r['arm']} at {r['point'].get(name, 'all')} {r['mean']:.2f}" for r in found["rows"]]
-    return figure, f"Test accuracy against {name}: {'; '.join(said)}."
+    said = [f"{row['arm']} at {row[name]} {row['mean']:.2f}" for row in rows]
+    return figure, f"Test accuracy (%) against {name}: {'; '.join(said)}."

@@ -26,7 +26,7 @@ DEPTH, REPEATS = 4, 6
 
 def main(batch: int = 8, backbone: str = "vit_b16") -> None:
     """Times on whatever device torch takes by default."""
-    arch = BACKBONES[backbone].arch._replace(depth=DEPTH)
+    arch = BACKBONES[backbone]._replace(depth=DEPTH)
     network = lora.Backbone(build_vit(arch)).requires_grad_(False)
     theta = lora.init_theta(DEPTH, 64, arch.dim, rng(0, "lora")).requires_grad_()
     images = torch.randn(batch, 3, arch.image_size, arch.image_size, generator=rng(0, "images"))

@@ -69,7 +69,7 @@ def main(
     recompute: bool = False,
 ) -> None:
     """Print MB of each part, in float32."""
-    arch, classes = BACKBONES[backbone].arch, 200
+    arch, classes = BACKBONES[backbone], 200
     pieces = [min(batch, micro_batch or batch) for batch in (p_batch, d_batch)]
     with torch.device("meta"):
         vit, decoder = build_vit(arch), build_head(arch, "mae")

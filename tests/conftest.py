@@ -16,7 +16,8 @@ from golden import make_data
 from loopback import Server
 from torch import Tensor
 
-import cli
+from benchmarks import quilts
+from extras.pretrain import PretrainConfig, pretrain
 from training import stop
 
 HERE = Path(__file__).parent
@@ -83,24 +84,17 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where.mkdir(exist_ok=True)
     with (where / "lock").open("w") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
+        whole = quilts(0)[0]
+        about = {
+            "backbone": "vit_mini",
+            "pool": "own",
+            "epochs": 1,
+            "warmup_epochs": 0,
+            "batch": 20,
+        }
         for pretext in ("mae", "ijepa"):
-            line = "pretrain --pool quilts --backbone vit_mini --epochs 1 --warmup-epochs 0"
-            if not (where / pretext / "backbone.pth").exists():
-                assert (
-                    cli.run(
-                        [
-                            *line.split(),
-                            "--batch",
-                            "500",
-                            "--quiet",
-                            "--pretext",
-                            pretext,
-                            "--out",
-                            str(where / pretext),
-                        ]
-                    )
-                    == 0
-                )
+            cfg = PretrainConfig(pretext=pretext, **about)
+            pretrain(cfg, where / pretext, pool=whole._replace(images=whole.images[:160]))
     return where
 
 

@@ -11,16 +11,7 @@ from typing import Any
 import torch
 
 import cli
-from commands import AlignConfig, FinetuneConfig
-from extras.settings import BenchConfig, PretrainConfig, SweepConfig
 
-KINDS: dict[str, Any] = {
-    "pretrain": PretrainConfig,
-    "align": AlignConfig,
-    "finetune": FinetuneConfig,
-    "sweep": SweepConfig,
-    "bench": BenchConfig,
-}
 ALIGN = (
     "--alternations 2 --lower-steps 2 --upper-steps 1 --p-batch 8 --d-batch 8 --probe-epochs 0 "
     "--eval-every 1 --warmup 0 --quiet"

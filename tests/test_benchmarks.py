@@ -44,7 +44,6 @@ def make_voc(base: Path) -> list[str]:
     """Image i of a part has object i; object i + 4 is a difficult one in it."""
     for part, first in zip(PARTS, (0, 10, 20), strict=True):
         names = [f"{first + i:06d}" for i in range(4)]
-        lines(base / f"VOC2007/ImageSets/Main/{part}.txt", *names)
         for k, kind in enumerate(VOC):
             labels = [1 if k == i else 0 if k == i + 4 else -1 for i in range(4)]
             text = [f"{n} {v:2d}" for n, v in zip(names, labels, strict=True)]
@@ -88,13 +87,15 @@ def make_aircraft(base: Path) -> list[str]:
 
 MAKE = {"dtd": make_dtd, "voc07": make_voc, "cub200": make_cub, "pets": make_pets,
         "flowers": make_flowers, "aircrafts": make_aircraft}  # fmt: skip
+IMAGES = {"dtd": "dtd/images", "voc07": "VOC2007/JPEGImages", "cub200": "images", "pets": "images",
+          "flowers": "jpg", "aircrafts": "data/images"}  # fmt: skip
 
 
 def make(name: str, root: Path) -> Path:
     """Draw a small copy of a benchmark; its own folder."""
     base = root / FOLDERS[name]
     for file in MAKE[name](base):
-        picture(base / BENCHMARKS[name].images / file)
+        picture(base / IMAGES[name] / file)
     return base
 
 
@@ -157,7 +158,7 @@ def test_the_whole_cub_split_has_the_papers_sizes() -> None:
     """A fifth of each class of the official 5,994 training images, from the complete lists."""
     parts, _ = benchmarks.read_cub(shared("data/annotations/CUB_200_2011"))
     assert {p: len(e) for p, e in parts.items()} == {"trainval": 5994, "test": 5794}
-    assert all(label == int(name[:3]) - 1 for name, label in parts["trainval"])
+    assert all(label == int(Path(name).parts[1][:3]) - 1 for name, label in parts["trainval"])
     file = shared("data/bissl_tv_splits/cub200_val_split.txt")
     for chosen in (Data(dataset="cub200"), Data(dataset="cub200", split_file=file)):
         split = benchmarks.with_validation(parts, chosen)
@@ -166,14 +167,6 @@ def test_the_whole_cub_split_has_the_papers_sizes() -> None:
         assert len({*split["train"], *split["val"]}) == 5994
     rest = (file.parent / "cub200_train_split.txt").read_text().split()  # the other original file
     assert {parts["trainval"][int(i)] for i in rest} == {*split["train"]}
-
-
-def test_the_validation_split_is_fixed(tmp_path: Path) -> None:
-    """Written down here, so that another platform or release takes the same files."""
-    make("pets", tmp_path)
-    task = load("pets", tmp_path)
-    assert sorted(path.name for path in task.val.images) == ["Pug_6.jpg", "great_cat_4.jpg"]
-    assert task.fingerprint() != load("pets", tmp_path, data_seed=1).fingerprint()
 
 
 # --- what is not whole, or wrong ---
@@ -187,15 +180,15 @@ def test_an_incomplete_copy_is_an_error_unless_asked_for(name: str, tmp_path: Pa
     with pytest.raises(UsageError, match=r"train, validation and test have .*, --partial takes"):
         load(name, tmp_path, partial=False)
     task = load(name, tmp_path)
-    assert task.missing == 0
+    if name == "pets":  # written down, so that another platform or release takes the same files
+        assert sorted(path.name for path in task.val.images) == ["Pug_6.jpg", "great_cat_4.jpg"]
     gone = task.train.images[0]
     gone.unlink()
     less = load(name, tmp_path)
-    assert less.missing == 1
     assert {*less.train.images} == {*task.train.images} - {gone}
     assert {*less.val.images} == {*task.val.images}  # a missing file does not move the others
     states = {row["name"]: row["state"] for row in list_all(tmp_path)}
-    assert states.pop(name).startswith("partial: (") and {*states.values()} == {"missing"}
+    assert states.pop(name) == "there" and {*states.values()} == {"missing"}
 
 
 @pytest.mark.parametrize(
@@ -218,7 +211,6 @@ def test_a_bad_list_file_ends_in_one_line(
     with pytest.raises(UsageError, match=r": its lists cannot be read \(.*; download") as error:
         load(name, tmp_path)
     assert str(error.value).startswith(str(base))
-    assert {row["name"]: row["state"] for row in list_all(tmp_path)}[name] == "damaged"
 
 
 def test_split_files_are_checked(tmp_path: Path, monkeypatch: Any) -> None:
@@ -226,13 +218,13 @@ def test_split_files_are_checked(tmp_path: Path, monkeypatch: Any) -> None:
     path = tmp_path / "split.txt"
     path.write_text("0\n3\n")
     for name, whole, listed in (("cub200", 5994, 12), ("dtd", 3760, 0)):
-        with pytest.raises(UsageError, match=rf"split.txt: .* {whole} listed .* not {listed}"):
+        with pytest.raises(UsageError, match=rf"split.txt: .* {whole} listed .*; {listed} are"):
             load(name, tmp_path, split_file=path)
     monkeypatch.setitem(BENCHMARKS, "cub200", BENCHMARKS["cub200"]._replace(sizes=(10, 2, 4)))
     task = load("cub200", tmp_path, split_file=path)
     assert [x.name for x in task.val.images] == ["Bird_3_0.jpg", "Bird_3_4.jpg"]  # 3 is for test
     path.write_text("12")
-    with pytest.raises(UsageError, match=r"split.txt: .* needs numbers below 12"):
+    with pytest.raises(UsageError, match=r"split.txt: .* numbers below 12;"):
         load("cub200", tmp_path, split_file=path)
 
 
@@ -247,10 +239,8 @@ def test_check_counts_what_is_missing_and_names_what_is_damaged(
         (base / f"images/{name}.jpg").write_bytes(b"")
     for name in ("great_cat_3", "great_cat_5"):
         (base / f"images/{name}.jpg").unlink()
-    picture(base / "images/extra.jpg")
     found = check("pets", tmp_path)
-    counts = [found[key] for key in ("listed", "absent", "extra", "images")]
-    assert counts == [16, 2, 1, 14]
+    assert [found[key] for key in ("listed", "absent", "images")] == [16, 2, 14]
     missing, *damaged = found["problems"]
     assert missing["problem"] == "lists 16 images of 7349, 2 of them are missing"
     assert Path(missing["first"]).name == "great_cat_3.jpg"
@@ -277,9 +267,12 @@ def test_check_reads_a_folder_and_a_pool(tmp_path: Path) -> None:
 def test_a_pool_is_quilts_the_training_part_of_imagenet_or_any_folder(tmp_path: Path) -> None:
     for file in ("pool/1.png", "pool/deep/2.JPEG", "pool/.hidden/3.png", "imagenet/val/n01/1.JPEG"):
         picture(tmp_path / file)
+    (tmp_path / "pool/.hidden/none").mkdir()
     assert load_pool("quilts", tmp_path, 0).images.shape == (4000, 3, 16, 16)
-    with pytest.raises(UsageError, match="no images in"):  # validation is no pool
+    with pytest.raises(OSError, match="imagenet/train"):  # validation is no pool
         load_pool("imagenet", tmp_path, 0)
+    with pytest.raises(UsageError, match="no images in"):
+        load_pool(f"folder:{tmp_path}/pool/.hidden/none", tmp_path, 0)
     picture(tmp_path / "imagenet/train/n01/2.JPEG")
     for name, files in ((f"folder:{tmp_path}/pool", ["1.png", "2.JPEG"]), ("imagenet", ["2.JPEG"])):
         assert [path.name for path in load_pool(name, tmp_path, 0).images] == files
@@ -307,9 +300,6 @@ def test_a_download_is_whole_or_not_there(server: Server, tmp_path: Path, monkey
     assert [path.name for path in root.iterdir()] == ["oxford-iiit-pet"]  # no archive is left
     assert len(load("pets", root).test.targets) == 8
     assert (root / "oxford-iiit-pet/list.mat").read_bytes() == server.files["list.mat"]
-    for name, message in (
-        ("pets", "is there already"),
-        ("imagenet", "imagenet is at image-net.org"),
-    ):
+    for name, message in {"pets": "is there already", "imagenet": "is at image-net.org"}.items():
         with pytest.raises(UsageError, match=message):
             download(name, root)

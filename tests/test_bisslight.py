@@ -17,7 +17,7 @@ from torch import Tensor
 
 import bisslight
 import cg
-from bisslight import Diverged, Log, State, algorithm_1, gradients
+from bisslight import Diverged, Log, State, algorithm_1, gradients, within
 from mfac import Partition, exact, identity, mfac
 from mfac import recursion as by_recursion
 
@@ -371,3 +371,32 @@ def test_where_theta_and_phi_are_coupled_the_papers_eq_5_ends_beside_the_bilevel
         found = problem.run(how).theta_D.detach().flatten()
         assert float((found - torch.tensor(where)).abs().max()) < 0.005
     close(found, problem.theta_D, 3e-3)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5)])
+def test_the_share_inside_the_span_is_that_of_a_dense_projection(
+    dtype: torch.dtype, tolerance: float
+) -> None:
+    """By QR; a gradient that comes twice spans nothing new, and none of a query of zeros is in."""
+    g = torch.Generator().manual_seed(0)
+    G = torch.randn(3, 4, 9, generator=g, dtype=torch.float64)
+    x = torch.randn(3, 9, generator=g, dtype=torch.float64)
+    Q, _ = torch.linalg.qr(G.mT)  # (3, 9, 4)
+    dense = (Q.mT @ x[..., None]).square().sum()
+    twice = torch.cat([G, G[:, :1]], 1)
+    for rows in (G, twice):
+        close(within(rows.to(dtype))(x.to(dtype)), dense, tolerance)
+    assert within(G)(x - (Q @ (Q.mT @ x[..., None]))[..., 0]) < 1e-12 * dense
+    assert within(torch.zeros(1, 2, 3))(torch.ones(1, 3)) == 0
+
+
+def test_what_m_fac_removes_is_inside_the_span_and_ends_with_lambda() -> None:
+    """The difference of g and q lies in the span, so |q|² = |g|² − |Pg|² + |Pq|²."""
+    g = torch.Generator().manual_seed(1)
+    G = torch.randn(2, 3, 8, generator=g, dtype=torch.float64)
+    x = torch.randn(2, 8, generator=g, dtype=torch.float64)
+    inside = within(G)
+    for lam, least, most in ((1e-9, 1 - 1e-6, 1.0), (1.0, 0.1, 0.99), (1e9, 0.0, 1e-6)):
+        q = mfac(G, lam)(x)
+        close(q.square().sum(), x.square().sum() - inside(x) + inside(q), 1e-8)
+        assert least <= 1 - float(inside(q) / inside(x)) <= most

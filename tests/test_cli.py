@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,9 @@ def test_align_finetune_evaluate_end_to_end(weights: Path, capsys: Any) -> None:
     assert run(line, capsys)[1] == out
     assert load_file("a/adapter.safetensors")["theta"].shape == (4, 4 * 8 * 64)
     record = json.loads(Path("a/metrics.jsonl").read_text().splitlines()[-1])
+    assert run("align --config a/config.json --out two --quiet", capsys)[0] == 0
+    adapters = [Path(at, "adapter.safetensors").read_bytes() for at in ("a", "two")]
+    assert adapters[0] == adapters[1]
     known = {"step", "loss_P", "proximal", "loss_D_at_P", "loss_D_at_D", "q_over_g", "cosine"}
     assert known | {"distance", "val_P", "val_D"} <= record.keys()
     for begin, name in ((start, "p"), ("--from a", "q")):
@@ -74,28 +78,20 @@ def test_align_finetune_evaluate_end_to_end(weights: Path, capsys: Any) -> None:
         assert picture.size[0] > 100
 
 
-def test_a_saved_config_repeats_the_run(weights: Path, capsys: Any) -> None:
-    run(f"align {START.format(w=weights)} {TINY} --out one --quiet", capsys)
-    assert run("align --config one/config.json --out two --quiet", capsys)[0] == 0
-    adapters = [Path(name, "adapter.safetensors").read_bytes() for name in ("one", "two")]
-    assert adapters[0] == adapters[1]
-
-
 # --- what a person sees -----------------------------------------------------------------------
 
 
-def test_help_has_panels_and_loads_no_torch() -> None:
+def test_help_wrong_names_and_version_come_before_torch() -> None:
     """The ones that people set first are on top; no summary is cut; every setting is there."""
-    code = "import sys, cli; code = cli.run(sys.argv[1:]); sys.exit(code or 'torch' in sys.modules)"
+    code = "import sys, cli; sys.exit(cli.run(sys.argv[1:]) + 3 * ('torch' in sys.modules))"
     told = {}
-    for line in ("", "align", "sweep", "data check"):
-        done = outside(line + " --help", code)
+    for name in ("", "align"):
+        done = outside(name + " --help", code)
         assert done.returncode == 0, done.stderr
-        assert cli.ABOUT.get(line, "") in " ".join(done.stdout.split())
         assert max(map(len, done.stdout.splitlines())) <= 80
-        told[line] = done.stdout
-    listed = " ".join(told[""].replace("│", " ").split())
-    assert all(cli.ABOUT[name] in listed for name in cli.COMMANDS if " " not in name)
+        told[name] = " ".join(done.stdout.replace("│", " ").split())
+    assert all(row[0] in told[""] for name, row in cli.COMMANDS.items() if " " not in name)
+    assert cli.COMMANDS["align"][0] in told["align"]
     first = ["--backbone ", "--dataset ", "--pool ", "--out ", "--seed "]
     panels = ["─ Algorithm 1 ─", "─ Data ─", "─ Machine ─", "─ This run ─"]
     places = [told["align"].index(name) for name in [*first, *panels]]
@@ -103,6 +99,10 @@ def test_help_has_panels_and_loads_no_torch() -> None:
     for name in AlignConfig.model_fields:
         assert flag(name) in told["align"]
     assert "--jobs" not in told["align"]
+    done = outside("align --backbone vit_b16 --dataset quits", code)
+    assert done.returncode == 2 and "did you mean quilts?" in done.stderr
+    done = outside("--version", code)
+    assert done.returncode == 0 and done.stdout.startswith("bisslight ")
 
 
 def test_dry_run_fits_a_screen_and_says_who_set_what(weights: Path, capsys: Any) -> None:
@@ -128,35 +128,27 @@ def test_progress_is_a_plain_line_an_item_off_a_terminal(capsys: Any) -> None:
     score = {"accuracy": 50.0, "loss": 1.0}
     items: list[Any] = ["loss 2.0", {"loss_P": [1.0, 3.0], "val_P": score}]
     items += [{"loss": 1.0, "val": None}, {"lr": 0.01, "seed": 1, "val": None}]
-    with screen.bars(quiet=False) as track:
-        assert [*track(iter(items), 8, "align", 4)] == items
+    for quiet in (False, True):
+        with screen.bars(quiet) as track:
+            assert [*track(iter(items), 8, "align", 4)] == items
     said = [line.partition("  ETA")[0] for line in capsys.readouterr().err.splitlines()]
     told = ["loss 2.0", "loss 2.0000  val 50.0 %", "loss 1.0000", "lr 0.01"]
     assert said == [f"align {n}/8  {text}" for n, text in enumerate(told, 5)]
-    with screen.bars(quiet=True) as track:
-        assert len([*track(iter(items), 8, "align", 4)]) == 4
-    assert capsys.readouterr().err == ""
 
 
 def test_the_bar_fits_80_columns_with_eta_loss_and_last_validation(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    def terminal(**more: Any) -> Console:
-        return Console(
-            width=80, force_terminal=True, color_system=None, legacy_windows=False, **more
-        )
-
+    terminal = partial(Console, width=80, force_terminal=True, color_system=None)
     monkeypatch.setattr(screen, "Console", terminal)
     record = {"loss_P": [0.125], "val_P": {"accuracy": 71.25}}
     with screen.bars(quiet=False) as track:
         for _ in track(iter([record] * 3), 500, "align", 99):
             time.sleep(0.2)  # the bar is drawn ten times a second
     drawn = capsys.readouterr().err.replace("\r", "\n").splitlines()
-    last = [text for text in drawn if "102/500" in text]
-    assert last
-    assert len(last[-1]) <= 80
-    for part in ("align", "ETA", "loss 0.1250", "val 71.2 %"):
-        assert part in last[-1]
+    last = [text for text in drawn if "102/500" in text][-1]
+    assert len(last) <= 80
+    assert all(part in last for part in ("align", "ETA", "loss 0.1250", "val 71.2 %"))
 
 
 def test_results_are_lines_tables_or_json(capsys: Any) -> None:
@@ -183,37 +175,30 @@ TUNE = f"finetune {START}"
 WRONG = [
     ("align --backbone vit_mini --dataset quilts", 2, "--weights FILE: vit_mini with mae"),
     ("align --backbone vit_l --dataset quilts", 2, "--backbone vit_l: is unknown, did you mean"),
-    ("align --backbone vit_mini --weights {w} --dataset quits", 2, "did you mean quilts?"),
     ("align --backbone vit_mini --weights {w}", 2, "--dataset: Field required"),
     ("align --backbone vit_mini --weights {w} --dataset pics", 2, "folder:PATH"),
     ("align --backbone vit_mini --weights {w} --dataset folder:no --pool quilts", 2, "no folder"),
     ("align --backbone vit_mini --weights {w} --dataset dtd", 2, "bisslight data download dtd"),
     ("align --backbone vit_mini --weights nope.pth --dataset quilts", 2, "nope.pth: is no"),
-    ("align --backbone vit_b16 --weights {w} --dataset quilts", 2, "vit_mini"),
     ("align --alternatoins 3", 2, "--alternatoins"),
     (f"{ALIGN} --pool nowhere", 2, "nowhere: there is no folder"),
     (f"{ALIGN} --lam -1", 2, "--lam -1: should be greater than 0"),
-    (f"{ALIGN} --lam inf", 2, "--lam inf: should be a finite number"),
-    (f"{ALIGN} --rank x", 2, "--rank x: should be a valid integer"),
-    (f"{ALIGN} --mask-ratio 0.99", 2, "of the 16"),
+    (f"{ALIGN} --mask-ratio 0.99", 2, "leaves none or all of the patches"),
     (f"{ALIGN} --hypergrad newton", 2, "--hypergrad newton: should be 'mfac', 'recursion'"),
-    (f"{ALIGN} --hypergrad exact", 2, "out of reach; lower --rank"),
-    (f"{ALIGN} --device tpu", 2, "--device tpu"),
+    (f"{ALIGN} --hypergrad exact", 2, "5000 at most; lower --rank"),
+    (f"{ALIGN} --device gpu", 2, "--device gpu"),
     (f"{ALIGN} --out pics", 2, "--out"),
     (f"{ALIGN} --patch-size 8", 2, "patch"),
     (f"{ALIGN} --config typo.toml", 2, "--alternation 3: Extra inputs are not permitted"),
     (f"{ALIGN} --config broken.toml", 2, "cannot be read as settings"),
-    (f"{ALIGN} --config none.toml", 2, "cannot be read as settings"),
     (f"{ALIGN} --preset papr", 2, "'papr' is not one of"),
     (f"{ALIGN} --pretext nothing.py:Class", 2, "nothing.py:Class"),
     (f"{TUNE} --epochs 1 --seeds 1 --lr 1e30", 1, "lower learning rate (--lr"),
-    (f"{TUNE} --lr 1 --grid 1,2", 2, "give --lr or --grid, not both"),
     (f"{TUNE} --grid 1e-3,x", 2, "--grid x: should be a valid number"),
     (f"{TUNE} --pool pics", 2, "--pool"),
     ("finetune --from nowhere", 2, "--from nowhere: is no align run"),
     ("finetune --from pics", 2, "is no align run, directory of align runs or LoRA file"),
     ("finetune --backbone vit_mini --weights {w} --dataset folder:pics", 1, "png"),
-    (f"sweep {START} --rank 4", 2, "give a comma list"),
     (f"sweep {START} --rank 4,x", 2, "--rank x: should be a valid integer"),
     ("pretrain --backbone vit_mini --pool pics --image-size 18", 2, "patch"),
     ("evaluate nowhere", 2, "nowhere"),
@@ -252,28 +237,20 @@ def test_a_wrong_input_gets_one_clear_line(
     assert {path for path in Path().rglob("*") if path.parts[0] != "runs"} == before
 
 
-def test_an_unknown_name_is_told_before_torch_is_imported() -> None:
-    code = "import sys, cli; cli.run(sys.argv[1:]); sys.exit('torch' in sys.modules)"
-    for line in ("align --backbone vit_b16 --dataset quits", "finetune --from nowhere"):
-        done = outside(line, code)
-        assert done.returncode == 0, line
-        assert done.stderr.startswith("error: ")
-
-
 # --- streams and signals ----------------------------------------------------------------------
 
 
 def test_streams_that_are_closed_or_narrow_end_no_command(tmp_path: Path) -> None:
     shell = " ".join(f"'{word}'" for word in PROGRAM)
-    for line in (f"{shell} --help >&-", f"{shell} --help 2>&- >&-", f"{shell} --help | true"):
+    for line in (f"{shell} --help 2>&- >&-", f"{shell} --help | true"):
         done = subprocess.run(
             line, shell=True, capture_output=True, text=True, env=OUTSIDE, check=False
         )
         assert (done.returncode, done.stderr) == (0, ""), line
-    done = outside("align --help", PYTHONIOENCODING="ascii")
-    assert (done.returncode, done.stderr) == (0, "")
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
-    done = outside(f"align --backbone vit_b16 --dataset quilts --pool {folder}")
+    done = outside(
+        f"align --backbone vit_b16 --dataset quilts --pool {folder}", PYTHONIOENCODING="ascii"
+    )
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
 
@@ -302,12 +279,3 @@ def test_signals_have_their_exit_codes_and_the_same_command_goes_on(
     assert "\x1b" not in rest
     assert "alternation" in rest.splitlines()[-1]
     assert (tmp_path / "r" / "checkpoint.pt").exists()
-
-
-def test_flags_are_unique_and_every_option_has_help() -> None:
-    for name, (_, settings, options) in cli.COMMANDS.items():
-        fields = cli.load(settings).model_fields if settings else ()
-        names = [*fields, *options.split()]
-        assert len(names) == len({*names}), name
-        assert {*options.split()} <= cli.OPTIONS.keys()
-        assert cli.ABOUT[name].endswith(".")

@@ -5,6 +5,7 @@ import re
 from fractions import Fraction
 from functools import partial
 from itertools import combinations
+from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +33,22 @@ def by_hand(a: list[int], b: list[int]) -> float:
     return sum(splits) / len(splits)
 
 
-def test_p_counts_splits_that_tie_with_the_observed_one() -> None:
-    """Eight seeds an arm, an image apart; means in floating point would lose 1,200 splits."""
-    a, b = [*range(700, 708)], [*range(699, 707)]
-    found = compare(a, b)
-    assert (found.p, found.splits, found.difference) == (by_hand(a, b), 12_870, 1.0)
-    assert found.p == pytest.approx(0.481, abs=5e-4)
-
-
-@pytest.mark.parametrize(("n", "m"), [(3, 4), (4, 3), (5, 5), (1, 6), (6, 1), (2, 7)])
+@pytest.mark.parametrize(("n", "m"), [(3, 4), (4, 3), (1, 6), (6, 1), (8, 8)])
 def test_p_is_the_share_of_splits_that_differ_at_least_as_much(n: int, m: int) -> None:
+    """Ties count; of eight seeds an arm, an image apart, floating point would lose 1,200 splits."""
+    cases = [(range(700, 700 + n), range(699, 699 + m))]
     for spread in (2, 6, 40):
-        for i in range(3):
-            counts = torch.randint(spread, (n + m,), generator=rng(i, n, m, spread)).tolist()
-            assert compare(counts[:n], counts[n:]).p == by_hand(counts[:n], counts[n:])
+        counts = torch.randint(spread, (n + m,), generator=rng(n, m, spread)).tolist()
+        cases.append((counts[:n], counts[n:]))
+    for a, b in cases if n < 8 else cases[:1]:
+        assert compare([*a], [*b]).p == by_hand([*a], [*b])
+        assert compare([*a], [*b]).splits == comb(n + m, n)
 
 
 def test_a_single_seed_has_a_p_against_several_and_none_against_one() -> None:
     assert compare([80], [70, 71, 72, 73]).p == 1 / 5
     assert compare([71], [70, 72, 73, 74]).p == 4 / 5  # 72 alone is nearer to the others
-    assert compare([80], [70])[1:] == (None, 2, "one seed each")
+    assert compare([80], [70])[1:] == (None, 2)
 
 
 # --- scores -----------------------------------------------------------------------------------
@@ -60,22 +57,16 @@ def test_a_single_seed_has_a_p_against_several_and_none_against_one() -> None:
 EACH = partial(torch.nn.functional.cross_entropy, reduction="none")
 
 
-def test_score_does_not_depend_on_batch_size() -> None:
-    z, y = torch.randn(23, 5, generator=rng(1)), torch.randint(5, (23,), generator=rng(2))
+def test_score_counts_images_and_classes_and_no_batches() -> None:
+    z, y = torch.randn(23, 5, generator=rng(1)), torch.randint(4, (23,), generator=rng(2))
     whole = score(lambda x: x, [(z, y)], EACH)
     parts = score(lambda x: x, zip(z.split(4), y.split(4), strict=True), EACH)
     assert whole._replace(loss=0) == parts._replace(loss=0)
     assert whole.right == int((z.argmax(1) == y).sum())
     assert whole.accuracy == pytest.approx(100 * whole.right / 23)
-    assert whole.loss == pytest.approx(parts.loss)
+    each = [(z.argmax(1) == y)[y == k].double().mean() for k in range(4)]
+    assert whole.per_class == pytest.approx(100 * float(sum(each)) / 4)
     assert whole.loss == pytest.approx(float(torch.nn.functional.cross_entropy(z, y)))
-
-
-def test_per_class_accuracy_counts_classes_alike() -> None:
-    z, y = torch.eye(3)[[0, 0, 0, 1, 2]], torch.tensor([0, 0, 0, 0, 2])
-    found = score(lambda x: x, [(z, y)], EACH)
-    assert found.accuracy == pytest.approx(80.0)
-    assert found.per_class == pytest.approx(100 * (3 / 4 + 1) / 2)
 
 
 def test_metrics_equal_the_recorded_ones() -> None:
@@ -162,9 +153,7 @@ def test_a_directory_of_runs_is_one_arm(tmp_path: Path) -> None:
     assert (arm.arm, arm.seeds, arm.accuracies, arm.counts) == ("arm", 2, [70.0, 72.0], [700, 720])
     assert (arm.mean, arm.std) == (71.0, pytest.approx(2**0.5))
     assert (arm.first_minus_this, arm.differs, other.differs) == (None, {}, {})
-    assert other.first_minus_this is not None
-    assert other.first_minus_this.difference == pytest.approx(10.5)
-    assert other.first_minus_this.p == by_hand([700, 720], [600, 610])
+    assert other.first_minus_this == (10.5, by_hand([700, 720], [600, 610]), 6)
 
 
 def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
@@ -196,9 +185,8 @@ def test_arms_with_another_test_are_refused_and_other_settings_are_told(tmp_path
     unlike = finished(tmp_path / "unlike", [70.0], rank=1, epochs=20, seed=7, device="cuda")
     aligned = finished(tmp_path / "aligned", [70.0], by="mfac", grid=[1e-4])
     found = evaluate([first, unlike, aligned])
-    assert found.arms[1].differs == {"epochs": [200, 20], "rank": [64, 1]}
-    said = "unlike differs from first in epochs 20 (200 there), rank 1 (64 there)"
-    assert found.differences == [said]  # the other one has the grid that goes with its start
+    assert found.arms[1].differs == {"epochs": "20, there 200", "rank": "1, there 64"}
+    assert found.arms[2].differs == {}  # it has the grid that goes with its start
 
 
 def test_counts_are_whole_right_images_and_of_map_hundredths_of_a_point(tmp_path: Path) -> None:
@@ -217,11 +205,9 @@ def test_the_papers_figure_stands_only_beside_what_the_paper_measured(tmp_path: 
         ("mfac", {}, (85.6, 0.3)),
         (None, {"weights": official}, (84.4, 0.4)),
         ("identity", {}, None),
-        ("unknown", {}, None),
         (None, {"partial": True}, None),
         ("mfac", {"rank": 8}, None),
         (None, {"weights": "backbone.pth"}, None),
-        (None, {"epochs": 5}, None),
         ("mfac", {"optimizer": "sgd"}, None),
         ("mfac", {"pretext": "rotation"}, None),
         ("mfac", {"aligned_on": "dtd"}, None),

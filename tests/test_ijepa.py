@@ -290,7 +290,7 @@ def test_a_file_without_encoder_or_predictor_is_told(content: Any) -> None:
 
 
 def test_the_official_sizes_have_the_known_numbers_of_tensors_and_parameters() -> None:
-    arch = BACKBONES["vit_h14"].arch._replace(class_token=False)
+    arch = BACKBONES["vit_h14"]._replace(class_token=False)
     with torch.device("meta"):
         networks = build_vit(arch), build_head(arch, "ijepa")
     found = [[t.numel() for t in network.state_dict().values()] for network in networks]

@@ -1,6 +1,7 @@
 """Rollout, CKA and RSA: against plain algebra and scipy, and of finished runs as commands."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,6 @@ from data import rng
 from extras import look
 from lora import Backbone, features, load_adapter, merge, predict
 from weights import build_vit
-
-# --- rollout --------------------------------------------------------------------------------------
 
 SIZES: Any = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 4}
 
@@ -57,19 +56,6 @@ def test_maps_are_rows_of_the_product_of_timms_attention(kind: str) -> None:
     np.testing.assert_allclose(maps[3].flatten(), expected[prefix:], rtol=0, atol=1e-6)
     parts = [look.attention_maps(backbone, theta, part) for part in x.split(2)]
     torch.testing.assert_close(torch.cat(parts), maps)
-
-
-def test_images_are_spread_over_the_classes() -> None:
-    targets = torch.tensor([0] * 50 + [1] * 5 + [2] * 5)
-    assert sorted(targets[look.spread(targets, 3, 0)].tolist()) == [0, 1, 2]
-    assert torch.bincount(targets[look.spread(targets, 7, 1)]).sort().values.tolist() == [2, 2, 3]
-    assert look.spread(targets, 7, 1) != look.spread(targets, 7, 2)
-    assert look.spread(targets, 3, 1) == look.spread(targets, 7, 1)[:3]
-    several = torch.tensor([[1, -1, 1], [1, 0, -1], [-1, 1, -1], [-1, 0, 1]])
-    assert {*look.spread(several, 3, 0)} in ({0, 2, 3}, {1, 2, 3})
-
-
-# --- CKA and RSA ----------------------------------------------------------------------------------
 
 
 def drawn(n: int, d: int, seed: int) -> Tensor:
@@ -111,8 +97,6 @@ def test_rsa_equals_explicit_matrices_and_ignores_rotation_and_a_scale_of_each_i
     assert abs(look.rsa(x + 3, y) - before) > 1e-3
 
 
-# --- finished runs --------------------------------------------------------------------------------
-
 PEFT = "--epochs 2 --batch 40 --warmup-epochs 0 --lr 3e-2 --quiet"
 ALIGN = "--alternations 2 --lower-steps 2 --upper-steps 2 --p-batch 8 --d-batch 8 --probe-epochs 0"
 
@@ -126,9 +110,11 @@ def finished(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"align {own} {ALIGN} --d-lr 1e-2 --warmup 0 --quiet --out {at}/a",
         f"finetune --from {at}/a {PEFT} --seeds 1 --out {at}/aligned",
         f"finetune {own} {PEFT} --seeds 2 --out {at}/direct",
-        f"finetune {own} {PEFT} --seeds 1 --data-seed 1 --out {at}/other",
     ):
         assert cli.run(line.split()) == 0
+    shutil.copytree(at / "direct", at / "other")
+    config = json.loads((at / "other/config.json").read_text()) | {"data_seed": 1}
+    (at / "other/config.json").write_text(json.dumps(config))
     return at
 
 
@@ -149,16 +135,16 @@ def test_the_rollout_of_runs_is_drawn_beside_what_they_predict(
     shown: dict[str, Tensor] = {}
     draw = look.draw_rollout
     monkeypatch.setattr(look, "draw_rollout", lambda *x: (shown.update(x[2]), draw(*x))[1])
-    line = f"evaluate {finished}/aligned --against {finished}/direct --rollout 10 --json"
+    line = f"evaluate {finished}/aligned --against {finished}/direct --rollout 3 --json"
     for _ in range(2):  # our own picture may be written again
         assert cli.run(line.split()) == 0
         result = json.loads(capsys.readouterr().out)
     assert result["picture"] == f"{finished}/aligned/rollout.png"  # where the report finds it
     with Image.open(result["picture"]) as picture:
-        assert "10 validation images" in picture.info["Description"]
+        assert "3 validation images" in picture.info["Description"]
     index = [row["image"] for row in result["images"]]
     backbone, val, targets = quilts_val(weights)
-    assert sorted(targets[index[:8]].tolist()) == list(range(8))
+    assert len({*index}) == 3
     assert [r["label"] for r in result["images"]] == [f"layout {targets[i]}" for i in index]
     for name in ("aligned", "direct"):
         theta, phi_D, _ = load_adapter(finished / name / "adapter-s0.safetensors")
@@ -196,12 +182,8 @@ WRONG = [
     ("{at}/direct --rollout 0", "--rollout 0: give 1 to 64 images"),
     ("{at}/a --rollout 2", "a is an align run, it predicts nothing"),
     ("{weights} --rollout 2", "holds no adapter"),
-    ("{at}/direct --similarity --seed 7", "direct: holds no adapter of seed 7"),
-    (
-        "{at}/direct --against {at}/other --rollout 2",
-        "other: was made with other weights or images",
-    ),
-    ("{at}/direct --similarity --limit 2", "--limit 2: give 3"),
+    ("{at}/direct --similarity --seed 7", "direct: holds no adapter-s7"),
+    ("{at}/other --rollout 2", "other: was made with other weights or images"),
     ("{at}/direct --rollout 2 --picture {at}/r.gif2", ".png, .svg, .pdf"),
     ("{at}/direct --rollout 2 --picture {at}/mine.png", "mine.png: was not made by this program"),
 ]
@@ -216,15 +198,3 @@ def test_a_wrong_input_gets_one_clear_line(finished: Path, weights: Path, capsys
         assert (out, len(err.splitlines())) == ("", 1)
         assert message in err
     assert {*finished.rglob("*")} == before
-
-
-def test_i_jepa_runs_are_seen_before_their_batchnorm(pretrained: Path, tmp_path: Path) -> None:
-    own = f"--backbone vit_mini --pretext ijepa --weights {pretrained}/ijepa --dataset quilts"
-    assert cli.run(f"finetune {own} {PEFT} --seeds 1 --out {tmp_path}/f".split()) == 0
-    found = look.similarity([tmp_path / "f"])
-    theta, phi_D, _ = load_adapter(tmp_path / "f/adapter-s0.safetensors")
-    assert "norm.mean" in phi_D
-    m, _ = look.open_runs([tmp_path / "f"], None, {})
-    x = torch.cat(look.looked_at(m, range(160)))
-    a, b = (m.backbone(x, t).detach().mean(1).double() for t in (None, theta))
-    assert found["pairs"][0]["CKA"] == pytest.approx(hsic_cka(a, b), abs=1e-5)

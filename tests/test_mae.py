@@ -152,7 +152,7 @@ SIZES = [  # keys and parameters of the official files
 
 @pytest.mark.parametrize(("name", "keys", "parameters"), SIZES)
 def test_real_sizes_have_the_official_keys(name: str, keys: int, parameters: int) -> None:
-    arch = BACKBONES[name].arch
+    arch = BACKBONES[name]
     with torch.device("meta"):
         state = {**build_vit(arch).state_dict(), **build_head(arch, "mae").state_dict()}
     assert (len(state), sum(tensor.numel() for tensor in state.values())) == (keys, parameters)

@@ -61,7 +61,7 @@ def same_curves(one: str, two: str) -> None:
                 close(torch.tensor(b[key]), torch.tensor(a[key]), 1e-3)
 
 
-@pytest.mark.parametrize("hypergrad", ["mfac", "cg"])
+@pytest.mark.parametrize("hypergrad", ["mfac", pytest.param("cg", marks=pytest.mark.slow)])
 def test_micro_batches_from_the_command_line(pretrained: Path, hypergrad: str) -> None:
     """The same run to rounding, and not to the bit, so they were really used."""
     line = f"align {model(pretrained, 'mae')} --dataset quilts {SMALL} --alternations 2"

@@ -1,10 +1,8 @@
 """The house rules: who imports whom, how large a module may be, what is packaged."""
 
 import ast
-import io
 import re
 import subprocess
-import tokenize
 import tomllib
 from pathlib import Path
 
@@ -14,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [  # a module imports only from lower floors
     "bisslight cg config data ijepa lora mae mfac paper screen training",
     "benchmarks commands evaluate run weights",
-    "cli extras.datasets extras.figures extras.settings model",
+    "cli extras.datasets extras.figures model",
     "align extras.look extras.pretrain finetune",
     "extras.bench extras.demo extras.export extras.report extras.sweep",
 ]
@@ -25,9 +23,9 @@ MODULES = {
 }
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 LINES, STATEMENTS, CODE, PARAMETERS = 350, 240, 50, 10  # of a module, of a function
-# What is reached; the aim is 2,800, 5,400 and 46,000. A change may lower them, never raise them
 BINARY = (".npz", ".png", ".npy", ".mat", ".gz", ".pth", ".tar", ".safetensors")
-IN_ALL = {"statements": 4110, "lines": 7700, "nodes": 62_000}
+# What is reached; the aim is 2,800, 5,400 and 46,000. A change may lower them, never raise them
+IN_ALL = {"statements": 3210, "lines": 6280, "nodes": 49_200}
 
 
 def imports(path: Path) -> set[str]:
@@ -52,9 +50,7 @@ def documentation(tree: ast.AST) -> list[ast.Expr]:
 
 def code_lines(text: str) -> set[int]:
     """Numbers of the lines that hold code."""
-    skip = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    lines = {t.start[0] for t in tokens if t.type not in skip and t.string}
+    lines = {n for n, x in enumerate(text.splitlines(), 1) if x.strip()[:1] not in ("", "#")}
     for node in documentation(ast.parse(text)):
         lines -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
     return lines
@@ -117,7 +113,7 @@ def test_the_whole_program_is_small() -> None:
 
 
 def test_the_suite_is_small() -> None:
-    assert sum(len(path.read_text().splitlines()) for path in ROOT.glob("tests/*.py")) <= 9700
+    assert sum(len(path.read_text().splitlines()) for path in ROOT.glob("tests/*.py")) <= 7500
 
 
 def test_every_module_is_packaged() -> None:
@@ -149,12 +145,6 @@ def test_no_file_names_a_machine_path() -> None:
     )
     if not listed.stdout:
         pytest.skip("not a git checkout")
-    for name in listed.stdout.split("\n"):
-        if (
-            name
-            and not name.endswith(
-                (".npz", ".png", ".npy", ".mat", ".gz", ".pth", ".tar", ".safetensors")
-            )
-            and (ROOT / name).is_file()
-        ):
+    for name in listed.stdout.split():
+        if not name.endswith(BINARY) and (ROOT / name).is_file():
             assert not re.search(r"/(home|root|tmp|Users)/\w", (ROOT / name).read_text()), name

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from commands import AlignConfig, FinetuneConfig, settle
 from config import Settings, UsageError
 from data import epochs, in_order, stream
-from extras.settings import PretrainConfig
+from extras.pretrain import PretrainConfig
 
 
 def drawn(examples: int) -> settings:
@@ -46,11 +46,11 @@ def test_any_json_is_settings_or_one_line(
     base = {name: value for name, value in needed.items() if whole and name in kind.model_fields}
     file.write_text(json.dumps(base | table))
     try:
-        config, sources = settle(kind, {}, file)
+        config, layers = settle(kind, {}, file)
     except UsageError as error:
         assert str(error)
         return
-    assert {*sources} <= kind.model_fields.keys()
+    assert {name for layer in layers.values() for name in layer} <= kind.model_fields.keys()
     file.write_text(config.model_dump_json())
     assert settle(kind, {}, file)[0] == config
 

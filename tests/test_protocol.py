@@ -31,7 +31,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def official_layout(backbone: str) -> dict[str, Any]:
     """Random values under the official names of a full MAE file."""
-    arch = BACKBONES[backbone].arch
+    arch = BACKBONES[backbone]
     state = official(build_vit(arch)) | official(build_head(arch, "mae"))
     return {k: torch.empty(v.shape).normal_(0, 0.02) for k, v in state.items()}
 
@@ -80,7 +80,7 @@ def test_weights_are_downloaded_on_first_use(server: Any, monkeypatch: Any, caps
         assert not list(Path("cache").rglob("*.p*"))
     monkeypatch.setitem(OFFICIAL, ("vit_b16", "mae"), (f"{server.url}/x_full.pth", size))
     assert cli.run([*line.split(), "--dry-run"]) == 0
-    assert f"to download from {server.url}/x_full.pth" in capsys.readouterr().out
+    assert f"from {server.url}/x_full.pth" in capsys.readouterr().out
     for more in ([], ["--force"]):
         assert cli.run([*line.split(), *more]) == 0, capsys.readouterr().err
         server.files.clear()
@@ -99,7 +99,6 @@ def test_any_plain_timm_vit_can_be_finetuned(capsys: Any) -> None:
         torch.save(timm.create_model(name, num_classes=3).state_dict(), "vit.pth")
         assert cli.run((line + name).split()) == code
         assert not code or "VisionTransformer" in capsys.readouterr().err
-    assert json.loads(Path("f/result.json").read_text())["backbone"] == f"timm:{name}"
     assert cli.run(["export", "f"]) == 0
     opened = timm.create_model("local-dir:f/export/timm", pretrained=True)
     assert opened.num_classes == 2
@@ -191,7 +190,7 @@ def test_what_is_fixed_in_the_code_is_what_the_paper_says(weights: Path) -> None
     cfg = AlignConfig(backbone="vit_b16", dataset="cub200")
     phi_P = {"a.weight": torch.zeros(2, 2), "a.bias": torch.zeros(2)}
     task: Any = SimpleNamespace(phi=phi_P | {"mask_token": torch.zeros(1, 1, 2)})
-    s: Any = align.begin(cfg, torch.zeros(2, 8), task, trainable(init_head(4, 3, rng(0))))
+    s, _ = align.begin(cfg, torch.zeros(2, 8), task, trainable(init_head(4, 3, rng(0))))
     P, D = s.opt_P.torch, s.opt_D.torch
     assert type(P) is type(D) is torch.optim.AdamW
     assert {group["betas"] for group in P.param_groups} == {(0.9, 0.95)}

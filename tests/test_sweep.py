@@ -10,8 +10,9 @@ from PIL import Image
 import cli
 from align import align
 from bisslight import Diverged
+from config import UsageError
 from extras import sweep as room
-from extras.settings import SweepConfig
+from extras.sweep import SweepConfig
 
 TINY = (
     "--backbone vit_mini --dataset quilts --alternations 2 --lower-steps 1 --upper-steps 1 "
@@ -20,62 +21,17 @@ TINY = (
 )
 
 
-class Killed(BaseException):
-    """Stands for a kill."""
-
-
 def run(line: str, capsys: Any) -> tuple[int, str, str]:
     code = cli.run(line.split())
     out, err = capsys.readouterr()
     return code, out, err
 
 
-def test_a_killed_sweep_goes_on_to_a_table_that_is_what_evaluate_says(
-    weights: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    out = tmp_path / "s"
-    line = f"sweep --rank 1,2 --weights {weights} {TINY} --out {out}"
-
-    def killing(cfg: Any, out: Path, **given: Any) -> Any:
-        if "rank-2" in str(out):
-            raise Killed
-        return align(cfg, out, **given)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(room, "align", killing)
-        with pytest.raises(Killed):
-            cli.run(line.split())
-    first = (out / "rank-1/finetune/result.json").stat().st_mtime_ns
-    assert run(line, capsys)[0] == 0
-    assert (out / "rank-1/finetune/result.json").stat().st_mtime_ns == first  # not again
-    result = json.loads((out / "sweep.json").read_text())
-    assert [(row["run"], row["arm"]) for row in result["rows"]] == [
-        ("rank-1/finetune", "BiSSLight"), ("rank-1/direct", "PEFT"),
-        ("rank-2/finetune", "BiSSLight"), ("rank-2/direct", "PEFT"),
-    ]  # fmt: skip
-    assert result["diverged"] == {}
-    for rank in (1, 2):
-        at = out / f"rank-{rank}"
-        arms = run(f"evaluate {at}/finetune --against {at}/direct --json", capsys)[1]
-        arms = json.loads(arms)["arms"]
-        rows = [row for row in result["rows"] if row["point"] == {"rank": rank}]
-        for row, arm in zip(rows, arms, strict=True):
-            assert all(row[key] == arm[key] for key in ("mean", "std", "accuracies"))
-        assert rows[0]["minus_direct"] == arms[1]["first_minus_this"]
-        saved = json.loads((at / "align/config.json").read_text())
-        assert (saved["rank"], saved["alpha"]) == (rank, rank)  # scale 1 at every rank
-    with Image.open(out / "sweep.png") as picture:
-        assert f"PEFT at 2 {result['rows'][3]['mean']:.2f}" in picture.info["Description"]
-    code, _, err = run(f"{line} --lam 0.5", capsys)
-    assert (code, len(err.splitlines())) == (2, 1)
-    assert "is a run with other settings: lam 0.001 -> 0.5" in err
-
-
 def test_a_list_in_a_file_is_the_same_sweep_and_dry_run_writes_nothing(
     weights: Path, tmp_path: Path, capsys: Any
 ) -> None:
     file = tmp_path / "lists.toml"
-    file.write_text(f'rank = [1, 2]\nbackbone = "vit_mini"\nweights = "{weights}"\n')
+    file.write_text(f'swept = {{rank = [1, 2]}}\nbackbone = "vit_mini"\nweights = "{weights}"\n')
     code, out, _ = run(f"sweep --config {file} {TINY} --out {tmp_path}/s --dry-run --json", capsys)
     kinds = ("align", "finetune", "direct")
     assert code == 0
@@ -84,21 +40,25 @@ def test_a_list_in_a_file_is_the_same_sweep_and_dry_run_writes_nothing(
 
 
 def test_a_run_belongs_to_the_setting_if_it_depends_on_it() -> None:
-    """λ has one direct run, a PEFT rate one align run."""
+    """λ has one direct run, a PEFT rate one align run; LoRA's scale is 1 at every rank."""
 
-    def names(**swept: Any) -> list[str]:
+    def runs(**swept: Any) -> dict[str, Any]:
         cfg = SweepConfig(backbone="vit_mini", dataset="quilts", swept=swept)
-        return [path.as_posix() for path in room.grid(cfg, Path())]
+        points = room.grid(cfg, Path()).values()
+        return {path.as_posix(): config for runs in points for path, config in runs.items()}
 
-    assert names(lam=(0.1, 1)) == [
+    assert [*runs(lam=(0.1, 1))] == [
         "lam-0.1/align", "lam-0.1/finetune", "direct", "lam-1/align", "lam-1/finetune",
     ]  # fmt: skip
-    assert names(lr=(1e-3, 1e-2)) == [
+    assert [*runs(lr=(1e-3, 1e-2))] == [
         "align", "lr-0.001/finetune", "lr-0.001/direct", "lr-0.01/finetune", "lr-0.01/direct",
     ]  # fmt: skip
+    with pytest.raises(UsageError, match="give a comma list to one of --rank"):
+        runs(clip=(4, 5))
+    assert [(c.rank, c.alpha) for c in runs(rank=(1, 2)).values()] == [(1, 1)] * 3 + [(2, 2)] * 3
 
 
-def test_a_point_that_diverges_is_told_and_the_others_go_on(
+def test_a_sweep_says_what_evaluate_does_and_tells_a_point_that_diverges(
     weights: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def diverging(cfg: Any, out: Path, **given: Any) -> Any:
@@ -107,14 +67,24 @@ def test_a_point_that_diverges_is_told_and_the_others_go_on(
         return align(cfg, out, **given)
 
     monkeypatch.setattr(room, "align", diverging)
-    line = f"sweep --p-lr 1e-3,100 --weights {weights} {TINY} --out {tmp_path}/s --json"
-    code, out, _ = run(line, capsys)
+    at = tmp_path / "s"
+    line = f"sweep --p-lr 1e-3,100 --weights {weights} {TINY} --out {at}"
+    code, out, _ = run(f"{line} --json", capsys)
     assert code == 0
     result = json.loads(out)
+    assert result == json.loads((at / "sweep.json").read_text())
     assert result["diverged"] == {
         "p-lr-100/align": "alternation 1, lower level, step 2: a loss is not finite"
     }
-    assert [row["run"] for row in result["rows"]] == ["p-lr-0.001/finetune", "direct"]
+    told = run(f"evaluate {at}/p-lr-0.001/finetune --against {at}/direct --json", capsys)[1]
+    assert result["rows"][:2] == [{"p_lr": 0.001} | arm for arm in json.loads(told)["arms"]]
+    assert [(row["p_lr"], row["arm"]) for row in result["rows"][2:]] == [(100, "direct")]
+    with Image.open(at / "sweep.png") as picture:
+        said = f"finetune at 0.001 {result['rows'][0]['mean']:.2f}"
+        assert said in picture.info["Description"]
+    code, _, err = run(f"{line} --lam 0.5", capsys)
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "is a run with other settings: lam 0.001 -> 0.5" in err
 
 
 WRONG = [

@@ -3,12 +3,10 @@
 The golden runs notice most errors of wiring; here are those that need a run of their own.
 """
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from golden import MAE, adapter, command, metrics, run
 from torch import Tensor
@@ -40,50 +38,40 @@ def scores(out: Path) -> dict[str, list[tuple[float, float]]]:
     }
 
 
-def test_of_equal_validation_scores_the_first_epoch_is_kept(drawn: Path, tmp_path: Path) -> None:
-    result = finetune(drawn, tmp_path / "f", f"--lr 1e-20 {STILL} --epochs 3 --seeds 2")
-    for curve in scores(tmp_path / "f").values():
-        assert len({*curve}) == 1  # a tie in accuracy and in loss
+def test_of_equal_scores_the_first_epoch_is_kept_and_seeds_begin_apart(
+    drawn: Path, tmp_path: Path
+) -> None:
+    """At a rate at which nothing moves: ties in accuracy and loss; what is saved is the start."""
+    result = finetune(drawn, tmp_path, f"--lr 1e-20 {STILL} --epochs 2 --seeds 2")
+    assert all(len({*curve}) == 1 for curve in scores(tmp_path).values())
     assert result["epochs"] == [1, 1]
+    for name in ("theta", "head.weight", "head.bias"):  # own LoRA and head, B is 0 in all
+        differ = tensors(tmp_path, 0)[name] != tensors(tmp_path, 1)[name]
+        assert differ.double().mean() > 0.4
+    theta = tensors(tmp_path, 0)["theta"].view(4, 4, 4, 64)
+    assert float(theta[:, 1::2].abs().max()) < 1e-15
+    assert 0.12 < float(theta[:, 0::2].abs().max()) <= 64**-0.5
 
 
 def test_of_equal_accuracies_the_lower_loss_is_kept(drawn: Path, tmp_path: Path) -> None:
     """Slow enough that no image changes sides, while the loss falls."""
-    result = finetune(drawn, tmp_path / "f", "--lr 1e-5 --warmup-epochs 0 --epochs 3 --seeds 2")
-    for curve, epoch in zip(scores(tmp_path / "f").values(), result["epochs"], strict=True):
-        accuracies, losses = zip(*curve, strict=True)
-        assert (len({*accuracies}), len({*losses})) == (1, 3)
-        assert losses[epoch - 1] == min(losses) and epoch > 1
+    result = finetune(drawn, tmp_path, "--lr 1e-5 --warmup-epochs 0 --epochs 2 --seeds 1")
+    ((first, last),) = scores(tmp_path).values()
+    assert first[0] == last[0] and first[1] > last[1]
+    assert result["epochs"] == [2]
 
 
-@pytest.mark.parametrize("grid", ["1e-20,1e-21", "1e-21,1e-20"])
-def test_of_rates_with_equal_scores_the_first_given_is_kept(
-    drawn: Path, tmp_path: Path, grid: str
-) -> None:
-    result = finetune(drawn, tmp_path / "f", f"--grid {grid} {STILL} --epochs 1 --seeds 1")
-    curves = scores(tmp_path / "f").values()
-    assert (len(curves), len({curve[0] for curve in curves})) == (2, 1)
-    assert result["lr"] == float(grid.split(",")[0])
-
-
-def test_each_seed_has_its_own_lora_and_its_own_head(drawn: Path, tmp_path: Path) -> None:
-    """At a rate at which nothing moves, what is saved is where a seed began."""
-    out = tmp_path / "f"
-    finetune(drawn, out, f"--lr 1e-20 {STILL} --epochs 1 --seeds 3")
-    for one, other in itertools.combinations(range(3), 2):
-        for name in ("theta", "head.weight", "head.bias"):
-            differ = tensors(out, one)[name] != tensors(out, other)[name]
-            assert differ.double().mean() > 0.4  # B is 0 in all
-    theta = tensors(out, 0)["theta"].view(4, 4, 4, 64)
-    assert float(theta[:, 1::2].abs().max()) < 1e-15
-    assert 0.12 < float(theta[:, 0::2].abs().max()) <= 64**-0.5
+def test_of_rates_with_equal_scores_the_first_given_is_kept(drawn: Path, tmp_path: Path) -> None:
+    result = finetune(drawn, tmp_path, f"--grid 1e-21,1e-20,1e-22 {STILL} --epochs 1 --seeds 1")
+    assert len({curve[0] for curve in scores(tmp_path).values()}) == 1
+    assert result["lr"] == 1e-21
 
 
 def test_a_seed_is_the_same_run_wherever_it_stands(drawn: Path, tmp_path: Path) -> None:
     """Seed 1 as the second of two, and alone: same bits, other ones than seed 0's."""
     two, one = tmp_path / "two", tmp_path / "one"
-    finetune(drawn, two, "--lr 1e-2 --epochs 2 --seeds 2")
-    finetune(drawn, one, "--lr 1e-2 --epochs 2 --seeds 1 --seed 1")
+    finetune(drawn, two, "--lr 1e-2 --epochs 1 --seeds 2")
+    finetune(drawn, one, "--lr 1e-2 --epochs 1 --seeds 1 --seed 1")
     for name, tensor in tensors(one, 1).items():
         assert torch.equal(tensor, tensors(two, 1)[name])
     assert scores(two)["lr0.01-s1"] == scores(one)["lr0.01-s1"] != scores(two)["lr0.01-s0"]

@@ -1,9 +1,16 @@
-"""Foreign files, damaged images, odd names and closed streams, seen from the command line."""
+"""Foreign files, damaged images, odd names and closed terminals, seen from the command line."""
 
+import fcntl
 import json
 import os
+import pty
+import select
 import shutil
+import signal
+import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +21,12 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 import cli
+from training import one_thread
 
 ROOT = Path(cli.__file__).parent
 PEFT = "--epochs 1 --batch 40 --warmup-epochs 0 --lr 1e-2 --quiet"
 PRETRAIN = "pretrain --backbone vit_mini --epochs 1 --warmup-epochs 0 --batch 2000 --quiet"
-ALIGN = "--alternations 1 --lower-steps 2 --upper-steps 1 --p-batch 8 --d-batch 8 --warmup 0"
+ALIGN = "--lower-steps 2 --upper-steps 1 --p-batch 8 --d-batch 8 --warmup 0 --probe-epochs 0"
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +47,11 @@ def peft(weights: Path, dataset: str, out: Path | str) -> list[str]:
     return [*line, "--dataset", dataset, "--out", str(out)]
 
 
-def align(weights: Path, dataset: str, out: str) -> list[str]:
-    line = f"align --backbone vit_mini --weights {weights} --pool quilts {ALIGN} --quiet"
-    return [*line.split(), "--probe-epochs", "0", "--dataset", dataset, "--out", out]
+def align(
+    weights: Path, dataset: str, out: str, more: str = "--alternations 1 --quiet"
+) -> list[str]:
+    line = f"align --backbone vit_mini --weights {weights} --pool quilts {ALIGN} {more}"
+    return [*line.split(), "--dataset", dataset, "--out", out]
 
 
 def refusal(arguments: list[str], capsys: Any) -> tuple[int, str]:
@@ -63,16 +73,18 @@ def test_a_picture_replaces_no_file_that_the_program_did_not_make(
 ) -> None:
     """One of the same format, by the same plotting library; the program's own is drawn again."""
     shutil.copytree(finished, "f")
-    for suffix in ("png", "svg", "pdf"):
+    for suffix, line in (
+        ("png", "evaluate f --rollout 2"),
+        ("svg", "evaluate f"),
+        ("pdf", "evaluate f"),
+    ):
         mine = Path(f"mine.{suffix}")
         Figure().savefig(mine)
         before = mine.read_bytes()
-        for line in ("evaluate f", "evaluate f --rollout 2"):
-            code, err = refusal([*line.split(), "--picture", str(mine)], capsys)
-            assert code == 2 and mine.name in err and "choose another" in err
-            assert mine.read_bytes() == before
-        assert cli.run(["evaluate", "f", "--picture", f"p.{suffix}"]) == 0
-        assert cli.run(["evaluate", "f", "--picture", f"p.{suffix}"]) == 0
+        code, err = refusal([*line.split(), "--picture", str(mine)], capsys)
+        assert code == 2 and mine.name in err and "choose another" in err
+        assert mine.read_bytes() == before
+    assert [cli.run(["evaluate", "f", "--picture", "p.svg"]) for _ in range(2)] == [0, 0]
     Path("f/rollout.png").write_text("mine")  # where it goes by default
     assert "rollout.png" in refusal(["evaluate", "f", "--rollout", "2"], capsys)[1]
     assert Path("f/rollout.png").read_text() == "mine"
@@ -99,11 +111,15 @@ def cut(image: Path) -> None:
     image.write_bytes(data[: len(data) * 2 // 3])
 
 
-@pytest.mark.parametrize(("command", "part"), [("align", "val"), ("finetune", "test")])
-def test_a_damaged_validation_or_test_image_is_named_before_the_first_step(
+@pytest.mark.parametrize(
+    ("command", "part"), [("align", "val"), ("finetune", "test"), ("finetune", "train")]
+)
+def test_a_damaged_image_is_named_before_the_first_step_or_when_it_is_drawn(
     weights: Path, command: str, part: str, capsys: Any
 ) -> None:
-    """No run has begun, so the remedy, to remove the image, lets the same command run."""
+    """A training set may hold a million images: the run begins without looking at them. With
+    others no run has begun, so the remedy, to remove the image, lets the same command run.
+    """
     data = dataset(Path("data"))
     bad = Path("data", part, "light/2.jpg")
     cut(bad)
@@ -112,19 +128,9 @@ def test_a_damaged_validation_or_test_image_is_named_before_the_first_step(
     code, err = refusal(line, capsys)
     assert code == 1
     assert str(bad) in err and "remove it" in err
-    assert not Path("r").exists()
+    assert Path("r").exists() == (part == "train")
     bad.unlink()
-    assert cli.run(line) == 0
-
-
-def test_a_damaged_training_image_is_named_when_it_is_drawn(weights: Path, capsys: Any) -> None:
-    """A training set or pool may hold a million images: the run begins without looking at them."""
-    data = dataset(Path("data"))
-    cut(Path("data/train/light/2.jpg"))
-    code, err = refusal([*peft(weights, data, "r"), "--seeds", "1"], capsys)
-    assert code == 1
-    assert "data/train/light/2.jpg" in err
-    assert Path("r/config.json").exists()
+    assert part == "train" or cli.run(line) == 0
 
 
 # --- names, result files ----------------------------------------------------------------------
@@ -162,19 +168,55 @@ def test_images_whose_names_are_not_utf_8_are_refused_and_run_directories_are_no
     assert cli.run(["evaluate", "."]) == 0
 
 
-def test_a_result_without_test_accuracies_is_told_and_ends_no_command(
-    finished: Path, capsys: Any
+# --- runs -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_closed_ends_a_run_like_a_termination(weights: Path) -> None:
+    """Its progress bar has nowhere to go, and the signal comes at the same time."""
+    ours, theirs = pty.openpty()
+
+    def controlling() -> None:
+        """A closed terminal sends SIGHUP to those whose controlling one it is."""
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm"}
+    line = align(weights, "quilts", "a", "--alternations 100 --eval-every 1000")
+    words = [sys.executable, "-m", "cli", *line]
+    streams: Any = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "env": env}
+    with subprocess.Popen(words, start_new_session=True, preexec_fn=controlling, **streams) as p:
+        os.close(theirs)
+        until, log = time.monotonic() + 120, Path("a/metrics.jsonl")
+        while not (log.exists() and len(log.read_text().splitlines()) > 2):
+            assert p.poll() is None and time.monotonic() < until
+            if select.select([ours], [], [], 0.02)[0]:
+                os.read(ours, 65536)
+        os.close(ours)
+        assert p.wait(60) == 128 + signal.SIGHUP
+    assert Path("a/checkpoint.pt").exists()  # test_resume goes on from such a one
+    assert not Path("a/result.json").exists()
+
+
+def test_a_report_holds_no_absolute_path_of_its_runs(finished: Path, weights: Path) -> None:
+    """A page is for others; where its maker keeps files is not."""
+    assert cli.run(["report", str(finished)]) == 0
+    page = Path("report.html").read_text()
+    assert str(finished.parent) not in page
+    assert str(weights.parent) not in page
+
+
+def test_an_unfinished_align_run_is_refused_with_a_remedy_that_works(
+    weights: Path, capsys: Any
 ) -> None:
-    """With a traceback, that is: an adapter may be exported all the same."""
-    shutil.copytree(finished, "f")
-    result = json.loads(Path("f/result.json").read_text())
-    Path("f/result.json").write_text(json.dumps(result | {"test": []}))
-    for line in (f"evaluate {finished} --against f", "report f"):
-        code, err = refusal(line.split(), capsys)
-        assert code == 2 and "f: has no test accuracy" in err, err
-    assert cli.run(["export", "f", "--out", "e", "--no-merged"]) == 0
-    assert "test top-1" not in Path("e/README.md").read_text()
-    assert not Path("report.html").exists()
+    line = align(weights, "quilts", "a")
+    assert cli.run(line) == 0
+    Path("a/result.json").unlink()
+    Path("a/adapter.safetensors").unlink()
+    tune = ["finetune", "--from", "a", *PEFT.split(), "--seeds", "1", "--out", "f"]
+    err = refusal(tune, capsys)[1]
+    assert "--from" in err and "is not a finished align run" in err
+    assert "its own command again" in err
+    assert [cli.run(line), cli.run(tune)] == [0, 0]
 
 
 # --- processes and threads --------------------------------------------------------------------
@@ -190,19 +232,15 @@ def test_a_dry_run_tells_how_many_processes_decode_images(weights: Path, capsys:
 
 
 def test_vit_mini_on_a_cpu_has_one_thread_unless_asked_otherwise(
-    weights: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two threads beside another busy process took nine times as long as one."""
-    before = torch.get_num_threads()
-    line = [*peft(weights, "quilts", "r"), "--seeds", "1", "--device", "cpu", "--force"]
-    try:
-        for asked in (1, 2):
-            monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-            if asked == 2:
-                monkeypatch.setenv("OMP_NUM_THREADS", "2")
-            torch.set_num_threads(2)
-            assert cli.run(line) == 0
-            found = json.loads(Path("r/env.json").read_text())["machines"][0]["threads"]
-            assert found == asked
-    finally:
-        torch.set_num_threads(before)
+    before, cpu = torch.get_num_threads(), torch.device("cpu")
+    for backbone, asked, count in (("vit_mini", "2", 2), ("vit_b16", "", 2), ("vit_mini", "", 1)):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if asked:
+            monkeypatch.setenv("OMP_NUM_THREADS", asked)
+        torch.set_num_threads(2)
+        one_thread(backbone, cpu)
+        assert torch.get_num_threads() == count
+    torch.set_num_threads(before)

@@ -1,0 +1,110 @@
+"""`examples/minimal.py`, BiSSLight in one page, against `bisslight.algorithm_1` and a quadratic."""
+
+import ast
+import itertools
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from conftest import close
+from torch import Tensor
+
+import mae
+from bisslight import State, algorithm_1
+from config import BACKBONES
+from lora import Backbone, DownstreamLoss, Examples, init_head, init_theta
+from mfac import mfac
+from training import Group, Optimiser, constant, decay_groups, trainable
+from weights import build_head, build_vit, sincos
+
+PAGE = Path(mae.__file__).parent / "examples/minimal.py"
+CLIP = 0.1  # below the norms of this test
+
+
+def test_it_is_one_page_that_needs_torch_alone_and_has_the_lines_in_order() -> None:
+    text = PAGE.read_text()
+    assert len(text.splitlines()) <= 80
+    nodes = [*ast.walk(ast.parse(text))]
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    found |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert found - {"collections.abc", "itertools", "typing"} == {"torch"}
+    marks = re.findall(r"# l\.(\d+)(?:, l\.(\d+))?", text)
+    lines = [int(n) for mark in marks for n in mark if n]
+    assert lines == sorted(lines)
+    assert {*lines} == {*range(2, 18)}
+
+
+def test_it_ends_where_the_library_ends() -> None:
+    """MAE on a LoRA ViT; AdamW with decay, and clipping that acts, at both levels; float64."""
+    arch, rng = BACKBONES["vit_mini"], torch.Generator().manual_seed(0)
+    backbone = Backbone(build_vit(arch)).double().requires_grad_(False)
+    decoder = build_head(arch, "mae").double()
+    grid = arch.image_size // arch.patch_size
+    tables = sincos(arch.dim, grid).double(), sincos(decoder.mask_token.shape[-1], grid).double()
+    mae.init([(backbone.vit, tables[0]), (decoder, tables[1])], rng)
+    task, loss_D = mae.MAE(backbone, decoder), DownstreamLoss(backbone)
+    start = init_theta(arch.depth, 8, arch.dim, rng).double()
+    head = {k: x.double() for k, x in init_head(arch.dim, 3, rng).items()}
+    images = torch.randn(6, 4, 3, arch.image_size, arch.image_size, generator=rng).double()
+    pretext = [task.prepare(x, *(y.double() for y in task.draw(4, rng))) for x in images]
+    labelled = [Examples(x, torch.randint(3, (4,), generator=rng)) for x in images]
+    c = SimpleNamespace(alternations=2, lower_steps=3, upper_steps=2, lam=1e-3)
+
+    def groups(theta: Any, phi: Any, lr: float) -> list[Group]:
+        """θ decayed, φ as in MAE: its vectors are not."""
+        return [Group(theta, lr, 0.05), *decay_groups(phi, lr / 10, 0.05)]
+
+    def library() -> tuple[Tensor, Any]:
+        P, D = (trainable({"theta": start})["theta"] for _ in "PD")
+        phi_P, phi_D = trainable(task.phi), trainable(head)
+        opt_P = Optimiser(groups([P], phi_P, 0.01), constant, (0.9, 0.95), CLIP)
+        opt_D = Optimiser(groups([D], phi_D, 0.02), constant, (0.9, 0.999), CLIP)
+        s = State(P, D, phi_P, phi_D, opt_P, opt_D)
+        logs = [*algorithm_1(s, c, task, loss_D, mfac, iter(pretext), iter(labelled))]
+        return P.detach(), logs
+
+    def one_page() -> Tensor:
+        theta_D = [*trainable({str(k): row for k, row in enumerate(start)}).values()]
+        phi_P, phi_D = trainable(task.phi), trainable(head)
+
+        def loss(of: Any, names: Any) -> Any:
+            return lambda theta, phi, batch: of(
+                torch.stack(theta), dict(zip(names, phi, strict=True)), batch
+            )
+
+        def adamw(names: Any, lr: float, beta_2: float) -> Any:
+            def made(theta: list[Tensor], phi: list[Tensor]) -> torch.optim.Optimizer:
+                of = groups(theta, dict(zip(names, phi, strict=True)), lr)
+                params = [
+                    {"params": g.tensors, "lr": g.lr, "weight_decay": g.weight_decay} for g in of
+                ]
+                return torch.optim.AdamW(params, betas=(0.9, beta_2))
+
+            return made
+
+        *_, theta_P = runpy.run_path(str(PAGE))["algorithm_1"](
+            theta_D, [*phi_P.values()], [*phi_D.values()],
+            loss(task.loss, phi_P), loss(loss_D, phi_D),
+            adamw(phi_P, 0.01, 0.95), adamw(phi_D, 0.02, 0.999),
+            c.lam, c.alternations, c.lower_steps, c.upper_steps, iter(pretext), iter(labelled),
+            CLIP,
+        )  # fmt: skip
+        return torch.stack(theta_P).detach()
+
+    expected, logs = library()
+    assert min(*logs[0].norm_P, *logs[0].norm_D) > CLIP  # so clipping acts
+    assert max(logs[1].q_over_g) < 0.999  # and so does the curvature
+    close(one_page(), expected, 1e-12)
+
+
+def test_it_shows_a_quadratic_whose_optimum_it_approaches() -> None:
+    run = subprocess.run([sys.executable, PAGE], capture_output=True, text=True, check=True)
+    found = [float(line.split()[-1]) for line in run.stdout.splitlines()]
+    assert len(found) >= 5
+    assert all(b < a for a, b in itertools.pairwise(found))
+    assert found[-1] < 0.1 * found[0]
