@@ -44,7 +44,7 @@ BLUE, ORANGE, GREEN, PINK, SKY, RED = (
 # show.
 
 # %%
-arch = BACKBONES["vit_mini"].arch
+arch = BACKBONES["vit_mini"]
 vit, decoder = build_vit(arch), build_head(arch, "mae")
 tables = [sincos(arch.dim, 4), sincos(arch.decoder_dim, 4)]  # the fixed positions of 4 x 4 patches
 mae.init([(vit, tables[0]), (decoder, tables[1])], rng(0, "init"))
@@ -128,9 +128,8 @@ plt.show()
 
 # %%
 for name in ("vit_mini", "vit_b16", "vit_l16", "vit_h14"):
-    sizes = BACKBONES[name]
-    K, dim = sizes.arch.depth, sizes.arch.dim
-    print(f"{name:9} {K} layers x 4 x rank {sizes.rank} x {dim} = {K * 4 * sizes.rank * dim:,}")
+    K, dim, rank = BACKBONES[name].depth, BACKBONES[name].dim, 8 if name == "vit_mini" else 64
+    print(f"{name:9} {K} layers x 4 x rank {rank} x {dim} = {K * 4 * rank * dim:,}")
 
 # %% [markdown]
 # Two adapters on one backbone are two tensors, and the network is a function of them. This is all

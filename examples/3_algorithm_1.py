@@ -42,7 +42,7 @@ BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 # on drawn images, as in notebook 2.
 
 # %%
-arch = BACKBONES["vit_mini"].arch
+arch = BACKBONES["vit_mini"]
 vit, decoder = build_vit(arch), build_head(arch, "mae")
 mae.init([(vit, sincos(arch.dim, 4)), (decoder, sincos(arch.decoder_dim, 4))], rng(0, "init"))
 backbone, pretext = Backbone(vit), mae.MAE(Backbone(vit), decoder, mask_ratio=0.3)

@@ -158,7 +158,7 @@ class Jigsaw:
 # on: the same random numbers give the same batch, and gradients do not depend on micro-batches.
 
 # %%
-backbone = Backbone(build_vit(BACKBONES["vit_mini"].arch))
+backbone = Backbone(build_vit(BACKBONES["vit_mini"]))
 jigsaw = Jigsaw(backbone, None, rng(0, "head"))
 some = task.train.images[::10]
 batch = jigsaw.prepare(some, *jigsaw.draw(8, rng(0, "order")))

@@ -6,14 +6,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_python import env
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("[0-9]_*.py"))
-NAMES = ["1_hypergradient", "2_two_adapters", "3_algorithm_1", "4_your_own_task"]
+EACH = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 
 
 def cells_of_script(text: str) -> list[tuple[str, str]]:
@@ -29,41 +28,31 @@ def cells_of_script(text: str) -> list[tuple[str, str]]:
     return cells
 
 
-def notebook(script: Path) -> Any:
-    """The .ipynb beside a script."""
-    return json.loads(script.with_suffix(".ipynb").read_text())
-
-
-def test_there_are_four_notebooks_and_the_readme_links_each() -> None:
-    assert [path.stem for path in SCRIPTS] == NAMES
+def test_the_readme_links_the_four_notebooks() -> None:
     links = re.findall(r"\]\(([^)]+)\)", (EXAMPLES / "README.md").read_text())
-    assert {f"{name}.{kind}" for name in NAMES for kind in ("py", "ipynb")} <= {*links}
-    assert all((EXAMPLES / link).exists() for link in links)
+    assert {f"{path.stem}{kind}" for path in SCRIPTS for kind in (".py", ".ipynb")} <= {*links}
+    assert len(SCRIPTS) == 4
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_script_and_notebook_have_the_same_cells(script: Path) -> None:
-    """`make notebooks` renews the .ipynb."""
-    cells = [(c["cell_type"], "".join(c["source"]).strip()) for c in notebook(script)["cells"]]
-    assert cells == cells_of_script(script.read_text())
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_notebook_is_whole_small_and_tells_no_machine(script: Path) -> None:
-    """Every cell was run, in order and without error; pictures are there; no warnings, no paths."""
-    cells = [cell for cell in notebook(script)["cells"] if cell["cell_type"] == "code"]
+@EACH
+def test_a_notebook_is_its_script_run_once_and_tells_no_machine(script: Path) -> None:
+    """Same cells (`make notebooks` renews them), run in order, all pictures, small, no paths."""
+    text = script.with_suffix(".ipynb").read_text()
+    cells = json.loads(text)["cells"]
+    found = [(cell["cell_type"], "".join(cell["source"]).strip()) for cell in cells]
+    assert found == cells_of_script(script.read_text())
+    cells = [cell for cell in cells if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == [*range(1, 1 + len(cells))]
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert {output["output_type"] for output in outputs} <= {"stream", "display_data"}
     assert {output.get("name", "stdout") for output in outputs} == {"stdout"}
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]
     assert len(pictures) == script.read_text().count("plt.show()")
-    text = script.with_suffix(".ipynb").read_text()
     assert len(text) < 300_000
     assert not re.search(r"/(home|root|tmp|Users|work|private|var)/\w|[A-Z]:\\\\", text)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@EACH
 def test_each_part_ends_with_questions_whose_answers_are_folded(script: Path) -> None:
     """As many answers as questions, in a <details> that is closed again."""
     texts = [source for kind, source in cells_of_script(script.read_text()) if kind == "markdown"]
@@ -89,16 +78,10 @@ def test_the_loop_by_hand_is_about_forty_lines_and_marks_every_line_of_the_paper
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@EACH
 def test_each_script_runs_from_an_empty_folder(script: Path, tmp_path: Path) -> None:
     """And it leaves nothing there."""
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env=env(MPLBACKEND="Agg", OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
+    names = env(MPLBACKEND="Agg", OMP_NUM_THREADS="1")
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, env=names, timeout=600)
+    assert done.returncode == 0
     assert not [*tmp_path.iterdir()]
