@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.bisslight
-.PHONY: install test slow lint types check demo page clean
+.PHONY: install test slow lint types check demo notebooks page clean
 .DEFAULT_GOAL := check
 
 install: $(READY)
@@ -29,6 +29,11 @@ check: lint types test
 
 demo: $(READY)  ## the whole story in minutes, offline; its runs and demo.png are in runs/demo
 	$(BIN)/bisslight demo --out runs/demo
+
+notebooks: $(READY)  ## run the scripts in examples/ and renew the .ipynb beside them, with outputs
+	cd examples && for name in [0-9]_*.py; do \
+		PATH="$(abspath $(BIN)):$$PATH" PYTHONPATH="$(CURDIR)" PYTHONWARNINGS=ignore OMP_NUM_THREADS=1 \
+		jupytext --to ipynb --set-kernel python3 --execute $$name || exit 1; done
 
 page: $(READY)  ## docs/paper_beside_code.html, made anew from the sources
 	$(BIN)/python docs/beside.py

@@ -1,0 +1,437 @@
+# %% [markdown]
+# # 1. The hypergradient
+#
+# BiSSLight solves a *bilevel problem*: one minimisation inside another. Its upper level needs a
+# gradient that looks through the inner minimisation, called the *hypergradient*. This notebook
+# computes it on problems so small that the right answer is known, and compares the ways to
+# approximate it:
+#
+# | name | what it uses | where |
+# |---|---|---|
+# | `exact` | the dense Hessian of the pretext loss (the matrix of its second derivatives) | Eq. 5 |
+# | `mfac` | Matrix-Free Approximate Curvature (M-FAC): stored gradients, closed form | Eq. 10 |
+# | `recursion` | the same M-FAC, as the paper writes it | Eq. 7 and 10 |
+# | `cg` | conjugate gradients on Hessian-vector products, as in BiSSL | App. D.2.1 |
+# | `identity` | nothing: it ignores the curvature | a control |
+#
+# All five are functions of this project and have one signature. Read `mfac.py` beside this page. It
+# runs in less than half a minute.
+
+# %%
+from functools import partial
+from typing import NamedTuple
+
+import matplotlib.pyplot as plt
+import torch
+from torch import Tensor
+
+from bisslight import hessian
+from cg import cg
+from mfac import exact, identity, mfac, recursion
+
+torch.set_default_dtype(torch.float64)
+plt.rcParams.update({"figure.dpi": 80, "figure.constrained_layout.use": True})
+BLUE, ORANGE, GREEN, PINK, RED, GREY = (
+    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#777777",
+)  # fmt: skip
+
+# %% [markdown]
+# ## 1.1 A bilevel problem with two parameters
+#
+# The lower level (Eq. 4) minimises the pretext loss plus a spring that ties θ_P to θ_D:
+#
+# $$\theta_P^*(\theta_D) = \arg\min_\theta \; L^P(\theta) + \tfrac{\lambda}{2} |\theta-\theta_D|^2$$
+#
+# Take $L^P(\theta) = \frac12 \theta^\top H \theta$, a valley that is steep in one direction and
+# flat in the other. Then the gradient of the lower level is $H\theta + \lambda(\theta - \theta_D)$,
+# and setting it to zero gives
+#
+# $$\theta_P^*(\theta_D) = \lambda (H + \lambda I)^{-1} \theta_D .$$
+#
+# So if θ_D moves by a small step, θ_P* moves by $\lambda (H + \lambda I)^{-1}$ times that step. By
+# the chain rule, the gradient of $L^D(\theta_P^*(\theta_D))$ with respect to θ_D is
+#
+# $$q = \lambda (H + \lambda I)^{-1} g, \qquad g = \nabla L^D(\theta_P^*),$$
+#
+# which is Eq. 5. In a direction in which $L^P$ has curvature $h$, the factor is
+# $\lambda / (h + \lambda)$: about 1 where the pretext loss is flat, and about 0 where it is steep.
+# **The hypergradient keeps the part of g that the pretext task does not resist.**
+
+# %%
+lam = 0.5
+H2 = torch.tensor([[2.3, 1.8], [1.8, 2.3]])  # curvature 4.1 along (1, 1), 0.5 along (1, -1)
+target = torch.tensor([2.2, -0.9])  # L^D(theta) = 1/2 |theta - target|^2
+
+
+def theta_P_star(theta_D: Tensor) -> Tensor:
+    """The solution of the lower level."""
+    return lam * torch.linalg.solve(H2 + lam * torch.eye(2), theta_D)
+
+
+theta_D = torch.tensor([0.4, -1.2])
+theta_P = theta_P_star(theta_D)
+g = theta_P - target  # gradient of L^D at theta_P
+q = lam * torch.linalg.solve(H2 + lam * torch.eye(2), g)  # Eq. 5
+
+line = torch.linspace(-2.4, 2.8, 200)
+x, y = torch.meshgrid(line, line, indexing="xy")
+pretext = 0.5 * (H2[0, 0] * x**2 + 2 * H2[0, 1] * x * y + H2[1, 1] * y**2)
+figure, axes = plt.subplots(figsize=(6, 5.4))
+axes.contour(x, y, pretext, levels=[0.1, 0.4, 1, 2, 4, 8], colors=GREY, linewidths=0.8)
+points = [
+    (torch.zeros(2), "k+", "minimum of L^P (grey contours)"),
+    (target, "k*", "minimum of L^D"),
+    (theta_D, "ks", "θ_D"),
+    (theta_P, "ko", "θ_P*(θ_D), pulled towards the minimum of L^P"),
+]
+for place, marker, label in points:
+    axes.plot(*place, marker, markersize=9, label=label)
+for vector, colour, label in [(-g, ORANGE, "−g: straight to L^D's minimum"),
+                              (-q, BLUE, "−q: along the valley")]:  # fmt: skip
+    axes.quiver(
+        *theta_P, *vector, color=colour, angles="xy", scale_units="xy", scale=1, label=label
+    )
+axes.set(title="The hypergradient q is g without what L^P resists", xlabel="θ[0]", ylabel="θ[1]")
+axes.set_aspect("equal")
+axes.legend(loc="upper left", fontsize=8)
+plt.show()
+
+# %% [markdown]
+# Is the formula right? We move θ_D by a small amount in each coordinate, solve the lower level
+# again, and see how much $L^D(\theta_P^*)$ changes. This is a *finite difference*; it uses no
+# calculus.
+
+
+# %%
+def upper_loss(theta_D: Tensor) -> Tensor:
+    """L^D at the solution of the lower level."""
+    return 0.5 * (theta_P_star(theta_D) - target).square().sum()
+
+
+h = 1e-5
+steps = h * torch.eye(2)
+difference = [(upper_loss(theta_D + e) - upper_loss(theta_D - e)) / (2 * h) for e in steps]
+print("finite difference", [f"{float(value):.6f}" for value in difference])
+print("Eq. 5            ", [f"{float(value):.6f}" for value in q])
+print("g, no curvature  ", [f"{float(value):.6f}" for value in g])
+
+# %% [markdown]
+# **Questions**
+#
+# 1. What is q when λ is very large? When it is very small?
+# 2. Where would θ_P* be if $L^P$ were completely flat, $H = 0$? And q?
+#
+# <details><summary>Answers</summary>
+#
+# 1. λ (H + λI)⁻¹ tends to I for large λ: the spring is so stiff that θ_P follows θ_D exactly, and q
+#    = g. For small λ the spring is weak, θ_P* hardly depends on θ_D, and q tends to 0 (except in
+#    directions where L^P has no curvature at all).
+# 2. θ_P* = θ_D and q = g. `identity` is right in this case, and only in this case.
+#
+# </details>
+
+# %% [markdown]
+# ## 1.2 Five hypergradients on one problem
+#
+# Now 32 parameters: K = 4 blocks ("layers") of p = 8 numbers. The pretext task is linear regression
+# with noise of variance 1,
+#
+# $$L^P(\theta) = \frac12 \, \mathrm{mean}_i \, (x_i^\top \theta - y_i)^2 ,$$
+#
+# whose Hessian is $H = \mathrm{mean}_i \, x_i x_i^\top$. The gradient of one image is
+# $(x_i^\top \theta - y_i) x_i$. Near the solution the residual in brackets is noise of variance 1,
+# so the *empirical Fisher matrix*, the mean of $g_i g_i^\top$, is close to the Hessian. This is the
+# property that M-FAC relies on (Sec. 2.2).
+#
+# Inputs of one layer are correlated, inputs of two layers are not: the true Hessian is
+# block-diagonal, as M-FAC assumes.
+
+
+# %%
+K, p = 4, 8
+P = K * p
+lam = 0.1
+rng = torch.Generator().manual_seed(0)
+
+
+class Batch(NamedTuple):
+    """A batch of the regression problem; as everywhere in BiSSLight, axis 0 is the example."""
+
+    x: Tensor  # (B, P)
+    y: Tensor  # (B,)
+
+
+def pretext_loss(theta: Tensor, phi: dict[str, Tensor], batch: Batch) -> Tensor:
+    """L^P, with the arguments that Algorithm 1 gives it."""
+    return 0.5 * (batch.x @ theta.flatten() - batch.y).square().mean()
+
+
+def draw(n: int, mixing: Tensor, truth: Tensor) -> Batch:
+    """Examples, n of them: inputs x with covariance mixing mixingᵀ, y = x·truth + noise."""
+    x = torch.randn(n, P, generator=rng) @ mixing.T
+    return Batch(x, x @ truth + torch.randn(n, generator=rng))
+
+
+spectrum = torch.logspace(0.3, -1.3, p)  # steep and flat directions in every layer
+rotations = [torch.linalg.qr(torch.randn(p, p, generator=rng))[0] for _ in range(K)]
+mixing = torch.block_diag(*(R * spectrum.sqrt() for R in rotations))
+truth = torch.randn(P, generator=rng)
+data = draw(4000, mixing, truth)
+H = data.x.T @ data.x / len(data.x)  # the Hessian of L^P, by hand
+b = data.x.T @ data.y / len(data.x)
+target = truth + 1.5 * torch.randn(P, generator=rng)  # L^D(theta) = 1/2 |theta - target|^2
+
+
+def lower(theta_D: Tensor) -> Tensor:
+    """θ_P*(θ_D): the lower level solved exactly, (P,) -> (P,)."""
+    return torch.linalg.solve(H + lam * torch.eye(P), b + lam * theta_D)
+
+
+def gradients_of(theta: Tensor, n: int, size: int = 1) -> Tensor:
+    """G (K, n, p): pretext gradients at θ of n minibatches of `size` examples each."""
+    index = torch.randint(len(data.x), (n, size), generator=rng)
+    residual = data.x[index] @ theta - data.y[index]  # (n, size)
+    G = (residual[..., None] * data.x[index]).mean(1)  # (n, P)
+    return G.view(n, K, p).transpose(0, 1).contiguous()
+
+
+# %% [markdown]
+# Every hypergradient is a function `(G, lam, H) -> inverse`, and `inverse` maps g to q. `H()` opens
+# a Hessian-vector product d → H d; `bisslight.hessian` makes one from any loss by automatic
+# differentiation. M-FAC ignores it, and `exact` and `cg` ignore the gradients G.
+#
+# G holds N_L = 200 gradients here. The paper stores 20; section 1.3 shows what that changes. CG
+# appears twice: with BiSSL's settings (five iterations, damping 1, prefactor λ + 1), and undamped
+# with many iterations, where it is an exact solver.
+
+# %%
+theta_D = torch.zeros(P)
+theta_P = lower(theta_D)
+G = gradients_of(theta_P, 200)
+product = partial(hessian, pretext_loss, theta_P.view(K, p), {}, data)
+g = (theta_P - target).view(K, p)
+METHODS = {
+    "exact (Eq. 5)": (exact, "black", "-"),
+    "CG, 50 steps, no damping": (partial(cg, iterations=50, damping=0.0), GREEN, ":"),
+    "M-FAC, closed form": (mfac, BLUE, "-"),
+    "M-FAC, recursion": (recursion, ORANGE, ":"),
+    "CG as in BiSSL": (cg, PINK, "-"),
+    "identity": (identity, RED, "-"),
+}
+correct = (lam * torch.linalg.solve(H + lam * torch.eye(P), g.flatten())).view(K, p)
+print(f"{'method':26}  |q − q_exact| / |q_exact|   cosine with q_exact   |q| / |g|")
+for name, (method, _, _) in METHODS.items():
+    q = method(G, lam, product)(g)
+    error = (q - correct).norm() / correct.norm()
+    cosine = torch.cosine_similarity(q.flatten(), correct.flatten(), 0)
+    print(f"{name:26}  {error:24.1e}  {cosine:20.3f}  {q.norm() / g.norm():10.3f}")
+difference = (mfac(G, lam)(g) - recursion(G, lam)(g)).abs().max()
+print(f"\nlargest difference of the two forms of M-FAC: {difference:.0e}")
+
+# %% [markdown]
+# The two forms of M-FAC agree to rounding, because they invert the same matrix. Neither is exact,
+# because 200 random gradients describe the Hessian only roughly. `identity` points elsewhere and is
+# three times too long.
+#
+# What matters is where the bilevel problem *ends*. Its upper level (Eq. 3) minimises
+# $L^D(\theta_P^*(\theta_D)) + L^D(\theta_D)$ over θ_D. Everything is quadratic, so the optimum is a
+# linear system: with $J = \lambda (H + \lambda I)^{-1}$, the upper gradient
+# $J(\theta_P^* - c) + (\theta_D - c)$ is zero at the solution (c is `target`). We descend with
+# every approximation and plot how far the upper loss is from its minimum. The lower level is solved
+# exactly each time, so only the hypergradient differs.
+
+# %%
+J = lam * torch.linalg.inv(H + lam * torch.eye(P))
+at_zero = lower(torch.zeros(P))  # θ_P*(θ_D) = at_zero + J θ_D
+optimum = torch.linalg.solve(J @ J + torch.eye(P), target + J @ (target - at_zero))
+
+
+def bilevel_loss(theta_D: Tensor) -> Tensor:
+    """The upper objective, Eq. 3."""
+    return 0.5 * ((lower(theta_D) - target).square().sum() + (theta_D - target).square().sum())
+
+
+best = bilevel_loss(optimum)
+figure, axes = plt.subplots(figsize=(7, 4))
+for name, (method, colour, style) in METHODS.items():
+    theta_D, gaps = torch.zeros(P), []
+    for _ in range(40):
+        gaps.append(float(bilevel_loss(theta_D) - best))
+        theta_P = lower(theta_D)
+        product = partial(hessian, pretext_loss, theta_P.view(K, p), {}, data)
+        q = method(gradients_of(theta_P, 200), lam, product)((theta_P - target).view(K, p))
+        theta_D = theta_D - 0.3 * (q.flatten() + theta_D - target)
+    axes.semilogy(gaps, style, color=colour, linewidth=2.5, label=name)
+axes.set(title="Bilevel descent with six hypergradients", xlabel="upper steps",
+         ylabel="upper loss above its minimum")  # fmt: skip
+axes.legend(fontsize=8)
+plt.show()
+
+# %% [markdown]
+# The exact methods reach the optimum. M-FAC ends close to it, and its curves jitter because it
+# draws new gradients in each step. The other two solve a somewhat different problem.
+#
+# **Questions**
+#
+# 1. Why does `recursion` not lie exactly on `mfac` here, when the table says they are equal?
+# 2. BiSSL's CG returns $(\lambda+1)(H + (\lambda+1) I)^{-1} g$. Which λ does this behave like?
+# 3. Which of the methods cost an extra pass through the network per upper step, and which none?
+#
+# <details><summary>Answers</summary>
+#
+# 1. Each curve draws its own random minibatches for G. With the same G they are the same to
+#    rounding.
+# 2. Like λ + 1: it is Eq. 5 for a much stiffer spring. So it is closer to `identity`.
+# 3. `cg` needs one Hessian-vector product per iteration (five in BiSSL), each a forward and a
+#    double backward pass; `exact` one per parameter. M-FAC and `identity` need none: M-FAC reuses
+#    gradients that the lower level has computed anyway. This is where the paper's speed comes from.
+#
+# </details>
+
+# %% [markdown]
+# ## 1.3 What λ, N_L, the minibatch and the block partition do
+#
+# M-FAC builds the Fisher matrix from N_L gradients, so in each block it has rank N_L at most. In
+# the directions that it has not seen, it takes the curvature to be 0 and leaves g as it is. The
+# error against Eq. 5, averaged over 20 draws:
+
+
+# %%
+def error(lam: float, n: int, size: int = 1, partition: str = "layer", draws: int = 20) -> float:
+    """Mean relative error of M-FAC against Eq. 5, at θ_P = the solution of the regression."""
+    theta = torch.linalg.solve(H, b)
+    g = (theta - target).view(K, p)
+    correct = (lam * torch.linalg.solve(H + lam * torch.eye(P), g.flatten())).view(K, p)
+    found = [mfac(gradients_of(theta, n, size), lam, partition=partition)(g) for _ in range(draws)]
+    return float(torch.stack([(q - correct).norm() / correct.norm() for q in found]).mean())
+
+
+lams = torch.logspace(-2, 2, 13).tolist()
+counts = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+sizes = [1, 2, 4, 8, 16, 32, 64]
+figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True)
+for n, colour in ((4, PINK), (20, ORANGE), (200, BLUE)):
+    axes[0].loglog(lams, [error(x, n) for x in lams], "o-", color=colour, label=f"N_L = {n}")
+axes[0].set(title="λ", xlabel="λ", ylabel="error of M-FAC, relative to |q|")
+for partition, colour in (("matrix", PINK), ("layer", BLUE), ("global", ORANGE)):
+    values = [error(lam, n, partition=partition) for n in counts]
+    axes[1].loglog(counts, values, "o-", color=colour, label=partition)
+axes[1].set(title=f"number of gradients and blocks (λ = {lam})", xlabel="N_L")
+values = [error(lam, 200, size) for size in sizes]
+axes[2].loglog(sizes, values, "o-", color=BLUE, label="N_L = 200, layer")
+axes[2].set(title=f"images per minibatch (λ = {lam})", xlabel="B")
+for ax in axes:
+    ax.legend(fontsize=8)
+plt.show()
+
+# %% [markdown]
+# **Left.** With a large λ every method is right, since q ≈ g. With a small λ the inverse depends on
+# the curvature, and M-FAC needs many gradients.
+#
+# **Middle.** `layer` cuts θ into 4 blocks of 8, `matrix` into 16 blocks of 2, and `global` is one
+# block of 32. With few gradients, small blocks are better: N_L gradients give *each block* a matrix
+# of rank N_L. With many gradients, `matrix` stops improving, because it sets entries of H to zero
+# that are not zero. `layer` is the right partition here, since H is block-diagonal by layers. The
+# paper also uses layers (App. C.3).
+#
+# **Right.** The paper stores gradients of *minibatches*, means over B images. Averaging B
+# independent gradients divides their covariance by B, so the Fisher matrix is B times too small
+# compared with H. M-FAC then underestimates the curvature, and q moves towards g.
+#
+# **Questions**
+#
+# 1. From the right panel: which change of λ in M-FAC alone would make up for a batch of B images?
+# 2. The paper has N_L = 20 and p = 196,608 numbers per layer (ViT-B, rank 64). In how many
+#    directions of a layer can q differ from g?
+# 3. Why is M-FAC with N_L = 1 not simply wrong?
+#
+# <details><summary>Answers</summary>
+#
+# 1. Give M-FAC λ/B. With minibatches it computes λ (F/B + λI)⁻¹ = Bλ (F + BλI)⁻¹, where F is the
+#    Fisher matrix of single images: as if λ were B times larger. With λ/B, the two factors B
+#    cancel. The paper gives it λ. The factor is B only near the optimum of L^P: elsewhere the
+#    gradients also have a mean, which does not shrink with B.
+# 2. In at most 20: q = g − Gᵀ(...)Gg, so q − g lies in the span of the stored gradients.
+# 3. It corrects g along the one direction it knows and leaves the rest, so it lies between
+#    `identity` and the exact answer.
+#
+# </details>
+
+# %% [markdown]
+# ## 1.4 The Schur caveat: the head is held fixed
+#
+# Eq. 4 minimises over θ_P *and* over the pretext head φ_P. If θ_D moves, the best head moves too.
+# Eq. 5 holds the head fixed. For a loss $L^P(\theta, \varphi)$ the correct derivative has, in the
+# place of $H_{\theta\theta}$, the *Schur complement*
+#
+# $$S = H_{\theta\theta} - H_{\theta\varphi} H_{\varphi\varphi}^{-1} H_{\varphi\theta} .$$
+#
+# It is never larger than $H_{\theta\theta}$: a head that adapts makes the pretext loss flatter in
+# θ. We measure how much this matters by turning the coupling of θ and φ from 0 to almost 1. The
+# finite difference solves the lower level over both.
+
+# %%
+n_phi = 6
+A = torch.randn(P + n_phi, 3 * P, generator=rng)
+joint = A @ A.T / (3 * P)
+H_tt, H_pp = joint[:P, :P], joint[P:, P:]
+lam = 0.1
+
+
+def solve_both(theta_D: Tensor, H_tp: Tensor) -> Tensor:
+    """θ_P* of min over θ, φ of 1/2 (θ, φ)·H·(θ, φ) − sum(θ) + λ/2 |θ − θ_D|²."""
+    system = torch.cat([torch.cat([H_tt + lam * torch.eye(P), H_tp], 1),
+                        torch.cat([H_tp.T, H_pp], 1)])  # fmt: skip
+    right = torch.cat([1 + lam * theta_D, torch.zeros(n_phi)])
+    return torch.linalg.solve(system, right)[:P]
+
+
+values, vectors = torch.linalg.eigh(H_tt)
+direction = vectors[:, :n_phi]  # couple φ to the flattest directions of θ
+root = direction * values[:n_phi].sqrt()
+couplings = torch.linspace(0, 0.98, 15)
+errors: dict[str, list[float]] = {"Eq. 5, head held fixed": [], "with the Schur complement": []}
+for rho in couplings:
+    H_tp = rho * root @ torch.linalg.cholesky(H_pp).T
+    theta_D = torch.ones(P)
+    g = solve_both(theta_D, H_tp) - target
+    h = 1e-4
+    shifted = [solve_both(theta_D + s * h * e, H_tp) for e in torch.eye(P) for s in (1, -1)]
+    losses = torch.stack([0.5 * (theta - target).square().sum() for theta in shifted])
+    true = (losses[0::2] - losses[1::2]) / (2 * h)
+    S = H_tt - H_tp @ torch.linalg.solve(H_pp, H_tp.T)
+    for name, matrix in zip(errors, (H_tt, S), strict=True):
+        q = lam * torch.linalg.solve(matrix + lam * torch.eye(P), g)
+        errors[name].append(float((q - true).norm() / true.norm()))
+figure, axes = plt.subplots(figsize=(6.5, 3.6))
+for (name, line), colour in zip(errors.items(), (ORANGE, BLUE), strict=True):
+    axes.plot(couplings, line, "o-", color=colour, label=name)
+axes.set(title="Error against the finite difference of the whole lower level",
+         xlabel="coupling of θ and φ (0: none, 1: L^P is singular)",
+         ylabel="relative error of q")  # fmt: skip
+axes.legend()
+plt.show()
+largest = max(errors["with the Schur complement"])
+print(f"with the Schur complement, the largest error is {largest:.0e}")
+
+# %% [markdown]
+# So even `exact`, which uses the dense $H_{\theta\theta}$, is not the gradient of the problem that
+# Eq. 3 and 4 state, unless θ and φ are uncoupled. The paper makes this approximation, BiSSL did
+# before it, and this project keeps it: `mfac.exact` is "Eq. 5 itself".
+#
+# **Questions**
+#
+# 1. Does holding the head fixed make q too long or too short?
+# 2. Would M-FAC be able to use the Schur complement?
+# 3. In the paper, φ_P moves with a rate of 1e-4 and θ_P with 1e-2. Does this speak for or against
+#    the approximation?
+#
+# <details><summary>Answers</summary>
+#
+# 1. As a rule too short. S ≤ H_θθ, so the correct λ (S + λI)⁻¹ is the larger matrix.
+# 2. In principle: store the gradients of φ as well, form the joint Fisher matrix, and take its
+#    Schur complement. It costs memory for the gradients of φ: MAE's decoder has 27 million
+#    parameters. `exercises.md` asks for a small version.
+# 3. For it: a head that hardly moves during an alternation is almost held fixed.
+#
+# </details>

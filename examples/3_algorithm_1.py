@@ -1,0 +1,278 @@
+# %% [markdown]
+# # 3. Algorithm 1 by hand
+#
+# Here the whole training algorithm of BiSSLight is written out in about forty lines, with the
+# paper's line numbers, from the pieces of this project. Then the same run is done with
+# `bisslight.algorithm_1`, and the two are compared number by number. At the end we look at what the
+# hypergradient does during a run.
+#
+# Read `bisslight.py` beside it; its head is a glossary of all letters. It runs in less than a
+# minute.
+
+# %%
+import itertools
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+
+import mae
+from benchmarks import quilts
+from bisslight import Hypergradient, Log, State, algorithm_1, gradients, hessian, value_and_grad
+from cg import cg
+from config import BACKBONES
+from data import rng
+from lora import Backbone, DownstreamLoss, Examples, init_head, init_theta
+from mfac import identity, mfac
+from training import Group, Optimiser, Schedule, trainable
+from weights import build_head, build_vit, sincos
+
+torch.set_num_threads(1)  # the network is too small for several threads
+plt.rcParams.update({"figure.dpi": 75, "figure.constrained_layout.use": True})
+BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+
+# %% [markdown]
+# ## 3.1 The input of Algorithm 1 (line 1)
+#
+# We need a pretrained backbone ψ with its pretext head φ_P, a pretext task, a labelled task,
+# batches of both, and two optimisers. ψ gets a short pretraining with the masked autoencoder (MAE)
+# on drawn images, as in notebook 2.
+
+# %%
+arch = BACKBONES["vit_mini"]
+vit, decoder = build_vit(arch), build_head(arch, "mae")
+mae.init([(vit, sincos(arch.dim, 4)), (decoder, sincos(arch.decoder_dim, 4))], rng(0, "init"))
+backbone, pretext = Backbone(vit), mae.MAE(Backbone(vit), decoder, mask_ratio=0.3)
+pool, task = quilts(0)
+mean, std = (torch.tensor(x).view(3, 1, 1) for x in (pool.mean, pool.std))
+
+
+def pretext_batches(size: int, purpose: str) -> Iterator[mae.Batch]:
+    """Prepared batches of unlabelled images, without end, the same in every call."""
+    for step in itertools.count():
+        g = rng(0, purpose, step)
+        chosen = pool.images[torch.randint(len(pool.images), (size,), generator=g)]
+        yield pretext.prepare((chosen - mean) / std, *pretext.draw(size, g))
+
+
+def labelled_batches(size: int) -> Iterator[Examples]:
+    """Labelled batches without end, the same in every call."""
+    for step in itertools.count():
+        index = torch.randint(len(task.train.targets), (size,), generator=rng(0, "labelled", step))
+        yield Examples((task.train.images[index] - mean) / std, task.train.targets[index])
+
+
+weights = {name: x for name, x in vit.named_parameters() if name != "pos_embed"} | pretext.phi
+opt = Optimiser([Group([*weights.values()], 2e-3, 0.05)], Schedule(150, 15, 0.0), (0.9, 0.999))
+for batch in itertools.islice(pretext_batches(64, "pretrain"), 150):
+    value, *slopes = value_and_grad(
+        partial(pretext.loss, None, pretext.phi), [*weights.values()], batch
+    )
+    opt.update(zip(weights.values(), slopes, strict=True))
+vit.requires_grad_(False)  # from here on, ψ is frozen
+print(f"pretext loss after 150 steps of pretraining: {float(value):.2f}")
+
+# %% [markdown]
+# The settings, with the paper's values behind them. A function makes everything that Algorithm 1
+# changes, so that each run below starts from the same numbers.
+
+# %%
+steps = SimpleNamespace(
+    alternations=10,  # T: 500
+    lower_steps=6,  # N_L: 20
+    upper_steps=3,  # N_U: 8
+    lam=1e-3,  # λ: 1e-3
+)
+loss_P, loss_D = pretext.loss, DownstreamLoss(backbone)
+
+
+def begin() -> State:
+    """Line 2: θ_P = θ_D = a fresh θ; the two heads; an optimiser for each level."""
+    theta = init_theta(backbone.depth, 8, backbone.dim, rng(0, "lora"))
+    leaves = trainable({"P": theta, "D": theta})
+    phi_P = trainable(pretext.phi)
+    phi_D = trainable(init_head(backbone.dim, len(task.classes), rng(0, "head")))
+    lower = Schedule(steps.alternations * steps.lower_steps, 6, 1e-6)
+    upper = Schedule(steps.alternations * steps.upper_steps, 3, 1e-6)
+    groups = [Group([leaves["P"]], 1e-2, 0.05), Group([*phi_P.values()], 1e-4, 0.05)]
+    opt_P = Optimiser(groups, lower, (0.9, 0.95), clip=10)
+    opt_D = Optimiser([Group([leaves["D"], *phi_D.values()], 3e-3, 0.05)], upper, (0.9, 0.999), 10)
+    return State(leaves["P"], leaves["D"], phi_P, phi_D, opt_P, opt_D)
+
+
+# %% [markdown]
+# **Questions**
+#
+# 1. Why is ψ frozen only after the pretraining?
+# 2. What differs between the states of two calls of `begin`?
+# 3. Both levels have an optimiser of their own. Could they share one?
+#
+# <details><summary>Answers</summary>
+#
+# 1. Pretraining is Eq. 1, which trains the backbone itself. BiSSLight trains θ alone. Were ψ not
+#    frozen, automatic differentiation would also keep what it needs for gradients that nobody uses.
+# 2. Nothing: each random number has a seed of its own, by its purpose. So runs can be compared.
+# 3. No. AdamW keeps running means of gradients, and those of θ_P and θ_D are gradients of different
+#    losses. Their rates and betas differ as well (App. C.3).
+#
+# </details>
+
+# %% [markdown]
+# ## 3.2 Algorithm 1
+#
+# `gradients(loss, theta, phi, batch)` returns the loss and its gradients with respect to θ and to
+# the head. `update` of an optimiser takes pairs (tensor, gradient) and changes the tensors in
+# place.
+#
+# Notice three things that are easy to get wrong:
+#
+# - the gradient that is stored in G (line 6) is ∇L^P alone, *before* the pull λ(θ_P − θ_D) is added
+#   (line 7), because M-FAC adds the λ itself;
+# - g (line 12) is taken at θ_P, while the update (line 16) moves θ_D;
+# - the head φ_D gets two gradients (line 15), one at each θ.
+
+
+# %%
+def by_hand(s: State, hypergrad: Hypergradient) -> Iterator[tuple[float, float]]:
+    """Algorithm 1; yields |q| / |g| and the cosine of q and g after each upper step."""
+    unlabelled, labelled = pretext_batches(32, "lower"), labelled_batches(32)
+    for _ in range(steps.alternations):  # l.3
+        G = []  # l.4
+        for _ in range(steps.lower_steps):  # l.5
+            batch = next(unlabelled)
+            _, g_P, g_phi_P = gradients(loss_P, s.theta_P, s.phi_P, batch)  # l.6, l.8
+            G.append(g_P.clone())  # l.6
+            g_P = g_P + steps.lam * (s.theta_P - s.theta_D).detach()  # l.7
+            pairs = [(tensor, g_phi_P[name]) for name, tensor in s.phi_P.items()]
+            s.opt_P.update([(s.theta_P, g_P), *pairs])  # l.9
+        H = partial(hessian, loss_P, s.theta_P, s.phi_P, batch)  # M-FAC does not need it, CG does
+        inverse = hypergrad(torch.stack(G, 1), steps.lam, H)  # l.10: G is (K, N_L, p)
+        for _ in range(steps.upper_steps):  # l.11
+            examples = next(labelled)
+            _, g, g_phi_at_P = gradients(loss_D, s.theta_P, s.phi_D, examples)  # l.12
+            q = inverse(g)  # l.13
+            cosine = torch.cosine_similarity(q.flatten(), g.flatten(), 0)
+            ratio = q.norm() / g.norm()
+            _, g_D, g_phi_at_D = gradients(loss_D, s.theta_D, s.phi_D, examples)  # l.14
+            g_D = q + g_D  # l.14
+            g_phi = {name: g_phi_at_P[name] + g_phi_at_D[name] for name in s.phi_D}  # l.15
+            pairs = [(tensor, g_phi[name]) for name, tensor in s.phi_D.items()]
+            s.opt_D.update([(s.theta_D, g_D), *pairs])  # l.16
+            yield float(ratio), float(cosine)
+    # l.17: the result is s.theta_P
+
+
+s = begin()
+numbers = list(by_hand(s, mfac))
+print(f"{len(numbers)} upper steps; |q|/|g| of the last one: {numbers[-1][0]:.4f}")
+
+# %% [markdown]
+# ## 3.3 The same with the library
+#
+# `bisslight.algorithm_1` is a generator: it does one alternation, yields its numbers, and waits.
+# Who uses it decides what to do in between: print, validate, save, or stop.
+
+
+# %%
+def by_library(s: State, hypergrad: Hypergradient) -> list[Log]:
+    """The numbers of all alternations."""
+    batches: Any = pretext_batches(32, "lower"), labelled_batches(32)
+    return list(algorithm_1(s, steps, pretext, loss_D, hypergrad, *batches))
+
+
+s_library = begin()
+logs = by_library(s_library, mfac)
+logged = [pair for log in logs for pair in zip(log.q_over_g, log.cosine, strict=True)]
+for name, mine, theirs in (
+    ("θ_P", s.theta_P, s_library.theta_P),
+    ("θ_D", s.theta_D, s_library.theta_D),
+    ("|q|/|g| and cosine", torch.tensor(numbers), torch.tensor(logged)),
+):
+    difference = (mine - theirs).abs().max()
+    print(f"{name:20} largest difference {difference:.0e}")
+    assert difference < 1e-6
+
+# %% [markdown]
+# **Questions**
+#
+# 1. Which lines would you have to change to get BiSSL, the predecessor?
+# 2. Line 9 moves θ_P, yet line 10 uses gradients from before these moves. Why may they be used?
+# 3. In which line does the labelled data influence θ_P?
+#
+# <details><summary>Answers</summary>
+#
+# 1. Line 10 and 13 only: pass `cg` in place of `mfac`. Then H is used and G is not.
+# 2. It is an approximation (Sec. 3.1, "Recycling Lower-Level Gradients"): the pull to θ_D keeps θ_P
+#    near, so the curvature has not changed much.
+# 3. In none directly. Labels move θ_D (line 16), and the pull of line 7 takes θ_P along.
+#
+# </details>
+
+# %% [markdown]
+# ## 3.4 What the hypergradient does during a run
+#
+# |q|/|g| says how much of the downstream gradient survives, and the cosine whether its direction
+# changes. If both are 1, then M-FAC has changed nothing, and `identity` would have done. We run
+# four hypergradients from the same start.
+
+# %%
+runs = {
+    "M-FAC, λ = 1e-3": (mfac, 1e-3, BLUE, "-"),
+    "M-FAC, λ = 1e-5": (mfac, 1e-5, GREEN, "-"),
+    "CG as in BiSSL": (cg, 1e-3, ORANGE, "--"),
+    "identity": (identity, 1e-3, RED, ":"),
+}
+figure, axes = plt.subplots(2, 2, figsize=(10, 6.4), sharex=True)
+for name, (method, lam, colour, style) in runs.items():
+    steps.lam = lam
+    again = logs if name == "M-FAC, λ = 1e-3" else by_library(begin(), method)
+    t = torch.arange(1, 1 + len(again))
+    for ax, field in zip(axes.flat, ("q_over_g", "cosine", "loss_D_at_P", "distance"), strict=True):
+        values = torch.tensor([getattr(log, field) for log in again])
+        ax.plot(t, values.mean(1), style, color=colour, label=name, linewidth=2)
+titles = ("|q| / |g|", "cosine of q and g", "L^D at θ_P", "|θ_P − θ_D|")
+for ax, title in zip(axes.flat, titles, strict=True):
+    ax.set_title(f"{title}, mean of an alternation's upper steps", fontsize=10)
+for ax in axes[1]:
+    ax.set_xlabel("alternation")
+figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+plt.show()
+
+# %% [markdown]
+# With the paper's λ = 1e-3, M-FAC keeps almost all of g here. Its matrix F is the mean of
+# $g_i g_i^\top$, so in a block it can have no eigenvalue above the mean squared length of the
+# block's gradients:
+
+# %%
+lengths = [gradients(loss_P, s.theta_P, s.phi_P, batch)[1].square().sum(1)
+           for batch in itertools.islice(pretext_batches(32, "lower"), 6)]  # fmt: skip
+most = torch.stack(lengths).mean(0)
+print("largest possible eigenvalue of F, by layer:", [f"{float(x):.1e}" for x in most])
+
+# %% [markdown]
+# Compare these numbers with λ: where they are smaller, λ(F + λI)⁻¹ is close to I. With λ = 1e-5 the
+# curvature has a say, and θ_P and θ_D also move further apart, since the pull between them is
+# weaker. This is a fact about this small network, not about the paper's: look at |q|/|g| of your
+# own run (`bisslight align` logs both numbers) before you believe that curvature matters there.
+#
+# In the lower plots, the three runs with λ = 1e-3 lie on top of each other: q is almost the same,
+# and ten alternations are too few for the rest to grow.
+#
+# **Questions**
+#
+# 1. Could the cosine be negative with M-FAC? With CG?
+# 2. Why is |q|/|g| at most 1 for M-FAC?
+# 3. What would θ_P do with λ = 0 in line 7, and what with a very large λ?
+#
+# <details><summary>Answers</summary>
+#
+# 1. Not with M-FAC: λ(F + λI)⁻¹ is positive definite, so g·q > 0. The true Hessian can have
+#    negative eigenvalues; then H + cI need not be positive definite, and CG may return anything.
+# 2. F has eigenvalues ≥ 0, so the factors λ/(f + λ) lie between 0 and 1.
+# 3. With 0 it would follow the pretext task alone and never hear of the labels. With a very large λ
+#    it would copy θ_D, and the pretext task would have no influence.
+#
+# </details>

@@ -1,0 +1,87 @@
+"""The notebooks in examples/: script and .ipynb are the same, and every script runs."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_python import env
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("[0-9]_*.py"))
+EACH = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+
+
+def cells_of_script(text: str) -> list[tuple[str, str]]:
+    """(kind, source) of the cells of a script in percent format, comment marks of text removed."""
+    cells = []
+    for part in re.split(r"^# %%", text, flags=re.MULTILINE)[1:]:
+        head, _, body = part.partition("\n")
+        kind = "markdown" if "[markdown]" in head else "code"
+        lines = body.strip().splitlines()
+        if kind == "markdown":
+            lines = [line.removeprefix("#").removeprefix(" ") for line in lines]
+        cells.append((kind, "\n".join(lines)))
+    return cells
+
+
+def test_the_readme_links_the_four_notebooks() -> None:
+    links = re.findall(r"\]\(([^)]+)\)", (EXAMPLES / "README.md").read_text())
+    assert {f"{path.stem}{kind}" for path in SCRIPTS for kind in (".py", ".ipynb")} <= {*links}
+    assert len(SCRIPTS) == 4
+
+
+@EACH
+def test_a_notebook_is_its_script_run_once_and_tells_no_machine(script: Path) -> None:
+    """Same cells (`make notebooks` renews them), run in order, all pictures, small, no paths."""
+    text = script.with_suffix(".ipynb").read_text()
+    cells = json.loads(text)["cells"]
+    found = [(cell["cell_type"], "".join(cell["source"]).strip()) for cell in cells]
+    assert found == cells_of_script(script.read_text())
+    cells = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == [*range(1, 1 + len(cells))]
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert {output["output_type"] for output in outputs} <= {"stream", "display_data"}
+    assert {output.get("name", "stdout") for output in outputs} == {"stdout"}
+    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
+    assert len(pictures) == script.read_text().count("plt.show()")
+    assert len(text) < 300_000
+    assert not re.search(r"/(home|root|tmp|Users|work|private|var)/\w|[A-Z]:\\\\", text)
+
+
+@EACH
+def test_each_part_ends_with_questions_whose_answers_are_folded(script: Path) -> None:
+    """As many answers as questions, in a <details> that is closed again."""
+    texts = [source for kind, source in cells_of_script(script.read_text()) if kind == "markdown"]
+    asked = [source for source in texts if "**Questions**" in source]
+    assert len(asked) >= 3
+    for source in asked:
+        questions, answers = source.split("<details><summary>Answers</summary>")
+        numbers = [re.findall(r"^(\d)\. ", part, re.MULTILINE) for part in (questions, answers)]
+        assert numbers[0] == numbers[1] == [str(i + 1) for i in range(len(numbers[0]))]
+        assert answers.rstrip().endswith("</details>")
+
+
+def test_the_loop_by_hand_is_about_forty_lines_and_marks_every_line_of_the_paper() -> None:
+    text = (EXAMPLES / "3_algorithm_1.py").read_text()
+    nodes = ast.walk(ast.parse(text))
+    (loop,) = [
+        node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == "by_hand"
+    ]
+    lines = text.splitlines()[loop.lineno - 1 : (loop.end_lineno or 0) + 1]
+    assert len(lines) <= 40
+    marks = {int(n) for n in re.findall(r"l\.(\d+)", "\n".join(lines))}
+    assert marks == {*range(3, 18)}  # 1 is the input, 2 is `begin`
+
+
+@pytest.mark.slow
+@EACH
+def test_each_script_runs_from_an_empty_folder(script: Path, tmp_path: Path) -> None:
+    """And it leaves nothing there."""
+    names = env(MPLBACKEND="Agg", OMP_NUM_THREADS="1")
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, env=names, timeout=600)
+    assert done.returncode == 0
+    assert not [*tmp_path.iterdir()]
