@@ -74,7 +74,7 @@ def align(
     """Run BiSSLight into the run directory `out`.
 
     Args:
-        task, pool: a labelled task and unlabelled images of one's own, instead of names in `cfg`.
+        task, pool: a labelled task and unlabelled images of your own, instead of names in `cfg`.
         force: start the run in `out` over.
         track: shows progress; wraps what is done epoch by epoch and alternation by alternation.
     Raises UsageError before the long work starts, Diverged where a loss is not finite.

@@ -52,7 +52,7 @@ def read_dtd(base: Path) -> Listing:
 
 
 def read_voc(base: Path) -> Listing:
-    """A list a class: 1 has such an object, -1 has none, 0 has only difficult ones."""
+    """A list per class: 1 has such an object, -1 has none, 0 has only difficult ones."""
     parts: Parts = {}
     for part in PARTS:
         lists = (base / f"VOC2007/ImageSets/Main/{kind}_{part}.txt" for kind in VOC)
@@ -170,7 +170,7 @@ def read_lists(name: str, base: Path) -> Listing:
 def with_validation(parts: Parts, cfg: Data) -> Parts:
     """train, val and test; a missing val is a fifth of each class, or what the split file says.
 
-    That file is of the original work: positions in the official training part, from 0, one a line.
+    That file is the original work's: positions in the official training part, from 0, one per line.
     """
     known, file = parts.get("trainval", []), cfg.split_file
     train, val = holdout(known, cfg.data_seed, "val")

@@ -11,11 +11,13 @@ Every module keeps these letters.
                                     level, each (K, p): K blocks, here layers, of p numbers
     phi_P, phi_D        φ_P, φ_D    pretext head (MAE's decoder), downstream head (a linear layer)
     loss_P, loss_D      L^P, L^D    (θ, φ, batch) -> scalar
-    lam                 λ           coupling in Eq. 4, and M-FAC's damping γ = λ (Sec. 3.1); 1/θ²
+    lam                 λ           coupling in Eq. 4, and M-FAC's damping γ = λ (Sec. 3.1); its
+                                    unit is that of 1/θ², since the loss has none
     G                   G           the N_L pretext gradients of one alternation, (K, N_L, p)
     g                   ∇L^D        downstream gradient at θ_P (l.12)
     q                   q           λ (F + λI)⁻¹ g, the implicit part of the upper gradient (l.13)
-    H                   H           Hessian of L^P by θ at θ_P; only its products H d are computed
+    H                   H           Hessian of L^P with respect to θ at θ_P; only its products H d
+                                    are computed; in the code `H()` returns the function d -> H d
     alternations        T           with lower_steps N_L and upper_steps N_U
 
     Eq. 4 eq:bissl_lower_level          Eq. 5 eq:bissl_upper_level_derivative
@@ -81,7 +83,7 @@ class Optimiser(Protocol):
 
 
 class Steps(Protocol):
-    """The numbers of Algorithm 1's input line; `config.AlignConfig` has them."""
+    """The numbers of Algorithm 1's input line; `commands.AlignConfig` has them."""
 
     @property
     def alternations(self) -> int: ...
@@ -107,12 +109,12 @@ class State:
 
 
 class Log(NamedTuple):
-    """One alternation in numbers; a list has one number a step."""
+    """What is logged of one alternation; each list has one number for each step."""
 
     alternation: int  # from 1
     loss_P: list[float]  # L^P at θ_P
     proximal: list[float]  # λ/2 |θ_P − θ_D|² before the step
-    norm_P: list[float]  # of all of opt_P's gradients, before clipping
+    norm_P: list[float]  # joint norm of gradients by θ_P (with the penalty) and φ_P before clipping
     loss_D_at_P: list[float]
     loss_D_at_D: list[float]
     norm_D: list[float]
@@ -143,12 +145,12 @@ def algorithm_1(
         loss_D: (θ, φ_D, batch, regularise=False). The paper does not say where drop path acts:
             here at θ_D alone (regularise=True), as in the released program.
         hypergrad: lines 10 and 13; `mfac.mfac` is the paper's.
-        pretext: prepared batches, one a lower step.
-        downstream: labelled batches, one an upper step, which lines 12 to 15 share.
-        micro: most images that pass through the network at once; None: all of a batch.
+        pretext: prepared batches, one per lower step.
+        downstream: labelled batches, one per upper step, which lines 12 to 15 share.
+        micro: largest number of images that pass through the network at once; None: whole batch.
         amp: bfloat16 autocast for both losses; gradients and G keep the dtype of θ.
         store: the device that keeps G; None: θ's.
-    Raises Diverged.
+    Raises Diverged where a loss or gradient is not finite.
     """
     for t in range(s.done + 1, c.alternations + 1):  # l.3
         size = len(s.theta_P), c.lower_steps, s.theta_P.shape[1]  # l.4
@@ -171,7 +173,7 @@ def algorithm_1(
             examples = next(downstream)  # l.12
             at_P, g, g_phi_P = gradients(loss_D, s.theta_P, s.phi_D, examples, micro, amp)  # l.12
             q = inverse(g)  # l.13
-            regular = partial(loss_D, regularise=True)  # l.14
+            regular = partial(loss_D, regularise=True)  # l.14: with drop path
             at_D, g_D, g_phi_D = gradients(
                 regular, s.theta_D, s.phi_D, examples, micro, amp
             )  # l.14
@@ -201,10 +203,10 @@ def gradients(
 def value_and_grad(
     loss: Loss, tensors: list[Tensor], batch: Any, micro: int | None = None, amp: bool = False
 ) -> list[Tensor]:
-    """[loss(batch), its gradient by each of the tensors], means over the images; no graph is kept.
+    """[loss(batch), its gradients with respect to tensors], means over images; no graph is kept.
 
     Args:
-        micro: a batch of more images passes through the network in parts. None: in one.
+        micro: largest number of images that pass through the network at once; None: whole batch.
         amp: bfloat16 autocast for the forward pass; gradients keep the dtype of the tensors.
 
     Where processes share a batch, each has some of its images, and all get the whole's gradients.
@@ -252,7 +254,7 @@ def microbatches(batch: Any, micro: int | None, device: torch.device) -> list[tu
     """A batch (a NamedTuple of tensors, image first) cut into parts of at most `micro` images.
 
     With each part comes its share of the images of the batch, of all processes together, as a
-    float64 number on the device, which is not waited for.
+    float64 tensor on the device, so that the CPU need not wait for it.
 
     >>> class Batch(NamedTuple):
     ...     images: Tensor
@@ -271,7 +273,7 @@ def microbatches(batch: Any, micro: int | None, device: torch.device) -> list[tu
 
 
 def sum_over_processes(values: list[Tensor]) -> list[Tensor]:
-    """Sums of tensors over all processes, by one all-reduce; the tensors themselves without any."""
+    """Sums over all processes by one all-reduce; with a single process, the tensors themselves."""
     if not (dist.is_available() and dist.is_initialized()):
         return values
     flat = torch.cat([x.flatten() for x in values])
@@ -292,7 +294,7 @@ def within(G: Tensor) -> Callable[[Tensor], Tensor]:
 
         |Px|² = yᵀ (G Gᵀ)⁻¹ y
 
-    A little is added to the diagonal, since gradients may depend on each other.
+    A little is added to the diagonal, since the gradients may be linearly dependent.
     """
 
     def products(a: Tensor, b: Tensor) -> Any:  # a bᵀ in float64, 16,384 columns at a time
@@ -320,10 +322,10 @@ def agreement(q: Tensor, g: Tensor, s: State, inside: Callable[[Tensor], Tensor]
 
 
 def numbers(where: str, rows: list[list[Tensor]], width: int) -> list[list[float]]:
-    """A level's numbers as `width` lists by step. Nothing else in Algorithm 1 waits for a GPU.
+    """A level's numbers as `width` lists by step. Only here does the CPU wait for the GPU.
 
     Args:
-        rows: one a step: `width` scalars, and behind them, if wanted, a vector with a number for
+        rows: one per step: `width` scalars, and behind them, if wanted, a vector with a number for
             each block of the hypergradient.
     Raises Diverged naming the first step, and block, with a number that is not finite.
     """

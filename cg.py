@@ -5,7 +5,7 @@ With c = λ + damping and H the Hessian of the pretext loss at θ_P, a few itera
     (I + H/c) x = g,   whose solution is x = c (H + cI)⁻¹ g,
 
 each with one exact Hessian-vector product through the whole pretext pass. The released program
-returns x, so its prefactor is c; the paper's Eq. 5 has λ, which is x λ/c (`prefactor`).
+returns x, so the factor before the inverse is c. Eq. 5 has λ, which gives x λ/c: see `prefactor`.
 
     g    ∇L^D at θ_P, the query (l.12)          x, q  the result
     c    λ + 1 in the paper and as released     d, r  search direction and residual
@@ -29,9 +29,10 @@ def conjugate_gradients(
 
     Args:
         product: d -> A d, A symmetric and positive definite.
-        sizes: lengths of the tensors that g consists of. Given, both step sizes are computed
-            inside each tensor while A d stays the full product, and what is added to denominators
-            is absolute, as released: a heuristic that does not converge to the solution. None:
+        sizes: lengths of the tensors that g consists of. If given, α and β are computed for each
+            tensor separately, while A d is the product with all of A. This is what the released
+            program does; it is a heuristic and need not converge to the solution. g is then not
+            scaled first, so the 1e-12 in the denominators acts more strongly on a small g. None:
             plain CG for g / |g|, so that a query of any size is solved alike; zero gives zero.
 
     >>> conjugate_gradients(lambda d: 2 * d, torch.tensor([4.0, 6.0], dtype=torch.float64), 1)
@@ -44,7 +45,7 @@ def conjugate_gradients(
     tiny = 1e-14 if sizes is None else 1e-12  # in both denominators: nothing is divided by zero
 
     def dot(a: Tensor, b: Tensor) -> Tensor:
-        """One product a tensor, each repeated over the tensor's entries."""
+        """One product per tensor, each repeated over the tensor's entries."""
         each = torch.stack([piece.sum() for piece in (a * b).split(parts)])
         return each.repeat_interleave(lengths, output_size=len(g))
 
@@ -75,6 +76,9 @@ def cg(
         G: not used.
         lam: λ > 0 (ValueError otherwise).
         H: `H()` returns the function d -> H d for one solve, at full precision.
+        iterations: steps, one Hessian-vector product each.
+        damping: c = λ + damping.
+        prefactor: `c` returns c (H + cI)⁻¹ g, as released; `lambda` λ (H + cI)⁻¹ g, as in Eq. 5.
         sizes: as in `conjugate_gradients`.
     """
     if not 0 < lam < float("inf"):

@@ -73,7 +73,7 @@ class Peft(Settings):
     warmup_epochs: NonNegativeInt = 5
     """Epochs of linear warm-up. [App. C.2]"""
     batch: PositiveInt = 256
-    """Images a step. [App. D.2.2, memory table; released]"""
+    """Images per step. [App. D.2.2, memory table; released]"""
     weight_decay: NonNegativeFloat = 0.05
     """AdamW decay of θ and of the whole head. [App. C.2; ijepa, D.1: 0.0005]"""
     end_lr: NonNegativeFloat = 1e-6
@@ -176,7 +176,7 @@ class FinetuneConfig(Peft, Data, Model, Command):
     """`finetune`: PEFT from the backbone, or from an align run, whose model and data it takes."""
 
     start: Place | None = None
-    """--from: an align run, a directory of them, one a seed, or a LoRA file."""
+    """--from: an align run, a directory of them, one per seed, or a LoRA file."""
 
 
 def preset(name: str, kind: type[Settings], aligned: bool = False) -> Table:

@@ -1,4 +1,4 @@
-"""Every setting, one group a concern. No torch here, so `--help` is fast.
+"""Every setting, one group per concern. No torch here, so `--help` is fast.
 
 A field is a flag (`d_lr` is `--d-lr`), a key of a TOML file and a key of a run's config.json. Its
 docstring gives symbol, meaning and, in brackets, the source of its default: [App. C.x] the paper's
@@ -147,7 +147,7 @@ class Common(Settings):
     recompute: bool = False
     """Activation checkpointing of the backbone: less memory, one more forward pass. [released]"""
     micro_batch: PositiveInt | None = None
-    """Most images in the network at a time; a step adds them up. None: all of a step's. [here]"""
+    """Largest number of images that pass through the network at once; None: whole batch. [here]"""
 
 
 class Machine(Common):
@@ -227,9 +227,9 @@ class Pretext(Settings):
     ema: Rate = 0.9995
     """Momentum of I-JEPA's teacher at the start; it rises to 1. [App. D.1; from scratch: 0.996]"""
     targets: PositiveInt = 4
-    """M: target blocks an image. [I-JEPA]"""
+    """M: target blocks per image. [I-JEPA]"""
     contexts: PositiveInt = 1
-    """E: context blocks an image. [I-JEPA]"""
+    """E: context blocks per image. [I-JEPA]"""
     target_scale: Shares = (0.15, 0.2)
     """Area of a target block, as a share of the image. [I-JEPA]"""
     context_scale: Shares = (0.85, 1.0)
@@ -290,7 +290,7 @@ class Bilevel(Settings):
     alternations: PositiveInt = 500
     """T. [App. C.3]"""
     lower_steps: PositiveInt = 20
-    """N_L: pretext steps an alternation, and the most rank M-FAC can give a block. [App. C.3]"""
+    """N_L: pretext steps per alternation, and the most rank M-FAC can give a block. [App. C.3]"""
     upper_steps: NonNegativeInt = 8
     """N_U: downstream steps. 0 trains the lower level alone, a control. [App. C.3]"""
     lam: PositiveFloat = 1e-3

@@ -1,12 +1,13 @@
 """Labelled tasks D^D and unlabelled pools D^P: how images are split, cut, ordered and loaded.
 
     folder     class folders, or train/ val/ test/ holding class folders
-    Task.of    a task of one's own, from the parts of any torch Dataset
+    Task.of    a task of your own, from the parts of any torch Dataset
     batches    decoded, augmented images in the order of `stream` or `epochs`
 
-Randomness is a function of (seed, purpose, draw), never of what happened before; a draw is the
-number of an image in the endless sequence of passes. So batches depend neither on worker processes
-nor on where a run went on. A wrong folder raises ValueError, an unreadable image ImageError.
+Randomness is a function of (seed, purpose, draw), never of what happened before. Images are drawn
+in pass after pass; a draw is the running number of an image in that sequence. So batches depend
+neither on worker processes nor on where a run went on. A wrong folder raises ValueError, an
+unreadable image ImageError.
 """
 
 import hashlib
@@ -56,7 +57,7 @@ class Split(NamedTuple):
     """Images, as files or as a tensor (N, 3, H, W) in [0, 1], and their labels, int64."""
 
     images: Tensor | list[Path]
-    targets: Tensor  # (N,), or (N, C) for several classes an image: 1, -1 not, 0 does not count
+    targets: Tensor  # (N,), or (N, C) for several classes per image: 1, -1 not, 0 does not count
 
     @classmethod
     def below(cls, root: Path, entries: Sequence[Entry]) -> Self:
@@ -77,7 +78,7 @@ class Task(NamedTuple):
 
     @classmethod
     def of(cls, train: Any, val: Any, test: Any, classes: Sequence[str]) -> Self:
-        """A task of one's own, kept in memory.
+        """A task of your own, kept in memory.
 
         Each part is a torch Dataset or a list of (image (3, H, W) in [0, 1], class number).
         """
@@ -167,8 +168,8 @@ def folder(root: Path, seed: int) -> Task:
 def holdout(entries: Sequence[Entry], seed: int, part: str) -> tuple[list[Entry], list[Entry]]:
     """(rest, a fifth of each class): the files with the smallest sha256 of seed/part/file.
 
-    Rounded down, to one at least: the paper's split of CUB-200 (4800 / 1194). The only image of a
-    class stays.
+    A fifth is rounded down, but is at least one; a class with a single image gives none. For
+    CUB-200 it is BiSSL's split (4800 / 1194).
 
     >>> holdout([("1.jpg", 0), ("2.jpg", 0), ("3.jpg", 1)], 0, "val")
     ([('1.jpg', 0), ('3.jpg', 1)], [('2.jpg', 0)])
@@ -191,7 +192,7 @@ def permutation(n: int, seed: int, purpose: str, number: int) -> Tensor:
 
 
 def stream(n: int, batch: int, seed: int, purpose: str, start: int, stop: int) -> Draws:
-    """Full batches of steps start .. stop − 1; passes follow one another without a seam."""
+    """Full batches of steps start .. stop − 1; one may hold a pass's end and the next's start."""
     for step in range(start, stop):
         draws = range(step * batch, (step + 1) * batch)
         yield [(d, int(permutation(n, seed, purpose, d // n)[d % n])) for d in draws]
@@ -253,9 +254,9 @@ def decode_all(images: Tensor | Sequence[Path]) -> list[BaseException]:
 class Images(Dataset[Any]):
     """Decodes and augments. Each draw has a seed of its own: its crop is the same in any process.
 
-    Training: a random crop of min_crop to 1 of the area, and a flip (App. C.2). Elsewhere, and
-    without augmentation: the centre at 256/224 of the size (as released); images in memory that
-    have the network's size already are normalised only.
+    Training: a random crop of min_crop to 1 of the area, and a flip (App. C.2). For validation and
+    test, and without augmentation: the shorter side is resized to 256/224 of the input size and the
+    centre is cut out (as released); images in memory of the network's size are normalised only.
     """
 
     def __init__(self, split: Split, t: Transform, train: bool, seed: int, purpose: str):
@@ -287,7 +288,7 @@ class Images(Dataset[Any]):
 
 
 def pick_workers(asked: int | None, images: Tensor | list[Path], device: torch.device) -> int:
-    """Processes that decode images: as asked, else one a core, at most 16, if a GPU waits for them.
+    """Processes that decode: as asked, else one per core, at most 16, if a GPU waits for them.
 
     On a CPU the network needs the cores, and images in memory need no decoding.
     """

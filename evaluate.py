@@ -31,7 +31,7 @@ USUAL = {"rank": 64, "epochs": 200, "optimizer": "adamw", "augment": "crop", "pa
 class Score(NamedTuple):
     """What a model is worth on a split."""
 
-    accuracy: float  # top-1 in percent; for several classes an image, mean average precision
+    accuracy: float  # top-1 in percent; for several classes per image, mean average precision
     loss: float  # mean over the images
     per_class: float | None = None  # mean over classes of the accuracy in each; beside top-1 only
     right: int | None = None  # how many images were right; beside top-1 only
@@ -133,7 +133,7 @@ class Row(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """A row an arm."""
+    """A row per arm."""
 
     arms: list[Row]
 

@@ -1,4 +1,4 @@
-"""`bisslight finetune`: PEFT of θ and a fresh head, alone or after align runs (App. C.2).
+"""`bisslight finetune`: PEFT of θ and a fresh head, alone or after align runs (Eq. 2; App. C.2).
 
     from finetune import finetune
     finetune(FinetuneConfig(start=Path("runs/cub")), Path("runs/cub-peft"))
@@ -32,7 +32,7 @@ Trial = tuple[FinetuneConfig, Path]  # one rate, one seed and its start; and the
 
 
 class FinetuneResult(NamedTuple):
-    """What a finetune run ended with. Lists have one entry a seed."""
+    """What a finetune run ended with. Lists have one entry per seed."""
 
     out: str
     dataset: str
@@ -66,7 +66,7 @@ def finetune(
     """Choose a rate on validation, run its seeds, test them, into the run directory `out`.
 
     Args:
-        task: a labelled task of one's own, instead of a name in `cfg`.
+        task: a labelled task of your own, instead of a name in `cfg`.
         force: start the run in `out` over.
         track: shows progress; wraps the epochs of a trial, or the trials where `jobs` is above 1.
     Raises UsageError before the long work starts, Diverged where every rate diverges.

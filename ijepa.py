@@ -1,7 +1,7 @@
 """I-JEPA (Assran et al. 2023), the paper's second pretext task: L^P(θ, φ_P), App. D.1.
 
-From one large context block of patches, predict what a slowly following teacher makes of four
-smaller target blocks.
+From one large context block of patches, predict the tokens that a teacher, a slow moving average of
+the network, gives for four smaller target blocks.
 
     φ_P   phi_P     the predictor's trainable tensors, mask token included; its positions are fixed
     θ_T   theta_T   the teacher: the same frozen ψ under a third θ, a moving average of θ_P (of the
@@ -102,7 +102,7 @@ class IJEPA:
 
 
 def momentum(i: int, first: float, steps: float) -> float:
-    """Of the teacher after step i = 0, 1 ...: linear from `first` to 1.
+    """The teacher's momentum after step i = 0, 1 ...: linear from `first` to 1.
 
     >>> momentum(0, 0.9995, 10_000), round(momentum(5000, 0.9995, 10_000), 5)
     (0.9995, 0.99975)
@@ -115,15 +115,15 @@ def multiblock(masks: Any, grid: int, n: int, rng: torch.Generator) -> tuple[Ten
 
     Both are int64, in raster order. One random number gives size and shape of all targets of the
     batch, another one those of its contexts. Positions are uniform, but, as there, the last row and
-    column are never used. A context is a block without the patches of all targets, drawn again
-    while `min_keep` patches or fewer are left; every 20 attempts, one target more may overlap it.
-    Then all contexts are cut to the length of the batch's shortest one.
+    column are never used. A context is a block from which the patches of all targets are removed.
+    It is drawn again while `min_keep` patches or fewer are left; after every 20 attempts, one
+    target fewer is removed. Then all contexts are cut to the length of the batch's shortest one.
 
     Args:
         masks: anything with these attributes (official values): targets M (4) and contexts E (1),
             target_scale (0.15, 0.2) and context_scale (0.85, 1), shares of the image's area,
             aspect (0.75, 1.5), height over width of a target, min_keep (10), and overlap (False),
-            whether contexts may overlap targets. Of pairs, the first is the least.
+            whether contexts may overlap targets. A pair is (lower bound, upper bound).
         grid: patches along a side of the image.
     """
     u_target, u_context = torch.rand(2, generator=rng, dtype=torch.float64).tolist()
@@ -230,7 +230,8 @@ class Predictor(nn.Module):
 def init(networks: Sequence[tuple[nn.Module, Tensor]], rng: torch.Generator) -> None:
     """I-JEPA's initialisation of new networks, in place; pairs of network and position table.
 
-    Matrices and mask token are N(0, 0.02) cut at ±2, output matrices of layer l divided by √(2 l).
+    Matrices and mask token are normal with deviation 0.02, truncated at ±2; the output matrices of
+    attention and MLP in layer l = 1, 2 ... are then divided by √(2 l).
     Position tables have no row for a class token: (1, L, width).
     """
     for module in (m for network, _ in networks for m in network.modules()):

@@ -166,7 +166,7 @@ class Examples(NamedTuple):
     """A labelled batch."""
 
     images: Tensor  # (B, 3, H, W)
-    targets: Tensor  # (B,) classes, or (B, C) for several classes an image, see `cross_entropy`
+    targets: Tensor  # (B,) classes, or (B, C) for several classes per image, see `cross_entropy`
     drop: Tensor | None = None  # (B, K, 2) drop-path factors, used at θ_D only
 
 
@@ -191,7 +191,7 @@ class DownstreamLoss:
 
     A BatchNorm head normalises with the mean and variance of the batch, of all processes together.
     With regularise=True, at θ_D and in PEFT, drop path acts and the running statistics `stats`
-    (`init_stats`) are updated. `predict`, for scoring, normalises with those, without drop path.
+    (`init_stats`) are updated. For scoring, `predict` uses the running statistics and no drop path.
     """
 
     def __init__(
@@ -229,9 +229,10 @@ def logits(x: Tensor, phi_D: Phi) -> Tensor:
 
 
 def moments(x: Tensor, stats: Phi | None) -> Phi:
-    """Mean and biased variance of the rows x (B, dim) of all processes; moves `stats` by a tenth.
+    """Mean and biased variance of the rows x (B, dim) of all processes.
 
-    x is float64: in float32, similar features would lose most digits of their gradients.
+    Also moves the running statistics `stats` a tenth of the way towards them. x is float64: in
+    float32, similar features would lose most digits of their gradients.
     """
     n = SumOverProcesses.apply(x.new_tensor(float(len(x))))
     mean = SumOverProcesses.apply(x.sum(0)) / n

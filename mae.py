@@ -87,7 +87,7 @@ def masking(noise: Tensor, mask_ratio: float) -> tuple[Tensor, Tensor]:
     """Which patches stay.
 
     Returns keep (B, n), the patches with the least noise, in that order, and restore (B, L): the
-    place of each patch if the removed ones follow.
+    position of each patch in the list "kept patches, then removed ones".
 
     >>> masking(torch.tensor([[0.9, 0.1, 0.4, 0.7]]), 0.5)
     (tensor([[1, 2]]), tensor([[3, 0, 1, 2]]))
@@ -97,7 +97,7 @@ def masking(noise: Tensor, mask_ratio: float) -> tuple[Tensor, Tensor]:
 
 
 def patchify(images: Tensor, size: int) -> Tensor:
-    """(B, 3, H, W) -> (B, L, size² 3): patches in raster order; in one: row, column, channel."""
+    """(B, 3, H, W) -> (B, L, size² 3), patches in raster order, values by row, column, channel."""
     x = images.unfold(2, size, size).unfold(3, size, size)  # (B, 3, rows, columns, size, size)
     return x.permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)
 
@@ -175,8 +175,8 @@ def init(networks: Sequence[tuple[nn.Module, Tensor]], rng: torch.Generator) -> 
     """MAE's initialisation of new networks, in place; pairs of network and position table.
 
     Both networks before pretraining; the decoder alone where the backbone has been trained, as in
-    the released program. Matrices and convolutions are Xavier-uniform, tokens N(0, 0.02). Position
-    tables have a row for the class token: (1, 1 + L, width).
+    the released program. Matrices and convolutions are Xavier-uniform, class and mask token normal
+    with deviation 0.02. Position tables have a row for the class token: (1, 1 + L, width).
     """
     for module in (m for network, _ in networks for m in network.modules()):
         if isinstance(module, nn.Linear | nn.Conv2d):

@@ -1,19 +1,20 @@
 """M-FAC: λ (F + λI)⁻¹ g from stored gradients alone (Sec. 3.1; Algorithm 1, lines 10 and 13).
 
-Eq. 5 asks for q = λ (H + λI)⁻¹ g with the Hessian H of the pretext loss. M-FAC puts the empirical
-Fisher matrix of the m = N_L gradients that the lower level computed anyway in the place of H,
+Eq. 5 asks for q = λ (H + λI)⁻¹ g with the Hessian H of the pretext loss. M-FAC replaces H by the
+empirical Fisher matrix of the m = N_L gradients that the lower level has already computed,
 
     F = 1/m Σ_i g_i g_iᵀ        (block by block; entries between two blocks are taken as 0)
 
 so the inverse needs no Hessian-vector product. In this file the same matrix is inverted twice:
 
-    to read   `recursion`   the paper's own way, Eq. 7 and Eq. 10: one rank-one update a gradient
-    to run    `mfac`        Woodbury's identity: one m x m system a block; the default
+    to read   `recursion`   the paper's own way, Eq. 7 and Eq. 10: one rank-one update per gradient
+    to run    `mfac`        Woodbury's identity: one m x m system per block; the default
 
     code    paper    shape          meaning
     G       G        (K, m, p)      stored gradients of K blocks; rows g_i = ∇L^P_i of l.6
     lam     λ        scalar > 0     damping γ = λ; units 1/θ² (the loss has none)
-    v, d    v_i, d_i (m, p), (m,)   what Eq. 7 computes; units of v: θ, of d: none, like m's
+    v, d    v_i, d_i (m, p), (m,)   what Eq. 7 computes; v has the unit of θ, d has none, so it can
+                                    be added to m
     g, q    ∇L^D, q  (K, p)         query and result; units 1/θ
 
 `identity` and `exact` are two more hypergradients to compare with. All have one signature:
@@ -54,7 +55,7 @@ def extend(M: Block, grad: Tensor, m: int, lam: float) -> Block:
 
         v_i = g_i/λ − Σ_{j<i} v_j (v_jᵀ g_i) / (m + d_j),        d_i = v_iᵀ g_i
 
-    It is Sherman and Morrison's formula for F̂_i = F̂_{i−1} + g_i g_iᵀ / m, with F̂_0 = λI.
+    It is Sherman and Morrison's formula (Eq. 6) for F̂_i = F̂_{i−1} + g_i g_iᵀ / m, with F̂_0 = λI.
 
     Args:
         M: what the gradients before this one gave, v (i − 1, p) and d (i − 1,). Not modified.
@@ -94,8 +95,7 @@ def apply(M: Block, g: Tensor, lam: float) -> Tensor:
 def recursion(G: Tensor, lam: float, H: object = None, partition: Partition = "layer") -> Inverse:
     """M-FAC as the paper writes it. The same q as `mfac`, with a second buffer as large as G.
 
-    Arguments and result are those of `mfac`; v and d are float64, so the buffer has twice the
-    bytes of a float32 G.
+    Arguments and result are those of `mfac`; v and d are float64, twice the bytes of a float32 G.
     """
     check(lam)
     M = [precompute(grads, lam) for grads in blocks(G, partition).flatten(0, 1)]  # l.10
@@ -116,10 +116,9 @@ def mfac(G: Tensor, lam: float, H: object = None, partition: Partition = "layer"
 
         q = λ (GᵀG/m + λI)⁻¹ g = g − Gᵀ (mλI + GGᵀ)⁻¹ G g        in every block
 
-    The two sides are equal by Woodbury's identity, so this is Eq. 10 without its second buffer
-    and without m passes over it: one m x m Cholesky factor a block at line 10, two products with G
-    at line 13. Sums run in float64, because float32 sums lose all digits where gradients are nearly
-    collinear.
+    The two sides are equal by Woodbury's identity, so this is Eq. 10 without its second buffer and
+    without m passes over it: one m x m Cholesky factor per block at line 10, two products with G at
+    line 13. Sums run in float64: float32 sums lose all digits for nearly collinear gradients.
 
     Args:
         G: (K, m, p), float32 or float64, rows before λ(θ_P − θ_D) is added. Referenced, not copied,
@@ -131,8 +130,8 @@ def mfac(G: Tensor, lam: float, H: object = None, partition: Partition = "layer"
 
     Returns:
         g (K, p) -> q (K, p), on g's device and in its dtype; g is not modified. Where a block's
-        system cannot be solved, since a gradient is not finite, its part of q is NaN: so nothing
-        here has to wait for a GPU.
+        system cannot be solved, since a gradient is not finite, its part of q is NaN. Nothing
+        is raised, because raising would make the CPU wait for the GPU.
     """
     check(lam)
     B = blocks(G, partition)  # (K, n, m, c)
@@ -194,10 +193,10 @@ def identity(G: Tensor, lam: float, H: object = None) -> Inverse:
 def exact(G: Tensor, lam: float, H: Callable[[], Product]) -> Inverse:
     """Eq. 5 itself, q = λ (H + λI)⁻¹ g with the dense Hessian of the pretext loss at (θ_P, φ_P).
 
-    It takes one product a parameter, so it is for small θ only. Eq. 4 minimises over φ_P as well,
+    It takes one product per parameter, so it is for small θ only. Eq. 4 minimises over φ_P as well,
     while Eq. 5 holds φ_P fixed; so where θ and φ are coupled, even this is not the gradient of the
     bilevel problem. That would be the same formula with the Schur complement
-    H_θθ − H_θφ H_φφ⁻¹ H_φθ in the place of H. The paper's approximation is kept.
+    H_θθ − H_θφ H_φφ⁻¹ H_φθ instead of H. The paper's approximation is kept.
 
     Args:
         G: (K, m, p); only its shape is used.

@@ -221,7 +221,7 @@ def trained(
     what: str,
     after_step: Callable[[None], None] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """An optimiser step a batch, in place; yields the mean loss of every `piece` steps.
+    """An optimiser step per batch, in place; yields the mean loss of every `piece` steps.
 
     Raises Diverged where a loss or gradient is not finite.
     """
@@ -269,13 +269,13 @@ def named(cfg: Any, field: str, argument: str) -> Any:
 
 
 def own_names(task: Task | None, pool: Pool | None = None) -> dict[str, str]:
-    """What is recorded in the place of the names of data that were handed in."""
+    """What is recorded instead of the names of data that were handed in."""
     digests = {"dataset": task and task.fingerprint(), "pool": pool and pool.fingerprint()}
     return {key: f"own:{digest[:12]}" for key, digest in digests.items() if digest}
 
 
 def task_name(pretext: str) -> str:
-    """mae, ijepa, or the class of a pretext task of one's own, as runs record it.
+    """mae, ijepa, or the class of a pretext task of your own, as runs record it.
 
     >>> task_name("turn.py:Rotation")
     'rotation'

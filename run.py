@@ -5,7 +5,7 @@
     `Run`      a run directory
 
 A run directory holds config.json (the settings), env.json (command, versions, machine, digests of
-the data), metrics.jsonl (a line an alternation or epoch), checkpoint.pt while the run is not
+the data), metrics.jsonl (a line per alternation or epoch), checkpoint.pt while the run is not
 finished and result.json once it is. The same command, given again, goes on where it stopped.
 """
 

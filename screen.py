@@ -100,7 +100,7 @@ def simple(result: Any) -> Any:
 
 
 def say(result: Any, as_json: bool) -> None:
-    """A result on stdout: JSON, or a line a value and a table for each list of dicts.
+    """A result on stdout: JSON, or a line per value and a table for each list of dicts.
 
     A column of nothing, or of nothing but lists, is only in the JSON.
     """

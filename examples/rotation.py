@@ -1,4 +1,4 @@
-r"""A pretext task of one's own: which way up is this image (Gidaris et al. 2018)?
+r"""A pretext task of your own: which way up is this image (Gidaris et al. 2018)?
 
     bisslight pretrain --pool quilts --backbone vit_mini --base-lr 8e-3 --beta2 0.999 \
         --mask-ratio 0.3 --out runs/pre
