@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +22,9 @@ from bisslight import Diverged, Hypergradient, Phi, PretextTask, State, algorith
 from commands import AlignConfig
 from config import Bilevel, Lower, Pretext, RunError, Upper, UsageError
 from data import Pool, Task, rng, stream
-from evaluate import Score
 from lora import DownstreamLoss, init_theta, save_adapter
 from model import Model, own_names, pretext_batches
-from run import Run, check_directory, checking, read_json, typed
+from run import Run, check_directory, read_json
 from training import (
     Group,
     Optimiser,
@@ -44,24 +43,6 @@ SHARES = (2 / 3, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 7, 1 / 10)  # App. C.3: 2/3, 1/
 ABOVE, FLOOR, COLLAPSE = 3.0, 0.25, 0.5  # see `unstable`
 
 
-class AlignResult(NamedTuple):
-    """What an align run ended with."""
-
-    out: str
-    adapter: str  # θ_P's file
-    d_lr: float  # rate of the upper level
-    unstable: dict[str, str]  # upper rates that were given up, and why
-    pretext: str
-    metric: str
-    distance: float  # |θ_P − θ_D|
-    q_over_g: float  # |q| / |g| of the last upper step
-    cosine: float  # of q and g there
-    val_P: Score  # of θ_P on the validation split
-    val_D: Score
-    cpu_seconds: float
-    seconds: float
-
-
 def align(
     cfg: AlignConfig,
     out: Path,
@@ -70,13 +51,17 @@ def align(
     pool: Pool | None = None,
     force: bool = False,
     track: Track = untracked,
-) -> AlignResult:
+) -> dict[str, Any]:
     """Run BiSSLight into the run directory `out`.
 
     Args:
         task, pool: a labelled task and unlabelled images of one's own, instead of names in `cfg`.
         force: start the run in `out` over.
         track: shows progress; wraps what is done epoch by epoch and alternation by alternation.
+    Returns what its result.json holds: `adapter`, the file with θ_P; `d_lr`, the upper level's
+    rate; `unstable`, the rates that were given up for it, and why; `distance` |θ_P − θ_D|;
+    `q_over_g` and `cosine` of q and g in the last upper step; `val_P` and `val_D`, the scores of
+    θ_P and θ_D on the validation split (`evaluate.Score`); and seconds.
     Raises UsageError before the long work starts, Diverged where a loss is not finite.
     """
     cfg = cfg.but(**own_names(task, pool))
@@ -86,22 +71,22 @@ def align(
         found = one(cfg, out)
         if "diverged" in found:
             raise Diverged(found["diverged"])
-        return typed(AlignResult, found)
+        return found
     rates = upper_rates(cfg)
     with Run(out, "align", cfg, force, upper_rates=rates) as run:
+        if run.result:
+            return run.result
         given_up: dict[str, str] = {}
-        for d_lr in [] if run.result else rates:
+        for d_lr in rates:
             place = out / f"dlr{d_lr:g}"
             found = one(cfg.but(d_lr=d_lr, d_lr_from=None), place, watched=True)
             if "diverged" not in found:
                 run.write("adapter.safetensors", (place / "adapter.safetensors").read_bytes())
                 at = {"out": str(out), "adapter": str(out / "adapter.safetensors")}
-                return typed(AlignResult, run.finish(found | at | {"unstable": given_up}))
+                return run.finish(found | at | {"unstable": given_up})
             given_up[f"{d_lr:g}"] = found["diverged"]
             LOG.warning("--d-lr %g is not stable: %s", d_lr, found["diverged"])
-    if not run.result:
-        raise RunError(f"--d-lr-from: none of {', '.join(given_up)} is stable, see {out}")
-    return typed(AlignResult, run.result)
+    raise RunError(f"--d-lr-from: none of {', '.join(given_up)} is stable, see {out}")
 
 
 def aligned(
@@ -115,9 +100,8 @@ def aligned(
 ) -> dict[str, Any]:
     """The result of a run with one upper rate; if `watched`, it ends once it is `unstable`."""
     m = Model(cfg, task, pool)
-    with checking(f"--rank {cfg.rank}"):
-        g = rng(cfg.seed, "lora")
-        theta = init_theta(m.backbone.depth, cfg.rank, m.backbone.dim, g).to(m.device)  # l.2
+    g = rng(cfg.seed, "lora")
+    theta = init_theta(m.backbone.depth, cfg.rank, m.backbone.dim, g).to(m.device)  # l.2
     pretext = m.pretext_task(theta)
     refuse(cfg, pretext, theta)
     m.check("--d-batch", cfg.d_batch, out)
@@ -152,20 +136,25 @@ def aligned(
 
 def result_of(cfg: AlignConfig, m: Model, s: State, run: Run) -> dict[str, Any]:
     """Write θ_P (l.17); what the run ended with."""
+    usual = AlignConfig(backbone="vit_b16", dataset="dtd", pretext=cfg.pretext)
+    names = {name for group in (Lower, Upper, Bilevel, Pretext) for name in group.model_fields}
+    # not the upper rate, for which the paper searches, and not the inverse, which makes the arm
+    names -= {"d_lr", "d_lr_from", "hypergrad", "eval_every", "mfac_device"}
+    unlike = {name: x for name in names if (x := getattr(cfg, name)) != getattr(usual, name)}
     how = cfg.hypergrad if cfg.upper_steps else "lower only"
-    about = m.adapter_about(stage="align", d_lr=cfg.d_lr, hypergrad=how)
-    about["unlike_paper"] = unlike_paper(cfg)
+    about = m.adapter_about(stage="align", d_lr=cfg.d_lr, hypergrad=how, unlike_paper=unlike)
     run.write("adapter.safetensors", save_adapter(s.theta_P, {}, about))  # l.17
     last = run.records[-1]
-    result = {key: (last[key] or [0.0])[-1] for key in ("distance", "q_over_g", "cosine")}
-    result |= {key: last[key] for key in ("val_P", "val_D")}
-    result |= {
+    return {
         "out": str(run.path),
         "adapter": str(run.path / "adapter.safetensors"),
         "d_lr": cfg.d_lr,
+        "unstable": {},
+        "pretext": about["pretext"],
+        "metric": m.task.metric,
+        **{key: (last[key] or [0.0])[-1] for key in ("distance", "q_over_g", "cosine")},
+        **{key: last[key] for key in ("val_P", "val_D")},
     }
-    result |= {"metric": m.task.metric, "pretext": about["pretext"], "unstable": {}}
-    return result
 
 
 def begin(
@@ -245,18 +234,6 @@ def refuse(cfg: AlignConfig, pretext: PretextTask, theta: Tensor) -> None:
         why = "its loss compares the images of a batch with each other, so a batch cannot be cut"
         how = "leave --micro-batch out and start one process"
         raise UsageError(f"--pretext {cfg.pretext}: {why}; {how}")
-
-
-def unlike_paper(cfg: AlignConfig) -> dict[str, Any]:
-    """Settings of Algorithm 1 and its tasks that are not the paper's, by name.
-
-    Not the upper rate, for which the paper searches, and not the inverse, which makes the arm.
-    """
-    usual = AlignConfig(backbone="vit_b16", dataset="dtd", pretext=cfg.pretext)
-    names = {name for group in (Lower, Upper, Bilevel, Pretext) for name in group.model_fields}
-    names -= {"d_lr", "d_lr_from", "hypergrad", "eval_every", "mfac_device"}
-    pairs = {name: (getattr(cfg, name), getattr(usual, name)) for name in names}
-    return {name: value for name, (value, paper) in pairs.items() if value != paper}
 
 
 # --- the upper level's rate (App. C.3) ------------------------------------------------------------

@@ -15,44 +15,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from bisslight import Diverged, Phi
 from commands import FinetuneConfig
 from config import UsageError
 from data import Task, rng
 from lora import DownstreamLoss, init_theta, load_adapter, save_adapter
-from model import Model, own_names, task_name
-from run import Run, check_directory, checking, jobs, read_json, sha256, typed
+from model import Model, own_names
+from run import Run, check_directory, checking, jobs, read_json, sha256
 from training import Group, Optimiser, Schedule, Track, trainable, untracked
 from weights import load_theta
 
 LOG = logging.getLogger("bisslight")
-Trial = tuple[FinetuneConfig, Path]  # one rate, one seed and its start; and the run directory
-
-
-class FinetuneResult(NamedTuple):
-    """What a finetune run ended with. Lists have one entry a seed."""
-
-    out: str
-    dataset: str
-    backbone: str
-    pretext: str
-    metric: str
-    unit: str  # what one seed repeats
-    aligned_by: str | None  # hypergradient of the align run that it started from
-    aligned_on: str | None  # dataset of that run
-    align_unlike_paper: dict[str, Any] | None  # settings of that run that are not the paper's
-    lr: float  # the chosen rate
-    grid: dict[str, list[float | None]]  # validation accuracy by rate; None: diverged
-    val: list[float]
-    epochs: list[int]  # the best epoch
-    test: list[float]  # accuracy in percent
-    test_loss: list[float]
-    test_per_class: list[float | None]
-    test_images: int
-    right: list[int] | None  # test images that were right; None where the accuracy is mAP
-    trial_seconds: list[float]  # CPU time
 
 
 def finetune(
@@ -62,13 +37,18 @@ def finetune(
     task: Task | None = None,
     force: bool = False,
     track: Track = untracked,
-) -> FinetuneResult:
+) -> dict[str, Any]:
     """Choose a rate on validation, run its seeds, test them, into the run directory `out`.
 
     Args:
         task: a labelled task of one's own, instead of a name in `cfg`.
         force: start the run in `out` over.
         track: shows progress; wraps the epochs of a trial, or the trials where `jobs` is above 1.
+    Returns what its result.json holds: `lr`, the chosen rate; `grid`, by rate the validation
+    accuracy of each seed (None: diverged); and lists with an entry a seed, `test` (accuracy in
+    percent), `test_loss`, `test_per_class`, `right` (how many of `test_images`; None for mAP),
+    `val`, `epochs` (the best one), `trial_seconds` (CPU time). `unit` is what a seed repeats,
+    `aligned_by` the hypergradient of the align run, `align_unlike_paper` its other settings.
     Raises UsageError before the long work starts, Diverged where every rate diverges.
     """
     cfg = cfg.but(**own_names(task))
@@ -80,13 +60,16 @@ def finetune(
     digests = [sha256(adapter_of(start)) for start in starts if start]
     with Run(out, "finetune", cfg, force, **m.about(), start_sha256=digests) as run:
         if run.result:
-            return typed(FinetuneResult, run.result)
+            return run.result
 
         def results(pairs: list[tuple[float, int]]) -> list[dict[str, Any]]:
-            trials = [trial(cfg, lr, i, starts[i], out) for lr, i in pairs]
+            alone: Any = {"grid": None, "grid_seeds": 1, "seeds": 1, "jobs": 1}
+            trials = [
+                cfg.but(lr=lr, seed=cfg.seed + i, start=starts[i], **alone) for lr, i in pairs
+            ]
             if cfg.jobs == 1:
-                return [peft(one, task, force, m, track) for one in trials]
-            work = jobs(partial(peft, task=task, force=force), trials, cfg.jobs)
+                return [peft(one, out, task, force, m, track) for one in trials]
+            work = jobs(partial(peft, out=out, task=task, force=force), trials, cfg.jobs)
             return [*track(work, len(trials), "runs")]
 
         tries = range(cfg.grid_seeds if len(cfg.grid) > 1 else cfg.seeds)
@@ -102,9 +85,9 @@ def finetune(
             "lr": lr, "metric": m.task.metric, "grid": grid,
             "aligned_by": first.get("hypergrad", "unknown") if origins else None,
             "aligned_on": first.get("dataset"), "align_unlike_paper": first.get("unlike_paper"),
-            "pretext": first.get("pretext", task_name(cfg.pretext)),
+            "pretext": first.get("pretext", m.adapter_about()["pretext"]),
         }  # fmt: skip
-        return typed(FinetuneResult, run.finish(result | tested(m, run, chosen)))
+        return run.finish(result | tested(m, run, chosen))
 
 
 def tested(m: Model, run: Run, chosen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -127,12 +110,6 @@ def tested(m: Model, run: Run, chosen: Sequence[Mapping[str, Any]]) -> dict[str,
         "epochs": [result["epoch"] for result in chosen],
         "trial_seconds": [result["cpu_seconds"] for result in chosen],
     }
-
-
-def trial(cfg: FinetuneConfig, lr: float, i: int, start: Path | None, out: Path) -> Trial:
-    """The i-th seed at one rate."""
-    seed, one = cfg.seed + i, {"grid": None, "grid_seeds": 1, "seeds": 1, "jobs": 1}
-    return cfg.but(lr=lr, seed=seed, start=start, **one), out / f"lr{lr:g}-s{seed}"
 
 
 def best_rate(
@@ -196,7 +173,7 @@ def origin(start: Path, m: Model) -> dict[str, Any]:
     program does not say what it belongs to; only its shapes can be checked.
     """
     with checking(f"--from {start}"):
-        theta, about = load_theta(start, m.backbone.dim)
+        theta, about = load_theta(adapter_of(start), m.backbone.dim)
         now, rank = m.adapter_about(), theta.shape[1] / (4 * m.backbone.dim)
         if (len(theta), rank) != (m.backbone.depth, m.cfg.rank):
             found = f"holds {len(theta)} layers of rank {rank:g}"
@@ -228,7 +205,8 @@ def origin(start: Path, m: Model) -> dict[str, Any]:
 
 
 def peft(
-    unit: Trial,
+    cfg: FinetuneConfig,
+    out: Path,
     task: Task | None = None,
     force: bool = False,
     m: Model | None = None,
@@ -237,18 +215,18 @@ def peft(
     """Fine-tune θ and a fresh φ_D with one rate and one seed; keep the best validation epoch.
 
     Args:
+        out: the directory of the whole; the run's own is below it.
         m: the model, which differs between trials in its settings only; None: made here.
     """
-    cfg, out = unit
-    m = m or Model(cfg, task)
-    m.cfg, lr = cfg, cfg.grid[0]
+    m, lr = m or Model(cfg, task), cfg.grid[0]
+    m.cfg, out = cfg, out / f"lr{lr:g}-s{cfg.seed}"
     about = m.about() | {"start_sha256": cfg.start and sha256(adapter_of(cfg.start))}
     with Run(out, "peft", cfg, force, **about) as run:
         if run.result:
             return run.result
         theta = init_theta(m.backbone.depth, cfg.rank, m.backbone.dim, rng(cfg.seed, "lora"))
         if cfg.start is not None:
-            theta, _ = load_theta(cfg.start, m.backbone.dim)
+            theta, _ = load_theta(adapter_of(cfg.start), m.backbone.dim)
         phi_D, loss_D, stats = m.head(cfg.seed, "peft head")
         leaves = trainable({"theta": theta}, m.device) | phi_D
         steps = -(-len(m.task.train.targets) // cfg.batch)

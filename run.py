@@ -22,14 +22,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from filelock import FileLock
-from pydantic import TypeAdapter
 from torch import Tensor
 
 from config import RunError, Settings, UsageError
@@ -139,7 +138,7 @@ MAY_CHANGE = {"device", "workers", "jobs", "micro_batch", "save_minutes", "mfac_
               "data_root", "weights"}  # fmt: skip
 
 
-class Run:
+class Run(AbstractContextManager["Run"]):
     """A run directory, made or gone on with; `result` is what a finished run came to, else None.
 
     `with Run(...) as run` keeps other processes out of it for as long.
@@ -188,9 +187,6 @@ class Run:
         if not (self.path / "result.json").exists():
             write_atomic(self.path / "env.json", json.dumps(env, indent=1))
             write_atomic(self.path / "config.json", json.dumps(settings, indent=1))
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.lock.release()
@@ -252,12 +248,6 @@ class Run:
         """CPU seconds of this process and wall seconds, those before a stop included."""
         now = {"cpu_seconds": time.process_time(), "seconds": time.monotonic()}
         return {key: value - self.began.get(key, 0.0) for key, value in now.items()}
-
-
-def typed(kind: type[T], found: Mapping[str, Any]) -> T:
-    """A result.json as the NamedTuple that the command returns; other keys are left out."""
-    names: Any = kind.__annotations__
-    return TypeAdapter(kind).validate_python({name: found[name] for name in names})
 
 
 def check_directory(

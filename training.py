@@ -155,15 +155,6 @@ def pick_device(name: str) -> torch.device:
         raise ValueError("there is no such device here; give auto, cpu, cuda or cuda:1") from error
 
 
-def one_thread(backbone: str, device: torch.device) -> None:
-    """vit_mini's tensors are too small for several threads of a CPU: they wait for each other.
-
-    OMP_NUM_THREADS wins.
-    """
-    if backbone == "vit_mini" and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
-
-
 def start_processes() -> None:
     """Join the processes that torchrun has started; nothing to do without it."""
     if os.environ.get("WORLD_SIZE", "1") != "1" and world_size() == 1:

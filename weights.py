@@ -30,12 +30,14 @@ from config import BACKBONES, Arch, Model, Shape, UsageError, nearest
 from lora import Backbone, check_vit, from_factors, load_adapter
 
 MAE_FILES = "https://dl.fbaipublicfiles.com/mae/pretrain/mae_pretrain_vit_{}_full.pth"
-JEPA_FILE = "https://dl.fbaipublicfiles.com/ijepa/IN1K-vit.h.14-300e.pth.tar"
 OFFICIAL = {  # (URL, size in MB) of the files that hold the pretext head, too
     ("vit_b16", "mae"): (MAE_FILES.format("base"), 447.6),
     ("vit_l16", "mae"): (MAE_FILES.format("large"), 1318.2),
     ("vit_h14", "mae"): (MAE_FILES.format("huge"), 2628.3),
-    ("vit_h14", "ijepa"): (JEPA_FILE, 10_360.0),
+    ("vit_h14", "ijepa"): (
+        "https://dl.fbaipublicfiles.com/ijepa/IN1K-vit.h.14-300e.pth.tar",
+        10_360.0,
+    ),
 }
 
 
@@ -174,6 +176,22 @@ def build_head(arch: Arch, pretext: str) -> nn.Module:
     return mae.Decoder(arch.dim, patches, arch.patch_size, *size, arch.mlp_ratio)
 
 
+def random_decoder(arch: Arch, rng: torch.Generator) -> nn.Module:
+    """MAE's decoder, drawn anew."""
+    decoder = build_head(arch, "mae")
+    mae.init([(decoder, sincos(arch.decoder_dim, side(arch)))], rng)
+    return decoder
+
+
+def pretext_task(
+    cfg: Any, backbone: Backbone, head: Any, steps: int, theta: Tensor | None, teacher: Any = None
+) -> mae.MAE | ijepa.IJEPA:
+    """`mae.MAE`, or `ijepa.IJEPA` for `steps` steps (ValueError); θ and teacher as there."""
+    if cfg.pretext == "mae":
+        return mae.MAE(backbone, head, cfg.mask_ratio)
+    return ijepa.IJEPA(backbone, head, cfg, (cfg.ema, steps), theta, teacher)
+
+
 def side(arch: Arch) -> int:
     """Patches along a side of the image (ValueError where they do not fill it)."""
     if arch.image_size % arch.patch_size:
@@ -214,7 +232,6 @@ RELEASED = "base_model.model.blocks.{}.attn.qkv.{}.lora_{}.default.weight"  # bl
 
 def load_theta(start: Path, dim: int) -> tuple[Tensor, dict[str, Any]]:
     """θ and what its file says of itself; a file of the released program says nothing, {}."""
-    start = start / "adapter.safetensors" if start.is_dir() else start
     if start.suffix == ".safetensors":
         theta, _, about = load_adapter(start)
         return theta, about

@@ -9,7 +9,7 @@ import io
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from pydantic import NonNegativeFloat, PositiveFloat
@@ -35,10 +35,10 @@ from config import (
 )
 from data import Pool, rng
 from lora import Backbone
-from model import open_pool, own_names, pretext_batches, trained
-from run import Run, checking, typed
-from training import Optimiser, Track, decay_groups, one_thread, pick_device, untracked
-from weights import build_head, build_vit, side, sincos
+from model import device_of, named, own_names, pretext_batches, trained
+from run import Run, checking
+from training import Optimiser, Track, decay_groups, untracked
+from weights import build_head, build_vit, pretext_task, side, sincos
 
 
 class PretrainConfig(Pretext, Crops, Shape, Command):
@@ -80,16 +80,6 @@ class PretrainConfig(Pretext, Crops, Shape, Command):
     """Momentum of I-JEPA's teacher at the start; it rises to 1. [I-JEPA]"""
 
 
-class PretrainResult(NamedTuple):
-    """What a pretrain run ended with."""
-
-    out: str
-    weights: str  # its backbone.pth
-    loss: float  # mean of the last epoch
-    cpu_seconds: float
-    seconds: float
-
-
 def pretrain(
     cfg: PretrainConfig,
     out: Path,
@@ -97,26 +87,27 @@ def pretrain(
     pool: Pool | None = None,
     force: bool = False,
     track: Track = untracked,
-) -> PretrainResult:
+) -> dict[str, Any]:
     """Train a backbone and its pretext head into the run directory `out`; the same call goes on.
 
     Args:
         pool: unlabelled images of one's own, instead of a name in `cfg`.
         force: start the run in `out` over.
         track: shows progress, an item an epoch, or 500 steps of a longer one.
+    Returns `out`, `weights` (its backbone.pth), `loss` (mean of the last epoch), and seconds.
     Raises UsageError before the long work starts, Diverged where a loss is not finite.
     """
-    cfg, pool = cfg.but(**own_names(None, pool)), pool or open_pool(cfg)
+    cfg, pool = cfg.but(**own_names(None, pool)), pool or named(cfg, "pool")
     about = length(cfg, pool)
     steps = about["steps"]
     task = scratch(cfg, steps)
     with Run(out, "pretrain", cfg, force, **about, pool_sha256=pool.fingerprint()) as run:
         if run.result:
-            return typed(PretrainResult, run.result)
-        named = dict(task.backbone.vit.named_parameters())
-        del named["pos_embed"]  # MAE and I-JEPA keep the position table fixed
-        opt = optimiser(cfg, named | task.phi, steps)
-        run.keep([*named.values(), *task.phi.values(), *task.state.values()], [opt])
+            return run.result
+        psi = dict(task.backbone.vit.named_parameters())
+        del psi["pos_embed"]  # MAE and I-JEPA keep the position table fixed
+        opt = optimiser(cfg, psi | task.phi, steps)
+        run.keep([*psi.values(), *task.phi.values(), *task.state.values()], [opt])
         piece = min(steps // cfg.epochs, 500)
         left, size = range(opt.step, steps), sizes(cfg).image_size
         batches = pretext_batches(cfg, pool, task, size, cfg.batch, left)
@@ -127,13 +118,12 @@ def pretrain(
             run.checkpoint(f"step {opt.step} of {steps}")
         run.write("backbone.pth", checkpoint(cfg, task))
         found = {"out": str(out), "weights": str(out / "backbone.pth")}
-        found = run.finish(found | {"loss": run.records[-1]["loss"]})
-        return typed(PretrainResult, found)
+        return run.finish(found | {"loss": run.records[-1]["loss"]})
 
 
 def plan(cfg: PretrainConfig) -> dict[str, int]:
     """What a run would take, for --dry-run (UsageError)."""
-    about = length(cfg, open_pool(cfg))
+    about = length(cfg, named(cfg, "pool"))
     scratch(cfg, about["steps"])
     return about
 
@@ -157,9 +147,7 @@ def sizes(cfg: PretrainConfig) -> Arch:
 def scratch(cfg: PretrainConfig, steps: int) -> Any:
     """`mae.MAE` or `ijepa.IJEPA` around networks that are drawn as its authors do (UsageError)."""
     arch, jepa = sizes(cfg), cfg.pretext == "ijepa"
-    with checking(f"--device {cfg.device}"):
-        device = pick_device(cfg.device)
-    one_thread(cfg.backbone, device)
+    device = device_of(cfg)
     with checking(f"--pretext {cfg.pretext}"):
         vit, head = build_vit(arch), build_head(arch, cfg.pretext)
         widths = arch.dim, arch.predictor_dim if jepa else arch.decoder_dim
@@ -168,10 +156,9 @@ def scratch(cfg: PretrainConfig, steps: int) -> Any:
         init = ijepa.init if jepa else mae.init
         init([*zip((vit, head), tables, strict=True)], rng(cfg.seed, "init"))
         backbone, h_P = Backbone(vit, recompute=cfg.recompute).to(device), head.to(device)
-        if not jepa:
-            return mae.MAE(backbone, h_P, cfg.mask_ratio)  # type: ignore[arg-type]
-        teacher = copy.deepcopy(backbone)
-        return ijepa.IJEPA(backbone, h_P, cfg, (cfg.ema, steps), None, teacher)  # type: ignore[arg-type]
+        return pretext_task(
+            cfg, backbone, h_P, steps, None, copy.deepcopy(backbone) if jepa else None
+        )
 
 
 def optimiser(cfg: PretrainConfig, named: Phi, steps: int) -> Optimiser:
