@@ -110,8 +110,8 @@ def aligned(
             return run.result
         phi_D, loss_D, stats = m.head(cfg.seed, "align head")
         s, optimisers = begin(cfg, theta, pretext, phi_D)
-        tensors = [s.theta_P, s.theta_D, *s.phi_P.values(), *phi_D.values(), *stats.values()]
-        run.keep([*tensors, *pretext.state.values()], optimisers)
+        heads = [*s.phi_P.values(), *phi_D.values(), *stats.values()]
+        run.keep([s.theta_P, s.theta_D, *heads, *pretext.state.values()], optimisers)
         s.done = optimisers[0].step // cfg.lower_steps
         try:
             head, start = optimisers[2], s.theta_D.detach()
@@ -171,12 +171,11 @@ def begin(
     groups += decay_groups(phi_P, cfg.phi_p_lr, cfg.p_weight_decay)
     opt_P = Optimiser(groups, lower, (0.9, 0.95), cfg.clip)
     betas = None if cfg.d_optimizer == "sgd" else (0.9, 0.999)
-    head = [*phi_D.values()]  # AdamW decays all of θ_D and φ_D, bias included (App. C.2)
-    both = [Group([leaves["D"], *head], cfg.d_lr, cfg.d_weight_decay)]
-    opt_D = Optimiser(both, upper, betas, cfg.clip)
-    opt = Optimiser([Group(head, cfg.d_lr, cfg.d_weight_decay)], constant, betas)
+    head = Group([*phi_D.values()], cfg.d_lr, cfg.d_weight_decay)
+    both = head._replace(tensors=[leaves["D"], *head.tensors])  # bias is decayed, too (App. C.2)
+    opt_D = Optimiser([both], upper, betas, cfg.clip)
     s = State(leaves["P"], leaves["D"], phi_P, phi_D, opt_P, opt_D)
-    return s, [opt_P, opt_D, opt]
+    return s, [opt_P, opt_D, Optimiser([head], constant, betas)]
 
 
 def alternate(
@@ -190,10 +189,8 @@ def alternate(
     steps = range(s.done * cfg.lower_steps, T * cfg.lower_steps)
     batches = pretext_batches(cfg, m.pool, pretext, m.arch.image_size, cfg.p_batch, steps)
     store = torch.device("cpu") if cfg.mfac_device == "cpu" else None
-    inverse = hypergradient(cfg, s.theta_P)
-    for log in algorithm_1(
-        s, cfg, pretext, loss_D, inverse, batches, examples, cfg.micro_batch, m.amp, store
-    ):
+    inverse, rest = hypergradient(cfg, s.theta_P), (cfg.micro_batch, m.amp, store)
+    for log in algorithm_1(s, cfg, pretext, loss_D, inverse, batches, examples, *rest):
         record: dict[str, Any] = {"step": log.alternation, **log._asdict()}
         if log.alternation % cfg.eval_every == 0 or log.alternation == T:
             for level, theta in (("P", s.theta_P), ("D", s.theta_D)):
@@ -224,16 +221,15 @@ def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
 def refuse(cfg: AlignConfig, pretext: PretextTask, theta: Tensor) -> None:
     """Refuse (UsageError) what would fail, or silently mean something else, hours later."""
     if cfg.p_batch < world_size():
-        what = f"there are {world_size()} processes, give each one"
-        raise UsageError(f"--p-batch {cfg.p_batch}: {what}")
+        raise UsageError(f"--p-batch {cfg.p_batch}: give each of {world_size()} processes an image")
     if cfg.hypergrad == "exact" and theta.numel() > EXACT_LIMIT:
         why = f"θ has {theta.numel()} entries, a dense Hessian has {EXACT_LIMIT} at most"
         raise UsageError(f"--hypergrad exact: {why}; lower --rank or use mfac")
     pieces = (cfg.micro_batch or cfg.p_batch) < cfg.p_batch or world_size() > 1
     if pieces and not getattr(pretext, "mean_over_images", True):
-        why = "its loss compares the images of a batch with each other, so a batch cannot be cut"
+        why = "its loss compares the images of a batch with each other, so a batch cannot be cut; "
         how = "leave --micro-batch out and start one process"
-        raise UsageError(f"--pretext {cfg.pretext}: {why}; {how}")
+        raise UsageError(f"--pretext {cfg.pretext}: {why}{how}")
 
 
 # --- the upper level's rate (App. C.3) ------------------------------------------------------------
@@ -241,7 +237,7 @@ def refuse(cfg: AlignConfig, pretext: PretextTask, theta: Tensor) -> None:
 
 def upper_rates(cfg: AlignConfig) -> list[float]:
     """2/3, 1/2, 1/3 and less of the best rate of a finished direct PEFT run, to three digits."""
-    run: Any = cfg.d_lr_from
+    run = cfg.d_lr_from or Path()
     result = read_json(run / "result.json") if (run / "result.json").exists() else {}
     if len(result.get("grid", ())) < 2 or result.get("aligned_by"):
         raise UsageError(f"--d-lr-from {run}: is not a finished `finetune` grid from the backbone")
@@ -267,8 +263,8 @@ def unstable(records: Sequence[Mapping[str, Any]]) -> str | None:
         values = [fmean(record[name]) for record in records if record.get(name)]
         least = max(min(values), FLOOR * values[0]) if values else 0.0
         if values and values[-1] > ABOVE * least:
-            what = f"more than {ABOVE:g} times its minimum {least:.4g}"
-            return f"{name} rose to {values[-1]:.4g}, {what}"
+            rose = f"{name} rose to {values[-1]:.4g}"
+            return f"{rose}, more than {ABOVE:g} times its minimum {least:.4g}"
     scores = [record["val_D"]["accuracy"] for record in records if "val_D" in record]
     if scores and scores[-1] < COLLAPSE * max(scores):
         return f"validation fell to {scores[-1]:.1f} from {max(scores):.1f}"

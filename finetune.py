@@ -17,13 +17,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from torch import Tensor
+
 from bisslight import Diverged, Phi
 from commands import FinetuneConfig
 from config import UsageError
 from data import Task, rng
-from lora import DownstreamLoss, init_theta, load_adapter, save_adapter
+from lora import init_theta, load_adapter, save_adapter
 from model import Model, own_names
-from run import Run, check_directory, checking, jobs, read_json, sha256
+from run import Run, check_directory, checking, jobs, sha256
 from training import Group, Optimiser, Schedule, Track, trainable, untracked
 from weights import load_theta
 
@@ -57,8 +59,8 @@ def finetune(
     starts, unit = starts_of(cfg)
     origins = [origin(start, m) for start in dict.fromkeys(starts) if start]
     m.check("--batch", cfg.batch, out)
-    digests = [sha256(adapter_of(start)) for start in starts if start]
-    with Run(out, "finetune", cfg, force, **m.about(), start_sha256=digests) as run:
+    about = m.about() | {"start_sha256": [sha256(adapter_of(x)) for x in starts if x]}
+    with Run(out, "finetune", cfg, force, **about) as run:
         if run.result:
             return run.result
 
@@ -76,8 +78,6 @@ def finetune(
         found = iter(results([(lr, i) for lr in cfg.grid for i in tries]))
         tried = {lr: [next(found) for _ in tries] for lr in cfg.grid}
         lr, chosen = best_rate(tried, lambda lr, n: results([(lr, i) for i in range(n, cfg.seeds)]))
-        if len(cfg.grid) > 1 and lr in (min(cfg.grid), max(cfg.grid)):
-            LOG.info("the best rate, %g, is at the edge of the grid: extend it with --grid", lr)
         grid = {f"{k}": [r["val"] and r["val"]["accuracy"] for r in v] for k, v in tried.items()}
         first = origins[0] if origins else {}
         result = {
@@ -145,15 +145,15 @@ def starts_of(cfg: FinetuneConfig) -> tuple[list[Path | None], str]:
         return [None] * cfg.seeds, "PEFT seed"
     runs = [cfg.start]
     if cfg.start.is_dir() and not (cfg.start / "config.json").exists():
-        runs = [file.parent for file in cfg.start.glob("*/config.json")]
-        runs.sort(key=lambda run: (len(run.name), run.name))
+        found = [file.parent for file in cfg.start.glob("*/config.json")]
+        runs = sorted(found, key=lambda run: (len(run.name), run.name))
     if len(runs) not in (1, cfg.seeds):
         what = f"holds {len(runs)} align runs, --seeds {cfg.seeds} wants 1 or {cfg.seeds}"
         raise UsageError(f"--from {cfg.start}: {what}")
     for run in runs:
         if run.is_dir() and not ((run / "result.json").exists() and adapter_of(run).exists()):
-            what = "is not a finished align run; give its own command again to finish it"
-            raise UsageError(f"--from {run}: {what}")
+            how = "give its own command again to finish it"
+            raise UsageError(f"--from {run}: is not a finished align run; {how}")
     if len(runs) > 1:
         return [*runs], "align run and PEFT"
     one = "LoRA file" if cfg.start.is_file() else "align run"
@@ -184,8 +184,7 @@ def origin(start: Path, m: Model) -> dict[str, Any]:
         for key in ("backbone", "rank", "alpha", "weights_sha256"):
             if about and str(about.get(key)) != str(now[key]):
                 raise ValueError(f"has {key} {about.get(key)}, this run {now[key]}")
-        env = read_json(start / "env.json") if (start / "env.json").exists() else {}
-        digest = about.get("data_sha256", env.get("data_sha256", now["data_sha256"]))
+        digest = about.get("data_sha256", now["data_sha256"])
         names = (str(x.get("dataset")).removeprefix("folder:") for x in (about, now))
         same = len({os.path.realpath(x) for x in names}) == 1
         if same and digest != now["data_sha256"]:
@@ -194,7 +193,7 @@ def origin(start: Path, m: Model) -> dict[str, Any]:
                 f"{digest[:12]}, here {now['data_sha256'][:12]}), so it may have seen the test "
                 "images; give its --data-seed, --split-file and images, or align again"
             )
-    if not about:
+    if "data_sha256" not in about:
         LOG.info("--from %s: does not say which images it was trained on", start)
     elif not same:
         LOG.info("aligned on %s, fine-tuned on %s", about.get("dataset"), now["dataset"])
@@ -240,7 +239,7 @@ def peft(
         label, rate = f"lr {lr:g} seed {cfg.seed}", cfg.drop_path
         try:
             epochs = m.fit(loss_D, leaves["theta"], phi_D, opt, "peft", cfg.epochs, cfg.batch, rate)
-            records = validated(m, epochs, loss_D, leaves)
+            records = validated(m, epochs, leaves["theta"], phi_D | stats)
             for record in track(records, cfg.epochs, label, opt.step // steps):
                 run.log(record)
                 if best_epoch(run.records)["step"] == record["step"]:
@@ -256,15 +255,14 @@ def peft(
 
 
 def validated(
-    m: Model, records: Iterator[dict[str, Any]], loss_D: DownstreamLoss, leaves: Phi
+    m: Model, records: Iterator[dict[str, Any]], theta: Tensor, phi_D: Phi
 ) -> Iterator[dict[str, Any]]:
     """The records of epochs, with the score on the validation split where it is due."""
     cfg: Any = m.cfg
-    theta, phi_D = leaves["theta"], {k: tensor for k, tensor in leaves.items() if k != "theta"}
     for record in records:
         record["val"] = None
         if record["step"] % cfg.eval_epochs == 0 or record["step"] == cfg.epochs:
-            score = m.score(m.task.val, theta, phi_D | (loss_D.stats or {}))
+            score = m.score(m.task.val, theta, phi_D)
             if not math.isfinite(score.loss):
                 raise Diverged(f"validation after epoch {record['step']}: loss {score.loss}")
             record["val"] = score._asdict()
@@ -273,6 +271,6 @@ def validated(
 
 def best_epoch(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The first epoch with the highest validation accuracy, ties by the lower loss."""
-    validated = [record for record in records if record["val"]]
-    none = {"step": 0}
-    return max(validated, key=lambda r: (r["val"]["accuracy"], -r["val"]["loss"]), default=none)
+    scored = [record for record in records if record["val"]]
+    worth = [(record["val"]["accuracy"], -record["val"]["loss"]) for record in scored]
+    return scored[worth.index(max(worth))] if scored else {"step": 0}

@@ -73,17 +73,17 @@ class Model:
         self.backbone, self.digest = backbone.to(self.device), sha256(weights_of(cfg))
         self.backbone.recompute = cfg.recompute
         if "quilts" in (cfg.dataset, getattr(cfg, "pool", None)) and self.arch.image_size != 16:
-            size = f"the backbone wants {self.arch.image_size}"
-            raise UsageError(f"quilts have 16 px, {size}; use other images")
-        mean, std = channels or (self.task.mean, self.task.std)
+            size = self.arch.image_size
+            raise UsageError(f"quilts have 16 px, the backbone wants {size}; use other images")
+        channels = channels or (self.task.mean, self.task.std)
         cut = cfg.augment, cfg.min_crop, cfg.d_interpolation
-        self.transform = Transform(self.arch.image_size, mean, std, *cut)
+        self.transform = Transform(self.arch.image_size, *channels, *cut)
 
     def head(self, seed: int, purpose: str) -> tuple[Phi, DownstreamLoss, Phi]:
         """A fresh φ_D (App. C.2), its L^D, and its BatchNorm's statistics ({} without one)."""
         cfg, g = self.cfg, rng(seed, purpose)
-        phi = init_head(self.backbone.dim, len(self.task.classes), g, cfg.head == "batchnorm")
-        phi = trainable(phi, self.device)
+        fresh = init_head(self.backbone.dim, len(self.task.classes), g, cfg.head == "batchnorm")
+        phi = trainable(fresh, self.device)
         stats = init_stats(phi)
         return phi, DownstreamLoss(self.backbone, cfg.voc_loss, stats), stats
 
@@ -154,22 +154,25 @@ class Model:
         if norm and self.cfg.micro_batch:
             raise UsageError("--micro-batch: a BatchNorm head needs whole batches; see --recompute")
         if min(batch, last) < least:
-            who = "BatchNorm needs" if norm else "the processes need"
-            why = f"the last batch of a pass has {min(batch, last)} images, {who} {least}"
-            raise UsageError(f"{flag} {batch}: {why}; choose another size")
+            why = f"the last batch of a pass has {min(batch, last)} images"
+            need = f"{'BatchNorm needs' if norm else 'the processes need'} {least}"
+            raise UsageError(f"{flag} {batch}: {why}, {need}; choose another size")
         for split in () if (out / "env.json").exists() else (self.task.val, self.task.test):
             for error in decode_all(split.images):
                 raise error
 
     def about(self) -> dict[str, Any]:
         """What defines a run beside its settings: digests of weights, labelled task and pool."""
-        sizes = {part: len(getattr(self.task, part).targets) for part in PARTS}
-        found = {"weights_sha256": self.digest, "data_sha256": self.task.fingerprint()}
+        found: dict[str, Any] = {
+            "weights_sha256": self.digest,
+            "data_sha256": self.task.fingerprint(),
+            "images": {part: len(getattr(self.task, part).targets) for part in PARTS},
+        }
         if isinstance(self.cfg, AlignConfig):
             found["pool_sha256"] = self.pool.fingerprint()
             file = Path(self.cfg.pretext.rpartition(":")[0])
             found |= {"pretext_sha256": sha256(file)} if file.suffix == ".py" else {}
-        return found | {"images": sizes}
+        return found
 
     def adapter_about(self, **more: Any) -> dict[str, Any]:
         """What an adapter file says of itself."""
@@ -307,12 +310,13 @@ def plan(cfg: Config) -> dict[str, Any]:
     sizes = {part: len(getattr(task, part).targets) for part in PARTS}
     if isinstance(cfg, AlignConfig):
         method, sizes["pool"] = cfg.hypergrad, len(pool.images)
-        levels = {"lower": cfg.lower_steps, "upper": cfg.upper_steps}
-        steps = {level: cfg.alternations * n for level, n in levels.items()}
-        steps["probe"] = cfg.probe_epochs * -(-sizes["train"] // cfg.d_batch)
+        steps = {
+            "lower": cfg.alternations * cfg.lower_steps,
+            "upper": cfg.alternations * cfg.upper_steps,
+            "probe": cfg.probe_epochs * -(-sizes["train"] // cfg.d_batch),
+        }
     else:
         runs = len(cfg.grid) * cfg.grid_seeds + cfg.seeds - cfg.grid_seeds
-        runs = cfg.seeds if len(cfg.grid) == 1 else runs
         steps = {"runs": runs, "in all": runs * cfg.epochs * -(-sizes["train"] // cfg.batch)}
     official = OFFICIAL.get((cfg.backbone, cfg.pretext), ())
     return {

@@ -92,14 +92,11 @@ def sha256(path: Path) -> str:
 
 
 def jobs(fn: Callable[[T], R], units: Sequence[T], count: int) -> Iterator[R]:
-    """`fn` of each unit, in order; in this process, or in `count` others that end with it.
+    """`fn` of each unit, in order, in `count` processes that end with this one.
 
     Args:
         fn: can be pickled: a function of a module, or a partial of one.
     """
-    if count == 1:
-        yield from map(fn, units)
-        return
     context = multiprocessing.get_context("spawn")
     threads = max(1, (os.cpu_count() or 1) // count)
     with ProcessPoolExecutor(count, context, start_worker, (stop.flag, threads)) as pool:
@@ -119,13 +116,13 @@ def start_worker(flag: Any, threads: int) -> None:
     stop.install()
     stop.flag = flag
     torch.set_num_threads(threads)
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=end_with, args=[parent], daemon=True).start()
 
 
-def end_with_parent() -> None:
-    if parent := multiprocessing.parent_process():
-        parent.join()
-        os._exit(1)
+def end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
 
 
 # --- run directories --------------------------------------------------------------------------
@@ -169,7 +166,10 @@ class Run(AbstractContextManager["Run"]):
             raise Stopped(asked, f"stopped before {path}; the same command goes on")
 
     def _open(self, command: str, force: bool, about: dict[str, Any]) -> None:
-        """Lock the directory, and write down what is run and on which machine."""
+        """Lock the directory, and write down what is run and on which machine: what a number needs.
+
+        That is the command line, versions, and in a checkout the commit.
+        """
         with checking(f"--out {self.path}: make it writable, or wait for who is at work in it"):
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock.acquire(timeout=60)
@@ -182,8 +182,21 @@ class Run(AbstractContextManager["Run"]):
             for file in self.path.glob(name):
                 file.unlink(missing_ok=True)
         settings = self.config.model_dump(mode="json")
-        changeable = {name: settings[name] for name in MAY_CHANGE & settings.keys()}
-        env["machines"].append(environment() | changeable)
+        code = f"git -C '{Path(__file__).parent}' rev-parse HEAD"
+        failed, commit = subprocess.getstatusoutput(code)
+        packages = ("torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
+        machine = {
+            "argv": sys.argv,
+            "commit": "" if failed else commit,
+            "versions": {"python": sys.version.split()[0]} | {x: version(x) for x in packages},
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "threads": torch.get_num_threads(),
+            "processes": world_size(),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+        machine |= {name: settings[name] for name in MAY_CHANGE & settings.keys()}
+        env["machines"].append(machine)
         if not (self.path / "result.json").exists():
             write_atomic(self.path / "env.json", json.dumps(env, indent=1))
             write_atomic(self.path / "config.json", json.dumps(settings, indent=1))
@@ -218,25 +231,26 @@ class Run(AbstractContextManager["Run"]):
         """
         asked, minutes = stop.agreed(), (time.monotonic() - self.saved) / 60
         if due or asked or minutes >= getattr(self.config, "save_minutes", 10.0):
-            state: dict[str, Any] = {"records": self.records, "spent": self.elapsed()}
-            state["tensors"] = [tensor.detach() for tensor in self.tensors]
-            state["optimisers"] = [optimiser.state_dict() for optimiser in self.optimisers]
+            state = {
+                "records": self.records,
+                "spent": self.elapsed(),
+                "tensors": [tensor.detach() for tensor in self.tensors],
+                "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
+            }
             buffer = io.BytesIO()
             torch.save(state, buffer)
             self.write("checkpoint.pt", buffer.getvalue())
             self.saved = time.monotonic()
         if asked:
             barrier()  # torchrun ends all processes when one ends: process 0 has to save first
-            where = f"stopped after {done}; {self.path}: the same command goes on"
-            raise Stopped(asked, where)
+            raise Stopped(asked, f"stopped after {done}; {self.path}: the same command goes on")
 
     def finish(self, result: Mapping[str, Any]) -> dict[str, Any]:
         """Write result.json, which says that the run is complete; returns what it holds."""
         found: dict[str, Any] = json.loads(json.dumps({**result, **self.elapsed()}))
         self.write("result.json", json.dumps(found, indent=1))
-        if rank() == 0:
-            (self.path / "checkpoint.pt").unlink(missing_ok=True)
-        barrier()
+        barrier()  # then it is on the disk
+        (self.path / "checkpoint.pt").unlink(missing_ok=True)
         return found
 
     def write(self, name: str, content: bytes | str) -> None:
@@ -271,24 +285,6 @@ def check_directory(
     names = [name for name in now if name not in MAY_CHANGE and before.get(name) != now[name]]
     if names and not force:
         changes = ", ".join(f"{name} {before.get(name)} -> {now[name]}" for name in names)
-        if "about" not in env:
-            changes = "it is of an older version"
-        what = f"is a run with other settings: {changes}"
-        raise UsageError(f"--out {path}: {what}; {again}, or start over with --force")
+        what = f"--out {path}: is a run with other settings: {changes}"
+        raise UsageError(f"{what}; {again}, or start over with --force")
     return True
-
-
-def environment() -> dict[str, Any]:
-    """Command line, versions, machine and, in a checkout, the commit: what a number needs."""
-    failed, commit = subprocess.getstatusoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD")
-    packages = ("torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
-    return {
-        "argv": sys.argv,
-        "commit": "" if failed else commit,
-        "versions": {name: version(name) for name in packages} | {"python": sys.version.split()[0]},
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "threads": torch.get_num_threads(),
-        "processes": world_size(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }

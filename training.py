@@ -133,8 +133,10 @@ def trainable(
     tensors: Mapping[str, Tensor], device: torch.device | None = None
 ) -> dict[str, Tensor]:
     """Fresh leaf copies that a gradient can be taken for."""
-    plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    return {name: tensor.to(device, copy=True).requires_grad_() for name, tensor in plain.items()}
+    return {
+        name: tensor.detach().contiguous().to(device, copy=True).requires_grad_()
+        for name, tensor in tensors.items()
+    }
 
 
 # --- devices and processes --------------------------------------------------------------------

@@ -49,10 +49,8 @@ def weights_of(cfg: Model) -> Path:
             raise UsageError(f"--weights {cfg.weights}: is no checkpoint or finished pretrain run")
         return path
     if (cfg.backbone, cfg.pretext) not in OFFICIAL:
-        timm = cfg.backbone.startswith("timm:")
-        how = "save its timm state dict to a file" if timm else "`bisslight pretrain` makes one"
         what = f"{cfg.backbone} with {cfg.pretext} needs a checkpoint"
-        raise UsageError(f"--weights FILE: {what}, {how}")
+        raise UsageError(f"--weights FILE: {what}, of `bisslight pretrain` or a timm state dict")
     name = OFFICIAL[cfg.backbone, cfg.pretext][0].rpartition("/")[2]
     return Path(torch.hub.get_dir()).resolve() / "checkpoints" / name
 
@@ -219,8 +217,6 @@ def timm_vit(name: str, image_size: int | None) -> tuple[VisionTransformer, Arch
     size: dict[str, Any] = {"img_size": image_size} if image_size else {}
     vit: Any = check_vit(timm.create_model(name, pretrained=False, num_classes=0, **size))
     image, patch = vit.patch_embed.img_size, vit.patch_embed.patch_size
-    if image[0] != image[1] or patch[0] != patch[1]:
-        raise ValueError(f"wants images of {image} in patches of {patch}, they should be square")
     heads, ratio = vit.blocks[0].attn.num_heads, vit.blocks[0].mlp.fc1.out_features / vit.embed_dim
     return vit, Arch(vit.embed_dim, len(vit.blocks), heads, image[0], patch[0], ratio)
 

@@ -98,9 +98,8 @@ def pretrain(
     Raises UsageError before the long work starts, Diverged where a loss is not finite.
     """
     cfg, pool = cfg.but(**own_names(None, pool)), pool or named(cfg, "pool")
-    about = length(cfg, pool)
+    task, about = scratch(cfg, pool)
     steps = about["steps"]
-    task = scratch(cfg, steps)
     with Run(out, "pretrain", cfg, force, **about, pool_sha256=pool.fingerprint()) as run:
         if run.result:
             return run.result
@@ -123,15 +122,7 @@ def pretrain(
 
 def plan(cfg: PretrainConfig) -> dict[str, int]:
     """What a run would take, for --dry-run (UsageError)."""
-    about = length(cfg, named(cfg, "pool"))
-    scratch(cfg, about["steps"])
-    return about
-
-
-def length(cfg: PretrainConfig, pool: Pool) -> dict[str, int]:
-    """Images, and steps in all: an epoch has full batches only."""
-    images = len(pool.images)
-    return {"images": images, "steps": cfg.epochs * max(1, images // cfg.batch)}
+    return scratch(cfg, named(cfg, "pool"))[1]
 
 
 def sizes(cfg: PretrainConfig) -> Arch:
@@ -144,9 +135,13 @@ def sizes(cfg: PretrainConfig) -> Arch:
     return arch._replace(image_size=image, patch_size=patch)
 
 
-def scratch(cfg: PretrainConfig, steps: int) -> Any:
-    """`mae.MAE` or `ijepa.IJEPA` around networks that are drawn as its authors do (UsageError)."""
-    arch, jepa = sizes(cfg), cfg.pretext == "ijepa"
+def scratch(cfg: PretrainConfig, pool: Pool) -> tuple[Any, dict[str, int]]:
+    """`mae.MAE` or `ijepa.IJEPA` around networks that are drawn as its authors do (UsageError).
+
+    Also the number of images, and of steps in all: an epoch has full batches only.
+    """
+    images, arch, jepa = len(pool.images), sizes(cfg), cfg.pretext == "ijepa"
+    steps = cfg.epochs * max(1, images // cfg.batch)
     device = device_of(cfg)
     with checking(f"--pretext {cfg.pretext}"):
         vit, head = build_vit(arch), build_head(arch, cfg.pretext)
@@ -156,9 +151,9 @@ def scratch(cfg: PretrainConfig, steps: int) -> Any:
         init = ijepa.init if jepa else mae.init
         init([*zip((vit, head), tables, strict=True)], rng(cfg.seed, "init"))
         backbone, h_P = Backbone(vit, recompute=cfg.recompute).to(device), head.to(device)
-        return pretext_task(
-            cfg, backbone, h_P, steps, None, copy.deepcopy(backbone) if jepa else None
-        )
+        teacher = copy.deepcopy(backbone) if jepa else None
+        task = pretext_task(cfg, backbone, h_P, steps, None, teacher)
+        return task, {"images": images, "steps": steps}
 
 
 def optimiser(cfg: PretrainConfig, named: Phi, steps: int) -> Optimiser:
@@ -178,8 +173,8 @@ def checkpoint(cfg: PretrainConfig, task: Any) -> bytes:
     vit, file = task.backbone.vit, io.BytesIO()
     about = {"backbone": cfg.backbone, "arch": sizes(cfg)._asdict()}
     if cfg.pretext == "ijepa":
-        networks = {"encoder": vit, "target_encoder": task.teacher.vit}
-        networks |= {"predictor": task.predictor}
+        teacher = task.teacher.vit
+        networks = {"encoder": vit, "target_encoder": teacher, "predictor": task.predictor}
         saved = {name: official(network, "module.") for name, network in networks.items()}
     else:
         saved = {"model": official(vit) | official(task.decoder)}

@@ -150,7 +150,9 @@ def test_a_run_of_the_first_edition_is_refused_in_a_line(tmp_path: Path) -> None
     old = {"model": {"backbone": "vit_mini"}, "seed": 0}
     (tmp_path / "config.json").write_text(json.dumps(old))
     (tmp_path / "env.json").write_text(json.dumps({"command": "align", "weights_sha256": "one"}))
-    with pytest.raises(UsageError, match="is of an older version; choose another --out, or"):
+    with pytest.raises(
+        UsageError, match=r"is a run with other settings: .*; choose another --out, or"
+    ):
         Run(tmp_path, "align", config())
 
 
