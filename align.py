@@ -82,8 +82,8 @@ def align(
             found = one(cfg.but(d_lr=d_lr, d_lr_from=None), place, watched=True)
             if "diverged" not in found:
                 run.write("adapter.safetensors", (place / "adapter.safetensors").read_bytes())
-                at = {"out": str(out), "adapter": str(out / "adapter.safetensors")}
-                return run.finish(found | at | {"unstable": given_up})
+                found |= {"out": str(out), "adapter": str(out / "adapter.safetensors")}
+                return run.finish(found | {"unstable": given_up})
             given_up[f"{d_lr:g}"] = found["diverged"]
             LOG.warning("--d-lr %g is not stable: %s", d_lr, found["diverged"])
     raise RunError(f"--d-lr-from: none of {', '.join(given_up)} is stable, see {out}")
@@ -114,9 +114,9 @@ def aligned(
         run.keep([s.theta_P, s.theta_D, *heads, *pretext.state.values()], optimisers)
         s.done = optimisers[0].step // cfg.lower_steps
         try:
-            head, start = optimisers[2], s.theta_D.detach()
             rate = cfg.drop_path if cfg.probe_drop_path else 0.0
-            fit = m.fit(loss_D, start, phi_D, head, "probe", cfg.probe_epochs, cfg.d_batch, rate)
+            at = loss_D, s.theta_D.detach(), phi_D, optimisers[2]
+            fit = m.fit(*at, "probe", cfg.probe_epochs, cfg.d_batch, rate)
             for record in track(fit, cfg.probe_epochs, "probe"):
                 run.checkpoint(f"probe epoch {record['step']}")
             if not run.records:
@@ -140,7 +140,7 @@ def result_of(cfg: AlignConfig, m: Model, s: State, run: Run) -> dict[str, Any]:
     names = {name for group in (Lower, Upper, Bilevel, Pretext) for name in group.model_fields}
     # not the upper rate, for which the paper searches, and not the inverse, which makes the arm
     names -= {"d_lr", "d_lr_from", "hypergrad", "eval_every", "mfac_device"}
-    unlike = {name: x for name in names if (x := getattr(cfg, name)) != getattr(usual, name)}
+    unlike = {name: x for name, x in cfg if name in names and x != getattr(usual, name)}
     how = cfg.hypergrad if cfg.upper_steps else "lower only"
     about = m.adapter_about(stage="align", d_lr=cfg.d_lr, hypergrad=how, unlike_paper=unlike)
     run.write("adapter.safetensors", save_adapter(s.theta_P, {}, about))  # l.17

@@ -65,10 +65,8 @@ def finetune(
             return run.result
 
         def results(pairs: list[tuple[float, int]]) -> list[dict[str, Any]]:
-            alone: Any = {"grid": None, "grid_seeds": 1, "seeds": 1, "jobs": 1}
-            trials = [
-                cfg.but(lr=lr, seed=cfg.seed + i, start=starts[i], **alone) for lr, i in pairs
-            ]
+            one = cfg.but(grid=None, grid_seeds=1, seeds=1, jobs=1)
+            trials = [one.but(lr=lr, seed=cfg.seed + i, start=starts[i]) for lr, i in pairs]
             if cfg.jobs == 1:
                 return [peft(one, out, task, force, m, track) for one in trials]
             work = jobs(partial(peft, out=out, task=task, force=force), trials, cfg.jobs)
@@ -78,16 +76,17 @@ def finetune(
         found = iter(results([(lr, i) for lr in cfg.grid for i in tries]))
         tried = {lr: [next(found) for _ in tries] for lr in cfg.grid}
         lr, chosen = best_rate(tried, lambda lr, n: results([(lr, i) for i in range(n, cfg.seeds)]))
-        grid = {f"{k}": [r["val"] and r["val"]["accuracy"] for r in v] for k, v in tried.items()}
         first = origins[0] if origins else {}
-        result = {
+        return run.finish({
             "out": str(out), "dataset": cfg.dataset, "backbone": cfg.backbone, "unit": unit,
-            "lr": lr, "metric": m.task.metric, "grid": grid,
+            "lr": lr, "metric": m.task.metric,
+            "grid": {f"{rate}": [r["val"] and r["val"]["accuracy"] for r in runs]
+                     for rate, runs in tried.items()},
             "aligned_by": first.get("hypergrad", "unknown") if origins else None,
             "aligned_on": first.get("dataset"), "align_unlike_paper": first.get("unlike_paper"),
             "pretext": first.get("pretext", m.adapter_about()["pretext"]),
-        }  # fmt: skip
-        return run.finish(result | tested(m, run, chosen))
+            **tested(m, run, chosen),
+        })  # fmt: skip
 
 
 def tested(m: Model, run: Run, chosen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -176,9 +175,10 @@ def origin(start: Path, m: Model) -> dict[str, Any]:
         theta, about = load_theta(adapter_of(start), m.backbone.dim)
         now, rank = m.adapter_about(), theta.shape[1] / (4 * m.backbone.dim)
         if (len(theta), rank) != (m.backbone.depth, m.cfg.rank):
-            found = f"holds {len(theta)} layers of rank {rank:g}"
-            here = f"{m.backbone.depth} of rank {m.cfg.rank}"
-            raise ValueError(f"{found}, this run has {here}; leave --rank out")
+            raise ValueError(
+                f"holds {len(theta)} layers of rank {rank:g}, this run has {m.backbone.depth} "
+                f"of rank {m.cfg.rank}; leave --rank out"
+            )
         if about.get("stage", "align") != "align":
             raise ValueError("is fine-tuned already, give an align run")
         for key in ("backbone", "rank", "alpha", "weights_sha256"):
@@ -219,8 +219,8 @@ def peft(
     """
     m, lr = m or Model(cfg, task), cfg.grid[0]
     m.cfg, out = cfg, out / f"lr{lr:g}-s{cfg.seed}"
-    about = m.about() | {"start_sha256": cfg.start and sha256(adapter_of(cfg.start))}
-    with Run(out, "peft", cfg, force, **about) as run:
+    digest = cfg.start and sha256(adapter_of(cfg.start))
+    with Run(out, "peft", cfg, force, **m.about(), start_sha256=digest) as run:
         if run.result:
             return run.result
         theta = init_theta(m.backbone.depth, cfg.rank, m.backbone.dim, rng(cfg.seed, "lora"))

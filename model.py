@@ -72,12 +72,9 @@ class Model:
         backbone, self.pretext_head, self.arch, channels = load_backbone(cfg)
         self.backbone, self.digest = backbone.to(self.device), sha256(weights_of(cfg))
         self.backbone.recompute = cfg.recompute
-        if "quilts" in (cfg.dataset, getattr(cfg, "pool", None)) and self.arch.image_size != 16:
-            size = self.arch.image_size
-            raise UsageError(f"quilts have 16 px, the backbone wants {size}; use other images")
-        channels = channels or (self.task.mean, self.task.std)
+        mean, std = channels or (self.task.mean, self.task.std)
         cut = cfg.augment, cfg.min_crop, cfg.d_interpolation
-        self.transform = Transform(self.arch.image_size, *channels, *cut)
+        self.transform = Transform(self.arch.image_size, mean, std, *cut)
 
     def head(self, seed: int, purpose: str) -> tuple[Phi, DownstreamLoss, Phi]:
         """A fresh φ_D (App. C.2), its L^D, and its BatchNorm's statistics ({} without one)."""
@@ -112,9 +109,8 @@ class Model:
 
     def score(self, split: Split, theta: Tensor, phi_D: Phi) -> Score:
         """Accuracy and loss on a whole split, which processes share; φ_D with its statistics."""
-        most = min(SCORED, self.cfg.micro_batch or SCORED)
-        images = Images(split, self.transform, False, 0, "eval")
-        draws = in_order(range(len(split.targets))[share(len(split.targets))], most)
+        images, n = Images(split, self.transform, False, 0, "eval"), len(split.targets)
+        draws = in_order(range(n)[share(n)], min(SCORED, self.cfg.micro_batch or SCORED))
         examples = batches(images, draws, self.cfg.workers, self.device)
         logits = partial(predict, self.backbone, theta, phi_D)
         loss = partial(cross_entropy, multilabel=self.cfg.voc_loss)

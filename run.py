@@ -78,8 +78,8 @@ def write_atomic(path: Path, content: bytes | str) -> None:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        why = f"cannot be written ({error.strerror}); make room or allow it"
-        raise RunError(f"{path}: {why}, then give the same command again") from error
+        why = f"{path}: cannot be written ({error.strerror}); make room or allow it, then"
+        raise RunError(f"{why} give the same command again") from error
 
 
 def sha256(path: Path) -> str:
@@ -151,8 +151,7 @@ class Run(AbstractContextManager["Run"]):
     ) -> None:
         self.path, self.config, self.lock = path, config, FileLock(path / LOCK)
         self.records: list[dict[str, Any]] = []  # the lines of metrics.jsonl
-        self.began: dict[str, float] = {}
-        self.began, self.saved = self.elapsed(), time.monotonic()
+        self.began, self.saved = (time.process_time(), time.monotonic()), time.monotonic()
         self.tensors: list[Tensor] = []  # what a checkpoint holds, see `keep`
         self.optimisers: list[Optimiser] = []
         check_directory(path, command, config, force, **about)
@@ -195,8 +194,8 @@ class Run(AbstractContextManager["Run"]):
             "processes": world_size(),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        machine |= {name: settings[name] for name in MAY_CHANGE & settings.keys()}
-        env["machines"].append(machine)
+        changeable = {name: settings[name] for name in MAY_CHANGE & settings.keys()}
+        env["machines"].append(machine | changeable)
         if not (self.path / "result.json").exists():
             write_atomic(self.path / "env.json", json.dumps(env, indent=1))
             write_atomic(self.path / "config.json", json.dumps(settings, indent=1))
@@ -216,7 +215,8 @@ class Run(AbstractContextManager["Run"]):
                 for optimiser, state in zip(optimisers, saved["optimisers"], strict=True):
                     optimiser.load_state_dict(state)
                 self.records = saved["records"]
-                self.began = {key: x - saved["spent"][key] for key, x in self.began.items()}
+                spent, (cpu, wall) = saved["spent"], self.began
+                self.began = cpu - spent["cpu_seconds"], wall - spent["seconds"]
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
@@ -260,8 +260,8 @@ class Run(AbstractContextManager["Run"]):
 
     def elapsed(self) -> dict[str, float]:
         """CPU seconds of this process and wall seconds, those before a stop included."""
-        now = {"cpu_seconds": time.process_time(), "seconds": time.monotonic()}
-        return {key: value - self.began.get(key, 0.0) for key, value in now.items()}
+        cpu, wall = self.began
+        return {"cpu_seconds": time.process_time() - cpu, "seconds": time.monotonic() - wall}
 
 
 def check_directory(
@@ -272,10 +272,10 @@ def check_directory(
     if path.exists() and not path.is_dir():
         raise UsageError(f"--out {path}: is a file; {again}")
     if not (path / "config.json").exists():
-        files = [file for file in path.glob("*") if not file.match(TORN)]
-        # a run that was killed as it began has these two
-        if foreign := [file.name for file in files if file.name not in (LOCK, "env.json")]:
-            raise UsageError(f"--out {path}: holds {foreign[0]}, no run; {again}")
+        for file in path.glob("*"):
+            # a run that was killed as it began has these
+            if not file.match(TORN) and file.name not in (LOCK, "env.json"):
+                raise UsageError(f"--out {path}: holds {file.name}, no run; {again}")
         return False
     env = read_json(path / "env.json", again)
     if env.get("command") != command:

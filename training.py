@@ -213,8 +213,7 @@ class Stop:
                 signal.signal(getattr(signal, name), self.hear)
 
     def hear(self, number: int, frame: Any = None) -> None:
-        again = self.flag.value and time.monotonic() - self.heard > 1  # torchrun repeats a Ctrl-C
-        if again:
+        if self.flag.value and time.monotonic() - self.heard > 1:  # torchrun repeats a Ctrl-C
             with suppress(OSError):  # no terminal any more; \x1b: a progress bar hides its cursor
                 os.write(2, b"\x1b[?25h\nstopped\n" if os.isatty(2) else b"stopped\n")
             os._exit(128 + number)

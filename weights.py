@@ -121,10 +121,10 @@ def assign(network: nn.Module, state: Mapping[str, Tensor]) -> None:
     wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if wrong := sorted(name for name in wanted | found if wanted.get(name) != found.get(name)):
-        name = wrong[0]
         raise ValueError(
-            f"{len(wrong)} tensors are missing, unexpected or of another shape, such as {name}: "
-            f"{found.get(name)} in place of {wanted.get(name)}; see --backbone and --pretext"
+            f"{len(wrong)} tensors are missing, unexpected or of another shape, such as "
+            f"{wrong[0]}: {found.get(wrong[0])} in place of {wanted.get(wrong[0])}; "
+            "see --backbone and --pretext"
         )
     network.load_state_dict({k: v.float() for k, v in state.items()}, assign=True)
 

@@ -16,7 +16,6 @@ from pydantic import NonNegativeFloat, PositiveFloat
 
 import ijepa
 import mae
-from bisslight import Phi
 from commands import Command, Table
 from config import (
     BACKBONES,
@@ -34,7 +33,7 @@ from config import (
     Pool as PoolName,
 )
 from data import Pool, rng
-from lora import Backbone
+from lora import Backbone, Phi
 from model import device_of, named, own_names, pretext_batches, trained
 from run import Run, checking
 from training import Optimiser, Track, decay_groups, untracked
@@ -116,8 +115,8 @@ def pretrain(
             run.log(record)
             run.checkpoint(f"step {opt.step} of {steps}")
         run.write("backbone.pth", checkpoint(cfg, task))
-        found = {"out": str(out), "weights": str(out / "backbone.pth")}
-        return run.finish(found | {"loss": run.records[-1]["loss"]})
+        loss_P, file = run.records[-1]["loss"], out / "backbone.pth"
+        return run.finish({"out": str(out), "weights": str(file), "loss": loss_P})
 
 
 def plan(cfg: PretrainConfig) -> dict[str, int]:
@@ -156,7 +155,7 @@ def scratch(cfg: PretrainConfig, pool: Pool) -> tuple[Any, dict[str, int]]:
         return task, {"images": images, "steps": steps}
 
 
-def optimiser(cfg: PretrainConfig, named: Phi, steps: int) -> Optimiser:
+def optimiser(cfg: PretrainConfig, psi_and_phi: Phi, steps: int) -> Optimiser:
     """AdamW for ψ and φ_P together, scheduled as by the authors of the task."""
     per_epoch, warmup = steps // cfg.epochs, cfg.warmup_epochs
     rate = mae.schedule(cfg.epochs, warmup, per_epoch, cfg.min_lr, cfg.warmup_from)
@@ -164,7 +163,7 @@ def optimiser(cfg: PretrainConfig, named: Phi, steps: int) -> Optimiser:
         rate = ijepa.schedule(steps, warmup * per_epoch, cfg.warmup_from, cfg.min_lr)
     first, last = cfg.weight_decay, cfg.final_weight_decay
     decay = ijepa.decay_schedule(steps, first, first if last is None else last)
-    groups = decay_groups(named, cfg.base_lr * cfg.batch / 256, first)
+    groups = decay_groups(psi_and_phi, cfg.base_lr * cfg.batch / 256, first)
     return Optimiser(groups, rate, (0.9, cfg.beta2), decay=decay)
 
 

@@ -187,7 +187,7 @@ def test_tensors_records_and_time_go_on_from_the_checkpoint(tmp_path: Path) -> N
     with Run(tmp_path, "align", config()) as run:
         run.keep([torch.ones(2)], [])
         run.log({"step": 1})
-        run.began = {key: start - 1000 for key, start in run.began.items()}
+        run.began = run.began[0] - 1000, run.began[1] - 1000
         run.checkpoint("step 1", due=True)
         run.log({"step": 2})
         run.checkpoint("step 2")  # not due: nothing is saved
