@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +22,9 @@ from bisslight import Diverged, Hypergradient, Phi, PretextTask, State, algorith
 from commands import AlignConfig
 from config import Bilevel, Lower, Pretext, RunError, Upper, UsageError
 from data import Pool, Task, rng, stream
-from evaluate import Score
 from lora import DownstreamLoss, init_theta, save_adapter
 from model import Model, own_names, pretext_batches
-from run import Run, check_directory, checking, read_json, typed
+from run import Run, check_directory, read_json
 from training import (
     Group,
     Optimiser,
@@ -44,24 +43,6 @@ SHARES = (2 / 3, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 7, 1 / 10)  # App. C.3: 2/3, 1/
 ABOVE, FLOOR, COLLAPSE = 3.0, 0.25, 0.5  # see `unstable`
 
 
-class AlignResult(NamedTuple):
-    """What an align run ended with."""
-
-    out: str
-    adapter: str  # θ_P's file
-    d_lr: float  # rate of the upper level
-    unstable: dict[str, str]  # upper rates that were given up, and why
-    pretext: str
-    metric: str
-    distance: float  # |θ_P − θ_D|
-    q_over_g: float  # |q| / |g| of the last upper step
-    cosine: float  # of q and g there
-    val_P: Score  # of θ_P on the validation split
-    val_D: Score
-    cpu_seconds: float
-    seconds: float
-
-
 def align(
     cfg: AlignConfig,
     out: Path,
@@ -70,13 +51,17 @@ def align(
     pool: Pool | None = None,
     force: bool = False,
     track: Track = untracked,
-) -> AlignResult:
+) -> dict[str, Any]:
     """Run BiSSLight into the run directory `out`.
 
     Args:
         task, pool: a labelled task and unlabelled images of your own, instead of names in `cfg`.
         force: start the run in `out` over.
         track: shows progress; wraps what is done epoch by epoch and alternation by alternation.
+    Returns what its result.json holds: `adapter`, the file with θ_P; `d_lr`, the upper level's
+    rate; `unstable`, the rates that were given up for it, and why; `distance` |θ_P − θ_D|;
+    `q_over_g` and `cosine` of q and g in the last upper step; `val_P` and `val_D`, the scores of
+    θ_P and θ_D on the validation split (`evaluate.Score`); and seconds.
     Raises UsageError before the long work starts, Diverged where a loss is not finite.
     """
     cfg = cfg.but(**own_names(task, pool))
@@ -86,22 +71,22 @@ def align(
         found = one(cfg, out)
         if "diverged" in found:
             raise Diverged(found["diverged"])
-        return typed(AlignResult, found)
+        return found
     rates = upper_rates(cfg)
     with Run(out, "align", cfg, force, upper_rates=rates) as run:
+        if run.result:
+            return run.result
         given_up: dict[str, str] = {}
-        for d_lr in [] if run.result else rates:
+        for d_lr in rates:
             place = out / f"dlr{d_lr:g}"
             found = one(cfg.but(d_lr=d_lr, d_lr_from=None), place, watched=True)
             if "diverged" not in found:
                 run.write("adapter.safetensors", (place / "adapter.safetensors").read_bytes())
-                at = {"out": str(out), "adapter": str(out / "adapter.safetensors")}
-                return typed(AlignResult, run.finish(found | at | {"unstable": given_up}))
+                found |= {"out": str(out), "adapter": str(out / "adapter.safetensors")}
+                return run.finish(found | {"unstable": given_up})
             given_up[f"{d_lr:g}"] = found["diverged"]
             LOG.warning("--d-lr %g is not stable: %s", d_lr, found["diverged"])
-    if not run.result:
-        raise RunError(f"--d-lr-from: none of {', '.join(given_up)} is stable, see {out}")
-    return typed(AlignResult, run.result)
+    raise RunError(f"--d-lr-from: none of {', '.join(given_up)} is stable, see {out}")
 
 
 def aligned(
@@ -115,9 +100,8 @@ def aligned(
 ) -> dict[str, Any]:
     """The result of a run with one upper rate; if `watched`, it ends once it is `unstable`."""
     m = Model(cfg, task, pool)
-    with checking(f"--rank {cfg.rank}"):
-        g = rng(cfg.seed, "lora")
-        theta = init_theta(m.backbone.depth, cfg.rank, m.backbone.dim, g).to(m.device)  # l.2
+    g = rng(cfg.seed, "lora")
+    theta = init_theta(m.backbone.depth, cfg.rank, m.backbone.dim, g).to(m.device)  # l.2
     pretext = m.pretext_task(theta)
     refuse(cfg, pretext, theta)
     m.check("--d-batch", cfg.d_batch, out)
@@ -126,13 +110,13 @@ def aligned(
             return run.result
         phi_D, loss_D, stats = m.head(cfg.seed, "align head")
         s, optimisers = begin(cfg, theta, pretext, phi_D)
-        tensors = [s.theta_P, s.theta_D, *s.phi_P.values(), *phi_D.values(), *stats.values()]
-        run.keep([*tensors, *pretext.state.values()], optimisers)
+        heads = [*s.phi_P.values(), *phi_D.values(), *stats.values()]
+        run.keep([s.theta_P, s.theta_D, *heads, *pretext.state.values()], optimisers)
         s.done = optimisers[0].step // cfg.lower_steps
         try:
-            head, start = optimisers[2], s.theta_D.detach()
             rate = cfg.drop_path if cfg.probe_drop_path else 0.0
-            fit = m.fit(loss_D, start, phi_D, head, "probe", cfg.probe_epochs, cfg.d_batch, rate)
+            at = loss_D, s.theta_D.detach(), phi_D, optimisers[2]
+            fit = m.fit(*at, "probe", cfg.probe_epochs, cfg.d_batch, rate)
             for record in track(fit, cfg.probe_epochs, "probe"):
                 run.checkpoint(f"probe epoch {record['step']}")
             if not run.records:
@@ -152,20 +136,25 @@ def aligned(
 
 def result_of(cfg: AlignConfig, m: Model, s: State, run: Run) -> dict[str, Any]:
     """Write θ_P (l.17); what the run ended with."""
+    usual = AlignConfig(backbone="vit_b16", dataset="dtd", pretext=cfg.pretext)
+    names = {name for group in (Lower, Upper, Bilevel, Pretext) for name in group.model_fields}
+    # not the upper rate, for which the paper searches, and not the inverse, which makes the arm
+    names -= {"d_lr", "d_lr_from", "hypergrad", "eval_every", "mfac_device"}
+    unlike = {name: x for name, x in cfg if name in names and x != getattr(usual, name)}
     how = cfg.hypergrad if cfg.upper_steps else "lower only"
-    about = m.adapter_about(stage="align", d_lr=cfg.d_lr, hypergrad=how)
-    about["unlike_paper"] = unlike_paper(cfg)
+    about = m.adapter_about(stage="align", d_lr=cfg.d_lr, hypergrad=how, unlike_paper=unlike)
     run.write("adapter.safetensors", save_adapter(s.theta_P, {}, about))  # l.17
     last = run.records[-1]
-    result = {key: (last[key] or [0.0])[-1] for key in ("distance", "q_over_g", "cosine")}
-    result |= {key: last[key] for key in ("val_P", "val_D")}
-    result |= {
+    return {
         "out": str(run.path),
         "adapter": str(run.path / "adapter.safetensors"),
         "d_lr": cfg.d_lr,
+        "unstable": {},
+        "pretext": about["pretext"],
+        "metric": m.task.metric,
+        **{key: (last[key] or [0.0])[-1] for key in ("distance", "q_over_g", "cosine")},
+        **{key: last[key] for key in ("val_P", "val_D")},
     }
-    result |= {"metric": m.task.metric, "pretext": about["pretext"], "unstable": {}}
-    return result
 
 
 def begin(
@@ -182,12 +171,11 @@ def begin(
     groups += decay_groups(phi_P, cfg.phi_p_lr, cfg.p_weight_decay)
     opt_P = Optimiser(groups, lower, (0.9, 0.95), cfg.clip)
     betas = None if cfg.d_optimizer == "sgd" else (0.9, 0.999)
-    head = [*phi_D.values()]  # AdamW decays all of θ_D and φ_D, bias included (App. C.2)
-    both = [Group([leaves["D"], *head], cfg.d_lr, cfg.d_weight_decay)]
-    opt_D = Optimiser(both, upper, betas, cfg.clip)
-    opt = Optimiser([Group(head, cfg.d_lr, cfg.d_weight_decay)], constant, betas)
+    head = Group([*phi_D.values()], cfg.d_lr, cfg.d_weight_decay)
+    both = head._replace(tensors=[leaves["D"], *head.tensors])  # bias is decayed, too (App. C.2)
+    opt_D = Optimiser([both], upper, betas, cfg.clip)
     s = State(leaves["P"], leaves["D"], phi_P, phi_D, opt_P, opt_D)
-    return s, [opt_P, opt_D, opt]
+    return s, [opt_P, opt_D, Optimiser([head], constant, betas)]
 
 
 def alternate(
@@ -201,10 +189,8 @@ def alternate(
     steps = range(s.done * cfg.lower_steps, T * cfg.lower_steps)
     batches = pretext_batches(cfg, m.pool, pretext, m.arch.image_size, cfg.p_batch, steps)
     store = torch.device("cpu") if cfg.mfac_device == "cpu" else None
-    inverse = hypergradient(cfg, s.theta_P)
-    for log in algorithm_1(
-        s, cfg, pretext, loss_D, inverse, batches, examples, cfg.micro_batch, m.amp, store
-    ):
+    inverse, rest = hypergradient(cfg, s.theta_P), (cfg.micro_batch, m.amp, store)
+    for log in algorithm_1(s, cfg, pretext, loss_D, inverse, batches, examples, *rest):
         record: dict[str, Any] = {"step": log.alternation, **log._asdict()}
         if log.alternation % cfg.eval_every == 0 or log.alternation == T:
             for level, theta in (("P", s.theta_P), ("D", s.theta_D)):
@@ -235,28 +221,15 @@ def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
 def refuse(cfg: AlignConfig, pretext: PretextTask, theta: Tensor) -> None:
     """Refuse (UsageError) what would fail, or silently mean something else, hours later."""
     if cfg.p_batch < world_size():
-        what = f"there are {world_size()} processes, give each one"
-        raise UsageError(f"--p-batch {cfg.p_batch}: {what}")
+        raise UsageError(f"--p-batch {cfg.p_batch}: give each of {world_size()} processes an image")
     if cfg.hypergrad == "exact" and theta.numel() > EXACT_LIMIT:
         why = f"θ has {theta.numel()} entries, a dense Hessian has {EXACT_LIMIT} at most"
         raise UsageError(f"--hypergrad exact: {why}; lower --rank or use mfac")
     pieces = (cfg.micro_batch or cfg.p_batch) < cfg.p_batch or world_size() > 1
     if pieces and not getattr(pretext, "mean_over_images", True):
-        why = "its loss compares the images of a batch with each other, so a batch cannot be cut"
+        why = "its loss compares the images of a batch with each other, so a batch cannot be cut; "
         how = "leave --micro-batch out and start one process"
-        raise UsageError(f"--pretext {cfg.pretext}: {why}; {how}")
-
-
-def unlike_paper(cfg: AlignConfig) -> dict[str, Any]:
-    """Settings of Algorithm 1 and its tasks that are not the paper's, by name.
-
-    Not the upper rate, for which the paper searches, and not the inverse, which makes the arm.
-    """
-    usual = AlignConfig(backbone="vit_b16", dataset="dtd", pretext=cfg.pretext)
-    names = {name for group in (Lower, Upper, Bilevel, Pretext) for name in group.model_fields}
-    names -= {"d_lr", "d_lr_from", "hypergrad", "eval_every", "mfac_device"}
-    pairs = {name: (getattr(cfg, name), getattr(usual, name)) for name in names}
-    return {name: value for name, (value, paper) in pairs.items() if value != paper}
+        raise UsageError(f"--pretext {cfg.pretext}: {why}{how}")
 
 
 # --- the upper level's rate (App. C.3) ------------------------------------------------------------
@@ -264,7 +237,7 @@ def unlike_paper(cfg: AlignConfig) -> dict[str, Any]:
 
 def upper_rates(cfg: AlignConfig) -> list[float]:
     """2/3, 1/2, 1/3 and less of the best rate of a finished direct PEFT run, to three digits."""
-    run: Any = cfg.d_lr_from
+    run = cfg.d_lr_from or Path()
     result = read_json(run / "result.json") if (run / "result.json").exists() else {}
     if len(result.get("grid", ())) < 2 or result.get("aligned_by"):
         raise UsageError(f"--d-lr-from {run}: is not a finished `finetune` grid from the backbone")
@@ -290,8 +263,8 @@ def unstable(records: Sequence[Mapping[str, Any]]) -> str | None:
         values = [fmean(record[name]) for record in records if record.get(name)]
         least = max(min(values), FLOOR * values[0]) if values else 0.0
         if values and values[-1] > ABOVE * least:
-            what = f"more than {ABOVE:g} times its minimum {least:.4g}"
-            return f"{name} rose to {values[-1]:.4g}, {what}"
+            rose = f"{name} rose to {values[-1]:.4g}"
+            return f"{rose}, more than {ABOVE:g} times its minimum {least:.4g}"
     scores = [record["val_D"]["accuracy"] for record in records if "val_D" in record]
     if scores and scores[-1] < COLLAPSE * max(scores):
         return f"validation fell to {scores[-1]:.1f} from {max(scores):.1f}"

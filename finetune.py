@@ -15,20 +15,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
+
+from torch import Tensor
 
 from bisslight import Diverged, Phi
 from commands import FinetuneConfig
 from config import UsageError
 from data import Task, rng
-from lora import DownstreamLoss, init_theta, load_adapter, save_adapter
-from model import Model, own_names, task_name
-from run import Run, check_directory, checking, jobs, read_json, sha256, typed
+from lora import init_theta, load_adapter, save_adapter
+from model import Model, own_names
+from run import Run, check_directory, checking, jobs, sha256
 from training import Group, Optimiser, Schedule, Track, trainable, untracked
 from weights import load_theta
 
 LOG = logging.getLogger("bisslight")
-Trial = tuple[FinetuneConfig, Path]  # one rate, one seed and its start; and the run directory
 
 
 class FinetuneResult(NamedTuple):
@@ -62,13 +63,18 @@ def finetune(
     task: Task | None = None,
     force: bool = False,
     track: Track = untracked,
-) -> FinetuneResult:
+) -> dict[str, Any]:
     """Choose a rate on validation, run its seeds, test them, into the run directory `out`.
 
     Args:
         task: a labelled task of your own, instead of a name in `cfg`.
         force: start the run in `out` over.
         track: shows progress; wraps the epochs of a trial, or the trials where `jobs` is above 1.
+    Returns what its result.json holds: `lr`, the chosen rate; `grid`, by rate the validation
+    accuracy of each seed (None: diverged); and lists with an entry a seed, `test` (accuracy in
+    percent), `test_loss`, `test_per_class`, `right` (how many of `test_images`; None for mAP),
+    `val`, `epochs` (the best one), `trial_seconds` (CPU time). `unit` is what a seed repeats,
+    `aligned_by` the hypergradient of the align run, `align_unlike_paper` its other settings.
     Raises UsageError before the long work starts, Diverged where every rate diverges.
     """
     cfg = cfg.but(**own_names(task))
@@ -77,34 +83,34 @@ def finetune(
     starts, unit = starts_of(cfg)
     origins = [origin(start, m) for start in dict.fromkeys(starts) if start]
     m.check("--batch", cfg.batch, out)
-    digests = [sha256(adapter_of(start)) for start in starts if start]
-    with Run(out, "finetune", cfg, force, **m.about(), start_sha256=digests) as run:
+    about = m.about() | {"start_sha256": [sha256(adapter_of(x)) for x in starts if x]}
+    with Run(out, "finetune", cfg, force, **about) as run:
         if run.result:
-            return typed(FinetuneResult, run.result)
+            return run.result
 
         def results(pairs: list[tuple[float, int]]) -> list[dict[str, Any]]:
-            trials = [trial(cfg, lr, i, starts[i], out) for lr, i in pairs]
+            one = cfg.but(grid=None, grid_seeds=1, seeds=1, jobs=1)
+            trials = [one.but(lr=lr, seed=cfg.seed + i, start=starts[i]) for lr, i in pairs]
             if cfg.jobs == 1:
-                return [peft(one, task, force, m, track) for one in trials]
-            work = jobs(partial(peft, task=task, force=force), trials, cfg.jobs)
+                return [peft(one, out, task, force, m, track) for one in trials]
+            work = jobs(partial(peft, out=out, task=task, force=force), trials, cfg.jobs)
             return [*track(work, len(trials), "runs")]
 
         tries = range(cfg.grid_seeds if len(cfg.grid) > 1 else cfg.seeds)
         found = iter(results([(lr, i) for lr in cfg.grid for i in tries]))
         tried = {lr: [next(found) for _ in tries] for lr in cfg.grid}
         lr, chosen = best_rate(tried, lambda lr, n: results([(lr, i) for i in range(n, cfg.seeds)]))
-        if len(cfg.grid) > 1 and lr in (min(cfg.grid), max(cfg.grid)):
-            LOG.info("the best rate, %g, is at the edge of the grid: extend it with --grid", lr)
-        grid = {f"{k}": [r["val"] and r["val"]["accuracy"] for r in v] for k, v in tried.items()}
         first = origins[0] if origins else {}
-        result = {
+        return run.finish({
             "out": str(out), "dataset": cfg.dataset, "backbone": cfg.backbone, "unit": unit,
-            "lr": lr, "metric": m.task.metric, "grid": grid,
+            "lr": lr, "metric": m.task.metric,
+            "grid": {f"{rate}": [r["val"] and r["val"]["accuracy"] for r in runs]
+                     for rate, runs in tried.items()},
             "aligned_by": first.get("hypergrad", "unknown") if origins else None,
             "aligned_on": first.get("dataset"), "align_unlike_paper": first.get("unlike_paper"),
-            "pretext": first.get("pretext", task_name(cfg.pretext)),
-        }  # fmt: skip
-        return typed(FinetuneResult, run.finish(result | tested(m, run, chosen)))
+            "pretext": first.get("pretext", m.adapter_about()["pretext"]),
+            **tested(m, run, chosen),
+        })  # fmt: skip
 
 
 def tested(m: Model, run: Run, chosen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -127,12 +133,6 @@ def tested(m: Model, run: Run, chosen: Sequence[Mapping[str, Any]]) -> dict[str,
         "epochs": [result["epoch"] for result in chosen],
         "trial_seconds": [result["cpu_seconds"] for result in chosen],
     }
-
-
-def trial(cfg: FinetuneConfig, lr: float, i: int, start: Path | None, out: Path) -> Trial:
-    """The i-th seed at one rate."""
-    seed, one = cfg.seed + i, {"grid": None, "grid_seeds": 1, "seeds": 1, "jobs": 1}
-    return cfg.but(lr=lr, seed=seed, start=start, **one), out / f"lr{lr:g}-s{seed}"
 
 
 def best_rate(
@@ -168,15 +168,15 @@ def starts_of(cfg: FinetuneConfig) -> tuple[list[Path | None], str]:
         return [None] * cfg.seeds, "PEFT seed"
     runs = [cfg.start]
     if cfg.start.is_dir() and not (cfg.start / "config.json").exists():
-        runs = [file.parent for file in cfg.start.glob("*/config.json")]
-        runs.sort(key=lambda run: (len(run.name), run.name))
+        found = [file.parent for file in cfg.start.glob("*/config.json")]
+        runs = sorted(found, key=lambda run: (len(run.name), run.name))
     if len(runs) not in (1, cfg.seeds):
         what = f"holds {len(runs)} align runs, --seeds {cfg.seeds} wants 1 or {cfg.seeds}"
         raise UsageError(f"--from {cfg.start}: {what}")
     for run in runs:
         if run.is_dir() and not ((run / "result.json").exists() and adapter_of(run).exists()):
-            what = "is not a finished align run; give its own command again to finish it"
-            raise UsageError(f"--from {run}: {what}")
+            how = "give its own command again to finish it"
+            raise UsageError(f"--from {run}: is not a finished align run; {how}")
     if len(runs) > 1:
         return [*runs], "align run and PEFT"
     one = "LoRA file" if cfg.start.is_file() else "align run"
@@ -196,19 +196,19 @@ def origin(start: Path, m: Model) -> dict[str, Any]:
     program does not say what it belongs to; only its shapes can be checked.
     """
     with checking(f"--from {start}"):
-        theta, about = load_theta(start, m.backbone.dim)
+        theta, about = load_theta(adapter_of(start), m.backbone.dim)
         now, rank = m.adapter_about(), theta.shape[1] / (4 * m.backbone.dim)
         if (len(theta), rank) != (m.backbone.depth, m.cfg.rank):
-            found = f"holds {len(theta)} layers of rank {rank:g}"
-            here = f"{m.backbone.depth} of rank {m.cfg.rank}"
-            raise ValueError(f"{found}, this run has {here}; leave --rank out")
+            raise ValueError(
+                f"holds {len(theta)} layers of rank {rank:g}, this run has {m.backbone.depth} "
+                f"of rank {m.cfg.rank}; leave --rank out"
+            )
         if about.get("stage", "align") != "align":
             raise ValueError("is fine-tuned already, give an align run")
         for key in ("backbone", "rank", "alpha", "weights_sha256"):
             if about and str(about.get(key)) != str(now[key]):
                 raise ValueError(f"has {key} {about.get(key)}, this run {now[key]}")
-        env = read_json(start / "env.json") if (start / "env.json").exists() else {}
-        digest = about.get("data_sha256", env.get("data_sha256", now["data_sha256"]))
+        digest = about.get("data_sha256", now["data_sha256"])
         names = (str(x.get("dataset")).removeprefix("folder:") for x in (about, now))
         same = len({os.path.realpath(x) for x in names}) == 1
         if same and digest != now["data_sha256"]:
@@ -217,7 +217,7 @@ def origin(start: Path, m: Model) -> dict[str, Any]:
                 f"{digest[:12]}, here {now['data_sha256'][:12]}), so it may have seen the test "
                 "images; give its --data-seed, --split-file and images, or align again"
             )
-    if not about:
+    if "data_sha256" not in about:
         LOG.info("--from %s: does not say which images it was trained on", start)
     elif not same:
         LOG.info("aligned on %s, fine-tuned on %s", about.get("dataset"), now["dataset"])
@@ -228,7 +228,8 @@ def origin(start: Path, m: Model) -> dict[str, Any]:
 
 
 def peft(
-    unit: Trial,
+    cfg: FinetuneConfig,
+    out: Path,
     task: Task | None = None,
     force: bool = False,
     m: Model | None = None,
@@ -237,18 +238,18 @@ def peft(
     """Fine-tune θ and a fresh φ_D with one rate and one seed; keep the best validation epoch.
 
     Args:
+        out: the directory of the whole; the run's own is below it.
         m: the model, which differs between trials in its settings only; None: made here.
     """
-    cfg, out = unit
-    m = m or Model(cfg, task)
-    m.cfg, lr = cfg, cfg.grid[0]
-    about = m.about() | {"start_sha256": cfg.start and sha256(adapter_of(cfg.start))}
-    with Run(out, "peft", cfg, force, **about) as run:
+    m, lr = m or Model(cfg, task), cfg.grid[0]
+    m.cfg, out = cfg, out / f"lr{lr:g}-s{cfg.seed}"
+    digest = cfg.start and sha256(adapter_of(cfg.start))
+    with Run(out, "peft", cfg, force, **m.about(), start_sha256=digest) as run:
         if run.result:
             return run.result
         theta = init_theta(m.backbone.depth, cfg.rank, m.backbone.dim, rng(cfg.seed, "lora"))
         if cfg.start is not None:
-            theta, _ = load_theta(cfg.start, m.backbone.dim)
+            theta, _ = load_theta(adapter_of(cfg.start), m.backbone.dim)
         phi_D, loss_D, stats = m.head(cfg.seed, "peft head")
         leaves = trainable({"theta": theta}, m.device) | phi_D
         steps = -(-len(m.task.train.targets) // cfg.batch)
@@ -262,7 +263,7 @@ def peft(
         label, rate = f"lr {lr:g} seed {cfg.seed}", cfg.drop_path
         try:
             epochs = m.fit(loss_D, leaves["theta"], phi_D, opt, "peft", cfg.epochs, cfg.batch, rate)
-            records = validated(m, epochs, loss_D, leaves)
+            records = validated(m, epochs, leaves["theta"], phi_D | stats)
             for record in track(records, cfg.epochs, label, opt.step // steps):
                 run.log(record)
                 if best_epoch(run.records)["step"] == record["step"]:
@@ -278,15 +279,14 @@ def peft(
 
 
 def validated(
-    m: Model, records: Iterator[dict[str, Any]], loss_D: DownstreamLoss, leaves: Phi
+    m: Model, records: Iterator[dict[str, Any]], theta: Tensor, phi_D: Phi
 ) -> Iterator[dict[str, Any]]:
     """The records of epochs, with the score on the validation split where it is due."""
     cfg: Any = m.cfg
-    theta, phi_D = leaves["theta"], {k: tensor for k, tensor in leaves.items() if k != "theta"}
     for record in records:
         record["val"] = None
         if record["step"] % cfg.eval_epochs == 0 or record["step"] == cfg.epochs:
-            score = m.score(m.task.val, theta, phi_D | (loss_D.stats or {}))
+            score = m.score(m.task.val, theta, phi_D)
             if not math.isfinite(score.loss):
                 raise Diverged(f"validation after epoch {record['step']}: loss {score.loss}")
             record["val"] = score._asdict()
@@ -295,6 +295,6 @@ def validated(
 
 def best_epoch(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The first epoch with the highest validation accuracy, ties by the lower loss."""
-    validated = [record for record in records if record["val"]]
-    none = {"step": 0}
-    return max(validated, key=lambda r: (r["val"]["accuracy"], -r["val"]["loss"]), default=none)
+    scored = [record for record in records if record["val"]]
+    worth = [(record["val"]["accuracy"], -record["val"]["loss"]) for record in scored]
+    return scored[worth.index(max(worth))] if scored else {"step": 0}

@@ -8,6 +8,7 @@ What a person got wrong ends here in a UsageError of one line, before the long w
 
 import importlib
 import itertools
+import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator
@@ -20,12 +21,11 @@ import torch
 from torch import Tensor
 
 import benchmarks
-import ijepa
-import mae
 from bisslight import Loss, PretextTask, numbers, value_and_grad
 from commands import AlignConfig, FinetuneConfig
 from config import BACKBONES, UsageError
 from data import (
+    PARTS,
     Draws,
     Images,
     Pool,
@@ -41,12 +41,20 @@ from data import (
     stream,
 )
 from evaluate import Score, score
-from lora import DownstreamLoss, Examples, Phi, cross_entropy, drop_path, init_head, init_stats
-from lora import predict as predicted
+from lora import (
+    DownstreamLoss,
+    Examples,
+    Phi,
+    cross_entropy,
+    drop_path,
+    init_head,
+    init_stats,
+    predict,
+)
 from paper import memory_of
 from run import checking, sha256
-from training import Optimiser, gather, one_thread, pick_device, share, trainable, world_size
-from weights import OFFICIAL, build_head, load_backbone, side, sincos, weights_of
+from training import Optimiser, gather, pick_device, share, trainable, world_size
+from weights import OFFICIAL, load_backbone, pretext_task, random_decoder, weights_of
 
 SCORED = 256  # images that are looked at together in validation and test
 Config = AlignConfig | FinetuneConfig
@@ -56,18 +64,14 @@ class Model:
     """Everything that settings stand for. `task` and `pool` can be handed in instead of named."""
 
     def __init__(self, cfg: Config, task: Task | None = None, pool: Pool | None = None) -> None:
-        with checking(f"--device {cfg.device}"):
-            self.cfg, self.device = cfg, pick_device(cfg.device)
-        one_thread(cfg.backbone, self.device)
-        self.task, self.amp = task or open_task(cfg), cfg.amp and self.device.type == "cuda"
+        self.cfg, self.device = cfg, device_of(cfg)
+        self.task: Task = task or named(cfg, "dataset")
         if isinstance(cfg, AlignConfig):
-            self.pool = pool or open_pool(cfg)
+            self.pool: Pool = pool or named(cfg, "pool")
+        self.amp = cfg.amp and self.device.type == "cuda"
         backbone, self.pretext_head, self.arch, channels = load_backbone(cfg)
         self.backbone, self.digest = backbone.to(self.device), sha256(weights_of(cfg))
         self.backbone.recompute = cfg.recompute
-        if "quilts" in (cfg.dataset, getattr(cfg, "pool", None)) and self.arch.image_size != 16:
-            size = f"the backbone wants {self.arch.image_size}"
-            raise UsageError(f"quilts have 16 px, {size}; use other images")
         mean, std = channels or (self.task.mean, self.task.std)
         cut = cfg.augment, cfg.min_crop, cfg.d_interpolation
         self.transform = Transform(self.arch.image_size, mean, std, *cut)
@@ -75,9 +79,9 @@ class Model:
     def head(self, seed: int, purpose: str) -> tuple[Phi, DownstreamLoss, Phi]:
         """A fresh φ_D (App. C.2), its L^D, and its BatchNorm's statistics ({} without one)."""
         cfg, g = self.cfg, rng(seed, purpose)
-        phi = init_head(self.backbone.dim, len(self.task.classes), g, cfg.head == "batchnorm")
-        phi = trainable(phi, self.device)
-        stats = init_stats({name: tensor.detach() for name, tensor in phi.items()})
+        fresh = init_head(self.backbone.dim, len(self.task.classes), g, cfg.head == "batchnorm")
+        phi = trainable(fresh, self.device)
+        stats = init_stats(phi)
         return phi, DownstreamLoss(self.backbone, cfg.voc_loss, stats), stats
 
     def pretext_task(self, theta: Tensor) -> PretextTask:
@@ -87,15 +91,10 @@ class Model:
             return own_class(cfg.pretext)(self.backbone, cfg, rng(cfg.seed, "pretext"))
         head: Any = self.pretext_head
         if cfg.pretext == "mae" and cfg.decoder == "random":
-            head = build_head(self.arch, "mae")
-            positions = sincos(self.arch.decoder_dim, side(self.arch))
-            mae.init([(head, positions)], rng(cfg.seed, "decoder"))
-        head = head.to(self.device)
+            head = random_decoder(self.arch, rng(cfg.seed, "decoder"))
         with checking(f"--pretext {cfg.pretext}"):
-            if cfg.pretext == "mae":
-                return mae.MAE(self.backbone, head, cfg.mask_ratio)
             steps = cfg.alternations * cfg.lower_steps
-            return ijepa.IJEPA(self.backbone, head, cfg, (cfg.ema, steps), theta)
+            return pretext_task(cfg, self.backbone, head.to(self.device), steps, theta)
 
     def examples(
         self, draws: Draws, purpose: str, rate: float, start: int = 0
@@ -110,17 +109,13 @@ class Model:
 
     def score(self, split: Split, theta: Tensor, phi_D: Phi) -> Score:
         """Accuracy and loss on a whole split, which processes share; φ_D with its statistics."""
-        most = min(SCORED, self.cfg.micro_batch or SCORED)
-        images = Images(split, self.transform, False, 0, "eval")
-        draws = in_order(range(len(split.targets))[share(len(split.targets))], most)
+        images, n = Images(split, self.transform, False, 0, "eval"), len(split.targets)
+        draws = in_order(range(n)[share(n)], min(SCORED, self.cfg.micro_batch or SCORED))
         examples = batches(images, draws, self.cfg.workers, self.device)
-
-        def logits(x: Tensor) -> Tensor:
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
-                return predicted(self.backbone, theta, phi_D, x)
-
+        logits = partial(predict, self.backbone, theta, phi_D)
         loss = partial(cross_entropy, multilabel=self.cfg.voc_loss)
-        return score(logits, examples, loss, gather)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
+            return score(logits, examples, loss, gather)
 
     def fit(
         self,
@@ -155,31 +150,38 @@ class Model:
         if norm and self.cfg.micro_batch:
             raise UsageError("--micro-batch: a BatchNorm head needs whole batches; see --recompute")
         if min(batch, last) < least:
-            who = "BatchNorm needs" if norm else "the processes need"
-            why = f"the last batch of a pass has {min(batch, last)} images, {who} {least}"
-            raise UsageError(f"{flag} {batch}: {why}; choose another size")
+            why = f"the last batch of a pass has {min(batch, last)} images"
+            need = f"{'BatchNorm needs' if norm else 'the processes need'} {least}"
+            raise UsageError(f"{flag} {batch}: {why}, {need}; choose another size")
         for split in () if (out / "env.json").exists() else (self.task.val, self.task.test):
             for error in decode_all(split.images):
                 raise error
 
     def about(self) -> dict[str, Any]:
         """What defines a run beside its settings: digests of weights, labelled task and pool."""
-        sizes = {part: len(getattr(self.task, part).targets) for part in ("train", "val", "test")}
-        found = {"weights_sha256": self.digest, "data_sha256": self.task.fingerprint()}
+        found: dict[str, Any] = {
+            "weights_sha256": self.digest,
+            "data_sha256": self.task.fingerprint(),
+            "images": {part: len(getattr(self.task, part).targets) for part in PARTS},
+        }
         if isinstance(self.cfg, AlignConfig):
             found["pool_sha256"] = self.pool.fingerprint()
             file = Path(self.cfg.pretext.rpartition(":")[0])
             found |= {"pretext_sha256": sha256(file)} if file.suffix == ".py" else {}
-        return found | {"images": sizes}
+        return found
 
     def adapter_about(self, **more: Any) -> dict[str, Any]:
         """What an adapter file says of itself."""
         names = ("backbone", "rank", "alpha", "dataset", "data_seed")
-        about = {name: getattr(self.cfg, name) for name in names} | {"arch": self.arch._asdict()}
-        digests = self.about()
-        about |= {key: digests[key] for key in ("weights_sha256", "data_sha256")}
-        about |= {"channels": [self.transform.mean, self.transform.std]}
-        return about | {"pretext": task_name(self.cfg.pretext)} | more
+        return {
+            **{name: getattr(self.cfg, name) for name in names},
+            "arch": self.arch._asdict(),
+            "channels": [self.transform.mean, self.transform.std],
+            "data_sha256": self.task.fingerprint(),
+            "pretext": self.cfg.pretext.rpartition(":")[2].lower(),  # of one's own: the class
+            "weights_sha256": self.digest,
+            **more,
+        }
 
 
 # --- tasks, pools and their batches ---------------------------------------------------------------
@@ -197,7 +199,7 @@ def pretext_batches(
         cfg: settings of `align` or `pretrain`.
         size: side of the images.
     """
-    device = pick_device(cfg.device)
+    device = device_of(cfg)
     own: Any = {"interpolation": "bilinear", "flip": False} if cfg.pretext == "ijepa" else {}
     transform = Transform(size, pool.mean, pool.std, cfg.augment, cfg.min_crop, **own)
     split = Split(pool.images, torch.zeros(len(pool.images), dtype=torch.long))
@@ -249,23 +251,15 @@ def shared_batches(
         yield x, y, share(len(batch)), len(batch)
 
 
-def open_task(cfg: Config) -> Task:
-    """The labelled task D^D by name (UsageError)."""
-    with checking(f"--dataset {cfg.dataset}"):
-        return benchmarks.load_task(named(cfg, "dataset", "task"), cfg.data_root)
-
-
-def open_pool(cfg: Any) -> Pool:
-    """The unlabelled images D^P by name (UsageError)."""
-    with checking(f"--pool {cfg.pool}"):
-        return benchmarks.load_pool(named(cfg, "pool", "pool").pool, cfg.data_root, cfg.data_seed)
-
-
-def named(cfg: Any, field: str, argument: str) -> Any:
-    """The settings; ValueError where they record something that was handed in."""
-    if getattr(cfg, field).startswith("own"):
-        raise ValueError(f"was handed in from Python; hand it in again, {argument}=...")
-    return cfg
+def named(cfg: Any, field: str) -> Any:
+    """The labelled task D^D ("dataset") or the pool D^P ("pool") by its name (UsageError)."""
+    name, argument = getattr(cfg, field), field.replace("dataset", "task")
+    with checking(f"--{field} {name}"):
+        if name.startswith("own"):
+            raise ValueError(f"was handed in from Python; hand it in again, {argument}=...")
+        if field == "dataset":
+            return benchmarks.load_task(cfg, cfg.data_root)
+        return benchmarks.load_pool(name, cfg.data_root, cfg.data_seed)
 
 
 def own_names(task: Task | None, pool: Pool | None = None) -> dict[str, str]:
@@ -274,13 +268,17 @@ def own_names(task: Task | None, pool: Pool | None = None) -> dict[str, str]:
     return {key: f"own:{digest[:12]}" for key, digest in digests.items() if digest}
 
 
-def task_name(pretext: str) -> str:
-    """mae, ijepa, or the class of a pretext task of your own, as runs record it.
+def device_of(cfg: Any) -> torch.device:
+    """The device of these settings (UsageError where it is not there).
 
-    >>> task_name("turn.py:Rotation")
-    'rotation'
+    vit_mini's tensors are too small for several threads of a CPU, which would wait for each other;
+    OMP_NUM_THREADS wins.
     """
-    return pretext.rpartition(":")[2].lower()
+    with checking(f"--device {cfg.device}"):
+        device = pick_device(cfg.device)
+    if cfg.backbone == "vit_mini" and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    return device
 
 
 def own_class(name: str) -> Callable[..., PretextTask]:
@@ -301,20 +299,22 @@ def own_class(name: str) -> Callable[..., PretextTask]:
 
 def plan(cfg: Config) -> dict[str, Any]:
     """What a run would do, for --dry-run: all inputs are checked as far as they are there."""
-    there = weights_of(cfg).exists()
-    m: Any = Model(cfg) if there else None
-    task, arch = (m.task, m.arch) if m else (open_task(cfg), BACKBONES[cfg.backbone])
-    method, sizes = "peft", {k: len(getattr(task, k).targets) for k in ("train", "val", "test")}
+    device, there, method = device_of(cfg), weights_of(cfg).exists(), "peft"
+    task: Task = named(cfg, "dataset")
+    pool: Any = named(cfg, "pool") if isinstance(cfg, AlignConfig) else None
+    arch = Model(cfg, task, pool).arch if there else BACKBONES[cfg.backbone]
+    sizes = {part: len(getattr(task, part).targets) for part in PARTS}
     if isinstance(cfg, AlignConfig):
-        method, sizes["pool"] = cfg.hypergrad, len((m.pool if m else open_pool(cfg)).images)
-        levels = {"lower": cfg.lower_steps, "upper": cfg.upper_steps}
-        steps = {level: cfg.alternations * n for level, n in levels.items()}
-        steps["probe"] = cfg.probe_epochs * -(-sizes["train"] // cfg.d_batch)
+        method, sizes["pool"] = cfg.hypergrad, len(pool.images)
+        steps = {
+            "lower": cfg.alternations * cfg.lower_steps,
+            "upper": cfg.alternations * cfg.upper_steps,
+            "probe": cfg.probe_epochs * -(-sizes["train"] // cfg.d_batch),
+        }
     else:
         runs = len(cfg.grid) * cfg.grid_seeds + cfg.seeds - cfg.grid_seeds
-        runs = cfg.seeds if len(cfg.grid) == 1 else runs
         steps = {"runs": runs, "in all": runs * cfg.epochs * -(-sizes["train"] // cfg.batch)}
-    device, official = pick_device(cfg.device), OFFICIAL.get((cfg.backbone, cfg.pretext), ())
+    official = OFFICIAL.get((cfg.backbone, cfg.pretext), ())
     return {
         "device": str(device),
         "workers": pick_workers(cfg.workers, task.train.images, device),

@@ -22,14 +22,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from filelock import FileLock
-from pydantic import TypeAdapter
 from torch import Tensor
 
 from config import RunError, Settings, UsageError
@@ -79,8 +78,8 @@ def write_atomic(path: Path, content: bytes | str) -> None:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        why = f"cannot be written ({error.strerror}); make room or allow it"
-        raise RunError(f"{path}: {why}, then give the same command again") from error
+        why = f"{path}: cannot be written ({error.strerror}); make room or allow it, then"
+        raise RunError(f"{why} give the same command again") from error
 
 
 def sha256(path: Path) -> str:
@@ -93,14 +92,11 @@ def sha256(path: Path) -> str:
 
 
 def jobs(fn: Callable[[T], R], units: Sequence[T], count: int) -> Iterator[R]:
-    """`fn` of each unit, in order; in this process, or in `count` others that end with it.
+    """`fn` of each unit, in order, in `count` processes that end with this one.
 
     Args:
         fn: can be pickled: a function of a module, or a partial of one.
     """
-    if count == 1:
-        yield from map(fn, units)
-        return
     context = multiprocessing.get_context("spawn")
     threads = max(1, (os.cpu_count() or 1) // count)
     with ProcessPoolExecutor(count, context, start_worker, (stop.flag, threads)) as pool:
@@ -120,13 +116,13 @@ def start_worker(flag: Any, threads: int) -> None:
     stop.install()
     stop.flag = flag
     torch.set_num_threads(threads)
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=end_with, args=[parent], daemon=True).start()
 
 
-def end_with_parent() -> None:
-    if parent := multiprocessing.parent_process():
-        parent.join()
-        os._exit(1)
+def end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
 
 
 # --- run directories --------------------------------------------------------------------------
@@ -139,7 +135,7 @@ MAY_CHANGE = {"device", "workers", "jobs", "micro_batch", "save_minutes", "mfac_
               "data_root", "weights"}  # fmt: skip
 
 
-class Run:
+class Run(AbstractContextManager["Run"]):
     """A run directory, made or gone on with; `result` is what a finished run came to, else None.
 
     `with Run(...) as run` keeps other processes out of it for as long.
@@ -155,8 +151,7 @@ class Run:
     ) -> None:
         self.path, self.config, self.lock = path, config, FileLock(path / LOCK)
         self.records: list[dict[str, Any]] = []  # the lines of metrics.jsonl
-        self.began: dict[str, float] = {}
-        self.began, self.saved = self.elapsed(), time.monotonic()
+        self.began, self.saved = (time.process_time(), time.monotonic()), time.monotonic()
         self.tensors: list[Tensor] = []  # what a checkpoint holds, see `keep`
         self.optimisers: list[Optimiser] = []
         check_directory(path, command, config, force, **about)
@@ -170,7 +165,10 @@ class Run:
             raise Stopped(asked, f"stopped before {path}; the same command goes on")
 
     def _open(self, command: str, force: bool, about: dict[str, Any]) -> None:
-        """Lock the directory, and write down what is run and on which machine."""
+        """Lock the directory, and write down what is run and on which machine: what a number needs.
+
+        That is the command line, versions, and in a checkout the commit.
+        """
         with checking(f"--out {self.path}: make it writable, or wait for who is at work in it"):
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock.acquire(timeout=60)
@@ -183,14 +181,24 @@ class Run:
             for file in self.path.glob(name):
                 file.unlink(missing_ok=True)
         settings = self.config.model_dump(mode="json")
+        code = f"git -C '{Path(__file__).parent}' rev-parse HEAD"
+        failed, commit = subprocess.getstatusoutput(code)
+        packages = ("torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
+        machine = {
+            "argv": sys.argv,
+            "commit": "" if failed else commit,
+            "versions": {"python": sys.version.split()[0]} | {x: version(x) for x in packages},
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "threads": torch.get_num_threads(),
+            "processes": world_size(),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
         changeable = {name: settings[name] for name in MAY_CHANGE & settings.keys()}
-        env["machines"].append(environment() | changeable)
+        env["machines"].append(machine | changeable)
         if not (self.path / "result.json").exists():
             write_atomic(self.path / "env.json", json.dumps(env, indent=1))
             write_atomic(self.path / "config.json", json.dumps(settings, indent=1))
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.lock.release()
@@ -207,7 +215,8 @@ class Run:
                 for optimiser, state in zip(optimisers, saved["optimisers"], strict=True):
                     optimiser.load_state_dict(state)
                 self.records = saved["records"]
-                self.began = {key: x - saved["spent"][key] for key, x in self.began.items()}
+                spent, (cpu, wall) = saved["spent"], self.began
+                self.began = cpu - spent["cpu_seconds"], wall - spent["seconds"]
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
@@ -222,25 +231,26 @@ class Run:
         """
         asked, minutes = stop.agreed(), (time.monotonic() - self.saved) / 60
         if due or asked or minutes >= getattr(self.config, "save_minutes", 10.0):
-            state: dict[str, Any] = {"records": self.records, "spent": self.elapsed()}
-            state["tensors"] = [tensor.detach() for tensor in self.tensors]
-            state["optimisers"] = [optimiser.state_dict() for optimiser in self.optimisers]
+            state = {
+                "records": self.records,
+                "spent": self.elapsed(),
+                "tensors": [tensor.detach() for tensor in self.tensors],
+                "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
+            }
             buffer = io.BytesIO()
             torch.save(state, buffer)
             self.write("checkpoint.pt", buffer.getvalue())
             self.saved = time.monotonic()
         if asked:
             barrier()  # torchrun ends all processes when one ends: process 0 has to save first
-            where = f"stopped after {done}; {self.path}: the same command goes on"
-            raise Stopped(asked, where)
+            raise Stopped(asked, f"stopped after {done}; {self.path}: the same command goes on")
 
     def finish(self, result: Mapping[str, Any]) -> dict[str, Any]:
         """Write result.json, which says that the run is complete; returns what it holds."""
         found: dict[str, Any] = json.loads(json.dumps({**result, **self.elapsed()}))
         self.write("result.json", json.dumps(found, indent=1))
-        if rank() == 0:
-            (self.path / "checkpoint.pt").unlink(missing_ok=True)
-        barrier()
+        barrier()  # then it is on the disk
+        (self.path / "checkpoint.pt").unlink(missing_ok=True)
         return found
 
     def write(self, name: str, content: bytes | str) -> None:
@@ -250,14 +260,8 @@ class Run:
 
     def elapsed(self) -> dict[str, float]:
         """CPU seconds of this process and wall seconds, those before a stop included."""
-        now = {"cpu_seconds": time.process_time(), "seconds": time.monotonic()}
-        return {key: value - self.began.get(key, 0.0) for key, value in now.items()}
-
-
-def typed(kind: type[T], found: Mapping[str, Any]) -> T:
-    """A result.json as the NamedTuple that the command returns; other keys are left out."""
-    names: Any = kind.__annotations__
-    return TypeAdapter(kind).validate_python({name: found[name] for name in names})
+        cpu, wall = self.began
+        return {"cpu_seconds": time.process_time() - cpu, "seconds": time.monotonic() - wall}
 
 
 def check_directory(
@@ -268,10 +272,10 @@ def check_directory(
     if path.exists() and not path.is_dir():
         raise UsageError(f"--out {path}: is a file; {again}")
     if not (path / "config.json").exists():
-        files = [file for file in path.glob("*") if not file.match(TORN)]
-        # a run that was killed as it began has these two
-        if foreign := [file.name for file in files if file.name not in (LOCK, "env.json")]:
-            raise UsageError(f"--out {path}: holds {foreign[0]}, no run; {again}")
+        for file in path.glob("*"):
+            # a run that was killed as it began has these
+            if not file.match(TORN) and file.name not in (LOCK, "env.json"):
+                raise UsageError(f"--out {path}: holds {file.name}, no run; {again}")
         return False
     env = read_json(path / "env.json", again)
     if env.get("command") != command:
@@ -281,24 +285,6 @@ def check_directory(
     names = [name for name in now if name not in MAY_CHANGE and before.get(name) != now[name]]
     if names and not force:
         changes = ", ".join(f"{name} {before.get(name)} -> {now[name]}" for name in names)
-        if "about" not in env:
-            changes = "it is of an older version"
-        what = f"is a run with other settings: {changes}"
-        raise UsageError(f"--out {path}: {what}; {again}, or start over with --force")
+        what = f"--out {path}: is a run with other settings: {changes}"
+        raise UsageError(f"{what}; {again}, or start over with --force")
     return True
-
-
-def environment() -> dict[str, Any]:
-    """Command line, versions, machine and, in a checkout, the commit: what a number needs."""
-    failed, commit = subprocess.getstatusoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD")
-    packages = ("torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
-    return {
-        "argv": sys.argv,
-        "commit": "" if failed else commit,
-        "versions": {name: version(name) for name in packages} | {"python": sys.version.split()[0]},
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "threads": torch.get_num_threads(),
-        "processes": world_size(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }

@@ -133,8 +133,10 @@ def trainable(
     tensors: Mapping[str, Tensor], device: torch.device | None = None
 ) -> dict[str, Tensor]:
     """Fresh leaf copies that a gradient can be taken for."""
-    plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    return {name: tensor.to(device, copy=True).requires_grad_() for name, tensor in plain.items()}
+    return {
+        name: tensor.detach().contiguous().to(device, copy=True).requires_grad_()
+        for name, tensor in tensors.items()
+    }
 
 
 # --- devices and processes --------------------------------------------------------------------
@@ -153,15 +155,6 @@ def pick_device(name: str) -> torch.device:
         return torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise ValueError("there is no such device here; give auto, cpu, cuda or cuda:1") from error
-
-
-def one_thread(backbone: str, device: torch.device) -> None:
-    """vit_mini's tensors are too small for several threads of a CPU: they wait for each other.
-
-    OMP_NUM_THREADS wins.
-    """
-    if backbone == "vit_mini" and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
 
 
 def start_processes() -> None:
@@ -220,8 +213,7 @@ class Stop:
                 signal.signal(getattr(signal, name), self.hear)
 
     def hear(self, number: int, frame: Any = None) -> None:
-        again = self.flag.value and time.monotonic() - self.heard > 1  # torchrun repeats a Ctrl-C
-        if again:
+        if self.flag.value and time.monotonic() - self.heard > 1:  # torchrun repeats a Ctrl-C
             with suppress(OSError):  # no terminal any more; \x1b: a progress bar hides its cursor
                 os.write(2, b"\x1b[?25h\nstopped\n" if os.isatty(2) else b"stopped\n")
             os._exit(128 + number)

@@ -30,12 +30,14 @@ from config import BACKBONES, Arch, Model, Shape, UsageError, nearest
 from lora import Backbone, check_vit, from_factors, load_adapter
 
 MAE_FILES = "https://dl.fbaipublicfiles.com/mae/pretrain/mae_pretrain_vit_{}_full.pth"
-JEPA_FILE = "https://dl.fbaipublicfiles.com/ijepa/IN1K-vit.h.14-300e.pth.tar"
 OFFICIAL = {  # (URL, size in MB) of the files that hold the pretext head, too
     ("vit_b16", "mae"): (MAE_FILES.format("base"), 447.6),
     ("vit_l16", "mae"): (MAE_FILES.format("large"), 1318.2),
     ("vit_h14", "mae"): (MAE_FILES.format("huge"), 2628.3),
-    ("vit_h14", "ijepa"): (JEPA_FILE, 10_360.0),
+    ("vit_h14", "ijepa"): (
+        "https://dl.fbaipublicfiles.com/ijepa/IN1K-vit.h.14-300e.pth.tar",
+        10_360.0,
+    ),
 }
 
 
@@ -47,10 +49,8 @@ def weights_of(cfg: Model) -> Path:
             raise UsageError(f"--weights {cfg.weights}: is no checkpoint or finished pretrain run")
         return path
     if (cfg.backbone, cfg.pretext) not in OFFICIAL:
-        timm = cfg.backbone.startswith("timm:")
-        how = "save its timm state dict to a file" if timm else "`bisslight pretrain` makes one"
         what = f"{cfg.backbone} with {cfg.pretext} needs a checkpoint"
-        raise UsageError(f"--weights FILE: {what}, {how}")
+        raise UsageError(f"--weights FILE: {what}, of `bisslight pretrain` or a timm state dict")
     name = OFFICIAL[cfg.backbone, cfg.pretext][0].rpartition("/")[2]
     return Path(torch.hub.get_dir()).resolve() / "checkpoints" / name
 
@@ -121,10 +121,10 @@ def assign(network: nn.Module, state: Mapping[str, Tensor]) -> None:
     wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if wrong := sorted(name for name in wanted | found if wanted.get(name) != found.get(name)):
-        name = wrong[0]
         raise ValueError(
-            f"{len(wrong)} tensors are missing, unexpected or of another shape, such as {name}: "
-            f"{found.get(name)} in place of {wanted.get(name)}; see --backbone and --pretext"
+            f"{len(wrong)} tensors are missing, unexpected or of another shape, such as "
+            f"{wrong[0]}: {found.get(wrong[0])} in place of {wanted.get(wrong[0])}; "
+            "see --backbone and --pretext"
         )
     network.load_state_dict({k: v.float() for k, v in state.items()}, assign=True)
 
@@ -174,6 +174,22 @@ def build_head(arch: Arch, pretext: str) -> nn.Module:
     return mae.Decoder(arch.dim, patches, arch.patch_size, *size, arch.mlp_ratio)
 
 
+def random_decoder(arch: Arch, rng: torch.Generator) -> nn.Module:
+    """MAE's decoder, drawn anew."""
+    decoder = build_head(arch, "mae")
+    mae.init([(decoder, sincos(arch.decoder_dim, side(arch)))], rng)
+    return decoder
+
+
+def pretext_task(
+    cfg: Any, backbone: Backbone, head: Any, steps: int, theta: Tensor | None, teacher: Any = None
+) -> mae.MAE | ijepa.IJEPA:
+    """`mae.MAE`, or `ijepa.IJEPA` for `steps` steps (ValueError); θ and teacher as there."""
+    if cfg.pretext == "mae":
+        return mae.MAE(backbone, head, cfg.mask_ratio)
+    return ijepa.IJEPA(backbone, head, cfg, (cfg.ema, steps), theta, teacher)
+
+
 def side(arch: Arch) -> int:
     """Patches along a side of the image (ValueError where they do not fill it)."""
     if arch.image_size % arch.patch_size:
@@ -201,8 +217,6 @@ def timm_vit(name: str, image_size: int | None) -> tuple[VisionTransformer, Arch
     size: dict[str, Any] = {"img_size": image_size} if image_size else {}
     vit: Any = check_vit(timm.create_model(name, pretrained=False, num_classes=0, **size))
     image, patch = vit.patch_embed.img_size, vit.patch_embed.patch_size
-    if image[0] != image[1] or patch[0] != patch[1]:
-        raise ValueError(f"wants images of {image} in patches of {patch}, they should be square")
     heads, ratio = vit.blocks[0].attn.num_heads, vit.blocks[0].mlp.fc1.out_features / vit.embed_dim
     return vit, Arch(vit.embed_dim, len(vit.blocks), heads, image[0], patch[0], ratio)
 
@@ -214,7 +228,6 @@ RELEASED = "base_model.model.blocks.{}.attn.qkv.{}.lora_{}.default.weight"  # bl
 
 def load_theta(start: Path, dim: int) -> tuple[Tensor, dict[str, Any]]:
     """θ and what its file says of itself; a file of the released program says nothing, {}."""
-    start = start / "adapter.safetensors" if start.is_dir() else start
     if start.suffix == ".safetensors":
         theta, _, about = load_adapter(start)
         return theta, about

@@ -9,14 +9,13 @@ import io
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from pydantic import NonNegativeFloat, PositiveFloat
 
 import ijepa
 import mae
-from bisslight import Phi
 from commands import Command, Table
 from config import (
     BACKBONES,
@@ -34,11 +33,11 @@ from config import (
     Pool as PoolName,
 )
 from data import Pool, rng
-from lora import Backbone
-from model import open_pool, own_names, pretext_batches, trained
-from run import Run, checking, typed
-from training import Optimiser, Track, decay_groups, one_thread, pick_device, untracked
-from weights import build_head, build_vit, side, sincos
+from lora import Backbone, Phi
+from model import device_of, named, own_names, pretext_batches, trained
+from run import Run, checking
+from training import Optimiser, Track, decay_groups, untracked
+from weights import build_head, build_vit, pretext_task, side, sincos
 
 
 class PretrainConfig(Pretext, Crops, Shape, Command):
@@ -80,16 +79,6 @@ class PretrainConfig(Pretext, Crops, Shape, Command):
     """Momentum of I-JEPA's teacher at the start; it rises to 1. [I-JEPA]"""
 
 
-class PretrainResult(NamedTuple):
-    """What a pretrain run ended with."""
-
-    out: str
-    weights: str  # its backbone.pth
-    loss: float  # mean of the last epoch
-    cpu_seconds: float
-    seconds: float
-
-
 def pretrain(
     cfg: PretrainConfig,
     out: Path,
@@ -97,26 +86,26 @@ def pretrain(
     pool: Pool | None = None,
     force: bool = False,
     track: Track = untracked,
-) -> PretrainResult:
+) -> dict[str, Any]:
     """Train a backbone and its pretext head into the run directory `out`; the same call goes on.
 
     Args:
         pool: unlabelled images of one's own, instead of a name in `cfg`.
         force: start the run in `out` over.
         track: shows progress, an item an epoch, or 500 steps of a longer one.
+    Returns `out`, `weights` (its backbone.pth), `loss` (mean of the last epoch), and seconds.
     Raises UsageError before the long work starts, Diverged where a loss is not finite.
     """
-    cfg, pool = cfg.but(**own_names(None, pool)), pool or open_pool(cfg)
-    about = length(cfg, pool)
+    cfg, pool = cfg.but(**own_names(None, pool)), pool or named(cfg, "pool")
+    task, about = scratch(cfg, pool)
     steps = about["steps"]
-    task = scratch(cfg, steps)
     with Run(out, "pretrain", cfg, force, **about, pool_sha256=pool.fingerprint()) as run:
         if run.result:
-            return typed(PretrainResult, run.result)
-        named = dict(task.backbone.vit.named_parameters())
-        del named["pos_embed"]  # MAE and I-JEPA keep the position table fixed
-        opt = optimiser(cfg, named | task.phi, steps)
-        run.keep([*named.values(), *task.phi.values(), *task.state.values()], [opt])
+            return run.result
+        psi = dict(task.backbone.vit.named_parameters())
+        del psi["pos_embed"]  # MAE and I-JEPA keep the position table fixed
+        opt = optimiser(cfg, psi | task.phi, steps)
+        run.keep([*psi.values(), *task.phi.values(), *task.state.values()], [opt])
         piece = min(steps // cfg.epochs, 500)
         left, size = range(opt.step, steps), sizes(cfg).image_size
         batches = pretext_batches(cfg, pool, task, size, cfg.batch, left)
@@ -126,22 +115,13 @@ def pretrain(
             run.log(record)
             run.checkpoint(f"step {opt.step} of {steps}")
         run.write("backbone.pth", checkpoint(cfg, task))
-        found = {"out": str(out), "weights": str(out / "backbone.pth")}
-        found = run.finish(found | {"loss": run.records[-1]["loss"]})
-        return typed(PretrainResult, found)
+        loss_P, file = run.records[-1]["loss"], out / "backbone.pth"
+        return run.finish({"out": str(out), "weights": str(file), "loss": loss_P})
 
 
 def plan(cfg: PretrainConfig) -> dict[str, int]:
     """What a run would take, for --dry-run (UsageError)."""
-    about = length(cfg, open_pool(cfg))
-    scratch(cfg, about["steps"])
-    return about
-
-
-def length(cfg: PretrainConfig, pool: Pool) -> dict[str, int]:
-    """Images, and steps in all: an epoch has full batches only."""
-    images = len(pool.images)
-    return {"images": images, "steps": cfg.epochs * max(1, images // cfg.batch)}
+    return scratch(cfg, named(cfg, "pool"))[1]
 
 
 def sizes(cfg: PretrainConfig) -> Arch:
@@ -154,12 +134,14 @@ def sizes(cfg: PretrainConfig) -> Arch:
     return arch._replace(image_size=image, patch_size=patch)
 
 
-def scratch(cfg: PretrainConfig, steps: int) -> Any:
-    """`mae.MAE` or `ijepa.IJEPA` around networks that are drawn as its authors do (UsageError)."""
-    arch, jepa = sizes(cfg), cfg.pretext == "ijepa"
-    with checking(f"--device {cfg.device}"):
-        device = pick_device(cfg.device)
-    one_thread(cfg.backbone, device)
+def scratch(cfg: PretrainConfig, pool: Pool) -> tuple[Any, dict[str, int]]:
+    """`mae.MAE` or `ijepa.IJEPA` around networks that are drawn as its authors do (UsageError).
+
+    Also the number of images, and of steps in all: an epoch has full batches only.
+    """
+    images, arch, jepa = len(pool.images), sizes(cfg), cfg.pretext == "ijepa"
+    steps = cfg.epochs * max(1, images // cfg.batch)
+    device = device_of(cfg)
     with checking(f"--pretext {cfg.pretext}"):
         vit, head = build_vit(arch), build_head(arch, cfg.pretext)
         widths = arch.dim, arch.predictor_dim if jepa else arch.decoder_dim
@@ -168,13 +150,12 @@ def scratch(cfg: PretrainConfig, steps: int) -> Any:
         init = ijepa.init if jepa else mae.init
         init([*zip((vit, head), tables, strict=True)], rng(cfg.seed, "init"))
         backbone, h_P = Backbone(vit, recompute=cfg.recompute).to(device), head.to(device)
-        if not jepa:
-            return mae.MAE(backbone, h_P, cfg.mask_ratio)  # type: ignore[arg-type]
-        teacher = copy.deepcopy(backbone)
-        return ijepa.IJEPA(backbone, h_P, cfg, (cfg.ema, steps), None, teacher)  # type: ignore[arg-type]
+        teacher = copy.deepcopy(backbone) if jepa else None
+        task = pretext_task(cfg, backbone, h_P, steps, None, teacher)
+        return task, {"images": images, "steps": steps}
 
 
-def optimiser(cfg: PretrainConfig, named: Phi, steps: int) -> Optimiser:
+def optimiser(cfg: PretrainConfig, psi_and_phi: Phi, steps: int) -> Optimiser:
     """AdamW for ψ and φ_P together, scheduled as by the authors of the task."""
     per_epoch, warmup = steps // cfg.epochs, cfg.warmup_epochs
     rate = mae.schedule(cfg.epochs, warmup, per_epoch, cfg.min_lr, cfg.warmup_from)
@@ -182,7 +163,7 @@ def optimiser(cfg: PretrainConfig, named: Phi, steps: int) -> Optimiser:
         rate = ijepa.schedule(steps, warmup * per_epoch, cfg.warmup_from, cfg.min_lr)
     first, last = cfg.weight_decay, cfg.final_weight_decay
     decay = ijepa.decay_schedule(steps, first, first if last is None else last)
-    groups = decay_groups(named, cfg.base_lr * cfg.batch / 256, first)
+    groups = decay_groups(psi_and_phi, cfg.base_lr * cfg.batch / 256, first)
     return Optimiser(groups, rate, (0.9, cfg.beta2), decay=decay)
 
 
@@ -191,8 +172,8 @@ def checkpoint(cfg: PretrainConfig, task: Any) -> bytes:
     vit, file = task.backbone.vit, io.BytesIO()
     about = {"backbone": cfg.backbone, "arch": sizes(cfg)._asdict()}
     if cfg.pretext == "ijepa":
-        networks = {"encoder": vit, "target_encoder": task.teacher.vit}
-        networks |= {"predictor": task.predictor}
+        teacher = task.teacher.vit
+        networks = {"encoder": vit, "target_encoder": teacher, "predictor": task.predictor}
         saved = {name: official(network, "module.") for name, network in networks.items()}
     else:
         saved = {"model": official(vit) | official(task.decoder)}

@@ -117,7 +117,7 @@ def test_a_module_is_a_place_for_a_task_too(weights: Path, tmp_path: Path) -> No
     names = ("examples.rotation:Rotation", f"{EXAMPLE}:Rotation")
     cfgs = [AlignConfig(pretext=name, weights=weights, **SHORT) for name in names]
     one, other = (align(cfg, tmp_path / str(len(cfg.pretext))) for cfg in cfgs)
-    assert Path(one.adapter).read_bytes() == Path(other.adapter).read_bytes()
+    assert Path(one["adapter"]).read_bytes() == Path(other["adapter"]).read_bytes()
 
 
 def test_a_loss_that_compares_images_is_not_computed_in_pieces(

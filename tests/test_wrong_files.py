@@ -12,6 +12,7 @@ import sys
 import termios
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 import cli
-from training import one_thread
+from model import device_of
 
 ROOT = Path(cli.__file__).parent
 PEFT = "--epochs 1 --batch 40 --warmup-epochs 0 --lr 1e-2 --quiet"
@@ -235,12 +236,12 @@ def test_vit_mini_on_a_cpu_has_one_thread_unless_asked_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two threads beside another busy process took nine times as long as one."""
-    before, cpu = torch.get_num_threads(), torch.device("cpu")
+    before = torch.get_num_threads()
     for backbone, asked, count in (("vit_mini", "2", 2), ("vit_b16", "", 2), ("vit_mini", "", 1)):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         if asked:
             monkeypatch.setenv("OMP_NUM_THREADS", asked)
         torch.set_num_threads(2)
-        one_thread(backbone, cpu)
+        device_of(SimpleNamespace(backbone=backbone, device="cpu"))
         assert torch.get_num_threads() == count
     torch.set_num_threads(before)
