@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,10 @@ from bisslight import Diverged, Hypergradient, Phi, PretextTask, State, algorith
 from commands import AlignConfig
 from config import Bilevel, Lower, Pretext, RunError, Upper, UsageError
 from data import Pool, Task, rng, stream
+from evaluate import Score
 from lora import DownstreamLoss, init_theta, save_adapter
 from model import Model, own_names, pretext_batches
-from run import Run, check_directory, read_json
+from run import Run, check_directory, read_json, typed
 from training import (
     Group,
     Optimiser,
@@ -43,6 +44,24 @@ SHARES = (2 / 3, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 7, 1 / 10)  # App. C.3: 2/3, 1/
 ABOVE, FLOOR, COLLAPSE = 3.0, 0.25, 0.5  # see `unstable`
 
 
+class AlignResult(NamedTuple):
+    """What an align run ended with."""
+
+    out: str
+    adapter: str  # θ_P's file
+    d_lr: float  # rate of the upper level
+    unstable: dict[str, str]  # upper rates that were given up, and why
+    pretext: str
+    metric: str
+    distance: float  # |θ_P − θ_D|
+    q_over_g: float  # |q| / |g| of the last upper step
+    cosine: float  # of q and g there
+    val_P: Score  # of θ_P on the validation split
+    val_D: Score
+    cpu_seconds: float
+    seconds: float
+
+
 def align(
     cfg: AlignConfig,
     out: Path,
@@ -51,17 +70,13 @@ def align(
     pool: Pool | None = None,
     force: bool = False,
     track: Track = untracked,
-) -> dict[str, Any]:
+) -> AlignResult:
     """Run BiSSLight into the run directory `out`.
 
     Args:
         task, pool: a labelled task and unlabelled images of your own, instead of names in `cfg`.
         force: start the run in `out` over.
         track: shows progress; wraps what is done epoch by epoch and alternation by alternation.
-    Returns what its result.json holds: `adapter`, the file with θ_P; `d_lr`, the upper level's
-    rate; `unstable`, the rates that were given up for it, and why; `distance` |θ_P − θ_D|;
-    `q_over_g` and `cosine` of q and g in the last upper step; `val_P` and `val_D`, the scores of
-    θ_P and θ_D on the validation split (`evaluate.Score`); and seconds.
     Raises UsageError before the long work starts, Diverged where a loss is not finite.
     """
     cfg = cfg.but(**own_names(task, pool))
@@ -71,11 +86,11 @@ def align(
         found = one(cfg, out)
         if "diverged" in found:
             raise Diverged(found["diverged"])
-        return found
+        return typed(AlignResult, found)
     rates = upper_rates(cfg)
     with Run(out, "align", cfg, force, upper_rates=rates) as run:
         if run.result:
-            return run.result
+            return typed(AlignResult, run.result)
         given_up: dict[str, str] = {}
         for d_lr in rates:
             place = out / f"dlr{d_lr:g}"
@@ -83,7 +98,7 @@ def align(
             if "diverged" not in found:
                 run.write("adapter.safetensors", (place / "adapter.safetensors").read_bytes())
                 found |= {"out": str(out), "adapter": str(out / "adapter.safetensors")}
-                return run.finish(found | {"unstable": given_up})
+                return typed(AlignResult, run.finish(found | {"unstable": given_up}))
             given_up[f"{d_lr:g}"] = found["diverged"]
             LOG.warning("--d-lr %g is not stable: %s", d_lr, found["diverged"])
     raise RunError(f"--d-lr-from: none of {', '.join(given_up)} is stable, see {out}")

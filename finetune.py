@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from config import UsageError
 from data import Task, rng
 from lora import init_theta, load_adapter, save_adapter
 from model import Model, own_names
-from run import Run, check_directory, checking, jobs, sha256
+from run import Run, check_directory, checking, jobs, sha256, typed
 from training import Group, Optimiser, Schedule, Track, trainable, untracked
 from weights import load_theta
 
@@ -63,18 +63,13 @@ def finetune(
     task: Task | None = None,
     force: bool = False,
     track: Track = untracked,
-) -> dict[str, Any]:
+) -> FinetuneResult:
     """Choose a rate on validation, run its seeds, test them, into the run directory `out`.
 
     Args:
         task: a labelled task of your own, instead of a name in `cfg`.
         force: start the run in `out` over.
         track: shows progress; wraps the epochs of a trial, or the trials where `jobs` is above 1.
-    Returns what its result.json holds: `lr`, the chosen rate; `grid`, by rate the validation
-    accuracy of each seed (None: diverged); and lists with an entry a seed, `test` (accuracy in
-    percent), `test_loss`, `test_per_class`, `right` (how many of `test_images`; None for mAP),
-    `val`, `epochs` (the best one), `trial_seconds` (CPU time). `unit` is what a seed repeats,
-    `aligned_by` the hypergradient of the align run, `align_unlike_paper` its other settings.
     Raises UsageError before the long work starts, Diverged where every rate diverges.
     """
     cfg = cfg.but(**own_names(task))
@@ -86,7 +81,7 @@ def finetune(
     about = m.about() | {"start_sha256": [sha256(adapter_of(x)) for x in starts if x]}
     with Run(out, "finetune", cfg, force, **about) as run:
         if run.result:
-            return run.result
+            return typed(FinetuneResult, run.result)
 
         def results(pairs: list[tuple[float, int]]) -> list[dict[str, Any]]:
             one = cfg.but(grid=None, grid_seeds=1, seeds=1, jobs=1)
@@ -97,11 +92,11 @@ def finetune(
             return [*track(work, len(trials), "runs")]
 
         tries = range(cfg.grid_seeds if len(cfg.grid) > 1 else cfg.seeds)
-        found = iter(results([(lr, i) for lr in cfg.grid for i in tries]))
-        tried = {lr: [next(found) for _ in tries] for lr in cfg.grid}
+        every = iter(results([(lr, i) for lr in cfg.grid for i in tries]))
+        tried = {lr: [next(every) for _ in tries] for lr in cfg.grid}
         lr, chosen = best_rate(tried, lambda lr, n: results([(lr, i) for i in range(n, cfg.seeds)]))
         first = origins[0] if origins else {}
-        return run.finish({
+        found = run.finish({
             "out": str(out), "dataset": cfg.dataset, "backbone": cfg.backbone, "unit": unit,
             "lr": lr, "metric": m.task.metric,
             "grid": {f"{rate}": [r["val"] and r["val"]["accuracy"] for r in runs]
@@ -111,6 +106,7 @@ def finetune(
             "pretext": first.get("pretext", m.adapter_about()["pretext"]),
             **tested(m, run, chosen),
         })  # fmt: skip
+        return typed(FinetuneResult, found)
 
 
 def tested(m: Model, run: Run, chosen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 
 import torch
 from filelock import FileLock
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from config import RunError, Settings, UsageError
@@ -262,6 +263,12 @@ class Run(AbstractContextManager["Run"]):
         """CPU seconds of this process and wall seconds, those before a stop included."""
         cpu, wall = self.began
         return {"cpu_seconds": time.process_time() - cpu, "seconds": time.monotonic() - wall}
+
+
+def typed(kind: type[T], found: Mapping[str, Any]) -> T:
+    """A result.json as the NamedTuple that a command returns; other keys are left out."""
+    names: Any = kind.__annotations__
+    return TypeAdapter(kind).validate_python({name: found[name] for name in names})
 
 
 def check_directory(

@@ -58,7 +58,7 @@ def demo(
     about = {"backbone": "vit_mini", "data_seed": data_seed}
     cfg = PretrainConfig(pool="quilts", seed=data_seed, **about, **PRETRAIN)
     pre = pretrain(cfg, out / "pretrain", force=force, track=track)
-    about |= {"dataset": "quilts", "weights": pre["weights"]}
+    about |= {"dataset": "quilts", "weights": pre.weights}
     cfgs = [AlignConfig(seed=seed, **about, **ALIGN) for seed in range(ALIGNED)]
     units = [(one, out / "align" / f"s{one.seed}", force) for one in cfgs]
     for _ in track(run_jobs(aligned, units, jobs), ALIGNED, "align"):

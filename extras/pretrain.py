@@ -9,7 +9,7 @@ import io
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import NonNegativeFloat, PositiveFloat
@@ -35,7 +35,7 @@ from config import (
 from data import Pool, rng
 from lora import Backbone, Phi
 from model import device_of, named, own_names, pretext_batches, trained
-from run import Run, checking
+from run import Run, checking, typed
 from training import Optimiser, Track, decay_groups, untracked
 from weights import build_head, build_vit, pretext_task, side, sincos
 
@@ -79,6 +79,16 @@ class PretrainConfig(Pretext, Crops, Shape, Command):
     """Momentum of I-JEPA's teacher at the start; it rises to 1. [I-JEPA]"""
 
 
+class PretrainResult(NamedTuple):
+    """What a pretrain run ended with."""
+
+    out: str
+    weights: str  # its backbone.pth
+    loss: float  # mean of the last epoch
+    cpu_seconds: float
+    seconds: float
+
+
 def pretrain(
     cfg: PretrainConfig,
     out: Path,
@@ -86,14 +96,13 @@ def pretrain(
     pool: Pool | None = None,
     force: bool = False,
     track: Track = untracked,
-) -> dict[str, Any]:
+) -> PretrainResult:
     """Train a backbone and its pretext head into the run directory `out`; the same call goes on.
 
     Args:
-        pool: unlabelled images of one's own, instead of a name in `cfg`.
+        pool: unlabelled images of your own, instead of a name in `cfg`.
         force: start the run in `out` over.
         track: shows progress, an item an epoch, or 500 steps of a longer one.
-    Returns `out`, `weights` (its backbone.pth), `loss` (mean of the last epoch), and seconds.
     Raises UsageError before the long work starts, Diverged where a loss is not finite.
     """
     cfg, pool = cfg.but(**own_names(None, pool)), pool or named(cfg, "pool")
@@ -101,7 +110,7 @@ def pretrain(
     steps = about["steps"]
     with Run(out, "pretrain", cfg, force, **about, pool_sha256=pool.fingerprint()) as run:
         if run.result:
-            return run.result
+            return typed(PretrainResult, run.result)
         psi = dict(task.backbone.vit.named_parameters())
         del psi["pos_embed"]  # MAE and I-JEPA keep the position table fixed
         opt = optimiser(cfg, psi | task.phi, steps)
@@ -116,7 +125,8 @@ def pretrain(
             run.checkpoint(f"step {opt.step} of {steps}")
         run.write("backbone.pth", checkpoint(cfg, task))
         loss_P, file = run.records[-1]["loss"], out / "backbone.pth"
-        return run.finish({"out": str(out), "weights": str(file), "loss": loss_P})
+        found = run.finish({"out": str(out), "weights": str(file), "loss": loss_P})
+        return typed(PretrainResult, found)
 
 
 def plan(cfg: PretrainConfig) -> dict[str, int]:

@@ -53,7 +53,7 @@ def main(out: Path, data_seed: int, at_once: int) -> None:
     torch.set_num_threads(1)
     about: dict[str, Any] = {"backbone": "vit_mini", "data_seed": data_seed}
     cfg = PretrainConfig(pool="quilts", seed=data_seed, **about, **PRETRAIN)
-    about |= {"dataset": "quilts", "weights": pretrain(cfg, out / "pretrain")["weights"]}
+    about |= {"dataset": "quilts", "weights": pretrain(cfg, out / "pretrain").weights}
     grid = PEFT | {"lr": None, "grid": (3e-3, 1e-2, 3e-2), "grid_seeds": SEEDS}
     peft = FinetuneConfig(seeds=SEEDS, jobs=at_once, **about, **grid)
     cost = {"direct": fmean(finetune(peft, out / "direct")["trial_seconds"])}
