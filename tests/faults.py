@@ -42,12 +42,6 @@ def command(*arguments: str) -> str:
     raise Refused(lines[0])
 
 
-def flipped(data: bytes, rng: random.Random) -> bytes:
-    """One bit of it is another."""
-    at, bit = rng.randrange(len(data)), rng.randrange(8)
-    return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
-
-
 def damaged(data: bytes, rng: random.Random) -> dict[str, bytes]:
     """Nothing, one byte, noise, an end that is missing, a cut at random."""
     cut = data[: rng.randrange(len(data))]

@@ -218,13 +218,6 @@ def test_without_curvature_the_loop_ends_somewhere_else() -> None:
     assert float(off.abs().max()) > 0.05
 
 
-def test_no_upper_steps_leave_theta_d_and_its_head_alone() -> None:
-    problem = Quadratic()
-    s = problem.run(identity, upper_steps=0)
-    assert not s.theta_D.any() and float(s.phi_D["x"].detach()) == 1.0
-    close(s.theta_P.flatten(), problem.at_zero, 1e-4)
-
-
 @pytest.mark.parametrize("level", ["lower", "upper"])
 def test_a_loss_that_is_not_finite_is_told_with_alternation_level_and_step(level: str) -> None:
     problem = Quadratic()
@@ -249,16 +242,6 @@ def test_a_block_whose_hypergradient_is_not_finite_is_named() -> None:
 
     with pytest.raises(Diverged, match="upper level, step 1, hypergradient of block 1"):
         Quadratic().run(broken)
-
-
-def test_stopping_between_alternations_and_going_on_changes_nothing() -> None:
-    """The state holds all there is: six alternations at once, or four and then two."""
-    problem = Quadratic()
-    whole, s = problem.run(exact, alternations=6), problem.begin()
-    for steps, expected in ((4, [1, 2, 3, 4]), (6, [5, 6])):
-        found = [log.alternation for log in problem.alternations(exact, s, alternations=steps)]
-        assert found == expected
-    assert torch.equal(whole.theta_P, s.theta_P) and torch.equal(whole.theta_D, s.theta_D)
 
 
 class Weighted(NamedTuple):
@@ -388,15 +371,3 @@ def test_the_share_inside_the_span_is_that_of_a_dense_projection(
         close(within(rows.to(dtype))(x.to(dtype)), dense, tolerance)
     assert within(G)(x - (Q @ (Q.mT @ x[..., None]))[..., 0]) < 1e-12 * dense
     assert within(torch.zeros(1, 2, 3))(torch.ones(1, 3)) == 0
-
-
-def test_what_m_fac_removes_is_inside_the_span_and_ends_with_lambda() -> None:
-    """The difference of g and q lies in the span, so |q|² = |g|² − |Pg|² + |Pq|²."""
-    g = torch.Generator().manual_seed(1)
-    G = torch.randn(2, 3, 8, generator=g, dtype=torch.float64)
-    x = torch.randn(2, 8, generator=g, dtype=torch.float64)
-    inside = within(G)
-    for lam, least, most in ((1e-9, 1 - 1e-6, 1.0), (1.0, 0.1, 0.99), (1e9, 0.0, 1e-6)):
-        q = mfac(G, lam)(x)
-        close(q.square().sum(), x.square().sum() - inside(x) + inside(q), 1e-8)
-        assert least <= 1 - float(inside(q) / inside(x)) <= most

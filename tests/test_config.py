@@ -84,12 +84,6 @@ def test_what_depends_on_another_setting_follows_it() -> None:
     assert FinetuneConfig(**given).model_fields_set == {"backbone", "dataset"}
 
 
-def test_a_saved_config_is_read_as_the_same_settings(tmp_path: Path) -> None:
-    config = AlignConfig(backbone="vit_h14", pretext="ijepa", dataset="folder:pics", rank=8)
-    assert config.dataset == f"folder:{Path.cwd() / 'pics'}"
-    assert AlignConfig.model_validate_json(config.model_dump_json()) == config
-
-
 def test_sources_say_who_set_a_value_and_the_later_layer_wins(tmp_path: Path) -> None:
     """Flag over file over preset over the align run over what the pretext task sets."""
     run = tmp_path / "run"

@@ -11,12 +11,11 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Subset, TensorDataset
 from torchvision import transforms as T
 
 import data
 from benchmarks import MOTIFS, quilts
-from data import Images, Split, Task, Transform, batches, folder, in_order, stream
+from data import Images, Split, Transform, batches, folder, in_order, stream
 
 CPU = torch.device("cpu")
 TRANSFORM = Transform(8, (0.5,) * 3, (0.5,) * 3, augment="crop")
@@ -111,15 +110,6 @@ def test_wrong_folders_end_in_one_clear_line(
 
 
 # --- tasks of one's own ---
-
-
-def test_a_task_can_be_made_of_the_parts_of_a_torch_dataset() -> None:
-    whole = TensorDataset(torch.rand(12, 3, 8, 8), torch.arange(12) % 3)
-    train, val, test = (Subset(whole, range(i, 12, 3)) for i in range(3))
-    task = Task.of(train, val, test, ["x", "y", "z"])
-    assert torch.equal(task.val.images, whole.tensors[0][1::3])
-    assert task.val.targets.tolist() == [1, 1, 1, 1]
-    assert task.fingerprint() != Task.of(val, train, test, "xyz").fingerprint()
 
 
 def test_images_in_memory_are_brought_to_the_size_of_the_network() -> None:

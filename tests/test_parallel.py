@@ -15,7 +15,6 @@ import pytest
 import torch
 from conftest import close
 from processes import finish, start, wait_for
-from safetensors.torch import load_file
 
 import cli
 
@@ -59,19 +58,6 @@ def same_curves(one: str, two: str) -> None:
         for key in ("loss_P", "loss_D_at_P", "loss_D_at_D", "q_over_g", "norm_P", "norm_D"):
             if key in a:
                 close(torch.tensor(b[key]), torch.tensor(a[key]), 1e-3)
-
-
-@pytest.mark.parametrize("hypergrad", ["mfac", pytest.param("cg", marks=pytest.mark.slow)])
-def test_micro_batches_from_the_command_line(pretrained: Path, hypergrad: str) -> None:
-    """The same run to rounding, and not to the bit, so they were really used."""
-    line = f"align {model(pretrained, 'mae')} --dataset quilts {SMALL} --alternations 2"
-    line += f" --hypergrad {hypergrad}"
-    done(f"{line} --out whole")
-    done(f"{line} --out pieces --micro-batch 4")
-    a, b = (load_file(f"{out}/adapter.safetensors")["theta"] for out in ("whole", "pieces"))
-    assert not torch.equal(a, b)
-    close(a, b, 1e-3)  # AdamW turns the rounding of a gradient near zero into a step
-    same_curves("whole", "pieces")
 
 
 def test_a_batchnorm_head_refuses_what_it_cannot_do(pretrained: Path, capsys: Any) -> None:

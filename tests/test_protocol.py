@@ -133,15 +133,6 @@ def test_gradients_may_lie_in_memory_in_any_order() -> None:
         close(ours, theirs, 1e-12)
 
 
-def test_a_gradient_that_repeats_one_number_moves_every_entry() -> None:
-    """What autograd gives for the sum of a tensor: one number in memory, shown (3, 4) times."""
-    x = torch.zeros(3, 4, requires_grad=True)
-    (gradient,) = torch.autograd.grad(x.sum(), x)
-    assert gradient.stride() == (0, 0)  # otherwise this test shows nothing
-    Optimiser([Group([x], 0.1, 0.0)], constant, (0.9, 0.95), clip=10.0).update([(x, gradient)])
-    close(x, torch.full((3, 4), -0.1), 1e-6)
-
-
 # --- the authors' defaults --------------------------------------------------------------------
 
 FIXED = {  # recorded lines that are fixed in the code: value in force

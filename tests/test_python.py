@@ -96,8 +96,3 @@ def test_without_extras_align_finetune_and_evaluate_work(weights: Path, tmp_path
     done = subprocess.run([sys.executable, "-c", script, *lines], env=env(PYTHONPATH="."), **here)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "extras").exists()
-
-
-def test_only_the_command_line_names_extras() -> None:
-    extras = re.compile(r"^\s*(from|import) extras\b|[\"']extras[.:]", re.M)
-    assert [f.name for f in ROOT.glob("*.py") if extras.search(f.read_text())] == ["cli.py"]

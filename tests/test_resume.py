@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -200,32 +199,6 @@ def stopped(weights: Path, more: str = "--pool quilts") -> str:
     line += f" --alternations 3 --eval-every 1 {more}"
     assert cut(line, term, "metrics.jsonl", 2) == 143
     return line
-
-
-def test_a_finished_run_prints_its_result_again(weights: Path, capsys: Any) -> None:
-    line = stopped(weights) + " --json"
-    done(line)
-    first, before = capsys.readouterr().out, Path("a/adapter.safetensors").stat().st_mtime_ns
-    done(line)
-    assert capsys.readouterr().out == first
-    assert Path("a/adapter.safetensors").stat().st_mtime_ns == before
-
-
-def test_other_settings_are_refused_each_by_its_name(weights: Path, capsys: Any) -> None:
-    line = stopped(weights)
-    for more, told in [
-        ("--lam 0.5 --p-lr 0.1", ["lam 0.001 -> 0.5", "p_lr 0.01 -> 0.1"]),
-        ("--seed 3", ["seed 0 -> 3"]),
-    ]:
-        capsys.readouterr()
-        assert cli.run(f"{line} {more}".split()) == 2
-        err = capsys.readouterr().err
-        assert len(err.splitlines()) == 1
-        assert all(words in err for words in [*told, "--force", "choose another --out"])
-    shutil.copy(weights / "backbone.pth", "moved.pth")
-    done(f"{line} --micro-batch 3 --workers 1 --save-minutes 1 --weights moved.pth")
-    assert json.loads(Path("a/env.json").read_text())["machines"][-1]["micro_batch"] == 3
-    assert json.loads(Path("a/config.json").read_text())["weights"].endswith("moved.pth")
 
 
 def test_a_pool_that_has_changed_is_refused(weights: Path, capsys: Any) -> None:

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import close, recorded
-from filelock import FileLock
-from processes import children, finish, gone, start, wait_for
-from torch import Tensor
+from processes import finish, start, wait_for
 
 from commands import AlignConfig
 from config import RunError, UsageError
@@ -28,7 +26,6 @@ from training import (
     decay_groups,
     pick_device,
     stop,
-    trainable,
 )
 
 # --- training ---------------------------------------------------------------------------------
@@ -60,19 +57,6 @@ def test_clipping_is_joint_and_uses_the_recorded_formula() -> None:
     g = torch.tensor([3e-4, 0.0, 4e-4], dtype=torch.float64)
     assert float(opt.update([(a, g[:2].clone()), (b, g[2:].clone())])) == pytest.approx(5e-4)
     close(torch.cat([a, b]), -g * 1e-4 / (5e-4 + 1e-6), 1e-12)  # so small that the 1e-6 shows
-
-
-@pytest.mark.parametrize("betas", [(0.9, 0.999), None])
-def test_a_gradient_in_any_order_of_storage_is_the_same_gradient(betas: Any) -> None:
-    g = torch.arange(12.0).reshape(3, 4)
-
-    def stepped(gradient: Tensor) -> Tensor:
-        x = torch.ones(3, 4, requires_grad=True)
-        Optimiser([Group([x], 0.1, 0.0)], constant, betas).update([(x, gradient)])
-        return x
-
-    assert torch.equal(stepped(g.clone()), stepped(g.t().contiguous().t()))
-    assert trainable({"x": torch.ones(3, 4).t()})["x"].is_contiguous()
 
 
 def test_decay_groups_follow_name_and_axes() -> None:
@@ -227,47 +211,7 @@ def test_a_machine_without_git_can_still_run(
     assert machine["commit"] == ""
 
 
-def hold(file: Path, seconds: float) -> None:
-    """Keep a lock until the end."""
-    with FileLock(file):
-        file.with_name("held").touch()
-        time.sleep(seconds)
-
-
-@pytest.mark.parametrize("stays", [False, True])
-def test_a_directory_in_use_is_waited_for_and_then_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: bool
-) -> None:
-    """A process that lets go after half a second is waited for, one that stays is told."""
-    out = tmp_path / "run"
-    with Run(out, "align", config()) as run:
-        pass
-    holder = start(partial(hold, out / ".lock", 60 if stays else 0.5), tmp_path / "said")
-    wait_for((out / "held").exists, holder)
-    (out / "held").unlink()
-    acquire = FileLock.acquire
-    monkeypatch.setattr(FileLock, "acquire", lambda lock, timeout: acquire(lock, timeout=3))
-    if stays:
-        with pytest.raises(UsageError, match=r"--out .*: make it writable, or wait for who is at"):
-            Run(out, "align", config())
-    else:
-        with Run(out, "align", config()) as run:
-            assert run.result is None
-    holder.kill()
-
-
 # --- stopping and jobs ------------------------------------------------------------------------
-
-
-def counted(base: Path, seconds: float, unit: int) -> int:
-    """A run of six steps, as `jobs` would do it."""
-    with Run(base / str(unit), "align", config(seed=unit)) as run:
-        run.keep([], [])
-        for step in range(len(run.records) + 1, 7):
-            run.log({"step": step})
-            run.checkpoint(f"step {step}", due=True)
-            time.sleep(seconds)
-        return int(run.finish({"steps": len(run.records)})["steps"])
 
 
 def test_a_signal_saves_and_stops_and_the_next_one_goes_on(tmp_path: Path) -> None:
@@ -291,39 +235,6 @@ def test_a_worker_that_dies_is_told_in_a_line() -> None:
     message = r"a worker process died.*; lower --jobs and give the same command"
     with pytest.raises(RunError, match=message):
         list(jobs(os._exit, [3], 2))
-
-
-def pool_of_runs(base: Path) -> int:
-    """The program around four runs in two processes."""
-    stop.install()
-    try:
-        list(jobs(partial(counted, base, 0.3), range(4), 2))
-    except Stopped as error:
-        print(error.args[1])
-        return int(128 + error.args[0])
-    return 0
-
-
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
-)
-def test_a_pool_that_is_stopped_or_killed_ends_and_goes_on(
-    tmp_path: Path, number: signal.Signals
-) -> None:
-    """SIGTERM to the parent alone: its workers save and stop. SIGKILL: they end at once."""
-    base, said = tmp_path / "runs", tmp_path / "said"
-    parent = start(partial(pool_of_runs, base), said)
-    wait_for(lambda: len(list(base.glob("*/checkpoint.pt"))) == 2, parent)
-    workers = children(parent.pid)
-    assert len(workers) == 2
-    os.kill(parent.pid or 0, number)
-    assert finish(parent) == (143 if number == signal.SIGTERM else -9)
-    wait_for(lambda: gone(workers))
-    if number == signal.SIGTERM:
-        assert "stopped after step" in said.read_text()
-        assert "Traceback" not in said.read_text()
-    assert len(list(base.glob("*/checkpoint.pt"))) == 2
-    assert [counted(base, 0, unit) for unit in range(4)] == [6] * 4
 
 
 def deaf_to_exceptions(ready: Path) -> None:

@@ -1,16 +1,7 @@
 """Foreign files, damaged images, odd names and closed terminals, seen from the command line."""
 
-import fcntl
 import json
-import os
-import pty
-import select
 import shutil
-import signal
-import subprocess
-import sys
-import termios
-import time
 from pathlib import Path
 from typing import Any
 
@@ -136,73 +127,7 @@ def test_a_damaged_image_is_named_before_the_first_step_or_when_it_is_drawn(
 # --- names, result files ----------------------------------------------------------------------
 
 
-def test_images_whose_names_are_not_utf_8_are_refused_and_run_directories_are_not(
-    weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    """A class, an image, an image of the pool; a run directory, and the folder where one works."""
-    latin = os.fsdecode(b"caf\xe9")
-    dataset(Path("class"))
-    for part in ("train", "val", "test"):
-        Path("class", part, "dark").rename(Path("class", part, latin))
-    dataset(Path("image"))
-    Path("image/train/dark/0.jpg").rename(Path("image/train/dark", f"{latin}.jpg"))
-    Path(latin).mkdir()
-    refused = [
-        [*peft(weights, "folder:class", "r"), "--seeds", "1"],
-        [*peft(weights, "folder:image", "r"), "--seeds", "1"],
-        [*PRETRAIN.split(), "--pool", "image", "--out", "r"],
-        ["data", "check", "folder:image"],
-    ]
-    taken = [
-        [*peft(weights, "quilts", latin), "--seeds", "1"],
-        ["evaluate", latin],
-    ]
-    monkeypatch.setattr("sys.stderr", cli.Forgiving(sys.stderr))
-    for line in refused:
-        err = refusal(line, capsys)[1]
-        assert "caf" in err and "UTF-8; rename" in err
-    assert not Path("r").exists()
-    monkeypatch.setattr("sys.stdout", cli.Forgiving(sys.stdout))
-    assert [cli.run(line) for line in taken] == [0, 0]
-    monkeypatch.chdir(latin)
-    assert cli.run(["evaluate", "."]) == 0
-
-
 # --- runs -------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_terminal_that_is_closed_ends_a_run_like_a_termination(weights: Path) -> None:
-    """Its progress bar has nowhere to go, and the signal comes at the same time."""
-    ours, theirs = pty.openpty()
-
-    def controlling() -> None:
-        """A closed terminal sends SIGHUP to those whose controlling one it is."""
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm"}
-    line = align(weights, "quilts", "a", "--alternations 100 --eval-every 1000")
-    words = [sys.executable, "-m", "cli", *line]
-    streams: Any = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "env": env}
-    with subprocess.Popen(words, start_new_session=True, preexec_fn=controlling, **streams) as p:
-        os.close(theirs)
-        until, log = time.monotonic() + 120, Path("a/metrics.jsonl")
-        while not (log.exists() and len(log.read_text().splitlines()) > 2):
-            assert p.poll() is None and time.monotonic() < until
-            if select.select([ours], [], [], 0.02)[0]:
-                os.read(ours, 65536)
-        os.close(ours)
-        assert p.wait(60) == 128 + signal.SIGHUP
-    assert Path("a/checkpoint.pt").exists()  # test_resume goes on from such a one
-    assert not Path("a/result.json").exists()
-
-
-def test_a_report_holds_no_absolute_path_of_its_runs(finished: Path, weights: Path) -> None:
-    """A page is for others; where its maker keeps files is not."""
-    assert cli.run(["report", str(finished)]) == 0
-    page = Path("report.html").read_text()
-    assert str(finished.parent) not in page
-    assert str(weights.parent) not in page
 
 
 def test_an_unfinished_align_run_is_refused_with_a_remedy_that_works(
