@@ -29,10 +29,7 @@ PROGRAM = [sys.executable, "-c", "import cli; cli.main()"]
 OUTSIDE = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
 
 
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands write below the current directory."""
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def run(line: str, capsys: Any) -> tuple[int, str, str]:

@@ -23,9 +23,7 @@ SMALL = "--lower-steps 2 --upper-steps 2 --p-batch 9 --d-batch 9 --warmup 1 --pr
 SMALL += " --eval-every 1 --quiet"
 
 
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def done(line: str) -> None:

@@ -23,10 +23,7 @@ from model import Model as Whole
 from training import Group, Optimiser, constant, trainable
 from weights import OFFICIAL, build_head, build_vit, load_backbone
 
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def official_layout(backbone: str) -> dict[str, Any]:

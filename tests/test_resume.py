@@ -4,7 +4,7 @@ import itertools
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -17,18 +17,13 @@ from processes import children, finish, gone, start, wait_for
 
 import cli
 import run
-from training import stop
 
 SMALL = "--lower-steps 2 --upper-steps 2 --p-batch 8 --d-batch 8 --warmup 1 --probe-epochs 2"
 ALIGN = f"{SMALL} --alternations 5 --eval-every 3 --save-minutes 0 --quiet"
 SAID = Path("said")
 
 
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
-    yield
-    stop.flag.value = 0
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def term() -> None:

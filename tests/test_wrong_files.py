@@ -20,9 +20,7 @@ PRETRAIN = "pretrain --backbone vit_mini --epochs 1 --warmup-epochs 0 --batch 20
 ALIGN = "--lower-steps 2 --upper-steps 1 --p-batch 8 --d-batch 8 --warmup 0 --probe-epochs 0"
 
 
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 @pytest.fixture(scope="module")
