@@ -183,9 +183,11 @@ def test_an_unreadable_image_is_named(tmp_path: Path, workers: int) -> None:
         list(batches(images, in_order(range(6), 4), workers, CPU))
     Path(split.images[1]).unlink()
     Image.new("I;16", (9, 9)).save(split.images[5])  # Pillow would clip it to white
+    Path(split.images[4]).write_bytes(b"P5 100000 100000 255\n")  # a bomb
     told = [str(error) for error in data.decode_all(split.images)]
-    assert [line.partition(": ")[0] for line in told] == [str(split.images[i]) for i in (1, 3, 5)]
-    assert "No such file" in told[0] and "8 bits" in told[2]
+    named = [line.partition(": ")[0] for line in told]
+    assert named == [str(split.images[i]) for i in (1, 3, 4, 5)]
+    assert "No such file" in told[0] and "8 bits" in told[3]
     assert data.decode_all(torch.zeros(1)) == []
 
 

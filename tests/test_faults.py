@@ -1,20 +1,21 @@
-"""Bad input, a full disk, closed folders, no memory: each ends in one clear line."""
+"""Foreign and damaged files, a full disk, no memory: each ends in one clear line."""
 
-import contextlib
-import gc
 import io
 import itertools
 import json
+import os
 import random
 import resource
+import shutil
 import signal
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from faults import ALIGN, Refused, command, damaged, malicious
+from matplotlib.figure import Figure
 from PIL import Image
 from processes import finish, start
 
@@ -22,48 +23,24 @@ import cli
 import mae
 import run
 from data import read_image
-
-ROOT = Path(cli.__file__).parent
-
-
-class Made(NamedTuple):
-    """Real runs of toy size, to be damaged."""
-
-    weights: Path  # a pretrain run
-    aligned: Path  # an align run, finished
-    stopped: Path  # an align run with a checkpoint
-    direct: Path  # a finetune run
-
+from training import one_thread
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
+PEFT = "--epochs 1 --batch 40 --warmup-epochs 0 --seeds 1 --lr 1e-2 --quiet"
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Made:
-    root = tmp_path_factory.mktemp("made")
-    made = Made(weights, root / "align", root / "stopped", root / "direct")
-    command(*line(weights, f"--out {made.aligned}"))
-
-    def killed(*given: Any) -> Any:
-        raise KeyError
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run.Run, "finish", killed)
-        with contextlib.suppress(KeyError):
-            command(*line(weights, f"--out {made.stopped}"))
-    gc.collect()  # the traceback held the run
-    tune = f"finetune --backbone vit_mini --weights {weights} --dataset quilts --epochs 1 --seeds 1"
-    command(*tune.split(), *f"--lr 1e-2 --batch 80 --quiet --out {made.direct}".split())
-    return made
+def align(weights: Path, more: str) -> list[str]:
+    """A run of two alternations."""
+    start = f"align --backbone vit_mini --weights {weights} --pool quilts {ALIGN}"
+    return f"{start} --dataset quilts {more}".split()
 
 
-def line(weights: Path, more: str) -> list[str]:
-    """An align run of two alternations."""
-    start = f"align --backbone vit_mini --weights {weights} --dataset quilts {ALIGN} {more}"
-    return start.split()
+def peft(weights: Path, dataset: str, out: Path | str) -> list[str]:
+    line = f"finetune --backbone vit_mini --weights {weights} {PEFT}".split()
+    return [*line, "--dataset", dataset, "--out", str(out)]
 
 
-# --- bad input --------------------------------------------------------------------------------
+# --- files ------------------------------------------------------------------------------------
 
 
 def test_images_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -111,31 +88,94 @@ def test_a_damaged_foreign_or_malicious_file_is_refused_by_name_and_not_run(
         assert not (tmp_path / "out").exists(), "something was written"
 
 
-# --- disk -------------------------------------------------------------------------------------
+def test_a_picture_replaces_no_file_that_the_program_did_not_make(runs: Path) -> None:
+    """One of the same format, by the same plotting library; the program's own is drawn again."""
+    shutil.copytree(runs / "with", "f")
+    for suffix in ("svg", "pdf"):
+        mine = Path(f"mine.{suffix}")
+        Figure().savefig(mine)
+        before = mine.read_bytes()
+        with pytest.raises(Refused, match=f"{mine.name}.*choose another"):
+            command("evaluate", "f", "--picture", str(mine))
+        assert mine.read_bytes() == before
+    assert [cli.run(["evaluate", "f", "--picture", "p.svg"]) for _ in range(2)] == [0, 0]
+    Path("f/rollout.png").write_text("mine")  # where it goes by default
+    with pytest.raises(Refused, match=r"rollout\.png"):
+        command("evaluate", "f", "--rollout", "2")
+    assert Path("f/rollout.png").read_text() == "mine"
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(made: Made, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["test", "train"])
+def test_a_damaged_image_is_named_before_the_first_step_or_when_it_is_drawn(
+    weights: Path, part: str
+) -> None:
+    """A training set may hold a million images: the run begins without looking at them. With
+    others no run has begun, so the remedy, to remove the image, lets the same command run.
+    """
+    images = [Path("data", p, kind, f"{i}.jpg") for p in ("train", "val", "test")
+              for kind in ("dark", "light") for i in range(4)]  # fmt: skip
+    for image in images:
+        image.parent.mkdir(parents=True, exist_ok=True)
+        Image.effect_noise((40, 48), 50).convert("RGB").save(image)
+    bad = Path("data", part, "light/2.jpg")
+    bad.write_bytes(bad.read_bytes()[:900])  # its head is whole
+    with pytest.raises(Refused, match=f"{bad}.*remove it"):
+        command(*peft(weights, "folder:data", "r"))
+    assert Path("r").exists() == (part == "train")
+    bad.unlink()
+    assert part == "train" or cli.run(peft(weights, "folder:data", "r")) == 0
+
+
+def test_a_run_directory_may_have_a_name_that_is_not_utf_8(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    latin = os.fsdecode(b"caf\xe9")
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(f"sys.{name}", cli.Forgiving(getattr(cli.sys, name)))
+    assert cli.run(peft(weights, "quilts", latin)) == 0
+    assert cli.run(["evaluate", latin]) == 0
+
+
+def test_an_unfinished_align_run_is_refused_with_a_remedy_that_works(weights: Path) -> None:
+    line = align(weights, "--out a")
+    assert cli.run(line) == 0
+    Path("a/result.json").unlink()
+    Path("a/adapter.safetensors").unlink()
+    tune = ["finetune", "--from", "a", *PEFT.split(), "--out", "f"]
+    with pytest.raises(Refused, match=r"--from .* is not a finished align run.*its own command"):
+        command(*tune)
+    assert [cli.run(line), cli.run(tune)] == [0, 0]
+
+
+# --- disk, memory, numbers --------------------------------------------------------------------
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A limit on the size of files stands for the disk's end; with room, the run goes on."""
-    checkpoint = made.stopped / "checkpoint.pt"
-    before, room = checkpoint.read_bytes(), checkpoint.stat().st_size // 2
-    arguments = line(made.weights, f"--out {made.stopped} --save-minutes 0")
-    checkpoint.unlink()  # it begins again, and cannot save its first alternation
+    whole, line = align(weights, "--out whole"), align(weights, "--out cut --save-minutes 0")
 
     def limited() -> int:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
-        return cli.run(arguments)
+        """All is written until the second alternation's checkpoint."""
+        write, count = run.write_atomic, itertools.count(1)
+
+        def writing(path: Path, content: Any) -> None:
+            if path.name == "checkpoint.pt" and next(count) == 2:
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (len(content) // 2,) * 2)
+            write(path, content)
+
+        run.write_atomic = writing
+        return cli.run(line)
 
     assert finish(start(limited, tmp_path / "said")) == 1
     assert "checkpoint.pt: cannot be written (File too large)" in (tmp_path / "said").read_text()
-    assert not [path.name for path in made.stopped.iterdir() if path.suffix == ".tmp"]
-    checkpoint.write_bytes(before)
-    assert cli.run(arguments) == 0
-    adapters = [(at / "adapter.safetensors").read_bytes() for at in (made.stopped, made.aligned)]
+    assert not list(Path("cut").glob(".*.tmp"))
+    assert torch.load("cut/checkpoint.pt", weights_only=True)
+    assert [cli.run(whole), cli.run(line)] == [0, 0]
+    adapters = [Path(at, "adapter.safetensors").read_bytes() for at in ("whole", "cut")]
     assert adapters[0] == adapters[1]
-
-
-# --- memory and numbers -----------------------------------------------------------------------
 
 
 def test_want_of_memory_names_the_settings_that_help(
@@ -146,7 +186,7 @@ def test_want_of_memory_names_the_settings_that_help(
 
     monkeypatch.setattr(mae.MAE, "loss", fails)
     with pytest.raises(Refused, match=r"out of memory: a --micro-batch.* --recompute"):
-        command(*line(weights, "--out r"))
+        command(*align(weights, "--out r"))
 
 
 def test_a_loss_that_is_not_finite_is_named_with_its_place_and_a_remedy(
@@ -161,7 +201,7 @@ def test_a_loss_that_is_not_finite_is_named_with_its_place_and_a_remedy(
 
     monkeypatch.setattr(mae.MAE, "loss", spoilt)
     with pytest.raises(Refused, match=r"alternation 2, lower level.*step 1.*; give a lower"):
-        command(*line(weights, "--out r"))
+        command(*align(weights, "--out r"))
     assert "alternation 2" in json.loads(Path("r/result.json").read_text())["diverged"]
     assert not Path("r/adapter.safetensors").exists()
 
@@ -174,4 +214,19 @@ def test_a_defect_keeps_its_traceback(weights: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(run.Run, "log", fails)
     with pytest.raises(KeyError):
-        cli.run(line(weights, "--out r"))
+        cli.run(align(weights, "--out r"))
+
+
+def test_vit_mini_on_a_cpu_has_one_thread_unless_asked_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two threads beside another busy process took nine times as long as one."""
+    before, cpu = torch.get_num_threads(), torch.device("cpu")
+    for backbone, asked, count in (("vit_mini", "2", 2), ("vit_b16", "", 2), ("vit_mini", "", 1)):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if asked:
+            monkeypatch.setenv("OMP_NUM_THREADS", asked)
+        torch.set_num_threads(2)
+        one_thread(backbone, cpu)
+        assert torch.get_num_threads() == count
+    torch.set_num_threads(before)

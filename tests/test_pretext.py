@@ -75,7 +75,7 @@ def test_the_examples_task_runs_under_its_own_name(
     shutil.copy(EXAMPLE, "rotation.py")
     Path("data.py").write_text("raise RuntimeError('not the program')\n")
     line = [word.removeprefix("examples/") for word in commands()[1]]
-    line += ["--weights", str(weights), "--alternations", "12", "--probe-epochs", "1", "--quiet"]
+    line += ["--weights", str(weights), "--alternations", "8", "--probe-epochs", "1", "--quiet"]
     assert cli.run([*line, "--out", "a"]) == 0, capsys.readouterr().err
     losses = [record["loss_P"] for record in records("a")[1:]]
     assert sum(losses[-1]) < sum(losses[0])

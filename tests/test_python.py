@@ -3,15 +3,16 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import finish, start
 
 import align
+import cli
 import finetune
 from align import AlignResult
 from commands import AlignConfig, FinetuneConfig
@@ -80,19 +81,20 @@ def test_labels_and_images_that_make_no_task_are_refused() -> None:
 
 
 def test_without_extras_align_finetune_and_evaluate_work(weights: Path, tmp_path: Path) -> None:
-    """A copy of the root modules alone, on the command line."""
-    for file in ROOT.glob("*.py"):
-        shutil.copy(file, tmp_path)
-    here = {"cwd": tmp_path, "capture_output": True, "text": True}
+    """Where extras/ cannot be found."""
     model = f"--backbone vit_mini --weights {weights} --dataset quilts"
     short = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in SHORT.items())
-    lines = [
-        f"align {model} {short} --out a",
-        "finetune --from a --lr 0.01 --epochs 1 --warmup-epochs 0 --seeds 1 --out b",
-        f"finetune {model} --lr 0.01 --epochs 1 --warmup-epochs 0 --seeds 1 --out c",
-        "evaluate b --against c",
-    ]
-    script = "import sys, cli; sys.exit(max(cli.run(line.split()) for line in sys.argv[1:]))"
-    done = subprocess.run([sys.executable, "-c", script, *lines], env=env(PYTHONPATH="."), **here)  # type: ignore[call-overload]
-    assert done.returncode == 0, done.stderr
-    assert not (tmp_path / "extras").exists()
+    peft = "--lr 0.01 --epochs 1 --warmup-epochs 0 --seeds 1"
+    lines = [f"align {model} {short} --out a", f"finetune --from a {peft} --out b"]
+    lines += [f"finetune {model} {peft} --out c", "evaluate b --against c"]
+
+    def program() -> int:
+        os.chdir(tmp_path)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "extras"]:
+            del sys.modules[name]
+        sys.modules["extras"] = None  # type: ignore[assignment]  # importing it is an error
+        with pytest.raises(ModuleNotFoundError):
+            cli.run(["demo", "--quiet"])
+        return max(cli.run(line.split()) for line in lines)
+
+    assert finish(start(program, tmp_path / "said")) == 0, (tmp_path / "said").read_text()

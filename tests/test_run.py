@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import close, recorded
+from filelock import FileLock
 from processes import finish, start, wait_for
 
 from commands import AlignConfig
@@ -209,6 +211,24 @@ def test_a_machine_without_git_can_still_run(
     with Run(tmp_path / "run", "align", config()):
         machine = json.loads((tmp_path / "run" / "env.json").read_text())["machines"][0]
     assert machine["commit"] == ""
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_directory_in_use_is_waited_for_and_then_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: bool
+) -> None:
+    """Who lets go after a moment is waited for, who stays is told."""
+    holder = FileLock(tmp_path / ".lock", thread_local=False).acquire().lock
+    acquire = FileLock.acquire
+    monkeypatch.setattr(FileLock, "acquire", lambda lock, timeout: acquire(lock, timeout=0.5))
+    if stays:
+        with pytest.raises(UsageError, match=r"--out .*: make it writable, or wait for who is at"):
+            Run(tmp_path, "align", config())
+        holder.release()
+    else:
+        threading.Timer(0.1, holder.release).start()
+        with Run(tmp_path, "align", config()) as run:
+            assert run.result is None
 
 
 # --- stopping and jobs ------------------------------------------------------------------------
