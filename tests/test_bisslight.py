@@ -17,7 +17,7 @@ from torch import Tensor
 
 import bisslight
 import cg
-from bisslight import Diverged, Log, State, algorithm_1, gradients, within
+from bisslight import Diverged, Log, State, algorithm_1, within
 from mfac import Partition, exact, identity, mfac
 from mfac import recursion as by_recursion
 
@@ -242,27 +242,6 @@ def test_a_block_whose_hypergradient_is_not_finite_is_named() -> None:
 
     with pytest.raises(Diverged, match="upper level, step 1, hypergradient of block 1"):
         Quadratic().run(broken)
-
-
-class Weighted(NamedTuple):
-    images: Tensor
-    drop: Tensor | None
-
-
-@pytest.mark.parametrize("drop", [None, torch.rand(7, 2).double()])
-def test_micro_batches_give_the_gradients_of_the_whole_batch(drop: Tensor | None) -> None:
-    """Parts of 3, 3 and 1 images, weighted by their sizes; None in a batch stays None."""
-    x, theta = torch.randn(7, 4).double(), torch.randn(1, 4).double().requires_grad_()
-    phi = {"a": torch.tensor(2.0).double().requires_grad_()}
-
-    def loss(theta: Tensor, phi: dict[str, Tensor], batch: Any) -> Tensor:
-        y = (batch.images @ theta[0]).square() * phi["a"]
-        assert (batch.drop is None) == (drop is None)
-        return (y if batch.drop is None else y * batch.drop[:, 0]).mean()
-
-    whole = gradients(loss, theta, phi, Weighted(x, drop))
-    parts = gradients(loss, theta, phi, Weighted(x, drop), micro=3)
-    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=0)
 
 
 # --- devices, without having one ------------------------------------------------------------------

@@ -140,24 +140,3 @@ def test_a_run_is_exported_from_the_command_line(made: None, weights: Path, caps
     assert str(Path.cwd()) not in card and str(weights.parent) not in card
     left, right = (load_file(f"{name}/adapter-s0.safetensors") for name in "gh")
     assert all(torch.equal(left[key], right[key]) for key in left)
-
-
-def test_what_cannot_be_exported_is_told_and_foreign_files_stay(
-    made: None, weights: Path, capsys: Any
-) -> None:
-    Path("mine").mkdir()
-    Path("mine/README.md").write_text("my thesis")
-    other = torch.load(weights / "backbone.pth", weights_only=True)
-    other["model"]["cls_token"] += 1
-    torch.save(other, "other.pth")
-    for line, message in (
-        (f"export {weights}", "holds no adapter-s*.safetensors of a finished run"),
-        ("export with --seed 7", "holds no adapter-s7"),
-        ("export nowhere", "holds no adapter"),
-        ("export with --out mine", "mine: holds files that are not an export's"),
-        ("export with --weights other.pth", "with was made with others"),
-    ):
-        assert cli.run(line.split()) == 2, line
-        assert message in capsys.readouterr().err
-    assert Path("mine/README.md").read_text() == "my thesis"
-    assert [*Path("mine").iterdir()] == [Path("mine/README.md")]

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import resource
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from faults import ALIGN, Refused, command, damaged, malicious
-from matplotlib.figure import Figure
 from PIL import Image
 from processes import finish, start
 
@@ -86,23 +84,6 @@ def test_a_damaged_foreign_or_malicious_file_is_refused_by_name_and_not_run(
             command(*words, "--out", "out")
         assert not (tmp_path / "mark").exists(), "the payload was run"
         assert not (tmp_path / "out").exists(), "something was written"
-
-
-def test_a_picture_replaces_no_file_that_the_program_did_not_make(runs: Path) -> None:
-    """One of the same format, by the same plotting library; the program's own is drawn again."""
-    shutil.copytree(runs / "with", "f")
-    for suffix in ("svg", "pdf"):
-        mine = Path(f"mine.{suffix}")
-        Figure().savefig(mine)
-        before = mine.read_bytes()
-        with pytest.raises(Refused, match=f"{mine.name}.*choose another"):
-            command("evaluate", "f", "--picture", str(mine))
-        assert mine.read_bytes() == before
-    assert [cli.run(["evaluate", "f", "--picture", "p.svg"]) for _ in range(2)] == [0, 0]
-    Path("f/rollout.png").write_text("mine")  # where it goes by default
-    with pytest.raises(Refused, match=r"rollout\.png"):
-        command("evaluate", "f", "--rollout", "2")
-    assert Path("f/rollout.png").read_text() == "mine"
 
 
 @pytest.mark.parametrize("part", ["test", "train"])

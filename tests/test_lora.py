@@ -76,19 +76,6 @@ def test_theta_adds_s_BA_to_q_and_v_and_leaves_k() -> None:
     assert torch.equal(lora.from_factors(*factors(THETA, 24)), THETA)
 
 
-def test_a_subset_of_tokens_equals_timms_own_patch_dropping() -> None:
-    keep = torch.stack([torch.randperm(16, generator=rng(i))[:6] for i in range(5)])
-
-    class Gather(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            index = torch.cat([torch.zeros(5, 1).long(), 1 + keep], 1)
-            return torch.stack([row[i] for row, i in zip(x, index, strict=True)])
-
-    other = copy.deepcopy(VIT)
-    other.patch_drop = Gather()
-    torch.testing.assert_close(Backbone(VIT)(IMAGES, keep=keep), other.forward_features(IMAGES))
-
-
 def test_recomputing_activations_sees_the_right_theta_and_drop_path() -> None:
     """Two θ and two drop-path masks before backward: gradients equal those without recomputing."""
     drops = [drop_path(0.5, 3, 5, rng(i)) for i in range(2)]

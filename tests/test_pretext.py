@@ -32,32 +32,6 @@ def records(out: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture
-def jepa(pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A backbone of one epoch of I-JEPA, on 8 x 8 patches."""
-    shutil.copytree(pretrained / "ijepa", tmp_path / "pre")
-    monkeypatch.chdir(tmp_path)
-    return "--backbone vit_mini --pretext ijepa --weights pre --dataset quilts"
-
-
-def test_what_ijepa_cannot_do_is_told(jepa: str, capsys: Any) -> None:
-    mae = "align --backbone vit_mini --weights pre --dataset quilts"
-    for line, message in [
-        (mae, "holds no MAE decoder"),
-        (f"align {jepa} --min-keep 9", "can have 9 of them"),
-        (f"align {jepa} --target-scale 0.4,0.2", "the first number is the smaller one"),
-        (
-            "pretrain --pool quilts --backbone vit_mini --pretext ijepa --patch-size 4",
-            "on a grid of 4 x 4 patches",
-        ),
-        ("pretrain --pool quilts --backbone vit_mini --patch-size 5", "multiple of patches of 5"),
-        ("pretrain --pool quilts --backbone timm:vit_tiny_patch16_224", "pretrain makes vit_mini"),
-        ("align --backbone vit_b16 --pretext ijepa --dataset quilts", "needs a checkpoint"),
-    ]:
-        assert cli.run(line.split()) == 2, line
-        assert message in capsys.readouterr().err
-
-
 def commands() -> list[list[str]]:
     """Those in the example's docstring."""
     lines = EXAMPLE.read_text().split('"""')[1].replace("\\\n", " ").splitlines()

@@ -113,29 +113,3 @@ def test_an_unfinished_run_is_shown_as_far_as_it_is(runs: Path, tmp_path: Path) 
     page = Page(tmp_path / "r.html")
     assert "cut (align, not finished)" in page.source
     assert any("cut from" in alt for alt in page.alts)
-
-
-WRONG = {
-    "nowhere": "nowhere: is neither a run nor a directory of runs",
-    "empty": "empty: is neither a run nor a directory of runs",
-    "RUN|--out|mine.html": "mine.html: was not made by this program",
-    "RUN|--out|r.pdf": "r.pdf: cannot be written, give one of the suffixes .html",
-    "RUN|--out|no/r.html": "no/r.html: cannot be written",
-}
-
-
-def test_what_cannot_be_reported_is_refused_in_one_line(
-    runs: Path, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("mine.html").write_text("<p>the user's</p>")
-    Path("empty").mkdir()
-    for line, message in WRONG.items():
-        given = [str(runs / "with") if part == "RUN" else part for part in line.split("|")]
-        assert cli.run(["report", *given]) == 2
-        out, err = capsys.readouterr()
-        assert (out, len(err.splitlines())) == ("", 1)
-        assert message in err
-    assert Path("mine.html").read_text() == "<p>the user's</p>"
-    for _ in range(2):  # a report may be written again
-        assert cli.run(["report", str(runs / "with")]) == 0

@@ -18,15 +18,13 @@ from processes import finish, start, wait_for
 
 from commands import AlignConfig
 from config import RunError, UsageError
-from run import Run, check_directory, checking, jobs, reading, write_atomic
+from run import Run, check_directory, jobs, reading
 from training import (
     Group,
     Optimiser,
     Schedule,
     Stopped,
     constant,
-    decay_groups,
-    pick_device,
     stop,
 )
 
@@ -61,43 +59,11 @@ def test_clipping_is_joint_and_uses_the_recorded_formula() -> None:
     close(torch.cat([a, b]), -g * 1e-4 / (5e-4 + 1e-6), 1e-12)  # so small that the 1e-6 shows
 
 
-def test_decay_groups_follow_name_and_axes() -> None:
-    shapes = {"w": (2, 2), "mask_token": (1, 1, 2), "norm.weight": (2,), "x.bias": (2, 2)}
-    decayed, plain = decay_groups({k: torch.zeros(v) for k, v in shapes.items()}, 0.1, 0.05)
-    assert [len(decayed.tensors), len(plain.tensors)] == [2, 2]
-    assert (decayed.weight_decay, plain.weight_decay) == (0.05, 0.0)
-
-
-@pytest.mark.parametrize("name", ["cuda:77", "abacus"])
-def test_a_device_that_is_not_there_is_an_error(name: str) -> None:
-    assert pick_device("auto").type in ("cpu", "cuda")
-    message = f"--device {name}: there is no such device"
-    with pytest.raises(UsageError, match=message), checking(f"--device {name}"):
-        pick_device(name)
-
-
 # --- files and directories --------------------------------------------------------------------
 
 
 def config(**changes: Any) -> AlignConfig:
     return AlignConfig(backbone="vit_mini", dataset="quilts", **changes)
-
-
-def test_a_failed_write_leaves_the_old_file_and_no_temporary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "x"
-    write_atomic(file, "old")
-
-    def full(fd: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    message = r"x: cannot be written \(No space left on device\); make room"
-    with pytest.raises(RunError, match=message):
-        write_atomic(file, "new")
-    assert [p.name for p in tmp_path.iterdir()] == ["x"]
-    assert file.read_text() == "old"
 
 
 def test_a_damaged_file_is_one_line_and_an_error_of_ours_stays_as_it_is() -> None:
