@@ -6,8 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from PIL import Image
-from rich.console import Console
 from safetensors.torch import load_file
 
 import cli
@@ -135,38 +132,6 @@ def test_progress_is_a_plain_line_an_item_off_a_terminal(capsys: Any) -> None:
     said = [line.partition("  ETA")[0] for line in capsys.readouterr().err.splitlines()]
     told = ["loss 2.0", "loss 2.0000  val 50.0 %", "loss 1.0000", "lr 0.01"]
     assert said == [f"align {n}/8  {text}" for n, text in enumerate(told, 5)]
-
-
-def test_the_bar_fits_80_columns_with_eta_loss_and_last_validation(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    terminal = partial(Console, width=80, force_terminal=True, color_system=None)
-    monkeypatch.setattr(screen, "Console", terminal)
-    record = {"loss_P": [0.125], "val_P": {"accuracy": 71.25}}
-    with screen.bars(quiet=False) as track:
-        for _ in track(iter([record] * 3), 500, "align", 99):
-            time.sleep(0.2)  # the bar is drawn ten times a second
-    drawn = capsys.readouterr().err.replace("\r", "\n").splitlines()
-    last = [text for text in drawn if "102/500" in text][-1]
-    assert len(last) <= 80
-    assert all(part in last for part in ("align", "ETA", "loss 0.1250", "val 71.2 %"))
-
-
-def test_results_are_lines_tables_or_json(capsys: Any) -> None:
-    rows = [{"arm": "a [x]", "mean": 70.123456, "all": [1, 2]}, {"arm": "b", "p": None, "mean": 1}]
-    result = {"out": Path("runs"), "rates": (0.1, 0.25), "none": None, "arms": rows}
-    result = screen.simple(result)
-    screen.say(result, as_json=False)
-    out = capsys.readouterr().out.splitlines()
-    assert out[:2] == ["out: runs", "rates: 0.1, 0.25"]
-    assert out[2] == "arms:"
-    assert [text.split() for text in out[3:]] == [
-        ["arm", "mean"],
-        ["a", "[x]", "70.12"],
-        ["b", "1"],
-    ]
-    screen.say(result, as_json=True)
-    assert json.loads(capsys.readouterr().out)["arms"] == rows
 
 
 # --- wrong inputs -----------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import cli
 from extras import demo
 
 
@@ -38,13 +37,6 @@ def test_the_story_ends_in_a_table_and_a_picture_and_goes_on(
     made = (tmp_path / "d/align/s1/adapter.safetensors").stat().st_mtime_ns
     assert demo.demo(tmp_path / "d", jobs=1) == result  # finished runs are read
     assert (tmp_path / "d/align/s1/adapter.safetensors").stat().st_mtime_ns == made
-
-
-def test_foreign_files_stop_the_demo(tmp_path: Path) -> None:
-    (tmp_path / "pretrain").mkdir()
-    (tmp_path / "pretrain/result.json").write_text("the user's")
-    assert cli.run(["demo", "--out", str(tmp_path), "--force", "--quiet"]) == 2
-    assert (tmp_path / "pretrain/result.json").read_text() == "the user's"
 
 
 def test_the_power_is_that_of_repeated_demos() -> None:

@@ -1,19 +1,21 @@
 """Foreign and damaged files, a full disk, no memory: each ends in one clear line."""
 
+import contextlib
 import io
 import itertools
 import json
 import os
+import pickle
 import random
 import resource
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from faults import ALIGN, Refused, command, damaged, malicious
 from PIL import Image
 from processes import finish, start
 
@@ -21,10 +23,58 @@ import cli
 import mae
 import run
 from data import read_image
-from training import one_thread
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 PEFT = "--epochs 1 --batch 40 --warmup-epochs 0 --seeds 1 --lr 1e-2 --quiet"
+
+
+ALIGN = (
+    "--alternations 2 --lower-steps 2 --upper-steps 1 --p-batch 8 --d-batch 8 --probe-epochs 0 "
+    "--eval-every 1 --warmup 0 --quiet"
+)
+
+
+class Refused(Exception):
+    """A command ended with exit code 1 or 2 and this one line."""
+
+
+def command(*arguments: str) -> str:
+    """Run a command line: its stdout, or Refused with the line on stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.run([*arguments])
+    if code == 0:
+        return out.getvalue()
+    lines = [line for line in err.getvalue().splitlines() if "not shorter than" not in line]
+    assert code in (1, 2) and len(lines) == 1 and lines[0].startswith("error: "), (code, lines)
+    assert not out.getvalue()
+    raise Refused(lines[0])
+
+
+def damaged(data: bytes, rng: random.Random) -> dict[str, bytes]:
+    """Nothing, one byte, noise, an end that is missing, a cut at random."""
+    cut = data[: rng.randrange(len(data))]
+    some = {"empty": b"", "one byte": data[:1], "end missing": data[:-1], "cut": cut}
+    return some | {"noise": rng.randbytes(5000)}
+
+
+class Payload:
+    """What a malicious pickle runs when it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+def malicious(mark: Path) -> Iterator[tuple[str, bytes]]:
+    """Files that make `mark` where they are unpickled."""
+    for name, zipped in (("zip", True), ("legacy", False)):
+        buffer = io.BytesIO()
+        torch.save({"model": Payload(mark)}, buffer, _use_new_zipfile_serialization=zipped)
+        yield f"malicious {name}", buffer.getvalue()
+    yield "malicious pickle", pickle.dumps(Payload(mark))
 
 
 def align(weights: Path, more: str) -> list[str]:
@@ -196,18 +246,3 @@ def test_a_defect_keeps_its_traceback(weights: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(run.Run, "log", fails)
     with pytest.raises(KeyError):
         cli.run(align(weights, "--out r"))
-
-
-def test_vit_mini_on_a_cpu_has_one_thread_unless_asked_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two threads beside another busy process took nine times as long as one."""
-    before, cpu = torch.get_num_threads(), torch.device("cpu")
-    for backbone, asked, count in (("vit_mini", "2", 2), ("vit_b16", "", 2), ("vit_mini", "", 1)):
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        if asked:
-            monkeypatch.setenv("OMP_NUM_THREADS", asked)
-        torch.set_num_threads(2)
-        one_thread(backbone, cpu)
-        assert torch.get_num_threads() == count
-    torch.set_num_threads(before)

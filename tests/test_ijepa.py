@@ -104,13 +104,6 @@ def test_every_target_is_predicted_from_every_context_alone() -> None:
         close(together[:, m, e], t.predict(None, t.phi, one)[:, 0, 0], 1e-12)
 
 
-def test_float32_agrees_to_float32() -> None:
-    t = task(torch.float32)
-    batch = case(t, "B", IO["imgs"])
-    close(officially(t.predict(None, t.phi, batch)), IO["pred_B_f32"], 1e-5)
-    close(t.loss(None, t.phi, batch), IO["loss_B_f32"], 1e-5)
-
-
 @pytest.mark.parametrize("micro", [None, 3])
 def test_training_follows_the_recorded_trajectory(micro: int | None) -> None:
     """Six float32 steps with our schedules, decay groups and teacher; the final file."""

@@ -69,13 +69,6 @@ def test_masks_predictions_losses_and_gradients_equal_the_official_ones(
         close(gradients[name], gradient, 1e-9)
 
 
-def test_float32_agrees_to_float32() -> None:
-    t, batch = official(dtype=torch.float32), Batch(IO["imgs"], IO["noise"])
-    close(t.backbone(IO["imgs"]), IO["latent_full_f32"], 1e-5)
-    close(t.predict(None, t.phi, batch)[0], IO["pred_75_f32"], 1e-5)
-    close(t.loss(None, t.phi, batch), IO["loss_75_norm_f32"], 1e-6)
-
-
 def test_positions_are_taken_from_the_file() -> None:
     t = official()
     with torch.no_grad():

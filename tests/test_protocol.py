@@ -15,13 +15,13 @@ import align
 import cli
 from benchmarks import BENCHMARKS
 from commands import ALIGNED_GRID, GRID, AlignConfig, FinetuneConfig, preset
-from config import BACKBONES, Model
+from config import BACKBONES
 from data import rng
 from extras.pretrain import official
 from lora import Backbone, init_head, predict
 from model import Model as Whole
 from training import Group, Optimiser, constant, trainable
-from weights import OFFICIAL, build_head, build_vit, load_backbone
+from weights import OFFICIAL, build_head, build_vit
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -34,26 +34,6 @@ def official_layout(backbone: str) -> dict[str, Any]:
 
 
 # --- weights ----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_full_size_file_gives_timms_tokens() -> None:
-    """448 MB: tokens of B/16 at 224 px, beside a plain timm model that loads the encoder's keys."""
-    path = Path("mae_pretrain_vit_base_full.pth")
-    torch.manual_seed(0)
-    torch.save({"model": official_layout("vit_b16")}, path)
-    megabytes = OFFICIAL["vit_b16", "mae"][1]
-    assert abs(path.stat().st_size / 1e6 - megabytes) < megabytes / 100
-    backbone, head, *_ = load_backbone(
-        Model(backbone="vit_b16", weights=path, rank=1, alpha=1, drop_path=0)
-    )
-    plain = timm.create_model("vit_base_patch16_224", num_classes=0).eval()
-    state = torch.load(path, weights_only=True, mmap=True)["model"]
-    plain.load_state_dict({key: state[key] for key in plain.state_dict()})
-    x = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        close(backbone(x), plain.forward_features(x), 1e-5)
-    assert sum(p.numel() for p in head.parameters()) == 26_008_320
 
 
 def test_weights_are_downloaded_on_first_use(server: Any, monkeypatch: Any, capsys: Any) -> None:

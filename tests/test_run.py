@@ -106,15 +106,6 @@ def test_a_run_of_the_first_edition_is_refused_in_a_line(tmp_path: Path) -> None
         Run(tmp_path, "align", config())
 
 
-def test_the_machines_settings_may_change_and_are_kept(tmp_path: Path) -> None:
-    for changes in ({}, {"workers": 3, "micro_batch": 4}):
-        with Run(tmp_path, "align", config(**changes), sha="one"):
-            pass
-    machines = json.loads((tmp_path / "env.json").read_text())["machines"]
-    assert [machine["workers"] for machine in machines] == [None, 3]
-    assert json.loads((tmp_path / "config.json").read_text())["micro_batch"] == 4
-
-
 def test_a_finished_run_gives_its_result_again_and_force_starts_it_over(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with Run(out, "align", config()) as run:
@@ -168,15 +159,6 @@ def test_a_run_killed_as_it_began_is_begun_again(tmp_path: Path) -> None:
         (tmp_path / name).write_text("{")
     with Run(tmp_path, "align", config()):
         assert not list(tmp_path.glob(".*.tmp"))
-
-
-def test_a_machine_without_git_can_still_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with Run(tmp_path / "run", "align", config()):
-        machine = json.loads((tmp_path / "run" / "env.json").read_text())["machines"][0]
-    assert machine["commit"] == ""
 
 
 @pytest.mark.parametrize("stays", [False, True])
