@@ -173,6 +173,7 @@ WRONG = [
     (f"{ALIGN} --device cuda:77", 2, "--device cuda:77: there is no such device"),
     (f"{ALIGN} --out /proc/r", 2, "--out /proc/r: make it writable"),
     (f"align {JEPA} --min-keep 9", 2, "can have 9 of them"),
+    ("align --backbone timm:resnet18 --weights {w} --dataset quilts", 2, "is not a timm"),
     (f"align {JEPA} --target-scale 0.4,0.2", 2, "the first number is the smaller one"),
     (f"align {JEPA} --pretext mae", 2, "holds no MAE decoder"),
     (f"align {JEPA} --micro-batch 4", 2, "BatchNorm"),

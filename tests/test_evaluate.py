@@ -111,14 +111,6 @@ def test_average_precision_equals_the_devkit_on_random_scores_with_ties() -> Non
     assert found == pytest.approx((8 + 3 * 10 / 17) / 11)
 
 
-def test_losses_of_several_labels_an_image() -> None:
-    z, labels = torch.tensor([[1.0, 2.0, -1.0, 0.5]]), torch.tensor([[1, -1, 0, 1]])
-    p, s = z.softmax(1)[0], z.sigmoid()[0]
-    softmax, bce = (cross_entropy(z, labels, kind).item() for kind in ("softmax", "bce"))
-    assert softmax == pytest.approx(-float(p[0].log() + p[3].log()))
-    assert bce == pytest.approx(-float(s[0].log() + (1 - s[1]).log() + s[3].log()) / 3)
-
-
 # --- runs -------------------------------------------------------------------------------------
 
 

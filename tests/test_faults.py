@@ -4,7 +4,6 @@ import contextlib
 import io
 import itertools
 import json
-import os
 import pickle
 import random
 import resource
@@ -155,16 +154,6 @@ def test_a_damaged_image_is_named_before_the_first_step_or_when_it_is_drawn(
     assert Path("r").exists() == (part == "train")
     bad.unlink()
     assert part == "train" or cli.run(peft(weights, "folder:data", "r")) == 0
-
-
-def test_a_run_directory_may_have_a_name_that_is_not_utf_8(
-    weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    latin = os.fsdecode(b"caf\xe9")
-    for name in ("stdout", "stderr"):
-        monkeypatch.setattr(f"sys.{name}", cli.Forgiving(getattr(cli.sys, name)))
-    assert cli.run(peft(weights, "quilts", latin)) == 0
-    assert cli.run(["evaluate", latin]) == 0
 
 
 def test_an_unfinished_align_run_is_refused_with_a_remedy_that_works(weights: Path) -> None:

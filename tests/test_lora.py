@@ -116,19 +116,6 @@ def test_dropped_branches_are_gone() -> None:
     torch.testing.assert_close(out[3], Backbone(other)(IMAGES, THETA)[3])
 
 
-OTHERS = [
-    lambda: timm.create_model("resnet18"),
-    lambda: tiny_vit(global_pool="map"),
-]
-
-
-@pytest.mark.parametrize("make", OTHERS)
-@pytest.mark.filterwarnings("ignore")
-def test_a_backbone_of_another_kind_is_refused_by_name(make: Any) -> None:
-    with pytest.raises(ValueError, match=r"backbone \w+: is not a timm"):
-        Backbone(make())
-
-
 def test_the_loss_at_theta_P_at_theta_D_and_scoring_differ_as_documented() -> None:
     """By hand, with a BatchNorm head on mean-pooled patches: moments, drop path, statistics."""
     backbone = Backbone(tiny_vit(class_token=False, global_pool="avg", fc_norm=False))

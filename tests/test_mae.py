@@ -21,10 +21,6 @@ IMAGES, NOISE = IO["imgs"].double(), IO["noise"].double()
 BATCH = Batch(IMAGES, NOISE)
 
 
-def rng(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def official(ratio: float = 0.75, norm_pix: bool = True, dtype: torch.dtype = torch.float64) -> MAE:
     """The recorded checkpoint, which has the official layout."""
     state = torch.load(fixture("mae/mae_tiny_full.pth"), weights_only=True)

@@ -127,8 +127,3 @@ def test_a_gradient_that_is_not_finite_shows_in_its_block_alone(bad: float) -> N
     assert q.isfinite().all(1).tolist() == [True, False, True]
     q = mfac.mfac(G, 0.1, partition="matrix")(torch.ones(3, 8))  # column 5 is in the third of four
     assert q.isfinite().view(3, 4, 2).all(2).tolist()[1] == [True, True, False, True]
-
-
-def test_identity_has_no_curvature() -> None:
-    g = torch.randn(2, 3)
-    assert torch.equal(mfac.identity(torch.zeros(2, 1, 3), 0.3)(g), g)

@@ -16,10 +16,6 @@ from run import sha256
 
 ROOT = Path(cli.__file__).parent
 EXAMPLE = ROOT / "examples/rotation.py"
-SMALL = (
-    "--alternations 3 --lower-steps 2 --upper-steps 2 --p-batch 8 --d-batch 8 --probe-epochs 1 "
-    "--eval-every 1 --warmup 1 --quiet"
-)
 
 
 SHORT: dict[str, Any] = {

@@ -222,15 +222,3 @@ def test_a_run_goes_on_with_the_same_settings_weights_and_pool_alone(
     done(f"{line} --micro-batch 3 --workers 1 --save-minutes 1 --weights moved.pth")
     assert json.loads(Path("a/env.json").read_text())["machines"][-1]["micro_batch"] == 3
     assert json.loads(Path("a/config.json").read_text())["weights"].endswith("moved.pth")
-
-
-def test_progress_that_nobody_reads_any_more_harms_no_run(weights: Path) -> None:
-    line = f"align --backbone vit_mini --weights {weights} --dataset quilts {SMALL} --out a"
-
-    def program() -> int:
-        read, write = os.pipe()
-        os.close(read)
-        os.dup2(write, 2)
-        return cli.run(f"{line} --alternations 3 --eval-every 3".split())
-
-    assert finish(start(program, SAID)) == 0
