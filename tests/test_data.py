@@ -1,6 +1,7 @@
 """Folders, splits, tasks of one's own, drawn quilts, and the order and augmentation of batches."""
 
 import itertools
+import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -204,3 +205,12 @@ def test_an_unreadable_image_is_named(tmp_path: Path, workers: int) -> None:
     assert named == [str(split.images[i]) for i in (1, 3, 4, 5)]
     assert "No such file" in told[0] and "8 bits" in told[3]
     assert data.decode_all(torch.zeros(1)) == []
+
+
+def test_a_ctrl_c_at_the_terminal_does_not_reach_the_workers(tmp_path: Path) -> None:
+    """A signal to the whole session is the parent's alone, which goes on to its checkpoint."""
+    images = Images(photos(tmp_path), TRANSFORM, False, 0, "x")
+    loader = batches(images, in_order(range(6), 2), 1, CPU)
+    next(loader)
+    (worker,) = multiprocessing.active_children()
+    assert os.getsid(worker.pid or 0) != os.getsid(0)
