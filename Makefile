@@ -39,4 +39,4 @@ page: $(READY)  ## docs/paper_beside_code.html, made anew from the sources
 	$(BIN)/python docs/beside.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache

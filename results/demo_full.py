@@ -56,14 +56,14 @@ def main(out: Path, data_seed: int, at_once: int) -> None:
     about |= {"dataset": "quilts", "weights": pretrain(cfg, out / "pretrain").weights}
     grid = PEFT | {"lr": None, "grid": (3e-3, 1e-2, 3e-2), "grid_seeds": SEEDS}
     peft = FinetuneConfig(seeds=SEEDS, jobs=at_once, **about, **grid)
-    cost = {"direct": fmean(finetune(peft, out / "direct")["trial_seconds"])}
+    cost = {"direct": fmean(finetune(peft, out / "direct").trial_seconds)}
     for name, changes in ALIGNED.items():
         cfgs = [AlignConfig(seed=seed, **about, **ALIGN | changes) for seed in range(SEEDS)]
         units = [(one, out / f"align-{name}" / f"s{one.seed}", False) for one in cfgs]
         _ = [*jobs(aligned, units, at_once)]
         tuned = finetune(peft.but(start=out / f"align-{name}"), out / name)
         spent = [read_json(run / "result.json")["cpu_seconds"] for _, run, _ in units]
-        cost[name] = fmean(spent) + fmean(tuned["trial_seconds"])
+        cost[name] = fmean(spent) + fmean(tuned.trial_seconds)
     longer = round(peft.epochs * cost["mfac"] / cost["direct"])
     finetune(peft.but(epochs=longer), out / "longer")
     rows = evaluate([out / name for name in ("mfac", "direct", "longer", "identity", "lower-only")])

@@ -16,6 +16,7 @@ from golden import make_data
 from loopback import Server
 from torch import Tensor
 
+import cli
 from benchmarks import quilts
 from extras.pretrain import PretrainConfig, pretrain
 from training import stop
@@ -76,43 +77,64 @@ def nothing_asked() -> None:
     stop.flag.value = 0
 
 
-@pytest.fixture(scope="session")
-def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs of `pretrain` of one epoch, mae/ and ijepa/, made by the first worker that asks."""
-    base = tmp_path_factory.getbasetemp()
-    where = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "pretrained"
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+@contextlib.contextmanager
+def once(factory: pytest.TempPathFactory, name: str) -> Iterator[Path]:
+    """A folder that all test processes share, while none of the others is at it."""
+    base = factory.getbasetemp()
+    where = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
     where.mkdir(exist_ok=True)
     with (where / "lock").open("w") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
+        yield where
+
+
+@pytest.fixture(scope="session")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs of `pretrain` of one epoch, mae/ and ijepa/; what they learned does not matter."""
+    with once(tmp_path_factory, "pretrained") as where:
         whole = quilts(0)[0]
-        about = {
-            "backbone": "vit_mini",
-            "pool": "own",
-            "epochs": 1,
-            "warmup_epochs": 0,
-            "batch": 20,
-        }
+        some = whole._replace(images=whole.images[:160])
+        about = {"pool": "own", "epochs": 1, "warmup_epochs": 0, "batch": 20}
         for pretext in ("mae", "ijepa"):
-            cfg = PretrainConfig(pretext=pretext, **about)
-            pretrain(cfg, where / pretext, pool=whole._replace(images=whole.images[:160]))
+            cfg = PretrainConfig(backbone="vit_mini", pretext=pretext, **about)
+            pretrain(cfg, where / pretext, pool=some)
     return where
 
 
 @pytest.fixture(scope="session")
 def weights(pretrained: Path) -> Path:
-    """A run of `pretrain` with MAE; what it learned does not matter here."""
+    """A run of `pretrain` with MAE."""
     return pretrained / "mae"
+
+
+@pytest.fixture(scope="session")
+def runs(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Toy runs on quilts, to be read or copied: `aligned`, and PEFT `with` and `without` it."""
+    peft = "--epochs 2 --batch 40 --seeds 2 --warmup-epochs 0"
+    own = f"--backbone vit_mini --weights {weights} --dataset quilts"
+    steps = "--alternations 3 --lower-steps 2 --upper-steps 2 --p-batch 8 --d-batch 8"
+    with once(tmp_path_factory, "runs") as where:
+        for line in (
+            f"align {own} {steps} --probe-epochs 1 --eval-every 1 --warmup 0 --out {where}/aligned",
+            f"finetune --from {where}/aligned {peft} --lr 1e-2 --out {where}/with",
+            f"finetune {own} {peft} --grid 1e-3,1e-2 --out {where}/without",
+        ):
+            assert cli.run([*line.split(), "--quiet"]) == 0
+    return where
 
 
 @pytest.fixture(scope="session")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The drawn images, data/, and the golden runs, runs/, of all test processes together."""
-    base = tmp_path_factory.getbasetemp()
-    where = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "golden"
-    mine = where / f"making-{os.getpid()}"
-    make_data(mine)
-    with contextlib.suppress(OSError):  # whoever is first puts the whole of it in place
-        mine.rename(where / "data")
+    with once(tmp_path_factory, "golden") as where:
+        if not (where / "data").exists():
+            make_data(where / "data")
     return where
 
 

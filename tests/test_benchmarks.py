@@ -194,11 +194,8 @@ def test_an_incomplete_copy_is_an_error_unless_asked_for(name: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "file", "content"),
     [
-        ("cub200", "images.txt", b"1\n"),
         ("cub200", "images.txt", b"99 001.x/y.jpg\n"),
         ("cub200", "image_class_labels.txt", b"\xff\xfe"),
-        ("aircrafts", "data/images_variant_val.txt", b"1 Concorde\n"),
-        ("dtd", "dtd/labels/val1.txt", b"nope/x.jpg\n"),
         ("voc07", "VOC2007/ImageSets/Main/car_val.txt", b"000099 1\n"),
         ("flowers", "setid.mat", b"noise"),
     ],

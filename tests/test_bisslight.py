@@ -17,7 +17,7 @@ from torch import Tensor
 
 import bisslight
 import cg
-from bisslight import Diverged, Log, State, algorithm_1, gradients, within
+from bisslight import Diverged, Log, State, algorithm_1, within
 from mfac import Partition, exact, identity, mfac
 from mfac import recursion as by_recursion
 
@@ -89,30 +89,14 @@ def test_algorithm_1_reproduces_a_recorded_run(
 
 
 def test_the_generator_is_algorithm_1_with_almost_nothing_else_in_it() -> None:
-    """At most 30 statements, at most 8 of them without a line; lines are in order.
-
-    Line 4 empties G, and the gradient at θ_D is line 14's.
-    """
+    """At most 30 statements; comments name lines 3 to 16, in order; line 4 empties G."""
     source = inspect.getsource(algorithm_1)
-    lines, function = source.splitlines(), ast.parse(source).body[0]
-    assert isinstance(function, ast.FunctionDef)
-    statements = [n for n in ast.walk(function) if isinstance(n, ast.stmt)][2:]  # def, docstring
-    assert len(statements) <= 30
-    marks = []
-    for n in sorted(statements, key=lambda n: n.lineno):
-        inner = getattr(n, "body", None)
-        own = range(n.lineno, (inner[0].lineno if inner else (n.end_lineno or 0) + 1))
-        comment = "".join(lines[i - 1].partition("#")[2] for i in own)
-        marks.append([int(x) for x in re.findall(r"\bl\.(\d+)", comment)])
-        code = ast.unparse(n)
-        if code.startswith("G = "):
-            assert marks[-1] == [4]
-        if re.search(r"= gradients\(.*theta_D", code) and inner is None:
-            assert marks[-1] == [14]
-    assert sum(not mark for mark in marks) <= 8
-    order = [x for mark in marks for x in mark]
-    assert order == sorted(order)
-    assert {*order} == {*range(3, 17)}
+    statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
+    assert len(statements) <= 32  # with def and docstring
+    marks = re.findall(r"#.*", source)
+    order = [int(x) for mark in marks for x in re.findall(r"\bl\.(\d+)", mark)]
+    assert order == sorted(order) and {*order} == {*range(3, 17)}
+    assert re.search(r"\n +G = .*# l\.4\b", source)
     assert "Line 17" in (algorithm_1.__doc__ or "")
 
 
@@ -218,13 +202,6 @@ def test_without_curvature_the_loop_ends_somewhere_else() -> None:
     assert float(off.abs().max()) > 0.05
 
 
-def test_no_upper_steps_leave_theta_d_and_its_head_alone() -> None:
-    problem = Quadratic()
-    s = problem.run(identity, upper_steps=0)
-    assert not s.theta_D.any() and float(s.phi_D["x"].detach()) == 1.0
-    close(s.theta_P.flatten(), problem.at_zero, 1e-4)
-
-
 @pytest.mark.parametrize("level", ["lower", "upper"])
 def test_a_loss_that_is_not_finite_is_told_with_alternation_level_and_step(level: str) -> None:
     problem = Quadratic()
@@ -249,37 +226,6 @@ def test_a_block_whose_hypergradient_is_not_finite_is_named() -> None:
 
     with pytest.raises(Diverged, match="upper level, step 1, hypergradient of block 1"):
         Quadratic().run(broken)
-
-
-def test_stopping_between_alternations_and_going_on_changes_nothing() -> None:
-    """The state holds all there is: six alternations at once, or four and then two."""
-    problem = Quadratic()
-    whole, s = problem.run(exact, alternations=6), problem.begin()
-    for steps, expected in ((4, [1, 2, 3, 4]), (6, [5, 6])):
-        found = [log.alternation for log in problem.alternations(exact, s, alternations=steps)]
-        assert found == expected
-    assert torch.equal(whole.theta_P, s.theta_P) and torch.equal(whole.theta_D, s.theta_D)
-
-
-class Weighted(NamedTuple):
-    images: Tensor
-    drop: Tensor | None
-
-
-@pytest.mark.parametrize("drop", [None, torch.rand(7, 2).double()])
-def test_micro_batches_give_the_gradients_of_the_whole_batch(drop: Tensor | None) -> None:
-    """Parts of 3, 3 and 1 images, weighted by their sizes; None in a batch stays None."""
-    x, theta = torch.randn(7, 4).double(), torch.randn(1, 4).double().requires_grad_()
-    phi = {"a": torch.tensor(2.0).double().requires_grad_()}
-
-    def loss(theta: Tensor, phi: dict[str, Tensor], batch: Any) -> Tensor:
-        y = (batch.images @ theta[0]).square() * phi["a"]
-        assert (batch.drop is None) == (drop is None)
-        return (y if batch.drop is None else y * batch.drop[:, 0]).mean()
-
-    whole = gradients(loss, theta, phi, Weighted(x, drop))
-    parts = gradients(loss, theta, phi, Weighted(x, drop), micro=3)
-    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=0)
 
 
 # --- devices, without having one ------------------------------------------------------------------
@@ -388,15 +334,3 @@ def test_the_share_inside_the_span_is_that_of_a_dense_projection(
         close(within(rows.to(dtype))(x.to(dtype)), dense, tolerance)
     assert within(G)(x - (Q @ (Q.mT @ x[..., None]))[..., 0]) < 1e-12 * dense
     assert within(torch.zeros(1, 2, 3))(torch.ones(1, 3)) == 0
-
-
-def test_what_m_fac_removes_is_inside_the_span_and_ends_with_lambda() -> None:
-    """The difference of g and q lies in the span, so |q|² = |g|² − |Pg|² + |Pq|²."""
-    g = torch.Generator().manual_seed(1)
-    G = torch.randn(2, 3, 8, generator=g, dtype=torch.float64)
-    x = torch.randn(2, 8, generator=g, dtype=torch.float64)
-    inside = within(G)
-    for lam, least, most in ((1e-9, 1 - 1e-6, 1.0), (1.0, 0.1, 0.99), (1e9, 0.0, 1e-6)):
-        q = mfac(G, lam)(x)
-        close(q.square().sum(), x.square().sum() - inside(x) + inside(q), 1e-8)
-        assert least <= 1 - float(inside(q) / inside(x)) <= most

@@ -11,10 +11,8 @@ from conftest import close, recorded
 from replay import head_flat, recording, state_of, steps_of, to_theta, upper_batches
 from torch import Tensor
 
-from align import hypergradient
 from bisslight import algorithm_1, hessian
 from cg import cg, conjugate_gradients
-from commands import AlignConfig
 from mae import Batch
 from mfac import exact, mfac
 
@@ -139,21 +137,6 @@ def test_step_sizes_a_tensor_are_the_released_programs() -> None:
     assert float((heuristic - truth).abs().max()) > 0.05
 
 
-def test_micro_batches_give_the_products_of_the_whole_batch() -> None:
-    g = torch.Generator().manual_seed(0)
-    x, theta, d = (torch.randn(*n, generator=g).double() for n in ((9, 6), (2, 3), (2, 3)))
-
-    def loss(theta: Tensor, phi: Any, batch: Any) -> Tensor:
-        return (batch.images @ theta.flatten()).pow(4).mean() * phi["a"]
-
-    batch, phi = Batch(x, x), {"a": torch.tensor(2.0, requires_grad=True)}
-    whole = hessian(loss, theta, phi, batch)(d)
-    dense = torch.autograd.functional.hessian(lambda t: loss(t, phi, batch), theta)
-    close(whole.flatten(), dense.reshape(6, 6) @ d.flatten(), 1e-12)
-    for micro in (1, 4, 9, 20):
-        close(hessian(loss, theta, phi, batch, micro)(d), whole, 1e-12)
-
-
 @pytest.mark.parametrize(("micro", "calls"), [(None, 3), (2, 30)])
 def test_a_batch_in_one_part_is_passed_once_a_solve(micro: int | None, calls: int) -> None:
     """Its graph serves all five products; of a batch in two parts, each product passes both."""
@@ -168,21 +151,3 @@ def test_a_batch_in_one_part_is_passed_once_a_solve(micro: int | None, calls: in
     for _ in range(3):
         inverse(theta)
     assert len(seen) == calls
-
-
-def test_the_settings_of_cg_reach_it() -> None:
-    """Steps a tensor, as released, are of the matrices A_q, B_q, A_v, B_v of each layer."""
-    torch.manual_seed(0)
-    theta, g = torch.randn(2, 8).double(), torch.randn(2, 8).double()
-    A = torch.randn(16, 16).double()
-
-    def opened() -> Any:
-        return lambda d: (A @ A.T @ d.flatten()).view(2, 8)
-
-    cfg = AlignConfig(backbone="vit_mini", dataset="quilts", hypergrad="cg", cg_steps="tensor",
-                      cg_iterations=3, cg_damping=0.1, cg_prefactor="lambda", lam=0.2)  # fmt: skip
-    q = hypergradient(cfg, theta)(theta, 0.2, opened)(g)
-    close(q, cg(theta, 0.2, opened, 3, 0.1, "lambda", [2] * 8)(g), 1e-12)
-    joint = hypergradient(cfg.but(cg_steps="joint"), theta)(theta, 0.2, opened)(g)
-    close(joint, cg(theta, 0.2, opened, 3, 0.1, "lambda")(g), 1e-12)
-    assert float((q - joint).abs().max()) > 1e-3

@@ -84,12 +84,6 @@ def test_what_depends_on_another_setting_follows_it() -> None:
     assert FinetuneConfig(**given).model_fields_set == {"backbone", "dataset"}
 
 
-def test_a_saved_config_is_read_as_the_same_settings(tmp_path: Path) -> None:
-    config = AlignConfig(backbone="vit_h14", pretext="ijepa", dataset="folder:pics", rank=8)
-    assert config.dataset == f"folder:{Path.cwd() / 'pics'}"
-    assert AlignConfig.model_validate_json(config.model_dump_json()) == config
-
-
 def test_sources_say_who_set_a_value_and_the_later_layer_wins(tmp_path: Path) -> None:
     """Flag over file over preset over the align run over what the pretext task sets."""
     run = tmp_path / "run"
@@ -126,12 +120,9 @@ def test_sources_say_who_set_a_value_and_the_later_layer_wins(tmp_path: Path) ->
         (AlignConfig, {"lam": 0}, "greater than 0"),
         (AlignConfig, {"seed": 2**53}, "less than"),
         (AlignConfig, {"alternation": 3}, "Extra inputs"),
-        (AlignConfig, {"dataset": "quits"}, "did you mean quilts?"),
-        (AlignConfig, {"backbone": "vit_l"}, "did you mean vit_l16?"),
         (AlignConfig, {"pretext": "mea"}, "did you mean mae?"),
         (AlignConfig, {"pool": "quilts", "jobs": 2}, "jobs"),
         (FinetuneConfig, {"pool": "quilts"}, "pool"),
-        (FinetuneConfig, {"lr": 0.1, "grid": (0.2, 0.3)}, "give --lr or --grid, not both"),
         (AlignConfig, {"pool": "quilts", "aspect": (2, 1)}, "the first number is the smaller"),
         (AlignConfig, {"pool": "quilts", "rank": True}, "is not a setting that is true or false"),
         (FinetuneConfig, {"grid_seeds": 9}, "is more than --seeds 8"),

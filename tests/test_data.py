@@ -1,9 +1,8 @@
 """Folders, splits, tasks of one's own, drawn quilts, and the order and augmentation of batches."""
 
 import itertools
+import multiprocessing
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,11 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Subset, TensorDataset
 from torchvision import transforms as T
 
 import data
 from benchmarks import MOTIFS, quilts
-from data import Images, Split, Task, Transform, batches, folder, in_order, stream
+from data import Images, Split, Transform, batches, epochs, folder, in_order, stream
 
 CPU = torch.device("cpu")
 TRANSFORM = Transform(8, (0.5,) * 3, (0.5,) * 3, augment="crop")
@@ -113,15 +111,6 @@ def test_wrong_folders_end_in_one_clear_line(
 # --- tasks of one's own ---
 
 
-def test_a_task_can_be_made_of_the_parts_of_a_torch_dataset() -> None:
-    whole = TensorDataset(torch.rand(12, 3, 8, 8), torch.arange(12) % 3)
-    train, val, test = (Subset(whole, range(i, 12, 3)) for i in range(3))
-    task = Task.of(train, val, test, ["x", "y", "z"])
-    assert torch.equal(task.val.images, whole.tensors[0][1::3])
-    assert task.val.targets.tolist() == [1, 1, 1, 1]
-    assert task.fingerprint() != Task.of(val, train, test, "xyz").fingerprint()
-
-
 def test_images_in_memory_are_brought_to_the_size_of_the_network() -> None:
     pixels = torch.rand(4, 3, 12, 12)
     split = Split(pixels, torch.arange(4))
@@ -134,6 +123,23 @@ def test_images_in_memory_are_brought_to_the_size_of_the_network() -> None:
 
 
 # --- order and batches ---
+
+
+@pytest.mark.parametrize(("n", "batch"), [(1, 1), (1, 7), (7, 3), (12, 4), (9, 40)])
+def test_every_pass_sees_every_image_once(n: int, batch: int) -> None:
+    """Whatever the sizes: in epochs, in a stream without seams, and from any step of it on."""
+    seen = [draw for part in epochs(n, batch, 5, "x", 3) for draw in part]
+    assert [number for number, _ in seen] == list(range(3 * n))
+    steps = -(-3 * n // batch)
+    whole = list(stream(n, batch, 5, "x", 0, steps))
+    flat = [draw for part in whole for draw in part]
+    assert {len(part) for part in whole} == {batch}
+    for p in range(3):
+        assert sorted(i for _, i in flat[p * n : (p + 1) * n]) == list(range(n))
+    for at in range(steps + 1):
+        assert list(stream(n, batch, 5, "x", at, steps)) == whole[at:]
+    assert flat[: 3 * n] == seen  # one order for both
+    assert [i for part in in_order(range(n), batch) for _, i in part] == list(range(n))
 
 
 def test_batches_do_not_depend_on_workers_or_on_where_a_run_resumed(tmp_path: Path) -> None:
@@ -193,33 +199,18 @@ def test_an_unreadable_image_is_named(tmp_path: Path, workers: int) -> None:
         list(batches(images, in_order(range(6), 4), workers, CPU))
     Path(split.images[1]).unlink()
     Image.new("I;16", (9, 9)).save(split.images[5])  # Pillow would clip it to white
+    Path(split.images[4]).write_bytes(b"P5 100000 100000 255\n")  # a bomb
     told = [str(error) for error in data.decode_all(split.images)]
-    assert [line.partition(": ")[0] for line in told] == [str(split.images[i]) for i in (1, 3, 5)]
-    assert "No such file" in told[0] and "8 bits" in told[2]
+    named = [line.partition(": ")[0] for line in told]
+    assert named == [str(split.images[i]) for i in (1, 3, 4, 5)]
+    assert "No such file" in told[0] and "8 bits" in told[3]
     assert data.decode_all(torch.zeros(1)) == []
 
 
-LOADING = """
-import os, signal, sys
-from pathlib import Path
-import torch
-from data import Images, Split, Transform, batches, in_order
-
-split = Split([Path(sys.argv[1])] * 40, torch.arange(40))
-images = Images(split, Transform(8, (0.5,) * 3, (0.5,) * 3), False, 0, "x")
-loader = batches(images, in_order(range(40), 2), 2, torch.device("cpu"))
-next(loader), next(loader)  # both workers have begun
-for name in ("SIGINT", "SIGTERM"):
-    signal.signal(getattr(signal, name), lambda *_: None)  # as a run that goes on to its checkpoint
-    os.killpg(0, getattr(signal, name))
-print(sum(1 for batch in loader), flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_a_signal_to_the_whole_group_leaves_the_workers_at_work(tmp_path: Path) -> None:
-    make(tmp_path, "1.png")
-    line = [sys.executable, "-c", LOADING, str(tmp_path / "1.png")]
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
-    done = subprocess.run(line, env=env, start_new_session=True, capture_output=True, timeout=120)
-    assert done.stdout == b"18\n", done.stderr
+def test_a_ctrl_c_at_the_terminal_does_not_reach_the_workers(tmp_path: Path) -> None:
+    """A signal to the whole session is the parent's alone, which goes on to its checkpoint."""
+    images = Images(photos(tmp_path), TRANSFORM, False, 0, "x")
+    loader = batches(images, in_order(range(6), 2), 1, CPU)
+    next(loader)
+    (worker,) = multiprocessing.active_children()
+    assert os.getsid(worker.pid or 0) != os.getsid(0)

@@ -1,6 +1,7 @@
 """Exported adapters, opened by the programs they are for."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -99,74 +100,43 @@ def test_other_layouts_are_refused(theta: Tensor) -> None:
             from_released(other, 32)
 
 
-@pytest.fixture(scope="module")
-def made(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An align run a/ and a finetune run f/ of two seeds."""
-    at = tmp_path_factory.mktemp("made")
-    own = f"--backbone vit_mini --weights {weights} --dataset quilts --quiet"
-    for line in (
-        f"align {own} --alternations 1 --lower-steps 2 --upper-steps 1 --p-batch 8 --d-batch 8 "
-        f"--probe-epochs 0 --warmup 0 --out {at}/a",
-        f"finetune --from {at}/a --seeds 2 {PEFT} --out {at}/f",
-    ):
-        assert cli.run(line.split()) == 0
-    return at
+@pytest.fixture
+def made(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs `aligned` and `with`, copied to where the test works."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("aligned", "with"):
+        shutil.copytree(runs / name, name)
 
 
 PEFT = "--epochs 1 --warmup-epochs 0 --batch 40 --lr 1e-2 --quiet"
 
 
-def test_a_run_is_exported_from_the_command_line(
-    made: Path, weights: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_exported_from_the_command_line(made: None, weights: Path, capsys: Any) -> None:
     """The merged folder predicts what the run's own tensors do; the released file starts PEFT."""
-    monkeypatch.chdir(made)
     again = f"finetune --seeds 1 {PEFT}"
     own = f"--backbone vit_mini --weights {weights} --dataset quilts"
     moved = Path("moved.pth")
     moved.write_bytes((weights / "backbone.pth").read_bytes())
     for line in (
-        "export f --seed 1",
-        f"export a --out e --weights {moved}",  # elsewhere: its digest decides
+        "export with --seed 1",
+        f"export aligned --out e --weights {moved}",  # elsewhere: its digest decides
         f"{again} --from e/released/lora.pth {own} --out g",
-        f"{again} --from a --out h",
-        "export f",  # again, over what an export made
+        f"{again} --from aligned --out h",
+        "export with",  # again, over what an export made
     ):
         assert cli.run(line.split()) == 0, capsys.readouterr().err
-    assert cli.run(["export", "f", "--seed", "1"]) == 0
+    assert cli.run(["export", "with", "--seed", "1"]) == 0
     arch = Arch(64, 4, 4, 16, 4, 2.0)
     vit = build_vit(arch)
     state = torch.load(weights / "backbone.pth", weights_only=True)["model"]
     vit.load_state_dict({key: state[key] for key in vit.state_dict()})
     images = torch.as_tensor(quilts(0)[1].test.images)[:20]
-    merged = timm.create_model("local-dir:f/export/timm", pretrained=True).eval()
-    theta, phi_D, _ = load_adapter(Path("f/adapter-s1.safetensors"))
+    merged = timm.create_model("local-dir:with/export/timm", pretrained=True).eval()
+    theta, phi_D, _ = load_adapter(Path("with/adapter-s1.safetensors"))
     close(merged(images), predict(Backbone(vit), theta, phi_D, images), 1e-5)
     assert list(merged.pretrained_cfg["mean"]) == pytest.approx(list(quilts(0)[1].mean))
-    card = Path("f/export/README.md").read_text()
+    card = Path("with/export/README.md").read_text()
     assert "vit_mini for quilts" in card
     assert str(Path.cwd()) not in card and str(weights.parent) not in card
     left, right = (load_file(f"{name}/adapter-s0.safetensors") for name in "gh")
     assert all(torch.equal(left[key], right[key]) for key in left)
-
-
-def test_what_cannot_be_exported_is_told_and_foreign_files_stay(
-    made: Path, weights: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(made)
-    Path("mine").mkdir()
-    Path("mine/README.md").write_text("my thesis")
-    other = torch.load(weights / "backbone.pth", weights_only=True)
-    other["model"]["cls_token"] += 1
-    torch.save(other, "other.pth")
-    for line, message in (
-        (f"export {weights}", "holds no adapter-s*.safetensors of a finished run"),
-        ("export f --seed 7", "holds no adapter-s7"),
-        ("export nowhere", "holds no adapter"),
-        ("export f --out mine", "mine: holds files that are not an export's"),
-        ("export f --weights other.pth", "f was made with others"),
-    ):
-        assert cli.run(line.split()) == 2, line
-        assert message in capsys.readouterr().err
-    assert Path("mine/README.md").read_text() == "my thesis"
-    assert [*Path("mine").iterdir()] == [Path("mine/README.md")]

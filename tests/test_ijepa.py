@@ -18,7 +18,7 @@ from data import rng
 from ijepa import IJEPA, Batch, block_size, multiblock
 from lora import Backbone, init_theta
 from training import Optimiser, decay_groups
-from weights import build_head, build_vit, sincos
+from weights import build_head, build_vit
 
 
 def sampler(**changed: Any) -> Any:
@@ -102,13 +102,6 @@ def test_every_target_is_predicted_from_every_context_alone() -> None:
     for m, e in ((0, 0), (1, 0), (2, 1)):
         one = batch._replace(context=batch.context[:, [e]], targets=batch.targets[:, [m]])
         close(together[:, m, e], t.predict(None, t.phi, one)[:, 0, 0], 1e-12)
-
-
-def test_float32_agrees_to_float32() -> None:
-    t = task(torch.float32)
-    batch = case(t, "B", IO["imgs"])
-    close(officially(t.predict(None, t.phi, batch)), IO["pred_B_f32"], 1e-5)
-    close(t.loss(None, t.phi, batch), IO["loss_B_f32"], 1e-5)
 
 
 @pytest.mark.parametrize("micro", [None, 3])
@@ -268,16 +261,10 @@ def test_constraints_are_given_up_one_by_one_when_targets_cover_too_much() -> No
     assert int(torch.randint(1000, (1,), generator=generator)) == 616  # as many draws as there
 
 
-@pytest.mark.parametrize(
-    ("settings", "grid", "message"),
-    [({}, 4, "a target block on a grid of 4 x 4 patches can have 1 of them, .*min_keep 10"),
-     ({"target_scale": (0.8, 0.8), "context_scale": (0.3, 0.3), "min_keep": 18}, 8, "a context")],
-)  # fmt: skip
-def test_settings_that_could_never_be_met_are_refused(
-    settings: dict[str, Any], grid: int, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        ijepa.check_masks(sampler(**settings), grid)
+def test_settings_that_could_never_be_met_are_refused() -> None:
+    settings = sampler(target_scale=(0.8, 0.8), context_scale=(0.3, 0.3), min_keep=18)
+    with pytest.raises(ValueError, match="a context"):
+        ijepa.check_masks(settings, 8)
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -296,17 +283,3 @@ def test_the_official_sizes_have_the_known_numbers_of_tensors_and_parameters() -
     found = [[t.numel() for t in network.state_dict().values()] for network in networks]
     assert [(len(x), sum(x)) for x in found] == [(389, 630_762_240), (152, 22_377_728)]
     assert networks[1].predictor_blocks[0].attn.num_heads == 16
-
-
-def test_initialisation_is_seeded_and_scales_with_depth() -> None:
-    made = []
-    for _ in range(2):
-        networks = build_vit(TINY), build_head(TINY, "ijepa")
-        tables = [sincos(width, 8)[:, 1:] for width in (32, 16)]
-        ijepa.init(list(zip(networks, tables, strict=True)), rng(0, "x"))
-        made.append({**networks[0].state_dict(), **networks[1].state_dict()})
-    for name, tensor in made[0].items():
-        assert torch.equal(tensor, made[1][name])
-        assert tensor.ndim < 2 or bool(tensor.any()), name
-    first, last = (float(made[0][f"blocks.{i}.mlp.fc2.weight"].std()) for i in (0, 2))
-    assert first / last == pytest.approx(math.sqrt(3), rel=0.1)

@@ -5,13 +5,12 @@ from functools import partial
 import pytest
 import torch
 from conftest import close, fixture, recorded
-from replay import recording
 from torch import Tensor
 
 import mae
-from bisslight import hessian, value_and_grad
+from bisslight import value_and_grad
 from config import BACKBONES, Arch
-from lora import Backbone, init_theta, predict
+from lora import Backbone
 from mae import MAE, Batch
 from training import Optimiser, constant, decay_groups
 from weights import build_head, build_vit, sincos
@@ -20,10 +19,6 @@ TINY = Arch(32, 3, 4, 32, 8, decoder_dim=24, decoder_depth=2, decoder_heads=4)
 IO = recorded("mae/mae_tiny_io.npz")
 IMAGES, NOISE = IO["imgs"].double(), IO["noise"].double()
 BATCH = Batch(IMAGES, NOISE)
-
-
-def rng(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def official(ratio: float = 0.75, norm_pix: bool = True, dtype: torch.dtype = torch.float64) -> MAE:
@@ -70,13 +65,6 @@ def test_masks_predictions_losses_and_gradients_equal_the_official_ones(
         close(gradients[name], gradient, 1e-9)
 
 
-def test_float32_agrees_to_float32() -> None:
-    t, batch = official(dtype=torch.float32), Batch(IO["imgs"], IO["noise"])
-    close(t.backbone(IO["imgs"]), IO["latent_full_f32"], 1e-5)
-    close(t.predict(None, t.phi, batch)[0], IO["pred_75_f32"], 1e-5)
-    close(t.loss(None, t.phi, batch), IO["loss_75_norm_f32"], 1e-6)
-
-
 def test_positions_are_taken_from_the_file() -> None:
     t = official()
     with torch.no_grad():
@@ -117,34 +105,6 @@ def test_position_tables_at_real_sizes_are_the_official_ones(size: tuple[int, in
     close(sums, IO[f"{name}_sum_sumsq"], 1e-6)
 
 
-def test_the_released_programs_mae_forward_is_reproduced() -> None:
-    """Another recording, at a θ whose B is not zero: two mask ratios, both losses, class token."""
-    rec = recorded("official/mae_forward_tiny_f64.npz")
-    r, images = recording(rec), rec["images_i8"].double() / 32
-    batch = Batch(images, rec["noise"].double())
-    for percent in (75, 50):
-        for name, norm_pix in (("normpix", True), ("rawpix", False)):
-            t = MAE(r.backbone, r.task.decoder, percent / 100, norm_pix)
-            close(t.loss(r.theta, t.phi, batch), rec[f"loss_ratio{percent}_{name}"], 1e-10)
-        prediction, mask = t.predict(r.theta, t.phi, batch)
-        close(prediction, rec[f"pred_ratio{percent}_normpix"], 1e-10)
-        assert torch.equal(mask.byte(), rec[f"mask_ratio{percent}_normpix"])
-    close(r.backbone(images, r.theta)[:, 0], rec["cls_unmasked_via_mae"], 1e-10)
-    close(r.backbone(images, r.theta)[:, 0], rec["cls_via_classifier_backbone"], 1e-10)
-    close(predict(r.backbone, r.theta, r.phi_D, images), rec["logits"], 1e-10)
-
-
-def test_the_loss_is_twice_differentiable_in_theta() -> None:
-    """Hessian-vector products, in micro-batches, equal differences of gradients."""
-    t = official()
-    theta = init_theta(3, 2, 32, rng(0)).double() + 0.1
-    d = torch.randn(theta.shape, generator=rng(1)).double()
-    product = hessian(t.loss, theta, t.phi, BATCH, 2)(d)
-    ends = [(theta + sign * 1e-5 * d).requires_grad_() for sign in (1, -1)]
-    g = [torch.autograd.grad(t.loss(end, t.phi, BATCH), end)[0] for end in ends]
-    close(product, (g[0] - g[1]) / 2e-5, 1e-6)
-
-
 SIZES = [  # keys and parameters of the official files
     ("vit_b16", 254, 111_907_840), ("vit_l16", 398, 329_541_888), ("vit_h14", 494, 657_074_508)
 ]  # fmt: skip
@@ -164,17 +124,6 @@ def test_a_file_without_a_decoder_is_told_with_its_first_names(name: str) -> Non
     """The official encoder alone, Hugging Face's names, and I-JEPA's."""
     with pytest.raises(ValueError, match=f"holds no MAE decoder.*{name}"):
         mae.split_state({name: IMAGES})
-
-
-def test_initialisation_is_seeded_and_leaves_no_zero_matrix() -> None:
-    made = []
-    for _ in range(2):
-        networks = build_vit(TINY), build_head(TINY, "mae")
-        mae.init([(networks[0], sincos(32, 4)), (networks[1], sincos(24, 4))], rng(0))
-        made.append({**networks[0].state_dict(), **networks[1].state_dict()})
-    for name, tensor in made[0].items():
-        assert torch.equal(tensor, made[1][name])
-        assert tensor.ndim < 2 or bool(tensor.any()), name
 
 
 def test_reconstruction_keeps_what_was_seen() -> None:

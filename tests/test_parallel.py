@@ -9,13 +9,11 @@ import sys
 from functools import partial
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import close
 from processes import finish, start, wait_for
-from safetensors.torch import load_file
 
 import cli
 
@@ -24,9 +22,7 @@ SMALL = "--lower-steps 2 --upper-steps 2 --p-batch 9 --d-batch 9 --warmup 1 --pr
 SMALL += " --eval-every 1 --quiet"
 
 
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def done(line: str) -> None:
@@ -59,31 +55,6 @@ def same_curves(one: str, two: str) -> None:
         for key in ("loss_P", "loss_D_at_P", "loss_D_at_D", "q_over_g", "norm_P", "norm_D"):
             if key in a:
                 close(torch.tensor(b[key]), torch.tensor(a[key]), 1e-3)
-
-
-@pytest.mark.parametrize("hypergrad", ["mfac", pytest.param("cg", marks=pytest.mark.slow)])
-def test_micro_batches_from_the_command_line(pretrained: Path, hypergrad: str) -> None:
-    """The same run to rounding, and not to the bit, so they were really used."""
-    line = f"align {model(pretrained, 'mae')} --dataset quilts {SMALL} --alternations 2"
-    line += f" --hypergrad {hypergrad}"
-    done(f"{line} --out whole")
-    done(f"{line} --out pieces --micro-batch 4")
-    a, b = (load_file(f"{out}/adapter.safetensors")["theta"] for out in ("whole", "pieces"))
-    assert not torch.equal(a, b)
-    close(a, b, 1e-3)  # AdamW turns the rounding of a gradient near zero into a step
-    same_curves("whole", "pieces")
-
-
-def test_a_batchnorm_head_refuses_what_it_cannot_do(pretrained: Path, capsys: Any) -> None:
-    jepa = f"{model(pretrained, 'ijepa')} --dataset quilts"
-    for line, told in [
-        (f"align {jepa} {SMALL} --micro-batch 4", "--micro-batch"),
-        (f"finetune {jepa} --batch 79", "--batch"),  # 80 images: a last batch of one
-    ]:
-        assert cli.run(line.split()) == 2
-        err = capsys.readouterr().err
-        assert (len(err.splitlines()), told in err) == (1, True), err
-        assert "BatchNorm" in err
 
 
 CASES = [("mae", "mfac"), pytest.param("ijepa", "cg", marks=pytest.mark.slow)]

@@ -7,25 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import cli
 from align import align
 from commands import AlignConfig
-from config import Arch, UsageError
-from data import Pool, rng
-from extras.pretrain import PretrainConfig, pretrain
-from lora import Backbone
-from model import own_class
+from config import UsageError
 from run import sha256
-from weights import build_vit
 
 ROOT = Path(cli.__file__).parent
 EXAMPLE = ROOT / "examples/rotation.py"
-SMALL = (
-    "--alternations 3 --lower-steps 2 --upper-steps 2 --p-batch 8 --d-batch 8 --probe-epochs 1 "
-    "--eval-every 1 --warmup 1 --quiet"
-)
 
 
 SHORT: dict[str, Any] = {
@@ -36,47 +26,6 @@ SHORT: dict[str, Any] = {
 
 def records(out: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.fixture
-def jepa(pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A backbone of one epoch of I-JEPA, on 8 x 8 patches."""
-    shutil.copytree(pretrained / "ijepa", tmp_path / "pre")
-    monkeypatch.chdir(tmp_path)
-    return "--backbone vit_mini --pretext ijepa --weights pre --dataset quilts"
-
-
-def test_ijepa_goes_through_all_commands(jepa: str, capsys: Any) -> None:
-    assert cli.run(f"align {jepa} {SMALL} --out a".split()) == 0, capsys.readouterr().err
-    config = json.loads(Path("a/config.json").read_text())
-    usual = {"p_lr": 0.005, "p_weight_decay": 0.0005, "ema": 0.9995, "d_weight_decay": 0.0005}
-    assert (usual | {"min_crop": 0.3, "head": "batchnorm"}).items() <= config.items()
-    peft = "--epochs 1 --warmup-epochs 0 --batch 40 --seeds 2 --lr 1e-2 --quiet"
-    assert cli.run(f"finetune --from a {peft} --out f".split()) == 0, capsys.readouterr().err
-    assert json.loads(Path("f/config.json").read_text())["weight_decay"] == 0.0005
-    assert json.loads(Path("f/result.json").read_text())["pretext"] == "ijepa"
-    assert cli.run(f"finetune {jepa} {peft} --out g".split()) == 0
-    capsys.readouterr()
-    assert cli.run(["evaluate", "f", "--against", "g", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["arms"][1]["first_minus_this"]["splits"] == 6
-
-
-def test_what_ijepa_cannot_do_is_told(jepa: str, capsys: Any) -> None:
-    mae = "align --backbone vit_mini --weights pre --dataset quilts"
-    for line, message in [
-        (mae, "holds no MAE decoder"),
-        (f"align {jepa} --min-keep 9", "can have 9 of them"),
-        (f"align {jepa} --target-scale 0.4,0.2", "the first number is the smaller one"),
-        (
-            "pretrain --pool quilts --backbone vit_mini --pretext ijepa --patch-size 4",
-            "on a grid of 4 x 4 patches",
-        ),
-        ("pretrain --pool quilts --backbone vit_mini --patch-size 5", "multiple of patches of 5"),
-        ("pretrain --pool quilts --backbone timm:vit_tiny_patch16_224", "pretrain makes vit_mini"),
-        ("align --backbone vit_b16 --pretext ijepa --dataset quilts", "needs a checkpoint"),
-    ]:
-        assert cli.run(line.split()) == 2, line
-        assert message in capsys.readouterr().err
 
 
 def commands() -> list[list[str]]:
@@ -96,7 +45,7 @@ def test_the_examples_task_runs_under_its_own_name(
     shutil.copy(EXAMPLE, "rotation.py")
     Path("data.py").write_text("raise RuntimeError('not the program')\n")
     line = [word.removeprefix("examples/") for word in commands()[1]]
-    line += ["--weights", str(weights), "--alternations", "12", "--probe-epochs", "1", "--quiet"]
+    line += ["--weights", str(weights), "--alternations", "8", "--probe-epochs", "1", "--quiet"]
     assert cli.run([*line, "--out", "a"]) == 0, capsys.readouterr().err
     losses = [record["loss_P"] for record in records("a")[1:]]
     assert sum(losses[-1]) < sum(losses[0])
@@ -117,7 +66,7 @@ def test_a_module_is_a_place_for_a_task_too(weights: Path, tmp_path: Path) -> No
     names = ("examples.rotation:Rotation", f"{EXAMPLE}:Rotation")
     cfgs = [AlignConfig(pretext=name, weights=weights, **SHORT) for name in names]
     one, other = (align(cfg, tmp_path / str(len(cfg.pretext))) for cfg in cfgs)
-    assert Path(one["adapter"]).read_bytes() == Path(other["adapter"]).read_bytes()
+    assert Path(one.adapter).read_bytes() == Path(other.adapter).read_bytes()
 
 
 def test_a_loss_that_compares_images_is_not_computed_in_pieces(
@@ -144,25 +93,3 @@ def test_the_examples_commands_learn_as_they_are_written(
     for line in commands():
         assert cli.run([*line, "--quiet"]) == 0, line
     assert records("runs/rotation")[0]["probe_val"]["accuracy"] >= 25
-
-
-def test_rotation_turns_images_by_quarter_turns() -> None:
-    backbone = Backbone(build_vit(Arch(64, 4, 4, 16, 4, 2.0)))
-    task: Any = own_class(f"{EXAMPLE}:Rotation")(backbone, None, rng(0, "x"))
-    image = torch.arange(3 * 16 * 16.0).view(1, 3, 16, 16)
-    batch = task.prepare(image.expand(32, -1, -1, -1), *task.draw(32, rng(1, "x")))
-    assert set(batch.turns.tolist()) == {0, 1, 2, 3}
-    for turned, k in zip(batch.images, batch.turns.tolist(), strict=True):
-        for _ in range(4 - k):
-            turned = turned.transpose(1, 2).flip(1)
-        assert torch.equal(turned, image[0])
-
-
-def test_a_pool_of_ones_own_is_pretrained_on(tmp_path: Path) -> None:
-    pool = Pool(torch.rand(24, 3, 16, 16, generator=rng(0, "pool")))
-    cfg = PretrainConfig(backbone="vit_mini", pool="own", epochs=2, warmup_epochs=0, batch=8)
-    result = pretrain(cfg, tmp_path / "pre", pool=pool)
-    config = json.loads((tmp_path / "pre/config.json").read_text())
-    assert config["pool"] == f"own:{pool.fingerprint()[:12]}"
-    assert [line["step"] for line in records(str(tmp_path / "pre"))] == [1, 2]
-    assert pretrain(cfg, tmp_path / "pre", pool=pool) == result  # a finished run is read

@@ -15,18 +15,15 @@ import align
 import cli
 from benchmarks import BENCHMARKS
 from commands import ALIGNED_GRID, GRID, AlignConfig, FinetuneConfig, preset
-from config import BACKBONES, Model
+from config import BACKBONES
 from data import rng
 from extras.pretrain import official
 from lora import Backbone, init_head, predict
 from model import Model as Whole
 from training import Group, Optimiser, constant, trainable
-from weights import OFFICIAL, build_head, build_vit, load_backbone
+from weights import OFFICIAL, build_head, build_vit
 
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def official_layout(backbone: str) -> dict[str, Any]:
@@ -37,26 +34,6 @@ def official_layout(backbone: str) -> dict[str, Any]:
 
 
 # --- weights ----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_full_size_file_gives_timms_tokens() -> None:
-    """448 MB: tokens of B/16 at 224 px, beside a plain timm model that loads the encoder's keys."""
-    path = Path("mae_pretrain_vit_base_full.pth")
-    torch.manual_seed(0)
-    torch.save({"model": official_layout("vit_b16")}, path)
-    megabytes = OFFICIAL["vit_b16", "mae"][1]
-    assert abs(path.stat().st_size / 1e6 - megabytes) < megabytes / 100
-    backbone, head, *_ = load_backbone(
-        Model(backbone="vit_b16", weights=path, rank=1, alpha=1, drop_path=0)
-    )
-    plain = timm.create_model("vit_base_patch16_224", num_classes=0).eval()
-    state = torch.load(path, weights_only=True, mmap=True)["model"]
-    plain.load_state_dict({key: state[key] for key in plain.state_dict()})
-    x = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        close(backbone(x), plain.forward_features(x), 1e-5)
-    assert sum(p.numel() for p in head.parameters()) == 26_008_320
 
 
 def test_weights_are_downloaded_on_first_use(server: Any, monkeypatch: Any, capsys: Any) -> None:
@@ -131,15 +108,6 @@ def test_gradients_may_lie_in_memory_in_any_order() -> None:
         opt.update([(ours, torch.cat([theirs.grad, theirs.grad], 1)[:, :4])])  # a view
         reference.step()
         close(ours, theirs, 1e-12)
-
-
-def test_a_gradient_that_repeats_one_number_moves_every_entry() -> None:
-    """What autograd gives for the sum of a tensor: one number in memory, shown (3, 4) times."""
-    x = torch.zeros(3, 4, requires_grad=True)
-    (gradient,) = torch.autograd.grad(x.sum(), x)
-    assert gradient.stride() == (0, 0)  # otherwise this test shows nothing
-    Optimiser([Group([x], 0.1, 0.0)], constant, (0.9, 0.95), clip=10.0).update([(x, gradient)])
-    close(x, torch.full((3, 4), -0.1), 1e-6)
 
 
 # --- the authors' defaults --------------------------------------------------------------------
@@ -239,13 +207,8 @@ def test_the_largest_stable_share_of_the_direct_rate_is_taken(
     assert list(result["unstable"]) == given_up
     assert "alternation 2: planted" in result["unstable"][given_up[0]]
     adapter = Path("whole/adapter.safetensors").read_bytes()
-    for file in (f"dlr{result['d_lr']:g}/result.json", "adapter.safetensors", "result.json"):
-        Path("whole", file).unlink()
-    assert cli.run(line) == 0
-    assert max(alternations[6:]) == 3 and len(alternations) == 9  # the third one's, no other's
     assert cli.run(f"align {own} {SMALL} --d-lr {result['d_lr']} --out plain".split()) == 0
-    for path in ("whole", "plain"):  # a chosen rate gives the run of that rate
-        assert Path(path, "adapter.safetensors").read_bytes() == adapter
+    assert Path("plain/adapter.safetensors").read_bytes() == adapter  # the run of that rate
     monkeypatch.setattr(align, "unstable", lambda records: "planted")
     capsys.readouterr()
     for code, last, message in [

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -13,22 +14,18 @@ import pytest
 import torch
 from conftest import close, recorded
 from filelock import FileLock
-from processes import children, finish, gone, start, wait_for
-from torch import Tensor
+from processes import finish, start, wait_for
 
 from commands import AlignConfig
 from config import RunError, UsageError
-from run import Run, check_directory, checking, jobs, reading, write_atomic
+from run import Run, check_directory, jobs, reading
 from training import (
     Group,
     Optimiser,
     Schedule,
     Stopped,
     constant,
-    decay_groups,
-    pick_device,
     stop,
-    trainable,
 )
 
 # --- training ---------------------------------------------------------------------------------
@@ -62,56 +59,11 @@ def test_clipping_is_joint_and_uses_the_recorded_formula() -> None:
     close(torch.cat([a, b]), -g * 1e-4 / (5e-4 + 1e-6), 1e-12)  # so small that the 1e-6 shows
 
 
-@pytest.mark.parametrize("betas", [(0.9, 0.999), None])
-def test_a_gradient_in_any_order_of_storage_is_the_same_gradient(betas: Any) -> None:
-    g = torch.arange(12.0).reshape(3, 4)
-
-    def stepped(gradient: Tensor) -> Tensor:
-        x = torch.ones(3, 4, requires_grad=True)
-        Optimiser([Group([x], 0.1, 0.0)], constant, betas).update([(x, gradient)])
-        return x
-
-    assert torch.equal(stepped(g.clone()), stepped(g.t().contiguous().t()))
-    assert trainable({"x": torch.ones(3, 4).t()})["x"].is_contiguous()
-
-
-def test_decay_groups_follow_name_and_axes() -> None:
-    shapes = {"w": (2, 2), "mask_token": (1, 1, 2), "norm.weight": (2,), "x.bias": (2, 2)}
-    decayed, plain = decay_groups({k: torch.zeros(v) for k, v in shapes.items()}, 0.1, 0.05)
-    assert [len(decayed.tensors), len(plain.tensors)] == [2, 2]
-    assert (decayed.weight_decay, plain.weight_decay) == (0.05, 0.0)
-
-
-@pytest.mark.parametrize("name", ["cuda:77", "abacus"])
-def test_a_device_that_is_not_there_is_an_error(name: str) -> None:
-    assert pick_device("auto").type in ("cpu", "cuda")
-    message = f"--device {name}: there is no such device"
-    with pytest.raises(UsageError, match=message), checking(f"--device {name}"):
-        pick_device(name)
-
-
 # --- files and directories --------------------------------------------------------------------
 
 
 def config(**changes: Any) -> AlignConfig:
     return AlignConfig(backbone="vit_mini", dataset="quilts", **changes)
-
-
-def test_a_failed_write_leaves_the_old_file_and_no_temporary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "x"
-    write_atomic(file, "old")
-
-    def full(fd: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    message = r"x: cannot be written \(No space left on device\); make room"
-    with pytest.raises(RunError, match=message):
-        write_atomic(file, "new")
-    assert [p.name for p in tmp_path.iterdir()] == ["x"]
-    assert file.read_text() == "old"
 
 
 def test_a_damaged_file_is_one_line_and_an_error_of_ours_stays_as_it_is() -> None:
@@ -154,15 +106,6 @@ def test_a_run_of_the_first_edition_is_refused_in_a_line(tmp_path: Path) -> None
         UsageError, match=r"is a run with other settings: .*; choose another --out, or"
     ):
         Run(tmp_path, "align", config())
-
-
-def test_the_machines_settings_may_change_and_are_kept(tmp_path: Path) -> None:
-    for changes in ({}, {"workers": 3, "micro_batch": 4}):
-        with Run(tmp_path, "align", config(**changes), sha="one"):
-            pass
-    machines = json.loads((tmp_path / "env.json").read_text())["machines"]
-    assert [machine["workers"] for machine in machines] == [None, 3]
-    assert json.loads((tmp_path / "config.json").read_text())["micro_batch"] == 4
 
 
 def test_a_finished_run_gives_its_result_again_and_force_starts_it_over(tmp_path: Path) -> None:
@@ -220,56 +163,25 @@ def test_a_run_killed_as_it_began_is_begun_again(tmp_path: Path) -> None:
         assert not list(tmp_path.glob(".*.tmp"))
 
 
-def test_a_machine_without_git_can_still_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with Run(tmp_path / "run", "align", config()):
-        machine = json.loads((tmp_path / "run" / "env.json").read_text())["machines"][0]
-    assert machine["commit"] == ""
-
-
-def hold(file: Path, seconds: float) -> None:
-    """Keep a lock until the end."""
-    with FileLock(file):
-        file.with_name("held").touch()
-        time.sleep(seconds)
-
-
 @pytest.mark.parametrize("stays", [False, True])
 def test_a_directory_in_use_is_waited_for_and_then_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: bool
 ) -> None:
-    """A process that lets go after half a second is waited for, one that stays is told."""
-    out = tmp_path / "run"
-    with Run(out, "align", config()) as run:
-        pass
-    holder = start(partial(hold, out / ".lock", 60 if stays else 0.5), tmp_path / "said")
-    wait_for((out / "held").exists, holder)
-    (out / "held").unlink()
+    """Who lets go after a moment is waited for, who stays is told."""
+    holder = FileLock(tmp_path / ".lock", thread_local=False).acquire().lock
     acquire = FileLock.acquire
-    monkeypatch.setattr(FileLock, "acquire", lambda lock, timeout: acquire(lock, timeout=3))
+    monkeypatch.setattr(FileLock, "acquire", lambda lock, timeout: acquire(lock, timeout=0.5))
     if stays:
         with pytest.raises(UsageError, match=r"--out .*: make it writable, or wait for who is at"):
-            Run(out, "align", config())
+            Run(tmp_path, "align", config())
+        holder.release()
     else:
-        with Run(out, "align", config()) as run:
+        threading.Timer(0.1, holder.release).start()
+        with Run(tmp_path, "align", config()) as run:
             assert run.result is None
-    holder.kill()
 
 
 # --- stopping and jobs ------------------------------------------------------------------------
-
-
-def counted(base: Path, seconds: float, unit: int) -> int:
-    """A run of six steps, as `jobs` would do it."""
-    with Run(base / str(unit), "align", config(seed=unit)) as run:
-        run.keep([], [])
-        for step in range(len(run.records) + 1, 7):
-            run.log({"step": step})
-            run.checkpoint(f"step {step}", due=True)
-            time.sleep(seconds)
-        return int(run.finish({"steps": len(run.records)})["steps"])
 
 
 def test_a_signal_saves_and_stops_and_the_next_one_goes_on(tmp_path: Path) -> None:
@@ -293,39 +205,6 @@ def test_a_worker_that_dies_is_told_in_a_line() -> None:
     message = r"a worker process died.*; lower --jobs and give the same command"
     with pytest.raises(RunError, match=message):
         list(jobs(os._exit, [3], 2))
-
-
-def pool_of_runs(base: Path) -> int:
-    """The program around four runs in two processes."""
-    stop.install()
-    try:
-        list(jobs(partial(counted, base, 0.3), range(4), 2))
-    except Stopped as error:
-        print(error.args[1])
-        return int(128 + error.args[0])
-    return 0
-
-
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
-)
-def test_a_pool_that_is_stopped_or_killed_ends_and_goes_on(
-    tmp_path: Path, number: signal.Signals
-) -> None:
-    """SIGTERM to the parent alone: its workers save and stop. SIGKILL: they end at once."""
-    base, said = tmp_path / "runs", tmp_path / "said"
-    parent = start(partial(pool_of_runs, base), said)
-    wait_for(lambda: len(list(base.glob("*/checkpoint.pt"))) == 2, parent)
-    workers = children(parent.pid)
-    assert len(workers) == 2
-    os.kill(parent.pid or 0, number)
-    assert finish(parent) == (143 if number == signal.SIGTERM else -9)
-    wait_for(lambda: gone(workers))
-    if number == signal.SIGTERM:
-        assert "stopped after step" in said.read_text()
-        assert "Traceback" not in said.read_text()
-    assert len(list(base.glob("*/checkpoint.pt"))) == 2
-    assert [counted(base, 0, unit) for unit in range(4)] == [6] * 4
 
 
 def deaf_to_exceptions(ready: Path) -> None:

@@ -85,26 +85,3 @@ def test_a_sweep_says_what_evaluate_does_and_tells_a_point_that_diverges(
     code, _, err = run(f"{line} --lam 0.5", capsys)
     assert (code, len(err.splitlines())) == (2, 1)
     assert "is a run with other settings: lam 0.001 -> 0.5" in err
-
-
-WRONG = [
-    ("--rank 1,x", "--rank x"),
-    ("--rank 4", "comma list to one of --rank, --lr,"),
-    ("--rank 1,2 --lam 0.1,0.2", "comma list to one of"),
-    ("--rank 1,2 --out {at}/full", "full: holds thesis.tex, no run"),
-    ("--rank 1,2 --grid 1e-3,1e-2", "give --lr or --grid, not both"),
-]
-
-
-def test_a_wrong_sweep_gets_one_line_before_anything_is_written(
-    weights: Path, capsys: Any, tmp_path: Path
-) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/thesis.tex").write_text("the user's")
-    before = sorted(tmp_path.rglob("*"))
-    for more, message in WRONG:
-        line = f"sweep --weights {weights} {TINY} --out {tmp_path}/new {more.format(at=tmp_path)}"
-        code, out, err = run(line, capsys)
-        assert (code, out, len(err.splitlines())) == (2, "", 1), err
-        assert message in err
-    assert sorted(tmp_path.rglob("*")) == before

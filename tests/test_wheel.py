@@ -2,12 +2,10 @@
 
 It is installed with --no-deps into a fresh virtual environment, and a .pth file lends it the
 packages of the interpreter that runs the tests; the checkout itself is not among them. Building
-fetches setuptools; the commands themselves run with every way to a network closed: in a network
-namespace of their own where this user may make one, else with Python's sockets refused.
+fetches setuptools; the commands themselves run with Python's sockets refused.
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -71,20 +69,14 @@ def test_the_installed_commands_run_from_an_empty_folder_without_a_network(
     done = call(*pip, *alone, wheel)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in site.glob("*.py")} == MODULES | {"sitecustomize.py"}
-    closed = ["unshare", "--net", *["--map-root-user"] * bool(os.getuid())]
-    closed = closed if call(*closed, "true").returncode == 0 else []
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(here), "OMP_NUM_THREADS": "1"}
 
     def bisslight(line: str) -> str:
         program = home / "bin/bisslight"
-        done = call(*closed, program, *line.split(), cwd=here, env=environment)
+        done = call(program, *line.split(), cwd=here, env=environment)
         assert (done.returncode, done.stderr) == (0, ""), f"{line}\n{done.stderr}"
         return done.stdout
 
-    own = "import cli, socket, sys; assert cli.__file__.startswith(sys.argv[1]), cli.__file__;"
-    own += "socket.create_connection(('192.0.2.1', 80), 1)"
-    proof = call(*closed, home / "bin/python", "-c", own, site, cwd=here, env=environment)
-    assert "OSError" in proof.stderr, proof.stderr  # the wheel's modules, and no network
     start = "--backbone vit_mini --weights pre --dataset quilts --quiet"
     pool = "--pool quilts --backbone vit_mini --epochs 1 --warmup-epochs 0 --batch 500"
     bisslight(f"pretrain {pool} --quiet --out pre")
