@@ -72,9 +72,12 @@ class Model:
         backbone, self.pretext_head, self.arch, channels = load_backbone(cfg)
         self.backbone, self.digest = backbone.to(self.device), sha256(weights_of(cfg))
         self.backbone.recompute = cfg.recompute
+        size = self.arch.image_size
+        if "quilts" in (cfg.dataset, getattr(cfg, "pool", None)) and size != 16:
+            raise UsageError(f"quilts have 16 px, the backbone wants {size}; use other images")
         mean, std = channels or (self.task.mean, self.task.std)
         cut = cfg.augment, cfg.min_crop, cfg.d_interpolation
-        self.transform = Transform(self.arch.image_size, mean, std, *cut)
+        self.transform = Transform(size, mean, std, *cut)
 
     def head(self, seed: int, purpose: str) -> tuple[Phi, DownstreamLoss, Phi]:
         """A fresh φ_D (App. C.2), its L^D, and its BatchNorm's statistics ({} without one)."""
