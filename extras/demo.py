@@ -128,7 +128,7 @@ def show(axes: Any, image: Tensor) -> None:
     axes.imshow(image.clamp(0, 1).permute(1, 2, 0).numpy(), cmap="Blues", vmin=-0.3, vmax=1.3)
 
 
-TIME = "about three minutes on two free cores"
+TIME = "three to six minutes on two free cores"
 ELSEWHERE = (
     "on four drawn sets, with λ = 0.01, the gain was +2.5 to +7.5 points; fine-tuning alone for as "
     "long gave half to two thirds of it, and no curvature all of it (results/demo.md)"
