@@ -31,6 +31,8 @@ CURVES = {  # keys of metrics.jsonl, and what they are
     "distance": "|θ_P − θ_D|",
     "q_over_g": "|q| / |g|",
     "cosine": "cosine of q and g",
+    "share": "share of |g|² in the span of G",
+    "removed": "part of that share which the inverse removes",
     "val_P": "validation of θ_P (%)",
     "val_D": "validation of θ_D (%)",
     "val": "validation (%)",

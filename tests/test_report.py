@@ -55,7 +55,7 @@ def test_a_page_is_one_file_whose_pictures_decode_and_are_described(runs: Path, 
     outside = r"https?://|@import|url\(|src=\"(?!data:)|\son\w+="
     assert not re.search(f"{active}|{outside}", page.source)
     assert str(runs.parent) not in page.source  # no places of the machine it was made on
-    assert page.source.count("<img") == len(page.pictures) == 11
+    assert page.source.count("<img") == len(page.pictures) == 13
     for (src, _), alt in zip(page.pictures, page.alts, strict=True):
         data = base64.b64decode(src.removeprefix("data:image/png;base64,"), validate=True)
         with Image.open(io.BytesIO(data)) as picture:
