@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from config import Machine, UsageError
+from config import Machine, RunError, UsageError
 from paper import Reported, reported
 
 Arm = dict[str, Any]  # of result.json; `test` and `right` of all its runs; settings, paper, name
@@ -58,6 +58,8 @@ def score(
     if targets.ndim == 2:
         columns = zip(z.T, targets.T, strict=True)  # a class that no image shows counts nowhere
         each_ap = [average_precision(x, y) for x, y in columns if (y == 1).any()]
+        if not each_ap:
+            raise RunError("mAP: no class has a positive image in this split")
         return Score(100 * fmean(each_ap), mean)
     right = (z.argmax(1) == targets).double()
     each = torch.stack([right[targets == k].mean() for k in targets.unique()])
@@ -106,9 +108,11 @@ def compare(arm: Sequence[int], against: Sequence[int]) -> Comparison:
     sets = Counter({(0, 0): 1})  # (size, sum) -> how many sets have it
     for number in pooled:
         for (size, total), count in [*sets.items()]:
-            sets[size + 1, total + number] += count
-    apart = {x: abs(x * len(pooled) - n * sum(pooled)) for size, x in sets if size == n}  # of means
-    extreme = sum(sets[n, total] for total, far in apart.items() if far >= apart[sum(arm)])
+            if size < n:  # larger sets are not asked for
+                sets[size + 1, total + number] += count
+    # n m times the distance of the two means, by the sum of the n numbers
+    distance = {x: abs(x * len(pooled) - n * sum(pooled)) for size, x in sets if size == n}
+    extreme = sum(sets[n, total] for total, d in distance.items() if d >= distance[sum(arm)])
     p = extreme / splits if len(pooled) > 2 else None
     return Comparison(fmean(arm) - fmean(against), p, splits)
 

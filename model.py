@@ -144,9 +144,9 @@ class Model:
         yield from trained(loss, opt, examples, piece, self.cfg.micro_batch, self.cfg.amp, purpose)
 
     def check(self, flag: str, batch: int, out: Path) -> None:
-        """Refuse (UsageError) batches that a BatchNorm head or the processes cannot share; then,
+        """Refuse (UsageError) batches that a BatchNorm head or the processes cannot share.
 
-        before a run begins, decode its validation and test images once (ImageError).
+        Before a run begins, also decode its validation and test images once (ImageError).
         """
         norm, last = self.cfg.head == "batchnorm", len(self.task.train.targets) % batch or batch
         least = max(2, world_size()) if norm else world_size()

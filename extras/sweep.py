@@ -46,24 +46,23 @@ def sweep(
     """
     pyplot()  # tells that matplotlib is missing before the long work
     (name,), points = cfg.swept, grid(cfg, out)
-    with Run(out, "sweep", cfg, force) as directory:
-        pass  # other settings are refused
     diverged: dict[str, str] = {}
-    for path, config in {k: v for runs in points.values() for k, v in runs.items()}.items():
-        start = getattr(config, "start", None)
-        if start and not (start / "adapter.safetensors").exists():
-            continue  # that diverged
-        command: Any = align if isinstance(config, AlignConfig) else finetune
-        try:
-            command(config, path, force=force, track=track)
-        except Diverged as error:
-            diverged[path.relative_to(out).as_posix()] = str(error)
     rows: list[dict[str, Any]] = []
-    for value, runs in points.items():
-        done = [path for path in [*runs][1:] if (path / "result.json").exists()]
-        rows += [{name: value} | simple(row) for row in evaluate(done).arms]
-    found = {"dataset": Path(cfg.dataset).name, "rows": rows, "diverged": diverged}
-    directory.write("sweep.json", json.dumps(found, indent=1))
+    with Run(out, "sweep", cfg, force) as directory:  # other settings are refused
+        for path, config in {k: v for runs in points.values() for k, v in runs.items()}.items():
+            start = getattr(config, "start", None)
+            if start and not (start / "adapter.safetensors").exists():
+                continue  # that diverged
+            command: Any = align if isinstance(config, AlignConfig) else finetune
+            try:
+                command(config, path, force=force, track=track)
+            except Diverged as error:
+                diverged[path.relative_to(out).as_posix()] = str(error)
+        for value, runs in points.items():
+            done = [path for path in [*runs][1:] if (path / "result.json").exists()]
+            rows += [{name: value} | simple(row) for row in evaluate(done).arms]
+        found = {"dataset": Path(cfg.dataset).name, "rows": rows, "diverged": diverged}
+        directory.write("sweep.json", json.dumps(found, indent=1))
     save(*draw(rows, name), out / "sweep.png")
     return found
 

@@ -14,7 +14,7 @@ import torch
 from conftest import recorded, shared
 
 import paper
-from config import UsageError
+from config import RunError, UsageError
 from data import rng
 from evaluate import average_precision, compare, evaluate, read_arm, score
 from lora import cross_entropy
@@ -236,3 +236,9 @@ def test_the_papers_tables_are_copied_right() -> None:
     memory = re.findall(r"\\\((\d+)\\\) GB", table_of("tab:memory_single_gpu"))
     gigabytes = [x for row in paper.MEMORY_GB.values() for x in row.values()]
     assert [int(x) for x in memory] == gigabytes
+
+
+def test_a_split_without_a_positive_image_is_told() -> None:
+    labels = torch.tensor([[-1, 0], [-1, -1]])
+    with pytest.raises(RunError, match="no class has a positive image"):
+        score(lambda x: x, [(torch.zeros(2, 2), labels)], lambda z, y: z.sum(1))
