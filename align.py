@@ -29,10 +29,10 @@ from run import Run, check_directory, read_json, typed
 from training import (
     Group,
     Optimiser,
-    Schedule,
     Track,
     constant,
     decay_groups,
+    schedule,
     trainable,
     untracked,
     world_size,
@@ -179,7 +179,7 @@ def begin(
     leaves = trainable({"P": theta, "D": theta}, theta.device)
     phi_P = trainable(pretext.phi, theta.device)
     lower, upper = (
-        Schedule(cfg.alternations * n, cfg.warmup * n, cfg.end_lr)
+        schedule(cfg.alternations * n, cfg.warmup * n + 1, cfg.end_lr)
         for n in (cfg.lower_steps, cfg.upper_steps)
     )
     groups = [Group([leaves["P"]], cfg.p_lr, cfg.p_weight_decay)]

@@ -80,11 +80,12 @@ def absolute(path: Path | str) -> Path:
 
 
 def known(*names: str) -> AfterValidator:
-    """One of these names, or KIND:SOMETHING, whose path is made absolute."""
+    """One of these names, or KIND:SOMETHING if one is like that; its path is made absolute."""
+    free = any(":" in name for name in names)
 
     def check(name: str) -> str:
         kind, _, path = name.partition(":")
-        if kind == name and name not in names:
+        if name not in names and (kind == name or not free):
             raise ValueError(f"is unknown, {nearest(name, names)}")
         if ".py:" in name:
             return str(absolute(name))
@@ -164,8 +165,8 @@ class Machine(Common):
 class Shape(Settings):
     """Model: the network and what it is pretrained with."""
 
-    backbone: Annotated[str, known(*BACKBONES, "timm:NAME")]
-    """ψ: vit_mini, vit_b16, vit_l16, vit_h14, or for finetune timm:NAME. [App. C.1]"""
+    backbone: Annotated[str, known(*BACKBONES)]
+    """ψ: vit_mini, vit_b16, vit_l16, vit_h14. [App. C.1]"""
     pretext: Annotated[str, known("mae", "ijepa", "FILE.py:Class")] = "mae"
     """Pretext task: mae, ijepa, or one of your own as FILE.py:Class. [App. C.3, D.1]"""
     image_size: PositiveInt | None = None

@@ -26,7 +26,7 @@ from data import Task, rng
 from lora import init_theta, load_adapter, save_adapter
 from model import Model, own_names
 from run import Run, check_directory, checking, jobs, sha256, typed
-from training import Group, Optimiser, Schedule, Track, trainable, untracked
+from training import Group, Optimiser, Track, schedule, trainable, untracked
 from weights import load_theta
 
 LOG = logging.getLogger("bisslight")
@@ -249,9 +249,9 @@ def peft(
         phi_D, loss_D, stats = m.head(cfg.seed, "peft head")
         leaves = trainable({"theta": theta}, m.device) | phi_D
         steps = -(-len(m.task.train.targets) // cfg.batch)
-        schedule = Schedule(cfg.epochs * steps, cfg.warmup_epochs * steps, cfg.end_lr)
+        rates = schedule(cfg.epochs * steps, cfg.warmup_epochs * steps + 1, cfg.end_lr)
         betas = None if cfg.optimizer == "sgd" else (0.9, 0.999)
-        opt = Optimiser([Group([*leaves.values()], lr, cfg.weight_decay)], schedule, betas)
+        opt = Optimiser([Group([*leaves.values()], lr, cfg.weight_decay)], rates, betas)
         now = leaves | stats
         best = {name: tensor.detach().clone() for name, tensor in now.items()}
         run.keep([*now.values(), *best.values()], [opt])

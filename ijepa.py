@@ -16,7 +16,7 @@ token (`lora.Backbone`). The networks' tensors have the official names and shape
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -227,46 +227,22 @@ class Predictor(nn.Module):
 
 
 @torch.no_grad()
-def init(networks: Sequence[tuple[nn.Module, Tensor]], rng: torch.Generator) -> None:
-    """I-JEPA's initialisation of new networks, in place; pairs of network and position table.
+def init(networks: Sequence[nn.Module], rng: torch.Generator) -> None:
+    """I-JEPA's initialisation of new networks, in place; position tables are left to the caller.
 
     Matrices and mask token are normal with deviation 0.02, truncated at ±2; the output matrices of
     attention and MLP in layer l = 1, 2 ... are then divided by √(2 l).
-    Position tables have no row for a class token: (1, L, width).
     """
-    for module in (m for network, _ in networks for m in network.modules()):
+    both = nn.ModuleList(networks)
+    for module in both.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
             nn.init.trunc_normal_(module.weight, std=0.02, generator=rng)
             nn.init.zeros_(module.bias)  # type: ignore[arg-type]
-    for network, positions in networks:
-        for name, tensor in network.state_dict().items():
-            if name == "mask_token":
-                nn.init.trunc_normal_(tensor, std=0.02, generator=rng)
-            elif name.endswith("pos_embed"):
-                tensor.copy_(positions)
-            elif name.endswith(("attn.proj.weight", "mlp.fc2.weight")):
-                tensor.div_(math.sqrt(2 * (1 + int(name.split(".")[1]))))  # blocks.0.attn...
-
-
-def schedule(total: int, warmup: int, start: float, end: float) -> Callable[[int, float], float]:
-    """I-JEPA's rate of step k = 1, 2 ...: a line from start · base (k = 0), then half a cosine."""
-
-    def rate(k: int, base: float) -> float:
-        if k < warmup:
-            return base * (start + k / warmup * (1 - start))
-        return end + (base - end) * half_cosine((k - warmup) / max(1, total - warmup))
-
-    return rate
-
-
-def decay_schedule(total: int, first: float, last: float) -> Callable[[int, float], float]:
-    """I-JEPA's decay of step k: half a cosine from `first`, the base, to `last`; 0 stays 0."""
-    return lambda k, base: (last + (first - last) * half_cosine(k / total)) * (base > 0)
-
-
-def half_cosine(share: float) -> float:
-    """From 1 at share 0 to 0 at share 1."""
-    return 0.5 * (1 + math.cos(math.pi * share))
+    for name, tensor in both.state_dict().items():
+        if name.endswith("mask_token"):
+            nn.init.trunc_normal_(tensor, std=0.02, generator=rng)
+        elif name.endswith(("attn.proj.weight", "mlp.fc2.weight")):
+            tensor.div_(math.sqrt(2 * (1 + int(name.split(".")[2]))))  # 1.blocks.0.attn...
 
 
 def split_state(state: Any, base: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

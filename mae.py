@@ -12,7 +12,7 @@ The backbone is a function (images, theta, keep) -> tokens of the patches `keep`
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -171,38 +171,21 @@ class Decoder(nn.Module):
 
 
 @torch.no_grad()
-def init(networks: Sequence[tuple[nn.Module, Tensor]], rng: torch.Generator) -> None:
-    """MAE's initialisation of new networks, in place; pairs of network and position table.
+def init(networks: Sequence[nn.Module], rng: torch.Generator) -> None:
+    """MAE's initialisation of new networks, in place; position tables are left to the caller.
 
     Both networks before pretraining; the decoder alone where the backbone has been trained, as in
     the released program. Matrices and convolutions are Xavier-uniform, class and mask token normal
-    with deviation 0.02. Position tables have a row for the class token: (1, 1 + L, width).
+    with deviation 0.02.
     """
-    for module in (m for network, _ in networks for m in network.modules()):
+    both = nn.ModuleList(networks)
+    for module in both.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
             nn.init.xavier_uniform_(module.weight.flatten(1), generator=rng)
             nn.init.zeros_(module.bias)  # type: ignore[arg-type]
-    for network, positions in networks:
-        for name, tensor in network.state_dict().items():
-            if name in ("cls_token", "mask_token"):
-                tensor.normal_(std=0.02, generator=rng)
-            elif name.endswith("pos_embed"):
-                tensor.copy_(positions)
-
-
-def schedule(
-    epochs: float, warmup: float, steps_per_epoch: int, min_lr: float, start: float = 0.0
-) -> Callable[[int, float], float]:
-    """MAE's rate of step k = 1, 2 ...: a line from start · base to base, then half a cosine."""
-
-    def rate(k: int, base: float) -> float:
-        epoch = (k - 1) / steps_per_epoch
-        if epoch < warmup:
-            return base * (start + (1 - start) * epoch / warmup)
-        angle = math.pi * ((epoch - warmup) / (epochs - warmup))
-        return min_lr + (base - min_lr) * 0.5 * (1 + math.cos(angle))
-
-    return rate
+    for name, tensor in both.state_dict().items():
+        if name.endswith(("cls_token", "mask_token")):
+            tensor.normal_(std=0.02, generator=rng)
 
 
 def split_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

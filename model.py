@@ -54,7 +54,7 @@ from lora import (
 from paper import memory_of
 from run import checking, sha256
 from training import Optimiser, gather, pick_device, share, trainable, world_size
-from weights import OFFICIAL, load_backbone, pretext_task, random_decoder, weights_of
+from weights import OFFICIAL, build_head, initialise, load_backbone, pretext_task, weights_of
 
 SCORED = 256  # images that are looked at together in validation and test
 Config = AlignConfig | FinetuneConfig
@@ -69,15 +69,14 @@ class Model:
         if isinstance(cfg, AlignConfig):
             self.pool: Pool = pool or named(cfg, "pool")
         self.amp = cfg.amp and self.device.type == "cuda"
-        backbone, self.pretext_head, self.arch, channels = load_backbone(cfg)
+        backbone, self.pretext_head, self.arch = load_backbone(cfg)
         self.backbone, self.digest = backbone.to(self.device), sha256(weights_of(cfg))
         self.backbone.recompute = cfg.recompute
         size = self.arch.image_size
         if "quilts" in (cfg.dataset, getattr(cfg, "pool", None)) and size != 16:
             raise UsageError(f"quilts have 16 px, the backbone wants {size}; use other images")
-        mean, std = channels or (self.task.mean, self.task.std)
         cut = cfg.augment, cfg.min_crop, cfg.d_interpolation
-        self.transform = Transform(size, mean, std, *cut)
+        self.transform = Transform(size, self.task.mean, self.task.std, *cut)
 
     def head(self, seed: int, purpose: str) -> tuple[Phi, DownstreamLoss, Phi]:
         """A fresh φ_D (App. C.2), its L^D, and its BatchNorm's statistics ({} without one)."""
@@ -94,7 +93,8 @@ class Model:
             return own_class(cfg.pretext)(self.backbone, cfg, rng(cfg.seed, "pretext"))
         head: Any = self.pretext_head
         if cfg.pretext == "mae" and cfg.decoder == "random":
-            head = random_decoder(self.arch, rng(cfg.seed, "decoder"))
+            head = build_head(self.arch, "mae")
+            initialise([head], "mae", rng(cfg.seed, "decoder"))
         with checking(f"--pretext {cfg.pretext}"):
             steps = cfg.alternations * cfg.lower_steps
             return pretext_task(cfg, self.backbone, head.to(self.device), steps, theta)

@@ -1,6 +1,6 @@
 """What a training loop stands on; knows no method and lifts alone.
 
-    Schedule     warm-up, then half a cosine (App. C.2, C.3)
+    schedule     warm-up, then half a cosine (App. C.2, C.3; MAE's and I-JEPA's too)
     Optimiser    AdamW or SGD with a schedule and clipping: opt_P and opt_D of Algorithm 1
     processes    those that torchrun starts share every batch; `bisslight.gradients` adds them up
     `stop`       Ctrl-C and its like: finish the alternation or epoch, save, leave
@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from ctypes import c_int
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -28,31 +27,34 @@ T = TypeVar("T")
 # --- optimisers -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Linear warm-up, then half a cosine (App. C.2, C.3; the exact form is the released one)."""
+def schedule(
+    total: float, warmup: float, end: float, start: float = 0.0
+) -> Callable[[float, float], float]:
+    """A line, then half a cosine (App. C.2, C.3; the exact form is the released one).
 
-    total: int  # N, optimiser steps
-    warmup: int  # W
-    end: float  # e, the rate of the last step
+    Returns the rate of step k from the base rate b. With N = total, w = warmup, e = end, s = start:
 
-    def __call__(self, k: int, base: float) -> float:
-        """Rate of step k = 1 .. N from the base rate b.
+        k < w:  s b + (b − s b) k / w
+        k ≥ w:  c b + (1 − c) e,   c = (1 + cos(π (k − w) / (N − w))) / 2
 
-            k ≤ W:  b k / (W + 1)
-            k > W:  c b + (1 − c) e,   c = (1 + cos(π (k − W − 1) / (N − W − 1))) / 2
+    The paper's W steps of warm-up are w = W + 1, for k = 1 .. N: step W + 1 has the base rate. MAE
+    counts its steps from 0, I-JEPA from 1; both start at a share s of the base rate.
 
-        >>> [round(Schedule(total=5, warmup=1, end=0.0)(k, 1.0), 3) for k in range(1, 6)]
-        [0.5, 1.0, 0.75, 0.25, 0.0]
-        """
-        if k <= self.warmup:
-            return base * k / (self.warmup + 1)
-        after, last = k - self.warmup - 1, max(1, self.total - self.warmup - 1)
-        c = (1 + math.cos(math.pi * after / last)) / 2
-        return c * base + (1 - c) * self.end
+    >>> rate = schedule(total=5, warmup=2, end=0.0)
+    >>> [round(rate(k, 1.0), 3) for k in range(1, 6)]
+    [0.5, 1.0, 0.75, 0.25, 0.0]
+    """
+
+    def rate(k: float, base: float) -> float:
+        if k < warmup:
+            return start * base + (base - start * base) * k / warmup
+        c = (1 + math.cos(math.pi * (k - warmup) / max(1, total - warmup))) / 2
+        return c * base + (1 - c) * end
+
+    return rate
 
 
-def constant(k: int, base: float) -> float:
+def constant(k: float, base: float) -> float:
     """The same at every step."""
     return base
 
@@ -67,11 +69,11 @@ class Group(NamedTuple):
 
 def decay_groups(named: Mapping[str, Tensor], lr: float, weight_decay: float) -> list[Group]:
     """Rule of MAE and I-JEPA: vectors and biases are not decayed (the mask token is, it is 3-D)."""
-    plain = {name for name, tensor in named.items() if tensor.ndim <= 1 or name.endswith(".bias")}
-    return [
-        Group([named[name] for name in named if name not in plain], lr, weight_decay),
-        Group([named[name] for name in named if name in plain], lr, 0.0),
-    ]
+    decayed, plain = Group([], lr, weight_decay), Group([], lr, 0.0)
+    for name, tensor in named.items():
+        group = plain if tensor.ndim <= 1 or name.endswith(".bias") else decayed
+        group.tensors.append(tensor)
+    return [decayed, plain]
 
 
 class Optimiser:
@@ -79,7 +81,7 @@ class Optimiser:
 
     Args:
         groups: what is trained; tensors are updated in place.
-        schedule: (step from 1, base rate) -> rate; decay: the same for the weight decay.
+        schedule: (step from 1, base rate) -> rate; decay: the same for a weight decay above 0.
         betas: AdamW's; None is SGD with momentum 0.9, as released.
         clip: largest L2 norm of all gradients together; None: no clipping.
     """
@@ -87,14 +89,14 @@ class Optimiser:
     def __init__(
         self,
         groups: Iterable[Group],
-        schedule: Callable[[int, float], float],
+        schedule: Callable[[float, float], float],
         betas: tuple[float, float] | None,
         clip: float | None = None,
-        decay: Callable[[int, float], float] = constant,
+        decay: Callable[[float, float], float] = constant,
     ) -> None:
         self.schedule, self.clip, self.decay, self.step = schedule, clip, decay, 0
         self.groups = [group for group in groups if group.tensors]
-        params = [{"params": group.tensors} for group in self.groups]
+        params = [{"params": x.tensors, "weight_decay": x.weight_decay} for x in self.groups]
         self.torch: torch.optim.Optimizer
         if betas is None:
             self.torch = torch.optim.SGD(params, lr=0.0, momentum=0.9)
@@ -116,7 +118,8 @@ class Optimiser:
         self.step += 1
         for params, group in zip(self.torch.param_groups, self.groups, strict=True):
             params["lr"] = self.schedule(self.step, group.lr)
-            params["weight_decay"] = self.decay(self.step, group.weight_decay)
+            if group.weight_decay:
+                params["weight_decay"] = self.decay(self.step, group.weight_decay)
         self.torch.step()
         self.torch.zero_grad()
         return norm

@@ -1,6 +1,6 @@
 """Checkpoints: where they are, what they hold, and the network of f_θ made of them (App. C.1).
 
-    load_backbone  an MAE or I-JEPA checkpoint, official or of `pretrain`, or any timm ViT's weights
+    load_backbone  an MAE or I-JEPA checkpoint, official or of `pretrain`
     fetch          its file; an official one is downloaded on first use
     load_theta     θ from an align run, an adapter file, or a LoRA file of the released program
     sincos         the position table that MAE and I-JEPA share
@@ -9,25 +9,25 @@ Raises UsageError for a wrong setting; a wrong file also raises ValueError or OS
 """
 
 import json
+import math
 import sys
 import warnings
 import zipfile
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import timm
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import ijepa
 import mae
-from config import BACKBONES, Arch, Model, Shape, UsageError, nearest
-from lora import Backbone, check_vit, from_factors, load_adapter
+from config import BACKBONES, Arch, Model, Shape, UsageError
+from lora import Backbone, from_factors, load_adapter
 
 MAE_FILES = "https://dl.fbaipublicfiles.com/mae/pretrain/mae_pretrain_vit_{}_full.pth"
 OFFICIAL = {  # (URL, size in MB) of the files that hold the pretext head, too
@@ -49,8 +49,10 @@ def weights_of(cfg: Model) -> Path:
             raise UsageError(f"--weights {cfg.weights}: is no checkpoint or finished pretrain run")
         return path
     if (cfg.backbone, cfg.pretext) not in OFFICIAL:
-        what = f"{cfg.backbone} with {cfg.pretext} needs a checkpoint"
-        raise UsageError(f"--weights FILE: {what}, of `bisslight pretrain` or a timm state dict")
+        raise UsageError(
+            f"--weights FILE: {cfg.backbone} with {cfg.pretext} needs a checkpoint, "
+            "of `bisslight pretrain` or in the official layout"
+        )
     name = OFFICIAL[cfg.backbone, cfg.pretext][0].rpartition("/")[2]
     return Path(torch.hub.get_dir()).resolve() / "checkpoints" / name
 
@@ -73,33 +75,26 @@ def fetch(cfg: Model) -> Path:
     return path
 
 
-def load_backbone(cfg: Model) -> tuple[Backbone, Any, Arch, Any]:
-    """ψ, frozen, and its pretext head, on the CPU; every key and shape is checked (UsageError).
+def load_backbone(cfg: Model) -> tuple[Backbone, Any, Arch]:
+    """f_ψ, frozen, MAE's decoder or I-JEPA's predictor, and the sizes, on the CPU.
 
-    Returns the backbone, MAE's decoder or I-JEPA's predictor (None for timm's), the sizes, and
-    mean and deviation of the channels that it was trained with (None: those of the dataset).
+    Every key and shape is checked (UsageError).
     """
     path = fetch(cfg)
     try:
         data = dict(read_tensors(path))
-        if cfg.backbone.startswith("timm:"):
-            vit, arch = timm_vit(cfg.backbone.removeprefix("timm:"), cfg.image_size)
-            trained: Any = vit.pretrained_cfg
-            head, channels = None, (trained["mean"], trained["std"])
-            encoder = {k: v for k, v in data.items() if not k.startswith("head.")}
+        if cfg.pretext == "ijepa":
+            encoder, found = ijepa.split_state(data, cfg.base)
         else:
-            jepa, channels = cfg.pretext == "ijepa", None
-            model = dict(data.get("model", data))
-            encoder, found = ijepa.split_state(data, cfg.base) if jepa else mae.split_state(model)
-            arch = arch_of(data, cfg)
-            with torch.device("meta"):
-                vit, head = build_vit(arch), build_head(arch, cfg.pretext)
-            assign(head, found)
+            encoder, found = mae.split_state(dict(data.get("model", data)))
+        arch = arch_of(data, cfg)
+        with torch.device("meta"):
+            vit, head = build_vit(arch), build_head(arch, cfg.pretext)
+        assign(head, found)
         assign(vit, encoder)
     except (ValueError, TypeError, OSError) as error:
         raise UsageError(f"--weights {path}: {error}") from error
-    backbone = Backbone(vit, cfg.alpha / cfg.rank).requires_grad_(False)
-    return backbone, head, arch, channels
+    return Backbone(vit, cfg.alpha / cfg.rank).requires_grad_(False), head, arch
 
 
 def read_tensors(path: Path) -> Any:
@@ -112,8 +107,10 @@ def read_tensors(path: Path) -> Any:
             warnings.simplefilter("ignore")  # of old formats; official files hold a Namespace
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # torch raises anything from EOFError to UnpicklingError
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
-        raise ValueError(f"{path.name} cannot be read as a checkpoint ({why})") from error
+        raise ValueError(
+            f"{path.name} cannot be read as a checkpoint "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:100]})"
+        ) from error
 
 
 def assign(network: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -139,8 +136,10 @@ def arch_of(data: Any, cfg: Shape) -> Arch:
             raise ValueError(f"was trained as {trained}, give --backbone {trained}")
     for name in ("image_size", "patch_size"):
         if getattr(cfg, name) not in (None, getattr(arch, name)):
-            flag = f"--{name.replace('_', '-')} {getattr(cfg, name)}"
-            raise ValueError(f"has {getattr(arch, name)} in place of {flag}; leave the option out")
+            raise ValueError(
+                f"has {getattr(arch, name)} in place of --{name.replace('_', '-')} "
+                f"{getattr(cfg, name)}; leave the option out"
+            )
     return arch
 
 
@@ -165,8 +164,10 @@ def build_vit(arch: Arch) -> VisionTransformer:
 
 
 def build_head(arch: Arch, pretext: str) -> nn.Module:
-    """h^P in the official sizes: I-JEPA's predictor, otherwise MAE's decoder."""
-    patches = side(arch) ** 2
+    """h^P in the official sizes: I-JEPA's predictor, otherwise MAE's decoder (ValueError)."""
+    if arch.image_size % arch.patch_size:
+        raise ValueError(f"{arch.image_size} px is not a multiple of patches of {arch.patch_size}")
+    patches = (arch.image_size // arch.patch_size) ** 2
     if pretext == "ijepa":
         size = arch.predictor_dim, arch.predictor_depth, arch.heads
         return ijepa.Predictor(arch.dim, patches, *size, arch.mlp_ratio)
@@ -174,11 +175,14 @@ def build_head(arch: Arch, pretext: str) -> nn.Module:
     return mae.Decoder(arch.dim, patches, arch.patch_size, *size, arch.mlp_ratio)
 
 
-def random_decoder(arch: Arch, rng: torch.Generator) -> nn.Module:
-    """MAE's decoder, drawn anew."""
-    decoder = build_head(arch, "mae")
-    mae.init([(decoder, sincos(arch.decoder_dim, side(arch)))], rng)
-    return decoder
+@torch.no_grad()
+def initialise(networks: Sequence[nn.Module], pretext: str, rng: torch.Generator) -> None:
+    """Start new networks in place as the task's authors do, with the fixed table of positions."""
+    (ijepa.init if pretext == "ijepa" else mae.init)(networks, rng)
+    for name, table in nn.ModuleList(networks).state_dict().items():
+        if name.endswith("pos_embed"):  # (1, n, width); I-JEPA has no row for a class token
+            n, width = table.shape[1:]
+            table.copy_(sincos(width, math.isqrt(n))[:, -n:])
 
 
 def pretext_task(
@@ -188,13 +192,6 @@ def pretext_task(
     if cfg.pretext == "mae":
         return mae.MAE(backbone, head, cfg.mask_ratio)
     return ijepa.IJEPA(backbone, head, cfg, (cfg.ema, steps), theta, teacher)
-
-
-def side(arch: Arch) -> int:
-    """Patches along a side of the image (ValueError where they do not fill it)."""
-    if arch.image_size % arch.patch_size:
-        raise ValueError(f"{arch.image_size} px is not a multiple of patches of {arch.patch_size}")
-    return arch.image_size // arch.patch_size
 
 
 def sincos(dim: int, side: int) -> Tensor:
@@ -207,18 +204,6 @@ def sincos(dim: int, side: int) -> Tensor:
     table = torch.cat([angle.sin(), angle.cos()], 1)  # (side, dim / 2)
     column, row = table.repeat(side, 1), table.repeat_interleave(side, 0)
     return torch.cat([torch.zeros(1, dim), torch.cat([column, row], 1)]).float()[None]
-
-
-def timm_vit(name: str, image_size: int | None) -> tuple[VisionTransformer, Arch]:
-    """Any plain timm ViT, for fine-tuning; ValueError for another kind of network."""
-    known: list[str] = timm.list_models("*")
-    if name.partition(".")[0] not in known:
-        raise UsageError(f"--backbone timm:{name}: timm has no such model, {nearest(name, known)}")
-    size: dict[str, Any] = {"img_size": image_size} if image_size else {}
-    vit: Any = check_vit(timm.create_model(name, pretrained=False, num_classes=0, **size))
-    image, patch = vit.patch_embed.img_size, vit.patch_embed.patch_size
-    heads, ratio = vit.blocks[0].attn.num_heads, vit.blocks[0].mlp.fc1.out_features / vit.embed_dim
-    return vit, Arch(vit.embed_dim, len(vit.blocks), heads, image[0], patch[0], ratio)
 
 
 # --- adapters -----------------------------------------------------------------------------------

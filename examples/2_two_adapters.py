@@ -26,8 +26,8 @@ from bisslight import value_and_grad
 from config import BACKBONES, Pretext
 from data import rng
 from lora import Backbone, factors, init_theta, merge
-from training import Group, Optimiser, Schedule
-from weights import build_head, build_vit, sincos
+from training import Group, Optimiser, schedule
+from weights import build_head, build_vit, initialise
 
 torch.set_num_threads(1)  # the network is too small for several threads
 plt.rcParams.update({"figure.dpi": 70, "figure.constrained_layout.use": True})
@@ -46,8 +46,7 @@ BLUE, ORANGE, GREEN, PINK, SKY, RED = (
 # %%
 arch = BACKBONES["vit_mini"]
 vit, decoder = build_vit(arch), build_head(arch, "mae")
-tables = [sincos(arch.dim, 4), sincos(arch.decoder_dim, 4)]  # the fixed positions of 4 x 4 patches
-mae.init([(vit, tables[0]), (decoder, tables[1])], rng(0, "init"))
+initialise([vit, decoder], "mae", rng(0, "init"))  # positions are a fixed table
 backbone = Backbone(vit)
 pool, task = quilts(0)
 mean, std = (torch.tensor(x).view(3, 1, 1) for x in (pool.mean, pool.std))
@@ -212,7 +211,7 @@ trained = {name: x for name, x in vit.named_parameters() if name != "pos_embed"}
 for tensor in trained.values():
     tensor.requires_grad_()
 steps, batch_size = 300, 64
-opt = Optimiser([Group([*trained.values()], 2e-3, 0.05)], Schedule(steps, 30, 0.0), (0.9, 0.999))
+opt = Optimiser([Group([*trained.values()], 2e-3, 0.05)], schedule(steps, 31, 0.0), (0.9, 0.999))
 loss = partial(pretext.loss, None, pretext.phi)
 
 

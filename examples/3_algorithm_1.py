@@ -27,8 +27,8 @@ from config import BACKBONES
 from data import rng
 from lora import Backbone, DownstreamLoss, Examples, init_head, init_theta
 from mfac import identity, mfac
-from training import Group, Optimiser, Schedule, trainable
-from weights import build_head, build_vit, sincos
+from training import Group, Optimiser, schedule, trainable
+from weights import build_head, build_vit, initialise
 
 torch.set_num_threads(1)  # the network is too small for several threads
 plt.rcParams.update({"figure.dpi": 75, "figure.constrained_layout.use": True})
@@ -44,7 +44,7 @@ BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 # %%
 arch = BACKBONES["vit_mini"]
 vit, decoder = build_vit(arch), build_head(arch, "mae")
-mae.init([(vit, sincos(arch.dim, 4)), (decoder, sincos(arch.decoder_dim, 4))], rng(0, "init"))
+initialise([vit, decoder], "mae", rng(0, "init"))
 backbone, pretext = Backbone(vit), mae.MAE(Backbone(vit), decoder, mask_ratio=0.3)
 pool, task = quilts(0)
 mean, std = (torch.tensor(x).view(3, 1, 1) for x in (pool.mean, pool.std))
@@ -66,7 +66,7 @@ def labelled_batches(size: int) -> Iterator[Examples]:
 
 
 weights = {name: x for name, x in vit.named_parameters() if name != "pos_embed"} | pretext.phi
-opt = Optimiser([Group([*weights.values()], 2e-3, 0.05)], Schedule(150, 15, 0.0), (0.9, 0.999))
+opt = Optimiser([Group([*weights.values()], 2e-3, 0.05)], schedule(150, 16, 0.0), (0.9, 0.999))
 for batch in itertools.islice(pretext_batches(64, "pretrain"), 150):
     value, *slopes = value_and_grad(
         partial(pretext.loss, None, pretext.phi), [*weights.values()], batch
@@ -95,8 +95,8 @@ def begin() -> State:
     leaves = trainable({"P": theta, "D": theta})
     phi_P = trainable(pretext.phi)
     phi_D = trainable(init_head(backbone.dim, len(task.classes), rng(0, "head")))
-    lower = Schedule(steps.alternations * steps.lower_steps, 6, 1e-6)
-    upper = Schedule(steps.alternations * steps.upper_steps, 3, 1e-6)
+    lower = schedule(steps.alternations * steps.lower_steps, 7, 1e-6)
+    upper = schedule(steps.alternations * steps.upper_steps, 4, 1e-6)
     groups = [Group([leaves["P"]], 1e-2, 0.05), Group([*phi_P.values()], 1e-4, 0.05)]
     opt_P = Optimiser(groups, lower, (0.9, 0.95), clip=10)
     opt_D = Optimiser([Group([leaves["D"], *phi_D.values()], 3e-3, 0.05)], upper, (0.9, 0.999), 10)

@@ -88,7 +88,7 @@ def power(arms: list[Row]) -> str:
 @torch.no_grad()
 def draw(cfg: AlignConfig, arms: list[Row], path: Path) -> None:
     """What a class is, what pretraining learned to fill in, and how good both arms are."""
-    backbone, decoder, _, _ = load_backbone(cfg)
+    backbone, decoder, _ = load_backbone(cfg)
     pool, task = quilts(cfg.data_seed)
     images, fill = torch.as_tensor(task.test.images), mae.MAE(backbone, decoder, cfg.mask_ratio)
     shift, scale = (torch.tensor(x).view(3, 1, 1) for x in (task.mean, task.std))

@@ -63,15 +63,13 @@ def export(
         theta, phi_D, about = load_adapter(file)
     config = read_json(run / "config.json") | ({"weights": weights} if weights else {})
     cfg = FinetuneConfig(**{k: config[k] for k in {*Model.model_fields, "dataset"} & config.keys()})
-    backbone, _, arch, _ = load_backbone(cfg)
+    backbone, _, arch = load_backbone(cfg)
     if sha256(path := weights_of(cfg)) != about["weights_sha256"]:
         raise UsageError(f"--weights {path}: {run} was made with others, see its env.json")
     phi_D, dim, scale = folded(phi_D), backbone.dim, backbone.scale
     lora, content = to_peft(theta, phi_D, dim, scale), io.BytesIO()
     torch.save(to_released(theta, dim, scale), content)
-    kind, _, name = cfg.backbone.rpartition(":")
-    name = name if kind else "vit_base_patch16_224"  # its sizes are told as arguments
-    network = to_timm(backbone, arch, theta, phi_D, name, about.get("channels") or IMAGENET)
+    network = to_timm(backbone, arch, theta, phi_D, about.get("channels") or IMAGENET)
     told = {**about, "made": MADE, "dataset": Path(about["dataset"]).name}
     files: dict[str, bytes | str] = {
         "README.md": CARD.format(**told),
@@ -134,7 +132,7 @@ def to_peft(
 
 
 def to_timm(
-    backbone: Backbone, arch: Arch, theta: Tensor, phi_D: Phi, name: str, pixels: tuple[Any, Any]
+    backbone: Backbone, arch: Arch, theta: Tensor, phi_D: Phi, pixels: tuple[Any, Any]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and tensors of the merged network, as timm's folders have them."""
     classes = len(phi_D.get("bias", ()))
@@ -145,7 +143,7 @@ def to_timm(
     if not arch.class_token:
         args |= {"class_token": False, "global_pool": "avg", "fc_norm": False}
     about = {
-        "architecture": name, "num_classes": classes, "model_args": args,
+        "architecture": "vit_base_patch16_224", "num_classes": classes, "model_args": args,
         "pretrained_cfg": {
             "input_size": [3, arch.image_size, arch.image_size], "mean": list(pixels[0]),
             "std": list(pixels[1]), "interpolation": "bicubic", "crop_pct": 224 / 256,

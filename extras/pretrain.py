@@ -14,8 +14,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from pydantic import NonNegativeFloat, PositiveFloat
 
-import ijepa
-import mae
 from commands import Command, Table
 from config import (
     BACKBONES,
@@ -29,15 +27,13 @@ from config import (
     Share,
     UsageError,
 )
-from config import (
-    Pool as PoolName,
-)
+from config import Pool as PoolName
 from data import Pool, rng
 from lora import Backbone, Phi
 from model import device_of, named, own_names, pretext_batches, trained
 from run import Run, checking, typed
-from training import Optimiser, Track, decay_groups, untracked
-from weights import build_head, build_vit, pretext_task, side, sincos
+from training import Optimiser, Track, constant, decay_groups, schedule, untracked
+from weights import build_head, build_vit, initialise, pretext_task
 
 
 class PretrainConfig(Pretext, Crops, Shape, Command):
@@ -106,7 +102,7 @@ def pretrain(
     Raises UsageError before the long work starts, Diverged where a loss is not finite.
     """
     cfg, pool = cfg.but(**own_names(None, pool)), pool or named(cfg, "pool")
-    task, about = scratch(cfg, pool)
+    task, arch, about = scratch(cfg, pool)
     steps = about["steps"]
     with Run(out, "pretrain", cfg, force, **about, pool_sha256=pool.fingerprint()) as run:
         if run.result:
@@ -116,81 +112,70 @@ def pretrain(
         opt = optimiser(cfg, psi | task.phi, steps)
         run.keep([*psi.values(), *task.phi.values(), *task.state.values()], [opt])
         piece = min(steps // cfg.epochs, 500)
-        left, size = range(opt.step, steps), sizes(cfg).image_size
-        batches = pretext_batches(cfg, pool, task, size, cfg.batch, left)
+        left = range(opt.step, steps)
+        batches = pretext_batches(cfg, pool, task, arch.image_size, cfg.batch, left)
         loss, rest = partial(task.loss, None, task.phi), (cfg.micro_batch, cfg.amp)
         records = trained(loss, opt, batches, piece, *rest, "pretrain", task.after_step)
         for record in track(records, -(-steps // piece), "pretrain", opt.step // piece):
             run.log(record)
             run.checkpoint(f"step {opt.step} of {steps}")
-        run.write("backbone.pth", checkpoint(cfg, task))
-        loss_P, file = run.records[-1]["loss"], out / "backbone.pth"
-        found = run.finish({"out": str(out), "weights": str(file), "loss": loss_P})
+        run.write("backbone.pth", checkpoint(cfg, arch, task))
+        file, loss_P = str(out / "backbone.pth"), run.records[-1]["loss"]
+        found = run.finish({"out": str(out), "weights": file, "loss": loss_P})
         return typed(PretrainResult, found)
 
 
 def plan(cfg: PretrainConfig) -> dict[str, int]:
     """What a run would take, for --dry-run (UsageError)."""
-    return scratch(cfg, named(cfg, "pool"))[1]
+    return scratch(cfg, named(cfg, "pool"))[2]
 
 
-def sizes(cfg: PretrainConfig) -> Arch:
-    """Sizes of the networks (UsageError for those that are not made here)."""
-    if cfg.backbone not in BACKBONES or cfg.pretext not in ("mae", "ijepa"):
-        known = f"pretrain makes {', '.join(BACKBONES)} with mae or ijepa"
-        raise UsageError(f"{cfg.backbone} with {cfg.pretext}: {known}")
-    arch = BACKBONES[cfg.backbone]._replace(class_token=cfg.pretext == "mae")
-    image, patch = cfg.image_size or arch.image_size, cfg.patch_size or arch.patch_size
-    return arch._replace(image_size=image, patch_size=patch)
-
-
-def scratch(cfg: PretrainConfig, pool: Pool) -> tuple[Any, dict[str, int]]:
+def scratch(cfg: PretrainConfig, pool: Pool) -> tuple[Any, Arch, dict[str, int]]:
     """`mae.MAE` or `ijepa.IJEPA` around networks that are drawn as its authors do (UsageError).
 
-    Also the number of images, and of steps in all: an epoch has full batches only.
+    Also their sizes, and the numbers of images and of steps: an epoch has full batches only.
     """
-    images, arch, jepa = len(pool.images), sizes(cfg), cfg.pretext == "ijepa"
+    jepa, images, device = cfg.pretext == "ijepa", len(pool.images), device_of(cfg)
+    if not jepa and cfg.pretext != "mae":
+        raise UsageError(
+            f"{cfg.backbone} with {cfg.pretext}: "
+            f"pretrain makes {', '.join(BACKBONES)} with mae or ijepa"
+        )
+    arch = BACKBONES[cfg.backbone]._replace(class_token=not jepa)
+    image, patch = cfg.image_size or arch.image_size, cfg.patch_size or arch.patch_size
+    arch = arch._replace(image_size=image, patch_size=patch)
     steps = cfg.epochs * max(1, images // cfg.batch)
-    device = device_of(cfg)
     with checking(f"--pretext {cfg.pretext}"):
         vit, head = build_vit(arch), build_head(arch, cfg.pretext)
-        widths = arch.dim, arch.predictor_dim if jepa else arch.decoder_dim
-        # I-JEPA's networks have no class token
-        tables = [sincos(width, side(arch))[:, int(jepa) :] for width in widths]
-        init = ijepa.init if jepa else mae.init
-        init([*zip((vit, head), tables, strict=True)], rng(cfg.seed, "init"))
-        backbone, h_P = Backbone(vit, recompute=cfg.recompute).to(device), head.to(device)
+        initialise([vit, head], cfg.pretext, rng(cfg.seed, "init"))
+        backbone = Backbone(vit, recompute=cfg.recompute).to(device)
         teacher = copy.deepcopy(backbone) if jepa else None
-        task = pretext_task(cfg, backbone, h_P, steps, None, teacher)
-        return task, {"images": images, "steps": steps}
+        task = pretext_task(cfg, backbone, head.to(device), steps, None, teacher)
+        return task, arch, {"images": images, "steps": steps}
 
 
 def optimiser(cfg: PretrainConfig, psi_and_phi: Phi, steps: int) -> Optimiser:
     """AdamW for ψ and φ_P together, scheduled as by the authors of the task."""
-    per_epoch, warmup = steps // cfg.epochs, cfg.warmup_epochs
-    rate = mae.schedule(cfg.epochs, warmup, per_epoch, cfg.min_lr, cfg.warmup_from)
-    if cfg.pretext == "ijepa":
-        rate = ijepa.schedule(steps, warmup * per_epoch, cfg.warmup_from, cfg.min_lr)
-    first, last = cfg.weight_decay, cfg.final_weight_decay
-    decay = ijepa.decay_schedule(steps, first, first if last is None else last)
-    groups = decay_groups(psi_and_phi, cfg.base_lr * cfg.batch / 256, first)
-    return Optimiser(groups, rate, (0.9, cfg.beta2), decay=decay)
+    warmup = cfg.warmup_epochs * (steps // cfg.epochs)
+    rate = schedule(steps, warmup, cfg.min_lr, cfg.warmup_from)
+    first = int(cfg.pretext == "mae")  # MAE's first step is number 0
+    last = cfg.final_weight_decay
+    decay = constant if last is None else schedule(steps, 0, last)
+    groups = decay_groups(psi_and_phi, cfg.base_lr * cfg.batch / 256, cfg.weight_decay)
+    return Optimiser(groups, lambda k, b: rate(k - first, b), (0.9, cfg.beta2), decay=decay)
 
 
-def checkpoint(cfg: PretrainConfig, task: Any) -> bytes:
+def checkpoint(cfg: PretrainConfig, arch: Arch, task: Any) -> bytes:
     """backbone.pth: the official layout, and as JSON the sizes that it leaves out."""
-    vit, file = task.backbone.vit, io.BytesIO()
-    about = {"backbone": cfg.backbone, "arch": sizes(cfg)._asdict()}
+    about = {"bisslight": json.dumps({"backbone": cfg.backbone, "arch": arch._asdict()})}
+    vit, file = task.backbone.vit.cpu(), io.BytesIO()
     if cfg.pretext == "ijepa":
-        teacher = task.teacher.vit
-        networks = {"encoder": vit, "target_encoder": teacher, "predictor": task.predictor}
-        saved = {name: official(network, "module.") for name, network in networks.items()}
+        networks = {"encoder": vit, "target_encoder": task.teacher.vit, "predictor": task.predictor}
+        saved = {
+            part: {f"module.{name}": x.cpu() for name, x in network.state_dict().items()}
+            for part, network in networks.items()
+        }
     else:
-        saved = {"model": official(vit) | official(task.decoder)}
-    torch.save(saved | {"bisslight": json.dumps(about)}, file)
+        saved = {"model": {**vit.state_dict(), **task.decoder.cpu().state_dict()}}
+    torch.save(saved | about, file)
     return file.getvalue()
-
-
-def official(network: Any, prefix: str = "") -> dict[str, Any]:
-    """A state dict to be saved; names of the official I-JEPA begin with `module.`."""
-    return {prefix + name: tensor for name, tensor in network.cpu().state_dict().items()}

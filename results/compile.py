@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import lora
 from config import BACKBONES
 from data import rng
-from weights import build_vit, side
+from weights import build_vit
 
 DEPTH, REPEATS = 4, 6
 
@@ -30,7 +30,7 @@ def main(batch: int = 8, backbone: str = "vit_b16") -> None:
     network = lora.Backbone(build_vit(arch)).requires_grad_(False)
     theta = lora.init_theta(DEPTH, 64, arch.dim, rng(0, "lora")).requires_grad_()
     images = torch.randn(batch, 3, arch.image_size, arch.image_size, generator=rng(0, "images"))
-    L = side(arch) ** 2
+    L = (arch.image_size // arch.patch_size) ** 2
     quarter = torch.stack([torch.randperm(L, generator=rng(0, i))[: L // 4] for i in range(batch)])
     weights = torch.randn(arch.dim, generator=rng(0, "weights"))
     blocks = {"eager": lora.block_forward, "compiled": torch.compile(lora.block_forward)}

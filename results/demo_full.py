@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import mae
 from benchmarks import quilts
 from commands import AlignConfig, FinetuneConfig
 from config import BACKBONES
@@ -35,7 +34,7 @@ from finetune import finetune
 from lora import Backbone, features, init_head, logits
 from run import jobs, read_json
 from training import trainable
-from weights import build_head, build_vit, side, sincos
+from weights import build_head, build_vit, initialise
 
 SEEDS = 8
 EPOCHS = 100  # from scratch
@@ -170,11 +169,7 @@ def cnn(classes: int, g: torch.Generator) -> tuple[Network, list[Tensor]]:
 def vit(classes: int, g: torch.Generator) -> tuple[Network, list[Tensor]]:
     """vit_mini from a random initialisation, all of it trained."""
     networks = [build_vit(BACKBONES["vit_mini"]), build_head(BACKBONES["vit_mini"], "mae")]
-    tables = [
-        sincos(width, side(BACKBONES["vit_mini"]))
-        for width in (BACKBONES["vit_mini"].dim, BACKBONES["vit_mini"].decoder_dim)
-    ]
-    mae.init(list(zip(networks, tables, strict=True)), g)
+    initialise(networks, "mae", g)
     backbone, phi = (
         Backbone(networks[0]),
         trainable(init_head(BACKBONES["vit_mini"].dim, classes, g)),

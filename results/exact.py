@@ -43,7 +43,7 @@ def main(weights: Path, out: Path) -> None:
     """At a θ_P near the lower level's optimum, where the implicit function theorem is meant."""
     out.mkdir(parents=True, exist_ok=True)
     cfg = AlignConfig(backbone="vit_mini", dataset="quilts", weights=weights)
-    backbone, decoder, arch, _ = load_backbone(cfg)
+    backbone, decoder, arch = load_backbone(cfg)
     task: Any = MAE(backbone.double(), decoder.double(), 0.3)
     (pool, *_), labelled = quilts(0)
     assert isinstance(pool, Tensor)

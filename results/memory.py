@@ -27,7 +27,7 @@ import mae
 from bisslight import gradients, hessian
 from config import BACKBONES
 from lora import Backbone, DownstreamLoss, Examples
-from weights import build_head, build_vit, side
+from weights import build_head, build_vit
 
 
 class Watch(TorchDispatchMode):
@@ -82,7 +82,7 @@ def main(
         shapes = {"weight": (classes, arch.dim), "bias": (classes,)}
         phi_D = {name: torch.empty(shape, requires_grad=True) for name, shape in shapes.items()}
         images = [torch.empty(n, 3, arch.image_size, arch.image_size) for n in pieces]
-        noise = torch.empty(pieces[0], side(arch) ** 2)
+        noise = torch.empty(pieces[0], task.decoder.patches)
         lower, loss_D = mae.Batch(images[0], noise), DownstreamLoss(network)
         upper = Examples(images[1], torch.zeros(pieces[1], dtype=torch.long))
         passes: dict[str, Callable[[], Any]] = {

@@ -15,7 +15,7 @@ from bisslight import State
 from config import Arch
 from lora import Backbone, DownstreamLoss, Examples, from_factors
 from mae import MAE, Batch
-from training import Group, Optimiser, Schedule, decay_groups, trainable
+from training import Group, Optimiser, decay_groups, schedule, trainable
 
 
 class Recording(NamedTuple):
@@ -76,7 +76,7 @@ def state_of(r: Recording) -> State:
     """Line 2 and the recorded optimisers."""
     m = r.rec.meta
     lower, upper = (
-        Schedule(m["sched_T"] * n, m["sched_warm"] * n, 1e-6) for n in (m["NL"], m["NU"])
+        schedule(m["sched_T"] * n, m["sched_warm"] * n + 1, 1e-6) for n in (m["NL"], m["NU"])
     )
     theta_D = r.theta.detach().clone().requires_grad_()
     groups = [Group([r.theta], m["p_lr"], m["p_wd"])]

@@ -61,7 +61,7 @@ def test_peft_and_timm_predict_what_ours_does(
     plain.load_state_dict({**ours.vit.state_dict(), **plain.head.state_dict(prefix="head.")})
     close(peft.PeftModel.from_pretrained(plain, tmp_path).eval()(IMAGES), expected, 1e-5)
     half = ((0.5,) * 3, (0.5,) * 3)
-    config, tensors = to_timm(ours, arch, theta, head, "vit_tiny_patch16_224", half)
+    config, tensors = to_timm(ours, arch, theta, head, half)
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors")
     merged = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()

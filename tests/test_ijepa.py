@@ -17,7 +17,7 @@ from config import BACKBONES, Arch
 from data import rng
 from ijepa import IJEPA, Batch, block_size, multiblock
 from lora import Backbone, init_theta
-from training import Optimiser, decay_groups
+from training import Optimiser, decay_groups, schedule
 from weights import build_head, build_vit
 
 
@@ -112,8 +112,8 @@ def test_training_follows_the_recorded_trajectory(micro: int | None) -> None:
     steps, warmup = c["epochs"] * c["ipe"] * c["ipe_scale"], c["warmup"] * c["ipe"]
     t = IJEPA(Backbone(vit), predictor, EIGHT, (c["ema"][0], steps), None, Backbone(teacher))
     named = {name: p for name, p in vit.named_parameters() if name != "pos_embed"} | t.phi
-    rate = ijepa.schedule(int(steps), warmup, c["start_lr"] / c["lr"], c["final_lr"])
-    decay = ijepa.decay_schedule(int(steps), c["wd"], c["final_wd"])
+    rate = schedule(int(steps), warmup, c["final_lr"], c["start_lr"] / c["lr"])
+    decay = schedule(int(steps), 0, c["final_wd"])
     groups = decay_groups(named, c["lr"], c["wd"])
     opt = Optimiser(groups, rate, (0.9, 0.999), decay=decay)
     losses = []
@@ -139,8 +139,8 @@ def test_training_follows_the_recorded_trajectory(micro: int | None) -> None:
 def test_the_schedules_are_the_official_ones(kind: str) -> None:
     c = CONFIG[kind]
     total = int(steps := c["epochs"] * c["ipe"] * c["ipe_scale"])
-    rate = ijepa.schedule(total, c["warmup"] * c["ipe"], c["start_lr"] / c["lr"], c["final_lr"])
-    decay = ijepa.decay_schedule(total, c["wd"], c["final_wd"])
+    rate = schedule(total, c["warmup"] * c["ipe"], c["final_lr"], c["start_lr"] / c["lr"])
+    decay = schedule(total, 0, c["final_wd"])
     count = len(IO[f"{kind}_lr"])
     found = {
         "lr": [rate(k + 1, c["lr"]) for k in range(count)],
@@ -149,7 +149,6 @@ def test_the_schedules_are_the_official_ones(kind: str) -> None:
     }
     for name, values in found.items():
         close(torch.tensor(values, dtype=torch.float64), IO[f"{kind}_{name}"], 1e-12)
-    assert decay(3, 0.0) == 0
 
 
 def aligning(theta: Tensor) -> IJEPA:

@@ -20,7 +20,7 @@ from config import BACKBONES
 from lora import Backbone, DownstreamLoss, Examples, init_head, init_theta
 from mfac import mfac
 from training import Group, Optimiser, constant, decay_groups, trainable
-from weights import build_head, build_vit, sincos
+from weights import build_head, build_vit, initialise
 
 PAGE = Path(mae.__file__).parent / "examples/minimal.py"
 CLIP = 0.1  # below the norms of this test
@@ -44,9 +44,7 @@ def test_it_ends_where_the_library_ends() -> None:
     arch, rng = BACKBONES["vit_mini"], torch.Generator().manual_seed(0)
     backbone = Backbone(build_vit(arch)).double().requires_grad_(False)
     decoder = build_head(arch, "mae").double()
-    grid = arch.image_size // arch.patch_size
-    tables = sincos(arch.dim, grid).double(), sincos(decoder.mask_token.shape[-1], grid).double()
-    mae.init([(backbone.vit, tables[0]), (decoder, tables[1])], rng)
+    initialise([backbone.vit, decoder], "mae", rng)
     task, loss_D = mae.MAE(backbone, decoder), DownstreamLoss(backbone)
     start = init_theta(arch.depth, 8, arch.dim, rng).double()
     head = {k: x.double() for k, x in init_head(arch.dim, 3, rng).items()}

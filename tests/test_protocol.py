@@ -9,7 +9,6 @@ import pytest
 import timm
 import torch
 from conftest import close, fixture
-from PIL import Image
 
 import align
 import cli
@@ -17,7 +16,6 @@ from benchmarks import BENCHMARKS
 from commands import ALIGNED_GRID, GRID, AlignConfig, FinetuneConfig, preset
 from config import BACKBONES
 from data import rng
-from extras.pretrain import official
 from lora import Backbone, init_head, predict
 from model import Model as Whole
 from training import Group, Optimiser, constant, trainable
@@ -29,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 def official_layout(backbone: str) -> dict[str, Any]:
     """Random values under the official names of a full MAE file."""
     arch = BACKBONES[backbone]
-    state = official(build_vit(arch)) | official(build_head(arch, "mae"))
+    state = {**build_vit(arch).state_dict(), **build_head(arch, "mae").state_dict()}
     return {k: torch.empty(v.shape).normal_(0, 0.02) for k, v in state.items()}
 
 
@@ -62,23 +60,6 @@ def test_weights_are_downloaded_on_first_use(server: Any, monkeypatch: Any, caps
         assert cli.run([*line.split(), *more]) == 0, capsys.readouterr().err
         server.files.clear()
     assert place.read_bytes() == content
-
-
-def test_any_plain_timm_vit_can_be_finetuned(capsys: Any) -> None:
-    """What is no plain VisionTransformer is refused by name."""
-    for kind, shade in (("a", 40), ("b", 200)):
-        Path("pics", kind).mkdir(parents=True)
-        for i in range(10):
-            Image.new("RGB", (32, 32), (shade, i, 9)).save(f"pics/{kind}/{i}.png")
-    line = "finetune --dataset folder:pics --rank 4 --epochs 1 --warmup-epochs 0 --seeds 1"
-    line += " --lr 1e-3 --out f --quiet --weights vit.pth --backbone timm:"
-    for name, code in (("vit_small_patch16_dinov3", 2), ("vit_tiny_patch16_224", 0)):
-        torch.save(timm.create_model(name, num_classes=3).state_dict(), "vit.pth")
-        assert cli.run((line + name).split()) == code
-        assert not code or "VisionTransformer" in capsys.readouterr().err
-    assert cli.run(["export", "f"]) == 0
-    opened = timm.create_model("local-dir:f/export/timm", pretrained=True)
-    assert opened.num_classes == 2
 
 
 def test_pooling_is_timms_own() -> None:

@@ -22,9 +22,9 @@ from run import Run, check_directory, jobs, reading
 from training import (
     Group,
     Optimiser,
-    Schedule,
     Stopped,
     constant,
+    schedule,
     stop,
 )
 
@@ -35,18 +35,18 @@ from training import (
 def test_schedules_equal_the_recorded_ones_to_the_bit(name: str) -> None:
     rec = recorded(f"official/lr_schedules_{name}.npz")
     m, f = rec.meta, rec.meta["finetune"]
-    lower = Schedule(m["T"] * m["NL"], m["warmup_alternations"] * m["NL"], 1e-6)
-    upper = Schedule(m["T"] * m["NU"], m["warmup_alternations"] * m["NU"], 1e-6)
-    tuning = Schedule(f["epochs"] * f["len_loader"], f["warm"] * f["len_loader"], 1e-6)
-    for steps, rates, schedule, base in [
+    lower = schedule(m["T"] * m["NL"], m["warmup_alternations"] * m["NL"] + 1, 1e-6)
+    upper = schedule(m["T"] * m["NU"], m["warmup_alternations"] * m["NU"] + 1, 1e-6)
+    tuning = schedule(f["epochs"] * f["len_loader"], f["warm"] * f["len_loader"] + 1, 1e-6)
+    for steps, rates, rate, base in [
         ("lower_step", "lower_lora_lr", lower, m["p_lr"]),
         ("lower_step", "lower_decoder_lr", lower, m["p_head_lr"]),
         ("upper_step", "upper_lr", upper, m["d_lr"]),
         ("finetune_step", "finetune_lr", tuning, f["lr"]),
     ]:
-        ours = torch.tensor([schedule(k, base) for k in rec[steps].tolist()], dtype=torch.float64)
+        ours = torch.tensor([rate(k, base) for k in rec[steps].tolist()], dtype=torch.float64)
         assert torch.equal(ours, rec[rates].double())
-    rates = [Schedule(1, 0, 0.0)(1, 0.3), Schedule(2, 2, 0.0)(2, 0.3)]  # shorter than the warm-up
+    rates = [schedule(1, 1, 0.0)(1, 0.3), schedule(2, 3, 0.0)(2, 0.3)]  # shorter than the warm-up
     assert rates == [0.3, pytest.approx(0.2)]
 
 

@@ -4,13 +4,16 @@ The golden runs notice most errors of wiring; here are those that need a run of 
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from golden import MAE, adapter, command, metrics, run
 from torch import Tensor
 
+from extras.pretrain import PretrainConfig, optimiser
 from finetune import best_rate
 
 STILL = "--warmup-epochs 0 --end-lr 0 --weight-decay 0"  # with a rate of 1e-20 nothing moves
@@ -86,3 +89,29 @@ def test_the_rate_with_the_best_mean_accuracy_is_taken() -> None:
     assert (lr, results[2:]) == (3e-3, [result(3e-3, 2)])
     lr, _ = best_rate(tried, lambda lr, done: [{"val": lr != 3e-3}])
     assert lr == 1e-3  # a rate at which a later seed diverges is given up for the next best
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 4])
+def test_pretraining_has_the_schedules_of_maes_and_ijepas_programs(warmup: int) -> None:
+    """Their formulas at every step, warm-up as long as the run too; what has no decay gets none."""
+    epochs, each = 4, 5
+    for pretext, final in (("mae", None), ("mae", 0.4), ("ijepa", 0.4)):
+        schedules = {"warmup_epochs": warmup, "warmup_from": 0.2, "min_lr": 1e-5}
+        schedules |= {"final_weight_decay": final, "epochs": epochs, "weight_decay": 0.05}
+        cfg = PretrainConfig(backbone="vit_mini", pool="quilts", pretext=pretext, **schedules)
+        tensors = {name: torch.ones(shape) for name, shape in {"W": (2, 2), "b": (2,)}.items()}
+        opt = optimiser(cfg, tensors, epochs * each)
+        base = opt.groups[0].lr
+        for k in range(1, epochs * each + 1):
+            opt.update([(x, torch.ones_like(x)) for x in tensors.values()])
+            done = k - (pretext == "mae")
+            after = (done / each - warmup) / max(1, epochs - warmup)
+            rate = 1e-5 + (base - 1e-5) * 0.5 * (1 + math.cos(math.pi * after))
+            if done < warmup * each:
+                rate = base * (0.2 + done / (warmup * each) * 0.8)
+            decay = 0.05
+            if final is not None:
+                decay = final + (0.05 - final) * 0.5 * (1 + math.cos(math.pi * k / epochs / each))
+            found = [(g["lr"], g["weight_decay"]) for g in opt.torch.param_groups]
+            expected = [pytest.approx(x, rel=1e-12) for x in ((rate, decay), (rate, 0.0))]
+            assert found == expected
