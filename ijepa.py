@@ -16,7 +16,7 @@ token (`lora.Backbone`). The networks' tensors have the official names and shape
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -152,8 +152,8 @@ def block_size(
     >>> [block_size(u, (0.15, 0.2), (0.75, 1.5), 16) for u in (0.0, 0.999)]
     [(5, 7), (9, 6)]
     """
-    area = int(grid * grid * (scale[0] + u * (scale[1] - scale[0])))
-    ratio = aspect[0] + u * (aspect[1] - aspect[0])
+    share, ratio = (low + u * (high - low) for low, high in (scale, aspect))
+    area = int(grid * grid * share)
     height, width = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
     return min(height, grid - 1), min(width, grid - 1)
 
@@ -162,12 +162,9 @@ def blocks(
     grid: int, size: tuple[int, int], shape: tuple[int, int], rng: torch.Generator
 ) -> Tensor:
     """Blocks of `size` patches at random places, as masks (*shape, grid²)."""
-    h, w = size
-    top = torch.randint(grid - h, shape, generator=rng)[..., None]
-    left = torch.randint(grid - w, shape, generator=rng)[..., None]
     at = torch.arange(grid)
-    rows = (at >= top) & (at < top + h)
-    columns = (at >= left) & (at < left + w)
+    first = [torch.randint(grid - n, shape, generator=rng)[..., None] for n in size]
+    rows, columns = ((at >= x) & (at < x + n) for x, n in zip(first, size, strict=True))
     return (rows[..., :, None] & columns[..., None, :]).flatten(-2)
 
 
@@ -190,8 +187,7 @@ class Predictor(nn.Module):
     Args:
         dim: width of the backbone's tokens.
         patches: L, number of patches of an image.
-        width, depth, heads, mlp_ratio: of the predictor's own blocks. The official one has as many
-            heads as its encoder.
+        width, depth, heads, mlp_ratio: of its own blocks; as many heads as the encoder has.
     """
 
     def __init__(
@@ -245,17 +241,16 @@ def init(networks: Sequence[nn.Module], rng: torch.Generator) -> None:
             tensor.div_(math.sqrt(2 * (1 + int(name.split(".")[2]))))  # 1.blocks.0.attn...
 
 
-def split_state(state: Any, base: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """State dicts of encoder and predictor from the content of an official checkpoint.
+def split_state(state: Mapping[str, Any], base: str) -> list[dict[str, Tensor]]:
+    """State dicts of encoder and predictor from an official file, whose names begin with `module.`.
 
     Args:
         base: which encoder, "target_encoder" or "encoder".
     ValueError where one is missing; names and shapes are left to strict loading.
     """
-    file = state if isinstance(state, dict) else {}
-    parts: list[Any] = [file.get(base), file.get("predictor")]
+    parts: list[Any] = [state.get(base), state.get("predictor")]
     if not all(isinstance(part, dict) for part in parts):
-        raise ValueError(f"holds no {base} and predictor of I-JEPA; its first names: {[*file][:3]}")
-    # names start with `module.` there
-    encoder, predictor = ({k.removeprefix("module."): v for k, v in p.items()} for p in parts)
-    return encoder, predictor
+        raise ValueError(
+            f"holds no {base} and predictor of I-JEPA; its first names: {[*state][:3]}"
+        )
+    return [{k.removeprefix("module."): x for k, x in part.items()} for part in parts]

@@ -14,7 +14,7 @@ import json
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,16 +32,29 @@ Multilabel = Literal["softmax", "bce"]  # the loss where an image has several cl
 
 
 class Backbone(nn.Module):
-    """f_θ with ψ = `vit`, a timm VisionTransformer (`check_vit` refuses others).
+    """f_θ with ψ = `vit`, a plain timm VisionTransformer (ValueError for another network).
 
     Args:
         scale: LoRA's s = alpha / r.
         recompute: activation checkpointing: backward computes each block's activations again.
     """
 
-    def __init__(self, vit: nn.Module, scale: float = 1.0, recompute: bool = False) -> None:
+    def __init__(self, vit: Any, scale: float = 1.0, recompute: bool = False) -> None:
         super().__init__()
-        self.vit: Any = check_vit(vit).eval()  # eval: timm's own dropout is off
+        self.vit: Any = vit.eval()  # timm's own dropout is off
+        if not (
+            isinstance(vit, VisionTransformer)
+            and vit.global_pool in ("token", "avg")
+            and all(type(b) is Block and type(b.attn) is Attention for b in self.vit.blocks)
+            and all(
+                type(a.qkv) is nn.Linear and a.gate is None and a.attn_dim == a.proj.out_features
+                for a in (block.attn for block in self.vit.blocks)
+            )
+        ):
+            raise ValueError(
+                f"backbone {type(vit).__name__}: is not a timm VisionTransformer of plain Blocks "
+                "with a fused qkv Linear, which pools its class token or its patches"
+            )
         self.scale, self.recompute = scale, recompute
         self.depth, self.dim = len(self.vit.blocks), int(self.vit.embed_dim)
 
@@ -65,13 +78,14 @@ class Backbone(nn.Module):
             first = self.vit.num_prefix_tokens
             x = torch.cat([x[:, :first], x[:, first:].take_along_dim(keep[..., None], 1)], 1)
         x = self.vit.norm_pre(x)
+        none = [None] * self.depth
         # unbind: indexing θ row by row would make backward build K zero tensors of θ's size
-        rows = [None] * self.depth if theta is None else theta.unbind(0)
+        rows = none if theta is None else theta.unbind(0)
+        drops = none if drop is None else drop.unbind(1)
         again = partial(checkpoint, block_forward, use_reentrant=False)
-        for k, (block, row) in enumerate(zip(self.vit.blocks, rows, strict=True)):
-            x = (again if self.recompute else block_forward)(
-                block, x, row, self.scale, None if drop is None else drop[:, k]
-            )
+        run = again if self.recompute else block_forward
+        for block, row, dropped in zip(self.vit.blocks, rows, drops, strict=True):
+            x = run(block, x, row, self.scale, dropped)
         return self.vit.norm(x)  # type: ignore[no-any-return]
 
 
@@ -97,24 +111,6 @@ def qkv(attn: Any, x: Tensor, row: Tensor | None, scale: float) -> tuple[Tensor,
         v = v + scale * (x @ A_v.mT) @ B_vT
     q, k, v = (z.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2) for z in (q, k, v))
     return attn.q_norm(q), attn.k_norm(k), v
-
-
-def check_vit(vit: Any) -> VisionTransformer:
-    """The network itself; ValueError where `Backbone` would compute something else than timm."""
-    if not (
-        isinstance(vit, VisionTransformer)
-        and vit.global_pool in ("token", "avg")
-        and all(type(block) is Block and type(block.attn) is Attention for block in vit.blocks)
-        and all(
-            type(a.qkv) is nn.Linear and a.gate is None and a.attn_dim == a.proj.out_features
-            for a in (cast(Attention, block.attn) for block in vit.blocks)
-        )
-    ):
-        raise ValueError(
-            f"backbone {type(vit).__name__}: is not a timm VisionTransformer of plain Blocks with "
-            "a fused qkv Linear, which pools its class token or its patches"
-        )
-    return vit
 
 
 def drop_path(rate: float, depth: int, n: int, rng: torch.Generator) -> Tensor | None:
@@ -146,19 +142,13 @@ def factors(theta: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return A_q, B_qT.mT, A_v, B_vT.mT
 
 
-def from_factors(A_q: Tensor, B_q: Tensor, A_v: Tensor, B_v: Tensor) -> Tensor:
-    """Inverse of `factors`."""
-    return torch.stack([A_q, B_q.mT, A_v, B_v.mT], 1).flatten(1)
-
-
 def merge(backbone: Backbone, theta: Tensor) -> dict[str, Tensor]:
     """A plain timm state dict of f_θ: s B A is added to `qkv.weight`, all else is a copy of ψ."""
     state = {name: tensor.detach().clone() for name, tensor in backbone.vit.state_dict().items()}
-    for k, (A_q, B_q, A_v, B_v) in enumerate(
-        zip(*factors(theta.detach(), backbone.dim), strict=True)
-    ):
-        W = state[f"blocks.{k}.attn.qkv.weight"]  # (3 dim, dim): rows of q, of k and of v
-        W += backbone.scale * torch.cat([B_q @ A_q, 0 * B_q @ A_q, B_v @ A_v])
+    A_q, B_q, A_v, B_v = factors(theta.detach(), backbone.dim)
+    q, v = B_q @ A_q, B_v @ A_v
+    for k, change in enumerate(backbone.scale * torch.cat([q, 0 * q, v], 1)):
+        state[f"blocks.{k}.attn.qkv.weight"] += change  # (3 dim, dim): rows of q, of k and of v
     return state
 
 
@@ -248,7 +238,7 @@ class SumOverProcesses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        x = x.clone(memory_format=torch.contiguous_format)
+        x = x.clone()
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(x)
         return x

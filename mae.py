@@ -137,7 +137,7 @@ class Decoder(nn.Module):
         dim: width of the backbone's tokens.
         patches: L.
         patch_size: side of a patch in pixels.
-        width, depth, heads, mlp_ratio: of the decoder's own blocks.
+        width, depth, heads, mlp_ratio: of its own blocks.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from ctypes import c_int
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -97,12 +97,11 @@ class Optimiser:
         self.schedule, self.clip, self.decay, self.step = schedule, clip, decay, 0
         self.groups = [group for group in groups if group.tensors]
         params = [{"params": x.tensors, "weight_decay": x.weight_decay} for x in self.groups]
-        self.torch: torch.optim.Optimizer
-        if betas is None:
-            self.torch = torch.optim.SGD(params, lr=0.0, momentum=0.9)
-        else:
-            fused = self.groups[0].tensors[0].device.type in ("cpu", "cuda")
-            self.torch = torch.optim.AdamW(params, lr=0.0, betas=betas, eps=1e-8, fused=fused)
+        self.torch: torch.optim.Optimizer = (
+            torch.optim.SGD(params, lr=0.0, momentum=0.9)
+            if betas is None
+            else torch.optim.AdamW(params, lr=0.0, betas=betas, fused=True)
+        )
 
     def update(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
         """One step on (tensor, gradient) pairs; returns the joint norm before clipping, a scalar.
@@ -211,9 +210,9 @@ class Stop:
     def install(self) -> None:
         """Take over this program's signals: Ctrl-C, kill, a closed terminal, Slurm's warning."""
         self.flag = multiprocessing.RawValue("i", 0)  # the processes of `run.jobs` see it, too
-        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
-            if hasattr(signal, name):  # Windows has the first two
-                signal.signal(getattr(signal, name), self.hear)
+        for number in signal.Signals:
+            if number.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):  # Windows has two
+                signal.signal(number, self.hear)
 
     def hear(self, number: int, frame: Any = None) -> None:
         if self.flag.value and time.monotonic() - self.heard > 1:  # torchrun repeats a Ctrl-C
@@ -224,10 +223,7 @@ class Stop:
 
     def agreed(self) -> int:
         """The signal to stop, 0 for none; the same in all processes."""
-        asked = torch.tensor(self.flag.value)
-        if world_size() > 1:
-            dist.all_reduce(asked, dist.ReduceOp.MAX)
-        return int(asked)
+        return int(gather(torch.tensor([self.flag.value])).max())
 
 
 stop = Stop()
@@ -235,14 +231,9 @@ stop = Stop()
 
 # --- progress -------------------------------------------------------------------------------------
 
-
-class Track(Protocol):
-    """Shows how far a generator is, and hands on its items."""
-
-    def __call__(self, items: Iterator[T], total: int, label: str, done: int = 0, /) -> Iterator[T]:
-        """Items `done` + 1 to `total` of what `label` names."""
+Track = Callable[..., Iterator[Any]]  # (items, total, label, done=0) -> items, showing how far
 
 
-def untracked(items: Iterator[T], total: int, label: str, done: int = 0, /) -> Iterator[T]:
-    """No progress."""
+def untracked(items: Iterator[T], total: int, label: str, done: int = 0) -> Iterator[T]:
+    """No progress. `items` are number `done` + 1 to `total` of what `label` names."""
     return items

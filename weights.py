@@ -1,9 +1,8 @@
 """Checkpoints: where they are, what they hold, and the network of f_θ made of them (App. C.1).
 
     load_backbone  an MAE or I-JEPA checkpoint, official or of `pretrain`
-    fetch          its file; an official one is downloaded on first use
-    load_theta     θ from an align run, an adapter file, or a LoRA file of the released program
-    sincos         the position table that MAE and I-JEPA share
+    initialise     new networks, as MAE's and I-JEPA's authors start them
+    load_theta     θ from an adapter file, or from a LoRA file of the released program
 
 Raises UsageError for a wrong setting; a wrong file also raises ValueError or OSError.
 """
@@ -19,15 +18,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
+import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import ijepa
 import mae
 from config import BACKBONES, Arch, Model, Shape, UsageError
-from lora import Backbone, from_factors, load_adapter
+from lora import Backbone, load_adapter
 
 MAE_FILES = "https://dl.fbaipublicfiles.com/mae/pretrain/mae_pretrain_vit_{}_full.pth"
 OFFICIAL = {  # (URL, size in MB) of the files that hold the pretext head, too
@@ -53,16 +52,12 @@ def weights_of(cfg: Model) -> Path:
             f"--weights FILE: {cfg.backbone} with {cfg.pretext} needs a checkpoint, "
             "of `bisslight pretrain` or in the official layout"
         )
-    name = OFFICIAL[cfg.backbone, cfg.pretext][0].rpartition("/")[2]
-    return Path(torch.hub.get_dir()).resolve() / "checkpoints" / name
+    url, _ = OFFICIAL[cfg.backbone, cfg.pretext]
+    return Path(torch.hub.get_dir()).resolve() / "checkpoints" / url.rpartition("/")[2]
 
 
-def fetch(cfg: Model) -> Path:
-    """The checkpoint's file. An official one is downloaded on first use, whole or not at all."""
-    path = weights_of(cfg)
-    if path.exists():
-        return path
-    url, size = OFFICIAL[cfg.backbone, cfg.pretext]
+def download(url: str, size: float, path: Path) -> None:
+    """Fetch a file of `size` MB, whole or not at all (UsageError)."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.hub.download_url_to_file(url, str(path), progress=sys.stderr.isatty())
@@ -72,15 +67,16 @@ def fetch(cfg: Model) -> Path:
             raise OSError(f"{found:.0f} MB arrived, {size:.0f} MB were expected")
     except OSError as error:
         raise UsageError(f"{url}: {error}; try `curl -C - -o {path} {url}`") from error
-    return path
 
 
 def load_backbone(cfg: Model) -> tuple[Backbone, Any, Arch]:
     """f_ψ, frozen, MAE's decoder or I-JEPA's predictor, and the sizes, on the CPU.
 
-    Every key and shape is checked (UsageError).
+    An official file is downloaded on first use. Every key and shape is checked (UsageError).
     """
-    path = fetch(cfg)
+    path = weights_of(cfg)
+    if not path.exists():
+        download(*OFFICIAL[cfg.backbone, cfg.pretext], path)
     try:
         data = dict(read_tensors(path))
         if cfg.pretext == "ijepa":
@@ -98,10 +94,8 @@ def load_backbone(cfg: Model) -> tuple[Backbone, Any, Arch]:
 
 
 def read_tensors(path: Path) -> Any:
-    """A .safetensors file, or torch.load without running code (ValueError where it is neither)."""
+    """What torch.load finds in a file, without running code (ValueError where it cannot)."""
     try:
-        if path.suffix == ".safetensors":
-            return safetensors.torch.load_file(path)
         zipped = zipfile.is_zipfile(path)
         with warnings.catch_warnings(), torch.serialization.safe_globals([Namespace]):
             warnings.simplefilter("ignore")  # of old formats; official files hold a Namespace
@@ -115,8 +109,8 @@ def read_tensors(path: Path) -> Any:
 
 def assign(network: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Give a network its tensors (ValueError naming the first that is missing or differs)."""
-    wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    both = network.state_dict(), state
+    wanted, found = ({name: tuple(x.shape) for name, x in part.items()} for part in both)
     if wrong := sorted(name for name in wanted | found if wanted.get(name) != found.get(name)):
         raise ValueError(
             f"{len(wrong)} tensors are missing, unexpected or of another shape, such as "
@@ -135,44 +129,60 @@ def arch_of(data: Any, cfg: Shape) -> Arch:
         if trained != cfg.backbone:
             raise ValueError(f"was trained as {trained}, give --backbone {trained}")
     for name in ("image_size", "patch_size"):
-        if getattr(cfg, name) not in (None, getattr(arch, name)):
-            raise ValueError(
-                f"has {getattr(arch, name)} in place of --{name.replace('_', '-')} "
-                f"{getattr(cfg, name)}; leave the option out"
-            )
+        given, has = getattr(cfg, name), getattr(arch, name)
+        if given not in (None, has):
+            flag = name.replace("_", "-")
+            raise ValueError(f"has {has} in place of --{flag} {given}; leave the option out")
     return arch
 
 
+def vit_args(arch: Arch) -> dict[str, Any]:
+    """These sizes as arguments of timm's VisionTransformer."""
+    return {
+        "img_size": arch.image_size,
+        "patch_size": arch.patch_size,
+        "embed_dim": arch.dim,
+        "depth": arch.depth,
+        "num_heads": arch.heads,
+        "mlp_ratio": arch.mlp_ratio,
+        "class_token": arch.class_token,
+        "global_pool": "token" if arch.class_token else "avg",
+        "fc_norm": False,  # the norm comes before the pooling
+    }
+
+
 def build_vit(arch: Arch) -> VisionTransformer:
-    """A timm ViT of these sizes without a head; names and shapes are the official encoders'.
+    """A timm ViT without a head; names and shapes are the official encoders'.
 
     With a class token it is MAE's. Without, it is I-JEPA's, whose features are the mean of the
     patches after the final norm.
     """
-    return VisionTransformer(
-        img_size=arch.image_size,
-        patch_size=arch.patch_size,
-        embed_dim=arch.dim,
-        depth=arch.depth,
-        num_heads=arch.heads,
-        mlp_ratio=arch.mlp_ratio,
-        num_classes=0,
-        class_token=arch.class_token,
-        global_pool="token" if arch.class_token else "avg",
-        fc_norm=False,  # the norm comes before the pooling
-    )
+    return VisionTransformer(**vit_args(arch), num_classes=0)
 
 
 def build_head(arch: Arch, pretext: str) -> nn.Module:
     """h^P in the official sizes: I-JEPA's predictor, otherwise MAE's decoder (ValueError)."""
-    if arch.image_size % arch.patch_size:
+    side, rest = divmod(arch.image_size, arch.patch_size)
+    if rest:
         raise ValueError(f"{arch.image_size} px is not a multiple of patches of {arch.patch_size}")
-    patches = (arch.image_size // arch.patch_size) ** 2
     if pretext == "ijepa":
-        size = arch.predictor_dim, arch.predictor_depth, arch.heads
-        return ijepa.Predictor(arch.dim, patches, *size, arch.mlp_ratio)
-    size = arch.decoder_dim, arch.decoder_depth, arch.decoder_heads
-    return mae.Decoder(arch.dim, patches, arch.patch_size, *size, arch.mlp_ratio)
+        return ijepa.Predictor(
+            arch.dim,
+            side**2,
+            arch.predictor_dim,
+            arch.predictor_depth,
+            arch.heads,
+            arch.mlp_ratio,
+        )
+    return mae.Decoder(
+        arch.dim,
+        side**2,
+        arch.patch_size,
+        arch.decoder_dim,
+        arch.decoder_depth,
+        arch.decoder_heads,
+        arch.mlp_ratio,
+    )
 
 
 @torch.no_grad()
@@ -199,11 +209,11 @@ def sincos(dim: int, side: int) -> Tensor:
 
     One half of the channels tells the column, the other half the row.
     """
-    omega = 10_000 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim / 4))
-    angle = torch.arange(side, dtype=torch.float64)[:, None] * omega  # (side, dim / 4)
+    omega = 10_000 ** -(torch.arange(dim // 4).double() / (dim / 4))
+    angle = torch.outer(torch.arange(side).double(), omega)  # (side, dim / 4)
     table = torch.cat([angle.sin(), angle.cos()], 1)  # (side, dim / 2)
-    column, row = table.repeat(side, 1), table.repeat_interleave(side, 0)
-    return torch.cat([torch.zeros(1, dim), torch.cat([column, row], 1)]).float()[None]
+    patches = torch.cat([table.repeat(side, 1), table.repeat_interleave(side, 0)], 1)
+    return F.pad(patches, (0, 0, 1, 0)).float()[None]
 
 
 # --- adapters -----------------------------------------------------------------------------------
@@ -222,11 +232,9 @@ def load_theta(start: Path, dim: int) -> tuple[Tensor, dict[str, Any]]:
 def from_released(state: Any, dim: int) -> Tensor:
     """θ from the released program's LoRA file; ValueError where it is another layout."""
     with suppress(LookupError, TypeError, RuntimeError, AttributeError):
-        layers = range(len(state) // 4)
-        A_q, B_q, A_v, B_v = (
-            torch.stack([state[RELEASED.format(k, *kind)].float() for k in layers])
-            for kind in ("qA", "qB", "vA", "vB")
-        )
-        if len(state) == 4 * len(layers) and A_q.shape[2] == dim:
-            return from_factors(A_q, B_q, A_v, B_v)
+        K, parts = len(state) // 4, ("qA", "qB", "vA", "vB")
+        found = [state[RELEASED.format(k, *x)].float() for k in range(K) for x in parts]
+        A, BT = torch.stack(found[::2]), torch.stack(found[1::2]).mT  # (2 K, r, dim) each
+        if len(state) == 4 * K and A.shape[2] == dim:
+            return torch.stack([A, BT], 1).view(K, -1)
     raise ValueError(f"is not a LoRA file on q and v of width {dim} in the released layout")

@@ -21,7 +21,7 @@ from data import IMAGENET
 from extras.look import adapter_of
 from lora import Backbone, Phi, factors, load_adapter, merge
 from run import checking, read_json, sha256, write_atomic
-from weights import RELEASED, load_backbone, weights_of
+from weights import RELEASED, load_backbone, vit_args, weights_of
 
 MADE = "LoRA on q and v of every layer of a frozen Vision Transformer, made with BiSSLight."
 CARD = """\
@@ -59,29 +59,32 @@ def export(
         weights: where the backbone's file is now.
     """
     file, out = adapter_of(run, seed), out or run / "export"
+    config = read_json(run / "config.json") | ({"weights": weights} if weights else {})
+    known = {*Model.model_fields, "dataset"} & config.keys()
     with checking(str(file)):
         theta, phi_D, about = load_adapter(file)
-    config = read_json(run / "config.json") | ({"weights": weights} if weights else {})
-    cfg = FinetuneConfig(**{k: config[k] for k in {*Model.model_fields, "dataset"} & config.keys()})
+        cfg = FinetuneConfig(**{name: config[name] for name in known})
     backbone, _, arch = load_backbone(cfg)
     if sha256(path := weights_of(cfg)) != about["weights_sha256"]:
         raise UsageError(f"--weights {path}: {run} was made with others, see its env.json")
     phi_D, dim, scale = folded(phi_D), backbone.dim, backbone.scale
-    lora, content = to_peft(theta, phi_D, dim, scale), io.BytesIO()
-    torch.save(to_released(theta, dim, scale), content)
-    network = to_timm(backbone, arch, theta, phi_D, about.get("channels") or IMAGENET)
-    told = {**about, "made": MADE, "dataset": Path(about["dataset"]).name}
+    released = io.BytesIO()
+    torch.save(to_released(theta, dim, scale), released)
+    lora, matrices = to_peft(theta, phi_D, dim, scale)
+    pixels = about.get("channels") or IMAGENET
+    merged, tensors = to_timm(backbone, arch, theta, phi_D, pixels)
+    name = Path(about["dataset"]).name
     files: dict[str, bytes | str] = {
-        "README.md": CARD.format(**told),
-        "released/lora.pth": content.getvalue(),
-        "peft/adapter_config.json": json.dumps(lora[0], indent=1),
-        "peft/adapter_model.safetensors": save(lora[1]),
-        "timm/config.json": json.dumps(network[0], indent=1),
-        "timm/model.safetensors": save(network[1]),
+        "README.md": CARD.format(**about | {"made": MADE, "dataset": name}),
+        "released/lora.pth": released.getvalue(),
+        "peft/adapter_config.json": json.dumps(lora, indent=1),
+        "peft/adapter_model.safetensors": save(matrices),
+        "timm/config.json": json.dumps(merged, indent=1),
+        "timm/model.safetensors": save(tensors),
     }
     readme = out / "README.md"
-    known = readme.is_file() and MADE in readme.read_text(errors="replace")
-    if out.exists() and any(out.iterdir()) and not known:
+    ours = readme.is_file() and MADE in readme.read_text(errors="replace")
+    if out.exists() and any(out.iterdir()) and not ours:
         raise UsageError(f"--out {out}: holds files that are not an export's; choose another")
     for name, data in files.items():
         with checking(f"--out {out}"):
@@ -136,20 +139,14 @@ def to_timm(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and tensors of the merged network, as timm's folders have them."""
     classes = len(phi_D.get("bias", ()))
-    args: dict[str, Any] = {
-        "img_size": arch.image_size, "patch_size": arch.patch_size, "embed_dim": arch.dim,
-        "depth": arch.depth, "num_heads": arch.heads, "mlp_ratio": arch.mlp_ratio,
-    }  # fmt: skip
-    if not arch.class_token:
-        args |= {"class_token": False, "global_pool": "avg", "fc_norm": False}
     about = {
-        "architecture": "vit_base_patch16_224", "num_classes": classes, "model_args": args,
+        "architecture": "vit_base_patch16_224", "model_args": vit_args(arch),
+        "num_classes": classes,
         "pretrained_cfg": {
             "input_size": [3, arch.image_size, arch.image_size], "mean": list(pixels[0]),
             "std": list(pixels[1]), "interpolation": "bicubic", "crop_pct": 224 / 256,
             "num_classes": classes, "classifier": "head",
         },
     }  # fmt: skip
-    head = {f"head.{key}": tensor for key, tensor in phi_D.items()}
-    state = merge(backbone, theta) | head
-    return about, {key: tensor.contiguous() for key, tensor in state.items()}
+    state = merge(backbone, theta) | {f"head.{name}": tensor for name, tensor in phi_D.items()}
+    return about, {name: tensor.contiguous() for name, tensor in state.items()}

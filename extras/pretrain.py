@@ -141,9 +141,9 @@ def scratch(cfg: PretrainConfig, pool: Pool) -> tuple[Any, Arch, dict[str, int]]
             f"{cfg.backbone} with {cfg.pretext}: "
             f"pretrain makes {', '.join(BACKBONES)} with mae or ijepa"
         )
-    arch = BACKBONES[cfg.backbone]._replace(class_token=not jepa)
+    arch = BACKBONES[cfg.backbone]
     image, patch = cfg.image_size or arch.image_size, cfg.patch_size or arch.patch_size
-    arch = arch._replace(image_size=image, patch_size=patch)
+    arch = arch._replace(image_size=image, patch_size=patch, class_token=not jepa)
     steps = cfg.epochs * max(1, images // cfg.batch)
     with checking(f"--pretext {cfg.pretext}"):
         vit, head = build_vit(arch), build_head(arch, cfg.pretext)

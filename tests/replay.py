@@ -13,7 +13,7 @@ from torch import Tensor
 import weights
 from bisslight import State
 from config import Arch
-from lora import Backbone, DownstreamLoss, Examples, from_factors
+from lora import Backbone, DownstreamLoss, Examples
 from mae import MAE, Batch
 from training import Group, Optimiser, decay_groups, schedule, trainable
 
@@ -106,10 +106,9 @@ def to_theta(flat: Tensor, depth: int, dim: int) -> Tensor:
     if flat.ndim > 1:
         return torch.stack([to_theta(row, depth, dim) for row in flat])
     A_q, B_q, A_v, B_v = flat.unflatten(-1, (depth, 4, -1)).unbind(-2)
-    return from_factors(
-        A_q.unflatten(-1, (-1, dim)), B_q.unflatten(-1, (dim, -1)),
-        A_v.unflatten(-1, (-1, dim)), B_v.unflatten(-1, (dim, -1)),
-    )  # fmt: skip
+    A_q, A_v = (A.unflatten(-1, (-1, dim)) for A in (A_q, A_v))
+    B_q, B_v = (B.unflatten(-1, (dim, -1)).mT for B in (B_q, B_v))
+    return torch.stack([A_q, B_q, A_v, B_v], 1).flatten(1)
 
 
 def head_flat(phi: dict[str, Tensor]) -> Tensor:

@@ -269,7 +269,7 @@ def test_settings_that_could_never_be_met_are_refused() -> None:
 # --- files ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("content", [{"model": 1}, {"encoder": {}, "predictor": {}}, [1]])
+@pytest.mark.parametrize("content", [{"model": 1}, {"encoder": {}, "predictor": {}}])
 def test_a_file_without_encoder_or_predictor_is_told(content: Any) -> None:
     with pytest.raises(ValueError, match="holds no target_encoder and predictor of I-JEPA"):
         ijepa.split_state(content, "target_encoder")

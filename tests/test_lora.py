@@ -72,7 +72,11 @@ def test_theta_adds_s_BA_to_q_and_v_and_leaves_k() -> None:
     torch.testing.assert_close(merged, dict(plain.state_dict()))
     name = "blocks.1.attn.qkv.weight"
     assert torch.equal(merged[name][24:48], VIT.state_dict()[name][24:48])
-    assert torch.equal(lora.from_factors(*factors(THETA, 24)), THETA)
+
+
+def test_a_network_that_would_be_computed_otherwise_is_refused() -> None:
+    with pytest.raises(ValueError, match="VisionTransformer: is not a timm VisionTransformer of"):
+        Backbone(tiny_vit(global_pool="max"))
 
 
 def test_recomputing_activations_sees_the_right_theta_and_drop_path() -> None:

@@ -96,7 +96,7 @@ def test_pretraining_has_the_schedules_of_maes_and_ijepas_programs(warmup: int) 
     """Their formulas at every step, warm-up as long as the run too; what has no decay gets none."""
     epochs, each = 4, 5
     for pretext, final in (("mae", None), ("mae", 0.4), ("ijepa", 0.4)):
-        schedules = {"warmup_epochs": warmup, "warmup_from": 0.2, "min_lr": 1e-5}
+        schedules: dict[str, Any] = {"warmup_epochs": warmup, "warmup_from": 0.2, "min_lr": 1e-5}
         schedules |= {"final_weight_decay": final, "epochs": epochs, "weight_decay": 0.05}
         cfg = PretrainConfig(backbone="vit_mini", pool="quilts", pretext=pretext, **schedules)
         tensors = {name: torch.ones(shape) for name, shape in {"W": (2, 2), "b": (2,)}.items()}
