@@ -73,7 +73,7 @@ class IJEPA:
 
     @torch.no_grad()
     def prepare(self, images: Tensor, context: Tensor, targets: Tensor) -> Batch:
-        """The teacher, as it is now, gives its layer-normed tokens; the loss is a pure function."""
+        """The teacher, as it is now, gives its layer-normed tokens; so the loss is pure."""
         tokens = self.teacher(images, self.state.get("theta_T"))
         tokens = F.layer_norm(tokens, tokens.shape[-1:])  # eps 1e-5
         target = tokens.take_along_dim(targets.flatten(1)[..., None], 1)
@@ -113,11 +113,11 @@ def momentum(i: int, first: float, steps: float) -> float:
 def multiblock(masks: Any, grid: int, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     """Contexts (B, E, n) and targets (B, M, m) of a batch, as the official collator draws them.
 
-    Both are int64, in raster order. One random number gives size and shape of all targets of the
-    batch, another one those of its contexts. Positions are uniform, but, as there, the last row and
-    column are never used. A context is a block from which the patches of all targets are removed.
-    It is drawn again while `min_keep` patches or fewer are left; after every 20 attempts, one
-    target fewer is removed. Then all contexts are cut to the length of the batch's shortest one.
+    One random number gives size and shape of all targets of the batch, another one those of its
+    contexts. Positions are uniform, but, as there, the last row and column are never used. A
+    context is a block from which the patches of all targets are removed. It is drawn again while
+    `min_keep` patches or fewer are left; after every 20 attempts, one target fewer is removed. Then
+    all contexts are cut to the length of the batch's shortest one.
 
     Args:
         masks: anything with these attributes (official values): targets M (4) and contexts E (1),
@@ -224,7 +224,7 @@ class Predictor(nn.Module):
 
 @torch.no_grad()
 def init(networks: Sequence[nn.Module], rng: torch.Generator) -> None:
-    """I-JEPA's initialisation of new networks, in place; position tables are left to the caller.
+    """I-JEPA's start of new networks, in place, but for position tables.
 
     Matrices and mask token are normal with deviation 0.02, truncated at ±2; the output matrices of
     attention and MLP in layer l = 1, 2 ... are then divided by √(2 l).
@@ -242,11 +242,9 @@ def init(networks: Sequence[nn.Module], rng: torch.Generator) -> None:
 
 
 def split_state(state: Mapping[str, Any], base: str) -> list[dict[str, Tensor]]:
-    """State dicts of encoder and predictor from an official file, whose names begin with `module.`.
+    """State dicts of an encoder, "target_encoder" or "encoder", and of the predictor (ValueError).
 
-    Args:
-        base: which encoder, "target_encoder" or "encoder".
-    ValueError where one is missing; names and shapes are left to strict loading.
+    In an official file, the names begin with `module.`.
     """
     parts: list[Any] = [state.get(base), state.get("predictor")]
     if not all(isinstance(part, dict) for part in parts):

@@ -1,8 +1,8 @@
 """The backbone f_θ, a frozen Vision Transformer ψ with LoRA (Sec. 3.2), and the downstream head.
 
-θ is one tensor (K, p) with a row for each of the K attention layers. Reshaped to (4, r, dim), a row
-is A_q, B_qᵀ, A_v, B_vᵀ: the query matrix becomes W_q + s B_q A_q and the value matrix
-W_v + s B_v A_v, with s = alpha / r; the key matrix stays as it is.
+θ (K, p) has a row for each of the K attention layers. Reshaped to (4, r, dim), a row is A_q, B_qᵀ,
+A_v, B_vᵀ: the query matrix becomes W_q + s B_q A_q and the value matrix W_v + s B_v A_v, with
+s = alpha / r; the key matrix stays as it is.
 
     ψ    psi    frozen backbone weights, `Backbone.vit`: one copy, used with every θ
     φ_D  phi_D  downstream head {"weight" (C, dim), "bias" (C,)} (App. C.2), and, where BatchNorm
@@ -78,10 +78,9 @@ class Backbone(nn.Module):
             first = self.vit.num_prefix_tokens
             x = torch.cat([x[:, :first], x[:, first:].take_along_dim(keep[..., None], 1)], 1)
         x = self.vit.norm_pre(x)
-        none = [None] * self.depth
         # unbind: indexing θ row by row would make backward build K zero tensors of θ's size
-        rows = none if theta is None else theta.unbind(0)
-        drops = none if drop is None else drop.unbind(1)
+        rows = [None] * self.depth if theta is None else theta.unbind(0)
+        drops = [None] * self.depth if drop is None else drop.unbind(1)
         again = partial(checkpoint, block_forward, use_reentrant=False)
         run = again if self.recompute else block_forward
         for block, row, dropped in zip(self.vit.blocks, rows, drops, strict=True):
@@ -92,10 +91,7 @@ class Backbone(nn.Module):
 def block_forward(
     block: Any, x: Tensor, row: Tensor | None, scale: float, drop: Tensor | None = None
 ) -> Tensor:
-    """One pre-norm block of timm on x (B, n, dim), with its row (p,) of θ, None without LoRA.
-
-    drop (B, 2): drop-path factors of the attention and the MLP branch.
-    """
+    """One block of timm on x (B, n, dim), its row (p,) of θ, drop-path factors (B, 2) or None."""
     attn_keep, mlp_keep = (1.0, 1.0) if drop is None else drop[..., None, None].unbind(1)
     out = F.scaled_dot_product_attention(*qkv(block.attn, block.norm1(x), row, scale))
     x = x + block.ls1(block.attn.proj(block.attn.norm(out.transpose(1, 2).flatten(2)))) * attn_keep
@@ -179,9 +175,8 @@ def init_stats(phi_D: Phi) -> Phi:
 class DownstreamLoss:
     """L^D(θ, φ_D) of a batch, a scalar; line 12 (at θ_P) and line 14 (at θ_D) of Algorithm 1.
 
-    A BatchNorm head normalises with the mean and variance of the batch, of all processes together.
-    With regularise=True, at θ_D and in PEFT, drop path acts and the running statistics `stats`
-    (`init_stats`) are updated. For scoring, `predict` uses the running statistics and no drop path.
+    A BatchNorm head normalises with the moments of the batch, of all processes together. With
+    regularise=True, at θ_D and in PEFT, drop path acts and the running `stats` are updated.
     """
 
     def __init__(
@@ -219,10 +214,9 @@ def logits(x: Tensor, phi_D: Phi) -> Tensor:
 
 
 def moments(x: Tensor, stats: Phi | None) -> Phi:
-    """Mean and biased variance of the rows x (B, dim) of all processes.
+    """Mean and biased variance of the rows x of all processes; `stats` moves a tenth towards them.
 
-    Also moves the running statistics `stats` a tenth of the way towards them. x is float64: in
-    float32, similar features would lose most digits of their gradients.
+    x (B, dim) is float64: in float32, similar features would lose most digits of their gradients.
     """
     n = SumOverProcesses.apply(x.new_tensor(float(len(x))))
     mean = SumOverProcesses.apply(x.sum(0)) / n
@@ -268,29 +262,29 @@ def cross_entropy(z: Tensor, targets: Tensor, multilabel: Multilabel = "softmax"
 
 
 def save_adapter(theta: Tensor, phi_D: Phi, about: dict[str, Any]) -> bytes:
-    """θ, the head, and what they belong to (`about`, JSON values) as a safetensors file's content.
+    """A safetensors file's content: θ, the head, what they belong to (`about`, JSON values).
 
-    `about` is one metadata key, "bisslight": the library writes several in random order.
+    `about` is one metadata key: the library writes several in random order.
     """
-    tensors = {"theta": theta} | {f"head.{name}": tensor for name, tensor in phi_D.items()}
-    text = json.dumps(about | {"format": FORMAT}, sort_keys=True)
-    return save({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, {"bisslight": text})
+    named = {"theta": theta} | {f"head.{name}": tensor for name, tensor in phi_D.items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+    return save(tensors, {"bisslight": json.dumps(about | {"format": FORMAT}, sort_keys=True)})
 
 
 def load_adapter(path: Path) -> tuple[Tensor, Phi, dict[str, Any]]:
-    """θ, the head ({} if there is none) and `about` from a file of `save_adapter`.
+    """θ, the head ({} if there is none) and `about` of a file (OSError; ValueError: no adapter).
 
-    OSError where it cannot be read, ValueError where it is no adapter. In files of the first
-    edition, which had several metadata keys, `about` has strings.
+    In files of the first edition, which had several metadata keys, `about` has strings.
     """
+    data = path.read_bytes()  # the library opens no path that is not UTF-8
     try:
-        data = path.read_bytes()  # the library opens no path that is not UTF-8
         tensors = load(data)
-        head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        about: dict[str, Any] = head.get("__metadata__", {})
     except SafetensorError as error:
         raise ValueError(f"not a readable safetensors file ({error})") from error
-    about = json.loads(about["bisslight"]) if "bisslight" in about else about
+    size = int.from_bytes(data[:8], "little")  # of the file's own header
+    about: dict[str, Any] = json.loads(data[8 : 8 + size]).get("__metadata__", {})
+    if "bisslight" in about:
+        about = json.loads(about["bisslight"])
     theta = tensors.pop("theta", torch.empty(0))
     if about.pop("format", None) != FORMAT or theta.ndim != 2:
         raise ValueError(f"not an adapter: it is not of format {FORMAT} with a matrix theta")

@@ -1,14 +1,13 @@
 """Masked autoencoding, the paper's pretext task: L^P(θ, φ_P) of He et al. 2022 on any backbone.
 
-Most patches of an image are removed; the backbone sees the rest, and a small decoder predicts the
-removed pixels.
+The backbone sees a part of the patches of an image, and a small decoder predicts the other ones.
 
     φ_P     phi_P   the decoder's trainable tensors, mask token included; its positions are fixed
     L       number of patches of an image; n = int(L (1 − mask ratio)) of them stay
     noise   (B, L) uniform, all of the task's randomness: the patches with the least noise stay
 
 The backbone is a function (images, theta, keep) -> tokens of the patches `keep`, class token first
-(`lora.Backbone`). Names and shapes of the networks' tensors are those of the official program.
+(`lora.Backbone`). The networks' tensors have the official names and shapes.
 """
 
 import math
@@ -37,7 +36,6 @@ class MAE:
         backbone: f_θ. Pretext passes have no drop path.
         decoder: φ_P's start and the fixed positions; `loss` takes φ_P as an argument.
         mask_ratio: share of the patches that are removed, 0.75 in the paper.
-        norm_pix: predict pixels standardised per patch, as in the paper, or raw ones.
     """
 
     def __init__(
@@ -45,10 +43,8 @@ class MAE:
         backbone: Any,
         decoder: "Decoder",
         mask_ratio: float = 0.75,
-        norm_pix: bool = True,
     ) -> None:
-        self.backbone, self.decoder = backbone, decoder
-        self.mask_ratio, self.norm_pix = mask_ratio, norm_pix
+        self.backbone, self.decoder, self.mask_ratio = backbone, decoder, mask_ratio
         self.phi: Phi = dict(decoder.named_parameters())
         self.state: dict[str, Tensor] = {}  # nothing besides θ_P and φ_P
         if not 1 <= int(decoder.patches * (1 - mask_ratio)) < decoder.patches:
@@ -63,12 +59,11 @@ class MAE:
         return Batch(images, noise)
 
     def loss(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
-        """L^P(θ, φ_P): squared error, mean over the pixels of a patch and all removed patches."""
+        """L^P(θ, φ_P): mean squared error of the removed patches' pixels, standardised by patch."""
         prediction, mask = self.predict(theta, phi, batch)
         target = patchify(batch.images, self.decoder.patch_size)
-        if self.norm_pix:
-            mean, deviation = spread(target)
-            target = (target - mean) / deviation
+        mean, deviation = spread(target)
+        target = (target - mean) / deviation
         per_patch = (prediction.to(target.dtype) - target).square().mean(-1)  # (B, L)
         return (per_patch * mask).sum() / mask.sum()
 
@@ -84,10 +79,9 @@ class MAE:
 
 
 def masking(noise: Tensor, mask_ratio: float) -> tuple[Tensor, Tensor]:
-    """Which patches stay.
+    """Which patches stay: keep (B, n), those with the least noise, in that order.
 
-    Returns keep (B, n), the patches with the least noise, in that order, and restore (B, L): the
-    position of each patch in the list "kept patches, then removed ones".
+    Also restore (B, L): each patch's position in the list "kept patches, then removed ones".
 
     >>> masking(torch.tensor([[0.9, 0.1, 0.4, 0.7]]), 0.5)
     (tensor([[1, 2]]), tensor([[3, 0, 1, 2]]))
@@ -117,17 +111,16 @@ def spread(patches: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def reconstruct(task: MAE, theta: Tensor | None, phi: Phi, batch: Batch) -> tuple[Tensor, Tensor]:
-    """To look at: the images without the removed patches, and with them predicted.
+    """The images without the removed patches, and with them predicted.
 
     As in MAE's figures, standardised pixels get the mean and deviation of the true patch.
     """
     prediction, mask = task.predict(theta, phi, batch)
     true = patchify(batch.images, size := task.decoder.patch_size)
-    if task.norm_pix:
-        mean, deviation = spread(true)
-        prediction = prediction * deviation + mean
-    filled = torch.where(mask[..., None] > 0, prediction, true)
-    return unpatchify(true * (1 - mask[..., None]), size), unpatchify(filled, size)
+    mean, deviation = spread(true)
+    removed = mask[..., None]
+    filled = torch.where(removed > 0, prediction * deviation + mean, true)
+    return unpatchify(true * (1 - removed), size), unpatchify(filled, size)
 
 
 class Decoder(nn.Module):
@@ -172,11 +165,9 @@ class Decoder(nn.Module):
 
 @torch.no_grad()
 def init(networks: Sequence[nn.Module], rng: torch.Generator) -> None:
-    """MAE's initialisation of new networks, in place; position tables are left to the caller.
+    """MAE's start of new networks, in place, but for position tables.
 
-    Both networks before pretraining; the decoder alone where the backbone has been trained, as in
-    the released program. Matrices and convolutions are Xavier-uniform, class and mask token normal
-    with deviation 0.02.
+    Matrices and convolutions are Xavier-uniform, class and mask token normal, deviation 0.02.
     """
     both = nn.ModuleList(networks)
     for module in both.modules():
@@ -189,10 +180,7 @@ def init(networks: Sequence[nn.Module], rng: torch.Generator) -> None:
 
 
 def split_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The state dict of an official `_full` file, apart: encoder and decoder.
-
-    ValueError where it holds no decoder; names and shapes are left to strict loading.
-    """
+    """Encoder and decoder from the state dict of an official `_full` file (ValueError)."""
     decoder = {k: v for k, v in state.items() if k.startswith("decoder_") or k == "mask_token"}
     if not decoder:
         raise ValueError(

@@ -16,13 +16,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from ctypes import c_int
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-T = TypeVar("T")
 
 # --- optimisers -------------------------------------------------------------------------------
 
@@ -30,18 +28,14 @@ T = TypeVar("T")
 def schedule(
     total: float, warmup: float, end: float, start: float = 0.0
 ) -> Callable[[float, float], float]:
-    """A line, then half a cosine (App. C.2, C.3; the exact form is the released one).
+    """The rate of step k from the base rate b: a line, then half a cosine (App. C.2, C.3).
 
-    Returns the rate of step k from the base rate b. With N = total, w = warmup, e = end, s = start:
+        k < w = warmup:  s b + (b − s b) k / w,   s = start
+        k ≥ w:           c b + (1 − c) end,   c = (1 + cos(π (k − w) / (total − w))) / 2
 
-        k < w:  s b + (b − s b) k / w
-        k ≥ w:  c b + (1 − c) e,   c = (1 + cos(π (k − w) / (N − w))) / 2
+    W steps of warm-up, as released, are w = W + 1, with k from 1. MAE counts k from 0.
 
-    The paper's W steps of warm-up are w = W + 1, for k = 1 .. N: step W + 1 has the base rate. MAE
-    counts its steps from 0, I-JEPA from 1; both start at a share s of the base rate.
-
-    >>> rate = schedule(total=5, warmup=2, end=0.0)
-    >>> [round(rate(k, 1.0), 3) for k in range(1, 6)]
+    >>> [round(schedule(total=5, warmup=2, end=0.0)(k, 1.0), 3) for k in range(1, 6)]
     [0.5, 1.0, 0.75, 0.25, 0.0]
     """
 
@@ -96,7 +90,7 @@ class Optimiser:
     ) -> None:
         self.schedule, self.clip, self.decay, self.step = schedule, clip, decay, 0
         self.groups = [group for group in groups if group.tensors]
-        params = [{"params": x.tensors, "weight_decay": x.weight_decay} for x in self.groups]
+        params = [{"params": group.tensors} for group in self.groups]
         self.torch: torch.optim.Optimizer = (
             torch.optim.SGD(params, lr=0.0, momentum=0.9)
             if betas is None
@@ -104,9 +98,9 @@ class Optimiser:
         )
 
     def update(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-        """One step on (tensor, gradient) pairs; returns the joint norm before clipping, a scalar.
+        """One step on (tensor, gradient) pairs, whose gradients are used up by clipping in place.
 
-        The gradients are used up: clipping scales them in place.
+        Returns their joint norm before it, a scalar.
         """
         tensors = []
         for tensor, gradient in pairs:
@@ -117,8 +111,8 @@ class Optimiser:
         self.step += 1
         for params, group in zip(self.torch.param_groups, self.groups, strict=True):
             params["lr"] = self.schedule(self.step, group.lr)
-            if group.weight_decay:
-                params["weight_decay"] = self.decay(self.step, group.weight_decay)
+            decay = self.decay if group.weight_decay else constant  # what has none gets none
+            params["weight_decay"] = decay(self.step, group.weight_decay)
         self.torch.step()
         self.torch.zero_grad()
         return norm
@@ -234,6 +228,6 @@ stop = Stop()
 Track = Callable[..., Iterator[Any]]  # (items, total, label, done=0) -> items, showing how far
 
 
-def untracked(items: Iterator[T], total: int, label: str, done: int = 0) -> Iterator[T]:
+def untracked(items: Iterator[Any], total: int, label: str, done: int = 0) -> Iterator[Any]:
     """No progress. `items` are number `done` + 1 to `total` of what `label` names."""
     return items

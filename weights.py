@@ -70,9 +70,9 @@ def download(url: str, size: float, path: Path) -> None:
 
 
 def load_backbone(cfg: Model) -> tuple[Backbone, Any, Arch]:
-    """f_ψ, frozen, MAE's decoder or I-JEPA's predictor, and the sizes, on the CPU.
+    """f_ψ, frozen, MAE's decoder or I-JEPA's predictor, and the sizes, on the CPU (UsageError).
 
-    An official file is downloaded on first use. Every key and shape is checked (UsageError).
+    An official file is downloaded on first use. Every key and shape is checked.
     """
     path = weights_of(cfg)
     if not path.exists():
@@ -111,7 +111,7 @@ def assign(network: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Give a network its tensors (ValueError naming the first that is missing or differs)."""
     both = network.state_dict(), state
     wanted, found = ({name: tuple(x.shape) for name, x in part.items()} for part in both)
-    if wrong := sorted(name for name in wanted | found if wanted.get(name) != found.get(name)):
+    if wrong := sorted({name for name, _ in wanted.items() ^ found.items()}):
         raise ValueError(
             f"{len(wrong)} tensors are missing, unexpected or of another shape, such as "
             f"{wrong[0]}: {found.get(wrong[0])} in place of {wanted.get(wrong[0])}; "
@@ -128,11 +128,10 @@ def arch_of(data: Any, cfg: Shape) -> Arch:
         arch, trained = Arch(**about["arch"]), about["backbone"]
         if trained != cfg.backbone:
             raise ValueError(f"was trained as {trained}, give --backbone {trained}")
-    for name in ("image_size", "patch_size"):
-        given, has = getattr(cfg, name), getattr(arch, name)
+    image, patch = (cfg.image_size, arch.image_size), (cfg.patch_size, arch.patch_size)
+    for flag, (given, has) in {"--image-size": image, "--patch-size": patch}.items():
         if given not in (None, has):
-            flag = name.replace("_", "-")
-            raise ValueError(f"has {has} in place of --{flag} {given}; leave the option out")
+            raise ValueError(f"has {has} in place of {flag} {given}; leave the option out")
     return arch
 
 
@@ -147,16 +146,12 @@ def vit_args(arch: Arch) -> dict[str, Any]:
         "mlp_ratio": arch.mlp_ratio,
         "class_token": arch.class_token,
         "global_pool": "token" if arch.class_token else "avg",
-        "fc_norm": False,  # the norm comes before the pooling
+        "fc_norm": False,  # I-JEPA's features are the mean of the patches after the final norm
     }
 
 
 def build_vit(arch: Arch) -> VisionTransformer:
-    """A timm ViT without a head; names and shapes are the official encoders'.
-
-    With a class token it is MAE's. Without, it is I-JEPA's, whose features are the mean of the
-    patches after the final norm.
-    """
+    """A timm ViT without a head: with a class token MAE's encoder, without one I-JEPA's."""
     return VisionTransformer(**vit_args(arch), num_classes=0)
 
 
@@ -166,23 +161,10 @@ def build_head(arch: Arch, pretext: str) -> nn.Module:
     if rest:
         raise ValueError(f"{arch.image_size} px is not a multiple of patches of {arch.patch_size}")
     if pretext == "ijepa":
-        return ijepa.Predictor(
-            arch.dim,
-            side**2,
-            arch.predictor_dim,
-            arch.predictor_depth,
-            arch.heads,
-            arch.mlp_ratio,
-        )
-    return mae.Decoder(
-        arch.dim,
-        side**2,
-        arch.patch_size,
-        arch.decoder_dim,
-        arch.decoder_depth,
-        arch.decoder_heads,
-        arch.mlp_ratio,
-    )
+        size = arch.predictor_dim, arch.predictor_depth, arch.heads
+        return ijepa.Predictor(arch.dim, side**2, *size, arch.mlp_ratio)
+    size = arch.decoder_dim, arch.decoder_depth, arch.decoder_heads
+    return mae.Decoder(arch.dim, side**2, arch.patch_size, *size, arch.mlp_ratio)
 
 
 @torch.no_grad()

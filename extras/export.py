@@ -71,8 +71,7 @@ def export(
     released = io.BytesIO()
     torch.save(to_released(theta, dim, scale), released)
     lora, matrices = to_peft(theta, phi_D, dim, scale)
-    pixels = about.get("channels") or IMAGENET
-    merged, tensors = to_timm(backbone, arch, theta, phi_D, pixels)
+    merged, tensors = to_timm(backbone, arch, theta, phi_D, about)
     name = Path(about["dataset"]).name
     files: dict[str, bytes | str] = {
         "README.md": CARD.format(**about | {"made": MADE, "dataset": name}),
@@ -135,16 +134,16 @@ def to_peft(
 
 
 def to_timm(
-    backbone: Backbone, arch: Arch, theta: Tensor, phi_D: Phi, pixels: tuple[Any, Any]
+    backbone: Backbone, arch: Arch, theta: Tensor, phi_D: Phi, made: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and tensors of the merged network, as timm's folders have them."""
-    classes = len(phi_D.get("bias", ()))
+    """config.json and tensors of the merged network; `made` is what the adapter says of itself."""
+    (mean, std), classes = made.get("channels") or IMAGENET, len(phi_D.get("bias", ()))
     about = {
         "architecture": "vit_base_patch16_224", "model_args": vit_args(arch),
         "num_classes": classes,
         "pretrained_cfg": {
-            "input_size": [3, arch.image_size, arch.image_size], "mean": list(pixels[0]),
-            "std": list(pixels[1]), "interpolation": "bicubic", "crop_pct": 224 / 256,
+            "input_size": [3, arch.image_size, arch.image_size], "mean": list(mean),
+            "std": list(std), "interpolation": "bicubic", "crop_pct": 224 / 256,
             "num_classes": classes, "classifier": "head",
         },
     }  # fmt: skip

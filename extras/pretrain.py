@@ -14,12 +14,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from pydantic import NonNegativeFloat, PositiveFloat
 
+import data
 from commands import Command, Table
 from config import (
     BACKBONES,
     Arch,
     Crops,
     NonNegativeInt,
+    Pool,
     PositiveInt,
     Pretext,
     Rate,
@@ -27,8 +29,6 @@ from config import (
     Share,
     UsageError,
 )
-from config import Pool as PoolName
-from data import Pool, rng
 from lora import Backbone, Phi
 from model import device_of, named, own_names, pretext_batches, trained
 from run import Run, checking, typed
@@ -51,7 +51,7 @@ class PretrainConfig(Pretext, Crops, Shape, Command):
     }
     ijepa_mini: ClassVar[Table] = {"min_keep": 4, "patch_size": 2}
     short: ClassVar[Table] = {"epochs": 30, "warmup_epochs": 4, "batch": 64}
-    pool: PoolName
+    pool: Pool
     """Unlabelled images: quilts, or any folder of images, nested or not."""
     epochs: PositiveInt = 400
     """Passes over the pool. [MAE's code; I-JEPA: 300]"""
@@ -89,7 +89,7 @@ def pretrain(
     cfg: PretrainConfig,
     out: Path,
     *,
-    pool: Pool | None = None,
+    pool: data.Pool | None = None,
     force: bool = False,
     track: Track = untracked,
 ) -> PretrainResult:
@@ -107,22 +107,22 @@ def pretrain(
     with Run(out, "pretrain", cfg, force, **about, pool_sha256=pool.fingerprint()) as run:
         if run.result:
             return typed(PretrainResult, run.result)
-        psi = dict(task.backbone.vit.named_parameters())
-        del psi["pos_embed"]  # MAE and I-JEPA keep the position table fixed
+        network = task.backbone.vit.named_parameters()
+        psi = {name: x for name, x in network if name != "pos_embed"}  # the positions are fixed
         opt = optimiser(cfg, psi | task.phi, steps)
         run.keep([*psi.values(), *task.phi.values(), *task.state.values()], [opt])
         piece = min(steps // cfg.epochs, 500)
-        left = range(opt.step, steps)
-        batches = pretext_batches(cfg, pool, task, arch.image_size, cfg.batch, left)
+        batches = pretext_batches(
+            cfg, pool, task, arch.image_size, cfg.batch, range(opt.step, steps)
+        )
         loss, rest = partial(task.loss, None, task.phi), (cfg.micro_batch, cfg.amp)
         records = trained(loss, opt, batches, piece, *rest, "pretrain", task.after_step)
         for record in track(records, -(-steps // piece), "pretrain", opt.step // piece):
             run.log(record)
             run.checkpoint(f"step {opt.step} of {steps}")
         run.write("backbone.pth", checkpoint(cfg, arch, task))
-        file, loss_P = str(out / "backbone.pth"), run.records[-1]["loss"]
-        found = run.finish({"out": str(out), "weights": file, "loss": loss_P})
-        return typed(PretrainResult, found)
+        found = {"out": str(out), "weights": str(out / "backbone.pth")}
+        return typed(PretrainResult, run.finish({**found, "loss": run.records[-1]["loss"]}))
 
 
 def plan(cfg: PretrainConfig) -> dict[str, int]:
@@ -130,10 +130,10 @@ def plan(cfg: PretrainConfig) -> dict[str, int]:
     return scratch(cfg, named(cfg, "pool"))[2]
 
 
-def scratch(cfg: PretrainConfig, pool: Pool) -> tuple[Any, Arch, dict[str, int]]:
-    """`mae.MAE` or `ijepa.IJEPA` around networks that are drawn as its authors do (UsageError).
+def scratch(cfg: PretrainConfig, pool: data.Pool) -> tuple[Any, Arch, dict[str, int]]:
+    """The task around new networks, their sizes, numbers of images and of steps (UsageError).
 
-    Also their sizes, and the numbers of images and of steps: an epoch has full batches only.
+    An epoch has full batches only.
     """
     jepa, images, device = cfg.pretext == "ijepa", len(pool.images), device_of(cfg)
     if not jepa and cfg.pretext != "mae":
@@ -147,7 +147,7 @@ def scratch(cfg: PretrainConfig, pool: Pool) -> tuple[Any, Arch, dict[str, int]]
     steps = cfg.epochs * max(1, images // cfg.batch)
     with checking(f"--pretext {cfg.pretext}"):
         vit, head = build_vit(arch), build_head(arch, cfg.pretext)
-        initialise([vit, head], cfg.pretext, rng(cfg.seed, "init"))
+        initialise([vit, head], cfg.pretext, data.rng(cfg.seed, "init"))
         backbone = Backbone(vit, recompute=cfg.recompute).to(device)
         teacher = copy.deepcopy(backbone) if jepa else None
         task = pretext_task(cfg, backbone, head.to(device), steps, None, teacher)
