@@ -67,15 +67,6 @@ def test_peft_and_timm_predict_what_ours_does(
     close(merged(IMAGES), expected, 1e-5)
 
 
-def test_the_released_layout_goes_there_and_back(theta: Tensor, tmp_path: Path) -> None:
-    state = to_released(theta, 32, 1.0)
-    torch.save(state, tmp_path / "lora.pth.tar")
-    back, about = load_theta(tmp_path / "lora.pth.tar", 32)
-    assert torch.equal(back, theta) and about == {}
-    doubled = from_released(to_released(theta, 32, 2.0), 32)
-    close(doubled.view(3, 4, -1)[:, 1::2], 2 * theta.view(3, 4, -1)[:, 1::2], 1e-7)
-
-
 def test_a_recorded_lora_in_the_released_layout_is_read() -> None:
     """Named by block, part and matrix; the order in θ is checked against the recorded vector."""
     rec = recorded("official/bisslight_tiny_adamw_f64.npz")
@@ -87,8 +78,15 @@ def test_a_recorded_lora_in_the_released_layout_is_read() -> None:
     assert torch.equal(read, to_theta(flat, r.arch.depth, r.arch.dim))
 
 
-def test_other_layouts_are_refused(theta: Tensor) -> None:
+def test_the_released_layout_goes_there_and_back_and_others_are_refused(
+    theta: Tensor, tmp_path: Path
+) -> None:
     s: Any = to_released(theta, 32, 1.0)
+    torch.save(s, tmp_path / "lora.pth.tar")
+    back, about = load_theta(tmp_path / "lora.pth.tar", 32)
+    assert torch.equal(back, theta) and about == {}
+    doubled = from_released(to_released(theta, 32, 2.0), 32)
+    close(doubled.view(3, 4, -1)[:, 1::2], 2 * theta.view(3, 4, -1)[:, 1::2], 1e-7)
     for other in (
         [1],
         {k: v for k, v in s.items() if "blocks.1.attn.qkv.q.lora_A" not in k},

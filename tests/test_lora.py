@@ -16,11 +16,10 @@ from torch import Tensor
 
 import lora
 from bisslight import gradients
+from config import BACKBONES
+from data import rng
 from lora import Backbone, drop_path, factors, init_head, init_theta, load_adapter
-
-
-def rng(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+from paper import LORA_MILLIONS
 
 
 def tiny_vit(**more: Any) -> VisionTransformer:
@@ -37,13 +36,9 @@ IMAGES = torch.randn(5, 3, 16, 16, generator=rng(2)).double()
 
 def test_parameter_counts_match_the_papers_table() -> None:
     """App. C.4, 4 r dim depth, in millions; its cell of ViT-B, r = 8 rounds 294,912 up to 0.30."""
-    table = {  # by (dim, depth), for r = 1, 2, 4 ... 128
-        (768, 12): (0.04, 0.07, 0.15, 0.30, 0.59, 1.18, 2.36, 4.72),
-        (1024, 24): (0.10, 0.20, 0.39, 0.79, 1.57, 3.15, 6.29, 12.58),
-        (1280, 32): (0.16, 0.33, 0.66, 1.31, 2.62, 5.24, 10.49, 20.97),
-    }
-    for (dim, depth), row in table.items():
-        for power, printed in enumerate(row):
+    for name, row in LORA_MILLIONS.items():
+        depth, dim = BACKBONES[name].depth, BACKBONES[name].dim
+        for power, printed in enumerate(row):  # r = 1, 2, 4 ... 128
             count = init_theta(depth, 2**power, dim, rng(0)).numel()
             assert count == 4 * 2**power * dim * depth
             assert round(count / 1e6, 2) == printed or count == 294_912
