@@ -1,12 +1,10 @@
 """I-JEPA (Assran et al. 2023), the paper's second pretext task: L^P(θ, φ_P), App. D.1.
 
-From one large context block of patches, predict the tokens that a teacher, a slow moving average of
-the network, gives for four smaller target blocks.
+From one large context block of patches, predict a teacher's tokens of four smaller target blocks.
 
     φ_P   phi_P     the predictor's trainable tensors, mask token included; its positions are fixed
-    θ_T   theta_T   the teacher: the same frozen ψ under a third θ, a moving average of θ_P (of the
-                    factors A and B, not of their product). From scratch, where ψ itself is trained,
-                    the teacher is a second network
+    θ_T   theta_T   the teacher: the same frozen ψ under a third θ, a slow moving average of θ_P (of
+                    A and B, not of their product); from scratch, a second network
     E, M            context blocks (1) and target blocks (4) of an image
     n, m            patches of a context and of a target
 
@@ -43,7 +41,7 @@ class IJEPA:
     Args:
         backbone: f_θ. Pretext passes have no drop path.
         predictor: φ_P's start and the fixed positions; `loss` takes φ_P as an argument.
-        masks: the sampler's settings, see `multiblock`; `check_masks` refuses impossible ones.
+        masks: the sampler's settings, see `multiblock` (ValueError for impossible ones).
         ema: (first momentum, steps until it is 1).
         theta: θ_P's start, and so θ_T's. None: ψ itself is trained, and `teacher` follows it.
         teacher: from scratch only, a second backbone, equal to the first.
@@ -113,17 +111,16 @@ def momentum(i: int, first: float, steps: float) -> float:
 def multiblock(masks: Any, grid: int, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     """Contexts (B, E, n) and targets (B, M, m) of a batch, as the official collator draws them.
 
-    One random number gives size and shape of all targets of the batch, another one those of its
-    contexts. Positions are uniform, but, as there, the last row and column are never used. A
-    context is a block from which the patches of all targets are removed. It is drawn again while
-    `min_keep` patches or fewer are left; after every 20 attempts, one target fewer is removed. Then
-    all contexts are cut to the length of the batch's shortest one.
+    One random number gives size and shape of all targets, another one those of the contexts. The
+    last row and column are never used. A context is a block without the patches of all targets,
+    drawn again while it has `min_keep` patches or fewer; after every 20 attempts, one target fewer
+    is taken out of it. Then all contexts are cut to the length of the batch's shortest one.
 
     Args:
         masks: anything with these attributes (official values): targets M (4) and contexts E (1),
-            target_scale (0.15, 0.2) and context_scale (0.85, 1), shares of the image's area,
-            aspect (0.75, 1.5), height over width of a target, min_keep (10), and overlap (False),
-            whether contexts may overlap targets. A pair is (lower bound, upper bound).
+            target_scale (0.15, 0.2) and context_scale (0.85, 1), bounds of a share of the image,
+            aspect (0.75, 1.5), of a target's height over width, min_keep (10), and overlap (False),
+            whether contexts may overlap targets.
         grid: patches along a side of the image.
     """
     u_target, u_context = torch.rand(2, generator=rng, dtype=torch.float64).tolist()
@@ -184,10 +181,8 @@ def check_masks(masks: Any, grid: int) -> None:
 class Predictor(nn.Module):
     """h^P, the official predictor: tokens of a context -> tokens at the targets.
 
-    Args:
-        dim: width of the backbone's tokens.
-        patches: L, number of patches of an image.
-        width, depth, heads, mlp_ratio: of its own blocks; as many heads as the encoder has.
+    `dim` is the width of the backbone's tokens, `patches` the number of patches of an image; the
+    rest are sizes of its own blocks. Officially, it has as many heads as its encoder.
     """
 
     def __init__(

@@ -34,9 +34,7 @@ Multilabel = Literal["softmax", "bce"]  # the loss where an image has several cl
 class Backbone(nn.Module):
     """f_θ with ψ = `vit`, a plain timm VisionTransformer (ValueError for another network).
 
-    Args:
-        scale: LoRA's s = alpha / r.
-        recompute: activation checkpointing: backward computes each block's activations again.
+    `scale` is s; with `recompute`, backward computes each block's activations again.
     """
 
     def __init__(self, vit: Any, scale: float = 1.0, recompute: bool = False) -> None:
@@ -67,11 +65,8 @@ class Backbone(nn.Module):
     ) -> Tensor:
         """Tokens after the final LayerNorm, (B, prefix + n, dim); a class token comes first.
 
-        Args:
-            images: (B, 3, H, W), normalised.
-            theta: (K, p); None is ψ alone.
-            keep: (B, n) int64, the patches that enter the blocks, in this order; None: all.
-            drop: (B, K, 2) from `drop_path`: factors of every image's residual branches.
+        Images are normalised. Without theta (K, p), it is ψ alone. keep (B, n) int64 are the
+        patches that enter the blocks, in this order. drop (B, K, 2) is from `drop_path`.
         """
         x = self.vit._pos_embed(self.vit.patch_embed(images))  # positions first, then the selection
         if keep is not None:
@@ -262,12 +257,10 @@ def cross_entropy(z: Tensor, targets: Tensor, multilabel: Multilabel = "softmax"
 
 
 def save_adapter(theta: Tensor, phi_D: Phi, about: dict[str, Any]) -> bytes:
-    """A safetensors file's content: θ, the head, what they belong to (`about`, JSON values).
-
-    `about` is one metadata key: the library writes several in random order.
-    """
+    """A safetensors file's content: θ, the head, what they belong to (`about`, JSON values)."""
     named = {"theta": theta} | {f"head.{name}": tensor for name, tensor in phi_D.items()}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+    # one metadata key: the library writes several in random order
     return save(tensors, {"bisslight": json.dumps(about | {"format": FORMAT}, sort_keys=True)})
 
 

@@ -118,19 +118,14 @@ def reconstruct(task: MAE, theta: Tensor | None, phi: Phi, batch: Batch) -> tupl
     prediction, mask = task.predict(theta, phi, batch)
     true = patchify(batch.images, size := task.decoder.patch_size)
     mean, deviation = spread(true)
-    removed = mask[..., None]
-    filled = torch.where(removed > 0, prediction * deviation + mean, true)
-    return unpatchify(true * (1 - removed), size), unpatchify(filled, size)
+    filled = torch.where(mask[..., None] > 0, prediction * deviation + mean, true)
+    return unpatchify(true * (1 - mask[..., None]), size), unpatchify(filled, size)
 
 
 class Decoder(nn.Module):
     """h^P, the official MAE decoder: tokens of the visible patches -> pixels of all patches.
 
-    Args:
-        dim: width of the backbone's tokens.
-        patches: L.
-        patch_size: side of a patch in pixels.
-        width, depth, heads, mlp_ratio: of its own blocks.
+    `dim` is the width of the backbone's tokens, `patches` L; the rest are sizes of its own blocks.
     """
 
     def __init__(

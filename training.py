@@ -1,11 +1,9 @@
 """What a training loop stands on; knows no method and lifts alone.
 
-    schedule     warm-up, then half a cosine (App. C.2, C.3; MAE's and I-JEPA's too)
-    Optimiser    AdamW or SGD with a schedule and clipping: opt_P and opt_D of Algorithm 1
-    processes    those that torchrun starts share every batch; `bisslight.gradients` adds them up
-    `stop`       Ctrl-C and its like: finish the alternation or epoch, save, leave
-
-Leaves out: which tensors get which rate, which is up to `align`, `finetune`, `extras.pretrain`.
+schedule     warm-up, then half a cosine (App. C.2, C.3; MAE's and I-JEPA's too)
+Optimiser    AdamW or SGD with a schedule and clipping: opt_P and opt_D of Algorithm 1
+processes    those that torchrun starts share every batch; `bisslight.gradients` adds them up
+`stop`       Ctrl-C and its like: finish the alternation or epoch, save, leave
 """
 
 import math
@@ -98,10 +96,7 @@ class Optimiser:
         )
 
     def update(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-        """One step on (tensor, gradient) pairs, whose gradients are used up by clipping in place.
-
-        Returns their joint norm before it, a scalar.
-        """
+        """One step on (tensor, gradient) pairs, clipped in place; the joint norm before that."""
         tensors = []
         for tensor, gradient in pairs:
             same = gradient.stride() == tensor.stride()  # fused AdamW reads in the order of storage
@@ -139,13 +134,10 @@ def trainable(
 
 
 def pick_device(name: str) -> torch.device:
-    """auto, cpu, cuda or cuda:1 -> a device that is there (ValueError otherwise).
-
-    Under torchrun, auto and cuda give each process a GPU of its own.
-    """
+    """auto, cpu, cuda or cuda:1 -> a device that is there (ValueError otherwise)."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and "LOCAL_RANK" in os.environ:
+    if name == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun's processes have one each
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         return torch.zeros(1, device=name).device

@@ -187,13 +187,10 @@ def pretext_task(
 
 
 def sincos(dim: int, side: int) -> Tensor:
-    """The fixed position table (1, 1 + side², dim) of MAE and I-JEPA; the first row is all zeros.
-
-    One half of the channels tells the column, the other half the row.
-    """
+    """The fixed position table (1, 1 + side², dim) of MAE and I-JEPA; its first row is zero."""
     omega = 10_000 ** -(torch.arange(dim // 4).double() / (dim / 4))
     angle = torch.outer(torch.arange(side).double(), omega)  # (side, dim / 4)
-    table = torch.cat([angle.sin(), angle.cos()], 1)  # (side, dim / 2)
+    table = torch.cat([angle.sin(), angle.cos()], 1)  # (side, dim / 2), of columns and of rows
     patches = torch.cat([table.repeat(side, 1), table.repeat_interleave(side, 0)], 1)
     return F.pad(patches, (0, 0, 1, 0)).float()[None]
 

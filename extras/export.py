@@ -54,7 +54,7 @@ def export(
     """Write a finished run's adapter in every layout; files of others are never replaced.
 
     Args:
-        out: where to; None: RUN/export.
+        out: None: RUN/export.
         seed: whose adapter is taken of a finetune run; None: its first seed's.
         weights: where the backbone's file is now.
     """
@@ -72,9 +72,8 @@ def export(
     torch.save(to_released(theta, dim, scale), released)
     lora, matrices = to_peft(theta, phi_D, dim, scale)
     merged, tensors = to_timm(backbone, arch, theta, phi_D, about)
-    name = Path(about["dataset"]).name
     files: dict[str, bytes | str] = {
-        "README.md": CARD.format(**about | {"made": MADE, "dataset": name}),
+        "README.md": CARD.format(**about | {"made": MADE, "dataset": Path(about["dataset"]).name}),
         "released/lora.pth": released.getvalue(),
         "peft/adapter_config.json": json.dumps(lora, indent=1),
         "peft/adapter_model.safetensors": save(matrices),

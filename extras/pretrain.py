@@ -1,7 +1,6 @@
 """`bisslight pretrain`: MAE or I-JEPA from scratch (Eq. 1), for those without a checkpoint.
 
-It trains ψ itself and φ_P; there is no θ. backbone.pth has the layout of the official files, with
-the sizes of the networks beside it, so that `--weights` takes it like a downloaded one.
+It trains ψ itself and φ_P; there is no θ. `--weights` takes its backbone.pth like an official file.
 """
 
 import copy
@@ -97,8 +96,7 @@ def pretrain(
 
     Args:
         pool: unlabelled images of your own, instead of a name in `cfg`.
-        force: start the run in `out` over.
-        track: shows progress, an item an epoch, or 500 steps of a longer one.
+        force, track: as in `align`; an item of progress is an epoch, but 500 steps at most.
     Raises UsageError before the long work starts, Diverged where a loss is not finite.
     """
     cfg, pool = cfg.but(**own_names(None, pool)), pool or named(cfg, "pool")
@@ -131,10 +129,7 @@ def plan(cfg: PretrainConfig) -> dict[str, int]:
 
 
 def scratch(cfg: PretrainConfig, pool: data.Pool) -> tuple[Any, Arch, dict[str, int]]:
-    """The task around new networks, their sizes, numbers of images and of steps (UsageError).
-
-    An epoch has full batches only.
-    """
+    """The task around new networks, their sizes, numbers of images and of steps (UsageError)."""
     jepa, images, device = cfg.pretext == "ijepa", len(pool.images), device_of(cfg)
     if not jepa and cfg.pretext != "mae":
         raise UsageError(
@@ -144,7 +139,7 @@ def scratch(cfg: PretrainConfig, pool: data.Pool) -> tuple[Any, Arch, dict[str, 
     arch = BACKBONES[cfg.backbone]
     image, patch = cfg.image_size or arch.image_size, cfg.patch_size or arch.patch_size
     arch = arch._replace(image_size=image, patch_size=patch, class_token=not jepa)
-    steps = cfg.epochs * max(1, images // cfg.batch)
+    steps = cfg.epochs * max(1, images // cfg.batch)  # full batches only
     with checking(f"--pretext {cfg.pretext}"):
         vit, head = build_vit(arch), build_head(arch, cfg.pretext)
         initialise([vit, head], cfg.pretext, data.rng(cfg.seed, "init"))
@@ -156,8 +151,7 @@ def scratch(cfg: PretrainConfig, pool: data.Pool) -> tuple[Any, Arch, dict[str, 
 
 def optimiser(cfg: PretrainConfig, psi_and_phi: Phi, steps: int) -> Optimiser:
     """AdamW for ψ and φ_P together, scheduled as by the authors of the task."""
-    warmup = cfg.warmup_epochs * (steps // cfg.epochs)
-    rate = schedule(steps, warmup, cfg.min_lr, cfg.warmup_from)
+    rate = schedule(steps, cfg.warmup_epochs * (steps // cfg.epochs), cfg.min_lr, cfg.warmup_from)
     first = int(cfg.pretext == "mae")  # MAE's first step is number 0
     last = cfg.final_weight_decay
     decay = constant if last is None else schedule(steps, 0, last)
