@@ -219,10 +219,9 @@ class Predictor(nn.Module):
 
 @torch.no_grad()
 def init(networks: Sequence[nn.Module], rng: torch.Generator) -> None:
-    """I-JEPA's start of new networks, in place, but for position tables.
+    """I-JEPA's start of new networks, in place, but for position tables: truncated normal.
 
-    Matrices and mask token are normal with deviation 0.02, truncated at ±2; the output matrices of
-    attention and MLP in layer l = 1, 2 ... are then divided by √(2 l).
+    The output matrices of attention and MLP in layer l = 1, 2 ... are then divided by √(2 l).
     """
     both = nn.ModuleList(networks)
     for module in both.modules():
@@ -237,13 +236,11 @@ def init(networks: Sequence[nn.Module], rng: torch.Generator) -> None:
 
 
 def split_state(state: Mapping[str, Any], base: str) -> list[dict[str, Tensor]]:
-    """State dicts of an encoder, "target_encoder" or "encoder", and of the predictor (ValueError).
-
-    In an official file, the names begin with `module.`.
-    """
+    """State dicts of `base`, "target_encoder" or "encoder", and of the predictor (ValueError)."""
     parts: list[Any] = [state.get(base), state.get("predictor")]
     if not all(isinstance(part, dict) for part in parts):
         raise ValueError(
             f"holds no {base} and predictor of I-JEPA; its first names: {[*state][:3]}"
         )
+    # official names begin with `module.`
     return [{k.removeprefix("module."): x for k, x in part.items()} for part in parts]

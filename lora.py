@@ -183,7 +183,7 @@ class DownstreamLoss:
         self, theta: Tensor | None, phi_D: Phi, batch: Examples, regularise: bool = False
     ) -> Tensor:
         x = features(self.backbone, theta, batch.images, batch.drop if regularise else None)
-        if "norm.weight" in phi_D:
+        if "norm.weight" in phi_D:  # in float32, similar features would lose most of their digits
             phi_D = phi_D | moments(x.double(), self.stats if regularise else None)
         return cross_entropy(logits(x, phi_D), batch.targets, self.multilabel).mean()
 
@@ -209,10 +209,7 @@ def logits(x: Tensor, phi_D: Phi) -> Tensor:
 
 
 def moments(x: Tensor, stats: Phi | None) -> Phi:
-    """Mean and biased variance of the rows x of all processes; `stats` moves a tenth towards them.
-
-    x (B, dim) is float64: in float32, similar features would lose most digits of their gradients.
-    """
+    """Mean and biased variance of all processes' rows x (B, dim); `stats` moves a tenth to them."""
     n = SumOverProcesses.apply(x.new_tensor(float(len(x))))
     mean = SumOverProcesses.apply(x.sum(0)) / n
     var = SumOverProcesses.apply((x - mean).square().sum(0)) / n
@@ -265,10 +262,7 @@ def save_adapter(theta: Tensor, phi_D: Phi, about: dict[str, Any]) -> bytes:
 
 
 def load_adapter(path: Path) -> tuple[Tensor, Phi, dict[str, Any]]:
-    """θ, the head ({} if there is none) and `about` of a file (OSError; ValueError: no adapter).
-
-    In files of the first edition, which had several metadata keys, `about` has strings.
-    """
+    """θ, the head ({} if there is none) and `about` of a file (OSError; ValueError: no adapter)."""
     data = path.read_bytes()  # the library opens no path that is not UTF-8
     try:
         tensors = load(data)
@@ -276,7 +270,7 @@ def load_adapter(path: Path) -> tuple[Tensor, Phi, dict[str, Any]]:
         raise ValueError(f"not a readable safetensors file ({error})") from error
     size = int.from_bytes(data[:8], "little")  # of the file's own header
     about: dict[str, Any] = json.loads(data[8 : 8 + size]).get("__metadata__", {})
-    if "bisslight" in about:
+    if "bisslight" in about:  # the first edition had several keys, all of strings
         about = json.loads(about["bisslight"])
     theta = tensors.pop("theta", torch.empty(0))
     if about.pop("format", None) != FORMAT or theta.ndim != 2:

@@ -111,13 +111,11 @@ def spread(patches: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def reconstruct(task: MAE, theta: Tensor | None, phi: Phi, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The images without the removed patches, and with them predicted.
-
-    As in MAE's figures, standardised pixels get the mean and deviation of the true patch.
-    """
+    """As in MAE's figures: the images without the removed patches, and with them predicted."""
     prediction, mask = task.predict(theta, phi, batch)
     true = patchify(batch.images, size := task.decoder.patch_size)
     mean, deviation = spread(true)
+    # what is predicted is standardised: it gets the true patch's mean and deviation
     filled = torch.where(mask[..., None] > 0, prediction * deviation + mean, true)
     return unpatchify(true * (1 - mask[..., None]), size), unpatchify(filled, size)
 
@@ -160,10 +158,7 @@ class Decoder(nn.Module):
 
 @torch.no_grad()
 def init(networks: Sequence[nn.Module], rng: torch.Generator) -> None:
-    """MAE's start of new networks, in place, but for position tables.
-
-    Matrices and convolutions are Xavier-uniform, class and mask token normal, deviation 0.02.
-    """
+    """MAE's start of new networks, in place, but for position tables: Xavier-uniform matrices."""
     both = nn.ModuleList(networks)
     for module in both.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):

@@ -1,10 +1,8 @@
 """Checkpoints: where they are, what they hold, and the network of f_θ made of them (App. C.1).
 
-    load_backbone  an MAE or I-JEPA checkpoint, official or of `pretrain`
-    initialise     new networks, as MAE's and I-JEPA's authors start them
-    load_theta     θ from an adapter file, or from a LoRA file of the released program
-
-Raises UsageError for a wrong setting; a wrong file also raises ValueError or OSError.
+load_backbone  an MAE or I-JEPA checkpoint, official or of `pretrain`
+initialise     new networks, as MAE's and I-JEPA's authors start them
+load_theta     θ from an adapter file, or from a LoRA file of the released program
 """
 
 import json
@@ -70,12 +68,9 @@ def download(url: str, size: float, path: Path) -> None:
 
 
 def load_backbone(cfg: Model) -> tuple[Backbone, Any, Arch]:
-    """f_ψ, frozen, MAE's decoder or I-JEPA's predictor, and the sizes, on the CPU (UsageError).
-
-    An official file is downloaded on first use. Every key and shape is checked.
-    """
+    """f_ψ, frozen, MAE's decoder or I-JEPA's predictor, and the sizes, on the CPU (UsageError)."""
     path = weights_of(cfg)
-    if not path.exists():
+    if not path.exists():  # an official one, used for the first time
         download(*OFFICIAL[cfg.backbone, cfg.pretext], path)
     try:
         data = dict(read_tensors(path))
@@ -201,7 +196,7 @@ RELEASED = "base_model.model.blocks.{}.attn.qkv.{}.lora_{}.default.weight"  # bl
 
 
 def load_theta(start: Path, dim: int) -> tuple[Tensor, dict[str, Any]]:
-    """θ and what its file says of itself; a file of the released program says nothing, {}."""
+    """θ and what its file says of itself, the released program's: {} (OSError, ValueError)."""
     if start.suffix == ".safetensors":
         theta, _, about = load_adapter(start)
         return theta, about
