@@ -76,8 +76,11 @@ class Backbone(nn.Module):
         # unbind: indexing θ row by row would make backward build K zero tensors of θ's size
         rows = [None] * self.depth if theta is None else theta.unbind(0)
         drops = [None] * self.depth if drop is None else drop.unbind(1)
-        again = partial(checkpoint, block_forward, use_reentrant=False)
-        run = again if self.recompute else block_forward
+        run = (
+            partial(checkpoint, block_forward, use_reentrant=False)
+            if self.recompute
+            else block_forward
+        )
         for block, row, dropped in zip(self.vit.blocks, rows, drops, strict=True):
             x = run(block, x, row, self.scale, dropped)
         return self.vit.norm(x)  # type: ignore[no-any-return]

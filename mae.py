@@ -35,7 +35,6 @@ class MAE:
     Args:
         backbone: f_θ. Pretext passes have no drop path.
         decoder: φ_P's start and the fixed positions; `loss` takes φ_P as an argument.
-        mask_ratio: share of the patches that are removed, 0.75 in the paper.
     """
 
     def __init__(

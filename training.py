@@ -22,10 +22,10 @@ from torch import Tensor
 
 # --- optimisers -------------------------------------------------------------------------------
 
+Rate = Callable[[float, float], float]  # (step, base rate) -> rate
 
-def schedule(
-    total: float, warmup: float, end: float, start: float = 0.0
-) -> Callable[[float, float], float]:
+
+def schedule(total: float, warmup: float, end: float, start: float = 0.0) -> Rate:
     """The rate of step k from the base rate b: a line, then half a cosine (App. C.2, C.3).
 
         k < w = warmup:  s b + (b − s b) k / w,   s = start
@@ -73,7 +73,7 @@ class Optimiser:
 
     Args:
         groups: what is trained; tensors are updated in place.
-        schedule: (step from 1, base rate) -> rate; decay: the same for a weight decay above 0.
+        schedule: of the rate, steps from 1; decay: of a weight decay above 0.
         betas: AdamW's; None is SGD with momentum 0.9, as released.
         clip: largest L2 norm of all gradients together; None: no clipping.
     """
@@ -81,10 +81,10 @@ class Optimiser:
     def __init__(
         self,
         groups: Iterable[Group],
-        schedule: Callable[[float, float], float],
+        schedule: Rate,
         betas: tuple[float, float] | None,
         clip: float | None = None,
-        decay: Callable[[float, float], float] = constant,
+        decay: Rate = constant,
     ) -> None:
         self.schedule, self.clip, self.decay, self.step = schedule, clip, decay, 0
         self.groups = [group for group in groups if group.tensors]
