@@ -35,6 +35,7 @@ class MAE:
     Args:
         backbone: f_θ. Pretext passes have no drop path.
         decoder: φ_P's start and the fixed positions; `loss` takes φ_P as an argument.
+        norm_pix: predict pixels standardised by patch, as in the paper, or raw ones.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class MAE:
         backbone: Any,
         decoder: "Decoder",
         mask_ratio: float = 0.75,
+        norm_pix: bool = True,
     ) -> None:
-        self.backbone, self.decoder, self.mask_ratio = backbone, decoder, mask_ratio
+        self.backbone, self.decoder = backbone, decoder
+        self.mask_ratio, self.norm_pix = mask_ratio, norm_pix
         self.phi: Phi = dict(decoder.named_parameters())
         self.state: dict[str, Tensor] = {}  # nothing besides θ_P and φ_P
         if not 1 <= int(decoder.patches * (1 - mask_ratio)) < decoder.patches:
@@ -58,11 +61,12 @@ class MAE:
         return Batch(images, noise)
 
     def loss(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
-        """L^P(θ, φ_P): mean squared error of the removed patches' pixels, standardised by patch."""
+        """L^P(θ, φ_P): squared error, mean over the pixels of a patch and all removed patches."""
         prediction, mask = self.predict(theta, phi, batch)
         target = patchify(batch.images, self.decoder.patch_size)
-        mean, deviation = spread(target)
-        target = (target - mean) / deviation
+        if self.norm_pix:
+            mean, deviation = spread(target)
+            target = (target - mean) / deviation
         per_patch = (prediction.to(target.dtype) - target).square().mean(-1)  # (B, L)
         return (per_patch * mask).sum() / mask.sum()
 
@@ -113,9 +117,10 @@ def reconstruct(task: MAE, theta: Tensor | None, phi: Phi, batch: Batch) -> tupl
     """As in MAE's figures: the images without the removed patches, and with them predicted."""
     prediction, mask = task.predict(theta, phi, batch)
     true = patchify(batch.images, size := task.decoder.patch_size)
-    mean, deviation = spread(true)
-    # what is predicted is standardised: it gets the true patch's mean and deviation
-    filled = torch.where(mask[..., None] > 0, prediction * deviation + mean, true)
+    if task.norm_pix:  # standardised pixels get the true patch's mean and deviation
+        mean, deviation = spread(true)
+        prediction = prediction * deviation + mean
+    filled = torch.where(mask[..., None] > 0, prediction, true)
     return unpatchify(true * (1 - mask[..., None]), size), unpatchify(filled, size)
 
 

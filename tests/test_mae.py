@@ -21,14 +21,14 @@ IMAGES, NOISE = IO["imgs"].double(), IO["noise"].double()
 BATCH = Batch(IMAGES, NOISE)
 
 
-def official(ratio: float = 0.75) -> MAE:
+def official(ratio: float = 0.75, norm_pix: bool = True, dtype: torch.dtype = torch.float64) -> MAE:
     """The recorded checkpoint, which has the official layout."""
     state = torch.load(fixture("mae/mae_tiny_full.pth"), weights_only=True)
     networks = build_vit(TINY), build_head(TINY, "mae")
     for network, part in zip(networks, mae.split_state(state["model"]), strict=True):
         network.load_state_dict(part)
-    vit, decoder = (network.double() for network in networks)
-    return MAE(Backbone(vit), decoder, ratio)
+    vit, decoder = (network.to(dtype) for network in networks)
+    return MAE(Backbone(vit), decoder, ratio, norm_pix)
 
 
 def trained(t: MAE) -> dict[str, Tensor]:
@@ -44,10 +44,11 @@ def test_encoder_tokens_and_patches_equal_the_official_ones() -> None:
 
 @pytest.mark.parametrize("micro", [None, 1])
 @pytest.mark.parametrize("percent", [75, 60])
+@pytest.mark.parametrize(("loss", "norm_pix"), [("norm", True), ("raw", False)])
 def test_masks_predictions_losses_and_gradients_equal_the_official_ones(
-    percent: int, micro: int | None
+    percent: int, loss: str, norm_pix: bool, micro: int | None
 ) -> None:
-    t = official(percent / 100)
+    t = official(percent / 100, norm_pix)
     keep, restore = mae.masking(NOISE, t.mask_ratio)
     assert torch.equal(keep, IO[f"ids_keep_{percent}"])
     assert torch.equal(restore, IO[f"ids_restore_{percent}"])
@@ -57,8 +58,8 @@ def test_masks_predictions_losses_and_gradients_equal_the_official_ones(
     close(prediction, IO[f"pred_{percent}_f64"], 1e-9)
     named = trained(t)
     value, *found = value_and_grad(partial(t.loss, None, t.phi), [*named.values()], BATCH, micro)
-    close(value, IO[f"loss_{percent}_norm_f64"], 1e-9)
-    gradients, expected = dict(zip(named, found, strict=True)), IO.group(f"grad_{percent}_norm")
+    close(value, IO[f"loss_{percent}_{loss}_f64"], 1e-9)
+    gradients, expected = dict(zip(named, found, strict=True)), IO.group(f"grad_{percent}_{loss}")
     assert len(expected) == 10
     for name, gradient in expected.items():
         close(gradients[name], gradient, 1e-9)
