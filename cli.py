@@ -58,15 +58,15 @@ COMMANDS = {  # what it does, the function, the class of its settings, its optio
     ),
     "data list": (
         "The paper's datasets: whether they are there, and the terms of their use.",
-        "extras.datasets:list_all", "", "root json",
+        "benchmarks:list_all", "", "root json",
     ),
     "data check": (
         "Open every image of a dataset or folder, count, list what is wrong.",
-        "extras.datasets:check", "", "name root partial json",
+        "benchmarks:check", "", "name root partial json",
     ),
     "data download": (
         "Fetch and unpack a dataset; its digests are verified.",
-        "extras.datasets:download", "", "name root json",
+        "benchmarks:download", "", "name root json",
     ),
 }  # fmt: skip
 GIVEN: Any = inspect.Parameter.empty  # an argument, not a flag
@@ -182,7 +182,7 @@ def evaluate(
         raise resolve_name("config:UsageError")(line)
     found = resolve_name("evaluate:evaluate")(runs)
     if picture:
-        resolve_name("extras.figures:draw_arms")(found.arms, picture)
+        resolve_name("extras.report:draw_arms")(found.arms, picture)
     return found
 
 

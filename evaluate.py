@@ -160,8 +160,8 @@ def row(arm: Arm, first: Arm) -> Row:
         raise UsageError(f"{arm['name']}, {first['name']}: tested on other images, not comparable")
     if None in differs.pop("aligned_by", ()):
         differs.pop("grid", None)  # its default follows from the start
-    mean, versus = fmean(arm["test"]), compare(first["right"], arm["right"])
-    versus = versus._replace(difference=fmean(first["test"]) - mean)
+    mean = fmean(arm["test"])
+    versus = compare(first["right"], arm["right"])._replace(difference=fmean(first["test"]) - mean)
     return Row(
         arm=arm["name"],
         seeds=len(arm["test"]),
@@ -189,12 +189,14 @@ def read_arm(path: Path) -> Arm:
     try:
         arms = [read_run(file.parent) for file in sorted(files, key=lambda f: (len(str(f)), f))]
     except (OSError, LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        why = f"is no finished finetune run, nor a folder of them ({type(error).__name__}: {error})"
-        raise UsageError(f"{path}: {why}") from error
+        raise UsageError(
+            f"{path}: is no finished finetune run, nor a folder of them "
+            f"({type(error).__name__}: {error})"
+        ) from error
     if names := {name for arm in arms for name in unlike(arms[0], arm)}:
         raise UsageError(f"{path}: its runs are no seeds of one arm, {', '.join(names)} differ")
-    test, right = ([x for arm in arms for x in arm[key]] for key in ("test", "right"))
-    return {**arms[0], "name": path.name, "test": test, "right": right}
+    lists = {key: [x for arm in arms for x in arm[key]] for key in ("test", "right")}
+    return {**arms[0], **lists, "name": path.name}
 
 
 def read_run(run: Path) -> Arm:
@@ -205,18 +207,21 @@ def read_run(run: Path) -> Arm:
     if not result.get("test"):
         raise UsageError(f"{run}: has no test accuracy, it is not a finetune run")
     settings = config | {name: env["about"][name] for name in ("data_sha256", "weights_sha256")}
-    settings |= {"aligned_by": result["aligned_by"]}
     whole = result["test_images"] if result["metric"] == "top-1 accuracy" else 10_000
-    right = [round(percent * whole / 100) for percent in result["test"]]
-    arm = {key: result[key] for key in ("test", "unit", "metric", "aligned_by", "lr")}
-    return arm | {"settings": settings, "right": right, "paper": published(settings, result)}
+    return {key: result[key] for key in ("test", "unit", "metric")} | {
+        "settings": settings | {"aligned_by": result["aligned_by"]},
+        "right": [round(percent * whole / 100) for percent in result["test"]],
+        "paper": published(settings, result),
+    }
 
 
 def published(settings: Arm, result: Arm) -> Reported | None:
     """The paper's figure for a run; None where its settings, as far as we know, are others."""
-    usual = all(settings[name] == value for name, value in USUAL.items())
-    usual = usual and str(settings["weights"]).endswith(OFFICIAL)
-    same = result["aligned_on"] in (None, settings["dataset"])
-    usual = usual and same and not result["align_unlike_paper"]
+    usual = (
+        all(settings[name] == value for name, value in USUAL.items())
+        and str(settings["weights"]).endswith(OFFICIAL)
+        and result["aligned_on"] in (None, settings["dataset"])
+        and not result["align_unlike_paper"]
+    )
     method = METHODS.get(result["aligned_by"], "") if usual else ""
     return reported(result["backbone"], settings["dataset"], method, result["pretext"])

@@ -20,7 +20,7 @@ from benchmarks import quilts
 from commands import AlignConfig, FinetuneConfig
 from data import rng
 from evaluate import Row, evaluate
-from extras.figures import plot_arms, pyplot, save
+from extras.report import plot_arms, pyplot, save
 from extras.pretrain import PretrainConfig, pretrain
 from finetune import finetune
 from run import jobs as run_jobs

@@ -29,7 +29,7 @@ from torch.nn.functional import one_hot
 from commands import FinetuneConfig
 from config import UsageError
 from data import Images, batches, rng
-from extras.figures import check_out, pyplot, save, short_names
+from extras.report import check_out, pyplot, save, short_names
 from lora import Backbone, Phi, block_forward, features, load_adapter, predict, qkv
 from model import Model
 from run import checking, read_json

@@ -19,7 +19,7 @@ from bisslight import Diverged
 from commands import AlignConfig, Command, FinetuneConfig, Peft, make
 from config import Bilevel, Data, Lower, Model, Pretext, Upper, UsageError
 from evaluate import evaluate
-from extras.figures import pyplot, save
+from extras.report import pyplot, save
 from finetune import finetune
 from run import Run
 from screen import simple

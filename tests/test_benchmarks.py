@@ -16,10 +16,20 @@ from torchvision import datasets as tv
 
 import benchmarks
 import cli
-from benchmarks import BENCHMARKS, DTD, PARTS, VOC, load_pool, load_task
+from benchmarks import (
+    ARCHIVES,
+    BENCHMARKS,
+    DTD,
+    PARTS,
+    VOC,
+    check,
+    download,
+    list_all,
+    load_pool,
+    load_task,
+)
 from config import FOLDERS, Data, RunError, UsageError
 from data import Task
-from extras.datasets import ARCHIVES, check, download, list_all
 
 
 def picture(path: Path) -> None:
@@ -156,8 +166,8 @@ def test_voc_labels_are_those_of_the_annotations() -> None:
 
 def test_the_whole_cub_split_has_the_papers_sizes() -> None:
     """A fifth of each class of the official 5,994 training images, from the complete lists."""
-    parts, _ = benchmarks.read_cub(shared("data/annotations/CUB_200_2011"))
-    assert {p: len(e) for p, e in parts.items()} == {"trainval": 5994, "test": 5794}
+    parts, _ = benchmarks.read_lists("cub200", shared("data/annotations/CUB_200_2011"))
+    assert {p: len(e) for p, e in parts.items() if e} == {"trainval": 5994, "test": 5794}
     assert all(label == int(Path(name).parts[1][:3]) - 1 for name, label in parts["trainval"])
     file = shared("data/bissl_tv_splits/cub200_val_split.txt")
     for chosen in (Data(dataset="cub200"), Data(dataset="cub200", split_file=file)):
