@@ -20,8 +20,8 @@ from benchmarks import quilts
 from commands import AlignConfig, FinetuneConfig
 from data import rng
 from evaluate import Row, evaluate
-from extras.report import plot_arms, pyplot, save
 from extras.pretrain import PretrainConfig, pretrain
+from extras.report import plot_arms, pyplot, save
 from finetune import finetune
 from run import jobs as run_jobs
 from training import Track, untracked
