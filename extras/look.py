@@ -24,11 +24,10 @@ import torch
 from scipy.spatial.distance import pdist
 from scipy.stats import spearmanr
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from commands import FinetuneConfig
 from config import UsageError
-from data import Images, batches, rng
+from data import Images, batches, in_order, rng
 from extras.report import check_out, pyplot, save, short_names
 from lora import Backbone, Phi, block_forward, features, load_adapter, predict, qkv
 from model import Model
@@ -73,12 +72,12 @@ def adapter_of(run: Path, seed: int | None) -> Path:
     return min(files, key=lambda file: (len(file.name), file.name))
 
 
-def looked_at(m: Model, count: int, seed: int) -> tuple[list[int], list[Tensor]]:
-    """Validation images drawn by a seed, at most `count`: which ones, and they in batches."""
+def looked_at(m: Model, count: int, seed: int) -> tuple[list[int], Tensor]:
+    """Validation images drawn by a seed, at most `count`: which ones, and their pixels."""
     index = torch.randperm(len(m.task.val.targets), generator=rng(seed, "look"))[:count].tolist()
     images = Images(m.task.val, m.transform, False, 0, "eval")
-    draws = [[(i, i) for i in index[k : k + BATCH]] for k in range(0, len(index), BATCH)]
-    return index, [x for x, _ in batches(images, draws, m.cfg.workers, m.device)]
+    found = batches(images, in_order(index, BATCH), m.cfg.workers, m.device)
+    return index, torch.cat([x for x, _ in found])
 
 
 @torch.no_grad()
@@ -113,21 +112,20 @@ def rollout(
     if not 1 <= count <= BATCH:
         raise UsageError(f"--rollout {count}: give 1 to {BATCH} images")
     m, networks = open_runs(runs, seed, other)
-    index, (images,) = looked_at(m, count, seed or 0)
-    targets, classes, maps = m.task.val.targets[index], m.task.classes, {}
-    if targets.ndim == 1:
-        targets = one_hot(targets, len(classes))
+    index, images = looked_at(m, count, seed or 0)
+    classes, targets, maps = m.task.classes, m.task.val.targets[index], {}
+    present = [{int(y)} if y.ndim == 0 else {*(y == 1).nonzero()[:, 0].tolist()} for y in targets]
     rows: list[Row] = [
-        {"image": i, "label": ", ".join(classes[k] for k in (row == 1).nonzero()) or "none"}
-        for i, row in zip(index, targets, strict=True)
+        {"image": i, "label": ", ".join(classes[k] for k in sorted(there)) or "none"}
+        for i, there in zip(index, present, strict=True)
     ]
     for name, (backbone, theta, phi_D) in networks.items():
         if not phi_D:
             raise UsageError(f"--rollout: {name} is an align run, it predicts nothing; fine-tune")
         maps[name] = attention_maps(backbone, theta, images).cpu()
-        top = predict(backbone, theta, phi_D, images).argmax(1)
-        for row, k, present in zip(rows, top, targets, strict=True):
-            row[name] = f"{'✓' if present[k] == 1 else '✗'} {classes[k]}"
+        top = predict(backbone, theta, phi_D, images).argmax(1).tolist()
+        for row, k, there in zip(rows, top, present, strict=True):
+            row[name] = f"{'✓' if k in there else '✗'} {classes[k]}"
     mean, std = (torch.tensor(x).view(3, 1, 1) for x in (m.transform.mean, m.transform.std))
     save(*draw_rollout((images.cpu() * std + mean).clamp(0, 1), rows, maps), out)
     return {"picture": out, "dataset": m.task.name, "images": rows}
@@ -182,7 +180,7 @@ def similarity(runs: Sequence[Path], *, seed: int | None = None, **changes: Any)
     index, images = looked_at(m, 1000, 0)
     every: Any = {"pretrained": (m.backbone, None, {})} | networks
     seen = {
-        name: torch.cat([features(backbone, theta, x) for x in images]).cpu()
+        name: torch.cat([features(backbone, theta, x) for x in images.split(BATCH)]).cpu()
         for name, (backbone, theta, _) in every.items()
     }
     pairs = [
