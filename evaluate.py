@@ -1,9 +1,7 @@
 """What finished runs are worth: scores, seeds in summary, the exact permutation test (App. C.2.1).
 
-    from evaluate import evaluate
-    evaluate([Path("runs/aligned"), Path("runs/direct")]).arms[1].first_minus_this.p
-
-Leaves out: attention rollout and the similarity of representations, which are in `extras.look`.
+from evaluate import evaluate
+evaluate([Path("runs/aligned"), Path("runs/direct")]).arms[1].first_minus_this.p
 """
 
 import json
@@ -18,9 +16,9 @@ import torch
 from torch import Tensor
 
 from config import Machine, RunError, UsageError
-from paper import Reported, reported
+from paper import ACCURACIES, Reported
 
-Arm = dict[str, Any]  # of result.json; `test` and `right` of all its runs; settings, paper, name
+Arm = dict[str, Any]  # its settings, and what is in a `Row` but for the comparison
 FREE = {*Machine.model_fields, "start", "pool", "jobs", "seeds", "mfac_device", "weights"} - {"amp"}
 OFFICIAL = ("None", "_full.pth", "IN1K-vit.h.14-300e.pth.tar")  # so end the official files' names
 METHODS = {None: "PEFT", "mfac": "BiSSLight", "recursion": "BiSSLight", "cg": "BiSSL"}
@@ -157,23 +155,20 @@ def row(arm: Arm, first: Arm) -> Row:
     """An arm in summary, and compared with the first one."""
     differs = unlike(first, arm)
     if "data_sha256" in differs:
-        raise UsageError(f"{arm['name']}, {first['name']}: tested on other images, not comparable")
+        raise UsageError(f"{arm['arm']}, {first['arm']}: tested on other images, not comparable")
     if None in differs.pop("aligned_by", ()):
         differs.pop("grid", None)  # its default follows from the start
-    mean = fmean(arm["test"])
-    versus = compare(first["right"], arm["right"])._replace(difference=fmean(first["test"]) - mean)
+    mean = fmean(arm["accuracies"])
+    versus = compare(first["counts"], arm["counts"])
     return Row(
-        arm=arm["name"],
-        seeds=len(arm["test"]),
-        unit=arm["unit"],
+        **{key: arm[key] for key in ("arm", "unit", "metric", "paper", "accuracies", "counts")},
+        seeds=len(arm["counts"]),
         mean=mean,
-        std=stdev(arm["test"]) if len(arm["test"]) > 1 else None,
-        metric=arm["metric"],
-        paper=arm["paper"],
+        std=stdev(arm["accuracies"]) if len(arm["counts"]) > 1 else None,
         differs={name: f"{here}, there {there}" for name, (there, here) in differs.items()},
-        accuracies=arm["test"],
-        counts=arm["right"],
-        first_minus_this=None if arm is first else versus,
+        first_minus_this=None
+        if arm is first
+        else versus._replace(difference=fmean(first["accuracies"]) - mean),
     )
 
 
@@ -195,8 +190,8 @@ def read_arm(path: Path) -> Arm:
         ) from error
     if names := {name for arm in arms for name in unlike(arms[0], arm)}:
         raise UsageError(f"{path}: its runs are no seeds of one arm, {', '.join(names)} differ")
-    lists = {key: [x for arm in arms for x in arm[key]] for key in ("test", "right")}
-    return {**arms[0], **lists, "name": path.name}
+    lists = {key: [x for arm in arms for x in arm[key]] for key in ("accuracies", "counts")}
+    return {**arms[0], **lists, "arm": path.name}
 
 
 def read_run(run: Path) -> Arm:
@@ -206,12 +201,15 @@ def read_run(run: Path) -> Arm:
     )
     if not result.get("test"):
         raise UsageError(f"{run}: has no test accuracy, it is not a finetune run")
-    settings = config | {name: env["about"][name] for name in ("data_sha256", "weights_sha256")}
+    digests = {name: env["about"][name] for name in ("data_sha256", "weights_sha256")}
     whole = result["test_images"] if result["metric"] == "top-1 accuracy" else 10_000
-    return {key: result[key] for key in ("test", "unit", "metric")} | {
-        "settings": settings | {"aligned_by": result["aligned_by"]},
-        "right": [round(percent * whole / 100) for percent in result["test"]],
-        "paper": published(settings, result),
+    return {
+        "settings": config | digests | {"aligned_by": result["aligned_by"]},
+        "unit": result["unit"],
+        "metric": result["metric"],
+        "paper": published(config, result),
+        "accuracies": result["test"],
+        "counts": [round(percent * whole / 100) for percent in result["test"]],
     }
 
 
@@ -223,5 +221,5 @@ def published(settings: Arm, result: Arm) -> Reported | None:
         and result["aligned_on"] in (None, settings["dataset"])
         and not result["align_unlike_paper"]
     )
-    method = METHODS.get(result["aligned_by"], "") if usual else ""
-    return reported(result["backbone"], settings["dataset"], method, result["pretext"])
+    at = result["backbone"], METHODS.get(result["aligned_by"], ""), settings["dataset"]
+    return ACCURACIES.get(result["pretext"], {}).get(at) if usual else None

@@ -46,30 +46,15 @@ BISSL = table("""
 tab:classificaiton_acc_bissl_orig
 vit_b16 BiSSL     92.0±0.5 70.8±0.4 81.9±0.1 93.4±0.4 81.2±0.3 72.7±0.3
 """)  # its rows of PEFT and BiSSLight repeat the main table
-ACCURACIES = {"mae": MAE | BISSL, "ijepa": IJEPA}  # by pretext task
-# tab:lora_param_count, in millions; r = 8 of ViT-B is printed 0.30 and is 0.295 (0.29 if rounded)
-LORA_RANKS = (1, 2, 4, 8, 16, 32, 64, 128)
-LORA_MILLIONS = {
-    "vit_b16": (0.04, 0.07, 0.15, 0.30, 0.59, 1.18, 2.36, 4.72),
-    "vit_l16": (0.10, 0.20, 0.39, 0.79, 1.57, 3.15, 6.29, 12.58),
-    "vit_h14": (0.16, 0.33, 0.66, 1.31, 2.62, 5.24, 10.49, 20.97),
-}
-BACKBONE_MILLIONS = {"vit_b16": 85.80, "vit_l16": 303.30, "vit_h14": 630.77}
-# tab:memory_single_gpu: (GB, GPUs); GB are sums of the peaks of each GPU, A40s
+ACCURACIES = {"mae": MAE | BISSL, "ijepa": IJEPA}  # by pretext task; after BiSSL(ight) comes PEFT
+# tab:memory_single_gpu: (GB, GPUs) on the fewest; GB are sums of the peaks of each GPU, A40s
 MEMORY = {
     "cg": {"vit_b16": (58, 2), "vit_l16": (77, 2), "vit_h14": (141, 4)},
-    "mfac, on as many GPUs": {"vit_b16": (14, 2), "vit_l16": (22, 2), "vit_h14": (46, 4)},
     "mfac": {"vit_b16": (13, 1), "vit_l16": (19, 1), "vit_h14": (33, 1)},
-    "peft, batch 256": {"vit_b16": (14, 1), "vit_l16": (36, 1), "vit_h14": (80, 2)},
-    "peft": {"vit_b16": (4, 1), "vit_l16": (10, 1), "vit_h14": (22, 1)},
+    "peft": {"vit_b16": (4, 1), "vit_l16": (10, 1), "vit_h14": (22, 1)},  # with batches of 64
 }
 
 
 def memory_of(method: str, backbone: str) -> tuple[int, int] | None:
-    """(GB, GPUs) that the paper gives for mfac, cg or peft (at batch 64), on the fewest GPUs."""
+    """(GB, GPUs) that the paper gives for mfac, cg or peft, if it does."""
     return MEMORY.get(method, {}).get(backbone)
-
-
-def reported(backbone: str, dataset: str, arm: str, pretext: str) -> Reported | None:
-    """The paper's figure for PEFT, or for BiSSLight or BiSSL with PEFT after it, if it has one."""
-    return ACCURACIES.get(pretext, {}).get((backbone, arm, dataset))
