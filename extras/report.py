@@ -1,10 +1,8 @@
 """One HTML page about runs: accuracies, curves, settings, pictures; and the style of all pictures.
 
-The page shows what the run directories hold and computes nothing anew: for a rollout, `bisslight
-evaluate RUN --rollout 6` first. It is one file without scripts that loads nothing. An arm has one
-name and one colour throughout. Colours are those of Okabe and Ito, which colour-blind readers can
-tell apart. Every picture holds a description in words and numbers, and a mark, by which the program
-knows its own. Matplotlib, of the `plot` extra, is imported on use.
+The page is one file without scripts that loads nothing. It shows what the run directories hold and
+computes nothing anew: for a rollout, `bisslight evaluate RUN --rollout 6` first. Every picture
+holds a description in words and numbers, and a mark, by which the program knows its own.
 """
 
 import io
@@ -23,6 +21,7 @@ from evaluate import FREE, Row, evaluate, read_arm
 from run import read_json, write_atomic
 from screen import readable, simple
 
+# Okabe and Ito's, which colour-blind readers can tell apart; an arm has one of them throughout
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#888888")
 MARK = "made by bisslight"
 KEYS = {  # where a kind of file keeps the mark and the description
@@ -124,11 +123,9 @@ def report(runs: Sequence[Path], out: Path | None = None) -> dict[str, Any]:
     found = [run for path in runs for run in runs_in(path)]
     if not found:
         raise UsageError(f"{runs[0]}: is neither a run nor a directory of runs")
-    arms = []
-    for name, colour, run in zip(short_names(found), cycle(COLOURS), found):
-        result = run / "result.json"
-        command = read_json(run / "env.json")["command"]
-        arms.append(Arm(name, colour, run, command, read_json(result) if result.exists() else {}))
+    commands = [read_json(run / "env.json")["command"] for run in found]
+    results = [next(map(read_json, run.glob("result.json")), {}) for run in found]
+    arms = [*map(Arm, short_names(found), cycle(COLOURS), found, commands, results)]
     pictures = [*left([*runs, *found]), *curves(arms)]
     page = Template(Path(__file__).with_suffix(".html").read_text(), autoescape=True).render(
         title=", ".join(short_names(runs)),
@@ -210,8 +207,9 @@ def line_of(arm: Arm, key: str) -> list[tuple[int, float]]:
 
 def number(value: Any) -> float:
     """A number, the mean of a list, or the accuracy of a score."""
-    value = value["accuracy"] if isinstance(value, dict) else value
-    return fmean(value) if isinstance(value, list) else float(value)
+    if isinstance(value, list):
+        return fmean(value)
+    return float(value["accuracy"] if isinstance(value, dict) else value)
 
 
 def curves(arms: Sequence[Arm]) -> Iterator[tuple[bytes, str]]:
@@ -220,12 +218,13 @@ def curves(arms: Sequence[Arm]) -> Iterator[tuple[bytes, str]]:
         lines = [(arm, line_of(arm, key)) for arm in arms if arm.command == command]
         if lines := [(arm, line) for arm, line in lines if line]:
             figure, axes = pyplot().subplots(figsize=(4.4, 2.9))
-            words = []
             for arm, line in lines:
                 axes.plot(*zip(*line, strict=True), color=arm.colour, label=arm.name)
-                (first, start), (last, end) = line[0], line[-1]
-                words.append(f"{arm.name} from {start:.4g} at {first} to {end:.4g} at {last}")
             axes.set(xlabel=f"step of {command}", ylabel=CURVES[key])
             axes.legend(fontsize=7)
+            ends = [(arm.name, *line[0], *line[-1]) for arm, line in lines]
+            words = [
+                f"{arm} from {y:.4g} at {x} to {end:.4g} at {last}" for arm, x, y, last, end in ends
+            ]
             said = f"{command}, {CURVES[key]}: {'; '.join(words)}."
             yield rendered(figure, said), said
