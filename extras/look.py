@@ -43,7 +43,6 @@ def open_runs(
     """The first run's backbone and data; of each run, by name, f_θ, θ and φ_D ({} of an align run).
 
     Args:
-        runs: finished align or finetune runs, made with the same weights and data.
         seed: whose adapter is taken of a finetune run; None: its first seed's.
         changes: settings that are not the first run's own: device, data_root, weights, workers.
     """
@@ -93,19 +92,15 @@ def attention_maps(backbone: Backbone, theta: Tensor, images: Tensor) -> Tensor:
         x = block_forward(block, x, row, backbone.scale)
     prefix = vit.num_prefix_tokens
     read = rolled[:, :1] if vit.global_pool == "token" else rolled[:, prefix:]
-    maps: Tensor = read[:, :, prefix:].mean(1).unflatten(1, vit.patch_embed.grid_size)
-    return maps
+    return read[:, :, prefix:].mean(1).reshape(-1, *vit.patch_embed.grid_size)
 
 
 def rollout(
     runs: Sequence[Path], count: int, out: Path | None = None, seed: int | None = None, **other: Any
 ) -> Row:
-    """Draw the attention rollouts of finetune runs on the same validation images.
+    """Draw attention rollouts of finetune runs on `count` validation images, drawn by `seed` or 0.
 
-    Args:
-        count: of images, drawn by `seed` (None: 0).
-        out: the picture; None: rollout.png in the first run's directory.
-        seed, other: see `open_runs`.
+    The picture is `out`, or rollout.png in the first run's directory; seed, other: see `open_runs`.
     """
     out = out or runs[0] / "rollout.png"
     check_out(out)
@@ -113,18 +108,19 @@ def rollout(
         raise UsageError(f"--rollout {count}: give 1 to {BATCH} images")
     m, networks = open_runs(runs, seed, other)
     index, images = looked_at(m, count, seed or 0)
-    classes, targets, maps = m.task.classes, m.task.val.targets[index], {}
-    present = [{int(y)} if y.ndim == 0 else {*(y == 1).nonzero()[:, 0].tolist()} for y in targets]
+    classes, maps = m.task.classes, {}
+    targets = m.task.val.targets[index]  # of a VOC image a row
+    known = [{int(y)} if y.ndim == 0 else {*(y == 1).nonzero().flatten().tolist()} for y in targets]
     rows: list[Row] = [
         {"image": i, "label": ", ".join(classes[k] for k in sorted(there)) or "none"}
-        for i, there in zip(index, present, strict=True)
+        for i, there in zip(index, known, strict=True)
     ]
     for name, (backbone, theta, phi_D) in networks.items():
         if not phi_D:
             raise UsageError(f"--rollout: {name} is an align run, it predicts nothing; fine-tune")
         maps[name] = attention_maps(backbone, theta, images).cpu()
         top = predict(backbone, theta, phi_D, images).argmax(1).tolist()
-        for row, k, there in zip(rows, top, present, strict=True):
+        for row, k, there in zip(rows, top, known, strict=True):
             row[name] = f"{'✓' if k in there else '✗'} {classes[k]}"
     mean, std = (torch.tensor(x).view(3, 1, 1) for x in (m.transform.mean, m.transform.std))
     save(*draw_rollout((images.cpu() * std + mean).clamp(0, 1), rows, maps), out)
@@ -134,13 +130,7 @@ def rollout(
 def draw_rollout(
     images: Tensor, rows: Sequence[Row], maps: Mapping[str, Tensor]
 ) -> tuple[Any, str]:
-    """A column an image: the image, then each network's map over it.
-
-    Args:
-        images: (B, 3, H, W) in [0, 1].
-        rows: an image's label, and by network what it predicts.
-        maps: by network, (B, side, side).
-    """
+    """A column an image (3, H, W) in [0, 1]: itself with its label, then each map on it."""
     size, extent = (1.5 * len(rows), 1.7 * (len(maps) + 1)), (0, 1, 0, 1)
     figure, grid = pyplot().subplots(len(maps) + 1, len(rows), squeeze=False, figsize=size)
     for k, row in enumerate(rows):
@@ -154,19 +144,13 @@ def draw_rollout(
 
 
 def cka(x: Tensor, y: Tensor) -> float:
-    """Linear CKA of features of the same images, (N, d) and (N, d'); 1 for equal ones.
-
-    Rotations, shifts and one scale for all of X do not matter.
-    """
+    """Linear CKA of (N, d) and (N, d'): rotations, shifts, one scale for all of X do not matter."""
     x, y = (z.double() - z.double().mean(0) for z in (x, y))
     return float((x.mT @ y).norm() ** 2 / ((x.mT @ x).norm() * (y.mT @ y).norm()))
 
 
 def rsa(x: Tensor, y: Tensor) -> float:
-    """RSA of features of the same images, (N, d) and (N, d'); 1 for equal ones.
-
-    Rotations and a scale of each image do not matter.
-    """
+    """RSA of (N, d) and (N, d'): rotations and a scale of each image do not matter."""
     return float(spearmanr(*(pdist(z.double().numpy(), "cosine") for z in (x, y))).statistic)
 
 
