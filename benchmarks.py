@@ -1,14 +1,10 @@
 """Datasets by name: the paper's six benchmarks (App. C.2.1), ImageNet, folders and quilts.
 
-    load_task    a labelled task D^D
-    load_pool    an unlabelled pool D^P
-    quilts       the default of both, drawn from a seed: nothing to download
-    list_all, check, download    `bisslight data`
-
 The benchmarks lie below the data root as torchvision lays them out. They are read from their own
 lists, since torchvision's classes number the classes of a subset anew and refuse shorter lists (the
 tests compare the two). Splits are the official ones. CUB-200 and Pets have no validation part: it
-is a fifth of each class of their training part, or what `split_file` says.
+is a fifth of each class of their training part, or what `split_file` says. `list_all`, `check` and
+`download` are the commands of `bisslight data`.
 """
 
 import shutil
@@ -36,9 +32,6 @@ class Benchmark(NamedTuple):
 
     sizes: tuple[int, int, int]  # train, validation, test, as the paper uses them
     read: Callable[[Path], Listing]  # files are told below the dataset's folder
-
-
-# --- readers of list files --------------------------------------------------------------------
 
 
 def rows(path: Path, columns: int) -> list[list[str]]:
@@ -69,8 +62,10 @@ def read_voc(base: Path) -> Listing:
 
 def read_cub(base: Path) -> Listing:
     """Lists that share the images' numbers; classes count from 1, a split of 1 is training."""
-    names = ("images", "image_class_labels", "train_test_split", "classes")
-    images, label, split, classes = (dict(rows(base / f"{name}.txt", 2)) for name in names)
+    images, label, split, classes = (
+        dict(rows(base / f"{name}.txt", 2))
+        for name in ("images", "image_class_labels", "train_test_split", "classes")
+    )
     return [
         (("test", "trainval")[int(split[i])], f"images/{file}", int(label[i]) - 1)
         for i, file in images.items()
@@ -178,9 +173,9 @@ def read_lists(name: str, base: Path) -> tuple[Parts, Sequence[str]]:
 
 
 def with_validation(parts: Parts, cfg: Data) -> Parts:
-    """train, val and test; a missing val is a fifth of each class, or what the split file says.
+    """train, val and test; a missing val is a fifth of each class, or what the split file says:
 
-    That file is the original work's: positions in the official training part, from 0, one per line.
+    the original work's positions in the official training part, from 0, one a line.
     """
     known, file = parts["trainval"], cfg.split_file
     train, val = holdout(known, cfg.data_seed, "val")
@@ -196,8 +191,6 @@ def with_validation(parts: Parts, cfg: Data) -> Parts:
     return {"train": train, "val": val, "test": parts["test"]} if known else parts
 
 
-# --- the drawn default ----------------------------------------------------------------------
-
 MOTIFS = ("1111000011110000", "1010101010101010", "0110111111110110", "1001011001101001")
 
 
@@ -205,11 +198,9 @@ MOTIFS = ("1111000011110000", "1010101010101010", "0110111111110110", "100101100
 def quilts(seed: int) -> tuple[Pool, Task]:
     """Pixel quilts: a pool of 4000 images (3, 16, 16), and 8 classes with 80 / 160 / 480 images.
 
-    A quilt is 4 x 4 tiles and shows two of four motifs. Its class is the layout, which tiles are
-    equal, never which motif they show. So single pixels say little about the class (all classes
-    have the same mean image), and a network must compare tiles, as it must to fill in masked ones.
-    Labelled images, unlike the pool, have a tenth of their tiles replaced. A tile is exactly a
-    patch of vit_mini, which favours a ViT.
+    A quilt is 4 x 4 tiles, each a patch of vit_mini, and shows two of four motifs. Its class is
+    which tiles are equal, never which motif they show: all classes have the same mean image, and a
+    network must compare tiles. Labelled images have a tenth of their tiles replaced.
     """
     g = rng(seed, "quilts")
     layouts: list[Tensor] = []
@@ -224,8 +215,7 @@ def quilts(seed: int) -> tuple[Pool, Task]:
     def draw(labels: Tensor, junk: float) -> Tensor:
         first = torch.randint(4, labels.shape, generator=g)
         second = (first + torch.randint(1, 4, labels.shape, generator=g)) % 4  # another motif
-        layout = torch.stack(layouts)[labels]  # (n, 16 tiles)
-        shown = torch.where(layout == 1, second[:, None], first[:, None])
+        shown = torch.where(torch.stack(layouts)[labels] == 1, second[:, None], first[:, None])
         junk_tile = torch.rand(shown.shape, generator=g) < junk
         shown = torch.where(junk_tile, torch.randint(4, shown.shape, generator=g), shown)
         tiles = pixels[shown].view(-1, 4, 4, 4, 4)  # tile row, tile column, pixel row, pixel column
@@ -233,11 +223,12 @@ def quilts(seed: int) -> tuple[Pool, Task]:
         return (tiles.transpose(2, 3).reshape(-1, 1, 16, 16) + noise).clamp(0, 1)
 
     pool = draw(torch.randint(8, (4000,), generator=g), 0.0)
-    labels = [torch.arange(8).repeat(count) for count in (10, 20, 60)]
-    train, val, test = (Split(draw(y, 0.1), y) for y in labels)
+    train, val, test = (
+        Split(draw(y, 0.1), y) for y in (torch.arange(8).repeat(n) for n in (10, 20, 60))
+    )
     mean, std = (tuple(x.tolist()) for x in (pool.mean((0, 2, 3)), pool.std((0, 2, 3))))
-    classes = [f"layout {k}" for k in range(8)]
-    return Pool(pool, mean, std), Task("quilts", train, val, test, classes, mean, std)
+    names = [f"layout {k}" for k in range(8)]
+    return Pool(pool, mean, std), Task("quilts", train, val, test, names, mean, std)
 
 
 # --- `bisslight data` -------------------------------------------------------------------------
@@ -287,9 +278,8 @@ def list_all(root: Path) -> list[Row]:
 def check(name: str, root: Path, partial: bool = False) -> Row:
     """Read a dataset as training does, open every image, and compare it with what is known.
 
-    Args:
-        name: a benchmark, folder:DIR as `--dataset` reads it, imagenet or DIR as `--pool` does.
-        partial: a subset is as it should be; what it lacks is counted, but no problem.
+    `folder:DIR` is read as --dataset does, DIR and imagenet as --pool does. What a `partial`
+    benchmark lacks is counted, but no problem.
     """
     if name not in FOLDERS and not Path(name.removeprefix("folder:")).is_dir():
         raise UsageError(f"{name}: is no benchmark or folder; {nearest(name, FOLDERS)}")
@@ -309,7 +299,7 @@ def check(name: str, root: Path, partial: bool = False) -> Row:
             task = folder(path, 0)
             images = [file for split in task[1:4] for file in split.images]
             about["classes"] = len(task.classes)
-            about |= {p: len(x.targets) for p, x in zip(PARTS, task[1:4], strict=True)}
+            about |= {part: len(getattr(task, part).targets) for part in PARTS}
         else:
             images = [*load_pool(name, root, 0).images]
     except (ValueError, OSError) as error:

@@ -1,8 +1,4 @@
-"""What finished runs are worth: scores, seeds in summary, the exact permutation test (App. C.2.1).
-
-from evaluate import evaluate
-evaluate([Path("runs/aligned"), Path("runs/direct")]).arms[1].first_minus_this.p
-"""
+"""What finished runs are worth: scores, seeds in summary, exact permutation test (App. C.2.1)."""
 
 import json
 import math
@@ -46,7 +42,6 @@ def score(
 
     Args:
         predict: images (B, 3, H, W) -> logits (B, C).
-        batches: (images, targets (B,) or (B, C)), each image once.
         loss: logits and targets -> the loss of each image.
         gather: makes one tensor, on the CPU, of the rows that several processes have.
     """
@@ -67,8 +62,8 @@ def score(
 def average_precision(scores: Tensor, labels: Tensor) -> float:
     """VOC's 11-point AP of a class: mean over t = 0, 0.1 ... 1 of the best precision at recall ≥ t.
 
-    Labels are 1 positive, −1 negative, 0 difficult; difficult images count nowhere. Ties keep the
-    order of the images. Recall is compared in whole numbers, since 0.7 is no exact float.
+    Labels are 1, −1, and 0 for difficult images, which count nowhere. Ties keep the order of the
+    images. Recall is compared in whole numbers, since 0.7 is no exact float.
 
     >>> ap = average_precision(torch.tensor([0.9, 0.8, 0.7]), torch.tensor([1, -1, 1]))
     >>> round(ap, 6)  # precision 1 up to recall 0.5, then 2/3: (6 + 5 * 2/3) / 11
@@ -95,8 +90,8 @@ def compare(arm: Sequence[int], against: Sequence[int]) -> Comparison:
     """Exact two-sample permutation test of means of whole numbers, such as images that were right.
 
     p is the share of the C(n + m, n) ways to split all n + m numbers into n and m whose means
-    differ at least as much as those of the arms. The splits are not listed: number by number, we
-    count how many sets of each size have each sum. Whole numbers leave no rounding to decide.
+    differ at least as much as those of the arms. Number by number, we count how many sets of each
+    size have each sum. Whole numbers leave no rounding to decide.
 
     >>> compare([3, 4], [1, 2])  # the observed split and its mirror differ most
     Comparison(difference=2.0, p=0.3333333333333333, splits=6)
@@ -135,7 +130,7 @@ class Row(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """A row per arm."""
+    """What `evaluate` found."""
 
     arms: list[Row]
 
@@ -143,9 +138,8 @@ class Evaluation(NamedTuple):
 def evaluate(runs: Sequence[Path]) -> Evaluation:
     """Compare the first of several arms with each of the others.
 
-    Args:
-        runs: finished `finetune` runs, or directories of such runs, which are one arm each.
-    Raises UsageError where something is no such run, or was tested on other images.
+    An arm is a finished `finetune` run, or a directory of such runs. Raises UsageError where one is
+    neither, or was tested on other images.
     """
     arms = [read_arm(run) for run in runs]
     return Evaluation([row(arm, arms[0]) for arm in arms])
@@ -159,16 +153,16 @@ def row(arm: Arm, first: Arm) -> Row:
     if None in differs.pop("aligned_by", ()):
         differs.pop("grid", None)  # its default follows from the start
     mean = fmean(arm["accuracies"])
-    versus = compare(first["counts"], arm["counts"])
+    versus = compare(first["counts"], arm["counts"])._replace(
+        difference=fmean(first["accuracies"]) - mean
+    )
     return Row(
         **{key: arm[key] for key in ("arm", "unit", "metric", "paper", "accuracies", "counts")},
         seeds=len(arm["counts"]),
         mean=mean,
         std=stdev(arm["accuracies"]) if len(arm["counts"]) > 1 else None,
         differs={name: f"{here}, there {there}" for name, (there, here) in differs.items()},
-        first_minus_this=None
-        if arm is first
-        else versus._replace(difference=fmean(first["accuracies"]) - mean),
+        first_minus_this=None if arm is first else versus,
     )
 
 

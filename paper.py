@@ -53,8 +53,3 @@ MEMORY = {
     "mfac": {"vit_b16": (13, 1), "vit_l16": (19, 1), "vit_h14": (33, 1)},
     "peft": {"vit_b16": (4, 1), "vit_l16": (10, 1), "vit_h14": (22, 1)},  # with batches of 64
 }
-
-
-def memory_of(method: str, backbone: str) -> tuple[int, int] | None:
-    """(GB, GPUs) that the paper gives for mfac, cg or peft, if it does."""
-    return MEMORY.get(method, {}).get(backbone)

@@ -1,9 +1,8 @@
-"""What an alternation costs: M-FAC, CG and no curvature.
+"""What an alternation of `bisslight.algorithm_1` costs, with M-FAC, CG and no curvature.
 
-Weights and images are random, since times do not depend on their values. What is timed is
-`bisslight.algorithm_1` itself. Lines 10 and 13 cost a method's time less that of `identity`.
-Each method runs at its natural precision: bfloat16 on a GPU (--no-amp: float32), but for the
-Hessian-vector products of CG, which need float32.
+Weights and images are random, since times do not depend on their values. Lines 10 and 13 cost a
+method's time less that of `identity`. Each method runs at its natural precision: bfloat16 on a GPU
+(--no-amp: float32), but for the Hessian-vector products of CG, which need float32.
 """
 
 import logging
@@ -22,7 +21,7 @@ from config import BACKBONES, UsageError
 from data import rng
 from lora import Backbone, DownstreamLoss, Examples, init_head, init_theta
 from model import device_of
-from paper import memory_of
+from paper import MEMORY
 from training import trainable
 from weights import build_head, build_vit, pretext_task
 
@@ -32,28 +31,15 @@ CLASSES = 200  # CUB-200's, which the paper timed
 Row = dict[str, Any]
 
 
-def bench(
-    backbone: str,
-    *,
-    rank: int = 64,
-    p_batch: int = 256,
-    d_batch: int = 64,
-    lower_steps: int = 20,
-    upper_steps: int = 8,
-    repeats: int = 3,
-    **machine: Any,
-) -> Row:
-    """Measure all methods, one after the other (UsageError).
+def bench(backbone: str, *, repeats: int = 3, **settings: Any) -> Row:
+    """Medians of `repeats` alternations of each method, after one that warms up (UsageError).
 
-    Args:
-        repeats: timed alternations a method, after one that warms up; medians are reported.
-        machine: seed, device, amp, recompute and micro_batch as `align` has them.
+    `settings` are those of `align`: sizes of the batches, steps, rank, seed, device, precision.
     """
     if repeats < 1:
         raise UsageError(f"--repeats {repeats}: should be greater than 0")
-    given: Row = machine | {"backbone": backbone, "dataset": "own", "pool": "own", "rank": rank}
-    given |= {"p_batch": p_batch, "d_batch": d_batch, "alternations": repeats + 1}
-    given |= {"lower_steps": lower_steps, "upper_steps": upper_steps}
+    given: Row = settings | {"backbone": backbone, "dataset": "own", "pool": "own"}
+    given["alternations"] = repeats + 1
     rows: list[Row] = []
     for cfg in [make(AlignConfig, given | {"hypergrad": method}) for method in METHODS]:
         LOG.info("bench: %s", cfg.hypergrad)
@@ -67,7 +53,7 @@ def bench(
 
 def alternation(cfg: AlignConfig) -> Row:
     """Median seconds of an alternation; on a GPU its memory, and beside it the paper's."""
-    device, paper = device_of(cfg), memory_of(cfg.hypergrad, cfg.backbone)
+    device, paper = device_of(cfg), MEMORY.get(cfg.hypergrad, {}).get(cfg.backbone)
     gpu = device.type == "cuda"
     if gpu:
         torch.cuda.reset_peak_memory_stats(device)

@@ -15,7 +15,7 @@ enters the head, X and Y (N, d):
 Paper silent: how heads are fused (here their mean), which images, which split, which layer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -123,24 +123,19 @@ def rollout(
         for row, k, there in zip(rows, top, known, strict=True):
             row[name] = f"{'✓' if k in there else '✗'} {classes[k]}"
     mean, std = (torch.tensor(x).view(3, 1, 1) for x in (m.transform.mean, m.transform.std))
-    save(*draw_rollout((images.cpu() * std + mean).clamp(0, 1), rows, maps), out)
-    return {"picture": out, "dataset": m.task.name, "images": rows}
-
-
-def draw_rollout(
-    images: Tensor, rows: Sequence[Row], maps: Mapping[str, Tensor]
-) -> tuple[Any, str]:
-    """A column an image (3, H, W) in [0, 1]: itself with its label, then each map on it."""
-    size, extent = (1.5 * len(rows), 1.7 * (len(maps) + 1)), (0, 1, 0, 1)
+    pixels, extent = (images.cpu() * std + mean).clamp(0, 1), (0, 1, 0, 1)
+    size = 1.5 * len(rows), 1.7 * (len(maps) + 1)
     figure, grid = pyplot().subplots(len(maps) + 1, len(rows), squeeze=False, figsize=size)
-    for k, row in enumerate(rows):
+    for k, row in enumerate(rows):  # a column an image: itself, then each network's map on it
         for axes, name in zip(grid[:, k], ("label", *maps), strict=True):
-            axes.imshow(images[k].permute(1, 2, 0).numpy(), extent=extent)
+            axes.imshow(pixels[k].permute(1, 2, 0).numpy(), extent=extent)
             if name in maps:
                 axes.imshow(maps[name][k].numpy(), cmap="inferno", alpha=0.7, extent=extent)
             axes.set(xticks=[], yticks=[], title=row[name][:20], ylabel="" if k else name)
     right = [f"{name} is right {sum('✓' in row[name] for row in rows)} times" for name in maps]
-    return figure, f"Attention rollout on {len(rows)} validation images: {'; '.join(right)}."
+    said = f"Attention rollout on {len(rows)} validation images: {'; '.join(right)}."
+    save(figure, said, out)
+    return {"picture": out, "dataset": m.task.name, "images": rows}
 
 
 def cka(x: Tensor, y: Tensor) -> float:

@@ -148,11 +148,7 @@ def runs_in(path: Path) -> list[Path]:
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """Paths without the folder that all are in.
-
-    >>> short_names([Path("/a/x/s0"), Path("/a/y/s0")])
-    ['x/s0', 'y/s0']
-    """
+    """Paths without the folder that all are in: x/s0 and y/s0 for /a/x/s0 and /a/y/s0."""
     common = os.path.commonpath([path.resolve().parent for path in paths])
     return [path.resolve().relative_to(common).as_posix() for path in paths]
 
@@ -192,15 +188,13 @@ def left(paths: Sequence[Path]) -> Iterator[tuple[bytes, str]]:
 
 
 def line_of(arm: Arm, key: str) -> list[tuple[int, float]]:
-    """A quantity by step; of PEFT its mean over the seeds, with the chosen rate once there is one.
-
-    Of runs that are not equally far it has the steps that all have.
-    """
+    """A quantity by step; of PEFT the mean over seeds, at the chosen rate once there is one."""
     rate = f"{arm.result['lr']:g}-s*" if "lr" in arm.result else f"{arm.result.get('d_lr', '*')}"
     lines = []
     for file in [*arm.path.glob("metrics.jsonl"), *arm.path.glob(f"*lr{rate}/metrics.jsonl")]:
         records = map(json.loads, file.read_text().splitlines())
         lines.append({r["step"]: number(r[key]) for r in records if r.get(key)})
+    # not all may be equally far
     steps = [x for x in lines[0] if all(x in line for line in lines)] if lines else []
     return [(x, fmean(line[x] for line in lines)) for x in steps]
 

@@ -1,13 +1,9 @@
 """Accuracy against LoRA rank (fig:lora_rank_var), λ, N_L, T or a learning rate: a grid of runs.
 
-    OUT/rank-4/align            an align run
-    OUT/rank-4/finetune         a finetune run that starts from it, all seeds
-    OUT/rank-4/direct           a finetune run from the backbone, the other curve
-    OUT/sweep.json, sweep.png   table and picture of what is finished
-
-A run that does not depend on the swept setting is there once: `--lr 1e-3,1e-2` has one align run,
-OUT/align, and `--lam 0.1,1` one direct run, OUT/direct. As in the paper a point has one align run;
-its error bars are over PEFT seeds.
+OUT/rank-4/ has an align run, align/, a finetune run that starts from it, finetune/, and one from
+the backbone, direct/. A run that does not depend on the swept setting is there once, in OUT. As in
+the paper a point has one align run; its error bars are over PEFT seeds. sweep.json and sweep.png
+are table and picture of what is finished.
 """
 
 import json
@@ -75,10 +71,7 @@ def sweep(
 
 
 def grid(cfg: SweepConfig, out: Path) -> tuple[dict[Path, Any], dict[float, list[Path]]]:
-    """Settings of all runs (UsageError), an align run before what starts from it.
-
-    And of each value the two `finetune` runs, with aligning and without.
-    """
+    """Settings of all runs (UsageError), and of each value its two finetune runs."""
     pyplot()  # tells that matplotlib is missing before the long work
     if len(cfg.swept) != 1 or not {*cfg.swept} <= {*SWEPT}:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in SWEPT)

@@ -116,9 +116,13 @@ def test_the_rollout_of_runs_is_drawn_beside_what_they_predict(
     finished: Path, weights: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Maps and predictions are those of the adapter files."""
-    shown: dict[str, Tensor] = {}
-    draw = look.draw_rollout
-    monkeypatch.setattr(look, "draw_rollout", lambda *x: (shown.update(x[2]), draw(*x))[1])
+    shown, maps_of = list[Tensor](), look.attention_maps
+
+    def seen(*given: Any) -> Tensor:
+        shown.append(maps_of(*given))
+        return shown[-1]
+
+    monkeypatch.setattr(look, "attention_maps", seen)
     line = f"evaluate {finished}/with --against {finished}/without --rollout 3 --json"
     for _ in range(2):  # our own picture may be written again
         assert cli.run(line.split()) == 0
@@ -130,14 +134,13 @@ def test_the_rollout_of_runs_is_drawn_beside_what_they_predict(
     backbone, val, targets = quilts_val(weights)
     assert len({*index}) == 3
     assert [r["label"] for r in result["images"]] == [f"layout {targets[i]}" for i in index]
-    for name in ("with", "without"):
+    for name, drawn in zip(("with", "without"), shown, strict=False):
         theta, phi_D, _ = load_adapter(finished / name / "adapter-s0.safetensors")
         top = predict(backbone, theta, phi_D, val[index]).argmax(1)
         right = ["✓" if ok else "✗" for ok in (top == targets[index]).tolist()]
         expected = [f"{mark} layout {k}" for mark, k in zip(right, top, strict=True)]
         assert [row[name] for row in result["images"]] == expected
-        maps = look.attention_maps(backbone, theta, val[index])
-        torch.testing.assert_close(shown[name], maps, rtol=0, atol=1e-6)
+        torch.testing.assert_close(drawn, maps_of(backbone, theta, val[index]), rtol=0, atol=1e-6)
 
 
 def test_the_similarities_of_runs_are_those_of_their_features(
