@@ -18,11 +18,9 @@ from align import begin, hypergradient
 from bisslight import algorithm_1
 from commands import AlignConfig, make
 from config import BACKBONES, UsageError
-from data import rng
 from lora import Backbone, DownstreamLoss, Examples, init_head, init_theta
 from model import device_of
 from paper import MEMORY
-from training import trainable
 from weights import build_head, build_vit, pretext_task
 
 LOG = logging.getLogger("bisslight")
@@ -68,17 +66,17 @@ def alternation(cfg: AlignConfig) -> Row:
 
 def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Any]:
     """Algorithm 1 on a random network and images."""
-    arch, g = BACKBONES[cfg.backbone], rng(cfg.seed, "bench")
+    arch, g = BACKBONES[cfg.backbone], torch.Generator().manual_seed(cfg.seed)
     with device:
         vit, decoder = build_vit(arch), build_head(arch, "mae")
     network = Backbone(vit, recompute=cfg.recompute).requires_grad_(False)
     theta = init_theta(arch.depth, cfg.rank, arch.dim, g).to(device)
     task: Any = pretext_task(cfg, network, decoder, 0, theta)
-    s, _ = begin(cfg, theta, task, trainable(init_head(arch.dim, CLASSES, g), device))
+    head = init_head(arch.dim, CLASSES, g)
+    s, _ = begin(cfg, theta, task, {k: x.to(device).requires_grad_() for k, x in head.items()})
     side, labels = arch.image_size, torch.arange(cfg.d_batch, device=device) % CLASSES
     images = torch.randn(max(cfg.p_batch, cfg.d_batch), 3, side, side, device=device)
     lower = repeat(task.prepare(images[: cfg.p_batch], task.draw(cfg.p_batch, g)[0].to(device)))
     upper = repeat(Examples(images[: cfg.d_batch], labels))
-    inverse, amp = hypergradient(cfg, theta), cfg.amp and device.type == "cuda"
-    loss_D = DownstreamLoss(network)
-    return algorithm_1(s, cfg, task, loss_D, inverse, lower, upper, cfg.micro_batch, amp)
+    steps = DownstreamLoss(network), hypergradient(cfg, theta), lower, upper
+    return algorithm_1(s, cfg, task, *steps, cfg.micro_batch, cfg.amp and device.type == "cuda")
