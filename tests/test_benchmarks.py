@@ -248,29 +248,30 @@ def test_check_counts_what_is_missing_and_names_what_is_damaged(
     assert cli.run([*line, "--partial"]) == 0
 
 
-def test_check_reads_a_folder_and_a_pool(tmp_path: Path) -> None:
-    for i, kind in enumerate("ab" * 10):
-        picture(tmp_path / kind / f"{i}.png")
-    found = check(f"folder:{tmp_path}", tmp_path)
-    counts = {"classes": 2, "train": 14, "val": 2, "test": 4, "images": 20}
-    assert counts.items() <= found.items()  # a fifth of ten a class, then of eight
-    assert check(str(tmp_path), tmp_path)["images"] == 20
-    with pytest.raises(UsageError, match="is no benchmark or folder; did you mean pets"):
-        check("pet", tmp_path)
-
-
 def test_a_pool_is_quilts_the_training_part_of_imagenet_or_any_folder(tmp_path: Path) -> None:
+    """And what `data check` says of a pool and of class folders."""
     for file in ("pool/1.png", "pool/deep/2.JPEG", "pool/.hidden/3.png", "imagenet/val/n01/1.JPEG"):
         picture(tmp_path / file)
     (tmp_path / "pool/.hidden/none").mkdir()
     assert load_pool("quilts", tmp_path, 0).images.shape == (4000, 3, 16, 16)
     with pytest.raises(OSError, match="imagenet/train"):  # validation is no pool
         load_pool("imagenet", tmp_path, 0)
+    with pytest.raises(UsageError, match=r"imagenet: .*imagenet/train"):
+        check("imagenet", tmp_path)
     with pytest.raises(UsageError, match="no images in"):
         load_pool(f"folder:{tmp_path}/pool/.hidden/none", tmp_path, 0)
     picture(tmp_path / "imagenet/train/n01/2.JPEG")
     for name, files in ((f"folder:{tmp_path}/pool", ["1.png", "2.JPEG"]), ("imagenet", ["2.JPEG"])):
         assert [path.name for path in load_pool(name, tmp_path, 0).images] == files
+    assert check(f"{tmp_path}/pool", tmp_path)["images"] == 2
+    for i, kind in enumerate("ab" * 10):
+        picture(tmp_path / "classes" / kind / f"{i}.png")
+    counts = {"classes": 2, "train": 14, "val": 2, "test": 4, "images": 20}
+    assert counts.items() <= check(f"folder:{tmp_path}/classes", tmp_path).items()
+    for wrong, message in (("pet", "is no benchmark or folder; did you mean pets"),
+                           (f"folder:{tmp_path}/imagenet/val", "needs two or more")):  # fmt: skip
+        with pytest.raises(UsageError, match=message):
+            check(wrong, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:.*tar.*:DeprecationWarning")  # torchvision, Python 3.12
