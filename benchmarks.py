@@ -173,9 +173,9 @@ def read_lists(name: str, base: Path) -> tuple[Parts, Sequence[str]]:
 
 
 def with_validation(parts: Parts, cfg: Data) -> Parts:
-    """train, val and test; a missing val is a fifth of each class, or what the split file says:
+    """train, val and test; a missing val is a fifth of each class, or what the split file says.
 
-    the original work's positions in the official training part, from 0, one a line.
+    That file has the original work's positions in the official training part, from 0, one a line.
     """
     known, file = parts["trainval"], cfg.split_file
     train, val = holdout(known, cfg.data_seed, "val")

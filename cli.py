@@ -89,7 +89,7 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default, help
     "picture": (Path | None, None, "Draw it: a PNG, SVG or PDF."),
     "rollout": (int | None, None, "Draw attention rollouts of so many images."),
     "similarity": (bool, False, "Compare layers: CKA and RSA, with the backbone, too."),
-    "seed": (int | None, None, "Which seed's adapter; of bench, which images. Default: the first."),
+    "seed": (int | None, None, "Whose adapter; of bench, what it draws. Default: the first."),
     "weights": (Path | None, None, "Where the run's weights are now."),
     "data_root": (Path | None, None, "Where the benchmarks are now."),
     "root": (Path, ROOT, "Where the benchmarks are. Default: $BISSLIGHT_DATA, ./data."),

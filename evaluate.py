@@ -42,6 +42,7 @@ def score(
 
     Args:
         predict: images (B, 3, H, W) -> logits (B, C).
+        batches: (images, targets (B,) or (B, C)), each image once.
         loss: logits and targets -> the loss of each image.
         gather: makes one tensor, on the CPU, of the rows that several processes have.
     """

@@ -101,9 +101,6 @@ def load(name: str, root: Path, **more: Any) -> Task:
     return load_task(Data(dataset=name, **{"partial": True} | more), root)
 
 
-# --- what is read ---
-
-
 def torchvision_reads(name: str, root: Path, monkeypatch: Any) -> dict[str, dict[str, int]]:
     """What torchvision's own classes make of the same folders."""
     kinds = {"dtd": tv.DTD, "pets": tv.OxfordIIITPet, "flowers": tv.Flowers102}
@@ -167,9 +164,6 @@ def test_the_whole_cub_split_has_the_papers_sizes() -> None:
     assert {parts["trainval"][int(i)] for i in rest} == {*split["train"]}
 
 
-# --- what is not whole, or wrong ---
-
-
 @pytest.mark.parametrize("name", [*MAKE])
 def test_an_incomplete_copy_is_an_error_unless_asked_for(name: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=rf"`bisslight data download {name}` fetches it"):
@@ -221,9 +215,6 @@ def test_split_files_are_checked(tmp_path: Path, monkeypatch: Any) -> None:
     path.write_text("12")
     with pytest.raises(UsageError, match=r"split.txt: .* numbers below 12;"):
         load("cub200", tmp_path, split_file=path)
-
-
-# --- check, pools, download ---
 
 
 def test_check_counts_what_is_missing_and_names_what_is_damaged(

@@ -19,8 +19,6 @@ from data import rng
 from evaluate import average_precision, compare, evaluate, read_arm, score
 from lora import cross_entropy
 
-# --- the p-value ------------------------------------------------------------------------------
-
 
 def by_hand(a: list[int], b: list[int]) -> float:
     """Share of splits whose means differ at least as much; every split listed, in fractions."""
@@ -43,9 +41,6 @@ def test_p_is_the_share_of_splits_that_differ_at_least_as_much(n: int, m: int) -
     for a, b in cases if n < 8 else cases[:1]:
         assert compare([*a], [*b])[1:] == (by_hand([*a], [*b]), comb(n + m, n))
     assert compare([80], [70])[1:] == (None, 2)  # one seed against one
-
-
-# --- scores -----------------------------------------------------------------------------------
 
 
 EACH = partial(torch.nn.functional.cross_entropy, reduction="none")
@@ -106,9 +101,6 @@ def test_average_precision_equals_the_devkit_on_random_scores_with_ties() -> Non
     exact = torch.tensor([1] * 7 + [-1] * 7 + [1] * 3)  # recall 0.7 after the seventh image
     found = average_precision(torch.arange(17, 0, -1.0), exact)
     assert found == pytest.approx((8 + 3 * 10 / 17) / 11)
-
-
-# --- runs -------------------------------------------------------------------------------------
 
 
 def finished(path: Path, test: list[float], by: str | None = None, **changes: Any) -> Path:
@@ -200,9 +192,6 @@ def test_the_papers_figure_stands_only_beside_what_the_paper_measured(tmp_path: 
     for i, (by, changes, expected) in enumerate(cases):
         found = evaluate([finished(tmp_path / f"{i}", [70.0], by, **changes)]).arms[0].paper
         assert (found and found[:2]) == expected, (by, changes)
-
-
-# --- the paper's tables -----------------------------------------------------------------------
 
 
 def test_the_papers_tables_are_copied_right() -> None:
