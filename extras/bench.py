@@ -36,8 +36,12 @@ def bench(backbone: str, *, repeats: int = 3, **settings: Any) -> Row:
     """
     if repeats < 1:
         raise UsageError(f"--repeats {repeats}: should be greater than 0")
-    given: Row = settings | {"backbone": backbone, "dataset": "own", "pool": "own"}
-    given["alternations"] = repeats + 1
+    given: Row = settings | {
+        "backbone": backbone,
+        "dataset": "own",
+        "pool": "own",
+        "alternations": repeats + 1,
+    }
     rows: list[Row] = []
     for cfg in [make(AlignConfig, given | {"hypergrad": method}) for method in METHODS]:
         LOG.info("bench: %s", cfg.hypergrad)
@@ -78,5 +82,6 @@ def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Any]:
     images = torch.randn(max(cfg.p_batch, cfg.d_batch), 3, side, side, device=device)
     lower = repeat(task.prepare(images[: cfg.p_batch], task.draw(cfg.p_batch, g)[0].to(device)))
     upper = repeat(Examples(images[: cfg.d_batch], labels))
-    steps = DownstreamLoss(network), hypergradient(cfg, theta), lower, upper
-    return algorithm_1(s, cfg, task, *steps, cfg.micro_batch, cfg.amp and device.type == "cuda")
+    inverse, loss_D = hypergradient(cfg, theta), DownstreamLoss(network)
+    amp = cfg.amp and device.type == "cuda"
+    return algorithm_1(s, cfg, task, loss_D, inverse, lower, upper, cfg.micro_batch, amp)
