@@ -50,7 +50,9 @@ COMMANDS = {  # what it does, the function, the class of its settings, its optio
     ),
     "bench": (
         "Time and memory of an alternation: M-FAC, CG, no curvature.",
-        "extras.bench:bench", "extras.bench:BenchConfig", RUN,
+        "extras.bench:bench", "",
+        "backbone rank p_batch d_batch lower_steps upper_steps repeats seed device amp recompute "
+        "micro_batch json quiet",
     ),
     "export": (
         "Write a run's adapter for HF peft, for timm and for the released program.",
@@ -58,18 +60,19 @@ COMMANDS = {  # what it does, the function, the class of its settings, its optio
     ),
     "data list": (
         "The paper's datasets: whether they are there, and the terms of their use.",
-        "extras.datasets:list_all", "", "root json",
+        "benchmarks:list_all", "", "root json",
     ),
     "data check": (
         "Open every image of a dataset or folder, count, list what is wrong.",
-        "extras.datasets:check", "", "name root partial json",
+        "benchmarks:check", "", "name root partial json",
     ),
     "data download": (
         "Fetch and unpack a dataset; its digests are verified.",
-        "extras.datasets:download", "", "name root json",
+        "benchmarks:download", "", "name root json",
     ),
 }  # fmt: skip
 GIVEN: Any = inspect.Parameter.empty  # an argument, not a flag
+Size = Literal["vit_mini", "vit_b16", "vit_l16", "vit_h14"]
 ROOT = Path(os.environ.get("BISSLIGHT_DATA", "data"))
 OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default, help
     "run": (Path, GIVEN, "A finished run, or a directory of one arm's runs."),
@@ -86,7 +89,7 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default, help
     "picture": (Path | None, None, "Draw it: a PNG, SVG or PDF."),
     "rollout": (int | None, None, "Draw attention rollouts of so many images."),
     "similarity": (bool, False, "Compare layers: CKA and RSA, with the backbone, too."),
-    "seed": (int | None, None, "Which seed's adapter. Default: the first."),
+    "seed": (int | None, None, "Whose adapter; of bench, what it draws. Default: the first."),
     "weights": (Path | None, None, "Where the run's weights are now."),
     "data_root": (Path | None, None, "Where the benchmarks are now."),
     "root": (Path, ROOT, "Where the benchmarks are. Default: $BISSLIGHT_DATA, ./data."),
@@ -94,6 +97,16 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default, help
     "data_seed": (int, 0, "Seed of the drawn images."),
     "jobs": (int, 2, "Runs at a time."),
     "partial": (bool, False, "It is a subset; do not compare counts."),
+    "backbone": (Size | None, None, "Its size: vit_mini takes a minute on a CPU."),
+    "rank": (int, 64, "r. [App. C.3] (default: 64)"),
+    "p_batch": (int, 256, "Images a pretext step. [App. C.3] (default: 256)"),
+    "d_batch": (int, 64, "Images an upper step. [App. C.3] (default: 64)"),
+    "lower_steps": (int, 20, "N_L. [App. C.3] (default: 20)"),
+    "upper_steps": (int, 8, "N_U. [App. C.3] (default: 8)"),
+    "repeats": (int, 3, "Timed alternations a method, after one that warms up. (default: 3)"),
+    "amp": (bool | None, None, "bfloat16 autocast on CUDA. (default: True)"),
+    "recompute": (bool | None, None, "Activation checkpointing of the backbone."),
+    "micro_batch": (int | None, None, "Largest number of images that pass at once."),
 }
 NAMED = {"start": ["--from"], "root": ["--data-root"]}  # flags that are not --their-name
 FIRST = ("backbone", "dataset", "pool", "start", "out", "seed")  # on top of --help
@@ -182,7 +195,7 @@ def evaluate(
         raise resolve_name("config:UsageError")(line)
     found = resolve_name("evaluate:evaluate")(runs)
     if picture:
-        resolve_name("extras.figures:draw_arms")(found.arms, picture)
+        resolve_name("extras.report:draw_arms")(found.arms, picture)
     return found
 
 

@@ -136,8 +136,8 @@ class Settings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=
     """Base of all settings."""
 
 
-class Common(Settings):
-    """Machine: of every command that computes."""
+class Machine(Settings):
+    """Machine: of every run."""
 
     seed: NonNegativeInt = 0
     """Seed of initialisation, order, augmentation, masks and drop path. [here]"""
@@ -149,11 +149,6 @@ class Common(Settings):
     """Activation checkpointing of the backbone: less memory, one more forward pass. [released]"""
     micro_batch: PositiveInt | None = None
     """Largest number of images that pass through the network at once; None: whole batch. [here]"""
-
-
-class Machine(Common):
-    """Machine: of every run."""
-
     workers: Annotated[int, Field(ge=0, le=256)] | None = None
     """Processes that decode images; same result with any. None: up to 16 beside a GPU, else 0."""
     save_minutes: NonNegativeFloat = 10.0

@@ -206,7 +206,7 @@ def epochs(n: int, batch: int, seed: int, purpose: str, count: int, start: int =
         yield [(number * n + i, int(permutation(n, seed, purpose, number)[i])) for i in places]
 
 
-def in_order(indices: range, batch: int) -> list[list[Draw]]:
+def in_order(indices: Sequence[int], batch: int) -> list[list[Draw]]:
     """Batches of one pass for evaluation.
 
     >>> in_order(range(3), 2)

@@ -1,10 +1,4 @@
-"""What finished runs are worth: scores, seeds in summary, the exact permutation test (App. C.2.1).
-
-    from evaluate import evaluate
-    evaluate([Path("runs/aligned"), Path("runs/direct")]).arms[1].first_minus_this.p
-
-Leaves out: attention rollout and the similarity of representations, which are in `extras.look`.
-"""
+"""What finished runs are worth: scores, seeds in summary, exact permutation test (App. C.2.1)."""
 
 import json
 import math
@@ -18,9 +12,9 @@ import torch
 from torch import Tensor
 
 from config import Machine, RunError, UsageError
-from paper import Reported, reported
+from paper import ACCURACIES, Reported
 
-Arm = dict[str, Any]  # of result.json; `test` and `right` of all its runs; settings, paper, name
+Arm = dict[str, Any]  # its settings, and what is in a `Row` but for the comparison
 FREE = {*Machine.model_fields, "start", "pool", "jobs", "seeds", "mfac_device", "weights"} - {"amp"}
 OFFICIAL = ("None", "_full.pth", "IN1K-vit.h.14-300e.pth.tar")  # so end the official files' names
 METHODS = {None: "PEFT", "mfac": "BiSSLight", "recursion": "BiSSLight", "cg": "BiSSL"}
@@ -69,8 +63,8 @@ def score(
 def average_precision(scores: Tensor, labels: Tensor) -> float:
     """VOC's 11-point AP of a class: mean over t = 0, 0.1 ... 1 of the best precision at recall ≥ t.
 
-    Labels are 1 positive, −1 negative, 0 difficult; difficult images count nowhere. Ties keep the
-    order of the images. Recall is compared in whole numbers, since 0.7 is no exact float.
+    Labels are 1, −1, and 0 for difficult images, which count nowhere. Ties keep the order of the
+    images. Recall is compared in whole numbers, since 0.7 is no exact float.
 
     >>> ap = average_precision(torch.tensor([0.9, 0.8, 0.7]), torch.tensor([1, -1, 1]))
     >>> round(ap, 6)  # precision 1 up to recall 0.5, then 2/3: (6 + 5 * 2/3) / 11
@@ -97,8 +91,8 @@ def compare(arm: Sequence[int], against: Sequence[int]) -> Comparison:
     """Exact two-sample permutation test of means of whole numbers, such as images that were right.
 
     p is the share of the C(n + m, n) ways to split all n + m numbers into n and m whose means
-    differ at least as much as those of the arms. The splits are not listed: number by number, we
-    count how many sets of each size have each sum. Whole numbers leave no rounding to decide.
+    differ at least as much as those of the arms. Number by number, we count how many sets of each
+    size have each sum. Whole numbers leave no rounding to decide.
 
     >>> compare([3, 4], [1, 2])  # the observed split and its mirror differ most
     Comparison(difference=2.0, p=0.3333333333333333, splits=6)
@@ -137,7 +131,7 @@ class Row(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """A row per arm."""
+    """What `evaluate` found."""
 
     arms: list[Row]
 
@@ -145,9 +139,8 @@ class Evaluation(NamedTuple):
 def evaluate(runs: Sequence[Path]) -> Evaluation:
     """Compare the first of several arms with each of the others.
 
-    Args:
-        runs: finished `finetune` runs, or directories of such runs, which are one arm each.
-    Raises UsageError where something is no such run, or was tested on other images.
+    An arm is a finished `finetune` run, or a directory of such runs. Raises UsageError where one is
+    neither, or was tested on other images.
     """
     arms = [read_arm(run) for run in runs]
     return Evaluation([row(arm, arms[0]) for arm in arms])
@@ -157,22 +150,19 @@ def row(arm: Arm, first: Arm) -> Row:
     """An arm in summary, and compared with the first one."""
     differs = unlike(first, arm)
     if "data_sha256" in differs:
-        raise UsageError(f"{arm['name']}, {first['name']}: tested on other images, not comparable")
+        raise UsageError(f"{arm['arm']}, {first['arm']}: tested on other images, not comparable")
     if None in differs.pop("aligned_by", ()):
         differs.pop("grid", None)  # its default follows from the start
-    mean, versus = fmean(arm["test"]), compare(first["right"], arm["right"])
-    versus = versus._replace(difference=fmean(first["test"]) - mean)
+    mean = fmean(arm["accuracies"])
+    versus = compare(first["counts"], arm["counts"])._replace(
+        difference=fmean(first["accuracies"]) - mean
+    )
     return Row(
-        arm=arm["name"],
-        seeds=len(arm["test"]),
-        unit=arm["unit"],
+        **{key: arm[key] for key in ("arm", "unit", "metric", "paper", "accuracies", "counts")},
+        seeds=len(arm["counts"]),
         mean=mean,
-        std=stdev(arm["test"]) if len(arm["test"]) > 1 else None,
-        metric=arm["metric"],
-        paper=arm["paper"],
+        std=stdev(arm["accuracies"]) if len(arm["counts"]) > 1 else None,
         differs={name: f"{here}, there {there}" for name, (there, here) in differs.items()},
-        accuracies=arm["test"],
-        counts=arm["right"],
         first_minus_this=None if arm is first else versus,
     )
 
@@ -189,12 +179,14 @@ def read_arm(path: Path) -> Arm:
     try:
         arms = [read_run(file.parent) for file in sorted(files, key=lambda f: (len(str(f)), f))]
     except (OSError, LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        why = f"is no finished finetune run, nor a folder of them ({type(error).__name__}: {error})"
-        raise UsageError(f"{path}: {why}") from error
+        raise UsageError(
+            f"{path}: is no finished finetune run, nor a folder of them "
+            f"({type(error).__name__}: {error})"
+        ) from error
     if names := {name for arm in arms for name in unlike(arms[0], arm)}:
         raise UsageError(f"{path}: its runs are no seeds of one arm, {', '.join(names)} differ")
-    test, right = ([x for arm in arms for x in arm[key]] for key in ("test", "right"))
-    return {**arms[0], "name": path.name, "test": test, "right": right}
+    lists = {key: [x for arm in arms for x in arm[key]] for key in ("accuracies", "counts")}
+    return {**arms[0], **lists, "arm": path.name}
 
 
 def read_run(run: Path) -> Arm:
@@ -204,19 +196,25 @@ def read_run(run: Path) -> Arm:
     )
     if not result.get("test"):
         raise UsageError(f"{run}: has no test accuracy, it is not a finetune run")
-    settings = config | {name: env["about"][name] for name in ("data_sha256", "weights_sha256")}
-    settings |= {"aligned_by": result["aligned_by"]}
+    digests = {name: env["about"][name] for name in ("data_sha256", "weights_sha256")}
     whole = result["test_images"] if result["metric"] == "top-1 accuracy" else 10_000
-    right = [round(percent * whole / 100) for percent in result["test"]]
-    arm = {key: result[key] for key in ("test", "unit", "metric", "aligned_by", "lr")}
-    return arm | {"settings": settings, "right": right, "paper": published(settings, result)}
+    return {
+        "settings": config | digests | {"aligned_by": result["aligned_by"]},
+        "unit": result["unit"],
+        "metric": result["metric"],
+        "paper": published(config, result),
+        "accuracies": result["test"],
+        "counts": [round(percent * whole / 100) for percent in result["test"]],
+    }
 
 
 def published(settings: Arm, result: Arm) -> Reported | None:
     """The paper's figure for a run; None where its settings, as far as we know, are others."""
-    usual = all(settings[name] == value for name, value in USUAL.items())
-    usual = usual and str(settings["weights"]).endswith(OFFICIAL)
-    same = result["aligned_on"] in (None, settings["dataset"])
-    usual = usual and same and not result["align_unlike_paper"]
-    method = METHODS.get(result["aligned_by"], "") if usual else ""
-    return reported(result["backbone"], settings["dataset"], method, result["pretext"])
+    usual = (
+        all(settings[name] == value for name, value in USUAL.items())
+        and str(settings["weights"]).endswith(OFFICIAL)
+        and result["aligned_on"] in (None, settings["dataset"])
+        and not result["align_unlike_paper"]
+    )
+    at = result["backbone"], METHODS.get(result["aligned_by"], ""), settings["dataset"]
+    return ACCURACIES.get(result["pretext"], {}).get(at) if usual else None

@@ -51,7 +51,7 @@ from lora import (
     init_stats,
     predict,
 )
-from paper import memory_of
+from paper import MEMORY
 from run import checking, sha256
 from training import Optimiser, gather, pick_device, share, trainable, world_size
 from weights import OFFICIAL, build_head, initialise, load_backbone, pretext_task, weights_of
@@ -325,5 +325,5 @@ def plan(cfg: Config) -> dict[str, Any]:
         "steps": steps,
         "LoRA parameters": arch.depth * 4 * cfg.rank * arch.dim,
         "weights": None if there else "{1} MB to download from {0}".format(*official),
-        "the paper's memory, GB and GPUs": memory_of(method, cfg.backbone),
+        "the paper's memory, GB and GPUs": MEMORY.get(method, {}).get(cfg.backbone),
     }

@@ -1,110 +1,87 @@
-"""What an alternation costs: M-FAC, CG and no curvature.
+"""What an alternation of `bisslight.algorithm_1` costs, with M-FAC, CG and no curvature.
 
-Weights and images are random, since times do not depend on their values. What is timed is
-`bisslight.algorithm_1` itself. Lines 10 and 13 cost a method's time less that of `identity`.
-Each method runs at its natural precision: bfloat16 on a GPU (--no-amp: float32), but for the
-Hessian-vector products of CG, which need float32.
+Weights and images are random, since times do not depend on their values. Lines 10 and 13 cost a
+method's time less that of `identity`. Each method runs at its natural precision: bfloat16 on a GPU
+(--no-amp: float32), but for the Hessian-vector products of CG, which need float32.
 """
 
+import logging
 import time
 from collections.abc import Iterator
 from itertools import pairwise, repeat
-from pathlib import Path
 from statistics import median
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 
-import mae
 from align import begin, hypergradient
 from bisslight import algorithm_1
-from commands import AlignConfig
-from config import BACKBONES, Common, PositiveInt
-from data import rng
+from commands import AlignConfig, make
+from config import BACKBONES, UsageError
 from lora import Backbone, DownstreamLoss, Examples, init_head, init_theta
-from paper import memory_of
-from run import Run, checking
-from training import Track, pick_device, trainable, untracked
-from weights import build_head, build_vit
+from model import device_of
+from paper import MEMORY
+from weights import build_head, build_vit, pretext_task
 
+LOG = logging.getLogger("bisslight")
 METHODS = ("mfac", "cg", "identity")
 CLASSES = 200  # CUB-200's, which the paper timed
 Row = dict[str, Any]
 
 
-class BenchConfig(Common):
-    """`bench`: what an alternation costs. Random weights and images."""
+def bench(backbone: str, *, repeats: int = 3, **settings: Any) -> Row:
+    """Medians of `repeats` alternations of each method, after one that warms up (UsageError).
 
-    backbone: Literal["vit_mini", "vit_b16", "vit_l16", "vit_h14"]
-    """Its size: vit_mini takes a minute on a CPU, the others want a GPU. [App. C.1]"""
-    rank: PositiveInt = 64
-    """r. [App. C.3]"""
-    p_batch: PositiveInt = 256
-    """Images a pretext step. [App. C.3]"""
-    d_batch: PositiveInt = 64
-    """Images an upper step. [App. C.3]"""
-    lower_steps: PositiveInt = 20
-    """N_L. [App. C.3]"""
-    upper_steps: PositiveInt = 8
-    """N_U. [App. C.3]"""
-    repeats: PositiveInt = 3
-    """Timed alternations a method, after one that warms up; medians are reported. [here]"""
-
-
-def bench(cfg: BenchConfig, out: Path, *, force: bool = False, track: Track = untracked) -> Row:
-    """Measure all methods, one after the other, into the run directory `out`."""
-    plan(cfg)
-    with Run(out, "bench", cfg, force) as run:
-        if run.result:
-            return run.result
-        rows: list[Row] = []
-        for method in track(iter(METHODS), len(METHODS), "bench"):
-            try:
-                rows.append({"method": method} | alternation(cfg, method))
-            except torch.OutOfMemoryError:
-                rows.append({"method": method, "failed": "out of memory; see --micro-batch"})
-            run.checkpoint(method)
-        return run.finish({"backbone": cfg.backbone, "rows": rows, "out": str(out)})
+    `settings` are those of `align`: sizes of the batches, steps, rank, seed, device, precision.
+    """
+    if repeats < 1:
+        raise UsageError(f"--repeats {repeats}: should be greater than 0")
+    given: Row = settings | {
+        "backbone": backbone,
+        "dataset": "own",
+        "pool": "own",
+        "alternations": repeats + 1,
+    }
+    rows: list[Row] = []
+    for cfg in [make(AlignConfig, given | {"hypergrad": method}) for method in METHODS]:
+        LOG.info("bench: %s", cfg.hypergrad)
+        try:
+            found = alternation(cfg)
+        except torch.OutOfMemoryError:
+            found = {"failed": "out of memory; see --micro-batch"}
+        rows.append({"method": cfg.hypergrad} | found)
+    return {"backbone": backbone, "rows": rows}
 
 
-def plan(cfg: BenchConfig) -> Row:
-    """What there is to do, for --dry-run (UsageError)."""
-    with checking(f"--device {cfg.device}"):
-        pick_device(cfg.device)
-    return {"backbone": cfg.backbone, "methods": METHODS, "alternations of each": cfg.repeats + 1}
-
-
-def alternation(cfg: BenchConfig, method: str) -> Row:
+def alternation(cfg: AlignConfig) -> Row:
     """Median seconds of an alternation; on a GPU its memory, and beside it the paper's."""
-    device, ends = pick_device(cfg.device), []
+    device, paper = device_of(cfg), MEMORY.get(cfg.hypergrad, {}).get(cfg.backbone)
     gpu = device.type == "cuda"
     if gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    for _ in alternations(cfg, method, device):
-        if gpu:
-            torch.cuda.synchronize(device)
-        ends.append(time.perf_counter())
-    seconds = median(end - begin for begin, end in pairwise(ends))  # the first warms up
-    peak = torch.cuda.max_memory_allocated(device) / 1e9 if gpu else None
-    paper = memory_of(method, cfg.backbone)
-    return {"seconds": seconds, "peak_GB": peak, "paper_GB": paper and paper[0]}
+    # an alternation's log is read from the device, so by then all its work is done
+    ends = [time.perf_counter() for _ in alternations(cfg, device)]
+    return {
+        "seconds": median(end - begin for begin, end in pairwise(ends)),  # the first warms up
+        "peak_GB": torch.cuda.max_memory_allocated(device) / 1e9 if gpu else None,
+        "paper_GB": paper and paper[0],
+    }
 
 
-def alternations(cfg: BenchConfig, method: str, device: torch.device) -> Iterator[Any]:
+def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Any]:
     """Algorithm 1 on a random network and images."""
-    given = {name: getattr(cfg, name) for name in AlignConfig.model_fields if hasattr(cfg, name)}
-    given |= {"dataset": "own", "pool": "own", "hypergrad": method}
-    given["alternations"] = cfg.repeats + 1
-    c, arch, g = AlignConfig(**given), BACKBONES[cfg.backbone], rng(cfg.seed, "bench")
+    arch, g = BACKBONES[cfg.backbone], torch.Generator().manual_seed(cfg.seed)
     with device:
-        vit, decoder = build_vit(arch), cast(mae.Decoder, build_head(arch, "mae"))
+        vit, decoder = build_vit(arch), build_head(arch, "mae")
     network = Backbone(vit, recompute=cfg.recompute).requires_grad_(False)
-    task, loss_D = mae.MAE(network, decoder), DownstreamLoss(network)
     theta = init_theta(arch.depth, cfg.rank, arch.dim, g).to(device)
-    s, _ = begin(c, theta, task, trainable(init_head(arch.dim, CLASSES, g), device))
+    task: Any = pretext_task(cfg, network, decoder, 0, theta)
+    head = init_head(arch.dim, CLASSES, g)
+    s, _ = begin(cfg, theta, task, {k: x.to(device).requires_grad_() for k, x in head.items()})
     side, labels = arch.image_size, torch.arange(cfg.d_batch, device=device) % CLASSES
     images = torch.randn(max(cfg.p_batch, cfg.d_batch), 3, side, side, device=device)
-    lower = repeat(mae.Batch(images[: cfg.p_batch], task.draw(cfg.p_batch, g)[0].to(device)))
+    lower = repeat(task.prepare(images[: cfg.p_batch], task.draw(cfg.p_batch, g)[0].to(device)))
     upper = repeat(Examples(images[: cfg.d_batch], labels))
-    rest: Any = {"micro": cfg.micro_batch, "amp": cfg.amp and device.type == "cuda"}
-    return algorithm_1(s, c, task, loss_D, hypergradient(c, theta), lower, upper, **rest)
+    inverse, loss_D = hypergradient(cfg, theta), DownstreamLoss(network)
+    amp = cfg.amp and device.type == "cuda"
+    return algorithm_1(s, cfg, task, loss_D, inverse, lower, upper, cfg.micro_batch, amp)

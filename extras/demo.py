@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchvision.utils import make_grid
 
 import mae
 from align import align
@@ -20,8 +21,8 @@ from benchmarks import quilts
 from commands import AlignConfig, FinetuneConfig
 from data import rng
 from evaluate import Row, evaluate
-from extras.figures import plot_arms, pyplot, save
 from extras.pretrain import PretrainConfig, pretrain
+from extras.report import plot_arms, pyplot, save
 from finetune import finetune
 from run import jobs as run_jobs
 from training import Track, untracked
@@ -90,42 +91,36 @@ def draw(cfg: AlignConfig, arms: list[Row], path: Path) -> None:
     """What a class is, what pretraining learned to fill in, and how good both arms are."""
     backbone, decoder, _ = load_backbone(cfg)
     pool, task = quilts(cfg.data_seed)
-    images, fill = torch.as_tensor(task.test.images), mae.MAE(backbone, decoder, cfg.mask_ratio)
     shift, scale = (torch.tensor(x).view(3, 1, 1) for x in (task.mean, task.std))
-    true = torch.as_tensor(pool.images)[:4]
+    true, fill = torch.as_tensor(pool.images)[:4], mae.MAE(backbone, decoder, cfg.mask_ratio)
     batch = fill.prepare((true - shift) / scale, *fill.draw(4, rng(0, "picture")))
-    masked, filled = mae.reconstruct(fill, None, fill.phi, batch)
-    figure = pyplot().figure(figsize=(11, 4))
-    left, middle, right = figure.subfigures(1, 3, width_ratios=(4.2, 1.7, 1.6))
-    left.suptitle("Eight classes: each is a layout (blue), shown with any two motifs")
-    for i, axes in enumerate(left.subplots(4, 8).flat):
-        some = images[task.test.targets == i // 4]
-        show(axes, layout(some) if i % 4 == 0 else some[i % 4])
-    middle.suptitle("Pretraining fills in masked tiles")
-    columns = {"whole": true, "masked": masked * scale + shift, "filled in": filled * scale + shift}
-    grid = middle.subplots(4, 3)
-    for k, (name, column) in enumerate(columns.items()):
-        grid[0, k].set_title(name)
-        for axes, image in zip(grid[:, k], column, strict=True):
-            show(axes, image)
+    filled = torch.stack([batch.images, *mae.reconstruct(fill, None, fill.phi, batch)], 1)
+    by_class = [torch.as_tensor(task.test.images)[task.test.targets == k] for k in range(8)]
+    classes = torch.cat([torch.cat([layout(some), some[:3]]) for some in by_class])
+    figure, axes = pyplot().subplots(1, 3, figsize=(11, 4), width_ratios=(4.2, 1.7, 1.6))
+    show(axes[0], classes, 8, "Eight classes: each is a layout (blue), shown with any two motifs")
+    title = "Pretraining fills in masked tiles:\nwhole, masked, filled in"
+    show(axes[1], filled.flatten(0, 1) * scale + shift, 3, title)
     versus: Any = arms[1].first_minus_this
-    right.suptitle(f"Aligned: {versus.difference:+.1f} points\np = {versus.p:.2g}")
-    plot_arms(right.subplots(), arms)
+    axes[2].set_title(f"Aligned: {versus.difference:+.1f} points\np = {versus.p:.2g}")
+    plot_arms(axes[2], arms)
     words = "Classes of quilts; quilts whole, masked and filled in; test accuracies of both arms."
     save(figure, words, path)
 
 
 def layout(images: Tensor) -> Tensor:
-    """Which tiles differ from the first, (1, 4, 4), in most images (n, 3, 16, 16) of a class."""
+    """Which tiles differ from the first in most images (n, 3, 16, 16) of a class, in two blues."""
     tiles = images.mean(1).unflatten(2, (4, 4)).unflatten(1, (4, 4)).transpose(2, 3)
-    different: Tensor = (tiles - tiles[:, :1, :1]).square().mean((3, 4)) > 0.05
-    return different.double().mean(0).round()[None]
+    different = (tiles - tiles[:, :1, :1]).square().mean((3, 4)) > 0.05
+    plan = torch.kron(different.float().mean(0).round(), torch.ones(4, 4))
+    return 1 - torch.tensor([0.9, 0.6, 0.3]).view(1, 3, 1, 1) * (0.2 + 0.7 * plan)
 
 
-def show(axes: Any, image: Tensor) -> None:
-    """One small picture: colours (3, h, w), or a plan (1, h, w) in two blues."""
-    axes.set(xticks=[], yticks=[])
-    axes.imshow(image.clamp(0, 1).permute(1, 2, 0).numpy(), cmap="Blues", vmin=-0.3, vmax=1.3)
+def show(axes: Any, images: Tensor, columns: int, title: str) -> None:
+    """Small pictures (n, 3, h, w), row by row."""
+    axes.imshow(make_grid(images, columns, pad_value=1.0).clamp(0, 1).permute(1, 2, 0).numpy())
+    axes.set_axis_off()
+    axes.set_title(title)
 
 
 TIME = "three to six minutes on two free cores"

@@ -15,7 +15,7 @@ enters the head, X and Y (N, d):
 Paper silent: how heads are fused (here their mean), which images, which split, which layer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,11 @@ import torch
 from scipy.spatial.distance import pdist
 from scipy.stats import spearmanr
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from commands import FinetuneConfig
 from config import UsageError
-from data import Images, batches, rng
-from extras.figures import check_out, pyplot, save, short_names
+from data import Images, batches, in_order, rng
+from extras.report import check_out, pyplot, save, short_names
 from lora import Backbone, Phi, block_forward, features, load_adapter, predict, qkv
 from model import Model
 from run import checking, read_json
@@ -44,7 +43,6 @@ def open_runs(
     """The first run's backbone and data; of each run, by name, f_θ, θ and φ_D ({} of an align run).
 
     Args:
-        runs: finished align or finetune runs, made with the same weights and data.
         seed: whose adapter is taken of a finetune run; None: its first seed's.
         changes: settings that are not the first run's own: device, data_root, weights, workers.
     """
@@ -73,12 +71,12 @@ def adapter_of(run: Path, seed: int | None) -> Path:
     return min(files, key=lambda file: (len(file.name), file.name))
 
 
-def looked_at(m: Model, count: int, seed: int) -> tuple[list[int], list[Tensor]]:
-    """Validation images drawn by a seed, at most `count`: which ones, and they in batches."""
+def looked_at(m: Model, count: int, seed: int) -> tuple[list[int], Tensor]:
+    """Validation images drawn by a seed, at most `count`: which ones, and their pixels."""
     index = torch.randperm(len(m.task.val.targets), generator=rng(seed, "look"))[:count].tolist()
     images = Images(m.task.val, m.transform, False, 0, "eval")
-    draws = [[(i, i) for i in index[k : k + BATCH]] for k in range(0, len(index), BATCH)]
-    return index, [x for x, _ in batches(images, draws, m.cfg.workers, m.device)]
+    found = batches(images, in_order(index, BATCH), m.cfg.workers, m.device)
+    return index, torch.cat([x for x, _ in found])
 
 
 @torch.no_grad()
@@ -94,81 +92,60 @@ def attention_maps(backbone: Backbone, theta: Tensor, images: Tensor) -> Tensor:
         x = block_forward(block, x, row, backbone.scale)
     prefix = vit.num_prefix_tokens
     read = rolled[:, :1] if vit.global_pool == "token" else rolled[:, prefix:]
-    maps: Tensor = read[:, :, prefix:].mean(1).unflatten(1, vit.patch_embed.grid_size)
-    return maps
+    return read[:, :, prefix:].mean(1).reshape(-1, *vit.patch_embed.grid_size)
 
 
 def rollout(
     runs: Sequence[Path], count: int, out: Path | None = None, seed: int | None = None, **other: Any
 ) -> Row:
-    """Draw the attention rollouts of finetune runs on the same validation images.
+    """Draw attention rollouts of finetune runs on `count` validation images, drawn by `seed` or 0.
 
-    Args:
-        count: of images, drawn by `seed` (None: 0).
-        out: the picture; None: rollout.png in the first run's directory.
-        seed, other: see `open_runs`.
+    The picture is `out`, or rollout.png in the first run's directory; seed, other: see `open_runs`.
     """
     out = out or runs[0] / "rollout.png"
     check_out(out)
     if not 1 <= count <= BATCH:
         raise UsageError(f"--rollout {count}: give 1 to {BATCH} images")
     m, networks = open_runs(runs, seed, other)
-    index, (images,) = looked_at(m, count, seed or 0)
-    targets, classes, maps = m.task.val.targets[index], m.task.classes, {}
-    if targets.ndim == 1:
-        targets = one_hot(targets, len(classes))
+    index, images = looked_at(m, count, seed or 0)
+    classes, maps = m.task.classes, {}
+    targets = m.task.val.targets[index]  # of a VOC image a row
+    known = [{int(y)} if y.ndim == 0 else {*(y == 1).nonzero().flatten().tolist()} for y in targets]
     rows: list[Row] = [
-        {"image": i, "label": ", ".join(classes[k] for k in (row == 1).nonzero()) or "none"}
-        for i, row in zip(index, targets, strict=True)
+        {"image": i, "label": ", ".join(classes[k] for k in sorted(there)) or "none"}
+        for i, there in zip(index, known, strict=True)
     ]
     for name, (backbone, theta, phi_D) in networks.items():
         if not phi_D:
             raise UsageError(f"--rollout: {name} is an align run, it predicts nothing; fine-tune")
         maps[name] = attention_maps(backbone, theta, images).cpu()
-        top = predict(backbone, theta, phi_D, images).argmax(1)
-        for row, k, present in zip(rows, top, targets, strict=True):
-            row[name] = f"{'✓' if present[k] == 1 else '✗'} {classes[k]}"
+        top = predict(backbone, theta, phi_D, images).argmax(1).tolist()
+        for row, k, there in zip(rows, top, known, strict=True):
+            row[name] = f"{'✓' if k in there else '✗'} {classes[k]}"
     mean, std = (torch.tensor(x).view(3, 1, 1) for x in (m.transform.mean, m.transform.std))
-    save(*draw_rollout((images.cpu() * std + mean).clamp(0, 1), rows, maps), out)
-    return {"picture": out, "dataset": m.task.name, "images": rows}
-
-
-def draw_rollout(
-    images: Tensor, rows: Sequence[Row], maps: Mapping[str, Tensor]
-) -> tuple[Any, str]:
-    """A column an image: the image, then each network's map over it.
-
-    Args:
-        images: (B, 3, H, W) in [0, 1].
-        rows: an image's label, and by network what it predicts.
-        maps: by network, (B, side, side).
-    """
-    size, extent = (1.5 * len(rows), 1.7 * (len(maps) + 1)), (0, 1, 0, 1)
+    pixels, extent = (images.cpu() * std + mean).clamp(0, 1), (0, 1, 0, 1)
+    size = 1.5 * len(rows), 1.7 * (len(maps) + 1)
     figure, grid = pyplot().subplots(len(maps) + 1, len(rows), squeeze=False, figsize=size)
-    for k, row in enumerate(rows):
+    for k, row in enumerate(rows):  # a column an image: itself, then each network's map on it
         for axes, name in zip(grid[:, k], ("label", *maps), strict=True):
-            axes.imshow(images[k].permute(1, 2, 0).numpy(), extent=extent)
+            axes.imshow(pixels[k].permute(1, 2, 0).numpy(), extent=extent)
             if name in maps:
                 axes.imshow(maps[name][k].numpy(), cmap="inferno", alpha=0.7, extent=extent)
             axes.set(xticks=[], yticks=[], title=row[name][:20], ylabel="" if k else name)
     right = [f"{name} is right {sum('✓' in row[name] for row in rows)} times" for name in maps]
-    return figure, f"Attention rollout on {len(rows)} validation images: {'; '.join(right)}."
+    said = f"Attention rollout on {len(rows)} validation images: {'; '.join(right)}."
+    save(figure, said, out)
+    return {"picture": out, "dataset": m.task.name, "images": rows}
 
 
 def cka(x: Tensor, y: Tensor) -> float:
-    """Linear CKA of features of the same images, (N, d) and (N, d'); 1 for equal ones.
-
-    Rotations, shifts and one scale for all of X do not matter.
-    """
+    """Linear CKA of (N, d) and (N, d'): rotations, shifts, one scale for all of X do not matter."""
     x, y = (z.double() - z.double().mean(0) for z in (x, y))
     return float((x.mT @ y).norm() ** 2 / ((x.mT @ x).norm() * (y.mT @ y).norm()))
 
 
 def rsa(x: Tensor, y: Tensor) -> float:
-    """RSA of features of the same images, (N, d) and (N, d'); 1 for equal ones.
-
-    Rotations and a scale of each image do not matter.
-    """
+    """RSA of (N, d) and (N, d'): rotations and a scale of each image do not matter."""
     return float(spearmanr(*(pdist(z.double().numpy(), "cosine") for z in (x, y))).statistic)
 
 
@@ -182,7 +159,7 @@ def similarity(runs: Sequence[Path], *, seed: int | None = None, **changes: Any)
     index, images = looked_at(m, 1000, 0)
     every: Any = {"pretrained": (m.backbone, None, {})} | networks
     seen = {
-        name: torch.cat([features(backbone, theta, x) for x in images]).cpu()
+        name: torch.cat([features(backbone, theta, x) for x in images.split(BATCH)]).cpu()
         for name, (backbone, theta, _) in every.items()
     }
     pairs = [

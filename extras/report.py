@@ -1,28 +1,34 @@
-"""One HTML page about runs: accuracies, curves, pictures, settings.
+"""One HTML page about runs: accuracies, curves, settings, pictures; and the style of all pictures.
 
-It shows what the run directories hold and computes nothing anew: for a rollout, `bisslight evaluate
-RUN --rollout 6` first. The page is one file without scripts that loads nothing. An arm has one name
-and one colour throughout, and every picture says in words and numbers what it shows.
+The page is one file without scripts that loads nothing. It shows what the run directories hold and
+computes nothing anew: for a rollout, `bisslight evaluate RUN --rollout 6` first. Every picture
+holds a description in words and numbers, and a mark, by which the program knows its own.
 """
 
-import base64
+import io
 import json
+import os
+from base64 import b64encode
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import cycle, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from jinja2 import Environment
-from PIL import Image
-
 from config import UsageError
-from evaluate import FREE, evaluate, read_arm
-from extras.figures import COLOURS, MARK, check_out, pyplot, rendered, short_names
+from evaluate import FREE, Row, evaluate, read_arm
 from run import read_json, write_atomic
 from screen import readable, simple
 
+# Okabe and Ito's, which colour-blind readers can tell apart; an arm has one of them throughout
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#888888")
+MARK = "made by bisslight"
+KEYS = {  # where a kind of file keeps the mark and the description
+    ".png": ("Software", "Description"),
+    ".svg": ("Creator", "Description"),
+    ".pdf": ("Creator", "Subject"),
+}
 CURVES = {  # keys of metrics.jsonl, and what they are
     "loss": "training loss",
     "loss_P": "pretext loss at θ_P",
@@ -38,6 +44,65 @@ CURVES = {  # keys of metrics.jsonl, and what they are
     "val": "validation (%)",
 }
 
+# --- pictures ---------------------------------------------------------------------------------
+
+
+def pyplot() -> Any:
+    """Matplotlib without a screen (UsageError where the `plot` extra is not installed)."""
+    try:
+        from matplotlib import pyplot as plt
+    except ImportError as error:
+        raise UsageError("pictures need matplotlib: pip install 'bisslight[plot]'") from error
+    plt.rcParams.update({"backend": "agg", "figure.constrained_layout.use": True, "font.size": 9})
+    return plt
+
+
+def check_out(path: Path, suffixes: Iterable[str] = KEYS) -> None:
+    """Refuse (UsageError), before any work, a file that cannot be written or is not ours."""
+    if path.suffix.lower() not in suffixes or not path.parent.is_dir():
+        raise UsageError(
+            f"{path}: cannot be written, give one of the suffixes {', '.join(suffixes)} "
+            "and a folder that is there"
+        )
+    if path.exists() and not (path.is_file() and MARK.encode() in path.read_bytes()):
+        raise UsageError(f"{path}: was not made by this program; choose another name")
+
+
+def rendered(figure: Any, words: str, kind: str = ".png") -> bytes:
+    """A figure as the bytes of a file that holds its description; lets go of it."""
+    buffer, metadata = io.BytesIO(), dict(zip(KEYS[kind], (MARK, words), strict=True))
+    figure.savefig(buffer, format=kind[1:], metadata=metadata, dpi=150)
+    pyplot().close(figure)
+    return buffer.getvalue()
+
+
+def save(figure: Any, words: str, path: Path) -> None:
+    """Write a figure and its description (UsageError where the file there is not ours)."""
+    check_out(path)
+    write_atomic(path, rendered(figure, words, path.suffix.lower()))
+
+
+def draw_arms(rows: Sequence[Row], path: Path) -> None:
+    """The picture of `evaluate --picture FILE`."""
+    figure, axes = pyplot().subplots(figsize=(1.6 + 1.3 * len(rows), 3.4))
+    plot_arms(axes, rows)
+    said = [f"{r.arm} {r.mean:.2f}, {min(r.accuracies)} to {max(r.accuracies)}" for r in rows]
+    save(figure, f"Test {rows[0].metric} (%), mean and range over seeds: {'; '.join(said)}.", path)
+
+
+def plot_arms(axes: Any, rows: Sequence[Row]) -> None:
+    """A dot a seed, side by side, and a line at the mean; a column an arm."""
+    for x, row in enumerate(rows):
+        n, colour = len(row.accuracies), COLOURS[x % len(COLOURS)]
+        at = [x + 0.4 * ((i + 0.5) / n - 0.5) for i in range(n)]
+        axes.plot(at, row.accuracies, "o", color=colour, markersize=4)
+        axes.hlines(row.mean, x - 0.35, x + 0.35, color=colour)
+    axes.set_xticks(range(len(rows)), [f"{row.arm}\nmean {row.mean:.1f}" for row in rows])
+    axes.set(xlim=(-0.5, len(rows) - 0.5), ylabel=f"test {rows[0].metric} (%)")
+
+
+# --- the page ---------------------------------------------------------------------------------
+
 
 class Arm(NamedTuple):
     """A run on the page."""
@@ -51,27 +116,27 @@ class Arm(NamedTuple):
 
 def report(runs: Sequence[Path], out: Path | None = None) -> dict[str, Any]:
     """Write the page about all runs at these paths; returns what is on it (UsageError)."""
+    from jinja2 import Template
+
     out = out or Path("report.html")
     check_out(out, [".html"])
     found = [run for path in runs for run in runs_in(path)]
     if not found:
         raise UsageError(f"{runs[0]}: is neither a run nor a directory of runs")
-    arms = []
-    for name, colour, run in zip(short_names(found), cycle(COLOURS), found):
-        result = run / "result.json"
-        command = read_json(run / "env.json")["command"]
-        arms.append(Arm(name, colour, run, command, read_json(result) if result.exists() else {}))
-    environment = Environment(autoescape=True)
-    environment.filters |= {"readable": readable, "base64": lambda x: base64.b64encode(x).decode()}
-    page = environment.from_string(Path(__file__).with_suffix(".html").read_text()).render(
+    commands = [read_json(run / "env.json")["command"] for run in found]
+    results = [next(map(read_json, run.glob("result.json")), {}) for run in found]
+    arms = [*map(Arm, short_names(found), cycle(COLOURS), found, commands, results)]
+    pictures = [*left([*runs, *found]), *curves(arms)]
+    page = Template(Path(__file__).with_suffix(".html").read_text(), autoescape=True).render(
         title=", ".join(short_names(runs)),
         mark=MARK,
         arms=arms,
+        readable=readable,
         tables=[*accuracies(arms), ("Settings that differ", differing(arms))],
-        pictures=[*left([*runs, *found]), *curves(arms)],
+        pictures=[(b64encode(png).decode(), words) for png, words in pictures],
     )
     write_atomic(out, page)
-    return {"out": out, "pictures": page.count("<img "), "arms": [arm.name for arm in arms]}
+    return {"out": out, "pictures": len(pictures), "arms": [arm.name for arm in arms]}
 
 
 def runs_in(path: Path) -> list[Path]:
@@ -80,6 +145,12 @@ def runs_in(path: Path) -> list[Path]:
         return [path]
     folders = sorted(path.glob("*/"), key=lambda folder: (len(folder.name), folder.name))
     return [run for folder in folders for run in runs_in(folder)]
+
+
+def short_names(paths: Sequence[Path]) -> list[str]:
+    """Paths without the folder that all are in: x/s0 and y/s0 for /a/x/s0 and /a/y/s0."""
+    common = os.path.commonpath([path.resolve().parent for path in paths])
+    return [path.resolve().relative_to(common).as_posix() for path in paths]
 
 
 def accuracies(arms: Sequence[Arm]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
@@ -109,29 +180,30 @@ def differing(arms: Sequence[Arm]) -> list[dict[str, Any]]:
 
 def left(paths: Sequence[Path]) -> Iterator[tuple[bytes, str]]:
     """The pictures (PNG) that other commands have left, with their own descriptions."""
+    from PIL import Image
+
     for file in dict.fromkeys(file for path in paths for file in sorted(path.glob("*.png"))):
         with Image.open(file) as image:
             yield file.read_bytes(), image.info.get("Description", file.name)
 
 
 def line_of(arm: Arm, key: str) -> list[tuple[int, float]]:
-    """A quantity by step; of PEFT its mean over the seeds, with the chosen rate once there is one.
-
-    Of runs that are not equally far it has the steps that all have.
-    """
+    """A quantity by step; of PEFT the mean over seeds, at the chosen rate once there is one."""
     rate = f"{arm.result['lr']:g}-s*" if "lr" in arm.result else f"{arm.result.get('d_lr', '*')}"
     lines = []
     for file in [*arm.path.glob("metrics.jsonl"), *arm.path.glob(f"*lr{rate}/metrics.jsonl")]:
         records = map(json.loads, file.read_text().splitlines())
         lines.append({r["step"]: number(r[key]) for r in records if r.get(key)})
+    # not all may be equally far
     steps = [x for x in lines[0] if all(x in line for line in lines)] if lines else []
     return [(x, fmean(line[x] for line in lines)) for x in steps]
 
 
 def number(value: Any) -> float:
     """A number, the mean of a list, or the accuracy of a score."""
-    value = value["accuracy"] if isinstance(value, dict) else value
-    return fmean(value) if isinstance(value, list) else float(value)
+    if isinstance(value, list):
+        return fmean(value)
+    return float(value["accuracy"] if isinstance(value, dict) else value)
 
 
 def curves(arms: Sequence[Arm]) -> Iterator[tuple[bytes, str]]:
@@ -140,12 +212,13 @@ def curves(arms: Sequence[Arm]) -> Iterator[tuple[bytes, str]]:
         lines = [(arm, line_of(arm, key)) for arm in arms if arm.command == command]
         if lines := [(arm, line) for arm, line in lines if line]:
             figure, axes = pyplot().subplots(figsize=(4.4, 2.9))
-            words = []
             for arm, line in lines:
                 axes.plot(*zip(*line, strict=True), color=arm.colour, label=arm.name)
-                (first, start), (last, end) = line[0], line[-1]
-                words.append(f"{arm.name} from {start:.4g} at {first} to {end:.4g} at {last}")
             axes.set(xlabel=f"step of {command}", ylabel=CURVES[key])
             axes.legend(fontsize=7)
+            ends = [(arm.name, *line[0], *line[-1]) for arm, line in lines]
+            words = [
+                f"{arm} from {y:.4g} at {x} to {end:.4g} at {last}" for arm, x, y, last, end in ends
+            ]
             said = f"{command}, {CURVES[key]}: {'; '.join(words)}."
             yield rendered(figure, said), said

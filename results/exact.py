@@ -27,7 +27,7 @@ from bisslight import gradients, hessian
 from cg import cg
 from commands import AlignConfig
 from data import rng
-from extras.figures import COLOURS, pyplot
+from extras.report import COLOURS, pyplot
 from lora import DownstreamLoss, Examples, init_head, init_theta
 from mae import MAE
 from mfac import mfac

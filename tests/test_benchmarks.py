@@ -16,16 +16,14 @@ from torchvision import datasets as tv
 
 import benchmarks
 import cli
-from benchmarks import BENCHMARKS, DTD, PARTS, VOC, load_pool, load_task
+from benchmarks import BENCHMARKS, DTD, PARTS, VOC, check, download, load_pool, load_task
 from config import FOLDERS, Data, RunError, UsageError
 from data import Task
-from extras.datasets import ARCHIVES, check, download, list_all
 
 
 def picture(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    shade = hashlib.sha256(path.name.encode()).digest()[0]
-    Image.new("RGB", (20, 24), (shade, 90, 200 - shade // 2)).save(path)
+    Image.new("RGB", (20, 24)).save(path)
 
 
 def lines(path: Path, *text: str) -> None:
@@ -103,9 +101,6 @@ def load(name: str, root: Path, **more: Any) -> Task:
     return load_task(Data(dataset=name, **{"partial": True} | more), root)
 
 
-# --- what is read ---
-
-
 def torchvision_reads(name: str, root: Path, monkeypatch: Any) -> dict[str, dict[str, int]]:
     """What torchvision's own classes make of the same folders."""
     kinds = {"dtd": tv.DTD, "pets": tv.OxfordIIITPet, "flowers": tv.Flowers102}
@@ -156,8 +151,8 @@ def test_voc_labels_are_those_of_the_annotations() -> None:
 
 def test_the_whole_cub_split_has_the_papers_sizes() -> None:
     """A fifth of each class of the official 5,994 training images, from the complete lists."""
-    parts, _ = benchmarks.read_cub(shared("data/annotations/CUB_200_2011"))
-    assert {p: len(e) for p, e in parts.items()} == {"trainval": 5994, "test": 5794}
+    parts, _ = benchmarks.read_lists("cub200", shared("data/annotations/CUB_200_2011"))
+    assert {p: len(e) for p, e in parts.items() if e} == {"trainval": 5994, "test": 5794}
     assert all(label == int(Path(name).parts[1][:3]) - 1 for name, label in parts["trainval"])
     file = shared("data/bissl_tv_splits/cub200_val_split.txt")
     for chosen in (Data(dataset="cub200"), Data(dataset="cub200", split_file=file)):
@@ -167,9 +162,6 @@ def test_the_whole_cub_split_has_the_papers_sizes() -> None:
         assert len({*split["train"], *split["val"]}) == 5994
     rest = (file.parent / "cub200_train_split.txt").read_text().split()  # the other original file
     assert {parts["trainval"][int(i)] for i in rest} == {*split["train"]}
-
-
-# --- what is not whole, or wrong ---
 
 
 @pytest.mark.parametrize("name", [*MAKE])
@@ -187,7 +179,7 @@ def test_an_incomplete_copy_is_an_error_unless_asked_for(name: str, tmp_path: Pa
     less = load(name, tmp_path)
     assert {*less.train.images} == {*task.train.images} - {gone}
     assert {*less.val.images} == {*task.val.images}  # a missing file does not move the others
-    states = {row["name"]: row["state"] for row in list_all(tmp_path)}
+    states = {row["name"]: row["state"] for row in benchmarks.list_all(tmp_path)}
     assert states.pop(name) == "there" and {*states.values()} == {"missing"}
 
 
@@ -225,9 +217,6 @@ def test_split_files_are_checked(tmp_path: Path, monkeypatch: Any) -> None:
         load("cub200", tmp_path, split_file=path)
 
 
-# --- check, pools, download ---
-
-
 def test_check_counts_what_is_missing_and_names_what_is_damaged(
     tmp_path: Path, capsys: Any
 ) -> None:
@@ -250,29 +239,30 @@ def test_check_counts_what_is_missing_and_names_what_is_damaged(
     assert cli.run([*line, "--partial"]) == 0
 
 
-def test_check_reads_a_folder_and_a_pool(tmp_path: Path) -> None:
-    for i, kind in enumerate("ab" * 10):
-        picture(tmp_path / kind / f"{i}.png")
-    found = check(f"folder:{tmp_path}", tmp_path)
-    counts = {"classes": 2, "train": 14, "val": 2, "test": 4, "images": 20}
-    assert counts.items() <= found.items()  # a fifth of ten a class, then of eight
-    assert check(str(tmp_path), tmp_path)["images"] == 20
-    with pytest.raises(UsageError, match="is no benchmark or folder; did you mean pets"):
-        check("pet", tmp_path)
-
-
 def test_a_pool_is_quilts_the_training_part_of_imagenet_or_any_folder(tmp_path: Path) -> None:
+    """And what `data check` says of a pool and of class folders."""
     for file in ("pool/1.png", "pool/deep/2.JPEG", "pool/.hidden/3.png", "imagenet/val/n01/1.JPEG"):
         picture(tmp_path / file)
     (tmp_path / "pool/.hidden/none").mkdir()
     assert load_pool("quilts", tmp_path, 0).images.shape == (4000, 3, 16, 16)
     with pytest.raises(OSError, match="imagenet/train"):  # validation is no pool
         load_pool("imagenet", tmp_path, 0)
+    with pytest.raises(UsageError, match=r"imagenet: .*imagenet/train"):
+        check("imagenet", tmp_path)
     with pytest.raises(UsageError, match="no images in"):
         load_pool(f"folder:{tmp_path}/pool/.hidden/none", tmp_path, 0)
     picture(tmp_path / "imagenet/train/n01/2.JPEG")
     for name, files in ((f"folder:{tmp_path}/pool", ["1.png", "2.JPEG"]), ("imagenet", ["2.JPEG"])):
         assert [path.name for path in load_pool(name, tmp_path, 0).images] == files
+    assert check(f"{tmp_path}/pool", tmp_path)["images"] == 2
+    for i, kind in enumerate("ab" * 10):
+        picture(tmp_path / "classes" / kind / f"{i}.png")
+    counts = {"classes": 2, "train": 14, "val": 2, "test": 4, "images": 20}
+    assert counts.items() <= check(f"folder:{tmp_path}/classes", tmp_path).items()
+    for wrong, message in (("pet", "is no benchmark or folder; did you mean pets"),
+                           (f"folder:{tmp_path}/imagenet/val", "needs two or more")):  # fmt: skip
+        with pytest.raises(UsageError, match=message):
+            check(wrong, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:.*tar.*:DeprecationWarning")  # torchvision, Python 3.12
@@ -288,10 +278,10 @@ def test_a_download_is_whole_or_not_there(server: Server, tmp_path: Path, monkey
         "images.tar.gz": r"images.tar.gz: .*corrupted.*`cd .* && curl -C - -O http",
         "gone.tar": r"gone.tar: HTTP Error 404",
     }.items():
-        monkeypatch.setitem(ARCHIVES, "pets", good | {f"{server.url}/{bad}": 32 * "0"})
+        monkeypatch.setitem(benchmarks.ARCHIVES, "pets", good | {f"{server.url}/{bad}": 32 * "0"})
         with pytest.raises(RunError, match=message):
             download("pets", root)
-    monkeypatch.setitem(ARCHIVES, "pets", good)
+    monkeypatch.setitem(benchmarks.ARCHIVES, "pets", good)
     assert not (root / "oxford-iiit-pet").exists()
     assert download("pets", root)["path"] == str(root / "oxford-iiit-pet")
     assert [path.name for path in root.iterdir()] == ["oxford-iiit-pet"]  # no archive is left

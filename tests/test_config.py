@@ -8,9 +8,8 @@ import pytest
 from conftest import fixture
 from pydantic import ValidationError
 
-from commands import AlignConfig, Command, FinetuneConfig, preset, settle
+from commands import AlignConfig, FinetuneConfig, preset, settle
 from config import Settings
-from extras.bench import BenchConfig
 from extras.pretrain import PretrainConfig
 from extras.sweep import SWEPT, SweepConfig
 
@@ -20,7 +19,6 @@ KINDS: dict[str, Any] = {
     "finetune --from": FinetuneConfig,
     "pretrain": PretrainConfig,
     "sweep": SweepConfig,
-    "bench": BenchConfig,
 }
 RECORDED: dict[str, Any] = json.loads(fixture("defaults.json").read_text())
 BASE = "vit_b16 mae dtd paper"
@@ -35,11 +33,11 @@ def given_for(command: str, key: str, tmp_path: Path) -> dict[str, Any]:
         given["pool"] = "quilts" if given.pop("dataset") == "quilts" else str(tmp_path)
     if command == "sweep":
         given["swept"] = {"p_lr": (0.01, 0.02)}
-    return given if command != "bench" else {"backbone": backbone}
+    return given
 
 
 @pytest.mark.parametrize(
-    ("command", "key"), [(command, key) for command in RECORDED for key in RECORDED[command]]
+    ("command", "key"), [(command, key) for command in KINDS for key in RECORDED[command]]
 )
 def test_every_default_and_both_presets_are_those_of_the_first_edition(
     command: str, key: str, tmp_path: Path
@@ -58,14 +56,13 @@ def test_every_default_and_both_presets_are_those_of_the_first_edition(
         (run / "config.json").write_text(start.model_dump_json())
         given = {"start": run}
     made = kind(**preset(name, kind, aligned="start" in given) | given)
-    if issubclass(kind, Command):
-        root = {"data_root": tmp_path / "data"}
-        for folder in ("imagenet", "dtd"):
-            (root["data_root"] / folder).mkdir(parents=True)
-        assert settle(kind, given | root, None, name)[0] == made.but(**root)
+    root = {"data_root": tmp_path / "data"}
+    for folder in ("imagenet", "dtd"):
+        (root["data_root"] / folder).mkdir(parents=True)
+    assert settle(kind, given | root, None, name)[0] == made.but(**root)
     found = json.loads(made.model_dump_json())
     assert found.keys() - expected.keys() <= NAMED | {"workers", "pool"}
-    if "vit_mini" in key and kind is not BenchConfig:
+    if "vit_mini" in key:
         shorter = {key: value for key, value in kind.short.items() if key in kind.model_fields}
         assert {key: found[key] for key in shorter} == shorter
         assert not [key for key in shorter if "lr" in key or "decay" in key or "ratio" in key]

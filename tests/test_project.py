@@ -13,9 +13,9 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [  # a module imports only from lower floors
     "bisslight cg config data ijepa lora mae mfac paper screen training",
     "benchmarks commands evaluate run weights",
-    "cli extras.datasets extras.figures model",
+    "cli extras.report model",
     "align extras.look extras.pretrain finetune",
-    "extras.bench extras.demo extras.export extras.report extras.sweep",
+    "extras.bench extras.demo extras.export extras.sweep",
 ]
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path

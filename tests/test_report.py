@@ -75,8 +75,7 @@ def test_the_tables_are_those_of_evaluate_and_the_settings_that_differ(
     arms = json.loads(capsys.readouterr().out)["arms"]
     names = [row[0] for row in page.rows]
     assert names.index("with") < names.index("without")
-    for arm in arms:
-        row = page.row(arm["arm"])
+    for row, arm in ((page.row(arm["arm"]), arm) for arm in arms):
         assert (row["seeds"], row["mean"]) == (str(arm["seeds"]), f"{arm['mean']:.4g}")
     versus = arms[1]["first_minus_this"]
     assert f"p {versus['p']:.4g}" in page.row("without")["first_minus_this"]

@@ -36,6 +36,8 @@ def test_a_list_in_a_file_is_the_same_sweep_and_dry_run_writes_nothing(
     kinds = ("align", "finetune", "direct")
     assert code == 0
     assert json.loads(out)["runs"] == [f"OUT/rank-{r}/{kind}" for r in (1, 2) for kind in kinds]
+    code, _, err = run(f"sweep --rank 1,2 {TINY} --out {tmp_path}/s --dry-run", capsys)
+    assert (code, "--weights FILE: vit_mini with mae needs" in err) == (2, True)
     assert [*tmp_path.iterdir()] == [file]
 
 
@@ -44,8 +46,7 @@ def test_a_run_belongs_to_the_setting_if_it_depends_on_it() -> None:
 
     def runs(**swept: Any) -> dict[str, Any]:
         cfg = SweepConfig(backbone="vit_mini", dataset="quilts", swept=swept)
-        points = room.grid(cfg, Path()).values()
-        return {path.as_posix(): config for runs in points for path, config in runs.items()}
+        return {path.as_posix(): found for path, found in room.grid(cfg, Path())[0].items()}
 
     assert [*runs(lam=(0.1, 1))] == [
         "lam-0.1/align", "lam-0.1/finetune", "direct", "lam-1/align", "lam-1/finetune",
