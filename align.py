@@ -18,10 +18,10 @@ from torch import Tensor
 
 import cg
 import mfac
-from bisslight import Diverged, Hypergradient, Phi, PretextTask, State, algorithm_1
+from bisslight import Diverged, Hypergradient, Log, Phi, PretextTask, State, Steps, algorithm_1
 from commands import AlignConfig
 from config import Bilevel, Lower, Pretext, RunError, Upper, UsageError
-from data import Pool, Task, rng, stream
+from data import Pool, Task, rng
 from evaluate import Score
 from lora import DownstreamLoss, init_theta, save_adapter
 from model import Model, own_names, pretext_batches
@@ -115,8 +115,8 @@ def aligned(
 ) -> dict[str, Any]:
     """The result of a run with one upper rate; if `watched`, it ends once it is `unstable`."""
     m = Model(cfg, task, pool)
-    g = rng(cfg.seed, "lora")
-    theta = init_theta(m.backbone.depth, cfg.rank, m.backbone.dim, g).to(m.device)  # l.2
+    theta = init_theta(m.backbone.depth, cfg.rank, m.backbone.dim, rng(cfg.seed, "lora"))  # l.2
+    theta = theta.to(m.device)
     pretext = m.pretext_task(theta)
     refuse(cfg, pretext, theta)
     m.check("--d-batch", cfg.d_batch, out)
@@ -125,20 +125,25 @@ def aligned(
             return run.result
         phi_D, loss_D, stats = m.head(cfg.seed, "align head")
         s, optimisers = begin(cfg, theta, pretext, phi_D)
-        heads = [*s.phi_P.values(), *phi_D.values(), *stats.values()]
-        run.keep([s.theta_P, s.theta_D, *heads, *pretext.state.values()], optimisers)
+        head = phi_D | stats
+        heads = [*s.phi_P.values(), *head.values(), *pretext.state.values()]
+        run.keep([s.theta_P, s.theta_D, *heads], optimisers)
         s.done = optimisers[0].step // cfg.lower_steps
         try:
             rate = cfg.drop_path if cfg.probe_drop_path else 0.0
-            at = loss_D, s.theta_D.detach(), phi_D, optimisers[2]
-            fit = m.fit(*at, "probe", cfg.probe_epochs, cfg.d_batch, rate)
+            loss = partial(loss_D, s.theta_D.detach(), phi_D, regularise=True)
+            fit = m.fit(loss, optimisers[2], "probe", cfg.probe_epochs, cfg.d_batch, rate)
             for record in track(fit, cfg.probe_epochs, "probe"):
                 run.checkpoint(f"probe epoch {record['step']}")
             if not run.records:
-                score = m.score(m.task.val, s.theta_D, phi_D | stats)
+                score = m.score(m.task.val, s.theta_D, head)
                 run.log({"step": 0, "probe_val": score._asdict()})
                 LOG.info("linear probe: validation %s %.1f %%", m.task.metric, score.accuracy)
-            records = alternate(cfg, m, s, loss_D, pretext)
+            logs = alternations(cfg, m, s, loss_D, pretext)
+            records = m.validated(
+                ({"step": log.alternation, **log._asdict()} for log in logs),
+                cfg.eval_every, cfg.alternations, head, val_P=s.theta_P, val_D=s.theta_D,
+            )  # fmt: skip
             for record in track(records, cfg.alternations, "align", s.done):
                 run.log(record)
                 if watched and (why := unstable(run.records)):
@@ -193,25 +198,17 @@ def begin(
     return s, [opt_P, opt_D, Optimiser([head], constant, betas)]
 
 
-def alternate(
+def alternations(
     cfg: AlignConfig, m: Model, s: State, loss_D: DownstreamLoss, pretext: PretextTask
-) -> Iterator[dict[str, Any]]:
-    """Algorithm 1 from `s` on; yields each alternation's log, with validation where it is due."""
-    n, T = len(m.task.train.targets), cfg.alternations
-    first, last = s.done * cfg.upper_steps, T * cfg.upper_steps
-    draws = stream(n, cfg.d_batch, cfg.seed, "downstream", first, last)
-    examples = m.examples(draws, "downstream", cfg.drop_path, first)
-    steps = range(s.done * cfg.lower_steps, T * cfg.lower_steps)
-    batches = pretext_batches(cfg, m.pool, pretext, m.arch.image_size, cfg.p_batch, steps)
+) -> Iterator[Log]:
+    """Algorithm 1 from `s` on, with the batches of these settings."""
+    c = Steps(cfg.alternations, cfg.lower_steps, cfg.upper_steps, cfg.lam)
+    lower, upper = (range(s.done * n, c.alternations * n) for n in (c.lower_steps, c.upper_steps))
+    batches = pretext_batches(cfg, m.pool, pretext, m.arch.image_size, cfg.p_batch, lower)
+    examples = m.examples("downstream", cfg.d_batch, upper, cfg.drop_path)
     store = torch.device("cpu") if cfg.mfac_device == "cpu" else None
     inverse, rest = hypergradient(cfg, s.theta_P), (cfg.micro_batch, m.amp, store)
-    for log in algorithm_1(s, cfg, pretext, loss_D, inverse, batches, examples, *rest):
-        record: dict[str, Any] = {"step": log.alternation, **log._asdict()}
-        if log.alternation % cfg.eval_every == 0 or log.alternation == T:
-            for level, theta in (("P", s.theta_P), ("D", s.theta_D)):
-                score = m.score(m.task.val, theta, s.phi_D | (loss_D.stats or {}))
-                record[f"val_{level}"] = score._asdict()
-        yield record
+    return algorithm_1(s, c, pretext, loss_D, inverse, batches, examples, *rest)
 
 
 def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
@@ -238,13 +235,16 @@ def refuse(cfg: AlignConfig, pretext: PretextTask, theta: Tensor) -> None:
     if cfg.p_batch < world_size():
         raise UsageError(f"--p-batch {cfg.p_batch}: give each of {world_size()} processes an image")
     if cfg.hypergrad == "exact" and theta.numel() > EXACT_LIMIT:
-        why = f"θ has {theta.numel()} entries, a dense Hessian has {EXACT_LIMIT} at most"
-        raise UsageError(f"--hypergrad exact: {why}; lower --rank or use mfac")
+        raise UsageError(
+            f"--hypergrad exact: θ has {theta.numel()} entries, a dense Hessian has {EXACT_LIMIT} "
+            "at most; lower --rank or use mfac"
+        )
     pieces = (cfg.micro_batch or cfg.p_batch) < cfg.p_batch or world_size() > 1
     if pieces and not getattr(pretext, "mean_over_images", True):
-        why = "its loss compares the images of a batch with each other, so a batch cannot be cut; "
-        how = "leave --micro-batch out and start one process"
-        raise UsageError(f"--pretext {cfg.pretext}: {why}{how}")
+        raise UsageError(
+            f"--pretext {cfg.pretext}: its loss compares the images of a batch with each other, so "
+            "a batch cannot be cut; leave --micro-batch out and start one process"
+        )
 
 
 # --- the upper level's rate (App. C.3) ------------------------------------------------------------
@@ -278,8 +278,10 @@ def unstable(records: Sequence[Mapping[str, Any]]) -> str | None:
         values = [fmean(record[name]) for record in records if record.get(name)]
         least = max(min(values), FLOOR * values[0]) if values else 0.0
         if values and values[-1] > ABOVE * least:
-            rose = f"{name} rose to {values[-1]:.4g}"
-            return f"{rose}, more than {ABOVE:g} times its minimum {least:.4g}"
+            return (
+                f"{name} rose to {values[-1]:.4g}, more than {ABOVE:g} times its minimum "
+                f"{least:.4g}"
+            )
     scores = [record["val_D"]["accuracy"] for record in records if "val_D" in record]
     if scores and scores[-1] < COLLAPSE * max(scores):
         return f"validation fell to {scores[-1]:.1f} from {max(scores):.1f}"

@@ -82,17 +82,13 @@ class Optimiser(Protocol):
         """One step; returns the norm of all the gradients together, before clipping."""
 
 
-class Steps(Protocol):
-    """The numbers of Algorithm 1's input line; `commands.AlignConfig` has them."""
+class Steps(NamedTuple):
+    """The numbers of Algorithm 1's input line."""
 
-    @property
-    def alternations(self) -> int: ...
-    @property
-    def lower_steps(self) -> int: ...
-    @property
-    def upper_steps(self) -> int: ...
-    @property
-    def lam(self) -> float: ...
+    alternations: int  # T
+    lower_steps: int  # N_L
+    upper_steps: int  # N_U
+    lam: float  # λ
 
 
 @dataclass

@@ -2,17 +2,16 @@
 
     folder     class folders, or train/ val/ test/ holding class folders
     Task.of    a task of your own, from the parts of any torch Dataset
-    batches    decoded, augmented images in the order of `stream` or `epochs`
+    batches    decoded, augmented images in the order of `stream`
 
-Randomness is a function of (seed, purpose, draw), never of what happened before. Images are drawn
-in pass after pass; a draw is the running number of an image in that sequence. So batches depend
-neither on worker processes nor on where a run went on. A wrong folder raises ValueError, an
-unreadable image ImageError.
+Randomness is a function of (seed, purpose, draw) alone. Images are drawn in pass after pass; a draw
+is the running number of an image in that sequence. So batches depend neither on worker processes
+nor on where a run went on. A wrong folder raises ValueError, an unreadable image ImageError.
 """
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import groupby
@@ -31,7 +30,6 @@ Channels = tuple[float, ...]  # one number each for red, green and blue
 IMAGENET: tuple[Channels, Channels] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean, std
 Entry = tuple[str, Any]  # (image file below the dataset's folder, label)
 Draw = tuple[int, int]  # (its number, index of the image)
-Draws = Iterator[list[Draw]]  # batches
 
 
 class ImageError(OSError):
@@ -78,9 +76,9 @@ class Task(NamedTuple):
 
     @classmethod
     def of(cls, train: Any, val: Any, test: Any, classes: Sequence[str]) -> Self:
-        """A task of your own, kept in memory.
+        """A task of your own; a part is a torch Dataset or list of (image (3, H, W), class number).
 
-        Each part is a torch Dataset or a list of (image (3, H, W) in [0, 1], class number).
+        Values are in [0, 1], else ValueError. All is kept in memory.
         """
         splits = []
         for part in (train, val, test):
@@ -137,10 +135,7 @@ def find_images(root: Path) -> list[Path]:
 
 
 def folder(root: Path, seed: int) -> Task:
-    """Class folders, or train/ val/ test/ holding class folders.
-
-    A missing test or validation part is a fifth of each class of the training part.
-    """
+    """A folder's task; a missing test or val is a fifth of each class of the training part."""
     places = {part: root / part for part in PARTS if (root / part).is_dir()} or {"train": root}
     classes, entries = list[str](), dict[str, list[Entry]]()
     for part, place in places.items():
@@ -149,8 +144,10 @@ def folder(root: Path, seed: int) -> Task:
         classes = [*by_class] if part == "train" else classes
         if len(by_class) < 2 or {*by_class} - {*classes} or not all(by_class.values()):
             has = ", ".join(f"{name} ({len(files)})" for name, files in by_class.items())
-            needs = "needs two or more of train's class folders, all with images"
-            raise ValueError(f"{root}: {part} {needs}; it has {has or 'none'}")
+            raise ValueError(
+                f"{root}: {part} needs two or more of train's class folders, all with images; "
+                f"it has {has or 'none'}"
+            )
         entries[part] = [
             (file.relative_to(root).as_posix(), classes.index(name))
             for name, files in by_class.items()
@@ -168,8 +165,7 @@ def folder(root: Path, seed: int) -> Task:
 def holdout(entries: Sequence[Entry], seed: int, part: str) -> tuple[list[Entry], list[Entry]]:
     """(rest, a fifth of each class): the files with the smallest sha256 of seed/part/file.
 
-    A fifth is rounded down, but is at least one; a class with a single image gives none. For
-    CUB-200 it is BiSSL's split (4800 / 1194).
+    Rounded down, but at least one; a single image stays. For CUB-200 it is BiSSL's split.
 
     >>> holdout([("1.jpg", 0), ("2.jpg", 0), ("3.jpg", 1)], 0, "val")
     ([('1.jpg', 0), ('3.jpg', 1)], [('2.jpg', 0)])
@@ -191,22 +187,22 @@ def permutation(n: int, seed: int, purpose: str, number: int) -> Tensor:
     return torch.randperm(n, generator=rng(seed, purpose, "order", number))
 
 
-def stream(n: int, batch: int, seed: int, purpose: str, start: int, stop: int) -> Draws:
-    """Full batches of steps start .. stop − 1; one may hold a pass's end and the next's start."""
-    for step in range(start, stop):
+def stream(
+    n: int, batch: int, seed: int, purpose: str, steps: range, passes: bool = False
+) -> Iterator[list[Draw]]:
+    """Full batches of these steps; one may hold a pass's end and the next one's start.
+
+    With `passes`, each pass has ceil(n / batch) batches, and its last one may be smaller.
+    """
+    for step in steps:
         draws = range(step * batch, (step + 1) * batch)
+        if passes:
+            number, step = divmod(step, -(-n // batch))
+            draws = range(number * n, (number + 1) * n)[step * batch : (step + 1) * batch]
         yield [(d, int(permutation(n, seed, purpose, d // n)[d % n])) for d in draws]
 
 
-def epochs(n: int, batch: int, seed: int, purpose: str, count: int, start: int = 0) -> Draws:
-    """`count` passes of ceil(n / batch) batches, from step `start`; the last may be smaller."""
-    steps = -(-n // batch)
-    for number, step in (divmod(step, steps) for step in range(start, count * steps)):
-        places = range(n)[step * batch : (step + 1) * batch]
-        yield [(number * n + i, int(permutation(n, seed, purpose, number)[i])) for i in places]
-
-
-def in_order(indices: range, batch: int) -> list[list[Draw]]:
+def in_order(indices: Sequence[int], batch: int) -> list[list[Draw]]:
     """Batches of one pass for evaluation.
 
     >>> in_order(range(3), 2)
@@ -235,8 +231,10 @@ def read_image(path: Path) -> Image.Image:
                 raise ValueError("more than 8 bits a channel, save it with 8")
             return image.convert("RGB")
     except Exception as error:  # Pillow raises anything from OSError to TypeError on damaged bytes
-        how = "replace it, or remove it before a run begins"
-        raise ImageError(f"{path}: cannot be read as an image ({error!r}); {how}") from error
+        raise ImageError(
+            f"{path}: cannot be read as an image ({error!r}); replace it, or remove it before a "
+            "run begins"
+        ) from error
 
 
 def decode_all(images: Tensor | Sequence[Path]) -> list[BaseException]:
@@ -252,11 +250,11 @@ def decode_all(images: Tensor | Sequence[Path]) -> list[BaseException]:
 
 
 class Images(Dataset[Any]):
-    """Decodes and augments. Each draw has a seed of its own: its crop is the same in any process.
+    """Decodes and augments; a draw's crop is the same in any process.
 
-    Training: a random crop of min_crop to 1 of the area, and a flip (App. C.2). For validation and
-    test, and without augmentation: the shorter side is resized to 256/224 of the input size and the
-    centre is cut out (as released); images in memory of the network's size are normalised only.
+    Training: a random crop of min_crop to 1 of the area, and a flip (App. C.2). Else: the shorter
+    side is resized to 256/224 of the input size and the centre is cut out (as released); images in
+    memory of the network's size are normalised only.
     """
 
     def __init__(self, split: Split, t: Transform, train: bool, seed: int, purpose: str):
@@ -268,13 +266,18 @@ class Images(Dataset[Any]):
             cut = [crop, T.RandomHorizontalFlip(0.5 * t.flip)]
         self.pipeline = T.Compose([*cut, T.ToTensor(), T.Normalize(t.mean, t.std)])
 
-    def __getitem__(self, draws: Sequence[Draw]) -> tuple[Tensor, Tensor] | ImageError:
-        """A batch. An error is a value: raised, it would leave a worker process as a traceback."""
+    def __getitem__(self, part: tuple[list[Draw], int]) -> tuple[Tensor, Tensor, int] | ImageError:
+        """(images, targets, n) of draws out of a batch of n.
+
+        An error is a value: raised, it would leave a worker process as a traceback.
+        """
+        draws, n = part
         images, index, t = self.split.images, [i for _, i in draws], self.t
         if isinstance(images, Tensor) and images.shape[2:] == (t.size, t.size) and not self.crop:
-            return T.functional.normalize(images[index], t.mean, t.std), self.split.targets[index]
+            x = T.functional.normalize(images[index], t.mean, t.std)
+            return x, self.split.targets[index], n
         try:
-            return torch.stack([self.image(*draw) for draw in draws]), self.split.targets[index]
+            return torch.stack([self.image(*draw) for draw in draws]), self.split.targets[index], n
         except ImageError as error:
             return error
 
@@ -303,17 +306,26 @@ def own_session(worker: int) -> None:
 
 
 def batches(
-    images: Images, draws: Iterable[list[Draw]], workers: int | None, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """(images, targets) on the device for each list of draws; worker processes work ahead."""
+    images: Images,
+    draws: Iterable[list[Draw]],
+    workers: int | None,
+    device: torch.device,
+    share: Callable[[int], slice] = slice,
+) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """(images, targets, n) on the device for each list of n draws; worker processes work ahead.
+
+    Args:
+        share: n -> this process's part of the n images, where several share a batch.
+    """
     for item in DataLoader(
         images,
-        batch_size=None,  # one list of draws is one item
-        sampler=draws,
+        batch_size=None,  # an item is a batch
+        sampler=((batch[share(len(batch))], len(batch)) for batch in draws),
         num_workers=pick_workers(workers, images.split.images, device),
         pin_memory=device.type == "cuda",
         worker_init_fn=own_session if hasattr(os, "setsid") else None,
     ):
         if isinstance(item, ImageError):
             raise item
-        yield item[0].to(device, non_blocking=True), item[1].to(device, non_blocking=True)
+        x, y, n = item
+        yield x.to(device, non_blocking=True), y.to(device, non_blocking=True), n

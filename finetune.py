@@ -11,15 +11,13 @@ same call goes on with unfinished ones and reads finished ones.
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from bisslight import Diverged, Phi
+from bisslight import Diverged
 from commands import FinetuneConfig
 from config import UsageError
 from data import Task, rng
@@ -135,24 +133,31 @@ def best_rate(
     tried: Mapping[float, list[dict[str, Any]]],
     more: Callable[[float, int], list[dict[str, Any]]],
 ) -> tuple[float, list[dict[str, Any]]]:
-    """The rate of the best mean validation accuracy, ties by mean loss, and its seeds' results.
+    """The rate whose results are `worth` most, and the results of all its seeds.
 
     A rate at which any seed diverged, also a later one, is given up for the next best.
 
     Args:
         more: (rate, seeds done) -> results of the other seeds.
     """
-
-    def worth(lr: float) -> tuple[float, float]:
-        scores = [result["val"] for result in tried[lr]]
-        return fmean(s["accuracy"] for s in scores), -fmean(s["loss"] for s in scores)
-
     known = [lr for lr, results in tried.items() if all(result["val"] for result in results)]
-    for lr in sorted(known, key=worth, reverse=True):  # of equals, the one given first
+    for lr in sorted(known, key=lambda lr: worth(tried[lr]), reverse=True):  # the first of equals
         results = tried[lr] + more(lr, len(tried[lr]))
         if all(result["val"] for result in results):
             return lr, results
     raise Diverged("every learning rate diverged, lower --lr or extend --grid downwards")
+
+
+def worth(validated: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """What decides: the mean validation accuracy, ties by the lower mean loss."""
+    scores = [x["val"] for x in validated]
+    return fmean(score["accuracy"] for score in scores), -fmean(score["loss"] for score in scores)
+
+
+def best_epoch(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The first of the epochs that are `worth` most."""
+    scored = [record for record in records if record["val"]]
+    return max(scored, key=lambda record: worth([record]), default={"step": 0})
 
 
 # --- where θ starts -------------------------------------------------------------------------------
@@ -164,15 +169,19 @@ def starts_of(cfg: FinetuneConfig) -> tuple[list[Path | None], str]:
         return [None] * cfg.seeds, "PEFT seed"
     runs = [cfg.start]
     if cfg.start.is_dir() and not (cfg.start / "config.json").exists():
-        found = [file.parent for file in cfg.start.glob("*/config.json")]
+        found = (file.parent for file in cfg.start.glob("*/config.json"))
         runs = sorted(found, key=lambda run: (len(run.name), run.name))
     if len(runs) not in (1, cfg.seeds):
-        what = f"holds {len(runs)} align runs, --seeds {cfg.seeds} wants 1 or {cfg.seeds}"
-        raise UsageError(f"--from {cfg.start}: {what}")
+        raise UsageError(
+            f"--from {cfg.start}: holds {len(runs)} align runs, "
+            f"--seeds {cfg.seeds} wants 1 or {cfg.seeds}"
+        )
     for run in runs:
         if run.is_dir() and not ((run / "result.json").exists() and adapter_of(run).exists()):
-            how = "give its own command again to finish it"
-            raise UsageError(f"--from {run}: is not a finished align run; {how}")
+            raise UsageError(
+                f"--from {run}: is not a finished align run; give its own command again to finish "
+                "it"
+            )
     if len(runs) > 1:
         return [*runs], "align run and PEFT"
     one = "LoRA file" if cfg.start.is_file() else "align run"
@@ -256,11 +265,17 @@ def peft(
         best = {name: tensor.detach().clone() for name, tensor in now.items()}
         run.keep([*now.values(), *best.values()], [opt])
         result = {"lr": lr, "seed": cfg.seed, "adapter": str(adapter_of(out))}
-        label, rate = f"lr {lr:g} seed {cfg.seed}", cfg.drop_path
+        label, at = f"lr {lr:g} seed {cfg.seed}", leaves["theta"]
         try:
-            epochs = m.fit(loss_D, leaves["theta"], phi_D, opt, "peft", cfg.epochs, cfg.batch, rate)
-            records = validated(m, epochs, leaves["theta"], phi_D | stats)
+            loss = partial(loss_D, at, phi_D, regularise=True)
+            epochs = m.fit(loss, opt, "peft", cfg.epochs, cfg.batch, cfg.drop_path)
+            some = ({**epoch, "val": None} for epoch in epochs)
+            records = m.validated(some, cfg.eval_epochs, cfg.epochs, phi_D | stats, val=at)
             for record in track(records, cfg.epochs, label, opt.step // steps):
+                if record["val"] and not math.isfinite(record["val"]["loss"]):
+                    raise Diverged(
+                        f"validation after epoch {record['step']}: loss {record['val']['loss']}"
+                    )
                 run.log(record)
                 if best_epoch(run.records)["step"] == record["step"]:
                     best = {name: tensor.detach().clone() for name, tensor in now.items()}
@@ -272,25 +287,3 @@ def peft(
         run.write("adapter.safetensors", save_adapter(best.pop("theta"), best, about))
         found = best_epoch(run.records)
         return run.finish(result | {"val": found["val"], "epoch": found["step"]})
-
-
-def validated(
-    m: Model, records: Iterator[dict[str, Any]], theta: Tensor, phi_D: Phi
-) -> Iterator[dict[str, Any]]:
-    """The records of epochs, with the score on the validation split where it is due."""
-    cfg: Any = m.cfg
-    for record in records:
-        record["val"] = None
-        if record["step"] % cfg.eval_epochs == 0 or record["step"] == cfg.epochs:
-            score = m.score(m.task.val, theta, phi_D)
-            if not math.isfinite(score.loss):
-                raise Diverged(f"validation after epoch {record['step']}: loss {score.loss}")
-            record["val"] = score._asdict()
-        yield record
-
-
-def best_epoch(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The first epoch with the highest validation accuracy, ties by the lower loss."""
-    scored = [record for record in records if record["val"]]
-    worth = [(record["val"]["accuracy"], -record["val"]["loss"]) for record in scored]
-    return scored[worth.index(max(worth))] if scored else {"step": 0}

@@ -11,7 +11,7 @@ import itertools
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -26,7 +26,6 @@ from commands import AlignConfig, FinetuneConfig
 from config import BACKBONES, UsageError
 from data import (
     PARTS,
-    Draws,
     Images,
     Pool,
     Split,
@@ -34,7 +33,6 @@ from data import (
     Transform,
     batches,
     decode_all,
-    epochs,
     in_order,
     pick_workers,
     rng,
@@ -95,53 +93,58 @@ class Model:
         head: Any = self.pretext_head
         if cfg.pretext == "mae" and cfg.decoder == "random":
             head = random_decoder(self.arch, rng(cfg.seed, "decoder"))
+        steps = cfg.alternations * cfg.lower_steps
         with checking(f"--pretext {cfg.pretext}"):
-            steps = cfg.alternations * cfg.lower_steps
             return pretext_task(cfg, self.backbone, head.to(self.device), steps, theta)
 
     def examples(
-        self, draws: Draws, purpose: str, rate: float, start: int = 0
+        self, purpose: str, batch: int, steps: range, rate: float, passes: bool = False
     ) -> Iterator[Examples]:
-        """Labelled training batches from step `start` on, with drop-path factors of this rate."""
-        seed = self.cfg.seed
-        images = Images(self.task.train, self.transform, True, seed, purpose)
-        arrived = shared_batches(images, draws, self.cfg.workers, self.device)
-        for step, (x, y, mine, n) in enumerate(arrived, start):
-            drop = drop_path(rate, self.backbone.depth, n, rng(seed, purpose, "drop", step))
-            yield Examples(x, y, None if drop is None else drop[mine].to(self.device))
+        """The labelled training batches of these steps in the order of `data.stream`.
 
-    def score(self, split: Split, theta: Tensor, phi_D: Phi) -> Score:
-        """Accuracy and loss on a whole split, which processes share; φ_D with its statistics."""
-        images, n = Images(split, self.transform, False, 0, "eval"), len(split.targets)
-        draws = in_order(range(n)[share(n)], min(SCORED, self.cfg.micro_batch or SCORED))
-        examples = batches(images, draws, self.cfg.workers, self.device)
-        logits = partial(predict, self.backbone, theta, phi_D)
-        loss = partial(cross_entropy, multilabel=self.cfg.voc_loss)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
-            return score(logits, examples, loss, gather)
+        Args:
+            rate: of the drop path, whose factors come with them.
+        """
+        seed, train = self.cfg.seed, self.task.train
+        images = Images(train, self.transform, True, seed, purpose)
+        draws = stream(len(train.targets), batch, seed, purpose, steps, passes)
+        arrived = batches(images, draws, self.cfg.workers, self.device, share)
+        for step, (x, y, n) in zip(steps, arrived, strict=True):
+            drop = drop_path(rate, self.backbone.depth, n, rng(seed, purpose, "drop", step))
+            yield Examples(x, y, None if drop is None else drop[share(n)].to(self.device))
 
     def fit(
-        self,
-        loss_D: DownstreamLoss,
-        theta: Tensor,
-        phi_D: Phi,
-        opt: Optimiser,
-        purpose: str,
-        count: int,
-        batch: int,
-        rate: float,
+        self, loss: Loss, opt: Optimiser, purpose: str, count: int, batch: int, rate: float
     ) -> Iterator[dict[str, Any]]:
         """Train on D^D for `count` passes; linear probing (App. C.3) and PEFT (App. C.2) are this.
 
         Args:
             opt: what it holds is trained; its step says where to start.
-            rate: of drop path.
+            rate: of the drop path.
         """
-        n = len(self.task.train.targets)
-        draws = epochs(n, batch, self.cfg.seed, purpose, count, opt.step)
-        examples = self.examples(draws, purpose, rate, opt.step)
-        loss, piece = partial(loss_D, theta, phi_D, regularise=True), -(-n // batch)
-        yield from trained(loss, opt, examples, piece, self.cfg.micro_batch, self.cfg.amp, purpose)
+        piece = -(-len(self.task.train.targets) // batch)
+        examples = self.examples(purpose, batch, range(opt.step, count * piece), rate, passes=True)
+        return trained(self.cfg, loss, opt, examples, piece, purpose)
+
+    def score(self, split: Split, theta: Tensor, phi_D: Phi) -> Score:
+        """Accuracy and loss on a whole split, which processes share; φ_D with its statistics."""
+        images, n = Images(split, self.transform, False, 0, "eval"), len(split.targets)
+        draws = in_order(range(n)[share(n)], min(SCORED, self.cfg.micro_batch or SCORED))
+        arrived = batches(images, draws, self.cfg.workers, self.device)
+        logits = partial(predict, self.backbone, theta, phi_D)
+        loss = partial(cross_entropy, multilabel=self.cfg.voc_loss)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
+            return score(logits, ((x, y) for x, y, _ in arrived), loss, gather)
+
+    def validated(
+        self, records: Iterable[dict[str, Any]], every: int, last: int, phi_D: Phi, **theta: Tensor
+    ) -> Iterator[dict[str, Any]]:
+        """Records with the validation scores of each θ, by its name here, at the steps due."""
+        for record in records:
+            if record["step"] % every == 0 or record["step"] == last:
+                for name, at in theta.items():
+                    record[name] = self.score(self.task.val, at, phi_D)._asdict()
+            yield record
 
     def check(self, flag: str, batch: int, out: Path) -> None:
         """Refuse (UsageError) batches that a BatchNorm head or the processes cannot share.
@@ -152,10 +155,12 @@ class Model:
         least = max(2, world_size()) if norm else world_size()
         if norm and self.cfg.micro_batch:
             raise UsageError("--micro-batch: a BatchNorm head needs whole batches; see --recompute")
-        if min(batch, last) < least:
-            why = f"the last batch of a pass has {min(batch, last)} images"
-            need = f"{'BatchNorm needs' if norm else 'the processes need'} {least}"
-            raise UsageError(f"{flag} {batch}: {why}, {need}; choose another size")
+        if last < least:
+            raise UsageError(
+                f"{flag} {batch}: the last batch of a pass has {last} images, "
+                f"{'BatchNorm needs' if norm else 'the processes need'} {least}; "
+                "choose another size"
+            )
         for split in () if (out / "env.json").exists() else (self.task.val, self.task.test):
             for error in decode_all(split.images):
                 raise error
@@ -207,22 +212,21 @@ def pretext_batches(
     transform = Transform(size, pool.mean, pool.std, cfg.augment, cfg.min_crop, **own)
     split = Split(pool.images, torch.zeros(len(pool.images), dtype=torch.long))
     images = Images(split, transform, True, cfg.seed, "pretext")
-    draws = stream(len(pool.images), batch, cfg.seed, "pretext", steps.start, steps.stop)
-    arrived = shared_batches(images, draws, cfg.workers, device)
-    for step, (x, _, mine, n) in zip(steps, arrived, strict=True):
-        drawn = [part[mine].to(device) for part in task.draw(n, rng(cfg.seed, "mask", step))]
+    draws = stream(len(pool.images), batch, cfg.seed, "pretext", steps)
+    arrived = batches(images, draws, cfg.workers, device, share)
+    for step, (x, _, n) in zip(steps, arrived, strict=True):
+        drawn = [part[share(n)].to(device) for part in task.draw(n, rng(cfg.seed, "mask", step))]
         with torch.autocast(device.type, torch.bfloat16, enabled=cfg.amp and x.is_cuda):
             prepared = task.prepare(x, *drawn)
         yield prepared
 
 
 def trained(
+    cfg: Any,
     loss: Loss,
     opt: Optimiser,
     batches: Iterator[Any],
     piece: int,
-    micro: int | None,
-    amp: bool,
     what: str,
     after_step: Callable[[None], None] | None = None,
 ) -> Iterator[dict[str, Any]]:
@@ -231,9 +235,10 @@ def trained(
     Raises Diverged where a loss or gradient is not finite.
     """
     tensors = [tensor for group in opt.groups for tensor in group.tensors]
+    amp = cfg.amp and tensors[0].is_cuda
 
     def step(batch: Any) -> list[Tensor]:
-        value, *found = value_and_grad(loss, tensors, batch, micro, amp and tensors[0].is_cuda)
+        value, *found = value_and_grad(loss, tensors, batch, cfg.micro_batch, amp)
         norm = opt.update(zip(tensors, found, strict=True))
         if after_step:
             after_step(None)
@@ -244,21 +249,12 @@ def trained(
         yield {"step": -(-opt.step // piece), "loss": fmean(losses)}
 
 
-def shared_batches(
-    images: Images, draws: Draws, workers: int | None, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor, slice, int]]:
-    """(images, targets) of this process, which ones of the batch they are, and the batch's size."""
-    mine, whole = itertools.tee(draws)
-    loader = batches(images, (batch[share(len(batch))] for batch in mine), workers, device)
-    for (x, y), batch in zip(loader, whole, strict=True):
-        yield x, y, share(len(batch)), len(batch)
-
-
 def named(cfg: Any, field: str) -> Any:
     """The labelled task D^D ("dataset") or the pool D^P ("pool") by its name (UsageError)."""
-    name, argument = getattr(cfg, field), field.replace("dataset", "task")
+    name = getattr(cfg, field)
     with checking(f"--{field} {name}"):
         if name.startswith("own"):
+            argument = field.replace("dataset", "task")
             raise ValueError(f"was handed in from Python; hand it in again, {argument}=...")
         if field == "dataset":
             return benchmarks.load_task(cfg, cfg.data_root)
@@ -302,13 +298,13 @@ def own_class(name: str) -> Callable[..., PretextTask]:
 
 def plan(cfg: Config) -> dict[str, Any]:
     """What a run would do, for --dry-run: all inputs are checked as far as they are there."""
-    device, there, method = device_of(cfg), weights_of(cfg).exists(), "peft"
+    device, there = device_of(cfg), weights_of(cfg).exists()
     task: Task = named(cfg, "dataset")
     pool: Any = named(cfg, "pool") if isinstance(cfg, AlignConfig) else None
     arch = Model(cfg, task, pool).arch if there else BACKBONES[cfg.backbone]
     sizes = {part: len(getattr(task, part).targets) for part in PARTS}
     if isinstance(cfg, AlignConfig):
-        method, sizes["pool"] = cfg.hypergrad, len(pool.images)
+        sizes["pool"] = len(pool.images)
         steps = {
             "lower": cfg.alternations * cfg.lower_steps,
             "upper": cfg.alternations * cfg.upper_steps,
@@ -325,5 +321,7 @@ def plan(cfg: Config) -> dict[str, Any]:
         "steps": steps,
         "LoRA parameters": arch.depth * 4 * cfg.rank * arch.dim,
         "weights": None if there else "{1} MB to download from {0}".format(*official),
-        "the paper's memory, GB and GPUs": memory_of(method, cfg.backbone),
+        "the paper's memory, GB and GPUs": memory_of(
+            getattr(cfg, "hypergrad", "peft"), cfg.backbone
+        ),
     }

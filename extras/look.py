@@ -28,7 +28,7 @@ from torch.nn.functional import one_hot
 
 from commands import FinetuneConfig
 from config import UsageError
-from data import Images, batches, rng
+from data import Images, batches, in_order, rng
 from extras.figures import check_out, pyplot, save, short_names
 from lora import Backbone, Phi, block_forward, features, load_adapter, predict, qkv
 from model import Model
@@ -77,8 +77,8 @@ def looked_at(m: Model, count: int, seed: int) -> tuple[list[int], list[Tensor]]
     """Validation images drawn by a seed, at most `count`: which ones, and they in batches."""
     index = torch.randperm(len(m.task.val.targets), generator=rng(seed, "look"))[:count].tolist()
     images = Images(m.task.val, m.transform, False, 0, "eval")
-    draws = [[(i, i) for i in index[k : k + BATCH]] for k in range(0, len(index), BATCH)]
-    return index, [x for x, _ in batches(images, draws, m.cfg.workers, m.device)]
+    arrived = batches(images, in_order(index, BATCH), m.cfg.workers, m.device)
+    return index, [x for x, _, _ in arrived]
 
 
 @torch.no_grad()

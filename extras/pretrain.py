@@ -118,8 +118,8 @@ def pretrain(
         piece = min(steps // cfg.epochs, 500)
         left, size = range(opt.step, steps), sizes(cfg).image_size
         batches = pretext_batches(cfg, pool, task, size, cfg.batch, left)
-        loss, rest = partial(task.loss, None, task.phi), (cfg.micro_batch, cfg.amp)
-        records = trained(loss, opt, batches, piece, *rest, "pretrain", task.after_step)
+        loss = partial(task.loss, None, task.phi)
+        records = trained(cfg, loss, opt, batches, piece, "pretrain", task.after_step)
         for record in track(records, -(-steps // piece), "pretrain", opt.step // piece):
             run.log(record)
             run.checkpoint(f"step {opt.step} of {steps}")
