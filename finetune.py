@@ -252,9 +252,10 @@ def peft(
     with Run(out, "peft", cfg, force, **m.about(), start_sha256=digest) as run:
         if run.result:
             return run.result
-        theta = init_theta(m.backbone.depth, cfg.rank, m.backbone.dim, rng(cfg.seed, "lora"))
-        if cfg.start is not None:
+        if cfg.start:
             theta, _ = load_theta(adapter_of(cfg.start), m.backbone.dim)
+        else:
+            theta = init_theta(m.backbone.depth, cfg.rank, m.backbone.dim, rng(cfg.seed, "lora"))
         phi_D, loss_D, stats = m.head(cfg.seed, "peft head")
         leaves = trainable({"theta": theta}, m.device) | phi_D
         steps = -(-len(m.task.train.targets) // cfg.batch)
@@ -278,8 +279,8 @@ def peft(
                     )
                 run.log(record)
                 if best_epoch(run.records)["step"] == record["step"]:
-                    best = {name: tensor.detach().clone() for name, tensor in now.items()}
-                    run.tensors = [*now.values(), *best.values()]
+                    for name, tensor in now.items():
+                        best[name].copy_(tensor.detach())
                 run.checkpoint(f"epoch {record['step']} of {cfg.epochs}, {label}")
         except Diverged as error:
             return run.finish(result | {"val": None, "diverged": str(error)})

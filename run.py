@@ -1,6 +1,6 @@
 """Run directories, and how a run is stopped and goes on; nothing of the method is here.
 
-    files      atomic writing; `reading` and `checking` turn an error into one line
+    files      atomic writing; `checking` turns an error into one line
     `jobs`     runs side by side
     `Run`      a run directory
 
@@ -35,36 +35,32 @@ from torch import Tensor
 from config import RunError, Settings, UsageError
 from training import Optimiser, Stopped, barrier, rank, stop, world_size
 
-T = TypeVar("T")
 R = TypeVar("R")
 
 # --- files ------------------------------------------------------------------------------------
 
 
 @contextmanager
-def checking(thing: str) -> Iterator[None]:
-    """Turn what the mathematics refuses into one line about a setting (UsageError)."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise UsageError(f"{thing}: {error}") from error
+def checking(thing: str, remedy: str = "") -> Iterator[None]:
+    """Turn what a wrong setting raises into one line about it (UsageError).
 
-
-@contextmanager
-def reading(path: Path, remedy: str = "make it again") -> Iterator[None]:
-    """Turn whatever a missing or damaged file raises into one line with a remedy (UsageError)."""
+    Args:
+        remedy: against a file that may be missing or damaged, which raises anything.
+    """
+    kinds: Any = Exception if remedy else (ValueError, OSError)
     try:
         yield
     except (UsageError, RunError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # torch.load raises anything from EOFError to UnpicklingError
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise UsageError(f"{path}: cannot be read ({why}); {remedy}") from error
+    except kinds as error:  # torch.load raises anything from EOFError to UnpicklingError
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        why = f"cannot be read ({said}); {remedy}" if remedy else str(error)
+        raise UsageError(f"{thing}: {why}") from error
 
 
 def read_json(path: Path, remedy: str = "make it again") -> dict[str, Any]:
     """A JSON object that this program wrote (UsageError where it is missing or damaged)."""
-    with reading(path, remedy):
+    with checking(str(path), remedy):
         return dict(json.loads(path.read_text()))
 
 
@@ -79,8 +75,10 @@ def write_atomic(path: Path, content: bytes | str) -> None:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        why = f"{path}: cannot be written ({error.strerror}); make room or allow it, then"
-        raise RunError(f"{why} give the same command again") from error
+        raise RunError(
+            f"{path}: cannot be written ({error.strerror}); make room or allow it, then give the "
+            "same command again"
+        ) from error
 
 
 def sha256(path: Path) -> str:
@@ -92,20 +90,18 @@ def sha256(path: Path) -> str:
 # --- runs side by side ------------------------------------------------------------------------
 
 
-def jobs(fn: Callable[[T], R], units: Sequence[T], count: int) -> Iterator[R]:
-    """`fn` of each unit, in order, in `count` processes that end with this one.
-
-    Args:
-        fn: can be pickled: a function of a module, or a partial of one.
-    """
+def jobs(fn: Callable[[Any], R], units: Sequence[Any], count: int) -> Iterator[R]:
+    """`fn` of each unit, in order, in `count` processes that end with this one. It is pickled."""
     context = multiprocessing.get_context("spawn")
     threads = max(1, (os.cpu_count() or 1) // count)
     with ProcessPoolExecutor(count, context, start_worker, (stop.flag, threads)) as pool:
         try:
             yield from pool.map(fn, units)
         except BrokenProcessPool as error:
-            why = "a worker process died, perhaps for want of memory; lower --jobs"
-            raise RunError(f"{why} and give the same command again") from error
+            raise RunError(
+                "a worker process died, perhaps for want of memory; lower --jobs and give the same "
+                "command again"
+            ) from error
         finally:  # where one run failed, the others save and stop
             asked, stop.flag.value = stop.flag.value, stop.flag.value or signal.SIGTERM
             pool.shutdown()
@@ -153,8 +149,7 @@ class Run(AbstractContextManager["Run"]):
         self.path, self.config, self.lock = path, config, FileLock(path / LOCK)
         self.records: list[dict[str, Any]] = []  # the lines of metrics.jsonl
         self.began, self.saved = (time.process_time(), time.monotonic()), time.monotonic()
-        self.tensors: list[Tensor] = []  # what a checkpoint holds, see `keep`
-        self.optimisers: list[Optimiser] = []
+        self.kept: tuple[list[Tensor], list[Optimiser]] = [], []
         check_directory(path, command, config, force, **about)
         barrier()  # no process writes before all have looked
         if rank() == 0:
@@ -166,50 +161,46 @@ class Run(AbstractContextManager["Run"]):
             raise Stopped(asked, f"stopped before {path}; the same command goes on")
 
     def _open(self, command: str, force: bool, about: dict[str, Any]) -> None:
-        """Lock the directory, and write down what is run and on which machine: what a number needs.
-
-        That is the command line, versions, and in a checkout the commit.
-        """
+        """Lock the directory, and write down what is run and on which machine."""
         with checking(f"--out {self.path}: make it writable, or wait for who is at work in it"):
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock.acquire(timeout=60)
         # another process may have been at work until now: look again
         found = check_directory(self.path, command, self.config, force, **about)
-        env: dict[str, Any] = {"command": command, "about": about, "machines": []}
-        if goes_on := found and not force:
-            env = read_json(self.path / "env.json")
+        goes_on = found and not force
         for name in (TORN,) if goes_on else FILES:
             for file in self.path.glob(name):
                 file.unlink(missing_ok=True)
+        if (self.path / "result.json").exists():
+            return
         settings = self.config.model_dump(mode="json")
-        code = f"git -C '{Path(__file__).parent}' rev-parse HEAD"
-        failed, commit = subprocess.getstatusoutput(code)
+        git = f"git -C '{Path(__file__).parent}' rev-parse HEAD"
+        failed, commit = subprocess.getstatusoutput(git)
         packages = ("torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
-        machine = {
+        new: dict[str, Any] = {"command": command, "about": about, "machines": []}
+        env = read_json(self.path / "env.json") if goes_on else new
+        env["machines"].append({
             "argv": sys.argv,
             "commit": "" if failed else commit,
             "versions": {"python": sys.version.split()[0]} | {x: version(x) for x in packages},
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-            "threads": torch.get_num_threads(),
             "processes": world_size(),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        }
-        changeable = {name: settings[name] for name in MAY_CHANGE & settings.keys()}
-        env["machines"].append(machine | changeable)
-        if not (self.path / "result.json").exists():
-            write_atomic(self.path / "env.json", json.dumps(env, indent=1))
-            write_atomic(self.path / "config.json", json.dumps(settings, indent=1))
+            **{name: settings[name] for name in MAY_CHANGE & settings.keys()},
+        })  # fmt: skip
+        write_atomic(self.path / "env.json", json.dumps(env, indent=1))
+        write_atomic(self.path / "config.json", json.dumps(settings, indent=1))
 
     def __exit__(self, *_: object) -> None:
         self.lock.release()
 
     def keep(self, tensors: list[Tensor], optimisers: list[Optimiser]) -> None:
         """What checkpoints shall hold. Where there is one, all that it holds is put back."""
-        self.tensors, self.optimisers = tensors, optimisers
+        self.kept = tensors, optimisers
         path = self.path / "checkpoint.pt"
         if path.exists():
-            with reading(path, "--force starts the run over"), torch.no_grad():
+            with checking(str(path), "--force starts the run over"), torch.no_grad():
                 saved = torch.load(path, map_location="cpu", weights_only=True)
                 for tensor, value in zip(tensors, saved["tensors"], strict=True):
                     tensor.copy_(value)
@@ -232,13 +223,13 @@ class Run(AbstractContextManager["Run"]):
         """
         asked, minutes = stop.agreed(), (time.monotonic() - self.saved) / 60
         if due or asked or minutes >= getattr(self.config, "save_minutes", 10.0):
+            buffer, (tensors, optimisers) = io.BytesIO(), self.kept
             state = {
                 "records": self.records,
                 "spent": self.elapsed(),
-                "tensors": [tensor.detach() for tensor in self.tensors],
-                "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
+                "tensors": [tensor.detach() for tensor in tensors],
+                "optimisers": [optimiser.state_dict() for optimiser in optimisers],
             }
-            buffer = io.BytesIO()
             torch.save(state, buffer)
             self.write("checkpoint.pt", buffer.getvalue())
             self.saved = time.monotonic()
@@ -265,7 +256,7 @@ class Run(AbstractContextManager["Run"]):
         return {"cpu_seconds": time.process_time() - cpu, "seconds": time.monotonic() - wall}
 
 
-def typed(kind: type[T], found: Mapping[str, Any]) -> T:
+def typed(kind: type[R], found: Mapping[str, Any]) -> R:
     """A result.json as the NamedTuple that a command returns; other keys are left out."""
     names: Any = kind.__annotations__
     return TypeAdapter(kind).validate_python({name: found[name] for name in names})
@@ -292,6 +283,8 @@ def check_directory(
     names = [name for name in now if name not in MAY_CHANGE and before.get(name) != now[name]]
     if names and not force:
         changes = ", ".join(f"{name} {before.get(name)} -> {now[name]}" for name in names)
-        what = f"--out {path}: is a run with other settings: {changes}"
-        raise UsageError(f"{what}; {again}, or start over with --force")
+        raise UsageError(
+            f"--out {path}: is a run with other settings: {changes}; {again}, or start over with "
+            "--force"
+        )
     return True

@@ -18,7 +18,7 @@ from processes import finish, start, wait_for
 
 from commands import AlignConfig
 from config import RunError, UsageError
-from run import Run, check_directory, jobs, reading
+from run import Run, check_directory, checking, jobs
 from training import (
     Group,
     Optimiser,
@@ -68,9 +68,9 @@ def config(**changes: Any) -> AlignConfig:
 
 def test_a_damaged_file_is_one_line_and_an_error_of_ours_stays_as_it_is() -> None:
     message = r"a: cannot be read \(KeyError: 'x'\); mend it"
-    with pytest.raises(UsageError, match=message), reading(Path("a"), "mend it"):
+    with pytest.raises(UsageError, match=message), checking("a", "mend it"):
         {}["x"]
-    with pytest.raises(UsageError, match=r"^as it is$"), reading(Path("a")):
+    with pytest.raises(UsageError, match=r"^as it is$"), checking("a", "mend it"):
         raise UsageError("as it is")
 
 
