@@ -6,14 +6,12 @@
 The same call goes on with an unfinished run and reads a finished one (App. C.3).
 """
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 import cg
@@ -21,11 +19,11 @@ import mfac
 from bisslight import Diverged, Hypergradient, Log, Phi, PretextTask, State, Steps, algorithm_1
 from commands import AlignConfig
 from config import Bilevel, Lower, Pretext, RunError, Upper, UsageError
-from data import Pool, Task, rng
+from data import Pool, Task
 from evaluate import Score
-from lora import DownstreamLoss, init_theta, save_adapter
+from lora import DownstreamLoss, save_adapter
 from model import Model, own_names, pretext_batches
-from run import Run, check_directory, read_json, typed
+from run import LOG, Record, Run, check_directory, read_json, typed
 from training import (
     Group,
     Optimiser,
@@ -35,10 +33,8 @@ from training import (
     decay_groups,
     trainable,
     untracked,
-    world_size,
 )
 
-LOG = logging.getLogger("bisslight")
 EXACT_LIMIT = 5000  # entries of θ: its Hessian takes as many double passes, and 200 MB in float64
 SHARES = (2 / 3, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 7, 1 / 10)  # App. C.3: 2/3, 1/2, 1/3, then less
 ABOVE, FLOOR, COLLAPSE = 3.0, 0.25, 0.5  # see `unstable`
@@ -112,18 +108,17 @@ def aligned(
     force: bool,
     track: Track,
     watched: bool = False,
-) -> dict[str, Any]:
+) -> Record:
     """The result of a run with one upper rate; if `watched`, it ends once it is `unstable`."""
     m = Model(cfg, task, pool)
-    theta = init_theta(m.backbone.depth, cfg.rank, m.backbone.dim, rng(cfg.seed, "lora"))  # l.2
-    theta = theta.to(m.device)
+    theta = m.theta()  # l.2
     pretext = m.pretext_task(theta)
-    refuse(cfg, pretext, theta)
+    inverse = hypergradient(cfg, theta)
     m.check("--d-batch", cfg.d_batch, out)
     with Run(out, "align", cfg, force, **m.about()) as run:
         if run.result:
             return run.result
-        phi_D, loss_D, stats = m.head(cfg.seed, "align head")
+        phi_D, loss_D, stats = m.head("align head")
         s, optimisers = begin(cfg, theta, pretext, phi_D)
         head = phi_D | stats
         heads = [*s.phi_P.values(), *head.values(), *pretext.state.values()]
@@ -139,7 +134,7 @@ def aligned(
                 score = m.score(m.task.val, s.theta_D, head)
                 run.log({"step": 0, "probe_val": score._asdict()})
                 LOG.info("linear probe: validation %s %.1f %%", m.task.metric, score.accuracy)
-            logs = alternations(cfg, m, s, loss_D, pretext)
+            logs = alternations(cfg, m, s, inverse, loss_D, pretext)
             records = m.validated(
                 ({"step": log.alternation, **log._asdict()} for log in logs),
                 cfg.eval_every, cfg.alternations, head, val_P=s.theta_P, val_D=s.theta_D,
@@ -154,7 +149,7 @@ def aligned(
         return run.finish(result_of(cfg, m, s, run))
 
 
-def result_of(cfg: AlignConfig, m: Model, s: State, run: Run) -> dict[str, Any]:
+def result_of(cfg: AlignConfig, m: Model, s: State, run: Run) -> Record:
     """Write θ_P (l.17); what the run ended with."""
     usual = AlignConfig(backbone="vit_b16", dataset="dtd", pretext=cfg.pretext)
     names = {name for group in (Lower, Upper, Bilevel, Pretext) for name in group.model_fields}
@@ -187,9 +182,9 @@ def begin(
         Schedule(cfg.alternations * n, cfg.warmup * n, cfg.end_lr)
         for n in (cfg.lower_steps, cfg.upper_steps)
     )
-    groups = [Group([leaves["P"]], cfg.p_lr, cfg.p_weight_decay)]
-    groups += decay_groups(phi_P, cfg.phi_p_lr, cfg.p_weight_decay)
-    opt_P = Optimiser(groups, lower, (0.9, 0.95), cfg.clip)
+    below = Group([leaves["P"]], cfg.p_lr, cfg.p_weight_decay)
+    decoder = decay_groups(phi_P, cfg.phi_p_lr, cfg.p_weight_decay)
+    opt_P = Optimiser([below, *decoder], lower, (0.9, 0.95), cfg.clip)
     betas = None if cfg.d_optimizer == "sgd" else (0.9, 0.999)
     head = Group([*phi_D.values()], cfg.d_lr, cfg.d_weight_decay)
     both = head._replace(tensors=[leaves["D"], *head.tensors])  # bias is decayed, too (App. C.2)
@@ -199,20 +194,29 @@ def begin(
 
 
 def alternations(
-    cfg: AlignConfig, m: Model, s: State, loss_D: DownstreamLoss, pretext: PretextTask
+    cfg: AlignConfig,
+    m: Model,
+    s: State,
+    inverse: Hypergradient,
+    loss_D: DownstreamLoss,
+    pretext: PretextTask,
 ) -> Iterator[Log]:
     """Algorithm 1 from `s` on, with the batches of these settings."""
     c = Steps(cfg.alternations, cfg.lower_steps, cfg.upper_steps, cfg.lam)
     lower, upper = (range(s.done * n, c.alternations * n) for n in (c.lower_steps, c.upper_steps))
     batches = pretext_batches(cfg, m.pool, pretext, m.arch.image_size, cfg.p_batch, lower)
     examples = m.examples("downstream", cfg.d_batch, upper, cfg.drop_path)
-    store = torch.device("cpu") if cfg.mfac_device == "cpu" else None
-    inverse, rest = hypergradient(cfg, s.theta_P), (cfg.micro_batch, m.amp, store)
+    rest = cfg.micro_batch, m.amp, "cpu" if cfg.mfac_device == "cpu" else None
     return algorithm_1(s, c, pretext, loss_D, inverse, batches, examples, *rest)
 
 
 def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
-    """The function of lines 10 and 13 that the settings name."""
+    """The function of lines 10 and 13 that the settings name (UsageError: too large for it)."""
+    if cfg.hypergrad == "exact" and theta.numel() > EXACT_LIMIT:
+        raise UsageError(
+            f"--hypergrad exact: θ has {theta.numel()} entries, a dense Hessian has {EXACT_LIMIT} "
+            "at most; lower --rank or use mfac"
+        )
     K, p = theta.shape
     known: dict[str, Hypergradient] = {
         "mfac": partial(mfac.mfac, partition=cfg.partition),
@@ -228,23 +232,6 @@ def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
         ),
     }
     return known[cfg.hypergrad]
-
-
-def refuse(cfg: AlignConfig, pretext: PretextTask, theta: Tensor) -> None:
-    """Refuse (UsageError) what would fail, or silently mean something else, hours later."""
-    if cfg.p_batch < world_size():
-        raise UsageError(f"--p-batch {cfg.p_batch}: give each of {world_size()} processes an image")
-    if cfg.hypergrad == "exact" and theta.numel() > EXACT_LIMIT:
-        raise UsageError(
-            f"--hypergrad exact: θ has {theta.numel()} entries, a dense Hessian has {EXACT_LIMIT} "
-            "at most; lower --rank or use mfac"
-        )
-    pieces = (cfg.micro_batch or cfg.p_batch) < cfg.p_batch or world_size() > 1
-    if pieces and not getattr(pretext, "mean_over_images", True):
-        raise UsageError(
-            f"--pretext {cfg.pretext}: its loss compares the images of a batch with each other, so "
-            "a batch cannot be cut; leave --micro-batch out and start one process"
-        )
 
 
 # --- the upper level's rate (App. C.3) ------------------------------------------------------------

@@ -43,6 +43,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 Phi = dict[str, Tensor]  # a head's trainable tensors by name
 Loss = Callable[..., Tensor]  # (theta, phi, batch) -> scalar, the mean over the batch's images
 Product = Callable[[Tensor], Tensor]  # d -> H d, both shaped like theta
+Pairs = list[tuple[Tensor, Tensor]]  # (tensor, its gradient)
 Hypergradient = Callable[[Tensor, float, Callable[[], Product]], Callable[[Tensor], Tensor]]
 """(G, λ, H) -> inverse, a function g -> q ≈ λ (H + λI)⁻¹ g. `H()` returns the function d -> H d."""
 
@@ -76,9 +77,9 @@ class PretextTask(Protocol):
 
 
 class Optimiser(Protocol):
-    """opt_P or opt_D: updates tensors in place from (tensor, gradient) pairs."""
+    """opt_P or opt_D: updates tensors in place."""
 
-    def update(self, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def update(self, pairs: Pairs) -> Tensor:
         """One step; returns the norm of all the gradients together, before clipping."""
 
 
@@ -131,7 +132,7 @@ def algorithm_1(
     downstream: Iterator[Any],
     micro: int | None = None,
     amp: bool = False,
-    store: torch.device | None = None,
+    store: torch.device | str | None = None,
 ) -> Iterator[Log]:
     """Algorithm 1 from alternation `s.done + 1` on; yields a Log after each alternation.
 
@@ -263,8 +264,10 @@ def microbatches(batch: Any, micro: int | None, device: torch.device) -> list[tu
     whole = sum_over_processes([torch.tensor(n, dtype=torch.float64, device=device)])[0]
     if micro is None or n <= micro:
         return [(batch, n / whole)]
-    starts = range(0, n, micro)
-    parts = [type(batch)(*(x if x is None else x[i : i + micro] for x in batch)) for i in starts]
+    parts = (
+        type(batch)(*(x if x is None else x[i : i + micro] for x in batch))
+        for i in range(0, n, micro)
+    )
     return [(part, len(part[0]) / whole) for part in parts]
 
 
@@ -278,7 +281,7 @@ def sum_over_processes(values: list[Tensor]) -> list[Tensor]:
     return [total.view_as(x) for total, x in zip(sums, values, strict=True)]
 
 
-def pairs(phi: Phi, gradient: Phi) -> list[tuple[Tensor, Tensor]]:
+def pairs(phi: Phi, gradient: Phi) -> Pairs:
     """(tensor, gradient) of every tensor of a head."""
     return [(tensor, gradient[name]) for name, tensor in phi.items()]
 

@@ -29,7 +29,8 @@ PARTS = ("train", "val", "test")
 Channels = tuple[float, ...]  # one number each for red, green and blue
 IMAGENET: tuple[Channels, Channels] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean, std
 Entry = tuple[str, Any]  # (image file below the dataset's folder, label)
-Draw = tuple[int, int]  # (its number, index of the image)
+Draws = list[tuple[int, int]]  # of a batch: number of the draw, index of the image
+Stored = Tensor | list[Path]  # images (N, 3, H, W) in [0, 1], or their files
 
 
 class ImageError(OSError):
@@ -52,9 +53,9 @@ def rng(seed: int, *purpose: str | int) -> torch.Generator:
 
 
 class Split(NamedTuple):
-    """Images, as files or as a tensor (N, 3, H, W) in [0, 1], and their labels, int64."""
+    """Images and their labels, int64."""
 
-    images: Tensor | list[Path]
+    images: Stored
     targets: Tensor  # (N,), or (N, C) for several classes per image: 1, -1 not, 0 does not count
 
     @classmethod
@@ -102,9 +103,9 @@ class Task(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """Unlabelled images D^P, as files or as a tensor (N, 3, H, W) in [0, 1]."""
+    """Unlabelled images D^P."""
 
-    images: Tensor | list[Path]
+    images: Stored
     mean: Channels = IMAGENET[0]
     std: Channels = IMAGENET[1]
 
@@ -113,7 +114,7 @@ class Pool(NamedTuple):
         return hashlib.sha256(content(self.images)).hexdigest()
 
 
-def content(images: Tensor | list[Path]) -> bytes:
+def content(images: Stored) -> bytes:
     """Names of image files below the folder that they share, in order; pixels where in memory."""
     if isinstance(images, Tensor):
         return images.numpy().tobytes()
@@ -123,11 +124,10 @@ def content(images: Tensor | list[Path]) -> bytes:
 
 def find_images(root: Path) -> list[Path]:
     """All image files below a folder, links followed, sorted by path, hidden ones left out."""
-    files: list[Path] = []
-    for path in root.iterdir():
-        if path.name[0] != "." and path.suffix.lower() in IMG_EXTENSIONS:
-            files.append(path)
-        elif path.name[0] != "." and path.is_dir():
+    shown = [path for path in root.iterdir() if path.name[0] != "."]
+    files = [path for path in shown if path.suffix.lower() in IMG_EXTENSIONS]
+    for path in shown:
+        if path.suffix.lower() not in IMG_EXTENSIONS and path.is_dir():
             files += find_images(path)
     if odd := [x for x in files if str(x).encode(errors="ignore") != os.fsencode(x)]:
         raise ValueError(f"{odd[0]}: this name is not UTF-8; rename the file or folder")
@@ -189,7 +189,7 @@ def permutation(n: int, seed: int, purpose: str, number: int) -> Tensor:
 
 def stream(
     n: int, batch: int, seed: int, purpose: str, steps: range, passes: bool = False
-) -> Iterator[list[Draw]]:
+) -> Iterator[Draws]:
     """Full batches of these steps; one may hold a pass's end and the next one's start.
 
     With `passes`, each pass has ceil(n / batch) batches, and its last one may be smaller.
@@ -202,7 +202,7 @@ def stream(
         yield [(d, int(permutation(n, seed, purpose, d // n)[d % n])) for d in draws]
 
 
-def in_order(indices: Sequence[int], batch: int) -> list[list[Draw]]:
+def in_order(indices: Sequence[int], batch: int) -> list[Draws]:
     """Batches of one pass for evaluation.
 
     >>> in_order(range(3), 2)
@@ -266,7 +266,7 @@ class Images(Dataset[Any]):
             cut = [crop, T.RandomHorizontalFlip(0.5 * t.flip)]
         self.pipeline = T.Compose([*cut, T.ToTensor(), T.Normalize(t.mean, t.std)])
 
-    def __getitem__(self, part: tuple[list[Draw], int]) -> tuple[Tensor, Tensor, int] | ImageError:
+    def __getitem__(self, part: tuple[Draws, int]) -> tuple[Tensor, Tensor, int] | ImageError:
         """(images, targets, n) of draws out of a batch of n.
 
         An error is a value: raised, it would leave a worker process as a traceback.
@@ -290,7 +290,7 @@ class Images(Dataset[Any]):
             return self.pipeline(image)  # type: ignore[no-any-return]
 
 
-def pick_workers(asked: int | None, images: Tensor | list[Path], device: torch.device) -> int:
+def pick_workers(asked: int | None, images: Stored, device: torch.device) -> int:
     """Processes that decode: as asked, else one per core, at most 16, if a GPU waits for them.
 
     On a CPU the network needs the cores, and images in memory need no decoding.
@@ -307,7 +307,7 @@ def own_session(worker: int) -> None:
 
 def batches(
     images: Images,
-    draws: Iterable[list[Draw]],
+    draws: Iterable[Draws],
     workers: int | None,
     device: torch.device,
     share: Callable[[int], slice] = slice,

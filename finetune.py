@@ -8,26 +8,23 @@ these are tested once. One rate with one seed is a run directory of its own, OUT
 same call goes on with unfinished ones and reads finished ones.
 """
 
-import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bisslight import Diverged
 from commands import FinetuneConfig
 from config import UsageError
-from data import Task, rng
-from lora import init_theta, load_adapter, save_adapter
+from data import Task
+from lora import load_adapter, save_adapter
 from model import Model, own_names
-from run import Run, check_directory, checking, jobs, sha256, typed
+from run import LOG, Record, Run, check_directory, checking, jobs, sha256, typed
 from training import Group, Optimiser, Schedule, Track, trainable, untracked
 from weights import load_theta
-
-LOG = logging.getLogger("bisslight")
 
 
 class FinetuneResult(NamedTuple):
@@ -41,7 +38,7 @@ class FinetuneResult(NamedTuple):
     unit: str  # what one seed repeats
     aligned_by: str | None  # hypergradient of the align run that it started from
     aligned_on: str | None  # dataset of that run
-    align_unlike_paper: dict[str, Any] | None  # settings of that run that are not the paper's
+    align_unlike_paper: Record | None  # settings of that run that are not the paper's
     lr: float  # the chosen rate
     grid: dict[str, list[float | None]]  # validation accuracy by rate; None: diverged
     val: list[float]
@@ -81,9 +78,9 @@ def finetune(
         if run.result:
             return typed(FinetuneResult, run.result)
 
-        def results(pairs: list[tuple[float, int]]) -> list[dict[str, Any]]:
-            one = cfg.but(grid=None, grid_seeds=1, seeds=1, jobs=1)
-            trials = [one.but(lr=lr, seed=cfg.seed + i, start=starts[i]) for lr, i in pairs]
+        def results(pairs: list[tuple[float, int]]) -> list[Record]:
+            one = {"grid": None, "grid_seeds": 1, "seeds": 1, "jobs": 1}
+            trials = [cfg.but(**one, lr=lr, seed=cfg.seed + i, start=starts[i]) for lr, i in pairs]
             if cfg.jobs == 1:
                 return [peft(one, out, task, force, m, track) for one in trials]
             work = jobs(partial(peft, out=out, task=task, force=force), trials, cfg.jobs)
@@ -94,7 +91,7 @@ def finetune(
         tried = {lr: [next(every) for _ in tries] for lr in cfg.grid}
         lr, chosen = best_rate(tried, lambda lr, n: results([(lr, i) for i in range(n, cfg.seeds)]))
         first = origins[0] if origins else {}
-        found = run.finish({
+        return typed(FinetuneResult, run.finish({
             "out": str(out), "dataset": cfg.dataset, "backbone": cfg.backbone, "unit": unit,
             "lr": lr, "metric": m.task.metric,
             "grid": {f"{rate}": [r["val"] and r["val"]["accuracy"] for r in runs]
@@ -103,11 +100,10 @@ def finetune(
             "aligned_on": first.get("dataset"), "align_unlike_paper": first.get("unlike_paper"),
             "pretext": first.get("pretext", m.adapter_about()["pretext"]),
             **tested(m, run, chosen),
-        })  # fmt: skip
-        return typed(FinetuneResult, found)
+        }))  # fmt: skip
 
 
-def tested(m: Model, run: Run, chosen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def tested(m: Model, run: Run, chosen: list[Record]) -> Record:
     """Test each seed's best epoch, once; keep its adapter beside the result."""
     scores = []
     for result in chosen:
@@ -130,9 +126,9 @@ def tested(m: Model, run: Run, chosen: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def best_rate(
-    tried: Mapping[float, list[dict[str, Any]]],
-    more: Callable[[float, int], list[dict[str, Any]]],
-) -> tuple[float, list[dict[str, Any]]]:
+    tried: Mapping[float, list[Record]],
+    more: Callable[[float, int], list[Record]],
+) -> tuple[float, list[Record]]:
     """The rate whose results are `worth` most, and the results of all its seeds.
 
     A rate at which any seed diverged, also a later one, is given up for the next best.
@@ -148,13 +144,13 @@ def best_rate(
     raise Diverged("every learning rate diverged, lower --lr or extend --grid downwards")
 
 
-def worth(validated: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+def worth(validated: list[Record]) -> tuple[float, float]:
     """What decides: the mean validation accuracy, ties by the lower mean loss."""
     scores = [x["val"] for x in validated]
     return fmean(score["accuracy"] for score in scores), -fmean(score["loss"] for score in scores)
 
 
-def best_epoch(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def best_epoch(records: list[Record]) -> Record:
     """The first of the epochs that are `worth` most."""
     scored = [record for record in records if record["val"]]
     return max(scored, key=lambda record: worth([record]), default={"step": 0})
@@ -193,7 +189,7 @@ def adapter_of(start: Path) -> Path:
     return start / "adapter.safetensors" if start.is_dir() else start
 
 
-def origin(start: Path, m: Model) -> dict[str, Any]:
+def origin(start: Path, m: Model) -> Record:
     """Where an adapter comes from; refuses (UsageError) one that does not belong here.
 
     That is one of another backbone, rank or weights, and one that was aligned on another split of
@@ -213,14 +209,14 @@ def origin(start: Path, m: Model) -> dict[str, Any]:
         for key in ("backbone", "rank", "alpha", "weights_sha256"):
             if about and str(about.get(key)) != str(now[key]):
                 raise ValueError(f"has {key} {about.get(key)}, this run {now[key]}")
-        digest = about.get("data_sha256", now["data_sha256"])
         names = (str(x.get("dataset")).removeprefix("folder:") for x in (about, now))
         same = len({os.path.realpath(x) for x in names}) == 1
-        if same and digest != now["data_sha256"]:
+        if same and about.get("data_sha256", now["data_sha256"]) != now["data_sha256"]:
             raise ValueError(
                 f"was aligned on another split or other images of {now['dataset']} (data_sha256 "
-                f"{digest[:12]}, here {now['data_sha256'][:12]}), so it may have seen the test "
-                "images; give its --data-seed, --split-file and images, or align again"
+                f"{about['data_sha256'][:12]}, here {now['data_sha256'][:12]}), so it may have "
+                "seen the test images; give its --data-seed, --split-file and images, or align "
+                "again"
             )
     if "data_sha256" not in about:
         LOG.info("--from %s: does not say which images it was trained on", start)
@@ -239,7 +235,7 @@ def peft(
     force: bool = False,
     m: Model | None = None,
     track: Track = untracked,
-) -> dict[str, Any]:
+) -> Record:
     """Fine-tune θ and a fresh φ_D with one rate and one seed; keep the best validation epoch.
 
     Args:
@@ -248,30 +244,30 @@ def peft(
     """
     m, lr = m or Model(cfg, task), cfg.grid[0]
     m.cfg, out = cfg, out / f"lr{lr:g}-s{cfg.seed}"
-    digest = cfg.start and sha256(adapter_of(cfg.start))
+    file = cfg.start and adapter_of(cfg.start)
+    digest = file and sha256(file)
     with Run(out, "peft", cfg, force, **m.about(), start_sha256=digest) as run:
         if run.result:
             return run.result
-        if cfg.start:
-            theta, _ = load_theta(adapter_of(cfg.start), m.backbone.dim)
-        else:
-            theta = init_theta(m.backbone.depth, cfg.rank, m.backbone.dim, rng(cfg.seed, "lora"))
-        phi_D, loss_D, stats = m.head(cfg.seed, "peft head")
+        theta = load_theta(file, m.backbone.dim)[0] if file else m.theta()
+        phi_D, loss_D, stats = m.head("peft head")
         leaves = trainable({"theta": theta}, m.device) | phi_D
         steps = -(-len(m.task.train.targets) // cfg.batch)
-        schedule = Schedule(cfg.epochs * steps, cfg.warmup_epochs * steps, cfg.end_lr)
-        betas = None if cfg.optimizer == "sgd" else (0.9, 0.999)
-        opt = Optimiser([Group([*leaves.values()], lr, cfg.weight_decay)], schedule, betas)
+        opt = Optimiser(
+            [Group([*leaves.values()], lr, cfg.weight_decay)],
+            Schedule(cfg.epochs * steps, cfg.warmup_epochs * steps, cfg.end_lr),
+            None if cfg.optimizer == "sgd" else (0.9, 0.999),
+        )
         now = leaves | stats
         best = {name: tensor.detach().clone() for name, tensor in now.items()}
         run.keep([*now.values(), *best.values()], [opt])
-        result = {"lr": lr, "seed": cfg.seed, "adapter": str(adapter_of(out))}
+        result = {"lr": lr, "seed": cfg.seed, "adapter": str(out / "adapter.safetensors")}
         label, at = f"lr {lr:g} seed {cfg.seed}", leaves["theta"]
         try:
             loss = partial(loss_D, at, phi_D, regularise=True)
             epochs = m.fit(loss, opt, "peft", cfg.epochs, cfg.batch, cfg.drop_path)
-            some = ({**epoch, "val": None} for epoch in epochs)
-            records = m.validated(some, cfg.eval_epochs, cfg.epochs, phi_D | stats, val=at)
+            epochs = ({**epoch, "val": None} for epoch in epochs)
+            records = m.validated(epochs, cfg.eval_epochs, cfg.epochs, phi_D | stats, val=at)
             for record in track(records, cfg.epochs, label, opt.step // steps):
                 if record["val"] and not math.isfinite(record["val"]["loss"]):
                     raise Diverged(

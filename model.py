@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import benchmarks
-from bisslight import Loss, PretextTask, numbers, value_and_grad
+from bisslight import Loss, Phi, PretextTask, numbers, value_and_grad
 from commands import AlignConfig, FinetuneConfig
 from config import BACKBONES, UsageError
 from data import (
@@ -42,15 +42,15 @@ from evaluate import Score, score
 from lora import (
     DownstreamLoss,
     Examples,
-    Phi,
     cross_entropy,
     drop_path,
     init_head,
     init_stats,
+    init_theta,
     predict,
 )
 from paper import memory_of
-from run import checking, sha256
+from run import Record, checking, sha256
 from training import Optimiser, gather, pick_device, share, trainable, world_size
 from weights import OFFICIAL, load_backbone, pretext_task, random_decoder, weights_of
 
@@ -77,9 +77,14 @@ class Model:
         cut = cfg.augment, cfg.min_crop, cfg.d_interpolation
         self.transform = Transform(size, mean, std, *cut)
 
-    def head(self, seed: int, purpose: str) -> tuple[Phi, DownstreamLoss, Phi]:
+    def theta(self) -> Tensor:
+        """A fresh θ (l.2)."""
+        f, g = self.backbone, rng(self.cfg.seed, "lora")
+        return init_theta(f.depth, self.cfg.rank, f.dim, g).to(self.device)
+
+    def head(self, purpose: str) -> tuple[Phi, DownstreamLoss, Phi]:
         """A fresh φ_D (App. C.2), its L^D, and its BatchNorm's statistics ({} without one)."""
-        cfg, g = self.cfg, rng(seed, purpose)
+        cfg, g = self.cfg, rng(self.cfg.seed, purpose)
         fresh = init_head(self.backbone.dim, len(self.task.classes), g, cfg.head == "batchnorm")
         phi = trainable(fresh, self.device)
         stats = init_stats(phi)
@@ -89,7 +94,14 @@ class Model:
         """The pretext task of these settings; θ is where θ_P starts."""
         cfg: Any = self.cfg
         if cfg.pretext not in ("mae", "ijepa"):
-            return own_class(cfg.pretext)(self.backbone, cfg, rng(cfg.seed, "pretext"))
+            own = own_class(cfg.pretext)(self.backbone, cfg, rng(cfg.seed, "pretext"))
+            pieces = (cfg.micro_batch or cfg.p_batch) < cfg.p_batch or world_size() > 1
+            if pieces and not getattr(own, "mean_over_images", True):
+                raise UsageError(
+                    f"--pretext {cfg.pretext}: its loss compares the images of a batch with each "
+                    "other, so a batch cannot be cut; leave --micro-batch out and start one process"
+                )
+            return own
         head: Any = self.pretext_head
         if cfg.pretext == "mae" and cfg.decoder == "random":
             head = random_decoder(self.arch, rng(cfg.seed, "decoder"))
@@ -115,7 +127,7 @@ class Model:
 
     def fit(
         self, loss: Loss, opt: Optimiser, purpose: str, count: int, batch: int, rate: float
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Iterator[Record]:
         """Train on D^D for `count` passes; linear probing (App. C.3) and PEFT (App. C.2) are this.
 
         Args:
@@ -137,8 +149,8 @@ class Model:
             return score(logits, ((x, y) for x, y, _ in arrived), loss, gather)
 
     def validated(
-        self, records: Iterable[dict[str, Any]], every: int, last: int, phi_D: Phi, **theta: Tensor
-    ) -> Iterator[dict[str, Any]]:
+        self, records: Iterable[Record], every: int, last: int, phi_D: Phi, **theta: Tensor
+    ) -> Iterator[Record]:
         """Records with the validation scores of each θ, by its name here, at the steps due."""
         for record in records:
             if record["step"] % every == 0 or record["step"] == last:
@@ -161,13 +173,17 @@ class Model:
                 f"{'BatchNorm needs' if norm else 'the processes need'} {least}; "
                 "choose another size"
             )
+        if isinstance(self.cfg, AlignConfig) and self.cfg.p_batch < world_size():
+            raise UsageError(
+                f"--p-batch {self.cfg.p_batch}: give each of {world_size()} processes an image"
+            )
         for split in () if (out / "env.json").exists() else (self.task.val, self.task.test):
             for error in decode_all(split.images):
                 raise error
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> Record:
         """What defines a run beside its settings: digests of weights, labelled task and pool."""
-        found: dict[str, Any] = {
+        found: Record = {
             "weights_sha256": self.digest,
             "data_sha256": self.task.fingerprint(),
             "images": {part: len(getattr(self.task, part).targets) for part in PARTS},
@@ -178,7 +194,7 @@ class Model:
             found |= {"pretext_sha256": sha256(file)} if file.suffix == ".py" else {}
         return found
 
-    def adapter_about(self, **more: Any) -> dict[str, Any]:
+    def adapter_about(self, **more: Any) -> Record:
         """What an adapter file says of itself."""
         names = ("backbone", "rank", "alpha", "dataset", "data_seed")
         return {
@@ -228,8 +244,8 @@ def trained(
     batches: Iterator[Any],
     piece: int,
     what: str,
-    after_step: Callable[[None], None] | None = None,
-) -> Iterator[dict[str, Any]]:
+    after_step: Callable[[None], None] = lambda theta: None,
+) -> Iterator[Record]:
     """An optimiser step per batch, in place; yields the mean loss of every `piece` steps.
 
     Raises Diverged where a loss or gradient is not finite.
@@ -240,8 +256,7 @@ def trained(
     def step(batch: Any) -> list[Tensor]:
         value, *found = value_and_grad(loss, tensors, batch, cfg.micro_batch, amp)
         norm = opt.update(zip(tensors, found, strict=True))
-        if after_step:
-            after_step(None)
+        after_step(None)
         return [value, norm]
 
     while rows := [step(batch) for batch in itertools.islice(batches, piece)]:
@@ -296,7 +311,7 @@ def own_class(name: str) -> Callable[..., PretextTask]:
         raise UsageError(f"--pretext {name}: cannot be imported ({error!r})") from error
 
 
-def plan(cfg: Config) -> dict[str, Any]:
+def plan(cfg: Config) -> Record:
     """What a run would do, for --dry-run: all inputs are checked as far as they are there."""
     device, there = device_of(cfg), weights_of(cfg).exists()
     task: Task = named(cfg, "dataset")

@@ -12,6 +12,7 @@ finished and result.json once it is. The same command, given again, goes on wher
 import hashlib
 import io
 import json
+import logging
 import multiprocessing
 import os
 import platform
@@ -35,7 +36,9 @@ from torch import Tensor
 from config import RunError, Settings, UsageError
 from training import Optimiser, Stopped, barrier, rank, stop, world_size
 
+LOG = logging.getLogger("bisslight")
 R = TypeVar("R")
+Record = dict[str, Any]  # a JSON object: a line of metrics.jsonl, what a run ended with
 
 # --- files ------------------------------------------------------------------------------------
 
@@ -58,7 +61,7 @@ def checking(thing: str, remedy: str = "") -> Iterator[None]:
         raise UsageError(f"{thing}: {why}") from error
 
 
-def read_json(path: Path, remedy: str = "make it again") -> dict[str, Any]:
+def read_json(path: Path, remedy: str = "make it again") -> Record:
     """A JSON object that this program wrote (UsageError where it is missing or damaged)."""
     with checking(str(path), remedy):
         return dict(json.loads(path.read_text()))
@@ -92,9 +95,9 @@ def sha256(path: Path) -> str:
 
 def jobs(fn: Callable[[Any], R], units: Sequence[Any], count: int) -> Iterator[R]:
     """`fn` of each unit, in order, in `count` processes that end with this one. It is pickled."""
-    context = multiprocessing.get_context("spawn")
-    threads = max(1, (os.cpu_count() or 1) // count)
-    with ProcessPoolExecutor(count, context, start_worker, (stop.flag, threads)) as pool:
+    given = stop.flag, max(1, (os.cpu_count() or 1) // count)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, spawn, start_worker, given) as pool:
         try:
             yield from pool.map(fn, units)
         except BrokenProcessPool as error:
@@ -113,8 +116,8 @@ def start_worker(flag: Any, threads: int) -> None:
     stop.install()
     stop.flag = flag
     torch.set_num_threads(threads)
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=end_with, args=[parent], daemon=True).start()
+    parent = [multiprocessing.parent_process()]
+    threading.Thread(target=end_with, args=parent, daemon=True).start()
 
 
 def end_with(parent: Any) -> None:
@@ -128,6 +131,7 @@ LOCK, TORN = ".lock", ".*.tmp"  # TORN: of a process that was killed while it wr
 FILES = ("result.json", "metrics.jsonl", "checkpoint.pt", "backbone.pth", "adapter*.safetensors",
          "rollout.png", "similarity.png", "sweep.json", "sweep.png", "cost.png", TORN,
          "config.json", "env.json")  # fmt: skip
+PACKAGES = ("torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
 MAY_CHANGE = {"device", "workers", "jobs", "micro_batch", "save_minutes", "mfac_device",
               "data_root", "weights"}  # fmt: skip
 
@@ -147,7 +151,7 @@ class Run(AbstractContextManager["Run"]):
         self, path: Path, command: str, config: Settings, force: bool = False, **about: Any
     ) -> None:
         self.path, self.config, self.lock = path, config, FileLock(path / LOCK)
-        self.records: list[dict[str, Any]] = []  # the lines of metrics.jsonl
+        self.records: list[Record] = []  # the lines of metrics.jsonl
         self.began, self.saved = (time.process_time(), time.monotonic()), time.monotonic()
         self.kept: tuple[list[Tensor], list[Optimiser]] = [], []
         check_directory(path, command, config, force, **about)
@@ -160,14 +164,13 @@ class Run(AbstractContextManager["Run"]):
         if self.result is None and (asked := stop.agreed()):
             raise Stopped(asked, f"stopped before {path}; the same command goes on")
 
-    def _open(self, command: str, force: bool, about: dict[str, Any]) -> None:
+    def _open(self, command: str, force: bool, about: Record) -> None:
         """Lock the directory, and write down what is run and on which machine."""
         with checking(f"--out {self.path}: make it writable, or wait for who is at work in it"):
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock.acquire(timeout=60)
         # another process may have been at work until now: look again
-        found = check_directory(self.path, command, self.config, force, **about)
-        goes_on = found and not force
+        goes_on = check_directory(self.path, command, self.config, force, **about)
         for name in (TORN,) if goes_on else FILES:
             for file in self.path.glob(name):
                 file.unlink(missing_ok=True)
@@ -176,13 +179,12 @@ class Run(AbstractContextManager["Run"]):
         settings = self.config.model_dump(mode="json")
         git = f"git -C '{Path(__file__).parent}' rev-parse HEAD"
         failed, commit = subprocess.getstatusoutput(git)
-        packages = ("torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
-        new: dict[str, Any] = {"command": command, "about": about, "machines": []}
+        new: Record = {"command": command, "about": about, "machines": []}
         env = read_json(self.path / "env.json") if goes_on else new
         env["machines"].append({
             "argv": sys.argv,
             "commit": "" if failed else commit,
-            "versions": {"python": sys.version.split()[0]} | {x: version(x) for x in packages},
+            "versions": {"python": sys.version.split()[0]} | {x: version(x) for x in PACKAGES},
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "processes": world_size(),
@@ -237,9 +239,9 @@ class Run(AbstractContextManager["Run"]):
             barrier()  # torchrun ends all processes when one ends: process 0 has to save first
             raise Stopped(asked, f"stopped after {done}; {self.path}: the same command goes on")
 
-    def finish(self, result: Mapping[str, Any]) -> dict[str, Any]:
+    def finish(self, result: Mapping[str, Any]) -> Record:
         """Write result.json, which says that the run is complete; returns what it holds."""
-        found: dict[str, Any] = json.loads(json.dumps({**result, **self.elapsed()}))
+        found: Record = json.loads(json.dumps({**result, **self.elapsed()}))
         self.write("result.json", json.dumps(found, indent=1))
         barrier()  # then it is on the disk
         (self.path / "checkpoint.pt").unlink(missing_ok=True)
@@ -258,14 +260,14 @@ class Run(AbstractContextManager["Run"]):
 
 def typed(kind: type[R], found: Mapping[str, Any]) -> R:
     """A result.json as the NamedTuple that a command returns; other keys are left out."""
-    names: Any = kind.__annotations__
-    return TypeAdapter(kind).validate_python({name: found[name] for name in names})
+    known = {name: found[name] for name in kind.__annotations__}
+    return TypeAdapter(kind).validate_python(known)
 
 
 def check_directory(
     path: Path, command: str, config: Settings, force: bool = False, **about: Any
 ) -> bool:
-    """Whether `path` holds a run to go on with; refuses (UsageError) what it must not touch."""
+    """Whether the run in `path` is gone on with; refuses (UsageError) what must not be touched."""
     again = "choose another --out"
     if path.exists() and not path.is_dir():
         raise UsageError(f"--out {path}: is a file; {again}")
@@ -287,4 +289,4 @@ def check_directory(
             f"--out {path}: is a run with other settings: {changes}; {again}, or start over with "
             "--force"
         )
-    return True
+    return not force
