@@ -16,7 +16,7 @@ from torch import Tensor
 
 import cg
 import mfac
-from bisslight import Diverged, Hypergradient, Log, Phi, PretextTask, State, Steps, algorithm_1
+from bisslight import Diverged, Hypergradient, Phi, PretextTask, State, algorithm_1
 from commands import AlignConfig
 from config import Bilevel, Lower, Pretext, RunError, Upper, UsageError
 from data import Pool, Task
@@ -67,13 +67,10 @@ def align(
     force: bool = False,
     track: Track = untracked,
 ) -> AlignResult:
-    """Run BiSSLight into the run directory `out`.
+    """Run BiSSLight into the run directory `out`; `force` starts over, `track` shows progress.
 
-    Args:
-        task, pool: a labelled task and unlabelled images of your own, instead of names in `cfg`.
-        force: start the run in `out` over.
-        track: shows progress; wraps what is done epoch by epoch and alternation by alternation.
-    Raises UsageError before the long work starts, Diverged where a loss is not finite.
+    `task` and `pool` are data of your own, instead of names in `cfg`. Raises UsageError before the
+    long work starts, Diverged where a loss is not finite.
     """
     cfg = cfg.but(**own_names(task, pool))
     check_directory(out, "align", cfg, force)
@@ -83,7 +80,7 @@ def align(
         if "diverged" in found:
             raise Diverged(found["diverged"])
         return typed(AlignResult, found)
-    rates = upper_rates(cfg)
+    rates = upper_rates(cfg.d_lr_from, cfg.dataset)
     with Run(out, "align", cfg, force, upper_rates=rates) as run:
         if run.result:
             return typed(AlignResult, run.result)
@@ -135,10 +132,8 @@ def aligned(
                 run.log({"step": 0, "probe_val": score._asdict()})
                 LOG.info("linear probe: validation %s %.1f %%", m.task.metric, score.accuracy)
             logs = alternations(cfg, m, s, inverse, loss_D, pretext)
-            records = m.validated(
-                ({"step": log.alternation, **log._asdict()} for log in logs),
-                cfg.eval_every, cfg.alternations, head, val_P=s.theta_P, val_D=s.theta_D,
-            )  # fmt: skip
+            levels = {"val_P": s.theta_P, "val_D": s.theta_D}
+            records = m.validated(logs, cfg.eval_every, cfg.alternations, head, **levels)
             for record in track(records, cfg.alternations, "align", s.done):
                 run.log(record)
                 if watched and (why := unstable(run.records)):
@@ -200,14 +195,15 @@ def alternations(
     inverse: Hypergradient,
     loss_D: DownstreamLoss,
     pretext: PretextTask,
-) -> Iterator[Log]:
-    """Algorithm 1 from `s` on, with the batches of these settings."""
-    c = Steps(cfg.alternations, cfg.lower_steps, cfg.upper_steps, cfg.lam)
-    lower, upper = (range(s.done * n, c.alternations * n) for n in (c.lower_steps, c.upper_steps))
+) -> Iterator[Record]:
+    """The logs of Algorithm 1 from `s` on, with the batches of these settings."""
+    both = cfg.lower_steps, cfg.upper_steps
+    lower, upper = (range(s.done * n, cfg.alternations * n) for n in both)
     batches = pretext_batches(cfg, m.pool, pretext, m.arch.image_size, cfg.p_batch, lower)
     examples = m.examples("downstream", cfg.d_batch, upper, cfg.drop_path)
     rest = cfg.micro_batch, m.amp, "cpu" if cfg.mfac_device == "cpu" else None
-    return algorithm_1(s, c, pretext, loss_D, inverse, batches, examples, *rest)
+    logs = algorithm_1(s, cfg, pretext, loss_D, inverse, batches, examples, *rest)
+    return ({"step": log.alternation, **log._asdict()} for log in logs)
 
 
 def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
@@ -237,26 +233,22 @@ def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
 # --- the upper level's rate (App. C.3) ------------------------------------------------------------
 
 
-def upper_rates(cfg: AlignConfig) -> list[float]:
+def upper_rates(run: Path, dataset: str) -> list[float]:
     """2/3, 1/2, 1/3 and less of the best rate of a finished direct PEFT run, to three digits."""
-    run = cfg.d_lr_from or Path()
     result = read_json(run / "result.json") if (run / "result.json").exists() else {}
     if len(result.get("grid", ())) < 2 or result.get("aligned_by"):
         raise UsageError(f"--d-lr-from {run}: is not a finished `finetune` grid from the backbone")
-    if result["dataset"] != cfg.dataset:
-        raise UsageError(f"--d-lr-from {run}: is about {result['dataset']}, not {cfg.dataset}")
+    if result["dataset"] != dataset:
+        raise UsageError(f"--d-lr-from {run}: is about {result['dataset']}, not {dataset}")
     return [float(f"{result['lr'] * share:.3g}") for share in SHARES]
 
 
 def unstable(records: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why a run is not stable so far, None if it is.
+    """Why a run is not stable so far, None if it is. The paper does not define "stable".
 
-    Paper silent: it does not define "stable optimization". Here a run is stable as long as
-
-    - every loss and gradient is finite, which the loop itself sees to;
-    - no loss, averaged over an alternation, is above 3 times its running minimum, where a minimum
-      below a quarter of the first alternation's loss counts as that quarter;
-    - no validation score of θ_D is below half of the best one so far.
+    Here no loss, averaged over an alternation, may rise above 3 times its running minimum, where a
+    minimum below a quarter of the first alternation's loss counts as that quarter, and no
+    validation score of θ_D may fall below half of the best one so far.
 
     >>> unstable([{"loss_D_at_D": [2.0]}, {"loss_D_at_D": [1.0]}, {"loss_D_at_D": [3.5]}])
     'loss_D_at_D rose to 3.5, more than 3 times its minimum 1'

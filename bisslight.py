@@ -25,7 +25,7 @@ Every module keeps these letters.
     l.n   line n of Algorithm 1 (alg:bisslight)
 
 Axis 0 of every tensor of a batch is the image, so any batch can be cut into micro-batches or shared
-between processes (`gradients`, `hessian`). Files, clocks, seeds and devices are left to the caller.
+between processes. Files, clocks, seeds and devices are left to the caller.
 """
 
 import math
@@ -53,11 +53,11 @@ class Diverged(ArithmeticError):
 
 
 class PretextTask(Protocol):
-    """A pretext task, as Algorithm 1 sees it: `mae.MAE`, `ijepa.IJEPA`, `examples/rotation.py`.
+    """A pretext task: `mae.MAE`, `ijepa.IJEPA`, `examples/rotation.py`.
 
     A step calls draw, prepare, loss (as often as the hypergradient needs) and after_step. A class
     attribute `mean_over_images = False` says that the loss compares the images of a batch with each
-    other, as a contrastive loss does: such a batch cannot be cut into micro-batches.
+    other, as a contrastive loss does. Such a batch is not cut into micro-batches.
     """
 
     phi: Phi  # the head's start
@@ -81,15 +81,6 @@ class Optimiser(Protocol):
 
     def update(self, pairs: Pairs) -> Tensor:
         """One step; returns the norm of all the gradients together, before clipping."""
-
-
-class Steps(NamedTuple):
-    """The numbers of Algorithm 1's input line."""
-
-    alternations: int  # T
-    lower_steps: int  # N_L
-    upper_steps: int  # N_U
-    lam: float  # λ
 
 
 @dataclass
@@ -124,7 +115,7 @@ class Log(NamedTuple):
 
 def algorithm_1(
     s: State,
-    c: Steps,
+    c: Any,
     task: PretextTask,
     loss_D: Loss,
     hypergrad: Hypergradient,
@@ -136,9 +127,11 @@ def algorithm_1(
 ) -> Iterator[Log]:
     """Algorithm 1 from alternation `s.done + 1` on; yields a Log after each alternation.
 
-    Line 17 returns θ_P: it is `s.theta_P` once the generator has ended.
+    Line 17 returns θ_P: it is `s.theta_P` once the generator has ended. Raises Diverged where a
+    loss or gradient is not finite.
 
     Args:
+        c: has `alternations` T, `lower_steps` N_L, `upper_steps` N_U and `lam` λ: l.1.
         loss_D: (θ, φ_D, batch, regularise=False). The paper does not say where drop path acts:
             here at θ_D alone (regularise=True), as in the released program.
         hypergrad: lines 10 and 13; `mfac.mfac` is the paper's.
@@ -147,7 +140,6 @@ def algorithm_1(
         micro: largest number of images that pass through the network at once; None: whole batch.
         amp: bfloat16 autocast for both losses; gradients and G keep the dtype of θ.
         store: the device that keeps G; None: θ's.
-    Raises Diverged where a loss or gradient is not finite.
     """
     for t in range(s.done + 1, c.alternations + 1):  # l.3
         size = len(s.theta_P), c.lower_steps, s.theta_P.shape[1]  # l.4
@@ -202,11 +194,8 @@ def value_and_grad(
 ) -> list[Tensor]:
     """[loss(batch), its gradients with respect to tensors], means over images; no graph is kept.
 
-    Args:
-        micro: largest number of images that pass through the network at once; None: whole batch.
-        amp: bfloat16 autocast for the forward pass; gradients keep the dtype of the tensors.
-
-    Where processes share a batch, each has some of its images, and all get the whole's gradients.
+    `micro` and `amp` as in `algorithm_1`. Where processes share a batch, each has some of its
+    images, and all get the whole's gradients.
     """
     device = tensors[0].device
     total: list[Tensor] = []
@@ -222,9 +211,8 @@ def value_and_grad(
 def hessian(loss: Loss, theta: Tensor, phi: Phi, batch: Any, micro: int | None = None) -> Product:
     """Products d -> H d with H = ∇²_θ L of a batch at (θ, φ), in the full precision of θ.
 
-    A batch in one part is passed forward and backward once, and that graph serves every product
-    until the returned function is dropped. In several parts, each product passes them again, so
-    that one part's graph exists at a time.
+    One part's graph exists at a time. That of a batch in one part serves all products; several
+    parts are passed forward and backward again for each product.
     """
     at = theta.detach().requires_grad_()
     fixed = {name: tensor.detach() for name, tensor in phi.items()}
@@ -250,8 +238,8 @@ def hessian(loss: Loss, theta: Tensor, phi: Phi, batch: Any, micro: int | None =
 def microbatches(batch: Any, micro: int | None, device: torch.device) -> list[tuple[Any, Tensor]]:
     """A batch (a NamedTuple of tensors, image first) cut into parts of at most `micro` images.
 
-    With each part comes its share of the images of the batch, of all processes together, as a
-    float64 tensor on the device, so that the CPU need not wait for it.
+    With each comes its share of the images of all processes: float64 on the device, so that the
+    CPU need not wait for it.
 
     >>> class Batch(NamedTuple):
     ...     images: Tensor
@@ -289,11 +277,8 @@ def pairs(phi: Phi, gradient: Phi) -> Pairs:
 def within(G: Tensor) -> Callable[[Tensor], Tensor]:
     """Returns x (K, p) -> |Px|², P the projection on the span of each block's stored gradients.
 
-    M-FAC leaves what is outside that span as it is. In a block, with G (N_L, p) and y = G x,
-
-        |Px|² = yᵀ (G Gᵀ)⁻¹ y
-
-    A little is added to the diagonal, since the gradients may be linearly dependent.
+    In a block, with G (N_L, p), |Px|² = yᵀ (G Gᵀ)⁻¹ y with y = G x. A little is added to the
+    diagonal, since the gradients may be linearly dependent.
     """
 
     def products(a: Tensor, b: Tensor) -> Any:  # a bᵀ in float64, 16,384 columns at a time
@@ -323,10 +308,8 @@ def agreement(q: Tensor, g: Tensor, s: State, inside: Callable[[Tensor], Tensor]
 def numbers(where: str, rows: list[list[Tensor]], width: int) -> list[list[float]]:
     """A level's numbers as `width` lists by step. Only here does the CPU wait for the GPU.
 
-    Args:
-        rows: one per step: `width` scalars, and behind them, if wanted, a vector with a number for
-            each block of the hypergradient.
-    Raises Diverged naming the first step, and block, with a number that is not finite.
+    A row, one per step, is `width` scalars and, if wanted, a vector of a number for each block of
+    the hypergradient. Raises Diverged naming the first step, and block, that is not finite.
     """
     vectors = [torch.cat([x.detach().double().flatten() for x in row]) for row in rows]
     steps = torch.stack(vectors).tolist() if rows else []

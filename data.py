@@ -203,11 +203,7 @@ def stream(
 
 
 def in_order(indices: Sequence[int], batch: int) -> list[Draws]:
-    """Batches of one pass for evaluation.
-
-    >>> in_order(range(3), 2)
-    [[(0, 0), (1, 1)], [(2, 2)]]
-    """
+    """Batches of one pass for evaluation: in_order(range(3), 2) is [[(0, 0), (1, 1)], [(2, 2)]]."""
     return [[(i, i) for i in indices[k : k + batch]] for k in range(0, len(indices), batch)]
 
 
@@ -237,15 +233,14 @@ def read_image(path: Path) -> Image.Image:
         ) from error
 
 
-def decode_all(images: Tensor | Sequence[Path]) -> list[BaseException]:
+def decode_all(images: Stored) -> list[BaseException]:
     """Read image files fully once, before the long work; returns an error for each damaged one."""
 
     def decode(path: Path) -> None:  # keeps no image
         read_image(path)
 
     with ThreadPoolExecutor(8) as pool:  # decoding lets other threads run
-        paths = [] if isinstance(images, Tensor) else images
-        reads = [pool.submit(decode, path) for path in paths]
+        reads = [pool.submit(decode, path) for path in images if isinstance(path, Path)]
     return [error for read in reads if (error := read.exception())]
 
 
@@ -260,17 +255,13 @@ class Images(Dataset[Any]):
     def __init__(self, split: Split, t: Transform, train: bool, seed: int, purpose: str):
         self.split, self.t, self.seed, self.purpose = split, t, seed, purpose
         mode, self.crop = T.InterpolationMode(t.interpolation), train and t.augment == "crop"
-        cut = [T.Resize(round(t.size * 256 / 224), mode), T.CenterCrop(t.size)]
-        if self.crop:
-            crop = T.RandomResizedCrop(t.size, (t.min_crop, 1), interpolation=mode)
-            cut = [crop, T.RandomHorizontalFlip(0.5 * t.flip)]
+        crop = T.RandomResizedCrop(t.size, (t.min_crop, 1), interpolation=mode)
+        centre = [T.Resize(round(t.size * 256 / 224), mode), T.CenterCrop(t.size)]
+        cut = [crop, T.RandomHorizontalFlip(0.5 * t.flip)] if self.crop else centre
         self.pipeline = T.Compose([*cut, T.ToTensor(), T.Normalize(t.mean, t.std)])
 
     def __getitem__(self, part: tuple[Draws, int]) -> tuple[Tensor, Tensor, int] | ImageError:
-        """(images, targets, n) of draws out of a batch of n.
-
-        An error is a value: raised, it would leave a worker process as a traceback.
-        """
+        """Images, targets and n of draws out of a batch of n; an error raised would be lost."""
         draws, n = part
         images, index, t = self.split.images, [i for _, i in draws], self.t
         if isinstance(images, Tensor) and images.shape[2:] == (t.size, t.size) and not self.crop:
@@ -291,10 +282,7 @@ class Images(Dataset[Any]):
 
 
 def pick_workers(asked: int | None, images: Stored, device: torch.device) -> int:
-    """Processes that decode: as asked, else one per core, at most 16, if a GPU waits for them.
-
-    On a CPU the network needs the cores, and images in memory need no decoding.
-    """
+    """Processes that decode: as asked, else one per core, at most 16, if a GPU waits for files."""
     if asked is not None or device.type == "cpu" or isinstance(images, Tensor):
         return asked or 0
     return min(16, os.cpu_count() or 1)
@@ -312,10 +300,9 @@ def batches(
     device: torch.device,
     share: Callable[[int], slice] = slice,
 ) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """(images, targets, n) on the device for each list of n draws; worker processes work ahead.
+    """Images, targets (on the device) and n for each list of n draws; worker processes work ahead.
 
-    Args:
-        share: n -> this process's part of the n images, where several share a batch.
+    Where several processes share a batch, `share` is n -> this one's part of it.
     """
     for item in DataLoader(
         images,

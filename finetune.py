@@ -4,8 +4,7 @@
     finetune(FinetuneConfig(start=Path("runs/cub")), Path("runs/cub-peft"))
 
 Each learning rate is tried with one seed, the best one on validation is run with all seeds, and
-these are tested once. One rate with one seed is a run directory of its own, OUT/lr0.001-s0; the
-same call goes on with unfinished ones and reads finished ones.
+these are tested once. One rate with one seed is a run directory of its own, OUT/lr0.001-s0.
 """
 
 import math
@@ -61,11 +60,8 @@ def finetune(
 ) -> FinetuneResult:
     """Choose a rate on validation, run its seeds, test them, into the run directory `out`.
 
-    Args:
-        task: a labelled task of your own, instead of a name in `cfg`.
-        force: start the run in `out` over.
-        track: shows progress; wraps the epochs of a trial, or the trials where `jobs` is above 1.
-    Raises UsageError before the long work starts, Diverged where every rate diverges.
+    `task` is one of your own, instead of a name in `cfg`; `force` starts over; `track` shows
+    progress. Raises UsageError before the long work starts, Diverged where every rate diverges.
     """
     cfg = cfg.but(**own_names(task))
     check_directory(out, "finetune", cfg, force)
@@ -73,8 +69,8 @@ def finetune(
     starts, unit = starts_of(cfg)
     origins = [origin(start, m) for start in dict.fromkeys(starts) if start]
     m.check("--batch", cfg.batch, out)
-    about = m.about() | {"start_sha256": [sha256(adapter_of(x)) for x in starts if x]}
-    with Run(out, "finetune", cfg, force, **about) as run:
+    digests = [sha256(adapter_of(x)) for x in starts if x]
+    with Run(out, "finetune", cfg, force, **m.about(), start_sha256=digests) as run:
         if run.result:
             return typed(FinetuneResult, run.result)
 
@@ -129,12 +125,9 @@ def best_rate(
     tried: Mapping[float, list[Record]],
     more: Callable[[float, int], list[Record]],
 ) -> tuple[float, list[Record]]:
-    """The rate whose results are `worth` most, and the results of all its seeds.
+    """The rate whose results are `worth` most, and with `more(rate, seeds done)` all its results.
 
     A rate at which any seed diverged, also a later one, is given up for the next best.
-
-    Args:
-        more: (rate, seeds done) -> results of the other seeds.
     """
     known = [lr for lr, results in tried.items() if all(result["val"] for result in results)]
     for lr in sorted(known, key=lambda lr: worth(tried[lr]), reverse=True):  # the first of equals
@@ -192,9 +185,8 @@ def adapter_of(start: Path) -> Path:
 def origin(start: Path, m: Model) -> Record:
     """Where an adapter comes from; refuses (UsageError) one that does not belong here.
 
-    That is one of another backbone, rank or weights, and one that was aligned on another split of
-    the same dataset: it may have been trained on what are test images here. A file of the released
-    program does not say what it belongs to; only its shapes can be checked.
+    That is one of another backbone, rank or weights, and one aligned on another split of the same
+    dataset. Of a file of the released program only the shapes can be checked.
     """
     with checking(f"--from {start}"):
         theta, about = load_theta(adapter_of(start), m.backbone.dim)
@@ -238,9 +230,7 @@ def peft(
 ) -> Record:
     """Fine-tune θ and a fresh φ_D with one rate and one seed; keep the best validation epoch.
 
-    Args:
-        out: the directory of the whole; the run's own is below it.
-        m: the model, which differs between trials in its settings only; None: made here.
+    Its run directory is below `out`. The model `m` is that of any other trial; None: made here.
     """
     m, lr = m or Model(cfg, task), cfg.grid[0]
     m.cfg, out = cfg, out / f"lr{lr:g}-s{cfg.seed}"

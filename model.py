@@ -1,8 +1,5 @@
 """From settings to what Algorithm 1 needs: f_θ, D^D, D^P, L^D, the pretext task, batches, scores.
 
-    Model            one experiment
-    pretext_batches  prepared batches of a pool
-
 What a person got wrong ends here in a UsageError of one line, before the long work starts.
 """
 
@@ -105,18 +102,14 @@ class Model:
         head: Any = self.pretext_head
         if cfg.pretext == "mae" and cfg.decoder == "random":
             head = random_decoder(self.arch, rng(cfg.seed, "decoder"))
-        steps = cfg.alternations * cfg.lower_steps
         with checking(f"--pretext {cfg.pretext}"):
+            steps = cfg.alternations * cfg.lower_steps
             return pretext_task(cfg, self.backbone, head.to(self.device), steps, theta)
 
     def examples(
         self, purpose: str, batch: int, steps: range, rate: float, passes: bool = False
     ) -> Iterator[Examples]:
-        """The labelled training batches of these steps in the order of `data.stream`.
-
-        Args:
-            rate: of the drop path, whose factors come with them.
-        """
+        """Labelled training batches in the order of `data.stream`, with factors of drop path."""
         seed, train = self.cfg.seed, self.task.train
         images = Images(train, self.transform, True, seed, purpose)
         draws = stream(len(train.targets), batch, seed, purpose, steps, passes)
@@ -130,9 +123,7 @@ class Model:
     ) -> Iterator[Record]:
         """Train on D^D for `count` passes; linear probing (App. C.3) and PEFT (App. C.2) are this.
 
-        Args:
-            opt: what it holds is trained; its step says where to start.
-            rate: of the drop path.
+        What `opt` holds is trained; its step says where to start. `rate` is that of drop path.
         """
         piece = -(-len(self.task.train.targets) // batch)
         examples = self.examples(purpose, batch, range(opt.step, count * piece), rate, passes=True)
@@ -214,20 +205,16 @@ class Model:
 def pretext_batches(
     cfg: Any, pool: Pool, task: PretextTask, size: int, batch: int, steps: range
 ) -> Iterator[Any]:
-    """Prepared batches of these steps from a pool, each prepared when it is asked for.
+    """Batches of a pool with images of side `size`, each prepared when it is asked for.
 
-    Augmentation is the pretext task's own: MAE's bicubic with flip, I-JEPA's bilinear without. All
-    random numbers follow the step; they are drawn for the whole batch, then cut for processes.
-
-    Args:
-        cfg: settings of `align` or `pretrain`.
-        size: side of the images.
+    Augmentation is the pretext task's own: MAE's bicubic with flip, I-JEPA's bilinear without.
+    Random numbers follow the step; they are drawn for the whole batch, then cut for processes.
     """
     device = device_of(cfg)
     own: Any = {"interpolation": "bilinear", "flip": False} if cfg.pretext == "ijepa" else {}
     transform = Transform(size, pool.mean, pool.std, cfg.augment, cfg.min_crop, **own)
-    split = Split(pool.images, torch.zeros(len(pool.images), dtype=torch.long))
-    images = Images(split, transform, True, cfg.seed, "pretext")
+    unlabelled = Split(pool.images, torch.zeros(len(pool.images)))
+    images = Images(unlabelled, transform, True, cfg.seed, "pretext")
     draws = stream(len(pool.images), batch, cfg.seed, "pretext", steps)
     arrived = batches(images, draws, cfg.workers, device, share)
     for step, (x, _, n) in zip(steps, arrived, strict=True):
@@ -285,8 +272,7 @@ def own_names(task: Task | None, pool: Pool | None = None) -> dict[str, str]:
 def device_of(cfg: Any) -> torch.device:
     """The device of these settings (UsageError where it is not there).
 
-    vit_mini's tensors are too small for several threads of a CPU, which would wait for each other;
-    OMP_NUM_THREADS wins.
+    vit_mini's tensors are too small for several threads of a CPU; OMP_NUM_THREADS wins.
     """
     with checking(f"--device {cfg.device}"):
         device = pick_device(cfg.device)
@@ -298,8 +284,7 @@ def device_of(cfg: Any) -> torch.device:
 def own_class(name: str) -> Callable[..., PretextTask]:
     """The class of `FILE.py:Class` or `module:Class` (UsageError where there is none).
 
-    The file's folder is put behind the import path, so that a student's own `data.py` does not
-    take the place of this program's.
+    The file's folder comes last on the import path, so that its own `data.py` replaces none here.
     """
     place, _, attribute = name.rpartition(":")
     file = place.endswith(".py")

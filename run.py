@@ -1,9 +1,5 @@
 """Run directories, and how a run is stopped and goes on; nothing of the method is here.
 
-    files      atomic writing; `checking` turns an error into one line
-    `jobs`     runs side by side
-    `Run`      a run directory
-
 A run directory holds config.json (the settings), env.json (command, versions, machine, digests of
 the data), metrics.jsonl (a line per alternation or epoch), checkpoint.pt while the run is not
 finished and result.json once it is. The same command, given again, goes on where it stopped.
@@ -47,8 +43,7 @@ Record = dict[str, Any]  # a JSON object: a line of metrics.jsonl, what a run en
 def checking(thing: str, remedy: str = "") -> Iterator[None]:
     """Turn what a wrong setting raises into one line about it (UsageError).
 
-    Args:
-        remedy: against a file that may be missing or damaged, which raises anything.
+    With a remedy, `thing` is a file; a missing or damaged one raises anything.
     """
     kinds: Any = Exception if remedy else (ValueError, OSError)
     try:
@@ -62,7 +57,7 @@ def checking(thing: str, remedy: str = "") -> Iterator[None]:
 
 
 def read_json(path: Path, remedy: str = "make it again") -> Record:
-    """A JSON object that this program wrote (UsageError where it is missing or damaged)."""
+    """A JSON object (UsageError where it is missing or damaged)."""
     with checking(str(path), remedy):
         return dict(json.loads(path.read_text()))
 
@@ -116,8 +111,7 @@ def start_worker(flag: Any, threads: int) -> None:
     stop.install()
     stop.flag = flag
     torch.set_num_threads(threads)
-    parent = [multiprocessing.parent_process()]
-    threading.Thread(target=end_with, args=parent, daemon=True).start()
+    threading.Thread(target=end_with, args=[multiprocessing.parent_process()], daemon=True).start()
 
 
 def end_with(parent: Any) -> None:
@@ -137,9 +131,7 @@ MAY_CHANGE = {"device", "workers", "jobs", "micro_batch", "save_minutes", "mfac_
 
 
 class Run(AbstractContextManager["Run"]):
-    """A run directory, made or gone on with; `result` is what a finished run came to, else None.
-
-    `with Run(...) as run` keeps other processes out of it for as long.
+    """A run directory, made or gone on with, of one process; `result` is None or a finished run's.
 
     Args:
         command: its name; the directory of another command is refused.
@@ -179,9 +171,7 @@ class Run(AbstractContextManager["Run"]):
         settings = self.config.model_dump(mode="json")
         git = f"git -C '{Path(__file__).parent}' rev-parse HEAD"
         failed, commit = subprocess.getstatusoutput(git)
-        new: Record = {"command": command, "about": about, "machines": []}
-        env = read_json(self.path / "env.json") if goes_on else new
-        env["machines"].append({
+        machine = {
             "argv": sys.argv,
             "commit": "" if failed else commit,
             "versions": {"python": sys.version.split()[0]} | {x: version(x) for x in PACKAGES},
@@ -189,8 +179,11 @@ class Run(AbstractContextManager["Run"]):
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "processes": world_size(),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            **{name: settings[name] for name in MAY_CHANGE & settings.keys()},
-        })  # fmt: skip
+        }
+        changeable = {name: settings[name] for name in MAY_CHANGE & settings.keys()}
+        new: Record = {"command": command, "about": about, "machines": []}
+        env = read_json(self.path / "env.json") if goes_on else new
+        env["machines"].append(machine | changeable)
         write_atomic(self.path / "env.json", json.dumps(env, indent=1))
         write_atomic(self.path / "config.json", json.dumps(settings, indent=1))
 
@@ -220,8 +213,7 @@ class Run(AbstractContextManager["Run"]):
     def checkpoint(self, done: str, due: bool = False) -> None:
         """Save if `due` or if `save_minutes` are over; where a stop was asked for, save and stop.
 
-        Args:
-            done: how far the run is, for the message of Stopped: "alternation 3 of 500".
+        `done` is how far the run is, for the message of Stopped: "alternation 3 of 500".
         """
         asked, minutes = stop.agreed(), (time.monotonic() - self.saved) / 60
         if due or asked or minutes >= getattr(self.config, "save_minutes", 10.0):

@@ -17,7 +17,7 @@ import torch
 
 import mae
 from align import begin, hypergradient
-from bisslight import Steps, algorithm_1
+from bisslight import algorithm_1
 from commands import AlignConfig
 from config import BACKBONES, Common, PositiveInt
 from data import rng
@@ -107,5 +107,4 @@ def alternations(cfg: BenchConfig, method: str, device: torch.device) -> Iterato
     lower = repeat(mae.Batch(images[: cfg.p_batch], task.draw(cfg.p_batch, g)[0].to(device)))
     upper = repeat(Examples(images[: cfg.d_batch], labels))
     rest: Any = {"micro": cfg.micro_batch, "amp": cfg.amp and device.type == "cuda"}
-    steps = Steps(c.alternations, c.lower_steps, c.upper_steps, c.lam)
-    return algorithm_1(s, steps, task, loss_D, hypergradient(c, theta), lower, upper, **rest)
+    return algorithm_1(s, c, task, loss_D, hypergradient(c, theta), lower, upper, **rest)

@@ -11,7 +11,7 @@ from conftest import Recorded, recorded
 from torch import Tensor
 
 import weights
-from bisslight import State, Steps
+from bisslight import State
 from config import Arch
 from lora import Backbone, DownstreamLoss, Examples, from_factors
 from mae import MAE, Batch
@@ -86,6 +86,15 @@ def state_of(r: Recording) -> State:
     betas = None if m["d_opt"] == "sgd" else (0.9, 0.999)
     opt_D = Optimiser([Group(tensors, m["d_lr"], m["d_wd"])], upper, betas, clip=10)
     return State(r.theta, theta_D, r.phi_P, r.phi_D, opt_P, opt_D)
+
+
+class Steps(NamedTuple):
+    """The input line of Algorithm 1."""
+
+    alternations: int
+    lower_steps: int
+    upper_steps: int
+    lam: float
 
 
 def steps_of(m: dict[str, Any]) -> Steps:

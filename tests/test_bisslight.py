@@ -12,12 +12,12 @@ import pytest
 import replay
 import torch
 from conftest import close
-from replay import replayed, state_of, to_theta
+from replay import Steps, replayed, state_of, to_theta
 from torch import Tensor
 
 import bisslight
 import cg
-from bisslight import Diverged, Log, State, Steps, algorithm_1, within
+from bisslight import Diverged, Log, State, algorithm_1, within
 from mfac import Partition, exact, identity, mfac
 from mfac import recursion as by_recursion
 
