@@ -171,21 +171,21 @@ def begin(
     cfg: AlignConfig, theta: Tensor, pretext: PretextTask, phi_D: Phi
 ) -> tuple[State, list[Optimiser]]:
     """θ_P = θ_D = θ (l.2), φ_P from its task; and opt_P, opt_D and the probe's optimiser."""
-    leaves = trainable({"P": theta, "D": theta}, theta.device)
+    theta_P, theta_D = trainable({"P": theta, "D": theta}, theta.device).values()
     phi_P = trainable(pretext.phi, theta.device)
     lower, upper = (
         Schedule(cfg.alternations * n, cfg.warmup * n, cfg.end_lr)
         for n in (cfg.lower_steps, cfg.upper_steps)
     )
-    below = Group([leaves["P"]], cfg.p_lr, cfg.p_weight_decay)
+    below = Group([theta_P], cfg.p_lr, cfg.p_weight_decay)
     decoder = decay_groups(phi_P, cfg.phi_p_lr, cfg.p_weight_decay)
     opt_P = Optimiser([below, *decoder], lower, (0.9, 0.95), cfg.clip)
     betas = None if cfg.d_optimizer == "sgd" else (0.9, 0.999)
     head = Group([*phi_D.values()], cfg.d_lr, cfg.d_weight_decay)
-    both = head._replace(tensors=[leaves["D"], *head.tensors])  # bias is decayed, too (App. C.2)
+    both = head._replace(tensors=[theta_D, *head.tensors])  # bias is decayed, too (App. C.2)
     opt_D = Optimiser([both], upper, betas, cfg.clip)
-    s = State(leaves["P"], leaves["D"], phi_P, phi_D, opt_P, opt_D)
-    return s, [opt_P, opt_D, Optimiser([head], constant, betas)]
+    probe = Optimiser([head], constant, betas)
+    return State(theta_P, theta_D, phi_P, phi_D, opt_P, opt_D), [opt_P, opt_D, probe]
 
 
 def alternations(

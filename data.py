@@ -170,12 +170,11 @@ def holdout(entries: Sequence[Entry], seed: int, part: str) -> tuple[list[Entry]
     >>> holdout([("1.jpg", 0), ("2.jpg", 0), ("3.jpg", 1)], 0, "val")
     ([('1.jpg', 0), ('3.jpg', 1)], [('2.jpg', 0)])
     """
-
-    def place(entry: Entry) -> tuple[Any, bytes]:
-        return entry[1], hashlib.sha256(f"{seed}/{part}/{entry[0]}".encode()).digest()
-
+    ranked = sorted(
+        entries, key=lambda e: (e[1], hashlib.sha256(f"{seed}/{part}/{e[0]}".encode()).digest())
+    )
     chosen: set[str] = set()
-    for _, group in groupby(sorted(entries, key=place), lambda entry: entry[1]):
+    for _, group in groupby(ranked, lambda entry: entry[1]):
         files = [file for file, _ in group]
         chosen |= {*files[: max(len(files) > 1, len(files) // 5)]}
     return [e for e in entries if e[0] not in chosen], [e for e in entries if e[0] in chosen]

@@ -8,7 +8,6 @@ these are tested once. One rate with one seed is a run directory of its own, OUT
 """
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -202,7 +201,7 @@ def origin(start: Path, m: Model) -> Record:
             if about and str(about.get(key)) != str(now[key]):
                 raise ValueError(f"has {key} {about.get(key)}, this run {now[key]}")
         names = (str(x.get("dataset")).removeprefix("folder:") for x in (about, now))
-        same = len({os.path.realpath(x) for x in names}) == 1
+        same = len({Path(x).resolve() for x in names}) == 1
         if same and about.get("data_sha256", now["data_sha256"]) != now["data_sha256"]:
             raise ValueError(
                 f"was aligned on another split or other images of {now['dataset']} (data_sha256 "

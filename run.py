@@ -125,7 +125,6 @@ LOCK, TORN = ".lock", ".*.tmp"  # TORN: of a process that was killed while it wr
 FILES = ("result.json", "metrics.jsonl", "checkpoint.pt", "backbone.pth", "adapter*.safetensors",
          "rollout.png", "similarity.png", "sweep.json", "sweep.png", "cost.png", TORN,
          "config.json", "env.json")  # fmt: skip
-PACKAGES = ("torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
 MAY_CHANGE = {"device", "workers", "jobs", "micro_batch", "save_minutes", "mfac_device",
               "data_root", "weights"}  # fmt: skip
 
@@ -149,43 +148,27 @@ class Run(AbstractContextManager["Run"]):
         check_directory(path, command, config, force, **about)
         barrier()  # no process writes before all have looked
         if rank() == 0:
-            self._open(command, force, about)
+            with checking(f"--out {path}: make it writable, or wait for who is at work in it"):
+                path.mkdir(parents=True, exist_ok=True)
+                self.lock.acquire(timeout=60)
+            # another process may have been at work until now: look again
+            goes_on = check_directory(path, command, config, force, **about)
+            for name in (TORN,) if goes_on else FILES:
+                for file in path.glob(name):
+                    file.unlink(missing_ok=True)
+            new: Record = {"command": command, "about": about, "machines": []}
+            env = read_json(path / "env.json") if goes_on else new
+            settings = config.model_dump(mode="json")
+            changeable = {name: settings[name] for name in MAY_CHANGE & settings.keys()}
+            if not (path / "result.json").exists():
+                env["machines"].append(this_machine() | changeable)
+                write_atomic(path / "env.json", json.dumps(env, indent=1))
+                write_atomic(path / "config.json", json.dumps(settings, indent=1))
         barrier()
         result = path / "result.json"
         self.result = read_json(result) if result.exists() else None
         if self.result is None and (asked := stop.agreed()):
             raise Stopped(asked, f"stopped before {path}; the same command goes on")
-
-    def _open(self, command: str, force: bool, about: Record) -> None:
-        """Lock the directory, and write down what is run and on which machine."""
-        with checking(f"--out {self.path}: make it writable, or wait for who is at work in it"):
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.lock.acquire(timeout=60)
-        # another process may have been at work until now: look again
-        goes_on = check_directory(self.path, command, self.config, force, **about)
-        for name in (TORN,) if goes_on else FILES:
-            for file in self.path.glob(name):
-                file.unlink(missing_ok=True)
-        if (self.path / "result.json").exists():
-            return
-        settings = self.config.model_dump(mode="json")
-        git = f"git -C '{Path(__file__).parent}' rev-parse HEAD"
-        failed, commit = subprocess.getstatusoutput(git)
-        machine = {
-            "argv": sys.argv,
-            "commit": "" if failed else commit,
-            "versions": {"python": sys.version.split()[0]} | {x: version(x) for x in PACKAGES},
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-            "processes": world_size(),
-            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        }
-        changeable = {name: settings[name] for name in MAY_CHANGE & settings.keys()}
-        new: Record = {"command": command, "about": about, "machines": []}
-        env = read_json(self.path / "env.json") if goes_on else new
-        env["machines"].append(machine | changeable)
-        write_atomic(self.path / "env.json", json.dumps(env, indent=1))
-        write_atomic(self.path / "config.json", json.dumps(settings, indent=1))
 
     def __exit__(self, *_: object) -> None:
         self.lock.release()
@@ -248,6 +231,22 @@ class Run(AbstractContextManager["Run"]):
         """CPU seconds of this process and wall seconds, those before a stop included."""
         cpu, wall = self.began
         return {"cpu_seconds": time.process_time() - cpu, "seconds": time.monotonic() - wall}
+
+
+def this_machine() -> Record:
+    """What a number needs beside the settings: command line, versions, hardware, the commit."""
+    git = f"git -C '{Path(__file__).parent}' rev-parse HEAD"
+    failed, commit = subprocess.getstatusoutput(git)
+    packages = ("torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
+    return {
+        "argv": sys.argv,
+        "commit": "" if failed else commit,
+        "versions": {"python": sys.version.split()[0]} | {x: version(x) for x in packages},
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "processes": world_size(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
 
 
 def typed(kind: type[R], found: Mapping[str, Any]) -> R:
