@@ -1,9 +1,9 @@
-"""`bisslight align`: linear probing of φ_D, then Algorithm 1; θ_P ends in adapter.safetensors.
+"""`bisslight align` (App. C.3): linear probing of φ_D, then Algorithm 1.
 
     from align import align
     align(AlignConfig(backbone="vit_l16", dataset="cub200"), Path("runs/cub"))
 
-The same call goes on with an unfinished run and reads a finished one (App. C.3).
+The same call goes on with an unfinished run and reads a finished one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,16 +24,7 @@ from evaluate import Score
 from lora import DownstreamLoss, save_adapter
 from model import Model, own_names, pretext_batches
 from run import LOG, Record, Run, check_directory, read_json, typed
-from training import (
-    Group,
-    Optimiser,
-    Schedule,
-    Track,
-    constant,
-    decay_groups,
-    trainable,
-    untracked,
-)
+from training import Group, Optimiser, Schedule, Track, constant, decay_groups, trainable, untracked
 
 EXACT_LIMIT = 5000  # entries of θ: its Hessian takes as many double passes, and 200 MB in float64
 SHARES = (2 / 3, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 7, 1 / 10)  # App. C.3: 2/3, 1/2, 1/3, then less
@@ -230,11 +221,8 @@ def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
     return known[cfg.hypergrad]
 
 
-# --- the upper level's rate (App. C.3) ------------------------------------------------------------
-
-
 def upper_rates(run: Path, dataset: str) -> list[float]:
-    """2/3, 1/2, 1/3 and less of the best rate of a finished direct PEFT run, to three digits."""
+    """2/3, 1/2, 1/3 and less (App. C.3) of the best rate of a finished direct PEFT run."""
     result = read_json(run / "result.json") if (run / "result.json").exists() else {}
     if len(result.get("grid", ())) < 2 or result.get("aligned_by"):
         raise UsageError(f"--d-lr-from {run}: is not a finished `finetune` grid from the backbone")

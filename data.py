@@ -60,7 +60,6 @@ class Split(NamedTuple):
 
     @classmethod
     def below(cls, root: Path, entries: Sequence[Entry]) -> Self:
-        """Image files below a folder."""
         return cls([root / file for file, _ in entries], torch.tensor([k for _, k in entries]))
 
 
@@ -77,10 +76,7 @@ class Task(NamedTuple):
 
     @classmethod
     def of(cls, train: Any, val: Any, test: Any, classes: Sequence[str]) -> Self:
-        """A task of your own; a part is a torch Dataset or list of (image (3, H, W), class number).
-
-        Values are in [0, 1], else ValueError. All is kept in memory.
-        """
+        """A task in memory, of torch Datasets or lists of (image (3, H, W) in [0, 1], class)."""
         splits = []
         for part in (train, val, test):
             images, labels = zip(*(part[i] for i in range(len(part))), strict=True)
@@ -272,7 +268,6 @@ class Images(Dataset[Any]):
             return error
 
     def image(self, draw: int, index: int) -> Tensor:
-        """One image, decoded and augmented."""
         x = self.split.images[index]
         with torch.random.fork_rng(devices=[]):  # torchvision draws from the global generator
             torch.manual_seed(seed_of(self.seed, self.purpose, "augment", draw))

@@ -121,8 +121,7 @@ def tested(m: Model, run: Run, chosen: list[Record]) -> Record:
 
 
 def best_rate(
-    tried: Mapping[float, list[Record]],
-    more: Callable[[float, int], list[Record]],
+    tried: Mapping[float, list[Record]], more: Callable[[float, int], list[Record]]
 ) -> tuple[float, list[Record]]:
     """The rate whose results are `worth` most, and with `more(rate, seeds done)` all its results.
 
@@ -146,9 +145,6 @@ def best_epoch(records: list[Record]) -> Record:
     """The first of the epochs that are `worth` most."""
     scored = [record for record in records if record["val"]]
     return max(scored, key=lambda record: worth([record]), default={"step": 0})
-
-
-# --- where θ starts -------------------------------------------------------------------------------
 
 
 def starts_of(cfg: FinetuneConfig) -> tuple[list[Path | None], str]:
@@ -177,15 +173,13 @@ def starts_of(cfg: FinetuneConfig) -> tuple[list[Path | None], str]:
 
 
 def adapter_of(start: Path) -> Path:
-    """The file with θ."""
     return start / "adapter.safetensors" if start.is_dir() else start
 
 
 def origin(start: Path, m: Model) -> Record:
-    """Where an adapter comes from; refuses (UsageError) one that does not belong here.
+    """What an adapter says of itself; refuses (UsageError) one that does not belong here.
 
-    That is one of another backbone, rank or weights, and one aligned on another split of the same
-    dataset. Of a file of the released program only the shapes can be checked.
+    Of a file of the released program only the shapes can be checked.
     """
     with checking(f"--from {start}"):
         theta, about = load_theta(adapter_of(start), m.backbone.dim)
@@ -214,9 +208,6 @@ def origin(start: Path, m: Model) -> Record:
     elif not same:
         LOG.info("aligned on %s, fine-tuned on %s", about.get("dataset"), now["dataset"])
     return about
-
-
-# --- one PEFT run ---------------------------------------------------------------------------------
 
 
 def peft(

@@ -121,10 +121,7 @@ class Model:
     def fit(
         self, loss: Loss, opt: Optimiser, purpose: str, count: int, batch: int, rate: float
     ) -> Iterator[Record]:
-        """Train on D^D for `count` passes; linear probing (App. C.3) and PEFT (App. C.2) are this.
-
-        What `opt` holds is trained; its step says where to start. `rate` is that of drop path.
-        """
+        """Linear probing (App. C.3), PEFT (App. C.2): trains what `opt` holds in `count` passes."""
         piece = -(-len(self.task.train.targets) // batch)
         examples = self.examples(purpose, batch, range(opt.step, count * piece), rate, passes=True)
         return trained(self.cfg, loss, opt, examples, piece, purpose)
@@ -142,7 +139,7 @@ class Model:
     def validated(
         self, records: Iterable[Record], every: int, last: int, phi_D: Phi, **theta: Tensor
     ) -> Iterator[Record]:
-        """Records with the validation scores of each θ, by its name here, at the steps due."""
+        """Records, at the steps due with the validation score of each θ by its name here."""
         for record in records:
             if record["step"] % every == 0 or record["step"] == last:
                 for name, at in theta.items():
@@ -150,10 +147,7 @@ class Model:
             yield record
 
     def check(self, flag: str, batch: int, out: Path) -> None:
-        """Refuse (UsageError) batches that a BatchNorm head or the processes cannot share.
-
-        Before a run begins, also decode its validation and test images once (ImageError).
-        """
+        """Refuse batches that cannot be shared (UsageError); before a run, decode val and test."""
         norm, last = self.cfg.head == "batchnorm", len(self.task.train.targets) % batch or batch
         least = max(2, world_size()) if norm else world_size()
         if norm and self.cfg.micro_batch:
@@ -199,16 +193,13 @@ class Model:
         }
 
 
-# --- tasks, pools and their batches ---------------------------------------------------------------
-
-
 def pretext_batches(
     cfg: Any, pool: Pool, task: PretextTask, size: int, batch: int, steps: range
 ) -> Iterator[Any]:
     """Batches of a pool with images of side `size`, each prepared when it is asked for.
 
-    Augmentation is the pretext task's own: MAE's bicubic with flip, I-JEPA's bilinear without.
-    Random numbers follow the step; they are drawn for the whole batch, then cut for processes.
+    Augmentation is bicubic with flip, I-JEPA's bilinear without. All random numbers follow the
+    step; they are drawn for the whole batch, then cut for processes.
     """
     device = device_of(cfg)
     own: Any = {"interpolation": "bilinear", "flip": False} if cfg.pretext == "ijepa" else {}
@@ -233,10 +224,7 @@ def trained(
     what: str,
     after_step: Callable[[None], None] = lambda theta: None,
 ) -> Iterator[Record]:
-    """An optimiser step per batch, in place; yields the mean loss of every `piece` steps.
-
-    Raises Diverged where a loss or gradient is not finite.
-    """
+    """A step per batch, in place; yields the mean loss of every `piece` steps (Diverged)."""
     tensors = [tensor for group in opt.groups for tensor in group.tensors]
     amp = cfg.amp and tensors[0].is_cuda
 
@@ -270,24 +258,20 @@ def own_names(task: Task | None, pool: Pool | None = None) -> dict[str, str]:
 
 
 def device_of(cfg: Any) -> torch.device:
-    """The device of these settings (UsageError where it is not there).
-
-    vit_mini's tensors are too small for several threads of a CPU; OMP_NUM_THREADS wins.
-    """
+    """The device of these settings (UsageError where it is not there)."""
     with checking(f"--device {cfg.device}"):
         device = pick_device(cfg.device)
+    # so small tensors make several threads wait for each other
     if cfg.backbone == "vit_mini" and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     return device
 
 
 def own_class(name: str) -> Callable[..., PretextTask]:
-    """The class of `FILE.py:Class` or `module:Class` (UsageError where there is none).
-
-    The file's folder comes last on the import path, so that its own `data.py` replaces none here.
-    """
+    """The class of `FILE.py:Class` or `module:Class` (UsageError where there is none)."""
     place, _, attribute = name.rpartition(":")
     file = place.endswith(".py")
+    # last, so that a file's neighbour `data.py` is not taken for ours
     sys.path.append(str(Path(place).parent.resolve() if file else Path.cwd()))
     try:
         names = runpy.run_path(place) if file else vars(importlib.import_module(place))

@@ -36,15 +36,10 @@ LOG = logging.getLogger("bisslight")
 R = TypeVar("R")
 Record = dict[str, Any]  # a JSON object: a line of metrics.jsonl, what a run ended with
 
-# --- files ------------------------------------------------------------------------------------
-
 
 @contextmanager
 def checking(thing: str, remedy: str = "") -> Iterator[None]:
-    """Turn what a wrong setting raises into one line about it (UsageError).
-
-    With a remedy, `thing` is a file; a missing or damaged one raises anything.
-    """
+    """Turn what a setting, or with a remedy whatever a damaged file raises, into a UsageError."""
     kinds: Any = Exception if remedy else (ValueError, OSError)
     try:
         yield
@@ -80,12 +75,8 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-# --- runs side by side ------------------------------------------------------------------------
 
 
 def jobs(fn: Callable[[Any], R], units: Sequence[Any], count: int) -> Iterator[R]:
@@ -119,8 +110,6 @@ def end_with(parent: Any) -> None:
     os._exit(1)
 
 
-# --- run directories --------------------------------------------------------------------------
-
 LOCK, TORN = ".lock", ".*.tmp"  # TORN: of a process that was killed while it wrote
 FILES = ("result.json", "metrics.jsonl", "checkpoint.pt", "backbone.pth", "adapter*.safetensors",
          "rollout.png", "similarity.png", "sweep.json", "sweep.png", "cost.png", TORN,
@@ -132,10 +121,8 @@ MAY_CHANGE = {"device", "workers", "jobs", "micro_batch", "save_minutes", "mfac_
 class Run(AbstractContextManager["Run"]):
     """A run directory, made or gone on with, of one process; `result` is None or a finished run's.
 
-    Args:
-        command: its name; the directory of another command is refused.
-        force: start over.
-        about: what defines the run beside its settings, such as digests of weights and images.
+    A directory of another command, of other settings, or of another `about` (what else defines a
+    run: digests of weights and images) is refused; `force` starts over.
     """
 
     def __init__(
@@ -189,15 +176,11 @@ class Run(AbstractContextManager["Run"]):
                 self.began = cpu - spent["cpu_seconds"], wall - spent["seconds"]
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Add a line to metrics.jsonl."""
         self.records.append(json.loads(json.dumps(record)))
         self.write("metrics.jsonl", "".join(json.dumps(x) + "\n" for x in self.records))
 
     def checkpoint(self, done: str, due: bool = False) -> None:
-        """Save if `due` or if `save_minutes` are over; where a stop was asked for, save and stop.
-
-        `done` is how far the run is, for the message of Stopped: "alternation 3 of 500".
-        """
+        """Save if `due` or `save_minutes` are over; if asked to, stop and say what is `done`."""
         asked, minutes = stop.agreed(), (time.monotonic() - self.saved) / 60
         if due or asked or minutes >= getattr(self.config, "save_minutes", 10.0):
             buffer, (tensors, optimisers) = io.BytesIO(), self.kept
@@ -223,7 +206,6 @@ class Run(AbstractContextManager["Run"]):
         return found
 
     def write(self, name: str, content: bytes | str) -> None:
-        """Replace a file of the run."""
         if rank() == 0:
             write_atomic(self.path / name, content)
 
