@@ -31,9 +31,6 @@ def photos(root: Path) -> Split:
     return Split(sorted(root.glob("*.png")), torch.arange(6))
 
 
-# --- quilts ---
-
-
 def tiles(images: Tensor) -> Tensor:
     """Which motif each of the 16 tiles shows, by the nearest one: read from the pixels alone."""
     patches = images.mean(1).unfold(1, 4, 4).unfold(2, 4, 4).reshape(len(images), 16, 16)
@@ -56,9 +53,6 @@ def test_a_class_is_which_tiles_are_equal_and_never_which_motif() -> None:
     same = (labelled != labelled[:, :1]).int()[:, None]  # (480, 1, 16)
     wrong = torch.minimum((same != kinds).sum(-1), (same == kinds).sum(-1)).min(1).values
     assert 0.5 < float((wrong > 0).float().mean()) < 0.95  # a tenth of the tiles is redrawn
-
-
-# --- folders ---
 
 
 def test_class_folders_are_split_balanced_and_independent_of_place(tmp_path: Path) -> None:
@@ -108,9 +102,6 @@ def test_wrong_folders_end_in_one_clear_line(
         folder(tmp_path, 0)
 
 
-# --- tasks of one's own ---
-
-
 def test_images_in_memory_are_brought_to_the_size_of_the_network() -> None:
     pixels = torch.rand(4, 3, 12, 12)
     split = Split(pixels, torch.arange(4))
@@ -120,9 +111,6 @@ def test_images_in_memory_are_brought_to_the_size_of_the_network() -> None:
     ((x, _, _),) = batches(Images(split, fits, True, 0, "x"), [[(0, 3), (1, 0)]], 0, CPU)
     mean, std = (torch.tensor(v)[:, None, None] for v in (fits.mean, fits.std))
     assert torch.equal(x, (pixels[[3, 0]] - mean) / std)
-
-
-# --- order and batches ---
 
 
 @pytest.mark.parametrize(("n", "batch"), [(1, 1), (1, 7), (7, 3), (12, 4), (9, 40)])
