@@ -27,7 +27,7 @@ from run import LOG, Record, Run, check_directory, read_json, typed
 from training import Group, Optimiser, Schedule, Track, constant, decay_groups, trainable, untracked
 
 EXACT_LIMIT = 5000  # entries of θ: its Hessian takes as many double passes, and 200 MB in float64
-SHARES = (2 / 3, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 7, 1 / 10)  # App. C.3: 2/3, 1/2, 1/3, then less
+SHARES = (2 / 3, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 7, 1 / 10)  # of PEFT's rate; App. C.3, then less
 ABOVE, FLOOR, COLLAPSE = 3.0, 0.25, 0.5  # see `unstable`
 
 
@@ -71,7 +71,17 @@ def align(
         if "diverged" in found:
             raise Diverged(found["diverged"])
         return typed(AlignResult, found)
-    rates = upper_rates(cfg.d_lr_from, cfg.dataset)
+    file = cfg.d_lr_from / "result.json"
+    direct = read_json(file) if file.exists() else {}
+    if len(direct.get("grid", ())) < 2 or direct.get("aligned_by"):
+        raise UsageError(
+            f"--d-lr-from {cfg.d_lr_from}: is not a finished `finetune` grid from the backbone"
+        )
+    if direct["dataset"] != cfg.dataset:
+        raise UsageError(
+            f"--d-lr-from {cfg.d_lr_from}: is about {direct['dataset']}, not {cfg.dataset}"
+        )
+    rates = [float(f"{direct['lr'] * share:.3g}") for share in SHARES]
     with Run(out, "align", cfg, force, upper_rates=rates) as run:
         if run.result:
             return typed(AlignResult, run.result)
@@ -123,8 +133,9 @@ def aligned(
                 run.log({"step": 0, "probe_val": score._asdict()})
                 LOG.info("linear probe: validation %s %.1f %%", m.task.metric, score.accuracy)
             logs = alternations(cfg, m, s, inverse, loss_D, pretext)
-            levels = {"val_P": s.theta_P, "val_D": s.theta_D}
-            records = m.validated(logs, cfg.eval_every, cfg.alternations, head, **levels)
+            records = m.validated(
+                logs, cfg.eval_every, cfg.alternations, head, val_P=s.theta_P, val_D=s.theta_D
+            )
             for record in track(records, cfg.alternations, "align", s.done):
                 run.log(record)
                 if watched and (why := unstable(run.records)):
@@ -219,16 +230,6 @@ def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
         ),
     }
     return known[cfg.hypergrad]
-
-
-def upper_rates(run: Path, dataset: str) -> list[float]:
-    """2/3, 1/2, 1/3 and less (App. C.3) of the best rate of a finished direct PEFT run."""
-    result = read_json(run / "result.json") if (run / "result.json").exists() else {}
-    if len(result.get("grid", ())) < 2 or result.get("aligned_by"):
-        raise UsageError(f"--d-lr-from {run}: is not a finished `finetune` grid from the backbone")
-    if result["dataset"] != dataset:
-        raise UsageError(f"--d-lr-from {run}: is about {result['dataset']}, not {dataset}")
-    return [float(f"{result['lr'] * share:.3g}") for share in SHARES]
 
 
 def unstable(records: Sequence[Mapping[str, Any]]) -> str | None:

@@ -183,7 +183,7 @@ def gradients(
     micro: int | None = None,
     amp: bool = False,
 ) -> tuple[Tensor, Tensor, Phi]:
-    """L(θ, φ), ∇_θ L and ∇_φ L (by name) of a batch; micro and amp as in `value_and_grad`."""
+    """L(θ, φ), ∇_θ L and ∇_φ L (by name) of a batch; micro and amp as in `algorithm_1`."""
     tensors = [theta, *phi.values()]
     value, g_theta, *g_phi = value_and_grad(partial(loss, theta, phi), tensors, batch, micro, amp)
     return value, g_theta, dict(zip(phi, g_phi, strict=True))
@@ -194,8 +194,7 @@ def value_and_grad(
 ) -> list[Tensor]:
     """[loss(batch), its gradients with respect to tensors], means over images; no graph is kept.
 
-    `micro` and `amp` as in `algorithm_1`. Where processes share a batch, each has some of its
-    images, and all get the whole's gradients.
+    Where processes share a batch, each has some of its images, and all get the whole's gradients.
     """
     device = tensors[0].device
     total: list[Tensor] = []
@@ -239,14 +238,7 @@ def microbatches(batch: Any, micro: int | None, device: torch.device) -> list[tu
     """A batch (a NamedTuple of tensors, image first) cut into parts of at most `micro` images.
 
     With each comes its share of the images of all processes: float64 on the device, so that the
-    CPU need not wait for it.
-
-    >>> class Batch(NamedTuple):
-    ...     images: Tensor
-    ...     drop: Tensor | None = None
-    >>> parts = microbatches(Batch(torch.zeros(5, 3)), 2, torch.device("cpu"))
-    >>> [(len(part.images), float(share)) for part, share in parts]
-    [(2, 0.4), (2, 0.4), (1, 0.2)]
+    CPU need not wait for it. Of 5 images, micro 2 makes parts of 2, 2 and 1 with 0.4, 0.4, 0.2.
     """
     n = len(batch[0])
     whole = sum_over_processes([torch.tensor(n, dtype=torch.float64, device=device)])[0]

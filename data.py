@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -166,12 +165,12 @@ def holdout(entries: Sequence[Entry], seed: int, part: str) -> tuple[list[Entry]
     >>> holdout([("1.jpg", 0), ("2.jpg", 0), ("3.jpg", 1)], 0, "val")
     ([('1.jpg', 0), ('3.jpg', 1)], [('2.jpg', 0)])
     """
-    ranked = sorted(
-        entries, key=lambda e: (e[1], hashlib.sha256(f"{seed}/{part}/{e[0]}".encode()).digest())
-    )
+    by_class: dict[int, list[str]] = {}
+    for file, label in entries:
+        by_class.setdefault(label, []).append(file)
     chosen: set[str] = set()
-    for _, group in groupby(ranked, lambda entry: entry[1]):
-        files = [file for file, _ in group]
+    for files in by_class.values():
+        files.sort(key=lambda file: hashlib.sha256(f"{seed}/{part}/{file}".encode()).digest())
         chosen |= {*files[: max(len(files) > 1, len(files) // 5)]}
     return [e for e in entries if e[0] not in chosen], [e for e in entries if e[0] in chosen]
 

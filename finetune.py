@@ -7,7 +7,6 @@ Each learning rate is tried with one seed, the best one on validation is run wit
 these are tested once. One rate with one seed is a run directory of its own, OUT/lr0.001-s0.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -123,10 +122,7 @@ def tested(m: Model, run: Run, chosen: list[Record]) -> Record:
 def best_rate(
     tried: Mapping[float, list[Record]], more: Callable[[float, int], list[Record]]
 ) -> tuple[float, list[Record]]:
-    """The rate whose results are `worth` most, and with `more(rate, seeds done)` all its results.
-
-    A rate at which any seed diverged, also a later one, is given up for the next best.
-    """
+    """The rate that is `worth` most and does not diverge with `more(rate, seeds done)`; results."""
     known = [lr for lr, results in tried.items() if all(result["val"] for result in results)]
     for lr in sorted(known, key=lambda lr: worth(tried[lr]), reverse=True):  # the first of equals
         results = tried[lr] + more(lr, len(tried[lr]))
@@ -143,7 +139,7 @@ def worth(validated: list[Record]) -> tuple[float, float]:
 
 def best_epoch(records: list[Record]) -> Record:
     """The first of the epochs that are `worth` most."""
-    scored = [record for record in records if record["val"]]
+    scored = (record for record in records if record["val"])
     return max(scored, key=lambda record: worth([record]), default={"step": 0})
 
 
@@ -153,8 +149,8 @@ def starts_of(cfg: FinetuneConfig) -> tuple[list[Path | None], str]:
         return [None] * cfg.seeds, "PEFT seed"
     runs = [cfg.start]
     if cfg.start.is_dir() and not (cfg.start / "config.json").exists():
-        found = (file.parent for file in cfg.start.glob("*/config.json"))
-        runs = sorted(found, key=lambda run: (len(run.name), run.name))
+        runs = [file.parent for file in cfg.start.glob("*/config.json")]
+        runs.sort(key=lambda run: (len(run.name), run.name))
     if len(runs) not in (1, cfg.seeds):
         raise UsageError(
             f"--from {cfg.start}: holds {len(runs)} align runs, "
@@ -168,8 +164,8 @@ def starts_of(cfg: FinetuneConfig) -> tuple[list[Path | None], str]:
             )
     if len(runs) > 1:
         return [*runs], "align run and PEFT"
-    one = "LoRA file" if cfg.start.is_file() else "align run"
-    return [runs[0]] * cfg.seeds, f"PEFT seed on one {one}"
+    kind = "LoRA file" if cfg.start.is_file() else "align run"
+    return [runs[0]] * cfg.seeds, f"PEFT seed on one {kind}"
 
 
 def adapter_of(start: Path) -> Path:
@@ -177,10 +173,7 @@ def adapter_of(start: Path) -> Path:
 
 
 def origin(start: Path, m: Model) -> Record:
-    """What an adapter says of itself; refuses (UsageError) one that does not belong here.
-
-    Of a file of the released program only the shapes can be checked.
-    """
+    """What an adapter says of itself, if anything; refuses one of something else (UsageError)."""
     with checking(f"--from {start}"):
         theta, about = load_theta(adapter_of(start), m.backbone.dim)
         now, rank = m.adapter_about(), theta.shape[1] / (4 * m.backbone.dim)
@@ -249,7 +242,7 @@ def peft(
             epochs = ({**epoch, "val": None} for epoch in epochs)
             records = m.validated(epochs, cfg.eval_epochs, cfg.epochs, phi_D | stats, val=at)
             for record in track(records, cfg.epochs, label, opt.step // steps):
-                if record["val"] and not math.isfinite(record["val"]["loss"]):
+                if record["val"] and not record["val"]["loss"] < float("inf"):
                     raise Diverged(
                         f"validation after epoch {record['step']}: loss {record['val']['loss']}"
                     )

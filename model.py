@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import benchmarks
+import lora
 from bisslight import Loss, Phi, PretextTask, numbers, value_and_grad
 from commands import AlignConfig, FinetuneConfig
 from config import BACKBONES, UsageError
@@ -36,16 +37,6 @@ from data import (
     stream,
 )
 from evaluate import Score, score
-from lora import (
-    DownstreamLoss,
-    Examples,
-    cross_entropy,
-    drop_path,
-    init_head,
-    init_stats,
-    init_theta,
-    predict,
-)
 from paper import memory_of
 from run import Record, checking, sha256
 from training import Optimiser, gather, pick_device, share, trainable, world_size
@@ -77,15 +68,15 @@ class Model:
     def theta(self) -> Tensor:
         """A fresh θ (l.2)."""
         f, g = self.backbone, rng(self.cfg.seed, "lora")
-        return init_theta(f.depth, self.cfg.rank, f.dim, g).to(self.device)
+        return lora.init_theta(f.depth, self.cfg.rank, f.dim, g).to(self.device)
 
-    def head(self, purpose: str) -> tuple[Phi, DownstreamLoss, Phi]:
+    def head(self, purpose: str) -> tuple[Phi, lora.DownstreamLoss, Phi]:
         """A fresh φ_D (App. C.2), its L^D, and its BatchNorm's statistics ({} without one)."""
-        cfg, g = self.cfg, rng(self.cfg.seed, purpose)
-        fresh = init_head(self.backbone.dim, len(self.task.classes), g, cfg.head == "batchnorm")
+        cfg, f, g = self.cfg, self.backbone, rng(self.cfg.seed, purpose)
+        fresh = lora.init_head(f.dim, len(self.task.classes), g, cfg.head == "batchnorm")
         phi = trainable(fresh, self.device)
-        stats = init_stats(phi)
-        return phi, DownstreamLoss(self.backbone, cfg.voc_loss, stats), stats
+        stats = lora.init_stats(phi)
+        return phi, lora.DownstreamLoss(f, cfg.voc_loss, stats), stats
 
     def pretext_task(self, theta: Tensor) -> PretextTask:
         """The pretext task of these settings; θ is where θ_P starts."""
@@ -108,15 +99,15 @@ class Model:
 
     def examples(
         self, purpose: str, batch: int, steps: range, rate: float, passes: bool = False
-    ) -> Iterator[Examples]:
+    ) -> Iterator[lora.Examples]:
         """Labelled training batches in the order of `data.stream`, with factors of drop path."""
         seed, train = self.cfg.seed, self.task.train
         images = Images(train, self.transform, True, seed, purpose)
         draws = stream(len(train.targets), batch, seed, purpose, steps, passes)
         arrived = batches(images, draws, self.cfg.workers, self.device, share)
         for step, (x, y, n) in zip(steps, arrived, strict=True):
-            drop = drop_path(rate, self.backbone.depth, n, rng(seed, purpose, "drop", step))
-            yield Examples(x, y, None if drop is None else drop[share(n)].to(self.device))
+            drop = lora.drop_path(rate, self.backbone.depth, n, rng(seed, purpose, "drop", step))
+            yield lora.Examples(x, y, None if drop is None else drop[share(n)].to(self.device))
 
     def fit(
         self, loss: Loss, opt: Optimiser, purpose: str, count: int, batch: int, rate: float
@@ -131,8 +122,8 @@ class Model:
         images, n = Images(split, self.transform, False, 0, "eval"), len(split.targets)
         draws = in_order(range(n)[share(n)], min(SCORED, self.cfg.micro_batch or SCORED))
         arrived = batches(images, draws, self.cfg.workers, self.device)
-        logits = partial(predict, self.backbone, theta, phi_D)
-        loss = partial(cross_entropy, multilabel=self.cfg.voc_loss)
+        logits = partial(lora.predict, self.backbone, theta, phi_D)
+        loss = partial(lora.cross_entropy, multilabel=self.cfg.voc_loss)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
             return score(logits, ((x, y) for x, y, _ in arrived), loss, gather)
 
@@ -181,9 +172,8 @@ class Model:
 
     def adapter_about(self, **more: Any) -> Record:
         """What an adapter file says of itself."""
-        names = ("backbone", "rank", "alpha", "dataset", "data_seed")
         return {
-            **{name: getattr(self.cfg, name) for name in names},
+            **self.cfg.model_dump(include={"backbone", "rank", "alpha", "dataset", "data_seed"}),
             "arch": self.arch._asdict(),
             "channels": [self.transform.mean, self.transform.std],
             "data_sha256": self.task.fingerprint(),
@@ -297,14 +287,15 @@ def plan(cfg: Config) -> Record:
     else:
         runs = len(cfg.grid) * cfg.grid_seeds + cfg.seeds - cfg.grid_seeds
         steps = {"runs": runs, "in all": runs * cfg.epochs * -(-sizes["train"] // cfg.batch)}
-    official = OFFICIAL.get((cfg.backbone, cfg.pretext), ())
     return {
         "device": str(device),
         "workers": pick_workers(cfg.workers, task.train.images, device),
         "images": sizes,
         "steps": steps,
         "LoRA parameters": arch.depth * 4 * cfg.rank * arch.dim,
-        "weights": None if there else "{1} MB to download from {0}".format(*official),
+        "weights": None
+        if there
+        else "{1} MB to download from {0}".format(*OFFICIAL[cfg.backbone, cfg.pretext]),
         "the paper's memory, GB and GPUs": memory_of(
             getattr(cfg, "hypergrad", "peft"), cfg.backbone
         ),

@@ -217,8 +217,7 @@ class Run(AbstractContextManager["Run"]):
 
 def this_machine() -> Record:
     """What a number needs beside the settings: command line, versions, hardware, the commit."""
-    git = f"git -C '{Path(__file__).parent}' rev-parse HEAD"
-    failed, commit = subprocess.getstatusoutput(git)
+    failed, commit = subprocess.getstatusoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD")
     packages = ("torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
     return {
         "argv": sys.argv,
@@ -233,8 +232,7 @@ def this_machine() -> Record:
 
 def typed(kind: type[R], found: Mapping[str, Any]) -> R:
     """A result.json as the NamedTuple that a command returns; other keys are left out."""
-    known = {name: found[name] for name in kind.__annotations__}
-    return TypeAdapter(kind).validate_python(known)
+    return TypeAdapter(kind).validate_python({name: found[name] for name in kind.__annotations__})
 
 
 def check_directory(
@@ -255,11 +253,14 @@ def check_directory(
         raise UsageError(f"--out {path}: is a run of `{env.get('command')}`; {again}")
     before = read_json(path / "config.json") | env.get("about", {})
     now = config.model_dump(mode="json") | json.loads(json.dumps(about))
-    names = [name for name in now if name not in MAY_CHANGE and before.get(name) != now[name]]
-    if names and not force:
-        changes = ", ".join(f"{name} {before.get(name)} -> {now[name]}" for name in names)
+    changes = [
+        f"{name} {before.get(name)} -> {value}"
+        for name, value in now.items()
+        if name not in MAY_CHANGE and before.get(name) != value
+    ]
+    if changes and not force:
         raise UsageError(
-            f"--out {path}: is a run with other settings: {changes}; {again}, or start over with "
-            "--force"
+            f"--out {path}: is a run with other settings: {', '.join(changes)}; {again}, or start "
+            "over with --force"
         )
     return not force
