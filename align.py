@@ -6,7 +6,7 @@
 The same call goes on with an unfinished run and reads a finished one.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -21,7 +21,7 @@ from commands import AlignConfig
 from config import Bilevel, Lower, Pretext, RunError, Upper, UsageError
 from data import Pool, Task
 from evaluate import Score
-from lora import DownstreamLoss, save_adapter
+from lora import save_adapter
 from model import Model, own_names, pretext_batches
 from run import LOG, Record, Run, check_directory, read_json, typed
 from training import Group, Optimiser, Schedule, Track, constant, decay_groups, trainable, untracked
@@ -65,9 +65,8 @@ def align(
     """
     cfg = cfg.but(**own_names(task, pool))
     check_directory(out, "align", cfg, force)
-    one = partial(aligned, task=task, pool=pool, force=force, track=track)
     if cfg.d_lr_from is None:
-        found = one(cfg, out)
+        found = aligned(Model(cfg, task, pool), out, force, track)
         if "diverged" in found:
             raise Diverged(found["diverged"])
         return typed(AlignResult, found)
@@ -85,10 +84,10 @@ def align(
     with Run(out, "align", cfg, force, upper_rates=rates) as run:
         if run.result:
             return typed(AlignResult, run.result)
-        given_up: dict[str, str] = {}
+        m, given_up = Model(cfg, task, pool), dict[str, str]()
         for d_lr in rates:
-            place = out / f"dlr{d_lr:g}"
-            found = one(cfg.but(d_lr=d_lr, d_lr_from=None), place, watched=True)
+            m.cfg, place = cfg.but(d_lr=d_lr, d_lr_from=None), out / f"dlr{d_lr:g}"
+            found = aligned(m, place, force, track, watched=True)
             if "diverged" not in found:
                 run.write("adapter.safetensors", (place / "adapter.safetensors").read_bytes())
                 found |= {"out": str(out), "adapter": str(out / "adapter.safetensors")}
@@ -98,17 +97,10 @@ def align(
     raise RunError(f"--d-lr-from: none of {', '.join(given_up)} is stable, see {out}")
 
 
-def aligned(
-    cfg: AlignConfig,
-    out: Path,
-    task: Task | None,
-    pool: Pool | None,
-    force: bool,
-    track: Track,
-    watched: bool = False,
-) -> Record:
+def aligned(m: Model, out: Path, force: bool, track: Track, watched: bool = False) -> Record:
     """The result of a run with one upper rate; if `watched`, it ends once it is `unstable`."""
-    m = Model(cfg, task, pool)
+    cfg: Any = m.cfg
+    T = cfg.alternations
     theta = m.theta()  # l.2
     pretext = m.pretext_task(theta)
     inverse = hypergradient(cfg, theta)
@@ -116,9 +108,8 @@ def aligned(
     with Run(out, "align", cfg, force, **m.about()) as run:
         if run.result:
             return run.result
-        phi_D, loss_D, stats = m.head("align head")
+        phi_D, loss_D, head = m.head("align head")
         s, optimisers = begin(cfg, theta, pretext, phi_D)
-        head = phi_D | stats
         heads = [*s.phi_P.values(), *head.values(), *pretext.state.values()]
         run.keep([s.theta_P, s.theta_D, *heads], optimisers)
         s.done = optimisers[0].step // cfg.lower_steps
@@ -132,15 +123,19 @@ def aligned(
                 score = m.score(m.task.val, s.theta_D, head)
                 run.log({"step": 0, "probe_val": score._asdict()})
                 LOG.info("linear probe: validation %s %.1f %%", m.task.metric, score.accuracy)
-            logs = alternations(cfg, m, s, inverse, loss_D, pretext)
-            records = m.validated(
-                logs, cfg.eval_every, cfg.alternations, head, val_P=s.theta_P, val_D=s.theta_D
-            )
-            for record in track(records, cfg.alternations, "align", s.done):
+            lower, upper = (range(s.done * n, T * n) for n in (cfg.lower_steps, cfg.upper_steps))
+            batches = pretext_batches(cfg, m.pool, pretext, m.arch.image_size, cfg.p_batch, lower)
+            examples = m.examples("downstream", cfg.d_batch, upper, cfg.drop_path)
+            rest = cfg.micro_batch, m.amp, "cpu" if cfg.mfac_device == "cpu" else None
+            logs = algorithm_1(s, cfg, pretext, loss_D, inverse, batches, examples, *rest)
+            told = ({"step": log.alternation, **log._asdict()} for log in logs)
+            levels = {"val_P": s.theta_P, "val_D": s.theta_D}
+            records = m.validated(told, cfg.eval_every, T, head, **levels)
+            for record in track(records, T, "align", s.done):
                 run.log(record)
                 if watched and (why := unstable(run.records)):
                     raise Diverged(f"alternation {s.done}: {why}")
-                run.checkpoint(f"alternation {s.done} of {cfg.alternations}", "val_P" in record)
+                run.checkpoint(f"alternation {s.done} of {T}", "val_P" in record)
         except Diverged as error:
             return run.finish({"diverged": str(error)})
         return run.finish(result_of(cfg, m, s, run))
@@ -188,24 +183,6 @@ def begin(
     opt_D = Optimiser([both], upper, betas, cfg.clip)
     probe = Optimiser([head], constant, betas)
     return State(theta_P, theta_D, phi_P, phi_D, opt_P, opt_D), [opt_P, opt_D, probe]
-
-
-def alternations(
-    cfg: AlignConfig,
-    m: Model,
-    s: State,
-    inverse: Hypergradient,
-    loss_D: DownstreamLoss,
-    pretext: PretextTask,
-) -> Iterator[Record]:
-    """The logs of Algorithm 1 from `s` on, with the batches of these settings."""
-    both = cfg.lower_steps, cfg.upper_steps
-    lower, upper = (range(s.done * n, cfg.alternations * n) for n in both)
-    batches = pretext_batches(cfg, m.pool, pretext, m.arch.image_size, cfg.p_batch, lower)
-    examples = m.examples("downstream", cfg.d_batch, upper, cfg.drop_path)
-    rest = cfg.micro_batch, m.amp, "cpu" if cfg.mfac_device == "cpu" else None
-    logs = algorithm_1(s, cfg, pretext, loss_D, inverse, batches, examples, *rest)
-    return ({"step": log.alternation, **log._asdict()} for log in logs)
 
 
 def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:

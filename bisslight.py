@@ -237,8 +237,8 @@ def hessian(loss: Loss, theta: Tensor, phi: Phi, batch: Any, micro: int | None =
 def microbatches(batch: Any, micro: int | None, device: torch.device) -> list[tuple[Any, Tensor]]:
     """A batch (a NamedTuple of tensors, image first) cut into parts of at most `micro` images.
 
-    With each comes its share of the images of all processes: float64 on the device, so that the
-    CPU need not wait for it. Of 5 images, micro 2 makes parts of 2, 2 and 1 with 0.4, 0.4, 0.2.
+    With each comes its share of the images of all processes, on the device. Of 5 images, micro 2
+    makes parts of 2, 2 and 1 with shares 0.4, 0.4 and 0.2.
     """
     n = len(batch[0])
     whole = sum_over_processes([torch.tensor(n, dtype=torch.float64, device=device)])[0]
@@ -271,6 +271,9 @@ def within(G: Tensor) -> Callable[[Tensor], Tensor]:
 
     In a block, with G (N_L, p), |Px|² = yᵀ (G Gᵀ)⁻¹ y with y = G x. A little is added to the
     diagonal, since the gradients may be linearly dependent.
+
+    >>> round(float(within(torch.tensor([[[2.0, 0.0]]]))(torch.tensor([[3.0, 4.0]]))), 6)
+    9.0
     """
 
     def products(a: Tensor, b: Tensor) -> Any:  # a bᵀ in float64, 16,384 columns at a time

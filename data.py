@@ -91,6 +91,10 @@ class Task(NamedTuple):
         """What its accuracies are (App. C.2.1)."""
         return "top-1 accuracy" if self.test.targets.ndim == 1 else "11-point mAP"
 
+    def sizes(self) -> dict[str, int]:
+        """How many images each part has."""
+        return {part: len(x.targets) for part, x in zip(PARTS, self[1:4], strict=True)}
+
     def fingerprint(self) -> str:
         """sha256 over file names (of images in memory: the pixels) and labels."""
         parts = [content(x.images) + x.targets.numpy().tobytes() for x in self[1:4]]

@@ -56,10 +56,10 @@ def finetune(
     force: bool = False,
     track: Track = untracked,
 ) -> FinetuneResult:
-    """Choose a rate on validation, run its seeds, test them, into the run directory `out`.
+    """Fine-tune into the run directory `out`; `force` starts over, `track` shows progress.
 
-    `task` is one of your own, instead of a name in `cfg`; `force` starts over; `track` shows
-    progress. Raises UsageError before the long work starts, Diverged where every rate diverges.
+    `task` is one of your own, instead of a name in `cfg`. Raises UsageError before the long work
+    starts, Diverged where every rate diverges.
     """
     cfg = cfg.but(**own_names(task))
     check_directory(out, "finetune", cfg, force)
@@ -211,10 +211,7 @@ def peft(
     m: Model | None = None,
     track: Track = untracked,
 ) -> Record:
-    """Fine-tune θ and a fresh φ_D with one rate and one seed; keep the best validation epoch.
-
-    Its run directory is below `out`. The model `m` is that of any other trial; None: made here.
-    """
+    """One rate and one seed, in a run directory below `out`; the best validation epoch is kept."""
     m, lr = m or Model(cfg, task), cfg.grid[0]
     m.cfg, out = cfg, out / f"lr{lr:g}-s{cfg.seed}"
     file = cfg.start and adapter_of(cfg.start)
@@ -222,25 +219,25 @@ def peft(
     with Run(out, "peft", cfg, force, **m.about(), start_sha256=digest) as run:
         if run.result:
             return run.result
-        theta = load_theta(file, m.backbone.dim)[0] if file else m.theta()
-        phi_D, loss_D, stats = m.head("peft head")
-        leaves = trainable({"theta": theta}, m.device) | phi_D
+        start = load_theta(file, m.backbone.dim)[0] if file else m.theta()
+        (theta,) = trainable({"theta": start}, m.device).values()
+        phi_D, loss_D, head = m.head("peft head")
         steps = -(-len(m.task.train.targets) // cfg.batch)
         opt = Optimiser(
-            [Group([*leaves.values()], lr, cfg.weight_decay)],
+            [Group([theta, *phi_D.values()], lr, cfg.weight_decay)],
             Schedule(cfg.epochs * steps, cfg.warmup_epochs * steps, cfg.end_lr),
             None if cfg.optimizer == "sgd" else (0.9, 0.999),
         )
-        now = leaves | stats
+        now = {"theta": theta} | head
         best = {name: tensor.detach().clone() for name, tensor in now.items()}
         run.keep([*now.values(), *best.values()], [opt])
         result = {"lr": lr, "seed": cfg.seed, "adapter": str(out / "adapter.safetensors")}
-        label, at = f"lr {lr:g} seed {cfg.seed}", leaves["theta"]
+        label = f"lr {lr:g} seed {cfg.seed}"
         try:
-            loss = partial(loss_D, at, phi_D, regularise=True)
+            loss = partial(loss_D, theta, phi_D, regularise=True)
             epochs = m.fit(loss, opt, "peft", cfg.epochs, cfg.batch, cfg.drop_path)
             epochs = ({**epoch, "val": None} for epoch in epochs)
-            records = m.validated(epochs, cfg.eval_epochs, cfg.epochs, phi_D | stats, val=at)
+            records = m.validated(epochs, cfg.eval_epochs, cfg.epochs, head, val=theta)
             for record in track(records, cfg.epochs, label, opt.step // steps):
                 if record["val"] and not record["val"]["loss"] < float("inf"):
                     raise Diverged(

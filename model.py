@@ -23,7 +23,6 @@ from bisslight import Loss, Phi, PretextTask, numbers, value_and_grad
 from commands import AlignConfig, FinetuneConfig
 from config import BACKBONES, UsageError
 from data import (
-    PARTS,
     Images,
     Pool,
     Split,
@@ -71,12 +70,12 @@ class Model:
         return lora.init_theta(f.depth, self.cfg.rank, f.dim, g).to(self.device)
 
     def head(self, purpose: str) -> tuple[Phi, lora.DownstreamLoss, Phi]:
-        """A fresh φ_D (App. C.2), its L^D, and its BatchNorm's statistics ({} without one)."""
+        """A fresh φ_D (App. C.2), its L^D, and φ_D with the statistics of its BatchNorm, if any."""
         cfg, f, g = self.cfg, self.backbone, rng(self.cfg.seed, purpose)
         fresh = lora.init_head(f.dim, len(self.task.classes), g, cfg.head == "batchnorm")
         phi = trainable(fresh, self.device)
         stats = lora.init_stats(phi)
-        return phi, lora.DownstreamLoss(f, cfg.voc_loss, stats), stats
+        return phi, lora.DownstreamLoss(f, cfg.voc_loss, stats), phi | stats
 
     def pretext_task(self, theta: Tensor) -> PretextTask:
         """The pretext task of these settings; θ is where θ_P starts."""
@@ -162,7 +161,7 @@ class Model:
         found: Record = {
             "weights_sha256": self.digest,
             "data_sha256": self.task.fingerprint(),
-            "images": {part: len(getattr(self.task, part).targets) for part in PARTS},
+            "images": self.task.sizes(),
         }
         if isinstance(self.cfg, AlignConfig):
             found["pool_sha256"] = self.pool.fingerprint()
@@ -276,7 +275,7 @@ def plan(cfg: Config) -> Record:
     task: Task = named(cfg, "dataset")
     pool: Any = named(cfg, "pool") if isinstance(cfg, AlignConfig) else None
     arch = Model(cfg, task, pool).arch if there else BACKBONES[cfg.backbone]
-    sizes = {part: len(getattr(task, part).targets) for part in PARTS}
+    sizes = task.sizes()
     if isinstance(cfg, AlignConfig):
         sizes["pool"] = len(pool.images)
         steps = {

@@ -9,7 +9,7 @@ from torchvision.datasets.utils import download_and_extract_archive, download_ur
 
 from benchmarks import BENCHMARKS, load_pool, read_lists
 from config import FOLDERS, RunError, UsageError, nearest, place_of
-from data import PARTS, decode_all, folder
+from data import decode_all, folder
 from run import checking
 
 Row = dict[str, Any]
@@ -87,7 +87,7 @@ def check(name: str, root: Path, partial: bool = False) -> Row:
             task = folder(path, 0)
             images = [file for split in task[1:4] for file in split.images]
             about["classes"] = len(task.classes)
-            about |= {p: len(x.targets) for p, x in zip(PARTS, task[1:4], strict=True)}
+            about |= task.sizes()
         else:
             images = [*load_pool(name, root, 0).images]
     problems += [{"problem": str(error)} for error in decode_all(images)]

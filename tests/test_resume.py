@@ -207,7 +207,7 @@ def test_a_run_goes_on_with_the_same_settings_weights_and_pool_alone(
         (said,) = capsys.readouterr().err.splitlines()
         return str(said)
 
-    assert "lam 0.001 -> 0.5, p_lr 0.01 -> 0.1; choose" in refusal(f"{line} --lam 0.5 --p-lr 0.1")
+    assert "p_lr 0.01 -> 0.1, lam 0.001 -> 0.5; choose" in refusal(f"{line} --lam 0.5 --p-lr 0.1")
     Path("pool/0.png").rename("pool/x.png")
     assert "pool_sha256" in refusal(line)
     Path("pool/x.png").rename("pool/0.png")
