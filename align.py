@@ -6,7 +6,6 @@
 The same call goes on with an unfinished run and reads a finished one.
 """
 
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -209,7 +208,7 @@ def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
     return known[cfg.hypergrad]
 
 
-def unstable(records: Sequence[Mapping[str, Any]]) -> str | None:
+def unstable(records: list[Record]) -> str | None:
     """Why a run is not stable so far, None if it is. The paper does not define "stable".
 
     Here no loss, averaged over an alternation, may rise above 3 times its running minimum, where a

@@ -42,9 +42,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Phi = dict[str, Tensor]  # a head's trainable tensors by name
 Loss = Callable[..., Tensor]  # (theta, phi, batch) -> scalar, the mean over the batch's images
-Product = Callable[[Tensor], Tensor]  # d -> H d, both shaped like theta
+Map = Callable[[Tensor], Tensor]  # of a tensor shaped like theta: d -> H d, g -> q
 Pairs = list[tuple[Tensor, Tensor]]  # (tensor, its gradient)
-Hypergradient = Callable[[Tensor, float, Callable[[], Product]], Callable[[Tensor], Tensor]]
+Hypergradient = Callable[[Tensor, float, Callable[[], Map]], Map]
 """(G, λ, H) -> inverse, a function g -> q ≈ λ (H + λI)⁻¹ g. `H()` returns the function d -> H d."""
 
 
@@ -207,7 +207,7 @@ def value_and_grad(
     return sum_over_processes(total)
 
 
-def hessian(loss: Loss, theta: Tensor, phi: Phi, batch: Any, micro: int | None = None) -> Product:
+def hessian(loss: Loss, theta: Tensor, phi: Phi, batch: Any, micro: int | None = None) -> Map:
     """Products d -> H d with H = ∇²_θ L of a batch at (θ, φ), in the full precision of θ.
 
     One part's graph exists at a time. That of a batch in one part serves all products; several
@@ -266,7 +266,7 @@ def pairs(phi: Phi, gradient: Phi) -> Pairs:
     return [(tensor, gradient[name]) for name, tensor in phi.items()]
 
 
-def within(G: Tensor) -> Callable[[Tensor], Tensor]:
+def within(G: Tensor) -> Map:
     """Returns x (K, p) -> |Px|², P the projection on the span of each block's stored gradients.
 
     In a block, with G (N_L, p), |Px|² = yᵀ (G Gᵀ)⁻¹ y with y = G x. A little is added to the
@@ -292,7 +292,7 @@ def within(G: Tensor) -> Callable[[Tensor], Tensor]:
     return square
 
 
-def agreement(q: Tensor, g: Tensor, s: State, inside: Callable[[Tensor], Tensor]) -> list[Tensor]:
+def agreement(q: Tensor, g: Tensor, s: State, inside: Map) -> list[Tensor]:
     """The numbers of a step in `Log`, from |q|/|g| to the distance; and |q| of each block."""
     cosine, at_g = torch.cosine_similarity(q.flatten(), g.flatten(), 0), inside(g)
     share, removed = at_g / g.square().sum(), 1 - inside(q) / at_g.clamp_min(1e-300)

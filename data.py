@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from PIL import Image
@@ -26,8 +26,9 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 PARTS = ("train", "val", "test")
 Channels = tuple[float, ...]  # one number each for red, green and blue
-IMAGENET: tuple[Channels, Channels] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean, std
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean, std
 Entry = tuple[str, Any]  # (image file below the dataset's folder, label)
+Entries = list[Entry]
 Draws = list[tuple[int, int]]  # of a batch: number of the draw, index of the image
 Stored = Tensor | list[Path]  # images (N, 3, H, W) in [0, 1], or their files
 
@@ -58,7 +59,7 @@ class Split(NamedTuple):
     targets: Tensor  # (N,), or (N, C) for several classes per image: 1, -1 not, 0 does not count
 
     @classmethod
-    def below(cls, root: Path, entries: Sequence[Entry]) -> Self:
+    def below(cls, root: Path, entries: Entries) -> Self:
         return cls([root / file for file, _ in entries], torch.tensor([k for _, k in entries]))
 
 
@@ -136,7 +137,7 @@ def find_images(root: Path) -> list[Path]:
 def folder(root: Path, seed: int) -> Task:
     """A folder's task; a missing test or val is a fifth of each class of the training part."""
     places = {part: root / part for part in PARTS if (root / part).is_dir()} or {"train": root}
-    classes, entries = list[str](), dict[str, list[Entry]]()
+    classes, entries = list[str](), dict[str, Entries]()
     for part, place in places.items():
         folders = sorted(x for x in place.iterdir() if x.is_dir() and x.name[0] != ".")
         by_class = {path.name: find_images(path) for path in folders}
@@ -161,7 +162,7 @@ def folder(root: Path, seed: int) -> Task:
     return Task(f"folder:{root}", train, val, test, classes)
 
 
-def holdout(entries: Sequence[Entry], seed: int, part: str) -> tuple[list[Entry], list[Entry]]:
+def holdout(entries: Entries, seed: int, part: str) -> tuple[Entries, Entries]:
     """(rest, a fifth of each class): the files with the smallest sha256 of seed/part/file.
 
     Rounded down, but at least one; a single image stays. For CUB-200 it is BiSSL's split.
@@ -211,9 +212,9 @@ class Transform(NamedTuple):
     size: int
     mean: Channels
     std: Channels
-    augment: Literal["crop", "none"] = "none"
+    augment: str = "none"  # or "crop"
     min_crop: float = 0.2
-    interpolation: Literal["bicubic", "bilinear"] = "bicubic"
+    interpolation: str = "bicubic"  # or "bilinear"
     flip: bool = True
 
 

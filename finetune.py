@@ -7,7 +7,7 @@ Each learning rate is tried with one seed, the best one on validation is run wit
 these are tested once. One rate with one seed is a run directory of its own, OUT/lr0.001-s0.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -120,7 +120,7 @@ def tested(m: Model, run: Run, chosen: list[Record]) -> Record:
 
 
 def best_rate(
-    tried: Mapping[float, list[Record]], more: Callable[[float, int], list[Record]]
+    tried: dict[float, list[Record]], more: Callable[[float, int], list[Record]]
 ) -> tuple[float, list[Record]]:
     """The rate that is `worth` most and does not diverge with `more(rate, seeds done)`; results."""
     known = [lr for lr, results in tried.items() if all(result["val"] for result in results)]
@@ -215,8 +215,7 @@ def peft(
     m, lr = m or Model(cfg, task), cfg.grid[0]
     m.cfg, out = cfg, out / f"lr{lr:g}-s{cfg.seed}"
     file = cfg.start and adapter_of(cfg.start)
-    digest = file and sha256(file)
-    with Run(out, "peft", cfg, force, **m.about(), start_sha256=digest) as run:
+    with Run(out, "peft", cfg, force, **m.about(), start_sha256=file and sha256(file)) as run:
         if run.result:
             return run.result
         start = load_theta(file, m.backbone.dim)[0] if file else m.theta()

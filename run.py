@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
@@ -175,7 +175,7 @@ class Run(AbstractContextManager["Run"]):
                 spent, (cpu, wall) = saved["spent"], self.began
                 self.began = cpu - spent["cpu_seconds"], wall - spent["seconds"]
 
-    def log(self, record: Mapping[str, Any]) -> None:
+    def log(self, record: Record) -> None:
         self.records.append(json.loads(json.dumps(record)))
         self.write("metrics.jsonl", "".join(json.dumps(x) + "\n" for x in self.records))
 
@@ -197,7 +197,7 @@ class Run(AbstractContextManager["Run"]):
             barrier()  # torchrun ends all processes when one ends: process 0 has to save first
             raise Stopped(asked, f"stopped after {done}; {self.path}: the same command goes on")
 
-    def finish(self, result: Mapping[str, Any]) -> Record:
+    def finish(self, result: Record) -> Record:
         """Write result.json, which says that the run is complete; returns what it holds."""
         found: Record = json.loads(json.dumps({**result, **self.elapsed()}))
         self.write("result.json", json.dumps(found, indent=1))
@@ -209,7 +209,7 @@ class Run(AbstractContextManager["Run"]):
         if rank() == 0:
             write_atomic(self.path / name, content)
 
-    def elapsed(self) -> dict[str, float]:
+    def elapsed(self) -> Record:
         """CPU seconds of this process and wall seconds, those before a stop included."""
         cpu, wall = self.began
         return {"cpu_seconds": time.process_time() - cpu, "seconds": time.monotonic() - wall}
@@ -230,7 +230,7 @@ def this_machine() -> Record:
     }
 
 
-def typed(kind: type[R], found: Mapping[str, Any]) -> R:
+def typed(kind: type[R], found: Record) -> R:
     """A result.json as the NamedTuple that a command returns; other keys are left out."""
     return TypeAdapter(kind).validate_python({name: found[name] for name in kind.__annotations__})
 
