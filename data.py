@@ -126,9 +126,8 @@ def find_images(root: Path) -> list[Path]:
     """All image files below a folder, links followed, sorted by path, hidden ones left out."""
     shown = [path for path in root.iterdir() if path.name[0] != "."]
     files = [path for path in shown if path.suffix.lower() in IMG_EXTENSIONS]
-    for path in shown:
-        if path.suffix.lower() not in IMG_EXTENSIONS and path.is_dir():
-            files += find_images(path)
+    folders = {*shown} - {*files}
+    files += [file for path in folders if path.is_dir() for file in find_images(path)]
     if odd := [x for x in files if str(x).encode(errors="ignore") != os.fsencode(x)]:
         raise ValueError(f"{odd[0]}: this name is not UTF-8; rename the file or folder")
     return sorted(files, key=str)
@@ -234,12 +233,12 @@ def read_image(path: Path) -> Image.Image:
 
 def decode_all(images: Stored) -> list[BaseException]:
     """Read image files fully once, before the long work; returns an error for each damaged one."""
-
-    def decode(path: Path) -> None:  # keeps no image
-        read_image(path)
-
-    with ThreadPoolExecutor(8) as pool:  # decoding lets other threads run
-        reads = [pool.submit(decode, path) for path in images if isinstance(path, Path)]
+    with ThreadPoolExecutor(8) as pool:  # decoding lets other threads run; no image is kept
+        reads = [
+            pool.submit(lambda path: read_image(path).close(), path)
+            for path in images
+            if isinstance(path, Path)
+        ]
     return [error for read in reads if (error := read.exception())]
 
 
