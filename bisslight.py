@@ -135,8 +135,7 @@ def algorithm_1(
         loss_D: (θ, φ_D, batch, regularise=False). The paper does not say where drop path acts:
             here at θ_D alone (regularise=True), as in the released program.
         hypergrad: lines 10 and 13; `mfac.mfac` is the paper's.
-        pretext: prepared batches, one per lower step.
-        downstream: labelled batches, one per upper step, which lines 12 to 15 share.
+        pretext, downstream: prepared and labelled batches, one a step; lines 12 to 15 share one.
         micro: largest number of images that pass through the network at once; None: whole batch.
         amp: bfloat16 autocast for both losses; gradients and G keep the dtype of θ.
         store: the device that keeps G; None: θ's.

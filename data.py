@@ -1,9 +1,5 @@
 """Labelled tasks D^D and unlabelled pools D^P: how images are split, cut, ordered and loaded.
 
-    folder     class folders, or train/ val/ test/ holding class folders
-    Task.of    a task of your own, from the parts of any torch Dataset
-    batches    decoded, augmented images in the order of `stream`
-
 Randomness is a function of (seed, purpose, draw) alone. Images are drawn in pass after pass; a draw
 is the running number of an image in that sequence. So batches depend neither on worker processes
 nor on where a run went on. A wrong folder raises ValueError, an unreadable image ImageError.
@@ -134,7 +130,7 @@ def find_images(root: Path) -> list[Path]:
 
 
 def folder(root: Path, seed: int) -> Task:
-    """A folder's task; a missing test or val is a fifth of each class of the training part."""
+    """Class folders, or train/ val/ test/ of them; a missing test or val is a fifth of train."""
     places = {part: root / part for part in PARTS if (root / part).is_dir()} or {"train": root}
     classes, entries = list[str](), dict[str, Entries]()
     for part, place in places.items():

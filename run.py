@@ -114,6 +114,7 @@ LOCK, TORN = ".lock", ".*.tmp"  # TORN: of a process that was killed while it wr
 FILES = ("result.json", "metrics.jsonl", "checkpoint.pt", "backbone.pth", "adapter*.safetensors",
          "rollout.png", "similarity.png", "sweep.json", "sweep.png", "cost.png", TORN,
          "config.json", "env.json")  # fmt: skip
+PACKAGES = ("torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
 MAY_CHANGE = {"device", "workers", "jobs", "micro_batch", "save_minutes", "mfac_device",
               "data_root", "weights"}  # fmt: skip
 
@@ -143,12 +144,24 @@ class Run(AbstractContextManager["Run"]):
             for name in (TORN,) if goes_on else FILES:
                 for file in path.glob(name):
                     file.unlink(missing_ok=True)
-            new: Record = {"command": command, "about": about, "machines": []}
-            env = read_json(path / "env.json") if goes_on else new
-            settings = config.model_dump(mode="json")
-            changeable = {name: settings[name] for name in MAY_CHANGE & settings.keys()}
             if not (path / "result.json").exists():
-                env["machines"].append(this_machine() | changeable)
+                git = f"git -C '{Path(__file__).parent}' rev-parse HEAD"
+                failed, commit = subprocess.getstatusoutput(git)
+                settings = config.model_dump(mode="json")
+                machine = {
+                    "argv": sys.argv,
+                    "commit": "" if failed else commit,
+                    "versions": {"python": sys.version.split()[0]}
+                    | {name: version(name) for name in PACKAGES},
+                    "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+                    "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+                    "processes": world_size(),
+                    "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                    **{name: settings[name] for name in MAY_CHANGE & settings.keys()},
+                }
+                new: Record = {"command": command, "about": about, "machines": []}
+                env = read_json(path / "env.json") if goes_on else new
+                env["machines"].append(machine)
                 write_atomic(path / "env.json", json.dumps(env, indent=1))
                 write_atomic(path / "config.json", json.dumps(settings, indent=1))
         barrier()
@@ -213,21 +226,6 @@ class Run(AbstractContextManager["Run"]):
         """CPU seconds of this process and wall seconds, those before a stop included."""
         cpu, wall = self.began
         return {"cpu_seconds": time.process_time() - cpu, "seconds": time.monotonic() - wall}
-
-
-def this_machine() -> Record:
-    """What a number needs beside the settings: command line, versions, hardware, the commit."""
-    failed, commit = subprocess.getstatusoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD")
-    packages = ("torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
-    return {
-        "argv": sys.argv,
-        "commit": "" if failed else commit,
-        "versions": {"python": sys.version.split()[0]} | {x: version(x) for x in packages},
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "processes": world_size(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
 
 
 def typed(kind: type[R], found: Record) -> R:
