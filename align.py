@@ -59,8 +59,8 @@ def align(
 ) -> AlignResult:
     """Run BiSSLight into the run directory `out`; `force` starts over, `track` shows progress.
 
-    `task` and `pool` are data of your own, instead of names in `cfg`. Raises UsageError before the
-    long work starts, Diverged where a loss is not finite.
+    `task` and `pool` are data of your own. Raises UsageError before the long work starts, Diverged
+    where a loss is not finite.
     """
     cfg = cfg.but(**own_names(task, pool))
     check_directory(out, "align", cfg, force)
@@ -128,8 +128,7 @@ def aligned(m: Model, out: Path, force: bool, track: Track, watched: bool = Fals
             rest = cfg.micro_batch, m.amp, "cpu" if cfg.mfac_device == "cpu" else None
             logs = algorithm_1(s, cfg, pretext, loss_D, inverse, batches, examples, *rest)
             told = ({"step": log.alternation, **log._asdict()} for log in logs)
-            levels = {"val_P": s.theta_P, "val_D": s.theta_D}
-            records = m.validated(told, cfg.eval_every, T, head, **levels)
+            records = m.validated(told, cfg.eval_every, T, head, val_P=s.theta_P, val_D=s.theta_D)
             for record in track(records, T, "align", s.done):
                 run.log(record)
                 if watched and (why := unstable(run.records)):

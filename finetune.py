@@ -58,8 +58,8 @@ def finetune(
 ) -> FinetuneResult:
     """Fine-tune into the run directory `out`; `force` starts over, `track` shows progress.
 
-    `task` is one of your own, instead of a name in `cfg`. Raises UsageError before the long work
-    starts, Diverged where every rate diverges.
+    `task` is one of your own. Raises UsageError before the long work starts, Diverged where every
+    rate diverges.
     """
     cfg = cfg.but(**own_names(task))
     check_directory(out, "finetune", cfg, force)

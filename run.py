@@ -133,6 +133,7 @@ class Run(AbstractContextManager["Run"]):
         self.records: list[Record] = []  # the lines of metrics.jsonl
         self.began, self.saved = (time.process_time(), time.monotonic()), time.monotonic()
         self.kept: tuple[list[Tensor], list[Optimiser]] = [], []
+        result = path / "result.json"
         check_directory(path, command, config, force, **about)
         barrier()  # no process writes before all have looked
         if rank() == 0:
@@ -144,7 +145,7 @@ class Run(AbstractContextManager["Run"]):
             for name in (TORN,) if goes_on else FILES:
                 for file in path.glob(name):
                     file.unlink(missing_ok=True)
-            if not (path / "result.json").exists():
+            if not result.exists():
                 git = f"git -C '{Path(__file__).parent}' rev-parse HEAD"
                 failed, commit = subprocess.getstatusoutput(git)
                 settings = config.model_dump(mode="json")
@@ -165,7 +166,6 @@ class Run(AbstractContextManager["Run"]):
                 write_atomic(path / "env.json", json.dumps(env, indent=1))
                 write_atomic(path / "config.json", json.dumps(settings, indent=1))
         barrier()
-        result = path / "result.json"
         self.result = read_json(result) if result.exists() else None
         if self.result is None and (asked := stop.agreed()):
             raise Stopped(asked, f"stopped before {path}; the same command goes on")
