@@ -1,19 +1,16 @@
-"""`bisslight align`: linear probing of φ_D, then Algorithm 1; θ_P ends in adapter.safetensors.
+"""`bisslight align` (App. C.3): linear probing of φ_D, then Algorithm 1.
 
     from align import align
     align(AlignConfig(backbone="vit_l16", dataset="cub200"), Path("runs/cub"))
 
-The same call goes on with an unfinished run and reads a finished one (App. C.3).
+The same call goes on with an unfinished run and reads a finished one.
 """
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 import cg
@@ -21,26 +18,15 @@ import mfac
 from bisslight import Diverged, Hypergradient, Phi, PretextTask, State, algorithm_1
 from commands import AlignConfig
 from config import Bilevel, Lower, Pretext, RunError, Upper, UsageError
-from data import Pool, Task, rng, stream
+from data import Pool, Task
 from evaluate import Score
-from lora import DownstreamLoss, init_theta, save_adapter
+from lora import save_adapter
 from model import Model, own_names, pretext_batches
-from run import Run, check_directory, read_json, typed
-from training import (
-    Group,
-    Optimiser,
-    Track,
-    constant,
-    decay_groups,
-    schedule,
-    trainable,
-    untracked,
-    world_size,
-)
+from run import LOG, Record, Run, check_directory, read_json, typed
+from training import Group, Optimiser, Track, constant, decay_groups, schedule, trainable, untracked
 
-LOG = logging.getLogger("bisslight")
 EXACT_LIMIT = 5000  # entries of θ: its Hessian takes as many double passes, and 200 MB in float64
-SHARES = (2 / 3, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 7, 1 / 10)  # App. C.3: 2/3, 1/2, 1/3, then less
+SHARES = (2 / 3, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 7, 1 / 10)  # of PEFT's rate; App. C.3, then less
 ABOVE, FLOOR, COLLAPSE = 3.0, 0.25, 0.5  # see `unstable`
 
 
@@ -71,30 +57,36 @@ def align(
     force: bool = False,
     track: Track = untracked,
 ) -> AlignResult:
-    """Run BiSSLight into the run directory `out`.
+    """Run BiSSLight into the run directory `out`; `force` starts over, `track` shows progress.
 
-    Args:
-        task, pool: a labelled task and unlabelled images of your own, instead of names in `cfg`.
-        force: start the run in `out` over.
-        track: shows progress; wraps what is done epoch by epoch and alternation by alternation.
-    Raises UsageError before the long work starts, Diverged where a loss is not finite.
+    `task` and `pool` are data of your own. Raises UsageError before the long work starts, Diverged
+    where a loss is not finite.
     """
     cfg = cfg.but(**own_names(task, pool))
     check_directory(out, "align", cfg, force)
-    one = partial(aligned, task=task, pool=pool, force=force, track=track)
     if cfg.d_lr_from is None:
-        found = one(cfg, out)
+        found = aligned(Model(cfg, task, pool), out, force, track)
         if "diverged" in found:
             raise Diverged(found["diverged"])
         return typed(AlignResult, found)
-    rates = upper_rates(cfg)
+    file = cfg.d_lr_from / "result.json"
+    direct = read_json(file) if file.exists() else {}
+    if len(direct.get("grid", ())) < 2 or direct.get("aligned_by"):
+        raise UsageError(
+            f"--d-lr-from {cfg.d_lr_from}: is not a finished `finetune` grid from the backbone"
+        )
+    if direct["dataset"] != cfg.dataset:
+        raise UsageError(
+            f"--d-lr-from {cfg.d_lr_from}: is about {direct['dataset']}, not {cfg.dataset}"
+        )
+    rates = [float(f"{direct['lr'] * share:.3g}") for share in SHARES]
     with Run(out, "align", cfg, force, upper_rates=rates) as run:
         if run.result:
             return typed(AlignResult, run.result)
-        given_up: dict[str, str] = {}
+        m, given_up = Model(cfg, task, pool), dict[str, str]()
         for d_lr in rates:
-            place = out / f"dlr{d_lr:g}"
-            found = one(cfg.but(d_lr=d_lr, d_lr_from=None), place, watched=True)
+            m.cfg, place = cfg.but(d_lr=d_lr, d_lr_from=None), out / f"dlr{d_lr:g}"
+            found = aligned(m, place, force, track, watched=True)
             if "diverged" not in found:
                 run.write("adapter.safetensors", (place / "adapter.safetensors").read_bytes())
                 found |= {"out": str(out), "adapter": str(out / "adapter.safetensors")}
@@ -104,52 +96,50 @@ def align(
     raise RunError(f"--d-lr-from: none of {', '.join(given_up)} is stable, see {out}")
 
 
-def aligned(
-    cfg: AlignConfig,
-    out: Path,
-    task: Task | None,
-    pool: Pool | None,
-    force: bool,
-    track: Track,
-    watched: bool = False,
-) -> dict[str, Any]:
+def aligned(m: Model, out: Path, force: bool, track: Track, watched: bool = False) -> Record:
     """The result of a run with one upper rate; if `watched`, it ends once it is `unstable`."""
-    m = Model(cfg, task, pool)
-    g = rng(cfg.seed, "lora")
-    theta = init_theta(m.backbone.depth, cfg.rank, m.backbone.dim, g).to(m.device)  # l.2
+    cfg: Any = m.cfg
+    T = cfg.alternations
+    theta = m.theta()  # l.2
     pretext = m.pretext_task(theta)
-    refuse(cfg, pretext, theta)
+    inverse = hypergradient(cfg, theta)
     m.check("--d-batch", cfg.d_batch, out)
     with Run(out, "align", cfg, force, **m.about()) as run:
         if run.result:
             return run.result
-        phi_D, loss_D, stats = m.head(cfg.seed, "align head")
+        phi_D, loss_D, head = m.head("align head")
         s, optimisers = begin(cfg, theta, pretext, phi_D)
-        heads = [*s.phi_P.values(), *phi_D.values(), *stats.values()]
-        run.keep([s.theta_P, s.theta_D, *heads, *pretext.state.values()], optimisers)
+        heads = [*s.phi_P.values(), *head.values(), *pretext.state.values()]
+        run.keep([s.theta_P, s.theta_D, *heads], optimisers)
         s.done = optimisers[0].step // cfg.lower_steps
         try:
             rate = cfg.drop_path if cfg.probe_drop_path else 0.0
-            at = loss_D, s.theta_D.detach(), phi_D, optimisers[2]
-            fit = m.fit(*at, "probe", cfg.probe_epochs, cfg.d_batch, rate)
+            loss = partial(loss_D, s.theta_D.detach(), phi_D, regularise=True)
+            fit = m.fit(loss, optimisers[2], "probe", cfg.probe_epochs, cfg.d_batch, rate)
             for record in track(fit, cfg.probe_epochs, "probe"):
                 run.checkpoint(f"probe epoch {record['step']}")
             if not run.records:
-                score = m.score(m.task.val, s.theta_D, phi_D | stats)
+                score = m.score(m.task.val, s.theta_D, head)
                 run.log({"step": 0, "probe_val": score._asdict()})
                 LOG.info("linear probe: validation %s %.1f %%", m.task.metric, score.accuracy)
-            records = alternate(cfg, m, s, loss_D, pretext)
-            for record in track(records, cfg.alternations, "align", s.done):
+            lower, upper = (range(s.done * n, T * n) for n in (cfg.lower_steps, cfg.upper_steps))
+            batches = pretext_batches(cfg, m.pool, pretext, m.arch.image_size, cfg.p_batch, lower)
+            examples = m.examples("downstream", cfg.d_batch, upper, cfg.drop_path)
+            rest = cfg.micro_batch, m.amp, "cpu" if cfg.mfac_device == "cpu" else None
+            logs = algorithm_1(s, cfg, pretext, loss_D, inverse, batches, examples, *rest)
+            told = ({"step": log.alternation, **log._asdict()} for log in logs)
+            records = m.validated(told, cfg.eval_every, T, head, val_P=s.theta_P, val_D=s.theta_D)
+            for record in track(records, T, "align", s.done):
                 run.log(record)
                 if watched and (why := unstable(run.records)):
                     raise Diverged(f"alternation {s.done}: {why}")
-                run.checkpoint(f"alternation {s.done} of {cfg.alternations}", "val_P" in record)
+                run.checkpoint(f"alternation {s.done} of {T}", "val_P" in record)
         except Diverged as error:
             return run.finish({"diverged": str(error)})
         return run.finish(result_of(cfg, m, s, run))
 
 
-def result_of(cfg: AlignConfig, m: Model, s: State, run: Run) -> dict[str, Any]:
+def result_of(cfg: AlignConfig, m: Model, s: State, run: Run) -> Record:
     """Write θ_P (l.17); what the run ended with."""
     usual = AlignConfig(backbone="vit_b16", dataset="dtd", pretext=cfg.pretext)
     names = {name for group in (Lower, Upper, Bilevel, Pretext) for name in group.model_fields}
@@ -176,46 +166,30 @@ def begin(
     cfg: AlignConfig, theta: Tensor, pretext: PretextTask, phi_D: Phi
 ) -> tuple[State, list[Optimiser]]:
     """θ_P = θ_D = θ (l.2), φ_P from its task; and opt_P, opt_D and the probe's optimiser."""
-    leaves = trainable({"P": theta, "D": theta}, theta.device)
+    theta_P, theta_D = trainable({"P": theta, "D": theta}, theta.device).values()
     phi_P = trainable(pretext.phi, theta.device)
     lower, upper = (
         schedule(cfg.alternations * n, cfg.warmup * n + 1, cfg.end_lr)
         for n in (cfg.lower_steps, cfg.upper_steps)
     )
-    groups = [Group([leaves["P"]], cfg.p_lr, cfg.p_weight_decay)]
-    groups += decay_groups(phi_P, cfg.phi_p_lr, cfg.p_weight_decay)
-    opt_P = Optimiser(groups, lower, (0.9, 0.95), cfg.clip)
+    below = Group([theta_P], cfg.p_lr, cfg.p_weight_decay)
+    decoder = decay_groups(phi_P, cfg.phi_p_lr, cfg.p_weight_decay)
+    opt_P = Optimiser([below, *decoder], lower, (0.9, 0.95), cfg.clip)
     betas = None if cfg.d_optimizer == "sgd" else (0.9, 0.999)
     head = Group([*phi_D.values()], cfg.d_lr, cfg.d_weight_decay)
-    both = head._replace(tensors=[leaves["D"], *head.tensors])  # bias is decayed, too (App. C.2)
+    both = head._replace(tensors=[theta_D, *head.tensors])  # bias is decayed, too (App. C.2)
     opt_D = Optimiser([both], upper, betas, cfg.clip)
-    s = State(leaves["P"], leaves["D"], phi_P, phi_D, opt_P, opt_D)
-    return s, [opt_P, opt_D, Optimiser([head], constant, betas)]
-
-
-def alternate(
-    cfg: AlignConfig, m: Model, s: State, loss_D: DownstreamLoss, pretext: PretextTask
-) -> Iterator[dict[str, Any]]:
-    """Algorithm 1 from `s` on; yields each alternation's log, with validation where it is due."""
-    n, T = len(m.task.train.targets), cfg.alternations
-    first, last = s.done * cfg.upper_steps, T * cfg.upper_steps
-    draws = stream(n, cfg.d_batch, cfg.seed, "downstream", first, last)
-    examples = m.examples(draws, "downstream", cfg.drop_path, first)
-    steps = range(s.done * cfg.lower_steps, T * cfg.lower_steps)
-    batches = pretext_batches(cfg, m.pool, pretext, m.arch.image_size, cfg.p_batch, steps)
-    store = torch.device("cpu") if cfg.mfac_device == "cpu" else None
-    inverse, rest = hypergradient(cfg, s.theta_P), (cfg.micro_batch, m.amp, store)
-    for log in algorithm_1(s, cfg, pretext, loss_D, inverse, batches, examples, *rest):
-        record: dict[str, Any] = {"step": log.alternation, **log._asdict()}
-        if log.alternation % cfg.eval_every == 0 or log.alternation == T:
-            for level, theta in (("P", s.theta_P), ("D", s.theta_D)):
-                score = m.score(m.task.val, theta, s.phi_D | (loss_D.stats or {}))
-                record[f"val_{level}"] = score._asdict()
-        yield record
+    probe = Optimiser([head], constant, betas)
+    return State(theta_P, theta_D, phi_P, phi_D, opt_P, opt_D), [opt_P, opt_D, probe]
 
 
 def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
-    """The function of lines 10 and 13 that the settings name."""
+    """The function of lines 10 and 13 that the settings name (UsageError: too large for it)."""
+    if cfg.hypergrad == "exact" and theta.numel() > EXACT_LIMIT:
+        raise UsageError(
+            f"--hypergrad exact: θ has {theta.numel()} entries, a dense Hessian has {EXACT_LIMIT} "
+            "at most; lower --rank or use mfac"
+        )
     K, p = theta.shape
     known: dict[str, Hypergradient] = {
         "mfac": partial(mfac.mfac, partition=cfg.partition),
@@ -233,43 +207,12 @@ def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
     return known[cfg.hypergrad]
 
 
-def refuse(cfg: AlignConfig, pretext: PretextTask, theta: Tensor) -> None:
-    """Refuse (UsageError) what would fail, or silently mean something else, hours later."""
-    if cfg.p_batch < world_size():
-        raise UsageError(f"--p-batch {cfg.p_batch}: give each of {world_size()} processes an image")
-    if cfg.hypergrad == "exact" and theta.numel() > EXACT_LIMIT:
-        why = f"θ has {theta.numel()} entries, a dense Hessian has {EXACT_LIMIT} at most"
-        raise UsageError(f"--hypergrad exact: {why}; lower --rank or use mfac")
-    pieces = (cfg.micro_batch or cfg.p_batch) < cfg.p_batch or world_size() > 1
-    if pieces and not getattr(pretext, "mean_over_images", True):
-        why = "its loss compares the images of a batch with each other, so a batch cannot be cut; "
-        how = "leave --micro-batch out and start one process"
-        raise UsageError(f"--pretext {cfg.pretext}: {why}{how}")
+def unstable(records: list[Record]) -> str | None:
+    """Why a run is not stable so far, None if it is. The paper does not define "stable".
 
-
-# --- the upper level's rate (App. C.3) ------------------------------------------------------------
-
-
-def upper_rates(cfg: AlignConfig) -> list[float]:
-    """2/3, 1/2, 1/3 and less of the best rate of a finished direct PEFT run, to three digits."""
-    run = cfg.d_lr_from or Path()
-    result = read_json(run / "result.json") if (run / "result.json").exists() else {}
-    if len(result.get("grid", ())) < 2 or result.get("aligned_by"):
-        raise UsageError(f"--d-lr-from {run}: is not a finished `finetune` grid from the backbone")
-    if result["dataset"] != cfg.dataset:
-        raise UsageError(f"--d-lr-from {run}: is about {result['dataset']}, not {cfg.dataset}")
-    return [float(f"{result['lr'] * share:.3g}") for share in SHARES]
-
-
-def unstable(records: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why a run is not stable so far, None if it is.
-
-    Paper silent: it does not define "stable optimization". Here a run is stable as long as
-
-    - every loss and gradient is finite, which the loop itself sees to;
-    - no loss, averaged over an alternation, is above 3 times its running minimum, where a minimum
-      below a quarter of the first alternation's loss counts as that quarter;
-    - no validation score of θ_D is below half of the best one so far.
+    Here no loss, averaged over an alternation, may rise above 3 times its running minimum, where a
+    minimum below a quarter of the first alternation's loss counts as that quarter, and no
+    validation score of θ_D may fall below half of the best one so far.
 
     >>> unstable([{"loss_D_at_D": [2.0]}, {"loss_D_at_D": [1.0]}, {"loss_D_at_D": [3.5]}])
     'loss_D_at_D rose to 3.5, more than 3 times its minimum 1'
@@ -278,8 +221,10 @@ def unstable(records: Sequence[Mapping[str, Any]]) -> str | None:
         values = [fmean(record[name]) for record in records if record.get(name)]
         least = max(min(values), FLOOR * values[0]) if values else 0.0
         if values and values[-1] > ABOVE * least:
-            rose = f"{name} rose to {values[-1]:.4g}"
-            return f"{rose}, more than {ABOVE:g} times its minimum {least:.4g}"
+            return (
+                f"{name} rose to {values[-1]:.4g}, more than {ABOVE:g} times its minimum "
+                f"{least:.4g}"
+            )
     scores = [record["val_D"]["accuracy"] for record in records if "val_D" in record]
     if scores and scores[-1] < COLLAPSE * max(scores):
         return f"validation fell to {scores[-1]:.1f} from {max(scores):.1f}"

@@ -25,7 +25,7 @@ Every module keeps these letters.
     l.n   line n of Algorithm 1 (alg:bisslight)
 
 Axis 0 of every tensor of a batch is the image, so any batch can be cut into micro-batches or shared
-between processes (`gradients`, `hessian`). Files, clocks, seeds and devices are left to the caller.
+between processes. Files, clocks, seeds and devices are left to the caller.
 """
 
 import math
@@ -42,8 +42,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Phi = dict[str, Tensor]  # a head's trainable tensors by name
 Loss = Callable[..., Tensor]  # (theta, phi, batch) -> scalar, the mean over the batch's images
-Product = Callable[[Tensor], Tensor]  # d -> H d, both shaped like theta
-Hypergradient = Callable[[Tensor, float, Callable[[], Product]], Callable[[Tensor], Tensor]]
+Map = Callable[[Tensor], Tensor]  # of a tensor shaped like theta: d -> H d, g -> q
+Pairs = list[tuple[Tensor, Tensor]]  # (tensor, its gradient)
+Hypergradient = Callable[[Tensor, float, Callable[[], Map]], Map]
 """(G, λ, H) -> inverse, a function g -> q ≈ λ (H + λI)⁻¹ g. `H()` returns the function d -> H d."""
 
 
@@ -52,11 +53,11 @@ class Diverged(ArithmeticError):
 
 
 class PretextTask(Protocol):
-    """A pretext task, as Algorithm 1 sees it: `mae.MAE`, `ijepa.IJEPA`, `examples/rotation.py`.
+    """A pretext task: `mae.MAE`, `ijepa.IJEPA`, `examples/rotation.py`.
 
     A step calls draw, prepare, loss (as often as the hypergradient needs) and after_step. A class
     attribute `mean_over_images = False` says that the loss compares the images of a batch with each
-    other, as a contrastive loss does: such a batch cannot be cut into micro-batches.
+    other, as a contrastive loss does. Such a batch is not cut into micro-batches.
     """
 
     phi: Phi  # the head's start
@@ -76,23 +77,10 @@ class PretextTask(Protocol):
 
 
 class Optimiser(Protocol):
-    """opt_P or opt_D: updates tensors in place from (tensor, gradient) pairs."""
+    """opt_P or opt_D: updates tensors in place."""
 
-    def update(self, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def update(self, pairs: Pairs) -> Tensor:
         """One step; returns the norm of all the gradients together, before clipping."""
-
-
-class Steps(Protocol):
-    """The numbers of Algorithm 1's input line; `commands.AlignConfig` has them."""
-
-    @property
-    def alternations(self) -> int: ...
-    @property
-    def lower_steps(self) -> int: ...
-    @property
-    def upper_steps(self) -> int: ...
-    @property
-    def lam(self) -> float: ...
 
 
 @dataclass
@@ -127,7 +115,7 @@ class Log(NamedTuple):
 
 def algorithm_1(
     s: State,
-    c: Steps,
+    c: Any,
     task: PretextTask,
     loss_D: Loss,
     hypergrad: Hypergradient,
@@ -135,22 +123,22 @@ def algorithm_1(
     downstream: Iterator[Any],
     micro: int | None = None,
     amp: bool = False,
-    store: torch.device | None = None,
+    store: torch.device | str | None = None,
 ) -> Iterator[Log]:
     """Algorithm 1 from alternation `s.done + 1` on; yields a Log after each alternation.
 
-    Line 17 returns θ_P: it is `s.theta_P` once the generator has ended.
+    Line 17 returns θ_P: it is `s.theta_P` once the generator has ended. Raises Diverged where a
+    loss or gradient is not finite.
 
     Args:
+        c: has `alternations` T, `lower_steps` N_L, `upper_steps` N_U and `lam` λ: l.1.
         loss_D: (θ, φ_D, batch, regularise=False). The paper does not say where drop path acts:
             here at θ_D alone (regularise=True), as in the released program.
         hypergrad: lines 10 and 13; `mfac.mfac` is the paper's.
-        pretext: prepared batches, one per lower step.
-        downstream: labelled batches, one per upper step, which lines 12 to 15 share.
+        pretext, downstream: prepared and labelled batches, one a step; lines 12 to 15 share one.
         micro: largest number of images that pass through the network at once; None: whole batch.
         amp: bfloat16 autocast for both losses; gradients and G keep the dtype of θ.
         store: the device that keeps G; None: θ's.
-    Raises Diverged where a loss or gradient is not finite.
     """
     for t in range(s.done + 1, c.alternations + 1):  # l.3
         size = len(s.theta_P), c.lower_steps, s.theta_P.shape[1]  # l.4
@@ -194,7 +182,7 @@ def gradients(
     micro: int | None = None,
     amp: bool = False,
 ) -> tuple[Tensor, Tensor, Phi]:
-    """L(θ, φ), ∇_θ L and ∇_φ L (by name) of a batch; micro and amp as in `value_and_grad`."""
+    """L(θ, φ), ∇_θ L and ∇_φ L (by name) of a batch; micro and amp as in `algorithm_1`."""
     tensors = [theta, *phi.values()]
     value, g_theta, *g_phi = value_and_grad(partial(loss, theta, phi), tensors, batch, micro, amp)
     return value, g_theta, dict(zip(phi, g_phi, strict=True))
@@ -204,10 +192,6 @@ def value_and_grad(
     loss: Loss, tensors: list[Tensor], batch: Any, micro: int | None = None, amp: bool = False
 ) -> list[Tensor]:
     """[loss(batch), its gradients with respect to tensors], means over images; no graph is kept.
-
-    Args:
-        micro: largest number of images that pass through the network at once; None: whole batch.
-        amp: bfloat16 autocast for the forward pass; gradients keep the dtype of the tensors.
 
     Where processes share a batch, each has some of its images, and all get the whole's gradients.
     """
@@ -222,12 +206,11 @@ def value_and_grad(
     return sum_over_processes(total)
 
 
-def hessian(loss: Loss, theta: Tensor, phi: Phi, batch: Any, micro: int | None = None) -> Product:
+def hessian(loss: Loss, theta: Tensor, phi: Phi, batch: Any, micro: int | None = None) -> Map:
     """Products d -> H d with H = ∇²_θ L of a batch at (θ, φ), in the full precision of θ.
 
-    A batch in one part is passed forward and backward once, and that graph serves every product
-    until the returned function is dropped. In several parts, each product passes them again, so
-    that one part's graph exists at a time.
+    One part's graph exists at a time. That of a batch in one part serves all products; several
+    parts are passed forward and backward again for each product.
     """
     at = theta.detach().requires_grad_()
     fixed = {name: tensor.detach() for name, tensor in phi.items()}
@@ -253,22 +236,17 @@ def hessian(loss: Loss, theta: Tensor, phi: Phi, batch: Any, micro: int | None =
 def microbatches(batch: Any, micro: int | None, device: torch.device) -> list[tuple[Any, Tensor]]:
     """A batch (a NamedTuple of tensors, image first) cut into parts of at most `micro` images.
 
-    With each part comes its share of the images of the batch, of all processes together, as a
-    float64 tensor on the device, so that the CPU need not wait for it.
-
-    >>> class Batch(NamedTuple):
-    ...     images: Tensor
-    ...     drop: Tensor | None = None
-    >>> parts = microbatches(Batch(torch.zeros(5, 3)), 2, torch.device("cpu"))
-    >>> [(len(part.images), float(share)) for part, share in parts]
-    [(2, 0.4), (2, 0.4), (1, 0.2)]
+    With each comes its share of the images of all processes, on the device. Of 5 images, micro 2
+    makes parts of 2, 2 and 1 with shares 0.4, 0.4 and 0.2.
     """
     n = len(batch[0])
     whole = sum_over_processes([torch.tensor(n, dtype=torch.float64, device=device)])[0]
     if micro is None or n <= micro:
         return [(batch, n / whole)]
-    starts = range(0, n, micro)
-    parts = [type(batch)(*(x if x is None else x[i : i + micro] for x in batch)) for i in starts]
+    parts = (
+        type(batch)(*(x if x is None else x[i : i + micro] for x in batch))
+        for i in range(0, n, micro)
+    )
     return [(part, len(part[0]) / whole) for part in parts]
 
 
@@ -282,19 +260,19 @@ def sum_over_processes(values: list[Tensor]) -> list[Tensor]:
     return [total.view_as(x) for total, x in zip(sums, values, strict=True)]
 
 
-def pairs(phi: Phi, gradient: Phi) -> list[tuple[Tensor, Tensor]]:
+def pairs(phi: Phi, gradient: Phi) -> Pairs:
     """(tensor, gradient) of every tensor of a head."""
     return [(tensor, gradient[name]) for name, tensor in phi.items()]
 
 
-def within(G: Tensor) -> Callable[[Tensor], Tensor]:
+def within(G: Tensor) -> Map:
     """Returns x (K, p) -> |Px|², P the projection on the span of each block's stored gradients.
 
-    M-FAC leaves what is outside that span as it is. In a block, with G (N_L, p) and y = G x,
+    In a block, with G (N_L, p), |Px|² = yᵀ (G Gᵀ)⁻¹ y with y = G x. A little is added to the
+    diagonal, since the gradients may be linearly dependent.
 
-        |Px|² = yᵀ (G Gᵀ)⁻¹ y
-
-    A little is added to the diagonal, since the gradients may be linearly dependent.
+    >>> round(float(within(torch.tensor([[[2.0, 0.0]]]))(torch.tensor([[3.0, 4.0]]))), 6)
+    9.0
     """
 
     def products(a: Tensor, b: Tensor) -> Any:  # a bᵀ in float64, 16,384 columns at a time
@@ -313,7 +291,7 @@ def within(G: Tensor) -> Callable[[Tensor], Tensor]:
     return square
 
 
-def agreement(q: Tensor, g: Tensor, s: State, inside: Callable[[Tensor], Tensor]) -> list[Tensor]:
+def agreement(q: Tensor, g: Tensor, s: State, inside: Map) -> list[Tensor]:
     """The numbers of a step in `Log`, from |q|/|g| to the distance; and |q| of each block."""
     cosine, at_g = torch.cosine_similarity(q.flatten(), g.flatten(), 0), inside(g)
     share, removed = at_g / g.square().sum(), 1 - inside(q) / at_g.clamp_min(1e-300)
@@ -324,10 +302,8 @@ def agreement(q: Tensor, g: Tensor, s: State, inside: Callable[[Tensor], Tensor]
 def numbers(where: str, rows: list[list[Tensor]], width: int) -> list[list[float]]:
     """A level's numbers as `width` lists by step. Only here does the CPU wait for the GPU.
 
-    Args:
-        rows: one per step: `width` scalars, and behind them, if wanted, a vector with a number for
-            each block of the hypergradient.
-    Raises Diverged naming the first step, and block, with a number that is not finite.
+    A row, one per step, is `width` scalars and, if wanted, a vector of a number for each block of
+    the hypergradient. Raises Diverged naming the first step, and block, that is not finite.
     """
     vectors = [torch.cat([x.detach().double().flatten() for x in row]) for row in rows]
     steps = torch.stack(vectors).tolist() if rows else []

@@ -1,23 +1,17 @@
 """Labelled tasks D^D and unlabelled pools D^P: how images are split, cut, ordered and loaded.
 
-    folder     class folders, or train/ val/ test/ holding class folders
-    Task.of    a task of your own, from the parts of any torch Dataset
-    batches    decoded, augmented images in the order of `stream` or `epochs`
-
-Randomness is a function of (seed, purpose, draw), never of what happened before. Images are drawn
-in pass after pass; a draw is the running number of an image in that sequence. So batches depend
-neither on worker processes nor on where a run went on. A wrong folder raises ValueError, an
-unreadable image ImageError.
+Randomness is a function of (seed, purpose, draw) alone. Images are drawn in pass after pass; a draw
+is the running number of an image in that sequence. So batches depend neither on worker processes
+nor on where a run went on. A wrong folder raises ValueError, an unreadable image ImageError.
 """
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from PIL import Image
@@ -28,10 +22,11 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 PARTS = ("train", "val", "test")
 Channels = tuple[float, ...]  # one number each for red, green and blue
-IMAGENET: tuple[Channels, Channels] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean, std
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean, std
 Entry = tuple[str, Any]  # (image file below the dataset's folder, label)
-Draw = tuple[int, int]  # (its number, index of the image)
-Draws = Iterator[list[Draw]]  # batches
+Entries = list[Entry]
+Draws = list[tuple[int, int]]  # of a batch: number of the draw, index of the image
+Stored = Tensor | list[Path]  # images (N, 3, H, W) in [0, 1], or their files
 
 
 class ImageError(OSError):
@@ -54,14 +49,13 @@ def rng(seed: int, *purpose: str | int) -> torch.Generator:
 
 
 class Split(NamedTuple):
-    """Images, as files or as a tensor (N, 3, H, W) in [0, 1], and their labels, int64."""
+    """Images and their labels, int64."""
 
-    images: Tensor | list[Path]
+    images: Stored
     targets: Tensor  # (N,), or (N, C) for several classes per image: 1, -1 not, 0 does not count
 
     @classmethod
-    def below(cls, root: Path, entries: Sequence[Entry]) -> Self:
-        """Image files below a folder."""
+    def below(cls, root: Path, entries: Entries) -> Self:
         return cls([root / file for file, _ in entries], torch.tensor([k for _, k in entries]))
 
 
@@ -78,10 +72,7 @@ class Task(NamedTuple):
 
     @classmethod
     def of(cls, train: Any, val: Any, test: Any, classes: Sequence[str]) -> Self:
-        """A task of your own, kept in memory.
-
-        Each part is a torch Dataset or a list of (image (3, H, W) in [0, 1], class number).
-        """
+        """A task in memory, of torch Datasets or lists of (image (3, H, W) in [0, 1], class)."""
         splits = []
         for part in (train, val, test):
             images, labels = zip(*(part[i] for i in range(len(part))), strict=True)
@@ -97,6 +88,10 @@ class Task(NamedTuple):
         """What its accuracies are (App. C.2.1)."""
         return "top-1 accuracy" if self.test.targets.ndim == 1 else "11-point mAP"
 
+    def sizes(self) -> dict[str, int]:
+        """How many images each part has."""
+        return {part: len(x.targets) for part, x in zip(PARTS, self[1:4], strict=True)}
+
     def fingerprint(self) -> str:
         """sha256 over file names (of images in memory: the pixels) and labels."""
         parts = [content(x.images) + x.targets.numpy().tobytes() for x in self[1:4]]
@@ -104,9 +99,9 @@ class Task(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """Unlabelled images D^P, as files or as a tensor (N, 3, H, W) in [0, 1]."""
+    """Unlabelled images D^P."""
 
-    images: Tensor | list[Path]
+    images: Stored
     mean: Channels = IMAGENET[0]
     std: Channels = IMAGENET[1]
 
@@ -115,7 +110,7 @@ class Pool(NamedTuple):
         return hashlib.sha256(content(self.images)).hexdigest()
 
 
-def content(images: Tensor | list[Path]) -> bytes:
+def content(images: Stored) -> bytes:
     """Names of image files below the folder that they share, in order; pixels where in memory."""
     if isinstance(images, Tensor):
         return images.numpy().tobytes()
@@ -125,32 +120,29 @@ def content(images: Tensor | list[Path]) -> bytes:
 
 def find_images(root: Path) -> list[Path]:
     """All image files below a folder, links followed, sorted by path, hidden ones left out."""
-    files: list[Path] = []
-    for path in root.iterdir():
-        if path.name[0] != "." and path.suffix.lower() in IMG_EXTENSIONS:
-            files.append(path)
-        elif path.name[0] != "." and path.is_dir():
-            files += find_images(path)
+    shown = [path for path in root.iterdir() if path.name[0] != "."]
+    files = [path for path in shown if path.suffix.lower() in IMG_EXTENSIONS]
+    folders = {*shown} - {*files}
+    files += [file for path in folders if path.is_dir() for file in find_images(path)]
     if odd := [x for x in files if str(x).encode(errors="ignore") != os.fsencode(x)]:
         raise ValueError(f"{odd[0]}: this name is not UTF-8; rename the file or folder")
     return sorted(files, key=str)
 
 
 def folder(root: Path, seed: int) -> Task:
-    """Class folders, or train/ val/ test/ holding class folders.
-
-    A missing test or validation part is a fifth of each class of the training part.
-    """
+    """Class folders, or train/ val/ test/ of them; a missing test or val is a fifth of train."""
     places = {part: root / part for part in PARTS if (root / part).is_dir()} or {"train": root}
-    classes, entries = list[str](), dict[str, list[Entry]]()
+    classes, entries = list[str](), dict[str, Entries]()
     for part, place in places.items():
         folders = sorted(x for x in place.iterdir() if x.is_dir() and x.name[0] != ".")
         by_class = {path.name: find_images(path) for path in folders}
         classes = [*by_class] if part == "train" else classes
         if len(by_class) < 2 or {*by_class} - {*classes} or not all(by_class.values()):
             has = ", ".join(f"{name} ({len(files)})" for name, files in by_class.items())
-            needs = "needs two or more of train's class folders, all with images"
-            raise ValueError(f"{root}: {part} {needs}; it has {has or 'none'}")
+            raise ValueError(
+                f"{root}: {part} needs two or more of train's class folders, all with images; "
+                f"it has {has or 'none'}"
+            )
         entries[part] = [
             (file.relative_to(root).as_posix(), classes.index(name))
             for name, files in by_class.items()
@@ -165,22 +157,20 @@ def folder(root: Path, seed: int) -> Task:
     return Task(f"folder:{root}", train, val, test, classes)
 
 
-def holdout(entries: Sequence[Entry], seed: int, part: str) -> tuple[list[Entry], list[Entry]]:
+def holdout(entries: Entries, seed: int, part: str) -> tuple[Entries, Entries]:
     """(rest, a fifth of each class): the files with the smallest sha256 of seed/part/file.
 
-    A fifth is rounded down, but is at least one; a class with a single image gives none. For
-    CUB-200 it is BiSSL's split (4800 / 1194).
+    Rounded down, but at least one; a single image stays. For CUB-200 it is BiSSL's split.
 
     >>> holdout([("1.jpg", 0), ("2.jpg", 0), ("3.jpg", 1)], 0, "val")
     ([('1.jpg', 0), ('3.jpg', 1)], [('2.jpg', 0)])
     """
-
-    def place(entry: Entry) -> tuple[Any, bytes]:
-        return entry[1], hashlib.sha256(f"{seed}/{part}/{entry[0]}".encode()).digest()
-
+    by_class: dict[int, list[str]] = {}
+    for file, label in entries:
+        by_class.setdefault(label, []).append(file)
     chosen: set[str] = set()
-    for _, group in groupby(sorted(entries, key=place), lambda entry: entry[1]):
-        files = [file for file, _ in group]
+    for files in by_class.values():
+        files.sort(key=lambda file: hashlib.sha256(f"{seed}/{part}/{file}".encode()).digest())
         chosen |= {*files[: max(len(files) > 1, len(files) // 5)]}
     return [e for e in entries if e[0] not in chosen], [e for e in entries if e[0] in chosen]
 
@@ -191,27 +181,23 @@ def permutation(n: int, seed: int, purpose: str, number: int) -> Tensor:
     return torch.randperm(n, generator=rng(seed, purpose, "order", number))
 
 
-def stream(n: int, batch: int, seed: int, purpose: str, start: int, stop: int) -> Draws:
-    """Full batches of steps start .. stop − 1; one may hold a pass's end and the next's start."""
-    for step in range(start, stop):
+def stream(
+    n: int, batch: int, seed: int, purpose: str, steps: range, passes: bool = False
+) -> Iterator[Draws]:
+    """Full batches of these steps; one may hold a pass's end and the next one's start.
+
+    With `passes`, each pass has ceil(n / batch) batches, and its last one may be smaller.
+    """
+    for step in steps:
         draws = range(step * batch, (step + 1) * batch)
+        if passes:
+            number, step = divmod(step, -(-n // batch))
+            draws = range(number * n, (number + 1) * n)[step * batch : (step + 1) * batch]
         yield [(d, int(permutation(n, seed, purpose, d // n)[d % n])) for d in draws]
 
 
-def epochs(n: int, batch: int, seed: int, purpose: str, count: int, start: int = 0) -> Draws:
-    """`count` passes of ceil(n / batch) batches, from step `start`; the last may be smaller."""
-    steps = -(-n // batch)
-    for number, step in (divmod(step, steps) for step in range(start, count * steps)):
-        places = range(n)[step * batch : (step + 1) * batch]
-        yield [(number * n + i, int(permutation(n, seed, purpose, number)[i])) for i in places]
-
-
-def in_order(indices: Sequence[int], batch: int) -> list[list[Draw]]:
-    """Batches of one pass for evaluation.
-
-    >>> in_order(range(3), 2)
-    [[(0, 0), (1, 1)], [(2, 2)]]
-    """
+def in_order(indices: Sequence[int], batch: int) -> list[Draws]:
+    """Batches of one pass for evaluation: in_order(range(3), 2) is [[(0, 0), (1, 1)], [(2, 2)]]."""
     return [[(i, i) for i in indices[k : k + batch]] for k in range(0, len(indices), batch)]
 
 
@@ -221,9 +207,9 @@ class Transform(NamedTuple):
     size: int
     mean: Channels
     std: Channels
-    augment: Literal["crop", "none"] = "none"
+    augment: str = "none"  # or "crop"
     min_crop: float = 0.2
-    interpolation: Literal["bicubic", "bilinear"] = "bicubic"
+    interpolation: str = "bicubic"  # or "bilinear"
     flip: bool = True
 
 
@@ -235,51 +221,52 @@ def read_image(path: Path) -> Image.Image:
                 raise ValueError("more than 8 bits a channel, save it with 8")
             return image.convert("RGB")
     except Exception as error:  # Pillow raises anything from OSError to TypeError on damaged bytes
-        how = "replace it, or remove it before a run begins"
-        raise ImageError(f"{path}: cannot be read as an image ({error!r}); {how}") from error
+        raise ImageError(
+            f"{path}: cannot be read as an image ({error!r}); replace it, or remove it before a "
+            "run begins"
+        ) from error
 
 
-def decode_all(images: Tensor | Sequence[Path]) -> list[BaseException]:
+def decode_all(images: Stored) -> list[BaseException]:
     """Read image files fully once, before the long work; returns an error for each damaged one."""
-
-    def decode(path: Path) -> None:  # keeps no image
-        read_image(path)
-
-    with ThreadPoolExecutor(8) as pool:  # decoding lets other threads run
-        paths = [] if isinstance(images, Tensor) else images
-        reads = [pool.submit(decode, path) for path in paths]
+    with ThreadPoolExecutor(8) as pool:  # decoding lets other threads run; no image is kept
+        reads = [
+            pool.submit(lambda path: read_image(path).close(), path)
+            for path in images
+            if isinstance(path, Path)
+        ]
     return [error for read in reads if (error := read.exception())]
 
 
 class Images(Dataset[Any]):
-    """Decodes and augments. Each draw has a seed of its own: its crop is the same in any process.
+    """Decodes and augments; a draw's crop is the same in any process.
 
-    Training: a random crop of min_crop to 1 of the area, and a flip (App. C.2). For validation and
-    test, and without augmentation: the shorter side is resized to 256/224 of the input size and the
-    centre is cut out (as released); images in memory of the network's size are normalised only.
+    Training: a random crop of min_crop to 1 of the area, and a flip (App. C.2). Else: the shorter
+    side is resized to 256/224 of the input size and the centre is cut out (as released); images in
+    memory of the network's size are normalised only.
     """
 
     def __init__(self, split: Split, t: Transform, train: bool, seed: int, purpose: str):
         self.split, self.t, self.seed, self.purpose = split, t, seed, purpose
         mode, self.crop = T.InterpolationMode(t.interpolation), train and t.augment == "crop"
-        cut = [T.Resize(round(t.size * 256 / 224), mode), T.CenterCrop(t.size)]
-        if self.crop:
-            crop = T.RandomResizedCrop(t.size, (t.min_crop, 1), interpolation=mode)
-            cut = [crop, T.RandomHorizontalFlip(0.5 * t.flip)]
+        crop = T.RandomResizedCrop(t.size, (t.min_crop, 1), interpolation=mode)
+        centre = [T.Resize(round(t.size * 256 / 224), mode), T.CenterCrop(t.size)]
+        cut = [crop, T.RandomHorizontalFlip(0.5 * t.flip)] if self.crop else centre
         self.pipeline = T.Compose([*cut, T.ToTensor(), T.Normalize(t.mean, t.std)])
 
-    def __getitem__(self, draws: Sequence[Draw]) -> tuple[Tensor, Tensor] | ImageError:
-        """A batch. An error is a value: raised, it would leave a worker process as a traceback."""
+    def __getitem__(self, part: tuple[Draws, int]) -> tuple[Tensor, Tensor, int] | ImageError:
+        """Images, targets and n of draws out of a batch of n; an error raised would be lost."""
+        draws, n = part
         images, index, t = self.split.images, [i for _, i in draws], self.t
         if isinstance(images, Tensor) and images.shape[2:] == (t.size, t.size) and not self.crop:
-            return T.functional.normalize(images[index], t.mean, t.std), self.split.targets[index]
+            x = T.functional.normalize(images[index], t.mean, t.std)
+            return x, self.split.targets[index], n
         try:
-            return torch.stack([self.image(*draw) for draw in draws]), self.split.targets[index]
+            return torch.stack([self.image(*draw) for draw in draws]), self.split.targets[index], n
         except ImageError as error:
             return error
 
     def image(self, draw: int, index: int) -> Tensor:
-        """One image, decoded and augmented."""
         x = self.split.images[index]
         with torch.random.fork_rng(devices=[]):  # torchvision draws from the global generator
             torch.manual_seed(seed_of(self.seed, self.purpose, "augment", draw))
@@ -287,11 +274,8 @@ class Images(Dataset[Any]):
             return self.pipeline(image)  # type: ignore[no-any-return]
 
 
-def pick_workers(asked: int | None, images: Tensor | list[Path], device: torch.device) -> int:
-    """Processes that decode: as asked, else one per core, at most 16, if a GPU waits for them.
-
-    On a CPU the network needs the cores, and images in memory need no decoding.
-    """
+def pick_workers(asked: int | None, images: Stored, device: torch.device) -> int:
+    """Processes that decode: as asked, else one per core, at most 16, if a GPU waits for files."""
     if asked is not None or device.type == "cpu" or isinstance(images, Tensor):
         return asked or 0
     return min(16, os.cpu_count() or 1)
@@ -303,17 +287,25 @@ def own_session(worker: int) -> None:
 
 
 def batches(
-    images: Images, draws: Iterable[list[Draw]], workers: int | None, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """(images, targets) on the device for each list of draws; worker processes work ahead."""
+    images: Images,
+    draws: Iterable[Draws],
+    workers: int | None,
+    device: torch.device,
+    share: Callable[[int], slice] = slice,
+) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Images, targets (on the device) and n for each list of n draws; worker processes work ahead.
+
+    Where several processes share a batch, `share` is n -> this one's part of it.
+    """
     for item in DataLoader(
         images,
-        batch_size=None,  # one list of draws is one item
-        sampler=draws,
+        batch_size=None,  # an item is a batch
+        sampler=((batch[share(len(batch))], len(batch)) for batch in draws),
         num_workers=pick_workers(workers, images.split.images, device),
         pin_memory=device.type == "cuda",
         worker_init_fn=own_session if hasattr(os, "setsid") else None,
     ):
         if isinstance(item, ImageError):
             raise item
-        yield item[0].to(device, non_blocking=True), item[1].to(device, non_blocking=True)
+        x, y, n = item
+        yield x.to(device, non_blocking=True), y.to(device, non_blocking=True), n

@@ -4,32 +4,24 @@
     finetune(FinetuneConfig(start=Path("runs/cub")), Path("runs/cub-peft"))
 
 Each learning rate is tried with one seed, the best one on validation is run with all seeds, and
-these are tested once. One rate with one seed is a run directory of its own, OUT/lr0.001-s0; the
-same call goes on with unfinished ones and reads finished ones.
+these are tested once. One rate with one seed is a run directory of its own, OUT/lr0.001-s0.
 """
 
-import logging
-import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch import Tensor
-
-from bisslight import Diverged, Phi
+from bisslight import Diverged
 from commands import FinetuneConfig
 from config import UsageError
-from data import Task, rng
-from lora import init_theta, load_adapter, save_adapter
+from data import Task
+from lora import load_adapter, save_adapter
 from model import Model, own_names
-from run import Run, check_directory, checking, jobs, sha256, typed
+from run import LOG, Record, Run, check_directory, checking, jobs, sha256, typed
 from training import Group, Optimiser, Track, schedule, trainable, untracked
 from weights import load_theta
-
-LOG = logging.getLogger("bisslight")
 
 
 class FinetuneResult(NamedTuple):
@@ -43,7 +35,7 @@ class FinetuneResult(NamedTuple):
     unit: str  # what one seed repeats
     aligned_by: str | None  # hypergradient of the align run that it started from
     aligned_on: str | None  # dataset of that run
-    align_unlike_paper: dict[str, Any] | None  # settings of that run that are not the paper's
+    align_unlike_paper: Record | None  # settings of that run that are not the paper's
     lr: float  # the chosen rate
     grid: dict[str, list[float | None]]  # validation accuracy by rate; None: diverged
     val: list[float]
@@ -64,13 +56,10 @@ def finetune(
     force: bool = False,
     track: Track = untracked,
 ) -> FinetuneResult:
-    """Choose a rate on validation, run its seeds, test them, into the run directory `out`.
+    """Fine-tune into the run directory `out`; `force` starts over, `track` shows progress.
 
-    Args:
-        task: a labelled task of your own, instead of a name in `cfg`.
-        force: start the run in `out` over.
-        track: shows progress; wraps the epochs of a trial, or the trials where `jobs` is above 1.
-    Raises UsageError before the long work starts, Diverged where every rate diverges.
+    `task` is one of your own. Raises UsageError before the long work starts, Diverged where every
+    rate diverges.
     """
     cfg = cfg.but(**own_names(task))
     check_directory(out, "finetune", cfg, force)
@@ -78,14 +67,14 @@ def finetune(
     starts, unit = starts_of(cfg)
     origins = [origin(start, m) for start in dict.fromkeys(starts) if start]
     m.check("--batch", cfg.batch, out)
-    about = m.about() | {"start_sha256": [sha256(adapter_of(x)) for x in starts if x]}
-    with Run(out, "finetune", cfg, force, **about) as run:
+    digests = [sha256(adapter_of(x)) for x in starts if x]
+    with Run(out, "finetune", cfg, force, **m.about(), start_sha256=digests) as run:
         if run.result:
             return typed(FinetuneResult, run.result)
 
-        def results(pairs: list[tuple[float, int]]) -> list[dict[str, Any]]:
-            one = cfg.but(grid=None, grid_seeds=1, seeds=1, jobs=1)
-            trials = [one.but(lr=lr, seed=cfg.seed + i, start=starts[i]) for lr, i in pairs]
+        def results(pairs: list[tuple[float, int]]) -> list[Record]:
+            one = {"grid": None, "grid_seeds": 1, "seeds": 1, "jobs": 1}
+            trials = [cfg.but(**one, lr=lr, seed=cfg.seed + i, start=starts[i]) for lr, i in pairs]
             if cfg.jobs == 1:
                 return [peft(one, out, task, force, m, track) for one in trials]
             work = jobs(partial(peft, out=out, task=task, force=force), trials, cfg.jobs)
@@ -96,7 +85,7 @@ def finetune(
         tried = {lr: [next(every) for _ in tries] for lr in cfg.grid}
         lr, chosen = best_rate(tried, lambda lr, n: results([(lr, i) for i in range(n, cfg.seeds)]))
         first = origins[0] if origins else {}
-        found = run.finish({
+        return typed(FinetuneResult, run.finish({
             "out": str(out), "dataset": cfg.dataset, "backbone": cfg.backbone, "unit": unit,
             "lr": lr, "metric": m.task.metric,
             "grid": {f"{rate}": [r["val"] and r["val"]["accuracy"] for r in runs]
@@ -105,11 +94,10 @@ def finetune(
             "aligned_on": first.get("dataset"), "align_unlike_paper": first.get("unlike_paper"),
             "pretext": first.get("pretext", m.adapter_about()["pretext"]),
             **tested(m, run, chosen),
-        })  # fmt: skip
-        return typed(FinetuneResult, found)
+        }))  # fmt: skip
 
 
-def tested(m: Model, run: Run, chosen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def tested(m: Model, run: Run, chosen: list[Record]) -> Record:
     """Test each seed's best epoch, once; keep its adapter beside the result."""
     scores = []
     for result in chosen:
@@ -132,30 +120,27 @@ def tested(m: Model, run: Run, chosen: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def best_rate(
-    tried: Mapping[float, list[dict[str, Any]]],
-    more: Callable[[float, int], list[dict[str, Any]]],
-) -> tuple[float, list[dict[str, Any]]]:
-    """The rate of the best mean validation accuracy, ties by mean loss, and its seeds' results.
-
-    A rate at which any seed diverged, also a later one, is given up for the next best.
-
-    Args:
-        more: (rate, seeds done) -> results of the other seeds.
-    """
-
-    def worth(lr: float) -> tuple[float, float]:
-        scores = [result["val"] for result in tried[lr]]
-        return fmean(s["accuracy"] for s in scores), -fmean(s["loss"] for s in scores)
-
+    tried: dict[float, list[Record]], more: Callable[[float, int], list[Record]]
+) -> tuple[float, list[Record]]:
+    """The rate that is `worth` most and does not diverge with `more(rate, seeds done)`; results."""
     known = [lr for lr, results in tried.items() if all(result["val"] for result in results)]
-    for lr in sorted(known, key=worth, reverse=True):  # of equals, the one given first
+    for lr in sorted(known, key=lambda lr: worth(tried[lr]), reverse=True):  # the first of equals
         results = tried[lr] + more(lr, len(tried[lr]))
         if all(result["val"] for result in results):
             return lr, results
     raise Diverged("every learning rate diverged, lower --lr or extend --grid downwards")
 
 
-# --- where θ starts -------------------------------------------------------------------------------
+def worth(validated: list[Record]) -> tuple[float, float]:
+    """What decides: the mean validation accuracy, ties by the lower mean loss."""
+    scores = [x["val"] for x in validated]
+    return fmean(score["accuracy"] for score in scores), -fmean(score["loss"] for score in scores)
+
+
+def best_epoch(records: list[Record]) -> Record:
+    """The first of the epochs that are `worth` most."""
+    scored = (record for record in records if record["val"])
+    return max(scored, key=lambda record: worth([record]), default={"step": 0})
 
 
 def starts_of(cfg: FinetuneConfig) -> tuple[list[Path | None], str]:
@@ -164,33 +149,31 @@ def starts_of(cfg: FinetuneConfig) -> tuple[list[Path | None], str]:
         return [None] * cfg.seeds, "PEFT seed"
     runs = [cfg.start]
     if cfg.start.is_dir() and not (cfg.start / "config.json").exists():
-        found = [file.parent for file in cfg.start.glob("*/config.json")]
-        runs = sorted(found, key=lambda run: (len(run.name), run.name))
+        runs = [file.parent for file in cfg.start.glob("*/config.json")]
+        runs.sort(key=lambda run: (len(run.name), run.name))
     if len(runs) not in (1, cfg.seeds):
-        what = f"holds {len(runs)} align runs, --seeds {cfg.seeds} wants 1 or {cfg.seeds}"
-        raise UsageError(f"--from {cfg.start}: {what}")
+        raise UsageError(
+            f"--from {cfg.start}: holds {len(runs)} align runs, "
+            f"--seeds {cfg.seeds} wants 1 or {cfg.seeds}"
+        )
     for run in runs:
         if run.is_dir() and not ((run / "result.json").exists() and adapter_of(run).exists()):
-            how = "give its own command again to finish it"
-            raise UsageError(f"--from {run}: is not a finished align run; {how}")
+            raise UsageError(
+                f"--from {run}: is not a finished align run; give its own command again to finish "
+                "it"
+            )
     if len(runs) > 1:
         return [*runs], "align run and PEFT"
-    one = "LoRA file" if cfg.start.is_file() else "align run"
-    return [runs[0]] * cfg.seeds, f"PEFT seed on one {one}"
+    kind = "LoRA file" if cfg.start.is_file() else "align run"
+    return [runs[0]] * cfg.seeds, f"PEFT seed on one {kind}"
 
 
 def adapter_of(start: Path) -> Path:
-    """The file with θ."""
     return start / "adapter.safetensors" if start.is_dir() else start
 
 
-def origin(start: Path, m: Model) -> dict[str, Any]:
-    """Where an adapter comes from; refuses (UsageError) one that does not belong here.
-
-    That is one of another backbone, rank or weights, and one that was aligned on another split of
-    the same dataset: it may have been trained on what are test images here. A file of the released
-    program does not say what it belongs to; only its shapes can be checked.
-    """
+def origin(start: Path, m: Model) -> Record:
+    """What an adapter says of itself, if anything; refuses one of something else (UsageError)."""
     with checking(f"--from {start}"):
         theta, about = load_theta(adapter_of(start), m.backbone.dim)
         now, rank = m.adapter_about(), theta.shape[1] / (4 * m.backbone.dim)
@@ -204,23 +187,20 @@ def origin(start: Path, m: Model) -> dict[str, Any]:
         for key in ("backbone", "rank", "alpha", "weights_sha256"):
             if about and str(about.get(key)) != str(now[key]):
                 raise ValueError(f"has {key} {about.get(key)}, this run {now[key]}")
-        digest = about.get("data_sha256", now["data_sha256"])
         names = (str(x.get("dataset")).removeprefix("folder:") for x in (about, now))
-        same = len({os.path.realpath(x) for x in names}) == 1
-        if same and digest != now["data_sha256"]:
+        same = len({Path(x).resolve() for x in names}) == 1
+        if same and about.get("data_sha256", now["data_sha256"]) != now["data_sha256"]:
             raise ValueError(
                 f"was aligned on another split or other images of {now['dataset']} (data_sha256 "
-                f"{digest[:12]}, here {now['data_sha256'][:12]}), so it may have seen the test "
-                "images; give its --data-seed, --split-file and images, or align again"
+                f"{about['data_sha256'][:12]}, here {now['data_sha256'][:12]}), so it may have "
+                "seen the test images; give its --data-seed, --split-file and images, or align "
+                "again"
             )
     if "data_sha256" not in about:
         LOG.info("--from %s: does not say which images it was trained on", start)
     elif not same:
         LOG.info("aligned on %s, fine-tuned on %s", about.get("dataset"), now["dataset"])
     return about
-
-
-# --- one PEFT run ---------------------------------------------------------------------------------
 
 
 def peft(
@@ -230,41 +210,42 @@ def peft(
     force: bool = False,
     m: Model | None = None,
     track: Track = untracked,
-) -> dict[str, Any]:
-    """Fine-tune θ and a fresh φ_D with one rate and one seed; keep the best validation epoch.
-
-    Args:
-        out: the directory of the whole; the run's own is below it.
-        m: the model, which differs between trials in its settings only; None: made here.
-    """
+) -> Record:
+    """One rate and one seed, in a run directory below `out`; the best validation epoch is kept."""
     m, lr = m or Model(cfg, task), cfg.grid[0]
     m.cfg, out = cfg, out / f"lr{lr:g}-s{cfg.seed}"
-    digest = cfg.start and sha256(adapter_of(cfg.start))
-    with Run(out, "peft", cfg, force, **m.about(), start_sha256=digest) as run:
+    file = cfg.start and adapter_of(cfg.start)
+    with Run(out, "peft", cfg, force, **m.about(), start_sha256=file and sha256(file)) as run:
         if run.result:
             return run.result
-        theta = init_theta(m.backbone.depth, cfg.rank, m.backbone.dim, rng(cfg.seed, "lora"))
-        if cfg.start is not None:
-            theta, _ = load_theta(adapter_of(cfg.start), m.backbone.dim)
-        phi_D, loss_D, stats = m.head(cfg.seed, "peft head")
-        leaves = trainable({"theta": theta}, m.device) | phi_D
+        start = load_theta(file, m.backbone.dim)[0] if file else m.theta()
+        (theta,) = trainable({"theta": start}, m.device).values()
+        phi_D, loss_D, head = m.head("peft head")
         steps = -(-len(m.task.train.targets) // cfg.batch)
-        rates = schedule(cfg.epochs * steps, cfg.warmup_epochs * steps + 1, cfg.end_lr)
-        betas = None if cfg.optimizer == "sgd" else (0.9, 0.999)
-        opt = Optimiser([Group([*leaves.values()], lr, cfg.weight_decay)], rates, betas)
-        now = leaves | stats
+        opt = Optimiser(
+            [Group([theta, *phi_D.values()], lr, cfg.weight_decay)],
+            schedule(cfg.epochs * steps, cfg.warmup_epochs * steps + 1, cfg.end_lr),
+            None if cfg.optimizer == "sgd" else (0.9, 0.999),
+        )
+        now = {"theta": theta} | head
         best = {name: tensor.detach().clone() for name, tensor in now.items()}
         run.keep([*now.values(), *best.values()], [opt])
-        result = {"lr": lr, "seed": cfg.seed, "adapter": str(adapter_of(out))}
-        label, rate = f"lr {lr:g} seed {cfg.seed}", cfg.drop_path
+        result = {"lr": lr, "seed": cfg.seed, "adapter": str(out / "adapter.safetensors")}
+        label = f"lr {lr:g} seed {cfg.seed}"
         try:
-            epochs = m.fit(loss_D, leaves["theta"], phi_D, opt, "peft", cfg.epochs, cfg.batch, rate)
-            records = validated(m, epochs, leaves["theta"], phi_D | stats)
+            loss = partial(loss_D, theta, phi_D, regularise=True)
+            epochs = m.fit(loss, opt, "peft", cfg.epochs, cfg.batch, cfg.drop_path)
+            epochs = ({**epoch, "val": None} for epoch in epochs)
+            records = m.validated(epochs, cfg.eval_epochs, cfg.epochs, head, val=theta)
             for record in track(records, cfg.epochs, label, opt.step // steps):
+                if record["val"] and not record["val"]["loss"] < float("inf"):
+                    raise Diverged(
+                        f"validation after epoch {record['step']}: loss {record['val']['loss']}"
+                    )
                 run.log(record)
                 if best_epoch(run.records)["step"] == record["step"]:
-                    best = {name: tensor.detach().clone() for name, tensor in now.items()}
-                    run.tensors = [*now.values(), *best.values()]
+                    for name, tensor in now.items():
+                        best[name].copy_(tensor.detach())
                 run.checkpoint(f"epoch {record['step']} of {cfg.epochs}, {label}")
         except Diverged as error:
             return run.finish(result | {"val": None, "diverged": str(error)})
@@ -272,25 +253,3 @@ def peft(
         run.write("adapter.safetensors", save_adapter(best.pop("theta"), best, about))
         found = best_epoch(run.records)
         return run.finish(result | {"val": found["val"], "epoch": found["step"]})
-
-
-def validated(
-    m: Model, records: Iterator[dict[str, Any]], theta: Tensor, phi_D: Phi
-) -> Iterator[dict[str, Any]]:
-    """The records of epochs, with the score on the validation split where it is due."""
-    cfg: Any = m.cfg
-    for record in records:
-        record["val"] = None
-        if record["step"] % cfg.eval_epochs == 0 or record["step"] == cfg.epochs:
-            score = m.score(m.task.val, theta, phi_D)
-            if not math.isfinite(score.loss):
-                raise Diverged(f"validation after epoch {record['step']}: loss {score.loss}")
-            record["val"] = score._asdict()
-        yield record
-
-
-def best_epoch(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The first epoch with the highest validation accuracy, ties by the lower loss."""
-    scored = [record for record in records if record["val"]]
-    worth = [(record["val"]["accuracy"], -record["val"]["loss"]) for record in scored]
-    return scored[worth.index(max(worth))] if scored else {"step": 0}

@@ -1,8 +1,5 @@
 """From settings to what Algorithm 1 needs: f_θ, D^D, D^P, L^D, the pretext task, batches, scores.
 
-    Model            one experiment
-    pretext_batches  prepared batches of a pool
-
 What a person got wrong ends here in a UsageError of one line, before the long work starts.
 """
 
@@ -11,7 +8,7 @@ import itertools
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -21,12 +18,11 @@ import torch
 from torch import Tensor
 
 import benchmarks
-from bisslight import Loss, PretextTask, numbers, value_and_grad
+import lora
+from bisslight import Loss, Phi, PretextTask, numbers, value_and_grad
 from commands import AlignConfig, FinetuneConfig
 from config import BACKBONES, UsageError
 from data import (
-    PARTS,
-    Draws,
     Images,
     Pool,
     Split,
@@ -34,25 +30,14 @@ from data import (
     Transform,
     batches,
     decode_all,
-    epochs,
     in_order,
     pick_workers,
     rng,
     stream,
 )
 from evaluate import Score, score
-from lora import (
-    DownstreamLoss,
-    Examples,
-    Phi,
-    cross_entropy,
-    drop_path,
-    init_head,
-    init_stats,
-    predict,
-)
 from paper import MEMORY
-from run import checking, sha256
+from run import Record, checking, sha256
 from training import Optimiser, gather, pick_device, share, trainable, world_size
 from weights import OFFICIAL, build_head, initialise, load_backbone, pretext_task, weights_of
 
@@ -78,19 +63,31 @@ class Model:
         cut = cfg.augment, cfg.min_crop, cfg.d_interpolation
         self.transform = Transform(size, self.task.mean, self.task.std, *cut)
 
-    def head(self, seed: int, purpose: str) -> tuple[Phi, DownstreamLoss, Phi]:
-        """A fresh φ_D (App. C.2), its L^D, and its BatchNorm's statistics ({} without one)."""
-        cfg, g = self.cfg, rng(seed, purpose)
-        fresh = init_head(self.backbone.dim, len(self.task.classes), g, cfg.head == "batchnorm")
+    def theta(self) -> Tensor:
+        """A fresh θ (l.2)."""
+        f, g = self.backbone, rng(self.cfg.seed, "lora")
+        return lora.init_theta(f.depth, self.cfg.rank, f.dim, g).to(self.device)
+
+    def head(self, purpose: str) -> tuple[Phi, lora.DownstreamLoss, Phi]:
+        """A fresh φ_D (App. C.2), its L^D, and φ_D with the statistics of its BatchNorm, if any."""
+        cfg, f, g = self.cfg, self.backbone, rng(self.cfg.seed, purpose)
+        fresh = lora.init_head(f.dim, len(self.task.classes), g, cfg.head == "batchnorm")
         phi = trainable(fresh, self.device)
-        stats = init_stats(phi)
-        return phi, DownstreamLoss(self.backbone, cfg.voc_loss, stats), stats
+        stats = lora.init_stats(phi)
+        return phi, lora.DownstreamLoss(f, cfg.voc_loss, stats), phi | stats
 
     def pretext_task(self, theta: Tensor) -> PretextTask:
         """The pretext task of these settings; θ is where θ_P starts."""
         cfg: Any = self.cfg
         if cfg.pretext not in ("mae", "ijepa"):
-            return own_class(cfg.pretext)(self.backbone, cfg, rng(cfg.seed, "pretext"))
+            own = own_class(cfg.pretext)(self.backbone, cfg, rng(cfg.seed, "pretext"))
+            pieces = (cfg.micro_batch or cfg.p_batch) < cfg.p_batch or world_size() > 1
+            if pieces and not getattr(own, "mean_over_images", True):
+                raise UsageError(
+                    f"--pretext {cfg.pretext}: its loss compares the images of a batch with each "
+                    "other, so a batch cannot be cut; leave --micro-batch out and start one process"
+                )
+            return own
         head: Any = self.pretext_head
         if cfg.pretext == "mae" and cfg.decoder == "random":
             head = build_head(self.arch, "mae")
@@ -100,72 +97,71 @@ class Model:
             return pretext_task(cfg, self.backbone, head.to(self.device), steps, theta)
 
     def examples(
-        self, draws: Draws, purpose: str, rate: float, start: int = 0
-    ) -> Iterator[Examples]:
-        """Labelled training batches from step `start` on, with drop-path factors of this rate."""
-        seed = self.cfg.seed
-        images = Images(self.task.train, self.transform, True, seed, purpose)
-        arrived = shared_batches(images, draws, self.cfg.workers, self.device)
-        for step, (x, y, mine, n) in enumerate(arrived, start):
-            drop = drop_path(rate, self.backbone.depth, n, rng(seed, purpose, "drop", step))
-            yield Examples(x, y, None if drop is None else drop[mine].to(self.device))
+        self, purpose: str, batch: int, steps: range, rate: float, passes: bool = False
+    ) -> Iterator[lora.Examples]:
+        """Labelled training batches in the order of `data.stream`, with factors of drop path."""
+        seed, train = self.cfg.seed, self.task.train
+        images = Images(train, self.transform, True, seed, purpose)
+        draws = stream(len(train.targets), batch, seed, purpose, steps, passes)
+        arrived = batches(images, draws, self.cfg.workers, self.device, share)
+        for step, (x, y, n) in zip(steps, arrived, strict=True):
+            drop = lora.drop_path(rate, self.backbone.depth, n, rng(seed, purpose, "drop", step))
+            yield lora.Examples(x, y, None if drop is None else drop[share(n)].to(self.device))
+
+    def fit(
+        self, loss: Loss, opt: Optimiser, purpose: str, count: int, batch: int, rate: float
+    ) -> Iterator[Record]:
+        """Linear probing (App. C.3), PEFT (App. C.2): trains what `opt` holds in `count` passes."""
+        piece = -(-len(self.task.train.targets) // batch)
+        examples = self.examples(purpose, batch, range(opt.step, count * piece), rate, passes=True)
+        return trained(self.cfg, loss, opt, examples, piece, purpose)
 
     def score(self, split: Split, theta: Tensor, phi_D: Phi) -> Score:
         """Accuracy and loss on a whole split, which processes share; φ_D with its statistics."""
         images, n = Images(split, self.transform, False, 0, "eval"), len(split.targets)
         draws = in_order(range(n)[share(n)], min(SCORED, self.cfg.micro_batch or SCORED))
-        examples = batches(images, draws, self.cfg.workers, self.device)
-        logits = partial(predict, self.backbone, theta, phi_D)
-        loss = partial(cross_entropy, multilabel=self.cfg.voc_loss)
+        arrived = batches(images, draws, self.cfg.workers, self.device)
+        logits = partial(lora.predict, self.backbone, theta, phi_D)
+        loss = partial(lora.cross_entropy, multilabel=self.cfg.voc_loss)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
-            return score(logits, examples, loss, gather)
+            return score(logits, ((x, y) for x, y, _ in arrived), loss, gather)
 
-    def fit(
-        self,
-        loss_D: DownstreamLoss,
-        theta: Tensor,
-        phi_D: Phi,
-        opt: Optimiser,
-        purpose: str,
-        count: int,
-        batch: int,
-        rate: float,
-    ) -> Iterator[dict[str, Any]]:
-        """Train on D^D for `count` passes; linear probing (App. C.3) and PEFT (App. C.2) are this.
-
-        Args:
-            opt: what it holds is trained; its step says where to start.
-            rate: of drop path.
-        """
-        n = len(self.task.train.targets)
-        draws = epochs(n, batch, self.cfg.seed, purpose, count, opt.step)
-        examples = self.examples(draws, purpose, rate, opt.step)
-        loss, piece = partial(loss_D, theta, phi_D, regularise=True), -(-n // batch)
-        yield from trained(loss, opt, examples, piece, self.cfg.micro_batch, self.cfg.amp, purpose)
+    def validated(
+        self, records: Iterable[Record], every: int, last: int, phi_D: Phi, **theta: Tensor
+    ) -> Iterator[Record]:
+        """Records, at the steps due with the validation score of each θ by its name here."""
+        for record in records:
+            if record["step"] % every == 0 or record["step"] == last:
+                for name, at in theta.items():
+                    record[name] = self.score(self.task.val, at, phi_D)._asdict()
+            yield record
 
     def check(self, flag: str, batch: int, out: Path) -> None:
-        """Refuse (UsageError) batches that a BatchNorm head or the processes cannot share.
-
-        Before a run begins, also decode its validation and test images once (ImageError).
-        """
+        """Refuse batches that cannot be shared (UsageError); before a run, decode val and test."""
         norm, last = self.cfg.head == "batchnorm", len(self.task.train.targets) % batch or batch
         least = max(2, world_size()) if norm else world_size()
         if norm and self.cfg.micro_batch:
             raise UsageError("--micro-batch: a BatchNorm head needs whole batches; see --recompute")
-        if min(batch, last) < least:
-            why = f"the last batch of a pass has {min(batch, last)} images"
-            need = f"{'BatchNorm needs' if norm else 'the processes need'} {least}"
-            raise UsageError(f"{flag} {batch}: {why}, {need}; choose another size")
+        if last < least:
+            raise UsageError(
+                f"{flag} {batch}: the last batch of a pass has {last} images, "
+                f"{'BatchNorm needs' if norm else 'the processes need'} {least}; "
+                "choose another size"
+            )
+        if isinstance(self.cfg, AlignConfig) and self.cfg.p_batch < world_size():
+            raise UsageError(
+                f"--p-batch {self.cfg.p_batch}: give each of {world_size()} processes an image"
+            )
         for split in () if (out / "env.json").exists() else (self.task.val, self.task.test):
             for error in decode_all(split.images):
                 raise error
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> Record:
         """What defines a run beside its settings: digests of weights, labelled task and pool."""
-        found: dict[str, Any] = {
+        found: Record = {
             "weights_sha256": self.digest,
             "data_sha256": self.task.fingerprint(),
-            "images": {part: len(getattr(self.task, part).targets) for part in PARTS},
+            "images": self.task.sizes(),
         }
         if isinstance(self.cfg, AlignConfig):
             found["pool_sha256"] = self.pool.fingerprint()
@@ -173,11 +169,10 @@ class Model:
             found |= {"pretext_sha256": sha256(file)} if file.suffix == ".py" else {}
         return found
 
-    def adapter_about(self, **more: Any) -> dict[str, Any]:
+    def adapter_about(self, **more: Any) -> Record:
         """What an adapter file says of itself."""
-        names = ("backbone", "rank", "alpha", "dataset", "data_seed")
         return {
-            **{name: getattr(self.cfg, name) for name in names},
+            **self.cfg.model_dump(include={"backbone", "rank", "alpha", "dataset", "data_seed"}),
             "arch": self.arch._asdict(),
             "channels": [self.transform.mean, self.transform.std],
             "data_sha256": self.task.fingerprint(),
@@ -187,56 +182,45 @@ class Model:
         }
 
 
-# --- tasks, pools and their batches ---------------------------------------------------------------
-
-
 def pretext_batches(
     cfg: Any, pool: Pool, task: PretextTask, size: int, batch: int, steps: range
 ) -> Iterator[Any]:
-    """Prepared batches of these steps from a pool, each prepared when it is asked for.
+    """Batches of a pool with images of side `size`, each prepared when it is asked for.
 
-    Augmentation is the pretext task's own: MAE's bicubic with flip, I-JEPA's bilinear without. All
-    random numbers follow the step; they are drawn for the whole batch, then cut for processes.
-
-    Args:
-        cfg: settings of `align` or `pretrain`.
-        size: side of the images.
+    Augmentation is bicubic with flip, I-JEPA's bilinear without. All random numbers follow the
+    step; they are drawn for the whole batch, then cut for processes.
     """
     device = device_of(cfg)
     own: Any = {"interpolation": "bilinear", "flip": False} if cfg.pretext == "ijepa" else {}
     transform = Transform(size, pool.mean, pool.std, cfg.augment, cfg.min_crop, **own)
-    split = Split(pool.images, torch.zeros(len(pool.images), dtype=torch.long))
-    images = Images(split, transform, True, cfg.seed, "pretext")
-    draws = stream(len(pool.images), batch, cfg.seed, "pretext", steps.start, steps.stop)
-    arrived = shared_batches(images, draws, cfg.workers, device)
-    for step, (x, _, mine, n) in zip(steps, arrived, strict=True):
-        drawn = [part[mine].to(device) for part in task.draw(n, rng(cfg.seed, "mask", step))]
+    unlabelled = Split(pool.images, torch.zeros(len(pool.images)))
+    images = Images(unlabelled, transform, True, cfg.seed, "pretext")
+    draws = stream(len(pool.images), batch, cfg.seed, "pretext", steps)
+    arrived = batches(images, draws, cfg.workers, device, share)
+    for step, (x, _, n) in zip(steps, arrived, strict=True):
+        drawn = [part[share(n)].to(device) for part in task.draw(n, rng(cfg.seed, "mask", step))]
         with torch.autocast(device.type, torch.bfloat16, enabled=cfg.amp and x.is_cuda):
             prepared = task.prepare(x, *drawn)
         yield prepared
 
 
 def trained(
+    cfg: Any,
     loss: Loss,
     opt: Optimiser,
     batches: Iterator[Any],
     piece: int,
-    micro: int | None,
-    amp: bool,
     what: str,
-    after_step: Callable[[None], None] | None = None,
-) -> Iterator[dict[str, Any]]:
-    """An optimiser step per batch, in place; yields the mean loss of every `piece` steps.
-
-    Raises Diverged where a loss or gradient is not finite.
-    """
+    after_step: Callable[[None], None] = lambda theta: None,
+) -> Iterator[Record]:
+    """A step per batch, in place; yields the mean loss of every `piece` steps (Diverged)."""
     tensors = [tensor for group in opt.groups for tensor in group.tensors]
+    amp = cfg.amp and tensors[0].is_cuda
 
     def step(batch: Any) -> list[Tensor]:
-        value, *found = value_and_grad(loss, tensors, batch, micro, amp and tensors[0].is_cuda)
+        value, *found = value_and_grad(loss, tensors, batch, cfg.micro_batch, amp)
         norm = opt.update(zip(tensors, found, strict=True))
-        if after_step:
-            after_step(None)
+        after_step(None)
         return [value, norm]
 
     while rows := [step(batch) for batch in itertools.islice(batches, piece)]:
@@ -244,21 +228,12 @@ def trained(
         yield {"step": -(-opt.step // piece), "loss": fmean(losses)}
 
 
-def shared_batches(
-    images: Images, draws: Draws, workers: int | None, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor, slice, int]]:
-    """(images, targets) of this process, which ones of the batch they are, and the batch's size."""
-    mine, whole = itertools.tee(draws)
-    loader = batches(images, (batch[share(len(batch))] for batch in mine), workers, device)
-    for (x, y), batch in zip(loader, whole, strict=True):
-        yield x, y, share(len(batch)), len(batch)
-
-
 def named(cfg: Any, field: str) -> Any:
     """The labelled task D^D ("dataset") or the pool D^P ("pool") by its name (UsageError)."""
-    name, argument = getattr(cfg, field), field.replace("dataset", "task")
+    name = getattr(cfg, field)
     with checking(f"--{field} {name}"):
         if name.startswith("own"):
+            argument = field.replace("dataset", "task")
             raise ValueError(f"was handed in from Python; hand it in again, {argument}=...")
         if field == "dataset":
             return benchmarks.load_task(cfg, cfg.data_root)
@@ -272,26 +247,20 @@ def own_names(task: Task | None, pool: Pool | None = None) -> dict[str, str]:
 
 
 def device_of(cfg: Any) -> torch.device:
-    """The device of these settings (UsageError where it is not there).
-
-    vit_mini's tensors are too small for several threads of a CPU, which would wait for each other;
-    OMP_NUM_THREADS wins.
-    """
+    """The device of these settings (UsageError where it is not there)."""
     with checking(f"--device {cfg.device}"):
         device = pick_device(cfg.device)
+    # so small tensors make several threads wait for each other
     if cfg.backbone == "vit_mini" and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     return device
 
 
 def own_class(name: str) -> Callable[..., PretextTask]:
-    """The class of `FILE.py:Class` or `module:Class` (UsageError where there is none).
-
-    The file's folder is put behind the import path, so that a student's own `data.py` does not
-    take the place of this program's.
-    """
+    """The class of `FILE.py:Class` or `module:Class` (UsageError where there is none)."""
     place, _, attribute = name.rpartition(":")
     file = place.endswith(".py")
+    # last, so that a file's neighbour `data.py` is not taken for ours
     sys.path.append(str(Path(place).parent.resolve() if file else Path.cwd()))
     try:
         names = runpy.run_path(place) if file else vars(importlib.import_module(place))
@@ -300,15 +269,15 @@ def own_class(name: str) -> Callable[..., PretextTask]:
         raise UsageError(f"--pretext {name}: cannot be imported ({error!r})") from error
 
 
-def plan(cfg: Config) -> dict[str, Any]:
+def plan(cfg: Config) -> Record:
     """What a run would do, for --dry-run: all inputs are checked as far as they are there."""
-    device, there, method = device_of(cfg), weights_of(cfg).exists(), "peft"
+    device, there = device_of(cfg), weights_of(cfg).exists()
     task: Task = named(cfg, "dataset")
     pool: Any = named(cfg, "pool") if isinstance(cfg, AlignConfig) else None
     arch = Model(cfg, task, pool).arch if there else BACKBONES[cfg.backbone]
-    sizes = {part: len(getattr(task, part).targets) for part in PARTS}
+    sizes = task.sizes()
     if isinstance(cfg, AlignConfig):
-        method, sizes["pool"] = cfg.hypergrad, len(pool.images)
+        sizes["pool"] = len(pool.images)
         steps = {
             "lower": cfg.alternations * cfg.lower_steps,
             "upper": cfg.alternations * cfg.upper_steps,
@@ -317,13 +286,16 @@ def plan(cfg: Config) -> dict[str, Any]:
     else:
         runs = len(cfg.grid) * cfg.grid_seeds + cfg.seeds - cfg.grid_seeds
         steps = {"runs": runs, "in all": runs * cfg.epochs * -(-sizes["train"] // cfg.batch)}
-    official = OFFICIAL.get((cfg.backbone, cfg.pretext), ())
     return {
         "device": str(device),
         "workers": pick_workers(cfg.workers, task.train.images, device),
         "images": sizes,
         "steps": steps,
         "LoRA parameters": arch.depth * 4 * cfg.rank * arch.dim,
-        "weights": None if there else "{1} MB to download from {0}".format(*official),
-        "the paper's memory, GB and GPUs": MEMORY.get(method, {}).get(cfg.backbone),
+        "weights": None
+        if there
+        else "{1} MB to download from {0}".format(*OFFICIAL[cfg.backbone, cfg.pretext]),
+        "the paper's memory, GB and GPUs": MEMORY.get(getattr(cfg, "hypergrad", "peft"), {}).get(
+            cfg.backbone
+        ),
     }

@@ -1,9 +1,5 @@
 """Run directories, and how a run is stopped and goes on; nothing of the method is here.
 
-    files      atomic writing; `reading` and `checking` turn an error into one line
-    `jobs`     runs side by side
-    `Run`      a run directory
-
 A run directory holds config.json (the settings), env.json (command, versions, machine, digests of
 the data), metrics.jsonl (a line per alternation or epoch), checkpoint.pt while the run is not
 finished and result.json once it is. The same command, given again, goes on where it stopped.
@@ -12,6 +8,7 @@ finished and result.json once it is. The same command, given again, goes on wher
 import hashlib
 import io
 import json
+import logging
 import multiprocessing
 import os
 import platform
@@ -20,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
@@ -35,36 +32,28 @@ from torch import Tensor
 from config import RunError, Settings, UsageError
 from training import Optimiser, Stopped, barrier, rank, stop, world_size
 
-T = TypeVar("T")
+LOG = logging.getLogger("bisslight")
 R = TypeVar("R")
-
-# --- files ------------------------------------------------------------------------------------
-
-
-@contextmanager
-def checking(thing: str) -> Iterator[None]:
-    """Turn what the mathematics refuses into one line about a setting (UsageError)."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise UsageError(f"{thing}: {error}") from error
+Record = dict[str, Any]  # a JSON object: a line of metrics.jsonl, what a run ended with
 
 
 @contextmanager
-def reading(path: Path, remedy: str = "make it again") -> Iterator[None]:
-    """Turn whatever a missing or damaged file raises into one line with a remedy (UsageError)."""
+def checking(thing: str, remedy: str = "") -> Iterator[None]:
+    """Turn what a setting, or with a remedy whatever a damaged file raises, into a UsageError."""
+    kinds: Any = Exception if remedy else (ValueError, OSError)
     try:
         yield
     except (UsageError, RunError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # torch.load raises anything from EOFError to UnpicklingError
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise UsageError(f"{path}: cannot be read ({why}); {remedy}") from error
+    except kinds as error:  # torch.load raises anything from EOFError to UnpicklingError
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        why = f"cannot be read ({said}); {remedy}" if remedy else str(error)
+        raise UsageError(f"{thing}: {why}") from error
 
 
-def read_json(path: Path, remedy: str = "make it again") -> dict[str, Any]:
-    """A JSON object that this program wrote (UsageError where it is missing or damaged)."""
-    with reading(path, remedy):
+def read_json(path: Path, remedy: str = "make it again") -> Record:
+    """A JSON object (UsageError where it is missing or damaged)."""
+    with checking(str(path), remedy):
         return dict(json.loads(path.read_text()))
 
 
@@ -79,33 +68,29 @@ def write_atomic(path: Path, content: bytes | str) -> None:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        why = f"{path}: cannot be written ({error.strerror}); make room or allow it, then"
-        raise RunError(f"{why} give the same command again") from error
+        raise RunError(
+            f"{path}: cannot be written ({error.strerror}); make room or allow it, then give the "
+            "same command again"
+        ) from error
 
 
 def sha256(path: Path) -> str:
-    """Digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# --- runs side by side ------------------------------------------------------------------------
-
-
-def jobs(fn: Callable[[T], R], units: Sequence[T], count: int) -> Iterator[R]:
-    """`fn` of each unit, in order, in `count` processes that end with this one.
-
-    Args:
-        fn: can be pickled: a function of a module, or a partial of one.
-    """
-    context = multiprocessing.get_context("spawn")
-    threads = max(1, (os.cpu_count() or 1) // count)
-    with ProcessPoolExecutor(count, context, start_worker, (stop.flag, threads)) as pool:
+def jobs(fn: Callable[[Any], R], units: Sequence[Any], count: int) -> Iterator[R]:
+    """`fn` of each unit, in order, in `count` processes that end with this one. It is pickled."""
+    given = stop.flag, max(1, (os.cpu_count() or 1) // count)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, spawn, start_worker, given) as pool:
         try:
             yield from pool.map(fn, units)
         except BrokenProcessPool as error:
-            why = "a worker process died, perhaps for want of memory; lower --jobs"
-            raise RunError(f"{why} and give the same command again") from error
+            raise RunError(
+                "a worker process died, perhaps for want of memory; lower --jobs and give the same "
+                "command again"
+            ) from error
         finally:  # where one run failed, the others save and stop
             asked, stop.flag.value = stop.flag.value, stop.flag.value or signal.SIGTERM
             pool.shutdown()
@@ -117,8 +102,7 @@ def start_worker(flag: Any, threads: int) -> None:
     stop.install()
     stop.flag = flag
     torch.set_num_threads(threads)
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=end_with, args=[parent], daemon=True).start()
+    threading.Thread(target=end_with, args=[multiprocessing.parent_process()], daemon=True).start()
 
 
 def end_with(parent: Any) -> None:
@@ -126,90 +110,75 @@ def end_with(parent: Any) -> None:
     os._exit(1)
 
 
-# --- run directories --------------------------------------------------------------------------
-
 LOCK, TORN = ".lock", ".*.tmp"  # TORN: of a process that was killed while it wrote
 FILES = ("result.json", "metrics.jsonl", "checkpoint.pt", "backbone.pth", "adapter*.safetensors",
          "rollout.png", "similarity.png", "sweep.json", "sweep.png", "cost.png", TORN,
          "config.json", "env.json")  # fmt: skip
+PACKAGES = ("torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
 MAY_CHANGE = {"device", "workers", "jobs", "micro_batch", "save_minutes", "mfac_device",
               "data_root", "weights"}  # fmt: skip
 
 
 class Run(AbstractContextManager["Run"]):
-    """A run directory, made or gone on with; `result` is what a finished run came to, else None.
+    """A run directory, made or gone on with, of one process; `result` is None or a finished run's.
 
-    `with Run(...) as run` keeps other processes out of it for as long.
-
-    Args:
-        command: its name; the directory of another command is refused.
-        force: start over.
-        about: what defines the run beside its settings, such as digests of weights and images.
+    A directory of another command, of other settings, or of another `about` (what else defines a
+    run: digests of weights and images) is refused; `force` starts over.
     """
 
     def __init__(
         self, path: Path, command: str, config: Settings, force: bool = False, **about: Any
     ) -> None:
         self.path, self.config, self.lock = path, config, FileLock(path / LOCK)
-        self.records: list[dict[str, Any]] = []  # the lines of metrics.jsonl
+        self.records: list[Record] = []  # the lines of metrics.jsonl
         self.began, self.saved = (time.process_time(), time.monotonic()), time.monotonic()
-        self.tensors: list[Tensor] = []  # what a checkpoint holds, see `keep`
-        self.optimisers: list[Optimiser] = []
+        self.kept: tuple[list[Tensor], list[Optimiser]] = [], []
+        result = path / "result.json"
         check_directory(path, command, config, force, **about)
         barrier()  # no process writes before all have looked
         if rank() == 0:
-            self._open(command, force, about)
+            with checking(f"--out {path}: make it writable, or wait for who is at work in it"):
+                path.mkdir(parents=True, exist_ok=True)
+                self.lock.acquire(timeout=60)
+            # another process may have been at work until now: look again
+            goes_on = check_directory(path, command, config, force, **about)
+            for name in (TORN,) if goes_on else FILES:
+                for file in path.glob(name):
+                    file.unlink(missing_ok=True)
+            if not result.exists():
+                git = f"git -C '{Path(__file__).parent}' rev-parse HEAD"
+                failed, commit = subprocess.getstatusoutput(git)
+                settings = config.model_dump(mode="json")
+                machine = {
+                    "argv": sys.argv,
+                    "commit": "" if failed else commit,
+                    "versions": {"python": sys.version.split()[0]}
+                    | {name: version(name) for name in PACKAGES},
+                    "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+                    "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+                    "processes": world_size(),
+                    "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                    **{name: settings[name] for name in MAY_CHANGE & settings.keys()},
+                }
+                new: Record = {"command": command, "about": about, "machines": []}
+                env = read_json(path / "env.json") if goes_on else new
+                env["machines"].append(machine)
+                write_atomic(path / "env.json", json.dumps(env, indent=1))
+                write_atomic(path / "config.json", json.dumps(settings, indent=1))
         barrier()
-        result = path / "result.json"
         self.result = read_json(result) if result.exists() else None
         if self.result is None and (asked := stop.agreed()):
             raise Stopped(asked, f"stopped before {path}; the same command goes on")
-
-    def _open(self, command: str, force: bool, about: dict[str, Any]) -> None:
-        """Lock the directory, and write down what is run and on which machine: what a number needs.
-
-        That is the command line, versions, and in a checkout the commit.
-        """
-        with checking(f"--out {self.path}: make it writable, or wait for who is at work in it"):
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.lock.acquire(timeout=60)
-        # another process may have been at work until now: look again
-        found = check_directory(self.path, command, self.config, force, **about)
-        env: dict[str, Any] = {"command": command, "about": about, "machines": []}
-        if goes_on := found and not force:
-            env = read_json(self.path / "env.json")
-        for name in (TORN,) if goes_on else FILES:
-            for file in self.path.glob(name):
-                file.unlink(missing_ok=True)
-        settings = self.config.model_dump(mode="json")
-        code = f"git -C '{Path(__file__).parent}' rev-parse HEAD"
-        failed, commit = subprocess.getstatusoutput(code)
-        packages = ("torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
-        machine = {
-            "argv": sys.argv,
-            "commit": "" if failed else commit,
-            "versions": {"python": sys.version.split()[0]} | {x: version(x) for x in packages},
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-            "threads": torch.get_num_threads(),
-            "processes": world_size(),
-            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        }
-        changeable = {name: settings[name] for name in MAY_CHANGE & settings.keys()}
-        env["machines"].append(machine | changeable)
-        if not (self.path / "result.json").exists():
-            write_atomic(self.path / "env.json", json.dumps(env, indent=1))
-            write_atomic(self.path / "config.json", json.dumps(settings, indent=1))
 
     def __exit__(self, *_: object) -> None:
         self.lock.release()
 
     def keep(self, tensors: list[Tensor], optimisers: list[Optimiser]) -> None:
         """What checkpoints shall hold. Where there is one, all that it holds is put back."""
-        self.tensors, self.optimisers = tensors, optimisers
+        self.kept = tensors, optimisers
         path = self.path / "checkpoint.pt"
         if path.exists():
-            with reading(path, "--force starts the run over"), torch.no_grad():
+            with checking(str(path), "--force starts the run over"), torch.no_grad():
                 saved = torch.load(path, map_location="cpu", weights_only=True)
                 for tensor, value in zip(tensors, saved["tensors"], strict=True):
                     tensor.copy_(value)
@@ -219,26 +188,21 @@ class Run(AbstractContextManager["Run"]):
                 spent, (cpu, wall) = saved["spent"], self.began
                 self.began = cpu - spent["cpu_seconds"], wall - spent["seconds"]
 
-    def log(self, record: Mapping[str, Any]) -> None:
-        """Add a line to metrics.jsonl."""
+    def log(self, record: Record) -> None:
         self.records.append(json.loads(json.dumps(record)))
         self.write("metrics.jsonl", "".join(json.dumps(x) + "\n" for x in self.records))
 
     def checkpoint(self, done: str, due: bool = False) -> None:
-        """Save if `due` or if `save_minutes` are over; where a stop was asked for, save and stop.
-
-        Args:
-            done: how far the run is, for the message of Stopped: "alternation 3 of 500".
-        """
+        """Save if `due` or `save_minutes` are over; if asked to, stop and say what is `done`."""
         asked, minutes = stop.agreed(), (time.monotonic() - self.saved) / 60
         if due or asked or minutes >= getattr(self.config, "save_minutes", 10.0):
+            buffer, (tensors, optimisers) = io.BytesIO(), self.kept
             state = {
                 "records": self.records,
                 "spent": self.elapsed(),
-                "tensors": [tensor.detach() for tensor in self.tensors],
-                "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
+                "tensors": [tensor.detach() for tensor in tensors],
+                "optimisers": [optimiser.state_dict() for optimiser in optimisers],
             }
-            buffer = io.BytesIO()
             torch.save(state, buffer)
             self.write("checkpoint.pt", buffer.getvalue())
             self.saved = time.monotonic()
@@ -246,35 +210,33 @@ class Run(AbstractContextManager["Run"]):
             barrier()  # torchrun ends all processes when one ends: process 0 has to save first
             raise Stopped(asked, f"stopped after {done}; {self.path}: the same command goes on")
 
-    def finish(self, result: Mapping[str, Any]) -> dict[str, Any]:
+    def finish(self, result: Record) -> Record:
         """Write result.json, which says that the run is complete; returns what it holds."""
-        found: dict[str, Any] = json.loads(json.dumps({**result, **self.elapsed()}))
+        found: Record = json.loads(json.dumps({**result, **self.elapsed()}))
         self.write("result.json", json.dumps(found, indent=1))
         barrier()  # then it is on the disk
         (self.path / "checkpoint.pt").unlink(missing_ok=True)
         return found
 
     def write(self, name: str, content: bytes | str) -> None:
-        """Replace a file of the run."""
         if rank() == 0:
             write_atomic(self.path / name, content)
 
-    def elapsed(self) -> dict[str, float]:
+    def elapsed(self) -> Record:
         """CPU seconds of this process and wall seconds, those before a stop included."""
         cpu, wall = self.began
         return {"cpu_seconds": time.process_time() - cpu, "seconds": time.monotonic() - wall}
 
 
-def typed(kind: type[T], found: Mapping[str, Any]) -> T:
+def typed(kind: type[R], found: Record) -> R:
     """A result.json as the NamedTuple that a command returns; other keys are left out."""
-    names: Any = kind.__annotations__
-    return TypeAdapter(kind).validate_python({name: found[name] for name in names})
+    return TypeAdapter(kind).validate_python({name: found[name] for name in kind.__annotations__})
 
 
 def check_directory(
     path: Path, command: str, config: Settings, force: bool = False, **about: Any
 ) -> bool:
-    """Whether `path` holds a run to go on with; refuses (UsageError) what it must not touch."""
+    """Whether the run in `path` is gone on with; refuses (UsageError) what must not be touched."""
     again = "choose another --out"
     if path.exists() and not path.is_dir():
         raise UsageError(f"--out {path}: is a file; {again}")
@@ -289,9 +251,14 @@ def check_directory(
         raise UsageError(f"--out {path}: is a run of `{env.get('command')}`; {again}")
     before = read_json(path / "config.json") | env.get("about", {})
     now = config.model_dump(mode="json") | json.loads(json.dumps(about))
-    names = [name for name in now if name not in MAY_CHANGE and before.get(name) != now[name]]
-    if names and not force:
-        changes = ", ".join(f"{name} {before.get(name)} -> {now[name]}" for name in names)
-        what = f"--out {path}: is a run with other settings: {changes}"
-        raise UsageError(f"{what}; {again}, or start over with --force")
-    return True
+    changes = [
+        f"{name} {before.get(name)} -> {value}"
+        for name, value in now.items()
+        if name not in MAY_CHANGE and before.get(name) != value
+    ]
+    if changes and not force:
+        raise UsageError(
+            f"--out {path}: is a run with other settings: {', '.join(changes)}; {again}, or start "
+            "over with --force"
+        )
+    return not force

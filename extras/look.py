@@ -76,7 +76,7 @@ def looked_at(m: Model, count: int, seed: int) -> tuple[list[int], Tensor]:
     index = torch.randperm(len(m.task.val.targets), generator=rng(seed, "look"))[:count].tolist()
     images = Images(m.task.val, m.transform, False, 0, "eval")
     found = batches(images, in_order(index, BATCH), m.cfg.workers, m.device)
-    return index, torch.cat([x for x, _ in found])
+    return index, torch.cat([x for x, _, _ in found])
 
 
 @torch.no_grad()

@@ -113,8 +113,8 @@ def pretrain(
         batches = pretext_batches(
             cfg, pool, task, arch.image_size, cfg.batch, range(opt.step, steps)
         )
-        loss, rest = partial(task.loss, None, task.phi), (cfg.micro_batch, cfg.amp)
-        records = trained(loss, opt, batches, piece, *rest, "pretrain", task.after_step)
+        loss = partial(task.loss, None, task.phi)
+        records = trained(cfg, loss, opt, batches, piece, "pretrain", task.after_step)
         for record in track(records, -(-steps // piece), "pretrain", opt.step // piece):
             run.log(record)
             run.checkpoint(f"step {opt.step} of {steps}")

@@ -3,6 +3,7 @@
 Everything in the tests that knows both layouts is here.
 """
 
+from collections import namedtuple
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -88,16 +89,12 @@ def state_of(r: Recording) -> State:
     return State(r.theta, theta_D, r.phi_P, r.phi_D, opt_P, opt_D)
 
 
-class Steps(NamedTuple):
-    """The input line of Algorithm 1."""
-
-    alternations: int
-    lower_steps: int
-    upper_steps: int
-    lam: float
+Steps = namedtuple(
+    "Steps", "alternations lower_steps upper_steps lam"
+)  # the input line of Algorithm 1
 
 
-def steps_of(m: dict[str, Any]) -> Steps:
+def steps_of(m: dict[str, Any]) -> Any:
     return Steps(m["T"], m["NL"], m["NU"], m["lam"])
 
 

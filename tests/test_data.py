@@ -14,7 +14,7 @@ from torchvision import transforms as T
 
 import data
 from benchmarks import MOTIFS, quilts
-from data import Images, Split, Transform, batches, epochs, folder, in_order, stream
+from data import Images, Split, Transform, batches, folder, in_order, stream
 
 CPU = torch.device("cpu")
 TRANSFORM = Transform(8, (0.5,) * 3, (0.5,) * 3, augment="crop")
@@ -29,9 +29,6 @@ def make(root: Path, *names: str) -> None:
 def photos(root: Path) -> Split:
     make(root, *[f"{i}.png" for i in range(6)])
     return Split(sorted(root.glob("*.png")), torch.arange(6))
-
-
-# --- quilts ---
 
 
 def tiles(images: Tensor) -> Tensor:
@@ -56,9 +53,6 @@ def test_a_class_is_which_tiles_are_equal_and_never_which_motif() -> None:
     same = (labelled != labelled[:, :1]).int()[:, None]  # (480, 1, 16)
     wrong = torch.minimum((same != kinds).sum(-1), (same == kinds).sum(-1)).min(1).values
     assert 0.5 < float((wrong > 0).float().mean()) < 0.95  # a tenth of the tiles is redrawn
-
-
-# --- folders ---
 
 
 def test_class_folders_are_split_balanced_and_independent_of_place(tmp_path: Path) -> None:
@@ -108,47 +102,43 @@ def test_wrong_folders_end_in_one_clear_line(
         folder(tmp_path, 0)
 
 
-# --- tasks of one's own ---
-
-
 def test_images_in_memory_are_brought_to_the_size_of_the_network() -> None:
     pixels = torch.rand(4, 3, 12, 12)
     split = Split(pixels, torch.arange(4))
-    ((x, y),) = batches(Images(split, TRANSFORM, False, 0, "x"), in_order(range(4), 4), 0, CPU)
+    ((x, y, _),) = batches(Images(split, TRANSFORM, False, 0, "x"), in_order(range(4), 4), 0, CPU)
     assert x.shape == (4, 3, 8, 8) and y.tolist() == [0, 1, 2, 3]
     fits = Transform(12, (0.5, 0.4, 0.3), (0.5, 0.2, 0.1))
-    ((x, _),) = batches(Images(split, fits, True, 0, "x"), [[(0, 3), (1, 0)]], 0, CPU)
+    ((x, _, _),) = batches(Images(split, fits, True, 0, "x"), [[(0, 3), (1, 0)]], 0, CPU)
     mean, std = (torch.tensor(v)[:, None, None] for v in (fits.mean, fits.std))
     assert torch.equal(x, (pixels[[3, 0]] - mean) / std)
-
-
-# --- order and batches ---
 
 
 @pytest.mark.parametrize(("n", "batch"), [(1, 1), (1, 7), (7, 3), (12, 4), (9, 40)])
 def test_every_pass_sees_every_image_once(n: int, batch: int) -> None:
     """Whatever the sizes: in epochs, in a stream without seams, and from any step of it on."""
-    seen = [draw for part in epochs(n, batch, 5, "x", 3) for draw in part]
+    epochs = list(stream(n, batch, 5, "x", range(3 * -(-n // batch)), passes=True))
+    seen = [draw for part in epochs for draw in part]
     assert [number for number, _ in seen] == list(range(3 * n))
+    assert {len(part) for part in epochs} <= {batch, n % batch}
     steps = -(-3 * n // batch)
-    whole = list(stream(n, batch, 5, "x", 0, steps))
+    whole = list(stream(n, batch, 5, "x", range(steps)))
     flat = [draw for part in whole for draw in part]
     assert {len(part) for part in whole} == {batch}
     for p in range(3):
         assert sorted(i for _, i in flat[p * n : (p + 1) * n]) == list(range(n))
     for at in range(steps + 1):
-        assert list(stream(n, batch, 5, "x", at, steps)) == whole[at:]
+        assert list(stream(n, batch, 5, "x", range(at, steps))) == whole[at:]
     assert flat[: 3 * n] == seen  # one order for both
     assert [i for part in in_order(range(n), batch) for _, i in part] == list(range(n))
 
 
 def test_batches_do_not_depend_on_workers_or_on_where_a_run_resumed(tmp_path: Path) -> None:
     images = Images(photos(tmp_path), TRANSFORM, True, 0, "x")
-    runs = [[*batches(images, stream(6, 4, 0, "x", 0, 4), n, CPU)] for n in (0, 2, None)]
-    runs.append([*runs[0][:2], *batches(images, stream(6, 4, 0, "x", 2, 4), 0, CPU)])
+    runs = [[*batches(images, stream(6, 4, 0, "x", range(4)), n, CPU)] for n in (0, 2, None)]
+    runs.append([*runs[0][:2], *batches(images, stream(6, 4, 0, "x", range(2, 4)), 0, CPU)])
     for other in runs[1:]:
-        for (x, y), (x2, y2) in zip(runs[0], other, strict=True):
-            assert torch.equal(x, x2) and torch.equal(y, y2)
+        for (x, y, n), (x2, y2, n2) in zip(runs[0], other, strict=True):
+            assert torch.equal(x, x2) and torch.equal(y, y2) and n == n2 == 4
 
 
 @pytest.mark.parametrize(("resampling", "flip"), [("bicubic", True), ("bilinear", False)])

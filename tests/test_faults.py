@@ -198,17 +198,6 @@ def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(
     assert adapters[0] == adapters[1]
 
 
-def test_want_of_memory_names_the_settings_that_help(
-    weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*args: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
-
-    monkeypatch.setattr(mae.MAE, "loss", fails)
-    with pytest.raises(Refused, match=r"out of memory: a --micro-batch.* --recompute"):
-        command(*align(weights, "--out r"))
-
-
 def test_a_loss_that_is_not_finite_is_named_with_its_place_and_a_remedy(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,12 +215,18 @@ def test_a_loss_that_is_not_finite_is_named_with_its_place_and_a_remedy(
     assert not Path("r/adapter.safetensors").exists()
 
 
-def test_a_defect_keeps_its_traceback(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_want_of_memory_names_what_helps_and_a_defect_keeps_its_traceback(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One line is for what a person can mend; anything else must be seen whole."""
 
-    def fails(*args: Any) -> Any:
-        raise KeyError("theta")
+    def fails(error: Exception) -> Any:
+        raise error
 
-    monkeypatch.setattr(run.Run, "log", fails)
+    memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+    monkeypatch.setattr(mae.MAE, "loss", lambda *_: fails(memory))
+    with pytest.raises(Refused, match=r"out of memory: a --micro-batch.* --recompute"):
+        command(*align(weights, "--out r"))
+    monkeypatch.setattr(mae.MAE, "loss", lambda *_: fails(KeyError("theta")))
     with pytest.raises(KeyError):
         cli.run(align(weights, "--out r"))

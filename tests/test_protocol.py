@@ -31,9 +31,6 @@ def official_layout(backbone: str) -> dict[str, Any]:
     return {k: torch.empty(v.shape).normal_(0, 0.02) for k, v in state.items()}
 
 
-# --- weights ----------------------------------------------------------------------------------
-
-
 def test_weights_are_downloaded_on_first_use(server: Any, monkeypatch: Any, capsys: Any) -> None:
     """Offline: a line with URL, place and remedy. Of another size: not taken. Then taken, once."""
     monkeypatch.setitem(BACKBONES, "vit_b16", BACKBONES["vit_mini"])
@@ -73,9 +70,6 @@ def test_pooling_is_timms_own() -> None:
     close(predict(Backbone(vit), None, phi, x), vit.eval()(x), 1e-6)
 
 
-# --- the optimiser ----------------------------------------------------------------------------
-
-
 def test_gradients_may_lie_in_memory_in_any_order() -> None:
     """Three steps of the program's AdamW and of torch's plain one (not fused) agree."""
     g = torch.Generator().manual_seed(0)
@@ -90,8 +84,6 @@ def test_gradients_may_lie_in_memory_in_any_order() -> None:
         reference.step()
         close(ours, theirs, 1e-12)
 
-
-# --- the authors' defaults --------------------------------------------------------------------
 
 FIXED = {  # recorded lines that are fixed in the code: value in force
     "lora_dropout": 0.0, "lora_alpha": "= rank", "lower_optimizer": "adamw",
@@ -157,8 +149,6 @@ def test_what_is_fixed_in_the_code_is_what_the_paper_says(weights: Path) -> None
     made: Any = m.pretext_task(torch.zeros(4, 4 * 8 * 64))
     assert (m.backbone.scale, made.mask_ratio) == (1.0, 0.75)
 
-
-# --- rates ------------------------------------------------------------------------------------
 
 SMALL = "--alternations 3 --lower-steps 2 --upper-steps 2 --p-batch 8 --d-batch 8 --warmup 1"
 SMALL += " --probe-epochs 1 --eval-every 1 --quiet"

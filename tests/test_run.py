@@ -18,17 +18,8 @@ from processes import finish, start, wait_for
 
 from commands import AlignConfig
 from config import RunError, UsageError
-from run import Run, check_directory, jobs, reading
-from training import (
-    Group,
-    Optimiser,
-    Stopped,
-    constant,
-    schedule,
-    stop,
-)
-
-# --- training ---------------------------------------------------------------------------------
+from run import Run, check_directory, checking, jobs
+from training import Group, Optimiser, Stopped, constant, schedule, stop
 
 
 @pytest.mark.parametrize("name", ["small", "paper"])
@@ -59,18 +50,15 @@ def test_clipping_is_joint_and_uses_the_recorded_formula() -> None:
     close(torch.cat([a, b]), -g * 1e-4 / (5e-4 + 1e-6), 1e-12)  # so small that the 1e-6 shows
 
 
-# --- files and directories --------------------------------------------------------------------
-
-
 def config(**changes: Any) -> AlignConfig:
     return AlignConfig(backbone="vit_mini", dataset="quilts", **changes)
 
 
 def test_a_damaged_file_is_one_line_and_an_error_of_ours_stays_as_it_is() -> None:
     message = r"a: cannot be read \(KeyError: 'x'\); mend it"
-    with pytest.raises(UsageError, match=message), reading(Path("a"), "mend it"):
+    with pytest.raises(UsageError, match=message), checking("a", "mend it"):
         {}["x"]
-    with pytest.raises(UsageError, match=r"^as it is$"), reading(Path("a")):
+    with pytest.raises(UsageError, match=r"^as it is$"), checking("a", "mend it"):
         raise UsageError("as it is")
 
 
@@ -96,16 +84,11 @@ def test_a_run_directory_is_never_taken_over(tmp_path: Path) -> None:
     assert check_directory(out, "align", config())  # what is not known yet is not compared
     assert not check_directory(tmp_path / "new", "align", config())
     assert not (tmp_path / "new").exists()
-
-
-def test_a_run_of_the_first_edition_is_refused_in_a_line(tmp_path: Path) -> None:
-    old = {"model": {"backbone": "vit_mini"}, "seed": 0}
-    (tmp_path / "config.json").write_text(json.dumps(old))
-    (tmp_path / "env.json").write_text(json.dumps({"command": "align", "weights_sha256": "one"}))
-    with pytest.raises(
-        UsageError, match=r"is a run with other settings: .*; choose another --out, or"
-    ):
-        Run(tmp_path, "align", config())
+    old = {"model": {"backbone": "vit_mini"}, "seed": 0}  # a run of the first edition
+    (out / "config.json").write_text(json.dumps(old))
+    (out / "env.json").write_text(json.dumps({"command": "align", "weights_sha256": "one"}))
+    with pytest.raises(UsageError, match=r"with other settings: .*; choose another --out, or"):
+        Run(out, "align", config())
 
 
 def test_a_finished_run_gives_its_result_again_and_force_starts_it_over(tmp_path: Path) -> None:
@@ -179,9 +162,6 @@ def test_a_directory_in_use_is_waited_for_and_then_named(
         threading.Timer(0.1, holder.release).start()
         with Run(tmp_path, "align", config()) as run:
             assert run.result is None
-
-
-# --- stopping and jobs ------------------------------------------------------------------------
 
 
 def test_a_signal_saves_and_stops_and_the_next_one_goes_on(tmp_path: Path) -> None:

@@ -40,38 +40,29 @@ def folder(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.parametrize("how", ["run", "file", "link"])
-def test_another_data_seed_than_aligns_is_refused(
+@pytest.mark.parametrize("how", ["run", "file", "link", "y/three.png", "z/300.png"])
+def test_another_split_or_other_images_than_aligns_are_refused(
     how: str, weights: Path, folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    """Its test images may have been align's training images: from the run, from its file, and by
-    another name of the folder.
+    """Its test images may have been align's training images: with another data seed, from the run,
+    from its file, by another name of the folder; with an image of another name or class.
     """
     (tmp_path / "link").symlink_to(folder / "images")
-    own = f"--backbone vit_mini --weights {weights} --dataset folder:{folder}/images"
+    images, image = folder / "images", folder / "images/y/3.png"
+    own = f"--backbone vit_mini --weights {weights} --dataset folder:{images}"
     more = {
-        "run": "",
-        "file": f"/adapter.safetensors {own}",
-        "link": f" --dataset folder:{tmp_path}/link",
+        "run": " --data-seed 3",
+        "file": f"/adapter.safetensors {own} --data-seed 3",
+        "link": f" --dataset folder:{tmp_path}/link --data-seed 3",
     }
-    line = f"finetune --from {folder}/align{more[how]} {PEFT} --data-seed 3 --out {tmp_path}/f"
+    if how not in more:
+        image.rename(images / how)
+    line = f"finetune --from {folder}/align{more.get(how, '')} {PEFT} --out {tmp_path}/f"
     code, out, err = run(line, capsys)
+    if how not in more:
+        (images / how).rename(image)
     assert (code, out, len(err.splitlines())) == (2, "", 1), err
-    assert "was aligned on another split" in err and "--data-seed" in err
-    assert not (tmp_path / "f").exists()
-
-
-@pytest.mark.parametrize("name", ["y/three.png", "z/300.png"])
-def test_a_folder_that_changed_since_align_is_refused(
-    name: str, folder: Path, tmp_path: Path, capsys: Any
-) -> None:
-    """An image of another name, or of another class."""
-    image = folder / "images/y/3.png"
-    image.rename(folder / "images" / name)
-    code, _, err = run(f"finetune --from {folder}/align {PEFT} --out {tmp_path}/f", capsys)
-    (folder / "images" / name).rename(image)
-    assert (code, len(err.splitlines())) == (2, 1), err
-    assert "other images of" in err
+    assert "was aligned on another split or other images of" in err and "--data-seed" in err
     assert not (tmp_path / "f").exists()
 
 
