@@ -44,23 +44,25 @@ RELEASED: Table = {  # where the authors' program is not the paper
 class Command(Machine):
     """Settings of a command that makes runs. `model_fields_set` names what the caller gave."""
 
-    ijepa: ClassVar[Table] = {  # App. D.1
-        "min_crop": 0.3,
-        "head": "batchnorm",
-        "p_lr": 0.005,
-        "p_weight_decay": 0.0005,
-        "d_weight_decay": 0.0005,
-        "weight_decay": 0.0005,
-    }
-    ijepa_mini: ClassVar[Table] = {"min_keep": 4}  # the smallest target has few patches
-    short: ClassVar[Table] = {  # for vit_mini: lengths and batch sizes, never a rate
-        "alternations": 100,
-        "lower_steps": 10,
-        "upper_steps": 5,
-        "p_batch": 64,
-        "d_batch": 32,
-        "epochs": 60,
-        "batch": 32,
+    usual: ClassVar[dict[str, Table]] = {  # defaults with a pretext task, a backbone, or both
+        "ijepa": {  # App. D.1
+            "min_crop": 0.3,
+            "head": "batchnorm",
+            "p_lr": 0.005,
+            "p_weight_decay": 0.0005,
+            "d_weight_decay": 0.0005,
+            "weight_decay": 0.0005,
+        },
+        "ijepa vit_mini": {"min_keep": 4},  # the smallest target has few patches
+        "vit_mini": {  # lengths and batch sizes, never a rate
+            "alternations": 100,
+            "lower_steps": 10,
+            "upper_steps": 5,
+            "p_batch": 64,
+            "d_batch": 32,
+            "epochs": 60,
+            "batch": 32,
+        },
     }
 
     @model_validator(mode="wrap")
@@ -83,15 +85,15 @@ class Command(Machine):
     @classmethod
     def layers(cls, given: Table) -> dict[str, Table]:
         """Defaults that depend on what is given, by where they come from; the last one wins."""
-        run = inherited(Path(str(given["start"]))) if "start" in given else {}
+        run = inherited(given["start"]) if "start" in given else {}
         name = str(given.get("dataset", run.get("dataset"))).removeprefix("folder:")
         if run.get("dataset") not in (name, f"folder:{absolute(name)}"):
             own = ("data_seed", "split_file", "partial")  # these belong to align's dataset
             run = {name: value for name, value in run.items() if name not in own}
         known = {"pretext": "mae", "backbone": ""} | run | given
-        ijepa, mini = known["pretext"] == "ijepa", known["backbone"] == "vit_mini"
+        pretext, backbone = str(known["pretext"]), str(known["backbone"])
         quilts = known.get("dataset" if "dataset" in cls.model_fields else "pool") == "quilts"
-        rank, grid = 8 if mini else 64, ALIGNED_GRID if "start" in given else GRID
+        rank, grid = 8 if backbone == "vit_mini" else 64, ALIGNED_GRID if "start" in given else GRID
         return {
             "default": {
                 "data_root": os.environ.get("BISSLIGHT_DATA", "data"),
@@ -99,10 +101,10 @@ class Command(Machine):
                 "grid": (known["lr"],) if "lr" in known else grid,
                 "rank": rank,
                 "alpha": known.get("rank", rank),
-                "drop_path": DROP_PATH.get(str(known["backbone"]), 0.1),
+                "drop_path": DROP_PATH.get(backbone, 0.1),
             },
-            "ijepa": (cls.ijepa | (cls.ijepa_mini if mini else {})) if ijepa else {},
-            "short, for vit_mini": cls.short if mini else {},
+            "ijepa": cls.usual.get(pretext, {}) | cls.usual.get(f"{pretext} {backbone}", {}),
+            "short, for vit_mini": cls.usual.get(backbone, {}),
             "quilts": {"pool": "quilts", "augment": "none"} if quilts else {},
             "align run": run,
         }
@@ -129,9 +131,9 @@ def preset(name: str, kind: Any, aligned: bool = False) -> Table:
     return {k: v for k, v in released.items() if name != "paper" and k in kind.model_fields}
 
 
-def inherited(start: Path) -> Table:
+def inherited(start: Path | str) -> Table:
     """Model, data and data root of an align run, or of the first in a directory of align runs."""
-    files = [start / "config.json", *sorted(start.glob("*/config.json"))]
+    files = [Path(start, "config.json"), *sorted(Path(start).glob("*/config.json"))]
     config = next((read_table(file) for file in files if file.is_file()), {})
     taken = {*Data.model_fields, *Model.model_fields, "data_root"} if "lam" in config else set()
     return {name: value for name, value in config.items() if name in taken}
@@ -165,8 +167,8 @@ def settle(
     table = read_table(file) if file else {}
     released = preset(base, kind, "start" in table | flags)
     given = released | table | flags
-    start = Path(str(given.get("start", "")))
-    if "start" in given and not start.is_file() and not inherited(start):
+    start = given.get("start")
+    if start and not Path(start).is_file() and not inherited(start):
         raise UsageError(f"--from {start}: is no align run, directory of align runs or LoRA file")
     config = make(kind, given)
     for name in sorted({"dataset", "pool"} & kind.model_fields.keys()):
@@ -190,7 +192,7 @@ def make(kind: Any, given: Table) -> Any:
     except ValidationError as error:
         # what was given comes before a default that follows from it
         item = max(error.errors(), key=lambda item: not item["loc"] or item["loc"][0] in given)
-        words = [flag(str(part)) for part in item["loc"] if part != "swept"][:1]
-        words += [str(item["input"])] if isinstance(item["input"], str | int | float) else []
+        name = next((flag(str(part)) for part in item["loc"] if part != "swept"), "")
+        value = f" {item['input']}" if isinstance(item["input"], str | int | float) else ""
         message = item["msg"].removeprefix("Value error, ").replace("Input should", "should")
-        raise UsageError(f"{' '.join(words)}: {message}".removeprefix(": ")) from error
+        raise UsageError(f"{name}{value}: {message}".removeprefix(": ")) from error

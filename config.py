@@ -342,7 +342,7 @@ class Peft(Settings):
 
     @model_validator(mode="after")
     def one_way_to_choose(self) -> Self:
-        if self.lr is not None and self.grid != (self.lr,):
+        if self.lr and self.grid != (self.lr,):
             raise ValueError("give --lr or --grid, not both")
         if self.grid_seeds > self.seeds:
             raise ValueError(f"--grid-seeds {self.grid_seeds}: is more than --seeds {self.seeds}")

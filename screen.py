@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
 
@@ -38,6 +37,8 @@ def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
     Gives `track(items, total, label, done=0)`, which hands on the items. With `quiet`, warnings
     are all that is shown.
     """
+    from rich.progress import BarColumn, Progress, TimeRemainingColumn  # not for --help
+
     log = logging.getLogger("bisslight")
     log.setLevel(logging.WARNING if quiet else logging.INFO)
     log.handlers = [logging.StreamHandler(sys.stderr)]

@@ -66,7 +66,7 @@ def test_every_default_and_both_presets_are_those_of_the_first_edition(
     found = json.loads(made.model_dump_json())
     assert found.keys() - expected.keys() <= NAMED | {"workers", "pool"}
     if "vit_mini" in key and kind is not BenchConfig:
-        shorter = {key: value for key, value in kind.short.items() if key in kind.model_fields}
+        shorter = {key: v for key, v in kind.usual["vit_mini"].items() if key in kind.model_fields}
         assert {key: found[key] for key in shorter} == shorter
         assert not [key for key in shorter if "lr" in key or "decay" in key or "ratio" in key]
         expected |= shorter
