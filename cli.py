@@ -5,9 +5,9 @@ the command that is asked for, so `--help` and a wrong name are answered before 
 Its result, a dict or a list of dicts, is printed by `screen`.
 """
 
-import inspect
 import os
 import sys
+from inspect import Parameter, Signature, get_annotations
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
@@ -88,7 +88,7 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument,
     "seed": (int | None, None, "Which seed's adapter. Default: the first."),
     "weights": (Path | None, None, "Where the run's weights are now."),
     "data_root": (Path | None, None, "Where the benchmarks are now."),
-    "root": (Path, ROOT, "Where the benchmarks are. Default: $BISSLIGHT_DATA, ./data."),
+    "root": (Path, ROOT, "Where the benchmarks are. $BISSLIGHT_DATA says it, too."),
     "device": (str | None, None, "auto, cpu, cuda or cuda:1."),
     "data_seed": (int, 0, "Seed of the drawn images."),
     "jobs": (int, 2, "Runs at a time."),
@@ -100,30 +100,23 @@ FIRST = ("backbone", "dataset", "pool", "start", "out", "seed")  # on top of --h
 # --- flags ------------------------------------------------------------------------------------
 
 
-def keyword(name: str, kind: Any, default: Any, text: str, panel: str) -> inspect.Parameter:
+def keyword(name: str, kind: Any, default: Any, text: str, panel: str) -> Parameter:
     """A flag, or an argument, as a keyword of the function that Typer calls."""
-    switch = [f"--{name.replace('_', '-')}"] if kind is bool else []  # without a --no-switch
-    option = typer.Option(
-        *NAMED.get(name, switch),
-        help=escape(text),
-        metavar="",
-        show_default=False,
-        rich_help_panel="What one sets first" if name in FIRST else panel,
-    )
+    flags = NAMED.get(name, [f"--{name.replace('_', '-')}"] if kind is bool else [])
+    panel = "What one sets first" if name in FIRST else panel
+    option = typer.Option(*flags, help=escape(text), metavar="", rich_help_panel=panel)
     meant = Annotated[kind, typer.Argument(help=text) if default is ... else option]
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=meant
-    )
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=meant)
 
 
-def keywords(name: str) -> list[inspect.Parameter]:
+def keywords(name: str) -> list[Parameter]:
     """The flags of a command: its settings by class, as text that pydantic reads; its options."""
     _, _, settings, options = COMMANDS[name]
     kind: Any = resolve_name(settings) if settings else object
-    found: dict[str, inspect.Parameter] = {}
+    found: dict[str, Parameter] = {}
     for part in kind.__mro__:
         panel = (part.__doc__ or "").partition(":")[0]
-        for key in inspect.get_annotations(part):
+        for key in get_annotations(part):
             field = kind.model_fields.get(key)
             if field and key not in found and key != "swept":
                 known = not field.is_required() and field.default is not None
@@ -232,7 +225,7 @@ def build(arguments: list[str]) -> typer.Typer:
             return execute(name, given)
 
         wanted = keywords(name) if last in arguments else []
-        called.__signature__ = inspect.Signature(wanted)  # type: ignore[attr-defined]
+        called.__signature__ = Signature(wanted)  # type: ignore[attr-defined]
     app.add_typer(data, name="data")
     return app
 

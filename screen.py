@@ -42,7 +42,7 @@ def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
     log = logging.getLogger("bisslight")
     log.setLevel(logging.WARNING if quiet else logging.INFO)
     log.handlers = [logging.StreamHandler(sys.stderr)]
-    console = Console(file=sys.stderr, highlight=False)
+    console = Console(stderr=True)
     live = Progress(
         "{task.description:>8}",
         BarColumn(16),
