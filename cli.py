@@ -1,8 +1,7 @@
 """The command line: flags from settings, one table of commands, exit codes.
 
-A command is a function of a module; it is imported when it is called, and flags are made only for
-the command that is asked for, so `--help` and a wrong name are answered before torch is loaded.
-Its result, a dict or a list of dicts, is printed by `screen`.
+The module of a command is imported when it is called, and flags are made only for the command that
+is asked for, so `--help` and a wrong name are answered before torch is loaded.
 """
 
 import os
@@ -95,9 +94,17 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument,
     "partial": (bool, False, "It is a subset; do not compare counts."),
 }
 NAMED = {"start": ["--from"], "root": ["--data-root"]}  # flags that are not --their-name
+LESS = "; out of memory: a --micro-batch that fits, and --recompute, need less and keep the result"
+REMEDIES = {  # any other error is a defect and ends with its traceback
+    "UsageError": "",
+    "RunError": "",
+    "ImageError": "",
+    "Diverged": "; give a lower learning rate (--lr, --p-lr, --d-lr, --base-lr) and another --out",
+    "OutOfMemoryError": LESS,
+    "MemoryError": LESS,
+    "Abort": "stopped; the same command goes on",  # Typer's name for Ctrl-C
+}
 FIRST = ("backbone", "dataset", "pool", "start", "out", "seed")  # on top of --help
-
-# --- flags ------------------------------------------------------------------------------------
 
 
 def keyword(name: str, kind: Any, default: Any, text: str, panel: str) -> Parameter:
@@ -125,9 +132,6 @@ def keywords(name: str) -> list[Parameter]:
                 found[key] = keyword(key, read, None, text, panel)
     found |= {key: keyword(key, *OPTIONS[key], "This run") for key in options.split()}
     return [found[key] for key in dict.fromkeys((*FIRST, *found)) if key in found]
-
-
-# --- running ----------------------------------------------------------------------------------
 
 
 def execute(name: str, given: dict[str, Any]) -> int:
@@ -189,20 +193,6 @@ def default_out(name: str, config: Any) -> Path:
     start, rank = getattr(config, "start", None), getattr(config, "rank", None)
     parts = [name, data, config.backbone, start and f"from-{start.name}", rank and f"r{rank}"]
     return Path("runs", "-".join([*filter(None, parts), f"s{config.seed}"]).replace(":", "-"))
-
-
-# --- exit codes -------------------------------------------------------------------------------
-
-LESS = "; out of memory: a --micro-batch that fits, and --recompute, need less and keep the result"
-REMEDIES = {  # any other error is a defect and ends with its traceback
-    "UsageError": "",
-    "RunError": "",
-    "ImageError": "",
-    "Diverged": "; give a lower learning rate (--lr, --p-lr, --d-lr, --base-lr) and another --out",
-    "OutOfMemoryError": LESS,
-    "MemoryError": LESS,
-    "Abort": "stopped; the same command goes on",  # Typer's name for Ctrl-C
-}
 
 
 def build(arguments: list[str]) -> typer.Typer:

@@ -1,4 +1,4 @@
-"""The settings of `align` and `finetune`, and the defaults that depend on other settings."""
+"""The settings of `align` and `finetune`, the defaults that depend on others, command lines."""
 
 import json
 import os
@@ -92,7 +92,7 @@ class Command(Machine):
             run = {name: value for name, value in run.items() if name not in own}
         known = {"pretext": "mae", "backbone": ""} | run | given
         pretext, backbone = str(known["pretext"]), str(known["backbone"])
-        quilts = known.get("dataset" if "dataset" in cls.model_fields else "pool") == "quilts"
+        quilts = known.get("dataset", known.get("pool")) == "quilts"
         rank, grid = 8 if backbone == "vit_mini" else 64, ALIGNED_GRID if "start" in given else GRID
         return {
             "default": {
@@ -122,11 +122,7 @@ class FinetuneConfig(Peft, Data, Model, Command):
 
 
 def preset(name: str, kind: Any, aligned: bool = False) -> Table:
-    """The settings of a preset that differ from the defaults, which are the paper's.
-
-    as-released: what the authors' program does when it is run as its README says. There, PEFT
-    after an align run (`aligned`) is SGD.
-    """
+    """What the authors' program, run as its README says, does otherwise; of `paper` nothing."""
     released = RELEASED | ({"optimizer": "sgd"} if aligned else {})
     return {k: v for k, v in released.items() if name != "paper" and k in kind.model_fields}
 
@@ -149,9 +145,6 @@ def read_table(path: Path) -> Table:
     return {k.replace("-", "_"): value for k, value in found.items() if value is not None}
 
 
-# --- settings of a command line ----------------------------------------------------------------
-
-
 def flag(name: str) -> str:
     """--d-lr for d_lr."""
     return "--from" if name == "start" else f"--{name.replace('_', '-')}"
@@ -160,9 +153,9 @@ def flag(name: str) -> str:
 def settle(
     kind: Any, flags: Table, file: Path | None = None, base: str = "paper", every: bool = False
 ) -> tuple[Any, list[Table]]:
-    """Settings, and a row for each that is not the paper's, or for `every` one: who set it.
+    """Settings, and who set what is not the paper's, or `every` one (UsageError).
 
-    Flag over file over preset over run over default. Raises UsageError.
+    Flag over file over preset over run over default.
     """
     table = read_table(file) if file else {}
     released = preset(base, kind, "start" in table | flags)

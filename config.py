@@ -3,10 +3,8 @@
 A field is a flag (`d_lr` is `--d-lr`), a key of a TOML file and a key of a run's config.json. Its
 docstring gives symbol, meaning and, in brackets, the source of its default: [App. C.x] the paper's
 appendix, [released] the authors' program where the paper is silent, [MAE], [I-JEPA] their authors'
-recipes, [here] our own choice. `commands` puts groups together into the settings of a command.
-
-Some defaults depend on backbone, pretext task, dataset or the run of `--from`. They are filled in
-whenever settings are made, so Python and the command line agree.
+recipes, [here] our own choice. `commands` puts groups together into the settings of a command, and
+fills in defaults that depend on other settings.
 """
 
 import difflib
@@ -64,8 +62,6 @@ FOLDERS = {
     "aircrafts": "fgvc-aircraft-2013b",
     "imagenet": "imagenet",
 }  # where the benchmarks are below --data-root
-
-# --- kinds of values --------------------------------------------------------------------------
 
 
 def absolute(path: Path | str) -> Path:

@@ -34,8 +34,7 @@ def forgiving(stream: Any) -> Any:
 def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
     """Notes and progress on stderr: bars with ETA on a terminal, elsewhere a plain line an item.
 
-    Gives `track(items, total, label, done=0)`, which hands on the items. With `quiet`, warnings
-    are all that is shown.
+    Gives `track(items, total, label, done=0)`, which hands on the items. `quiet`: warnings alone.
     """
     from rich.progress import BarColumn, Progress, TimeRemainingColumn  # not for --help
 
@@ -98,10 +97,7 @@ def simple(result: Any) -> Any:
 
 
 def say(result: Any, as_json: bool) -> None:
-    """A result on stdout: JSON, or a line per value and a table for each list of dicts.
-
-    A column of nothing, or of nothing but lists, is only in the JSON.
-    """
+    """A result on stdout: JSON, or a line per value and a table for each list of dicts."""
     result = simple(result)
     if as_json:
         print(json.dumps(result))
@@ -112,6 +108,7 @@ def say(result: Any, as_json: bool) -> None:
         if isinstance(value, list) and value and isinstance(value[0], dict):
             if key:
                 print(f"{key}:")
+            # a column of nothing, or of nothing but lists, is only in the JSON
             names = dict.fromkeys(name for row in value for name in row)
             kept = [n for n in names if any(not isinstance(r.get(n), list | None) for r in value)]
             table = Table(*kept, box=None, pad_edge=False)
