@@ -120,18 +120,18 @@ def keywords(name: str) -> list[Parameter]:
     """The flags of a command: its settings by class, as text that pydantic reads; its options."""
     _, _, settings, options = COMMANDS[name]
     kind: Any = resolve_name(settings) if settings else object
-    found: dict[str, Parameter] = {}
+    found: dict[str, Parameter | None] = dict.fromkeys(FIRST)
     for part in kind.__mro__:
         panel = (part.__doc__ or "").partition(":")[0]
         for key in get_annotations(part):
             field = kind.model_fields.get(key)
-            if field and key not in found and key != "swept":
+            if field and not found.get(key) and key != "swept":
                 known = not field.is_required() and field.default is not None
                 text = field.description + f" (default: {field.default})" * known
                 read = bool | None if field.annotation is bool else str | None
                 found[key] = keyword(key, read, None, text, panel)
     found |= {key: keyword(key, *OPTIONS[key], "This run") for key in options.split()}
-    return [found[key] for key in dict.fromkeys((*FIRST, *found)) if key in found]
+    return [made for made in found.values() if made]
 
 
 def execute(name: str, given: dict[str, Any]) -> int:

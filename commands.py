@@ -38,6 +38,7 @@ RELEASED: Table = {  # where the authors' program is not the paper
     "probe_drop_path": True,
     "mfac_device": "cpu",
     "cg_steps": "tensor",
+    "optimizer": "sgd",  # of PEFT after an align run alone
 }
 
 
@@ -88,8 +89,8 @@ class Command(Machine):
         run = inherited(given["start"]) if "start" in given else {}
         name = str(given.get("dataset", run.get("dataset"))).removeprefix("folder:")
         if run.get("dataset") not in (name, f"folder:{absolute(name)}"):
-            own = ("data_seed", "split_file", "partial")  # these belong to align's dataset
-            run = {name: value for name, value in run.items() if name not in own}
+            # these belong to align's dataset
+            run = {k: v for k, v in run.items() if k not in ("data_seed", "split_file", "partial")}
         known = {"pretext": "mae", "backbone": ""} | run | given
         pretext, backbone = str(known["pretext"]), str(known["backbone"])
         quilts = known.get("dataset", known.get("pool")) == "quilts"
@@ -123,8 +124,11 @@ class FinetuneConfig(Peft, Data, Model, Command):
 
 def preset(name: str, kind: Any, aligned: bool = False) -> Table:
     """What the authors' program, run as its README says, does otherwise; of `paper` nothing."""
-    released = RELEASED | ({"optimizer": "sgd"} if aligned else {})
-    return {k: v for k, v in released.items() if name != "paper" and k in kind.model_fields}
+    return {
+        key: value
+        for key, value in RELEASED.items()
+        if name != "paper" and key in kind.model_fields and (aligned or key != "optimizer")
+    }
 
 
 def inherited(start: Path | str) -> Table:

@@ -74,10 +74,9 @@ def known(*names: str) -> AfterValidator:
     def check(name: str) -> str:
         if ":" not in name and name not in names:
             raise ValueError(f"is unknown, {nearest(name, names)}")
-        if ".py:" in name:
-            return str(absolute(name))
-        kind, _, path = name.partition(":")
-        return f"folder:{absolute(path)}" if kind == "folder" else name
+        if name.startswith("folder:"):
+            return f"folder:{absolute(name.removeprefix('folder:'))}"
+        return str(absolute(name)) if ".py:" in name else name
 
     return AfterValidator(check)
 

@@ -102,8 +102,7 @@ def say(result: Any, as_json: bool) -> None:
     if as_json:
         print(json.dumps(result))
         return
-    width = None if sys.stdout.isatty() else 200
-    console = Console(width=width, highlight=False, markup=False)
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
     for key, value in result.items() if isinstance(result, dict) else [("", result)]:
         if isinstance(value, list) and value and isinstance(value[0], dict):
             if key:
