@@ -76,7 +76,7 @@ class Command(Machine):
                 raise ValueError(f"{name}: is not a setting that is true or false")
         found = {name: v for layer in cls.layers(given).values() for name, v in layer.items()}
         made = handler({name: found[name] for name in found.keys() & cls.model_fields} | given)
-        object.__setattr__(made, "__pydantic_fields_set__", {*given})
+        made.model_fields_set.intersection_update(given)
         return made
 
     def but(self, **changes: Any) -> Self:
@@ -87,8 +87,8 @@ class Command(Machine):
     def layers(cls, given: Table) -> dict[str, Table]:
         """Defaults that depend on what is given, by where they come from; the last one wins."""
         run = inherited(given["start"]) if "start" in given else {}
-        name = str(given.get("dataset", run.get("dataset"))).removeprefix("folder:")
-        if run.get("dataset") not in (name, f"folder:{absolute(name)}"):
+        kind, _, path = str(given.get("dataset", run.get("dataset"))).partition(":")
+        if (f"folder:{absolute(path)}" if kind == "folder" else kind) != run.get("dataset"):
             # these belong to align's dataset
             run = {k: v for k, v in run.items() if k not in ("data_seed", "split_file", "partial")}
         known = {"pretext": "mae", "backbone": ""} | run | given
