@@ -1,13 +1,12 @@
 """The command line: flags from settings, one table of commands, exit codes.
 
-A command is a function of a module; it is imported when it is called, and flags are made only for
-the command that is asked for, so `--help` and a wrong name are answered before torch is loaded.
-Its result, a dict or a list of dicts, is printed by `screen`.
+The module of a command is imported when it is called, and flags are made only for the command that
+is asked for, so `--help` and a wrong name are answered before torch is loaded.
 """
 
-import inspect
 import os
 import sys
+from inspect import Parameter, Signature, get_annotations
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
@@ -15,7 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.markup import escape
 
-from screen import Forgiving, bars, say
+from screen import bars, forgiving, say
 
 RUN = "out config force dry_run json quiet"
 COMMANDS = {  # what it does, the function, the class of its settings, its options and arguments
@@ -71,13 +70,12 @@ COMMANDS = {  # what it does, the function, the class of its settings, its optio
         "benchmarks:download", "", "name root json",
     ),
 }  # fmt: skip
-GIVEN: Any = inspect.Parameter.empty  # an argument, not a flag
 Size = Literal["vit_mini", "vit_b16", "vit_l16", "vit_h14"]
 ROOT = Path(os.environ.get("BISSLIGHT_DATA", "data"))
-OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default, help
-    "run": (Path, GIVEN, "A finished run, or a directory of one arm's runs."),
-    "runs": (list[Path], GIVEN, "Runs, or directories that hold some."),
-    "name": (str, GIVEN, "A dataset by name, or folder:DIR."),
+OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument, no flag), help
+    "run": (Path, ..., "A finished run, or a directory of one arm's runs."),
+    "runs": (list[Path], ..., "Runs, or directories that hold some."),
+    "name": (str, ..., "A dataset by name, or folder:DIR."),
     "out": (Path | None, None, "Where the results go. Default: in runs/, by what is run."),
     "config": (Path | None, None, "TOML or JSON file of settings; flags win over it."),
     "preset": (Literal["paper", "as-released"], "paper", "As the paper, or its program, does."),
@@ -92,58 +90,61 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default, help
     "seed": (int | None, None, "Whose adapter; of bench, what it draws. Default: the first."),
     "weights": (Path | None, None, "Where the run's weights are now."),
     "data_root": (Path | None, None, "Where the benchmarks are now."),
-    "root": (Path, ROOT, "Where the benchmarks are. Default: $BISSLIGHT_DATA, ./data."),
+    "root": (Path, ROOT, "Where the benchmarks are. $BISSLIGHT_DATA says it, too."),
     "device": (str | None, None, "auto, cpu, cuda or cuda:1."),
     "data_seed": (int, 0, "Seed of the drawn images."),
     "jobs": (int, 2, "Runs at a time."),
     "partial": (bool, False, "It is a subset; do not compare counts."),
     "backbone": (Size | None, None, "Its size: vit_mini takes a minute on a CPU."),
-    "rank": (int, 64, "r. [App. C.3] (default: 64)"),
-    "p_batch": (int, 256, "Images a pretext step. [App. C.3] (default: 256)"),
-    "d_batch": (int, 64, "Images an upper step. [App. C.3] (default: 64)"),
-    "lower_steps": (int, 20, "N_L. [App. C.3] (default: 20)"),
-    "upper_steps": (int, 8, "N_U. [App. C.3] (default: 8)"),
-    "repeats": (int, 3, "Timed alternations a method, after one that warms up. (default: 3)"),
-    "amp": (bool | None, None, "bfloat16 autocast on CUDA. (default: True)"),
+    "rank": (int, 64, "r. [App. C.3]"),
+    "p_batch": (int, 256, "Images a pretext step. [App. C.3]"),
+    "d_batch": (int, 64, "Images an upper step. [App. C.3]"),
+    "lower_steps": (int, 20, "N_L. [App. C.3]"),
+    "upper_steps": (int, 8, "N_U. [App. C.3]"),
+    "repeats": (int, 3, "Timed alternations a method, after one that warms up."),
+    "amp": (bool | None, None, "bfloat16 autocast on CUDA."),
     "recompute": (bool | None, None, "Activation checkpointing of the backbone."),
     "micro_batch": (int | None, None, "Largest number of images that pass at once."),
 }
 NAMED = {"start": ["--from"], "root": ["--data-root"]}  # flags that are not --their-name
+LESS = "; out of memory: a --micro-batch that fits, and --recompute, need less and keep the result"
+REMEDIES = {  # any other error is a defect and ends with its traceback
+    "UsageError": "",
+    "RunError": "",
+    "ImageError": "",
+    "Diverged": "; give a lower learning rate (--lr, --p-lr, --d-lr, --base-lr) and another --out",
+    "OutOfMemoryError": LESS,
+    "MemoryError": LESS,
+    "Abort": "stopped; the same command goes on",  # Typer's name for Ctrl-C
+}
 FIRST = ("backbone", "dataset", "pool", "start", "out", "seed")  # on top of --help
 
-# --- flags ------------------------------------------------------------------------------------
 
-
-def keyword(name: str, kind: Any, default: Any, text: str, panel: str) -> inspect.Parameter:
+def keyword(name: str, kind: Any, default: Any, text: str, panel: str) -> Parameter:
     """A flag, or an argument, as a keyword of the function that Typer calls."""
-    shown: Any = {"help": escape(text), "metavar": "", "show_default": False}
-    shown["rich_help_panel"] = "What one sets first" if name in FIRST else panel
-    option = typer.Option(*NAMED.get(name, ()), **shown)
-    meant = Annotated[kind, typer.Argument(help=text) if default is GIVEN else option]
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=meant
-    )
+    flags = NAMED.get(name, [f"--{name.replace('_', '-')}"] if kind is bool else [])
+    panel = "What one sets first" if name in FIRST else panel
+    option = typer.Option(*flags, help=escape(text), metavar="", rich_help_panel=panel)
+    meant = Annotated[kind, typer.Argument(help=text) if default is ... else option]
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=meant)
 
 
-def keywords(name: str) -> list[inspect.Parameter]:
+def keywords(name: str) -> list[Parameter]:
     """The flags of a command: its settings by class, as text that pydantic reads; its options."""
     _, _, settings, options = COMMANDS[name]
     kind: Any = resolve_name(settings) if settings else object
-    found: dict[str, inspect.Parameter] = {}
+    found: dict[str, Parameter | None] = dict.fromkeys(FIRST)
     for part in kind.__mro__:
         panel = (part.__doc__ or "").partition(":")[0]
-        for key in inspect.get_annotations(part):
+        for key in get_annotations(part):
             field = kind.model_fields.get(key)
-            if field and key not in found and key != "swept":
+            if field and not found.get(key) and key != "swept":
                 known = not field.is_required() and field.default is not None
                 text = field.description + f" (default: {field.default})" * known
                 read = bool | None if field.annotation is bool else str | None
                 found[key] = keyword(key, read, None, text, panel)
     found |= {key: keyword(key, *OPTIONS[key], "This run") for key in options.split()}
-    return [found[key] for key in dict.fromkeys((*FIRST, *found)) if key in found]
-
-
-# --- running ----------------------------------------------------------------------------------
+    return [made for made in found.values() if made]
 
 
 def execute(name: str, given: dict[str, Any]) -> int:
@@ -152,29 +153,28 @@ def execute(name: str, given: dict[str, Any]) -> int:
     own = {option: given.pop(option) for option in options.split()}
     as_json, first = own.pop("json"), os.environ.get("RANK", "0") == "0"  # of torchrun's processes
     quiet = own.pop("quiet", False) or as_json or not first
-    settled: tuple[Any, ...] = ()
     if settings:
         told = {key: value for key, value in given.items() if value is not None}
         if name == "sweep":
             lists = [key for key in resolve_name("extras.sweep:SWEPT") if "," in told.get(key, "")]
             if lists:
                 told["swept"] = {key: told.pop(key).split(",") for key in lists}
-        config, layers = resolve_name("commands:settle")(
-            resolve_name(settings), told, own.pop("config"), own.pop("preset", "paper")
+        own["cfg"], rows = resolve_name("commands:settle")(
+            resolve_name(settings), told, own.pop("config"), own.pop("preset", "paper"), as_json
         )
-        settled = (config, own.pop("out") or default_out(name, config))
+        own["out"] = own["out"] or default_out(name, own["cfg"])
         if own.pop("dry_run"):
             module = "model" if name in ("align", "finetune") else f"extras.{name}"
-            rows = resolve_name("commands:differences")(config, layers, as_json) or "nothing"
-            about = {"settings" if as_json else "differs from the paper": rows}
-            say({"out": settled[1]} | resolve_name(f"{module}:plan")(config) | about, as_json)
+            plan = resolve_name(f"{module}:plan")(own["cfg"])
+            about = {"settings" if as_json else "differs from the paper": rows or "nothing"}
+            say({"out": own["out"]} | plan | about, as_json)
             return 0
     with bars(quiet) as track:
         if "force" in own:  # a command that makes runs
             resolve_name("training:stop").install()
             resolve_name("training:start_processes")()
             own["track"] = track
-        result = resolve_name(function)(*settled, **own)
+        result = resolve_name(function)(**own)
     if first:
         say(result, as_json)
     return int(bool(isinstance(result, dict) and result.get("problems")))
@@ -191,8 +191,9 @@ def evaluate(
     if similarity:
         return resolve_name("extras.look:similarity")(runs, **given)
     if given:
-        line = "--seed, --weights, --data-root, --device: go with --rollout N or --similarity"
-        raise resolve_name("config:UsageError")(line)
+        raise resolve_name("config:UsageError")(
+            "--seed, --weights, --data-root, --device: go with --rollout N or --similarity"
+        )
     found = resolve_name("evaluate:evaluate")(runs)
     if picture:
         resolve_name("extras.report:draw_arms")(found.arms, picture)
@@ -201,29 +202,10 @@ def evaluate(
 
 def default_out(name: str, config: Any) -> Path:
     """runs/align-cub200-vit_l16-r64-s0"""
-    place = Path(getattr(config, "dataset", getattr(config, "pool", "")).removeprefix("folder:"))
+    data = Path(getattr(config, "dataset", getattr(config, "pool", ""))).name
     start, rank = getattr(config, "start", None), getattr(config, "rank", None)
-    parts = (name, place.name, config.backbone, start and f"from-{start.name}", rank and f"r{rank}")
-    return Path(
-        "runs", "-".join(str(p) for p in (*parts, f"s{config.seed}") if p).replace(":", "-")
-    )
-
-
-# --- exit codes -------------------------------------------------------------------------------
-
-LESS = "; out of memory: a --micro-batch that fits, and --recompute, need less and keep the result"
-ERRORS = {  # exit code and remedy; any other error is a defect and ends with its traceback
-    "UsageError": (2, ""),
-    "RunError": (1, ""),
-    "ImageError": (1, ""),
-    "Diverged": (
-        1,
-        "; give a lower learning rate (--lr, --p-lr, --d-lr, --base-lr) and another --out",
-    ),
-    "OutOfMemoryError": (1, LESS),
-    "MemoryError": (1, LESS),
-    "Abort": (130, "stopped; the same command goes on"),  # Typer's name for Ctrl-C
-}
+    parts = [name, data, config.backbone, start and f"from-{start.name}", rank and f"r{rank}"]
+    return Path("runs", "-".join([*filter(None, parts), f"s{config.seed}"]).replace(":", "-"))
 
 
 def build(arguments: list[str]) -> typer.Typer:
@@ -241,20 +223,19 @@ def build(arguments: list[str]) -> typer.Typer:
     for name in COMMANDS:
         group, _, last = name.rpartition(" ")
 
+        @(data if group else app).command(last, help=COMMANDS[name][0])
         def called(name: str = name, /, **given: Any) -> int:
             return execute(name, given)
 
         wanted = keywords(name) if last in arguments else []
-        called.__signature__ = inspect.Signature(wanted)  # type: ignore[attr-defined]
-        called.__annotations__ = {made.name: made.annotation for made in wanted}
-        (data if group else app).command(last, help=COMMANDS[name][0])(called)
+        called.__signature__ = Signature(wanted)  # type: ignore[attr-defined]
     app.add_typer(data, name="data")
     return app
 
 
 def main() -> None:
     """Run the command line; exit codes 0, 1 failure, 2 usage, 130 Ctrl-C, 143 SIGTERM."""
-    sys.stdout, sys.stderr = Forgiving(sys.stdout), Forgiving(sys.stderr)
+    sys.stdout, sys.stderr = forgiving(sys.stdout), forgiving(sys.stderr)
     sys.exit(run(sys.argv[1:]))
 
 
@@ -265,13 +246,13 @@ def run(arguments: list[str]) -> int:
         return program(arguments or ["--help"], prog_name="bisslight", standalone_mode=False) or 0
     except BaseException as error:
         kind = "RunError" if isinstance(error, OSError) else type(error).__name__
-        code, remedy = ERRORS.get(kind, (None, ""))
-        line = f"{error}{remedy}"
+        code = {"UsageError": 2, "Abort": 130}.get(kind, 1)
+        line = f"{error}{REMEDIES.get(kind)}"
         if kind == "Stopped":
             code, line = 128 + error.args[0], error.args[1]
         elif hasattr(error, "format_message"):  # Typer's own complaints
             code, line = 2, error.format_message()
-        elif code is None:
+        elif kind not in REMEDIES:
             raise
         print("error: " * (code < 128) + " ".join(line.split()), file=sys.stderr)
         return code

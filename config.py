@@ -3,26 +3,17 @@
 A field is a flag (`d_lr` is `--d-lr`), a key of a TOML file and a key of a run's config.json. Its
 docstring gives symbol, meaning and, in brackets, the source of its default: [App. C.x] the paper's
 appendix, [released] the authors' program where the paper is silent, [MAE], [I-JEPA] their authors'
-recipes, [here] our own choice. `commands` puts groups together into the settings of a command.
-
-Some defaults depend on backbone, pretext task, dataset or the run of `--from`. They are filled in
-whenever settings are made, so Python and the command line agree.
+recipes, [here] our own choice. `commands` puts groups together into the settings of a command, and
+fills in defaults that depend on other settings.
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    Field,
-    NonNegativeFloat,
-    PositiveFloat,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
+from pydantic.types import NonNegativeFloat, PositiveFloat
 
 
 class UsageError(Exception):
@@ -33,9 +24,9 @@ class RunError(Exception):
     """A run that could not go on (a full disk, a damaged file): one line, exit code 1."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, known: Collection[str]) -> str:
     """'did you mean X?', or the list of what there is."""
-    close = difflib.get_close_matches(word, known := [*known], 1)
+    close = difflib.get_close_matches(word, known, 1)
     return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
 
 
@@ -72,8 +63,6 @@ FOLDERS = {
     "imagenet": "imagenet",
 }  # where the benchmarks are below --data-root
 
-# --- kinds of values --------------------------------------------------------------------------
-
 
 def absolute(path: Path | str) -> Path:
     return Path(path).expanduser().absolute()
@@ -84,12 +73,11 @@ def known(*names: str) -> AfterValidator:
     free = any(":" in name for name in names)
 
     def check(name: str) -> str:
-        kind, _, path = name.partition(":")
-        if name not in names and (kind == name or not free):
+        if name not in names and not (free and ":" in name):
             raise ValueError(f"is unknown, {nearest(name, names)}")
-        if ".py:" in name:
-            return str(absolute(name))
-        return f"folder:{absolute(path)}" if kind == "folder" else name
+        if name.startswith("folder:"):
+            return f"folder:{absolute(name.removeprefix('folder:'))}"
+        return str(absolute(name)) if ".py:" in name else name
 
     return AfterValidator(check)
 
@@ -313,3 +301,40 @@ class Bilevel(Settings):
     """Alternations between validations of θ_D and θ_P. [released]"""
     mfac_device: Literal["same", "cpu"] = "same"
     """Where G is kept and inverted: with θ, or in host memory. [here; Sec. 3.1.1: the CPU]"""
+
+
+class Peft(Settings):
+    """PEFT: parameter-efficient fine-tuning of θ and a fresh head."""
+
+    lr: PositiveFloat | None = None
+    """One learning rate for all seeds, instead of a grid. [App. C.2 has a grid]"""
+    grid: Annotated[tuple[PositiveFloat, ...], Listed, Field(min_length=1)] = FILLED
+    """Rates, chosen by validation. Default: 1e-4 ... 3e-2, after align a tenth. [App. C.2]"""
+    grid_seeds: PositiveInt = 1
+    """Seeds each rate is tried with; the chosen rate's are among the seeds. [here]"""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """AdamW 0.9/0.999, or SGD with momentum 0.9. [App. C.2; released: sgd after align]"""
+    epochs: PositiveInt = 200
+    """Passes over the training split. [App. C.2]"""
+    warmup_epochs: NonNegativeInt = 5
+    """Epochs of linear warm-up. [App. C.2]"""
+    batch: PositiveInt = 256
+    """Images per step. [App. D.2.2, memory table; released]"""
+    weight_decay: NonNegativeFloat = 0.05
+    """AdamW decay of θ and of the whole head. [App. C.2; ijepa, D.1: 0.0005]"""
+    end_lr: NonNegativeFloat = 1e-6
+    """Where the cosine of every rate ends. [released]"""
+    eval_epochs: PositiveInt = 1
+    """Epochs between validations. [App. C.2.1]"""
+    seeds: PositiveInt = 8
+    """Independent runs. [App. C.2.1]"""
+    jobs: Annotated[int, Field(ge=1, le=256)] = 1
+    """Runs at a time, each in a process with its share of the cores. [here]"""
+
+    @model_validator(mode="after")
+    def one_way_to_choose(self) -> Self:
+        if self.lr and self.grid != (self.lr,):
+            raise ValueError("give --lr or --grid, not both")
+        if self.grid_seeds > self.seeds:
+            raise ValueError(f"--grid-seeds {self.grid_seeds}: is more than --seeds {self.seeds}")
+        return self

@@ -4,52 +4,51 @@ import contextlib
 import io
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 
-class Forgiving(io.TextIOBase):
-    """A stream whose reader may leave: what nobody reads is dropped, no run ends of it."""
+class Forgiving(io.FileIO):
+    """A file whose reader may leave: what nobody reads is dropped, no run ends of it."""
 
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
+    def write(self, data: Any) -> int:
+        with contextlib.suppress(OSError):
+            super().write(data)
+        return len(data)
 
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            data = text.encode(self.stream.encoding, "backslashreplace")  # an ASCII terminal
-            self.stream.write(data.decode(self.stream.encoding))
-            self.stream.flush()
-        return len(text)
 
-    def isatty(self) -> bool:
-        return self.stream is not None and self.stream.isatty()
+def forgiving(stream: Any) -> Any:
+    """A standard stream that raises nothing; a closed one, None, is /dev/null."""
+    file = Forgiving(stream.fileno() if stream else os.devnull, "w", closefd=not stream)
+    encoding = getattr(stream, "encoding", None)
+    return io.TextIOWrapper(file, encoding, "backslashreplace", write_through=True)
 
 
 @contextlib.contextmanager
 def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
     """Notes and progress on stderr: bars with ETA on a terminal, elsewhere a plain line an item.
 
-    Gives `track(items, total, label, done=0)`, which hands on the items. With `quiet`, warnings
-    are all that is shown.
+    Gives `track(items, total, label, done=0)`, which hands on the items. `quiet`: warnings alone.
     """
+    from rich.progress import BarColumn, Progress, TimeRemainingColumn  # not for --help
+
     log = logging.getLogger("bisslight")
     log.setLevel(logging.WARNING if quiet else logging.INFO)
     log.handlers = [logging.StreamHandler(sys.stderr)]
-    console = Console(file=sys.stderr, highlight=False)
+    console = Console(stderr=True)
     live = Progress(
-        TextColumn("{task.description:>8}"),
+        "{task.description:>8}",
         BarColumn(16),
-        MofNCompleteColumn(),
-        TextColumn("ETA"),
+        "{task.completed}/{task.total}",
+        "ETA",
         TimeRemainingColumn(),
-        TextColumn("{task.fields[text]}"),
+        "{task.fields[text]}",
         console=console,
         disable=quiet or not console.is_terminal,
         speed_estimate_period=1e9,
@@ -58,11 +57,10 @@ def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
     def track(items: Iterator[Any], total: int, label: str, done: int = 0) -> Iterator[Any]:
         bar = live.add_task(label, total=total, completed=done, text="")
         for n, item in enumerate(items, done + 1):
-            text = brief(item)
-            live.update(bar, completed=n, text=text[: max(console.width - 52, 10)])
+            live.update(bar, completed=n, text=brief(item)[: max(console.width - 52, 10)])
             if live.disable and not quiet:
                 left = TimeRemainingColumn().render(live.tasks[-1])
-                print(f"{label} {n}/{total}  {text}  ETA {left}", file=sys.stderr)
+                print(f"{label} {n}/{total}  {brief(item)}  ETA {left}", file=sys.stderr)
             yield item
         live.remove_task(bar)
 
@@ -79,7 +77,7 @@ def brief(item: Any) -> str:
     if not isinstance(item, dict):
         return str(item)
     loss, score = item.get("loss_P", item.get("loss")), item.get("val_P", item.get("val"))
-    mean = loss if loss is None or isinstance(loss, float) else fmean(loss)
+    mean = sum(loss) / len(loss) if isinstance(loss, list) else loss
     text = f"lr {item.get('lr')}" if mean is None else f"loss {mean:.4f}"
     return f"{text}  val {score['accuracy']:.1f} %" if score else text
 
@@ -90,8 +88,7 @@ def simple(result: Any) -> Any:
     >>> simple({"out": Path("runs/a"), "rates": (0.1, 0.2)})
     {'out': 'runs/a', 'rates': [0.1, 0.2]}
     """
-    if hasattr(result, "_asdict"):
-        result = result._asdict()
+    result = result._asdict() if hasattr(result, "_asdict") else result
     if isinstance(result, dict):
         return {str(key): simple(value) for key, value in result.items()}
     if isinstance(result, list | tuple):
@@ -100,20 +97,17 @@ def simple(result: Any) -> Any:
 
 
 def say(result: Any, as_json: bool) -> None:
-    """A result on stdout: JSON, or a line per value and a table for each list of dicts.
-
-    A column of nothing, or of nothing but lists, is only in the JSON.
-    """
+    """A result on stdout: JSON, or a line per value and a table for each list of dicts."""
     result = simple(result)
     if as_json:
         print(json.dumps(result))
         return
-    width = None if sys.stdout.isatty() else 200
-    console = Console(width=width, highlight=False, markup=False)
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
     for key, value in result.items() if isinstance(result, dict) else [("", result)]:
         if isinstance(value, list) and value and isinstance(value[0], dict):
             if key:
                 print(f"{key}:")
+            # a column of nothing, or of nothing but lists, is only in the JSON
             names = dict.fromkeys(name for row in value for name in row)
             kept = [n for n in names if any(not isinstance(r.get(n), list | None) for r in value)]
             table = Table(*kept, box=None, pad_edge=False)

@@ -38,18 +38,20 @@ from weights import build_head, build_vit, initialise, pretext_task
 class PretrainConfig(Pretext, Crops, Shape, Command):
     """`pretrain`: MAE or I-JEPA from scratch, for those without a checkpoint. Trains ψ itself."""
 
-    ijepa: ClassVar[Table] = {  # Assran et al. 2023
-        "epochs": 300,
-        "min_crop": 0.3,
-        "base_lr": 1.25e-4,
-        "warmup_from": 0.2,
-        "min_lr": 1e-6,
-        "beta2": 0.999,
-        "weight_decay": 0.04,
-        "final_weight_decay": 0.4,
+    usual: ClassVar[dict[str, Table]] = {
+        "ijepa": {  # Assran et al. 2023
+            "epochs": 300,
+            "min_crop": 0.3,
+            "base_lr": 1.25e-4,
+            "warmup_from": 0.2,
+            "min_lr": 1e-6,
+            "beta2": 0.999,
+            "weight_decay": 0.04,
+            "final_weight_decay": 0.4,
+        },
+        "ijepa vit_mini": {"min_keep": 4, "patch_size": 2},
+        "vit_mini": {"epochs": 30, "warmup_epochs": 4, "batch": 64},
     }
-    ijepa_mini: ClassVar[Table] = {"min_keep": 4, "patch_size": 2}
-    short: ClassVar[Table] = {"epochs": 30, "warmup_epochs": 4, "batch": 64}
     pool: Pool
     """Unlabelled images: quilts, or any folder of images, nested or not."""
     epochs: PositiveInt = 400

@@ -13,8 +13,8 @@ from typing import Any
 import model
 from align import align
 from bisslight import Diverged
-from commands import AlignConfig, Command, FinetuneConfig, Peft, make
-from config import Bilevel, Data, Lower, Model, Pretext, Upper, UsageError
+from commands import AlignConfig, Command, FinetuneConfig, make
+from config import Bilevel, Data, Lower, Model, Peft, Pretext, Upper, UsageError
 from evaluate import evaluate
 from extras.report import pyplot, save
 from finetune import finetune

@@ -25,17 +25,6 @@ BASE = "vit_b16 mae dtd paper"
 NAMED = {"backbone", "dataset", "pretext", "weights", "data_root", "start", "swept", "p_lr"}
 
 
-def given_for(command: str, key: str, tmp_path: Path) -> dict[str, Any]:
-    """What a person gives: backbone, task and data; the rest is default."""
-    backbone, pretext, dataset, _ = key.split()
-    given: dict[str, Any] = {"backbone": backbone, "pretext": pretext, "dataset": dataset}
-    if command == "pretrain":
-        given["pool"] = "quilts" if given.pop("dataset") == "quilts" else str(tmp_path)
-    if command == "sweep":
-        given["swept"] = {"p_lr": (0.01, 0.02)}
-    return given
-
-
 @pytest.mark.parametrize(
     ("command", "key"), [(command, key) for command in KINDS for key in RECORDED[command]]
 )
@@ -47,8 +36,12 @@ def test_every_default_and_both_presets_are_those_of_the_first_edition(
     The JSON holds one whole table a command, and of the others what differs from it.
     """
     expected = RECORDED[command][BASE] | RECORDED[command][key]
-    kind, (*_, name) = KINDS[command], key.split()
-    given = given_for(command, key, tmp_path)
+    kind, (backbone, pretext, dataset, name) = KINDS[command], key.split()
+    given: dict[str, Any] = {"backbone": backbone, "pretext": pretext, "dataset": dataset}
+    if command == "pretrain":
+        given["pool"] = "quilts" if given.pop("dataset") == "quilts" else str(tmp_path)
+    if command == "sweep":
+        given["swept"] = {"p_lr": (0.01, 0.02)}
     if command == "finetune --from":
         run = tmp_path / "run"
         run.mkdir()
@@ -59,11 +52,11 @@ def test_every_default_and_both_presets_are_those_of_the_first_edition(
     root = {"data_root": tmp_path / "data"}
     for folder in ("imagenet", "dtd"):
         (root["data_root"] / folder).mkdir(parents=True)
-    assert settle(kind, given | root, None, name)[0] == made.but(**root)
+    assert settle(kind, given | root, base=name)[0] == made.but(**root)
     found = json.loads(made.model_dump_json())
     assert found.keys() - expected.keys() <= NAMED | {"workers", "pool"}
     if "vit_mini" in key:
-        shorter = {key: value for key, value in kind.short.items() if key in kind.model_fields}
+        shorter = {key: v for key, v in kind.usual["vit_mini"].items() if key in kind.model_fields}
         assert {key: found[key] for key in shorter} == shorter
         assert not [key for key in shorter if "lr" in key or "decay" in key or "ratio" in key]
         expected |= shorter
@@ -85,16 +78,16 @@ def test_sources_say_who_set_a_value_and_the_later_layer_wins(tmp_path: Path) ->
     """Flag over file over preset over the align run over what the pretext task sets."""
     run = tmp_path / "run"
     run.mkdir()
-    start = AlignConfig(
-        backbone="vit_mini", dataset="quilts", pretext="ijepa", min_crop=0.4, rank=3
-    )
+    given = {"backbone": "vit_mini", "dataset": "quilts", "pretext": "ijepa"}
+    start = AlignConfig(**given, min_crop=0.4, rank=3)
     (run / "config.json").write_text(start.model_dump_json())
     file = tmp_path / "c.toml"
     file.write_text('epochs = 3\nweight-decay = 0.1\nvoc_difficult = "ignore"\n')
     flags = {"start": run, "epochs": 4}
-    config, layers = settle(FinetuneConfig, flags, file, "as-released")
-    sources = {name: source for source, layer in layers.items() for name in layer}
-    told = {
+    rows = settle(FinetuneConfig, flags, file, "as-released", every=True)[1]
+    told = {row["setting"]: (row["value"], row["set by"]) for row in rows}
+    assert told["warmup_epochs"] == (5, "")  # the field's own default
+    wanted = {
         "epochs": (4, "flag"),
         "weight_decay": (0.1, str(file)),
         "voc_difficult": ("ignore", str(file)),
@@ -106,20 +99,14 @@ def test_sources_say_who_set_a_value_and_the_later_layer_wins(tmp_path: Path) ->
         "batch": (32, "short, for vit_mini"),
         "grid": ((1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3), "default"),
     }
-    assert {name: (getattr(config, name), sources[name]) for name in told} == told
-    assert "warmup_epochs" not in sources  # the field's own default
+    assert wanted.items() <= told.items()
 
 
 @pytest.mark.parametrize(
     ("kind", "wrong", "message"),
     [
         (AlignConfig, {"lam": float("inf")}, "finite"),
-        (AlignConfig, {"lam": 0}, "greater than 0"),
         (AlignConfig, {"seed": 2**53}, "less than"),
-        (AlignConfig, {"alternation": 3}, "Extra inputs"),
-        (AlignConfig, {"pretext": "mea"}, "did you mean mae?"),
-        (AlignConfig, {"pool": "quilts", "jobs": 2}, "jobs"),
-        (FinetuneConfig, {"pool": "quilts"}, "pool"),
         (AlignConfig, {"pool": "quilts", "aspect": (2, 1)}, "the first number is the smaller"),
         (AlignConfig, {"pool": "quilts", "rank": True}, "is not a setting that is true or false"),
         (FinetuneConfig, {"grid_seeds": 9}, "is more than --seeds 8"),

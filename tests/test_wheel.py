@@ -37,8 +37,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of what is in the checkout, so that nothing is left in it."""
     source, out = tmp_path_factory.mktemp("source") / "bisslight", tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*LEFT_OUT))
-    pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir")
-    done = call(*pip, out, source)
+    line = f"-m pip wheel --quiet --no-deps --wheel-dir {out} {source}"
+    done = call(sys.executable, *line.split())
     if "No matching distribution found for setuptools" in done.stderr:
         pytest.skip("setuptools cannot be fetched to build with")
     assert done.returncode == 0, done.stderr
@@ -64,22 +64,21 @@ def test_the_installed_commands_run_from_an_empty_folder_without_a_network(
     lent = [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))]
     (site / "lent.pth").write_text("\n".join(lent))
     (site / "sitecustomize.py").write_text(NO_NETWORK)
-    pip = (sys.executable, "-m", "pip", "--python", home / "bin/python", "install", "--quiet")
-    alone = ("--no-deps", "--no-index", "--force-reinstall", "--ignore-installed")
-    done = call(*pip, *alone, wheel)
+    alone = "--no-deps --no-index --force-reinstall --ignore-installed"
+    line = f"-m pip --python {home}/bin/python install --quiet {alone} {wheel}"
+    done = call(sys.executable, *line.split())
     assert done.returncode == 0, done.stderr
     assert {path.name for path in site.glob("*.py")} == MODULES | {"sitecustomize.py"}
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(here), "OMP_NUM_THREADS": "1"}
 
     def bisslight(line: str) -> str:
-        program = home / "bin/bisslight"
-        done = call(program, *line.split(), cwd=here, env=environment)
+        done = call(home / "bin/bisslight", *line.split(), cwd=here, env=environment)
         assert (done.returncode, done.stderr) == (0, ""), f"{line}\n{done.stderr}"
         return done.stdout
 
     start = "--backbone vit_mini --weights pre --dataset quilts --quiet"
-    pool = "--pool quilts --backbone vit_mini --epochs 1 --warmup-epochs 0 --batch 500"
-    bisslight(f"pretrain {pool} --quiet --out pre")
+    short = "--epochs 1 --warmup-epochs 0 --batch 500 --quiet"
+    bisslight(f"pretrain --pool quilts --backbone vit_mini {short} --out pre")
     sizes = "--alternations 2 --lower-steps 2 --upper-steps 2 --p-batch 8 --d-batch 8"
     bisslight(f"align {start} {sizes} --probe-epochs 1 --eval-every 2 --warmup 1 --out a")
     peft = "--epochs 2 --warmup-epochs 1 --batch 40 --seeds 2 --lr 1e-2"
