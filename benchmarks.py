@@ -122,9 +122,6 @@ BENCHMARKS = {
 }
 
 
-# --- loading ----------------------------------------------------------------------------------
-
-
 def load_task(cfg: Data, root: Path) -> Task:
     """The labelled dataset of these settings (UsageError; ValueError for a folder)."""
     name, path = cfg.dataset, place_of(cfg.dataset, root)
@@ -230,8 +227,6 @@ def quilts(seed: int) -> tuple[Pool, Task]:
     names = [f"layout {k}" for k in range(8)]
     return Pool(pool, mean, std), Task("quilts", train, val, test, names, mean, std)
 
-
-# --- `bisslight data` -------------------------------------------------------------------------
 
 TERMS = {  # what their publishers say about using them
     "dtd": "for research",

@@ -116,9 +116,6 @@ Ratios = Annotated[tuple[PositiveFloat, PositiveFloat], Listed, AfterValidator(o
 FILLED: Any = None  # the default of a field that `Command.layers` always fills in
 
 
-# --- settings, one class a concern: the first words of its docstring head its flags in --help ----
-
-
 class Settings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True,
                allow_inf_nan=False, defer_build=True):  # fmt: skip
     """Base of all settings."""

@@ -76,9 +76,6 @@ def average_precision(scores: Tensor, labels: Tensor) -> float:
     return fmean(float(precision[10 * hits >= t * hits[-1]].max()) for t in range(11))
 
 
-# --- two arms ---------------------------------------------------------------------------------
-
-
 class Comparison(NamedTuple):
     """An arm against another."""
 
@@ -109,9 +106,6 @@ def compare(arm: Sequence[int], against: Sequence[int]) -> Comparison:
     extreme = sum(sets[n, total] for total, d in distance.items() if d >= distance[sum(arm)])
     p = extreme / splits if len(pooled) > 2 else None
     return Comparison(fmean(arm) - fmean(against), p, splits)
-
-
-# --- finished runs ----------------------------------------------------------------------------
 
 
 class Row(NamedTuple):

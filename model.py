@@ -18,23 +18,11 @@ import torch
 from torch import Tensor
 
 import benchmarks
+import data
 import lora
 from bisslight import Loss, Phi, PretextTask, numbers, value_and_grad
 from commands import AlignConfig, FinetuneConfig
 from config import BACKBONES, UsageError
-from data import (
-    Images,
-    Pool,
-    Split,
-    Task,
-    Transform,
-    batches,
-    decode_all,
-    in_order,
-    pick_workers,
-    rng,
-    stream,
-)
 from evaluate import Score, score
 from paper import MEMORY
 from run import Record, checking, sha256
@@ -48,11 +36,13 @@ Config = AlignConfig | FinetuneConfig
 class Model:
     """Everything that settings stand for. `task` and `pool` can be handed in instead of named."""
 
-    def __init__(self, cfg: Config, task: Task | None = None, pool: Pool | None = None) -> None:
+    def __init__(
+        self, cfg: Config, task: data.Task | None = None, pool: data.Pool | None = None
+    ) -> None:
         self.cfg, self.device = cfg, device_of(cfg)
-        self.task: Task = task or named(cfg, "dataset")
+        self.task: data.Task = task or named(cfg, "dataset")
         if isinstance(cfg, AlignConfig):
-            self.pool: Pool = pool or named(cfg, "pool")
+            self.pool: data.Pool = pool or named(cfg, "pool")
         self.amp = cfg.amp and self.device.type == "cuda"
         backbone, self.pretext_head, self.arch = load_backbone(cfg)
         self.backbone, self.digest = backbone.to(self.device), sha256(weights_of(cfg))
@@ -61,16 +51,16 @@ class Model:
         if "quilts" in (cfg.dataset, getattr(cfg, "pool", None)) and size != 16:
             raise UsageError(f"quilts have 16 px, the backbone wants {size}; use other images")
         cut = cfg.augment, cfg.min_crop, cfg.d_interpolation
-        self.transform = Transform(size, self.task.mean, self.task.std, *cut)
+        self.transform = data.Transform(size, self.task.mean, self.task.std, *cut)
 
     def theta(self) -> Tensor:
         """A fresh θ (l.2)."""
-        f, g = self.backbone, rng(self.cfg.seed, "lora")
+        f, g = self.backbone, data.rng(self.cfg.seed, "lora")
         return lora.init_theta(f.depth, self.cfg.rank, f.dim, g).to(self.device)
 
     def head(self, purpose: str) -> tuple[Phi, lora.DownstreamLoss, Phi]:
         """A fresh φ_D (App. C.2), its L^D, and φ_D with the statistics of its BatchNorm, if any."""
-        cfg, f, g = self.cfg, self.backbone, rng(self.cfg.seed, purpose)
+        cfg, f, g = self.cfg, self.backbone, data.rng(self.cfg.seed, purpose)
         fresh = lora.init_head(f.dim, len(self.task.classes), g, cfg.head == "batchnorm")
         phi = trainable(fresh, self.device)
         stats = lora.init_stats(phi)
@@ -80,7 +70,7 @@ class Model:
         """The pretext task of these settings; θ is where θ_P starts."""
         cfg: Any = self.cfg
         if cfg.pretext not in ("mae", "ijepa"):
-            own = own_class(cfg.pretext)(self.backbone, cfg, rng(cfg.seed, "pretext"))
+            own = own_class(cfg.pretext)(self.backbone, cfg, data.rng(cfg.seed, "pretext"))
             pieces = (cfg.micro_batch or cfg.p_batch) < cfg.p_batch or world_size() > 1
             if pieces and not getattr(own, "mean_over_images", True):
                 raise UsageError(
@@ -91,7 +81,7 @@ class Model:
         head: Any = self.pretext_head
         if cfg.pretext == "mae" and cfg.decoder == "random":
             head = build_head(self.arch, "mae")
-            initialise([head], "mae", rng(cfg.seed, "decoder"))
+            initialise([head], "mae", data.rng(cfg.seed, "decoder"))
         with checking(f"--pretext {cfg.pretext}"):
             steps = cfg.alternations * cfg.lower_steps
             return pretext_task(cfg, self.backbone, head.to(self.device), steps, theta)
@@ -101,11 +91,13 @@ class Model:
     ) -> Iterator[lora.Examples]:
         """Labelled training batches in the order of `data.stream`, with factors of drop path."""
         seed, train = self.cfg.seed, self.task.train
-        images = Images(train, self.transform, True, seed, purpose)
-        draws = stream(len(train.targets), batch, seed, purpose, steps, passes)
-        arrived = batches(images, draws, self.cfg.workers, self.device, share)
+        images = data.Images(train, self.transform, True, seed, purpose)
+        draws = data.stream(len(train.targets), batch, seed, purpose, steps, passes)
+        arrived = data.batches(images, draws, self.cfg.workers, self.device, share)
         for step, (x, y, n) in zip(steps, arrived, strict=True):
-            drop = lora.drop_path(rate, self.backbone.depth, n, rng(seed, purpose, "drop", step))
+            drop = lora.drop_path(
+                rate, self.backbone.depth, n, data.rng(seed, purpose, "drop", step)
+            )
             yield lora.Examples(x, y, None if drop is None else drop[share(n)].to(self.device))
 
     def fit(
@@ -116,11 +108,11 @@ class Model:
         examples = self.examples(purpose, batch, range(opt.step, count * piece), rate, passes=True)
         return trained(self.cfg, loss, opt, examples, piece, purpose)
 
-    def score(self, split: Split, theta: Tensor, phi_D: Phi) -> Score:
+    def score(self, split: data.Split, theta: Tensor, phi_D: Phi) -> Score:
         """Accuracy and loss on a whole split, which processes share; φ_D with its statistics."""
-        images, n = Images(split, self.transform, False, 0, "eval"), len(split.targets)
-        draws = in_order(range(n)[share(n)], min(SCORED, self.cfg.micro_batch or SCORED))
-        arrived = batches(images, draws, self.cfg.workers, self.device)
+        images, n = data.Images(split, self.transform, False, 0, "eval"), len(split.targets)
+        draws = data.in_order(range(n)[share(n)], min(SCORED, self.cfg.micro_batch or SCORED))
+        arrived = data.batches(images, draws, self.cfg.workers, self.device)
         logits = partial(lora.predict, self.backbone, theta, phi_D)
         loss = partial(lora.cross_entropy, multilabel=self.cfg.voc_loss)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
@@ -153,7 +145,7 @@ class Model:
                 f"--p-batch {self.cfg.p_batch}: give each of {world_size()} processes an image"
             )
         for split in () if (out / "env.json").exists() else (self.task.val, self.task.test):
-            for error in decode_all(split.images):
+            for error in data.decode_all(split.images):
                 raise error
 
     def about(self) -> Record:
@@ -183,7 +175,7 @@ class Model:
 
 
 def pretext_batches(
-    cfg: Any, pool: Pool, task: PretextTask, size: int, batch: int, steps: range
+    cfg: Any, pool: data.Pool, task: PretextTask, size: int, batch: int, steps: range
 ) -> Iterator[Any]:
     """Batches of a pool with images of side `size`, each prepared when it is asked for.
 
@@ -192,13 +184,15 @@ def pretext_batches(
     """
     device = device_of(cfg)
     own: Any = {"interpolation": "bilinear", "flip": False} if cfg.pretext == "ijepa" else {}
-    transform = Transform(size, pool.mean, pool.std, cfg.augment, cfg.min_crop, **own)
-    unlabelled = Split(pool.images, torch.zeros(len(pool.images)))
-    images = Images(unlabelled, transform, True, cfg.seed, "pretext")
-    draws = stream(len(pool.images), batch, cfg.seed, "pretext", steps)
-    arrived = batches(images, draws, cfg.workers, device, share)
+    transform = data.Transform(size, pool.mean, pool.std, cfg.augment, cfg.min_crop, **own)
+    unlabelled = data.Split(pool.images, torch.zeros(len(pool.images)))
+    images = data.Images(unlabelled, transform, True, cfg.seed, "pretext")
+    draws = data.stream(len(pool.images), batch, cfg.seed, "pretext", steps)
+    arrived = data.batches(images, draws, cfg.workers, device, share)
     for step, (x, _, n) in zip(steps, arrived, strict=True):
-        drawn = [part[share(n)].to(device) for part in task.draw(n, rng(cfg.seed, "mask", step))]
+        drawn = [
+            part[share(n)].to(device) for part in task.draw(n, data.rng(cfg.seed, "mask", step))
+        ]
         with torch.autocast(device.type, torch.bfloat16, enabled=cfg.amp and x.is_cuda):
             prepared = task.prepare(x, *drawn)
         yield prepared
@@ -240,7 +234,7 @@ def named(cfg: Any, field: str) -> Any:
         return benchmarks.load_pool(name, cfg.data_root, cfg.data_seed)
 
 
-def own_names(task: Task | None, pool: Pool | None = None) -> dict[str, str]:
+def own_names(task: data.Task | None, pool: data.Pool | None = None) -> dict[str, str]:
     """What is recorded instead of the names of data that were handed in."""
     digests = {"dataset": task and task.fingerprint(), "pool": pool and pool.fingerprint()}
     return {key: f"own:{digest[:12]}" for key, digest in digests.items() if digest}
@@ -272,7 +266,7 @@ def own_class(name: str) -> Callable[..., PretextTask]:
 def plan(cfg: Config) -> Record:
     """What a run would do, for --dry-run: all inputs are checked as far as they are there."""
     device, there = device_of(cfg), weights_of(cfg).exists()
-    task: Task = named(cfg, "dataset")
+    task: data.Task = named(cfg, "dataset")
     pool: Any = named(cfg, "pool") if isinstance(cfg, AlignConfig) else None
     arch = Model(cfg, task, pool).arch if there else BACKBONES[cfg.backbone]
     sizes = task.sizes()
@@ -288,7 +282,7 @@ def plan(cfg: Config) -> Record:
         steps = {"runs": runs, "in all": runs * cfg.epochs * -(-sizes["train"] // cfg.batch)}
     return {
         "device": str(device),
-        "workers": pick_workers(cfg.workers, task.train.images, device),
+        "workers": data.pick_workers(cfg.workers, task.train.images, device),
         "images": sizes,
         "steps": steps,
         "LoRA parameters": arch.depth * 4 * cfg.rank * arch.dim,

@@ -20,8 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# --- optimisers -------------------------------------------------------------------------------
-
 Rate = Callable[[float, float], float]  # (step, base rate) -> rate
 
 
@@ -130,9 +128,6 @@ def trainable(
     }
 
 
-# --- devices and processes --------------------------------------------------------------------
-
-
 def pick_device(name: str) -> torch.device:
     """auto, cpu, cuda or cuda:1 -> a device that is there (ValueError otherwise)."""
     if name == "auto":
@@ -180,9 +175,6 @@ def barrier() -> None:
         dist.barrier()
 
 
-# --- stopping ---------------------------------------------------------------------------------
-
-
 class Stopped(BaseException):
     """A stop that was asked for, all saved; (signal, where the run is). No handler swallows it."""
 
@@ -214,8 +206,6 @@ class Stop:
 
 stop = Stop()
 
-
-# --- progress -------------------------------------------------------------------------------------
 
 Track = Callable[..., Iterator[Any]]  # (items, total, label, done=0) -> items, showing how far
 

@@ -190,8 +190,6 @@ def sincos(dim: int, side: int) -> Tensor:
     return F.pad(patches, (0, 0, 1, 0)).float()[None]
 
 
-# --- adapters -----------------------------------------------------------------------------------
-
 RELEASED = "base_model.model.blocks.{}.attn.qkv.{}.lora_{}.default.weight"  # block, q or v, A or B
 
 

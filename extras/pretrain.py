@@ -13,21 +13,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from pydantic import NonNegativeFloat, PositiveFloat
 
+import config
 import data
 from commands import Command, Table
-from config import (
-    BACKBONES,
-    Arch,
-    Crops,
-    NonNegativeInt,
-    Pool,
-    PositiveInt,
-    Pretext,
-    Rate,
-    Shape,
-    Share,
-    UsageError,
-)
 from lora import Backbone, Phi
 from model import device_of, named, own_names, pretext_batches, trained
 from run import Run, checking, typed
@@ -35,7 +23,7 @@ from training import Optimiser, Track, constant, decay_groups, schedule, untrack
 from weights import build_head, build_vit, initialise, pretext_task
 
 
-class PretrainConfig(Pretext, Crops, Shape, Command):
+class PretrainConfig(config.Pretext, config.Crops, config.Shape, Command):
     """`pretrain`: MAE or I-JEPA from scratch, for those without a checkpoint. Trains ψ itself."""
 
     usual: ClassVar[dict[str, Table]] = {
@@ -52,15 +40,15 @@ class PretrainConfig(Pretext, Crops, Shape, Command):
         "ijepa vit_mini": {"min_keep": 4, "patch_size": 2},
         "vit_mini": {"epochs": 30, "warmup_epochs": 4, "batch": 64},
     }
-    pool: Pool
+    pool: config.Pool
     """Unlabelled images: quilts, or any folder of images, nested or not."""
-    epochs: PositiveInt = 400
+    epochs: config.PositiveInt = 400
     """Passes over the pool. [MAE's code; I-JEPA: 300]"""
-    warmup_epochs: NonNegativeInt = 40
+    warmup_epochs: config.NonNegativeInt = 40
     """Epochs of linear warm-up. [MAE; I-JEPA]"""
-    warmup_from: Rate = 0.0
+    warmup_from: config.Rate = 0.0
     """Where the warm-up starts, as a share of the base rate. [MAE; I-JEPA: 0.2]"""
-    batch: PositiveInt = 256
+    batch: config.PositiveInt = 256
     """Images a step. [here; MAE uses 4096]"""
     base_lr: PositiveFloat = 1.5e-4
     """The rate is base_lr * batch / 256. [MAE; I-JEPA: 1.25e-4]"""
@@ -70,9 +58,9 @@ class PretrainConfig(Pretext, Crops, Shape, Command):
     """AdamW decay of tensors with two or more axes. [MAE; I-JEPA: 0.04]"""
     final_weight_decay: NonNegativeFloat | None = None
     """Where half a cosine takes the decay. None: it stays. [MAE; I-JEPA: 0.4]"""
-    beta2: Share = 0.95
+    beta2: config.Share = 0.95
     """AdamW's second beta; the first is 0.9. [MAE; I-JEPA: 0.999]"""
-    ema: Share = 0.996
+    ema: config.Share = 0.996
     """Momentum of I-JEPA's teacher at the start; it rises to 1. [I-JEPA]"""
 
 
@@ -130,15 +118,15 @@ def plan(cfg: PretrainConfig) -> dict[str, int]:
     return scratch(cfg, named(cfg, "pool"))[2]
 
 
-def scratch(cfg: PretrainConfig, pool: data.Pool) -> tuple[Any, Arch, dict[str, int]]:
+def scratch(cfg: PretrainConfig, pool: data.Pool) -> tuple[Any, config.Arch, dict[str, int]]:
     """The task around new networks, their sizes, numbers of images and of steps (UsageError)."""
     jepa, images, device = cfg.pretext == "ijepa", len(pool.images), device_of(cfg)
     if not jepa and cfg.pretext != "mae":
-        raise UsageError(
+        raise config.UsageError(
             f"{cfg.backbone} with {cfg.pretext}: "
             f"pretrain makes {', '.join(BACKBONES)} with mae or ijepa"
         )
-    arch = BACKBONES[cfg.backbone]
+    arch = config.BACKBONES[cfg.backbone]
     image, patch = cfg.image_size or arch.image_size, cfg.patch_size or arch.patch_size
     arch = arch._replace(image_size=image, patch_size=patch, class_token=not jepa)
     steps = cfg.epochs * max(1, images // cfg.batch)  # full batches only
@@ -161,7 +149,7 @@ def optimiser(cfg: PretrainConfig, psi_and_phi: Phi, steps: int) -> Optimiser:
     return Optimiser(groups, lambda k, b: rate(k - first, b), (0.9, cfg.beta2), decay=decay)
 
 
-def checkpoint(cfg: PretrainConfig, arch: Arch, task: Any) -> bytes:
+def checkpoint(cfg: PretrainConfig, arch: config.Arch, task: Any) -> bytes:
     """backbone.pth: the official layout, and as JSON the sizes that it leaves out."""
     about = {"bisslight": json.dumps({"backbone": cfg.backbone, "arch": arch._asdict()})}
     vit, file = task.backbone.vit.cpu(), io.BytesIO()

@@ -44,8 +44,6 @@ CURVES = {  # keys of metrics.jsonl, and what they are
     "val": "validation (%)",
 }
 
-# --- pictures ---------------------------------------------------------------------------------
-
 
 def pyplot() -> Any:
     """Matplotlib without a screen (UsageError where the `plot` extra is not installed)."""
@@ -99,9 +97,6 @@ def plot_arms(axes: Any, rows: Sequence[Row]) -> None:
         axes.hlines(row.mean, x - 0.35, x + 0.35, color=colour)
     axes.set_xticks(range(len(rows)), [f"{row.arm}\nmean {row.mean:.1f}" for row in rows])
     axes.set(xlim=(-0.5, len(rows) - 0.5), ylabel=f"test {rows[0].metric} (%)")
-
-
-# --- the page ---------------------------------------------------------------------------------
 
 
 class Arm(NamedTuple):
