@@ -20,9 +20,9 @@ from torchvision.datasets import Flowers102
 from torchvision.datasets.utils import download_and_extract_archive, download_url
 
 from config import FOLDERS, Data, RunError, UsageError, nearest, place_of
-from data import PARTS, Entry, Pool, Split, Task, decode_all, find_images, folder, holdout, rng
+from data import PARTS, Entries, Pool, Split, Task, decode_all, find_images, folder, holdout, rng
 
-Parts = dict[str, list[Entry]]  # train, val, test, trainval; a label of VOC07 is a list
+Parts = dict[str, Entries]  # train, val, test, trainval; a label of VOC07 is a list
 Listing = tuple[list[tuple[str, str, Any]], Sequence[str]]  # (part, file, label), and the classes
 Row = dict[str, Any]
 

@@ -71,7 +71,6 @@ COMMANDS = {  # what it does, the function, the class of its settings, its optio
     ),
 }  # fmt: skip
 Size = Literal["vit_mini", "vit_b16", "vit_l16", "vit_h14"]
-ROOT = Path(os.environ.get("BISSLIGHT_DATA", "data"))
 OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument, no flag), help
     "run": (Path, ..., "A finished run, or a directory of one arm's runs."),
     "runs": (list[Path], ..., "Runs, or directories that hold some."),
@@ -90,7 +89,11 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument,
     "seed": (int | None, None, "Whose adapter; of bench, what it draws. Default: the first."),
     "weights": (Path | None, None, "Where the run's weights are now."),
     "data_root": (Path | None, None, "Where the benchmarks are now."),
-    "root": (Path, ROOT, "Where the benchmarks are. $BISSLIGHT_DATA says it, too."),
+    "root": (
+        Path,
+        os.environ.get("BISSLIGHT_DATA", "data"),
+        "Where the benchmarks are. $BISSLIGHT_DATA says it, too.",
+    ),
     "device": (str | None, None, "auto, cpu, cuda or cuda:1."),
     "data_seed": (int, 0, "Seed of the drawn images."),
     "jobs": (int, 2, "Runs at a time."),

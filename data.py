@@ -23,8 +23,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 PARTS = ("train", "val", "test")
 Channels = tuple[float, ...]  # one number each for red, green and blue
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean, std
-Entry = tuple[str, Any]  # (image file below the dataset's folder, label)
-Entries = list[Entry]
+Entries = list[tuple[str, Any]]  # (image file below the dataset's folder, label)
 Draws = list[tuple[int, int]]  # of a batch: number of the draw, index of the image
 Stored = Tensor | list[Path]  # images (N, 3, H, W) in [0, 1], or their files
 

@@ -90,7 +90,9 @@ class Optimiser:
         self.torch: torch.optim.Optimizer = (
             torch.optim.SGD(params, lr=0.0, momentum=0.9)
             if betas is None
-            else torch.optim.AdamW(params, lr=0.0, betas=betas, fused=True)
+            else torch.optim.AdamW(
+                params, lr=0.0, betas=betas, fused=not self.groups[0].tensors[0].is_meta
+            )
         )
 
     def update(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:

@@ -5,7 +5,6 @@ method's time less that of `identity`. Each method runs at its natural precision
 (--no-amp: float32), but for the Hessian-vector products of CG, which need float32.
 """
 
-import logging
 import time
 from collections.abc import Iterator
 from itertools import pairwise, repeat
@@ -21,28 +20,27 @@ from config import BACKBONES, UsageError
 from lora import Backbone, DownstreamLoss, Examples, init_head, init_theta
 from model import device_of
 from paper import MEMORY
+from run import LOG, Record
 from weights import build_head, build_vit, pretext_task
 
-LOG = logging.getLogger("bisslight")
 METHODS = ("mfac", "cg", "identity")
 CLASSES = 200  # CUB-200's, which the paper timed
-Row = dict[str, Any]
 
 
-def bench(backbone: str, *, repeats: int = 3, **settings: Any) -> Row:
+def bench(backbone: str, *, repeats: int = 3, **settings: Any) -> Record:
     """Medians of `repeats` alternations of each method, after one that warms up (UsageError).
 
     `settings` are those of `align`: sizes of the batches, steps, rank, seed, device, precision.
     """
     if repeats < 1:
         raise UsageError(f"--repeats {repeats}: should be greater than 0")
-    given: Row = settings | {
+    given: Record = settings | {
         "backbone": backbone,
         "dataset": "own",
         "pool": "own",
         "alternations": repeats + 1,
     }
-    rows: list[Row] = []
+    rows: list[Record] = []
     for cfg in [make(AlignConfig, given | {"hypergrad": method}) for method in METHODS]:
         LOG.info("bench: %s", cfg.hypergrad)
         try:
@@ -53,7 +51,7 @@ def bench(backbone: str, *, repeats: int = 3, **settings: Any) -> Row:
     return {"backbone": backbone, "rows": rows}
 
 
-def alternation(cfg: AlignConfig) -> Row:
+def alternation(cfg: AlignConfig) -> Record:
     """Median seconds of an alternation; on a GPU its memory, and beside it the paper's."""
     device, paper = device_of(cfg), MEMORY.get(cfg.hypergrad, {}).get(cfg.backbone)
     gpu = device.type == "cuda"

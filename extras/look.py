@@ -31,10 +31,9 @@ from data import Images, batches, in_order, rng
 from extras.report import check_out, pyplot, save, short_names
 from lora import Backbone, Phi, block_forward, features, load_adapter, predict, qkv
 from model import Model
-from run import checking, read_json
+from run import Record, checking, read_json
 
 BATCH = 64
-Row = dict[str, Any]
 
 
 def open_runs(
@@ -97,7 +96,7 @@ def attention_maps(backbone: Backbone, theta: Tensor, images: Tensor) -> Tensor:
 
 def rollout(
     runs: Sequence[Path], count: int, out: Path | None = None, seed: int | None = None, **other: Any
-) -> Row:
+) -> Record:
     """Draw attention rollouts of finetune runs on `count` validation images, drawn by `seed` or 0.
 
     The picture is `out`, or rollout.png in the first run's directory; seed, other: see `open_runs`.
@@ -111,7 +110,7 @@ def rollout(
     classes, maps = m.task.classes, {}
     targets = m.task.val.targets[index]  # of a VOC image a row
     known = [{int(y)} if y.ndim == 0 else {*(y == 1).nonzero().flatten().tolist()} for y in targets]
-    rows: list[Row] = [
+    rows: list[Record] = [
         {"image": i, "label": ", ".join(classes[k] for k in sorted(there)) or "none"}
         for i, there in zip(index, known, strict=True)
     ]
@@ -150,7 +149,7 @@ def rsa(x: Tensor, y: Tensor) -> float:
 
 
 @torch.no_grad()
-def similarity(runs: Sequence[Path], *, seed: int | None = None, **changes: Any) -> Row:
+def similarity(runs: Sequence[Path], *, seed: int | None = None, **changes: Any) -> Record:
     """CKA and RSA of the pretrained backbone and of align or finetune runs, pair by pair.
 
     On at most 1000 validation images; seed, changes: see `open_runs`.

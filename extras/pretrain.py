@@ -124,7 +124,7 @@ def scratch(cfg: PretrainConfig, pool: data.Pool) -> tuple[Any, config.Arch, dic
     if not jepa and cfg.pretext != "mae":
         raise config.UsageError(
             f"{cfg.backbone} with {cfg.pretext}: "
-            f"pretrain makes {', '.join(BACKBONES)} with mae or ijepa"
+            f"pretrain makes {', '.join(config.BACKBONES)} with mae or ijepa"
         )
     arch = config.BACKBONES[cfg.backbone]
     image, patch = cfg.image_size or arch.image_size, cfg.patch_size or arch.patch_size
