@@ -1,9 +1,7 @@
 """`bisslight align` (App. C.3): linear probing of φ_D, then Algorithm 1.
 
-    from align import align
-    align(AlignConfig(backbone="vit_l16", dataset="cub200"), Path("runs/cub"))
-
-The same call goes on with an unfinished run and reads a finished one.
+from align import align
+align(AlignConfig(backbone="vit_l16", dataset="cub200"), Path("runs/cub"))  # or goes on with it
 """
 
 from functools import partial
@@ -59,8 +57,7 @@ def align(
 ) -> AlignResult:
     """Run BiSSLight into the run directory `out`; `force` starts over, `track` shows progress.
 
-    `task` and `pool` are data of your own. Raises UsageError before the long work starts, Diverged
-    where a loss is not finite.
+    `task`, `pool`: data of your own. UsageError before the long work; Diverged where it diverges.
     """
     cfg = cfg.but(**own_names(task, pool))
     check_directory(out, "align", cfg, force)

@@ -294,7 +294,7 @@ def check(name: str, root: Path, partial: bool = False) -> Row:
             task = folder(path, 0)
             images = [file for split in task[1:4] for file in split.images]
             about["classes"] = len(task.classes)
-            about |= {part: len(getattr(task, part).targets) for part in PARTS}
+            about |= task.sizes()
         else:
             images = [*load_pool(name, root, 0).images]
     except (ValueError, OSError) as error:

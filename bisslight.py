@@ -175,12 +175,7 @@ def algorithm_1(
 
 
 def gradients(
-    loss: Loss,
-    theta: Tensor,
-    phi: Phi,
-    batch: Any,
-    micro: int | None = None,
-    amp: bool = False,
+    loss: Loss, theta: Tensor, phi: Phi, batch: Any, micro: int | None = None, amp: bool = False
 ) -> tuple[Tensor, Tensor, Phi]:
     """L(θ, φ), ∇_θ L and ∇_φ L (by name) of a batch; micro and amp as in `algorithm_1`."""
     tensors = [theta, *phi.values()]

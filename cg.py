@@ -9,8 +9,6 @@ returns x, so the factor before the inverse is c. Eq. 5 has λ, which gives x λ
 
     g    ∇L^D at θ_P, the query (l.12)          x, q  the result
     c    λ + 1 in the paper and as released     d, r  search direction and residual
-
-This file needs torch alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,8 +71,7 @@ def cg(
     """BiSSL's hypergradient: (G, λ, H) -> inverse, a function g (K, p) -> q (K, p).
 
     Args:
-        G: not used.
-        lam: λ > 0 (ValueError otherwise).
+        G: not used; lam: λ > 0 (ValueError otherwise).
         H: `H()` returns the function d -> H d for one solve, at full precision.
         iterations: steps, one Hessian-vector product each.
         damping: c = λ + damping.

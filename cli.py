@@ -18,57 +18,32 @@ from screen import bars, forgiving, say
 
 RUN = "out config force dry_run json quiet"
 COMMANDS = {  # what it does, the function, the class of its settings, its options and arguments
-    "align": (
-        "Align a pretrained backbone with a downstream task: BiSSLight, Algorithm 1.",
-        "align:align", "commands:AlignConfig", f"{RUN} preset",
-    ),
-    "finetune": (
-        "Fine-tune with LoRA, directly or from align runs: rates, seeds, one test.",
-        "finetune:finetune", "commands:FinetuneConfig", f"{RUN} preset",
-    ),
-    "evaluate": (
-        "Compare finished finetune runs: mean, deviation, exact p, the paper's figure.",
+    "align": ("Align a pretrained backbone with a downstream task: BiSSLight, Algorithm 1.",
+        "align:align", "commands:AlignConfig", f"{RUN} preset"),
+    "finetune": ("Fine-tune with LoRA, directly or from align runs: rates, seeds, one test.",
+        "finetune:finetune", "commands:FinetuneConfig", f"{RUN} preset"),
+    "evaluate": ("Compare finished finetune runs: mean, deviation, exact p, the paper's figure.",
         "cli:evaluate", "",
-        "run against picture rollout similarity seed weights data_root device json",
-    ),
-    "demo": (
-        "The whole story on drawn images, offline, in minutes on a CPU.",
-        "extras.demo:demo", "", "out data_seed jobs force json quiet",
-    ),
-    "pretrain": (
-        "Train a backbone from scratch with MAE or I-JEPA, without a checkpoint.",
-        "extras.pretrain:pretrain", "extras.pretrain:PretrainConfig", RUN,
-    ),
-    "sweep": (
-        "Accuracy against LoRA rank, λ, N_L, T or a rate: a comma list is what is swept.",
-        "extras.sweep:sweep", "extras.sweep:SweepConfig", RUN,
-    ),
-    "report": (
-        "Write one HTML page about runs: accuracies, curves, settings, pictures.",
-        "extras.report:report", "", "runs out json",
-    ),
-    "bench": (
-        "Time and memory of an alternation: M-FAC, CG, no curvature.",
-        "extras.bench:bench", "",
-        "backbone rank p_batch d_batch lower_steps upper_steps repeats seed device amp recompute "
-        "micro_batch json quiet",
-    ),
-    "export": (
-        "Write a run's adapter for HF peft, for timm and for the released program.",
-        "extras.export:export", "", "run out seed weights json",
-    ),
-    "data list": (
-        "The paper's datasets: whether they are there, and the terms of their use.",
-        "benchmarks:list_all", "", "root json",
-    ),
-    "data check": (
-        "Open every image of a dataset or folder, count, list what is wrong.",
-        "benchmarks:check", "", "name root partial json",
-    ),
-    "data download": (
-        "Fetch and unpack a dataset; its digests are verified.",
-        "benchmarks:download", "", "name root json",
-    ),
+        "run against picture rollout similarity seed weights data_root device json"),
+    "demo": ("The whole story on drawn images, offline, in minutes on a CPU.",
+        "extras.demo:demo", "", "out data_seed jobs force json quiet"),
+    "pretrain": ("Train a backbone from scratch with MAE or I-JEPA, without a checkpoint.",
+        "extras.pretrain:pretrain", "extras.pretrain:PretrainConfig", RUN),
+    "sweep": ("Accuracy against LoRA rank, λ, N_L, T or a rate: a comma list is what is swept.",
+        "extras.sweep:sweep", "extras.sweep:SweepConfig", RUN),
+    "report": ("Write one HTML page about runs: accuracies, curves, settings, pictures.",
+        "extras.report:report", "", "runs out json"),
+    "bench": ("Time and memory of an alternation: M-FAC, CG, no curvature.",
+        "extras.bench:bench", "", "backbone rank p_batch d_batch lower_steps upper_steps "
+        "repeats seed device amp recompute micro_batch json quiet"),
+    "export": ("Write a run's adapter for HF peft, for timm and for the released program.",
+        "extras.export:export", "", "run out seed weights json"),
+    "data list": ("The paper's datasets: whether they are there, and the terms of their use.",
+        "benchmarks:list_all", "", "root json"),
+    "data check": ("Open every image of a dataset or folder, count, list what is wrong.",
+        "benchmarks:check", "", "name root partial json"),
+    "data download": ("Fetch and unpack a dataset; its digests are verified.",
+        "benchmarks:download", "", "name root json"),
 }  # fmt: skip
 Size = Literal["vit_mini", "vit_b16", "vit_l16", "vit_h14"]
 OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument, no flag), help
@@ -89,11 +64,7 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument,
     "seed": (int | None, None, "Whose adapter; of bench, what it draws. Default: the first."),
     "weights": (Path | None, None, "Where the run's weights are now."),
     "data_root": (Path | None, None, "Where the benchmarks are now."),
-    "root": (
-        Path,
-        os.environ.get("BISSLIGHT_DATA", "data"),
-        "Where the benchmarks are. $BISSLIGHT_DATA says it, too.",
-    ),
+    "root": (Path, os.environ.get("BISSLIGHT_DATA", "data"), "Where the benchmarks are."),
     "device": (str | None, None, "auto, cpu, cuda or cuda:1."),
     "data_seed": (int, 0, "Seed of the drawn images."),
     "jobs": (int, 2, "Runs at a time."),

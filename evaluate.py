@@ -40,11 +40,8 @@ def score(
 ) -> Score:
     """Top-1 accuracy, or 11-point mAP where targets are (N, C); batch sizes do not matter.
 
-    Args:
-        predict: images (B, 3, H, W) -> logits (B, C).
-        batches: (images, targets (B,) or (B, C)), each image once.
-        loss: logits and targets -> the loss of each image.
-        gather: makes one tensor, on the CPU, of the rows that several processes have.
+    `batches` have images (B, 3, H, W) and targets, each image once; `predict` makes logits (B, C)
+    of images, `loss` the loss of each, and `gather` one tensor of the rows of all processes.
     """
     pairs = [(predict(images).float().cpu(), targets.cpu()) for images, targets in batches]
     z, targets = (gather(torch.cat(column)) for column in zip(*pairs, strict=True))

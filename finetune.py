@@ -58,8 +58,7 @@ def finetune(
 ) -> FinetuneResult:
     """Fine-tune into the run directory `out`; `force` starts over, `track` shows progress.
 
-    `task` is one of your own. Raises UsageError before the long work starts, Diverged where every
-    rate diverges.
+    `task`: one of your own. UsageError before the long work; Diverged where every rate diverges.
     """
     cfg = cfg.but(**own_names(task))
     check_directory(out, "finetune", cfg, force)

@@ -100,11 +100,7 @@ class IJEPA:
 
 
 def momentum(i: int, first: float, steps: float) -> float:
-    """The teacher's momentum after step i = 0, 1 ...: linear from `first` to 1.
-
-    >>> momentum(0, 0.9995, 10_000), round(momentum(5000, 0.9995, 10_000), 5)
-    (0.9995, 0.99975)
-    """
+    """The teacher's momentum after step i = 0, 1 ...: linear from `first` to 1."""
     return first + i * (1 - first) / steps
 
 

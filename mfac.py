@@ -40,9 +40,6 @@ Product = Callable[[Tensor], Tensor]  # d -> H d, both (K, p)
 CHUNK = 16_384  # columns of G that are converted to float64 at a time, so that they stay in cache
 
 
-# --- to read: the paper's recursion -------------------------------------------------------------
-
-
 class Block(NamedTuple):
     """One block ⟨k⟩ of M, the collection that line 10 of Algorithm 1 computes."""
 
@@ -108,9 +105,6 @@ def recursion(G: Tensor, lam: float, H: object = None, partition: Partition = "l
     return inverse
 
 
-# --- to run: the same matrix by Woodbury's identity ---------------------------------------------
-
-
 def mfac(G: Tensor, lam: float, H: object = None, partition: Partition = "layer") -> Inverse:
     """BiSSLight's hypergradient (Algorithm 1, l.10 and l.13) in closed form.
 
@@ -159,9 +153,6 @@ def chunks(x: Tensor) -> Iterator[Tensor]:
     return map(Tensor.double, x.split(CHUNK, -1))
 
 
-# --- the blocks ⟨k⟩ -----------------------------------------------------------------------------
-
-
 def blocks(x: Tensor, partition: Partition) -> Tensor:
     """Cut m rows of every layer into the blocks of a partition: (K, m, p) -> (K, n, m, c).
 
@@ -176,9 +167,6 @@ def blocks(x: Tensor, partition: Partition) -> Tensor:
         return x.transpose(0, 1).reshape(1, 1, x.shape[1], -1)
     n = {"layer": 1, "projection": 2, "matrix": 4}[partition]
     return x.unflatten(-1, (n, -1)).transpose(1, 2)  # type: ignore[no-any-return]
-
-
-# --- to compare with ----------------------------------------------------------------------------
 
 
 def identity(G: Tensor, lam: float, H: object = None) -> Inverse:

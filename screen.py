@@ -83,11 +83,7 @@ def brief(item: Any) -> str:
 
 
 def simple(result: Any) -> Any:
-    """Named tuples as dicts, paths as text: what JSON and the printer know.
-
-    >>> simple({"out": Path("runs/a"), "rates": (0.1, 0.2)})
-    {'out': 'runs/a', 'rates': [0.1, 0.2]}
-    """
+    """Named tuples as dicts, paths as text: what JSON and the printer know."""
     result = result._asdict() if hasattr(result, "_asdict") else result
     if isinstance(result, dict):
         return {str(key): simple(value) for key, value in result.items()}

@@ -2,8 +2,7 @@
 
 Pretrain vit_mini on unlabelled quilts, align it with the labelled task, and fine-tune it with and
 without; each aligned seed has an align run of its own. It shows that the method runs and what it
-does here; it is no evidence about photographs or large models. `results/demo.md` has more sets and
-controls.
+does here, but says nothing about photographs or large models (`results/demo.md`: controls).
 """
 
 from pathlib import Path
@@ -47,17 +46,11 @@ def demo(
 ) -> dict[str, Any]:
     """Run the story into `out`, or go on with it; the table of both arms, and remarks.
 
-    Args:
-        data_seed: of the drawn images and of their pretraining.
-        jobs: runs at a time.
+    `data_seed` is that of the drawn images and of their pretraining.
     """
     pyplot()  # tells that matplotlib is missing before the long work
     torch.set_num_threads(1)  # more gain little here, and lose much beside other work
-    LOG.info(
-        "1 pretraining, %d align runs, %d fine-tunings: three to six minutes on two free cores",
-        ALIGNED,
-        ALIGNED + DIRECT,
-    )
+    LOG.info("%d align runs, %d fine-tunings: 3 to 6 minutes, two cores", ALIGNED, ALIGNED + DIRECT)
     out = out or Path("runs/demo")
     about = {"backbone": "vit_mini", "data_seed": data_seed}
     cfg = PretrainConfig(pool="quilts", seed=data_seed, **about, **PRETRAIN)
@@ -109,8 +102,12 @@ def draw(cfg: AlignConfig, arms: list[Row], path: Path) -> None:
     classes = torch.cat([torch.cat([layout(some), some[:3]]) for some in by_class])
     figure, axes = pyplot().subplots(1, 3, figsize=(11, 4), width_ratios=(4.2, 1.7, 1.6))
     show(axes[0], classes, 8, "Eight classes: each is a layout (blue), shown with any two motifs")
-    pixels = filled.flatten(0, 1) * scale + shift
-    show(axes[1], pixels, 3, "Pretraining fills in masked tiles:\nwhole, masked, filled in")
+    show(
+        axes[1],
+        filled.flatten(0, 1) * scale + shift,
+        3,
+        "Pretraining fills in masked tiles:\nwhole, masked, filled in",
+    )
     versus: Any = arms[1].first_minus_this
     axes[2].set_title(f"Aligned: {versus.difference:+.1f} points\np = {versus.p:.2g}")
     plot_arms(axes[2], arms)

@@ -1,8 +1,7 @@
 """`bisslight export`: an adapter in other programs' layouts, with a model card.
 
 released   the file of the authors' program: a LoRA for q and one for v of every block, pickled
-peft       HF peft's folder: one LoRA of rank 2r on the fused qkv; A stacks A_q and A_v, B is
-           block-diagonal, and its rows of k are zero. Exact
+peft       HF peft's folder: one LoRA of rank 2r on the fused qkv, exact (`to_peft`)
 timm       the merged network with its head, for timm.create_model("local-dir:timm")
 """
 
@@ -53,10 +52,8 @@ def export(
 ) -> dict[str, Any]:
     """Write a finished run's adapter in every layout; files of others are never replaced.
 
-    Args:
-        out: None: RUN/export.
-        seed: whose adapter is taken of a finetune run; None: its first seed's.
-        weights: where the backbone's file is now.
+    `out` is RUN/export if not given, `seed` whose adapter is taken of a finetune run (its first
+    seed's), `weights` where the backbone's file is now.
     """
     file, out = adapter_of(run, seed), out or run / "export"
     config = read_json(run / "config.json") | ({"weights": weights} if weights else {})

@@ -41,9 +41,8 @@ def open_runs(
 ) -> tuple[Model, dict[str, tuple[Backbone, Tensor, Phi]]]:
     """The first run's backbone and data; of each run, by name, f_θ, θ and φ_D ({} of an align run).
 
-    Args:
-        seed: whose adapter is taken of a finetune run; None: its first seed's.
-        changes: settings that are not the first run's own: device, data_root, weights, workers.
+    Of a finetune run, it is the adapter of `seed`, or of its first one. `changes` are settings that
+    are not the first run's own: device, data_root, weights, workers.
     """
     files = [adapter_of(run, seed) for run in runs]
     config = read_json(runs[0] / "config.json")

@@ -84,10 +84,8 @@ def pretrain(
 ) -> PretrainResult:
     """Train a backbone and its pretext head into the run directory `out`; the same call goes on.
 
-    Args:
-        pool: unlabelled images of your own, instead of a name in `cfg`.
-        force, track: as in `align`; an item of progress is an epoch, but 500 steps at most.
-    Raises UsageError before the long work starts, Diverged where a loss is not finite.
+    `pool` has images of your own; `force`, `track` as in `align`. Raises UsageError before the long
+    work starts, Diverged where a loss is not finite.
     """
     cfg, pool = cfg.but(**own_names(None, pool)), pool or named(cfg, "pool")
     task, arch, about = scratch(cfg, pool)

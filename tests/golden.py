@@ -4,9 +4,9 @@
 project is imported but the command line itself, so a program that is written anew can be held to the same numbers:
 names of flags and files may be adapted here (in `RUNS`, `command` and the readers), numbers never.
 
-How the recording in data/golden was made: `OMP_NUM_THREADS=1 PYTHONPATH=. python tests/record_golden.py` on the first
+How the recording in data/golden was made: `OMP_NUM_THREADS=1 PYTHONPATH=. python tests/record_golden.py` of the first
 program (commit 112a6b5), Python 3.11, torch 2.14.1, torchvision 0.29.1, timm 1.0.31, one thread of an x86-64 CPU with
-AVX-512. The images are drawn here by integer arithmetic and saved as PNG, so they are the same everywhere; every run is
+AVX-512. It is not made anew. The images are drawn here by integer arithmetic and saved as PNG, so they are the same everywhere; every run is
 seeded.
 
     pretrain   backbone.pth: every tensor of every network; the loss of each epoch
@@ -352,12 +352,6 @@ def fifth_of(folder: Path) -> list[Path]:
 
 
 # --- comparison ------------------------------------------------------------------------------------------------------
-
-
-def record(name: str, numbers: Numbers) -> None:
-    """Write what a run gave, as the program that is recorded has it."""
-    RECORDED.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(RECORDED / f"{name.replace('/', '-')}.npz", **numbers)
 
 
 def recorded(name: str) -> Numbers:

@@ -27,7 +27,7 @@ LINES, STATEMENTS, CODE, PARAMETERS = 350, 240, 50, 10  # of a module, of a func
 BINARY = (".npz", ".png", ".npy", ".mat", ".gz", ".pth", ".tar", ".safetensors")
 # What is reached; the aim is 2,800, 5,400 and 46,000. A change may lower them, never raise them
 FUNCTIONS_AN_ALTERNATION = 151
-IN_ALL = {"statements": 3150, "lines": 6270, "nodes": 48_700}
+IN_ALL = {"statements": 2900, "lines": 5600, "nodes": 46_000}
 
 
 def imports(path: Path) -> set[str]:
