@@ -94,7 +94,7 @@ def align(
 
 
 def aligned(m: Model, out: Path, force: bool, track: Track, watched: bool = False) -> Record:
-    """Result for one upper rate, or {"diverged": why}; if `watched`, also where it is `unstable`."""
+    """Result for one upper rate, or {"diverged": why}; `watched` ends a run that is `unstable`."""
     cfg: Any = m.cfg
     T = cfg.alternations
     theta = m.theta()  # l.2

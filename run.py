@@ -193,7 +193,7 @@ class Run(AbstractContextManager["Run"]):
         self.write("metrics.jsonl", "".join(json.dumps(x) + "\n" for x in self.records))
 
     def checkpoint(self, done: str, due: bool = False) -> None:
-        """Save if `due` or `save_minutes` are over. If asked to stop, save; Stopped names `done`."""
+        """Save if `due` or `save_minutes` are over; if asked to stop, save and raise Stopped."""
         asked, minutes = stop.agreed(), (time.monotonic() - self.saved) / 60
         if due or asked or minutes >= getattr(self.config, "save_minutes", 10.0):
             buffer, (tensors, optimisers) = io.BytesIO(), self.kept
