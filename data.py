@@ -159,7 +159,7 @@ def folder(root: Path, seed: int) -> Task:
 def holdout(entries: Entries, seed: int, part: str) -> tuple[Entries, Entries]:
     """(rest, a fifth of each class): the files with the smallest sha256 of seed/part/file.
 
-    Rounded down, but at least one; a single image stays. CUB-200 gets BiSSL's 4800 and 1194 images.
+    Rounded down, but at least one; a single image stays. CUB-200: 4800 and 1194, as many as BiSSL.
 
     >>> holdout([("1.jpg", 0), ("2.jpg", 0), ("3.jpg", 1)], 0, "val")
     ([('1.jpg', 0), ('3.jpg', 1)], [('2.jpg', 0)])

@@ -29,7 +29,7 @@ def schedule(total: float, warmup: float, end: float, start: float = 0.0) -> Rat
         k < w = warmup:  s b + (b − s b) k / w,   s = start
         k ≥ w:           c b + (1 − c) end,   c = (1 + cos(π (k − w) / (total − w))) / 2
 
-    W released steps of warm-up are w = W + 1, with k from 1. In MAE's own recipe k is from 0.
+    The released program's W steps of warm-up are w = W + 1, with k from 1. MAE counts k from 0.
 
     >>> [round(schedule(total=5, warmup=2, end=0.0)(k, 1.0), 3) for k in range(1, 6)]
     [0.5, 1.0, 0.75, 0.25, 0.0]
