@@ -123,7 +123,7 @@ class FinetuneConfig(Peft, Data, Model, Command):
 
 
 def preset(name: str, kind: Any, aligned: bool = False) -> Table:
-    """In what the authors' program, run by its README, differs from the paper; {} for `paper`."""
+    """Where the authors' program, run as its README says, is not the paper; {} for `paper`."""
     return {
         key: value
         for key, value in RELEASED.items()

@@ -51,7 +51,7 @@ class Split(NamedTuple):
     """Images and their labels, int64."""
 
     images: Stored
-    targets: Tensor  # (N,), or (N, C) for several classes per image: 1 there, -1 not, 0 not counted
+    targets: Tensor  # (N,), or (N, C) for several classes per image: 1 yes, -1 no, 0 not counted
 
     @classmethod
     def below(cls, root: Path, entries: Entries) -> Self:
@@ -71,7 +71,7 @@ class Task(NamedTuple):
 
     @classmethod
     def of(cls, train: Any, val: Any, test: Any, classes: Sequence[str]) -> Self:
-        """A task in memory; parts are Datasets or lists of (image (3, H, W) in [0, 1], class)."""
+        """A task in memory, of torch Datasets or lists of (image (3, H, W) in [0, 1], class)."""
         splits = []
         for part in (train, val, test):
             images, labels = zip(*(part[i] for i in range(len(part))), strict=True)
@@ -254,7 +254,7 @@ class Images(Dataset[Any]):
         self.pipeline = T.Compose([*cut, T.ToTensor(), T.Normalize(t.mean, t.std)])
 
     def __getitem__(self, part: tuple[Draws, int]) -> tuple[Tensor, Tensor, int] | ImageError:
-        """Images, targets and n of draws from a batch of n; returns errors: workers garble them."""
+        """Images, targets, n of draws from a batch of n. An ImageError is returned, not raised."""
         draws, n = part
         images, index, t = self.split.images, [i for _, i in draws], self.t
         if isinstance(images, Tensor) and images.shape[2:] == (t.size, t.size) and not self.crop:

@@ -115,7 +115,7 @@ class Row(NamedTuple):
     std: float | None  # sample standard deviation (n − 1); None for a single seed
     metric: str
     paper: Reported | None
-    differs: dict[str, str]  # settings unlike the first arm's: this arm's value, and that "there"
+    differs: dict[str, str]  # settings unlike the first arm's: "this arm's, there the first's"
     accuracies: list[float]  # of the seeds, percent
     counts: list[int]  # the same as numbers of right images, or as hundredths of a point of mAP
     first_minus_this: Comparison | None

@@ -121,7 +121,7 @@ def tested(m: Model, run: Run, chosen: list[Record]) -> Record:
 def best_rate(
     tried: dict[float, list[Record]], more: Callable[[float, int], list[Record]]
 ) -> tuple[float, list[Record]]:
-    """The rate `worth` most whose seeds all train, its results; `more(lr, n)` runs seeds from n."""
+    """The best rate by `worth` with no diverged seed; its results. `more(lr, n)`: seeds from n."""
     known = [lr for lr, results in tried.items() if all(result["val"] for result in results)]
     for lr in sorted(known, key=lambda lr: worth(tried[lr]), reverse=True):  # the first of equals
         results = tried[lr] + more(lr, len(tried[lr]))

@@ -66,7 +66,7 @@ class IJEPA:
         self.state: dict[str, Tensor] = {k: v.detach() for k, v in follows} | {"step": step}
 
     def draw(self, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Context and target blocks of n images, which have equal sizes: draw for a whole batch."""
+        """Context and target blocks of n images. All share their sizes: draw for a whole batch."""
         return multiblock(self.masks, self.grid, n, rng)
 
     @torch.no_grad()
@@ -215,7 +215,7 @@ class Predictor(nn.Module):
 
 @torch.no_grad()
 def init(networks: Sequence[nn.Module], rng: torch.Generator) -> None:
-    """I-JEPA's start of new networks, in place: truncated normal matrices. Leaves position tables.
+    """Start new networks in place as I-JEPA does: truncated normal. Position tables stay.
 
     The output matrices of attention and MLP in layer l = 1, 2 ... are then divided by √(2 l).
     """

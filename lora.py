@@ -212,7 +212,7 @@ def logits(x: Tensor, phi_D: Phi) -> Tensor:
 
 
 def moments(x: Tensor, stats: Phi | None) -> Phi:
-    """Mean, biased variance of all processes' rows x (B, dim); `stats` move a tenth of the way."""
+    """Mean, biased variance of all processes' rows x (B, dim); moves `stats` a tenth to them."""
     n = SumOverProcesses.apply(x.new_tensor(float(len(x))))
     mean = SumOverProcesses.apply(x.sum(0)) / n
     var = SumOverProcesses.apply((x - mean).square().sum(0)) / n

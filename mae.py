@@ -160,7 +160,7 @@ class Decoder(nn.Module):
 
 @torch.no_grad()
 def init(networks: Sequence[nn.Module], rng: torch.Generator) -> None:
-    """MAE's start of new networks, in place: Xavier-uniform matrices. Leaves position tables."""
+    """Start new networks in place as MAE does: Xavier-uniform matrices. Position tables stay."""
     both = nn.ModuleList(networks)
     for module in both.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):

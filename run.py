@@ -120,7 +120,7 @@ MAY_CHANGE = {"device", "workers", "jobs", "micro_batch", "save_minutes", "mfac_
 
 
 class Run(AbstractContextManager["Run"]):
-    """A run directory, new or continued, locked for others; `result` is None until it is finished.
+    """A run directory, new or continued, locked against others; `result` is None until finished.
 
     A directory of another command, of other settings, or of another `about` (what else defines a
     run: digests of weights and images) is refused; `force` starts over.

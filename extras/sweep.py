@@ -35,7 +35,7 @@ class SweepConfig(Peft, Bilevel, Upper, Lower, Pretext, Data, Model, Command):
 def sweep(
     cfg: SweepConfig, out: Path, *, force: bool = False, track: Track = untracked
 ) -> dict[str, Any]:
-    """Do what is not finished of a sweep, all of it with `force`; the table `evaluate` makes of it.
+    """Do what is not finished of a sweep, or all with `force`; returns `evaluate`'s table by value.
 
     Raises UsageError. A run that diverges is named in "diverged", and the others go on.
     """
