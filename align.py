@@ -1,7 +1,7 @@
 """`bisslight align` (App. C.3): linear probing of φ_D, then Algorithm 1.
 
 from align import align
-align(AlignConfig(backbone="vit_l16", dataset="cub200"), Path("runs/cub"))  # or goes on with it
+align(AlignConfig(backbone="vit_l16", dataset="cub200"), Path("runs/cub"))  # starts or continues
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ from run import LOG, Record, Run, check_directory, read_json, typed
 from training import Group, Optimiser, Track, constant, decay_groups, schedule, trainable, untracked
 
 EXACT_LIMIT = 5000  # entries of θ: its Hessian takes as many double passes, and 200 MB in float64
-SHARES = (2 / 3, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 7, 1 / 10)  # of PEFT's rate; App. C.3, then less
+SHARES = (2 / 3, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 7, 1 / 10)  # App. C.3 has the first three
 ABOVE, FLOOR, COLLAPSE = 3.0, 0.25, 0.5  # see `unstable`
 
 
@@ -94,7 +94,7 @@ def align(
 
 
 def aligned(m: Model, out: Path, force: bool, track: Track, watched: bool = False) -> Record:
-    """The result of a run with one upper rate; if `watched`, it ends once it is `unstable`."""
+    """Result for one upper rate, or {"diverged": why}; `watched` ends a run that is `unstable`."""
     cfg: Any = m.cfg
     T = cfg.alternations
     theta = m.theta()  # l.2
@@ -137,10 +137,10 @@ def aligned(m: Model, out: Path, force: bool, track: Track, watched: bool = Fals
 
 
 def result_of(cfg: AlignConfig, m: Model, s: State, run: Run) -> Record:
-    """Write θ_P (l.17); what the run ended with."""
+    """Write θ_P (l.17) to adapter.safetensors; what the run ended with."""
     usual = AlignConfig(backbone="vit_b16", dataset="dtd", pretext=cfg.pretext)
     names = {name for group in (Lower, Upper, Bilevel, Pretext) for name in group.model_fields}
-    # not the upper rate, for which the paper searches, and not the inverse, which makes the arm
+    # d_lr may differ, since the paper searches for it, and hypergrad, since it names the arm
     names -= {"d_lr", "d_lr_from", "hypergrad", "eval_every", "mfac_device"}
     unlike = {name: x for name, x in cfg if name in names and x != getattr(usual, name)}
     how = cfg.hypergrad if cfg.upper_steps else "lower only"
@@ -205,10 +205,10 @@ def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
 
 
 def unstable(records: list[Record]) -> str | None:
-    """Why a run is not stable so far, None if it is. The paper does not define "stable".
+    """Why a run is not stable so far, None if it is. Paper silent: it does not define "stable".
 
-    Here no loss, averaged over an alternation, may rise above 3 times its running minimum, where a
-    minimum below a quarter of the first alternation's loss counts as that quarter, and no
+    Here no loss, averaged over an alternation, may rise above 3 times its running minimum; a
+    minimum below a quarter of the first alternation's loss counts as that quarter. And no
     validation score of θ_D may fall below half of the best one so far.
 
     >>> unstable([{"loss_D_at_D": [2.0]}, {"loss_D_at_D": [1.0]}, {"loss_D_at_D": [3.5]}])

@@ -61,7 +61,7 @@ def read_voc(base: Path) -> Listing:
 
 
 def read_cub(base: Path) -> Listing:
-    """Lists that share the images' numbers; classes count from 1, a split of 1 is training."""
+    """Four lists by an image's number; classes count from 1, and a split of 1 is training."""
     images, label, split, classes = (
         dict(rows(base / f"{name}.txt", 2))
         for name in ("images", "image_class_labels", "train_test_split", "classes")
@@ -170,9 +170,9 @@ def read_lists(name: str, base: Path) -> tuple[Parts, Sequence[str]]:
 
 
 def with_validation(parts: Parts, cfg: Data) -> Parts:
-    """train, val and test; a missing val is a fifth of each class, or what the split file says.
+    """The parts train, val and test; without a val, a fifth of each class or the split file's.
 
-    That file has the original work's positions in the official training part, from 0, one a line.
+    That file has positions in the official training part, counted from 0, one on each line.
     """
     known, file = parts["trainval"], cfg.split_file
     train, val = holdout(known, cfg.data_seed, "val")
@@ -193,11 +193,11 @@ MOTIFS = ("1111000011110000", "1010101010101010", "0110111111110110", "100101100
 
 @lru_cache(maxsize=2)
 def quilts(seed: int) -> tuple[Pool, Task]:
-    """Pixel quilts: a pool of 4000 images (3, 16, 16), and 8 classes with 80 / 160 / 480 images.
+    """Pixel quilts: a pool of 4000 images (3, 16, 16); 80 / 160 / 480 labelled ones of 8 classes.
 
-    A quilt is 4 x 4 tiles, each a patch of vit_mini, and shows two of four motifs. Its class is
-    which tiles are equal, never which motif they show: all classes have the same mean image, and a
-    network must compare tiles. Labelled images have a tenth of their tiles replaced.
+    A quilt is 4 x 4 tiles, each a patch of vit_mini, and shows two of four motifs. Its class says
+    which tiles are equal, not which motif they show: all classes have the same mean image, and a
+    network must compare tiles. In labelled images, a tenth of the tiles show a motif at random.
     """
     g = rng(seed, "quilts")
     layouts: list[Tensor] = []
@@ -262,7 +262,7 @@ ARCHIVES = {  # URL -> md5
 
 
 def list_all(root: Path) -> list[Row]:
-    """Each dataset, whether its folder is there, and the terms of its use; `check` reads it."""
+    """Each dataset: whether its folder is there (`check` looks inside), and the terms of use."""
     return [
         {"name": name, "state": "there" if (root / place).is_dir() else "missing"}
         | {"place": root / place, "terms": TERMS[name]}
@@ -273,8 +273,8 @@ def list_all(root: Path) -> list[Row]:
 def check(name: str, root: Path, partial: bool = False) -> Row:
     """Read a dataset as training does, open every image, and compare it with what is known.
 
-    `folder:DIR` is read as --dataset does, DIR and imagenet as --pool does. What a `partial`
-    benchmark lacks is counted, but no problem.
+    `folder:DIR` is read as --dataset does, DIR and imagenet as --pool does. If `partial`, missing
+    images of a benchmark are counted, but are no problem.
     """
     if name not in FOLDERS and not Path(name.removeprefix("folder:")).is_dir():
         raise UsageError(f"{name}: is no benchmark or folder; {nearest(name, FOLDERS)}")

@@ -97,15 +97,15 @@ class State:
 
 
 class Log(NamedTuple):
-    """What is logged of one alternation; each list has one number for each step."""
+    """What is logged of one alternation; each list has a number for each lower or upper step."""
 
     alternation: int  # from 1
     loss_P: list[float]  # L^P at θ_P
     proximal: list[float]  # λ/2 |θ_P − θ_D|² before the step
     norm_P: list[float]  # joint norm of gradients by θ_P (with the penalty) and φ_P before clipping
-    loss_D_at_P: list[float]
-    loss_D_at_D: list[float]
-    norm_D: list[float]
+    loss_D_at_P: list[float]  # L^D at θ_P
+    loss_D_at_D: list[float]  # L^D at θ_D, with drop path
+    norm_D: list[float]  # joint norm of gradients by θ_D (q included) and φ_D before clipping
     q_over_g: list[float]  # |q| / |g|
     cosine: list[float]  # of q and g; 1, with q_over_g = 1, if the curvature changes nothing
     share: list[float]  # |Pg|² / |g|², P the projection on the span of G: what M-FAC can act on
@@ -135,7 +135,7 @@ def algorithm_1(
         loss_D: (θ, φ_D, batch, regularise=False). The paper does not say where drop path acts:
             here at θ_D alone (regularise=True), as in the released program.
         hypergrad: lines 10 and 13; `mfac.mfac` is the paper's.
-        pretext, downstream: prepared and labelled batches, one a step; lines 12 to 15 share one.
+        pretext, downstream: a prepared batch for each lower step, a labelled one for each upper.
         micro: largest number of images that pass through the network at once; None: whole batch.
         amp: bfloat16 autocast for both losses; gradients and G keep the dtype of θ.
         store: the device that keeps G; None: θ's.
@@ -158,7 +158,7 @@ def algorithm_1(
         inverse = hypergrad(G, c.lam, H)  # l.10
         rows, inside = [], within(G)
         for _ in range(c.upper_steps):  # l.11, upper level
-            examples = next(downstream)  # l.12
+            examples = next(downstream)  # l.12: lines 12 to 15 share them, as released
             at_P, g, g_phi_P = gradients(loss_D, s.theta_P, s.phi_D, examples, micro, amp)  # l.12
             q = inverse(g)  # l.13
             regular = partial(loss_D, regularise=True)  # l.14: with drop path
@@ -188,7 +188,7 @@ def value_and_grad(
 ) -> list[Tensor]:
     """[loss(batch), its gradients with respect to tensors], means over images; no graph is kept.
 
-    Where processes share a batch, each has some of its images, and all get the whole's gradients.
+    Where processes share a batch, each has some of its images; all get the gradients of all images.
     """
     device = tensors[0].device
     total: list[Tensor] = []
@@ -202,10 +202,10 @@ def value_and_grad(
 
 
 def hessian(loss: Loss, theta: Tensor, phi: Phi, batch: Any, micro: int | None = None) -> Map:
-    """Products d -> H d with H = ∇²_θ L of a batch at (θ, φ), in the full precision of θ.
+    """The function d -> H d with H = ∇²_θ L of a batch at (θ, φ), in the full precision of θ.
 
-    One part's graph exists at a time. That of a batch in one part serves all products; several
-    parts are passed forward and backward again for each product.
+    The graph of one part exists at a time. If the batch is one part, its graph serves all products;
+    several parts are passed forward and backward again for each product.
     """
     at = theta.detach().requires_grad_()
     fixed = {name: tensor.detach() for name, tensor in phi.items()}
@@ -297,8 +297,8 @@ def agreement(q: Tensor, g: Tensor, s: State, inside: Map) -> list[Tensor]:
 def numbers(where: str, rows: list[list[Tensor]], width: int) -> list[list[float]]:
     """A level's numbers as `width` lists by step. Only here does the CPU wait for the GPU.
 
-    A row, one per step, is `width` scalars and, if wanted, a vector of a number for each block of
-    the hypergradient. Raises Diverged naming the first step, and block, that is not finite.
+    A row belongs to a step: `width` scalars and, if wanted, a vector with a number for each block
+    of the hypergradient. Raises Diverged naming the first step, and block, that is not finite.
     """
     vectors = [torch.cat([x.detach().double().flatten() for x in row]) for row in rows]
     steps = torch.stack(vectors).tolist() if rows else []

@@ -31,7 +31,7 @@ def conjugate_gradients(
             tensor separately, while A d is the product with all of A. This is what the released
             program does; it is a heuristic and need not converge to the solution. g is then not
             scaled first, so the 1e-12 in the denominators acts more strongly on a small g. None:
-            plain CG for g / |g|, so that a query of any size is solved alike; zero gives zero.
+            plain CG for g / |g|, so that |g| makes no difference; g = 0 gives x = 0.
 
     >>> conjugate_gradients(lambda d: 2 * d, torch.tensor([4.0, 6.0], dtype=torch.float64), 1)
     tensor([2.0000, 3.0000], dtype=torch.float64)
@@ -72,7 +72,7 @@ def cg(
 
     Args:
         G: not used; lam: λ > 0 (ValueError otherwise).
-        H: `H()` returns the function d -> H d for one solve, at full precision.
+        H: `H()` returns the function d -> H d in full precision; it is called once per query.
         iterations: steps, one Hessian-vector product each.
         damping: c = λ + damping.
         prefactor: `c` returns c (H + cI)⁻¹ g, as released; `lambda` λ (H + cI)⁻¹ g, as in Eq. 5.

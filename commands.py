@@ -1,4 +1,4 @@
-"""The settings of `align` and `finetune`, the defaults that depend on others, command lines."""
+"""Settings of `align` and `finetune`: defaults that depend on others; flags, files and presets."""
 
 import json
 import os
@@ -123,7 +123,7 @@ class FinetuneConfig(Peft, Data, Model, Command):
 
 
 def preset(name: str, kind: Any, aligned: bool = False) -> Table:
-    """What the authors' program, run as its README says, does otherwise; of `paper` nothing."""
+    """Where the authors' program, run as its README says, is not the paper; {} for `paper`."""
     return {
         key: value
         for key, value in RELEASED.items()
@@ -157,9 +157,9 @@ def flag(name: str) -> str:
 def settle(
     kind: Any, flags: Table, file: Path | None = None, base: str = "paper", every: bool = False
 ) -> tuple[Any, list[Table]]:
-    """Settings, and who set what is not the paper's, or `every` one (UsageError).
+    """Settings, and a row for each that is not the paper's (`every`: for each): value, set by what.
 
-    Flag over file over preset over run over default.
+    A flag wins over the file, that over the preset, the align run, the default. UsageError.
     """
     table = read_table(file) if file else {}
     released = preset(base, kind, "start" in table | flags)
@@ -183,7 +183,7 @@ def settle(
 
 
 def make(kind: Any, given: Table) -> Any:
-    """Settings; what is wrong is a UsageError, `--flag VALUE: what is wrong`."""
+    """Settings made of these values; UsageError `--flag VALUE: what is wrong`."""
     try:
         return kind(**given)
     except ValidationError as error:

@@ -69,7 +69,7 @@ def absolute(path: Path | str) -> Path:
 
 
 def known(*names: str) -> AfterValidator:
-    """One of these names, or KIND:SOMETHING if one is like that; its path is made absolute."""
+    """One of these names, or KIND:PATH if a name has a colon; the path is made absolute."""
     free = any(":" in name for name in names)
 
     def check(name: str) -> str:
@@ -104,7 +104,7 @@ def ordered(pair: tuple[float, float]) -> tuple[float, float]:
     return pair
 
 
-PositiveInt = Annotated[int, Field(gt=0, lt=2**53)]  # what JSON of other programs holds exactly
+PositiveInt = Annotated[int, Field(gt=0, lt=2**53)]  # larger ones are not exact in all JSON readers
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**53)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -176,7 +176,7 @@ class Crops(Settings):
     """Data: how images become inputs."""
 
     data_seed: NonNegativeInt = 0
-    """Seed of drawn data and of splits that are not on disk; not the seed of a run. [here]"""
+    """Seed of quilts and of splits that are made by hash; apart from the runs' --seed. [here]"""
     augment: Literal["crop", "none"] = "crop"
     """crop: RandomResizedCrop and flip. none: as at test time, default of quilts. [App. C.2]"""
     min_crop: Share = 0.2
@@ -193,7 +193,7 @@ class Data(Crops):
     split_file: Place | None = None
     """Positions of CUB's or Pets' validation images. None: a fifth, by hash. [App. C.2.1]"""
     voc_loss: Literal["softmax", "bce"] = "softmax"
-    """L^D of VOC07: cross entropy with one target a present class, or binary. [released]"""
+    """L^D of VOC07: softmax cross entropy summed over present classes, or binary. [released]"""
     voc_difficult: Literal["ignore", "positive"] = "ignore"
     """VOC07's difficult objects: left out, or hits. [VOC devkit; released: positive]"""
     d_interpolation: Literal["bicubic", "bilinear"] = "bicubic"
@@ -229,7 +229,7 @@ class Lower(Settings):
     pool: Pool = FILLED
     """D^P: imagenet, quilts or a folder of images. Default: imagenet, quilts' own. [App. C.3]"""
     p_batch: PositiveInt = 256
-    """Images a pretext step. [App. C.3]"""
+    """Images per lower step. [App. C.3]"""
     p_lr: PositiveFloat = 0.01
     """Base rate of θ_P. [App. C.3; ijepa, D.1: 0.005]"""
     phi_p_lr: PositiveFloat = 1e-4
@@ -244,7 +244,7 @@ class Upper(Settings):
     """Upper level: the downstream task at θ_P and θ_D."""
 
     d_batch: PositiveInt = 64
-    """Images an upper step. [App. C.3]"""
+    """Images per upper step. [App. C.3]"""
     d_lr: PositiveFloat = 6.7e-4
     """Base rate of θ_D and φ_D. [released example]"""
     d_lr_from: Place | None = None
@@ -277,7 +277,7 @@ class Bilevel(Settings):
     lam: PositiveFloat = 1e-3
     """λ: pulls θ_P to θ_D (Eq. 4) and damps M-FAC (γ = λ). [App. C.3]"""
     hypergrad: Literal["mfac", "recursion", "cg", "identity", "exact"] = "mfac"
-    """Inverse of l.13: mfac, recursion (its slow form), cg (BiSSL), identity, exact. [Sec. 3.1]"""
+    """Inverse of l.13: mfac, recursion (the same, slow), cg (BiSSL), identity, exact. [Sec. 3.1]"""
     partition: Literal["layer", "projection", "matrix", "global"] = "layer"
     """Blocks of M-FAC. [App. C.3: all parameters of a layer]"""
     cg_iterations: PositiveInt = 5
@@ -306,9 +306,9 @@ class Peft(Settings):
     lr: PositiveFloat | None = None
     """One learning rate for all seeds, instead of a grid. [App. C.2 has a grid]"""
     grid: Annotated[tuple[PositiveFloat, ...], Listed, Field(min_length=1)] = FILLED
-    """Rates, chosen by validation. Default: 1e-4 ... 3e-2, after align a tenth. [App. C.2]"""
+    """Rates to try; validation decides. Default: 1e-4 ... 3e-2, after align a tenth. [App. C.2]"""
     grid_seeds: PositiveInt = 1
-    """Seeds each rate is tried with; the chosen rate's are among the seeds. [here]"""
+    """Seeds that each rate is tried with; those of the chosen rate count in --seeds. [here]"""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """AdamW 0.9/0.999, or SGD with momentum 0.9. [App. C.2; released: sgd after align]"""
     epochs: PositiveInt = 200

@@ -1,8 +1,8 @@
 """Labelled tasks D^D and unlabelled pools D^P: how images are split, cut, ordered and loaded.
 
-Randomness is a function of (seed, purpose, draw) alone. Images are drawn in pass after pass; a draw
-is the running number of an image in that sequence. So batches depend neither on worker processes
-nor on where a run went on. A wrong folder raises ValueError, an unreadable image ImageError.
+Random numbers depend on (seed, purpose, draw) alone. Images are drawn in pass after pass; a draw is
+the running number of an image in that sequence. So batches depend neither on worker processes nor
+on where a run was continued. A wrong folder raises ValueError, an unreadable image ImageError.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ PARTS = ("train", "val", "test")
 Channels = tuple[float, ...]  # one number each for red, green and blue
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean, std
 Entries = list[tuple[str, Any]]  # (image file below the dataset's folder, label)
-Draws = list[tuple[int, int]]  # of a batch: number of the draw, index of the image
+Draws = list[tuple[int, int]]  # of a batch: (number of the draw, index of the image)
 Stored = Tensor | list[Path]  # images (N, 3, H, W) in [0, 1], or their files
 
 
@@ -51,7 +51,7 @@ class Split(NamedTuple):
     """Images and their labels, int64."""
 
     images: Stored
-    targets: Tensor  # (N,), or (N, C) for several classes per image: 1, -1 not, 0 does not count
+    targets: Tensor  # (N,), or (N, C) for several classes per image: 1 yes, -1 no, 0 not counted
 
     @classmethod
     def below(cls, root: Path, entries: Entries) -> Self:
@@ -110,7 +110,7 @@ class Pool(NamedTuple):
 
 
 def content(images: Stored) -> bytes:
-    """Names of image files below the folder that they share, in order; pixels where in memory."""
+    """File names below the folder that they share, in order; of images in memory the pixels."""
     if isinstance(images, Tensor):
         return images.numpy().tobytes()
     root = os.path.commonpath([*images, images[0].parent])
@@ -129,7 +129,7 @@ def find_images(root: Path) -> list[Path]:
 
 
 def folder(root: Path, seed: int) -> Task:
-    """Class folders, or train/ val/ test/ of them; a missing test or val is a fifth of train."""
+    """Class folders, or train/ val/ test/ of them; a missing test or val is `holdout` of train."""
     places = {part: root / part for part in PARTS if (root / part).is_dir()} or {"train": root}
     classes, entries = list[str](), dict[str, Entries]()
     for part, place in places.items():
@@ -159,7 +159,7 @@ def folder(root: Path, seed: int) -> Task:
 def holdout(entries: Entries, seed: int, part: str) -> tuple[Entries, Entries]:
     """(rest, a fifth of each class): the files with the smallest sha256 of seed/part/file.
 
-    Rounded down, but at least one; a single image stays. For CUB-200 it is BiSSL's split.
+    Rounded down, but at least one; a single image stays. CUB-200: 4800 and 1194, as many as BiSSL.
 
     >>> holdout([("1.jpg", 0), ("2.jpg", 0), ("3.jpg", 1)], 0, "val")
     ([('1.jpg', 0), ('3.jpg', 1)], [('2.jpg', 0)])
@@ -183,7 +183,7 @@ def permutation(n: int, seed: int, purpose: str, number: int) -> Tensor:
 def stream(
     n: int, batch: int, seed: int, purpose: str, steps: range, passes: bool = False
 ) -> Iterator[Draws]:
-    """Full batches of these steps; one may hold a pass's end and the next one's start.
+    """Batches of these steps, all full; one may hold the end of a pass and the start of the next.
 
     With `passes`, each pass has ceil(n / batch) batches, and its last one may be smaller.
     """
@@ -240,9 +240,9 @@ def decode_all(images: Stored) -> list[BaseException]:
 class Images(Dataset[Any]):
     """Decodes and augments; a draw's crop is the same in any process.
 
-    Training: a random crop of min_crop to 1 of the area, and a flip (App. C.2). Else: the shorter
-    side is resized to 256/224 of the input size and the centre is cut out (as released); images in
-    memory of the network's size are normalised only.
+    Training: a random crop of min_crop to 1 of the area, and a flip (App. C.2). Otherwise the
+    shorter side is resized to 256/224 of the input size and the centre is cut out (as released);
+    images in memory of the network's size are only normalised.
     """
 
     def __init__(self, split: Split, t: Transform, train: bool, seed: int, purpose: str):
@@ -254,7 +254,7 @@ class Images(Dataset[Any]):
         self.pipeline = T.Compose([*cut, T.ToTensor(), T.Normalize(t.mean, t.std)])
 
     def __getitem__(self, part: tuple[Draws, int]) -> tuple[Tensor, Tensor, int] | ImageError:
-        """Images, targets and n of draws out of a batch of n; an error raised would be lost."""
+        """Images, targets, n of draws from a batch of n. An ImageError is returned, not raised."""
         draws, n = part
         images, index, t = self.split.images, [i for _, i in draws], self.t
         if isinstance(images, Tensor) and images.shape[2:] == (t.size, t.size) and not self.crop:
@@ -274,7 +274,7 @@ class Images(Dataset[Any]):
 
 
 def pick_workers(asked: int | None, images: Stored, device: torch.device) -> int:
-    """Processes that decode: as asked, else one per core, at most 16, if a GPU waits for files."""
+    """Processes that decode: as asked; else, for files on a GPU, one per core, at most 16; or 0."""
     if asked is not None or device.type == "cpu" or isinstance(images, Tensor):
         return asked or 0
     return min(16, os.cpu_count() or 1)
@@ -294,7 +294,7 @@ def batches(
 ) -> Iterator[tuple[Tensor, Tensor, int]]:
     """Images, targets (on the device) and n for each list of n draws; worker processes work ahead.
 
-    Where several processes share a batch, `share` is n -> this one's part of it.
+    Where several processes share a batch, `share` is n -> the slice of it that this one takes.
     """
     for item in DataLoader(
         images,

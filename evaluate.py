@@ -1,4 +1,4 @@
-"""What finished runs are worth: scores, seeds in summary, exact permutation test (App. C.2.1)."""
+"""Scores, summaries over seeds, comparison by an exact permutation test (App. C.2.1)."""
 
 import json
 import math
@@ -14,21 +14,21 @@ from torch import Tensor
 from config import Machine, RunError, UsageError
 from paper import ACCURACIES, Reported
 
-Arm = dict[str, Any]  # its settings, and what is in a `Row` but for the comparison
+Arm = dict[str, Any]  # "settings", and of a `Row` the unit, metric, paper, accuracies and counts
 FREE = {*Machine.model_fields, "start", "pool", "jobs", "seeds", "mfac_device", "weights"} - {"amp"}
-OFFICIAL = ("None", "_full.pth", "IN1K-vit.h.14-300e.pth.tar")  # so end the official files' names
+OFFICIAL = ("None", "_full.pth", "IN1K-vit.h.14-300e.pth.tar")  # ends of the official files' names
 METHODS = {None: "PEFT", "mfac": "BiSSLight", "recursion": "BiSSLight", "cg": "BiSSL"}
 USUAL = {"rank": 64, "epochs": 200, "optimizer": "adamw", "augment": "crop", "partial": False,
          "voc_difficult": "ignore"}  # fmt: skip
 
 
 class Score(NamedTuple):
-    """What a model is worth on a split."""
+    """How good a model is on a split."""
 
     accuracy: float  # top-1 in percent; for several classes per image, mean average precision
     loss: float  # mean over the images
-    per_class: float | None = None  # mean over classes of the accuracy in each; beside top-1 only
-    right: int | None = None  # how many images were right; beside top-1 only
+    per_class: float | None = None  # mean over classes of the accuracy in each; None with mAP
+    right: int | None = None  # how many images were right; None with mAP
 
 
 @torch.no_grad()
@@ -115,9 +115,9 @@ class Row(NamedTuple):
     std: float | None  # sample standard deviation (n − 1); None for a single seed
     metric: str
     paper: Reported | None
-    differs: dict[str, str]  # settings that are not the first arm's: this one's value and its
-    accuracies: list[float]
-    counts: list[int]  # the same in right images, or hundredths of a point of mAP
+    differs: dict[str, str]  # settings unlike the first arm's: "this arm's, there the first's"
+    accuracies: list[float]  # of the seeds, percent
+    counts: list[int]  # the same as numbers of right images, or as hundredths of a point of mAP
     first_minus_this: Comparison | None
 
 

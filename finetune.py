@@ -3,8 +3,8 @@
     from finetune import finetune
     finetune(FinetuneConfig(start=Path("runs/cub")), Path("runs/cub-peft"))
 
-Each learning rate is tried with one seed, the best one on validation is run with all seeds, and
-these are tested once. One rate with one seed is a run directory of its own, OUT/lr0.001-s0.
+Each learning rate is tried with one seed; the best one on validation is run with all seeds, and
+each seed is tested once. One rate with one seed is a run directory of its own, OUT/lr0.001-s0.
 """
 
 from collections.abc import Callable
@@ -121,7 +121,7 @@ def tested(m: Model, run: Run, chosen: list[Record]) -> Record:
 def best_rate(
     tried: dict[float, list[Record]], more: Callable[[float, int], list[Record]]
 ) -> tuple[float, list[Record]]:
-    """The rate that is `worth` most and does not diverge with `more(rate, seeds done)`; results."""
+    """The best rate by `worth` with no diverged seed; its results. `more(lr, n)`: seeds from n."""
     known = [lr for lr, results in tried.items() if all(result["val"] for result in results)]
     for lr in sorted(known, key=lambda lr: worth(tried[lr]), reverse=True):  # the first of equals
         results = tried[lr] + more(lr, len(tried[lr]))
@@ -131,13 +131,13 @@ def best_rate(
 
 
 def worth(validated: list[Record]) -> tuple[float, float]:
-    """What decides: the mean validation accuracy, ties by the lower mean loss."""
+    """By what rates and epochs are compared: mean validation accuracy, ties by lower mean loss."""
     scores = [x["val"] for x in validated]
     return fmean(score["accuracy"] for score in scores), -fmean(score["loss"] for score in scores)
 
 
 def best_epoch(records: list[Record]) -> Record:
-    """The first of the epochs that are `worth` most."""
+    """The first of the epochs that are `worth` most; step 0 before any validation."""
     scored = (record for record in records if record["val"])
     return max(scored, key=lambda record: worth([record]), default={"step": 0})
 
@@ -172,7 +172,7 @@ def adapter_of(start: Path) -> Path:
 
 
 def origin(start: Path, m: Model) -> Record:
-    """What an adapter says of itself, if anything; refuses one of something else (UsageError)."""
+    """What an adapter says of itself; refuses one of another network or split (UsageError)."""
     with checking(f"--from {start}"):
         theta, about = load_theta(adapter_of(start), m.backbone.dim)
         now, rank = m.adapter_about(), theta.shape[1] / (4 * m.backbone.dim)

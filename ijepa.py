@@ -2,11 +2,11 @@
 
 From one large context block of patches, predict a teacher's tokens of four smaller target blocks.
 
-    φ_P   phi_P     the predictor's trainable tensors, mask token included; its positions are fixed
-    θ_T   theta_T   the teacher: the same frozen ψ under a third θ, a slow moving average of θ_P (of
-                    A and B, not of their product); from scratch, a second network
-    E, M            context blocks (1) and target blocks (4) of an image
-    n, m            patches of a context and of a target
+    φ_P   phi_P     the predictor's trainable tensors and mask token; its position table is fixed
+    θ_T   theta_T   the teacher: the same frozen ψ with a third θ, a slow moving average of θ_P (of
+                    A and B, not of their product). In `pretrain` the teacher is a second network
+    E, M            numbers of context blocks (1) and of target blocks (4) of an image
+    n, m            numbers of patches of a context and of a target
 
 The backbone is a function (images, theta, keep) -> tokens of the patches `keep`, without a class
 token (`lora.Backbone`). The networks' tensors have the official names and shapes.
@@ -40,11 +40,11 @@ class IJEPA:
 
     Args:
         backbone: f_θ. Pretext passes have no drop path.
-        predictor: φ_P's start and the fixed positions; `loss` takes φ_P as an argument.
+        predictor: φ_P's start and the position table; `loss` takes φ_P as an argument.
         masks: the sampler's settings, see `multiblock` (ValueError for impossible ones).
         ema: (first momentum, steps until it is 1).
         theta: θ_P's start, and so θ_T's. None: ψ itself is trained, and `teacher` follows it.
-        teacher: from scratch only, a second backbone, equal to the first.
+        teacher: where ψ is trained, a second backbone, a copy of the first.
     """
 
     def __init__(
@@ -66,19 +66,19 @@ class IJEPA:
         self.state: dict[str, Tensor] = {k: v.detach() for k, v in follows} | {"step": step}
 
     def draw(self, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Context and target blocks of n images. Sizes depend on all n: draw for a whole batch."""
+        """Context and target blocks of n images. All share their sizes: draw for a whole batch."""
         return multiblock(self.masks, self.grid, n, rng)
 
     @torch.no_grad()
     def prepare(self, images: Tensor, context: Tensor, targets: Tensor) -> Batch:
-        """The teacher, as it is now, gives its layer-normed tokens; so the loss is pure."""
+        """Adds the present teacher's layer-normed tokens, so that the loss is a pure function."""
         tokens = self.teacher(images, self.state.get("theta_T"))
         tokens = F.layer_norm(tokens, tokens.shape[-1:])  # eps 1e-5
         target = tokens.take_along_dim(targets.flatten(1)[..., None], 1)
         return Batch(images, context, targets, target.unflatten(1, targets.shape[1:]))
 
     def loss(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
-        """L^P(θ, φ_P): smooth L1 (threshold 1) of prediction and teacher, mean over everything."""
+        """L^P(θ, φ_P): smooth L1 (threshold 1) of prediction and teacher, mean over all entries."""
         prediction = self.predict(theta, phi, batch)
         return F.smooth_l1_loss(prediction, batch.target[:, :, None].expand_as(prediction))
 
@@ -91,7 +91,7 @@ class IJEPA:
 
     @torch.no_grad()
     def after_step(self, theta_P: Tensor | None) -> None:
-        """The teacher follows: θ_T ← m θ_T + (1 − m) θ_P, with m rising linearly to 1."""
+        """The teacher follows: θ_T ← m θ_T + (1 − m) θ_P; the momentum m rises linearly to 1."""
         m = momentum(int(self.state["step"]), *self.ema)
         self.state["step"] += 1
         leads = dict(self.backbone.named_parameters()) if theta_P is None else {"theta_T": theta_P}
@@ -107,10 +107,10 @@ def momentum(i: int, first: float, steps: float) -> float:
 def multiblock(masks: Any, grid: int, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     """Contexts (B, E, n) and targets (B, M, m) of a batch, as the official collator draws them.
 
-    One random number gives size and shape of all targets, another one those of the contexts. The
-    last row and column are never used. A context is a block without the patches of all targets,
-    drawn again while it has `min_keep` patches or fewer; after every 20 attempts, one target fewer
-    is taken out of it. Then all contexts are cut to the length of the batch's shortest one.
+    One random number gives height and width of all targets, another one those of the contexts. The
+    last row and column are never used. A context is a block without the patches of its image's
+    targets, drawn again while it has `min_keep` patches or fewer; after every 20 attempts, one
+    target fewer is taken out. Then all contexts are cut to the length of the batch's shortest one.
 
     Args:
         masks: anything with these attributes (official values): targets M (4) and contexts E (1),
@@ -162,7 +162,7 @@ def blocks(
 
 
 def check_masks(masks: Any, grid: int) -> None:
-    """ValueError for settings whose blocks can be so small that none would ever be accepted."""
+    """ValueError for settings that allow blocks of `min_keep` patches or fewer."""
     kinds = {"target": (masks.target_scale, masks.aspect), "context": (masks.context_scale, (1, 1))}
     for name, (scale, aspect) in kinds.items():
         smallest = min(math.prod(block_size(i / 1000, scale, aspect, grid)) for i in range(1001))
@@ -178,7 +178,7 @@ class Predictor(nn.Module):
     """h^P, the official predictor: tokens of a context -> tokens at the targets.
 
     `dim` is the width of the backbone's tokens, `patches` the number of patches of an image; the
-    rest are sizes of its own blocks. Officially, it has as many heads as its encoder.
+    rest are sizes of its own blocks. The official one has as many heads as its encoder.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class Predictor(nn.Module):
 
 @torch.no_grad()
 def init(networks: Sequence[nn.Module], rng: torch.Generator) -> None:
-    """I-JEPA's start of new networks, in place, but for position tables: truncated normal.
+    """Start new networks in place as I-JEPA does: truncated normal. Position tables stay.
 
     The output matrices of attention and MLP in layer l = 1, 2 ... are then divided by √(2 l).
     """
@@ -232,7 +232,7 @@ def init(networks: Sequence[nn.Module], rng: torch.Generator) -> None:
 
 
 def split_state(state: Mapping[str, Any], base: str) -> list[dict[str, Tensor]]:
-    """State dicts of `base`, "target_encoder" or "encoder", and of the predictor (ValueError)."""
+    """Tensors of `base`, "target_encoder" or "encoder", and of the predictor (ValueError: none)."""
     parts: list[Any] = [state.get(base), state.get("predictor")]
     if not all(isinstance(part, dict) for part in parts):
         raise ValueError(

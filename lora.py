@@ -34,7 +34,7 @@ Multilabel = Literal["softmax", "bce"]  # the loss where an image has several cl
 class Backbone(nn.Module):
     """f_θ with ψ = `vit`, a plain timm VisionTransformer (ValueError for another network).
 
-    `scale` is s; with `recompute`, backward computes each block's activations again.
+    `scale` is s; with `recompute`, backward computes activations anew instead of keeping them.
     """
 
     def __init__(self, vit: Any, scale: float = 1.0, recompute: bool = False) -> None:
@@ -65,8 +65,8 @@ class Backbone(nn.Module):
     ) -> Tensor:
         """Tokens after the final LayerNorm, (B, prefix + n, dim); a class token comes first.
 
-        Images are normalised. Without theta (K, p), it is ψ alone. keep (B, n) int64 are the
-        patches that enter the blocks, in this order. drop (B, K, 2) is from `drop_path`.
+        Images are normalised. Without theta (K, p), it is f_ψ. keep (B, n) int64 are the patches
+        that enter the blocks, in this order (None: all). drop (B, K, 2) is from `drop_path`.
         """
         x = self.vit._pos_embed(self.vit.patch_embed(images))  # positions first, then the selection
         if keep is not None:
@@ -89,7 +89,7 @@ class Backbone(nn.Module):
 def block_forward(
     block: Any, x: Tensor, row: Tensor | None, scale: float, drop: Tensor | None = None
 ) -> Tensor:
-    """One block of timm on x (B, n, dim), its row (p,) of θ, drop-path factors (B, 2) or None."""
+    """A timm Block on x (B, n, dim) with a row (p,) of θ; drop (B, 2): for attention and MLP."""
     attn_keep, mlp_keep = (1.0, 1.0) if drop is None else drop[..., None, None].unbind(1)
     out = F.scaled_dot_product_attention(*qkv(block.attn, block.norm1(x), row, scale))
     x = x + block.ls1(block.attn.proj(block.attn.norm(out.transpose(1, 2).flatten(2)))) * attn_keep
@@ -155,7 +155,7 @@ class Examples(NamedTuple):
 
 
 def init_head(dim: int, classes: int, rng: torch.Generator, batchnorm: bool = False) -> Phi:
-    """φ_D: a linear layer as torch starts it, U(±1/√dim); before it, if asked for, BatchNorm."""
+    """φ_D: a linear layer, U(±1/√dim) as in torch; with `batchnorm` also BatchNorm's tensors."""
     bound = 1 / math.sqrt(dim)
     norm = {"norm.weight": torch.ones(dim), "norm.bias": torch.zeros(dim)} if batchnorm else {}
     return {
@@ -165,7 +165,7 @@ def init_head(dim: int, classes: int, rng: torch.Generator, batchnorm: bool = Fa
 
 
 def init_stats(phi_D: Phi) -> Phi:
-    """Running statistics of a head's BatchNorm: not trained, but saved with it. {} without one."""
+    """Running statistics of a head's BatchNorm, not trained but saved with it; else {}."""
     b = phi_D.get("norm.bias")
     return {} if b is None else {"norm.mean": torch.zeros_like(b), "norm.var": torch.ones_like(b)}
 
@@ -192,7 +192,7 @@ class DownstreamLoss:
 
 
 def predict(backbone: Backbone, theta: Tensor | None, phi_D: Phi, images: Tensor) -> Tensor:
-    """Logits (B, C) for scoring; φ_D with the statistics of its BatchNorm, if it has one."""
+    """Logits (B, C) for scoring; where φ_D has a BatchNorm, it includes its running statistics."""
     return logits(features(backbone, theta, images), phi_D)
 
 
@@ -204,7 +204,7 @@ def features(
 
 
 def logits(x: Tensor, phi_D: Phi) -> Tensor:
-    """h^D: BatchNorm (eps 1e-6) with φ_D's moments, if it has one, and the linear layer."""
+    """h^D: the linear layer, behind BatchNorm (eps 1e-6) with the moments in φ_D if it has one."""
     if "norm.weight" in phi_D:
         z = (x.double() - phi_D["norm.mean"]) * (phi_D["norm.var"] + 1e-6).rsqrt()
         x = z.to(phi_D["norm.weight"]) * phi_D["norm.weight"] + phi_D["norm.bias"]
@@ -212,7 +212,7 @@ def logits(x: Tensor, phi_D: Phi) -> Tensor:
 
 
 def moments(x: Tensor, stats: Phi | None) -> Phi:
-    """Mean and biased variance of all processes' rows x (B, dim); `stats` moves a tenth to them."""
+    """Mean, biased variance of all processes' rows x (B, dim); moves `stats` a tenth to them."""
     n = SumOverProcesses.apply(x.new_tensor(float(len(x))))
     mean = SumOverProcesses.apply(x.sum(0)) / n
     var = SumOverProcesses.apply((x - mean).square().sum(0)) / n
@@ -223,7 +223,7 @@ def moments(x: Tensor, stats: Phi | None) -> Phi:
 
 
 class SumOverProcesses(torch.autograd.Function):
-    """x summed over processes. Every process's loss depends on it, so gradients are summed too."""
+    """x summed over processes. All processes' losses depend on it, so gradients are summed too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -241,8 +241,8 @@ def cross_entropy(z: Tensor, targets: Tensor, multilabel: Multilabel = "softmax"
     """Loss of each image, (B,), from logits z (B, C).
 
     Targets are classes (B,), or (B, C) with 1 for present, −1 for absent and 0 for a class that is
-    not counted. For the latter, "softmax" is −Σ_c log softmax(z)_c over the present classes (the
-    released program's; paper silent), "bce" the mean binary cross entropy over the counted classes.
+    not counted. For (B, C), "softmax" is −Σ_c log softmax(z)_c over the present classes (as
+    released; paper silent), and "bce" the mean binary cross entropy over the counted classes.
 
     >>> cross_entropy(torch.zeros(1, 4), torch.tensor([[1, 1, -1, 0]])).exp()  # (1/4 · 1/4)⁻¹
     tensor([16.])
@@ -257,7 +257,7 @@ def cross_entropy(z: Tensor, targets: Tensor, multilabel: Multilabel = "softmax"
 
 
 def save_adapter(theta: Tensor, phi_D: Phi, about: dict[str, Any]) -> bytes:
-    """A safetensors file's content: θ, the head, what they belong to (`about`, JSON values)."""
+    """An adapter file's bytes (safetensors): θ, the head, and `about`, JSON values about them."""
     named = {"theta": theta} | {f"head.{name}": tensor for name, tensor in phi_D.items()}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
     # one metadata key: the library writes several in random order
@@ -265,7 +265,7 @@ def save_adapter(theta: Tensor, phi_D: Phi, about: dict[str, Any]) -> bytes:
 
 
 def load_adapter(path: Path) -> tuple[Tensor, Phi, dict[str, Any]]:
-    """θ, the head ({} if there is none) and `about` of a file (OSError; ValueError: no adapter)."""
+    """θ, the head ({} without one) and `about` of a file (OSError; ValueError: not an adapter)."""
     data = path.read_bytes()  # the library opens no path that is not UTF-8
     try:
         tensors = load(data)

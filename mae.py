@@ -2,9 +2,9 @@
 
 The backbone sees a part of the patches of an image, and a small decoder predicts the other ones.
 
-    φ_P     phi_P   the decoder's trainable tensors, mask token included; its positions are fixed
+    φ_P     phi_P   the decoder's trainable tensors and mask token; its position table is fixed
     L       number of patches of an image; n = int(L (1 − mask ratio)) of them stay
-    noise   (B, L) uniform, all of the task's randomness: the patches with the least noise stay
+    noise   (B, L) uniform, the only random numbers: the patches with the least noise stay
 
 The backbone is a function (images, theta, keep) -> tokens of the patches `keep`, class token first
 (`lora.Backbone`). The networks' tensors have the official names and shapes.
@@ -34,16 +34,13 @@ class MAE:
 
     Args:
         backbone: f_θ. Pretext passes have no drop path.
-        decoder: φ_P's start and the fixed positions; `loss` takes φ_P as an argument.
-        norm_pix: predict pixels standardised by patch, as in the paper, or raw ones.
+        decoder: φ_P's start and the position table; `loss` takes φ_P as an argument.
+        mask_ratio: share of the patches that are removed (ValueError: all or none would be).
+        norm_pix: predict pixels standardised in each patch, as in the paper, or raw ones.
     """
 
     def __init__(
-        self,
-        backbone: Any,
-        decoder: "Decoder",
-        mask_ratio: float = 0.75,
-        norm_pix: bool = True,
+        self, backbone: Any, decoder: "Decoder", mask_ratio: float = 0.75, norm_pix: bool = True
     ) -> None:
         self.backbone, self.decoder = backbone, decoder
         self.mask_ratio, self.norm_pix = mask_ratio, norm_pix
@@ -57,7 +54,7 @@ class MAE:
         return (torch.rand(n, self.decoder.patches, generator=rng),)
 
     def prepare(self, images: Tensor, noise: Tensor) -> Batch:
-        """Nothing more to prepare."""
+        """Images and noise together."""
         return Batch(images, noise)
 
     def loss(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
@@ -71,7 +68,7 @@ class MAE:
         return (per_patch * mask).sum() / mask.sum()
 
     def predict(self, theta: Tensor | None, phi: Phi, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Predicted pixels (B, L, patch² 3), and the mask (B, L), 1 where a patch was removed."""
+        """Predicted pixels (B, L, patch_size² · 3); mask (B, L), 1 where a patch was removed."""
         keep, restore = masking(batch.noise, self.mask_ratio)
         latent = self.backbone(batch.images, theta, keep)  # (B, 1 + n, dim)
         prediction = functional_call(self.decoder, phi, (latent, restore))
@@ -94,7 +91,7 @@ def masking(noise: Tensor, mask_ratio: float) -> tuple[Tensor, Tensor]:
 
 
 def patchify(images: Tensor, size: int) -> Tensor:
-    """(B, 3, H, W) -> (B, L, size² 3), patches in raster order, values by row, column, channel."""
+    """(B, 3, H, W) -> (B, L, size² · 3), patches row by row, values by row, column, channel."""
     x = images.unfold(2, size, size).unfold(3, size, size)  # (B, 3, rows, columns, size, size)
     return x.permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)
 
@@ -114,7 +111,7 @@ def spread(patches: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def reconstruct(task: MAE, theta: Tensor | None, phi: Phi, batch: Batch) -> tuple[Tensor, Tensor]:
-    """As in MAE's figures: the images without the removed patches, and with them predicted."""
+    """As in MAE's figures: images with the removed patches blank, and with them predicted."""
     prediction, mask = task.predict(theta, phi, batch)
     true = patchify(batch.images, size := task.decoder.patch_size)
     if task.norm_pix:  # standardised pixels get the true patch's mean and deviation
@@ -127,7 +124,8 @@ def reconstruct(task: MAE, theta: Tensor | None, phi: Phi, batch: Batch) -> tupl
 class Decoder(nn.Module):
     """h^P, the official MAE decoder: tokens of the visible patches -> pixels of all patches.
 
-    `dim` is the width of the backbone's tokens, `patches` L; the rest are sizes of its own blocks.
+    `dim` is the width of the backbone's tokens, `patches` is L, `patch_size` in pixels; the other
+    arguments are sizes of the decoder's own blocks.
     """
 
     def __init__(
@@ -152,7 +150,7 @@ class Decoder(nn.Module):
         self.decoder_pred = nn.Linear(width, patch_size**2 * 3)
 
     def forward(self, latent: Tensor, restore: Tensor) -> Tensor:
-        """Latent (B, 1 + n, dim), restore (B, L) -> (B, L, patch² 3)."""
+        """Latent (B, 1 + n, dim), restore (B, L) -> (B, L, patch_size² · 3)."""
         x = self.decoder_embed(latent)
         removed = self.mask_token.to(x.dtype).expand(len(x), 1 + self.patches - x.shape[1], -1)
         patches = torch.cat([x[:, 1:], removed], 1).take_along_dim(restore[..., None], 1)
@@ -162,7 +160,7 @@ class Decoder(nn.Module):
 
 @torch.no_grad()
 def init(networks: Sequence[nn.Module], rng: torch.Generator) -> None:
-    """MAE's start of new networks, in place, but for position tables: Xavier-uniform matrices."""
+    """Start new networks in place as MAE does: Xavier-uniform matrices. Position tables stay."""
     both = nn.ModuleList(networks)
     for module in both.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
@@ -174,7 +172,7 @@ def init(networks: Sequence[nn.Module], rng: torch.Generator) -> None:
 
 
 def split_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Encoder and decoder from the state dict of an official `_full` file (ValueError)."""
+    """Tensors of encoder and decoder in an official `_full` file (ValueError: no decoder)."""
     decoder = {k: v for k, v in state.items() if k.startswith("decoder_") or k == "mask_token"}
     if not decoder:
         raise ValueError(

@@ -5,7 +5,7 @@ empirical Fisher matrix of the m = N_L gradients that the lower level has alread
 
     F = 1/m Σ_i g_i g_iᵀ        (block by block; entries between two blocks are taken as 0)
 
-so the inverse needs no Hessian-vector product. In this file the same matrix is inverted twice:
+so the inverse needs no Hessian-vector product. Two ways to compute it give the same result:
 
     to read   `recursion`   the paper's own way, Eq. 7 and Eq. 10: one rank-one update per gradient
     to run    `mfac`        Woodbury's identity: one m x m system per block; the default
@@ -13,8 +13,8 @@ so the inverse needs no Hessian-vector product. In this file the same matrix is 
     code    paper    shape          meaning
     G       G        (K, m, p)      stored gradients of K blocks; rows g_i = ∇L^P_i of l.6
     lam     λ        scalar > 0     damping γ = λ; units 1/θ² (the loss has none)
-    v, d    v_i, d_i (m, p), (m,)   what Eq. 7 computes; v has the unit of θ, d has none, so it can
-                                    be added to m
+    v, d    v_i, d_i (m, p), (m,)   what Eq. 7 computes for a block; v has the unit of θ, d has
+                                    none, so it can be added to m
     g, q    ∇L^D, q  (K, p)         query and result; units 1/θ
 
 `identity` and `exact` are two more hypergradients to compare with. All have one signature:
@@ -90,9 +90,9 @@ def apply(M: Block, g: Tensor, lam: float) -> Tensor:
 
 
 def recursion(G: Tensor, lam: float, H: object = None, partition: Partition = "layer") -> Inverse:
-    """M-FAC as the paper writes it. The same q as `mfac`, with a second buffer as large as G.
+    """M-FAC as the paper writes it: the same q as `mfac`, but all v_i are stored besides G.
 
-    Arguments and result are those of `mfac`; v and d are float64, twice the bytes of a float32 G.
+    Arguments and result are those of `mfac`; v is float64 and has twice the bytes of a float32 G.
     """
     check(lam)
     M = [precompute(grads, lam) for grads in blocks(G, partition).flatten(0, 1)]  # l.10
@@ -110,9 +110,9 @@ def mfac(G: Tensor, lam: float, H: object = None, partition: Partition = "layer"
 
         q = λ (GᵀG/m + λI)⁻¹ g = g − Gᵀ (mλI + GGᵀ)⁻¹ G g        in every block
 
-    The two sides are equal by Woodbury's identity, so this is Eq. 10 without its second buffer and
-    without m passes over it: one m x m Cholesky factor per block at line 10, two products with G at
-    line 13. Sums run in float64: float32 sums lose all digits for nearly collinear gradients.
+    The two sides are equal by Woodbury's identity, so this is Eq. 10 without storing the v_i and
+    without m passes over them: one m x m Cholesky factor per block at line 10, two products with G
+    at line 13. Sums run in float64: float32 sums lose all digits for nearly collinear gradients.
 
     Args:
         G: (K, m, p), float32 or float64, rows before λ(θ_P − θ_D) is added. Referenced, not copied,
@@ -154,9 +154,9 @@ def chunks(x: Tensor) -> Iterator[Tensor]:
 
 
 def blocks(x: Tensor, partition: Partition) -> Tensor:
-    """Cut m rows of every layer into the blocks of a partition: (K, m, p) -> (K, n, m, c).
+    """Cut m rows of every layer into the n blocks of a partition: (K, m, p) -> (K, n, m, c).
 
-    A layer's p numbers are A_q, B_qᵀ, A_v, B_vᵀ, so n equal parts are its blocks, and c = p / n.
+    A layer's p numbers are A_q, B_qᵀ, A_v, B_vᵀ, so its blocks are n parts of c = p / n numbers.
     `global` gives (1, 1, m, K p). A view where memory allows it. With m = 1, as for a query g, the
     numbers keep their order, so that viewing the result as (K, p) puts the blocks together again.
 
@@ -184,7 +184,7 @@ def exact(G: Tensor, lam: float, H: Callable[[], Product]) -> Inverse:
     It takes one product per parameter, so it is for small θ only. Eq. 4 minimises over φ_P as well,
     while Eq. 5 holds φ_P fixed; so where θ and φ are coupled, even this is not the gradient of the
     bilevel problem. That would be the same formula with the Schur complement
-    H_θθ − H_θφ H_φφ⁻¹ H_φθ instead of H. The paper's approximation is kept.
+    H_θθ − H_θφ H_φφ⁻¹ H_φθ instead of H. The program keeps the paper's approximation.
 
     Args:
         G: (K, m, p); only its shape is used.

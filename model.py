@@ -34,7 +34,7 @@ Config = AlignConfig | FinetuneConfig
 
 
 class Model:
-    """Everything that settings stand for. `task` and `pool` can be handed in instead of named."""
+    """Network, data and device of settings; `task` and `pool` can be handed in, not only named."""
 
     def __init__(
         self, cfg: Config, task: data.Task | None = None, pool: data.Pool | None = None
@@ -59,7 +59,7 @@ class Model:
         return lora.init_theta(f.depth, self.cfg.rank, f.dim, g).to(self.device)
 
     def head(self, purpose: str) -> tuple[Phi, lora.DownstreamLoss, Phi]:
-        """A fresh φ_D (App. C.2), its L^D, and φ_D with the statistics of its BatchNorm, if any."""
+        """Fresh φ_D (App. C.2), its L^D, and φ_D together with BatchNorm's statistics, if any."""
         cfg, f, g = self.cfg, self.backbone, data.rng(self.cfg.seed, purpose)
         fresh = lora.init_head(f.dim, len(self.task.classes), g, cfg.head == "batchnorm")
         phi = trainable(fresh, self.device)
@@ -89,7 +89,7 @@ class Model:
     def examples(
         self, purpose: str, batch: int, steps: range, rate: float, passes: bool = False
     ) -> Iterator[lora.Examples]:
-        """Labelled training batches in the order of `data.stream`, with factors of drop path."""
+        """Labelled training batches in the order of `data.stream`, with drop path of this rate."""
         seed, train = self.cfg.seed, self.task.train
         images = data.Images(train, self.transform, True, seed, purpose)
         draws = data.stream(len(train.targets), batch, seed, purpose, steps, passes)
@@ -103,13 +103,13 @@ class Model:
     def fit(
         self, loss: Loss, opt: Optimiser, purpose: str, count: int, batch: int, rate: float
     ) -> Iterator[Record]:
-        """Linear probing (App. C.3), PEFT (App. C.2): trains what `opt` holds in `count` passes."""
+        """Probing (App. C.3), PEFT (C.2): trains what `opt` holds; a record for each pass."""
         piece = -(-len(self.task.train.targets) // batch)
         examples = self.examples(purpose, batch, range(opt.step, count * piece), rate, passes=True)
         return trained(self.cfg, loss, opt, examples, piece, purpose)
 
     def score(self, split: data.Split, theta: Tensor, phi_D: Phi) -> Score:
-        """Accuracy and loss on a whole split, which processes share; φ_D with its statistics."""
+        """Accuracy and loss on a whole split, which processes share; φ_D holds its statistics."""
         images, n = data.Images(split, self.transform, False, 0, "eval"), len(split.targets)
         draws = data.in_order(range(n)[share(n)], min(SCORED, self.cfg.micro_batch or SCORED))
         arrived = data.batches(images, draws, self.cfg.workers, self.device)
@@ -121,7 +121,7 @@ class Model:
     def validated(
         self, records: Iterable[Record], every: int, last: int, phi_D: Phi, **theta: Tensor
     ) -> Iterator[Record]:
-        """Records, at the steps due with the validation score of each θ by its name here."""
+        """Hands records on; each `every`-th and the `last` get each θ's score under its keyword."""
         for record in records:
             if record["step"] % every == 0 or record["step"] == last:
                 for name, at in theta.items():
@@ -129,7 +129,7 @@ class Model:
             yield record
 
     def check(self, flag: str, batch: int, out: Path) -> None:
-        """Refuse batches that cannot be shared (UsageError); before a run, decode val and test."""
+        """Refuse batches too small to share (UsageError); before a run, decode val and test."""
         norm, last = self.cfg.head == "batchnorm", len(self.task.train.targets) % batch or batch
         least = max(2, world_size()) if norm else world_size()
         if norm and self.cfg.micro_batch:
@@ -179,8 +179,8 @@ def pretext_batches(
 ) -> Iterator[Any]:
     """Batches of a pool with images of side `size`, each prepared when it is asked for.
 
-    Augmentation is bicubic with flip, I-JEPA's bilinear without. All random numbers follow the
-    step; they are drawn for the whole batch, then cut for processes.
+    Crops are bicubic with flip, those of I-JEPA bilinear without. The random numbers depend on the
+    step; they are drawn for the whole batch, and each process takes its part.
     """
     device = device_of(cfg)
     own: Any = {"interpolation": "bilinear", "flip": False} if cfg.pretext == "ijepa" else {}
@@ -207,7 +207,7 @@ def trained(
     what: str,
     after_step: Callable[[None], None] = lambda theta: None,
 ) -> Iterator[Record]:
-    """A step per batch, in place; yields the mean loss of every `piece` steps (Diverged)."""
+    """An optimiser step per batch; yields the mean loss of every `piece` steps (Diverged)."""
     tensors = [tensor for group in opt.groups for tensor in group.tensors]
     amp = cfg.amp and tensors[0].is_cuda
 
@@ -244,7 +244,7 @@ def device_of(cfg: Any) -> torch.device:
     """The device of these settings (UsageError where it is not there)."""
     with checking(f"--device {cfg.device}"):
         device = pick_device(cfg.device)
-    # so small tensors make several threads wait for each other
+    # its tensors are so small that several threads would only wait for each other
     if cfg.backbone == "vit_mini" and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     return device
@@ -254,7 +254,7 @@ def own_class(name: str) -> Callable[..., PretextTask]:
     """The class of `FILE.py:Class` or `module:Class` (UsageError where there is none)."""
     place, _, attribute = name.rpartition(":")
     file = place.endswith(".py")
-    # last, so that a file's neighbour `data.py` is not taken for ours
+    # appended at the end, so that a `data.py` beside the file is not imported instead of ours
     sys.path.append(str(Path(place).parent.resolve() if file else Path.cwd()))
     try:
         names = runpy.run_path(place) if file else vars(importlib.import_module(place))
@@ -264,7 +264,7 @@ def own_class(name: str) -> Callable[..., PretextTask]:
 
 
 def plan(cfg: Config) -> Record:
-    """What a run would do, for --dry-run: all inputs are checked as far as they are there."""
+    """What a run would do, for --dry-run; weights that are not downloaded yet go unchecked."""
     device, there = device_of(cfg), weights_of(cfg).exists()
     task: data.Task = named(cfg, "dataset")
     pool: Any = named(cfg, "pool") if isinstance(cfg, AlignConfig) else None

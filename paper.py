@@ -1,10 +1,10 @@
-"""The paper's figures and labels: test accuracy (%; VOC07: mAP), mean ± std of 8 seeds; memory."""
+"""The paper's tables: test accuracy (%; VOC07: mAP), mean ± std of 8 seeds; memory."""
 
 from typing import NamedTuple
 
 
 class Reported(NamedTuple):
-    """Mean ± standard deviation, and where the paper says so."""
+    """Mean ± standard deviation, and the label of the paper's table."""
 
     mean: float
     std: float
@@ -44,7 +44,7 @@ tab:classificaiton_acc_bissl_orig
 vit_b16 BiSSL     92.0±0.5 70.8±0.4 81.9±0.1 93.4±0.4 81.2±0.3 72.7±0.3
 """)  # its rows of PEFT and BiSSLight repeat the main table
 ACCURACIES = {"mae": MAE | BISSL, "ijepa": IJEPA}  # by pretext task; after BiSSL(ight) comes PEFT
-# tab:memory_single_gpu: (GB, GPUs) on the fewest; GB are sums of the peaks of each GPU, A40s
+# tab:memory_single_gpu: (GB, A40 GPUs), on the fewest GPUs of the table; GB sum each GPU's peak
 MEMORY = {
     "cg": {"vit_b16": (58, 2), "vit_l16": (77, 2), "vit_h14": (141, 4)},
     "mfac": {"vit_b16": (13, 1), "vit_l16": (19, 1), "vit_h14": (33, 1)},

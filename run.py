@@ -39,7 +39,7 @@ Record = dict[str, Any]  # a JSON object: a line of metrics.jsonl, what a run en
 
 @contextmanager
 def checking(thing: str, remedy: str = "") -> Iterator[None]:
-    """Turn what a setting, or with a remedy whatever a damaged file raises, into a UsageError."""
+    """Turn a ValueError or OSError, with a remedy any Exception, into a UsageError on `thing`."""
     kinds: Any = Exception if remedy else (ValueError, OSError)
     try:
         yield
@@ -80,7 +80,7 @@ def sha256(path: Path) -> str:
 
 
 def jobs(fn: Callable[[Any], R], units: Sequence[Any], count: int) -> Iterator[R]:
-    """`fn` of each unit, in order, in `count` processes that end with this one. It is pickled."""
+    """`fn` of each unit, in order, in `count` processes that end with this one; pickles `fn`."""
     given = stop.flag, max(1, (os.cpu_count() or 1) // count)
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(count, spawn, start_worker, given) as pool:
@@ -120,7 +120,7 @@ MAY_CHANGE = {"device", "workers", "jobs", "micro_batch", "save_minutes", "mfac_
 
 
 class Run(AbstractContextManager["Run"]):
-    """A run directory, made or gone on with, of one process; `result` is None or a finished run's.
+    """A run directory, new or continued, locked against others; `result` is None until finished.
 
     A directory of another command, of other settings, or of another `about` (what else defines a
     run: digests of weights and images) is refused; `force` starts over.
@@ -174,7 +174,7 @@ class Run(AbstractContextManager["Run"]):
         self.lock.release()
 
     def keep(self, tensors: list[Tensor], optimisers: list[Optimiser]) -> None:
-        """What checkpoints shall hold. Where there is one, all that it holds is put back."""
+        """Name what checkpoints hold. Where there is a checkpoint, all of it is restored."""
         self.kept = tensors, optimisers
         path = self.path / "checkpoint.pt"
         if path.exists():
@@ -193,7 +193,7 @@ class Run(AbstractContextManager["Run"]):
         self.write("metrics.jsonl", "".join(json.dumps(x) + "\n" for x in self.records))
 
     def checkpoint(self, done: str, due: bool = False) -> None:
-        """Save if `due` or `save_minutes` are over; if asked to, stop and say what is `done`."""
+        """Save if `due` or `save_minutes` are over; if asked to stop, save and raise Stopped."""
         asked, minutes = stop.agreed(), (time.monotonic() - self.saved) / 60
         if due or asked or minutes >= getattr(self.config, "save_minutes", 10.0):
             buffer, (tensors, optimisers) = io.BytesIO(), self.kept
@@ -236,7 +236,7 @@ def typed(kind: type[R], found: Record) -> R:
 def check_directory(
     path: Path, command: str, config: Settings, force: bool = False, **about: Any
 ) -> bool:
-    """Whether the run in `path` is gone on with; refuses (UsageError) what must not be touched."""
+    """Whether the run in `path` is continued; refuses (UsageError) what must not be touched."""
     again = "choose another --out"
     if path.exists() and not path.is_dir():
         raise UsageError(f"--out {path}: is a file; {again}")

@@ -15,7 +15,7 @@ from rich.table import Table
 
 
 class Forgiving(io.FileIO):
-    """A file whose reader may leave: what nobody reads is dropped, no run ends of it."""
+    """A file whose reader may go away (`| head`): the rest is dropped, and the run goes on."""
 
     def write(self, data: Any) -> int:
         with contextlib.suppress(OSError):
@@ -32,7 +32,7 @@ def forgiving(stream: Any) -> Any:
 
 @contextlib.contextmanager
 def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
-    """Notes and progress on stderr: bars with ETA on a terminal, elsewhere a plain line an item.
+    """Notes and progress on stderr: bars with ETA on a terminal, elsewhere one line per item.
 
     Gives `track(items, total, label, done=0)`, which hands on the items. `quiet`: warnings alone.
     """
@@ -69,7 +69,7 @@ def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
 
 
 def brief(item: Any) -> str:
-    """An item of progress: of a record the loss, a mean over a level, and a validation; or text.
+    """An item in a few words: of a record the rate or mean loss, and the validation; else its text.
 
     >>> brief({"loss_P": [1.0, 3.0], "val_P": {"accuracy": 50.0}})
     'loss 2.0000  val 50.0 %'
@@ -104,7 +104,7 @@ def say(result: Any, as_json: bool) -> None:
             if key:
                 print(f"{key}:")
             # a column of nothing, or of nothing but lists, is only in the JSON
-            names = dict.fromkeys(name for row in value for name in row)
+            names = dict.fromkeys(name for row in value for name in row if row[name] != {})
             kept = [n for n in names if any(not isinstance(r.get(n), list | None) for r in value)]
             table = Table(*kept, box=None, pad_edge=False)
             for row in value:

@@ -1,9 +1,9 @@
-"""What a training loop stands on; knows no method and lifts alone.
+"""What every training loop here uses; it imports nothing else of this program.
 
 schedule     warm-up, then half a cosine (App. C.2, C.3; MAE's and I-JEPA's too)
 Optimiser    AdamW or SGD with a schedule and clipping: opt_P and opt_D of Algorithm 1
-processes    those that torchrun starts share every batch; `bisslight.gradients` adds them up
-`stop`       Ctrl-C and its like: finish the alternation or epoch, save, leave
+processes    those that torchrun starts share every batch; `bisslight` sums their gradients
+`stop`       after Ctrl-C or a similar signal: finish the alternation or epoch, save, leave
 """
 
 import math
@@ -29,7 +29,7 @@ def schedule(total: float, warmup: float, end: float, start: float = 0.0) -> Rat
         k < w = warmup:  s b + (b − s b) k / w,   s = start
         k ≥ w:           c b + (1 − c) end,   c = (1 + cos(π (k − w) / (total − w))) / 2
 
-    W steps of warm-up, as released, are w = W + 1, with k from 1. MAE counts k from 0.
+    The released program's W steps of warm-up are w = W + 1, with k from 1. MAE counts k from 0.
 
     >>> [round(schedule(total=5, warmup=2, end=0.0)(k, 1.0), 3) for k in range(1, 6)]
     [0.5, 1.0, 0.75, 0.25, 0.0]
@@ -71,7 +71,7 @@ class Optimiser:
 
     Args:
         groups: what is trained; tensors are updated in place.
-        schedule: of the rate, steps from 1; decay: of a weight decay above 0.
+        schedule: (step from 1, base rate) -> rate; decay: the same for weight decays above 0.
         betas: AdamW's; None is SGD with momentum 0.9, as released.
         clip: largest L2 norm of all gradients together; None: no clipping.
     """
@@ -96,7 +96,7 @@ class Optimiser:
         )
 
     def update(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-        """One step on (tensor, gradient) pairs, clipped in place; the joint norm before that."""
+        """One step on (tensor, gradient) pairs, which it clips; returns the joint norm before."""
         tensors = []
         for tensor, gradient in pairs:
             same = gradient.stride() == tensor.stride()  # fused AdamW reads in the order of storage
@@ -178,7 +178,7 @@ def barrier() -> None:
 
 
 class Stopped(BaseException):
-    """A stop that was asked for, all saved; (signal, where the run is). No handler swallows it."""
+    """A stop that was asked for, all saved: (signal, message). `except Exception` lets it pass."""
 
 
 class Stop:
@@ -213,5 +213,5 @@ Track = Callable[..., Iterator[Any]]  # (items, total, label, done=0) -> items, 
 
 
 def untracked(items: Iterator[Any], total: int, label: str, done: int = 0) -> Iterator[Any]:
-    """No progress. `items` are number `done` + 1 to `total` of what `label` names."""
+    """Shows nothing. `items` are number `done` + 1 to `total` of what `label` names."""
     return items

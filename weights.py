@@ -68,7 +68,7 @@ def download(url: str, size: float, path: Path) -> None:
 
 
 def load_backbone(cfg: Model) -> tuple[Backbone, Any, Arch]:
-    """f_ψ, frozen, MAE's decoder or I-JEPA's predictor, and the sizes, on the CPU (UsageError)."""
+    """Frozen f_ψ, MAE's decoder or I-JEPA's predictor, and their sizes; on the CPU (UsageError)."""
     path = weights_of(cfg)
     if not path.exists():  # an official one, used for the first time
         download(*OFFICIAL[cfg.backbone, cfg.pretext], path)
@@ -103,7 +103,7 @@ def read_tensors(path: Path) -> Any:
 
 
 def assign(network: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Give a network its tensors (ValueError naming the first that is missing or differs)."""
+    """Give a network its tensors (ValueError names the first that is missing or differs)."""
     both = network.state_dict(), state
     wanted, found = ({name: tuple(x.shape) for name, x in part.items()} for part in both)
     if wrong := sorted({name for name, _ in wanted.items() ^ found.items()}):
@@ -175,7 +175,7 @@ def initialise(networks: Sequence[nn.Module], pretext: str, rng: torch.Generator
 def pretext_task(
     cfg: Any, backbone: Backbone, head: Any, steps: int, theta: Tensor | None, teacher: Any = None
 ) -> mae.MAE | ijepa.IJEPA:
-    """`mae.MAE`, or `ijepa.IJEPA` for `steps` steps (ValueError); θ and teacher as there."""
+    """`mae.MAE`, or `ijepa.IJEPA` for `steps` steps (ValueError); theta, teacher: see IJEPA."""
     if cfg.pretext == "mae":
         return mae.MAE(backbone, head, cfg.mask_ratio)
     return ijepa.IJEPA(backbone, head, cfg, (cfg.ema, steps), theta, teacher)
@@ -194,7 +194,7 @@ RELEASED = "base_model.model.blocks.{}.attn.qkv.{}.lora_{}.default.weight"  # bl
 
 
 def load_theta(start: Path, dim: int) -> tuple[Tensor, dict[str, Any]]:
-    """θ and what its file says of itself, the released program's: {} (OSError, ValueError)."""
+    """θ, and what its file says of itself; {} if it is a released file (OSError, ValueError)."""
     if start.suffix == ".safetensors":
         theta, _, about = load_adapter(start)
         return theta, about

@@ -1,8 +1,8 @@
 """What an alternation of `bisslight.algorithm_1` costs, with M-FAC, CG and no curvature.
 
-Weights and images are random, since times do not depend on their values. Lines 10 and 13 cost a
-method's time less that of `identity`. Each method runs at its natural precision: bfloat16 on a GPU
-(--no-amp: float32), but for the Hessian-vector products of CG, which need float32.
+Weights and images are random, since times do not depend on their values. What lines 10 and 13 cost
+is a method's time minus that of `identity`. On a GPU the passes are in bfloat16 (--no-amp: float32)
+but for the Hessian-vector products of CG, which need float32.
 """
 
 import time
@@ -57,7 +57,7 @@ def alternation(cfg: AlignConfig) -> Record:
     gpu = device.type == "cuda"
     if gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    # an alternation's log is read from the device, so by then all its work is done
+    # a log's numbers are read from the device, so when it arrives, all work is done
     ends = [time.perf_counter() for _ in alternations(cfg, device)]
     return {
         "seconds": median(end - begin for begin, end in pairwise(ends)),  # the first warms up
@@ -67,7 +67,7 @@ def alternation(cfg: AlignConfig) -> Record:
 
 
 def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Any]:
-    """Algorithm 1 on a random network and images."""
+    """Algorithm 1 on a random network and random images; yields a Log per alternation."""
     arch, g = BACKBONES[cfg.backbone], torch.Generator().manual_seed(cfg.seed)
     with device:
         vit, decoder = build_vit(arch), build_head(arch, "mae")

@@ -1,8 +1,8 @@
 """`bisslight demo`: the whole story on drawn images, offline, in minutes on a CPU.
 
 Pretrain vit_mini on unlabelled quilts, align it with the labelled task, and fine-tune it with and
-without; each aligned seed has an align run of its own. It shows that the method runs and what it
-does here, but says nothing about photographs or large models (`results/demo.md`: controls).
+without that; each aligned seed has an align run of its own. It shows that the method runs and what
+it does here, but nothing about photographs or large models. Controls are in `results/demo.md`.
 """
 
 from pathlib import Path
@@ -27,13 +27,13 @@ from run import jobs as run_jobs
 from training import Track, untracked
 from weights import load_backbone
 
-ALIGNED, DIRECT = 8, 24  # seeds: a direct one is cheap
+ALIGNED, DIRECT = 8, 24  # seeds; direct ones are cheap, since they need no align run
 PRETRAIN: dict[str, Any] = {"base_lr": 8e-3, "beta2": 0.999, "mask_ratio": 0.3}
 ALIGN: dict[str, Any] = {
     "alternations": 40, "lower_steps": 5, "p_lr": 1e-3, "d_lr": 1e-2, "mask_ratio": 0.3
 }  # fmt: skip
 PEFT: dict[str, Any] = {"lr": 1e-2, "warmup_epochs": 7, "eval_epochs": 2}
-GAIN = 3.0  # points; the power that is printed is for a true gain of so many
+GAIN = 3.0  # percentage points; `power` is for a true gain of so many
 
 
 def demo(
@@ -83,7 +83,7 @@ def aligned(unit: tuple[AlignConfig, Path, bool]) -> str:
 
 
 def power(arms: list[Row]) -> str:
-    """How often so many seeds with these deviations find GAIN, by the normal approximation."""
+    """How often arms with these seeds and deviations find GAIN, by the normal approximation."""
     error = sum((row.std or 0.0) ** 2 / row.seeds for row in arms) ** 0.5
     found = NormalDist().cdf(GAIN / max(error, 1e-9) - NormalDist().inv_cdf(0.975))
     return f"a true gain of {GAIN:g} points has p < 0.05 in {100 * found:.0f} % of such demos"

@@ -1,7 +1,7 @@
 """`bisslight export`: an adapter in other programs' layouts, with a model card.
 
 released   the file of the authors' program: a LoRA for q and one for v of every block, pickled
-peft       HF peft's folder: one LoRA of rank 2r on the fused qkv, exact (`to_peft`)
+peft       HF peft's folder: one LoRA of rank 2 r on the fused qkv, equal to ours (`to_peft`)
 timm       the merged network with its head, for timm.create_model("local-dir:timm")
 """
 
@@ -111,7 +111,7 @@ def to_released(theta: Tensor, dim: int, scale: float) -> dict[str, Tensor]:
 def to_peft(
     theta: Tensor, phi_D: Phi, dim: int, scale: float
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """adapter_config and tensors, for a timm model whose `head` is the classifier."""
+    """The adapter's config and tensors, for a timm model whose `head` is the classifier."""
     A_q, B_q, A_v, B_v = factors(theta, dim)
     rank = A_q.shape[1]
     config = {

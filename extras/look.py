@@ -6,8 +6,8 @@ layer k, averaged over its heads,
     R = Â_K ... Â_2 Â_1        Â_k = (A_k + I) / 2, so that rows sum to 1
 
 and an image's map is the row of R that the head reads, over the patches: the class token's, or the
-mean of all patches' (I-JEPA). Two measures say how alike two networks see the same images, by what
-enters the head, X and Y (N, d):
+mean of all patches' (I-JEPA). Two measures say how alike two networks are on the same N images,
+by what enters their heads, X and Y (N, d); for equal networks both are 1:
 
     CKA (Kornblith et al. 2019)      |X̄ᵀȲ|² / (|X̄ᵀX̄| |ȲᵀȲ|), Frobenius norms, columns centred
     RSA (Kriegeskorte et al. 2008)   Spearman's correlation of the distances 1 − cos of all pairs
@@ -39,7 +39,7 @@ BATCH = 64
 def open_runs(
     runs: Sequence[Path], seed: int | None, changes: dict[str, Any]
 ) -> tuple[Model, dict[str, tuple[Backbone, Tensor, Phi]]]:
-    """The first run's backbone and data; of each run, by name, f_θ, θ and φ_D ({} of an align run).
+    """The first run's backbone and data; by run its backbone, θ and φ_D ({} of an align run).
 
     Of a finetune run, it is the adapter of `seed`, or of its first one. `changes` are settings that
     are not the first run's own: device, data_root, weights, workers.
@@ -61,7 +61,7 @@ def open_runs(
 
 
 def adapter_of(run: Path, seed: int | None) -> Path:
-    """The adapter file of an align run, or of a seed, None: the first, of a finetune run."""
+    """The adapter file of an align run, or of a finetune run's seed (None: its first)."""
     whose = "*" if seed is None else seed
     files = [*run.glob("adapter.safetensors"), *run.glob(f"adapter-s{whose}.safetensors")]
     if not files:
@@ -96,7 +96,7 @@ def attention_maps(backbone: Backbone, theta: Tensor, images: Tensor) -> Tensor:
 def rollout(
     runs: Sequence[Path], count: int, out: Path | None = None, seed: int | None = None, **other: Any
 ) -> Record:
-    """Draw attention rollouts of finetune runs on `count` validation images, drawn by `seed` or 0.
+    """Draw attention rollouts of finetune runs on `count` images, chosen by `seed` or else 0.
 
     The picture is `out`, or rollout.png in the first run's directory; seed, other: see `open_runs`.
     """

@@ -1,6 +1,6 @@
 """`bisslight pretrain`: MAE or I-JEPA from scratch (Eq. 1), for those without a checkpoint.
 
-It trains ψ itself and φ_P; there is no θ. `--weights` takes its backbone.pth like an official file.
+It trains ψ itself and φ_P; there is no θ. `--weights` reads its backbone.pth like an official file.
 """
 
 import copy
@@ -49,7 +49,7 @@ class PretrainConfig(config.Pretext, config.Crops, config.Shape, Command):
     warmup_from: config.Rate = 0.0
     """Where the warm-up starts, as a share of the base rate. [MAE; I-JEPA: 0.2]"""
     batch: config.PositiveInt = 256
-    """Images a step. [here; MAE uses 4096]"""
+    """Images per step. [here; MAE uses 4096]"""
     base_lr: PositiveFloat = 1.5e-4
     """The rate is base_lr * batch / 256. [MAE; I-JEPA: 1.25e-4]"""
     min_lr: NonNegativeFloat = 0.0
@@ -57,7 +57,7 @@ class PretrainConfig(config.Pretext, config.Crops, config.Shape, Command):
     weight_decay: NonNegativeFloat = 0.05
     """AdamW decay of tensors with two or more axes. [MAE; I-JEPA: 0.04]"""
     final_weight_decay: NonNegativeFloat | None = None
-    """Where half a cosine takes the decay. None: it stays. [MAE; I-JEPA: 0.4]"""
+    """Decay at the end of half a cosine. None: it stays as it is. [MAE; I-JEPA: 0.4]"""
     beta2: config.Share = 0.95
     """AdamW's second beta; the first is 0.9. [MAE; I-JEPA: 0.999]"""
     ema: config.Share = 0.996

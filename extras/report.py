@@ -1,8 +1,8 @@
 """One HTML page about runs: accuracies, curves, settings, pictures; and the style of all pictures.
 
 The page is one file without scripts that loads nothing. It shows what the run directories hold and
-computes nothing anew: for a rollout, `bisslight evaluate RUN --rollout 6` first. Every picture
-holds a description in words and numbers, and a mark, by which the program knows its own.
+computes nothing anew: for a rollout, run `bisslight evaluate RUN --rollout 6` first. Every picture
+holds a description in words and numbers, and a mark by which the program knows its own files.
 """
 
 import io
@@ -67,7 +67,7 @@ def check_out(path: Path, suffixes: Iterable[str] = KEYS) -> None:
 
 
 def rendered(figure: Any, words: str, kind: str = ".png") -> bytes:
-    """A figure as the bytes of a file that holds its description; lets go of it."""
+    """A figure as the bytes of a file that holds its description; the figure is closed."""
     buffer, metadata = io.BytesIO(), dict(zip(KEYS[kind], (MARK, words), strict=True))
     figure.savefig(buffer, format=kind[1:], metadata=metadata, dpi=150)
     pyplot().close(figure)
@@ -89,7 +89,7 @@ def draw_arms(rows: Sequence[Row], path: Path) -> None:
 
 
 def plot_arms(axes: Any, rows: Sequence[Row]) -> None:
-    """A dot a seed, side by side, and a line at the mean; a column an arm."""
+    """A column per arm: a dot for each seed, side by side, and a line at the mean."""
     for x, row in enumerate(rows):
         n, colour = len(row.accuracies), COLOURS[x % len(COLOURS)]
         at = [x + 0.4 * ((i + 0.5) / n - 0.5) for i in range(n)]
@@ -161,7 +161,7 @@ def accuracies(arms: Sequence[Arm]) -> Iterator[tuple[str, list[dict[str, Any]]]
 
 
 def differing(arms: Sequence[Arm]) -> list[dict[str, Any]]:
-    """Settings in which runs differ; a column a run."""
+    """Settings in which runs differ, with a column per run."""
     rows: dict[str, dict[str, Any]] = defaultdict(dict)
     for arm in arms:
         for name, value in read_json(arm.path / "config.json").items():
@@ -202,7 +202,7 @@ def number(value: Any) -> float:
 
 
 def curves(arms: Sequence[Arm]) -> Iterator[tuple[bytes, str]]:
-    """A picture a quantity and command, with a line an arm."""
+    """A picture for each quantity of each command, with a line per run."""
     for command, key in product(dict.fromkeys(arm.command for arm in arms), CURVES):
         lines = [(arm, line_of(arm, key)) for arm in arms if arm.command == command]
         if lines := [(arm, line) for arm, line in lines if line]:

@@ -1,9 +1,9 @@
 """Accuracy against LoRA rank (fig:lora_rank_var), λ, N_L, T or a learning rate: a grid of runs.
 
-OUT/rank-4/ has an align run, align/, a finetune run that starts from it, finetune/, and one from
-the backbone, direct/. A run that does not depend on the swept setting is there once, in OUT. As in
-the paper a point has one align run; its error bars are over PEFT seeds. sweep.json and sweep.png
-are table and picture of what is finished.
+OUT/rank-4/ holds align/, finetune/, which starts from it, and direct/, a finetune run from the
+backbone. A run that does not depend on the swept setting is there once, in OUT. A point has one
+align run, and its error bars are over PEFT seeds. sweep.json and sweep.png are the table and the
+picture of what is finished.
 """
 
 import json
@@ -35,9 +35,9 @@ class SweepConfig(Peft, Bilevel, Upper, Lower, Pretext, Data, Model, Command):
 def sweep(
     cfg: SweepConfig, out: Path, *, force: bool = False, track: Track = untracked
 ) -> dict[str, Any]:
-    """Do what is not finished of a sweep, or all with `force`; `evaluate`'s table of what is there.
+    """Do what is not finished of a sweep, or all with `force`; returns `evaluate`'s table by value.
 
-    Raises UsageError; a run that diverges is told, and the others go on.
+    Raises UsageError. A run that diverges is named in "diverged", and the others go on.
     """
     configs, points = grid(cfg, out)
     (name,) = cfg.swept
@@ -48,7 +48,7 @@ def sweep(
             command: Any = align if isinstance(config, AlignConfig) else finetune
             start = getattr(config, "start", None)
             if start and not (start / "adapter.safetensors").exists():
-                continue  # that diverged
+                continue  # the align run diverged
             try:
                 command(config, path, force=force, track=track)
             except Diverged as error:
