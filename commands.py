@@ -86,7 +86,7 @@ class Command(Machine):
     @classmethod
     def layers(cls, given: Table) -> dict[str, Table]:
         """Defaults that depend on what is given, by where they come from; the last one wins."""
-        run = inherited(given["start"]) if "start" in given else {}
+        run = inherited(Path(str(given["start"]))) if "start" in given else {}
         kind, _, path = str(given.get("dataset", run.get("dataset"))).partition(":")
         if (f"folder:{absolute(path)}" if kind == "folder" else kind) != run.get("dataset"):
             # these belong to align's dataset
@@ -131,9 +131,9 @@ def preset(name: str, kind: Any, aligned: bool = False) -> Table:
     }
 
 
-def inherited(start: Path | str) -> Table:
+def inherited(start: Path) -> Table:
     """Model, data and data root of an align run, or of the first in a directory of align runs."""
-    files = [Path(start, "config.json"), *sorted(Path(start).glob("*/config.json"))]
+    files = [start / "config.json", *sorted(start.glob("*/config.json"))]
     config = next((read_table(file) for file in files if file.is_file()), {})
     taken = {*Data.model_fields, *Model.model_fields, "data_root"} if "lam" in config else set()
     return {name: value for name, value in config.items() if name in taken}
@@ -164,8 +164,8 @@ def settle(
     table = read_table(file) if file else {}
     released = preset(base, kind, "start" in table | flags)
     given = released | table | flags
-    start = given.get("start")
-    if start and not Path(start).is_file() and not inherited(start):
+    start = Path(str(given.get("start", "")))
+    if "start" in given and not start.is_file() and not inherited(start):
         raise UsageError(f"--from {start}: is no align run, directory of align runs or LoRA file")
     config = make(kind, given)
     for name in sorted({"dataset", "pool"} & kind.model_fields.keys()):

@@ -160,7 +160,7 @@ WRONG = [
     (f"{TUNE} --epochs 1 --seeds 1 --lr 1e30", 1, "lower learning rate (--lr"),
     (f"{TUNE} --grid 1e-3,x", 2, "--grid x: should be a valid number"),
     (f"{TUNE} --pool pics", 2, "--pool"),
-    ("finetune --from nowhere", 2, "--from nowhere: is no align run"),
+    ("finetune --config five.json", 2, "--from 5: is no align run"),
     ("finetune --backbone vit_mini --weights {w} --dataset folder:pics", 1, "png"),
     (f"sweep {START} --rank 4,x", 2, "--rank x: should be a valid integer"),
     ("pretrain --backbone vit_mini --pool pics --image-size 18", 2, "patch"),
@@ -217,7 +217,7 @@ def inputs(runs: Path, weights: Path, tmp_path_factory: pytest.TempPathFactory) 
     for file, text in {
         "other/config.json": json.dumps(config), "typo.toml": "alternation = 3\n",
         "broken.toml": "= = =", "mine/README.md": "mine", "mine.html": "<p>mine</p>",
-        "with/rollout.png": "mine",
+        "with/rollout.png": "mine", "five.json": '{"start": 5}',
     }.items():  # fmt: skip
         (at / file).write_text(text)
     Figure().savefig(at / "mine.svg")  # by the same library
