@@ -19,7 +19,7 @@ class Forgiving(io.FileIO):
 
     def write(self, data: Any) -> int:
         with contextlib.suppress(OSError):
-            super().write(data)
+            return super().write(data)
         return len(data)
 
 
@@ -27,7 +27,9 @@ def forgiving(stream: Any) -> Any:
     """A standard stream that raises nothing; a closed one, None, is /dev/null."""
     file = Forgiving(stream.fileno() if stream else os.devnull, "w", closefd=not stream)
     encoding = getattr(stream, "encoding", None)
-    return io.TextIOWrapper(file, encoding, "backslashreplace", write_through=True)
+    return io.TextIOWrapper(
+        io.BufferedWriter(file), encoding, "backslashreplace", line_buffering=True
+    )
 
 
 @contextlib.contextmanager
