@@ -8,7 +8,7 @@ import pytest
 from conftest import fixture
 from pydantic import ValidationError
 
-from commands import AlignConfig, FinetuneConfig, preset, settle
+from commands import ALIGNED_GRID, AlignConfig, FinetuneConfig, preset, settle
 from config import Settings
 from extras.pretrain import PretrainConfig
 from extras.sweep import SWEPT, SweepConfig
@@ -75,29 +75,29 @@ def test_what_depends_on_another_setting_follows_it() -> None:
 
 
 def test_sources_say_who_set_a_value_and_the_later_layer_wins(tmp_path: Path) -> None:
-    """Flag over file over preset over the align run over what the pretext task sets."""
+    """Flag over file over preset over align run over what the pretext task sets; the paper's."""
     run = tmp_path / "run"
     run.mkdir()
     given = {"backbone": "vit_mini", "dataset": "quilts", "pretext": "ijepa"}
     start = AlignConfig(**given, min_crop=0.4, rank=3)
     (run / "config.json").write_text(start.model_dump_json())
     file = tmp_path / "c.toml"
-    file.write_text('epochs = 3\nweight-decay = 0.1\nvoc_difficult = "ignore"\n')
-    flags = {"start": run, "epochs": 4}
-    rows = settle(FinetuneConfig, flags, file, "as-released", every=True)[1]
-    told = {row["setting"]: (row["value"], row["set by"]) for row in rows}
-    assert told["warmup_epochs"] == (5, "")  # the field's own default
+    lines = f'start = "{run}"', "epochs = 3", "weight-decay = 0.1", 'voc_difficult = "ignore"'
+    file.write_text("\n".join(lines))
+    rows = settle(FinetuneConfig, {"epochs": 4}, file, "as-released", every=True)[1]
+    told = {row["setting"]: (row["value"], row["set by"], row["paper"]) for row in rows}
+    assert told["warmup_epochs"] == (5, "", 5)  # the field's own default
     wanted = {
-        "epochs": (4, "flag"),
-        "weight_decay": (0.1, str(file)),
-        "voc_difficult": ("ignore", str(file)),
-        "optimizer": ("sgd", "preset as-released"),
-        "drop_path": (0.2, "preset as-released"),
-        "min_crop": (0.4, "align run"),
-        "rank": (3, "align run"),
-        "head": ("batchnorm", "align run"),
-        "batch": (32, "short, for vit_mini"),
-        "grid": ((1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3), "default"),
+        "epochs": (4, "flag", 200),
+        "weight_decay": (0.1, str(file), 0.0005),
+        "voc_difficult": ("ignore", str(file), "ignore"),
+        "optimizer": ("sgd", "preset as-released", "adamw"),
+        "drop_path": (0.2, "preset as-released", 0.0),
+        "min_crop": (0.4, "align run", 0.3),
+        "rank": (3, "align run", 8),
+        "head": ("batchnorm", "align run", "batchnorm"),
+        "batch": (32, "short, for vit_mini", 256),
+        "grid": (ALIGNED_GRID, "default", ALIGNED_GRID),
     }
     assert wanted.items() <= told.items()
 

@@ -117,10 +117,8 @@ def finished(path: Path, test: list[float], by: str | None = None, **changes: An
     result |= {"aligned_by": by, "aligned_on": by and "cub200", "align_unlike_paper": by and {}}
     result |= {name: value for name, value in changes.items() if name in result}
     config |= {name: value for name, value in changes.items() if name not in result}
-    about = {
-        "data_sha256": f"{config['dataset']} {config['data_seed']}",
-        "weights_sha256": "b" * 64,
-    }
+    about = {"data_sha256": f"{config['dataset']} {config['data_seed']}"}
+    about["weights_sha256"] = changes.get("weights_sha256", "b")
     for name, content in (("config", config), ("env", {"about": about}), ("result", result)):
         (path / f"{name}.json").write_text(json.dumps(content))
     return path
@@ -159,10 +157,10 @@ def test_arms_with_another_test_are_refused_and_other_settings_are_told(tmp_path
     for name, changes in (("other", {"dataset": "dtd"}), ("split", {"data_seed": 3})):
         with pytest.raises(UsageError, match="not comparable"):
             evaluate([first, finished(tmp_path / name, [70.0], **changes)])
-    unlike = finished(tmp_path / "unlike", [70.0], rank=1, epochs=20, seed=7, device="cuda")
+    unlike = finished(tmp_path / "unlike", [70.0], epochs=20, device="cuda", weights_sha256="c")
     aligned = finished(tmp_path / "aligned", [70.0], by="mfac", grid=[1e-4])
     found = evaluate([first, unlike, aligned])
-    assert found.arms[1].differs == {"epochs": "20, there 200", "rank": "1, there 64"}
+    assert found.arms[1].differs == {"epochs": "20, there 200", "weights_sha256": "c, there b"}
     assert found.arms[2].differs == {}  # it has the grid that goes with its start
 
 
@@ -182,6 +180,7 @@ def test_the_papers_figure_stands_only_beside_what_the_paper_measured(tmp_path: 
         (None, {}, (84.4, 0.4)),
         ("mfac", {}, (85.6, 0.3)),
         (None, {"weights": official}, (84.4, 0.4)),
+        (None, {"weights": "x/backbone.pth"}, None),
         ("identity", {}, None),
         (None, {"partial": True}, None),
         ("mfac", {"pretext": "rotation"}, None),

@@ -55,11 +55,10 @@ def test_data_of_ones_own_is_handed_in_and_recorded_by_its_digest(
     task, pool = own_task(), Pool(torch.rand(32, 3, 16, 16))
     cfg = AlignConfig(backbone="vit_mini", weights=weights, dataset="own", pool="own", **SHORT)
     result = align.align(cfg, tmp_path / "a", task=task, pool=pool)
-    assert isinstance(result, align.AlignResult)
-    assert result.metric == "top-1 accuracy"
+    assert (type(result), result.metric) == (align.AlignResult, "top-1 accuracy")
     config = json.loads((tmp_path / "a" / "config.json").read_text())
-    assert config["dataset"] == f"own:{task.fingerprint()[:12]}"
-    assert config["pool"] == f"own:{pool.fingerprint()[:12]}"
+    digests = [f"own:{x.fingerprint()[:12]}" for x in (task, pool)]
+    assert [config["dataset"], config["pool"]] == digests
     short = {"lr": 0.01, "epochs": 2, "seeds": 1, "warmup_epochs": 0}
     start = FinetuneConfig.model_validate({"start": tmp_path / "a"} | short)
     with pytest.raises(UsageError, match="hand it in"):
@@ -67,8 +66,11 @@ def test_data_of_ones_own_is_handed_in_and_recorded_by_its_digest(
     tuned = finetune.finetune(start, tmp_path / "b", task=task)
     assert tuned.test_images == 8
     assert tuned.right is not None and 100 * tuned.right[0] / 8 == tuned.test[0]
-    again = align.align(cfg, tmp_path / "a", task=task, pool=pool)  # a finished run is read
-    assert again == result
+    own = {"task": task, "pool": pool}
+    assert align.align(cfg, tmp_path / "a", **own) == result  # a finished run is read
+    align.align(cfg.but(seed=1), tmp_path / "a", **own, force=True)
+    with pytest.raises(UsageError, match="start_sha256"):  # no result of another start is given
+        finetune.finetune(start, tmp_path / "b", task=task)
 
 
 def test_labels_and_images_that_make_no_task_are_refused() -> None:
