@@ -4,21 +4,23 @@
 
 DATA holds tiny-imagenet/train (unlabelled pool), flower_photos and dtd/dtd/images (settings are
 chosen there) and, as torchvision lays them out, flowers-102, CUB_200_2011 and VOCdevkit (the test).
-Two pretrainings of vit_mini at 64 px; on each, four align seeds a set: eight seeds an arm.
+Two pretrainings of vit_mini at 64 px; on each, four seeds a set: eight seeds of the three main
+arms, four of the controls, which run on two of the sets.
 
     aligned      BiSSLight, then PEFT             identity    the same without curvature
-    lower only   no upper level; on the pool      own images  lower only, on the training images
-    peft         PEFT alone                       longer      PEFT with the CPU time of `aligned`
-    random       PEFT from a backbone that was hardly trained
+    peft         PEFT alone                       lower only  no upper level; on the pool
+    longer       PEFT with the CPU time of        own images  lower only, on the training images
+                 `aligned`                        random      PEFT from a backbone hardly trained
 
 For each set: mean and deviation, difference to `aligned`, exact p. Pooled: the mean difference of
-the three sets, its p by drawing 200,000 times which seeds of a set are which arm's.
+the sets, its p by drawing 200,000 times which seeds of a set are which arm's.
 """
 
 import json
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -38,18 +40,21 @@ from run import jobs
 
 SEEDS, PRETRAININGS = 8, 2
 ALIGN: dict[str, Any] = {
-    "alternations": 40, "lower_steps": 5, "upper_steps": 5, "p_batch": 64, "d_batch": 32,
-    "probe_epochs": 10, "eval_every": 20,
+    "alternations": 12, "lower_steps": 5, "upper_steps": 5, "p_batch": 64, "d_batch": 32,
+    "warmup": 2, "probe_epochs": 5, "eval_every": 12,
 }  # fmt: skip
 TRIED = ({"p_lr": 1e-3, "d_lr": 1e-2}, {"p_lr": 3e-3, "d_lr": 1e-2}, {"p_lr": 1e-3, "d_lr": 3e-3})
-PEFT: dict[str, Any] = {"epochs": 20, "warmup_epochs": 2, "batch": 32, "eval_epochs": 2}
-ARMS: dict[str, dict[str, Any]] = {
+PEFT: dict[str, Any] = {"epochs": 8, "warmup_epochs": 1, "batch": 32, "eval_epochs": 8}
+ALIGNED: dict[str, dict[str, Any]] = {
     "aligned": {},
     "identity": {"hypergrad": "identity"},
     "lower only": {"upper_steps": 0},
     "own images": {"upper_steps": 0, "pool": "own"},
 }
+MAIN = ("aligned", "peft", "longer")
+CONTROLS = ("identity", "lower only", "own images", "random")
 SETS = ("flowers", "cub200", "voc07")
+CONTROLLED = ("flowers", "voc07")  # the sets of the controls, which have half as many seeds
 Unit = tuple[Any, Path]
 
 
@@ -95,7 +100,7 @@ def chosen(data: Path, out: Path, weights: Path) -> tuple[dict[str, float], floa
     sets = {"photos": data / "flower_photos", "dtd": data / "dtd/dtd/images"}
     about = {name: {"backbone": "vit_mini", "weights": weights, "dataset": f"folder:{path}"}
              for name, path in sets.items()}  # fmt: skip
-    grid = {"grid": (3e-3, 1e-2, 3e-2), "grid_seeds": 2, "seeds": 2}
+    grid = {"grid": (1e-2, 3e-2, 1e-1), "grid_seeds": 2, "seeds": 2}
     direct = together([(FinetuneConfig(**about[name], **PEFT, **grid), out / f"choose-{name}")
                        for name in sets])  # fmt: skip
     mean = {lr: fmean(fmean(found["grid"][lr]) for found in direct) for lr in direct[0]["grid"]}
@@ -117,39 +122,36 @@ def chosen(data: Path, out: Path, weights: Path) -> tuple[dict[str, float], floa
     return TRIED[scores.index(max(scores))], lr
 
 
-def arms(data: Path, out: Path, name: str, rates: Any, lr: float, psi: list[Path]) -> Iterator[Any]:
-    """(arm, right images a seed, CPU seconds a seed) on one set."""
+def arm(
+    arm: str, name: str, data: Path, out: Path, rates: Any, lr: float, psi: list[Path], epochs: int
+) -> list[dict[str, Any]]:
+    """Results of one arm on one set, a seed each; `cpu` is what align and PEFT took together."""
     base: dict[str, Any] = {
         "backbone": "vit_mini", "dataset": name, "partial": True, "data_root": data
     }  # fmt: skip
-    each = [{"seed": seed, "weights": psi[seed % PRETRAININGS]} for seed in range(SEEDS)]
-    spent = 0.0
-    for arm, changes in ARMS.items():
-        given = base | ALIGN | rates | {"pool": str(data / "tiny-imagenet/train")} | changes
-        place = out / name / arm.replace(" ", "-")
-        aligned = together([(AlignConfig(**given | one), place / f"s{one['seed']}")
-                            for one in each])  # fmt: skip
-        starts = [{"start": place / f"s{one['seed']}", "seed": one["seed"]} for one in each]
-        tuned = [(FinetuneConfig.model_validate({"lr": lr, "seeds": 1, **PEFT, **start}),
-                  place / f"peft{start['seed']}") for start in starts]  # fmt: skip
-        found = together([*tuned])
-        cost = [
-            a["cpu_seconds"] + f["trial_seconds"][0] for a, f in zip(aligned, found, strict=True)
-        ]
-        spent = spent or fmean(cost)  # of the first arm
-        yield arm, right(found), fmean(cost)
-    plain = base | {"lr": lr, "seeds": 1} | PEFT
-    found = together([(FinetuneConfig(**plain | one), out / name / f"peft/s{one['seed']}")
-                      for one in each])  # fmt: skip
-    cost = [f["trial_seconds"][0] for f in found]
-    yield "peft", right(found), fmean(cost)
-    longer = plain | {"epochs": round(PEFT["epochs"] * spent / fmean(cost))}
-    found = together([(FinetuneConfig(**longer | one), out / name / f"longer/s{one['seed']}")
-                      for one in each])  # fmt: skip
-    yield "longer", right(found), fmean(f["trial_seconds"][0] for f in found)
-    found = together([(FinetuneConfig(**plain | one | {"weights": psi[-1]}),
-                       out / name / f"random/s{one['seed']}") for one in each])  # fmt: skip
-    yield "random", right(found), fmean(f["trial_seconds"][0] for f in found)
+    place, cost = out / name / arm.replace(" ", "-"), [0.0] * SEEDS
+    network = [psi[-1] if arm == "random" else psi[i % PRETRAININGS] for i in range(SEEDS)]
+    each: list[dict[str, Any]] = [
+        base | {"seed": i, "weights": psi_i} for i, psi_i in enumerate(network[: seeds_of(arm)])
+    ]
+    if arm in ALIGNED:
+        given = ALIGN | rates | {"pool": str(data / "tiny-imagenet/train")} | ALIGNED[arm]
+        places = [place / f"s{one['seed']}" for one in each]
+        found = together([
+            (AlignConfig(**given | one), at) for one, at in zip(each, places, strict=True)
+        ])  # fmt: skip
+        cost = [result["cpu_seconds"] for result in found]
+        each = [{"start": at, "seed": i} for i, at in enumerate(places)]
+    peft = PEFT | {"lr": lr, "seeds": 1, "epochs": epochs}
+    found = together([
+        (FinetuneConfig.model_validate(peft | one), place / f"peft{one['seed']}") for one in each
+    ])  # fmt: skip
+    return [f | {"cpu": f["trial_seconds"][0] + c} for f, c in zip(found, cost, strict=False)]
+
+
+def seeds_of(arm: str) -> int:
+    """How many seeds an arm has: controls have half as many."""
+    return SEEDS if arm in MAIN else SEEDS // 2
 
 
 def right(found: list[dict[str, Any]]) -> list[int]:
@@ -157,15 +159,14 @@ def right(found: list[dict[str, Any]]) -> list[int]:
     return [f["right"][0] if f["right"] else round(100 * f["test"][0]) for f in found]
 
 
-def pooled(a: list[list[float]], b: list[list[float]]) -> tuple[float, float]:
+def pooled(sets: list[tuple[list[float], list[float]]]) -> tuple[float, float]:
     """Mean difference of the sets in points, and its two-sided p, seeds permuted within a set."""
-    observed, g = fmean(fmean(x) - fmean(y) for x, y in zip(a, b, strict=True)), rng(0, "pooled")
+    observed, g = fmean(fmean(x) - fmean(y) for x, y in sets), rng(0, "pooled")
     total = torch.zeros(200_000, dtype=torch.float64)
-    for x, y in zip(a, b, strict=True):
+    for x, y in sets:
         values = torch.tensor([*x, *y], dtype=torch.float64)
-        order = torch.rand(len(total), len(values), generator=g).argsort(1)
-        drawn = values[order]
-        total += (drawn[:, : len(x)].mean(1) - drawn[:, len(x) :].mean(1)) / len(a)
+        drawn = values[torch.rand(len(total), len(values), generator=g).argsort(1)]
+        total += (drawn[:, : len(x)].mean(1) - drawn[:, len(x) :].mean(1)) / len(sets)
     extreme = int((total.abs() >= abs(observed) - 1e-9).sum())
     return observed, (extreme + 1) / (len(total) + 1)
 
@@ -176,24 +177,22 @@ def main(data: Path, out: Path) -> None:
     psi = backbones(data, out)
     rates, lr = chosen(data, out, psi[0])
     print(f"chosen: {rates}, PEFT {lr}", flush=True)
-    points: dict[str, list[list[float]]] = {}
-    for name in SETS:
-        first: list[int] = []
-        for arm, counts, cost in arms(data, out, name, rates, lr, psi):
-            result = next((out / name).glob("peft/s0/result.json"), None)
-            result = result or next((out / name).glob("aligned/peft0/result.json"))
-            images = json.loads(result.read_text())["test_images"] if name != "voc07" else 10_000
-            found = [100 * count / images for count in counts]
-            points.setdefault(arm, []).append(found)
-            first = first or counts
-            p = compare(first, counts).p
-            print(f"| {name} | {arm} | {fmean(found):.2f} ± {stdev(found):.2f} | "
-                  f"{100 * (fmean(first) - fmean(counts)) / images:+.2f} | {p:.3g} | {cost:.0f} | "
-                  f"{counts} of {images} |", flush=True)  # fmt: skip
-    for arm in points:
-        if arm != "aligned":
-            difference, p = pooled(points["aligned"], points[arm])
-            print(f"pooled, aligned minus {arm}: {difference:+.2f} points, p {p:.4f}")
+    points: dict[str, dict[str, list[float]]] = defaultdict(dict)  # by arm and set, of each seed
+    first, cpu, epochs = dict[str, list[int]](), dict[str, float](), PEFT["epochs"]
+    for some, sets in ((MAIN, SETS), (CONTROLS, CONTROLLED)):
+        for name, one in product(sets, some):
+            as_long = round(epochs * cpu["aligned"] / cpu["peft"]) if one == "longer" else epochs
+            found = arm(one, name, data, out, rates, lr, psi, as_long)
+            cpu[one] = fmean(f["cpu"] for f in found)
+            test = points[one][name] = [f["test"][0] for f in found]
+            counts = right(found)
+            p = compare(first.setdefault(name, counts), counts).p
+            versus = fmean(points["aligned"][name]) - fmean(test)
+            print(f"| {name} | {one} | {fmean(test):.2f} ± {stdev(test):.2f} | {versus:+.2f} | "
+                  f"{p:.3g} | {cpu[one]:.0f} | {counts} |", flush=True)  # fmt: skip
+    for one in (*MAIN[1:], *CONTROLS):
+        versus, p = pooled([(points["aligned"][name], x) for name, x in points[one].items()])
+        print(f"pooled, aligned minus {one}, {[*points[one]]}: {versus:+.2f} points, p {p:.5f}")
 
 
 if __name__ == "__main__":
