@@ -157,10 +157,10 @@ def test_arms_with_another_test_are_refused_and_other_settings_are_told(tmp_path
     for name, changes in (("other", {"dataset": "dtd"}), ("split", {"data_seed": 3})):
         with pytest.raises(UsageError, match="not comparable"):
             evaluate([first, finished(tmp_path / name, [70.0], **changes)])
-    unlike = finished(tmp_path / "unlike", [70.0], epochs=20, device="cuda", weights_sha256="c")
+    unlike = finished(tmp_path / "unlike", [70.0], amp=False, device="cuda", weights_sha256="c")
     aligned = finished(tmp_path / "aligned", [70.0], by="mfac", grid=[1e-4])
     found = evaluate([first, unlike, aligned])
-    assert found.arms[1].differs == {"epochs": "20, there 200", "weights_sha256": "c, there b"}
+    assert found.arms[1].differs == {"amp": "False, there True", "weights_sha256": "c, there b"}
     assert found.arms[2].differs == {}  # it has the grid that goes with its start
 
 
