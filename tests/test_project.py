@@ -26,7 +26,7 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 LINES, STATEMENTS, CODE, PARAMETERS = 350, 240, 50, 10  # of a module, of a function
 BINARY = (".npz", ".png", ".npy", ".mat", ".gz", ".pth", ".tar", ".safetensors")
 # What is reached; the aim is 2,800, 5,400 and 46,000. A change may lower them, never raise them
-FUNCTIONS_AN_ALTERNATION = 151
+FUNCTIONS_AN_ALTERNATION = 149
 IN_ALL = {"statements": 2900, "lines": 5600, "nodes": 46_000}
 
 
@@ -122,7 +122,7 @@ def test_one_alternation_passes_through_few_functions(weights: Path, tmp_path: P
 
 
 def test_the_suite_is_small() -> None:
-    assert sum(len(path.read_text().splitlines()) for path in ROOT.glob("tests/*.py")) <= 6400
+    assert sum(len(path.read_text().splitlines()) for path in ROOT.glob("tests/*.py")) <= 6225
 
 
 def test_every_module_is_packaged() -> None:
