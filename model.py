@@ -290,6 +290,6 @@ def plan(cfg: Config) -> Record:
         if there
         else "{1} MB to download from {0}".format(*OFFICIAL[cfg.backbone, cfg.pretext]),
         "the paper's memory, GB and GPUs": MEMORY.get(getattr(cfg, "hypergrad", "peft"), {}).get(
-            cfg.backbone
+            cfg.backbone if cfg.pretext == "mae" else ""  # it has none for I-JEPA
         ),
     }
