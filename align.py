@@ -14,14 +14,12 @@ from torch import Tensor
 import cg
 import mfac
 from bisslight import Diverged, Hypergradient, Phi, PretextTask, State, algorithm_1
-from commands import AlignConfig
-from config import Bilevel, Lower, Pretext, RunError, Upper, UsageError
+from commands import AlignConfig, RunError, UsageError
 from data import Pool, Task
 from evaluate import Score
-from lora import save_adapter
 from model import Model, own_names, pretext_batches
-from run import LOG, Record, Run, check_directory, read_json, typed
-from training import Group, Optimiser, Track, constant, decay_groups, schedule, trainable, untracked
+from run import LOG, Record, Run, Track, check_directory, read_json, typed, untracked
+from training import Group, Optimiser, constant, decay_groups, schedule, trainable
 
 EXACT_LIMIT = 5000  # entries of θ: its Hessian takes as many double passes, and 200 MB in float64
 SHARES = (2 / 3, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 7, 1 / 10)  # App. C.3 has the first three
@@ -138,21 +136,16 @@ def aligned(m: Model, out: Path, force: bool, track: Track, watched: bool = Fals
 
 def result_of(cfg: AlignConfig, m: Model, s: State, run: Run) -> Record:
     """Write θ_P (l.17) to adapter.safetensors; what the run ended with."""
-    usual = AlignConfig(backbone="vit_b16", dataset="dtd", pretext=cfg.pretext)
-    names = {name for group in (Lower, Upper, Bilevel, Pretext) for name in group.model_fields}
-    # d_lr may differ, since the paper searches for it, and hypergrad, since it names the arm
-    names -= {"d_lr", "d_lr_from", "hypergrad", "eval_every", "mfac_device"}
-    unlike = {name: x for name, x in cfg if name in names and x != getattr(usual, name)}
     how = cfg.hypergrad if cfg.upper_steps else "lower only"
-    about = m.adapter_about(stage="align", d_lr=cfg.d_lr, hypergrad=how, unlike_paper=unlike)
-    run.write("adapter.safetensors", save_adapter(s.theta_P, {}, about))  # l.17
+    about = {"d_lr": cfg.d_lr, "hypergrad": how, "unlike_paper": cfg.unlike_paper()}
+    run.write("adapter.safetensors", m.adapter(s.theta_P, {}, stage="align", **about))  # l.17
     last = run.records[-1]
     return {
         "out": str(run.path),
         "adapter": str(run.path / "adapter.safetensors"),
         "d_lr": cfg.d_lr,
         "unstable": {},
-        "pretext": about["pretext"],
+        "pretext": m.adapter_about()["pretext"],
         "metric": m.task.metric,
         **{key: (last[key] or [0.0])[-1] for key in ("distance", "q_over_g", "cosine")},
         **{key: last[key] for key in ("val_P", "val_D")},

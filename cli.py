@@ -4,49 +4,59 @@ The module of a command is imported when it is called, and flags are made only f
 is asked for, so `--help` and a wrong name are answered before torch is loaded.
 """
 
+import contextlib
+import io
+import json
+import logging
 import os
 import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from inspect import Parameter, Signature, get_annotations
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.markup import escape
-
-from screen import bars, forgiving, say
+from typer.core import TyperCommand
 
 RUN = "out config force dry_run json quiet"
-COMMANDS = {  # what it does, the function, the class of its settings, its options and arguments
+COMMANDS = {  # what it does; function, class of its settings, options and arguments; an example
     "align": ("Align a pretrained backbone with a downstream task: BiSSLight, Algorithm 1.",
-        "align:align", "commands:AlignConfig", f"{RUN} preset"),
+        "align:align", "commands:AlignConfig", f"{RUN} preset",
+        "--backbone vit_l16 --dataset cub200 --data-root DIR --out runs/cub"),
     "finetune": ("Fine-tune with LoRA, directly or from align runs: rates, seeds, one test.",
-        "finetune:finetune", "commands:FinetuneConfig", f"{RUN} preset"),
+        "finetune:finetune", "commands:FinetuneConfig", f"{RUN} preset",
+        "--from runs/cub --out runs/cub-peft"),
     "evaluate": ("Compare finished finetune runs: mean, deviation, exact p, the paper's figure.",
         "cli:evaluate", "",
-        "run against picture rollout similarity seed weights data_root device json"),
+        "run against picture rollout similarity seed weights data_root device json",
+        "runs/cub-peft --against runs/direct"),
     "demo": ("The whole story on drawn images, offline, in minutes on a CPU.",
-        "extras.demo:demo", "", "out data_seed jobs force json quiet"),
+        "extras.demo:demo", "", "out data_seed jobs force json quiet", "--out runs/demo"),
     "pretrain": ("Train a backbone from scratch with MAE or I-JEPA, without a checkpoint.",
-        "extras.pretrain:pretrain", "extras.pretrain:PretrainConfig", RUN),
+        "extras.pretrain:pretrain", "extras.pretrain:PretrainConfig", RUN,
+        "--backbone vit_mini --pool quilts"),
     "sweep": ("Accuracy against LoRA rank, λ, N_L, T or a rate: a comma list is what is swept.",
-        "extras.sweep:sweep", "extras.sweep:SweepConfig", RUN),
+        "extras.sweep:sweep", "extras.sweep:SweepConfig", RUN,
+        "--backbone vit_b16 --dataset dtd --rank 1,4,16,64"),
     "report": ("Write one HTML page about runs: accuracies, curves, settings, pictures.",
-        "extras.report:report", "", "runs out json"),
+        "extras.report:report", "", "runs out json", "runs/cub runs/cub-peft --out report.html"),
     "bench": ("Time and memory of an alternation: M-FAC, CG, no curvature.",
         "extras.bench:bench", "", "backbone rank p_batch d_batch lower_steps upper_steps "
-        "repeats seed device amp recompute micro_batch json quiet"),
+        "repeats seed device amp recompute micro_batch json quiet",
+        "--backbone vit_l16 --micro-batch 64"),
     "export": ("Write a run's adapter for HF peft, for timm and for the released program.",
-        "extras.export:export", "", "run out seed weights json"),
+        "extras.export:export", "", "run out seed weights json", "runs/cub-peft --out exported"),
     "data list": ("The paper's datasets: whether they are there, and the terms of their use.",
-        "benchmarks:list_all", "", "root json"),
+        "benchmarks:list_all", "", "root json", "--data-root DIR"),
     "data check": ("Open every image of a dataset or folder, count, list what is wrong.",
-        "benchmarks:check", "", "name root partial json"),
+        "benchmarks:check", "", "name root partial json", "cub200 --data-root DIR"),
     "data download": ("Fetch and unpack a dataset; its digests are verified.",
-        "benchmarks:download", "", "name root json"),
+        "benchmarks:download", "", "name root json", "cub200 --data-root DIR"),
 }  # fmt: skip
-Size = Literal["vit_mini", "vit_b16", "vit_l16", "vit_h14"]
-OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument, no flag), help
+OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument, no flag), help; of
+    # an option that is not here, those of the setting with its name
     "run": (Path, ..., "A finished run, or a directory of one arm's runs."),
     "runs": (list[Path], ..., "Runs, or directories that hold some."),
     "name": (str, ..., "A dataset by name, or folder:DIR."),
@@ -65,20 +75,10 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument,
     "weights": (Path | None, None, "Where the run's weights are now."),
     "data_root": (Path | None, None, "Where the benchmarks are now."),
     "root": (Path, os.environ.get("BISSLIGHT_DATA", "data"), "Where the benchmarks are."),
-    "device": (str | None, None, "auto, cpu, cuda or cuda:1."),
     "data_seed": (int, 0, "Seed of the drawn images."),
     "jobs": (int, 2, "Runs at a time."),
     "partial": (bool, False, "It is a subset; missing images are no problem."),
-    "backbone": (Size | None, None, "vit_b16, vit_l16, vit_h14; vit_mini takes a minute on a CPU."),
-    "rank": (int, 64, "r. [App. C.3]"),
-    "p_batch": (int, 256, "Images per lower step. [App. C.3]"),
-    "d_batch": (int, 64, "Images per upper step. [App. C.3]"),
-    "lower_steps": (int, 20, "N_L. [App. C.3]"),
-    "upper_steps": (int, 8, "N_U. [App. C.3]"),
     "repeats": (int, 3, "Timed alternations per method, after one that warms up."),
-    "amp": (bool | None, None, "bfloat16 autocast on CUDA."),
-    "recompute": (bool | None, None, "Activation checkpointing of the backbone."),
-    "micro_batch": (int | None, None, "Largest number of images that pass at once."),
 }
 NAMED = {"start": ["--from"], "root": ["--data-root"]}  # flags that are not --their-name
 LESS = "; out of memory: a --micro-batch that fits, and --recompute, need less and keep the result"
@@ -98,32 +98,41 @@ def keyword(name: str, kind: Any, default: Any, text: str, panel: str) -> Parame
     """A flag, or an argument, as a keyword of the function that Typer calls."""
     flags = NAMED.get(name, [f"--{name.replace('_', '-')}"] if kind is bool else [])
     panel = "What one sets first" if name in FIRST else panel
-    option = typer.Option(*flags, help=escape(text), metavar="", rich_help_panel=panel)
+    option = typer.Option(*flags, help=text, metavar="", rich_help_panel=panel)
     meant = Annotated[kind, typer.Argument(help=text) if default is ... else option]
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=meant)
 
 
+def setting(kind: Any, name: str, panel: str) -> Parameter:
+    """The flag of a setting; its text is for pydantic to read."""
+    field = kind.model_fields[name]
+    known = not field.is_required() and field.default is not None
+    text = field.description + f" (default: {field.default})" * known
+    return keyword(name, bool | None if field.annotation is bool else str | None, None, text, panel)
+
+
 def keywords(name: str) -> list[Parameter]:
-    """Flags of a command: of its settings, class by class, as text for pydantic; its options."""
-    _, _, settings, options = COMMANDS[name]
+    """Flags of a command: of its settings, class by class; and its options."""
+    _, _, settings, options, _ = COMMANDS[name]
     kind: Any = resolve_name(settings) if settings else object
     found: dict[str, Parameter | None] = dict.fromkeys(FIRST)
     for part in kind.__mro__:
         panel = (part.__doc__ or "").partition(":")[0]
         for key in get_annotations(part):
-            field = kind.model_fields.get(key)
-            if field and not found.get(key) and key != "swept":
-                known = not field.is_required() and field.default is not None
-                text = field.description + f" (default: {field.default})" * known
-                read = bool | None if field.annotation is bool else str | None
-                found[key] = keyword(key, read, None, text, panel)
-    found |= {key: keyword(key, *OPTIONS[key], "This run") for key in options.split()}
+            if key in getattr(kind, "model_fields", ()) and not found.get(key) and key != "swept":
+                found[key] = setting(kind, key, panel)
+    for key in options.split():
+        found[key] = (
+            keyword(key, *OPTIONS[key], "This run")
+            if key in OPTIONS
+            else setting(resolve_name("commands:AlignConfig"), key, "This run")
+        )
     return [made for made in found.values() if made]
 
 
 def execute(name: str, given: dict[str, Any]) -> int:
     """Run a command and print what it returns; the exit code."""
-    _, function, settings, options = COMMANDS[name]
+    _, function, settings, options, _ = COMMANDS[name]
     own = {option: given.pop(option) for option in options.split()}
     as_json, first = own.pop("json"), os.environ.get("RANK", "0") == "0"  # of torchrun's processes
     quiet = own.pop("quiet", False) or as_json or not first
@@ -145,8 +154,8 @@ def execute(name: str, given: dict[str, Any]) -> int:
             return 0
     with bars(quiet) as track:
         if "force" in own:  # a command that makes runs
-            resolve_name("training:stop").install()
-            resolve_name("training:start_processes")()
+            resolve_name("run:stop").install()
+            resolve_name("run:start_processes")()
             own["track"] = track
         result = resolve_name(function)(**own)
     if first:
@@ -165,7 +174,7 @@ def evaluate(
     if similarity:
         return resolve_name("extras.look:similarity")(runs, **given)
     if given:
-        raise resolve_name("config:UsageError")(
+        raise resolve_name("commands:UsageError")(
             "--seed, --weights, --data-root, --device: go with --rollout N or --similarity"
         )
     found = resolve_name("evaluate:evaluate")(runs)
@@ -182,22 +191,101 @@ def default_out(name: str, config: Any) -> Path:
     return Path("runs", "-".join([*filter(None, parts), f"s{config.seed}"]).replace(":", "-"))
 
 
+@contextlib.contextmanager
+def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
+    """Notes and progress on stderr: bars with ETA on a terminal, elsewhere one line per item.
+
+    Gives `track(items, total, label, done=0)`, which hands on the items. `quiet`: warnings alone.
+    """
+    from rich.console import Console  # rich takes a while to load, so --help does without
+    from rich.progress import BarColumn, Progress, TimeRemainingColumn
+
+    brief, log = resolve_name("run:brief"), logging.getLogger("bisslight")
+    log.setLevel(logging.WARNING if quiet else logging.INFO)
+    log.handlers = [logging.StreamHandler(sys.stderr)]
+    console = Console(stderr=True)
+    live = Progress(
+        "{task.description:>8}",
+        BarColumn(16),
+        "{task.completed}/{task.total}",
+        "ETA",
+        TimeRemainingColumn(),
+        "{task.fields[text]}",
+        console=console,
+        disable=quiet or not console.is_terminal,
+        speed_estimate_period=1e9,
+    )
+
+    def track(items: Iterator[Any], total: int, label: str, done: int = 0) -> Iterator[Any]:
+        bar = live.add_task(label, total=total, completed=done, text="")
+        for n, item in enumerate(items, done + 1):
+            live.update(bar, completed=n, text=brief(item)[: max(console.width - 52, 10)])
+            if live.disable and not quiet:
+                left = TimeRemainingColumn().render(live.tasks[-1])
+                print(f"{label} {n}/{total}  {brief(item)}  ETA {left}", file=sys.stderr)
+            yield item
+        live.remove_task(bar)
+
+    with live:
+        yield track
+
+
+def say(result: Any, as_json: bool) -> None:
+    """A result on stdout: JSON, or a line per value and a table for each list of dicts."""
+    from rich.console import Console
+    from rich.table import Table
+
+    readable, result = resolve_name("run:readable"), resolve_name("run:simple")(result)
+    if as_json:
+        print(json.dumps(result))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
+    for key, value in result.items() if isinstance(result, dict) else [("", result)]:
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            if key:
+                print(f"{key}:")
+            # a column of nothing, or of nothing but lists, is only in the JSON
+            names = dict.fromkeys(name for row in value for name in row if row[name] != {})
+            kept = [n for n in names if any(not isinstance(r.get(n), list | None) for r in value)]
+            table = Table(*kept, box=None, pad_edge=False)
+            for row in value:
+                table.add_row(*(readable(row.get(name)) for name in kept))
+            console.print(table)
+        elif value not in (None, {}):
+            print(f"{key}: {readable(value)}")
+
+
+class Sections(TyperCommand):
+    """Plain help with a section for each panel: Typer's own, drawn by rich, takes twice as long."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        panels = defaultdict[str, list[Any]](list)
+        for option in self.get_params(ctx):
+            other = "Arguments" if option.param_type_name == "argument" else "This run"
+            panel = getattr(option, "rich_help_panel", None) or other
+            panels[panel] += filter(None, [option.get_help_record(ctx)])
+        for panel, rows in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(rows)
+
+
 def build(arguments: list[str]) -> typer.Typer:
     """The program, with the flags of the command that is asked for."""
-    app, data = typer.Typer(add_completion=False), typer.Typer(help="The datasets.")
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    data = typer.Typer(help="The datasets.", rich_markup_mode=None)
 
     @app.callback(invoke_without_command=True)
-    def program(
-        version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-    ) -> None:
-        """BiSSLight aligns self-supervised backbones with a downstream task, before fine-tuning."""
-        if version:
-            print(f"bisslight {resolve_name('importlib.metadata:version')('bisslight')}")
+    def program() -> None:
+        """BiSSLight aligns self-supervised backbones with a downstream task, before fine-tuning.
+
+        `bisslight --version` prints the version.
+        """
 
     for name in COMMANDS:
-        group, _, last = name.rpartition(" ")
+        (group, _, last), (told, *_, example) = name.rpartition(" "), COMMANDS[name]
+        whole = f"{told}\n\nExample: bisslight {name} {example}"
 
-        @(data if group else app).command(last, help=COMMANDS[name][0])
+        @(data if group else app).command(last, cls=Sections, help=whole, short_help=told)
         def called(name: str = name, /, **given: Any) -> int:
             return execute(name, given)
 
@@ -205,6 +293,24 @@ def build(arguments: list[str]) -> typer.Typer:
         called.__signature__ = Signature(wanted)  # type: ignore[attr-defined]
     app.add_typer(data, name="data")
     return app
+
+
+class Forgiving(io.FileIO):
+    """A file whose reader may go away (`| head`): the rest is dropped, and the run goes on."""
+
+    def write(self, data: Any) -> int:
+        with contextlib.suppress(OSError):
+            return super().write(data)
+        return len(data)
+
+
+def forgiving(stream: Any) -> Any:
+    """A standard stream that raises nothing; a closed one, None, is /dev/null."""
+    file = Forgiving(stream.fileno() if stream else os.devnull, "w", closefd=not stream)
+    encoding = getattr(stream, "encoding", None)
+    return io.TextIOWrapper(
+        io.BufferedWriter(file), encoding, "backslashreplace", line_buffering=True
+    )
 
 
 def main() -> None:
@@ -215,6 +321,9 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """The exit code of one command line; an error is told in one line."""
+    if arguments == ["--version"]:
+        print("bisslight", resolve_name("importlib.metadata:version")("bisslight"))
+        return 0
     try:
         program = typer.main.get_command(build(arguments))
         return program(arguments or ["--help"], prog_name="bisslight", standalone_mode=False) or 0

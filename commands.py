@@ -2,13 +2,13 @@
 
 import json
 import os
-import tomllib
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
 
 from config import (
+    FOLDERS,
     Bilevel,
     Data,
     Lower,
@@ -18,9 +18,7 @@ from config import (
     Place,
     Pretext,
     Upper,
-    UsageError,
     absolute,
-    place_of,
 )
 
 Table = dict[str, Any]  # settings by name
@@ -40,6 +38,14 @@ RELEASED: Table = {  # where the authors' program is not the paper
     "cg_steps": "tensor",
     "optimizer": "sgd",  # of PEFT after an align run alone
 }
+
+
+class UsageError(Exception):
+    """A wrong input: one line naming the thing and the remedy. Exit code 2."""
+
+
+class RunError(Exception):
+    """A run that could not go on (a full disk, a damaged file): one line, exit code 1."""
 
 
 class Command(Machine):
@@ -114,6 +120,14 @@ class Command(Machine):
 class AlignConfig(Bilevel, Upper, Lower, Pretext, Data, Model, Command):
     """`align`: BiSSLight, Algorithm 1."""
 
+    def unlike_paper(self) -> Table:
+        """The method's settings that are not the paper's."""
+        usual = AlignConfig(backbone="vit_b16", dataset="dtd", pretext=self.pretext)
+        names = {name for group in (Lower, Upper, Bilevel, Pretext) for name in group.model_fields}
+        # d_lr may differ, since the paper searches for it, and hypergrad, since it names the arm
+        names -= {"d_lr", "d_lr_from", "hypergrad", "eval_every", "mfac_device"}
+        return {name: x for name, x in self if name in names and x != getattr(usual, name)}
+
 
 class FinetuneConfig(Peft, Data, Model, Command):
     """`finetune`: PEFT from the backbone, or from an align run, whose model and data it takes."""
@@ -134,19 +148,32 @@ def preset(name: str, kind: Any, aligned: bool = False) -> Table:
 def inherited(start: Path) -> Table:
     """Model, data and data root of an align run, or of the first in a directory of align runs."""
     files = [start / "config.json", *sorted(start.glob("*/config.json"))]
-    config = next((read_table(file) for file in files if file.is_file()), {})
-    taken = {*Data.model_fields, *Model.model_fields, "data_root"} if "lam" in config else set()
-    return {name: value for name, value in config.items() if name in taken}
+    found = next((read_table(file) for file in files if file.is_file()), {})
+    taken = {*Data.model_fields, *Model.model_fields, "data_root"} if "lam" in found else set()
+    return {name: value for name, value in found.items() if name in taken}
 
 
 def read_table(path: Path) -> Table:
     """The settings in a TOML or JSON file, a run's config.json too (UsageError)."""
+    import tomllib  # takes a while to load, and --help does without
+
     try:
         load = json.loads if path.suffix == ".json" else tomllib.loads
         found = dict(load(path.read_text()))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UsageError(f"{path}: cannot be read as settings ({error})") from error
     return {k.replace("-", "_"): value for k, value in found.items() if value is not None}
+
+
+def place_of(name: str, root: Path) -> Path | None:
+    """Where a dataset or pool lies; None for what is drawn or handed in (UsageError)."""
+    if name == "quilts" or name.partition(":")[0] == "own":
+        return None
+    path = root / FOLDERS[name] if name in FOLDERS else Path(name.removeprefix("folder:"))
+    if not path.is_dir():
+        fetch = f"; `bisslight data download {name}` fetches it, or --data-root says where it is"
+        raise UsageError(f"{name}: there is no folder {path}" + fetch * (name in FOLDERS))
+    return path
 
 
 def flag(name: str) -> str:
@@ -167,17 +194,25 @@ def settle(
     start = Path(str(given.get("start", "")))
     if "start" in given and not start.is_file() and not inherited(start):
         raise UsageError(f"--from {start}: is no align run, directory of align runs or LoRA file")
-    config = make(kind, given)
+    made = make(kind, given)
     for name in sorted({"dataset", "pool"} & kind.model_fields.keys()):
-        place_of(getattr(config, name), config.data_root)
-    layers = kind.layers(config.model_dump(exclude_unset=True)) if issubclass(kind, Command) else {}
+        place_of(getattr(made, name), made.data_root)
+    layers = kind.layers(made.model_dump(exclude_unset=True)) if issubclass(kind, Command) else {}
     paper = dict(kind.model_construct()) | layers.get("default", {}) | layers.get("ijepa", {})
     layers |= {f"preset {base}": released, f"{file}": table, "flag": flags}
     sources = {name: source for source, layer in layers.items() for name in layer}
-    own = {*Machine.model_fields, "backbone", "dataset", "pool", "start", "pretext", "weights"}
-    return config, [
+    own = {
+        *Machine.model_fields,
+        "backbone",
+        "dataset",
+        "pool",
+        "start",
+        "pretext",
+        "weights",
+    }
+    return made, [
         {"setting": name, "value": value, "set by": sources.get(name, ""), "paper": paper.get(name)}
-        for name, value in config
+        for name, value in made
         if every or (value != paper.get(name) and name not in own)
     ]
 

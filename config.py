@@ -16,14 +16,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_va
 from pydantic.types import NonNegativeFloat, PositiveFloat
 
 
-class UsageError(Exception):
-    """A wrong input: one line naming the thing and the remedy. Exit code 2."""
-
-
-class RunError(Exception):
-    """A run that could not go on (a full disk, a damaged file): one line, exit code 1."""
-
-
 def nearest(word: str, known: Collection[str]) -> str:
     """'did you mean X?', or the list of what there is."""
     close = difflib.get_close_matches(word, known, 1)
@@ -85,17 +77,6 @@ def known(*names: str) -> AfterValidator:
 def pool_name(name: str) -> str:
     named = name in ("imagenet", "quilts") or name.partition(":")[0] == "own"
     return name if named else str(absolute(name.removeprefix("folder:")))
-
-
-def place_of(name: str, root: Path) -> Path | None:
-    """Where a dataset or pool lies; None for what is drawn or handed in (UsageError)."""
-    if name == "quilts" or name.partition(":")[0] == "own":
-        return None
-    path = root / FOLDERS[name] if name in FOLDERS else Path(name.removeprefix("folder:"))
-    if not path.is_dir():
-        fetch = f"; `bisslight data download {name}` fetches it, or --data-root says where it is"
-        raise UsageError(f"{name}: there is no folder {path}" + fetch * (name in FOLDERS))
-    return path
 
 
 def ordered(pair: tuple[float, float]) -> tuple[float, float]:

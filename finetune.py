@@ -7,21 +7,28 @@ Each learning rate is tried with one seed; the best one on validation is run wit
 each seed is tested once. One rate with one seed is a run directory of its own, OUT/lr0.001-s0.
 """
 
-from collections.abc import Callable
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from bisslight import Diverged
-from commands import FinetuneConfig
-from config import UsageError
+from commands import FinetuneConfig, RunError, UsageError
 from data import Task
-from lora import load_adapter, save_adapter
+from lora import load_adapter, load_theta
 from model import Model, own_names
-from run import LOG, Record, Run, check_directory, checking, jobs, sha256, typed
-from training import Group, Optimiser, Track, schedule, trainable, untracked
-from weights import load_theta
+from run import LOG, Record, Run, Track, check_directory, checking, sha256, stop, typed, untracked
+from training import Group, Optimiser, schedule, trainable
+
+R = TypeVar("R")
 
 
 class FinetuneResult(NamedTuple):
@@ -248,7 +255,38 @@ def peft(
                 run.checkpoint(f"epoch {record['step']} of {cfg.epochs}, {label}")
         except Diverged as error:
             return run.finish(result | {"val": None, "diverged": str(error)})
-        about = m.adapter_about(stage="finetune", lr=lr, seed=cfg.seed, classes=m.task.classes)
-        run.write("adapter.safetensors", save_adapter(best.pop("theta"), best, about))
+        about = {"stage": "finetune", "lr": lr, "seed": cfg.seed, "classes": m.task.classes}
+        run.write("adapter.safetensors", m.adapter(best.pop("theta"), best, **about))
         found = best_epoch(run.records)
         return run.finish(result | {"val": found["val"], "epoch": found["step"]})
+
+
+def jobs(fn: Callable[[Any], R], units: Sequence[Any], count: int) -> Iterator[R]:
+    """`fn` of each unit, in order, in `count` processes that end with this one; pickles `fn`."""
+    given = stop.flag, max(1, (os.cpu_count() or 1) // count)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, spawn, start_worker, given) as pool:
+        try:
+            yield from pool.map(fn, units)
+        except BrokenProcessPool as error:
+            raise RunError(
+                "a worker process died, perhaps for want of memory; lower --jobs and give the same "
+                "command again"
+            ) from error
+        finally:  # where one run failed, the others save and stop
+            asked, stop.flag.value = stop.flag.value, stop.flag.value or signal.SIGTERM
+            pool.shutdown()
+            stop.flag.value = asked
+
+
+def start_worker(flag: Any, threads: int) -> None:
+    """Set up a process of `jobs`: it hears of a stop by the flag, and ends if its parent has."""
+    stop.install()
+    stop.flag = flag
+    torch.set_num_threads(threads)
+    threading.Thread(target=end_with, args=[multiprocessing.parent_process()], daemon=True).start()
+
+
+def end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)

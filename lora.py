@@ -12,6 +12,10 @@ s = alpha / r; the key matrix stays as it is.
 
 import json
 import math
+import warnings
+import zipfile
+from argparse import Namespace
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -90,10 +94,11 @@ def block_forward(
     block: Any, x: Tensor, row: Tensor | None, scale: float, drop: Tensor | None = None
 ) -> Tensor:
     """A timm Block on x (B, n, dim) with a row (p,) of θ; drop (B, 2): for attention and MLP."""
-    attn_keep, mlp_keep = (1.0, 1.0) if drop is None else drop[..., None, None].unbind(1)
     out = F.scaled_dot_product_attention(*qkv(block.attn, block.norm1(x), row, scale))
-    x = x + block.ls1(block.attn.proj(block.attn.norm(out.transpose(1, 2).flatten(2)))) * attn_keep
-    return x + block.ls2(block.mlp(block.norm2(x))) * mlp_keep  # type: ignore[no-any-return]
+    out = block.ls1(block.attn.proj(block.attn.norm(out.transpose(1, 2).flatten(2))))
+    x = x + (out if drop is None else out * drop[:, :1, None])
+    out = block.ls2(block.mlp(block.norm2(x)))
+    return x + (out if drop is None else out * drop[:, 1:, None])  # type: ignore[no-any-return]
 
 
 def qkv(attn: Any, x: Tensor, row: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -279,3 +284,39 @@ def load_adapter(path: Path) -> tuple[Tensor, Phi, dict[str, Any]]:
     if about.pop("format", None) != FORMAT or theta.ndim != 2:
         raise ValueError(f"not an adapter: it is not of format {FORMAT} with a matrix theta")
     return theta, {name.removeprefix("head."): tensor for name, tensor in tensors.items()}, about
+
+
+RELEASED = "base_model.model.blocks.{}.attn.qkv.{}.lora_{}.default.weight"  # block, q or v, A or B
+
+
+def load_theta(start: Path, dim: int) -> tuple[Tensor, dict[str, Any]]:
+    """θ, and what its file says of itself; {} if it is a released file (OSError, ValueError)."""
+    if start.suffix == ".safetensors":
+        theta, _, about = load_adapter(start)
+        return theta, about
+    return from_released(read_tensors(start), dim), {}
+
+
+def from_released(state: Any, dim: int) -> Tensor:
+    """θ from the released program's LoRA file; ValueError where it is another layout."""
+    with suppress(LookupError, TypeError, RuntimeError, AttributeError):
+        K, parts = len(state) // 4, ("qA", "qB", "vA", "vB")
+        found = [state[RELEASED.format(k, *x)].float() for k in range(K) for x in parts]
+        A, BT = torch.stack(found[::2]), torch.stack(found[1::2]).mT  # (2 K, r, dim) each
+        if len(state) == 4 * K and A.shape[2] == dim:
+            return torch.stack([A, BT], 1).view(K, -1)
+    raise ValueError(f"is not a LoRA file on q and v of width {dim} in the released layout")
+
+
+def read_tensors(path: Path) -> Any:
+    """What torch.load finds in a file, without running code (ValueError where it cannot)."""
+    try:
+        zipped = zipfile.is_zipfile(path)
+        with warnings.catch_warnings(), torch.serialization.safe_globals([Namespace]):
+            warnings.simplefilter("ignore")  # of old formats; official files hold a Namespace
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except Exception as error:  # torch raises anything from EOFError to UnpicklingError
+        raise ValueError(
+            f"{path.name} cannot be read as a checkpoint "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:100]})"
+        ) from error

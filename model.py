@@ -21,13 +21,19 @@ import benchmarks
 import data
 import lora
 from bisslight import Loss, Phi, PretextTask, numbers, value_and_grad
-from commands import AlignConfig, FinetuneConfig
-from config import BACKBONES, UsageError
-from evaluate import Score, score
-from paper import MEMORY
-from run import Record, checking, sha256
-from training import Optimiser, gather, pick_device, share, trainable, world_size
-from weights import OFFICIAL, build_head, initialise, load_backbone, pretext_task, weights_of
+from commands import AlignConfig, FinetuneConfig, UsageError
+from evaluate import MEMORY, Score, score
+from run import Record, checking, gather, sha256, share, world_size
+from training import Optimiser, trainable
+from weights import (
+    OFFICIAL,
+    arch_of,
+    build_head,
+    initialise,
+    load_backbone,
+    pretext_task,
+    weights_of,
+)
 
 SCORED = 256  # images that are looked at together in validation and test
 Config = AlignConfig | FinetuneConfig
@@ -46,7 +52,6 @@ class Model:
         self.amp = cfg.amp and self.device.type == "cuda"
         backbone, self.pretext_head, self.arch = load_backbone(cfg)
         self.backbone, self.digest = backbone.to(self.device), sha256(weights_of(cfg))
-        self.backbone.recompute = cfg.recompute
         size = self.arch.image_size
         if "quilts" in (cfg.dataset, getattr(cfg, "pool", None)) and size != 16:
             raise UsageError(f"quilts have 16 px, the backbone wants {size}; use other images")
@@ -161,7 +166,7 @@ class Model:
             found |= {"pretext_sha256": sha256(file)} if file.suffix == ".py" else {}
         return found
 
-    def adapter_about(self, **more: Any) -> Record:
+    def adapter_about(self) -> Record:
         """What an adapter file says of itself."""
         return {
             **self.cfg.model_dump(include={"backbone", "rank", "alpha", "dataset", "data_seed"}),
@@ -170,8 +175,11 @@ class Model:
             "data_sha256": self.task.fingerprint(),
             "pretext": self.cfg.pretext.rpartition(":")[2].lower(),  # of one's own: the class
             "weights_sha256": self.digest,
-            **more,
         }
+
+    def adapter(self, theta: Tensor, phi_D: Phi, **more: Any) -> bytes:
+        """The bytes of an adapter file, which says `more` than `adapter_about`."""
+        return lora.save_adapter(theta, phi_D, self.adapter_about() | more)
 
 
 def pretext_batches(
@@ -242,8 +250,17 @@ def own_names(task: data.Task | None, pool: data.Pool | None = None) -> dict[str
 
 def device_of(cfg: Any) -> torch.device:
     """The device of these settings (UsageError where it is not there)."""
-    with checking(f"--device {cfg.device}"):
-        device = pick_device(cfg.device)
+    name = cfg.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun's processes have one each
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
+    try:
+        device = torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(
+            f"--device {cfg.device}: there is no such device here; give auto, cpu, cuda or cuda:1"
+        ) from error
     # its tensors are so small that several threads would only wait for each other
     if cfg.backbone == "vit_mini" and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
@@ -268,7 +285,7 @@ def plan(cfg: Config) -> Record:
     device, there = device_of(cfg), weights_of(cfg).exists()
     task: data.Task = named(cfg, "dataset")
     pool: Any = named(cfg, "pool") if isinstance(cfg, AlignConfig) else None
-    arch = Model(cfg, task, pool).arch if there else BACKBONES[cfg.backbone]
+    arch = Model(cfg, task, pool).arch if there else arch_of({}, cfg)
     sizes = task.sizes()
     if isinstance(cfg, AlignConfig):
         sizes["pool"] = len(pool.images)

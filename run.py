@@ -1,4 +1,4 @@
-"""Run directories, and how a run is stopped and goes on; nothing of the method is here.
+"""Run directories, how a run is stopped and goes on, and processes that share its batches.
 
 A run directory holds config.json (the settings), env.json (command, versions, machine, digests of
 the data), metrics.jsonl (a line per alternation or epoch), checkpoint.pt while the run is not
@@ -15,22 +15,21 @@ import platform
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from ctypes import c_int
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from filelock import FileLock
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from config import RunError, Settings, UsageError
-from training import Optimiser, Stopped, barrier, rank, stop, world_size
+from commands import RunError, UsageError
 
 LOG = logging.getLogger("bisslight")
 R = TypeVar("R")
@@ -79,35 +78,79 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def jobs(fn: Callable[[Any], R], units: Sequence[Any], count: int) -> Iterator[R]:
-    """`fn` of each unit, in order, in `count` processes that end with this one; pickles `fn`."""
-    given = stop.flag, max(1, (os.cpu_count() or 1) // count)
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(count, spawn, start_worker, given) as pool:
-        try:
-            yield from pool.map(fn, units)
-        except BrokenProcessPool as error:
-            raise RunError(
-                "a worker process died, perhaps for want of memory; lower --jobs and give the same "
-                "command again"
-            ) from error
-        finally:  # where one run failed, the others save and stop
-            asked, stop.flag.value = stop.flag.value, stop.flag.value or signal.SIGTERM
-            pool.shutdown()
-            stop.flag.value = asked
+def start_processes() -> None:
+    """Join the processes that torchrun has started; nothing to do without it."""
+    if os.environ.get("WORLD_SIZE", "1") != "1" and world_size() == 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
 
 
-def start_worker(flag: Any, threads: int) -> None:
-    """Set up a process of `jobs`: it hears of a stop by the flag, and ends if its parent has."""
-    stop.install()
-    stop.flag = flag
-    torch.set_num_threads(threads)
-    threading.Thread(target=end_with, args=[multiprocessing.parent_process()], daemon=True).start()
+def world_size() -> int:
+    """How many processes share each batch."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def end_with(parent: Any) -> None:
-    parent.join()
-    os._exit(1)
+def rank() -> int:
+    """Which of them this one is; process 0 writes the files."""
+    return dist.get_rank() if world_size() > 1 else 0
+
+
+def share(n: int) -> slice:
+    """This process's part of n images: contiguous, in order of ranks, sizes differ by at most 1."""
+    return slice(n * rank() // world_size(), n * (rank() + 1) // world_size())
+
+
+def gather(rows: Tensor) -> Tensor:
+    """Rows of all processes in the order of ranks, on the CPU; numbers of rows may differ."""
+    found: list[Any] = [rows.cpu()] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(found, rows.cpu())
+    return torch.cat(found)
+
+
+def barrier() -> None:
+    """Wait until all processes are here."""
+    if world_size() > 1:
+        dist.barrier()
+
+
+class Stopped(BaseException):
+    """A stop that was asked for, all saved: (signal, message). `except Exception` lets it pass."""
+
+
+class Stop:
+    """A signal asks the runs to end after an alternation or epoch; a second one ends at once."""
+
+    heard = 0.0
+    flag: Any = c_int(0)  # the signal that was heard
+
+    def install(self) -> None:
+        """Take over this program's signals: Ctrl-C, kill, a closed terminal, Slurm's warning."""
+        self.flag = multiprocessing.RawValue("i", 0)  # the processes of `finetune.jobs` see it, too
+        for number in signal.Signals:
+            if number.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):  # Windows has two
+                signal.signal(number, self.hear)
+
+    def hear(self, number: int, frame: Any = None) -> None:
+        if self.flag.value and time.monotonic() - self.heard > 1:  # torchrun repeats a Ctrl-C
+            with suppress(OSError):  # no terminal any more; \x1b: a progress bar hides its cursor
+                os.write(2, b"\x1b[?25h\nstopped\n" if os.isatty(2) else b"stopped\n")
+            os._exit(128 + number)
+        self.flag.value, self.heard = number, time.monotonic()
+
+    def agreed(self) -> int:
+        """The signal to stop, 0 for none; the same in all processes."""
+        return int(gather(torch.tensor([self.flag.value])).max())
+
+
+stop = Stop()
+
+
+Track = Callable[..., Iterator[Any]]  # (items, total, label, done=0) -> items, showing how far
+
+
+def untracked(items: Iterator[Any], total: int, label: str, done: int = 0) -> Iterator[Any]:
+    """Shows nothing. `items` are number `done` + 1 to `total` of what `label` names."""
+    return items
 
 
 LOCK, TORN = ".lock", ".*.tmp"  # TORN: of a process that was killed while it wrote
@@ -127,12 +170,12 @@ class Run(AbstractContextManager["Run"]):
     """
 
     def __init__(
-        self, path: Path, command: str, config: Settings, force: bool = False, **about: Any
+        self, path: Path, command: str, config: Any, force: bool = False, **about: Any
     ) -> None:
         self.path, self.config, self.lock = path, config, FileLock(path / LOCK)
         self.records: list[Record] = []  # the lines of metrics.jsonl
         self.began, self.saved = (time.process_time(), time.monotonic()), time.monotonic()
-        self.kept: tuple[list[Tensor], list[Optimiser]] = [], []
+        self.kept: tuple[list[Tensor], list[Any]] = [], []
         result = path / "result.json"
         check_directory(path, command, config, force, **about)
         barrier()  # no process writes before all have looked
@@ -173,7 +216,7 @@ class Run(AbstractContextManager["Run"]):
     def __exit__(self, *_: object) -> None:
         self.lock.release()
 
-    def keep(self, tensors: list[Tensor], optimisers: list[Optimiser]) -> None:
+    def keep(self, tensors: list[Tensor], optimisers: list[Any]) -> None:
         """Name what checkpoints hold. Where there is a checkpoint, all of it is restored."""
         self.kept = tensors, optimisers
         path = self.path / "checkpoint.pt"
@@ -228,13 +271,50 @@ class Run(AbstractContextManager["Run"]):
         return {"cpu_seconds": time.process_time() - cpu, "seconds": time.monotonic() - wall}
 
 
+def simple(result: Any) -> Any:
+    """Named tuples as dicts, paths as text: what JSON and the printer know."""
+    result = result._asdict() if hasattr(result, "_asdict") else result
+    if isinstance(result, dict):
+        return {str(key): simple(value) for key, value in result.items()}
+    if isinstance(result, list | tuple):
+        return [simple(value) for value in result]
+    return str(result) if isinstance(result, Path) else result
+
+
+def brief(item: Any) -> str:
+    """An item in a few words: of a record the rate or mean loss, and the validation; else its text.
+
+    >>> brief({"loss_P": [1.0, 3.0], "val_P": {"accuracy": 50.0}})
+    'loss 2.0000  val 50.0 %'
+    """
+    if not isinstance(item, dict):
+        return str(item)
+    loss, score = item.get("loss_P", item.get("loss")), item.get("val_P", item.get("val"))
+    mean = sum(loss) / len(loss) if isinstance(loss, list) else loss
+    text = f"lr {item.get('lr')}" if mean is None else f"loss {mean:.4f}"
+    return f"{text}  val {score['accuracy']:.1f} %" if score else text
+
+
+def readable(value: Any) -> str:
+    """A value as people write it.
+
+    >>> readable({"networks": 0.65471, "rates": (0.1, 3), "paper": None})
+    'networks 0.6547, rates 0.1, 3'
+    """
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {readable(v)}" for k, v in value.items() if v is not None)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(readable, value)) or "none"
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def typed(kind: type[R], found: Record) -> R:
     """A result.json as the NamedTuple that a command returns; other keys are left out."""
     return TypeAdapter(kind).validate_python({name: found[name] for name in kind.__annotations__})
 
 
 def check_directory(
-    path: Path, command: str, config: Settings, force: bool = False, **about: Any
+    path: Path, command: str, config: Any, force: bool = False, **about: Any
 ) -> bool:
     """Whether the run in `path` is continued; refuses (UsageError) what must not be touched."""
     again = "choose another --out"

@@ -1,23 +1,10 @@
-"""What every training loop here uses; it imports nothing else of this program.
-
-schedule     warm-up, then half a cosine (App. C.2, C.3; MAE's and I-JEPA's too)
-Optimiser    AdamW or SGD with a schedule and clipping: opt_P and opt_D of Algorithm 1
-processes    those that torchrun starts share every batch; `bisslight` sums their gradients
-`stop`       after Ctrl-C or a similar signal: finish the alternation or epoch, save, leave
-"""
+"""Optimisers: AdamW or SGD with clipping, a warm-up and half a cosine (App. C.2, C.3)."""
 
 import math
-import multiprocessing
-import os
-import signal
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from ctypes import c_int
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 Rate = Callable[[float, float], float]  # (step, base rate) -> rate
@@ -128,90 +115,3 @@ def trainable(
         name: tensor.detach().contiguous().to(device, copy=True).requires_grad_()
         for name, tensor in tensors.items()
     }
-
-
-def pick_device(name: str) -> torch.device:
-    """auto, cpu, cuda or cuda:1 -> a device that is there (ValueError otherwise)."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun's processes have one each
-        name = f"cuda:{os.environ['LOCAL_RANK']}"
-    try:
-        return torch.zeros(1, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError("there is no such device here; give auto, cpu, cuda or cuda:1") from error
-
-
-def start_processes() -> None:
-    """Join the processes that torchrun has started; nothing to do without it."""
-    if os.environ.get("WORLD_SIZE", "1") != "1" and world_size() == 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-
-
-def world_size() -> int:
-    """How many processes share each batch."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def rank() -> int:
-    """Which of them this one is; process 0 writes the files."""
-    return dist.get_rank() if world_size() > 1 else 0
-
-
-def share(n: int) -> slice:
-    """This process's part of n images: contiguous, in order of ranks, sizes differ by at most 1."""
-    return slice(n * rank() // world_size(), n * (rank() + 1) // world_size())
-
-
-def gather(rows: Tensor) -> Tensor:
-    """Rows of all processes in the order of ranks, on the CPU; numbers of rows may differ."""
-    found: list[Any] = [rows.cpu()] * world_size()
-    if world_size() > 1:
-        dist.all_gather_object(found, rows.cpu())
-    return torch.cat(found)
-
-
-def barrier() -> None:
-    """Wait until all processes are here."""
-    if world_size() > 1:
-        dist.barrier()
-
-
-class Stopped(BaseException):
-    """A stop that was asked for, all saved: (signal, message). `except Exception` lets it pass."""
-
-
-class Stop:
-    """A signal asks the runs to end after an alternation or epoch; a second one ends at once."""
-
-    heard = 0.0
-    flag: Any = c_int(0)  # the signal that was heard
-
-    def install(self) -> None:
-        """Take over this program's signals: Ctrl-C, kill, a closed terminal, Slurm's warning."""
-        self.flag = multiprocessing.RawValue("i", 0)  # the processes of `run.jobs` see it, too
-        for number in signal.Signals:
-            if number.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):  # Windows has two
-                signal.signal(number, self.hear)
-
-    def hear(self, number: int, frame: Any = None) -> None:
-        if self.flag.value and time.monotonic() - self.heard > 1:  # torchrun repeats a Ctrl-C
-            with suppress(OSError):  # no terminal any more; \x1b: a progress bar hides its cursor
-                os.write(2, b"\x1b[?25h\nstopped\n" if os.isatty(2) else b"stopped\n")
-            os._exit(128 + number)
-        self.flag.value, self.heard = number, time.monotonic()
-
-    def agreed(self) -> int:
-        """The signal to stop, 0 for none; the same in all processes."""
-        return int(gather(torch.tensor([self.flag.value])).max())
-
-
-stop = Stop()
-
-
-Track = Callable[..., Iterator[Any]]  # (items, total, label, done=0) -> items, showing how far
-
-
-def untracked(items: Iterator[Any], total: int, label: str, done: int = 0) -> Iterator[Any]:
-    """Shows nothing. `items` are number `done` + 1 to `total` of what `label` names."""
-    return items

@@ -1,18 +1,9 @@
-"""Checkpoints: where they are, what they hold, and the network of f_θ made of them (App. C.1).
-
-load_backbone  an MAE or I-JEPA checkpoint, official or of `pretrain`
-initialise     new networks, as MAE's and I-JEPA's authors start them
-load_theta     θ from an adapter file, or from a LoRA file of the released program
-"""
+"""Checkpoints: where they are, what they hold, and the networks made of them (App. C.1)."""
 
 import json
 import math
 import sys
-import warnings
-import zipfile
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +14,9 @@ from torch import Tensor, nn
 
 import ijepa
 import mae
-from config import BACKBONES, Arch, Model, Shape, UsageError
-from lora import Backbone, load_adapter
+from commands import UsageError
+from config import BACKBONES, Arch, Model, Shape
+from lora import Backbone, read_tensors
 
 MAE_FILES = "https://dl.fbaipublicfiles.com/mae/pretrain/mae_pretrain_vit_{}_full.pth"
 OFFICIAL = {  # (URL, size in MB) of the files that hold the pretext head, too
@@ -80,26 +72,12 @@ def load_backbone(cfg: Model) -> tuple[Backbone, Any, Arch]:
             encoder, found = mae.split_state(dict(data.get("model", data)))
         arch = arch_of(data, cfg)
         with torch.device("meta"):
-            vit, head = build_vit(arch), build_head(arch, cfg.pretext)
+            backbone, head = build(arch, cfg, cfg.alpha / cfg.rank)
         assign(head, found)
-        assign(vit, encoder)
+        assign(backbone.vit, encoder)
     except (ValueError, TypeError, OSError) as error:
         raise UsageError(f"--weights {path}: {error}") from error
-    return Backbone(vit, cfg.alpha / cfg.rank).requires_grad_(False), head, arch
-
-
-def read_tensors(path: Path) -> Any:
-    """What torch.load finds in a file, without running code (ValueError where it cannot)."""
-    try:
-        zipped = zipfile.is_zipfile(path)
-        with warnings.catch_warnings(), torch.serialization.safe_globals([Namespace]):
-            warnings.simplefilter("ignore")  # of old formats; official files hold a Namespace
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-    except Exception as error:  # torch raises anything from EOFError to UnpicklingError
-        raise ValueError(
-            f"{path.name} cannot be read as a checkpoint "
-            f"({type(error).__name__}: {' '.join(str(error).split())[:100]})"
-        ) from error
+    return backbone.requires_grad_(False), head, arch
 
 
 def assign(network: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -162,6 +140,11 @@ def build_head(arch: Arch, pretext: str) -> nn.Module:
     return mae.Decoder(arch.dim, side**2, arch.patch_size, *size, arch.mlp_ratio)
 
 
+def build(arch: Arch, cfg: Any, scale: float = 1.0) -> tuple[Backbone, Any]:
+    """An untrained f_ψ and h^P of these sizes (ValueError)."""
+    return Backbone(build_vit(arch), scale, cfg.recompute), build_head(arch, cfg.pretext)
+
+
 @torch.no_grad()
 def initialise(networks: Sequence[nn.Module], pretext: str, rng: torch.Generator) -> None:
     """Start new networks in place as the task's authors do, with the fixed table of positions."""
@@ -188,25 +171,3 @@ def sincos(dim: int, side: int) -> Tensor:
     table = torch.cat([angle.sin(), angle.cos()], 1)  # (side, dim / 2), of columns and of rows
     patches = torch.cat([table.repeat(side, 1), table.repeat_interleave(side, 0)], 1)
     return F.pad(patches, (0, 0, 1, 0)).float()[None]
-
-
-RELEASED = "base_model.model.blocks.{}.attn.qkv.{}.lora_{}.default.weight"  # block, q or v, A or B
-
-
-def load_theta(start: Path, dim: int) -> tuple[Tensor, dict[str, Any]]:
-    """θ, and what its file says of itself; {} if it is a released file (OSError, ValueError)."""
-    if start.suffix == ".safetensors":
-        theta, _, about = load_adapter(start)
-        return theta, about
-    return from_released(read_tensors(start), dim), {}
-
-
-def from_released(state: Any, dim: int) -> Tensor:
-    """θ from the released program's LoRA file; ValueError where it is another layout."""
-    with suppress(LookupError, TypeError, RuntimeError, AttributeError):
-        K, parts = len(state) // 4, ("qA", "qB", "vA", "vB")
-        found = [state[RELEASED.format(k, *x)].float() for k in range(K) for x in parts]
-        A, BT = torch.stack(found[::2]), torch.stack(found[1::2]).mT  # (2 K, r, dim) each
-        if len(state) == 4 * K and A.shape[2] == dim:
-            return torch.stack([A, BT], 1).view(K, -1)
-    raise ValueError(f"is not a LoRA file on q and v of width {dim} in the released layout")

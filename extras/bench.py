@@ -15,13 +15,12 @@ import torch
 
 from align import begin, hypergradient
 from bisslight import algorithm_1
-from commands import AlignConfig, make
-from config import BACKBONES, UsageError
-from lora import Backbone, DownstreamLoss, Examples, init_head, init_theta
+from commands import AlignConfig, UsageError, make
+from evaluate import MEMORY
+from lora import DownstreamLoss, Examples, init_head, init_theta
 from model import device_of
-from paper import MEMORY
 from run import LOG, Record
-from weights import build_head, build_vit, pretext_task
+from weights import arch_of, build, pretext_task
 
 METHODS = ("mfac", "cg", "identity")
 CLASSES = 200  # CUB-200's, which the paper timed
@@ -68,10 +67,10 @@ def alternation(cfg: AlignConfig) -> Record:
 
 def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Any]:
     """Algorithm 1 on a random network and random images; yields a Log per alternation."""
-    arch, g = BACKBONES[cfg.backbone], torch.Generator().manual_seed(cfg.seed)
+    arch, g = arch_of({}, cfg), torch.Generator().manual_seed(cfg.seed)
     with device:
-        vit, decoder = build_vit(arch), build_head(arch, "mae")
-    network = Backbone(vit, recompute=cfg.recompute).requires_grad_(False)
+        network, decoder = build(arch, cfg)
+    network.requires_grad_(False)
     theta = init_theta(arch.depth, cfg.rank, arch.dim, g).to(device)
     task: Any = pretext_task(cfg, network, decoder, 0, theta)
     head = init_head(arch.dim, CLASSES, g)

@@ -15,17 +15,14 @@ from torchvision.utils import make_grid
 
 import mae
 from align import align
-from benchmarks import quilts
 from commands import AlignConfig, FinetuneConfig
-from data import rng
 from evaluate import Row, evaluate
 from extras.pretrain import PretrainConfig, pretrain
 from extras.report import plot_arms, pyplot, save
 from finetune import finetune
-from run import LOG
-from run import jobs as run_jobs
-from training import Track, untracked
-from weights import load_backbone
+from finetune import jobs as run_jobs
+from model import Model, pretext_batches
+from run import LOG, Track, untracked
 
 ALIGNED, DIRECT = 8, 24  # seeds; direct ones are cheap, since they need no align run
 PRETRAIN: dict[str, Any] = {"base_lr": 8e-3, "beta2": 0.999, "mask_ratio": 0.3}
@@ -92,13 +89,12 @@ def power(arms: list[Row]) -> str:
 @torch.no_grad()
 def draw(cfg: AlignConfig, arms: list[Row], path: Path) -> None:
     """What a class is, what pretraining learned to fill in, and how good both arms are."""
-    backbone, decoder, _ = load_backbone(cfg)
-    pool, task = quilts(cfg.data_seed)
-    shift, scale = (torch.tensor(x).view(3, 1, 1) for x in (task.mean, task.std))
-    true, fill = torch.as_tensor(pool.images)[:4], mae.MAE(backbone, decoder, cfg.mask_ratio)
-    batch = fill.prepare((true - shift) / scale, *fill.draw(4, rng(0, "picture")))
+    m = Model(cfg)
+    shift, scale = (torch.tensor(x).view(3, 1, 1) for x in (m.pool.mean, m.pool.std))
+    fill: Any = m.pretext_task(m.theta())
+    batch = next(pretext_batches(cfg, m.pool, fill, m.arch.image_size, 4, range(1)))
     filled = torch.stack([batch.images, *mae.reconstruct(fill, None, fill.phi, batch)], 1)
-    by_class = [torch.as_tensor(task.test.images)[task.test.targets == k] for k in range(8)]
+    by_class = [torch.as_tensor(m.task.test.images)[m.task.test.targets == k] for k in range(8)]
     classes = torch.cat([torch.cat([layout(some), some[:3]]) for some in by_class])
     figure, axes = pyplot().subplots(1, 3, figsize=(11, 4), width_ratios=(4.2, 1.7, 1.6))
     show(axes[0], classes, 8, "Eight classes: each is a layout (blue), shown with any two motifs")

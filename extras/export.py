@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from commands import FinetuneConfig
-from config import Arch, Model, UsageError
+from commands import FinetuneConfig, UsageError
+from config import Arch, Model
 from data import IMAGENET
 from extras.look import adapter_of
-from lora import Backbone, Phi, factors, load_adapter, merge
+from lora import RELEASED, Backbone, Phi, factors, load_adapter, merge
 from run import checking, read_json, sha256, write_atomic
-from weights import RELEASED, load_backbone, vit_args, weights_of
+from weights import load_backbone, vit_args, weights_of
 
 MADE = "LoRA on q and v of every layer of a frozen Vision Transformer, made with BiSSLight."
 CARD = """\

@@ -25,8 +25,7 @@ from scipy.spatial.distance import pdist
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from commands import FinetuneConfig
-from config import UsageError
+from commands import FinetuneConfig, UsageError
 from data import Images, batches, in_order, rng
 from extras.report import check_out, pyplot, save, short_names
 from lora import Backbone, Phi, block_forward, features, load_adapter, predict, qkv

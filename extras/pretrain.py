@@ -15,12 +15,11 @@ from pydantic import NonNegativeFloat, PositiveFloat
 
 import config
 import data
-from commands import Command, Table
-from lora import Backbone, Phi
+from commands import Command, Table, UsageError
 from model import device_of, named, own_names, pretext_batches, trained
-from run import Run, checking, typed
-from training import Optimiser, Track, constant, decay_groups, schedule, untracked
-from weights import build_head, build_vit, initialise, pretext_task
+from run import Run, Track, checking, typed, untracked
+from training import Optimiser, constant, decay_groups, schedule
+from weights import build, initialise, pretext_task
 
 
 class PretrainConfig(config.Pretext, config.Crops, config.Shape, Command):
@@ -120,7 +119,7 @@ def scratch(cfg: PretrainConfig, pool: data.Pool) -> tuple[Any, config.Arch, dic
     """The task around new networks, their sizes, numbers of images and of steps (UsageError)."""
     jepa, images, device = cfg.pretext == "ijepa", len(pool.images), device_of(cfg)
     if not jepa and cfg.pretext != "mae":
-        raise config.UsageError(
+        raise UsageError(
             f"{cfg.backbone} with {cfg.pretext}: "
             f"pretrain makes {', '.join(config.BACKBONES)} with mae or ijepa"
         )
@@ -129,15 +128,15 @@ def scratch(cfg: PretrainConfig, pool: data.Pool) -> tuple[Any, config.Arch, dic
     arch = arch._replace(image_size=image, patch_size=patch, class_token=not jepa)
     steps = cfg.epochs * max(1, images // cfg.batch)  # full batches only
     with checking(f"--pretext {cfg.pretext}"):
-        vit, head = build_vit(arch), build_head(arch, cfg.pretext)
-        initialise([vit, head], cfg.pretext, data.rng(cfg.seed, "init"))
-        backbone = Backbone(vit, recompute=cfg.recompute).to(device)
+        backbone, head = build(arch, cfg)
+        initialise([backbone.vit, head], cfg.pretext, data.rng(cfg.seed, "init"))
+        backbone.to(device)
         teacher = copy.deepcopy(backbone) if jepa else None
         task = pretext_task(cfg, backbone, head.to(device), steps, None, teacher)
         return task, arch, {"images": images, "steps": steps}
 
 
-def optimiser(cfg: PretrainConfig, psi_and_phi: Phi, steps: int) -> Optimiser:
+def optimiser(cfg: PretrainConfig, psi_and_phi: dict[str, torch.Tensor], steps: int) -> Optimiser:
     """AdamW for ψ and φ_P together, scheduled as by the authors of the task."""
     rate = schedule(steps, cfg.warmup_epochs * (steps // cfg.epochs), cfg.min_lr, cfg.warmup_from)
     first = int(cfg.pretext == "mae")  # MAE's first step is number 0

@@ -16,10 +16,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from config import UsageError
+from commands import UsageError
 from evaluate import FREE, Row, evaluate, read_arm
-from run import read_json, write_atomic
-from screen import readable, simple
+from run import read_json, readable, simple, write_atomic
 
 # Okabe and Ito's, which colour-blind readers can tell apart; an arm has one of them throughout
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#888888")

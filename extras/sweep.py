@@ -13,14 +13,12 @@ from typing import Any
 import model
 from align import align
 from bisslight import Diverged
-from commands import AlignConfig, Command, FinetuneConfig, make
-from config import Bilevel, Data, Lower, Model, Peft, Pretext, Upper, UsageError
+from commands import AlignConfig, Command, FinetuneConfig, UsageError, make
+from config import Bilevel, Data, Lower, Model, Peft, Pretext, Upper
 from evaluate import evaluate
 from extras.report import pyplot, save
 from finetune import finetune
-from run import Run
-from screen import simple
-from training import Track, untracked
+from run import Run, Track, simple, untracked
 
 SWEPT = ("rank", "lr", "d_lr", "p_lr", "lam", "lower_steps", "alternations")
 

@@ -25,8 +25,7 @@ from align import align
 from bisslight import within
 from commands import AlignConfig, FinetuneConfig
 from evaluate import evaluate
-from finetune import finetune
-from run import jobs
+from finetune import finetune, jobs
 
 SETTINGS: dict[str, Any] = {
     "backbone": "vit_mini", "dataset": "quilts", "alternations": 12, "lower_steps": 20,

@@ -30,9 +30,9 @@ from data import rng
 from evaluate import Score, compare, evaluate, score
 from extras.demo import ALIGN, PEFT, PRETRAIN, aligned
 from extras.pretrain import PretrainConfig, pretrain
-from finetune import finetune
+from finetune import finetune, jobs
 from lora import Backbone, features, init_head, logits
-from run import jobs, read_json
+from run import read_json
 from training import trainable
 from weights import build_head, build_vit, initialise
 

@@ -35,8 +35,7 @@ from commands import AlignConfig, FinetuneConfig
 from data import Pool, rng
 from evaluate import compare
 from extras.pretrain import PretrainConfig, pretrain
-from finetune import finetune
-from run import jobs
+from finetune import finetune, jobs
 
 SEEDS, PRETRAININGS = 8, 2
 ALIGN: dict[str, Any] = {

@@ -19,7 +19,7 @@ from torch import Tensor
 import cli
 from benchmarks import quilts
 from extras.pretrain import PretrainConfig, pretrain
-from training import stop
+from run import stop
 
 HERE = Path(__file__).parent
 SHARED = Path(os.environ.get("BISSLIGHT_SHARED", HERE.parent.parent / "shared"))

@@ -17,7 +17,8 @@ from torchvision import datasets as tv
 import benchmarks
 import cli
 from benchmarks import BENCHMARKS, DTD, PARTS, VOC, check, download, load_pool, load_task
-from config import FOLDERS, Data, RunError, UsageError
+from commands import RunError, UsageError
+from config import FOLDERS, Data
 from data import Task
 
 

@@ -17,7 +17,6 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import cli
-import screen
 from commands import AlignConfig, flag
 
 ROOT = Path(cli.__file__).parent
@@ -88,8 +87,9 @@ def test_help_wrong_names_and_version_come_before_torch() -> None:
     assert all(row[0] in told[""] for name, row in cli.COMMANDS.items() if " " not in name)
     assert cli.COMMANDS["align"][0] in told["align"]
     first = ["--backbone ", "--dataset ", "--pool ", "--out ", "--seed "]
-    panels = ["─ Algorithm 1 ─", "─ Data ─", "─ Machine ─", "─ This run ─"]
-    places = [told["align"].index(name) for name in [*first, *panels]]
+    panels = ["Algorithm 1:", "Data:", "Machine:", "This run:"]
+    flags = told["align"].partition("What one sets first:")[2]
+    places = [flags.index(name) for name in [*first, *panels]]
     assert places == sorted(places)
     for name in AlignConfig.model_fields:
         assert flag(name) in told["align"]
@@ -128,7 +128,7 @@ def test_progress_is_a_plain_line_an_item_off_a_terminal(capsys: Any) -> None:
     items: list[Any] = ["loss 2.0", {"loss_P": [1.0, 3.0], "val_P": score}]
     items += [{"loss": 1.0, "val": None}, {"lr": 0.01, "seed": 1, "val": None}]
     for quiet in (False, True):
-        with screen.bars(quiet) as track:
+        with cli.bars(quiet) as track:
             assert [*track(iter(items), 8, "align", 4)] == items
     said = [line.partition("  ETA")[0] for line in capsys.readouterr().err.splitlines()]
     told = ["loss 2.0", "loss 2.0000  val 50.0 %", "loss 1.0000", "lr 0.01"]

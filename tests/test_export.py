@@ -19,8 +19,8 @@ from benchmarks import quilts
 from config import Arch
 from data import rng
 from extras.export import folded, to_peft, to_released, to_timm
-from lora import Backbone, init_head, init_theta, load_adapter, predict
-from weights import build_vit, from_released, load_theta
+from lora import Backbone, from_released, init_head, init_theta, load_adapter, load_theta, predict
+from weights import build_vit
 
 SIZES: Any = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4}
 ARCH = Arch(32, 3, 4, 32, 8)

@@ -10,8 +10,7 @@ import pytest
 
 import cli
 from align import align
-from commands import AlignConfig
-from config import UsageError
+from commands import AlignConfig, UsageError
 from run import sha256
 
 ROOT = Path(cli.__file__).parent

@@ -11,9 +11,10 @@ from alternation import traced
 
 ROOT = Path(__file__).parent.parent
 FLOORS = [  # a module imports only from lower floors
-    "bisslight cg config data ijepa lora mae mfac paper screen training",
-    "benchmarks commands evaluate run weights",
-    "cli extras.report model",
+    "bisslight cg cli config data ijepa lora mae mfac training",
+    "commands",
+    "benchmarks evaluate run weights",
+    "extras.report model",
     "align extras.look extras.pretrain finetune",
     "extras.bench extras.demo extras.export extras.sweep",
 ]

@@ -14,8 +14,7 @@ from processes import finish, start
 import align
 import cli
 import finetune
-from commands import AlignConfig, FinetuneConfig
-from config import UsageError
+from commands import AlignConfig, FinetuneConfig, UsageError
 from data import Pool, Task
 
 ROOT = Path(__file__).parent.parent

@@ -16,10 +16,10 @@ from conftest import close, recorded
 from filelock import FileLock
 from processes import finish, start, wait_for
 
-from commands import AlignConfig
-from config import RunError, UsageError
-from run import Run, check_directory, checking, jobs
-from training import Group, Optimiser, Stopped, constant, schedule, stop
+from commands import AlignConfig, RunError, UsageError
+from finetune import jobs
+from run import Run, Stopped, check_directory, checking, stop
+from training import Group, Optimiser, constant, schedule
 
 
 @pytest.mark.parametrize("name", ["small", "paper"])

@@ -10,7 +10,7 @@ from PIL import Image
 import cli
 from align import align
 from bisslight import Diverged
-from config import UsageError
+from commands import UsageError
 from extras import sweep as room
 from extras.sweep import SweepConfig
 
