@@ -32,7 +32,7 @@ COMMANDS = {  # what it does; function, class of its settings, options and argum
         "cli:evaluate", "",
         "run against picture rollout similarity seed weights data_root device json",
         "runs/cub-peft --against runs/direct"),
-    "demo": ("The whole story on drawn images, offline, in minutes on a CPU.",
+    "demo": ("The method on drawn images, offline, in two minutes on two CPU cores.",
         "extras.demo:demo", "", "out data_seed jobs force json quiet", "--out runs/demo"),
     "pretrain": ("Train a backbone from scratch with MAE or I-JEPA, without a checkpoint.",
         "extras.pretrain:pretrain", "extras.pretrain:PretrainConfig", RUN,
