@@ -1,10 +1,9 @@
 """Datasets by name: the paper's six benchmarks (App. C.2.1), ImageNet, folders and quilts.
 
 The benchmarks lie below the data root as torchvision lays them out. They are read from their own
-lists, since torchvision's classes number the classes of a subset anew and refuse shorter lists (the
-tests compare the two). Splits are the official ones. CUB-200 and Pets have no validation part: it
-is a fifth of each class of their training part, or what `split_file` says. `list_all`, `check` and
-`download` are the commands of `bisslight data`.
+lists, since torchvision numbers the classes of a subset anew (the tests compare the two). Splits
+are the official ones. CUB-200 and Pets have no validation part: it is a fifth of each class of the
+training part, or what `split_file` says.
 """
 
 import shutil
@@ -126,6 +125,8 @@ BENCHMARKS = {
 def load_task(cfg: Data, root: Path) -> Task:
     """The labelled dataset of these settings (UsageError; ValueError for a folder)."""
     name, path = cfg.dataset, place_of(cfg.dataset, root)
+    if cfg.split_file and name not in BENCHMARKS:
+        raise UsageError(f"--split-file {cfg.split_file}: is for cub200 and pets, leave it out")
     if path is None:
         return quilts(cfg.data_seed)[1]
     if name not in BENCHMARKS:
@@ -263,7 +264,7 @@ ARCHIVES = {  # URL -> md5
 
 
 def list_all(root: Path) -> list[Row]:
-    """Each dataset: whether its folder is there (`check` looks inside), and the terms of use."""
+    """`bisslight data list`: whether a dataset's folder is there, and the terms of its use."""
     return [
         {"name": name, "state": "there" if (root / place).is_dir() else "missing"}
         | {"place": root / place, "terms": TERMS[name]}
@@ -274,8 +275,7 @@ def list_all(root: Path) -> list[Row]:
 def check(name: str, root: Path, partial: bool = False) -> Row:
     """Read a dataset as training does, open every image, and compare it with what is known.
 
-    `folder:DIR` is read as --dataset does, DIR and imagenet as --pool does. If `partial`, missing
-    images of a benchmark are counted, but are no problem.
+    `folder:DIR` is read as --dataset does, DIR and imagenet as --pool does. `partial`: may be less.
     """
     if name not in FOLDERS and not Path(name.removeprefix("folder:")).is_dir():
         raise UsageError(f"{name}: is no benchmark or folder; {nearest(name, FOLDERS)}")

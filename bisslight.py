@@ -161,10 +161,8 @@ def algorithm_1(
             examples = next(downstream)  # l.12: lines 12 to 15 share them, as released
             at_P, g, g_phi_P = gradients(loss_D, s.theta_P, s.phi_D, examples, micro, amp)  # l.12
             q = inverse(g)  # l.13
-            regular = partial(loss_D, regularise=True)  # l.14: with drop path
-            at_D, g_D, g_phi_D = gradients(
-                regular, s.theta_D, s.phi_D, examples, micro, amp
-            )  # l.14
+            loss = partial(loss_D, regularise=True)  # l.14: with drop path
+            at_D, g_D, g_phi_D = gradients(loss, s.theta_D, s.phi_D, examples, micro, amp)  # l.14
             g_phi = {name: g_phi_P[name] + g_phi_D[name] for name in s.phi_D}  # l.15
             norm = s.opt_D.update([(s.theta_D, q + g_D), *pairs(s.phi_D, g_phi)])  # l.16
             rows.append([at_P, at_D, norm, *agreement(q, g, s, inside)])
@@ -270,18 +268,16 @@ def within(G: Tensor) -> Map:
     9.0
     """
 
-    def products(a: Tensor, b: Tensor) -> Any:  # a bᵀ in float64, 16,384 columns at a time
-        columns = zip(a.split(16_384, -1), b.split(16_384, -1), strict=True)
-        return sum(x.double() @ y.double().mT for x, y in columns)
+    def products(x: Tensor) -> Tensor:  # G xᵀ of each block in float64, a block at a time
+        return torch.stack([a.double() @ b.double().mT for a, b in zip(G, x, strict=True)])
 
-    S = products(G, G)  # (K, N_L, N_L)
+    S = products(G)  # (K, N_L, N_L)
     S.diagonal(dim1=1, dim2=2).mul_(1 + 1e-10).add_(1e-300)
     L, _ = torch.linalg.cholesky_ex(S)
 
     def square(x: Tensor) -> Tensor:
-        y = products(G, x.to(G)[:, None])
-        inside: Tensor = (y * torch.cholesky_solve(y, L)).sum()
-        return inside.to(x.device)
+        y = products(x.to(G)[:, None])
+        return (y * torch.cholesky_solve(y, L)).sum().to(x.device)
 
     return square
 

@@ -73,7 +73,6 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument,
     "similarity": (bool, False, "CKA and RSA of features, with those of the backbone, too."),
     "seed": (int | None, None, "Seed of the adapter (default: the first), or of random numbers."),
     "weights": (Path | None, None, "Where the run's weights are now."),
-    "data_root": (Path | None, None, "Where the benchmarks are now."),
     "root": (Path, os.environ.get("BISSLIGHT_DATA", "data"), "Where the benchmarks are."),
     "data_seed": (int, 0, "Seed of the drawn images."),
     "jobs": (int, 2, "Runs at a time."),
@@ -149,7 +148,8 @@ def execute(name: str, given: dict[str, Any]) -> int:
         if own.pop("dry_run"):
             module = "model" if name in ("align", "finetune") else f"extras.{name}"
             plan = resolve_name(f"{module}:plan")(own["cfg"])
-            about = {"settings" if as_json else "differs from the paper": rows or "nothing"}
+            recipe = "MAE or I-JEPA" if name == "pretrain" else "the paper"
+            about = {"settings" if as_json else f"differs from {recipe}": rows or "nothing"}
             say({"out": own["out"]} | plan | about, as_json)
             return 0
     with bars(quiet) as track:

@@ -7,19 +7,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
 
-from config import (
-    FOLDERS,
-    Bilevel,
-    Data,
-    Lower,
-    Machine,
-    Model,
-    Peft,
-    Place,
-    Pretext,
-    Upper,
-    absolute,
-)
+from config import FOLDERS, Bilevel, Data, Lower, Machine, Model, Peft, Place, Pretext, Upper
 
 Table = dict[str, Any]  # settings by name
 GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # App. C.2: from the pretrained backbone
@@ -77,8 +65,9 @@ class Command(Machine):
     def fill(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Add the defaults that depend on other settings. None counts as not given."""
         given = {name: value for name, value in dict(given).items() if value is not None}
-        for name, field in cls.model_fields.items():
-            if isinstance(given.get(name), bool) and field.annotation is not bool:
+        lists = {name: x if isinstance(x, list | tuple) else [x] for name, x in given.items()}
+        for name in given.keys() & cls.model_fields:
+            if bool in map(type, lists[name]) and cls.model_fields[name].annotation is not bool:
                 raise ValueError(f"{name}: is not a setting that is true or false")
         found = {name: v for layer in cls.layers(given).values() for name, v in layer.items()}
         made = handler({name: found[name] for name in found.keys() & cls.model_fields} | given)
@@ -94,7 +83,7 @@ class Command(Machine):
         """Defaults that depend on what is given, by where they come from; the last one wins."""
         run = inherited(Path(str(given["start"]))) if "start" in given else {}
         kind, _, path = str(given.get("dataset", run.get("dataset"))).partition(":")
-        if (f"folder:{absolute(path)}" if kind == "folder" else kind) != run.get("dataset"):
+        if (f"folder:{Path(path).expanduser().absolute()}" if path else kind) != run.get("dataset"):
             # these belong to align's dataset
             run = {k: v for k, v in run.items() if k not in ("data_seed", "split_file", "partial")}
         known = {"pretext": "mae", "backbone": ""} | run | given
@@ -176,11 +165,6 @@ def place_of(name: str, root: Path) -> Path | None:
     return path
 
 
-def flag(name: str) -> str:
-    """--d-lr for d_lr."""
-    return "--from" if name == "start" else f"--{name.replace('_', '-')}"
-
-
 def settle(
     kind: Any, flags: Table, file: Path | None = None, base: str = "paper", every: bool = False
 ) -> tuple[Any, list[Table]]:
@@ -224,7 +208,8 @@ def make(kind: Any, given: Table) -> Any:
     except ValidationError as error:
         # what was given comes before a default that follows from it
         item = max(error.errors(), key=lambda item: not item["loc"] or item["loc"][0] in given)
-        name = next((flag(str(part)) for part in item["loc"] if part != "swept"), "")
+        names = [f"--{part}".replace("_", "-") for part in item["loc"] if part != "swept"]
+        name = "--from" if names[:1] == ["--start"] else "".join(names[:1])
         value = f" {item['input']}" if isinstance(item["input"], str | int | float) else ""
         message = item["msg"].removeprefix("Value error, ").replace("Input should", "should")
         raise UsageError(f"{name}{value}: {message}".removeprefix(": ")) from error

@@ -3,8 +3,7 @@
 A field is a flag (`d_lr` is `--d-lr`), a key of a TOML file and a key of a run's config.json. Its
 docstring gives symbol, meaning and, in brackets, the source of its default: [App. C.x] the paper's
 appendix, [released] the authors' program where the paper is silent, [MAE], [I-JEPA] their authors'
-recipes, [here] our own choice. `commands` puts groups together into the settings of a command, and
-fills in defaults that depend on other settings.
+recipes, [here] our own choice. `commands` makes the settings of a command out of the groups.
 """
 
 import difflib

@@ -7,13 +7,13 @@ Each learning rate is tried with one seed; the best one on validation is run wit
 each seed is tested once. One rate with one seed is a run directory of its own, OUT/lr0.001-s0.
 """
 
-import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
@@ -264,8 +264,7 @@ def peft(
 def jobs(fn: Callable[[Any], R], units: Sequence[Any], count: int) -> Iterator[R]:
     """`fn` of each unit, in order, in `count` processes that end with this one; pickles `fn`."""
     given = stop.flag, max(1, (os.cpu_count() or 1) // count)
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(count, spawn, start_worker, given) as pool:
+    with ProcessPoolExecutor(count, get_context("spawn"), start_worker, given) as pool:
         try:
             yield from pool.map(fn, units)
         except BrokenProcessPool as error:
@@ -284,7 +283,7 @@ def start_worker(flag: Any, threads: int) -> None:
     stop.install()
     stop.flag = flag
     torch.set_num_threads(threads)
-    threading.Thread(target=end_with, args=[multiprocessing.parent_process()], daemon=True).start()
+    threading.Thread(target=end_with, args=[parent_process()], daemon=True).start()
 
 
 def end_with(parent: Any) -> None:

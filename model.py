@@ -187,7 +187,7 @@ def pretext_batches(
 ) -> Iterator[Any]:
     """Batches of a pool with images of side `size`, each prepared when it is asked for.
 
-    Crops are bicubic with flip, those of I-JEPA bilinear without. The random numbers depend on the
+    Crops are bicubic with flip, those of I-JEPA bilinear without. Random numbers depend on the
     step; they are drawn for the whole batch, and each process takes its part.
     """
     device = device_of(cfg)

@@ -18,15 +18,12 @@ from commands import UsageError
 from config import BACKBONES, Arch, Model, Shape
 from lora import Backbone, read_tensors
 
-MAE_FILES = "https://dl.fbaipublicfiles.com/mae/pretrain/mae_pretrain_vit_{}_full.pth"
+FILES = "https://dl.fbaipublicfiles.com"
 OFFICIAL = {  # (URL, size in MB) of the files that hold the pretext head, too
-    ("vit_b16", "mae"): (MAE_FILES.format("base"), 447.6),
-    ("vit_l16", "mae"): (MAE_FILES.format("large"), 1318.2),
-    ("vit_h14", "mae"): (MAE_FILES.format("huge"), 2628.3),
-    ("vit_h14", "ijepa"): (
-        "https://dl.fbaipublicfiles.com/ijepa/IN1K-vit.h.14-300e.pth.tar",
-        10_360.0,
-    ),
+    ("vit_b16", "mae"): (f"{FILES}/mae/pretrain/mae_pretrain_vit_base_full.pth", 447.6),
+    ("vit_l16", "mae"): (f"{FILES}/mae/pretrain/mae_pretrain_vit_large_full.pth", 1318.2),
+    ("vit_h14", "mae"): (f"{FILES}/mae/pretrain/mae_pretrain_vit_huge_full.pth", 2628.3),
+    ("vit_h14", "ijepa"): (f"{FILES}/ijepa/IN1K-vit.h.14-300e.pth.tar", 10_360.0),
 }
 
 

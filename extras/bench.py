@@ -1,8 +1,8 @@
 """What an alternation of `bisslight.algorithm_1` costs, with M-FAC, CG and no curvature.
 
-Weights and images are random, since times do not depend on their values. What lines 10 and 13 cost
-is a method's time minus that of `identity`. On a GPU the passes are in bfloat16 (--no-amp: float32)
-but for the Hessian-vector products of CG, which need float32.
+Weights and images are random, since times do not depend on their values. A method's time minus that
+of `identity` is what lines 10 and 13 cost. On a GPU the passes are in bfloat16 unless --no-amp, the
+Hessian-vector products of CG in float32.
 """
 
 import time

@@ -52,8 +52,7 @@ def export(
 ) -> dict[str, Any]:
     """Write a finished run's adapter in every layout; files of others are never replaced.
 
-    `out` is RUN/export if not given, `seed` whose adapter is taken of a finetune run (its first
-    seed's), `weights` where the backbone's file is now.
+    `seed`: whose adapter is taken of a finetune run; `weights`: where the backbone's file is now.
     """
     file, out = adapter_of(run, seed), out or run / "export"
     config = read_json(run / "config.json") | ({"weights": weights} if weights else {})

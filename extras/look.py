@@ -40,8 +40,7 @@ def open_runs(
 ) -> tuple[Model, dict[str, tuple[Backbone, Tensor, Phi]]]:
     """The first run's backbone and data; by run its backbone, θ and φ_D ({} of an align run).
 
-    Of a finetune run, it is the adapter of `seed`, or of its first one. `changes` are settings that
-    are not the first run's own: device, data_root, weights, workers.
+    `seed`: whose adapter of a finetune run; `changes`: settings that are not the first run's.
     """
     files = [adapter_of(run, seed) for run in runs]
     config = read_json(runs[0] / "config.json")

@@ -2,8 +2,7 @@
 
 OUT/rank-4/ holds align/, finetune/, which starts from it, and direct/, a finetune run from the
 backbone. A run that does not depend on the swept setting is there once, in OUT. A point has one
-align run, and its error bars are over PEFT seeds. sweep.json and sweep.png are the table and the
-picture of what is finished.
+align run; its error bars are over PEFT seeds. sweep.json and sweep.png show what is finished.
 """
 
 import json
