@@ -13,21 +13,11 @@ import pytest
 import torch
 from conftest import recorded, shared
 
+import evaluate as tables
 from commands import RunError, UsageError
 from config import BACKBONES
 from data import rng
-from evaluate import (
-    BISSL,
-    DATASETS,
-    IJEPA,
-    MAE,
-    MEMORY,
-    average_precision,
-    compare,
-    evaluate,
-    read_arm,
-    score,
-)
+from evaluate import average_precision, compare, evaluate, read_arm, score
 from lora import cross_entropy
 
 
@@ -218,17 +208,17 @@ def test_the_papers_tables_are_copied_right() -> None:
 
     main, other = "tab:mae_bisslight_main_results", "tab:classificaiton_acc_bisslight_ijepa"
     bissl = "tab:classificaiton_acc_bissl_orig"
-    for label, table in ((main, MAE), (other, IJEPA)):
+    for label, table in ((main, tables.MAE), (other, tables.IJEPA)):
         assert [(*found, label) for found in pairs(label)] == [*table.values()]
-    base = [x for (backbone, *_), x in MAE.items() if backbone == "vit_b16"]
-    assert pairs(bissl) == [x[:2] for x in (*base, *BISSL.values())]
+    base = [x for (backbone, *_), x in tables.MAE.items() if backbone == "vit_b16"]
+    assert pairs(bissl) == [x[:2] for x in (*base, *tables.BISSL.values())]
     head = re.findall(r"& (\w+)", table_of(main).split("midrule")[0])
-    assert [name.lower() for name in head] == [*DATASETS]
+    assert [name.lower() for name in head] == [*tables.DATASETS]
     body = table_of("tab:lora_param_count").split("midrule")[1]
     millions = [float(x) for x in re.findall(r"\d+\.\d\d", body)]  # the ninth is the backbone's
     for k, (_, arch) in enumerate([*BACKBONES.items()][1:]):
         ours = [4 * arch.depth * arch.dim * 2**i / 1e6 for i in range(8)]
         assert millions[9 * k : 9 * k + 8] == pytest.approx(ours, abs=0.0051)
     memory = re.findall(r"\\\((\d+)\\\) GB", table_of("tab:memory_single_gpu"))
-    for at, row in zip((0, 6, 12), MEMORY.values(), strict=True):  # on the fewest GPUs
+    for at, row in zip((0, 6, 12), tables.MEMORY.values(), strict=True):  # on the fewest GPUs
         assert [int(x) for x in memory[at : at + 3]] == [gigabytes for gigabytes, _ in row.values()]
