@@ -187,7 +187,7 @@ def default_out(name: str, config: Any) -> Path:
     """runs/align-cub200-vit_l16-r64-s0"""
     data = Path(getattr(config, "dataset", getattr(config, "pool", ""))).name
     start, rank = getattr(config, "start", None), getattr(config, "rank", None)
-    parts = [name, data, config.backbone, start and f"from-{start.name}", rank and f"r{rank}"]
+    parts = name, data, config.backbone, start and f"from-{start.name}", rank and f"r{rank}"
     return Path("runs", "-".join([*filter(None, parts), f"s{config.seed}"]).replace(":", "-"))
 
 
@@ -262,8 +262,8 @@ class Sections(TyperCommand):
         panels = defaultdict[str, list[Any]](list)
         for option in self.get_params(ctx):
             other = "Arguments" if option.param_type_name == "argument" else "This run"
-            panel = getattr(option, "rich_help_panel", None) or other
-            panels[panel] += filter(None, [option.get_help_record(ctx)])
+            rows = panels[getattr(option, "rich_help_panel", None) or other]
+            rows += filter(None, [option.get_help_record(ctx)])
         for panel, rows in panels.items():
             with formatter.section(panel):
                 formatter.write_dl(rows)

@@ -208,8 +208,8 @@ def make(kind: Any, given: Table) -> Any:
     except ValidationError as error:
         # what was given comes before a default that follows from it
         item = max(error.errors(), key=lambda item: not item["loc"] or item["loc"][0] in given)
-        names = [f"--{part}".replace("_", "-") for part in item["loc"] if part != "swept"]
-        name = "--from" if names[:1] == ["--start"] else "".join(names[:1])
+        flags = (f"--{part}".replace("_", "-") for part in item["loc"] if part != "swept")
+        name = next(flags, "").replace("--start", "--from")
         value = f" {item['input']}" if isinstance(item["input"], str | int | float) else ""
         message = item["msg"].removeprefix("Value error, ").replace("Input should", "should")
         raise UsageError(f"{name}{value}: {message}".removeprefix(": ")) from error

@@ -184,7 +184,13 @@ def read_arm(path: Path) -> Arm:
     if names := {name for arm in arms for name in unlike(arms[0], arm)}:
         raise UsageError(f"{path}: its runs are no seeds of one arm, {', '.join(names)} differ")
     lists = {key: [x for arm in arms for x in arm[key]] for key in ("accuracies", "counts")}
-    return {**arms[0], **lists, "arm": path.name}
+    several = len({arm["settings"].get("start") for arm in arms}) > 1
+    return {
+        **arms[0],
+        **lists,
+        "arm": path.name,
+        "unit": "align run and PEFT" if several else arms[0]["unit"],
+    }
 
 
 def read_run(run: Path) -> Arm:

@@ -235,8 +235,7 @@ def named(cfg: Any, field: str) -> Any:
     name = getattr(cfg, field)
     with checking(f"--{field} {name}"):
         if name.startswith("own"):
-            argument = field.replace("dataset", "task")
-            raise ValueError(f"was handed in from Python; hand it in again, {argument}=...")
+            raise ValueError("was handed in from Python; hand it in again, task=... or pool=...")
         if field == "dataset":
             return benchmarks.load_task(cfg, cfg.data_root)
         return benchmarks.load_pool(name, cfg.data_root, cfg.data_seed)

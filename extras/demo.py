@@ -6,7 +6,7 @@ without that; each aligned seed has an align run of its own. The backbone of dra
 """
 
 from pathlib import Path
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from finetune import jobs as run_jobs
 from model import Model, pretext_batches
 from run import LOG, Track, untracked
 
-ALIGNED, DIRECT = 8, 24  # seeds; direct ones are cheap, since they need no align run
+ALIGNED, DIRECT, EACH = 8, 24, 6  # seeds; EACH direct ones take about as long as an aligned one
 PRETRAINED = Path(__file__).with_name("quilts.pth")  # of PRETRAIN, with data seed 0
 PRETRAIN: dict[str, Any] = {"base_lr": 8e-3, "beta2": 0.999, "mask_ratio": 0.3}
 ALIGN: dict[str, Any] = {
@@ -50,24 +50,19 @@ def demo(
     `data_seed` is that of the drawn images and of their pretraining, if it is not 0.
     """
     pyplot()  # tells that matplotlib is missing before the long work
-    torch.set_num_threads(1)  # more gain little here, and lose much beside other work
     LOG.info("%d align runs, %d fine-tunings: 2 minutes, 4 with another --data-seed",
              ALIGNED, ALIGNED + DIRECT)  # fmt: skip
     out = out or Path("runs/demo")
-    about = {"backbone": "vit_mini", "data_seed": data_seed}
-    weights = str(PRETRAINED)
+    about, weights = {"backbone": "vit_mini", "data_seed": data_seed}, str(PRETRAINED)
     if data_seed:
         cfg = PretrainConfig(pool="quilts", seed=data_seed, **about, **PRETRAIN)
         weights = pretrain(cfg, out / "pretrain", force=force, track=track).weights
     about |= {"dataset": "quilts", "weights": weights}
     cfgs = [AlignConfig(seed=seed, **about, **ALIGN) for seed in range(ALIGNED)]
-    units = [(one, out / "align" / f"s{one.seed}", force) for one in cfgs]
-    for _ in track(run_jobs(aligned, units, jobs), ALIGNED, "align"):
+    each: list[AlignConfig | int] = [*cfgs, *range(0, DIRECT, EACH)]
+    units = [(one, about | PEFT | {"seeds": EACH}, out, force) for one in each]
+    for _ in track(run_jobs(part, units, jobs), len(units), "demo"):
         pass
-    peft = FinetuneConfig(seeds=DIRECT, jobs=jobs, **about, **PEFT)
-    start = {"seeds": ALIGNED, "start": out / "align"}
-    finetune(peft.but(**start), out / "aligned", force=force, track=track)
-    finetune(peft, out / "direct", force=force, track=track)
     arms = evaluate([out / "aligned", out / "direct"]).arms
     draw(cfgs[0], arms, out / "demo.png")
     return {
@@ -80,10 +75,17 @@ def demo(
     }
 
 
-def aligned(unit: tuple[AlignConfig, Path, bool]) -> str:
-    """One align run; its validation accuracy, for the progress line."""
-    cfg, out, force = unit
-    return f"val {align(cfg, out, force=force).val_P.accuracy:.1f} %"
+def part(work: tuple[AlignConfig | int, dict[str, Any], Path, bool]) -> str:
+    """An align run and its fine-tuning, or EACH direct ones from a seed on; says how it went."""
+    one, peft, out, force = work
+    if isinstance(one, int):
+        name, peft = f"direct/s{one}", peft | {"seed": one}
+    else:
+        name, start = f"aligned/s{one.seed}", out / f"align/s{one.seed}"
+        align(one, start, force=force)
+        peft = peft | {"seed": one.seed, "seeds": 1, "start": start}
+    found = finetune(FinetuneConfig(**peft), out / name, force=force)
+    return f"{name} val {fmean(found.val):.1f} %"
 
 
 def power(arms: list[Row]) -> str:

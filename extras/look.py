@@ -158,8 +158,11 @@ def similarity(runs: Sequence[Path], *, seed: int | None = None, **changes: Any)
         name: torch.cat([features(backbone, theta, x) for x in images.split(BATCH)]).cpu()
         for name, (backbone, theta, _) in every.items()
     }
-    pairs = [
-        {"network": a, "and": b, "CKA": cka(seen[a], seen[b]), "RSA": rsa(seen[a], seen[b])}
-        for a, b in combinations(seen, 2)
-    ]
-    return {"dataset": m.task.name, "images": len(index), "pairs": pairs}
+    return {
+        "dataset": m.task.name,
+        "images": len(index),
+        "pairs": [
+            {"network": a, "and": b, "CKA": cka(seen[a], seen[b]), "RSA": rsa(seen[a], seen[b])}
+            for a, b in combinations(seen, 2)
+        ],
+    }

@@ -23,12 +23,13 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from align import align
 from benchmarks import quilts
 from commands import AlignConfig, FinetuneConfig
 from config import BACKBONES
 from data import rng
 from evaluate import Score, compare, evaluate, score
-from extras.demo import ALIGN, PEFT, PRETRAIN, aligned
+from extras.demo import ALIGN, PEFT, PRETRAIN
 from extras.pretrain import PretrainConfig, pretrain
 from finetune import finetune, jobs
 from lora import Backbone, features, init_head, logits
@@ -58,10 +59,10 @@ def main(out: Path, data_seed: int, at_once: int) -> None:
     cost = {"direct": fmean(finetune(peft, out / "direct").trial_seconds)}
     for name, changes in ALIGNED.items():
         cfgs = [AlignConfig(seed=seed, **about, **ALIGN | changes) for seed in range(SEEDS)]
-        units = [(one, out / f"align-{name}" / f"s{one.seed}", False) for one in cfgs]
+        units = [(one, out / f"align-{name}" / f"s{one.seed}") for one in cfgs]
         _ = [*jobs(aligned, units, at_once)]
         tuned = finetune(peft.but(start=out / f"align-{name}"), out / name)
-        spent = [read_json(run / "result.json")["cpu_seconds"] for _, run, _ in units]
+        spent = [read_json(run / "result.json")["cpu_seconds"] for _, run in units]
         cost[name] = fmean(spent) + fmean(tuned.trial_seconds)
     longer = round(peft.epochs * cost["mfac"] / cost["direct"])
     finetune(peft.but(epochs=longer), out / "longer")
@@ -76,6 +77,11 @@ def main(out: Path, data_seed: int, at_once: int) -> None:
         first, other = ([round(4.8 * x) for x in arm] for arm in (arms["mfac"], accuracies))
         p = compare(first, other).p  # of right images, of 480
         print(f"{name:20} {fmean(accuracies):.2f}  {difference:+.2f}  p {p}")
+
+
+def aligned(unit: tuple[AlignConfig, Path]) -> None:
+    """One align run, in a process of its own."""
+    align(*unit)
 
 
 def pixel_regression(data_seed: int) -> float:

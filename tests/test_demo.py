@@ -17,8 +17,8 @@ from model import Model, pretext_batches
 def test_the_story_ends_in_a_table_and_a_picture_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "ALIGNED", 2)
-    monkeypatch.setattr(demo, "DIRECT", 2)
+    for name, count in (("ALIGNED", 2), ("DIRECT", 2), ("EACH", 1)):
+        monkeypatch.setattr(demo, name, count)
     short = {"epochs": 1, "warmup_epochs": 0, "batch": 500}
     monkeypatch.setattr(demo, "PRETRAIN", demo.PRETRAIN | short)
     few = {"alternations": 2, "warmup": 1, "probe_epochs": 1}
