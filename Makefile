@@ -27,7 +27,7 @@ types: $(READY)
 
 check: lint types test
 
-demo: $(READY)  ## the whole story in minutes, offline; its runs and demo.png are in runs/demo
+demo: $(READY)  ## align and fine-tune on drawn images, offline, two minutes; see runs/demo/demo.png
 	$(BIN)/bisslight demo --out runs/demo
 
 notebooks: $(READY)  ## run the scripts in examples/ and renew the .ipynb beside them, with outputs

@@ -275,7 +275,8 @@ def list_all(root: Path) -> list[Row]:
 def check(name: str, root: Path, partial: bool = False) -> Row:
     """Read a dataset as training does, open every image, and compare it with what is known.
 
-    `folder:DIR` is read as --dataset does, DIR and imagenet as --pool does. `partial`: may be less.
+    `folder:DIR` is read as --dataset does, DIR and imagenet as --pool does. If `partial`, missing
+    images of a benchmark are counted, but are no problem.
     """
     if name not in FOLDERS and not Path(name.removeprefix("folder:")).is_dir():
         raise UsageError(f"{name}: is no benchmark or folder; {nearest(name, FOLDERS)}")

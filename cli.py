@@ -37,7 +37,7 @@ COMMANDS = {  # what it does; function, class of its settings, options and argum
     "pretrain": ("Train a backbone from scratch with MAE or I-JEPA, without a checkpoint.",
         "extras.pretrain:pretrain", "extras.pretrain:PretrainConfig", RUN,
         "--backbone vit_mini --pool quilts"),
-    "sweep": ("Accuracy against LoRA rank, λ, N_L, T or a rate: a comma list is what is swept.",
+    "sweep": ("Accuracy against LoRA rank, λ, N_L, T or a rate: the one that has a comma list.",
         "extras.sweep:sweep", "extras.sweep:SweepConfig", RUN,
         "--backbone vit_b16 --dataset dtd --rank 1,4,16,64"),
     "report": ("Write one HTML page about runs: accuracies, curves, settings, pictures.",
@@ -55,12 +55,12 @@ COMMANDS = {  # what it does; function, class of its settings, options and argum
     "data download": ("Fetch and unpack a dataset; its digests are verified.",
         "benchmarks:download", "", "name root json", "cub200 --data-root DIR"),
 }  # fmt: skip
-OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument, no flag), help; of
-    # an option that is not here, those of the setting with its name
+OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument, no flag), help
+    # an option that is not here is the setting of `align` with that name
     "run": (Path, ..., "A finished run, or a directory of one arm's runs."),
     "runs": (list[Path], ..., "Runs, or directories that hold some."),
     "name": (str, ..., "A dataset by name, or folder:DIR."),
-    "out": (Path | None, None, "Where results go. Default: below runs/, report.html, RUN/export."),
+    "out": (Path | None, None, "Where results go. Default: below runs/; report.html; RUN/export."),
     "config": (Path | None, None, "TOML or JSON file of settings; flags win over it."),
     "preset": (Literal["paper", "as-released"], "paper", "As the paper, or its program, does."),
     "force": (bool, False, "Start over. Without it, the same command goes on."),
@@ -71,10 +71,12 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument,
     "picture": (Path | None, None, "Draw the result to this PNG, SVG or PDF."),
     "rollout": (int | None, None, "Draw attention rollouts of so many images."),
     "similarity": (bool, False, "CKA and RSA of features, with those of the backbone, too."),
-    "seed": (int | None, None, "Seed of the adapter (default: the first), or of random numbers."),
+    "seed": (int | None, None, "Whose adapter (default: the first's); of bench, of its numbers."),
     "weights": (Path | None, None, "Where the run's weights are now."),
+    "data_root": (Path | None, None, "Where the benchmarks are now. Default: the run's."),
+    "device": (str | None, None, "auto, cpu, cuda or cuda:1. Default: the run's; of bench, auto."),
     "root": (Path, os.environ.get("BISSLIGHT_DATA", "data"), "Where the benchmarks are."),
-    "data_seed": (int, 0, "Seed of the drawn images."),
+    "data_seed": (int, 0, "Draws the images; 0 has a backbone, others are pretrained first."),
     "jobs": (int, 2, "Runs at a time."),
     "partial": (bool, False, "It is a subset; missing images are no problem."),
     "repeats": (int, 3, "Timed alternations per method, after one that warms up."),
@@ -274,7 +276,7 @@ def build(arguments: list[str]) -> typer.Typer:
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     data = typer.Typer(help="The datasets.", rich_markup_mode=None)
 
-    @app.callback(invoke_without_command=True)
+    @app.callback()
     def program() -> None:
         """BiSSLight aligns self-supervised backbones with a downstream task, before fine-tuning.
 

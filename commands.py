@@ -122,7 +122,7 @@ class FinetuneConfig(Peft, Data, Model, Command):
     """`finetune`: PEFT from the backbone, or from an align run, whose model and data it takes."""
 
     start: Place | None = None
-    """--from: an align run, a directory of them, one per seed, or a LoRA file."""
+    """An align run, a directory of them, one per seed, or a LoRA file."""
 
 
 def preset(name: str, kind: Any, aligned: bool = False) -> Table:
@@ -185,15 +185,7 @@ def settle(
     paper = dict(kind.model_construct()) | layers.get("default", {}) | layers.get("ijepa", {})
     layers |= {f"preset {base}": released, f"{file}": table, "flag": flags}
     sources = {name: source for source, layer in layers.items() for name in layer}
-    own = {
-        *Machine.model_fields,
-        "backbone",
-        "dataset",
-        "pool",
-        "start",
-        "pretext",
-        "weights",
-    }
+    own = {"backbone", "dataset", "pool", "start", "pretext", "weights", *Machine.model_fields}
     return made, [
         {"setting": name, "value": value, "set by": sources.get(name, ""), "paper": paper.get(name)}
         for name, value in made

@@ -184,13 +184,9 @@ def read_arm(path: Path) -> Arm:
     if names := {name for arm in arms for name in unlike(arms[0], arm)}:
         raise UsageError(f"{path}: its runs are no seeds of one arm, {', '.join(names)} differ")
     lists = {key: [x for arm in arms for x in arm[key]] for key in ("accuracies", "counts")}
-    several = len({arm["settings"].get("start") for arm in arms}) > 1
-    return {
-        **arms[0],
-        **lists,
-        "arm": path.name,
-        "unit": "align run and PEFT" if several else arms[0]["unit"],
-    }
+    starts = {arm["settings"].get("start") for arm in arms}
+    each = 1 < len(starts) == len(lists["counts"])  # seed has an align run of its own
+    return arms[0] | lists | {"arm": path.name} | ({"unit": "align run and PEFT"} if each else {})
 
 
 def read_run(run: Path) -> Arm:

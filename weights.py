@@ -56,7 +56,7 @@ def download(url: str, size: float, path: Path) -> None:
         raise UsageError(f"{url}: {error}; try `curl -C - -o {path} {url}`") from error
 
 
-def load_backbone(cfg: Model) -> tuple[Backbone, Any, Arch]:
+def load_backbone(cfg: Any) -> tuple[Backbone, Any, Arch]:
     """Frozen f_ψ, MAE's decoder or I-JEPA's predictor, and their sizes; on the CPU (UsageError)."""
     path = weights_of(cfg)
     if not path.exists():  # an official one, used for the first time

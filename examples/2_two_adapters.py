@@ -263,8 +263,8 @@ plt.show()
 #
 # After these few steps the loss stays near 0.5. The pictures show why: the network has found out
 # *which two motifs* an image shows, and fills every hole with a grey mixture of both. What it has
-# not learnt yet is the layout, *which of the two* belongs where. This takes longer
-# (`bisslight demo` pretrains for 1,860 steps), and it is just the comparison of tiles that the
+# not learnt yet is the layout, *which of the two* belongs where. This takes longer (the demo's
+# backbone was pretrained for 1,860 steps), and it is just the comparison of tiles that the
 # labelled task needs.
 #
 # **Questions**

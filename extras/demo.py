@@ -15,16 +15,16 @@ from torchvision.utils import make_grid
 
 import mae
 from align import align
-from commands import AlignConfig, FinetuneConfig
+from commands import AlignConfig, FinetuneConfig, make
 from evaluate import Row, evaluate
 from extras.pretrain import PretrainConfig, pretrain
 from extras.report import plot_arms, pyplot, save
 from finetune import finetune
 from finetune import jobs as run_jobs
 from model import Model, pretext_batches
-from run import LOG, Track, untracked
+from run import LOG, Track, check_directory, untracked
 
-ALIGNED, DIRECT, EACH = 10, 24, 4  # seeds; EACH direct ones take about as long as an aligned one
+ALIGNED, DIRECT, EACH = 8, 24, 4  # seeds; a process takes one aligned or EACH direct ones at a time
 PRETRAINED = Path(__file__).with_name("quilts.pth")  # of PRETRAIN, with data seed 0
 PRETRAIN: dict[str, Any] = {"base_lr": 8e-3, "beta2": 0.999, "mask_ratio": 0.3}
 ALIGN: dict[str, Any] = {
@@ -45,22 +45,30 @@ def demo(
     force: bool = False,
     track: Track = untracked,
 ) -> dict[str, Any]:
-    """Run the story into `out`, or go on with it; the table of both arms, and remarks.
+    """Run the demo into `out`, or go on with it; the table of both arms, and remarks.
 
-    `data_seed` is that of the drawn images and of their pretraining, if it is not 0.
+    `data_seed` draws the images; unless it is 0, a backbone is pretrained on them first.
     """
     pyplot()  # tells that matplotlib is missing before the long work
     LOG.info("%d align runs, %d fine-tunings: 2 minutes, 4 with another --data-seed",
              ALIGNED, ALIGNED + DIRECT)  # fmt: skip
     out = out or Path("runs/demo")
-    about, weights = {"backbone": "vit_mini", "data_seed": data_seed}, str(PRETRAINED)
+    drawn: Any = {"backbone": "vit_mini", "data_seed": data_seed}
+    about = drawn | {"dataset": "quilts", "weights": out / "pretrain" if data_seed else PRETRAINED}
+    cfgs = [make(AlignConfig, about | ALIGN | {"seed": seed}) for seed in range(ALIGNED)]
+    peft = make(FinetuneConfig, about | PEFT | {"seeds": EACH, "jobs": jobs}).but(jobs=1)
+    check_directory(out / "align/s0", "align", cfgs[0], force)
     if data_seed:
-        cfg = PretrainConfig(pool="quilts", seed=data_seed, **about, **PRETRAIN)
-        weights = pretrain(cfg, out / "pretrain", force=force, track=track).weights
-    about |= {"dataset": "quilts", "weights": weights}
-    cfgs = [AlignConfig(seed=seed, **about, **ALIGN) for seed in range(ALIGNED)]
-    each: list[AlignConfig | int] = [*cfgs, *range(0, DIRECT, EACH)]
-    units = [(one, about | PEFT | {"seeds": EACH}, out, force) for one in each]
+        pretrain(
+            PretrainConfig(pool="quilts", seed=data_seed, **drawn, **PRETRAIN),
+            out / "pretrain",
+            force=force,
+            track=track,
+        )
+    units = [
+        *((out / f"aligned/s{x.seed}", x, peft.but(seed=x.seed, seeds=1), force) for x in cfgs),
+        *((out / f"direct/s{n}", None, peft.but(seed=n), force) for n in range(0, DIRECT, EACH)),
+    ]
     for _ in track(run_jobs(part, units, jobs), len(units), "demo"):
         pass
     arms = evaluate([out / "aligned", out / "direct"]).arms
@@ -75,17 +83,15 @@ def demo(
     }
 
 
-def part(work: tuple[AlignConfig | int, dict[str, Any], Path, bool]) -> str:
-    """An align run and its fine-tuning, or EACH direct ones from a seed on; says how it went."""
-    one, peft, out, force = work
-    if isinstance(one, int):
-        name, peft = f"direct/s{one}", peft | {"seed": one}
-    else:
-        name, start = f"aligned/s{one.seed}", out / f"align/s{one.seed}"
-        align(one, start, force=force)
-        peft = peft | {"seed": one.seed, "seeds": 1, "start": start}
-    found = finetune(FinetuneConfig(**peft), out / name, force=force)
-    return f"{name} val {fmean(found.val):.1f} %"
+def part(unit: tuple[Path, AlignConfig | None, FinetuneConfig, bool]) -> str:
+    """An align run with its fine-tuning, or EACH direct ones; says how it went."""
+    place, cfg, peft, force = unit
+    if cfg:
+        start = place.parent.parent / f"align/s{cfg.seed}"
+        align(cfg, start, force=force)
+        peft = peft.but(start=start)
+    val = fmean(finetune(peft, place, force=force).val)
+    return f"{place.parent.name} val {val:.1f} %"
 
 
 def power(arms: list[Row]) -> str:
@@ -98,7 +104,7 @@ def power(arms: list[Row]) -> str:
 @torch.no_grad()
 def draw(cfg: AlignConfig, arms: list[Row], path: Path) -> None:
     """What a class is, what pretraining learned to fill in, and how good both arms are."""
-    m = Model(cfg)
+    m = Model(cfg.but(device="cpu"))
     shift, scale = (torch.tensor(x).view(3, 1, 1) for x in (m.pool.mean, m.pool.std))
     fill: Any = m.pretext_task(m.theta())
     batch = next(pretext_batches(cfg, m.pool, fill, m.arch.image_size, 4, range(1)))

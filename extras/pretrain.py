@@ -23,7 +23,7 @@ from weights import build, initialise, pretext_task
 
 
 class PretrainConfig(config.Pretext, config.Crops, config.Shape, Command):
-    """`pretrain`: MAE or I-JEPA from scratch, for those without a checkpoint. Trains ψ itself."""
+    """Pretraining: MAE or I-JEPA from scratch, for those without a checkpoint. Trains ψ itself."""
 
     usual: ClassVar[dict[str, Table]] = {
         "ijepa": {  # Assran et al. 2023

@@ -2,7 +2,7 @@
 
     python results/curvature.py WEIGHTS OUT [JEPA_WEIGHTS [PHOTO_WEIGHTS PHOTO_DATASET PHOTO_POOL]]
 
-WEIGHTS is a vit_mini run of `bisslight pretrain` on quilts, as the demo makes it; JEPA_WEIGHTS the
+WEIGHTS is a vit_mini pretrained on quilts, such as extras/quilts.pth; JEPA_WEIGHTS the
 same with I-JEPA; PHOTO_WEIGHTS one on photographs. Part 1: the share of |g|² inside the span of the
 stored gradients, and how much of it the inverse removes, early (alternations 1 to 3) and late (the
 last 3), against N_L, batch, blocks and rank. Part 2: test accuracy after `mfac` and `identity`, 16

@@ -6,7 +6,7 @@ On three drawn datasets, every rate chosen on mean validation over eight seeds: 
 BiSSLight, after alignment without curvature and without an upper level, PEFT alone, PEFT alone with
 as many CPU-seconds as alignment and PEFT; and, on the 80 labels alone, a small CNN, the same ViT
 from scratch and a logistic regression on pixels. About an hour on two cores; the same command
-goes on.
+goes on. Its settings are the demo's; the tables of demo.md are from when that had T = 60.
 """
 
 import sys
