@@ -28,8 +28,8 @@ ALIGNED, DIRECT, EACH = 8, 24, 4  # seeds; a process takes one aligned or EACH d
 PRETRAINED = Path(__file__).with_name("quilts.pth")  # of PRETRAIN, with data seed 0
 PRETRAIN: dict[str, Any] = {"base_lr": 8e-3, "beta2": 0.999, "mask_ratio": 0.3}
 ALIGN: dict[str, Any] = {
-    "alternations": 25, "lower_steps": 5, "upper_steps": 3, "p_batch": 32, "d_batch": 40,
-    "warmup": 4, "p_lr": 3e-3, "d_lr": 1e-2, "mask_ratio": 0.3, "eval_every": 25,
+    "alternations": 30, "lower_steps": 5, "upper_steps": 3, "p_batch": 32, "d_batch": 40,
+    "warmup": 5, "p_lr": 2e-3, "d_lr": 1e-2, "mask_ratio": 0.3, "eval_every": 30,
 }  # fmt: skip
 PEFT: dict[str, Any] = {
     "lr": 1e-2, "epochs": 40, "warmup_epochs": 5, "batch": 40, "eval_epochs": 8
