@@ -76,9 +76,9 @@ def demo(
     return {
         "arms": arms,
         "power": power(arms),
-        "elsewhere": "on four drawn sets, with λ = 0.01, the gain was +2.5 to +7.5 points; "
-        "fine-tuning alone for as long gave half to two thirds of it, and no curvature all of it "
-        "(results/demo.md)",
+        "elsewhere": "on four drawn sets the gain was +1.3 to +4.5 points, the larger ones on two "
+        "sets where settings were chosen; on the others, fine-tuning alone of the same CPU time "
+        "was as good (results/demo.md)",
         "picture": out / "demo.png",
     }
 
