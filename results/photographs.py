@@ -4,8 +4,7 @@
 
 DATA holds tiny-imagenet/train (unlabelled pool), flower_photos and dtd/dtd/images (settings are
 chosen there) and, as torchvision lays them out, flowers-102, CUB_200_2011 and VOCdevkit (the test).
-Two pretrainings of vit_mini at 64 px; on each, four seeds a set, so eight seeds an arm. On VOC07,
-the controls have half as many.
+Two pretrainings of vit_mini at 64 px; on each, four seeds a set, so eight seeds an arm.
 
     aligned      BiSSLight, then PEFT             identity    the same without curvature
     peft         PEFT alone                       lower only  no upper level; on the pool
@@ -130,8 +129,7 @@ def arm(
     place, cost = out / name / arm.replace(" ", "-"), [0.0] * SEEDS
     network = [psi[-1] if arm == "random" else psi[i % PRETRAININGS] for i in range(SEEDS)]
     each: list[dict[str, Any]] = [
-        base | {"seed": i, "weights": psi_i}
-        for i, psi_i in enumerate(network[: seeds_of(arm, name)])
+        base | {"seed": i, "weights": psi_i} for i, psi_i in enumerate(network)
     ]
     if arm in ALIGNED:
         given = ALIGN | rates | {"pool": str(data / "tiny-imagenet/train")} | ALIGNED[arm]
@@ -146,11 +144,6 @@ def arm(
         (FinetuneConfig.model_validate(peft | one), place / f"peft{one['seed']}") for one in each
     ])  # fmt: skip
     return [f | {"cpu": f["trial_seconds"][0] + c} for f, c in zip(found, cost, strict=False)]
-
-
-def seeds_of(arm: str, name: str) -> int:
-    """How many seeds an arm has: the controls have half as many on VOC07."""
-    return SEEDS // 2 if arm in CONTROLS and name == "voc07" else SEEDS
 
 
 def right(found: list[dict[str, Any]]) -> list[int]:
