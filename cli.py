@@ -100,7 +100,9 @@ def keyword(name: str, kind: Any, default: Any, text: str, panel: str) -> Parame
     flags = NAMED.get(name, [f"--{name.replace('_', '-')}"] if kind is bool else [])
     panel = "What one sets first" if name in FIRST else panel
     option = typer.Option(*flags, help=text, metavar="", rich_help_panel=panel)
-    meant = Annotated[kind, typer.Argument(help=text) if default is ... else option]
+    meant = Annotated[
+        kind, typer.Argument(help=text, metavar=name.upper()) if default is ... else option
+    ]
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=meant)
 
 
@@ -266,7 +268,7 @@ class Sections(TyperCommand):
             other = "Arguments" if option.param_type_name == "argument" else "This run"
             rows = panels[getattr(option, "rich_help_panel", None) or other]
             rows += filter(None, [option.get_help_record(ctx)])
-        for panel, rows in panels.items():
+        for panel, rows in sorted(panels.items(), key=lambda item: item[0] != "Arguments"):
             with formatter.section(panel):
                 formatter.write_dl(rows)
 

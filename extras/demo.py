@@ -72,7 +72,7 @@ def demo(
     for _ in track(run_jobs(part, units, jobs), len(units), "demo"):
         pass
     arms = evaluate([out / "aligned", out / "direct"]).arms
-    draw(cfgs[0], arms, out / "demo.png")
+    draw(cfgs[0].but(device="cpu"), arms, out / "demo.png")
     return {
         "arms": arms,
         "power": power(arms),
@@ -104,7 +104,7 @@ def power(arms: list[Row]) -> str:
 @torch.no_grad()
 def draw(cfg: AlignConfig, arms: list[Row], path: Path) -> None:
     """What a class is, what pretraining learned to fill in, and how good both arms are."""
-    m = Model(cfg.but(device="cpu"))
+    m = Model(cfg)
     shift, scale = (torch.tensor(x).view(3, 1, 1) for x in (m.pool.mean, m.pool.std))
     fill: Any = m.pretext_task(m.theta())
     batch = next(pretext_batches(cfg, m.pool, fill, m.arch.image_size, 4, range(1)))
