@@ -7,8 +7,9 @@ align(AlignConfig(backbone="vit_l16", dataset="cub200"), Path("runs/cub"))  # st
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
+from pydantic import BaseModel
 from torch import Tensor
 
 import cg
@@ -16,17 +17,17 @@ import mfac
 from bisslight import Diverged, Hypergradient, Phi, PretextTask, State, algorithm_1
 from commands import AlignConfig, RunError, UsageError
 from data import Pool, Task
-from evaluate import Score
+from lora import save_adapter
 from model import Model, own_names, pretext_batches
-from run import LOG, Record, Run, Track, check_directory, read_json, typed, untracked
-from training import Group, Optimiser, constant, decay_groups, schedule, trainable
+from run import LOG, Record, Run, Track, check_directory, read_json, untracked
+from training import Group, Optimiser, Score, decay_groups, schedule, trainable
 
 EXACT_LIMIT = 5000  # entries of θ: its Hessian takes as many double passes, and 200 MB in float64
 SHARES = (2 / 3, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 7, 1 / 10)  # App. C.3 has the first three
 ABOVE, FLOOR, COLLAPSE = 3.0, 0.25, 0.5  # see `unstable`
 
 
-class AlignResult(NamedTuple):
+class AlignResult(BaseModel, frozen=True):
     """What an align run ended with."""
 
     out: str
@@ -63,7 +64,7 @@ def align(
         found = aligned(Model(cfg, task, pool), out, force, track)
         if "diverged" in found:
             raise Diverged(found["diverged"])
-        return typed(AlignResult, found)
+        return AlignResult(**found)
     file = cfg.d_lr_from / "result.json"
     direct = read_json(file) if file.exists() else {}
     if len(direct.get("grid", ())) < 2 or direct.get("aligned_by"):
@@ -77,7 +78,7 @@ def align(
     rates = [float(f"{direct['lr'] * share:.3g}") for share in SHARES]
     with Run(out, "align", cfg, force, upper_rates=rates) as run:
         if run.result:
-            return typed(AlignResult, run.result)
+            return AlignResult(**run.result)
         m, given_up = Model(cfg, task, pool), dict[str, str]()
         for d_lr in rates:
             m.cfg, place = cfg.but(d_lr=d_lr, d_lr_from=None), out / f"dlr{d_lr:g}"
@@ -85,7 +86,7 @@ def align(
             if "diverged" not in found:
                 run.write("adapter.safetensors", (place / "adapter.safetensors").read_bytes())
                 found |= {"out": str(out), "adapter": str(out / "adapter.safetensors")}
-                return typed(AlignResult, run.finish(found | {"unstable": given_up}))
+                return AlignResult(**run.finish(found | {"unstable": given_up}))
             given_up[f"{d_lr:g}"] = found["diverged"]
             LOG.warning("--d-lr %g is not stable: %s", d_lr, found["diverged"])
     raise RunError(f"--d-lr-from: none of {', '.join(given_up)} is stable, see {out}")
@@ -99,7 +100,7 @@ def aligned(m: Model, out: Path, force: bool, track: Track, watched: bool = Fals
     pretext = m.pretext_task(theta)
     inverse = hypergradient(cfg, theta)
     m.check("--d-batch", cfg.d_batch, out)
-    with Run(out, "align", cfg, force, **m.about()) as run:
+    with Run(out, "align", cfg, force, **m.about) as run:
         if run.result:
             return run.result
         phi_D, loss_D, head = m.head("align head")
@@ -115,7 +116,7 @@ def aligned(m: Model, out: Path, force: bool, track: Track, watched: bool = Fals
                 run.checkpoint(f"probe epoch {record['step']}")
             if not run.records:
                 score = m.score(m.task.val, s.theta_D, head)
-                run.log({"step": 0, "probe_val": score._asdict()})
+                run.log({"step": 0, "probe_val": score.model_dump()})
                 LOG.info("linear probe: validation %s %.1f %%", m.task.metric, score.accuracy)
             lower, upper = (range(s.done * n, T * n) for n in (cfg.lower_steps, cfg.upper_steps))
             batches = pretext_batches(cfg, m.pool, pretext, m.arch.image_size, cfg.p_batch, lower)
@@ -138,14 +139,15 @@ def result_of(cfg: AlignConfig, m: Model, s: State, run: Run) -> Record:
     """Write θ_P (l.17) to adapter.safetensors; what the run ended with."""
     how = cfg.hypergrad if cfg.upper_steps else "lower only"
     about = {"d_lr": cfg.d_lr, "hypergrad": how, "unlike_paper": cfg.unlike_paper()}
-    run.write("adapter.safetensors", m.adapter(s.theta_P, {}, stage="align", **about))  # l.17
+    theta_P = save_adapter(s.theta_P, {}, m.origin | about | {"stage": "align"})  # l.17
+    run.write("adapter.safetensors", theta_P)
     last = run.records[-1]
     return {
         "out": str(run.path),
         "adapter": str(run.path / "adapter.safetensors"),
         "d_lr": cfg.d_lr,
         "unstable": {},
-        "pretext": m.adapter_about()["pretext"],
+        "pretext": m.origin["pretext"],
         "metric": m.task.metric,
         **{key: (last[key] or [0.0])[-1] for key in ("distance", "q_over_g", "cosine")},
         **{key: last[key] for key in ("val_P", "val_D")},
@@ -159,7 +161,7 @@ def begin(
     theta_P, theta_D = trainable({"P": theta, "D": theta}, theta.device).values()
     phi_P = trainable(pretext.phi, theta.device)
     lower, upper = (
-        schedule(cfg.alternations * n, cfg.warmup * n + 1, cfg.end_lr)
+        partial(schedule, total=cfg.alternations * n, warmup=cfg.warmup * n + 1, end=cfg.end_lr)
         for n in (cfg.lower_steps, cfg.upper_steps)
     )
     below = Group([theta_P], cfg.p_lr, cfg.p_weight_decay)
@@ -169,7 +171,7 @@ def begin(
     head = Group([*phi_D.values()], cfg.d_lr, cfg.d_weight_decay)
     both = head._replace(tensors=[theta_D, *head.tensors])  # bias is decayed, too (App. C.2)
     opt_D = Optimiser([both], upper, betas, cfg.clip)
-    probe = Optimiser([head], constant, betas)
+    probe = Optimiser([head], None, betas)
     return State(theta_P, theta_D, phi_P, phi_D, opt_P, opt_D), [opt_P, opt_D, probe]
 
 

@@ -43,7 +43,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 Phi = dict[str, Tensor]  # a head's trainable tensors by name
 Loss = Callable[..., Tensor]  # (theta, phi, batch) -> scalar, the mean over the batch's images
 Map = Callable[[Tensor], Tensor]  # of a tensor shaped like theta: d -> H d, g -> q
-Pairs = list[tuple[Tensor, Tensor]]  # (tensor, its gradient)
 Hypergradient = Callable[[Tensor, float, Callable[[], Map]], Map]
 """(G, λ, H) -> inverse, a function g -> q ≈ λ (H + λI)⁻¹ g. `H()` returns the function d -> H d."""
 
@@ -79,7 +78,7 @@ class PretextTask(Protocol):
 class Optimiser(Protocol):
     """opt_P or opt_D: updates tensors in place."""
 
-    def update(self, pairs: Pairs) -> Tensor:
+    def update(self, tensors: list[Tensor], gradients: list[Tensor]) -> Tensor:
         """One step; returns the norm of all the gradients together, before clipping."""
 
 
@@ -149,8 +148,8 @@ def algorithm_1(
             loss_P, g_P, g_phi = gradients(task.loss, s.theta_P, s.phi_P, batch, micro, amp)  # l.6
             G[:, i] = g_P  # l.6: ∇L^P alone, before l.7 adds to it and before clipping
             delta = (s.theta_P - s.theta_D).detach()  # l.7
-            pairs_P = [(s.theta_P, g_P + c.lam * delta), *pairs(s.phi_P, g_phi)]  # l.7, l.8
-            norm = s.opt_P.update(pairs_P)  # l.9
+            found = [g_P + c.lam * delta, *g_phi.values()]  # l.7, l.8
+            norm = s.opt_P.update([s.theta_P, *s.phi_P.values()], found)  # l.9
             task.after_step(s.theta_P)  # l.9
             rows.append([loss_P, c.lam / 2 * delta.square().sum(), norm])
         lower = numbers(f"alternation {t}, lower level", rows, 3)
@@ -163,8 +162,8 @@ def algorithm_1(
             q = inverse(g)  # l.13
             loss = partial(loss_D, regularise=True)  # l.14: with drop path
             at_D, g_D, g_phi_D = gradients(loss, s.theta_D, s.phi_D, examples, micro, amp)  # l.14
-            g_phi = {name: g_phi_P[name] + g_phi_D[name] for name in s.phi_D}  # l.15
-            norm = s.opt_D.update([(s.theta_D, q + g_D), *pairs(s.phi_D, g_phi)])  # l.16
+            found = [q + g_D, *(g_phi_P[name] + g_phi_D[name] for name in s.phi_D)]  # l.14, l.15
+            norm = s.opt_D.update([s.theta_D, *s.phi_D.values()], found)  # l.16
             rows.append([at_P, at_D, norm, *agreement(q, g, s, inside)])
         upper = numbers(f"alternation {t}, upper level", rows, 8)
         del G, inverse, inside  # l.16: freed before the next alternation asks for as much again
@@ -253,11 +252,6 @@ def sum_over_processes(values: list[Tensor]) -> list[Tensor]:
     return [total.view_as(x) for total, x in zip(sums, values, strict=True)]
 
 
-def pairs(phi: Phi, gradient: Phi) -> Pairs:
-    """(tensor, gradient) of every tensor of a head."""
-    return [(tensor, gradient[name]) for name, tensor in phi.items()]
-
-
 def within(G: Tensor) -> Map:
     """Returns x (K, p) -> |Px|², P the projection on the span of each block's stored gradients.
 
@@ -267,16 +261,13 @@ def within(G: Tensor) -> Map:
     >>> round(float(within(torch.tensor([[[2.0, 0.0]]]))(torch.tensor([[3.0, 4.0]]))), 6)
     9.0
     """
-
-    def products(x: Tensor) -> Tensor:  # G xᵀ of each block in float64, a block at a time
-        return torch.stack([a.double() @ b.double().mT for a, b in zip(G, x, strict=True)])
-
-    S = products(G)  # (K, N_L, N_L)
+    S = torch.stack([rows.double() @ rows.double().mT for rows in G])  # (K, N_L, N_L)
     S.diagonal(dim1=1, dim2=2).mul_(1 + 1e-10).add_(1e-300)
     L, _ = torch.linalg.cholesky_ex(S)
 
     def square(x: Tensor) -> Tensor:
-        y = products(x.to(G)[:, None])
+        blocks = zip(G, x.to(G), strict=True)
+        y = torch.stack([rows.double() @ part.double() for rows, part in blocks])[..., None]
         return (y * torch.cholesky_solve(y, L)).sum().to(x.device)
 
     return square

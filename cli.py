@@ -18,6 +18,7 @@ from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
 
 import typer
+from pydantic_core import to_jsonable_python
 from typer.core import TyperCommand
 
 RUN = "out config force dry_run json quiet"
@@ -201,12 +202,16 @@ def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
 
     Gives `track(items, total, label, done=0)`, which hands on the items. `quiet`: warnings alone.
     """
+    log = logging.getLogger("bisslight")
+    log.setLevel(logging.WARNING if quiet else logging.INFO)
+    log.handlers = [logging.StreamHandler(sys.stderr)]
+    if quiet:
+        yield resolve_name("run:untracked")
+        return
     from rich.console import Console  # rich takes a while to load, so --help does without
     from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
-    brief, log = resolve_name("run:brief"), logging.getLogger("bisslight")
-    log.setLevel(logging.WARNING if quiet else logging.INFO)
-    log.handlers = [logging.StreamHandler(sys.stderr)]
+    brief = resolve_name("run:brief")
     console = Console(stderr=True)
     live = Progress(
         "{task.description:>8}",
@@ -216,7 +221,7 @@ def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
         TimeRemainingColumn(),
         "{task.fields[text]}",
         console=console,
-        disable=quiet or not console.is_terminal,
+        disable=not console.is_terminal,
         speed_estimate_period=1e9,
     )
 
@@ -224,7 +229,7 @@ def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
         bar = live.add_task(label, total=total, completed=done, text="")
         for n, item in enumerate(items, done + 1):
             live.update(bar, completed=n, text=brief(item)[: max(console.width - 52, 10)])
-            if live.disable and not quiet:
+            if live.disable:
                 left = TimeRemainingColumn().render(live.tasks[-1])
                 print(f"{label} {n}/{total}  {brief(item)}  ETA {left}", file=sys.stderr)
             yield item
@@ -239,7 +244,7 @@ def say(result: Any, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    readable, result = resolve_name("run:readable"), resolve_name("run:simple")(result)
+    readable, result = resolve_name("run:readable"), to_jsonable_python(result)
     if as_json:
         print(json.dumps(result))
         return

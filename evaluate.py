@@ -1,17 +1,16 @@
-"""Scores, summaries over seeds, an exact permutation test (App. C.2.1), and the paper's tables."""
+"""Summaries over seeds, an exact permutation test (App. C.2.1), and the paper's tables."""
 
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor
+from pydantic import BaseModel
 
-from commands import Command, RunError, UsageError
+from commands import Command, UsageError
 
 Arm = dict[str, Any]  # "settings", and of a `Row` the unit, metric, paper, accuracies and counts
 FREE = {*Command.model_fields, "start", "pool", "jobs", "seeds", "mfac_device", "weights"} - {"amp"}
@@ -21,58 +20,7 @@ USUAL = {"rank": 64, "epochs": 200, "optimizer": "adamw", "augment": "crop", "pa
          "voc_difficult": "ignore"}  # fmt: skip
 
 
-class Score(NamedTuple):
-    """How good a model is on a split."""
-
-    accuracy: float  # top-1 in percent; for several classes per image, mean average precision
-    loss: float  # mean over the images
-    per_class: float | None = None  # mean over classes of the accuracy in each; None with mAP
-    right: int | None = None  # how many images were right; None with mAP
-
-
-@torch.no_grad()
-def score(
-    predict: Callable[[Tensor], Tensor],
-    batches: Iterable[tuple[Tensor, Tensor]],
-    loss: Callable[[Tensor, Tensor], Tensor],
-    gather: Callable[[Tensor], Tensor] = Tensor.cpu,
-) -> Score:
-    """Top-1 accuracy, or 11-point mAP where targets are (N, C); batch sizes do not matter.
-
-    `batches` have images (B, 3, H, W) and targets, each image once; `predict` makes logits (B, C)
-    of images, `loss` the loss of each, and `gather` one tensor of the rows of all processes.
-    """
-    pairs = [(predict(images).float().cpu(), targets.cpu()) for images, targets in batches]
-    z, targets = (gather(torch.cat(column)) for column in zip(*pairs, strict=True))
-    mean = float(loss(z, targets).double().mean())
-    if targets.ndim == 2:
-        columns = zip(z.T, targets.T, strict=True)  # a class that no image shows counts nowhere
-        each_ap = [average_precision(x, y) for x, y in columns if (y == 1).any()]
-        if not each_ap:
-            raise RunError("mAP: no class has a positive image in this split")
-        return Score(100 * fmean(each_ap), mean)
-    right = (z.argmax(1) == targets).double()
-    each = torch.stack([right[targets == k].mean() for k in targets.unique()])
-    return Score(100 * float(right.mean()), mean, 100 * float(each.mean()), int(right.sum()))
-
-
-def average_precision(scores: Tensor, labels: Tensor) -> float:
-    """VOC's 11-point AP of a class: mean over t = 0, 0.1 ... 1 of the best precision at recall ≥ t.
-
-    Labels are 1, −1, and 0 for difficult images, which count nowhere. Ties keep the order of the
-    images. Recall is compared in whole numbers, since 0.7 is no exact float.
-
-    >>> ap = average_precision(torch.tensor([0.9, 0.8, 0.7]), torch.tensor([1, -1, 1]))
-    >>> round(ap, 6)  # precision 1 up to recall 0.5, then 2/3: (6 + 5 * 2/3) / 11
-    0.848485
-    """
-    scores, labels = scores[labels != 0], labels[labels != 0]
-    hits = (labels == 1)[scores.argsort(descending=True, stable=True)].cumsum(0)
-    precision = hits.double() / torch.arange(1, len(hits) + 1)
-    return fmean(float(precision[10 * hits >= t * hits[-1]].max()) for t in range(11))
-
-
-class Comparison(NamedTuple):
+class Comparison(BaseModel, frozen=True):
     """An arm against another."""
 
     difference: float  # of the means
@@ -101,10 +49,10 @@ def compare(arm: Sequence[int], against: Sequence[int]) -> Comparison:
     distance = {x: abs(x * len(pooled) - n * sum(pooled)) for size, x in sets if size == n}
     extreme = sum(sets[n, total] for total, d in distance.items() if d >= distance[sum(arm)])
     p = extreme / splits if len(pooled) > 2 else None
-    return Comparison(fmean(arm) - fmean(against), p, splits)
+    return Comparison(difference=fmean(arm) - fmean(against), p=p, splits=splits)
 
 
-class Reported(NamedTuple):
+class Reported(BaseModel, frozen=True):
     """Mean ± standard deviation, and the label of the paper's table."""
 
     mean: float
@@ -112,7 +60,7 @@ class Reported(NamedTuple):
     source: str
 
 
-class Row(NamedTuple):
+class Row(BaseModel, frozen=True):
     """An arm in the table that `evaluate` returns."""
 
     arm: str
@@ -128,7 +76,7 @@ class Row(NamedTuple):
     first_minus_this: Comparison | None
 
 
-class Evaluation(NamedTuple):
+class Evaluation(BaseModel, frozen=True):
     """What `evaluate` found."""
 
     arms: list[Row]
@@ -141,7 +89,7 @@ def evaluate(runs: Sequence[Path]) -> Evaluation:
     neither, or was tested on other images.
     """
     arms = [read_arm(run) for run in runs]
-    return Evaluation([row(arm, arms[0]) for arm in arms])
+    return Evaluation(arms=[row(arm, arms[0]) for arm in arms])
 
 
 def row(arm: Arm, first: Arm) -> Row:
@@ -151,10 +99,8 @@ def row(arm: Arm, first: Arm) -> Row:
         raise UsageError(f"{arm['arm']}, {first['arm']}: tested on other images, not comparable")
     if None in differs.pop("aligned_by", ()):
         differs.pop("grid", None)  # its default follows from the start
-    mean = fmean(arm["accuracies"])
-    versus = compare(first["counts"], arm["counts"])._replace(
-        difference=fmean(first["accuracies"]) - mean
-    )
+    mean, versus = fmean(arm["accuracies"]), compare(first["counts"], arm["counts"])
+    versus = versus.model_copy(update={"difference": fmean(first["accuracies"]) - mean})
     return Row(
         **{key: arm[key] for key in ("arm", "unit", "metric", "paper", "accuracies", "counts")},
         seeds=len(arm["counts"]),
@@ -216,44 +162,38 @@ def published(settings: Arm, result: Arm) -> Reported | None:
         and result["aligned_on"] in (None, settings["dataset"])
         and not result["align_unlike_paper"]
     )
-    at = result["backbone"], METHODS.get(result["aligned_by"], ""), settings["dataset"]
-    return ACCURACIES.get(result["pretext"], {}).get(at) if usual else None
+    arm, column = METHODS.get(result["aligned_by"], ""), settings["dataset"]
+    for label, text in ACCURACIES.get(result["pretext"], {}).items() if usual else ():
+        for backbone, method, *cells in map(str.split, text.splitlines()):
+            if (backbone, method) == (result["backbone"], arm) and column in DATASETS:
+                mean, std = cells[DATASETS.index(column)].split("±")
+                return Reported(mean=float(mean), std=float(std), source=label)
+    return None
 
 
 # The paper's tables: test accuracy (%; VOC07: mAP), mean ± deviation of 8 seeds; memory
 DATASETS = ("pets", "dtd", "voc07", "flowers", "cub200", "aircrafts")  # the tables' columns
 
 
-def table(text: str) -> dict[tuple[str, str, str], Reported]:
-    """By backbone, arm and dataset, of a text whose first line is the table's label."""
-    source, *lines = text.strip().splitlines()
-    return {
-        (backbone, arm, dataset): Reported(float(mean), float(std), source)
-        for backbone, arm, *cells in map(str.split, lines)
-        for dataset, cell in zip(DATASETS, cells, strict=True)
-        for mean, std in [cell.split("±")]
-    }
-
-
-MAE = table("""
-tab:mae_bisslight_main_results
-vit_b16 PEFT      91.7±0.3 69.9±0.5 80.9±0.3 92.8±0.5 79.8±0.5 70.6±0.6
-vit_b16 BiSSLight 92.1±0.2 70.3±0.4 81.7±0.2 93.5±0.3 81.2±0.3 72.7±0.3
-vit_l16 PEFT      94.4±0.3 74.1±0.6 85.5±0.2 94.6±0.4 84.4±0.4 79.1±0.4
-vit_l16 BiSSLight 94.7±0.2 74.9±0.4 85.9±0.1 95.8±0.2 85.6±0.3 82.2±0.3
-vit_h14 PEFT      95.2±0.3 75.8±0.5 86.5±0.2 96.0±0.3 85.9±0.4 80.4±1.0
-vit_h14 BiSSLight 95.5±0.2 76.7±0.2 87.3±0.1 97.2±0.1 87.2±0.2 87.1±0.3
-""")
-IJEPA = table("""
-tab:classificaiton_acc_bisslight_ijepa
-vit_h14 PEFT      94.6±0.1 73.1±0.4 82.4±0.2 95.1±0.4 86.4±0.3 76.0±0.6
-vit_h14 BiSSLight 94.7±0.1 74.0±0.6 84.0±0.3 96.1±0.3 86.8±0.2 77.7±0.4
-""")
-BISSL = table("""
-tab:classificaiton_acc_bissl_orig
-vit_b16 BiSSL     92.0±0.5 70.8±0.4 81.9±0.1 93.4±0.4 81.2±0.3 72.7±0.3
-""")  # its rows of PEFT and BiSSLight repeat the main table
-ACCURACIES = {"mae": MAE | BISSL, "ijepa": IJEPA}  # by pretext task; after BiSSL(ight) comes PEFT
+ACCURACIES = {  # by pretext task and the label of the table; after BiSSL(ight) comes PEFT
+    "mae": {
+        "tab:mae_bisslight_main_results": """\
+            vit_b16 PEFT      91.7±0.3 69.9±0.5 80.9±0.3 92.8±0.5 79.8±0.5 70.6±0.6
+            vit_b16 BiSSLight 92.1±0.2 70.3±0.4 81.7±0.2 93.5±0.3 81.2±0.3 72.7±0.3
+            vit_l16 PEFT      94.4±0.3 74.1±0.6 85.5±0.2 94.6±0.4 84.4±0.4 79.1±0.4
+            vit_l16 BiSSLight 94.7±0.2 74.9±0.4 85.9±0.1 95.8±0.2 85.6±0.3 82.2±0.3
+            vit_h14 PEFT      95.2±0.3 75.8±0.5 86.5±0.2 96.0±0.3 85.9±0.4 80.4±1.0
+            vit_h14 BiSSLight 95.5±0.2 76.7±0.2 87.3±0.1 97.2±0.1 87.2±0.2 87.1±0.3""",
+        # its rows of PEFT and BiSSLight repeat the main table
+        "tab:classificaiton_acc_bissl_orig": """\
+            vit_b16 BiSSL     92.0±0.5 70.8±0.4 81.9±0.1 93.4±0.4 81.2±0.3 72.7±0.3""",
+    },
+    "ijepa": {
+        "tab:classificaiton_acc_bisslight_ijepa": """\
+            vit_h14 PEFT      94.6±0.1 73.1±0.4 82.4±0.2 95.1±0.4 86.4±0.3 76.0±0.6
+            vit_h14 BiSSLight 94.7±0.1 74.0±0.6 84.0±0.3 96.1±0.3 86.8±0.2 77.7±0.4""",
+    },
+}
 # tab:memory_single_gpu: (GB, A40 GPUs), on the fewest GPUs of the table; GB sum each GPU's peak
 MEMORY = {
     "cg": {"vit_b16": (58, 2), "vit_l16": (77, 2), "vit_h14": (141, 4)},

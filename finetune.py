@@ -16,22 +16,23 @@ from functools import partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from pydantic import BaseModel
 
 from bisslight import Diverged
 from commands import FinetuneConfig, RunError, UsageError
 from data import Task
-from lora import load_adapter, load_theta
+from lora import load_adapter, load_theta, save_adapter
 from model import Model, own_names
-from run import LOG, Record, Run, Track, check_directory, checking, sha256, stop, typed, untracked
+from run import LOG, Record, Run, Track, check_directory, checking, sha256, stop, untracked
 from training import Group, Optimiser, schedule, trainable
 
 R = TypeVar("R")
 
 
-class FinetuneResult(NamedTuple):
+class FinetuneResult(BaseModel, frozen=True):
     """What a finetune run ended with. Lists have one entry per seed."""
 
     out: str
@@ -74,9 +75,9 @@ def finetune(
     origins = [origin(start, m) for start in dict.fromkeys(starts) if start]
     m.check("--batch", cfg.batch, out)
     digests = [sha256(adapter_of(x)) for x in starts if x]
-    with Run(out, "finetune", cfg, force, **m.about(), start_sha256=digests) as run:
+    with Run(out, "finetune", cfg, force, **m.about, start_sha256=digests) as run:
         if run.result:
-            return typed(FinetuneResult, run.result)
+            return FinetuneResult(**run.result)
 
         def results(pairs: list[tuple[float, int]]) -> list[Record]:
             one = {"grid": None, "grid_seeds": 1, "seeds": 1, "jobs": 1}
@@ -91,14 +92,14 @@ def finetune(
         tried = {lr: [next(every) for _ in tries] for lr in cfg.grid}
         lr, chosen = best_rate(tried, lambda lr, n: results([(lr, i) for i in range(n, cfg.seeds)]))
         first = origins[0] if origins else {}
-        return typed(FinetuneResult, run.finish({
+        return FinetuneResult(**run.finish({
             "out": str(out), "dataset": cfg.dataset, "backbone": cfg.backbone, "unit": unit,
             "lr": lr, "metric": m.task.metric,
             "grid": {f"{rate}": [r["val"] and r["val"]["accuracy"] for r in runs]
                      for rate, runs in tried.items()},
             "aligned_by": first.get("hypergrad", "unknown") if origins else None,
             "aligned_on": first.get("dataset"), "align_unlike_paper": first.get("unlike_paper"),
-            "pretext": first.get("pretext", m.adapter_about()["pretext"]),
+            "pretext": first.get("pretext", m.origin["pretext"]),
             **tested(m, run, chosen),
         }))  # fmt: skip
 
@@ -182,7 +183,7 @@ def origin(start: Path, m: Model) -> Record:
     """What an adapter says of itself; refuses one of another network or split (UsageError)."""
     with checking(f"--from {start}"):
         theta, about = load_theta(adapter_of(start), m.backbone.dim)
-        now, rank = m.adapter_about(), theta.shape[1] / (4 * m.backbone.dim)
+        now, rank = m.origin, theta.shape[1] / (4 * m.backbone.dim)
         if (len(theta), rank) != (m.backbone.depth, m.cfg.rank):
             raise ValueError(
                 f"holds {len(theta)} layers of rank {rank:g}, this run has {m.backbone.depth} "
@@ -221,18 +222,17 @@ def peft(
     m, lr = m or Model(cfg, task), cfg.grid[0]
     m.cfg, out = cfg, out / f"lr{lr:g}-s{cfg.seed}"
     file = cfg.start and adapter_of(cfg.start)
-    with Run(out, "peft", cfg, force, **m.about(), start_sha256=file and sha256(file)) as run:
+    with Run(out, "peft", cfg, force, **m.about, start_sha256=file and sha256(file)) as run:
         if run.result:
             return run.result
         start = load_theta(file, m.backbone.dim)[0] if file else m.theta()
         (theta,) = trainable({"theta": start}, m.device).values()
         phi_D, loss_D, head = m.head("peft head")
         steps = -(-len(m.task.train.targets) // cfg.batch)
-        opt = Optimiser(
-            [Group([theta, *phi_D.values()], lr, cfg.weight_decay)],
-            schedule(cfg.epochs * steps, cfg.warmup_epochs * steps + 1, cfg.end_lr),
-            None if cfg.optimizer == "sgd" else (0.9, 0.999),
-        )
+        total, warmup = cfg.epochs * steps, cfg.warmup_epochs * steps + 1
+        rate = partial(schedule, total=total, warmup=warmup, end=cfg.end_lr)
+        both = Group([theta, *phi_D.values()], lr, cfg.weight_decay)
+        opt = Optimiser([both], rate, None if cfg.optimizer == "sgd" else (0.9, 0.999))
         now = {"theta": theta} | head
         best = {name: tensor.detach().clone() for name, tensor in now.items()}
         run.keep([*now.values(), *best.values()], [opt])
@@ -256,7 +256,8 @@ def peft(
         except Diverged as error:
             return run.finish(result | {"val": None, "diverged": str(error)})
         about = {"stage": "finetune", "lr": lr, "seed": cfg.seed, "classes": m.task.classes}
-        run.write("adapter.safetensors", m.adapter(best.pop("theta"), best, **about))
+        adapter = save_adapter(best.pop("theta"), best, m.origin | about)
+        run.write("adapter.safetensors", adapter)
         found = best_epoch(run.records)
         return run.finish(result | {"val": found["val"], "epoch": found["step"]})
 

@@ -166,6 +166,8 @@ def init(networks: Sequence[nn.Module], rng: torch.Generator) -> None:
         if isinstance(module, nn.Linear | nn.Conv2d):
             nn.init.xavier_uniform_(module.weight.flatten(1), generator=rng)
             nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+        elif isinstance(module, nn.LayerNorm):
+            module.reset_parameters()  # ones and zeros
     for name, tensor in both.state_dict().items():
         if name.endswith(("cls_token", "mask_token")):
             tensor.normal_(std=0.02, generator=rng)

@@ -4,14 +4,12 @@ What a person got wrong ends here in a UsageError of one line, before the long w
 """
 
 import importlib
-import itertools
 import os
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -20,15 +18,14 @@ from torch import Tensor
 import benchmarks
 import data
 import lora
-from bisslight import Loss, Phi, PretextTask, numbers, value_and_grad
+from bisslight import Loss, Phi, PretextTask
 from commands import AlignConfig, FinetuneConfig, UsageError
-from evaluate import MEMORY, Score, score
-from run import Record, checking, gather, sha256, share, world_size
-from training import Optimiser, trainable
+from evaluate import MEMORY
+from run import Record, checking, gather, sha256, share, world
+from training import Optimiser, Score, score, trainable, trained
 from weights import (
     OFFICIAL,
     arch_of,
-    build_head,
     initialise,
     load_backbone,
     pretext_task,
@@ -51,12 +48,27 @@ class Model:
             self.pool: data.Pool = pool or named(cfg, "pool")
         self.amp = cfg.amp and self.device.type == "cuda"
         backbone, self.pretext_head, self.arch = load_backbone(cfg)
-        self.backbone, self.digest = backbone.to(self.device), sha256(weights_of(cfg))
+        self.backbone = backbone.to(self.device)
         size = self.arch.image_size
         if "quilts" in (cfg.dataset, getattr(cfg, "pool", None)) and size != 16:
             raise UsageError(f"quilts have 16 px, the backbone wants {size}; use other images")
         cut = cfg.augment, cfg.min_crop, cfg.d_interpolation
         self.transform = data.Transform(size, self.task.mean, self.task.std, *cut)
+        self.about: Record = {  # what defines a run beside its settings
+            "weights_sha256": sha256(weights_of(cfg)),
+            "data_sha256": self.task.fingerprint(),
+            "images": self.task.sizes(),
+        }
+        self.origin: Record = {  # what an adapter file says of itself
+            **cfg.model_dump(include={"backbone", "rank", "alpha", "dataset", "data_seed"}),
+            "arch": self.arch._asdict(),
+            "channels": [self.transform.mean, self.transform.std],
+            "data_sha256": self.about["data_sha256"],
+            "pretext": cfg.pretext.rpartition(":")[2].lower(),  # of one's own: the class
+            "weights_sha256": self.about["weights_sha256"],
+        }
+        if isinstance(cfg, AlignConfig):
+            self.about["pool_sha256"] = self.pool.fingerprint()
 
     def theta(self) -> Tensor:
         """A fresh θ (l.2)."""
@@ -76,7 +88,9 @@ class Model:
         cfg: Any = self.cfg
         if cfg.pretext not in ("mae", "ijepa"):
             own = own_class(cfg.pretext)(self.backbone, cfg, data.rng(cfg.seed, "pretext"))
-            pieces = (cfg.micro_batch or cfg.p_batch) < cfg.p_batch or world_size() > 1
+            file = Path(cfg.pretext.rpartition(":")[0])
+            self.about |= {"pretext_sha256": sha256(file)} if file.suffix == ".py" else {}
+            pieces = (cfg.micro_batch or cfg.p_batch) < cfg.p_batch or world()[1] > 1
             if pieces and not getattr(own, "mean_over_images", True):
                 raise UsageError(
                     f"--pretext {cfg.pretext}: its loss compares the images of a batch with each "
@@ -85,7 +99,6 @@ class Model:
             return own
         head: Any = self.pretext_head
         if cfg.pretext == "mae" and cfg.decoder == "random":
-            head = build_head(self.arch, "mae")
             initialise([head], "mae", data.rng(cfg.seed, "decoder"))
         with checking(f"--pretext {cfg.pretext}"):
             steps = cfg.alternations * cfg.lower_steps
@@ -130,13 +143,14 @@ class Model:
         for record in records:
             if record["step"] % every == 0 or record["step"] == last:
                 for name, at in theta.items():
-                    record[name] = self.score(self.task.val, at, phi_D)._asdict()
+                    record[name] = self.score(self.task.val, at, phi_D).model_dump()
             yield record
 
     def check(self, flag: str, batch: int, out: Path) -> None:
         """Refuse batches too small to share (UsageError); before a run, decode val and test."""
         norm, last = self.cfg.head == "batchnorm", len(self.task.train.targets) % batch or batch
-        least = max(2, world_size()) if norm else world_size()
+        _, processes = world()
+        least = max(2, processes) if norm else processes
         if norm and self.cfg.micro_batch:
             raise UsageError("--micro-batch: a BatchNorm head needs whole batches; see --recompute")
         if last < least:
@@ -145,41 +159,13 @@ class Model:
                 f"{'BatchNorm needs' if norm else 'the processes need'} {least}; "
                 "choose another size"
             )
-        if isinstance(self.cfg, AlignConfig) and self.cfg.p_batch < world_size():
+        if isinstance(self.cfg, AlignConfig) and self.cfg.p_batch < processes:
             raise UsageError(
-                f"--p-batch {self.cfg.p_batch}: give each of {world_size()} processes an image"
+                f"--p-batch {self.cfg.p_batch}: give each of {processes} processes an image"
             )
         for split in () if (out / "env.json").exists() else (self.task.val, self.task.test):
             for error in data.decode_all(split.images):
                 raise error
-
-    def about(self) -> Record:
-        """What defines a run beside its settings: digests of weights, labelled task and pool."""
-        found: Record = {
-            "weights_sha256": self.digest,
-            "data_sha256": self.task.fingerprint(),
-            "images": self.task.sizes(),
-        }
-        if isinstance(self.cfg, AlignConfig):
-            found["pool_sha256"] = self.pool.fingerprint()
-            file = Path(self.cfg.pretext.rpartition(":")[0])
-            found |= {"pretext_sha256": sha256(file)} if file.suffix == ".py" else {}
-        return found
-
-    def adapter_about(self) -> Record:
-        """What an adapter file says of itself."""
-        return {
-            **self.cfg.model_dump(include={"backbone", "rank", "alpha", "dataset", "data_seed"}),
-            "arch": self.arch._asdict(),
-            "channels": [self.transform.mean, self.transform.std],
-            "data_sha256": self.task.fingerprint(),
-            "pretext": self.cfg.pretext.rpartition(":")[2].lower(),  # of one's own: the class
-            "weights_sha256": self.digest,
-        }
-
-    def adapter(self, theta: Tensor, phi_D: Phi, **more: Any) -> bytes:
-        """The bytes of an adapter file, which says `more` than `adapter_about`."""
-        return lora.save_adapter(theta, phi_D, self.adapter_about() | more)
 
 
 def pretext_batches(
@@ -204,30 +190,6 @@ def pretext_batches(
         with torch.autocast(device.type, torch.bfloat16, enabled=cfg.amp and x.is_cuda):
             prepared = task.prepare(x, *drawn)
         yield prepared
-
-
-def trained(
-    cfg: Any,
-    loss: Loss,
-    opt: Optimiser,
-    batches: Iterator[Any],
-    piece: int,
-    what: str,
-    after_step: Callable[[None], None] = lambda theta: None,
-) -> Iterator[Record]:
-    """An optimiser step per batch; yields the mean loss of every `piece` steps (Diverged)."""
-    tensors = [tensor for group in opt.groups for tensor in group.tensors]
-    amp = cfg.amp and tensors[0].is_cuda
-
-    def step(batch: Any) -> list[Tensor]:
-        value, *found = value_and_grad(loss, tensors, batch, cfg.micro_batch, amp)
-        norm = opt.update(zip(tensors, found, strict=True))
-        after_step(None)
-        return [value, norm]
-
-    while rows := [step(batch) for batch in itertools.islice(batches, piece)]:
-        losses, _ = numbers(f"{what}, the {len(rows)} steps up to {opt.step}", rows, 2)
-        yield {"step": -(-opt.step // piece), "loss": fmean(losses)}
 
 
 def named(cfg: Any, field: str) -> Any:

@@ -21,18 +21,16 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from ctypes import c_int
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from filelock import FileLock
-from pydantic import TypeAdapter
 from torch import Tensor
 
 from commands import RunError, UsageError
 
 LOG = logging.getLogger("bisslight")
-R = TypeVar("R")
 Record = dict[str, Any]  # a JSON object: a line of metrics.jsonl, what a run ended with
 
 
@@ -80,37 +78,31 @@ def sha256(path: Path) -> str:
 
 def start_processes() -> None:
     """Join the processes that torchrun has started; nothing to do without it."""
-    if os.environ.get("WORLD_SIZE", "1") != "1" and world_size() == 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1" and world()[1] == 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
 
 
-def world_size() -> int:
-    """How many processes share each batch."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def rank() -> int:
-    """Which of them this one is; process 0 writes the files."""
-    return dist.get_rank() if world_size() > 1 else 0
+def world() -> tuple[int, int]:
+    """Which process this is, and how many share each batch; process 0 writes the files."""
+    many = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if many else (0, 1)
 
 
 def share(n: int) -> slice:
     """This process's part of n images: contiguous, in order of ranks, sizes differ by at most 1."""
-    return slice(n * rank() // world_size(), n * (rank() + 1) // world_size())
+    rank, size = world()
+    return slice(n * rank // size, n * (rank + 1) // size)
 
 
-def gather(rows: Tensor) -> Tensor:
-    """Rows of all processes in the order of ranks, on the CPU; numbers of rows may differ."""
-    found: list[Any] = [rows.cpu()] * world_size()
-    if world_size() > 1:
+def gather(rows: Tensor = torch.empty(0)) -> Tensor:  # noqa: B008
+    """Rows of all processes in the order of ranks, on the CPU; their numbers may differ.
+
+    It returns when all processes are here, so it also serves to wait for the others.
+    """
+    found: list[Any] = [rows.cpu()] * world()[1]
+    if len(found) > 1:
         dist.all_gather_object(found, rows.cpu())
     return torch.cat(found)
-
-
-def barrier() -> None:
-    """Wait until all processes are here."""
-    if world_size() > 1:
-        dist.barrier()
 
 
 class Stopped(BaseException):
@@ -178,8 +170,8 @@ class Run(AbstractContextManager["Run"]):
         self.kept: tuple[list[Tensor], list[Any]] = [], []
         result = path / "result.json"
         check_directory(path, command, config, force, **about)
-        barrier()  # no process writes before all have looked
-        if rank() == 0:
+        gather()  # no process writes before all have looked
+        if world()[0] == 0:
             with checking(f"--out {path}: make it writable, or wait for who is at work in it"):
                 path.mkdir(parents=True, exist_ok=True)
                 self.lock.acquire(timeout=60)
@@ -199,7 +191,7 @@ class Run(AbstractContextManager["Run"]):
                     | {name: version(name) for name in PACKAGES},
                     "machine": f"{platform.machine()}, {os.cpu_count()} cores",
                     "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-                    "processes": world_size(),
+                    "processes": world()[1],
                     "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                     **{name: settings[name] for name in MAY_CHANGE & settings.keys()},
                 }
@@ -208,9 +200,9 @@ class Run(AbstractContextManager["Run"]):
                 env["machines"].append(machine)
                 write_atomic(path / "env.json", json.dumps(env, indent=1))
                 write_atomic(path / "config.json", json.dumps(settings, indent=1))
-        barrier()
+        asked = stop.agreed()  # this waits until process 0 has written
         self.result = read_json(result) if result.exists() else None
-        if self.result is None and (asked := stop.agreed()):
+        if self.result is None and asked:
             raise Stopped(asked, f"stopped before {path}; the same command goes on")
 
     def __exit__(self, *_: object) -> None:
@@ -250,35 +242,25 @@ class Run(AbstractContextManager["Run"]):
             self.write("checkpoint.pt", buffer.getvalue())
             self.saved = time.monotonic()
         if asked:
-            barrier()  # torchrun ends all processes when one ends: process 0 has to save first
+            gather()  # torchrun ends all processes when one ends: process 0 has to save first
             raise Stopped(asked, f"stopped after {done}; {self.path}: the same command goes on")
 
     def finish(self, result: Record) -> Record:
         """Write result.json, which says that the run is complete; returns what it holds."""
         found: Record = json.loads(json.dumps({**result, **self.elapsed()}))
         self.write("result.json", json.dumps(found, indent=1))
-        barrier()  # then it is on the disk
+        gather()  # then it is on the disk
         (self.path / "checkpoint.pt").unlink(missing_ok=True)
         return found
 
     def write(self, name: str, content: bytes | str) -> None:
-        if rank() == 0:
+        if world()[0] == 0:
             write_atomic(self.path / name, content)
 
     def elapsed(self) -> Record:
         """CPU seconds of this process and wall seconds, those before a stop included."""
         cpu, wall = self.began
         return {"cpu_seconds": time.process_time() - cpu, "seconds": time.monotonic() - wall}
-
-
-def simple(result: Any) -> Any:
-    """Named tuples as dicts, paths as text: what JSON and the printer know."""
-    result = result._asdict() if hasattr(result, "_asdict") else result
-    if isinstance(result, dict):
-        return {str(key): simple(value) for key, value in result.items()}
-    if isinstance(result, list | tuple):
-        return [simple(value) for value in result]
-    return str(result) if isinstance(result, Path) else result
 
 
 def brief(item: Any) -> str:
@@ -306,11 +288,6 @@ def readable(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(readable, value)) or "none"
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def typed(kind: type[R], found: Record) -> R:
-    """A result.json as the NamedTuple that a command returns; other keys are left out."""
-    return TypeAdapter(kind).validate_python({name: found[name] for name in kind.__annotations__})
 
 
 def check_directory(

@@ -1,16 +1,24 @@
-"""Optimisers: AdamW or SGD with clipping, a warm-up and half a cosine (App. C.2, C.3)."""
+"""Training and scoring: optimisers with a schedule and clipping, a loop, accuracy (App. C)."""
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor
+
+from bisslight import Loss, numbers, value_and_grad
+from commands import RunError
 
 Rate = Callable[[float, float], float]  # (step, base rate) -> rate
 
 
-def schedule(total: float, warmup: float, end: float, start: float = 0.0) -> Rate:
+def schedule(
+    k: float, base: float, total: float, warmup: float, end: float, start: float = 0.0
+) -> float:
     """The rate of step k from the base rate b: a line, then half a cosine (App. C.2, C.3).
 
         k < w = warmup:  s b + (b − s b) k / w,   s = start
@@ -18,22 +26,13 @@ def schedule(total: float, warmup: float, end: float, start: float = 0.0) -> Rat
 
     The released program's W steps of warm-up are w = W + 1, with k from 1. MAE counts k from 0.
 
-    >>> [round(schedule(total=5, warmup=2, end=0.0)(k, 1.0), 3) for k in range(1, 6)]
+    >>> [round(schedule(k, 1.0, total=5, warmup=2, end=0.0), 3) for k in range(1, 6)]
     [0.5, 1.0, 0.75, 0.25, 0.0]
     """
-
-    def rate(k: float, base: float) -> float:
-        if k < warmup:
-            return start * base + (base - start * base) * k / warmup
-        c = (1 + math.cos(math.pi * (k - warmup) / max(1, total - warmup))) / 2
-        return c * base + (1 - c) * end
-
-    return rate
-
-
-def constant(k: float, base: float) -> float:
-    """The same at every step."""
-    return base
+    if k < warmup:
+        return start * base + (base - start * base) * k / warmup
+    c = (1 + math.cos(math.pi * (k - warmup) / max(1, total - warmup))) / 2
+    return c * base + (1 - c) * end
 
 
 class Group(NamedTuple):
@@ -58,7 +57,8 @@ class Optimiser:
 
     Args:
         groups: what is trained; tensors are updated in place.
-        schedule: (step from 1, base rate) -> rate; decay: the same for weight decays above 0.
+        rate: (step from 1, base rate) -> rate; decay: the same for weight decays above 0. None:
+            the base itself at every step.
         betas: AdamW's; None is SGD with momentum 0.9, as released.
         clip: largest L2 norm of all gradients together; None: no clipping.
     """
@@ -66,12 +66,12 @@ class Optimiser:
     def __init__(
         self,
         groups: Iterable[Group],
-        schedule: Rate,
+        rate: Rate | None,
         betas: tuple[float, float] | None,
         clip: float | None = None,
-        decay: Rate = constant,
+        decay: Rate | None = None,
     ) -> None:
-        self.schedule, self.clip, self.decay, self.step = schedule, clip, decay, 0
+        self.rate, self.clip, self.decay, self.step = rate, clip, decay, 0
         self.groups = [group for group in groups if group.tensors]
         params = [{"params": group.tensors} for group in self.groups]
         self.torch: torch.optim.Optimizer = (
@@ -82,19 +82,18 @@ class Optimiser:
             )
         )
 
-    def update(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-        """One step on (tensor, gradient) pairs, which it clips; returns the joint norm before."""
-        tensors = []
-        for tensor, gradient in pairs:
+    def update(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+        """One step; clips the gradients in place and returns their joint norm before."""
+        for tensor, gradient in zip(tensors, gradients, strict=True):
             same = gradient.stride() == tensor.stride()  # fused AdamW reads in the order of storage
             tensor.grad = gradient if same else torch.empty_like(tensor).copy_(gradient)
-            tensors.append(tensor)
         norm = torch.nn.utils.clip_grad_norm_(tensors, self.clip or math.inf)
         self.step += 1
         for params, group in zip(self.torch.param_groups, self.groups, strict=True):
-            params["lr"] = self.schedule(self.step, group.lr)
-            decay = self.decay if group.weight_decay else constant  # what has none gets none
-            params["weight_decay"] = decay(self.step, group.weight_decay)
+            params["lr"] = self.rate(self.step, group.lr) if self.rate else group.lr
+            params["weight_decay"] = decay = group.weight_decay
+            if self.decay and decay:  # what has none gets none
+                params["weight_decay"] = self.decay(self.step, decay)
         self.torch.step()
         self.torch.zero_grad()
         return norm
@@ -115,3 +114,81 @@ def trainable(
         name: tensor.detach().contiguous().to(device, copy=True).requires_grad_()
         for name, tensor in tensors.items()
     }
+
+
+def trained(
+    cfg: Any,
+    loss: Loss,
+    opt: Optimiser,
+    batches: Iterator[Any],
+    piece: int,
+    what: str,
+    after_step: Callable[[None], None] = lambda theta: None,
+) -> Iterator[dict[str, Any]]:
+    """An optimiser step per batch; yields the mean loss of every `piece` steps (Diverged)."""
+    tensors = [tensor for group in opt.groups for tensor in group.tensors]
+    amp = cfg.amp and tensors[0].is_cuda
+    for first in batches:
+        rows = []
+        for batch in itertools.chain([first], itertools.islice(batches, piece - 1)):
+            value, *found = value_and_grad(loss, tensors, batch, cfg.micro_batch, amp)
+            rows.append([value, opt.update(tensors, found)])
+            after_step(None)
+        losses, _ = numbers(f"{what}, the {len(rows)} steps up to {opt.step}", rows, 2)
+        yield {"step": -(-opt.step // piece), "loss": fmean(losses)}
+
+
+class Score(BaseModel, frozen=True):
+    """How good a model is on a split."""
+
+    accuracy: float  # top-1 in percent; for several classes per image, mean average precision
+    loss: float  # mean over the images
+    per_class: float | None = None  # mean over classes of the accuracy in each; None with mAP
+    right: int | None = None  # how many images were right; None with mAP
+
+
+@torch.no_grad()
+def score(
+    predict: Callable[[Tensor], Tensor],
+    batches: Iterable[tuple[Tensor, Tensor]],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    gather: Callable[[Tensor], Tensor] = Tensor.cpu,
+) -> Score:
+    """Top-1 accuracy, or 11-point mAP where targets are (N, C); batch sizes do not matter.
+
+    `batches` have images (B, 3, H, W) and targets, each image once; `predict` makes logits (B, C)
+    of images, `loss` the loss of each, and `gather` one tensor of the rows of all processes.
+    """
+    pairs = [(predict(images).float().cpu(), targets.cpu()) for images, targets in batches]
+    z, targets = (gather(torch.cat(column)) for column in zip(*pairs, strict=True))
+    mean = float(loss(z, targets).double().mean())
+    if targets.ndim == 2:
+        columns = zip(z.T, targets.T, strict=True)  # a class that no image shows counts nowhere
+        each_ap = [average_precision(x, y) for x, y in columns if (y == 1).any()]
+        if not each_ap:
+            raise RunError("mAP: no class has a positive image in this split")
+        return Score(accuracy=100 * fmean(each_ap), loss=mean)
+    right = (z.argmax(1) == targets).double()
+    each = torch.stack([right[targets == k].mean() for k in targets.unique()])
+    return Score(
+        accuracy=100 * float(right.mean()),
+        loss=mean,
+        per_class=100 * float(each.mean()),
+        right=int(right.sum()),
+    )
+
+
+def average_precision(scores: Tensor, labels: Tensor) -> float:
+    """VOC's 11-point AP of a class: mean over t = 0, 0.1 ... 1 of the best precision at recall ≥ t.
+
+    Labels are 1, −1, and 0 for difficult images, which count nowhere. Ties keep the order of the
+    images. Recall is compared in whole numbers, since 0.7 is no exact float.
+
+    >>> ap = average_precision(torch.tensor([0.9, 0.8, 0.7]), torch.tensor([1, -1, 1]))
+    >>> round(ap, 6)  # precision 1 up to recall 0.5, then 2/3: (6 + 5 * 2/3) / 11
+    0.848485
+    """
+    scores, labels = scores[labels != 0], labels[labels != 0]
+    hits = (labels == 1)[scores.argsort(descending=True, stable=True)].cumsum(0)
+    precision = hits.double() / torch.arange(1, len(hits) + 1)
+    return fmean(float(precision[10 * hits >= t * hits[-1]].max()) for t in range(11))

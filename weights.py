@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,25 +69,21 @@ def load_backbone(cfg: Any) -> tuple[Backbone, Any, Arch]:
             encoder, found = mae.split_state(dict(data.get("model", data)))
         arch = arch_of(data, cfg)
         with torch.device("meta"):
-            backbone, head = build(arch, cfg, cfg.alpha / cfg.rank)
-        assign(head, found)
-        assign(backbone.vit, encoder)
+            vit, head = build_vit(arch), build_head(arch, cfg.pretext)
+        for network, state in ((head, found), (vit, encoder)):
+            both = network.state_dict(), state
+            wanted, has = ({name: tuple(x.shape) for name, x in part.items()} for part in both)
+            if wrong := sorted({name for name, _ in wanted.items() ^ has.items()}):
+                raise ValueError(
+                    f"{len(wrong)} tensors are missing, unexpected or of another shape, such as "
+                    f"{wrong[0]}: {has.get(wrong[0])} in place of {wanted.get(wrong[0])}; "
+                    "see --backbone and --pretext"
+                )
+            network.load_state_dict({k: v.float() for k, v in state.items()}, assign=True)
+        backbone = Backbone(vit, cfg.alpha / cfg.rank, cfg.recompute)
     except (ValueError, TypeError, OSError) as error:
         raise UsageError(f"--weights {path}: {error}") from error
     return backbone.requires_grad_(False), head, arch
-
-
-def assign(network: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Give a network its tensors (ValueError names the first that is missing or differs)."""
-    both = network.state_dict(), state
-    wanted, found = ({name: tuple(x.shape) for name, x in part.items()} for part in both)
-    if wrong := sorted({name for name, _ in wanted.items() ^ found.items()}):
-        raise ValueError(
-            f"{len(wrong)} tensors are missing, unexpected or of another shape, such as "
-            f"{wrong[0]}: {found.get(wrong[0])} in place of {wanted.get(wrong[0])}; "
-            "see --backbone and --pretext"
-        )
-    network.load_state_dict({k: v.float() for k, v in state.items()}, assign=True)
 
 
 def arch_of(data: Any, cfg: Shape) -> Arch:
@@ -135,11 +131,6 @@ def build_head(arch: Arch, pretext: str) -> nn.Module:
         return ijepa.Predictor(arch.dim, side**2, *size, arch.mlp_ratio)
     size = arch.decoder_dim, arch.decoder_depth, arch.decoder_heads
     return mae.Decoder(arch.dim, side**2, arch.patch_size, *size, arch.mlp_ratio)
-
-
-def build(arch: Arch, cfg: Any, scale: float = 1.0) -> tuple[Backbone, Any]:
-    """An untrained f_ψ and h^P of these sizes (ValueError)."""
-    return Backbone(build_vit(arch), scale, cfg.recompute), build_head(arch, cfg.pretext)
 
 
 @torch.no_grad()

@@ -211,7 +211,8 @@ trained = {name: x for name, x in vit.named_parameters() if name != "pos_embed"}
 for tensor in trained.values():
     tensor.requires_grad_()
 steps, batch_size = 300, 64
-opt = Optimiser([Group([*trained.values()], 2e-3, 0.05)], schedule(steps, 31, 0.0), (0.9, 0.999))
+rate = partial(schedule, total=steps, warmup=31, end=0.0)
+opt = Optimiser([Group([*trained.values()], 2e-3, 0.05)], rate, (0.9, 0.999))
 loss = partial(pretext.loss, None, pretext.phi)
 
 
@@ -227,7 +228,7 @@ unseen = pretext.prepare(images[:6], *pretext.draw(6, rng(1, "noise")))
 before = mae.reconstruct(pretext, None, pretext.phi, unseen)[1]
 for step in range(steps):
     value, *gradients = value_and_grad(loss, [*trained.values()], batch_of(step, batch_size))
-    opt.update(zip(trained.values(), gradients, strict=True))
+    opt.update([*trained.values()], gradients)
     losses.append(float(value))
 masked, after = mae.reconstruct(pretext, None, pretext.phi, unseen)
 

@@ -66,12 +66,13 @@ def labelled_batches(size: int) -> Iterator[Examples]:
 
 
 weights = {name: x for name, x in vit.named_parameters() if name != "pos_embed"} | pretext.phi
-opt = Optimiser([Group([*weights.values()], 2e-3, 0.05)], schedule(150, 16, 0.0), (0.9, 0.999))
+rate = partial(schedule, total=150, warmup=16, end=0.0)
+opt = Optimiser([Group([*weights.values()], 2e-3, 0.05)], rate, (0.9, 0.999))
 for batch in itertools.islice(pretext_batches(64, "pretrain"), 150):
     value, *slopes = value_and_grad(
         partial(pretext.loss, None, pretext.phi), [*weights.values()], batch
     )
-    opt.update(zip(weights.values(), slopes, strict=True))
+    opt.update([*weights.values()], slopes)
 vit.requires_grad_(False)  # from here on, ψ is frozen
 print(f"pretext loss after 150 steps of pretraining: {float(value):.2f}")
 
@@ -95,8 +96,9 @@ def begin() -> State:
     leaves = trainable({"P": theta, "D": theta})
     phi_P = trainable(pretext.phi)
     phi_D = trainable(init_head(backbone.dim, len(task.classes), rng(0, "head")))
-    lower = schedule(steps.alternations * steps.lower_steps, 7, 1e-6)
-    upper = schedule(steps.alternations * steps.upper_steps, 4, 1e-6)
+    T = steps.alternations
+    lower = partial(schedule, total=T * steps.lower_steps, warmup=7, end=1e-6)
+    upper = partial(schedule, total=T * steps.upper_steps, warmup=4, end=1e-6)
     groups = [Group([leaves["P"]], 1e-2, 0.05), Group([*phi_P.values()], 1e-4, 0.05)]
     opt_P = Optimiser(groups, lower, (0.9, 0.95), clip=10)
     opt_D = Optimiser([Group([leaves["D"], *phi_D.values()], 3e-3, 0.05)], upper, (0.9, 0.999), 10)
@@ -124,7 +126,7 @@ def begin() -> State:
 # ## 3.2 Algorithm 1
 #
 # `gradients(loss, theta, phi, batch)` returns the loss and its gradients with respect to θ and to
-# the head. `update` of an optimiser takes pairs (tensor, gradient) and changes the tensors in
+# the head. `update` of an optimiser takes tensors and their gradients and changes the tensors in
 # place.
 #
 # Notice three things that are easy to get wrong:
@@ -146,8 +148,7 @@ def by_hand(s: State, hypergrad: Hypergradient) -> Iterator[tuple[float, float]]
             _, g_P, g_phi_P = gradients(loss_P, s.theta_P, s.phi_P, batch)  # l.6, l.8
             G.append(g_P.clone())  # l.6
             g_P = g_P + steps.lam * (s.theta_P - s.theta_D).detach()  # l.7
-            pairs = [(tensor, g_phi_P[name]) for name, tensor in s.phi_P.items()]
-            s.opt_P.update([(s.theta_P, g_P), *pairs])  # l.9
+            s.opt_P.update([s.theta_P, *s.phi_P.values()], [g_P, *g_phi_P.values()])  # l.9
         H = partial(hessian, loss_P, s.theta_P, s.phi_P, batch)  # M-FAC does not need it, CG does
         inverse = hypergrad(torch.stack(G, 1), steps.lam, H)  # l.10: G is (K, N_L, p)
         for _ in range(steps.upper_steps):  # l.11
@@ -158,9 +159,8 @@ def by_hand(s: State, hypergrad: Hypergradient) -> Iterator[tuple[float, float]]
             ratio = q.norm() / g.norm()
             _, g_D, g_phi_at_D = gradients(loss_D, s.theta_D, s.phi_D, examples)  # l.14
             g_D = q + g_D  # l.14
-            g_phi = {name: g_phi_at_P[name] + g_phi_at_D[name] for name in s.phi_D}  # l.15
-            pairs = [(tensor, g_phi[name]) for name, tensor in s.phi_D.items()]
-            s.opt_D.update([(s.theta_D, g_D), *pairs])  # l.16
+            g_phi = [g_phi_at_P[name] + g_phi_at_D[name] for name in s.phi_D]  # l.15
+            s.opt_D.update([s.theta_D, *s.phi_D.values()], [g_D, *g_phi])  # l.16
             yield float(ratio), float(cosine)
     # l.17: the result is s.theta_P
 

@@ -17,10 +17,10 @@ from align import begin, hypergradient
 from bisslight import algorithm_1
 from commands import AlignConfig, UsageError, make
 from evaluate import MEMORY
-from lora import DownstreamLoss, Examples, init_head, init_theta
+from lora import Backbone, DownstreamLoss, Examples, init_head, init_theta
 from model import device_of
 from run import LOG, Record
-from weights import arch_of, build, pretext_task
+from weights import arch_of, build_head, build_vit, pretext_task
 
 METHODS = ("mfac", "cg", "identity")
 CLASSES = 200  # CUB-200's, which the paper timed
@@ -69,7 +69,8 @@ def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Any]:
     """Algorithm 1 on a random network and random images; yields a Log per alternation."""
     arch, g = arch_of({}, cfg), torch.Generator().manual_seed(cfg.seed)
     with device:
-        network, decoder = build(arch, cfg)
+        network = Backbone(build_vit(arch), recompute=cfg.recompute)
+        decoder = build_head(arch, cfg.pretext)
     network.requires_grad_(False)
     theta = init_theta(arch.depth, cfg.rank, arch.dim, g).to(device)
     task: Any = pretext_task(cfg, network, decoder, 0, theta)

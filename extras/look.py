@@ -46,7 +46,7 @@ def open_runs(
     config = read_json(runs[0] / "config.json")
     known = FinetuneConfig.model_fields.keys() - {"start"}
     m = Model(FinetuneConfig(**{k: v for k, v in config.items() if k in known} | changes))
-    now, networks = m.about(), {}
+    now, networks = m.about, {}
     for name, run, file in zip(short_names(runs), runs, files, strict=True):
         with checking(str(file)):
             theta, phi_D, about = load_adapter(file)

@@ -8,18 +8,19 @@ import io
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
-from pydantic import NonNegativeFloat, PositiveFloat
+from pydantic import BaseModel, NonNegativeFloat, PositiveFloat
 
 import config
 import data
 from commands import Command, Table, UsageError
-from model import device_of, named, own_names, pretext_batches, trained
-from run import Run, Track, checking, typed, untracked
-from training import Optimiser, constant, decay_groups, schedule
-from weights import build, initialise, pretext_task
+from lora import Backbone
+from model import device_of, named, own_names, pretext_batches
+from run import Run, Track, checking, untracked
+from training import Optimiser, decay_groups, schedule, trained
+from weights import build_head, build_vit, initialise, pretext_task
 
 
 class PretrainConfig(config.Pretext, config.Crops, config.Shape, Command):
@@ -63,7 +64,7 @@ class PretrainConfig(config.Pretext, config.Crops, config.Shape, Command):
     """Momentum of I-JEPA's teacher at the start; it rises to 1. [I-JEPA]"""
 
 
-class PretrainResult(NamedTuple):
+class PretrainResult(BaseModel, frozen=True):
     """What a pretrain run ended with."""
 
     out: str
@@ -91,7 +92,7 @@ def pretrain(
     steps = about["steps"]
     with Run(out, "pretrain", cfg, force, **about, pool_sha256=pool.fingerprint()) as run:
         if run.result:
-            return typed(PretrainResult, run.result)
+            return PretrainResult(**run.result)
         network = task.backbone.vit.named_parameters()
         psi = {name: x for name, x in network if name != "pos_embed"}  # the positions are fixed
         opt = optimiser(cfg, psi | task.phi, steps)
@@ -107,7 +108,7 @@ def pretrain(
             run.checkpoint(f"step {opt.step} of {steps}")
         run.write("backbone.pth", checkpoint(cfg, arch, task))
         found = {"out": str(out), "weights": str(out / "backbone.pth")}
-        return typed(PretrainResult, run.finish({**found, "loss": run.records[-1]["loss"]}))
+        return PretrainResult(**run.finish({**found, "loss": run.records[-1]["loss"]}))
 
 
 def plan(cfg: PretrainConfig) -> dict[str, int]:
@@ -128,7 +129,8 @@ def scratch(cfg: PretrainConfig, pool: data.Pool) -> tuple[Any, config.Arch, dic
     arch = arch._replace(image_size=image, patch_size=patch, class_token=not jepa)
     steps = cfg.epochs * max(1, images // cfg.batch)  # full batches only
     with checking(f"--pretext {cfg.pretext}"):
-        backbone, head = build(arch, cfg)
+        backbone = Backbone(build_vit(arch), recompute=cfg.recompute)
+        head = build_head(arch, cfg.pretext)
         initialise([backbone.vit, head], cfg.pretext, data.rng(cfg.seed, "init"))
         backbone.to(device)
         teacher = copy.deepcopy(backbone) if jepa else None
@@ -138,10 +140,10 @@ def scratch(cfg: PretrainConfig, pool: data.Pool) -> tuple[Any, config.Arch, dic
 
 def optimiser(cfg: PretrainConfig, psi_and_phi: dict[str, torch.Tensor], steps: int) -> Optimiser:
     """AdamW for ψ and φ_P together, scheduled as by the authors of the task."""
-    rate = schedule(steps, cfg.warmup_epochs * (steps // cfg.epochs), cfg.min_lr, cfg.warmup_from)
-    first = int(cfg.pretext == "mae")  # MAE's first step is number 0
-    last = cfg.final_weight_decay
-    decay = constant if last is None else schedule(steps, 0, last)
+    warmup = cfg.warmup_epochs * (steps // cfg.epochs)
+    rate = partial(schedule, total=steps, warmup=warmup, end=cfg.min_lr, start=cfg.warmup_from)
+    first, last = int(cfg.pretext == "mae"), cfg.final_weight_decay  # MAE's first step is number 0
+    decay = None if last is None else partial(schedule, total=steps, warmup=0, end=last)
     groups = decay_groups(psi_and_phi, cfg.base_lr * cfg.batch / 256, cfg.weight_decay)
     return Optimiser(groups, lambda k, b: rate(k - first, b), (0.9, cfg.beta2), decay=decay)
 

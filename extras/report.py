@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from commands import UsageError
 from evaluate import FREE, Row, evaluate, read_arm
-from run import read_json, readable, simple, write_atomic
+from run import read_json, readable, write_atomic
 
 # Okabe and Ito's, which colour-blind readers can tell apart; an arm has one of them throughout
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#888888")
@@ -156,7 +156,7 @@ def accuracies(arms: Sequence[Arm]) -> Iterator[tuple[str, list[dict[str, Any]]]
     for some in tasks.values():
         rows = zip(evaluate([arm.path for arm in some]).arms, some, strict=True)
         dataset = Path(some[0].result["dataset"]).name
-        yield f"Accuracy on {dataset} (%)", simple([r._replace(arm=arm.name) for r, arm in rows])
+        yield f"Accuracy on {dataset} (%)", [r.model_dump() | {"arm": arm.name} for r, arm in rows]
 
 
 def differing(arms: Sequence[Arm]) -> list[dict[str, Any]]:

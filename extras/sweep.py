@@ -17,7 +17,7 @@ from config import Bilevel, Data, Lower, Model, Peft, Pretext, Upper
 from evaluate import evaluate
 from extras.report import pyplot, save
 from finetune import finetune
-from run import Run, Track, simple, untracked
+from run import Run, Track, untracked
 
 SWEPT = ("rank", "lr", "d_lr", "p_lr", "lam", "lower_steps", "alternations")
 
@@ -52,7 +52,7 @@ def sweep(
                 diverged[path.relative_to(out).as_posix()] = str(error)
         for value, tuned in points.items():
             done = [path for path in tuned if (path / "result.json").exists()]
-            rows += [{name: value} | simple(row) for row in evaluate(done).arms]
+            rows += [{name: value} | row.model_dump() for row in evaluate(done).arms]
         found = {"dataset": Path(cfg.dataset).name, "rows": rows, "diverged": diverged}
         directory.write("sweep.json", json.dumps(found, indent=1))
     figure, axes = pyplot().subplots()

@@ -28,13 +28,13 @@ from benchmarks import quilts
 from commands import AlignConfig, FinetuneConfig
 from config import BACKBONES
 from data import rng
-from evaluate import Score, compare, evaluate, score
+from evaluate import compare, evaluate
 from extras.demo import ALIGN, PEFT, PRETRAIN
 from extras.pretrain import PretrainConfig, pretrain
 from finetune import finetune, jobs
 from lora import Backbone, features, init_head, logits
 from run import read_json
-from training import trainable
+from training import Score, score, trainable
 from weights import build_head, build_vit, initialise
 
 SEEDS = 8
@@ -134,7 +134,7 @@ def trained(trial: Trial) -> tuple[Score, float]:
     network, tensors = make(len(task.classes), g)
     opt = torch.optim.AdamW(tensors, lr=lr, weight_decay=0.05)
     rate = torch.optim.lr_scheduler.OneCycleLR(opt, lr, total_steps=3 * EPOCHS, pct_start=0.1)
-    best, tested = Score(-1.0, 0.0), 0.0
+    best, tested = Score(accuracy=-1.0, loss=0.0), 0.0
     for epoch in range(1, EPOCHS + 1):
         for index in torch.randperm(len(train[1]), generator=g).chunk(3):
             opt.zero_grad()

@@ -5,6 +5,7 @@ Everything in the tests that knows both layouts is here.
 
 from collections import namedtuple
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -77,7 +78,8 @@ def state_of(r: Recording) -> State:
     """Line 2 and the recorded optimisers."""
     m = r.rec.meta
     lower, upper = (
-        schedule(m["sched_T"] * n, m["sched_warm"] * n + 1, 1e-6) for n in (m["NL"], m["NU"])
+        partial(schedule, total=m["sched_T"] * n, warmup=m["sched_warm"] * n + 1, end=1e-6)
+        for n in (m["NL"], m["NU"])
     )
     theta_D = r.theta.detach().clone().requires_grad_()
     groups = [Group([r.theta], m["p_lr"], m["p_wd"])]

@@ -142,9 +142,9 @@ class Quadratic:
     def after_step(self, theta_P: Tensor) -> None:
         """No teacher."""
 
-    def update(self, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def update(self, tensors: list[Tensor], gradients: list[Tensor]) -> Tensor:
         """Plain gradient descent."""
-        for tensor, gradient in pairs:
+        for tensor, gradient in zip(tensors, gradients, strict=True):
             tensor.data -= RATE * gradient
         return torch.zeros(())
 

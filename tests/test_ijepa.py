@@ -112,8 +112,9 @@ def test_training_follows_the_recorded_trajectory(micro: int | None) -> None:
     steps, warmup = c["epochs"] * c["ipe"] * c["ipe_scale"], c["warmup"] * c["ipe"]
     t = IJEPA(Backbone(vit), predictor, EIGHT, (c["ema"][0], steps), None, Backbone(teacher))
     named = {name: p for name, p in vit.named_parameters() if name != "pos_embed"} | t.phi
-    rate = schedule(int(steps), warmup, c["final_lr"], c["start_lr"] / c["lr"])
-    decay = schedule(int(steps), 0, c["final_wd"])
+    about = {"end": c["final_lr"], "start": c["start_lr"] / c["lr"]}
+    rate = partial(schedule, total=int(steps), warmup=warmup, **about)
+    decay = partial(schedule, total=int(steps), warmup=0, end=c["final_wd"])
     groups = decay_groups(named, c["lr"], c["wd"])
     opt = Optimiser(groups, rate, (0.9, 0.999), decay=decay)
     losses = []
@@ -121,7 +122,7 @@ def test_training_follows_the_recorded_trajectory(micro: int | None) -> None:
         masks = [IO[f"traj_{kind}_idx_{i}"].long().transpose(0, 1) for kind in ("enc", "pred")]
         batch = t.prepare(IO["imgs"], *masks)
         loss, *found = value_and_grad(partial(t.loss, None, t.phi), [*named.values()], batch, micro)
-        opt.update(zip(named.values(), found, strict=True))
+        opt.update([*named.values()], found)
         t.after_step(None)
         losses.append(loss)
     close(torch.stack(losses).double(), IO["traj_loss_f32"], 1e-6)
@@ -139,8 +140,9 @@ def test_training_follows_the_recorded_trajectory(micro: int | None) -> None:
 def test_the_schedules_are_the_official_ones(kind: str) -> None:
     c = CONFIG[kind]
     total = int(steps := c["epochs"] * c["ipe"] * c["ipe_scale"])
-    rate = schedule(total, c["warmup"] * c["ipe"], c["final_lr"], c["start_lr"] / c["lr"])
-    decay = schedule(total, 0, c["final_wd"])
+    about = {"end": c["final_lr"], "start": c["start_lr"] / c["lr"]}
+    rate = partial(schedule, total=total, warmup=c["warmup"] * c["ipe"], **about)
+    decay = partial(schedule, total=total, warmup=0, end=c["final_wd"])
     count = len(IO[f"{kind}_lr"])
     found = {
         "lr": [rate(k + 1, c["lr"]) for k in range(count)],

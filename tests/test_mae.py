@@ -12,7 +12,7 @@ from bisslight import value_and_grad
 from config import BACKBONES, Arch
 from lora import Backbone
 from mae import MAE, Batch
-from training import Optimiser, constant, decay_groups, schedule
+from training import Optimiser, decay_groups, schedule
 from weights import build_head, build_vit, sincos
 
 TINY = Arch(32, 3, 4, 32, 8, decoder_dim=24, decoder_depth=2, decoder_heads=4)
@@ -79,12 +79,12 @@ def test_pretraining_follows_the_official_adamw_trajectory(micro: int | None) ->
     """Five steps with our optimiser and decay groups: every loss and three final tensors."""
     t = official()
     named = trained(t)
-    opt = Optimiser(decay_groups(named, 1e-3, 0.05), constant, (0.9, 0.95))
+    opt = Optimiser(decay_groups(named, 1e-3, 0.05), None, (0.9, 0.95))
     losses = []
     for noise in IO["traj_noise"].double():
         batch = Batch(IMAGES, noise)
         loss, *found = value_and_grad(partial(t.loss, None, t.phi), [*named.values()], batch, micro)
-        opt.update(zip(named.values(), found, strict=True))
+        opt.update([*named.values()], found)
         losses.append(loss)
     close(torch.stack(losses), IO["traj_loss_f64"], 1e-9)
     for name, tensor in IO.group("traj_final").items():
@@ -92,7 +92,7 @@ def test_pretraining_follows_the_official_adamw_trajectory(micro: int | None) ->
 
 
 def test_the_schedule_is_the_official_one() -> None:
-    rate = schedule(total=20 * 5, warmup=4 * 5, end=0.0)
+    rate = partial(schedule, total=20 * 5, warmup=4 * 5, end=0.0)
     found = torch.tensor([rate(k, 1.5e-4) for k in range(100)], dtype=torch.float64)
     close(found, IO["sched_lr"], 1e-12)
 

@@ -19,7 +19,7 @@ from bisslight import State, algorithm_1
 from config import BACKBONES
 from lora import Backbone, DownstreamLoss, Examples, init_head, init_theta
 from mfac import mfac
-from training import Group, Optimiser, constant, decay_groups, trainable
+from training import Group, Optimiser, decay_groups, trainable
 from weights import build_head, build_vit, initialise
 
 PAGE = Path(mae.__file__).parent / "examples/minimal.py"
@@ -60,8 +60,8 @@ def test_it_ends_where_the_library_ends() -> None:
     def library() -> tuple[Tensor, Any]:
         P, D = (trainable({"theta": start})["theta"] for _ in "PD")
         phi_P, phi_D = trainable(task.phi), trainable(head)
-        opt_P = Optimiser(groups([P], phi_P, 0.01), constant, (0.9, 0.95), CLIP)
-        opt_D = Optimiser(groups([D], phi_D, 0.02), constant, (0.9, 0.999), CLIP)
+        opt_P = Optimiser(groups([P], phi_P, 0.01), None, (0.9, 0.95), CLIP)
+        opt_D = Optimiser(groups([D], phi_D, 0.02), None, (0.9, 0.999), CLIP)
         s = State(P, D, phi_P, phi_D, opt_P, opt_D)
         logs = [*algorithm_1(s, c, task, loss_D, mfac, iter(pretext), iter(labelled))]
         return P.detach(), logs

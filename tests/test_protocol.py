@@ -18,7 +18,7 @@ from config import BACKBONES
 from data import rng
 from lora import Backbone, init_head, predict
 from model import Model as Whole
-from training import Group, Optimiser, constant, trainable
+from training import Group, Optimiser, trainable
 from weights import OFFICIAL, build_head, build_vit
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -75,12 +75,12 @@ def test_gradients_may_lie_in_memory_in_any_order() -> None:
     g = torch.Generator().manual_seed(0)
     ours = torch.randn(4, 3, generator=g).double().T.requires_grad_()  # transposed in memory
     theirs = ours.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
-    opt = Optimiser([Group([ours], 0.1, 0.05)], constant, (0.9, 0.95), clip=10.0)
+    opt = Optimiser([Group([ours], 0.1, 0.05)], None, (0.9, 0.95), clip=10.0)
     plain = {"weight_decay": 0.05, "foreach": False, "fused": False}
     reference = torch.optim.AdamW([theirs], 0.1, (0.9, 0.95), **plain)
     for _ in range(3):
         theirs.grad = torch.randn(3, 4, generator=g).double()
-        opt.update([(ours, torch.cat([theirs.grad, theirs.grad], 1)[:, :4])])  # a view
+        opt.update([ours], [torch.cat([theirs.grad, theirs.grad], 1)[:, :4]])  # a view
         reference.step()
         close(ours, theirs, 1e-12)
 
@@ -143,7 +143,7 @@ def test_what_is_fixed_in_the_code_is_what_the_paper_says(weights: Path) -> None
     assert (s.opt_P.clip, s.opt_D.clip) == (10.0, 10.0)
     assert all(group["fused"] for group in (*P.param_groups, *D.param_groups))
     for opt, steps, warmup in ((s.opt_P, 10_000, 200), (s.opt_D, 4_000, 80)):
-        found = [opt.schedule(k, 1.0) for k in (1, warmup, steps)]
+        found = [opt.rate(k, 1.0) for k in (1, warmup, steps)]
         assert found == pytest.approx([1 / (warmup + 1), warmup / (warmup + 1), 1e-6])
     m = Whole(AlignConfig(backbone="vit_mini", weights=weights, dataset="quilts"))
     made: Any = m.pretext_task(torch.zeros(4, 4 * 8 * 64))

@@ -19,16 +19,19 @@ from processes import finish, start, wait_for
 from commands import AlignConfig, RunError, UsageError
 from finetune import jobs
 from run import Run, Stopped, check_directory, checking, stop
-from training import Group, Optimiser, constant, schedule
+from training import Group, Optimiser, schedule
 
 
 @pytest.mark.parametrize("name", ["small", "paper"])
 def test_schedules_equal_the_recorded_ones_to_the_bit(name: str) -> None:
     rec = recorded(f"official/lr_schedules_{name}.npz")
     m, f = rec.meta, rec.meta["finetune"]
-    lower = schedule(m["T"] * m["NL"], m["warmup_alternations"] * m["NL"] + 1, 1e-6)
-    upper = schedule(m["T"] * m["NU"], m["warmup_alternations"] * m["NU"] + 1, 1e-6)
-    tuning = schedule(f["epochs"] * f["len_loader"], f["warm"] * f["len_loader"] + 1, 1e-6)
+    lower, upper = (
+        partial(schedule, total=m["T"] * n, warmup=m["warmup_alternations"] * n + 1, end=1e-6)
+        for n in (m["NL"], m["NU"])
+    )
+    n = f["len_loader"]
+    tuning = partial(schedule, total=f["epochs"] * n, warmup=f["warm"] * n + 1, end=1e-6)
     for steps, rates, rate, base in [
         ("lower_step", "lower_lora_lr", lower, m["p_lr"]),
         ("lower_step", "lower_decoder_lr", lower, m["p_head_lr"]),
@@ -37,16 +40,16 @@ def test_schedules_equal_the_recorded_ones_to_the_bit(name: str) -> None:
     ]:
         ours = torch.tensor([rate(k, base) for k in rec[steps].tolist()], dtype=torch.float64)
         assert torch.equal(ours, rec[rates].double())
-    rates = [schedule(1, 1, 0.0)(1, 0.3), schedule(2, 3, 0.0)(2, 0.3)]  # shorter than the warm-up
+    rates = [schedule(1, 0.3, 1, 1, 0.0), schedule(2, 0.3, 2, 3, 0.0)]  # shorter than the warm-up
     assert rates == [0.3, pytest.approx(0.2)]
 
 
 def test_clipping_is_joint_and_uses_the_recorded_formula() -> None:
     """min(1, c / (norm + 1e-6)) over all tensors; plain SGD's first step shows the gradient."""
     a, b = (torch.zeros(n, requires_grad=True, dtype=torch.float64) for n in (2, 1))
-    opt = Optimiser([Group([a, b], 1.0, 0.0)], constant, None, clip=1e-4)
+    opt = Optimiser([Group([a, b], 1.0, 0.0)], None, None, clip=1e-4)
     g = torch.tensor([3e-4, 0.0, 4e-4], dtype=torch.float64)
-    assert float(opt.update([(a, g[:2].clone()), (b, g[2:].clone())])) == pytest.approx(5e-4)
+    assert float(opt.update([a, b], [g[:2].clone(), g[2:].clone()])) == pytest.approx(5e-4)
     close(torch.cat([a, b]), -g * 1e-4 / (5e-4 + 1e-6), 1e-12)  # so small that the 1e-6 shows
 
 

@@ -104,7 +104,7 @@ def test_pretraining_has_the_schedules_of_maes_and_ijepas_programs(
     opt = optimiser(PretrainConfig(epochs=4, **given), tensors, 20)
     base = opt.groups[0].lr
     for k in range(1, 21):
-        opt.update([(x, torch.ones_like(x)) for x in tensors.values()])
+        opt.update([*tensors.values()], [torch.ones_like(x) for x in tensors.values()])
         epoch = (k - (pretext == "mae")) / 5
         cosine = 0.5 * (1 + math.cos(math.pi * (epoch - W) / max(1, 4 - W)))
         line = 0.2 + 0.8 * epoch / max(1, W)
