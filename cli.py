@@ -159,8 +159,7 @@ def execute(name: str, given: dict[str, Any]) -> int:
             return 0
     with bars(quiet) as track:
         if "force" in own:  # a command that makes runs
-            resolve_name("run:stop").install()
-            resolve_name("run:start_processes")()
+            resolve_name("run:start")()
             own["track"] = track
         result = resolve_name(function)(**own)
     if first:

@@ -171,7 +171,7 @@ def published(settings: Arm, result: Arm) -> Reported | None:
     return None
 
 
-# The paper's tables: test accuracy (%; VOC07: mAP), mean ± deviation of 8 seeds; memory
+# The paper's tables: test accuracy (%; VOC07: mAP), mean ± deviation of 8 seeds
 DATASETS = ("pets", "dtd", "voc07", "flowers", "cub200", "aircrafts")  # the tables' columns
 
 
@@ -193,10 +193,4 @@ ACCURACIES = {  # by pretext task and the label of the table; after BiSSL(ight) 
             vit_h14 PEFT      94.6±0.1 73.1±0.4 82.4±0.2 95.1±0.4 86.4±0.3 76.0±0.6
             vit_h14 BiSSLight 94.7±0.1 74.0±0.6 84.0±0.3 96.1±0.3 86.8±0.2 77.7±0.4""",
     },
-}
-# tab:memory_single_gpu: (GB, A40 GPUs), on the fewest GPUs of the table; GB sum each GPU's peak
-MEMORY = {
-    "cg": {"vit_b16": (58, 2), "vit_l16": (77, 2), "vit_h14": (141, 4)},
-    "mfac": {"vit_b16": (13, 1), "vit_l16": (19, 1), "vit_h14": (33, 1)},
-    "peft": {"vit_b16": (4, 1), "vit_l16": (10, 1), "vit_h14": (22, 1)},  # with batches of 64
 }

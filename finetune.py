@@ -26,7 +26,7 @@ from commands import FinetuneConfig, RunError, UsageError
 from data import Task
 from lora import load_adapter, load_theta, save_adapter
 from model import Model, own_names
-from run import LOG, Record, Run, Track, check_directory, checking, sha256, stop, untracked
+from run import LOG, Record, Run, Track, check_directory, checking, sha256, start, stop, untracked
 from training import Group, Optimiser, schedule, trainable
 
 R = TypeVar("R")
@@ -68,7 +68,7 @@ def finetune(
 
     `task`: one of your own. UsageError before the long work; Diverged where every rate diverges.
     """
-    cfg = cfg.but(**own_names(task))
+    cfg = cfg.but(**own_names(task)) if task else cfg
     check_directory(out, "finetune", cfg, force)
     m = Model(cfg, task)
     starts, unit = starts_of(cfg)
@@ -281,7 +281,7 @@ def jobs(fn: Callable[[Any], R], units: Sequence[Any], count: int) -> Iterator[R
 
 def start_worker(flag: Any, threads: int) -> None:
     """Set up a process of `jobs`: it hears of a stop by the flag, and ends if its parent has."""
-    stop.install()
+    start()
     stop.flag = flag
     torch.set_num_threads(threads)
     threading.Thread(target=end_with, args=[parent_process()], daemon=True).start()

@@ -175,25 +175,24 @@ def init_stats(phi_D: Phi) -> Phi:
     return {} if b is None else {"norm.mean": torch.zeros_like(b), "norm.var": torch.ones_like(b)}
 
 
-class DownstreamLoss:
+def downstream_loss(
+    backbone: Backbone,
+    theta: Tensor | None,
+    phi_D: Phi,
+    batch: Examples,
+    regularise: bool = False,
+    multilabel: Multilabel = "softmax",
+    stats: Phi | None = None,
+) -> Tensor:
     """L^D(θ, φ_D) of a batch, a scalar; line 12 (at θ_P) and line 14 (at θ_D) of Algorithm 1.
 
     A BatchNorm head normalises with the moments of the batch, of all processes together. With
     regularise=True, at θ_D and in PEFT, drop path acts and the running `stats` are updated.
     """
-
-    def __init__(
-        self, backbone: Backbone, multilabel: Multilabel = "softmax", stats: Phi | None = None
-    ) -> None:
-        self.backbone, self.multilabel, self.stats = backbone, multilabel, stats
-
-    def __call__(
-        self, theta: Tensor | None, phi_D: Phi, batch: Examples, regularise: bool = False
-    ) -> Tensor:
-        x = features(self.backbone, theta, batch.images, batch.drop if regularise else None)
-        if "norm.weight" in phi_D:  # in float32, similar features would lose most of their digits
-            phi_D = phi_D | moments(x.double(), self.stats if regularise else None)
-        return cross_entropy(logits(x, phi_D), batch.targets, self.multilabel).mean()
+    x = features(backbone, theta, batch.images, batch.drop if regularise else None)
+    if "norm.weight" in phi_D:  # in float32, similar features would lose most of their digits
+        phi_D = phi_D | moments(x.double(), stats if regularise else None)
+    return cross_entropy(logits(x, phi_D), batch.targets, multilabel).mean()
 
 
 def predict(backbone: Backbone, theta: Tensor | None, phi_D: Phi, images: Tensor) -> Tensor:

@@ -61,9 +61,9 @@ class MAE:
         """L^P(θ, φ_P): squared error, mean over the pixels of a patch and all removed patches."""
         prediction, mask = self.predict(theta, phi, batch)
         target = patchify(batch.images, self.decoder.patch_size)
-        if self.norm_pix:
-            mean, deviation = spread(target)
-            target = (target - mean) / deviation
+        if self.norm_pix:  # of each patch; official MAE: n − 1, eps 1e-6
+            variance, mean = torch.var_mean(target, -1, keepdim=True)
+            target = (target - mean) / (variance + 1e-6).sqrt()
         per_patch = (prediction.to(target.dtype) - target).square().mean(-1)  # (B, L)
         return (per_patch * mask).sum() / mask.sum()
 
@@ -103,20 +103,14 @@ def unpatchify(patches: Tensor, size: int) -> Tensor:
     return x.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
 
 
-def spread(patches: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of the pixels of each patch, (B, L, 1). Official MAE: n − 1, eps 1e-6."""
-    variance, mean = torch.var_mean(patches, -1, keepdim=True)
-    return mean, (variance + 1e-6).sqrt()
-
-
 @torch.no_grad()
 def reconstruct(task: MAE, theta: Tensor | None, phi: Phi, batch: Batch) -> tuple[Tensor, Tensor]:
     """As in MAE's figures: images with the removed patches blank, and with them predicted."""
     prediction, mask = task.predict(theta, phi, batch)
     true = patchify(batch.images, size := task.decoder.patch_size)
     if task.norm_pix:  # standardised pixels get the true patch's mean and deviation
-        mean, deviation = spread(true)
-        prediction = prediction * deviation + mean
+        variance, mean = torch.var_mean(true, -1, keepdim=True)
+        prediction = prediction * (variance + 1e-6).sqrt() + mean
     filled = torch.where(mask[..., None] > 0, prediction, true)
     return unpatchify(true * (1 - mask[..., None]), size), unpatchify(filled, size)
 

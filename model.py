@@ -20,7 +20,6 @@ import data
 import lora
 from bisslight import Loss, Phi, PretextTask
 from commands import AlignConfig, FinetuneConfig, UsageError
-from evaluate import MEMORY
 from run import Record, checking, gather, sha256, share, world
 from training import Optimiser, Score, score, trainable, trained
 from weights import (
@@ -75,13 +74,14 @@ class Model:
         f, g = self.backbone, data.rng(self.cfg.seed, "lora")
         return lora.init_theta(f.depth, self.cfg.rank, f.dim, g).to(self.device)
 
-    def head(self, purpose: str) -> tuple[Phi, lora.DownstreamLoss, Phi]:
+    def head(self, purpose: str) -> tuple[Phi, Loss, Phi]:
         """Fresh φ_D (App. C.2), its L^D, and φ_D together with BatchNorm's statistics, if any."""
         cfg, f, g = self.cfg, self.backbone, data.rng(self.cfg.seed, purpose)
         fresh = lora.init_head(f.dim, len(self.task.classes), g, cfg.head == "batchnorm")
         phi = trainable(fresh, self.device)
         stats = lora.init_stats(phi)
-        return phi, lora.DownstreamLoss(f, cfg.voc_loss, stats), phi | stats
+        loss_D = partial(lora.downstream_loss, f, multilabel=cfg.voc_loss, stats=stats)
+        return phi, loss_D, phi | stats
 
     def pretext_task(self, theta: Tensor) -> PretextTask:
         """The pretext task of these settings; θ is where θ_P starts."""
@@ -239,6 +239,14 @@ def own_class(name: str) -> Callable[..., PretextTask]:
         return names[attribute]  # type: ignore[no-any-return]
     except (ImportError, OSError, KeyError, SyntaxError) as error:
         raise UsageError(f"--pretext {name}: cannot be imported ({error!r})") from error
+
+
+# tab:memory_single_gpu: (GB, A40 GPUs), on the fewest GPUs of the table; GB sum each GPU's peak
+MEMORY = {
+    "cg": {"vit_b16": (58, 2), "vit_l16": (77, 2), "vit_h14": (141, 4)},
+    "mfac": {"vit_b16": (13, 1), "vit_l16": (19, 1), "vit_h14": (33, 1)},
+    "peft": {"vit_b16": (4, 1), "vit_l16": (10, 1), "vit_h14": (22, 1)},  # with batches of 64
+}
 
 
 def plan(cfg: Config) -> Record:

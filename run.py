@@ -76,12 +76,6 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def start_processes() -> None:
-    """Join the processes that torchrun has started; nothing to do without it."""
-    if os.environ.get("WORLD_SIZE", "1") != "1" and world()[1] == 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-
-
 def world() -> tuple[int, int]:
     """Which process this is, and how many share each batch; process 0 writes the files."""
     many = dist.is_available() and dist.is_initialized()
@@ -115,13 +109,6 @@ class Stop:
     heard = 0.0
     flag: Any = c_int(0)  # the signal that was heard
 
-    def install(self) -> None:
-        """Take over this program's signals: Ctrl-C, kill, a closed terminal, Slurm's warning."""
-        self.flag = multiprocessing.RawValue("i", 0)  # the processes of `finetune.jobs` see it, too
-        for number in signal.Signals:
-            if number.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):  # Windows has two
-                signal.signal(number, self.hear)
-
     def hear(self, number: int, frame: Any = None) -> None:
         if self.flag.value and time.monotonic() - self.heard > 1:  # torchrun repeats a Ctrl-C
             with suppress(OSError):  # no terminal any more; \x1b: a progress bar hides its cursor
@@ -135,6 +122,16 @@ class Stop:
 
 
 stop = Stop()
+
+
+def start() -> None:
+    """Make this process ready for runs: it hears signals, and joins the others of torchrun."""
+    stop.flag = multiprocessing.RawValue("i", 0)  # the processes of `finetune.jobs` see it, too
+    for number in signal.Signals:  # Ctrl-C, kill, a closed terminal, Slurm's warning
+        if number.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):  # Windows has two
+            signal.signal(number, stop.hear)
+    if os.environ.get("WORLD_SIZE", "1") != "1" and world()[1] == 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
 
 
 Track = Callable[..., Iterator[Any]]  # (items, total, label, done=0) -> items, showing how far

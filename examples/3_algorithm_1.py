@@ -25,7 +25,7 @@ from bisslight import Hypergradient, Log, State, algorithm_1, gradients, hessian
 from cg import cg
 from config import BACKBONES
 from data import rng
-from lora import Backbone, DownstreamLoss, Examples, init_head, init_theta
+from lora import Backbone, Examples, downstream_loss, init_head, init_theta
 from mfac import identity, mfac
 from training import Group, Optimiser, schedule, trainable
 from weights import build_head, build_vit, initialise
@@ -87,7 +87,7 @@ steps = SimpleNamespace(
     upper_steps=3,  # N_U: 8
     lam=1e-3,  # λ: 1e-3
 )
-loss_P, loss_D = pretext.loss, DownstreamLoss(backbone)
+loss_P, loss_D = pretext.loss, partial(downstream_loss, backbone)
 
 
 def begin() -> State:

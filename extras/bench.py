@@ -7,6 +7,7 @@ Hessian-vector products of CG in float32.
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise, repeat
 from statistics import median
 from typing import Any
@@ -16,9 +17,8 @@ import torch
 from align import begin, hypergradient
 from bisslight import algorithm_1
 from commands import AlignConfig, UsageError, make
-from evaluate import MEMORY
-from lora import Backbone, DownstreamLoss, Examples, init_head, init_theta
-from model import device_of
+from lora import Backbone, Examples, downstream_loss, init_head, init_theta
+from model import MEMORY, device_of
 from run import LOG, Record
 from weights import arch_of, build_head, build_vit, pretext_task
 
@@ -80,6 +80,6 @@ def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Any]:
     images = torch.randn(max(cfg.p_batch, cfg.d_batch), 3, side, side, device=device)
     lower = repeat(task.prepare(images[: cfg.p_batch], task.draw(cfg.p_batch, g)[0].to(device)))
     upper = repeat(Examples(images[: cfg.d_batch], labels))
-    inverse, loss_D = hypergradient(cfg, theta), DownstreamLoss(network)
+    inverse, loss_D = hypergradient(cfg, theta), partial(downstream_loss, network)
     amp = cfg.amp and device.type == "cuda"
     return algorithm_1(s, cfg, task, loss_D, inverse, lower, upper, cfg.micro_batch, amp)

@@ -28,7 +28,7 @@ from cg import cg
 from commands import AlignConfig
 from data import rng
 from extras.report import COLOURS, pyplot
-from lora import DownstreamLoss, Examples, init_head, init_theta
+from lora import Examples, downstream_loss, init_head, init_theta
 from mae import MAE
 from mfac import mfac
 from training import trainable
@@ -64,7 +64,7 @@ def main(weights: Path, out: Path) -> None:
         task.loss(theta, phi_P, last).backward()
         opt.step()
     examples = Examples(images, labelled.train.targets)
-    _, g, _ = gradients(DownstreamLoss(backbone), theta, phi_D, examples)
+    _, g, _ = gradients(partial(downstream_loss, backbone), theta, phi_D, examples)
     rows = []
     for i in range(max(STORED)):
         x = batch(pool[64 * i % 3900 :][:64], i)

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import mae
 from bisslight import gradients, hessian
 from config import BACKBONES
-from lora import Backbone, DownstreamLoss, Examples
+from lora import Backbone, Examples, downstream_loss
 from weights import build_head, build_vit
 
 
@@ -83,7 +83,7 @@ def main(
         phi_D = {name: torch.empty(shape, requires_grad=True) for name, shape in shapes.items()}
         images = [torch.empty(n, 3, arch.image_size, arch.image_size) for n in pieces]
         noise = torch.empty(pieces[0], task.decoder.patches)
-        lower, loss_D = mae.Batch(images[0], noise), DownstreamLoss(network)
+        lower, loss_D = mae.Batch(images[0], noise), partial(downstream_loss, network)
         upper = Examples(images[1], torch.zeros(pieces[1], dtype=torch.long))
         passes: dict[str, Callable[[], Any]] = {
             "lower pass": partial(gradients, task.loss, theta, phi_P, lower),

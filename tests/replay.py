@@ -15,7 +15,7 @@ from torch import Tensor
 import weights
 from bisslight import State
 from config import Arch
-from lora import Backbone, DownstreamLoss, Examples
+from lora import Backbone, Examples, downstream_loss
 from mae import MAE, Batch
 from training import Group, Optimiser, decay_groups, schedule, trainable
 
@@ -33,8 +33,8 @@ class Recording(NamedTuple):
     dtype: torch.dtype
 
     @property
-    def loss_D(self) -> DownstreamLoss:
-        return DownstreamLoss(self.backbone)
+    def loss_D(self) -> Any:
+        return partial(downstream_loss, self.backbone)
 
 
 def recording(rec: Recorded, source: Recorded | None = None, mask_ratio: float = 0.75) -> Recording:

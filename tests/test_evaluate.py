@@ -19,6 +19,7 @@ from config import BACKBONES
 from data import rng
 from evaluate import Comparison, compare, evaluate, read_arm
 from lora import cross_entropy
+from model import MEMORY
 from training import average_precision, score
 
 
@@ -224,5 +225,5 @@ def test_the_papers_tables_are_copied_right() -> None:
         ours = [4 * arch.depth * arch.dim * 2**i / 1e6 for i in range(8)]
         assert millions[9 * k : 9 * k + 8] == pytest.approx(ours, abs=0.0051)
     memory = re.findall(r"\\\((\d+)\\\) GB", table_of("tab:memory_single_gpu"))
-    for at, row in zip((0, 6, 12), tables.MEMORY.values(), strict=True):  # on the fewest GPUs
+    for at, row in zip((0, 6, 12), MEMORY.values(), strict=True):  # on the fewest GPUs
         assert [int(x) for x in memory[at : at + 3]] == [gigabytes for gigabytes, _ in row.values()]

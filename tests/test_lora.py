@@ -118,7 +118,7 @@ def test_the_loss_at_theta_P_at_theta_D_and_scoring_differ_as_documented() -> No
     targets, drop, stats = torch.tensor([0, 2, 1, 1, 0]), torch.ones(5, 3, 2), lora.init_stats(phi)
     drop[1, 1], drop[4, 2, 0] = 0, 2
     batch = lora.Examples(IMAGES, targets, drop)
-    loss_D = lora.DownstreamLoss(backbone, stats=stats)
+    loss_D = partial(lora.downstream_loss, backbone, stats=stats)
     x = backbone(IMAGES, THETA).mean(1)
     x_dropped = backbone(IMAGES, THETA, drop=drop).mean(1)
 
@@ -151,7 +151,7 @@ def test_processes_that_share_a_batch_have_moments_and_gradients_of_the_whole(
 
     def found(mine: slice) -> list[Tensor]:
         stats = lora.init_stats(phi)
-        loss = partial(lora.DownstreamLoss(Backbone(VIT), stats=stats), regularise=True)
+        loss = partial(lora.downstream_loss, Backbone(VIT), stats=stats, regularise=True)
         examples = lora.Examples(IMAGES[mine], targets[mine])
         value, g, g_phi = gradients(loss, theta, phi, examples)
         return [value, g, *g_phi.values(), *stats.values()]

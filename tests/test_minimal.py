@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 import mae
 from bisslight import State, algorithm_1
 from config import BACKBONES
-from lora import Backbone, DownstreamLoss, Examples, init_head, init_theta
+from lora import Backbone, Examples, downstream_loss, init_head, init_theta
 from mfac import mfac
 from training import Group, Optimiser, decay_groups, trainable
 from weights import build_head, build_vit, initialise
@@ -45,7 +46,7 @@ def test_it_ends_where_the_library_ends() -> None:
     backbone = Backbone(build_vit(arch)).double().requires_grad_(False)
     decoder = build_head(arch, "mae").double()
     initialise([backbone.vit, decoder], "mae", rng)
-    task, loss_D = mae.MAE(backbone, decoder), DownstreamLoss(backbone)
+    task, loss_D = mae.MAE(backbone, decoder), partial(downstream_loss, backbone)
     start = init_theta(arch.depth, 8, arch.dim, rng).double()
     head = {k: x.double() for k, x in init_head(arch.dim, 3, rng).items()}
     images = torch.randn(6, 4, 3, arch.image_size, arch.image_size, generator=rng).double()

@@ -16,6 +16,7 @@ from conftest import close, recorded
 from filelock import FileLock
 from processes import finish, start, wait_for
 
+import run
 from commands import AlignConfig, RunError, UsageError
 from finetune import jobs
 from run import Run, Stopped, check_directory, checking, stop
@@ -191,7 +192,7 @@ def test_a_worker_that_dies_is_told_in_a_line() -> None:
 
 
 def deaf_to_exceptions(ready: Path) -> None:
-    stop.install()
+    run.start()
     ready.touch()
     while True:
         with contextlib.suppress(BaseException):
