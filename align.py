@@ -20,7 +20,7 @@ from data import Pool, Task
 from lora import save_adapter
 from model import Model, own_names, pretext_batches
 from run import LOG, Record, Run, Track, check_directory, read_json, untracked
-from training import Group, Optimiser, Score, decay_groups, schedule, trainable
+from training import Group, Optimiser, Score, decay_groups, schedule, trainable, trained
 
 EXACT_LIMIT = 5000  # entries of θ: its Hessian takes as many double passes, and 200 MB in float64
 SHARES = (2 / 3, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 7, 1 / 10)  # App. C.3 has the first three
@@ -111,7 +111,10 @@ def aligned(m: Model, out: Path, force: bool, track: Track, watched: bool = Fals
         try:
             rate = cfg.drop_path if cfg.probe_drop_path else 0.0
             loss = partial(loss_D, s.theta_D.detach(), phi_D, regularise=True)
-            fit = m.fit(loss, optimisers[2], "probe", cfg.probe_epochs, cfg.d_batch, rate)
+            epoch = -(-len(m.task.train.targets) // cfg.d_batch)
+            left = range(optimisers[2].step, cfg.probe_epochs * epoch)
+            examples = m.examples("probe", cfg.d_batch, left, rate, passes=True)
+            fit = trained(cfg, loss, optimisers[2], examples, epoch, "probe")
             for record in track(fit, cfg.probe_epochs, "probe"):
                 run.checkpoint(f"probe epoch {record['step']}")
             if not run.records:

@@ -27,7 +27,7 @@ from data import Task
 from lora import load_adapter, load_theta, save_adapter
 from model import Model, own_names
 from run import LOG, Record, Run, Track, check_directory, checking, sha256, start, stop, untracked
-from training import Group, Optimiser, schedule, trainable
+from training import Group, Optimiser, schedule, trainable, trained
 
 R = TypeVar("R")
 
@@ -240,7 +240,9 @@ def peft(
         label = f"lr {lr:g} seed {cfg.seed}"
         try:
             loss = partial(loss_D, theta, phi_D, regularise=True)
-            epochs = m.fit(loss, opt, "peft", cfg.epochs, cfg.batch, cfg.drop_path)
+            left = range(opt.step, cfg.epochs * steps)
+            examples = m.examples("peft", cfg.batch, left, cfg.drop_path, passes=True)
+            epochs = trained(cfg, loss, opt, examples, steps, "peft")
             epochs = ({**epoch, "val": None} for epoch in epochs)
             records = m.validated(epochs, cfg.eval_epochs, cfg.epochs, head, val=theta)
             for record in track(records, cfg.epochs, label, opt.step // steps):
@@ -256,8 +258,7 @@ def peft(
         except Diverged as error:
             return run.finish(result | {"val": None, "diverged": str(error)})
         about = {"stage": "finetune", "lr": lr, "seed": cfg.seed, "classes": m.task.classes}
-        adapter = save_adapter(best.pop("theta"), best, m.origin | about)
-        run.write("adapter.safetensors", adapter)
+        run.write("adapter.safetensors", save_adapter(best.pop("theta"), best, m.origin | about))
         found = best_epoch(run.records)
         return run.finish(result | {"val": found["val"], "epoch": found["step"]})
 

@@ -159,20 +159,19 @@ class Examples(NamedTuple):
     drop: Tensor | None = None  # (B, K, 2) drop-path factors, used at θ_D only
 
 
-def init_head(dim: int, classes: int, rng: torch.Generator, batchnorm: bool = False) -> Phi:
-    """φ_D: a linear layer, U(±1/√dim) as in torch; with `batchnorm` also BatchNorm's tensors."""
-    bound = 1 / math.sqrt(dim)
-    norm = {"norm.weight": torch.ones(dim), "norm.bias": torch.zeros(dim)} if batchnorm else {}
+def init_head(dim: int, classes: int, rng: torch.Generator) -> Phi:
+    """φ_D of a linear layer, U(±1/√dim) as in torch."""
+    shapes, bound = {"weight": (classes, dim), "bias": (classes,)}, 1 / math.sqrt(dim)
     return {
-        "weight": torch.empty(classes, dim).uniform_(-bound, bound, generator=rng),
-        "bias": torch.empty(classes).uniform_(-bound, bound, generator=rng),
-    } | norm
+        name: torch.empty(shape).uniform_(-bound, bound, generator=rng)
+        for name, shape in shapes.items()
+    }
 
 
-def init_stats(phi_D: Phi) -> Phi:
-    """Running statistics of a head's BatchNorm, not trained but saved with it; else {}."""
-    b = phi_D.get("norm.bias")
-    return {} if b is None else {"norm.mean": torch.zeros_like(b), "norm.var": torch.ones_like(b)}
+def init_norm(dim: int) -> tuple[Phi, Phi]:
+    """For a BatchNorm before it: more of φ_D; running statistics, not trained but saved with it."""
+    phi = {"norm.weight": torch.ones(dim), "norm.bias": torch.zeros(dim)}
+    return phi, {"norm.mean": torch.zeros(dim), "norm.var": torch.ones(dim)}
 
 
 def downstream_loss(

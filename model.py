@@ -21,7 +21,7 @@ import lora
 from bisslight import Loss, Phi, PretextTask
 from commands import AlignConfig, FinetuneConfig, UsageError
 from run import Record, checking, gather, sha256, share, world
-from training import Optimiser, Score, score, trainable, trained
+from training import Score, score, trainable
 from weights import (
     OFFICIAL,
     arch_of,
@@ -77,9 +77,12 @@ class Model:
     def head(self, purpose: str) -> tuple[Phi, Loss, Phi]:
         """Fresh φ_D (App. C.2), its L^D, and φ_D together with BatchNorm's statistics, if any."""
         cfg, f, g = self.cfg, self.backbone, data.rng(self.cfg.seed, purpose)
-        fresh = lora.init_head(f.dim, len(self.task.classes), g, cfg.head == "batchnorm")
+        fresh, stats = lora.init_head(f.dim, len(self.task.classes), g), lora.Phi()
+        if cfg.head == "batchnorm":
+            norm, stats = lora.init_norm(f.dim)
+            fresh |= norm
         phi = trainable(fresh, self.device)
-        stats = lora.init_stats(phi)
+        stats = {name: tensor.to(self.device) for name, tensor in stats.items()}
         loss_D = partial(lora.downstream_loss, f, multilabel=cfg.voc_loss, stats=stats)
         return phi, loss_D, phi | stats
 
@@ -118,23 +121,18 @@ class Model:
             )
             yield lora.Examples(x, y, None if drop is None else drop[share(n)].to(self.device))
 
-    def fit(
-        self, loss: Loss, opt: Optimiser, purpose: str, count: int, batch: int, rate: float
-    ) -> Iterator[Record]:
-        """Probing (App. C.3), PEFT (C.2): trains what `opt` holds; a record for each pass."""
-        piece = -(-len(self.task.train.targets) // batch)
-        examples = self.examples(purpose, batch, range(opt.step, count * piece), rate, passes=True)
-        return trained(self.cfg, loss, opt, examples, piece, purpose)
-
+    @torch.no_grad()
     def score(self, split: data.Split, theta: Tensor, phi_D: Phi) -> Score:
         """Accuracy and loss on a whole split, which processes share; φ_D holds its statistics."""
         images, n = data.Images(split, self.transform, False, 0, "eval"), len(split.targets)
         draws = data.in_order(range(n)[share(n)], min(SCORED, self.cfg.micro_batch or SCORED))
-        arrived = data.batches(images, draws, self.cfg.workers, self.device)
-        logits = partial(lora.predict, self.backbone, theta, phi_D)
-        loss = partial(lora.cross_entropy, multilabel=self.cfg.voc_loss)
+        found = []
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
-            return score(logits, ((x, y) for x, y, _ in arrived), loss, gather)
+            for x, y, _ in data.batches(images, draws, self.cfg.workers, self.device):
+                z = lora.predict(self.backbone, theta, phi_D, x)
+                found.append((z.float().cpu(), y.cpu()))
+        z, targets = (gather(torch.cat(column)) for column in zip(*found, strict=True))
+        return score(z, targets, lora.cross_entropy(z, targets, self.cfg.voc_loss))
 
     def validated(
         self, records: Iterable[Record], every: int, last: int, phi_D: Phi, **theta: Tensor

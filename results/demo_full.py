@@ -11,7 +11,6 @@ goes on. Its settings are the demo's; the tables of demo.md are from when that h
 
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -148,10 +147,11 @@ def trained(trial: Trial) -> tuple[Score, float]:
     return best, tested
 
 
+@torch.no_grad()
 def scored(network: Network, split: tuple[Tensor, Tensor]) -> Score:
     """What a network is worth on a split."""
-    loss = partial(F.cross_entropy, reduction="none")
-    return score(lambda images: network(images, False), [split], loss)
+    z = network(split[0], False)
+    return score(z, split[1], F.cross_entropy(z, split[1], reduction="none"))
 
 
 def cnn(classes: int, g: torch.Generator) -> tuple[Network, list[Tensor]]:

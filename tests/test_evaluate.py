@@ -50,19 +50,17 @@ def test_p_is_the_share_of_splits_that_differ_at_least_as_much(n: int, m: int) -
 EACH = partial(torch.nn.functional.cross_entropy, reduction="none")
 
 
-def test_score_counts_images_and_classes_and_no_batches() -> None:
+def test_score_counts_images_and_classes() -> None:
     z, y = torch.randn(23, 5, generator=rng(1)), torch.randint(4, (23,), generator=rng(2))
-    whole = score(lambda x: x, [(z, y)], EACH)
-    parts = score(lambda x: x, zip(z.split(4), y.split(4), strict=True), EACH)
-    assert [*whole][2:] == [*parts][2:] and whole.accuracy == parts.accuracy
+    whole = score(z, y, EACH(z, y))
     assert whole.right == int((z.argmax(1) == y).sum())
     assert whole.accuracy == pytest.approx(100 * whole.right / 23)
     each = [(z.argmax(1) == y)[y == k].double().mean() for k in range(4)]
     assert whole.per_class == pytest.approx(100 * float(sum(each)) / 4)
     assert whole.loss == pytest.approx(float(torch.nn.functional.cross_entropy(z, y)))
-    none = [(torch.zeros(2, 2), torch.tensor([[-1, 0], [-1, -1]]))]
+    none = torch.zeros(2, 2), torch.tensor([[-1, 0], [-1, -1]]), torch.zeros(2)
     with pytest.raises(RunError, match="no class has a positive image"):
-        score(lambda x: x, none, lambda z, y: z.sum(1))
+        score(*none)
 
 
 def test_metrics_equal_the_recorded_ones() -> None:
@@ -73,11 +71,10 @@ def test_metrics_equal_the_recorded_ones() -> None:
         if (labels[:, k] == 1).any():
             ap = 100 * average_precision(z[:, k], labels[:, k])
             assert ap == pytest.approx(expected, abs=1e-10)
-    batches = zip(z.split(16), labels.split(16), strict=True)
-    found = score(lambda x: x, batches, lambda z, y: cross_entropy(z, y, "softmax"))
+    found = score(z, labels, cross_entropy(z, labels, "softmax"))
     assert found.accuracy == pytest.approx(float(rec["ml_map11_exact_percent"]), abs=1e-10)
     assert found.loss == pytest.approx(float(rec["ml_softmax_ce_batchmean"]), rel=1e-6)
-    found = score(lambda x: x, [(rec["sl_logits"], rec["sl_labels"].long())], EACH)
+    found = score(rec["sl_logits"], y := rec["sl_labels"].long(), EACH(rec["sl_logits"], y))
     assert found.accuracy == pytest.approx(float(rec["sl_top1_percent"]), abs=1e-4)
 
 

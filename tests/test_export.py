@@ -19,7 +19,16 @@ from benchmarks import quilts
 from config import Arch
 from data import rng
 from extras.export import folded, to_peft, to_released, to_timm
-from lora import Backbone, from_released, init_head, init_theta, load_adapter, load_theta, predict
+from lora import (
+    Backbone,
+    from_released,
+    init_head,
+    init_norm,
+    init_theta,
+    load_adapter,
+    load_theta,
+    predict,
+)
 from weights import build_vit
 
 SIZES: Any = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4}
@@ -45,7 +54,7 @@ def test_peft_and_timm_predict_what_ours_does(
     torch.manual_seed(0)
     arch = ARCH._replace(class_token=class_token)
     ours = Backbone(build_vit(arch), 1.5)
-    phi_D = init_head(32, 7, rng(3, "x"), batchnorm=not class_token)
+    phi_D = init_head(32, 7, rng(3, "x")) | ({} if class_token else init_norm(32)[0])
     if not class_token:
         moments = {"norm.mean": torch.randn(32), "norm.var": torch.rand(32) + 0.5}
         phi_D |= moments | {"norm.bias": torch.randn(32), "norm.weight": torch.rand(32) + 0.5}

@@ -113,9 +113,11 @@ def test_dropped_branches_are_gone() -> None:
 def test_the_loss_at_theta_P_at_theta_D_and_scoring_differ_as_documented() -> None:
     """By hand, with a BatchNorm head on mean-pooled patches: moments, drop path, statistics."""
     backbone = Backbone(tiny_vit(class_token=False, global_pool="avg", fc_norm=False))
-    phi = {name: tensor.double() for name, tensor in init_head(24, 3, rng(0), True).items()}
+    norm, stats = lora.init_norm(24)
+    phi = {name: x.double() for name, x in (init_head(24, 3, rng(0)) | norm).items()}
+    stats = {name: x.double() for name, x in stats.items()}
     phi["norm.weight"] += 0.3 * torch.randn(24, generator=rng(6)).double()
-    targets, drop, stats = torch.tensor([0, 2, 1, 1, 0]), torch.ones(5, 3, 2), lora.init_stats(phi)
+    targets, drop = torch.tensor([0, 2, 1, 1, 0]), torch.ones(5, 3, 2)
     drop[1, 1], drop[4, 2, 0] = 0, 2
     batch = lora.Examples(IMAGES, targets, drop)
     loss_D = partial(lora.downstream_loss, backbone, stats=stats)
@@ -139,18 +141,18 @@ def test_the_loss_at_theta_P_at_theta_D_and_scoring_differ_as_documented() -> No
     torch.testing.assert_close(stats["norm.var"], 0.9 + 0.1 * x_dropped.var(0))
     scored = lora.predict(backbone, THETA, phi | stats, IMAGES)
     torch.testing.assert_close(scored, logits(x, stats["norm.mean"], stats["norm.var"]))
-    assert lora.init_stats(init_head(24, 3, rng(0))) == {}
 
 
 def test_processes_that_share_a_batch_have_moments_and_gradients_of_the_whole(
     tmp_path: Path,
 ) -> None:
     """Two processes with two and three images, a BatchNorm head, and its statistics."""
-    phi = {name: x.double().requires_grad_() for name, x in init_head(24, 3, rng(0), True).items()}
+    fresh = init_head(24, 3, rng(0)) | lora.init_norm(24)[0]
+    phi = {name: x.double().requires_grad_() for name, x in fresh.items()}
     targets, theta = torch.tensor([0, 2, 1, 1, 0]), THETA.clone().requires_grad_()
 
     def found(mine: slice) -> list[Tensor]:
-        stats = lora.init_stats(phi)
+        stats = {name: x.double() for name, x in lora.init_norm(24)[1].items()}
         loss = partial(lora.downstream_loss, Backbone(VIT), stats=stats, regularise=True)
         examples = lora.Examples(IMAGES[mine], targets[mine])
         value, g, g_phi = gradients(loss, theta, phi, examples)
@@ -171,7 +173,7 @@ def test_processes_that_share_a_batch_have_moments_and_gradients_of_the_whole(
 
 
 def test_adapters_come_back_bit_equal_and_equal_adapters_are_equal_files(tmp_path: Path) -> None:
-    head = init_head(24, 7, rng(3), batchnorm=True)
+    head = init_head(24, 7, rng(3)) | lora.init_norm(24)[0]
     about = {"rank": 4, "alpha": 4.0, "pretext": "mae", "arch": {"dim": 24}}
     data = lora.save_adapter(THETA, head, about)
     again = dict(reversed(head.items())), dict(reversed(about.items()))
