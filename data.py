@@ -105,7 +105,7 @@ class Pool(NamedTuple):
     std: Channels = IMAGENET[1]
 
     def fingerprint(self, sha: Any = None) -> str:
-        """sha256, after what `sha` has seen, over names below a shared folder, or over pixels."""
+        """sha256 over file names below their folder, or over pixels; `sha`: a hash that goes on."""
         sha, images = sha or hashlib.sha256(), self.images
         if isinstance(images, Tensor):
             sha.update(images.numpy().tobytes())
