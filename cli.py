@@ -50,11 +50,11 @@ COMMANDS = {  # what it does; function, class of its settings, options and argum
     "export": ("Write a run's adapter for HF peft, for timm and for the released program.",
         "extras.export:export", "", "run out seed weights json", "runs/cub-peft --out exported"),
     "data list": ("The paper's datasets: whether they are there, and the terms of their use.",
-        "benchmarks:list_all", "", "root json", "--data-root DIR"),
+        "extras.datasets:list_all", "", "root json", "--data-root DIR"),
     "data check": ("Open every image of a dataset or folder, count, list what is wrong.",
-        "benchmarks:check", "", "name root partial json", "cub200 --data-root DIR"),
+        "extras.datasets:check", "", "name root partial json", "cub200 --data-root DIR"),
     "data download": ("Fetch and unpack a dataset; its digests are verified.",
-        "benchmarks:download", "", "name root json", "cub200 --data-root DIR"),
+        "extras.datasets:download", "", "name root json", "cub200 --data-root DIR"),
 }  # fmt: skip
 OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument, no flag), help
     # an option that is not here is the setting of `align` with that name

@@ -9,7 +9,8 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -32,19 +33,15 @@ class ImageError(OSError):
     """An image cannot be read; the message names the file and the remedy."""
 
 
-def seed_of(seed: int, *purpose: str | int) -> int:
-    """A 63-bit seed for one purpose, the same on every platform: sha256, not Python's hash.
+def rng(seed: int, *purpose: str | int) -> torch.Generator:
+    """A CPU generator for one purpose, the same on every platform: sha256, not Python's hash.
 
-    >>> seed_of(0, "mask", 1)
+    >>> rng(0, "mask", 1).initial_seed()  # of 63 bits
     9043777112963148149
     """
     words = "/".join(map(str, (seed, *purpose))).encode()
-    return int.from_bytes(hashlib.sha256(words).digest()[:8], "big") >> 1
-
-
-def rng(seed: int, *purpose: str | int) -> torch.Generator:
-    """A CPU generator for one purpose, e.g. rng(0, "mask", step)."""
-    return torch.Generator().manual_seed(seed_of(seed, *purpose))
+    start = int.from_bytes(hashlib.sha256(words).digest()[:8], "big") >> 1
+    return torch.Generator().manual_seed(start)
 
 
 class Split(NamedTuple):
@@ -92,9 +89,12 @@ class Task(NamedTuple):
         return {part: len(x.targets) for part, x in zip(PARTS, self[1:4], strict=True)}
 
     def fingerprint(self) -> str:
-        """sha256 over file names (of images in memory: the pixels) and labels."""
-        parts = [content(x.images) + x.targets.numpy().tobytes() for x in self[1:4]]
-        return hashlib.sha256(b"".join(parts)).hexdigest()
+        """sha256 over each part's file names (of images in memory: the pixels) and labels."""
+        sha = hashlib.sha256()
+        for images, targets in self[1:4]:
+            Pool(images).fingerprint(sha)
+            sha.update(targets.numpy().tobytes())
+        return sha.hexdigest()
 
 
 class Pool(NamedTuple):
@@ -104,25 +104,57 @@ class Pool(NamedTuple):
     mean: Channels = IMAGENET[0]
     std: Channels = IMAGENET[1]
 
-    def fingerprint(self) -> str:
-        """sha256 over file names (of images in memory: the pixels)."""
-        return hashlib.sha256(content(self.images)).hexdigest()
+    def fingerprint(self, sha: Any = None) -> str:
+        """sha256 over file names below their folder, or over pixels; `sha`: a hash that goes on."""
+        sha, images = sha or hashlib.sha256(), self.images
+        if isinstance(images, Tensor):
+            sha.update(images.numpy().tobytes())
+        else:
+            root = os.path.commonpath([*images, images[0].parent])
+            sha.update("\n".join(os.path.relpath(path, root) for path in images).encode())
+        return str(sha.hexdigest())
 
 
-def content(images: Stored) -> bytes:
-    """File names below the folder that they share, in order; of images in memory the pixels."""
-    if isinstance(images, Tensor):
-        return images.numpy().tobytes()
-    root = os.path.commonpath([*images, images[0].parent])
-    return "\n".join(os.path.relpath(path, root) for path in images).encode()
+MOTIFS = ("1111000011110000", "1010101010101010", "0110111111110110", "1001011001101001")
+
+
+@lru_cache(maxsize=2)
+def quilts(seed: int) -> tuple[Pool, Task]:
+    """Pixel quilts: a pool of 4000 images (3, 16, 16); 80 / 160 / 480 labelled ones of 8 classes.
+
+    A quilt is 4 x 4 tiles, each a patch of vit_mini, and shows two of four motifs. Its class says
+    which tiles are equal, not which motif they show: all classes have the same mean image, and a
+    network must compare tiles. In labelled images, a tenth of the tiles show a motif at random.
+    """
+    g = rng(seed, "quilts")
+    layouts, images = list[Tensor](), list[Tensor]()
+    while len(layouts) < 8:
+        layout = torch.randint(2, (16,), generator=g)
+        differ = [int((layout != other).sum()) for other in layouts]
+        if 7 <= int(layout.sum()) <= 9 and all(5 <= count <= 11 for count in differ):
+            layouts.append(layout)
+    pixels = torch.tensor([[int(bit) for bit in motif] for motif in MOTIFS]) * 0.7 + 0.15  # (4, 16)
+    labels = [torch.randint(8, (4000,), generator=g), *map(torch.arange(8).repeat, (10, 20, 60))]
+    for y, junk in zip(labels, (0.0, 0.1, 0.1, 0.1), strict=True):
+        first = torch.randint(4, y.shape, generator=g)
+        second = (first + torch.randint(1, 4, y.shape, generator=g)) % 4  # another motif
+        shown = torch.where(torch.stack(layouts)[y] == 1, second[:, None], first[:, None])
+        junk_tile = torch.rand(shown.shape, generator=g) < junk
+        shown = torch.where(junk_tile, torch.randint(4, shown.shape, generator=g), shown)
+        tiles = pixels[shown].view(-1, 4, 4, 4, 4)  # tile row, tile column, pixel row, pixel column
+        noise = 0.08 * torch.randn(len(y), 3, 16, 16, generator=g)
+        images.append((tiles.transpose(2, 3).reshape(-1, 1, 16, 16) + noise).clamp(0, 1))
+    pool, train, val, test = map(Split, images, labels)  # nobody sees the pool's labels
+    mean, std = (tuple(x.tolist()) for x in (images[0].mean((0, 2, 3)), images[0].std((0, 2, 3))))
+    names = [f"layout {k}" for k in range(8)]
+    return Pool(pool.images, mean, std), Task("quilts", train, val, test, names, mean, std)
 
 
 def find_images(root: Path) -> list[Path]:
     """All image files below a folder, links followed, sorted by path, hidden ones left out."""
     shown = [path for path in root.iterdir() if path.name[0] != "."]
     files = [path for path in shown if path.suffix.lower() in IMG_EXTENSIONS]
-    folders = {*shown} - {*files}
-    files += [file for path in folders if path.is_dir() for file in find_images(path)]
+    files += [x for path in {*shown} - {*files} if path.is_dir() for x in find_images(path)]
     if odd := [x for x in files if str(x).encode(errors="ignore") != os.fsencode(x)]:
         raise ValueError(f"{odd[0]}: this name is not UTF-8; rename the file or folder")
     return sorted(files, key=str)
@@ -142,16 +174,12 @@ def folder(root: Path, seed: int) -> Task:
                 f"{root}: {part} needs two or more of train's class folders, all with images; "
                 f"it has {has or 'none'}"
             )
-        entries[part] = [
-            (file.relative_to(root).as_posix(), classes.index(name))
-            for name, files in by_class.items()
-            for file in files
-        ]
-    for part in ("test", "val"):
-        if part not in entries:
-            entries["train"], entries[part] = holdout(entries["train"], seed, part)
-            if len({k for _, k in entries[part]}) < len(classes):
-                raise ValueError(f"{root}: a class is too small to split off {part}")
+        found = [(file, classes.index(name)) for name, files in by_class.items() for file in files]
+        entries[part] = [(file.relative_to(root).as_posix(), label) for file, label in found]
+    for part in [x for x in ("test", "val") if x not in entries]:
+        entries["train"], entries[part] = holdout(entries["train"], seed, part)
+        if len({k for _, k in entries[part]}) < len(classes):
+            raise ValueError(f"{root}: a class is too small to split off {part}")
     train, val, test = (Split.below(root, entries[part]) for part in PARTS)
     return Task(f"folder:{root}", train, val, test, classes)
 
@@ -174,12 +202,6 @@ def holdout(entries: Entries, seed: int, part: str) -> tuple[Entries, Entries]:
     return [e for e in entries if e[0] not in chosen], [e for e in entries if e[0] in chosen]
 
 
-@lru_cache(maxsize=4)
-def permutation(n: int, seed: int, purpose: str, number: int) -> Tensor:
-    """The order of n images in pass `number`."""
-    return torch.randperm(n, generator=rng(seed, purpose, "order", number))
-
-
 def stream(
     n: int, batch: int, seed: int, purpose: str, steps: range, passes: bool = False
 ) -> Iterator[Draws]:
@@ -187,17 +209,15 @@ def stream(
 
     With `passes`, each pass has ceil(n / batch) batches, and its last one may be smaller.
     """
+    order = lru_cache(maxsize=1)(  # of a pass, drawn when it begins
+        lambda number: torch.randperm(n, generator=rng(seed, purpose, "order", number))
+    )
     for step in steps:
         draws = range(step * batch, (step + 1) * batch)
         if passes:
             number, step = divmod(step, -(-n // batch))
             draws = range(number * n, (number + 1) * n)[step * batch : (step + 1) * batch]
-        yield [(d, int(permutation(n, seed, purpose, d // n)[d % n])) for d in draws]
-
-
-def in_order(indices: Sequence[int], batch: int) -> list[Draws]:
-    """Batches of one pass for evaluation: in_order(range(3), 2) is [[(0, 0), (1, 1)], [(2, 2)]]."""
-    return [[(i, i) for i in indices[k : k + batch]] for k in range(0, len(indices), batch)]
+        yield [(d, int(order(d // n)[d % n])) for d in draws]
 
 
 class Transform(NamedTuple):
@@ -229,14 +249,12 @@ def read_image(path: Path) -> Image.Image:
 def decode_all(images: Stored) -> list[BaseException]:
     """Read image files fully once, before the long work; returns an error for each damaged one."""
     with ThreadPoolExecutor(8) as pool:  # decoding lets other threads run; no image is kept
-        reads = [
-            pool.submit(lambda path: read_image(path).close(), path)
-            for path in images
-            if isinstance(path, Path)
-        ]
+        paths = [] if isinstance(images, Tensor) else images
+        reads = [pool.submit(lambda path: read_image(path).close(), path) for path in paths]
     return [error for read in reads if (error := read.exception())]
 
 
+@dataclass
 class Images(Dataset[Any]):
     """Decodes and augments; a draw's crop is the same in any process.
 
@@ -245,39 +263,39 @@ class Images(Dataset[Any]):
     images in memory of the network's size are only normalised.
     """
 
-    def __init__(self, split: Split, t: Transform, train: bool, seed: int, purpose: str):
-        self.split, self.t, self.seed, self.purpose = split, t, seed, purpose
-        mode, self.crop = T.InterpolationMode(t.interpolation), train and t.augment == "crop"
-        crop = T.RandomResizedCrop(t.size, (t.min_crop, 1), interpolation=mode)
-        centre = [T.Resize(round(t.size * 256 / 224), mode), T.CenterCrop(t.size)]
-        cut = [crop, T.RandomHorizontalFlip(0.5 * t.flip)] if self.crop else centre
-        self.pipeline = T.Compose([*cut, T.ToTensor(), T.Normalize(t.mean, t.std)])
+    split: Split
+    t: Transform
+    train: bool
+    seed: int
+    purpose: str
 
     def __getitem__(self, part: tuple[Draws, int]) -> tuple[Tensor, Tensor, int] | ImageError:
         """Images, targets, n of draws from a batch of n. An ImageError is returned, not raised."""
         draws, n = part
         images, index, t = self.split.images, [i for _, i in draws], self.t
-        if isinstance(images, Tensor) and images.shape[2:] == (t.size, t.size) and not self.crop:
-            x = T.functional.normalize(images[index], t.mean, t.std)
-            return x, self.split.targets[index], n
+        y, whole = self.split.targets[index], not self.train or t.augment == "none"
+        if isinstance(images, Tensor) and images.shape[2:] == (t.size, t.size) and whole:
+            return T.functional.normalize(images[index], t.mean, t.std), y, n
         try:
-            return torch.stack([self.image(*draw) for draw in draws]), self.split.targets[index], n
+            return torch.stack([self.image(*draw) for draw in draws]), y, n
         except ImageError as error:
             return error
+
+    @cached_property
+    def pipeline(self) -> T.Compose:
+        t, mode = self.t, T.InterpolationMode(self.t.interpolation)
+        crop = T.RandomResizedCrop(t.size, (t.min_crop, 1), interpolation=mode)
+        centre = [T.Resize(round(t.size * 256 / 224), mode), T.CenterCrop(t.size)]
+        random = self.train and t.augment == "crop"
+        cut = [crop, T.RandomHorizontalFlip(0.5 * t.flip)] if random else centre
+        return T.Compose([*cut, T.ToTensor(), T.Normalize(t.mean, t.std)])
 
     def image(self, draw: int, index: int) -> Tensor:
         x = self.split.images[index]
         with torch.random.fork_rng(devices=[]):  # torchvision draws from the global generator
-            torch.manual_seed(seed_of(self.seed, self.purpose, "augment", draw))
+            torch.manual_seed(rng(self.seed, self.purpose, "augment", draw).initial_seed())
             image = T.functional.to_pil_image(x) if isinstance(x, Tensor) else read_image(x)
             return self.pipeline(image)  # type: ignore[no-any-return]
-
-
-def pick_workers(asked: int | None, images: Stored, device: torch.device) -> int:
-    """Processes that decode: as asked; else, for files on a GPU, one per core, at most 16; or 0."""
-    if asked is not None or device.type == "cpu" or isinstance(images, Tensor):
-        return asked or 0
-    return min(16, os.cpu_count() or 1)
 
 
 def own_session(worker: int) -> None:
@@ -296,11 +314,13 @@ def batches(
 
     Where several processes share a batch, `share` is n -> the slice of it that this one takes.
     """
+    if workers is None and device.type != "cpu" and not isinstance(images.split.images, Tensor):
+        workers = min(16, os.cpu_count() or 1)  # one a core
     for item in DataLoader(
         images,
         batch_size=None,  # an item is a batch
         sampler=((batch[share(len(batch))], len(batch)) for batch in draws),
-        num_workers=pick_workers(workers, images.split.images, device),
+        num_workers=workers or 0,
         pin_memory=device.type == "cuda",
         worker_init_fn=own_session if hasattr(os, "setsid") else None,
     ):

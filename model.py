@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import benchmarks
 import data
 import lora
+from benchmarks import BENCHMARKS, load_task
 from bisslight import Loss, Phi, PretextTask
-from commands import AlignConfig, FinetuneConfig, UsageError
+from commands import AlignConfig, FinetuneConfig, UsageError, place_of
 from run import Record, checking, gather, sha256, share, world
 from training import Score, score, trainable
 from weights import (
@@ -125,7 +125,8 @@ class Model:
     def score(self, split: data.Split, theta: Tensor, phi_D: Phi) -> Score:
         """Accuracy and loss on a whole split, which processes share; φ_D holds its statistics."""
         images, n = data.Images(split, self.transform, False, 0, "eval"), len(split.targets)
-        draws = data.in_order(range(n)[share(n)], min(SCORED, self.cfg.micro_batch or SCORED))
+        part, size = range(n)[share(n)], min(SCORED, self.cfg.micro_batch or SCORED)
+        draws = ([(i, i) for i in part[k : k + size]] for k in range(0, len(part), size))
         found = []
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
             for x, y, _ in data.batches(images, draws, self.cfg.workers, self.device):
@@ -196,9 +197,16 @@ def named(cfg: Any, field: str) -> Any:
     with checking(f"--{field} {name}"):
         if name.startswith("own"):
             raise ValueError("was handed in from Python; hand it in again, task=... or pool=...")
-        if field == "dataset":
-            return benchmarks.load_task(cfg, cfg.data_root)
-        return benchmarks.load_pool(name, cfg.data_root, cfg.data_seed)
+        path, labelled = place_of(name, cfg.data_root), field == "dataset"
+        if labelled and cfg.split_file and name not in BENCHMARKS:
+            raise UsageError(f"--split-file {cfg.split_file}: is for cub200 and pets, leave it out")
+        if path is None:
+            return data.quilts(cfg.data_seed)[labelled]
+        if labelled:
+            return load_task(cfg, path) if name in BENCHMARKS else data.folder(path, cfg.data_seed)
+        if files := data.find_images(path / "train" if name == "imagenet" else path):
+            return data.Pool(files)
+        raise ValueError(f"no images in {path}")
 
 
 def own_names(task: data.Task | None, pool: data.Pool | None = None) -> dict[str, str]:
@@ -266,7 +274,6 @@ def plan(cfg: Config) -> Record:
         steps = {"runs": runs, "in all": runs * cfg.epochs * -(-sizes["train"] // cfg.batch)}
     return {
         "device": str(device),
-        "workers": data.pick_workers(cfg.workers, task.train.images, device),
         "images": sizes,
         "steps": steps,
         "LoRA parameters": arch.depth * 4 * cfg.rank * arch.dim,

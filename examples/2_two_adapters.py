@@ -21,10 +21,9 @@ from torch import Tensor
 
 import ijepa
 import mae
-from benchmarks import quilts
 from bisslight import value_and_grad
 from config import BACKBONES, Pretext
-from data import rng
+from data import quilts, rng
 from lora import Backbone, factors, init_theta, merge
 from training import Group, Optimiser, schedule
 from weights import build_head, build_vit, initialise

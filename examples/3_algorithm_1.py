@@ -20,11 +20,10 @@ import matplotlib.pyplot as plt
 import torch
 
 import mae
-from benchmarks import quilts
 from bisslight import Hypergradient, Log, State, algorithm_1, gradients, hessian, value_and_grad
 from cg import cg
 from config import BACKBONES
-from data import rng
+from data import quilts, rng
 from lora import Backbone, Examples, downstream_loss, init_head, init_theta
 from mfac import identity, mfac
 from training import Group, Optimiser, schedule, trainable

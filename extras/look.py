@@ -26,7 +26,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 from commands import FinetuneConfig, UsageError
-from data import Images, batches, in_order, rng
+from data import Images, batches, rng
 from extras.report import check_out, pyplot, save, short_names
 from lora import Backbone, Phi, block_forward, features, load_adapter, predict, qkv
 from model import Model
@@ -71,7 +71,8 @@ def looked_at(m: Model, count: int, seed: int) -> tuple[list[int], Tensor]:
     """Validation images drawn by a seed, at most `count`: which ones, and their pixels."""
     index = torch.randperm(len(m.task.val.targets), generator=rng(seed, "look"))[:count].tolist()
     images = Images(m.task.val, m.transform, False, 0, "eval")
-    found = batches(images, in_order(index, BATCH), m.cfg.workers, m.device)
+    draws = ([(i, i) for i in index[k : k + BATCH]] for k in range(0, len(index), BATCH))
+    found = batches(images, draws, m.cfg.workers, m.device)
     return index, torch.cat([x for x, _, _ in found])
 
 

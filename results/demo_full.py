@@ -23,10 +23,9 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from align import align
-from benchmarks import quilts
 from commands import AlignConfig, FinetuneConfig
 from config import BACKBONES
-from data import rng
+from data import quilts, rng
 from evaluate import compare, evaluate
 from extras.demo import ALIGN, PEFT, PRETRAIN
 from extras.pretrain import PretrainConfig, pretrain

@@ -22,11 +22,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks import quilts
 from bisslight import gradients, hessian
 from cg import cg
 from commands import AlignConfig
-from data import rng
+from data import quilts, rng
 from extras.report import COLOURS, pyplot
 from lora import Examples, downstream_loss, init_head, init_theta
 from mae import MAE

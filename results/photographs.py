@@ -28,13 +28,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import benchmarks
 from align import align
 from commands import AlignConfig, FinetuneConfig
 from data import Pool, rng
 from evaluate import compare
 from extras.pretrain import PretrainConfig, pretrain
 from finetune import finetune, jobs
+from model import named
 
 SEEDS, PRETRAININGS = 8, 2
 ALIGN: dict[str, Any] = {
@@ -63,7 +63,7 @@ def done(unit: Unit) -> dict[str, Any]:
     if isinstance(cfg, PretrainConfig):
         command = pretrain
     if getattr(cfg, "pool", None) == "own":  # the training images of the task itself
-        command = partial(align, pool=Pool(benchmarks.load_task(cfg, cfg.data_root).train.images))
+        command = partial(align, pool=Pool(named(cfg, "dataset").train.images))
     command(cfg, out)
     found: dict[str, Any] = json.loads((out / "result.json").read_text())
     return found

@@ -17,7 +17,7 @@ from loopback import Server
 from torch import Tensor
 
 import cli
-from benchmarks import quilts
+from data import quilts
 from extras.pretrain import PretrainConfig, pretrain
 from run import stop
 

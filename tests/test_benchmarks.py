@@ -14,12 +14,12 @@ from PIL import Image
 from scipy.io import savemat
 from torchvision import datasets as tv
 
-import benchmarks
 import cli
-from benchmarks import BENCHMARKS, DTD, PARTS, VOC, check, download, load_pool, load_task
-from commands import RunError, UsageError
+from benchmarks import BENCHMARKS, DTD, PARTS, VOC, read_cub, read_lists
+from commands import AlignConfig, RunError, UsageError
 from config import FOLDERS, Data
-from data import Task
+from extras.datasets import ARCHIVES, check, download, list_all
+from model import named
 
 
 def picture(path: Path) -> None:
@@ -98,8 +98,9 @@ def make(name: str, root: Path) -> Path:
     return base
 
 
-def load(name: str, root: Path, **more: Any) -> Task:
-    return load_task(Data(dataset=name, **{"partial": True} | more), root)
+def load(name: str, root: Path, field: str = "dataset", **more: Any) -> Any:
+    given = {"backbone": "vit_mini", "dataset": "quilts", "partial": True, field: name} | more
+    return named(AlignConfig(**given, data_root=root), field)
 
 
 def torchvision_reads(name: str, root: Path, monkeypatch: Any) -> dict[str, dict[str, int]]:
@@ -152,17 +153,17 @@ def test_voc_labels_are_those_of_the_annotations() -> None:
 
 def test_the_whole_cub_split_has_the_papers_sizes() -> None:
     """A fifth of each class of the official 5,994 training images, from the complete lists."""
-    parts, _ = benchmarks.read_lists("cub200", shared("data/annotations/CUB_200_2011"))
-    assert {p: len(e) for p, e in parts.items() if e} == {"trainval": 5994, "test": 5794}
-    assert all(label == int(Path(name).parts[1][:3]) - 1 for name, label in parts["trainval"])
+    base = shared("data/annotations/CUB_200_2011")
+    known = [(name, label) for part, name, label in read_cub(base)[0] if part == "trainval"]
+    assert all(label == int(Path(name).parts[1][:3]) - 1 for name, label in known)
     file = shared("data/bissl_tv_splits/cub200_val_split.txt")
     for chosen in (Data(dataset="cub200"), Data(dataset="cub200", split_file=file)):
-        split = benchmarks.with_validation(parts, chosen)
-        assert (len(split["train"]), len(split["val"])) == (4800, 1194)
+        split, _ = read_lists(chosen, base)
+        assert [len(split[part]) for part in PARTS] == [4800, 1194, 5794]
         assert {*Counter(label for _, label in split["train"]).values()} == {24}
         assert len({*split["train"], *split["val"]}) == 5994
     rest = (file.parent / "cub200_train_split.txt").read_text().split()  # the other original file
-    assert {parts["trainval"][int(i)] for i in rest} == {*split["train"]}
+    assert {known[int(i)] for i in rest} == {*split["train"]}
 
 
 @pytest.mark.parametrize("name", [*MAKE])
@@ -180,7 +181,7 @@ def test_an_incomplete_copy_is_an_error_unless_asked_for(name: str, tmp_path: Pa
     less = load(name, tmp_path)
     assert {*less.train.images} == {*task.train.images} - {gone}
     assert {*less.val.images} == {*task.val.images}  # a missing file does not move the others
-    states = {row["name"]: row["state"] for row in benchmarks.list_all(tmp_path)}
+    states = {row["name"]: row["state"] for row in list_all(tmp_path)}
     assert states.pop(name) == "there" and {*states.values()} == {"missing"}
 
 
@@ -210,7 +211,7 @@ def test_split_files_are_checked(tmp_path: Path, monkeypatch: Any) -> None:
     for name, whole, listed in (("cub200", 5994, 12), ("dtd", 3760, 0)):
         with pytest.raises(UsageError, match=rf"split.txt: .* {whole} listed .*; {listed} are"):
             load(name, tmp_path, split_file=path)
-    monkeypatch.setitem(BENCHMARKS, "cub200", BENCHMARKS["cub200"]._replace(sizes=(10, 2, 4)))
+    monkeypatch.setitem(BENCHMARKS, "cub200", ((10, 2, 4), read_cub))
     task = load("cub200", tmp_path, split_file=path)
     assert [x.name for x in task.val.images] == ["Bird_3_0.jpg", "Bird_3_4.jpg"]  # 3 is for test
     path.write_text("12")
@@ -245,16 +246,16 @@ def test_a_pool_is_quilts_the_training_part_of_imagenet_or_any_folder(tmp_path: 
     for file in ("pool/1.png", "pool/deep/2.JPEG", "pool/.hidden/3.png", "imagenet/val/n01/1.JPEG"):
         picture(tmp_path / file)
     (tmp_path / "pool/.hidden/none").mkdir()
-    assert load_pool("quilts", tmp_path, 0).images.shape == (4000, 3, 16, 16)
-    with pytest.raises(OSError, match="imagenet/train"):  # validation is no pool
-        load_pool("imagenet", tmp_path, 0)
+    assert load("quilts", tmp_path, "pool").images.shape == (4000, 3, 16, 16)
+    with pytest.raises(UsageError, match="imagenet/train"):  # validation is no pool
+        load("imagenet", tmp_path, "pool")
     with pytest.raises(UsageError, match=r"imagenet: .*imagenet/train"):
         check("imagenet", tmp_path)
     with pytest.raises(UsageError, match="no images in"):
-        load_pool(f"folder:{tmp_path}/pool/.hidden/none", tmp_path, 0)
+        load(f"folder:{tmp_path}/pool/.hidden/none", tmp_path, "pool")
     picture(tmp_path / "imagenet/train/n01/2.JPEG")
     for name, files in ((f"folder:{tmp_path}/pool", ["1.png", "2.JPEG"]), ("imagenet", ["2.JPEG"])):
-        assert [path.name for path in load_pool(name, tmp_path, 0).images] == files
+        assert [path.name for path in load(name, tmp_path, "pool").images] == files
     assert check(f"{tmp_path}/pool", tmp_path)["images"] == 2
     for i, kind in enumerate("ab" * 10):
         picture(tmp_path / "classes" / kind / f"{i}.png")
@@ -279,10 +280,10 @@ def test_a_download_is_whole_or_not_there(server: Server, tmp_path: Path, monkey
         "images.tar.gz": r"images.tar.gz: .*corrupted.*`cd .* && curl -C - -O http",
         "gone.tar": r"gone.tar: HTTP Error 404",
     }.items():
-        monkeypatch.setitem(benchmarks.ARCHIVES, "pets", good | {f"{server.url}/{bad}": 32 * "0"})
+        monkeypatch.setitem(ARCHIVES, "pets", good | {f"{server.url}/{bad}": 32 * "0"})
         with pytest.raises(RunError, match=message):
             download("pets", root)
-    monkeypatch.setitem(benchmarks.ARCHIVES, "pets", good)
+    monkeypatch.setitem(ARCHIVES, "pets", good)
     assert not (root / "oxford-iiit-pet").exists()
     assert download("pets", root)["path"] == str(root / "oxford-iiit-pet")
     assert [path.name for path in root.iterdir()] == ["oxford-iiit-pet"]  # no archive is left

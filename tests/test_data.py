@@ -13,8 +13,7 @@ from torch import Tensor
 from torchvision import transforms as T
 
 import data
-from benchmarks import MOTIFS, quilts
-from data import Images, Split, Transform, batches, folder, in_order, stream
+from data import MOTIFS, Images, Split, Transform, batches, folder, quilts, stream
 
 CPU = torch.device("cpu")
 TRANSFORM = Transform(8, (0.5,) * 3, (0.5,) * 3, augment="crop")
@@ -105,7 +104,7 @@ def test_wrong_folders_end_in_one_clear_line(
 def test_images_in_memory_are_brought_to_the_size_of_the_network() -> None:
     pixels = torch.rand(4, 3, 12, 12)
     split = Split(pixels, torch.arange(4))
-    ((x, y, _),) = batches(Images(split, TRANSFORM, False, 0, "x"), in_order(range(4), 4), 0, CPU)
+    ((x, y, _),) = batches(Images(split, TRANSFORM, False, 0, ""), [[*enumerate(range(4))]], 0, CPU)
     assert x.shape == (4, 3, 8, 8) and y.tolist() == [0, 1, 2, 3]
     fits = Transform(12, (0.5, 0.4, 0.3), (0.5, 0.2, 0.1))
     ((x, _, _),) = batches(Images(split, fits, True, 0, "x"), [[(0, 3), (1, 0)]], 0, CPU)
@@ -129,7 +128,6 @@ def test_every_pass_sees_every_image_once(n: int, batch: int) -> None:
     for at in range(steps + 1):
         assert list(stream(n, batch, 5, "x", range(at, steps))) == whole[at:]
     assert flat[: 3 * n] == seen  # one order for both
-    assert [i for part in in_order(range(n), batch) for _, i in part] == list(range(n))
 
 
 def test_batches_do_not_depend_on_workers_or_on_where_a_run_resumed(tmp_path: Path) -> None:
@@ -152,7 +150,7 @@ def test_images_are_cut_as_said(tmp_path: Path, resampling: Any, flip: bool) -> 
     transform = Transform(28, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "crop", 0.3, resampling, flip)
     flipped = set()
     for draw in range(8):
-        torch.manual_seed(data.seed_of(5, "x", "augment", draw))
+        torch.manual_seed(data.rng(5, "x", "augment", draw).initial_seed())
         box = T.RandomResizedCrop.get_params(image, [0.3, 1.0], [3 / 4, 4 / 3])
         mirror = flip and bool(torch.rand(1) < 0.5)
         cut = T.functional.resized_crop(image, *box, [28, 28], mode)
@@ -172,12 +170,15 @@ def test_images_are_cut_as_said(tmp_path: Path, resampling: Any, flip: bool) -> 
 
 
 def test_by_default_as_many_processes_decode_as_a_waiting_gpu_can_use(monkeypatch: Any) -> None:
-    gpu, files, tensor = torch.device("cuda"), [Path("1.png")], torch.zeros(1)
-    for cores, wanted in ((1, 1), (8, 8), (96, 16)):
+    gpu, files, x = torch.device("meta"), [Path("1.png")], torch.zeros(1)
+    monkeypatch.setattr(data, "DataLoader", lambda *_, num_workers, **__: [(x, x, num_workers)])
+    for wanted, cores, *given in (
+        (1, 1, None, files, gpu), (8, 8, None, files, gpu), (16, 96, None, files, gpu),
+        (0, 8, None, files, CPU), (0, 8, None, x, gpu), (3, 8, 3, files, CPU), (3, 8, 3, x, CPU),
+    ):  # fmt: skip
         monkeypatch.setattr(os, "cpu_count", lambda n=cores: n)
-        assert data.pick_workers(None, files, gpu) == wanted
-    assert [data.pick_workers(None, *x) for x in ((files, CPU), (tensor, gpu))] == [0, 0]
-    assert [data.pick_workers(3, x, CPU) for x in (files, tensor)] == [3, 3]
+        images = Images(Split(given[1], x), TRANSFORM, True, 0, "x")
+        assert next(batches(images, [], given[0], given[2]))[2] == wanted
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -186,7 +187,7 @@ def test_an_unreadable_image_is_named(tmp_path: Path, workers: int) -> None:
     Path(split.images[3]).write_bytes(Path(split.images[3]).read_bytes()[:40])
     images = Images(split, TRANSFORM, False, 0, "x")
     with pytest.raises(data.ImageError, match=r"3\.png: cannot be read as an image .* remove it"):
-        list(batches(images, in_order(range(6), 4), workers, CPU))
+        list(batches(images, stream(6, 4, 0, "x", range(2)), workers, CPU))
     Path(split.images[1]).unlink()
     Image.new("I;16", (9, 9)).save(split.images[5])  # Pillow would clip it to white
     Path(split.images[4]).write_bytes(b"P5 100000 100000 255\n")  # a bomb
@@ -200,7 +201,7 @@ def test_an_unreadable_image_is_named(tmp_path: Path, workers: int) -> None:
 def test_a_ctrl_c_at_the_terminal_does_not_reach_the_workers(tmp_path: Path) -> None:
     """A signal to the whole session is the parent's alone, which goes on to its checkpoint."""
     images = Images(photos(tmp_path), TRANSFORM, False, 0, "x")
-    loader = batches(images, in_order(range(6), 2), 1, CPU)
+    loader = batches(images, stream(6, 2, 0, "x", range(3)), 1, CPU)
     next(loader)
     (worker,) = multiprocessing.active_children()
     assert os.getsid(worker.pid or 0) != os.getsid(0)

@@ -15,9 +15,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 import cli
-from benchmarks import quilts
 from config import Arch
-from data import rng
+from data import quilts, rng
 from extras.export import folded, to_peft, to_released, to_timm
 from lora import (
     Backbone,

@@ -14,9 +14,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 import cli
-from benchmarks import quilts
 from config import Arch
-from data import rng
+from data import quilts, rng
 from extras import look
 from lora import Backbone, features, load_adapter, merge, predict
 from weights import build_vit

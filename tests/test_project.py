@@ -14,7 +14,7 @@ FLOORS = [  # a module imports only from lower floors
     "bisslight cg cli config data ijepa lora mae mfac training",
     "commands",
     "benchmarks evaluate run weights",
-    "extras.report model",
+    "extras.datasets extras.report model",
     "align extras.look extras.pretrain finetune",
     "extras.bench extras.demo extras.export extras.sweep",
 ]
