@@ -18,8 +18,8 @@ from torch import Tensor
 from torchvision.datasets import Flowers102
 from torchvision.datasets.utils import download_and_extract_archive, download_url
 
-from commands import RunError, UsageError, place_of
-from config import FOLDERS, Data, nearest
+from commands import RunError, UsageError, nearest, place_of
+from config import FOLDERS, Data
 from data import PARTS, Entries, Pool, Split, Task, decode_all, find_images, folder, holdout, rng
 
 Parts = dict[str, Entries]  # train, val, test, trainval; a label of VOC07 is a list
