@@ -118,25 +118,23 @@ def keywords(name: str) -> list[Parameter]:
     which Python drops, so it is read from the source.
     """
     _, _, settings, options, _ = COMMANDS[name]
-    wanted, rows = options.split(), dict[str, tuple[Any, Any, str, str]]()
-    if settings or not {*wanted} <= {*OPTIONS}:
-        kind = resolve_name(settings or "commands:AlignConfig")
-        *parts, _, _ = kind.__mro__  # the last two are not ours
-        modules = dict.fromkeys(part.__module__ for part in reversed(parts))
-        source = "".join(getsource(sys.modules[module]) for module in modules)
-        texts = dict(re.findall(r'^    (\w+): .*\n    """(.*)"""$', source, re.M))
-        usual = dict(kind.model_construct())
-        for part in parts:
-            panel = part.__doc__.partition(":")[0] if settings else "This run"
-            for key in get_annotations(part):
-                if key in kind.model_fields.keys() - rows.keys() - {"swept"}:
-                    flag, default = kind.model_fields[key].annotation is bool, usual.get(key)
-                    text = texts[key] + f" (default: {default})" * (default is not None)
-                    rows[key] = bool | None if flag else str | None, None, text, panel
+    kind = resolve_name(settings or "commands:AlignConfig")
+    *parts, _, _ = kind.__mro__  # the last two are not ours
+    modules = dict.fromkeys(part.__module__ for part in reversed(parts))
+    source = "".join(getsource(sys.modules[module]) for module in modules)
+    texts = dict(re.findall(r'^    (\w+): .*\n    """(.*)"""$', source, re.M))
+    wanted, usual = options.split(), dict(kind.model_construct())
+    rows: dict[str, tuple[Any, Any, str, str]] = {}
+    for part in parts:
+        panel = part.__doc__.partition(":")[0] if settings else "This run"
+        for key in get_annotations(part):
+            if key in kind.model_fields.keys() - rows.keys() - {"swept"}:
+                flag, default = kind.model_fields[key].annotation is bool, usual.get(key)
+                text = texts[key] + f" (default: {default})" * (default is not None)
+                rows[key] = bool | None if flag else str | None, None, text, panel
     rows |= {key: (*OPTIONS[key], "This run") for key in wanted if key in OPTIONS}
     shown = rows if settings else wanted
-    order = sorted(shown, key=lambda key: FIRST.index(key) if key in FIRST else len(FIRST))
-    return [keyword(key, *rows[key]) for key in order]
+    return [keyword(key, *rows[key]) for key in dict.fromkeys([*FIRST, *shown]) if key in shown]
 
 
 def execute(name: str, /, **given: Any) -> int:
@@ -148,9 +146,8 @@ def execute(name: str, /, **given: Any) -> int:
     if settings:
         told = {key: value for key, value in given.items() if value is not None}
         if name == "sweep":
-            lists = [key for key in resolve_name("extras.sweep:SWEPT") if "," in told.get(key, "")]
-            if lists:
-                told["swept"] = {key: told.pop(key).split(",") for key in lists}
+            swept = [key for key in resolve_name("extras.sweep:SWEPT") if "," in told.get(key, "")]
+            told |= {"swept": {key: told.pop(key).split(",") for key in swept}} if swept else {}
         own["cfg"], rows = resolve_name("commands:settle")(
             resolve_name(settings), told, own.pop("config"), own.pop("preset", "paper"), as_json
         )
@@ -195,8 +192,8 @@ def evaluate(
 
 def default_out(name: str, config: Any) -> Path:
     """runs/align-cub200-vit_l16-r64-s0"""
-    data = Path(getattr(config, "dataset", getattr(config, "pool", ""))).name
-    start, rank = getattr(config, "start", None), getattr(config, "rank", None)
+    at = dict(config).get
+    data, start, rank = Path(at("dataset") or at("pool", "")).name, at("start"), at("rank")
     parts = name, data, config.backbone, start and f"from-{start.name}", rank and f"r{rank}"
     return Path("runs", "-".join([*filter(None, parts), f"s{config.seed}"]).replace(":", "-"))
 

@@ -67,7 +67,8 @@ class Command(Machine):
     def fill(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Add the defaults that depend on other settings, and check. None counts as not given.
 
-        Paths become absolute: config.json then means the same from any directory.
+        Every config passes through here. Paths become absolute, those in names too, so that a
+        config.json means the same in any directory.
         """
         given = {name: value for name, value in dict(given).items() if value is not None}
         found = {name: v for layer in cls.layers(given).values() for name, v in layer.items()}
@@ -79,13 +80,11 @@ class Command(Machine):
                 raise ValueError(f"{name}: is not a setting that is true or false")
             if isinstance(value, str) and get_origin(kind) is tuple:
                 values[name] = value.split(",")  # of a command line
-            if isinstance(value, str) and name in NAMES:
+            if isinstance(value, str) and value not in NAMES.get(name, [value]):
                 head, colon, _ = value.partition(":")
-                free = name == "pool" or (colon and name != "backbone")
-                if value not in NAMES[name] and not free:
+                if name == "backbone" or not (colon or name == "pool"):
                     raise ValueError(f"--{name} {value}: is unknown, {nearest(value, NAMES[name])}")
-                pool = name == "pool" and value not in NAMES["pool"] and head != "own"
-                if pool or head == "folder" or ".py:" in value:
+                if head == "folder" or ".py:" in value or (name == "pool" and head != "own"):
                     path = Path(value.removeprefix("folder:")).expanduser().absolute()
                     values[name] = "folder:" * (name == "dataset") + str(path)
         made = handler(values)
@@ -93,7 +92,8 @@ class Command(Machine):
         vars(made).update(paths)  # frozen for all others
         at = vars(made).get
         for name in ("target_scale", "context_scale", "aspect"):
-            if sorted(at(name, ())) != [*at(name, ())]:
+            low, high = at(name, (0, 0))
+            if low > high:
                 flag = f"--{name.replace('_', '-')} {given[name]}"
                 raise ValueError(f"{flag}: the first number is the smaller one")
         if at("d_lr_from") and at("d_lr") != cls.model_fields["d_lr"].default:
@@ -198,12 +198,10 @@ def settle(
     A flag wins over the file, that over the preset, the align run, the default. UsageError.
     """
     table = read_table(file) if file else {}
-    released = {
-        name: value
-        for name, value in RELEASED.items()
-        if base != "paper" and name in kind.model_fields
-        if name != "optimizer" or "start" in table | flags
-    }
+    names = kind.model_fields if base != "paper" else ()
+    released = {name: value for name, value in RELEASED.items() if name in names}
+    if "start" not in table | flags:
+        released.pop("optimizer", None)
     given = released | table | flags
     start = Path(str(given.get("start", "")))
     if "start" in given and not start.is_file() and not inherited(start):
@@ -212,7 +210,7 @@ def settle(
     for name in sorted({"dataset", "pool"} & kind.model_fields.keys()):
         place_of(getattr(made, name), made.data_root)
     layers = kind.layers(made.model_dump(exclude_unset=True))
-    paper = dict(kind.model_construct()) | layers.get("default", {}) | layers.get("ijepa", {})
+    paper = dict(kind.model_construct()) | layers["default"] | layers["ijepa"]
     layers |= {f"preset {base}": released, f"{file}": table, "flag": flags}
     sources = {name: source for source, layer in layers.items() for name in layer}
     own = {"backbone", "dataset", "pool", "start", "pretext", "weights", *Machine.model_fields}

@@ -3,7 +3,8 @@
 A field is a flag (`d_lr` is `--d-lr`), a key of a TOML file and a key of a run's config.json. Its
 docstring gives symbol, meaning and, in brackets, the source of its default: [App. C.x] the paper's
 appendix, [released] the authors' program where the paper is silent, [MAE], [I-JEPA] their authors'
-recipes, [here] our own choice. `commands` makes the settings of a command out of the groups.
+recipes, [here] our own choice. `commands` makes the settings of a command out of the groups, and
+checks what a type cannot express; `cli` reads a docstring as the line below the field's.
 """
 
 from pathlib import Path
@@ -55,7 +56,7 @@ PositiveInt = Annotated[int, Field(gt=0, lt=2**53)]  # larger ones are not exact
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**53)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
-Pool = str
+Pool = str  # imagenet, quilts, own, or a folder, made absolute
 Shares = tuple[Share, Share]  # in a pair, the first number is the smaller one
 Ratios = tuple[PositiveFloat, PositiveFloat]
 FILLED: Any = None  # the default of a field that `Command.layers` always fills in
