@@ -104,11 +104,12 @@ def keyword(name: str, kind: Any, default: Any, text: str, panel: str) -> Parame
     """A flag, or an argument, as a keyword of the function that Typer calls."""
     flags = NAMED.get(name, [f"--{name.replace('_', '-')}"] if kind is bool else [])
     panel = "What one sets first" if name in FIRST else panel
-    option = typer.Option(*flags, help=text, metavar="", rich_help_panel=panel)
-    meant = Annotated[
-        kind, typer.Argument(help=text, metavar=name.upper()) if default is ... else option
-    ]
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=meant)
+    about: Any = typer.Option(*flags, help=text, metavar="", rich_help_panel=panel)
+    if default is ...:
+        about = typer.Argument(help=text, metavar=name.upper(), rich_help_panel="Arguments")
+    return Parameter(
+        name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, about]
+    )
 
 
 def keywords(name: str) -> list[Parameter]:
@@ -268,9 +269,8 @@ class Sections(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         panels = defaultdict[str, list[Any]](list)
         for option in self.get_params(ctx):
-            other = "Arguments" if option.param_type_name == "argument" else "This run"
-            rows = panels[getattr(option, "rich_help_panel", None) or other]
-            rows += filter(None, [option.get_help_record(ctx)])
+            panel = getattr(option, "rich_help_panel", None) or "This run"  # --help has none
+            panels[panel] += filter(None, [option.get_help_record(ctx)])
         for panel, rows in sorted(panels.items(), key=lambda item: item[0] != "Arguments"):
             with formatter.section(panel):
                 formatter.write_dl(rows)
