@@ -15,7 +15,7 @@ from torch import Tensor
 import cg
 import mfac
 from bisslight import Diverged, Hypergradient, Phi, PretextTask, State, algorithm_1
-from commands import AlignConfig, RunError, UsageError
+from commands import METHOD, AlignConfig, RunError, UsageError
 from data import Pool, Task
 from lora import save_adapter
 from model import Model, own_names, pretext_batches
@@ -140,8 +140,10 @@ def aligned(m: Model, out: Path, force: bool, track: Track, watched: bool = Fals
 
 def result_of(cfg: AlignConfig, m: Model, s: State, run: Run) -> Record:
     """Write θ_P (l.17) to adapter.safetensors; what the run ended with."""
+    usual = dict(AlignConfig(backbone="vit_b16", dataset="dtd", pretext=cfg.pretext))
+    unlike = {name: x for name, x in cfg if name in METHOD and x != usual[name]}
     how = cfg.hypergrad if cfg.upper_steps else "lower only"
-    about = {"d_lr": cfg.d_lr, "hypergrad": how, "unlike_paper": cfg.unlike_paper()}
+    about = {"d_lr": cfg.d_lr, "hypergrad": how, "unlike_paper": unlike}
     theta_P = save_adapter(s.theta_P, {}, m.origin | about | {"stage": "align"})  # l.17
     run.write("adapter.safetensors", theta_P)
     last = run.records[-1]

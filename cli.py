@@ -9,10 +9,12 @@ import io
 import json
 import logging
 import os
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from inspect import Parameter, Signature, get_annotations
+from functools import partial
+from inspect import Parameter, Signature, get_annotations, getsource
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
@@ -21,6 +23,9 @@ import typer
 from pydantic_core import to_jsonable_python
 from typer.core import TyperCommand
 
+HELP = """BiSSLight aligns self-supervised backbones with a downstream task, before fine-tuning.
+
+`bisslight --version` prints the version."""
 RUN = "out config force dry_run json quiet"
 COMMANDS = {  # what it does; function, class of its settings, options and arguments; an example
     "align": ("Align a pretrained backbone with a downstream task: BiSSLight, Algorithm 1.",
@@ -100,41 +105,41 @@ def keyword(name: str, kind: Any, default: Any, text: str, panel: str) -> Parame
     """A flag, or an argument, as a keyword of the function that Typer calls."""
     flags = NAMED.get(name, [f"--{name.replace('_', '-')}"] if kind is bool else [])
     panel = "What one sets first" if name in FIRST else panel
-    option = typer.Option(*flags, help=text, metavar="", rich_help_panel=panel)
-    meant = Annotated[
-        kind, typer.Argument(help=text, metavar=name.upper()) if default is ... else option
-    ]
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=meant)
-
-
-def setting(kind: Any, name: str, panel: str) -> Parameter:
-    """The flag of a setting; its text is for pydantic to read."""
-    field = kind.model_fields[name]
-    known = not field.is_required() and field.default is not None
-    text = field.description + f" (default: {field.default})" * known
-    return keyword(name, bool | None if field.annotation is bool else str | None, None, text, panel)
+    about: Any = typer.Option(*flags, help=text, metavar="", rich_help_panel=panel)
+    if default is ...:
+        about = typer.Argument(help=text, metavar=name.upper(), rich_help_panel="Arguments")
+    return Parameter(
+        name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, about]
+    )
 
 
 def keywords(name: str) -> list[Parameter]:
-    """Flags of a command: of its settings, class by class; and its options."""
+    """Flags of a command: of its settings, class by class; and its options.
+
+    The value of a setting is text, for pydantic to read. What it means is the docstring below it,
+    which Python drops, so it is read from the source.
+    """
     _, _, settings, options, _ = COMMANDS[name]
-    kind: Any = resolve_name(settings) if settings else object
-    found: dict[str, Parameter | None] = dict.fromkeys(FIRST)
-    for part in kind.__mro__:
-        panel = (part.__doc__ or "").partition(":")[0]
+    kind = resolve_name(settings or "commands:AlignConfig")
+    *parts, _, _ = kind.__mro__  # the last two are not ours
+    modules = dict.fromkeys(part.__module__ for part in reversed(parts))
+    source = "".join(getsource(sys.modules[module]) for module in modules)
+    texts = dict(re.findall(r'^    (\w+): .*\n    """(.*)"""$', source, re.M))
+    wanted, usual = options.split(), dict(kind.model_construct())
+    rows: dict[str, tuple[Any, Any, str, str]] = {}
+    for part in parts:
+        panel = part.__doc__.partition(":")[0] if settings else "This run"
         for key in get_annotations(part):
-            if key in getattr(kind, "model_fields", ()) and not found.get(key) and key != "swept":
-                found[key] = setting(kind, key, panel)
-    for key in options.split():
-        found[key] = (
-            keyword(key, *OPTIONS[key], "This run")
-            if key in OPTIONS
-            else setting(resolve_name("commands:AlignConfig"), key, "This run")
-        )
-    return [made for made in found.values() if made]
+            if key in kind.model_fields.keys() - rows.keys() - {"swept"}:
+                flag, default = kind.model_fields[key].annotation is bool, usual.get(key)
+                text = texts[key] + f" (default: {default})" * (default is not None)
+                rows[key] = bool | None if flag else str | None, None, text, panel
+    rows |= {key: (*OPTIONS[key], "This run") for key in wanted if key in OPTIONS}
+    shown = rows if settings else wanted
+    return [keyword(key, *rows[key]) for key in dict.fromkeys([*FIRST, *shown]) if key in shown]
 
 
-def execute(name: str, given: dict[str, Any]) -> int:
+def execute(name: str, /, **given: Any) -> int:
     """Run a command and print what it returns; the exit code."""
     _, function, settings, options, _ = COMMANDS[name]
     own = {option: given.pop(option) for option in options.split()}
@@ -143,9 +148,8 @@ def execute(name: str, given: dict[str, Any]) -> int:
     if settings:
         told = {key: value for key, value in given.items() if value is not None}
         if name == "sweep":
-            lists = [key for key in resolve_name("extras.sweep:SWEPT") if "," in told.get(key, "")]
-            if lists:
-                told["swept"] = {key: told.pop(key).split(",") for key in lists}
+            swept = [key for key in resolve_name("extras.sweep:SWEPT") if "," in told.get(key, "")]
+            told |= {"swept": {key: told.pop(key).split(",") for key in swept}} if swept else {}
         own["cfg"], rows = resolve_name("commands:settle")(
             resolve_name(settings), told, own.pop("config"), own.pop("preset", "paper"), as_json
         )
@@ -189,8 +193,8 @@ def evaluate(
 
 def default_out(name: str, config: Any) -> Path:
     """runs/align-cub200-vit_l16-r64-s0"""
-    data = Path(getattr(config, "dataset", getattr(config, "pool", ""))).name
-    start, rank = getattr(config, "start", None), getattr(config, "rank", None)
+    at = dict(config).get
+    data, start, rank = Path(at("dataset") or at("pool", "")).name, at("start"), at("rank")
     parts = name, data, config.backbone, start and f"from-{start.name}", rank and f"r{rank}"
     return Path("runs", "-".join([*filter(None, parts), f"s{config.seed}"]).replace(":", "-"))
 
@@ -269,9 +273,8 @@ class Sections(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         panels = defaultdict[str, list[Any]](list)
         for option in self.get_params(ctx):
-            other = "Arguments" if option.param_type_name == "argument" else "This run"
-            rows = panels[getattr(option, "rich_help_panel", None) or other]
-            rows += filter(None, [option.get_help_record(ctx)])
+            panel = getattr(option, "rich_help_panel", None) or "This run"  # --help has none
+            panels[panel] += filter(None, [option.get_help_record(ctx)])
         for panel, rows in sorted(panels.items(), key=lambda item: item[0] != "Arguments"):
             with formatter.section(panel):
                 formatter.write_dl(rows)
@@ -279,26 +282,15 @@ class Sections(TyperCommand):
 
 def build(arguments: list[str]) -> typer.Typer:
     """The program, with the flags of the command that is asked for."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app = typer.Typer(help=HELP, add_completion=False, rich_markup_mode=None)
     data = typer.Typer(help="The datasets.", rich_markup_mode=None)
-
-    @app.callback()
-    def program() -> None:
-        """BiSSLight aligns self-supervised backbones with a downstream task, before fine-tuning.
-
-        `bisslight --version` prints the version.
-        """
-
-    for name in COMMANDS:
-        (group, _, last), (told, *_, example) = name.rpartition(" "), COMMANDS[name]
+    for name, (told, *_, example) in COMMANDS.items():
+        group, _, last = name.rpartition(" ")
+        called: Any = partial(execute, name)  # Typer reads its flags from these two
+        called.__signature__ = Signature(keywords(name) if last in arguments else [])
+        called.__annotations__ = {}
         whole = f"{told}\n\nExample: bisslight {name} {example}"
-
-        @(data if group else app).command(last, cls=Sections, help=whole, short_help=told)
-        def called(name: str = name, /, **given: Any) -> int:
-            return execute(name, given)
-
-        wanted = keywords(name) if last in arguments else []
-        called.__signature__ = Signature(wanted)  # type: ignore[attr-defined]
+        (data if group else app).command(last, cls=Sections, help=whole, short_help=told)(called)
     app.add_typer(data, name="data")
     return app
 
@@ -312,18 +304,13 @@ class Forgiving(io.FileIO):
         return len(data)
 
 
-def forgiving(stream: Any) -> Any:
-    """A standard stream that raises nothing; a closed one, None, is /dev/null."""
-    file = Forgiving(stream.fileno() if stream else os.devnull, "w", closefd=not stream)
-    encoding = getattr(stream, "encoding", None)
-    return io.TextIOWrapper(
-        io.BufferedWriter(file), encoding, "backslashreplace", line_buffering=True
-    )
-
-
 def main() -> None:
     """Run the command line; exit codes 0, 1 failure, 2 usage, 130 Ctrl-C, 143 SIGTERM."""
-    sys.stdout, sys.stderr = forgiving(sys.stdout), forgiving(sys.stderr)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)  # None where it is closed
+        file = Forgiving(stream.fileno() if stream else os.devnull, "w", closefd=not stream)
+        way = getattr(stream, "encoding", None), "backslashreplace", None, True  # a line at a time
+        setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(file), *way))
     sys.exit(run(sys.argv[1:]))
 
 

@@ -1,19 +1,21 @@
 """Settings of `align` and `finetune`: defaults that depend on others; flags, files and presets."""
 
+import difflib
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_origin
 
 from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
 
-from config import FOLDERS, Bilevel, Data, Lower, Machine, Model, Peft, Place, Pretext, Upper
+from config import FOLDERS, NAMES, Bilevel, Data, Lower, Machine, Model, Peft, Pretext, Upper
 
 Table = dict[str, Any]  # settings by name
 GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # App. C.2: from the pretrained backbone
 ALIGNED_GRID = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)  # App. C.2: after BiSSLight
 DROP_PATH = {"vit_mini": 0.0, "vit_l16": 0.2, "vit_h14": 0.2}  # App. C.2; others: 0.1
-RELEASED: Table = {  # where the authors' program is not the paper
+RELEASED: Table = {  # where the authors' program, run as its README says, is not the paper
     "drop_path": 0.2,
     "d_interpolation": "bilinear",
     "voc_difficult": "positive",
@@ -63,14 +65,43 @@ class Command(Machine):
     @model_validator(mode="wrap")
     @classmethod
     def fill(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Add the defaults that depend on other settings. None counts as not given."""
+        """Add the defaults that depend on other settings, and check. None counts as not given.
+
+        Every config passes through here. Paths become absolute, those in names too, so that a
+        config.json means the same in any directory.
+        """
         given = {name: value for name, value in dict(given).items() if value is not None}
-        lists = {name: x if isinstance(x, list | tuple) else [x] for name, x in given.items()}
-        for name in given.keys() & cls.model_fields:
-            if bool in map(type, lists[name]) and cls.model_fields[name].annotation is not bool:
-                raise ValueError(f"{name}: is not a setting that is true or false")
         found = {name: v for layer in cls.layers(given).values() for name, v in layer.items()}
-        made = handler({name: found[name] for name in found.keys() & cls.model_fields} | given)
+        values = {name: found[name] for name in found.keys() & cls.model_fields} | given
+        for name, field in cls.model_fields.items():
+            value, kind = values.get(name), field.annotation
+            items = value if isinstance(value, list | tuple) else [value]
+            if bool in map(type, items) and kind is not bool:
+                raise ValueError(f"{name}: is not a setting that is true or false")
+            if isinstance(value, str) and get_origin(kind) is tuple:
+                values[name] = value.split(",")  # of a command line
+            if isinstance(value, str) and value not in NAMES.get(name, [value]):
+                head, colon, _ = value.partition(":")
+                if name == "backbone" or not (colon or name == "pool"):
+                    raise ValueError(f"--{name} {value}: is unknown, {nearest(value, NAMES[name])}")
+                if head == "folder" or ".py:" in value or (name == "pool" and head != "own"):
+                    path = Path(value.removeprefix("folder:")).expanduser().absolute()
+                    values[name] = "folder:" * (name == "dataset") + str(path)
+        made = handler(values)
+        paths = {name: x.expanduser().absolute() for name, x in made if isinstance(x, Path)}
+        vars(made).update(paths)  # frozen for all others
+        at = vars(made).get
+        for name in ("target_scale", "context_scale", "aspect"):
+            low, high = at(name, (0, 0))
+            if low > high:
+                flag = f"--{name.replace('_', '-')} {given[name]}"
+                raise ValueError(f"{flag}: the first number is the smaller one")
+        if at("d_lr_from") and at("d_lr") != cls.model_fields["d_lr"].default:
+            raise ValueError("give --d-lr or --d-lr-from, not both")
+        if at("lr") and at("grid") != (at("lr"),):
+            raise ValueError("give --lr or --grid, not both")
+        if at("grid_seeds", 0) > at("seeds", 0):
+            raise ValueError(f"--grid-seeds {at('grid_seeds')}: is more than --seeds {at('seeds')}")
         made.model_fields_set.intersection_update(given)
         return made
 
@@ -109,29 +140,23 @@ class Command(Machine):
 class AlignConfig(Bilevel, Upper, Lower, Pretext, Data, Model, Command):
     """`align`: BiSSLight, Algorithm 1."""
 
-    def unlike_paper(self) -> Table:
-        """The method's settings that are not the paper's."""
-        usual = AlignConfig(backbone="vit_b16", dataset="dtd", pretext=self.pretext)
-        names = {name for group in (Lower, Upper, Bilevel, Pretext) for name in group.model_fields}
-        # d_lr may differ, since the paper searches for it, and hypergrad, since it names the arm
-        names -= {"d_lr", "d_lr_from", "hypergrad", "eval_every", "mfac_device"}
-        return {name: x for name, x in self if name in names and x != getattr(usual, name)}
+
+# the settings that make the method; the paper searches for d_lr, and hypergrad names the arm
+METHOD = {name for group in (Lower, Upper, Bilevel, Pretext) for name in group.model_fields}
+METHOD -= {"d_lr", "d_lr_from", "hypergrad", "eval_every", "mfac_device"}
 
 
 class FinetuneConfig(Peft, Data, Model, Command):
     """`finetune`: PEFT from the backbone, or from an align run, whose model and data it takes."""
 
-    start: Place | None = None
+    start: Path | None = None
     """An align run, a directory of them, one per seed, or a LoRA file."""
 
 
-def preset(name: str, kind: Any, aligned: bool = False) -> Table:
-    """Where the authors' program, run as its README says, is not the paper; {} for `paper`."""
-    return {
-        key: value
-        for key, value in RELEASED.items()
-        if name != "paper" and key in kind.model_fields and (aligned or key != "optimizer")
-    }
+def nearest(word: str, known: Collection[str]) -> str:
+    """'did you mean X?', or the list of what there is."""
+    close = difflib.get_close_matches(word, known, 1)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
 
 
 def inherited(start: Path) -> Table:
@@ -173,7 +198,10 @@ def settle(
     A flag wins over the file, that over the preset, the align run, the default. UsageError.
     """
     table = read_table(file) if file else {}
-    released = preset(base, kind, "start" in table | flags)
+    names = kind.model_fields if base != "paper" else ()
+    released = {name: value for name, value in RELEASED.items() if name in names}
+    if "start" not in table | flags:
+        released.pop("optimizer", None)
     given = released | table | flags
     start = Path(str(given.get("start", "")))
     if "start" in given and not start.is_file() and not inherited(start):
@@ -181,8 +209,8 @@ def settle(
     made = make(kind, given)
     for name in sorted({"dataset", "pool"} & kind.model_fields.keys()):
         place_of(getattr(made, name), made.data_root)
-    layers = kind.layers(made.model_dump(exclude_unset=True)) if issubclass(kind, Command) else {}
-    paper = dict(kind.model_construct()) | layers.get("default", {}) | layers.get("ijepa", {})
+    layers = kind.layers(made.model_dump(exclude_unset=True))
+    paper = dict(kind.model_construct()) | layers["default"] | layers["ijepa"]
     layers |= {f"preset {base}": released, f"{file}": table, "flag": flags}
     sources = {name: source for source, layer in layers.items() for name in layer}
     own = {"backbone", "dataset", "pool", "start", "pretext", "weights", *Machine.model_fields}

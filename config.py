@@ -3,22 +3,15 @@
 A field is a flag (`d_lr` is `--d-lr`), a key of a TOML file and a key of a run's config.json. Its
 docstring gives symbol, meaning and, in brackets, the source of its default: [App. C.x] the paper's
 appendix, [released] the authors' program where the paper is silent, [MAE], [I-JEPA] their authors'
-recipes, [here] our own choice. `commands` makes the settings of a command out of the groups.
+recipes, [here] our own choice. `commands` makes the settings of a command out of the groups, and
+checks what a type cannot express; `cli` reads a docstring as the line below the field's.
 """
 
-import difflib
-from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
+from pydantic import BaseModel, Field
 from pydantic.types import NonNegativeFloat, PositiveFloat
-
-
-def nearest(word: str, known: Collection[str]) -> str:
-    """'did you mean X?', or the list of what there is."""
-    close = difflib.get_close_matches(word, known, 1)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
 
 
 class Arch(NamedTuple):
@@ -53,51 +46,23 @@ FOLDERS = {
     "aircrafts": "fgvc-aircraft-2013b",
     "imagenet": "imagenet",
 }  # where the benchmarks are below --data-root
-
-
-def absolute(path: Path | str) -> Path:
-    return Path(path).expanduser().absolute()
-
-
-def known(*names: str) -> AfterValidator:
-    """One of these names, or KIND:PATH if a name has a colon; the path is made absolute."""
-    free = any(":" in name for name in names)
-
-    def check(name: str) -> str:
-        if name not in names and not (free and ":" in name):
-            raise ValueError(f"is unknown, {nearest(name, names)}")
-        if name.startswith("folder:"):
-            return f"folder:{absolute(name.removeprefix('folder:'))}"
-        return str(absolute(name)) if ".py:" in name else name
-
-    return AfterValidator(check)
-
-
-def pool_name(name: str) -> str:
-    named = name in ("imagenet", "quilts") or name.partition(":")[0] == "own"
-    return name if named else str(absolute(name.removeprefix("folder:")))
-
-
-def ordered(pair: tuple[float, float]) -> tuple[float, float]:
-    if pair[0] > pair[1]:
-        raise ValueError("the first number is the smaller one")
-    return pair
-
-
+NAMES = {  # one of these, or KIND:PATH if one has a colon; a pool may be any folder
+    "backbone": (*BACKBONES,),
+    "pretext": ("mae", "ijepa", "FILE.py:Class"),
+    "dataset": ("quilts", *FOLDERS, "folder:PATH", "own"),
+    "pool": ("imagenet", "quilts", "own"),
+}
 PositiveInt = Annotated[int, Field(gt=0, lt=2**53)]  # larger ones are not exact in all JSON readers
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**53)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
-Place = Annotated[Path, AfterValidator(absolute)]
-Pool = Annotated[str, AfterValidator(pool_name)]
-Listed = BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v)  # of a command line
-Shares = Annotated[tuple[Share, Share], Listed, AfterValidator(ordered)]
-Ratios = Annotated[tuple[PositiveFloat, PositiveFloat], Listed, AfterValidator(ordered)]
+Pool = str  # imagenet, quilts, own, or a folder, made absolute
+Shares = tuple[Share, Share]  # in a pair, the first number is the smaller one
+Ratios = tuple[PositiveFloat, PositiveFloat]
 FILLED: Any = None  # the default of a field that `Command.layers` always fills in
 
 
-class Settings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True,
-               allow_inf_nan=False, defer_build=True):  # fmt: skip
+class Settings(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True):
     """Base of all settings."""
 
 
@@ -118,16 +83,16 @@ class Machine(Settings):
     """Processes that decode images; same result with any. None: up to 16 beside a GPU, else 0."""
     save_minutes: NonNegativeFloat = 10.0
     """Minutes between checkpoints. [here]"""
-    data_root: Place = FILLED
+    data_root: Path = FILLED
     """Where the benchmarks are, as torchvision lays them out. Default: $BISSLIGHT_DATA, ./data."""
 
 
 class Shape(Settings):
     """Model: the network and what it is pretrained with."""
 
-    backbone: Annotated[str, known(*BACKBONES)]
+    backbone: str
     """ψ: vit_mini, vit_b16, vit_l16, vit_h14. [App. C.1]"""
-    pretext: Annotated[str, known("mae", "ijepa", "FILE.py:Class")] = "mae"
+    pretext: str = "mae"
     """Pretext task: mae, ijepa, or one of your own as FILE.py:Class. [App. C.3, D.1]"""
     image_size: PositiveInt | None = None
     """Side of the square input in pixels. None: the checkpoint's. [App. C.2: 224]"""
@@ -138,7 +103,7 @@ class Shape(Settings):
 class Model(Shape):
     """Model: the frozen backbone, its adapter θ and the downstream head."""
 
-    weights: Place | None = None
+    weights: Path | None = None
     """Checkpoint, or a pretrain run. None: the official one, downloaded. [App. C.1]"""
     base: Literal["target_encoder", "encoder"] = "target_encoder"
     """Which network of an I-JEPA file is ψ. [here: the one that I-JEPA evaluates]"""
@@ -166,11 +131,11 @@ class Crops(Settings):
 class Data(Crops):
     """Data: the labelled task."""
 
-    dataset: Annotated[str, known("quilts", *FOLDERS, "folder:PATH", "own")]
+    dataset: str
     """D^D: dtd, voc07, cub200, pets, flowers, aircrafts, imagenet, quilts (drawn), folder:PATH."""
     partial: bool = False
     """Take a benchmark's subset as it is; `data check` counts what is missing. [here]"""
-    split_file: Place | None = None
+    split_file: Path | None = None
     """Positions of CUB's or Pets' validation images. None: a fifth, by hash. [App. C.2.1]"""
     voc_loss: Literal["softmax", "bce"] = "softmax"
     """L^D of VOC07: softmax cross entropy summed over present classes, or binary. [released]"""
@@ -227,7 +192,7 @@ class Upper(Settings):
     """Images per upper step. [App. C.3]"""
     d_lr: PositiveFloat = 6.7e-4
     """Base rate of θ_D and φ_D. [released example]"""
-    d_lr_from: Place | None = None
+    d_lr_from: Path | None = None
     """A finetune run: try 2/3, 1/2, 1/3 ... of its rate as --d-lr. [App. C.3, there ViT-L's]"""
     d_optimizer: Literal["adamw", "sgd"] = "adamw"
     """AdamW 0.9/0.999, or SGD with momentum 0.9 as released. [App. C.3]"""
@@ -237,12 +202,6 @@ class Upper(Settings):
     """Linear probing of φ_D before line 3, at the upper rate, constant. [App. C.3]"""
     probe_drop_path: bool = False
     """Drop path in linear probing too. [here; released: on]"""
-
-    @model_validator(mode="after")
-    def one_rate(self) -> Self:
-        if self.d_lr_from and self.d_lr != Upper.model_fields["d_lr"].default:
-            raise ValueError("give --d-lr or --d-lr-from, not both")
-        return self
 
 
 class Bilevel(Settings):
@@ -285,7 +244,7 @@ class Peft(Settings):
 
     lr: PositiveFloat | None = None
     """One learning rate for all seeds, instead of a grid. [App. C.2 has a grid]"""
-    grid: Annotated[tuple[PositiveFloat, ...], Listed, Field(min_length=1)] = FILLED
+    grid: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] = FILLED
     """Rates to try; validation decides. Default: 1e-4 ... 3e-2, after align a tenth. [App. C.2]"""
     grid_seeds: PositiveInt = 1
     """Seeds that each rate is tried with; those of the chosen rate count in --seeds. [here]"""
@@ -307,11 +266,3 @@ class Peft(Settings):
     """Independent runs. [App. C.2.1]"""
     jobs: Annotated[int, Field(ge=1, le=256)] = 1
     """Runs at a time, each in a process with its share of the cores. [here]"""
-
-    @model_validator(mode="after")
-    def one_way_to_choose(self) -> Self:
-        if self.lr and self.grid != (self.lr,):
-            raise ValueError("give --lr or --grid, not both")
-        if self.grid_seeds > self.seeds:
-            raise ValueError(f"--grid-seeds {self.grid_seeds}: is more than --seeds {self.seeds}")
-        return self

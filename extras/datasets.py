@@ -8,8 +8,8 @@ from typing import Any
 from torchvision.datasets.utils import download_and_extract_archive, download_url
 
 from benchmarks import BENCHMARKS, read_lists
-from commands import RunError, UsageError, place_of
-from config import FOLDERS, Data, nearest
+from commands import RunError, UsageError, nearest, place_of
+from config import FOLDERS, Data
 from data import decode_all, find_images, folder
 
 Row = dict[str, Any]

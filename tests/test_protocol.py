@@ -13,7 +13,7 @@ from conftest import close, fixture
 import align
 import cli
 from benchmarks import BENCHMARKS
-from commands import ALIGNED_GRID, GRID, AlignConfig, FinetuneConfig, preset
+from commands import ALIGNED_GRID, GRID, RELEASED, AlignConfig, FinetuneConfig
 from config import BACKBONES
 from data import rng
 from lora import Backbone, init_head, predict
@@ -109,11 +109,11 @@ WORDS = {
 def test_presets_equal_the_recorded_defaults_line_by_line(who: str) -> None:
     """Each preset once; the paper's G lies on the CPU, here beside θ, which gives the same."""
     recorded = json.loads(fixture("official/official_effective_defaults.json").read_text())
-    name = {"program": "as-released", "paper": "paper"}[who]
     about = {"backbone": "vit_b16", "dataset": "cub200"}
     for section in ("bilevel", "bilevel_cg", "finetune"):
         kind: Any = FinetuneConfig if section == "finetune" else AlignConfig
-        now = kind(**preset(name, kind, aligned=True) | about).model_dump()
+        preset = RELEASED.keys() & kind.model_fields if who == "program" else ()
+        now = kind(**{key: RELEASED[key] for key in preset} | about).model_dump()
         for key, line in recorded[section].items():
             elsewhere = (key, who) == ("mfac_device", "paper")
             if isinstance(line, list) or line[who] is None or elsewhere:
