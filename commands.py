@@ -5,11 +5,11 @@ import json
 import os
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, ClassVar, Self, get_origin
+from typing import Any, ClassVar, Self
 
 from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
 
-from config import FOLDERS, NAMES, Bilevel, Data, Lower, Machine, Model, Peft, Pretext, Upper
+from config import FOLDERS, NAMES, Bilevel, Data, Lower, Machine, Model, Peft, Place, Pretext, Upper
 
 Table = dict[str, Any]  # settings by name
 GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # App. C.2: from the pretrained backbone
@@ -67,29 +67,24 @@ class Command(Machine):
     def fill(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Add the defaults that depend on other settings, and check. None counts as not given.
 
-        Every config passes through here. Paths become absolute, those in names too, so that a
-        config.json means the same in any directory.
+        Every config passes through here. Paths in names become absolute, so that a config.json
+        means the same in any directory.
         """
         given = {name: value for name, value in dict(given).items() if value is not None}
-        found = {name: v for layer in cls.layers(given).values() for name, v in layer.items()}
-        values = {name: found[name] for name in found.keys() & cls.model_fields} | given
-        for name, field in cls.model_fields.items():
-            value, kind = values.get(name), field.annotation
+        for name in [name for name in cls.model_fields if name in given]:
+            value, kind = given[name], cls.model_fields[name].annotation
             items = value if isinstance(value, list | tuple) else [value]
-            if bool in map(type, items) and kind is not bool:
+            if kind is not bool and bool in map(type, items):
                 raise ValueError(f"{name}: is not a setting that is true or false")
-            if isinstance(value, str) and get_origin(kind) is tuple:
-                values[name] = value.split(",")  # of a command line
-            if isinstance(value, str) and value not in NAMES.get(name, [value]):
-                head, colon, _ = value.partition(":")
+            if name in NAMES and value not in NAMES[name]:
+                head, colon, _ = str(value).partition(":")
                 if name == "backbone" or not (colon or name == "pool"):
                     raise ValueError(f"--{name} {value}: is unknown, {nearest(value, NAMES[name])}")
                 if head == "folder" or ".py:" in value or (name == "pool" and head != "own"):
                     path = Path(value.removeprefix("folder:")).expanduser().absolute()
-                    values[name] = "folder:" * (name == "dataset") + str(path)
-        made = handler(values)
-        paths = {name: x.expanduser().absolute() for name, x in made if isinstance(x, Path)}
-        vars(made).update(paths)  # frozen for all others
+                    given[name] = "folder:" * (name == "dataset") + str(path)
+        found = {name: v for layer in cls.layers(given).values() for name, v in layer.items()}
+        made = handler({name: found[name] for name in found.keys() & cls.model_fields} | given)
         at = vars(made).get
         for name in ("target_scale", "context_scale", "aspect"):
             low, high = at(name, (0, 0))
@@ -113,8 +108,7 @@ class Command(Machine):
     def layers(cls, given: Table) -> dict[str, Table]:
         """Defaults that depend on what is given, by where they come from; the last one wins."""
         run = inherited(Path(str(given["start"]))) if "start" in given else {}
-        kind, _, path = str(given.get("dataset", run.get("dataset"))).partition(":")
-        if (f"folder:{Path(path).expanduser().absolute()}" if path else kind) != run.get("dataset"):
+        if "dataset" in given and given["dataset"] != run.get("dataset"):
             # these belong to align's dataset
             run = {k: v for k, v in run.items() if k not in ("data_seed", "split_file", "partial")}
         known = {"pretext": "mae", "backbone": ""} | run | given
@@ -149,7 +143,7 @@ METHOD -= {"d_lr", "d_lr_from", "hypergrad", "eval_every", "mfac_device"}
 class FinetuneConfig(Peft, Data, Model, Command):
     """`finetune`: PEFT from the backbone, or from an align run, whose model and data it takes."""
 
-    start: Path | None = None
+    start: Place | None = None
     """An align run, a directory of them, one per seed, or a LoRA file."""
 
 

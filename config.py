@@ -10,7 +10,7 @@ checks what a type cannot express; `cli` reads a docstring as the line below the
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic.types import NonNegativeFloat, PositiveFloat
 
 
@@ -56,9 +56,11 @@ PositiveInt = Annotated[int, Field(gt=0, lt=2**53)]  # larger ones are not exact
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**53)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
+Place = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 Pool = str  # imagenet, quilts, own, or a folder, made absolute
-Shares = tuple[Share, Share]  # in a pair, the first number is the smaller one
-Ratios = tuple[PositiveFloat, PositiveFloat]
+Listed = BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v)  # of a command line
+Shares = Annotated[tuple[Share, Share], Listed]  # in a pair, the first number is the smaller one
+Ratios = Annotated[tuple[PositiveFloat, PositiveFloat], Listed]
 FILLED: Any = None  # the default of a field that `Command.layers` always fills in
 
 
@@ -83,7 +85,7 @@ class Machine(Settings):
     """Processes that decode images; same result with any. None: up to 16 beside a GPU, else 0."""
     save_minutes: NonNegativeFloat = 10.0
     """Minutes between checkpoints. [here]"""
-    data_root: Path = FILLED
+    data_root: Place = FILLED
     """Where the benchmarks are, as torchvision lays them out. Default: $BISSLIGHT_DATA, ./data."""
 
 
@@ -103,7 +105,7 @@ class Shape(Settings):
 class Model(Shape):
     """Model: the frozen backbone, its adapter θ and the downstream head."""
 
-    weights: Path | None = None
+    weights: Place | None = None
     """Checkpoint, or a pretrain run. None: the official one, downloaded. [App. C.1]"""
     base: Literal["target_encoder", "encoder"] = "target_encoder"
     """Which network of an I-JEPA file is ψ. [here: the one that I-JEPA evaluates]"""
@@ -135,7 +137,7 @@ class Data(Crops):
     """D^D: dtd, voc07, cub200, pets, flowers, aircrafts, imagenet, quilts (drawn), folder:PATH."""
     partial: bool = False
     """Take a benchmark's subset as it is; `data check` counts what is missing. [here]"""
-    split_file: Path | None = None
+    split_file: Place | None = None
     """Positions of CUB's or Pets' validation images. None: a fifth, by hash. [App. C.2.1]"""
     voc_loss: Literal["softmax", "bce"] = "softmax"
     """L^D of VOC07: softmax cross entropy summed over present classes, or binary. [released]"""
@@ -192,7 +194,7 @@ class Upper(Settings):
     """Images per upper step. [App. C.3]"""
     d_lr: PositiveFloat = 6.7e-4
     """Base rate of θ_D and φ_D. [released example]"""
-    d_lr_from: Path | None = None
+    d_lr_from: Place | None = None
     """A finetune run: try 2/3, 1/2, 1/3 ... of its rate as --d-lr. [App. C.3, there ViT-L's]"""
     d_optimizer: Literal["adamw", "sgd"] = "adamw"
     """AdamW 0.9/0.999, or SGD with momentum 0.9 as released. [App. C.3]"""
@@ -244,7 +246,7 @@ class Peft(Settings):
 
     lr: PositiveFloat | None = None
     """One learning rate for all seeds, instead of a grid. [App. C.2 has a grid]"""
-    grid: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] = FILLED
+    grid: Annotated[tuple[PositiveFloat, ...], Listed, Field(min_length=1)] = FILLED
     """Rates to try; validation decides. Default: 1e-4 ... 3e-2, after align a tenth. [App. C.2]"""
     grid_seeds: PositiveInt = 1
     """Seeds that each rate is tried with; those of the chosen rate count in --seeds. [here]"""
