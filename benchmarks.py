@@ -11,7 +11,6 @@ from typing import Any
 from torchvision.datasets import Flowers102
 
 from commands import UsageError
-from config import Data
 from data import PARTS, Entries, Split, Task, holdout
 
 Listing = tuple[list[tuple[str, str, Any]], Sequence[str]]  # (part, file, label), and the classes
@@ -105,7 +104,7 @@ BENCHMARKS = {  # how many train, validation, test images the paper uses; what r
 }
 
 
-def load_task(cfg: Data, base: Path) -> Task:
+def load_task(cfg: Any, base: Path) -> Task:
     """The benchmark of these settings, which lies in the folder `base` (UsageError)."""
     name, (parts, classes) = cfg.dataset, read_lists(cfg, base)
     there = [[entry for entry in parts[p] if (base / entry[0]).exists()] for p in PARTS]
@@ -119,10 +118,12 @@ def load_task(cfg: Data, base: Path) -> Task:
     train, val, test = (Split.below(base, entries) for entries in there)
     if name == "voc07" and cfg.voc_difficult == "positive":
         train, val, test = (Split(x, y + (y == 0).long()) for x, y in (train, val, test))
+    if name == "voc07" and not ((val.targets == 1).any() and (test.targets == 1).any()):
+        raise UsageError(f"{base}: mAP: no class has a positive image in validation or in test")
     return Task(name, train, val, test, [*classes])
 
 
-def read_lists(cfg: Data, base: Path) -> tuple[dict[str, Entries], Sequence[str]]:
+def read_lists(cfg: Any, base: Path) -> tuple[dict[str, Entries], Sequence[str]]:
     """What a benchmark's lists say of train, val and test, and its classes (UsageError).
 
     CUB-200 and Pets have no validation part: it is a fifth of each class of the training part. Or

@@ -88,14 +88,6 @@ class Task(NamedTuple):
         """How many images each part has."""
         return {part: len(x.targets) for part, x in zip(PARTS, self[1:4], strict=True)}
 
-    def fingerprint(self) -> str:
-        """sha256 over each part's file names (of images in memory: the pixels) and labels."""
-        sha = hashlib.sha256()
-        for images, targets in self[1:4]:
-            Pool(images).fingerprint(sha)
-            sha.update(targets.numpy().tobytes())
-        return sha.hexdigest()
-
 
 class Pool(NamedTuple):
     """Unlabelled images D^P."""
@@ -104,15 +96,19 @@ class Pool(NamedTuple):
     mean: Channels = IMAGENET[0]
     std: Channels = IMAGENET[1]
 
-    def fingerprint(self, sha: Any = None) -> str:
-        """sha256 over file names below their folder, or over pixels; `sha`: a hash that goes on."""
-        sha, images = sha or hashlib.sha256(), self.images
-        if isinstance(images, Tensor):
-            sha.update(images.numpy().tobytes())
+
+def fingerprint(*parts: Split | Pool) -> str:
+    """sha256 over file names below their folder, or over pixels in memory; and over labels."""
+    sha = hashlib.sha256()
+    for part in parts:
+        if isinstance(part.images, Tensor):
+            sha.update(part.images.numpy().tobytes())
         else:
-            root = os.path.commonpath([*images, images[0].parent])
-            sha.update("\n".join(os.path.relpath(path, root) for path in images).encode())
-        return str(sha.hexdigest())
+            root = os.path.commonpath([*part.images, part.images[0].parent])
+            sha.update("\n".join(os.path.relpath(path, root) for path in part.images).encode())
+        if isinstance(part, Split):
+            sha.update(part.targets.numpy().tobytes())
+    return sha.hexdigest()
 
 
 MOTIFS = ("1111000011110000", "1010101010101010", "0110111111110110", "1001011001101001")

@@ -112,13 +112,11 @@ def qkv(attn: Any, x: Tensor, row: Tensor | None, scale: float) -> tuple[Tensor,
     return attn.q_norm(q), attn.k_norm(k), v
 
 
-def drop_path(rate: float, depth: int, n: int, rng: torch.Generator) -> Tensor | None:
+def drop_path(rate: float, depth: int, n: int, rng: torch.Generator) -> Tensor:
     """Drop-path factors of n images, (n, K, 2): 1/(1 − rate_k) with probability 1 − rate_k, else 0.
 
-    rate_k rises linearly from 0 to `rate` over the K = depth layers. None at rate 0.
+    rate_k rises linearly from 0 to `rate` over the K = depth layers.
     """
-    if rate == 0:
-        return None
     survive = 1 - torch.linspace(0, rate, depth)[:, None, None]
     return ((torch.rand(depth, 2, n, generator=rng) < survive) / survive).permute(2, 0, 1)
 
@@ -194,11 +192,6 @@ def downstream_loss(
     return cross_entropy(logits(x, phi_D), batch.targets, multilabel).mean()
 
 
-def predict(backbone: Backbone, theta: Tensor | None, phi_D: Phi, images: Tensor) -> Tensor:
-    """Logits (B, C) for scoring; where φ_D has a BatchNorm, it includes its running statistics."""
-    return logits(features(backbone, theta, images), phi_D)
-
-
 def features(
     backbone: Backbone, theta: Tensor | None, images: Tensor, drop: Tensor | None = None
 ) -> Tensor:
@@ -207,7 +200,10 @@ def features(
 
 
 def logits(x: Tensor, phi_D: Phi) -> Tensor:
-    """h^D: the linear layer, behind BatchNorm (eps 1e-6) with the moments in φ_D if it has one."""
+    """h^D of its input x (B, dim), logits (B, C): linear, behind a BatchNorm (eps 1e-6) if any.
+
+    BatchNorm uses the moments in φ_D: of the batch in training, the running ones for scoring.
+    """
     if "norm.weight" in phi_D:
         z = (x.double() - phi_D["norm.mean"]) * (phi_D["norm.var"] + 1e-6).rsqrt()
         x = z.to(phi_D["norm.weight"]) * phi_D["norm.weight"] + phi_D["norm.bias"]

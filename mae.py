@@ -77,6 +77,17 @@ class MAE:
     def after_step(self, theta_P: Tensor | None) -> None:
         """Nothing follows θ_P."""
 
+    @torch.no_grad()
+    def reconstruct(self, theta: Tensor | None, phi: Phi, batch: Batch) -> tuple[Tensor, Tensor]:
+        """As in MAE's figures: images with the removed patches blank, and with them predicted."""
+        prediction, mask = self.predict(theta, phi, batch)
+        true = patchify(batch.images, size := self.decoder.patch_size)
+        if self.norm_pix:  # standardised pixels get the true patch's mean and deviation
+            variance, mean = torch.var_mean(true, -1, keepdim=True)
+            prediction = prediction * (variance + 1e-6).sqrt() + mean
+        filled = torch.where(mask[..., None] > 0, prediction, true)
+        return unpatchify(true * (1 - mask[..., None]), size), unpatchify(filled, size)
+
 
 def masking(noise: Tensor, mask_ratio: float) -> tuple[Tensor, Tensor]:
     """Which patches stay: keep (B, n), those with the least noise, in that order.
@@ -101,18 +112,6 @@ def unpatchify(patches: Tensor, size: int) -> Tensor:
     side = math.isqrt(patches.shape[1])
     x = patches.reshape(-1, side, side, size, size, 3)
     return x.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
-
-
-@torch.no_grad()
-def reconstruct(task: MAE, theta: Tensor | None, phi: Phi, batch: Batch) -> tuple[Tensor, Tensor]:
-    """As in MAE's figures: images with the removed patches blank, and with them predicted."""
-    prediction, mask = task.predict(theta, phi, batch)
-    true = patchify(batch.images, size := task.decoder.patch_size)
-    if task.norm_pix:  # standardised pixels get the true patch's mean and deviation
-        variance, mean = torch.var_mean(true, -1, keepdim=True)
-        prediction = prediction * (variance + 1e-6).sqrt() + mean
-    filled = torch.where(mask[..., None] > 0, prediction, true)
-    return unpatchify(true * (1 - mask[..., None]), size), unpatchify(filled, size)
 
 
 class Decoder(nn.Module):

@@ -27,7 +27,7 @@ d -> H d, which M-FAC does not use. This file needs torch alone.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -130,7 +130,7 @@ def mfac(G: Tensor, lam: float, H: object = None, partition: Partition = "layer"
     check(lam)
     B = blocks(G, partition)  # (K, n, m, c)
     S = B.new_zeros(*B.shape[:2], B.shape[2], B.shape[2], dtype=torch.float64)
-    for c in chunks(B):
+    for c in map(Tensor.double, B.split(CHUNK, -1)):
         S += c @ c.mT
     S.diagonal(dim1=-2, dim2=-1).add_(B.shape[2] * lam)  # mλI + GGᵀ, positive definite
     L, failed = torch.linalg.cholesky_ex(S)  # (K, n, m, m); it reports instead of raising
@@ -139,18 +139,14 @@ def mfac(G: Tensor, lam: float, H: object = None, partition: Partition = "layer"
     def inverse(g: Tensor) -> Tensor:
         x = blocks(g.to(G.device)[:, None], partition)  # (K, n, 1, c)
         Gg = torch.zeros_like(S[..., :1])  # (K, n, m, 1)
-        for c, y in zip(chunks(B), chunks(x), strict=True):
-            Gg += c @ y.mT
+        parts = [*zip(B.split(CHUNK, -1), x.split(CHUNK, -1), strict=True)]
+        for c, y in parts:
+            Gg += c.double() @ y.double().mT
         w = torch.cholesky_solve(Gg, L).mT  # (K, n, 1, m)
-        q = [(y - w @ c).to(g.dtype) for c, y in zip(chunks(B), chunks(x), strict=True)]
+        q = [(y.double() - w @ c.double()).to(g.dtype) for c, y in parts]
         return torch.cat(q, -1).view_as(g).to(g)
 
     return inverse
-
-
-def chunks(x: Tensor) -> Iterator[Tensor]:
-    """Columns of x (..., c) as float64, CHUNK at a time."""
-    return map(Tensor.double, x.split(CHUNK, -1))
 
 
 def blocks(x: Tensor, partition: Partition) -> Tensor:

@@ -55,7 +55,7 @@ class Model:
         self.transform = data.Transform(size, self.task.mean, self.task.std, *cut)
         self.about: Record = {  # what defines a run beside its settings
             "weights_sha256": sha256(weights_of(cfg)),
-            "data_sha256": self.task.fingerprint(),
+            "data_sha256": data.fingerprint(*self.task[1:4]),
             "images": self.task.sizes(),
         }
         self.origin: Record = {  # what an adapter file says of itself
@@ -67,7 +67,7 @@ class Model:
             "weights_sha256": self.about["weights_sha256"],
         }
         if isinstance(cfg, AlignConfig):
-            self.about["pool_sha256"] = self.pool.fingerprint()
+            self.about["pool_sha256"] = data.fingerprint(self.pool)
 
     def theta(self) -> Tensor:
         """A fresh θ (l.2)."""
@@ -116,10 +116,11 @@ class Model:
         draws = data.stream(len(train.targets), batch, seed, purpose, steps, passes)
         arrived = data.batches(images, draws, self.cfg.workers, self.device, share)
         for step, (x, y, n) in zip(steps, arrived, strict=True):
-            drop = lora.drop_path(
-                rate, self.backbone.depth, n, data.rng(seed, purpose, "drop", step)
-            )
-            yield lora.Examples(x, y, None if drop is None else drop[share(n)].to(self.device))
+            drop = None
+            if rate:
+                g = data.rng(seed, purpose, "drop", step)
+                drop = lora.drop_path(rate, self.backbone.depth, n, g)[share(n)].to(self.device)
+            yield lora.Examples(x, y, drop)
 
     @torch.no_grad()
     def score(self, split: data.Split, theta: Tensor, phi_D: Phi) -> Score:
@@ -130,7 +131,7 @@ class Model:
         found = []
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
             for x, y, _ in data.batches(images, draws, self.cfg.workers, self.device):
-                z = lora.predict(self.backbone, theta, phi_D, x)
+                z = lora.logits(lora.features(self.backbone, theta, x), phi_D)
                 found.append((z.float().cpu(), y.cpu()))
         z, targets = (gather(torch.cat(column)) for column in zip(*found, strict=True))
         return score(z, targets, lora.cross_entropy(z, targets, self.cfg.voc_loss))
@@ -211,8 +212,8 @@ def named(cfg: Any, field: str) -> Any:
 
 def own_names(task: data.Task | None, pool: data.Pool | None = None) -> dict[str, str]:
     """What is recorded instead of the names of data that were handed in."""
-    digests = {"dataset": task and task.fingerprint(), "pool": pool and pool.fingerprint()}
-    return {key: f"own:{digest[:12]}" for key, digest in digests.items() if digest}
+    parts = {"dataset": task[1:4] if task else (), "pool": (pool,) if pool else ()}
+    return {key: f"own:{data.fingerprint(*own)[:12]}" for key, own in parts.items() if own}
 
 
 def device_of(cfg: Any) -> torch.device:

@@ -215,7 +215,8 @@ class Run(AbstractContextManager["Run"]):
                 for tensor, value in zip(tensors, saved["tensors"], strict=True):
                     tensor.copy_(value)
                 for optimiser, state in zip(optimisers, saved["optimisers"], strict=True):
-                    optimiser.load_state_dict(state)
+                    optimiser.step = state["step"]
+                    optimiser.torch.load_state_dict(state["torch"])
                 self.records = saved["records"]
                 spent, (cpu, wall) = saved["spent"], self.began
                 self.began = cpu - spent["cpu_seconds"], wall - spent["seconds"]
@@ -233,7 +234,7 @@ class Run(AbstractContextManager["Run"]):
                 "records": self.records,
                 "spent": self.elapsed(),
                 "tensors": [tensor.detach() for tensor in tensors],
-                "optimisers": [optimiser.state_dict() for optimiser in optimisers],
+                "optimisers": [{"step": x.step, "torch": x.torch.state_dict()} for x in optimisers],
             }
             torch.save(state, buffer)
             self.write("checkpoint.pt", buffer.getvalue())

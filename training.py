@@ -11,7 +11,6 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from bisslight import Loss, numbers, value_and_grad
-from commands import RunError
 
 Rate = Callable[[float, float], float]  # (step, base rate) -> rate
 
@@ -98,13 +97,6 @@ class Optimiser:
         self.torch.zero_grad()
         return norm
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "torch": self.torch.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.step = state["step"]
-        self.torch.load_state_dict(state["torch"])
-
 
 def trainable(
     tensors: Mapping[str, Tensor], device: torch.device | None = None
@@ -154,7 +146,7 @@ def score(z: Tensor, targets: Tensor, losses: Tensor) -> Score:
         columns = zip(z.T, targets.T, strict=True)  # a class that no image shows counts nowhere
         each_ap = [average_precision(x, y) for x, y in columns if (y == 1).any()]
         if not each_ap:
-            raise RunError("mAP: no class has a positive image in this split")
+            raise ValueError("mAP: no class has a positive image in this split")
         return Score(accuracy=100 * fmean(each_ap), loss=mean)
     right = (z.argmax(1) == targets).double()
     each = torch.stack([right[targets == k].mean() for k in targets.unique()])

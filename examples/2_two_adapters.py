@@ -224,12 +224,12 @@ def batch_of(step: int, n: int) -> mae.Batch:
 
 losses = []
 unseen = pretext.prepare(images[:6], *pretext.draw(6, rng(1, "noise")))
-before = mae.reconstruct(pretext, None, pretext.phi, unseen)[1]
+before = pretext.reconstruct(None, pretext.phi, unseen)[1]
 for step in range(steps):
     value, *gradients = value_and_grad(loss, [*trained.values()], batch_of(step, batch_size))
     opt.update([*trained.values()], gradients)
     losses.append(float(value))
-masked, after = mae.reconstruct(pretext, None, pretext.phi, unseen)
+masked, after = pretext.reconstruct(None, pretext.phi, unseen)
 
 figure, axes = plt.subplots(figsize=(7, 2.8))
 axes.plot(losses, color=BLUE, alpha=0.4, label="a step")

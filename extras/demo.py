@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torchvision.utils import make_grid
 
-import mae
 from align import align
 from commands import AlignConfig, FinetuneConfig, make
 from evaluate import Row, evaluate
@@ -108,7 +107,7 @@ def draw(cfg: AlignConfig, arms: list[Row], path: Path) -> None:
     shift, scale = (torch.tensor(x).view(3, 1, 1) for x in (m.pool.mean, m.pool.std))
     fill: Any = m.pretext_task(m.theta())
     batch = next(pretext_batches(cfg, m.pool, fill, m.arch.image_size, 4, range(1)))
-    filled = torch.stack([batch.images, *mae.reconstruct(fill, None, fill.phi, batch)], 1)
+    filled = torch.stack([batch.images, *fill.reconstruct(None, fill.phi, batch)], 1)
     by_class = [torch.as_tensor(m.task.test.images)[m.task.test.targets == k] for k in range(8)]
     classes = torch.cat([torch.cat([layout(some), some[:3]]) for some in by_class])
     figure, axes = pyplot().subplots(1, 3, figsize=(11, 4), width_ratios=(4.2, 1.7, 1.6))

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
+from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
 from commands import FinetuneConfig, UsageError
-from config import Arch, Model
-from data import IMAGENET
 from extras.look import adapter_of
 from lora import RELEASED, Backbone, Phi, factors, load_adapter, merge
 from run import checking, read_json, sha256, write_atomic
@@ -56,7 +55,7 @@ def export(
     """
     file, out = adapter_of(run, seed), out or run / "export"
     config = read_json(run / "config.json") | ({"weights": weights} if weights else {})
-    known = {*Model.model_fields, "dataset"} & config.keys()
+    known = FinetuneConfig.model_fields.keys() & config.keys() - {"start"}
     with checking(str(file)):
         theta, phi_D, about = load_adapter(file)
         cfg = FinetuneConfig(**{name: config[name] for name in known})
@@ -129,10 +128,13 @@ def to_peft(
 
 
 def to_timm(
-    backbone: Backbone, arch: Arch, theta: Tensor, phi_D: Phi, made: dict[str, Any]
+    backbone: Backbone, arch: Any, theta: Tensor, phi_D: Phi, made: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and tensors of the merged network; `made` is what the adapter says of itself."""
-    (mean, std), classes = made.get("channels") or IMAGENET, len(phi_D.get("bias", ()))
+    (mean, std), classes = (
+        made.get("channels", (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)),
+        len(phi_D.get("bias", ())),
+    )
     about = {
         "architecture": "vit_base_patch16_224", "model_args": vit_args(arch),
         "num_classes": classes,

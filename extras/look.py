@@ -28,7 +28,7 @@ from torch import Tensor
 from commands import FinetuneConfig, UsageError
 from data import Images, batches, rng
 from extras.report import check_out, pyplot, save, short_names
-from lora import Backbone, Phi, block_forward, features, load_adapter, predict, qkv
+from lora import Backbone, Phi, block_forward, features, load_adapter, logits, qkv
 from model import Model
 from run import Record, checking, read_json
 
@@ -116,7 +116,7 @@ def rollout(
         if not phi_D:
             raise UsageError(f"--rollout: {name} is an align run, it predicts nothing; fine-tune")
         maps[name] = attention_maps(backbone, theta, images).cpu()
-        top = predict(backbone, theta, phi_D, images).argmax(1).tolist()
+        top = logits(features(backbone, theta, images), phi_D).argmax(1).tolist()
         for row, k, there in zip(rows, top, known, strict=True):
             row[name] = f"{'✓' if k in there else '✗'} {classes[k]}"
     mean, std = (torch.tensor(x).view(3, 1, 1) for x in (m.transform.mean, m.transform.std))

@@ -90,7 +90,7 @@ def pretrain(
     cfg, pool = cfg.but(**own_names(None, pool)), pool or named(cfg, "pool")
     task, arch, about = scratch(cfg, pool)
     steps = about["steps"]
-    with Run(out, "pretrain", cfg, force, **about, pool_sha256=pool.fingerprint()) as run:
+    with Run(out, "pretrain", cfg, force, **about, pool_sha256=data.fingerprint(pool)) as run:
         if run.result:
             return PretrainResult(**run.result)
         network = task.backbone.vit.named_parameters()

@@ -14,7 +14,7 @@ import torch
 from conftest import recorded, shared
 
 import evaluate as tables
-from commands import RunError, UsageError
+from commands import UsageError
 from config import BACKBONES
 from data import rng
 from evaluate import Comparison, compare, evaluate, read_arm
@@ -59,7 +59,7 @@ def test_score_counts_images_and_classes() -> None:
     assert whole.per_class == pytest.approx(100 * float(sum(each)) / 4)
     assert whole.loss == pytest.approx(float(torch.nn.functional.cross_entropy(z, y)))
     none = torch.zeros(2, 2), torch.tensor([[-1, 0], [-1, -1]]), torch.zeros(2)
-    with pytest.raises(RunError, match="no class has a positive image"):
+    with pytest.raises(ValueError, match="no class has a positive image"):
         score(*none)
 
 

@@ -20,13 +20,14 @@ from data import quilts, rng
 from extras.export import folded, to_peft, to_released, to_timm
 from lora import (
     Backbone,
+    features,
     from_released,
     init_head,
     init_norm,
     init_theta,
     load_adapter,
     load_theta,
-    predict,
+    logits,
 )
 from weights import build_vit
 
@@ -57,8 +58,8 @@ def test_peft_and_timm_predict_what_ours_does(
     if not class_token:
         moments = {"norm.mean": torch.randn(32), "norm.var": torch.rand(32) + 0.5}
         phi_D |= moments | {"norm.bias": torch.randn(32), "norm.weight": torch.rand(32) + 0.5}
-    expected, head = predict(ours, theta, phi_D, IMAGES), folded(phi_D)
-    without = predict(ours, None, phi_D, IMAGES)
+    expected, head = logits(features(ours, theta, IMAGES), phi_D), folded(phi_D)
+    without = logits(features(ours, None, IMAGES), phi_D)
     assert float((expected - without).detach().abs().max()) > 1e-2  # LoRA acts
     config, tensors = to_peft(theta, head, 32, 1.5)
     assert not tensors["base_model.model.blocks.0.attn.qkv.lora_B.weight"][32:64].any()  # not on k
@@ -138,7 +139,7 @@ def test_a_run_is_exported_from_the_command_line(made: None, weights: Path, caps
     images = torch.as_tensor(quilts(0)[1].test.images)[:20]
     merged = timm.create_model("local-dir:with/export/timm", pretrained=True).eval()
     theta, phi_D, _ = load_adapter(Path("with/adapter-s1.safetensors"))
-    close(merged(images), predict(Backbone(vit), theta, phi_D, images), 1e-5)
+    close(merged(images), logits(features(Backbone(vit), theta, images), phi_D), 1e-5)
     assert list(merged.pretrained_cfg["mean"]) == pytest.approx(list(quilts(0)[1].mean))
     card = Path("with/export/README.md").read_text()
     assert "vit_mini for quilts" in card

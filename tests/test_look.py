@@ -17,7 +17,7 @@ import cli
 from config import Arch
 from data import quilts, rng
 from extras import look
-from lora import Backbone, features, load_adapter, merge, predict
+from lora import Backbone, features, load_adapter, logits, merge
 from weights import build_vit
 
 SIZES: Any = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 4}
@@ -131,7 +131,7 @@ def test_the_rollout_of_runs_is_drawn_beside_what_they_predict(
     assert [r["label"] for r in result["images"]] == [f"layout {targets[i]}" for i in index]
     for name, drawn in zip(("with", "without"), shown, strict=False):
         theta, phi_D, _ = load_adapter(finished / name / "adapter-s0.safetensors")
-        top = predict(backbone, theta, phi_D, val[index]).argmax(1)
+        top = logits(features(backbone, theta, val[index]), phi_D).argmax(1)
         right = ["✓" if ok else "✗" for ok in (top == targets[index]).tolist()]
         expected = [f"{mark} layout {k}" for mark, k in zip(right, top, strict=True)]
         assert [row[name] for row in result["images"]] == expected

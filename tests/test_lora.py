@@ -93,7 +93,7 @@ def test_drop_path_has_timms_rates_and_keeps_the_mean() -> None:
         torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - rate)))
         # 8000 draws: five standard deviations of the share of zeros
         assert zeros == pytest.approx(rate, abs=5 * (0.2 * 0.8 / 8000) ** 0.5)
-    assert drop_path(0.0, 5, 4, rng(0)) is None
+    assert drop_path(0.0, 5, 4, rng(0)).eq(1).all()
 
 
 def test_dropped_branches_are_gone() -> None:
@@ -139,7 +139,7 @@ def test_the_loss_at_theta_P_at_theta_D_and_scoring_differ_as_documented() -> No
     assert abs(float(at_D - of_batch(x))) > 1e-3
     torch.testing.assert_close(stats["norm.mean"], 0.1 * x_dropped.mean(0))
     torch.testing.assert_close(stats["norm.var"], 0.9 + 0.1 * x_dropped.var(0))
-    scored = lora.predict(backbone, THETA, phi | stats, IMAGES)
+    scored = lora.logits(lora.features(backbone, THETA, IMAGES), phi | stats)
     torch.testing.assert_close(scored, logits(x, stats["norm.mean"], stats["norm.var"]))
 
 

@@ -128,7 +128,7 @@ def test_a_file_without_a_decoder_is_told_with_its_first_names(name: str) -> Non
 
 def test_reconstruction_keeps_what_was_seen() -> None:
     t = official()
-    masked, filled = mae.reconstruct(t, None, t.phi, BATCH)
+    masked, filled = t.reconstruct(None, t.phi, BATCH)
     mask = IO["mask_75"].double()[..., None].expand(-1, -1, 192)
     seen = ~mae.unpatchify(mask, 8).bool()
     assert torch.equal(mae.unpatchify(mae.patchify(IMAGES, 8), 8), IMAGES)

@@ -16,7 +16,7 @@ from benchmarks import BENCHMARKS
 from commands import ALIGNED_GRID, GRID, RELEASED, AlignConfig, FinetuneConfig
 from config import BACKBONES
 from data import rng
-from lora import Backbone, init_head, predict
+from lora import Backbone, features, init_head, logits
 from model import Model as Whole
 from training import Group, Optimiser, trainable
 from weights import OFFICIAL, build_head, build_vit
@@ -67,7 +67,7 @@ def test_pooling_is_timms_own() -> None:
     torch.nn.init.normal_(vit.head.weight)
     x = torch.randn(2, 3, 32, 32)
     phi = {"weight": vit.head.weight.detach(), "bias": vit.head.bias.detach()}
-    close(predict(Backbone(vit), None, phi, x), vit.eval()(x), 1e-6)
+    close(logits(features(Backbone(vit), None, x), phi), vit.eval()(x), 1e-6)
 
 
 def test_gradients_may_lie_in_memory_in_any_order() -> None:

@@ -15,7 +15,7 @@ import align
 import cli
 import finetune
 from commands import AlignConfig, FinetuneConfig, UsageError
-from data import Pool, Task
+from data import Pool, Task, fingerprint
 
 ROOT = Path(__file__).parent.parent
 SHORT = {"alternations": 1, "lower_steps": 2, "upper_steps": 1, "p_batch": 8, "d_batch": 8,
@@ -56,7 +56,7 @@ def test_data_of_ones_own_is_handed_in_and_recorded_by_its_digest(
     result = align.align(cfg, tmp_path / "a", task=task, pool=pool)
     assert (type(result), result.metric) == (align.AlignResult, "top-1 accuracy")
     config = json.loads((tmp_path / "a" / "config.json").read_text())
-    digests = [f"own:{x.fingerprint()[:12]}" for x in (task, pool)]
+    digests = [f"own:{fingerprint(*x)[:12]}" for x in (task[1:4], [pool])]
     assert [config["dataset"], config["pool"]] == digests
     short = {"lr": 0.01, "epochs": 2, "seeds": 1, "warmup_epochs": 0}
     start = FinetuneConfig.model_validate({"start": tmp_path / "a"} | short)
