@@ -14,7 +14,7 @@ from torch import Tensor
 
 import cg
 import mfac
-from bisslight import Diverged, Hypergradient, Phi, PretextTask, State, algorithm_1
+from bisslight import Diverged, Hypergradient, Loss, Phi, PretextTask, State, algorithm_1
 from commands import METHOD, AlignConfig, RunError, UsageError
 from data import Pool, Task
 from lora import save_adapter
@@ -109,18 +109,8 @@ def aligned(m: Model, out: Path, force: bool, track: Track, watched: bool = Fals
         run.keep([s.theta_P, s.theta_D, *heads], optimisers)
         s.done = optimisers[0].step // cfg.lower_steps
         try:
-            rate = cfg.drop_path if cfg.probe_drop_path else 0.0
-            loss = partial(loss_D, s.theta_D.detach(), phi_D, regularise=True)
-            epoch = -(-len(m.task.train.targets) // cfg.d_batch)
-            left = range(optimisers[2].step, cfg.probe_epochs * epoch)
-            examples = m.examples("probe", cfg.d_batch, left, rate, passes=True)
-            fit = trained(cfg, loss, optimisers[2], examples, epoch, "probe")
-            for record in track(fit, cfg.probe_epochs, "probe"):
-                run.checkpoint(f"probe epoch {record['step']}")
-            if not run.records:
-                score = m.score(m.task.val, s.theta_D, head)
-                run.log({"step": 0, "probe_val": score.model_dump()})
-                LOG.info("linear probe: validation %s %.1f %%", m.task.metric, score.accuracy)
+            if not run.records and cfg.probe_epochs:
+                probe(m, s, loss_D, head, optimisers[2], run, track)
             lower, upper = (range(s.done * n, T * n) for n in (cfg.lower_steps, cfg.upper_steps))
             batches = pretext_batches(cfg, m.pool, pretext, m.arch.image_size, cfg.p_batch, lower)
             examples = m.examples("downstream", cfg.d_batch, upper, cfg.drop_path)
@@ -135,28 +125,36 @@ def aligned(m: Model, out: Path, force: bool, track: Track, watched: bool = Fals
                 run.checkpoint(f"alternation {s.done} of {T}", "val_P" in record)
         except Diverged as error:
             return run.finish({"diverged": str(error)})
-        return run.finish(result_of(cfg, m, s, run))
+        usual = dict(AlignConfig(backbone="vit_b16", dataset="dtd", pretext=cfg.pretext))
+        unlike = {name: x for name, x in cfg if name in METHOD and x != usual[name]}
+        how, last = cfg.hypergrad if cfg.upper_steps else "lower only", run.records[-1]
+        about = {"stage": "align", "d_lr": cfg.d_lr, "hypergrad": how, "unlike_paper": unlike}
+        theta_P = save_adapter(s.theta_P, {}, m.origin | about)  # l.17
+        run.write("adapter.safetensors", theta_P)
+        return run.finish({
+            "out": str(out), "adapter": str(out / "adapter.safetensors"), "d_lr": cfg.d_lr,
+            "unstable": {}, "pretext": m.origin["pretext"], "metric": m.metric,
+            **{key: (last[key] or [0.0])[-1] for key in ("distance", "q_over_g", "cosine")},
+            **{key: last[key] for key in ("val_P", "val_D")},
+        })  # fmt: skip
 
 
-def result_of(cfg: AlignConfig, m: Model, s: State, run: Run) -> Record:
-    """Write θ_P (l.17) to adapter.safetensors; what the run ended with."""
-    usual = dict(AlignConfig(backbone="vit_b16", dataset="dtd", pretext=cfg.pretext))
-    unlike = {name: x for name, x in cfg if name in METHOD and x != usual[name]}
-    how = cfg.hypergrad if cfg.upper_steps else "lower only"
-    about = {"d_lr": cfg.d_lr, "hypergrad": how, "unlike_paper": unlike}
-    theta_P = save_adapter(s.theta_P, {}, m.origin | about | {"stage": "align"})  # l.17
-    run.write("adapter.safetensors", theta_P)
-    last = run.records[-1]
-    return {
-        "out": str(run.path),
-        "adapter": str(run.path / "adapter.safetensors"),
-        "d_lr": cfg.d_lr,
-        "unstable": {},
-        "pretext": m.origin["pretext"],
-        "metric": m.task.metric,
-        **{key: (last[key] or [0.0])[-1] for key in ("distance", "q_over_g", "cosine")},
-        **{key: last[key] for key in ("val_P", "val_D")},
-    }
+def probe(
+    m: Model, s: State, loss_D: Loss, head: Phi, opt: Optimiser, run: Run, track: Track
+) -> None:
+    """Linear probing of φ_D at the fresh θ, before line 3 (App. C.3)."""
+    cfg: Any = m.cfg
+    rate = cfg.drop_path if cfg.probe_drop_path else 0.0
+    loss = partial(loss_D, s.theta_D.detach(), s.phi_D, regularise=True)
+    epoch = -(-len(m.task.train.targets) // cfg.d_batch)
+    left = range(opt.step, cfg.probe_epochs * epoch)
+    examples = m.examples("probe", cfg.d_batch, left, rate, passes=True)
+    records = trained(cfg, loss, opt, examples, epoch, "probe")
+    for record in track(records, cfg.probe_epochs, "probe"):
+        run.checkpoint(f"probe epoch {record['step']}")
+    score = m.score(m.task.val, s.theta_D, head)
+    run.log({"step": 0, "probe_val": score.model_dump()})
+    LOG.info("linear probe: validation %s %.1f %%", m.metric, score.accuracy)
 
 
 def begin(

@@ -155,7 +155,7 @@ def algorithm_1(
         lower = numbers(f"alternation {t}, lower level", rows, 3)
         H = partial(hessian, task.loss, s.theta_P, s.phi_P, batch, micro)  # l.10: for CG and exact
         inverse = hypergrad(G, c.lam, H)  # l.10
-        rows, inside = [], within(G)
+        rows = []
         for _ in range(c.upper_steps):  # l.11, upper level
             examples = next(downstream)  # l.12: lines 12 to 15 share them, as released
             at_P, g, g_phi_P = gradients(loss_D, s.theta_P, s.phi_D, examples, micro, amp)  # l.12
@@ -164,9 +164,9 @@ def algorithm_1(
             at_D, g_D, g_phi_D = gradients(loss, s.theta_D, s.phi_D, examples, micro, amp)  # l.14
             found = [q + g_D, *(g_phi_P[name] + g_phi_D[name] for name in s.phi_D)]  # l.14, l.15
             norm = s.opt_D.update([s.theta_D, *s.phi_D.values()], found)  # l.16
-            rows.append([at_P, at_D, norm, *agreement(q, g, s, inside)])
+            rows.append([at_P, at_D, norm, *agreement(q, g, s, G)])
         upper = numbers(f"alternation {t}, upper level", rows, 8)
-        del G, inverse, inside  # l.16: freed before the next alternation asks for as much again
+        del G, inverse  # l.16: freed before the next alternation asks for as much again
         s.done = t
         yield Log(t, *lower, *upper)
 
@@ -252,31 +252,30 @@ def sum_over_processes(values: list[Tensor]) -> list[Tensor]:
     return [total.view_as(x) for total, x in zip(sums, values, strict=True)]
 
 
-def within(G: Tensor) -> Map:
-    """Returns x (K, p) -> |Px|², P the projection on the span of each block's stored gradients.
+def within(G: Tensor, x: Tensor) -> Tensor:
+    """|Px|² of n vectors x (K, n, p), P the projection on the span of each block's gradients.
 
     In a block, with G (N_L, p), |Px|² = yᵀ (G Gᵀ)⁻¹ y with y = G x. A little is added to the
-    diagonal, since the gradients may be linearly dependent.
+    diagonal, since the gradients may be linearly dependent. Returns (n,), sums over the blocks.
 
-    >>> round(float(within(torch.tensor([[[2.0, 0.0]]]))(torch.tensor([[3.0, 4.0]]))), 6)
-    9.0
+    >>> within(torch.tensor([[[2.0, 0.0]]]), torch.tensor([[[3.0, 4.0]]])).round(decimals=6)
+    tensor([9.], dtype=torch.float64)
     """
-    S = torch.stack([rows.double() @ rows.double().mT for rows in G])  # (K, N_L, N_L)
-    S.diagonal(dim1=1, dim2=2).mul_(1 + 1e-10).add_(1e-300)
-    L, _ = torch.linalg.cholesky_ex(S)
-
-    def square(x: Tensor) -> Tensor:
-        blocks = zip(G, x.to(G), strict=True)
-        y = torch.stack([rows.double() @ part.double() for rows, part in blocks])[..., None]
-        return (y * torch.cholesky_solve(y, L)).sum().to(x.device)
-
-    return square
+    total = torch.zeros(x.shape[1], dtype=torch.float64, device=G.device)
+    for rows, vectors in zip(G, x.to(G.device), strict=True):
+        g = rows.double()
+        S, y = g @ g.mT, g @ vectors.double().mT  # (N_L, N_L), (N_L, n)
+        S.diagonal().mul_(1 + 1e-10).add_(1e-300)
+        L, _ = torch.linalg.cholesky_ex(S)
+        total += (y * torch.cholesky_solve(y, L)).sum(0)
+    return total.to(x.device)
 
 
-def agreement(q: Tensor, g: Tensor, s: State, inside: Map) -> list[Tensor]:
+def agreement(q: Tensor, g: Tensor, s: State, G: Tensor) -> list[Tensor]:
     """The numbers of a step in `Log`, from |q|/|g| to the distance; and |q| of each block."""
-    cosine, at_g = torch.cosine_similarity(q.flatten(), g.flatten(), 0), inside(g)
-    share, removed = at_g / g.square().sum(), 1 - inside(q) / at_g.clamp_min(1e-300)
+    cosine = torch.cosine_similarity(q.flatten(), g.flatten(), 0)
+    at_g, at_q = within(G, torch.stack([g, q], 1))
+    share, removed = at_g / g.square().sum(), 1 - at_q / at_g.clamp_min(1e-300)
     distance = (s.theta_P - s.theta_D).detach().norm()
     return [q.norm() / g.norm(), cosine, share, removed, distance, q.norm(dim=1)]
 

@@ -79,11 +79,6 @@ class Task(NamedTuple):
             splits.append(Split(x, y))
         return cls("own", splits[0], splits[1], splits[2], [*classes])
 
-    @property
-    def metric(self) -> str:
-        """What its accuracies are (App. C.2.1)."""
-        return "top-1 accuracy" if self.test.targets.ndim == 1 else "11-point mAP"
-
     def sizes(self) -> dict[str, int]:
         """How many images each part has."""
         return {part: len(x.targets) for part, x in zip(PARTS, self[1:4], strict=True)}

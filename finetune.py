@@ -94,7 +94,7 @@ def finetune(
         first = origins[0] if origins else {}
         return FinetuneResult(**run.finish({
             "out": str(out), "dataset": cfg.dataset, "backbone": cfg.backbone, "unit": unit,
-            "lr": lr, "metric": m.task.metric,
+            "lr": lr, "metric": m.metric,
             "grid": {f"{rate}": [r["val"] and r["val"]["accuracy"] for r in runs]
                      for rate, runs in tried.items()},
             "aligned_by": first.get("hypergrad", "unknown") if origins else None,

@@ -39,6 +39,8 @@ class MAE:
         norm_pix: predict pixels standardised in each patch, as in the paper, or raw ones.
     """
 
+    prepare = Batch  # images and noise together
+
     def __init__(
         self, backbone: Any, decoder: "Decoder", mask_ratio: float = 0.75, norm_pix: bool = True
     ) -> None:
@@ -52,10 +54,6 @@ class MAE:
     def draw(self, n: int, rng: torch.Generator) -> tuple[Tensor]:
         """The noise of n images."""
         return (torch.rand(n, self.decoder.patches, generator=rng),)
-
-    def prepare(self, images: Tensor, noise: Tensor) -> Batch:
-        """Images and noise together."""
-        return Batch(images, noise)
 
     def loss(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
         """L^P(θ, φ_P): squared error, mean over the pixels of a patch and all removed patches."""

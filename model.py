@@ -46,6 +46,8 @@ class Model:
         if isinstance(cfg, AlignConfig):
             self.pool: data.Pool = pool or named(cfg, "pool")
         self.amp = cfg.amp and self.device.type == "cuda"
+        many = self.task.test.targets.ndim > 1  # classes of an image
+        self.metric = "11-point mAP" if many else "top-1 accuracy"  # App. C.2.1
         backbone, self.pretext_head, self.arch = load_backbone(cfg)
         self.backbone = backbone.to(self.device)
         size = self.arch.image_size

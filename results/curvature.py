@@ -51,14 +51,14 @@ def by_partition(log: list[dict[str, float]]) -> Any:
 
     def opened(G: torch.Tensor, lam: float, H: object = None) -> mfac.Inverse:
         inverse = mfac.mfac(G, lam)
-        inside = {
-            name: within(mfac.blocks(G, name).flatten(0, 1).contiguous()) for name in PARTITIONS
-        }
+        parts = {name: mfac.blocks(G, name).flatten(0, 1) for name in PARTITIONS}
 
         def call(g: torch.Tensor) -> torch.Tensor:
-            rows = {name: mfac.blocks(g[:, None], name).flatten(0, 2) for name in PARTITIONS}
+            rows = {name: mfac.blocks(g[:, None], name).flatten(0, 1) for name in PARTITIONS}
             squared = float(g.square().sum())
-            log.append({name: float(inside[name](rows[name])) / squared for name in PARTITIONS})
+            log.append(
+                {name: float(within(parts[name], rows[name])) / squared for name in PARTITIONS}
+            )
             return inverse(g)
 
         return call

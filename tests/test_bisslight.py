@@ -311,6 +311,6 @@ def test_the_share_inside_the_span_is_that_of_a_dense_projection(
     dense = (Q.mT @ x[..., None]).square().sum()
     twice = torch.cat([G, G[:, :1]], 1)
     for rows in (G, twice):
-        close(within(rows.to(dtype))(x.to(dtype)), dense, tolerance)
-    assert within(G)(x - (Q @ (Q.mT @ x[..., None]))[..., 0]) < 1e-12 * dense
-    assert within(torch.zeros(1, 2, 3))(torch.ones(1, 3)) == 0
+        close(within(rows.to(dtype), x.to(dtype)[:, None])[0], dense, tolerance)
+    assert within(G, (x - (Q @ (Q.mT @ x[..., None]))[..., 0])[:, None]) < 1e-12 * dense
+    assert within(torch.zeros(1, 2, 3), torch.ones(1, 1, 3)) == 0
