@@ -20,7 +20,7 @@ from data import Pool, Task
 from lora import save_adapter
 from model import Model, own_names, pretext_batches
 from run import LOG, Record, Run, Track, check_directory, read_json, untracked
-from training import Group, Optimiser, Score, decay_groups, schedule, trainable, trained
+from training import Group, Optimiser, Schedule, Score, decay_groups, trainable, trained
 
 EXACT_LIMIT = 5000  # entries of θ: its Hessian takes as many double passes, and 200 MB in float64
 SHARES = (2 / 3, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 7, 1 / 10)  # App. C.3 has the first three
@@ -164,7 +164,7 @@ def begin(
     theta_P, theta_D = trainable({"P": theta, "D": theta}, theta.device).values()
     phi_P = trainable(pretext.phi, theta.device)
     lower, upper = (
-        partial(schedule, total=cfg.alternations * n, warmup=cfg.warmup * n + 1, end=cfg.end_lr)
+        Schedule(cfg.alternations * n, cfg.warmup * n + 1, cfg.end_lr)
         for n in (cfg.lower_steps, cfg.upper_steps)
     )
     below = Group([theta_P], cfg.p_lr, cfg.p_weight_decay)

@@ -38,34 +38,10 @@ COMMANDS = {  # what it does; function, class of its settings, options and argum
         "cli:evaluate", "",
         "run against picture rollout similarity seed weights data_root device json",
         "runs/cub-peft --against runs/direct"),
-    "demo": ("The method on drawn images, offline, in two minutes on two CPU cores.",
-        "extras.demo:demo", "", "out data_seed jobs force json quiet", "--out runs/demo"),
-    "pretrain": ("Train a backbone from scratch with MAE or I-JEPA, without a checkpoint.",
-        "extras.pretrain:pretrain", "extras.pretrain:PretrainConfig", RUN,
-        "--backbone vit_mini --pool quilts"),
-    "sweep": ("Accuracy against LoRA rank, λ, N_L, T or a rate: the one that has a comma list.",
-        "extras.sweep:sweep", "extras.sweep:SweepConfig", RUN,
-        "--backbone vit_b16 --dataset dtd --rank 1,4,16,64"),
-    "report": ("Write one HTML page about runs: accuracies, curves, settings, pictures.",
-        "extras.report:report", "", "runs out json", "runs/cub runs/cub-peft --out report.html"),
-    "bench": ("Time and memory of an alternation: M-FAC, CG, no curvature.",
-        "extras.bench:bench", "", "backbone rank p_batch d_batch lower_steps upper_steps "
-        "repeats seed device amp recompute micro_batch json quiet",
-        "--backbone vit_l16 --micro-batch 64"),
-    "export": ("Write a run's adapter for HF peft, for timm and for the released program.",
-        "extras.export:export", "", "run out seed weights json", "runs/cub-peft --out exported"),
-    "data list": ("The paper's datasets: whether they are there, and the terms of their use.",
-        "extras.datasets:list_all", "", "root json", "--data-root DIR"),
-    "data check": ("Open every image of a dataset or folder, count, list what is wrong.",
-        "extras.datasets:check", "", "name root partial json", "cub200 --data-root DIR"),
-    "data download": ("Fetch and unpack a dataset; its digests are verified.",
-        "extras.datasets:download", "", "name root json", "cub200 --data-root DIR"),
 }  # fmt: skip
 OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument, no flag), help
     # an option that is not here is the setting of `align` with that name
     "run": (Path, ..., "A finished run, or a directory of one arm's runs."),
-    "runs": (list[Path], ..., "Runs, or directories that hold some."),
-    "name": (str, ..., "A dataset by name, or folder:DIR."),
     "out": (Path | None, None, "Where results go. Default: below runs/; report.html; RUN/export."),
     "config": (Path | None, None, "TOML or JSON file of settings; flags win over it."),
     "preset": (Literal["paper", "as-released"], "paper", "As the paper, or its program, does."),
@@ -81,11 +57,6 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument,
     "weights": (Path | None, None, "Where the run's weights are now."),
     "data_root": (Path | None, None, "Where the benchmarks are now. Default: the run's."),
     "device": (str | None, None, "auto, cpu, cuda or cuda:1. Default: the run's; of bench, auto."),
-    "root": (Path, os.environ.get("BISSLIGHT_DATA", "data"), "Where the benchmarks are."),
-    "data_seed": (int, 0, "Draws the images; 0 has a backbone, others are pretrained first."),
-    "jobs": (int, 2, "Runs at a time."),
-    "partial": (bool, False, "It is a subset; missing images are no problem."),
-    "repeats": (int, 3, "Timed alternations per method, after one that warms up."),
 }
 NAMED = {"start": ["--from"], "root": ["--data-root"]}  # flags that are not --their-name
 LESS = "; out of memory: a --micro-batch that fits, and --recompute, need less and keep the result"
@@ -98,19 +69,12 @@ REMEDIES = {  # any other error is a defect and ends with its traceback
     "MemoryError": LESS,
     "Abort": "stopped; the same command goes on",  # Typer's name for Ctrl-C
 }
+with contextlib.suppress(ImportError):  # the folder may be missing: these commands then are, too
+    import extras
+
+    COMMANDS |= extras.COMMANDS
+    OPTIONS |= extras.OPTIONS
 FIRST = ("backbone", "dataset", "pool", "start", "out", "seed")  # on top of --help
-
-
-def keyword(name: str, kind: Any, default: Any, text: str, panel: str) -> Parameter:
-    """A flag, or an argument, as a keyword of the function that Typer calls."""
-    flags = NAMED.get(name, [f"--{name.replace('_', '-')}"] if kind is bool else [])
-    panel = "What one sets first" if name in FIRST else panel
-    about: Any = typer.Option(*flags, help=text, metavar="", rich_help_panel=panel)
-    if default is ...:
-        about = typer.Argument(help=text, metavar=name.upper(), rich_help_panel="Arguments")
-    return Parameter(
-        name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, about]
-    )
 
 
 def keywords(name: str) -> list[Parameter]:
@@ -136,7 +100,17 @@ def keywords(name: str) -> list[Parameter]:
                 rows[key] = bool | None if flag else str | None, None, text, panel
     rows |= {key: (*OPTIONS[key], "This run") for key in wanted if key in OPTIONS}
     shown = rows if settings else wanted
-    return [keyword(key, *rows[key]) for key in dict.fromkeys([*FIRST, *shown]) if key in shown]
+    found = []
+    for key in [key for key in dict.fromkeys([*FIRST, *shown]) if key in shown]:
+        value, default, text, panel = rows[key]
+        flags = NAMED.get(key, [f"--{key.replace('_', '-')}"] if value is bool else [])
+        panel = "What one sets first" if key in FIRST else panel
+        about: Any = typer.Option(*flags, help=text, metavar="", rich_help_panel=panel)
+        if default is ...:
+            about = typer.Argument(help=text, metavar=key.upper(), rich_help_panel="Arguments")
+        meant: Any = Annotated[value, about]
+        found.append(Parameter(key, Parameter.KEYWORD_ONLY, default=default, annotation=meant))
+    return found
 
 
 def execute(name: str, /, **given: Any) -> int:
@@ -291,7 +265,8 @@ def build(arguments: list[str]) -> typer.Typer:
         called.__annotations__ = {}
         whole = f"{told}\n\nExample: bisslight {name} {example}"
         (data if group else app).command(last, cls=Sections, help=whole, short_help=told)(called)
-    app.add_typer(data, name="data")
+    if data.registered_commands:
+        app.add_typer(data, name="data")
     return app
 
 

@@ -27,7 +27,7 @@ from data import Task
 from lora import load_adapter, load_theta, save_adapter
 from model import Model, own_names
 from run import LOG, Record, Run, Track, check_directory, checking, sha256, start, stop, untracked
-from training import Group, Optimiser, schedule, trainable, trained
+from training import Group, Optimiser, Schedule, trainable, trained
 
 R = TypeVar("R")
 
@@ -229,8 +229,7 @@ def peft(
         (theta,) = trainable({"theta": start}, m.device).values()
         phi_D, loss_D, head = m.head("peft head")
         steps = -(-len(m.task.train.targets) // cfg.batch)
-        total, warmup = cfg.epochs * steps, cfg.warmup_epochs * steps + 1
-        rate = partial(schedule, total=total, warmup=warmup, end=cfg.end_lr)
+        rate = Schedule(cfg.epochs * steps, cfg.warmup_epochs * steps + 1, cfg.end_lr)
         both = Group([theta, *phi_D.values()], lr, cfg.weight_decay)
         opt = Optimiser([both], rate, None if cfg.optimizer == "sgd" else (0.9, 0.999))
         now = {"theta": theta} | head

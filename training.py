@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -15,9 +16,8 @@ from bisslight import Loss, numbers, value_and_grad
 Rate = Callable[[float, float], float]  # (step, base rate) -> rate
 
 
-def schedule(
-    k: float, base: float, total: float, warmup: float, end: float, start: float = 0.0
-) -> float:
+@dataclass(frozen=True)
+class Schedule:
     """The rate of step k from the base rate b: a line, then half a cosine (App. C.2, C.3).
 
         k < w = warmup:  s b + (b − s b) k / w,   s = start
@@ -25,13 +25,20 @@ def schedule(
 
     The released program's W steps of warm-up are w = W + 1, with k from 1. MAE counts k from 0.
 
-    >>> [round(schedule(k, 1.0, total=5, warmup=2, end=0.0), 3) for k in range(1, 6)]
+    >>> [round(Schedule(total=5, warmup=2, end=0.0)(k, 1.0), 3) for k in range(1, 6)]
     [0.5, 1.0, 0.75, 0.25, 0.0]
     """
-    if k < warmup:
-        return start * base + (base - start * base) * k / warmup
-    c = (1 + math.cos(math.pi * (k - warmup) / max(1, total - warmup))) / 2
-    return c * base + (1 - c) * end
+
+    total: float  # steps
+    warmup: float
+    end: float  # the last rate
+    start: float = 0.0  # the first one, as a share of the base rate
+
+    def __call__(self, k: float, base: float) -> float:
+        if k < self.warmup:
+            return self.start * base + (base - self.start * base) * k / self.warmup
+        c = (1 + math.cos(math.pi * (k - self.warmup) / max(1, self.total - self.warmup))) / 2
+        return c * base + (1 - c) * self.end
 
 
 class Group(NamedTuple):

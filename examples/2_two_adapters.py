@@ -25,7 +25,7 @@ from bisslight import value_and_grad
 from config import BACKBONES, Pretext
 from data import quilts, rng
 from lora import Backbone, factors, init_theta, merge
-from training import Group, Optimiser, schedule
+from training import Group, Optimiser, Schedule
 from weights import build_head, build_vit, initialise
 
 torch.set_num_threads(1)  # the network is too small for several threads
@@ -210,8 +210,7 @@ trained = {name: x for name, x in vit.named_parameters() if name != "pos_embed"}
 for tensor in trained.values():
     tensor.requires_grad_()
 steps, batch_size = 300, 64
-rate = partial(schedule, total=steps, warmup=31, end=0.0)
-opt = Optimiser([Group([*trained.values()], 2e-3, 0.05)], rate, (0.9, 0.999))
+opt = Optimiser([Group([*trained.values()], 2e-3, 0.05)], Schedule(steps, 31, 0.0), (0.9, 0.999))
 loss = partial(pretext.loss, None, pretext.phi)
 
 

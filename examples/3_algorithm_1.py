@@ -26,7 +26,7 @@ from config import BACKBONES
 from data import quilts, rng
 from lora import Backbone, Examples, downstream_loss, init_head, init_theta
 from mfac import identity, mfac
-from training import Group, Optimiser, schedule, trainable
+from training import Group, Optimiser, Schedule, trainable
 from weights import build_head, build_vit, initialise
 
 torch.set_num_threads(1)  # the network is too small for several threads
@@ -65,8 +65,7 @@ def labelled_batches(size: int) -> Iterator[Examples]:
 
 
 weights = {name: x for name, x in vit.named_parameters() if name != "pos_embed"} | pretext.phi
-rate = partial(schedule, total=150, warmup=16, end=0.0)
-opt = Optimiser([Group([*weights.values()], 2e-3, 0.05)], rate, (0.9, 0.999))
+opt = Optimiser([Group([*weights.values()], 2e-3, 0.05)], Schedule(150, 16, 0.0), (0.9, 0.999))
 for batch in itertools.islice(pretext_batches(64, "pretrain"), 150):
     value, *slopes = value_and_grad(
         partial(pretext.loss, None, pretext.phi), [*weights.values()], batch
@@ -96,8 +95,8 @@ def begin() -> State:
     phi_P = trainable(pretext.phi)
     phi_D = trainable(init_head(backbone.dim, len(task.classes), rng(0, "head")))
     T = steps.alternations
-    lower = partial(schedule, total=T * steps.lower_steps, warmup=7, end=1e-6)
-    upper = partial(schedule, total=T * steps.upper_steps, warmup=4, end=1e-6)
+    lower = Schedule(T * steps.lower_steps, 7, 1e-6)
+    upper = Schedule(T * steps.upper_steps, 4, 1e-6)
     groups = [Group([leaves["P"]], 1e-2, 0.05), Group([*phi_P.values()], 1e-4, 0.05)]
     opt_P = Optimiser(groups, lower, (0.9, 0.95), clip=10)
     opt_D = Optimiser([Group([leaves["D"], *phi_D.values()], 3e-3, 0.05)], upper, (0.9, 0.999), 10)

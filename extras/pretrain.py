@@ -19,7 +19,7 @@ from commands import Command, Table, UsageError
 from lora import Backbone
 from model import device_of, named, own_names, pretext_batches
 from run import Run, Track, checking, untracked
-from training import Optimiser, decay_groups, schedule, trained
+from training import Optimiser, Schedule, decay_groups, trained
 from weights import build_head, build_vit, initialise, pretext_task
 
 
@@ -141,9 +141,9 @@ def scratch(cfg: PretrainConfig, pool: data.Pool) -> tuple[Any, config.Arch, dic
 def optimiser(cfg: PretrainConfig, psi_and_phi: dict[str, torch.Tensor], steps: int) -> Optimiser:
     """AdamW for ψ and φ_P together, scheduled as by the authors of the task."""
     warmup = cfg.warmup_epochs * (steps // cfg.epochs)
-    rate = partial(schedule, total=steps, warmup=warmup, end=cfg.min_lr, start=cfg.warmup_from)
+    rate = Schedule(steps, warmup, cfg.min_lr, cfg.warmup_from)
     first, last = int(cfg.pretext == "mae"), cfg.final_weight_decay  # MAE's first step is number 0
-    decay = None if last is None else partial(schedule, total=steps, warmup=0, end=last)
+    decay = None if last is None else Schedule(steps, 0, last)
     groups = decay_groups(psi_and_phi, cfg.base_lr * cfg.batch / 256, cfg.weight_decay)
     return Optimiser(groups, lambda k, b: rate(k - first, b), (0.9, cfg.beta2), decay=decay)
 

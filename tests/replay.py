@@ -17,7 +17,7 @@ from bisslight import State
 from config import Arch
 from lora import Backbone, Examples, downstream_loss
 from mae import MAE, Batch
-from training import Group, Optimiser, decay_groups, schedule, trainable
+from training import Group, Optimiser, Schedule, decay_groups, trainable
 
 
 class Recording(NamedTuple):
@@ -78,8 +78,7 @@ def state_of(r: Recording) -> State:
     """Line 2 and the recorded optimisers."""
     m = r.rec.meta
     lower, upper = (
-        partial(schedule, total=m["sched_T"] * n, warmup=m["sched_warm"] * n + 1, end=1e-6)
-        for n in (m["NL"], m["NU"])
+        Schedule(m["sched_T"] * n, m["sched_warm"] * n + 1, 1e-6) for n in (m["NL"], m["NU"])
     )
     theta_D = r.theta.detach().clone().requires_grad_()
     groups = [Group([r.theta], m["p_lr"], m["p_wd"])]

@@ -65,11 +65,8 @@ def test_class_folders_are_split_balanced_and_independent_of_place(tmp_path: Pat
     assert [x.targets.bincount().tolist() for x in splits] == [[16, 16], [4, 4], [5, 5]]
     assert len({path for x in splits for path in x.images}) == 50
     assert fingerprint(*task[1:4]) != fingerprint(*other[1:4])
-    # of the first release, too
-    recorded = "2f3e9aea3057dc874f9d9063bc8095b06e7094585ca4e521c4783488001db032"
-    assert (
-        fingerprint(*task[1:4]) == fingerprint(*again[1:4]) == recorded
-    )  # of the first release, too
+    of_the_first_release = "2f3e9aea3057dc874f9d9063bc8095b06e7094585ca4e521c4783488001db032"
+    assert fingerprint(*task[1:4]) == fingerprint(*again[1:4]) == of_the_first_release
 
 
 def test_parts_on_disk_are_used_and_only_the_missing_one_is_split_off(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from config import BACKBONES, Arch
 from data import rng
 from ijepa import IJEPA, Batch, block_size, multiblock
 from lora import Backbone, init_theta
-from training import Optimiser, decay_groups, schedule
+from training import Optimiser, Schedule, decay_groups
 from weights import build_head, build_vit
 
 
@@ -112,9 +112,8 @@ def test_training_follows_the_recorded_trajectory(micro: int | None) -> None:
     steps, warmup = c["epochs"] * c["ipe"] * c["ipe_scale"], c["warmup"] * c["ipe"]
     t = IJEPA(Backbone(vit), predictor, EIGHT, (c["ema"][0], steps), None, Backbone(teacher))
     named = {name: p for name, p in vit.named_parameters() if name != "pos_embed"} | t.phi
-    about = {"end": c["final_lr"], "start": c["start_lr"] / c["lr"]}
-    rate = partial(schedule, total=int(steps), warmup=warmup, **about)
-    decay = partial(schedule, total=int(steps), warmup=0, end=c["final_wd"])
+    rate = Schedule(int(steps), warmup, c["final_lr"], c["start_lr"] / c["lr"])
+    decay = Schedule(int(steps), 0, c["final_wd"])
     groups = decay_groups(named, c["lr"], c["wd"])
     opt = Optimiser(groups, rate, (0.9, 0.999), decay=decay)
     losses = []
@@ -140,9 +139,8 @@ def test_training_follows_the_recorded_trajectory(micro: int | None) -> None:
 def test_the_schedules_are_the_official_ones(kind: str) -> None:
     c = CONFIG[kind]
     total = int(steps := c["epochs"] * c["ipe"] * c["ipe_scale"])
-    about = {"end": c["final_lr"], "start": c["start_lr"] / c["lr"]}
-    rate = partial(schedule, total=total, warmup=c["warmup"] * c["ipe"], **about)
-    decay = partial(schedule, total=total, warmup=0, end=c["final_wd"])
+    rate = Schedule(total, c["warmup"] * c["ipe"], c["final_lr"], c["start_lr"] / c["lr"])
+    decay = Schedule(total, 0, c["final_wd"])
     count = len(IO[f"{kind}_lr"])
     found = {
         "lr": [rate(k + 1, c["lr"]) for k in range(count)],

@@ -113,11 +113,10 @@ def test_dropped_branches_are_gone() -> None:
 def test_the_loss_at_theta_P_at_theta_D_and_scoring_differ_as_documented() -> None:
     """By hand, with a BatchNorm head on mean-pooled patches: moments, drop path, statistics."""
     backbone = Backbone(tiny_vit(class_token=False, global_pool="avg", fc_norm=False))
-    norm, stats = lora.init_norm(24)
-    phi = {name: x.double() for name, x in (init_head(24, 3, rng(0)) | norm).items()}
-    stats = {name: x.double() for name, x in stats.items()}
-    phi["norm.weight"] += 0.3 * torch.randn(24, generator=rng(6)).double()
-    targets, drop = torch.tensor([0, 2, 1, 1, 0]), torch.ones(5, 3, 2)
+    fresh = init_head(24, 3, rng(0)), *lora.init_norm(24)
+    linear, norm, stats = ({name: x.double() for name, x in part.items()} for part in fresh)
+    norm["norm.weight"] += 0.3 * torch.randn(24, generator=rng(6)).double()
+    targets, drop, phi = torch.tensor([0, 2, 1, 1, 0]), torch.ones(5, 3, 2), linear | norm
     drop[1, 1], drop[4, 2, 0] = 0, 2
     batch = lora.Examples(IMAGES, targets, drop)
     loss_D = partial(lora.downstream_loss, backbone, stats=stats)

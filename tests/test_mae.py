@@ -12,7 +12,7 @@ from bisslight import value_and_grad
 from config import BACKBONES, Arch
 from lora import Backbone
 from mae import MAE, Batch
-from training import Optimiser, decay_groups, schedule
+from training import Optimiser, Schedule, decay_groups
 from weights import build_head, build_vit, sincos
 
 TINY = Arch(32, 3, 4, 32, 8, decoder_dim=24, decoder_depth=2, decoder_heads=4)
@@ -92,7 +92,7 @@ def test_pretraining_follows_the_official_adamw_trajectory(micro: int | None) ->
 
 
 def test_the_schedule_is_the_official_one() -> None:
-    rate = partial(schedule, total=20 * 5, warmup=4 * 5, end=0.0)
+    rate = Schedule(20 * 5, 4 * 5, 0.0)
     found = torch.tensor([rate(k, 1.5e-4) for k in range(100)], dtype=torch.float64)
     close(found, IO["sched_lr"], 1e-12)
 

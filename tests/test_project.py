@@ -5,14 +5,14 @@ import re
 import subprocess
 import tomllib
 from pathlib import Path
+from trace import traced
 
 import pytest
-from alternation import traced
 
 ROOT = Path(__file__).parent.parent
 FLOORS = [  # a module imports only from lower floors
-    "bisslight cg cli config data ijepa lora mae mfac training",
-    "commands",
+    "bisslight cg cli config data ijepa lora mae mfac",
+    "commands training",
     "benchmarks evaluate run weights",
     "extras.datasets extras.report model",
     "align extras.look extras.pretrain finetune",
@@ -27,7 +27,7 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 LINES, STATEMENTS, CODE, PARAMETERS = 350, 240, 50, 10  # of a module, of a function
 BINARY = (".npz", ".png", ".npy", ".mat", ".gz", ".pth", ".tar", ".safetensors")
 # What is reached; the aim is 2,800, 5,400 and 46,000. A change may lower them, never raise them
-FUNCTIONS_AN_ALTERNATION = 149
+FUNCTIONS_AN_ALTERNATION, FILES_AN_ALTERNATION = 100, 12
 IN_ALL = {"statements": 2900, "lines": 5600, "nodes": 46_000}
 
 
@@ -116,10 +116,10 @@ def test_the_whole_program_is_small() -> None:
 
 
 def test_one_alternation_passes_through_few_functions(weights: Path, tmp_path: Path) -> None:
-    """From the command line to the adapter on disk; the aim is 100 in 12 files."""
+    """From the command line to the adapter on disk."""
     found = traced(weights, tmp_path / "a")
-    assert len(found) <= FUNCTIONS_AN_ALTERNATION, sorted(found)
-    assert len({file for file, _ in found}) <= 15
+    files = [file for file, _ in sorted(found)]
+    assert len(found) <= FUNCTIONS_AN_ALTERNATION and len({*files}) <= FILES_AN_ALTERNATION, files
 
 
 def test_the_suite_is_small() -> None:

@@ -16,23 +16,20 @@ from conftest import close, recorded
 from filelock import FileLock
 from processes import finish, start, wait_for
 
-import run
 from commands import AlignConfig, RunError, UsageError
 from finetune import jobs
 from run import Run, Stopped, check_directory, checking, stop
-from training import Group, Optimiser, schedule
+from run import start as made_ready
+from training import Group, Optimiser, Schedule
 
 
 @pytest.mark.parametrize("name", ["small", "paper"])
 def test_schedules_equal_the_recorded_ones_to_the_bit(name: str) -> None:
     rec = recorded(f"official/lr_schedules_{name}.npz")
     m, f = rec.meta, rec.meta["finetune"]
-    lower, upper = (
-        partial(schedule, total=m["T"] * n, warmup=m["warmup_alternations"] * n + 1, end=1e-6)
-        for n in (m["NL"], m["NU"])
-    )
-    n = f["len_loader"]
-    tuning = partial(schedule, total=f["epochs"] * n, warmup=f["warm"] * n + 1, end=1e-6)
+    lower = Schedule(m["T"] * m["NL"], m["warmup_alternations"] * m["NL"] + 1, 1e-6)
+    upper = Schedule(m["T"] * m["NU"], m["warmup_alternations"] * m["NU"] + 1, 1e-6)
+    tuning = Schedule(f["epochs"] * f["len_loader"], f["warm"] * f["len_loader"] + 1, 1e-6)
     for steps, rates, rate, base in [
         ("lower_step", "lower_lora_lr", lower, m["p_lr"]),
         ("lower_step", "lower_decoder_lr", lower, m["p_head_lr"]),
@@ -41,7 +38,7 @@ def test_schedules_equal_the_recorded_ones_to_the_bit(name: str) -> None:
     ]:
         ours = torch.tensor([rate(k, base) for k in rec[steps].tolist()], dtype=torch.float64)
         assert torch.equal(ours, rec[rates].double())
-    rates = [schedule(1, 0.3, 1, 1, 0.0), schedule(2, 0.3, 2, 3, 0.0)]  # shorter than the warm-up
+    rates = [Schedule(1, 1, 0.0)(1, 0.3), Schedule(2, 3, 0.0)(2, 0.3)]  # shorter than the warm-up
     assert rates == [0.3, pytest.approx(0.2)]
 
 
@@ -192,7 +189,7 @@ def test_a_worker_that_dies_is_told_in_a_line() -> None:
 
 
 def deaf_to_exceptions(ready: Path) -> None:
-    run.start()
+    made_ready()
     ready.touch()
     while True:
         with contextlib.suppress(BaseException):

@@ -1,6 +1,6 @@
 """Which functions of the project one alternation of `bisslight align` passes through.
 
-    python tests/alternation.py WEIGHTS OUT
+    python tests/trace.py WEIGHTS OUT
 
 Counts named functions (no lambdas, comprehensions, class or module bodies) from the command line
 to the adapter on disk, without linear probing.
@@ -8,7 +8,6 @@ to the adapter on disk, without linear probing.
 
 import inspect
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -19,8 +18,10 @@ LINE = (
 )
 
 
-def trace(run: Callable[[], object]) -> set[tuple[str, str]]:
+def traced(weights: Path, out: Path) -> set[tuple[str, str]]:
     """(file, qualified name) of every function of the project that is called meanwhile."""
+    import cli
+
     seen: set[tuple[str, str]] = set()
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
@@ -32,22 +33,15 @@ def trace(run: Callable[[], object]) -> set[tuple[str, str]]:
 
     sys.setprofile(profile)
     try:
-        run()
+        cli.run(LINE.format(weights=weights, out=out).split())
     finally:
         sys.setprofile(None)
     return seen
 
 
-def traced(weights: Path, out: Path) -> set[tuple[str, str]]:
-    """The functions of one alternation."""
-    import cli
-
-    return trace(lambda: cli.run(LINE.format(weights=weights, out=out).split()))
-
-
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))  # before this folder, where data/ is another thing
     found = traced(Path(sys.argv[1]), Path(sys.argv[2]))
     for file in sorted({file for file, _ in found}):
-        names = sorted(name for f, name in found if f == file)
-        print(f"{file:16} {len(names):3}  {' '.join(names)}")
+        print(f"{file:16}", *sorted(name for f, name in found if f == file))
     print(f"{len(found)} functions in {len({file for file, _ in found})} files")
