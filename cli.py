@@ -64,6 +64,7 @@ REMEDIES = {  # any other error is a defect and ends with its traceback
     "UsageError": "",
     "RunError": "",
     "ImageError": "",
+    "ModuleNotFoundError": "; install it, or leave out the option that needs it",
     "Diverged": "; give a lower learning rate (--lr, --p-lr, --d-lr, --base-lr) and another --out",
     "OutOfMemoryError": LESS,
     "MemoryError": LESS,

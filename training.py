@@ -97,9 +97,9 @@ class Optimiser:
         self.step += 1
         for params, group in zip(self.torch.param_groups, self.groups, strict=True):
             params["lr"] = self.rate(self.step, group.lr) if self.rate else group.lr
-            params["weight_decay"] = decay = group.weight_decay
-            if self.decay and decay:  # what has none gets none
-                params["weight_decay"] = self.decay(self.step, decay)
+            decay = self.decay if group.weight_decay else None  # what has none gets none
+            base = group.weight_decay
+            params["weight_decay"] = decay(self.step, base) if decay else base
         self.torch.step()
         self.torch.zero_grad()
         return norm
