@@ -109,7 +109,7 @@ def aligned(m: Model, out: Path, force: bool, track: Track, watched: bool = Fals
         run.keep([s.theta_P, s.theta_D, *heads], optimisers)
         s.done = optimisers[0].step // cfg.lower_steps
         try:
-            if not run.records and cfg.probe_epochs:
+            if not run.records and cfg.probe_epochs:  # with 0 epochs, nothing to score
                 probe(m, s, loss_D, head, optimisers[2], run, track)
             lower, upper = (range(s.done * n, T * n) for n in (cfg.lower_steps, cfg.upper_steps))
             batches = pretext_batches(cfg, m.pool, pretext, m.arch.image_size, cfg.p_batch, lower)

@@ -272,7 +272,10 @@ def within(G: Tensor, x: Tensor) -> Tensor:
 
 
 def agreement(q: Tensor, g: Tensor, s: State, G: Tensor) -> list[Tensor]:
-    """The numbers of a step in `Log`, from |q|/|g| to the distance; and |q| of each block."""
+    """The numbers of a step in `Log`, from |q|/|g| to the distance; and |q| of each block.
+
+    q, g (K, p), G (K, N_L, p).
+    """
     cosine = torch.cosine_similarity(q.flatten(), g.flatten(), 0)
     at_g, at_q = within(G, torch.stack([g, q], 1))
     share, removed = at_g / g.square().sum(), 1 - at_q / at_g.clamp_min(1e-300)

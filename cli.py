@@ -1,4 +1,4 @@
-"""The command line: flags from settings, one table of commands, exit codes.
+"""The command line: flags from settings, tables of commands (here and in extras), exit codes.
 
 The module of a command is imported when it is called, and flags are made only for the command that
 is asked for, so `--help` and a wrong name are answered before torch is loaded.
@@ -71,18 +71,19 @@ REMEDIES = {  # any other error is a defect and ends with its traceback
     "Abort": "stopped; the same command goes on",  # Typer's name for Ctrl-C
 }
 with contextlib.suppress(ImportError):  # the folder may be missing: these commands then are, too
-    import extras
+    from extras import COMMANDS as MORE_COMMANDS
+    from extras import OPTIONS as MORE_OPTIONS
 
-    COMMANDS |= extras.COMMANDS
-    OPTIONS |= extras.OPTIONS
+    COMMANDS |= MORE_COMMANDS
+    OPTIONS |= MORE_OPTIONS
 FIRST = ("backbone", "dataset", "pool", "start", "out", "seed")  # on top of --help
 
 
 def keywords(name: str) -> list[Parameter]:
     """Flags of a command: of its settings, class by class; and its options.
 
-    The value of a setting is text, for pydantic to read. What it means is the docstring below it,
-    which Python drops, so it is read from the source.
+    Typer hands a setting on as text, and pydantic converts it. Its help is the string below the
+    field. Python does not keep that string, so it is read from the source file.
     """
     _, _, settings, options, _ = COMMANDS[name]
     kind = resolve_name(settings or "commands:AlignConfig")
@@ -285,8 +286,9 @@ def main() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)  # None where it is closed
         file = Forgiving(stream.fileno() if stream else os.devnull, "w", closefd=not stream)
-        way = getattr(stream, "encoding", None), "backslashreplace", None, True  # a line at a time
-        setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(file), *way))
+        way: Any = {"encoding": getattr(stream, "encoding", None), "errors": "backslashreplace"}
+        whole = io.TextIOWrapper(io.BufferedWriter(file), line_buffering=True, **way)
+        setattr(sys, name, whole)
     sys.exit(run(sys.argv[1:]))
 
 

@@ -76,13 +76,12 @@ class Command(Machine):
             items = value if isinstance(value, list | tuple) else [value]
             if kind is not bool and bool in map(type, items):
                 raise ValueError(f"{name}: is not a setting that is true or false")
-            if name in NAMES and value not in NAMES[name]:
-                head, colon, _ = str(value).partition(":")
-                if name == "backbone" or not (colon or name == "pool"):
-                    raise ValueError(f"--{name} {value}: is unknown, {nearest(value, NAMES[name])}")
-                if head == "folder" or ".py:" in value or (name == "pool" and head != "own"):
-                    path = Path(value.removeprefix("folder:")).expanduser().absolute()
-                    given[name] = "folder:" * (name == "dataset") + str(path)
+            if (
+                name in NAMES
+                and isinstance(value, str)
+                and (":" in value or value not in NAMES[name])
+            ):
+                given[name] = full_name(name, value)
         found = {name: v for layer in cls.layers(given).values() for name, v in layer.items()}
         made = handler({name: found[name] for name in found.keys() & cls.model_fields} | given)
         at = vars(made).get
@@ -135,7 +134,8 @@ class AlignConfig(Bilevel, Upper, Lower, Pretext, Data, Model, Command):
     """`align`: BiSSLight, Algorithm 1."""
 
 
-# the settings that make the method; the paper searches for d_lr, and hypergrad names the arm
+# A run counts as the paper's method if these are the paper's. Not among them: d_lr, which the paper
+# searches for; hypergrad, which names the arm; and what does not change the result.
 METHOD = {name for group in (Lower, Upper, Bilevel, Pretext) for name in group.model_fields}
 METHOD -= {"d_lr", "d_lr_from", "hypergrad", "eval_every", "mfac_device"}
 
@@ -145,6 +145,20 @@ class FinetuneConfig(Peft, Data, Model, Command):
 
     start: Place | None = None
     """An align run, a directory of them, one per seed, or a LoRA file."""
+
+
+def full_name(name: str, value: str) -> str:
+    """The setting `name` that is not a plain name, with an absolute path (ValueError: unknown).
+
+    A backbone has to be known. A pool is any folder. A dataset or pretext task may be KIND:PATH.
+    """
+    kind, colon, _ = value.partition(":")
+    if name == "backbone" or not (colon or name == "pool"):
+        raise ValueError(f"--{name} {value}: is unknown, {nearest(value, NAMES[name])}")
+    if kind != "folder" and ".py:" not in value and (name != "pool" or kind == "own"):
+        return value
+    path = Path(value.removeprefix("folder:")).expanduser().absolute()
+    return f"folder:{path}" if name == "dataset" else str(path)
 
 
 def nearest(word: str, known: Collection[str]) -> str:

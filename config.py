@@ -4,7 +4,7 @@ A field is a flag (`d_lr` is `--d-lr`), a key of a TOML file and a key of a run'
 docstring gives symbol, meaning and, in brackets, the source of its default: [App. C.x] the paper's
 appendix, [released] the authors' program where the paper is silent, [MAE], [I-JEPA] their authors'
 recipes, [here] our own choice. `commands` makes the settings of a command out of the groups, and
-checks what a type cannot express; `cli` reads a docstring as the line below the field's.
+checks what a type cannot express; `cli` takes the line below a field as its help text.
 """
 
 from pathlib import Path
@@ -46,7 +46,7 @@ FOLDERS = {
     "aircrafts": "fgvc-aircraft-2013b",
     "imagenet": "imagenet",
 }  # where the benchmarks are below --data-root
-NAMES = {  # one of these, or KIND:PATH if one has a colon; a pool may be any folder
+NAMES = {  # what may stand there; see `commands.full_name`
     "backbone": (*BACKBONES,),
     "pretext": ("mae", "ijepa", "FILE.py:Class"),
     "dataset": ("quilts", *FOLDERS, "folder:PATH", "own"),
@@ -57,7 +57,7 @@ NonNegativeInt = Annotated[int, Field(ge=0, lt=2**53)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Place = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
-Pool = str  # imagenet, quilts, own, or a folder, made absolute
+Pool = str  # imagenet, quilts, own, or a folder, made absolute by `Command.fill`
 Listed = BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v)  # of a command line
 Shares = Annotated[tuple[Share, Share], Listed]  # in a pair, the first number is the smaller one
 Ratios = Annotated[tuple[PositiveFloat, PositiveFloat], Listed]

@@ -1,4 +1,4 @@
-"""Summaries over seeds, an exact permutation test (App. C.2.1), and the paper's tables."""
+"""Summaries over seeds, an exact permutation test (App. C.2.1), and the paper's accuracies."""
 
 import json
 import math
@@ -163,9 +163,11 @@ def published(settings: Arm, result: Arm) -> Reported | None:
         and not result["align_unlike_paper"]
     )
     arm, column = METHODS.get(result["aligned_by"], ""), settings["dataset"]
-    for label, text in ACCURACIES.get(result["pretext"], {}).items() if usual else ():
+    if not usual or column not in DATASETS:
+        return None
+    for label, text in ACCURACIES.get(result["pretext"], {}).items():
         for backbone, method, *cells in map(str.split, text.splitlines()):
-            if (backbone, method) == (result["backbone"], arm) and column in DATASETS:
+            if (backbone, method) == (result["backbone"], arm):
                 mean, std = cells[DATASETS.index(column)].split("±")
                 return Reported(mean=float(mean), std=float(std), source=label)
     return None

@@ -26,7 +26,19 @@ from commands import FinetuneConfig, RunError, UsageError
 from data import Task
 from lora import load_adapter, load_theta, save_adapter
 from model import Model, own_names
-from run import LOG, Record, Run, Track, check_directory, checking, sha256, start, stop, untracked
+from run import (
+    LOG,
+    Record,
+    Run,
+    Track,
+    check_directory,
+    checking,
+    sha256,
+    start,
+    stop,
+    untracked,
+    world,
+)
 from training import Group, Optimiser, Schedule, trainable, trained
 
 R = TypeVar("R")
@@ -264,6 +276,8 @@ def peft(
 
 def jobs(fn: Callable[[Any], R], units: Sequence[Any], count: int) -> Iterator[R]:
     """`fn` of each unit, in order, in `count` processes that end with this one; pickles `fn`."""
+    if world()[1] > 1:
+        raise UsageError("--jobs: needs a single process; start it without torchrun")
     given = stop.flag, max(1, (os.cpu_count() or 1) // count)
     with ProcessPoolExecutor(count, get_context("spawn"), start_worker, given) as pool:
         try:
@@ -281,10 +295,10 @@ def jobs(fn: Callable[[Any], R], units: Sequence[Any], count: int) -> Iterator[R
 
 def start_worker(flag: Any, threads: int) -> None:
     """Set up a process of `jobs`: it hears of a stop by the flag, and ends if its parent has."""
+    threading.Thread(target=end_with, args=[parent_process()], daemon=True).start()
     start()
     stop.flag = flag
     torch.set_num_threads(threads)
-    threading.Thread(target=end_with, args=[parent_process()], daemon=True).start()
 
 
 def end_with(parent: Any) -> None:

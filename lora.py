@@ -167,7 +167,9 @@ def init_head(dim: int, classes: int, rng: torch.Generator) -> Phi:
 
 
 def init_norm(dim: int) -> tuple[Phi, Phi]:
-    """For a BatchNorm before it: more of φ_D; running statistics, not trained but saved with it."""
+    """BatchNorm before the linear layer (App. D.1), all (dim,): its part of φ_D; its running
+    statistics, which are saved but not trained.
+    """
     phi = {"norm.weight": torch.ones(dim), "norm.bias": torch.zeros(dim)}
     return phi, {"norm.mean": torch.zeros(dim), "norm.var": torch.ones(dim)}
 

@@ -39,7 +39,7 @@ class MAE:
         norm_pix: predict pixels standardised in each patch, as in the paper, or raw ones.
     """
 
-    prepare = Batch  # images and noise together
+    prepare = Batch  # PretextTask.prepare: Batch(images, noise)
 
     def __init__(
         self, backbone: Any, decoder: "Decoder", mask_ratio: float = 0.75, norm_pix: bool = True
@@ -77,7 +77,7 @@ class MAE:
 
     @torch.no_grad()
     def reconstruct(self, theta: Tensor | None, phi: Phi, batch: Batch) -> tuple[Tensor, Tensor]:
-        """As in MAE's figures: images with the removed patches blank, and with them predicted."""
+        """As in MAE's figures: removed patches blank, and predicted. Both (B, 3, H, W)."""
         prediction, mask = self.predict(theta, phi, batch)
         true = patchify(batch.images, size := self.decoder.patch_size)
         if self.norm_pix:  # standardised pixels get the true patch's mean and deviation

@@ -47,6 +47,8 @@ class Model:
             self.pool: data.Pool = pool or named(cfg, "pool")
         self.amp = cfg.amp and self.device.type == "cuda"
         many = self.task.test.targets.ndim > 1  # classes of an image
+        if many and not all((part.targets == 1).any() for part in self.task[2:4]):
+            raise UsageError(f"{self.task.name}: no image of validation, or of test, has a class")
         self.metric = "11-point mAP" if many else "top-1 accuracy"  # App. C.2.1
         backbone, self.pretext_head, self.arch = load_backbone(cfg)
         self.backbone = backbone.to(self.device)
@@ -70,6 +72,9 @@ class Model:
         }
         if isinstance(cfg, AlignConfig):
             self.about["pool_sha256"] = data.fingerprint(self.pool)
+            file = Path(cfg.pretext.rpartition(":")[0])  # of a task of one's own
+            if file.suffix == ".py" and file.is_file():  # `own_class` tells where it is missing
+                self.about["pretext_sha256"] = sha256(file)
 
     def theta(self) -> Tensor:
         """A fresh θ (l.2)."""
@@ -79,7 +84,7 @@ class Model:
     def head(self, purpose: str) -> tuple[Phi, Loss, Phi]:
         """Fresh φ_D (App. C.2), its L^D, and φ_D together with BatchNorm's statistics, if any."""
         cfg, f, g = self.cfg, self.backbone, data.rng(self.cfg.seed, purpose)
-        fresh, stats = lora.init_head(f.dim, len(self.task.classes), g), lora.Phi()
+        fresh, stats = lora.init_head(f.dim, len(self.task.classes), g), dict[str, Tensor]()
         if cfg.head == "batchnorm":
             norm, stats = lora.init_norm(f.dim)
             fresh |= norm
@@ -93,8 +98,6 @@ class Model:
         cfg: Any = self.cfg
         if cfg.pretext not in ("mae", "ijepa"):
             own = own_class(cfg.pretext)(self.backbone, cfg, data.rng(cfg.seed, "pretext"))
-            file = Path(cfg.pretext.rpartition(":")[0])
-            self.about |= {"pretext_sha256": sha256(file)} if file.suffix == ".py" else {}
             pieces = (cfg.micro_batch or cfg.p_batch) < cfg.p_batch or world()[1] > 1
             if pieces and not getattr(own, "mean_over_images", True):
                 raise UsageError(
@@ -104,7 +107,7 @@ class Model:
             return own
         head: Any = self.pretext_head
         if cfg.pretext == "mae" and cfg.decoder == "random":
-            initialise([head], "mae", data.rng(cfg.seed, "decoder"))
+            initialise([head.cpu()], "mae", data.rng(cfg.seed, "decoder"))
         with checking(f"--pretext {cfg.pretext}"):
             steps = cfg.alternations * cfg.lower_steps
             return pretext_task(cfg, self.backbone, head.to(self.device), steps, theta)
@@ -204,7 +207,8 @@ def named(cfg: Any, field: str) -> Any:
         if labelled and cfg.split_file and name not in BENCHMARKS:
             raise UsageError(f"--split-file {cfg.split_file}: is for cub200 and pets, leave it out")
         if path is None:
-            return data.quilts(cfg.data_seed)[labelled]
+            pool, task = data.quilts(cfg.data_seed)
+            return task if labelled else pool
         if labelled:
             return load_task(cfg, path) if name in BENCHMARKS else data.folder(path, cfg.data_seed)
         if files := data.find_images(path / "train" if name == "imagenet" else path):

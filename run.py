@@ -91,7 +91,7 @@ def share(n: int) -> slice:
 def gather(rows: Tensor = torch.empty(0)) -> Tensor:  # noqa: B008
     """Rows of all processes in the order of ranks, on the CPU; their numbers may differ.
 
-    It returns when all processes are here, so it also serves to wait for the others.
+    It returns once every process has called it, so `gather()` alone is a barrier.
     """
     found: list[Any] = [rows.cpu()] * world()[1]
     if len(found) > 1:
@@ -218,8 +218,8 @@ class Run(AbstractContextManager["Run"]):
                     optimiser.step = state["step"]
                     optimiser.torch.load_state_dict(state["torch"])
                 self.records = saved["records"]
-                cpu, wall = saved["spent"]
-                self.began = time.process_time() - cpu, time.monotonic() - wall
+                spent = saved["spent"]
+                self.began = self.began[0] - spent["cpu_seconds"], self.began[1] - spent["seconds"]
 
     def log(self, record: Record) -> None:
         self.records.append(json.loads(json.dumps(record)))
@@ -232,7 +232,7 @@ class Run(AbstractContextManager["Run"]):
             buffer, (tensors, optimisers) = io.BytesIO(), self.kept
             state = {
                 "records": self.records,
-                "spent": (time.process_time() - self.began[0], time.monotonic() - self.began[1]),
+                "spent": self.elapsed(),
                 "tensors": [tensor.detach() for tensor in tensors],
                 "optimisers": [{"step": x.step, "torch": x.torch.state_dict()} for x in optimisers],
             }
@@ -245,8 +245,7 @@ class Run(AbstractContextManager["Run"]):
 
     def finish(self, result: Record) -> Record:
         """Write result.json, which says that the run is complete; returns what it holds."""
-        cpu, wall = time.process_time() - self.began[0], time.monotonic() - self.began[1]
-        found: Record = json.loads(json.dumps({**result, "cpu_seconds": cpu, "seconds": wall}))
+        found: Record = json.loads(json.dumps({**result, **self.elapsed()}))
         self.write("result.json", json.dumps(found, indent=1))
         gather()  # then it is on the disk
         (self.path / "checkpoint.pt").unlink(missing_ok=True)
@@ -255,6 +254,11 @@ class Run(AbstractContextManager["Run"]):
     def write(self, name: str, content: bytes | str) -> None:
         if world()[0] == 0:
             write_atomic(self.path / name, content)
+
+    def elapsed(self) -> Record:
+        """CPU seconds of this process and wall seconds, those before a stop included."""
+        cpu, wall = self.began
+        return {"cpu_seconds": time.process_time() - cpu, "seconds": time.monotonic() - wall}
 
 
 def brief(item: Any) -> str:

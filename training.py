@@ -30,11 +30,12 @@ class Schedule:
     """
 
     total: float  # steps
-    warmup: float
+    warmup: float  # w, steps of the line
     end: float  # the last rate
     start: float = 0.0  # the first one, as a share of the base rate
 
     def __call__(self, k: float, base: float) -> float:
+        """The rate of step k."""
         if k < self.warmup:
             return self.start * base + (base - self.start * base) * k / self.warmup
         c = (1 + math.cos(math.pi * (k - self.warmup) / max(1, self.total - self.warmup))) / 2
@@ -63,8 +64,8 @@ class Optimiser:
 
     Args:
         groups: what is trained; tensors are updated in place.
-        rate: (step from 1, base rate) -> rate; decay: the same for weight decays above 0. None:
-            the base itself at every step.
+        rate: (step from 1, base rate) -> rate. decay: (step, base decay) -> decay, for groups that
+            have one. Where either is None, the base value holds at every step.
         betas: AdamW's; None is SGD with momentum 0.9, as released.
         clip: largest L2 norm of all gradients together; None: no clipping.
     """
@@ -124,15 +125,20 @@ def trained(
     what: str,
     after_step: Callable[[None], None] = lambda theta: None,
 ) -> Iterator[dict[str, Any]]:
-    """An optimiser step per batch; yields the mean loss of every `piece` steps (Diverged)."""
+    """An optimiser step per batch; yields the mean loss of every `piece` steps (Diverged).
+
+    `what` names the training in an error; after_step(None) is that of a `PretextTask`.
+    """
     tensors = [tensor for group in opt.groups for tensor in group.tensors]
     amp = cfg.amp and tensors[0].is_cuda
-    for first in batches:
-        rows = []
-        for batch in itertools.chain([first], itertools.islice(batches, piece - 1)):
-            value, *found = value_and_grad(loss, tensors, batch, cfg.micro_batch, amp)
-            rows.append([value, opt.update(tensors, found)])
-            after_step(None)
+
+    def step(batch: Any) -> list[Tensor]:
+        value, *found = value_and_grad(loss, tensors, batch, cfg.micro_batch, amp)
+        norm = opt.update(tensors, found)
+        after_step(None)
+        return [value, norm]
+
+    while rows := [step(batch) for batch in itertools.islice(batches, piece)]:
         losses, _ = numbers(f"{what}, the {len(rows)} steps up to {opt.step}", rows, 2)
         yield {"step": -(-opt.step // piece), "loss": fmean(losses)}
 
@@ -147,7 +153,10 @@ class Score(BaseModel, frozen=True):
 
 
 def score(z: Tensor, targets: Tensor, losses: Tensor) -> Score:
-    """Top-1 accuracy, or 11-point mAP where targets are (N, C), of logits z (N, C); losses (N,)."""
+    """Top-1 accuracy, or 11-point mAP where targets are (N, C) (App. C.2.1), on the CPU.
+
+    z: logits (N, C); losses (N,). ValueError where no class has a positive image.
+    """
     mean = float(losses.double().mean())
     if targets.ndim == 2:
         columns = zip(z.T, targets.T, strict=True)  # a class that no image shows counts nowhere

@@ -1,4 +1,4 @@
-"""What align, finetune and evaluate do without. `cli` alone reads this table of its commands."""
+"""What align, finetune and evaluate do without, and the table of its commands; `cli` reads it."""
 
 import os
 from pathlib import Path

@@ -3,7 +3,6 @@
 import json
 import re
 from fractions import Fraction
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -45,12 +44,9 @@ def test_p_is_the_share_of_splits_that_differ_at_least_as_much(n: int, m: int) -
     assert compare([80], [70]) == Comparison(difference=10, p=None, splits=2)  # one seed each
 
 
-EACH = partial(torch.nn.functional.cross_entropy, reduction="none")
-
-
 def test_score_counts_images_and_classes() -> None:
     z, y = torch.randn(23, 5, generator=rng(1)), torch.randint(4, (23,), generator=rng(2))
-    whole = score(z, y, EACH(z, y))
+    whole = score(z, y, cross_entropy(z, y))
     assert whole.right == int((z.argmax(1) == y).sum())
     assert whole.accuracy == pytest.approx(100 * whole.right / 23)
     each = [(z.argmax(1) == y)[y == k].double().mean() for k in range(4)]
@@ -72,7 +68,8 @@ def test_metrics_equal_the_recorded_ones() -> None:
     found = score(z, labels, cross_entropy(z, labels, "softmax"))
     assert found.accuracy == pytest.approx(float(rec["ml_map11_exact_percent"]), abs=1e-10)
     assert found.loss == pytest.approx(float(rec["ml_softmax_ce_batchmean"]), rel=1e-6)
-    found = score(rec["sl_logits"], y := rec["sl_labels"].long(), EACH(rec["sl_logits"], y))
+    z, y = rec["sl_logits"], rec["sl_labels"].long()
+    found = score(z, y, cross_entropy(z, y))
     assert found.accuracy == pytest.approx(float(rec["sl_top1_percent"]), abs=1e-4)
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import align
 import cli
 import finetune
 from commands import AlignConfig, FinetuneConfig, UsageError
-from data import Pool, Task, fingerprint
+from data import Pool, Split, Task, fingerprint
 
 ROOT = Path(__file__).parent.parent
 SHORT = {"alternations": 1, "lower_steps": 2, "upper_steps": 1, "p_batch": 8, "d_batch": 8,
@@ -54,6 +55,9 @@ def test_data_of_ones_own_is_handed_in_and_recorded_by_its_digest(
 ) -> None:
     task, pool = own_task(), Pool(torch.rand(32, 3, 16, 16))
     cfg = AlignConfig(backbone="vit_mini", weights=weights, dataset="own", pool="own", **SHORT)
+    blank = Split(task.val.images, -torch.ones(8, 2).long())
+    with pytest.raises(UsageError, match="no image of validation"):
+        align.align(cfg, tmp_path / "a", task=task._replace(val=blank, test=blank), pool=pool)
     result = align.align(cfg, tmp_path / "a", task=task, pool=pool)
     assert (type(result), result.metric) == (align.AlignResult, "top-1 accuracy")
     config = json.loads((tmp_path / "a" / "config.json").read_text())
@@ -82,7 +86,7 @@ def test_labels_and_images_that_make_no_task_are_refused() -> None:
 
 
 def test_without_extras_align_finetune_and_evaluate_work(weights: Path, tmp_path: Path) -> None:
-    """Where extras/ cannot be found."""
+    """Where extras/ is empty."""
     model = f"--backbone vit_mini --weights {weights} --dataset quilts"
     short = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in SHORT.items())
     peft = "--lr 0.01 --epochs 1 --warmup-epochs 0 --seeds 1"
@@ -93,7 +97,7 @@ def test_without_extras_align_finetune_and_evaluate_work(weights: Path, tmp_path
         os.chdir(tmp_path)
         for name in [name for name in sys.modules if name.partition(".")[0] == "extras"]:
             del sys.modules[name]
-        sys.modules["extras"] = None  # type: ignore[assignment]  # importing it is an error
+        sys.modules["extras"] = ModuleType("extras")  # as an empty folder of that name is
         plain = importlib.reload(cli)
         assert plain.run(["demo", "--quiet"]) == 2  # there is no such command
         return max(plain.run(line.split()) for line in lines)

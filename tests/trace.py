@@ -42,6 +42,5 @@ def traced(weights: Path, out: Path) -> set[tuple[str, str]]:
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))  # before this folder, where data/ is another thing
     found = traced(Path(sys.argv[1]), Path(sys.argv[2]))
-    for file in sorted({file for file, _ in found}):
-        print(f"{file:16}", *sorted(name for f, name in found if f == file))
+    print("\n".join(f"{file:16} {name}" for file, name in sorted(found)))
     print(f"{len(found)} functions in {len({file for file, _ in found})} files")
