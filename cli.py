@@ -94,7 +94,7 @@ def keywords(name: str) -> list[Parameter]:
     wanted, usual = options.split(), dict(kind.model_construct())
     rows: dict[str, tuple[Any, Any, str, str]] = {}
     for part in parts:
-        panel = part.__doc__.partition(":")[0] if settings else "This run"
+        panel = (part.__doc__ or "").partition(":")[0] if settings else "This run"
         for key in get_annotations(part):
             if key in kind.model_fields.keys() - rows.keys() - {"swept"}:
                 flag, default = kind.model_fields[key].annotation is bool, usual.get(key)

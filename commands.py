@@ -152,12 +152,13 @@ def full_name(name: str, value: str) -> str:
 
     A backbone has to be known. A pool is any folder. A dataset or pretext task may be KIND:PATH.
     """
-    kind, colon, _ = value.partition(":")
+    kind, colon, rest = value.partition(":")
     if name == "backbone" or not (colon or name == "pool"):
         raise ValueError(f"--{name} {value}: is unknown, {nearest(value, NAMES[name])}")
-    if kind != "folder" and ".py:" not in value and (name != "pool" or kind == "own"):
+    is_path = kind == "folder" or (name == "pool" and kind != "own")
+    if not (".py:" in value if name == "pretext" else is_path):
         return value
-    path = Path(value.removeprefix("folder:")).expanduser().absolute()
+    path = Path(rest if kind == "folder" else value).expanduser().absolute()
     return f"folder:{path}" if name == "dataset" else str(path)
 
 

@@ -48,7 +48,10 @@ class Model:
         self.amp = cfg.amp and self.device.type == "cuda"
         many = self.task.test.targets.ndim > 1  # classes of an image
         if many and not all((part.targets == 1).any() for part in self.task[2:4]):
-            raise UsageError(f"{self.task.name}: no image of validation, or of test, has a class")
+            raise UsageError(
+                f"--dataset {self.task.name}: mAP needs a positive image in validation and test; "
+                "take more images"
+            )
         self.metric = "11-point mAP" if many else "top-1 accuracy"  # App. C.2.1
         backbone, self.pretext_head, self.arch = load_backbone(cfg)
         self.backbone = backbone.to(self.device)
@@ -250,7 +253,7 @@ def own_class(name: str) -> Callable[..., PretextTask]:
     try:
         names = runpy.run_path(place) if file else vars(importlib.import_module(place))
         return names[attribute]  # type: ignore[no-any-return]
-    except (ImportError, OSError, KeyError, SyntaxError) as error:
+    except (ImportError, OSError, KeyError, SyntaxError, ValueError) as error:
         raise UsageError(f"--pretext {name}: cannot be imported ({error!r})") from error
 
 
@@ -267,7 +270,8 @@ def plan(cfg: Config) -> Record:
     device, there = device_of(cfg), weights_of(cfg).exists()
     task: data.Task = named(cfg, "dataset")
     pool: Any = named(cfg, "pool") if isinstance(cfg, AlignConfig) else None
-    arch = Model(cfg, task, pool).arch if there else arch_of({}, cfg)
+    with checking(f"--backbone {cfg.backbone}"):
+        arch = Model(cfg, task, pool).arch if there else arch_of({}, cfg)
     sizes = task.sizes()
     if isinstance(cfg, AlignConfig):
         sizes["pool"] = len(pool.images)

@@ -58,7 +58,7 @@ class PretrainConfig(config.Pretext, config.Crops, config.Shape, Command):
     """AdamW decay of tensors with two or more axes. [MAE; I-JEPA: 0.04]"""
     final_weight_decay: NonNegativeFloat | None = None
     """Decay at the end of half a cosine. None: it stays as it is. [MAE; I-JEPA: 0.4]"""
-    beta2: config.Share = 0.95
+    beta2: config.Rate = 0.95
     """AdamW's second beta; the first is 0.9. [MAE; I-JEPA: 0.999]"""
     ema: config.Share = 0.996
     """Momentum of I-JEPA's teacher at the start; it rises to 1. [I-JEPA]"""
