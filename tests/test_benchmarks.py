@@ -162,6 +162,7 @@ def test_the_whole_cub_split_has_the_papers_sizes() -> None:
         assert [len(split[part]) for part in PARTS] == [4800, 1194, 5794]
         assert {*Counter(label for _, label in split["train"]).values()} == {24}
         assert len({*split["train"], *split["val"]}) == 5994
+    assert len({str(read_lists(Data(dataset="cub200", data_seed=k), base)) for k in (0, 1)}) == 2
     rest = (file.parent / "cub200_train_split.txt").read_text().split()  # the other original file
     assert {known[int(i)] for i in rest} == {*split["train"]}
 

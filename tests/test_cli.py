@@ -124,15 +124,15 @@ def test_dry_run_fits_a_screen_and_says_who_set_what(weights: Path, capsys: Any)
 
 def test_progress_is_a_plain_line_an_item_off_a_terminal(capsys: Any) -> None:
     """Text, a level's mean loss, an epoch without validation, a whole run of `--jobs`."""
-    score = {"accuracy": 50.0, "loss": 1.0}
-    items: list[Any] = ["loss 2.0", {"loss_P": [1.0, 3.0], "val_P": score}]
+    items: list[Any] = ["loss 2.0", {"loss_P": [1.0, 3.0], "val_P": {"accuracy": 50.0}}]
     items += [{"loss": 1.0, "val": None}, {"lr": 0.01, "seed": 1, "val": None}]
     for quiet in (False, True):
         with cli.bars(quiet) as track:
+            cli.logging.getLogger("bisslight").info("a note")
             assert [*track(iter(items), 8, "align", 4)] == items
     said = [line.partition("  ETA")[0] for line in capsys.readouterr().err.splitlines()]
     told = ["loss 2.0", "loss 2.0000  val 50.0 %", "loss 1.0000", "lr 0.01"]
-    assert said == [f"align {n}/8  {text}" for n, text in enumerate(told, 5)]
+    assert said == ["a note", *(f"align {n}/8  {text}" for n, text in enumerate(told, 5))]
 
 
 # --- wrong inputs -----------------------------------------------------------------------------

@@ -27,7 +27,7 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 LINES, STATEMENTS, CODE, PARAMETERS = 350, 240, 50, 10  # of a module, of a function
 BINARY = (".npz", ".png", ".npy", ".mat", ".gz", ".pth", ".tar", ".safetensors")
 # What is reached; the aim is 2,800, 5,400 and 46,000. A change may lower them, never raise them
-FUNCTIONS_AN_ALTERNATION, FILES_AN_ALTERNATION = 100, 12
+FUNCTIONS_AN_ALTERNATION = 100  # in 12 files
 IN_ALL = {"statements": 2900, "lines": 5510, "nodes": 45_600}
 
 
@@ -117,9 +117,8 @@ def test_the_whole_program_is_small() -> None:
 
 def test_one_alternation_passes_through_few_functions(weights: Path, tmp_path: Path) -> None:
     """From the command line to the adapter on disk."""
-    found = traced(weights, tmp_path / "a")
-    files = [file for file, _ in sorted(found)]
-    assert len(found) <= FUNCTIONS_AN_ALTERNATION and len({*files}) <= FILES_AN_ALTERNATION, files
+    found = sorted(traced(weights, tmp_path / "a"))
+    assert len(found) <= FUNCTIONS_AN_ALTERNATION and len({f for f, _ in found}) <= 12, found
 
 
 def test_the_suite_is_small() -> None:

@@ -64,11 +64,11 @@ def test_data_of_ones_own_is_handed_in_and_recorded_by_its_digest(
     digests = [f"own:{fingerprint(*x)[:12]}" for x in (task[1:4], [pool])]
     assert [config["dataset"], config["pool"]] == digests
     short = {"lr": 0.01, "epochs": 2, "seeds": 1, "warmup_epochs": 0}
-    start = FinetuneConfig.model_validate({"start": tmp_path / "a"} | short)
+    start = FinetuneConfig(start=tmp_path / "a", dataset="own", **short)
     with pytest.raises(UsageError, match="hand it in"):
         finetune.finetune(start, tmp_path / "b")
     tuned = finetune.finetune(start, tmp_path / "b", task=task)
-    assert tuned.test_images == 8
+    assert (tuned.test_images, tuned.dataset) == (8, digests[0])
     assert tuned.right is not None and 100 * tuned.right[0] / 8 == tuned.test[0]
     own = {"task": task, "pool": pool}
     assert align.align(cfg, tmp_path / "a", **own) == result  # a finished run is read
