@@ -147,6 +147,7 @@ WRONG = [
     ("align --backbone vit_mini --weights {w} --dataset folder:no --pool quilts", 2, "no folder"),
     ("align --backbone vit_mini --weights {w} --dataset dtd", 2, "bisslight data download dtd"),
     ("align --backbone vit_mini --weights nope.pth --dataset quilts", 2, "nope.pth: is no"),
+    ("align --backbone vit_mini --weights odd.pth --dataset quilts", 2, "cls_token: (1, 2) in"),
     (f"{ALIGN} --lam -1", 2, "--lam -1: should be greater than 0"),
     (f"{ALIGN} --mask-ratio 0.99", 2, "leaves none or all of the patches"),
     (f"{ALIGN} --hypergrad newton", 2, "--hypergrad newton: should be 'mfac', 'recursion'"),
@@ -217,6 +218,7 @@ def inputs(runs: Path, weights: Path, tmp_path_factory: pytest.TempPathFactory) 
     other = torch.load(weights / "backbone.pth", weights_only=True)
     other["model"]["cls_token"] += 1
     torch.save(other, at / "other.pth")
+    torch.save({"model": other["model"] | {"cls_token": torch.zeros(1, 2)}}, at / "odd.pth")
     return at
 
 

@@ -1,6 +1,4 @@
-"""Which functions of the project one alternation of `bisslight align` passes through.
-
-    python tests/trace.py WEIGHTS OUT
+"""Functions that one alternation of `bisslight align` calls: `python tests/trace.py WEIGHTS OUT`.
 
 Counts named functions (no lambdas, comprehensions, class or module bodies) from the command line
 to the adapter on disk, without linear probing.
