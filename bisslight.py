@@ -79,7 +79,7 @@ class Optimiser(Protocol):
     """opt_P or opt_D: updates tensors in place."""
 
     def update(self, tensors: list[Tensor], gradients: list[Tensor]) -> Tensor:
-        """One step; returns the norm of all the gradients together, before clipping."""
+        """One step, a gradient for each tensor; returns their joint norm before clipping."""
 
 
 @dataclass
@@ -148,8 +148,8 @@ def algorithm_1(
             loss_P, g_P, g_phi = gradients(task.loss, s.theta_P, s.phi_P, batch, micro, amp)  # l.6
             G[:, i] = g_P  # l.6: ∇L^P alone, before l.7 adds to it and before clipping
             delta = (s.theta_P - s.theta_D).detach()  # l.7
-            found = [g_P + c.lam * delta, *g_phi.values()]  # l.7, l.8
-            norm = s.opt_P.update([s.theta_P, *s.phi_P.values()], found)  # l.9
+            grads = [g_P + c.lam * delta, *g_phi.values()]  # l.7, l.8: of θ_P, of φ_P
+            norm = s.opt_P.update([s.theta_P, *s.phi_P.values()], grads)  # l.9
             task.after_step(s.theta_P)  # l.9
             rows.append([loss_P, c.lam / 2 * delta.square().sum(), norm])
         lower = numbers(f"alternation {t}, lower level", rows, 3)
@@ -162,8 +162,8 @@ def algorithm_1(
             q = inverse(g)  # l.13
             loss = partial(loss_D, regularise=True)  # l.14: with drop path
             at_D, g_D, g_phi_D = gradients(loss, s.theta_D, s.phi_D, examples, micro, amp)  # l.14
-            found = [q + g_D, *(g_phi_P[name] + g_phi_D[name] for name in s.phi_D)]  # l.14, l.15
-            norm = s.opt_D.update([s.theta_D, *s.phi_D.values()], found)  # l.16
+            grads = [q + g_D, *(g_phi_P[name] + g_phi_D[name] for name in s.phi_D)]  # l.14, l.15
+            norm = s.opt_D.update([s.theta_D, *s.phi_D.values()], grads)  # l.16
             rows.append([at_P, at_D, norm, *agreement(q, g, s, G)])
         upper = numbers(f"alternation {t}, upper level", rows, 8)
         del G, inverse  # l.16: freed before the next alternation asks for as much again

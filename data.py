@@ -274,6 +274,7 @@ class Images(Dataset[Any]):
 
     @cached_property
     def pipeline(self) -> T.Compose:
+        """Crop, tensor, normalised channels."""
         t, mode = self.t, T.InterpolationMode(self.t.interpolation)
         crop = T.RandomResizedCrop(t.size, (t.min_crop, 1), interpolation=mode)
         centre = [T.Resize(round(t.size * 256 / 224), mode), T.CenterCrop(t.size)]

@@ -158,7 +158,7 @@ class Examples(NamedTuple):
 
 
 def init_head(dim: int, classes: int, rng: torch.Generator) -> Phi:
-    """φ_D of a linear layer, U(±1/√dim) as in torch."""
+    """φ_D of a linear layer (App. C.2), weight (classes, dim) and bias; U(±1/√dim) as in torch."""
     shapes, bound = {"weight": (classes, dim), "bias": (classes,)}, 1 / math.sqrt(dim)
     return {
         name: torch.empty(shape).uniform_(-bound, bound, generator=rng)

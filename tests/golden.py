@@ -285,9 +285,6 @@ def condensed(values: Tensor) -> Any:
     return np.concatenate([x[::step], weights @ x / np.sqrt(x.size)])
 
 
-# --- predictions without the project's code --------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def predicted(name: str, made: Adapter, data: Path) -> Tensor:
     """Logits of the test images: plain timm on the backbone's file, the adapter's LoRA added to its weights."""
@@ -349,9 +346,6 @@ def fifth_of(folder: Path) -> list[Path]:
 
     files = sorted(folder.iterdir(), key=drawn)
     return sorted(files[: len(files) // 5])
-
-
-# --- comparison ------------------------------------------------------------------------------------------------------
 
 
 def recorded(name: str) -> Numbers:

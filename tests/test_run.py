@@ -188,6 +188,12 @@ def test_a_worker_that_dies_is_told_in_a_line() -> None:
         list(jobs(os._exit, [3], 2))
 
 
+def test_jobs_are_refused_beside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finetune.world", lambda: (0, 2))
+    with pytest.raises(UsageError, match="start it without torchrun"):
+        next(jobs(len, ["a"], 2))
+
+
 def deaf_to_exceptions(ready: Path) -> None:
     made_ready()
     ready.touch()
