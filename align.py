@@ -15,14 +15,14 @@ from torch import Tensor
 import cg
 import mfac
 from bisslight import Diverged, Hypergradient, Loss, Phi, PretextTask, State, algorithm_1
-from commands import METHOD, AlignConfig, RunError, UsageError
+from commands import METHOD, AlignConfig, Record, RunError, UsageError, of_paper
 from data import Pool, Task
 from lora import save_adapter
 from model import Model, own_names, pretext_batches
-from run import LOG, Record, Run, Track, check_directory, read_json, untracked
+from run import LOG, Run, Track, check_directory, read_json, untracked
 from training import Group, Optimiser, Schedule, Score, decay_groups, trainable, trained
 
-EXACT_LIMIT = 5000  # entries of θ: its Hessian takes as many double passes, and 200 MB in float64
+EXACT_LIMIT = 5000  # entries of θ: as many Hessian-vector products, and 200 MB in float64
 SHARES = (2 / 3, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 7, 1 / 10)  # App. C.3 has the first three
 ABOVE, FLOOR, COLLAPSE = 3.0, 0.25, 0.5  # see `unstable`
 
@@ -67,13 +67,11 @@ def align(
         return AlignResult(**found)
     file = cfg.d_lr_from / "result.json"
     direct = read_json(file) if file.exists() else {}
-    if len(direct.get("grid", ())) < 2 or direct.get("aligned_by"):
+    of_grid = len(direct.get("grid", ())) > 1 and not direct.get("aligned_by")
+    if not of_grid or direct["dataset"] != cfg.dataset:
         raise UsageError(
-            f"--d-lr-from {cfg.d_lr_from}: is not a finished `finetune` grid from the backbone"
-        )
-    if direct["dataset"] != cfg.dataset:
-        raise UsageError(
-            f"--d-lr-from {cfg.d_lr_from}: is about {direct['dataset']}, not {cfg.dataset}"
+            f"--d-lr-from {cfg.d_lr_from}: is not a finished `finetune` grid of {cfg.dataset} from "
+            "the backbone"
         )
     rates = [float(f"{direct['lr'] * share:.3g}") for share in SHARES]
     with Run(out, "align", cfg, force, upper_rates=rates) as run:
@@ -82,7 +80,7 @@ def align(
         m, given_up = Model(cfg, task, pool), dict[str, str]()
         for d_lr in rates:
             m.cfg, place = cfg.but(d_lr=d_lr, d_lr_from=None), out / f"dlr{d_lr:g}"
-            found = aligned(m, place, force, track, watched=True)
+            found = aligned(m, place, False, track, watched=True)
             if "diverged" not in found:
                 run.write("adapter.safetensors", (place / "adapter.safetensors").read_bytes())
                 found |= {"out": str(out), "adapter": str(out / "adapter.safetensors")}
@@ -125,8 +123,8 @@ def aligned(m: Model, out: Path, force: bool, track: Track, watched: bool = Fals
                 run.checkpoint(f"alternation {s.done} of {T}", "val_P" in record)
         except Diverged as error:
             return run.finish({"diverged": str(error)})
-        usual = dict(AlignConfig(backbone="vit_b16", dataset="dtd", pretext=cfg.pretext))
-        unlike = {name: x for name, x in cfg if name in METHOD and x != usual[name]}
+        paper = of_paper(AlignConfig, cfg.model_dump(exclude_unset=True))
+        unlike = {name: x for name, x in cfg if name in METHOD and x != paper[name]}
         how, last = cfg.hypergrad if cfg.upper_steps else "lower only", run.records[-1]
         about = {"stage": "align", "d_lr": cfg.d_lr, "hypergrad": how, "unlike_paper": unlike}
         theta_P = save_adapter(s.theta_P, {}, m.origin | about)  # l.17

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchvision.datasets import Flowers102
 
-from commands import UsageError
+from commands import UsageError, checking
 from data import PARTS, Entries, Split, Task, holdout
 
 Listing = tuple[list[tuple[str, str, Any]], Sequence[str]]  # (part, file, label), and the classes
@@ -94,7 +94,7 @@ DTD = """
 VOC = """
     aeroplane bicycle bird boat bottle bus car cat chair cow diningtable dog horse motorbike person
     pottedplant sheep sofa train tvmonitor""".split()  # noqa: SIM905
-BENCHMARKS = {  # how many train, validation, test images the paper uses; what reads the lists
+BENCHMARKS = {  # numbers of train, validation (CUB, Pets: our split), test images; list reader
     "dtd": ((1880, 1880, 1880), read_dtd),
     "voc07": ((2501, 2510, 4952), read_voc),
     "cub200": ((4800, 1194, 5794), read_cub),
@@ -128,12 +128,8 @@ def read_lists(cfg: Any, base: Path) -> tuple[dict[str, Entries], Sequence[str]]
     a split file has its positions there, counted from 0, one on each line.
     """
     sizes, read = BENCHMARKS[cfg.dataset]
-    try:
+    with checking(str(base), "its lists are damaged, download it again"):
         found, classes = read(base)
-    except Exception as error:  # scipy raises anything from KeyError to zlib.error
-        raise UsageError(
-            f"{base}: its lists cannot be read ({type(error).__name__}: {error}); download it again"
-        ) from error
     parts = {
         p: [(file, label) for part, file, label in found if part == p] for p in (*PARTS, "trainval")
     }

@@ -3,7 +3,7 @@
     upper (Eq. 3)   min over θ_D, φ_D    L^D(θ_P*(θ_D), φ_D) + L^D(θ_D, φ_D)
     lower (Eq. 4)   θ_P*(θ_D) = argmin over θ_P, min over φ_P    L^P(θ_P, φ_P) + λ/2 |θ_P − θ_D|²
 
-Every module keeps these letters.
+The modules of the method keep these letters.
 
     code                paper       meaning
     psi                 ψ           pretrained backbone weights; frozen, one copy for both levels
@@ -66,7 +66,10 @@ class PretextTask(Protocol):
         """All random numbers of a step of n images, tensors (n, ...), on the CPU."""
 
     def prepare(self, images: Tensor, *drawn: Any, **_: Any) -> Any:
-        """Turn images (B, 3, H, W) and what was drawn for them into a batch. Deterministic."""
+        """Images (B, 3, H, W) and what was drawn for them -> a batch, deterministically.
+
+        It is a NamedTuple whose fields are tensors with the image as axis 0, or None.
+        """
 
     def loss(self, theta: Tensor | None, phi: Phi, batch: Any) -> Tensor:
         """L^P(θ, φ_P), the mean over the images: pure, differentiable, without drop path."""
@@ -108,7 +111,7 @@ class Log(NamedTuple):
     q_over_g: list[float]  # |q| / |g|
     cosine: list[float]  # of q and g; 1, with q_over_g = 1, if the curvature changes nothing
     share: list[float]  # |Pg|² / |g|², P the projection on the span of G: what M-FAC can act on
-    removed: list[float]  # 1 − |Pq|² / |Pg|²: how much of that share the inverse removes
+    removed: list[float]  # 1 − |Pq|² / |Pg|²: how much of that share is missing in q
     distance: list[float]  # |θ_P − θ_D| after each upper step
 
 
@@ -236,7 +239,7 @@ def microbatches(batch: Any, micro: int | None, device: torch.device) -> list[tu
     if micro is None or n <= micro:
         return [(batch, n / whole)]
     parts = (
-        type(batch)(*(x if x is None else x[i : i + micro] for x in batch))
+        type(batch)._make(x if x is None else x[i : i + micro] for x in batch)
         for i in range(0, n, micro)
     )
     return [(part, len(part[0]) / whole) for part in parts]
@@ -278,13 +281,14 @@ def agreement(q: Tensor, g: Tensor, s: State, G: Tensor) -> list[Tensor]:
     """
     cosine = torch.cosine_similarity(q.flatten(), g.flatten(), 0)
     at_g, at_q = within(G, torch.stack([g, q], 1))
-    share, removed = at_g / g.square().sum(), 1 - at_q / at_g.clamp_min(1e-300)
+    length = g.norm().clamp_min(torch.finfo(g.dtype).tiny)  # g may be 0
+    share, removed = at_g / length / length, (at_g - at_q) / at_g.clamp_min(1e-300)
     distance = (s.theta_P - s.theta_D).detach().norm()
-    return [q.norm() / g.norm(), cosine, share, removed, distance, q.norm(dim=1)]
+    return [q.norm() / length, cosine, share, removed, distance, q.norm(dim=1)]
 
 
 def numbers(where: str, rows: list[list[Tensor]], width: int) -> list[list[float]]:
-    """A level's numbers as `width` lists by step. Only here does the CPU wait for the GPU.
+    """A level's numbers as `width` lists by step. With G on the GPU, the CPU waits only here.
 
     A row belongs to a step: `width` scalars and, if wanted, a vector with a number for each block
     of the hypergradient. Raises Diverged naming the first step, and block, that is not finite.

@@ -27,11 +27,11 @@ def conjugate_gradients(
 
     Args:
         product: d -> A d, A symmetric and positive definite.
-        sizes: lengths of the tensors that g consists of. If given, α and β are computed for each
-            tensor separately, while A d is the product with all of A. This is what the released
-            program does; it is a heuristic and need not converge to the solution. g is then not
-            scaled first, so the 1e-12 in the denominators acts more strongly on a small g. None:
-            plain CG for g / |g|, so that |g| makes no difference; g = 0 gives x = 0.
+        sizes: None is plain CG. g is divided by |g| first, so that |g| makes no difference; g = 0
+            gives x = 0. Otherwise these are the lengths of the tensors that g consists of, and α
+            and β are computed for each tensor, while A d is the product with all of A. The released
+            program does this; it is a heuristic that need not converge to the solution. g is then
+            not divided by |g|, so for a small g the 1e-12 in the denominators changes the result.
 
     >>> conjugate_gradients(lambda d: 2 * d, torch.tensor([4.0, 6.0], dtype=torch.float64), 1)
     tensor([2.0000, 3.0000], dtype=torch.float64)

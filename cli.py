@@ -42,18 +42,18 @@ COMMANDS = {  # what it does; function, class of its settings, options and argum
 OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument, no flag), help
     # an option that is not here is the setting of `align` with that name
     "run": (Path, ..., "A finished run, or a directory of one arm's runs."),
-    "out": (Path | None, None, "Where results go. Default: below runs/; report.html; RUN/export."),
+    "out": (Path | None, None, "Default: below runs/; report: report.html; export: RUN/export."),
     "config": (Path | None, None, "TOML or JSON file of settings; flags win over it."),
     "preset": (Literal["paper", "as-released"], "paper", "As the paper, or its program, does."),
     "force": (bool, False, "Start over. Without it, the same command goes on."),
-    "dry_run": (bool, False, "Check everything and say what would run; write nothing."),
+    "dry_run": (bool, False, "Check names, data and weights, say what would run; write nothing."),
     "json": (bool, False, "One JSON value on stdout and nothing else."),
     "quiet": (bool, False, "No progress."),
     "against": (list[Path], [], "Compare with this run or directory; may be repeated."),
     "picture": (Path | None, None, "Draw the result to this PNG, SVG or PDF."),
     "rollout": (int | None, None, "Draw attention rollouts of so many images."),
     "similarity": (bool, False, "CKA and RSA of features, with those of the backbone, too."),
-    "seed": (int | None, None, "Whose adapter (default: the first's); of bench, of its numbers."),
+    "seed": (int | None, None, "Whose adapter is taken, default: the first; bench: of weights."),
     "weights": (Path | None, None, "Where the run's weights are now."),
     "data_root": (Path | None, None, "Where the benchmarks are now. Default: the run's."),
     "device": (str | None, None, "auto, cpu, cuda or cuda:1. Default: the run's; of bench, auto."),
@@ -83,12 +83,12 @@ def keywords(name: str) -> list[Parameter]:
     """Flags of a command: of its settings, class by class; and its options.
 
     Typer hands a setting on as text, and pydantic converts it. Its help is the string below the
-    field. Python does not keep that string, so it is read from the source file.
+    field, one line. Python does not keep it, and pydantic takes long to find it: it is read here.
     """
     _, _, settings, options, _ = COMMANDS[name]
     kind = resolve_name(settings or "commands:AlignConfig")
     *parts, _, _ = kind.__mro__  # the last two are not ours
-    modules = dict.fromkeys(part.__module__ for part in reversed(parts))
+    modules = sorted({part.__module__ for part in parts})  # commands, config, extras...
     source = "".join(getsource(sys.modules[module]) for module in modules)
     texts = dict(re.findall(r'^    (\w+): .*\n    """(.*)"""$', source, re.M))
     wanted, usual = options.split(), dict(kind.model_construct())
@@ -131,6 +131,7 @@ def execute(name: str, /, **given: Any) -> int:
         )
         own["out"] = own["out"] or default_out(name, own["cfg"])
         if own.pop("dry_run"):
+            resolve_name("run:check_directory")(own["out"], name, own["cfg"], own["force"])
             module = "model" if name in ("align", "finetune") else f"extras.{name}"
             plan = resolve_name(f"{module}:plan")(own["cfg"])
             recipe = "MAE or I-JEPA" if name == "pretrain" else "the paper"
@@ -153,6 +154,8 @@ def evaluate(
 ) -> Any:  # fmt: skip
     """A table of arms; or a look into their networks, with --rollout or --similarity."""
     runs, given = [run, *against], {key: value for key, value in where.items() if value is not None}
+    if similarity and (picture or rollout is not None):
+        raise resolve_name("commands:UsageError")("--similarity: goes with no picture or rollout")
     if rollout is not None:
         return resolve_name("extras.look:rollout")(runs, rollout, picture, **given)
     if similarity:

@@ -3,19 +3,33 @@
 import difflib
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
 
-from config import FOLDERS, NAMES, Bilevel, Data, Lower, Machine, Model, Peft, Place, Pretext, Upper
+from config import (
+    FOLDERS,
+    NAMES,
+    Bilevel,
+    Data,
+    Lower,
+    Machine,
+    Model,
+    Peft,
+    Place,
+    Pretext,
+    Shape,
+    Upper,
+)  # fmt: skip
 
-Table = dict[str, Any]  # settings by name
+Record = dict[str, Any]  # settings by name, a line of metrics.jsonl, what a run ended with
 GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # App. C.2: from the pretrained backbone
 ALIGNED_GRID = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)  # App. C.2: after BiSSLight
-DROP_PATH = {"vit_mini": 0.0, "vit_l16": 0.2, "vit_h14": 0.2}  # App. C.2; others: 0.1
-RELEASED: Table = {  # where the authors' program, run as its README says, is not the paper
+DROP_PATH = {"vit_l16": 0.2, "vit_h14": 0.2}  # App. C.2; ViT-B: 0.1
+RELEASED: Record = {  # where the authors' program, run as its README says, is not the paper
     "drop_path": 0.2,
     "d_interpolation": "bilinear",
     "voc_difficult": "positive",
@@ -38,10 +52,24 @@ class RunError(Exception):
     """A run that could not go on (a full disk, a damaged file): one line, exit code 1."""
 
 
+@contextmanager
+def checking(thing: str, remedy: str = "") -> Iterator[None]:
+    """Turn a ValueError or OSError, with a remedy any Exception, into a UsageError on `thing`."""
+    kinds: Any = Exception if remedy else (ValueError, OSError)
+    try:
+        yield
+    except (UsageError, RunError):
+        raise
+    except kinds as error:  # torch.load raises anything from EOFError to UnpicklingError
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        why = f"cannot be read ({said}); {remedy}" if remedy else str(error)
+        raise UsageError(f"{thing}: {why}") from error
+
+
 class Command(Machine):
     """Settings of a command that makes runs. `model_fields_set` names what the caller gave."""
 
-    usual: ClassVar[dict[str, Table]] = {  # defaults with a pretext task, a backbone, or both
+    usual: ClassVar[dict[str, Record]] = {  # defaults with a pretext task, a backbone, or both
         "ijepa": {  # App. D.1
             "min_crop": 0.3,
             "head": "batchnorm",
@@ -51,7 +79,9 @@ class Command(Machine):
             "weight_decay": 0.0005,
         },
         "ijepa vit_mini": {"min_keep": 4},  # the smallest target has few patches
-        "vit_mini": {  # lengths and batch sizes, never a rate
+        "vit_mini": {  # lengths, sizes and drop path; never λ, a rate, a decay or a mask ratio
+            "rank": 8,
+            "drop_path": 0.0,
             "alternations": 100,
             "lower_steps": 10,
             "upper_steps": 5,
@@ -73,9 +103,8 @@ class Command(Machine):
         given = {name: value for name, value in dict(given).items() if value is not None}
         for name in [name for name in cls.model_fields if name in given]:
             value, kind = given[name], cls.model_fields[name].annotation
-            items = value if isinstance(value, list | tuple) else [value]
-            if kind is not bool and bool in map(type, items):
-                raise ValueError(f"{name}: is not a setting that is true or false")
+            if isinstance(value, bool) and kind is not bool:
+                raise ValueError(f"{name}: needs a value, not true or false")
             if (
                 name in NAMES
                 and isinstance(value, str)
@@ -104,7 +133,7 @@ class Command(Machine):
         return type(self)(**self.model_dump(exclude_unset=True) | changes)
 
     @classmethod
-    def layers(cls, given: Table) -> dict[str, Table]:
+    def layers(cls, given: Record) -> dict[str, Record]:
         """Defaults that depend on what is given, by where they come from; the last one wins."""
         run = inherited(Path(str(given["start"]))) if "start" in given else {}
         if "dataset" in given and given["dataset"] != run.get("dataset"):
@@ -113,18 +142,19 @@ class Command(Machine):
         known = {"pretext": "mae", "backbone": ""} | run | given
         pretext, backbone = str(known["pretext"]), str(known["backbone"])
         quilts = known.get("dataset", known.get("pool")) == "quilts"
-        rank, grid = 8 if backbone == "vit_mini" else 64, ALIGNED_GRID if "start" in given else GRID
+        short = cls.usual.get(backbone, {})
+        grid = ALIGNED_GRID if "start" in given else GRID
         return {
             "default": {
                 "data_root": os.environ.get("BISSLIGHT_DATA", "data"),
                 "pool": "imagenet",
                 "grid": (known["lr"],) if "lr" in known else grid,
-                "rank": rank,
-                "alpha": known.get("rank", rank),
+                "rank": 64,
+                "alpha": known.get("rank", short.get("rank", 64)),
                 "drop_path": DROP_PATH.get(backbone, 0.1),
             },
             "ijepa": cls.usual.get(pretext, {}) | cls.usual.get(f"{pretext} {backbone}", {}),
-            "short, for vit_mini": cls.usual.get(backbone, {}),
+            "short, for vit_mini": short,
             "quilts": {"pool": "quilts", "augment": "none"} if quilts else {},
             "align run": run,
         }
@@ -136,8 +166,9 @@ class AlignConfig(Bilevel, Upper, Lower, Pretext, Data, Model, Command):
 
 # A run counts as the paper's method if these are the paper's. Not among them: d_lr, which the paper
 # searches for; hypergrad, which names the arm; and what does not change the result.
-METHOD = {name for group in (Lower, Upper, Bilevel, Pretext) for name in group.model_fields}
-METHOD -= {"d_lr", "d_lr_from", "hypergrad", "eval_every", "mfac_device"}
+METHOD = {*AlignConfig.model_fields} - {*Shape.model_fields, *Command.model_fields}
+METHOD -= {"d_lr", "d_lr_from", "hypergrad", "eval_every", "mfac_device",
+           "dataset", "data_seed", "split_file", "partial", "weights"}  # fmt: skip
 
 
 class FinetuneConfig(Peft, Data, Model, Command):
@@ -168,7 +199,7 @@ def nearest(word: str, known: Collection[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
 
 
-def inherited(start: Path) -> Table:
+def inherited(start: Path) -> Record:
     """Model, data and data root of an align run, or of the first in a directory of align runs."""
     files = [start / "config.json", *sorted(start.glob("*/config.json"))]
     found = next((read_table(file) for file in files if file.is_file()), {})
@@ -176,15 +207,13 @@ def inherited(start: Path) -> Table:
     return {name: value for name, value in found.items() if name in taken}
 
 
-def read_table(path: Path) -> Table:
+def read_table(path: Path) -> Record:
     """The settings in a TOML or JSON file, a run's config.json too (UsageError)."""
     import tomllib  # takes a while to load, and --help does without
 
-    try:
+    with checking(str(path), "give settings in TOML or JSON"):
         load = json.loads if path.suffix == ".json" else tomllib.loads
         found = dict(load(path.read_text()))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise UsageError(f"{path}: cannot be read as settings ({error})") from error
     return {k.replace("-", "_"): value for k, value in found.items() if value is not None}
 
 
@@ -200,8 +229,8 @@ def place_of(name: str, root: Path) -> Path | None:
 
 
 def settle(
-    kind: Any, flags: Table, file: Path | None = None, base: str = "paper", every: bool = False
-) -> tuple[Any, list[Table]]:
+    kind: Any, flags: Record, file: Path | None = None, base: str = "paper", every: bool = False
+) -> tuple[Any, list[Record]]:
     """Settings, and a row for each that is not the paper's (`every`: for each): value, set by what.
 
     A flag wins over the file, that over the preset, the align run, the default. UsageError.
@@ -218,8 +247,8 @@ def settle(
     made = make(kind, given)
     for name in sorted({"dataset", "pool"} & kind.model_fields.keys()):
         place_of(getattr(made, name), made.data_root)
-    layers = kind.layers(made.model_dump(exclude_unset=True))
-    paper = dict(kind.model_construct()) | layers["default"] | layers["ijepa"]
+    asked = made.model_dump(exclude_unset=True)
+    layers, paper = kind.layers(asked), of_paper(kind, asked)
     layers |= {f"preset {base}": released, f"{file}": table, "flag": flags}
     sources = {name: source for source, layer in layers.items() for name in layer}
     own = {"backbone", "dataset", "pool", "start", "pretext", "weights", *Machine.model_fields}
@@ -230,7 +259,13 @@ def settle(
     ]
 
 
-def make(kind: Any, given: Table) -> Any:
+def of_paper(kind: Any, given: Record) -> Record:
+    """The paper's settings, where it has some, for the backbone and pretext task that are given."""
+    layers: dict[str, Record] = kind.layers(given)
+    return dict(kind.model_construct()) | layers["default"] | layers["ijepa"]
+
+
+def make(kind: Any, given: Record) -> Any:
     """Settings made of these values; UsageError `--flag VALUE: what is wrong`."""
     try:
         return kind(**given)

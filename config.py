@@ -1,10 +1,10 @@
-"""Every setting, one group per concern. No torch here, so `--help` is fast.
+"""The settings, one group per concern. No torch here, so `--help` is fast.
 
 A field is a flag (`d_lr` is `--d-lr`), a key of a TOML file and a key of a run's config.json. Its
 docstring gives symbol, meaning and, in brackets, the source of its default: [App. C.x] the paper's
 appendix, [released] the authors' program where the paper is silent, [MAE], [I-JEPA] their authors'
 recipes, [here] our own choice. `commands` makes the settings of a command out of the groups, and
-checks what a type cannot express; `cli` takes the line below a field as its help text.
+checks what a type cannot express; the string below a field is its help text.
 """
 
 from pathlib import Path
@@ -142,7 +142,7 @@ class Data(Crops):
     voc_loss: Literal["softmax", "bce"] = "softmax"
     """L^D of VOC07: softmax cross entropy summed over present classes, or binary. [released]"""
     voc_difficult: Literal["ignore", "positive"] = "ignore"
-    """VOC07's difficult objects: left out, or hits. [VOC devkit; released: positive]"""
+    """VOC07's difficult objects: not scored, or hits. [VOC devkit; released: positive]"""
     d_interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     """Resampling of downstream images. [App. C.3; released: bilinear]"""
 
@@ -212,7 +212,7 @@ class Bilevel(Settings):
     alternations: PositiveInt = 500
     """T. [App. C.3]"""
     lower_steps: PositiveInt = 20
-    """N_L: pretext steps per alternation, and the most rank M-FAC can give a block. [App. C.3]"""
+    """N_L: pretext steps per alternation; M-FAC's matrix of a block has this rank. [App. C.3]"""
     upper_steps: NonNegativeInt = 8
     """N_U: downstream steps. 0 trains the lower level alone, a control. [App. C.3]"""
     lam: PositiveFloat = 1e-3

@@ -154,6 +154,8 @@ def find_images(root: Path) -> list[Path]:
 def folder(root: Path, seed: int) -> Task:
     """Class folders, or train/ val/ test/ of them; a missing test or val is `holdout` of train."""
     places = {part: root / part for part in PARTS if (root / part).is_dir()} or {"train": root}
+    if "train" not in places or (root / "validation").is_dir():
+        raise ValueError(f"{root}: its parts should be named train, val and test")
     classes, entries = list[str](), dict[str, Entries]()
     for part, place in places.items():
         folders = sorted(x for x in place.iterdir() if x.is_dir() and x.name[0] != ".")
@@ -206,8 +208,8 @@ def stream(
     for step in steps:
         draws = range(step * batch, (step + 1) * batch)
         if passes:
-            number, step = divmod(step, -(-n // batch))
-            draws = range(number * n, (number + 1) * n)[step * batch : (step + 1) * batch]
+            number, k = divmod(step, -(-n // batch))  # pass, and batch of that pass
+            draws = range(number * n, (number + 1) * n)[k * batch : (k + 1) * batch]
         yield [(d, int(order(d // n)[d % n])) for d in draws]
 
 

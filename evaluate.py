@@ -10,14 +10,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from commands import Command, UsageError
+from commands import Command, FinetuneConfig, Record, UsageError, checking, of_paper
 
-Arm = dict[str, Any]  # "settings", and of a `Row` the unit, metric, paper, accuracies and counts
 FREE = {*Command.model_fields, "start", "pool", "jobs", "seeds", "mfac_device", "weights"} - {"amp"}
 OFFICIAL = ("None", "_full.pth", "IN1K-vit.h.14-300e.pth.tar")  # ends of the official files' names
 METHODS = {None: "PEFT", "mfac": "BiSSLight", "recursion": "BiSSLight", "cg": "BiSSL"}
-USUAL = {"rank": 64, "epochs": 200, "optimizer": "adamw", "augment": "crop", "partial": False,
-         "voc_difficult": "ignore"}  # fmt: skip
+SEARCHED = {"lr", "grid", "pretext", "data_seed", "split_file"}  # free in the paper's figures, too
 
 
 class Comparison(BaseModel, frozen=True):
@@ -92,11 +90,13 @@ def evaluate(runs: Sequence[Path]) -> Evaluation:
     return Evaluation(arms=[row(arm, arms[0]) for arm in arms])
 
 
-def row(arm: Arm, first: Arm) -> Row:
+def row(arm: Record, first: Record) -> Row:
     """An arm in summary, and compared with the first one."""
     differs = unlike(first, arm)
     if "data_sha256" in differs:
-        raise UsageError(f"{arm['arm']}, {first['arm']}: tested on other images, not comparable")
+        raise UsageError(
+            f"{arm['arm']}, {first['arm']}: have other images or another split, not comparable"
+        )
     if None in differs.pop("aligned_by", ()):
         differs.pop("grid", None)  # its default follows from the start
     mean, versus = fmean(arm["accuracies"]), compare(first["counts"], arm["counts"])
@@ -111,22 +111,17 @@ def row(arm: Arm, first: Arm) -> Row:
     )
 
 
-def unlike(first: Arm, arm: Arm) -> dict[str, list[Any]]:
+def unlike(first: Record, arm: Record) -> dict[str, list[Any]]:
     """Settings of two arms that differ, other than seed, start, machine: both values."""
     pairs = {k: [first["settings"].get(k), v] for k, v in sorted(arm["settings"].items())}
     return {k: pair for k, pair in pairs.items() if k not in FREE and pair[0] != pair[1]}
 
 
-def read_arm(path: Path) -> Arm:
+def read_arm(path: Path) -> Record:
     """A finished `finetune` run, or a directory of such runs that differ in seed and start only."""
     files = [*path.glob("config.json")] or [*path.glob("*/config.json")] or [path / "config.json"]
-    try:
+    with checking(str(path), "give a finished finetune run, or a folder of them"):
         arms = [read_run(file.parent) for file in sorted(files, key=lambda f: (len(str(f)), f))]
-    except (OSError, LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise UsageError(
-            f"{path}: is no finished finetune run, nor a folder of them "
-            f"({type(error).__name__}: {error})"
-        ) from error
     if names := {name for arm in arms for name in unlike(arms[0], arm)}:
         raise UsageError(f"{path}: its runs are no seeds of one arm, {', '.join(names)} differ")
     lists = {key: [x for arm in arms for x in arm[key]] for key in ("accuracies", "counts")}
@@ -135,7 +130,7 @@ def read_arm(path: Path) -> Arm:
     return arms[0] | lists | {"arm": path.name} | ({"unit": "align run and PEFT"} if each else {})
 
 
-def read_run(run: Path) -> Arm:
+def read_run(run: Path) -> Record:
     """One finished `finetune` run."""
     config, env, result = (
         json.loads((run / f"{name}.json").read_text()) for name in ("config", "env", "result")
@@ -154,10 +149,11 @@ def read_run(run: Path) -> Arm:
     }
 
 
-def published(settings: Arm, result: Arm) -> Reported | None:
+def published(settings: Record, result: Record) -> Reported | None:
     """The paper's figure for a run; None where its settings, as far as we know, are others."""
+    paper = of_paper(FinetuneConfig, {key: result[key] for key in ("backbone", "pretext")})
     usual = (
-        all(settings[name] == value for name, value in USUAL.items())
+        all(settings.get(k, v) == v for k, v in paper.items() if k not in FREE | SEARCHED)
         and str(settings["weights"]).endswith(OFFICIAL)
         and result["aligned_on"] in (None, settings["dataset"])
         and not result["align_unlike_paper"]

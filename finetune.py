@@ -3,8 +3,8 @@
     from finetune import finetune
     finetune(FinetuneConfig(start=Path("runs/cub")), Path("runs/cub-peft"))
 
-Each learning rate is tried with one seed; the best one on validation is run with all seeds, and
-each seed is tested once. One rate with one seed is a run directory of its own, OUT/lr0.001-s0.
+Each learning rate is tried with one seed (--grid-seeds); the best one on validation is run with all
+seeds, and each seed is tested once. One rate with one seed is a run of its own, OUT/lr0.001-s0.
 """
 
 import os
@@ -16,32 +16,18 @@ from functools import partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from pydantic import BaseModel
 
 from bisslight import Diverged
-from commands import FinetuneConfig, RunError, UsageError
+from commands import FinetuneConfig, Record, RunError, UsageError, checking
 from data import Task
 from lora import load_adapter, load_theta, save_adapter
 from model import Model, own_names
-from run import (
-    LOG,
-    Record,
-    Run,
-    Track,
-    check_directory,
-    checking,
-    sha256,
-    start,
-    stop,
-    untracked,
-    world,
-)
+from run import LOG, Run, Track, check_directory, sha256, start, stop, untracked, world
 from training import Group, Optimiser, Schedule, trainable, trained
-
-R = TypeVar("R")
 
 
 class FinetuneResult(BaseModel, frozen=True):
@@ -87,6 +73,12 @@ def finetune(
     origins = [origin(start, m) for start in dict.fromkeys(starts) if start]
     m.check("--batch", cfg.batch, out)
     digests = [sha256(adapter_of(x)) for x in starts if x]
+    arms = {str([x.get(key) for key in ("hypergrad", "pretext", "unlike_paper")]) for x in origins}
+    if len(arms) > 1 or len({*digests}) < len(origins):
+        raise UsageError(
+            f"--from {cfg.start}: should hold align runs that differ in their seed alone; some "
+            "have another hypergradient or other settings, or the same adapter"
+        )
     with Run(out, "finetune", cfg, force, **m.about, start_sha256=digests) as run:
         if run.result:
             return FinetuneResult(**run.result)
@@ -95,13 +87,13 @@ def finetune(
             one = {"grid": None, "grid_seeds": 1, "seeds": 1, "jobs": 1}
             trials = [cfg.but(**one, lr=lr, seed=cfg.seed + i, start=starts[i]) for lr, i in pairs]
             if cfg.jobs == 1:
-                return [peft(one, out, task, force, m, track) for one in trials]
-            work = jobs(partial(peft, out=out, task=task, force=force), trials, cfg.jobs)
+                return [peft(one, out, task, m, track) for one in trials]
+            work = jobs(partial(peft, out=out, task=task), trials, cfg.jobs)
             return [*track(work, len(trials), "runs")]
 
-        tries = range(cfg.grid_seeds if len(cfg.grid) > 1 else cfg.seeds)
-        every = iter(results([(lr, i) for lr in cfg.grid for i in tries]))
-        tried = {lr: [next(every) for _ in tries] for lr in cfg.grid}
+        n = cfg.grid_seeds if len(cfg.grid) > 1 else cfg.seeds
+        found = results([(lr, i) for lr in cfg.grid for i in range(n)])
+        tried = {lr: found[k * n : (k + 1) * n] for k, lr in enumerate(cfg.grid)}
         lr, chosen = best_rate(tried, lambda lr, n: results([(lr, i) for i in range(n, cfg.seeds)]))
         first = origins[0] if origins else {}
         return FinetuneResult(**run.finish({
@@ -151,7 +143,7 @@ def best_rate(
 
 
 def worth(validated: list[Record]) -> tuple[float, float]:
-    """By what rates and epochs are compared: mean validation accuracy, ties by lower mean loss."""
+    """The key for comparing rates and epochs: mean validation accuracy; ties by lower mean loss."""
     scores = [x["val"] for x in validated]
     return fmean(score["accuracy"] for score in scores), -fmean(score["loss"] for score in scores)
 
@@ -215,10 +207,8 @@ def origin(start: Path, m: Model) -> Record:
                 "seen the test images; give its --data-seed, --split-file and images, or align "
                 "again"
             )
-    if "data_sha256" not in about:
-        LOG.info("--from %s: does not say which images it was trained on", start)
-    elif not same:
-        LOG.info("aligned on %s, fine-tuned on %s", about.get("dataset"), now["dataset"])
+    if not same:
+        LOG.info("aligned on %s, fine-tuned on %s", about.get("dataset", "?"), now["dataset"])
     return about
 
 
@@ -226,7 +216,6 @@ def peft(
     cfg: FinetuneConfig,
     out: Path,
     task: Task | None = None,
-    force: bool = False,
     m: Model | None = None,
     track: Track = untracked,
 ) -> Record:
@@ -234,7 +223,7 @@ def peft(
     m, lr = m or Model(cfg, task), cfg.grid[0]
     m.cfg, out = cfg, out / f"lr{lr:g}-s{cfg.seed}"
     file = cfg.start and adapter_of(cfg.start)
-    with Run(out, "peft", cfg, force, **m.about, start_sha256=file and sha256(file)) as run:
+    with Run(out, "peft", cfg, **m.about, start_sha256=file and sha256(file)) as run:
         if run.result:
             return run.result
         start = load_theta(file, m.backbone.dim)[0] if file else m.theta()
@@ -274,11 +263,11 @@ def peft(
         return run.finish(result | {"val": found["val"], "epoch": found["step"]})
 
 
-def jobs(fn: Callable[[Any], R], units: Sequence[Any], count: int) -> Iterator[R]:
+def jobs(fn: Callable[[Any], Any], units: Sequence[Any], count: int) -> Iterator[Any]:
     """`fn` of each unit, in order, in `count` processes that end with this one; pickles `fn`."""
     if world()[1] > 1:
         raise UsageError("--jobs: needs a single process; start it without torchrun")
-    given = stop.flag, max(1, (os.cpu_count() or 1) // count)
+    given = stop.flag, max(1, torch.get_num_threads() // count)
     with ProcessPoolExecutor(count, get_context("spawn"), start_worker, given) as pool:
         try:
             yield from pool.map(fn, units)

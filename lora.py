@@ -69,8 +69,8 @@ class Backbone(nn.Module):
     ) -> Tensor:
         """Tokens after the final LayerNorm, (B, prefix + n, dim); a class token comes first.
 
-        Images are normalised. Without theta (K, p), it is f_ψ. keep (B, n) int64 are the patches
-        that enter the blocks, in this order (None: all). drop (B, K, 2) is from `drop_path`.
+        images (B, 3, H, W), already normalised. theta (K, p); None is f_ψ. keep (B, n) int64 are
+        the patches that enter the blocks, in this order (None: all). drop (B, K, 2): `drop_path`.
         """
         x = self.vit._pos_embed(self.vit.patch_embed(images))  # positions first, then the selection
         if keep is not None:
@@ -213,7 +213,10 @@ def logits(x: Tensor, phi_D: Phi) -> Tensor:
 
 
 def moments(x: Tensor, stats: Phi | None) -> Phi:
-    """Mean, biased variance of all processes' rows x (B, dim); moves `stats` a tenth to them."""
+    """Mean and biased variance of all processes' rows x (B, dim).
+
+    `stats` become 0.9 times what they were plus 0.1 times the mean and the unbiased variance.
+    """
     n = SumOverProcesses.apply(x.new_tensor(float(len(x))))
     mean = SumOverProcesses.apply(x.sum(0)) / n
     var = SumOverProcesses.apply((x - mean).square().sum(0)) / n
@@ -241,9 +244,9 @@ class SumOverProcesses(torch.autograd.Function):
 def cross_entropy(z: Tensor, targets: Tensor, multilabel: Multilabel = "softmax") -> Tensor:
     """Loss of each image, (B,), from logits z (B, C).
 
-    Targets are classes (B,), or (B, C) with 1 for present, −1 for absent and 0 for a class that is
-    not counted. For (B, C), "softmax" is −Σ_c log softmax(z)_c over the present classes (as
-    released; paper silent), and "bce" the mean binary cross entropy over the counted classes.
+    Targets are classes (B,), or (B, C) with 1 for present, −1 for absent and 0 for a class with
+    difficult objects alone. For (B, C), "softmax" is −Σ_c log softmax(z)_c over the present classes
+    (as released; paper silent; 0 is the same as −1), "bce" the mean binary cross entropy without 0.
 
     >>> cross_entropy(torch.zeros(1, 4), torch.tensor([[1, 1, -1, 0]])).exp()  # (1/4 · 1/4)⁻¹
     tensor([16.])

@@ -37,7 +37,7 @@ Partition = Literal["layer", "projection", "matrix", "global"]
 Inverse = Callable[[Tensor], Tensor]  # g (K, p) -> q (K, p)
 Product = Callable[[Tensor], Tensor]  # d -> H d, both (K, p)
 
-CHUNK = 16_384  # columns of G that are converted to float64 at a time, so that they stay in cache
+CHUNK = 16_384  # columns of G that are converted to float64 at a time, so that the copy is small
 
 
 class Block(NamedTuple):
@@ -115,8 +115,8 @@ def mfac(G: Tensor, lam: float, H: object = None, partition: Partition = "layer"
     at line 13. Sums run in float64: float32 sums lose all digits for nearly collinear gradients.
 
     Args:
-        G: (K, m, p), float32 or float64, rows before λ(θ_P − θ_D) is added. Referenced, not copied,
-            and never written: leave it unchanged as long as the returned function is used.
+        G: (K, m, p), float32 or float64, rows before λ(θ_P − θ_D) is added. Not copied (but for
+            `global`) and never written: leave it unchanged while the returned function is used.
         lam: λ > 0 (ValueError otherwise).
         H: not used.
         partition: what a block is. `layer`: a row of θ, K blocks (the paper's, App. C.3);

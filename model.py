@@ -19,17 +19,10 @@ import data
 import lora
 from benchmarks import BENCHMARKS, load_task
 from bisslight import Loss, Phi, PretextTask
-from commands import AlignConfig, FinetuneConfig, UsageError, place_of
-from run import Record, checking, gather, sha256, share, world
+from commands import AlignConfig, FinetuneConfig, Record, UsageError, checking, place_of
+from run import gather, sha256, share, world
 from training import Score, score, trainable
-from weights import (
-    OFFICIAL,
-    arch_of,
-    initialise,
-    load_backbone,
-    pretext_task,
-    weights_of,
-)
+from weights import OFFICIAL, arch_of, initialise, load_backbone, pretext_task, weights_of
 
 SCORED = 256  # images that are looked at together in validation and test
 Config = AlignConfig | FinetuneConfig
@@ -46,6 +39,9 @@ class Model:
         if isinstance(cfg, AlignConfig):
             self.pool: data.Pool = pool or named(cfg, "pool")
         self.amp = cfg.amp and self.device.type == "cuda"
+        for x, *_ in (*self.task[1:4], pool or self.task.val):
+            if isinstance(x, Tensor) and not 0 <= x.min() <= x.max() <= 1:
+                raise UsageError("task, pool: pixels of images in memory lie between 0 and 1")
         many = self.task.test.targets.ndim > 1  # classes of an image
         if many and not all((part.targets == 1).any() for part in self.task[2:4]):
             raise UsageError(
@@ -258,22 +254,25 @@ def own_class(name: str) -> Callable[..., PretextTask]:
 
 
 # tab:memory_single_gpu: (GB, A40 GPUs), on the fewest GPUs of the table; GB sum each GPU's peak
-MEMORY = {
+MEMORY = {  # by hypergradient, or by the batch of PEFT
     "cg": {"vit_b16": (58, 2), "vit_l16": (77, 2), "vit_h14": (141, 4)},
     "mfac": {"vit_b16": (13, 1), "vit_l16": (19, 1), "vit_h14": (33, 1)},
-    "peft": {"vit_b16": (4, 1), "vit_l16": (10, 1), "vit_h14": (22, 1)},  # with batches of 64
+    "256": {"vit_b16": (14, 1), "vit_l16": (36, 1), "vit_h14": (80, 2)},
+    "64": {"vit_b16": (4, 1), "vit_l16": (10, 1), "vit_h14": (22, 1)},
 }
 
 
 def plan(cfg: Config) -> Record:
     """What a run would do, for --dry-run; weights that are not downloaded yet go unchecked."""
-    device, there = device_of(cfg), weights_of(cfg).exists()
     task: data.Task = named(cfg, "dataset")
+    sizes, there = task.sizes(), weights_of(cfg).exists()
     pool: Any = named(cfg, "pool") if isinstance(cfg, AlignConfig) else None
     with checking(f"--backbone {cfg.backbone}"):
-        arch = Model(cfg, task, pool).arch if there else arch_of({}, cfg)
-    sizes = task.sizes()
+        m = Model(cfg, task, pool) if there else None
+        arch = m.arch if m else arch_of({}, cfg)
     if isinstance(cfg, AlignConfig):
+        if m:
+            m.pretext_task(m.theta())
         sizes["pool"] = len(pool.images)
         steps = {
             "lower": cfg.alternations * cfg.lower_steps,
@@ -284,14 +283,14 @@ def plan(cfg: Config) -> Record:
         runs = len(cfg.grid) * cfg.grid_seeds + cfg.seeds - cfg.grid_seeds
         steps = {"runs": runs, "in all": runs * cfg.epochs * -(-sizes["train"] // cfg.batch)}
     return {
-        "device": str(device),
+        "device": str(device_of(cfg)),
         "images": sizes,
         "steps": steps,
         "LoRA parameters": arch.depth * 4 * cfg.rank * arch.dim,
         "weights": None
         if there
         else "{1} MB to download from {0}".format(*OFFICIAL[cfg.backbone, cfg.pretext]),
-        "the paper's memory, GB and GPUs": MEMORY.get(getattr(cfg, "hypergrad", "peft"), {}).get(
-            cfg.backbone if cfg.pretext == "mae" else ""  # it has none for I-JEPA
-        ),
+        "the paper's memory, GB and GPUs": MEMORY.get(
+            cfg.hypergrad if isinstance(cfg, AlignConfig) else f"{cfg.batch}", {}
+        ).get(cfg.backbone if cfg.pretext == "mae" else ""),  # it has none for I-JEPA
     }

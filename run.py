@@ -1,8 +1,9 @@
 """Run directories, how a run is stopped and goes on, and processes that share its batches.
 
 A run directory holds config.json (the settings), env.json (command, versions, machine, digests of
-the data), metrics.jsonl (a line per alternation or epoch), checkpoint.pt while the run is not
-finished and result.json once it is. The same command, given again, goes on where it stopped.
+weights, labels and file names), metrics.jsonl (a line per alternation or epoch, in pretraining per
+500 steps at most), checkpoint.pt while the run is not finished and result.json once it is. The same
+command, given again, goes on where it stopped.
 """
 
 import hashlib
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from ctypes import c_int
 from importlib.metadata import version
 from pathlib import Path
@@ -28,24 +29,9 @@ import torch.distributed as dist
 from filelock import FileLock
 from torch import Tensor
 
-from commands import RunError, UsageError
+from commands import Record, RunError, UsageError, checking
 
 LOG = logging.getLogger("bisslight")
-Record = dict[str, Any]  # a JSON object: a line of metrics.jsonl, what a run ended with
-
-
-@contextmanager
-def checking(thing: str, remedy: str = "") -> Iterator[None]:
-    """Turn a ValueError or OSError, with a remedy any Exception, into a UsageError on `thing`."""
-    kinds: Any = Exception if remedy else (ValueError, OSError)
-    try:
-        yield
-    except (UsageError, RunError, torch.OutOfMemoryError):
-        raise
-    except kinds as error:  # torch.load raises anything from EOFError to UnpicklingError
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        why = f"cannot be read ({said}); {remedy}" if remedy else str(error)
-        raise UsageError(f"{thing}: {why}") from error
 
 
 def read_json(path: Path, remedy: str = "make it again") -> Record:
@@ -143,9 +129,10 @@ def untracked(items: Iterator[Any], total: int, label: str, done: int = 0) -> It
 
 
 LOCK, TORN = ".lock", ".*.tmp"  # TORN: of a process that was killed while it wrote
-FILES = ("result.json", "metrics.jsonl", "checkpoint.pt", "backbone.pth", "adapter*.safetensors",
-         "rollout.png", "similarity.png", "sweep.json", "sweep.png", "cost.png", TORN,
-         "config.json", "env.json")  # fmt: skip
+FILES = [run + file for run in ("", "lr*-s*/", "dlr*/") for file in (  # with the runs of a search
+    "result.json", "metrics.jsonl", "checkpoint.pt", "backbone.pth", "adapter.safetensors",
+    "adapter-s*.safetensors", "rollout.png", "sweep.json", "sweep.png", TORN, "config.json",
+    "env.json")]  # fmt: skip
 PACKAGES = ("torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
 MAY_CHANGE = {"device", "workers", "jobs", "micro_batch", "save_minutes", "mfac_device",
               "data_root", "weights"}  # fmt: skip
@@ -174,7 +161,7 @@ class Run(AbstractContextManager["Run"]):
                 self.lock.acquire(timeout=60)
             # another process may have been at work until now: look again
             goes_on = check_directory(path, command, config, force, **about)
-            for name in (TORN,) if goes_on else FILES:
+            for name in [TORN] if goes_on else FILES:
                 for file in path.glob(name):
                     file.unlink(missing_ok=True)
             if not result.exists():

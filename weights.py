@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ijepa
 import mae
-from commands import UsageError
+from commands import UsageError, checking
 from config import BACKBONES, Arch, Model, Shape
 from lora import Backbone, read_tensors
 
@@ -45,15 +45,13 @@ def weights_of(cfg: Model) -> Path:
 
 def download(url: str, size: float, path: Path) -> None:
     """Fetch a file of `size` MB, whole or not at all (UsageError)."""
-    try:
+    with checking(url, f"try `curl -C - -o {path} {url}`"):
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.hub.download_url_to_file(url, str(path), progress=sys.stderr.isatty())
         found = path.stat().st_size / 1e6
         if abs(found - size) > 0.01 * size:
             path.unlink()
             raise OSError(f"{found:.0f} MB arrived, {size:.0f} MB were expected")
-    except OSError as error:
-        raise UsageError(f"{url}: {error}; try `curl -C - -o {path} {url}`") from error
 
 
 def load_backbone(cfg: Any) -> tuple[Backbone, Any, Arch]:
@@ -71,16 +69,12 @@ def load_backbone(cfg: Any) -> tuple[Backbone, Any, Arch]:
         with torch.device("meta"):
             vit, head = build_vit(arch), build_head(arch, cfg.pretext)
         for network, state in ((head, found), (vit, encoder)):
-            both = network.state_dict(), state
-            wanted, has = ({name: tuple(x.shape) for name, x in part.items()} for part in both)
-            if wrong := sorted({name for name, _ in wanted.items() ^ has.items()}):
-                raise ValueError(
-                    f"{len(wrong)} tensors are missing, unexpected or of another shape, such as "
-                    f"{wrong[0]}: {has.get(wrong[0])} in place of {wanted.get(wrong[0])}; "
-                    "see --backbone and --pretext"
-                )
             network.load_state_dict({k: v.float() for k, v in state.items()}, assign=True)
         backbone = Backbone(vit, cfg.alpha / cfg.rank, cfg.recompute)
+    except RuntimeError as error:  # load_state_dict: names or shapes
+        raise UsageError(
+            f"--weights {path}: does not fit {cfg.backbone} with {cfg.pretext}: {str(error)[:300]}"
+        ) from error
     except (ValueError, TypeError, OSError) as error:
         raise UsageError(f"--weights {path}: {error}") from error
     return backbone.requires_grad_(False), head, arch
@@ -94,10 +88,10 @@ def arch_of(data: Any, cfg: Shape) -> Arch:
         arch, trained = Arch(**about["arch"]), about["backbone"]
         if trained != cfg.backbone:
             raise ValueError(f"was trained as {trained}, give --backbone {trained}")
-    image, patch = (cfg.image_size, arch.image_size), (cfg.patch_size, arch.patch_size)
-    for flag, (given, has) in {"--image-size": image, "--patch-size": patch}.items():
+    for name in ("image_size", "patch_size"):
+        given, has = getattr(cfg, name), getattr(arch, name)
         if given not in (None, has):
-            raise ValueError(f"has {has} in place of {flag} {given}; leave the option out")
+            raise ValueError(f"has {name} {has}, not {given}; leave the option out")
     return arch
 
 

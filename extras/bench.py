@@ -16,10 +16,10 @@ import torch
 
 from align import begin, hypergradient
 from bisslight import algorithm_1
-from commands import AlignConfig, UsageError, make
+from commands import AlignConfig, Record, UsageError, make
 from lora import Backbone, Examples, downstream_loss, init_head, init_theta
 from model import MEMORY, device_of
-from run import LOG, Record
+from run import LOG
 from weights import arch_of, build_head, build_vit, pretext_task
 
 METHODS = ("mfac", "cg", "identity")

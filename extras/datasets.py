@@ -3,16 +3,14 @@
 import shutil
 import tarfile
 from pathlib import Path
-from typing import Any
 
 from torchvision.datasets.utils import download_and_extract_archive, download_url
 
 from benchmarks import BENCHMARKS, read_lists
-from commands import RunError, UsageError, nearest, place_of
+from commands import Record, RunError, UsageError, checking, nearest, place_of
 from config import FOLDERS, Data
 from data import decode_all, find_images, folder
 
-Row = dict[str, Any]
 TERMS = {  # what their publishers say about using them
     "dtd": "for research",
     "voc07": "Flickr's terms of use",
@@ -46,7 +44,7 @@ ARCHIVES = {  # URL -> md5
 }
 
 
-def list_all(root: Path) -> list[Row]:
+def list_all(root: Path) -> list[Record]:
     """`bisslight data list`: whether a dataset's folder is there, and the terms of its use."""
     return [
         {"name": name, "state": "there" if (root / place).is_dir() else "missing"}
@@ -55,15 +53,15 @@ def list_all(root: Path) -> list[Row]:
     ]
 
 
-def check(name: str, root: Path, partial: bool = False) -> Row:
+def check(name: str, root: Path, partial: bool = False) -> Record:
     """Read a dataset as training does, open every image, and compare it with what is known.
 
     `folder:DIR` is read as by --dataset, DIR and imagenet as by --pool. `partial` allows gaps.
     """
     if name not in FOLDERS and not Path(name.removeprefix("folder:")).is_dir():
         raise UsageError(f"{name}: is no benchmark or folder; {nearest(name, FOLDERS)}")
-    about, problems = Row(name=name), list[Row]()
-    try:
+    about, problems = Record(name=name), list[Record]()
+    with checking(name):
         path = place_of(name, root) or Path(name)
         if name in BENCHMARKS:
             parts, _ = read_lists(Data(dataset=name), path)
@@ -82,13 +80,11 @@ def check(name: str, root: Path, partial: bool = False) -> Row:
         else:
             if not (images := find_images(path / "train" if name == "imagenet" else path)):
                 raise UsageError(f"--pool {name}: no images in {path}")
-    except (ValueError, OSError) as error:
-        raise UsageError(f"{name}: {error}") from error
     problems += [{"problem": str(error)} for error in decode_all(images)]
     return about | {"images": len(images), "problems": problems}
 
 
-def download(name: str, root: Path) -> Row:
+def download(name: str, root: Path) -> Record:
     """Fetch a benchmark's archives and unpack them; its folder is there whole or not at all."""
     if name not in BENCHMARKS:
         known = nearest(name, BENCHMARKS)

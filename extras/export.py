@@ -15,10 +15,10 @@ from safetensors.torch import save
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
-from commands import FinetuneConfig, UsageError
+from commands import FinetuneConfig, UsageError, checking
 from extras.look import adapter_of
 from lora import RELEASED, Backbone, Phi, factors, load_adapter, merge
-from run import checking, read_json, sha256, write_atomic
+from run import read_json, sha256, write_atomic
 from weights import load_backbone, vit_args, weights_of
 
 MADE = "LoRA on q and v of every layer of a frozen Vision Transformer, made with BiSSLight."

@@ -25,12 +25,12 @@ from scipy.spatial.distance import pdist
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from commands import FinetuneConfig, UsageError
+from commands import FinetuneConfig, Record, UsageError, checking
 from data import Images, batches, rng
 from extras.report import check_out, pyplot, save, short_names
 from lora import Backbone, Phi, block_forward, features, load_adapter, logits, qkv
 from model import Model
-from run import Record, checking, read_json
+from run import read_json
 
 BATCH = 64
 
@@ -67,9 +67,9 @@ def adapter_of(run: Path, seed: int | None) -> Path:
     return min(files, key=lambda file: (len(file.name), file.name))
 
 
-def looked_at(m: Model, count: int, seed: int) -> tuple[list[int], Tensor]:
-    """Validation images drawn by a seed, at most `count`: which ones, and their pixels."""
-    index = torch.randperm(len(m.task.val.targets), generator=rng(seed, "look"))[:count].tolist()
+def looked_at(m: Model, count: int) -> tuple[list[int], Tensor]:
+    """Validation images at random, at most `count`, always the same: which ones, their pixels."""
+    index = torch.randperm(len(m.task.val.targets), generator=rng(0, "look"))[:count].tolist()
     images = Images(m.task.val, m.transform, False, 0, "eval")
     draws = ([(i, i) for i in index[k : k + BATCH]] for k in range(0, len(index), BATCH))
     found = batches(images, draws, m.cfg.workers, m.device)
@@ -95,7 +95,7 @@ def attention_maps(backbone: Backbone, theta: Tensor, images: Tensor) -> Tensor:
 def rollout(
     runs: Sequence[Path], count: int, out: Path | None = None, seed: int | None = None, **other: Any
 ) -> Record:
-    """Draw attention rollouts of finetune runs on `count` images, chosen by `seed` or else 0.
+    """Draw attention rollouts of finetune runs on `count` images.
 
     The picture is `out`, or rollout.png in the first run's directory; seed, other: see `open_runs`.
     """
@@ -104,7 +104,7 @@ def rollout(
     if not 1 <= count <= BATCH:
         raise UsageError(f"--rollout {count}: give 1 to {BATCH} images")
     m, networks = open_runs(runs, seed, other)
-    index, images = looked_at(m, count, seed or 0)
+    index, images = looked_at(m, count)
     classes, maps = m.task.classes, {}
     targets = m.task.val.targets[index]  # of a VOC image a row
     known = [{int(y)} if y.ndim == 0 else {*(y == 1).nonzero().flatten().tolist()} for y in targets]
@@ -153,7 +153,7 @@ def similarity(runs: Sequence[Path], *, seed: int | None = None, **changes: Any)
     On at most 1000 validation images; seed, changes: see `open_runs`.
     """
     m, networks = open_runs(runs, seed, changes)
-    index, images = looked_at(m, 1000, 0)
+    index, images = looked_at(m, 1000)
     every: Any = {"pretrained": (m.backbone, None, {})} | networks
     seen = {
         name: torch.cat([features(backbone, theta, x) for x in images.split(BATCH)]).cpu()

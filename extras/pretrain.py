@@ -15,10 +15,10 @@ from pydantic import BaseModel, NonNegativeFloat, PositiveFloat
 
 import config
 import data
-from commands import Command, Table, UsageError
+from commands import Command, Record, UsageError, checking
 from lora import Backbone
 from model import device_of, named, own_names, pretext_batches
-from run import Run, Track, checking, untracked
+from run import Run, Track, untracked
 from training import Optimiser, Schedule, decay_groups, trained
 from weights import build_head, build_vit, initialise, pretext_task
 
@@ -26,7 +26,7 @@ from weights import build_head, build_vit, initialise, pretext_task
 class PretrainConfig(config.Pretext, config.Crops, config.Shape, Command):
     """Pretraining: MAE or I-JEPA from scratch, for those without a checkpoint. Trains ψ itself."""
 
-    usual: ClassVar[dict[str, Table]] = {
+    usual: ClassVar[dict[str, Record]] = {
         "ijepa": {  # Assran et al. 2023
             "epochs": 300,
             "min_crop": 0.3,

@@ -1,7 +1,7 @@
 """Accuracy against LoRA rank (fig:lora_rank_var), λ, N_L, T or a learning rate: a grid of runs.
 
 OUT/rank-4/ holds align/, finetune/, which starts from it, and direct/, a finetune run from the
-backbone. A run that does not depend on the swept setting is there once, in OUT. A point has one
+backbone. If a run does not depend on the swept setting, it exists once, in OUT. A point has one
 align run; its error bars are over PEFT seeds. sweep.json and sweep.png show what is finished.
 """
 

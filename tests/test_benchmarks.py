@@ -200,7 +200,7 @@ def test_a_bad_list_file_ends_in_one_line(
 ) -> None:
     base = make(name, tmp_path)
     (base / file).write_bytes(content)
-    with pytest.raises(UsageError, match=r": its lists cannot be read \(.*; download") as error:
+    with pytest.raises(UsageError, match=r": cannot be read \(.*; its lists") as error:
         load(name, tmp_path)
     assert str(error.value).startswith(str(base))
 

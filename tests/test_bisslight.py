@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor
 
 import bisslight
 import cg
-from bisslight import Diverged, Log, State, algorithm_1, within
+from bisslight import Diverged, Log, State, agreement, algorithm_1, within
 from mfac import Partition, exact, identity, mfac
 from mfac import recursion as by_recursion
 
@@ -314,3 +315,8 @@ def test_the_share_inside_the_span_is_that_of_a_dense_projection(
         close(within(rows.to(dtype), x.to(dtype)[:, None])[0], dense, tolerance)
     assert within(G, (x - (Q @ (Q.mT @ x[..., None]))[..., 0])[:, None]) < 1e-12 * dense
     assert within(torch.zeros(1, 2, 3), torch.ones(1, 1, 3)) == 0
+    one, zero = torch.ones(1, 3), torch.zeros(1, 3)  # no gradients, of either level: no NaN
+    s: Any = SimpleNamespace(theta_P=one, theta_D=one)
+    for g, rows in ((zero, one[:, None]), (one, zero[:, None])):
+        found = [float(x) for x in agreement(g, g, s, rows)[:4]]
+        assert found == pytest.approx([bool(g.any())] * 2 + [0, 0])

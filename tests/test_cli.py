@@ -55,6 +55,7 @@ def test_align_finetune_evaluate_end_to_end(weights: Path, capsys: Any) -> None:
     assert first[::2] == (0, "") and run(line, capsys)[1] == first[1]
     assert load_file("a/adapter.safetensors")["theta"].shape == (4, 4 * 8 * 64)
     record = json.loads(Path("a/metrics.jsonl").read_text().splitlines()[-1])
+    assert json.loads(first[1])["distance"] == record["distance"][-1]
     assert run("align --config a/config.json --out two --quiet", capsys)[0] == 0
     assert len({Path(at, "adapter.safetensors").read_bytes() for at in ("a", "two")}) == 1
     known = {"step", "loss_P", "proximal", "loss_D_at_P", "loss_D_at_D", "q_over_g", "cosine"}
@@ -147,14 +148,19 @@ WRONG = [
     ("align --backbone vit_mini --weights {w} --dataset folder:no --pool quilts", 2, "no folder"),
     ("align --backbone vit_mini --weights {w} --dataset dtd", 2, "bisslight data download dtd"),
     ("align --backbone vit_mini --weights nope.pth --dataset quilts", 2, "nope.pth: is no"),
-    ("align --backbone vit_mini --weights odd.pth --dataset quilts", 2, "cls_token: (1, 2) in"),
+    (
+        "align --backbone vit_mini --weights odd.pth --dataset quilts",
+        2,
+        "size mismatch for cls_token",
+    ),
     (f"{ALIGN} --lam -1", 2, "--lam -1: should be greater than 0"),
-    (f"{ALIGN} --mask-ratio 0.99", 2, "leaves none or all of the patches"),
+    (f"{ALIGN} --mask-ratio 0.99 --dry-run", 2, "leaves none or all of the patches"),
     (f"{ALIGN} --hypergrad newton", 2, "--hypergrad newton: should be 'mfac', 'recursion'"),
     (f"{ALIGN} --hypergrad exact", 2, "5000 at most; lower --rank"),
     (f"{ALIGN} --patch-size 8", 2, "patch"),
     (f"{ALIGN} --config typo.toml", 2, "--alternation 3: Extra inputs are not permitted"),
-    (f"{ALIGN} --config broken.toml", 2, "cannot be read as settings"),
+    (f"{ALIGN} --config broken.toml", 2, "give settings in TOML or JSON"),
+    (f"{ALIGN} --out mine --dry-run", 2, "mine: holds README.md, no run"),
     (f"{ALIGN} --split-file mine.html", 2, "mine.html: is for cub200 and pets"),
     (f"{ALIGN} --preset papr", 2, "'papr' is not one of"),
     (f"{ALIGN} --pretext nothing.py:Class", 2, "nothing.py:Class"),
@@ -184,6 +190,8 @@ WRONG = [
     ("export with --weights other.pth", 2, "with was made with others"),
     ("evaluate nowhere", 2, "nowhere"),
     ("evaluate pics --seed 5", 2, "go with --rollout N or --similarity"),
+    ("evaluate with --similarity --picture s.png", 2, "goes with no picture or rollout"),
+    ("finetune --from pair --seeds 2", 2, "pair: should hold align runs that differ in their seed"),
     ("evaluate without --rollout 0", 2, "--rollout 0: give 1 to 64 images"),
     ("evaluate aligned --rollout 2", 2, "aligned is an align run, it predicts nothing"),
     ("evaluate other --rollout 2", 2, "other: was made with other weights or images"),
@@ -205,6 +213,8 @@ def inputs(runs: Path, weights: Path, tmp_path_factory: pytest.TempPathFactory) 
         (at / f"pics/b/{i}.png").write_bytes(b"\x89PNG\r\n")
     for name in ("aligned", "with", "without"):
         shutil.copytree(runs / name, at / name)
+    for name in "ab":
+        shutil.copytree(runs / "aligned", at / "pair" / name)
     shutil.copytree(runs / "without", at / "other")
     config = json.loads((at / "other/config.json").read_text()) | {"data_seed": 1}
     (at / "mine").mkdir()

@@ -52,9 +52,6 @@ def test_score_counts_images_and_classes() -> None:
     each = [(z.argmax(1) == y)[y == k].double().mean() for k in range(4)]
     assert whole.per_class == pytest.approx(100 * float(sum(each)) / 4)
     assert whole.loss == pytest.approx(float(torch.nn.functional.cross_entropy(z, y)))
-    none = torch.zeros(2, 2), torch.tensor([[-1, 0], [-1, -1]]), torch.zeros(2)
-    with pytest.raises(ValueError, match="no class has a positive image"):
-        score(*none)
 
 
 def test_metrics_equal_the_recorded_ones() -> None:
@@ -143,7 +140,7 @@ def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
     messages = {"mixed": "its runs are no seeds of one arm, rank differ"}
     messages["both"] = "its runs are no seeds of one arm, aligned_by differ"
     messages |= {"empty": "has no test accuracy"}
-    messages |= dict.fromkeys(("running", "torn", "old"), "is no finished finetune run")
+    messages |= dict.fromkeys(("running", "torn", "old"), "cannot be read .*; give a finished")
     for name, message in messages.items():
         with pytest.raises(UsageError, match=f"{name}: {message}"):
             read_arm(tmp_path / name)
@@ -180,6 +177,7 @@ def test_the_papers_figure_stands_only_beside_what_the_paper_measured(tmp_path: 
         (None, {"weights": "x/backbone.pth"}, None),
         ("identity", {}, None),
         (None, {"partial": True}, None),
+        (None, {"batch": 64}, None),
         ("mfac", {"pretext": "rotation"}, None),
         ("mfac", {"aligned_on": "dtd"}, None),
         ("mfac", {"align_unlike_paper": {"lam": 1.0}}, None),
@@ -217,5 +215,5 @@ def test_the_papers_tables_are_copied_right() -> None:
         ours = [4 * arch.depth * arch.dim * 2**i / 1e6 for i in range(8)]
         assert millions[9 * k : 9 * k + 8] == pytest.approx(ours, abs=0.0051)
     memory = re.findall(r"\\\((\d+)\\\) GB", table_of("tab:memory_single_gpu"))
-    for at, row in zip((0, 6, 12), MEMORY.values(), strict=True):  # on the fewest GPUs
+    for at, row in zip((0, 6, 9, 12), MEMORY.values(), strict=True):  # on the fewest GPUs
         assert [int(x) for x in memory[at : at + 3]] == [gigabytes for gigabytes, _ in row.values()]

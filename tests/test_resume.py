@@ -19,7 +19,7 @@ from processes import children, finish, gone, start, wait_for
 import cli
 import run
 
-SMALL = "--lower-steps 2 --upper-steps 2 --p-batch 8 --d-batch 8 --warmup 1 --probe-epochs 2"
+SMALL = "--lower-steps 2 --upper-steps 1 --p-batch 8 --d-batch 8 --warmup 1 --probe-epochs 2"
 ALIGN = f"{SMALL} --alternations 5 --eval-every 3 --save-minutes 0 --quiet"
 SAID = Path("said")
 

@@ -103,9 +103,12 @@ def test_a_finished_run_gives_its_result_again_and_force_starts_it_over(tmp_path
     with Run(out, "align", config()) as run:
         assert run.result == result
     (out / "picture.png").write_text("the user's own")
+    (out / "lr0.1-s0").mkdir()  # of a grid: it starts over with the whole
+    (out / "lr0.1-s0" / "result.json").write_text("{}")
     with Run(out, "align", config(seed=1), force=True) as run:
         assert (run.result, run.records) == (None, [])
-        names = {"picture.png", "config.json", "env.json", ".lock"}
+        names = {"picture.png", "config.json", "env.json", ".lock", "lr0.1-s0"}
+        assert not list((out / "lr0.1-s0").iterdir())
         assert {file.name for file in out.iterdir()} == names
 
 

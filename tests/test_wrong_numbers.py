@@ -44,9 +44,7 @@ def folder(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_another_split_or_other_images_than_aligns_are_refused(
     how: str, weights: Path, folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    """Its test images may have been align's training images: with another data seed, from the run,
-    from its file, by another name of the folder; with an image of another name or class.
-    """
+    """With another data seed, by run, file or link; or with an image of another name or class."""
     (tmp_path / "link").symlink_to(folder / "images")
     images, image = folder / "images", folder / "images/y/3.png"
     own = f"--backbone vit_mini --weights {weights} --dataset folder:{images}"
