@@ -59,7 +59,7 @@ class PretextTask(Protocol):
     other, as a contrastive loss does. Such a batch is not cut into micro-batches.
     """
 
-    phi: Phi  # the head's start
+    phi: Phi  # the head's start; the loss depends on all of it
     state: dict[str, Tensor]  # what a resumed run needs besides θ and φ; updated in place
 
     def draw(self, n: int, rng: torch.Generator) -> tuple[Tensor, ...]:
@@ -82,7 +82,7 @@ class Optimiser(Protocol):
     """opt_P or opt_D: updates tensors in place."""
 
     def update(self, tensors: list[Tensor], gradients: list[Tensor]) -> Tensor:
-        """One step, a gradient for each tensor; returns their joint norm before clipping."""
+        """One step; may change the gradients, returns their joint norm before clipping."""
 
 
 @dataclass
@@ -133,6 +133,7 @@ def algorithm_1(
     loss or gradient is not finite.
 
     Args:
+        s, task: what changes, with θ in float32 or float64; the pretext task.
         c: has `alternations` T, `lower_steps` N_L, `upper_steps` N_U and `lam` λ: l.1.
         loss_D: (θ, φ_D, batch, regularise=False). The paper does not say where drop path acts:
             here at θ_D alone (regularise=True), as in the released program.

@@ -17,11 +17,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Product = Callable[[Tensor], Tensor]  # d -> A d
+Map = Callable[[Tensor], Tensor]  # of a tensor like θ: d -> H d, g -> q
 
 
 def conjugate_gradients(
-    product: Product, g: Tensor, iterations: int, sizes: Sequence[int] | None = None
+    product: Map, g: Tensor, iterations: int, sizes: Sequence[int] | None = None
 ) -> Tensor:
     """`iterations` steps of conjugate gradients on A x = g from x = 0; g and x are flat (P,).
 
@@ -62,12 +62,12 @@ def conjugate_gradients(
 def cg(
     G: Tensor,
     lam: float,
-    H: Callable[[], Product],
+    H: Callable[[], Map],
     iterations: int = 5,
     damping: float = 1.0,
     prefactor: Literal["c", "lambda"] = "c",
     sizes: Sequence[int] | None = None,
-) -> Product:
+) -> Map:
     """BiSSL's hypergradient: (G, λ, H) -> inverse, a function g (K, p) -> q (K, p).
 
     Args:

@@ -10,20 +10,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
 
-from config import (
-    FOLDERS,
-    NAMES,
-    Bilevel,
-    Data,
-    Lower,
-    Machine,
-    Model,
-    Peft,
-    Place,
-    Pretext,
-    Shape,
-    Upper,
-)  # fmt: skip
+from config import FOLDERS, NAMES, Bilevel, Data, Lower, Machine, Model, Peft, Place, Pretext, Upper
 
 Record = dict[str, Any]  # settings by name, a line of metrics.jsonl, what a run ended with
 GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # App. C.2: from the pretrained backbone
@@ -166,9 +153,10 @@ class AlignConfig(Bilevel, Upper, Lower, Pretext, Data, Model, Command):
 
 # A run counts as the paper's method if these are the paper's. Not among them: d_lr, which the paper
 # searches for; hypergrad, which names the arm; and what does not change the result.
-METHOD = {*AlignConfig.model_fields} - {*Shape.model_fields, *Command.model_fields}
-METHOD -= {"d_lr", "d_lr_from", "hypergrad", "eval_every", "mfac_device",
-           "dataset", "data_seed", "split_file", "partial", "weights"}  # fmt: skip
+METHOD = AlignConfig.model_fields.keys() - Command.model_fields.keys()
+METHOD -= {"d_lr", "d_lr_from", "hypergrad", "eval_every", "mfac_device", "backbone", "pretext",
+           "image_size", "patch_size", "weights", "dataset", "data_seed", "split_file",
+           "partial"}  # fmt: skip
 
 
 class FinetuneConfig(Peft, Data, Model, Command):

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from commands import Command, FinetuneConfig, Record, UsageError, checking, of_paper
 
 FREE = {*Command.model_fields, "start", "pool", "jobs", "seeds", "mfac_device", "weights"} - {"amp"}
-OFFICIAL = ("None", "_full.pth", "IN1K-vit.h.14-300e.pth.tar")  # ends of the official files' names
+ENDS = ("None", "_full.pth", "IN1K-vit.h.14-300e.pth.tar")  # of the official files' names
 METHODS = {None: "PEFT", "mfac": "BiSSLight", "recursion": "BiSSLight", "cg": "BiSSL"}
 SEARCHED = {"lr", "grid", "pretext", "data_seed", "split_file"}  # free in the paper's figures, too
 
@@ -154,7 +154,7 @@ def published(settings: Record, result: Record) -> Reported | None:
     paper = of_paper(FinetuneConfig, {key: result[key] for key in ("backbone", "pretext")})
     usual = (
         all(settings.get(k, v) == v for k, v in paper.items() if k not in FREE | SEARCHED)
-        and str(settings["weights"]).endswith(OFFICIAL)
+        and str(settings["weights"]).endswith(ENDS)
         and result["aligned_on"] in (None, settings["dataset"])
         and not result["align_unlike_paper"]
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bisslight import Loss, numbers, value_and_grad
 
-Rate = Callable[[float, float], float]  # (step, base rate) -> rate
+RateFn = Callable[[float, float], float]  # (step, base value) -> value at that step
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class Optimiser:
     def __init__(
         self,
         groups: Iterable[Group],
-        rate: Rate | None,
+        rate: RateFn | None,
         betas: tuple[float, float] | None,
         clip: float | None = None,
-        decay: Rate | None = None,
+        decay: RateFn | None = None,
     ) -> None:
         self.rate, self.clip, self.decay, self.step = rate, clip, decay, 0
         self.groups = [group for group in groups if group.tensors]

@@ -18,12 +18,12 @@ from commands import UsageError, checking
 from config import BACKBONES, Arch, Model, Shape
 from lora import Backbone, read_tensors
 
-FILES = "https://dl.fbaipublicfiles.com"
+SITE = "https://dl.fbaipublicfiles.com"
 OFFICIAL = {  # (URL, size in MB) of the files that hold the pretext head, too
-    ("vit_b16", "mae"): (f"{FILES}/mae/pretrain/mae_pretrain_vit_base_full.pth", 447.6),
-    ("vit_l16", "mae"): (f"{FILES}/mae/pretrain/mae_pretrain_vit_large_full.pth", 1318.2),
-    ("vit_h14", "mae"): (f"{FILES}/mae/pretrain/mae_pretrain_vit_huge_full.pth", 2628.3),
-    ("vit_h14", "ijepa"): (f"{FILES}/ijepa/IN1K-vit.h.14-300e.pth.tar", 10_360.0),
+    ("vit_b16", "mae"): (f"{SITE}/mae/pretrain/mae_pretrain_vit_base_full.pth", 447.6),
+    ("vit_l16", "mae"): (f"{SITE}/mae/pretrain/mae_pretrain_vit_large_full.pth", 1318.2),
+    ("vit_h14", "mae"): (f"{SITE}/mae/pretrain/mae_pretrain_vit_huge_full.pth", 2628.3),
+    ("vit_h14", "ijepa"): (f"{SITE}/ijepa/IN1K-vit.h.14-300e.pth.tar", 10_360.0),
 }
 
 
