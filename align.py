@@ -15,7 +15,7 @@ from torch import Tensor
 import cg
 import mfac
 from bisslight import Diverged, Hypergradient, Loss, Phi, PretextTask, State, algorithm_1
-from commands import METHOD, AlignConfig, Record, RunError, UsageError, of_paper
+from commands import METHOD, AlignConfig, Record, RunError, UsageError
 from data import Pool, Task
 from lora import save_adapter
 from model import Model, own_names, pretext_batches
@@ -123,7 +123,8 @@ def aligned(m: Model, out: Path, force: bool, track: Track, watched: bool = Fals
                 run.checkpoint(f"alternation {s.done} of {T}", "val_P" in record)
         except Diverged as error:
             return run.finish({"diverged": str(error)})
-        paper = of_paper(AlignConfig, cfg.model_dump(exclude_unset=True))
+        layers = cfg.layers(cfg.model_dump(exclude_unset=True))
+        paper = dict(cfg.model_construct()) | layers["default"] | layers["ijepa"]
         unlike = {name: x for name, x in cfg if name in METHOD and x != paper[name]}
         how, last = cfg.hypergrad if cfg.upper_steps else "lower only", run.records[-1]
         about = {"stage": "align", "d_lr": cfg.d_lr, "hypergrad": how, "unlike_paper": unlike}

@@ -121,7 +121,10 @@ class Command(Machine):
 
     @classmethod
     def layers(cls, given: Record) -> dict[str, Record]:
-        """Defaults that depend on what is given, by where they come from; the last one wins."""
+        """Defaults that depend on what is given, by where they come from; the last one wins.
+
+        The paper's settings are the fields' own defaults, "default" and "ijepa".
+        """
         run = inherited(Path(str(given["start"]))) if "start" in given else {}
         if "dataset" in given and given["dataset"] != run.get("dataset"):
             # these belong to align's dataset
@@ -235,8 +238,8 @@ def settle(
     made = make(kind, given)
     for name in sorted({"dataset", "pool"} & kind.model_fields.keys()):
         place_of(getattr(made, name), made.data_root)
-    asked = made.model_dump(exclude_unset=True)
-    layers, paper = kind.layers(asked), of_paper(kind, asked)
+    layers = kind.layers(made.model_dump(exclude_unset=True))
+    paper = dict(kind.model_construct()) | layers["default"] | layers["ijepa"]
     layers |= {f"preset {base}": released, f"{file}": table, "flag": flags}
     sources = {name: source for source, layer in layers.items() for name in layer}
     own = {"backbone", "dataset", "pool", "start", "pretext", "weights", *Machine.model_fields}
@@ -245,12 +248,6 @@ def settle(
         for name, value in made
         if every or (value != paper.get(name) and name not in own)
     ]
-
-
-def of_paper(kind: Any, given: Record) -> Record:
-    """The paper's settings, where it has some, for the backbone and pretext task that are given."""
-    layers: dict[str, Record] = kind.layers(given)
-    return dict(kind.model_construct()) | layers["default"] | layers["ijepa"]
 
 
 def make(kind: Any, given: Record) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from commands import Command, FinetuneConfig, Record, UsageError, checking, of_paper
+from commands import Command, FinetuneConfig, Record, UsageError, checking
 
 FREE = {*Command.model_fields, "start", "pool", "jobs", "seeds", "mfac_device", "weights"} - {"amp"}
 ENDS = ("None", "_full.pth", "IN1K-vit.h.14-300e.pth.tar")  # of the official files' names
@@ -151,7 +151,9 @@ def read_run(run: Path) -> Record:
 
 def published(settings: Record, result: Record) -> Reported | None:
     """The paper's figure for a run; None where its settings, as far as we know, are others."""
-    paper = of_paper(FinetuneConfig, {key: result[key] for key in ("backbone", "pretext")})
+    kind: Any = FinetuneConfig
+    layers = kind.layers({key: result[key] for key in ("backbone", "pretext")})
+    paper = dict(kind.model_construct()) | layers["default"] | layers["ijepa"]
     usual = (
         all(settings.get(k, v) == v for k, v in paper.items() if k not in FREE | SEARCHED)
         and str(settings["weights"]).endswith(ENDS)

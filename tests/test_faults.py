@@ -85,9 +85,6 @@ def peft(weights: Path, dataset: str, out: Path | str) -> list[str]:
     return [*line, "--dataset", dataset, "--out", str(out)]
 
 
-# --- files ------------------------------------------------------------------------------------
-
-
 def test_images_are_read_as_they_were_written(tmp_path: Path) -> None:
     """Grey; transparency is dropped; the first frame of several."""
     a = np.random.default_rng(0).integers(0, 256, (24, 26, 3)).astype(np.uint8)

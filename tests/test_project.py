@@ -28,7 +28,7 @@ LINES, STATEMENTS, CODE, PARAMETERS = 350, 240, 50, 10  # of a module, of a func
 BINARY = (".npz", ".png", ".npy", ".mat", ".gz", ".pth", ".tar", ".safetensors")
 # What is reached; the aim is 2,800, 5,400 and 46,000. A change may lower them, never raise them
 FUNCTIONS_AN_ALTERNATION = 100  # in 12 files
-IN_ALL = {"statements": 2896, "lines": 5510, "nodes": 45_600}
+IN_ALL = {"statements": 2896, "lines": 5500, "nodes": 45_600}
 
 
 def imports(path: Path) -> set[str]:

@@ -19,7 +19,9 @@ LINE = (
 def traced(weights: Path, out: Path) -> set[tuple[str, str]]:
     """(file, qualified name) of every function of the project that is called meanwhile."""
     import cli
+    import data
 
+    data.quilts.cache_clear()  # of another run in this process
     seen: set[tuple[str, str]] = set()
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
