@@ -282,7 +282,7 @@ def agreement(q: Tensor, g: Tensor, s: State, G: Tensor) -> list[Tensor]:
     """
     cosine = torch.cosine_similarity(q.flatten(), g.flatten(), 0)
     at_g, at_q = within(G, torch.stack([g, q], 1))
-    length = g.norm().clamp_min(torch.finfo(g.dtype).tiny)  # g may be 0
+    length = g.double().norm().clamp_min(1e-300)  # g may be 0
     share, removed = at_g / length / length, (at_g - at_q) / at_g.clamp_min(1e-300)
     distance = (s.theta_P - s.theta_D).detach().norm()
     return [q.norm() / length, cosine, share, removed, distance, q.norm(dim=1)]

@@ -45,9 +45,9 @@ def checking(thing: str, remedy: str = "") -> Iterator[None]:
     kinds: Any = Exception if remedy else (ValueError, OSError)
     try:
         yield
-    except (UsageError, RunError):
-        raise
     except kinds as error:  # torch.load raises anything from EOFError to UnpicklingError
+        if isinstance(error, UsageError | RunError) or "MemoryError" in type(error).__name__:
+            raise
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         why = f"cannot be read ({said}); {remedy}" if remedy else str(error)
         raise UsageError(f"{thing}: {why}") from error
@@ -66,7 +66,7 @@ class Command(Machine):
             "weight_decay": 0.0005,
         },
         "ijepa vit_mini": {"min_keep": 4},  # the smallest target has few patches
-        "vit_mini": {  # lengths, sizes and drop path; never λ, a rate, a decay or a mask ratio
+        "vit_mini": {  # lengths, sizes, no drop path; never λ, a learning rate, decay, mask ratio
             "rank": 8,
             "drop_path": 0.0,
             "alternations": 100,
@@ -101,11 +101,6 @@ class Command(Machine):
         found = {name: v for layer in cls.layers(given).values() for name, v in layer.items()}
         made = handler({name: found[name] for name in found.keys() & cls.model_fields} | given)
         at = vars(made).get
-        for name in ("target_scale", "context_scale", "aspect"):
-            low, high = at(name, (0, 0))
-            if low > high:
-                flag = f"--{name.replace('_', '-')} {given[name]}"
-                raise ValueError(f"{flag}: the first number is the smaller one")
         if at("d_lr_from") and at("d_lr") != cls.model_fields["d_lr"].default:
             raise ValueError("give --d-lr or --d-lr-from, not both")
         if at("lr") and at("grid") != (at("lr"),):
@@ -121,10 +116,7 @@ class Command(Machine):
 
     @classmethod
     def layers(cls, given: Record) -> dict[str, Record]:
-        """Defaults that depend on what is given, by where they come from; the last one wins.
-
-        The paper's settings are the fields' own defaults, "default" and "ijepa".
-        """
+        """Defaults for what is given, by where they come from; the last one wins."""
         run = inherited(Path(str(given["start"]))) if "start" in given else {}
         if "dataset" in given and given["dataset"] != run.get("dataset"):
             # these belong to align's dataset
@@ -132,19 +124,19 @@ class Command(Machine):
         known = {"pretext": "mae", "backbone": ""} | run | given
         pretext, backbone = str(known["pretext"]), str(known["backbone"])
         quilts = known.get("dataset", known.get("pool")) == "quilts"
-        short = cls.usual.get(backbone, {})
+        task, short = cls.usual.get(pretext, {}), cls.usual.get(backbone, {})
         grid = ALIGNED_GRID if "start" in given else GRID
+        paper = {
+            "data_root": os.environ.get("BISSLIGHT_DATA", "data"),
+            "pool": "imagenet",
+            "grid": (known["lr"],) if "lr" in known else grid,
+            "rank": 64,
+            "alpha": known.get("rank", short.get("rank", 64)),
+            "drop_path": DROP_PATH.get(backbone, 0.1),
+        }
         return {
-            "default": {
-                "data_root": os.environ.get("BISSLIGHT_DATA", "data"),
-                "pool": "imagenet",
-                "grid": (known["lr"],) if "lr" in known else grid,
-                "rank": 64,
-                "alpha": known.get("rank", short.get("rank", 64)),
-                "drop_path": DROP_PATH.get(backbone, 0.1),
-            },
-            "ijepa": cls.usual.get(pretext, {}) | cls.usual.get(f"{pretext} {backbone}", {}),
-            "short, for vit_mini": short,
+            "paper": dict(cls.model_construct()) | paper | task,
+            "short, for vit_mini": short | cls.usual.get(f"{pretext} {backbone}", {}),
             "quilts": {"pool": "quilts", "augment": "none"} if quilts else {},
             "align run": run,
         }
@@ -239,7 +231,7 @@ def settle(
     for name in sorted({"dataset", "pool"} & kind.model_fields.keys()):
         place_of(getattr(made, name), made.data_root)
     layers = kind.layers(made.model_dump(exclude_unset=True))
-    paper = dict(kind.model_construct()) | layers["default"] | layers["ijepa"]
+    paper = layers["paper"]
     layers |= {f"preset {base}": released, f"{file}": table, "flag": flags}
     sources = {name: source for source, layer in layers.items() for name in layer}
     own = {"backbone", "dataset", "pool", "start", "pretext", "weights", *Machine.model_fields}

@@ -59,7 +59,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Place = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 Pool = str  # imagenet, quilts, own, or a folder, made absolute by `Command.fill`
 Listed = BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v)  # of a command line
-Shares = Annotated[tuple[Share, Share], Listed]  # in a pair, the first number is the smaller one
+Shares = Annotated[tuple[Share, Share], Listed]
 Ratios = Annotated[tuple[PositiveFloat, PositiveFloat], Listed]
 FILLED: Any = None  # the default of a field that `Command.layers` always fills in
 

@@ -153,9 +153,10 @@ def find_images(root: Path) -> list[Path]:
 
 def folder(root: Path, seed: int) -> Task:
     """Class folders, or train/ val/ test/ of them; a missing test or val is `holdout` of train."""
-    places = {part: root / part for part in PARTS if (root / part).is_dir()} or {"train": root}
-    if "train" not in places or (root / "validation").is_dir():
-        raise ValueError(f"{root}: its parts should be named train, val and test")
+    inside = {x.name for x in root.iterdir() if x.is_dir() and x.name[0] != "."}
+    if inside & {*PARTS} and not {"train"} <= inside <= {*PARTS}:
+        raise ValueError(f"{root}: holds {sorted(inside)}, parts are named train, val and test")
+    places = {part: root / part for part in PARTS if part in inside} or {"train": root}
     classes, entries = list[str](), dict[str, Entries]()
     for part, place in places.items():
         folders = sorted(x for x in place.iterdir() if x.is_dir() and x.name[0] != ".")

@@ -15,7 +15,8 @@ from commands import Command, FinetuneConfig, Record, UsageError, checking
 FREE = {*Command.model_fields, "start", "pool", "jobs", "seeds", "mfac_device", "weights"} - {"amp"}
 ENDS = ("None", "_full.pth", "IN1K-vit.h.14-300e.pth.tar")  # of the official files' names
 METHODS = {None: "PEFT", "mfac": "BiSSLight", "recursion": "BiSSLight", "cg": "BiSSL"}
-SEARCHED = {"lr", "grid", "pretext", "data_seed", "split_file"}  # free in the paper's figures, too
+SEARCHED = {"amp", "base", "data_seed", "grid", "grid_seeds", "image_size", "lr", "patch_size",
+            "pretext", "split_file"}  # fmt: skip  # free in the paper's figures, too
 
 
 class Comparison(BaseModel, frozen=True):
@@ -151,11 +152,10 @@ def read_run(run: Path) -> Record:
 
 def published(settings: Record, result: Record) -> Reported | None:
     """The paper's figure for a run; None where its settings, as far as we know, are others."""
-    kind: Any = FinetuneConfig
-    layers = kind.layers({key: result[key] for key in ("backbone", "pretext")})
-    paper = dict(kind.model_construct()) | layers["default"] | layers["ijepa"]
+    layers = FinetuneConfig.layers({key: settings[key] for key in ("backbone", "pretext")})
     usual = (
-        all(settings.get(k, v) == v for k, v in paper.items() if k not in FREE | SEARCHED)
+        all(settings.get(k) == v for k, v in layers["paper"].items() if k not in FREE | SEARCHED)
+        and settings["pretext"] == result["pretext"]
         and str(settings["weights"]).endswith(ENDS)
         and result["aligned_on"] in (None, settings["dataset"])
         and not result["align_unlike_paper"]

@@ -26,7 +26,19 @@ from commands import FinetuneConfig, Record, RunError, UsageError, checking
 from data import Task
 from lora import load_adapter, load_theta, save_adapter
 from model import Model, own_names
-from run import LOG, Run, Track, check_directory, sha256, start, stop, untracked, world
+from run import (
+    LOG,
+    MAY_CHANGE,
+    Run,
+    Track,
+    check_directory,
+    read_json,
+    sha256,
+    start,
+    stop,
+    untracked,
+    world,
+)
 from training import Group, Optimiser, Schedule, trainable, trained
 
 
@@ -73,11 +85,12 @@ def finetune(
     origins = [origin(start, m) for start in dict.fromkeys(starts) if start]
     m.check("--batch", cfg.batch, out)
     digests = [sha256(adapter_of(x)) for x in starts if x]
-    arms = {str([x.get(key) for key in ("hypergrad", "pretext", "unlike_paper")]) for x in origins}
-    if len(arms) > 1 or len({*digests}) < len(origins):
+    runs = [read_json(x / "config.json") for x in dict.fromkeys(starts) if x and x.is_dir()]
+    unlike = {key for x in runs for key in x if x[key] != runs[0].get(key)} - MAY_CHANGE - {"seed"}
+    if unlike or len({x["seed"] for x in runs}) < len(runs):
         raise UsageError(
-            f"--from {cfg.start}: should hold align runs that differ in their seed alone; some "
-            "have another hypergradient or other settings, or the same adapter"
+            f"--from {cfg.start}: should hold align runs of other seeds and the same settings, see "
+            f"their {', '.join(sorted(unlike)) or 'seed'}"
         )
     with Run(out, "finetune", cfg, force, **m.about, start_sha256=digests) as run:
         if run.result:
@@ -187,12 +200,9 @@ def origin(start: Path, m: Model) -> Record:
     """What an adapter says of itself; refuses one of another network or split (UsageError)."""
     with checking(f"--from {start}"):
         theta, about = load_theta(adapter_of(start), m.backbone.dim)
-        now, rank = m.origin, theta.shape[1] / (4 * m.backbone.dim)
-        if (len(theta), rank) != (m.backbone.depth, m.cfg.rank):
-            raise ValueError(
-                f"holds {len(theta)} layers of rank {rank:g}, this run has {m.backbone.depth} "
-                f"of rank {m.cfg.rank}; leave --rank out"
-            )
+        now, shape = m.origin, m.theta().shape
+        if theta.shape != shape:
+            raise ValueError(f"holds θ {[*theta.shape]}, this run's is {[*shape]}; see --rank")
         if about.get("stage", "align") != "align":
             raise ValueError("is fine-tuned already, give an align run")
         for key in ("backbone", "rank", "alpha", "weights_sha256"):
@@ -207,7 +217,7 @@ def origin(start: Path, m: Model) -> Record:
                 "seen the test images; give its --data-seed, --split-file and images, or align "
                 "again"
             )
-    if not same:
+    if not same or "data_sha256" not in about:
         LOG.info("aligned on %s, fine-tuned on %s", about.get("dataset", "?"), now["dataset"])
     return about
 

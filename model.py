@@ -40,8 +40,10 @@ class Model:
             self.pool: data.Pool = pool or named(cfg, "pool")
         self.amp = cfg.amp and self.device.type == "cuda"
         for x, *_ in (*self.task[1:4], pool or self.task.val):
-            if isinstance(x, Tensor) and not 0 <= x.min() <= x.max() <= 1:
-                raise UsageError("task, pool: pixels of images in memory lie between 0 and 1")
+            if isinstance(x, Tensor) and ((x < 0) | (x > 1)).any():
+                raise UsageError(
+                    "task, pool: pixels in memory are between 0 and 1; see clamp(0, 1)"
+                )
         many = self.task.test.targets.ndim > 1  # classes of an image
         if many and not all((part.targets == 1).any() for part in self.task[2:4]):
             raise UsageError(

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from ctypes import c_int
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +130,9 @@ def untracked(items: Iterator[Any], total: int, label: str, done: int = 0) -> It
 
 
 LOCK, TORN = ".lock", ".*.tmp"  # TORN: of a process that was killed while it wrote
-FILES = [run + file for run in ("", "lr*-s*/", "dlr*/") for file in (  # with the runs of a search
-    "result.json", "metrics.jsonl", "checkpoint.pt", "backbone.pth", "adapter.safetensors",
-    "adapter-s*.safetensors", "rollout.png", "sweep.json", "sweep.png", TORN, "config.json",
-    "env.json")]  # fmt: skip
+FILES = ("result.json", "metrics.jsonl", "checkpoint.pt", "backbone.pth", "adapter.safetensors",
+         "adapter-s*.safetensors", "rollout.png", "sweep.json", "sweep.png",
+         "config.json", "env.json")  # fmt: skip
 PACKAGES = ("torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
 MAY_CHANGE = {"device", "workers", "jobs", "micro_batch", "save_minutes", "mfac_device",
               "data_root", "weights"}  # fmt: skip
@@ -161,9 +161,10 @@ class Run(AbstractContextManager["Run"]):
                 self.lock.acquire(timeout=60)
             # another process may have been at work until now: look again
             goes_on = check_directory(path, command, config, force, **about)
-            for name in [TORN] if goes_on else FILES:
-                for file in path.glob(name):
-                    file.unlink(missing_ok=True)
+            if force:
+                clear(path)
+            for file in path.glob(TORN):
+                file.unlink(missing_ok=True)
             if not result.exists():
                 git = f"git -C '{Path(__file__).parent}' rev-parse HEAD"
                 failed, commit = subprocess.getstatusoutput(git)
@@ -246,6 +247,13 @@ class Run(AbstractContextManager["Run"]):
         """CPU seconds of this process and wall seconds, those before a stop included."""
         cpu, wall = self.began
         return {"cpu_seconds": time.process_time() - cpu, "seconds": time.monotonic() - wall}
+
+
+def clear(path: Path) -> None:
+    """Remove the files of a run, and first those of the runs of its search for a rate."""
+    for part, name in product(("lr*-s[0-9]*/", "dlr[0-9]*/", ""), FILES):
+        for file in path.glob(part + name):
+            file.unlink(missing_ok=True)
 
 
 def brief(item: Any) -> str:

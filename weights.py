@@ -71,12 +71,10 @@ def load_backbone(cfg: Any) -> tuple[Backbone, Any, Arch]:
         for network, state in ((head, found), (vit, encoder)):
             network.load_state_dict({k: v.float() for k, v in state.items()}, assign=True)
         backbone = Backbone(vit, cfg.alpha / cfg.rank, cfg.recompute)
-    except RuntimeError as error:  # load_state_dict: names or shapes
+    except (ValueError, TypeError, OSError, RuntimeError) as error:  # of torch: names and shapes
         raise UsageError(
-            f"--weights {path}: does not fit {cfg.backbone} with {cfg.pretext}: {str(error)[:300]}"
+            f"--weights {path}: {str(error)[:500]}; see --backbone and --pretext"
         ) from error
-    except (ValueError, TypeError, OSError) as error:
-        raise UsageError(f"--weights {path}: {error}") from error
     return backbone.requires_grad_(False), head, arch
 
 

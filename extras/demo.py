@@ -23,7 +23,7 @@ from finetune import jobs as run_jobs
 from model import Model, pretext_batches
 from run import LOG, Track, check_directory, untracked
 
-ALIGNED, DIRECT, EACH = 8, 24, 4  # seeds; a process takes one aligned or EACH direct ones at a time
+ALIGNED, DIRECT = 8, 24  # seeds
 PRETRAINED = Path(__file__).with_name("quilts.pth")  # of PRETRAIN, with data seed 0
 PRETRAIN: dict[str, Any] = {"base_lr": 8e-3, "beta2": 0.999, "mask_ratio": 0.3}
 ALIGN: dict[str, Any] = {
@@ -55,7 +55,7 @@ def demo(
     drawn: Any = {"backbone": "vit_mini", "data_seed": data_seed}
     about = drawn | {"dataset": "quilts", "weights": out / "pretrain" if data_seed else PRETRAINED}
     cfgs = [make(AlignConfig, about | ALIGN | {"seed": seed}) for seed in range(ALIGNED)]
-    peft = make(FinetuneConfig, about | PEFT | {"seeds": EACH, "jobs": jobs}).but(jobs=1)
+    peft = make(FinetuneConfig, about | PEFT | {"seeds": 1, "jobs": jobs}).but(jobs=1)
     check_directory(out / "align/s0", "align", cfgs[0], force)
     if data_seed:
         pretrain(
@@ -65,8 +65,8 @@ def demo(
             track=track,
         )
     units = [
-        *((out / f"aligned/s{x.seed}", x, peft.but(seed=x.seed, seeds=1), force) for x in cfgs),
-        *((out / f"direct/s{n}", None, peft.but(seed=n), force) for n in range(0, DIRECT, EACH)),
+        *((out / f"aligned/s{x.seed}", x, peft.but(seed=x.seed), force) for x in cfgs),
+        *((out / f"direct/s{n}", None, peft.but(seed=n), force) for n in range(DIRECT)),
     ]
     work = run_jobs(part, units, jobs) if jobs > 1 else map(part, units)
     for _ in track(work, len(units), "demo"):
@@ -84,7 +84,7 @@ def demo(
 
 
 def part(unit: tuple[Path, AlignConfig | None, FinetuneConfig, bool]) -> str:
-    """An align run with its fine-tuning, or EACH direct ones; says how it went."""
+    """A fine-tuning, with its align run if it has one; says how it went."""
     place, cfg, peft, force = unit
     if cfg:
         start = place.parent.parent / f"align/s{cfg.seed}"

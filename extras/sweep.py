@@ -17,7 +17,7 @@ from config import Bilevel, Data, Lower, Model, Peft, Pretext, Upper
 from evaluate import evaluate
 from extras.report import pyplot, save
 from finetune import finetune
-from run import Run, Track, untracked
+from run import Run, Track, clear, untracked
 
 SWEPT = ("rank", "lr", "d_lr", "p_lr", "lam", "lower_steps", "alternations")
 
@@ -41,13 +41,15 @@ def sweep(
     diverged: dict[str, str] = {}
     rows: list[dict[str, Any]] = []
     with Run(out, "sweep", cfg, force) as directory:  # other settings are refused
+        for path in configs if force else ():
+            clear(path)
         for path, config in configs.items():
             command: Any = align if isinstance(config, AlignConfig) else finetune
             start = getattr(config, "start", None)
             if start and not (start / "adapter.safetensors").exists():
                 continue  # the align run diverged
             try:
-                command(config, path, force=force, track=track)
+                command(config, path, track=track)
             except Diverged as error:
                 diverged[path.relative_to(out).as_posix()] = str(error)
         for value, tuned in points.items():

@@ -21,6 +21,7 @@ from processes import finish, start
 import cli
 import mae
 import run
+from commands import checking
 from data import read_image
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -156,9 +157,6 @@ def test_an_unfinished_align_run_is_refused_with_a_remedy_that_works(weights: Pa
     assert [cli.run(line), cli.run(tune)] == [0, 0]
 
 
-# --- disk, memory, numbers --------------------------------------------------------------------
-
-
 def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,6 +214,8 @@ def test_want_of_memory_names_what_helps_and_a_defect_keeps_its_traceback(
     monkeypatch.setattr(mae.MAE, "loss", lambda *_: fails(memory))
     with pytest.raises(Refused, match=r"out of memory: a --micro-batch.* --recompute"):
         command(*align(weights, "--out r"))
+    with pytest.raises(torch.OutOfMemoryError), checking("checkpoint.pt", "start over"):
+        fails(memory)  # it is not the file's fault
     monkeypatch.setattr(mae.MAE, "loss", lambda *_: fails(KeyError("theta")))
     with pytest.raises(KeyError):
         cli.run(align(weights, "--out r"))
