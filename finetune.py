@@ -85,7 +85,7 @@ def finetune(
     origins = [origin(start, m) for start in dict.fromkeys(starts) if start]
     m.check("--batch", cfg.batch, out)
     digests = [sha256(adapter_of(x)) for x in starts if x]
-    runs = [read_json(x / "config.json") for x in dict.fromkeys(starts) if x and x.is_dir()]
+    runs = [read_json(x / "config.json") for x in {*starts} if x and x.is_dir()]
     unlike = {key for x in runs for key in x if x[key] != runs[0].get(key)} - MAY_CHANGE - {"seed"}
     if unlike or len({x["seed"] for x in runs}) < len(runs):
         raise UsageError(

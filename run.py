@@ -130,6 +130,7 @@ def untracked(items: Iterator[Any], total: int, label: str, done: int = 0) -> It
 
 
 LOCK, TORN = ".lock", ".*.tmp"  # TORN: of a process that was killed while it wrote
+SEARCH = ("lr*-s[0-9]*", "dlr[0-9]*")  # the runs of a search for a rate
 FILES = ("result.json", "metrics.jsonl", "checkpoint.pt", "backbone.pth", "adapter.safetensors",
          "adapter-s*.safetensors", "rollout.png", "sweep.json", "sweep.png",
          "config.json", "env.json")  # fmt: skip
@@ -164,7 +165,7 @@ class Run(AbstractContextManager["Run"]):
             if force:
                 clear(path)
             for file in path.glob(TORN):
-                file.unlink(missing_ok=True)
+                file.unlink()
             if not result.exists():
                 git = f"git -C '{Path(__file__).parent}' rev-parse HEAD"
                 failed, commit = subprocess.getstatusoutput(git)
@@ -251,9 +252,9 @@ class Run(AbstractContextManager["Run"]):
 
 def clear(path: Path) -> None:
     """Remove the files of a run, and first those of the runs of its search for a rate."""
-    for part, name in product(("lr*-s[0-9]*/", "dlr[0-9]*/", ""), FILES):
-        for file in path.glob(part + name):
-            file.unlink(missing_ok=True)
+    for part, name in product((*SEARCH, "."), FILES):
+        for file in path.glob(f"{part}/{name}"):
+            file.unlink()
 
 
 def brief(item: Any) -> str:
@@ -293,7 +294,7 @@ def check_directory(
     if not (path / "config.json").exists():
         for file in path.glob("*"):
             # a run that was killed as it began has these
-            if not file.match(TORN) and file.name not in (LOCK, "env.json"):
+            if not any(map(file.match, (TORN, LOCK, "env.json", *SEARCH))):
                 raise UsageError(f"--out {path}: holds {file.name}, no run; {again}")
         return False
     env = read_json(path / "env.json", again)
