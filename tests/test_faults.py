@@ -87,12 +87,14 @@ def peft(weights: Path, dataset: str, out: Path | str) -> list[str]:
 
 
 def test_images_are_read_as_they_were_written(tmp_path: Path) -> None:
-    """Grey; transparency is dropped; the first frame of several."""
+    """Grey, a palette, one bit; transparency is dropped; the first frame of several."""
     a = np.random.default_rng(0).integers(0, 256, (24, 26, 3)).astype(np.uint8)
     grey, rgb = Image.fromarray(a[..., 0], "L"), Image.fromarray(a)
     images: dict[str, Any] = {
         "rgb.bmp": (rgb, a),
         "grey.tif": (grey, np.repeat(a[..., :1], 3, -1)),
+        "palette.png": (grey.convert("P"), np.repeat(a[..., :1], 3, -1)),
+        "bit.png": (grey.point(lambda x: 255 * (x > 127), "1"), 255 * (a[..., [0, 0, 0]] > 127)),
         "rgba.png": (Image.fromarray(np.dstack([a, a[..., 0]])), a),
     }
     for name, (image, pixels) in images.items():
