@@ -289,9 +289,9 @@ def main() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)  # None where it is closed
         file = Forgiving(stream.fileno() if stream else os.devnull, "w", closefd=not stream)
-        way: Any = {"encoding": getattr(stream, "encoding", None), "errors": "backslashreplace"}
-        whole = io.TextIOWrapper(io.BufferedWriter(file), line_buffering=True, **way)
-        setattr(sys, name, whole)
+        buffer, encoding = io.BufferedWriter(file), getattr(stream, "encoding", None)
+        text = io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=True)
+        setattr(sys, name, text)
     sys.exit(run(sys.argv[1:]))
 
 

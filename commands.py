@@ -90,7 +90,9 @@ class Command(Machine):
         given = {name: value for name, value in dict(given).items() if value is not None}
         for name in [name for name in cls.model_fields if name in given]:
             value, kind = given[name], cls.model_fields[name].annotation
-            if isinstance(value, bool) and kind is not bool:
+            if kind is not bool and bool in map(
+                type, value if isinstance(value, list) else [value]
+            ):
                 raise ValueError(f"{name}: needs a value, not true or false")
             if (
                 name in NAMES
@@ -101,6 +103,9 @@ class Command(Machine):
         found = {name: v for layer in cls.layers(given).values() for name, v in layer.items()}
         made = handler({name: found[name] for name in found.keys() & cls.model_fields} | given)
         at = vars(made).get
+        for name in ("target_scale", "context_scale", "aspect"):
+            if [*at(name, ())] != sorted(at(name, ())):
+                raise ValueError(f"{name}: the first number is the smaller one")
         if at("d_lr_from") and at("d_lr") != cls.model_fields["d_lr"].default:
             raise ValueError("give --d-lr or --d-lr-from, not both")
         if at("lr") and at("grid") != (at("lr"),):
@@ -230,9 +235,12 @@ def settle(
     made = make(kind, given)
     for name in sorted({"dataset", "pool"} & kind.model_fields.keys()):
         place_of(getattr(made, name), made.data_root)
-    layers = kind.layers(made.model_dump(exclude_unset=True))
+    layers = kind.layers(made.model_dump(exclude_unset=True)) | {
+        f"preset {base}": released,
+        f"{file}": table,
+        "flag": flags,
+    }
     paper = layers["paper"]
-    layers |= {f"preset {base}": released, f"{file}": table, "flag": flags}
     sources = {name: source for source, layer in layers.items() for name in layer}
     own = {"backbone", "dataset", "pool", "start", "pretext", "weights", *Machine.model_fields}
     return made, [

@@ -59,7 +59,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Place = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 Pool = str  # imagenet, quilts, own, or a folder, made absolute by `Command.fill`
 Listed = BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v)  # of a command line
-Shares = Annotated[tuple[Share, Share], Listed]
+Shares = Annotated[tuple[Share, Share], Listed]  # in a pair, the first number is the smaller one
 Ratios = Annotated[tuple[PositiveFloat, PositiveFloat], Listed]
 FILLED: Any = None  # the default of a field that `Command.layers` always fills in
 
@@ -212,7 +212,7 @@ class Bilevel(Settings):
     alternations: PositiveInt = 500
     """T. [App. C.3]"""
     lower_steps: PositiveInt = 20
-    """N_L: pretext steps per alternation; M-FAC's matrix of a block has this rank. [App. C.3]"""
+    """N_L: pretext steps per alternation; a block's F has at most this rank. [App. C.3]"""
     upper_steps: NonNegativeInt = 8
     """N_U: downstream steps. 0 trains the lower level alone, a control. [App. C.3]"""
     lam: PositiveFloat = 1e-3

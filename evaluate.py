@@ -15,8 +15,10 @@ from commands import Command, FinetuneConfig, Record, UsageError, checking
 FREE = {*Command.model_fields, "start", "pool", "jobs", "seeds", "mfac_device", "weights"} - {"amp"}
 ENDS = ("None", "_full.pth", "IN1K-vit.h.14-300e.pth.tar")  # of the official files' names
 METHODS = {None: "PEFT", "mfac": "BiSSLight", "recursion": "BiSSLight", "cg": "BiSSL"}
-SEARCHED = {"amp", "base", "data_seed", "grid", "grid_seeds", "image_size", "lr", "patch_size",
-            "pretext", "split_file"}  # fmt: skip  # free in the paper's figures, too
+# a run has the paper's figure beside it if these settings are the paper's
+PAPERS = FinetuneConfig.model_fields.keys() - FREE - {
+    "amp", "backbone", "base", "data_seed", "dataset", "grid", "grid_seeds", "image_size", "lr",
+    "patch_size", "pretext", "split_file"}  # fmt: skip
 
 
 class Comparison(BaseModel, frozen=True):
@@ -152,9 +154,9 @@ def read_run(run: Path) -> Record:
 
 def published(settings: Record, result: Record) -> Reported | None:
     """The paper's figure for a run; None where its settings, as far as we know, are others."""
-    layers = FinetuneConfig.layers({key: settings[key] for key in ("backbone", "pretext")})
+    paper = FinetuneConfig.layers({key: settings[key] for key in ("backbone", "pretext")})["paper"]
     usual = (
-        all(settings.get(k) == v for k, v in layers["paper"].items() if k not in FREE | SEARCHED)
+        all(settings.get(name) == paper[name] for name in PAPERS)
         and settings["pretext"] == result["pretext"]
         and str(settings["weights"]).endswith(ENDS)
         and result["aligned_on"] in (None, settings["dataset"])

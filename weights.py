@@ -87,9 +87,8 @@ def arch_of(data: Any, cfg: Shape) -> Arch:
         if trained != cfg.backbone:
             raise ValueError(f"was trained as {trained}, give --backbone {trained}")
     for name in ("image_size", "patch_size"):
-        given, has = getattr(cfg, name), getattr(arch, name)
-        if given not in (None, has):
-            raise ValueError(f"has {name} {has}, not {given}; leave the option out")
+        if getattr(cfg, name) not in (None, getattr(arch, name)):
+            raise ValueError(f"has {name} {getattr(arch, name)}; leave the option out")
     return arch
 
 

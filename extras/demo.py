@@ -68,8 +68,9 @@ def demo(
         *((out / f"aligned/s{x.seed}", x, peft.but(seed=x.seed), force) for x in cfgs),
         *((out / f"direct/s{n}", None, peft.but(seed=n), force) for n in range(DIRECT)),
     ]
-    work = run_jobs(part, units, jobs) if jobs > 1 else map(part, units)
-    for _ in track(work, len(units), "demo"):
+    for _ in track(
+        run_jobs(part, units, jobs) if jobs > 1 else map(part, units), len(units), "demo"
+    ):
         pass
     arms = evaluate([out / "aligned", out / "direct"]).arms
     draw(cfgs[0].but(device="cpu"), arms, out / "demo.png")

@@ -184,9 +184,6 @@ def voc_label(number: int, k: int) -> int:
     return 1 if (number + k) % 4 == 0 or (number * 7 + k) % 11 == 0 else -1
 
 
-# --- what a run left -------------------------------------------------------------------------------------------------
-
-
 def read(name: str, out: Path, data: Path) -> Numbers:
     """All numbers of a finished run, by name."""
     kind = RUNS[name].split()[0]

@@ -140,11 +140,7 @@ WRONG = [
     ("align --backbone vit_mini --weights {w} --dataset folder:no --pool quilts", 2, "no folder"),
     ("align --backbone vit_mini --weights {w} --dataset dtd", 2, "bisslight data download dtd"),
     ("align --backbone vit_mini --weights nope.pth --dataset quilts", 2, "nope.pth: is no"),
-    (
-        "align --backbone vit_mini --weights odd.pth --dataset quilts",
-        2,
-        "size mismatch for cls_token",
-    ),
+    ("align --backbone vit_mini --weights odd.pth --dataset quilts", 2, "mismatch for cls_token"),
     (f"{ALIGN} --lam -1", 2, "--lam -1: should be greater than 0"),
     (f"{ALIGN} --mask-ratio 0.99 --dry-run", 2, "leaves none or all of the patches"),
     (f"{ALIGN} --hypergrad newton", 2, "--hypergrad newton: should be 'mfac', 'recursion'"),
@@ -166,6 +162,7 @@ WRONG = [
     (f"{ALIGN} --device cuda:77", 2, "--device cuda:77: there is no such device"),
     (f"{ALIGN} --out /proc/r", 2, "--out /proc/r: make it writable"),
     (f"align {JEPA} --min-keep 9", 2, "can have 9 of them"),
+    (f"align {JEPA} --target-scale 0.4,0.2", 2, "the first number is the smaller one"),
     (f"align {JEPA} --pretext mae", 2, "holds no MAE decoder"),
     (f"align {JEPA} --micro-batch 4", 2, "BatchNorm"),
     (f"finetune {JEPA} --batch 79 --out j", 2, "BatchNorm"),  # 80 images: a last batch of one
@@ -183,6 +180,7 @@ WRONG = [
     ("evaluate pics --seed 5", 2, "go with --rollout N or --similarity"),
     ("evaluate with --similarity --picture s.png", 2, "goes with no picture or rollout"),
     ("finetune --from pair --seeds 2", 2, "the same settings, see their lam"),
+    ("finetune --from twin --seeds 2", 2, "the same settings, see their seed"),
     ("evaluate without --rollout 0", 2, "--rollout 0: give 1 to 64 images"),
     ("evaluate aligned --rollout 2", 2, "aligned is an align run, it predicts nothing"),
     ("evaluate other --rollout 2", 2, "other: was made with other weights or images"),
@@ -206,6 +204,7 @@ def inputs(runs: Path, weights: Path, tmp_path_factory: pytest.TempPathFactory) 
         shutil.copytree(runs / name, at / name)
     for name in "ab":
         shutil.copytree(runs / "aligned", at / "pair" / name)
+        shutil.copytree(runs / "aligned", at / "twin" / name)
     settings = (at / "pair/b/config.json").read_text().replace('"lam": 0.001', '"lam": 0.5')
     (at / "pair/b/config.json").write_text(settings)
     shutil.copytree(runs / "without", at / "other")

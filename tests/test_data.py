@@ -88,10 +88,7 @@ def test_parts_on_disk_are_used_and_only_the_missing_one_is_split_off(tmp_path: 
             "test needs .* a .* z",
         ),
         (["test/a/1.png", "test/b/1.png"], "parts are named train, val and test"),
-        (
-            ["train/a/1.png", "train/b/1.png", "validation/a/1.png"],
-            "validation.*, parts are named",
-        ),
+        (["train/a/1.png", "train/b/1.png", "validation/a/1.png"], "validation.*parts are named"),
         ([f"{c}/{i}{os.fsdecode(bytes([0xE9]))}.png" for c in "ab" for i in "12"], "UTF-8; rename"),
     ],
 )

@@ -52,6 +52,8 @@ def test_score_counts_images_and_classes() -> None:
     each = [(z.argmax(1) == y)[y == k].double().mean() for k in range(4)]
     assert whole.per_class == pytest.approx(100 * float(sum(each)) / 4)
     assert whole.loss == pytest.approx(float(torch.nn.functional.cross_entropy(z, y)))
+    with pytest.raises(ValueError, match="at least one"):  # no class has a positive image
+        score(torch.zeros(2, 2), torch.tensor([[-1, 0], [-1, -1]]), torch.zeros(2))
 
 
 def test_metrics_equal_the_recorded_ones() -> None:
@@ -102,7 +104,9 @@ def finished(path: Path, test: list[float], by: str | None = None, **changes: An
     `changes` are other settings, or other entries of its result.
     """
     path.mkdir(parents=True)
-    config = json.loads(FinetuneConfig(backbone="vit_l16", dataset="cub200").model_dump_json())
+    own = {key: x for key, x in changes.items() if key == "backbone" or x == "ijepa"}
+    given: Any = {"backbone": "vit_l16", "dataset": "cub200"} | own
+    config = json.loads(FinetuneConfig(**given).model_dump_json())
     config |= {"grid": [1e-3], "start": by, "seed": len(str(path))}
     result: dict[str, Any] = {"unit": "PEFT seed", "test": test, "backbone": "vit_l16"}
     result |= {"metric": "top-1 accuracy", "pretext": "mae", "test_images": 1000, "lr": 1e-3}
@@ -178,6 +182,7 @@ def test_the_papers_figure_stands_only_beside_what_the_paper_measured(tmp_path: 
         (None, {"partial": True}, None),
         (None, {"batch": 64}, None),
         ("mfac", {"pretext": "rotation"}, None),
+        ("mfac", {"pretext": "ijepa", "backbone": "vit_h14"}, (86.8, 0.2)),
         (None, {"min_crop": 1.0}, None),
         (None, {"amp": False, "grid_seeds": 2}, (84.4, 0.4)),
         ("mfac", {"aligned_on": "dtd"}, None),

@@ -191,9 +191,6 @@ def test_the_loss_is_twice_differentiable_in_theta() -> None:
     close(product, (g[0] - g[1]) / 2e-5, 1e-6)
 
 
-# --- the mask sampler -----------------------------------------------------------------------------
-
-
 def statistics(name: str) -> dict[str, Any]:
     entries = json.loads(fixture("ijepa/collator_stats.json").read_text())
     return next(entry for entry in entries if entry["name"] == name)
@@ -264,9 +261,6 @@ def test_settings_that_could_never_be_met_are_refused() -> None:
     settings = sampler(target_scale=(0.8, 0.8), context_scale=(0.3, 0.3), min_keep=18)
     with pytest.raises(ValueError, match="a context"):
         ijepa.check_masks(settings, 8)
-
-
-# --- files ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("content", [{"model": 1}, {"encoder": {}, "predictor": {}}])
