@@ -91,7 +91,7 @@ class Command(Machine):
         for name in [name for name in cls.model_fields if name in given]:
             value, kind = given[name], cls.model_fields[name].annotation
             if kind is not bool and bool in map(
-                type, value if isinstance(value, list) else [value]
+                type, value if isinstance(value, list | tuple) else [value]
             ):
                 raise ValueError(f"{name}: needs a value, not true or false")
             if (
