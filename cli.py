@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import Parameter, Signature, get_annotations, getsource
@@ -23,9 +22,6 @@ import typer
 from pydantic_core import to_jsonable_python
 from typer.core import TyperCommand
 
-HELP = """BiSSLight aligns self-supervised backbones with a downstream task, before fine-tuning.
-
-`bisslight --version` prints the version."""
 RUN = "out config force dry_run json quiet"
 COMMANDS = {  # what it does; function, class of its settings, options and arguments; an example
     "align": ("Align a pretrained backbone with a downstream task: BiSSLight, Algorithm 1.",
@@ -59,16 +55,15 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument,
     "device": (str | None, None, "auto, cpu, cuda or cuda:1. Default: the run's; of bench, auto."),
 }
 NAMED = {"start": ["--from"], "root": ["--data-root"]}  # flags that are not --their-name
-LESS = "; out of memory: a --micro-batch that fits, and --recompute, need less and keep the result"
 REMEDIES = {  # any other error is a defect and ends with its traceback
     "UsageError": "",
     "RunError": "",
     "ImageError": "",
-    "ModuleNotFoundError": "; install it, or leave out the option that needs it",
+    "ModuleNotFoundError": "; install it (bisslight[plot]: pictures), or do without this option",
+    "BrokenProcessPool": "; perhaps memory was short: lower --jobs, then the same command goes on",
     "Diverged": "; give a lower learning rate (--lr, --p-lr, --d-lr, --base-lr) and another --out",
-    "OutOfMemoryError": LESS,
-    "MemoryError": LESS,
-    "Abort": "stopped; the same command goes on",  # Typer's name for Ctrl-C
+    "OutOfMemoryError": "; out of memory: a --micro-batch that fits, or --recompute, needs less",
+    "MemoryError": "; out of memory: a --micro-batch that fits, or --recompute, needs less",
 }
 with contextlib.suppress(ImportError):  # the folder may be missing: these commands then are, too
     from extras import COMMANDS as MORE_COMMANDS
@@ -109,7 +104,9 @@ def keywords(name: str) -> list[Parameter]:
         panel = "What one sets first" if key in FIRST else panel
         about: Any = typer.Option(*flags, help=text, metavar="", rich_help_panel=panel)
         if default is ...:
-            about = typer.Argument(help=text, metavar=key.upper(), rich_help_panel="Arguments")
+            about = typer.Argument(
+                help=text, metavar=key.upper(), rich_help_panel="Arguments", exists=True
+            )
         meant: Any = Annotated[value, about]
         found.append(Parameter(key, Parameter.KEYWORD_ONLY, default=default, annotation=meant))
     return found
@@ -124,7 +121,7 @@ def execute(name: str, /, **given: Any) -> int:
     if settings:
         told = {key: value for key, value in given.items() if value is not None}
         if name == "sweep":
-            swept = [key for key in resolve_name("extras.sweep:SWEPT") if "," in told.get(key, "")]
+            swept = [key for key in resolve_name("extras:SWEPT") if "," in told.get(key, "")]
             told |= {"swept": {key: told.pop(key).split(",") for key in swept}} if swept else {}
         own["cfg"], rows = resolve_name("commands:settle")(
             resolve_name(settings), told, own.pop("config"), own.pop("preset", "paper"), as_json
@@ -197,7 +194,7 @@ def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
     console = Console(stderr=True)
     live = Progress(
         "{task.description:>8}",
-        BarColumn(16),
+        BarColumn(10),
         "{task.completed}/{task.total}",
         "ETA",
         TimeRemainingColumn(),
@@ -209,11 +206,14 @@ def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
 
     def track(items: Iterator[Any], total: int, label: str, done: int = 0) -> Iterator[Any]:
         bar = live.add_task(label, total=total, completed=done, text="")
+        seen: dict[str, Any] = {}  # of a loop's records the latest numbers, such as a validation
         for n, item in enumerate(items, done + 1):
-            live.update(bar, completed=n, text=brief(item)[: max(console.width - 52, 10)])
+            loop = isinstance(item, dict) and "step" in item
+            seen = seen | {k: v for k, v in item.items() if v} if loop else {}
+            live.update(bar, completed=n, text=brief(seen or item)[: max(console.width - 46, 10)])
             if live.disable:
                 left = TimeRemainingColumn().render(live.tasks[-1])
-                print(f"{label} {n}/{total}  {brief(item)}  ETA {left}", file=sys.stderr)
+                print(f"{label} {n}/{total}  {brief(seen or item)}  ETA {left}", file=sys.stderr)
             yield item
         live.remove_task(bar)
 
@@ -250,10 +250,10 @@ class Sections(TyperCommand):
     """Plain help with a section for each panel: Typer's own, drawn by rich, takes twice as long."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        panels = defaultdict[str, list[Any]](list)
+        panels: dict[str, list[Any]] = {}
         for option in self.get_params(ctx):
             panel = getattr(option, "rich_help_panel", None) or "This run"  # --help has none
-            panels[panel] += filter(None, [option.get_help_record(ctx)])
+            panels.setdefault(panel, []).extend(filter(None, [option.get_help_record(ctx)]))
         for panel, rows in sorted(panels.items(), key=lambda item: item[0] != "Arguments"):
             with formatter.section(panel):
                 formatter.write_dl(rows)
@@ -261,7 +261,12 @@ class Sections(TyperCommand):
 
 def build(arguments: list[str]) -> typer.Typer:
     """The program, with the flags of the command that is asked for."""
-    app = typer.Typer(help=HELP, add_completion=False, rich_markup_mode=None)
+    app = typer.Typer(
+        help="BiSSLight aligns self-supervised backbones with a downstream task, before "
+        "fine-tuning.\n\n`bisslight --version` prints the version.",
+        add_completion=False,
+        rich_markup_mode=None,
+    )
     data = typer.Typer(help="The datasets.", rich_markup_mode=None)
     for name, (told, *_, example) in COMMANDS.items():
         group, _, last = name.rpartition(" ")
@@ -305,7 +310,7 @@ def run(arguments: list[str]) -> int:
         return program(arguments or ["--help"], prog_name="bisslight", standalone_mode=False) or 0
     except BaseException as error:
         kind = "RunError" if isinstance(error, OSError) else type(error).__name__
-        code = {"UsageError": 2, "Abort": 130}.get(kind, 1)
+        code = 2 if kind == "UsageError" else 1
         line = f"{error}{REMEDIES.get(kind)}"
         if kind == "Stopped":
             code, line = 128 + error.args[0], error.args[1]

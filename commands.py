@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import logging
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from config import FOLDERS, NAMES, Bilevel, Data, Lower, Machine, Model, Peft, P
 Record = dict[str, Any]  # settings by name, a line of metrics.jsonl, what a run ended with
 GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # App. C.2: from the pretrained backbone
 ALIGNED_GRID = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)  # App. C.2: after BiSSLight
-DROP_PATH = {"vit_l16": 0.2, "vit_h14": 0.2}  # App. C.2; ViT-B: 0.1
 RELEASED: Record = {  # where the authors' program, run as its README says, is not the paper
     "drop_path": 0.2,
     "d_interpolation": "bilinear",
@@ -29,6 +29,11 @@ RELEASED: Record = {  # where the authors' program, run as its README says, is n
     "cg_steps": "tensor",
     "optimizer": "sgd",  # of PEFT after an align run alone
 }
+# a run counts as the paper's method if all but these are the paper's: it searches for them, leaves
+# them open, or they do not change the result
+OPEN = {*Machine.model_fields, "d_lr", "d_lr_from", "lr", "grid", "grid_seeds", "seeds", "jobs",
+        "start", "hypergrad", "eval_every", "mfac_device", "backbone", "pretext", "base",
+        "image_size", "patch_size", "weights", "dataset", "data_seed", "split_file"}  # fmt: skip
 
 
 class UsageError(Exception):
@@ -103,9 +108,9 @@ class Command(Machine):
         found = {name: v for layer in cls.layers(given).values() for name, v in layer.items()}
         made = handler({name: found[name] for name in found.keys() & cls.model_fields} | given)
         at = vars(made).get
-        for name in ("target_scale", "context_scale", "aspect"):
-            if [*at(name, ())] != sorted(at(name, ())):
-                raise ValueError(f"{name}: the first number is the smaller one")
+        pairs = ("target_scale", "context_scale", "aspect")
+        if odd := [name for name in pairs if [*at(name, ())] != sorted(at(name, ()))]:
+            raise ValueError(f"{odd[0]}: the first number is the smaller one")
         if at("d_lr_from") and at("d_lr") != cls.model_fields["d_lr"].default:
             raise ValueError("give --d-lr or --d-lr-from, not both")
         if at("lr") and at("grid") != (at("lr"),):
@@ -137,7 +142,7 @@ class Command(Machine):
             "grid": (known["lr"],) if "lr" in known else grid,
             "rank": 64,
             "alpha": known.get("rank", short.get("rank", 64)),
-            "drop_path": DROP_PATH.get(backbone, 0.1),
+            "drop_path": {"vit_l16": 0.2, "vit_h14": 0.2}.get(backbone, 0.1),  # App. C.2
         }
         return {
             "paper": dict(cls.model_construct()) | paper | task,
@@ -149,14 +154,6 @@ class Command(Machine):
 
 class AlignConfig(Bilevel, Upper, Lower, Pretext, Data, Model, Command):
     """`align`: BiSSLight, Algorithm 1."""
-
-
-# A run counts as the paper's method if these are the paper's. Not among them: d_lr, which the paper
-# searches for; hypergrad, which names the arm; and what does not change the result.
-METHOD = AlignConfig.model_fields.keys() - Command.model_fields.keys()
-METHOD -= {"d_lr", "d_lr_from", "hypergrad", "eval_every", "mfac_device", "backbone", "pretext",
-           "image_size", "patch_size", "weights", "dataset", "data_seed", "split_file",
-           "partial"}  # fmt: skip
 
 
 class FinetuneConfig(Peft, Data, Model, Command):
@@ -210,9 +207,10 @@ def place_of(name: str, root: Path) -> Path | None:
     if name == "quilts" or name.partition(":")[0] == "own":
         return None
     path = root / FOLDERS[name] if name in FOLDERS else Path(name.removeprefix("folder:"))
-    if not path.is_dir():
-        fetch = f"; `bisslight data download {name}` fetches it, or --data-root says where it is"
-        raise UsageError(f"{name}: there is no folder {path}" + fetch * (name in FOLDERS))
+    if not path.exists():
+        get = "name another --pool" if name == "imagenet" else f"`bisslight data download {name}`"
+        more = f"; {get}, or give the --data-root where it is" * (name in FOLDERS)
+        raise UsageError(f"{name}: there is no folder or file {path}{more}")
     return path
 
 
@@ -224,8 +222,8 @@ def settle(
     A flag wins over the file, that over the preset, the align run, the default. UsageError.
     """
     table = read_table(file) if file else {}
-    names = kind.model_fields if base != "paper" else ()
-    released = {name: value for name, value in RELEASED.items() if name in names}
+    preset = {} if base == "paper" else RELEASED
+    released = {name: preset[name] for name in kind.model_fields.keys() & preset}
     if "start" not in table | flags:
         released.pop("optimizer", None)
     given = released | table | flags
@@ -233,8 +231,15 @@ def settle(
     if "start" in given and not start.is_file() and not inherited(start):
         raise UsageError(f"--from {start}: is no align run, directory of align runs or LoRA file")
     made = make(kind, given)
-    for name in sorted({"dataset", "pool"} & kind.model_fields.keys()):
-        place_of(getattr(made, name), made.data_root)
+    at = vars(made).get
+    if at("warmup", -1) >= at("alternations", 0) or at("warmup_epochs", -1) >= at("epochs", 0):
+        logging.getLogger("bisslight").warning(
+            "the warm-up is not shorter than the run, so no rate reaches its base value; see "
+            "--warmup, --warmup-epochs"
+        )
+    paths = ("dataset", "pool", "weights", "split_file", "d_lr_from")
+    for name in filter(None, [getattr(made, path, None) for path in paths]):
+        place_of(str(name), made.data_root)
     layers = kind.layers(made.model_dump(exclude_unset=True)) | {
         f"preset {base}": released,
         f"{file}": table,
@@ -260,5 +265,6 @@ def make(kind: Any, given: Record) -> Any:
         flags = (f"--{part}".replace("_", "-") for part in item["loc"] if part != "swept")
         name = next(flags, "").replace("--start", "--from")
         value = f" {item['input']}" if isinstance(item["input"], str | int | float) else ""
-        message = item["msg"].removeprefix("Value error, ").replace("Input should", "should")
+        plain = item["msg"].removeprefix("Value error, ").replace("Input should", "should")
+        message = plain.replace("Extra inputs are not permitted", "is no setting of this command")
         raise UsageError(f"{name}{value}: {message}".removeprefix(": ")) from error

@@ -57,7 +57,6 @@ NonNegativeInt = Annotated[int, Field(ge=0, lt=2**53)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Place = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
-Pool = str  # imagenet, quilts, own, or a folder, made absolute by `Command.fill`
 Listed = BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v)  # of a command line
 Shares = Annotated[tuple[Share, Share], Listed]  # in a pair, the first number is the smaller one
 Ratios = Annotated[tuple[PositiveFloat, PositiveFloat], Listed]
@@ -173,7 +172,7 @@ class Pretext(Settings):
 class Lower(Settings):
     """Lower level: the pretext task at θ_P."""
 
-    pool: Pool = FILLED
+    pool: str = FILLED
     """D^P: imagenet, quilts or a folder of images. Default: imagenet, quilts' own. [App. C.3]"""
     p_batch: PositiveInt = 256
     """Images per lower step. [App. C.3]"""

@@ -10,15 +10,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from commands import Command, FinetuneConfig, Record, UsageError, checking
+from commands import OPEN, Command, FinetuneConfig, Record, UsageError, checking
 
 FREE = {*Command.model_fields, "start", "pool", "jobs", "seeds", "mfac_device", "weights"} - {"amp"}
-ENDS = ("None", "_full.pth", "IN1K-vit.h.14-300e.pth.tar")  # of the official files' names
 METHODS = {None: "PEFT", "mfac": "BiSSLight", "recursion": "BiSSLight", "cg": "BiSSL"}
-# a run has the paper's figure beside it if these settings are the paper's
-PAPERS = FinetuneConfig.model_fields.keys() - FREE - {
-    "amp", "backbone", "base", "data_seed", "dataset", "grid", "grid_seeds", "image_size", "lr",
-    "patch_size", "pretext", "split_file"}  # fmt: skip
 
 
 class Comparison(BaseModel, frozen=True):
@@ -41,6 +36,8 @@ def compare(arm: Sequence[int], against: Sequence[int]) -> Comparison:
     """
     n, pooled = len(arm), [*arm, *against]
     splits = math.comb(len(pooled), n)
+    if any(number % 1 for number in pooled):  # so it is for nan
+        raise ValueError("compare counts, such as images that were right, not percentages")
     sets = Counter({(0, 0): 1})  # (size, sum) -> how many sets have it
     for number in pooled:
         for (size, total), count in [*sets.items()]:
@@ -100,12 +97,12 @@ def row(arm: Record, first: Record) -> Row:
         raise UsageError(
             f"{arm['arm']}, {first['arm']}: have other images or another split, not comparable"
         )
-    if None in differs.pop("aligned_by", ()):
-        differs.pop("grid", None)  # its default follows from the start
+    if None in differs.pop("aligned_by", ()):  # these follow from the start
+        differs = {k: x for k, x in differs.items() if k not in ("grid", "align_unlike_paper")}
     mean, versus = fmean(arm["accuracies"]), compare(first["counts"], arm["counts"])
     versus = versus.model_copy(update={"difference": fmean(first["accuracies"]) - mean})
     return Row(
-        **{key: arm[key] for key in ("arm", "unit", "metric", "paper", "accuracies", "counts")},
+        **arm,
         seeds=len(arm["counts"]),
         mean=mean,
         std=stdev(arm["accuracies"]) if len(arm["counts"]) > 1 else None,
@@ -125,12 +122,16 @@ def read_arm(path: Path) -> Record:
     files = [*path.glob("config.json")] or [*path.glob("*/config.json")] or [path / "config.json"]
     with checking(str(path), "give a finished finetune run, or a folder of them"):
         arms = [read_run(file.parent) for file in sorted(files, key=lambda f: (len(str(f)), f))]
-    if names := {name for arm in arms for name in unlike(arms[0], arm)}:
-        raise UsageError(f"{path}: its runs are no seeds of one arm, {', '.join(names)} differ")
+    each = [(x["settings"], range(len(x["counts"]))) for x in arms]
+    seeds = [(config["start"], config["seed"] + i) for config, tests in each for i in tests]
+    names = {name for arm in arms for name in unlike(arms[0], arm)}
+    if names or len({*seeds}) < len(seeds):
+        why = ", ".join(sorted(names)) + " differ" if names else "some have the same seed"
+        raise UsageError(f"{path}: its runs are no seeds of one arm, {why}")
     lists = {key: [x for arm in arms for x in arm[key]] for key in ("accuracies", "counts")}
     starts = {arm["settings"].get("start") for arm in arms}
-    each = 1 < len(starts) == len(lists["counts"])  # seed has an align run of its own
-    return arms[0] | lists | {"arm": path.name} | ({"unit": "align run and PEFT"} if each else {})
+    own = 1 < len(starts) == len(lists["counts"])  # each seed has an align run of its own
+    return arms[0] | lists | {"arm": path.name} | ({"unit": "align run and PEFT"} if own else {})
 
 
 def read_run(run: Path) -> Record:
@@ -140,35 +141,35 @@ def read_run(run: Path) -> Record:
     )
     if not result.get("test"):
         raise UsageError(f"{run}: has no test accuracy, it is not a finetune run")
-    digests = {name: env["about"][name] for name in ("data_sha256", "weights_sha256")}
-    whole = result["test_images"] if result["metric"] == "top-1 accuracy" else 10_000
-    return {
-        "settings": config | digests | {"aligned_by": result["aligned_by"]},
-        "unit": result["unit"],
-        "metric": result["metric"],
+    about, kept = (
+        env["about"] | result,
+        ("data_sha256", "weights_sha256", "aligned_by", "align_unlike_paper"),
+    )
+    return dict(result) | {
+        "settings": config | {name: about[name] for name in kept},
         "paper": published(config, result),
         "accuracies": result["test"],
-        "counts": [round(percent * whole / 100) for percent in result["test"]],
+        "counts": result["right"] or [round(100 * percent) for percent in result["test"]],
     }
 
 
 def published(settings: Record, result: Record) -> Reported | None:
     """The paper's figure for a run; None where its settings, as far as we know, are others."""
-    paper = FinetuneConfig.layers({key: settings[key] for key in ("backbone", "pretext")})["paper"]
+    paper = FinetuneConfig.layers(settings)["paper"]
     usual = (
-        all(settings.get(name) == paper[name] for name in PAPERS)
+        all(settings.get(name, x) == x for name, x in paper.items() if name not in OPEN)
         and settings["pretext"] == result["pretext"]
-        and str(settings["weights"]).endswith(ENDS)
+        and str(settings["weights"]).endswith(("None", "_full.pth", "IN1K-vit.h.14-300e.pth.tar"))
         and result["aligned_on"] in (None, settings["dataset"])
         and not result["align_unlike_paper"]
     )
     arm, column = METHODS.get(result["aligned_by"], ""), settings["dataset"]
     if not usual or column not in DATASETS:
         return None
-    for label, text in ACCURACIES.get(result["pretext"], {}).items():
-        for backbone, method, *cells in map(str.split, text.splitlines()):
-            if (backbone, method) == (result["backbone"], arm):
-                mean, std = cells[DATASETS.index(column)].split("±")
+    for label, text in ACCURACIES.items():
+        for *names, figures in (line.split(maxsplit=3) for line in text.splitlines()):
+            if names == [result["pretext"], result["backbone"], arm]:
+                mean, std = figures.split()[DATASETS.index(column)].split("±")
                 return Reported(mean=float(mean), std=float(std), source=label)
     return None
 
@@ -177,22 +178,17 @@ def published(settings: Record, result: Record) -> Reported | None:
 DATASETS = ("pets", "dtd", "voc07", "flowers", "cub200", "aircrafts")  # the tables' columns
 
 
-ACCURACIES = {  # by pretext task and the label of the table; after BiSSL(ight) comes PEFT
-    "mae": {
-        "tab:mae_bisslight_main_results": """\
-            vit_b16 PEFT      91.7±0.3 69.9±0.5 80.9±0.3 92.8±0.5 79.8±0.5 70.6±0.6
-            vit_b16 BiSSLight 92.1±0.2 70.3±0.4 81.7±0.2 93.5±0.3 81.2±0.3 72.7±0.3
-            vit_l16 PEFT      94.4±0.3 74.1±0.6 85.5±0.2 94.6±0.4 84.4±0.4 79.1±0.4
-            vit_l16 BiSSLight 94.7±0.2 74.9±0.4 85.9±0.1 95.8±0.2 85.6±0.3 82.2±0.3
-            vit_h14 PEFT      95.2±0.3 75.8±0.5 86.5±0.2 96.0±0.3 85.9±0.4 80.4±1.0
-            vit_h14 BiSSLight 95.5±0.2 76.7±0.2 87.3±0.1 97.2±0.1 87.2±0.2 87.1±0.3""",
-        # its rows of PEFT and BiSSLight repeat the main table
-        "tab:classificaiton_acc_bissl_orig": """\
-            vit_b16 BiSSL     92.0±0.5 70.8±0.4 81.9±0.1 93.4±0.4 81.2±0.3 72.7±0.3""",
-    },
-    "ijepa": {
-        "tab:classificaiton_acc_bisslight_ijepa": """\
-            vit_h14 PEFT      94.6±0.1 73.1±0.4 82.4±0.2 95.1±0.4 86.4±0.3 76.0±0.6
-            vit_h14 BiSSLight 94.7±0.1 74.0±0.6 84.0±0.3 96.1±0.3 86.8±0.2 77.7±0.4""",
-    },
-}
+ACCURACIES = {  # by the label of the table; after BiSSL(ight) comes PEFT
+    "tab:mae_bisslight_main_results": """\
+        mae   vit_b16 PEFT      91.7±0.3 69.9±0.5 80.9±0.3 92.8±0.5 79.8±0.5 70.6±0.6
+        mae   vit_b16 BiSSLight 92.1±0.2 70.3±0.4 81.7±0.2 93.5±0.3 81.2±0.3 72.7±0.3
+        mae   vit_l16 PEFT      94.4±0.3 74.1±0.6 85.5±0.2 94.6±0.4 84.4±0.4 79.1±0.4
+        mae   vit_l16 BiSSLight 94.7±0.2 74.9±0.4 85.9±0.1 95.8±0.2 85.6±0.3 82.2±0.3
+        mae   vit_h14 PEFT      95.2±0.3 75.8±0.5 86.5±0.2 96.0±0.3 85.9±0.4 80.4±1.0
+        mae   vit_h14 BiSSLight 95.5±0.2 76.7±0.2 87.3±0.1 97.2±0.1 87.2±0.2 87.1±0.3""",
+    "tab:classificaiton_acc_bissl_orig": """\
+        mae   vit_b16 BiSSL     92.0±0.5 70.8±0.4 81.9±0.1 93.4±0.4 81.2±0.3 72.7±0.3""",
+    "tab:classificaiton_acc_bisslight_ijepa": """\
+        ijepa vit_h14 PEFT      94.6±0.1 73.1±0.4 82.4±0.2 95.1±0.4 86.4±0.3 76.0±0.6
+        ijepa vit_h14 BiSSLight 94.7±0.1 74.0±0.6 84.0±0.3 96.1±0.3 86.8±0.2 77.7±0.4""",
+}  # the other rows of the second table repeat the first

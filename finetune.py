@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
+from concurrent.futures.process import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -19,10 +19,9 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from pydantic import BaseModel
 
 from bisslight import Diverged
-from commands import FinetuneConfig, Record, RunError, UsageError, checking
+from commands import FinetuneConfig, Record, UsageError, checking
 from data import Task
 from lora import load_adapter, load_theta, save_adapter
 from model import Model, own_names
@@ -39,13 +38,12 @@ from run import (
     untracked,
     world,
 )
-from training import Group, Optimiser, Schedule, trainable, trained
+from training import Ended, Group, Optimiser, Schedule, trainable, trained
 
 
-class FinetuneResult(BaseModel, frozen=True):
+class FinetuneResult(Ended, frozen=True):
     """What a finetune run ended with. Lists have one entry per seed."""
 
-    out: str
     dataset: str
     backbone: str
     pretext: str
@@ -79,12 +77,11 @@ def finetune(
     `task`: one of your own. UsageError before the long work; Diverged where every rate diverges.
     """
     cfg = cfg.but(**own_names(task)) if task else cfg
-    check_directory(out, "finetune", cfg, force)
+    goes_on = check_directory(out, "finetune", cfg, force)
     m = Model(cfg, task)
     starts, unit = starts_of(cfg)
     origins = [origin(start, m) for start in dict.fromkeys(starts) if start]
-    m.check("--batch", cfg.batch, out)
-    digests = [sha256(adapter_of(x)) for x in starts if x]
+    m.check("--batch", cfg.batch, goes_on)
     runs = [read_json(x / "config.json") for x in {*starts} if x and x.is_dir()]
     unlike = {key for x in runs for key in x if x[key] != runs[0].get(key)} - MAY_CHANGE - {"seed"}
     if unlike or len({x["seed"] for x in runs}) < len(runs):
@@ -92,14 +89,15 @@ def finetune(
             f"--from {cfg.start}: should hold align runs of other seeds and the same settings, see "
             f"their {', '.join(sorted(unlike)) or 'seed'}"
         )
-    with Run(out, "finetune", cfg, force, **m.about, start_sha256=digests) as run:
+    digests = {"start_sha256": [sha256(adapter_of(x)) for x in starts if x]}
+    with Run(out, "finetune", cfg, force, **m.about, **digests) as run:
         if run.result:
             return FinetuneResult(**run.result)
 
         def results(pairs: list[tuple[float, int]]) -> list[Record]:
             one = {"grid": None, "grid_seeds": 1, "seeds": 1, "jobs": 1}
             trials = [cfg.but(**one, lr=lr, seed=cfg.seed + i, start=starts[i]) for lr, i in pairs]
-            if cfg.jobs == 1:
+            if cfg.jobs == 1 or not trials:
                 return [peft(one, out, task, m, track) for one in trials]
             work = jobs(partial(peft, out=out, task=task), trials, cfg.jobs)
             return [*track(work, len(trials), "runs")]
@@ -108,9 +106,11 @@ def finetune(
         found = results([(lr, i) for lr in cfg.grid for i in range(n)])
         tried = {lr: found[k * n : (k + 1) * n] for k, lr in enumerate(cfg.grid)}
         lr, chosen = best_rate(tried, lambda lr, n: results([(lr, i) for i in range(n, cfg.seeds)]))
+        if len(cfg.grid) > 1 and lr in (min(cfg.grid), max(cfg.grid)):
+            LOG.warning("the best rate, %g, is an end of the grid: one beyond it may be better", lr)
         first = origins[0] if origins else {}
         return FinetuneResult(**run.finish({
-            "out": str(out), "dataset": cfg.dataset, "backbone": cfg.backbone, "unit": unit,
+            "dataset": cfg.dataset, "backbone": cfg.backbone, "unit": unit,
             "lr": lr, "metric": m.metric,
             "grid": {f"{rate}": [r["val"] and r["val"]["accuracy"] for r in runs]
                      for rate, runs in tried.items()},
@@ -152,7 +152,7 @@ def best_rate(
         results = tried[lr] + more(lr, len(tried[lr]))
         if all(result["val"] for result in results):
             return lr, results
-    raise Diverged("every learning rate diverged, lower --lr or extend --grid downwards")
+    raise Diverged("every learning rate of the grid diverged")
 
 
 def worth(validated: list[Record]) -> tuple[float, float]:
@@ -180,12 +180,12 @@ def starts_of(cfg: FinetuneConfig) -> tuple[list[Path | None], str]:
             f"--from {cfg.start}: holds {len(runs)} align runs, "
             f"--seeds {cfg.seeds} wants 1 or {cfg.seeds}"
         )
-    for run in runs:
-        if run.is_dir() and not ((run / "result.json").exists() and adapter_of(run).exists()):
-            raise UsageError(
-                f"--from {run}: is not a finished align run; give its own command again to finish "
-                "it"
-            )
+    needed = ("result.json", "adapter.safetensors")
+    if odd := [x for x in runs if x.is_dir() and not all((x / name).exists() for name in needed)]:
+        raise UsageError(
+            f"--from {odd[0]}: is not a finished align run; unless it diverged, its own command "
+            "finishes it"
+        )
     if len(runs) > 1:
         return [*runs], "align run and PEFT"
     kind = "LoRA file" if cfg.start.is_file() else "align run"
@@ -205,15 +205,14 @@ def origin(start: Path, m: Model) -> Record:
             raise ValueError(f"holds θ {[*theta.shape]}, this run's is {[*shape]}; see --rank")
         if about.get("stage", "align") != "align":
             raise ValueError("is fine-tuned already, give an align run")
-        for key in ("backbone", "rank", "alpha", "weights_sha256"):
-            if about and str(about.get(key)) != str(now[key]):
-                raise ValueError(f"has {key} {about.get(key)}, this run {now[key]}")
+        keys = ("backbone", "rank", "alpha", "weights_sha256") if about else ()
+        if odd := [key for key in keys if str(about.get(key)) != str(now[key])]:
+            raise ValueError(f"has {odd[0]} {about.get(odd[0])}, this run {now[odd[0]]}")
         names = (str(x.get("dataset")).removeprefix("folder:") for x in (about, now))
         same = len({Path(x).resolve() for x in names}) == 1
         if same and about.get("data_sha256", now["data_sha256"]) != now["data_sha256"]:
             raise ValueError(
-                f"was aligned on another split or other images of {now['dataset']} (data_sha256 "
-                f"{about['data_sha256'][:12]}, here {now['data_sha256'][:12]}), so it may have "
+                f"was aligned on another split or other images of {now['dataset']}, so it may have "
                 "seen the test images; give its --data-seed, --split-file and images, or align "
                 "again"
             )
@@ -246,7 +245,7 @@ def peft(
         now = {"theta": theta} | head
         best = {name: tensor.detach().clone() for name, tensor in now.items()}
         run.keep([*now.values(), *best.values()], [opt])
-        result = {"lr": lr, "seed": cfg.seed, "adapter": str(out / "adapter.safetensors")}
+        result = {"lr": lr, "seed": cfg.seed}
         label = f"lr {lr:g} seed {cfg.seed}"
         try:
             loss = partial(loss_D, theta, phi_D, regularise=True)
@@ -281,11 +280,6 @@ def jobs(fn: Callable[[Any], Any], units: Sequence[Any], count: int) -> Iterator
     with ProcessPoolExecutor(count, get_context("spawn"), start_worker, given) as pool:
         try:
             yield from pool.map(fn, units)
-        except BrokenProcessPool as error:
-            raise RunError(
-                "a worker process died, perhaps for want of memory; lower --jobs and give the same "
-                "command again"
-            ) from error
         finally:  # where one run failed, the others save and stop
             asked, stop.flag.value = stop.flag.value, stop.flag.value or signal.SIGTERM
             pool.shutdown()

@@ -34,8 +34,7 @@ import torch
 from torch import Tensor
 
 Partition = Literal["layer", "projection", "matrix", "global"]
-Inverse = Callable[[Tensor], Tensor]  # g (K, p) -> q (K, p)
-Product = Callable[[Tensor], Tensor]  # d -> H d, both (K, p)
+Map = Callable[[Tensor], Tensor]  # of a tensor (K, p): g -> q, d -> H d
 
 CHUNK = 16_384  # columns of G that are converted to float64 at a time, so that the copy is small
 
@@ -89,7 +88,7 @@ def apply(M: Block, g: Tensor, lam: float) -> Tensor:
     return (x - lam * (M.v.T @ ((M.v @ x) / (len(M.d) + M.d)))).to(g.dtype)
 
 
-def recursion(G: Tensor, lam: float, H: object = None, partition: Partition = "layer") -> Inverse:
+def recursion(G: Tensor, lam: float, H: object = None, partition: Partition = "layer") -> Map:
     """M-FAC as the paper writes it: the same q as `mfac`, but all v_i are stored besides G.
 
     Arguments and result are those of `mfac`; v is float64 and has twice the bytes of a float32 G.
@@ -105,7 +104,7 @@ def recursion(G: Tensor, lam: float, H: object = None, partition: Partition = "l
     return inverse
 
 
-def mfac(G: Tensor, lam: float, H: object = None, partition: Partition = "layer") -> Inverse:
+def mfac(G: Tensor, lam: float, H: object = None, partition: Partition = "layer") -> Map:
     """BiSSLight's hypergradient (Algorithm 1, l.10 and l.13) in closed form.
 
         q = λ (GᵀG/m + λI)⁻¹ g = g − Gᵀ (mλI + GGᵀ)⁻¹ G g        in every block
@@ -165,7 +164,7 @@ def blocks(x: Tensor, partition: Partition) -> Tensor:
     return x.unflatten(-1, (n, -1)).transpose(1, 2)  # type: ignore[no-any-return]
 
 
-def identity(G: Tensor, lam: float, H: object = None) -> Inverse:
+def identity(G: Tensor, lam: float, H: object = None) -> Map:
     """No curvature, q = g: the limit of Eq. 5 for a pretext Hessian much smaller than λ.
 
     A control; the paper does not have it. The returned q is a copy.
@@ -174,7 +173,7 @@ def identity(G: Tensor, lam: float, H: object = None) -> Inverse:
     return Tensor.clone
 
 
-def exact(G: Tensor, lam: float, H: Callable[[], Product]) -> Inverse:
+def exact(G: Tensor, lam: float, H: Callable[[], Map]) -> Map:
     """Eq. 5 itself, q = λ (H + λI)⁻¹ g with the dense Hessian of the pretext loss at (θ_P, φ_P).
 
     It takes one product per parameter, so it is for small θ only. Eq. 4 minimises over φ_P as well,

@@ -7,7 +7,7 @@ import importlib
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,9 @@ class Model:
         if isinstance(cfg, AlignConfig):
             self.pool: data.Pool = pool or named(cfg, "pool")
         self.amp = cfg.amp and self.device.type == "cuda"
-        for x, *_ in (*self.task[1:4], pool or self.task.val):
-            if isinstance(x, Tensor) and ((x < 0) | (x > 1)).any():
-                raise UsageError(
-                    "task, pool: pixels in memory are between 0 and 1; see clamp(0, 1)"
-                )
+        stored = [part[0] for part in (*self.task[1:4], pool or self.task.val)]
+        if not all(((x >= 0) & (x <= 1)).all() for x in stored if isinstance(x, Tensor)):
+            raise UsageError("task, pool: pixels in memory are between 0 and 1; see clamp(0, 1)")
         many = self.task.test.targets.ndim > 1  # classes of an image
         if many and not all((part.targets == 1).any() for part in self.task[2:4]):
             raise UsageError(
@@ -54,8 +52,6 @@ class Model:
         backbone, self.pretext_head, self.arch = load_backbone(cfg)
         self.backbone = backbone.to(self.device)
         size = self.arch.image_size
-        if "quilts" in (cfg.dataset, getattr(cfg, "pool", None)) and size != 16:
-            raise UsageError(f"quilts have 16 px, the backbone wants {size}; use other images")
         cut = cfg.augment, cfg.min_crop, cfg.d_interpolation
         self.transform = data.Transform(size, self.task.mean, self.task.std, *cut)
         self.about: Record = {  # what defines a run beside its settings
@@ -73,9 +69,9 @@ class Model:
         }
         if isinstance(cfg, AlignConfig):
             self.about["pool_sha256"] = data.fingerprint(self.pool)
-            file = Path(cfg.pretext.rpartition(":")[0])  # of a task of one's own
-            if file.suffix == ".py" and file.is_file():  # `own_class` tells where it is missing
-                self.about["pretext_sha256"] = sha256(file)
+            if cfg.pretext not in ("mae", "ijepa"):
+                file = own_class(cfg.pretext).loss.__code__.co_filename
+                self.about["pretext_sha256"] = sha256(Path(file))
 
     def theta(self) -> Tensor:
         """A fresh θ (l.2)."""
@@ -98,7 +94,9 @@ class Model:
         """The pretext task of these settings; θ is where θ_P starts."""
         cfg: Any = self.cfg
         if cfg.pretext not in ("mae", "ijepa"):
-            own = own_class(cfg.pretext)(self.backbone, cfg, data.rng(cfg.seed, "pretext"))
+            own: PretextTask = own_class(cfg.pretext)(
+                self.backbone, cfg, data.rng(cfg.seed, "pretext")
+            )
             pieces = (cfg.micro_batch or cfg.p_batch) < cfg.p_batch or world()[1] > 1
             if pieces and not getattr(own, "mean_over_images", True):
                 raise UsageError(
@@ -152,8 +150,8 @@ class Model:
                     record[name] = self.score(self.task.val, at, phi_D).model_dump()
             yield record
 
-    def check(self, flag: str, batch: int, out: Path) -> None:
-        """Refuse batches too small to share (UsageError); before a run, decode val and test."""
+    def check(self, flag: str, batch: int, goes_on: bool) -> None:
+        """Refuse batches too small to share (UsageError); if a run is new, decode val and test."""
         norm, last = self.cfg.head == "batchnorm", len(self.task.train.targets) % batch or batch
         _, processes = world()
         least = max(2, processes) if norm else processes
@@ -169,9 +167,9 @@ class Model:
             raise UsageError(
                 f"--p-batch {self.cfg.p_batch}: give each of {processes} processes an image"
             )
-        for split in () if (out / "env.json").exists() else (self.task.val, self.task.test):
-            for error in data.decode_all(split.images):
-                raise error
+        parts = () if goes_on else (self.task.val, self.task.test)
+        for error in [error for part in parts for error in data.decode_all(part.images)]:
+            raise error
 
 
 def pretext_batches(
@@ -219,8 +217,8 @@ def named(cfg: Any, field: str) -> Any:
 
 def own_names(task: data.Task | None, pool: data.Pool | None = None) -> dict[str, str]:
     """What is recorded instead of the names of data that were handed in."""
-    parts = {"dataset": task[1:4] if task else (), "pool": (pool,) if pool else ()}
-    return {key: f"own:{data.fingerprint(*own)[:12]}" for key, own in parts.items() if own}
+    given = ("dataset", task and task[1:4]), ("pool", pool and (pool,))
+    return {key: f"own:{data.fingerprint(*own)[:12]}" for key, own in given if own}
 
 
 def device_of(cfg: Any) -> torch.device:
@@ -242,7 +240,7 @@ def device_of(cfg: Any) -> torch.device:
     return device
 
 
-def own_class(name: str) -> Callable[..., PretextTask]:
+def own_class(name: str) -> Any:
     """The class of `FILE.py:Class` or `module:Class` (UsageError where there is none)."""
     place, _, attribute = name.rpartition(":")
     file = place.endswith(".py")
@@ -250,7 +248,7 @@ def own_class(name: str) -> Callable[..., PretextTask]:
     sys.path.append(str(Path(place).parent.resolve() if file else Path.cwd()))
     try:
         names = runpy.run_path(place) if file else vars(importlib.import_module(place))
-        return names[attribute]  # type: ignore[no-any-return]
+        return names[attribute]
     except (ImportError, OSError, KeyError, SyntaxError, ValueError) as error:
         raise UsageError(f"--pretext {name}: cannot be imported ({error!r})") from error
 

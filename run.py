@@ -12,17 +12,14 @@ import json
 import logging
 import multiprocessing
 import os
-import platform
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
-from ctypes import c_int
 from importlib.metadata import version
-from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -94,7 +91,7 @@ class Stop:
     """A signal asks the runs to end after an alternation or epoch; a second one ends at once."""
 
     heard = 0.0
-    flag: Any = c_int(0)  # the signal that was heard
+    flag: Any = multiprocessing.RawValue("i", 0)  # the signal that was heard
 
     def hear(self, number: int, frame: Any = None) -> None:
         if self.flag.value and time.monotonic() - self.heard > 1:  # torchrun repeats a Ctrl-C
@@ -115,7 +112,8 @@ def start() -> None:
     """Make this process ready for runs: it hears signals, and joins the others of torchrun."""
     stop.flag = multiprocessing.RawValue("i", 0)  # the processes of `finetune.jobs` see it, too
     for number in signal.Signals:  # Ctrl-C, kill, a closed terminal, Slurm's warning
-        if number.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):  # Windows has two
+        ours = number.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")  # Windows has two
+        if ours and signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` sets it
             signal.signal(number, stop.hear)
     if os.environ.get("WORLD_SIZE", "1") != "1" and world()[1] == 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
@@ -129,14 +127,14 @@ def untracked(items: Iterator[Any], total: int, label: str, done: int = 0) -> It
     return items
 
 
-LOCK, TORN = ".lock", ".*.tmp"  # TORN: of a process that was killed while it wrote
+LOCK, TORN = ".lock", ".*.[0-9]*.tmp"  # TORN: of a process that was killed while it wrote
 SEARCH = ("lr*-s[0-9]*", "dlr[0-9]*")  # the runs of a search for a rate
 FILES = ("result.json", "metrics.jsonl", "checkpoint.pt", "backbone.pth", "adapter.safetensors",
          "adapter-s*.safetensors", "rollout.png", "sweep.json", "sweep.png",
          "config.json", "env.json")  # fmt: skip
 PACKAGES = ("torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
 MAY_CHANGE = {"device", "workers", "jobs", "micro_batch", "save_minutes", "mfac_device",
-              "data_root", "weights"}  # fmt: skip
+              "data_root", "weights", "start"}  # fmt: skip
 
 
 class Run(AbstractContextManager["Run"]):
@@ -153,6 +151,8 @@ class Run(AbstractContextManager["Run"]):
         self.records: list[Record] = []  # the lines of metrics.jsonl
         self.began, self.saved = (time.process_time(), time.monotonic()), time.monotonic()
         self.kept: tuple[list[Tensor], list[Any]] = [], []
+        files = {"adapter": "adapter.safetensors", "weights": "backbone.pth"}
+        self.place = {"out": str(path)} | {key: str(path / x) for key, x in files.items()}
         result = path / "result.json"
         check_directory(path, command, config, force, **about)
         gather()  # no process writes before all have looked
@@ -167,15 +167,13 @@ class Run(AbstractContextManager["Run"]):
             for file in path.glob(TORN):
                 file.unlink()
             if not result.exists():
-                git = f"git -C '{Path(__file__).parent}' rev-parse HEAD"
-                failed, commit = subprocess.getstatusoutput(git)
                 settings = config.model_dump(mode="json")
                 machine = {
                     "argv": sys.argv,
-                    "commit": "" if failed else commit,
                     "versions": {"python": sys.version.split()[0]}
                     | {name: version(name) for name in PACKAGES},
-                    "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+                    "cores": os.cpu_count(),
+                    "threads": torch.get_num_threads(),
                     "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
                     "processes": world()[1],
                     "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -187,7 +185,7 @@ class Run(AbstractContextManager["Run"]):
                 write_atomic(path / "env.json", json.dumps(env, indent=1))
                 write_atomic(path / "config.json", json.dumps(settings, indent=1))
         asked = stop.agreed()  # this waits until process 0 has written
-        self.result = read_json(result) if result.exists() else None
+        self.result = read_json(result) | self.place if result.exists() else None
         if self.result is None and asked:
             raise Stopped(asked, f"stopped before {path}; the same command goes on")
 
@@ -234,11 +232,11 @@ class Run(AbstractContextManager["Run"]):
 
     def finish(self, result: Record) -> Record:
         """Write result.json, which says that the run is complete; returns what it holds."""
-        found: Record = json.loads(json.dumps({**result, **self.elapsed()}))
+        found: Record = json.loads(json.dumps({**self.elapsed(), **result}))
         self.write("result.json", json.dumps(found, indent=1))
         gather()  # then it is on the disk
         (self.path / "checkpoint.pt").unlink(missing_ok=True)
-        return found
+        return found | self.place
 
     def write(self, name: str, content: bytes | str) -> None:
         if world()[0] == 0:
@@ -252,23 +250,28 @@ class Run(AbstractContextManager["Run"]):
 
 def clear(path: Path) -> None:
     """Remove the files of a run, and first those of the runs of its search for a rate."""
-    for part, name in product((*SEARCH, "."), FILES):
-        for file in path.glob(f"{part}/{name}"):
-            file.unlink()
+    patterns = [f"{part}/{name}" for part in (*SEARCH, ".") for name in FILES]
+    for file in [file for pattern in patterns for file in path.glob(pattern)]:
+        file.unlink()
 
 
 def brief(item: Any) -> str:
-    """An item in a few words: of a record the rate or mean loss, and the validation; else its text.
+    """An item in a few words: of a record its rate or mean losses, and the validation; or its text.
 
-    >>> brief({"loss_P": [1.0, 3.0], "val_P": {"accuracy": 50.0}})
-    'loss 2.0000  val 50.0 %'
+    >>> brief({"loss_P": [1.0, 3.0], "loss_D_at_D": [1.5], "val_P": {"accuracy": 50.0}})
+    'loss P 2  D 1.5  val 50.0 %'
     """
     if not isinstance(item, dict):
         return str(item)
-    loss, score = item.get("loss_P", item.get("loss")), item.get("val_P", item.get("val"))
-    mean = sum(loss) / len(loss) if isinstance(loss, list) else loss
-    text = f"lr {item.get('lr')}" if mean is None else f"loss {mean:.4f}"
-    return f"{text}  val {score['accuracy']:.1f} %" if score else text
+    names = {"lr": "lr", "loss": "loss", "loss_P": "loss P", "loss_D_at_D": "D"}
+    found = [
+        f"{name} {fmean(x if isinstance(x, list) else [x]):.4g}"
+        for key, name in names.items()
+        if (x := item.get(key))
+    ]
+    if score := item.get("val_P", item.get("val")):
+        found.append(f"val {score['accuracy']:.1f} %")
+    return "  ".join(found)
 
 
 def readable(value: Any) -> str:
@@ -292,10 +295,9 @@ def check_directory(
     if path.exists() and not path.is_dir():
         raise UsageError(f"--out {path}: is a file; {again}")
     if not (path / "config.json").exists():
-        for file in path.glob("*"):
-            # a run that was killed as it began has these
-            if not any(map(file.match, (TORN, LOCK, "env.json", *SEARCH))):
-                raise UsageError(f"--out {path}: holds {file.name}, no run; {again}")
+        ours = (TORN, LOCK, "env.json", *SEARCH)  # of a run that was killed as it began
+        if odd := [file for file in path.glob("*") if not any(map(file.match, ours))]:
+            raise UsageError(f"--out {path}: holds {odd[0].name}, no run; {again}")
         return False
     env = read_json(path / "env.json", again)
     if env.get("command") != command:

@@ -129,10 +129,11 @@ def trained(
     `what` names the training in an error; after_step(None) is that of a `PretextTask`.
     """
     tensors = [tensor for group in opt.groups for tensor in group.tensors]
-    amp = cfg.amp and tensors[0].is_cuda
 
     def step(batch: Any) -> list[Tensor]:
-        value, *found = value_and_grad(loss, tensors, batch, cfg.micro_batch, amp)
+        value, *found = value_and_grad(
+            loss, tensors, batch, cfg.micro_batch, cfg.amp and tensors[0].is_cuda
+        )
         norm = opt.update(tensors, found)
         after_step(None)
         return [value, norm]
@@ -140,6 +141,14 @@ def trained(
     while rows := [step(batch) for batch in itertools.islice(batches, piece)]:
         losses, _ = numbers(f"{what}, the {len(rows)} steps up to {opt.step}", rows, 2)
         yield {"step": -(-opt.step // piece), "loss": fmean(losses)}
+
+
+class Ended(BaseModel, frozen=True):
+    """What every finished run has."""
+
+    out: str
+    cpu_seconds: float
+    seconds: float
 
 
 class Score(BaseModel, frozen=True):
@@ -162,11 +171,11 @@ def score(z: Tensor, targets: Tensor, losses: Tensor) -> Score:
         each_ap = [average_precision(x, y) for x, y in columns if (y == 1).any()]
         return Score(accuracy=100 * fmean(each_ap), loss=mean)
     right = (z.argmax(1) == targets).double()
-    each = torch.stack([right[targets == k].mean() for k in targets.unique()])
+    each = [float(right[targets == k].mean()) for k in targets.unique()]
     return Score(
         accuracy=100 * float(right.mean()),
         loss=mean,
-        per_class=100 * float(each.mean()),
+        per_class=100 * fmean(each),
         right=int(right.sum()),
     )
 

@@ -60,6 +60,8 @@ def load_backbone(cfg: Any) -> tuple[Backbone, Any, Arch]:
     if not path.exists():  # an official one, used for the first time
         download(*OFFICIAL[cfg.backbone, cfg.pretext], path)
     try:
+        if "mae_visualize" in path.name:
+            raise ValueError("its decoder predicts raw pixels; take the file ending in _full.pth")
         data = dict(read_tensors(path))
         if cfg.pretext == "ijepa":
             encoder, found = ijepa.split_state(data, cfg.base)
@@ -86,9 +88,9 @@ def arch_of(data: Any, cfg: Shape) -> Arch:
         arch, trained = Arch(**about["arch"]), about["backbone"]
         if trained != cfg.backbone:
             raise ValueError(f"was trained as {trained}, give --backbone {trained}")
-    for name in ("image_size", "patch_size"):
-        if getattr(cfg, name) not in (None, getattr(arch, name)):
-            raise ValueError(f"has {name} {getattr(arch, name)}; leave the option out")
+    sizes = ("image_size", "patch_size")
+    if odd := [x for x in sizes if getattr(cfg, x) not in (None, getattr(arch, x))]:
+        raise ValueError(f"has {odd[0]} {getattr(arch, odd[0])}; leave the option out")
     return arch
 
 

@@ -1,18 +1,39 @@
-"""What align, finetune and evaluate do without, and the table of its commands; `cli` reads it."""
+"""What align, finetune and evaluate do without: the table of its commands, and their settings."""
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import NonNegativeFloat, PositiveFloat
+
+from commands import Command, Record
+from config import (
+    BACKBONES,
+    Arch,
+    Bilevel,
+    Crops,
+    Data,
+    Lower,
+    Model,
+    NonNegativeInt,
+    Peft,
+    PositiveInt,
+    Pretext,
+    Rate,
+    Shape,
+    Share,
+    Upper,
+)
 
 RUN = "out config force dry_run json quiet"
 COMMANDS = {  # what it does; function, class of its settings, options and arguments; an example
     "demo": ("The method on drawn images, offline, in two minutes on two CPU cores.",
         "extras.demo:demo", "", "out data_seed jobs force json quiet", "--out runs/demo"),
     "pretrain": ("Train a backbone from scratch with MAE or I-JEPA, without a checkpoint.",
-        "extras.pretrain:pretrain", "extras.pretrain:PretrainConfig", RUN,
+        "extras.pretrain:pretrain", "extras:PretrainConfig", RUN,
         "--backbone vit_mini --pool quilts"),
     "sweep": ("Accuracy against LoRA rank, λ, N_L, T or a rate: the one that has a comma list.",
-        "extras.sweep:sweep", "extras.sweep:SweepConfig", RUN,
+        "extras.sweep:sweep", "extras:SweepConfig", RUN,
         "--backbone vit_b16 --dataset dtd --rank 1,4,16,64"),
     "report": ("Write one HTML page about runs: accuracies, curves, settings, pictures.",
         "extras.report:report", "", "runs out json", "runs/cub runs/cub-peft --out report.html"),
@@ -38,3 +59,60 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument,
     "partial": (bool, False, "It is a subset; missing images are no problem."),
     "repeats": (int, 3, "Timed alternations per method, after one that warms up."),
 }
+SWEPT = ("rank", "lr", "d_lr", "p_lr", "lam", "lower_steps", "alternations")
+
+
+class PretrainConfig(Pretext, Crops, Shape, Command):
+    """Pretraining: MAE or I-JEPA from scratch, for those without a checkpoint. Trains ψ itself."""
+
+    usual: ClassVar[dict[str, Record]] = {
+        "ijepa": {  # Assran et al. 2023
+            "epochs": 300,
+            "min_crop": 0.3,
+            "base_lr": 1.25e-4,
+            "warmup_from": 0.2,
+            "min_lr": 1e-6,
+            "beta2": 0.999,
+            "weight_decay": 0.04,
+            "final_weight_decay": 0.4,
+        },
+        "ijepa vit_mini": {"min_keep": 4, "patch_size": 2},
+        "vit_mini": {"epochs": 30, "warmup_epochs": 4, "batch": 64},
+    }
+    pool: str
+    """Unlabelled images: quilts, or any folder of images, nested or not."""
+    epochs: PositiveInt = 400
+    """Passes over the pool. [MAE's code; I-JEPA: 300]"""
+    warmup_epochs: NonNegativeInt = 40
+    """Epochs of linear warm-up. [MAE; I-JEPA]"""
+    warmup_from: Rate = 0.0
+    """Where the warm-up starts, as a share of the base rate. [MAE; I-JEPA: 0.2]"""
+    batch: PositiveInt = 256
+    """Images per step. [here; MAE uses 4096]"""
+    base_lr: PositiveFloat = 1.5e-4
+    """The rate is base_lr * batch / 256. [MAE; I-JEPA: 1.25e-4]"""
+    min_lr: NonNegativeFloat = 0.0
+    """Where the cosine ends. [MAE; I-JEPA: 1e-6]"""
+    weight_decay: NonNegativeFloat = 0.05
+    """AdamW decay of tensors with two or more axes. [MAE; I-JEPA: 0.04]"""
+    final_weight_decay: NonNegativeFloat | None = None
+    """Decay at the end of half a cosine. None: it stays as it is. [MAE; I-JEPA: 0.4]"""
+    beta2: Rate = 0.95
+    """AdamW's second beta; the first is 0.9. [MAE; I-JEPA: 0.999]"""
+    ema: Share = 0.996
+    """Momentum of I-JEPA's teacher at the start; it rises to 1. [I-JEPA]"""
+
+    def arch(self) -> Arch:
+        """Sizes of the network, image and patch as they are set."""
+        arch = BACKBONES[self.backbone]
+        image, patch = self.image_size or arch.image_size, self.patch_size or arch.patch_size
+        return arch._replace(
+            image_size=image, patch_size=patch, class_token=self.pretext != "ijepa"
+        )
+
+
+class SweepConfig(Peft, Bilevel, Upper, Lower, Pretext, Data, Model, Command):
+    """`sweep`: align with PEFT, and PEFT alone, over a list of values."""
+
+    swept: dict[str, tuple[int | float, ...]] = {}  # noqa: RUF012
+    """One list: `--rank 1,2,4` on the command line, swept={"rank": (1, 2, 4)} in Python."""

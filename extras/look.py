@@ -121,17 +121,19 @@ def rollout(
             row[name] = f"{'✓' if k in there else '✗'} {classes[k]}"
     mean, std = (torch.tensor(x).view(3, 1, 1) for x in (m.transform.mean, m.transform.std))
     pixels, extent = (images.cpu() * std + mean).clamp(0, 1), (0, 1, 0, 1)
-    size = 1.5 * len(rows), 1.7 * (len(maps) + 1)
-    figure, grid = pyplot().subplots(len(maps) + 1, len(rows), squeeze=False, figsize=size)
-    for k, row in enumerate(rows):  # a column an image: itself, then each network's map on it
+    figure, grid = pyplot().subplots(
+        len(maps) + 1, len(rows), squeeze=False, figsize=(1.5 * len(rows), 1.7 * (len(maps) + 1))
+    )
+    for k, row in enumerate(rows):  # a column an image: itself, then each network's map, one scale
+        scale = [float(x) for x in torch.stack([found[k] for found in maps.values()]).aminmax()]
         for axes, name in zip(grid[:, k], ("label", *maps), strict=True):
             axes.imshow(pixels[k].permute(1, 2, 0).numpy(), extent=extent)
             if name in maps:
-                axes.imshow(maps[name][k].numpy(), cmap="inferno", alpha=0.7, extent=extent)
+                axes.imshow(
+                    maps[name][k].numpy(), cmap="inferno", alpha=0.7, extent=extent, clim=scale
+                )
             axes.set(xticks=[], yticks=[], title=row[name][:20], ylabel="" if k else name)
-    right = [f"{name} is right {sum('✓' in row[name] for row in rows)} times" for name in maps]
-    said = f"Attention rollout on {len(rows)} validation images: {'; '.join(right)}."
-    save(figure, said, out)
+    save(figure, f"Attention rollout on {len(rows)} validation images: {', '.join(maps)}.", out)
     return {"picture": out, "dataset": m.task.name, "images": rows}
 
 

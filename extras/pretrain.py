@@ -8,70 +8,25 @@ import io
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from pydantic import BaseModel, NonNegativeFloat, PositiveFloat
 
-import config
 import data
-from commands import Command, Record, UsageError, checking
+from commands import UsageError, checking
+from extras import PretrainConfig as PretrainConfig
 from lora import Backbone
 from model import device_of, named, own_names, pretext_batches
 from run import Run, Track, untracked
-from training import Optimiser, Schedule, decay_groups, trained
+from training import Ended, Optimiser, Schedule, decay_groups, trained
 from weights import build_head, build_vit, initialise, pretext_task
 
 
-class PretrainConfig(config.Pretext, config.Crops, config.Shape, Command):
-    """Pretraining: MAE or I-JEPA from scratch, for those without a checkpoint. Trains ψ itself."""
-
-    usual: ClassVar[dict[str, Record]] = {
-        "ijepa": {  # Assran et al. 2023
-            "epochs": 300,
-            "min_crop": 0.3,
-            "base_lr": 1.25e-4,
-            "warmup_from": 0.2,
-            "min_lr": 1e-6,
-            "beta2": 0.999,
-            "weight_decay": 0.04,
-            "final_weight_decay": 0.4,
-        },
-        "ijepa vit_mini": {"min_keep": 4, "patch_size": 2},
-        "vit_mini": {"epochs": 30, "warmup_epochs": 4, "batch": 64},
-    }
-    pool: config.Pool
-    """Unlabelled images: quilts, or any folder of images, nested or not."""
-    epochs: config.PositiveInt = 400
-    """Passes over the pool. [MAE's code; I-JEPA: 300]"""
-    warmup_epochs: config.NonNegativeInt = 40
-    """Epochs of linear warm-up. [MAE; I-JEPA]"""
-    warmup_from: config.Rate = 0.0
-    """Where the warm-up starts, as a share of the base rate. [MAE; I-JEPA: 0.2]"""
-    batch: config.PositiveInt = 256
-    """Images per step. [here; MAE uses 4096]"""
-    base_lr: PositiveFloat = 1.5e-4
-    """The rate is base_lr * batch / 256. [MAE; I-JEPA: 1.25e-4]"""
-    min_lr: NonNegativeFloat = 0.0
-    """Where the cosine ends. [MAE; I-JEPA: 1e-6]"""
-    weight_decay: NonNegativeFloat = 0.05
-    """AdamW decay of tensors with two or more axes. [MAE; I-JEPA: 0.04]"""
-    final_weight_decay: NonNegativeFloat | None = None
-    """Decay at the end of half a cosine. None: it stays as it is. [MAE; I-JEPA: 0.4]"""
-    beta2: config.Rate = 0.95
-    """AdamW's second beta; the first is 0.9. [MAE; I-JEPA: 0.999]"""
-    ema: config.Share = 0.996
-    """Momentum of I-JEPA's teacher at the start; it rises to 1. [I-JEPA]"""
-
-
-class PretrainResult(BaseModel, frozen=True):
+class PretrainResult(Ended, frozen=True):
     """What a pretrain run ended with."""
 
-    out: str
     weights: str  # its backbone.pth
     loss: float  # mean of the last epoch
-    cpu_seconds: float
-    seconds: float
 
 
 def pretrain(
@@ -107,8 +62,7 @@ def pretrain(
             run.log(record)
             run.checkpoint(f"step {opt.step} of {steps}")
         run.write("backbone.pth", checkpoint(cfg, arch, task))
-        found = {"out": str(out), "weights": str(out / "backbone.pth")}
-        return PretrainResult(**run.finish({**found, "loss": run.records[-1]["loss"]}))
+        return PretrainResult(**run.finish({"loss": run.records[-1]["loss"]}))
 
 
 def plan(cfg: PretrainConfig) -> dict[str, int]:
@@ -116,17 +70,12 @@ def plan(cfg: PretrainConfig) -> dict[str, int]:
     return scratch(cfg, named(cfg, "pool"))[2]
 
 
-def scratch(cfg: PretrainConfig, pool: data.Pool) -> tuple[Any, config.Arch, dict[str, int]]:
+def scratch(cfg: PretrainConfig, pool: data.Pool) -> tuple[Any, Any, dict[str, int]]:
     """The task around new networks, their sizes, numbers of images and of steps (UsageError)."""
     jepa, images, device = cfg.pretext == "ijepa", len(pool.images), device_of(cfg)
     if not jepa and cfg.pretext != "mae":
-        raise UsageError(
-            f"{cfg.backbone} with {cfg.pretext}: "
-            f"pretrain makes {', '.join(config.BACKBONES)} with mae or ijepa"
-        )
-    arch = config.BACKBONES[cfg.backbone]
-    image, patch = cfg.image_size or arch.image_size, cfg.patch_size or arch.patch_size
-    arch = arch._replace(image_size=image, patch_size=patch, class_token=not jepa)
+        raise UsageError(f"{cfg.backbone} with {cfg.pretext}: pretrain takes mae or ijepa")
+    arch = cfg.arch()
     steps = cfg.epochs * max(1, images // cfg.batch)  # full batches only
     with checking(f"--pretext {cfg.pretext}"):
         backbone = Backbone(build_vit(arch), recompute=cfg.recompute)
@@ -148,7 +97,7 @@ def optimiser(cfg: PretrainConfig, psi_and_phi: dict[str, torch.Tensor], steps: 
     return Optimiser(groups, lambda k, b: rate(k - first, b), (0.9, cfg.beta2), decay=decay)
 
 
-def checkpoint(cfg: PretrainConfig, arch: config.Arch, task: Any) -> bytes:
+def checkpoint(cfg: PretrainConfig, arch: Any, task: Any) -> bytes:
     """backbone.pth: the official layout, and as JSON the sizes that it leaves out."""
     about = {"bisslight": json.dumps({"backbone": cfg.backbone, "arch": arch._asdict()})}
     vit, file = task.backbone.vit.cpu(), io.BytesIO()

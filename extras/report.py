@@ -8,8 +8,8 @@ holds a description in words and numbers, and a mark by which the program knows 
 import io
 import json
 import os
+import re
 from base64 import b64encode
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import cycle, product
 from pathlib import Path
@@ -45,11 +45,9 @@ CURVES = {  # keys of metrics.jsonl, and what they are
 
 
 def pyplot() -> Any:
-    """Matplotlib without a screen (UsageError where the `plot` extra is not installed)."""
-    try:
-        from matplotlib import pyplot as plt
-    except ImportError as error:
-        raise UsageError("pictures need matplotlib: pip install 'bisslight[plot]'") from error
+    """Matplotlib without a screen (ImportError where the `plot` extra is not installed)."""
+    from matplotlib import pyplot as plt
+
     plt.rcParams.update({"backend": "agg", "figure.constrained_layout.use": True, "font.size": 9})
     return plt
 
@@ -99,13 +97,17 @@ def plot_arms(axes: Any, rows: Sequence[Row]) -> None:
 
 
 class Arm(NamedTuple):
-    """A run on the page."""
+    """A run on the page, or a folder of runs that differ in their seed alone."""
 
     name: str
     colour: str
     path: Path
-    command: str
-    result: dict[str, Any]  # {} where it is not finished
+    runs: tuple[Path, ...]
+    finished: bool
+
+    @property
+    def command(self) -> str:
+        return str(read_json(self.runs[0] / "env.json")["command"])
 
 
 def report(runs: Sequence[Path], out: Path | None = None) -> dict[str, Any]:
@@ -114,31 +116,41 @@ def report(runs: Sequence[Path], out: Path | None = None) -> dict[str, Any]:
 
     out = out or Path("report.html")
     check_out(out, [".html"])
-    found = [run for path in runs for run in runs_in(path)]
+    found = [arm for path in runs for arm in arms_in(path)]
     if not found:
         raise UsageError(f"{runs[0]}: is neither a run nor a directory of runs")
-    commands = [read_json(run / "env.json")["command"] for run in found]
-    results = [next(map(read_json, run.glob("result.json")), {}) for run in found]
-    arms = [*map(Arm, short_names(found), cycle(COLOURS), found, commands, results)]
-    pictures = [*left([*runs, *found]), *curves(arms)]
+    places = [x[0] if len(x) == 1 else x[0].parent for x in found]
+    arms = [
+        Arm(name, colour, path, seeds, all((run / "result.json").exists() for run in seeds))
+        for name, colour, path, seeds in zip(short_names(places), cycle(COLOURS), places, found)
+    ]
+    pictures = [*left([*runs, *places]), *curves(arms)]
     page = Template(Path(__file__).with_suffix(".html").read_text(), autoescape=True).render(
         title=", ".join(short_names(runs)),
         mark=MARK,
         arms=arms,
         readable=readable,
-        tables=[*accuracies(arms), ("Settings that differ", differing(arms))],
+        tables=[
+            *accuracies(arms),
+            ("Settings" + " that differ" * (len(arms) > 1), differing(arms)),
+        ],
         pictures=[(b64encode(png).decode(), words) for png, words in pictures],
     )
     write_atomic(out, page)
     return {"out": out, "pictures": len(pictures), "arms": [arm.name for arm in arms]}
 
 
-def runs_in(path: Path) -> list[Path]:
-    """The run at a path, or the runs below it; those that belong to another run do not count."""
-    if (path / "config.json").exists():
-        return [path]
+def arms_in(path: Path) -> list[tuple[Path, ...]]:
+    """The run at a path, or the arms below it: runs, and folders of seeds, s0, s1 and so on.
+
+    Runs that belong to another run do not count, but those of a sweep do.
+    """
+    if (path / "config.json").exists() and not (path / "sweep.json").exists():
+        return [(path,)]
     folders = sorted(path.glob("*/"), key=lambda folder: (len(folder.name), folder.name))
-    return [run for folder in folders for run in runs_in(folder)]
+    found = [arm for folder in folders for arm in arms_in(folder)]
+    seeds = [arm[0] for arm in found if re.fullmatch(r"s\d+", arm[0].name)]
+    return [tuple(seeds)] if seeds and [(x,) for x in seeds] == found else found
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
@@ -149,26 +161,32 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 def accuracies(arms: Sequence[Arm]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """What `evaluate` says of the arms of each task, aligned arms first."""
-    tasks = defaultdict(list)
-    tuned = [arm for arm in arms if arm.command == "finetune" and arm.result]
-    for arm in sorted(tuned, key=lambda arm: not arm.result["aligned_by"]):
-        tasks[read_arm(arm.path)["settings"]["data_sha256"]].append(arm)
-    for some in tasks.values():
+    tuned = [arm for arm in arms if arm.command == "finetune" and arm.finished]
+    settings = {arm: read_arm(arm.path)["settings"] for arm in tuned}
+    tuned.sort(key=lambda arm: not settings[arm]["aligned_by"])
+    for digest in dict.fromkeys(settings[arm]["data_sha256"] for arm in tuned):
+        some = [arm for arm in tuned if settings[arm]["data_sha256"] == digest]
         rows = zip(evaluate([arm.path for arm in some]).arms, some, strict=True)
-        dataset = Path(some[0].result["dataset"]).name
-        yield f"Accuracy on {dataset} (%)", [r.model_dump() | {"arm": arm.name} for r, arm in rows]
+        dataset = Path(settings[some[0]]["dataset"]).name
+        yield (
+            f"Accuracy on {dataset} (%)",
+            [r.model_dump() | {"arm": arm.name, "differs": [*r.differs]} for r, arm in rows],
+        )
 
 
 def differing(arms: Sequence[Arm]) -> list[dict[str, Any]]:
-    """Settings in which runs differ, with a column per run."""
-    rows: dict[str, dict[str, Any]] = defaultdict(dict)
+    """Settings in which arms differ, with a column for each; of a single arm all settings."""
+    rows: dict[str, dict[str, Any]] = {}
     for arm in arms:
-        for name, value in read_json(arm.path / "config.json").items():
-            rows[name][arm.name] = Path(value).name if isinstance(value, str) else value
+        for name, value in read_json(arm.runs[0] / "config.json").items():
+            rows.setdefault(name, {})[arm.name] = (
+                Path(value).name if isinstance(value, str) else value
+            )
     return [
         {"setting": name} | {arm.name: row.get(arm.name) for arm in arms}
         for name, row in rows.items()
-        if name not in FREE - {"start", "seed"} and len({*map(str, row.values())}) > 1
+        if len(arms) == 1
+        or (name not in FREE - {"start", "seed"} and len({*map(str, row.values())}) > 1)
     ]
 
 
@@ -183,9 +201,12 @@ def left(paths: Sequence[Path]) -> Iterator[tuple[bytes, str]]:
 
 def line_of(arm: Arm, key: str) -> list[tuple[int, float]]:
     """A quantity by step; of PEFT the mean over seeds, at the chosen rate once there is one."""
-    rate = f"{arm.result['lr']:g}-s*" if "lr" in arm.result else f"{arm.result.get('d_lr', '*')}"
-    lines = []
-    for file in [*arm.path.glob("metrics.jsonl"), *arm.path.glob(f"*lr{rate}/metrics.jsonl")]:
+    files, lines = list[Path](), []
+    for run in arm.runs:
+        result = next(map(read_json, run.glob("result.json")), {})
+        rate = f"{result['lr']:g}-s*" if "lr" in result else f"{result.get('d_lr', '*')}"
+        files += [*run.glob("metrics.jsonl"), *run.glob(f"*lr{rate}/metrics.jsonl")]
+    for file in files:
         records = map(json.loads, file.read_text().splitlines())
         lines.append({r["step"]: number(r[key]) for r in records if r.get(key)})
     # not all may be equally far

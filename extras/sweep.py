@@ -12,21 +12,13 @@ from typing import Any
 import model
 from align import align
 from bisslight import Diverged
-from commands import AlignConfig, Command, FinetuneConfig, UsageError, make
-from config import Bilevel, Data, Lower, Model, Peft, Pretext, Upper
+from commands import AlignConfig, FinetuneConfig, UsageError, make
 from evaluate import evaluate
-from extras.report import pyplot, save
+from extras import SWEPT as SWEPT
+from extras import SweepConfig as SweepConfig
+from extras.report import COLOURS, pyplot, save
 from finetune import finetune
 from run import Run, Track, clear, untracked
-
-SWEPT = ("rank", "lr", "d_lr", "p_lr", "lam", "lower_steps", "alternations")
-
-
-class SweepConfig(Peft, Bilevel, Upper, Lower, Pretext, Data, Model, Command):
-    """`sweep`: align with PEFT, and PEFT alone, over a list of values."""
-
-    swept: dict[str, tuple[int | float, ...]] = {}  # noqa: RUF012
-    """One list: `--rank 1,2,4` on the command line, swept={"rank": (1, 2, 4)} in Python."""
 
 
 def sweep(
@@ -58,11 +50,13 @@ def sweep(
         found = {"dataset": Path(cfg.dataset).name, "rows": rows, "diverged": diverged}
         directory.write("sweep.json", json.dumps(found, indent=1))
     figure, axes = pyplot().subplots()
-    for arm in ("finetune", "direct"):  # mean ± deviation over PEFT seeds
+    labels = {"finetune": "aligned", "direct": "direct"}
+    for (arm, label), colour in zip(labels.items(), COLOURS, strict=False):
         some = [row for row in rows if row["arm"] == arm]
-        x, means = ([row[key] for row in some] for key in (name, "mean"))
-        axes.errorbar(x, means, [row["std"] or 0 for row in some], label=arm)
-    axes.set(xscale="log", xlabel=name, ylabel="test (%)")
+        x, means = [f"{row[name]:g}" for row in some], [row["mean"] for row in some]
+        errors = [row["std"] or 0 for row in some]
+        axes.errorbar(x, means, errors, color=colour, marker="o", capsize=4, label=label)
+    axes.set(xlabel=name, ylabel=f"test (%), mean ± deviation of {cfg.seeds} PEFT seeds")
     axes.legend()
     said = "; ".join(f"{row['arm']} at {row[name]} {row['mean']:.2f}" for row in rows)
     save(figure, f"Test accuracy (%) against {name}: {said}.", out / "sweep.png")

@@ -49,7 +49,7 @@ SEEDS = 16
 def by_partition(log: list[dict[str, float]]) -> Any:
     """M-FAC that also notes the share of each partition's blocks, whichever inverse runs."""
 
-    def opened(G: torch.Tensor, lam: float, H: object = None) -> mfac.Inverse:
+    def opened(G: torch.Tensor, lam: float, H: object = None) -> mfac.Map:
         inverse = mfac.mfac(G, lam)
         parts = {name: mfac.blocks(G, name).flatten(0, 1) for name in PARTITIONS}
 

@@ -62,13 +62,9 @@ def shared(path: str) -> Path:
 
 def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     """Largest difference over the largest reference value stays below the tolerance."""
-    actual, expected = actual.detach(), expected.detach()
-    error = (
-        actual.double() - expected.double()
-    ).abs().max() / expected.double().abs().max().clamp_min(1e-300)
-    assert actual.shape == expected.shape and float(error) <= tolerance, (
-        f"relative error {float(error):.3g} > {tolerance}"
-    )
+    a, b = actual.detach().double(), expected.detach().double()
+    error = float((a - b).abs().max() / b.abs().max().clamp_min(1e-300))
+    assert a.shape == b.shape and error <= tolerance, f"relative error {error:.3g} > {tolerance}"
 
 
 @pytest.fixture(autouse=True)

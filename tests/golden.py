@@ -117,9 +117,8 @@ def run(name: str, data: Path, runs: Path) -> Path:
     """The directory of a run, which is made if it is not there, after those that it needs."""
     out, line = runs / name, RUNS[name]
     runs.mkdir(parents=True, exist_ok=True)
-    with (runs / f"{name.replace('/', '-')}.lock").open(
-        "w"
-    ) as lock:  # other test processes may want the same run
+    mark = runs / f"{name.replace('/', '-')}.lock"  # other test processes may want the same run
+    with mark.open("w") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
         if not (out / "result.json").exists():
             for other in NEEDS[name]:
@@ -219,9 +218,7 @@ NOW = {"pull": "proximal"}  # renamed since
 def read_align(name: str, out: Path, data: Path) -> Numbers:
     tried = sorted(out.glob("dlr*"))  # one run a rate; here the first is stable
     probe, *alternations = metrics(tried[0] if tried else out)
-    numbers = {
-        key: np.array([line[NOW.get(key, key)] for line in alternations]) for key in ALTERNATION
-    }
+    numbers = {k: np.array([line[NOW.get(k, k)] for line in alternations]) for k in ALTERNATION}
     numbers["distance"] = numbers["distance"][:, -1]
     for level in ("P", "D"):
         scores = [line[f"val_{level}"] for line in alternations if f"val_{level}" in line]
@@ -233,11 +230,8 @@ def read_align(name: str, out: Path, data: Path) -> Numbers:
 
 def read_finetune(name: str, out: Path, data: Path) -> Numbers:
     result = json.loads((out / "result.json").read_text())
-    tests = {
-        key: np.array(result[key])
-        for key in ("test", "test_loss", "test_per_class")
-        if None not in result[key]
-    }
+    keys = ("test", "test_loss", "test_per_class")
+    tests = {key: np.array(result[key]) for key in keys if None not in result[key]}
     numbers = tests | {"lr": np.array([result["lr"]]), "epochs": np.array(result["epochs"])}
     for place in sorted(out.glob("lr*-s*")):
         trial = json.loads((place / "result.json").read_text())
@@ -285,12 +279,8 @@ def condensed(values: Tensor) -> Any:
 @torch.no_grad()
 def predicted(name: str, made: Adapter, data: Path) -> Tensor:
     """Logits of the test images: plain timm on the backbone's file, the adapter's LoRA added to its weights."""
-    weights = (
-        data.parent
-        / "runs"
-        / ("pretrain-ijepa" if "ijepa" in name else "pretrain-mae")
-        / "backbone.pth"
-    )
+    place = data.parent / "runs" / ("pretrain-ijepa" if "ijepa" in name else "pretrain-mae")
+    weights = place / "backbone.pth"
     saved, arch = torch.load(weights, weights_only=True), made.about["arch"]
     state = saved["model"] if "model" in saved else saved["target_encoder"]
     state = {key.removeprefix("module."): tensor for key, tensor in state.items()}
@@ -359,9 +349,7 @@ def apart(found: Any, wanted: Any) -> float:
 
 def differences(found: Numbers, wanted: Numbers) -> dict[str, float]:
     """What is missing, new, or further away than its tolerance; empty where all agrees."""
-    every = {
-        key: apart(found[key], wanted[key]) if key in found else float("inf") for key in wanted
-    }
+    every = {k: apart(found[k], wanted[k]) if k in found else float("inf") for k in wanted}
     every |= {key: float("inf") for key in found.keys() - wanted.keys()}
     return {key: far for key, far in every.items() if not far <= tolerance(key)}
 

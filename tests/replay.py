@@ -55,9 +55,8 @@ def recording(rec: Recorded, source: Recorded | None = None, mask_ratio: float =
     backbone = Backbone(vit.to(dtype).requires_grad_(False))
     task = MAE(backbone, decoder.to(dtype), mask_ratio)
     lora = source.group("lora_init")
-    names = [
-        f"blocks.{i}.attn.qkv.{x}.lora_{f}" for i in range(arch.depth) for x in "qv" for f in "AB"
-    ]
+    blocks = [f"blocks.{i}.attn.qkv" for i in range(arch.depth)]
+    names = [f"{block}.{x}.lora_{f}" for block in blocks for x in "qv" for f in "AB"]
     theta = to_theta(torch.cat([lora[name].flatten() for name in names]), arch.depth, arch.dim)
     theta = theta.to(dtype).requires_grad_()
     phi_D = trainable({k: v.to(dtype) for k, v in source.group("head_init").items()})
@@ -90,9 +89,7 @@ def state_of(r: Recording) -> State:
     return State(r.theta, theta_D, r.phi_P, r.phi_D, opt_P, opt_D)
 
 
-Steps = namedtuple(
-    "Steps", "alternations lower_steps upper_steps lam"
-)  # the input line of Algorithm 1
+Steps = namedtuple("Steps", "alternations lower_steps upper_steps lam")  # what Algorithm 1 reads
 
 
 def steps_of(m: dict[str, Any]) -> Any:

@@ -1,6 +1,7 @@
 """Scores, the permutation test by brute force, runs that make an arm, the paper's tables."""
 
 import json
+import math
 import re
 from fractions import Fraction
 from itertools import combinations
@@ -42,6 +43,9 @@ def test_p_is_the_share_of_splits_that_differ_at_least_as_much(n: int, m: int) -
     for a, b in cases if n < 8 else cases[:1]:
         assert compare([*a], [*b]).p == by_hand([*a], [*b])
     assert compare([80], [70]) == Comparison(difference=10, p=None, splits=2)  # one seed each
+    for odd in (70.5, math.nan, math.inf):
+        with pytest.raises(ValueError, match="not percentages"):
+            compare([odd, 70], [71])  # type: ignore[list-item]
 
 
 def test_score_counts_images_and_classes() -> None:
@@ -109,7 +113,9 @@ def finished(path: Path, test: list[float], by: str | None = None, **changes: An
     config = json.loads(FinetuneConfig(**given).model_dump_json())
     config |= {"grid": [1e-3], "start": by, "seed": len(str(path))}
     result: dict[str, Any] = {"unit": "PEFT seed", "test": test, "backbone": "vit_l16"}
-    result |= {"metric": "top-1 accuracy", "pretext": "mae", "test_images": 1000, "lr": 1e-3}
+    whole = changes.get("test_images", 1000)
+    right = None if "metric" in changes else [round(x * whole / 100) for x in test]
+    result |= {"metric": "top-1 accuracy", "pretext": "mae", "right": right, "lr": 1e-3}
     result |= {"aligned_by": by, "aligned_on": by and "cub200", "align_unlike_paper": by and {}}
     result |= {name: value for name, value in changes.items() if name in result}
     config |= {name: value for name, value in changes.items() if name not in result}
@@ -137,11 +143,14 @@ def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
         finished(tmp_path / arm / "a", [70.0])
         finished(tmp_path / arm / "b", [70.0], **changes)
     finished(tmp_path / "empty", [])
+    finished(tmp_path / "twice" / "a", [70.0, 71.0], seed=5)  # 5, 6
+    finished(tmp_path / "twice" / "c", [71.0], seed=6)
     (finished(tmp_path / "running", [70.0]) / "result.json").unlink()
     (finished(tmp_path / "torn", [70.0]) / "config.json").write_text("{")
     (finished(tmp_path / "old", [70.0]) / "env.json").write_text("{}")
     messages = {"mixed": "its runs are no seeds of one arm, rank differ"}
-    messages["both"] = "its runs are no seeds of one arm, aligned_by differ"
+    messages["both"] = "its runs are no seeds of one arm, align_unlike_paper, aligned_by differ"
+    messages["twice"] = "its runs are no seeds of one arm, some have the same seed"
     messages |= {"empty": "has no test accuracy"}
     messages |= dict.fromkeys(("running", "torn", "old"), "cannot be read .*; give a finished")
     for name, message in messages.items():
@@ -208,8 +217,7 @@ def test_the_papers_tables_are_copied_right() -> None:
 
     main, other = "tab:mae_bisslight_main_results", "tab:classificaiton_acc_bisslight_ijepa"
     bissl = "tab:classificaiton_acc_bissl_orig"
-    ours = tables.ACCURACIES["mae"] | tables.ACCURACIES["ijepa"]
-    cells = {k: re.findall(r"([\d.]+)±([\d.]+)", text) for k, text in ours.items()}
+    cells = {k: re.findall(r"([\d.]+)±([\d.]+)", x) for k, x in tables.ACCURACIES.items()}
     floats = {k: [(float(a), float(b)) for a, b in found] for k, found in cells.items()}
     assert {k: pairs(k) for k in (main, other)} == {k: floats[k] for k in (main, other)}
     assert pairs(bissl) == floats[main][:12] + floats[bissl]  # the rows of ViT-B and its own

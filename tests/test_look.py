@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.axes import Axes
 from PIL import Image
 from scipy.stats import spearmanr
 from timm.models.vision_transformer import VisionTransformer
@@ -117,7 +118,9 @@ def test_the_rollout_of_runs_is_drawn_beside_what_they_predict(
         shown.append(maps_of(*given))
         return shown[-1]
 
+    scales = list[Any]()
     monkeypatch.setattr(look, "attention_maps", seen)
+    monkeypatch.setattr(Axes, "imshow", lambda _, x, **w: scales.append(w.get("clim")))
     line = f"evaluate {finished}/with --against {finished}/without --rollout 3 --json"
     for _ in range(2):  # our own picture may be written again
         assert cli.run(line.split()) == 0
@@ -125,6 +128,8 @@ def test_the_rollout_of_runs_is_drawn_beside_what_they_predict(
     assert result["picture"] == f"{finished}/with/rollout.png"  # where the report finds it
     with Image.open(result["picture"]) as picture:
         assert "3 validation images" in picture.info["Description"]
+    ends = [[float(x.min()), float(x.max())] for x in torch.stack(shown[-2:], 1)]
+    assert [x for x in scales if x][-6:] == [x for x in ends for _ in range(2)]  # one an image
     index = [row["image"] for row in result["images"]]
     backbone, val, targets = quilts_val(weights)
     assert len({*index}) == 3

@@ -110,3 +110,20 @@ def test_an_unfinished_run_is_shown_as_far_as_it_is(runs: Path, tmp_path: Path) 
     page = Page(tmp_path / "r.html")
     assert "cut (align, not finished)" in page.source
     assert any("cut from" in alt for alt in page.alts)
+
+
+def test_seeds_in_a_folder_are_one_arm_and_a_sweeps_runs_are_shown(
+    runs: Path, tmp_path: Path
+) -> None:
+    for k in (0, 1):
+        seed = Path(shutil.copytree(runs / "without", tmp_path / f"pair/s{k}"))
+        text = (seed / "config.json").read_text().replace('"seed": 0', f'"seed": {2 * k}')
+        (seed / "config.json").write_text(text)
+    shutil.copytree(runs / "with", tmp_path / "sweep/rank-4/finetune")
+    for name in ("config.json", "sweep.json"):
+        (tmp_path / "sweep" / name).write_text("{}")
+    found = report([tmp_path / "pair", tmp_path / "sweep"], tmp_path / "r.html")
+    assert found["arms"] == ["pair", "sweep/rank-4/finetune"]
+    assert Page(tmp_path / "r.html").row("pair")["seeds"] == "4"
+    report([runs / "with"], tmp_path / "one.html")
+    assert Page(tmp_path / "one.html").row("rank") == {"setting": "rank", "with": "8"}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from test_cli import run
 
-import cli
 from align import align
 from bisslight import Diverged
 from commands import UsageError
@@ -19,12 +19,6 @@ TINY = (
     "--p-batch 8 --d-batch 8 --probe-epochs 0 --eval-every 2 --warmup 0 --lr 1e-2 --epochs 1 "
     "--batch 80 --warmup-epochs 0 --seeds 2 --quiet"
 )
-
-
-def run(line: str, capsys: Any) -> tuple[int, str, str]:
-    code = cli.run(line.split())
-    out, err = capsys.readouterr()
-    return code, out, err
 
 
 def test_a_list_in_a_file_is_the_same_sweep_and_dry_run_writes_nothing(
