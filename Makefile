@@ -15,7 +15,7 @@ $(READY): pyproject.toml
 test: $(READY)  ## the suite; one thread a process, a process a core
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-slow: $(READY)  ## minutes: kills, the wheel by itself, the commands on real photographs where they are
+slow: $(READY)  ## minutes: kills while saving, torchrun, the notebooks, the commands of README and examples
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m slow --override-ini addopts='--import-mode=importlib'
 
 lint: $(READY)
