@@ -151,8 +151,8 @@ class Run(AbstractContextManager["Run"]):
         self.records: list[Record] = []  # the lines of metrics.jsonl
         self.began, self.saved = (time.process_time(), time.monotonic()), time.monotonic()
         self.kept: tuple[list[Tensor], list[Any]] = [], []
-        files = {"adapter": "adapter.safetensors", "weights": "backbone.pth"}
-        self.place = {"out": str(path)} | {key: str(path / x) for key, x in files.items()}
+        files = ("out", ""), ("adapter", "adapter.safetensors"), ("weights", "backbone.pth")
+        self.place = {key: str(path / name) for key, name in files}  # of a result; it may move
         result = path / "result.json"
         check_directory(path, command, config, force, **about)
         gather()  # no process writes before all have looked

@@ -37,7 +37,7 @@ CURVES = {  # keys of metrics.jsonl, and what they are
     "q_over_g": "|q| / |g|",
     "cosine": "cosine of q and g",
     "share": "share of |g|² in the span of G",
-    "removed": "part of that share which the inverse removes",
+    "removed": "removed part of that share",
     "val_P": "validation of θ_P (%)",
     "val_D": "validation of θ_D (%)",
     "val": "validation (%)",
@@ -228,7 +228,7 @@ def curves(arms: Sequence[Arm]) -> Iterator[tuple[bytes, str]]:
         if lines := [(arm, line) for arm, line in lines if line]:
             figure, axes = pyplot().subplots(figsize=(4.4, 2.9))
             for arm, line in lines:
-                axes.plot(*zip(*line, strict=True), color=arm.colour, label=arm.name)
+                axes.plot(*zip(*line, strict=True), ".-", color=arm.colour, label=arm.name)
             axes.set(xlabel=f"step of {command}", ylabel=CURVES[key])
             axes.legend(fontsize=7)
             ends = [(arm.name, *line[0], *line[-1]) for arm, line in lines]
