@@ -77,7 +77,7 @@ def align(
             found = aligned(m, place, False, track, watched=True)
             if "diverged" not in found:
                 run.write("adapter.safetensors", (place / "adapter.safetensors").read_bytes())
-                return AlignResult(**run.finish(found | {"unstable": given_up}))
+                return AlignResult(**run.finish(found | {"unstable": given_up} | run.elapsed()))
             given_up[f"{d_lr:g}"] = found["diverged"]
             LOG.warning("--d-lr %g is not stable: %s", d_lr, found["diverged"])
     raise RunError(f"--d-lr-from: none of {', '.join(given_up)} is stable, see {out}")

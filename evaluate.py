@@ -13,7 +13,6 @@ from pydantic import BaseModel
 from commands import OPEN, Command, FinetuneConfig, Record, UsageError, checking
 
 FREE = {*Command.model_fields, "start", "pool", "jobs", "seeds", "mfac_device", "weights"} - {"amp"}
-METHODS = {None: "PEFT", "mfac": "BiSSLight", "recursion": "BiSSLight", "cg": "BiSSL"}
 
 
 class Comparison(BaseModel, frozen=True):
@@ -127,7 +126,7 @@ def read_arm(path: Path) -> Record:
     names = {name for arm in arms for name in unlike(arms[0], arm)}
     if names or len({*seeds}) < len(seeds):
         why = ", ".join(sorted(names)) + " differ" if names else "some have the same seed"
-        raise UsageError(f"{path}: its runs are no seeds of one arm, {why}")
+        raise UsageError(f"{path}: its runs are no seeds of one arm, {why}; give each by itself")
     lists = {key: [x for arm in arms for x in arm[key]] for key in ("accuracies", "counts")}
     starts = {arm["settings"].get("start") for arm in arms}
     own = 1 < len(starts) == len(lists["counts"])  # each seed has an align run of its own
@@ -163,13 +162,14 @@ def published(settings: Record, result: Record) -> Reported | None:
         and result["aligned_on"] in (None, settings["dataset"])
         and not result["align_unlike_paper"]
     )
-    arm, column = METHODS.get(result["aligned_by"], ""), settings["dataset"]
-    if not usual or column not in DATASETS:
+    methods = {None: "PEFT", "mfac": "BiSSLight", "recursion": "BiSSLight", "cg": "BiSSL"}
+    who = [result["pretext"], result["backbone"], methods.get(result["aligned_by"])]
+    if not usual or settings["dataset"] not in DATASETS:
         return None
     for label, text in ACCURACIES.items():
         for *names, figures in (line.split(maxsplit=3) for line in text.splitlines()):
-            if names == [result["pretext"], result["backbone"], arm]:
-                mean, std = figures.split()[DATASETS.index(column)].split("±")
+            if names == who:
+                mean, std = figures.split()[DATASETS.index(settings["dataset"])].split("±")
                 return Reported(mean=float(mean), std=float(std), source=label)
     return None
 

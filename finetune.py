@@ -106,8 +106,8 @@ def finetune(
         found = results([(lr, i) for lr in cfg.grid for i in range(n)])
         tried = {lr: found[k * n : (k + 1) * n] for k, lr in enumerate(cfg.grid)}
         lr, chosen = best_rate(tried, lambda lr, n: results([(lr, i) for i in range(n, cfg.seeds)]))
-        if len(cfg.grid) > 1 and lr in (min(cfg.grid), max(cfg.grid)):
-            LOG.warning("the best rate, %g, is an end of the grid: one beyond it may be better", lr)
+        if len(cfg.grid) > 2 and lr in (min(cfg.grid), max(cfg.grid)):
+            LOG.warning("%s: the best rate, %g, is an end of the grid, look beyond it", out, lr)
         first = origins[0] if origins else {}
         return FinetuneResult(**run.finish({
             "dataset": cfg.dataset, "backbone": cfg.backbone, "unit": unit,

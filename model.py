@@ -70,8 +70,11 @@ class Model:
         if isinstance(cfg, AlignConfig):
             self.about["pool_sha256"] = data.fingerprint(self.pool)
             if cfg.pretext not in ("mae", "ijepa"):
-                file = own_class(cfg.pretext).loss.__code__.co_filename
-                self.about["pretext_sha256"] = sha256(Path(file))
+                own_class(cfg.pretext)  # imports the module, or says that it cannot
+                place = cfg.pretext.rpartition(":")[0]
+                self.about["pretext_sha256"] = sha256(
+                    Path(getattr(sys.modules.get(place), "__file__", place))
+                )
 
     def theta(self) -> Tensor:
         """A fresh θ (l.2)."""

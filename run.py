@@ -151,8 +151,11 @@ class Run(AbstractContextManager["Run"]):
         self.records: list[Record] = []  # the lines of metrics.jsonl
         self.began, self.saved = (time.process_time(), time.monotonic()), time.monotonic()
         self.kept: tuple[list[Tensor], list[Any]] = [], []
-        files = ("out", ""), ("adapter", "adapter.safetensors"), ("weights", "backbone.pth")
-        self.place = {key: str(path / name) for key, name in files}  # of a result; it may move
+        self.place = {
+            "out": str(path),
+            "adapter": str(path / "adapter.safetensors"),
+            "weights": str(path / "backbone.pth"),
+        }  # of a result; it may be moved
         result = path / "result.json"
         check_directory(path, command, config, force, **about)
         gather()  # no process writes before all have looked

@@ -42,7 +42,7 @@ def bench(backbone: str, *, repeats: int = 3, **settings: Any) -> Record:
     for cfg in [
         make(AlignConfig, given | {"hypergrad": method}) for method in ("mfac", "cg", "identity")
     ]:
-        LOG.info("bench: %d alternations with %s", repeats + 1, cfg.hypergrad)
+        LOG.info("bench: %s", cfg.hypergrad)
         try:
             found = alternation(cfg)
         except torch.OutOfMemoryError:

@@ -132,7 +132,7 @@ def report(runs: Sequence[Path], out: Path | None = None) -> dict[str, Any]:
         readable=readable,
         tables=[
             *accuracies(arms),
-            ("Settings" + " that differ" * (len(arms) > 1), differing(arms)),
+            ("Settings", differing(arms)),
         ],
         pictures=[(b64encode(png).decode(), words) for png, words in pictures],
     )
@@ -145,7 +145,7 @@ def arms_in(path: Path) -> list[tuple[Path, ...]]:
 
     Runs that belong to another run do not count, but those of a sweep do.
     """
-    if (path / "config.json").exists() and not (path / "sweep.json").exists():
+    if any(read_json(env)["command"] != "sweep" for env in path.glob("env.json")):
         return [(path,)]
     folders = sorted(path.glob("*/"), key=lambda folder: (len(folder.name), folder.name))
     found = [arm for folder in folders for arm in arms_in(folder)]

@@ -56,7 +56,7 @@ def sweep(
         x, means = [f"{row[name]:g}" for row in some], [row["mean"] for row in some]
         errors = [row["std"] or 0 for row in some]
         axes.errorbar(x, means, errors, color=colour, marker="o", capsize=4, label=label)
-    axes.set(xlabel=name, ylabel=f"test (%), mean ± deviation of {cfg.seeds} PEFT seeds")
+    axes.set(xlabel=name, ylabel="test (%), mean ± deviation of PEFT seeds")
     axes.legend()
     said = "; ".join(f"{row['arm']} at {row[name]} {row['mean']:.2f}" for row in rows)
     save(figure, f"Test accuracy (%) against {name}: {said}.", out / "sweep.png")

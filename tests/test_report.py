@@ -120,8 +120,7 @@ def test_seeds_in_a_folder_are_one_arm_and_a_sweeps_runs_are_shown(
         text = (seed / "config.json").read_text().replace('"seed": 0', f'"seed": {2 * k}')
         (seed / "config.json").write_text(text)
     shutil.copytree(runs / "with", tmp_path / "sweep/rank-4/finetune")
-    for name in ("config.json", "sweep.json"):
-        (tmp_path / "sweep" / name).write_text("{}")
+    (tmp_path / "sweep/env.json").write_text('{"command": "sweep"}')
     found = report([tmp_path / "pair", tmp_path / "sweep"], tmp_path / "r.html")
     assert found["arms"] == ["pair", "sweep/rank-4/finetune"]
     assert Page(tmp_path / "r.html").row("pair")["seeds"] == "4"
