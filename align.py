@@ -119,12 +119,7 @@ def aligned(m: Model, out: Path, force: bool, track: Track, watched: bool = Fals
         paper = cfg.layers(dict(cfg))["paper"]
         unlike = {name: x for name, x in cfg if name not in OPEN and x != paper[name]}
         how, last = cfg.hypergrad if cfg.upper_steps else "lower only", run.records[-1]
-        about = {
-            "stage": "align",
-            "d_lr": cfg.d_lr,
-            "hypergrad": how,
-            "unlike_paper": unlike,
-        }
+        about = {"stage": "align", "d_lr": cfg.d_lr, "hypergrad": how, "unlike_paper": unlike}
         theta_P = save_adapter(s.theta_P, {}, m.origin | about)  # l.17
         run.write("adapter.safetensors", theta_P)
         return run.finish({
