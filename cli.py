@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from inspect import Parameter, Signature, get_annotations, getsource
+from inspect import Parameter, Signature, getsource
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
@@ -77,23 +77,19 @@ FIRST = ("backbone", "dataset", "pool", "start", "out", "seed")  # on top of --h
 def keywords(name: str) -> list[Parameter]:
     """Flags of a command: of its settings, class by class; and its options.
 
-    Typer hands a setting on as text, and pydantic converts it. Its help is the string below the
-    field, one line. Python does not keep it, and pydantic takes long to find it: it is read here.
+    Typer hands a setting on as text, and pydantic converts it. Its help is the line below it.
     """
     _, _, settings, options, _ = COMMANDS[name]
     kind = resolve_name(settings or "commands:AlignConfig")
     *parts, _, _ = kind.__mro__  # the last two are not ours
-    modules = sorted({part.__module__ for part in parts})  # commands, config, extras...
-    source = "".join(getsource(sys.modules[module]) for module in modules)
-    texts = dict(re.findall(r'^    (\w+): .*\n    """(.*)"""$', source, re.M))
     wanted, usual = options.split(), dict(kind.model_construct())
     rows: dict[str, tuple[Any, Any, str, str]] = {}
     for part in parts:
         panel = (part.__doc__ or "").partition(":")[0] if settings else "This run"
-        for key in get_annotations(part):
-            if key in kind.model_fields.keys() - rows.keys() - {"swept"}:
+        for key, text in re.findall(r'^    (\w+): .*\n    """(.*)"""$', getsource(part), re.M):
+            if key not in {*rows, "swept"}:
                 flag, default = kind.model_fields[key].annotation is bool, usual.get(key)
-                text = texts[key] + f" (default: {default})" * (default is not None)
+                text += f" (default: {default})" * (default is not None)
                 rows[key] = bool | None if flag else str | None, None, text, panel
     rows |= {key: (*OPTIONS[key], "This run") for key in wanted if key in OPTIONS}
     shown = rows if settings else wanted

@@ -130,7 +130,7 @@ def test_a_pretext_task_of_ones_own_has_maes_defaults() -> None:
 
 def test_every_setting_says_what_it_is_and_a_name_means_one_thing() -> None:
     for name, kind in KINDS.items():
-        flags = cli.keywords(name.split()[0])
-        texts = {flag.name: flag.annotation.__metadata__[0].help for flag in flags}
+        texts = {x.name: x.annotation.__metadata__[0].help for x in cli.keywords(name.split()[0])}
         assert all(texts.get(key) for key in kind.model_fields.keys() - {"swept"})
+        assert ("pool" in texts.get("epochs", "")) == (name == "pretrain")  # of its own class
     assert {*SWEPT} <= {*SweepConfig.model_fields}
