@@ -1,7 +1,6 @@
 """The command line: flags from settings, tables of commands (here and in extras), exit codes.
 
-The module of a command is imported when it is called, and flags are made only for the command that
-is asked for, so `--help` and a wrong name are answered before torch is loaded.
+Modules are imported and flags made for the command that is asked for alone, so `--help` is fast.
 """
 
 import contextlib
@@ -173,10 +172,7 @@ def default_out(name: str, config: Any) -> Path:
 
 @contextlib.contextmanager
 def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
-    """Notes and progress on stderr: bars with ETA on a terminal, elsewhere one line per item.
-
-    Gives `track(items, total, label, done=0)`, which hands on the items. `quiet`: warnings alone.
-    """
+    """A `run.Track`, and notes, on stderr: bars on a terminal, elsewhere one line per item."""
     log = logging.getLogger("bisslight")
     log.setLevel(logging.WARNING if quiet else logging.INFO)
     log.handlers = [logging.StreamHandler(sys.stderr)]
@@ -191,8 +187,7 @@ def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
     live = Progress(
         "{task.description:>8}",
         BarColumn(10),
-        "{task.completed}/{task.total}",
-        "ETA",
+        "{task.completed}/{task.total} ETA",
         TimeRemainingColumn(),
         "{task.fields[text]}",
         console=console,
