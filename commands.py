@@ -4,6 +4,7 @@ import difflib
 import json
 import logging
 import os
+import tomllib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,23 +88,14 @@ class Command(Machine):
     @model_validator(mode="wrap")
     @classmethod
     def fill(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Add the defaults that depend on other settings, and check. None counts as not given.
-
-        Every config passes through here. Paths in names become absolute, so that a config.json
-        means the same in any directory.
-        """
+        """Add the defaults that depend on other settings, and check. None counts as not given."""
         given = {name: value for name, value in dict(given).items() if value is not None}
         for name in [name for name in cls.model_fields if name in given]:
             value, kind = given[name], cls.model_fields[name].annotation
-            if kind is not bool and bool in map(
-                type, value if isinstance(value, list | tuple) else [value]
-            ):
+            items = value if isinstance(value, list | tuple) else [value]
+            if kind is not bool and bool in map(type, items):
                 raise ValueError(f"{name}: needs a value, not true or false")
-            if (
-                name in NAMES
-                and isinstance(value, str)
-                and (":" in value or value not in NAMES[name])
-            ):
+            if name in NAMES and isinstance(value, str):
                 given[name] = full_name(name, value)
         found = {name: v for layer in cls.layers(given).values() for name, v in layer.items()}
         made = handler({name: found[name] for name in found.keys() & cls.model_fields} | given)
@@ -164,15 +156,16 @@ class FinetuneConfig(Peft, Data, Model, Command):
 
 
 def full_name(name: str, value: str) -> str:
-    """The setting `name` that is not a plain name, with an absolute path (ValueError: unknown).
+    """The setting `name` with an absolute path, for any directory (ValueError: it is unknown).
 
     A backbone has to be known. A pool is any folder. A dataset or pretext task may be KIND:PATH.
     """
     kind, colon, rest = value.partition(":")
+    if not colon and value in NAMES[name]:
+        return value
     if name == "backbone" or not (colon or name == "pool"):
         raise ValueError(f"--{name} {value}: is unknown, {nearest(value, NAMES[name])}")
-    is_path = kind == "folder" or (name == "pool" and kind != "own")
-    if not (".py:" in value if name == "pretext" else is_path):
+    if not {"pretext": ".py:" in value, "pool": kind != "own"}.get(name, kind == "folder"):
         return value
     path = Path(rest if kind == "folder" else value).expanduser().absolute()
     return f"folder:{path}" if name == "dataset" else str(path)
@@ -194,8 +187,6 @@ def inherited(start: Path) -> Record:
 
 def read_table(path: Path) -> Record:
     """The settings in a TOML or JSON file, a run's config.json too (UsageError)."""
-    import tomllib  # takes a while to load, and --help does without
-
     with checking(str(path), "give settings in TOML or JSON"):
         load = json.loads if path.suffix == ".json" else tomllib.loads
         found = dict(load(path.read_text()))
