@@ -228,14 +228,10 @@ def settle(
             "the warm-up is not shorter than the run, so no rate reaches its base value; see "
             "--warmup, --warmup-epochs"
         )
-    paths = ("dataset", "pool", "weights", "split_file", "d_lr_from")
-    for name in filter(None, [getattr(made, path, None) for path in paths]):
+    for name in filter(None, map(at, ("dataset", "pool", "weights", "split_file", "d_lr_from"))):
         place_of(str(name), made.data_root)
-    layers = kind.layers(made.model_dump(exclude_unset=True)) | {
-        f"preset {base}": released,
-        f"{file}": table,
-        "flag": flags,
-    }
+    layers = kind.layers(made.model_dump(exclude_unset=True))
+    layers |= {f"preset {base}": released, f"{file}": table, "flag": flags}
     paper = layers["paper"]
     sources = {name: source for source, layer in layers.items() for name in layer}
     own = {"backbone", "dataset", "pool", "start", "pretext", "weights", *Machine.model_fields}

@@ -73,10 +73,7 @@ def share(n: int) -> slice:
 
 
 def gather(rows: Tensor = torch.empty(0)) -> Tensor:  # noqa: B008
-    """Rows of all processes in the order of ranks, on the CPU; their numbers may differ.
-
-    It returns once every process has called it, so `gather()` alone is a barrier.
-    """
+    """Rows of all processes, of each its own number, by rank, on the CPU; `gather()`: a barrier."""
     found: list[Any] = [rows.cpu()] * world()[1]
     if len(found) > 1:
         dist.all_gather_object(found, rows.cpu())
@@ -151,11 +148,8 @@ class Run(AbstractContextManager["Run"]):
         self.records: list[Record] = []  # the lines of metrics.jsonl
         self.began, self.saved = (time.process_time(), time.monotonic()), time.monotonic()
         self.kept: tuple[list[Tensor], list[Any]] = [], []
-        self.place = {
-            "out": str(path),
-            "adapter": str(path / "adapter.safetensors"),
-            "weights": str(path / "backbone.pth"),
-        }  # of a result; it may be moved
+        files = {"out": "", "adapter": "adapter.safetensors", "weights": "backbone.pth"}
+        self.place = {name: str(path / file) for name, file in files.items()}  # it may be moved
         result = path / "result.json"
         check_directory(path, command, config, force, **about)
         gather()  # no process writes before all have looked
@@ -218,7 +212,7 @@ class Run(AbstractContextManager["Run"]):
     def checkpoint(self, done: str, due: bool = False) -> None:
         """Save if `due` or `save_minutes` are over; if asked to stop, save and raise Stopped."""
         asked, minutes = stop.agreed(), (time.monotonic() - self.saved) / 60
-        if due or asked or minutes >= getattr(self.config, "save_minutes", 10.0):
+        if due or asked or minutes >= self.config.save_minutes:
             buffer, (tensors, optimisers) = io.BytesIO(), self.kept
             state = {
                 "records": self.records,
