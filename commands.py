@@ -120,8 +120,7 @@ class Command(Machine):
     def layers(cls, given: Record) -> dict[str, Record]:
         """Defaults for what is given, by where they come from; the last one wins."""
         run = inherited(Path(str(given["start"]))) if "start" in given else {}
-        if "dataset" in given and given["dataset"] != run.get("dataset"):
-            # these belong to align's dataset
+        if "dataset" in given and given["dataset"] != run.get("dataset"):  # it has its own
             run = {k: v for k, v in run.items() if k not in ("data_seed", "split_file", "partial")}
         known = {"pretext": "mae", "backbone": ""} | run | given
         pretext, backbone = str(known["pretext"]), str(known["backbone"])

@@ -1,10 +1,9 @@
 """The settings, one group per concern. No torch here, so `--help` is fast.
 
 A field is a flag (`d_lr` is `--d-lr`), a key of a TOML file and a key of a run's config.json. Its
-docstring gives symbol, meaning and, in brackets, the source of its default: [App. C.x] the paper's
-appendix, [released] the authors' program where the paper is silent, [MAE], [I-JEPA] their authors'
-recipes, [here] our own choice. `commands` makes the settings of a command out of the groups, and
-checks what a type cannot express; the string below a field is its help text.
+help, below it, gives symbol, meaning and, in brackets, the source of its default: [App. C.x] the
+paper's appendix, [released] the authors' program where the paper is silent, [MAE], [I-JEPA] their
+authors' recipes, [here] our own choice. `commands` makes a command's settings out of the groups.
 """
 
 from pathlib import Path

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
@@ -134,7 +134,7 @@ MAY_CHANGE = {"device", "workers", "jobs", "micro_batch", "save_minutes", "mfac_
               "data_root", "weights", "start"}  # fmt: skip
 
 
-class Run(AbstractContextManager["Run"]):
+class Run(ExitStack):
     """A run directory, new or continued, locked against others; `result` is None until finished.
 
     A directory of another command, of other settings, or of another `about` (what else defines a
@@ -144,7 +144,8 @@ class Run(AbstractContextManager["Run"]):
     def __init__(
         self, path: Path, command: str, config: Any, force: bool = False, **about: Any
     ) -> None:
-        self.path, self.config, self.lock = path, config, FileLock(path / LOCK)
+        super().__init__()
+        self.path, self.config = path, config
         self.records: list[Record] = []  # the lines of metrics.jsonl
         self.began, self.saved = (time.process_time(), time.monotonic()), time.monotonic()
         self.kept: tuple[list[Tensor], list[Any]] = [], []
@@ -156,7 +157,7 @@ class Run(AbstractContextManager["Run"]):
         if world()[0] == 0:
             with checking(f"--out {path}: make it writable, or wait for who is at work in it"):
                 path.mkdir(parents=True, exist_ok=True)
-                self.lock.acquire(timeout=60)
+                self.enter_context(FileLock(path / LOCK).acquire(timeout=60))
             # another process may have been at work until now: look again
             goes_on = check_directory(path, command, config, force, **about)
             if force:
@@ -185,9 +186,6 @@ class Run(AbstractContextManager["Run"]):
         self.result = read_json(result) | self.place if result.exists() else None
         if self.result is None and asked:
             raise Stopped(asked, f"stopped before {path}; the same command goes on")
-
-    def __exit__(self, *_: object) -> None:
-        self.lock.release()
 
     def keep(self, tensors: list[Tensor], optimisers: list[Any]) -> None:
         """Name what checkpoints hold. Where there is a checkpoint, all of it is restored."""
