@@ -36,8 +36,13 @@ class Model:
     ) -> None:
         self.cfg, self.device = cfg, device_of(cfg)
         self.task: data.Task = task or named(cfg, "dataset")
+        self.own: Any = None  # the class of a pretext task of one's own
+        lower: Record = {}
         if isinstance(cfg, AlignConfig):
             self.pool: data.Pool = pool or named(cfg, "pool")
+            lower["pool_sha256"] = data.fingerprint(self.pool)
+            if cfg.pretext not in ("mae", "ijepa"):
+                self.own, lower["pretext_sha256"] = own_class(cfg.pretext)
         self.amp = cfg.amp and self.device.type == "cuda"
         stored = [part[0] for part in (*self.task[1:4], pool or self.task.val)]
         if not all(((x >= 0) & (x <= 1)).all() for x in stored if isinstance(x, Tensor)):
@@ -54,27 +59,19 @@ class Model:
         size = self.arch.image_size
         cut = cfg.augment, cfg.min_crop, cfg.d_interpolation
         self.transform = data.Transform(size, self.task.mean, self.task.std, *cut)
-        self.about: Record = {  # what defines a run beside its settings
+        digests = {
             "weights_sha256": sha256(weights_of(cfg)),
             "data_sha256": data.fingerprint(*self.task[1:4]),
-            "images": self.task.sizes(),
         }
-        self.origin: Record = {  # what an adapter file says of itself
+        # what defines a run beside its settings, and what an adapter file says of itself
+        self.about: Record = {**digests, "images": self.task.sizes(), **lower}
+        self.origin: Record = {
             **cfg.model_dump(include={"backbone", "rank", "alpha", "dataset", "data_seed"}),
+            **digests,
             "arch": self.arch._asdict(),
             "channels": [self.transform.mean, self.transform.std],
-            "data_sha256": self.about["data_sha256"],
             "pretext": cfg.pretext.rpartition(":")[2].lower(),  # of one's own: the class
-            "weights_sha256": self.about["weights_sha256"],
         }
-        if isinstance(cfg, AlignConfig):
-            self.about["pool_sha256"] = data.fingerprint(self.pool)
-            if cfg.pretext not in ("mae", "ijepa"):
-                own_class(cfg.pretext)  # imports the module, or says that it cannot
-                place = cfg.pretext.rpartition(":")[0]
-                self.about["pretext_sha256"] = sha256(
-                    Path(getattr(sys.modules.get(place), "__file__", place))
-                )
 
     def theta(self) -> Tensor:
         """A fresh θ (l.2)."""
@@ -96,10 +93,8 @@ class Model:
     def pretext_task(self, theta: Tensor) -> PretextTask:
         """The pretext task of these settings; θ is where θ_P starts."""
         cfg: Any = self.cfg
-        if cfg.pretext not in ("mae", "ijepa"):
-            own: PretextTask = own_class(cfg.pretext)(
-                self.backbone, cfg, data.rng(cfg.seed, "pretext")
-            )
+        if self.own:
+            own: PretextTask = self.own(self.backbone, cfg, data.rng(cfg.seed, "pretext"))
             pieces = (cfg.micro_batch or cfg.p_batch) < cfg.p_batch or world()[1] > 1
             if pieces and not getattr(own, "mean_over_images", True):
                 raise UsageError(
@@ -157,7 +152,7 @@ class Model:
         """Refuse batches too small to share (UsageError); if a run is new, decode val and test."""
         norm, last = self.cfg.head == "batchnorm", len(self.task.train.targets) % batch or batch
         _, processes = world()
-        least = max(2, processes) if norm else processes
+        least = max(2 if norm else 1, processes)
         if norm and self.cfg.micro_batch:
             raise UsageError("--micro-batch: a BatchNorm head needs whole batches; see --recompute")
         if last < least:
@@ -170,9 +165,9 @@ class Model:
             raise UsageError(
                 f"--p-batch {self.cfg.p_batch}: give each of {processes} processes an image"
             )
-        parts = () if goes_on else (self.task.val, self.task.test)
-        for error in [error for part in parts for error in data.decode_all(part.images)]:
-            raise error
+        for part in () if goes_on else (self.task.val, self.task.test):
+            for error in data.decode_all(part.images):
+                raise error
 
 
 def pretext_batches(
@@ -243,15 +238,15 @@ def device_of(cfg: Any) -> torch.device:
     return device
 
 
-def own_class(name: str) -> Any:
-    """The class of `FILE.py:Class` or `module:Class` (UsageError where there is none)."""
+def own_class(name: str) -> tuple[Any, str]:
+    """The class of `FILE.py:Class` or `module:Class`, its file's sha256 (UsageError: none)."""
     place, _, attribute = name.rpartition(":")
     file = place.endswith(".py")
     # appended at the end, so that a `data.py` beside the file is not imported instead of ours
     sys.path.append(str(Path(place).parent.resolve() if file else Path.cwd()))
     try:
         names = runpy.run_path(place) if file else vars(importlib.import_module(place))
-        return names[attribute]
+        return names[attribute], sha256(Path(names["__file__"]))
     except (ImportError, OSError, KeyError, SyntaxError, ValueError) as error:
         raise UsageError(f"--pretext {name}: cannot be imported ({error!r})") from error
 
@@ -268,14 +263,9 @@ MEMORY = {  # by hypergradient, or by the batch of PEFT
 def plan(cfg: Config) -> Record:
     """What a run would do, for --dry-run; weights that are not downloaded yet go unchecked."""
     task: data.Task = named(cfg, "dataset")
-    sizes, there = task.sizes(), weights_of(cfg).exists()
-    pool: Any = named(cfg, "pool") if isinstance(cfg, AlignConfig) else None
-    with checking(f"--backbone {cfg.backbone}"):
-        m = Model(cfg, task, pool) if there else None
-        arch = m.arch if m else arch_of({}, cfg)
+    sizes, there, pool = task.sizes(), weights_of(cfg).exists(), None
     if isinstance(cfg, AlignConfig):
-        if m:
-            m.pretext_task(m.theta())
+        pool, memory = named(cfg, "pool"), MEMORY.get(cfg.hypergrad, {})
         sizes["pool"] = len(pool.images)
         steps = {
             "lower": cfg.alternations * cfg.lower_steps,
@@ -283,8 +273,14 @@ def plan(cfg: Config) -> Record:
             "probe": cfg.probe_epochs * -(-sizes["train"] // cfg.d_batch),
         }
     else:
+        memory = MEMORY.get(f"{cfg.batch}", {})
         runs = len(cfg.grid) * cfg.grid_seeds + cfg.seeds - cfg.grid_seeds
         steps = {"runs": runs, "in all": runs * cfg.epochs * -(-sizes["train"] // cfg.batch)}
+    with checking(f"--backbone {cfg.backbone}"):
+        m = Model(cfg, task, pool) if there else None
+        arch = m.arch if m else arch_of({}, cfg)
+    if m and pool:
+        m.pretext_task(m.theta())
     return {
         "device": str(device_of(cfg)),
         "images": sizes,
@@ -293,7 +289,6 @@ def plan(cfg: Config) -> Record:
         "weights": None
         if there
         else "{1} MB to download from {0}".format(*OFFICIAL[cfg.backbone, cfg.pretext]),
-        "the paper's memory, GB and GPUs": MEMORY.get(
-            cfg.hypergrad if isinstance(cfg, AlignConfig) else f"{cfg.batch}", {}
-        ).get(cfg.backbone if cfg.pretext == "mae" else ""),  # it has none for I-JEPA
+        # it has none for I-JEPA
+        "the paper's memory, GB and GPUs": memory.get(cfg.backbone if cfg.pretext == "mae" else ""),
     }
