@@ -76,19 +76,12 @@ def finetune(
 
     `task`: one of your own. UsageError before the long work; Diverged where every rate diverges.
     """
-    cfg = cfg.but(**own_names(task)) if task else cfg
+    cfg = cfg.but(**own_names(task))
     goes_on = check_directory(out, "finetune", cfg, force)
     m = Model(cfg, task)
     starts, unit = starts_of(cfg)
-    origins = [origin(start, m) for start in dict.fromkeys(starts) if start]
+    first, *_ = [origin(x, m) for x in dict.fromkeys(starts) if x] or [{"hypergrad": None}]
     m.check("--batch", cfg.batch, goes_on)
-    runs = [read_json(x / "config.json") for x in {*starts} if x and x.is_dir()]
-    unlike = {key for x in runs for key in x if x[key] != runs[0].get(key)} - MAY_CHANGE - {"seed"}
-    if unlike or len({x["seed"] for x in runs}) < len(runs):
-        raise UsageError(
-            f"--from {cfg.start}: should hold align runs of other seeds and the same settings, see "
-            f"their {', '.join(sorted(unlike)) or 'seed'}"
-        )
     digests = {"start_sha256": [sha256(adapter_of(x)) for x in starts if x]}
     with Run(out, "finetune", cfg, force, **m.about, **digests) as run:
         if run.result:
@@ -108,13 +101,12 @@ def finetune(
         lr, chosen = best_rate(tried, lambda lr, n: results([(lr, i) for i in range(n, cfg.seeds)]))
         if len(cfg.grid) > 2 and lr in (min(cfg.grid), max(cfg.grid)):
             LOG.warning("%s: the best rate, %g, is an end of the grid, look beyond it", out, lr)
-        first = origins[0] if origins else {}
         return FinetuneResult(**run.finish({
             "dataset": cfg.dataset, "backbone": cfg.backbone, "unit": unit,
             "lr": lr, "metric": m.metric,
             "grid": {f"{rate}": [r["val"] and r["val"]["accuracy"] for r in runs]
                      for rate, runs in tried.items()},
-            "aligned_by": first.get("hypergrad", "unknown") if origins else None,
+            "aligned_by": first.get("hypergrad", "unknown"),
             "aligned_on": first.get("dataset"), "align_unlike_paper": first.get("unlike_paper"),
             "pretext": first.get("pretext", m.origin["pretext"]),
             **tested(m, run, chosen),
@@ -167,29 +159,34 @@ def best_epoch(records: list[Record]) -> Record:
     return max(scored, key=lambda record: worth([record]), default={"step": 0})
 
 
-def starts_of(cfg: FinetuneConfig) -> tuple[list[Path | None], str]:
+def starts_of(cfg: FinetuneConfig) -> tuple[Sequence[Path | None], str]:
     """What each seed starts from, and what a seed therefore repeats (the unit of the p-value)."""
     if cfg.start is None:
         return [None] * cfg.seeds, "PEFT seed"
-    runs = [cfg.start]
-    if cfg.start.is_dir() and not (cfg.start / "config.json").exists():
-        runs = [file.parent for file in cfg.start.glob("*/config.json")]
-        runs.sort(key=lambda run: (len(run.name), run.name))
+    places = [*cfg.start.glob("config.json")] or [*cfg.start.glob("*/config.json")]
+    runs = [file.parent for file in places] or [cfg.start]
+    runs.sort(key=lambda run: (len(run.name), run.name))
     if len(runs) not in (1, cfg.seeds):
         raise UsageError(
             f"--from {cfg.start}: holds {len(runs)} align runs, "
             f"--seeds {cfg.seeds} wants 1 or {cfg.seeds}"
         )
-    needed = ("result.json", "adapter.safetensors")
-    if odd := [x for x in runs if x.is_dir() and not all((x / name).exists() for name in needed)]:
+    if odd := [run for run in runs if not adapter_of(run).exists()]:  # an align run's last file
         raise UsageError(
             f"--from {odd[0]}: is not a finished align run; unless it diverged, its own command "
             "finishes it"
         )
-    if len(runs) > 1:
-        return [*runs], "align run and PEFT"
-    kind = "LoRA file" if cfg.start.is_file() else "align run"
-    return [runs[0]] * cfg.seeds, f"PEFT seed on one {kind}"
+    if len(runs) == 1:
+        kind = "LoRA file" if cfg.start.is_file() else "align run"
+        return runs * cfg.seeds, f"PEFT seed on one {kind}"
+    made = [read_json(run / "config.json") for run in runs]
+    unlike = {key for x in made for key in x if x[key] != made[0].get(key)} - MAY_CHANGE - {"seed"}
+    if unlike or len({x["seed"] for x in made}) < len(made):
+        raise UsageError(
+            f"--from {cfg.start}: should hold align runs of other seeds and the same settings, see "
+            f"their {', '.join(sorted(unlike)) or 'seed'}"
+        )
+    return runs, "align run and PEFT"
 
 
 def adapter_of(start: Path) -> Path:
