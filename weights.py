@@ -43,22 +43,21 @@ def weights_of(cfg: Model) -> Path:
     return Path(torch.hub.get_dir()).resolve() / "checkpoints" / url.rpartition("/")[2]
 
 
-def download(url: str, size: float, path: Path) -> None:
-    """Fetch a file of `size` MB, whole or not at all (UsageError)."""
-    with checking(url, f"try `curl -C - -o {path} {url}`"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.hub.download_url_to_file(url, str(path), progress=sys.stderr.isatty())
-        found = path.stat().st_size / 1e6
-        if abs(found - size) > 0.01 * size:
-            path.unlink()
-            raise OSError(f"{found:.0f} MB arrived, {size:.0f} MB were expected")
-
-
 def load_backbone(cfg: Any) -> tuple[Backbone, Any, Arch]:
-    """Frozen f_ψ, MAE's decoder or I-JEPA's predictor, and their sizes; on the CPU (UsageError)."""
+    """Frozen f_ψ, MAE's decoder or I-JEPA's predictor, and their sizes; on the CPU (UsageError).
+
+    An official file is downloaded when it is used for the first time.
+    """
     path = weights_of(cfg)
-    if not path.exists():  # an official one, used for the first time
-        download(*OFFICIAL[cfg.backbone, cfg.pretext], path)
+    if not path.exists():
+        url, size = OFFICIAL[cfg.backbone, cfg.pretext]
+        with checking(url, f"try `curl -C - -o {path} {url}`"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.hub.download_url_to_file(url, str(path), progress=sys.stderr.isatty())
+            arrived = path.stat().st_size / 1e6
+            if abs(arrived - size) > 0.01 * size:
+                path.unlink()
+                raise OSError(f"{arrived:.0f} MB arrived, {size:.0f} MB were expected")
     try:
         if "mae_visualize" in path.name:
             raise ValueError("its decoder predicts raw pixels; take the file ending in _full.pth")
@@ -88,9 +87,9 @@ def arch_of(data: Any, cfg: Shape) -> Arch:
         arch, trained = Arch(**about["arch"]), about["backbone"]
         if trained != cfg.backbone:
             raise ValueError(f"was trained as {trained}, give --backbone {trained}")
-    sizes = ("image_size", "patch_size")
-    if odd := [x for x in sizes if getattr(cfg, x) not in (None, getattr(arch, x))]:
-        raise ValueError(f"has {odd[0]} {getattr(arch, odd[0])}; leave the option out")
+    for size in ("image_size", "patch_size"):
+        if getattr(cfg, size) not in (None, getattr(arch, size)):
+            raise ValueError(f"has {size} {getattr(arch, size)}; leave the option out")
     return arch
 
 
