@@ -35,7 +35,6 @@ class Schedule:
     start: float = 0.0  # the first one, as a share of the base rate
 
     def __call__(self, k: float, base: float) -> float:
-        """The rate of step k."""
         if k < self.warmup:
             return self.start * base + (base - self.start * base) * k / self.warmup
         c = (1 + math.cos(math.pi * (k - self.warmup) / max(1, self.total - self.warmup))) / 2
@@ -84,9 +83,7 @@ class Optimiser:
         self.torch: torch.optim.Optimizer = (
             torch.optim.SGD(params, lr=0.0, momentum=0.9)
             if betas is None
-            else torch.optim.AdamW(
-                params, lr=0.0, betas=betas, fused=not self.groups[0].tensors[0].is_meta
-            )
+            else torch.optim.AdamW(params, lr=0.0, betas=betas, fused=True)
         )
 
     def update(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:

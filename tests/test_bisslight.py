@@ -225,10 +225,7 @@ def meta(x: Any) -> Any:
 
 
 def test_a_device_is_asked_for_numbers_once_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the meta device every question for a value is an error, and so is a mix of devices.
-
-    The one function that reads numbers is replaced, and counted.
-    """
+    """On the meta device every question for a value is an error, and so is a mix of devices."""
     asked: list[str] = []
 
     def read(where: str, rows: list[list[Tensor]], width: int) -> list[list[float]]:
@@ -236,14 +233,15 @@ def test_a_device_is_asked_for_numbers_once_a_level(monkeypatch: pytest.MonkeyPa
         asked.append(where)
         return [[0.0] * len(rows)] * width
 
-    monkeypatch.setattr(bisslight, "numbers", read)
+    monkeypatch.setattr(bisslight, "numbers", read)  # the one function that reads numbers
+    plain = torch.optim.AdamW  # the fused one does not know this device
+    monkeypatch.setattr(torch.optim, "AdamW", lambda p, fused, **how: plain(p, **how))
     _, r = replayed(ADAMW)  # its networks and batches, without their numbers
     r.backbone.to("meta")
     r.task.decoder.to("meta")
     s = state_of(r._replace(theta=meta(r.theta), phi_P=meta(r.phi_P), phi_D=meta(r.phi_D)))
     batches = map(meta, replay.lower_batches(r)), map(meta, replay.upper_batches(r))
-    for _ in algorithm_1(s, Steps(2, 2, 1, 0.1), r.task, r.loss_D, mfac, *batches):
-        pass
+    list(algorithm_1(s, Steps(2, 2, 1, 0.1), r.task, r.loss_D, mfac, *batches))
     levels = [f"alternation {t}, {level} level" for t in (1, 2) for level in ("lower", "upper")]
     assert asked == levels
 
