@@ -91,8 +91,9 @@ def finetune(
             one = {"grid": None, "grid_seeds": 1, "seeds": 1, "jobs": 1}
             trials = [cfg.but(**one, lr=lr, seed=cfg.seed + i, start=starts[i]) for lr, i in pairs]
             if cfg.jobs == 1 or not trials:
-                return [peft(one, out, task, m, track) for one in trials]
-            work = jobs(partial(peft, out=out, task=task), trials, cfg.jobs)
+                return [peft(one, out, lambda cfg: m, track) for one in trials]
+            fn = partial(peft, out=out, model_of=partial(Model, task=task))
+            work = jobs(fn, trials, cfg.jobs)
             return [*track(work, len(trials), "runs")]
 
         n = cfg.grid_seeds if len(cfg.grid) > 1 else cfg.seeds
@@ -202,11 +203,11 @@ def origin(start: Path, m: Model) -> Record:
             raise ValueError(f"holds θ {[*theta.shape]}, this run's is {[*shape]}; see --rank")
         if about.get("stage", "align") != "align":
             raise ValueError("is fine-tuned already, give an align run")
-        keys = ("backbone", "rank", "alpha", "weights_sha256") if about else ()
-        if odd := [key for key in keys if str(about.get(key)) != str(now[key])]:
-            raise ValueError(f"has {odd[0]} {about.get(odd[0])}, this run {now[odd[0]]}")
-        names = (str(x.get("dataset")).removeprefix("folder:") for x in (about, now))
-        same = len({Path(x).resolve() for x in names}) == 1
+        for key in ("backbone", "rank", "alpha", "weights_sha256") if about else ():
+            if str(about.get(key)) != str(now[key]):
+                raise ValueError(f"has {key} {about.get(key)}, this run {now[key]}")
+        names = [str(x.get("dataset")).removeprefix("folder:") for x in (about, now)]
+        same = Path(names[0]).resolve() == Path(names[1]).resolve()
         if same and about.get("data_sha256", now["data_sha256"]) != now["data_sha256"]:
             raise ValueError(
                 f"was aligned on another split or other images of {now['dataset']}, so it may have "
@@ -219,14 +220,10 @@ def origin(start: Path, m: Model) -> Record:
 
 
 def peft(
-    cfg: FinetuneConfig,
-    out: Path,
-    task: Task | None = None,
-    m: Model | None = None,
-    track: Track = untracked,
+    cfg: FinetuneConfig, out: Path, model_of: Callable[..., Model], track: Track = untracked
 ) -> Record:
     """One rate and one seed, in a run directory below `out`; the best validation epoch is kept."""
-    m, lr = m or Model(cfg, task), cfg.grid[0]
+    m, lr = model_of(cfg), cfg.grid[0]
     m.cfg, out = cfg, out / f"lr{lr:g}-s{cfg.seed}"
     file = cfg.start and adapter_of(cfg.start)
     with Run(out, "peft", cfg, **m.about, start_sha256=file and sha256(file)) as run:
