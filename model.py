@@ -1,7 +1,4 @@
-"""From settings to what Algorithm 1 needs: f_θ, D^D, D^P, L^D, the pretext task, batches, scores.
-
-What a person got wrong ends here in a UsageError of one line, before the long work starts.
-"""
+"""From settings to what Algorithm 1 needs: f_θ, D^D, D^P, L^D, pretext task, batches, scores."""
 
 import importlib
 import os
@@ -45,7 +42,7 @@ class Model:
                 self.own, lower["pretext_sha256"] = own_class(cfg.pretext)
         self.amp = cfg.amp and self.device.type == "cuda"
         stored = [part[0] for part in (*self.task[1:4], pool or self.task.val)]
-        if not all(((x >= 0) & (x <= 1)).all() for x in stored if isinstance(x, Tensor)):
+        if any(isinstance(x, Tensor) and not 0 <= x.min() <= x.max() <= 1 for x in stored):
             raise UsageError("task, pool: pixels in memory are between 0 and 1; see clamp(0, 1)")
         many = self.task.test.targets.ndim > 1  # classes of an image
         if many and not all((part.targets == 1).any() for part in self.task[2:4]):
@@ -81,11 +78,8 @@ class Model:
     def head(self, purpose: str) -> tuple[Phi, Loss, Phi]:
         """Fresh φ_D (App. C.2), its L^D, and φ_D together with BatchNorm's statistics, if any."""
         cfg, f, g = self.cfg, self.backbone, data.rng(self.cfg.seed, purpose)
-        fresh, stats = lora.init_head(f.dim, len(self.task.classes), g), dict[str, Tensor]()
-        if cfg.head == "batchnorm":
-            norm, stats = lora.init_norm(f.dim)
-            fresh |= norm
-        phi = trainable(fresh, self.device)
+        norm, stats = lora.init_norm(f.dim) if cfg.head == "batchnorm" else ({}, {})
+        phi = trainable(lora.init_head(f.dim, len(self.task.classes), g) | norm, self.device)
         stats = {name: tensor.to(self.device) for name, tensor in stats.items()}
         loss_D = partial(lora.downstream_loss, f, multilabel=cfg.voc_loss, stats=stats)
         return phi, loss_D, phi | stats
