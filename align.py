@@ -1,8 +1,4 @@
-"""`bisslight align` (App. C.3): linear probing of φ_D, then Algorithm 1.
-
-from align import align
-align(AlignConfig(backbone="vit_l16", dataset="cub200"), Path("runs/cub"))  # starts or continues
-"""
+"""`bisslight align` (App. C.3): linear probing of φ_D, then Algorithm 1."""
 
 from functools import partial
 from pathlib import Path
@@ -125,7 +121,7 @@ def aligned(m: Model, out: Path, force: bool, track: Track, watched: bool = Fals
         return run.finish({
             "d_lr": cfg.d_lr, "unstable": {}, "pretext": m.origin["pretext"], "metric": m.metric,
             **{key: (last[key] or [0.0])[-1] for key in ("distance", "q_over_g", "cosine")},
-            **{key: last[key] for key in ("val_P", "val_D")},
+            "val_P": last["val_P"], "val_D": last["val_D"],
         })  # fmt: skip
 
 
@@ -153,10 +149,8 @@ def begin(
     """θ_P = θ_D = θ (l.2), φ_P from its task; and opt_P, opt_D and the probe's optimiser."""
     theta_P, theta_D = trainable({"P": theta, "D": theta}, theta.device).values()
     phi_P = trainable(pretext.phi, theta.device)
-    lower, upper = (
-        Schedule(cfg.alternations * n, cfg.warmup * n + 1, cfg.end_lr)
-        for n in (cfg.lower_steps, cfg.upper_steps)
-    )
+    steps, T = (cfg.lower_steps, cfg.upper_steps), cfg.alternations
+    lower, upper = (Schedule(T * n, cfg.warmup * n + 1, cfg.end_lr) for n in steps)
     below = Group([theta_P], cfg.p_lr, cfg.p_weight_decay)
     decoder = decay_groups(phi_P, cfg.phi_p_lr, cfg.p_weight_decay)
     opt_P = Optimiser([below, *decoder], lower, (0.9, 0.95), cfg.clip)
