@@ -1,8 +1,5 @@
 """`bisslight finetune`: PEFT of θ and a fresh head, alone or after align runs (Eq. 2; App. C.2).
 
-    from finetune import finetune
-    finetune(FinetuneConfig(start=Path("runs/cub")), Path("runs/cub-peft"))
-
 Each learning rate is tried with one seed (--grid-seeds); the best one on validation is run with all
 seeds, and each seed is tested once. One rate with one seed is a run of its own, OUT/lr0.001-s0.
 """
@@ -169,8 +166,7 @@ def starts_of(cfg: FinetuneConfig) -> tuple[Sequence[Path | None], str]:
     runs.sort(key=lambda run: (len(run.name), run.name))
     if len(runs) not in (1, cfg.seeds):
         raise UsageError(
-            f"--from {cfg.start}: holds {len(runs)} align runs, "
-            f"--seeds {cfg.seeds} wants 1 or {cfg.seeds}"
+            f"--from {cfg.start}: holds {len(runs)} align runs, --seeds wants 1 or {cfg.seeds}"
         )
     if odd := [run for run in runs if not adapter_of(run).exists()]:  # an align run's last file
         raise UsageError(
@@ -250,9 +246,7 @@ def peft(
             records = m.validated(epochs, cfg.eval_epochs, cfg.epochs, head, val=theta)
             for record in track(records, cfg.epochs, label, opt.step // steps):
                 if record["val"] and not record["val"]["loss"] < float("inf"):
-                    raise Diverged(
-                        f"validation after epoch {record['step']}: loss {record['val']['loss']}"
-                    )
+                    raise Diverged(f"validation after epoch {record['step']}: loss is not finite")
                 run.log(record)
                 if best_epoch(run.records)["step"] == record["step"]:
                     for name, tensor in now.items():
