@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from bisslight import Loss, numbers, value_and_grad
+from bisslight import Loss, Phi, numbers, value_and_grad
 
 RateFn = Callable[[float, float], float]  # (step, base value) -> value at that step
 
@@ -58,32 +58,24 @@ def decay_groups(named: Mapping[str, Tensor], lr: float, weight_decay: float) ->
     return [decayed, plain]
 
 
+@dataclass(eq=False)
 class Optimiser:
-    """opt_P or opt_D of Algorithm 1: a torch optimiser with a schedule and joint clipping.
+    """opt_P or opt_D of Algorithm 1: a torch optimiser with a schedule and joint clipping."""
 
-    Args:
-        groups: what is trained; tensors are updated in place.
-        rate: (step from 1, base rate) -> rate. decay: (step, base decay) -> decay, for groups that
-            have one. Where either is None, the base value holds at every step.
-        betas: AdamW's; None is SGD with momentum 0.9, as released.
-        clip: largest L2 norm of all gradients together; None: no clipping.
-    """
+    groups: Sequence[Group]  # what is trained; tensors are updated in place
+    rate: RateFn | None  # (step from 1, base rate) -> rate; None: the base rate at every step
+    betas: tuple[float, float] | None  # AdamW's; None is SGD with momentum 0.9, as released
+    clip: float | None = None  # largest L2 norm of all gradients together; None: no clipping
+    decay: RateFn | None = None  # (step, base decay) -> decay, for groups that have one, as `rate`
+    step: int = 0  # done so far
 
-    def __init__(
-        self,
-        groups: Iterable[Group],
-        rate: RateFn | None,
-        betas: tuple[float, float] | None,
-        clip: float | None = None,
-        decay: RateFn | None = None,
-    ) -> None:
-        self.rate, self.clip, self.decay, self.step = rate, clip, decay, 0
-        self.groups = [group for group in groups if group.tensors]
+    def __post_init__(self) -> None:
+        self.groups = [group for group in self.groups if group.tensors]
         params = [{"params": group.tensors} for group in self.groups]
         self.torch: torch.optim.Optimizer = (
             torch.optim.SGD(params, lr=0.0, momentum=0.9)
-            if betas is None
-            else torch.optim.AdamW(params, lr=0.0, betas=betas, fused=True)
+            if self.betas is None
+            else torch.optim.AdamW(params, lr=0.0, betas=self.betas, fused=True)
         )
 
     def update(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
@@ -102,9 +94,7 @@ class Optimiser:
         return norm
 
 
-def trainable(
-    tensors: Mapping[str, Tensor], device: torch.device | None = None
-) -> dict[str, Tensor]:
+def trainable(tensors: Mapping[str, Tensor], device: torch.device | None = None) -> Phi:
     """Fresh leaf copies that a gradient can be taken for."""
     return {
         name: tensor.detach().contiguous().to(device, copy=True).requires_grad_()
@@ -113,27 +103,15 @@ def trainable(
 
 
 def trained(
-    cfg: Any,
-    loss: Loss,
-    opt: Optimiser,
-    batches: Iterator[Any],
-    piece: int,
-    what: str,
-    after_step: Callable[[None], None] = lambda theta: None,
+    cfg: Any, loss: Loss, opt: Optimiser, batches: Iterator[Any], piece: int, what: str
 ) -> Iterator[dict[str, Any]]:
-    """An optimiser step per batch; yields the mean loss of every `piece` steps (Diverged).
-
-    `what` names the training in an error; after_step(None) is that of a `PretextTask`.
-    """
+    """A step per batch; yields the mean loss of every `piece` steps (Diverged, naming `what`)."""
     tensors = [tensor for group in opt.groups for tensor in group.tensors]
+    amp = cfg.amp and tensors[0].is_cuda
 
     def step(batch: Any) -> list[Tensor]:
-        value, *found = value_and_grad(
-            loss, tensors, batch, cfg.micro_batch, cfg.amp and tensors[0].is_cuda
-        )
-        norm = opt.update(tensors, found)
-        after_step(None)
-        return [value, norm]
+        value, *found = value_and_grad(loss, tensors, batch, cfg.micro_batch, amp)
+        return [value, opt.update(tensors, found)]
 
     while rows := [step(batch) for batch in itertools.islice(batches, piece)]:
         losses, _ = numbers(f"{what}, the {len(rows)} steps up to {opt.step}", rows, 2)

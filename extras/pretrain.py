@@ -57,7 +57,8 @@ def pretrain(
             cfg, pool, task, arch.image_size, cfg.batch, range(opt.step, steps)
         )
         loss = partial(task.loss, None, task.phi)
-        records = trained(cfg, loss, opt, batches, piece, "pretrain", task.after_step)
+        opt.torch.register_step_post_hook(lambda *_: task.after_step(None))
+        records = trained(cfg, loss, opt, batches, piece, "pretrain")
         for record in track(records, -(-steps // piece), "pretrain", opt.step // piece):
             run.log(record)
             run.checkpoint(f"step {opt.step} of {steps}")
