@@ -161,9 +161,8 @@ def starts_of(cfg: FinetuneConfig) -> tuple[Sequence[Path | None], str]:
     """What each seed starts from, and what a seed therefore repeats (the unit of the p-value)."""
     if cfg.start is None:
         return [None] * cfg.seeds, "PEFT seed"
-    places = [*cfg.start.glob("config.json")] or [*cfg.start.glob("*/config.json")]
-    runs = [file.parent for file in places] or [cfg.start]
-    runs.sort(key=lambda run: (len(run.name), run.name))
+    files = [*cfg.start.glob("config.json")] or [*cfg.start.glob("*/config.json")]
+    runs = sorted((x.parent for x in files), key=lambda x: (len(x.name), x.name)) or [cfg.start]
     if len(runs) not in (1, cfg.seeds):
         raise UsageError(
             f"--from {cfg.start}: holds {len(runs)} align runs, --seeds wants 1 or {cfg.seeds}"
