@@ -90,13 +90,12 @@ def finetune(
             if cfg.jobs == 1 or not trials:
                 return [peft(one, out, lambda cfg: m, track) for one in trials]
             fn = partial(peft, out=out, model_of=partial(Model, task=task))
-            work = jobs(fn, trials, cfg.jobs)
-            return [*track(work, len(trials), "runs")]
+            return [*track(jobs(fn, trials, cfg.jobs), len(trials), "runs")]
 
         n = cfg.grid_seeds if len(cfg.grid) > 1 else cfg.seeds
         found = results([(lr, i) for lr in cfg.grid for i in range(n)])
         tried = {lr: found[k * n : (k + 1) * n] for k, lr in enumerate(cfg.grid)}
-        lr, chosen = best_rate(tried, lambda lr, n: results([(lr, i) for i in range(n, cfg.seeds)]))
+        lr, chosen = best_rate(tried, results, cfg.seeds)
         if len(cfg.grid) > 2 and lr in (min(cfg.grid), max(cfg.grid)):
             LOG.warning("%s: the best rate, %g, is an end of the grid, look beyond it", out, lr)
         return FinetuneResult(**run.finish({
@@ -134,12 +133,12 @@ def tested(m: Model, run: Run, chosen: list[Record]) -> Record:
 
 
 def best_rate(
-    tried: dict[float, list[Record]], more: Callable[[float, int], list[Record]]
+    tried: dict[float, list[Record]], run: Callable[[Any], list[Record]], seeds: int
 ) -> tuple[float, list[Record]]:
-    """The best rate by `worth` with no diverged seed; its results. `more(lr, n)`: seeds from n."""
+    """The best rate by `worth` with no diverged seed; its results. `run`: pairs (rate, seed)."""
     known = [lr for lr, results in tried.items() if all(result["val"] for result in results)]
     for lr in sorted(known, key=lambda lr: worth(tried[lr]), reverse=True):  # the first of equals
-        results = tried[lr] + more(lr, len(tried[lr]))
+        results = tried[lr] + run([(lr, i) for i in range(len(tried[lr]), seeds)])
         if all(result["val"] for result in results):
             return lr, results
     raise Diverged("every learning rate of the grid diverged")
@@ -263,14 +262,14 @@ def jobs(fn: Callable[[Any], Any], units: Sequence[Any], count: int) -> Iterator
     """`fn` of each unit, in order, in `count` processes that end with this one; pickles `fn`."""
     if world()[1] > 1:
         raise UsageError("--jobs: needs a single process; start it without torchrun")
-    given = stop.flag, max(1, torch.get_num_threads() // count)
-    with ProcessPoolExecutor(count, get_context("spawn"), start_worker, given) as pool:
+    flag, threads = stop.flag, max(1, torch.get_num_threads() // count)
+    with ProcessPoolExecutor(count, get_context("spawn"), start_worker, (flag, threads)) as pool:
         try:
             yield from pool.map(fn, units)
         finally:  # where one run failed, the others save and stop
-            asked, stop.flag.value = stop.flag.value, stop.flag.value or signal.SIGTERM
+            asked, flag.value = flag.value, flag.value or signal.SIGTERM
             pool.shutdown()
-            stop.flag.value = asked
+            flag.value = asked
 
 
 def start_worker(flag: Any, threads: int) -> None:

@@ -85,9 +85,9 @@ def test_the_rate_with_the_best_mean_accuracy_is_taken() -> None:
         3e-3: [result(66.0, 0.9), result(66.0, 0.9)],
         1e-2: [result(99.0, 0.1), {"val": None}],  # one seed diverged
     }
-    lr, results = best_rate(tried, lambda lr, done: [result(lr, done)])
+    lr, results = best_rate(tried, lambda pairs: [result(*pair) for pair in pairs], 3)
     assert (lr, results[2:]) == (3e-3, [result(3e-3, 2)])
-    lr, _ = best_rate(tried, lambda lr, done: [{"val": lr != 3e-3}])
+    lr, _ = best_rate(tried, lambda pairs: [{"val": lr != 3e-3} for lr, _ in pairs], 3)
     assert lr == 1e-3  # a rate at which a later seed diverges is given up for the next best
 
 
