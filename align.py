@@ -49,7 +49,7 @@ def align(
 
     `task`, `pool`: data of your own. UsageError before the long work; Diverged where it diverges.
     """
-    cfg = cfg.but(**own_names(task, pool))
+    cfg = cfg.but(**own_names(task, pool)) if task or pool else cfg
     check_directory(out, "align", cfg, force)
     if cfg.d_lr_from is None:
         found = aligned(Model(cfg, task, pool), out, force, track)

@@ -73,7 +73,7 @@ def finetune(
 
     `task`: one of your own. UsageError before the long work; Diverged where every rate diverges.
     """
-    cfg = cfg.but(**own_names(task))
+    cfg = cfg.but(**own_names(task)) if task else cfg
     goes_on = check_directory(out, "finetune", cfg, force)
     m = Model(cfg, task)
     starts, unit = starts_of(cfg)
