@@ -21,7 +21,7 @@ import typer
 from pydantic_core import to_jsonable_python
 from typer.core import TyperCommand
 
-RUN = "out config force dry_run json quiet"
+RUN = "out config force dry_run all json quiet"
 COMMANDS = {  # what it does; function, class of its settings, options and arguments; an example
     "align": ("Align a pretrained backbone with a downstream task: BiSSLight, Algorithm 1.",
         "align:align", "commands:AlignConfig", f"{RUN} preset",
@@ -42,6 +42,7 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument,
     "preset": (Literal["paper", "as-released"], "paper", "As the paper, or its program, does."),
     "force": (bool, False, "Start over. Without it, the same command goes on."),
     "dry_run": (bool, False, "Check names, data and weights, say what would run; write nothing."),
+    "all": (bool, False, "With --dry-run: every setting, not only what differs."),
     "json": (bool, False, "One JSON value on stdout and nothing else."),
     "quiet": (bool, False, "No progress."),
     "against": (list[Path], [], "Compare with this run or directory; may be repeated."),
@@ -118,8 +119,9 @@ def execute(name: str, /, **given: Any) -> int:
         if name == "sweep":
             swept = [key for key in resolve_name("extras:SWEPT") if "," in told.get(key, "")]
             told |= {"swept": {key: told.pop(key).split(",") for key in swept}} if swept else {}
+        every = own.pop("all") or as_json
         own["cfg"], rows = resolve_name("commands:settle")(
-            resolve_name(settings), told, own.pop("config"), own.pop("preset", "paper"), as_json
+            resolve_name(settings), told, own.pop("config"), own.pop("preset", "paper"), every
         )
         own["out"] = own["out"] or default_out(name, own["cfg"])
         if own.pop("dry_run"):
@@ -127,7 +129,7 @@ def execute(name: str, /, **given: Any) -> int:
             module = "model" if name in ("align", "finetune") else f"extras.{name}"
             plan = resolve_name(f"{module}:plan")(own["cfg"])
             recipe = "MAE or I-JEPA" if name == "pretrain" else "the paper"
-            about = {"settings" if as_json else f"differs from {recipe}": rows or "nothing"}
+            about = {"settings" if every else f"differs from {recipe}": rows or "nothing"}
             say({"out": own["out"]} | plan | about, as_json)
             return 0
     with bars(quiet) as track:

@@ -25,7 +25,7 @@ from config import (
     Upper,
 )
 
-RUN = "out config force dry_run json quiet"
+RUN = "out config force dry_run all json quiet"
 COMMANDS = {  # what it does; function, class of its settings, options and arguments; an example
     "demo": ("The method on drawn images, offline, in two minutes on two CPU cores.",
         "extras.demo:demo", "", "out data_seed jobs force json quiet", "--out runs/demo"),

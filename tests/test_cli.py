@@ -108,7 +108,7 @@ def test_dry_run_fits_a_screen_and_says_who_set_what(weights: Path, capsys: Any)
     assert rows["upper_steps"] == ["4", "flag", "8"]
     assert rows["d_optimizer"] == ["sgd", "preset", "as-released", "adamw"]
     assert rows["d_batch"][0] == "32" and "vit_mini" in rows["d_batch"]
-    assert "partition" not in rows
+    assert "partition" not in rows and "\npartition" in run(f"{line} --all", capsys)[1]
     told = json.loads(run(f"{line} --json", capsys)[1])
     assert {row["setting"] for row in told["settings"]} == {*AlignConfig.model_fields}
     assert told["steps"] == {"lower": 1000, "upper": 400, "probe": 60}  # 80 images in 32s
