@@ -33,7 +33,7 @@ tags: [image-classification, lora, bisslight]
 {made}
 
 Weights: sha256 {weights_sha256}, whose licence holds (the official MAE and I-JEPA files:
-CC BY-NC 4.0). Pretext task {pretext}, rank {rank}.
+CC BY-NC 4.0). Pretext task {pretext}, rank {rank}. Test {metric}: {accuracy}.
 
 ```python
 import timm
@@ -55,6 +55,7 @@ def export(
     """
     file, out = adapter_of(run, seed), out or run / "export"
     config = read_json(run / "config.json") | ({"weights": weights} if weights else {})
+    result = read_json(run / "result.json")
     known = FinetuneConfig.model_fields.keys() & config.keys() - {"start"}
     with checking(str(file)):
         theta, phi_D, about = load_adapter(file)
@@ -67,8 +68,11 @@ def export(
     torch.save(to_released(theta, dim, scale), released)
     lora, matrices = to_peft(theta, phi_D, dim, scale)
     merged, tensors = to_timm(backbone, arch, theta, phi_D, about)
+    dataset, nth = Path(about["dataset"]).name, about.get("seed", 0) - config["seed"]
+    accuracy = f"{result['test'][nth]:.2f} %" if "test" in result else "none, not fine-tuned"
+    words = about | {"made": MADE, "dataset": dataset, "accuracy": accuracy}
     files: dict[str, bytes | str] = {
-        "README.md": CARD.format(**about | {"made": MADE, "dataset": Path(about["dataset"]).name}),
+        "README.md": CARD.format(**words, metric=result["metric"]),
         "released/lora.pth": released.getvalue(),
         "peft/adapter_config.json": json.dumps(lora, indent=1),
         "peft/adapter_model.safetensors": save(matrices),

@@ -86,5 +86,4 @@ def grid(cfg: SweepConfig, out: Path) -> tuple[dict[Path, Any], dict[float, list
 def plan(cfg: SweepConfig) -> dict[str, Any]:
     """What there is to do, for --dry-run; the first align run is checked as it checks itself."""
     configs, _ = grid(cfg, Path("OUT"))
-    model.plan(next(iter(configs.values())))
-    return {"runs": [*configs]}
+    return {"runs": [*configs], "of the first": model.plan(next(iter(configs.values())))}

@@ -133,7 +133,8 @@ def test_a_run_is_exported_from_the_command_line(made: None, weights: Path, caps
     close(merged(images), logits(features(Backbone(vit), theta, images), phi_D), 1e-5)
     assert list(merged.pretrained_cfg["mean"]) == pytest.approx(list(quilts(0)[1].mean))
     card = Path("with/export/README.md").read_text()
-    assert "vit_mini for quilts" in card
+    accuracy = json.loads(Path("with/result.json").read_text())["test"][1]
+    assert "vit_mini for quilts" in card and f"Test top-1 accuracy: {accuracy:.2f} %" in card
     assert str(Path.cwd()) not in card and str(weights.parent) not in card
     left, right = (load_file(f"{name}/adapter-s0.safetensors") for name in "gh")
     assert all(torch.equal(left[key], right[key]) for key in left)
