@@ -74,12 +74,14 @@ def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Any]:
         decoder = build_head(arch, cfg.pretext)
     network.requires_grad_(False)
     theta = init_theta(arch.depth, cfg.rank, arch.dim, g).to(device)
-    task: Any = pretext_task(cfg, network, decoder, 0, theta)
+    steps = cfg.alternations * cfg.lower_steps
+    task: Any = pretext_task(cfg, network, decoder, steps, theta)
     head = init_head(arch.dim, CLASSES, g)
     s, _ = begin(cfg, theta, task, {k: x.to(device).requires_grad_() for k, x in head.items()})
     side, labels = arch.image_size, torch.arange(cfg.d_batch, device=device) % CLASSES
     images = torch.randn(max(cfg.p_batch, cfg.d_batch), 3, side, side, device=device)
-    lower = repeat(task.prepare(images[: cfg.p_batch], task.draw(cfg.p_batch, g)[0].to(device)))
+    drawn = [x.to(device) for x in task.draw(cfg.p_batch, g)]
+    lower = repeat(task.prepare(images[: cfg.p_batch], *drawn))
     upper = repeat(Examples(images[: cfg.d_batch], labels))
     inverse, loss_D = hypergradient(cfg, theta), partial(downstream_loss, network)
     amp = cfg.amp and device.type == "cuda"

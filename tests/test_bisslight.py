@@ -19,6 +19,8 @@ from torch import Tensor
 import bisslight
 import cg
 from bisslight import Diverged, Log, State, agreement, algorithm_1, within
+from commands import AlignConfig
+from extras.bench import alternations
 from mfac import Partition, exact, identity, mfac
 from mfac import recursion as by_recursion
 
@@ -215,17 +217,15 @@ def test_a_loss_that_is_not_finite_is_told_with_alternation_level_and_step(level
         Quadratic().run(lambda G, lam, H: lambda g: g / torch.tensor([[1.0], [0.0]]))
 
 
-def meta(x: Any) -> Any:
-    """Tensors, or a NamedTuple or dict of them, on the meta device."""
-    if isinstance(x, Tensor):
-        return x.detach().to("meta").requires_grad_(x.requires_grad)
-    if isinstance(x, dict):
-        return {name: meta(tensor) for name, tensor in x.items()}
-    return x if x is None else type(x)(*map(meta, x))
+@pytest.mark.parametrize("method", ["mfac", "identity"])
+@pytest.mark.parametrize("pretext", ["mae", "ijepa"])
+def test_a_device_is_asked_for_numbers_once_a_level(
+    monkeypatch: pytest.MonkeyPatch, pretext: str, method: Any
+) -> None:
+    """On the meta device every question for a value is an error, and so is a mix of devices.
 
-
-def test_a_device_is_asked_for_numbers_once_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the meta device every question for a value is an error, and so is a mix of devices."""
+    The one function that reads numbers is replaced, and counted.
+    """
     asked: list[str] = []
 
     def read(where: str, rows: list[list[Tensor]], width: int) -> list[list[float]]:
@@ -233,15 +233,12 @@ def test_a_device_is_asked_for_numbers_once_a_level(monkeypatch: pytest.MonkeyPa
         asked.append(where)
         return [[0.0] * len(rows)] * width
 
-    monkeypatch.setattr(bisslight, "numbers", read)  # the one function that reads numbers
-    plain = torch.optim.AdamW  # the fused one does not know this device
-    monkeypatch.setattr(torch.optim, "AdamW", lambda p, fused, **how: plain(p, **how))
-    _, r = replayed(ADAMW)  # its networks and batches, without their numbers
-    r.backbone.to("meta")
-    r.task.decoder.to("meta")
-    s = state_of(r._replace(theta=meta(r.theta), phi_P=meta(r.phi_P), phi_D=meta(r.phi_D)))
-    batches = map(meta, replay.lower_batches(r)), map(meta, replay.upper_batches(r))
-    list(algorithm_1(s, Steps(2, 2, 1, 0.1), r.task, r.loss_D, mfac, *batches))
+    monkeypatch.setattr(bisslight, "numbers", read)
+    sizes: Any = {"alternations": 2, "lower_steps": 2, "upper_steps": 1, "min_keep": 0}
+    names: Any = {"backbone": "vit_mini", "dataset": "own", "pool": "own", "pretext": pretext}
+    cfg = AlignConfig(**names, **sizes, hypergrad=method)
+    for _ in alternations(cfg, torch.device("meta")):  # `bench`: a random network and batch
+        pass
     levels = [f"alternation {t}, {level} level" for t in (1, 2) for level in ("lower", "upper")]
     assert asked == levels
 
