@@ -1,7 +1,6 @@
-"""The paper's six benchmarks (App. C.2.1), in the official splits.
+"""The paper's six benchmarks (App. C.2.1) in the official splits, laid out as by torchvision.
 
-They lie below the data root as torchvision lays them out. They are read from their own lists, since
-torchvision numbers the classes of a subset anew (the tests compare the two).
+They are read from their own lists, since torchvision numbers the classes of a subset anew.
 """
 
 from collections.abc import Sequence
@@ -124,8 +123,8 @@ def load_task(cfg: Any, base: Path) -> Task:
 def read_lists(cfg: Any, base: Path) -> tuple[dict[str, Entries], Sequence[str]]:
     """What a benchmark's lists say of train, val and test, and its classes (UsageError).
 
-    CUB-200 and Pets have no validation part: it is a fifth of each class of the training part. Or
-    a split file has its positions there, counted from 0, one on each line.
+    CUB-200 and Pets validate on a fifth of each class of their training part, or on a split file's
+    positions there, one on each line, counted from 0.
     """
     sizes, read = BENCHMARKS[cfg.dataset]
     with checking(str(base), "its lists are damaged, download it again"):

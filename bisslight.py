@@ -144,8 +144,8 @@ def algorithm_1(
         store: the device that keeps G; None: θ's.
     """
     for t in range(s.done + 1, c.alternations + 1):  # l.3
-        size = len(s.theta_P), c.lower_steps, s.theta_P.shape[1]  # l.4
-        G = torch.empty(size, dtype=s.theta_P.dtype, device=store or s.theta_P.device)  # l.4
+        K, p = s.theta_P.shape  # l.4
+        G = s.theta_P.new_empty(K, c.lower_steps, p, device=store)  # l.4
         rows = []
         for i in range(c.lower_steps):  # l.5, lower level
             batch = next(pretext)  # l.6
@@ -235,14 +235,13 @@ def microbatches(batch: Any, micro: int | None, device: torch.device) -> list[tu
     With each comes its share of the images of all processes, on the device. Of 5 images, micro 2
     makes parts of 2, 2 and 1 with shares 0.4, 0.4 and 0.2.
     """
-    n = len(batch[0])
+    n, parts = len(batch[0]), [batch]
     whole = sum_over_processes([torch.tensor(n, dtype=torch.float64, device=device)])[0]
-    if micro is None or n <= micro:
-        return [(batch, n / whole)]
-    parts = (
-        type(batch)._make(x if x is None else x[i : i + micro] for x in batch)
-        for i in range(0, n, micro)
-    )
+    if micro is not None and n > micro:
+        parts = [
+            type(batch)._make(x if x is None else x[i : i + micro] for x in batch)
+            for i in range(0, n, micro)
+        ]
     return [(part, len(part[0]) / whole) for part in parts]
 
 

@@ -37,15 +37,13 @@ def conjugate_gradients(
     tensor([2.0000, 3.0000], dtype=torch.float64)
     """
     parts = list(sizes or [len(g)])
-    lengths = torch.tensor(parts, device=g.device)
     length = torch.linalg.vector_norm(g, dtype=torch.float64)  # squares may vanish in float32
     scale = torch.where((length > 0) & (sizes is None), length, 1.0)
     tiny = 1e-14 if sizes is None else 1e-12  # in both denominators: nothing is divided by zero
 
     def dot(a: Tensor, b: Tensor) -> Tensor:
         """One product per tensor, each repeated over the tensor's entries."""
-        each = torch.stack([piece.sum() for piece in (a * b).split(parts)])
-        return each.repeat_interleave(lengths, output_size=len(g))
+        return torch.cat([piece.sum().expand_as(piece) for piece in (a * b).split(parts)])
 
     r = (g / scale).to(g.dtype)
     x, d = torch.zeros_like(g), r

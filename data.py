@@ -9,8 +9,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -161,7 +160,7 @@ def folder(root: Path, seed: int) -> Task:
     for part, place in places.items():
         folders = sorted(x for x in place.iterdir() if x.is_dir() and x.name[0] != ".")
         by_class = {path.name: find_images(path) for path in folders}
-        classes = [*by_class] if part == "train" else classes
+        classes = classes or [*by_class]  # train comes first
         if len(by_class) < 2 or {*by_class} - {*classes} or not all(by_class.values()):
             has = ", ".join(f"{name} ({len(files)})" for name, files in by_class.items())
             raise ValueError(
@@ -199,16 +198,13 @@ def holdout(entries: Entries, seed: int, part: str) -> tuple[Entries, Entries]:
 def stream(
     n: int, batch: int, seed: int, purpose: str, steps: range, passes: bool = False
 ) -> Iterator[Draws]:
-    """Batches of these steps, all full; one may hold the end of a pass and the start of the next.
-
-    With `passes`, each pass has ceil(n / batch) batches, and its last one may be smaller.
-    """
+    """Batches of these steps, all full; with `passes`, the last one of a pass may be smaller."""
     order = lru_cache(maxsize=1)(  # of a pass, drawn when it begins
         lambda number: torch.randperm(n, generator=rng(seed, purpose, "order", number))
     )
     for step in steps:
         draws = range(step * batch, (step + 1) * batch)
-        if passes:
+        if passes:  # ceil(n / batch) batches each; otherwise a batch may hold the seam of two
             number, k = divmod(step, -(-n // batch))  # pass, and batch of that pass
             draws = range(number * n, (number + 1) * n)[k * batch : (k + 1) * batch]
         yield [(d, int(order(d // n)[d % n])) for d in draws]
@@ -240,15 +236,13 @@ def read_image(path: Path) -> Image.Image:
         ) from error
 
 
-def decode_all(images: Stored) -> list[BaseException]:
+def decode_all(files: Iterable[Path]) -> list[BaseException]:
     """Read image files fully once, before the long work; returns an error for each damaged one."""
     with ThreadPoolExecutor(8) as pool:  # decoding lets other threads run; no image is kept
-        paths = [] if isinstance(images, Tensor) else images
-        reads = [pool.submit(lambda path: read_image(path).close(), path) for path in paths]
+        reads = [pool.submit(lambda path: read_image(path).close(), path) for path in files]
     return [error for read in reads if (error := read.exception())]
 
 
-@dataclass
 class Images(Dataset[Any]):
     """Decodes and augments; a draw's crop is the same in any process.
 
@@ -257,33 +251,26 @@ class Images(Dataset[Any]):
     images in memory of the network's size are only normalised.
     """
 
-    split: Split
-    t: Transform
-    train: bool
-    seed: int
-    purpose: str
+    def __init__(self, split: Split, t: Transform, train: bool, seed: int, purpose: str) -> None:
+        self.split, self.t, self.seed, self.purpose = split, t, seed, purpose
+        mode = T.InterpolationMode(t.interpolation)
+        crop = T.RandomResizedCrop(t.size, (t.min_crop, 1), interpolation=mode)
+        centre = [T.Resize(round(t.size * 256 / 224), mode), T.CenterCrop(t.size)]
+        self.random = train and t.augment == "crop"
+        cut = [crop, T.RandomHorizontalFlip(0.5 * t.flip)] if self.random else centre
+        self.pipeline = T.Compose([*cut, T.ToTensor(), T.Normalize(t.mean, t.std)])
 
     def __getitem__(self, part: tuple[Draws, int]) -> tuple[Tensor, Tensor, int] | ImageError:
         """Images, targets, n of draws from a batch of n. An ImageError is returned, not raised."""
         draws, n = part
         images, index, t = self.split.images, [i for _, i in draws], self.t
-        y, whole = self.split.targets[index], not self.train or t.augment == "none"
-        if isinstance(images, Tensor) and images.shape[2:] == (t.size, t.size) and whole:
+        y, size = self.split.targets[index], (t.size, t.size)
+        if isinstance(images, Tensor) and images.shape[2:] == size and not self.random:
             return T.functional.normalize(images[index], t.mean, t.std), y, n
         try:
             return torch.stack([self.image(*draw) for draw in draws]), y, n
         except ImageError as error:
             return error
-
-    @cached_property
-    def pipeline(self) -> T.Compose:
-        """Crop, tensor, normalised channels."""
-        t, mode = self.t, T.InterpolationMode(self.t.interpolation)
-        crop = T.RandomResizedCrop(t.size, (t.min_crop, 1), interpolation=mode)
-        centre = [T.Resize(round(t.size * 256 / 224), mode), T.CenterCrop(t.size)]
-        random = self.train and t.augment == "crop"
-        cut = [crop, T.RandomHorizontalFlip(0.5 * t.flip)] if random else centre
-        return T.Compose([*cut, T.ToTensor(), T.Normalize(t.mean, t.std)])
 
     def image(self, draw: int, index: int) -> Tensor:
         x = self.split.images[index]
@@ -303,12 +290,9 @@ def batches(
     draws: Iterable[Draws],
     workers: int | None,
     device: torch.device,
-    share: Callable[[int], slice] = slice,
+    share: Callable[[int], slice] = slice,  # n -> what this process takes of a batch
 ) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Images, targets (on the device) and n for each list of n draws; worker processes work ahead.
-
-    Where several processes share a batch, `share` is n -> the slice of it that this one takes.
-    """
+    """Images, targets (on the device), n for each list of n draws; worker processes work ahead."""
     if workers is None and device.type != "cpu" and not isinstance(images.split.images, Tensor):
         workers = min(16, os.cpu_count() or 1)  # one a core
     for item in DataLoader(

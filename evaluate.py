@@ -82,8 +82,7 @@ class Evaluation(BaseModel, frozen=True):
 def evaluate(runs: Sequence[Path]) -> Evaluation:
     """Compare the first of several arms with each of the others.
 
-    An arm is a finished `finetune` run, or a directory of such runs. Raises UsageError where one is
-    neither, or was tested on other images.
+    An arm: a finished `finetune` run, or a directory of them. UsageError: neither, or other images.
     """
     arms = [read_arm(run) for run in runs]
     return Evaluation(arms=[row(arm, arms[0]) for arm in arms])
@@ -121,15 +120,12 @@ def read_arm(path: Path) -> Record:
     files = [*path.glob("config.json")] or [*path.glob("*/config.json")] or [path / "config.json"]
     with checking(str(path), "give a finished finetune run, or a folder of them"):
         arms = [read_run(file.parent) for file in sorted(files, key=lambda f: (len(str(f)), f))]
-    each = [(x["settings"], range(len(x["counts"]))) for x in arms]
-    seeds = [(config["start"], config["seed"] + i) for config, tests in each for i in tests]
+    lists = {key: [x for arm in arms for x in arm[key]] for key in ("accuracies", "counts", "each")}
     names = {name for arm in arms for name in unlike(arms[0], arm)}
-    if names or len({*seeds}) < len(seeds):
+    if names or len({*lists["each"]}) < len(lists["each"]):
         why = ", ".join(sorted(names)) + " differ" if names else "some have the same seed"
         raise UsageError(f"{path}: its runs are no seeds of one arm, {why}; give each by itself")
-    lists = {key: [x for arm in arms for x in arm[key]] for key in ("accuracies", "counts")}
-    starts = {arm["settings"].get("start") for arm in arms}
-    own = 1 < len(starts) == len(lists["counts"])  # each seed has an align run of its own
+    own = 1 < len({start for start, _ in lists["each"]}) == len(lists["each"])  # align runs
     return arms[0] | lists | {"arm": path.name} | ({"unit": "align run and PEFT"} if own else {})
 
 
@@ -140,15 +136,15 @@ def read_run(run: Path) -> Record:
     )
     if not result.get("test"):
         raise UsageError(f"{run}: has no test accuracy, it is not a finetune run")
-    about, kept = (
-        env["about"] | result,
-        ("data_sha256", "weights_sha256", "aligned_by", "align_unlike_paper"),
-    )
-    return dict(result) | {
+    about = env["about"] | result
+    kept = ("data_sha256", "weights_sha256", "aligned_by", "align_unlike_paper")
+    return {
+        **result,
         "settings": config | {name: about[name] for name in kept},
         "paper": published(config, result),
         "accuracies": result["test"],
         "counts": result["right"] or [round(100 * percent) for percent in result["test"]],
+        "each": [(config["start"], config["seed"] + i) for i in range(len(result["test"]))],
     }
 
 
@@ -164,20 +160,17 @@ def published(settings: Record, result: Record) -> Reported | None:
     )
     methods = {None: "PEFT", "mfac": "BiSSLight", "recursion": "BiSSLight", "cg": "BiSSL"}
     who = [result["pretext"], result["backbone"], methods.get(result["aligned_by"])]
-    if not usual or settings["dataset"] not in DATASETS:
-        return None
     for label, text in ACCURACIES.items():
         for *names, figures in (line.split(maxsplit=3) for line in text.splitlines()):
-            if names == who:
-                mean, std = figures.split()[DATASETS.index(settings["dataset"])].split("±")
+            cells = dict(zip(DATASETS, figures.split(), strict=True))
+            if usual and names == who and settings["dataset"] in cells:
+                mean, std = cells[settings["dataset"]].split("±")
                 return Reported(mean=float(mean), std=float(std), source=label)
     return None
 
 
 # The paper's tables: test accuracy (%; VOC07: mAP), mean ± deviation of 8 seeds
 DATASETS = ("pets", "dtd", "voc07", "flowers", "cub200", "aircrafts")  # the tables' columns
-
-
 ACCURACIES = {  # by the label of the table; after BiSSL(ight) comes PEFT
     "tab:mae_bisslight_main_results": """\
         mae   vit_b16 PEFT      91.7±0.3 69.9±0.5 80.9±0.3 92.8±0.5 79.8±0.5 70.6±0.6

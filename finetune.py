@@ -4,37 +4,18 @@ Each learning rate is tried with one seed (--grid-seeds); the best one on valida
 seeds, and each seed is tested once. One rate with one seed is a run of its own, OUT/lr0.001-s0.
 """
 
-import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures.process import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from functools import partial
-from multiprocessing import get_context, parent_process
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-
-import torch
 
 from bisslight import Diverged
 from commands import FinetuneConfig, Record, UsageError, checking
 from data import Task
 from lora import load_adapter, load_theta, save_adapter
 from model import Model, own_names
-from run import (
-    LOG,
-    MAY_CHANGE,
-    Run,
-    Track,
-    check_directory,
-    read_json,
-    sha256,
-    start,
-    stop,
-    untracked,
-    world,
-)
+from run import LOG, MAY_CHANGE, Run, Track, check_directory, jobs, read_json, sha256, untracked
 from training import Ended, Group, Optimiser, Schedule, trainable, trained
 
 
@@ -256,30 +237,3 @@ def peft(
         run.write("adapter.safetensors", save_adapter(best.pop("theta"), best, m.origin | about))
         found = best_epoch(run.records)
         return run.finish(result | {"val": found["val"], "epoch": found["step"]})
-
-
-def jobs(fn: Callable[[Any], Any], units: Sequence[Any], count: int) -> Iterator[Any]:
-    """`fn` of each unit, in order, in `count` processes that end with this one; pickles `fn`."""
-    if world()[1] > 1:
-        raise UsageError("--jobs: needs a single process; start it without torchrun")
-    flag, threads = stop.flag, max(1, torch.get_num_threads() // count)
-    with ProcessPoolExecutor(count, get_context("spawn"), start_worker, (flag, threads)) as pool:
-        try:
-            yield from pool.map(fn, units)
-        finally:  # where one run failed, the others save and stop
-            asked, flag.value = flag.value, flag.value or signal.SIGTERM
-            pool.shutdown()
-            flag.value = asked
-
-
-def start_worker(flag: Any, threads: int) -> None:
-    """Set up a process of `jobs`: it hears of a stop by the flag, and ends if its parent has."""
-    threading.Thread(target=end_with, args=[parent_process()], daemon=True).start()
-    start()
-    stop.flag = flag
-    torch.set_num_threads(threads)
-
-
-def end_with(parent: Any) -> None:
-    parent.join()
-    os._exit(1)

@@ -12,7 +12,6 @@ The backbone is a function (images, theta, keep) -> tokens of the patches `keep`
 token (`lora.Backbone`). The networks' tensors have the official names and shapes.
 """
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -112,26 +111,23 @@ def multiblock(masks: Any, grid: int, n: int, rng: torch.Generator) -> tuple[Ten
     targets, drawn again while it has `min_keep` patches or fewer; after every 20 attempts, one
     target fewer is taken out. Then all contexts are cut to the length of the batch's shortest one.
 
-    Args:
-        masks: anything with these attributes (official values): targets M (4) and contexts E (1),
-            target_scale (0.15, 0.2) and context_scale (0.85, 1), bounds of a share of the image,
-            aspect (0.75, 1.5), of a target's height over width, min_keep (10), and overlap (False),
-            whether contexts may overlap targets.
-        grid: patches along a side of the image.
+    `masks` has (official values) targets M (4), contexts E (1), target_scale (0.15, 0.2) and
+    context_scale (0.85, 1), bounds of a share of the image, aspect (0.75, 1.5), of a target's
+    height over width, min_keep (10), and overlap (False): contexts may overlap targets. `grid` is
+    the number of patches along a side of the image.
     """
     u_target, u_context = torch.rand(2, generator=rng, dtype=torch.float64).tolist()
     size = block_size(u_target, masks.target_scale, masks.aspect, grid)
     targets = blocks(grid, size, (n, masks.targets), rng)  # (B, M, L) bool
     size = block_size(u_context, masks.context_scale, (1, 1), grid)
     context = torch.zeros(n, masks.contexts, grid * grid, dtype=torch.bool)
-    for attempt in itertools.count():
-        short = context.sum(-1) <= masks.min_keep
-        if not short.any():
-            break
-        forbidden = targets[:, : max(0, masks.targets - attempt // 20)].any(1, keepdim=True)
+    attempt = 0
+    while (short := context.sum(-1) <= masks.min_keep).any():
+        count = 0 if masks.overlap else max(0, masks.targets - attempt // 20)
         fresh = blocks(grid, size, (n, masks.contexts), rng)
-        fresh = fresh if masks.overlap else fresh & ~forbidden
+        fresh &= ~targets[:, :count].any(1, keepdim=True)
         context = torch.where(short[..., None], fresh, context)
+        attempt += 1
     context &= context.cumsum(-1) <= context.sum(-1).min()
     kept, hidden = (mask.nonzero()[:, -1].view(*mask.shape[:2], -1) for mask in (context, targets))
     return kept, hidden
@@ -177,8 +173,7 @@ def check_masks(masks: Any, grid: int) -> None:
 class Predictor(nn.Module):
     """h^P, the official predictor: tokens of a context -> tokens at the targets.
 
-    `dim` is the width of the backbone's tokens, `patches` the number of patches of an image; the
-    rest are sizes of its own blocks. The official one has as many heads as its encoder.
+    `dim` is the tokens' width, `patches` counts an image's; the rest are its own sizes.
     """
 
     def __init__(
@@ -187,7 +182,7 @@ class Predictor(nn.Module):
         patches: int,
         width: int = 384,
         depth: int = 12,
-        heads: int = 16,
+        heads: int = 16,  # the official one has as many as its encoder
         mlp_ratio: float = 4.0,
     ) -> None:
         super().__init__()
@@ -215,10 +210,7 @@ class Predictor(nn.Module):
 
 @torch.no_grad()
 def init(networks: Sequence[nn.Module], rng: torch.Generator) -> None:
-    """Start new networks in place as I-JEPA does: truncated normal. Position tables stay.
-
-    The output matrices of attention and MLP in layer l = 1, 2 ... are then divided by √(2 l).
-    """
+    """Start new networks in place as I-JEPA does: truncated normal. Position tables stay."""
     both = nn.ModuleList(networks)
     for module in both.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
@@ -228,7 +220,8 @@ def init(networks: Sequence[nn.Module], rng: torch.Generator) -> None:
         if name.endswith("mask_token"):
             nn.init.trunc_normal_(tensor, std=0.02, generator=rng)
         elif name.endswith(("attn.proj.weight", "mlp.fc2.weight")):
-            tensor.div_(math.sqrt(2 * (1 + int(name.split(".")[2]))))  # 1.blocks.0.attn...
+            layer = 1 + int(name.split(".")[2])  # 1.blocks.0.attn...
+            tensor.div_(math.sqrt(2 * layer))
 
 
 def split_state(state: Mapping[str, Any], base: str) -> list[dict[str, Tensor]]:

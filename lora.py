@@ -80,11 +80,9 @@ class Backbone(nn.Module):
         # unbind: indexing θ row by row would make backward build K zero tensors of θ's size
         rows = [None] * self.depth if theta is None else theta.unbind(0)
         drops = [None] * self.depth if drop is None else drop.unbind(1)
-        run = (
-            partial(checkpoint, block_forward, use_reentrant=False)
-            if self.recompute
-            else block_forward
-        )
+        run: Any = block_forward
+        if self.recompute:
+            run = partial(checkpoint, block_forward, use_reentrant=False)
         for block, row, dropped in zip(self.vit.blocks, rows, drops, strict=True):
             x = run(block, x, row, self.scale, dropped)
         return self.vit.norm(x)  # type: ignore[no-any-return]
@@ -159,17 +157,13 @@ class Examples(NamedTuple):
 
 def init_head(dim: int, classes: int, rng: torch.Generator) -> Phi:
     """φ_D of a linear layer (App. C.2), weight (classes, dim) and bias; U(±1/√dim) as in torch."""
-    shapes, bound = {"weight": (classes, dim), "bias": (classes,)}, 1 / math.sqrt(dim)
-    return {
-        name: torch.empty(shape).uniform_(-bound, bound, generator=rng)
-        for name, shape in shapes.items()
-    }
+    phi = {"weight": torch.empty(classes, dim), "bias": torch.empty(classes)}
+    bound = 1 / math.sqrt(dim)
+    return {name: x.uniform_(-bound, bound, generator=rng) for name, x in phi.items()}
 
 
 def init_norm(dim: int) -> tuple[Phi, Phi]:
-    """BatchNorm before the linear layer (App. D.1), all (dim,): its part of φ_D; its running
-    statistics, which are saved but not trained.
-    """
+    """BatchNorm before the linear layer (App. D.1): its part of φ_D, running statistics; (dim,)."""
     phi = {"norm.weight": torch.ones(dim), "norm.bias": torch.zeros(dim)}
     return phi, {"norm.mean": torch.zeros(dim), "norm.var": torch.ones(dim)}
 
@@ -202,11 +196,8 @@ def features(
 
 
 def logits(x: Tensor, phi_D: Phi) -> Tensor:
-    """h^D of its input x (B, dim), logits (B, C): linear, behind a BatchNorm (eps 1e-6) if any.
-
-    BatchNorm uses the moments in φ_D: of the batch in training, the running ones for scoring.
-    """
-    if "norm.weight" in phi_D:
+    """h^D of x (B, dim), logits (B, C): linear, behind φ_D's BatchNorm (eps 1e-6) if it has one."""
+    if "norm.weight" in phi_D:  # moments of the batch in training, running ones in scoring
         z = (x.double() - phi_D["norm.mean"]) * (phi_D["norm.var"] + 1e-6).rsqrt()
         x = z.to(phi_D["norm.weight"]) * phi_D["norm.weight"] + phi_D["norm.bias"]
     return F.linear(x, phi_D["weight"], phi_D["bias"])
@@ -244,9 +235,9 @@ class SumOverProcesses(torch.autograd.Function):
 def cross_entropy(z: Tensor, targets: Tensor, multilabel: Multilabel = "softmax") -> Tensor:
     """Loss of each image, (B,), from logits z (B, C).
 
-    Targets are classes (B,), or (B, C) with 1 for present, −1 for absent and 0 for a class with
-    difficult objects alone. For (B, C), "softmax" is −Σ_c log softmax(z)_c over the present classes
-    (as released; paper silent; 0 is the same as −1), "bce" the mean binary cross entropy without 0.
+    Targets are classes (B,), or (B, C): 1 present, −1 absent, 0 with difficult objects alone. Then
+    "softmax" is −Σ_c log softmax(z)_c over the present classes (as released; paper silent), "bce"
+    the mean binary cross entropy without 0.
 
     >>> cross_entropy(torch.zeros(1, 4), torch.tensor([[1, 1, -1, 0]])).exp()  # (1/4 · 1/4)⁻¹
     tensor([16.])

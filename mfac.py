@@ -28,7 +28,7 @@ d -> H d, which M-FAC does not use. This file needs torch alone.
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -128,19 +128,15 @@ def mfac(G: Tensor, lam: float, H: object = None, partition: Partition = "layer"
     """
     check(lam)
     B = blocks(G, partition)  # (K, n, m, c)
-    S = B.new_zeros(*B.shape[:2], B.shape[2], B.shape[2], dtype=torch.float64)
-    for c in map(Tensor.double, B.split(CHUNK, -1)):
-        S += c @ c.mT
+    S: Any = sum(c @ c.mT for c in map(Tensor.double, B.split(CHUNK, -1)))  # G Gᵀ
     S.diagonal(dim1=-2, dim2=-1).add_(B.shape[2] * lam)  # mλI + GGᵀ, positive definite
     L, failed = torch.linalg.cholesky_ex(S)  # (K, n, m, m); it reports instead of raising
     L = L.masked_fill((failed != 0)[..., None, None], math.nan)
 
     def inverse(g: Tensor) -> Tensor:
         x = blocks(g.to(G.device)[:, None], partition)  # (K, n, 1, c)
-        Gg = torch.zeros_like(S[..., :1])  # (K, n, m, 1)
         parts = [*zip(B.split(CHUNK, -1), x.split(CHUNK, -1), strict=True)]
-        for c, y in parts:
-            Gg += c.double() @ y.double().mT
+        Gg: Any = sum(c.double() @ y.double().mT for c, y in parts)  # (K, n, m, 1)
         w = torch.cholesky_solve(Gg, L).mT  # (K, n, 1, m)
         q = [(y.double() - w @ c.double()).to(g.dtype) for c, y in parts]
         return torch.cat(q, -1).view_as(g).to(g)
@@ -187,8 +183,8 @@ def exact(G: Tensor, lam: float, H: Callable[[], Map]) -> Map:
         H: `H()` returns the function d -> H d.
     """
     check(lam)
-    product, shape = H(), (len(G), G.shape[2])
-    units = torch.eye(shape[0] * shape[1], dtype=G.dtype, device=G.device)
+    product, shape = H(), G.shape[::2]  # (K, p)
+    units = torch.eye(shape.numel(), dtype=G.dtype, device=G.device)
     dense = torch.stack([product(e.view(shape)).flatten() for e in units]).double()
     dense.diagonal().add_(lam)
 

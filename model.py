@@ -159,8 +159,9 @@ class Model:
             raise UsageError(
                 f"--p-batch {self.cfg.p_batch}: give each of {processes} processes an image"
             )
-        for part in () if goes_on else (self.task.val, self.task.test):
-            for error in data.decode_all(part.images):
+        parts = () if goes_on else (self.task.val.images, self.task.test.images)
+        for files in [images for images in parts if not isinstance(images, Tensor)]:
+            for error in data.decode_all(files):
                 raise error
 
 

@@ -10,14 +10,16 @@ import hashlib
 import io
 import json
 import logging
-import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import ProcessPoolExecutor
 from contextlib import ExitStack, suppress
 from importlib.metadata import version
+from multiprocessing import RawValue, get_context, parent_process
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -88,7 +90,7 @@ class Stop:
     """A signal asks the runs to end after an alternation or epoch; a second one ends at once."""
 
     heard = 0.0
-    flag: Any = multiprocessing.RawValue("i", 0)  # the signal that was heard
+    flag: Any = RawValue("i", 0)  # the signal that was heard
 
     def hear(self, number: int, frame: Any = None) -> None:
         if self.flag.value and time.monotonic() - self.heard > 1:  # torchrun repeats a Ctrl-C
@@ -107,13 +109,40 @@ stop = Stop()
 
 def start() -> None:
     """Make this process ready for runs: it hears signals, and joins the others of torchrun."""
-    stop.flag = multiprocessing.RawValue("i", 0)  # the processes of `finetune.jobs` see it, too
+    stop.flag = RawValue("i", 0)  # the processes of `jobs` see it, too
     for number in signal.Signals:  # Ctrl-C, kill, a closed terminal, Slurm's warning
         ours = number.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")  # Windows has two
         if ours and signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` sets it
             signal.signal(number, stop.hear)
     if os.environ.get("WORLD_SIZE", "1") != "1" and world()[1] == 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+
+
+def jobs(fn: Callable[[Any], Any], units: Sequence[Any], count: int) -> Iterator[Any]:
+    """`fn` of each unit, in order, in `count` processes that end with this one; pickles `fn`."""
+    if world()[1] > 1:
+        raise UsageError("--jobs: needs a single process; start it without torchrun")
+    flag, threads = stop.flag, max(1, torch.get_num_threads() // count)
+    with ProcessPoolExecutor(count, get_context("spawn"), start_worker, (flag, threads)) as pool:
+        try:
+            yield from pool.map(fn, units)
+        finally:  # where one run failed, the others save and stop
+            asked, flag.value = flag.value, flag.value or signal.SIGTERM
+            pool.shutdown()
+            flag.value = asked
+
+
+def start_worker(flag: Any, threads: int) -> None:
+    """Set up a process of `jobs`: it hears of a stop by the flag, and ends if its parent has."""
+    threading.Thread(target=end_with, args=[parent_process()], daemon=True).start()
+    start()
+    stop.flag = flag
+    torch.set_num_threads(threads)
+
+
+def end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
 
 
 Track = Callable[..., Iterator[Any]]  # (items, total, label, done=0) -> items, showing how far

@@ -75,7 +75,9 @@ class Optimiser:
         self.torch: torch.optim.Optimizer = (
             torch.optim.SGD(params, lr=0.0, momentum=0.9)
             if self.betas is None
-            else torch.optim.AdamW(params, lr=0.0, betas=self.betas, fused=True)
+            else torch.optim.AdamW(
+                params, lr=0.0, betas=self.betas, fused=not self.groups[0].tensors[0].is_meta
+            )
         )
 
     def update(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:

@@ -19,9 +19,9 @@ from evaluate import Row, evaluate
 from extras.pretrain import PretrainConfig, pretrain
 from extras.report import plot_arms, pyplot, save
 from finetune import finetune
-from finetune import jobs as run_jobs
 from model import Model, pretext_batches
 from run import LOG, Track, check_directory, untracked
+from run import jobs as run_jobs
 
 ALIGNED, DIRECT = 8, 24  # seeds
 PRETRAINED = Path(__file__).with_name("quilts.pth")  # of PRETRAIN, with data seed 0

@@ -25,7 +25,8 @@ from align import align
 from bisslight import within
 from commands import AlignConfig, FinetuneConfig
 from evaluate import evaluate
-from finetune import finetune, jobs
+from finetune import finetune
+from run import jobs
 
 SETTINGS: dict[str, Any] = {
     "backbone": "vit_mini", "dataset": "quilts", "alternations": 12, "lower_steps": 20,

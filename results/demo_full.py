@@ -29,9 +29,9 @@ from data import quilts, rng
 from evaluate import compare, evaluate
 from extras.demo import ALIGN, PEFT, PRETRAIN
 from extras.pretrain import PretrainConfig, pretrain
-from finetune import finetune, jobs
+from finetune import finetune
 from lora import Backbone, features, init_head, logits
-from run import read_json
+from run import jobs, read_json
 from training import Score, score, trainable
 from weights import build_head, build_vit, initialise
 

@@ -33,8 +33,9 @@ from commands import AlignConfig, FinetuneConfig
 from data import Pool, rng
 from evaluate import compare
 from extras.pretrain import PretrainConfig, pretrain
-from finetune import finetune, jobs
+from finetune import finetune
 from model import named
+from run import jobs
 
 SEEDS, PRETRAININGS = 8, 2
 ALIGN: dict[str, Any] = {

@@ -21,8 +21,7 @@ from processes import finish, start, wait_for
 
 import cli
 from commands import AlignConfig, UsageError
-from finetune import jobs
-from run import Run, Stopped, check_directory, checking, stop
+from run import Run, Stopped, check_directory, checking, jobs, stop
 from run import start as made_ready
 from training import Group, Optimiser, Schedule
 
@@ -199,7 +198,7 @@ def test_a_worker_that_dies_is_told_in_a_line(monkeypatch: Any, capsys: Any) -> 
 
 
 def test_jobs_are_refused_beside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("finetune.world", lambda: (0, 2))
+    monkeypatch.setattr("run.world", lambda: (0, 2))
     with pytest.raises(UsageError, match="start it without torchrun"):
         next(jobs(len, ["a"], 2))
 
