@@ -71,10 +71,9 @@ def cg(
     Args:
         G: not used; lam: λ > 0 (ValueError otherwise).
         H: `H()` returns the function d -> H d in full precision; it is called once per query.
-        iterations: steps, one Hessian-vector product each.
+        iterations, sizes: as in `conjugate_gradients`.
         damping: c = λ + damping.
         prefactor: `c` returns c (H + cI)⁻¹ g, as released; `lambda` λ (H + cI)⁻¹ g, as in Eq. 5.
-        sizes: as in `conjugate_gradients`.
     """
     if not 0 < lam < float("inf"):
         raise ValueError(f"lambda must be a finite number above 0, got {lam}")
