@@ -144,6 +144,7 @@ WRONG = [
     ("align --backbone vit_mini --weights {w} --dataset dtd", 2, "bisslight data download dtd"),
     ("align --backbone vit_mini --weights nope.pth --dataset quilts", 2, "nope.pth: there is no"),
     ("align --backbone vit_mini --weights odd.pth --dataset quilts", 2, "mismatch for cls_token"),
+    ("align --backbone vit_mini --weights mae_visualize_x.pth --dataset quilts", 2, "_full.pth"),
     (f"{ALIGN} --lam -1", 2, "--lam -1: should be greater than 0"),
     (f"{ALIGN} --mask-ratio 0.99 --dry-run", 2, "leaves none or all of the patches"),
     (f"{ALIGN} --hypergrad newton", 2, "--hypergrad newton: should be 'mfac', 'recursion'"),
@@ -215,7 +216,7 @@ def inputs(runs: Path, weights: Path, tmp_path_factory: pytest.TempPathFactory) 
     for file, text in {
         "other/config.json": json.dumps(config), "typo.toml": "alternation = 3\n",
         "broken.toml": "= = =", "mine/README.md": "mine", "mine.html": "<p>mine</p>",
-        "with/rollout.png": "mine", "five.json": '{"start": 5}',
+        "with/rollout.png": "mine", "mae_visualize_x.pth": "", "five.json": '{"start": 5}',
     }.items():  # fmt: skip
         (at / file).write_text(text)
     Figure().savefig(at / "mine.svg")  # by the same library

@@ -66,6 +66,8 @@ def test_a_module_is_a_place_for_a_task_too(weights: Path, tmp_path: Path) -> No
     cfgs = [AlignConfig(pretext=name, weights=weights, **SHORT) for name in names]
     one, other = (align(cfg, tmp_path / str(len(cfg.pretext))) for cfg in cfgs)
     assert Path(one.adapter).read_bytes() == Path(other.adapter).read_bytes()
+    about = [json.loads(Path(x.out, "env.json").read_text())["about"] for x in (one, other)]
+    assert about[0] == about[1]  # the file's digest, too
 
 
 def test_a_loss_that_compares_images_is_not_computed_in_pieces(

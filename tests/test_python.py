@@ -58,8 +58,9 @@ def test_data_of_ones_own_is_handed_in_and_recorded_by_its_digest(
     blank = Split(task.val.images, -torch.ones(8, 2).long())
     with pytest.raises(UsageError, match="mAP needs a positive"):
         align.align(cfg, tmp_path / "a", task=task._replace(val=blank, test=blank), pool=pool)
-    with pytest.raises(UsageError, match="between 0 and 1"):
-        align.align(cfg, tmp_path / "a", task=task, pool=pool._replace(images=255 * pool.images))
+    for x in (255, float("nan")):
+        with pytest.raises(UsageError, match="between 0 and 1"):
+            align.align(cfg, tmp_path / "a", task=task, pool=pool._replace(images=x * pool.images))
     result = align.align(cfg, tmp_path / "a", task=task, pool=pool)
     assert (type(result), result.metric) == (align.AlignResult, "top-1 accuracy")
     config = json.loads((tmp_path / "a" / "config.json").read_text())

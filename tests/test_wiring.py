@@ -42,10 +42,11 @@ def scores(out: Path) -> dict[str, list[tuple[float, float]]]:
 
 
 def test_of_equal_scores_the_first_epoch_and_rate_are_kept_and_seeds_begin_apart(
-    drawn: Path, tmp_path: Path
+    drawn: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At rates at which nothing moves: ties in accuracy and loss; what is saved is the start."""
-    result = finetune(drawn, tmp_path, f"--grid 1e-21,1e-20 {STILL} --epochs 2 --seeds 2")
+    result = finetune(drawn, tmp_path, f"--grid 1e-21,1e-20,1e-19 {STILL} --epochs 2 --seeds 2")
+    assert "the best rate, 1e-21, is an end of the grid" in caplog.text
     assert all(len({*curve}) == 1 for curve in scores(tmp_path).values())
     assert (result["epochs"], result["lr"]) == ([1, 1], 1e-21)
     for name in ("theta", "head.weight", "head.bias"):  # own LoRA and head, B is 0 in all
