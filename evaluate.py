@@ -159,14 +159,8 @@ def published(settings: Record, result: Record) -> Reported | None:
         and not result["align_unlike_paper"]
     )
     methods = {None: "PEFT", "mfac": "BiSSLight", "recursion": "BiSSLight", "cg": "BiSSL"}
-    who = [result["pretext"], result["backbone"], methods.get(result["aligned_by"])]
-    for label, text in ACCURACIES.items():
-        for *names, figures in (line.split(maxsplit=3) for line in text.splitlines()):
-            cells = dict(zip(DATASETS, figures.split(), strict=True))
-            if usual and names == who and settings["dataset"] in cells:
-                mean, std = cells[settings["dataset"]].split("±")
-                return Reported(mean=float(mean), std=float(std), source=label)
-    return None
+    who = result["pretext"], result["backbone"], methods.get(result["aligned_by"], "")
+    return PUBLISHED.get((*who, settings["dataset"])) if usual else None
 
 
 # The paper's tables: test accuracy (%; VOC07: mAP), mean ± deviation of 8 seeds
@@ -185,3 +179,10 @@ ACCURACIES = {  # by the label of the table; after BiSSL(ight) comes PEFT
         ijepa vit_h14 PEFT      94.6±0.1 73.1±0.4 82.4±0.2 95.1±0.4 86.4±0.3 76.0±0.6
         ijepa vit_h14 BiSSLight 94.7±0.1 74.0±0.6 84.0±0.3 96.1±0.3 86.8±0.2 77.7±0.4""",
 }  # the other rows of the second table repeat the first
+PUBLISHED = {
+    (*names, dataset): Reported(mean=mean, std=std, source=label)
+    for label, text in ACCURACIES.items()
+    for *names, figures in (line.split(maxsplit=3) for line in text.splitlines())
+    for dataset, figure in zip(DATASETS, figures.split(), strict=True)
+    for mean, std in [figure.split("±")]
+}
