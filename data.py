@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision import transforms as T
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
@@ -70,12 +70,11 @@ class Task(NamedTuple):
         """A task in memory, of torch Datasets or lists of (image (3, H, W) in [0, 1], class)."""
         splits = []
         for part in (train, val, test):
-            images, labels = zip(*(part[i] for i in range(len(part))), strict=True)
-            x, y = torch.stack(images).float(), torch.as_tensor(labels).long()
+            x, y = default_collate([part[i] for i in range(len(part))])
             inside = 0 <= x.min() <= x.max() <= 1 and 0 <= y.min() <= y.max() < len(classes)
             if x.shape[1] != 3 or not inside:
                 raise ValueError(f"wants images (3, H, W) in [0, 1], labels below {len(classes)}")
-            splits.append(Split(x, y))
+            splits.append(Split(x.float(), y.long()))
         return cls("own", splits[0], splits[1], splits[2], [*classes])
 
     def sizes(self) -> dict[str, int]:
