@@ -58,7 +58,6 @@ NAMED = {"start": ["--from"], "root": ["--data-root"]}  # flags that are not --t
 REMEDIES = {  # any other error is a defect and ends with its traceback
     "UsageError": "",
     "RunError": "",
-    "ImageError": "",
     "ModuleNotFoundError": "; install it (bisslight[plot]: pictures), or do without this option",
     "BrokenProcessPool": "; perhaps memory was short: lower --jobs, then the same command goes on",
     "Diverged": "; give a lower learning rate (--lr, --p-lr, --d-lr, --base-lr) and another --out",
@@ -74,7 +73,7 @@ with contextlib.suppress(ImportError):  # the folder may be missing: these comma
 FIRST = ("backbone", "dataset", "pool", "start", "out", "seed")  # on top of --help
 
 
-def keywords(name: str) -> list[Parameter]:
+def keywords(name: str) -> Iterator[Parameter]:
     """Flags of a command: of its settings, class by class; and its options.
 
     Typer hands a setting on as text, and pydantic converts it. Its help is the line below it.
@@ -93,7 +92,6 @@ def keywords(name: str) -> list[Parameter]:
                 rows[key] = bool | None if flag else str | None, None, text, panel
     rows |= {key: (*OPTIONS[key], "This run") for key in wanted if key in OPTIONS}
     shown = rows if settings else wanted
-    found = []
     for key in [key for key in dict.fromkeys([*FIRST, *shown]) if key in shown]:
         value, default, text, panel = rows[key]
         flags = NAMED.get(key, [f"--{key.replace('_', '-')}"] if value is bool else [])
@@ -104,8 +102,7 @@ def keywords(name: str) -> list[Parameter]:
                 help=text, metavar=key.upper(), rich_help_panel="Arguments", exists=True
             )
         meant: Any = Annotated[value, about]
-        found.append(Parameter(key, Parameter.KEYWORD_ONLY, default=default, annotation=meant))
-    return found
+        yield Parameter(key, Parameter.KEYWORD_ONLY, default=default, annotation=meant)
 
 
 def execute(name: str, /, **given: Any) -> int:
@@ -264,7 +261,7 @@ def build(arguments: list[str]) -> typer.Typer:
     for name, (told, *_, example) in COMMANDS.items():
         group, _, last = name.rpartition(" ")
         called: Any = partial(execute, name)  # Typer reads its flags from these two
-        called.__signature__ = Signature(keywords(name) if last in arguments else [])
+        called.__signature__ = Signature([*keywords(name)] if last in arguments else [])
         called.__annotations__ = {}
         whole = f"{told}\n\nExample: bisslight {name} {example}"
         (data if group else app).command(last, cls=Sections, help=whole, short_help=told)(called)
