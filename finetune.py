@@ -181,8 +181,8 @@ def origin(start: Path, m: Model) -> Record:
         for key in ("backbone", "rank", "alpha", "weights_sha256") if about else ():
             if str(about.get(key)) != str(now[key]):
                 raise ValueError(f"has {key} {about.get(key)}, this run {now[key]}")
-        names = [str(x.get("dataset")).removeprefix("folder:") for x in (about, now)]
-        same = Path(names[0]).resolve() == Path(names[1]).resolve()
+        names = (str(x.get("dataset")).removeprefix("folder:") for x in (about, now))
+        same = len({Path(name).resolve() for name in names}) == 1
         if same and about.get("data_sha256", now["data_sha256"]) != now["data_sha256"]:
             raise ValueError(
                 f"was aligned on another split or other images of {now['dataset']}, so it may have "

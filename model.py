@@ -53,9 +53,8 @@ class Model:
         self.metric = "11-point mAP" if many else "top-1 accuracy"  # App. C.2.1
         backbone, self.pretext_head, self.arch = load_backbone(cfg)
         self.backbone = backbone.to(self.device)
-        size = self.arch.image_size
-        cut = cfg.augment, cfg.min_crop, cfg.d_interpolation
-        self.transform = data.Transform(size, self.task.mean, self.task.std, *cut)
+        cut = *self.task[5:], cfg.augment, cfg.min_crop, cfg.d_interpolation  # [5:]: mean, std
+        self.transform = data.Transform(self.arch.image_size, *cut)
         digests = {
             "weights_sha256": sha256(weights_of(cfg)),
             "data_sha256": data.fingerprint(*self.task[1:4]),
@@ -155,10 +154,8 @@ class Model:
                 f"{'BatchNorm needs' if norm else 'the processes need'} {least}; "
                 "choose another size"
             )
-        if isinstance(self.cfg, AlignConfig) and self.cfg.p_batch < processes:
-            raise UsageError(
-                f"--p-batch {self.cfg.p_batch}: give each of {processes} processes an image"
-            )
+        if getattr(self.cfg, "p_batch", processes) < processes:
+            raise UsageError(f"--p-batch: give each of {processes} processes an image")
         parts = () if goes_on else (self.task.val.images, self.task.test.images)
         for files in [images for images in parts if not isinstance(images, Tensor)]:
             for error in data.decode_all(files):
@@ -199,8 +196,7 @@ def named(cfg: Any, field: str) -> Any:
         if labelled and cfg.split_file and name not in BENCHMARKS:
             raise UsageError(f"--split-file {cfg.split_file}: is for cub200 and pets, leave it out")
         if path is None:
-            pool, task = data.quilts(cfg.data_seed)
-            return task if labelled else pool
+            return data.quilts(cfg.data_seed)[int(labelled)]  # the pool, the task
         if labelled:
             return load_task(cfg, path) if name in BENCHMARKS else data.folder(path, cfg.data_seed)
         if files := data.find_images(path / "train" if name == "imagenet" else path):
