@@ -212,8 +212,7 @@ def settle(
     A flag wins over the file, that over the preset, the align run, the default. UsageError.
     """
     table = read_table(file) if file else {}
-    preset = {} if base == "paper" else RELEASED
-    released = {name: preset[name] for name in kind.model_fields.keys() & preset}
+    released = {k: x for k, x in RELEASED.items() if base != "paper" and k in kind.model_fields}
     if "start" not in table | flags:
         released.pop("optimizer", None)
     given = released | table | flags

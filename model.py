@@ -111,11 +111,9 @@ class Model:
         draws = data.stream(len(train.targets), batch, seed, purpose, steps, passes)
         arrived = data.batches(images, draws, self.cfg.workers, self.device, share)
         for step, (x, y, n) in zip(steps, arrived, strict=True):
-            drop = None
-            if rate:
-                g = data.rng(seed, purpose, "drop", step)
-                drop = lora.drop_path(rate, self.backbone.depth, n, g)[share(n)].to(self.device)
-            yield lora.Examples(x, y, drop)
+            g = data.rng(seed, purpose, "drop", step)
+            drop = lora.drop_path(rate, self.backbone.depth, n, g)[share(n)]
+            yield lora.Examples(x, y, drop.to(self.device) if rate else None)
 
     @torch.no_grad()
     def score(self, split: data.Split, theta: Tensor, phi_D: Phi) -> Score:
@@ -156,9 +154,8 @@ class Model:
             )
         if getattr(self.cfg, "p_batch", processes) < processes:
             raise UsageError(f"--p-batch: give each of {processes} processes an image")
-        parts = () if goes_on else (self.task.val.images, self.task.test.images)
-        for files in [images for images in parts if not isinstance(images, Tensor)]:
-            for error in data.decode_all(files):
+        for images in () if goes_on else (self.task.val.images, self.task.test.images):
+            for error in data.decode_all(() if isinstance(images, Tensor) else images):
                 raise error
 
 
@@ -178,9 +175,8 @@ def pretext_batches(
     draws = data.stream(len(pool.images), batch, cfg.seed, "pretext", steps)
     arrived = data.batches(images, draws, cfg.workers, device, share)
     for step, (x, _, n) in zip(steps, arrived, strict=True):
-        drawn = [
-            part[share(n)].to(device) for part in task.draw(n, data.rng(cfg.seed, "mask", step))
-        ]
+        g = data.rng(cfg.seed, "mask", step)
+        drawn = [part[share(n)].to(device) for part in task.draw(n, g)]
         with torch.autocast(device.type, torch.bfloat16, enabled=cfg.amp and x.is_cuda):
             prepared = task.prepare(x, *drawn)
         yield prepared
@@ -212,9 +208,8 @@ def own_names(task: data.Task | None, pool: data.Pool | None = None) -> dict[str
 
 def device_of(cfg: Any) -> torch.device:
     """The device of these settings (UsageError where it is not there)."""
-    name = cfg.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    name = auto if cfg.device == "auto" else cfg.device
     if name == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun's processes have one each
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     remedy, what = "give auto, cpu, cuda or cuda:1", "there is no such device here"
