@@ -121,13 +121,13 @@ class Model:
         images, n = data.Images(split, self.transform, False, 0, "eval"), len(split.targets)
         part, size = range(n)[share(n)], min(SCORED, self.cfg.micro_batch or SCORED)
         draws = ([(i, i) for i in part[k : k + size]] for k in range(0, len(part), size))
-        found = []
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
-            for x, y, _ in data.batches(images, draws, self.cfg.workers, self.device):
-                z = lora.logits(lora.features(self.backbone, theta, x), phi_D)
-                found.append((z.float().cpu(), y.cpu()))
-        z, targets = (gather(torch.cat(column)) for column in zip(*found, strict=True))
-        return score(z, targets, lora.cross_entropy(z, targets, self.cfg.voc_loss))
+            found = [
+                lora.logits(lora.features(self.backbone, theta, x), phi_D).float()
+                for x, _, _ in data.batches(images, draws, self.cfg.workers, self.device)
+            ]
+        z = gather(torch.cat(found))  # in the order of the split
+        return score(z, split.targets, lora.cross_entropy(z, split.targets, self.cfg.voc_loss))
 
     def validated(
         self, records: Iterable[Record], every: int, last: int, phi_D: Phi, **theta: Tensor
