@@ -164,8 +164,11 @@ def begin(
 
 def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
     """The function of lines 10 and 13 that the settings name (UsageError: too large for it)."""
-    if cfg.hypergrad == "exact" and (n := theta.numel()) > EXACT_LIMIT:
-        raise UsageError(f"--hypergrad exact: {n} entries, {EXACT_LIMIT} at most; lower --rank")
+    if cfg.hypergrad == "exact" and theta.numel() > EXACT_LIMIT:
+        raise UsageError(
+            f"--hypergrad exact: θ has {theta.numel()} entries, a dense Hessian has {EXACT_LIMIT} "
+            "at most; lower --rank or use mfac"
+        )
     K, p = theta.shape
     known: dict[str, Hypergradient] = {
         "mfac": partial(mfac.mfac, partition=cfg.partition),

@@ -222,7 +222,10 @@ def settle(
     made = make(kind, given)
     at = vars(made).get
     if at("warmup", -1) >= at("alternations", 0) or at("warmup_epochs", -1) >= at("epochs", 0):
-        logging.getLogger("bisslight").warning("the warm-up is not shorter than the run")
+        logging.getLogger("bisslight").warning(
+            "the warm-up is not shorter than the run, so no rate reaches its base value; see "
+            "--warmup, --warmup-epochs"
+        )
     for name in filter(None, map(at, ("dataset", "pool", "weights", "split_file", "d_lr_from"))):
         place_of(str(name), made.data_root)
     layers = kind.layers(made.model_dump(exclude_unset=True))

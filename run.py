@@ -328,11 +328,14 @@ def check_directory(
         raise UsageError(f"--out {path}: is a run of `{env.get('command')}`; {again}")
     before = read_json(path / "config.json") | env.get("about", {})
     now = config.model_dump(mode="json") | json.loads(json.dumps(about))
-    new = ", ".join(
+    changes = [
         f"{name} {before.get(name)} -> {value}"
         for name, value in now.items()
         if name not in MAY_CHANGE and before.get(name) != value
-    )
-    if new and not force:
-        raise UsageError(f"--out {path}: is a run with other settings: {new}; {again}, or --force")
+    ]
+    if changes and not force:
+        raise UsageError(
+            f"--out {path}: is a run with other settings: {', '.join(changes)}; {again}, or start "
+            "over with --force"
+        )
     return not force
