@@ -15,9 +15,9 @@ from safetensors.torch import save
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
-from commands import FinetuneConfig, UsageError, checking
-from extras.look import adapter_of
-from lora import RELEASED, Backbone, Phi, factors, load_adapter, merge
+from commands import Record, UsageError, checking
+from extras.look import open_run
+from lora import RELEASED, Backbone, Phi, factors, merge
 from run import read_json, sha256, write_atomic
 from weights import load_backbone, vit_args, weights_of
 
@@ -48,18 +48,14 @@ model = PeftModel.from_pretrained(base, 'peft')
 
 def export(
     run: Path, out: Path | None = None, *, seed: int | None = None, weights: Path | None = None
-) -> dict[str, Any]:
+) -> Record:
     """Write a finished run's adapter in every layout; files of others are never replaced.
 
     `seed`: whose adapter is taken of a finetune run; `weights`: where the backbone's file is now.
     """
-    file, out = adapter_of(run, seed), out or run / "export"
-    config = read_json(run / "config.json") | ({"weights": weights} if weights else {})
+    out, moved = out or run / "export", {"weights": weights} if weights else {}
+    cfg, theta, phi_D, about = open_run(run, seed, moved)
     result = read_json(run / "result.json")
-    known = FinetuneConfig.model_fields.keys() & config.keys() - {"start"}
-    with checking(str(file)):
-        theta, phi_D, about = load_adapter(file)
-        cfg = FinetuneConfig(**{name: config[name] for name in known})
     backbone, _, arch = load_backbone(cfg)
     if sha256(path := weights_of(cfg)) != about["weights_sha256"]:
         raise UsageError(f"--weights {path}: {run} was made with others, see its env.json")
@@ -68,7 +64,7 @@ def export(
     torch.save(to_released(theta, dim, scale), released)
     lora, matrices = to_peft(theta, phi_D, dim, scale)
     merged, tensors = to_timm(backbone, arch, theta, phi_D, about)
-    dataset, nth = Path(about["dataset"]).name, about.get("seed", 0) - config["seed"]
+    dataset, nth = Path(about["dataset"]).name, about.get("seed", 0) - cfg.seed
     accuracy = f"{result['test'][nth]:.2f} %" if "test" in result else "none, not fine-tuned"
     words = about | {"made": MADE, "dataset": dataset, "accuracy": accuracy}
     files: dict[str, bytes | str] = {
@@ -110,9 +106,7 @@ def to_released(theta: Tensor, dim: int, scale: float) -> dict[str, Tensor]:
     }
 
 
-def to_peft(
-    theta: Tensor, phi_D: Phi, dim: int, scale: float
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def to_peft(theta: Tensor, phi_D: Phi, dim: int, scale: float) -> tuple[Record, dict[str, Tensor]]:
     """The adapter's config and tensors, for a timm model whose `head` is the classifier."""
     A_q, B_q, A_v, B_v = factors(theta, dim)
     rank = A_q.shape[1]
@@ -132,13 +126,11 @@ def to_peft(
 
 
 def to_timm(
-    backbone: Backbone, arch: Any, theta: Tensor, phi_D: Phi, made: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    backbone: Backbone, arch: Any, theta: Tensor, phi_D: Phi, made: Record
+) -> tuple[Record, dict[str, Tensor]]:
     """config.json and tensors of the merged network; `made` is what the adapter says of itself."""
-    (mean, std), classes = (
-        made.get("channels", (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)),
-        len(phi_D.get("bias", ())),
-    )
+    mean, std = made.get("channels", (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
+    classes = len(phi_D.get("bias", ()))
     about = {
         "architecture": "vit_base_patch16_224", "model_args": vit_args(arch),
         "num_classes": classes,

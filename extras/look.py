@@ -35,36 +35,38 @@ from run import read_json
 BATCH = 64
 
 
-def open_runs(
-    runs: Sequence[Path], seed: int | None, changes: dict[str, Any]
-) -> tuple[Model, dict[str, tuple[Backbone, Tensor, Phi]]]:
-    """The first run's backbone and data; by run its backbone, θ and φ_D ({} of an align run).
+def open_run(
+    run: Path, seed: int | None, changes: Record
+) -> tuple[FinetuneConfig, Tensor, Phi, Record]:
+    """Settings of a run, but for `changes`; θ, φ_D and what the adapter's file says of them.
 
-    `seed`: whose adapter of a finetune run; `changes`: settings that are not the first run's.
+    The adapter: an align run's (φ_D is {}), or a finetune run's of a seed (None: its first).
     """
-    files = [adapter_of(run, seed) for run in runs]
-    config = read_json(runs[0] / "config.json")
-    known = FinetuneConfig.model_fields.keys() - {"start"}
-    m = Model(FinetuneConfig(**{k: v for k, v in config.items() if k in known} | changes))
+    whose = "*" if seed is None else seed
+    files = [*run.glob("adapter.safetensors"), *run.glob(f"adapter-s{whose}.safetensors")]
+    if not files:
+        raise UsageError(f"{run}: holds no adapter-s{whose}.safetensors of a finished run")
+    file = min(files, key=lambda file: (len(file.name), file.name))
+    config = read_json(run / "config.json") | changes
+    known = FinetuneConfig.model_fields.keys() & config.keys() - {"start"}
+    with checking(str(file)):
+        return FinetuneConfig(**{name: config[name] for name in known}), *load_adapter(file)
+
+
+def open_runs(
+    runs: Sequence[Path], seed: int | None, changes: Record
+) -> tuple[Model, dict[str, tuple[Backbone, Tensor, Phi]]]:
+    """The first run's backbone and data; by run its backbone, θ and φ_D, see `open_run`."""
+    opened = [open_run(run, seed, changes) for run in runs]
+    m = Model(opened[0][0])
     now, networks = m.about, {}
-    for name, run, file in zip(short_names(runs), runs, files, strict=True):
-        with checking(str(file)):
-            theta, phi_D, about = load_adapter(file)
+    for name, run, (_, theta, phi_D, about) in zip(short_names(runs), runs, opened, strict=True):
         if any(about.get(key, now[key]) != now[key] for key in ("weights_sha256", "data_sha256")):
             raise UsageError(f"{run}: was made with other weights or images than are here")
         backbone = Backbone(m.backbone.vit, float(about["alpha"]) / float(about["rank"]))
         head = {key: tensor.to(m.device) for key, tensor in phi_D.items()}
         networks[name] = backbone, theta.to(m.device), head
     return m, networks
-
-
-def adapter_of(run: Path, seed: int | None) -> Path:
-    """The adapter file of an align run, or of a finetune run's seed (None: its first)."""
-    whose = "*" if seed is None else seed
-    files = [*run.glob("adapter.safetensors"), *run.glob(f"adapter-s{whose}.safetensors")]
-    if not files:
-        raise UsageError(f"{run}: holds no adapter-s{whose}.safetensors of a finished run")
-    return min(files, key=lambda file: (len(file.name), file.name))
 
 
 def looked_at(m: Model, count: int) -> tuple[list[int], Tensor]:
@@ -107,9 +109,9 @@ def rollout(
     index, images = looked_at(m, count)
     classes, maps = m.task.classes, {}
     targets = m.task.val.targets[index]  # of a VOC image a row
-    known = [{int(y)} if y.ndim == 0 else {*(y == 1).nonzero().flatten().tolist()} for y in targets]
+    known = [(y == 1).nonzero().flatten().tolist() if y.ndim else [int(y)] for y in targets]
     rows: list[Record] = [
-        {"image": i, "label": ", ".join(classes[k] for k in sorted(there)) or "none"}
+        {"image": i, "label": ", ".join(classes[k] for k in there) or "none"}
         for i, there in zip(index, known, strict=True)
     ]
     for name, (backbone, theta, phi_D) in networks.items():
