@@ -16,7 +16,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from commands import UsageError
+from jinja2 import Template
+from PIL import Image
+
+from commands import Record, UsageError
 from evaluate import FREE, Row, evaluate, read_arm
 from run import read_json, readable, write_atomic
 
@@ -110,10 +113,8 @@ class Arm(NamedTuple):
         return str(read_json(self.runs[0] / "env.json")["command"])
 
 
-def report(runs: Sequence[Path], out: Path | None = None) -> dict[str, Any]:
+def report(runs: Sequence[Path], out: Path | None = None) -> Record:
     """Write the page about all runs at these paths; returns what is on it (UsageError)."""
-    from jinja2 import Template
-
     out = out or Path("report.html")
     check_out(out, [".html"])
     found = [arm for path in runs for arm in arms_in(path)]
@@ -130,10 +131,7 @@ def report(runs: Sequence[Path], out: Path | None = None) -> dict[str, Any]:
         mark=MARK,
         arms=arms,
         readable=readable,
-        tables=[
-            *accuracies(arms),
-            ("Settings", differing(arms)),
-        ],
+        tables=[*accuracies(arms), ("Settings", differing(arms))],
         pictures=[(b64encode(png).decode(), words) for png, words in pictures],
     )
     write_atomic(out, page)
@@ -159,7 +157,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
     return [path.resolve().relative_to(common).as_posix() for path in paths]
 
 
-def accuracies(arms: Sequence[Arm]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def accuracies(arms: Sequence[Arm]) -> Iterator[tuple[str, list[Record]]]:
     """What `evaluate` says of the arms of each task, aligned arms first."""
     tuned = [arm for arm in arms if arm.command == "finetune" and arm.finished]
     settings = {arm: read_arm(arm.path)["settings"] for arm in tuned}
@@ -174,9 +172,9 @@ def accuracies(arms: Sequence[Arm]) -> Iterator[tuple[str, list[dict[str, Any]]]
         )
 
 
-def differing(arms: Sequence[Arm]) -> list[dict[str, Any]]:
+def differing(arms: Sequence[Arm]) -> list[Record]:
     """Settings in which arms differ, with a column for each; of a single arm all settings."""
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, Record] = {}
     for arm in arms:
         for name, value in read_json(arm.runs[0] / "config.json").items():
             rows.setdefault(name, {})[arm.name] = (
@@ -192,8 +190,6 @@ def differing(arms: Sequence[Arm]) -> list[dict[str, Any]]:
 
 def left(paths: Sequence[Path]) -> Iterator[tuple[bytes, str]]:
     """The pictures (PNG) that other commands have left, with their own descriptions."""
-    from PIL import Image
-
     for file in dict.fromkeys(file for path in paths for file in sorted(path.glob("*.png"))):
         with Image.open(file) as image:
             yield file.read_bytes(), image.info.get("Description", file.name)
@@ -201,24 +197,22 @@ def left(paths: Sequence[Path]) -> Iterator[tuple[bytes, str]]:
 
 def line_of(arm: Arm, key: str) -> list[tuple[int, float]]:
     """A quantity by step; of PEFT the mean over seeds, at the chosen rate once there is one."""
-    files, lines = list[Path](), []
+    lines = []
     for run in arm.runs:
         result = next(map(read_json, run.glob("result.json")), {})
         rate = f"{result['lr']:g}-s*" if "lr" in result else f"{result.get('d_lr', '*')}"
-        files += [*run.glob("metrics.jsonl"), *run.glob(f"*lr{rate}/metrics.jsonl")]
-    for file in files:
-        records = map(json.loads, file.read_text().splitlines())
-        lines.append({r["step"]: number(r[key]) for r in records if r.get(key)})
+        for file in (*run.glob("metrics.jsonl"), *run.glob(f"*lr{rate}/metrics.jsonl")):
+            records = map(json.loads, file.read_text().splitlines())
+            lines.append({r["step"]: number(r[key]) for r in records if r.get(key)})
     # not all may be equally far
-    steps = [x for x in lines[0] if all(x in line for line in lines)] if lines else []
+    steps = [x for first in lines[:1] for x in first if all(x in line for line in lines)]
     return [(x, fmean(line[x] for line in lines)) for x in steps]
 
 
 def number(value: Any) -> float:
     """A number, the mean of a list, or the accuracy of a score."""
-    if isinstance(value, list):
-        return fmean(value)
-    return float(value["accuracy"] if isinstance(value, dict) else value)
+    value = value["accuracy"] if isinstance(value, dict) else value
+    return float(fmean(value) if isinstance(value, list) else value)
 
 
 def curves(arms: Sequence[Arm]) -> Iterator[tuple[bytes, str]]:
