@@ -12,18 +12,15 @@ from typing import Any
 import model
 from align import align
 from bisslight import Diverged
-from commands import AlignConfig, FinetuneConfig, UsageError, make
+from commands import AlignConfig, FinetuneConfig, Record, UsageError, make
 from evaluate import evaluate
-from extras import SWEPT as SWEPT
-from extras import SweepConfig as SweepConfig
+from extras import SWEPT, SweepConfig
 from extras.report import COLOURS, pyplot, save
 from finetune import finetune
 from run import Run, Track, clear, untracked
 
 
-def sweep(
-    cfg: SweepConfig, out: Path, *, force: bool = False, track: Track = untracked
-) -> dict[str, Any]:
+def sweep(cfg: SweepConfig, out: Path, *, force: bool = False, track: Track = untracked) -> Record:
     """Do what is not finished of a sweep, or all with `force`; returns `evaluate`'s table by value.
 
     Raises UsageError. A run that diverges is named in "diverged", and the others go on.
@@ -31,7 +28,7 @@ def sweep(
     configs, points = grid(cfg, out)
     (name,) = cfg.swept
     diverged: dict[str, str] = {}
-    rows: list[dict[str, Any]] = []
+    rows: list[Record] = []
     with Run(out, "sweep", cfg, force) as directory:  # other settings are refused
         for path in configs if force else ():
             clear(path)
@@ -50,8 +47,8 @@ def sweep(
         found = {"dataset": Path(cfg.dataset).name, "rows": rows, "diverged": diverged}
         directory.write("sweep.json", json.dumps(found, indent=1))
     figure, axes = pyplot().subplots()
-    labels = {"finetune": "aligned", "direct": "direct"}
-    for (arm, label), colour in zip(labels.items(), COLOURS, strict=False):
+    labels = ("finetune", "aligned", COLOURS[0]), ("direct", "direct", COLOURS[1])
+    for arm, label, colour in labels:
         some = [row for row in rows if row["arm"] == arm]
         x, means = [f"{row[name]:g}" for row in some], [row["mean"] for row in some]
         errors = [row["std"] or 0 for row in some]
@@ -83,7 +80,7 @@ def grid(cfg: SweepConfig, out: Path) -> tuple[dict[Path, Any], dict[float, list
     return configs, points
 
 
-def plan(cfg: SweepConfig) -> dict[str, Any]:
+def plan(cfg: SweepConfig) -> Record:
     """What there is to do, for --dry-run; the first align run is checked as it checks itself."""
     configs, _ = grid(cfg, Path("OUT"))
     return {"runs": [*configs], "of the first": model.plan(next(iter(configs.values())))}

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 import cli
 from commands import ALIGNED_GRID, AlignConfig, FinetuneConfig, settle
 from config import Settings
+from extras import SWEPT, SweepConfig
 from extras.pretrain import PretrainConfig
-from extras.sweep import SWEPT, SweepConfig
 
 KINDS: dict[str, Any] = {
     "align": AlignConfig,

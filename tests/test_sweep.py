@@ -11,8 +11,8 @@ from test_cli import run
 from align import align
 from bisslight import Diverged
 from commands import UsageError
+from extras import SweepConfig
 from extras import sweep as room
-from extras.sweep import SweepConfig
 
 TINY = (
     "--backbone vit_mini --dataset quilts --alternations 2 --lower-steps 1 --upper-steps 1 "
