@@ -32,22 +32,15 @@ def bench(backbone: str, *, repeats: int = 3, **settings: Any) -> Record:
     """
     if repeats < 1:
         raise UsageError(f"--repeats {repeats}: should be greater than 0")
-    given: Record = settings | {
-        "backbone": backbone,
-        "dataset": "own",
-        "pool": "own",
-        "alternations": repeats + 1,
-    }
+    given = settings | {"backbone": backbone, "dataset": "own", "pool": "own"}
     rows: list[Record] = []
-    for cfg in [
-        make(AlignConfig, given | {"hypergrad": method}) for method in ("mfac", "cg", "identity")
-    ]:
-        LOG.info("bench: %s", cfg.hypergrad)
+    for method in ("mfac", "cg", "identity"):
+        cfg = make(AlignConfig, given | {"alternations": repeats + 1, "hypergrad": method})
+        LOG.info("bench: %s", method)
         try:
-            found = alternation(cfg)
+            rows.append({"method": method} | alternation(cfg))
         except torch.OutOfMemoryError:
-            found = {"failed": "out of memory; see --micro-batch"}
-        rows.append({"method": cfg.hypergrad} | found)
+            rows.append({"method": method, "failed": "out of memory; see --micro-batch"})
     return {"backbone": backbone, "rows": rows}
 
 
@@ -70,12 +63,10 @@ def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Any]:
     """Algorithm 1 on a random network and random images; yields a Log per alternation."""
     arch, g = arch_of({}, cfg), torch.Generator().manual_seed(cfg.seed)
     with device:
-        network = Backbone(build_vit(arch), recompute=cfg.recompute)
+        network = Backbone(build_vit(arch), recompute=cfg.recompute).requires_grad_(False)
         decoder = build_head(arch, cfg.pretext)
-    network.requires_grad_(False)
     theta = init_theta(arch.depth, cfg.rank, arch.dim, g).to(device)
-    steps = cfg.alternations * cfg.lower_steps
-    task: Any = pretext_task(cfg, network, decoder, steps, theta)
+    task: Any = pretext_task(cfg, network, decoder, cfg.alternations * cfg.lower_steps, theta)
     head = init_head(arch.dim, CLASSES, g)
     s, _ = begin(cfg, theta, task, {k: x.to(device).requires_grad_() for k, x in head.items()})
     side, labels = arch.image_size, torch.arange(cfg.d_batch, device=device) % CLASSES
