@@ -13,24 +13,23 @@ import torch
 from torch import Tensor
 from torchvision.utils import make_grid
 
+import run
 from align import align
-from commands import AlignConfig, FinetuneConfig, make
+from commands import AlignConfig, FinetuneConfig, Record, make
 from evaluate import Row, evaluate
 from extras.pretrain import PretrainConfig, pretrain
 from extras.report import plot_arms, pyplot, save
 from finetune import finetune
 from model import Model, pretext_batches
-from run import LOG, Track, check_directory, untracked
-from run import jobs as run_jobs
 
 ALIGNED, DIRECT = 8, 24  # seeds
 PRETRAINED = Path(__file__).with_name("quilts.pth")  # of PRETRAIN, with data seed 0
-PRETRAIN: dict[str, Any] = {"base_lr": 8e-3, "beta2": 0.999, "mask_ratio": 0.3}
-ALIGN: dict[str, Any] = {
+PRETRAIN: Record = {"base_lr": 8e-3, "beta2": 0.999, "mask_ratio": 0.3}
+ALIGN: Record = {
     "alternations": 30, "lower_steps": 5, "upper_steps": 3, "p_batch": 32, "d_batch": 40,
     "warmup": 5, "p_lr": 2e-3, "d_lr": 1e-2, "mask_ratio": 0.3, "eval_every": 30,
 }  # fmt: skip
-PEFT: dict[str, Any] = {
+PEFT: Record = {
     "lr": 1e-2, "epochs": 40, "warmup_epochs": 5, "batch": 40, "eval_epochs": 8
 }  # fmt: skip
 GAIN = 3.0  # percentage points; `power` is for a true gain of so many
@@ -42,36 +41,29 @@ def demo(
     data_seed: int = 0,
     jobs: int = 2,
     force: bool = False,
-    track: Track = untracked,
-) -> dict[str, Any]:
+    track: run.Track = run.untracked,
+) -> Record:
     """Run the demo into `out`, or go on with it; the table of both arms, and remarks.
 
     `data_seed` draws the images; unless it is 0, a backbone is pretrained on them first.
     """
     pyplot()  # tells that matplotlib is missing before the long work
-    LOG.info("%d align runs, %d fine-tunings: 2 minutes, 4 with another --data-seed",
-             ALIGNED, ALIGNED + DIRECT)  # fmt: skip
+    run.LOG.info("%d align runs, %d fine-tunings: 2 minutes, 4 with another --data-seed",
+                 ALIGNED, ALIGNED + DIRECT)  # fmt: skip
     out = out or Path("runs/demo")
     drawn: Any = {"backbone": "vit_mini", "data_seed": data_seed}
     about = drawn | {"dataset": "quilts", "weights": out / "pretrain" if data_seed else PRETRAINED}
     cfgs = [make(AlignConfig, about | ALIGN | {"seed": seed}) for seed in range(ALIGNED)]
     peft = make(FinetuneConfig, about | PEFT | {"seeds": 1, "jobs": jobs}).but(jobs=1)
-    check_directory(out / "align/s0", "align", cfgs[0], force)
+    run.check_directory(out / "align/s0", "align", cfgs[0], force)
     if data_seed:
-        pretrain(
-            PretrainConfig(pool="quilts", seed=data_seed, **drawn, **PRETRAIN),
-            out / "pretrain",
-            force=force,
-            track=track,
-        )
+        scratch = PretrainConfig(pool="quilts", seed=data_seed, **drawn, **PRETRAIN)
+        pretrain(scratch, out / "pretrain", force=force, track=track)
     units = [
         *((out / f"aligned/s{x.seed}", x, peft.but(seed=x.seed), force) for x in cfgs),
         *((out / f"direct/s{n}", None, peft.but(seed=n), force) for n in range(DIRECT)),
     ]
-    for _ in track(
-        run_jobs(part, units, jobs) if jobs > 1 else map(part, units), len(units), "demo"
-    ):
-        pass
+    list(track(run.jobs(part, units, jobs) if jobs > 1 else map(part, units), len(units), "demo"))
     arms = evaluate([out / "aligned", out / "direct"]).arms
     draw(cfgs[0].but(device="cpu"), arms, out / "demo.png")
     return {
