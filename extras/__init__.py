@@ -104,11 +104,8 @@ class PretrainConfig(Pretext, Crops, Shape, Command):
 
     def arch(self) -> Arch:
         """Sizes of the network, image and patch as they are set."""
-        arch = BACKBONES[self.backbone]
-        image, patch = self.image_size or arch.image_size, self.patch_size or arch.patch_size
-        return arch._replace(
-            image_size=image, patch_size=patch, class_token=self.pretext != "ijepa"
-        )
+        given = self.model_dump(include={"image_size", "patch_size"}, exclude_none=True)
+        return BACKBONES[self.backbone]._replace(**given, class_token=self.pretext != "ijepa")
 
 
 class SweepConfig(Peft, Bilevel, Upper, Lower, Pretext, Data, Model, Command):
