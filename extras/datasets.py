@@ -77,9 +77,8 @@ def check(name: str, root: Path, partial: bool = False) -> Record:
             task = folder(path, 0)
             images = [file for split in task[1:4] for file in split.images]
             about |= {"classes": len(task.classes)} | task.sizes()
-        else:
-            if not (images := find_images(path / "train" if name == "imagenet" else path)):
-                raise UsageError(f"--pool {name}: no images in {path}")
+        elif not (images := find_images(path / "train" if name == "imagenet" else path)):
+            raise UsageError(f"--pool {name}: no images in {path}")
     problems += [{"problem": str(error)} for error in decode_all(images)]
     return about | {"images": len(images), "problems": problems}
 
