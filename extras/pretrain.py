@@ -53,10 +53,8 @@ def pretrain(
         opt = optimiser(cfg, psi | task.phi, steps)
         run.keep([*psi.values(), *task.phi.values(), *task.state.values()], [opt])
         piece = min(steps // cfg.epochs, 500)
-        batches = pretext_batches(
-            cfg, pool, task, arch.image_size, cfg.batch, range(opt.step, steps)
-        )
-        loss = partial(task.loss, None, task.phi)
+        left, loss = range(opt.step, steps), partial(task.loss, None, task.phi)
+        batches = pretext_batches(cfg, pool, task, arch.image_size, cfg.batch, left)
         opt.torch.register_step_post_hook(lambda *_: task.after_step(None))
         records = trained(cfg, loss, opt, batches, piece, "pretrain")
         for record in track(records, -(-steps // piece), "pretrain", opt.step // piece):
