@@ -48,8 +48,8 @@ def pretrain(
     with Run(out, "pretrain", cfg, force, **about, pool_sha256=data.fingerprint(pool)) as run:
         if run.result:
             return PretrainResult(**run.result)
-        network = task.backbone.vit.named_parameters()
-        psi = {name: x for name, x in network if name != "pos_embed"}  # the positions are fixed
+        # the positions are fixed
+        psi = {name: x for name, x in task.backbone.vit.named_parameters() if name != "pos_embed"}
         opt = optimiser(cfg, psi | task.phi, steps)
         run.keep([*psi.values(), *task.phi.values(), *task.state.values()], [opt])
         piece = min(steps // cfg.epochs, 500)
