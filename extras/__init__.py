@@ -6,24 +6,9 @@ from typing import Any, ClassVar
 
 from pydantic import NonNegativeFloat, PositiveFloat
 
+import config
 from commands import Command, Record
-from config import (
-    BACKBONES,
-    Arch,
-    Bilevel,
-    Crops,
-    Data,
-    Lower,
-    Model,
-    NonNegativeInt,
-    Peft,
-    PositiveInt,
-    Pretext,
-    Rate,
-    Shape,
-    Share,
-    Upper,
-)
+from config import BACKBONES, Arch, Bilevel, Crops, Data, Lower, Model, Peft, Pretext, Shape, Upper
 
 RUN = "out config force dry_run all json quiet"
 COMMANDS = {  # what it does; function, class of its settings, options and arguments; an example
@@ -81,13 +66,13 @@ class PretrainConfig(Pretext, Crops, Shape, Command):
     }
     pool: str
     """Unlabelled images: quilts, or any folder of images, nested or not."""
-    epochs: PositiveInt = 400
+    epochs: config.PositiveInt = 400
     """Passes over the pool. [MAE's code; I-JEPA: 300]"""
-    warmup_epochs: NonNegativeInt = 40
+    warmup_epochs: config.NonNegativeInt = 40
     """Epochs of linear warm-up. [MAE; I-JEPA]"""
-    warmup_from: Rate = 0.0
+    warmup_from: config.Rate = 0.0
     """Where the warm-up starts, as a share of the base rate. [MAE; I-JEPA: 0.2]"""
-    batch: PositiveInt = 256
+    batch: config.PositiveInt = 256
     """Images per step. [here; MAE uses 4096]"""
     base_lr: PositiveFloat = 1.5e-4
     """The rate is base_lr * batch / 256. [MAE; I-JEPA: 1.25e-4]"""
@@ -97,9 +82,9 @@ class PretrainConfig(Pretext, Crops, Shape, Command):
     """AdamW decay of tensors with two or more axes. [MAE; I-JEPA: 0.04]"""
     final_weight_decay: NonNegativeFloat | None = None
     """Decay at the end of half a cosine. None: it stays as it is. [MAE; I-JEPA: 0.4]"""
-    beta2: Rate = 0.95
+    beta2: config.Rate = 0.95
     """AdamW's second beta; the first is 0.9. [MAE; I-JEPA: 0.999]"""
-    ema: Share = 0.996
+    ema: config.Share = 0.996
     """Momentum of I-JEPA's teacher at the start; it rises to 1. [I-JEPA]"""
 
     def arch(self) -> Arch:
