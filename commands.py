@@ -54,7 +54,8 @@ def checking(thing: str, remedy: str = "", what: str = "cannot be read") -> Iter
     except kinds as error:  # torch.load raises anything from EOFError to UnpicklingError
         if isinstance(error, UsageError | RunError) or "MemoryError" in type(error).__name__:
             raise
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        said = kind + " ".join(str(error).split())[:300]
         why = f"{what} ({said}); {remedy}" if remedy else str(error)
         raise UsageError(f"{thing}: {why}") from error
 

@@ -53,8 +53,8 @@ class Model:
         self.metric = "11-point mAP" if many else "top-1 accuracy"  # App. C.2.1
         backbone, self.pretext_head, self.arch = load_backbone(cfg)
         self.backbone = backbone.to(self.device)
-        cut = *self.task[5:], cfg.augment, cfg.min_crop, cfg.d_interpolation  # [5:]: mean, std
-        self.transform = data.Transform(self.arch.image_size, *cut)
+        size, cut = self.arch.image_size, (cfg.augment, cfg.min_crop, cfg.d_interpolation)
+        self.transform = data.Transform(size, self.task.mean, self.task.std, *cut)
         digests = {
             "weights_sha256": sha256(weights_of(cfg)),
             "data_sha256": data.fingerprint(*self.task[1:4]),
@@ -111,9 +111,11 @@ class Model:
         draws = data.stream(len(train.targets), batch, seed, purpose, steps, passes)
         arrived = data.batches(images, draws, self.cfg.workers, self.device, share)
         for step, (x, y, n) in zip(steps, arrived, strict=True):
-            g = data.rng(seed, purpose, "drop", step)
-            drop = lora.drop_path(rate, self.backbone.depth, n, g)[share(n)]
-            yield lora.Examples(x, y, drop.to(self.device) if rate else None)
+            drop = None
+            if rate:
+                g = data.rng(seed, purpose, "drop", step)
+                drop = lora.drop_path(rate, self.backbone.depth, n, g)[share(n)].to(self.device)
+            yield lora.Examples(x, y, drop)
 
     @torch.no_grad()
     def score(self, split: data.Split, theta: Tensor, phi_D: Phi) -> Score:
@@ -152,10 +154,11 @@ class Model:
                 f"{'BatchNorm needs' if norm else 'the processes need'} {least}; "
                 "choose another size"
             )
-        if getattr(self.cfg, "p_batch", processes) < processes:
-            raise UsageError(f"--p-batch: give each of {processes} processes an image")
-        for images in () if goes_on else (self.task.val.images, self.task.test.images):
-            for error in data.decode_all(() if isinstance(images, Tensor) else images):
+        if (n := getattr(self.cfg, "p_batch", processes)) < processes:
+            raise UsageError(f"--p-batch {n}: give each of {processes} processes an image")
+        parts = () if goes_on else (self.task.val.images, self.task.test.images)
+        for files in [images for images in parts if not isinstance(images, Tensor)]:
+            for error in data.decode_all(files):
                 raise error
 
 
@@ -192,7 +195,8 @@ def named(cfg: Any, field: str) -> Any:
         if labelled and cfg.split_file and name not in BENCHMARKS:
             raise UsageError(f"--split-file {cfg.split_file}: is for cub200 and pets, leave it out")
         if path is None:
-            return data.quilts(cfg.data_seed)[int(labelled)]  # the pool, the task
+            pool, task = data.quilts(cfg.data_seed)
+            return task if labelled else pool
         if labelled:
             return load_task(cfg, path) if name in BENCHMARKS else data.folder(path, cfg.data_seed)
         if files := data.find_images(path / "train" if name == "imagenet" else path):
