@@ -145,9 +145,11 @@ def starts_of(cfg: FinetuneConfig) -> tuple[Sequence[Path | None], str]:
     runs = sorted((x.parent for x in files), key=lambda x: (len(x.name), x.name)) or [cfg.start]
     if len(runs) not in (1, cfg.seeds):
         raise UsageError(
-            f"--from {cfg.start}: holds {len(runs)} align runs, --seeds wants 1 or {cfg.seeds}"
+            f"--from {cfg.start}: holds {len(runs)} align runs, "
+            f"--seeds {cfg.seeds} wants 1 or {cfg.seeds}"
         )
-    if odd := [run for run in runs if not adapter_of(run).exists()]:  # an align run's last file
+    needed = ("result.json", "adapter.safetensors")
+    if odd := [x for x in runs if x.is_dir() and not all((x / name).exists() for name in needed)]:
         raise UsageError(
             f"--from {odd[0]}: is not a finished align run; unless it diverged, its own command "
             "finishes it"

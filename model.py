@@ -42,9 +42,15 @@ class Model:
                 self.own, lower["pretext_sha256"] = own_class(cfg.pretext)
         self.amp = cfg.amp and self.device.type == "cuda"
         stored = [part[0] for part in (*self.task[1:4], pool or self.task.val)]
-        if any(isinstance(x, Tensor) and not 0 <= x.min() <= x.max() <= 1 for x in stored):
-            raise UsageError("task, pool: pixels in memory are between 0 and 1; see clamp(0, 1)")
-        many = self.task.test.targets.ndim > 1  # classes of an image
+        pixels = [x for x in stored if isinstance(x, Tensor)]
+        if not all(len(x) and 0 <= x.min() <= x.max() <= 1 for x in pixels):
+            raise UsageError(
+                "task, pool: need images, with pixels between 0 and 1; see clamp(0, 1)"
+            )
+        many, n = self.task.test.targets.ndim > 1, len(self.task.classes)  # classes of an image
+        labels = [] if many else [part.targets for part in self.task[1:4]]
+        if not all(0 <= y.min() <= y.max() < n for y in labels):
+            raise UsageError(f"--dataset {self.task.name}: of {n} classes, labels are 0 to {n - 1}")
         if many and not all((part.targets == 1).any() for part in self.task[2:4]):
             raise UsageError(
                 f"--dataset {self.task.name}: mAP needs a positive image in validation and test; "
@@ -86,7 +92,7 @@ class Model:
     def pretext_task(self, theta: Tensor) -> PretextTask:
         """The pretext task of these settings; θ is where θ_P starts."""
         cfg: Any = self.cfg
-        if self.own:
+        if cfg.pretext not in ("mae", "ijepa"):
             own: PretextTask = self.own(self.backbone, cfg, data.rng(cfg.seed, "pretext"))
             pieces = (cfg.micro_batch or cfg.p_batch) < cfg.p_batch or world()[1] > 1
             if pieces and not getattr(own, "mean_over_images", True):

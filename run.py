@@ -204,7 +204,7 @@ class Run(ExitStack):
                     "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
                     "processes": world()[1],
                     "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                    **{name: settings[name] for name in MAY_CHANGE & settings.keys()},
+                    **{name: settings[name] for name in sorted(MAY_CHANGE & settings.keys())},
                 }
                 new: Record = {"command": command, "about": about, "machines": []}
                 env = read_json(path / "env.json") if goes_on else new

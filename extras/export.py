@@ -55,7 +55,7 @@ def export(
     """
     out, moved = out or run / "export", {"weights": weights} if weights else {}
     cfg, theta, phi_D, about = open_run(run, seed, moved)
-    result = read_json(run / "result.json")
+    result = next(map(read_json, run.glob("result.json")), {})
     backbone, _, arch = load_backbone(cfg)
     if sha256(path := weights_of(cfg)) != about["weights_sha256"]:
         raise UsageError(f"--weights {path}: {run} was made with others, see its env.json")
@@ -65,10 +65,10 @@ def export(
     lora, matrices = to_peft(theta, phi_D, dim, scale)
     merged, tensors = to_timm(backbone, arch, theta, phi_D, about)
     dataset, nth = Path(about["dataset"]).name, about.get("seed", 0) - cfg.seed
-    accuracy = f"{result['test'][nth]:.2f} %" if "test" in result else "none, not fine-tuned"
+    accuracy = f"{result['test'][nth]:.2f} %" if "test" in result else "not measured"
     words = about | {"made": MADE, "dataset": dataset, "accuracy": accuracy}
     files: dict[str, bytes | str] = {
-        "README.md": CARD.format(**words, metric=result["metric"]),
+        "README.md": CARD.format(**words, metric=result.get("metric", "accuracy")),
         "released/lora.pth": released.getvalue(),
         "peft/adapter_config.json": json.dumps(lora, indent=1),
         "peft/adapter_model.safetensors": save(matrices),

@@ -147,7 +147,7 @@ def arms_in(path: Path) -> list[tuple[Path, ...]]:
         return [(path,)]
     folders = sorted(path.glob("*/"), key=lambda folder: (len(folder.name), folder.name))
     found = [arm for folder in folders for arm in arms_in(folder)]
-    seeds = [arm[0] for arm in found if re.fullmatch(r"s\d+", arm[0].name)]
+    seeds = [run for run, *_ in found if run.parent == path and re.fullmatch(r"s\d+", run.name)]
     return [tuple(seeds)] if seeds and [(x,) for x in seeds] == found else found
 
 

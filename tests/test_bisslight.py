@@ -222,10 +222,7 @@ def test_a_loss_that_is_not_finite_is_told_with_alternation_level_and_step(level
 def test_a_device_is_asked_for_numbers_once_a_level(
     monkeypatch: pytest.MonkeyPatch, pretext: str, method: Any
 ) -> None:
-    """On the meta device every question for a value is an error, and so is a mix of devices.
-
-    The one function that reads numbers is replaced, and counted.
-    """
+    """On the meta device every question for a value is an error, and so is a mix of devices."""
     asked: list[str] = []
 
     def read(where: str, rows: list[list[Tensor]], width: int) -> list[list[float]]:
@@ -233,12 +230,11 @@ def test_a_device_is_asked_for_numbers_once_a_level(
         asked.append(where)
         return [[0.0] * len(rows)] * width
 
-    monkeypatch.setattr(bisslight, "numbers", read)
+    monkeypatch.setattr(bisslight, "numbers", read)  # the one function that reads numbers
     sizes: Any = {"alternations": 2, "lower_steps": 2, "upper_steps": 1, "min_keep": 0}
     names: Any = {"backbone": "vit_mini", "dataset": "own", "pool": "own", "pretext": pretext}
     cfg = AlignConfig(**names, **sizes, hypergrad=method)
-    for _ in alternations(cfg, torch.device("meta")):  # `bench`: a random network and batch
-        pass
+    list(alternations(cfg, torch.device("meta")))  # `bench`: a random network and batch
     levels = [f"alternation {t}, {level} level" for t in (1, 2) for level in ("lower", "upper")]
     assert asked == levels
 

@@ -29,8 +29,7 @@ IMAGES = torch.randn(5, 3, 32, 32, generator=rng(2, "x"))
 
 @pytest.fixture
 def theta() -> Tensor:
-    theta = init_theta(3, 4, 32, rng(0, "x"))
-    return theta + 0.1 * torch.randn(theta.shape, generator=rng(1, "x"))
+    return init_theta(3, 4, 32, rng(0, "x")) + 0.1 * torch.randn(3, 512, generator=rng(1, "x"))
 
 
 @pytest.mark.parametrize("class_token", [True, False])
@@ -132,6 +131,8 @@ def test_a_run_is_exported_from_the_command_line(made: None, weights: Path, caps
     theta, phi_D, _ = load_adapter(Path("with/adapter-s1.safetensors"))
     close(merged(images), logits(features(Backbone(vit), theta, images), phi_D), 1e-5)
     assert list(merged.pretrained_cfg["mean"]) == pytest.approx(list(quilts(0)[1].mean))
+    assert cli.run(["export", "with/lr0.01-s0"]) == 0  # one rate and seed: tested in the whole
+    assert "accuracy: not measured" in Path("with/lr0.01-s0/export/README.md").read_text()
     card = Path("with/export/README.md").read_text()
     accuracy = json.loads(Path("with/result.json").read_text())["test"][1]
     assert "vit_mini for quilts" in card and f"Test top-1 accuracy: {accuracy:.2f} %" in card

@@ -28,7 +28,7 @@ LINES, STATEMENTS, CODE, PARAMETERS = 350, 240, 50, 10  # of a module, of a func
 BINARY = (".npz", ".png", ".npy", ".mat", ".gz", ".pth", ".tar", ".safetensors")
 # Of the whole program, extras/__init__.py too. A change may lower them, never raise them
 FUNCTIONS_AN_ALTERNATION = 100  # in 12 files
-IN_ALL = {"statements": 2900, "lines": 5600, "nodes": 46_000}
+IN_ALL = {"statements": 2880, "lines": 5400, "nodes": 45_700, "root": 4200}  # root: lines
 
 
 def imports(path: Path) -> set[str]:
@@ -103,7 +103,8 @@ def test_a_module_is_short_and_so_are_its_functions(name: str) -> None:
 def test_the_whole_program_is_small() -> None:
     """Denser lines do not help: syntax nodes count, and a line of code holds at most 14 of them."""
     sizes = [size(path) for path in [*MODULES.values(), ROOT / "extras/__init__.py"]]
-    total = {key: sum(found[key] for found in sizes) for key in IN_ALL}
+    total = {key: sum(found[key] for found in sizes) for key in sizes[0]}
+    total["root"] = sum(size(path)["lines"] for path in ROOT.glob("*.py"))
     code = sum(len(code_lines(path.read_text())) for path in MODULES.values())
     assert {key for key in IN_ALL if total[key] > IN_ALL[key]} == set(), total
     assert total["nodes"] / code <= 14

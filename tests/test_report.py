@@ -119,6 +119,9 @@ def test_seeds_in_a_folder_are_one_arm_and_a_sweeps_runs_are_shown(
         seed = Path(shutil.copytree(runs / "without", tmp_path / f"pair/s{k}"))
         text = (seed / "config.json").read_text().replace('"seed": 0', f'"seed": {2 * k}')
         (seed / "config.json").write_text(text)
+    shutil.copytree(tmp_path / "pair/s1", tmp_path / "lone/x/s0")
+    shutil.copytree(runs / "with", tmp_path / "lone/y/s0")
+    assert report([tmp_path / "lone"], tmp_path / "l.html")["arms"] == ["x/s0", "y/s0"]
     shutil.copytree(runs / "with", tmp_path / "sweep/rank-4/finetune")
     (tmp_path / "sweep/env.json").write_text('{"command": "sweep"}')
     found = report([tmp_path / "pair", tmp_path / "sweep"], tmp_path / "r.html")

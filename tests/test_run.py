@@ -75,8 +75,7 @@ def test_a_run_directory_is_never_taken_over(tmp_path: Path) -> None:
             with pytest.raises(UsageError, match=message):
                 Run(tmp_path / name, "align", config(), force)
     out, about = tmp_path / "run", {"weights_sha256": "one", "images": {"train": 3}}
-    with Run(out, "align", config(), **about):
-        pass
+    Run(out, "align", config(), **about).close()
     assert AlignConfig(**json.loads((out / "config.json").read_text())) == config()
     for force in (False, True):
         with pytest.raises(UsageError, match="is a run of `align`; choose another --out"):
