@@ -46,7 +46,7 @@ class RunError(Exception):
 
 
 @contextmanager
-def checking(thing: str, remedy: str = "", what: str = "cannot be read") -> Iterator[None]:
+def checking(thing: str, remedy: str = "") -> Iterator[None]:
     """Turn a ValueError or OSError, with a remedy any Exception, into a UsageError on `thing`."""
     kinds: Any = Exception if remedy else (ValueError, OSError)
     try:
@@ -54,9 +54,8 @@ def checking(thing: str, remedy: str = "", what: str = "cannot be read") -> Iter
     except kinds as error:  # torch.load raises anything from EOFError to UnpicklingError
         if isinstance(error, UsageError | RunError) or "MemoryError" in type(error).__name__:
             raise
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        said = kind + " ".join(str(error).split())[:300]
-        why = f"{what} ({said}); {remedy}" if remedy else str(error)
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        why = f"cannot be read ({said}); {remedy}" if remedy else str(error)
         raise UsageError(f"{thing}: {why}") from error
 
 

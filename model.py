@@ -222,9 +222,12 @@ def device_of(cfg: Any) -> torch.device:
     name = auto if cfg.device == "auto" else cfg.device
     if name == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun's processes have one each
         name = f"cuda:{os.environ['LOCAL_RANK']}"
-    remedy, what = "give auto, cpu, cuda or cuda:1", "there is no such device here"
-    with checking(f"--device {cfg.device}", remedy, what):
+    try:
         device = torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(
+            f"--device {cfg.device}: there is no such device here; give auto, cpu, cuda or cuda:1"
+        ) from error
     # its tensors are so small that several threads would only wait for each other
     if cfg.backbone == "vit_mini" and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)

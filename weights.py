@@ -58,7 +58,7 @@ def load_backbone(cfg: Any) -> tuple[Backbone, Any, Arch]:
             if abs(arrived - size) > 0.01 * size:
                 path.unlink()
                 raise OSError(f"{arrived:.0f} MB arrived, {size:.0f} MB were expected")
-    with checking(f"--weights {path}", "see --backbone and --pretext", "does not fit"):
+    try:
         if "mae_visualize" in path.name:
             raise ValueError("its decoder predicts raw pixels; take the file ending in _full.pth")
         data = dict(read_tensors(path))
@@ -72,6 +72,10 @@ def load_backbone(cfg: Any) -> tuple[Backbone, Any, Arch]:
         for network, state in ((head, found), (vit, encoder)):
             network.load_state_dict({k: v.float() for k, v in state.items()}, assign=True)
         backbone = Backbone(vit, cfg.alpha / cfg.rank, cfg.recompute)
+    except (ValueError, TypeError, OSError, RuntimeError) as error:  # of torch: names and shapes
+        raise UsageError(
+            f"--weights {path}: {str(error)[:500]}; see --backbone and --pretext"
+        ) from error
     return backbone.requires_grad_(False), head, arch
 
 
