@@ -66,7 +66,7 @@ class PretextTask(Protocol):
         """All random numbers of a step (`prepare` draws none): tensors (n, ...), on the CPU."""
 
     def prepare(self, images: Tensor, *drawn: Any, **_: Any) -> Any:
-        """Images (B, 3, H, W), what was drawn -> a NamedTuple of tensors (B, ...) or None."""
+        """Images (B, 3, H, W), and what was drawn -> a NamedTuple of tensors (B, ...), or None."""
 
     def loss(self, theta: Tensor | None, phi: Phi, batch: Any) -> Tensor:
         """L^P(θ, φ_P), the mean over the images: pure, differentiable, without drop path."""
@@ -272,7 +272,10 @@ def within(G: Tensor, x: Tensor) -> Tensor:
 
 
 def agreement(q: Tensor, g: Tensor, s: State, G: Tensor) -> list[Tensor]:
-    """A step's numbers in `Log` from |q|/|g| on, |q| of each block; q, g (K, p), G (K, N_L, p)."""
+    """The numbers of a step in `Log`, from |q|/|g| to the distance; and |q| of each block.
+
+    q, g (K, p), G (K, N_L, p).
+    """
     cosine = torch.cosine_similarity(q.flatten(), g.flatten(), 0)
     at_g, at_q = within(G, torch.stack([g, q], 1))
     length = g.double().norm().clamp_min(1e-300)  # g may be 0

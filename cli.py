@@ -171,7 +171,7 @@ def default_out(name: str, config: Any) -> Path:
 
 @contextlib.contextmanager
 def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
-    """A `run.Track`, and notes, on stderr: bars on a terminal, elsewhere one line per item."""
+    """Notes and a `run.Track` on stderr: bars on a terminal, elsewhere lines; `quiet`: warnings."""
     log = logging.getLogger("bisslight")
     log.setLevel(logging.WARNING if quiet else logging.INFO)
     log.handlers = [logging.StreamHandler(sys.stderr)]

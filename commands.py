@@ -155,9 +155,9 @@ class FinetuneConfig(Peft, Data, Model, Command):
 
 
 def full_name(name: str, value: str) -> str:
-    """The setting `name` with an absolute path, for any directory (ValueError: it is unknown).
+    """The setting `name`; a path is made absolute, so that it means the same in any directory.
 
-    A backbone has to be known. A pool is any folder. A dataset or pretext task may be KIND:PATH.
+    A backbone has to be known (ValueError). A pool is any folder, a dataset may be KIND:PATH.
     """
     kind, colon, rest = value.partition(":")
     if not colon and value in NAMES[name]:

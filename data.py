@@ -197,13 +197,16 @@ def holdout(entries: Entries, seed: int, part: str) -> tuple[Entries, Entries]:
 def stream(
     n: int, batch: int, seed: int, purpose: str, steps: range, passes: bool = False
 ) -> Iterator[Draws]:
-    """Batches of these steps, all full; with `passes`, the last one of a pass may be smaller."""
+    """Batches of these steps, all full; one may hold the end of a pass and the start of the next.
+
+    With `passes`, each pass has ceil(n / batch) batches, and its last one may be smaller.
+    """
     order = lru_cache(maxsize=1)(  # of a pass, drawn when it begins
         lambda number: torch.randperm(n, generator=rng(seed, purpose, "order", number))
     )
     for step in steps:
         draws = range(step * batch, (step + 1) * batch)
-        if passes:  # ceil(n / batch) batches each; otherwise a batch may hold the seam of two
+        if passes:
             number, k = divmod(step, -(-n // batch))  # pass, and batch of that pass
             draws = range(number * n, (number + 1) * n)[k * batch : (k + 1) * batch]
         yield [(d, int(order(d // n)[d % n])) for d in draws]

@@ -125,7 +125,8 @@ def read_arm(path: Path) -> Record:
     if names or len({*lists["each"]}) < len(lists["each"]):
         why = ", ".join(sorted(names)) + " differ" if names else "some have the same seed"
         raise UsageError(f"{path}: its runs are no seeds of one arm, {why}; give each by itself")
-    own = 1 < len({start for start, _ in lists["each"]}) == len(lists["each"])  # align runs
+    starts = {start for start, _ in lists["each"]}  # as many as seeds: own align runs
+    own = 1 < len(starts) == len(lists["each"])
     return arms[0] | lists | {"arm": path.name} | ({"unit": "align run and PEFT"} if own else {})
 
 
@@ -179,7 +180,7 @@ ACCURACIES = {  # by the label of the table; after BiSSL(ight) comes PEFT
         ijepa vit_h14 PEFT      94.6±0.1 73.1±0.4 82.4±0.2 95.1±0.4 86.4±0.3 76.0±0.6
         ijepa vit_h14 BiSSLight 94.7±0.1 74.0±0.6 84.0±0.3 96.1±0.3 86.8±0.2 77.7±0.4""",
 }  # the other rows of the second table repeat the first
-PUBLISHED = {
+PUBLISHED = {  # by pretext task, backbone, method, dataset
     (*names, dataset): Reported(mean=mean, std=std, source=label)
     for label, text in ACCURACIES.items()
     for *names, figures in (line.split(maxsplit=3) for line in text.splitlines())

@@ -58,7 +58,8 @@ def finetune(
     goes_on = check_directory(out, "finetune", cfg, force)
     m = Model(cfg, task)
     starts, unit = starts_of(cfg)
-    first, *_ = [origin(x, m) for x in dict.fromkeys(starts) if x] or [{"hypergrad": None}]
+    origins = [origin(x, m) for x in dict.fromkeys(starts) if x]
+    first = origins[0] if origins else {"hypergrad": None}  # no align run
     m.check("--batch", cfg.batch, goes_on)
     digests = {"start_sha256": [sha256(adapter_of(x)) for x in starts if x]}
     with Run(out, "finetune", cfg, force, **m.about, **digests) as run:

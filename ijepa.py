@@ -113,8 +113,8 @@ def multiblock(masks: Any, grid: int, n: int, rng: torch.Generator) -> tuple[Ten
 
     `masks` has (official values) targets M (4), contexts E (1), target_scale (0.15, 0.2) and
     context_scale (0.85, 1), bounds of a share of the image, aspect (0.75, 1.5), of a target's
-    height over width, min_keep (10), and overlap (False): contexts may overlap targets. `grid` is
-    the number of patches along a side of the image.
+    height over width, min_keep (10), and overlap (False), whether contexts may overlap targets.
+    `grid` is the number of patches along a side of the image.
     """
     u_target, u_context = torch.rand(2, generator=rng, dtype=torch.float64).tolist()
     size = block_size(u_target, masks.target_scale, masks.aspect, grid)
@@ -173,7 +173,7 @@ def check_masks(masks: Any, grid: int) -> None:
 class Predictor(nn.Module):
     """h^P, the official predictor: tokens of a context -> tokens at the targets.
 
-    `dim` is the tokens' width, `patches` counts an image's; the rest are its own sizes.
+    `dim` is the width of the tokens, an image has `patches` of them; the rest are its own sizes.
     """
 
     def __init__(

@@ -163,7 +163,7 @@ def init_head(dim: int, classes: int, rng: torch.Generator) -> Phi:
 
 
 def init_norm(dim: int) -> tuple[Phi, Phi]:
-    """BatchNorm before the linear layer (App. D.1): its part of φ_D, running statistics; (dim,)."""
+    """BatchNorm before the linear layer (App. D.1): its part of φ_D, its statistics; all (dim,)."""
     phi = {"norm.weight": torch.ones(dim), "norm.bias": torch.zeros(dim)}
     return phi, {"norm.mean": torch.zeros(dim), "norm.var": torch.ones(dim)}
 
@@ -235,9 +235,9 @@ class SumOverProcesses(torch.autograd.Function):
 def cross_entropy(z: Tensor, targets: Tensor, multilabel: Multilabel = "softmax") -> Tensor:
     """Loss of each image, (B,), from logits z (B, C).
 
-    Targets are classes (B,), or (B, C): 1 present, −1 absent, 0 with difficult objects alone. Then
-    "softmax" is −Σ_c log softmax(z)_c over the present classes (as released; paper silent), "bce"
-    the mean binary cross entropy without 0.
+    Targets are classes (B,), or (B, C): 1 present, −1 absent, 0 with difficult objects alone. For
+    (B, C), "softmax" is −Σ_c log softmax(z)_c over the present classes (as released; paper silent),
+    "bce" the mean binary cross entropy without 0.
 
     >>> cross_entropy(torch.zeros(1, 4), torch.tensor([[1, 1, -1, 0]])).exp()  # (1/4 · 1/4)⁻¹
     tensor([16.])

@@ -285,6 +285,6 @@ def plan(cfg: Config) -> Record:
         "weights": None
         if there
         else "{1} MB to download from {0}".format(*OFFICIAL[cfg.backbone, cfg.pretext]),
-        # it has none for I-JEPA
+        # the paper has no figures for I-JEPA
         "the paper's memory, GB and GPUs": memory.get(cfg.backbone if cfg.pretext == "mae" else ""),
     }

@@ -75,7 +75,7 @@ def share(n: int) -> slice:
 
 
 def gather(rows: Tensor = torch.empty(0)) -> Tensor:  # noqa: B008
-    """Rows of all processes, of each its own number, by rank, on the CPU; `gather()`: a barrier."""
+    """All processes' rows, few or many, by rank, on the CPU. It waits for all: also a barrier."""
     found: list[Any] = [rows.cpu()] * world()[1]
     if len(found) > 1:
         dist.all_gather_object(found, rows.cpu())

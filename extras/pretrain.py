@@ -55,7 +55,7 @@ def pretrain(
         piece = min(steps // cfg.epochs, 500)
         left, loss = range(opt.step, steps), partial(task.loss, None, task.phi)
         batches = pretext_batches(cfg, pool, task, arch.image_size, cfg.batch, left)
-        opt.torch.register_step_post_hook(lambda *_: task.after_step(None))
+        opt.torch.register_step_post_hook(lambda *_: task.after_step(None))  # I-JEPA's teacher
         records = trained(cfg, loss, opt, batches, piece, "pretrain")
         for record in track(records, -(-steps // piece), "pretrain", opt.step // piece):
             run.log(record)
