@@ -59,10 +59,7 @@ def align(
     direct = read_json(cfg.d_lr_from / "result.json", "give a finished finetune run")
     of_grid = len(direct.get("grid", ())) > 1 and not direct.get("aligned_by")
     if not of_grid or direct["dataset"] != cfg.dataset:
-        raise UsageError(
-            f"--d-lr-from {cfg.d_lr_from}: is not a finished `finetune` grid of {cfg.dataset} from "
-            "the backbone"
-        )
+        raise UsageError(f"--d-lr-from: give a finished grid of {cfg.dataset} from the backbone")
     rates = [float(f"{direct['lr'] * share:.3g}") for share in SHARES]
     with Run(out, "align", cfg, force, upper_rates=rates) as run:
         if run.result:
@@ -175,14 +172,10 @@ def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
         "recursion": partial(mfac.recursion, partition=cfg.partition),
         "identity": mfac.identity,
         "exact": mfac.exact,
-        "cg": partial(
-            cg.cg,
-            iterations=cfg.cg_iterations,
-            damping=cfg.cg_damping,
-            prefactor=cfg.cg_prefactor,
-            sizes=[p // 4] * 4 * K if cfg.cg_steps == "tensor" else None,
-        ),
-    }
+        "cg": partial(cg.cg, iterations=cfg.cg_iterations, damping=cfg.cg_damping,
+                      prefactor=cfg.cg_prefactor,
+                      sizes=[p // 4] * 4 * K if cfg.cg_steps == "tensor" else None),
+    }  # fmt: skip
     return known[cfg.hypergrad]
 
 

@@ -105,14 +105,14 @@ BENCHMARKS = {  # numbers of train, validation (CUB, Pets: our split), test imag
 
 def load_task(cfg: Any, base: Path) -> Task:
     """The benchmark of these settings, which lies in the folder `base` (UsageError)."""
-    name, (parts, classes) = cfg.dataset, read_lists(cfg, base)
+    name = cfg.dataset
+    parts, classes = read_lists(name, base, cfg.data_seed, cfg.split_file)
     there = [[entry for entry in parts[p] if (base / entry[0]).exists()] for p in PARTS]
     sizes, official = tuple(map(len, there)), BENCHMARKS[name][0]
     if not all(sizes) or (sizes != official and not cfg.partial):
         raise UsageError(
             f"--dataset {name}: {base}: train, validation and test have {sizes} images of "
-            f"{official}; `bisslight data check {name}` says why, --partial takes what is there "
-            "of all three"
+            f"{official}; see `bisslight data check {name}`, or give --partial"
         )
     train, val, test = (Split.below(base, entries) for entries in there)
     if name == "voc07" and cfg.voc_difficult == "positive":
@@ -120,13 +120,15 @@ def load_task(cfg: Any, base: Path) -> Task:
     return Task(name, train, val, test, [*classes])
 
 
-def read_lists(cfg: Any, base: Path) -> tuple[dict[str, Entries], Sequence[str]]:
+def read_lists(
+    name: str, base: Path, data_seed: int = 0, file: Path | None = None
+) -> tuple[dict[str, Entries], Sequence[str]]:
     """What a benchmark's lists say of train, val and test, and its classes (UsageError).
 
     CUB-200 and Pets validate on a fifth of each class of their training part, or on a split file's
     positions there, one on each line, counted from 0.
     """
-    sizes, read = BENCHMARKS[cfg.dataset]
+    sizes, read = BENCHMARKS[name]
     with checking(str(base), "its lists are damaged, download it again"):
         found, classes = read(base)
     parts = {
@@ -134,8 +136,8 @@ def read_lists(cfg: Any, base: Path) -> tuple[dict[str, Entries], Sequence[str]]
     }
     known = parts.pop("trainval")
     if known:
-        parts["train"], parts["val"] = holdout(known, cfg.data_seed, "val")
-    if file := cfg.split_file:
+        parts["train"], parts["val"] = holdout(known, data_seed, "val")
+    if file:
         chosen, whole = {*file.read_text().split()}, sum(sizes[:2])
         if len(known) != whole or not chosen < {str(i) for i in range(whole)}:
             raise UsageError(

@@ -30,9 +30,7 @@ COMMANDS = {  # what it does; function, class of its settings, options and argum
         "finetune:finetune", "commands:FinetuneConfig", f"{RUN} preset",
         "--from runs/cub --out runs/cub-peft"),
     "evaluate": ("Compare finished finetune runs: mean, deviation, exact p, the paper's figure.",
-        "cli:evaluate", "",
-        "run against picture rollout similarity seed weights data_root device json",
-        "runs/cub-peft --against runs/direct"),
+        "cli:evaluate", "", "run against json", "runs/cub-peft --against runs/direct"),
 }  # fmt: skip
 OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument, no flag), help
     # an option that is not here is the setting of `align` with that name
@@ -46,13 +44,6 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument,
     "json": (bool, False, "One JSON value on stdout and nothing else."),
     "quiet": (bool, False, "No progress."),
     "against": (list[Path], [], "Compare with this run or directory; may be repeated."),
-    "picture": (Path | None, None, "Draw the result to this PNG, SVG or PDF."),
-    "rollout": (int | None, None, "Draw attention rollouts of so many images."),
-    "similarity": (bool, False, "CKA and RSA of features, with those of the backbone, too."),
-    "seed": (int | None, None, "Whose adapter is taken, default: the first; bench: of weights."),
-    "weights": (Path | None, None, "Where the run's weights are now."),
-    "data_root": (Path | None, None, "Where the benchmarks are now. Default: the run's."),
-    "device": (str | None, None, "auto, cpu, cuda or cuda:1. Default: the run's; of bench, auto."),
 }
 NAMED = {"start": ["--from"], "root": ["--data-root"]}  # flags that are not --their-name
 REMEDIES = {  # any other error is a defect and ends with its traceback
@@ -117,17 +108,14 @@ def execute(name: str, /, **given: Any) -> int:
             swept = [key for key in resolve_name("extras:SWEPT") if "," in told.get(key, "")]
             told |= {"swept": {key: told.pop(key).split(",") for key in swept}} if swept else {}
         every = own.pop("all") or as_json
-        own["cfg"], rows = resolve_name("commands:settle")(
-            resolve_name(settings), told, own.pop("config"), own.pop("preset", "paper"), every
+        own["cfg"], layers = resolve_name("commands:settle")(
+            resolve_name(settings), told, own.pop("config"), own.pop("preset", "paper")
         )
         own["out"] = own["out"] or default_out(name, own["cfg"])
         if own.pop("dry_run"):
             resolve_name("run:check_directory")(own["out"], name, own["cfg"], own["force"])
-            module = "model" if name in ("align", "finetune") else f"extras.{name}"
-            plan = resolve_name(f"{module}:plan")(own["cfg"])
-            recipe = "MAE or I-JEPA" if name == "pretrain" else "the paper"
-            about = {"settings" if every else f"differs from {recipe}": rows or "nothing"}
-            say({"out": own["out"]} | plan | about, as_json)
+            plan = resolve_name("extras.plan:dry_run")(name, own["cfg"], layers, every)
+            say({"out": own["out"]} | plan, as_json)
             return 0
     with bars(quiet) as track:
         if "force" in own:  # a command that makes runs
@@ -139,26 +127,9 @@ def execute(name: str, /, **given: Any) -> int:
     return int(bool(isinstance(result, dict) and result.get("problems")))
 
 
-def evaluate(
-    run: Path, against: list[Path], picture: Path | None, rollout: int | None,
-    similarity: bool, **where: Any,
-) -> Any:  # fmt: skip
-    """A table of arms; or a look into their networks, with --rollout or --similarity."""
-    runs, given = [run, *against], {key: value for key, value in where.items() if value is not None}
-    if similarity and (picture or rollout is not None):
-        raise resolve_name("commands:UsageError")("--similarity: goes with no picture or rollout")
-    if rollout is not None:
-        return resolve_name("extras.look:rollout")(runs, rollout, picture, **given)
-    if similarity:
-        return resolve_name("extras.look:similarity")(runs, **given)
-    if given:
-        raise resolve_name("commands:UsageError")(
-            "--seed, --weights, --data-root, --device: go with --rollout N or --similarity"
-        )
-    found = resolve_name("evaluate:evaluate")(runs)
-    if picture:
-        resolve_name("extras.report:draw_arms")(found.arms, picture)
-    return found
+def evaluate(run: Path, against: list[Path]) -> Any:
+    """A table of arms; with extras/, `extras.evaluate` takes its place."""
+    return resolve_name("evaluate:evaluate")([run, *against])
 
 
 def default_out(name: str, config: Any) -> Path:

@@ -12,24 +12,27 @@ from typing import Any, ClassVar, Self
 
 from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
 
-from config import FOLDERS, NAMES, Bilevel, Data, Lower, Machine, Model, Peft, Place, Pretext, Upper
+from config import BACKBONES, Bilevel, Data, Lower, Machine, Model, Peft, Place, Pretext, Upper
 
 Record = dict[str, Any]  # settings by name, a line of metrics.jsonl, what a run ended with
+FOLDERS = {  # where the benchmarks are below --data-root
+    "dtd": "dtd", "voc07": "VOCdevkit", "cub200": "CUB_200_2011", "pets": "oxford-iiit-pet",
+    "flowers": "flowers-102", "aircrafts": "fgvc-aircraft-2013b", "imagenet": "imagenet",
+}  # fmt: skip
+NAMES = {  # what may stand there; see `full_name`
+    "backbone": (*BACKBONES,),
+    "pretext": ("mae", "ijepa", "FILE.py:Class"),
+    "dataset": ("quilts", *FOLDERS, "folder:PATH", "own"),
+    "pool": ("imagenet", "quilts", "own"),
+}
 GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # App. C.2: from the pretrained backbone
 ALIGNED_GRID = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)  # App. C.2: after BiSSLight
 RELEASED: Record = {  # where the authors' program, run as its README says, is not the paper
-    "drop_path": 0.2,
-    "d_interpolation": "bilinear",
-    "voc_difficult": "positive",
-    "d_optimizer": "sgd",
-    "p_weight_decay": 0.0,
-    "d_weight_decay": 0.0,
-    "decoder": "random",
-    "probe_drop_path": True,
-    "mfac_device": "cpu",
-    "cg_steps": "tensor",
+    "drop_path": 0.2, "d_interpolation": "bilinear", "voc_difficult": "positive",
+    "d_optimizer": "sgd", "p_weight_decay": 0.0, "d_weight_decay": 0.0, "decoder": "random",
+    "probe_drop_path": True, "mfac_device": "cpu", "cg_steps": "tensor",
     "optimizer": "sgd",  # of PEFT after an align run alone
-}
+}  # fmt: skip
 # a run counts as the paper's method if all but these are the paper's: it searches for them, leaves
 # them open, or they do not change the result
 OPEN = {*Machine.model_fields, "d_lr", "d_lr_from", "lr", "grid", "grid_seeds", "seeds", "jobs",
@@ -64,26 +67,15 @@ class Command(Machine):
 
     usual: ClassVar[dict[str, Record]] = {  # defaults with a pretext task, a backbone, or both
         "ijepa": {  # App. D.1
-            "min_crop": 0.3,
-            "head": "batchnorm",
-            "p_lr": 0.005,
-            "p_weight_decay": 0.0005,
-            "d_weight_decay": 0.0005,
-            "weight_decay": 0.0005,
+            "min_crop": 0.3, "head": "batchnorm", "p_lr": 0.005, "p_weight_decay": 0.0005,
+            "d_weight_decay": 0.0005, "weight_decay": 0.0005,
         },
         "ijepa vit_mini": {"min_keep": 4},  # the smallest target has few patches
         "vit_mini": {  # lengths, sizes, no drop path; never λ, a learning rate, decay, mask ratio
-            "rank": 8,
-            "drop_path": 0.0,
-            "alternations": 100,
-            "lower_steps": 10,
-            "upper_steps": 5,
-            "p_batch": 64,
-            "d_batch": 32,
-            "epochs": 60,
-            "batch": 32,
+            "rank": 8, "drop_path": 0.0, "alternations": 100, "lower_steps": 10, "upper_steps": 5,
+            "p_batch": 64, "d_batch": 32, "epochs": 60, "batch": 32,
         },
-    }
+    }  # fmt: skip
 
     @model_validator(mode="wrap")
     @classmethod
@@ -205,12 +197,9 @@ def place_of(name: str, root: Path) -> Path | None:
 
 
 def settle(
-    kind: Any, flags: Record, file: Path | None = None, base: str = "paper", every: bool = False
-) -> tuple[Any, list[Record]]:
-    """Settings, and a row for each that is not the paper's (`every`: for each): value, set by what.
-
-    A flag wins over the file, that over the preset, the align run, the default. UsageError.
-    """
+    kind: Any, flags: Record, file: Path | None = None, base: str = "paper"
+) -> tuple[Any, dict[str, Record]]:
+    """Settings (UsageError), and the layers that they come from; the last one with a value wins."""
     table = read_table(file) if file else {}
     released = {k: x for k, x in RELEASED.items() if base != "paper" and k in kind.model_fields}
     if "start" not in table | flags:
@@ -229,15 +218,7 @@ def settle(
     for name in filter(None, map(at, ("dataset", "pool", "weights", "split_file", "d_lr_from"))):
         place_of(str(name), made.data_root)
     layers = kind.layers(made.model_dump(exclude_unset=True))
-    layers |= {f"preset {base}": released, f"{file}": table, "flag": flags}
-    paper = layers["paper"]
-    sources = {name: source for source, layer in layers.items() for name in layer}
-    own = {"backbone", "dataset", "pool", "start", "pretext", "weights", *Machine.model_fields}
-    return made, [
-        {"setting": name, "value": value, "set by": sources.get(name, ""), "paper": paper.get(name)}
-        for name, value in made
-        if every or (value != paper.get(name) and name not in own)
-    ]
+    return made, layers | {f"preset {base}": released, f"{file}": table, "flag": flags}
 
 
 def make(kind: Any, given: Record) -> Any:

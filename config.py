@@ -36,21 +36,6 @@ BACKBONES = {
     "vit_l16": Arch(1024, 24, 16),
     "vit_h14": Arch(1280, 32, 16, patch_size=14),
 }
-FOLDERS = {
-    "dtd": "dtd",
-    "voc07": "VOCdevkit",
-    "cub200": "CUB_200_2011",
-    "pets": "oxford-iiit-pet",
-    "flowers": "flowers-102",
-    "aircrafts": "fgvc-aircraft-2013b",
-    "imagenet": "imagenet",
-}  # where the benchmarks are below --data-root
-NAMES = {  # what may stand there; see `commands.full_name`
-    "backbone": (*BACKBONES,),
-    "pretext": ("mae", "ijepa", "FILE.py:Class"),
-    "dataset": ("quilts", *FOLDERS, "folder:PATH", "own"),
-    "pool": ("imagenet", "quilts", "own"),
-}
 PositiveInt = Annotated[int, Field(gt=0, lt=2**53)]  # larger ones are not exact in all JSON readers
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**53)]
 Rate = Annotated[float, Field(ge=0, lt=1)]

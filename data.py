@@ -232,10 +232,7 @@ def read_image(path: Path) -> Image.Image:
                 raise ValueError("more than 8 bits a channel, save it with 8")
             return image.convert("RGB")
     except Exception as error:  # Pillow raises anything from OSError to TypeError on damaged bytes
-        raise ImageError(
-            f"{path}: cannot be read as an image ({error!r}); replace it, or remove it before a "
-            "run begins"
-        ) from error
+        raise ImageError(f"{path}: cannot be read ({error!r}); replace or remove it") from error
 
 
 def decode_all(files: Iterable[Path]) -> list[BaseException]:

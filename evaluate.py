@@ -92,9 +92,7 @@ def row(arm: Record, first: Record) -> Row:
     """An arm in summary, and compared with the first one."""
     differs = unlike(first, arm)
     if "data_sha256" in differs:
-        raise UsageError(
-            f"{arm['arm']}, {first['arm']}: have other images or another split, not comparable"
-        )
+        raise UsageError(f"{arm['arm']}, {first['arm']}: not comparable, other images or split")
     if None in differs.pop("aligned_by", ()):  # these follow from the start
         differs = {k: x for k, x in differs.items() if k not in ("grid", "align_unlike_paper")}
     mean, versus = fmean(arm["accuracies"]), compare(first["counts"], arm["counts"])

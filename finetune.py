@@ -145,16 +145,10 @@ def starts_of(cfg: FinetuneConfig) -> tuple[Sequence[Path | None], str]:
     files = [*cfg.start.glob("config.json")] or [*cfg.start.glob("*/config.json")]
     runs = sorted((x.parent for x in files), key=lambda x: (len(x.name), x.name)) or [cfg.start]
     if len(runs) not in (1, cfg.seeds):
-        raise UsageError(
-            f"--from {cfg.start}: holds {len(runs)} align runs, "
-            f"--seeds {cfg.seeds} wants 1 or {cfg.seeds}"
-        )
+        raise UsageError(f"--from {cfg.start}: {len(runs)} runs, not 1 or {cfg.seeds} (--seeds)")
     needed = ("result.json", "adapter.safetensors")
     if odd := [x for x in runs if x.is_dir() and not all((x / name).exists() for name in needed)]:
-        raise UsageError(
-            f"--from {odd[0]}: is not a finished align run; unless it diverged, its own command "
-            "finishes it"
-        )
+        raise UsageError(f"--from {odd[0]}: is not a finished align run; its own command goes on")
     if len(runs) == 1:
         kind = "LoRA file" if cfg.start.is_file() else "align run"
         return runs * cfg.seeds, f"PEFT seed on one {kind}"

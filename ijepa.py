@@ -228,8 +228,6 @@ def split_state(state: Mapping[str, Any], base: str) -> list[dict[str, Tensor]]:
     """Tensors of `base`, "target_encoder" or "encoder", and of the predictor (ValueError: none)."""
     parts: list[Any] = [state.get(base), state.get("predictor")]
     if not all(isinstance(part, dict) for part in parts):
-        raise ValueError(
-            f"holds no {base} and predictor of I-JEPA; its first names: {[*state][:3]}"
-        )
+        raise ValueError(f"holds no {base} and predictor of I-JEPA, but {[*state][:3]}")
     # official names begin with `module.`
     return [{k.removeprefix("module."): x for k, x in part.items()} for part in parts]

@@ -306,7 +306,4 @@ def read_tensors(path: Path) -> Any:
             warnings.simplefilter("ignore")  # of old formats; official files hold a Namespace
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # torch raises anything from EOFError to UnpicklingError
-        raise ValueError(
-            f"{path.name} cannot be read as a checkpoint "
-            f"({type(error).__name__}: {' '.join(str(error).split())[:100]})"
-        ) from error
+        raise ValueError(f"{path.name} is no readable checkpoint ({error!r:.100})") from error

@@ -168,8 +168,5 @@ def split_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[st
     """Tensors of encoder and decoder in an official `_full` file (ValueError: no decoder)."""
     decoder = {k: v for k, v in state.items() if k.startswith("decoder_") or k == "mask_token"}
     if not decoder:
-        raise ValueError(
-            "holds no MAE decoder, which the pretext task needs too (the official files with one "
-            f"end in _full.pth); its first names are {[*state][:3]}"
-        )
+        raise ValueError(f"holds no MAE decoder (files ending in _full.pth do), but {[*state][:3]}")
     return {name: tensor for name, tensor in state.items() if name not in decoder}, decoder

@@ -19,7 +19,7 @@ from bisslight import Loss, Phi, PretextTask
 from commands import AlignConfig, FinetuneConfig, Record, UsageError, checking, place_of
 from run import gather, sha256, share, world
 from training import Score, score, trainable
-from weights import OFFICIAL, arch_of, initialise, load_backbone, pretext_task, weights_of
+from weights import initialise, load_backbone, pretext_task, weights_of
 
 SCORED = 256  # images that are looked at together in validation and test
 Config = AlignConfig | FinetuneConfig
@@ -44,18 +44,13 @@ class Model:
         stored = [part[0] for part in (*self.task[1:4], pool or self.task.val)]
         pixels = [x for x in stored if isinstance(x, Tensor)]
         if not all(len(x) and 0 <= x.min() <= x.max() <= 1 for x in pixels):
-            raise UsageError(
-                "task, pool: need images, with pixels between 0 and 1; see clamp(0, 1)"
-            )
+            raise UsageError("task, pool: need images, pixels between 0 and 1; see clamp(0, 1)")
         many, n = self.task.test.targets.ndim > 1, len(self.task.classes)  # classes of an image
         labels = [] if many else [part.targets for part in self.task[1:4]]
         if not all(0 <= y.min() <= y.max() < n for y in labels):
             raise UsageError(f"--dataset {self.task.name}: of {n} classes, labels are 0 to {n - 1}")
         if many and not all((part.targets == 1).any() for part in self.task[2:4]):
-            raise UsageError(
-                f"--dataset {self.task.name}: mAP needs a positive image in validation and test; "
-                "take more images"
-            )
+            raise UsageError(f"--dataset {self.task.name}: mAP needs a positive in val and test")
         self.metric = "11-point mAP" if many else "top-1 accuracy"  # App. C.2.1
         backbone, self.pretext_head, self.arch = load_backbone(cfg)
         self.backbone = backbone.to(self.device)
@@ -225,9 +220,7 @@ def device_of(cfg: Any) -> torch.device:
     try:
         device = torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(
-            f"--device {cfg.device}: there is no such device here; give auto, cpu, cuda or cuda:1"
-        ) from error
+        raise UsageError(f"--device {cfg.device}: is not here; give auto, cpu or cuda:1") from error
     # its tensors are so small that several threads would only wait for each other
     if cfg.backbone == "vit_mini" and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
@@ -245,46 +238,3 @@ def own_class(name: str) -> tuple[Any, str]:
         return names[attribute], sha256(Path(names["__file__"]))
     except (ImportError, OSError, KeyError, SyntaxError, ValueError) as error:
         raise UsageError(f"--pretext {name}: cannot be imported ({error!r})") from error
-
-
-# tab:memory_single_gpu: (GB, A40 GPUs), on the fewest GPUs of the table; GB sum each GPU's peak
-MEMORY = {  # by hypergradient, or by the batch of PEFT
-    "cg": {"vit_b16": (58, 2), "vit_l16": (77, 2), "vit_h14": (141, 4)},
-    "mfac": {"vit_b16": (13, 1), "vit_l16": (19, 1), "vit_h14": (33, 1)},
-    "256": {"vit_b16": (14, 1), "vit_l16": (36, 1), "vit_h14": (80, 2)},
-    "64": {"vit_b16": (4, 1), "vit_l16": (10, 1), "vit_h14": (22, 1)},
-}
-
-
-def plan(cfg: Config) -> Record:
-    """What a run would do, for --dry-run; weights that are not downloaded yet go unchecked."""
-    task: data.Task = named(cfg, "dataset")
-    sizes, there, pool = task.sizes(), weights_of(cfg).exists(), None
-    if isinstance(cfg, AlignConfig):
-        pool, memory = named(cfg, "pool"), MEMORY.get(cfg.hypergrad, {})
-        sizes["pool"] = len(pool.images)
-        steps = {
-            "lower": cfg.alternations * cfg.lower_steps,
-            "upper": cfg.alternations * cfg.upper_steps,
-            "probe": cfg.probe_epochs * -(-sizes["train"] // cfg.d_batch),
-        }
-    else:
-        memory = MEMORY.get(f"{cfg.batch}", {})
-        runs = len(cfg.grid) * cfg.grid_seeds + cfg.seeds - cfg.grid_seeds
-        steps = {"runs": runs, "in all": runs * cfg.epochs * -(-sizes["train"] // cfg.batch)}
-    with checking(f"--backbone {cfg.backbone}"):
-        m = Model(cfg, task, pool) if there else None
-        arch = m.arch if m else arch_of({}, cfg)
-    if m and pool:
-        m.pretext_task(m.theta())
-    return {
-        "device": str(device_of(cfg)),
-        "images": sizes,
-        "steps": steps,
-        "LoRA parameters": arch.depth * 4 * cfg.rank * arch.dim,
-        "weights": None
-        if there
-        else "{1} MB to download from {0}".format(*OFFICIAL[cfg.backbone, cfg.pretext]),
-        # the paper has no figures for I-JEPA
-        "the paper's memory, GB and GPUs": memory.get(cfg.backbone if cfg.pretext == "mae" else ""),
-    }

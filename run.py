@@ -228,8 +228,7 @@ class Run(ExitStack):
                 for optimiser, state in zip(optimisers, saved["optimisers"], strict=True):
                     optimiser.step = state["step"]
                     optimiser.torch.load_state_dict(state["torch"])
-                self.records = saved["records"]
-                spent = saved["spent"]
+                self.records, spent = saved["records"], saved["spent"]
                 self.began = self.began[0] - spent["cpu_seconds"], self.began[1] - spent["seconds"]
 
     def log(self, record: Record) -> None:

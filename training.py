@@ -53,8 +53,7 @@ def decay_groups(named: Mapping[str, Tensor], lr: float, weight_decay: float) ->
     """Rule of MAE and I-JEPA: vectors and biases are not decayed (the mask token is, it is 3-D)."""
     decayed, plain = Group([], lr, weight_decay), Group([], lr, 0.0)
     for name, tensor in named.items():
-        group = plain if tensor.ndim <= 1 or name.endswith(".bias") else decayed
-        group.tensors.append(tensor)
+        (plain if tensor.ndim <= 1 or name.endswith(".bias") else decayed).tensors.append(tensor)
     return [decayed, plain]
 
 
@@ -149,12 +148,8 @@ def score(z: Tensor, targets: Tensor, losses: Tensor) -> Score:
         return Score(accuracy=100 * fmean(each_ap), loss=mean)
     right = (z.argmax(1) == targets).double()
     each = [float(right[targets == k].mean()) for k in targets.unique()]
-    return Score(
-        accuracy=100 * float(right.mean()),
-        loss=mean,
-        per_class=100 * fmean(each),
-        right=int(right.sum()),
-    )
+    return Score(accuracy=100 * float(right.mean()), loss=mean, per_class=100 * fmean(each),
+                 right=int(right.sum()))  # fmt: skip
 
 
 def average_precision(scores: Tensor, labels: Tensor) -> float:

@@ -35,10 +35,7 @@ def weights_of(cfg: Model) -> Path:
             raise UsageError(f"--weights {cfg.weights}: is no checkpoint or finished pretrain run")
         return path
     if (cfg.backbone, cfg.pretext) not in OFFICIAL:
-        raise UsageError(
-            f"--weights FILE: {cfg.backbone} with {cfg.pretext} needs a checkpoint, "
-            "of `bisslight pretrain` or in the official layout"
-        )
+        raise UsageError(f"--weights FILE: {cfg.backbone} needs one, as `bisslight pretrain` makes")
     url, _ = OFFICIAL[cfg.backbone, cfg.pretext]
     return Path(torch.hub.get_dir()).resolve() / "checkpoints" / url.rpartition("/")[2]
 
@@ -96,16 +93,11 @@ def arch_of(data: Any, cfg: Shape) -> Arch:
 def vit_args(arch: Arch) -> dict[str, Any]:
     """These sizes as arguments of timm's VisionTransformer."""
     return {
-        "img_size": arch.image_size,
-        "patch_size": arch.patch_size,
-        "embed_dim": arch.dim,
-        "depth": arch.depth,
-        "num_heads": arch.heads,
-        "mlp_ratio": arch.mlp_ratio,
-        "class_token": arch.class_token,
-        "global_pool": "token" if arch.class_token else "avg",
+        "img_size": arch.image_size, "patch_size": arch.patch_size, "embed_dim": arch.dim,
+        "depth": arch.depth, "num_heads": arch.heads, "mlp_ratio": arch.mlp_ratio,
+        "class_token": arch.class_token, "global_pool": "token" if arch.class_token else "avg",
         "fc_norm": False,  # I-JEPA's features are the mean of the patches after the final norm
-    }
+    }  # fmt: skip
 
 
 def build_vit(arch: Arch) -> VisionTransformer:

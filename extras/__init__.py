@@ -2,16 +2,21 @@
 
 import os
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 from pydantic import NonNegativeFloat, PositiveFloat
 
 import config
-from commands import Command, Record
+from commands import Command, Record, UsageError
 from config import BACKBONES, Arch, Bilevel, Crops, Data, Lower, Model, Peft, Pretext, Shape, Upper
 
 RUN = "out config force dry_run all json quiet"
 COMMANDS = {  # what it does; function, class of its settings, options and arguments; an example
+    "evaluate": ("Compare finished finetune runs: mean, deviation, exact p, the paper's figure.",
+        "extras:evaluate", "",
+        "run against picture rollout similarity seed weights data_root device json",
+        "runs/cub-peft --against runs/direct"),
     "demo": ("The method on drawn images, offline, in two minutes on two CPU cores.",
         "extras.demo:demo", "", "out data_seed jobs force json quiet", "--out runs/demo"),
     "pretrain": ("Train a backbone from scratch with MAE or I-JEPA, without a checkpoint.",
@@ -36,6 +41,13 @@ COMMANDS = {  # what it does; function, class of its settings, options and argum
         "extras.datasets:download", "", "name root json", "cub200 --data-root DIR"),
 }  # fmt: skip
 OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument, no flag), help
+    "picture": (Path | None, None, "Draw the result to this PNG, SVG or PDF."),
+    "rollout": (int | None, None, "Draw attention rollouts of so many images."),
+    "similarity": (bool, False, "CKA and RSA of features, with those of the backbone, too."),
+    "seed": (int | None, None, "Whose adapter is taken, default: the first; bench: of weights."),
+    "weights": (Path | None, None, "Where the run's weights are now."),
+    "data_root": (Path | None, None, "Where the benchmarks are now. Default: the run's."),
+    "device": (str | None, None, "auto, cpu, cuda or cuda:1. Default: the run's; of bench, auto."),
     "runs": (list[Path], ..., "Runs, or directories that hold some."),
     "name": (str, ..., "A dataset by name, or folder:DIR."),
     "root": (Path, os.environ.get("BISSLIGHT_DATA", "data"), "Where the benchmarks are."),
@@ -43,6 +55,13 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument,
     "jobs": (int, 2, "Runs at a time."),
     "partial": (bool, False, "It is a subset; missing images are no problem."),
     "repeats": (int, 3, "Timed alternations per method, after one that warms up."),
+}
+# tab:memory_single_gpu: (GB, A40 GPUs), on the fewest GPUs of the table; GB sum each GPU's peak
+MEMORY = {  # by hypergradient, or by the batch of PEFT
+    "cg": {"vit_b16": (58, 2), "vit_l16": (77, 2), "vit_h14": (141, 4)},
+    "mfac": {"vit_b16": (13, 1), "vit_l16": (19, 1), "vit_h14": (33, 1)},
+    "256": {"vit_b16": (14, 1), "vit_l16": (36, 1), "vit_h14": (80, 2)},
+    "64": {"vit_b16": (4, 1), "vit_l16": (10, 1), "vit_h14": (22, 1)},
 }
 SWEPT = ("rank", "lr", "d_lr", "p_lr", "lam", "lower_steps", "alternations")
 
@@ -98,3 +117,25 @@ class SweepConfig(Peft, Bilevel, Upper, Lower, Pretext, Data, Model, Command):
 
     swept: dict[str, tuple[int | float, ...]] = {}  # noqa: RUF012
     """One list: `--rank 1,2,4` on the command line, swept={"rank": (1, 2, 4)} in Python."""
+
+
+def evaluate(
+    run: Path, against: list[Path], picture: Path | None, rollout: int | None,
+    similarity: bool, **where: Any,
+) -> Any:  # fmt: skip
+    """`bisslight evaluate`: a table of arms, or with --rollout or --similarity their networks."""
+    runs, given = [run, *against], {key: value for key, value in where.items() if value is not None}
+    if similarity and (picture or rollout is not None):
+        raise UsageError("--similarity: goes with no picture or rollout")
+    if rollout is not None:
+        return resolve_name("extras.look:rollout")(runs, rollout, picture, **given)
+    if similarity:
+        return resolve_name("extras.look:similarity")(runs, **given)
+    if given:
+        raise UsageError(
+            "--seed, --weights, --data-root, --device: go with --rollout N or --similarity"
+        )
+    found = resolve_name("evaluate:evaluate")(runs)
+    if picture:
+        resolve_name("extras.report:draw_arms")(found.arms, picture)
+    return found

@@ -5,6 +5,7 @@ of `identity` is what lines 10 and 13 cost. On a GPU the passes are in bfloat16 
 Hessian-vector products of CG in float32.
 """
 
+import logging
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -17,9 +18,9 @@ import torch
 from align import begin, hypergradient
 from bisslight import algorithm_1
 from commands import AlignConfig, Record, UsageError, make
+from extras import MEMORY
 from lora import Backbone, Examples, downstream_loss, init_head, init_theta
-from model import MEMORY, device_of
-from run import LOG
+from model import device_of
 from weights import arch_of, build_head, build_vit, pretext_task
 
 CLASSES = 200  # CUB-200's, which the paper timed
@@ -36,7 +37,7 @@ def bench(backbone: str, *, repeats: int = 3, **settings: Any) -> Record:
     rows: list[Record] = []
     for method in ("mfac", "cg", "identity"):
         cfg = make(AlignConfig, given | {"alternations": repeats + 1, "hypergrad": method})
-        LOG.info("bench: %s", method)
+        logging.getLogger("bisslight").info("bench: %s", method)
         try:
             rows.append({"method": method} | alternation(cfg))
         except torch.OutOfMemoryError:

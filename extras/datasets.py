@@ -7,8 +7,7 @@ from pathlib import Path
 from torchvision.datasets.utils import download_and_extract_archive, download_url
 
 from benchmarks import BENCHMARKS, read_lists
-from commands import Record, RunError, UsageError, checking, nearest, place_of
-from config import FOLDERS, Data
+from commands import FOLDERS, Record, RunError, UsageError, checking, nearest, place_of
 from data import decode_all, find_images, folder
 
 TERMS = {  # what their publishers say about using them
@@ -64,7 +63,7 @@ def check(name: str, root: Path, partial: bool = False) -> Record:
     with checking(name):
         path = place_of(name, root) or Path(name)
         if name in BENCHMARKS:
-            parts, _ = read_lists(Data(dataset=name), path)
+            parts, _ = read_lists(name, path)
             listed = {file for part in parts.values() for file, _ in part}
             absent = {file for file in listed if not (path / file).exists()}
             images = [path / file for file in sorted(listed - absent)]

@@ -25,12 +25,11 @@ from scipy.spatial.distance import pdist
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from commands import FinetuneConfig, Record, UsageError, checking
+from commands import FinetuneConfig, Record, UsageError, checking, read_table
 from data import Images, batches, rng
 from extras.report import check_out, pyplot, save, short_names
 from lora import Backbone, Phi, block_forward, features, load_adapter, logits, qkv
 from model import Model
-from run import read_json
 
 BATCH = 64
 
@@ -47,7 +46,7 @@ def open_run(
     if not files:
         raise UsageError(f"{run}: holds no adapter-s{whose}.safetensors of a finished run")
     file = min(files, key=lambda file: (len(file.name), file.name))
-    config = read_json(run / "config.json") | changes
+    config = read_table(run / "config.json") | changes
     known = FinetuneConfig.model_fields.keys() & config.keys() - {"start"}
     with checking(str(file)):
         return FinetuneConfig(**{name: config[name] for name in known}), *load_adapter(file)

@@ -107,10 +107,7 @@ class Arm(NamedTuple):
     path: Path
     runs: tuple[Path, ...]
     finished: bool
-
-    @property
-    def command(self) -> str:
-        return str(read_json(self.runs[0] / "env.json")["command"])
+    command: str
 
 
 def report(runs: Sequence[Path], out: Path | None = None) -> Record:
@@ -122,8 +119,12 @@ def report(runs: Sequence[Path], out: Path | None = None) -> Record:
         raise UsageError(f"{runs[0]}: is neither a run nor a directory of runs")
     places = [x[0] if len(x) == 1 else x[0].parent for x in found]
     arms = [
-        Arm(name, colour, path, seeds, all((run / "result.json").exists() for run in seeds))
-        for name, colour, path, seeds in zip(short_names(places), cycle(COLOURS), places, found)
+        Arm(
+            *about,
+            finished=all((run / "result.json").exists() for run in about[-1]),
+            command=read_json(about[-1][0] / "env.json")["command"],
+        )
+        for about in zip(short_names(places), cycle(COLOURS), places, found)
     ]
     pictures = [*left([*runs, *places]), *curves(arms)]
     page = Template(Path(__file__).with_suffix(".html").read_text(), autoescape=True).render(

@@ -9,12 +9,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import model
 from align import align
 from bisslight import Diverged
 from commands import AlignConfig, FinetuneConfig, Record, UsageError, make
 from evaluate import evaluate
 from extras import SWEPT, SweepConfig
+from extras.plan import plan as plan_of_one
 from extras.report import COLOURS, pyplot, save
 from finetune import finetune
 from run import Run, Track, clear, untracked
@@ -83,4 +83,4 @@ def grid(cfg: SweepConfig, out: Path) -> tuple[dict[Path, Any], dict[float, list
 def plan(cfg: SweepConfig) -> Record:
     """What there is to do, for --dry-run; the first align run is checked as it checks itself."""
     configs, _ = grid(cfg, Path("OUT"))
-    return {"runs": [*configs], "of the first": model.plan(next(iter(configs.values())))}
+    return {"runs": [*configs], "of the first": plan_of_one(next(iter(configs.values())))}

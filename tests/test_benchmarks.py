@@ -16,8 +16,7 @@ from torchvision import datasets as tv
 
 import cli
 from benchmarks import BENCHMARKS, DTD, PARTS, VOC, read_cub, read_lists
-from commands import AlignConfig, RunError, UsageError
-from config import FOLDERS, Data
+from commands import FOLDERS, AlignConfig, RunError, UsageError
 from extras.datasets import ARCHIVES, check, download, list_all
 from model import named
 
@@ -158,12 +157,12 @@ def test_the_whole_cub_split_has_the_papers_sizes() -> None:
     known = [(name, label) for part, name, label in read_cub(base)[0] if part == "trainval"]
     assert all(label == int(Path(name).parts[1][:3]) - 1 for name, label in known)
     file = shared("data/bissl_tv_splits/cub200_val_split.txt")
-    for chosen in (Data(dataset="cub200"), Data(dataset="cub200", split_file=file)):
-        split, _ = read_lists(chosen, base)
+    for chosen in (None, file):
+        split, _ = read_lists("cub200", base, 0, chosen)
         assert [len(split[part]) for part in PARTS] == [4800, 1194, 5794]
         assert {*Counter(label for _, label in split["train"]).values()} == {24}
         assert len({*split["train"], *split["val"]}) == 5994
-    assert len({str(read_lists(Data(dataset="cub200", data_seed=k), base)) for k in (0, 1)}) == 2
+    assert len({str(read_lists("cub200", base, k)) for k in (0, 1)}) == 2
     rest = (file.parent / "cub200_train_split.txt").read_text().split()  # the other original file
     assert {known[int(i)] for i in rest} == {*split["train"]}
 
@@ -173,7 +172,7 @@ def test_an_incomplete_copy_is_an_error_unless_asked_for(name: str, tmp_path: Pa
     with pytest.raises(UsageError, match=rf"`bisslight data download {name}`"):
         load(name, tmp_path)
     make(name, tmp_path)
-    with pytest.raises(UsageError, match=r"train, validation and test have .*, --partial takes"):
+    with pytest.raises(UsageError, match=r"train, validation and test have .* --partial"):
         load(name, tmp_path, partial=False)
     task = load(name, tmp_path)
     if name == "pets":  # written down, so that another platform or release takes the same files

@@ -137,7 +137,7 @@ ALIGN = f"align {START}"
 TUNE = f"finetune {START}"
 JEPA = "--backbone vit_mini --pretext ijepa --weights {j} --dataset quilts"
 WRONG = [
-    ("align --backbone vit_mini --dataset quilts", 2, "--weights FILE: vit_mini with mae"),
+    ("align --backbone vit_mini --dataset quilts", 2, "--weights FILE: vit_mini needs one"),
     ("align --backbone vit_l --dataset quilts", 2, "--backbone vit_l: is unknown, did you mean"),
     ("align --backbone vit_mini --weights {w}", 2, "--dataset: Field required"),
     ("align --backbone vit_mini --weights {w} --dataset folder:no --pool quilts", 2, "no folder"),
@@ -162,7 +162,7 @@ WRONG = [
     ("finetune --config five.json", 2, "--from 5: is no align run"),
     ("finetune --backbone vit_mini --weights {w} --dataset folder:pics", 1, "png"),
     ("pretrain --pool quilts --backbone vit_mini --patch-size 5", 2, "multiple of patches of 5"),
-    (f"{ALIGN} --device cuda:77", 2, "--device cuda:77: there is no such device"),
+    (f"{ALIGN} --device cuda:77", 2, "--device cuda:77: is not here"),
     (f"{ALIGN} --out /proc/r", 2, "--out /proc/r: make it writable"),
     (f"align {JEPA} --min-keep 9", 2, "can have 9 of them"),
     (f"align {JEPA} --target-scale 0.4,0.2", 2, "the first number is the smaller one"),

@@ -17,8 +17,8 @@ from commands import FinetuneConfig, UsageError
 from config import BACKBONES
 from data import rng
 from evaluate import Comparison, compare, evaluate, read_arm
+from extras import MEMORY
 from lora import cross_entropy
-from model import MEMORY
 from training import average_precision, score
 
 

@@ -15,7 +15,7 @@ FLOORS = [  # a module imports only from lower floors
     "commands training",
     "benchmarks evaluate run weights",
     "extras.datasets extras.report model",
-    "align extras.look extras.pretrain finetune",
+    "align extras.look extras.plan extras.pretrain finetune",
     "extras.bench extras.demo extras.export extras.sweep",
 ]
 MODULES = {
@@ -28,7 +28,7 @@ LINES, STATEMENTS, CODE, PARAMETERS = 350, 240, 50, 10  # of a module, of a func
 BINARY = (".npz", ".png", ".npy", ".mat", ".gz", ".pth", ".tar", ".safetensors")
 # Of the whole program, extras/__init__.py too. A change may lower them, never raise them
 FUNCTIONS_AN_ALTERNATION = 100  # in 12 files
-IN_ALL = {"statements": 2880, "lines": 5400, "nodes": 45_700, "root": 4200}  # root: lines
+IN_ALL = {"statements": 2880, "lines": 5350, "nodes": 45_700, "root": 4050}  # root: lines
 
 
 def imports(path: Path) -> set[str]:
