@@ -113,8 +113,7 @@ def aligned(m: Model, out: Path, force: bool, track: Track, watched: bool = Fals
         unlike = {name: x for name, x in cfg if name not in OPEN and x != paper[name]}
         how, last = cfg.hypergrad if cfg.upper_steps else "lower only", run.records[-1]
         about = {"stage": "align", "d_lr": cfg.d_lr, "hypergrad": how, "unlike_paper": unlike}
-        theta_P = save_adapter(s.theta_P, {}, m.origin | about)  # l.17
-        run.write("adapter.safetensors", theta_P)
+        run.write("adapter.safetensors", save_adapter(s.theta_P, {}, m.origin | about))  # l.17
         return run.finish({
             "d_lr": cfg.d_lr, "unstable": {}, "pretext": m.origin["pretext"], "metric": m.metric,
             **{key: (last[key] or [0.0])[-1] for key in ("distance", "q_over_g", "cosine")},

@@ -155,15 +155,10 @@ def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
     brief = resolve_name("run:brief")
     console = Console(stderr=True)
     live = Progress(
-        "{task.description:>8}",
-        BarColumn(10),
-        "{task.completed}/{task.total} ETA",
-        TimeRemainingColumn(),
-        "{task.fields[text]}",
-        console=console,
-        disable=not console.is_terminal,
-        speed_estimate_period=1e9,
-    )
+        "{task.description:>8}", BarColumn(10), "{task.completed}/{task.total} ETA",
+        TimeRemainingColumn(), "{task.fields[text]}",
+        console=console, disable=not console.is_terminal, speed_estimate_period=1e9,
+    )  # fmt: skip
 
     def track(items: Iterator[Any], total: int, label: str, done: int = 0) -> Iterator[Any]:
         bar = live.add_task(label, total=total, completed=done, text="")

@@ -58,7 +58,7 @@ class Backbone(nn.Module):
                 "with a fused qkv Linear, which pools its class token or its patches"
             )
         self.scale, self.recompute = scale, recompute
-        self.depth, self.dim = len(self.vit.blocks), int(self.vit.embed_dim)
+        self.depth, self.dim = len(vit.blocks), int(vit.embed_dim)
 
     def forward(
         self,

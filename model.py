@@ -21,7 +21,6 @@ from run import gather, sha256, share, world
 from training import Score, score, trainable
 from weights import initialise, load_backbone, pretext_task, weights_of
 
-SCORED = 256  # images that are looked at together in validation and test
 Config = AlignConfig | FinetuneConfig
 
 
@@ -122,7 +121,7 @@ class Model:
     def score(self, split: data.Split, theta: Tensor, phi_D: Phi) -> Score:
         """Accuracy and loss on a whole split, which processes share; φ_D holds its statistics."""
         images, n = data.Images(split, self.transform, False, 0, "eval"), len(split.targets)
-        part, size = range(n)[share(n)], min(SCORED, self.cfg.micro_batch or SCORED)
+        part, size = range(n)[share(n)], self.cfg.micro_batch or 256
         draws = ([(i, i) for i in part[k : k + size]] for k in range(0, len(part), size))
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
             found = [

@@ -266,7 +266,10 @@ class Run(ExitStack):
             write_atomic(self.path / name, content)
 
     def elapsed(self) -> Record:
-        """CPU seconds of this process and wall seconds, those before a stop included."""
+        """CPU and wall seconds, those before a stop included; of a search, those of its runs."""
+        below = [read_json(x) for runs in SEARCH for x in self.path.glob(f"{runs}/result.json")]
+        if below:
+            return {name: sum(run[name] for run in below) for name in ("cpu_seconds", "seconds")}
         cpu, wall = self.began
         return {"cpu_seconds": time.process_time() - cpu, "seconds": time.monotonic() - wall}
 

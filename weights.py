@@ -35,7 +35,9 @@ def weights_of(cfg: Model) -> Path:
             raise UsageError(f"--weights {cfg.weights}: is no checkpoint or finished pretrain run")
         return path
     if (cfg.backbone, cfg.pretext) not in OFFICIAL:
-        raise UsageError(f"--weights FILE: {cfg.backbone} needs one, as `bisslight pretrain` makes")
+        raise UsageError(
+            f"--weights FILE: {cfg.backbone} with {cfg.pretext} needs one, see `bisslight pretrain`"
+        )
     url, _ = OFFICIAL[cfg.backbone, cfg.pretext]
     return Path(torch.hub.get_dir()).resolve() / "checkpoints" / url.rpartition("/")[2]
 

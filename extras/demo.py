@@ -83,8 +83,7 @@ def part(unit: tuple[Path, AlignConfig | None, FinetuneConfig, bool]) -> str:
         start = place.parent.parent / f"align/s{cfg.seed}"
         align(cfg, start, force=force)
         peft = peft.but(start=start)
-    val = fmean(finetune(peft, place, force=force).val)
-    return f"{place.parent.name} val {val:.1f} %"
+    return f"{place.parent.name} val {fmean(finetune(peft, place, force=force).val):.1f} %"
 
 
 def power(arms: list[Row]) -> str:

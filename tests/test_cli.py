@@ -137,7 +137,7 @@ ALIGN = f"align {START}"
 TUNE = f"finetune {START}"
 JEPA = "--backbone vit_mini --pretext ijepa --weights {j} --dataset quilts"
 WRONG = [
-    ("align --backbone vit_mini --dataset quilts", 2, "--weights FILE: vit_mini needs one"),
+    ("align --backbone vit_mini --dataset quilts", 2, "--weights FILE: vit_mini with mae"),
     ("align --backbone vit_l --dataset quilts", 2, "--backbone vit_l: is unknown, did you mean"),
     ("align --backbone vit_mini --weights {w}", 2, "--dataset: Field required"),
     ("align --backbone vit_mini --weights {w} --dataset folder:no --pool quilts", 2, "no folder"),

@@ -11,8 +11,7 @@ from pydantic import ValidationError
 import cli
 from commands import ALIGNED_GRID, AlignConfig, FinetuneConfig, settle
 from config import Settings
-from extras import SWEPT, SweepConfig
-from extras.plan import table
+from extras import SWEPT, SweepConfig, plan
 from extras.pretrain import PretrainConfig
 
 KINDS: dict[str, Any] = {
@@ -86,7 +85,7 @@ def test_sources_say_who_set_a_value_and_the_later_layer_wins(tmp_path: Path) ->
     file = tmp_path / "c.toml"
     lines = f'start = "{run}"', "epochs = 3", "weight-decay = 0.1", 'voc_difficult = "ignore"'
     file.write_text("\n".join(lines))
-    rows = table(*settle(FinetuneConfig, {"epochs": 4}, file, "as-released"), every=True)
+    rows = plan.table(*settle(FinetuneConfig, {"epochs": 4}, file, "as-released"), every=True)
     told = {row["setting"]: (row["value"], row["set by"], row["paper"]) for row in rows}
     assert told["warmup_epochs"] == (5, "paper", 5)  # the field's own default
     wanted = {

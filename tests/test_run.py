@@ -106,8 +106,9 @@ def test_a_finished_run_gives_its_result_again_and_force_starts_it_over(tmp_path
     with Run(out, "align", config()) as run:
         assert json.dumps(run.result) == json.dumps(result).replace("/run", "/moved")
     (out / "picture.png").write_text("the user's own")
-    (out / "lr0.1-s0").mkdir()  # of a grid: it starts over with the whole
-    (out / "lr0.1-s0" / "result.json").write_text("{}")
+    (out / "lr0.1-s0").mkdir()  # of a grid: its time is the whole's, and it starts over with it
+    (out / "lr0.1-s0" / "result.json").write_text(time := '{"cpu_seconds": 7000.5, "seconds": 1}')
+    assert run.elapsed() == json.loads(time)
     with Run(out, "align", config(seed=1), force=True) as run:
         assert (run.result, run.records) == (None, [])
         names = {"picture.png", "config.json", "env.json", ".lock", "lr0.1-s0"}

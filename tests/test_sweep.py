@@ -31,7 +31,7 @@ def test_a_list_in_a_file_is_the_same_sweep_and_dry_run_writes_nothing(
     assert code == 0
     assert json.loads(out)["runs"] == [f"OUT/rank-{r}/{kind}" for r in (1, 2) for kind in kinds]
     code, _, err = run(f"sweep --rank 1,2 {TINY} --out {tmp_path}/s --dry-run", capsys)
-    assert (code, "--weights FILE: vit_mini needs one" in err) == (2, True)
+    assert (code, "--weights FILE: vit_mini with mae" in err) == (2, True)
     assert [*tmp_path.iterdir()] == [file]
 
 
