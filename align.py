@@ -59,7 +59,7 @@ def align(
     direct = read_json(cfg.d_lr_from / "result.json", "give a finished finetune run")
     of_grid = len(direct.get("grid", ())) > 1 and not direct.get("aligned_by")
     if not of_grid or direct["dataset"] != cfg.dataset:
-        raise UsageError(f"--d-lr-from: give a finished grid of {cfg.dataset} from the backbone")
+        raise UsageError(f"--d-lr-from: give a finetune grid of {cfg.dataset} without --from")
     rates = [float(f"{direct['lr'] * share:.3g}") for share in SHARES]
     with Run(out, "align", cfg, force, upper_rates=rates) as run:
         if run.result:
@@ -128,10 +128,10 @@ def probe(
     cfg: Any = m.cfg
     rate = cfg.drop_path if cfg.probe_drop_path else 0.0
     loss = partial(loss_D, s.theta_D.detach(), s.phi_D, regularise=True)
-    epoch = -(-len(m.task.train.targets) // cfg.d_batch)
-    left = range(opt.step, cfg.probe_epochs * epoch)
+    per_epoch = -(-len(m.task.train.targets) // cfg.d_batch)
+    left = range(opt.step, cfg.probe_epochs * per_epoch)
     examples = m.examples("probe", cfg.d_batch, left, rate, passes=True)
-    records = trained(cfg, loss, opt, examples, epoch, "probe")
+    records = trained(cfg, loss, opt, examples, per_epoch, "probe")
     for record in track(records, cfg.probe_epochs, "probe"):
         run.checkpoint(f"probe epoch {record['step']}")
     score = m.score(m.task.val, s.theta_D, head)
@@ -152,7 +152,7 @@ def begin(
     opt_P = Optimiser([below, *decoder], lower, (0.9, 0.95), cfg.clip)
     betas = None if cfg.d_optimizer == "sgd" else (0.9, 0.999)
     head = Group([*phi_D.values()], cfg.d_lr, cfg.d_weight_decay)
-    both = head._replace(tensors=[theta_D, *head.tensors])  # bias is decayed, too (App. C.2)
+    both = head._replace(tensors=[theta_D, *head.tensors])  # bias too: App. C.2 names no exception
     opt_D = Optimiser([both], upper, betas, cfg.clip)
     probe = Optimiser([head], None, betas)
     return State(theta_P, theta_D, phi_P, phi_D, opt_P, opt_D), [opt_P, opt_D, probe]
@@ -162,8 +162,7 @@ def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
     """The function of lines 10 and 13 that the settings name (UsageError: too large for it)."""
     if cfg.hypergrad == "exact" and theta.numel() > EXACT_LIMIT:
         raise UsageError(
-            f"--hypergrad exact: θ has {theta.numel()} entries, a dense Hessian has {EXACT_LIMIT} "
-            "at most; lower --rank or use mfac"
+            f"--hypergrad exact: θ has {theta.numel()} entries, more than {EXACT_LIMIT}; use mfac"
         )
     K, p = theta.shape
     known: dict[str, Hypergradient] = {

@@ -15,7 +15,7 @@ The modules of the method keep these letters.
                                     unit is that of 1/θ², since the loss has none
     G                   G           the N_L pretext gradients of one alternation, (K, N_L, p)
     g                   ∇L^D        downstream gradient at θ_P (l.12)
-    q                   q           λ (F + λI)⁻¹ g, the implicit part of the upper gradient (l.13)
+    q                   q           ≈ λ (H + λI)⁻¹ g, implicit part of the upper gradient (l.13)
     H                   H           Hessian of L^P with respect to θ at θ_P; only its products H d
                                     are computed; in the code `H()` returns the function d -> H d
     alternations        T           with lower_steps N_L and upper_steps N_U
@@ -24,8 +24,8 @@ The modules of the method keep these letters.
     Eq. 7 eq:bissl_mfac_vi_calc         Eq. 10 eq:bissl_mfac_upper_grad_approx
     l.n   line n of Algorithm 1 (alg:bisslight)
 
-Axis 0 of every tensor of a batch is the image, so any batch can be cut into micro-batches or shared
-between processes. Files, clocks, seeds and devices are left to the caller.
+Axis 0 of every tensor of a batch is the image, so a batch can be cut into micro-batches or shared
+between processes (`PretextTask` names an exception). Files, clocks, seeds are left to the caller.
 """
 
 import math
@@ -54,19 +54,19 @@ class Diverged(ArithmeticError):
 class PretextTask(Protocol):
     """A pretext task: `mae.MAE`, `ijepa.IJEPA`, `examples/rotation.py`.
 
-    A step calls draw, prepare, loss (as often as the hypergradient needs) and after_step. A class
-    attribute `mean_over_images = False` says that the loss compares the images of a batch with each
-    other, as a contrastive loss does. Such a batch is not cut into micro-batches.
+    A step calls draw, prepare, loss and after_step in this order; cg and exact call loss again. A
+    class attribute `mean_over_images = False` says that the loss compares the images of a batch
+    with each other, as a contrastive loss does. Such a batch is not cut into micro-batches.
     """
 
-    phi: Phi  # the head's start; the loss depends on all of it
+    phi: Phi  # the head's start; every tensor of it enters the loss
     state: dict[str, Tensor]  # what a resumed run needs besides θ and φ; updated in place
 
     def draw(self, n: int, rng: torch.Generator) -> tuple[Tensor, ...]:
         """All random numbers of a step (`prepare` draws none): tensors (n, ...), on the CPU."""
 
     def prepare(self, images: Tensor, *drawn: Any, **_: Any) -> Any:
-        """Images (B, 3, H, W), and what was drawn -> a NamedTuple of tensors (B, ...), or None."""
+        """Images (B, 3, H, W), and what was drawn -> a NamedTuple; a field is (B, ...) or None."""
 
     def loss(self, theta: Tensor | None, phi: Phi, batch: Any) -> Tensor:
         """L^P(θ, φ_P), the mean over the images: pure, differentiable, without drop path."""
@@ -84,7 +84,7 @@ class Optimiser(Protocol):
 
 @dataclass
 class State:
-    """All that Algorithm 1 changes. θ (K, p) and φ are leaf tensors; θ_P = θ_D at first (l.2)."""
+    """What Algorithm 1 changes besides a task's `state`: leaf tensors; θ_P = θ_D at first (l.2)."""
 
     theta_P: Tensor
     theta_D: Tensor
@@ -101,10 +101,10 @@ class Log(NamedTuple):
     alternation: int  # from 1
     loss_P: list[float]  # L^P at θ_P
     proximal: list[float]  # λ/2 |θ_P − θ_D|² before the step
-    norm_P: list[float]  # joint norm of gradients by θ_P (with the penalty) and φ_P before clipping
+    norm_P: list[float]  # joint norm of the gradients of θ_P (with l.7's) and φ_P before clipping
     loss_D_at_P: list[float]  # L^D at θ_P
     loss_D_at_D: list[float]  # L^D at θ_D, with drop path
-    norm_D: list[float]  # joint norm of gradients by θ_D (q included) and φ_D before clipping
+    norm_D: list[float]  # joint norm of the gradients of θ_D (with q) and φ_D before clipping
     q_over_g: list[float]  # |q| / |g|
     cosine: list[float]  # of q and g; 1, with q_over_g = 1, if the curvature changes nothing
     share: list[float]  # |Pg|² / |g|², P the projection on the span of G: what M-FAC can act on
@@ -130,10 +130,10 @@ def algorithm_1(
     loss or gradient is not finite.
 
     Args:
-        s, task: what changes, with θ in float32 or float64; the pretext task.
+        s: what changes; θ is float32 or float64. task: the pretext task.
         c: has `alternations` T, `lower_steps` N_L, `upper_steps` N_U and `lam` λ: l.1.
-        loss_D: (θ, φ_D, batch, regularise=False). The paper does not say where drop path acts:
-            here at θ_D alone (regularise=True), as in the released program.
+        loss_D: (θ, φ_D, batch, regularise=False). The paper names no pass of the upper level for
+            drop path: here it acts at θ_D alone (regularise=True), as in the released program.
         hypergrad: lines 10 and 13; `mfac.mfac` is the paper's.
         pretext, downstream: a prepared batch for each lower step, a labelled one for each upper.
         micro: largest number of images that pass through the network at once; None: whole batch.
@@ -151,7 +151,7 @@ def algorithm_1(
             delta = (s.theta_P - s.theta_D).detach()  # l.7
             grads = [g_P + c.lam * delta, *g_phi.values()]  # l.7, l.8: of θ_P, of φ_P
             norm = s.opt_P.update([s.theta_P, *s.phi_P.values()], grads)  # l.9
-            task.after_step(s.theta_P)  # l.9
+            task.after_step(s.theta_P)  # l.9: then what follows θ_P, such as I-JEPA's teacher
             rows.append([loss_P, c.lam / 2 * delta.square().sum(), norm])
         lower = numbers(f"alternation {t}, lower level", rows, 3)
         H = partial(hessian, task.loss, s.theta_P, s.phi_P, batch, micro)  # l.10: for CG and exact
@@ -167,7 +167,7 @@ def algorithm_1(
             norm = s.opt_D.update([s.theta_D, *s.phi_D.values()], grads)  # l.16
             rows.append([at_P, at_D, norm, *agreement(q, g, s, G)])
         upper = numbers(f"alternation {t}, upper level", rows, 8)
-        del G, inverse  # l.16: freed before the next alternation asks for as much again
+        del G, inverse  # l.16: done with; the next alternation needs as much memory again
         s.done = t
         yield Log(t, *lower, *upper)
 

@@ -1,6 +1,6 @@
 """Conjugate gradients: the hypergradient of BiSSL, BiSSLight's predecessor (App. D.2.1).
 
-With c = λ + damping and H the Hessian of the pretext loss at θ_P, a few iterations on
+With c = λ + damping and H the Hessian of the pretext loss at θ_P, CG takes a few iterations on
 
     (I + H/c) x = g,   whose solution is x = c (H + cI)⁻¹ g,
 

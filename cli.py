@@ -37,7 +37,7 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument,
     "run": (Path, ..., "A finished run, or a directory of one arm's runs."),
     "out": (Path | None, None, "Default: below runs/; report: report.html; export: RUN/export."),
     "config": (Path | None, None, "TOML or JSON file of settings; flags win over it."),
-    "preset": (Literal["paper", "as-released"], "paper", "As the paper, or its program, does."),
+    "preset": (Literal["paper", "as-released"], "paper", "paper; as-released: as its program."),
     "force": (bool, False, "Start over. Without it, the same command goes on."),
     "dry_run": (bool, False, "Check names, data and weights, say what would run; write nothing."),
     "all": (bool, False, "With --dry-run: every setting, not only what differs."),
@@ -133,7 +133,7 @@ def evaluate(run: Path, against: list[Path]) -> Any:
 
 
 def default_out(name: str, config: Any) -> Path:
-    """runs/align-cub200-vit_l16-r64-s0"""
+    """Such as runs/align-cub200-vit_l16-r64-s0."""
     at = dict(config).get
     data, start, rank = Path(at("dataset") or at("pool", "")).name, at("start"), at("rank")
     parts = name, data, config.backbone, start and f"from-{start.name}", rank and f"r{rank}"

@@ -1,4 +1,4 @@
-"""Settings of `align` and `finetune`: defaults that depend on others; flags, files and presets."""
+"""Settings of `align` and `finetune`: defaults, names, places of data, files, presets, errors."""
 
 import difflib
 import json
@@ -12,14 +12,14 @@ from typing import Any, ClassVar, Self
 
 from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
 
-from config import BACKBONES, Bilevel, Data, Lower, Machine, Model, Peft, Place, Pretext, Upper
+from config import BACKBONES, Bilevel, Data, Lower, Machine, Network, Peft, Place, Pretext, Upper
 
 Record = dict[str, Any]  # settings by name, a line of metrics.jsonl, what a run ended with
 FOLDERS = {  # where the benchmarks are below --data-root
     "dtd": "dtd", "voc07": "VOCdevkit", "cub200": "CUB_200_2011", "pets": "oxford-iiit-pet",
     "flowers": "flowers-102", "aircrafts": "fgvc-aircraft-2013b", "imagenet": "imagenet",
 }  # fmt: skip
-NAMES = {  # what may stand there; see `full_name`
+NAMES = {  # the names that a setting may have; see `full_name`
     "backbone": (*BACKBONES,),
     "pretext": ("mae", "ijepa", "FILE.py:Class"),
     "dataset": ("quilts", *FOLDERS, "folder:PATH", "own"),
@@ -33,8 +33,8 @@ RELEASED: Record = {  # where the authors' program, run as its README says, is n
     "probe_drop_path": True, "mfac_device": "cpu", "cg_steps": "tensor",
     "optimizer": "sgd",  # of PEFT after an align run alone
 }  # fmt: skip
-# a run counts as the paper's method if all but these are the paper's: it searches for them, leaves
-# them open, or they do not change the result
+# settings that may differ in a run that counts as the paper's method: the paper searches for them,
+# leaves them open, or they do not change the result
 OPEN = {*Machine.model_fields, "d_lr", "d_lr_from", "lr", "grid", "grid_seeds", "seeds", "jobs",
         "start", "hypergrad", "eval_every", "mfac_device", "backbone", "pretext", "base",
         "image_size", "patch_size", "weights", "dataset", "data_seed", "split_file"}  # fmt: skip
@@ -50,7 +50,7 @@ class RunError(Exception):
 
 @contextmanager
 def checking(thing: str, remedy: str = "") -> Iterator[None]:
-    """Turn a ValueError or OSError, with a remedy any Exception, into a UsageError on `thing`."""
+    """Turn ValueError and OSError (with a remedy: any Exception) into a UsageError on `thing`."""
     kinds: Any = Exception if remedy else (ValueError, OSError)
     try:
         yield
@@ -94,7 +94,7 @@ class Command(Machine):
         at = vars(made).get
         pairs = ("target_scale", "context_scale", "aspect")
         if odd := [name for name in pairs if [*at(name, ())] != sorted(at(name, ()))]:
-            raise ValueError(f"{odd[0]}: the first number is the smaller one")
+            raise ValueError(f"{odd[0]}: give the smaller number first")
         if at("d_lr_from") and at("d_lr") != cls.model_fields["d_lr"].default:
             raise ValueError("give --d-lr or --d-lr-from, not both")
         if at("lr") and at("grid") != (at("lr"),):
@@ -112,7 +112,7 @@ class Command(Machine):
     def layers(cls, given: Record) -> dict[str, Record]:
         """Defaults for what is given, by where they come from; the last one wins."""
         run = inherited(Path(str(given["start"]))) if "start" in given else {}
-        if "dataset" in given and given["dataset"] != run.get("dataset"):  # it has its own
+        if "dataset" in given and given["dataset"] != run.get("dataset"):  # another has its own
             run = {k: v for k, v in run.items() if k not in ("data_seed", "split_file", "partial")}
         known = {"pretext": "mae", "backbone": ""} | run | given
         pretext, backbone = str(known["pretext"]), str(known["backbone"])
@@ -135,11 +135,11 @@ class Command(Machine):
         }
 
 
-class AlignConfig(Bilevel, Upper, Lower, Pretext, Data, Model, Command):
+class AlignConfig(Bilevel, Upper, Lower, Pretext, Data, Network, Command):
     """`align`: BiSSLight, Algorithm 1."""
 
 
-class FinetuneConfig(Peft, Data, Model, Command):
+class FinetuneConfig(Peft, Data, Network, Command):
     """`finetune`: PEFT from the backbone, or from an align run, whose model and data it takes."""
 
     start: Place | None = None
@@ -149,14 +149,14 @@ class FinetuneConfig(Peft, Data, Model, Command):
 def full_name(name: str, value: str) -> str:
     """The setting `name`; a path is made absolute, so that it means the same in any directory.
 
-    A backbone has to be known (ValueError). A pool is any folder, a dataset may be KIND:PATH.
+    A backbone has to be known (ValueError). A pool is any folder, a dataset may be folder:PATH.
     """
     kind, colon, rest = value.partition(":")
     if not colon and value in NAMES[name]:
         return value
     if name == "backbone" or not (colon or name == "pool"):
         raise ValueError(f"--{name} {value}: is unknown, {nearest(value, NAMES[name])}")
-    if not {"pretext": ".py:" in value, "pool": kind != "own"}.get(name, kind == "folder"):
+    if not {"pretext": ".py:" in value, "pool": kind != "own", "dataset": kind == "folder"}[name]:
         return value
     path = Path(rest if kind == "folder" else value).expanduser().absolute()
     return f"folder:{path}" if name == "dataset" else str(path)
@@ -172,7 +172,7 @@ def inherited(start: Path) -> Record:
     """Model, data and data root of an align run, or of the first in a directory of align runs."""
     files = [start / "config.json", *sorted(start.glob("*/config.json"))]
     found = next((read_table(file) for file in files if file.is_file()), {})
-    taken = {*Data.model_fields, *Model.model_fields, "data_root"} if "lam" in found else set()
+    taken = {*Data.model_fields, *Network.model_fields, "data_root"} if "lam" in found else set()
     return {name: value for name, value in found.items() if name in taken}
 
 
@@ -191,8 +191,8 @@ def place_of(name: str, root: Path) -> Path | None:
     path = root / FOLDERS[name] if name in FOLDERS else Path(name.removeprefix("folder:"))
     if not path.exists():
         get = "name another --pool" if name == "imagenet" else f"`bisslight data download {name}`"
-        more = f"; {get}, or give the --data-root where it is" * (name in FOLDERS)
-        raise UsageError(f"{name}: there is no folder or file {path}{more}")
+        more = f" {path}; {get}, or give the --data-root where it is" if name in FOLDERS else ""
+        raise UsageError(f"{name}: there is no such folder or file{more}")
     return path
 
 
@@ -231,6 +231,7 @@ def make(kind: Any, given: Record) -> Any:
         flags = (f"--{part}".replace("_", "-") for part in item["loc"] if part != "swept")
         name = next(flags, "").replace("--start", "--from")
         value = f" {item['input']}" if isinstance(item["input"], str | int | float) else ""
-        plain = item["msg"].removeprefix("Value error, ").replace("Input should", "should")
-        message = plain.replace("Extra inputs are not permitted", "is no setting of this command")
+        message = (item["msg"].removeprefix("Value error, ").replace("Input should", "should")
+                   .replace("Extra inputs are not permitted", "is no setting of this command")
+                   .replace("Field required", "a value is missing"))  # fmt: skip
         raise UsageError(f"{name}{value}: {message}".removeprefix(": ")) from error

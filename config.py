@@ -65,7 +65,7 @@ class Machine(Settings):
     micro_batch: PositiveInt | None = None
     """Largest number of images that pass through the network at once; None: whole batch. [here]"""
     workers: Annotated[int, Field(ge=0, le=256)] | None = None
-    """Processes that decode images; same result with any. None: up to 16 beside a GPU, else 0."""
+    """Processes that decode images; same result with any. None: up to 16 with a GPU, else 0."""
     save_minutes: NonNegativeFloat = 10.0
     """Minutes between checkpoints. [here]"""
     data_root: Place = FILLED
@@ -85,15 +85,15 @@ class Shape(Settings):
     """Side of a patch in pixels. None: the checkpoint's. [App. C.1]"""
 
 
-class Model(Shape):
+class Network(Shape):
     """Model: the frozen backbone, its adapter θ and the downstream head."""
 
     weights: Place | None = None
     """Checkpoint, or a pretrain run. None: the official one, downloaded. [App. C.1]"""
     base: Literal["target_encoder", "encoder"] = "target_encoder"
-    """Which network of an I-JEPA file is ψ. [here: the one that I-JEPA evaluates]"""
+    """Network of an I-JEPA file that is ψ: target_encoder or encoder. [here: what I-JEPA tests]"""
     head: Literal["linear", "batchnorm"] = "linear"
-    """h^D: linear, or behind a BatchNorm as with ijepa. [App. C.2; D.1]"""
+    """h^D: linear, or batchnorm: behind a BatchNorm, as with ijepa. [App. C.2; D.1]"""
     rank: PositiveInt = FILLED
     """r: rank of LoRA on q and v of every layer. Default: 64, vit_mini 8. [App. C.3]"""
     alpha: PositiveFloat = FILLED
@@ -123,11 +123,11 @@ class Data(Crops):
     split_file: Place | None = None
     """Positions of CUB's or Pets' validation images. None: a fifth, by hash. [App. C.2.1]"""
     voc_loss: Literal["softmax", "bce"] = "softmax"
-    """L^D of VOC07: softmax cross entropy summed over present classes, or binary. [released]"""
+    """L^D of VOC07: softmax (cross entropy summed over present classes), or bce. [released]"""
     voc_difficult: Literal["ignore", "positive"] = "ignore"
-    """VOC07's difficult objects: not scored, or hits. [VOC devkit; released: positive]"""
+    """VOC07's difficult objects: ignore, or positive (hits). [VOC devkit; released: positive]"""
     d_interpolation: Literal["bicubic", "bilinear"] = "bicubic"
-    """Resampling of downstream images. [App. C.3; released: bilinear]"""
+    """Resampling of downstream images: bicubic or bilinear. [App. C.3; released: bilinear]"""
 
 
 class Pretext(Settings):
@@ -157,7 +157,7 @@ class Lower(Settings):
     """Lower level: the pretext task at θ_P."""
 
     pool: str = FILLED
-    """D^P: imagenet, quilts or a folder of images. Default: imagenet, quilts' own. [App. C.3]"""
+    """D^P: imagenet (default), quilts (default with quilts), a folder of images. [App. C.3]"""
     p_batch: PositiveInt = 256
     """Images per lower step. [App. C.3]"""
     p_lr: PositiveFloat = 0.01
@@ -167,7 +167,7 @@ class Lower(Settings):
     p_weight_decay: NonNegativeFloat = 0.05
     """AdamW decay of θ_P and of φ_P's matrices. [App. C.3; ijepa, D.1: 0.0005; released: 0]"""
     decoder: Literal["checkpoint", "random"] = "checkpoint"
-    """Where φ_P starts. [App. C.3; released: random, though its text says otherwise]"""
+    """Where φ_P starts: checkpoint or random. [App. C.3; released: random, unlike its text]"""
 
 
 class Upper(Settings):
@@ -203,7 +203,7 @@ class Bilevel(Settings):
     hypergrad: Literal["mfac", "recursion", "cg", "identity", "exact"] = "mfac"
     """Inverse of l.13: mfac, recursion (the same, slow), cg (BiSSL), identity, exact. [Sec. 3.1]"""
     partition: Literal["layer", "projection", "matrix", "global"] = "layer"
-    """Blocks of M-FAC. [App. C.3: all parameters of a layer]"""
+    """Blocks of M-FAC: layer, projection, matrix or global. [App. C.3: all of a layer]"""
     cg_iterations: PositiveInt = 5
     """Hessian-vector products of a CG solve. [App. D.2.1]"""
     cg_damping: NonNegativeFloat = 1.0
@@ -211,7 +211,7 @@ class Bilevel(Settings):
     cg_prefactor: Literal["c", "lambda"] = "c"
     """Factor of CG's (H + cI)⁻¹ g: c, or Eq. 5's λ. [released]"""
     cg_steps: Literal["joint", "tensor"] = "joint"
-    """CG's step sizes: one for θ, or one for each of its matrices. [here; released: tensor]"""
+    """CG's step sizes: joint, one for θ; tensor, one a matrix. [here; released: tensor]"""
     warmup: NonNegativeInt = 10
     """Alternations of linear warm-up, at both levels. [App. C.3]"""
     end_lr: NonNegativeFloat = 1e-6
@@ -221,7 +221,7 @@ class Bilevel(Settings):
     eval_every: PositiveInt = 10
     """Alternations between validations of θ_D and θ_P. [released]"""
     mfac_device: Literal["same", "cpu"] = "same"
-    """Where G is kept and inverted: with θ, or in host memory. [here; Sec. 3.1.1: the CPU]"""
+    """Where G is kept and inverted: same (with θ), or cpu. [here; Sec. 3.1.1: the CPU]"""
 
 
 class Peft(Settings):

@@ -134,7 +134,7 @@ def read_run(run: Path) -> Record:
         json.loads((run / f"{name}.json").read_text()) for name in ("config", "env", "result")
     )
     if not result.get("test"):
-        raise UsageError(f"{run}: has no test accuracy, it is not a finetune run")
+        raise UsageError(f"{run}: has no test accuracy; give a finetune run, not align's")
     about = env["about"] | result
     kept = ("data_sha256", "weights_sha256", "aligned_by", "align_unlike_paper")
     return {

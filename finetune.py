@@ -117,7 +117,7 @@ def tested(m: Model, run: Run, chosen: list[Record]) -> Record:
 def best_rate(
     tried: dict[float, list[Record]], run: Callable[[Any], list[Record]], seeds: int
 ) -> tuple[float, list[Record]]:
-    """The best rate by `worth` with no diverged seed; its results. `run`: pairs (rate, seed)."""
+    """Best rate by `worth` of those that never diverged, its results; `run` takes (rate, seed)s."""
     known = [lr for lr, results in tried.items() if all(result["val"] for result in results)]
     for lr in sorted(known, key=lambda lr: worth(tried[lr]), reverse=True):  # the first of equals
         results = tried[lr] + run([(lr, i) for i in range(len(tried[lr]), seeds)])
@@ -133,7 +133,7 @@ def worth(validated: list[Record]) -> tuple[float, float]:
 
 
 def best_epoch(records: list[Record]) -> Record:
-    """The first of the epochs that are `worth` most; step 0 before any validation."""
+    """The record of the first epoch that is `worth` most; step 0 before any validation."""
     scored = (record for record in records if record["val"])
     return max(scored, key=lambda record: worth([record]), default={"step": 0})
 
@@ -148,7 +148,9 @@ def starts_of(cfg: FinetuneConfig) -> tuple[Sequence[Path | None], str]:
         raise UsageError(f"--from {cfg.start}: {len(runs)} runs, not 1 or {cfg.seeds} (--seeds)")
     needed = ("result.json", "adapter.safetensors")
     if odd := [x for x in runs if x.is_dir() and not all((x / name).exists() for name in needed)]:
-        raise UsageError(f"--from {odd[0]}: is not a finished align run; its own command goes on")
+        raise UsageError(
+            f"--from {odd[0]}: is not a finished align run; give its own command again"
+        )
     if len(runs) == 1:
         kind = "LoRA file" if cfg.start.is_file() else "align run"
         return runs * cfg.seeds, f"PEFT seed on one {kind}"
@@ -156,7 +158,7 @@ def starts_of(cfg: FinetuneConfig) -> tuple[Sequence[Path | None], str]:
     unlike = {key for x in made for key in x if x[key] != made[0].get(key)} - MAY_CHANGE - {"seed"}
     if unlike or len({x["seed"] for x in made}) < len(made):
         raise UsageError(
-            f"--from {cfg.start}: should hold align runs of other seeds and the same settings, see "
+            f"--from {cfg.start}: its align runs have to differ in the seed and nothing else; see "
             f"their {', '.join(sorted(unlike)) or 'seed'}"
         )
     return runs, "align run and PEFT"

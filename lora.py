@@ -152,7 +152,7 @@ class Examples(NamedTuple):
 
     images: Tensor  # (B, 3, H, W)
     targets: Tensor  # (B,) classes, or (B, C) for several classes per image, see `cross_entropy`
-    drop: Tensor | None = None  # (B, K, 2) drop-path factors, used at θ_D only
+    drop: Tensor | None = None  # (B, K, 2) drop-path factors, used with regularise=True
 
 
 def init_head(dim: int, classes: int, rng: torch.Generator) -> Phi:
@@ -180,7 +180,7 @@ def downstream_loss(
     """L^D(θ, φ_D) of a batch, a scalar; line 12 (at θ_P) and line 14 (at θ_D) of Algorithm 1.
 
     A BatchNorm head normalises with the moments of the batch, of all processes together. With
-    regularise=True, at θ_D and in PEFT, drop path acts and the running `stats` are updated.
+    regularise=True, in training θ_D or φ_D and in PEFT, drop path acts and `stats` are updated.
     """
     x = features(backbone, theta, batch.images, batch.drop if regularise else None)
     if "norm.weight" in phi_D:  # in float32, similar features would lose most of their digits

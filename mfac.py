@@ -119,7 +119,7 @@ def mfac(G: Tensor, lam: float, H: object = None, partition: Partition = "layer"
         lam: λ > 0 (ValueError otherwise).
         H: not used.
         partition: what a block is. `layer`: a row of θ, K blocks (the paper's, App. C.3);
-            `projection`: q apart from v, 2K; `matrix`: A and B apart, too, 4K; `global`: one.
+            `projection`: query LoRA, value LoRA, 2K; `matrix`: A and B of each, 4K; `global`: one.
 
     Returns:
         g (K, p) -> q (K, p), on g's device and in its dtype; g is not modified. Where a block's

@@ -43,14 +43,14 @@ class Model:
         stored = [part[0] for part in (*self.task[1:4], pool or self.task.val)]
         pixels = [x for x in stored if isinstance(x, Tensor)]
         if not all(len(x) and 0 <= x.min() <= x.max() <= 1 for x in pixels):
-            raise UsageError("task, pool: need images, pixels between 0 and 1; see clamp(0, 1)")
-        many, n = self.task.test.targets.ndim > 1, len(self.task.classes)  # classes of an image
-        labels = [] if many else [part.targets for part in self.task[1:4]]
+            raise UsageError("task, pool: need images with pixels in [0, 1]; see clamp(0, 1)")
+        multilabel, n = self.task.test.targets.ndim > 1, len(self.task.classes)
+        labels = [] if multilabel else [part.targets for part in self.task[1:4]]
         if not all(0 <= y.min() <= y.max() < n for y in labels):
-            raise UsageError(f"--dataset {self.task.name}: of {n} classes, labels are 0 to {n - 1}")
-        if many and not all((part.targets == 1).any() for part in self.task[2:4]):
+            raise UsageError(f"--dataset {self.task.name}: {n} classes need labels 0 to {n - 1}")
+        if multilabel and not all((part.targets == 1).any() for part in self.task[2:4]):
             raise UsageError(f"--dataset {self.task.name}: mAP needs a positive in val and test")
-        self.metric = "11-point mAP" if many else "top-1 accuracy"  # App. C.2.1
+        self.metric = "11-point mAP" if multilabel else "top-1 accuracy"  # App. C.2.1
         backbone, self.pretext_head, self.arch = load_backbone(cfg)
         self.backbone = backbone.to(self.device)
         size, cut = self.arch.image_size, (cfg.augment, cfg.min_crop, cfg.d_interpolation)
@@ -119,7 +119,7 @@ class Model:
 
     @torch.no_grad()
     def score(self, split: data.Split, theta: Tensor, phi_D: Phi) -> Score:
-        """Accuracy and loss on a whole split, which processes share; φ_D holds its statistics."""
+        """Accuracy and loss on a split, which processes share; φ_D with BatchNorm's statistics."""
         images, n = data.Images(split, self.transform, False, 0, "eval"), len(split.targets)
         part, size = range(n)[share(n)], self.cfg.micro_batch or 256
         draws = ([(i, i) for i in part[k : k + size]] for k in range(0, len(part), size))
@@ -219,7 +219,7 @@ def device_of(cfg: Any) -> torch.device:
     try:
         device = torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {cfg.device}: is not here; give auto, cpu or cuda:1") from error
+        raise UsageError(f"--device {cfg.device}: is not here; give auto or cpu") from error
     # its tensors are so small that several threads would only wait for each other
     if cfg.backbone == "vit_mini" and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)

@@ -164,10 +164,10 @@ MAY_CHANGE = {"device", "workers", "jobs", "micro_batch", "save_minutes", "mfac_
 
 
 class Run(ExitStack):
-    """A run directory, new or continued, locked against others; `result` is None until finished.
+    """A run directory, new or continued, locked against others; `result`: of one that is finished.
 
-    A directory of another command, of other settings, or of another `about` (what else defines a
-    run: digests of weights and images) is refused; `force` starts over.
+    The directory of another command is refused. So is one of other settings, or of another `about`
+    (what else defines a run: digests of weights and images), unless `force` starts it over.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Run(ExitStack):
         check_directory(path, command, config, force, **about)
         gather()  # no process writes before all have looked
         if world()[0] == 0:
-            with checking(f"--out {path}: make it writable, or wait for who is at work in it"):
+            with checking(f"--out {path}: is not writable, or another process is at work in it"):
                 path.mkdir(parents=True, exist_ok=True)
                 self.enter_context(FileLock(path / LOCK).acquire(timeout=60))
             # another process may have been at work until now: look again
@@ -268,10 +268,9 @@ class Run(ExitStack):
     def elapsed(self) -> Record:
         """CPU and wall seconds, those before a stop included; of a search, those of its runs."""
         below = [read_json(x) for runs in SEARCH for x in self.path.glob(f"{runs}/result.json")]
-        if below:
-            return {name: sum(run[name] for run in below) for name in ("cpu_seconds", "seconds")}
         cpu, wall = self.began
-        return {"cpu_seconds": time.process_time() - cpu, "seconds": time.monotonic() - wall}
+        own = {"cpu_seconds": time.process_time() - cpu, "seconds": time.monotonic() - wall}
+        return {name: sum(run[name] for run in below or [own]) for name in own}
 
 
 def clear(path: Path) -> None:

@@ -59,7 +59,7 @@ def decay_groups(named: Mapping[str, Tensor], lr: float, weight_decay: float) ->
 
 @dataclass(eq=False)
 class Optimiser:
-    """opt_P or opt_D of Algorithm 1: a torch optimiser with a schedule and joint clipping."""
+    """opt_P, opt_D and all others: an optimiser of torch with a schedule and joint clipping."""
 
     groups: Sequence[Group]  # what is trained; tensors are updated in place
     rate: RateFn | None  # (step from 1, base rate) -> rate; None: the base rate at every step
@@ -80,7 +80,7 @@ class Optimiser:
         )
 
     def update(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-        """One step; clips the gradients in place and returns their joint norm before."""
+        """One step; clips the gradients in place and returns their joint norm before clipping."""
         for tensor, gradient in zip(tensors, gradients, strict=True):
             same = gradient.stride() == tensor.stride()  # fused AdamW reads in the order of storage
             tensor.grad = gradient if same else torch.empty_like(tensor).copy_(gradient)
@@ -88,7 +88,6 @@ class Optimiser:
         self.step += 1
         for params, (_, lr, decay) in zip(self.torch.param_groups, self.groups, strict=True):
             params["lr"] = self.rate(self.step, lr) if self.rate else lr
-            # what has no decay gets none
             params["weight_decay"] = self.decay(self.step, decay) if self.decay and decay else decay
         self.torch.step()
         self.torch.zero_grad()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import ijepa
 import mae
 from commands import UsageError, checking
-from config import BACKBONES, Arch, Model, Shape
+from config import BACKBONES, Arch, Network, Shape
 from lora import Backbone, read_tensors
 
 SITE = "https://dl.fbaipublicfiles.com"
@@ -27,7 +27,7 @@ OFFICIAL = {  # (URL, size in MB) of the files that hold the pretext head, too
 }
 
 
-def weights_of(cfg: Model) -> Path:
+def weights_of(cfg: Network) -> Path:
     """The checkpoint: what --weights names, or where the official file is kept (UsageError)."""
     if cfg.weights is not None:
         path = cfg.weights / "backbone.pth" if cfg.weights.is_dir() else cfg.weights

@@ -1,4 +1,4 @@
-"""What align, finetune and evaluate do without: the table of its commands, and their settings."""
+"""What align and finetune do without: a table of commands, their settings, evaluate's pictures."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 
 import config
 from commands import Command, Record, UsageError
-from config import BACKBONES, Arch, Bilevel, Crops, Data, Lower, Model, Peft, Pretext, Shape, Upper
+from config import BACKBONES, Bilevel, Crops, Data, Lower, Network, Peft, Pretext, Shape, Upper
 
 RUN = "out config force dry_run all json quiet"
 COMMANDS = {  # what it does; function, class of its settings, options and arguments; an example
@@ -44,7 +44,7 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument,
     "picture": (Path | None, None, "Draw the result to this PNG, SVG or PDF."),
     "rollout": (int | None, None, "Draw attention rollouts of so many images."),
     "similarity": (bool, False, "CKA and RSA of features, with those of the backbone, too."),
-    "seed": (int | None, None, "Whose adapter is taken, default: the first; bench: of weights."),
+    "seed": (int | None, None, "Seed whose adapter is taken, default: the first. bench: any."),
     "weights": (Path | None, None, "Where the run's weights are now."),
     "data_root": (Path | None, None, "Where the benchmarks are now. Default: the run's."),
     "device": (str | None, None, "auto, cpu, cuda or cuda:1. Default: the run's; of bench, auto."),
@@ -106,13 +106,13 @@ class PretrainConfig(Pretext, Crops, Shape, Command):
     ema: config.Share = 0.996
     """Momentum of I-JEPA's teacher at the start; it rises to 1. [I-JEPA]"""
 
-    def arch(self) -> Arch:
+    def arch(self) -> config.Arch:
         """Sizes of the network, image and patch as they are set."""
         given = self.model_dump(include={"image_size", "patch_size"}, exclude_none=True)
         return BACKBONES[self.backbone]._replace(**given, class_token=self.pretext != "ijepa")
 
 
-class SweepConfig(Peft, Bilevel, Upper, Lower, Pretext, Data, Model, Command):
+class SweepConfig(Peft, Bilevel, Upper, Lower, Pretext, Data, Network, Command):
     """`sweep`: align with PEFT, and PEFT alone, over a list of values."""
 
     swept: dict[str, tuple[int | float, ...]] = {}  # noqa: RUF012
@@ -121,10 +121,10 @@ class SweepConfig(Peft, Bilevel, Upper, Lower, Pretext, Data, Model, Command):
 
 def evaluate(
     run: Path, against: list[Path], picture: Path | None, rollout: int | None,
-    similarity: bool, **where: Any,
+    similarity: bool, **more: Any,
 ) -> Any:  # fmt: skip
     """`bisslight evaluate`: a table of arms, or with --rollout or --similarity their networks."""
-    runs, given = [run, *against], {key: value for key, value in where.items() if value is not None}
+    runs, given = [run, *against], {key: value for key, value in more.items() if value is not None}
     if similarity and (picture or rollout is not None):
         raise UsageError("--similarity: goes with no picture or rollout")
     if rollout is not None:

@@ -73,8 +73,7 @@ def looked_at(m: Model, count: int) -> tuple[list[int], Tensor]:
     index = torch.randperm(len(m.task.val.targets), generator=rng(0, "look"))[:count].tolist()
     images = Images(m.task.val, m.transform, False, 0, "eval")
     draws = ([(i, i) for i in index[k : k + BATCH]] for k in range(0, len(index), BATCH))
-    found = batches(images, draws, m.cfg.workers, m.device)
-    return index, torch.cat([x for x, _, _ in found])
+    return index, torch.cat([x for x, _, _ in batches(images, draws, m.cfg.workers, m.device)])
 
 
 @torch.no_grad()

@@ -108,7 +108,7 @@ def test_sources_say_who_set_a_value_and_the_later_layer_wins(tmp_path: Path) ->
     [
         (AlignConfig, {"lam": float("inf")}, "finite"),
         (AlignConfig, {"seed": 2**53}, "less than"),
-        (AlignConfig, {"pool": "quilts", "aspect": (2, 1)}, "the first number is the smaller"),
+        (AlignConfig, {"pool": "quilts", "aspect": (2, 1)}, "give the smaller number first"),
         (AlignConfig, {"pool": "quilts", "rank": True}, "rank: needs a value, not true or false"),
         (FinetuneConfig, {"grid": [True, 0.1]}, "grid: needs a value, not true or false"),
         (FinetuneConfig, {"grid_seeds": 9}, "is more than --seeds 8"),

@@ -184,7 +184,7 @@ def test_the_largest_stable_share_of_the_direct_rate_is_taken(
     capsys.readouterr()
     for code, last, message in [
         (1, f"align {own} {SMALL} --d-lr-from direct --out none", "is stable"),
-        (2, f"align {own} {SMALL} --d-lr-from whole --out b", "give a finished grid of quilts"),
+        (2, f"align {own} {SMALL} --d-lr-from whole --out b", "give a finetune grid of quilts"),
         (2, f"{tune} --from direct/adapter-s0.safetensors --out b", "is fine-tuned already"),
     ]:
         assert cli.run(last.split()) == code

@@ -163,7 +163,7 @@ def test_a_directory_in_use_is_waited_for_and_then_named(
     acquire = FileLock.acquire
     monkeypatch.setattr(FileLock, "acquire", lambda lock, timeout: acquire(lock, timeout=0.5))
     if stays:
-        with pytest.raises(UsageError, match=r"--out .*: make it writable, or wait for who is at"):
+        with pytest.raises(UsageError, match=r"--out .*: is not writable, or another process"):
             Run(tmp_path, "align", config())
         holder.release()
     else:
