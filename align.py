@@ -185,6 +185,7 @@ def unstable(records: list[Record]) -> str | None:
 
     >>> unstable([{"loss_D_at_D": [2.0]}, {"loss_D_at_D": [1.0]}, {"loss_D_at_D": [3.5]}])
     'loss_D_at_D rose to 3.5, more than 3 times its minimum'
+    >>> unstable([{"loss_P": [4.0]}, {"loss_P": [0.1]}, {"loss_P": [2.9]}])  # less than 3 · 4 / 4
     """
     for name in ("loss_P", "loss_D_at_P", "loss_D_at_D"):
         values = [fmean(record[name]) for record in records if record.get(name)] or [0.0]

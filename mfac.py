@@ -123,8 +123,8 @@ def mfac(G: Tensor, lam: float, H: object = None, partition: Partition = "layer"
 
     Returns:
         g (K, p) -> q (K, p), on g's device and in its dtype; g is not modified. Where a block's
-        system cannot be solved, since a gradient is not finite, its part of q is NaN. Nothing
-        is raised, because raising would make the CPU wait for the GPU.
+        system cannot be solved (a gradient is not finite, or λ far too small), its part of q is
+        NaN. Nothing is raised, because raising would make the CPU wait for the GPU.
     """
     check(lam)
     B = blocks(G, partition)  # (K, n, m, c)

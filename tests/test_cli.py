@@ -104,8 +104,7 @@ def test_dry_run_fits_a_screen_and_says_who_set_what(weights: Path, capsys: Any)
     assert (code, err) == (0, "")
     assert len(out.splitlines()) <= 24 and max(map(len, out.splitlines())) <= 80
     rows = {name: rest for name, *rest in map(str.split, out.splitlines())}
-    assert rows["lower_steps"] == ["7", "c.toml", "20"]
-    assert rows["upper_steps"] == ["4", "flag", "8"]
+    assert (rows["lower_steps"], rows["upper_steps"]) == (["7", "c.toml", "20"], ["4", "flag", "8"])
     assert rows["d_optimizer"] == ["sgd", "preset", "as-released", "adamw"]
     assert rows["d_batch"][0] == "32" and "vit_mini" in rows["d_batch"]
     assert "partition" not in rows and "\npartition" in run(f"{line} --all", capsys)[1]

@@ -103,8 +103,7 @@ def test_wrong_folders_end_in_one_clear_line(
 
 
 def test_images_in_memory_are_brought_to_the_size_of_the_network() -> None:
-    pixels = torch.rand(4, 3, 12, 12)
-    split = Split(pixels, torch.arange(4))
+    split = Split(pixels := torch.rand(4, 3, 12, 12), torch.arange(4))
     ((x, y, _),) = batches(Images(split, TRANSFORM, False, 0, ""), [[*enumerate(range(4))]], 0, CPU)
     assert x.shape == (4, 3, 8, 8) and y.tolist() == [0, 1, 2, 3]
     fits = Transform(12, (0.5, 0.4, 0.3), (0.5, 0.2, 0.1))

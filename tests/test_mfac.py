@@ -127,3 +127,5 @@ def test_a_gradient_that_is_not_finite_shows_in_its_block_alone(bad: float) -> N
     assert q.isfinite().all(1).tolist() == [True, False, True]
     q = mfac.mfac(G, 0.1, partition="matrix")(torch.ones(3, 8))  # column 5 is in the third of four
     assert q.isfinite().view(3, 4, 2).all(2).tolist()[1] == [True, True, False, True]
+    G[1] = 1e6  # equal rows: GGᵀ swallows λ and cannot be factored
+    assert mfac.mfac(G, 1e-9)(torch.ones(3, 8)).isfinite().all(1).tolist() == [True, False, True]
