@@ -109,7 +109,7 @@ def aligned(m: Model, out: Path, force: bool, track: Track, watched: bool = Fals
                 run.checkpoint(f"alternation {s.done} of {T}", "val_P" in record)
         except Diverged as error:
             return run.finish({"diverged": str(error)})
-        paper = cfg.layers(dict(cfg))["paper"]
+        paper = cfg.layers(dict(cfg))["default"]
         unlike = {name: x for name, x in cfg if name not in OPEN and x != paper[name]}
         how, last = cfg.hypergrad if cfg.upper_steps else "lower only", run.records[-1]
         about = {"stage": "align", "d_lr": cfg.d_lr, "hypergrad": how, "unlike_paper": unlike}

@@ -39,8 +39,6 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument,
     "config": (Path | None, None, "TOML or JSON file of settings; flags win over it."),
     "preset": (Literal["paper", "as-released"], "paper", "paper; as-released: as its program."),
     "force": (bool, False, "Start over. Without it, the same command goes on."),
-    "dry_run": (bool, False, "Check names, data and weights, say what would run; write nothing."),
-    "all": (bool, False, "With --dry-run: every setting, not only what differs."),
     "json": (bool, False, "One JSON value on stdout and nothing else."),
     "quiet": (bool, False, "No progress."),
     "against": (list[Path], [], "Compare with this run or directory; may be repeated."),
@@ -99,7 +97,7 @@ def keywords(name: str) -> Iterator[Parameter]:
 def execute(name: str, /, **given: Any) -> int:
     """Run a command and print what it returns; the exit code."""
     _, function, settings, options, _ = COMMANDS[name]
-    own = {option: given.pop(option) for option in options.split()}
+    own = {option: given.pop(option, None) for option in options.split()}
     as_json, first = own.pop("json"), os.environ.get("RANK", "0") == "0"  # of torchrun's processes
     quiet = own.pop("quiet", False) or as_json or not first
     if settings:
@@ -107,14 +105,14 @@ def execute(name: str, /, **given: Any) -> int:
         if name == "sweep":
             swept = [key for key in resolve_name("extras:SWEPT") if "," in told.get(key, "")]
             told |= {"swept": {key: told.pop(key).split(",") for key in swept}} if swept else {}
-        every = own.pop("all") or as_json
+        every = own.pop("all")
         own["cfg"], layers = resolve_name("commands:settle")(
             resolve_name(settings), told, own.pop("config"), own.pop("preset", "paper")
         )
         own["out"] = own["out"] or default_out(name, own["cfg"])
-        if own.pop("dry_run"):
+        if own.pop("dry_run") or every:
             resolve_name("run:check_directory")(own["out"], name, own["cfg"], own["force"])
-            plan = resolve_name("extras.plan:dry_run")(name, own["cfg"], layers, every)
+            plan = resolve_name("extras.plan:dry_run")(name, own["cfg"], layers, every or as_json)
             say({"out": own["out"]} | plan, as_json)
             return 0
     with bars(quiet) as track:

@@ -128,7 +128,7 @@ class Command(Machine):
             "drop_path": {"vit_l16": 0.2, "vit_h14": 0.2}.get(backbone, 0.1),  # App. C.2
         }
         return {
-            "paper": dict(cls.model_construct()) | paper | task,
+            "default": dict(cls.model_construct()) | paper | task,
             "short, for vit_mini": short | cls.usual.get(f"{pretext} {backbone}", {}),
             "quilts": {"pool": "quilts", "augment": "none"} if quilts else {},
             "align run": run,
@@ -185,14 +185,14 @@ def read_table(path: Path) -> Record:
 
 
 def place_of(name: str, root: Path) -> Path | None:
-    """Where a dataset or pool lies; None for what is drawn or handed in (UsageError)."""
+    """Where a dataset, pool or file lies; None for what is drawn or handed in (ValueError)."""
     if name == "quilts" or name.partition(":")[0] == "own":
         return None
     path = root / FOLDERS[name] if name in FOLDERS else Path(name.removeprefix("folder:"))
     if not path.exists():
         get = "name another --pool" if name == "imagenet" else f"`bisslight data download {name}`"
         more = f" {path}; {get}, or give the --data-root where it is" if name in FOLDERS else ""
-        raise UsageError(f"{name}: there is no such folder or file{more}")
+        raise ValueError(f"there is no such folder or file{more}")
     return path
 
 
@@ -201,13 +201,15 @@ def settle(
 ) -> tuple[Any, dict[str, Record]]:
     """Settings (UsageError), and the layers that they come from; the last one with a value wins."""
     table = read_table(file) if file else {}
+    for key in table.keys() - kind.model_fields.keys():
+        raise UsageError(f"{file}: {key} is no setting, {nearest(key, kind.model_fields)}")
     released = {k: x for k, x in RELEASED.items() if base != "paper" and k in kind.model_fields}
     if "start" not in table | flags:
         released.pop("optimizer", None)
     given = released | table | flags
     start = Path(str(given.get("start", "")))
     if "start" in given and not start.is_file() and not inherited(start):
-        raise UsageError(f"--from {start}: is no align run, directory of align runs or LoRA file")
+        raise UsageError(f"--from {start}: is no align run, folder of them, or adapter file")
     made = make(kind, given)
     at = vars(made).get
     if at("warmup", -1) >= at("alternations", 0) or at("warmup_epochs", -1) >= at("epochs", 0):
@@ -215,8 +217,9 @@ def settle(
             "the warm-up is not shorter than the run, so no rate reaches its base value; see "
             "--warmup, --warmup-epochs"
         )
-    for name in filter(None, map(at, ("dataset", "pool", "weights", "split_file", "d_lr_from"))):
-        place_of(str(name), made.data_root)
+    for name in filter(at, ("dataset", "pool", "weights", "split_file", "d_lr_from")):
+        with checking(f"--{name.replace('_', '-')} {at(name)}"):
+            place_of(str(at(name)), made.data_root)
     layers = kind.layers(made.model_dump(exclude_unset=True))
     return made, layers | {f"preset {base}": released, f"{file}": table, "flag": flags}
 
@@ -231,7 +234,6 @@ def make(kind: Any, given: Record) -> Any:
         flags = (f"--{part}".replace("_", "-") for part in item["loc"] if part != "swept")
         name = next(flags, "").replace("--start", "--from")
         value = f" {item['input']}" if isinstance(item["input"], str | int | float) else ""
-        message = (item["msg"].removeprefix("Value error, ").replace("Input should", "should")
-                   .replace("Extra inputs are not permitted", "is no setting of this command")
-                   .replace("Field required", "a value is missing"))  # fmt: skip
+        plain = item["msg"].removeprefix("Value error, ").replace("Input should", "should")
+        message = plain.replace("Field required", "a value is missing")
         raise UsageError(f"{name}{value}: {message}".removeprefix(": ")) from error

@@ -78,7 +78,7 @@ class Shape(Settings):
     backbone: str
     """ψ: vit_mini, vit_b16, vit_l16, vit_h14. [App. C.1]"""
     pretext: str = "mae"
-    """Pretext task: mae, ijepa, or one of your own as FILE.py:Class. [App. C.3, D.1]"""
+    """Pretext task: mae, ijepa, FILE.py:Class or module:Class (not in pretrain). [App. C.3, D.1]"""
     image_size: PositiveInt | None = None
     """Side of the square input in pixels. None: the checkpoint's. [App. C.2: 224]"""
     patch_size: PositiveInt | None = None

@@ -121,8 +121,8 @@ def read_arm(path: Path) -> Record:
     lists = {key: [x for arm in arms for x in arm[key]] for key in ("accuracies", "counts", "each")}
     names = {name for arm in arms for name in unlike(arms[0], arm)}
     if names or len({*lists["each"]}) < len(lists["each"]):
-        why = ", ".join(sorted(names)) + " differ" if names else "some have the same seed"
-        raise UsageError(f"{path}: its runs are no seeds of one arm, {why}; give each by itself")
+        see = ", ".join(sorted(names)) or "seed"
+        raise UsageError(f"{path}: its runs are no seeds of one arm, see {see}; give each alone")
     starts = {start for start, _ in lists["each"]}  # as many as seeds: own align runs
     own = 1 < len(starts) == len(lists["each"])
     return arms[0] | lists | {"arm": path.name} | ({"unit": "align run and PEFT"} if own else {})
@@ -149,7 +149,7 @@ def read_run(run: Path) -> Record:
 
 def published(settings: Record, result: Record) -> Reported | None:
     """The paper's figure for a run; None where its settings, as far as we know, are others."""
-    paper = FinetuneConfig.layers(settings)["paper"]
+    paper = FinetuneConfig.layers(settings)["default"]
     usual = (
         all(settings.get(name, x) == x for name, x in paper.items() if name not in OPEN)
         and settings["pretext"] == result["pretext"]

@@ -50,7 +50,8 @@ def write_atomic(path: Path, content: bytes | str) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # there may be none, or the disk may be read-only
+            temporary.unlink()
         raise RunError(
             f"{path}: cannot be written ({error.strerror}); make room or allow it, then give the "
             "same command again"
@@ -183,7 +184,7 @@ class Run(ExitStack):
         result = path / "result.json"
         check_directory(path, command, config, force, **about)
         gather()  # no process writes before all have looked
-        if world()[0] == 0:
+        if world()[0] == 0 and (force or not result.exists()):
             with checking(f"--out {path}: is not writable, or another process is at work in it"):
                 path.mkdir(parents=True, exist_ok=True)
                 self.enter_context(FileLock(path / LOCK).acquire(timeout=60))

@@ -41,6 +41,8 @@ COMMANDS = {  # what it does; function, class of its settings, options and argum
         "extras.datasets:download", "", "name root json", "cub200 --data-root DIR"),
 }  # fmt: skip
 OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument, no flag), help
+    "dry_run": (bool, False, "Check names, data and weights, say what would run; write nothing."),
+    "all": (bool, False, "As --dry-run, with every setting, not only what differs."),
     "picture": (Path | None, None, "Draw the result to this PNG, SVG or PDF."),
     "rollout": (int | None, None, "Draw attention rollouts of so many images."),
     "similarity": (bool, False, "CKA and RSA of features, with those of the backbone, too."),

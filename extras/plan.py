@@ -21,7 +21,7 @@ def dry_run(name: str, cfg: Any, layers: dict[str, Record], every: bool) -> Reco
 
 def table(cfg: Any, layers: dict[str, Record], every: bool) -> list[Record]:
     """A row a setting: its value, the layer that set it (the last that has it), and the paper's."""
-    paper = layers["paper"]
+    paper = layers["default"]
     sources = {name: source for source, layer in layers.items() for name in layer}
     own = {"backbone", "dataset", "pool", "start", "pretext", "weights", *Command.model_fields}
     return [

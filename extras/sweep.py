@@ -64,8 +64,7 @@ def grid(cfg: SweepConfig, out: Path) -> tuple[dict[Path, Any], dict[float, list
     """Settings of all runs (UsageError), and of each value its two finetune runs."""
     pyplot()  # tells that matplotlib is missing before the long work
     if len(cfg.swept) != 1 or not {*cfg.swept} <= {*SWEPT}:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in SWEPT)
-        raise UsageError(f"give a comma list to one of {flags}")
+        raise UsageError(f"give a comma list, such as --rank 1,4, to one of {', '.join(SWEPT)}")
     ((name, values),) = cfg.swept.items()
     configs, points = dict[Path, Any](), dict[float, list[Path]]()
     for value in values:

@@ -96,7 +96,9 @@ def test_the_generator_is_algorithm_1_with_almost_nothing_else_in_it() -> None:
     marks = re.findall(r"#.*", source)
     order = [int(x) for mark in marks for x in re.findall(r"\bl\.(\d+)", mark)]
     assert order == sorted(order) and {*order} == {*range(3, 17)}
-    assert re.search(r"\n +G = .*# l\.4\b", source)
+    assert re.search(r"\n +G = .*# l\.4\b", source) and re.search(r"inverse = .*# l\.10\b", source)
+    unmarked = [n for n in statements[2:] if "# l." not in source.splitlines()[n.lineno - 1]]
+    assert len(unmarked) <= 8  # what is logged
     assert "Line 17" in (algorithm_1.__doc__ or "")
 
 

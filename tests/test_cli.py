@@ -149,7 +149,7 @@ WRONG = [
     (f"{ALIGN} --hypergrad newton", 2, "--hypergrad newton: should be 'mfac', 'recursion'"),
     (f"{ALIGN} --hypergrad exact", 2, "more than 5000; use mfac"),
     (f"{ALIGN} --patch-size 8", 2, "patch"),
-    (f"{ALIGN} --config typo.toml", 2, "--alternation 3: is no setting of this command"),
+    (f"{ALIGN} --config typo.toml", 2, "typo.toml: alternation is no setting, did you mean"),
     (f"{ALIGN} --config broken.toml", 2, "give settings in TOML or JSON"),
     (f"{ALIGN} --out mine --dry-run", 2, "mine: holds README.md, no run"),
     (f"{ALIGN} --split-file mine.html", 2, "mine.html: is for cub200 and pets"),
@@ -168,7 +168,7 @@ WRONG = [
     (f"align {JEPA} --pretext mae", 2, "holds no MAE decoder"),
     (f"align {JEPA} --micro-batch 4", 2, "BatchNorm"),
     (f"finetune {JEPA} --batch 79 --out j", 2, "BatchNorm"),  # 80 images: a last batch of one
-    (f"sweep {START} --rank 1,2 --lam 0.1,0.2", 2, "comma list to one of --rank, --lr,"),
+    (f"sweep {START} --rank 1,2 --lam 0.1,0.2", 2, "to one of rank, lr,"),
     (f"sweep {START} --rank 1,2 --lr 1e-2 --out mine", 2, "mine: holds README.md, no run"),
     (f"sweep {START} --rank 1,2 --lr 1e-2 --grid 1e-3,1e-2", 2, "give --lr or --grid, not both"),
     ("report nowhere", 2, "'nowhere' does not exist"),

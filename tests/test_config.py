@@ -87,7 +87,7 @@ def test_sources_say_who_set_a_value_and_the_later_layer_wins(tmp_path: Path) ->
     file.write_text("\n".join(lines))
     rows = plan.table(*settle(FinetuneConfig, {"epochs": 4}, file, "as-released"), every=True)
     told = {row["setting"]: (row["value"], row["set by"], row["paper"]) for row in rows}
-    assert told["warmup_epochs"] == (5, "paper", 5)  # the field's own default
+    assert told["warmup_epochs"] == (5, "default", 5)  # the field's own default
     wanted = {
         "epochs": (4, "flag", 200),
         "weight_decay": (0.1, str(file), 0.0005),
@@ -98,7 +98,7 @@ def test_sources_say_who_set_a_value_and_the_later_layer_wins(tmp_path: Path) ->
         "rank": (3, "align run", 64),
         "head": ("batchnorm", "align run", "batchnorm"),
         "batch": (32, "short, for vit_mini", 256),
-        "grid": (ALIGNED_GRID, "paper", ALIGNED_GRID),
+        "grid": (ALIGNED_GRID, "default", ALIGNED_GRID),
     }
     assert wanted.items() <= told.items()
 

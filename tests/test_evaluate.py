@@ -148,9 +148,9 @@ def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
     (finished(tmp_path / "running", [70.0]) / "result.json").unlink()
     (finished(tmp_path / "torn", [70.0]) / "config.json").write_text("{")
     (finished(tmp_path / "old", [70.0]) / "env.json").write_text("{}")
-    messages = {"mixed": "its runs are no seeds of one arm, rank differ"}
-    messages["both"] = "its runs are no seeds of one arm, align_unlike_paper, aligned_by differ"
-    messages["twice"] = "its runs are no seeds of one arm, some have the same seed"
+    messages = {"mixed": "its runs are no seeds of one arm, see rank"}
+    messages["both"] = "its runs are no seeds of one arm, see align_unlike_paper, aligned_by"
+    messages["twice"] = "its runs are no seeds of one arm, see seed"
     messages |= {"empty": "has no test accuracy"}
     messages |= dict.fromkeys(("running", "torn", "old"), "cannot be read .*; give a finished")
     for name, message in messages.items():

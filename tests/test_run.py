@@ -106,12 +106,13 @@ def test_a_finished_run_gives_its_result_again_and_force_starts_it_over(tmp_path
     with Run(out, "align", config()) as run:
         assert json.dumps(run.result) == json.dumps(result).replace("/run", "/moved")
     (out / "picture.png").write_text("the user's own")
-    (out / "lr0.1-s0").mkdir()  # of a grid: its time is the whole's, and it starts over with it
-    (out / "lr0.1-s0" / "result.json").write_text(time := '{"cpu_seconds": 7000.5, "seconds": 1}')
-    assert run.elapsed() == json.loads(time)
+    for name in ("lr0.1-s0", "lr0.1-s1"):  # of a grid: their time is the whole's, as its end is
+        (out / name).mkdir()
+        (out / name / "result.json").write_text('{"cpu_seconds": 7000.5, "seconds": 1}')
+    assert run.elapsed() == {"cpu_seconds": 14001.0, "seconds": 2}
     with Run(out, "align", config(seed=1), force=True) as run:
         assert (run.result, run.records) == (None, [])
-        names = {"picture.png", "config.json", "env.json", ".lock", "lr0.1-s0"}
+        names = {"picture.png", "config.json", "env.json", ".lock", "lr0.1-s0", "lr0.1-s1"}
         assert not list((out / "lr0.1-s0").iterdir())
         assert {file.name for file in out.iterdir()} == names
 

@@ -48,7 +48,7 @@ def test_a_run_belongs_to_the_setting_if_it_depends_on_it() -> None:
     assert [*runs(lr=(1e-3, 1e-2))] == [
         "align", "lr-0.001/finetune", "lr-0.001/direct", "lr-0.01/finetune", "lr-0.01/direct",
     ]  # fmt: skip
-    with pytest.raises(UsageError, match="give a comma list to one of --rank"):
+    with pytest.raises(UsageError, match="give a comma list, such as --rank"):
         runs(clip=(4, 5))
     assert [(c.rank, c.alpha) for c in runs(rank=(1, 2)).values()] == [(1, 1)] * 3 + [(2, 2)] * 3
 
