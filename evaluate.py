@@ -116,7 +116,7 @@ def unlike(first: Record, arm: Record) -> dict[str, list[Any]]:
 def read_arm(path: Path) -> Record:
     """A finished `finetune` run, or a directory of such runs that differ in seed and start only."""
     files = [*path.glob("config.json")] or [*path.glob("*/config.json")] or [path / "config.json"]
-    with checking(str(path), "give a finished finetune run, or a folder of them"):
+    with checking(str(path), "give a finished finetune run of this edition, or a folder of them"):
         arms = [read_run(file.parent) for file in sorted(files, key=lambda f: (len(str(f)), f))]
     lists = {key: [x for arm in arms for x in arm[key]] for key in ("accuracies", "counts", "each")}
     names = {name for arm in arms for name in unlike(arms[0], arm)}

@@ -48,7 +48,7 @@ def open_run(
     file = min(files, key=lambda file: (len(file.name), file.name))
     config = read_table(run / "config.json") | changes
     known = FinetuneConfig.model_fields.keys() & config.keys() - {"start"}
-    with checking(str(file)):
+    with checking(str(run), "give a finished run of this edition"):
         return FinetuneConfig(**{name: config[name] for name in known}), *load_adapter(file)
 
 
