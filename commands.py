@@ -201,7 +201,7 @@ def settle(
 ) -> tuple[Any, dict[str, Record]]:
     """Settings (UsageError), and the layers that they come from; the last one with a value wins."""
     table = read_table(file) if file else {}
-    for key in table.keys() - kind.model_fields.keys():
+    for key in [key for key in table if key not in kind.model_fields]:
         raise UsageError(f"{file}: {key} is no setting, {nearest(key, kind.model_fields)}")
     released = {k: x for k, x in RELEASED.items() if base != "paper" and k in kind.model_fields}
     if "start" not in table | flags:
