@@ -67,8 +67,7 @@ def test_every_default_and_both_presets_are_those_of_the_first_edition(
 def test_what_depends_on_another_setting_follows_it() -> None:
     """The scale stays 1 with any rank, and one rate is a grid of one."""
     given = {"backbone": "vit_b16", "dataset": "dtd"}
-    assert AlignConfig(**given, rank=4).alpha == 4
-    assert AlignConfig(**given).but(rank=4).alpha == 4
+    assert AlignConfig(**given, rank=4).alpha == AlignConfig(**given).but(rank=4).alpha == 4
     assert AlignConfig(**given, alpha=2.0).but(rank=4).alpha == 2
     assert FinetuneConfig(**given, lr=0.1).grid == (0.1,)
     assert FinetuneConfig(**given, lr=0.1).but(lr=0.2).grid == (0.2,)

@@ -174,8 +174,7 @@ def test_the_teacher_is_an_average_of_theta_on_the_same_network() -> None:
     close(batch.target, torch.stack([a[i] for a, i in zip(x, drawn[1], strict=True)]), 1e-9)
     first = t.loss(now, t.phi, batch)
     t.after_step(now + 1)
-    assert torch.equal(first, t.loss(now, t.phi, batch))
-    assert not batch.target.requires_grad
+    assert torch.equal(first, t.loss(now, t.phi, batch)) and not batch.target.requires_grad
     assert int(t.state["step"]) == 4
 
 

@@ -36,8 +36,7 @@ def test_it_is_one_page_that_needs_torch_alone_and_has_the_lines_in_order() -> N
     assert found - {"collections.abc", "itertools", "typing"} == {"torch"}
     marks = re.findall(r"# l\.(\d+)(?:, l\.(\d+))?", text)
     lines = [int(n) for mark in marks for n in mark if n]
-    assert lines == sorted(lines)
-    assert {*lines} == {*range(2, 18)}
+    assert lines == sorted(lines) and {*lines} == {*range(2, 18)}
 
 
 def test_it_ends_where_the_library_ends() -> None:

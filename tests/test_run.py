@@ -84,6 +84,12 @@ def test_a_run_directory_is_never_taken_over(tmp_path: Path) -> None:
         Run(out, "align", config(seed=1, lam=0.5), **about)
     with pytest.raises(UsageError, match="weights_sha256 one -> two"):
         Run(out, "align", config(), **about | {"weights_sha256": "two"})
+    other = Mock(**{"model_dump.return_value": dict.fromkeys(AlignConfig.model_fields, "x")})
+    with pytest.raises(UsageError) as refused:  # all but these have to stay as they are
+        check_directory(out, "align", other)
+    free = [x for x in AlignConfig.model_fields if not re.search(f"[:,] {x} ", str(refused.value))]
+    told = "data_root device mfac_device micro_batch save_minutes weights workers"
+    assert " ".join(sorted(free)) == told
     assert check_directory(out, "align", config())  # what is not known yet is not compared
     assert not check_directory(tmp_path / "new", "align", config())
     assert not (tmp_path / "new").exists()
@@ -222,5 +228,4 @@ def test_a_second_signal_ends_at_once_whatever_a_library_catches(tmp_path: Path)
     time.sleep(1.1)
     assert process.is_alive()
     os.kill(process.pid or 0, signal.SIGINT)
-    assert finish(process) == 130
-    assert said.read_text() == "stopped\n"
+    assert (finish(process), said.read_text()) == (130, "stopped\n")
