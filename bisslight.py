@@ -25,7 +25,8 @@ The modules of the method keep these letters.
     l.n   line n of Algorithm 1 (alg:bisslight)
 
 Axis 0 of every tensor of a batch is the image, so a batch can be cut into micro-batches or shared
-between processes (`PretextTask` names an exception). Files, clocks, seeds are left to the caller.
+between processes, but for the tasks that `PretextTask` names. Files, clocks, seeds and devices are
+left to the caller.
 """
 
 import math
@@ -84,7 +85,7 @@ class Optimiser(Protocol):
 
 @dataclass
 class State:
-    """What Algorithm 1 changes besides a task's `state`: leaf tensors; θ_P = θ_D at first (l.2)."""
+    """What Algorithm 1 changes: θ (K, p) and φ, leaf tensors, with θ_P = θ_D at first (l.2)."""
 
     theta_P: Tensor
     theta_D: Tensor

@@ -45,9 +45,10 @@ class Model:
         if not all(len(x) and 0 <= x.min() <= x.max() <= 1 for x in pixels):
             raise UsageError("task, pool: need images with pixels in [0, 1]; see clamp(0, 1)")
         multilabel, n = self.task.test.targets.ndim > 1, len(self.task.classes)
-        labels = [] if multilabel else [part.targets for part in self.task[1:4]]
-        if not all(0 <= y.min() <= y.max() < n for y in labels):
-            raise UsageError(f"--dataset {self.task.name}: {n} classes need labels 0 to {n - 1}")
+        labels = [part.targets for part in self.task[1:4]]
+        if not all((y == 1).any() if multilabel else 0 <= y.min() <= y.max() < n for y in labels):
+            need = "a positive image each, for mAP" if multilabel else f"labels 0 to {n - 1}"
+            raise UsageError(f"--dataset {self.task.name}: train, val and test need {need}")
         self.metric = "11-point mAP" if multilabel else "top-1 accuracy"  # App. C.2.1
         backbone, self.pretext_head, self.arch = load_backbone(cfg)
         self.backbone = backbone.to(self.device)

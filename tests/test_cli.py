@@ -98,9 +98,9 @@ def test_help_wrong_names_and_version_come_before_torch() -> None:
 
 
 def test_dry_run_fits_a_screen_and_says_who_set_what(weights: Path, capsys: Any) -> None:
-    line = f"align {START.format(w=weights)} --preset as-released --upper-steps 4 --dry-run"
+    line = f"align {START.format(w=weights)} --preset as-released --upper-steps 4"
     Path("c.toml").write_text("lower_steps = 7\n")
-    code, out, err = run(f"{line} --config c.toml", capsys)
+    code, out, err = run(f"{line} --dry-run --config c.toml", capsys)
     assert (code, err) == (0, "")
     assert len(out.splitlines()) <= 24 and max(map(len, out.splitlines())) <= 80
     rows = {name: rest for name, *rest in map(str.split, out.splitlines())}
@@ -108,7 +108,7 @@ def test_dry_run_fits_a_screen_and_says_who_set_what(weights: Path, capsys: Any)
     assert rows["d_optimizer"] == ["sgd", "preset", "as-released", "adamw"]
     assert rows["d_batch"][0] == "32" and "vit_mini" in rows["d_batch"]
     assert "partition" not in rows and "\npartition" in run(f"{line} --all", capsys)[1]
-    told = json.loads(run(f"{line} --json", capsys)[1])
+    told = json.loads(run(f"{line} --dry-run --json", capsys)[1])
     assert {row["setting"] for row in told["settings"]} == {*AlignConfig.model_fields}
     assert told["steps"] == {"lower": 1000, "upper": 400, "probe": 60}  # 80 images in 32s
     tune = f"{TUNE.format(w=weights)} --grid 1e-3,1e-2 --grid-seeds 2 --seeds 3 --batch 33"
@@ -273,6 +273,5 @@ def test_signals_have_their_exit_codes_and_the_same_command_goes_on(
         p.send_signal(getattr(signal, f"SIG{stop}"))
         rest = p.communicate(timeout=60)[1]
     assert p.returncode == code, rest
-    assert "Traceback" not in rest and "\x1b" not in rest
-    assert "alternation" in rest.splitlines()[-1]
+    assert "Traceback" not in rest and "\x1b" not in rest and "alternation" in rest.splitlines()[-1]
     assert Path("r/checkpoint.pt").exists()

@@ -47,8 +47,7 @@ def test_without_theta_or_with_zero_B_it_is_timms_forward() -> None:
     torch.testing.assert_close(lora.features(backbone, None, IMAGES), timms[:, 0])
     assert torch.equal(backbone(IMAGES, start), backbone(IMAGES))
     A_q, B_q, _, B_v = factors(start, 24)
-    assert not torch.cat([B_q, B_v]).any()
-    assert 0.9 * 24**-0.5 < A_q.abs().max() <= 24**-0.5
+    assert not torch.cat([B_q, B_v]).any() and 0.9 * 24**-0.5 < A_q.abs().max() <= 24**-0.5
 
 
 def test_theta_adds_s_BA_to_q_and_v_and_leaves_k() -> None:

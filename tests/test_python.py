@@ -17,7 +17,7 @@ import align
 import cli
 import finetune
 from commands import AlignConfig, FinetuneConfig, UsageError
-from data import Pool, Task, fingerprint
+from data import Pool, Split, Task, fingerprint
 
 ROOT = Path(__file__).parent.parent
 SHORT = {"alternations": 1, "lower_steps": 2, "upper_steps": 1, "p_batch": 8, "d_batch": 8,
@@ -55,10 +55,13 @@ def test_data_of_ones_own_is_handed_in_and_recorded_by_its_digest(
 ) -> None:
     task, pool = own_task(), Pool(torch.rand(32, 3, 16, 16))
     cfg = AlignConfig(backbone="vit_mini", weights=weights, dataset="own", pool="own", **SHORT)
-    with pytest.raises(UsageError, match="1 classes need labels 0 to 0"):
+    blank = Split(task.val.images, -torch.ones(8, 2).long())
+    with pytest.raises(UsageError, match="need a positive image each, for mAP"):
+        align.align(cfg, tmp_path / "a", task=task._replace(val=blank, test=blank), pool=pool)
+    with pytest.raises(UsageError, match="need labels 0 to 0"):
         align.align(cfg, tmp_path / "a", task=task._replace(classes=["one"]), pool=pool)
     for x in (255, float("nan")):
-        with pytest.raises(UsageError, match="clamp"):
+        with pytest.raises(UsageError, match=r"pixels in \[0, 1\]; see clamp"):
             align.align(cfg, tmp_path / "a", task=task, pool=pool._replace(images=x * pool.images))
     result = align.align(cfg, tmp_path / "a", task=task, pool=pool)
     assert (type(result), result.metric) == (align.AlignResult, "top-1 accuracy")

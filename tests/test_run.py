@@ -109,7 +109,7 @@ def test_a_finished_run_gives_its_result_again_and_force_starts_it_over(tmp_path
     assert {"accuracy", "cpu_seconds", "seconds", "out", "adapter", "weights"} == result.keys()
     assert not (out / "checkpoint.pt").exists()
     out = out.rename(tmp_path / "moved")
-    with Run(out, "align", config()) as run:
+    with FileLock(out / ".lock"), Run(out, "align", config()) as run:  # it reads, and asks nobody
         assert json.dumps(run.result) == json.dumps(result).replace("/run", "/moved")
     (out / "picture.png").write_text("the user's own")
     for name in ("lr0.1-s0", "lr0.1-s1"):  # of a grid: their time is the whole's, as its end is
