@@ -7,15 +7,17 @@ from typing import Any
 
 from torch import Tensor
 
-import cg
+import hypergradients
 import mfac
 from bisslight import Diverged, Hypergradient, Loss, Phi, PretextTask, State, algorithm_1
-from commands import OPEN, AlignConfig, Record, RunError, UsageError
+from config import OPEN, AlignConfig, Record
 from data import Pool, Task
-from lora import save_adapter
-from model import Model, own_names, pretext_batches
-from run import LOG, Run, Track, check_directory, read_json, untracked
-from training import Ended, Group, Optimiser, Schedule, Score, decay_groups, trainable, trained
+from support.checkpoints import save_adapter
+from support.errors import RunError, UsageError
+from support.experiment import Model, own_names, pretext_batches
+from support.metrics import Score
+from support.optim import Ended, Group, Optimiser, Schedule, decay_groups, trainable, trained
+from support.runs import LOG, Run, Track, check_directory, read_json, untracked
 
 EXACT_LIMIT = 5000  # entries of θ: as many Hessian-vector products, and 200 MB in float64
 SHARES = (2 / 3, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 7, 1 / 10)  # App. C.3 has the first three
@@ -168,9 +170,9 @@ def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
     known: dict[str, Hypergradient] = {
         "mfac": partial(mfac.mfac, partition=cfg.partition),
         "recursion": partial(mfac.recursion, partition=cfg.partition),
-        "identity": mfac.identity,
-        "exact": mfac.exact,
-        "cg": partial(cg.cg, iterations=cfg.cg_iterations, damping=cfg.cg_damping,
+        "identity": hypergradients.identity,
+        "exact": hypergradients.exact,
+        "cg": partial(hypergradients.cg, iterations=cfg.cg_iterations, damping=cfg.cg_damping,
                       prefactor=cfg.cg_prefactor,
                       sizes=[p // 4] * 4 * K if cfg.cg_steps == "tensor" else None),
     }  # fmt: skip

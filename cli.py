@@ -15,19 +15,23 @@ from functools import partial
 from inspect import Parameter, Signature, getsource
 from pathlib import Path
 from pkgutil import resolve_name
+from statistics import fmean
 from typing import Annotated, Any, Literal
 
 import typer
 from pydantic_core import to_jsonable_python
 from typer.core import TyperCommand
 
+from config import RELEASED, Record, inherited, make, read_table
+from support.errors import UsageError, checking, nearest
+
 RUN = "out config force dry_run all json quiet"
 COMMANDS = {  # what it does; function, class of its settings, options and arguments; an example
     "align": ("Align a pretrained backbone with a downstream task: BiSSLight, Algorithm 1.",
-        "align:align", "commands:AlignConfig", f"{RUN} preset",
+        "align:align", "config:AlignConfig", f"{RUN} preset",
         "--backbone vit_l16 --dataset cub200 --data-root DIR --out runs/cub"),
     "finetune": ("Fine-tune with LoRA, directly or from align runs: rates, seeds, one test.",
-        "finetune:finetune", "commands:FinetuneConfig", f"{RUN} preset",
+        "finetune:finetune", "config:FinetuneConfig", f"{RUN} preset",
         "--from runs/cub --out runs/cub-peft"),
     "evaluate": ("Compare finished finetune runs: mean, deviation, exact p, the paper's figure.",
         "cli:evaluate", "", "run against json", "runs/cub-peft --against runs/direct"),
@@ -62,13 +66,41 @@ with contextlib.suppress(ImportError):  # the folder may be missing: these comma
 FIRST = ("backbone", "dataset", "pool", "start", "out", "seed")  # on top of --help
 
 
+def settle(
+    kind: Any, flags: Record, file: Path | None = None, base: str = "paper"
+) -> tuple[Any, dict[str, Record]]:
+    """Settings (UsageError), and the layers that they come from; the last one with a value wins."""
+    table = read_table(file) if file else {}
+    for key in [key for key in table if key not in kind.model_fields]:
+        raise UsageError(f"{file}: {key} is no setting, {nearest(key, kind.model_fields)}")
+    released = {k: x for k, x in RELEASED.items() if base != "paper" and k in kind.model_fields}
+    if "start" not in table | flags:
+        released.pop("optimizer", None)
+    given = released | table | flags
+    start = Path(str(given.get("start", "")))
+    if "start" in given and not start.is_file() and not inherited(start):
+        raise UsageError(f"--from {start}: is no align run, folder of them, or adapter file")
+    made = make(kind, given)
+    at = vars(made).get
+    if at("warmup", -1) >= at("alternations", 0) or at("warmup_epochs", -1) >= at("epochs", 0):
+        logging.getLogger("bisslight").warning(
+            "the warm-up is not shorter than the run, so no rate reaches its base value; see "
+            "--warmup, --warmup-epochs"
+        )
+    for name in filter(at, ("dataset", "pool", "weights", "split_file", "d_lr_from")):
+        with checking(f"--{name.replace('_', '-')} {at(name)}"):
+            resolve_name("support.benchmarks:place_of")(str(at(name)), made.data_root)
+    layers = kind.layers(made.model_dump(exclude_unset=True))
+    return made, layers | {f"preset {base}": released, f"{file}": table, "flag": flags}
+
+
 def keywords(name: str) -> Iterator[Parameter]:
     """Flags of a command: of its settings, class by class; and its options.
 
     Typer hands a setting on as text, and pydantic converts it. Its help is the line below it.
     """
     _, _, settings, options, _ = COMMANDS[name]
-    kind = resolve_name(settings or "commands:AlignConfig")
+    kind = resolve_name(settings or "config:AlignConfig")
     *parts, _, _ = kind.__mro__  # the last two are not ours
     wanted, usual = options.split(), dict(kind.model_construct())
     rows: dict[str, tuple[Any, Any, str, str]] = {}
@@ -106,18 +138,18 @@ def execute(name: str, /, **given: Any) -> int:
             swept = [key for key in resolve_name("extras:SWEPT") if "," in told.get(key, "")]
             told |= {"swept": {key: told.pop(key).split(",") for key in swept}} if swept else {}
         every = own.pop("all")
-        own["cfg"], layers = resolve_name("commands:settle")(
+        own["cfg"], layers = settle(
             resolve_name(settings), told, own.pop("config"), own.pop("preset", "paper")
         )
         own["out"] = own["out"] or default_out(name, own["cfg"])
         if own.pop("dry_run") or every:
-            resolve_name("run:check_directory")(own["out"], name, own["cfg"], own["force"])
+            resolve_name("support.runs:check_directory")(own["out"], name, own["cfg"], own["force"])
             plan = resolve_name("extras.plan:dry_run")(name, own["cfg"], layers, every or as_json)
             say({"out": own["out"]} | plan, as_json)
             return 0
     with bars(quiet) as track:
         if "force" in own:  # a command that makes runs
-            resolve_name("run:start")()
+            resolve_name("support.processes:start")()
             own["track"] = track
         result = resolve_name(function)(**own)
     if first:
@@ -145,12 +177,11 @@ def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
     log.setLevel(logging.WARNING if quiet else logging.INFO)
     log.handlers = [logging.StreamHandler(sys.stderr)]
     if quiet:
-        yield resolve_name("run:untracked")
+        yield resolve_name("support.runs:untracked")
         return
     from rich.console import Console  # rich takes a while to load, so --help does without
     from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
-    brief = resolve_name("run:brief")
     console = Console(stderr=True)
     live = Progress(
         "{task.description:>8}", BarColumn(10), "{task.completed}/{task.total} ETA",
@@ -180,7 +211,7 @@ def say(result: Any, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    readable, result = resolve_name("run:readable"), to_jsonable_python(result)
+    result = to_jsonable_python(result)
     if as_json:
         print(json.dumps(result))
         return
@@ -198,6 +229,38 @@ def say(result: Any, as_json: bool) -> None:
             console.print(table)
         elif value not in (None, {}):
             print(f"{key}: {readable(value)}")
+
+
+def brief(item: Any) -> str:
+    """An item in a few words: of a record its rate or mean losses, and the validation; or its text.
+
+    >>> brief({"loss_P": [1.0, 3.0], "loss_D_at_D": [1.5], "val_P": {"accuracy": 50.0}})
+    'loss P 2  D 1.5  val 50.0 %'
+    """
+    if not isinstance(item, dict):
+        return str(item)
+    names = {"lr": "lr", "loss": "loss", "loss_P": "loss P", "loss_D_at_D": "D"}
+    found = [
+        f"{name} {fmean(x if isinstance(x, list) else [x]):.4g}"
+        for key, name in names.items()
+        if (x := item.get(key))
+    ]
+    if score := item.get("val_P", item.get("val")):
+        found.append(f"val {score['accuracy']:.1f} %")
+    return "  ".join(found)
+
+
+def readable(value: Any) -> str:
+    """A value as people write it.
+
+    >>> readable({"networks": 0.65471, "rates": (0.1, 3), "paper": None})
+    'networks 0.6547, rates 0.1, 3'
+    """
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {readable(v)}" for k, v in value.items() if v is not None)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(readable, value)) or "none"
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 class Sections(TyperCommand):

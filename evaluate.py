@@ -10,7 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from commands import OPEN, Command, FinetuneConfig, Record, UsageError, checking
+from config import OPEN, Command, FinetuneConfig, Record
+from support.errors import UsageError, checking
 
 FREE = {*Command.model_fields, "start", "pool", "jobs", "seeds", "mfac_device", "weights"} - {"amp"}
 

@@ -11,12 +11,14 @@ from statistics import fmean
 from typing import Any
 
 from bisslight import Diverged
-from commands import FinetuneConfig, Record, UsageError, checking
+from config import FinetuneConfig, Record
 from data import Task
-from lora import load_adapter, load_theta, save_adapter
-from model import Model, own_names
-from run import LOG, MAY_CHANGE, Run, Track, check_directory, jobs, read_json, sha256, untracked
-from training import Ended, Group, Optimiser, Schedule, trainable, trained
+from support.checkpoints import load_adapter, load_theta, save_adapter
+from support.errors import UsageError, checking
+from support.experiment import Model, own_names
+from support.optim import Ended, Group, Optimiser, Schedule, trainable, trained
+from support.processes import jobs
+from support.runs import LOG, MAY_CHANGE, Run, Track, check_directory, read_json, sha256, untracked
 
 
 class FinetuneResult(Ended, frozen=True):

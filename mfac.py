@@ -160,41 +160,6 @@ def blocks(x: Tensor, partition: Partition) -> Tensor:
     return x.unflatten(-1, (n, -1)).transpose(1, 2)  # type: ignore[no-any-return]
 
 
-def identity(G: Tensor, lam: float, H: object = None) -> Map:
-    """No curvature, q = g: the limit of Eq. 5 for a pretext Hessian much smaller than λ.
-
-    A control; the paper does not have it. The returned q is a copy.
-    """
-    check(lam)
-    return Tensor.clone
-
-
-def exact(G: Tensor, lam: float, H: Callable[[], Map]) -> Map:
-    """Eq. 5 itself, q = λ (H + λI)⁻¹ g with the dense Hessian of the pretext loss at (θ_P, φ_P).
-
-    It takes one product per parameter, so it is for small θ only. Eq. 4 minimises over φ_P as well,
-    while Eq. 5 holds φ_P fixed; so where θ and φ are coupled, even this is not the gradient of the
-    bilevel problem. That would be the same formula with the Schur complement
-    H_θθ − H_θφ H_φφ⁻¹ H_φθ instead of H. The program keeps the paper's approximation.
-
-    Args:
-        G: (K, m, p); only its shape is used.
-        lam: λ > 0.
-        H: `H()` returns the function d -> H d.
-    """
-    check(lam)
-    product, shape = H(), G.shape[::2]  # (K, p)
-    units = torch.eye(shape.numel(), dtype=G.dtype, device=G.device)
-    dense = torch.stack([product(e.view(shape)).flatten() for e in units]).double()
-    dense.diagonal().add_(lam)
-
-    def inverse(g: Tensor) -> Tensor:
-        x = torch.linalg.solve(dense, g.double().flatten())
-        return (lam * x).view_as(g).to(g)  # type: ignore[no-any-return]
-
-    return inverse
-
-
 def check(lam: float) -> None:
     """λ couples the levels and damps the Fisher matrix; ValueError unless finite and above 0."""
     if not 0 < lam < math.inf:

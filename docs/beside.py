@@ -15,7 +15,9 @@ from itertools import pairwise
 from pathlib import Path
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parent.parent
-SHOWN = [f"{name}.py" for name in ("bisslight", "mfac", "cg", "lora", "mae", "ijepa", "data")]
+SHOWN = [
+    f"{name}.py" for name in ("bisslight", "mfac", "hypergradients", "lora", "mae", "ijepa", "data")
+]
 MARK = r"\bEq\. \d+|\bl\.\d+|\b(?:tab|fig):\w+|\bSec\. [\d.]*\d|\bApp\. [A-D](?:\.\d)*"
 NAME = r'(?m)^(?:    )?(?:class|def) (\w+)|^(\w+)(?:: .*)? = |^    (\w+): .* = .*\n    """'
 Cut = dict[int, tuple[list[str], str]]  # first line -> docstring and comments, numbered code
@@ -101,7 +103,10 @@ def paragraphs(text: str) -> str:
 
 def page() -> str:
     """The whole page."""
-    files = [*map(ROOT.joinpath, SHOWN), *sorted([*ROOT.glob("*.py"), *ROOT.glob("extras/*.py")])]
+    files = [
+        *map(ROOT.joinpath, SHOWN),
+        *sorted([*ROOT.glob("*.py"), *ROOT.glob("support/*.py"), *ROOT.glob("extras/*.py")]),
+    ]
     sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
     cuts, code = {name: pieces(sources[name]) for name in SHOWN}, ""
     for name in SHOWN:

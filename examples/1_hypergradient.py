@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from bisslight import hessian
-from cg import cg
-from mfac import exact, identity, mfac, recursion
+from hypergradients import cg, exact, identity
+from mfac import mfac, recursion
 
 torch.set_default_dtype(torch.float64)
 plt.rcParams.update({"figure.dpi": 80, "figure.constrained_layout.use": True})

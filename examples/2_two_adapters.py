@@ -25,8 +25,8 @@ from bisslight import value_and_grad
 from config import BACKBONES, Pretext
 from data import quilts, rng
 from lora import Backbone, factors, init_theta, merge
-from training import Group, Optimiser, Schedule
-from weights import build_head, build_vit, initialise
+from support.checkpoints import build_head, build_vit, initialise
+from support.optim import Group, Optimiser, Schedule
 
 torch.set_num_threads(1)  # the network is too small for several threads
 plt.rcParams.update({"figure.dpi": 70, "figure.constrained_layout.use": True})

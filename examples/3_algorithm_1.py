@@ -21,13 +21,13 @@ import torch
 
 import mae
 from bisslight import Hypergradient, Log, State, algorithm_1, gradients, hessian, value_and_grad
-from cg import cg
 from config import BACKBONES
 from data import quilts, rng
+from hypergradients import cg, identity
 from lora import Backbone, Examples, downstream_loss, init_head, init_theta
-from mfac import identity, mfac
-from training import Group, Optimiser, Schedule, trainable
-from weights import build_head, build_vit, initialise
+from mfac import mfac
+from support.checkpoints import build_head, build_vit, initialise
+from support.optim import Group, Optimiser, Schedule, trainable
 
 torch.set_num_threads(1)  # the network is too small for several threads
 plt.rcParams.update({"figure.dpi": 75, "figure.constrained_layout.use": True})

@@ -26,14 +26,13 @@ from torchvision.transforms.functional import to_pil_image
 import cli
 from align import align
 from bisslight import gradients
-from commands import AlignConfig, FinetuneConfig
-from config import BACKBONES
+from config import BACKBONES, AlignConfig, FinetuneConfig
 from data import Pool, Task, rng
 from evaluate import evaluate
 from extras.pretrain import PretrainConfig, pretrain
 from finetune import finetune
 from lora import Backbone, Phi, init_theta
-from weights import build_vit
+from support.checkpoints import build_vit
 
 os.chdir(tempfile.mkdtemp())
 torch.set_num_threads(1)  # the network is too small for several threads

@@ -8,8 +8,21 @@ from typing import Any, ClassVar
 from pydantic import NonNegativeFloat, PositiveFloat
 
 import config
-from commands import Command, Record, UsageError
-from config import BACKBONES, Bilevel, Crops, Data, Lower, Network, Peft, Pretext, Shape, Upper
+from config import (
+    BACKBONES,
+    Bilevel,
+    Command,
+    Crops,
+    Data,
+    Lower,
+    Network,
+    Peft,
+    Pretext,
+    Record,
+    Shape,
+    Upper,
+)
+from support.errors import UsageError
 
 RUN = "out config force dry_run all json quiet"
 COMMANDS = {  # what it does; function, class of its settings, options and arguments; an example

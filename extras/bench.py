@@ -17,11 +17,12 @@ import torch
 
 from align import begin, hypergradient
 from bisslight import algorithm_1
-from commands import AlignConfig, Record, UsageError, make
+from config import AlignConfig, Record, make
 from extras import MEMORY
 from lora import Backbone, Examples, downstream_loss, init_head, init_theta
-from model import device_of
-from weights import arch_of, build_head, build_vit, pretext_task
+from support.checkpoints import arch_of, build_head, build_vit, pretext_task
+from support.errors import UsageError
+from support.experiment import device_of
 
 CLASSES = 200  # CUB-200's, which the paper timed
 

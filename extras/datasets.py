@@ -6,9 +6,10 @@ from pathlib import Path
 
 from torchvision.datasets.utils import download_and_extract_archive, download_url
 
-from benchmarks import BENCHMARKS, read_lists
-from commands import FOLDERS, Record, RunError, UsageError, checking, nearest, place_of
+from config import Record
 from data import decode_all, find_images, folder
+from support.benchmarks import BENCHMARKS, FOLDERS, place_of, read_lists
+from support.errors import RunError, UsageError, checking, nearest
 
 TERMS = {  # what their publishers say about using them
     "dtd": "for research",

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torchvision.utils import make_grid
 
-import run
 from align import align
-from commands import AlignConfig, FinetuneConfig, Record, make
+from config import AlignConfig, FinetuneConfig, Record, make
 from evaluate import Row, evaluate
 from extras.pretrain import PretrainConfig, pretrain
 from extras.report import plot_arms, pyplot, save
 from finetune import finetune
-from model import Model, pretext_batches
+from support import processes, runs
+from support.experiment import Model, pretext_batches
 
 ALIGNED, DIRECT = 8, 24  # seeds
 PRETRAINED = Path(__file__).with_name("quilts.pth")  # of PRETRAIN, with data seed 0
@@ -41,21 +41,21 @@ def demo(
     data_seed: int = 0,
     jobs: int = 2,
     force: bool = False,
-    track: run.Track = run.untracked,
+    track: runs.Track = runs.untracked,
 ) -> Record:
     """Run the demo into `out`, or go on with it; the table of both arms, and remarks.
 
     `data_seed` draws the images; unless it is 0, a backbone is pretrained on them first.
     """
     pyplot()  # tells that matplotlib is missing before the long work
-    run.LOG.info("%d align runs, %d fine-tunings: 2 minutes, 4 with another --data-seed",
+    runs.LOG.info("%d align runs, %d fine-tunings: 2 minutes, 4 with another --data-seed",
                  ALIGNED, ALIGNED + DIRECT)  # fmt: skip
     out = out or Path("runs/demo")
     drawn: Any = {"backbone": "vit_mini", "data_seed": data_seed}
     about = drawn | {"dataset": "quilts", "weights": out / "pretrain" if data_seed else PRETRAINED}
     cfgs = [make(AlignConfig, about | ALIGN | {"seed": seed}) for seed in range(ALIGNED)]
     peft = make(FinetuneConfig, about | PEFT | {"seeds": 1, "jobs": jobs}).but(jobs=1)
-    run.check_directory(out / "align/s0", "align", cfgs[0], force)
+    runs.check_directory(out / "align/s0", "align", cfgs[0], force)
     if data_seed:
         scratch = PretrainConfig(pool="quilts", seed=data_seed, **drawn, **PRETRAIN)
         pretrain(scratch, out / "pretrain", force=force, track=track)
@@ -63,7 +63,11 @@ def demo(
         *((out / f"aligned/s{x.seed}", x, peft.but(seed=x.seed), force) for x in cfgs),
         *((out / f"direct/s{n}", None, peft.but(seed=n), force) for n in range(DIRECT)),
     ]
-    list(track(run.jobs(part, units, jobs) if jobs > 1 else map(part, units), len(units), "demo"))
+    list(
+        track(
+            processes.jobs(part, units, jobs) if jobs > 1 else map(part, units), len(units), "demo"
+        )
+    )
     arms = evaluate([out / "aligned", out / "direct"]).arms
     draw(cfgs[0].but(device="cpu"), arms, out / "demo.png")
     return {

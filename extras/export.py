@@ -15,11 +15,12 @@ from safetensors.torch import save
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
-from commands import Record, UsageError, checking
+from config import Record
 from extras.look import open_run
-from lora import RELEASED, Backbone, Phi, factors, merge
-from run import read_json, sha256, write_atomic
-from weights import load_backbone, vit_args, weights_of
+from lora import Backbone, Phi, factors, merge
+from support.checkpoints import RELEASED, load_backbone, vit_args, weights_of
+from support.errors import UsageError, checking
+from support.runs import read_json, sha256, write_atomic
 
 MADE = "LoRA on q and v of every layer of a frozen Vision Transformer, made with BiSSLight."
 CARD = """\

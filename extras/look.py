@@ -25,11 +25,13 @@ from scipy.spatial.distance import pdist
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from commands import FinetuneConfig, Record, UsageError, checking, read_table
+from config import FinetuneConfig, Record, read_table
 from data import Images, batches, rng
 from extras.report import check_out, pyplot, save, short_names
-from lora import Backbone, Phi, block_forward, features, load_adapter, logits, qkv
-from model import Model
+from lora import Backbone, Phi, block_forward, features, logits, qkv
+from support.checkpoints import load_adapter
+from support.errors import UsageError, checking
+from support.experiment import Model
 
 BATCH = 64
 

@@ -3,10 +3,11 @@
 from pkgutil import resolve_name
 from typing import Any
 
-from commands import AlignConfig, Command, Record, checking
+from config import AlignConfig, Command, Record
 from extras import MEMORY
-from model import Model, device_of, named
-from weights import OFFICIAL, arch_of, weights_of
+from support.checkpoints import OFFICIAL, arch_of, weights_of
+from support.errors import checking
+from support.experiment import Model, device_of, named
 
 
 def dry_run(name: str, cfg: Any, layers: dict[str, Record], every: bool) -> Record:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 import data
-from commands import UsageError, checking
 from extras import PretrainConfig as PretrainConfig
 from lora import Backbone
-from model import device_of, named, own_names, pretext_batches
-from run import Run, Track, untracked
-from training import Ended, Optimiser, Schedule, decay_groups, trained
-from weights import build_head, build_vit, initialise, pretext_task
+from support.checkpoints import build_head, build_vit, initialise, pretext_task
+from support.errors import UsageError, checking
+from support.experiment import device_of, named, own_names, pretext_batches
+from support.optim import Ended, Optimiser, Schedule, decay_groups, trained
+from support.runs import Run, Track, untracked
 
 
 class PretrainResult(Ended, frozen=True):

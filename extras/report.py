@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 from jinja2 import Template
 from PIL import Image
 
-from commands import Record, UsageError
+from cli import readable
+from config import Record
 from evaluate import FREE, Row, evaluate, read_arm
-from run import read_json, readable, write_atomic
+from support.errors import UsageError
+from support.runs import read_json, write_atomic
 
 # Okabe and Ito's, which colour-blind readers can tell apart; an arm has one of them throughout
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#888888")

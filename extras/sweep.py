@@ -11,13 +11,14 @@ from typing import Any
 
 from align import align
 from bisslight import Diverged
-from commands import AlignConfig, FinetuneConfig, Record, UsageError, make
+from config import AlignConfig, FinetuneConfig, Record, make
 from evaluate import evaluate
 from extras import SWEPT, SweepConfig
 from extras.plan import plan as plan_of_one
 from extras.report import COLOURS, pyplot, save
 from finetune import finetune
-from run import Run, Track, clear, untracked
+from support.errors import UsageError
+from support.runs import Run, Track, clear, untracked
 
 
 def sweep(cfg: SweepConfig, out: Path, *, force: bool = False, track: Track = untracked) -> Record:

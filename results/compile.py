@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import lora
 from config import BACKBONES
 from data import rng
-from weights import build_vit
+from support.checkpoints import build_vit
 
 DEPTH, REPEATS = 4, 6
 

@@ -23,10 +23,10 @@ import align as align_module
 import mfac
 from align import align
 from bisslight import within
-from commands import AlignConfig, FinetuneConfig
+from config import AlignConfig, FinetuneConfig
 from evaluate import evaluate
 from finetune import finetune
-from run import jobs
+from support.processes import jobs
 
 SETTINGS: dict[str, Any] = {
     "backbone": "vit_mini", "dataset": "quilts", "alternations": 12, "lower_steps": 20,

@@ -23,17 +23,18 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from align import align
-from commands import AlignConfig, FinetuneConfig
-from config import BACKBONES
+from config import BACKBONES, AlignConfig, FinetuneConfig
 from data import quilts, rng
 from evaluate import compare, evaluate
 from extras.demo import ALIGN, PEFT, PRETRAIN
 from extras.pretrain import PretrainConfig, pretrain
 from finetune import finetune
 from lora import Backbone, features, init_head, logits
-from run import jobs, read_json
-from training import Score, score, trainable
-from weights import build_head, build_vit, initialise
+from support.checkpoints import build_head, build_vit, initialise
+from support.metrics import Score, score
+from support.optim import trainable
+from support.processes import jobs
+from support.runs import read_json
 
 SEEDS = 8
 EPOCHS = 100  # from scratch

@@ -23,15 +23,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bisslight import gradients, hessian
-from cg import cg
-from commands import AlignConfig
+from config import AlignConfig
 from data import quilts, rng
 from extras.report import COLOURS, pyplot
+from hypergradients import cg
 from lora import Examples, downstream_loss, init_head, init_theta
 from mae import MAE
 from mfac import mfac
-from training import trainable
-from weights import load_backbone
+from support.checkpoints import load_backbone
+from support.optim import trainable
 
 CG, UNDAMPED = "CG, 5 steps, c = λ + 1", "CG, 5 steps, no damping"
 LABELS = {"cosine": "cosine with the exact q", "ratio": "|q| over the exact |q|"}

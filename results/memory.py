@@ -27,7 +27,7 @@ import mae
 from bisslight import gradients, hessian
 from config import BACKBONES
 from lora import Backbone, Examples, downstream_loss
-from weights import build_head, build_vit
+from support.checkpoints import build_head, build_vit
 
 
 class Watch(TorchDispatchMode):

@@ -29,13 +29,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from align import align
-from commands import AlignConfig, FinetuneConfig
+from config import AlignConfig, FinetuneConfig
 from data import Pool, rng
 from evaluate import compare
 from extras.pretrain import PretrainConfig, pretrain
 from finetune import finetune
-from model import named
-from run import jobs
+from support.experiment import named
+from support.processes import jobs
 
 SEEDS, PRETRAININGS = 8, 2
 ALIGN: dict[str, Any] = {

@@ -19,7 +19,7 @@ from torch import Tensor
 import cli
 from data import quilts
 from extras.pretrain import PretrainConfig, pretrain
-from run import stop
+from support.processes import stop
 
 HERE = Path(__file__).parent
 SHARED = Path(os.environ.get("BISSLIGHT_SHARED", HERE.parent.parent / "shared"))

@@ -12,12 +12,12 @@ import torch
 from conftest import Recorded, recorded
 from torch import Tensor
 
-import weights
 from bisslight import State
 from config import Arch
 from lora import Backbone, Examples, downstream_loss
 from mae import MAE, Batch
-from training import Group, Optimiser, Schedule, decay_groups, trainable
+from support import checkpoints
+from support.optim import Group, Optimiser, Schedule, decay_groups, trainable
 
 
 class Recording(NamedTuple):
@@ -48,7 +48,7 @@ def recording(rec: Recorded, source: Recorded | None = None, mask_ratio: float =
         for kind in ("weight", "bias"):
             parts = [state.pop(f"blocks.{i}.attn.qkv.{x}.{kind}") for x in "qkv"]
             state[f"blocks.{i}.attn.qkv.{kind}"] = torch.cat(parts)
-    vit, decoder = weights.build_vit(arch), weights.build_head(arch, "mae")
+    vit, decoder = checkpoints.build_vit(arch), checkpoints.build_head(arch, "mae")
     vit.load_state_dict(state)
     if source.group("decoder"):  # recordings of PEFT have none
         decoder.load_state_dict(source.group("decoder"))

@@ -15,10 +15,12 @@ from scipy.io import savemat
 from torchvision import datasets as tv
 
 import cli
-from benchmarks import BENCHMARKS, DTD, PARTS, VOC, read_cub, read_lists
-from commands import FOLDERS, AlignConfig, RunError, UsageError
+from config import AlignConfig
+from data import PARTS
 from extras.datasets import ARCHIVES, check, download, list_all
-from model import named
+from support.benchmarks import BENCHMARKS, DTD, FOLDERS, VOC, read_cub, read_lists
+from support.errors import RunError, UsageError
+from support.experiment import named
 
 
 def picture(path: Path) -> None:

@@ -17,11 +17,12 @@ from replay import Steps, replayed, state_of, to_theta
 from torch import Tensor
 
 import bisslight
-import cg
+import hypergradients
 from bisslight import Diverged, Log, State, agreement, algorithm_1, within
-from commands import AlignConfig
+from config import AlignConfig
 from extras.bench import alternations
-from mfac import Partition, exact, identity, mfac
+from hypergradients import exact, identity
+from mfac import Partition, mfac
 from mfac import recursion as by_recursion
 
 ADAMW = "bisslight_tiny_adamw_f64"
@@ -190,7 +191,7 @@ def test_the_loop_reaches_the_bilevel_optimum() -> None:
     Without curvature it ends somewhere else: the inverse matters on this problem.
     """
     problem = Quadratic()
-    converged = partial(cg.cg, iterations=6, damping=0.0)
+    converged = partial(hypergradients.cg, iterations=6, damping=0.0)
     for how in (exact, converged, fisher_equals_hessian(problem.H)):
         s = problem.run(how)
         close(s.theta_D.flatten(), problem.theta_D, 1e-4)

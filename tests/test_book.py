@@ -36,10 +36,6 @@ PAGE = (DOCS / "paper_beside_code.html").read_text()
 # --- the page of two columns ------------------------------------------------------------------
 
 
-def test_the_page_is_what_the_sources_would_give_now() -> None:
-    assert BESIDE.page() == PAGE, "make page"
-
-
 @pytest.mark.parametrize("mark", [*EQUATIONS, *LINES])
 def test_each_equation_and_line_has_a_place(mark: str) -> None:
     (row,) = re.findall(rf'<section id="{re.escape(mark.replace(" ", ""))}">.*', PAGE)

@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import cli
-from commands import AlignConfig
+from config import AlignConfig
 
 ROOT = Path(cli.__file__).parent
 TINY = (

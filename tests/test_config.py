@@ -9,8 +9,8 @@ from conftest import fixture
 from pydantic import ValidationError
 
 import cli
-from commands import ALIGNED_GRID, AlignConfig, FinetuneConfig, settle
-from config import Settings
+from cli import settle
+from config import ALIGNED_GRID, AlignConfig, FinetuneConfig, Settings
 from extras import SWEPT, SweepConfig, plan
 from extras.pretrain import PretrainConfig
 

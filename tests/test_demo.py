@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from commands import AlignConfig
+from config import AlignConfig
 from extras import demo
-from model import Model, pretext_batches
+from support.experiment import Model, pretext_batches
 
 
 def test_the_story_ends_in_a_table_and_a_picture_and_goes_on(

@@ -13,13 +13,13 @@ import torch
 from conftest import recorded, shared
 
 import evaluate as tables
-from commands import FinetuneConfig, UsageError
-from config import BACKBONES
+from config import BACKBONES, FinetuneConfig
 from data import rng
 from evaluate import Comparison, compare, evaluate, read_arm
 from extras import MEMORY
 from lora import cross_entropy
-from training import average_precision, score
+from support.errors import UsageError
+from support.metrics import average_precision, score
 
 
 def by_hand(a: list[int], b: list[int]) -> float:

@@ -19,12 +19,13 @@ import torch.nn.functional as F
 from conftest import close
 from torch import Tensor
 
+import hypergradients
 import mfac
 from bisslight import gradients
 from config import BACKBONES
 from ijepa import IJEPA, Predictor
 from lora import Backbone, factors, merge
-from weights import build_vit
+from support.checkpoints import build_vit
 
 ANSWERS = os.environ.get("BISSLIGHT_ANSWERS")
 YOURS = runpy.run_path(ANSWERS) if ANSWERS else {}
@@ -102,7 +103,7 @@ def test_1_where_the_head_follows_the_schur_complement_takes_the_hessians_place(
     theta, phi = lower(theta_D).split(3)
     close(with_the_head(loss_P, theta, phi, lam, theta - c), expected, 1e-6)
     H_tt = torch.autograd.functional.hessian(lambda z: loss_P(z, phi), theta)
-    held = mfac.exact(torch.zeros(1, 1, 3).double(), lam, lambda: lambda d: d @ H_tt)
+    held = hypergradients.exact(torch.zeros(1, 1, 3).double(), lam, lambda: lambda d: d @ H_tt)
     off = held((theta - c)[None])[0] - expected  # Eq. 5, where φ_P is held fixed
     assert float(off.norm() / expected.norm()) > 0.01
 

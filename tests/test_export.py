@@ -15,12 +15,12 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 import cli
-import lora
 from config import Arch
 from data import quilts, rng
 from extras.export import folded, to_peft, to_released, to_timm
-from lora import Backbone, features, init_head, init_theta, load_adapter, load_theta, logits
-from weights import build_vit
+from lora import Backbone, features, init_head, init_norm, init_theta, logits
+from support import checkpoints
+from support.checkpoints import build_vit, load_adapter, load_theta
 
 SIZES: Any = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4}
 ARCH = Arch(32, 3, 4, 32, 8)
@@ -44,7 +44,7 @@ def test_peft_and_timm_predict_what_ours_does(
     torch.manual_seed(0)
     arch = ARCH._replace(class_token=class_token)
     ours = Backbone(build_vit(arch), 1.5)
-    phi_D = init_head(32, 7, rng(3, "x")) | ({} if class_token else lora.init_norm(32)[0])
+    phi_D = init_head(32, 7, rng(3, "x")) | ({} if class_token else init_norm(32)[0])
     if not class_token:
         moments = {"norm.mean": torch.randn(32), "norm.var": torch.rand(32) + 0.5}
         phi_D |= moments | {"norm.bias": torch.randn(32), "norm.weight": torch.rand(32) + 0.5}
@@ -73,7 +73,7 @@ def test_a_recorded_lora_in_the_released_layout_is_read() -> None:
     found = rec.group("lora_init")
     state = {f"base_model.model.{name}.default.weight": x for name, x in found.items()}
     flat = torch.cat([tensor.flatten() for tensor in state.values()]).double()
-    read = lora.from_released(state, r.arch.dim).double()
+    read = checkpoints.from_released(state, r.arch.dim).double()
     assert torch.equal(read, to_theta(flat, r.arch.depth, r.arch.dim))
 
 
@@ -84,7 +84,7 @@ def test_the_released_layout_goes_there_and_back_and_others_are_refused(
     torch.save(s, tmp_path / "lora.pth.tar")
     back, about = load_theta(tmp_path / "lora.pth.tar", 32)
     assert torch.equal(back, theta) and about == {}
-    doubled = lora.from_released(to_released(theta, 32, 2.0), 32)
+    doubled = checkpoints.from_released(to_released(theta, 32, 2.0), 32)
     close(doubled.view(3, 4, -1)[:, 1::2], 2 * theta.view(3, 4, -1)[:, 1::2], 1e-7)
     for other in (
         [1],
@@ -93,7 +93,7 @@ def test_the_released_layout_goes_there_and_back_and_others_are_refused(
         {k: v[:, :16] if "1" in k and "A" in k else v for k, v in s.items()},
     ):
         with pytest.raises(ValueError, match="is not a LoRA file on q and v of width 32"):
-            lora.from_released(other, 32)
+            checkpoints.from_released(other, 32)
 
 
 @pytest.fixture

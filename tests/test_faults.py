@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from child_process import finish, start
 from PIL import Image
-from processes import finish, start
 
 import cli
 import mae
-import run
-from commands import checking
 from data import read_image
+from support import runs as run
+from support.errors import checking
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 PEFT = "--epochs 1 --batch 40 --warmup-epochs 0 --seeds 1 --lr 1e-2 --quiet"

@@ -17,8 +17,8 @@ from config import BACKBONES, Arch
 from data import rng
 from ijepa import IJEPA, Batch, block_size, multiblock
 from lora import Backbone, init_theta
-from training import Optimiser, Schedule, decay_groups
-from weights import build_head, build_vit
+from support.checkpoints import build_head, build_vit
+from support.optim import Optimiser, Schedule, decay_groups
 
 
 def sampler(**changed: Any) -> Any:

@@ -10,10 +10,10 @@ from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 from pathlib import Path
 
 import pytest
-from processes import finish, start
+from child_process import finish, start
 
 ROOT = Path(__file__).resolve().parent.parent
-MATHEMATICS = ("bisslight", "mfac", "cg", "lora", "mae", "ijepa", "data")
+MATHEMATICS = ("bisslight", "mfac", "hypergradients", "lora", "mae", "ijepa", "data")
 DIRECT = {"torch", "timm", "torchvision", "safetensors", "numpy", "PIL"}
 UNIX = {"fcntl", "grp", "posix", "pwd", "resource", "termios"}  # Windows has none of these
 

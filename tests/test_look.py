@@ -18,8 +18,8 @@ import cli
 from config import Arch
 from data import quilts, rng
 from extras import look
-from lora import Backbone, features, load_adapter, logits, merge
-from weights import build_vit
+from lora import Backbone, features, logits, merge
+from support.checkpoints import build_vit, load_adapter
 
 SIZES: Any = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 4}
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import timm
 import torch
+from child_process import finish, start
 from conftest import HERE
-from processes import finish, start
 from timm.layers import DropPath
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
@@ -18,7 +18,9 @@ import lora
 from bisslight import gradients
 from config import BACKBONES
 from data import rng
-from lora import Backbone, drop_path, factors, init_head, init_theta, load_adapter
+from lora import Backbone, drop_path, factors, init_head, init_theta
+from support import checkpoints
+from support.checkpoints import load_adapter
 
 
 def tiny_vit(**more: Any) -> VisionTransformer:
@@ -172,9 +174,9 @@ def test_processes_that_share_a_batch_have_moments_and_gradients_of_the_whole(
 def test_adapters_come_back_bit_equal_and_equal_adapters_are_equal_files(tmp_path: Path) -> None:
     head = init_head(24, 7, rng(3)) | lora.init_norm(24)[0]
     about = {"rank": 4, "alpha": 4.0, "pretext": "mae", "arch": {"dim": 24}}
-    data = lora.save_adapter(THETA, head, about)
+    data = checkpoints.save_adapter(THETA, head, about)
     again = dict(reversed(head.items())), dict(reversed(about.items()))
-    assert lora.save_adapter(THETA, *again) == data
+    assert checkpoints.save_adapter(THETA, *again) == data
     (tmp_path / "a").write_bytes(data)
     found = load_adapter(tmp_path / "a")
     assert found[2] == about

@@ -12,8 +12,8 @@ from bisslight import value_and_grad
 from config import BACKBONES, Arch
 from lora import Backbone
 from mae import MAE, Batch
-from training import Optimiser, Schedule, decay_groups
-from weights import build_head, build_vit, sincos
+from support.checkpoints import build_head, build_vit, sincos
+from support.optim import Optimiser, Schedule, decay_groups
 
 TINY = Arch(32, 3, 4, 32, 8, decoder_dim=24, decoder_depth=2, decoder_heads=4)
 IO = recorded("mae/mae_tiny_io.npz")

@@ -5,7 +5,7 @@ import torch
 from conftest import close, recorded
 from torch import Tensor
 
-import cg
+import hypergradients
 import mfac
 from mfac import precompute
 
@@ -114,7 +114,7 @@ def test_every_partition_equals_dense_inverses_of_its_blocks(
 
 @pytest.mark.parametrize("lam", [0.0, -1e-3, float("nan"), float("inf")])
 def test_a_lambda_that_is_not_positive_is_an_error(lam: float) -> None:
-    for form in (mfac.mfac, mfac.recursion, mfac.identity, cg.cg):
+    for form in (mfac.mfac, mfac.recursion, hypergradients.identity, hypergradients.cg):
         with pytest.raises(ValueError, match="lambda must be a finite number above 0"):
             form(torch.ones(1, 2, 4), lam, None)  # type: ignore[operator]
 

@@ -20,8 +20,8 @@ from bisslight import State, algorithm_1
 from config import BACKBONES
 from lora import Backbone, Examples, downstream_loss, init_head, init_theta
 from mfac import mfac
-from training import Group, Optimiser, decay_groups, trainable
-from weights import build_head, build_vit, initialise
+from support.checkpoints import build_head, build_vit, initialise
+from support.optim import Group, Optimiser, decay_groups, trainable
 
 PAGE = Path(mae.__file__).parent / "examples/minimal.py"
 CLIP = 0.1  # below the norms of this test

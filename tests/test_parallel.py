@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from child_process import finish, start, wait_for
 from conftest import close
-from processes import finish, start, wait_for
 
 import cli
 

@@ -10,8 +10,9 @@ import pytest
 
 import cli
 from align import align
-from commands import AlignConfig, UsageError
-from run import sha256
+from config import AlignConfig
+from support.errors import UsageError
+from support.runs import sha256
 
 ROOT = Path(cli.__file__).parent
 EXAMPLE = ROOT / "examples/rotation.py"

@@ -12,14 +12,13 @@ from conftest import close, fixture
 
 import align
 import cli
-from benchmarks import BENCHMARKS
-from commands import ALIGNED_GRID, GRID, RELEASED, AlignConfig, FinetuneConfig
-from config import BACKBONES
+from config import ALIGNED_GRID, BACKBONES, GRID, RELEASED, AlignConfig, FinetuneConfig
 from data import rng
 from lora import Backbone, features, init_head, logits
-from model import Model as Whole
-from training import Group, Optimiser, trainable
-from weights import OFFICIAL, build_head, build_vit
+from support.benchmarks import BENCHMARKS
+from support.checkpoints import OFFICIAL, build_head, build_vit
+from support.experiment import Model as Whole
+from support.optim import Group, Optimiser, trainable
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 

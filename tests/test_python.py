@@ -11,13 +11,14 @@ from types import ModuleType
 
 import pytest
 import torch
-from processes import finish, start
+from child_process import finish, start
 
 import align
 import cli
 import finetune
-from commands import AlignConfig, FinetuneConfig, UsageError
+from config import AlignConfig, FinetuneConfig
 from data import Pool, Split, Task, fingerprint
+from support.errors import UsageError
 
 ROOT = Path(__file__).parent.parent
 SHORT = {"alternations": 1, "lower_steps": 2, "upper_steps": 1, "p_batch": 8, "d_batch": 8,

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from child_process import children, finish, gone, start, wait_for
 from PIL import Image
-from processes import children, finish, gone, start, wait_for
 
 import cli
-import run
+from support import runs as run
 
 SMALL = "--lower-steps 2 --upper-steps 1 --p-batch 8 --d-batch 8 --warmup 1 --probe-epochs 2"
 ALIGN = f"{SMALL} --alternations 5 --eval-every 3 --save-minutes 0 --quiet"

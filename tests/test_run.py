@@ -15,15 +15,17 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from child_process import finish, start, wait_for
 from conftest import close, recorded
 from filelock import FileLock
-from processes import finish, start, wait_for
 
 import cli
-from commands import AlignConfig, UsageError
-from run import Run, Stopped, check_directory, checking, jobs, stop
-from run import start as made_ready
-from training import Group, Optimiser, Schedule
+from config import AlignConfig
+from support.errors import UsageError
+from support.optim import Group, Optimiser, Schedule
+from support.processes import Stopped, jobs, stop
+from support.processes import start as made_ready
+from support.runs import Run, check_directory, checking
 
 
 @pytest.mark.parametrize("name", ["small", "paper"])
@@ -205,7 +207,7 @@ def test_a_worker_that_dies_is_told_in_a_line(monkeypatch: Any, capsys: Any) -> 
 
 
 def test_jobs_are_refused_beside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("run.world", lambda: (0, 2))
+    monkeypatch.setattr("support.processes.world", lambda: (0, 2))
     with pytest.raises(UsageError, match="start it without torchrun"):
         next(jobs(len, ["a"], 2))
 

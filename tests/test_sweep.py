@@ -10,9 +10,9 @@ from test_cli import run
 
 from align import align
 from bisslight import Diverged
-from commands import UsageError
 from extras import SweepConfig
 from extras import sweep as room
+from support.errors import UsageError
 
 TINY = (
     "--backbone vit_mini --dataset quilts --alternations 2 --lower-steps 1 --upper-steps 1 "

@@ -3,20 +3,26 @@
 import json
 import math
 import sys
+import warnings
+import zipfile
+from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import ijepa
 import mae
-from commands import UsageError, checking
 from config import BACKBONES, Arch, Network, Shape
-from lora import Backbone, read_tensors
+from lora import Backbone, Phi
+from support.errors import UsageError, checking
 
 SITE = "https://dl.fbaipublicfiles.com"
 OFFICIAL = {  # (URL, size in MB) of the files that hold the pretext head, too
@@ -145,3 +151,64 @@ def sincos(dim: int, side: int) -> Tensor:
     table = torch.cat([angle.sin(), angle.cos()], 1)  # (side, dim / 2), of columns and of rows
     patches = torch.cat([table.repeat(side, 1), table.repeat_interleave(side, 0)], 1)
     return F.pad(patches, (0, 0, 1, 0)).float()[None]
+
+
+FORMAT = "bisslight-adapter-1"
+
+
+def save_adapter(theta: Tensor, phi_D: Phi, about: dict[str, Any]) -> bytes:
+    """An adapter file's bytes (safetensors): θ, the head, and `about`, JSON values about them."""
+    named = {"theta": theta} | {f"head.{name}": tensor for name, tensor in phi_D.items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+    # one metadata key: the library writes several in random order
+    return save(tensors, {"bisslight": json.dumps(about | {"format": FORMAT}, sort_keys=True)})
+
+
+def load_adapter(path: Path) -> tuple[Tensor, Phi, dict[str, Any]]:
+    """θ, the head ({} without one) and `about` of a file (OSError; ValueError: not an adapter)."""
+    data = path.read_bytes()  # the library opens no path that is not UTF-8
+    try:
+        tensors = load(data)
+    except SafetensorError as error:
+        raise ValueError(f"not a readable safetensors file ({error})") from error
+    size = int.from_bytes(data[:8], "little")  # of the file's own header
+    about: dict[str, Any] = json.loads(data[8 : 8 + size]).get("__metadata__", {})
+    if "bisslight" in about:  # the first edition had several keys, all of strings
+        about = json.loads(about["bisslight"])
+    theta = tensors.pop("theta", torch.empty(0))
+    if about.pop("format", None) != FORMAT or theta.ndim != 2:
+        raise ValueError(f"not an adapter: it is not of format {FORMAT} with a matrix theta")
+    return theta, {name.removeprefix("head."): tensor for name, tensor in tensors.items()}, about
+
+
+RELEASED = "base_model.model.blocks.{}.attn.qkv.{}.lora_{}.default.weight"  # block, q or v, A or B
+
+
+def load_theta(start: Path, dim: int) -> tuple[Tensor, dict[str, Any]]:
+    """θ, and what its file says of itself; {} if it is a released file (OSError, ValueError)."""
+    if start.suffix == ".safetensors":
+        theta, _, about = load_adapter(start)
+        return theta, about
+    return from_released(read_tensors(start), dim), {}
+
+
+def from_released(state: Any, dim: int) -> Tensor:
+    """θ from the released program's LoRA file; ValueError where it is another layout."""
+    with suppress(LookupError, TypeError, RuntimeError, AttributeError):
+        K, parts = len(state) // 4, ("qA", "qB", "vA", "vB")
+        found = [state[RELEASED.format(k, *x)].float() for k in range(K) for x in parts]
+        A, BT = torch.stack(found[::2]), torch.stack(found[1::2]).mT  # (2 K, r, dim) each
+        if len(state) == 4 * K and A.shape[2] == dim:
+            return torch.stack([A, BT], 1).view(K, -1)
+    raise ValueError(f"is not a LoRA file on q and v of width {dim} in the released layout")
+
+
+def read_tensors(path: Path) -> Any:
+    """What torch.load finds in a file, without running code (ValueError where it cannot)."""
+    try:
+        zipped = zipfile.is_zipfile(path)
+        with warnings.catch_warnings(), torch.serialization.safe_globals([Namespace]):
+            warnings.simplefilter("ignore")  # of old formats; official files hold a Namespace
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except Exception as error:  # torch raises anything from EOFError to UnpicklingError
+        raise ValueError(f"{path.name} is no readable checkpoint ({error!r:.100})") from error

@@ -12,9 +12,9 @@ from replay import head_flat, recording, state_of, steps_of, to_theta, upper_bat
 from torch import Tensor
 
 from bisslight import algorithm_1, hessian
-from cg import cg, conjugate_gradients
+from hypergradients import cg, conjugate_gradients, exact
 from mae import Batch
-from mfac import exact, mfac
+from mfac import mfac
 
 
 @pytest.mark.parametrize("name", ["cg_unit_mlp", "cg_unit_mlp_nodamp"])

@@ -14,12 +14,15 @@ from torch import Tensor
 
 import data
 import lora
-from benchmarks import BENCHMARKS, load_task
 from bisslight import Loss, Phi, PretextTask
-from commands import AlignConfig, FinetuneConfig, Record, UsageError, checking, place_of
-from run import gather, sha256, share, world
-from training import Score, score, trainable
-from weights import initialise, load_backbone, pretext_task, weights_of
+from config import AlignConfig, FinetuneConfig, Record
+from support.benchmarks import BENCHMARKS, load_task, place_of
+from support.checkpoints import initialise, load_backbone, pretext_task, weights_of
+from support.errors import UsageError, checking
+from support.metrics import Score, score
+from support.optim import trainable
+from support.processes import gather, share, world
+from support.runs import sha256
 
 Config = AlignConfig | FinetuneConfig
 

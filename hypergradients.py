@@ -11,6 +11,7 @@ returns x, so the factor before the inverse is c. Eq. 5 has λ, which gives x λ
     c    λ + 1 in the paper and as released     d, r  search direction and residual
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -75,8 +76,7 @@ def cg(
         damping: c = λ + damping.
         prefactor: `c` returns c (H + cI)⁻¹ g, as released; `lambda` λ (H + cI)⁻¹ g, as in Eq. 5.
     """
-    if not 0 < lam < float("inf"):
-        raise ValueError(f"lambda must be a finite number above 0, got {lam}")
+    check(lam)
     c = lam + damping
 
     def inverse(g: Tensor) -> Tensor:
@@ -87,3 +87,44 @@ def cg(
         return (x if prefactor == "c" else x * (lam / c)).view_as(g)
 
     return inverse
+
+
+def identity(G: Tensor, lam: float, H: object = None) -> Map:
+    """No curvature, q = g: the limit of Eq. 5 for a pretext Hessian much smaller than λ.
+
+    A control; the paper does not have it. The returned q is a copy.
+    """
+    check(lam)
+    return Tensor.clone
+
+
+def exact(G: Tensor, lam: float, H: Callable[[], Map]) -> Map:
+    """Eq. 5 itself, q = λ (H + λI)⁻¹ g with the dense Hessian of the pretext loss at (θ_P, φ_P).
+
+    It takes one product per parameter, so it is for small θ only. Eq. 4 minimises over φ_P as well,
+    while Eq. 5 holds φ_P fixed; so where θ and φ are coupled, even this is not the gradient of the
+    bilevel problem. That would be the same formula with the Schur complement
+    H_θθ − H_θφ H_φφ⁻¹ H_φθ instead of H. The program keeps the paper's approximation.
+
+    Args:
+        G: (K, m, p); only its shape is used.
+        lam: λ > 0.
+        H: `H()` returns the function d -> H d.
+    """
+    check(lam)
+    product, shape = H(), G.shape[::2]  # (K, p)
+    units = torch.eye(shape.numel(), dtype=G.dtype, device=G.device)
+    dense = torch.stack([product(e.view(shape)).flatten() for e in units]).double()
+    dense.diagonal().add_(lam)
+
+    def inverse(g: Tensor) -> Tensor:
+        x = torch.linalg.solve(dense, g.double().flatten())
+        return (lam * x).view_as(g).to(g)  # type: ignore[no-any-return]
+
+    return inverse
+
+
+def check(lam: float) -> None:
+    """λ couples the levels; ValueError unless it is finite and above 0."""
+    if not 0 < lam < math.inf:
+        raise ValueError(f"lambda must be a finite number above 0, got {lam}")

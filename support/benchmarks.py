@@ -9,8 +9,26 @@ from typing import Any
 
 from torchvision.datasets import Flowers102
 
-from commands import UsageError, checking
 from data import PARTS, Entries, Split, Task, holdout
+from support.errors import UsageError, checking
+
+FOLDERS = {  # where the benchmarks are below --data-root
+    "dtd": "dtd", "voc07": "VOCdevkit", "cub200": "CUB_200_2011", "pets": "oxford-iiit-pet",
+    "flowers": "flowers-102", "aircrafts": "fgvc-aircraft-2013b", "imagenet": "imagenet",
+}  # fmt: skip
+
+
+def place_of(name: str, root: Path) -> Path | None:
+    """Where a dataset, pool or file lies; None for what is drawn or handed in (ValueError)."""
+    if name == "quilts" or name.partition(":")[0] == "own":
+        return None
+    path = root / FOLDERS[name] if name in FOLDERS else Path(name.removeprefix("folder:"))
+    if not path.exists():
+        get = "name another --pool" if name == "imagenet" else f"`bisslight data download {name}`"
+        more = f" {path}; {get}, or give the --data-root where it is" if name in FOLDERS else ""
+        raise ValueError(f"there is no such folder or file{more}")
+    return path
+
 
 Listing = tuple[list[tuple[str, str, Any]], Sequence[str]]  # (part, file, label), and the classes
 
