@@ -9,7 +9,7 @@ from torch import Tensor
 
 import hypergradients
 import mfac
-from bisslight import Diverged, Hypergradient, Loss, Phi, PretextTask, State, algorithm_1
+from bisslight import Diverged, Hypergradient, Loss, Passes, Phi, PretextTask, State, algorithm_1
 from config import OPEN, AlignConfig, Record
 from data import Pool, Task
 from support.checkpoints import save_adapter
@@ -100,8 +100,11 @@ def aligned(m: Model, out: Path, force: bool, track: Track, watched: bool = Fals
             lower, upper = (range(s.done * n, T * n) for n in (cfg.lower_steps, cfg.upper_steps))
             batches = pretext_batches(cfg, m.pool, pretext, m.arch.image_size, cfg.p_batch, lower)
             examples = m.examples("downstream", cfg.d_batch, upper, cfg.drop_path)
-            rest = cfg.micro_batch, m.amp, "cpu" if cfg.mfac_device == "cpu" else None
-            logs = algorithm_1(s, cfg, pretext, loss_D, inverse, batches, examples, *rest)
+            passes = Passes(cfg.micro_batch, m.amp)
+            store = "cpu" if cfg.mfac_device == "cpu" else None
+            logs = algorithm_1(
+                s, cfg, pretext, loss_D, inverse, batches, examples, passes=passes, store=store
+            )
             told = ({"step": log.alternation, **log._asdict()} for log in logs)
             records = m.validated(told, cfg.eval_every, T, head, val_P=s.theta_P, val_D=s.theta_D)
             for record in track(records, T, "align", s.done):

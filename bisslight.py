@@ -6,53 +6,79 @@
 The modules of the method keep these letters.
 
     code                paper       meaning
-    psi                 ψ           pretrained backbone weights; frozen, one copy for both levels
+    (no variable)       ψ           pretrained backbone weights, frozen inside the tasks' backbone;
+                                    one copy for both levels
     theta_P, theta_D    θ_P, θ_D    LoRA parameters of the lower (pretext) and upper (downstream)
                                     level, each (K, p): K blocks, here layers, of p numbers
     phi_P, phi_D        φ_P, φ_D    pretext head (MAE's decoder), downstream head (a linear layer)
-    loss_P, loss_D      L^P, L^D    (θ, φ, batch) -> scalar
+    task.loss, loss_D   L^P, L^D    functions (θ, φ, batch) -> scalar
     lam                 λ           coupling in Eq. 4, and M-FAC's damping γ = λ (Sec. 3.1); its
                                     unit is that of 1/θ², since the loss has none
     G                   G           the N_L pretext gradients of one alternation, (K, N_L, p)
+    g_phi_P             g_φP        gradient of the pretext loss with respect to φ_P (l.8)
     g                   ∇L^D        downstream gradient at θ_P (l.12)
     q                   q           ≈ λ (H + λI)⁻¹ g, implicit part of the upper gradient (l.13)
-    H                   H           Hessian of L^P with respect to θ at θ_P; only its products H d
-                                    are computed; in the code `H()` returns the function d -> H d
+    H                   H           Hessian of L^P with respect to θ at θ_P; only its products H u
+                                    are computed; in the code `H()` returns the function u -> H u
     alternations        T           with lower_steps N_L and upper_steps N_U
 
     Eq. 4 eq:bissl_lower_level          Eq. 5 eq:bissl_upper_level_derivative
     Eq. 7 eq:bissl_mfac_vi_calc         Eq. 10 eq:bissl_mfac_upper_grad_approx
     l.n   line n of Algorithm 1 (alg:bisslight)
 
-Axis 0 of every tensor of a batch is the image, so a batch can be cut into micro-batches or shared
-between processes, but for the tasks that `PretextTask` names. Files, clocks, seeds and devices are
-left to the caller.
+Axis 0 of every tensor of a batch is the image. So a batch can be cut into micro-batches, or shared
+between processes, unless the task says that its loss compares images (see `PretextTask`). Files,
+clocks, seeds and devices are left to the caller.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+__version__ = "0.3.0"
+
 Phi = dict[str, Tensor]  # a head's trainable tensors by name
+Batch = TypeVar("Batch", bound=tuple[Any, ...])  # a NamedTuple; a field is (B, ...) or None
 Loss = Callable[..., Tensor]  # (theta, phi, batch) -> scalar, the mean over the batch's images
-Map = Callable[[Tensor], Tensor]  # of a tensor shaped like theta: d -> H d, g -> q
+BatchLoss = Callable[[Any], Tensor]  # (batch) -> scalar
+Map = Callable[[Tensor], Tensor]  # of a tensor shaped like theta: u -> H u, g -> q
 Hypergradient = Callable[[Tensor, float, Callable[[], Map]], Map]
-"""(G, λ, H) -> inverse, a function g -> q ≈ λ (H + λI)⁻¹ g. `H()` returns the function d -> H d."""
+"""(G, λ, H) -> inverse, a function g -> q ≈ λ (H + λI)⁻¹ g. `H()` returns the function u -> H u."""
 
 
 class Diverged(ArithmeticError):
     """A loss or gradient is not finite; the message says where it happened first."""
 
 
-class PretextTask(Protocol):
+class Steps(Protocol):
+    """Line 1: how long Algorithm 1 runs, and λ. `config.AlignConfig` is one."""
+
+    @property
+    def alternations(self) -> int:
+        """T."""
+
+    @property
+    def lower_steps(self) -> int:
+        """N_L."""
+
+    @property
+    def upper_steps(self) -> int:
+        """N_U."""
+
+    @property
+    def lam(self) -> float:
+        """λ > 0."""
+
+
+class PretextTask(Protocol[Batch]):
     """A pretext task: `mae.MAE`, `ijepa.IJEPA`, `examples/rotation.py`.
 
     A step calls draw, prepare, loss and after_step in this order; cg and exact call loss again. A
@@ -66,10 +92,10 @@ class PretextTask(Protocol):
     def draw(self, n: int, rng: torch.Generator) -> tuple[Tensor, ...]:
         """All random numbers of a step (`prepare` draws none): tensors (n, ...), on the CPU."""
 
-    def prepare(self, images: Tensor, *drawn: Any, **_: Any) -> Any:
+    def prepare(self, images: Tensor, *drawn: Any, **_: Any) -> Batch:
         """Images (B, 3, H, W), and what was drawn -> a NamedTuple; a field is (B, ...) or None."""
 
-    def loss(self, theta: Tensor | None, phi: Phi, batch: Any) -> Tensor:
+    def loss(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
         """L^P(θ, φ_P), the mean over the images: pure, differentiable, without drop path."""
 
     def after_step(self, theta_P: Tensor | None) -> None:
@@ -96,156 +122,218 @@ class State:
     done: int = 0  # finished alternations
 
 
+class LowerStep(NamedTuple):
+    """What is logged of a lower step; scalars."""
+
+    loss_P: Tensor  # L^P at θ_P
+    proximal: Tensor  # λ/2 |θ_P − θ_D|² before the step
+    norm_P: Tensor  # joint norm of the gradients of θ_P (with l.7's) and φ_P before clipping
+
+
+class UpperStep(NamedTuple):
+    """What is logged of an upper step; scalars, but for `q_norms`."""
+
+    loss_D_at_P: Tensor  # L^D at θ_P
+    loss_D_at_D: Tensor  # L^D at θ_D, with drop path
+    norm_D: Tensor  # joint norm of the gradients of θ_D (with q) and φ_D before clipping
+    q_over_g: Tensor  # |q| / |g|
+    cosine: Tensor  # of q and g; 1, with q_over_g = 1, if the curvature changes nothing
+    share: Tensor  # |Pg|² / |g|², P the projection on the span of G: what M-FAC can act on
+    removed: Tensor  # 1 − |Pq|² / |Pg|²: how much of that share is missing in q
+    distance: Tensor  # |θ_P − θ_D| after the step
+    q_norms: Tensor  # (K,) |q| of each block; not in `Log`, it tells which block is not finite
+
+
 class Log(NamedTuple):
-    """What is logged of one alternation; each list has a number for each lower or upper step."""
+    """The steps of one alternation; each list has a number for each lower or upper step."""
 
     alternation: int  # from 1
-    loss_P: list[float]  # L^P at θ_P
-    proximal: list[float]  # λ/2 |θ_P − θ_D|² before the step
-    norm_P: list[float]  # joint norm of the gradients of θ_P (with l.7's) and φ_P before clipping
-    loss_D_at_P: list[float]  # L^D at θ_P
-    loss_D_at_D: list[float]  # L^D at θ_D, with drop path
-    norm_D: list[float]  # joint norm of the gradients of θ_D (with q) and φ_D before clipping
-    q_over_g: list[float]  # |q| / |g|
-    cosine: list[float]  # of q and g; 1, with q_over_g = 1, if the curvature changes nothing
-    share: list[float]  # |Pg|² / |g|², P the projection on the span of G: what M-FAC can act on
-    removed: list[float]  # 1 − |Pq|² / |Pg|²: how much of that share is missing in q
-    distance: list[float]  # |θ_P − θ_D| after each upper step
+    loss_P: list[float]
+    proximal: list[float]
+    norm_P: list[float]
+    loss_D_at_P: list[float]
+    loss_D_at_D: list[float]
+    norm_D: list[float]
+    q_over_g: list[float]
+    cosine: list[float]
+    share: list[float]
+    removed: list[float]
+    distance: list[float]
+
+
+class Gradients(NamedTuple):
+    """A loss and its gradients."""
+
+    value: Tensor  # scalar
+    theta: Tensor  # (K, p)
+    phi: Phi  # by name
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How a batch passes through the network: cut or whole, in which precision."""
+
+    micro_batch: int | None = None  # most images that pass at once; None: the whole batch
+    amp: bool = False  # bfloat16 autocast; gradients keep the dtype of θ
+
+    def gradients(self, loss: Loss, theta: Tensor, phi: Phi, batch: Batch) -> Gradients:
+        """L(θ, φ), ∇_θ L and ∇_φ L of a batch."""
+        tensors = [theta, *phi.values()]
+        value, gradients = self.value_and_gradients(partial(loss, theta, phi), tensors, batch)
+        return Gradients(value, gradients[0], dict(zip(phi, gradients[1:], strict=True)))
+
+    def value_and_gradients(
+        self, loss: BatchLoss, tensors: Sequence[Tensor], batch: Batch
+    ) -> tuple[Tensor, list[Tensor]]:
+        """loss(batch), and its gradients with respect to tensors; no graph is kept.
+
+        Both are means over all images. Where processes share a batch, each has some of its images,
+        and all get the mean over all of them.
+        """
+        device = tensors[0].device
+        sums: list[Tensor] = []
+        for part, share in microbatches(batch, self.micro_batch, device):
+            autocast = torch.autocast(device.type, torch.bfloat16) if self.amp else nullcontext()
+            with autocast:
+                value = loss(part)
+            value = value * share
+            terms = [value.detach(), *torch.autograd.grad(value, tensors)]
+            if sums:
+                sums = [total + term for total, term in zip(sums, terms, strict=True)]
+            else:
+                sums = terms
+        value, *gradients = sum_over_processes(sums)
+        return value, gradients
+
+    def hessian(self, loss: Loss, theta: Tensor, phi: Phi, batch: Batch) -> Map:
+        """The function u -> H u with H = ∇²_θ L of a batch at (θ, φ), in the precision of θ.
+
+        Autocast is off here. The graph of one micro-batch exists at a time: if the batch is not
+        cut, its graph serves all products; otherwise each part passes again for each product.
+        """
+        point = theta.detach().requires_grad_()
+        fixed = {name: tensor.detach() for name, tensor in phi.items()}
+        parts = microbatches(batch, self.micro_batch, point.device)
+
+        def gradient(part: Batch, share: float) -> Tensor:
+            value = loss(point, fixed, part) * share
+            return torch.autograd.grad(value, point, create_graph=True)[0]
+
+        with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
+            kept = gradient(*parts[0]) if len(parts) == 1 else None
+
+        def product(u: Tensor) -> Tensor:
+            total = torch.zeros_like(point)
+            with sdpa_kernel(SDPBackend.MATH):
+                for part, share in parts:
+                    if kept is None:
+                        total += torch.autograd.grad(gradient(part, share), point, u)[0]
+                    else:
+                        total += torch.autograd.grad(kept, point, u, retain_graph=True)[0]
+            return sum_over_processes([total])[0]
+
+        return product
 
 
 def algorithm_1(
-    s: State,
-    c: Any,
-    task: PretextTask,
+    state: State,
+    steps: Steps,
+    task: PretextTask[Batch],
     loss_D: Loss,
     hypergrad: Hypergradient,
-    pretext: Iterator[Any],
+    pretext: Iterator[Batch],
     downstream: Iterator[Any],
-    micro: int | None = None,
-    amp: bool = False,
+    passes: Passes = Passes(),
     store: torch.device | str | None = None,
 ) -> Iterator[Log]:
-    """Algorithm 1 from alternation `s.done + 1` on; yields a Log after each alternation.
+    """Algorithm 1 from alternation `state.done + 1` on; yields a Log after each alternation.
 
-    Line 17 returns θ_P: it is `s.theta_P` once the generator has ended. Raises Diverged where a
+    Line 17 returns θ_P: it is `state.theta_P` once the generator has ended. Raises Diverged where a
     loss or gradient is not finite.
 
     Args:
-        s: what changes; θ is float32 or float64. task: the pretext task.
-        c: has `alternations` T, `lower_steps` N_L, `upper_steps` N_U and `lam` λ: l.1.
-        loss_D: (θ, φ_D, batch, regularise=False). The paper names no pass of the upper level for
-            drop path: here it acts at θ_D alone (regularise=True), as in the released program.
+        state: what changes; θ is float32 or float64.
+        steps: T, N_L, N_U and λ (l.1).
+        task: the pretext task, L^P and all that belongs to it.
+        loss_D: (θ, φ_D, batch, regularise=False). The paper does not say whether drop path is on in
+            line 12, in line 14, or in both. Here, as released: in line 14 alone (regularise=True).
         hypergrad: lines 10 and 13; `mfac.mfac` is the paper's.
         pretext, downstream: a prepared batch for each lower step, a labelled one for each upper.
-        micro: largest number of images that pass through the network at once; None: whole batch.
-        amp: bfloat16 autocast for both losses; gradients and G keep the dtype of θ.
-        store: the device that keeps G; None: θ's.
+        passes: micro-batches and precision of all passes through the network.
+        store: the device that keeps G; None: that of θ.
     """
-    for t in range(s.done + 1, c.alternations + 1):  # l.3
-        K, p = s.theta_P.shape  # l.4
-        G = s.theta_P.new_empty(K, c.lower_steps, p, device=store)  # l.4
-        rows = []
-        for i in range(c.lower_steps):  # l.5, lower level
-            batch = next(pretext)  # l.6
-            loss_P, g_P, g_phi = gradients(task.loss, s.theta_P, s.phi_P, batch, micro, amp)  # l.6
-            G[:, i] = g_P  # l.6: ∇L^P alone, before l.7 adds to it and before clipping
-            delta = (s.theta_P - s.theta_D).detach()  # l.7
-            grads = [g_P + c.lam * delta, *g_phi.values()]  # l.7, l.8: of θ_P, of φ_P
-            norm = s.opt_P.update([s.theta_P, *s.phi_P.values()], grads)  # l.9
-            task.after_step(s.theta_P)  # l.9: then what follows θ_P, such as I-JEPA's teacher
-            rows.append([loss_P, c.lam / 2 * delta.square().sum(), norm])
-        lower = numbers(f"alternation {t}, lower level", rows, 3)
-        H = partial(hessian, task.loss, s.theta_P, s.phi_P, batch, micro)  # l.10: for CG and exact
-        inverse = hypergrad(G, c.lam, H)  # l.10
-        rows = []
-        for _ in range(c.upper_steps):  # l.11, upper level
-            examples = next(downstream)  # l.12: lines 12 to 15 share them, as released
-            at_P, g, g_phi_P = gradients(loss_D, s.theta_P, s.phi_D, examples, micro, amp)  # l.12
+    theta_P, theta_D, phi_P, phi_D = state.theta_P, state.theta_D, state.phi_P, state.phi_D
+    train_D = partial(loss_D, regularise=True)  # L^D with drop path, for the pass at θ_D
+    K, p = theta_P.shape
+    for t in range(state.done + 1, steps.alternations + 1):  # l.3
+        G = theta_P.new_empty(K, steps.lower_steps, p, device=store)  # l.4
+        lower, upper = list[LowerStep](), list[UpperStep]()
+        for i in range(steps.lower_steps):  # l.5, lower level
+            batch = next(pretext)
+            value_P, grad_P, g_phi_P = passes.gradients(task.loss, theta_P, phi_P, batch)  # l.6
+            G[:, i] = grad_P  # l.6: ∇L^P alone, before l.7 adds to it and before clipping
+            delta = (theta_P - theta_D).detach()
+            g_P = grad_P + steps.lam * delta  # l.7; l.8 is g_phi_P, by the pass above
+            norm = state.opt_P.update([theta_P, *phi_P.values()], [g_P, *g_phi_P.values()])  # l.9
+            task.after_step(theta_P)  # what follows θ_P slowly, such as I-JEPA's teacher
+            proximal = steps.lam / 2 * delta.square().sum()
+            lower.append(LowerStep(loss_P=value_P, proximal=proximal, norm_P=norm))
+        lower_log = columns(LowerStep._fields, lower, f"alternation {t}, lower level")
+        H = partial(passes.hessian, task.loss, theta_P, phi_P, batch)  # of the last batch
+        inverse = hypergrad(G, steps.lam, H)  # l.10
+        span = Span(G, inverse)
+        for _ in range(steps.upper_steps):  # l.11, upper level
+            examples = next(downstream)  # lines 12 to 15 share them, as released
+            at_P, g, g_phi_D_at_P = passes.gradients(loss_D, theta_P, phi_D, examples)  # l.12
             q = inverse(g)  # l.13
-            loss = partial(loss_D, regularise=True)  # l.14: with drop path
-            at_D, g_D, g_phi_D = gradients(loss, s.theta_D, s.phi_D, examples, micro, amp)  # l.14
-            grads = [q + g_D, *(g_phi_P[name] + g_phi_D[name] for name in s.phi_D)]  # l.14, l.15
-            norm = s.opt_D.update([s.theta_D, *s.phi_D.values()], grads)  # l.16
-            rows.append([at_P, at_D, norm, *agreement(q, g, s, G)])
-        upper = numbers(f"alternation {t}, upper level", rows, 8)
-        del G, inverse  # l.16: done with; the next alternation needs as much memory again
-        s.done = t
-        yield Log(t, *lower, *upper)
+            at_D, grad_D, g_phi_D_at_D = passes.gradients(train_D, theta_D, phi_D, examples)  # l.14
+            g_D = q + grad_D  # l.14
+            g_phi_D = {name: g_phi_D_at_P[name] + g_phi_D_at_D[name] for name in phi_D}  # l.15
+            norm = state.opt_D.update([theta_D, *phi_D.values()], [g_D, *g_phi_D.values()])  # l.16
+            distance = (theta_P - theta_D).detach().norm()
+            step = {"loss_D_at_P": at_P, "loss_D_at_D": at_D, "norm_D": norm, "distance": distance}
+            upper.append(UpperStep(**step, **agreement(g, q, span)))
+        upper_log = columns(UpperStep._fields, upper, f"alternation {t}, upper level")
+        del G, inverse, span  # the next alternation needs as much memory again
+        state.done = t
+        upper_log.pop("q_norms")
+        yield Log(t, **lower_log, **upper_log)
 
 
-def gradients(
-    loss: Loss, theta: Tensor, phi: Phi, batch: Any, micro: int | None = None, amp: bool = False
-) -> tuple[Tensor, Tensor, Phi]:
-    """L(θ, φ), ∇_θ L and ∇_φ L (by name) of a batch; micro and amp as in `algorithm_1`."""
-    tensors = [theta, *phi.values()]
-    value, g_theta, *g_phi = value_and_grad(partial(loss, theta, phi), tensors, batch, micro, amp)
-    return value, g_theta, dict(zip(phi, g_phi, strict=True))
+# --- Batches in parts, and processes that share them -----------------------------------------
 
 
-def value_and_grad(
-    loss: Loss, tensors: list[Tensor], batch: Any, micro: int | None = None, amp: bool = False
-) -> list[Tensor]:
-    """[loss(batch), its gradients with respect to tensors], means over images; no graph is kept.
+def microbatches(
+    batch: Batch, micro_batch: int | None, device: torch.device
+) -> list[tuple[Batch, float]]:
+    """A batch (a NamedTuple of tensors, image first) cut into parts of at most `micro_batch`.
 
-    Where processes share a batch, each has some of its images; all get the gradients of all images.
+    With each comes its share of the images of all processes. Of 5 images, micro-batches of 2 are
+    parts of 2, 2 and 1 with shares 0.4, 0.4 and 0.2.
     """
-    device = tensors[0].device
-    total: list[Tensor] = []
-    for part, share in microbatches(batch, micro, device):
-        with torch.autocast(device.type, torch.bfloat16) if amp else nullcontext():
-            value = loss(part)
-        value = value * share.to(value.dtype)
-        found = [value.detach(), *torch.autograd.grad(value, tensors)]
-        total = [a + b for a, b in zip(total, found, strict=True)] if total else found
-    return sum_over_processes(total)
+    n = len(batch[0])
+    whole = n
+    if processes_share():
+        count = torch.tensor([n], dtype=torch.float64, device=device)
+        whole = int(sum_over_processes([count])[0])
+    if micro_batch is None or n <= micro_batch:
+        return [(batch, n / whole)]
+    parts = []
+    for start in range(0, n, micro_batch):
+        fields = [None if x is None else x[start : start + micro_batch] for x in batch]
+        part: Batch = type(batch)(*fields)  # type: ignore[arg-type]
+        parts.append((part, len(part[0]) / whole))
+    return parts
 
 
-def hessian(loss: Loss, theta: Tensor, phi: Phi, batch: Any, micro: int | None = None) -> Map:
-    """The function d -> H d with H = ∇²_θ L of a batch at (θ, φ), in the full precision of θ.
-
-    The graph of one part exists at a time. If the batch is one part, its graph serves all products;
-    several parts are passed forward and backward again for each product.
-    """
-    at = theta.detach().requires_grad_()
-    fixed = {name: tensor.detach() for name, tensor in phi.items()}
-    parts = microbatches(batch, micro, at.device)
-
-    def slope(part: Any, share: Tensor) -> Tensor:
-        value = loss(at, fixed, part) * share.to(at.dtype)
-        return torch.autograd.grad(value, at, create_graph=True)[0]
-
-    def product(d: Tensor) -> Tensor:
-        total = torch.zeros_like(at)
-        with sdpa_kernel(SDPBackend.MATH):
-            for part in parts:
-                g = slope(*part) if kept is None else kept
-                total += torch.autograd.grad(g, at, d, retain_graph=kept is not None)[0]
-        return sum_over_processes([total])[0]
-
-    with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
-        kept = slope(*parts[0]) if len(parts) == 1 else None
-    return product
-
-
-def microbatches(batch: Any, micro: int | None, device: torch.device) -> list[tuple[Any, Tensor]]:
-    """A batch (a NamedTuple of tensors, image first) cut into parts of at most `micro` images.
-
-    With each comes its share of the images of all processes, on the device. Of 5 images, micro 2
-    makes parts of 2, 2 and 1 with shares 0.4, 0.4 and 0.2.
-    """
-    n, parts = len(batch[0]), [batch]
-    whole = sum_over_processes([torch.tensor(n, dtype=torch.float64, device=device)])[0]
-    if micro is not None and n > micro:
-        parts = [
-            type(batch)._make(x if x is None else x[i : i + micro] for x in batch)
-            for i in range(0, n, micro)
-        ]
-    return [(part, len(part[0]) / whole) for part in parts]
+def processes_share() -> bool:
+    """Whether several processes share each batch."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def sum_over_processes(values: list[Tensor]) -> list[Tensor]:
     """Sums over all processes by one all-reduce; with a single process, the tensors themselves."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not processes_share():
         return values
     flat = torch.cat([x.flatten() for x in values])
     dist.all_reduce(flat)
@@ -253,49 +341,90 @@ def sum_over_processes(values: list[Tensor]) -> list[Tensor]:
     return [total.view_as(x) for total, x in zip(sums, values, strict=True)]
 
 
-def within(G: Tensor, x: Tensor) -> Tensor:
-    """|Px|² of n vectors x (K, n, p), P the projection on the span of each block's gradients.
+# --- What is logged ---------------------------------------------------------------------------
 
-    In a block, with G (N_L, p), |Px|² = yᵀ (G Gᵀ)⁻¹ y with y = G x. A little is added to the
-    diagonal, since the gradients may be linearly dependent. Returns (n,), sums over the blocks.
 
-    >>> within(torch.tensor([[[2.0, 0.0]]]), torch.tensor([[[3.0, 4.0]]])).round(decimals=6)
-    tensor([9.], dtype=torch.float64)
+class Span:
+    """The span of an alternation's gradients, block by block, for two numbers of the log.
+
+    In a block, with G (N_L, p) and P the projection on the span of its rows,
+    |Px|² = (G x)ᵀ (G Gᵀ)⁻¹ (G x). Of `mfac`'s inverse, G Gᵀ and the products G g and G q are known
+    already; for any other inverse they are computed here, with a pass over G at each step.
+
+    >>> span = Span(torch.tensor([[[2.0, 0.0]]]), inverse=torch.clone)
+    >>> x = torch.tensor([[3.0, 4.0]])
+    >>> [float(length.round(decimals=6)) for length in span.squared_lengths(x, x)]
+    [9.0, 9.0]
     """
-    total = torch.zeros(x.shape[1], dtype=torch.float64, device=G.device)
-    for rows, vectors in zip(G, x.to(G.device), strict=True):
-        g = rows.double()
-        S, y = g @ g.mT, g @ vectors.double().mT  # (N_L, N_L), (N_L, n)
-        S.diagonal().mul_(1 + 1e-10).add_(1e-300)
-        L, _ = torch.linalg.cholesky_ex(S)
-        total += (y * torch.cholesky_solve(y, L)).sum(0)
-    return total.to(x.device)
+
+    def __init__(self, G: Tensor, inverse: Map) -> None:
+        self.G = G
+        self.inverse = inverse
+        gram = getattr(inverse, "gram", None)  # (K, N_L, N_L), float64
+        if gram is None:
+            gram = torch.stack([rows.double() @ rows.double().mT for rows in G])
+        gram = gram.clone()
+        # a little more on the diagonal, since the gradients may be linearly dependent
+        gram.diagonal(dim1=-2, dim2=-1).mul_(1 + 1e-10).add_(1e-300)
+        self.factor, _ = torch.linalg.cholesky_ex(gram)
+
+    def squared_lengths(self, g: Tensor, q: Tensor) -> list[Tensor]:
+        """|Pg|² and |Pq|², sums over the blocks, of a query g (K, p) and its q (K, p)."""
+        products = getattr(self.inverse, "products", None)  # of the last query: G g, G q
+        if products is None:
+            products = [torch.stack([self.times(k, x[k]) for k in range(len(x))]) for x in (g, q)]
+        lengths = []
+        for y in products:  # (K, N_L)
+            solution = torch.cholesky_solve(y[..., None], self.factor)[..., 0]
+            lengths.append((y * solution).sum().to(g.device))
+        return lengths
+
+    def times(self, k: int, x: Tensor) -> Tensor:
+        """G x of block k, (p,) -> (N_L,), in float64."""
+        return self.G[k].double() @ x.to(self.G.device).double()
 
 
-def agreement(q: Tensor, g: Tensor, s: State, G: Tensor) -> list[Tensor]:
-    """The numbers of a step in `Log`, from |q|/|g| to the distance; and |q| of each block.
-
-    q, g (K, p), G (K, N_L, p).
-    """
-    cosine = torch.cosine_similarity(q.flatten(), g.flatten(), 0)
-    at_g, at_q = within(G, torch.stack([g, q], 1))
+def agreement(g: Tensor, q: Tensor, span: Span) -> dict[str, Tensor]:
+    """How q differs from g, both (K, p): the fields of `UpperStep` from q_over_g to removed."""
+    Pg, Pq = span.squared_lengths(g, q)
     length = g.double().norm().clamp_min(1e-300)  # g may be 0
-    share, removed = at_g / length / length, (at_g - at_q) / at_g.clamp_min(1e-300)
-    distance = (s.theta_P - s.theta_D).detach().norm()
-    return [q.norm() / length, cosine, share, removed, distance, q.norm(dim=1)]
+    return {
+        "q_over_g": q.norm() / length,
+        "cosine": torch.cosine_similarity(q.flatten(), g.flatten(), 0),
+        "share": Pg / length / length,
+        "removed": (Pg - Pq) / Pg.clamp_min(1e-300),
+        "q_norms": q.norm(dim=1),
+    }
 
 
-def numbers(where: str, rows: list[list[Tensor]], width: int) -> list[list[float]]:
-    """A level's numbers as `width` lists by step. With G on the GPU, the CPU waits only here.
+def columns(
+    names: Sequence[str], rows: Sequence[tuple[Tensor, ...]], where: str
+) -> dict[str, list[float]]:
+    """The steps of a level as a list of numbers by name; of a vector, its first number.
 
-    A row belongs to a step: `width` scalars and, if wanted, a vector with a number for each block
-    of the hypergradient. Raises Diverged naming the first step, and block, that is not finite.
+    A row has a tensor for each name; only the last one may be a vector, a number for each block of
+    the hypergradient. Raises Diverged, which names the first step (`where` says of what), and the
+    first block, that is not finite.
     """
-    vectors = [torch.cat([x.detach().double().flatten() for x in row]) for row in rows]
-    steps = torch.stack(vectors).tolist() if rows else []
-    for step, values in enumerate(steps, 1):
-        if not all(map(math.isfinite, values)):
-            bad = [k for k, x in enumerate(values[width:]) if not math.isfinite(x)]
-            block = f", hypergradient of block {bad[0]}" if bad and math.isfinite(values[0]) else ""
-            raise Diverged(f"{where}, step {step}{block}: a loss or gradient is not finite")
-    return [[values[k] for values in steps] for k in range(width)]
+    if not rows:
+        return {name: [] for name in names}
+    table = read(rows)
+    for step, values in enumerate(table, 1):
+        if all(map(math.isfinite, values)):
+            continue
+        block = ""
+        if len(values) > len(names) and math.isfinite(values[0]):  # the loss itself is finite
+            norms = values[len(names) - 1 :]
+            bad = [k for k, norm in enumerate(norms) if not math.isfinite(norm)]
+            block = f", hypergradient of block {bad[0]}" if bad else ""
+        raise Diverged(f"{where}, step {step}{block}: a loss or gradient is not finite")
+    return {name: [values[k] for values in table] for k, name in enumerate(names)}
+
+
+def read(rows: Sequence[tuple[Tensor, ...]]) -> list[list[float]]:
+    """The numbers of all rows, one transfer from the device: here the CPU waits for the GPU."""
+    vectors = []
+    for row in rows:
+        vectors.append(torch.cat([x.detach().double().flatten() for x in row]))
+    numbers: list[list[float]] = torch.stack(vectors).tolist()
+    return numbers

@@ -1,14 +1,27 @@
-"""Conjugate gradients: the hypergradient of BiSSL, BiSSLight's predecessor (App. D.2.1).
+"""What M-FAC is compared with: BiSSL's conjugate gradients, no curvature, and the dense inverse.
 
-With c = λ + damping and H the Hessian of the pretext loss at θ_P, CG takes a few iterations on
+    cg          BiSSL, BiSSLight's predecessor (App. D.2.1): a few Hessian-vector products a query
+    identity    q = g, no curvature at all; a control that the paper does not have
+    exact       Eq. 5 with the dense Hessian, for small θ
+
+All have one signature, that of `mfac.mfac`: (G, λ, H) -> inverse, a function g -> q. `H()` returns
+the Hessian-vector product of the last pretext batch, a function u -> H u. It is asked for when it
+is needed, because it keeps the graph of a whole pretext pass alive as long as it is in use.
+
+    G    G       (K, m, p)   stored gradients; `identity` and `cg` do not use them
+    lam  λ       scalar > 0  coupling of Eq. 4
+    g    ∇L^D    (K, p)      query: the downstream gradient at θ_P (l.12)
+    q    q       (K, p)      ≈ λ (H + λI)⁻¹ g (l.13)
+
+Conjugate gradients work with c = λ + damping, λ + 1 in the paper and as released, and take a few
+iterations on
 
     (I + H/c) x = g,   whose solution is x = c (H + cI)⁻¹ g,
 
-each with one exact Hessian-vector product through the whole pretext pass. The released program
-returns x, so the factor before the inverse is c. Eq. 5 has λ, which gives x λ/c: see `prefactor`.
+each with one Hessian-vector product through the whole pretext pass. The released program returns x,
+so the factor before the inverse is c. Eq. 5 has λ, which gives x λ/c: see `prefactor`.
 
-    g    ∇L^D at θ_P, the query (l.12)          x, q  the result
-    c    λ + 1 in the paper and as released     d, r  search direction and residual
+This file needs torch alone.
 """
 
 import math
@@ -18,7 +31,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Map = Callable[[Tensor], Tensor]  # of a tensor like θ: d -> H d, g -> q
+Map = Callable[[Tensor], Tensor]  # of a tensor (K, p): u -> H u, g -> q
 
 
 def conjugate_gradients(
@@ -27,34 +40,45 @@ def conjugate_gradients(
     """`iterations` steps of conjugate gradients on A x = g from x = 0; g and x are flat (P,).
 
     Args:
-        product: d -> A d, A symmetric and positive definite.
+        product: u -> A u, A symmetric and positive definite.
+        g: the right side, not modified.
+        iterations: how many products are taken.
         sizes: None is plain CG. g is divided by |g| first, so that |g| makes no difference; g = 0
-            gives x = 0. Otherwise these are the lengths of the tensors that g consists of, and α
-            and β are computed for each tensor, while A d is the product with all of A. The released
-            program does this; it is a heuristic that need not converge to the solution. g is then
-            not divided by |g|, so for a small g the 1e-12 in the denominators changes the result.
+            gives x = 0. Otherwise these are the lengths of the tensors that g consists of, and the
+            step sizes α and β are computed for each tensor, while A u is the product with all of A.
+            The released program does this; it is a heuristic that need not converge to the
+            solution. g is then not divided by |g|, so for a small g the 1e-12 in the denominators
+            changes the result.
 
-    >>> conjugate_gradients(lambda d: 2 * d, torch.tensor([4.0, 6.0], dtype=torch.float64), 1)
+    >>> conjugate_gradients(lambda u: 2 * u, torch.tensor([4.0, 6.0], dtype=torch.float64), 1)
     tensor([2.0000, 3.0000], dtype=torch.float64)
     """
-    parts = list(sizes or [len(g)])
-    length = torch.linalg.vector_norm(g, dtype=torch.float64)  # squares may vanish in float32
-    scale = torch.where((length > 0) & (sizes is None), length, 1.0)
-    tiny = 1e-14 if sizes is None else 1e-12  # in both denominators: nothing is divided by zero
+    scale: Tensor | float = 1.0
+    tiny = 1e-12  # in both denominators: nothing is divided by zero
+    if sizes is None:
+        length = torch.linalg.vector_norm(g, dtype=torch.float64)  # squares may vanish in float32
+        scale = torch.where(length > 0, length, 1.0)
+        tiny = 1e-14
+    lengths = list(sizes or [len(g)])
 
     def dot(a: Tensor, b: Tensor) -> Tensor:
-        """One product per tensor, each repeated over the tensor's entries."""
-        return torch.cat([piece.sum().expand_as(piece) for piece in (a * b).split(parts)])
+        """One inner product per tensor, each repeated over the tensor's entries."""
+        pieces = (a * b).split(lengths)
+        return torch.cat([piece.sum().expand_as(piece) for piece in pieces])
 
-    r = (g / scale).to(g.dtype)
-    x, d = torch.zeros_like(g), r
-    rr = dot(r, r)
+    x = torch.zeros_like(g)
+    residual = (g / scale).to(g.dtype)
+    direction = residual
+    rr = dot(residual, residual)
     for _ in range(iterations):
-        Ad = product(d)
-        alpha = rr / (dot(d, Ad) + tiny)
-        x, r = x + alpha * d, r - alpha * Ad
-        before, rr = rr, dot(r, r)
-        d = r + rr / (before + tiny) * d
+        A_direction = product(direction)
+        alpha = rr / (dot(direction, A_direction) + tiny)
+        x = x + alpha * direction
+        residual = residual - alpha * A_direction
+        rr_before = rr
+        rr = dot(residual, residual)
+        beta = rr / (rr_before + tiny)
+        direction = residual + beta * direction
     return (x * scale).to(g.dtype)
 
 
@@ -70,8 +94,9 @@ def cg(
     """BiSSL's hypergradient: (G, λ, H) -> inverse, a function g (K, p) -> q (K, p).
 
     Args:
-        G: not used; lam: λ > 0 (ValueError otherwise).
-        H: `H()` returns the function d -> H d in full precision; it is called once per query.
+        G: not used.
+        lam: λ > 0 (ValueError otherwise).
+        H: `H()` returns the function u -> H u in full precision; it is called once per query.
         iterations, sizes: as in `conjugate_gradients`.
         damping: c = λ + damping.
         prefactor: `c` returns c (H + cI)⁻¹ g, as released; `lambda` λ (H + cI)⁻¹ g, as in Eq. 5.
@@ -80,11 +105,15 @@ def cg(
     c = lam + damping
 
     def inverse(g: Tensor) -> Tensor:
-        product = H()  # for this solve alone: its graph must not lie beside the upper level's
-        x = conjugate_gradients(
-            lambda d: d + product(d.view_as(g)).flatten() / c, g.flatten(), iterations, sizes
-        )
-        return (x if prefactor == "c" else x * (lam / c)).view_as(g)
+        hessian_product = H()  # for this solve alone: its graph must not outlive it
+
+        def product(u: Tensor) -> Tensor:  # u -> (I + H/c) u
+            return u + hessian_product(u.view_as(g)).flatten() / c
+
+        x = conjugate_gradients(product, g.flatten(), iterations, sizes)
+        if prefactor == "lambda":
+            x = x * (lam / c)
+        return x.view_as(g)
 
     return inverse
 
@@ -95,7 +124,11 @@ def identity(G: Tensor, lam: float, H: object = None) -> Map:
     A control; the paper does not have it. The returned q is a copy.
     """
     check(lam)
-    return Tensor.clone
+
+    def inverse(g: Tensor) -> Tensor:
+        return g.clone()
+
+    return inverse
 
 
 def exact(G: Tensor, lam: float, H: Callable[[], Map]) -> Map:
@@ -108,23 +141,26 @@ def exact(G: Tensor, lam: float, H: Callable[[], Map]) -> Map:
 
     Args:
         G: (K, m, p); only its shape is used.
-        lam: λ > 0.
-        H: `H()` returns the function d -> H d.
+        lam: λ > 0 (ValueError otherwise).
+        H: `H()` returns the function u -> H u.
     """
     check(lam)
-    product, shape = H(), G.shape[::2]  # (K, p)
-    units = torch.eye(shape.numel(), dtype=G.dtype, device=G.device)
-    dense = torch.stack([product(e.view(shape)).flatten() for e in units]).double()
-    dense.diagonal().add_(lam)
+    K, _, p = G.shape
+    product = H()
+    columns = []
+    for unit in torch.eye(K * p, dtype=G.dtype, device=G.device):
+        columns.append(product(unit.view(K, p)).flatten())
+    system = torch.stack(columns).double()
+    system.diagonal().add_(lam)
 
     def inverse(g: Tensor) -> Tensor:
-        x = torch.linalg.solve(dense, g.double().flatten())
+        x = torch.linalg.solve(system, g.double().flatten())
         return (lam * x).view_as(g).to(g)  # type: ignore[no-any-return]
 
     return inverse
 
 
 def check(lam: float) -> None:
-    """λ couples the levels; ValueError unless it is finite and above 0."""
+    """λ couples the two levels; ValueError unless it is finite and above 0."""
     if not 0 < lam < math.inf:
         raise ValueError(f"lambda must be a finite number above 0, got {lam}")

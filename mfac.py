@@ -17,9 +17,12 @@ so the inverse needs no Hessian-vector product. Two ways to compute it give the 
                                     none, so it can be added to m
     g, q    ∇L^D, q  (K, p)         query and result; units 1/θ
 
-`identity` and `exact` are two more hypergradients to compare with. All have one signature:
-(G, λ, H) -> inverse, a function g -> q. `H()` returns the Hessian-vector product, a function
-d -> H d, which M-FAC does not use. This file needs torch alone.
+A block is a row of θ: all K rows have the same number p of entries. Where layers differ in size,
+call `mfac` once for each layer, with K = 1.
+
+Both functions have the signature of every hypergradient here: (G, λ, H) -> inverse, where inverse
+is a function g -> q. H is for those that need Hessian-vector products; M-FAC does not use it. This
+file needs torch alone.
 
     >>> G = torch.tensor([[[2.0]]])  # one block, one gradient, one parameter
     >>> mfac(G, lam=1.0)(torch.tensor([[5.0]]))  # λ g / (2² / 1 + λ) = 5 / 5
@@ -28,13 +31,14 @@ d -> H d, which M-FAC does not use. This file needs torch alone.
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 Partition = Literal["layer", "projection", "matrix", "global"]
-Map = Callable[[Tensor], Tensor]  # of a tensor (K, p): g -> q, d -> H d
+Map = Callable[[Tensor], Tensor]  # of a tensor (K, p): g -> q
+PARTS = {"layer": 1, "projection": 2, "matrix": 4, "global": 1}  # blocks that a row is cut into
 
 CHUNK = 16_384  # columns of G that are converted to float64 at a time, so that the copy is small
 
@@ -44,9 +48,15 @@ class Block(NamedTuple):
 
     v: Tensor  # (i, p)  v_i = F̂⁻¹_{i−1} g_i, in float64 whatever the gradients' dtype is
     d: Tensor  # (i,)    d_i = v_iᵀ g_i
+    m: int  # N_L: how many gradients there will be in the end; i of them are in v and d so far
 
 
-def extend(M: Block, grad: Tensor, m: int, lam: float) -> Block:
+def empty_block(m: int, p: int) -> Block:
+    """M before the first of m gradients of p numbers."""
+    return Block(torch.empty(0, p).double(), torch.empty(0).double(), m)
+
+
+def extend(M: Block, grad: Tensor, lam: float) -> Block:
     """Eq. 7 for one more gradient: the online variant (App. B), usable inside the lower level.
 
         v_i = g_i/λ − Σ_{j<i} v_j (v_jᵀ g_i) / (m + d_j),        d_i = v_iᵀ g_i
@@ -56,67 +66,86 @@ def extend(M: Block, grad: Tensor, m: int, lam: float) -> Block:
     Args:
         M: what the gradients before this one gave, v (i − 1, p) and d (i − 1,). Not modified.
         grad: g_i (p,), before λ(θ_P − θ_D) is added (l.6 comes before l.7). Not modified.
-        m: N_L, how many gradients there will be in the end.
         lam: λ > 0.
-    Returns v (i, p) and d (i,), new tensors.
+
+    Returns:
+        M with v (i, p) and d (i,), new tensors.
+
+    Raises:
+        ValueError: M has all of its m gradients already.
     """
+    if len(M.d) == M.m:
+        raise ValueError(f"M holds all of its m = {M.m} gradients; start with an empty block")
     grad = grad.double()
-    v = grad / lam - M.v.T @ ((M.v @ grad) / (m + M.d))
-    return Block(torch.cat([M.v, v[None]]), torch.cat([M.d, (v @ grad)[None]]))
+    v = grad / lam - M.v.T @ ((M.v @ grad) / (M.m + M.d))  # (p,)
+    d = v @ grad
+    return Block(torch.cat([M.v, v[None]]), torch.cat([M.d, d[None]]), M.m)
 
 
 def precompute(grads: Tensor, lam: float) -> Block:
     """Line 10 for one block: Eq. 7 over all of its stored gradients (m, p), in their order.
 
     >>> precompute(torch.tensor([[2.0]]), lam=1.0)  # v = 2/1, d = 2·2
-    Block(v=tensor([[2.]], dtype=torch.float64), d=tensor([4.], dtype=torch.float64))
+    Block(v=tensor([[2.]], dtype=torch.float64), d=tensor([4.], dtype=torch.float64), m=1)
     """
-    M = Block(grads.new_empty(0, grads.shape[1]).double(), grads.new_empty(0).double())
+    m, p = grads.shape
+    M = empty_block(m, p)
+    M = M._replace(v=M.v.to(grads.device), d=M.d.to(grads.device))
     for grad in grads:
-        M = extend(M, grad, len(grads), lam)
+        M = extend(M, grad, lam)
     return M
 
 
 def apply(M: Block, g: Tensor, lam: float) -> Tensor:
     """Line 13 for one block, Eq. 10: q = g − λ Σ_j v_j (v_jᵀ g) / (m + d_j), (p,) -> (p,).
 
+    Raises ValueError if M does not have all of its m gradients yet: the sum of Eq. 10 is over all.
+
     >>> M = precompute(torch.tensor([[2.0]]), lam=1.0)
     >>> apply(M, torch.tensor([5.0]), lam=1.0)  # 5 − 2·(2·5)/(1 + 4)
     tensor([1.])
     """
+    if len(M.d) < M.m:
+        raise ValueError(f"M holds {len(M.d)} of m = {M.m} gradients; extend it with the rest")
     x = g.double()
-    return (x - lam * (M.v.T @ ((M.v @ x) / (len(M.d) + M.d)))).to(g.dtype)
+    q = x - lam * (M.v.T @ ((M.v @ x) / (M.m + M.d)))
+    return q.to(g.dtype)
 
 
 def recursion(G: Tensor, lam: float, H: object = None, partition: Partition = "layer") -> Map:
-    """M-FAC as the paper writes it: the same q as `mfac`, but all v_i are stored besides G.
+    """M-FAC as the paper writes it, block after block: the same q as `mfac`.
 
-    Arguments and result are those of `mfac`; v is float64 and has twice the bytes of a float32 G.
+    Arguments, result and errors are those of `mfac`. The v_i are kept in float64 beside G, so they
+    take twice the bytes of a float32 G. That is a choice of this function, made to leave G as it
+    is: v_i could also be written over g_i.
     """
     check(lam)
-    M = [precompute(grads, lam) for grads in blocks(G, partition).flatten(0, 1)]  # l.10
+    check_gradients(G, partition)
+    M = [precompute(grads, lam) for grads in joined(blocks(G, partition), partition)]  # l.10
 
     def inverse(g: Tensor) -> Tensor:  # l.13
-        parts = blocks(g.to(G.device)[:, None], partition)  # (K, n, 1, c)
-        q = [apply(M_k, g_k[0], lam) for M_k, g_k in zip(M, parts.flatten(0, 1), strict=True)]
+        check_query(g, G)
+        parts = joined(blocks(g.to(G.device)[:, None], partition), partition)  # (blocks, 1, c)
+        q = [apply(M_k, g_k[0], lam) for M_k, g_k in zip(M, parts, strict=True)]
         return torch.stack(q).view_as(g).to(g)
 
     return inverse
 
 
-def mfac(G: Tensor, lam: float, H: object = None, partition: Partition = "layer") -> Map:
+def mfac(G: Tensor, lam: float, H: object = None, partition: Partition = "layer") -> "Inverse":
     """BiSSLight's hypergradient (Algorithm 1, l.10 and l.13) in closed form.
 
         q = λ (GᵀG/m + λI)⁻¹ g = g − Gᵀ (mλI + GGᵀ)⁻¹ G g        in every block
 
-    The two sides are equal by Woodbury's identity, so this is Eq. 10 without storing the v_i and
-    without m passes over them: one m x m Cholesky factor per block at line 10, two products with G
-    at line 13. Sums run in float64: float32 sums lose all digits for nearly collinear gradients.
+    The two sides are equal by Woodbury's identity, so the result is that of Eq. 10. Line 10 is one
+    product of G with itself and one m x m Cholesky factor per block, line 13 two products with G;
+    each of these steps does all blocks at once. Sums run in float64: where gradients are nearly
+    collinear, sums in float32 lose all digits, in this form and in the recursion.
 
     Args:
-        G: (K, m, p), float32 or float64, rows before λ(θ_P − θ_D) is added. Not copied (but for
-            `global`) and never written: leave it unchanged while the returned function is used.
-        lam: λ > 0 (ValueError otherwise).
+        G: (K, m, p), float32 or float64, rows before λ(θ_P − θ_D) is added. Not copied and never
+            written: leave it unchanged while the returned function is used.
+        lam: λ > 0.
         H: not used.
         partition: what a block is. `layer`: a row of θ, K blocks (the paper's, App. C.3);
             `projection`: query LoRA, value LoRA, 2K; `matrix`: A and B of each, 4K; `global`: one.
@@ -125,42 +154,111 @@ def mfac(G: Tensor, lam: float, H: object = None, partition: Partition = "layer"
         g (K, p) -> q (K, p), on g's device and in its dtype; g is not modified. Where a block's
         system cannot be solved (a gradient is not finite, or λ far too small), its part of q is
         NaN. Nothing is raised, because raising would make the CPU wait for the GPU.
+
+    Raises:
+        ValueError: λ is not above 0, G is not (K, m, p), p cannot be cut, or g is not (K, p).
     """
     check(lam)
-    B = blocks(G, partition)  # (K, n, m, c)
-    S: Any = sum(c @ c.mT for c in map(Tensor.double, B.split(CHUNK, -1)))  # G Gᵀ
-    S.diagonal(dim1=-2, dim2=-1).add_(B.shape[2] * lam)  # mλI + GGᵀ, positive definite
-    L, failed = torch.linalg.cholesky_ex(S)  # (K, n, m, m); it reports instead of raising
-    L = L.masked_fill((failed != 0)[..., None, None], math.nan)
+    check_gradients(G, partition)
+    return Inverse(G, lam, partition)
 
-    def inverse(g: Tensor) -> Tensor:
-        x = blocks(g.to(G.device)[:, None], partition)  # (K, n, 1, c)
-        parts = [*zip(B.split(CHUNK, -1), x.split(CHUNK, -1), strict=True)]
-        Gg: Any = sum(c.double() @ y.double().mT for c, y in parts)  # (K, n, m, 1)
-        w = torch.cholesky_solve(Gg, L).mT  # (K, n, 1, m)
-        q = [(y.double() - w @ c.double()).to(g.dtype) for c, y in parts]
+
+class Inverse:
+    """What line 10 leaves for line 13: a function g (K, p) -> q (K, p).
+
+    The log of Algorithm 1 reads two more things here, since they were computed anyway: the products
+    of the stored gradients with each other, and with the last g and its q.
+    """
+
+    gram: Tensor  # (K, m, m) G Gᵀ of every row of θ, float64
+    products: tuple[Tensor, Tensor] | None  # G g and G q of the last query, (K, m) each, float64
+
+    def __init__(self, G: Tensor, lam: float, partition: Partition) -> None:
+        self.G = G
+        self.partition: Partition = partition
+        self.cut = blocks(G, partition)  # (K, n, m, c), a view of G
+        m = G.shape[1]
+        grams = G.new_zeros(*self.cut.shape[:2], m, m, dtype=torch.float64)  # (K, n, m, m)
+        for columns in self.cut.split(CHUNK, -1):  # float64 sums without a float64 copy of G
+            columns = columns.double()
+            grams += columns @ columns.mT
+        self.grams = grams
+        self.gram = grams.sum(1)
+        self.products = None
+        system = self.over_blocks(grams).clone()
+        system.diagonal(dim1=-2, dim2=-1).add_(m * lam)  # mλI + GGᵀ, positive definite
+        factor, failed = torch.linalg.cholesky_ex(system)  # it reports instead of raising
+        self.factor = factor.masked_fill((failed != 0)[..., None, None], math.nan)
+
+    def __call__(self, g: Tensor) -> Tensor:
+        """Line 13: q of g."""
+        check_query(g, self.G)
+        query = blocks(g.to(self.G.device)[:, None], self.partition)  # (K, n, 1, c)
+        pieces = list(zip(self.cut.split(CHUNK, -1), query.split(CHUNK, -1), strict=True))
+        Gg = torch.zeros_like(self.grams[..., :1])  # (K, n, m, 1)
+        for rows, x in pieces:
+            Gg += rows.double() @ x.double().mT
+        w = torch.cholesky_solve(self.over_blocks(Gg), self.factor)  # (mλI + GGᵀ)⁻¹ G g
+        q = []
+        for rows, x in pieces:
+            piece = x.double() - w.mT @ rows.double()  # g − Gᵀ w
+            q.append(piece.to(g.dtype))
+        Gq = Gg - self.grams @ w  # G q = G g − GGᵀ w
+        self.products = Gg.sum(1)[..., 0], Gq.sum(1)[..., 0]
         return torch.cat(q, -1).view_as(g).to(g)
 
-    return inverse
+    def over_blocks(self, x: Tensor) -> Tensor:
+        """Sums x (K, n, ...) over all rows if all of θ is one block; otherwise x itself."""
+        if self.partition == "global":
+            return x.sum((0, 1), keepdim=True)
+        return x
 
 
 def blocks(x: Tensor, partition: Partition) -> Tensor:
-    """Cut m rows of every layer into the n blocks of a partition: (K, m, p) -> (K, n, m, c).
+    """Cut every row of θ into the n blocks of a partition: (K, m, p) -> (K, n, m, c), a view.
 
-    A layer's p numbers are A_q, B_qᵀ, A_v, B_vᵀ, so its blocks are n parts of c = p / n numbers.
-    `global` gives (1, 1, m, K p). A view where memory allows it. With m = 1, as for a query g, the
-    numbers keep their order, so that viewing the result as (K, p) puts the blocks together again.
+    A row's p numbers are A_q, B_qᵀ, A_v, B_vᵀ, so its blocks are n parts of c = p / n numbers.
+    `global` cuts nothing here: its rows are joined later. For a query g, pass g[:, None], so that
+    m = 1; `.view(K, p)` then puts the blocks together again.
 
-    >>> blocks(torch.zeros(12, 20, 64), "projection").shape
-    torch.Size([12, 2, 20, 32])
+    >>> blocks(torch.arange(8.0).view(1, 2, 4), "projection")  # one row of θ, two gradients
+    tensor([[[[0., 1.],
+              [4., 5.]],
+    <BLANKLINE>
+             [[2., 3.],
+              [6., 7.]]]])
     """
+    return x.unflatten(-1, (PARTS[partition], -1)).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+def joined(cut: Tensor, partition: Partition) -> Tensor:
+    """All blocks one after the other: (K, n, m, c) -> (K n, m, c); `global`: (1, m, K c)."""
     if partition == "global":
-        return x.transpose(0, 1).reshape(1, 1, x.shape[1], -1)
-    n = {"layer": 1, "projection": 2, "matrix": 4}[partition]
-    return x.unflatten(-1, (n, -1)).transpose(1, 2)  # type: ignore[no-any-return]
+        return cut[:, 0].transpose(0, 1).flatten(1)[None]
+    return cut.flatten(0, 1)
 
 
 def check(lam: float) -> None:
     """λ couples the levels and damps the Fisher matrix; ValueError unless finite and above 0."""
     if not 0 < lam < math.inf:
         raise ValueError(f"lambda must be a finite number above 0, got {lam}")
+
+
+def check_gradients(G: Tensor, partition: Partition) -> None:
+    """ValueError unless G is (K, m, p) and a row can be cut as the partition says."""
+    if G.ndim != 3 or 0 in G.shape:
+        raise ValueError(f"G must be (K, m, p), m gradients of K blocks; got {tuple(G.shape)}")
+    if partition not in PARTS:
+        raise ValueError(f"partition {partition!r} is unknown; there are {', '.join(PARTS)}")
+    parts = PARTS[partition]
+    if G.shape[2] % parts:
+        raise ValueError(f"p = {G.shape[2]} numbers cannot be cut into {parts} equal parts")
+
+
+def check_query(g: Tensor, G: Tensor) -> None:
+    """ValueError unless g (K, p) has the blocks of G (K, m, p)."""
+    K, _, p = G.shape
+    if g.shape != (K, p):
+        raise ValueError(
+            f"g must have the K = {K} blocks of p = {p} numbers that G has; got {tuple(g.shape)}"
+        )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from align import begin, hypergradient
-from bisslight import algorithm_1
+from bisslight import Passes, algorithm_1
 from config import AlignConfig, Record, make
 from extras import MEMORY
 from lora import Backbone, Examples, downstream_loss, init_head, init_theta
@@ -78,4 +78,4 @@ def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Any]:
     upper = repeat(Examples(images[: cfg.d_batch], labels))
     inverse, loss_D = hypergradient(cfg, theta), partial(downstream_loss, network)
     amp = cfg.amp and device.type == "cuda"
-    return algorithm_1(s, cfg, task, loss_D, inverse, lower, upper, cfg.micro_batch, amp)
+    return algorithm_1(s, cfg, task, loss_D, inverse, lower, upper, Passes(cfg.micro_batch, amp))

@@ -11,7 +11,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from bisslight import Loss, Phi, numbers, value_and_grad
+from bisslight import Loss, Passes, Phi, columns
 
 RateFn = Callable[[float, float], float]  # (step, base value) -> value at that step
 
@@ -109,12 +109,15 @@ def trained(
     tensors = [tensor for group in opt.groups for tensor in group.tensors]
     amp = cfg.amp and tensors[0].is_cuda
 
-    def step(batch: Any) -> list[Tensor]:
-        value, *found = value_and_grad(loss, tensors, batch, cfg.micro_batch, amp)
-        return [value, opt.update(tensors, found)]
+    passes = Passes(cfg.micro_batch, amp)
+
+    def step(batch: Any) -> tuple[Tensor, Tensor]:
+        value, found = passes.value_and_gradients(loss, tensors, batch)
+        return value, opt.update(tensors, found)
 
     while rows := [step(batch) for batch in itertools.islice(batches, piece)]:
-        losses, _ = numbers(f"{what}, the {len(rows)} steps up to {opt.step}", rows, 2)
+        where = f"{what}, the {len(rows)} steps up to {opt.step}"
+        losses = columns(("loss", "norm"), rows, where)["loss"]
         yield {"step": -(-opt.step // piece), "loss": fmean(losses)}
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import hypergradients
 import mfac
-from bisslight import gradients
+from bisslight import Passes
 from config import BACKBONES
 from ijepa import IJEPA, Predictor
 from lora import Backbone, factors, merge
@@ -286,8 +286,8 @@ def test_6_a_contrastive_gradient_in_parts_is_that_of_the_whole_batch() -> None:
     seen.clear()
     close(cached_gradient(embed, loss, theta, images, 3), expected, 1e-10)
     assert max(seen) <= 3
-    _, apart, _ = gradients(
-        lambda theta, _, b: loss(embed(theta, b.images)), theta, {}, Batch(images), 4
+    _, apart, _ = Passes(4).gradients(
+        lambda theta, _, b: loss(embed(theta, b.images)), theta, {}, Batch(images)
     )
     assert float((apart - expected).norm() / expected.norm()) > 0.1
 

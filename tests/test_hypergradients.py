@@ -11,7 +11,7 @@ from conftest import close, recorded
 from replay import head_flat, recording, state_of, steps_of, to_theta, upper_batches
 from torch import Tensor
 
-from bisslight import algorithm_1, hessian
+from bisslight import Passes, algorithm_1
 from hypergradients import cg, conjugate_gradients, exact
 from mae import Batch
 from mfac import mfac
@@ -31,7 +31,7 @@ def test_solves_equal_the_recorded_ones(name: str) -> None:
 
     theta = torch.cat([rec[k].flatten() for k in ("W1", "b1", "W2", "b2")])[None]
     q, lam, damping = rec["q"][None], float(rec["lam"]), float(rec["damping"])
-    H = partial(hessian, loss, theta, {}, (X, y))
+    H = partial(Passes().hessian, loss, theta, {}, (X, y))
     for kind, parts in (("joint", None), ("layerwise", sizes)):
         for key in [k for k in rec.arrays if k.startswith(f"x_{kind}_iter")]:
             k = int(key.removeprefix(f"x_{kind}_iter"))
@@ -59,7 +59,7 @@ def test_a_recorded_bissl_run_is_reproduced() -> None:
     def released(G: Tensor, lam: float, H: Any) -> Any:
         def product(d: Tensor) -> Tensor:
             batch = Batch(images[0], next(noise))
-            return hessian(r.task.loss, r.theta, r.phi_P, batch)(d)
+            return Passes().hessian(r.task.loss, r.theta, r.phi_P, batch)(d)
 
         inverse = cg(G, lam, lambda: product, m["cg_iter"], m["cg_damp"], "c", sizes)
 
@@ -147,7 +147,9 @@ def test_a_batch_in_one_part_is_passed_once_a_solve(micro: int | None, calls: in
         return (theta**4).sum() * batch.images.mean()
 
     theta, images = torch.ones(2, 2), torch.ones(4, 1)
-    inverse = cg(theta, 0.1, partial(hessian, loss, theta, {}, Batch(images, images), micro), 5)
+    inverse = cg(
+        theta, 0.1, partial(Passes(micro).hessian, loss, theta, {}, Batch(images, images)), 5
+    )
     for _ in range(3):
         inverse(theta)
     assert len(seen) == calls

@@ -12,7 +12,7 @@ from conftest import close, fixture, recorded
 from torch import Tensor
 
 import ijepa
-from bisslight import hessian, value_and_grad
+from bisslight import Passes
 from config import BACKBONES, Arch
 from data import rng
 from ijepa import IJEPA, Batch, block_size, multiblock
@@ -88,7 +88,7 @@ def test_predictions_loss_and_gradients_equal_the_official_ones(
     expected = IO.group(f"grad_{name}")
     assert len(expected) == 9
     wanted = [named[key] for key in expected]
-    loss, *found = value_and_grad(partial(t.loss, None, t.phi), wanted, batch, micro)
+    loss, found = Passes(micro).value_and_gradients(partial(t.loss, None, t.phi), wanted, batch)
     close(loss, IO[f"loss_{name}_f64"], 1e-9)
     for gradient, tensor in zip(found, expected.values(), strict=True):
         close(gradient, tensor, 1e-9)
@@ -120,7 +120,9 @@ def test_training_follows_the_recorded_trajectory(micro: int | None) -> None:
     for i in range(6):
         masks = [IO[f"traj_{kind}_idx_{i}"].long().transpose(0, 1) for kind in ("enc", "pred")]
         batch = t.prepare(IO["imgs"], *masks)
-        loss, *found = value_and_grad(partial(t.loss, None, t.phi), [*named.values()], batch, micro)
+        loss, found = Passes(micro).value_and_gradients(
+            partial(t.loss, None, t.phi), [*named.values()], batch
+        )
         opt.update([*named.values()], found)
         t.after_step(None)
         losses.append(loss)
@@ -184,7 +186,7 @@ def test_the_loss_is_twice_differentiable_in_theta() -> None:
     t = aligning(theta)
     batch = t.prepare(IMAGES, *t.draw(len(IMAGES), rng(1, "x")))
     d = torch.randn(theta.shape, generator=rng(2, "x")).double()
-    product = hessian(t.loss, theta, t.phi, batch, 2)(d)
+    product = Passes(2).hessian(t.loss, theta, t.phi, batch)(d)
     ends = [(theta + sign * 1e-5 * d).requires_grad_() for sign in (1, -1)]
     g = [torch.autograd.grad(t.loss(end, t.phi, batch), end)[0] for end in ends]
     close(product, (g[0] - g[1]) / 2e-5, 1e-6)

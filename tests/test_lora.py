@@ -15,7 +15,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 import lora
-from bisslight import gradients
+from bisslight import Passes
 from config import BACKBONES
 from data import rng
 from lora import Backbone, drop_path, factors, init_head, init_theta
@@ -154,7 +154,7 @@ def test_processes_that_share_a_batch_have_moments_and_gradients_of_the_whole(
         stats = {name: x.double() for name, x in lora.init_norm(24)[1].items()}
         loss = partial(lora.downstream_loss, Backbone(VIT), stats=stats, regularise=True)
         examples = lora.Examples(IMAGES[mine], targets[mine])
-        value, g, g_phi = gradients(loss, theta, phi, examples)
+        value, g, g_phi = Passes().gradients(loss, theta, phi, examples)
         return [value, g, *g_phi.values(), *stats.values()]
 
     def child(rank: int) -> None:

@@ -8,7 +8,7 @@ from conftest import close, fixture, recorded
 from torch import Tensor
 
 import mae
-from bisslight import value_and_grad
+from bisslight import Passes
 from config import BACKBONES, Arch
 from lora import Backbone
 from mae import MAE, Batch
@@ -57,7 +57,9 @@ def test_masks_predictions_losses_and_gradients_equal_the_official_ones(
     close(t.backbone(IMAGES, keep=keep), IO[f"latent_masked_{percent}_f64"], 1e-9)
     close(prediction, IO[f"pred_{percent}_f64"], 1e-9)
     named = trained(t)
-    value, *found = value_and_grad(partial(t.loss, None, t.phi), [*named.values()], BATCH, micro)
+    value, found = Passes(micro).value_and_gradients(
+        partial(t.loss, None, t.phi), [*named.values()], BATCH
+    )
     close(value, IO[f"loss_{percent}_{loss}_f64"], 1e-9)
     gradients, expected = dict(zip(named, found, strict=True)), IO.group(f"grad_{percent}_{loss}")
     assert len(expected) == 10
@@ -83,7 +85,9 @@ def test_pretraining_follows_the_official_adamw_trajectory(micro: int | None) ->
     losses = []
     for noise in IO["traj_noise"].double():
         batch = Batch(IMAGES, noise)
-        loss, *found = value_and_grad(partial(t.loss, None, t.phi), [*named.values()], batch, micro)
+        loss, found = Passes(micro).value_and_gradients(
+            partial(t.loss, None, t.phi), [*named.values()], batch
+        )
         opt.update([*named.values()], found)
         losses.append(loss)
     close(torch.stack(losses), IO["traj_loss_f64"], 1e-9)
