@@ -14,7 +14,7 @@ token (`lora.Backbone`). The networks' tensors have the official names and shape
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -48,21 +48,28 @@ class IJEPA:
 
     def __init__(
         self,
-        backbone: Any,
+        backbone: nn.Module,
         predictor: "Predictor",
-        masks: Any,
+        masks: "Masks",
         ema: tuple[float, float],
         theta: Tensor | None,
-        teacher: Any = None,
+        teacher: nn.Module | None = None,
     ) -> None:
-        self.backbone, self.predictor, self.masks, self.ema = backbone, predictor, masks, ema
+        self.backbone = backbone
+        self.predictor = predictor
+        self.masks = masks
+        self.ema = ema
         self.teacher = backbone if teacher is None else teacher
         self.grid = math.isqrt(predictor.patches)
         check_masks(masks, self.grid)
         self.phi: Phi = dict(predictor.named_parameters())
-        follows = teacher.named_parameters() if theta is None else [("theta_T", theta.clone())]
-        step = torch.tensor(0, device="cpu")  # asking a GPU for it would wait
-        self.state: dict[str, Tensor] = {k: v.detach() for k, v in follows} | {"step": step}
+        self.state: dict[str, Tensor] = {}
+        if theta is None:  # ψ is trained, and the teacher's own weights follow it
+            for name, tensor in self.teacher.named_parameters():
+                self.state[name] = tensor.detach()
+        else:
+            self.state["theta_T"] = theta.detach().clone()
+        self.state["step"] = torch.tensor(0, device="cpu")  # asking a GPU for it would wait
 
     def draw(self, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
         """Context and target blocks of n images. All share their sizes: draw for a whole batch."""
@@ -73,7 +80,8 @@ class IJEPA:
         """Adds the present teacher's layer-normed tokens, so that the loss is a pure function."""
         tokens = self.teacher(images, self.state.get("theta_T"))
         tokens = F.layer_norm(tokens, tokens.shape[-1:])  # eps 1e-5
-        target = tokens.take_along_dim(targets.flatten(1)[..., None], 1)
+        index = targets.flatten(1)[..., None].expand(-1, -1, tokens.shape[-1])  # (B, M m, dim)
+        target = tokens.gather(1, index)
         return Batch(images, context, targets, target.unflatten(1, targets.shape[1:]))
 
     def loss(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
@@ -91,11 +99,46 @@ class IJEPA:
     @torch.no_grad()
     def after_step(self, theta_P: Tensor | None) -> None:
         """The teacher follows: θ_T ← m θ_T + (1 − m) θ_P; the momentum m rises linearly to 1."""
-        m = momentum(int(self.state["step"]), *self.ema)
+        first, steps = self.ema
+        m = momentum(int(self.state["step"]), first, steps)
         self.state["step"] += 1
-        leads = dict(self.backbone.named_parameters()) if theta_P is None else {"theta_T": theta_P}
-        for name, tensor in leads.items():
+        if theta_P is not None:
+            self.state["theta_T"].lerp_(theta_P, 1 - m)
+            return
+        for name, tensor in self.backbone.named_parameters():
             self.state[name].lerp_(tensor, 1 - m)
+
+
+class Masks(Protocol):
+    """Settings of the sampler; official values in brackets. `config.AlignConfig` has them."""
+
+    @property
+    def targets(self) -> int:
+        """M, target blocks of an image (4)."""
+
+    @property
+    def contexts(self) -> int:
+        """E, context blocks of an image (1)."""
+
+    @property
+    def target_scale(self) -> tuple[float, float]:
+        """Smallest and largest area of a target block, as a share of the image (0.15, 0.2)."""
+
+    @property
+    def context_scale(self) -> tuple[float, float]:
+        """The same of a context block, before the targets are taken out of it (0.85, 1)."""
+
+    @property
+    def aspect(self) -> tuple[float, float]:
+        """Smallest and largest height over width of a target block (0.75, 1.5)."""
+
+    @property
+    def min_keep(self) -> int:
+        """A block has more than so many patches (10)."""
+
+    @property
+    def overlap(self) -> bool:
+        """Whether contexts may overlap targets (False)."""
 
 
 def momentum(i: int, first: float, steps: float) -> float:
@@ -103,7 +146,7 @@ def momentum(i: int, first: float, steps: float) -> float:
     return first + i * (1 - first) / steps
 
 
-def multiblock(masks: Any, grid: int, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+def multiblock(masks: Masks, grid: int, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     """Contexts (B, E, n) and targets (B, M, m) of a batch, as the official collator draws them.
 
     One random number gives height and width of all targets, another one those of the contexts. The
@@ -111,26 +154,37 @@ def multiblock(masks: Any, grid: int, n: int, rng: torch.Generator) -> tuple[Ten
     targets, drawn again while it has `min_keep` patches or fewer; after every 20 attempts, one
     target fewer is taken out. Then all contexts are cut to the length of the batch's shortest one.
 
-    `masks` has (official values) targets M (4), contexts E (1), target_scale (0.15, 0.2) and
-    context_scale (0.85, 1), bounds of a share of the image, aspect (0.75, 1.5), of a target's
-    height over width, min_keep (10), and overlap (False), whether contexts may overlap targets.
-    `grid` is the number of patches along a side of the image.
+    `grid` is the number of patches along a side of the image, L = grid² their number in it.
     """
+    # sizes: the same for the whole batch
     u_target, u_context = torch.rand(2, generator=rng, dtype=torch.float64).tolist()
-    size = block_size(u_target, masks.target_scale, masks.aspect, grid)
-    targets = blocks(grid, size, (n, masks.targets), rng)  # (B, M, L) bool
-    size = block_size(u_context, masks.context_scale, (1, 1), grid)
-    context = torch.zeros(n, masks.contexts, grid * grid, dtype=torch.bool)
+    target_size = block_size(u_target, masks.target_scale, masks.aspect, grid)
+    context_size = block_size(u_context, masks.context_scale, (1, 1), grid)
+    # targets
+    targets = blocks(grid, target_size, (n, masks.targets), rng)  # (B, M, L) bool
+    # contexts: those that are too small are drawn again
+    context = torch.zeros(n, masks.contexts, grid * grid, dtype=torch.bool)  # (B, E, L)
     attempt = 0
-    while (short := context.sum(-1) <= masks.min_keep).any():
-        count = 0 if masks.overlap else max(0, masks.targets - attempt // 20)
-        fresh = blocks(grid, size, (n, masks.contexts), rng)
-        fresh &= ~targets[:, :count].any(1, keepdim=True)
-        context = torch.where(short[..., None], fresh, context)
+    while True:
+        too_small = context.sum(-1) <= masks.min_keep  # (B, E)
+        if not too_small.any():
+            break
+        fresh = blocks(grid, context_size, (n, masks.contexts), rng)
+        if not masks.overlap:
+            excluded = max(0, masks.targets - attempt // 20)
+            fresh &= ~targets[:, :excluded].any(1, keepdim=True)
+        context = torch.where(too_small[..., None], fresh, context)
         attempt += 1
-    context &= context.cumsum(-1) <= context.sum(-1).min()
-    kept, hidden = (mask.nonzero()[:, -1].view(*mask.shape[:2], -1) for mask in (context, targets))
-    return kept, hidden
+    # all contexts of a batch have one length: the first patches of each, in raster order
+    shortest = context.sum(-1).min()
+    context &= context.cumsum(-1) <= shortest
+    return indices(context), indices(targets)
+
+
+def indices(mask: Tensor) -> Tensor:
+    """Masks (B, E, L), all with the same number n of patches, as their positions (B, E, n)."""
+    positions = mask.nonzero()[:, -1]
+    return positions.view(*mask.shape[:2], -1)
 
 
 def block_size(
@@ -141,9 +195,11 @@ def block_size(
     >>> [block_size(u, (0.15, 0.2), (0.75, 1.5), 16) for u in (0.0, 0.999)]
     [(5, 7), (9, 6)]
     """
-    share, ratio = (low + u * (high - low) for low, high in (scale, aspect))
+    share = scale[0] + u * (scale[1] - scale[0])
+    ratio = aspect[0] + u * (aspect[1] - aspect[0])
     area = int(grid * grid * share)
-    height, width = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+    height = round(math.sqrt(area * ratio))
+    width = round(math.sqrt(area / ratio))
     return min(height, grid - 1), min(width, grid - 1)
 
 
@@ -151,17 +207,21 @@ def blocks(
     grid: int, size: tuple[int, int], shape: tuple[int, int], rng: torch.Generator
 ) -> Tensor:
     """Blocks of `size` patches at random places, as masks (*shape, grid²)."""
-    at = torch.arange(grid)
-    first = [torch.randint(grid - n, shape, generator=rng)[..., None] for n in size]
-    rows, columns = ((at >= x) & (at < x + n) for x, n in zip(first, size, strict=True))
+    height, width = size
+    top = torch.randint(grid - height, shape, generator=rng)[..., None]
+    left = torch.randint(grid - width, shape, generator=rng)[..., None]
+    line = torch.arange(grid)
+    rows = (line >= top) & (line < top + height)  # (*shape, grid)
+    columns = (line >= left) & (line < left + width)
     return (rows[..., :, None] & columns[..., None, :]).flatten(-2)
 
 
-def check_masks(masks: Any, grid: int) -> None:
+def check_masks(masks: Masks, grid: int) -> None:
     """ValueError for settings that allow blocks of `min_keep` patches or fewer."""
     kinds = {"target": (masks.target_scale, masks.aspect), "context": (masks.context_scale, (1, 1))}
     for name, (scale, aspect) in kinds.items():
-        smallest = min(math.prod(block_size(i / 1000, scale, aspect, grid)) for i in range(1001))
+        sizes = [block_size(i / 1000, scale, aspect, grid) for i in range(1001)]
+        smallest = min(height * width for height, width in sizes)
         if smallest <= masks.min_keep:
             raise ValueError(
                 f"I-JEPA: a {name} block on a grid of {grid} x {grid} patches can have {smallest} "
@@ -198,7 +258,8 @@ class Predictor(nn.Module):
 
     def forward(self, tokens: Tensor, context: Tensor, targets: Tensor) -> Tensor:
         """Tokens (B, E, n, dim), context (B, E, n), targets (B, M, m) -> (B, M, E, m, dim)."""
-        (B, E, n), M = context.shape, targets.shape[1]
+        B, E, n = context.shape
+        M = targets.shape[1]
         place = self.predictor_pos_embed[0]  # (L, width)
         seen = (self.predictor_embed(tokens) + place[context])[:, None]  # (B, 1, E, n, width)
         asked = (self.mask_token + place[targets])[:, :, None]  # (B, M, 1, m, width)
@@ -226,8 +287,10 @@ def init(networks: Sequence[nn.Module], rng: torch.Generator) -> None:
 
 def split_state(state: Mapping[str, Any], base: str) -> list[dict[str, Tensor]]:
     """Tensors of `base`, "target_encoder" or "encoder", and of the predictor (ValueError: none)."""
-    parts: list[Any] = [state.get(base), state.get("predictor")]
-    if not all(isinstance(part, dict) for part in parts):
-        raise ValueError(f"holds no {base} and predictor of I-JEPA, but {[*state][:3]}")
-    # official names begin with `module.`
-    return [{k.removeprefix("module."): x for k, x in part.items()} for part in parts]
+    parts = []
+    for key in (base, "predictor"):
+        if not isinstance(state.get(key), dict):
+            raise ValueError(f"holds no {base} and predictor of I-JEPA, but {[*state][:3]}")
+        # official names begin with `module.`
+        parts.append({k.removeprefix("module."): x for k, x in state[key].items()})
+    return parts

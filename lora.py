@@ -1,18 +1,26 @@
-"""The backbone f_θ, a frozen Vision Transformer ψ with LoRA (Sec. 3.2), and the downstream head.
+"""The backbone f_θ, a Vision Transformer ψ with LoRA (Sec. 3.2), and the downstream head.
 
 θ (K, p) has a row for each of the K attention layers. Reshaped to (4, r, dim), a row is A_q, B_qᵀ,
 A_v, B_vᵀ: the query matrix becomes W_q + s B_q A_q and the value matrix W_v + s B_v A_v, with
 s = alpha / r; the key matrix stays as it is.
 
-    ψ    psi    frozen backbone weights, `Backbone.vit`: one copy, used with every θ
+    ψ           the backbone's own weights, `Backbone.vit`: one copy, used with every θ. This file
+                does not freeze them: call `requires_grad_(False)`, unless ψ itself is trained
+                (Eq. 1)
     φ_D  phi_D  downstream head {"weight" (C, dim), "bias" (C,)} (App. C.2), and, where BatchNorm
                 comes before the linear layer (I-JEPA, App. D.1), {"norm.weight", "norm.bias"}
     r    rank   64 in the paper, on q and v of every layer; s = 1 (alpha = r)
+
+With any plain timm ViT, and torch's own optimisers:
+
+    backbone = Backbone(timm.create_model("vit_small_patch16_224", num_classes=0))
+    backbone.requires_grad_(False)
+    theta = init_theta(backbone.depth, 64, backbone.dim, torch.Generator()).requires_grad_()
+    tokens = backbone(images, theta)
 """
 
 import math
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -29,27 +37,17 @@ Multilabel = Literal["softmax", "bce"]  # the loss where an image has several cl
 class Backbone(nn.Module):
     """f_θ with ψ = `vit`, a plain timm VisionTransformer (ValueError for another network).
 
-    `scale` is s; with `recompute`, backward computes activations anew instead of keeping them.
+    `scale` is s. With `recompute`, backward computes activations anew instead of keeping them.
     """
 
-    def __init__(self, vit: Any, scale: float = 1.0, recompute: bool = False) -> None:
+    def __init__(self, vit: VisionTransformer, scale: float = 1.0, recompute: bool = False) -> None:
         super().__init__()
-        self.vit: Any = vit.eval()  # timm's own dropout is off
-        if not (
-            isinstance(vit, VisionTransformer)
-            and vit.global_pool in ("token", "avg")
-            and all(type(b) is Block and type(b.attn) is Attention for b in self.vit.blocks)
-            and all(
-                type(a.qkv) is nn.Linear and a.gate is None and a.attn_dim == a.proj.out_features
-                for a in (block.attn for block in self.vit.blocks)
-            )
-        ):
-            raise ValueError(
-                f"backbone {type(vit).__name__}: is not a timm VisionTransformer of plain Blocks "
-                "with a fused qkv Linear, which pools its class token or its patches"
-            )
-        self.scale, self.recompute = scale, recompute
-        self.depth, self.dim = len(vit.blocks), int(vit.embed_dim)
+        check_vit(vit)
+        self.vit = vit.eval()  # timm's own dropout is off
+        self.scale = scale
+        self.recompute = recompute
+        self.depth = len(vit.blocks)
+        self.dim = int(vit.embed_dim)
 
     def forward(
         self,
@@ -60,45 +58,103 @@ class Backbone(nn.Module):
     ) -> Tensor:
         """Tokens after the final LayerNorm, (B, prefix + n, dim); a class token comes first.
 
-        images (B, 3, H, W), already normalised. theta (K, p); None is f_ψ. keep (B, n) int64 are
-        the patches that enter the blocks, in this order (None: all). drop (B, K, 2): `drop_path`.
+        Args:
+            images: (B, 3, H, W), already normalised.
+            theta: (K, p); None is f_ψ.
+            keep: (B, n) int64, the patches that enter the blocks, in this order; None: all.
+            drop: (B, K, 2) factors of `drop_path`; None: no drop path.
         """
         x = self.vit._pos_embed(self.vit.patch_embed(images))  # positions first, then the selection
         if keep is not None:
             first = self.vit.num_prefix_tokens
-            x = torch.cat([x[:, :first], x[:, first:].take_along_dim(keep[..., None], 1)], 1)
+            x = torch.cat([x[:, :first], select(x[:, first:], keep)], 1)
         x = self.vit.norm_pre(x)
         # unbind: indexing θ row by row would make backward build K zero tensors of θ's size
         rows = [None] * self.depth if theta is None else theta.unbind(0)
         drops = [None] * self.depth if drop is None else drop.unbind(1)
-        run: Any = block_forward
-        if self.recompute:
-            run = partial(checkpoint, block_forward, use_reentrant=False)
-        for block, row, dropped in zip(self.vit.blocks, rows, drops, strict=True):
-            x = run(block, x, row, self.scale, dropped)
+        blocks = cast(list[Block], self.vit.blocks)
+        for block, row, block_drop in zip(blocks, rows, drops, strict=True):
+            if self.recompute:
+                args = block, x, row, self.scale, block_drop
+                x = checkpoint(block_forward, *args, use_reentrant=False)
+            else:
+                x = block_forward(block, x, row, self.scale, block_drop)
         return self.vit.norm(x)  # type: ignore[no-any-return]
 
 
+def check_vit(vit: nn.Module) -> None:
+    """ValueError unless `vit` is a ViT whose blocks `block_forward` can compute."""
+    plain = isinstance(vit, VisionTransformer) and vit.global_pool in ("token", "avg")
+    if not plain or not all(is_plain(block) for block in cast(list[nn.Module], vit.blocks)):
+        raise ValueError(
+            f"backbone {type(vit).__name__}: is not a timm VisionTransformer of plain Blocks "
+            "with a fused qkv Linear, which pools its class token or its patches"
+        )
+
+
+def is_plain(block: nn.Module) -> bool:
+    """Whether a block is timm's own Block around timm's own Attention, without variants of it."""
+    if type(block) is not Block or type(block.attn) is not Attention:
+        return False
+    attn = block.attn
+    full_width = attn.attn_dim == attn.proj.out_features
+    return type(attn.qkv) is nn.Linear and attn.gate is None and full_width
+
+
+def select(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of each image's tokens: x (B, L, dim), index (B, n) -> (B, n, dim).
+
+    The index is expanded, not copied, to the width of the tokens.
+    """
+    return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
+
+
 def block_forward(
-    block: Any, x: Tensor, row: Tensor | None, scale: float, drop: Tensor | None = None
+    block: Block, x: Tensor, row: Tensor | None, scale: float, drop: Tensor | None = None
 ) -> Tensor:
     """A timm Block on x (B, n, dim) with a row (p,) of θ; drop (B, 2): for attention and MLP."""
-    out = F.scaled_dot_product_attention(*qkv(block.attn, block.norm1(x), row, scale))
-    out = block.ls1(block.attn.proj(block.attn.norm(out.transpose(1, 2).flatten(2))))
-    x = x + (out if drop is None else out * drop[:, :1, None])
+    attn = cast(Attention, block.attn)
+    q, k, v = qkv(attn, block.norm1(x), row, scale)
+    out = F.scaled_dot_product_attention(q, k, v)  # (B, heads, n, head dim)
+    out = out.transpose(1, 2).flatten(2)  # (B, n, dim)
+    out = block.ls1(attn.proj(attn.norm(out)))
+    if drop is not None:
+        out = out * drop[:, :1, None]
+    x = x + out
     out = block.ls2(block.mlp(block.norm2(x)))
-    return x + (out if drop is None else out * drop[:, 1:, None])  # type: ignore[no-any-return]
+    if drop is not None:
+        out = out * drop[:, 1:, None]
+    x = x + out
+    return x
 
 
-def qkv(attn: Any, x: Tensor, row: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of all heads, each (B, heads, n, head dim), with LoRA on q and v."""
+def qkv(
+    attn: Attention, x: Tensor, row: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of all heads, each (B, heads, n, head dim), with LoRA on q and v.
+
+    With x (B, n, dim) and s = scale: q = W_q x + s B_q A_q x, k = W_k x, v = W_v x + s B_v A_v x.
+    """
+    x = in_autocast_dtype(x)
     q, k, v = attn.qkv(x).chunk(3, -1)  # (B, n, dim) each
     if row is not None:
         A_q, B_qT, A_v, B_vT = row.view(4, -1, x.shape[-1]).unbind(0)  # (r, dim) each
-        q = q + scale * (x @ A_q.mT) @ B_qT
-        v = v + scale * (x @ A_v.mT) @ B_vT
+        low_q, low_v = (x @ torch.cat([A_q, A_v]).mT).chunk(2, -1)  # (B, n, r) each
+        q = q + scale * low_q @ B_qT
+        v = v + scale * low_v @ B_vT
     q, k, v = (z.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2) for z in (q, k, v))
     return attn.q_norm(q), attn.k_norm(k), v
+
+
+def in_autocast_dtype(x: Tensor) -> Tensor:
+    """Casts x as autocast would, once instead of once for each product with x.
+
+    Each such copy would be kept until the backward pass.
+    """
+    known = torch.amp.is_autocast_available(x.device.type)  # not so for the meta device
+    if known and torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
 
 
 def drop_path(rate: float, depth: int, n: int, rng: torch.Generator) -> Tensor:
@@ -107,7 +163,8 @@ def drop_path(rate: float, depth: int, n: int, rng: torch.Generator) -> Tensor:
     rate_k rises linearly from 0 to `rate` over the K = depth layers.
     """
     survive = 1 - torch.linspace(0, rate, depth)[:, None, None]
-    return ((torch.rand(depth, 2, n, generator=rng) < survive) / survive).permute(2, 0, 1)
+    kept = torch.rand(depth, 2, n, generator=rng) < survive
+    return (kept / survive).permute(2, 0, 1)
 
 
 def init_theta(depth: int, rank: int, dim: int, rng: torch.Generator) -> Tensor:
@@ -132,9 +189,11 @@ def merge(backbone: Backbone, theta: Tensor) -> dict[str, Tensor]:
     """A plain timm state dict of f_θ: s B A is added to `qkv.weight`, all else is a copy of ψ."""
     state = {name: tensor.detach().clone() for name, tensor in backbone.vit.state_dict().items()}
     A_q, B_q, A_v, B_v = factors(theta.detach(), backbone.dim)
-    q, v = B_q @ A_q, B_v @ A_v
-    for k, change in enumerate(backbone.scale * torch.cat([q, 0 * q, v], 1)):
-        state[f"blocks.{k}.attn.qkv.weight"] += change  # (3 dim, dim): rows of q, of k and of v
+    q_change = B_q @ A_q  # (K, dim, dim)
+    v_change = B_v @ A_v
+    change = torch.cat([q_change, torch.zeros_like(q_change), v_change], 1)  # (K, 3 dim, dim)
+    for k in range(backbone.depth):
+        state[f"blocks.{k}.attn.qkv.weight"] += backbone.scale * change[k]  # rows of q, of k, of v
     return state
 
 
@@ -148,9 +207,10 @@ class Examples(NamedTuple):
 
 def init_head(dim: int, classes: int, rng: torch.Generator) -> Phi:
     """φ_D of a linear layer (App. C.2), weight (classes, dim) and bias; U(±1/√dim) as in torch."""
-    phi = {"weight": torch.empty(classes, dim), "bias": torch.empty(classes)}
     bound = 1 / math.sqrt(dim)
-    return {name: x.uniform_(-bound, bound, generator=rng) for name, x in phi.items()}
+    weight = torch.empty(classes, dim).uniform_(-bound, bound, generator=rng)
+    bias = torch.empty(classes).uniform_(-bound, bound, generator=rng)
+    return {"weight": weight, "bias": bias}
 
 
 def init_norm(dim: int) -> tuple[Phi, Phi]:
@@ -170,11 +230,15 @@ def downstream_loss(
 ) -> Tensor:
     """L^D(θ, φ_D) of a batch, a scalar; line 12 (at θ_P) and line 14 (at θ_D) of Algorithm 1.
 
-    A BatchNorm head normalises with the moments of the batch, of all processes together. With
-    regularise=True, in training θ_D or φ_D and in PEFT, drop path acts and `stats` are updated.
+    regularise=True is for the passes that train (θ_D and φ_D in align, everything in PEFT): drop
+    path is on, and a BatchNorm head updates its running statistics `stats`. The pass at θ_P leaves
+    it False. In both cases a BatchNorm head normalises with the moments of this batch, those of all
+    processes together.
     """
-    x = features(backbone, theta, batch.images, batch.drop if regularise else None)
-    if "norm.weight" in phi_D:  # in float32, similar features would lose most of their digits
+    drop = batch.drop if regularise else None
+    x = features(backbone, theta, batch.images, drop)
+    if "norm.weight" in phi_D:
+        # float64: the variance of nearly equal features is a small difference of large numbers
         phi_D = phi_D | moments(x.double(), stats if regularise else None)
     return cross_entropy(logits(x, phi_D), batch.targets, multilabel).mean()
 
@@ -183,7 +247,7 @@ def features(
     backbone: Backbone, theta: Tensor | None, images: Tensor, drop: Tensor | None = None
 ) -> Tensor:
     """The head's input (B, dim): class token (MAE, App. C.2) or mean of patches (I-JEPA, D.1)."""
-    return backbone.vit.forward_head(backbone(images, theta, drop=drop), pre_logits=True)  # type: ignore[no-any-return]
+    return backbone.vit.forward_head(backbone(images, theta, drop=drop), pre_logits=True)
 
 
 def logits(x: Tensor, phi_D: Phi) -> Tensor:
@@ -202,9 +266,10 @@ def moments(x: Tensor, stats: Phi | None) -> Phi:
     n = SumOverProcesses.apply(x.new_tensor(float(len(x))))
     mean = SumOverProcesses.apply(x.sum(0)) / n
     var = SumOverProcesses.apply((x - mean).square().sum(0)) / n
-    for name, value in (("norm.mean", mean), ("norm.var", var * n / (n - 1))):
-        if stats:
-            stats[name].lerp_(value.detach().to(stats[name]), 0.1)
+    if stats:
+        stats["norm.mean"].lerp_(mean.detach().to(stats["norm.mean"]), 0.1)
+        unbiased = var * n / (n - 1)
+        stats["norm.var"].lerp_(unbiased.detach().to(stats["norm.var"]), 0.1)
     return {"norm.mean": mean, "norm.var": var}
 
 
@@ -226,16 +291,18 @@ class SumOverProcesses(torch.autograd.Function):
 def cross_entropy(z: Tensor, targets: Tensor, multilabel: Multilabel = "softmax") -> Tensor:
     """Loss of each image, (B,), from logits z (B, C).
 
-    Targets are classes (B,), or (B, C): 1 present, −1 absent, 0 with difficult objects alone. For
+    Targets are classes (B,), or (B, C) where an image has several classes: 1 present, −1 absent, 0
+    if the class appears only as objects that VOC marks difficult; such entries do not count. For
     (B, C), "softmax" is −Σ_c log softmax(z)_c over the present classes (as released; paper silent),
-    "bce" the mean binary cross entropy without 0.
+    and "bce" the mean of the binary cross entropy over the entries that are not 0.
 
     >>> cross_entropy(torch.zeros(1, 4), torch.tensor([[1, 1, -1, 0]])).exp()  # (1/4 · 1/4)⁻¹
     tensor([16.])
     """
     if targets.ndim == 1:
         return F.cross_entropy(z, targets, reduction="none")
-    present, counts = (targets == 1).to(z.dtype), (targets != 0).to(z.dtype)
+    present = (targets == 1).to(z.dtype)
+    counts = (targets != 0).to(z.dtype)
     if multilabel == "softmax":
         return -(present * z.log_softmax(1)).sum(1)
     total = F.binary_cross_entropy_with_logits(z, present, counts, reduction="none").sum(1)

@@ -11,8 +11,8 @@ The backbone is a function (images, theta, keep) -> tokens of the patches `keep`
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from timm.models.vision_transformer import Block
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 Phi = dict[str, Tensor]  # a head's trainable tensors by name
+Encoder = Callable[[Tensor, Tensor | None, Tensor], Tensor]  # (images, theta, keep) -> tokens
 
 
 class Batch(NamedTuple):
@@ -39,13 +40,13 @@ class MAE:
         norm_pix: predict pixels standardised in each patch, as in the paper, or raw ones.
     """
 
-    prepare = Batch  # PretextTask.prepare: Batch(images, noise)
-
     def __init__(
-        self, backbone: Any, decoder: "Decoder", mask_ratio: float = 0.75, norm_pix: bool = True
+        self, backbone: Encoder, decoder: "Decoder", mask_ratio: float = 0.75, norm_pix: bool = True
     ) -> None:
-        self.backbone, self.decoder = backbone, decoder
-        self.mask_ratio, self.norm_pix = mask_ratio, norm_pix
+        self.backbone = backbone
+        self.decoder = decoder
+        self.mask_ratio = mask_ratio
+        self.norm_pix = norm_pix
         self.phi: Phi = dict(decoder.named_parameters())
         self.state: dict[str, Tensor] = {}  # nothing besides θ_P and φ_P
         if not 1 <= int(decoder.patches * (1 - mask_ratio)) < decoder.patches:
@@ -54,6 +55,10 @@ class MAE:
     def draw(self, n: int, rng: torch.Generator) -> tuple[Tensor]:
         """The noise of n images."""
         return (torch.rand(n, self.decoder.patches, generator=rng),)
+
+    def prepare(self, images: Tensor, noise: Tensor) -> Batch:
+        """The batch as it is: its target is made from the images, in `loss`."""
+        return Batch(images, noise)
 
     def loss(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
         """L^P(θ, φ_P): squared error, mean over the pixels of a patch and all removed patches."""
@@ -79,12 +84,15 @@ class MAE:
     def reconstruct(self, theta: Tensor | None, phi: Phi, batch: Batch) -> tuple[Tensor, Tensor]:
         """As in MAE's figures: removed patches blank, and predicted. Both (B, 3, H, W)."""
         prediction, mask = self.predict(theta, phi, batch)
-        true = patchify(batch.images, size := self.decoder.patch_size)
+        size = self.decoder.patch_size
+        true = patchify(batch.images, size)  # (B, L, size² · 3)
         if self.norm_pix:  # standardised pixels get the true patch's mean and deviation
             variance, mean = torch.var_mean(true, -1, keepdim=True)
             prediction = prediction * (variance + 1e-6).sqrt() + mean
-        filled = torch.where(mask[..., None] > 0, prediction, true)
-        return unpatchify(true * (1 - mask[..., None]), size), unpatchify(filled, size)
+        removed = mask[..., None]
+        blank = true * (1 - removed)
+        filled = torch.where(removed > 0, prediction, true)
+        return unpatchify(blank, size), unpatchify(filled, size)
 
 
 def masking(noise: Tensor, mask_ratio: float) -> tuple[Tensor, Tensor]:
@@ -95,8 +103,9 @@ def masking(noise: Tensor, mask_ratio: float) -> tuple[Tensor, Tensor]:
     >>> masking(torch.tensor([[0.9, 0.1, 0.4, 0.7]]), 0.5)
     (tensor([[1, 2]]), tensor([[3, 0, 1, 2]]))
     """
-    shuffle = noise.argsort(1)
-    return shuffle[:, : int(noise.shape[1] * (1 - mask_ratio))], shuffle.argsort(1)
+    n = int(noise.shape[1] * (1 - mask_ratio))  # of L patches
+    shuffle = noise.argsort(1)  # (B, L)
+    return shuffle[:, :n], shuffle.argsort(1)
 
 
 def patchify(images: Tensor, size: int) -> Tensor:
@@ -130,7 +139,8 @@ class Decoder(nn.Module):
         mlp_ratio: float = 4.0,
     ) -> None:
         super().__init__()
-        self.patches, self.patch_size = patches, patch_size
+        self.patches = patches
+        self.patch_size = patch_size
         self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
         self.decoder_pos_embed = nn.Buffer(torch.zeros(1, 1 + patches, width))
         self.decoder_embed = nn.Linear(dim, width)
@@ -144,7 +154,9 @@ class Decoder(nn.Module):
         """Latent (B, 1 + n, dim), restore (B, L) -> (B, L, patch_size² · 3)."""
         x = self.decoder_embed(latent)
         removed = self.mask_token.to(x.dtype).expand(len(x), 1 + self.patches - x.shape[1], -1)
-        patches = torch.cat([x[:, 1:], removed], 1).take_along_dim(restore[..., None], 1)
+        patches = torch.cat([x[:, 1:], removed], 1)  # kept ones, then mask tokens
+        # the index is expanded, not copied, to the width of the tokens
+        patches = patches.gather(1, restore[..., None].expand(-1, -1, patches.shape[-1]))
         x = torch.cat([x[:, :1], patches], 1) + self.decoder_pos_embed  # class token, raster order
         return self.decoder_pred(self.decoder_norm(self.decoder_blocks(x)))[:, 1:]  # type: ignore[no-any-return]
 
