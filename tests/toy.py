@@ -1,0 +1,86 @@
+"""Toy runs for tests: short settings on drawn images, and ways to start a command line.
+
+Of a flag that a line has twice the last one counts, so a test appends what it wants otherwise.
+"""
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cli
+
+ROOT = Path(cli.__file__).parent
+
+MAE_RUN = "--backbone vit_mini --dataset quilts --weights {weights}"  # a run of `pretrain`
+IJEPA_RUN = f"{MAE_RUN} --pretext ijepa"
+ALIGN_STEPS = (
+    "--alternations 3 --lower-steps 2 --upper-steps 2 --p-batch 8 --d-batch 8 --probe-epochs 1 "
+    "--eval-every 1 --warmup 1"
+)
+PEFT_STEPS = "--epochs 2 --batch 40 --warmup-epochs 0 --seeds 1 --lr 1e-2"
+PRETRAIN_STEPS = "--epochs 1 --batch 20 --warmup-epochs 0"
+
+ALIGN_SETTINGS: dict[str, Any] = {  # the same for the Python interface
+    "alternations": 3, "lower_steps": 2, "upper_steps": 2, "p_batch": 8, "d_batch": 8,
+    "probe_epochs": 1, "eval_every": 1, "warmup": 1,
+}  # fmt: skip
+PEFT_SETTINGS: dict[str, Any] = {
+    "epochs": 2, "batch": 40, "warmup_epochs": 0, "seeds": 1, "lr": 1e-2,
+}  # fmt: skip
+
+
+def align_line(pretrained: Path, more: str = "", pretext: str = "mae") -> str:
+    """An `align` of three alternations; `pretrained` is the fixture of that name."""
+    model = f"{MAE_RUN.format(weights=pretrained / pretext)} --pretext {pretext}"
+    return f"align {model} {ALIGN_STEPS} --quiet {more}"
+
+
+def finetune_line(pretrained: Path, more: str = "", pretext: str = "mae") -> str:
+    """A `finetune` of two epochs, of one rate and one seed."""
+    model = f"{MAE_RUN.format(weights=pretrained / pretext)} --pretext {pretext}"
+    return f"finetune {model} {PEFT_STEPS} --quiet {more}"
+
+
+class Outcome(NamedTuple):
+    """What a command line ended with."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(line: str) -> Outcome:
+    """A command line in this process; stdout and stderr are caught."""
+    out = io.StringIO()
+    err = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.run(line.split())
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def done(line: str) -> str:
+    """Stdout of a command line that must succeed."""
+    code, out, err = run(line)
+    assert code == 0, err
+    return out
+
+
+def refusal(line: str, code: int = 2) -> str:
+    """The one line on stderr of a command line that must end with this exit code."""
+    outcome = run(line)
+    # A toy run may be no longer than its warm-up, of which it warns.
+    lines = [said for said in outcome.err.splitlines() if "not shorter than" not in said]
+    assert (outcome.code, outcome.out) == (code, ""), outcome
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+    return lines[0]
+
+
+def outside(line: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A command line in a process of its own, with nothing of this one's environment."""
+    program = [sys.executable, "-c", "import cli; cli.main()", *line.split()]
+    env = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"} | environ
+    return subprocess.run(program, env=env, capture_output=True, text=True, check=False)
