@@ -16,14 +16,14 @@ from support.checkpoints import save_adapter
 from support.errors import RunError, UsageError
 from support.experiment import Model, own_names, pretext_batches
 from support.metrics import Score
-from support.optim import Ended, Group, Optimiser, Schedule, decay_groups, trainable, trained
-from support.runs import LOG, Run, Track, check_directory, read_json, untracked
+from support.optim import Group, Optimiser, Schedule, decay_groups, train_epochs, trainable
+from support.runs import LOG, Run, RunResult, Track, check_directory, read_json, untracked
 
 EXACT_LIMIT = 5000  # entries of θ: as many Hessian-vector products, and 200 MB in float64
 SHARES = (2 / 3, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 7, 1 / 10)  # App. C.3 has the first three
 
 
-class AlignResult(Ended, frozen=True):
+class AlignResult(RunResult, frozen=True):
     """What an align run ended with."""
 
     adapter: str  # θ_P's file
@@ -63,7 +63,7 @@ def align(
     if not of_grid or direct["dataset"] != cfg.dataset:
         raise UsageError(f"--d-lr-from: give a finetune grid of {cfg.dataset} without --from")
     rates = [float(f"{direct['lr'] * share:.3g}") for share in SHARES]
-    with Run(out, "align", cfg, force, upper_rates=rates) as run:
+    with Run(out, "align", cfg, force, {"upper_rates": rates}) as run:
         if run.result:
             return AlignResult(**run.result)
         m, given_up = Model(cfg, task, pool), dict[str, str]()
@@ -86,17 +86,19 @@ def aligned(m: Model, out: Path, force: bool, track: Track, watched: bool = Fals
     pretext = m.pretext_task(theta)
     inverse = hypergradient(cfg, theta)
     m.check("--d-batch", cfg.d_batch, check_directory(out, "align", cfg, force))
-    with Run(out, "align", cfg, force, **m.about) as run:
+    with Run(out, "align", cfg, force, m.about) as run:
         if run.result:
             return run.result
         phi_D, loss_D, head = m.head("align head")
         s, optimisers = begin(cfg, theta, pretext, phi_D)
-        heads = [*s.phi_P.values(), *head.values(), *pretext.state.values()]
-        run.keep([s.theta_P, s.theta_D, *heads], optimisers)
-        s.done = optimisers[0].step // cfg.lower_steps
+        tensors = {"theta_P": s.theta_P, "theta_D": s.theta_D}
+        for part, named in (("phi_P", s.phi_P), ("phi_D", head), ("pretext", pretext.state)):
+            tensors |= {f"{part}.{name}": tensor for name, tensor in named.items()}
+        run.restore(tensors, optimisers)
+        s.done = optimisers["opt_P"].step // cfg.lower_steps
         try:
             if not run.records and cfg.probe_epochs:  # with 0 epochs, nothing to score
-                probe(m, s, loss_D, head, optimisers[2], run, track)
+                probe(m, s, loss_D, head, optimisers["probe"], run, track)
             lower, upper = (range(s.done * n, T * n) for n in (cfg.lower_steps, cfg.upper_steps))
             batches = pretext_batches(cfg, m.pool, pretext, m.arch.image_size, cfg.p_batch, lower)
             examples = m.examples("downstream", cfg.d_batch, upper, cfg.drop_path)
@@ -136,9 +138,11 @@ def probe(
     per_epoch = -(-len(m.task.train.targets) // cfg.d_batch)
     left = range(opt.step, cfg.probe_epochs * per_epoch)
     examples = m.examples("probe", cfg.d_batch, left, rate, passes=True)
-    records = trained(cfg, loss, opt, examples, per_epoch, "probe")
+    records = train_epochs(
+        loss, opt, examples, per_epoch, "probe", passes=Passes(cfg.micro_batch, m.amp)
+    )
     for record in track(records, cfg.probe_epochs, "probe"):
-        run.checkpoint(f"probe epoch {record['step']}")
+        run.checkpoint(f"probe epoch {record.step}")
     score = m.score(m.task.val, s.theta_D, head)
     run.log({"step": 0, "probe_val": score.model_dump()})
     LOG.info("linear probe: validation %s %.1f %%", m.metric, score.accuracy)
@@ -146,7 +150,7 @@ def probe(
 
 def begin(
     cfg: AlignConfig, theta: Tensor, pretext: PretextTask, phi_D: Phi
-) -> tuple[State, list[Optimiser]]:
+) -> tuple[State, dict[str, Optimiser]]:
     """θ_P = θ_D = θ (l.2), φ_P from its task; and opt_P, opt_D and the probe's optimiser."""
     theta_P, theta_D = trainable({"P": theta, "D": theta}, theta.device).values()
     phi_P = trainable(pretext.phi, theta.device)
@@ -160,7 +164,8 @@ def begin(
     both = head._replace(tensors=[theta_D, *head.tensors])  # bias too: App. C.2 names no exception
     opt_D = Optimiser([both], upper, betas, cfg.clip)
     probe = Optimiser([head], None, betas)
-    return State(theta_P, theta_D, phi_P, phi_D, opt_P, opt_D), [opt_P, opt_D, probe]
+    optimisers = {"opt_P": opt_P, "opt_D": opt_D, "probe": probe}
+    return State(theta_P, theta_D, phi_P, phi_D, opt_P, opt_D), optimisers
 
 
 def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:

@@ -10,18 +10,28 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from bisslight import Diverged
+from bisslight import Diverged, Passes
 from config import FinetuneConfig, Record
 from data import Task
 from support.checkpoints import load_adapter, load_theta, save_adapter
 from support.errors import UsageError, checking
 from support.experiment import Model, own_names
-from support.optim import Ended, Group, Optimiser, Schedule, trainable, trained
+from support.optim import Group, Optimiser, Schedule, train_epochs, trainable
 from support.processes import jobs
-from support.runs import LOG, MAY_CHANGE, Run, Track, check_directory, read_json, sha256, untracked
+from support.runs import (
+    LOG,
+    MAY_CHANGE,
+    Run,
+    RunResult,
+    Track,
+    check_directory,
+    read_json,
+    sha256,
+    untracked,
+)
 
 
-class FinetuneResult(Ended, frozen=True):
+class FinetuneResult(RunResult, frozen=True):
     """What a finetune run ended with. Lists have one entry per seed."""
 
     dataset: str
@@ -64,7 +74,7 @@ def finetune(
     first = origins[0] if origins else {"hypergrad": None}  # no align run
     m.check("--batch", cfg.batch, goes_on)
     digests = {"start_sha256": [sha256(adapter_of(x)) for x in starts if x]}
-    with Run(out, "finetune", cfg, force, **m.about, **digests) as run:
+    with Run(out, "finetune", cfg, force, m.about | digests) as run:
         if run.result:
             return FinetuneResult(**run.result)
 
@@ -202,7 +212,8 @@ def peft(
     m, lr = model_of(cfg), cfg.grid[0]
     m.cfg, out = cfg, out / f"lr{lr:g}-s{cfg.seed}"
     file = cfg.start and adapter_of(cfg.start)
-    with Run(out, "peft", cfg, **m.about, start_sha256=file and sha256(file)) as run:
+    digest = {"start_sha256": file and sha256(file)}
+    with Run(out, "peft", cfg, defining=m.about | digest) as run:
         if run.result:
             return run.result
         start = load_theta(file, m.backbone.dim)[0] if file else m.theta()
@@ -214,15 +225,17 @@ def peft(
         opt = Optimiser([both], rate, None if cfg.optimizer == "sgd" else (0.9, 0.999))
         now = {"theta": theta} | head
         best = {name: tensor.detach().clone() for name, tensor in now.items()}
-        run.keep([*now.values(), *best.values()], [opt])
+        run.restore(now | {f"best.{name}": tensor for name, tensor in best.items()}, {"opt": opt})
         result = {"lr": lr, "seed": cfg.seed}
         label = f"lr {lr:g} seed {cfg.seed}"
         try:
             loss = partial(loss_D, theta, phi_D, regularise=True)
             left = range(opt.step, cfg.epochs * steps)
             examples = m.examples("peft", cfg.batch, left, cfg.drop_path, passes=True)
-            epochs = trained(cfg, loss, opt, examples, steps, "peft")
-            epochs = ({**epoch, "val": None} for epoch in epochs)
+            made = train_epochs(
+                loss, opt, examples, steps, "peft", passes=Passes(cfg.micro_batch, m.amp)
+            )
+            epochs = ({**epoch._asdict(), "val": None} for epoch in made)
             records = m.validated(epochs, cfg.eval_epochs, cfg.epochs, head, val=theta)
             for record in track(records, cfg.epochs, label, opt.step // steps):
                 if record["val"] and not record["val"]["loss"] < float("inf"):

@@ -13,16 +13,17 @@ from typing import Any
 import torch
 
 import data
+from bisslight import Passes
 from extras import PretrainConfig as PretrainConfig
 from lora import Backbone
 from support.checkpoints import build_head, build_vit, initialise, pretext_task
 from support.errors import UsageError, checking
 from support.experiment import device_of, named, own_names, pretext_batches
-from support.optim import Ended, Optimiser, Schedule, decay_groups, trained
-from support.runs import Run, Track, untracked
+from support.optim import Optimiser, Schedule, decay_groups, train_epochs
+from support.runs import Run, RunResult, Track, untracked
 
 
-class PretrainResult(Ended, frozen=True):
+class PretrainResult(RunResult, frozen=True):
     """What a pretrain run ended with."""
 
     weights: str  # its backbone.pth
@@ -45,20 +46,29 @@ def pretrain(
     cfg, pool = cfg.but(**own_names(None, pool)), pool or named(cfg, "pool")
     task, arch, about = scratch(cfg, pool)
     steps = about["steps"]
-    with Run(out, "pretrain", cfg, force, **about, pool_sha256=data.fingerprint(pool)) as run:
+    digest = {"pool_sha256": data.fingerprint(pool)}
+    with Run(out, "pretrain", cfg, force, about | digest) as run:
         if run.result:
             return PretrainResult(**run.result)
         # the positions are fixed
         psi = {name: x for name, x in task.backbone.vit.named_parameters() if name != "pos_embed"}
         opt = optimiser(cfg, psi | task.phi, steps)
-        run.keep([*psi.values(), *task.phi.values(), *task.state.values()], [opt])
+        state = {f"pretext.{name}": tensor for name, tensor in task.state.items()}
+        run.restore(psi | task.phi | state, {"opt": opt})
         piece = min(steps // cfg.epochs, 500)
         left, loss = range(opt.step, steps), partial(task.loss, None, task.phi)
         batches = pretext_batches(cfg, pool, task, arch.image_size, cfg.batch, left)
-        opt.torch.register_step_post_hook(lambda *_: task.after_step(None))  # I-JEPA's teacher
-        records = trained(cfg, loss, opt, batches, piece, "pretrain")
+        records = train_epochs(
+            loss,
+            opt,
+            batches,
+            piece,
+            "pretrain",
+            passes=Passes(cfg.micro_batch, cfg.amp and device_of(cfg).type == "cuda"),
+            after_step=partial(task.after_step, None),  # I-JEPA's teacher follows ψ
+        )
         for record in track(records, -(-steps // piece), "pretrain", opt.step // piece):
-            run.log(record)
+            run.log(record._asdict())
             run.checkpoint(f"step {opt.step} of {steps}")
         run.write("backbone.pth", checkpoint(cfg, arch, task))
         return PretrainResult(**run.finish({"loss": run.records[-1]["loss"]}))

@@ -21,28 +21,47 @@ def score(z: Tensor, targets: Tensor, losses: Tensor) -> Score:
 
     z: logits (N, C); losses (N,). ValueError where no class has a positive image.
     """
-    mean = float(losses.double().mean())
+    loss = float(losses.double().mean())
     if targets.ndim == 2:
-        columns = zip(z.T, targets.T, strict=True)  # a class that no image shows counts nowhere
-        each_ap = [average_precision(x, y) for x, y in columns if (y == 1).any()]
-        return Score(accuracy=100 * fmean(each_ap), loss=mean)
+        return Score(accuracy=100 * mean_average_precision(z, targets), loss=loss)
     right = (z.argmax(1) == targets).double()
-    each = [float(right[targets == k].mean()) for k in targets.unique()]
-    return Score(accuracy=100 * float(right.mean()), loss=mean, per_class=100 * fmean(each),
-                 right=int(right.sum()))  # fmt: skip
+    accuracies = [float(right[targets == k].mean()) for k in targets.unique()]
+    return Score(
+        accuracy=100 * float(right.mean()),
+        loss=loss,
+        per_class=100 * fmean(accuracies),
+        right=int(right.sum()),
+    )
+
+
+def mean_average_precision(z: Tensor, labels: Tensor) -> float:
+    """Mean over classes of `average_precision`; z, labels (N, C). ValueError without a positive."""
+    precisions = []
+    for k in range(z.shape[1]):
+        if (labels[:, k] == 1).any():  # a class that no image shows counts nowhere
+            precisions.append(average_precision(z[:, k], labels[:, k]))
+    return fmean(precisions)
 
 
 def average_precision(scores: Tensor, labels: Tensor) -> float:
     """VOC's 11-point AP of a class: mean over t = 0, 0.1 ... 1 of the best precision at recall ≥ t.
 
-    Labels are 1, −1, and 0 for difficult images, which count nowhere. Ties keep the order of the
-    images. Recall is compared in whole numbers, since 0.7 is no exact float.
+    Labels (N,) are 1, −1, and 0 for difficult images, which count nowhere. Ties keep the order of
+    the images.
 
     >>> ap = average_precision(torch.tensor([0.9, 0.8, 0.7]), torch.tensor([1, -1, 1]))
     >>> round(ap, 6)  # precision 1 up to recall 0.5, then 2/3: (6 + 5 * 2/3) / 11
     0.848485
     """
-    scores, labels = scores[labels != 0], labels[labels != 0]
-    hits = (labels == 1)[scores.argsort(descending=True, stable=True)].cumsum(0)
+    counted = labels != 0
+    order = scores[counted].argsort(descending=True, stable=True)
+    positive = (labels[counted] == 1)[order]
+    hits = positive.cumsum(0)  # positives among the first n images, n = 1 ... N
     precision = hits.double() / torch.arange(1, len(hits) + 1)
-    return fmean(float(precision[10 * hits >= t * hits[-1]].max()) for t in range(11))
+    positives = hits[-1]
+    best = []
+    for tenths in range(11):
+        # recall = hits / positives ≥ tenths / 10, in whole numbers: 0.7 is no exact float
+        reached = 10 * hits >= tenths * positives
+        best.append(float(precision[reached].max()))
+    return fmean(best)

@@ -1,17 +1,15 @@
-"""Training and scoring: optimisers with a schedule and clipping, a loop, accuracy (App. C)."""
+"""Training: the rate of a step, optimisers of groups of tensors, the loop over epochs (App. C)."""
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from pydantic import BaseModel
 from torch import Tensor
 
-from bisslight import Loss, Passes, Phi, columns
+from bisslight import Batch, BatchLoss, Passes, Phi, columns
 
 RateFn = Callable[[float, float], float]  # (step, base value) -> value at that step
 
@@ -37,7 +35,8 @@ class Schedule:
     def __call__(self, k: float, base: float) -> float:
         if k < self.warmup:
             return self.start * base + (base - self.start * base) * k / self.warmup
-        c = (1 + math.cos(math.pi * (k - self.warmup) / max(1, self.total - self.warmup))) / 2
+        falling = max(1, self.total - self.warmup)  # a run can be shorter than its warm-up
+        c = (1 + math.cos(math.pi * (k - self.warmup) / falling)) / 2
         return c * base + (1 - c) * self.end
 
 
@@ -51,9 +50,13 @@ class Group(NamedTuple):
 
 def decay_groups(named: Mapping[str, Tensor], lr: float, weight_decay: float) -> list[Group]:
     """Rule of MAE and I-JEPA: vectors and biases are not decayed (the mask token is, it is 3-D)."""
-    decayed, plain = Group([], lr, weight_decay), Group([], lr, 0.0)
+    decayed = Group([], lr, weight_decay)
+    plain = Group([], lr, 0.0)
     for name, tensor in named.items():
-        (plain if tensor.ndim <= 1 or name.endswith(".bias") else decayed).tensors.append(tensor)
+        if tensor.ndim <= 1 or name.endswith(".bias"):
+            plain.tensors.append(tensor)
+        else:
+            decayed.tensors.append(tensor)
     return [decayed, plain]
 
 
@@ -69,26 +72,32 @@ class Optimiser:
     step: int = 0  # done so far
 
     def __post_init__(self) -> None:
-        self.groups = [group for group in self.groups if group.tensors]
+        self.groups = [group for group in self.groups if group.tensors]  # torch takes no empty one
         params = [{"params": group.tensors} for group in self.groups]
-        self.torch: torch.optim.Optimizer = (
-            torch.optim.SGD(params, lr=0.0, momentum=0.9)
-            if self.betas is None
-            else torch.optim.AdamW(
-                params, lr=0.0, betas=self.betas, fused=not self.groups[0].tensors[0].is_meta
-            )
-        )
+        self.torch: torch.optim.Optimizer
+        # The rate of 0 stands for nothing: `update` sets rate and decay before each step.
+        if self.betas is None:
+            self.torch = torch.optim.SGD(params, lr=0.0, momentum=0.9)
+        else:
+            fused = not self.groups[0].tensors[0].is_meta  # sizes alone, without numbers
+            self.torch = torch.optim.AdamW(params, lr=0.0, betas=self.betas, fused=fused)
 
     def update(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
         """One step; clips the gradients in place and returns their joint norm before clipping."""
         for tensor, gradient in zip(tensors, gradients, strict=True):
-            same = gradient.stride() == tensor.stride()  # fused AdamW reads in the order of storage
-            tensor.grad = gradient if same else torch.empty_like(tensor).copy_(gradient)
+            # Fused AdamW reads both in the order in which they are stored, so that has to agree.
+            if gradient.stride() != tensor.stride():
+                gradient = torch.empty_like(tensor).copy_(gradient)
+            tensor.grad = gradient
         norm = torch.nn.utils.clip_grad_norm_(tensors, self.clip or math.inf)
         self.step += 1
-        for params, (_, lr, decay) in zip(self.torch.param_groups, self.groups, strict=True):
-            params["lr"] = self.rate(self.step, lr) if self.rate else lr
-            params["weight_decay"] = self.decay(self.step, decay) if self.decay and decay else decay
+        for group, params in zip(self.groups, self.torch.param_groups, strict=True):
+            params["lr"] = group.lr
+            if self.rate:
+                params["lr"] = self.rate(self.step, group.lr)
+            params["weight_decay"] = group.weight_decay
+            if self.decay and group.weight_decay:
+                params["weight_decay"] = self.decay(self.step, group.weight_decay)
         self.torch.step()
         self.torch.zero_grad()
         return norm
@@ -96,34 +105,58 @@ class Optimiser:
 
 def trainable(tensors: Mapping[str, Tensor], device: torch.device | None = None) -> Phi:
     """Fresh leaf copies that a gradient can be taken for."""
-    return {
-        name: tensor.detach().contiguous().to(device, copy=True).requires_grad_()
-        for name, tensor in tensors.items()
-    }
+    copies = {}
+    for name, tensor in tensors.items():
+        copy = tensor.detach().contiguous().to(device, copy=True)
+        copies[name] = copy.requires_grad_()
+    return copies
 
 
-def trained(
-    cfg: Any, loss: Loss, opt: Optimiser, batches: Iterator[Any], piece: int, what: str
-) -> Iterator[dict[str, Any]]:
-    """A step per batch; yields the mean loss of every `piece` steps (Diverged, naming `what`)."""
+class EpochRecord(NamedTuple):
+    """What is logged of an epoch."""
+
+    step: int  # number of the epoch, from 1
+    loss: float  # mean over its steps
+
+
+def train_epochs(
+    loss: BatchLoss,
+    opt: Optimiser,
+    batches: Iterable[Batch],
+    steps_per_epoch: int,
+    label: str,
+    *,
+    passes: Passes = Passes(),
+    after_step: Callable[[], None] | None = None,
+) -> Iterator[EpochRecord]:
+    """Take a step with each batch; yield after each epoch, the last of which may be shorter.
+
+    Args:
+        loss: of a batch, the mean over its images.
+        opt: what is trained; where its `step` is not 0, it goes on.
+        batches: those of the steps that are left.
+        label: names what diverged, where a loss or gradient is not finite (Diverged).
+        passes: how a batch passes through the network.
+        after_step: called after each step, for what follows slowly, such as a teacher.
+    """
     tensors = [tensor for group in opt.groups for tensor in group.tensors]
-    amp = cfg.amp and tensors[0].is_cuda
+    rows: list[tuple[Tensor, Tensor]] = []  # loss and norm of each step of this epoch
+    for batch in batches:
+        value, gradients = passes.value_and_gradients(loss, tensors, batch)
+        norm = opt.update(tensors, gradients)
+        if after_step:
+            after_step()
+        rows.append((value, norm))
+        if len(rows) == steps_per_epoch:
+            yield record_epoch(rows, opt.step, steps_per_epoch, label)
+            rows = []
+    if rows:
+        yield record_epoch(rows, opt.step, steps_per_epoch, label)
 
-    passes = Passes(cfg.micro_batch, amp)
 
-    def step(batch: Any) -> tuple[Tensor, Tensor]:
-        value, found = passes.value_and_gradients(loss, tensors, batch)
-        return value, opt.update(tensors, found)
-
-    while rows := [step(batch) for batch in itertools.islice(batches, piece)]:
-        where = f"{what}, the {len(rows)} steps up to {opt.step}"
-        losses = columns(("loss", "norm"), rows, where)["loss"]
-        yield {"step": -(-opt.step // piece), "loss": fmean(losses)}
-
-
-class Ended(BaseModel, frozen=True):
-    """What every finished run has."""
-
-    out: str
-    cpu_seconds: float
-    seconds: float
+def record_epoch(
+    rows: list[tuple[Tensor, Tensor]], step: int, steps_per_epoch: int, label: str
+) -> EpochRecord:
+    """The record of the epoch that ends with `step`; the device is waited for only here."""
+    numbers = columns(("loss", "norm"), rows, f"{label}, the {len(rows)} steps up to {step}")
+    return EpochRecord(step=math.ceil(step / steps_per_epoch), loss=fmean(numbers["loss"]))

@@ -1,5 +1,6 @@
 """Signals that stop a run, processes that share its batches, and a pool of processes."""
 
+import ctypes
 import os
 import signal
 import threading
@@ -8,7 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import ProcessPoolExecutor
 from contextlib import suppress
 from multiprocessing import RawValue, get_context, parent_process
-from typing import Any
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,11 +19,22 @@ from torch import Tensor
 
 from support.errors import UsageError
 
+Unit = TypeVar("Unit")
+Result = TypeVar("Result")
 
-def world() -> tuple[int, int]:
-    """Which process this is, and how many share each batch; process 0 writes the files."""
-    many = dist.is_available() and dist.is_initialized()
-    return (dist.get_rank(), dist.get_world_size()) if many else (0, 1)
+
+class World(NamedTuple):
+    """The processes that share each batch. Process 0 writes the files."""
+
+    rank: int  # which of them this one is
+    size: int
+
+
+def world() -> World:
+    """This process among those of torchrun; without torchrun, 0 of 1."""
+    if dist.is_available() and dist.is_initialized():
+        return World(dist.get_rank(), dist.get_world_size())
+    return World(0, 1)
 
 
 def share(n: int) -> slice:
@@ -29,65 +43,98 @@ def share(n: int) -> slice:
     return slice(n * rank // size, n * (rank + 1) // size)
 
 
-def gather(rows: Tensor = torch.empty(0)) -> Tensor:  # noqa: B008
-    """All processes' rows, few or many, by rank, on the CPU. It waits for all: also a barrier."""
-    found: list[Any] = [rows.cpu()] * world()[1]
-    if len(found) > 1:
-        dist.all_gather_object(found, rows.cpu())
-    return torch.cat(found)
+def gather(rows: Tensor) -> Tensor:
+    """All processes' rows, many or few, in order of ranks, on the CPU."""
+    size = world().size
+    if size == 1:
+        return rows.cpu()
+    parts = [rows] * size
+    dist.all_gather_object(parts, rows.cpu())  # as objects: the numbers of rows may differ
+    return torch.cat(parts)
+
+
+def wait_for_all() -> None:
+    """Return once every process has called this."""
+    gather(torch.empty(0))
 
 
 class Stopped(BaseException):
-    """A stop that was asked for, all saved: (signal, message). `except Exception` lets it pass."""
+    """Raised when a requested stop takes effect and all is saved; arguments: signal, message.
+
+    It is no Exception, so that no `except Exception` on its way, ours or a library's, catches it.
+    """
 
 
 class Stop:
-    """A signal asks the runs to end after an alternation or epoch; a second one ends at once."""
+    """The request to stop: a first signal lets the alternation or epoch end, a second one not."""
 
-    heard = 0.0
-    flag: Any = RawValue("i", 0)  # the signal that was heard
+    def __init__(self) -> None:
+        self.renew()
 
-    def hear(self, number: int, frame: Any = None) -> None:
-        if self.flag.value and time.monotonic() - self.heard > 1:  # torchrun repeats a Ctrl-C
-            with suppress(OSError):  # no terminal any more; \x1b: a progress bar hides its cursor
-                os.write(2, b"\x1b[?25h\nstopped\n" if os.isatty(2) else b"stopped\n")
+    def renew(self) -> None:
+        """Forget what was heard."""
+        # The number of the signal, 0 for none; in memory that the processes of `jobs` can share.
+        self.flag: ctypes.c_int = RawValue("i", 0)
+        self.heard_at = 0.0  # when this process itself heard it
+
+    def hear(self, number: int, frame: FrameType | None = None) -> None:
+        """What a signal calls."""
+        # A Ctrl-C reaches the processes of `jobs`, too: there it is the first one, although the
+        # parent may have set the flag. torchrun repeats it: within a second it is one request.
+        asked_before = self.flag.value and self.heard_at
+        if asked_before and time.monotonic() - self.heard_at > 1:
+            # Not an exception, which a library might catch; not print, which is not safe here.
+            with suppress(OSError):  # the terminal may be closed
+                os.write(2, b"stopped\n")
             os._exit(128 + number)
-        self.flag.value, self.heard = number, time.monotonic()
+        self.flag.value = number
+        self.heard_at = time.monotonic()
 
     def agreed(self) -> int:
-        """The signal to stop, 0 for none; the same in all processes."""
+        """The signal to stop, 0 for none; the same in all processes, which wait for each other."""
         return int(gather(torch.tensor([self.flag.value])).max())
 
 
 stop = Stop()
+SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")  # Ctrl-C, kill, closed terminal, Slurm's end
 
 
 def start() -> None:
     """Make this process ready for runs: it hears signals, and joins the others of torchrun."""
-    stop.flag = RawValue("i", 0)  # the processes of `jobs` see it, too
-    for number in signal.Signals:  # Ctrl-C, kill, a closed terminal, Slurm's warning
-        ours = number.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")  # Windows has two
-        if ours and signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` sets it
+    stop.renew()
+    for number in signal.Signals:  # those that this system has
+        # What is ignored stays so: `nohup` lets a run outlive its terminal.
+        if number.name in SIGNALS and signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, stop.hear)
-    if os.environ.get("WORLD_SIZE", "1") != "1" and world()[1] == 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    several = os.environ.get("WORLD_SIZE", "1") != "1"  # torchrun says so
+    if several and world().size == 1:
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend)
 
 
-def jobs(fn: Callable[[Any], Any], units: Sequence[Any], count: int) -> Iterator[Any]:
-    """`fn` of each unit, in order, in `count` processes that end with this one; pickles `fn`."""
-    if world()[1] > 1:
+def jobs(fn: Callable[[Unit], Result], units: Sequence[Unit], count: int) -> Iterator[Result]:
+    """Yield `fn` of each unit, in order, from `count` processes that end with this one.
+
+    They are new processes, so `fn` and the units are pickled. Where one unit fails, the others save
+    and stop.
+    """
+    if world().size > 1:
         raise UsageError("--jobs: needs a single process; start it without torchrun")
-    flag, threads = stop.flag, max(1, torch.get_num_threads() // count)
-    with ProcessPoolExecutor(count, get_context("spawn"), start_worker, (flag, threads)) as pool:
+    threads = max(1, torch.get_num_threads() // count)
+    context = get_context("spawn")  # a forked copy of a process with CUDA or threads cannot work
+    with ProcessPoolExecutor(count, context, start_worker, (stop.flag, threads)) as pool:
         try:
             yield from pool.map(fn, units)
-        finally:  # where one run failed, the others save and stop
-            asked, flag.value = flag.value, flag.value or signal.SIGTERM
-            pool.shutdown()
-            flag.value = asked
+        except BaseException:
+            signal_heard = stop.flag.value
+            if not signal_heard:
+                stop.flag.value = signal.SIGTERM
+            pool.shutdown()  # this waits for them
+            stop.flag.value = signal_heard
+            raise
 
 
-def start_worker(flag: Any, threads: int) -> None:
+def start_worker(flag: ctypes.c_int, threads: int) -> None:
     """Set up a process of `jobs`: it hears of a stop by the flag, and ends if its parent has."""
     threading.Thread(target=end_with, args=[parent_process()], daemon=True).start()
     start()
@@ -95,6 +142,7 @@ def start_worker(flag: Any, threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def end_with(parent: Any) -> None:
+def end_with(parent: BaseProcess) -> None:
+    """End this process as soon as its parent has ended, even by kill -9."""
     parent.join()
     os._exit(1)

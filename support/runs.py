@@ -1,4 +1,4 @@
-"""Run directories, how a run is stopped and goes on, and processes that share its batches.
+"""Run directories: the files of a run, who may write them, and how a stopped run goes on.
 
 A run directory holds config.json (the settings), env.json (command, versions, machine, digests of
 weights, labels and file names), metrics.jsonl (a line per alternation or epoch, in pretraining per
@@ -6,28 +6,33 @@ weights, labels and file names), metrics.jsonl (a line per alternation or epoch,
 command, given again, goes on where it stopped.
 """
 
+import functools
 import hashlib
 import io
 import json
 import logging
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from filelock import FileLock
+from pydantic import BaseModel
 from torch import Tensor
 
-from config import Record
+from config import Machine, Record
 from support.errors import RunError, UsageError, checking
-from support.processes import Stopped, gather, stop, world
+from support.optim import Optimiser
+from support.processes import Stopped, stop, wait_for_all, world
 
 LOG = logging.getLogger("bisslight")
+T = TypeVar("T")
 
 
 def read_json(path: Path, remedy: str = "make it again") -> Record:
@@ -36,14 +41,21 @@ def read_json(path: Path, remedy: str = "make it again") -> Record:
         return dict(json.loads(path.read_text()))
 
 
+def read_json_if_there(path: Path) -> Record | None:
+    """A JSON object, None without the file (UsageError where it is damaged)."""
+    return read_json(path) if path.exists() else None
+
+
 def write_atomic(path: Path, content: bytes | str) -> None:
     """Replace a file, or leave it as it was (RunError): write another one, then rename it."""
+    if isinstance(content, str):
+        content = content.encode()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # or the name could reach the disk before the content does
         temporary.replace(path)
     except OSError as error:
         with suppress(OSError):  # there may be none, or the disk may be read-only
@@ -55,170 +67,348 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 
 
 def sha256(path: Path) -> str:
+    """Digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-Track = Callable[..., Iterator[Any]]  # (items, total, label, done=0) -> items, showing how far
+class Track(Protocol):
+    """Hands items on and shows how far a run is, such as a progress bar."""
+
+    def __call__(self, items: Iterable[T], total: int, label: str, done: int = 0) -> Iterator[T]:
+        """Yield `items`: number `done` + 1 to `total` of what `label` names."""
 
 
-def untracked(items: Iterator[Any], total: int, label: str, done: int = 0) -> Iterator[Any]:
-    """Shows nothing. `items` are number `done` + 1 to `total` of what `label` names."""
-    return items
+def untracked(items: Iterable[T], total: int, label: str, done: int = 0) -> Iterator[T]:
+    """A `Track` that shows nothing."""
+    yield from items
 
 
-LOCK, TORN = ".lock", ".*.[0-9]*.tmp"  # TORN: of a process that was killed while it wrote
-SEARCH = ("lr*-s[0-9]*", "dlr[0-9]*")  # the runs of a search for a rate
-FILES = ("result.json", "metrics.jsonl", "checkpoint.pt", "backbone.pth", "adapter.safetensors",
-         "adapter-s*.safetensors", "rollout.png", "sweep.json", "sweep.png",
-         "config.json", "env.json")  # fmt: skip
-PACKAGES = ("torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
-MAY_CHANGE = {"device", "workers", "jobs", "micro_batch", "save_minutes", "mfac_device",
-              "data_root", "weights", "start"}  # fmt: skip
+class RunResult(BaseModel, frozen=True):
+    """What the result of every finished run has."""
+
+    out: str
+    cpu_seconds: float
+    seconds: float
+
+
+LOCK = ".lock"
+TORN = ".*.[0-9]*.tmp"  # what a process leaves that is killed while it writes a file
+TRIALS = "lr*-s[0-9]*"  # directories of a finetune run: one learning rate with one seed each
+FILES = (  # of a run; those that say what the directory is are the last to be removed
+    "result.json", "metrics.jsonl", "checkpoint.pt", "backbone.pth", "adapter.safetensors",
+    "adapter-s*.safetensors", "config.json", "env.json",
+)  # fmt: skip
+PACKAGES = ("bisslight", "torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
+MAY_CHANGE = {  # settings that a run may be continued with: they say how and where it is computed
+    "device", "workers", "jobs", "micro_batch", "save_minutes", "mfac_device", "data_root",
+    "weights", "start",
+}  # fmt: skip
+MAY_CHANGE_AT_FIRST = {"pretext_sha256"}  # until there is work that it has shaped
+DIGESTS = {  # which setting each one is of
+    "weights_sha256": "--weights",
+    "data_sha256": "--dataset",
+    "pool_sha256": "--pool",
+    "start_sha256": "--from",
+}
+OTHER_OUT = "choose another --out"
+START_OVER = "--force starts the run over"
 
 
 class Run(ExitStack):
-    """A run directory, new or continued, locked against others; `result`: of one that is finished.
+    """A run directory, new or continued, and locked against other processes until it is closed.
 
-    The directory of another command is refused. So is one of other settings, or of another `about`
-    (what else defines a run: digests of weights and images), unless `force` starts it over.
+    It refuses the directory of another command, and one of other settings or another `defining`
+    (what defines a run besides its settings: digests of weights and images) unless `force` starts
+    the run over. `result` is what a finished run ended with, else None.
     """
 
     def __init__(
-        self, path: Path, command: str, config: Any, force: bool = False, **about: Any
+        self,
+        path: Path,
+        command: str,
+        config: Machine,
+        force: bool = False,
+        defining: Record | None = None,
     ) -> None:
         super().__init__()
-        self.path, self.config = path, config
+        self.path = path
+        self.config = config
         self.records: list[Record] = []  # the lines of metrics.jsonl
-        self.began, self.saved = (time.process_time(), time.monotonic()), time.monotonic()
-        self.kept: tuple[list[Tensor], list[Any]] = [], []
-        files = {"out": "", "adapter": "adapter.safetensors", "weights": "backbone.pth"}
-        self.place = {name: str(path / file) for name, file in files.items()}  # it may be moved
-        result = path / "result.json"
-        check_directory(path, command, config, force, **about)
-        gather()  # no process writes before all have looked
-        if world()[0] == 0 and (force or not result.exists()):
-            with checking(f"--out {path}: is not writable, or another process is at work in it"):
-                path.mkdir(parents=True, exist_ok=True)
-                self.enter_context(FileLock(path / LOCK).acquire(timeout=60))
-            # another process may have been at work until now: look again
-            goes_on = check_directory(path, command, config, force, **about)
-            if force:
+        self.tensors: Mapping[str, Tensor] = {}  # what a checkpoint holds, see `restore`
+        self.optimisers: Mapping[str, Optimiser] = {}
+        self.cpu_start = time.process_time()
+        self.start = time.monotonic()
+        self.spent_before = {"cpu_seconds": 0.0, "seconds": 0.0}  # of the run, before it went on
+        self.saved_at = self.start
+
+        goes_on = check_directory(path, command, config, force, defining)
+        wait_for_all()  # every process has looked before process 0 writes
+        # A finished run is only read: it may be in use elsewhere, or on a read-only disk.
+        if world().rank == 0 and not (goes_on and self.is_finished()):
+            self.lock()
+            # Another process may have been at work while this one waited: look again.
+            goes_on = check_directory(path, command, config, force, defining)
+            if not goes_on:
                 clear(path)
             for file in path.glob(TORN):
                 file.unlink()
-            if not result.exists():
-                settings = config.model_dump(mode="json")
-                machine = {
-                    "argv": sys.argv,
-                    "versions": {"python": sys.version.split()[0]}
-                    | {name: version(name) for name in PACKAGES},
-                    "cores": os.cpu_count(),
-                    "threads": torch.get_num_threads(),
-                    "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-                    "processes": world()[1],
-                    "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                    **{name: settings[name] for name in sorted(MAY_CHANGE & settings.keys())},
-                }
-                new: Record = {"command": command, "about": about, "machines": []}
-                env = read_json(path / "env.json") if goes_on else new
-                env["machines"].append(machine)
-                write_atomic(path / "env.json", json.dumps(env, indent=1))
-                write_atomic(path / "config.json", json.dumps(settings, indent=1))
-        asked = stop.agreed()  # this waits until process 0 has written
-        self.result = read_json(result) | self.place if result.exists() else None
-        if self.result is None and asked:
-            raise Stopped(asked, f"stopped before {path}; the same command goes on")
+            if not self.is_finished():
+                self.write_env(command, defining or {}, goes_on)
+                self.write_config()
+        signal_heard = stop.agreed()  # this waits until process 0 has written
+        self.result = self.read_result()
+        if self.result is None and signal_heard:
+            raise Stopped(signal_heard, f"stopped before {path}; the same command goes on")
 
-    def keep(self, tensors: list[Tensor], optimisers: list[Any]) -> None:
-        """Name what checkpoints hold. Where there is a checkpoint, all of it is restored."""
-        self.kept = tensors, optimisers
+    def is_finished(self) -> bool:
+        return (self.path / "result.json").exists()
+
+    def lock(self) -> None:
+        """Make the directory and wait, for a minute at most, until no other process is in it."""
+        problem = f"--out {self.path}: is not writable, or another process is at work in it"
+        with checking(problem):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.enter_context(FileLock(self.path / LOCK).acquire(timeout=60))
+
+    def write_env(self, command: str, defining: Record, goes_on: bool) -> None:
+        """Write env.json: what defines the run, and one entry for each time that it was started."""
+        env: Record = {"command": command, "about": defining, "machines": []}
+        if goes_on:
+            env = read_json(self.path / "env.json")
+        env["machines"].append(describe_machine(self.config))
+        write_atomic(self.path / "env.json", json.dumps(env, indent=1))
+
+    def write_config(self) -> None:
+        settings = self.config.model_dump(mode="json")
+        write_atomic(self.path / "config.json", json.dumps(settings, indent=1))
+
+    def read_result(self) -> Record | None:
+        result = read_json_if_there(self.path / "result.json")
+        return result and self.with_paths(result)
+
+    def with_paths(self, result: Record) -> Record:
+        """A result and where its files are now: a finished directory may have been moved."""
+        return result | {
+            "out": str(self.path),
+            "adapter": str(self.path / "adapter.safetensors"),
+            "weights": str(self.path / "backbone.pth"),
+        }
+
+    def restore(self, tensors: Mapping[str, Tensor], optimisers: Mapping[str, Optimiser]) -> None:
+        """Name what checkpoints hold; where there is a checkpoint, read all of it back in place.
+
+        By name, since θ_P and θ_D have one shape. Raises UsageError, and changes nothing, where the
+        file does not hold just these names and shapes. `tensors` has those of the optimisers, too.
+        """
+        self.tensors = tensors
+        self.optimisers = optimisers
         path = self.path / "checkpoint.pt"
-        if path.exists():
-            with checking(str(path), "--force starts the run over"), torch.no_grad():
-                saved = torch.load(path, map_location="cpu", weights_only=True)
-                for tensor, value in zip(tensors, saved["tensors"], strict=True):
-                    tensor.copy_(value)
-                for optimiser, state in zip(optimisers, saved["optimisers"], strict=True):
-                    optimiser.step = state["step"]
-                    optimiser.torch.load_state_dict(state["torch"])
-                self.records, spent = saved["records"], saved["spent"]
-                self.began = self.began[0] - spent["cpu_seconds"], self.began[1] - spent["seconds"]
+        if not path.exists():
+            return
+        with checking(str(path), START_OVER), torch.no_grad():
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            self.check_checkpoint(path, saved)
+            for name, tensor in tensors.items():
+                tensor.copy_(saved["tensors"][name])
+            for name, optimiser in optimisers.items():
+                optimiser.step = saved["optimisers"][name]["step"]
+                optimiser.torch.load_state_dict(saved["optimisers"][name]["torch"])
+            self.records = saved["records"]
+            self.spent_before = saved["spent"]
 
-    def log(self, record: Record) -> None:
+    def check_checkpoint(self, path: Path, saved: Record) -> None:
+        """Refuse (UsageError) a checkpoint that does not hold what this run needs."""
+        if isinstance(saved["tensors"], list):
+            raise UsageError(f"{path}: is of an earlier version of this program; {START_OVER}")
+        there: Record = {name: list(tensor.shape) for name, tensor in saved["tensors"].items()}
+        there |= {name: state["tensors"] for name, state in saved["optimisers"].items()}
+        here: Record = {name: list(tensor.shape) for name, tensor in self.tensors.items()}
+        here |= {name: self.names_of(optimiser) for name, optimiser in self.optimisers.items()}
+        for name in [*here, *there]:
+            if here.get(name) != there.get(name):
+                raise UsageError(
+                    f"{path}: {name} is {there.get(name)} there, {here.get(name)} in this run; "
+                    f"{START_OVER}"
+                )
+
+    def names_of(self, optimiser: Optimiser) -> list[str]:
+        """Names of an optimiser's tensors in its order, which its state in torch goes by."""
+        name_of = {id(tensor): name for name, tensor in self.tensors.items()}
+        return [name_of[id(tensor)] for group in optimiser.groups for tensor in group.tensors]
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Add a line to metrics.jsonl."""
+        # By way of JSON: a run that went on then has the very records of one that did not stop.
         self.records.append(json.loads(json.dumps(record)))
-        self.write("metrics.jsonl", "".join(json.dumps(x) + "\n" for x in self.records))
+        lines = [json.dumps(record) + "\n" for record in self.records]
+        self.write("metrics.jsonl", "".join(lines))
 
     def checkpoint(self, done: str, due: bool = False) -> None:
-        """Save if `due` or `save_minutes` are over; if asked to stop, save and raise Stopped."""
-        asked, minutes = stop.agreed(), (time.monotonic() - self.saved) / 60
-        if due or asked or minutes >= self.config.save_minutes:
-            buffer, (tensors, optimisers) = io.BytesIO(), self.kept
-            state = {
-                "records": self.records,
-                "spent": self.elapsed(),
-                "tensors": [tensor.detach() for tensor in tensors],
-                "optimisers": [{"step": x.step, "torch": x.torch.state_dict()} for x in optimisers],
+        """Save if `due` or `save_minutes` are over; if asked to stop, save and raise Stopped.
+
+        `done` says what is finished, for the message: "alternation 3 of 100".
+        """
+        signal_heard = stop.agreed()
+        minutes = (time.monotonic() - self.saved_at) / 60
+        if due or signal_heard or minutes >= self.config.save_minutes:
+            self.save()
+        if signal_heard:
+            wait_for_all()  # torchrun ends all processes when one ends: process 0 saves first
+            raise Stopped(
+                signal_heard, f"stopped after {done}; {self.path}: the same command goes on"
+            )
+
+    def save(self) -> None:
+        """Write checkpoint.pt."""
+        optimisers = {}
+        for name, optimiser in self.optimisers.items():
+            optimisers[name] = {
+                "step": optimiser.step,
+                "tensors": self.names_of(optimiser),
+                "torch": optimiser.torch.state_dict(),
             }
-            torch.save(state, buffer)
-            self.write("checkpoint.pt", buffer.getvalue())
-            self.saved = time.monotonic()
-        if asked:
-            gather()  # torchrun ends all processes when one ends: process 0 has to save first
-            raise Stopped(asked, f"stopped after {done}; {self.path}: the same command goes on")
+        state = {
+            "tensors": {name: tensor.detach() for name, tensor in self.tensors.items()},
+            "optimisers": optimisers,
+            "records": self.records,
+            "spent": self.elapsed(),
+        }
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        self.write("checkpoint.pt", buffer.getvalue())
+        self.saved_at = time.monotonic()
 
     def finish(self, result: Record) -> Record:
         """Write result.json, which says that the run is complete; returns what it holds."""
-        found: Record = json.loads(json.dumps({**self.elapsed(), **result}))
-        self.write("result.json", json.dumps(found, indent=1))
-        gather()  # then it is on the disk
+        complete: Record = json.loads(json.dumps(self.elapsed() | result))
+        self.write("result.json", json.dumps(complete, indent=1))
+        wait_for_all()  # then it is on the disk
         (self.path / "checkpoint.pt").unlink(missing_ok=True)
-        return found | self.place
+        return self.with_paths(complete)
 
     def write(self, name: str, content: bytes | str) -> None:
-        if world()[0] == 0:
+        """Write a file of the run; of several processes, process 0 does."""
+        if world().rank == 0:
             write_atomic(self.path / name, content)
 
-    def elapsed(self) -> Record:
-        """CPU and wall seconds, those before a stop included; of a search, those of its runs."""
-        below = [read_json(x) for runs in SEARCH for x in self.path.glob(f"{runs}/result.json")]
-        cpu, wall = self.began
-        own = {"cpu_seconds": time.process_time() - cpu, "seconds": time.monotonic() - wall}
-        return {name: sum(run[name] for run in below or [own]) for name in own}
+    def elapsed(self) -> dict[str, float]:
+        """CPU and wall seconds since the run began, also before a stop; of a grid, of its trials.
+
+        A trial may have run in another process, or before the grid was stopped: each counts its
+        own seconds, and the grid adds them up.
+        """
+        trials = [read_json(file) for file in self.path.glob(f"{TRIALS}/result.json")]
+        if trials:
+            return {name: sum(trial[name] for trial in trials) for name in self.spent_before}
+        cpu_seconds = time.process_time() - self.cpu_start
+        seconds = time.monotonic() - self.start
+        return {
+            "cpu_seconds": self.spent_before["cpu_seconds"] + cpu_seconds,
+            "seconds": self.spent_before["seconds"] + seconds,
+        }
+
+
+def describe_machine(config: Machine) -> Record:
+    """What env.json says of one start of a run: program, versions, machine, changeable settings."""
+    versions = {"python": sys.version.split()[0]}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):  # this program may run without being installed
+            versions[package] = version(package)
+    settings = config.model_dump(mode="json")
+    return {
+        "argv": sys.argv,
+        "versions": versions,
+        "commit": commit_of(Path(__file__).parent.parent),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "processes": world().size,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        **{name: settings[name] for name in sorted(MAY_CHANGE & settings.keys())},
+    }
+
+
+@functools.cache  # a grid starts many runs
+def commit_of(checkout: Path) -> str | None:
+    """The git commit of a checkout, with "+changes" where its files differ; None if unknown."""
+    if not (checkout / ".git").exists():
+        return None
+    command = ["git", "--no-optional-locks", "describe", "--always", "--exclude=*", "--abbrev=40"]
+    command += ["--dirty=+changes"]
+    try:
+        answer = subprocess.run(
+            command, cwd=checkout, capture_output=True, text=True, timeout=5, check=True
+        )
+    except (OSError, subprocess.SubprocessError):  # no git, an owner that it distrusts, a slow disk
+        return None
+    return answer.stdout.strip()
 
 
 def clear(path: Path) -> None:
-    """Remove the files of a run, and first those of the runs of its search for a rate."""
-    patterns = [f"{part}/{name}" for part in (*SEARCH, ".") for name in FILES]
-    for file in [file for pattern in patterns for file in path.glob(pattern)]:
-        file.unlink()
+    """Remove the files of a run, those of its trials first; others stay."""
+    for directory in [*path.glob(TRIALS), path]:
+        for pattern in FILES:
+            for file in directory.glob(pattern):
+                file.unlink()
 
 
 def check_directory(
-    path: Path, command: str, config: Any, force: bool = False, **about: Any
+    path: Path,
+    command: str,
+    config: Machine,
+    force: bool = False,
+    defining: Record | None = None,
 ) -> bool:
-    """Whether the run in `path` is continued; refuses (UsageError) what must not be touched."""
-    again = "choose another --out"
+    """Whether the run in `path` is continued; refuses (UsageError) what must not be touched.
+
+    False where there is none yet, where `force` starts it over, and where nothing has changed that
+    any finished alternation or epoch depends on.
+    """
     if path.exists() and not path.is_dir():
-        raise UsageError(f"--out {path}: is a file; {again}")
+        raise UsageError(f"--out {path}: is a file; {OTHER_OUT}")
     if not (path / "config.json").exists():
-        ours = (TORN, LOCK, "env.json", *SEARCH)  # of a run that was killed as it began
-        if odd := [file for file in path.glob("*") if not any(map(file.match, ours))]:
-            raise UsageError(f"--out {path}: holds {odd[0].name}, no run; {again}")
+        check_that_nothing_is_in(path)
         return False
-    env = read_json(path / "env.json", again)
+    env = read_json(path / "env.json", OTHER_OUT)
     if env.get("command") != command:
-        raise UsageError(f"--out {path}: is a run of `{env.get('command')}`; {again}")
+        raise UsageError(f"--out {path}: is a run of `{env.get('command')}`; {OTHER_OUT}")
+    if force:
+        return False
     before = read_json(path / "config.json") | env.get("about", {})
-    now = config.model_dump(mode="json") | json.loads(json.dumps(about))
-    changes = [
-        f"{name} {before.get(name)} -> {value}"
-        for name, value in now.items()
-        if name not in MAY_CHANGE and before.get(name) != value
-    ]
-    if changes and not force:
-        raise UsageError(
-            f"--out {path}: is a run with other settings: {', '.join(changes)}; {again}, or start "
-            "over with --force"
-        )
-    return not force
+    now = config.model_dump(mode="json") | json.loads(json.dumps(defining or {}))
+    changed = [name for name in now if name not in MAY_CHANGE and before.get(name) != now[name]]
+    if not changed:
+        return True
+    if MAY_CHANGE_AT_FIRST.issuperset(changed) and not has_finished_a_step(path):
+        return False
+    changes = [describe_change(name, before, now) for name in changed]
+    raise UsageError(
+        f"--out {path}: is a run with other settings: {', '.join(changes)}; {OTHER_OUT}, or start "
+        "over with --force"
+    )
+
+
+def check_that_nothing_is_in(path: Path) -> None:
+    """Refuse (UsageError) a directory with other files than a run leaves that is killed at once."""
+    for file in path.glob("*"):
+        if not any(file.match(pattern) for pattern in (TORN, LOCK, "env.json", TRIALS)):
+            raise UsageError(f"--out {path}: holds {file.name}, no run; {OTHER_OUT}")
+
+
+def has_finished_a_step(path: Path) -> bool:
+    """Whether a run has logged an alternation or epoch; the linear probe before them is step 0."""
+    metrics = path / "metrics.jsonl"
+    if not metrics.exists():
+        return False
+    with checking(str(metrics), START_OVER):
+        return any(json.loads(line)["step"] > 0 for line in metrics.read_text().splitlines())
+
+
+def describe_change(name: str, before: Record, now: Record) -> str:
+    """One change for a message: a setting with both values, of a digest what it was taken of."""
+    if name == "pretext_sha256":  # the setting is FILE.py:Class or module:Class
+        return f"{now['pretext'].rpartition(':')[0]} was changed since this run began"
+    if name in DIGESTS:
+        return f"the content of {DIGESTS[name]} was changed since this run began"
+    return f"{name} {before.get(name)} -> {now[name]}"

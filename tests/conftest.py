@@ -70,7 +70,7 @@ def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 @pytest.fixture(autouse=True)
 def nothing_asked() -> None:
     """Forget a signal that an earlier test sent."""
-    stop.flag.value = 0
+    stop.renew()
 
 
 @pytest.fixture

@@ -128,7 +128,7 @@ def test_a_finished_run_gives_its_result_again_and_force_starts_it_over(tmp_path
 def test_tensors_records_and_time_go_on_from_the_checkpoint(tmp_path: Path) -> None:
     """What was logged behind it is logged anew; seconds before the stop count."""
     with Run(tmp_path, "align", config()) as run:
-        run.keep([torch.ones(2)], [])
+        run.restore({"x": torch.ones(2)}, {})
         run.log({"step": 1})
         run.began = run.began[0] - 1000, run.began[1] - 1000
         run.checkpoint("step 1", due=True)
@@ -136,7 +136,7 @@ def test_tensors_records_and_time_go_on_from_the_checkpoint(tmp_path: Path) -> N
         run.checkpoint("step 2")  # not due: nothing is saved
     with Run(tmp_path, "align", config()) as run:
         x = torch.zeros(2)
-        run.keep([x], [])
+        run.restore({"x": x}, {})
         assert torch.equal(x, torch.ones(2))
         run.log({"step": 2, "anew": True})
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -153,7 +153,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, content: Any) -> None:
             torch.save(content, tmp_path / "checkpoint.pt")
         message = r"checkpoint.pt: cannot be read .*; --force starts the run over"
         with pytest.raises(UsageError, match=message):
-            run.keep([torch.zeros(1)], [])
+            run.restore({"x": torch.zeros(1)}, {})
 
 
 def test_a_run_killed_as_it_began_is_begun_again(tmp_path: Path) -> None:
@@ -184,17 +184,17 @@ def test_a_directory_in_use_is_waited_for_and_then_named(
 def test_a_signal_saves_and_stops_and_the_next_one_goes_on(tmp_path: Path) -> None:
     message = "stopped after step 1 of 9; .*: the same command goes on"
     with Run(tmp_path, "align", config()) as run:
-        run.keep([torch.ones(1)], [])
+        run.restore({"x": torch.ones(1)}, {})
         stop.hear(signal.SIGHUP)
         with pytest.raises(Stopped, match=message) as told:
             run.checkpoint("step 1 of 9")
     assert told.value.args[0] == signal.SIGHUP
     with pytest.raises(Stopped, match="stopped before"):  # of a grid: the next is not begun
         Run(tmp_path / "next", "align", config())
-    stop.flag.value = 0
+    stop.renew()
     with Run(tmp_path, "align", config()) as run:
         x = torch.zeros(1)
-        run.keep([x], [])
+        run.restore({"x": x}, {})
         assert x == 1
 
 
