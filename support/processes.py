@@ -110,6 +110,7 @@ def start() -> None:
     if several and world().size == 1:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend)
+        wait_for_all()  # process 0 is where they meet: it must not end, by an error, before that
 
 
 def jobs(fn: Callable[[Unit], Result], units: Sequence[Unit], count: int) -> Iterator[Result]:

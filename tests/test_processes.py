@@ -1,36 +1,81 @@
-"""Micro-batches and processes that share every batch: the numbers of one process and one piece."""
+"""Signals, a pool of processes, and processes that share every batch: one process's numbers."""
 
+import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from child_process import finish, start, wait_for
 from conftest import close
+from toy import ROOT, align_line, done
 
 import cli
-
-ROOT = Path(cli.__file__).parent
-SMALL = "--lower-steps 2 --upper-steps 2 --p-batch 9 --d-batch 9 --warmup 1 --probe-epochs 1"
-SMALL += " --eval-every 1 --quiet"
+from support.errors import UsageError
+from support.processes import World, jobs, stop
+from support.processes import start as make_ready
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
+SHARED_STEPS = "--p-batch 9 --d-batch 9"  # an odd number
 
 
-def done(line: str) -> None:
-    """A command line in this process."""
-    assert cli.run(line.split()) == 0
+def deaf_to_exceptions(ready: Path) -> None:
+    make_ready()
+    ready.touch()
+    while True:
+        with contextlib.suppress(BaseException):
+            time.sleep(0.01)
 
 
-def model(pretrained: Path, pretext: str) -> str:
-    return f"--backbone vit_mini --pretext {pretext} --weights {pretrained / pretext}"
+def test_a_second_signal_ends_at_once_whatever_a_library_catches(tmp_path: Path) -> None:
+    """But a repetition within a second, as torchrun's of a Ctrl-C, is the same request."""
+    ready, said = tmp_path / "ready", tmp_path / "said"
+    process = start(partial(deaf_to_exceptions, ready), said)
+    wait_for(ready.exists, process)
+    os.kill(process.pid or 0, signal.SIGTERM)
+    os.kill(process.pid or 0, signal.SIGTERM)
+    time.sleep(1.1)
+    assert process.is_alive()
+    os.kill(process.pid or 0, signal.SIGINT)
+    assert (finish(process), said.read_text()) == (130, "stopped\n")
+
+
+def test_a_ctrl_c_that_the_parent_heard_first_does_not_end_its_workers(tmp_path: Path) -> None:
+    """A terminal sends it to all; the flag, which they share, is set by the first that hears it."""
+
+    def hear_as_the_second() -> int:
+        stop.renew()
+        stop.flag.value = signal.SIGINT
+        stop.hear(signal.SIGINT)
+        return 0
+
+    assert finish(start(hear_as_the_second, tmp_path / "said")) == 0
+
+
+def test_a_worker_that_dies_is_told_in_a_line(monkeypatch: Any, capsys: Any) -> None:
+    with pytest.raises(BrokenProcessPool) as told:
+        list(jobs(os._exit, [3], 2))
+    monkeypatch.setattr("cli.build", Mock(side_effect=told.value))
+    code, line = cli.run(["finetune"]), capsys.readouterr().err
+    assert code == 1 and re.fullmatch(r"error: .*--jobs.*\n", line)
+
+
+def test_jobs_are_refused_beside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("support.processes.world", lambda: World(0, 2))
+    with pytest.raises(UsageError, match="torchrun"):
+        next(jobs(len, ["a"], 2))
 
 
 def together(line: str) -> list[ForkProcess]:
@@ -64,8 +109,8 @@ def test_two_processes_have_the_numbers_of_one(
     pretrained: Path, pretext: str, hypergrad: str
 ) -> None:
     """Batches of 9, an odd one; process 0 alone writes and prints. `finetune` follows."""
-    line = f"align {model(pretrained, pretext)} --dataset quilts {SMALL} --alternations 2"
-    line += f" --hypergrad {hypergrad} --drop-path 0.5 --json"
+    more = f"{SHARED_STEPS} --alternations 2 --hypergrad {hypergrad} --drop-path 0.5 --json"
+    line = align_line(pretrained, more, pretext)
     both = together(f"{line} --out two")
     assert [finish(p) for p in both] == [0, 0], [Path(f"said-{i}").read_text() for i in (0, 1)]
     assert json.loads(Path("said-0").read_text())["out"] == "two"
@@ -82,9 +127,8 @@ def test_two_processes_have_the_numbers_of_one(
 
 
 @pytest.mark.slow
-def test_torchrun_starts_them(weights: Path) -> None:
-    line = f"align --backbone vit_mini --weights {weights} --dataset quilts {SMALL}"
-    line += " --alternations 1 --json"
+def test_torchrun_starts_them(pretrained: Path) -> None:
+    line = align_line(pretrained, f"{SHARED_STEPS} --alternations 1 --json")
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     call = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     call += [str(ROOT / "cli.py"), *line.split(), "--out", "two"]
@@ -95,18 +139,17 @@ def test_torchrun_starts_them(weights: Path) -> None:
     same_curves("one", "two")
 
 
-def under_way(weights: Path) -> list[ForkProcess]:
+def under_way(pretrained: Path) -> list[ForkProcess]:
     """Two processes in the middle of a long run `a`."""
-    line = f"align --backbone vit_mini --weights {weights} --dataset quilts {SMALL} --out a"
-    both = together(f"{line} --alternations 400 --save-minutes 60")
+    both = together(align_line(pretrained, "--alternations 400 --save-minutes 60 --out a"))
     log = Path("a/metrics.jsonl")
     wait_for(lambda: log.exists() and len(log.read_text().splitlines()) > 2, both[0])
     return both
 
 
-def test_a_stop_in_one_process_stops_all_and_one_process_goes_on(weights: Path) -> None:
+def test_a_stop_in_one_process_stops_all_and_one_process_goes_on(pretrained: Path) -> None:
     """SIGTERM to process 1 alone: they agree after the alternation, and process 0 saves."""
-    both = under_way(weights)
+    both = under_way(pretrained)
     os.kill(both[1].pid or 0, signal.SIGTERM)
     assert [finish(p) for p in both] == [143, 143]
     assert all("stopped after alternation" in Path(f"said-{i}").read_text() for i in (0, 1))
@@ -115,17 +158,17 @@ def test_a_stop_in_one_process_stops_all_and_one_process_goes_on(weights: Path) 
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_death_of_one_process_ends_the_other(weights: Path, victim: int) -> None:
-    both = under_way(weights)
+def test_the_death_of_one_process_ends_the_other(pretrained: Path, victim: int) -> None:
+    both = under_way(pretrained)
     both[victim].kill()
     assert finish(both[1 - victim], 30) == 1
 
 
-def test_what_is_wrong_is_told_by_all_before_any_work(weights: Path) -> None:
+def test_what_is_wrong_is_told_by_all_before_any_work(pretrained: Path) -> None:
     """A directory of something else; a batch that leaves a process without an image."""
     Path("mine").mkdir()
     Path("mine/thesis.tex").touch()
-    line = f"align --backbone vit_mini --weights {weights} --dataset quilts {SMALL}"
+    line = align_line(pretrained)
     for more, told in [("--out mine", "holds thesis.tex"), ("--p-batch 1 --out b", "--p-batch 1")]:
         both = together(f"{line} {more}")
         assert [finish(p) for p in both] == [2, 2]
