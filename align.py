@@ -138,9 +138,7 @@ def probe(
     per_epoch = -(-len(m.task.train.targets) // cfg.d_batch)
     left = range(opt.step, cfg.probe_epochs * per_epoch)
     examples = m.examples("probe", cfg.d_batch, left, rate, passes=True)
-    records = train_epochs(
-        loss, opt, examples, per_epoch, "probe", passes=Passes(cfg.micro_batch, m.amp)
-    )
+    records = train_epochs(loss, opt, examples, per_epoch, "probe", Passes(cfg.micro_batch, m.amp))
     for record in track(records, cfg.probe_epochs, "probe"):
         run.checkpoint(f"probe epoch {record.step}")
     score = m.score(m.task.val, s.theta_D, head)

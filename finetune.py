@@ -232,9 +232,7 @@ def peft(
             loss = partial(loss_D, theta, phi_D, regularise=True)
             left = range(opt.step, cfg.epochs * steps)
             examples = m.examples("peft", cfg.batch, left, cfg.drop_path, passes=True)
-            made = train_epochs(
-                loss, opt, examples, steps, "peft", passes=Passes(cfg.micro_batch, m.amp)
-            )
+            made = train_epochs(loss, opt, examples, steps, "peft", Passes(cfg.micro_batch, m.amp))
             epochs = ({**epoch._asdict(), "val": None} for epoch in made)
             records = m.validated(epochs, cfg.eval_epochs, cfg.epochs, head, val=theta)
             for record in track(records, cfg.epochs, label, opt.step // steps):

@@ -64,7 +64,7 @@ def pretrain(
             batches,
             piece,
             "pretrain",
-            passes=Passes(cfg.micro_batch, cfg.amp and device_of(cfg).type == "cuda"),
+            Passes(cfg.micro_batch, cfg.amp and device_of(cfg).type == "cuda"),
             after_step=partial(task.after_step, None),  # I-JEPA's teacher follows ψ
         )
         for record in track(records, -(-steps // piece), "pretrain", opt.step // piece):

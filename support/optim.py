@@ -82,6 +82,14 @@ class Optimiser:
             fused = not self.groups[0].tensors[0].is_meta  # sizes alone, without numbers
             self.torch = torch.optim.AdamW(params, lr=0.0, betas=self.betas, fused=fused)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is trained, group by group."""
+        tensors = []
+        for group in self.groups:
+            tensors += group.tensors
+        return tensors
+
     def update(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
         """One step; clips the gradients in place and returns their joint norm before clipping."""
         for tensor, gradient in zip(tensors, gradients, strict=True):
@@ -125,8 +133,7 @@ def train_epochs(
     batches: Iterable[Batch],
     steps_per_epoch: int,
     label: str,
-    *,
-    passes: Passes = Passes(),
+    passes: Passes,
     after_step: Callable[[], None] | None = None,
 ) -> Iterator[EpochRecord]:
     """Take a step with each batch; yield after each epoch, the last of which may be shorter.
@@ -139,11 +146,10 @@ def train_epochs(
         passes: how a batch passes through the network.
         after_step: called after each step, for what follows slowly, such as a teacher.
     """
-    tensors = [tensor for group in opt.groups for tensor in group.tensors]
     rows: list[tuple[Tensor, Tensor]] = []  # loss and norm of each step of this epoch
     for batch in batches:
-        value, gradients = passes.value_and_gradients(loss, tensors, batch)
-        norm = opt.update(tensors, gradients)
+        value, gradients = passes.value_and_gradients(loss, opt.tensors, batch)
+        norm = opt.update(opt.tensors, gradients)
         if after_step:
             after_step()
         rows.append((value, norm))

@@ -221,21 +221,20 @@ class Run(ExitStack):
         """Refuse (UsageError) a checkpoint that does not hold what this run needs."""
         if isinstance(saved["tensors"], list):
             raise UsageError(f"{path}: is of an earlier version of this program; {START_OVER}")
-        there: Record = {name: list(tensor.shape) for name, tensor in saved["tensors"].items()}
-        there |= {name: state["tensors"] for name, state in saved["optimisers"].items()}
-        here: Record = {name: list(tensor.shape) for name, tensor in self.tensors.items()}
-        here |= {name: self.names_of(optimiser) for name, optimiser in self.optimisers.items()}
+        shapes = {name: tensor.shape for name, tensor in saved["tensors"].items()}
+        orders = {name: state["tensors"] for name, state in saved["optimisers"].items()}
+        there = shapes | orders
+        shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
+        orders = {name: self.names_of(optimiser) for name, optimiser in self.optimisers.items()}
+        here = shapes | orders
         for name in [*here, *there]:
             if here.get(name) != there.get(name):
-                raise UsageError(
-                    f"{path}: {name} is {there.get(name)} there, {here.get(name)} in this run; "
-                    f"{START_OVER}"
-                )
+                raise UsageError(f"{path}: {name} differs from that of this run; {START_OVER}")
 
     def names_of(self, optimiser: Optimiser) -> list[str]:
-        """Names of an optimiser's tensors in its order, which its state in torch goes by."""
+        """Names of an optimiser's tensors in its order, by which torch numbers their state."""
         name_of = {id(tensor): name for name, tensor in self.tensors.items()}
-        return [name_of[id(tensor)] for group in optimiser.groups for tensor in group.tensors]
+        return [name_of[id(tensor)] for tensor in optimiser.tensors]
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl."""

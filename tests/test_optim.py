@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import close, recorded
 
-from bisslight import Diverged
+from bisslight import Diverged, Passes
 from support.optim import (
     EpochRecord,
     Group,
@@ -104,12 +104,12 @@ def test_epochs_are_counted_from_the_optimisers_step_and_the_last_may_be_shorter
     def see() -> None:
         seen.append(float(x.detach()))
 
-    epochs = train_epochs(mean_of(x), opt, steps, 2, "toy", after_step=see)
+    epochs = train_epochs(mean_of(x), opt, steps, 2, "toy", Passes(), see)
     first = next(epochs)
     assert first == EpochRecord(step=1, loss=(16 + 4) / 2) and seen == [2.0, 3.0]
     assert [*epochs] == [EpochRecord(2, (1 + 0.25) / 2), EpochRecord(3, 0.0625)]
     assert (opt.step, len(seen)) == (5, 5)
-    (more,) = train_epochs(mean_of(x), opt, batches(4.0), 2, "toy")
+    (more,) = train_epochs(mean_of(x), opt, batches(4.0), 2, "toy", Passes())
     assert more.step == 3  # it went on within the third epoch
 
 
@@ -117,4 +117,4 @@ def test_a_loss_that_is_not_finite_is_named_with_its_step() -> None:
     x = torch.zeros((), dtype=torch.float64, requires_grad=True)
     opt = Optimiser([Group([x], 0.1, 0.0)], None, None)
     with pytest.raises(Diverged, match="toy, the 2 steps up to 2, step 2"):
-        next(train_epochs(mean_of(x), opt, batches(1.0, float("nan")), 2, "toy"))
+        next(train_epochs(mean_of(x), opt, batches(1.0, float("nan")), 2, "toy", Passes()))
