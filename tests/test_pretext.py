@@ -58,7 +58,7 @@ def test_the_examples_task_runs_under_its_own_name(
     with Path("rotation.py").open("a") as file:  # another task: the run does not go on with it
         file.write("# changed\n")
     assert cli.run([*line, "--out", "a"]) == 2
-    assert "pretext_sha256" in capsys.readouterr().err
+    assert "rotation.py was changed" in capsys.readouterr().err
 
 
 def test_a_module_is_a_place_for_a_task_too(weights: Path, tmp_path: Path) -> None:
