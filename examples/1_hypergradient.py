@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 1. The hypergradient
 #
-# BiSSLight solves a *bilevel problem*: one minimisation inside another. Its upper level needs a
-# gradient that looks through the inner minimisation, called the *hypergradient*. This notebook
-# computes it on problems so small that the right answer is known, and compares the ways to
-# approximate it:
+# BiSSLight solves a *bilevel problem*: one minimisation inside another. The upper (outer) level
+# needs the gradient of a loss that is evaluated at the solution of the lower (inner) level. It is
+# called the *hypergradient*. This notebook computes it on problems so small that the right answer
+# is known, and compares the ways to approximate it:
 #
 # | name | what it uses | where |
 # |---|---|---|
@@ -14,8 +14,8 @@
 # | `cg` | conjugate gradients on Hessian-vector products, as in BiSSL | App. D.2.1 |
 # | `identity` | nothing: it ignores the curvature | a control |
 #
-# All five are functions of this project and have one signature. Read `mfac.py` beside this page. It
-# runs in less than half a minute.
+# All five are functions of this project with the same arguments and the same kind of result. Read
+# `mfac.py` beside this page. The notebook runs in less than half a minute.
 
 # %%
 from functools import partial
@@ -38,7 +38,8 @@ BLUE, ORANGE, GREEN, PINK, RED, GREY = (
 # %% [markdown]
 # ## 1.1 A bilevel problem with two parameters
 #
-# The lower level (Eq. 4) minimises the pretext loss plus a spring that ties θ_P to θ_D:
+# The lower level (Eq. 4) minimises the pretext loss $L^P$ plus a penalty that pulls θ_P towards
+# θ_D, like a spring between the two:
 #
 # $$\theta_P^*(\theta_D) = \arg\min_\theta \; L^P(\theta) + \tfrac{\lambda}{2} |\theta-\theta_D|^2$$
 #
@@ -53,14 +54,19 @@ BLUE, ORANGE, GREEN, PINK, RED, GREY = (
 #
 # $$q = \lambda (H + \lambda I)^{-1} g, \qquad g = \nabla L^D(\theta_P^*),$$
 #
-# which is Eq. 5. In a direction in which $L^P$ has curvature $h$, the factor is
-# $\lambda / (h + \lambda)$: about 1 where the pretext loss is flat, and about 0 where it is steep.
-# **The hypergradient keeps the part of g that the pretext task does not resist.**
+# which is Eq. 5. Along a direction in which $L^P$ has the curvature $h$, the part of g is
+# multiplied by $\lambda / (h + \lambda)$. This is about 1 where the pretext loss is flat, and about
+# 0 where it is strongly curved. **The hypergradient keeps the part of g along the flat directions
+# of $L^P$.**
+#
+# The picture shows one step of the bilevel problem. It has two parts: first θ_D moves, then the
+# lower level is solved again, so θ_P* follows. Left, θ_D moves along −q; right, along −g. Both
+# moves of θ_D have the same length.
 
 # %%
 lam = 0.5
 H2 = torch.tensor([[2.3, 1.8], [1.8, 2.3]])  # curvature 4.1 along (1, 1), 0.5 along (1, -1)
-target = torch.tensor([2.2, -0.9])  # L^D(theta) = 1/2 |theta - target|^2
+target = torch.tensor([2.2, 0.1])  # L^D(theta) = 1/2 |theta - target|^2
 
 
 def theta_P_star(theta_D: Tensor) -> Tensor:
@@ -70,33 +76,49 @@ def theta_P_star(theta_D: Tensor) -> Tensor:
 
 theta_D = torch.tensor([0.4, -1.2])
 theta_P = theta_P_star(theta_D)
-g = theta_P - target  # gradient of L^D at theta_P
+g = theta_P - target  # gradient of L^D with respect to theta, at theta_P
 q = lam * torch.linalg.solve(H2 + lam * torch.eye(2), g)  # Eq. 5
 
-line = torch.linspace(-2.4, 2.8, 200)
+line = torch.linspace(-2.9, 2.9, 200)
 x, y = torch.meshgrid(line, line, indexing="xy")
 pretext = 0.5 * (H2[0, 0] * x**2 + 2 * H2[0, 1] * x * y + H2[1, 1] * y**2)
-figure, axes = plt.subplots(figsize=(6, 5.4))
-axes.contour(x, y, pretext, levels=[0.1, 0.4, 1, 2, 4, 8], colors=GREY, linewidths=0.8)
-points = [
-    (torch.zeros(2), "k+", "minimum of L^P (grey contours)"),
-    (target, "k*", "minimum of L^D"),
-    (theta_D, "ks", "θ_D"),
-    (theta_P, "ko", "θ_P*(θ_D), pulled towards the minimum of L^P"),
-]
-for place, marker, label in points:
-    axes.plot(*place, marker, markersize=9, label=label)
-for vector, colour, label in [(-g, ORANGE, "−g: straight to L^D's minimum"),
-                              (-q, BLUE, "−q: along the valley")]:  # fmt: skip
-    axes.quiver(
-        *theta_P, *vector, color=colour, angles="xy", scale_units="xy", scale=1, label=label
-    )
-axes.set(title="The hypergradient q is g without what L^P resists", xlabel="θ[0]", ylabel="θ[1]")
-axes.set_aspect("equal")
-axes.legend(loc="upper left", fontsize=8)
+figure, both = plt.subplots(1, 2, figsize=(11, 5.8), sharey=True)
+for axes, vector, name, colour in ((both[0], q, "q", BLUE), (both[1], g, "g", ORANGE)):
+    moved_D = theta_D - 1.5 * vector / vector.norm()  # the upper step: length 1.5
+    moved_P = theta_P_star(moved_D)  # the lower level, solved again
+    before, after = (0.5 * (theta - target).square().sum() for theta in (theta_P, moved_P))
+    axes.contour(x, y, pretext, levels=[0.1, 0.4, 1, 2, 4, 8], colors=GREY, linewidths=0.6)
+    axes.plot(0, 0, "k+", markersize=10, label="minimum of L^P (contours: L^P)")
+    axes.plot(*target, "k*", markersize=12, label="minimum of L^D")
+    for start_D, start_P, fill in ((theta_D, theta_P, "white"), (moved_D, moved_P, colour)):
+        axes.plot(*torch.stack([start_D, start_P]).T, ":", color="black", linewidth=1)
+        axes.plot(*start_D, "s", color="black", markerfacecolor=fill, markersize=9)
+        axes.plot(*start_P, "o", color="black", markerfacecolor=fill, markersize=9)
+    for start, end, style in ((theta_D, moved_D, "-"), (theta_P, moved_P, "--")):
+        axes.annotate("", end, start, arrowprops={
+            "arrowstyle": "->", "color": colour, "linewidth": 2.5, "linestyle": style,
+            "shrinkA": 6, "shrinkB": 5,
+        })  # fmt: skip
+    axes.plot([], [], "s", color="black", markerfacecolor="white", label="θ_D before")
+    axes.plot([], [], "o", color="black", markerfacecolor="white", label="θ_P*(θ_D) before")
+    axes.plot([], [], "-", color=colour, linewidth=2.5, label=f"1. θ_D moves along −{name}")
+    axes.plot([], [], "--", color=colour, linewidth=2.5, label="2. θ_P* follows (filled: after)")
+    axes.plot([], [], ":", color="black", linewidth=1, label="pull λ/2 |θ_P − θ_D|²")
+    axes.set(title=f"θ_D moves along −{name}: L^D(θ_P*) goes from {before:.2f} to {after:.2f}",
+             xlabel="θ[0]")  # fmt: skip
+    axes.set_aspect("equal")
+    axes.legend(loc="upper left", fontsize=8)
+both[0].set_ylabel("θ[1]")
 plt.show()
 
 # %% [markdown]
+# Along the valley of L^P, θ_P* moves half as far as θ_D (λ / (0.5 + λ)); across the valley it moves
+# only a ninth as far (λ / (4.1 + λ)). The step along −g is parallel to the line from θ_P* to the
+# minimum of L^D, but a good part of it goes across the valley, where θ_P* hardly follows. A step of
+# the same length along −q lowers $L^D(\theta_P^*)$ more: q is the gradient of this loss *with
+# respect to θ_D*, while g is the gradient with respect to θ_P. BiSSLight also adds the gradient of
+# the second term of Eq. 3, $L^D(\theta_D)$; it is left out of the picture.
+#
 # Is the formula right? We move θ_D by a small amount in each coordinate, solve the lower level
 # again, and see how much $L^D(\theta_P^*)$ changes. This is a *finite difference*; it uses no
 # calculus.
@@ -123,10 +145,11 @@ print("g, no curvature  ", [f"{float(value):.6f}" for value in g])
 #
 # <details><summary>Answers</summary>
 #
-# 1. λ (H + λI)⁻¹ tends to I for large λ: the spring is so stiff that θ_P follows θ_D exactly, and q
-#    = g. For small λ the spring is weak, θ_P* hardly depends on θ_D, and q tends to 0 (except in
-#    directions where L^P has no curvature at all).
-# 2. θ_P* = θ_D and q = g. `identity` is right in this case, and only in this case.
+# 1. λ (H + λI)⁻¹ tends to I for large λ: the pull is so strong that θ_P* follows θ_D exactly, and q
+#    tends to g. For small λ the pull is weak, θ_P* hardly depends on θ_D, and q tends to 0 (except
+#    along directions in which L^P has no curvature at all).
+# 2. θ_P* = θ_D and q = g. So `identity` is right in this case. More generally it is right whenever
+#    H g = 0: then (H + λI) g = λ g, so Eq. 5 gives q = g.
 #
 # </details>
 
@@ -138,13 +161,13 @@ print("g, no curvature  ", [f"{float(value):.6f}" for value in g])
 #
 # $$L^P(\theta) = \frac12 \, \mathrm{mean}_i \, (x_i^\top \theta - y_i)^2 ,$$
 #
-# whose Hessian is $H = \mathrm{mean}_i \, x_i x_i^\top$. The gradient of one image is
-# $(x_i^\top \theta - y_i) x_i$. Near the solution the residual in brackets is noise of variance 1,
-# so the *empirical Fisher matrix*, the mean of $g_i g_i^\top$, is close to the Hessian. This is the
-# property that M-FAC relies on (Sec. 2.2).
+# whose Hessian is $H = \mathrm{mean}_i \, x_i x_i^\top$. The gradient of one image is $(x_i^\top
+# \theta - y_i) x_i$. Near the solution the residual in brackets is noise of variance 1, so the
+# *empirical Fisher matrix*, the mean of $g_i g_i^\top$, is close to the Hessian. M-FAC relies on
+# this (Sec. 2.2).
 #
-# Inputs of one layer are correlated, inputs of two layers are not: the true Hessian is
-# block-diagonal, as M-FAC assumes.
+# Inputs within a layer are correlated, inputs of two different layers are not. So the Hessian is
+# block-diagonal up to sampling noise, as M-FAC assumes.
 
 
 # %%
@@ -196,13 +219,14 @@ def gradients_of(theta: Tensor, n: int, size: int = 1) -> Tensor:
 
 
 # %% [markdown]
-# Every hypergradient is a function `(G, lam, H) -> inverse`, and `inverse` maps g to q. `H()` opens
-# a Hessian-vector product d → H d; `bisslight.hessian` makes one from any loss by automatic
-# differentiation. M-FAC ignores it, and `exact` and `cg` ignore the gradients G.
+# Every hypergradient is a function `(G, lam, H) -> inverse`, and `inverse` maps g to q. `H()`
+# returns a function that computes Hessian-vector products, d → H d; `bisslight.hessian` makes one
+# from any loss by automatic differentiation. M-FAC does not use it. `exact` and `cg` do not use the
+# gradients G.
 #
-# G holds N_L = 200 gradients here. The paper stores 20; section 1.3 shows what that changes. CG
-# appears twice: with BiSSL's settings (five iterations, damping 1, prefactor λ + 1), and undamped
-# with many iterations, where it is an exact solver.
+# Here G holds N_L = 200 gradients. The paper stores 20; section 1.3 shows what that changes. CG
+# appears twice: with BiSSL's settings (five iterations, damping 1, factor λ + 1 instead of λ), and
+# without damping and with many iterations, where it solves Eq. 5 up to rounding.
 
 # %%
 theta_D = torch.zeros(P)
@@ -229,15 +253,15 @@ difference = (mfac(G, lam)(g) - recursion(G, lam)(g)).abs().max()
 print(f"\nlargest difference of the two forms of M-FAC: {difference:.0e}")
 
 # %% [markdown]
-# The two forms of M-FAC agree to rounding, because they invert the same matrix. Neither is exact,
-# because 200 random gradients describe the Hessian only roughly. `identity` points elsewhere and is
-# three times too long.
+# The two forms of M-FAC agree up to rounding, because they invert the same matrix. Neither equals
+# Eq. 5, because 200 random gradients describe the Hessian only roughly. The q of `identity` has
+# another direction and is three times too long.
 #
-# What matters is where the bilevel problem *ends*. Its upper level (Eq. 3) minimises
-# $L^D(\theta_P^*(\theta_D)) + L^D(\theta_D)$ over θ_D. Everything is quadratic, so the optimum is a
-# linear system: with $J = \lambda (H + \lambda I)^{-1}$, the upper gradient
-# $J(\theta_P^* - c) + (\theta_D - c)$ is zero at the solution (c is `target`). We descend with
-# every approximation and plot how far the upper loss is from its minimum. The lower level is solved
+# Does this change where the descent on the bilevel problem *ends*? The upper level (Eq. 3)
+# minimises $L^D(\theta_P^*(\theta_D)) + L^D(\theta_D)$ over θ_D. Everything is quadratic, so the
+# optimum solves a linear system: with $J = \lambda (H + \lambda I)^{-1}$, the upper gradient
+# $J(\theta_P^* - c) + (\theta_D - c)$ is zero there (c is `target`). We descend with every
+# approximation and plot how far the upper loss is above its minimum. The lower level is solved
 # exactly each time, so only the hypergradient differs.
 
 # %%
@@ -268,12 +292,12 @@ axes.legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
-# The exact methods reach the optimum. M-FAC ends close to it, and its curves jitter because it
-# draws new gradients in each step. The other two solve a somewhat different problem.
+# The exact methods reach the optimum. M-FAC ends close to it; its curves jitter because new
+# gradients are drawn in each step. CG as in BiSSL and `identity` end further away.
 #
 # **Questions**
 #
-# 1. Why does `recursion` not lie exactly on `mfac` here, when the table says they are equal?
+# 1. The table says that `recursion` and `mfac` are equal. Why are their curves not the same here?
 # 2. BiSSL's CG returns $(\lambda+1)(H + (\lambda+1) I)^{-1} g$. Which λ does this behave like?
 # 3. Which of the methods cost an extra pass through the network per upper step, and which none?
 #
@@ -281,19 +305,20 @@ plt.show()
 #
 # 1. Each curve draws its own random minibatches for G. With the same G they are the same to
 #    rounding.
-# 2. Like λ + 1: it is Eq. 5 for a much stiffer spring. So it is closer to `identity`.
-# 3. `cg` needs one Hessian-vector product per iteration (five in BiSSL), each a forward and a
-#    double backward pass; `exact` one per parameter. M-FAC and `identity` need none: M-FAC reuses
-#    gradients that the lower level has computed anyway. This is where the paper's speed comes from.
+# 2. Like λ + 1: it is Eq. 5 for a much stronger pull. So it is closer to `identity`.
+# 3. `cg` needs a forward and a backward pass of the pretext loss, and then one Hessian-vector
+#    product per iteration (five in BiSSL); each of these differentiates the gradient once more.
+#    `exact` needs one product per parameter. M-FAC and `identity` need none: M-FAC reuses gradients
+#    that the lower level has computed anyway. This is where the paper's speed comes from.
 #
 # </details>
 
 # %% [markdown]
 # ## 1.3 What λ, N_L, the minibatch and the block partition do
 #
-# M-FAC builds the Fisher matrix from N_L gradients, so in each block it has rank N_L at most. In
-# the directions that it has not seen, it takes the curvature to be 0 and leaves g as it is. The
-# error against Eq. 5, averaged over 20 draws:
+# M-FAC builds the Fisher matrix from N_L gradients, so in each block it has rank N_L at most. Along
+# directions orthogonal to all of them its curvature is 0, and q equals g. The error against Eq. 5,
+# averaged over 20 draws:
 
 
 # %%
@@ -325,25 +350,27 @@ for ax in axes:
 plt.show()
 
 # %% [markdown]
-# **Left.** With a large λ every method is right, since q ≈ g. With a small λ the inverse depends on
-# the curvature, and M-FAC needs many gradients.
+# **Left.** With a large λ the error is small for every N_L, because q ≈ g. With a small λ the
+# inverse depends on the curvature, and M-FAC needs many gradients.
 #
 # **Middle.** `layer` cuts θ into 4 blocks of 8, `matrix` into 16 blocks of 2, and `global` is one
 # block of 32. With few gradients, small blocks are better: N_L gradients give *each block* a matrix
-# of rank N_L. With many gradients, `matrix` stops improving, because it sets entries of H to zero
-# that are not zero. `layer` is the right partition here, since H is block-diagonal by layers. The
-# paper also uses layers (App. C.3).
+# of rank up to N_L. With many gradients, `matrix` stops improving, because it sets entries of H to
+# zero that are not zero. `layer` is the right partition here, since H is block-diagonal by layers.
+# The paper also uses layers (App. C.3).
 #
 # **Right.** The paper stores gradients of *minibatches*, means over B images. Averaging B
-# independent gradients divides their covariance by B, so the Fisher matrix is B times too small
-# compared with H. M-FAC then underestimates the curvature, and q moves towards g.
+# independent gradients divides their covariance by B, so here, near the optimum of L^P, the Fisher
+# matrix is about B times too small compared with H. M-FAC then underestimates the curvature, and q
+# moves towards g.
 #
 # **Questions**
 #
 # 1. From the right panel: which change of λ in M-FAC alone would make up for a batch of B images?
 # 2. The paper has N_L = 20 and p = 196,608 numbers per layer (ViT-B, rank 64). In how many
 #    directions of a layer can q differ from g?
-# 3. Why is M-FAC with N_L = 1 not simply wrong?
+# 3. With N_L = 1, does q lie between g and the exact answer? Take one parameter with H = 1, λ = 0.1
+#    and g = 1, and suppose that the stored gradient happens to be g_1 = √10.
 #
 # <details><summary>Answers</summary>
 #
@@ -352,8 +379,10 @@ plt.show()
 #    cancel. The paper gives it λ. The factor is B only near the optimum of L^P: elsewhere the
 #    gradients also have a mean, which does not shrink with B.
 # 2. In at most 20: q = g − Gᵀ(...)Gg, so q − g lies in the span of the stored gradients.
-# 3. It corrects g along the one direction it knows and leaves the rest, so it lies between
-#    `identity` and the exact answer.
+# 3. Not always. The exact q is 0.1 / (1 + 0.1) = 0.0909, M-FAC gives 0.1 / (10 + 0.1) = 0.0099, and
+#    `identity` gives 1. M-FAC changes g along one direction only, the direction of g_1, and there
+#    it may change g too little or too much: |g_1|² of a single sample is a noisy estimate of the
+#    curvature.
 #
 # </details>
 
@@ -361,14 +390,15 @@ plt.show()
 # ## 1.4 The Schur caveat: the head is held fixed
 #
 # Eq. 4 minimises over θ_P *and* over the pretext head φ_P. If θ_D moves, the best head moves too.
-# Eq. 5 holds the head fixed. For a loss $L^P(\theta, \varphi)$ the correct derivative has, in the
-# place of $H_{\theta\theta}$, the *Schur complement*
+# Eq. 5 holds the head fixed. For a loss $L^P(\theta, \varphi)$ the correct derivative has the form
+# of Eq. 5, with the *Schur complement*
 #
-# $$S = H_{\theta\theta} - H_{\theta\varphi} H_{\varphi\varphi}^{-1} H_{\varphi\theta} .$$
+# $$S = H_{\theta\theta} - H_{\theta\varphi} H_{\varphi\varphi}^{-1} H_{\varphi\theta}$$
 #
-# It is never larger than $H_{\theta\theta}$: a head that adapts makes the pretext loss flatter in
-# θ. We measure how much this matters by turning the coupling of θ and φ from 0 to almost 1. The
-# finite difference solves the lower level over both.
+# in place of $H_{\theta\theta}$. $H_{\theta\theta} - S$ has no negative eigenvalues: a head that
+# adapts makes the pretext loss less curved in θ. We measure how much this matters by increasing the
+# coupling of θ and φ from 0 to almost 1. For the finite difference, the lower level is solved over
+# θ and φ.
 
 # %%
 n_phi = 6
@@ -416,22 +446,25 @@ print(f"with the Schur complement, the largest error is {largest:.0e}")
 
 # %% [markdown]
 # So even `exact`, which uses the dense $H_{\theta\theta}$, is not the gradient of the problem that
-# Eq. 3 and 4 state, unless θ and φ are uncoupled. The paper makes this approximation, BiSSL did
-# before it, and this project keeps it: `mfac.exact` is "Eq. 5 itself".
+# Eq. 3 and 4 state, unless θ and φ are uncoupled. The paper makes this approximation, as BiSSL
+# does, and this project keeps it: `mfac.exact` is Eq. 5 as it stands.
 #
 # **Questions**
 #
 # 1. Does holding the head fixed make q too long or too short?
 # 2. Would M-FAC be able to use the Schur complement?
-# 3. In the paper, φ_P moves with a rate of 1e-4 and θ_P with 1e-2. Does this speak for or against
+# 3. In the paper, φ_P has a learning rate of 1e-4 and θ_P has 1e-2. Does this speak for or against
 #    the approximation?
 #
 # <details><summary>Answers</summary>
 #
-# 1. As a rule too short. S ≤ H_θθ, so the correct λ (S + λI)⁻¹ is the larger matrix.
-# 2. In principle: store the gradients of φ as well, form the joint Fisher matrix, and take its
-#    Schur complement. It costs memory for the gradients of φ: MAE's decoder has 27 million
-#    parameters. `exercises.md` asks for a small version.
-# 3. For it: a head that hardly moves during an alternation is almost held fixed.
+# 1. As a rule too short. H_θθ − S has no negative eigenvalues, so λ (S + λI)⁻¹ minus λ (H_θθ +
+#    λI)⁻¹ has none either.
+# 2. In principle: store the gradients with respect to φ as well, form the joint Fisher matrix, and
+#    take its Schur complement. It costs memory for the gradients with respect to φ: the decoder of
+#    MAE (the masked autoencoder) has 26.0 to 26.2 million parameters, counted; the paper says
+#    "~27M". The first exercise in `exercises.md` is about the Schur complement.
+# 3. For it, within one alternation: a head that hardly moves is almost held fixed. Over all 10,000
+#    lower steps of the paper, even a small learning rate can move it far.
 #
 # </details>

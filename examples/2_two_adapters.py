@@ -2,15 +2,15 @@
 # # 2. One backbone, two adapters
 #
 # BiSSLight never changes the pretrained network ψ. It trains two small sets of numbers that are
-# added to it: θ_P for the pretext task and θ_D for the downstream task. This notebook takes them
-# apart:
+# added to it: θ_P for the pretext task and θ_D for the downstream task. This notebook shows what
+# these numbers are and what each task does with them:
 #
 # 1. what low-rank adaptation (LoRA) adds to the network, computed by hand and merged into it;
 # 2. what the masked autoencoder (MAE) hides and fills in, after a little pretraining;
 # 3. what I-JEPA (the joint-embedding predictive architecture for images) predicts instead.
 #
-# Read `lora.py`, `mae.py` and `ijepa.py` beside it. It runs in less than a minute, and most of that
-# is the pretraining. The images are drawn by the program: there is nothing to download.
+# Read `lora.py`, `mae.py` and `ijepa.py` beside this page. The notebook runs in less than a minute,
+# most of which is pretraining. The program draws the images: there is nothing to download.
 
 # %%
 from functools import partial
@@ -39,8 +39,8 @@ BLUE, ORANGE, GREEN, PINK, SKY, RED = (
 #
 # `vit_mini` is a small Vision Transformer (ViT): images of 16 x 16 pixels in patches of 4 x 4, so
 # 16 patches; 4 layers of width 64. The *pixel quilts* have 4 x 4 tiles, each as large as a patch. A
-# quilt shows two motifs, and its class is the layout: which tiles are equal, never which motif they
-# show.
+# quilt shows two motifs. Its class is the layout, that is, which tiles are equal. It does not
+# depend on which two motifs they show.
 
 # %%
 arch = BACKBONES["vit_mini"]
@@ -90,8 +90,8 @@ by_merging = x @ (W_q + backbone.scale * B_q[layer] @ A_q[layer]).T  # one full 
 print(f"one layer, by LoRA and merged: {(by_lora - by_merging).abs().max():.0e} apart")
 
 # %% [markdown]
-# `merge` does this in all layers and returns the weights of a plain ViT that knows nothing of LoRA.
-# Both must give the same tokens.
+# `merge` does this in all layers and returns the weights of an ordinary ViT without LoRA. Both
+# networks must give the same tokens.
 
 # %%
 plain = build_vit(arch)
@@ -121,8 +121,8 @@ axes[1].legend()
 plt.show()
 
 # %% [markdown]
-# The keys are untouched, and the change has rank 8. How many numbers this is for the networks of
-# the paper (its Table 2), with r = 64:
+# The keys are unchanged, and the change of the query and value matrices has rank 8. For the
+# networks of the paper, with r = 64, θ has this many numbers (App. C.4):
 
 # %%
 for name in ("vit_mini", "vit_b16", "vit_l16", "vit_h14"):
@@ -130,8 +130,8 @@ for name in ("vit_mini", "vit_b16", "vit_l16", "vit_h14"):
     print(f"{name:9} {K} layers x 4 x rank {rank} x {dim} = {K * 4 * rank * dim:,}")
 
 # %% [markdown]
-# Two adapters on one backbone are two tensors, and the network is a function of them. This is all
-# that "attaching two modules" means here:
+# Two adapters on one backbone are simply two tensors. The network is a function of the image and of
+# one of these tensors; this is what the paper means by attaching two modules:
 
 # %%
 theta_P = start.clone()
@@ -143,19 +143,18 @@ print(f"the same ψ under θ_P and under θ_D: outputs differ by {moved:.0%}")
 # %% [markdown]
 # **Questions**
 #
-# 1. With B = 0 and A random, which of the two gets a gradient other than 0 in the first step?
+# 1. With B = 0 and A random, for which of the two is the gradient not 0 in the first step?
 # 2. BA does not change if A is doubled and B is halved. What does that mean for the pull λ/2 |θ_P −
 #    θ_D|² of Eq. 4, which compares A with A and B with B?
 # 3. Merging saves time at inference. Why does BiSSLight not merge during alignment?
 #
 # <details><summary>Answers</summary>
 #
-# 1. B. The gradient of A is Bᵀ times something, so it is 0 as long as B is 0.
-# 2. Two adapters can be the same function and still be far apart for Eq. 4. Both start from the
-#    same θ (line 2), which avoids this at the beginning: the paper calls it "an artificial
-#    mismatch".
-# 3. There are two adapters on one ψ. Merging one would need a second copy of the network, which is
-#    the memory that LoRA saves.
+# 1. For B. The gradient with respect to A is Bᵀ times another matrix, so it is 0 as long as B is 0.
+# 2. Two adapters can give the same network and still be far apart for Eq. 4. Starting both from the
+#    same θ (line 2) avoids this at the beginning; the paper speaks of "an artificial mismatch".
+# 3. There are two adapters on one ψ. If one of them were merged, a second copy of the network would
+#    be needed for the other. LoRA saves just this memory.
 #
 # </details>
 
@@ -166,8 +165,8 @@ print(f"the same ψ under θ_P and under θ_D: outputs differ by {moved:.0%}")
 # φ_P, gets their tokens, puts a learned *mask token* in the other places, and predicts the pixels
 # there. The loss is the squared error on the removed patches only. The paper removes 75 %.
 #
-# All randomness of a step is one table of noise, a number per patch: those with the least noise
-# stay. So a step can be repeated exactly.
+# The only random numbers of a step are one number per patch, called noise: the patches with the
+# smallest numbers stay. With the same noise, a step can be repeated exactly.
 
 # %%
 ratios = (0.3, 0.5, 0.75)
@@ -199,10 +198,10 @@ figure.suptitle("The same noise with three mask ratios (removed patches in orang
 plt.show()
 
 # %% [markdown]
-# Pretraining means to minimise this loss over ψ *and* φ_P (Eq. 1). It is the only place where ψ
-# itself is trained; there is no θ, so the loss gets None for it. `value_and_grad` and `Optimiser`
-# are the pieces that Algorithm 1 uses, too. On images this small, half of the patches are enough to
-# remove.
+# Pretraining minimises this loss over ψ *and* φ_P (Eq. 1). This is the only place where ψ itself is
+# trained. There is no θ here, so the loss gets None in its place. Algorithm 1 uses the same
+# `value_and_grad` and `Optimiser`. We remove only half of the patches, because these images have
+# only 16.
 
 # %%
 pretext = mae.MAE(backbone, decoder, mask_ratio=0.5)
@@ -256,15 +255,15 @@ figure.suptitle("Reconstructions of quilts that were not in the pool")
 plt.show()
 
 # %% [markdown]
-# The target is *standardised* within each patch (mean 0, deviation 1), as in the paper. So the
-# decoder predicts the pattern of a patch, and the picture borrows the brightness and contrast of
-# the true one. A loss of 1 is what a constant prediction gets.
+# The target is *standardised* within each patch (mean 0, standard deviation 1), as in the paper. So
+# the decoder predicts only the pattern of a patch; for the pictures, brightness and contrast are
+# taken from the true patch. Predicting the mean of each patch gives a loss of 1.
 #
 # After these few steps the loss stays near 0.5. The pictures show why: the network has found out
-# *which two motifs* an image shows, and fills every hole with a grey mixture of both. What it has
-# not learnt yet is the layout, *which of the two* belongs where. This takes longer (the demo's
-# backbone was pretrained for 1,860 steps), and it is just the comparison of tiles that the
-# labelled task needs.
+# *which two motifs* an image shows, and fills every removed patch with a grey mixture of both. It
+# has not learnt yet the layout, that is, *which of the two* belongs where. This takes longer (the
+# demo's backbone was pretrained for 1,860 steps). For it the network has to compare tiles, and so
+# does the labelled task.
 #
 # **Questions**
 #
@@ -276,22 +275,25 @@ plt.show()
 #
 # <details><summary>Answers</summary>
 #
-# 1. The backbone then works on a quarter of the patches (at 75 %), which makes pretraining cheap,
-#    and in fine-tuning it never meets a mask token, so nothing changes for it.
-# 2. No. It is independent of all others, so the best prediction is what its place usually shows.
-# 3. The mixture is right where the motifs agree, and half-way where they differ. Standardised
-#    pixels are about +1 and −1, so half of them have the error 0, the other half (±1)² = 1.
-# 4. Four visible tiles often do not tell the layout, and not even both motifs. The demo uses 0.3.
+# 1. With 75 % removed, the backbone processes only a quarter of the patches, so pretraining is
+#    cheap. And in fine-tuning there are no mask tokens, so the backbone should not depend on them.
+# 2. No. It is independent of all other tiles, so nothing visible says which motif it shows.
+# 3. The mixture is right where the motifs agree, and lies half-way between them where they differ.
+#    Standardised pixels are about +1 and −1, so half of the pixels have an error of 0 and the other
+#    half a squared error of (±1)² = 1.
+# 4. Four visible tiles often do not determine the layout, and may not even show both motifs. The
+#    demo uses 0.3.
 #
 # </details>
 
 # %% [markdown]
-# ## 2.4 I-JEPA: blocks in place of scattered patches
+# ## 2.4 I-JEPA: blocks instead of scattered patches
 #
-# I-JEPA predicts no pixels. A *teacher*, a slowly moving average of θ_P on the same ψ, computes
-# tokens of the whole image. The student sees one large block (the *context*), and the predictor φ_P
-# has to tell the teacher's tokens in four smaller blocks (the *targets*). Patches of the targets
-# are taken out of the context. The paper's ViT-H/14 has a grid of 16 x 16 patches:
+# I-JEPA does not predict pixels. A *teacher*, which is ψ with a slowly moving average of θ_P,
+# computes tokens of the whole image. The student, ψ with θ_P, sees only one large block (the
+# *context*). From its tokens, the predictor φ_P has to predict the teacher's tokens in four smaller
+# blocks (the *targets*). Patches of the targets are removed from the context. The paper's ViT-H/14
+# has a grid of 16 x 16 patches:
 
 # %%
 settings = Pretext()  # I-JEPA's official values are the defaults
@@ -310,16 +312,18 @@ for ax, context, blocks in zip(axes, contexts, targets, strict=True):
 names = ["context", "target 1", "target 2", "target 3", "target 4"]
 handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in colours]
 figure.legend(handles, names, loc="outside lower center", ncols=5)
-figure.suptitle("What I-JEPA shows and asks, four images (grey: neither)")
+figure.suptitle("Context and targets of I-JEPA, four images (grey: neither)")
 plt.show()
 
 # %% [markdown]
-# One random number per batch decides the size of all targets, another one that of all contexts, and
-# contexts are cut to the length of the shortest one, from the bottom of the image. So a batch is
-# one tensor without padding. Where targets overlap, the picture shows the last one.
+# All targets of a batch have the same size, and so have all contexts before the targets are
+# removed. Afterwards all contexts are cut to the number of patches of the shortest one; patches at
+# the bottom of the image are dropped. So a batch is one tensor without padding. Where targets
+# overlap, the picture shows the last one.
 #
-# The teacher follows with momentum m: θ_T ← m θ_T + (1 − m) θ_P. The paper starts at 0.9995 and
-# rises linearly to 1 (App. D.1). After how many steps has the teacher taken over half of a change?
+# The teacher follows θ_P slowly, with momentum m: θ_T ← m θ_T + (1 − m) θ_P. The paper starts with
+# m = 0.9995 (App. D.1); here m rises linearly to 1. Suppose that θ_P jumps once at step 0. After
+# how many steps has θ_T moved half of the way?
 
 # %%
 for first in (0.996, 0.9995):
@@ -332,15 +336,17 @@ for first in (0.996, 0.9995):
 # %% [markdown]
 # **Questions**
 #
-# 1. If the teacher were the student itself, what would be the easiest way to make the loss 0?
+# 1. Suppose that the teacher were the student itself. What would be the easiest way to make the
+#    loss 0?
 # 2. Why does this project store the teacher as a third θ?
 # 3. A moving average of A and of B is not the moving average of BA. When does this matter?
 #
 # <details><summary>Answers</summary>
 #
-# 1. To give the same tokens for every image. This is called collapse; the slow teacher, which gets
-#    no gradient, prevents it in practice.
+# 1. To give the same tokens for every image. This is called collapse. The slow teacher, through
+#    which no gradient flows, prevents it in practice.
 # 2. ψ is frozen, so student and teacher differ only in θ. A second network would double the memory.
-# 3. When A and B move far during the averaging time. `exercises.md` has an exercise about it.
+# 3. When both A and B change much over the time in which the average follows. The second exercise
+#    in `exercises.md` is about it.
 #
 # </details>

@@ -6,8 +6,8 @@
 # `bisslight.algorithm_1`, and the two are compared number by number. At the end we look at what the
 # hypergradient does during a run.
 #
-# Read `bisslight.py` beside it; its head is a glossary of all letters. It runs in less than a
-# minute.
+# Read `bisslight.py` beside this page; it begins with a glossary of all letters. The notebook runs
+# in less than a minute.
 
 # %%
 import itertools
@@ -75,8 +75,8 @@ vit.requires_grad_(False)  # from here on, ψ is frozen
 print(f"pretext loss after 150 steps of pretraining: {float(value):.2f}")
 
 # %% [markdown]
-# The settings, with the paper's values behind them. A function makes everything that Algorithm 1
-# changes, so that each run below starts from the same numbers.
+# The settings, with the paper's values in the comments. The function `begin` makes everything that
+# Algorithm 1 changes, so that each run below starts from the same numbers.
 
 # %%
 steps = SimpleNamespace(
@@ -112,11 +112,14 @@ def begin() -> State:
 #
 # <details><summary>Answers</summary>
 #
-# 1. Pretraining is Eq. 1, which trains the backbone itself. BiSSLight trains θ alone. Were ψ not
-#    frozen, automatic differentiation would also keep what it needs for gradients that nobody uses.
-# 2. Nothing: each random number has a seed of its own, by its purpose. So runs can be compared.
-# 3. No. AdamW keeps running means of gradients, and those of θ_P and θ_D are gradients of different
-#    losses. Their rates and betas differ as well (App. C.3).
+# 1. Pretraining is Eq. 1, which trains the backbone itself. After it, BiSSLight trains only θ and
+#    the heads. If ψ were not frozen, automatic differentiation would also store what it needs for
+#    the gradients with respect to ψ, which are not used.
+# 2. Nothing: the random numbers of each purpose have a seed of their own. So runs can be compared.
+# 3. They could, with two groups of parameters: AdamW (Adam with decoupled weight decay) keeps its
+#    running means for each parameter separately, and each group can have its own learning rate and
+#    betas, which differ between the levels (App. C.3). But the levels step at different times, and
+#    their schedules have different lengths, so two optimisers are simpler.
 #
 # </details>
 
@@ -127,12 +130,12 @@ def begin() -> State:
 # the head. `update` of an optimiser takes tensors and their gradients and changes the tensors in
 # place.
 #
-# Notice three things that are easy to get wrong:
+# Three things are easy to get wrong:
 #
-# - the gradient that is stored in G (line 6) is ∇L^P alone, *before* the pull λ(θ_P − θ_D) is added
-#   (line 7), because M-FAC adds the λ itself;
+# - the gradient that is stored in G (line 6) is ∇L^P, *before* λ(θ_P − θ_D) is added (line 7),
+#   because M-FAC (Matrix-Free Approximate Curvature) adds λI to its matrix by itself;
 # - g (line 12) is taken at θ_P, while the update (line 16) moves θ_D;
-# - the head φ_D gets two gradients (line 15), one at each θ.
+# - the head φ_D is moved by the sum of two gradients (line 15), one at θ_P and one at θ_D.
 
 
 # %%
@@ -170,8 +173,8 @@ print(f"{len(numbers)} upper steps; |q|/|g| of the last one: {numbers[-1][0]:.4f
 # %% [markdown]
 # ## 3.3 The same with the library
 #
-# `bisslight.algorithm_1` is a generator: it does one alternation, yields its numbers, and waits.
-# Who uses it decides what to do in between: print, validate, save, or stop.
+# `bisslight.algorithm_1` is a generator: it does one alternation, yields numbers to log, and waits.
+# The caller decides what to do in between: print, validate, save, or stop.
 
 
 # %%
@@ -197,24 +200,26 @@ for name, mine, theirs in (
 # **Questions**
 #
 # 1. Which lines would you have to change to get BiSSL, the predecessor?
-# 2. Line 9 moves θ_P, yet line 10 uses gradients from before these moves. Why may they be used?
-# 3. In which line does the labelled data influence θ_P?
+# 2. Line 9 moves θ_P, but line 10 uses gradients from before these moves. Why is this acceptable?
+# 3. In which line do the labelled data influence θ_P?
 #
 # <details><summary>Answers</summary>
 #
-# 1. Line 10 and 13 only: pass `cg` in place of `mfac`. Then H is used and G is not.
-# 2. It is an approximation (Sec. 3.1, "Recycling Lower-Level Gradients"): the pull to θ_D keeps θ_P
-#    near, so the curvature has not changed much.
-# 3. In none directly. Labels move θ_D (line 16), and the pull of line 7 takes θ_P along.
+# 1. Lines 10 and 13 only: pass `cg` (conjugate gradients, CG) instead of `mfac`. Then H is used and
+#    G is not.
+# 2. It is an approximation (Sec. 3.1, "Recycling Lower-Level Gradients"). The paper argues that the
+#    penalty keeps θ_P near θ_D, so that θ_P moves only a little in the N_L steps.
+# 3. In no line directly. The labels move θ_D (line 16), and line 7 of the next alternation pulls
+#    θ_P towards θ_D.
 #
 # </details>
 
 # %% [markdown]
 # ## 3.4 What the hypergradient does during a run
 #
-# |q|/|g| says how much of the downstream gradient survives, and the cosine whether its direction
-# changes. If both are 1, then M-FAC has changed nothing, and `identity` would have done. We run
-# four hypergradients from the same start.
+# The ratio |q|/|g| shows how much shorter q is than g, and the cosine shows whether the direction
+# has changed. If both are 1, then q = g, and `identity` would have given the same. We run four
+# hypergradients from the same start.
 
 # %%
 runs = {
@@ -241,8 +246,8 @@ plt.show()
 
 # %% [markdown]
 # With the paper's λ = 1e-3, M-FAC keeps almost all of g here. Its matrix F is the mean of
-# $g_i g_i^\top$, so in a block it can have no eigenvalue above the mean squared length of the
-# block's gradients:
+# $g_i g_i^\top$. So in each block, no eigenvalue of F is larger than the mean squared length of the
+# gradients of that block:
 
 # %%
 lengths = [gradients(loss_P, s.theta_P, s.phi_P, batch)[1].square().sum(1)
@@ -251,13 +256,14 @@ most = torch.stack(lengths).mean(0)
 print("largest possible eigenvalue of F, by layer:", [f"{float(x):.1e}" for x in most])
 
 # %% [markdown]
-# Compare these numbers with λ: where they are smaller, λ(F + λI)⁻¹ is close to I. With λ = 1e-5 the
-# curvature has a say, and θ_P and θ_D also move further apart, since the pull between them is
-# weaker. This is a fact about this small network, not about the paper's: look at |q|/|g| of your
-# own run (`bisslight align` logs both numbers) before you believe that curvature matters there.
+# Compare these numbers with λ: where they are much smaller than λ, λ(F + λI)⁻¹ is close to I. With
+# λ = 1e-5 the curvature changes q, and θ_P and θ_D also move further apart, since the pull between
+# them is weaker. This is a result for this small network, not for the paper's networks. In your own
+# runs, look at |q|/|g| and at the cosine (`bisslight align` logs both) before you conclude that the
+# curvature matters.
 #
-# In the lower plots, the three runs with λ = 1e-3 lie on top of each other: q is almost the same,
-# and ten alternations are too few for the rest to grow.
+# In the lower plots, the three runs with λ = 1e-3 lie on top of each other, because their q are
+# almost equal. `results/curvature.md` has settings in which q and g differ more.
 #
 # **Questions**
 #
@@ -268,9 +274,11 @@ print("largest possible eigenvalue of F, by layer:", [f"{float(x):.1e}" for x in
 # <details><summary>Answers</summary>
 #
 # 1. Not with M-FAC: λ(F + λI)⁻¹ is positive definite, so g·q > 0. The true Hessian can have
-#    negative eigenvalues; then H + cI need not be positive definite, and CG may return anything.
-# 2. F has eigenvalues ≥ 0, so the factors λ/(f + λ) lie between 0 and 1.
-# 3. With 0 it would follow the pretext task alone and never hear of the labels. With a very large λ
-#    it would copy θ_D, and the pretext task would have no influence.
+#    negative eigenvalues. If one of them is below −c, then H + cI (with CG's c = λ + 1) is not
+#    positive definite, and the result of CG can point anywhere.
+# 2. The eigenvalues f of F are at least 0, so the factors λ/(f + λ) lie between 0 and 1.
+# 3. With λ = 0, θ_P would follow the pretext task alone, and the labels would have no influence on
+#    it. With a very large λ it would be almost equal to θ_D, and the pretext task would have almost
+#    no influence.
 #
 # </details>

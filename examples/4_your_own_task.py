@@ -1,13 +1,13 @@
 # %% [markdown]
 # # 4. Your own pretext task
 #
-# BiSSLight does not care what the pretext task is. Here you write one, a *jigsaw*: cut an image
-# into four pieces, shuffle them, and let the network tell where each one belongs. It takes about
-# forty lines. Then it takes the place of the masked autoencoder (MAE) in the whole chain: align,
-# fine-tune, compare.
+# BiSSLight works with any pretext task. Here you write one, a *jigsaw*: an image is cut into four
+# pieces, the pieces are shuffled, and the network predicts where each one belongs. It takes about
+# forty lines. Then it replaces the masked autoencoder (MAE) in the whole chain: align, fine-tune,
+# compare.
 #
-# Read `examples/rotation.py`, an even shorter task, and `bisslight.PretextTask` beside it. It runs
-# in about a minute. All files go to a temporary folder, so nothing is left behind.
+# Read `examples/rotation.py`, an even shorter task, and `bisslight.PretextTask` beside this page.
+# The notebook runs in about a minute. It writes all files to a temporary folder.
 
 # %%
 import json
@@ -42,9 +42,9 @@ COLOURS = ("#0072B2", "#E69F00", "#777777")
 # %% [markdown]
 # ## 4.1 Images
 #
-# A jigsaw needs images whose parts belong somewhere. We draw eight bright shapes on dark ground, in
-# random colours and places, with noise: 1,200 unlabelled ones (the pool), and a task with 10
-# labelled ones per class for training, 10 for validation and 40 for the test.
+# A jigsaw needs images in which each part has its place. We draw eight kinds of bright shapes on a
+# dark background, in random colours and places, with noise: 1,200 unlabelled images (the pool), and
+# a labelled task with 10 images per class for training, 10 for validation and 40 for the test.
 
 # %%
 NAMES = ["disc", "ring", "square", "frame", "plus", "cross", "triangle", "bars"]
@@ -99,16 +99,18 @@ plt.show()
 # A pretext task is a class with two attributes and four methods. One step of Algorithm 1 calls them
 # in this order:
 #
-# 1. `draw(n, rng)`: all random numbers of a step of n images, image first. Nothing else may be
-#    random, so that a run can be repeated and resumed to the bit;
+# 1. `draw(n, rng)`: all random numbers of a step with n images, as tensors whose axis 0 is the
+#    image. Nothing else may be random, so that a run can be repeated and resumed exactly;
 # 2. `prepare(images, *drawn)`: turn images and random numbers into a batch, a NamedTuple of tensors
 #    whose axis 0 is the image, so that it can be cut into micro-batches;
-# 3. `loss(theta, phi, batch)`: the mean over the images. θ goes to the backbone, φ is the head. It
-#    must be a pure function, because Hessian-vector products call it again;
-# 4. `after_step(theta_P)`: for what follows θ_P slowly, such as I-JEPA's teacher. Here nothing.
+# 3. `loss(theta, phi, batch)`: the mean over the images. θ is passed on to the backbone, φ is the
+#    head. The same arguments must always give the same value, because Hessian-vector products call
+#    it again;
+# 4. `after_step(theta_P)`: called after each lower step, for things that follow θ_P, such as the
+#    teacher of I-JEPA (the joint-embedding predictive architecture). Here it does nothing.
 #
-# `phi` holds the head's start, `state` what a resumed run needs besides. The constructor gets the
-# backbone, the settings of `align`, and a random generator.
+# `phi` holds the start values of the head, `state` other tensors that a resumed run needs. The
+# constructor gets the backbone, the settings of `align`, and a random generator.
 
 
 # %%
@@ -120,7 +122,7 @@ class Batch(NamedTuple):
 
 
 class Jigsaw:
-    """L^P: the cross entropy of a linear layer, φ_P, that tells where each piece belongs."""
+    """L^P: the cross entropy of a linear layer, φ_P, that predicts where each piece belongs."""
 
     def __init__(self, backbone: Backbone, settings: Any, rng: torch.Generator) -> None:
         self.backbone = backbone
@@ -153,8 +155,9 @@ class Jigsaw:
 
 
 # %% [markdown]
-# Before a task is trained, look at what it does, and check the two things that Algorithm 1 relies
-# on: the same random numbers give the same batch, and gradients do not depend on micro-batches.
+# Before training, look at what the task does, and check two things that Algorithm 1 relies on: the
+# same random numbers give the same batch, and the gradients do not depend on how a batch is cut
+# into micro-batches.
 
 # %%
 backbone = Backbone(build_vit(BACKBONES["vit_mini"]))
@@ -184,18 +187,18 @@ plt.show()
 # %% [markdown]
 # **Questions**
 #
-# 1. Could `prepare` choose the order itself, with `torch.randint`?
-# 2. All four pieces of a disc look alike. How can the network tell where they belong?
+# 1. Could `prepare` choose the order itself, with `torch.rand`?
+# 2. All four pieces of a disc look alike. How can the network know where they belong?
 # 3. A contrastive loss compares the images of a batch with each other. Which of the checks fails?
 #
 # <details><summary>Answers</summary>
 #
 # 1. It would run, but a resumed run would see other orders, and several processes could not share a
-#    batch. Randomness belongs into `draw`.
-# 2. The curve of each quarter bends towards the middle of the disc, and after shuffling it does
-#    not.
-# 3. The one with parts of 3. Such a class says `mean_over_images = False`; then micro-batches are
-#    refused instead of giving something else silently.
+#    batch. All randomness belongs in `draw`.
+# 2. Each piece of a disc is bright towards one of its corners, and this corner is another one for
+#    each place: the piece at the top left is bright towards its lower right corner.
+# 3. The one with parts of 3. Such a class sets `mean_over_images = False`; then micro-batches are
+#    refused, instead of silently giving other gradients.
 #
 # </details>
 
@@ -214,9 +217,10 @@ print(f"MAE's loss in the last epoch: {pre.loss:.2f}")
 # ## 4.4 Align and fine-tune, from Python
 #
 # `pretext="module:Class"` names the task. The class was defined on this page, and Python calls the
-# module of a notebook or script `__main__`. The labelled task and the pool are handed in as they
-# are. A run directory keeps the numbers of every alternation in `metrics.jsonl`. The head of the
-# jigsaw starts at random, so its rate `phi_p_lr` is higher than that of MAE's pretrained decoder.
+# module of a notebook or script `__main__`. The labelled task and the pool are passed as Python
+# objects. In a run directory, `metrics.jsonl` has the numbers of every alternation. The head of the
+# jigsaw starts at random, so its learning rate `phi_p_lr` is higher than that of MAE's pretrained
+# decoder.
 
 # %%
 common: Any = {"backbone": "vit_mini", "weights": pre.weights, "augment": "none"}
@@ -236,11 +240,11 @@ for name, own in tasks.items():
           f"validation at θ_P {run.val_P.accuracy:.0f} %")  # fmt: skip
 
 # %% [markdown]
-# Guessing gives the jigsaw a loss of 1.39, so it is learnt. L^P of the last alternation is at θ_P
-# with its own head, which is thrown away now: only θ_P goes on.
+# Guessing gives the jigsaw a loss of log 4 = 1.39; the loss after alignment is lower, so the
+# network has learnt something about it. The pretext head is not used any more: only θ_P is kept.
 #
-# Fine-tuning starts from θ_P with a fresh head, and once without alignment. Three seeds each. The
-# fine-tuning does not know which pretext task was used.
+# Then we fine-tune with a new head, from each of the two θ_P and once without alignment, with three
+# seeds each. The fine-tuning is the same for both pretext tasks.
 
 # %%
 peft: Any = {"lr": 1e-2, "seeds": 3, "epochs": 15, "warmup_epochs": 2, "eval_epochs": 3}
@@ -257,14 +261,15 @@ for y, (arm, colour) in enumerate(zip(arms, COLOURS, strict=True)):
     axes.plot(arm.accuracies, [y] * arm.seeds, "o", color=colour, markersize=9, alpha=0.8)
     axes.plot(arm.mean, y, "|", color="black", markersize=24)
 labels = ["aligned with jigsaw", "aligned with MAE", "not aligned"]
-axes.set(title="Test accuracy after fine-tuning (a dot a seed, bar: mean)", yticks=[0, 1, 2],
+axes.set(title="Test accuracy after fine-tuning (dots: seeds, bar: mean)", yticks=[0, 1, 2],
          yticklabels=labels, ylim=(-0.6, 2.6), xlabel="%")  # fmt: skip
 plt.show()
 
 # %% [markdown]
-# This shows how to compare, and not which task is better: there are three seeds, one drawn dataset
-# and a small network, all seeds share one align run, and alignment took more computing than no
-# alignment. With three seeds an arm, a permutation test cannot give a p-value below 0.1.
+# This shows how to compare pretext tasks. It does not show which task is better: there are only
+# three seeds, one drawn dataset and a small network, all seeds share one align run, and alignment
+# took additional computing time. With three seeds per arm, a two-sided permutation test cannot give
+# a p-value below 2 / 20 = 0.1.
 
 # %% [markdown]
 # **Questions**
@@ -276,9 +281,9 @@ plt.show()
 #
 # <details><summary>Answers</summary>
 #
-# 1. Add an arm that is aligned with `upper_steps=0`: it trains the lower level alone.
-# 2. Give direct fine-tuning as much time: more epochs or more learning rates. Results hold
-#    `cpu_seconds` and `trial_seconds`.
+# 1. Add an arm that is aligned with `upper_steps=0`: it trains only the lower level.
+# 2. Give fine-tuning without alignment as much time in total: more epochs or more learning rates.
+#    The results contain `cpu_seconds` and `trial_seconds`.
 # 3. ψ and the decoder were pretrained with MAE on the same images. The jigsaw is new to both.
 #
 # </details>
@@ -292,9 +297,9 @@ plt.show()
 # bisslight align --pretext jigsaw:Jigsaw --dataset folder:shapes --pool shapes ...
 # ```
 #
-# `jigsaw:Jigsaw` is looked for in the current folder, and `path/to/jigsaw.py:Jigsaw` works as well.
-# A dataset on disk is a folder with a folder of images for each class. `cli.run` is what the
-# `bisslight` command calls; on this page, the module is `__main__` again.
+# The program looks for `jigsaw:Jigsaw` in the current folder; `path/to/jigsaw.py:Jigsaw` works as
+# well. A dataset on disk is a folder that contains one folder of images for each class. `cli.run`
+# is what the `bisslight` command calls; on this page, the module is `__main__` again.
 
 # %%
 for part, pairs in (("train", task.train), ("val", task.val), ("test", task.test)):
@@ -313,17 +318,18 @@ print("exit code", code, "and these files:", *files)
 # **Questions**
 #
 # 1. Which of the files would `bisslight finetune --from terminal` need?
-# 2. Write a task of your own: predict the mean colour of a hidden quarter. Which methods change?
+# 2. Change the task: the network shall predict the mean colour of a hidden quarter. Which methods
+#    change?
 # 3. The jigsaw's head starts at random. Why is this a problem for the first alternations, and how
 #    could you avoid it?
 #
 # <details><summary>Answers</summary>
 #
-# 1. `config.json` (which backbone, weights and data), `result.json` (that it is finished) and
-#    `adapter.safetensors` (θ_P).
+# 1. `config.json` (backbone, weights and data), `result.json` (it shows that the run is finished)
+#    and `adapter.safetensors` (θ_P).
 # 2. `draw` chooses the quarter, `prepare` hides it and stores its mean colour, `loss` is a squared
 #    error, and `phi` has 3 outputs instead of 4.
-# 3. Gradients through a random head say little about the task, and Eq. 5 assumes a lower level near
-#    its solution. Train φ_P alone first, or pretrain with the jigsaw itself.
+# 3. Gradients through a random head say little about the task, and Eq. 5 assumes that the lower
+#    level is near its solution. Train φ_P alone first, or pretrain with the jigsaw itself.
 #
 # </details>
