@@ -25,7 +25,7 @@ import matplotlib.pyplot as plt
 import torch
 from torch import Tensor
 
-from bisslight import hessian
+from bisslight import Passes
 from hypergradients import cg, exact, identity
 from mfac import mfac, recursion
 
@@ -220,8 +220,8 @@ def gradients_of(theta: Tensor, n: int, size: int = 1) -> Tensor:
 
 # %% [markdown]
 # Every hypergradient is a function `(G, lam, H) -> inverse`, and `inverse` maps g to q. `H()`
-# returns a function that computes Hessian-vector products, d → H d; `bisslight.hessian` makes one
-# from any loss by automatic differentiation. M-FAC does not use it. `exact` and `cg` do not use the
+# returns a function that computes Hessian-vector products, u → H u; `bisslight.Passes.hessian` makes
+# one from any loss by automatic differentiation. M-FAC does not use it. `exact` and `cg` do not use the
 # gradients G.
 #
 # Here G holds N_L = 200 gradients. The paper stores 20; section 1.3 shows what that changes. CG
@@ -232,7 +232,7 @@ def gradients_of(theta: Tensor, n: int, size: int = 1) -> Tensor:
 theta_D = torch.zeros(P)
 theta_P = lower(theta_D)
 G = gradients_of(theta_P, 200)
-product = partial(hessian, pretext_loss, theta_P.view(K, p), {}, data)
+product = partial(Passes().hessian, pretext_loss, theta_P.view(K, p), {}, data)
 g = (theta_P - target).view(K, p)
 METHODS = {
     "exact (Eq. 5)": (exact, "black", "-"),
@@ -282,7 +282,7 @@ for name, (method, colour, style) in METHODS.items():
     for _ in range(40):
         gaps.append(float(bilevel_loss(theta_D) - best))
         theta_P = lower(theta_D)
-        product = partial(hessian, pretext_loss, theta_P.view(K, p), {}, data)
+        product = partial(Passes().hessian, pretext_loss, theta_P.view(K, p), {}, data)
         q = method(gradients_of(theta_P, 200), lam, product)((theta_P - target).view(K, p))
         theta_D = theta_D - 0.3 * (q.flatten() + theta_D - target)
     axes.semilogy(gaps, style, color=colour, linewidth=2.5, label=name)

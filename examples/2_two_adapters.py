@@ -21,7 +21,7 @@ from torch import Tensor
 
 import ijepa
 import mae
-from bisslight import value_and_grad
+from bisslight import Passes
 from config import BACKBONES, Pretext
 from data import quilts, rng
 from lora import Backbone, factors, init_theta, merge
@@ -200,7 +200,7 @@ plt.show()
 # %% [markdown]
 # Pretraining minimises this loss over ψ *and* φ_P (Eq. 1). This is the only place where ψ itself is
 # trained. There is no θ here, so the loss gets None in its place. Algorithm 1 uses the same
-# `value_and_grad` and `Optimiser`. We remove only half of the patches, because these images have
+# `Passes.value_and_gradients` and `Optimiser`. We remove only half of the patches, because these images have
 # only 16.
 
 # %%
@@ -224,7 +224,8 @@ losses = []
 unseen = pretext.prepare(images[:6], *pretext.draw(6, rng(1, "noise")))
 before = pretext.reconstruct(None, pretext.phi, unseen)[1]
 for step in range(steps):
-    value, *gradients = value_and_grad(loss, [*trained.values()], batch_of(step, batch_size))
+    batch = batch_of(step, batch_size)
+    value, gradients = Passes().value_and_gradients(loss, [*trained.values()], batch)
     opt.update([*trained.values()], gradients)
     losses.append(float(value))
 masked, after = pretext.reconstruct(None, pretext.phi, unseen)

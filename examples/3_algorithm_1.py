@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt
 import torch
 
 import mae
-from bisslight import Hypergradient, Log, State, algorithm_1, gradients, hessian, value_and_grad
+from bisslight import Hypergradient, Log, State, Passes, algorithm_1
 from config import BACKBONES
 from data import quilts, rng
 from hypergradients import cg, identity
@@ -64,12 +64,12 @@ def labelled_batches(size: int) -> Iterator[Examples]:
         yield Examples((task.train.images[index] - mean) / std, task.train.targets[index])
 
 
+passes = Passes()  # whole batches, full precision
 weights = {name: x for name, x in vit.named_parameters() if name != "pos_embed"} | pretext.phi
 opt = Optimiser([Group([*weights.values()], 2e-3, 0.05)], Schedule(150, 16, 0.0), (0.9, 0.999))
 for batch in itertools.islice(pretext_batches(64, "pretrain"), 150):
-    value, *slopes = value_and_grad(
-        partial(pretext.loss, None, pretext.phi), [*weights.values()], batch
-    )
+    loss = partial(pretext.loss, None, pretext.phi)
+    value, slopes = passes.value_and_gradients(loss, [*weights.values()], batch)
     opt.update([*weights.values()], slopes)
 vit.requires_grad_(False)  # from here on, ψ is frozen
 print(f"pretext loss after 150 steps of pretraining: {float(value):.2f}")
@@ -126,7 +126,7 @@ def begin() -> State:
 # %% [markdown]
 # ## 3.2 Algorithm 1
 #
-# `gradients(loss, theta, phi, batch)` returns the loss and its gradients with respect to θ and to
+# `passes.gradients(loss, theta, phi, batch)` returns the loss and its gradients with respect to θ and to
 # the head. `update` of an optimiser takes tensors and their gradients and changes the tensors in
 # place.
 #
@@ -146,22 +146,22 @@ def by_hand(s: State, hypergrad: Hypergradient) -> Iterator[tuple[float, float]]
         G = []  # l.4
         for _ in range(steps.lower_steps):  # l.5
             batch = next(unlabelled)
-            _, g_P, g_phi_P = gradients(loss_P, s.theta_P, s.phi_P, batch)  # l.6, l.8
-            G.append(g_P.clone())  # l.6
-            g_P = g_P + steps.lam * (s.theta_P - s.theta_D).detach()  # l.7
+            _, grad_P, g_phi_P = passes.gradients(loss_P, s.theta_P, s.phi_P, batch)  # l.6, l.8
+            G.append(grad_P)  # l.6
+            g_P = grad_P + steps.lam * (s.theta_P - s.theta_D).detach()  # l.7
             s.opt_P.update([s.theta_P, *s.phi_P.values()], [g_P, *g_phi_P.values()])  # l.9
-        H = partial(hessian, loss_P, s.theta_P, s.phi_P, batch)  # M-FAC does not need it, CG does
+        H = partial(passes.hessian, loss_P, s.theta_P, s.phi_P, batch)  # for CG alone
         inverse = hypergrad(torch.stack(G, 1), steps.lam, H)  # l.10: G is (K, N_L, p)
         for _ in range(steps.upper_steps):  # l.11
             examples = next(labelled)
-            _, g, g_phi_at_P = gradients(loss_D, s.theta_P, s.phi_D, examples)  # l.12
+            _, g, g_phi_D_at_P = passes.gradients(loss_D, s.theta_P, s.phi_D, examples)  # l.12
             q = inverse(g)  # l.13
             cosine = torch.cosine_similarity(q.flatten(), g.flatten(), 0)
             ratio = q.norm() / g.norm()
-            _, g_D, g_phi_at_D = gradients(loss_D, s.theta_D, s.phi_D, examples)  # l.14
-            g_D = q + g_D  # l.14
-            g_phi = [g_phi_at_P[name] + g_phi_at_D[name] for name in s.phi_D]  # l.15
-            s.opt_D.update([s.theta_D, *s.phi_D.values()], [g_D, *g_phi])  # l.16
+            _, grad_D, g_phi_D_at_D = passes.gradients(loss_D, s.theta_D, s.phi_D, examples)  # l.14
+            g_D = q + grad_D  # l.14
+            g_phi_D = [g_phi_D_at_P[name] + g_phi_D_at_D[name] for name in s.phi_D]  # l.15
+            s.opt_D.update([s.theta_D, *s.phi_D.values()], [g_D, *g_phi_D])  # l.16
             yield float(ratio), float(cosine)
     # l.17: the result is s.theta_P
 
@@ -250,7 +250,7 @@ plt.show()
 # gradients of that block:
 
 # %%
-lengths = [gradients(loss_P, s.theta_P, s.phi_P, batch)[1].square().sum(1)
+lengths = [passes.gradients(loss_P, s.theta_P, s.phi_P, batch)[1].square().sum(1)
            for batch in itertools.islice(pretext_batches(32, "lower"), 6)]  # fmt: skip
 most = torch.stack(lengths).mean(0)
 print("largest possible eigenvalue of F, by layer:", [f"{float(x):.1e}" for x in most])

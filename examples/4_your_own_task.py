@@ -25,7 +25,7 @@ from torchvision.transforms.functional import to_pil_image
 
 import cli
 from align import align
-from bisslight import gradients
+from bisslight import Passes
 from config import BACKBONES, AlignConfig, FinetuneConfig
 from data import Pool, Task, rng
 from evaluate import evaluate
@@ -168,9 +168,10 @@ assert torch.equal(batch.images, jigsaw.prepare(some, *jigsaw.draw(8, rng(0, "or
 theta = init_theta(backbone.depth, 8, backbone.dim, rng(0, "lora")).requires_grad_()
 for tensor in jigsaw.phi.values():
     tensor.requires_grad_()
-whole, parts = (gradients(jigsaw.loss, theta, jigsaw.phi, batch, micro) for micro in (None, 3))
-print(f"loss {whole[0]:.2f}; guessing gives log 4 = {math.log(4):.2f}")
-difference = (whole[1] - parts[1]).abs().max()
+whole = Passes().gradients(jigsaw.loss, theta, jigsaw.phi, batch)
+parts = Passes(micro_batch=3).gradients(jigsaw.loss, theta, jigsaw.phi, batch)
+print(f"loss {whole.value:.2f}; guessing gives log 4 = {math.log(4):.2f}")
+difference = (whole.theta - parts.theta).abs().max()
 print(f"gradients in one batch of 8 and in parts of 3: {difference:.0e} apart")
 
 figure, axes = plt.subplots(2, 8, figsize=(9, 2.7))
