@@ -220,9 +220,9 @@ def gradients_of(theta: Tensor, n: int, size: int = 1) -> Tensor:
 
 # %% [markdown]
 # Every hypergradient is a function `(G, lam, H) -> inverse`, and `inverse` maps g to q. `H()`
-# returns a function that computes Hessian-vector products, u → H u; `bisslight.Passes.hessian` makes
-# one from any loss by automatic differentiation. M-FAC does not use it. `exact` and `cg` do not use the
-# gradients G.
+# returns a function that computes Hessian-vector products, u → H u; `bisslight.Passes.hessian`
+# makes one from any loss by automatic differentiation. M-FAC does not use it. `exact` and `cg` do
+# not use the gradients G.
 #
 # Here G holds N_L = 200 gradients. The paper stores 20; section 1.3 shows what that changes. CG
 # appears twice: with BiSSL's settings (five iterations, damping 1, factor λ + 1 instead of λ), and

@@ -200,8 +200,8 @@ plt.show()
 # %% [markdown]
 # Pretraining minimises this loss over ψ *and* φ_P (Eq. 1). This is the only place where ψ itself is
 # trained. There is no θ here, so the loss gets None in its place. Algorithm 1 uses the same
-# `Passes.value_and_gradients` and `Optimiser`. We remove only half of the patches, because these images have
-# only 16.
+# `Passes.value_and_gradients` and `Optimiser`. We remove only half of the patches,
+# because these images have only 16.
 
 # %%
 pretext = mae.MAE(backbone, decoder, mask_ratio=0.5)

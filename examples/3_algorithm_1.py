@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt
 import torch
 
 import mae
-from bisslight import Hypergradient, Log, State, Passes, algorithm_1
+from bisslight import Hypergradient, Log, Passes, State, algorithm_1
 from config import BACKBONES
 from data import quilts, rng
 from hypergradients import cg, identity
@@ -126,8 +126,8 @@ def begin() -> State:
 # %% [markdown]
 # ## 3.2 Algorithm 1
 #
-# `passes.gradients(loss, theta, phi, batch)` returns the loss and its gradients with respect to θ and to
-# the head. `update` of an optimiser takes tensors and their gradients and changes the tensors in
+# `passes.gradients(loss, theta, phi, batch)` returns the loss and its gradients with respect to
+# θ and to the head. `update` of an optimiser takes tensors and their gradients and changes the tensors in
 # place.
 #
 # Three things are easy to get wrong:
