@@ -127,8 +127,8 @@ def begin() -> State:
 # ## 3.2 Algorithm 1
 #
 # `passes.gradients(loss, theta, phi, batch)` returns the loss and its gradients with respect to
-# θ and to the head. `update` of an optimiser takes tensors and their gradients and changes the tensors in
-# place.
+# θ and to the head. `update` of an optimiser takes tensors and their gradients and changes the
+# tensors in place.
 #
 # Three things are easy to get wrong:
 #
