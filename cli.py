@@ -8,11 +8,10 @@ import io
 import json
 import logging
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from inspect import Parameter, Signature, getsource
+from inspect import Parameter, Signature
 from pathlib import Path
 from pkgutil import resolve_name
 from statistics import fmean
@@ -22,7 +21,7 @@ import typer
 from pydantic_core import to_jsonable_python
 from typer.core import TyperCommand
 
-from config import RELEASED, Record, inherited, make, read_table
+from config import Record, make, paper_values, read_align_run, read_table, released_values
 from support.errors import UsageError, checking, nearest
 
 RUN = "out config force dry_run all json quiet"
@@ -73,13 +72,12 @@ def settle(
     table = read_table(file) if file else {}
     for key in [key for key in table if key not in kind.model_fields]:
         raise UsageError(f"{file}: {key} is no setting, {nearest(key, kind.model_fields)}")
-    released = {k: x for k, x in RELEASED.items() if base != "paper" and k in kind.model_fields}
-    if "start" not in table | flags:
-        released.pop("optimizer", None)
-    given = released | table | flags
-    start = Path(str(given.get("start", "")))
-    if "start" in given and not start.is_file() and not inherited(start):
-        raise UsageError(f"--from {start}: is no align run, folder of them, or adapter file")
+    asked = table | flags
+    start, run = Path(str(asked.get("start", ""))), Record()
+    if "start" in asked and not start.is_file():
+        run = read_align_run(start, asked.get("dataset"))
+    released = released_values(kind, "start" in asked) if base != "paper" else {}
+    given = run | released | asked
     made = make(kind, given)
     at = vars(made).get
     if at("warmup", -1) >= at("alternations", 0) or at("warmup_epochs", -1) >= at("epochs", 0):
@@ -90,8 +88,9 @@ def settle(
     for name in filter(at, ("dataset", "pool", "weights", "split_file", "d_lr_from")):
         with checking(f"--{name.replace('_', '-')} {at(name)}"):
             resolve_name("support.benchmarks:place_of")(str(at(name)), made.data_root)
-    layers = kind.layers(made.model_dump(exclude_unset=True))
-    return made, layers | {f"preset {base}": released, f"{file}": table, "flag": flags}
+    layers = {"default": paper_values(kind, dict(made)), **kind.our_defaults(dict(made))}
+    layers |= {"align run": run, f"preset {base}": released, f"{file}": table, "flag": flags}
+    return made, layers
 
 
 def keywords(name: str) -> Iterator[Parameter]:
@@ -106,8 +105,9 @@ def keywords(name: str) -> Iterator[Parameter]:
     rows: dict[str, tuple[Any, Any, str, str]] = {}
     for part in parts:
         panel = (part.__doc__ or "").partition(":")[0] if settings else "This run"
-        for key, text in re.findall(r'^    (\w+): .*\n    """(.*)"""$', getsource(part), re.M):
-            if key not in {*rows, "swept"}:
+        for key in part.__annotations__:
+            if key in kind.model_fields and key not in {*rows, "swept"}:
+                text = " ".join((kind.model_fields[key].description or "").split())
                 flag, default = kind.model_fields[key].annotation is bool, usual.get(key)
                 text += f" (default: {default})" * (default is not None)
                 rows[key] = bool | None if flag else str | None, None, text, panel

@@ -3,9 +3,7 @@
 import os
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, ClassVar
-
-from pydantic import NonNegativeFloat, PositiveFloat
+from typing import Any
 
 import config
 from config import (
@@ -84,8 +82,12 @@ SWEPT = ("rank", "lr", "d_lr", "p_lr", "lam", "lower_steps", "alternations")
 class PretrainConfig(Pretext, Crops, Shape, Command):
     """Pretraining: MAE or I-JEPA from scratch, for those without a checkpoint. Trains ψ itself."""
 
-    usual: ClassVar[dict[str, Record]] = {
-        "ijepa": {  # Assran et al. 2023
+    @classmethod
+    def paper_defaults(cls, given: Record) -> Record:
+        """I-JEPA's recipe, where it is not MAE's (Assran et al. 2023)."""
+        if given.get("pretext") != "ijepa":
+            return {}
+        return {
             "epochs": 300,
             "min_crop": 0.3,
             "base_lr": 1.25e-4,
@@ -94,29 +96,39 @@ class PretrainConfig(Pretext, Crops, Shape, Command):
             "beta2": 0.999,
             "weight_decay": 0.04,
             "final_weight_decay": 0.4,
-        },
-        "ijepa vit_mini": {"min_keep": 4, "patch_size": 2},
-        "vit_mini": {"epochs": 30, "warmup_epochs": 4, "batch": 64},
-    }
-    pool: str
+        }
+
+    @classmethod
+    def our_defaults(cls, given: Record) -> dict[str, Record]:
+        """Lengths for vit_mini, patches for its I-JEPA targets; drawn images stay as they are."""
+        defaults: dict[str, Record] = {}
+        if given.get("backbone") == "vit_mini":
+            defaults["vit_mini"] = {"epochs": 30, "warmup_epochs": 4, "batch": 64}
+            if given.get("pretext") == "ijepa":
+                defaults["vit_mini"] |= {"min_keep": 4, "patch_size": 2}
+        if given.get("pool") == "quilts":
+            defaults["quilts"] = {"augment": "none"}
+        return defaults
+
+    pool: config.PoolName
     """Unlabelled images: quilts, or any folder of images, nested or not."""
     epochs: config.PositiveInt = 400
     """Passes over the pool. [MAE's code; I-JEPA: 300]"""
     warmup_epochs: config.NonNegativeInt = 40
     """Epochs of linear warm-up. [MAE; I-JEPA]"""
-    warmup_from: config.Rate = 0.0
+    warmup_from: config.UnitInterval = 0.0
     """Where the warm-up starts, as a share of the base rate. [MAE; I-JEPA: 0.2]"""
     batch: config.PositiveInt = 256
     """Images per step. [here; MAE uses 4096]"""
-    base_lr: PositiveFloat = 1.5e-4
-    """The rate is base_lr * batch / 256. [MAE; I-JEPA: 1.25e-4]"""
-    min_lr: NonNegativeFloat = 0.0
+    base_lr: config.PositiveFloat = 1.5e-4
+    """Rate per 256 images: the rate of a step is base_lr * batch / 256. [MAE; I-JEPA: 1.25e-4]"""
+    min_lr: config.NonNegativeFloat = 0.0
     """Where the cosine ends. [MAE; I-JEPA: 1e-6]"""
-    weight_decay: NonNegativeFloat = 0.05
+    weight_decay: config.NonNegativeFloat = 0.05
     """AdamW decay of tensors with two or more axes. [MAE; I-JEPA: 0.04]"""
-    final_weight_decay: NonNegativeFloat | None = None
+    final_weight_decay: config.NonNegativeFloat | None = None
     """Decay at the end of half a cosine. None: it stays as it is. [MAE; I-JEPA: 0.4]"""
-    beta2: config.Rate = 0.95
+    beta2: config.UnitInterval = 0.95
     """AdamW's second beta; the first is 0.9. [MAE; I-JEPA: 0.999]"""
     ema: config.Share = 0.996
     """Momentum of I-JEPA's teacher at the start; it rises to 1. [I-JEPA]"""

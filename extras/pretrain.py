@@ -43,7 +43,7 @@ def pretrain(
     `pool` has images of your own; `force`, `track` as in `align`. Raises UsageError before the long
     work starts, Diverged where a loss is not finite.
     """
-    cfg, pool = cfg.but(**own_names(None, pool)), pool or named(cfg, "pool")
+    cfg, pool = cfg.replace(**own_names(None, pool)), pool or named(cfg, "pool")
     task, arch, about = scratch(cfg, pool)
     steps = about["steps"]
     digest = {"pool_sha256": data.fingerprint(pool)}
