@@ -10,17 +10,16 @@ from torch import Tensor
 import hypergradients
 import mfac
 from bisslight import Diverged, Hypergradient, Loss, Passes, Phi, PretextTask, State, algorithm_1
-from config import OPEN, AlignConfig, Record
+from config import AlignConfig, Record, unlike_paper
 from data import Pool, Task
 from support.checkpoints import save_adapter
-from support.errors import RunError, UsageError
+from support.errors import UsageError
 from support.experiment import Model, own_names, pretext_batches
 from support.metrics import Score
 from support.optim import Group, Optimiser, Schedule, decay_groups, train_epochs, trainable
-from support.runs import LOG, Run, RunResult, Track, check_directory, read_json, untracked
+from support.runs import LOG, Run, RunResult, Track, check_directory, untracked
 
 EXACT_LIMIT = 5000  # entries of θ: as many Hessian-vector products, and 200 MB in float64
-SHARES = (2 / 3, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 7, 1 / 10)  # App. C.3 has the first three
 
 
 class AlignResult(RunResult, frozen=True):
@@ -51,31 +50,12 @@ def align(
 
     `task`, `pool`: data of your own. UsageError before the long work; Diverged where it diverges.
     """
-    cfg = cfg.but(**own_names(task, pool)) if task or pool else cfg
+    cfg = cfg.replace(**own_names(task, pool)) if task or pool else cfg
     check_directory(out, "align", cfg, force)
-    if cfg.d_lr_from is None:
-        found = aligned(Model(cfg, task, pool), out, force, track)
-        if "diverged" in found:
-            raise Diverged(found["diverged"])
-        return AlignResult(**found)
-    direct = read_json(cfg.d_lr_from / "result.json", "give a finished finetune run")
-    of_grid = len(direct.get("grid", ())) > 1 and not direct.get("aligned_by")
-    if not of_grid or direct["dataset"] != cfg.dataset:
-        raise UsageError(f"--d-lr-from: give a finetune grid of {cfg.dataset} without --from")
-    rates = [float(f"{direct['lr'] * share:.3g}") for share in SHARES]
-    with Run(out, "align", cfg, force, {"upper_rates": rates}) as run:
-        if run.result:
-            return AlignResult(**run.result)
-        m, given_up = Model(cfg, task, pool), dict[str, str]()
-        for d_lr in rates:
-            m.cfg, place = cfg.but(d_lr=d_lr, d_lr_from=None), out / f"dlr{d_lr:g}"
-            found = aligned(m, place, False, track, watched=True)
-            if "diverged" not in found:
-                run.write("adapter.safetensors", (place / "adapter.safetensors").read_bytes())
-                return AlignResult(**run.finish(found | {"unstable": given_up} | run.elapsed()))
-            given_up[f"{d_lr:g}"] = found["diverged"]
-            LOG.warning("--d-lr %g is not stable: %s", d_lr, found["diverged"])
-    raise RunError(f"--d-lr-from: none of {', '.join(given_up)} is stable, see {out}")
+    found = aligned(Model(cfg, task, pool), out, force, track)
+    if "diverged" in found:
+        raise Diverged(found["diverged"])
+    return AlignResult(**found)
 
 
 def aligned(m: Model, out: Path, force: bool, track: Track, watched: bool = False) -> Record:
@@ -116,10 +96,9 @@ def aligned(m: Model, out: Path, force: bool, track: Track, watched: bool = Fals
                 run.checkpoint(f"alternation {s.done} of {T}", "val_P" in record)
         except Diverged as error:
             return run.finish({"diverged": str(error)})
-        paper = cfg.layers(dict(cfg))["default"]
-        unlike = {name: x for name, x in cfg if name not in OPEN and x != paper[name]}
         how, last = cfg.hypergrad if cfg.upper_steps else "lower only", run.records[-1]
-        about = {"stage": "align", "d_lr": cfg.d_lr, "hypergrad": how, "unlike_paper": unlike}
+        about = {"stage": "align", "d_lr": cfg.d_lr, "hypergrad": how}
+        about["unlike_paper"] = unlike_paper(cfg)
         run.write("adapter.safetensors", save_adapter(s.theta_P, {}, m.origin | about))  # l.17
         return run.finish({
             "d_lr": cfg.d_lr, "unstable": {}, "pretext": m.origin["pretext"], "metric": m.metric,

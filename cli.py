@@ -1,342 +1,744 @@
-"""The command line: flags from settings, tables of commands (here and in extras), exit codes.
+"""The command line: a function for each command, flags made of settings, progress, exit codes.
 
-Modules are imported and flags made for the command that is asked for alone, so `--help` is fast.
+A command imports what it runs inside its function, so that help is shown without loading torch.
 """
 
-import contextlib
 import io
 import json
 import logging
 import os
-import re
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
-from inspect import Parameter, Signature, getsource
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from importlib.metadata import version
+from inspect import Parameter, Signature
 from pathlib import Path
-from pkgutil import resolve_name
-from statistics import fmean
-from typing import Annotated, Any, Literal
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
-from typer.core import TyperCommand
 
-from config import RELEASED, Record, inherited, make, read_table
-from support.errors import UsageError, checking, nearest
+from config import (
+    AlignConfig,
+    Command,
+    FinetuneConfig,
+    Machine,
+    Record,
+    Settings,
+    make,
+    paper_values,
+    read_align_run,
+    read_table,
+    released_values,
+)
+from support.errors import RunError, UsageError, nearest
 
-RUN = "out config force dry_run all json quiet"
-COMMANDS = {  # what it does; function, class of its settings, options and arguments; an example
-    "align": ("Align a pretrained backbone with a downstream task: BiSSLight, Algorithm 1.",
-        "align:align", "config:AlignConfig", f"{RUN} preset",
-        "--backbone vit_l16 --dataset cub200 --data-root DIR --out runs/cub"),
-    "finetune": ("Fine-tune with LoRA, directly or from align runs: rates, seeds, one test.",
-        "finetune:finetune", "config:FinetuneConfig", f"{RUN} preset",
-        "--from runs/cub --out runs/cub-peft"),
-    "evaluate": ("Compare finished finetune runs: mean, deviation, exact p, the paper's figure.",
-        "cli:evaluate", "", "run against json", "runs/cub-peft --against runs/direct"),
-}  # fmt: skip
-OPTIONS: dict[str, tuple[Any, Any, str]] = {  # type, default (...: an argument, no flag), help
-    # an option that is not here is the setting of `align` with that name
-    "run": (Path, ..., "A finished run, or a directory of one arm's runs."),
-    "out": (Path | None, None, "Default: below runs/; report: report.html; export: RUN/export."),
-    "config": (Path | None, None, "TOML or JSON file of settings; flags win over it."),
-    "preset": (Literal["paper", "as-released"], "paper", "paper; as-released: as its program."),
-    "force": (bool, False, "Start over. Without it, the same command goes on."),
-    "json": (bool, False, "One JSON value on stdout and nothing else."),
-    "quiet": (bool, False, "No progress."),
-    "against": (list[Path], [], "Compare with this run or directory; may be repeated."),
-}
-NAMED = {"start": ["--from"], "root": ["--data-root"]}  # flags that are not --their-name
-REMEDIES = {  # any other error is a defect and ends with its traceback
-    "UsageError": "",
-    "RunError": "",
-    "ModuleNotFoundError": "; install it (bisslight[plot]: pictures), or do without this option",
-    "BrokenProcessPool": "; perhaps memory was short: lower --jobs, then the same command goes on",
-    "Diverged": "; give a lower learning rate (--lr, --p-lr, --d-lr, --base-lr) and another --out",
-    "OutOfMemoryError": "; out of memory: a --micro-batch that fits, or --recompute, needs less",
-    "MemoryError": "; out of memory: a --micro-batch that fits, or --recompute, needs less",
-}
-with contextlib.suppress(ImportError):  # the folder may be missing: these commands then are, too
-    from extras import COMMANDS as MORE_COMMANDS
-    from extras import OPTIONS as MORE_OPTIONS
+if TYPE_CHECKING:
+    from align import AlignResult
+    from extras.pretrain import PretrainConfig, PretrainResult
+    from finetune import FinetuneResult
+    from support.runs import Track
 
-    COMMANDS |= MORE_COMMANDS
-    OPTIONS |= MORE_OPTIONS
-FIRST = ("backbone", "dataset", "pool", "start", "out", "seed")  # on top of --help
+C = TypeVar("C", bound=Command)
+R = TypeVar("R", bound=BaseModel)
+T = TypeVar("T")
+# what runs a command: its settings, the run directory, whether to start over, what shows progress
+Work = Callable[[C, Path, bool, "Track"], R]
+
+# --- the program -------------------------------------------------------------------------------
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+data = typer.Typer(help="List, check and download the data sets.", rich_markup_mode="rich")
+
+# --- what is shown -----------------------------------------------------------------------------
 
 
-def settle(
-    kind: Any, flags: Record, file: Path | None = None, base: str = "paper"
-) -> tuple[Any, dict[str, Record]]:
-    """Settings (UsageError), and the layers that they come from; the last one with a value wins."""
-    table = read_table(file) if file else {}
-    for key in [key for key in table if key not in kind.model_fields]:
-        raise UsageError(f"{file}: {key} is no setting, {nearest(key, kind.model_fields)}")
-    released = {k: x for k, x in RELEASED.items() if base != "paper" and k in kind.model_fields}
-    if "start" not in table | flags:
-        released.pop("optimizer", None)
-    given = released | table | flags
-    start = Path(str(given.get("start", "")))
-    if "start" in given and not start.is_file() and not inherited(start):
-        raise UsageError(f"--from {start}: is no align run, folder of them, or adapter file")
-    made = make(kind, given)
-    at = vars(made).get
-    if at("warmup", -1) >= at("alternations", 0) or at("warmup_epochs", -1) >= at("epochs", 0):
-        logging.getLogger("bisslight").warning(
-            "the warm-up is not shorter than the run, so no rate reaches its base value; see "
-            "--warmup, --warmup-epochs"
-        )
-    for name in filter(at, ("dataset", "pool", "weights", "split_file", "d_lr_from")):
-        with checking(f"--{name.replace('_', '-')} {at(name)}"):
-            resolve_name("support.benchmarks:place_of")(str(at(name)), made.data_root)
-    layers = kind.layers(made.model_dump(exclude_unset=True))
-    return made, layers | {f"preset {base}": released, f"{file}": table, "flag": flags}
+def is_first_process() -> bool:
+    """Whether this process prints; of several, torchrun gives each its rank."""
+    return os.environ.get("RANK", "0") == "0"
 
 
-def keywords(name: str) -> Iterator[Parameter]:
-    """Flags of a command: of its settings, class by class; and its options.
-
-    Typer hands a setting on as text, and pydantic converts it. Its help is the line below it.
-    """
-    _, _, settings, options, _ = COMMANDS[name]
-    kind = resolve_name(settings or "config:AlignConfig")
-    *parts, _, _ = kind.__mro__  # the last two are not ours
-    wanted, usual = options.split(), dict(kind.model_construct())
-    rows: dict[str, tuple[Any, Any, str, str]] = {}
-    for part in parts:
-        panel = (part.__doc__ or "").partition(":")[0] if settings else "This run"
-        for key, text in re.findall(r'^    (\w+): .*\n    """(.*)"""$', getsource(part), re.M):
-            if key not in {*rows, "swept"}:
-                flag, default = kind.model_fields[key].annotation is bool, usual.get(key)
-                text += f" (default: {default})" * (default is not None)
-                rows[key] = bool | None if flag else str | None, None, text, panel
-    rows |= {key: (*OPTIONS[key], "This run") for key in wanted if key in OPTIONS}
-    shown = rows if settings else wanted
-    for key in [key for key in dict.fromkeys([*FIRST, *shown]) if key in shown]:
-        value, default, text, panel = rows[key]
-        flags = NAMED.get(key, [f"--{key.replace('_', '-')}"] if value is bool else [])
-        panel = "What one sets first" if key in FIRST else panel
-        about: Any = typer.Option(*flags, help=text, metavar="", rich_help_panel=panel)
-        if default is ...:
-            about = typer.Argument(
-                help=text, metavar=key.upper(), rich_help_panel="Arguments", exists=True
-            )
-        meant: Any = Annotated[value, about]
-        yield Parameter(key, Parameter.KEYWORD_ONLY, default=default, annotation=meant)
+def tell(text: str, stream: Any) -> None:  # sys.stdout or sys.stderr; None where it is closed
+    """Print a line. Where its reader has gone (`| head`), the rest is dropped; the run goes on."""
+    if stream is None:
+        return
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        # from now on to nowhere: else Python's own flush at the end would fail, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def execute(name: str, /, **given: Any) -> int:
-    """Run a command and print what it returns; the exit code."""
-    _, function, settings, options, _ = COMMANDS[name]
-    own = {option: given.pop(option, None) for option in options.split()}
-    as_json, first = own.pop("json"), os.environ.get("RANK", "0") == "0"  # of torchrun's processes
-    quiet = own.pop("quiet", False) or as_json or not first
-    if settings:
-        told = {key: value for key, value in given.items() if value is not None}
-        if name == "sweep":
-            swept = [key for key in resolve_name("extras:SWEPT") if "," in told.get(key, "")]
-            told |= {"swept": {key: told.pop(key).split(",") for key in swept}} if swept else {}
-        every = own.pop("all")
-        own["cfg"], layers = settle(
-            resolve_name(settings), told, own.pop("config"), own.pop("preset", "paper")
-        )
-        own["out"] = own["out"] or default_out(name, own["cfg"])
-        if own.pop("dry_run") or every:
-            resolve_name("support.runs:check_directory")(own["out"], name, own["cfg"], own["force"])
-            plan = resolve_name("extras.plan:dry_run")(name, own["cfg"], layers, every or as_json)
-            say({"out": own["out"]} | plan, as_json)
-            return 0
-    with bars(quiet) as track:
-        if "force" in own:  # a command that makes runs
-            resolve_name("support.processes:start")()
-            own["track"] = track
-        result = resolve_name(function)(**own)
-    if first:
-        say(result, as_json)
-    return int(bool(isinstance(result, dict) and result.get("problems")))
+def one_line(text: str) -> str:
+    """A text without line breaks."""
+    return " ".join(text.split())
 
 
-def evaluate(run: Path, against: list[Path]) -> Any:
-    """A table of arms; with extras/, `extras.evaluate` takes its place."""
-    return resolve_name("evaluate:evaluate")([run, *against])
+class Notes(logging.Handler):
+    """What the program notes while it runs, on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tell(self.format(record), sys.stderr)
 
 
-def default_out(name: str, config: Any) -> Path:
-    """Such as runs/align-cub200-vit_l16-r64-s0."""
-    at = dict(config).get
-    data, start, rank = Path(at("dataset") or at("pool", "")).name, at("start"), at("rank")
-    parts = name, data, config.backbone, start and f"from-{start.name}", rank and f"r{rank}"
-    return Path("runs", "-".join([*filter(None, parts), f"s{config.seed}"]).replace(":", "-"))
+@contextmanager
+def progress(quiet: bool) -> Iterator["Track"]:
+    """Progress on stderr: bars on a terminal, elsewhere a line for each unit."""
+    from support.runs import untracked
 
-
-@contextlib.contextmanager
-def bars(quiet: bool) -> Iterator[Callable[..., Iterator[Any]]]:
-    """Notes and a `run.Track` on stderr: bars on a terminal, elsewhere lines; `quiet`: warnings."""
+    quiet = quiet or not is_first_process()
     log = logging.getLogger("bisslight")
     log.setLevel(logging.WARNING if quiet else logging.INFO)
-    log.handlers = [logging.StreamHandler(sys.stderr)]
+    log.handlers = [Notes()]
     if quiet:
-        yield resolve_name("support.runs:untracked")
-        return
-    from rich.console import Console  # rich takes a while to load, so --help does without
-    from rich.progress import BarColumn, Progress, TimeRemainingColumn
+        yield untracked
+    elif sys.stderr is not None and sys.stderr.isatty():
+        with bars() as track:
+            yield track
+    else:
+        yield print_units
 
-    console = Console(stderr=True)
-    live = Progress(
-        "{task.description:>8}", BarColumn(10), "{task.completed}/{task.total} ETA",
-        TimeRemainingColumn(), "{task.fields[text]}",
-        console=console, disable=not console.is_terminal, speed_estimate_period=1e9,
-    )  # fmt: skip
 
-    def track(items: Iterator[Any], total: int, label: str, done: int = 0) -> Iterator[Any]:
+def print_units(items: Iterable[T], total: int, label: str, done: int = 0) -> Iterator[T]:
+    """A line for each item, such as an alternation, with the time that is left."""
+    started = time.monotonic()
+    latest: Record = {}
+    for number, item in enumerate(items, done + 1):
+        seconds = (time.monotonic() - started) / (number - done) * (total - number)
+        left = timedelta(seconds=round(seconds))
+        tell(f"{label} {number}/{total}  {summarise(item, latest)}  ETA {left}", sys.stderr)
+        yield item
+
+
+@contextmanager
+def bars() -> Iterator["Track"]:
+    """A bar for each loop that is under way; a loop that has ended leaves a line."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as TimeLeft
+
+    console = Console(stderr=True, highlight=False)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(10),
+        MofNCompleteColumn(),
+        TimeLeft(),
+        TextColumn("{task.fields[text]}", markup=False),
+    )
+
+    def track(items: Iterable[T], total: int, label: str, done: int = 0) -> Iterator[T]:
         bar = live.add_task(label, total=total, completed=done, text="")
-        seen: dict[str, Any] = {}  # of a loop's records the latest numbers, such as a validation
-        for n, item in enumerate(items, done + 1):
-            loop = isinstance(item, dict) and "step" in item
-            seen = seen | {k: v for k, v in item.items() if v} if loop else {}
-            live.update(bar, completed=n, text=brief(seen or item)[: max(console.width - 46, 10)])
-            if live.disable:
-                left = TimeRemainingColumn().render(live.tasks[-1])
-                print(f"{label} {n}/{total}  {brief(seen or item)}  ETA {left}", file=sys.stderr)
+        latest: Record = {}
+        text = ""
+        for number, item in enumerate(items, done + 1):
+            text = summarise(item, latest)
+            live.update(bar, completed=number, text=text)
             yield item
         live.remove_task(bar)
+        console.print(f"{label} {total}/{total}  {text}", markup=False)
 
-    with live:
+    with Progress(*columns, console=console, speed_estimate_period=1e9) as live:
         yield track
 
 
-def say(result: Any, as_json: bool) -> None:
-    """A result on stdout: JSON, or a line per value and a table for each list of dicts."""
+def summarise(item: Any, latest: Record) -> str:  # an item of any loop
+    """An item in a few words: a text as it is, of a record its rate, losses and validation.
+
+    `latest` keeps a loop's latest numbers, since not every record has a validation.
+
+    >>> summarise({"loss_P": [1.0, 3.0], "loss_D_at_D": [1.5], "val_P": {"accuracy": 50.0}}, {})
+    'loss P 2  D 1.5  val 50.0 %'
+    """
+    record = to_jsonable_python(item, fallback=str)
+    if not isinstance(record, dict):
+        return str(item)
+    if "step" in record:
+        latest.update({key: value for key, value in record.items() if value})
+        record = latest
+    words = []
+    names = {"lr": "lr", "loss": "loss", "loss_P": "loss P", "loss_D_at_D": "D"}
+    for key, name in names.items():
+        if record.get(key):
+            numbers = record[key] if isinstance(record[key], list) else [record[key]]
+            words.append(f"{name} {fmean(numbers):.4g}")
+    score = record.get("val_P") or record.get("val")
+    if score:
+        words.append(f"val {score['accuracy']:.1f} %")
+    return "  ".join(words)
+
+
+def print_result(result: Any, as_json: bool) -> None:  # a model, a dict or a list of dicts
+    """Print a result on stdout: JSON, or a line for each value and a table for a list of dicts."""
+    if not is_first_process():
+        return
+    result = to_jsonable_python(result)
+    if as_json:
+        tell(json.dumps(result), sys.stdout)
+        return
+    if isinstance(result, list):
+        result = {"": result}
+    for name, value in result.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            if name:
+                tell(f"{name}:", sys.stdout)
+            tell(draw_table(value), sys.stdout)
+        elif value not in (None, {}):
+            tell(f"{name}: {show(value, name)}", sys.stdout)
+    if isinstance(result.get("test"), list):  # what a finetune run is about
+        tell(f"test {result['metric']}: {mean_and_deviation(result['test'])}", sys.stdout)
+
+
+def draw_table(rows: list[Record]) -> str:
+    """Rows as a table; a column that holds nothing, or nothing but lists, is only in the JSON."""
     from rich.console import Console
     from rich.table import Table
 
-    result = to_jsonable_python(result)
-    if as_json:
-        print(json.dumps(result))
-        return
-    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
-    for key, value in result.items() if isinstance(result, dict) else [("", result)]:
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            if key:
-                print(f"{key}:")
-            # a column of nothing, or of nothing but lists, is only in the JSON
-            names = dict.fromkeys(name for row in value for name in row if row[name] != {})
-            kept = [n for n in names if any(not isinstance(r.get(n), list | None) for r in value)]
-            table = Table(*kept, box=None, pad_edge=False)
-            for row in value:
-                table.add_row(*(readable(row.get(name)) for name in kept))
-            console.print(table)
-        elif value not in (None, {}):
-            print(f"{key}: {readable(value)}")
+    columns: dict[str, None] = {}  # a dict keeps their order
+    for row in rows:
+        for name, value in row.items():
+            if value not in (None, {}) and not isinstance(value, list):
+                columns[name] = None
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*(show(row.get(name), name) for name in columns))
+    text = io.StringIO()
+    width = None if sys.stdout is not None and sys.stdout.isatty() else 200
+    Console(file=text, width=width, highlight=False, markup=False).print(table)
+    return text.getvalue().rstrip("\n")
 
 
-def brief(item: Any) -> str:
-    """An item in a few words: of a record its rate or mean losses, and the validation; or its text.
+PERCENTAGES = {"accuracy", "accuracies", "difference", "grid", "mean", "per_class", "std", "test",
+               "test_per_class", "val"}  # fmt: skip
 
-    >>> brief({"loss_P": [1.0, 3.0], "loss_D_at_D": [1.5], "val_P": {"accuracy": 50.0}})
-    'loss P 2  D 1.5  val 50.0 %'
+
+def show(value: Any, name: str = "") -> str:  # a value of JSON; tuples and paths, too
+    """A value as people write it: percentages with two decimals, p with two digits.
+
+    >>> show({"difference": 3.553e-15, "p": 0.36231, "paper": None}, "first_minus_this")
+    'difference 0.00, p 0.36'
+    >>> show({"0.01": [51.33333, None]}, "grid")
+    '0.01 51.33, none'
     """
-    if not isinstance(item, dict):
-        return str(item)
-    names = {"lr": "lr", "loss": "loss", "loss_P": "loss P", "loss_D_at_D": "D"}
-    found = [
-        f"{name} {fmean(x if isinstance(x, list) else [x]):.4g}"
-        for key, name in names.items()
-        if (x := item.get(key))
-    ]
-    if score := item.get("val_P", item.get("val")):
-        found.append(f"val {score['accuracy']:.1f} %")
-    return "  ".join(found)
-
-
-def readable(value: Any) -> str:
-    """A value as people write it.
-
-    >>> readable({"networks": 0.65471, "rates": (0.1, 3), "paper": None})
-    'networks 0.6547, rates 0.1, 3'
-    """
+    if value is None:
+        return ""
     if isinstance(value, dict):
-        return ", ".join(f"{k} {readable(v)}" for k, v in value.items() if v is not None)
+        # a grid's keys are learning rates, and its values are accuracies
+        inner = {key: name if name == "grid" else key for key in value}
+        return ", ".join(f"{k} {show(v, inner[k])}" for k, v in value.items() if v is not None)
     if isinstance(value, list | tuple):
-        return ", ".join(map(readable, value)) or "none"
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+        return ", ".join(show(item, name) or "none" for item in value) or "none"
+    if not isinstance(value, float):
+        return str(value)
+    if name in PERCENTAGES:
+        return f"{round(value, 2) + 0.0:.2f}"  # adding 0 makes -0 a plain 0
+    return f"{value:.2g}" if name == "p" else f"{value:.4g}"
 
 
-class Sections(TyperCommand):
-    """Plain help with a section for each panel: Typer's own, drawn by rich, takes twice as long."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        panels: dict[str, list[Any]] = {}
-        for option in self.get_params(ctx):
-            panel = getattr(option, "rich_help_panel", None) or "This run"  # --help has none
-            panels.setdefault(panel, []).extend(filter(None, [option.get_help_record(ctx)]))
-        for panel, rows in sorted(panels.items(), key=lambda item: item[0] != "Arguments"):
-            with formatter.section(panel):
-                formatter.write_dl(rows)
+def mean_and_deviation(values: list[float]) -> str:
+    """Of the seeds' accuracies in percent."""
+    if len(values) == 1:
+        return f"{values[0]:.2f} % (one seed)"
+    return f"{fmean(values):.2f} ± {stdev(values):.2f} % ({len(values)} seeds)"
 
 
-def build(arguments: list[str]) -> typer.Typer:
-    """The program, with the flags of the command that is asked for."""
-    app = typer.Typer(
-        help="BiSSLight aligns self-supervised backbones with a downstream task, before "
-        "fine-tuning.\n\n`bisslight --version` prints the version.",
-        add_completion=False,
-        rich_markup_mode=None,
-    )
-    data = typer.Typer(help="The datasets.", rich_markup_mode=None)
-    for name, (told, *_, example) in COMMANDS.items():
-        group, _, last = name.rpartition(" ")
-        called: Any = partial(execute, name)  # Typer reads its flags from these two
-        called.__signature__ = Signature([*keywords(name)] if last in arguments else [])
-        called.__annotations__ = {}
-        whole = f"{told}\n\nExample: bisslight {name} {example}"
-        (data if group else app).command(last, cls=Sections, help=whole, short_help=told)(called)
-    if data.registered_commands:
-        app.add_typer(data, name="data")
-    return app
+# --- flags made of settings ---------------------------------------------------------------------
 
 
-class Forgiving(io.FileIO):
-    """A file whose reader may go away (`| head`): the rest is dropped, and the run goes on."""
+class Options(Settings):
+    """This run: where it lies, and what is shown."""
 
-    def write(self, data: Any) -> int:
-        with contextlib.suppress(OSError):
-            return super().write(data)
-        return len(data)
+    out: Path | None = None
+    """Directory of the run. Default: below runs/."""
+    config: Path | None = None
+    """TOML or JSON file of settings; flags win over it."""
+    preset: Literal["paper", "as-released"] = "paper"
+    """The paper's values, or those of the authors' program where they are others."""
+    dry_run: bool = False
+    """Check names, data and weights, and say what would run; nothing is written."""
+    all: bool = False
+    """As --dry-run, with every setting, not only those that are not the paper's."""
+    force: bool = False
+    """Start over. Without it, the same command goes on."""
+    as_json: bool = False
+    """One JSON value on stdout, nothing else."""
+    quiet: bool = False
+    """Show no progress."""
+
+
+FIRST = ("backbone", "dataset", "pool", "start", "out", "seed")  # on top of the help
+FLAGS = {"start": "--from", "as_json": "--json"}  # others are called as their settings
+
+
+def settings_command(kind: type[C], example: str) -> Callable[[Work[C, R]], Work[C, R]]:
+    """Make a function a command of the program, with a flag for each setting of `kind`."""
+
+    def add(function: Work[C, R]) -> Work[C, R]:
+        def command(**given: Any) -> int:  # texts of flags, by their names
+            flags = {name: value for name, value in given.items() if value is not None}
+            options = {name: flags.pop(name) for name in Options.model_fields if name in flags}
+            return run_command(function, kind, flags, make(Options, options))
+
+        parameters = [*parameters_of(kind), *parameters_of(Options)]
+        parameters.sort(key=place_in_help)
+        typed: Any = command  # Typer reads the flags from these two
+        typed.__signature__ = Signature(parameters)
+        typed.__annotations__ = {}
+        name = function.__name__
+        epilog = f"Example: bisslight {name} {example}"
+        app.command(name, help=function.__doc__, epilog=epilog)(command)
+        return function
+
+    return add
+
+
+def place_in_help(parameter: Parameter) -> int:
+    """Where a flag stands: what one sets first on top, machine and options below the method's."""
+    if parameter.name in FIRST:
+        return FIRST.index(parameter.name)
+    if parameter.name in Machine.model_fields or parameter.name in Options.model_fields:
+        return len(FIRST) + 1
+    return len(FIRST)
+
+
+def parameters_of(kind: type[Settings]) -> list[Parameter]:
+    """A parameter for each setting of a class, as Typer reads it from a function.
+
+    A flag is handed on as text. Pydantic converts and checks it, so that flags, files and Python
+    follow the same rules.
+    """
+    from rich.markup import escape
+
+    schemas = kind.model_json_schema()["properties"]
+    parameters = []
+    for name, field in kind.model_fields.items():
+        flag = FLAGS.get(name, f"--{name.replace('_', '-')}")
+        is_switch = field.annotation is bool
+        if is_switch and issubclass(kind, Command):  # a file may have set it
+            flag += f"/--no-{flag.removeprefix('--')}"
+        option = typer.Option(
+            flag,
+            help=escape(describe(field, schemas[name])),
+            metavar=None if is_switch else metavar_of(schemas[name]),
+            rich_help_panel=panel_of(kind, name),
+            envvar="BISSLIGHT_DATA" if name == "data_root" else None,
+        )
+        annotation: Any = Annotated[bool | None if is_switch else str | None, option]
+        parameters.append(
+            Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        )
+    return parameters
+
+
+def describe(field: FieldInfo, schema: Record) -> str:
+    """The help of a flag: what the setting is, what it may be, and its default."""
+    text = " ".join((field.description or "").split())
+    notes = [allowed_values(schema)]
+    is_set = field.default is not None and field.default is not False
+    if is_set and not field.is_required():
+        notes.append(f"default: {show(field.default)}")
+    note = "; ".join(note for note in notes if note)
+    return f"{text} ({note})" if note else text
+
+
+def allowed_values(schema: Record) -> str:
+    """What a setting may be, in words."""
+    limits = {
+        "exclusiveMinimum": "more than",
+        "minimum": "at least",
+        "exclusiveMaximum": "less than",
+        "maximum": "at most",
+    }
+    for option in schema.get("anyOf", [schema]):  # of a setting that may be None, the other one
+        if "enum" in option:
+            return "one of " + ", ".join(option["enum"])
+        words = []
+        for key, word in limits.items():
+            if option.get(key, 2**53) < 2**53:
+                words.append(f"{word} {option[key]:g}")
+        if words:
+            return " and ".join(words)
+    return ""
+
+
+def metavar_of(schema: Record) -> str:
+    """What stands behind a flag in the help."""
+    option = schema.get("anyOf", [schema])[0]
+    if option.get("format") == "path":
+        return "PATH"
+    return {"integer": "INTEGER", "number": "NUMBER", "array": "A,B"}.get(option["type"], "TEXT")
+
+
+def panel_of(kind: type[Settings], name: str) -> str:
+    """The heading of a flag in the help: the first words of the class that has the setting."""
+    if name in FIRST:
+        return "What one sets first"
+    for part in kind.__mro__:
+        if name in part.__annotations__:
+            return (part.__doc__ or "").partition(":")[0]
+    return "This run"
+
+
+# --- commands that have settings ---------------------------------------------------------------
+
+
+class Layer(NamedTuple):
+    """Settings from one source."""
+
+    source: str
+    values: Record
+
+
+def collect_layers(kind: type[Command], flags: Record, options: Options) -> list[Layer]:
+    """What was given, by who gave it; the last one that has a setting wins (UsageError)."""
+    table: Record = {}
+    if options.config is not None:
+        table = read_table(options.config)
+    for name in table:
+        if name not in kind.model_fields:
+            known = nearest(name, kind.model_fields)
+            raise UsageError(f"{options.config}: {name} is no setting, {known}")
+    asked = table | flags
+    layers = []
+    if "start" in asked:
+        start = Path(str(asked["start"])).expanduser()
+        if not start.is_file():  # a LoRA file brings no settings
+            layers.append(Layer("align run", read_align_run(start, asked.get("dataset"))))
+    if options.preset == "as-released":
+        values = released_values(kind, "start" in asked)
+        layers.append(Layer("preset as-released", values))
+    layers.append(Layer(str(options.config), table))
+    layers.append(Layer("flag", flags))
+    return layers
+
+
+def compare_settings(cfg: Command, layers: list[Layer], every: bool) -> list[Record]:
+    """A row for each setting that is not the paper's, or for all: its value and who set it."""
+    paper = paper_values(type(cfg), dict(cfg))
+    defaults = [Layer(*item) for item in cfg.our_defaults(dict(cfg)).items()]
+    no_value_in_paper = {"start", "weights", "pretext", *Command.model_fields}
+    rows = []
+    for name, value in cfg:
+        is_paper = name not in paper or name in no_value_in_paper or value == paper[name]
+        if is_paper and not every:
+            continue
+        source = "default"
+        for layer in [*defaults, *layers]:
+            if name in layer.values:
+                source = layer.source
+        rows.append({"setting": name, "value": value, "set by": source, "paper": paper.get(name)})
+    return rows
+
+
+def run_command(function: Work[C, R], kind: type[C], flags: Record, options: Options) -> int:
+    """Run a command that has settings, or say what it would do; the exit code."""
+    name = function.__name__
+    layers = collect_layers(kind, flags, options)
+    given: Record = {}
+    for layer in layers:
+        given |= layer.values
+    cfg = make(kind, given)
+    out = options.out or default_out(name, cfg)
+    if options.dry_run or options.all:
+        return dry_run(name, cfg, out, layers, options)
+    with training(), progress(options.quiet or options.as_json) as track:
+        warn_about_warmup(cfg)
+        result = function(cfg, out, options.force, track)
+    print_result(result, options.as_json)
+    return 0
+
+
+def dry_run(name: str, cfg: Command, out: Path, layers: list[Layer], options: Options) -> int:
+    """Print what a command would do, and all that is missing; exit code 2 where something is."""
+    from extras.dry_run import plan_run
+
+    logging.getLogger("bisslight").handlers = [Notes()]
+    warn_about_warmup(cfg)
+    every = options.all or options.as_json
+    plan = plan_run(name, cfg, out, options.force)
+    rows = compare_settings(cfg, layers, every)
+    recipe = "MAE or I-JEPA" if name == "pretrain" else "the paper"
+    title = "settings" if every else f"differs from {recipe}"
+    print_result({"out": out} | plan.work | {title: rows or "nothing"}, options.as_json)
+    for problem in plan.problems:
+        tell(f"error: {one_line(problem)}", sys.stderr)
+    return 2 if plan.problems else 0
+
+
+def default_out(command: str, cfg: Command) -> Path:
+    """Such as runs/align-cub200-vit_l16-r64-s0."""
+    settings = dict(cfg)
+    images = settings.get("dataset") or settings["pool"]
+    parts = [command, Path(images).name, settings["backbone"]]
+    if settings.get("start"):
+        parts.append(f"from-{settings['start'].name}")
+    if "rank" in settings:
+        parts.append(f"r{settings['rank']}")
+    parts.append(f"s{cfg.seed}")
+    return Path("runs", "-".join(parts).replace(":", "-"))
+
+
+def warn_about_warmup(cfg: Command) -> None:
+    """Warn where a run ends before its learning rates are reached."""
+    settings = dict(cfg)
+    for warmup, length in (("warmup", "alternations"), ("warmup_epochs", "epochs")):
+        if warmup in settings and settings[warmup] >= settings[length]:
+            logging.getLogger("bisslight").warning(
+                "the warm-up is not shorter than the run, so no learning rate is reached; see --%s",
+                warmup.replace("_", "-"),
+            )
+
+
+@contextmanager
+def training() -> Iterator[None]:
+    """Let runs hear signals and torchrun's other processes, and tell failures with a remedy."""
+    from concurrent.futures.process import BrokenProcessPool
+
+    import torch
+
+    from bisslight import Diverged
+    from support.processes import Stopped, start
+
+    start()
+    try:
+        yield
+    except Diverged as error:
+        rates = "--lr, --p-lr, --d-lr, --base-lr"
+        remedy = f"give a lower learning rate ({rates}) and another --out"
+        raise RunError(f"{error}; {remedy}") from error
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        remedy = "a --micro-batch that fits, or --recompute, needs less"
+        raise RunError(f"{error}; out of memory: {remedy}") from error
+    except BrokenProcessPool as error:
+        remedy = "perhaps memory was short: lower --jobs, then the same command goes on"
+        raise RunError(f"{error}; {remedy}") from error
+    except Stopped as stopped:
+        signal, message = stopped.args
+        tell(message, sys.stderr)
+        raise typer.Exit(128 + signal) from stopped
+
+
+# --- the commands ------------------------------------------------------------------------------
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on stdout, nothing else.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
+Force = Annotated[bool, typer.Option("--force", help="Start over. Without it, runs go on.")]
+Run = Annotated[Path, typer.Argument(help="A finished run.", exists=True, show_default=False)]
+DataRoot = Annotated[
+    Path, typer.Option("--data-root", help="Where the benchmarks are.", envvar="BISSLIGHT_DATA")
+]
+
+
+def show_version(asked: bool) -> None:
+    """Print the version and end."""
+    if asked:
+        tell(f"bisslight {version('bisslight')}", sys.stdout)
+        raise typer.Exit
+
+
+@app.callback()
+def program(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=show_version)
+    ] = False,
+) -> None:
+    """BiSSLight aligns self-supervised backbones with a downstream task, before fine-tuning."""
+
+
+@settings_command(AlignConfig, "--backbone vit_l16 --dataset cub200 --out runs/cub")
+def align(cfg: AlignConfig, out: Path, force: bool, track: "Track") -> "AlignResult":
+    """Align a pretrained backbone with a downstream task: BiSSLight, Algorithm 1."""
+    from align import align
+
+    return align(cfg, out, force=force, track=track)
+
+
+@settings_command(FinetuneConfig, "--from runs/cub --out runs/cub-peft")
+def finetune(cfg: FinetuneConfig, out: Path, force: bool, track: "Track") -> "FinetuneResult":
+    """Fine-tune with LoRA, directly or from align runs: learning rates, seeds, one test."""
+    from finetune import finetune
+
+    return finetune(cfg, out, force=force, track=track)
+
+
+def pretrain(cfg: "PretrainConfig", out: Path, force: bool, track: "Track") -> "PretrainResult":
+    """Train a backbone from scratch with MAE or I-JEPA, where there is no checkpoint."""
+    from extras.pretrain import pretrain
+
+    return pretrain(cfg, out, force=force, track=track)
+
+
+@cache
+def give_pretrain_its_flags() -> None:
+    """Load pretraining's settings. They come with torch, so other commands do without them."""
+    from extras.pretrain import PretrainConfig
+
+    settings_command(PretrainConfig, "--backbone vit_mini --pool quilts")(pretrain)
+
+
+app.command("pretrain", help=pretrain.__doc__)(give_pretrain_its_flags)  # to be listed
+
+
+@app.command(epilog="Example: bisslight evaluate runs/cub-peft --against runs/direct")
+def evaluate(
+    run: Annotated[
+        Path,
+        typer.Argument(
+            help="A finished finetune run, or a directory of one arm's runs.",
+            exists=True,
+            show_default=False,
+        ),
+    ],
+    against: Annotated[
+        list[Path] | None,
+        typer.Option(help="Compare with this run or directory; may be repeated."),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the accuracies to this PNG, SVG or PDF.")
+    ] = None,
+    curves: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw losses and validations of the runs, align runs too, to this PNG, SVG or PDF;"
+            " there is no table then."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare finished finetune runs: mean, deviation, exact p, the paper's figure."""
+    runs = [run, *(against or [])]
+    if curves is not None:
+        from extras.plots import draw_curves
+
+        draw_curves(runs, curves)
+        print_result({"curves": curves}, as_json)
+        return
+    from evaluate import evaluate
+
+    evaluation = evaluate(runs)
+    if picture is not None:
+        from extras.plots import draw_arms
+
+        draw_arms(evaluation.arms, picture)
+    print_result(evaluation, as_json)
+
+
+@app.command(epilog="Example: bisslight demo --out runs/demo")
+def demo(
+    out: Annotated[Path | None, typer.Option(help="Default: runs/demo.")] = None,
+    data_seed: Annotated[
+        int, typer.Option(help="Draws the images; for any but 0 a backbone is pretrained first.")
+    ] = 0,
+    jobs: Annotated[int, typer.Option(help="Runs at a time.")] = 2,
+    force: Force = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """See the method at work on drawn images: offline, two minutes on two CPU cores."""
+    from extras.demo import demo
+
+    with training(), progress(quiet or as_json) as track:
+        result = demo(out, data_seed=data_seed, jobs=jobs, force=force, track=track)
+    print_result(result, as_json)
+
+
+@app.command(epilog="Example: bisslight export runs/cub-peft --out exported")
+def export(
+    run: Run,
+    out: Annotated[Path | None, typer.Option(help="Default: RUN/export.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed whose adapter is taken. Default: the first.")
+    ] = None,
+    weights: Annotated[Path | None, typer.Option(help="Where the run's weights are now.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a run's adapter for HF peft, for timm and for the released program."""
+    from extras.export import export
+
+    print_result(export(run, out, seed=seed, weights=weights), as_json)
+
+
+@data.command("list")
+def data_list(root: DataRoot = Path("data"), as_json: AsJson = False) -> None:
+    """List the paper's data sets: whether they are there, and the terms of their use."""
+    from extras.datasets import list_all
+
+    print_result(list_all(root), as_json)
+
+
+@data.command("check", epilog="Example: bisslight data check cub200 --data-root DIR")
+def data_check(
+    name: Annotated[str, typer.Argument(help="A data set by name, or folder:DIR.")],
+    root: DataRoot = Path("data"),
+    partial: Annotated[
+        bool, typer.Option("--partial", help="It is a subset; missing images are no problem.")
+    ] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Open every image of a data set or folder, count, and list what is wrong."""
+    from extras.datasets import check
+
+    result = check(name, root, partial)
+    print_result(result, as_json)
+    return 1 if result["problems"] else 0
+
+
+@data.command("download", epilog="Example: bisslight data download cub200 --data-root DIR")
+def data_download(
+    name: Annotated[str, typer.Argument(help="A data set by name.")],
+    root: DataRoot = Path("data"),
+    as_json: AsJson = False,
+) -> None:
+    """Fetch and unpack a data set; its digests are verified."""
+    from extras.datasets import download
+
+    print_result(download(name, root), as_json)
+
+
+# --- start -------------------------------------------------------------------------------------
+
+app.add_typer(data, name="data")
 
 
 def main() -> None:
     """Run the command line; exit codes 0, 1 failure, 2 usage, 130 Ctrl-C, 143 SIGTERM."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)  # None where it is closed
-        file = Forgiving(stream.fileno() if stream else os.devnull, "w", closefd=not stream)
-        buffer, encoding = io.BufferedWriter(file), getattr(stream, "encoding", None)
-        text = io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=True)
-        setattr(sys, name, text)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # None where it is closed
+            stream.reconfigure(errors="backslashreplace")  # paths may hold any bytes
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
     """The exit code of one command line; an error is told in one line."""
-    if arguments == ["--version"]:
-        print("bisslight", resolve_name("importlib.metadata:version")("bisslight"))
-        return 0
     try:
-        program = typer.main.get_command(build(arguments))
-        return program(arguments or ["--help"], prog_name="bisslight", standalone_mode=False) or 0
-    except BaseException as error:
-        kind = "RunError" if isinstance(error, OSError) else type(error).__name__
-        code = 2 if kind == "UsageError" else 1
-        line = f"{error}{REMEDIES.get(kind)}"
-        if kind == "Stopped":
-            code, line = 128 + error.args[0], error.args[1]
-        elif hasattr(error, "format_message"):  # Typer's own complaints
-            code, line = 2, error.format_message()
-        elif kind not in REMEDIES:
-            raise
-        print("error: " * (code < 128) + " ".join(line.split()), file=sys.stderr)
-        return code
+        if arguments[:1] == ["pretrain"]:
+            give_pretrain_its_flags()
+        program = typer.main.get_command(app)
+        code = program(args=arguments or ["--help"], prog_name="bisslight", standalone_mode=False)
+        return int(code or 0)
+    except typer.TyperException as error:  # its own complaints, such as a flag that is unknown
+        return fail(error.format_message(), 2)
+    except UsageError as error:
+        return fail(str(error), 2)
+    except (RunError, OSError) as error:
+        return fail(str(error), 1)
+    except ModuleNotFoundError as error:
+        return fail(f"{error}; install it, or do without this option", 1)
+
+
+def fail(message: str, code: int) -> int:
+    """Tell an error in one line; the exit code."""
+    tell(f"error: {one_line(message)}", sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

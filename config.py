@@ -1,16 +1,17 @@
-"""The settings, one group per concern. No torch here, so `--help` is fast.
+"""All settings of align and finetune: one group of fields per concern.
 
-A field is a flag (`d_lr` is `--d-lr`), a key of a TOML file and a key of a run's config.json. Its
-help, below it, gives symbol, meaning and, in brackets, the source of its default: [App. C.x] the
-paper's appendix, [released] the authors' program where the paper is silent, [MAE], [I-JEPA] their
-authors' recipes, [here] our own choice. `commands` makes a command's settings out of the groups.
+A field is a flag (`d_lr` is `--d-lr`), a key of a TOML file and a key of a run's config.json. The
+text below a field is its help. It gives symbol, meaning and, in brackets, the source of the
+default: [App. C.x] the paper's appendix, [released] the authors' program where the paper is silent,
+[MAE], [I-JEPA] their authors' recipes, [here] our own choice.
+
+Making settings imports no torch and reads neither files nor the environment.
 """
 
 import json
-import os
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -21,9 +22,10 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic.types import NonNegativeFloat, PositiveFloat
 
 from support.errors import UsageError, checking, nearest
+
+Record = dict[str, Any]  # settings by name, a line of metrics.jsonl, what a run ended with
 
 
 class Arch(NamedTuple):
@@ -43,25 +45,185 @@ class Arch(NamedTuple):
     predictor_depth: int = 12
 
 
-DATASETS = ("dtd", "voc07", "cub200", "pets", "flowers", "aircrafts", "imagenet")
 BACKBONES = {
-    "vit_mini": Arch(64, 4, 4, 16, 4, 2.0, True, 48, 1, 4, 32, 2),
+    "vit_mini": Arch(  # ours, small enough for a CPU
+        dim=64,
+        depth=4,
+        heads=4,
+        image_size=16,
+        patch_size=4,
+        mlp_ratio=2.0,
+        decoder_dim=48,
+        decoder_depth=1,
+        decoder_heads=4,
+        predictor_dim=32,
+        predictor_depth=2,
+    ),
     "vit_b16": Arch(),
-    "vit_l16": Arch(1024, 24, 16),
-    "vit_h14": Arch(1280, 32, 16, patch_size=14),
+    "vit_l16": Arch(dim=1024, depth=24, heads=16),
+    "vit_h14": Arch(dim=1280, depth=32, heads=16, patch_size=14),
 }
-PositiveInt = Annotated[int, Field(gt=0, lt=2**53)]  # larger ones are not exact in all JSON readers
-NonNegativeInt = Annotated[int, Field(ge=0, lt=2**53)]
-Rate = Annotated[float, Field(ge=0, lt=1)]
-Share = Annotated[float, Field(gt=0, le=1)]
-Place = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
-Listed = BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v)  # of a command line
-Shares = Annotated[tuple[Share, Share], Listed]  # in a pair, the first number is the smaller one
-Ratios = Annotated[tuple[PositiveFloat, PositiveFloat], Listed]
-FILLED: Any = None  # the default of a field that `Command.layers` always fills in
+DATASETS = ("dtd", "voc07", "cub200", "pets", "flowers", "aircrafts", "imagenet")
+PRETEXTS = ("mae", "ijepa")
+
+# --- types of settings -------------------------------------------------------------------------
 
 
-class Settings(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True):
+def refuse_bool(value: Any) -> Any:  # whatever a person or a file gave
+    """Python counts True as the number 1; in a settings file it is a mistake."""
+    if isinstance(value, bool):
+        raise ValueError("needs a value, not true or false")
+    return value
+
+
+def split_commas(value: Any) -> Any:  # as above
+    """A list on the command line is one text, such as 0.1,0.2."""
+    return value.split(",") if isinstance(value, str) else value
+
+
+def ascending(pair: tuple[float, float]) -> tuple[float, float]:
+    """The ends of a range, the smaller one first."""
+    if pair[0] > pair[1]:
+        raise ValueError("give the smaller number first")
+    return pair
+
+
+def absolute(path: Path) -> Path:
+    """The same place, also when a later command is given in another directory."""
+    return path.expanduser().absolute()
+
+
+def backbone_name(name: str) -> str:
+    """A network of BACKBONES."""
+    if name not in BACKBONES:
+        raise ValueError(f"is unknown, {nearest(name, BACKBONES)}")
+    return name
+
+
+def pretext_name(name: str) -> str:
+    """mae, ijepa, module:Class, or FILE.py:Class with an absolute path."""
+    if name in PRETEXTS:
+        return name
+    place, colon, kind = name.rpartition(":")
+    if not colon:
+        raise ValueError(f"is unknown, {nearest(name, (*PRETEXTS, 'FILE.py:Class'))}")
+    if place.endswith(".py"):
+        return f"{absolute(Path(place))}:{kind}"
+    return name
+
+
+def dataset_name(name: str) -> str:
+    """A benchmark, quilts, folder:PATH with an absolute path, or own, for images from Python."""
+    known = ("quilts", *DATASETS, "folder:PATH", "own")
+    kind, colon, rest = name.partition(":")
+    if kind == "folder" and rest:
+        return f"folder:{absolute(Path(rest))}"
+    if kind == "own" or (name in known and not colon):
+        return name
+    raise ValueError(f"is unknown, {nearest(name, known)}")
+
+
+def pool_name(name: str) -> str:
+    """imagenet, quilts, own, or the absolute path of a folder; `folder:` before it may be left."""
+    kind, _, _ = name.partition(":")
+    if kind == "own" or name in ("imagenet", "quilts"):
+        return name
+    return str(absolute(Path(name.removeprefix("folder:"))))
+
+
+NotBool = BeforeValidator(refuse_bool)
+Listed = BeforeValidator(split_commas)
+# larger whole numbers are not exact in all readers of JSON
+PositiveInt = Annotated[int, Field(gt=0, lt=2**53), NotBool]
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**53), NotBool]
+PositiveFloat = Annotated[float, Field(gt=0), NotBool]
+NonNegativeFloat = Annotated[float, Field(ge=0), NotBool]
+UnitInterval = Annotated[float, Field(ge=0, lt=1), NotBool]  # 0, but not 1
+Share = Annotated[float, Field(gt=0, le=1), NotBool]  # 1, but not 0
+Shares = Annotated[tuple[Share, Share], Listed, AfterValidator(ascending)]
+Ratios = Annotated[tuple[PositiveFloat, PositiveFloat], Listed, AfterValidator(ascending)]
+Place = Annotated[Path, AfterValidator(absolute)]
+BackboneName = Annotated[str, AfterValidator(backbone_name)]
+PretextName = Annotated[str, AfterValidator(pretext_name)]
+DatasetName = Annotated[str, AfterValidator(dataset_name)]
+PoolName = Annotated[str, AfterValidator(pool_name)]
+
+# --- defaults that depend on other settings ----------------------------------------------------
+
+GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # App. C.2: from the pretrained backbone
+ALIGNED_GRID = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)  # App. C.2: after BiSSLight
+
+
+def paper_defaults(given: Record) -> Record:
+    """The paper's values that depend on the settings that are given."""
+    defaults: Record = {}
+    if given.get("backbone") in ("vit_l16", "vit_h14"):
+        defaults["drop_path"] = 0.2  # App. C.2
+    if given.get("pretext") == "ijepa":
+        defaults |= {
+            "min_crop": 0.3,  # App. D.1, and so are the next five
+            "head": "batchnorm",
+            "p_lr": 0.005,
+            "p_weight_decay": 0.0005,
+            "d_weight_decay": 0.0005,
+            "weight_decay": 0.0005,
+        }
+    if "start" in given:
+        defaults["grid"] = ALIGNED_GRID  # App. C.2
+    if "lr" in given:
+        defaults["grid"] = (given["lr"],)  # one rate is a grid of one
+    return defaults
+
+
+def our_defaults(given: Record) -> dict[str, Record]:
+    """Values of ours where the paper has no such network or images, by what they are for."""
+    defaults: dict[str, Record] = {}
+    if given.get("backbone") == "vit_mini":
+        # lengths and sizes that a CPU can do; never λ, a learning rate, decay or the mask ratio
+        defaults["vit_mini"] = {
+            "rank": 8,
+            "drop_path": 0.0,
+            "alternations": 100,
+            "lower_steps": 10,
+            "upper_steps": 5,
+            "p_batch": 64,
+            "d_batch": 32,
+            "epochs": 60,
+            "batch": 32,
+        }
+        if given.get("pretext") == "ijepa":
+            defaults["vit_mini"]["min_keep"] = 4  # its smallest target has few patches
+    if given.get("dataset") == "quilts":
+        # drawn images are small and many, so crops would only blur them
+        defaults["quilts"] = {"pool": "quilts", "augment": "none"}
+    return defaults
+
+
+RELEASED: Record = {  # where the authors' program, run as its README says, is not the paper
+    "drop_path": 0.2,
+    "d_interpolation": "bilinear",
+    "voc_difficult": "positive",
+    "d_optimizer": "sgd",
+    "p_weight_decay": 0.0,
+    "d_weight_decay": 0.0,
+    "decoder": "random",
+    "probe_drop_path": True,
+    "mfac_device": "cpu",
+    "cg_steps": "tensor",
+    "optimizer": "sgd",  # of PEFT after an align run alone
+}
+
+# --- groups of settings ------------------------------------------------------------------------
+
+
+class Settings(
+    BaseModel,
+    frozen=True,
+    extra="forbid",
+    allow_inf_nan=False,
+    defer_build=True,
+    use_attribute_docstrings=True,
+):
     """Base of all settings."""
 
 
@@ -78,20 +240,55 @@ class Machine(Settings):
     """Activation checkpointing of the backbone: less memory, one more forward pass. [released]"""
     micro_batch: PositiveInt | None = None
     """Largest number of images that pass through the network at once; None: whole batch. [here]"""
-    workers: Annotated[int, Field(ge=0, le=256)] | None = None
+    workers: Annotated[int, Field(ge=0, le=256), NotBool] | None = None
     """Processes that decode images; same result with any. None: up to 16 with a GPU, else 0."""
     save_minutes: NonNegativeFloat = 10.0
     """Minutes between checkpoints. [here]"""
-    data_root: Place = FILLED
-    """Where the benchmarks are, as torchvision lays them out. Default: $BISSLIGHT_DATA, ./data."""
+    data_root: Annotated[Place, Field(validate_default=True)] = Path("data")
+    """Where the benchmarks are, as torchvision lays them out. [here]"""
+
+
+class Command(Machine):
+    """Settings of a command that makes runs. `model_fields_set` names what the caller gave."""
+
+    @classmethod
+    def paper_defaults(cls, given: Record) -> Record:
+        """Defaults of the recipe that this command follows; another recipe overrides it."""
+        return paper_defaults(given)
+
+    @classmethod
+    def our_defaults(cls, given: Record) -> dict[str, Record]:
+        """Defaults where the recipe has none, by what they are for; the last one wins."""
+        return our_defaults(given)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def fill_in(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Add the defaults that depend on other settings. None counts as not given."""
+        given = {name: value for name, value in dict(given).items() if value is not None}
+        defaults = cls.paper_defaults(given)
+        for values in cls.our_defaults(given).values():
+            defaults |= values
+        known = {name: value for name, value in defaults.items() if name in cls.model_fields}
+        settings = handler(known | given)
+        settings.model_fields_set.intersection_update(given)
+        return settings
+
+    def replace(self, **changes: Any) -> Self:  # values of any setting
+        """The same settings with some changed; defaults that depend on these follow them."""
+        return type(self)(**self.model_dump(exclude_unset=True) | changes)
+
+    def model_copy(self, *, update: Any = None, deep: bool = False) -> Self:  # as in pydantic
+        """As `replace`, so that pydantic's own way leaves no default behind."""
+        return self.replace(**(update or {}))
 
 
 class Shape(Settings):
     """Model: the network and what it is pretrained with."""
 
-    backbone: str
+    backbone: BackboneName
     """ψ: vit_mini, vit_b16, vit_l16, vit_h14. [App. C.1]"""
-    pretext: str = "mae"
+    pretext: PretextName = "mae"
     """Pretext task: mae, ijepa, FILE.py:Class or module:Class (not in pretrain). [App. C.3, D.1]"""
     image_size: PositiveInt | None = None
     """Side of the square input in pixels. None: the checkpoint's. [App. C.2: 224]"""
@@ -105,15 +302,20 @@ class Network(Shape):
     weights: Place | None = None
     """Checkpoint, or a pretrain run. None: the official one, downloaded. [App. C.1]"""
     base: Literal["target_encoder", "encoder"] = "target_encoder"
-    """Network of an I-JEPA file that is ψ: target_encoder or encoder. [here: what I-JEPA tests]"""
+    """Network of an I-JEPA file that is ψ. [here: what I-JEPA tests]"""
     head: Literal["linear", "batchnorm"] = "linear"
     """h^D: linear, or batchnorm: behind a BatchNorm, as with ijepa. [App. C.2; D.1]"""
-    rank: PositiveInt = FILLED
-    """r: rank of LoRA on q and v of every layer. Default: 64, vit_mini 8. [App. C.3]"""
-    alpha: PositiveFloat = FILLED
-    """LoRA's scale is alpha / r. Default: r, so that the scale is 1. [released]"""
-    drop_path: Rate = FILLED
-    """Drop-path rate of L^D(θ_D) and PEFT. Default: 0.1 B, 0.2 L and H, 0 mini. [App. C.2]"""
+    rank: PositiveInt = 64
+    """r: rank of LoRA on q and v of every layer. [App. C.3; vit_mini: 8]"""
+    alpha: PositiveFloat | None = None
+    """LoRA's scale is alpha / r. None: r, so that the scale is 1. [released]"""
+    drop_path: UnitInterval = 0.1
+    """Drop-path rate of L^D(θ_D) and PEFT. [App. C.2: 0.1 B, 0.2 L and H; vit_mini: 0]"""
+
+    @property
+    def scale(self) -> float:
+        """What LoRA's product is multiplied by."""
+        return 1.0 if self.alpha is None else self.alpha / self.rank
 
 
 class Crops(Settings):
@@ -130,7 +332,7 @@ class Crops(Settings):
 class Data(Crops):
     """Data: the labelled task."""
 
-    dataset: str
+    dataset: DatasetName
     """D^D: dtd, voc07, cub200, pets, flowers, aircrafts, imagenet, quilts (drawn), folder:PATH."""
     partial: bool = False
     """Take a benchmark's subset as it is; `data check` counts what is missing. [here]"""
@@ -141,15 +343,15 @@ class Data(Crops):
     voc_difficult: Literal["ignore", "positive"] = "ignore"
     """VOC07's difficult objects: ignore, or positive (hits). [VOC devkit; released: positive]"""
     d_interpolation: Literal["bicubic", "bilinear"] = "bicubic"
-    """Resampling of downstream images: bicubic or bilinear. [App. C.3; released: bilinear]"""
+    """Resampling of downstream images. [App. C.3; released: bilinear]"""
 
 
 class Pretext(Settings):
     """Pretext task: masks; pairs are the ends of a uniform distribution."""
 
-    mask_ratio: Rate = 0.75
+    mask_ratio: UnitInterval = 0.75
     """Share of patches that MAE removes. [App. C.3, MAE]"""
-    ema: Rate = 0.9995
+    ema: UnitInterval = 0.9995
     """Momentum of I-JEPA's teacher at the start; it rises to 1. [App. D.1; from scratch: 0.996]"""
     targets: PositiveInt = 4
     """M: target blocks per image. [I-JEPA]"""
@@ -170,18 +372,18 @@ class Pretext(Settings):
 class Lower(Settings):
     """Lower level: the pretext task at θ_P."""
 
-    pool: str = FILLED
-    """D^P: imagenet (default), quilts (default with quilts), a folder of images. [App. C.3]"""
+    pool: PoolName = "imagenet"
+    """D^P: imagenet, quilts (default with quilts), a folder of images. [App. C.3]"""
     p_batch: PositiveInt = 256
     """Images per lower step. [App. C.3]"""
     p_lr: PositiveFloat = 0.01
-    """Base rate of θ_P. [App. C.3; ijepa, D.1: 0.005]"""
+    """Learning rate of θ_P (not scaled by the batch size). [App. C.3; ijepa, D.1: 0.005]"""
     phi_p_lr: PositiveFloat = 1e-4
-    """Base rate of the pretext head φ_P. [App. C.3]"""
+    """Learning rate of the pretext head φ_P (not scaled by the batch size). [App. C.3]"""
     p_weight_decay: NonNegativeFloat = 0.05
     """AdamW decay of θ_P and of φ_P's matrices. [App. C.3; ijepa, D.1: 0.0005; released: 0]"""
     decoder: Literal["checkpoint", "random"] = "checkpoint"
-    """Where φ_P starts: checkpoint or random. [App. C.3; released: random, unlike its text]"""
+    """Where φ_P starts. [App. C.3: checkpoint; released: random, unlike its text]"""
 
 
 class Upper(Settings):
@@ -190,9 +392,7 @@ class Upper(Settings):
     d_batch: PositiveInt = 64
     """Images per upper step. [App. C.3]"""
     d_lr: PositiveFloat = 6.7e-4
-    """Base rate of θ_D and φ_D. [released example]"""
-    d_lr_from: Place | None = None
-    """A finetune run: try 2/3, 1/2, 1/3 ... of its rate as --d-lr. [App. C.3, there ViT-L's]"""
+    """Learning rate of θ_D and φ_D (not scaled by the batch size). [released example]"""
     d_optimizer: Literal["adamw", "sgd"] = "adamw"
     """AdamW 0.9/0.999, or SGD with momentum 0.9 as released. [App. C.3]"""
     d_weight_decay: NonNegativeFloat = 0.05
@@ -217,7 +417,7 @@ class Bilevel(Settings):
     hypergrad: Literal["mfac", "recursion", "cg", "identity", "exact"] = "mfac"
     """Inverse of l.13: mfac, recursion (the same, slow), cg (BiSSL), identity, exact. [Sec. 3.1]"""
     partition: Literal["layer", "projection", "matrix", "global"] = "layer"
-    """Blocks of M-FAC: layer, projection, matrix or global. [App. C.3: all of a layer]"""
+    """Blocks of M-FAC. [App. C.3: all of a layer]"""
     cg_iterations: PositiveInt = 5
     """Hessian-vector products of a CG solve. [App. D.2.1]"""
     cg_damping: NonNegativeFloat = 1.0
@@ -243,8 +443,9 @@ class Peft(Settings):
 
     lr: PositiveFloat | None = None
     """One learning rate for all seeds, instead of a grid. [App. C.2 has a grid]"""
-    grid: Annotated[tuple[PositiveFloat, ...], Listed, Field(min_length=1)] = FILLED
-    """Rates to try; validation decides. Default: 1e-4 ... 3e-2, after align a tenth. [App. C.2]"""
+    grid: Annotated[tuple[PositiveFloat, ...], Listed, Field(min_length=1)] = GRID
+    """Learning rates to try (not scaled by the batch size); validation decides. After align, the
+    default is a tenth of these. [App. C.2]"""
     grid_seeds: PositiveInt = 1
     """Seeds that each rate is tried with; those of the chosen rate count in --seeds. [here]"""
     optimizer: Literal["adamw", "sgd"] = "adamw"
@@ -263,108 +464,17 @@ class Peft(Settings):
     """Epochs between validations. [App. C.2.1]"""
     seeds: PositiveInt = 8
     """Independent runs. [App. C.2.1]"""
-    jobs: Annotated[int, Field(ge=1, le=256)] = 1
+    jobs: Annotated[int, Field(ge=1, le=256), NotBool] = 1
     """Runs at a time, each in a process with its share of the cores. [here]"""
 
-
-Record = dict[str, Any]  # settings by name, a line of metrics.jsonl, what a run ended with
-
-NAMES = {  # the names that a setting may have; see `full_name`
-    "backbone": (*BACKBONES,),
-    "pretext": ("mae", "ijepa", "FILE.py:Class"),
-    "dataset": ("quilts", *DATASETS, "folder:PATH", "own"),
-    "pool": ("imagenet", "quilts", "own"),
-}
-
-GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # App. C.2: from the pretrained backbone
-
-ALIGNED_GRID = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)  # App. C.2: after BiSSLight
-
-RELEASED: Record = {  # where the authors' program, run as its README says, is not the paper
-    "drop_path": 0.2, "d_interpolation": "bilinear", "voc_difficult": "positive",
-    "d_optimizer": "sgd", "p_weight_decay": 0.0, "d_weight_decay": 0.0, "decoder": "random",
-    "probe_drop_path": True, "mfac_device": "cpu", "cg_steps": "tensor",
-    "optimizer": "sgd",  # of PEFT after an align run alone
-}  # fmt: skip
-
-# settings that may differ in a run that counts as the paper's method: the paper searches for them,
-# leaves them open, or they do not change the result
-OPEN = {*Machine.model_fields, "d_lr", "d_lr_from", "lr", "grid", "grid_seeds", "seeds", "jobs",
-        "start", "hypergrad", "eval_every", "mfac_device", "backbone", "pretext", "base",
-        "image_size", "patch_size", "weights", "dataset", "data_seed", "split_file"}  # fmt: skip
-
-
-class Command(Machine):
-    """Settings of a command that makes runs. `model_fields_set` names what the caller gave."""
-
-    usual: ClassVar[dict[str, Record]] = {  # defaults with a pretext task, a backbone, or both
-        "ijepa": {  # App. D.1
-            "min_crop": 0.3, "head": "batchnorm", "p_lr": 0.005, "p_weight_decay": 0.0005,
-            "d_weight_decay": 0.0005, "weight_decay": 0.0005,
-        },
-        "ijepa vit_mini": {"min_keep": 4},  # the smallest target has few patches
-        "vit_mini": {  # lengths, sizes, no drop path; never λ, a learning rate, decay, mask ratio
-            "rank": 8, "drop_path": 0.0, "alternations": 100, "lower_steps": 10, "upper_steps": 5,
-            "p_batch": 64, "d_batch": 32, "epochs": 60, "batch": 32,
-        },
-    }  # fmt: skip
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def fill(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Add the defaults that depend on other settings, and check. None counts as not given."""
-        given = {name: value for name, value in dict(given).items() if value is not None}
-        for name in [name for name in cls.model_fields if name in given]:
-            value, kind = given[name], cls.model_fields[name].annotation
-            items = value if isinstance(value, list | tuple) else [value]
-            if kind is not bool and bool in map(type, items):
-                raise ValueError(f"{name}: needs a value, not true or false")
-            if name in NAMES and isinstance(value, str):
-                given[name] = full_name(name, value)
-        found = {name: v for layer in cls.layers(given).values() for name, v in layer.items()}
-        made = handler({name: found[name] for name in found.keys() & cls.model_fields} | given)
-        at = vars(made).get
-        pairs = ("target_scale", "context_scale", "aspect")
-        if odd := [name for name in pairs if [*at(name, ())] != sorted(at(name, ()))]:
-            raise ValueError(f"{odd[0]}: give the smaller number first")
-        if at("d_lr_from") and at("d_lr") != cls.model_fields["d_lr"].default:
-            raise ValueError("give --d-lr or --d-lr-from, not both")
-        if at("lr") and at("grid") != (at("lr"),):
+    @model_validator(mode="after")
+    def check_rates_and_seeds(self) -> Self:
+        """One rate or a grid; and no more seeds for choosing it than there are."""
+        if self.lr is not None and self.grid != (self.lr,):
             raise ValueError("give --lr or --grid, not both")
-        if at("grid_seeds", 0) > at("seeds", 0):
-            raise ValueError(f"--grid-seeds {at('grid_seeds')}: is more than --seeds {at('seeds')}")
-        made.model_fields_set.intersection_update(given)
-        return made
-
-    def but(self, **changes: Any) -> Self:
-        """The same settings with some changed; defaults that depend on these are filled in anew."""
-        return type(self)(**self.model_dump(exclude_unset=True) | changes)
-
-    @classmethod
-    def layers(cls, given: Record) -> dict[str, Record]:
-        """Defaults for what is given, by where they come from; the last one wins."""
-        run = inherited(Path(str(given["start"]))) if "start" in given else {}
-        if "dataset" in given and given["dataset"] != run.get("dataset"):  # another has its own
-            run = {k: v for k, v in run.items() if k not in ("data_seed", "split_file", "partial")}
-        known = {"pretext": "mae", "backbone": ""} | run | given
-        pretext, backbone = str(known["pretext"]), str(known["backbone"])
-        quilts = known.get("dataset", known.get("pool")) == "quilts"
-        task, short = cls.usual.get(pretext, {}), cls.usual.get(backbone, {})
-        grid = ALIGNED_GRID if "start" in given else GRID
-        paper = {
-            "data_root": os.environ.get("BISSLIGHT_DATA", "data"),
-            "pool": "imagenet",
-            "grid": (known["lr"],) if "lr" in known else grid,
-            "rank": 64,
-            "alpha": known.get("rank", short.get("rank", 64)),
-            "drop_path": {"vit_l16": 0.2, "vit_h14": 0.2}.get(backbone, 0.1),  # App. C.2
-        }
-        return {
-            "default": dict(cls.model_construct()) | paper | task,
-            "short, for vit_mini": short | cls.usual.get(f"{pretext} {backbone}", {}),
-            "quilts": {"pool": "quilts", "augment": "none"} if quilts else {},
-            "align run": run,
-        }
+        if self.grid_seeds > self.seeds:
+            raise ValueError(f"--grid-seeds {self.grid_seeds}: is more than --seeds {self.seeds}")
+        return self
 
 
 class AlignConfig(Bilevel, Upper, Lower, Pretext, Data, Network, Command):
@@ -372,54 +482,141 @@ class AlignConfig(Bilevel, Upper, Lower, Pretext, Data, Network, Command):
 
 
 class FinetuneConfig(Peft, Data, Network, Command):
-    """`finetune`: PEFT from the backbone, or from an align run, whose model and data it takes."""
+    """`finetune`: PEFT from the backbone, from align runs or from a LoRA file."""
 
     start: Place | None = None
     """An align run, a directory of them, one per seed, or a LoRA file."""
 
+    @classmethod
+    def from_align(cls, run: Path, **changes: Any) -> Self:  # values of any setting
+        """Settings for fine-tuning after an align run, or after a directory of them.
 
-def full_name(name: str, value: str) -> str:
-    """The setting `name`; a path is made absolute, so that it means the same in any directory.
+        Network, data and data root are the align run's, read from its config.json; `changes` win.
+        Raises UsageError where there is no such run.
+        """
+        taken = read_align_run(Path(run), changes.get("dataset"))
+        return cls(**taken | changes | {"start": run})
 
-    A backbone has to be known (ValueError). A pool is any folder, a dataset may be folder:PATH.
+
+# --- the paper's values ------------------------------------------------------------------------
+
+# settings that may differ in a run that counts as the paper's method: the paper searches for them,
+# leaves them open, or they do not change the result
+OPEN = {
+    *Machine.model_fields,
+    "d_lr",
+    "lr",
+    "grid",
+    "grid_seeds",
+    "seeds",
+    "jobs",
+    "start",
+    "hypergrad",
+    "eval_every",
+    "mfac_device",
+    "backbone",
+    "pretext",
+    "base",
+    "image_size",
+    "patch_size",
+    "weights",
+    "dataset",
+    "data_seed",
+    "split_file",
+}
+
+
+def paper_values(kind: type[Command], given: Record) -> Record:
+    """The recipe's value of every setting of `kind` that has one, for what is given.
+
+    `given` names at least the backbone and the pretext task. The recipe is the paper's; that of
+    pretraining is MAE's or I-JEPA's.
     """
-    kind, colon, rest = value.partition(":")
-    if not colon and value in NAMES[name]:
-        return value
-    if name == "backbone" or not (colon or name == "pool"):
-        raise ValueError(f"--{name} {value}: is unknown, {nearest(value, NAMES[name])}")
-    if not {"pretext": ".py:" in value, "pool": kind != "own", "dataset": kind == "folder"}[name]:
-        return value
-    path = Path(rest if kind == "folder" else value).expanduser().absolute()
-    return f"folder:{path}" if name == "dataset" else str(path)
+    given = {name: value for name, value in given.items() if value is not None}
+    values = {
+        name: field.default for name, field in kind.model_fields.items() if not field.is_required()
+    }
+    for name, value in kind.paper_defaults(given).items():
+        if name in kind.model_fields:
+            values[name] = value
+    return values
 
 
-def inherited(start: Path) -> Record:
-    """Model, data and data root of an align run, or of the first in a directory of align runs."""
-    files = [start / "config.json", *sorted(start.glob("*/config.json"))]
-    found = next((read_table(file) for file in files if file.is_file()), {})
-    taken = {*Data.model_fields, *Network.model_fields, "data_root"} if "lam" in found else set()
-    return {name: value for name, value in found.items() if name in taken}
+def unlike_paper(cfg: Command) -> Record:
+    """The settings that are not the paper's, but for those that it leaves OPEN."""
+    settings = dict(cfg)
+    differing: Record = {}
+    for name, value in paper_values(type(cfg), settings).items():
+        if name not in OPEN and settings[name] != value:
+            differing[name] = settings[name]
+    if isinstance(cfg, Network) and cfg.scale == 1:
+        differing.pop("alpha", None)  # alpha = rank is the paper's, written out
+    return differing
+
+
+def released_values(kind: type[Command], aligned: bool) -> Record:
+    """The settings of `--preset as-released`; `aligned`: fine-tuning starts from an align run."""
+    values = {name: value for name, value in RELEASED.items() if name in kind.model_fields}
+    if not aligned:
+        values.pop("optimizer", None)
+    return values
+
+
+# --- settings from files -----------------------------------------------------------------------
 
 
 def read_table(path: Path) -> Record:
     """The settings in a TOML or JSON file, a run's config.json too (UsageError)."""
     with checking(str(path), "give settings in TOML or JSON"):
-        load = json.loads if path.suffix == ".json" else tomllib.loads
-        found = dict(load(path.read_text()))
-    return {k.replace("-", "_"): value for k, value in found.items() if value is not None}
+        text = path.read_text()
+        table = dict(json.loads(text) if path.suffix == ".json" else tomllib.loads(text))
+    return {name.replace("-", "_"): value for name, value in table.items() if value is not None}
 
 
-def make(kind: Any, given: Record) -> Any:
-    """Settings made of these values; UsageError `--flag VALUE: what is wrong`."""
+def read_align_run(run: Path, dataset: str | None = None) -> Record:
+    """What fine-tuning takes over from an align run, or from the first in a directory of them.
+
+    `dataset`: the one to fine-tune on, if it is given (UsageError: no align run).
+    """
+    files = [run / "config.json", *sorted(run.glob("*/config.json"))]
+    settings: Record = {}
+    for file in files:
+        if file.is_file():
+            settings = read_table(file)
+            break
+    if "alternations" not in settings:
+        raise UsageError(f"--from {run}: is no align run, folder of them, or adapter file")
+    names = {*Data.model_fields, *Network.model_fields, "data_root"}
+    if dataset is not None:
+        with checking(f"--dataset {dataset}"):
+            same_images = dataset_name(dataset) == settings["dataset"]
+        if not same_images:
+            names -= {"dataset", "data_seed", "split_file", "partial"}
+    if settings.get("alpha") == settings.get("rank"):
+        names -= {"alpha"}  # the default, as earlier versions recorded it
+    return {name: value for name, value in settings.items() if name in names}
+
+
+C = TypeVar("C", bound=Settings)
+
+
+def make(kind: type[C], given: Record) -> C:
+    """Settings of a class, from these values; UsageError `--flag VALUE: what is wrong`."""
     try:
         return kind(**given)
     except ValidationError as error:
-        # what was given comes before a default that follows from it
-        item = max(error.errors(), key=lambda item: not item["loc"] or item["loc"][0] in given)
-        flags = (f"--{part}".replace("_", "-") for part in item["loc"] if part != "swept")
-        name = next(flags, "").replace("--start", "--from")
-        value = f" {item['input']}" if isinstance(item["input"], str | int | float) else ""
-        plain = item["msg"].removeprefix("Value error, ").replace("Input should", "should")
-        message = plain.replace("Field required", "a value is missing")
-        raise UsageError(f"{name}{value}: {message}".removeprefix(": ")) from error
+        problems = error.errors()
+        problem = problems[0]
+        for other in problems:  # a wrong value comes before a default that follows from it
+            if other["loc"] and other["loc"][0] in given:
+                problem = other
+                break
+        message = problem["msg"].removeprefix("Value error, ").replace("Input should", "should")
+        message = message.replace("Field required", "a value is missing")
+        if not problem["loc"]:  # about several settings, which the message names
+            raise UsageError(message) from error
+        name = str(problem["loc"][0])
+        flag = "--from" if name == "start" else f"--{name.replace('_', '-')}"
+        if isinstance(problem["input"], str | int | float):
+            flag += f" {problem['input']}"
+        raise UsageError(f"{flag}: {message}") from error

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from config import OPEN, Command, FinetuneConfig, Record
+from config import Command, FinetuneConfig, Record, unlike_paper
 from support.errors import UsageError, checking
 
 FREE = {*Command.model_fields, "start", "pool", "jobs", "seeds", "mfac_device", "weights"} - {"amp"}
@@ -150,9 +150,8 @@ def read_run(run: Path) -> Record:
 
 def published(settings: Record, result: Record) -> Reported | None:
     """The paper's figure for a run; None where its settings, as far as we know, are others."""
-    paper = FinetuneConfig.layers(settings)["default"]
     usual = (
-        all(settings.get(name, x) == x for name, x in paper.items() if name not in OPEN)
+        not unlike_paper(FinetuneConfig(**settings))
         and settings["pretext"] == result["pretext"]
         and str(settings["weights"]).endswith(("None", "_full.pth", "IN1K-vit.h.14-300e.pth.tar"))
         and result["aligned_on"] in (None, settings["dataset"])

@@ -66,7 +66,7 @@ def finetune(
 
     `task`: one of your own. UsageError before the long work; Diverged where every rate diverges.
     """
-    cfg = cfg.but(**own_names(task)) if task else cfg
+    cfg = cfg.replace(**own_names(task)) if task else cfg
     goes_on = check_directory(out, "finetune", cfg, force)
     m = Model(cfg, task)
     starts, unit = starts_of(cfg)
@@ -80,7 +80,7 @@ def finetune(
 
         def results(pairs: list[tuple[float, int]]) -> list[Record]:
             one = {"grid": None, "grid_seeds": 1, "seeds": 1, "jobs": 1}
-            trials = [cfg.but(**one, lr=lr, seed=cfg.seed + i, start=starts[i]) for lr, i in pairs]
+            trials = [cfg.replace(**one, lr=lr, seed=cfg.seed + i, start=starts[i]) for lr, i in pairs]
             if cfg.jobs == 1 or not trials:
                 return [peft(one, out, lambda cfg: m, track) for one in trials]
             fn = partial(peft, out=out, model_of=partial(Model, task=task))

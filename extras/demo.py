@@ -54,14 +54,14 @@ def demo(
     drawn: Any = {"backbone": "vit_mini", "data_seed": data_seed}
     about = drawn | {"dataset": "quilts", "weights": out / "pretrain" if data_seed else PRETRAINED}
     cfgs = [make(AlignConfig, about | ALIGN | {"seed": seed}) for seed in range(ALIGNED)]
-    peft = make(FinetuneConfig, about | PEFT | {"seeds": 1, "jobs": jobs}).but(jobs=1)
+    peft = make(FinetuneConfig, about | PEFT | {"seeds": 1, "jobs": jobs}).replace(jobs=1)
     runs.check_directory(out / "align/s0", "align", cfgs[0], force)
     if data_seed:
         scratch = PretrainConfig(pool="quilts", seed=data_seed, **drawn, **PRETRAIN)
         pretrain(scratch, out / "pretrain", force=force, track=track)
     units = [
-        *((out / f"aligned/s{x.seed}", x, peft.but(seed=x.seed), force) for x in cfgs),
-        *((out / f"direct/s{n}", None, peft.but(seed=n), force) for n in range(DIRECT)),
+        *((out / f"aligned/s{x.seed}", x, peft.replace(seed=x.seed), force) for x in cfgs),
+        *((out / f"direct/s{n}", None, peft.replace(seed=n), force) for n in range(DIRECT)),
     ]
     list(
         track(
@@ -69,7 +69,7 @@ def demo(
         )
     )
     arms = evaluate([out / "aligned", out / "direct"]).arms
-    draw(cfgs[0].but(device="cpu"), arms, out / "demo.png")
+    draw(cfgs[0].replace(device="cpu"), arms, out / "demo.png")
     return {
         "arms": arms,
         "power": power(arms),
@@ -86,7 +86,7 @@ def part(unit: tuple[Path, AlignConfig | None, FinetuneConfig, bool]) -> str:
     if cfg:
         start = place.parent.parent / f"align/s{cfg.seed}"
         align(cfg, start, force=force)
-        peft = peft.but(start=start)
+        peft = peft.replace(start=start)
     return f"{place.parent.name} val {fmean(finetune(peft, place, force=force).val):.1f} %"
 
 

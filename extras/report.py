@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from jinja2 import Template
 from PIL import Image
 
-from cli import readable
+from cli import show as readable
 from config import Record
 from evaluate import FREE, Row, evaluate, read_arm
 from support.errors import UsageError

@@ -60,11 +60,11 @@ def main(out: Path, data_seed: int, at_once: int) -> None:
         cfgs = [AlignConfig(seed=seed, **about, **ALIGN | changes) for seed in range(SEEDS)]
         units = [(one, out / f"align-{name}" / f"s{one.seed}") for one in cfgs]
         _ = [*jobs(aligned, units, at_once)]
-        tuned = finetune(peft.but(start=out / f"align-{name}"), out / name)
+        tuned = finetune(peft.replace(start=out / f"align-{name}"), out / name)
         spent = [read_json(run / "result.json")["cpu_seconds"] for _, run in units]
         cost[name] = fmean(spent) + fmean(tuned.trial_seconds)
     longer = round(peft.epochs * cost["mfac"] / cost["direct"])
-    finetune(peft.but(epochs=longer), out / "longer")
+    finetune(peft.replace(epochs=longer), out / "longer")
     rows = evaluate([out / name for name in ("mfac", "direct", "longer", "identity", "lower-only")])
     arms = {row.arm: row.accuracies for row in rows.arms}
     for network in ("small CNN", "ViT from scratch"):

@@ -76,7 +76,7 @@ def load_backbone(cfg: Any) -> tuple[Backbone, Any, Arch]:
             vit, head = build_vit(arch), build_head(arch, cfg.pretext)
         for network, state in ((head, found), (vit, encoder)):
             network.load_state_dict({k: v.float() for k, v in state.items()}, assign=True)
-        backbone = Backbone(vit, cfg.alpha / cfg.rank, cfg.recompute)
+        backbone = Backbone(vit, cfg.scale, cfg.recompute)
     except (ValueError, TypeError, OSError, RuntimeError) as error:  # of torch: names and shapes
         raise UsageError(
             f"--weights {path}: {str(error)[:500]}; see --backbone and --pretext"

@@ -1,9 +1,8 @@
-"""Errors that a person is told in one line, and how others are turned into them."""
+"""Errors that a person is told in one line."""
 
 import difflib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 
 class UsageError(Exception):
@@ -16,19 +15,31 @@ class RunError(Exception):
 
 @contextmanager
 def checking(thing: str, remedy: str = "") -> Iterator[None]:
-    """Turn ValueError and OSError (with a remedy: any Exception) into a UsageError on `thing`."""
-    kinds: Any = Exception if remedy else (ValueError, OSError)
+    """Turn an error inside the block into a UsageError that begins with `thing`.
+
+    Without a remedy the error is a ValueError or OSError whose text explains it. With a remedy it
+    may be any, since damaged files raise anything from EOFError to UnpicklingError; the text then
+    says that `thing` cannot be read.
+    """
     try:
         yield
-    except kinds as error:  # torch.load raises anything from EOFError to UnpicklingError
-        if isinstance(error, UsageError | RunError) or "MemoryError" in type(error).__name__:
+    except (UsageError, RunError, MemoryError):
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        if kind == "OutOfMemoryError":  # torch's; this module does without torch
             raise
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        why = f"cannot be read ({said}); {remedy}" if remedy else str(error)
-        raise UsageError(f"{thing}: {why}") from error
+        if remedy:
+            said = " ".join(str(error).split())[:200]
+            raise UsageError(f"{thing}: cannot be read ({kind}: {said}); {remedy}") from error
+        if isinstance(error, ValueError | OSError):
+            raise UsageError(f"{thing}: {error}") from error
+        raise
 
 
 def nearest(word: str, known: Collection[str]) -> str:
     """'did you mean X?', or the list of what there is."""
     close = difflib.get_close_matches(word, known, 1)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"there are {', '.join(known)}"

@@ -64,7 +64,8 @@ class Model:
         # what defines a run beside its settings, and what an adapter file says of itself
         self.about: Record = {**digests, "images": self.task.sizes(), **lower}
         self.origin: Record = {
-            **cfg.model_dump(include={"backbone", "rank", "alpha", "dataset", "data_seed"}),
+            **cfg.model_dump(include={"backbone", "rank", "dataset", "data_seed"}),
+            "alpha": cfg.scale * cfg.rank,
             **digests,
             "arch": self.arch._asdict(),
             "channels": [self.transform.mean, self.transform.std],

@@ -87,7 +87,6 @@ RUNS = {  # name: command line; {data} is the folder of drawn images, {runs} tha
     "finetune-direct": f"finetune {MAE} {SHAPES} {PEFT} --grid 1e-3,1e-2 --grid-seeds 2 --seeds 3 --drop-path 0.2"
     " --seed 10",
     "finetune-from": f"finetune --from {{runs}}/align-mae-mfac {PEFT} --grid 1e-3,1e-2 --seeds 3 --eval-epochs 2",
-    "align-auto": f"align {MAE} {SHAPES} --pool {{data}}/pool {ALIGN} --d-lr-from {{runs}}/finetune-direct",
     "arms/s0": f"align {QUILTS} {ALIGN} --seed 0",
     "arms/s1": f"align {QUILTS} {ALIGN} --seed 1",
     "finetune-arms": f"finetune --from {{runs}}/arms {PEFT} --lr 5e-3 --seeds 2 --batch 30 --weight-decay 0.5",

@@ -78,7 +78,7 @@ def test_data_of_ones_own_is_handed_in_and_recorded_by_its_digest(
     assert tuned.right is not None and 100 * tuned.right[0] / 8 == tuned.test[0]
     own = {"task": task, "pool": pool}
     assert align.align(cfg, tmp_path / "a", **own) == result  # a finished run is read
-    align.align(cfg.but(seed=1), tmp_path / "a", **own, force=True)
+    align.align(cfg.replace(seed=1), tmp_path / "a", **own, force=True)
     with pytest.raises(UsageError, match="--from"):  # no result of another start is given
         finetune.finetune(start, tmp_path / "b", task=task)
 

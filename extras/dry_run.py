@@ -1,0 +1,128 @@
+"""What a command would do, for `--dry-run`: images, steps, memory, and all that is missing."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from config import AlignConfig, Arch, Command, FinetuneConfig, Network, Record
+from data import Pool, Task
+from extras import pretrain
+from support.checkpoints import OFFICIAL, arch_of, weights_of
+from support.errors import UsageError, checking
+from support.experiment import Model, device_of, named
+from support.runs import check_directory
+
+T = TypeVar("T")
+
+# tab:memory_single_gpu: GB and A40 GPUs, on the fewest GPUs of the table; GB sum each GPU's peak.
+# The paper has no figures for I-JEPA.
+MEMORY = {  # by hypergradient, or by the batch of PEFT
+    "cg": {"vit_b16": (58, 2), "vit_l16": (77, 2), "vit_h14": (141, 4)},
+    "mfac": {"vit_b16": (13, 1), "vit_l16": (19, 1), "vit_h14": (33, 1)},
+    "256": {"vit_b16": (14, 1), "vit_l16": (36, 1), "vit_h14": (80, 2)},
+    "64": {"vit_b16": (4, 1), "vit_l16": (10, 1), "vit_h14": (22, 1)},
+}
+
+
+class Plan(NamedTuple):
+    """What a command would do, and what keeps it from doing so."""
+
+    work: Record
+    problems: list[str]
+
+
+def plan_run(command: str, cfg: Command, out: Path, force: bool) -> Plan:
+    """Plan a run, whatever is missing; nothing is downloaded or written."""
+    problems: list[str] = []
+    attempt(problems, lambda: check_directory(out, command, cfg, force))
+    device = attempt(problems, lambda: device_of(cfg))
+    work: Record = {"device": str(device) if device else None}
+    if isinstance(cfg, pretrain.PretrainConfig):
+        work |= attempt(problems, lambda: pretrain.plan(cfg)) or {}
+    elif isinstance(cfg, AlignConfig | FinetuneConfig):
+        work |= plan_peft(cfg, problems)
+    return Plan(work, problems)
+
+
+def attempt(problems: list[str], step: Callable[[], T]) -> T | None:
+    """The result of a step; if it cannot be done, that goes to the problems."""
+    try:
+        return step()
+    except UsageError as error:
+        problems.append(str(error))
+        return None
+
+
+def plan_peft(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Record:
+    """What `align` or `finetune` would do."""
+    task: Task | None = attempt(problems, lambda: named(cfg, "dataset"))
+    pool: Pool | None = None
+    images: Record = task.sizes() if task else {}
+    if isinstance(cfg, AlignConfig):
+        pool = attempt(problems, lambda: named(cfg, "pool"))
+        if pool:
+            images["pool"] = len(pool.images)
+    has_data = task is not None and (pool is not None or isinstance(cfg, FinetuneConfig))
+
+    weights = attempt(problems, lambda: weights_of(cfg))
+    fetched = None
+    if weights and not weights.exists():
+        url, megabytes = OFFICIAL[cfg.backbone, cfg.pretext]
+        fetched = f"{megabytes:.0f} MB to download from {url}"
+    if weights and weights.exists() and has_data and not problems:
+        arch = attempt(problems, lambda: try_networks(cfg, task, pool))
+    else:
+        arch = attempt(problems, lambda: official_arch(cfg))
+    return {
+        "images": images,
+        "steps": count_align(cfg, task) if isinstance(cfg, AlignConfig) else count_peft(cfg, task),
+        "LoRA parameters": arch.depth * 4 * cfg.rank * arch.dim if arch else None,
+        "weights": fetched,
+        "the paper's memory, GB and GPUs": paper_memory(cfg),
+    }
+
+
+def try_networks(cfg: AlignConfig | FinetuneConfig, task: Task | None, pool: Pool | None) -> Arch:
+    """Load the networks and make the pretext task, as a run does; their sizes (UsageError)."""
+    experiment = Model(cfg, task, pool)
+    if isinstance(cfg, AlignConfig):
+        experiment.pretext_task(experiment.theta())
+    return experiment.arch
+
+
+def official_arch(cfg: Network) -> Arch:
+    """Sizes of the official file, where there is none to look at (UsageError)."""
+    with checking(f"--backbone {cfg.backbone}"):
+        return arch_of({}, cfg)
+
+
+def count_align(cfg: AlignConfig, task: Task | None) -> Record:
+    """Steps of both levels, and of the linear probe if the number of images is known."""
+    steps = {
+        "lower": cfg.alternations * cfg.lower_steps,
+        "upper": cfg.alternations * cfg.upper_steps,
+    }
+    if task:
+        epoch = math.ceil(len(task.train.targets) / cfg.d_batch)
+        steps["probe"] = cfg.probe_epochs * epoch
+    return steps
+
+
+def count_peft(cfg: FinetuneConfig, task: Task | None) -> Record:
+    """Runs of one rate and one seed, and the steps of all of them."""
+    grid = len(cfg.grid) * cfg.grid_seeds
+    runs = grid + cfg.seeds - cfg.grid_seeds  # the chosen rate's seeds are not run again
+    steps = {"runs": runs}
+    if task:
+        epoch = math.ceil(len(task.train.targets) / cfg.batch)
+        steps["in all"] = runs * cfg.epochs * epoch
+    return steps
+
+
+def paper_memory(cfg: AlignConfig | FinetuneConfig) -> tuple[int, int] | None:
+    """The paper's memory for such a run."""
+    if cfg.pretext != "mae":
+        return None
+    kind = cfg.hypergrad if isinstance(cfg, AlignConfig) else str(cfg.batch)
+    return MEMORY.get(kind, {}).get(cfg.backbone)
