@@ -252,23 +252,25 @@ def read_arm(path: Path) -> Arm:
         arms = [read_run(run) for run in find_runs(path)]
     first = arms[0]
     differing: set[str] = set()
+    starts: list[tuple[str | None, int]] = []
+    accuracies: list[float] = []
+    right: list[int] = []
     for arm in arms:
         differing |= unlike(arm.settings, first.settings).keys()
-    starts = [start for arm in arms for start in arm.starts]
+        starts += arm.starts
+        accuracies += arm.accuracies
+        right += arm.right or []
     if differing or len(set(starts)) < len(starts):
         see = ", ".join(sorted(differing)) or "seed"
         raise UsageError(f"{path}: its runs are no seeds of one arm, see {see}; give each alone")
-    right: list[int] | None = None
-    if first.right is not None:  # all arms have the metric of the first, since they have its data
-        right = [count for arm in arms for count in arm.right or []]
     align_runs = {align_run for align_run, _ in starts}
     each_has_its_own = len(starts) > 1 and len(align_runs) == len(starts)
     return first.model_copy(
         update={
             "name": path.name,
             "unit": "align run and PEFT" if each_has_its_own else first.unit,
-            "accuracies": [accuracy for arm in arms for accuracy in arm.accuracies],
-            "right": right,
+            "accuracies": accuracies,
+            "right": None if first.right is None else right,
             "starts": starts,
         }
     )

@@ -246,12 +246,14 @@ def find_align_runs(path: Path) -> list[Path]:
 
 def check_same_settings(runs: Sequence[Path], start: Path) -> None:
     """Refuse align runs that are no seeds of one experiment (UsageError)."""
-    settings = [read_json(run / "config.json") for run in runs]
+    first = read_json(runs[0] / "config.json")
+    seeds = {first["seed"]}
     differing = set()
-    for each in settings:
-        differing |= {name for name in each if each[name] != settings[0].get(name)}
+    for run in runs[1:]:
+        settings = read_json(run / "config.json")
+        seeds.add(settings["seed"])
+        differing |= {name for name in settings if settings[name] != first.get(name)}
     differing -= MAY_CHANGE | {"seed"}
-    seeds = {each["seed"] for each in settings}
     if differing or len(seeds) < len(runs):
         names = ", ".join(sorted(differing)) or "seed"
         raise UsageError(
@@ -325,7 +327,10 @@ def try_grid(cfg: FinetuneConfig, run_pairs: Callable[[Pairs], list[Trial]]) -> 
     """Run every rate with the first seeds."""
     # With a single rate there is nothing to choose: all its seeds are run at once.
     seeds = cfg.grid_seeds if len(cfg.grid) > 1 else cfg.seeds
-    trials = run_pairs([(lr, n) for lr in cfg.grid for n in range(seeds)])
+    pairs = []
+    for lr in cfg.grid:
+        pairs += [(lr, n) for n in range(seeds)]
+    trials = run_pairs(pairs)  # all of them in one call, so that --jobs has work for each process
     grid = []
     for k, lr in enumerate(cfg.grid):
         of_rate = trials[k * seeds : (k + 1) * seeds]
