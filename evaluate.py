@@ -293,7 +293,7 @@ def read_run(run: Path) -> Arm:
     if not result.get("test"):
         raise UsageError(f"{run}: has no test accuracy; give a finetune run, not align's")
     settings = {
-        **with_alpha(config),
+        **without_default_alpha(config),
         "data_sha256": env["about"]["data_sha256"],
         "weights_sha256": env["about"]["weights_sha256"],
         "aligned_by": result["aligned_by"],
@@ -313,9 +313,10 @@ def read_run(run: Path) -> Arm:
     )
 
 
-def with_alpha(settings: Record) -> Record:
-    """Settings with alpha as a number: where it is not given, it is the rank."""
-    return {**settings, "alpha": settings["alpha"] or settings["rank"]}
+def without_default_alpha(settings: Record) -> Record:
+    """Settings in which alpha is None where it is the rank; the second edition wrote that out."""
+    alpha = settings["alpha"]
+    return {**settings, "alpha": None if alpha == settings["rank"] else alpha}
 
 
 # --- the paper's accuracies -----------------------------------------------------------------------
@@ -361,8 +362,8 @@ def published(config: Record, result: Record) -> Reported | None:
 
 def follows_paper(config: Record, result: Record) -> bool:
     """Whether a run, and the align run before it, had the paper's settings, weights and data."""
-    settings = with_alpha(config)
-    for name, value in with_alpha(paper_settings(config)).items():
+    settings = without_default_alpha(config)
+    for name, value in without_default_alpha(paper_settings(config)).items():
         if name not in OPEN and settings.get(name, value) != value:
             return False
     weights = config["weights"]

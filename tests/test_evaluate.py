@@ -155,7 +155,7 @@ def test_an_alpha_that_is_not_given_is_the_rank(tmp_path: Path) -> None:
     runs = [finished(tmp_path / f"{x}", [70.0], alpha=x) for x in (None, 64.0, 32.0)]
     _, same, other = evaluate(runs).arms
     assert same.differs == {} and same.paper is not None
-    assert other.differs == {"alpha": "32.0, there 64"} and other.paper is None
+    assert other.differs == {"alpha": "32.0, there None"} and other.paper is None
 
 
 def test_two_ways_of_aligning_are_told_apart(tmp_path: Path) -> None:
