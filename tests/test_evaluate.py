@@ -85,7 +85,7 @@ def test_a_directory_of_runs_is_one_arm(tmp_path: Path) -> None:
 
 
 def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
-    for arm, changes in (("mixed", {"rank": 4}), ("both", {"by": "mfac"})):
+    for arm, changes in (("mixed", {"rank": 4, "alpha": 4.0}), ("both", {"by": "mfac"})):
         finished(tmp_path / arm / "a", [70.0])
         finished(tmp_path / arm / "b", [70.0], **changes)
     finished(tmp_path / "empty", [])
