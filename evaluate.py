@@ -35,8 +35,9 @@ class Comparison(BaseModel, frozen=True):
 
     def __str__(self) -> str:
         """As people read it: two decimals, and two digits of p."""
+        difference = round(self.difference, 2) + 0.0  # adding 0 makes -0 a plain 0
         p = "none" if self.p is None else f"{self.p:#.2g}"
-        return f"difference={self.difference:.2f} p={p} splits={self.splits}"
+        return f"difference={difference:.2f} p={p} splits={self.splits}"
 
 
 def compare(arm: Sequence[int], against: Sequence[int]) -> Comparison:
@@ -99,10 +100,6 @@ class Reported(BaseModel, frozen=True):
     std: float
     source: str
 
-    def __str__(self) -> str:
-        """As the paper prints it."""
-        return f"{self.mean:.1f} ± {self.std:.1f}"
-
 
 class Row(BaseModel, frozen=True):
     """An arm in the table that `evaluate` returns."""
@@ -118,21 +115,6 @@ class Row(BaseModel, frozen=True):
     accuracies: list[float]  # of the seeds, percent
     counts: list[int]  # the same as numbers of right images, or as hundredths of a point of mAP
     first_minus_this: Comparison | None
-
-    def as_text(self) -> dict[str, str]:
-        """The row as people read it: percentages with two decimals, p with two digits."""
-        differs = [f"{name} {values}" for name, values in self.differs.items()]
-        return {
-            "arm": self.arm,
-            "seeds": str(self.seeds),
-            "unit": self.unit,
-            "mean": f"{self.mean:.2f}",
-            "std": "" if self.std is None else f"{self.std:.2f}",
-            "metric": self.metric,
-            "paper": str(self.paper or ""),
-            "differs": "; ".join(differs),
-            "first_minus_this": str(self.first_minus_this or ""),
-        }
 
 
 class Evaluation(BaseModel, frozen=True):
