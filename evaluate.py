@@ -1,19 +1,29 @@
-"""Summaries over seeds, an exact permutation test (App. C.2.1), and the paper's accuracies."""
+"""`bisslight evaluate`: summaries over seeds, an exact permutation test (App. C.2.1), the paper's.
+
+An arm is a finished `finetune` run, or a directory of such runs that differ in seed and start only,
+such as one PEFT seed for each align run. The first arm is compared with every other one.
+"""
 
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from config import Command, FinetuneConfig, Record, unlike_paper
+from config import OPEN, FinetuneConfig, Machine, Record, paper_values
 from support.errors import UsageError, checking
 
-FREE = {*Command.model_fields, "start", "pool", "jobs", "seeds", "mfac_device", "weights"} - {"amp"}
+# Settings that make no other arm: what is repeated, how often, and on which machine. --amp does,
+# since it changes the arithmetic; --weights are compared by their digest instead of their path.
+FREE = {*Machine.model_fields, "start", "seeds", "jobs", "weights"} - {"amp"}
+
+
+# --- the test -------------------------------------------------------------------------------------
 
 
 class Comparison(BaseModel, frozen=True):
@@ -22,6 +32,12 @@ class Comparison(BaseModel, frozen=True):
     difference: float  # of the means
     p: float | None  # two-sided, exact; None for one seed against one
     splits: int  # of the pooled seeds; all of them are counted
+
+    def __str__(self) -> str:
+        """As people read it: two decimals, and two digits of p."""
+        difference = round(self.difference, 2) + 0.0  # adding 0 makes -0 a plain 0
+        p = "none" if self.p is None else f"{self.p:#.2g}"
+        return f"difference={difference:.2f} p={p} splits={self.splits}"
 
 
 def compare(arm: Sequence[int], against: Sequence[int]) -> Comparison:
@@ -34,20 +50,47 @@ def compare(arm: Sequence[int], against: Sequence[int]) -> Comparison:
     >>> compare([3, 4], [1, 2])  # the observed split and its mirror differ most
     Comparison(difference=2.0, p=0.3333333333333333, splits=6)
     """
-    n, pooled = len(arm), [*arm, *against]
-    splits = math.comb(len(pooled), n)
-    if any(number % 1 for number in pooled):  # so it is for nan
+    pooled = [*arm, *against]
+    if any(number % 1 for number in pooled):  # nan and infinity too: their remainder is nan
         raise ValueError("compare counts, such as images that were right, not percentages")
-    sets = Counter({(0, 0): 1})  # (size, sum) -> how many sets have it
-    for number in pooled:
-        for (size, total), count in [*sets.items()]:
-            if size < n:  # larger sets are not asked for
-                sets[size + 1, total + number] += count
-    # n m times the distance of the two means, by the sum of the n numbers
-    distance = {x: abs(x * len(pooled) - n * sum(pooled)) for size, x in sets if size == n}
-    extreme = sum(sets[n, total] for total, d in distance.items() if d >= distance[sum(arm)])
+    n = len(arm)
+    whole = sum(pooled)
+
+    def distance(total: int) -> int:
+        """Distance of the means of n numbers with this sum and of the m others, times n m."""
+        return abs(total * len(pooled) - n * whole)
+
+    sets = count_sets(pooled, n)
+    observed = distance(sum(arm))
+    extreme = 0
+    for (size, total), count in sets.items():
+        if size == n and distance(total) >= observed:
+            extreme += count
+    splits = math.comb(len(pooled), n)
     p = extreme / splits if len(pooled) > 2 else None
-    return Comparison(difference=fmean(arm) - fmean(against), p=p, splits=splits)
+    return Comparison(difference=float(subtract_means(arm, against)), p=p, splits=splits)
+
+
+def count_sets(numbers: Sequence[int], largest: int) -> Counter[tuple[int, int]]:
+    """How many sets of at most `largest` of these numbers have each (size, sum)."""
+    sets = Counter({(0, 0): 1})
+    for number in numbers:
+        for (size, total), count in list(sets.items()):  # those without this number
+            if size < largest:
+                sets[size + 1, total + number] += count
+    return sets
+
+
+def subtract_means(these: Sequence[float], those: Sequence[float]) -> Fraction:
+    """The difference of two means, exactly: equal means differ by 0, not by rounding."""
+    return take_mean(these) - take_mean(those)
+
+
+def take_mean(numbers: Sequence[float]) -> Fraction:
+    return sum(map(Fraction, numbers), Fraction(0)) / len(numbers)
+
+
+# --- the table of arms ----------------------------------------------------------------------------
 
 
 class Reported(BaseModel, frozen=True):
@@ -80,108 +123,240 @@ class Evaluation(BaseModel, frozen=True):
     arms: list[Row]
 
 
+class Arm(BaseModel, frozen=True):
+    """What run directories say of an arm."""
+
+    name: str
+    unit: str  # what one seed repeats
+    metric: str
+    test_images: int
+    settings: Record  # of the runs; and which weights, data and align run they had
+    accuracies: list[float]  # of the seeds, percent
+    right: list[int] | None  # test images that were right; None where the accuracy is mAP
+    starts: list[tuple[str | None, int]]  # of the seeds: path of an align run, seed
+    paper: Reported | None
+
+    @property
+    def counts(self) -> list[int]:
+        """Whole numbers to compare: right images, or hundredths of a point of mAP."""
+        if self.right is not None:
+            return self.right
+        return [round(100 * percent) for percent in self.accuracies]
+
+
 def evaluate(runs: Sequence[Path]) -> Evaluation:
     """Compare the first of several arms with each of the others.
 
     An arm: a finished `finetune` run, or a directory of them. UsageError: neither, or other images.
     """
     arms = [read_arm(run) for run in runs]
-    return Evaluation(arms=[row(arm, arms[0]) for arm in arms])
+    return Evaluation(arms=[summarise(arm, arms[0]) for arm in arms])
 
 
-def row(arm: Record, first: Record) -> Row:
-    """An arm in summary, and compared with the first one."""
-    differs = unlike(first, arm)
-    if "data_sha256" in differs:
-        raise UsageError(f"{arm['arm']}, {first['arm']}: not comparable, other images or split")
-    if None in differs.pop("aligned_by", ()):  # these follow from the start
-        differs = {k: x for k, x in differs.items() if k not in ("grid", "align_unlike_paper")}
-    mean, versus = fmean(arm["accuracies"]), compare(first["counts"], arm["counts"])
-    versus = versus.model_copy(update={"difference": fmean(first["accuracies"]) - mean})
+def summarise(arm: Arm, first: Arm) -> Row:
+    """An arm in summary, and compared with the first one (UsageError: other images)."""
+    differences = list_differences(arm, first)
     return Row(
-        **arm,
-        seeds=len(arm["counts"]),
-        mean=mean,
-        std=stdev(arm["accuracies"]) if len(arm["counts"]) > 1 else None,
-        differs={name: f"{here}, there {there}" for name, (there, here) in differs.items()},
-        first_minus_this=None if arm is first else versus,
+        arm=arm.name,
+        seeds=len(arm.accuracies),
+        unit=arm.unit,
+        mean=fmean(arm.accuracies),
+        std=stdev(arm.accuracies) if len(arm.accuracies) > 1 else None,
+        metric=arm.metric,
+        paper=arm.paper,
+        differs={name: str(values) for name, values in differences.items()},
+        accuracies=arm.accuracies,
+        counts=arm.counts,
+        first_minus_this=None if arm is first else compare_arms(first, arm),
     )
 
 
-def unlike(first: Record, arm: Record) -> dict[str, list[Any]]:
-    """Settings of two arms that differ, other than seed, start, machine: both values."""
-    pairs = {k: [first["settings"].get(k), v] for k, v in sorted(arm["settings"].items())}
-    return {k: pair for k, pair in pairs.items() if k not in FREE and pair[0] != pair[1]}
+def compare_arms(first: Arm, arm: Arm) -> Comparison:
+    """The permutation test of their counts; the difference is in percentage points."""
+    tested = compare(first.counts, arm.counts)
+    if first.right is not None and arm.right is not None:
+        # of the counts, since an accuracy such as 100 · 2 / 3 is rounded
+        difference = subtract_means(first.right, arm.right) * 100 / arm.test_images
+    else:
+        difference = subtract_means(first.accuracies, arm.accuracies)
+    return tested.model_copy(update={"difference": float(difference)})
 
 
-def read_arm(path: Path) -> Record:
-    """A finished `finetune` run, or a directory of such runs that differ in seed and start only."""
-    files = [*path.glob("config.json")] or [*path.glob("*/config.json")] or [path / "config.json"]
-    with checking(str(path), "give a finished finetune run of this edition, or a folder of them"):
-        arms = [read_run(file.parent) for file in sorted(files, key=lambda f: (len(str(f)), f))]
-    lists = {key: [x for arm in arms for x in arm[key]] for key in ("accuracies", "counts", "each")}
-    names = {name for arm in arms for name in unlike(arms[0], arm)}
-    if names or len({*lists["each"]}) < len(lists["each"]):
-        see = ", ".join(sorted(names)) or "seed"
+class Values(NamedTuple):
+    """A setting of an arm, and what it is in the first arm."""
+
+    here: object
+    there: object
+
+    def __str__(self) -> str:
+        return f"{describe(self.here)}, there {describe(self.there)}"
+
+
+def describe(value: object) -> str:
+    """A setting as text.
+
+    >>> describe({"lam": 1.0, "rank": 2})
+    'lam 1.0 and rank 2'
+    """
+    if isinstance(value, Mapping):
+        return " and ".join(f"{name} {each}" for name, each in value.items()) or "nothing"
+    return str(value)
+
+
+def list_differences(arm: Arm, first: Arm) -> dict[str, Values]:
+    """Settings in which an arm differs from the first one (UsageError: other images)."""
+    differences = unlike(arm.settings, first.settings)
+    if "data_sha256" in differences:
+        raise UsageError(f"{arm.name}, {first.name}: not comparable, other images or split")
+    # Where one arm is aligned and the other not, their grids and what follows differ, of course.
+    if "aligned_by" in differences and None in differences["aligned_by"]:
+        for name in ("aligned_by", "align_unlike_paper", "grid"):
+            differences.pop(name, None)
+    return differences
+
+
+def unlike(settings: Record, first: Record) -> dict[str, Values]:
+    """Settings that differ, other than seed, start and machine."""
+    differences = {}
+    for name in sorted(settings):
+        values = Values(settings[name], first.get(name))
+        if name not in FREE and values.here != values.there:
+            differences[name] = values
+    return differences
+
+
+# --- reading runs ---------------------------------------------------------------------------------
+
+
+def read_arm(path: Path) -> Arm:
+    """A finished `finetune` run, or a directory of such runs as one arm (UsageError)."""
+    with checking(str(path), "give a finished finetune run, or a folder of them"):
+        arms = [read_run(run) for run in find_runs(path)]
+    first = arms[0]
+    differing: set[str] = set()
+    starts: list[tuple[str | None, int]] = []
+    accuracies: list[float] = []
+    right: list[int] = []
+    for arm in arms:
+        differing |= unlike(arm.settings, first.settings).keys()
+        starts += arm.starts
+        accuracies += arm.accuracies
+        right += arm.right or []
+    if differing or len(set(starts)) < len(starts):
+        see = ", ".join(sorted(differing)) or "seed"
         raise UsageError(f"{path}: its runs are no seeds of one arm, see {see}; give each alone")
-    starts = {start for start, _ in lists["each"]}  # as many as seeds: own align runs
-    own = 1 < len(starts) == len(lists["each"])
-    return arms[0] | lists | {"arm": path.name} | ({"unit": "align run and PEFT"} if own else {})
-
-
-def read_run(run: Path) -> Record:
-    """One finished `finetune` run."""
-    config, env, result = (
-        json.loads((run / f"{name}.json").read_text()) for name in ("config", "env", "result")
+    align_runs = {align_run for align_run, _ in starts}
+    each_has_its_own = len(starts) > 1 and len(align_runs) == len(starts)
+    return first.model_copy(
+        update={
+            "name": path.name,
+            "unit": "align run and PEFT" if each_has_its_own else first.unit,
+            "accuracies": accuracies,
+            "right": None if first.right is None else right,
+            "starts": starts,
+        }
     )
+
+
+def find_runs(path: Path) -> list[Path]:
+    """The run at a path, or the runs in that directory, s2 before s10."""
+    if (path / "config.json").exists():
+        return [path]
+    runs = [file.parent for file in path.glob("*/config.json")]
+    runs.sort(key=lambda run: (len(run.name), run.name))
+    return runs or [path]
+
+
+def read_run(run: Path) -> Arm:
+    """One finished `finetune` run; any exception where it is none."""
+    config = json.loads((run / "config.json").read_text())
+    env = json.loads((run / "env.json").read_text())
+    result = json.loads((run / "result.json").read_text())
     if not result.get("test"):
         raise UsageError(f"{run}: has no test accuracy; give a finetune run, not align's")
-    about = env["about"] | result
-    kept = ("data_sha256", "weights_sha256", "aligned_by", "align_unlike_paper")
-    return {
-        **result,
-        "settings": config | {name: about[name] for name in kept},
-        "paper": published(config, result),
-        "accuracies": result["test"],
-        "counts": result["right"] or [round(100 * percent) for percent in result["test"]],
-        "each": [(config["start"], config["seed"] + i) for i in range(len(result["test"]))],
+    settings = {
+        **without_default_alpha(config),
+        "data_sha256": env["about"]["data_sha256"],
+        "weights_sha256": env["about"]["weights_sha256"],
+        "aligned_by": result["aligned_by"],
+        "align_unlike_paper": result["align_unlike_paper"],
     }
+    first_seed = config["seed"]
+    return Arm(
+        name=run.name,
+        unit=result["unit"],
+        metric=result["metric"],
+        test_images=result["test_images"],
+        settings=settings,
+        accuracies=result["test"],
+        right=result["right"],
+        starts=[(config["start"], first_seed + i) for i in range(len(result["test"]))],
+        paper=published(config, result),
+    )
 
 
-def published(settings: Record, result: Record) -> Reported | None:
+def without_default_alpha(settings: Record) -> Record:
+    """Settings in which alpha is None where it is the rank; the second edition wrote that out."""
+    alpha = settings["alpha"]
+    return {**settings, "alpha": None if alpha == settings["rank"] else alpha}
+
+
+# --- the paper's accuracies -----------------------------------------------------------------------
+
+# Test accuracy (%; VOC07: mAP), mean ± deviation of 8 seeds, by the label of the table, and there
+# by pretext task, backbone and method; after BiSSL(ight) comes PEFT. The rows of
+# tab:classificaiton_acc_bissl_orig that are not here repeat the first table.
+COLUMNS = ("pets", "dtd", "voc07", "flowers", "cub200", "aircrafts")
+ACCURACIES = {
+    "tab:mae_bisslight_main_results": {
+        ("mae", "vit_b16", "PEFT"): "91.7±0.3 69.9±0.5 80.9±0.3 92.8±0.5 79.8±0.5 70.6±0.6",
+        ("mae", "vit_b16", "BiSSLight"): "92.1±0.2 70.3±0.4 81.7±0.2 93.5±0.3 81.2±0.3 72.7±0.3",
+        ("mae", "vit_l16", "PEFT"): "94.4±0.3 74.1±0.6 85.5±0.2 94.6±0.4 84.4±0.4 79.1±0.4",
+        ("mae", "vit_l16", "BiSSLight"): "94.7±0.2 74.9±0.4 85.9±0.1 95.8±0.2 85.6±0.3 82.2±0.3",
+        ("mae", "vit_h14", "PEFT"): "95.2±0.3 75.8±0.5 86.5±0.2 96.0±0.3 85.9±0.4 80.4±1.0",
+        ("mae", "vit_h14", "BiSSLight"): "95.5±0.2 76.7±0.2 87.3±0.1 97.2±0.1 87.2±0.2 87.1±0.3",
+    },
+    "tab:classificaiton_acc_bissl_orig": {
+        ("mae", "vit_b16", "BiSSL"): "92.0±0.5 70.8±0.4 81.9±0.1 93.4±0.4 81.2±0.3 72.7±0.3",
+    },
+    "tab:classificaiton_acc_bisslight_ijepa": {
+        ("ijepa", "vit_h14", "PEFT"): "94.6±0.1 73.1±0.4 82.4±0.2 95.1±0.4 86.4±0.3 76.0±0.6",
+        ("ijepa", "vit_h14", "BiSSLight"): "94.7±0.1 74.0±0.6 84.0±0.3 96.1±0.3 86.8±0.2 77.7±0.4",
+    },
+}
+METHODS = {None: "PEFT", "mfac": "BiSSLight", "recursion": "BiSSLight", "cg": "BiSSL"}
+OFFICIAL = ("_full.pth", "IN1K-vit.h.14-300e.pth.tar")  # ends of the official files' names
+
+
+def published(config: Record, result: Record) -> Reported | None:
     """The paper's figure for a run; None where its settings, as far as we know, are others."""
-    usual = (
-        not unlike_paper(FinetuneConfig(**settings))
-        and settings["pretext"] == result["pretext"]
-        and str(settings["weights"]).endswith(("None", "_full.pth", "IN1K-vit.h.14-300e.pth.tar"))
-        and result["aligned_on"] in (None, settings["dataset"])
+    if not follows_paper(config, result):
+        return None
+    method = METHODS.get(result["aligned_by"])
+    row = (result["pretext"], result["backbone"], method)
+    for source, rows in ACCURACIES.items():
+        if row in rows and config["dataset"] in COLUMNS:
+            figures = rows[row].split()
+            mean, std = figures[COLUMNS.index(config["dataset"])].split("±")
+            return Reported(mean=float(mean), std=float(std), source=source)
+    return None
+
+
+def follows_paper(config: Record, result: Record) -> bool:
+    """Whether a run, and the align run before it, had the paper's settings, weights and data."""
+    settings = without_default_alpha(config)
+    for name, value in without_default_alpha(paper_settings(config)).items():
+        if name not in OPEN and settings.get(name, value) != value:
+            return False
+    weights = config["weights"]
+    return (
+        (weights is None or weights.endswith(OFFICIAL))
+        and config["pretext"] == result["pretext"]
+        and result["aligned_on"] in (None, config["dataset"])
         and not result["align_unlike_paper"]
     )
-    methods = {None: "PEFT", "mfac": "BiSSLight", "recursion": "BiSSLight", "cg": "BiSSL"}
-    who = result["pretext"], result["backbone"], methods.get(result["aligned_by"], "")
-    return PUBLISHED.get((*who, settings["dataset"])) if usual else None
 
 
-# The paper's tables: test accuracy (%; VOC07: mAP), mean ± deviation of 8 seeds
-DATASETS = ("pets", "dtd", "voc07", "flowers", "cub200", "aircrafts")  # the tables' columns
-ACCURACIES = {  # by the label of the table; after BiSSL(ight) comes PEFT
-    "tab:mae_bisslight_main_results": """\
-        mae   vit_b16 PEFT      91.7±0.3 69.9±0.5 80.9±0.3 92.8±0.5 79.8±0.5 70.6±0.6
-        mae   vit_b16 BiSSLight 92.1±0.2 70.3±0.4 81.7±0.2 93.5±0.3 81.2±0.3 72.7±0.3
-        mae   vit_l16 PEFT      94.4±0.3 74.1±0.6 85.5±0.2 94.6±0.4 84.4±0.4 79.1±0.4
-        mae   vit_l16 BiSSLight 94.7±0.2 74.9±0.4 85.9±0.1 95.8±0.2 85.6±0.3 82.2±0.3
-        mae   vit_h14 PEFT      95.2±0.3 75.8±0.5 86.5±0.2 96.0±0.3 85.9±0.4 80.4±1.0
-        mae   vit_h14 BiSSLight 95.5±0.2 76.7±0.2 87.3±0.1 97.2±0.1 87.2±0.2 87.1±0.3""",
-    "tab:classificaiton_acc_bissl_orig": """\
-        mae   vit_b16 BiSSL     92.0±0.5 70.8±0.4 81.9±0.1 93.4±0.4 81.2±0.3 72.7±0.3""",
-    "tab:classificaiton_acc_bisslight_ijepa": """\
-        ijepa vit_h14 PEFT      94.6±0.1 73.1±0.4 82.4±0.2 95.1±0.4 86.4±0.3 76.0±0.6
-        ijepa vit_h14 BiSSLight 94.7±0.1 74.0±0.6 84.0±0.3 96.1±0.3 86.8±0.2 77.7±0.4""",
-}  # the other rows of the second table repeat the first
-PUBLISHED = {  # by pretext task, backbone, method, dataset
-    (*names, dataset): Reported(mean=mean, std=std, source=label)
-    for label, text in ACCURACIES.items()
-    for *names, figures in (line.split(maxsplit=3) for line in text.splitlines())
-    for dataset, figure in zip(DATASETS, figures.split(), strict=True)
-    for mean, std in [figure.split("±")]
-}
+def paper_settings(config: Record) -> dict[str, Any]:
+    """The paper's values of the settings of a `finetune` run, for its backbone and pretext task."""
+    return paper_values(FinetuneConfig, config)

@@ -1,22 +1,29 @@
 """`bisslight finetune`: PEFT of θ and a fresh head, alone or after align runs (Eq. 2; App. C.2).
 
-Each learning rate is tried with one seed (--grid-seeds); the best one on validation is run with all
-seeds, and each seed is tested once. One rate with one seed is a run of its own, OUT/lr0.001-s0.
+Every learning rate of the grid is tried with one seed (--grid-seeds). The rate that is best on the
+validation split is run with all seeds, and each seed's best epoch is tested, once. One rate with
+one seed is a trial: a run of its own in a directory such as OUT/lr0.001-s0.
 """
 
-from collections.abc import Callable, Sequence
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import NamedTuple
 
-from bisslight import Diverged, Passes
+from pydantic import BaseModel
+from torch import Tensor
+
+from bisslight import Diverged, Passes, Phi
 from config import FinetuneConfig, Record
 from data import Task
 from support.checkpoints import load_adapter, load_theta, save_adapter
 from support.errors import UsageError, checking
 from support.experiment import Model, own_names
-from support.optim import Group, Optimiser, Schedule, train_epochs, trainable
+from support.metrics import Score
+from support.optim import EpochRecord, Group, Optimiser, Schedule, train_epochs, trainable
 from support.processes import jobs
 from support.runs import (
     LOG,
@@ -31,8 +38,57 @@ from support.runs import (
 )
 
 
+class Trial(RunResult, frozen=True):
+    """What a trial ended with, one learning rate with one seed: its result.json."""
+
+    lr: float
+    seed: int
+    val: Score | None  # of the best epoch; None: it diverged
+    epoch: int | None = None  # the best one
+    diverged: str | None = None  # where and how
+    adapter: Path  # θ and the head after the best epoch
+
+    def __str__(self) -> str:
+        """In a few words, for the progress."""
+        outcome = f"val {self.val.accuracy:.2f} %" if self.val else "diverged"
+        return f"lr {self.lr:g} seed {self.seed} {outcome}"
+
+
+class GridPoint(BaseModel, frozen=True):
+    """A learning rate of the grid, and how it went with one seed or more."""
+
+    lr: float
+    trials: list[Trial]
+
+    @property
+    def diverged(self) -> bool:
+        return any(trial.val is None for trial in self.trials)
+
+    @property
+    def scores(self) -> list[Score]:
+        """Validation scores of the seeds that did not diverge."""
+        return [trial.val for trial in self.trials if trial.val]
+
+    @property
+    def accuracies(self) -> list[float | None]:
+        """Validation accuracy of each seed; None: it diverged."""
+        return [trial.val.accuracy if trial.val else None for trial in self.trials]
+
+
+class SeedResult(BaseModel, frozen=True):
+    """What a seed came to at the chosen rate."""
+
+    epoch: int  # the best one on the validation split; it is tested
+    val: float  # accuracy in percent
+    test: float  # accuracy in percent
+    test_loss: float
+    test_per_class: float | None  # None where the accuracy is mAP
+    right: int | None  # test images that were right; None where the accuracy is mAP
+    trial_seconds: float  # CPU time
+
+
 class FinetuneResult(RunResult, frozen=True):
-    """What a finetune run ended with. Lists have one entry per seed."""
+    """What a finetune run ended with: its result.json. Lists have one entry per seed."""
 
     dataset: str
     backbone: str
@@ -54,6 +110,31 @@ class FinetuneResult(RunResult, frozen=True):
     trial_seconds: list[float]  # CPU time
 
 
+class Origin(BaseModel, frozen=True):
+    """What an adapter file says of the align run that made it; a released file says nothing."""
+
+    stage: str = "align"
+    backbone: str | None = None
+    rank: int | None = None
+    alpha: float | None = None
+    weights_sha256: str | None = None
+    dataset: str | None = None
+    data_sha256: str | None = None
+    pretext: str | None = None
+    hypergrad: str | None = "unknown"  # None: there was no align run
+    unlike_paper: Record | None = None
+
+
+class Starts(NamedTuple):
+    """Where the seeds start."""
+
+    paths: list[Path | None]  # of each seed: an align run, a LoRA file, or None for a fresh θ
+    unit: str  # what a seed therefore repeats, which is what the p-value is about
+
+
+Pairs = list[tuple[float, int]]  # learning rates, each with the number of a seed, from 0
+
+
 def finetune(
     cfg: FinetuneConfig,
     out: Path,
@@ -66,186 +147,382 @@ def finetune(
 
     `task`: one of your own. UsageError before the long work; Diverged where every rate diverges.
     """
-    cfg = cfg.replace(**own_names(task)) if task else cfg
+    if task:
+        cfg = cfg.replace(**own_names(task))
     goes_on = check_directory(out, "finetune", cfg, force)
-    m = Model(cfg, task)
-    starts, unit = starts_of(cfg)
-    origins = [origin(x, m) for x in dict.fromkeys(starts) if x]
-    first = origins[0] if origins else {"hypergrad": None}  # no align run
-    m.check("--batch", cfg.batch, goes_on)
-    digests = {"start_sha256": [sha256(adapter_of(x)) for x in starts if x]}
-    with Run(out, "finetune", cfg, force, m.about | digests) as run:
+    experiment = Model(cfg, task)
+    starts = starts_of_seeds(cfg)
+    given = [start for start in starts.paths if start]
+    origins = [check_origin(start, experiment) for start in dict.fromkeys(given)]
+    experiment.check("--batch", cfg.batch, goes_on)
+    digests = [sha256(adapter_of(start)) for start in given]
+    defining = {**experiment.about, "start_sha256": digests}
+
+    def run_pairs(pairs: Pairs) -> list[Trial]:
+        trials = [settings_of_trial(cfg, lr, n, starts.paths[n]) for lr, n in pairs]
+        return run_trials(trials, out, cfg.jobs, experiment, task, track)
+
+    with Run(out, "finetune", cfg, force, defining) as run:
         if run.result:
             return FinetuneResult(**run.result)
-
-        def results(pairs: list[tuple[float, int]]) -> list[Record]:
-            one = {"grid": None, "grid_seeds": 1, "seeds": 1, "jobs": 1}
-            trials = [cfg.replace(**one, lr=lr, seed=cfg.seed + i, start=starts[i]) for lr, i in pairs]
-            if cfg.jobs == 1 or not trials:
-                return [peft(one, out, lambda cfg: m, track) for one in trials]
-            fn = partial(peft, out=out, model_of=partial(Model, task=task))
-            return [*track(jobs(fn, trials, cfg.jobs), len(trials), "runs")]
-
-        n = cfg.grid_seeds if len(cfg.grid) > 1 else cfg.seeds
-        found = results([(lr, i) for lr in cfg.grid for i in range(n)])
-        tried = {lr: found[k * n : (k + 1) * n] for k, lr in enumerate(cfg.grid)}
-        lr, chosen = best_rate(tried, results, cfg.seeds)
-        if len(cfg.grid) > 2 and lr in (min(cfg.grid), max(cfg.grid)):
-            LOG.warning("%s: the best rate, %g, is an end of the grid, look beyond it", out, lr)
-        return FinetuneResult(**run.finish({
-            "dataset": cfg.dataset, "backbone": cfg.backbone, "unit": unit,
-            "lr": lr, "metric": m.metric,
-            "grid": {f"{rate}": [r["val"] and r["val"]["accuracy"] for r in runs]
-                     for rate, runs in tried.items()},
-            "aligned_by": first.get("hypergrad", "unknown"),
-            "aligned_on": first.get("dataset"), "align_unlike_paper": first.get("unlike_paper"),
-            "pretext": first.get("pretext", m.origin["pretext"]),
-            **tested(m, run, chosen),
-        }))  # fmt: skip
+        grid = try_grid(cfg, run_pairs)
+        chosen = choose_rate(grid, cfg.seeds, run_pairs)
+        if len(cfg.grid) > 2 and chosen.lr in (min(cfg.grid), max(cfg.grid)):
+            LOG.warning(
+                "%s: the best rate, %g, is an end of the grid, look beyond it", out, chosen.lr
+            )
+        seeds = test_seeds(chosen.trials, experiment, run)
+        content = {
+            "dataset": cfg.dataset,
+            "backbone": cfg.backbone,
+            "unit": starts.unit,
+            "lr": chosen.lr,
+            "metric": experiment.metric,
+            "grid": {f"{point.lr}": point.accuracies for point in grid},
+            **describe_start(origins, experiment),
+            **lists_of(seeds),
+            "test_images": len(experiment.task.test.targets),
+        }
+        return FinetuneResult(**run.finish(content))
 
 
-def tested(m: Model, run: Run, chosen: list[Record]) -> Record:
-    """Test each seed's best epoch, once; keep its adapter beside the result."""
-    scores = []
-    for result in chosen:
-        file = Path(result["adapter"])
-        theta, phi_D, _ = load_adapter(file)
-        phi_D = {name: tensor.to(m.device) for name, tensor in phi_D.items()}
-        scores.append(m.score(m.task.test, theta.to(m.device), phi_D))
-        run.write(f"adapter-s{result['seed']}.safetensors", file.read_bytes())
-    right = [score.right for score in scores]
+def describe_start(origins: Sequence[Origin], experiment: Model) -> Record:
+    """What result.json says of the align run, or of the first of several, which differ in seed."""
+    first = origins[0] if origins else Origin(hypergrad=None)
     return {
-        "test": [score.accuracy for score in scores],
-        "test_loss": [score.loss for score in scores],
-        "test_per_class": [score.per_class for score in scores],
-        "test_images": len(m.task.test.targets),
-        "right": None if None in right else right,
-        "val": [result["val"]["accuracy"] for result in chosen],
-        "epochs": [result["epoch"] for result in chosen],
-        "trial_seconds": [result["cpu_seconds"] for result in chosen],
+        "aligned_by": first.hypergrad,
+        "aligned_on": first.dataset,
+        "align_unlike_paper": first.unlike_paper,
+        "pretext": first.pretext or experiment.origin["pretext"],
     }
 
 
-def best_rate(
-    tried: dict[float, list[Record]], run: Callable[[Any], list[Record]], seeds: int
-) -> tuple[float, list[Record]]:
-    """Best rate by `worth` of those that never diverged, its results; `run` takes (rate, seed)s."""
-    known = [lr for lr, results in tried.items() if all(result["val"] for result in results)]
-    for lr in sorted(known, key=lambda lr: worth(tried[lr]), reverse=True):  # the first of equals
-        results = tried[lr] + run([(lr, i) for i in range(len(tried[lr]), seeds)])
-        if all(result["val"] for result in results):
-            return lr, results
-    raise Diverged("every learning rate of the grid diverged")
+def lists_of(seeds: Sequence[SeedResult]) -> Record:
+    """The results of all seeds as result.json has them: a list for each quantity."""
+    right = [seed.right for seed in seeds]
+    return {
+        "test": [seed.test for seed in seeds],
+        "test_loss": [seed.test_loss for seed in seeds],
+        "test_per_class": [seed.test_per_class for seed in seeds],
+        "right": None if None in right else right,
+        "val": [seed.val for seed in seeds],
+        "epochs": [seed.epoch for seed in seeds],
+        "trial_seconds": [seed.trial_seconds for seed in seeds],
+    }
 
 
-def worth(validated: list[Record]) -> tuple[float, float]:
-    """The key for comparing rates and epochs: mean validation accuracy; ties by lower mean loss."""
-    scores = [x["val"] for x in validated]
-    return fmean(score["accuracy"] for score in scores), -fmean(score["loss"] for score in scores)
+# --- where the seeds start ------------------------------------------------------------------------
 
 
-def best_epoch(records: list[Record]) -> Record:
-    """The record of the first epoch that is `worth` most; step 0 before any validation."""
-    scored = (record for record in records if record["val"])
-    return max(scored, key=lambda record: worth([record]), default={"step": 0})
-
-
-def starts_of(cfg: FinetuneConfig) -> tuple[Sequence[Path | None], str]:
-    """What each seed starts from, and what a seed therefore repeats (the unit of the p-value)."""
+def starts_of_seeds(cfg: FinetuneConfig) -> Starts:
+    """Where each seed starts, and so what a seed repeats (UsageError)."""
     if cfg.start is None:
-        return [None] * cfg.seeds, "PEFT seed"
-    files = [*cfg.start.glob("config.json")] or [*cfg.start.glob("*/config.json")]
-    runs = sorted((x.parent for x in files), key=lambda x: (len(x.name), x.name)) or [cfg.start]
+        return Starts([None] * cfg.seeds, "PEFT seed")
+    if cfg.start.is_file():
+        return Starts([cfg.start] * cfg.seeds, "PEFT seed on one LoRA file")
+    runs = find_align_runs(cfg.start)
     if len(runs) not in (1, cfg.seeds):
         raise UsageError(f"--from {cfg.start}: {len(runs)} runs, not 1 or {cfg.seeds} (--seeds)")
-    needed = ("result.json", "adapter.safetensors")
-    if odd := [x for x in runs if x.is_dir() and not all((x / name).exists() for name in needed)]:
-        raise UsageError(
-            f"--from {odd[0]}: is not a finished align run; give its own command again"
-        )
+    for run in runs:
+        for name in ("result.json", "adapter.safetensors"):
+            if not (run / name).exists():
+                raise UsageError(
+                    f"--from {run}: is not a finished align run; give its own command again"
+                )
     if len(runs) == 1:
-        kind = "LoRA file" if cfg.start.is_file() else "align run"
-        return runs * cfg.seeds, f"PEFT seed on one {kind}"
-    made = [read_json(run / "config.json") for run in runs]
-    unlike = {key for x in made for key in x if x[key] != made[0].get(key)} - MAY_CHANGE - {"seed"}
-    if unlike or len({x["seed"] for x in made}) < len(made):
+        return Starts([runs[0]] * cfg.seeds, "PEFT seed on one align run")
+    check_same_settings(runs, cfg.start)
+    return Starts(list(runs), "align run and PEFT")
+
+
+def find_align_runs(path: Path) -> list[Path]:
+    """The run at a path, or the runs in that directory, s2 before s10."""
+    if (path / "config.json").exists():
+        return [path]
+    runs = [file.parent for file in path.glob("*/config.json")]
+    runs.sort(key=lambda run: (len(run.name), run.name))
+    return runs or [path]
+
+
+def check_same_settings(runs: Sequence[Path], start: Path) -> None:
+    """Refuse align runs that are no seeds of one experiment (UsageError)."""
+    first = read_json(runs[0] / "config.json")
+    seeds = {first["seed"]}
+    differing = set()
+    for run in runs[1:]:
+        settings = read_json(run / "config.json")
+        seeds.add(settings["seed"])
+        differing |= {name for name in settings if settings[name] != first.get(name)}
+    differing -= MAY_CHANGE | {"seed"}
+    if differing or len(seeds) < len(runs):
+        names = ", ".join(sorted(differing)) or "seed"
         raise UsageError(
-            f"--from {cfg.start}: its align runs have to differ in the seed and nothing else; see "
-            f"their {', '.join(sorted(unlike)) or 'seed'}"
+            f"--from {start}: its align runs have to differ in the seed and nothing else; see "
+            f"their {names}"
         )
-    return runs, "align run and PEFT"
 
 
 def adapter_of(start: Path) -> Path:
+    """The file with θ of an align run, or the LoRA file itself."""
     return start / "adapter.safetensors" if start.is_dir() else start
 
 
-def origin(start: Path, m: Model) -> Record:
-    """What an adapter says of itself; refuses one of another network or split (UsageError)."""
+def check_origin(start: Path, experiment: Model) -> Origin:
+    """What an adapter says of itself; one that does not fit this experiment is refused.
+
+    It has to be an align run's, of the same network. Of the same dataset it has to have seen the
+    same split: otherwise test images of this one could have been trained on. (UsageError)
+    """
+    here = Origin(**experiment.origin)
     with checking(f"--from {start}"):
-        theta, about = load_theta(adapter_of(start), m.backbone.dim)
-        now, shape = m.origin, m.theta().shape
+        theta, written = load_theta(adapter_of(start), experiment.backbone.dim)
+        origin = Origin(**written)
+        shape = experiment.theta().shape
         if theta.shape != shape:
             raise ValueError(f"holds θ {[*theta.shape]}, this run's is {[*shape]}; see --rank")
-        if about.get("stage", "align") != "align":
+        if origin.stage != "align":
             raise ValueError("is fine-tuned already, give an align run")
-        for key in ("backbone", "rank", "alpha", "weights_sha256") if about else ():
-            if str(about.get(key)) != str(now[key]):
-                raise ValueError(f"has {key} {about.get(key)}, this run {now[key]}")
-        names = (str(x.get("dataset")).removeprefix("folder:") for x in (about, now))
-        same = len({Path(name).resolve() for name in names}) == 1
-        if same and about.get("data_sha256", now["data_sha256"]) != now["data_sha256"]:
-            raise ValueError(
-                f"was aligned on another split or other images of {now['dataset']}, so it may have "
-                "seen the test images; give its --data-seed, --split-file and images, or align "
-                "again"
+        if written:  # a released file names neither network nor data
+            check_network(origin, here)
+            check_split(origin, here)
+    if not is_same_dataset(origin, here):
+        LOG.info("aligned on %s, fine-tuned on %s", origin.dataset or "?", here.dataset)
+    return origin
+
+
+def check_network(origin: Origin, here: Origin) -> None:
+    """Refuse an adapter of another network, or of another scale alpha / rank (ValueError)."""
+    for name in ("backbone", "rank", "weights_sha256"):
+        there = getattr(origin, name)
+        wanted = getattr(here, name)
+        if there != wanted:
+            raise ValueError(f"has {name} {there}, this run {wanted}")
+    # None, where alpha is not given, is the rank.
+    alphas = [each.alpha or each.rank for each in (origin, here)]
+    if alphas[0] != alphas[1]:
+        raise ValueError(f"has alpha {alphas[0]:g}, this run {alphas[1]:g}")
+
+
+def is_same_dataset(origin: Origin, here: Origin) -> bool:
+    """Whether two names mean one dataset. A folder may be named by another path, such as a link."""
+    if origin.dataset is None or here.dataset is None:
+        return False
+    there = Path(origin.dataset.removeprefix("folder:"))
+    return there.resolve() == Path(here.dataset.removeprefix("folder:")).resolve()
+
+
+def check_split(origin: Origin, here: Origin) -> None:
+    """Refuse an adapter of the same dataset that saw another split of it (ValueError)."""
+    if is_same_dataset(origin, here) and origin.data_sha256 != here.data_sha256:
+        raise ValueError(
+            f"was aligned on another split or other images of {here.dataset}, so it may have "
+            "seen the test images; give its --data-seed, --split-file and images, or align again"
+        )
+
+
+# --- the grid of rates ----------------------------------------------------------------------------
+
+
+def try_grid(cfg: FinetuneConfig, run_pairs: Callable[[Pairs], list[Trial]]) -> list[GridPoint]:
+    """Run every rate with the first seeds."""
+    # With a single rate there is nothing to choose: all its seeds are run at once.
+    seeds = cfg.grid_seeds if len(cfg.grid) > 1 else cfg.seeds
+    pairs = []
+    for lr in cfg.grid:
+        pairs += [(lr, n) for n in range(seeds)]
+    trials = run_pairs(pairs)  # all of them in one call, so that --jobs has work for each process
+    grid = []
+    for k, lr in enumerate(cfg.grid):
+        of_rate = trials[k * seeds : (k + 1) * seeds]
+        grid.append(GridPoint(lr=lr, trials=of_rate))
+    return grid
+
+
+def choose_rate(
+    grid: Sequence[GridPoint], seeds: int, run_pairs: Callable[[Pairs], list[Trial]]
+) -> GridPoint:
+    """The rate that is best on validation, with the trials of all seeds.
+
+    A rate that diverges with any seed is given up for the next best; Diverged if none is left. Of
+    equally good rates, the first of the grid is taken.
+    """
+    candidates = [point for point in grid if not point.diverged]
+    candidates.sort(key=lambda point: quality(point.scores), reverse=True)  # keeps ties in order
+    for point in candidates:
+        others = run_pairs([(point.lr, n) for n in range(len(point.trials), seeds)])
+        complete = GridPoint(lr=point.lr, trials=[*point.trials, *others])
+        if not complete.diverged:
+            return complete
+    raise Diverged("every learning rate of the grid diverged")
+
+
+def quality(scores: Sequence[Score]) -> tuple[float, float]:
+    """What rates and epochs are compared by: mean accuracy; of equal ones, the lower mean loss."""
+    accuracy = fmean(score.accuracy for score in scores)
+    loss = fmean(score.loss for score in scores)
+    return accuracy, -loss
+
+
+def test_seeds(trials: Sequence[Trial], experiment: Model, run: Run) -> list[SeedResult]:
+    """Test the best epoch of each trial, once; its adapter is kept beside the result."""
+    test = experiment.task.test
+    results = []
+    for trial in trials:
+        if trial.val is None or trial.epoch is None:
+            raise ValueError(f"{trial.out}: diverged, so there is nothing to test")
+        theta, head, _ = load_adapter(trial.adapter)
+        head = {name: tensor.to(experiment.device) for name, tensor in head.items()}
+        score = experiment.score(test, theta.to(experiment.device), head)
+        run.write(f"adapter-s{trial.seed}.safetensors", trial.adapter.read_bytes())
+        results.append(
+            SeedResult(
+                epoch=trial.epoch,
+                val=trial.val.accuracy,
+                test=score.accuracy,
+                test_loss=score.loss,
+                test_per_class=score.per_class,
+                right=score.right,
+                trial_seconds=trial.cpu_seconds,
             )
-    if not same or "data_sha256" not in about:
-        LOG.info("aligned on %s, fine-tuned on %s", about.get("dataset", "?"), now["dataset"])
-    return about
+        )
+    return results
+
+
+# --- one rate with one seed -----------------------------------------------------------------------
+
+
+def settings_of_trial(cfg: FinetuneConfig, lr: float, n: int, start: Path | None) -> FinetuneConfig:
+    """The settings of a trial: one rate, the n-th seed, and where that seed starts."""
+    single = {"grid": None, "grid_seeds": 1, "seeds": 1, "jobs": 1}
+    return cfg.replace(**single, lr=lr, seed=cfg.seed + n, start=start)
+
+
+def run_trials(
+    trials: Sequence[FinetuneConfig],
+    out: Path,
+    processes: int,
+    experiment: Model,
+    task: Task | None,
+    track: Track,
+) -> list[Trial]:
+    """Run trials one after another, or as many at a time as there are `processes` (--jobs)."""
+    if processes == 1 or not trials:
+        return [run_trial(cfg, out, with_settings(experiment, cfg), track) for cfg in trials]
+    # A process loads network and data itself; only a task that has no name is sent to it.
+    run_one = partial(run_trial_in_process, out=out, task=task)
+    return list(track(jobs(run_one, trials, processes), len(trials), "runs"))
+
+
+def run_trial_in_process(cfg: FinetuneConfig, out: Path, task: Task | None) -> Trial:
+    """`run_trial` in a process of its own."""
+    return run_trial(cfg, out, Model(cfg, task))
+
+
+def with_settings(experiment: Model, cfg: FinetuneConfig) -> Model:
+    """The same network and data, to be used with another seed."""
+    other = copy.copy(experiment)
+    other.cfg = cfg
+    return other
+
+
+def run_trial(cfg: FinetuneConfig, out: Path, experiment: Model, track: Track = untracked) -> Trial:
+    """Fine-tune with one rate and one seed, in a run directory below `out`."""
+    (lr,) = cfg.grid
+    file = adapter_of(cfg.start) if cfg.start else None
+    defining = {**experiment.about, "start_sha256": sha256(file) if file else None}
+    with Run(out / f"lr{lr:g}-s{cfg.seed}", "peft", cfg, defining=defining) as run:
+        if run.result:
+            return Trial(**run.result)
+        result: Record = {"lr": lr, "seed": cfg.seed}
+        try:
+            best = peft(cfg, file, experiment, run, track)
+        except Diverged as error:
+            result |= {"val": None, "diverged": str(error)}
+        else:
+            result |= {"val": best["val"], "epoch": best["step"]}
+        return Trial(**run.finish(result))
 
 
 def peft(
-    cfg: FinetuneConfig, out: Path, model_of: Callable[..., Model], track: Track = untracked
+    cfg: FinetuneConfig, file: Path | None, experiment: Model, run: Run, track: Track
 ) -> Record:
-    """One rate and one seed, in a run directory below `out`; the best validation epoch is kept."""
-    m, lr = model_of(cfg), cfg.grid[0]
-    m.cfg, out = cfg, out / f"lr{lr:g}-s{cfg.seed}"
-    file = cfg.start and adapter_of(cfg.start)
-    digest = {"start_sha256": file and sha256(file)}
-    with Run(out, "peft", cfg, defining=m.about | digest) as run:
-        if run.result:
-            return run.result
-        start = load_theta(file, m.backbone.dim)[0] if file else m.theta()
-        (theta,) = trainable({"theta": start}, m.device).values()
-        phi_D, loss_D, head = m.head("peft head")
-        steps = -(-len(m.task.train.targets) // cfg.batch)
-        rate = Schedule(cfg.epochs * steps, cfg.warmup_epochs * steps + 1, cfg.end_lr)
-        both = Group([theta, *phi_D.values()], lr, cfg.weight_decay)
-        opt = Optimiser([both], rate, None if cfg.optimizer == "sgd" else (0.9, 0.999))
-        now = {"theta": theta} | head
-        best = {name: tensor.detach().clone() for name, tensor in now.items()}
-        run.restore(now | {f"best.{name}": tensor for name, tensor in best.items()}, {"opt": opt})
-        result = {"lr": lr, "seed": cfg.seed}
-        label = f"lr {lr:g} seed {cfg.seed}"
-        try:
-            loss = partial(loss_D, theta, phi_D, regularise=True)
-            left = range(opt.step, cfg.epochs * steps)
-            examples = m.examples("peft", cfg.batch, left, cfg.drop_path, passes=True)
-            made = train_epochs(loss, opt, examples, steps, "peft", Passes(cfg.micro_batch, m.amp))
-            epochs = ({**epoch._asdict(), "val": None} for epoch in made)
-            records = m.validated(epochs, cfg.eval_epochs, cfg.epochs, head, val=theta)
-            for record in track(records, cfg.epochs, label, opt.step // steps):
-                if record["val"] and not record["val"]["loss"] < float("inf"):
-                    raise Diverged(f"validation after epoch {record['step']}: loss is not finite")
-                run.log(record)
-                if best_epoch(run.records)["step"] == record["step"]:
-                    for name, tensor in now.items():
-                        best[name].copy_(tensor.detach())
-                run.checkpoint(f"epoch {record['step']} of {cfg.epochs}, {label}")
-        except Diverged as error:
-            return run.finish(result | {"val": None, "diverged": str(error)})
-        about = {"stage": "finetune", "lr": lr, "seed": cfg.seed, "classes": m.task.classes}
-        run.write("adapter.safetensors", save_adapter(best.pop("theta"), best, m.origin | about))
-        found = best_epoch(run.records)
-        return run.finish(result | {"val": found["val"], "epoch": found["step"]})
+    """Train θ, from a file or a fresh one, and a fresh head φ_D; keep the best epoch's.
+
+    Returns that epoch's record. Diverged where a loss is not finite.
+    """
+    (lr,) = cfg.grid
+    label = f"lr {lr:g} seed {cfg.seed}"
+    if file:
+        start, _ = load_theta(file, experiment.backbone.dim)
+    else:
+        start = experiment.theta()
+    theta = trainable({"theta": start}, experiment.device)["theta"]
+    phi_D, loss_D, head = experiment.head("peft head")  # head: φ_D and BatchNorm's statistics
+    steps_per_epoch = math.ceil(len(experiment.task.train.targets) / cfg.batch)
+    opt = make_optimiser(cfg, [theta, *phi_D.values()], steps_per_epoch)
+    current = {"theta": theta, **head}
+    best = {name: tensor.detach().clone() for name, tensor in current.items()}
+    kept = {f"best.{name}": tensor for name, tensor in best.items()}
+    run.restore(current | kept, {"opt": opt})  # after a stop, it goes on from here
+
+    steps = range(opt.step, cfg.epochs * steps_per_epoch)  # those that are left
+    epochs = train_epochs(
+        partial(loss_D, theta, phi_D, regularise=True),
+        opt,
+        experiment.examples("peft", cfg.batch, steps, cfg.drop_path, passes=True),
+        steps_per_epoch,
+        "peft",
+        Passes(cfg.micro_batch, experiment.amp),
+    )
+    records = with_validation(epochs, cfg, experiment, theta, head)
+    for record in track(records, cfg.epochs, label, opt.step // steps_per_epoch):
+        run.log(record)
+        if record["val"] and best_epoch(run.records)["step"] == record["step"]:
+            for name, tensor in current.items():
+                best[name].copy_(tensor.detach())
+        run.checkpoint(f"epoch {record['step']} of {cfg.epochs}, {label}")
+
+    origin = {
+        **experiment.origin,
+        "stage": "finetune",
+        "lr": lr,
+        "seed": cfg.seed,
+        "classes": experiment.task.classes,
+    }
+    best_theta = best.pop("theta")
+    run.write("adapter.safetensors", save_adapter(best_theta, best, origin))
+    return best_epoch(run.records)
+
+
+def make_optimiser(cfg: FinetuneConfig, tensors: list[Tensor], steps_per_epoch: int) -> Optimiser:
+    """AdamW or SGD on θ and the whole head, decayed alike; warm-up, then half a cosine."""
+    (lr,) = cfg.grid
+    # Its W steps of warm-up are followed by the peak, as in the released program.
+    warmup = cfg.warmup_epochs * steps_per_epoch + 1
+    rate = Schedule(cfg.epochs * steps_per_epoch, warmup, cfg.end_lr)
+    betas = None if cfg.optimizer == "sgd" else (0.9, 0.999)
+    return Optimiser([Group(tensors, lr, cfg.weight_decay)], rate, betas)
+
+
+def with_validation(
+    epochs: Iterable[EpochRecord],
+    cfg: FinetuneConfig,
+    experiment: Model,
+    theta: Tensor,
+    head: Phi,
+) -> Iterator[Record]:
+    """Give the record of every `eval_epochs`-th epoch, and of the last, its score as "val"."""
+    for step, loss in epochs:
+        record: Record = {"step": step, "loss": loss, "val": None}
+        if step % cfg.eval_epochs == 0 or step == cfg.epochs:
+            score = experiment.score(experiment.task.val, theta, head)
+            if not math.isfinite(score.loss):
+                raise Diverged(f"validation after epoch {step}: loss is not finite")
+            record["val"] = score.model_dump()
+        yield record
+
+
+def best_epoch(records: Sequence[Record]) -> Record:
+    """The best of the epochs that were validated; of equally good ones the first."""
+    validated = [record for record in records if record["val"]]
+    return max(validated, key=lambda record: quality([Score(**record["val"])]))

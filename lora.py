@@ -124,8 +124,7 @@ def block_forward(
     out = block.ls2(block.mlp(block.norm2(x)))
     if drop is not None:
         out = out * drop[:, 1:, None]
-    x = x + out
-    return x
+    return x + out  # type: ignore[no-any-return]
 
 
 def qkv(

@@ -163,7 +163,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 def accuracies(arms: Sequence[Arm]) -> Iterator[tuple[str, list[Record]]]:
     """What `evaluate` says of the arms of each task, aligned arms first."""
     tuned = [arm for arm in arms if arm.command == "finetune" and arm.finished]
-    settings = {arm: read_arm(arm.path)["settings"] for arm in tuned}
+    settings = {arm: read_arm(arm.path).settings for arm in tuned}
     tuned.sort(key=lambda arm: not settings[arm]["aligned_by"])
     for digest in dict.fromkeys(settings[arm]["data_sha256"] for arm in tuned):
         some = [arm for arm in tuned if settings[arm]["data_sha256"] == digest]

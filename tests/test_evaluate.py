@@ -6,6 +6,7 @@ import re
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -59,6 +60,7 @@ def finished(path: Path, test: list[float], by: str | None = None, **changes: An
     result: dict[str, Any] = {"unit": "PEFT seed", "test": test, "backbone": "vit_l16"}
     whole = changes.get("test_images", 1000)
     right = None if "metric" in changes else [round(x * whole / 100) for x in test]
+    result["test_images"] = whole
     result |= {"metric": "top-1 accuracy", "pretext": "mae", "right": right, "lr": 1e-3}
     result |= {"aligned_by": by, "aligned_on": by and "cub200", "align_unlike_paper": by and {}}
     result |= {name: value for name, value in changes.items() if name in result}
@@ -83,7 +85,7 @@ def test_a_directory_of_runs_is_one_arm(tmp_path: Path) -> None:
 
 
 def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
-    for arm, changes in (("mixed", {"rank": 4}), ("both", {"by": "mfac"})):
+    for arm, changes in (("mixed", {"rank": 4, "alpha": 4.0}), ("both", {"by": "mfac"})):
         finished(tmp_path / arm / "a", [70.0])
         finished(tmp_path / arm / "b", [70.0], **changes)
     finished(tmp_path / "empty", [])
@@ -124,6 +126,40 @@ def test_counts_are_whole_right_images_and_of_map_hundredths_of_a_point(tmp_path
     assert row.first_minus_this is not None and row.first_minus_this.difference == -0.5
 
 
+def test_arms_with_equal_means_differ_by_nothing(tmp_path: Path) -> None:
+    """300 + 302 images are 301 + 301, though the means of the percentages differ by rounding."""
+    runs = []
+    for name, counts in (("a", (300, 302)), ("b", (301, 301))):
+        test = [100 * (n / 1000) for n in counts]
+        runs.append(finished(tmp_path / name, test))
+    assert fmean([100 * (300 / 1000), 100 * (302 / 1000)]) != fmean([100 * (301 / 1000)] * 2)
+    found = evaluate(runs).arms[1].first_minus_this
+    assert found == Comparison(difference=0.0, p=1.0, splits=6)
+
+
+def test_text_has_two_decimals_and_two_digits_of_p_and_json_all(tmp_path: Path) -> None:
+    runs = [finished(tmp_path / "a", [70.1, 71.0, 70.5])]
+    runs.append(finished(tmp_path / "b", [69.0, 68.0, 69.5], lam=1.0, align_unlike_paper={"T": 1}))
+    arm = evaluate(runs).arms[1]
+    assert str(arm.first_minus_this) == "difference=1.70 p=0.10 splits=20"
+    assert arm.differs == {"align_unlike_paper": "T 1, there None", "lam": "1.0, there None"}
+    compared = json.loads(arm.model_dump_json())["first_minus_this"]
+    assert compared == {"difference": 1.7, "p": 0.1, "splits": 20}
+
+
+def test_an_alpha_that_is_not_given_is_the_rank(tmp_path: Path) -> None:
+    """Runs of the second edition recorded the number, newer ones that there is none."""
+    runs = [finished(tmp_path / f"{x}", [70.0], alpha=x) for x in (None, 64.0, 32.0)]
+    _, same, other = evaluate(runs).arms
+    assert same.differs == {} and same.paper is not None
+    assert other.differs == {"alpha": "32.0, there None"} and other.paper is None
+
+
+def test_two_ways_of_aligning_are_told_apart(tmp_path: Path) -> None:
+    runs = [finished(tmp_path / by, [70.0], by=by) for by in ("mfac", "cg")]
+    assert evaluate(runs).arms[1].differs == {"aligned_by": "cg, there mfac"}
+
+
 def test_the_papers_figure_stands_only_beside_what_the_paper_measured(tmp_path: Path) -> None:
     official = "x/mae_pretrain_vit_large_full.pth"
     cases: list[tuple[str | None, dict[str, Any], tuple[float, float] | None]] = [
@@ -161,12 +197,14 @@ def test_the_papers_tables_are_copied_right() -> None:
 
     main, other = "tab:mae_bisslight_main_results", "tab:classificaiton_acc_bisslight_ijepa"
     bissl = "tab:classificaiton_acc_bissl_orig"
-    cells = {k: re.findall(r"([\d.]+)±([\d.]+)", x) for k, x in tables.ACCURACIES.items()}
-    floats = {k: [(float(a), float(b)) for a, b in found] for k, found in cells.items()}
+    floats = {}
+    for label, rows in tables.ACCURACIES.items():
+        figures = " ".join(rows.values()).split()
+        floats[label] = [(float(x.split("±")[0]), float(x.split("±")[1])) for x in figures]
     assert {k: pairs(k) for k in (main, other)} == {k: floats[k] for k in (main, other)}
     assert pairs(bissl) == floats[main][:12] + floats[bissl]  # the rows of ViT-B and its own
     head = re.findall(r"& (\w+)", table_of(main).split("midrule")[0])
-    assert [name.lower() for name in head] == [*tables.DATASETS]
+    assert [name.lower() for name in head] == [*tables.COLUMNS]
     body = table_of("tab:lora_param_count").split("midrule")[1]
     millions = [float(x) for x in re.findall(r"\d+\.\d\d", body)]  # the ninth is the backbone's
     for k, (_, arch) in enumerate([*BACKBONES.items()][1:]):
