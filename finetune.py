@@ -10,12 +10,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from bisslight import Diverged, Passes
+import torch
+
+from bisslight import Diverged
 from config import FinetuneConfig, Record
 from data import Task
 from support.checkpoints import load_adapter, load_theta, save_adapter
 from support.errors import UsageError, checking
-from support.experiment import Model, own_names
+from support.experiment import Experiment, names_of_own_data
 from support.optim import Group, Optimiser, Schedule, train_epochs, trainable
 from support.processes import jobs
 from support.runs import (
@@ -66,24 +68,28 @@ def finetune(
 
     `task`: one of your own. UsageError before the long work; Diverged where every rate diverges.
     """
-    cfg = cfg.replace(**own_names(task)) if task else cfg
+    cfg = cfg.replace(**names_of_own_data(task)) if task else cfg
     goes_on = check_directory(out, "finetune", cfg, force)
-    m = Model(cfg, task)
+    m = Experiment(cfg, task)
     starts, unit = starts_of(cfg)
     origins = [origin(x, m) for x in dict.fromkeys(starts) if x]
     first = origins[0] if origins else {"hypergrad": None}  # no align run
-    m.check("--batch", cfg.batch, goes_on)
+    m.check_batches("--batch", cfg.batch)
+    if not goes_on:
+        m.decode_held_out_images()
     digests = {"start_sha256": [sha256(adapter_of(x)) for x in starts if x]}
-    with Run(out, "finetune", cfg, force, m.about | digests) as run:
+    with Run(out, "finetune", cfg, force, m.defining | digests) as run:
         if run.result:
             return FinetuneResult(**run.result)
 
         def results(pairs: list[tuple[float, int]]) -> list[Record]:
             one = {"grid": None, "grid_seeds": 1, "seeds": 1, "jobs": 1}
-            trials = [cfg.replace(**one, lr=lr, seed=cfg.seed + i, start=starts[i]) for lr, i in pairs]
+            trials = [
+                cfg.replace(**one, lr=lr, seed=cfg.seed + i, start=starts[i]) for lr, i in pairs
+            ]
             if cfg.jobs == 1 or not trials:
-                return [peft(one, out, lambda cfg: m, track) for one in trials]
-            fn = partial(peft, out=out, model_of=partial(Model, task=task))
+                return [peft(one, out, m.with_settings, track) for one in trials]
+            fn = partial(peft, out=out, model_of=partial(Experiment, task=task))
             return [*track(jobs(fn, trials, cfg.jobs), len(trials), "runs")]
 
         n = cfg.grid_seeds if len(cfg.grid) > 1 else cfg.seeds
@@ -104,7 +110,7 @@ def finetune(
         }))  # fmt: skip
 
 
-def tested(m: Model, run: Run, chosen: list[Record]) -> Record:
+def tested(m: Experiment, run: Run, chosen: list[Record]) -> Record:
     """Test each seed's best epoch, once; keep its adapter beside the result."""
     scores = []
     for result in chosen:
@@ -180,11 +186,11 @@ def adapter_of(start: Path) -> Path:
     return start / "adapter.safetensors" if start.is_dir() else start
 
 
-def origin(start: Path, m: Model) -> Record:
+def origin(start: Path, m: Experiment) -> Record:
     """What an adapter says of itself; refuses one of another network or split (UsageError)."""
     with checking(f"--from {start}"):
         theta, about = load_theta(adapter_of(start), m.backbone.dim)
-        now, shape = m.origin, m.theta().shape
+        now, shape = m.origin, torch.Size(m.theta_shape)
         if theta.shape != shape:
             raise ValueError(f"holds θ {[*theta.shape]}, this run's is {[*shape]}; see --rank")
         if about.get("stage", "align") != "align":
@@ -206,19 +212,19 @@ def origin(start: Path, m: Model) -> Record:
 
 
 def peft(
-    cfg: FinetuneConfig, out: Path, model_of: Callable[..., Model], track: Track = untracked
+    cfg: FinetuneConfig, out: Path, model_of: Callable[..., Experiment], track: Track = untracked
 ) -> Record:
     """One rate and one seed, in a run directory below `out`; the best validation epoch is kept."""
     m, lr = model_of(cfg), cfg.grid[0]
-    m.cfg, out = cfg, out / f"lr{lr:g}-s{cfg.seed}"
+    out = out / f"lr{lr:g}-s{cfg.seed}"
     file = cfg.start and adapter_of(cfg.start)
     digest = {"start_sha256": file and sha256(file)}
-    with Run(out, "peft", cfg, defining=m.about | digest) as run:
+    with Run(out, "peft", cfg, defining=m.defining | digest) as run:
         if run.result:
             return run.result
-        start = load_theta(file, m.backbone.dim)[0] if file else m.theta()
+        start = load_theta(file, m.backbone.dim)[0] if file else m.new_theta()
         (theta,) = trainable({"theta": start}, m.device).values()
-        phi_D, loss_D, head = m.head("peft head")
+        phi_D, loss_D, head = m.new_head("peft head")
         steps = -(-len(m.task.train.targets) // cfg.batch)
         rate = Schedule(cfg.epochs * steps, cfg.warmup_epochs * steps + 1, cfg.end_lr)
         both = Group([theta, *phi_D.values()], lr, cfg.weight_decay)
@@ -232,10 +238,11 @@ def peft(
             loss = partial(loss_D, theta, phi_D, regularise=True)
             left = range(opt.step, cfg.epochs * steps)
             examples = m.examples("peft", cfg.batch, left, cfg.drop_path, passes=True)
-            made = train_epochs(loss, opt, examples, steps, "peft", Passes(cfg.micro_batch, m.amp))
+            made = train_epochs(loss, opt, examples, steps, "peft", m.passes)
             epochs = ({**epoch._asdict(), "val": None} for epoch in made)
-            records = m.validated(epochs, cfg.eval_epochs, cfg.epochs, head, val=theta)
-            for record in track(records, cfg.epochs, label, opt.step // steps):
+            for record in track(epochs, cfg.epochs, label, opt.step // steps):
+                if record["step"] % cfg.eval_epochs == 0 or record["step"] == cfg.epochs:
+                    record["val"] = m.score(m.task.val, theta, head).model_dump()
                 if record["val"] and not record["val"]["loss"] < float("inf"):
                     raise Diverged(f"validation after epoch {record['step']}: loss is not finite")
                 run.log(record)
