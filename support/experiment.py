@@ -191,7 +191,8 @@ class AlignExperiment(Experiment):
     def __init__(
         self, cfg: AlignConfig, task: data.Task | None = None, pool: data.Pool | None = None
     ) -> None:
-        # Before the networks: loading them can be a download of gigabytes.
+        # All this before the networks: loading them can be a download of gigabytes.
+        task = open_task(cfg) if task is None else task
         self.pool = open_pool(cfg) if pool is None else pool
         check_pixels(self.pool.images)
         self.task_class = None  # of a pretext task of one's own
@@ -241,12 +242,10 @@ class AlignExperiment(Experiment):
 
     def first_images(self, n: int) -> Tensor:
         """The first n images of the pool, (n, 3, H, W), cut out as for training."""
-        size = len(self.pool.images)
-        draws = [(i, i % size) for i in range(n)]
-        batch = self.pool_images()[draws, n]
-        if isinstance(batch, data.ImageError):
-            raise batch
-        return batch[0].to(self.device)
+        draws = [(i, i % len(self.pool.images)) for i in range(n)]
+        with torch.random.fork_rng(devices=[]):  # a loader draws from the global generator
+            x, _, _ = next(data.batches(self.pool_images(), [draws], 0, self.device))
+        return x
 
     def pretext_batches(self, task: PretextTask[Batch], steps: range) -> Iterator[Batch]:
         """Prepared pretext batches for these lower steps."""
