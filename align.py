@@ -191,7 +191,7 @@ def probe(
         run.checkpoint(f"probe epoch {epoch.step}")
     score = experiment.score(task.val, state.theta_D, head.with_stats)
     run.log({"step": 0, "probe_val": score.model_dump()})
-    LOG.info("linear probe: validation %s %.1f %%", experiment.metric, score.accuracy)
+    LOG.info("linear probe: validation %s %.2f %%", experiment.metric, score.accuracy)
 
 
 def validate(experiment: AlignExperiment, state: State, head: Head) -> Record:
@@ -199,6 +199,13 @@ def validate(experiment: AlignExperiment, state: State, head: Head) -> Record:
     val = experiment.task.val
     score_P = experiment.score(val, state.theta_P, head.with_stats)
     score_D = experiment.score(val, state.theta_D, head.with_stats)
+    LOG.info(
+        "alternation %d: validation %s %.2f %% with θ_P, %.2f %% with θ_D",
+        state.done,
+        experiment.metric,
+        score_P.accuracy,
+        score_D.accuracy,
+    )
     return {"val_P": score_P.model_dump(), "val_D": score_D.model_dump()}
 
 
