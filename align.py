@@ -1,20 +1,20 @@
 """`bisslight align` (App. C.3): linear probing of φ_D, then Algorithm 1."""
 
+import math
 from functools import partial
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor
 
 import hypergradients
 import mfac
-from bisslight import Diverged, Hypergradient, Loss, Passes, Phi, PretextTask, State, algorithm_1
+from bisslight import Diverged, Hypergradient, Phi, State, algorithm_1
 from config import AlignConfig, Record, unlike_paper
 from data import Pool, Task
 from support.checkpoints import save_adapter
 from support.errors import UsageError
-from support.experiment import Model, own_names, pretext_batches
+from support.experiment import AlignExperiment, Head, names_of_own_data
 from support.metrics import Score
 from support.optim import Group, Optimiser, Schedule, decay_groups, train_epochs, trainable
 from support.runs import LOG, Run, RunResult, Track, check_directory, untracked
@@ -25,9 +25,8 @@ EXACT_LIMIT = 5000  # entries of θ: as many Hessian-vector products, and 200 MB
 class AlignResult(RunResult, frozen=True):
     """What an align run ended with."""
 
-    adapter: str  # θ_P's file
+    adapter: Path  # θ_P's file
     d_lr: float  # rate of the upper level
-    unstable: dict[str, str]  # upper rates that were given up, and why
     pretext: str
     metric: str
     distance: float  # |θ_P − θ_D|
@@ -46,136 +45,217 @@ def align(
     force: bool = False,
     track: Track = untracked,
 ) -> AlignResult:
-    """Run BiSSLight into the run directory `out`; `force` starts over, `track` shows progress.
+    """Run BiSSLight into the run directory `out`; the same call goes on after a stop.
 
-    `task`, `pool`: data of your own. UsageError before the long work; Diverged where it diverges.
+    Args:
+        cfg: the settings.
+        out: is made if it is not there.
+        task, pool: data of your own, instead of what the settings name.
+        force: start the run over.
+        track: shows progress.
+
+    Raises UsageError before the long work, and Diverged where a loss or gradient is not finite.
     """
-    cfg = cfg.replace(**own_names(task, pool)) if task or pool else cfg
-    check_directory(out, "align", cfg, force)
-    found = aligned(Model(cfg, task, pool), out, force, track)
-    if "diverged" in found:
-        raise Diverged(found["diverged"])
-    return AlignResult(**found)
+    names = names_of_own_data(task, pool)
+    if names:
+        cfg = cfg.replace(**names)
+    check_directory(out, "align", cfg, force)  # before anything is loaded
+    return run_align(AlignExperiment(cfg, task, pool), out, force=force, track=track)
 
 
-def aligned(m: Model, out: Path, force: bool, track: Track, watched: bool = False) -> Record:
-    """Result for one upper rate, or {"diverged": why}; `watched` ends a run that is `unstable`."""
-    cfg: Any = m.cfg
-    T = cfg.alternations
-    theta = m.theta()  # l.2
-    pretext = m.pretext_task(theta)
+def run_align(
+    experiment: AlignExperiment, out: Path, *, force: bool = False, track: Track = untracked
+) -> AlignResult:
+    """As `align`, with data and networks that are open already."""
+    cfg = experiment.cfg
+    theta = experiment.new_theta()  # l.2
+    pretext = experiment.pretext_task(theta)
     inverse = hypergradient(cfg, theta)
-    m.check("--d-batch", cfg.d_batch, check_directory(out, "align", cfg, force))
-    with Run(out, "align", cfg, force, m.about) as run:
-        if run.result:
-            return run.result
-        phi_D, loss_D, head = m.head("align head")
-        s, optimisers = begin(cfg, theta, pretext, phi_D)
-        tensors = {"theta_P": s.theta_P, "theta_D": s.theta_D}
-        for part, named in (("phi_P", s.phi_P), ("phi_D", head), ("pretext", pretext.state)):
-            tensors |= {f"{part}.{name}": tensor for name, tensor in named.items()}
-        run.restore(tensors, optimisers)
-        s.done = optimisers["opt_P"].step // cfg.lower_steps
+    experiment.check_batches("--d-batch", cfg.d_batch)
+    goes_on = check_directory(out, "align", cfg, force)
+    if not goes_on:
+        experiment.decode_held_out_images()
+
+    with Run(out, "align", cfg, force, experiment.defining) as run:
+        if run.result is not None:
+            return finished(run.result)
+        head = experiment.new_head("align head")
+        state, optimisers = start_state(cfg, theta, pretext.phi, head.phi)
+        run.restore(name_tensors(state, head, pretext.state), optimisers._asdict())
+        state.done = optimisers.opt_P.step // cfg.lower_steps
         try:
-            if not run.records and cfg.probe_epochs:  # with 0 epochs, nothing to score
-                probe(m, s, loss_D, head, optimisers["probe"], run, track)
-            lower, upper = (range(s.done * n, T * n) for n in (cfg.lower_steps, cfg.upper_steps))
-            batches = pretext_batches(cfg, m.pool, pretext, m.arch.image_size, cfg.p_batch, lower)
-            examples = m.examples("downstream", cfg.d_batch, upper, cfg.drop_path)
-            passes = Passes(cfg.micro_batch, m.amp)
-            store = "cpu" if cfg.mfac_device == "cpu" else None
+            if cfg.probe_epochs and not run.records:
+                probe(experiment, state, head, optimisers.probe, run, track)
+
+            lower_steps = range(state.done * cfg.lower_steps, cfg.alternations * cfg.lower_steps)
+            upper_steps = range(state.done * cfg.upper_steps, cfg.alternations * cfg.upper_steps)
             logs = algorithm_1(
-                s, cfg, pretext, loss_D, inverse, batches, examples, passes=passes, store=store
+                state,
+                steps=cfg,
+                task=pretext,
+                loss_D=head.loss,
+                hypergrad=inverse,
+                pretext=experiment.pretext_batches(pretext, lower_steps),
+                downstream=experiment.examples(
+                    "downstream", cfg.d_batch, upper_steps, cfg.drop_path
+                ),
+                passes=experiment.passes,
+                store="cpu" if cfg.mfac_device == "cpu" else None,
             )
-            told = ({"step": log.alternation, **log._asdict()} for log in logs)
-            records = m.validated(told, cfg.eval_every, T, head, val_P=s.theta_P, val_D=s.theta_D)
-            for record in track(records, T, "align", s.done):
+            for log in track(logs, cfg.alternations, "align", state.done):
+                t = log.alternation
+                record = {"step": t, **log._asdict()}
+                due = t % cfg.eval_every == 0 or t == cfg.alternations
+                if due:
+                    record |= validate(experiment, state, head)
                 run.log(record)
-                if watched and (why := unstable(run.records)):
-                    raise Diverged(f"alternation {s.done}: {why}")
-                run.checkpoint(f"alternation {s.done} of {T}", "val_P" in record)
+                run.checkpoint(f"alternation {t} of {cfg.alternations}", due)
         except Diverged as error:
-            return run.finish({"diverged": str(error)})
-        how, last = cfg.hypergrad if cfg.upper_steps else "lower only", run.records[-1]
-        about = {"stage": "align", "d_lr": cfg.d_lr, "hypergrad": how}
-        about["unlike_paper"] = unlike_paper(cfg)
-        run.write("adapter.safetensors", save_adapter(s.theta_P, {}, m.origin | about))  # l.17
-        return run.finish({
-            "d_lr": cfg.d_lr, "unstable": {}, "pretext": m.origin["pretext"], "metric": m.metric,
-            **{key: (last[key] or [0.0])[-1] for key in ("distance", "q_over_g", "cosine")},
-            "val_P": last["val_P"], "val_D": last["val_D"],
-        })  # fmt: skip
+            run.finish({"diverged": str(error)})
+            raise
+        run.write("adapter.safetensors", adapter_file(experiment, state.theta_P))  # l.17
+        return finished(run.finish(summary(experiment, run.records[-1])))
+
+
+def finished(result: Record) -> AlignResult:
+    """The result of a finished run, from its result.json; raises the Diverged that ended it."""
+    if "diverged" in result:
+        raise Diverged(result["diverged"])
+    return AlignResult(**result)
+
+
+class Optimisers(NamedTuple):
+    """All optimisers of an align run."""
+
+    opt_P: Optimiser  # of θ_P and φ_P
+    opt_D: Optimiser  # of θ_D and φ_D
+    probe: Optimiser  # of φ_D alone, before line 3
+
+
+def start_state(
+    cfg: AlignConfig, theta: Tensor, phi_P: Phi, phi_D: Phi
+) -> tuple[State, Optimisers]:
+    """What line 3 starts from: θ_P = θ_D = θ (l.2), copies of φ_P, and φ_D itself."""
+    theta_P = theta.detach().clone().requires_grad_()
+    theta_D = theta.detach().clone().requires_grad_()
+    phi_P = trainable(phi_P, theta.device)
+
+    T = cfg.alternations
+    lower_rate = Schedule(T * cfg.lower_steps, cfg.warmup * cfg.lower_steps + 1, cfg.end_lr)
+    upper_rate = Schedule(T * cfg.upper_steps, cfg.warmup * cfg.upper_steps + 1, cfg.end_lr)
+    betas = None if cfg.d_optimizer == "sgd" else (0.9, 0.999)
+
+    lower_groups = [
+        Group([theta_P], cfg.p_lr, cfg.p_weight_decay),
+        *decay_groups(phi_P, cfg.phi_p_lr, cfg.p_weight_decay),
+    ]
+    # One group, so that biases are decayed, too: App. C.2 names no exception.
+    upper_group = Group([theta_D, *phi_D.values()], cfg.d_lr, cfg.d_weight_decay)
+    probe_group = Group([*phi_D.values()], cfg.d_lr, cfg.d_weight_decay)
+    optimisers = Optimisers(
+        opt_P=Optimiser(lower_groups, lower_rate, (0.9, 0.95), cfg.clip),
+        opt_D=Optimiser([upper_group], upper_rate, betas, cfg.clip),
+        probe=Optimiser([probe_group], None, betas),
+    )
+    state = State(theta_P, theta_D, phi_P, phi_D, optimisers.opt_P, optimisers.opt_D)
+    return state, optimisers
+
+
+def name_tensors(state: State, head: Head, pretext_state: Phi) -> dict[str, Tensor]:
+    """What a checkpoint holds besides the optimisers, by name."""
+    tensors = {"theta_P": state.theta_P, "theta_D": state.theta_D}
+    tensors |= {f"phi_P.{name}": tensor for name, tensor in state.phi_P.items()}
+    tensors |= {f"phi_D.{name}": tensor for name, tensor in head.with_stats.items()}
+    tensors |= {f"pretext.{name}": tensor for name, tensor in pretext_state.items()}
+    return tensors
 
 
 def probe(
-    m: Model, s: State, loss_D: Loss, head: Phi, opt: Optimiser, run: Run, track: Track
+    experiment: AlignExperiment,
+    state: State,
+    head: Head,
+    opt: Optimiser,
+    run: Run,
+    track: Track,
 ) -> None:
-    """Linear probing of φ_D at the fresh θ, before line 3 (App. C.3)."""
-    cfg: Any = m.cfg
-    rate = cfg.drop_path if cfg.probe_drop_path else 0.0
-    loss = partial(loss_D, s.theta_D.detach(), s.phi_D, regularise=True)
-    per_epoch = -(-len(m.task.train.targets) // cfg.d_batch)
-    left = range(opt.step, cfg.probe_epochs * per_epoch)
-    examples = m.examples("probe", cfg.d_batch, left, rate, passes=True)
-    records = train_epochs(loss, opt, examples, per_epoch, "probe", Passes(cfg.micro_batch, m.amp))
-    for record in track(records, cfg.probe_epochs, "probe"):
-        run.checkpoint(f"probe epoch {record.step}")
-    score = m.score(m.task.val, s.theta_D, head)
+    """Linear probing: train φ_D at the fresh θ, at the upper level's rate, constant (App. C.3)."""
+    cfg = experiment.cfg
+    task = experiment.task
+    drop_path = cfg.drop_path if cfg.probe_drop_path else 0.0
+    loss = partial(head.loss, state.theta_D.detach(), state.phi_D, regularise=True)
+    steps_per_epoch = math.ceil(len(task.train.targets) / cfg.d_batch)
+    steps = range(opt.step, cfg.probe_epochs * steps_per_epoch)
+    examples = experiment.examples("probe", cfg.d_batch, steps, drop_path, passes=True)
+    epochs = train_epochs(loss, opt, examples, steps_per_epoch, "probe", experiment.passes)
+    for epoch in track(epochs, cfg.probe_epochs, "probe", opt.step // steps_per_epoch):
+        run.checkpoint(f"probe epoch {epoch.step}")
+    score = experiment.score(task.val, state.theta_D, head.with_stats)
     run.log({"step": 0, "probe_val": score.model_dump()})
-    LOG.info("linear probe: validation %s %.1f %%", m.metric, score.accuracy)
+    LOG.info("linear probe: validation %s %.2f %%", experiment.metric, score.accuracy)
 
 
-def begin(
-    cfg: AlignConfig, theta: Tensor, pretext: PretextTask, phi_D: Phi
-) -> tuple[State, dict[str, Optimiser]]:
-    """θ_P = θ_D = θ (l.2), φ_P from its task; and opt_P, opt_D and the probe's optimiser."""
-    theta_P, theta_D = trainable({"P": theta, "D": theta}, theta.device).values()
-    phi_P = trainable(pretext.phi, theta.device)
-    steps, T = (cfg.lower_steps, cfg.upper_steps), cfg.alternations
-    lower, upper = (Schedule(T * n, cfg.warmup * n + 1, cfg.end_lr) for n in steps)
-    below = Group([theta_P], cfg.p_lr, cfg.p_weight_decay)
-    decoder = decay_groups(phi_P, cfg.phi_p_lr, cfg.p_weight_decay)
-    opt_P = Optimiser([below, *decoder], lower, (0.9, 0.95), cfg.clip)
-    betas = None if cfg.d_optimizer == "sgd" else (0.9, 0.999)
-    head = Group([*phi_D.values()], cfg.d_lr, cfg.d_weight_decay)
-    both = head._replace(tensors=[theta_D, *head.tensors])  # bias too: App. C.2 names no exception
-    opt_D = Optimiser([both], upper, betas, cfg.clip)
-    probe = Optimiser([head], None, betas)
-    optimisers = {"opt_P": opt_P, "opt_D": opt_D, "probe": probe}
-    return State(theta_P, theta_D, phi_P, phi_D, opt_P, opt_D), optimisers
+def validate(experiment: AlignExperiment, state: State, head: Head) -> Record:
+    """The scores of θ_P and of θ_D on the validation split, both with φ_D."""
+    val = experiment.task.val
+    score_P = experiment.score(val, state.theta_P, head.with_stats)
+    score_D = experiment.score(val, state.theta_D, head.with_stats)
+    LOG.info(
+        "alternation %d: validation %s %.2f %% with θ_P, %.2f %% with θ_D",
+        state.done,
+        experiment.metric,
+        score_P.accuracy,
+        score_D.accuracy,
+    )
+    return {"val_P": score_P.model_dump(), "val_D": score_D.model_dump()}
 
 
 def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
     """The function of lines 10 and 13 that the settings name (UsageError: too large for it)."""
-    if cfg.hypergrad == "exact" and theta.numel() > EXACT_LIMIT:
+    if cfg.hypergrad == "mfac":
+        return partial(mfac.mfac, partition=cfg.partition)
+    if cfg.hypergrad == "recursion":
+        return partial(mfac.recursion, partition=cfg.partition)
+    if cfg.hypergrad == "cg":
+        K, p = theta.shape
+        sizes = None
+        if cfg.cg_steps == "tensor":
+            sizes = [p // 4] * 4 * K  # A_q, B_q, A_v and B_v of each layer, as θ holds them
+        return partial(
+            hypergradients.cg,
+            iterations=cfg.cg_iterations,
+            damping=cfg.cg_damping,
+            prefactor=cfg.cg_prefactor,
+            sizes=sizes,
+        )
+    if cfg.hypergrad == "identity":
+        return hypergradients.identity
+    if theta.numel() > EXACT_LIMIT:
         raise UsageError(
             f"--hypergrad exact: θ has {theta.numel()} entries, more than {EXACT_LIMIT}; use mfac"
         )
-    K, p = theta.shape
-    known: dict[str, Hypergradient] = {
-        "mfac": partial(mfac.mfac, partition=cfg.partition),
-        "recursion": partial(mfac.recursion, partition=cfg.partition),
-        "identity": hypergradients.identity,
-        "exact": hypergradients.exact,
-        "cg": partial(hypergradients.cg, iterations=cfg.cg_iterations, damping=cfg.cg_damping,
-                      prefactor=cfg.cg_prefactor,
-                      sizes=[p // 4] * 4 * K if cfg.cg_steps == "tensor" else None),
-    }  # fmt: skip
-    return known[cfg.hypergrad]
+    return hypergradients.exact
 
 
-def unstable(records: list[Record]) -> str | None:
-    """Why a run is not stable so far, None if it is. Paper silent: it does not define "stable".
+def adapter_file(experiment: AlignExperiment, theta_P: Tensor) -> bytes:
+    """θ_P (l.17) as a file, with what it was trained on and how."""
+    cfg = experiment.cfg
+    how = {
+        "stage": "align",
+        "d_lr": cfg.d_lr,
+        "hypergrad": cfg.hypergrad if cfg.upper_steps else "lower only",
+        "unlike_paper": unlike_paper(cfg),
+    }
+    return save_adapter(theta_P, {}, experiment.origin | how)
 
-    Here no loss, averaged over an alternation, may rise above 3 times its running minimum; a
-    minimum below a quarter of the first alternation's loss counts as that quarter.
 
-    >>> unstable([{"loss_D_at_D": [2.0]}, {"loss_D_at_D": [1.0]}, {"loss_D_at_D": [3.5]}])
-    'loss_D_at_D rose to 3.5, more than 3 times its minimum'
-    >>> unstable([{"loss_P": [4.0]}, {"loss_P": [0.1]}, {"loss_P": [2.9]}])  # less than 3 · 4 / 4
-    """
-    for name in ("loss_P", "loss_D_at_P", "loss_D_at_D"):
-        values = [fmean(record[name]) for record in records if record.get(name)] or [0.0]
-        if values[-1] > 3 * max(min(values), values[0] / 4):
-            return f"{name} rose to {values[-1]:.4g}, more than 3 times its minimum"
-    return None
+def summary(experiment: AlignExperiment, last: Record) -> Record:
+    """What result.json says, from the record of the last alternation."""
+    result: Record = {
+        "d_lr": experiment.cfg.d_lr,
+        "pretext": experiment.origin["pretext"],
+        "metric": experiment.metric,
+    }
+    for name in ("distance", "q_over_g", "cosine"):
+        steps = last[name]
+        result[name] = steps[-1] if steps else 0.0  # with --upper-steps 0 there are none
+    return result | {"val_P": last["val_P"], "val_D": last["val_D"]}

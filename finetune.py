@@ -5,9 +5,8 @@ validation split is run with all seeds, and each seed's best epoch is tested, on
 one seed is a trial: a run of its own in a directory such as OUT/lr0.001-s0.
 """
 
-import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -16,14 +15,14 @@ from typing import NamedTuple
 from pydantic import BaseModel
 from torch import Tensor
 
-from bisslight import Diverged, Passes, Phi
+from bisslight import Diverged
 from config import FinetuneConfig, Record
 from data import Task
 from support.checkpoints import load_adapter, load_theta, save_adapter
 from support.errors import UsageError, checking
-from support.experiment import Model, own_names
+from support.experiment import Experiment, names_of_own_data
 from support.metrics import Score
-from support.optim import EpochRecord, Group, Optimiser, Schedule, train_epochs, trainable
+from support.optim import Group, Optimiser, Schedule, train_epochs, trainable
 from support.processes import jobs
 from support.runs import (
     LOG,
@@ -148,15 +147,17 @@ def finetune(
     `task`: one of your own. UsageError before the long work; Diverged where every rate diverges.
     """
     if task:
-        cfg = cfg.replace(**own_names(task))
+        cfg = cfg.replace(**names_of_own_data(task))
     goes_on = check_directory(out, "finetune", cfg, force)
-    experiment = Model(cfg, task)
+    experiment = Experiment(cfg, task)
     starts = starts_of_seeds(cfg)
     given = [start for start in starts.paths if start]
     origins = [check_origin(start, experiment) for start in dict.fromkeys(given)]
-    experiment.check("--batch", cfg.batch, goes_on)
+    experiment.check_batches("--batch", cfg.batch)
+    if not goes_on:
+        experiment.decode_held_out_images()
     digests = [sha256(adapter_of(start)) for start in given]
-    defining = {**experiment.about, "start_sha256": digests}
+    defining = {**experiment.defining, "start_sha256": digests}
 
     def run_pairs(pairs: Pairs) -> list[Trial]:
         trials = [settings_of_trial(cfg, lr, n, starts.paths[n]) for lr, n in pairs]
@@ -186,7 +187,7 @@ def finetune(
         return FinetuneResult(**run.finish(content))
 
 
-def describe_start(origins: Sequence[Origin], experiment: Model) -> Record:
+def describe_start(origins: Sequence[Origin], experiment: Experiment) -> Record:
     """What result.json says of the align run, or of the first of several, which differ in seed."""
     first = origins[0] if origins else Origin(hypergrad=None)
     return {
@@ -267,7 +268,7 @@ def adapter_of(start: Path) -> Path:
     return start / "adapter.safetensors" if start.is_dir() else start
 
 
-def check_origin(start: Path, experiment: Model) -> Origin:
+def check_origin(start: Path, experiment: Experiment) -> Origin:
     """What an adapter says of itself; one that does not fit this experiment is refused.
 
     It has to be an align run's, of the same network. Of the same dataset it has to have seen the
@@ -277,7 +278,7 @@ def check_origin(start: Path, experiment: Model) -> Origin:
     with checking(f"--from {start}"):
         theta, written = load_theta(adapter_of(start), experiment.backbone.dim)
         origin = Origin(**written)
-        shape = experiment.theta().shape
+        shape = experiment.theta_shape
         if theta.shape != shape:
             raise ValueError(f"holds θ {[*theta.shape]}, this run's is {[*shape]}; see --rank")
         if origin.stage != "align":
@@ -363,7 +364,7 @@ def quality(scores: Sequence[Score]) -> tuple[float, float]:
     return accuracy, -loss
 
 
-def test_seeds(trials: Sequence[Trial], experiment: Model, run: Run) -> list[SeedResult]:
+def test_seeds(trials: Sequence[Trial], experiment: Experiment, run: Run) -> list[SeedResult]:
     """Test the best epoch of each trial, once; its adapter is kept beside the result."""
     test = experiment.task.test
     results = []
@@ -401,13 +402,13 @@ def run_trials(
     trials: Sequence[FinetuneConfig],
     out: Path,
     processes: int,
-    experiment: Model,
+    experiment: Experiment,
     task: Task | None,
     track: Track,
 ) -> list[Trial]:
     """Run trials one after another, or as many at a time as there are `processes` (--jobs)."""
     if processes == 1 or not trials:
-        return [run_trial(cfg, out, with_settings(experiment, cfg), track) for cfg in trials]
+        return [run_trial(cfg, out, experiment.with_settings(cfg), track) for cfg in trials]
     # A process loads network and data itself; only a task that has no name is sent to it.
     run_one = partial(run_trial_in_process, out=out, task=task)
     return list(track(jobs(run_one, trials, processes), len(trials), "runs"))
@@ -415,21 +416,16 @@ def run_trials(
 
 def run_trial_in_process(cfg: FinetuneConfig, out: Path, task: Task | None) -> Trial:
     """`run_trial` in a process of its own."""
-    return run_trial(cfg, out, Model(cfg, task))
+    return run_trial(cfg, out, Experiment(cfg, task))
 
 
-def with_settings(experiment: Model, cfg: FinetuneConfig) -> Model:
-    """The same network and data, to be used with another seed."""
-    other = copy.copy(experiment)
-    other.cfg = cfg
-    return other
-
-
-def run_trial(cfg: FinetuneConfig, out: Path, experiment: Model, track: Track = untracked) -> Trial:
+def run_trial(
+    cfg: FinetuneConfig, out: Path, experiment: Experiment, track: Track = untracked
+) -> Trial:
     """Fine-tune with one rate and one seed, in a run directory below `out`."""
     (lr,) = cfg.grid
     file = adapter_of(cfg.start) if cfg.start else None
-    defining = {**experiment.about, "start_sha256": sha256(file) if file else None}
+    defining = {**experiment.defining, "start_sha256": sha256(file) if file else None}
     with Run(out / f"lr{lr:g}-s{cfg.seed}", "peft", cfg, defining=defining) as run:
         if run.result:
             return Trial(**run.result)
@@ -444,7 +440,7 @@ def run_trial(cfg: FinetuneConfig, out: Path, experiment: Model, track: Track = 
 
 
 def peft(
-    cfg: FinetuneConfig, file: Path | None, experiment: Model, run: Run, track: Track
+    cfg: FinetuneConfig, file: Path | None, experiment: Experiment, run: Run, track: Track
 ) -> Record:
     """Train θ, from a file or a fresh one, and a fresh head φ_D; keep the best epoch's.
 
@@ -455,9 +451,9 @@ def peft(
     if file:
         start, _ = load_theta(file, experiment.backbone.dim)
     else:
-        start = experiment.theta()
+        start = experiment.new_theta()
     theta = trainable({"theta": start}, experiment.device)["theta"]
-    phi_D, loss_D, head = experiment.head("peft head")  # head: φ_D and BatchNorm's statistics
+    phi_D, loss_D, head = experiment.new_head("peft head")  # head: φ_D and BatchNorm's statistics
     steps_per_epoch = math.ceil(len(experiment.task.train.targets) / cfg.batch)
     opt = make_optimiser(cfg, [theta, *phi_D.values()], steps_per_epoch)
     current = {"theta": theta, **head}
@@ -472,15 +468,20 @@ def peft(
         experiment.examples("peft", cfg.batch, steps, cfg.drop_path, passes=True),
         steps_per_epoch,
         "peft",
-        Passes(cfg.micro_batch, experiment.amp),
+        experiment.passes,
     )
-    records = with_validation(epochs, cfg, experiment, theta, head)
-    for record in track(records, cfg.epochs, label, opt.step // steps_per_epoch):
+    for step, loss in track(epochs, cfg.epochs, label, opt.step // steps_per_epoch):
+        record: Record = {"step": step, "loss": loss, "val": None}
+        if step % cfg.eval_epochs == 0 or step == cfg.epochs:
+            score = experiment.score(experiment.task.val, theta, head)
+            if not math.isfinite(score.loss):
+                raise Diverged(f"validation after epoch {step}: loss is not finite")
+            record["val"] = score.model_dump()
         run.log(record)
-        if record["val"] and best_epoch(run.records)["step"] == record["step"]:
+        if record["val"] and best_epoch(run.records)["step"] == step:
             for name, tensor in current.items():
                 best[name].copy_(tensor.detach())
-        run.checkpoint(f"epoch {record['step']} of {cfg.epochs}, {label}")
+        run.checkpoint(f"epoch {step} of {cfg.epochs}, {label}")
 
     origin = {
         **experiment.origin,
@@ -491,7 +492,9 @@ def peft(
     }
     best_theta = best.pop("theta")
     run.write("adapter.safetensors", save_adapter(best_theta, best, origin))
-    return best_epoch(run.records)
+    record = best_epoch(run.records)
+    LOG.info("%s: validation %.2f %% in epoch %d", label, record["val"]["accuracy"], record["step"])
+    return record
 
 
 def make_optimiser(cfg: FinetuneConfig, tensors: list[Tensor], steps_per_epoch: int) -> Optimiser:
@@ -502,24 +505,6 @@ def make_optimiser(cfg: FinetuneConfig, tensors: list[Tensor], steps_per_epoch: 
     rate = Schedule(cfg.epochs * steps_per_epoch, warmup, cfg.end_lr)
     betas = None if cfg.optimizer == "sgd" else (0.9, 0.999)
     return Optimiser([Group(tensors, lr, cfg.weight_decay)], rate, betas)
-
-
-def with_validation(
-    epochs: Iterable[EpochRecord],
-    cfg: FinetuneConfig,
-    experiment: Model,
-    theta: Tensor,
-    head: Phi,
-) -> Iterator[Record]:
-    """Give the record of every `eval_epochs`-th epoch, and of the last, its score as "val"."""
-    for step, loss in epochs:
-        record: Record = {"step": step, "loss": loss, "val": None}
-        if step % cfg.eval_epochs == 0 or step == cfg.epochs:
-            score = experiment.score(experiment.task.val, theta, head)
-            if not math.isfinite(score.loss):
-                raise Diverged(f"validation after epoch {step}: loss is not finite")
-            record["val"] = score.model_dump()
-        yield record
 
 
 def best_epoch(records: Sequence[Record]) -> Record:

@@ -20,7 +20,7 @@ from extras.pretrain import PretrainConfig, pretrain
 from extras.report import plot_arms, pyplot, save
 from finetune import finetune
 from support import processes, runs
-from support.experiment import Model, pretext_batches
+from support.experiment import AlignExperiment, pretext_batches
 
 ALIGNED, DIRECT = 8, 24  # seeds
 PRETRAINED = Path(__file__).with_name("quilts.pth")  # of PRETRAIN, with data seed 0
@@ -100,10 +100,10 @@ def power(arms: list[Row]) -> str:
 @torch.no_grad()
 def draw(cfg: AlignConfig, arms: list[Row], path: Path) -> None:
     """What a class is, what pretraining learned to fill in, and how good both arms are."""
-    m = Model(cfg)
+    m = AlignExperiment(cfg)
     shift, scale = (torch.tensor(x).view(3, 1, 1) for x in (m.pool.mean, m.pool.std))
-    fill: Any = m.pretext_task(m.theta())
-    batch = next(pretext_batches(cfg, m.pool, fill, m.arch.image_size, 4, range(1)))
+    fill: Any = m.pretext_task(m.new_theta())
+    batch = next(pretext_batches(fill, m.pool_images(), 4, range(1), cfg, m.device))
     filled = torch.stack([batch.images, *fill.reconstruct(None, fill.phi, batch)], 1)
     by_class = [torch.as_tensor(m.task.test.images)[m.task.test.targets == k] for k in range(8)]
     classes = torch.cat([torch.cat([layout(some), some[:3]]) for some in by_class])

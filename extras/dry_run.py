@@ -10,7 +10,7 @@ from data import Pool, Task
 from extras import pretrain
 from support.checkpoints import OFFICIAL, arch_of, weights_of
 from support.errors import UsageError, checking
-from support.experiment import Model, device_of, named
+from support.experiment import AlignExperiment, Experiment, device_of, open_pool, open_task
 from support.runs import check_directory
 
 T = TypeVar("T")
@@ -56,11 +56,11 @@ def attempt(problems: list[str], step: Callable[[], T]) -> T | None:
 
 def plan_peft(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Record:
     """What `align` or `finetune` would do."""
-    task: Task | None = attempt(problems, lambda: named(cfg, "dataset"))
+    task: Task | None = attempt(problems, lambda: open_task(cfg))
     pool: Pool | None = None
     images: Record = task.sizes() if task else {}
     if isinstance(cfg, AlignConfig):
-        pool = attempt(problems, lambda: named(cfg, "pool"))
+        pool = attempt(problems, lambda: open_pool(cfg))
         if pool:
             images["pool"] = len(pool.images)
     has_data = task is not None and (pool is not None or isinstance(cfg, FinetuneConfig))
@@ -85,9 +85,10 @@ def plan_peft(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Record:
 
 def try_networks(cfg: AlignConfig | FinetuneConfig, task: Task | None, pool: Pool | None) -> Arch:
     """Load the networks and make the pretext task, as a run does; their sizes (UsageError)."""
-    experiment = Model(cfg, task, pool)
-    if isinstance(cfg, AlignConfig):
-        experiment.pretext_task(experiment.theta())
+    if isinstance(cfg, FinetuneConfig):
+        return Experiment(cfg, task).arch
+    experiment = AlignExperiment(cfg, task, pool)
+    experiment.pretext_task(experiment.new_theta())
     return experiment.arch
 
 

@@ -31,7 +31,7 @@ from extras.report import check_out, pyplot, save, short_names
 from lora import Backbone, Phi, block_forward, features, logits, qkv
 from support.checkpoints import load_adapter
 from support.errors import UsageError, checking
-from support.experiment import Model
+from support.experiment import Experiment
 
 BATCH = 64
 
@@ -56,11 +56,11 @@ def open_run(
 
 def open_runs(
     runs: Sequence[Path], seed: int | None, changes: Record
-) -> tuple[Model, dict[str, tuple[Backbone, Tensor, Phi]]]:
+) -> tuple[Experiment, dict[str, tuple[Backbone, Tensor, Phi]]]:
     """The first run's backbone and data; by run its backbone, θ and φ_D, see `open_run`."""
     opened = [open_run(run, seed, changes) for run in runs]
-    m = Model(opened[0][0])
-    now, networks = m.about, {}
+    m = Experiment(opened[0][0])
+    now, networks = m.defining, {}
     for name, run, (_, theta, phi_D, about) in zip(short_names(runs), runs, opened, strict=True):
         if any(about.get(key, now[key]) != now[key] for key in ("weights_sha256", "data_sha256")):
             raise UsageError(f"{run}: was made with other weights or images than are here")
@@ -70,7 +70,7 @@ def open_runs(
     return m, networks
 
 
-def looked_at(m: Model, count: int) -> tuple[list[int], Tensor]:
+def looked_at(m: Experiment, count: int) -> tuple[list[int], Tensor]:
     """Validation images at random, at most `count`, always the same: which ones, their pixels."""
     index = torch.randperm(len(m.task.val.targets), generator=rng(0, "look"))[:count].tolist()
     images = Images(m.task.val, m.transform, False, 0, "eval")

@@ -33,7 +33,14 @@ from config import (
 from lora import Backbone
 from support.checkpoints import build_head, build_vit, initialise, pretext_task
 from support.errors import UsageError, checking
-from support.experiment import device_of, named, own_names, pretext_batches
+from support.experiment import (
+    device_of,
+    names_of_own_data,
+    open_pool,
+    pool_images,
+    pretext_batches,
+    use_one_thread_for_small_networks,
+)
 from support.optim import Optimiser, Schedule, decay_groups, train_epochs
 from support.runs import Run, RunResult, Track, untracked
 
@@ -118,7 +125,7 @@ def pretrain(
     `pool` has images of your own; `force`, `track` as in `align`. Raises UsageError before the long
     work starts, Diverged where a loss is not finite.
     """
-    cfg, pool = cfg.replace(**own_names(None, pool)), pool or named(cfg, "pool")
+    cfg, pool = cfg.replace(**names_of_own_data(None, pool)), pool or open_pool(cfg)
     task, arch, about = scratch(cfg, pool)
     steps = about["steps"]
     digest = {"pool_sha256": data.fingerprint(pool)}
@@ -132,14 +139,16 @@ def pretrain(
         run.restore(psi | task.phi | state, {"opt": opt})
         piece = min(steps // cfg.epochs, 500)
         left, loss = range(opt.step, steps), partial(task.loss, None, task.phi)
-        batches = pretext_batches(cfg, pool, task, arch.image_size, cfg.batch, left)
+        device = device_of(cfg)
+        images = pool_images(pool, arch.image_size, cfg.pretext, cfg, cfg.seed)
+        batches = pretext_batches(task, images, cfg.batch, left, cfg, device)
         records = train_epochs(
             loss,
             opt,
             batches,
             piece,
             "pretrain",
-            Passes(cfg.micro_batch, cfg.amp and device_of(cfg).type == "cuda"),
+            Passes(cfg.micro_batch, cfg.amp and device.type == "cuda"),
             after_step=partial(task.after_step, None),  # I-JEPA's teacher follows ψ
         )
         for record in track(records, -(-steps // piece), "pretrain", opt.step // piece):
@@ -151,12 +160,13 @@ def pretrain(
 
 def plan(cfg: PretrainConfig) -> dict[str, int]:
     """What a run would take, for --dry-run (UsageError)."""
-    return scratch(cfg, named(cfg, "pool"))[2]
+    return scratch(cfg, open_pool(cfg))[2]
 
 
 def scratch(cfg: PretrainConfig, pool: data.Pool) -> tuple[Any, Any, dict[str, int]]:
     """The task around new networks, their sizes, numbers of images and of steps (UsageError)."""
     jepa, images, device = cfg.pretext == "ijepa", len(pool.images), device_of(cfg)
+    use_one_thread_for_small_networks(cfg.backbone, device)
     if not jepa and cfg.pretext != "mae":
         raise UsageError(f"{cfg.backbone} with {cfg.pretext}: pretrain takes mae or ijepa")
     arch = cfg.arch()

@@ -1,242 +1,410 @@
-"""From settings to what Algorithm 1 needs: f_θ, D^D, D^P, L^D, pretext task, batches, scores."""
+"""From settings to what a run computes with: device, data, networks, heads, batches and scores."""
 
-import importlib
+import copy
 import os
-import runpy
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
 import data
 import lora
-from bisslight import Loss, Phi, PretextTask
-from config import AlignConfig, FinetuneConfig, Record
+from bisslight import Batch, Loss, Passes, Phi, PretextTask
+from config import AlignConfig, Crops, FinetuneConfig, Machine, Record
+from support import checkpoints
 from support.benchmarks import BENCHMARKS, load_task, place_of
-from support.checkpoints import initialise, load_backbone, pretext_task, weights_of
 from support.errors import UsageError, checking
 from support.metrics import Score, score
 from support.optim import trainable
+from support.pretext import check_pretext_task, load_task_class, new_task
 from support.processes import gather, share, world
 from support.runs import sha256
 
 Config = AlignConfig | FinetuneConfig
+TRIAL_IMAGES = 4  # that a pretext task of one's own is tried on, before the long work
 
 
-class Model:
-    """Network, data and device of settings; `task` and `pool` can be handed in, not only named."""
+class Head(NamedTuple):
+    """A fresh downstream head h^D."""
 
-    def __init__(
-        self, cfg: Config, task: data.Task | None = None, pool: data.Pool | None = None
-    ) -> None:
-        self.cfg, self.device = cfg, device_of(cfg)
-        self.task: data.Task = task or named(cfg, "dataset")
-        self.own: Any = None  # the class of a pretext task of one's own
-        lower: Record = {}
-        if isinstance(cfg, AlignConfig):
-            self.pool: data.Pool = pool or named(cfg, "pool")
-            lower["pool_sha256"] = data.fingerprint(self.pool)
-            if cfg.pretext not in ("mae", "ijepa"):
-                self.own, lower["pretext_sha256"] = own_class(cfg.pretext)
+    phi: Phi  # φ_D: what is trained
+    loss: Loss  # L^D(θ, φ_D, examples, regularise=False)
+    with_stats: Phi  # φ_D and BatchNorm's running statistics, if any: what is scored and saved
+
+
+class Experiment:
+    """What align and finetune compute with: the labelled task D^D, the frozen f_θ, the device.
+
+    It is never changed after it is made, so several runs can share one; see `with_settings`.
+    """
+
+    def __init__(self, cfg: Config, task: data.Task | None = None) -> None:
+        """Open what the settings name, but for a `task` that is handed in (UsageError)."""
+        self.cfg = cfg
+        self.device = device_of(cfg)
+        use_one_thread_for_small_networks(cfg.backbone, self.device)
         self.amp = cfg.amp and self.device.type == "cuda"
-        stored = [part[0] for part in (*self.task[1:4], pool or self.task.val)]
-        pixels = [x for x in stored if isinstance(x, Tensor)]
-        if not all(len(x) and 0 <= x.min() <= x.max() <= 1 for x in pixels):
-            raise UsageError("task, pool: need images with pixels in [0, 1]; see clamp(0, 1)")
-        multilabel, n = self.task.test.targets.ndim > 1, len(self.task.classes)
-        labels = [part.targets for part in self.task[1:4]]
-        if not all((y == 1).any() if multilabel else 0 <= y.min() <= y.max() < n for y in labels):
-            need = "a positive image each, for mAP" if multilabel else f"labels 0 to {n - 1}"
-            raise UsageError(f"--dataset {self.task.name}: train, val and test need {need}")
-        self.metric = "11-point mAP" if multilabel else "top-1 accuracy"  # App. C.2.1
-        backbone, self.pretext_head, self.arch = load_backbone(cfg)
+        self.passes = Passes(cfg.micro_batch, self.amp)
+
+        self.task = open_task(cfg) if task is None else task
+        check_task(self.task)
+        several_classes = self.task.test.targets.ndim > 1  # per image
+        self.metric = "11-point mAP" if several_classes else "top-1 accuracy"  # App. C.2.1
+
+        backbone, self.pretext_head, self.arch = checkpoints.load_backbone(cfg)
         self.backbone = backbone.to(self.device)
-        size, cut = self.arch.image_size, (cfg.augment, cfg.min_crop, cfg.d_interpolation)
-        self.transform = data.Transform(size, self.task.mean, self.task.std, *cut)
+        self.theta_shape = (backbone.depth, 4 * cfg.rank * backbone.dim)  # (K, p)
+        self.transform = data.Transform(
+            self.arch.image_size,
+            self.task.mean,
+            self.task.std,
+            cfg.augment,
+            cfg.min_crop,
+            cfg.d_interpolation,
+        )
         digests = {
-            "weights_sha256": sha256(weights_of(cfg)),
+            "weights_sha256": sha256(checkpoints.weights_of(cfg)),
             "data_sha256": data.fingerprint(*self.task[1:4]),
         }
-        # what defines a run beside its settings, and what an adapter file says of itself
-        self.about: Record = {**digests, "images": self.task.sizes(), **lower}
+        # What defines a run besides its settings: it goes on only where this is the same.
+        self.defining: Record = {**digests, "images": self.task.sizes()}
+        # What an adapter file says of where it comes from.
         self.origin: Record = {
-            **cfg.model_dump(include={"backbone", "rank", "dataset", "data_seed"}),
+            "backbone": cfg.backbone,
+            "rank": cfg.rank,
             "alpha": cfg.scale * cfg.rank,
+            "dataset": cfg.dataset,
+            "data_seed": cfg.data_seed,
             **digests,
             "arch": self.arch._asdict(),
             "channels": [self.transform.mean, self.transform.std],
             "pretext": cfg.pretext.rpartition(":")[2].lower(),  # of one's own: the class
         }
 
-    def theta(self) -> Tensor:
-        """A fresh θ (l.2)."""
-        f, g = self.backbone, data.rng(self.cfg.seed, "lora")
-        return lora.init_theta(f.depth, self.cfg.rank, f.dim, g).to(self.device)
+    def with_settings(self, cfg: Config) -> Self:
+        """The same data and networks with other settings of training: rates, lengths, the seed."""
+        other = copy.copy(self)
+        other.cfg = cfg
+        return other
 
-    def head(self, purpose: str) -> tuple[Phi, Loss, Phi]:
-        """Fresh φ_D (App. C.2), its L^D, and φ_D together with BatchNorm's statistics, if any."""
-        cfg, f, g = self.cfg, self.backbone, data.rng(self.cfg.seed, purpose)
-        norm, stats = lora.init_norm(f.dim) if cfg.head == "batchnorm" else ({}, {})
-        phi = trainable(lora.init_head(f.dim, len(self.task.classes), g) | norm, self.device)
+    def new_theta(self) -> Tensor:
+        """A fresh θ (K, p) (l.2)."""
+        g = data.rng(self.cfg.seed, "lora")
+        theta = lora.init_theta(self.backbone.depth, self.cfg.rank, self.backbone.dim, g)
+        return theta.to(self.device)
+
+    def new_head(self, purpose: str) -> Head:
+        """A fresh head (App. C.2); `purpose` and the seed decide on its random numbers."""
+        dim = self.backbone.dim
+        g = data.rng(self.cfg.seed, purpose)
+        start = lora.init_head(dim, len(self.task.classes), g)
+        stats: Phi = {}
+        if self.cfg.head == "batchnorm":
+            norm, stats = lora.init_norm(dim)
+            start |= norm
+        phi = trainable(start, self.device)
         stats = {name: tensor.to(self.device) for name, tensor in stats.items()}
-        loss_D = partial(lora.downstream_loss, f, multilabel=cfg.voc_loss, stats=stats)
-        return phi, loss_D, phi | stats
-
-    def pretext_task(self, theta: Tensor) -> PretextTask:
-        """The pretext task of these settings; θ is where θ_P starts."""
-        cfg: Any = self.cfg
-        if cfg.pretext not in ("mae", "ijepa"):
-            own: PretextTask = self.own(self.backbone, cfg, data.rng(cfg.seed, "pretext"))
-            pieces = (cfg.micro_batch or cfg.p_batch) < cfg.p_batch or world()[1] > 1
-            if pieces and not getattr(own, "mean_over_images", True):
-                raise UsageError(
-                    f"--pretext {cfg.pretext}: its loss compares the images of a batch with each "
-                    "other, so a batch cannot be cut; leave --micro-batch out and start one process"
-                )
-            return own
-        head: Any = self.pretext_head
-        if cfg.pretext == "mae" and cfg.decoder == "random":
-            initialise([head.cpu()], "mae", data.rng(cfg.seed, "decoder"))
-        with checking(f"--pretext {cfg.pretext}"):
-            steps = cfg.alternations * cfg.lower_steps
-            return pretext_task(cfg, self.backbone, head.to(self.device), steps, theta)
+        loss = partial(
+            lora.downstream_loss, self.backbone, multilabel=self.cfg.voc_loss, stats=stats
+        )
+        return Head(phi, loss, phi | stats)
 
     def examples(
         self, purpose: str, batch: int, steps: range, rate: float, passes: bool = False
     ) -> Iterator[lora.Examples]:
-        """Labelled training batches in the order of `data.stream`, with drop path of this rate."""
-        seed, train = self.cfg.seed, self.task.train
+        """Labelled training batches of these steps, with drop path of this rate.
+
+        Their order depends on `purpose` and the seed; `passes` as in `data.stream`.
+        """
+        seed = self.cfg.seed
+        train = self.task.train
         images = data.Images(train, self.transform, True, seed, purpose)
         draws = data.stream(len(train.targets), batch, seed, purpose, steps, passes)
-        arrived = data.batches(images, draws, self.cfg.workers, self.device, share)
-        for step, (x, y, n) in zip(steps, arrived, strict=True):
+        batches = data.batches(images, draws, self.cfg.workers, self.device, share)
+        for step, (x, y, n) in zip(steps, batches, strict=True):
             drop = None
             if rate:
+                # For all n images of the batch, of which x may hold this process's part: the
+                # random numbers do not depend on how many processes there are.
                 g = data.rng(seed, purpose, "drop", step)
-                drop = lora.drop_path(rate, self.backbone.depth, n, g)[share(n)].to(self.device)
+                factors = lora.drop_path(rate, self.backbone.depth, n, g)  # (n, K, 2)
+                drop = factors[share(n)].to(self.device)
             yield lora.Examples(x, y, drop)
 
     @torch.no_grad()
     def score(self, split: data.Split, theta: Tensor, phi_D: Phi) -> Score:
-        """Accuracy and loss on a split, which processes share; φ_D with BatchNorm's statistics."""
-        images, n = data.Images(split, self.transform, False, 0, "eval"), len(split.targets)
-        part, size = range(n)[share(n)], self.cfg.micro_batch or 256
-        draws = ([(i, i) for i in part[k : k + size]] for k in range(0, len(part), size))
+        """Accuracy and loss on a split, whose images the processes share.
+
+        φ_D with BatchNorm's statistics, if any.
+        """
+        n = len(split.targets)
+        mine = range(n)[share(n)]
+        size = self.cfg.micro_batch or 256
+        draws = []
+        for start in range(0, len(mine), size):
+            draws.append([(i, i) for i in mine[start : start + size]])
+        images = data.Images(split, self.transform, False, 0, "eval")
+        logits = []
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
-            found = [
-                lora.logits(lora.features(self.backbone, theta, x), phi_D).float()
-                for x, _, _ in data.batches(images, draws, self.cfg.workers, self.device)
-            ]
-        z = gather(torch.cat(found))  # in the order of the split
-        return score(z, split.targets, lora.cross_entropy(z, split.targets, self.cfg.voc_loss))
+            for x, _, _ in data.batches(images, draws, self.cfg.workers, self.device):
+                features = lora.features(self.backbone, theta, x)
+                logits.append(lora.logits(features, phi_D).float())
+        z = gather(torch.cat(logits))  # (n, C), in the order of the split
+        losses = lora.cross_entropy(z, split.targets, self.cfg.voc_loss)
+        return score(z, split.targets, losses)
 
-    def validated(
-        self, records: Iterable[Record], every: int, last: int, phi_D: Phi, **theta: Tensor
-    ) -> Iterator[Record]:
-        """Hands records on; each `every`-th and the `last` get each θ's score under its keyword."""
-        for record in records:
-            if record["step"] % every == 0 or record["step"] == last:
-                for name, at in theta.items():
-                    record[name] = self.score(self.task.val, at, phi_D).model_dump()
-            yield record
-
-    def check(self, flag: str, batch: int, goes_on: bool) -> None:
-        """Refuse batches too small to share (UsageError); if a run is new, decode val and test."""
-        norm, last = self.cfg.head == "batchnorm", len(self.task.train.targets) % batch or batch
-        _, processes = world()
-        least = max(2 if norm else 1, processes)
-        if norm and self.cfg.micro_batch:
+    def check_batches(self, flag: str, batch: int) -> None:
+        """Refuse a batch of which BatchNorm or a process would get too little (UsageError)."""
+        batchnorm = self.cfg.head == "batchnorm"
+        if batchnorm and self.cfg.micro_batch:
             raise UsageError("--micro-batch: a BatchNorm head needs whole batches; see --recompute")
+        _, least = world()
+        who = "the processes need"
+        if batchnorm:  # the variance of one image is 0
+            least = max(2, least)
+            who = "BatchNorm needs"
+        last = len(self.task.train.targets) % batch or batch
         if last < least:
             raise UsageError(
-                f"{flag} {batch}: the last batch of a pass has {last} images, "
-                f"{'BatchNorm needs' if norm else 'the processes need'} {least}; "
+                f"{flag} {batch}: the last batch of a pass has {last} images, {who} {least}; "
                 "choose another size"
             )
-        if (n := getattr(self.cfg, "p_batch", processes)) < processes:
-            raise UsageError(f"--p-batch {n}: give each of {processes} processes an image")
-        parts = () if goes_on else (self.task.val.images, self.task.test.images)
-        for files in [images for images in parts if not isinstance(images, Tensor)]:
-            for error in data.decode_all(files):
-                raise error
+
+    def decode_held_out_images(self) -> None:
+        """Read all validation and test images, so that a damaged one is told before training."""
+        for split in (self.task.val, self.task.test):
+            if isinstance(split.images, Tensor):
+                continue
+            errors = data.decode_all(split.images)
+            if errors:
+                raise errors[0]
+
+
+class AlignExperiment(Experiment):
+    """What align computes with: besides, the pool D^P and the pretext head h^P."""
+
+    cfg: AlignConfig
+
+    def __init__(
+        self, cfg: AlignConfig, task: data.Task | None = None, pool: data.Pool | None = None
+    ) -> None:
+        # All this before the networks: loading them can be a download of gigabytes.
+        task = open_task(cfg) if task is None else task
+        self.pool = open_pool(cfg) if pool is None else pool
+        check_pixels(self.pool.images)
+        self.task_class = None  # of a pretext task of one's own
+        if cfg.pretext not in ("mae", "ijepa"):
+            self.task_class = load_task_class(cfg.pretext)
+        super().__init__(cfg, task)
+
+        self.defining["pool_sha256"] = data.fingerprint(self.pool)
+        if self.task_class is not None:
+            self.defining["pretext_sha256"] = sha256(self.task_class.file)
+
+    def check_batches(self, flag: str, batch: int) -> None:
+        """Refuse, besides, pretext batches of which a process would get nothing (UsageError)."""
+        super().check_batches(flag, batch)
+        _, processes = world()
+        p_batch = self.cfg.p_batch
+        if p_batch < processes:
+            raise UsageError(f"--p-batch {p_batch}: give each of {processes} processes an image")
+
+    def pretext_task(self, theta: Tensor) -> PretextTask[Any]:
+        """A new pretext task of these settings; θ is where θ_P starts (UsageError).
+
+        One of one's own is tried on a few images, and then is as if it had not been.
+        """
+        cfg = self.cfg
+        if self.task_class is None:
+            head = copy.deepcopy(self.pretext_head)
+            if cfg.pretext == "mae" and cfg.decoder == "random":
+                checkpoints.initialise([head], "mae", data.rng(cfg.seed, "decoder"))
+            head.to(self.device)
+            steps = cfg.alternations * cfg.lower_steps
+            with checking(f"--pretext {cfg.pretext}"):
+                return checkpoints.pretext_task(cfg, self.backbone, head, steps, theta)
+
+        task = new_task(self.task_class, self.backbone, cfg)
+        mean_over_images = getattr(task, "mean_over_images", True)
+        batch_is_cut = (cfg.micro_batch or cfg.p_batch) < cfg.p_batch or world()[1] > 1
+        if batch_is_cut and not mean_over_images:
+            raise UsageError(
+                f"--pretext {cfg.pretext}: its loss compares the images of a batch with each "
+                "other, so a batch cannot be cut; leave --micro-batch out and start one process"
+            )
+        # A loss that compares images may need many, and a batch of it is never smaller.
+        n = min(TRIAL_IMAGES, cfg.p_batch) if mean_over_images else cfg.p_batch
+        check_pretext_task(task, self.task_class, self.first_images(n), theta, self.amp)
+        return task
+
+    def first_images(self, n: int) -> Tensor:
+        """The first n images of the pool, (n, 3, H, W), cut out as for training."""
+        draws = [(i, i % len(self.pool.images)) for i in range(n)]
+        with torch.random.fork_rng(devices=[]):  # a loader draws from the global generator
+            x, _, _ = next(data.batches(self.pool_images(), [draws], 0, self.device))
+        return x
+
+    def pretext_batches(self, task: PretextTask[Batch], steps: range) -> Iterator[Batch]:
+        """Prepared pretext batches for these lower steps."""
+        images = self.pool_images()
+        return pretext_batches(task, images, self.cfg.p_batch, steps, self.cfg, self.device)
+
+    def pool_images(self) -> data.Images:
+        """The pool's images, cut out as for training."""
+        cfg = self.cfg
+        return pool_images(self.pool, self.arch.image_size, cfg.pretext, cfg, cfg.seed)
+
+
+def pool_images(pool: data.Pool, size: int, pretext: str, crops: Crops, seed: int) -> data.Images:
+    """A pool's images as a network with inputs of side `size` is trained on them.
+
+    Random crops are bicubic with flip; those of I-JEPA bilinear without, as its authors have them.
+    """
+    interpolation = "bilinear" if pretext == "ijepa" else "bicubic"
+    flip = pretext != "ijepa"
+    transform = data.Transform(
+        size, pool.mean, pool.std, crops.augment, crops.min_crop, interpolation, flip
+    )
+    unlabelled = data.Split(pool.images, torch.zeros(len(pool.images)))
+    return data.Images(unlabelled, transform, True, seed, "pretext")
 
 
 def pretext_batches(
-    cfg: Any, pool: data.Pool, task: PretextTask, size: int, batch: int, steps: range
-) -> Iterator[Any]:
-    """Batches of a pool with images of side `size`, each prepared when it is asked for.
+    task: PretextTask[Batch],
+    images: data.Images,
+    batch: int,
+    steps: range,
+    machine: Machine,
+    device: torch.device,
+) -> Iterator[Batch]:
+    """Pretext batches of these steps, each prepared when it is asked for.
 
-    Crops are bicubic with flip, those of I-JEPA bilinear without. Random numbers depend on the
-    step; they are drawn for the whole batch, and each process takes its part.
+    Preparing can need what the step before has changed, such as a teacher. Random numbers depend on
+    the step; they are drawn for the whole batch, and each process takes its part.
     """
-    device = device_of(cfg)
-    own: Any = {"interpolation": "bilinear", "flip": False} if cfg.pretext == "ijepa" else {}
-    transform = data.Transform(size, pool.mean, pool.std, cfg.augment, cfg.min_crop, **own)
-    unlabelled = data.Split(pool.images, torch.zeros(len(pool.images)))
-    images = data.Images(unlabelled, transform, True, cfg.seed, "pretext")
-    draws = data.stream(len(pool.images), batch, cfg.seed, "pretext", steps)
-    arrived = data.batches(images, draws, cfg.workers, device, share)
-    for step, (x, _, n) in zip(steps, arrived, strict=True):
-        g = data.rng(cfg.seed, "mask", step)
+    amp = machine.amp and device.type == "cuda"
+    draws = data.stream(len(images.split.images), batch, machine.seed, "pretext", steps)
+    batches = data.batches(images, draws, machine.workers, device, share)
+    for step, (x, _, n) in zip(steps, batches, strict=True):
+        g = data.rng(machine.seed, "mask", step)
         drawn = [part[share(n)].to(device) for part in task.draw(n, g)]
-        with torch.autocast(device.type, torch.bfloat16, enabled=cfg.amp and x.is_cuda):
+        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
             prepared = task.prepare(x, *drawn)
         yield prepared
 
 
-def named(cfg: Any, field: str) -> Any:
-    """The labelled task D^D ("dataset") or the pool D^P ("pool") by its name (UsageError)."""
-    name = getattr(cfg, field)
-    with checking(f"--{field} {name}"):
-        if name.startswith("own"):
-            raise ValueError("was handed in from Python; hand it in again, task=... or pool=...")
-        path, labelled = place_of(name, cfg.data_root), field == "dataset"
-        if labelled and cfg.split_file and name not in BENCHMARKS:
+# --- Data --------------------------------------------------------------------------------------
+
+
+def open_task(cfg: Config) -> data.Task:
+    """The labelled task D^D by its name (UsageError)."""
+    name = cfg.dataset
+    with checking(f"--dataset {name}"):
+        refuse_own_data(name)
+        path = place_of(name, cfg.data_root)
+        if cfg.split_file and name not in BENCHMARKS:
             raise UsageError(f"--split-file {cfg.split_file}: is for cub200 and pets, leave it out")
         if path is None:
-            pool, task = data.quilts(cfg.data_seed)
-            return task if labelled else pool
-        if labelled:
-            return load_task(cfg, path) if name in BENCHMARKS else data.folder(path, cfg.data_seed)
-        if files := data.find_images(path / "train" if name == "imagenet" else path):
-            return data.Pool(files)
-        raise ValueError(f"no images in {path}")
+            _, task = data.quilts(cfg.data_seed)
+            return task
+        if name in BENCHMARKS:
+            return load_task(cfg, path)
+        return data.folder(path, cfg.data_seed)
 
 
-def own_names(task: data.Task | None, pool: data.Pool | None = None) -> dict[str, str]:
-    """What is recorded instead of the names of data that were handed in."""
-    given = ("dataset", task and task[1:4]), ("pool", pool and (pool,))
-    return {key: f"own:{data.fingerprint(*own)[:12]}" for key, own in given if own}
+class PoolSettings(Protocol):
+    """The settings of align and of pretrain that name a pool."""
+
+    @property
+    def pool(self) -> str: ...
+    @property
+    def data_root(self) -> Path: ...
+    @property
+    def data_seed(self) -> int: ...
 
 
-def device_of(cfg: Any) -> torch.device:
+def open_pool(cfg: PoolSettings) -> data.Pool:
+    """The pool D^P by its name (UsageError)."""
+    name = cfg.pool
+    with checking(f"--pool {name}"):
+        refuse_own_data(name)
+        path = place_of(name, cfg.data_root)
+        if path is None:
+            pool, _ = data.quilts(cfg.data_seed)
+            return pool
+        folder = path / "train" if name == "imagenet" else path
+        files = data.find_images(folder)
+        if not files:
+            raise ValueError(f"no images in {folder}")
+        return data.Pool(files)
+
+
+def refuse_own_data(name: str) -> None:
+    """ValueError if the name stands for data that only Python can hand in."""
+    if name.startswith("own"):
+        raise ValueError("was handed in from Python; hand it in again, task=... or pool=...")
+
+
+def names_of_own_data(task: data.Task | None, pool: data.Pool | None = None) -> dict[str, str]:
+    """The settings that stand for data that was handed in: `own:` and their digest."""
+    names = {}
+    if task is not None:
+        names["dataset"] = f"own:{data.fingerprint(*task[1:4])[:12]}"
+    if pool is not None:
+        names["pool"] = f"own:{data.fingerprint(pool)[:12]}"
+    return names
+
+
+def check_task(task: data.Task) -> None:
+    """Refuse (UsageError) pixels outside [0, 1], labels without a class, parts without a hit."""
+    splits = (task.train, task.val, task.test)
+    for split in splits:
+        check_pixels(split.images)
+    several_classes = task.test.targets.ndim > 1  # per image
+    for split in splits:
+        y = split.targets
+        if several_classes:
+            good = bool((y == 1).any())
+            need = "a positive image each, for mAP"
+        else:
+            good = bool(((y >= 0) & (y < len(task.classes))).all())
+            need = f"labels 0 to {len(task.classes) - 1}"
+        if not good:
+            raise UsageError(f"--dataset {task.name}: train, val and test need {need}")
+
+
+def check_pixels(images: data.Stored) -> None:
+    """Refuse (UsageError) images in memory without pixels or with pixels outside [0, 1]."""
+    if not isinstance(images, Tensor):
+        return
+    if len(images) == 0 or not bool(((images >= 0) & (images <= 1)).all()):
+        raise UsageError("task, pool: need images with pixels in [0, 1]; see clamp(0, 1)")
+
+
+# --- The machine -------------------------------------------------------------------------------
+
+
+def device_of(cfg: Machine) -> torch.device:
     """The device of these settings (UsageError where it is not there)."""
-    auto = "cuda" if torch.cuda.is_available() else "cpu"
-    name = auto if cfg.device == "auto" else cfg.device
+    name = cfg.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun's processes have one each
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
-        device = torch.zeros(1, device=name).device
+        return torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {cfg.device}: is not here; give auto or cpu") from error
-    # its tensors are so small that several threads would only wait for each other
-    if cfg.backbone == "vit_mini" and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+
+
+def use_one_thread_for_small_networks(backbone: str, device: torch.device) -> None:
+    """Set this process's number of torch threads to 1 for vit_mini on the CPU.
+
+    Its tensors are so small that several threads would only wait for each other. A number that
+    OMP_NUM_THREADS gives stays.
+    """
+    if backbone == "vit_mini" and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    return device
-
-
-def own_class(name: str) -> tuple[Any, str]:
-    """The class of `FILE.py:Class` or `module:Class`, its file's sha256 (UsageError: none)."""
-    place, _, attribute = name.rpartition(":")
-    file = place.endswith(".py")
-    # appended at the end, so that a `data.py` beside the file is not imported instead of ours
-    sys.path.append(str(Path(place).parent.resolve() if file else Path.cwd()))
-    try:
-        names = runpy.run_path(place) if file else vars(importlib.import_module(place))
-        return names[attribute], sha256(Path(names["__file__"]))
-    except (ImportError, OSError, KeyError, SyntaxError, ValueError) as error:
-        raise UsageError(f"--pretext {name}: cannot be imported ({error!r})") from error

@@ -87,6 +87,7 @@ RUNS = {  # name: command line; {data} is the folder of drawn images, {runs} tha
     "finetune-direct": f"finetune {MAE} {SHAPES} {PEFT} --grid 1e-3,1e-2 --grid-seeds 2 --seeds 3 --drop-path 0.2"
     " --seed 10",
     "finetune-from": f"finetune --from {{runs}}/align-mae-mfac {PEFT} --grid 1e-3,1e-2 --seeds 3 --eval-epochs 2",
+    "align-auto": f"align {MAE} {SHAPES} --pool {{data}}/pool {ALIGN} --d-lr 0.00667",
     "arms/s0": f"align {QUILTS} {ALIGN} --seed 0",
     "arms/s1": f"align {QUILTS} {ALIGN} --seed 1",
     "finetune-arms": f"finetune --from {{runs}}/arms {PEFT} --lr 5e-3 --seeds 2 --batch 30 --weight-decay 0.5",
@@ -215,8 +216,7 @@ NOW = {"pull": "proximal"}  # renamed since
 
 
 def read_align(name: str, out: Path, data: Path) -> Numbers:
-    tried = sorted(out.glob("dlr*"))  # one run a rate; here the first is stable
-    probe, *alternations = metrics(tried[0] if tried else out)
+    probe, *alternations = metrics(out)
     numbers = {k: np.array([line[NOW.get(k, k)] for line in alternations]) for k in ALTERNATION}
     numbers["distance"] = numbers["distance"][:, -1]
     for level in ("P", "D"):

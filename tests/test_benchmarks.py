@@ -20,7 +20,7 @@ from data import PARTS
 from extras.datasets import ARCHIVES, check, download, list_all
 from support.benchmarks import BENCHMARKS, DTD, FOLDERS, VOC, read_cub, read_lists
 from support.errors import RunError, UsageError
-from support.experiment import named
+from support.experiment import open_pool, open_task
 
 
 def picture(path: Path) -> None:
@@ -101,7 +101,8 @@ def make(name: str, root: Path) -> Path:
 
 def load(name: str, root: Path, field: str = "dataset", **more: Any) -> Any:
     given = {"backbone": "vit_mini", "dataset": "quilts", "partial": True, field: name} | more
-    return named(AlignConfig(**given, data_root=root), field)
+    cfg = AlignConfig(**given, data_root=root)
+    return open_task(cfg) if field == "dataset" else open_pool(cfg)
 
 
 def torchvision_reads(name: str, root: Path, monkeypatch: Any) -> dict[str, dict[str, int]]:

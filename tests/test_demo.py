@@ -11,7 +11,7 @@ from PIL import Image
 
 from config import AlignConfig
 from extras import demo
-from support.experiment import Model, pretext_batches
+from support.experiment import AlignExperiment, pretext_batches
 
 
 def test_the_story_ends_in_a_table_and_a_picture_and_goes_on(
@@ -42,9 +42,9 @@ def test_the_story_ends_in_a_table_and_a_picture_and_goes_on(
 def test_the_backbone_that_comes_with_the_demo_fills_in_quilts() -> None:
     """Predicting zero has a loss of 1; the pretraining ended at 0.14."""
     given = {"dataset": "quilts", "weights": demo.PRETRAINED, "mask_ratio": 0.3}
-    m = Model(AlignConfig(backbone="vit_mini", **given))
-    task = m.pretext_task(m.theta())
-    batch = next(pretext_batches(m.cfg, m.pool, task, 16, 500, range(1)))
+    m = AlignExperiment(AlignConfig(backbone="vit_mini", **given))
+    task = m.pretext_task(m.new_theta())
+    batch = next(pretext_batches(task, m.pool_images(), 500, range(1), m.cfg, m.device))
     assert 0.1 < task.loss(None, task.phi, batch) < 0.2
 
 

@@ -52,6 +52,18 @@ def test_without_theta_or_with_zero_B_it_is_timms_forward() -> None:
     assert not torch.cat([B_q, B_v]).any() and 0.9 * 24**-0.5 < A_q.abs().max() <= 24**-0.5
 
 
+def test_pooling_is_timms_own() -> None:
+    """Mean of patches with its own norm after the pooling, as timm's forward computes it."""
+    torch.manual_seed(0)
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
+    vit = VisionTransformer(**sizes, num_classes=5, global_pool="avg").eval()
+    torch.nn.init.normal_(vit.head.weight)
+    x = torch.randn(2, 3, 32, 32)
+    phi = {"weight": vit.head.weight, "bias": vit.head.bias}
+    z = lora.logits(lora.features(Backbone(vit), None, x), phi)
+    torch.testing.assert_close(z, vit(x), rtol=0, atol=1e-5)
+
+
 def test_theta_adds_s_BA_to_q_and_v_and_leaves_k() -> None:
     """Weights added by hand into plain timm give the same tokens, and `merge` gives the weights."""
     backbone, plain = Backbone(VIT, scale=0.5), tiny_vit()

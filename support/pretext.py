@@ -1,0 +1,175 @@
+"""A pretext task of one's own, `--pretext FILE.py:Class` or `module:Class`: found, then tried.
+
+What is wrong with it is told in one line before the long work begins: which class, which member of
+`bisslight.PretextTask`, what happened and in which line of its file.
+"""
+
+import difflib
+import importlib
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from bisslight import Phi, PretextTask
+from config import AlignConfig
+from data import rng
+from lora import Backbone
+from support.errors import UsageError
+from support.optim import trainable
+
+MEMBERS = ("phi", "state", "draw", "prepare", "loss", "after_step")  # of bisslight.PretextTask
+Batch = tuple[Any, ...]  # a NamedTuple of the task's own
+
+
+class TaskClass(NamedTuple):
+    """The class of a pretext task of one's own."""
+
+    name: str  # as in --pretext
+    make: Callable[[Backbone, AlignConfig, torch.Generator], PretextTask[Batch]]
+    file: Path  # where it is written
+
+    def refuse(self, problem: str) -> NoReturn:
+        """Raise a UsageError that names the class."""
+        raise UsageError(f"--pretext {self.name}: {problem}")
+
+
+def load_task_class(name: str) -> TaskClass:
+    """The class that `FILE.py:Class` or `module:Class` names (UsageError)."""
+    place, _, class_name = name.rpartition(":")
+    try:
+        names = import_names(place)
+        file = Path(names["__file__"])
+    except Exception as error:  # whatever a file may raise that somebody else wrote
+        problem = f"cannot be imported ({describe(error, Path(place))})"
+        raise UsageError(f"--pretext {name}: {problem}") from error
+    if class_name not in names:
+        raise UsageError(f"--pretext {name}: {file.name} has {list_classes(names, class_name)}")
+    return TaskClass(name, names[class_name], file)
+
+
+def import_names(place: str) -> Mapping[str, Any]:
+    """All names that a file, or a module, defines."""
+    # Folders go to the end of the path, so that a `data.py` beside the file does not take the
+    # place of this program's.
+    if place.endswith(".py"):
+        sys.path.append(str(Path(place).parent.resolve()))
+        return runpy.run_path(place)
+    sys.path.append(str(Path.cwd()))
+    return vars(importlib.import_module(place))
+
+
+def list_classes(names: Mapping[str, Any], wanted: str) -> str:
+    """The classes that a file defines, but for its NamedTuples; and which may have been meant."""
+    classes = []
+    for name, value in names.items():
+        is_class = isinstance(value, type) and not issubclass(value, tuple)
+        if is_class and value.__module__ == names["__name__"]:  # and is not imported there
+            classes.append(name)
+    if not classes:
+        return "no class"
+    close = difflib.get_close_matches(wanted, classes, 1)
+    question = f"; did you mean {close[0]}?" if close else ""
+    return ", ".join(classes) + question
+
+
+def new_task(task_class: TaskClass, backbone: Backbone, cfg: AlignConfig) -> PretextTask[Batch]:
+    """A task of this class (UsageError where its constructor fails)."""
+    with telling(task_class, "__init__"):
+        return task_class.make(backbone, cfg, rng(cfg.seed, "pretext"))
+
+
+def check_pretext_task(
+    task: PretextTask[Batch], task_class: TaskClass, images: Tensor, theta: Tensor, amp: bool
+) -> None:
+    """Try a task as a step of Algorithm 1 uses it, on images (B, 3, H, W); UsageError.
+
+    All random numbers of the run, the task's state and its φ are afterwards what they were.
+    """
+    missing = [name for name in MEMBERS if not hasattr(task, name)]
+    if missing:
+        task_class.refuse(f"has no {', '.join(missing)}; see bisslight.PretextTask")
+    for name, tensors in (("phi", task.phi), ("state", task.state)):
+        is_dict = isinstance(tensors, dict)
+        if not is_dict or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+            task_class.refuse(f"{name}: needs to be a dictionary of tensors")
+
+    state = dict(task.state)
+    values = {name: tensor.clone() for name, tensor in state.items()}
+    gpus = [images.device] if images.is_cuda else []
+    try:
+        with torch.random.fork_rng(gpus):
+            try_step(task, task_class, images, theta, amp)
+    finally:
+        task.state.clear()
+        task.state.update(state)
+        for name, tensor in state.items():
+            tensor.copy_(values[name])
+
+
+def try_step(
+    task: PretextTask[Batch], task_class: TaskClass, images: Tensor, theta: Tensor, amp: bool
+) -> None:
+    """Draw, prepare, loss and its gradients, each checked; UsageError naming the member."""
+    n = len(images)
+    autocast = torch.autocast(images.device.type, torch.bfloat16, enabled=amp)
+
+    with telling(task_class, "draw"):
+        drawn = task.draw(n, torch.Generator().manual_seed(0))
+    if not isinstance(drawn, tuple | list) or not all(has_rows(x, n) for x in drawn):
+        task_class.refuse(f"draw: needs to return a tuple of tensors (n, ...), here of n = {n}")
+
+    with telling(task_class, "prepare"), autocast:
+        batch = task.prepare(images, *[x.to(images.device) for x in drawn])
+    if not isinstance(batch, tuple) or not hasattr(batch, "_fields"):
+        task_class.refuse(f"prepare: needs to return a NamedTuple, not {type(batch).__name__}")
+    for name, x in zip(batch._fields, batch, strict=True):
+        if x is not None and not has_rows(x, n):
+            task_class.refuse(f"prepare: {name} has to be None or a tensor (B, ...) of B images")
+
+    point = {"theta": theta} | {f'phi["{name}"]': tensor for name, tensor in task.phi.items()}
+    leaves = trainable(point)
+    phi: Phi = dict(zip(task.phi, list(leaves.values())[1:], strict=True))
+    with telling(task_class, "loss"), autocast:
+        loss = task.loss(leaves["theta"], phi, batch)
+    if not isinstance(loss, Tensor) or loss.shape != () or not loss.isfinite():
+        task_class.refuse(f"loss: has to be a finite scalar, is {loss}")
+
+    with telling(task_class, "gradient of loss"):
+        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    for name, gradient in zip(leaves, gradients, strict=True):
+        if gradient is None:
+            task_class.refuse(f"loss: does not depend on {name}")
+        if not gradient.isfinite().all():
+            task_class.refuse(f"loss: its gradient with respect to {name} is not finite")
+
+
+def has_rows(x: object, n: int) -> bool:
+    """Whether x is a tensor with a row for each of n images."""
+    return isinstance(x, Tensor) and x.ndim > 0 and len(x) == n
+
+
+@contextmanager
+def telling(task_class: TaskClass, member: str) -> Iterator[None]:
+    """Turn whatever a member of a task raises into a UsageError of one line that names it."""
+    try:
+        yield
+    except (UsageError, MemoryError, torch.OutOfMemoryError):  # these say what to do
+        raise
+    except Exception as error:
+        problem = describe(error, task_class.file)
+        raise UsageError(f"--pretext {task_class.name}: {member}: {problem}") from error
+
+
+def describe(error: Exception, file: Path) -> str:
+    """An error in one line, and the last line of `file` on the way to it."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(file)]
+    return f"{text} (line {lines[-1]})" if lines else text

@@ -1,0 +1,225 @@
+"""The align command: its loop, what it builds from the settings, and pretext tasks of one's own."""
+
+import json
+import shlex
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from conftest import fixture
+from toy import ALIGN_SETTINGS, ROOT
+
+import cli
+from align import EXACT_LIMIT, AlignResult, align, hypergradient, start_state
+from bisslight import Diverged
+from config import ALIGNED_GRID, GRID, RELEASED, AlignConfig, FinetuneConfig
+from data import rng
+from lora import init_head
+from support.benchmarks import BENCHMARKS
+from support.errors import UsageError
+from support.experiment import AlignExperiment
+from support.optim import trainable
+from support.runs import sha256
+
+EXAMPLE = ROOT / "examples/rotation.py"
+T = TypeVar("T")
+
+
+def settings(weights: Path, **more: Any) -> AlignConfig:
+    given: dict[str, Any] = {"backbone": "vit_mini", "dataset": "quilts", "weights": weights}
+    return AlignConfig(**given | {"device": "cpu"} | ALIGN_SETTINGS | more)
+
+
+def records(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+# --- the run ----------------------------------------------------------------------------------
+
+
+def test_a_result_is_read_again_and_says_what_the_records_say(
+    weights: Path, tmp_path: Path
+) -> None:
+    cfg = settings(weights, eval_every=2)
+    result = align(cfg, tmp_path / "a")
+    assert isinstance(result, AlignResult) and result.adapter == tmp_path / "a/adapter.safetensors"
+    probe, *alternations = records(tmp_path / "a")
+    assert probe["step"] == 0 and "probe_val" in probe
+    assert [record["step"] for record in alternations] == [1, 2, 3]
+    assert ["val_P" in record for record in alternations] == [False, True, True]
+    last = alternations[-1]
+    assert (result.distance, result.cosine) == (last["distance"][-1], last["cosine"][-1])
+    assert result.val_P.model_dump() == last["val_P"] and result.val_D.model_dump() == last["val_D"]
+    assert align(cfg, tmp_path / "a") == result
+
+
+def test_the_lower_level_alone_has_no_hypergradient(weights: Path, tmp_path: Path) -> None:
+    result = align(settings(weights, upper_steps=0), tmp_path / "a")
+    assert (result.distance, result.q_over_g, result.cosine) == (0.0, 0.0, 0.0)
+    assert result.adapter.exists()
+
+
+def test_a_run_that_diverges_records_it_and_says_so_again(weights: Path, tmp_path: Path) -> None:
+    """The second time nothing is computed, the files stay as they are."""
+    cfg = settings(weights, p_lr=1e30, warmup=0)
+    with pytest.raises(Diverged) as first:
+        align(cfg, tmp_path / "a")
+    said = json.loads((tmp_path / "a/result.json").read_text())["diverged"]
+    assert said == str(first.value) and "alternation" in said
+    files = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "a").iterdir()}
+    assert "adapter.safetensors" not in files and "checkpoint.pt" not in files
+    with pytest.raises(Diverged, match=said):
+        align(cfg, tmp_path / "a")
+    assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "a").iterdir()} == files
+
+
+def test_whoever_follows_a_run_may_end_it(weights: Path, tmp_path: Path) -> None:
+    """A search for a rate gives up on a run in this way; the last alternation is logged by then."""
+
+    def watch(items: Iterable[T], total: int, label: str, done: int = 0) -> Iterator[T]:
+        for number, item in enumerate(items, done + 1):
+            yield item
+            if label == "align" and number == 2:
+                raise Diverged("watched")
+
+    with pytest.raises(Diverged, match="watched"):
+        align(settings(weights), tmp_path / "a", track=watch)
+    assert [record["step"] for record in records(tmp_path / "a")] == [0, 1, 2]
+    assert json.loads((tmp_path / "a/result.json").read_text())["diverged"] == "watched"
+
+
+def test_a_theta_that_is_too_large_for_the_exact_hypergradient_is_refused(weights: Path) -> None:
+    cfg = settings(weights, hypergrad="exact")
+    hypergradient(cfg, torch.zeros(1, EXACT_LIMIT))
+    with pytest.raises(UsageError, match="--hypergrad exact: θ has 5001 entries"):
+        hypergradient(cfg, torch.zeros(1, EXACT_LIMIT + 1))
+
+
+# --- the paper's settings ---------------------------------------------------------------------
+
+
+FIXED = {  # recorded lines that are fixed in the code: value in force
+    "lora_dropout": 0.0, "lora_alpha": "= rank", "lower_optimizer": "adamw",
+    "lower_betas": [0.9, 0.95], "upper_betas": [0.9, 0.999], "lower_encoder_drop_path": 0.0,
+    "decoder_drop_path": 0.0, "norm_pix_loss": True, "amp": "bfloat16 autocast",
+    "probe_lr": "= upper lr, constant", "optimizer_direct": "adamw",
+}  # fmt: skip
+SETTING = {  # recorded line -> the setting's name
+    "lambda": "lam", "warmup_alternations": "warmup", "lora_rank": "rank", "lower_batch": "p_batch",
+    "upper_batch": "d_batch", "lower_lora_lr": "p_lr", "lower_decoder_lr": "phi_p_lr",
+    "lower_weight_decay": "p_weight_decay", "upper_weight_decay": "d_weight_decay",
+    "upper_optimizer": "d_optimizer", "upper_drop_path": "drop_path", "grad_clip_norm": "clip",
+    "eval_every_alternations": "eval_every", "mfac_block": "partition",
+    "optimizer_after_bilevel": "optimizer", "iterations": "cg_iterations", "damping": "cg_damping",
+}  # fmt: skip
+WORDS = {
+    "sgd (momentum 0.9)": "sgd", "transformer layer": "layer", "256 (memory table)": 256,
+    "inherits the upper optimizer, i.e. sgd": "sgd", "0.1 ViT-B, 0.2 ViT-L/H": 0.1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("who", ["program", "paper"])
+def test_presets_equal_the_recorded_defaults_line_by_line(who: str) -> None:
+    """Each preset once; the paper's G lies on the CPU, here beside θ, which gives the same."""
+    recorded = json.loads(fixture("official/official_effective_defaults.json").read_text())
+    about = {"backbone": "vit_b16", "dataset": "cub200"}
+    for section in ("bilevel", "bilevel_cg", "finetune"):
+        kind: Any = FinetuneConfig if section == "finetune" else AlignConfig
+        preset = RELEASED.keys() & kind.model_fields if who == "program" else ()
+        now = kind(**{key: RELEASED[key] for key in preset} | about).model_dump()
+        for key, line in recorded[section].items():
+            elsewhere = (key, who) == ("mfac_device", "paper")
+            if isinstance(line, list) or line[who] is None or elsewhere:
+                continue
+            found = FIXED[key] if key in FIXED else now[SETTING.get(key, key)]
+            assert found == WORDS.get(str(line[who]), line[who]), key
+    tune = recorded["finetune"]
+    assert (tune["lr_grid_direct"], tune["lr_grid_after_bilevel"]) == ([*GRID], [*ALIGNED_GRID])
+    for dataset, sizes in recorded["dataset_sizes_train_val_test"].items():
+        assert list(BENCHMARKS[dataset][0]) == sizes
+
+
+def test_what_is_fixed_in_the_code_is_what_the_paper_says(weights: Path) -> None:
+    """Optimisers, betas, schedules, scale: from the objects that the commands build."""
+    cfg = AlignConfig(backbone="vit_b16", dataset="cub200")
+    phi_P = {"a.weight": torch.zeros(2, 2), "a.bias": torch.zeros(2)}
+    phi_P["mask_token"] = torch.zeros(1, 1, 2)
+    phi_D = trainable(init_head(4, 3, rng(0)))
+    _, (opt_P, opt_D, _) = start_state(cfg, torch.zeros(2, 8), phi_P, phi_D)
+    P, D = opt_P.torch, opt_D.torch
+    assert type(P) is type(D) is torch.optim.AdamW
+    assert {group["betas"] for group in P.param_groups} == {(0.9, 0.95)}
+    assert {group["betas"] for group in D.param_groups} == {(0.9, 0.999)}
+    assert {group["eps"] for group in (*P.param_groups, *D.param_groups)} == {1e-8}
+    rates = [[(g.lr, g.weight_decay) for g in opt.groups] for opt in (opt_P, opt_D)]
+    # θ; decoder matrices and mask token; its bias
+    assert rates == [[(0.01, 0.05), (1e-4, 0.05), (1e-4, 0.0)], [(6.7e-4, 0.05)]]
+    assert (opt_P.clip, opt_D.clip) == (10.0, 10.0)
+    assert all(group["fused"] for group in (*P.param_groups, *D.param_groups))
+    for opt, steps, warmup in ((opt_P, 10_000, 200), (opt_D, 4_000, 80)):
+        assert opt.rate is not None
+        found = [opt.rate(k, 1.0) for k in (1, warmup, steps)]
+        assert found == pytest.approx([1 / (warmup + 1), warmup / (warmup + 1), 1e-6])
+    opened = AlignExperiment(AlignConfig(backbone="vit_mini", weights=weights, dataset="quilts"))
+    made: Any = opened.pretext_task(opened.new_theta())
+    assert (opened.backbone.scale, made.mask_ratio) == (1.0, 0.75)
+
+
+# --- a pretext task of one's own --------------------------------------------------------------
+
+
+def commands() -> list[list[str]]:
+    """Those in the example's docstring."""
+    lines = EXAMPLE.read_text().split('"""')[1].replace("\\\n", " ").splitlines()
+    return [shlex.split(line)[1:] for line in lines if line.strip().startswith("bisslight ")]
+
+
+def test_the_examples_task_runs_under_its_own_name(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Its loss falls, its digest is kept, PEFT starts from it, the paper's figure stays away.
+
+    A student's own data.py, in the same folder, does not take the place of the program's.
+    """
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(EXAMPLE, "rotation.py")
+    Path("data.py").write_text("raise RuntimeError('not the program')\n")
+    line = [word.removeprefix("examples/") for word in commands()[1]]
+    line += ["--weights", str(weights), "--alternations", "8", "--probe-epochs", "1", "--quiet"]
+    assert cli.run([*line, "--out", "a"]) == 0, capsys.readouterr().err
+    losses = [record["loss_P"] for record in records(Path("a"))[1:]]
+    assert sum(losses[-1]) < sum(losses[0])
+    about = json.loads(Path("a/env.json").read_text())["about"]
+    assert about["pretext_sha256"] == sha256(EXAMPLE)
+    assert json.loads(Path("a/result.json").read_text())["pretext"] == "rotation"
+    peft = "finetune --from a --epochs 1 --warmup-epochs 0 --batch 80 --seeds 1 --lr 1e-2 --quiet"
+    assert cli.run(f"{peft} --out f".split()) == 0, capsys.readouterr().err
+    assert json.loads(Path("f/result.json").read_text())["pretext"] == "rotation"
+    with Path("rotation.py").open("a") as file:  # another task: the run does not go on with it
+        file.write("# changed\n")
+    assert cli.run([*line, "--out", "a"]) == 2
+    assert "rotation.py" in capsys.readouterr().err
+
+
+def test_a_module_is_a_place_for_a_task_too(weights: Path, tmp_path: Path) -> None:
+    """From Python, by module:Class; the same task by its file gives the same adapter."""
+    one = align(settings(weights, pretext="examples.rotation:Rotation"), tmp_path / "module")
+    other = align(settings(weights, pretext=f"{EXAMPLE}:Rotation"), tmp_path / "file")
+    assert one.adapter.read_bytes() == other.adapter.read_bytes()
+    about = [json.loads(Path(x.out, "env.json").read_text())["about"] for x in (one, other)]
+    assert about[0] == about[1]  # the file's digest, too
+
+
+@pytest.mark.slow
+def test_the_examples_commands_learn_as_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chance is 12.5 % of 8 classes."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(EXAMPLE.parent, "examples")
+    for line in commands():
+        assert cli.run([*line, "--quiet"]) == 0, line
+    assert records(Path("runs/rotation"))[0]["probe_val"]["accuracy"] >= 25
