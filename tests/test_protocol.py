@@ -12,50 +12,14 @@ from conftest import close, fixture
 
 import align
 import cli
-from config import ALIGNED_GRID, BACKBONES, GRID, RELEASED, AlignConfig, FinetuneConfig
+from config import ALIGNED_GRID, GRID, RELEASED, AlignConfig, FinetuneConfig
 from data import rng
 from lora import Backbone, features, init_head, logits
 from support.benchmarks import BENCHMARKS
-from support.checkpoints import OFFICIAL, build_head, build_vit
 from support.experiment import Model as Whole
 from support.optim import trainable
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
-
-
-def official_layout(backbone: str) -> dict[str, Any]:
-    """Random values under the official names of a full MAE file."""
-    arch = BACKBONES[backbone]
-    state = {**build_vit(arch).state_dict(), **build_head(arch, "mae").state_dict()}
-    return {k: torch.empty(v.shape).normal_(0, 0.02) for k, v in state.items()}
-
-
-def test_weights_are_downloaded_on_first_use(server: Any, monkeypatch: Any, capsys: Any) -> None:
-    """Offline: a line with URL, place and remedy. Of another size: not taken. Then taken, once."""
-    monkeypatch.setitem(BACKBONES, "vit_b16", BACKBONES["vit_mini"])
-    torch.save({"model": official_layout("vit_b16")}, "served.pth")
-    server.files["x_full.pth"] = content = Path("served.pth").read_bytes()
-    monkeypatch.setenv("TORCH_HOME", str(Path("cache").absolute()))
-    place = Path("cache/hub/checkpoints/x_full.pth")
-    size = len(content) / 1e6
-    line = "finetune --backbone vit_b16 --dataset quilts --epochs 1 --warmup-epochs 0 --seeds 1"
-    line += " --lr 1e-2 --rank 2 --quiet --out f"
-    for url, megabytes, told in (
-        ("http://127.0.0.1:1/x_full.pth", size, "Connection refused"),
-        (f"{server.url}/x_full.pth", 2 * size, "were expected"),
-    ):
-        monkeypatch.setitem(OFFICIAL, ("vit_b16", "mae"), (url, megabytes))
-        assert cli.run(line.split()) == 2
-        err = capsys.readouterr().err
-        assert told in err and f"curl -C - -o {place.absolute()} {url}" in err
-        assert not list(Path("cache").rglob("*.p*"))
-    monkeypatch.setitem(OFFICIAL, ("vit_b16", "mae"), (f"{server.url}/x_full.pth", size))
-    assert cli.run([*line.split(), "--dry-run"]) == 0
-    assert f"from {server.url}/x_full.pth" in capsys.readouterr().out
-    for more in ([], ["--force"]):
-        assert cli.run([*line.split(), *more]) == 0, capsys.readouterr().err
-        server.files.clear()
-    assert place.read_bytes() == content
 
 
 def test_pooling_is_timms_own() -> None:
@@ -107,7 +71,7 @@ def test_presets_equal_the_recorded_defaults_line_by_line(who: str) -> None:
     tune = recorded["finetune"]
     assert (tune["lr_grid_direct"], tune["lr_grid_after_bilevel"]) == ([*GRID], [*ALIGNED_GRID])
     for dataset, sizes in recorded["dataset_sizes_train_val_test"].items():
-        assert list(BENCHMARKS[dataset][0]) == sizes
+        assert list(BENCHMARKS[dataset].sizes) == sizes
 
 
 def test_what_is_fixed_in_the_code_is_what_the_paper_says(weights: Path) -> None:
