@@ -6,6 +6,7 @@ on where a run was continued. A wrong folder raises ValueError, an unreadable im
 """
 
 import hashlib
+import io
 import math
 import os
 from collections import Counter
@@ -19,8 +20,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from torchvision import transforms as T
 from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.transforms import InterpolationMode, RandomResizedCrop
+from torchvision.transforms.functional import to_pil_image
+from torchvision.transforms.v2 import functional as F
 
 PARTS = ("train", "val", "test")
 Channels = tuple[float, ...]  # one number each for red, green and blue
@@ -133,12 +136,25 @@ def fingerprint(*parts: Split | Pool) -> str:
         if isinstance(part.images, Tensor):
             sha.update(part.images.numpy().tobytes())
         else:
-            root = os.path.commonpath([*part.images, part.images[0].parent])
-            names = [os.path.relpath(path, root) for path in part.images]
-            sha.update("\n".join(names).encode())
+            sha.update(names_below(part.images).encode())
         if isinstance(part, Split):
             sha.update(part.targets.numpy().tobytes())
     return sha.hexdigest()
+
+
+def names_below(files: list[Path]) -> str:
+    """The files' paths relative to the folder that holds them all, a line each.
+
+    By cutting one string: os.path.relpath takes ten seconds for ImageNet's 1.28 million files.
+    """
+    paths = [str(file) for file in files]
+    # all paths lie between the first and the last in the alphabet, so they begin as these two do
+    root = os.path.commonpath([min(paths), max(paths), str(files[0].parent)])
+    text = "\n".join(paths)
+    if ".." in text:  # may be a step up, which relpath resolves
+        return "\n".join(os.path.relpath(path, root) for path in paths)
+    before = "\n" + os.path.join(root, "")  # noqa: PTH118  # with the separator after it
+    return ("\n" + text).replace(before, "\n")[1:]
 
 
 MOTIFS = ("1111000011110000", "1010101010101010", "0110111111110110", "1001011001101001")
@@ -334,15 +350,38 @@ class Transform(NamedTuple):
     flip: bool = True
 
 
-def read_image(path: Path) -> Image.Image:
-    """An image file as RGB, decoded to its end; as torchvision does, EXIF and alpha are ignored."""
+Picture = Image.Image | Tensor  # RGB, of Pillow, or uint8 (3, H, W): torchvision works on both
+
+
+def read_image(path: Path) -> Picture:
+    """An image file as RGB, decoded to its end; as torchvision does, EXIF and alpha are ignored.
+
+    Plain JPEG files come as tensors: to cut these takes half of Pillow's time, and differs by at
+    most one grey level. All others are Pillow's.
+    """
     try:
-        with Image.open(path) as image:
+        content = bytearray(path.read_bytes())
+        with Image.open(io.BytesIO(content)) as image:  # reads no more than the header
             if image.mode.startswith(("I", "F")):  # Pillow would clip them
                 raise ValueError("more than 8 bits a channel, save it with 8")
+            if image.format == "JPEG" and image.mode in ("RGB", "L"):  # and not CMYK
+                return decode_jpeg(content)
             return image.convert("RGB")
     except Exception as error:  # Pillow raises anything from OSError to TypeError on damaged bytes
         raise ImageError(f"{path}: cannot be read ({error!r}); replace or remove it") from error
+
+
+def decode_jpeg(content: bytearray) -> Tensor:
+    """Pixels (3, H, W) of a JPEG file, the same with either decoder: both call libjpeg."""
+    # torchvision's is faster, but a release after 0.29 may leave it out
+    decode = getattr(torch.ops.image, "decode_jpeg", None)
+    if decode is None:
+        with Image.open(io.BytesIO(content)) as image:
+            pixels: Tensor = F.pil_to_tensor(image.convert("RGB"))
+    else:
+        rgb = 3  # of torchvision.io.ImageReadMode
+        pixels = decode(torch.frombuffer(content, dtype=torch.uint8), rgb)
+    return pixels
 
 
 def find_fault(path: Path) -> ImageError | None:
@@ -361,15 +400,34 @@ def decode_all(files: Iterable[Path]) -> list[ImageError]:
     return [fault for fault in faults if fault is not None]
 
 
+def cut_random(image: Picture, t: Transform) -> Picture:
+    """A random crop of min_crop to 1 of the area, resized, and a flip (App. C.2)."""
+    box = RandomResizedCrop.get_params(image, [t.min_crop, 1.0], [3 / 4, 4 / 3])
+    mode = InterpolationMode(t.interpolation)
+    cut: Picture = F.resized_crop(image, *box, [t.size, t.size], mode, antialias=True)
+    if t.flip and torch.rand(1) < 0.5:
+        cut = F.horizontal_flip(cut)
+    return cut
+
+
+def cut_centre(image: Picture, t: Transform) -> Picture:
+    """The centre, after the shorter side is resized to 256/224 of the size (as released)."""
+    shorter = round(t.size * 256 / 224)
+    resized = F.resize(image, [shorter], InterpolationMode(t.interpolation), antialias=True)
+    cut: Picture = F.center_crop(resized, [t.size, t.size])
+    return cut
+
+
 Batch = tuple[Tensor, Tensor, int]  # images, targets, n of draws from a batch of n
 
 
 class Images(Dataset[Batch | ImageError]):
     """Decodes and augments; a draw's crop is the same in any process.
 
-    Training: a random crop of min_crop to 1 of the area, and a flip (App. C.2). Otherwise the
-    shorter side is resized to 256/224 of the input size and the centre is cut out (as released);
-    images in memory of the network's size are only normalised.
+    In training `cut_random`, otherwise `cut_centre`; images in memory that have the network's size
+    and are not to be cropped are taken as they are. Pixels are uint8, or in [0, 1] where they lay
+    so in memory: a quarter of the bytes to hand from process to process and to a GPU. `normalise`
+    comes after that.
     """
 
     def __init__(self, split: Split, t: Transform, train: bool, seed: int, purpose: str) -> None:
@@ -378,24 +436,22 @@ class Images(Dataset[Batch | ImageError]):
         self.seed = seed
         self.purpose = purpose
         self.random = train and t.augment == "crop"
-        mode = T.InterpolationMode(t.interpolation)
-        if self.random:
-            crop = T.RandomResizedCrop(t.size, (t.min_crop, 1), interpolation=mode)
-            flip = T.RandomHorizontalFlip(0.5 if t.flip else 0.0)
-            cut = [crop, flip]
-        else:
-            cut = [T.Resize(round(t.size * 256 / 224), mode), T.CenterCrop(t.size)]
-        self.pipeline = T.Compose([*cut, T.ToTensor(), T.Normalize(t.mean, t.std)])
+
+    @property
+    def are_ready(self) -> bool:
+        """Whether there is nothing to decode or to cut."""
+        images = self.split.images
+        if not isinstance(images, Tensor) or self.random:
+            return False
+        return images.shape[2:] == (self.t.size, self.t.size)
 
     def __getitem__(self, part: tuple[Draws, int]) -> Batch | ImageError:
         """Some draws of a batch of n. An ImageError is returned, since workers would wrap it."""
         draws, n = part
         index = [i for _, i in draws]
-        images = self.split.images
         targets = self.split.targets[index]
-        fits = isinstance(images, Tensor) and images.shape[2:] == (self.t.size, self.t.size)
-        if isinstance(images, Tensor) and fits and not self.random:
-            return T.functional.normalize(images[index], self.t.mean, self.t.std), targets, n
+        if self.are_ready:
+            return torch.as_tensor(self.split.images)[index], targets, n
         try:
             x = torch.stack([self.image(draw, i) for draw, i in draws])  # (B, 3, size, size)
         except ImageError as error:
@@ -403,16 +459,29 @@ class Images(Dataset[Batch | ImageError]):
         return x, targets, n
 
     def image(self, draw: int, index: int) -> Tensor:
-        """Image number `index` as this draw cuts it, (3, size, size)."""
+        """Image number `index` as this draw cuts it, uint8 (3, size, size)."""
         stored = self.split.images[index]
-        if isinstance(stored, Tensor):
-            image = T.functional.to_pil_image(stored)
+        image = to_pil_image(stored) if isinstance(stored, Tensor) else read_image(stored)
+        if self.random:
+            with torch.random.fork_rng(devices=[]):  # torchvision draws from the global generator
+                seed = seed_for(self.seed, self.purpose, "augment", draw)
+                torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 0.1 ms
+                image = cut_random(image, self.t)
         else:
-            image = read_image(stored)
-        with torch.random.fork_rng(devices=[]):  # torchvision draws from the global generator
-            torch.manual_seed(seed_for(self.seed, self.purpose, "augment", draw))
-            cut: Tensor = self.pipeline(image)
-        return cut
+            image = cut_centre(image, self.t)
+        pixels: Tensor = F.pil_to_tensor(image) if isinstance(image, Image.Image) else image
+        return pixels
+
+
+def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Network inputs from images (B, 3, H, W), uint8 or in [0, 1]; mean and std (3, 1, 1).
+
+    The arithmetic is that of torchvision's ToTensor and Normalize, in the same order.
+    """
+    if images.dtype == torch.uint8:
+        images = images.float().div_(255)
+        return images.sub_(mean).div_(std)
+    return (images - mean) / std
 
 
 def whole(n: int) -> slice:
@@ -426,6 +495,16 @@ def leave_terminal(worker: int) -> None:
         os.setsid()
 
 
+def count_workers() -> int:
+    """One a core that this process may use, at most 16; all processes of a machine share them."""
+    if hasattr(os, "sched_getaffinity"):  # Slurm, taskset and containers allow some cores only
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun says so, and `--jobs`
+    return max(1, min(16, cores // processes))
+
+
 def batches(
     images: Images,
     draws: Iterable[Draws],
@@ -433,14 +512,16 @@ def batches(
     device: torch.device,
     share: Callable[[int], slice] = whole,
 ) -> Iterator[Batch]:
-    """Images, targets (on the device), n for each list of n draws; worker processes work ahead.
+    """Network inputs, targets (on the device), n for each list of n draws; workers work ahead.
 
-    `share` says which of n draws this process takes. workers None: a process a core beside a GPU,
-    at most 16; none beside a CPU, which is busy with the network, or for images in memory.
+    `share` says which of n draws this process takes. workers None: `count_workers` beside a GPU;
+    none beside a CPU, which is busy with the network, or for images in memory.
     """
-    if workers is None:
+    if images.are_ready:
+        workers = 0
+    elif workers is None:
         waits = device.type != "cpu" and not isinstance(images.split.images, Tensor)
-        workers = min(16, os.cpu_count() or 1) if waits else 0
+        workers = count_workers() if waits else 0
     loader = DataLoader(
         images,
         batch_size=None,  # an item is a batch: DataLoader hands each item of the sampler to Images
@@ -449,8 +530,83 @@ def batches(
         pin_memory=device.type == "cuda",
         worker_init_fn=leave_terminal,
     )
-    for item in loader:
+    mean = torch.tensor(images.t.mean, device=device).view(3, 1, 1)
+    std = torch.tensor(images.t.std, device=device).view(3, 1, 1)
+    for item in copy_ahead(loader, device) if device.type == "cuda" else loader:
         if isinstance(item, ImageError):
             raise item
         x, y, n = item
-        yield x.to(device, non_blocking=True), y.to(device, non_blocking=True), n
+        yield normalise(x.to(device), mean, std), y.to(device), n
+
+
+def copy_ahead(items: Iterable[Batch | ImageError], device: torch.device) -> Iterator[Batch]:
+    """The batches on a GPU: each is copied there while the one before is used."""
+    stream = torch.cuda.Stream(device)  # of copies alone, beside the network's
+    ahead: Batch | None = None
+    for item in items:
+        if isinstance(item, ImageError):
+            raise item
+        x, y, n = item
+        ready = wait_for(ahead, stream)  # before the next copy starts, so it waits for one copy
+        with torch.cuda.stream(stream):
+            ahead = x.to(device, non_blocking=True), y.to(device, non_blocking=True), n
+        if ready is not None:
+            yield ready
+    last = wait_for(ahead, stream)
+    if last is not None:
+        yield last
+
+
+def wait_for(batch: Batch | None, stream: torch.cuda.Stream) -> Batch | None:
+    """Let the network's stream wait for what was copied in another one, and use its memory."""
+    if batch is not None:
+        current = torch.cuda.current_stream(stream.device)
+        current.wait_stream(stream)
+        batch[0].record_stream(current)  # the memory is free when the network is done with it
+        batch[1].record_stream(current)
+    return batch
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Small random numbers on their device; from pinned memory, so nothing waits for a GPU."""
+    if device.type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
+
+
+# All splits of the paper's benchmarks fit at 224 px (the largest, flowers' test images, takes
+# 0.93 GB); ImageNet's 50,000 validation images would take 7.5 GB of memory.
+MOST_KEPT = 2**30  # bytes
+
+
+class Decoded:
+    """Validation and test images cut for scoring: decoded once, then kept as uint8.
+
+    Fine-tuning on a small set is mostly decoding otherwise: it scores after every epoch.
+    """
+
+    def __init__(self, t: Transform) -> None:
+        self.t = t
+        self.kept = list[tuple[Split, Split]]()  # as it is given, and decoded
+
+    def __call__(self, split: Split) -> Split:
+        """A split for `Images`: in memory, or as it is where it is ready or above MOST_KEPT."""
+        for known, decoded in self.kept:
+            if known is split:
+                return decoded
+        decoded = decode_once(split, self.t)
+        self.kept.append((split, decoded))
+        return decoded
+
+
+def decode_once(split: Split, t: Transform) -> Split:
+    """The split as it is scored, uint8 in memory; as it is where it is ready or too large."""
+    images = Images(split, t, False, 0, "eval")
+    n = len(split.targets)
+    if images.are_ready or n * 3 * t.size**2 > MOST_KEPT:
+        return split
+    kept = torch.empty(n, 3, t.size, t.size, dtype=torch.uint8)
+    with ThreadPoolExecutor(count_workers()) as pool:  # decoding and cutting let other threads run
+        for i, image in enumerate(pool.map(images.image, range(n), range(n))):
+            kept[i] = image
+    return Split(kept, split.targets)

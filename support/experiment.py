@@ -57,6 +57,7 @@ class Model:
         self.backbone = backbone.to(self.device)
         size, cut = self.arch.image_size, (cfg.augment, cfg.min_crop, cfg.d_interpolation)
         self.transform = data.Transform(size, self.task.mean, self.task.std, *cut)
+        self.decoded = data.Decoded(self.transform)  # validation and test images
         digests = {
             "weights_sha256": sha256(weights_of(cfg)),
             "data_sha256": data.fingerprint(*self.task[1:4]),
@@ -117,13 +118,15 @@ class Model:
             drop = None
             if rate:
                 g = data.rng(seed, purpose, "drop", step)
-                drop = lora.drop_path(rate, self.backbone.depth, n, g)[share(n)].to(self.device)
+                drop = lora.drop_path(rate, self.backbone.depth, n, g)[share(n)]
+                drop = data.to_device(drop, self.device)
             yield lora.Examples(x, y, drop)
 
     @torch.no_grad()
     def score(self, split: data.Split, theta: Tensor, phi_D: Phi) -> Score:
         """Accuracy and loss on a split, which processes share; φ_D with BatchNorm's statistics."""
-        images, n = data.Images(split, self.transform, False, 0, "eval"), len(split.targets)
+        n = len(split.targets)
+        images = data.Images(self.decoded(split), self.transform, False, 0, "eval")
         part, size = range(n)[share(n)], self.cfg.micro_batch or 256
         draws = ([(i, i) for i in part[k : k + size]] for k in range(0, len(part), size))
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
@@ -159,10 +162,11 @@ class Model:
             )
         if (n := getattr(self.cfg, "p_batch", processes)) < processes:
             raise UsageError(f"--p-batch {n}: give each of {processes} processes an image")
-        parts = () if goes_on else (self.task.val.images, self.task.test.images)
-        for files in [images for images in parts if not isinstance(images, Tensor)]:
-            for error in data.decode_all(files):
-                raise error
+        for split in () if goes_on else (self.task.val, self.task.test):
+            images = self.decoded(split).images  # now, so that a damaged one is told
+            if not isinstance(images, Tensor):  # too many to be kept
+                for error in data.decode_all(images):
+                    raise error
 
 
 def pretext_batches(
@@ -182,7 +186,7 @@ def pretext_batches(
     arrived = data.batches(images, draws, cfg.workers, device, share)
     for step, (x, _, n) in zip(steps, arrived, strict=True):
         g = data.rng(cfg.seed, "mask", step)
-        drawn = [part[share(n)].to(device) for part in task.draw(n, g)]
+        drawn = [data.to_device(part[share(n)], device) for part in task.draw(n, g)]
         with torch.autocast(device.type, torch.bfloat16, enabled=cfg.amp and x.is_cuda):
             prepared = task.prepare(x, *drawn)
         yield prepared
