@@ -6,7 +6,6 @@ on where a run was continued. A wrong folder raises ValueError, an unreadable im
 """
 
 import hashlib
-import io
 import math
 import os
 from collections import Counter
@@ -360,27 +359,25 @@ def read_image(path: Path) -> Picture:
     most one grey level. All others are Pillow's.
     """
     try:
-        content = bytearray(path.read_bytes())
-        with Image.open(io.BytesIO(content)) as image:  # reads no more than the header
+        with Image.open(path) as image:  # reads no more than the header
             if image.mode.startswith(("I", "F")):  # Pillow would clip them
                 raise ValueError("more than 8 bits a channel, save it with 8")
             if image.format == "JPEG" and image.mode in ("RGB", "L"):  # and not CMYK
-                return decode_jpeg(content)
+                return decode_jpeg(path, image)
             return image.convert("RGB")
     except Exception as error:  # Pillow raises anything from OSError to TypeError on damaged bytes
         raise ImageError(f"{path}: cannot be read ({error!r}); replace or remove it") from error
 
 
-def decode_jpeg(content: bytearray) -> Tensor:
+def decode_jpeg(path: Path, image: Image.Image) -> Tensor:
     """Pixels (3, H, W) of a JPEG file, the same with either decoder: both call libjpeg."""
     # torchvision's is faster, but a release after 0.29 may leave it out
     decode = getattr(torch.ops.image, "decode_jpeg", None)
     if decode is None:
-        with Image.open(io.BytesIO(content)) as image:
-            pixels: Tensor = F.pil_to_tensor(image.convert("RGB"))
+        pixels: Tensor = F.pil_to_tensor(image.convert("RGB"))
     else:
-        rgb = 3  # of torchvision.io.ImageReadMode
-        pixels = decode(torch.frombuffer(content, dtype=torch.uint8), rgb)
+        content = bytearray(path.read_bytes())
+        pixels = decode(torch.frombuffer(content, dtype=torch.uint8), 3)  # as RGB
     return pixels
 
 
