@@ -6,24 +6,29 @@ on where a run was continued. A wrong folder raises ValueError, an unreadable im
 """
 
 import hashlib
+import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
-from torchvision import transforms as T
+from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.transforms import InterpolationMode, RandomResizedCrop
+from torchvision.transforms.functional import to_pil_image
+from torchvision.transforms.v2 import functional as F
 
 PARTS = ("train", "val", "test")
 Channels = tuple[float, ...]  # one number each for red, green and blue
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean, std
-Entries = list[tuple[str, Any]]  # (image file below the dataset's folder, label)
+Label = int | list[int]  # a class, or for each class 1 yes, -1 no, 0 not counted
+Entries = list[tuple[str, Label]]  # (image file below the dataset's folder, label)
 Draws = list[tuple[int, int]]  # of a batch: (number of the draw, index of the image)
 Stored = Tensor | list[Path]  # images (N, 3, H, W) in [0, 1], or their files
 
@@ -32,15 +37,20 @@ class ImageError(OSError):
     """An image cannot be read; the message names the file and the remedy."""
 
 
-def rng(seed: int, *purpose: str | int) -> torch.Generator:
-    """A CPU generator for one purpose, the same on every platform: sha256, not Python's hash.
+def seed_for(seed: int, *purpose: str | int) -> int:
+    """A seed of 63 bits for one purpose, the same on every platform: sha256, not Python's hash."""
+    words = "/".join(str(word) for word in (seed, *purpose))
+    digest = hashlib.sha256(words.encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
-    >>> rng(0, "mask", 1).initial_seed()  # of 63 bits
+
+def rng(seed: int, *purpose: str | int) -> torch.Generator:
+    """A CPU generator for one purpose.
+
+    >>> rng(0, "mask", 1).initial_seed()
     9043777112963148149
     """
-    words = "/".join(map(str, (seed, *purpose))).encode()
-    start = int.from_bytes(hashlib.sha256(words).digest()[:8], "big") >> 1
-    return torch.Generator().manual_seed(start)
+    return torch.Generator().manual_seed(seed_for(seed, *purpose))
 
 
 class Split(NamedTuple):
@@ -51,7 +61,17 @@ class Split(NamedTuple):
 
     @classmethod
     def below(cls, root: Path, entries: Entries) -> Self:
-        return cls([root / file for file, _ in entries], torch.tensor([k for _, k in entries]))
+        """The images of these entries, whose files are named relative to the folder `root`."""
+        files = [root / file for file, _ in entries]
+        labels = [label for _, label in entries]
+        return cls(files, torch.tensor(labels))
+
+
+class Labelled(Protocol):
+    """A list of (image (3, H, W), class), or a torch Dataset of such pairs."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> tuple[Tensor, int]: ...
 
 
 class Task(NamedTuple):
@@ -65,21 +85,39 @@ class Task(NamedTuple):
     mean: Channels = IMAGENET[0]
     std: Channels = IMAGENET[1]
 
+    @property
+    def splits(self) -> tuple[Split, Split, Split]:
+        """Train, val and test."""
+        return self.train, self.val, self.test
+
     @classmethod
-    def of(cls, train: Any, val: Any, test: Any, classes: Sequence[str]) -> Self:
-        """A task in memory, of torch Datasets or lists of (image (3, H, W) in [0, 1], class)."""
-        splits = []
-        for part in (train, val, test):
-            x, y = default_collate([part[i] for i in range(len(part))])
-            inside = 0 <= x.min() <= x.max() <= 1 and 0 <= y.min() <= y.max() < len(classes)
-            if x.shape[1] != 3 or not inside:
-                raise ValueError(f"wants images (3, H, W) in [0, 1], labels below {len(classes)}")
-            splits.append(Split(x.float(), y.long()))
-        return cls("own", splits[0], splits[1], splits[2], [*classes])
+    def of(cls, train: Labelled, val: Labelled, test: Labelled, classes: Sequence[str]) -> Self:
+        """A task in memory, of pairs of an image (3, H, W) in [0, 1] and its class (ValueError)."""
+        n = len(classes)
+        return cls(
+            "own", stack_pairs(train, n), stack_pairs(val, n), stack_pairs(test, n), list(classes)
+        )
 
     def sizes(self) -> dict[str, int]:
-        """How many images each part has."""
-        return {part: len(x.targets) for part, x in zip(PARTS, self[1:4], strict=True)}
+        """How many images each split has."""
+        counts = [len(split.targets) for split in self.splits]
+        return dict(zip(PARTS, counts, strict=True))
+
+
+def stack_pairs(pairs: Labelled, classes: int) -> Split:
+    """A split in memory; ValueError where pixels leave [0, 1] or labels are not below `classes`."""
+    images = []
+    labels = []
+    for i in range(len(pairs)):
+        image, label = pairs[i]
+        images.append(torch.as_tensor(image))
+        labels.append(int(label))
+    x = torch.stack(images)  # (N, 3, H, W)
+    y = torch.tensor(labels)
+    pixels_fit = x.shape[1] == 3 and 0 <= x.min() <= x.max() <= 1
+    if not (pixels_fit and 0 <= y.min() <= y.max() < classes):
+        raise ValueError(f"wants images (3, H, W) in [0, 1], labels below {classes}")
+    return Split(x.float(), y)
 
 
 class Pool(NamedTuple):
@@ -97,11 +135,25 @@ def fingerprint(*parts: Split | Pool) -> str:
         if isinstance(part.images, Tensor):
             sha.update(part.images.numpy().tobytes())
         else:
-            root = os.path.commonpath([*part.images, part.images[0].parent])
-            sha.update("\n".join(os.path.relpath(path, root) for path in part.images).encode())
+            sha.update(names_below(part.images).encode())
         if isinstance(part, Split):
             sha.update(part.targets.numpy().tobytes())
     return sha.hexdigest()
+
+
+def names_below(files: list[Path]) -> str:
+    """The files' paths relative to the folder that holds them all, a line each.
+
+    By cutting one string: os.path.relpath takes ten seconds for ImageNet's 1.28 million files.
+    """
+    paths = [str(file) for file in files]
+    # all paths lie between the first and the last in the alphabet, so they begin as these two do
+    root = os.path.commonpath([min(paths), max(paths), str(files[0].parent)])
+    text = "\n".join(paths)
+    if ".." in text:  # may be a step up, which relpath resolves
+        return "\n".join(os.path.relpath(path, root) for path in paths)
+    before = "\n" + os.path.join(root, "")  # noqa: PTH118  # with the separator after it
+    return ("\n" + text).replace(before, "\n")[1:]
 
 
 MOTIFS = ("1111000011110000", "1010101010101010", "0110111111110110", "1001011001101001")
@@ -116,64 +168,122 @@ def quilts(seed: int) -> tuple[Pool, Task]:
     network must compare tiles. In labelled images, a tenth of the tiles show a motif at random.
     """
     g = rng(seed, "quilts")
-    layouts, images = list[Tensor](), list[Tensor]()
+    layouts = draw_layouts(g)
+    # the order of these draws is part of what a seed means: layouts, pool's classes, images
+    unseen = torch.randint(8, (4000,), generator=g)  # nobody sees the pool's labels
+    pool = draw_quilts(layouts, unseen, 0.0, g)
+    splits = []
+    for copies in (10, 20, 60):
+        labels = torch.arange(8).repeat(copies)
+        splits.append(Split(draw_quilts(layouts, labels, 0.1, g), labels))
+    train, val, test = splits
+    mean = tuple(pool.mean((0, 2, 3)).tolist())
+    std = tuple(pool.std((0, 2, 3)).tolist())
+    names = [f"layout {k}" for k in range(8)]
+    return Pool(pool, mean, std), Task("quilts", train, val, test, names, mean, std)
+
+
+def draw_layouts(g: torch.Generator) -> Tensor:
+    """Eight layouts (8, 16) of zeros and ones; each two differ in 5 to 11 of their 16 tiles."""
+    layouts = list[Tensor]()
     while len(layouts) < 8:
         layout = torch.randint(2, (16,), generator=g)
-        differ = [int((layout != other).sum()) for other in layouts]
-        if 7 <= int(layout.sum()) <= 9 and all(5 <= count <= 11 for count in differ):
+        distances = [int((layout != other).sum()) for other in layouts]
+        balanced = 7 <= int(layout.sum()) <= 9
+        # 16 - distance counts, too: a layout and its negative show the same tiles as equal
+        if balanced and all(5 <= distance <= 11 for distance in distances):
             layouts.append(layout)
-    pixels = torch.tensor([[int(bit) for bit in motif] for motif in MOTIFS]) * 0.7 + 0.15  # (4, 16)
-    labels = [torch.randint(8, (4000,), generator=g), *map(torch.arange(8).repeat, (10, 20, 60))]
-    for y, junk in zip(labels, (0.0, 0.1, 0.1, 0.1), strict=True):
-        first = torch.randint(4, y.shape, generator=g)
-        second = (first + torch.randint(1, 4, y.shape, generator=g)) % 4  # another motif
-        shown = torch.where(torch.stack(layouts)[y] == 1, second[:, None], first[:, None])
-        junk_tile = torch.rand(shown.shape, generator=g) < junk
-        shown = torch.where(junk_tile, torch.randint(4, shown.shape, generator=g), shown)
-        tiles = pixels[shown].view(-1, 4, 4, 4, 4)  # tile row, tile column, pixel row, pixel column
-        noise = 0.08 * torch.randn(len(y), 3, 16, 16, generator=g)
-        images.append((tiles.transpose(2, 3).reshape(-1, 1, 16, 16) + noise).clamp(0, 1))
-    pool, train, val, test = map(Split, images, labels)  # nobody sees the pool's labels
-    mean, std = (tuple(x.tolist()) for x in (images[0].mean((0, 2, 3)), images[0].std((0, 2, 3))))
-    names = [f"layout {k}" for k in range(8)]
-    return Pool(pool.images, mean, std), Task("quilts", train, val, test, names, mean, std)
+    return torch.stack(layouts)
+
+
+def draw_quilts(layouts: Tensor, labels: Tensor, junk: float, g: torch.Generator) -> Tensor:
+    """Images (N, 3, 16, 16) of these classes; a share `junk` of the tiles shows any motif."""
+    motifs = torch.tensor([[int(bit) for bit in motif] for motif in MOTIFS])  # (4, 16) pixels
+    first = torch.randint(4, labels.shape, generator=g)
+    second = (first + torch.randint(1, 4, labels.shape, generator=g)) % 4  # another motif
+    shown = torch.where(layouts[labels] == 1, second[:, None], first[:, None])  # (N, 16) motifs
+    is_junk = torch.rand(shown.shape, generator=g) < junk
+    shown = torch.where(is_junk, torch.randint(4, shown.shape, generator=g), shown)
+    tiles = (motifs * 0.7 + 0.15)[shown].view(-1, 4, 4, 4, 4)
+    # from (tile row, tile column, pixel row, pixel column) to rows and columns of the image
+    grey = tiles.transpose(2, 3).reshape(-1, 1, 16, 16)
+    noise = 0.08 * torch.randn(len(labels), 3, 16, 16, generator=g)
+    return (grey + noise).clamp(0, 1)
 
 
 def find_images(root: Path) -> list[Path]:
     """All image files below a folder, links followed, sorted by path, hidden ones left out."""
-    shown = [path for path in root.iterdir() if path.name[0] != "."]
-    files = [path for path in shown if path.suffix.lower() in IMG_EXTENSIONS]
-    files += [x for path in {*shown} - {*files} if path.is_dir() for x in find_images(path)]
-    if odd := [x for x in files if str(x).encode(errors="ignore") != os.fsencode(x)]:
-        raise ValueError(f"{odd[0]}: this name is not UTF-8; rename the file or folder")
+    files = list[Path]()
+    for path in root.iterdir():
+        if path.name.startswith("."):
+            continue
+        if path.suffix.lower() in IMG_EXTENSIONS:
+            check_name(path)
+            files.append(path)
+        elif path.is_dir():
+            files += find_images(path)
     return sorted(files, key=str)
+
+
+def check_name(path: Path) -> None:
+    """Refuse a name that is not UTF-8: `fingerprint` and the order could not be the same."""
+    if str(path).encode(errors="ignore") != os.fsencode(path):
+        raise ValueError(f"{path}: this name is not UTF-8; rename the file or folder")
+
+
+def subfolders(root: Path) -> list[Path]:
+    """The folders in a folder, sorted, hidden ones left out."""
+    return sorted(x for x in root.iterdir() if x.is_dir() and not x.name.startswith("."))
 
 
 def folder(root: Path, seed: int) -> Task:
     """Class folders, or train/ val/ test/ of them; a missing test or val is `holdout` of train."""
-    inside = {x.name for x in root.iterdir() if x.is_dir() and x.name[0] != "."}
-    if inside & {*PARTS} and not {"train"} <= inside <= {*PARTS}:
-        raise ValueError(f"{root}: holds {sorted(inside)}, parts are named train, val and test")
-    places = {part: root / part for part in PARTS if part in inside} or {"train": root}
-    classes, entries = list[str](), dict[str, Entries]()
+    names = {path.name for path in subfolders(root)}
+    if names & {*PARTS}:
+        if "train" not in names or names - {*PARTS}:
+            raise ValueError(f"{root}: holds {sorted(names)}, parts are named train, val and test")
+        places = {part: root / part for part in PARTS if part in names}
+    else:
+        places = {"train": root}
+    classes = [path.name for path in subfolders(places["train"])]
+    entries = dict[str, Entries]()
     for part, place in places.items():
-        folders = sorted(x for x in place.iterdir() if x.is_dir() and x.name[0] != ".")
-        by_class = {path.name: find_images(path) for path in folders}
-        classes = classes or [*by_class]  # train comes first
-        if len(by_class) < 2 or {*by_class} - {*classes} or not all(by_class.values()):
-            has = ", ".join(f"{name} ({len(files)})" for name, files in by_class.items())
-            raise ValueError(
-                f"{root}: {part} needs two or more of train's class folders, all with images; "
-                f"it has {has or 'none'}"
-            )
-        found = [(file, classes.index(name)) for name, files in by_class.items() for file in files]
-        entries[part] = [(file.relative_to(root).as_posix(), label) for file, label in found]
-    for part in [x for x in ("test", "val") if x not in entries]:
+        entries[part] = list_class_folders(root, part, place, classes)
+    missing = [part for part in ("test", "val") if part not in entries]
+    check_class_sizes(root, entries["train"], classes, missing)
+    for part in missing:  # test first: val is a fifth of what is left
         entries["train"], entries[part] = holdout(entries["train"], seed, part)
-        if len({k for _, k in entries[part]}) < len(classes):
-            raise ValueError(f"{root}: a class is too small to split off {part}")
     train, val, test = (Split.below(root, entries[part]) for part in PARTS)
     return Task(f"folder:{root}", train, val, test, classes)
+
+
+def list_class_folders(root: Path, part: str, place: Path, classes: list[str]) -> Entries:
+    """The images in the class folders of a part, relative to `root`, with the class's number."""
+    by_class = {path.name: find_images(path) for path in subfolders(place)}
+    unknown = by_class.keys() - set(classes)
+    if len(by_class) < 2 or unknown or not all(by_class.values()):
+        counts = [f"{name} ({len(files)})" for name, files in by_class.items()]
+        raise ValueError(
+            f"{root}: {part} needs two or more of train's class folders, all with images; "
+            f"it has {', '.join(counts) or 'none'}"
+        )
+    entries: Entries = []
+    for name, files in by_class.items():
+        label = classes.index(name)
+        entries += [(file.relative_to(root).as_posix(), label) for file in files]
+    return entries
+
+
+def check_class_sizes(root: Path, entries: Entries, classes: list[str], missing: list[str]) -> None:
+    """Refuse a class that leaves no image for train once each missing part has one of it."""
+    needed = 1 + len(missing)
+    counts = Counter(label for _, label in entries)
+    small = [f"{name} has {counts[k]}" for k, name in enumerate(classes) if counts[k] < needed]
+    if small:
+        raise ValueError(
+            f"{root}: each class needs {needed} images, for {' and '.join(['train', *missing])}; "
+            f"{', '.join(small)}"
+        )
 
 
 def holdout(entries: Entries, seed: int, part: str) -> tuple[Entries, Entries]:
@@ -184,14 +294,21 @@ def holdout(entries: Entries, seed: int, part: str) -> tuple[Entries, Entries]:
     >>> holdout([("1.jpg", 0), ("2.jpg", 0), ("3.jpg", 1)], 0, "val")
     ([('1.jpg', 0), ('3.jpg', 1)], [('2.jpg', 0)])
     """
-    by_class: dict[int, list[str]] = {}
+
+    def digest(file: str) -> bytes:
+        return hashlib.sha256(f"{seed}/{part}/{file}".encode()).digest()
+
+    by_class: dict[Label, list[str]] = {}
     for file, label in entries:
         by_class.setdefault(label, []).append(file)
-    chosen: set[str] = set()
+    chosen = set[str]()
     for files in by_class.values():
-        files.sort(key=lambda file: hashlib.sha256(f"{seed}/{part}/{file}".encode()).digest())
-        chosen |= {*files[: max(len(files) > 1, len(files) // 5)]}
-    return [e for e in entries if e[0] not in chosen], [e for e in entries if e[0] in chosen]
+        count = len(files) // 5
+        if count == 0 and len(files) > 1:
+            count = 1
+        chosen.update(sorted(files, key=digest)[:count])
+    rest = [entry for entry in entries if entry[0] not in chosen]
+    return rest, [entry for entry in entries if entry[0] in chosen]
 
 
 def stream(
@@ -201,15 +318,23 @@ def stream(
 
     With `passes`, each pass has ceil(n / batch) batches, and its last one may be smaller.
     """
-    order = lru_cache(maxsize=1)(  # of a pass, drawn when it begins
-        lambda number: torch.randperm(n, generator=rng(seed, purpose, "order", number))
-    )
+    order = list[int]()  # of the images in pass `ordered`, drawn when that pass begins
+    ordered = -1
     for step in steps:
-        draws = range(step * batch, (step + 1) * batch)
+        first = step * batch
+        end = first + batch
         if passes:
-            number, k = divmod(step, -(-n // batch))  # pass, and batch of that pass
-            draws = range(number * n, (number + 1) * n)[k * batch : (k + 1) * batch]
-        yield [(d, int(order(d // n)[d % n])) for d in draws]
+            number, k = divmod(step, math.ceil(n / batch))  # pass, and batch of that pass
+            first = number * n + k * batch
+            end = min(first + batch, (number + 1) * n)
+        draws: Draws = []
+        for draw in range(first, end):
+            if draw // n != ordered:
+                ordered = draw // n
+                generator = rng(seed, purpose, "order", ordered)
+                order = torch.randperm(n, generator=generator).tolist()
+            draws.append((draw, order[draw % n]))
+        yield draws
 
 
 class Transform(NamedTuple):
@@ -224,64 +349,157 @@ class Transform(NamedTuple):
     flip: bool = True
 
 
-def read_image(path: Path) -> Image.Image:
-    """An image file as RGB, decoded to its end; as torchvision does, EXIF and alpha are ignored."""
+Picture = Image.Image | Tensor  # RGB, of Pillow, or uint8 (3, H, W): torchvision works on both
+
+
+def read_image(path: Path) -> Picture:
+    """An image file as RGB, decoded to its end; as torchvision does, EXIF and alpha are ignored.
+
+    Plain JPEG files come as tensors: to cut these takes half of Pillow's time, and differs by at
+    most one grey level. All others are Pillow's.
+    """
     try:
-        with Image.open(path) as image:
+        with Image.open(path) as image:  # reads no more than the header
             if image.mode.startswith(("I", "F")):  # Pillow would clip them
                 raise ValueError("more than 8 bits a channel, save it with 8")
+            if image.format == "JPEG" and image.mode in ("RGB", "L"):  # and not CMYK
+                return decode_jpeg(path, image)
             return image.convert("RGB")
     except Exception as error:  # Pillow raises anything from OSError to TypeError on damaged bytes
         raise ImageError(f"{path}: cannot be read ({error!r}); replace or remove it") from error
 
 
-def decode_all(files: Iterable[Path]) -> list[BaseException]:
+def decode_jpeg(path: Path, image: Image.Image) -> Tensor:
+    """Pixels (3, H, W) of a JPEG file, the same with either decoder: both call libjpeg."""
+    # torchvision's is faster, but a release after 0.29 may leave it out
+    decode = getattr(torch.ops.image, "decode_jpeg", None)
+    if decode is None:
+        pixels: Tensor = F.pil_to_tensor(image.convert("RGB"))
+    else:
+        content = bytearray(path.read_bytes())
+        pixels = decode(torch.frombuffer(content, dtype=torch.uint8), 3)  # as RGB
+    return pixels
+
+
+def find_fault(path: Path) -> ImageError | None:
+    """Read an image file fully; what is wrong with it, if anything is."""
+    try:
+        read_image(path)
+    except ImageError as error:
+        return error
+    return None
+
+
+def decode_all(files: Iterable[Path]) -> list[ImageError]:
     """Read image files fully once, before the long work; returns an error for each damaged one."""
     with ThreadPoolExecutor(8) as pool:  # decoding lets other threads run; no image is kept
-        reads = [pool.submit(lambda path: read_image(path).close(), path) for path in files]
-    return [error for read in reads if (error := read.exception())]
+        faults = list(pool.map(find_fault, files))
+    return [fault for fault in faults if fault is not None]
 
 
-class Images(Dataset[Any]):
+def cut_random(image: Picture, t: Transform) -> Picture:
+    """A random crop of min_crop to 1 of the area, resized, and a flip (App. C.2)."""
+    box = RandomResizedCrop.get_params(image, [t.min_crop, 1.0], [3 / 4, 4 / 3])
+    mode = InterpolationMode(t.interpolation)
+    cut: Picture = F.resized_crop(image, *box, [t.size, t.size], mode, antialias=True)
+    if t.flip and torch.rand(1) < 0.5:
+        cut = F.horizontal_flip(cut)
+    return cut
+
+
+def cut_centre(image: Picture, t: Transform) -> Picture:
+    """The centre, after the shorter side is resized to 256/224 of the size (as released)."""
+    shorter = round(t.size * 256 / 224)
+    resized = F.resize(image, [shorter], InterpolationMode(t.interpolation), antialias=True)
+    cut: Picture = F.center_crop(resized, [t.size, t.size])
+    return cut
+
+
+Batch = tuple[Tensor, Tensor, int]  # images, targets, n of draws from a batch of n
+
+
+class Images(Dataset[Batch | ImageError]):
     """Decodes and augments; a draw's crop is the same in any process.
 
-    Training: a random crop of min_crop to 1 of the area, and a flip (App. C.2). Otherwise the
-    shorter side is resized to 256/224 of the input size and the centre is cut out (as released);
-    images in memory of the network's size are only normalised.
+    In training `cut_random`, otherwise `cut_centre`; images in memory that have the network's size
+    and are not to be cropped are taken as they are. Pixels are uint8, or in [0, 1] where they lay
+    so in memory: a quarter of the bytes to hand from process to process and to a GPU. `normalise`
+    comes after that.
     """
 
     def __init__(self, split: Split, t: Transform, train: bool, seed: int, purpose: str) -> None:
-        self.split, self.t, self.seed, self.purpose = split, t, seed, purpose
-        mode = T.InterpolationMode(t.interpolation)
-        crop = T.RandomResizedCrop(t.size, (t.min_crop, 1), interpolation=mode)
-        centre = [T.Resize(round(t.size * 256 / 224), mode), T.CenterCrop(t.size)]
+        self.split = split
+        self.t = t
+        self.seed = seed
+        self.purpose = purpose
         self.random = train and t.augment == "crop"
-        cut = [crop, T.RandomHorizontalFlip(0.5 * t.flip)] if self.random else centre
-        self.pipeline = T.Compose([*cut, T.ToTensor(), T.Normalize(t.mean, t.std)])
 
-    def __getitem__(self, part: tuple[Draws, int]) -> tuple[Tensor, Tensor, int] | ImageError:
-        """Images, targets, n of draws from a batch of n. An ImageError is returned, not raised."""
+    @property
+    def are_ready(self) -> bool:
+        """Whether there is nothing to decode or to cut."""
+        images = self.split.images
+        if not isinstance(images, Tensor) or self.random:
+            return False
+        return images.shape[2:] == (self.t.size, self.t.size)
+
+    def __getitem__(self, part: tuple[Draws, int]) -> Batch | ImageError:
+        """Some draws of a batch of n. An ImageError is returned, since workers would wrap it."""
         draws, n = part
-        images, index, t = self.split.images, [i for _, i in draws], self.t
-        y, size = self.split.targets[index], (t.size, t.size)
-        if isinstance(images, Tensor) and images.shape[2:] == size and not self.random:
-            return T.functional.normalize(images[index], t.mean, t.std), y, n
+        index = [i for _, i in draws]
+        targets = self.split.targets[index]
+        if self.are_ready:
+            return torch.as_tensor(self.split.images)[index], targets, n
         try:
-            return torch.stack([self.image(*draw) for draw in draws]), y, n
+            x = torch.stack([self.image(draw, i) for draw, i in draws])  # (B, 3, size, size)
         except ImageError as error:
             return error
+        return x, targets, n
 
     def image(self, draw: int, index: int) -> Tensor:
-        x = self.split.images[index]
-        with torch.random.fork_rng(devices=[]):  # torchvision draws from the global generator
-            torch.manual_seed(rng(self.seed, self.purpose, "augment", draw).initial_seed())
-            image = T.functional.to_pil_image(x) if isinstance(x, Tensor) else read_image(x)
-            return self.pipeline(image)  # type: ignore[no-any-return]
+        """Image number `index` as this draw cuts it, uint8 (3, size, size)."""
+        stored = self.split.images[index]
+        image = to_pil_image(stored) if isinstance(stored, Tensor) else read_image(stored)
+        if self.random:
+            with torch.random.fork_rng(devices=[]):  # torchvision draws from the global generator
+                seed = seed_for(self.seed, self.purpose, "augment", draw)
+                torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 0.1 ms
+                image = cut_random(image, self.t)
+        else:
+            image = cut_centre(image, self.t)
+        pixels: Tensor = F.pil_to_tensor(image) if isinstance(image, Image.Image) else image
+        return pixels
 
 
-def own_session(worker: int) -> None:
+def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Network inputs from images (B, 3, H, W), uint8 or in [0, 1]; mean and std (3, 1, 1).
+
+    The arithmetic is that of torchvision's ToTensor and Normalize, in the same order.
+    """
+    if images.dtype == torch.uint8:
+        images = images.float().div_(255)
+        return images.sub_(mean).div_(std)
+    return (images - mean) / std
+
+
+def whole(n: int) -> slice:
+    """All of n images: what a single process takes of a batch."""
+    return slice(n)
+
+
+def leave_terminal(worker: int) -> None:
     """Take a worker process out of the terminal's group, so that Ctrl-C is its parent's alone."""
-    os.setsid()
+    if hasattr(os, "setsid"):  # Windows has none
+        os.setsid()
+
+
+def count_workers() -> int:
+    """One a core that this process may use, at most 16; all processes of a machine share them."""
+    if hasattr(os, "sched_getaffinity"):  # Slurm, taskset and containers allow some cores only
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun says so, and `--jobs`
+    return max(1, min(16, cores // processes))
 
 
 def batches(
@@ -289,20 +507,103 @@ def batches(
     draws: Iterable[Draws],
     workers: int | None,
     device: torch.device,
-    share: Callable[[int], slice] = slice,  # n -> what this process takes of a batch
-) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Images, targets (on the device), n for each list of n draws; worker processes work ahead."""
-    if workers is None and device.type != "cpu" and not isinstance(images.split.images, Tensor):
-        workers = min(16, os.cpu_count() or 1)  # one a core
-    for item in DataLoader(
+    share: Callable[[int], slice] = whole,
+) -> Iterator[Batch]:
+    """Network inputs, targets (on the device), n for each list of n draws; workers work ahead.
+
+    `share` says which of n draws this process takes. workers None: `count_workers` beside a GPU;
+    none beside a CPU, which is busy with the network, or for images in memory.
+    """
+    if images.are_ready:
+        workers = 0
+    elif workers is None:
+        waits = device.type != "cpu" and not isinstance(images.split.images, Tensor)
+        workers = count_workers() if waits else 0
+    loader = DataLoader(
         images,
-        batch_size=None,  # an item is a batch
+        batch_size=None,  # an item is a batch: DataLoader hands each item of the sampler to Images
         sampler=((batch[share(len(batch))], len(batch)) for batch in draws),
-        num_workers=workers or 0,
+        num_workers=workers,
         pin_memory=device.type == "cuda",
-        worker_init_fn=own_session if hasattr(os, "setsid") else None,
-    ):
+        worker_init_fn=leave_terminal,
+    )
+    mean = torch.tensor(images.t.mean, device=device).view(3, 1, 1)
+    std = torch.tensor(images.t.std, device=device).view(3, 1, 1)
+    for item in copy_ahead(loader, device) if device.type == "cuda" else loader:
         if isinstance(item, ImageError):
             raise item
         x, y, n = item
-        yield x.to(device, non_blocking=True), y.to(device, non_blocking=True), n
+        yield normalise(x.to(device), mean, std), y.to(device), n
+
+
+def copy_ahead(items: Iterable[Batch | ImageError], device: torch.device) -> Iterator[Batch]:
+    """The batches on a GPU: each is copied there while the one before is used."""
+    stream = torch.cuda.Stream(device)  # of copies alone, beside the network's
+    ahead: Batch | None = None
+    for item in items:
+        if isinstance(item, ImageError):
+            raise item
+        x, y, n = item
+        ready = wait_for(ahead, stream)  # before the next copy starts, so it waits for one copy
+        with torch.cuda.stream(stream):
+            ahead = x.to(device, non_blocking=True), y.to(device, non_blocking=True), n
+        if ready is not None:
+            yield ready
+    last = wait_for(ahead, stream)
+    if last is not None:
+        yield last
+
+
+def wait_for(batch: Batch | None, stream: torch.cuda.Stream) -> Batch | None:
+    """Let the network's stream wait for what was copied in another one, and use its memory."""
+    if batch is not None:
+        current = torch.cuda.current_stream(stream.device)
+        current.wait_stream(stream)
+        batch[0].record_stream(current)  # the memory is free when the network is done with it
+        batch[1].record_stream(current)
+    return batch
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Small random numbers on their device; from pinned memory, so nothing waits for a GPU."""
+    if device.type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
+
+
+# All splits of the paper's benchmarks fit at 224 px (the largest, flowers' test images, takes
+# 0.93 GB); ImageNet's 50,000 validation images would take 7.5 GB of memory.
+MOST_KEPT = 2**30  # bytes
+
+
+class Decoded:
+    """Validation and test images cut for scoring: decoded once, then kept as uint8.
+
+    Fine-tuning on a small set is mostly decoding otherwise: it scores after every epoch.
+    """
+
+    def __init__(self, t: Transform) -> None:
+        self.t = t
+        self.kept = list[tuple[Split, Split]]()  # as it is given, and decoded
+
+    def __call__(self, split: Split) -> Split:
+        """A split for `Images`: in memory, or as it is where it is ready or above MOST_KEPT."""
+        for known, decoded in self.kept:
+            if known is split:
+                return decoded
+        decoded = decode_once(split, self.t)
+        self.kept.append((split, decoded))
+        return decoded
+
+
+def decode_once(split: Split, t: Transform) -> Split:
+    """The split as it is scored, uint8 in memory; as it is where it is ready or too large."""
+    images = Images(split, t, False, 0, "eval")
+    n = len(split.targets)
+    if images.are_ready or n * 3 * t.size**2 > MOST_KEPT:
+        return split
+    kept = torch.empty(n, 3, t.size, t.size, dtype=torch.uint8)
+    with ThreadPoolExecutor(count_workers()) as pool:  # decoding and cutting let other threads run
+        for i, image in enumerate(pool.map(images.image, range(n), range(n))):
+            kept[i] = image
+    return Split(kept, split.targets)

@@ -7,14 +7,16 @@ without that; each aligned seed has an align run of its own. The backbone of dra
 
 from pathlib import Path
 from statistics import NormalDist, fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torchvision.utils import make_grid
 
+import mae
 from align import align
 from config import AlignConfig, FinetuneConfig, Record, make
+from data import Split
 from evaluate import Row, evaluate
 from extras.pretrain import PretrainConfig, pretrain
 from extras.report import plot_arms, pyplot, save
@@ -35,6 +37,16 @@ PEFT: Record = {
 GAIN = 3.0  # percentage points; `power` is for a true gain of so many
 
 
+class Unit(NamedTuple):
+    """A fine-tuning, and the align run before it; `jobs` hands them to its processes."""
+
+    out: Path
+    align: AlignConfig | None  # None: from the pretrained backbone
+    start: Path  # where that align run is
+    peft: FinetuneConfig
+    force: bool
+
+
 def demo(
     out: Path | None = None,
     *,
@@ -47,29 +59,38 @@ def demo(
 
     `data_seed` draws the images; unless it is 0, a backbone is pretrained on them first.
     """
-    pyplot()  # tells that matplotlib is missing before the long work
-    runs.LOG.info("%d align runs, %d fine-tunings: 2 minutes, 4 with another --data-seed",
-                 ALIGNED, ALIGNED + DIRECT)  # fmt: skip
     out = out or Path("runs/demo")
-    drawn: Any = {"backbone": "vit_mini", "data_seed": data_seed}
-    about = drawn | {"dataset": "quilts", "weights": out / "pretrain" if data_seed else PRETRAINED}
-    cfgs = [make(AlignConfig, about | ALIGN | {"seed": seed}) for seed in range(ALIGNED)]
-    peft = make(FinetuneConfig, about | PEFT | {"seeds": 1, "jobs": jobs}).replace(jobs=1)
-    runs.check_directory(out / "align/s0", "align", cfgs[0], force)
-    if data_seed:
-        scratch = PretrainConfig(pool="quilts", seed=data_seed, **drawn, **PRETRAIN)
-        pretrain(scratch, out / "pretrain", force=force, track=track)
-    units = [
-        *((out / f"aligned/s{x.seed}", x, peft.replace(seed=x.seed), force) for x in cfgs),
-        *((out / f"direct/s{n}", None, peft.replace(seed=n), force) for n in range(DIRECT)),
-    ]
-    list(
-        track(
-            processes.jobs(part, units, jobs) if jobs > 1 else map(part, units), len(units), "demo"
-        )
+    weights = out / "pretrain" if data_seed else PRETRAINED
+    network = {"backbone": "vit_mini", "data_seed": data_seed, "weights": weights}
+    shared = {**network, "dataset": "quilts"}
+    # jobs is checked as a setting of finetune, though here each process has a single seed
+    peft = make(FinetuneConfig, {**shared, **PEFT, "seeds": 1, "jobs": jobs}).replace(jobs=1)
+    units = []
+    for seed in range(ALIGNED):
+        cfg = make(AlignConfig, {**shared, **ALIGN, "seed": seed})
+        start = out / f"align/s{seed}"
+        units.append(Unit(out / f"aligned/s{seed}", cfg, start, peft.replace(seed=seed), force))
+    for seed in range(DIRECT):
+        units.append(Unit(out / f"direct/s{seed}", None, out, peft.replace(seed=seed), force))
+    first = units[0].align
+    assert first is not None
+    runs.check_directory(units[0].start, "align", first, force)
+
+    runs.LOG.info(
+        "%d align runs, %d fine-tunings: 2 minutes, 4 with another --data-seed",
+        ALIGNED,
+        ALIGNED + DIRECT,
     )
+    if data_seed:
+        scratch = PretrainConfig(
+            backbone="vit_mini", pool="quilts", data_seed=data_seed, seed=data_seed, **PRETRAIN
+        )
+        pretrain(scratch, out / "pretrain", force=force, track=track)
+    done = processes.jobs(run_unit, units, jobs) if jobs > 1 else map(run_unit, units)
+    for _ in track(done, len(units), "demo"):
+        pass
     arms = evaluate([out / "aligned", out / "direct"]).arms
-    draw(cfgs[0].replace(device="cpu"), arms, out / "demo.png")
+    draw(first.replace(device="cpu"), arms, out / "demo.png")
     return {
         "arms": arms,
         "power": power(arms),
@@ -80,57 +101,78 @@ def demo(
     }
 
 
-def part(unit: tuple[Path, AlignConfig | None, FinetuneConfig, bool]) -> str:
-    """A fine-tuning, with its align run if it has one; says how it went."""
-    place, cfg, peft, force = unit
-    if cfg:
-        start = place.parent.parent / f"align/s{cfg.seed}"
-        align(cfg, start, force=force)
-        peft = peft.replace(start=start)
-    return f"{place.parent.name} val {fmean(finetune(peft, place, force=force).val):.1f} %"
+def run_unit(unit: Unit) -> str:
+    """Run a fine-tuning, after its align run if it has one; says how it went."""
+    peft = unit.peft
+    if unit.align:
+        align(unit.align, unit.start, force=unit.force)
+        peft = peft.replace(start=unit.start)
+    result = finetune(peft, unit.out, force=unit.force)
+    return f"{unit.out.parent.name} val {fmean(result.val):.1f} %"
 
 
 def power(arms: list[Row]) -> str:
     """How often arms with these seeds and deviations find GAIN, by the normal approximation."""
-    error = sum((row.std or 0.0) ** 2 / row.seeds for row in arms) ** 0.5
-    found = NormalDist().cdf(GAIN / max(error, 1e-9) - NormalDist().inv_cdf(0.975))
-    return f"a true gain of {GAIN:g} points has p < 0.05 in {100 * found:.0f} % of such demos"
+    variance = 0.0  # of the difference of both means
+    for row in arms:
+        variance += (row.std or 0.0) ** 2 / row.seeds
+    z = GAIN / max(variance**0.5, 1e-9)
+    share = NormalDist().cdf(z - NormalDist().inv_cdf(0.975))
+    return f"a true gain of {GAIN:g} points has p < 0.05 in {100 * share:.0f} % of such demos"
 
 
 @torch.no_grad()
 def draw(cfg: AlignConfig, arms: list[Row], path: Path) -> None:
     """What a class is, what pretraining learned to fill in, and how good both arms are."""
     m = AlignExperiment(cfg)
-    shift, scale = (torch.tensor(x).view(3, 1, 1) for x in (m.pool.mean, m.pool.std))
-    fill: Any = m.pretext_task(m.new_theta())
-    batch = next(pretext_batches(fill, m.pool_images(), 4, range(1), cfg, m.device))
-    filled = torch.stack([batch.images, *fill.reconstruct(None, fill.phi, batch)], 1)
-    by_class = [torch.as_tensor(m.task.test.images)[m.task.test.targets == k] for k in range(8)]
-    classes = torch.cat([torch.cat([layout(some), some[:3]]) for some in by_class])
     figure, axes = pyplot().subplots(1, 3, figsize=(11, 4), width_ratios=(4.2, 1.7, 1.6))
+    classes = sample_classes(m.task.test)
     show(axes[0], classes, 8, "Eight classes: each is a layout (blue), shown with any two motifs")
-    show(
-        axes[1],
-        filled.flatten(0, 1) * scale + shift,
-        3,
-        "Pretraining fills in masked tiles:\nwhole, masked, filled in",
-    )
-    versus: Any = arms[1].first_minus_this
+    filled = fill_in(m)
+    show(axes[1], filled, 3, "Pretraining fills in masked tiles:\nwhole, masked, filled in")
+    versus = arms[1].first_minus_this
+    assert versus is not None
     axes[2].set_title(f"Aligned: {versus.difference:+.1f} points\np = {versus.p:.2g}")
     plot_arms(axes[2], arms)
     save(figure, "Classes of quilts; some whole, masked, filled in; accuracies of both arms.", path)
 
 
+def sample_classes(split: Split) -> Tensor:
+    """Each class's layout and three of its images, (32, 3, 16, 16)."""
+    images = torch.as_tensor(split.images)
+    pictures = []
+    for k in range(8):
+        of_class = images[split.targets == k]
+        pictures += [layout(of_class), of_class[:3]]
+    return torch.cat(pictures)
+
+
+def fill_in(m: AlignExperiment) -> Tensor:
+    """Four pool images, each whole, masked and filled in by the pretrained decoder."""
+    task = m.pretext_task(m.new_theta())
+    assert isinstance(task, mae.MAE)
+    draws = pretext_batches(task, m.pool_images(), 4, range(1), m.cfg, m.device)
+    batch = next(draws)
+    masked, filled = task.reconstruct(None, task.phi, batch)
+    pictures = torch.stack([batch.images, masked, filled], 1).flatten(0, 1)  # (12, 3, 16, 16)
+    std = torch.tensor(m.pool.std).view(3, 1, 1)
+    mean = torch.tensor(m.pool.mean).view(3, 1, 1)
+    return pictures * std + mean
+
+
 def layout(images: Tensor) -> Tensor:
     """Which tiles differ from the first in most images (n, 3, 16, 16) of a class, in two blues."""
     tiles = images.mean(1).unflatten(2, (4, 4)).unflatten(1, (4, 4)).transpose(2, 3)
-    different = (tiles - tiles[:, :1, :1]).square().mean((3, 4)) > 0.05
-    plan = torch.kron(different.float().mean(0).round(), torch.ones(4, 4))
-    return 1 - torch.tensor([0.9, 0.6, 0.3]).view(1, 3, 1, 1) * (0.2 + 0.7 * plan)
+    distance = (tiles - tiles[:, :1, :1]).square().mean((3, 4))  # (n, 4, 4)
+    differs = (distance > 0.05).float().mean(0).round()  # in most images
+    pixels = torch.kron(differs, torch.ones(4, 4))  # (16, 16)
+    blue = torch.tensor([0.9, 0.6, 0.3]).view(1, 3, 1, 1)
+    return 1 - blue * (0.2 + 0.7 * pixels)
 
 
 def show(axes: Any, images: Tensor, columns: int, title: str) -> None:
-    """Small pictures (n, 3, h, w), row by row."""
-    axes.imshow(make_grid(images, columns, pad_value=1.0).clamp(0, 1).permute(1, 2, 0).numpy())
+    """Draw small pictures (n, 3, h, w), row by row; `axes` are matplotlib's."""
+    grid = make_grid(images, columns, pad_value=1.0).clamp(0, 1)
+    axes.imshow(grid.permute(1, 2, 0).numpy())
     axes.set_axis_off()
     axes.set_title(title)

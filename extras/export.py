@@ -8,20 +8,27 @@ timm       the merged network with its head, for timm.create_model("local-dir:ti
 import io
 import json
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
-from config import Record
-from extras.look import open_run
+from config import Arch, FinetuneConfig, Record, read_table
 from lora import Backbone, Phi, factors, merge
-from support.checkpoints import RELEASED, load_backbone, vit_args, weights_of
+from support.checkpoints import (
+    RELEASED,
+    Adapter,
+    load_adapter,
+    load_backbone,
+    vit_args,
+    weights_of,
+)
 from support.errors import UsageError, checking
 from support.runs import read_json, sha256, write_atomic
 
+# also how a README.md is known to be an export's, which may be replaced
 MADE = "LoRA on q and v of every layer of a frozen Vision Transformer, made with BiSSLight."
 CARD = """\
 ---
@@ -54,32 +61,27 @@ def export(
 
     `seed`: whose adapter is taken of a finetune run; `weights`: where the backbone's file is now.
     """
-    out, moved = out or run / "export", {"weights": weights} if weights else {}
-    cfg, theta, phi_D, about = open_run(run, seed, moved)
-    result = next(map(read_json, run.glob("result.json")), {})
+    out = out or run / "export"
+    cfg, adapter = open_run(run, seed, weights)
     backbone, _, arch = load_backbone(cfg)
-    if sha256(path := weights_of(cfg)) != about["weights_sha256"]:
+    path = weights_of(cfg)
+    if sha256(path) != adapter.origin["weights_sha256"]:
         raise UsageError(f"--weights {path}: {run} was made with others, see its env.json")
-    phi_D, dim, scale = folded(phi_D), backbone.dim, backbone.scale
+
+    head = fold_norm(adapter.phi_D)
     released = io.BytesIO()
-    torch.save(to_released(theta, dim, scale), released)
-    lora, matrices = to_peft(theta, phi_D, dim, scale)
-    merged, tensors = to_timm(backbone, arch, theta, phi_D, about)
-    dataset, nth = Path(about["dataset"]).name, about.get("seed", 0) - cfg.seed
-    accuracy = f"{result['test'][nth]:.2f} %" if "test" in result else "not measured"
-    words = about | {"made": MADE, "dataset": dataset, "accuracy": accuracy}
-    files: dict[str, bytes | str] = {
-        "README.md": CARD.format(**words, metric=result.get("metric", "accuracy")),
+    torch.save(to_released(adapter.theta, backbone.dim, backbone.scale), released)
+    peft = to_peft(adapter.theta, head, backbone.dim, backbone.scale)
+    timm = to_timm(backbone, arch, adapter.theta, head, adapter.origin)
+    files = {
+        "README.md": write_card(run, cfg, adapter.origin).encode(),
         "released/lora.pth": released.getvalue(),
-        "peft/adapter_config.json": json.dumps(lora, indent=1),
-        "peft/adapter_model.safetensors": save(matrices),
-        "timm/config.json": json.dumps(merged, indent=1),
-        "timm/model.safetensors": save(tensors),
+        "peft/adapter_config.json": json.dumps(peft.config, indent=1).encode(),
+        "peft/adapter_model.safetensors": save(peft.tensors),
+        "timm/config.json": json.dumps(timm.config, indent=1).encode(),
+        "timm/model.safetensors": save(timm.tensors),
     }
-    readme = out / "README.md"
-    ours = readme.is_file() and MADE in readme.read_text(errors="replace")
-    if out.exists() and any(out.iterdir()) and not ours:
-        raise UsageError(f"--out {out}: holds files that are not an export's; choose another")
+    check_free(out)
     for name, data in files.items():
         with checking(f"--out {out}"):
             (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +89,60 @@ def export(
     return {"out": out, "files": list(files)}
 
 
-def folded(phi_D: Phi) -> Phi:
+class Opened(NamedTuple):
+    """A finished run."""
+
+    cfg: FinetuneConfig  # its network and data, of an align run, too
+    adapter: Adapter
+
+
+def open_run(run: Path, seed: int | None, weights: Path | None) -> Opened:
+    """An align run's adapter, or a finetune run's of a seed (None: its first). (UsageError)
+
+    `weights`: where the backbone's file is now, if it was moved.
+    """
+    whose = "*" if seed is None else str(seed)
+    files = [*run.glob("adapter.safetensors"), *run.glob(f"adapter-s{whose}.safetensors")]
+    if not files:
+        raise UsageError(f"{run}: holds no adapter-s{whose}.safetensors of a finished run")
+    file = min(files, key=lambda file: (len(file.name), file.name))  # s2 comes before s10
+    settings = read_table(run / "config.json")
+    if weights:
+        settings["weights"] = weights
+    known = FinetuneConfig.model_fields.keys() - {"start"}
+    with checking(str(run), "give a finished run"):
+        cfg = FinetuneConfig(**{name: x for name, x in settings.items() if name in known})
+        return Opened(cfg, load_adapter(file))
+
+
+def write_card(run: Path, cfg: FinetuneConfig, origin: Record) -> str:
+    """The model card: what the adapter was trained on, and its accuracy if that was measured."""
+    file = run / "result.json"
+    result = read_json(file) if file.exists() else {}
+    accuracy = "not measured"
+    if "test" in result:  # one number for each seed, from the run's first on
+        nth = origin["seed"] - cfg.seed
+        accuracy = f"{result['test'][nth]:.2f} %"
+    words = {
+        **origin,
+        "made": MADE,
+        "dataset": Path(origin["dataset"]).name,  # of a folder, not where it lies
+        "metric": result.get("metric", "accuracy"),
+        "accuracy": accuracy,
+    }
+    return CARD.format(**words)
+
+
+def check_free(out: Path) -> None:
+    """Refuse a directory that holds anything but an earlier export (UsageError)."""
+    readme = out / "README.md"
+    if readme.is_file() and MADE in readme.read_text(errors="replace"):
+        return
+    if out.exists() and any(out.iterdir()):
+        raise UsageError(f"--out {out}: holds files that are not an export's; choose another")
+
+
+def fold_norm(phi_D: Phi) -> Phi:
     """The head as one linear layer: at inference its BatchNorm is an affine map."""
     if "norm.mean" not in phi_D:
         return phi_D
@@ -100,46 +155,71 @@ def to_released(theta: Tensor, dim: int, scale: float) -> dict[str, Tensor]:
     """θ as the released program writes it. Its scale is always 1, so another one goes into B."""
     A_q, B_q, A_v, B_v = factors(theta, dim)
     parts = {"qA": A_q, "qB": scale * B_q, "vA": A_v, "vB": scale * B_v}
-    return {
-        RELEASED.format(k, *part): tensor[k].clone()
-        for k in range(len(theta))
-        for part, tensor in parts.items()
-    }
+    state = {}
+    for k in range(len(theta)):
+        for part, matrices in parts.items():
+            state[RELEASED.format(k, *part)] = matrices[k].clone()
+    return state
 
 
-def to_peft(theta: Tensor, phi_D: Phi, dim: int, scale: float) -> tuple[Record, dict[str, Tensor]]:
-    """The adapter's config and tensors, for a timm model whose `head` is the classifier."""
+class Exported(NamedTuple):
+    """A configuration file's content, and the tensors of the file beside it."""
+
+    config: Record
+    tensors: dict[str, Tensor]
+
+
+def to_peft(theta: Tensor, phi_D: Phi, dim: int, scale: float) -> Exported:
+    """The adapter for a timm model whose `head` is the classifier.
+
+    Ours are two LoRAs of rank r, on q and on v; peft's is on qkv as a whole, with rank 2 r:
+
+        A = [A_q; A_v],   B = [[B_q, 0], [0, 0], [0, B_v]]   (rows of q, of k and of v)
+    """
     A_q, B_q, A_v, B_v = factors(theta, dim)
     rank = A_q.shape[1]
     config = {
-        "peft_type": "LORA", "base_model_name_or_path": None, "inference_mode": True,
-        "r": 2 * rank, "lora_alpha": scale * 2 * rank, "lora_dropout": 0.0, "bias": "none",
-        "target_modules": r"blocks\.\d+\.attn\.qkv", "task_type": None,
+        "peft_type": "LORA",
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "r": 2 * rank,
+        "lora_alpha": scale * 2 * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": r"blocks\.\d+\.attn\.qkv",
+        "task_type": None,
         "modules_to_save": ["head"] if phi_D else None,
-    }  # fmt: skip
+    }
     tensors = {f"base_model.model.head.{name}": tensor for name, tensor in phi_D.items()}
     for k in range(len(theta)):
-        name = f"base_model.model.blocks.{k}.attn.qkv.lora"
         B = torch.zeros(3 * dim, 2 * rank)
-        B[:dim, :rank], B[2 * dim :, rank:] = B_q[k], B_v[k]  # q sees A_q alone, v sees A_v alone
-        tensors |= {f"{name}_A.weight": torch.cat([A_q[k], A_v[k]]), f"{name}_B.weight": B}
-    return config, tensors
+        B[:dim, :rank] = B_q[k]
+        B[2 * dim :, rank:] = B_v[k]
+        name = f"base_model.model.blocks.{k}.attn.qkv.lora"
+        tensors[f"{name}_A.weight"] = torch.cat([A_q[k], A_v[k]])  # (2 r, dim)
+        tensors[f"{name}_B.weight"] = B
+    return Exported(config, tensors)
 
 
-def to_timm(
-    backbone: Backbone, arch: Any, theta: Tensor, phi_D: Phi, made: Record
-) -> tuple[Record, dict[str, Tensor]]:
-    """config.json and tensors of the merged network; `made` is what the adapter says of itself."""
-    mean, std = made.get("channels", (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
-    classes = len(phi_D.get("bias", ()))
-    about = {
-        "architecture": "vit_base_patch16_224", "model_args": vit_args(arch),
+def to_timm(backbone: Backbone, arch: Arch, theta: Tensor, phi_D: Phi, origin: Record) -> Exported:
+    """The merged network; `origin` is what the adapter says of itself."""
+    mean, std = origin.get("channels", (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
+    classes = len(phi_D["bias"]) if phi_D else 0
+    config = {
+        "architecture": "vit_base_patch16_224",  # any plain ViT's name: the sizes are model_args'
+        "model_args": vit_args(arch),
         "num_classes": classes,
         "pretrained_cfg": {
-            "input_size": [3, arch.image_size, arch.image_size], "mean": list(mean),
-            "std": list(std), "interpolation": "bicubic", "crop_pct": 224 / 256,
-            "num_classes": classes, "classifier": "head",
+            "input_size": [3, arch.image_size, arch.image_size],
+            "mean": list(mean),
+            "std": list(std),
+            "interpolation": "bicubic",
+            "crop_pct": 224 / 256,
+            "num_classes": classes,
+            "classifier": "head",
         },
-    }  # fmt: skip
-    state = merge(backbone, theta) | {f"head.{name}": tensor for name, tensor in phi_D.items()}
-    return about, {name: tensor.contiguous() for name, tensor in state.items()}
+    }
+    tensors = merge(backbone, theta)
+    for name, tensor in phi_D.items():
+        tensors[f"head.{name}"] = tensor
+    return Exported(config, {name: tensor.contiguous() for name, tensor in tensors.items()})

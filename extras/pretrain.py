@@ -6,13 +6,17 @@ It trains ψ itself and φ_P; there is no θ. `--weights` reads its backbone.pth
 import copy
 import io
 import json
+import math
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 import data
+import ijepa
+import mae
 from bisslight import Passes
 from config import (
     BACKBONES,
@@ -101,8 +105,17 @@ class PretrainConfig(Pretext, Crops, Shape, Command):
 
     def arch(self) -> Arch:
         """Sizes of the network, image and patch as they are set."""
-        given = self.model_dump(include={"image_size", "patch_size"}, exclude_none=True)
-        return BACKBONES[self.backbone]._replace(**given, class_token=self.pretext != "ijepa")
+        arch = BACKBONES[self.backbone]
+        return arch._replace(
+            image_size=self.image_size or arch.image_size,
+            patch_size=self.patch_size or arch.patch_size,
+            class_token=self.pretext != "ijepa",
+        )
+
+    @property
+    def rate(self) -> float:
+        """The learning rate where the warm-up ends."""
+        return self.base_lr * self.batch / 256
 
 
 class PretrainResult(RunResult, frozen=True):
@@ -125,83 +138,129 @@ def pretrain(
     `pool` has images of your own; `force`, `track` as in `align`. Raises UsageError before the long
     work starts, Diverged where a loss is not finite.
     """
-    cfg, pool = cfg.replace(**names_of_own_data(None, pool)), pool or open_pool(cfg)
-    task, arch, about = scratch(cfg, pool)
-    steps = about["steps"]
-    digest = {"pool_sha256": data.fingerprint(pool)}
-    with Run(out, "pretrain", cfg, force, about | digest) as run:
+    if pool is None:
+        pool = open_pool(cfg)
+    else:
+        cfg = cfg.replace(**names_of_own_data(None, pool))
+    work = count_work(cfg, pool)
+    networks = build_networks(cfg)
+    task = build_task(cfg, networks, work.steps)
+    defining = {**work._asdict(), "pool_sha256": data.fingerprint(pool)}
+    with Run(out, "pretrain", cfg, force, defining) as run:
         if run.result:
             return PretrainResult(**run.result)
-        # the positions are fixed
-        psi = {name: x for name, x in task.backbone.vit.named_parameters() if name != "pos_embed"}
-        opt = optimiser(cfg, psi | task.phi, steps)
+        psi = dict(networks.backbone.vit.named_parameters())
+        psi.pop("pos_embed")  # positions are a fixed table
+        opt = optimiser(cfg, psi | task.phi, work.steps)
         state = {f"pretext.{name}": tensor for name, tensor in task.state.items()}
         run.restore(psi | task.phi | state, {"opt": opt})
-        piece = min(steps // cfg.epochs, 500)
-        left, loss = range(opt.step, steps), partial(task.loss, None, task.phi)
+
+        # a record an epoch, but every 500 steps where epochs are long, so that a stop is soon
+        piece = min(work.steps // cfg.epochs, 500)
+        left = range(opt.step, work.steps)
         device = device_of(cfg)
-        images = pool_images(pool, arch.image_size, cfg.pretext, cfg, cfg.seed)
-        batches = pretext_batches(task, images, cfg.batch, left, cfg, device)
+        images = pool_images(pool, cfg.arch().image_size, cfg.pretext, cfg, cfg.seed)
         records = train_epochs(
-            loss,
-            opt,
-            batches,
-            piece,
-            "pretrain",
-            Passes(cfg.micro_batch, cfg.amp and device.type == "cuda"),
+            loss=partial(task.loss, None, task.phi),  # no θ: ψ is trained
+            opt=opt,
+            batches=pretext_batches(task, images, cfg.batch, left, cfg, device),
+            steps_per_epoch=piece,
+            label="pretrain",
+            passes=Passes(cfg.micro_batch, cfg.amp and device.type == "cuda"),
             after_step=partial(task.after_step, None),  # I-JEPA's teacher follows ψ
         )
-        for record in track(records, -(-steps // piece), "pretrain", opt.step // piece):
+        total = math.ceil(work.steps / piece)
+        for record in track(records, total, "pretrain", opt.step // piece):
             run.log(record._asdict())
-            run.checkpoint(f"step {opt.step} of {steps}")
-        run.write("backbone.pth", checkpoint(cfg, arch, task))
+            run.checkpoint(f"step {opt.step} of {work.steps}")
+        run.write("backbone.pth", save_networks(cfg, networks))
         return PretrainResult(**run.finish({"loss": run.records[-1]["loss"]}))
+
+
+class Work(NamedTuple):
+    """How much there is to do."""
+
+    images: int
+    steps: int
+
+
+def count_work(cfg: PretrainConfig, pool: data.Pool) -> Work:
+    """Images of the pool, and steps of all epochs."""
+    images = len(pool.images)
+    epoch = max(1, images // cfg.batch)  # full batches only
+    return Work(images, cfg.epochs * epoch)
 
 
 def plan(cfg: PretrainConfig) -> dict[str, int]:
     """What a run would take, for --dry-run (UsageError)."""
-    return scratch(cfg, open_pool(cfg))[2]
+    work = count_work(cfg, open_pool(cfg))
+    build_task(cfg, build_networks(cfg), work.steps)
+    return work._asdict()
 
 
-def scratch(cfg: PretrainConfig, pool: data.Pool) -> tuple[Any, Any, dict[str, int]]:
-    """The task around new networks, their sizes, numbers of images and of steps (UsageError)."""
-    jepa, images, device = cfg.pretext == "ijepa", len(pool.images), device_of(cfg)
-    use_one_thread_for_small_networks(cfg.backbone, device)
-    if not jepa and cfg.pretext != "mae":
+class Networks(NamedTuple):
+    """New networks, on their device."""
+
+    backbone: Backbone  # ψ
+    head: mae.Decoder | ijepa.Predictor
+    teacher: Backbone | None  # I-JEPA's: it starts as a copy of ψ and follows slowly
+
+
+def build_networks(cfg: PretrainConfig) -> Networks:
+    """Networks with random weights, as the authors of the task start them (UsageError)."""
+    if cfg.pretext not in ("mae", "ijepa"):
         raise UsageError(f"{cfg.backbone} with {cfg.pretext}: pretrain takes mae or ijepa")
+    device = device_of(cfg)
+    use_one_thread_for_small_networks(cfg.backbone, device)
     arch = cfg.arch()
-    steps = cfg.epochs * max(1, images // cfg.batch)  # full batches only
     with checking(f"--pretext {cfg.pretext}"):
         backbone = Backbone(build_vit(arch), recompute=cfg.recompute)
         head = build_head(arch, cfg.pretext)
-        initialise([backbone.vit, head], cfg.pretext, data.rng(cfg.seed, "init"))
-        backbone.to(device)
-        teacher = copy.deepcopy(backbone) if jepa else None
-        task = pretext_task(cfg, backbone, head.to(device), steps, None, teacher)
-        return task, arch, {"images": images, "steps": steps}
+    initialise([backbone.vit, head], cfg.pretext, data.rng(cfg.seed, "init"))
+    backbone.to(device)
+    teacher = copy.deepcopy(backbone) if cfg.pretext == "ijepa" else None
+    return Networks(backbone, head.to(device), teacher)
 
 
-def optimiser(cfg: PretrainConfig, psi_and_phi: dict[str, torch.Tensor], steps: int) -> Optimiser:
+def build_task(cfg: PretrainConfig, networks: Networks, steps: int) -> mae.MAE | ijepa.IJEPA:
+    """The pretext task without θ: it trains ψ (UsageError)."""
+    backbone, head, teacher = networks
+    with checking(f"--pretext {cfg.pretext}"):
+        return pretext_task(cfg, backbone, head, steps, None, teacher)
+
+
+def optimiser(cfg: PretrainConfig, psi_and_phi: dict[str, Tensor], steps: int) -> Optimiser:
     """AdamW for ψ and φ_P together, scheduled as by the authors of the task."""
     warmup = cfg.warmup_epochs * (steps // cfg.epochs)
-    rate = Schedule(steps, warmup, cfg.min_lr, cfg.warmup_from)
-    first, last = int(cfg.pretext == "mae"), cfg.final_weight_decay  # MAE's first step is number 0
-    decay = None if last is None else Schedule(steps, 0, last)
-    groups = decay_groups(psi_and_phi, cfg.base_lr * cfg.batch / 256, cfg.weight_decay)
-    return Optimiser(groups, lambda k, b: rate(k - first, b), (0.9, cfg.beta2), decay=decay)
+    schedule = Schedule(steps, warmup, cfg.min_lr, cfg.warmup_from)
+    first = 0 if cfg.pretext == "mae" else 1  # the number of the first step in their programs
+
+    def rate(step: float, base: float) -> float:
+        return schedule(step - 1 + first, base)
+
+    decay = None
+    if cfg.final_weight_decay is not None:
+        decay = Schedule(steps, 0, cfg.final_weight_decay)
+    groups = decay_groups(psi_and_phi, cfg.rate, cfg.weight_decay)
+    return Optimiser(groups, rate, (0.9, cfg.beta2), decay=decay)
 
 
-def checkpoint(cfg: PretrainConfig, arch: Any, task: Any) -> bytes:
+def save_networks(cfg: PretrainConfig, networks: Networks) -> bytes:
     """backbone.pth: the official layout, and as JSON the sizes that it leaves out."""
-    about = {"bisslight": json.dumps({"backbone": cfg.backbone, "arch": arch._asdict()})}
-    vit, file = task.backbone.vit.cpu(), io.BytesIO()
-    if cfg.pretext == "ijepa":
-        networks = {"encoder": vit, "target_encoder": task.teacher.vit, "predictor": task.predictor}
-        saved = {
-            part: {f"module.{name}": x.cpu() for name, x in network.state_dict().items()}
-            for part, network in networks.items()
-        }
+    backbone, head, teacher = networks
+    content: Record = {}
+    if teacher is None:
+        content["model"] = tensors_of(backbone.vit) | tensors_of(head)
     else:
-        saved = {"model": {**vit.state_dict(), **task.decoder.cpu().state_dict()}}
-    torch.save(saved | about, file)
+        parts = {"encoder": backbone.vit, "target_encoder": teacher.vit, "predictor": head}
+        for part, network in parts.items():
+            content[part] = tensors_of(network, "module.")
+    content["bisslight"] = json.dumps({"backbone": cfg.backbone, "arch": cfg.arch()._asdict()})
+    file = io.BytesIO()
+    torch.save(content, file)
     return file.getvalue()
+
+
+def tensors_of(network: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """All tensors of a network by name, on the CPU."""
+    return {prefix + name: tensor.cpu() for name, tensor in network.state_dict().items()}

@@ -3,103 +3,123 @@
 They are read from their own lists, since torchvision numbers the classes of a subset anew.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from torchvision.datasets import Flowers102
 
-from data import PARTS, Entries, Split, Task, holdout
+from config import Data
+from data import PARTS, Entries, Label, Split, Task, holdout
 from support.errors import UsageError, checking
 
-FOLDERS = {  # where the benchmarks are below --data-root
-    "dtd": "dtd", "voc07": "VOCdevkit", "cub200": "CUB_200_2011", "pets": "oxford-iiit-pet",
-    "flowers": "flowers-102", "aircrafts": "fgvc-aircraft-2013b", "imagenet": "imagenet",
-}  # fmt: skip
+
+class Listing(NamedTuple):
+    """What the lists of a benchmark say."""
+
+    # (part, file below the benchmark's folder, label); a part is train, val, test, or trainval:
+    # a training part that has no official validation split
+    images: list[tuple[str, str, Label]]
+    classes: Sequence[str]
 
 
-def place_of(name: str, root: Path) -> Path | None:
-    """Where a dataset, pool or file lies; None for what is drawn or handed in (ValueError)."""
-    if name == "quilts" or name.partition(":")[0] == "own":
-        return None
-    path = root / FOLDERS[name] if name in FOLDERS else Path(name.removeprefix("folder:"))
-    if not path.exists():
-        get = "name another --pool" if name == "imagenet" else f"`bisslight data download {name}`"
-        more = f" {path}; {get}, or give the --data-root where it is" if name in FOLDERS else ""
-        raise ValueError(f"there is no such folder or file{more}")
-    return path
+class Benchmark(NamedTuple):
+    """A benchmark: where it lies, what it holds and where it comes from."""
+
+    folder: str  # below --data-root
+    sizes: tuple[int, int, int]  # images of train, validation (CUB, Pets: our split) and test
+    read: Callable[[Path], Listing]
+    archives: dict[str, str]  # URL -> md5
+    holds_folder: bool  # the archives hold `folder` itself, not only what is in it
+    terms: str  # what its publisher says about using it
 
 
-Listing = tuple[list[tuple[str, str, Any]], Sequence[str]]  # (part, file, label), and the classes
-
-
-def rows(path: Path, columns: int) -> list[list[str]]:
+def read_rows(path: Path, columns: int) -> list[list[str]]:
     """The fields of each line; the last one may hold blanks. Comments are left out."""
     lines = [line.strip() for line in path.read_text().splitlines() if not line.startswith("#")]
     return [line.split(maxsplit=columns - 1) for line in lines if line]
 
 
+def read_pairs(path: Path) -> dict[str, str]:
+    """The lines `KEY VALUE` of a file."""
+    return dict(read_rows(path, 2))
+
+
 def read_dtd(base: Path) -> Listing:
     """Partition 1 of ten. Classes are the 47 official ones in alphabetical order."""
-    return [
-        (part, f"dtd/images/{name}", DTD.index(name.partition("/")[0]))
-        for part in PARTS
-        for [name] in rows(base / f"dtd/labels/{part}1.txt", 1)
-    ], DTD
+    images: list[tuple[str, str, Label]] = []
+    for part in PARTS:
+        for [name] in read_rows(base / f"dtd/labels/{part}1.txt", 1):
+            kind, _, _ = name.partition("/")
+            images.append((part, f"dtd/images/{name}", DTD.index(kind)))
+    return Listing(images, DTD)
 
 
 def read_voc(base: Path) -> Listing:
     """A list per class: 1 has such an object, -1 has none, 0 has only difficult ones."""
     lists = base / "VOC2007/ImageSets/Main"
-    columns = {p: [dict(rows(lists / f"{kind}_{p}.txt", 2)) for kind in VOC] for p in PARTS}
-    return [
-        (part, f"VOC2007/JPEGImages/{image}.jpg", [int(column[image]) for column in found])
-        for part, found in columns.items()
-        for image in found[0]
-    ], VOC
+    images: list[tuple[str, str, Label]] = []
+    for part in PARTS:
+        columns = [read_pairs(lists / f"{kind}_{part}.txt") for kind in VOC]
+        for image in columns[0]:
+            label = [int(column[image]) for column in columns]
+            images.append((part, f"VOC2007/JPEGImages/{image}.jpg", label))
+    return Listing(images, VOC)
 
 
 def read_cub(base: Path) -> Listing:
     """Four lists by an image's number; classes count from 1, and a split of 1 is training."""
-    images, label, split, classes = (
-        dict(rows(base / f"{name}.txt", 2))
-        for name in ("images", "image_class_labels", "train_test_split", "classes")
-    )
-    return [
-        (("test", "trainval")[int(split[i])], f"images/{file}", int(label[i]) - 1)
-        for i, file in images.items()
-    ], [name.partition(".")[2].replace("_", " ") for name in classes.values()]
+    files = read_pairs(base / "images.txt")
+    labels = read_pairs(base / "image_class_labels.txt")
+    is_training = read_pairs(base / "train_test_split.txt")
+    classes = read_pairs(base / "classes.txt")
+    images: list[tuple[str, str, Label]] = []
+    for number, file in files.items():
+        part = "trainval" if int(is_training[number]) else "test"
+        images.append((part, f"images/{file}", int(labels[number]) - 1))
+    # a class is listed as 001.Black_footed_Albatross
+    names = [name.partition(".")[2].replace("_", " ") for name in classes.values()]
+    return Listing(images, names)
 
 
 def read_pets(base: Path) -> Listing:
     """Lines of `NAME CLASS SPECIES BREED`; classes count from 1."""
-    lines = {part: rows(base / f"annotations/{part}.txt", 4) for part in ("trainval", "test")}
-    found = [(part, line[0], int(line[1]) - 1) for part in lines for line in lines[part]]
-    known = {k: name.rpartition("_")[0].replace("_", " ") for _, name, k in found}
-    classes = [known.get(k, f"class {k + 1}") for k in range(37)]
-    return [(part, f"images/{name}.jpg", k) for part, name, k in found], classes
+    images: list[tuple[str, str, Label]] = []
+    classes = [f"class {k + 1}" for k in range(37)]  # for those that a subset lacks
+    for part in ("trainval", "test"):
+        for row in read_rows(base / f"annotations/{part}.txt", 4):
+            name = row[0]
+            label = int(row[1]) - 1
+            images.append((part, f"images/{name}.jpg", label))
+            # great_pyrenees_12 is an image of the class great pyrenees
+            classes[label] = name.rpartition("_")[0].replace("_", " ")
+    return Listing(images, classes)
 
 
 def read_flowers(base: Path) -> Listing:
     """setid.mat lists the images of a part, imagelabels.mat each one's class; both count from 1."""
-    from scipy.io import loadmat
+    from scipy.io import loadmat  # slow to import, and for this benchmark alone
 
-    ids, labels = (loadmat(base / f"{x}.mat", squeeze_me=True) for x in ("setid", "imagelabels"))
-    return [
-        (part, f"jpg/image_{i:05d}.jpg", int(labels["labels"][i - 1]) - 1)
-        for part, key in zip(PARTS, ("trnid", "valid", "tstid"), strict=True)
-        for i in ids[key]
-    ], getattr(Flowers102, "classes", [f"flower {k}" for k in range(1, 103)])
+    numbers = loadmat(base / "setid.mat", squeeze_me=True)
+    labels = loadmat(base / "imagelabels.mat", squeeze_me=True)["labels"]
+    images: list[tuple[str, str, Label]] = []
+    for part, key in (("train", "trnid"), ("val", "valid"), ("test", "tstid")):
+        for number in numbers[key]:
+            label = int(labels[number - 1]) - 1
+            images.append((part, f"jpg/image_{number:05d}.jpg", label))
+    # the lists hold no names; older releases of torchvision have none, either
+    names = getattr(Flowers102, "classes", [f"flower {k}" for k in range(1, 103)])
+    return Listing(images, names)
 
 
 def read_aircraft(base: Path) -> Listing:
     """Lines of `IMAGE VARIANT`; a variant's number is its place in variants.txt."""
-    variants = [name for [name] in rows(base / "data/variants.txt", 1)]
-    return [
-        (part, f"data/images/{image}.jpg", variants.index(name))
-        for part in PARTS
-        for image, name in rows(base / f"data/images_variant_{part}.txt", 2)
-    ], variants
+    variants = [name for [name] in read_rows(base / "data/variants.txt", 1)]
+    images: list[tuple[str, str, Label]] = []
+    for part in PARTS:
+        for image, name in read_rows(base / f"data/images_variant_{part}.txt", 2):
+            images.append((part, f"data/images/{image}.jpg", variants.index(name)))
+    return Listing(images, variants)
 
 
 DTD = """
@@ -111,57 +131,168 @@ DTD = """
 VOC = """
     aeroplane bicycle bird boat bottle bus car cat chair cow diningtable dog horse motorbike person
     pottedplant sheep sofa train tvmonitor""".split()  # noqa: SIM905
-BENCHMARKS = {  # numbers of train, validation (CUB, Pets: our split), test images; list reader
-    "dtd": ((1880, 1880, 1880), read_dtd),
-    "voc07": ((2501, 2510, 4952), read_voc),
-    "cub200": ((4800, 1194, 5794), read_cub),
-    "pets": ((2946, 734, 3669), read_pets),
-    "flowers": ((1020, 1020, 6149), read_flowers),
-    "aircrafts": ((3334, 3333, 3333), read_aircraft),
+
+OXFORD = "https://www.robots.ox.ac.uk/~vgg/data"
+PASCAL = "https://thor.robots.ox.ac.uk/pascal/VOC/voc2007"
+CALTECH = "https://data.caltech.edu/records/65de6-vp158/files"
+BENCHMARKS = {
+    "dtd": Benchmark(
+        folder="dtd",
+        sizes=(1880, 1880, 1880),
+        read=read_dtd,
+        archives={f"{OXFORD}/dtd/download/dtd-r1.0.1.tar.gz": "fff73e5086ae6bdbea199a49dfb8a4c1"},
+        holds_folder=False,
+        terms="for research",
+    ),
+    "voc07": Benchmark(
+        folder="VOCdevkit",
+        sizes=(2501, 2510, 4952),
+        read=read_voc,
+        archives={
+            f"{PASCAL}/VOCtrainval_06-Nov-2007.tar": "c52e279531787c972589f7e41ab4ae64",
+            f"{PASCAL}/VOCtest_06-Nov-2007.tar": "b6e924de25625d8de591ea690078ad9f",
+        },
+        holds_folder=True,
+        terms="Flickr's terms of use",
+    ),
+    "cub200": Benchmark(
+        folder="CUB_200_2011",
+        sizes=(4800, 1194, 5794),
+        read=read_cub,
+        archives={f"{CALTECH}/CUB_200_2011.tgz": "97eceeb196236b17998738112f37df78"},
+        holds_folder=True,
+        terms="non-commercial research and teaching",
+    ),
+    "pets": Benchmark(
+        folder="oxford-iiit-pet",
+        sizes=(2946, 734, 3669),
+        read=read_pets,
+        archives={
+            f"{OXFORD}/pets/data/images.tar.gz": "5c4f3ee8e5d25df40f4fd59a7f44e54c",
+            f"{OXFORD}/pets/data/annotations.tar.gz": "95a8c909bbe2e81eed6a22bccdf3f68f",
+        },
+        holds_folder=False,
+        terms="CC BY-SA 4.0",
+    ),
+    "flowers": Benchmark(
+        folder="flowers-102",
+        sizes=(1020, 1020, 6149),
+        read=read_flowers,
+        archives={
+            f"{OXFORD}/flowers/102/102flowers.tgz": "52808999861908f626f3c1f4e79d11fa",
+            f"{OXFORD}/flowers/102/imagelabels.mat": "e0620be6f572b9609742df49c70aed4d",
+            f"{OXFORD}/flowers/102/setid.mat": "a5357ecc9cb78c4bef273ce3793fc85c",
+        },
+        holds_folder=False,
+        terms="not stated; for research",
+    ),
+    "aircrafts": Benchmark(
+        folder="fgvc-aircraft-2013b",
+        sizes=(3334, 3333, 3333),
+        read=read_aircraft,
+        archives={
+            f"{OXFORD}/fgvc-aircraft/archives/fgvc-aircraft-2013b.tar.gz": (
+                "d4acdd33327262359767eeaa97a4f732"
+            )
+        },
+        holds_folder=True,
+        terms="non-commercial research",
+    ),
 }
+# the paper's pool; behind a registration, so there is nothing to download here
+IMAGENET_FOLDER = "imagenet"
+IMAGENET_TERMS = "research, registered; train/ holds a folder a class"
 
 
-def load_task(cfg: Any, base: Path) -> Task:
+def folders(root: Path) -> dict[str, Path]:
+    """Where the datasets that have a name lie, or would lie, below --data-root."""
+    paths = {name: root / benchmark.folder for name, benchmark in BENCHMARKS.items()}
+    return paths | {"imagenet": root / IMAGENET_FOLDER}
+
+
+def place_of(name: str, root: Path) -> Path | None:
+    """Where a dataset, pool or file lies; None for what is drawn or handed in (ValueError)."""
+    if name == "quilts" or name.startswith("own:") or name == "own":
+        return None
+    known = folders(root)
+    path = known.get(name, Path(name.removeprefix("folder:")))
+    if path.exists():
+        return path
+    if name not in known:
+        raise ValueError("there is no such folder or file")
+    remedy = f"`bisslight data download {name}`"
+    if name == "imagenet":
+        remedy = "name another --pool"
+    raise ValueError(
+        f"there is no such folder or file {path}; {remedy}, or give the --data-root where it is"
+    )
+
+
+def load_task(cfg: Data, base: Path) -> Task:
     """The benchmark of these settings, which lies in the folder `base` (UsageError)."""
     name = cfg.dataset
+    official = BENCHMARKS[name].sizes
     parts, classes = read_lists(name, base, cfg.data_seed, cfg.split_file)
-    there = [[entry for entry in parts[p] if (base / entry[0]).exists()] for p in PARTS]
-    sizes, official = tuple(map(len, there)), BENCHMARKS[name][0]
+    splits = []
+    for part in PARTS:
+        present = [entry for entry in parts[part] if (base / entry[0]).exists()]
+        splits.append(Split.below(base, present))
+    train, val, test = splits
+    sizes = (len(train.targets), len(val.targets), len(test.targets))
     if not all(sizes) or (sizes != official and not cfg.partial):
         raise UsageError(
             f"--dataset {name}: {base}: train, validation and test have {sizes} images of "
             f"{official}; see `bisslight data check {name}`, or give --partial"
         )
-    train, val, test = (Split.below(base, entries) for entries in there)
     if name == "voc07" and cfg.voc_difficult == "positive":
-        train, val, test = (Split(x, y + (y == 0).long()) for x, y in (train, val, test))
-    return Task(name, train, val, test, [*classes])
+        train, val, test = (count_difficult(split) for split in splits)
+    return Task(name, train, val, test, list(classes))
 
 
-def read_lists(
-    name: str, base: Path, data_seed: int = 0, file: Path | None = None
-) -> tuple[dict[str, Entries], Sequence[str]]:
+def count_difficult(split: Split) -> Split:
+    """The split with difficult objects (0) as positive ones (1)."""
+    targets = split.targets.clone()
+    targets[targets == 0] = 1
+    return Split(split.images, targets)
+
+
+class Lists(NamedTuple):
+    """A benchmark's images by split, and its classes."""
+
+    parts: dict[str, Entries]
+    classes: Sequence[str]
+
+
+def read_lists(name: str, base: Path, data_seed: int = 0, split_file: Path | None = None) -> Lists:
     """What a benchmark's lists say of train, val and test, and its classes (UsageError).
 
     CUB-200 and Pets validate on a fifth of each class of their training part, or on a split file's
     positions there, one on each line, counted from 0.
     """
-    sizes, read = BENCHMARKS[name]
+    benchmark = BENCHMARKS[name]
     with checking(str(base), "its lists are damaged, download it again"):
-        found, classes = read(base)
-    parts = {
-        p: [(file, label) for part, file, label in found if part == p] for p in (*PARTS, "trainval")
-    }
+        images, classes = benchmark.read(base)
+    parts: dict[str, Entries] = {part: [] for part in (*PARTS, "trainval")}
+    for part, file, label in images:
+        parts[part].append((file, label))
     known = parts.pop("trainval")
-    if known:
+    if split_file:
+        whole = benchmark.sizes[0] + benchmark.sizes[1]
+        parts["train"], parts["val"] = split_by_file(known, whole, split_file)
+    elif known:
         parts["train"], parts["val"] = holdout(known, data_seed, "val")
-    if file:
-        chosen, whole = {*file.read_text().split()}, sum(sizes[:2])
-        if len(known) != whole or not chosen < {str(i) for i in range(whole)}:
-            raise UsageError(
-                f"--split-file {file}: is for cub200 and pets, needs {whole} listed images and "
-                f"numbers below {whole}; {len(known)} are listed"
-            )
-        parts["train"] = [entry for i, entry in enumerate(known) if str(i) not in chosen]
-        parts["val"] = [entry for i, entry in enumerate(known) if str(i) in chosen]
-    return parts, classes
+    return Lists(parts, classes)
+
+
+def split_by_file(known: Entries, whole: int, split_file: Path) -> tuple[Entries, Entries]:
+    """(train, val): validation images are those whose positions the file lists (UsageError)."""
+    chosen = set(split_file.read_text().split())
+    positions = {str(i) for i in range(whole)}
+    if len(known) != whole or not chosen < positions:
+        raise UsageError(
+            f"--split-file {split_file}: is for cub200 and pets, needs {whole} listed images and "
+            f"numbers below {whole}; {len(known)} are listed"
+        )
+    train = [entry for i, entry in enumerate(known) if str(i) not in chosen]
+    val = [entry for i, entry in enumerate(known) if str(i) in chosen]
+    return train, val

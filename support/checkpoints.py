@@ -1,4 +1,10 @@
-"""Checkpoints: where they are, what they hold, and the networks made of them (App. C.1)."""
+"""Checkpoints: where they are, what they hold, and the networks made of them (App. C.1).
+
+official    the files of MAE's and I-JEPA's authors, downloaded on first use
+own         backbone.pth of a `pretrain` run: the official layout, and the sizes as JSON beside it
+adapter     adapter.safetensors of a run: θ, a head, and what they were trained on
+released    the LoRA file of the paper's own program
+"""
 
 import json
 import math
@@ -6,10 +12,9 @@ import sys
 import warnings
 import zipfile
 from argparse import Namespace
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,17 +25,59 @@ from torch import Tensor, nn
 
 import ijepa
 import mae
-from config import BACKBONES, Arch, Network, Shape
+from config import BACKBONES, AlignConfig, Arch, FinetuneConfig, Network, Pretext, Shape
 from lora import Backbone, Phi
 from support.errors import UsageError, checking
 
+# --- the backbone ---------------------------------------------------------------------------------
+
+
+class Official(NamedTuple):
+    """A file of the authors, one that holds the pretext head, too."""
+
+    url: str
+    megabytes: float
+
+
 SITE = "https://dl.fbaipublicfiles.com"
-OFFICIAL = {  # (URL, size in MB) of the files that hold the pretext head, too
-    ("vit_b16", "mae"): (f"{SITE}/mae/pretrain/mae_pretrain_vit_base_full.pth", 447.6),
-    ("vit_l16", "mae"): (f"{SITE}/mae/pretrain/mae_pretrain_vit_large_full.pth", 1318.2),
-    ("vit_h14", "mae"): (f"{SITE}/mae/pretrain/mae_pretrain_vit_huge_full.pth", 2628.3),
-    ("vit_h14", "ijepa"): (f"{SITE}/ijepa/IN1K-vit.h.14-300e.pth.tar", 10_360.0),
+OFFICIAL = {
+    ("vit_b16", "mae"): Official(f"{SITE}/mae/pretrain/mae_pretrain_vit_base_full.pth", 447.6),
+    ("vit_l16", "mae"): Official(f"{SITE}/mae/pretrain/mae_pretrain_vit_large_full.pth", 1318.2),
+    ("vit_h14", "mae"): Official(f"{SITE}/mae/pretrain/mae_pretrain_vit_huge_full.pth", 2628.3),
+    ("vit_h14", "ijepa"): Official(f"{SITE}/ijepa/IN1K-vit.h.14-300e.pth.tar", 10_360.0),
 }
+
+
+class Pretrained(NamedTuple):
+    """What a checkpoint gives."""
+
+    backbone: Backbone  # f_ψ
+    head: mae.Decoder | ijepa.Predictor  # h^P: MAE's decoder or I-JEPA's predictor
+    arch: Arch
+
+
+def load_backbone(cfg: AlignConfig | FinetuneConfig) -> Pretrained:
+    """The pretrained networks of these settings, on the CPU; a missing official file is fetched.
+
+    ψ is frozen here: only θ and the heads are trained. The pretext head is not. (UsageError)
+    """
+    path = weights_of(cfg)
+    if not path.exists():
+        download(OFFICIAL[cfg.backbone, cfg.pretext], path)
+    try:
+        encoder, head_state, arch = read_networks(path, cfg)
+        with torch.device("meta"):  # no memory and no random numbers for what is replaced anyway
+            vit = build_vit(arch)
+            head = build_head(arch, cfg.pretext)
+        assign(vit, encoder)
+        assign(head, head_state)
+        backbone = Backbone(vit, cfg.scale, cfg.recompute)
+    except (ValueError, TypeError, OSError, RuntimeError) as error:  # of torch: names and shapes
+        raise UsageError(
+            f"--weights {path}: {str(error)[:500]}; see --backbone and --pretext"
+        ) from error
+    backbone.requires_grad_(False)
+    return Pretrained(backbone, head, arch)
 
 
 def weights_of(cfg: Network) -> Path:
@@ -40,72 +87,74 @@ def weights_of(cfg: Network) -> Path:
         if not path.is_file():
             raise UsageError(f"--weights {cfg.weights}: is no checkpoint or finished pretrain run")
         return path
-    if (cfg.backbone, cfg.pretext) not in OFFICIAL:
+    official = OFFICIAL.get((cfg.backbone, cfg.pretext))
+    if official is None:
         raise UsageError(
             f"--weights FILE: {cfg.backbone} with {cfg.pretext} needs one, see `bisslight pretrain`"
         )
-    url, _ = OFFICIAL[cfg.backbone, cfg.pretext]
-    return Path(torch.hub.get_dir()).resolve() / "checkpoints" / url.rpartition("/")[2]
+    name = official.url.rpartition("/")[2]
+    return Path(torch.hub.get_dir()).resolve() / "checkpoints" / name
 
 
-def load_backbone(cfg: Any) -> tuple[Backbone, Any, Arch]:
-    """Frozen f_ψ, MAE's decoder or I-JEPA's predictor, and their sizes; on the CPU (UsageError).
-
-    An official file is downloaded when it is used for the first time.
-    """
-    path = weights_of(cfg)
-    if not path.exists():
-        url, size = OFFICIAL[cfg.backbone, cfg.pretext]
-        with checking(url, f"try `curl -C - -o {path} {url}`"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.hub.download_url_to_file(url, str(path), progress=sys.stderr.isatty())
-            arrived = path.stat().st_size / 1e6
-            if abs(arrived - size) > 0.01 * size:
-                path.unlink()
-                raise OSError(f"{arrived:.0f} MB arrived, {size:.0f} MB were expected")
-    try:
-        if "mae_visualize" in path.name:
-            raise ValueError("its decoder predicts raw pixels; take the file ending in _full.pth")
-        data = dict(read_tensors(path))
-        if cfg.pretext == "ijepa":
-            encoder, found = ijepa.split_state(data, cfg.base)
-        else:
-            encoder, found = mae.split_state(dict(data.get("model", data)))
-        arch = arch_of(data, cfg)
-        with torch.device("meta"):
-            vit, head = build_vit(arch), build_head(arch, cfg.pretext)
-        for network, state in ((head, found), (vit, encoder)):
-            network.load_state_dict({k: v.float() for k, v in state.items()}, assign=True)
-        backbone = Backbone(vit, cfg.scale, cfg.recompute)
-    except (ValueError, TypeError, OSError, RuntimeError) as error:  # of torch: names and shapes
-        raise UsageError(
-            f"--weights {path}: {str(error)[:500]}; see --backbone and --pretext"
-        ) from error
-    return backbone.requires_grad_(False), head, arch
+def download(official: Official, path: Path) -> None:
+    """Fetch an official file; one of another size is deleted again (UsageError)."""
+    url, megabytes = official
+    with checking(url, f"try `curl -C - -o {path} {url}`"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.hub.download_url_to_file(url, str(path), progress=sys.stderr.isatty())
+        arrived = path.stat().st_size / 1e6
+        if abs(arrived - megabytes) > 0.01 * megabytes:
+            path.unlink()
+            raise OSError(f"{arrived:.0f} MB arrived, {megabytes:.0f} MB were expected")
 
 
-def arch_of(data: Any, cfg: Shape) -> Arch:
+def read_networks(path: Path, cfg: Network) -> tuple[Phi, Phi, Arch]:
+    """Tensors of the encoder, tensors of the pretext head, and their sizes (ValueError)."""
+    if "mae_visualize" in path.name:
+        raise ValueError("its decoder predicts raw pixels; take the file ending in _full.pth")
+    data = dict(read_tensors(path))
+    if cfg.pretext == "ijepa":
+        encoder, head = ijepa.split_state(data, cfg.base)
+    else:
+        encoder, head = mae.split_state(dict(data.get("model", data)))
+    return encoder, head, arch_of(data, cfg)
+
+
+def assign(network: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Give a network these tensors, in float32; RuntimeError where names or shapes differ."""
+    network.load_state_dict({name: x.float() for name, x in state.items()}, assign=True)
+
+
+def arch_of(data: Mapping[str, Any], cfg: Shape) -> Arch:
     """Sizes of a checkpoint: what `pretrain` wrote into it, or the official ones (ValueError)."""
-    arch = BACKBONES[cfg.backbone]._replace(class_token=cfg.pretext != "ijepa")
     if "bisslight" in data:
-        about = json.loads(data["bisslight"])
-        arch, trained = Arch(**about["arch"]), about["backbone"]
-        if trained != cfg.backbone:
-            raise ValueError(f"was trained as {trained}, give --backbone {trained}")
-    for size in ("image_size", "patch_size"):
-        if getattr(cfg, size) not in (None, getattr(arch, size)):
-            raise ValueError(f"has {size} {getattr(arch, size)}; leave the option out")
+        written = json.loads(data["bisslight"])
+        if written["backbone"] != cfg.backbone:
+            name = written["backbone"]
+            raise ValueError(f"was trained as {name}, give --backbone {name}")
+        arch = Arch(**written["arch"])
+    else:
+        arch = BACKBONES[cfg.backbone]._replace(class_token=cfg.pretext != "ijepa")
+    for name in ("image_size", "patch_size"):
+        wanted = getattr(cfg, name)
+        if wanted is not None and wanted != getattr(arch, name):
+            raise ValueError(f"has {name} {getattr(arch, name)}; leave the option out")
     return arch
 
 
 def vit_args(arch: Arch) -> dict[str, Any]:
     """These sizes as arguments of timm's VisionTransformer."""
     return {
-        "img_size": arch.image_size, "patch_size": arch.patch_size, "embed_dim": arch.dim,
-        "depth": arch.depth, "num_heads": arch.heads, "mlp_ratio": arch.mlp_ratio,
-        "class_token": arch.class_token, "global_pool": "token" if arch.class_token else "avg",
+        "img_size": arch.image_size,
+        "patch_size": arch.patch_size,
+        "embed_dim": arch.dim,
+        "depth": arch.depth,
+        "num_heads": arch.heads,
+        "mlp_ratio": arch.mlp_ratio,
+        "class_token": arch.class_token,
+        "global_pool": "token" if arch.class_token else "avg",
         "fc_norm": False,  # I-JEPA's features are the mean of the patches after the final norm
-    }  # fmt: skip
+    }
 
 
 def build_vit(arch: Arch) -> VisionTransformer:
@@ -113,35 +162,38 @@ def build_vit(arch: Arch) -> VisionTransformer:
     return VisionTransformer(**vit_args(arch), num_classes=0)
 
 
-def build_head(arch: Arch, pretext: str) -> nn.Module:
+def build_head(arch: Arch, pretext: str) -> mae.Decoder | ijepa.Predictor:
     """h^P in the official sizes: I-JEPA's predictor, otherwise MAE's decoder (ValueError)."""
-    side, rest = divmod(arch.image_size, arch.patch_size)
-    if rest:
+    if arch.image_size % arch.patch_size:
         raise ValueError(f"{arch.image_size} px is not a multiple of patches of {arch.patch_size}")
+    patches = (arch.image_size // arch.patch_size) ** 2
     if pretext == "ijepa":
-        size = arch.predictor_dim, arch.predictor_depth, arch.heads
-        return ijepa.Predictor(arch.dim, side**2, *size, arch.mlp_ratio)
-    size = arch.decoder_dim, arch.decoder_depth, arch.decoder_heads
-    return mae.Decoder(arch.dim, side**2, arch.patch_size, *size, arch.mlp_ratio)
+        return ijepa.Predictor(
+            arch.dim, patches, arch.predictor_dim, arch.predictor_depth, arch.heads, arch.mlp_ratio
+        )
+    return mae.Decoder(
+        arch.dim,
+        patches,
+        arch.patch_size,
+        arch.decoder_dim,
+        arch.decoder_depth,
+        arch.decoder_heads,
+        arch.mlp_ratio,
+    )
 
 
 @torch.no_grad()
 def initialise(networks: Sequence[nn.Module], pretext: str, rng: torch.Generator) -> None:
     """Start new networks in place as the task's authors do, with the fixed table of positions."""
-    (ijepa.init if pretext == "ijepa" else mae.init)(networks, rng)
-    for name, table in nn.ModuleList(networks).state_dict().items():
-        if name.endswith("pos_embed"):  # (1, n, width); I-JEPA has no row for a class token
-            n, width = table.shape[1:]
-            table.copy_(sincos(width, math.isqrt(n))[:, -n:])
-
-
-def pretext_task(
-    cfg: Any, backbone: Backbone, head: Any, steps: int, theta: Tensor | None, teacher: Any = None
-) -> mae.MAE | ijepa.IJEPA:
-    """`mae.MAE`, or `ijepa.IJEPA` for `steps` steps (ValueError); theta, teacher: see IJEPA."""
-    if cfg.pretext == "mae":
-        return mae.MAE(backbone, head, cfg.mask_ratio)
-    return ijepa.IJEPA(backbone, head, cfg, (cfg.ema, steps), theta, teacher)
+    if pretext == "ijepa":
+        ijepa.init(networks, rng)
+    else:
+        mae.init(networks, rng)
+    for network in networks:
+        for name, table in network.state_dict().items():
+            if name.endswith("pos_embed"):  # (1, n, width); I-JEPA has no row for a class token
+                n, width = table.shape[1:]
+                table.copy_(sincos(width, math.isqrt(n))[:, -n:])
 
 
 def sincos(dim: int, side: int) -> Tensor:
@@ -153,57 +205,21 @@ def sincos(dim: int, side: int) -> Tensor:
     return F.pad(patches, (0, 0, 1, 0)).float()[None]
 
 
-FORMAT = "bisslight-adapter-1"
+def pretext_task(
+    cfg: Pretext,
+    backbone: Backbone,
+    head: mae.Decoder | ijepa.Predictor,
+    steps: int,
+    theta: Tensor | None,
+    teacher: Backbone | None = None,
+) -> mae.MAE | ijepa.IJEPA:
+    """`mae.MAE`, or `ijepa.IJEPA` for `steps` steps (ValueError); theta, teacher: see IJEPA."""
+    if isinstance(head, mae.Decoder):
+        return mae.MAE(backbone, head, cfg.mask_ratio)
+    return ijepa.IJEPA(backbone, head, cfg, (cfg.ema, steps), theta, teacher)
 
 
-def save_adapter(theta: Tensor, phi_D: Phi, about: dict[str, Any]) -> bytes:
-    """An adapter file's bytes (safetensors): θ, the head, and `about`, JSON values about them."""
-    named = {"theta": theta} | {f"head.{name}": tensor for name, tensor in phi_D.items()}
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
-    # one metadata key: the library writes several in random order
-    return save(tensors, {"bisslight": json.dumps(about | {"format": FORMAT}, sort_keys=True)})
-
-
-def load_adapter(path: Path) -> tuple[Tensor, Phi, dict[str, Any]]:
-    """θ, the head ({} without one) and `about` of a file (OSError; ValueError: not an adapter)."""
-    data = path.read_bytes()  # the library opens no path that is not UTF-8
-    try:
-        tensors = load(data)
-    except SafetensorError as error:
-        raise ValueError(f"not a readable safetensors file ({error})") from error
-    size = int.from_bytes(data[:8], "little")  # of the file's own header
-    about: dict[str, Any] = json.loads(data[8 : 8 + size]).get("__metadata__", {})
-    if "bisslight" in about:  # the first edition had several keys, all of strings
-        about = json.loads(about["bisslight"])
-    theta = tensors.pop("theta", torch.empty(0))
-    if about.pop("format", None) != FORMAT or theta.ndim != 2:
-        raise ValueError(f"not an adapter: it is not of format {FORMAT} with a matrix theta")
-    return theta, {name.removeprefix("head."): tensor for name, tensor in tensors.items()}, about
-
-
-RELEASED = "base_model.model.blocks.{}.attn.qkv.{}.lora_{}.default.weight"  # block, q or v, A or B
-
-
-def load_theta(start: Path, dim: int) -> tuple[Tensor, dict[str, Any]]:
-    """θ, and what its file says of itself; {} if it is a released file (OSError, ValueError)."""
-    if start.suffix == ".safetensors":
-        theta, _, about = load_adapter(start)
-        return theta, about
-    return from_released(read_tensors(start), dim), {}
-
-
-def from_released(state: Any, dim: int) -> Tensor:
-    """θ from the released program's LoRA file; ValueError where it is another layout."""
-    with suppress(LookupError, TypeError, RuntimeError, AttributeError):
-        K, parts = len(state) // 4, ("qA", "qB", "vA", "vB")
-        found = [state[RELEASED.format(k, *x)].float() for k in range(K) for x in parts]
-        A, BT = torch.stack(found[::2]), torch.stack(found[1::2]).mT  # (2 K, r, dim) each
-        if len(state) == 4 * K and A.shape[2] == dim:
-            return torch.stack([A, BT], 1).view(K, -1)
-    raise ValueError(f"is not a LoRA file on q and v of width {dim} in the released layout")
-
-
-def read_tensors(path: Path) -> Any:
+def read_tensors(path: Path) -> Any:  # whatever lies in a file that others wrote
     """What torch.load finds in a file, without running code (ValueError where it cannot)."""
     try:
         zipped = zipfile.is_zipfile(path)
@@ -212,3 +228,77 @@ def read_tensors(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # torch raises anything from EOFError to UnpicklingError
         raise ValueError(f"{path.name} is no readable checkpoint ({error!r:.100})") from error
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+FORMAT = "bisslight-adapter-1"
+
+
+class Adapter(NamedTuple):
+    """What an adapter file holds."""
+
+    theta: Tensor  # (K, p)
+    phi_D: Phi  # the head, with BatchNorm's statistics if it has one; {} after align
+    origin: dict[str, Any]  # JSON values that say what θ was trained on; {} in a released file
+
+
+def save_adapter(theta: Tensor, phi_D: Phi, origin: Mapping[str, Any]) -> bytes:
+    """An adapter file's bytes (safetensors)."""
+    tensors = {"theta": theta.detach().cpu().contiguous()}
+    for name, tensor in phi_D.items():
+        tensors[f"head.{name}"] = tensor.detach().cpu().contiguous()
+    # one metadata key: the library writes several in random order
+    text = json.dumps({**origin, "format": FORMAT}, sort_keys=True)
+    return save(tensors, {"bisslight": text})
+
+
+def load_adapter(path: Path) -> Adapter:
+    """Read an adapter file (OSError; ValueError: not an adapter)."""
+    data = path.read_bytes()  # the library opens no path that is not UTF-8
+    try:
+        tensors = load(data)
+    except SafetensorError as error:
+        raise ValueError(f"not a readable safetensors file ({error})") from error
+    # the library reads metadata only from a path; a file starts with its header's size, then JSON
+    size = int.from_bytes(data[:8], "little")
+    metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
+    origin: dict[str, Any] = json.loads(metadata.get("bisslight", "{}"))
+    theta = tensors.pop("theta", torch.empty(0))
+    if origin.pop("format", None) != FORMAT or theta.ndim != 2:
+        raise ValueError(f"not an adapter: it is not of format {FORMAT} with a matrix theta")
+    head = {name.removeprefix("head."): tensor for name, tensor in tensors.items()}
+    return Adapter(theta, head, origin)
+
+
+RELEASED = "base_model.model.blocks.{}.attn.qkv.{}.lora_{}.default.weight"  # block, q or v, A or B
+
+
+def load_theta(start: Path, dim: int) -> tuple[Tensor, dict[str, Any]]:
+    """θ, and what its file says of itself; {} if it is a released file (OSError, ValueError)."""
+    if start.suffix == ".safetensors":
+        adapter = load_adapter(start)
+        return adapter.theta, adapter.origin
+    return from_released(read_tensors(start), dim), {}
+
+
+def from_released(state: Any, dim: int) -> Tensor:
+    """θ from the released program's LoRA file; ValueError where it is another layout."""
+    wrong = ValueError(f"is not a LoRA file on q and v of width {dim} in the released layout")
+    if not isinstance(state, dict) or not state or len(state) % 4:  # four matrices a block
+        raise wrong
+    rows = []
+    for k in range(len(state) // 4):
+        matrices = []
+        for part in ("qA", "qB", "vA", "vB"):  # A is (r, dim), B (dim, r)
+            matrix = state.get(RELEASED.format(k, *part))
+            if not isinstance(matrix, Tensor) or matrix.ndim != 2:
+                raise wrong
+            matrices.append(matrix.float() if part.endswith("A") else matrix.float().mT)
+        rank = len(matrices[0])
+        if any(matrix.shape != (rank, dim) for matrix in matrices):
+            raise wrong
+        rows.append(torch.stack(matrices).flatten())  # (4 r dim,)
+    if len({len(row) for row in rows}) > 1:
+        raise wrong
+    return torch.stack(rows)  # (K, p)

@@ -65,6 +65,7 @@ class Experiment:
             cfg.min_crop,
             cfg.d_interpolation,
         )
+        self.decoded = data.Decoded(self.transform)  # validation and test images
         digests = {
             "weights_sha256": sha256(checkpoints.weights_of(cfg)),
             "data_sha256": data.fingerprint(*self.task[1:4]),
@@ -131,7 +132,7 @@ class Experiment:
                 # random numbers do not depend on how many processes there are.
                 g = data.rng(seed, purpose, "drop", step)
                 factors = lora.drop_path(rate, self.backbone.depth, n, g)  # (n, K, 2)
-                drop = factors[share(n)].to(self.device)
+                drop = data.to_device(factors[share(n)], self.device)
             yield lora.Examples(x, y, drop)
 
     @torch.no_grad()
@@ -146,7 +147,7 @@ class Experiment:
         draws = []
         for start in range(0, len(mine), size):
             draws.append([(i, i) for i in mine[start : start + size]])
-        images = data.Images(split, self.transform, False, 0, "eval")
+        images = data.Images(self.decoded(split), self.transform, False, 0, "eval")
         logits = []
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
             for x, _, _ in data.batches(images, draws, self.cfg.workers, self.device):
@@ -176,9 +177,10 @@ class Experiment:
     def decode_held_out_images(self) -> None:
         """Read all validation and test images, so that a damaged one is told before training."""
         for split in (self.task.val, self.task.test):
-            if isinstance(split.images, Tensor):
+            images = self.decoded(split).images
+            if isinstance(images, Tensor):
                 continue
-            errors = data.decode_all(split.images)
+            errors = data.decode_all(images)  # too many to be kept
             if errors:
                 raise errors[0]
 
@@ -290,7 +292,7 @@ def pretext_batches(
     batches = data.batches(images, draws, machine.workers, device, share)
     for step, (x, _, n) in zip(steps, batches, strict=True):
         g = data.rng(machine.seed, "mask", step)
-        drawn = [part[share(n)].to(device) for part in task.draw(n, g)]
+        drawn = [data.to_device(part[share(n)], device) for part in task.draw(n, g)]
         with torch.autocast(device.type, torch.bfloat16, enabled=amp):
             prepared = task.prepare(x, *drawn)
         yield prepared

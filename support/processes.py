@@ -123,7 +123,8 @@ def jobs(fn: Callable[[Unit], Result], units: Sequence[Unit], count: int) -> Ite
         raise UsageError("--jobs: needs a single process; start it without torchrun")
     threads = max(1, torch.get_num_threads() // count)
     context = get_context("spawn")  # a forked copy of a process with CUDA or threads cannot work
-    with ProcessPoolExecutor(count, context, start_worker, (stop.flag, threads)) as pool:
+    given = stop.flag, threads, count
+    with ProcessPoolExecutor(count, context, start_worker, given) as pool:
         try:
             yield from pool.map(fn, units)
         except BaseException:
@@ -135,12 +136,14 @@ def jobs(fn: Callable[[Unit], Result], units: Sequence[Unit], count: int) -> Ite
             raise
 
 
-def start_worker(flag: ctypes.c_int, threads: int) -> None:
+def start_worker(flag: ctypes.c_int, threads: int, count: int) -> None:
     """Set up a process of `jobs`: it hears of a stop by the flag, and ends if its parent has."""
     threading.Thread(target=end_with, args=[parent_process()], daemon=True).start()
     start()
     stop.flag = flag
     torch.set_num_threads(threads)
+    # As torchrun says it: `data.count_workers` shares the cores among so many processes.
+    os.environ["LOCAL_WORLD_SIZE"] = str(count)
 
 
 def end_with(parent: BaseProcess) -> None:

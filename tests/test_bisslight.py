@@ -11,6 +11,7 @@ import pytest
 import replay
 import torch
 from conftest import close
+from extras.bench import alternations
 from replay import Steps, replayed, state_of, to_theta
 from torch import Tensor
 
@@ -18,7 +19,6 @@ import bisslight
 import hypergradients
 from bisslight import Diverged, Log, Passes, Span, State, agreement, algorithm_1
 from config import AlignConfig
-from extras.bench import alternations
 from hypergradients import exact, identity
 from mfac import Partition, mfac
 from mfac import recursion as by_recursion

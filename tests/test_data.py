@@ -1,6 +1,7 @@
 """Folders, splits, tasks of one's own, drawn quilts, and the order and augmentation of batches."""
 
 import itertools
+import math
 import multiprocessing
 import os
 from pathlib import Path
@@ -8,12 +9,25 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import shared
 from PIL import Image
 from torch import Tensor
 from torchvision import transforms as T
 
 import data
-from data import MOTIFS, Images, Split, Transform, batches, fingerprint, folder, quilts, stream
+from data import (
+    MOTIFS,
+    Decoded,
+    Images,
+    Pool,
+    Split,
+    Transform,
+    batches,
+    fingerprint,
+    folder,
+    quilts,
+    stream,
+)
 
 CPU = torch.device("cpu")
 TRANSFORM = Transform(8, (0.5,) * 3, (0.5,) * 3, augment="crop")
@@ -40,8 +54,8 @@ def tiles(images: Tensor) -> Tensor:
 def test_a_class_is_which_tiles_are_equal_and_never_which_motif() -> None:
     """Pool images show two motifs in one of 8 layouts, which differ in 5 to 11 of 16 tiles."""
     pool, task = quilts(0)
-    assert fingerprint(*task[1:4]) != fingerprint(*quilts(1)[1][1:4])
-    assert all((x.targets.bincount() == len(x.targets) // 8).all() for x in task[1:4])
+    assert fingerprint(*task.splits) != fingerprint(*quilts(1)[1].splits)
+    assert all((x.targets.bincount() == len(x.targets) // 8).all() for x in task.splits)
     shown = tiles(pool.images)
     assert all(len(row.unique()) == 2 for row in shown)
     layouts = {tuple((row != row[0]).int().tolist()) for row in shown}
@@ -64,9 +78,9 @@ def test_class_folders_are_split_balanced_and_independent_of_place(tmp_path: Pat
     assert task.classes == ["a", "b"]
     assert [x.targets.bincount().tolist() for x in splits] == [[16, 16], [4, 4], [5, 5]]
     assert len({path for x in splits for path in x.images}) == 50
-    assert fingerprint(*task[1:4]) != fingerprint(*other[1:4])
+    assert fingerprint(*task.splits) != fingerprint(*other.splits)
     of_the_first_release = "2f3e9aea3057dc874f9d9063bc8095b06e7094585ca4e521c4783488001db032"
-    assert fingerprint(*task[1:4]) == fingerprint(*again[1:4]) == of_the_first_release
+    assert fingerprint(*task.splits) == fingerprint(*again.splits) == of_the_first_release
 
 
 def test_parts_on_disk_are_used_and_only_the_missing_one_is_split_off(tmp_path: Path) -> None:
@@ -81,7 +95,7 @@ def test_parts_on_disk_are_used_and_only_the_missing_one_is_split_off(tmp_path: 
     ("files", "message"),
     [
         (["a/1.png", "b/1.png", "c/1.txt"], r"all with images; it has a \(1\), b \(1\), c \(0\)"),
-        (["a/1.png", "b/1.png"], "a class is too small to split off test"),
+        (["a/1.png", "a/2.png", "a/3.png", "b/1.png", "b/2.png"], "needs 3 images.*b has 2$"),
         (["1.png"], "needs two or more of train's class folders, .* has none"),
         (
             ["train/a/1.png", "train/b/1.png", "test/z/1.png", "test/a/1.png"],
@@ -115,11 +129,11 @@ def test_images_in_memory_are_brought_to_the_size_of_the_network() -> None:
 @pytest.mark.parametrize(("n", "batch"), [(1, 1), (1, 7), (7, 3), (12, 4), (9, 40)])
 def test_every_pass_sees_every_image_once(n: int, batch: int) -> None:
     """Whatever the sizes: in epochs, in a stream without seams, and from any step of it on."""
-    epochs = list(stream(n, batch, 5, "x", range(3 * -(-n // batch)), passes=True))
+    epochs = list(stream(n, batch, 5, "x", range(3 * math.ceil(n / batch)), passes=True))
     seen = [draw for part in epochs for draw in part]
     assert [number for number, _ in seen] == list(range(3 * n))
     assert {len(part) for part in epochs} <= {batch, n % batch}
-    steps = -(-3 * n // batch)
+    steps = math.ceil(3 * n / batch)
     whole = list(stream(n, batch, 5, "x", range(steps)))
     flat = [draw for part in whole for draw in part]
     assert {len(part) for part in whole} == {batch}
@@ -148,6 +162,10 @@ def test_images_are_cut_as_said(tmp_path: Path, resampling: Any, flip: bool) -> 
     on_disk = Split([tmp_path / "1.png"], torch.zeros(1))
     in_memory = Split(noise[None], torch.zeros(1))
     transform = Transform(28, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "crop", 0.3, resampling, flip)
+
+    def load(split: Split, t: Transform, train: bool, draw: int) -> Tensor:
+        return next(batches(Images(split, t, train, 5, "x"), [[(draw, 0)]], 0, CPU))[0][0]
+
     flipped = set()
     for draw in range(8):
         torch.manual_seed(data.rng(5, "x", "augment", draw).initial_seed())
@@ -155,28 +173,151 @@ def test_images_are_cut_as_said(tmp_path: Path, resampling: Any, flip: bool) -> 
         mirror = flip and bool(torch.rand(1) < 0.5)
         cut = T.functional.resized_crop(image, *box, [28, 28], mode)
         x = T.functional.to_tensor(T.functional.hflip(cut) if mirror else cut)
-        expected, before = T.functional.normalize(x, *transform[1:3]), torch.get_rng_state()
+        expected = T.functional.normalize(x, *transform[1:3])
         for split in (on_disk, in_memory):
-            got = Images(split, transform, True, 5, "x").image(draw, 0)
-            torch.testing.assert_close(got, expected)
+            assert torch.equal(load(split, transform, True, draw), expected)
+        before = torch.get_rng_state()
+        Images(on_disk, transform, True, 5, "x").image(draw, 0)
         assert torch.equal(torch.get_rng_state(), before)
         flipped.add(mirror)
     assert flipped == ({True, False} if flip else {False})
     centre = T.functional.center_crop(T.functional.resize(image, [32], mode), [28])
     expected = T.functional.normalize(T.functional.to_tensor(centre), *transform[1:3])
     for train, same in ((False, transform), (True, transform._replace(augment="none"))):
-        got = Images(on_disk, same, train, 5, "x").image(0, 0)
-        torch.testing.assert_close(got, expected)
+        assert torch.equal(load(on_disk, same, train, 0), expected)
+
+
+def jpegs(folder: Path) -> list[Path]:
+    """A colour, a grey and a progressive JPEG file, of waves in which decoders could differ."""
+    y, x = torch.meshgrid(torch.arange(90), torch.arange(120), indexing="ij")
+    waves = torch.stack([(x * y / 90).sin(), (x / 7).sin() + 0 * y, (y / 5).cos() + 0 * x])
+    image = T.functional.to_pil_image((waves + 1) / 2)
+    image.save(folder / "colour.jpg", quality=90)
+    image.convert("L").save(folder / "grey.jpg")
+    image.save(folder / "progressive.jpg", progressive=True)
+    return sorted(folder.glob("*.jpg"))
+
+
+@pytest.mark.parametrize("photographs", [False, True])
+def test_a_jpeg_file_is_cut_as_by_pillow_to_one_grey_level(
+    tmp_path: Path, photographs: bool
+) -> None:
+    if photographs:
+        files = sorted(shared("data/flower_photos").rglob("*.jpg"))[::20]
+        files += sorted(shared("data/tiny-imagenet").rglob("*.JPEG"))[::200]
+    else:
+        files = jpegs(tmp_path)
+    for file in files:
+        decoded = data.read_image(file)
+        with Image.open(file) as image:
+            pillow = image.convert("RGB")
+        assert isinstance(decoded, Tensor)
+        for cut in (data.cut_random, data.cut_centre):
+            for mode in ("bicubic", "bilinear"):
+                t = Transform(48, (0.5,) * 3, (0.5,) * 3, "crop", 0.2, mode)
+                torch.manual_seed(0)
+                ours = torch.as_tensor(cut(decoded, t)).int()
+                torch.manual_seed(0)
+                theirs = T.functional.pil_to_tensor(cut(pillow, t)).int()
+                assert ours.shape == theirs.shape and (ours - theirs).abs().max() <= 1
+
+
+def test_files_that_only_look_like_plain_jpegs_are_pillows(tmp_path: Path) -> None:
+    """CMYK, and a PNG with the name of a JPEG; EXIF orientation is ignored in both ways."""
+    image = T.functional.to_pil_image(torch.rand(3, 20, 30))
+    image.convert("CMYK").save(tmp_path / "cmyk.jpg")
+    image.save(tmp_path / "png.jpg", format="PNG")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned
+    image.save(tmp_path / "turned.jpg", exif=exif)
+    for name in ("cmyk.jpg", "png.jpg"):
+        assert isinstance(data.read_image(tmp_path / name), Image.Image)
+    turned = data.read_image(tmp_path / "turned.jpg")
+    assert isinstance(turned, Tensor) and turned.shape == (3, 20, 30)
+
+
+def test_pixels_travel_as_bytes_and_are_decoded_once(tmp_path: Path) -> None:
+    """What is kept gives the same network inputs as the files, and needs them no more."""
+    split = photos(tmp_path)
+    images = Images(split, TRANSFORM, False, 0, "eval")
+    item = images[[(0, 0), (1, 1)], 2]
+    assert not isinstance(item, data.ImageError) and item[0].dtype == torch.uint8
+    draws = [[(i, i) for i in range(6)]]
+    ((expected, _, _),) = batches(images, draws, 0, CPU)
+    decoded = Decoded(TRANSFORM)
+    kept = decoded(split)
+    assert isinstance(kept.images, Tensor) and kept.images.dtype == torch.uint8
+    for path in split.images:
+        Path(path).unlink()
+    assert decoded(split) is kept
+    ((x, y, _),) = batches(Images(kept, TRANSFORM, False, 0, "eval"), draws, 3, CPU)
+    assert torch.equal(x, expected) and torch.equal(y, split.targets)
+    assert not multiprocessing.active_children()  # there is nothing to decode
+
+
+def test_what_is_ready_or_too_large_is_not_decoded_before_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = photos(tmp_path)
+    monkeypatch.setattr(data, "MOST_KEPT", 6 * 3 * 8 * 8 - 1)
+    assert Decoded(TRANSFORM)(split) is split
+    fits = Split(torch.rand(2, 3, 8, 8), torch.arange(2))
+    assert Decoded(TRANSFORM)(fits) is fits
+
+
+def test_without_torchvisions_decoder_pillow_gives_the_same_pixels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = jpegs(tmp_path)
+    pixels = [torch.as_tensor(data.read_image(file)) for file in files]
+    monkeypatch.setattr(torch.ops, "image", None)
+    for file, expected in zip(files, pixels, strict=True):
+        assert torch.equal(torch.as_tensor(data.read_image(file)), expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_batches_on_a_gpu_are_those_on_the_cpu(tmp_path: Path) -> None:
+    """Copied ahead in a stream of their own; all arrive, in order, the last one too."""
+    images = Images(photos(tmp_path), TRANSFORM, True, 0, "x")
+    gpu = torch.device("cuda")
+    for steps in (0, 1, 5):
+        on_cpu = list(batches(images, stream(6, 4, 0, "x", range(steps)), 0, CPU))
+        on_gpu = list(batches(images, stream(6, 4, 0, "x", range(steps)), 2, gpu))
+        for (x, y, n), (x2, y2, n2) in zip(on_cpu, on_gpu, strict=True):
+            torch.testing.assert_close(x2.cpu(), x)
+            assert torch.equal(y2.cpu(), y) and n == n2
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["/one.png"],
+        ["one.png"],
+        ["x/a.png", "x/b.png"],
+        ["/p/x/a.png", "/p/y/b.png"],
+        ["/r/a-b/x.png", "/r/a/x.png", "/r/a b/x.png", "/r/a/y.png"],
+        ["/a/../b/c.png", "/a/../b/d.png"],
+        ["/r/a..b.png", "/r/c.png"],
+    ],
+)
+def test_names_below_their_folder_are_those_of_relpath(names: list[str]) -> None:
+    files = [Path(name) for name in names]
+    root = os.path.commonpath([*files, files[0].parent])
+    assert data.names_below(files).split("\n") == [os.path.relpath(path, root) for path in files]
+    assert fingerprint(Pool(files)) != fingerprint(Pool([*files, files[0]]))
 
 
 def test_by_default_as_many_processes_decode_as_a_waiting_gpu_can_use(monkeypatch: Any) -> None:
+    """The cores that this process may use, shared with others of torchrun or of --jobs."""
     gpu, files, x = torch.device("meta"), [Path("1.png")], torch.zeros(1)
     monkeypatch.setattr(data, "DataLoader", lambda *_, num_workers, **__: [(x, x, num_workers)])
-    for wanted, cores, *given in (
-        (1, 1, None, files, gpu), (8, 8, None, files, gpu), (16, 96, None, files, gpu),
-        (0, 8, None, files, CPU), (0, 8, None, x, gpu), (3, 8, 3, files, CPU), (3, 8, 3, x, CPU),
+    for wanted, cores, beside, *given in (
+        (1, 1, 1, None, files, gpu), (8, 8, 1, None, files, gpu), (16, 96, 1, None, files, gpu),
+        (12, 96, 8, None, files, gpu), (1, 4, 8, None, files, gpu), (0, 8, 1, None, files, CPU),
+        (0, 8, 1, None, x, gpu), (3, 8, 4, 3, files, CPU), (3, 8, 1, 3, x, CPU),
     ):  # fmt: skip
-        monkeypatch.setattr(os, "cpu_count", lambda n=cores: n)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: {*range(n)}, raising=False)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(beside))
         images = Images(Split(given[1], x), TRANSFORM, True, 0, "x")
         assert next(batches(images, [], given[0], given[2]))[2] == wanted
 

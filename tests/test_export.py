@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from conftest import close, recorded
-from replay import recording, to_theta
+from conftest import close
 from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
@@ -17,10 +16,9 @@ from torch import Tensor
 import cli
 from config import Arch
 from data import quilts, rng
-from extras.export import folded, to_peft, to_released, to_timm
+from extras.export import fold_norm, to_peft, to_timm
 from lora import Backbone, features, init_head, init_norm, init_theta, logits
-from support import checkpoints
-from support.checkpoints import build_vit, load_adapter, load_theta
+from support.checkpoints import build_vit, load_adapter
 
 SIZES: Any = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4}
 ARCH = Arch(32, 3, 4, 32, 8)
@@ -48,7 +46,7 @@ def test_peft_and_timm_predict_what_ours_does(
     if not class_token:
         moments = {"norm.mean": torch.randn(32), "norm.var": torch.rand(32) + 0.5}
         phi_D |= moments | {"norm.bias": torch.randn(32), "norm.weight": torch.rand(32) + 0.5}
-    expected, head = logits(features(ours, theta, IMAGES), phi_D), folded(phi_D)
+    expected, head = logits(features(ours, theta, IMAGES), phi_D), fold_norm(phi_D)
     without = logits(features(ours, None, IMAGES), phi_D)
     assert float((expected - without).detach().abs().max()) > 1e-2  # LoRA acts
     config, tensors = to_peft(theta, head, 32, 1.5)
@@ -64,36 +62,6 @@ def test_peft_and_timm_predict_what_ours_does(
     save_file(tensors, tmp_path / "model.safetensors")
     merged = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     close(merged(IMAGES), expected, 1e-5)
-
-
-def test_a_recorded_lora_in_the_released_layout_is_read() -> None:
-    """Named by block, part and matrix; the order in θ is checked against the recorded vector."""
-    rec = recorded("official/bisslight_tiny_adamw_f64.npz")
-    r = recording(rec)
-    found = rec.group("lora_init")
-    state = {f"base_model.model.{name}.default.weight": x for name, x in found.items()}
-    flat = torch.cat([tensor.flatten() for tensor in state.values()]).double()
-    read = checkpoints.from_released(state, r.arch.dim).double()
-    assert torch.equal(read, to_theta(flat, r.arch.depth, r.arch.dim))
-
-
-def test_the_released_layout_goes_there_and_back_and_others_are_refused(
-    theta: Tensor, tmp_path: Path
-) -> None:
-    s: Any = to_released(theta, 32, 1.0)
-    torch.save(s, tmp_path / "lora.pth.tar")
-    back, about = load_theta(tmp_path / "lora.pth.tar", 32)
-    assert torch.equal(back, theta) and about == {}
-    doubled = checkpoints.from_released(to_released(theta, 32, 2.0), 32)
-    close(doubled.view(3, 4, -1)[:, 1::2], 2 * theta.view(3, 4, -1)[:, 1::2], 1e-7)
-    for other in (
-        [1],
-        {k: v for k, v in s.items() if "blocks.1.attn.qkv.q.lora_A" not in k},
-        {k.replace("qkv.q", "qkv"): v for k, v in s.items()},
-        {k: v[:, :16] if "1" in k and "A" in k else v for k, v in s.items()},
-    ):
-        with pytest.raises(ValueError, match="is not a LoRA file on q and v of width 32"):
-            checkpoints.from_released(other, 32)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Backbone and LoRA against timm and plain algebra; the head's three modes; adapter files."""
+"""Backbone and LoRA against timm and plain algebra; the head's three modes."""
 
 import copy
 from functools import partial
@@ -9,7 +9,6 @@ import pytest
 import timm
 import torch
 from child_process import finish, start
-from conftest import HERE
 from timm.layers import DropPath
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
@@ -19,8 +18,6 @@ from bisslight import Passes
 from config import BACKBONES
 from data import rng
 from lora import Backbone, drop_path, factors, init_head, init_theta
-from support import checkpoints
-from support.checkpoints import load_adapter
 
 
 def tiny_vit(**more: Any) -> VisionTransformer:
@@ -181,25 +178,3 @@ def test_processes_that_share_a_batch_have_moments_and_gradients_of_the_whole(
     whole = found(slice(0, 5))
     for rank in (0, 1):
         torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), whole)
-
-
-def test_adapters_come_back_bit_equal_and_equal_adapters_are_equal_files(tmp_path: Path) -> None:
-    head = init_head(24, 7, rng(3)) | lora.init_norm(24)[0]
-    about = {"rank": 4, "alpha": 4.0, "pretext": "mae", "arch": {"dim": 24}}
-    data = checkpoints.save_adapter(THETA, head, about)
-    again = dict(reversed(head.items())), dict(reversed(about.items()))
-    assert checkpoints.save_adapter(THETA, *again) == data
-    (tmp_path / "a").write_bytes(data)
-    found = load_adapter(tmp_path / "a")
-    assert found[2] == about
-    torch.testing.assert_close(found[:2], (THETA, head), rtol=0, atol=0)
-
-
-def test_an_adapter_of_the_first_edition_loads() -> None:
-    """A recorded file: its θ counts up in sevenths; its metadata are strings."""
-    theta, head, about = load_adapter(HERE / "data" / "adapter_first_edition.safetensors")
-    assert torch.equal(theta, (torch.arange(48.0) / 7).view(2, 24))
-    assert {name: len(tensor) for name, tensor in head.items()} == {
-        "weight": 3, "bias": 3, **{f"norm.{x}": 6 for x in ("weight", "bias", "mean", "var")}
-    }  # fmt: skip
-    assert (about["rank"], about["alpha"], about["backbone"]) == ("1", "2.0", "vit_mini")

@@ -1,0 +1,123 @@
+"""Official files, adapters of this edition and of the one before, and the released layout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import close, fixture, recorded
+from replay import recording, to_theta
+
+import cli
+from config import BACKBONES, AlignConfig
+from data import rng
+from extras.export import to_released
+from lora import init_head, init_norm, init_theta
+from support.checkpoints import (
+    OFFICIAL,
+    Official,
+    build_head,
+    build_vit,
+    from_released,
+    load_adapter,
+    load_backbone,
+    load_theta,
+    save_adapter,
+)
+
+THETA = init_theta(3, 4, 32, rng(0, "x")) + 0.1 * torch.randn(3, 512, generator=rng(1, "x"))
+
+
+def official_layout(backbone: str) -> dict[str, Any]:
+    """Random values under the official names of a full MAE file."""
+    arch = BACKBONES[backbone]
+    state = {**build_vit(arch).state_dict(), **build_head(arch, "mae").state_dict()}
+    return {k: torch.empty(v.shape).normal_(0, 0.02) for k, v in state.items()}
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_weights_are_downloaded_on_first_use(server: Any, monkeypatch: Any, capsys: Any) -> None:
+    """Offline: a line with URL, place and remedy. Of another size: not taken. Then taken, once."""
+    monkeypatch.setitem(BACKBONES, "vit_b16", BACKBONES["vit_mini"])
+    torch.save({"model": official_layout("vit_b16")}, "served.pth")
+    server.files["x_full.pth"] = content = Path("served.pth").read_bytes()
+    monkeypatch.setenv("TORCH_HOME", str(Path("cache").absolute()))
+    place = Path("cache/hub/checkpoints/x_full.pth")
+    size = len(content) / 1e6
+    line = "finetune --backbone vit_b16 --dataset quilts --epochs 1 --warmup-epochs 0 --seeds 1"
+    line += " --lr 1e-2 --rank 2 --quiet --out f"
+    for url, megabytes, told in (
+        ("http://127.0.0.1:1/x_full.pth", size, "Connection refused"),
+        (f"{server.url}/x_full.pth", 2 * size, "were expected"),
+    ):
+        monkeypatch.setitem(OFFICIAL, ("vit_b16", "mae"), Official(url, megabytes))
+        assert cli.run(line.split()) == 2
+        err = capsys.readouterr().err
+        assert told in err and f"curl -C - -o {place.absolute()} {url}" in err
+        assert not list(Path("cache").rglob("*.p*"))
+    served = Official(f"{server.url}/x_full.pth", size)
+    monkeypatch.setitem(OFFICIAL, ("vit_b16", "mae"), served)
+    assert cli.run([*line.split(), "--dry-run"]) == 0
+    assert f"from {server.url}/x_full.pth" in capsys.readouterr().out
+    for more in ([], ["--force"]):
+        assert cli.run([*line.split(), *more]) == 0, capsys.readouterr().err
+        server.files.clear()
+    assert place.read_bytes() == content
+
+
+def test_the_backbone_is_frozen_and_the_pretext_head_is_not(weights: Path) -> None:
+    loaded = load_backbone(AlignConfig(backbone="vit_mini", dataset="quilts", weights=weights))
+    assert not any(tensor.requires_grad for tensor in loaded.backbone.parameters())
+    assert all(tensor.requires_grad for tensor in loaded.head.parameters())
+    assert loaded.arch == BACKBONES["vit_mini"]
+
+
+def test_adapters_come_back_bit_equal_and_equal_adapters_are_equal_files(tmp_path: Path) -> None:
+    head = init_head(32, 7, rng(3)) | init_norm(32)[0]
+    origin = {"rank": 4, "alpha": 4.0, "pretext": "mae", "arch": {"dim": 32}}
+    data = save_adapter(THETA, head, origin)
+    again = dict(reversed(head.items())), dict(reversed(origin.items()))
+    assert save_adapter(THETA, *again) == data
+    (tmp_path / "a").write_bytes(data)
+    found = load_adapter(tmp_path / "a")
+    assert found[2] == origin
+    torch.testing.assert_close(found[:2], (THETA, head), rtol=0, atol=0)
+
+
+def test_an_adapter_of_the_second_edition_loads() -> None:
+    """A recorded file: its θ counts up in sevenths."""
+    adapter = load_adapter(fixture("adapter_second_edition.safetensors"))
+    assert torch.equal(adapter.theta, (torch.arange(48.0) / 7).view(2, 24))
+    sizes = {name: len(tensor) for name, tensor in adapter.phi_D.items()}
+    norm = {f"norm.{name}": 6 for name in ("weight", "bias", "mean", "var")}
+    assert sizes == {"weight": 3, "bias": 3, **norm}
+    origin = adapter.origin
+    assert (origin["rank"], origin["alpha"], origin["backbone"]) == (1, 2.0, "vit_mini")
+
+
+def test_a_recorded_lora_in_the_released_layout_is_read() -> None:
+    """Named by block, part and matrix; the order in θ is checked against the recorded vector."""
+    rec = recorded("official/bisslight_tiny_adamw_f64.npz")
+    r = recording(rec)
+    found = rec.group("lora_init")
+    state = {f"base_model.model.{name}.default.weight": x for name, x in found.items()}
+    flat = torch.cat([tensor.flatten() for tensor in state.values()]).double()
+    read = from_released(state, r.arch.dim).double()
+    assert torch.equal(read, to_theta(flat, r.arch.depth, r.arch.dim))
+
+
+def test_the_released_layout_goes_there_and_back_and_others_are_refused(tmp_path: Path) -> None:
+    s: Any = to_released(THETA, 32, 1.0)
+    torch.save(s, tmp_path / "lora.pth.tar")
+    back, about = load_theta(tmp_path / "lora.pth.tar", 32)
+    assert torch.equal(back, THETA) and about == {}
+    doubled = from_released(to_released(THETA, 32, 2.0), 32)
+    close(doubled.view(3, 4, -1)[:, 1::2], 2 * THETA.view(3, 4, -1)[:, 1::2], 1e-7)
+    for other in (
+        [1],
+        {k: v for k, v in s.items() if "blocks.1.attn.qkv.q.lora_A" not in k},
+        {k.replace("qkv.q", "qkv"): v for k, v in s.items()},
+        {k: v[:, :16] if "1" in k and "A" in k else v for k, v in s.items()},
+    ):
+        with pytest.raises(ValueError, match="is not a LoRA file on q and v of width 32"):
+            from_released(other, 32)
