@@ -2,7 +2,7 @@
 
 Align vit_mini, pretrained on unlabelled quilts, with the labelled task, and fine-tune it with and
 without that; each aligned seed has an align run of its own. The backbone of drawn set 0 is here,
-`quilts.pth`; for another --data-seed it is pretrained first. See `results/demo.md`.
+`quilts.pth`; for another --data-seed it is pretrained first. See `experiments/demo_controls.md`.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from align import align
 from config import AlignConfig, FinetuneConfig, Record, make
 from evaluate import Row, evaluate
 from extras.pretrain import PretrainConfig, pretrain
-from extras.report import plot_arms, pyplot, save
+from extras.plots import plot_arms, pyplot, save
 from finetune import finetune
 from support import processes, runs
 from support.experiment import Model, pretext_batches
@@ -75,7 +75,7 @@ def demo(
         "power": power(arms),
         "elsewhere": "on four drawn sets the gain was +1.3 to +4.5 points, the larger ones on two "
         "sets where settings were chosen; on the others, fine-tuning alone of the same CPU time "
-        "was as good (results/demo.md)",
+        "was as good (experiments/demo_controls.md)",
         "picture": out / "demo.png",
     }
 

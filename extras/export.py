@@ -15,10 +15,9 @@ from safetensors.torch import save
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
-from config import Record
-from extras.look import open_run
+from config import FinetuneConfig, Record, read_table
 from lora import Backbone, Phi, factors, merge
-from support.checkpoints import RELEASED, load_backbone, vit_args, weights_of
+from support.checkpoints import RELEASED, load_adapter, load_backbone, vit_args, weights_of
 from support.errors import UsageError, checking
 from support.runs import read_json, sha256, write_atomic
 
@@ -85,6 +84,24 @@ def export(
             (out / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out / name, data)
     return {"out": out, "files": list(files)}
+
+
+def open_run(
+    run: Path, seed: int | None, changes: Record
+) -> tuple[FinetuneConfig, Tensor, Phi, Record]:
+    """Settings of a run, but for `changes`; θ, φ_D and what the adapter's file says of them.
+
+    The adapter: an align run's (φ_D is {}), or a finetune run's of a seed (None: its first).
+    """
+    whose = "*" if seed is None else seed
+    files = [*run.glob("adapter.safetensors"), *run.glob(f"adapter-s{whose}.safetensors")]
+    if not files:
+        raise UsageError(f"{run}: holds no adapter-s{whose}.safetensors of a finished run")
+    file = min(files, key=lambda file: (len(file.name), file.name))
+    config = read_table(run / "config.json") | changes
+    known = FinetuneConfig.model_fields.keys() & config.keys() - {"start"}
+    with checking(str(run), "give a finished run of this edition"):
+        return FinetuneConfig(**{name: config[name] for name in known}), *load_adapter(file)
 
 
 def folded(phi_D: Phi) -> Phi:

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from bisslight import gradients, hessian
 from config import AlignConfig
 from data import quilts, rng
-from extras.report import COLOURS, pyplot
+from extras.plots import COLOURS, pyplot
 from hypergradients import cg
 from lora import Examples, downstream_loss, init_head, init_theta
 from mae import MAE
