@@ -61,8 +61,13 @@ def markdown(rows: Sequence[Record]) -> str:
     heads = list(rows[0])
     lines = [row_of(heads), "|" + "---|" * len(heads)]
     for row in rows:
-        lines.append(row_of([str(value) for value in row.values()]))
+        lines.append(row_of([text_of(value) for value in row.values()]))
     return "\n".join(lines)
+
+
+def text_of(value: object) -> str:
+    """A cell: numbers with four digits."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def row_of(cells: Sequence[str]) -> str:

@@ -9,8 +9,9 @@ Two networks are compared by what enters their heads on the same N validation im
     RSA (Kriegeskorte et al. 2008)   Spearman's correlation of the distances 1 − cos of all pairs
 
 The networks: the pretrained backbone, and the align runs of `experiments.accuracy` with M-FAC and
-with CG (conjugate gradients), which are trained first if they are not in --out. In the paper, on the
-mean of six datasets, M-FAC and CG have CKA 0.93 and RSA 0.90, either and the backbone 0.54 and 0.41.
+with CG (conjugate gradients), which are trained first if they are not in --out. In the paper, on
+the mean of six datasets, M-FAC and CG have CKA 0.93 and RSA 0.90, and either of them with the
+backbone 0.54 and 0.41.
 """
 
 from collections.abc import Sequence
@@ -45,7 +46,7 @@ def main(
     start()
     settings = {"backbone": backbone, "dataset": dataset} | read_settings(more)
     out = out or Path("runs") / f"accuracy-{Path(dataset).name}-{backbone}-mae"
-    rate = run_direct(settings, out)
+    rate = 0.0 if "d_lr" in settings else run_direct(settings, out)
     runs = []
     for method in hypergrad.split(","):
         runs.append(align_stably(settings | {"hypergrad": method}, rate, out))

@@ -86,13 +86,12 @@ class Cost(NamedTuple):
 
 def row_of(method: str, what: str, cost: Cost, backbone: str) -> Record:
     """A row of the table, with the paper's figure beside ours."""
-    return {
-        "method": method,
-        "of": what,
-        "seconds": f"{cost.seconds:.3g}" if cost.seconds else "out of memory, see --micro-batch",
-        "peak GB": f"{cost.gigabytes:.1f}" if cost.gigabytes else "no GPU",
-        "the paper: GB on GPUs": PAPER.get(method, {}).get(backbone, ""),
-    }
+    row = {"method": method, "of": what, "seconds": "out of memory, see --micro-batch"}
+    if cost.seconds is not None:
+        row["seconds"] = f"{cost.seconds:.3g}"
+    row["peak GB"] = "" if cost.gigabytes is None else f"{cost.gigabytes:.1f}"
+    row["the paper: GB on GPUs"] = PAPER.get(method, {}).get(backbone, "")
+    return row
 
 
 def measure(steps: Iterator[Log] | Iterator[Tensor], device: torch.device) -> Cost:
