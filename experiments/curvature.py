@@ -12,6 +12,7 @@ largest. The same command goes on.
 
 from pathlib import Path
 from statistics import fmean
+from typing import Annotated
 
 import torch
 import typer
@@ -43,7 +44,7 @@ PEFT: Record = {"lr": 1e-2, "warmup_epochs": 7, "eval_epochs": 2, "jobs": 2}
 
 
 def main(
-    weights: Path,
+    weights: Annotated[Path, typer.Option()],
     pretext: str = "mae",
     dataset: Dataset = "quilts",
     pool: str = "quilts",

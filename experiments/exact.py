@@ -9,7 +9,7 @@ end elsewhere with another number of threads.
 
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
@@ -46,7 +46,11 @@ class Point(NamedTuple):
     G: Tensor  # (K, 80, p), pretext gradients on other batches
 
 
-def main(weights: Path, out: Path = Path("runs/exact"), steps: int = 1500) -> None:
+def main(
+    weights: Annotated[Path, typer.Option()],
+    out: Path = Path("runs/exact"),
+    steps: int = 1500,
+) -> None:
     """Compare at a θ_P near the lower level's optimum, as the implicit function theorem has it."""
     out.mkdir(parents=True, exist_ok=True)
     point = optimum(weights, steps)
