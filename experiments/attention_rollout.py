@@ -12,7 +12,7 @@ mean of all patches' (I-JEPA). The models are those of `experiments.accuracy`, w
 first if they are not in --out. Paper silent: how heads are fused (here their mean), which images.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,10 +46,11 @@ def main(
     settings = {"backbone": backbone, "dataset": dataset, "pretext": pretext} | read_settings(more)
     out = out or Path("runs") / f"accuracy-{Path(dataset).name}-{backbone}-{pretext}"
     compare(settings, ["mfac"], out)
-    draw([out / "direct", out / "tuned-mfac"], images, out / "attention_rollout.png", seed)
+    runs = {"PEFT": out / "direct", "BiSSLight + PEFT": out / "tuned-mfac"}
+    draw(runs, images, out / "attention_rollout.png", seed)
 
 
-def draw(runs: Sequence[Path], count: int, path: Path, seed: int | None = None) -> list[Record]:
+def draw(runs: Mapping[str, Path], count: int, path: Path, seed: int | None = None) -> list[Record]:
     """A column for each of `count` validation images: itself, then the map of each finetune run.
 
     Prints and returns what the networks predict, and how concentrated their maps are.

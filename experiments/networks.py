@@ -1,6 +1,6 @@
 """The networks that finished runs made, and validation images to look at with them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +10,6 @@ from torch import Tensor
 from config import Record
 from data import Images, batches, rng
 from extras.export import open_run
-from extras.plots import short_names
 from lora import Backbone, Phi
 from support.errors import UsageError
 from support.experiment import Model
@@ -28,21 +27,23 @@ class Network(NamedTuple):
 
 
 def open_networks(
-    runs: Sequence[Path], seed: int | None = None, changes: Record | None = None
+    runs: Mapping[str, Path], seed: int | None = None, changes: Record | None = None
 ) -> tuple[Model, list[Network]]:
-    """The first run's data, and the network of every run; of finetune's seeds `seed` (its first).
+    """The first run's data, and by name the network of every run; of finetune's seeds `seed`.
 
     `changes`: settings that are others now, such as where the weights are. UsageError: a run has
     another backbone or other images than the first.
     """
-    opened = [open_run(run, seed, changes or {}) for run in runs]
-    experiment = Model(opened[0][0])
+    first = next(iter(runs.values()))
+    cfg, *_ = open_run(first, seed, changes or {})
+    experiment = Model(cfg)
     here = experiment.about
     networks = []
-    for name, run, (_, theta, phi_D, about) in zip(short_names(runs), runs, opened, strict=True):
+    for name, run in runs.items():
+        _, theta, phi_D, about = open_run(run, seed, changes or {})
         for key in ("weights_sha256", "data_sha256"):
             if about.get(key, here[key]) != here[key]:
-                raise UsageError(f"{run}: was made with other weights or images than {runs[0]}")
+                raise UsageError(f"{run}: was made with other weights or images than {first}")
         scale = float(about["alpha"]) / float(about["rank"])
         backbone = Backbone(experiment.backbone.vit, scale)
         head = {key: tensor.to(experiment.device) for key, tensor in phi_D.items()}

@@ -14,7 +14,7 @@ the mean of six datasets, M-FAC and CG have CKA 0.93 and RSA 0.90, and either of
 backbone 0.54 and 0.41.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 from config import Record
-from experiments.accuracy import align_stably, run_direct
+from experiments.accuracy import NAMES, align_stably, run_direct
 from experiments.networks import BATCH, Network, open_networks, validation_images
 from experiments.recipe import Backbone, Dataset, Set, read_settings, write_table
 from extras.plots import pyplot, save
@@ -47,15 +47,16 @@ def main(
     settings = {"backbone": backbone, "dataset": dataset} | read_settings(more)
     out = out or Path("runs") / f"accuracy-{Path(dataset).name}-{backbone}-mae"
     rate = 0.0 if "d_lr" in settings else run_direct(settings, out)
-    runs = []
+    runs = {}
     for method in hypergrad.split(","):
-        runs.append(align_stably(settings | {"hypergrad": method}, rate, out))
+        run = align_stably(settings | {"hypergrad": method}, rate, out)
+        runs[NAMES.get(method, method)] = run
     rows = compare_networks(runs)
     write_table(rows, out / "similarity")
     draw(rows, out / "similarity.png")
 
 
-def compare_networks(runs: Sequence[Path], seed: int | None = None) -> list[Record]:
+def compare_networks(runs: Mapping[str, Path], seed: int | None = None) -> list[Record]:
     """CKA and RSA of the pretrained backbone and of align or finetune runs, pair by pair."""
     experiment, networks = open_networks(runs, seed)
     numbers, images = validation_images(experiment, MOST)
