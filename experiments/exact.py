@@ -16,7 +16,7 @@ import typer
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bisslight import gradients, hessian
+from bisslight import Passes
 from config import AlignConfig, Record
 from data import quilts, rng
 from experiments.recipe import write_table
@@ -97,11 +97,11 @@ def optimum(weights: Path, steps: int) -> Point:
         optimiser.step()
     train = (torch.as_tensor(labelled.train.images) - mean) / std
     examples = Examples(train, labelled.train.targets)
-    _, g, _ = gradients(partial(downstream_loss, backbone), theta, phi_D, examples)
+    g = Passes().gradients(partial(downstream_loss, backbone), theta, phi_D, examples).theta
     stored = []
     for i in range(max(STORED)):
-        _, gradient, _ = gradients(task.loss, theta, phi_P, batch(64 * i % 3900, i))
-        stored.append(gradient)
+        other = batch(64 * i % 3900, i)
+        stored.append(Passes().gradients(task.loss, theta, phi_P, other).theta)
     return Point(task, theta, phi_P, last, g, torch.stack(stored, 1))
 
 
@@ -122,7 +122,7 @@ def compare(point: Point, H: Tensor, lam: float) -> list[Record]:
     """Each method's q against the exact one (Eq. 5), at one λ."""
     A = H + lam * torch.eye(len(H), dtype=torch.float64)
     exact = lam * torch.linalg.solve(A, point.g.flatten())
-    products = partial(hessian, point.task.loss, point.theta, point.phi_P, point.batch)
+    products = partial(Passes().hessian, point.task.loss, point.theta, point.phi_P, point.batch)
     answers = {}
     for m in STORED:
         answers[f"M-FAC, N_L {m}"] = mfac(point.G[:, :m], lam)(point.g)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mae
-from bisslight import gradients, hessian
+from bisslight import Passes
 from config import BACKBONES, Arch
 from experiments.recipe import Backbone
 from lora import Backbone as Network
@@ -71,13 +71,14 @@ def forecast(
         lower = mae.Batch(lower_images, noise)
         upper = Examples(upper_images, targets)
         loss_D = partial(downstream_loss, network)
+        passes = Passes()
 
         def product() -> None:
-            hessian(task.loss, theta, phi_P, lower)(theta.detach())
+            passes.hessian(task.loss, theta, phi_P, lower)(theta.detach())
 
-        passes: dict[str, Callable[[], object]] = {
-            "lower pass": partial(gradients, task.loss, theta, phi_P, lower),
-            "upper pass": partial(gradients, loss_D, theta, phi_D, upper),
+        parts_of_a_step: dict[str, Callable[[], object]] = {
+            "lower pass": partial(passes.gradients, task.loss, theta, phi_P, lower),
+            "upper pass": partial(passes.gradients, loss_D, theta, phi_D, upper),
             "CG's product": product,
         }
         trained = [theta, theta, *phi_P.values(), *phi_D.values()]  # θ_P and θ_D
@@ -88,7 +89,7 @@ def forecast(
             ("stored gradients", lower_steps * nbytes([theta])),
         ]
         batches = [lower_images, upper_images, noise, targets]
-        for name, step in passes.items():
+        for name, step in parts_of_a_step.items():
             with Watch([*fixed, *trained, *batches]) as watch:
                 step()
             parts.append((name, watch.peak))

@@ -17,14 +17,14 @@ from functools import partial
 from itertools import pairwise, repeat
 from pathlib import Path
 from statistics import median
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 from torch import Tensor
 
 from align import begin, hypergradient
-from bisslight import Log, algorithm_1, value_and_grad
+from bisslight import Log, Passes, PretextTask, algorithm_1
 from config import AlignConfig, FinetuneConfig, Record
 from experiments.recipe import Backbone, Set, read_settings, settings_of, write_table
 from lora import Backbone as Network
@@ -121,7 +121,7 @@ def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Log]:
         decoder = build_head(arch, cfg.pretext)
     theta = init_theta(arch.depth, cfg.rank, arch.dim, g).to(device)
     lower_steps = cfg.alternations * cfg.lower_steps
-    task = pretext_task(cfg, network, decoder, lower_steps, theta)
+    task: PretextTask[Any] = pretext_task(cfg, network, decoder, lower_steps, theta)
     phi_D = trainable(init_head(arch.dim, CLASSES, g), device)
     state, _ = begin(cfg, theta, task, phi_D)
     images = random_images(arch.image_size, max(cfg.p_batch, cfg.d_batch), device)
@@ -133,8 +133,10 @@ def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Log]:
     inverse = hypergradient(cfg, theta)
     store = "cpu" if cfg.mfac_device == "cpu" else None
     amp = cfg.amp and device.type == "cuda"
-    passes = (cfg.micro_batch, amp)
-    yield from algorithm_1(state, cfg, task, loss_D, inverse, pretext, downstream, *passes, store)
+    passes = Passes(cfg.micro_batch, amp)
+    yield from algorithm_1(
+        state, cfg, task, loss_D, inverse, pretext, downstream, passes=passes, store=store
+    )
 
 
 def peft_steps(cfg: FinetuneConfig, device: torch.device, steps: int) -> Iterator[Tensor]:
@@ -152,9 +154,9 @@ def peft_steps(cfg: FinetuneConfig, device: torch.device, steps: int) -> Iterato
     drop = drop_path(cfg.drop_path, arch.depth, cfg.batch, g).to(device)
     examples = Examples(images, labels, drop)
     loss = partial(downstream_loss, network, theta_D, phi_D, regularise=True)
-    amp = cfg.amp and device.type == "cuda"
+    passes = Passes(cfg.micro_batch, cfg.amp and device.type == "cuda")
     for _ in range(steps):
-        value, *gradients = value_and_grad(loss, tensors, examples, cfg.micro_batch, amp)
+        value, gradients = passes.value_and_gradients(loss, tensors, examples)
         optimiser.update(tensors, gradients)
         yield value.cpu()
 
