@@ -20,7 +20,7 @@ With any plain timm ViT, and torch's own optimisers:
 """
 
 import math
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -276,14 +276,14 @@ class SumOverProcesses(torch.autograd.Function):
     """x summed over processes. All processes' losses depend on it, so gradients are summed too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: object, x: Tensor) -> Tensor:
         x = x.clone()
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(x)
         return x
 
     @staticmethod
-    def backward(ctx: Any, *grad: Tensor) -> Tensor:
+    def backward(ctx: object, *grad: Tensor) -> Tensor:
         return SumOverProcesses.apply(*grad)  # type: ignore[no-any-return]
 
 

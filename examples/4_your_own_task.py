@@ -124,7 +124,7 @@ class Batch(NamedTuple):
 class Jigsaw:
     """L^P: the cross entropy of a linear layer, φ_P, that predicts where each piece belongs."""
 
-    def __init__(self, backbone: Backbone, settings: Any, rng: torch.Generator) -> None:
+    def __init__(self, backbone: Backbone, settings: object, rng: torch.Generator) -> None:
         self.backbone = backbone
         weight = torch.randn(4, backbone.dim, generator=rng) / backbone.dim**0.5
         self.phi: Phi = {"weight": weight, "bias": torch.zeros(4)}

@@ -39,7 +39,7 @@ def eq_10(M: list[tuple[Tensor, Tensor]], g: Tensor, lam: float) -> Tensor:
     return q
 
 
-def grad(L: Loss, theta: Tensors, phi: Tensors, batch: Any) -> tuple[Tensors, Tensors]:
+def grad(L: Loss, theta: Tensors, phi: Tensors, batch: object) -> tuple[Tensors, Tensors]:
     """∇_θ L and ∇_φ L."""
     gradients = list(torch.autograd.grad(L(theta, phi, batch), theta + phi))
     return gradients[: len(theta)], gradients[len(theta) :]

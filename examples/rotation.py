@@ -12,7 +12,7 @@ since this head starts at random, not from a checkpoint. `bisslight.PretextTask`
 has to offer.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ class Rotation:
         settings: those of `align`, for tasks that have some.
     """
 
-    def __init__(self, backbone: Backbone, settings: Any, rng: torch.Generator) -> None:
+    def __init__(self, backbone: Backbone, settings: object, rng: torch.Generator) -> None:
         self.backbone = backbone
         weight = torch.randn(4, backbone.dim, generator=rng) / backbone.dim**0.5
         self.phi: Phi = {"weight": weight, "bias": torch.zeros(4)}

@@ -2,12 +2,12 @@
 
 Align vit_mini, pretrained on unlabelled quilts, with the labelled task, and fine-tune it with and
 without that; each aligned seed has an align run of its own. The backbone of drawn set 0 is here,
-`quilts.pth`; for another --data-seed it is pretrained first. See `results/demo.md`.
+`quilts.pth`; for another --data-seed it is pretrained first. See `experiments/demo_controls.md`.
 """
 
 from pathlib import Path
 from statistics import NormalDist, fmean
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,14 @@ from align import align
 from config import AlignConfig, FinetuneConfig, Record, make
 from data import Split
 from evaluate import Row, evaluate
+from extras.plots import plot_arms, pyplot, save
 from extras.pretrain import PretrainConfig, pretrain
-from extras.report import plot_arms, pyplot, save
 from finetune import finetune
 from support import processes, runs
 from support.experiment import AlignExperiment, pretext_batches
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 ALIGNED, DIRECT = 8, 24  # seeds
 PRETRAINED = Path(__file__).with_name("quilts.pth")  # of PRETRAIN, with data seed 0
@@ -96,7 +99,7 @@ def demo(
         "power": power(arms),
         "elsewhere": "on four drawn sets the gain was +1.3 to +4.5 points, the larger ones on two "
         "sets where settings were chosen; on the others, fine-tuning alone of the same CPU time "
-        "was as good (results/demo.md)",
+        "was as good (experiments/demo_controls.md)",
         "picture": out / "demo.png",
     }
 
@@ -170,7 +173,7 @@ def layout(images: Tensor) -> Tensor:
     return 1 - blue * (0.2 + 0.7 * pixels)
 
 
-def show(axes: Any, images: Tensor, columns: int, title: str) -> None:
+def show(axes: "Axes", images: Tensor, columns: int, title: str) -> None:
     """Draw small pictures (n, 3, h, w), row by row; `axes` are matplotlib's."""
     grid = make_grid(images, columns, pad_value=1.0).clamp(0, 1)
     axes.imshow(grid.permute(1, 2, 0).numpy())

@@ -219,7 +219,7 @@ def pretext_task(
     return ijepa.IJEPA(backbone, head, cfg, (cfg.ema, steps), theta, teacher)
 
 
-def read_tensors(path: Path) -> Any:  # whatever lies in a file that others wrote
+def read_tensors(path: Path) -> Any:  # noqa: ANN401 (whatever lies in a file of others)
     """What torch.load finds in a file, without running code (ValueError where it cannot)."""
     try:
         zipped = zipfile.is_zipfile(path)
@@ -282,7 +282,7 @@ def load_theta(start: Path, dim: int) -> tuple[Tensor, dict[str, Any]]:
     return from_released(read_tensors(start), dim), {}
 
 
-def from_released(state: Any, dim: int) -> Tensor:
+def from_released(state: Any, dim: int) -> Tensor:  # noqa: ANN401 (a file of others)
     """θ from the released program's LoRA file; ValueError where it is another layout."""
     wrong = ValueError(f"is not a LoRA file on q and v of width {dim} in the released layout")
     if not isinstance(state, dict) or not state or len(state) % 4:  # four matrices a block

@@ -11,7 +11,6 @@ import pytest
 import replay
 import torch
 from conftest import close
-from extras.bench import alternations
 from replay import Steps, replayed, state_of, to_theta
 from torch import Tensor
 
@@ -19,6 +18,7 @@ import bisslight
 import hypergradients
 from bisslight import Diverged, Log, Passes, Span, State, agreement, algorithm_1
 from config import AlignConfig
+from experiments.time_and_memory import alternations
 from hypergradients import exact, identity
 from mfac import Partition, mfac
 from mfac import recursion as by_recursion
@@ -231,7 +231,7 @@ def test_a_device_is_asked_for_numbers_once_a_level(
     sizes: Any = {"alternations": 2, "lower_steps": 2, "upper_steps": 1, "min_keep": 0}
     names: Any = {"backbone": "vit_mini", "dataset": "own", "pool": "own", "pretext": pretext}
     cfg = AlignConfig(**names, **sizes, hypergrad=method)
-    list(alternations(cfg, torch.device("meta")))  # `bench`: a random network and batch
+    list(alternations(cfg, torch.device("meta")))  # a random network and batch
     levels = [f"alternation {t}, {level} level" for t in (1, 2) for level in ("lower", "upper")]
     assert asked == levels
 

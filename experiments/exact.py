@@ -1,0 +1,171 @@
+"""How near M-FAC and CG come to the exact hypergradient, on vit_mini with rank 1.
+
+    python -m experiments.exact --weights extras/quilts.pth --out runs/exact
+
+θ has 1,024 entries here, so its Hessian is dense. Cosine with the exact λ (H + λI)⁻¹ g, and the
+norm over its norm, as a picture and JSON. All in float64: training to the optimum would otherwise
+end elsewhere with another number of threads.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import torch
+import typer
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bisslight import Passes
+from config import AlignConfig, Record
+from data import quilts, rng
+from experiments.recipe import write_table
+from extras.plots import COLOURS, pyplot, save
+from hypergradients import cg
+from lora import Examples, Phi, downstream_loss, init_head, init_theta
+from mae import MAE, Batch
+from mfac import mfac
+from support.checkpoints import load_backbone
+from support.optim import trainable
+
+CG = "CG, 5 steps, c = λ + 1"
+UNDAMPED = "CG, 5 steps, no damping"
+LABELS = {"cosine": "cosine with the exact q", "ratio": "|q| over the exact |q|"}
+LAMBDAS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+STORED = (1, 5, 20, 80)  # N_L
+
+
+class Point(NamedTuple):
+    """Where the hypergradients are compared: near the optimum of L^P on `batch`."""
+
+    task: MAE
+    theta: Tensor
+    phi_P: Phi
+    batch: Batch
+    g: Tensor  # the downstream gradient
+    G: Tensor  # (K, 80, p), pretext gradients on other batches
+
+
+def main(
+    weights: Annotated[Path, typer.Option()],
+    out: Path = Path("runs/exact"),
+    steps: int = 1500,
+) -> None:
+    """Compare at a θ_P near the lower level's optimum, as the implicit function theorem has it."""
+    out.mkdir(parents=True, exist_ok=True)
+    point = optimum(weights, steps)
+    H = dense_hessian(point)
+    eigenvalues = torch.linalg.eigvalsh(H)
+    smallest = float(eigenvalues[0])
+    print(f"eigenvalues of H from {smallest:.3g} to {float(eigenvalues[-1]):.3g}")
+    squared = float(point.G[:, :20].square().sum(-1).mean())
+    print(f"mean squared norm of a block's gradient {squared:.3g}")
+    rows: list[Record] = []
+    for lam in LAMBDAS:
+        rows += compare(point, H, lam)
+    write_table(rows, out / "exact")
+    words = [
+        f"{r['method']} at λ {r['lambda']:g} {r['cosine']:.3f}, {r['ratio']:.3g}" for r in rows
+    ]
+    about = "Cosine with the exact q, and ratio of the norms"
+    draw(rows, smallest, f"{about}: {'; '.join(words)}.", out / "exact.png")
+
+
+def optimum(weights: Path, steps: int) -> Point:
+    """Train θ_P and φ_P on one batch; then take the gradients that the methods are given."""
+    cfg = AlignConfig(backbone="vit_mini", dataset="quilts", weights=weights)
+    backbone, decoder, arch = load_backbone(cfg)
+    task = MAE(backbone.double(), decoder.double(), 0.3)
+    pool, labelled = quilts(0)
+    mean = torch.tensor(labelled.mean).double().view(3, 1, 1)
+    std = torch.tensor(labelled.std).double().view(3, 1, 1)
+    unlabelled = (torch.as_tensor(pool.images) - mean) / std
+    theta = init_theta(arch.depth, 1, arch.dim, rng(0, "lora")).double().requires_grad_()
+    head = {name: tensor.double() for name, tensor in init_head(arch.dim, 8, rng(2)).items()}
+    phi_P = trainable(task.phi)
+    phi_D = trainable(head)
+
+    def batch(first: int, seed: int) -> Batch:
+        images = unlabelled[first : first + 64]
+        return task.prepare(images, *task.draw(len(images), rng(seed, "mask")))
+
+    last = batch(0, 0)  # one batch: its optimum is the Hessian's
+    optimiser = torch.optim.AdamW([theta, *phi_P.values()], lr=3e-3, weight_decay=0.0)
+    for _ in range(steps):  # L^P alone: at the smallest λ the pull of Eq. 4 is nothing beside it
+        optimiser.zero_grad()
+        task.loss(theta, phi_P, last).backward()
+        optimiser.step()
+    train = (torch.as_tensor(labelled.train.images) - mean) / std
+    examples = Examples(train, labelled.train.targets)
+    g = Passes().gradients(partial(downstream_loss, backbone), theta, phi_D, examples).theta
+    stored = []
+    for i in range(max(STORED)):
+        other = batch(64 * i % 3900, i)
+        stored.append(Passes().gradients(task.loss, theta, phi_P, other).theta)
+    return Point(task, theta, phi_P, last, g, torch.stack(stored, 1))
+
+
+def dense_hessian(point: Point) -> Tensor:
+    """H = ∇²_θ L^P, (1024, 1024)."""
+    loss_P = partial(point.task.loss, phi=point.phi_P, batch=point.batch)
+    flat = point.theta.detach().flatten()
+
+    def loss_of(x: Tensor) -> Tensor:
+        return loss_P(x.view_as(point.theta))
+
+    with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
+        H: Tensor = torch.autograd.functional.hessian(loss_of, flat)
+    return H
+
+
+def compare(point: Point, H: Tensor, lam: float) -> list[Record]:
+    """Each method's q against the exact one (Eq. 5), at one λ."""
+    A = H + lam * torch.eye(len(H), dtype=torch.float64)
+    exact = lam * torch.linalg.solve(A, point.g.flatten())
+    products = partial(Passes().hessian, point.task.loss, point.theta, point.phi_P, point.batch)
+    answers = {}
+    for m in STORED:
+        answers[f"M-FAC, N_L {m}"] = mfac(point.G[:, :m], lam)(point.g)
+    answers[CG] = cg(point.G, lam, products)(point.g)
+    answers[UNDAMPED] = cg(point.G, lam, products, damping=0.0)(point.g)
+    answers["identity"] = point.g
+    rows: list[Record] = []
+    for method, q in answers.items():
+        cosine = float(torch.cosine_similarity(q.flatten(), exact, 0))
+        ratio = float(q.norm() / exact.norm())
+        rows.append({"lambda": lam, "method": method, "cosine": cosine, "ratio": ratio})
+    return rows
+
+
+def draw(rows: list[Record], smallest: float, description: str, path: Path) -> None:
+    """Top: against λ, at the paper's N_L. Bottom: against N_L, at three λ; CG is the same there."""
+    figure, grid = pyplot().subplots(2, 2, figsize=(9, 6.4))
+    values = {(row["lambda"], row["method"]): row for row in rows}
+    for key, label, top, bottom in zip(LABELS, LABELS.values(), *grid, strict=True):
+        top.axvspan(LAMBDAS[0], -smallest, color="#dddddd", label="H + λI is not positive definite")
+        for i, method in enumerate(("M-FAC, N_L 20", CG, UNDAMPED, "identity")):
+            heights = [values[lam, method][key] for lam in LAMBDAS]
+            style = ["o-", "s--", "v:", "^-."][i]
+            top.plot(LAMBDAS, heights, style, color=COLOURS[i], markersize=4, label=method)
+        top.set_xscale("log")
+        top.set_xlabel("λ")
+        for i, lam in enumerate(LAMBDAS[-3:]):
+            heights = [values[lam, f"M-FAC, N_L {m}"][key] for m in STORED]
+            bottom.plot(STORED, heights, "o-", color=COLOURS[i], label=f"M-FAC, λ {lam:g}")
+            height = values[lam, CG][key]
+            bottom.axhline(height, color=COLOURS[i], linestyle="--", label=f"CG, λ {lam:g}")
+        bottom.set_xscale("log")
+        bottom.set_xticks(STORED, [str(m) for m in STORED])
+        bottom.minorticks_off()
+        bottom.set_xlabel("N_L, stored gradients")
+        for axes in (top, bottom):
+            axes.set_ylabel(label)
+            axes.set_yscale("log" if key == "ratio" else "linear")
+            axes.grid(alpha=0.3)
+    grid[0, 0].legend(fontsize=7)
+    grid[1, 0].legend(fontsize=7)
+    save(figure, description, path)
+
+
+if __name__ == "__main__":
+    typer.run(main)

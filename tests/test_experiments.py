@@ -1,0 +1,473 @@
+"""The scripts of experiments/: each runs at toy size, and their own mathematics has witnesses."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import typer
+from golden import RUNS, differences, make_data, read_align, recorded, run
+from PIL import Image
+from scipy.stats import spearmanr
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+from typer.testing import CliRunner
+
+from align import align
+from config import BACKBONES, AlignConfig, Arch
+from data import quilts, rng
+from experiments import (
+    accuracy,
+    attention_rollout,
+    compile,
+    curvature,
+    demo_controls,
+    exact,
+    lora_rank,
+    memory_forecast,
+    networks,
+    photographs,
+    recipe,
+    similarity,
+    time_and_memory,
+)
+from extras.demo import PRETRAINED
+from lora import Backbone, features, init_theta, logits, merge
+from support.checkpoints import build_vit, load_adapter
+from support.errors import RunError, UsageError
+
+TOY = {
+    "alternations": 3, "lower_steps": 2, "upper_steps": 2, "p_batch": 8, "d_batch": 8, "warmup": 1,
+    "probe_epochs": 1, "eval_every": 1, "epochs": 1, "warmup_epochs": 0, "batch": 40, "seeds": 2,
+    "grid": "1e-2,3e-2",
+}  # fmt: skip
+
+
+def toy(weights: Path, **changes: Any) -> list[str]:
+    """Toy settings as they are given on the command line."""
+    settings = TOY | {"weights": weights} | changes
+    return [f"{name}={value}" for name, value in settings.items()]
+
+
+def call(script: Any, line: str, more: list[str] | None = None) -> str:
+    """What a script prints, run by its command line."""
+    app = typer.Typer()
+    app.command()(script.main)
+    words = line.split()
+    for pair in more or []:
+        words += ["--set", pair]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def table(path: Path) -> list[Any]:
+    return list(json.loads(path.read_text()))
+
+
+# --- accuracy -------------------------------------------------------------------------------------
+
+
+def test_the_search_for_the_upper_rate_gives_what_was_recorded(drawn: Path, tmp_path: Path) -> None:
+    """The recording is of the first program's own search, on the drawn images."""
+    direct = run("finetune-direct", drawn / "data", drawn / "runs")
+    rate = json.loads((direct / "result.json").read_text())["lr"]
+    line = RUNS["align-mae-mfac"].split()[1:]
+    flags = dict(zip(line[::2], line[1::2], strict=True))
+    for flag in ("--drop-path", "--seed"):  # the recorded search has neither
+        del flags[flag]
+    settings = {
+        flag[2:].replace("-", "_"): value.format(data=drawn / "data", runs=drawn / "runs")
+        for flag, value in flags.items()
+    }
+    found = accuracy.align_stably(settings | {"device": "cpu"}, rate, tmp_path)
+    numbers = read_align("align-auto", found, drawn / "data")
+    assert differences(numbers, recorded("align-auto")) == {}
+
+
+def test_the_largest_stable_share_of_the_direct_rate_is_taken(
+    weights: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Instability is planted in the first two candidates; none of them is tried a second time."""
+    settings = {"backbone": "vit_mini", "dataset": "quilts", "weights": weights} | TOY
+    real = accuracy.unstable
+    seen = list[int]()
+
+    def planted(records: Any) -> str | None:
+        alternations = [record for record in records if "loss_P" in record]
+        if alternations:
+            seen.append(len(alternations))
+        return "planted" if len(seen) in (2, 3) and alternations else real(records)
+
+    monkeypatch.setattr(accuracy, "unstable", planted)
+    found = accuracy.align_stably(settings, 0.03, tmp_path)
+    assert seen == [1, 2, 1, 1, 2, 3]
+    assert found.name == "dlr0.01"  # 2/3 and 1/2 were given up
+    names = ["dlr0.01", "dlr0.015", "dlr0.02"]
+    assert sorted(path.name for path in found.parent.iterdir()) == names
+    assert "planted" in json.loads((found.parent / "dlr0.02/result.json").read_text())["diverged"]
+    assert accuracy.align_stably(settings, 0.03, tmp_path) == found  # reads what is finished
+    assert seen == [1, 2, 1, 1, 2, 3]
+    given = recipe.settings_of(AlignConfig, settings)
+    align(AlignConfig(**given, d_lr=0.01), tmp_path / "plain")
+    adapters = [(run / "adapter.safetensors").read_bytes() for run in (found, tmp_path / "plain")]
+    assert adapters[0] == adapters[1]  # looking on changes nothing
+    monkeypatch.setattr(accuracy, "unstable", lambda records: "planted")
+    with pytest.raises(RunError, match="stable"):
+        accuracy.align_stably(settings, 0.03, tmp_path / "none")
+    assert len([*(tmp_path / "none/aligned-mfac").iterdir()]) == len(accuracy.SHARES)
+
+
+def test_the_table_of_accuracies_has_a_row_for_each_method_and_goes_on(
+    weights: Path, tmp_path: Path
+) -> None:
+    line = f"--backbone vit_mini --dataset quilts --hypergrad mfac,cg --out {tmp_path}/a"
+    told = call(accuracy, line, toy(weights))
+    rows = table(tmp_path / "a/accuracy.json")
+    assert [row["arm"] for row in rows] == ["BiSSLight + PEFT", "BiSSL + PEFT", "PEFT"]
+    assert (tmp_path / "a/accuracy.md").read_text() == told
+    for arm, row in zip(("tuned-mfac", "tuned-cg", "direct"), rows, strict=True):
+        result = json.loads((tmp_path / "a" / arm / "result.json").read_text())
+        assert row["test top-1 accuracy (%)"].startswith(f"{np.mean(result['test']):.2f} ±")
+        assert row["the paper"] == "other settings"
+    result = json.loads((tmp_path / "a/direct/result.json").read_text())
+    assert (tmp_path / f"a/aligned-mfac/dlr{result['lr'] * 2 / 3:.3g}").is_dir()
+    shutil.rmtree(tmp_path / "a/tuned-cg")
+    made = (tmp_path / "a/tuned-mfac/result.json").stat().st_mtime_ns
+    assert call(accuracy, line, toy(weights)) == told
+    assert (tmp_path / "a/tuned-mfac/result.json").stat().st_mtime_ns == made
+
+
+def test_settings_are_those_of_align_and_finetune_and_others_are_refused() -> None:
+    assert recipe.read_settings(["p-lr=1e-3", "grid=1e-3,1e-2"]) == {
+        "p_lr": "1e-3", "grid": "1e-3,1e-2",
+    }  # fmt: skip
+    for wrong in ("p_lrr=1", "rank"):
+        with pytest.raises(typer.BadParameter, match=wrong):
+            recipe.read_settings([wrong])
+
+
+# --- LoRA ranks -----------------------------------------------------------------------------------
+
+
+def test_lora_has_as_many_parameters_as_the_paper_says() -> None:
+    """Counted on the tensor itself, and within a unit of the last digit of tab:lora_param_count."""
+    for backbone, paper in lora_rank.PAPER.items():
+        arch = BACKBONES[backbone]
+        theta = init_theta(arch.depth, 2, arch.dim, rng(0))
+        assert lora_rank.lora_parameters(backbone, 2) == theta.numel()
+        ours = [lora_rank.lora_parameters(backbone, rank) for rank in lora_rank.RANKS]
+        ours.append(lora_rank.backbone_parameters(backbone))
+        np.testing.assert_allclose(np.array(ours) / 1e6, paper, rtol=0, atol=0.0101)
+
+
+def test_each_rank_is_a_point_of_the_figure(weights: Path, tmp_path: Path) -> None:
+    line = f"--backbone vit_mini --dataset quilts --ranks 1,2 --out {tmp_path}"
+    call(lora_rank, line, toy(weights, lr=1e-2, d_lr=1e-2, grid="1e-2"))
+    rows = table(tmp_path / "lora_rank.json")
+    assert [(row["rank"], row["arm"]) for row in rows] == [
+        (1, "BiSSLight + PEFT"), (1, "PEFT"), (2, "BiSSLight + PEFT"), (2, "PEFT"),
+    ]  # fmt: skip
+    mean = rows[3]["test top-1 accuracy (%)"].split()[0]
+    with Image.open(tmp_path / "lora_rank.png") as picture:
+        assert f"; PEFT at 2 {mean}" in picture.info["Description"]
+
+
+# --- time and memory ------------------------------------------------------------------------------
+
+SMALL = "--backbone vit_mini --lower-steps 2 --upper-steps 1 --p-batch 8 --d-batch 4 --repeats 1"
+
+
+def test_time_and_memory_has_a_row_for_each_method_and_for_peft(tmp_path: Path) -> None:
+    call(time_and_memory, f"{SMALL} --peft 8,4 --out {tmp_path}", ["rank=4"])
+    rows = table(tmp_path / "vit_mini.json")
+    assert [row["method"] for row in rows] == ["mfac", "cg", "identity", "PEFT 8", "PEFT 4"]
+    assert all(float(row["seconds"]) > 0 for row in rows)
+
+
+def test_a_method_that_does_not_fit_is_told_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = time_and_memory.alternations
+
+    def without_cg(cfg: Any, device: torch.device) -> Any:
+        if cfg.hypergrad == "cg":
+            raise torch.OutOfMemoryError("planted")
+        yield from real(cfg, device)
+
+    monkeypatch.setattr(time_and_memory, "alternations", without_cg)
+    call(time_and_memory, f"{SMALL} --out {tmp_path} --peft 4")
+    seconds = {row["method"]: row["seconds"] for row in table(tmp_path / "vit_mini.json")}
+    assert "out of memory" in seconds["cg"]
+    assert float(seconds["identity"]) > 0
+
+
+# --- attention rollout ----------------------------------------------------------------------------
+
+SIZES: Any = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 4}
+
+
+@pytest.mark.parametrize("kind", ["class token", "registers", "mean of patches"])
+def test_maps_are_rows_of_the_product_of_timms_attention(kind: str) -> None:
+    """Timm's own unfused path, layer by layer, on weights that LoRA is merged into; any batch."""
+    own: Any = {"class token": {}, "registers": {"reg_tokens": 4}}
+    own["mean of patches"] = {"class_token": False, "global_pool": "avg", "fc_norm": False}
+    torch.manual_seed(0)
+    vit, plain = (
+        VisionTransformer(**SIZES, **own[kind], num_classes=0).double().requires_grad_(False)
+        for _ in range(2)
+    )
+    for block in vit.blocks:
+        block.attn.qkv.weight *= 20  # attention far from uniform
+    backbone = Backbone(vit, scale=0.5)
+    theta = (torch.randn(3, 4 * 4 * 24, generator=rng(2)) * 0.2).double()
+    x = torch.randn(5, 3, 16, 16, generator=rng(1)).double()
+    plain.load_state_dict(merge(backbone, theta))
+    seen: list[Tensor] = []
+    for block in plain.blocks:
+        block.attn.fused_attn = False
+        block.attn.attn_drop.register_forward_hook(lambda _, args, out: seen.append(args[0]))
+    plain.eval().forward_features(x)
+    assert max(float(attention.max()) for attention in seen) > 0.9  # not near uniform
+    prefix = {"class token": 1, "registers": 5, "mean of patches": 0}[kind]
+    product = np.eye(prefix + 16)
+    for attention in seen:
+        mean = np.asarray(attention[3]).mean(0)
+        product = (mean + np.eye(len(product))) / 2 @ product
+    maps = attention_rollout.attention_maps(backbone, theta, x)
+    assert maps.shape == (5, 4, 4)
+    assert not maps.requires_grad
+    expected = product[0] if prefix else product.mean(0)
+    np.testing.assert_allclose(maps[3].flatten(), expected[prefix:], rtol=0, atol=1e-6)
+    parts = [attention_rollout.attention_maps(backbone, theta, part) for part in x.split(2)]
+    torch.testing.assert_close(torch.cat(parts), maps)
+
+
+def test_concentration_is_that_of_known_maps() -> None:
+    """A uniform map has entropy 1; one that looks at one patch alone has 0."""
+    one_patch = torch.eye(16)[:2].view(2, 4, 4)
+    assert attention_rollout.concentration(torch.ones(2, 4, 4)) == pytest.approx((1, 1 / 16))
+    assert attention_rollout.concentration(one_patch) == pytest.approx((0, 1))
+
+
+def quilts_val(weights: Path) -> tuple[Backbone, Tensor, Tensor]:
+    """Backbone and validation split, read apart from the program's own way."""
+    _, task = quilts(0)
+    shift, scale = (torch.tensor(x).view(3, 1, 1) for x in (task.mean, task.std))
+    vit = build_vit(Arch(64, 4, 4, 16, 4, 2.0))
+    state = torch.load(weights / "backbone.pth", weights_only=True)["model"]
+    vit.load_state_dict({name: state[name] for name in vit.state_dict()})
+    return Backbone(vit), (torch.as_tensor(task.val.images) - shift) / scale, task.val.targets
+
+
+def test_the_rollout_of_runs_is_drawn_beside_what_they_predict(
+    runs: Path, weights: Path, tmp_path: Path
+) -> None:
+    """Maps and predictions are those of the adapter files."""
+    both = {"after": runs / "with", "alone": runs / "without"}
+    rows = attention_rollout.draw(both, 3, tmp_path / "rollout.png")
+    numbers = [row["image"] for row in rows]
+    backbone, val, targets = quilts_val(weights)
+    assert len({*numbers}) == 3
+    assert [row["label"] for row in rows] == [f"layout {targets[i]}" for i in numbers]
+    with Image.open(tmp_path / "rollout.png") as picture:
+        words = picture.info["Description"]
+    assert "after and alone on 3 validation images" in words
+    for name, folder in both.items():
+        theta, phi_D, _ = load_adapter(folder / "adapter-s0.safetensors")
+        top = logits(features(backbone, theta, val[numbers]), phi_D).argmax(1)
+        assert [row[name] for row in rows] == [f"layout {k}" for k in top]
+        assert f"{name} says layout {top[0]}" in words
+    experiment, opened = networks.open_networks(both)
+    _, pixels = networks.validation_images(experiment, 3)
+    torch.testing.assert_close(pixels, val[numbers])
+    assert [network.name for network in opened] == ["after", "alone"]
+    with pytest.raises(UsageError, match="aligned"):
+        attention_rollout.draw({"aligned": runs / "aligned"}, 2, tmp_path / "rollout.png")
+
+
+def test_rollout_from_the_command_line_trains_what_is_missing(
+    weights: Path, tmp_path: Path
+) -> None:
+    line = f"--backbone vit_mini --dataset quilts --images 2 --out {tmp_path}"
+    told = call(attention_rollout, line, toy(weights, lr=1e-2, grid="1e-2", d_lr=1e-2))
+    assert "BiSSLight + PEFT: entropy" in told
+    assert (tmp_path / "attention_rollout.png").is_file()
+
+
+# --- similarity -----------------------------------------------------------------------------------
+
+
+def normal(n: int, d: int, seed: int) -> Tensor:
+    return torch.randn(n, d, generator=rng(seed), dtype=torch.float64) + 0.5
+
+
+def hsic_cka(x: Tensor, y: Tensor) -> float:
+    """The Gram form: tr(K H L H) / sqrt(tr(K H K H) tr(L H L H)), H = I − 1/N."""
+    H = np.eye(len(x)) - 1 / len(x)
+    K, L = (H @ np.asarray(z @ z.mT) @ H for z in (x, y))
+    return float(np.trace(K @ L) / np.sqrt(np.trace(K @ K) * np.trace(L @ L)))
+
+
+def plain_rsa(x: Tensor, y: Tensor) -> float:
+    """Cosine distances of all pairs by hand, ranked with ties at their mean."""
+    above = np.triu_indices(len(x), 1)
+    unit = [np.asarray(z / z.norm(dim=1, keepdim=True)) for z in (x, y)]
+    return float(spearmanr(*((1 - z @ z.T)[above] for z in unit)).statistic)
+
+
+def test_cka_and_rsa_equal_plain_algebra_and_ignore_what_they_should() -> None:
+    """Rotations, for CKA also one scale and a shift, for RSA a scale of each image."""
+    x, y, turn = normal(60, 8, 1), normal(60, 8, 2), torch.linalg.qr(normal(8, 8, 3))[0]
+    y[:, :4] = x[:, :4]
+    cka, rsa = similarity.cka(x, y[:, :5]), similarity.rsa(x, y)
+    assert cka == pytest.approx(hsic_cka(x, y[:, :5]), abs=1e-10)
+    assert rsa == pytest.approx(plain_rsa(x, y), abs=1e-10)
+    for changed in (x @ turn, 37 * x, x + torch.arange(8) * 1e4):
+        assert similarity.cka(changed, y[:, :5]) == pytest.approx(cka, abs=1e-10)
+    for changed in (x @ turn, x * torch.rand(60, 1, generator=rng(4)) + 1e-3 * x):
+        assert similarity.rsa(changed, y) == pytest.approx(rsa, abs=1e-10)
+    assert similarity.cka(x, 2 * x @ turn - 5) == pytest.approx(1, abs=1e-12)
+    assert similarity.rsa(x, 3 * x @ turn) == pytest.approx(1, abs=1e-10)
+    assert abs(similarity.cka(x * torch.linspace(0.1, 9, 8), y[:, :5]) - cka) > 1e-3
+    assert abs(similarity.rsa(x + 3, y) - rsa) > 1e-3
+
+
+def test_the_similarities_of_runs_are_those_of_their_features(runs: Path, weights: Path) -> None:
+    """The pretrained backbone, an align run, a finetune run's seed, on features read by hand."""
+    both = {"aligned": runs / "aligned", "alone": runs / "without"}
+    rows = similarity.compare_networks(both)
+    backbone, val, _ = quilts_val(weights)
+    x = {"pretrained": features(backbone, None, val).detach().double()}
+    for name, file in (("aligned", "aligned/adapter"), ("alone", "without/adapter-s0")):
+        theta = load_adapter(runs / f"{file}.safetensors")[0]
+        x[name] = features(backbone, theta, val).detach().double()
+    pairs = [("pretrained", "aligned"), ("pretrained", "alone"), ("aligned", "alone")]
+    assert [(row["network"], row["and"], row["images"]) for row in rows] == [
+        (a, b, 160) for a, b in pairs
+    ]
+    for (a, b), row in zip(pairs, rows, strict=True):
+        # features are float32, and of other batches: they agree to some 1e-6
+        assert row["CKA"] == pytest.approx(hsic_cka(x[a], x[b]), abs=1e-5)
+        assert row["RSA"] == pytest.approx(plain_rsa(x[a], x[b]), abs=1e-4)
+    assert rows[1]["CKA"] < 0.9999  # it learned something
+
+
+def test_similarity_from_the_command_line_aligns_what_is_missing(
+    weights: Path, tmp_path: Path
+) -> None:
+    line = f"--backbone vit_mini --dataset quilts --out {tmp_path}"
+    call(similarity, line, toy(weights, d_lr=1e-2))
+    rows = table(tmp_path / "similarity.json")
+    names = [(row["network"], row["and"]) for row in rows]
+    assert names == [("pretrained", "BiSSLight"), ("pretrained", "BiSSL"), ("BiSSLight", "BiSSL")]
+    with Image.open(tmp_path / "similarity.png") as picture:
+        assert f"BiSSLight and BiSSL {rows[2]['CKA']:.2f}" in picture.info["Description"]
+
+
+# --- studies --------------------------------------------------------------------------------------
+
+
+def test_the_forecast_of_memory_grows_with_the_batch_and_less_with_recomputing() -> None:
+    def parts(batch: int, recompute: bool = False) -> dict[str, int]:
+        return dict(memory_forecast.forecast(BACKBONES["vit_mini"], 8, batch, 4, 5, recompute))
+
+    small, large, again = parts(4), parts(64), parts(64, recompute=True)
+    theta = 4 * 4 * 8 * 64 * 4  # layers, A and B of q and v, rank, width, bytes
+    assert small["stored gradients"] == 5 * theta
+    assert small["lower pass"] < again["lower pass"] < large["lower pass"]
+    assert small["networks"] == large["networks"]
+
+
+def test_curvature_tells_the_share_of_each_case(
+    weights: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    steps = {"alternations": 4, "lower_steps": 2, "upper_steps": 1, "warmup": 1, "probe_epochs": 1}
+    monkeypatch.setattr(curvature, "SETTINGS", curvature.SETTINGS | steps)
+    call(curvature, f"--weights {weights} --cases 2 --out {tmp_path}")
+    lines = (tmp_path / "case1/metrics.jsonl").read_text().splitlines()[1:]
+    records = [json.loads(line) for line in lines]
+    late = np.mean([record["share"] for record in records[1:]])
+    rows = table(tmp_path / "curvature.json")
+    assert [row["case"] for row in rows] == ["N_L 20, batch 64, rank 8", "N_L 5"]
+    assert rows[1]["late: share %"] == f"{100 * late:.2f}"
+
+
+@pytest.mark.slow
+def test_exact_finds_undamped_cg_nearest_to_the_dense_inverse(tmp_path: Path) -> None:
+    call(exact, f"--weights {PRETRAINED} --steps 5 --out {tmp_path}")
+    rows = {(r["lambda"], r["method"]): r for r in table(tmp_path / "exact.json")}
+    best = rows[1.0, exact.UNDAMPED]["cosine"]
+    assert rows[1.0, "identity"]["cosine"] < rows[1.0, exact.CG]["cosine"] < best < 1
+    with Image.open(tmp_path / "exact.png") as picture:
+        assert f"{exact.UNDAMPED} at λ 1 {best:.3f}" in picture.info["Description"]
+
+
+@pytest.mark.slow
+def test_compiled_blocks_have_the_gradients_of_eager_ones() -> None:
+    assert call(compile, "--backbone vit_mini --batch 2").count("error ") == 2
+
+
+def serially(fn: Any, units: Any, count: int) -> list[Any]:
+    """`support.processes.jobs` without processes, which take seconds to start."""
+    return [fn(unit) for unit in units]
+
+
+@pytest.mark.slow
+def test_photographs_has_all_arms_and_their_pooled_differences(
+    monkeypatch: Any, tmp_path: Path
+) -> None:
+    """On drawn images in the layout of the photographs."""
+    make_data(tmp_path / "data")
+    for name in ("tiny-imagenet/train", "flower_photos", "dtd/dtd/images"):
+        source = "pool" if "tiny" in name else "flat"
+        shutil.copytree(tmp_path / "data" / source, tmp_path / "data" / name)
+    monkeypatch.setattr(photographs, "jobs", serially)
+    few = {"epochs": 1, "warmup_epochs": 0, "batch": 20}
+    monkeypatch.setattr(photographs, "PRETRAIN", photographs.PRETRAIN | few)
+    steps = {"alternations": 2, "lower_steps": 1, "upper_steps": 1, "probe_epochs": 1, "warmup": 1}
+    short = {"p_batch": 8, "d_batch": 7, "eval_every": 2}
+    monkeypatch.setattr(photographs, "ALIGN", photographs.ALIGN | steps | short)
+    peft = {"epochs": 2, "warmup_epochs": 0, "eval_epochs": 2}
+    monkeypatch.setattr(photographs, "PEFT", photographs.PEFT | peft)
+    told = call(photographs, f"{tmp_path}/data {tmp_path}/out --seeds 2 --sets voc07")
+    arms = [*photographs.MAIN, *photographs.CONTROLS]
+    assert [line.split(" | ")[1] for line in told.splitlines() if "| voc07" in line] == arms
+    assert told.count("pooled, aligned minus") == len(arms) - 1
+
+
+def test_the_pooled_p_is_that_of_all_splits() -> None:
+    """Two sets of two against two seeds: 36 pairs of splits, enumerated in whole numbers."""
+    pairs = [([4.0, 5.0], [1.0, 2.0]), ([3.0, 6.0], [2.0, 2.0])]
+    difference, p = photographs.pool_sets(pairs)
+    splits = [
+        [sum(values[i] for i in some) - sum(values) / 2 for some in SPLITS_OF_FOUR]
+        for values in ([4, 5, 1, 2], [3, 6, 2, 2])
+    ]
+    sums = [abs(a + b) for a in splits[0] for b in splits[1]]
+    assert difference == pytest.approx(2.75)
+    assert p == pytest.approx(np.mean([x >= 5.5 for x in sums]), abs=0.005)
+
+
+SPLITS_OF_FOUR = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+
+
+@pytest.mark.slow
+def test_the_demos_controls_have_all_arms(monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setattr(demo_controls, "jobs", serially)
+    monkeypatch.setattr(demo_controls, "SCRATCH_EPOCHS", 5)
+    few = {"epochs": 1, "warmup_epochs": 0, "batch": 500}
+    monkeypatch.setattr(demo_controls, "PRETRAIN", demo_controls.PRETRAIN | few)
+    steps = {"alternations": 2, "warmup": 1, "probe_epochs": 1, "eval_every": 2}
+    monkeypatch.setattr(demo_controls, "ALIGN", demo_controls.ALIGN | steps)
+    peft = {"epochs": 1, "warmup_epochs": 0, "eval_epochs": 1}
+    monkeypatch.setattr(demo_controls, "PEFT", demo_controls.PEFT | peft)
+    call(demo_controls, f"--out {tmp_path} --seeds 2 --sets 1")
+    rows = table(tmp_path / "data0/controls.json")
+    assert [row["arm"] for row in rows] == [
+        "mfac", "direct", "longer", "identity", "lower-only", "small CNN", "ViT from scratch",
+        "pixel regression",
+    ]  # fmt: skip
