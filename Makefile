@@ -24,6 +24,7 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini
 
 check: lint types test
 

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from inspect import Parameter, Signature
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TextIO, TypeVar
 
 import typer
 from pydantic import BaseModel
@@ -68,7 +68,7 @@ def is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def tell(text: str, stream: Any) -> None:  # sys.stdout or sys.stderr; None where it is closed
+def tell(text: str, stream: TextIO | None) -> None:  # None: it is closed
     """Print a line. Where its reader has gone (`| head`), the rest is dropped; the run goes on."""
     if stream is None:
         return
@@ -151,7 +151,7 @@ def bars() -> Iterator["Track"]:
         yield track
 
 
-def summarise(item: Any, latest: Record) -> str:  # an item of any loop
+def summarise(item: object, latest: Record) -> str:
     """An item in a few words: a text as it is, of a record its rate, losses and validation.
 
     `latest` keeps a loop's latest numbers, since not every record has a validation.
@@ -159,17 +159,17 @@ def summarise(item: Any, latest: Record) -> str:  # an item of any loop
     >>> summarise({"loss_P": [1.0, 3.0], "loss_D_at_D": [1.5], "val_P": {"accuracy": 50.0}}, {})
     'loss P 2  D 1.5  val 50.0 %'
     """
-    record = to_jsonable_python(item, fallback=str)
-    if not isinstance(record, dict):
+    record = as_record(item)
+    if record is None:
         return str(item)
     if "step" in record:
         latest.update({key: value for key, value in record.items() if value})
         record = latest
     words = []
-    names = {"lr": "lr", "loss": "loss", "loss_P": "loss P", "loss_D_at_D": "D"}
-    for key, name in names.items():
-        if record.get(key):
-            numbers = record[key] if isinstance(record[key], list) else [record[key]]
+    for key, name in (("lr", "lr"), ("loss", "loss"), ("loss_P", "loss P"), ("loss_D_at_D", "D")):
+        value = record.get(key)
+        if value:
+            numbers = value if isinstance(value, list) else [value]
             words.append(f"{name} {fmean(numbers):.4g}")
     score = record.get("val_P") or record.get("val")
     if score:
@@ -177,25 +177,34 @@ def summarise(item: Any, latest: Record) -> str:  # an item of any loop
     return "  ".join(words)
 
 
-def print_result(result: Any, as_json: bool) -> None:  # a model, a dict or a list of dicts
+def as_record(item: object) -> Record | None:
+    """The fields of a model, of a named tuple or of a dict; None for anything else."""
+    if isinstance(item, BaseModel):
+        return item.model_dump()
+    fields = getattr(item, "_asdict", None)
+    if fields is not None:
+        return dict(fields())
+    return item if isinstance(item, dict) else None
+
+
+def print_result(result: object, as_json: bool) -> None:
     """Print a result on stdout: JSON, or a line for each value and a table for a list of dicts."""
     if not is_first_process():
         return
-    result = to_jsonable_python(result)
+    content = to_jsonable_python(result)
     if as_json:
-        tell(json.dumps(result), sys.stdout)
+        tell(json.dumps(content), sys.stdout)
         return
-    if isinstance(result, list):
-        result = {"": result}
-    for name, value in result.items():
+    values = content if isinstance(content, dict) else {"": content}
+    for name, value in values.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             if name:
                 tell(f"{name}:", sys.stdout)
             tell(draw_table(value), sys.stdout)
         elif value not in (None, {}):
             tell(f"{name}: {show(value, name)}", sys.stdout)
-    if isinstance(result.get("test"), list):  # what a finetune run is about
-        tell(f"test {result['metric']}: {mean_and_deviation(result['test'])}", sys.stdout)
+    if isinstance(values.get("test"), list):  # what a finetune run is about
+        tell(f"test {values['metric']}: {mean_and_deviation(values['test'])}", sys.stdout)
 
 
 def draw_table(rows: list[Record]) -> str:
@@ -221,7 +230,7 @@ PERCENTAGES = {"accuracy", "accuracies", "difference", "grid", "mean", "per_clas
                "test_per_class", "val"}  # fmt: skip
 
 
-def show(value: Any, name: str = "") -> str:  # a value of JSON; tuples and paths, too
+def show(value: object, name: str = "") -> str:
     """A value as people write it: percentages with two decimals, p with two digits.
 
     >>> show({"difference": 3.553e-15, "p": 0.36231, "paper": None}, "first_minus_this")
@@ -283,7 +292,7 @@ def settings_command(kind: type[C], example: str) -> Callable[[Work[C, R]], Work
     """Make a function a command of the program, with a flag for each setting of `kind`."""
 
     def add(function: Work[C, R]) -> Work[C, R]:
-        def command(**given: Any) -> int:  # texts of flags, by their names
+        def command(**given: object) -> int:  # texts of flags, by their names
             flags = {name: value for name, value in given.items() if value is not None}
             options = {name: flags.pop(name) for name in Options.model_fields if name in flags}
             return run_command(function, kind, flags, make(Options, options))

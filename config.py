@@ -10,6 +10,7 @@ Making settings imports no torch and reads neither files nor the environment.
 
 import json
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
@@ -69,14 +70,14 @@ PRETEXTS = ("mae", "ijepa")
 # --- types of settings -------------------------------------------------------------------------
 
 
-def refuse_bool(value: Any) -> Any:  # whatever a person or a file gave
+def refuse_bool(value: object) -> object:
     """Python counts True as the number 1; in a settings file it is a mistake."""
     if isinstance(value, bool):
         raise ValueError("needs a value, not true or false")
     return value
 
 
-def split_commas(value: Any) -> Any:  # as above
+def split_commas(value: object) -> object:
     """A list on the command line is one text, such as 0.1,0.2."""
     return value.split(",") if isinstance(value, str) else value
 
@@ -263,7 +264,7 @@ class Command(Machine):
 
     @model_validator(mode="wrap")
     @classmethod
-    def fill_in(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def fill_in(cls, given: Record, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Add the defaults that depend on other settings. None counts as not given."""
         given = {name: value for name, value in dict(given).items() if value is not None}
         defaults = cls.paper_defaults(given)
@@ -274,11 +275,11 @@ class Command(Machine):
         settings.model_fields_set.intersection_update(given)
         return settings
 
-    def replace(self, **changes: Any) -> Self:  # values of any setting
+    def replace(self, **changes: object) -> Self:
         """The same settings with some changed; defaults that depend on these follow them."""
         return type(self)(**self.model_dump(exclude_unset=True) | changes)
 
-    def model_copy(self, *, update: Any = None, deep: bool = False) -> Self:  # as in pydantic
+    def model_copy(self, *, update: Mapping[str, object] | None = None, deep: bool = False) -> Self:
         """As `replace`, so that pydantic's own way leaves no default behind."""
         return self.replace(**(update or {}))
 
@@ -488,13 +489,13 @@ class FinetuneConfig(Peft, Data, Network, Command):
     """An align run, a directory of them, one per seed, or a LoRA file."""
 
     @classmethod
-    def from_align(cls, run: Path, **changes: Any) -> Self:  # values of any setting
+    def from_align(cls, run: Path, **changes: object) -> Self:
         """Settings for fine-tuning after an align run, or after a directory of them.
 
         Network, data and data root are the align run's, read from its config.json; `changes` win.
         Raises UsageError where there is no such run.
         """
-        taken = read_align_run(Path(run), changes.get("dataset"))
+        taken = read_align_run(run, changes.get("dataset"))
         return cls(**taken | changes | {"start": run})
 
 
@@ -573,7 +574,7 @@ def read_table(path: Path) -> Record:
     return {name.replace("-", "_"): value for name, value in table.items() if value is not None}
 
 
-def read_align_run(run: Path, dataset: str | None = None) -> Record:
+def read_align_run(run: Path, dataset: object = None) -> Record:
     """What fine-tuning takes over from an align run, or from the first in a directory of them.
 
     `dataset`: the one to fine-tune on, if it is given (UsageError: no align run).
@@ -589,7 +590,7 @@ def read_align_run(run: Path, dataset: str | None = None) -> Record:
     names = {*Data.model_fields, *Network.model_fields, "data_root"}
     if dataset is not None:
         with checking(f"--dataset {dataset}"):
-            same_images = dataset_name(dataset) == settings["dataset"]
+            same_images = dataset_name(str(dataset)) == settings["dataset"]
         if not same_images:
             names -= {"dataset", "data_seed", "split_file", "partial"}
     if settings.get("alpha") == settings.get("rank"):

@@ -1,4 +1,4 @@
-"""Defaults against those of the first edition, layers of settings, and what settings refuse."""
+"""Settings: recorded defaults, what follows from what, who sets a value, and what is refused."""
 
 import json
 from pathlib import Path
@@ -9,127 +9,227 @@ from conftest import fixture
 from pydantic import ValidationError
 
 import cli
-from cli import settle
-from config import ALIGNED_GRID, AlignConfig, FinetuneConfig, Settings
-from extras import SWEPT, SweepConfig, plan
+from config import (
+    ALIGNED_GRID,
+    AlignConfig,
+    Command,
+    FinetuneConfig,
+    Record,
+    Settings,
+    make,
+    paper_values,
+    unlike_paper,
+)
 from extras.pretrain import PretrainConfig
+from support.errors import UsageError
 
-KINDS: dict[str, Any] = {
+KINDS: dict[str, type[Command]] = {
     "align": AlignConfig,
     "finetune": FinetuneConfig,
     "finetune --from": FinetuneConfig,
     "pretrain": PretrainConfig,
-    "sweep": SweepConfig,
 }
+# one whole table a command, and of every other key what differs from it
 RECORDED: dict[str, Any] = json.loads(fixture("defaults.json").read_text())
 BASE = "vit_b16 mae dtd paper"
-NAMED = {"backbone", "dataset", "pretext", "weights", "data_root", "start", "swept", "p_lr"}
+B16: Record = {"backbone": "vit_b16", "dataset": "dtd"}
+SHORTER = {  # what vit_mini's lengths and batch sizes are today
+    "alternations": 100, "lower_steps": 10, "upper_steps": 5, "p_batch": 64, "d_batch": 32,
+    "epochs": 60, "batch": 32,
+}  # fmt: skip
+SHORTER_PRETRAINING = {"epochs": 30, "warmup_epochs": 4, "batch": 64}
+
+
+def settle(kind: type[Command], flags: Record, preset: str = "paper") -> Command:
+    """Settings as the command line makes them."""
+    given: Record = {}
+    for layer in cli.collect_layers(kind, flags, make(cli.Options, {"preset": preset})):
+        given |= layer.values
+    return make(kind, given)
+
+
+def write_align_run(path: Path, cfg: Command) -> Path:
+    """The settings of an align run, where `finetune --from` looks for them."""
+    path.mkdir()
+    (path / "config.json").write_text(cfg.model_dump_json())
+    return path
 
 
 @pytest.mark.parametrize(
     ("command", "key"), [(command, key) for command in KINDS for key in RECORDED[command]]
 )
-def test_every_default_and_both_presets_are_those_of_the_first_edition(
+def test_every_default_and_both_presets_are_as_recorded(
     command: str, key: str, tmp_path: Path
 ) -> None:
-    """From Python and from the command line; vit_mini's lengths and batch sizes alone differ.
-
-    The JSON holds one whole table a command, and of the others what differs from it.
-    """
+    """From Python and from the command line."""
     expected = RECORDED[command][BASE] | RECORDED[command][key]
-    kind, (backbone, pretext, dataset, name) = KINDS[command], key.split()
-    given: dict[str, Any] = {"backbone": backbone, "pretext": pretext, "dataset": dataset}
+    expected.pop("d_lr_from", None)  # the search for a rate is no setting any more
+    backbone, pretext, dataset, preset = key.split()
+    kind = KINDS[command]
+    given: Record = {"backbone": backbone, "pretext": pretext}
     if command == "pretrain":
-        given["pool"] = "quilts" if given.pop("dataset") == "quilts" else str(tmp_path)
-    if command == "sweep":
-        given["swept"] = {"p_lr": (0.01, 0.02)}
-    root, run = {"data_root": tmp_path}, tmp_path / "run"
-    for folder in ("imagenet", "dtd", "run"):
-        (tmp_path / folder).mkdir()
+        given["pool"] = "quilts" if dataset == "quilts" else str(tmp_path)
+    else:
+        given["dataset"] = dataset
     if command == "finetune --from":
-        start = settle(AlignConfig, given | root, base=name)[0]
-        (run / "config.json").write_text(start.model_dump_json())
-        given = {"start": run}
-    made = settle(kind, given | root, base=name)[0]
-    assert name != "paper" or made == kind(**given | root)
-    found = json.loads(made.model_dump_json())
-    assert found.keys() - expected.keys() <= NAMED | {"workers", "pool"}
-    if "vit_mini" in key:
-        sizes = {"rank", "drop_path"}  # as in the first edition
-        own = kind.usual["vit_mini"].items()
-        shorter = {key: v for key, v in own if key in kind.model_fields.keys() - sizes}
-        assert {key: found[key] for key in shorter} == shorter
-        assert not [key for key in shorter if "lr" in key or "decay" in key or "ratio" in key]
-        expected |= shorter
-    assert {key: found[key] for key in expected} == expected
+        start = settle(AlignConfig, given, preset)
+        given = {"start": write_align_run(tmp_path / "run", start)}
+    settings = settle(kind, given, preset)
+    if preset == "paper" and command != "finetune --from":
+        assert settings == kind(**given)
+    if backbone == "vit_mini":
+        shorter = SHORTER_PRETRAINING if command == "pretrain" else SHORTER
+        expected |= {name: value for name, value in shorter.items() if name in expected}
+    found = json.loads(settings.model_dump_json())
+    if isinstance(settings, AlignConfig | FinetuneConfig):
+        found["alpha"] = settings.scale * settings.rank  # recorded as a number
+    assert {name: found[name] for name in expected} == expected
 
 
-def test_what_depends_on_another_setting_follows_it() -> None:
-    """The scale stays 1 with any rank, and one rate is a grid of one."""
-    given = {"backbone": "vit_b16", "dataset": "dtd"}
-    assert AlignConfig(**given, rank=4).alpha == AlignConfig(**given).but(rank=4).alpha == 4
-    assert AlignConfig(**given, alpha=2.0).but(rank=4).alpha == 2
-    assert FinetuneConfig(**given, lr=0.1).grid == (0.1,)
-    assert FinetuneConfig(**given, lr=0.1).but(lr=0.2).grid == (0.2,)
-    assert FinetuneConfig(**given).model_fields_set == {"backbone", "dataset"}
+@pytest.mark.parametrize("change", ["replace", "model_copy"])
+def test_what_depends_on_another_setting_follows_it(change: str) -> None:
+    """The scale stays 1 with any rank, one rate is a grid of one, and a given value stays."""
+
+    def changed(cfg: Any, **changes: object) -> Any:
+        return cfg.replace(**changes) if change == "replace" else cfg.model_copy(update=changes)
+
+    align = AlignConfig(**B16)
+    assert changed(align, rank=3).scale == 1
+    assert changed(AlignConfig(**B16, alpha=2.0), rank=4).scale == 0.5
+    assert changed(align, backbone="vit_l16").drop_path == 0.2
+    assert changed(AlignConfig(**B16, drop_path=0.4), backbone="vit_l16").drop_path == 0.4
+    assert changed(align, pretext="ijepa") == AlignConfig(**B16, pretext="ijepa")
+    assert changed(FinetuneConfig(**B16, lr=0.1), lr=0.2).grid == (0.2,)
+    assert changed(FinetuneConfig(**B16), start=Path("run")).grid == ALIGNED_GRID
+    assert FinetuneConfig(**B16).model_fields_set == {"backbone", "dataset"}
 
 
-def test_sources_say_who_set_a_value_and_the_later_layer_wins(tmp_path: Path) -> None:
-    """Flag over file over preset over align run over what the pretext task sets; the paper's."""
-    run = tmp_path / "run"
-    run.mkdir()
-    given = {"backbone": "vit_mini", "dataset": "quilts", "pretext": "ijepa"}
-    start = AlignConfig(**given, min_crop=0.4, rank=3)
-    (run / "config.json").write_text(start.model_dump_json())
+def test_settings_read_no_disk_and_no_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BISSLIGHT_DATA", "/elsewhere")
+    cfg = FinetuneConfig(**B16, start="nowhere")
+    assert (cfg.start, cfg.data_root) == (tmp_path / "nowhere", tmp_path / "data")
+    monkeypatch.chdir("/")
+    assert cfg.replace(seed=1).start == tmp_path / "nowhere"
+    with pytest.raises(ValidationError, match="backbone\n"):
+        FinetuneConfig(start=tmp_path)
+
+
+def test_from_align_takes_the_network_and_the_images_of_the_run(tmp_path: Path) -> None:
+    align = AlignConfig(
+        backbone="vit_mini", dataset="dtd", rank=3, partial=True, data_seed=5, data_root=tmp_path
+    )
+    run = write_align_run(tmp_path / "run", align)
+    cfg = FinetuneConfig.from_align(run, lr=0.1)
+    assert cfg == settle(FinetuneConfig, {"start": str(run), "lr": "0.1"})
+    taken = {"rank", "dataset", "partial", "data_seed", "data_root", "scale"}
+    assert {name: getattr(cfg, name) for name in taken} == {n: getattr(align, n) for n in taken}
+    assert FinetuneConfig.from_align(tmp_path, rank=4).rank == 4  # the first of a folder of runs
+    other = FinetuneConfig.from_align(run, dataset="pets")  # its splits are its own
+    assert (other.partial, other.data_seed) == (False, 0)
+    for path in (tmp_path / "nowhere", write_align_run(tmp_path / "peft", cfg)):
+        with pytest.raises(UsageError, match="--from"):
+            FinetuneConfig.from_align(path)
+
+
+def test_an_older_align_run_whose_alpha_is_its_rank_has_the_default(tmp_path: Path) -> None:
+    older = AlignConfig(**B16, rank=8, alpha=8)
+    assert FinetuneConfig.from_align(write_align_run(tmp_path / "run", older)).alpha is None
+    assert "alpha" not in unlike_paper(older)
+
+
+def test_the_papers_values_are_those_of_the_backbone_and_the_pretext_task() -> None:
+    values = paper_values(AlignConfig, {"backbone": "vit_l16", "pretext": "ijepa"})
+    assert (values["drop_path"], values["head"], values["pool"]) == (0.2, "batchnorm", "imagenet")
+    assert unlike_paper(AlignConfig(**B16, seed=1, d_lr=0.1, hypergrad="cg")) == {}
+    assert unlike_paper(AlignConfig(**B16, lam=0.1, mask_ratio=0.5)) == {
+        "lam": 0.1,
+        "mask_ratio": 0.5,
+    }
+    mini = unlike_paper(AlignConfig(backbone="vit_mini", dataset="quilts"))
+    assert mini.keys() & {"rank", "alternations", "pool"} == {"rank", "alternations", "pool"}
+
+
+def test_a_dry_run_says_who_set_a_value_and_the_later_one_wins(tmp_path: Path) -> None:
+    """Flag over file over preset over align run over defaults; and the paper's value."""
+    align = AlignConfig(backbone="vit_mini", dataset="quilts", pretext="ijepa", rank=3)
+    run = write_align_run(tmp_path / "run", align)
     file = tmp_path / "c.toml"
-    lines = f'start = "{run}"', "epochs = 3", "weight-decay = 0.1", 'voc_difficult = "ignore"'
-    file.write_text("\n".join(lines))
-    rows = plan.table(*settle(FinetuneConfig, {"epochs": 4}, file, "as-released"), every=True)
-    told = {row["setting"]: (row["value"], row["set by"], row["paper"]) for row in rows}
-    assert told["warmup_epochs"] == (5, "default", 5)  # the field's own default
+    file.write_text(f'start = "{run}"\nepochs = 3\nweight-decay = 0.1\nvoc_difficult = "ignore"')
+    options = make(cli.Options, {"config": file, "preset": "as-released"})
+    layers = cli.collect_layers(FinetuneConfig, {"epochs": "4"}, options)
+    given: Record = {}
+    for layer in layers:
+        given |= layer.values
+    cfg = make(FinetuneConfig, given)
+    rows = {row["setting"]: row for row in cli.compare_settings(cfg, layers, every=True)}
+    assert rows.keys() == FinetuneConfig.model_fields.keys()
     wanted = {
         "epochs": (4, "flag", 200),
         "weight_decay": (0.1, str(file), 0.0005),
         "voc_difficult": ("ignore", str(file), "ignore"),
         "optimizer": ("sgd", "preset as-released", "adamw"),
-        "drop_path": (0.2, "preset as-released", 0.1),
-        "min_crop": (0.4, "align run", 0.3),
         "rank": (3, "align run", 64),
         "head": ("batchnorm", "align run", "batchnorm"),
-        "batch": (32, "short, for vit_mini", 256),
+        "batch": (32, "vit_mini", 256),
         "grid": (ALIGNED_GRID, "default", ALIGNED_GRID),
+        "warmup_epochs": (5, "default", 5),
     }
-    assert wanted.items() <= told.items()
+    for name, expected in wanted.items():
+        row = rows[name]
+        assert (row["value"], row["set by"], row["paper"]) == expected, name
+    fewer = [row["setting"] for row in cli.compare_settings(cfg, layers, every=False)]
+    assert "epochs" in fewer and "head" not in fewer and "seed" not in fewer
 
 
 @pytest.mark.parametrize(
-    ("kind", "wrong", "message"),
+    ("kind", "wrong", "named"),
     [
-        (AlignConfig, {"lam": float("inf")}, "finite"),
-        (AlignConfig, {"seed": 2**53}, "less than"),
-        (AlignConfig, {"pool": "quilts", "aspect": (2, 1)}, "give the smaller number first"),
-        (AlignConfig, {"pool": "quilts", "rank": True}, "rank: needs a value, not true or false"),
-        (FinetuneConfig, {"grid": [True, 0.1]}, "grid: needs a value, not true or false"),
-        (FinetuneConfig, {"grid_seeds": 9}, "is more than --seeds 8"),
+        (AlignConfig, {"lam": float("inf")}, "--lam"),
+        (AlignConfig, {"lam": -1}, "--lam -1: should be greater than 0"),
+        (AlignConfig, {"seed": 2**53}, "--seed"),
+        (AlignConfig, {"aspect": (2, 1)}, "--aspect: give the smaller number first"),
+        (AlignConfig, {"rank": True}, "--rank True: needs a value"),
+        (AlignConfig, {"hypergrad": "newton"}, "--hypergrad newton: should be 'mfac'"),
+        (AlignConfig, {"backbone": "vit_l"}, "--backbone vit_l: .* did you mean vit_l16"),
+        (AlignConfig, {"dataset": "cub"}, "--dataset cub: .* did you mean cub200"),
+        (AlignConfig, {"dataset": "foldr:x"}, "--dataset foldr:x: .* did you mean folder:PATH"),
+        (AlignConfig, {"pretext": "may"}, "--pretext may: .* did you mean mae"),
+        (AlignConfig, {"jobs": 2}, "--jobs"),
+        (FinetuneConfig, {"grid": [True, 0.1]}, "--grid True: needs a value"),
+        (FinetuneConfig, {"lr": 0.1, "grid": [0.1, 0.2]}, "--lr or --grid"),
+        (FinetuneConfig, {"grid_seeds": 9}, "--grid-seeds 9: .* --seeds 8"),
+        (FinetuneConfig, {"dataset": None}, "--dataset: a value is missing"),
     ],
 )
-def test_settings_refuse(kind: type[Settings], wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError) as caught:
-        kind(**{"backbone": "vit_b16", "dataset": "dtd"} | wrong)
-    assert message in str(caught.value)
+def test_settings_refuse(kind: type[Settings], wrong: Record, named: str) -> None:
+    with pytest.raises(ValidationError):
+        kind(**B16 | wrong)
+    with pytest.raises(UsageError, match=named):
+        make(kind, B16 | wrong)
 
 
-def test_a_pretext_task_of_ones_own_has_maes_defaults() -> None:
-    given = {"backbone": "vit_b16", "dataset": "dtd"}
-    own = AlignConfig(**given, pretext="rotation.py:Rotation")
-    assert own.pretext == f"{Path.cwd() / 'rotation.py'}:Rotation"
-    assert own.but(pretext="mae") == AlignConfig(**given)
-    assert AlignConfig(**given, pretext="rotation:Rotation").pretext == "rotation:Rotation"
+def test_names_keep_their_meaning_in_another_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def named(**given: object) -> AlignConfig:
+        return AlignConfig(**B16 | given)
+
+    assert named(pretext="rotation.py:Rotation").pretext == f"{tmp_path}/rotation.py:Rotation"
+    assert named(pretext="rotation:Rotation").pretext == "rotation:Rotation"
+    assert named(pretext="folder:x.py:Class").pretext == f"{tmp_path}/folder:x.py:Class"
+    assert named(pool="folder:pics").pool == named(pool="pics").pool == str(tmp_path / "pics")
+    assert named(dataset="folder:pics").dataset == f"folder:{tmp_path}/pics"
+    assert named(dataset="own:123", pool="own:456").pool == "own:456"
+    own = named(pretext="rotation.py:Rotation")
+    assert own.replace(pretext="mae") == named()  # its defaults are MAE's
 
 
-def test_every_setting_says_what_it_is_and_a_name_means_one_thing() -> None:
-    for name, kind in KINDS.items():
-        texts = {x.name: x.annotation.__metadata__[0].help for x in cli.keywords(name.split()[0])}
-        assert all(texts.get(key) for key in kind.model_fields.keys() - {"swept"})
-        assert ("pool" in texts.get("epochs", "")) == (name == "pretrain")  # of its own class
-    assert {*SWEPT} <= {*SweepConfig.model_fields}
+def test_every_setting_says_what_it_is() -> None:
+    for kind in {*KINDS.values(), cli.Options}:
+        for name, field in kind.model_fields.items():
+            assert field.description, f"{kind.__name__}.{name}"
