@@ -250,7 +250,7 @@ def show(value: object, name: str = "") -> str:
         return str(value)
     if name in PERCENTAGES:
         return f"{round(value, 2) + 0.0:.2f}"  # adding 0 makes -0 a plain 0
-    return f"{value:.2g}" if name == "p" else f"{value:.4g}"
+    return f"{value:#.2g}" if name == "p" else f"{value:.4g}"
 
 
 def mean_and_deviation(values: list[float]) -> str:

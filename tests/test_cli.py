@@ -1,6 +1,8 @@
 """The commands as a person runs them: help, progress, dry runs, wrong inputs, exit codes."""
 
+import importlib.util
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -12,266 +14,340 @@ from typing import Any
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from PIL import Image
 from safetensors.torch import load_file
+from toy import ALIGN_STEPS, IJEPA_RUN, MAE_RUN, PEFT_STEPS, done, outside, refusal, run
+from typer.testing import CliRunner
 
 import cli
-from config import AlignConfig
+from config import AlignConfig, FinetuneConfig, Settings
 
-ROOT = Path(cli.__file__).parent
-TINY = (
-    "--alternations 3 --lower-steps 2 --upper-steps 2 --p-batch 8 --d-batch 8 --probe-epochs 1 "
-    "--eval-every 1 --warmup 1"
-)
-START = "--backbone vit_mini --weights {w} --dataset quilts"
 PROGRAM = [sys.executable, "-c", "import cli; cli.main()"]
-OUTSIDE = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+OUTSIDE = {"PYTHONPATH": str(Path(cli.__file__).parent), "PATH": os.environ["PATH"]}
+PLOTS = pytest.mark.skipif(
+    importlib.util.find_spec("extras.plots") is None, reason="pictures are in extras/plots.py"
+)
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
-
-def run(line: str, capsys: Any) -> tuple[int, str, str]:
-    code = cli.run(line.split())
-    out, err = capsys.readouterr()
-    return code, out, err
+# --- results ------------------------------------------------------------------------------------
 
 
-def outside(line: str, code: str = PROGRAM[2], **more: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own."""
-    program = [sys.executable, "-c", code, *line.split()]
-    env = OUTSIDE | more
-    return subprocess.run(program, env=env, capture_output=True, text=True, check=False)
-
-
-def test_align_finetune_evaluate_end_to_end(weights: Path, capsys: Any) -> None:
-    """A finished run prints its result again; the adapter is what the settings say."""
-    start = START.format(w=weights)
-    line = f"align {start} {TINY} --out a --json"
-    first = run(line, capsys)
-    assert first[::2] == (0, "") and run(line, capsys)[1] == first[1]
+def test_align_finetune_evaluate_end_to_end(weights: Path) -> None:
+    """A finished run prints its result again; its config.json makes the same run."""
+    model = MAE_RUN.format(weights=weights)
+    line = f"align {model} {ALIGN_STEPS} --out a --json"
+    first = done(line)
+    assert done(line) == first
     assert load_file("a/adapter.safetensors")["theta"].shape == (4, 4 * 8 * 64)
-    record = json.loads(Path("a/metrics.jsonl").read_text().splitlines()[-1])
-    assert json.loads(first[1])["distance"] == record["distance"][-1]
-    assert run("align --config a/config.json --out two --quiet", capsys)[0] == 0
-    assert len({Path(at, "adapter.safetensors").read_bytes() for at in ("a", "two")}) == 1
-    known = {"step", "loss_P", "proximal", "loss_D_at_P", "loss_D_at_D", "q_over_g", "cosine"}
-    assert known | {"distance", "val_P", "val_D"} <= record.keys()
-    for begin, name in ((start, "p"), ("--from a", "q")):
-        line = f"finetune {begin} --epochs 2 --batch 40 --seeds 2 --lr 1e-2 --out {name} --json"
-        code, out, err = run(line, capsys)
-        assert code == 0 and len(json.loads(out)["test"]) == 2, err
-    rows = json.loads(run("evaluate q --against p --json", capsys)[1])["arms"]
-    assert [row["seeds"] for row in rows] == [2, 2]
+    last = json.loads(Path("a/metrics.jsonl").read_text().splitlines()[-1])
+    assert json.loads(first)["distance"] == last["distance"][-1]
+    done("align --config a/config.json --out again --quiet")
+    assert (
+        Path("again/adapter.safetensors").read_bytes() == Path("a/adapter.safetensors").read_bytes()
+    )
+
+    for start, name in ((model, "direct"), ("--from a", "tuned")):
+        out = done(f"finetune {start} {PEFT_STEPS} --seeds 2 --out {name} --json")
+        assert len(json.loads(out)["test"]) == 2
+    arms = json.loads(done("evaluate tuned --against direct --json"))["arms"]
+    assert [arm["seeds"] for arm in arms] == [2, 2]
+    assert "direct" in done("evaluate tuned --against direct")
+
+
+def test_a_finetune_run_ends_with_mean_and_deviation(runs: Path) -> None:
+    out = done(f"finetune --config {runs}/with/config.json --out {runs}/with")
+    test = json.loads((runs / "with/result.json").read_text())["test"]
+    assert f"{sum(test) / 2:.2f} ± " in out.splitlines()[-1]
+
+
+@PLOTS
+def test_evaluate_draws_arms_and_curves(runs: Path) -> None:
     for _ in range(2):  # a picture of ours is drawn again
-        code, out, _ = run("evaluate q --against p --picture arms.png", capsys)
-        assert (code, "seeds" in out) == (0, True)
-    with Image.open("arms.png") as picture:
-        assert picture.size[0] > 100
+        assert "with" in done(f"evaluate {runs}/with --against {runs}/without --picture arms.png")
+    done(f"evaluate {runs}/aligned --against {runs}/with --curves curves.png")
+    for name in ("arms.png", "curves.png"):
+        with Image.open(name) as picture:
+            assert picture.size[0] > 100
 
 
-def test_help_wrong_names_and_version_come_before_torch() -> None:
-    """The ones that people set first are on top; no summary is cut; every setting is there."""
+def test_percentages_have_two_decimals_and_p_two_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    """On the screen; JSON has all digits."""
+    versus = {"difference": -3.553e-15, "p": 0.0123456, "splits": 6}
+    result = {"test": [51.333333, 52.0], "metric": "accuracy", "lr": 0.0123456}
+    cli.print_result(result | {"arms": [{"mean": 52.4, "first_minus_this": versus}]}, False)
+    said = capsys.readouterr().out
+    for text in (
+        "51.33, 52.00",
+        "lr: 0.01235",
+        "52.40",
+        "difference 0.00, p 0.012",
+        "51.67 ± 0.47",
+    ):
+        assert text in said
+    cli.print_result({"versus": versus}, True)
+    assert json.loads(capsys.readouterr().out) == {"versus": versus}
+
+
+# --- help ---------------------------------------------------------------------------------------
+
+
+def help_of(line: str) -> str:
+    """A help page without its frames."""
+    result = CliRunner().invoke(cli.app, [*line.split(), "--help"])
+    assert result.exit_code == 0
+    return " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"), [("align", AlignConfig), ("finetune", FinetuneConfig)]
+)
+def test_help_has_every_setting_with_its_source_and_default(
+    command: str, kind: type[Settings]
+) -> None:
+    said = help_of(command)
+    for name, field in kind.model_fields.items():
+        flag = cli.FLAGS.get(name, f"--{name.replace('_', '-')}")
+        assert f" {flag} " in said, name
+        first, *_, last = (field.description or "").split()
+        assert first in said and last in said, name  # brackets are no markup
+
+
+def test_a_description_of_two_lines_is_all_in_the_help() -> None:
+    description = FinetuneConfig.model_fields["grid"].description
+    assert description and "\n" in description
+    (parameter,) = [x for x in cli.parameters_of(FinetuneConfig) if x.name == "grid"]
+    (option,) = parameter.annotation.__metadata__
+    assert " ".join(description.split()) in option.help
+    assert "a tenth of these" in help_of("finetune")
+
+
+def test_help_and_wrong_names_come_before_torch() -> None:
     code = "import sys, cli; sys.exit(cli.run(sys.argv[1:]) + 3 * ('torch' in sys.modules))"
-    told = {}
-    for name in ("", "align", "pretrain", "sweep"):
-        done = outside(name + " --help", code)
-        assert done.returncode == 0, done.stderr
-        assert max(map(len, done.stdout.splitlines())) <= 80
-        told[name] = " ".join(done.stdout.replace("│", " ").split())
-    assert all(row[0] in told[""] for name, row in cli.COMMANDS.items() if " " not in name)
-    assert cli.COMMANDS["align"][0] in told["align"]
-    first = ["--backbone ", "--dataset ", "--pool ", "--out ", "--seed "]
-    panels = ["Algorithm 1:", "Data:", "Machine:", "This run:"]
-    flags = told["align"].partition("What one sets first:")[2]
-    places = [flags.index(name) for name in [*first, *panels]]
-    assert places == sorted(places)
-    for name in AlignConfig.model_fields:
-        assert f"--{name.replace('_', '-')}" in told["align"]
-    assert "--jobs" not in told["align"]
-    assert "--no-amp " in told["align"] and "--no-json " not in told["align"]
-    for wrong in ("quits", "quilts --weights /quilts?", "folder:/quilts?"):
-        done = outside(f"align --backbone vit_b16 --dataset {wrong}", code)
-        assert done.returncode == 2 and "quilts?" in done.stderr
-    done = outside("--version", code)
-    assert done.returncode == 0 and done.stdout.startswith("bisslight ")
+    for line, expected in (
+        ("--help", 0),
+        ("align -h", 0),
+        ("--version", 0),
+        ("data check --help", 0),
+        ("align --backbone vit_b16 --dataset quits", 2),
+        ("align --backbone vit_b16 --dataset dtd --lam -1", 2),
+    ):
+        program = [sys.executable, "-c", code, *line.split()]
+        ended = subprocess.run(program, env=OUTSIDE, capture_output=True, text=True, check=False)
+        assert ended.returncode == expected, (line, ended.stderr)
+    assert done("--version").startswith("bisslight ")
+    assert "--base-lr" in outside("pretrain --help").stdout
 
 
-def test_dry_run_fits_a_screen_and_says_who_set_what(weights: Path, capsys: Any) -> None:
-    line = f"align {START.format(w=weights)} --preset as-released --upper-steps 4"
-    Path("c.toml").write_text("lower_steps = 7\n")
-    code, out, err = run(f"{line} --dry-run --config c.toml", capsys)
-    assert (code, err) == (0, "")
-    assert len(out.splitlines()) <= 24 and max(map(len, out.splitlines())) <= 80
-    rows = {name: rest for name, *rest in map(str.split, out.splitlines())}
-    assert (rows["lower_steps"], rows["upper_steps"]) == (["7", "c.toml", "20"], ["4", "flag", "8"])
-    assert rows["d_optimizer"] == ["sgd", "preset", "as-released", "adamw"]
-    assert rows["d_batch"][0] == "32" and "vit_mini" in rows["d_batch"]
-    assert "partition" not in rows and "\npartition" in run(f"{line} --all", capsys)[1]
-    told = json.loads(run(f"{line} --dry-run --json", capsys)[1])
-    assert {row["setting"] for row in told["settings"]} == {*AlignConfig.model_fields}
-    assert told["steps"] == {"lower": 1000, "upper": 400, "probe": 60}  # 80 images in 32s
-    tune = f"{TUNE.format(w=weights)} --grid 1e-3,1e-2 --grid-seeds 2 --seeds 3 --batch 33"
-    told = json.loads(run(f"{tune} --dry-run --json", capsys)[1])
-    assert told["steps"] == {"runs": 5, "in all": 5 * 60 * 3}
-    err = run(f"{tune} --dry-run --epochs 2 --warmup-epochs 2", capsys)[2]
-    assert "the warm-up is not shorter than the run" in err
-    assert [path.name for path in Path().iterdir()] == ["c.toml"]  # nothing is written
+# --- progress -----------------------------------------------------------------------------------
 
 
-def test_progress_is_a_plain_line_an_item_off_a_terminal(capsys: Any) -> None:
+def test_progress_is_a_plain_line_for_each_unit_off_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Text, a level's mean loss, an epoch without validation, a whole run of `--jobs`."""
     items: list[Any] = ["loss 2.0", {"step": 1, "loss_P": [1.0, 3.0], "val": {"accuracy": 50.0}}]
     items += [{"step": 2, "loss_P": [1.0], "val": None}, {"lr": 0.01, "seed": 1, "val": None}]
     for quiet in (False, True):
-        with cli.bars(quiet) as track:
-            cli.logging.getLogger("bisslight").info("a note")
+        with cli.progress(quiet) as track:
+            logging.getLogger("bisslight").info("a note")
             assert [*track(iter(items), 8, "align", 4)] == items
     said = [line.partition("  ETA")[0] for line in capsys.readouterr().err.splitlines()]
     told = ["loss 2.0", "loss P 2  val 50.0 %", "loss P 1  val 50.0 %", "lr 0.01"]
     assert said == ["a note", *(f"align {n}/8  {text}" for n, text in enumerate(told, 5))]
 
 
-ALIGN = f"align {START}"
-TUNE = f"finetune {START}"
-JEPA = "--backbone vit_mini --pretext ijepa --weights {j} --dataset quilts"
-WRONG = [
-    ("align --backbone vit_mini --dataset quilts", 2, "--weights FILE: vit_mini with mae"),
-    ("align --backbone vit_l --dataset quilts", 2, "--backbone vit_l: is unknown, did you mean"),
-    ("align --backbone vit_mini --weights {w}", 2, "--dataset: a value is missing"),
-    ("align --backbone vit_mini --weights {w} --dataset folder:no --pool quilts", 2, "no such"),
-    ("align --backbone vit_mini --weights {w} --dataset dtd", 2, "bisslight data download dtd"),
-    ("align --backbone vit_mini --weights nope.pth --dataset quilts", 2, "nope.pth: there is no"),
-    ("align --backbone vit_mini --weights odd.pth --dataset quilts", 2, "mismatch for cls_token"),
-    ("align --backbone vit_mini --weights mae_visualize_x.pth --dataset quilts", 2, "_full.pth"),
-    (f"{ALIGN} --lam -1", 2, "--lam -1: should be greater than 0"),
-    (f"{ALIGN} --mask-ratio 0.99 --dry-run", 2, "leaves none or all of the patches"),
-    (f"{ALIGN} --hypergrad newton", 2, "--hypergrad newton: should be 'mfac', 'recursion'"),
-    (f"{ALIGN} --hypergrad exact", 2, "more than 5000; use mfac"),
-    (f"{ALIGN} --patch-size 8", 2, "patch"),
-    (f"{ALIGN} --config typo.toml", 2, "typo.toml: alternation is no setting, did you mean"),
-    (f"{ALIGN} --config broken.toml", 2, "give settings in TOML or JSON"),
-    (f"{ALIGN} --out mine --dry-run", 2, "mine: holds README.md, no run"),
-    (f"{ALIGN} --split-file mine.html", 2, "mine.html: is for cub200 and pets"),
-    (f"{ALIGN} --preset papr", 2, "'papr' is not one of"),
-    (f"{ALIGN} --pretext nothing.py:Class", 2, "nothing.py:Class"),
-    (f"{TUNE} --epochs 1 --seeds 1 --lr 1e30", 1, "lower learning rate (--lr"),
-    (f"{TUNE} --grid 1e-3,x", 2, "--grid x: should be a valid number"),
-    (f"{TUNE} --pool pics", 2, "--pool"),
-    ("finetune --config five.json", 2, "--from 5: is no align run"),
-    ("finetune --backbone vit_mini --weights {w} --dataset folder:pics", 1, "png"),
-    ("pretrain --pool quilts --backbone vit_mini --patch-size 5", 2, "multiple of patches of 5"),
-    (f"{ALIGN} --device cuda:77", 2, "--device cuda:77: is not here"),
-    (f"{ALIGN} --out /proc/r", 2, "--out /proc/r: is not writable"),
-    (f"align {JEPA} --min-keep 9", 2, "can have 9 of them"),
-    (f"align {JEPA} --target-scale 0.4,0.2", 2, "give the smaller number first"),
-    (f"align {JEPA} --pretext mae", 2, "holds no MAE decoder"),
-    (f"align {JEPA} --micro-batch 4", 2, "BatchNorm"),
-    (f"finetune {JEPA} --batch 79 --out j", 2, "BatchNorm"),  # 80 images: a last batch of one
-    (f"sweep {START} --rank 1,2 --lam 0.1,0.2", 2, "to one of rank, lr,"),
-    (f"sweep {START} --rank 1,2 --lr 1e-2 --out mine", 2, "mine: holds README.md, no run"),
-    (f"sweep {START} --rank 1,2 --lr 1e-2 --grid 1e-3,1e-2", 2, "give --lr or --grid, not both"),
-    ("report nowhere", 2, "'nowhere' does not exist"),
-    ("report without --out mine.html", 2, "mine.html: was not made by this program"),
-    ("report without --out r.pdf", 2, "r.pdf: cannot be written, give one of the suffixes .html"),
-    ("export {w}", 2, "holds no adapter-s*.safetensors of a finished run"),
-    ("export with --seed 7", 2, "holds no adapter-s7"),
-    ("export with --out mine", 2, "mine: holds files that are not an export's"),
-    ("export with --weights other.pth", 2, "with was made with others"),
-    ("evaluate nowhere", 2, "nowhere"),
-    ("evaluate pics --seed 5", 2, "go with --rollout N or --similarity"),
-    ("evaluate with --similarity --picture s.png", 2, "goes with no picture or rollout"),
-    ("finetune --from pair --seeds 2", 2, "nothing else; see their lam"),
-    ("finetune --from twin --seeds 2", 2, "nothing else; see their seed"),
-    ("evaluate without --rollout 0", 2, "--rollout 0: give 1 to 64 images"),
-    ("evaluate aligned --rollout 2", 2, "aligned is an align run, it predicts nothing"),
-    ("evaluate other --rollout 2", 2, "other: was made with other weights or images"),
-    ("evaluate with --rollout 2", 2, "rollout.png: was not made by this program"),
-    ("evaluate without --picture mine.svg", 2, "mine.svg: was not made by this program"),
-    ("evaluate without --picture r.gif2", 2, ".png, .svg, .pdf"),
-]
+def test_bars_hand_every_item_on_and_leave_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with cli.bars() as track:
+        assert [*track(iter(["a", "b"]), 2, "demo")] == ["a", "b"]
+    assert "demo 2/2  b" in capsys.readouterr().err
 
 
-@pytest.fixture(scope="module")
-def inputs(runs: Path, weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Damaged images, wrong settings, a person's own files, and runs, one of them on other data."""
-    at = tmp_path_factory.mktemp("inputs")
-    for name in "ab":
-        (at / "pics" / name).mkdir(parents=True)
-        for i in range(6):
-            Image.new("RGB", (20, 20)).save(at / f"pics/{name}/{i}.png")
-    for i in range(6):
-        (at / f"pics/b/{i}.png").write_bytes(b"\x89PNG\r\n")
-    for name in ("aligned", "with", "without"):
-        shutil.copytree(runs / name, at / name)
-    for name in "ab":
-        shutil.copytree(runs / "aligned", at / "pair" / name)
-        shutil.copytree(runs / "aligned", at / "twin" / name)
-    settings = (at / "pair/b/config.json").read_text().replace('"lam": 0.001', '"lam": 0.5')
-    (at / "pair/b/config.json").write_text(settings)
-    shutil.copytree(runs / "without", at / "other")
-    config = json.loads((at / "other/config.json").read_text()) | {"data_seed": 1}
-    (at / "mine").mkdir()
-    for file, text in {
-        "other/config.json": json.dumps(config), "typo.toml": "alternation = 3\n",
-        "broken.toml": "= = =", "mine/README.md": "mine", "mine.html": "<p>mine</p>",
-        "with/rollout.png": "mine", "mae_visualize_x.pth": "", "five.json": '{"start": 5}',
-    }.items():  # fmt: skip
-        (at / file).write_text(text)
-    Figure().savefig(at / "mine.svg")  # by the same library
-    other = torch.load(weights / "backbone.pth", weights_only=True)
-    other["model"]["cls_token"] += 1
-    torch.save(other, at / "other.pth")
-    torch.save({"model": other["model"] | {"cls_token": torch.zeros(1, 2)}}, at / "odd.pth")
-    return at
+@pytest.mark.parametrize("end", ["2>&- >&-", "| true", "2>&1 | true", "2>&1 >/dev/null | true"])
+def test_a_reader_that_goes_away_ends_no_run(weights: Path, end: str) -> None:
+    line = f"align {MAE_RUN.format(weights=weights)} {ALIGN_STEPS} --out r"
+    shell = f"set -o pipefail; {shlex.join(PROGRAM)} {line} {end}"
+    ended = subprocess.run(
+        ["bash", "-c", shell], capture_output=True, text=True, env=OUTSIDE, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr and "Error" not in ended.stderr
+    assert Path("r/result.json").exists()
 
 
-def found() -> dict[Path, int]:
-    """Every file here but below runs/, and when it was written."""
-    files = [path for path in Path().rglob("*") if path.parts[0] != "runs"]
-    return {path: path.stat().st_mtime_ns for path in files if path.is_file()}
-
-
-@pytest.mark.parametrize(("line", "code", "message"), WRONG)
-def test_a_wrong_input_gets_one_clear_line_and_changes_nothing(
-    weights: Path, inputs: Path, monkeypatch: Any, capsys: Any, line: str, code: int, message: str
-) -> None:
-    monkeypatch.chdir(inputs)
-    before = found()
-    got, out, err = run(line.format(w=weights, j=weights.with_name("ijepa")), capsys)
-    told = [text for text in err.splitlines() if text.startswith("error: ")]
-    assert (got, out) == (code, ""), err
-    assert len(told) == 1, err
-    assert message in told[0]
-    assert code == 1 or len(err.splitlines()) == 1
-    assert found() == before
-
-
-def test_streams_that_are_closed_or_narrow_end_no_command(tmp_path: Path) -> None:
-    for end in ("2>&- >&-", "| true", "2>&1 | true"):
-        line = f"set -o pipefail; {shlex.join(PROGRAM)} --help {end}"
-        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=OUTSIDE)
-        assert (done.returncode, done.stderr) == (0, ""), line
+def test_help_into_a_closed_pipe_and_a_path_of_any_bytes_show_no_traceback(tmp_path: Path) -> None:
+    shell = f"{shlex.join(PROGRAM)} align --help | true"
+    ended = subprocess.run(
+        ["bash", "-c", shell], capture_output=True, text=True, env=OUTSIDE, check=False
+    )
+    assert ended.stderr == ""
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
-    line = f"align --backbone vit_b16 --dataset quilts --pool {folder}"
-    done = outside(line, PYTHONIOENCODING="ascii")
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    line = f"align --backbone vit_b16 --dataset folder:{folder}"
+    said = outside(line, PYTHONIOENCODING="ascii")
+    assert (said.returncode, len(said.stderr.splitlines())) == (2, 1)
 
 
 @pytest.mark.parametrize(
     ("stop", "code"), [("TERM", 143), pytest.param("INT", 130, marks=pytest.mark.slow)]
 )
-def test_signals_have_their_exit_codes_and_the_same_command_goes_on(
-    weights: Path, stop: str, code: int
-) -> None:
-    """A plain line an alternation off a terminal; the first one says that the run is under way."""
-    line = f"{ALIGN.format(w=weights)} --lower-steps 2 --upper-steps 2 --p-batch 8 --d-batch 8"
-    program = [*PROGRAM, *line.split(), "--probe-epochs", "0", "--out", "r"]
-    with subprocess.Popen(program, stderr=subprocess.PIPE, text=True, env=OUTSIDE) as p:
-        while not p.stderr.readline().startswith("align 1/100  loss "):
-            assert p.poll() is None
-        p.send_signal(getattr(signal, f"SIG{stop}"))
-        rest = p.communicate(timeout=60)[1]
-    assert p.returncode == code, rest
+def test_signals_have_their_exit_codes(weights: Path, stop: str, code: int) -> None:
+    """What was done is saved; the first line of progress says that the run is under way."""
+    model = MAE_RUN.format(weights=weights)
+    line = f"align {model} {ALIGN_STEPS} --alternations 100 --probe-epochs 0 --out r"
+    program = [*PROGRAM, *line.split()]
+    with subprocess.Popen(program, stderr=subprocess.PIPE, text=True, env=OUTSIDE) as process:
+        assert process.stderr is not None
+        while not process.stderr.readline().startswith("align 1/100  loss "):
+            assert process.poll() is None
+        process.send_signal(getattr(signal, f"SIG{stop}"))
+        _, rest = process.communicate(timeout=60)
+    assert process.returncode == code, rest
     assert "Traceback" not in rest and "\x1b" not in rest and "alternation" in rest.splitlines()[-1]
     assert Path("r/checkpoint.pt").exists()
+
+
+# --- dry runs -----------------------------------------------------------------------------------
+
+
+def test_a_dry_run_counts_the_work_and_names_what_is_not_the_papers(weights: Path) -> None:
+    model = MAE_RUN.format(weights=weights)
+    line = f"align {model} --preset as-released --upper-steps 4 --config c.toml"
+    Path("c.toml").write_text("lower_steps = 7\n")
+    out = done(f"{line} --dry-run")
+    assert len(out.splitlines()) <= 26 and max(map(len, out.splitlines())) <= 80
+    rows = {}
+    for text in out.splitlines():
+        name, *rest = text.split()
+        rows[name] = rest
+    assert rows["lower_steps"] == ["7", "c.toml", "20"]
+    assert rows["upper_steps"] == ["4", "flag", "8"]
+    assert rows["d_optimizer"] == ["sgd", "preset", "as-released", "adamw"]
+    assert rows["pool"] == ["quilts", "quilts", "imagenet"]
+    assert "partition" not in rows and "\npartition" in done(f"{line} --all")
+    told = json.loads(done(f"{line} --dry-run --json"))
+    assert {row["setting"] for row in told["settings"]} == {*AlignConfig.model_fields}
+    assert told["steps"] == {"lower": 700, "upper": 400, "probe": 60}  # 80 images in 32s
+    assert [path.name for path in Path().iterdir()] == ["c.toml"]  # nothing is written
+
+
+def test_a_dry_run_of_finetune_counts_its_runs_and_warns_of_the_warm_up(weights: Path) -> None:
+    tune = f"finetune {MAE_RUN.format(weights=weights)} --grid 1e-3,1e-2 --grid-seeds 2 --seeds 3"
+    told = json.loads(done(f"{tune} --batch 33 --dry-run --json"))
+    assert told["steps"] == {"runs": 5, "in all": 5 * 60 * 3}
+    assert "--warmup-epochs" in run(f"{tune} --dry-run --epochs 2 --warmup-epochs 2").err
+
+
+def test_a_dry_run_tells_all_that_is_missing_and_the_plan_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BISSLIGHT_DATA", str(tmp_path / "benchmarks"))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "hub"))
+    code, out, err = run("align --backbone vit_b16 --dataset dtd --dry-run --json")
+    plan = json.loads(out)
+    assert (code, plan["steps"]) == (2, {"lower": 10_000, "upper": 4000})
+    assert plan["LoRA parameters"] == 12 * 4 * 64 * 768
+    assert "448 MB" in plan["weights"] and plan["weights"].endswith(".pth")
+    dataset, pool = err.splitlines()
+    assert "benchmarks/dtd" in dataset and "data download dtd" in dataset
+    assert "benchmarks/imagenet" in pool and "--pool" in pool
+    _, _, err = run("finetune --backbone vit_mini --dataset cub200 --weights w.pth --dry-run")
+    assert len(err.splitlines()) == 2 and "w.pth" in err and "cub200" in err
+
+
+# --- wrong inputs -------------------------------------------------------------------------------
+
+ALIGN = f"align {MAE_RUN}"
+TUNE = f"finetune {MAE_RUN}"
+JEPA = f"align {IJEPA_RUN}".replace("{weights}", "{jepa}")
+WRONG = [  # command line, exit code, what the one line names
+    ("align --backbone vit_mini --dataset quilts", 2, "--weights FILE: vit_mini with mae"),
+    ("align --backbone vit_mini --weights {weights}", 2, "--dataset: a value is missing"),
+    ("align --backbone vit_mini --weights {weights} --dataset folder:no", 2, "no such folder"),
+    ("align --backbone vit_mini --weights {weights} --dataset dtd", 2, "data download dtd"),
+    ("align --backbone vit_mini --weights nope.pth --dataset quilts", 2, "--weights"),
+    ("align --backbone vit_mini --weights odd.pth --dataset quilts", 2, "cls_token"),
+    ("aling", 2, "align"),
+    (f"{ALIGN} --mask-rato 0.5", 2, "--mask-ratio"),
+    (f"{ALIGN} --mask-ratio 0.99", 2, "none or all of the patches"),
+    (f"{ALIGN} --hypergrad exact", 2, "5000"),
+    (f"{ALIGN} --patch-size 8", 2, "patch"),
+    (f"{ALIGN} --config typo.toml", 2, "typo.toml: alternation is no setting, did you mean"),
+    (f"{ALIGN} --config broken.toml", 2, "broken.toml"),
+    (f"{ALIGN} --out mine", 2, "mine: holds README.md"),
+    (f"{ALIGN} --split-file mine.html", 2, "mine.html"),
+    (f"{ALIGN} --preset papr", 2, "--preset papr"),
+    (f"{ALIGN} --pretext nothing.py:Class", 2, "nothing.py:Class"),
+    (f"{ALIGN} --device cuda:77", 2, "--device cuda:77"),
+    (f"{ALIGN} --out /proc/r", 2, "--out /proc/r"),
+    (f"{TUNE} --epochs 1 --seeds 1 --lr 1e30 --warmup-epochs 0", 1, "--lr"),
+    (f"{TUNE} --grid 1e-3,x", 2, "--grid x: should be a valid number"),
+    (f"{TUNE} --pool pics", 2, "--pool"),
+    ("finetune --config five.json", 2, "--from 5"),
+    ("finetune --from pair --seeds 2", 2, "lam"),
+    ("finetune --from twin --seeds 2", 2, "seed"),
+    ("finetune --backbone vit_mini --weights {weights} --dataset folder:pics", 1, "png"),
+    ("pretrain --pool quilts --backbone vit_mini --patch-size 5", 2, "5"),
+    (f"{JEPA} --min-keep 9", 2, "9"),
+    (f"{JEPA} --target-scale 0.4,0.2", 2, "--target-scale 0.4,0.2: give the smaller number first"),
+    (f"{JEPA} --pretext mae", 2, "MAE decoder"),
+    (f"{JEPA} --micro-batch 4", 2, "BatchNorm"),
+    ("export {weights}", 2, "adapter"),
+    ("export with --seed 7", 2, "adapter-s7"),
+    ("export with --out mine", 2, "mine"),
+    ("export with --weights other.pth", 2, "with"),
+    ("evaluate nowhere", 2, "nowhere"),
+    ("evaluate aligned", 2, "aligned"),
+]
+
+
+@pytest.fixture(scope="module")
+def inputs(runs: Path, weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Damaged images, wrong settings, a person's own files, and runs."""
+    folder = tmp_path_factory.mktemp("inputs")
+    for name in "ab":
+        (folder / "pics" / name).mkdir(parents=True)
+        for i in range(6):
+            Image.new("RGB", (20, 20)).save(folder / f"pics/{name}/{i}.png")
+    for i in range(6):
+        (folder / f"pics/b/{i}.png").write_bytes(b"\x89PNG\r\n")
+    for name in ("aligned", "with"):
+        shutil.copytree(runs / name, folder / name)
+    for name in "ab":
+        shutil.copytree(runs / "aligned", folder / "pair" / name)
+        shutil.copytree(runs / "aligned", folder / "twin" / name)
+    settings = folder / "pair/b/config.json"
+    settings.write_text(settings.read_text().replace('"lam": 0.001', '"lam": 0.5'))
+    (folder / "mine").mkdir()
+    (folder / "mine/README.md").write_text("mine")
+    (folder / "mine.html").write_text("<p>mine</p>")
+    (folder / "typo.toml").write_text("alternation = 3\n")
+    (folder / "broken.toml").write_text("= = =")
+    (folder / "five.json").write_text('{"start": 5}')
+    other = torch.load(weights / "backbone.pth", weights_only=True)
+    other["model"]["cls_token"] += 1
+    torch.save(other, folder / "other.pth")
+    torch.save({"model": other["model"] | {"cls_token": torch.zeros(1, 2)}}, folder / "odd.pth")
+    return folder
+
+
+def list_files() -> dict[Path, int]:
+    """Every file here but below runs/, and when it was written."""
+    files = [path for path in Path().rglob("*") if path.parts[0] != "runs"]
+    return {path: path.stat().st_mtime_ns for path in files if path.is_file()}
+
+
+@pytest.mark.parametrize(("line", "code", "named"), WRONG)
+def test_a_wrong_input_gets_one_clear_line_and_changes_nothing(
+    pretrained: Path,
+    inputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
+    code: int,
+    named: str,
+) -> None:
+    monkeypatch.chdir(inputs)
+    before = list_files()
+    whole = line.format(weights=pretrained / "mae", jepa=pretrained / "ijepa")
+    quiet = "" if line.split()[0] in ("export", "evaluate", "aling") else " --quiet"
+    assert named in refusal(whole + quiet, code)
+    assert list_files() == before
