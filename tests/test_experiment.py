@@ -191,7 +191,7 @@ def test_a_random_decoder_is_drawn_by_the_seed_and_not_into_the_checkpoints(weig
     loaded = {name: x.clone() for name, x in trial.pretext_head.state_dict().items()}
     first = trial.pretext_task(theta).phi["decoder_embed.weight"]
     assert torch.equal(first, trial.pretext_task(theta).phi["decoder_embed.weight"])
-    other = trial.with_settings(trial.cfg.but(seed=1)).pretext_task(theta)
+    other = trial.with_settings(trial.cfg.replace(seed=1)).pretext_task(theta)
     assert not torch.equal(first, other.phi["decoder_embed.weight"])
     for name, x in trial.pretext_head.state_dict().items():
         assert torch.equal(x, loaded[name])
