@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import BaseModel
 
@@ -345,7 +345,7 @@ def published(config: Record, result: Record) -> Reported | None:
 def follows_paper(config: Record, result: Record) -> bool:
     """Whether a run, and the align run before it, had the paper's settings, weights and data."""
     settings = without_default_alpha(config)
-    for name, value in without_default_alpha(paper_settings(config)).items():
+    for name, value in paper_values(FinetuneConfig, config).items():
         if name not in OPEN and settings.get(name, value) != value:
             return False
     weights = config["weights"]
@@ -355,8 +355,3 @@ def follows_paper(config: Record, result: Record) -> bool:
         and result["aligned_on"] in (None, config["dataset"])
         and not result["align_unlike_paper"]
     )
-
-
-def paper_settings(config: Record) -> dict[str, Any]:
-    """The paper's values of the settings of a `finetune` run, for its backbone and pretext task."""
-    return paper_values(FinetuneConfig, config)

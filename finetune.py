@@ -20,7 +20,7 @@ from config import FinetuneConfig, Record
 from data import Task
 from support.checkpoints import load_adapter, load_theta, save_adapter
 from support.errors import UsageError, checking
-from support.experiment import Experiment, names_of_own_data
+from support.experiment import Experiment, Head, names_of_own_data
 from support.metrics import Score
 from support.optim import Group, Optimiser, Schedule, train_epochs, trainable
 from support.processes import jobs
@@ -46,11 +46,6 @@ class Trial(RunResult, frozen=True):
     epoch: int | None = None  # the best one
     diverged: str | None = None  # where and how
     adapter: Path  # θ and the head after the best epoch
-
-    def __str__(self) -> str:
-        """In a few words, for the progress."""
-        outcome = f"val {self.val.accuracy:.2f} %" if self.val else "diverged"
-        return f"lr {self.lr:g} seed {self.seed} {outcome}"
 
 
 class GridPoint(BaseModel, frozen=True):
@@ -453,17 +448,17 @@ def peft(
     else:
         start = experiment.new_theta()
     theta = trainable({"theta": start}, experiment.device)["theta"]
-    phi_D, loss_D, head = experiment.new_head("peft head")  # head: φ_D and BatchNorm's statistics
+    head = experiment.new_head("peft head")
     steps_per_epoch = math.ceil(len(experiment.task.train.targets) / cfg.batch)
-    opt = make_optimiser(cfg, [theta, *phi_D.values()], steps_per_epoch)
-    current = {"theta": theta, **head}
+    opt = make_optimiser(cfg, [theta, *head.phi.values()], steps_per_epoch)
+    current = {"theta": theta, **head.with_stats}
     best = {name: tensor.detach().clone() for name, tensor in current.items()}
     kept = {f"best.{name}": tensor for name, tensor in best.items()}
     run.restore(current | kept, {"opt": opt})  # after a stop, it goes on from here
 
     steps = range(opt.step, cfg.epochs * steps_per_epoch)  # those that are left
     epochs = train_epochs(
-        partial(loss_D, theta, phi_D, regularise=True),
+        partial(head.loss, theta, head.phi, regularise=True),
         opt,
         experiment.examples("peft", cfg.batch, steps, cfg.drop_path, passes=True),
         steps_per_epoch,
@@ -473,10 +468,7 @@ def peft(
     for step, loss in track(epochs, cfg.epochs, label, opt.step // steps_per_epoch):
         record: Record = {"step": step, "loss": loss, "val": None}
         if step % cfg.eval_epochs == 0 or step == cfg.epochs:
-            score = experiment.score(experiment.task.val, theta, head)
-            if not math.isfinite(score.loss):
-                raise Diverged(f"validation after epoch {step}: loss is not finite")
-            record["val"] = score.model_dump()
+            record["val"] = validate(experiment, theta, head, step).model_dump()
         run.log(record)
         if record["val"] and best_epoch(run.records)["step"] == step:
             for name, tensor in current.items():
@@ -505,6 +497,14 @@ def make_optimiser(cfg: FinetuneConfig, tensors: list[Tensor], steps_per_epoch: 
     rate = Schedule(cfg.epochs * steps_per_epoch, warmup, cfg.end_lr)
     betas = None if cfg.optimizer == "sgd" else (0.9, 0.999)
     return Optimiser([Group(tensors, lr, cfg.weight_decay)], rate, betas)
+
+
+def validate(experiment: Experiment, theta: Tensor, head: Head, epoch: int) -> Score:
+    """The score on the validation split (Diverged where its loss is not finite)."""
+    score = experiment.score(experiment.task.val, theta, head.with_stats)
+    if not math.isfinite(score.loss):
+        raise Diverged(f"validation after epoch {epoch}: loss is not finite")
+    return score
 
 
 def best_epoch(records: Sequence[Record]) -> Record:

@@ -17,7 +17,7 @@ import evaluate as tables
 from config import BACKBONES, FinetuneConfig
 from data import rng
 from evaluate import Comparison, compare, evaluate, read_arm
-from extras import MEMORY
+from extras.dry_run import MEMORY
 from support.errors import UsageError
 
 
