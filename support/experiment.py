@@ -68,7 +68,7 @@ class Experiment:
         self.decoded = data.Decoded(self.transform)  # validation and test images
         digests = {
             "weights_sha256": sha256(checkpoints.weights_of(cfg)),
-            "data_sha256": data.fingerprint(*self.task[1:4]),
+            "data_sha256": data.fingerprint(*self.task.splits),
         }
         # What defines a run besides its settings: it goes on only where this is the same.
         self.defining: Record = {**digests, "images": self.task.sizes()}
@@ -354,7 +354,7 @@ def names_of_own_data(task: data.Task | None, pool: data.Pool | None = None) -> 
     """The settings that stand for data that was handed in: `own:` and their digest."""
     names = {}
     if task is not None:
-        names["dataset"] = f"own:{data.fingerprint(*task[1:4])[:12]}"
+        names["dataset"] = f"own:{data.fingerprint(*task.splits)[:12]}"
     if pool is not None:
         names["pool"] = f"own:{data.fingerprint(pool)[:12]}"
     return names
@@ -362,11 +362,10 @@ def names_of_own_data(task: data.Task | None, pool: data.Pool | None = None) -> 
 
 def check_task(task: data.Task) -> None:
     """Refuse (UsageError) pixels outside [0, 1], labels without a class, parts without a hit."""
-    splits = (task.train, task.val, task.test)
-    for split in splits:
+    for split in task.splits:
         check_pixels(split.images)
     several_classes = task.test.targets.ndim > 1  # per image
-    for split in splits:
+    for split in task.splits:
         y = split.targets
         if several_classes:
             good = bool((y == 1).any())

@@ -67,7 +67,7 @@ def test_data_of_ones_own_is_handed_in_and_recorded_by_its_digest(
     result = align.align(cfg, tmp_path / "a", task=task, pool=pool)
     assert (type(result), result.metric) == (align.AlignResult, "top-1 accuracy")
     config = json.loads((tmp_path / "a" / "config.json").read_text())
-    digests = [f"own:{fingerprint(*x)[:12]}" for x in (task[1:4], [pool])]
+    digests = [f"own:{fingerprint(*x)[:12]}" for x in (task.splits, [pool])]
     assert [config["dataset"], config["pool"]] == digests
     short = {"lr": 0.01, "epochs": 2, "seeds": 1, "warmup_epochs": 0}
     start = FinetuneConfig(start=tmp_path / "a", dataset="own", **short)
