@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.bisslight
-.PHONY: install test slow lint types check demo notebooks page clean
+.PHONY: install test slow gpu lint types check demo notebooks page clean
 .DEFAULT_GOAL := check
 
 install: $(READY)
@@ -17,6 +17,9 @@ test: $(READY)  ## the suite; one thread a process, a process a core
 
 slow: $(READY)  ## minutes: kills while saving, torchrun, the notebooks, the commands of README and examples
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m slow --override-ini addopts='--import-mode=importlib'
+
+gpu: $(READY)  ## CUDA tests: a CUDA device against the CPU; other tests do not see the device
+	BISSLIGHT_GPU=1 $(BIN)/python -m pytest -m gpu -rs tests/test_gpu.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

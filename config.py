@@ -239,6 +239,8 @@ class Machine(Settings):
     """auto, cpu, cuda or cuda:1. auto: CUDA where there is one. [here]"""
     amp: bool = True
     """bfloat16 autocast on CUDA; the hypergradient stays in float32 or better. [released]"""
+    tf32: bool = False
+    """TF32 in float32 products on CUDA (--no-amp, cg): faster, relative error 1e-3. [here]"""
     recompute: bool = False
     """Activation checkpointing of the backbone: less memory, one more forward pass. [released]"""
     micro_batch: PositiveInt | None = None

@@ -156,6 +156,19 @@ def in_autocast_dtype(x: Tensor) -> Tensor:
     return x
 
 
+def keep_in_bfloat16(backbone: Backbone) -> None:
+    """Stores the matrices and biases of ψ's Linear and Conv2d layers in bfloat16, in place.
+
+    Autocast would cast exactly these in every pass, so under autocast results stay the same to the
+    bit, while half of ψ's memory and the casts are saved. LayerNorm, the class token and the table
+    of positions stay float32. Outside of autocast such a backbone cannot be used, so not with
+    Hessian-vector products.
+    """
+    for module in backbone.vit.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            module.to(torch.bfloat16)
+
+
 def drop_path(rate: float, depth: int, n: int, rng: torch.Generator) -> Tensor:
     """Drop-path factors of n images, (n, K, 2): 1/(1 − rate_k) with probability 1 − rate_k, else 0.
 

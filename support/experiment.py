@@ -56,6 +56,10 @@ class Experiment:
 
         backbone, self.pretext_head, self.arch = checkpoints.load_backbone(cfg)
         self.backbone = backbone.to(self.device)
+        exact_curvature = isinstance(cfg, AlignConfig) and cfg.hypergrad in ("cg", "exact")
+        own_task = cfg.pretext not in ("mae", "ijepa")  # may compute outside of autocast
+        if self.amp and not exact_curvature and not own_task:
+            lora.keep_in_bfloat16(self.backbone)
         self.theta_shape = (backbone.depth, 4 * cfg.rank * backbone.dim)  # (K, p)
         self.transform = data.Transform(
             self.arch.image_size,
@@ -395,6 +399,9 @@ def device_of(cfg: Machine) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun's processes have one each
         name = f"cuda:{os.environ['LOCAL_RANK']}"
+    # matrix products and, unlike torch's own default, convolutions in full float32
+    torch.backends.cuda.matmul.allow_tf32 = cfg.tf32
+    torch.backends.cudnn.allow_tf32 = cfg.tf32
     try:
         return torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as error:

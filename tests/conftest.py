@@ -21,6 +21,11 @@ from data import quilts
 from extras.pretrain import PretrainConfig, pretrain
 from support.processes import stop
 
+# A card in the machine is hidden before torch asks for one: `--device auto` would move the recorded
+# runs to it, and to bfloat16. `make gpu` sets BISSLIGHT_GPU.
+if not os.environ.get("BISSLIGHT_GPU"):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 HERE = Path(__file__).parent
 SHARED = Path(os.environ.get("BISSLIGHT_SHARED", HERE.parent.parent / "shared"))
 

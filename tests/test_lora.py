@@ -15,9 +15,10 @@ from torch import Tensor
 
 import lora
 from bisslight import Passes
-from config import BACKBONES
+from config import BACKBONES, AlignConfig
 from data import rng
 from lora import Backbone, drop_path, factors, init_head, init_theta
+from support import checkpoints
 
 
 def tiny_vit(**more: Any) -> VisionTransformer:
@@ -178,3 +179,44 @@ def test_processes_that_share_a_batch_have_moments_and_gradients_of_the_whole(
     whole = found(slice(0, 5))
     for rank in (0, 1):
         torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), whole)
+
+
+@pytest.mark.parametrize("pretext", ["mae", "ijepa"])
+def test_weights_kept_in_bfloat16_change_no_bit_under_autocast(pretext: str) -> None:
+    """Losses of both levels and their gradients, with drop path; half of the bytes are gone."""
+    arch = BACKBONES["vit_mini"]._replace(class_token=pretext == "mae")
+    g = rng(3)
+    vit = checkpoints.build_vit(arch)
+    head = checkpoints.build_head(arch, pretext)
+    checkpoints.initialise([vit, head], pretext, g)
+    backbone = Backbone(vit).requires_grad_(False)
+    theta = 0.1 * torch.randn(arch.depth, 4 * 8 * arch.dim, generator=g)
+    theta.requires_grad_()
+    cfg = AlignConfig(backbone="vit_mini", dataset="own", pool="own", pretext=pretext, min_keep=0)
+    task: Any = checkpoints.pretext_task(cfg, backbone, head, 5, theta)
+    images = torch.randn(6, 3, 16, 16, generator=g)
+    drawn = task.draw(6, g)
+    labels = torch.arange(6)
+    examples = lora.Examples(images, labels, drop_path(0.5, arch.depth, 6, g))
+    phi_D = {k: x.requires_grad_() for k, x in init_head(arch.dim, 6, g).items()}
+    loss_D = partial(lora.downstream_loss, backbone, regularise=True)
+    passes = Passes(amp=True)
+
+    def numbers() -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            batch = task.prepare(images, *drawn)
+        lower = passes.gradients(task.loss, theta, task.phi, batch)
+        upper = passes.gradients(loss_D, theta, phi_D, examples)
+        assert float(lower.theta.abs().max()) > 0
+        values = [lower.value, lower.theta, upper.value, upper.theta]
+        return [*values, *lower.phi.values(), *upper.phi.values()]
+
+    def size() -> int:
+        return sum(x.numel() * x.element_size() for x in backbone.parameters())
+
+    before = numbers()
+    bytes_before = size()
+    lora.keep_in_bfloat16(backbone)
+    assert all(torch.equal(x, y) for x, y in zip(before, numbers(), strict=True))
+    assert size() < 0.55 * bytes_before
+    assert backbone.vit.norm.weight.dtype == torch.float32

@@ -1,0 +1,354 @@
+"""A CUDA device against the CPU: `make gpu`; skipped where there is no device.
+
+Without TF32 both compute the same sums in float32, in another order. A pass is compared to 1e-5 of
+the largest entry. Runs are compared to 1e-3: AdamW takes a full step where a gradient is nothing
+but rounding, and line 13 divides by small eigenvalues. In bfloat16, whose steps are 4e-3, passes
+are compared to 2e-2 of the norm and runs to 5e-2.
+
+BISSLIGHT_GPU=cpu rehearses these tests on a machine without a device: CPU against CPU.
+"""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
+
+import cli
+import lora
+from bisslight import Gradients, Passes
+from config import AlignConfig
+from lora import Backbone, Examples
+from support import runs
+from support.checkpoints import arch_of, build_head, build_vit, initialise, pretext_task
+from support.processes import stop
+
+REHEARSAL = os.environ.get("BISSLIGHT_GPU") == "cpu"
+DEVICE = "cpu" if REHEARSAL else "cuda"
+BACKBONE = "vit_mini" if REHEARSAL else "vit_b16"  # of the passes
+ROOT = Path(cli.__file__).parent
+
+STEPS = (
+    "--alternations 3 --lower-steps 3 --upper-steps 2 --p-batch 24 --d-batch 16 --probe-epochs 1 "
+    "--eval-every 1 --warmup 1 --rank 4 --drop-path 0.1 --quiet"
+)
+PEFT = "--epochs 2 --batch 40 --seeds 2 --lr 1e-2 --warmup-epochs 0 --quiet"
+NUMBERS = (
+    "loss_P", "proximal", "norm_P", "loss_D_at_P", "loss_D_at_D", "norm_D", "q_over_g", "cosine",
+    "share", "removed", "distance",
+)  # fmt: skip
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not REHEARSAL and not torch.cuda.is_available(),
+        reason="no CUDA device is visible; on a machine with one, `make gpu` shows it",
+    ),
+    pytest.mark.usefixtures("elsewhere"),
+]
+
+
+@pytest.fixture(autouse=True)
+def plain_float32() -> Iterator[None]:
+    """Neither matrix products nor convolutions (on by default) use TF32, unless a test says so."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def done(line: str) -> None:
+    """A command line in this process that must succeed; what it prints is left out."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = cli.run(line.split())
+    assert code == 0, line
+
+
+def error_of(found: Tensor, expected: Tensor) -> float:
+    """Largest difference, as a share of the largest entry."""
+    difference = (found.detach().cpu().double() - expected.detach().cpu().double()).abs().max()
+    return float(difference / expected.detach().abs().max().cpu().double().clamp_min(1e-300))
+
+
+def error_of_norm(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference, as a share of the norm."""
+    difference = found.detach().cpu().double() - expected.detach().cpu().double()
+    return float(difference.norm() / expected.detach().cpu().double().norm().clamp_min(1e-300))
+
+
+# --- one pass of ViT-B ----------------------------------------------------------------------------
+
+
+class Level:
+    """A level of Algorithm 1 on a random ViT-B: its loss, θ, φ and a batch, on one device."""
+
+    def __init__(self, kind: str, device: str) -> None:
+        images_number = 4
+        pretext = "ijepa" if kind == "ijepa" else "mae"
+        own = {"dataset": "own", "pool": "own"}
+        cfg = AlignConfig(backbone=BACKBONE, pretext=pretext, min_keep=0, **own)
+        arch = arch_of({}, cfg)
+        g = torch.Generator().manual_seed(0)
+        vit = build_vit(arch)
+        head = build_head(arch, pretext)
+        initialise([vit, head], pretext, g)
+        backbone = Backbone(vit).requires_grad_(False).to(device)
+        # B is 0 at the start of a run, which would hide the gradients of A
+        self.theta = 0.02 * torch.randn(arch.depth, 4 * cfg.rank * arch.dim, generator=g)
+        images = torch.randn(images_number, 3, arch.image_size, arch.image_size, generator=g)
+        if kind == "downstream":
+            self.phi = lora.init_head(arch.dim, 20, g)
+            drop = lora.drop_path(0.1, arch.depth, images_number, g).to(device)
+            self.batch: Any = Examples(
+                images.to(device), torch.arange(images_number).to(device), drop
+            )
+            self.loss: Any = partial(lora.downstream_loss, backbone, regularise=True)
+        else:
+            task: Any = pretext_task(cfg, backbone, head.to(device), 10, self.theta.to(device))
+            drawn = [x.to(device) for x in task.draw(images_number, g)]
+            self.phi = task.phi
+            self.batch = task.prepare(images.to(device), *drawn)
+            self.loss = task.loss
+        self.device = device
+
+    def gradients(self, passes: Passes) -> Gradients:
+        theta = self.theta.to(self.device).requires_grad_()
+        phi = {name: x.detach().to(self.device).requires_grad_() for name, x in self.phi.items()}
+        return passes.gradients(self.loss, theta, phi, self.batch)
+
+
+@pytest.mark.parametrize("kind", ["mae", "ijepa", "downstream"])
+def test_a_pass_has_the_value_and_gradients_of_the_cpu(kind: str) -> None:
+    expected = Level(kind, "cpu").gradients(Passes())
+    level = Level(kind, DEVICE)
+    found = level.gradients(Passes())
+    errors = {
+        "value": error_of(found.value, expected.value),
+        "theta": error_of(found.theta, expected.theta),
+        "phi": max(error_of(found.phi[name], x) for name, x in expected.phi.items()),
+    }
+    print(kind, "float32:", errors)
+    assert max(errors.values()) < 1e-5
+    rounded = level.gradients(Passes(amp=True))
+    assert rounded.theta.dtype == torch.float32
+    errors = {
+        "value": error_of(rounded.value, expected.value),
+        "theta": error_of_norm(rounded.theta, expected.theta),
+    }
+    print(kind, "bfloat16:", errors)
+    assert errors["value"] < 1e-2 and errors["theta"] < 2e-2
+
+
+def test_micro_batches_and_recomputation_give_the_gradients_of_the_whole() -> None:
+    level = Level("downstream", DEVICE)
+    whole = level.gradients(Passes())
+    parts = level.gradients(Passes(micro_batch=3))
+    backbone = level.loss.args[0]
+    backbone.recompute = True
+    again = level.gradients(Passes())
+    errors = [error_of(x.theta, whole.theta) for x in (parts, again)]
+    print("micro-batches, recompute:", errors)
+    assert max(errors) < 1e-5
+
+
+def test_hessian_products_are_those_of_the_cpu() -> None:
+    """Of MAE on ViT-B, by the products that CG takes; twice the rounding of a gradient's."""
+    products = []
+    for device in ("cpu", DEVICE):
+        level = Level("mae", device)
+        theta = level.theta.to(device)
+        phi = {name: x.detach() for name, x in level.phi.items()}
+        product = Passes().hessian(level.loss, theta, phi, level.batch)
+        products.append(product(theta))
+    error = error_of(products[1], products[0])
+    print("Hessian product:", error)
+    assert error < 1e-4
+
+
+# --- runs by the command line ---------------------------------------------------------------------
+
+
+def align_line(pretrained: Path, hypergrad: str, pretext: str = "mae") -> str:
+    model = f"--backbone vit_mini --pretext {pretext} --weights {pretrained / pretext}"
+    return f"align {model} --dataset quilts --hypergrad {hypergrad} {STEPS}"
+
+
+def curves(run: str) -> list[dict[str, Any]]:
+    """The alternations of a run, without the probe."""
+    records = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record["step"] > 0]
+
+
+def difference(one: str, two: str, names: tuple[str, ...] = NUMBERS) -> float:
+    """The largest relative difference of two runs' numbers; each list counts as a whole."""
+    worst = 0.0
+    for first, second in zip(curves(one), curves(two), strict=True):
+        for name in names:
+            error = error_of(torch.tensor(second[name]), torch.tensor(first[name]))
+            worst = max(worst, error)
+    print(f"{one}, {two}: {worst:.2g}")
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("hypergrad", "pretext"),
+    [
+        ("mfac", "mae"),
+        ("recursion", "mae"),
+        ("cg", "mae"),
+        ("identity", "mae"),
+        ("exact", "mae"),
+        ("mfac", "ijepa"),
+    ],
+)
+def test_align_has_the_numbers_of_the_cpu(pretrained: Path, hypergrad: str, pretext: str) -> None:
+    line = align_line(pretrained, hypergrad, pretext)
+    if hypergrad == "exact":  # a Hessian product for each of 1,024 numbers of θ
+        line += " --rank 1 --alternations 1 --p-batch 4"
+    done(f"{line} --device cpu --out cpu")
+    done(f"{line} --device {DEVICE} --no-amp --out gpu")
+    assert difference("cpu", "gpu") < 1e-3
+
+
+def test_align_in_bfloat16_stays_near_float32(pretrained: Path) -> None:
+    """Losses and distances; θ and the adapter file stay float32."""
+    line = align_line(pretrained, "mfac")
+    done(f"{line} --device cpu --out cpu")
+    done(f"{line} --device {DEVICE} --out gpu")
+    assert difference("cpu", "gpu", ("loss_P", "loss_D_at_P", "loss_D_at_D", "distance")) < 5e-2
+    assert load_file("gpu/adapter.safetensors")["theta"].dtype == torch.float32
+
+
+def test_tf32_stays_near_float32_where_it_is_asked_for(pretrained: Path) -> None:
+    """CG, whose Hessian products are in float32, or with --tf32 in TF32 (10 bits)."""
+    line = f"{align_line(pretrained, 'cg')} --device {DEVICE} --no-amp"
+    done(f"{line} --out plain")
+    done(f"{line} --tf32 --out tf32")
+    names = ("loss_P", "loss_D_at_P", "loss_D_at_D", "distance", "q_over_g")
+    assert difference("plain", "tf32", names) < 1e-2
+    assert torch.backends.cuda.matmul.allow_tf32
+    done(f"{line} --out again")
+    assert not torch.backends.cudnn.allow_tf32  # torch's own default is True
+
+
+def test_gradients_kept_on_the_cpu_give_the_same_run(pretrained: Path) -> None:
+    line = f"{align_line(pretrained, 'mfac')} --device {DEVICE} --no-amp"
+    done(f"{line} --out here")
+    done(f"{line} --mfac-device cpu --out there")
+    assert difference("here", "there") < 1e-3
+
+
+def test_cut_and_recomputed_passes_give_the_same_run(pretrained: Path) -> None:
+    line = f"{align_line(pretrained, 'cg')} --device {DEVICE} --no-amp"
+    done(f"{line} --out whole")
+    done(f"{line} --micro-batch 7 --out cut")
+    done(f"{line} --recompute --out again")
+    assert max(difference("whole", "cut"), difference("whole", "again")) < 1e-3
+
+
+def test_peft_has_the_scores_of_the_cpu(pretrained: Path) -> None:
+    """From an align run: both scores of each seed, and the test loss; in bfloat16, the loss."""
+    done(f"{align_line(pretrained, 'mfac')} --device cpu --out aligned")
+    line = f"finetune --from aligned {PEFT}"
+    done(f"{line} --device cpu --out cpu")
+    done(f"{line} --device {DEVICE} --no-amp --out gpu")
+    done(f"{line} --device {DEVICE} --out rounded")
+    expected, found, rounded = (
+        json.loads(Path(run, "result.json").read_text()) for run in ("cpu", "gpu", "rounded")
+    )
+    print({key: (expected[key], found[key], rounded[key]) for key in ("test", "test_loss", "val")})
+    assert found["test_loss"] == pytest.approx(expected["test_loss"], rel=1e-3)
+    assert rounded["test_loss"] == pytest.approx(expected["test_loss"], rel=5e-2)
+    assert found["test"] == pytest.approx(expected["test"], abs=0.3)  # 480 images: one of them
+
+
+def test_photographs_come_through_workers_and_pinned_memory(pretrained: Path) -> None:
+    """A folder of drawn JPEGs as pool and as labelled task, with crops; two workers and none."""
+    g = torch.Generator().manual_seed(0)
+    for i in range(48):
+        pixels = torch.randint(256, (6, 6, 3), generator=g).byte().numpy()
+        image = Image.fromarray(pixels).resize((40 + i % 3, 30), Image.Resampling.BICUBIC)
+        folder = Path("photographs", f"class{i % 2}")
+        folder.mkdir(parents=True, exist_ok=True)
+        image.save(folder / f"{i}.jpg")
+    line = align_line(pretrained, "mfac").replace(
+        "--dataset quilts", "--dataset folder:photographs"
+    )
+    line += " --pool photographs"
+    done(f"{line} --device cpu --out cpu")
+    done(f"{line} --device {DEVICE} --no-amp --workers 0 --out alone")
+    done(f"{line} --device {DEVICE} --no-amp --workers 2 --out workers")
+    assert difference("cpu", "workers") < 1e-3
+    assert difference("alone", "workers") < 1e-4
+
+
+def test_a_run_stopped_and_continued_is_the_run_in_one_piece(
+    pretrained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To rounding, in bfloat16; whether the bits are equal is printed."""
+    line = f"{align_line(pretrained, 'mfac')} --save-minutes 0 --device {DEVICE}"
+    done(f"{line} --out whole")
+    done(f"{line} --out twice")
+    write = runs.write_atomic
+
+    def stopping(path: Path, content: Any) -> None:
+        write(path, content)
+        if path.name == "metrics.jsonl" and len(path.read_text().splitlines()) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(runs, "write_atomic", stopping)
+    assert cli.run(f"{line} --out cut".split()) == 143
+    monkeypatch.setattr(runs, "write_atomic", write)
+    stop.flag.value = 0
+    assert len(curves("cut")) == 1
+    done(f"{line} --out cut")
+    assert difference("whole", "cut") < 1e-3
+    adapters = [Path(run, "adapter.safetensors").read_bytes() for run in ("whole", "twice", "cut")]
+    print(
+        "bits equal: run again", adapters[0] == adapters[1], "resumed", adapters[0] == adapters[2]
+    )
+
+
+def test_too_little_memory_is_told_in_one_line(
+    pretrained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if REHEARSAL:
+        pytest.skip("the CPU's memory has no limit to set")
+    line = align_line(pretrained, "mfac").replace("--p-batch 24", "--p-batch 4000")
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(0.001)
+    try:
+        code = cli.run(f"{line} --device {DEVICE} --out short".split())
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    lines = capsys.readouterr().err.splitlines()
+    lines = [said for said in lines if "warm-up" not in said]
+    assert (code, len(lines)) == (1, 1), lines
+    assert "out of memory" in lines[0] and "--micro-batch" in lines[0]
+
+
+def test_two_processes_on_two_devices_have_the_numbers_of_one(pretrained: Path) -> None:
+    """By NCCL."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"two CUDA devices are needed, {torch.cuda.device_count()} visible")
+    line = f"{align_line(pretrained, 'mfac')} --device cuda --no-amp"
+    call = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    call += [str(ROOT / "cli.py"), *line.split(), "--out", "two"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    outcome = subprocess.run(call, env=env, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+    done(f"{line} --out one")
+    assert difference("one", "two") < 1e-3
