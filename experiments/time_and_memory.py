@@ -28,9 +28,9 @@ from bisslight import Log, Passes, PretextTask, algorithm_1
 from config import AlignConfig, FinetuneConfig, Record
 from experiments.recipe import Backbone, Set, read_settings, settings_of, write_table
 from lora import Backbone as Network
-from lora import Examples, downstream_loss, drop_path, init_head, init_theta
+from lora import Examples, downstream_loss, drop_path, init_head, init_theta, keep_in_bfloat16
 from support.checkpoints import arch_of, build_head, build_vit, pretext_task
-from support.experiment import device_of
+from support.experiment import device_of, fits_bfloat16
 from support.optim import Group, Optimiser, trainable
 
 CLASSES = 200  # of CUB-200, which the paper timed
@@ -116,6 +116,9 @@ def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Log]:
     """Algorithm 1 on a random network and the same random images at every step."""
     g = torch.Generator().manual_seed(cfg.seed)
     network = random_network(cfg, device)
+    if fits_bfloat16(cfg, device):
+        keep_in_bfloat16(network)
+    amp = cfg.amp and device.type == "cuda"
     arch = arch_of({}, cfg)
     with device:
         decoder = build_head(arch, cfg.pretext)
@@ -126,13 +129,14 @@ def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Log]:
     state, _ = start_state(cfg, theta, task.phi, phi_D)
     images = random_images(arch.image_size, max(cfg.p_batch, cfg.d_batch), device)
     drawn = [tensor.to(device) for tensor in task.draw(cfg.p_batch, g)]
-    pretext = repeat(task.prepare(images[: cfg.p_batch], *drawn))
+    with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+        prepared = task.prepare(images[: cfg.p_batch], *drawn)
+    pretext = repeat(prepared)
     labels = torch.arange(cfg.d_batch, device=device) % CLASSES
     downstream = repeat(Examples(images[: cfg.d_batch], labels))
     loss_D = partial(downstream_loss, network)
     inverse = hypergradient(cfg, theta)
     store = "cpu" if cfg.mfac_device == "cpu" else None
-    amp = cfg.amp and device.type == "cuda"
     passes = Passes(cfg.micro_batch, amp)
     yield from algorithm_1(
         state, cfg, task, loss_D, inverse, pretext, downstream, passes=passes, store=store

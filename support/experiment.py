@@ -56,9 +56,7 @@ class Experiment:
 
         backbone, self.pretext_head, self.arch = checkpoints.load_backbone(cfg)
         self.backbone = backbone.to(self.device)
-        exact_curvature = isinstance(cfg, AlignConfig) and cfg.hypergrad in ("cg", "exact")
-        own_task = cfg.pretext not in ("mae", "ijepa")  # may compute outside of autocast
-        if self.amp and not exact_curvature and not own_task:
+        if fits_bfloat16(cfg, self.device):
             lora.keep_in_bfloat16(self.backbone)
         self.theta_shape = (backbone.depth, 4 * cfg.rank * backbone.dim)  # (K, p)
         self.transform = data.Transform(
@@ -416,3 +414,10 @@ def use_one_thread_for_small_networks(backbone: str, device: torch.device) -> No
     """
     if backbone == "vit_mini" and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
+
+
+def fits_bfloat16(cfg: Config, device: torch.device) -> bool:
+    """Whether all passes of these settings are under autocast, see `lora.keep_in_bfloat16`."""
+    float32_curvature = isinstance(cfg, AlignConfig) and cfg.hypergrad in ("cg", "exact")
+    own_task = cfg.pretext not in ("mae", "ijepa")  # it may leave autocast
+    return cfg.amp and device.type == "cuda" and not float32_curvature and not own_task
