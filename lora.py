@@ -135,8 +135,13 @@ def qkv(
     With x (B, n, dim) and s = scale: q = W_q x + s B_q A_q x, k = W_k x, v = W_v x + s B_v A_v x.
     """
     x = in_autocast_dtype(x)
-    q, k, v = attn.qkv(x).chunk(3, -1)  # (B, n, dim) each
-    if row is not None:
+    if row is None:
+        q, k, v = attn.qkv(x).chunk(3, -1)  # (B, n, dim) each
+    else:
+        # one product each: k as a part of a common one would keep all of it until backward
+        weights = attn.qkv.weight.chunk(3)  # (dim, dim) each
+        biases = (None,) * 3 if attn.qkv.bias is None else attn.qkv.bias.chunk(3)
+        q, k, v = (F.linear(x, W, b) for W, b in zip(weights, biases, strict=True))
         A_q, B_qT, A_v, B_vT = row.view(4, -1, x.shape[-1]).unbind(0)  # (r, dim) each
         low_q, low_v = (x @ torch.cat([A_q, A_v]).mT).chunk(2, -1)  # (B, n, r) each
         q = q + scale * low_q @ B_qT
@@ -166,7 +171,9 @@ def keep_in_bfloat16(backbone: Backbone) -> None:
     """
     for module in backbone.vit.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
-            module.to(torch.bfloat16)
+            for name, tensor in [*module.named_parameters()]:
+                rounded = nn.Parameter(tensor.to(torch.bfloat16), requires_grad=False)
+                module.register_parameter(name, rounded)
 
 
 def drop_path(rate: float, depth: int, n: int, rng: torch.Generator) -> Tensor:
