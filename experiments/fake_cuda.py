@@ -1,4 +1,4 @@
-"""One alternation of the real Algorithm 1 on CUDA tensors without numbers, on a machine without one.
+"""One alternation of the real Algorithm 1 on CUDA tensors without numbers, on any machine.
 
     python -m experiments.fake_cuda --backbone vit_l16 --lower-steps 2 --upper-steps 1
 
@@ -22,8 +22,8 @@ import sysconfig
 import tempfile
 import traceback
 import weakref
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,8 +36,8 @@ from torch.utils.flop_counter import flop_registry
 
 import bisslight
 import ijepa
-from bisslight import Gradients, Passes
-from config import AlignConfig, Record
+from bisslight import Gradients, Log, Passes
+from config import BACKBONES, AlignConfig, Record
 from experiments import time_and_memory
 
 ROOT = Path(__file__).parent.parent
@@ -49,10 +49,10 @@ LAUNCH = 3.5e-6  # seconds
 
 # Operations that only look at memory in another way.
 VIEWS = {
-    "_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk", "detach", "diagonal", "empty",
-    "empty_like", "empty_strided", "expand", "lift_fresh", "mT", "new_empty", "numpy_T", "permute",
-    "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind",
-    "unfold", "unsqueeze", "view",
+    "_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk", "detach", "diagonal",
+    "empty", "empty_like", "empty_strided", "expand", "lift_fresh", "mT", "new_empty", "numpy_T",
+    "permute", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "t",
+    "transpose", "unbind", "unfold", "unsqueeze", "view",
 }  # fmt: skip
 FILLS = {"zeros", "zeros_like", "zero_", "ones", "full", "fill_"}  # what they read does not count
 
@@ -66,7 +66,7 @@ class Crossing(NamedTuple):
 
     operation: str
     place: str  # FILE:FUNCTION of this program
-    count: int  # in an alternation
+    times: int  # in an alternation
 
 
 class Trace(NamedTuple):
@@ -74,6 +74,7 @@ class Trace(NamedTuple):
 
     seconds: float
     peak_GB: float
+    theta_GB: float  # θ, float32; G has N_L of it
     loaded_GB: float  # before it begins: networks, θ and φ with their moments once there, a batch
     kernels: int
     TFLOP: float
@@ -145,7 +146,7 @@ def trace_inside(settings: Record) -> Trace:
     cost = Cost()
     watch(cost, cfg.lower_steps)
     if cfg.pretext == "ijepa":
-        ijepa.IJEPA.draw = draw_usual_masks  # type: ignore[method-assign, assignment]
+        ijepa.IJEPA.draw = draw_usual_masks  # type: ignore[method-assign]
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         cost,
@@ -153,7 +154,8 @@ def trace_inside(settings: Record) -> Trace:
     ):
         for _ in time_and_memory.alternations(cfg, torch.device("cuda", 0)):
             pass
-    return cost.trace()
+    arch = BACKBONES[cfg.backbone]
+    return cost.trace(theta_GB=arch.depth * 4 * cfg.rank * arch.dim * 4 / 1e9)
 
 
 def patch_torch() -> None:
@@ -161,12 +163,16 @@ def patch_torch() -> None:
     import timm.models.vision_transformer as timm_vit
     from torch._subclasses import fake_tensor
 
-    fake_tensor.init_gpu_context = lambda *_: None  # type: ignore[attr-defined]
-    torch.cuda.is_available = lambda: False
-    torch.cuda.is_bf16_supported = lambda *_, **__: True  # type: ignore[assignment]
-    torch.cuda.amp.common.amp_definitely_not_available = lambda: False
-    # timm reads these rates, all 0 here, from a tensor
-    timm_vit.calculate_drop_path_rates = lambda rate, depth, *_, **__: [0.0] * depth  # type: ignore[assignment]
+    replacements: list[tuple[Any, str, Any]] = [
+        (fake_tensor, "init_gpu_context", lambda *_: None),
+        (torch.cuda, "is_available", lambda: False),
+        (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
+        (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        # timm reads these rates, all 0 here, from a tensor
+        (timm_vit, "calculate_drop_path_rates", lambda rate, depth, *_, **__: [0.0] * depth),
+    ]
+    for module, name, function in replacements:
+        setattr(module, name, function)
 
 
 def watch(cost: "Cost", lower_steps: int) -> None:
@@ -175,11 +181,11 @@ def watch(cost: "Cost", lower_steps: int) -> None:
     real_gradients = Passes.gradients
     passes = 0
 
-    def algorithm_1(*arguments: Any, **keywords: Any) -> Any:
+    def algorithm_1(*arguments: Any, **keywords: Any) -> Iterator[Log]:  # noqa: ANN401
         cost.begin()
         return real_algorithm(*arguments, **keywords)
 
-    def gradients(self: Passes, *arguments: Any) -> Gradients:
+    def gradients(self: Passes, *arguments: Any) -> Gradients:  # noqa: ANN401
         nonlocal passes
         passes += 1
         cost.level = "lower" if passes <= lower_steps else "upper"
@@ -193,11 +199,11 @@ def watch(cost: "Cost", lower_steps: int) -> None:
         return [[0.0] * width for _ in rows]
 
     time_and_memory.algorithm_1 = algorithm_1  # type: ignore[attr-defined]
-    Passes.gradients = gradients  # type: ignore[method-assign, assignment]
+    Passes.gradients = gradients  # type: ignore[method-assign]
     bisslight.read = read
 
 
-def draw_usual_masks(self: Any, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+def draw_usual_masks(self: ijepa.IJEPA, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     """I-JEPA's masks are drawn by their numbers; of 16 x 16 patches these sizes are usual."""
     return torch.zeros(n, 1, 100, dtype=torch.long), torch.zeros(n, 4, 40, dtype=torch.long)
 
@@ -217,14 +223,19 @@ class Cost(TorchDispatchMode):
         self.level = "rest" if self.current else "setup"
         self.loaded = self.current
         self.peaks: Counter[str] = Counter()
-        self.seconds: Counter[str] = Counter()
-        self.operations: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)  # by level
+        self.operations: defaultdict[str, float] = defaultdict(float)  # seconds by name
         self.calls: Counter[str] = Counter()
         self.flop = 0.0
         self.crossings: Counter[tuple[str, str]] = Counter()
 
-    # the signature is torch's
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # the signature is torch's
+        self,
+        func: Any,  # noqa: ANN401
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -263,30 +274,32 @@ class Cost(TorchDispatchMode):
 
     def count(self, name: str, read: list[Tensor], written: list[Tensor], flop: float) -> None:
         """Add an operation's time by the roofline."""
-        size = sum(size_of(x) for x in written)
+        size = float(sum(size_of(x) for x in written))
         if name not in FILLS:
             size += sum(size_of(x) for x in read)
         if name.startswith("_fused_adam"):  # of four lists, three are written in place
             size += 0.75 * sum(size_of(x) for x in read)
         dtype = next((x.dtype for x in written if x.dtype in RATES), torch.float32)
         seconds = max(flop / RATES[dtype], size / BANDWIDTH, LAUNCH)
-        self.seconds[self.level] += seconds  # type: ignore[assignment]
+        self.seconds[self.level] += seconds
         key = f"{name} {str(dtype).removeprefix('torch.')}"
-        self.operations[key] += seconds  # type: ignore[assignment]
+        self.operations[key] += seconds
         self.calls[key] += 1
         self.flop += flop
 
-    def trace(self) -> Trace:
+    def trace(self, theta_GB: float) -> Trace:
         levels = {}
         for level in self.seconds:
             levels[level] = [self.seconds[level], self.peaks[level] / 1e9]
         largest = []
-        for name, seconds in self.operations.most_common(12):
+        by_time = sorted(self.operations.items(), key=lambda item: -item[1])
+        for name, seconds in by_time[:12]:
             largest.append([name, self.calls[name], round(1e3 * seconds, 2)])
         crossings = [Crossing(*key, count) for key, count in self.crossings.items()]
         return Trace(
             seconds=math.fsum(self.seconds.values()),
             peak_GB=max(self.peaks.values()) / 1e9,
+            theta_GB=theta_GB,
             loaded_GB=self.loaded / 1e9,
             kernels=sum(self.calls.values()),
             TFLOP=self.flop / 1e12,

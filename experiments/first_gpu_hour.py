@@ -132,7 +132,7 @@ def name_of(card: Card) -> str:
 
 def seconds_of(step: Callable[[], object], card: Card, repeats: int = 10) -> float:
     """Median seconds of a step on the device, after two that warm up."""
-    times = []
+    times: list[float] = []
     for _ in range(repeats + 2):
         if card.gpu:
             first = torch.cuda.Event(enable_timing=True)

@@ -13,6 +13,7 @@ The loader of the images is not in these times.
 import gc
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise, repeat
 from pathlib import Path
@@ -129,7 +130,8 @@ def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Log]:
     state, _ = start_state(cfg, theta, task.phi, phi_D)
     images = random_images(arch.image_size, max(cfg.p_batch, cfg.d_batch), device)
     drawn = [tensor.to(device) for tensor in task.draw(cfg.p_batch, g)]
-    with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+    autocast = torch.autocast(device.type, torch.bfloat16) if amp else nullcontext()
+    with autocast:
         prepared = task.prepare(images[: cfg.p_batch], *drawn)
     pretext = repeat(prepared)
     labels = torch.arange(cfg.d_batch, device=device) % CLASSES

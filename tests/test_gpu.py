@@ -3,7 +3,7 @@
 Without TF32 both compute the same sums in float32, in another order. A pass is compared to 1e-5 of
 the largest entry. Runs are compared to 1e-3: AdamW takes a full step where a gradient is nothing
 but rounding, and line 13 divides by small eigenvalues. In bfloat16, whose steps are 4e-3, passes
-are compared to 2e-2 of the norm and runs to 5e-2.
+and runs are compared to 5e-2.
 
 BISSLIGHT_GPU=cpu rehearses these tests on a machine without a device: CPU against CPU.
 """
@@ -149,7 +149,7 @@ def test_a_pass_has_the_value_and_gradients_of_the_cpu(kind: str) -> None:
         "theta": error_of_norm(rounded.theta, expected.theta),
     }
     print(kind, "bfloat16:", errors)
-    assert errors["value"] < 1e-2 and errors["theta"] < 2e-2
+    assert errors["value"] < 1e-2 and errors["theta"] < 5e-2
 
 
 def test_micro_batches_and_recomputation_give_the_gradients_of_the_whole() -> None:
@@ -302,16 +302,16 @@ def test_a_run_stopped_and_continued_is_the_run_in_one_piece(
     line = f"{align_line(pretrained, 'mfac')} --save-minutes 0 --device {DEVICE}"
     done(f"{line} --out whole")
     done(f"{line} --out twice")
-    write = runs.write_atomic
+    log = runs.Run.log
 
-    def stopping(path: Path, content: Any) -> None:
-        write(path, content)
-        if path.name == "metrics.jsonl" and len(path.read_text().splitlines()) == 2:
+    def log_and_stop(run: runs.Run, record: dict[str, Any]) -> None:
+        log(run, record)
+        if record["step"] == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(runs, "write_atomic", stopping)
+    monkeypatch.setattr(runs.Run, "log", log_and_stop)
     assert cli.run(f"{line} --out cut".split()) == 143
-    monkeypatch.setattr(runs, "write_atomic", write)
+    monkeypatch.setattr(runs.Run, "log", log)
     stop.flag.value = 0
     assert len(curves("cut")) == 1
     done(f"{line} --out cut")
