@@ -60,6 +60,9 @@ BACKBONES = {
         predictor_dim=32,
         predictor_depth=2,
     ),
+    "vit_s16": Arch(  # not in the paper: to be pretrained on small images, with smaller patches
+        dim=384, heads=6, decoder_dim=256, decoder_depth=4, decoder_heads=8
+    ),
     "vit_b16": Arch(),
     "vit_l16": Arch(dim=1024, depth=24, heads=16),
     "vit_h14": Arch(dim=1280, depth=32, heads=16, patch_size=14),
@@ -292,7 +295,7 @@ class Shape(Settings):
     """Model: the network and what it is pretrained with."""
 
     backbone: BackboneName
-    """ψ: vit_mini, vit_b16, vit_l16, vit_h14. [App. C.1]"""
+    """ψ: vit_mini, vit_s16, vit_b16, vit_l16, vit_h14. [App. C.1]"""
     pretext: PretextName = "mae"
     """Pretext task: mae, ijepa, FILE.py:Class or module:Class (not in pretrain). [App. C.3, D.1]"""
     image_size: PositiveInt | None = None

@@ -199,7 +199,7 @@ def watch(cost: "Cost", lower_steps: int) -> None:
         return [[0.0] * width for _ in rows]
 
     time_and_memory.algorithm_1 = algorithm_1  # type: ignore[attr-defined]
-    Passes.gradients = gradients  # type: ignore[method-assign]
+    Passes.gradients = gradients  # type: ignore[method-assign, assignment]
     bisslight.read = read
 
 

@@ -47,7 +47,7 @@ from bisslight import Span, agreement
 from config import BACKBONES, AlignConfig, Record
 from data import Images, Split, Transform, batches, rng, stream
 from experiments import compile as compilation
-from experiments import time_and_memory
+from experiments import gpu_study, time_and_memory
 from experiments.recipe import markdown
 from mfac import mfac
 from support.checkpoints import arch_of, build_head, build_vit, initialise
@@ -446,8 +446,6 @@ def compiled(card: Card) -> list[Record]:
 
 def study(card: Card) -> list[Record]:
     """Does aligning help a ViT-S? Pretraining, alignment and PEFT within --minutes."""
-    from experiments import gpu_study  # its imports are those of all commands
-
     if card.data is None:
         raise typer.BadParameter("--data: the study needs a directory of photographs")
     return gpu_study.run(card.data, card.out, card.minutes, card.jobs, card.device, card.tiny)

@@ -6,7 +6,7 @@ from config import Record
 from experiments.fake_cuda import Crossing, NoStub, Trace, trace
 
 SHORT: Record = {"lower_steps": 2, "upper_steps": 1}
-# The log is read once a level: here the CPU waits. Nothing else leaves the device in an alternation.
+# The log is read once a level: here the CPU waits. Nothing else leaves the device.
 LOG = Crossing("read", "bisslight.py:read", 2)
 
 
@@ -48,7 +48,7 @@ def test_an_alternation_mixes_no_devices_waits_for_the_log_alone_and_fits(
 
 @pytest.mark.slow
 def test_gradients_kept_on_the_cpu_cross_once_a_step() -> None:
-    """To the CPU the gradient of each lower step and the query, back q and the numbers of the log."""
+    """To the CPU each lower gradient and the query; back q, and what is logged of it."""
     found = traced(backbone="vit_b16", mfac_device="cpu")
     places = {crossing.place for crossing in found.crossings}
     assert places == {
