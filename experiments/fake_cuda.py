@@ -181,11 +181,11 @@ def watch(cost: "Cost", lower_steps: int) -> None:
     real_gradients = Passes.gradients
     passes = 0
 
-    def algorithm_1(*arguments: Any, **keywords: Any) -> Iterator[Log]:  # noqa: ANN401
+    def algorithm_1(*arguments: Any, **keywords: Any) -> Iterator[Log]:
         cost.begin()
         return real_algorithm(*arguments, **keywords)
 
-    def gradients(self: Passes, *arguments: Any) -> Gradients:  # noqa: ANN401
+    def gradients(self: Passes, *arguments: Any) -> Gradients:
         nonlocal passes
         passes += 1
         cost.level = "lower" if passes <= lower_steps else "upper"
@@ -231,7 +231,7 @@ class Cost(TorchDispatchMode):
 
     def __torch_dispatch__(  # the signature is torch's
         self,
-        func: Any,  # noqa: ANN401
+        func: Any,
         types: object,
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
