@@ -189,7 +189,8 @@ def tests(card: Card) -> list[Record]:
     call += ["-p", "no:cacheprovider", "-W", "default", "tests/test_gpu.py"]
     if card.tiny:  # the rest takes minutes
         call += ["-k", "pass or mfac or bfloat16 or stopped or memory"]
-    env = os.environ | {"BISSLIGHT_GPU": mark, "PYTHONPATH": str(HERE.parent)}
+    path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"BISSLIGHT_GPU": mark, "PYTHONPATH": path}
     outcome = subprocess.run(
         call, cwd=HERE.parent, env=env, capture_output=True, text=True, check=False
     )
