@@ -81,8 +81,15 @@ def settings_command(kind: type[C], example: str) -> Callable[[Work[C, R]], Work
 
     def add(function: Work[C, R]) -> Work[C, R]:
         def command(**given: object) -> int:  # texts of flags, by their names
-            flags = {name: value for name, value in given.items() if value is not None}
-            options = {name: flags.pop(name) for name in Options.model_fields if name in flags}
+            flags: Record = {}
+            options: Record = {}
+            for name, value in given.items():
+                if value is None:  # the flag was not given
+                    continue
+                if name in Options.model_fields:
+                    options[name] = value
+                else:
+                    flags[name] = value
             return run_command(function, kind, flags, make(Options, options))
 
         typed: Any = command  # Typer reads the flags from these two
