@@ -4,31 +4,22 @@ A command imports what it runs inside its function, so that help is shown withou
 """
 
 import io
-import json
 import logging
-import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import cache
 from importlib.metadata import version
-from inspect import Parameter, Signature
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TextIO, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import typer
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-from pydantic_core import to_jsonable_python
 
 from config import (
     AlignConfig,
     Command,
     FinetuneConfig,
-    Machine,
     Record,
     Settings,
     make,
@@ -38,6 +29,8 @@ from config import (
     released_values,
 )
 from support.errors import RunError, UsageError, nearest
+from support.flags import signature_of
+from support.screen import Notes, one_line, print_result, progress, tell
 
 if TYPE_CHECKING:
     from align import AlignResult
@@ -47,7 +40,6 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=Command)
 R = TypeVar("R", bound=BaseModel)
-T = TypeVar("T")
 # what runs a command: its settings, the run directory, whether to start over, what shows progress
 Work = Callable[[C, Path, bool, "Track"], R]
 
@@ -60,207 +52,7 @@ app = typer.Typer(
 )
 data = typer.Typer(help="List, check and download the data sets.", rich_markup_mode="rich")
 
-# --- what is shown -----------------------------------------------------------------------------
-
-
-def is_first_process() -> bool:
-    """Whether this process prints; of several, torchrun gives each its rank."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def tell(text: str, stream: TextIO | None) -> None:  # None: it is closed
-    """Print a line. Where its reader has gone (`| head`), the rest is dropped; the run goes on."""
-    if stream is None:
-        return
-    try:
-        print(text, file=stream, flush=True)
-    except BrokenPipeError:
-        # from now on to nowhere: else Python's own flush at the end would fail, too
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def one_line(text: str) -> str:
-    """A text without line breaks."""
-    return " ".join(text.split())
-
-
-class Notes(logging.Handler):
-    """What the program notes while it runs, on stderr."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        tell(self.format(record), sys.stderr)
-
-
-@contextmanager
-def progress(quiet: bool) -> Iterator["Track"]:
-    """Progress on stderr: bars on a terminal, elsewhere a line for each unit."""
-    from support.runs import untracked
-
-    quiet = quiet or not is_first_process()
-    log = logging.getLogger("bisslight")
-    log.setLevel(logging.WARNING if quiet else logging.INFO)
-    log.handlers = [Notes()]
-    if quiet:
-        yield untracked
-    elif sys.stderr is not None and sys.stderr.isatty():
-        with bars() as track:
-            yield track
-    else:
-        yield print_units
-
-
-def print_units(items: Iterable[T], total: int, label: str, done: int = 0) -> Iterator[T]:
-    """A line for each item, such as an alternation, with the time that is left."""
-    started = time.monotonic()
-    latest: Record = {}
-    for number, item in enumerate(items, done + 1):
-        seconds = (time.monotonic() - started) / (number - done) * (total - number)
-        left = timedelta(seconds=round(seconds))
-        tell(f"{label} {number}/{total}  {summarise(item, latest)}  ETA {left}", sys.stderr)
-        yield item
-
-
-@contextmanager
-def bars() -> Iterator["Track"]:
-    """A bar for each loop that is under way; a loop that has ended leaves a line."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as TimeLeft
-
-    console = Console(stderr=True, highlight=False)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(10),
-        MofNCompleteColumn(),
-        TimeLeft(),
-        TextColumn("{task.fields[text]}", markup=False),
-    )
-
-    def track(items: Iterable[T], total: int, label: str, done: int = 0) -> Iterator[T]:
-        bar = live.add_task(label, total=total, completed=done, text="")
-        latest: Record = {}
-        text = ""
-        for number, item in enumerate(items, done + 1):
-            text = summarise(item, latest)
-            live.update(bar, completed=number, text=text)
-            yield item
-        live.remove_task(bar)
-        console.print(f"{label} {total}/{total}  {text}", markup=False)
-
-    with Progress(*columns, console=console, speed_estimate_period=1e9) as live:
-        yield track
-
-
-def summarise(item: object, latest: Record) -> str:
-    """An item in a few words: a text as it is, of a record its rate, losses and validation.
-
-    `latest` keeps a loop's latest numbers, since not every record has a validation.
-
-    >>> summarise({"loss_P": [1.0, 3.0], "loss_D_at_D": [1.5], "val_P": {"accuracy": 50.0}}, {})
-    'loss P 2  D 1.5  val 50.0 %'
-    """
-    record = as_record(item)
-    if record is None:
-        return str(item)
-    if "step" in record:
-        latest.update({key: value for key, value in record.items() if value})
-        record = latest
-    words = []
-    for key, name in (("lr", "lr"), ("loss", "loss"), ("loss_P", "loss P"), ("loss_D_at_D", "D")):
-        value = record.get(key)
-        if value:
-            numbers = value if isinstance(value, list) else [value]
-            words.append(f"{name} {fmean(numbers):.4g}")
-    score = record.get("val_P") or record.get("val")
-    if score:
-        words.append(f"val {score['accuracy']:.1f} %")
-    return "  ".join(words)
-
-
-def as_record(item: object) -> Record | None:
-    """The fields of a model, of a named tuple or of a dict; None for anything else."""
-    if isinstance(item, BaseModel):
-        return item.model_dump()
-    fields = getattr(item, "_asdict", None)
-    if fields is not None:
-        return dict(fields())
-    return item if isinstance(item, dict) else None
-
-
-def print_result(result: object, as_json: bool) -> None:
-    """Print a result on stdout: JSON, or a line for each value and a table for a list of dicts."""
-    if not is_first_process():
-        return
-    content = to_jsonable_python(result)
-    if as_json:
-        tell(json.dumps(content), sys.stdout)
-        return
-    values = content if isinstance(content, dict) else {"": content}
-    for name, value in values.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            if name:
-                tell(f"{name}:", sys.stdout)
-            tell(draw_table(value), sys.stdout)
-        elif value not in (None, {}):
-            tell(f"{name}: {show(value, name)}", sys.stdout)
-    if isinstance(values.get("test"), list):  # what a finetune run is about
-        tell(f"test {values['metric']}: {mean_and_deviation(values['test'])}", sys.stdout)
-
-
-def draw_table(rows: list[Record]) -> str:
-    """Rows as a table; a column that holds nothing, or nothing but lists, is only in the JSON."""
-    from rich.console import Console
-    from rich.table import Table
-
-    columns: dict[str, None] = {}  # a dict keeps their order
-    for row in rows:
-        for name, value in row.items():
-            if value not in (None, {}) and not isinstance(value, list):
-                columns[name] = None
-    table = Table(*columns, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*(show(row.get(name), name) for name in columns))
-    text = io.StringIO()
-    width = None if sys.stdout is not None and sys.stdout.isatty() else 200
-    Console(file=text, width=width, highlight=False, markup=False).print(table)
-    return text.getvalue().rstrip("\n")
-
-
-PERCENTAGES = {"accuracy", "accuracies", "difference", "grid", "mean", "per_class", "std", "test",
-               "test_per_class", "val"}  # fmt: skip
-
-
-def show(value: object, name: str = "") -> str:
-    """A value as people write it: percentages with two decimals, p with two digits.
-
-    >>> show({"difference": 3.553e-15, "p": 0.36231, "paper": None}, "first_minus_this")
-    'difference 0.00, p 0.36'
-    >>> show({"0.01": [51.33333, None]}, "grid")
-    '0.01 51.33, none'
-    """
-    if value is None:
-        return ""
-    if isinstance(value, dict):
-        # a grid's keys are learning rates, and its values are accuracies
-        inner = {key: name if name == "grid" else key for key in value}
-        return ", ".join(f"{k} {show(v, inner[k])}" for k, v in value.items() if v is not None)
-    if isinstance(value, list | tuple):
-        return ", ".join(show(item, name) or "none" for item in value) or "none"
-    if not isinstance(value, float):
-        return str(value)
-    if name in PERCENTAGES:
-        return f"{round(value, 2) + 0.0:.2f}"  # adding 0 makes -0 a plain 0
-    return f"{value:#.2g}" if name == "p" else f"{value:.4g}"
-
-
-def mean_and_deviation(values: list[float]) -> str:
-    """Of the seeds' accuracies in percent."""
-    if len(values) == 1:
-        return f"{values[0]:.2f} % (one seed)"
-    return f"{fmean(values):.2f} ± {stdev(values):.2f} % ({len(values)} seeds)"
-
-
-# --- flags made of settings ---------------------------------------------------------------------
+# --- commands that have settings ---------------------------------------------------------------
 
 
 class Options(Settings):
@@ -284,23 +76,24 @@ class Options(Settings):
     """Show no progress."""
 
 
-FIRST = ("backbone", "dataset", "pool", "start", "out", "seed")  # on top of the help
-FLAGS = {"start": "--from", "as_json": "--json"}  # others are called as their settings
-
-
 def settings_command(kind: type[C], example: str) -> Callable[[Work[C, R]], Work[C, R]]:
     """Make a function a command of the program, with a flag for each setting of `kind`."""
 
     def add(function: Work[C, R]) -> Work[C, R]:
         def command(**given: object) -> int:  # texts of flags, by their names
-            flags = {name: value for name, value in given.items() if value is not None}
-            options = {name: flags.pop(name) for name in Options.model_fields if name in flags}
+            flags: Record = {}
+            options: Record = {}
+            for name, value in given.items():
+                if value is None:  # the flag was not given
+                    continue
+                if name in Options.model_fields:
+                    options[name] = value
+                else:
+                    flags[name] = value
             return run_command(function, kind, flags, make(Options, options))
 
-        parameters = [*parameters_of(kind), *parameters_of(Options)]
-        parameters.sort(key=place_in_help)
         typed: Any = command  # Typer reads the flags from these two
-        typed.__signature__ = Signature(parameters)
+        typed.__signature__ = signature_of(kind, Options)
         typed.__annotations__ = {}
         name = function.__name__
         epilog = f"Example: bisslight {name} {example}"
@@ -308,96 +101,6 @@ def settings_command(kind: type[C], example: str) -> Callable[[Work[C, R]], Work
         return function
 
     return add
-
-
-def place_in_help(parameter: Parameter) -> int:
-    """Where a flag stands: what one sets first on top, machine and options below the method's."""
-    if parameter.name in FIRST:
-        return FIRST.index(parameter.name)
-    if parameter.name in Machine.model_fields or parameter.name in Options.model_fields:
-        return len(FIRST) + 1
-    return len(FIRST)
-
-
-def parameters_of(kind: type[Settings]) -> list[Parameter]:
-    """A parameter for each setting of a class, as Typer reads it from a function.
-
-    A flag is handed on as text. Pydantic converts and checks it, so that flags, files and Python
-    follow the same rules.
-    """
-    from rich.markup import escape
-
-    schemas = kind.model_json_schema()["properties"]
-    parameters = []
-    for name, field in kind.model_fields.items():
-        flag = FLAGS.get(name, f"--{name.replace('_', '-')}")
-        is_switch = field.annotation is bool
-        if is_switch and issubclass(kind, Command):  # a file may have set it
-            flag += f"/--no-{flag.removeprefix('--')}"
-        option = typer.Option(
-            flag,
-            help=escape(describe(field, schemas[name])),
-            metavar=None if is_switch else metavar_of(schemas[name]),
-            rich_help_panel=panel_of(kind, name),
-            envvar="BISSLIGHT_DATA" if name == "data_root" else None,
-        )
-        annotation: Any = Annotated[bool | None if is_switch else str | None, option]
-        parameters.append(
-            Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        )
-    return parameters
-
-
-def describe(field: FieldInfo, schema: Record) -> str:
-    """The help of a flag: what the setting is, what it may be, and its default."""
-    text = " ".join((field.description or "").split())
-    notes = [allowed_values(schema)]
-    is_set = field.default is not None and field.default is not False
-    if is_set and not field.is_required():
-        notes.append(f"default: {show(field.default)}")
-    note = "; ".join(note for note in notes if note)
-    return f"{text} ({note})" if note else text
-
-
-def allowed_values(schema: Record) -> str:
-    """What a setting may be, in words."""
-    limits = {
-        "exclusiveMinimum": "more than",
-        "minimum": "at least",
-        "exclusiveMaximum": "less than",
-        "maximum": "at most",
-    }
-    for option in schema.get("anyOf", [schema]):  # of a setting that may be None, the other one
-        if "enum" in option:
-            return "one of " + ", ".join(option["enum"])
-        words = []
-        for key, word in limits.items():
-            if option.get(key, 2**53) < 2**53:
-                words.append(f"{word} {option[key]:g}")
-        if words:
-            return " and ".join(words)
-    return ""
-
-
-def metavar_of(schema: Record) -> str:
-    """What stands behind a flag in the help."""
-    option = schema.get("anyOf", [schema])[0]
-    if option.get("format") == "path":
-        return "PATH"
-    return {"integer": "INTEGER", "number": "NUMBER", "array": "A,B"}.get(option["type"], "TEXT")
-
-
-def panel_of(kind: type[Settings], name: str) -> str:
-    """The heading of a flag in the help: the first words of the class that has the setting."""
-    if name in FIRST:
-        return "What one sets first"
-    for part in kind.__mro__:
-        if name in part.__annotations__:
-            return (part.__doc__ or "").partition(":")[0]
-    return "This run"
-
-
-# --- commands that have settings ---------------------------------------------------------------
 
 
 class Layer(NamedTuple):

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from config import AlignConfig, Arch, Command, FinetuneConfig, Network, Record
 from data import Pool, Task
@@ -13,6 +13,7 @@ from support.errors import UsageError, checking
 from support.experiment import AlignExperiment, Experiment, device_of, open_pool, open_task
 from support.runs import check_directory
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 # tab:memory_single_gpu: GB and A40 GPUs, on the fewest GPUs of the table; GB sum each GPU's peak.
@@ -35,20 +36,22 @@ class Plan(NamedTuple):
 def plan_run(command: str, cfg: Command, out: Path, force: bool) -> Plan:
     """Plan a run, whatever is missing; nothing is downloaded or written."""
     problems: list[str] = []
-    attempt(problems, lambda: check_directory(out, command, cfg, force))
-    device = attempt(problems, lambda: device_of(cfg))
+    attempt(problems, check_directory, out, command, cfg, force)
+    device = attempt(problems, device_of, cfg)
     work: Record = {"device": str(device) if device else None}
     if isinstance(cfg, pretrain.PretrainConfig):
-        work |= attempt(problems, lambda: pretrain.plan(cfg)) or {}
+        work |= attempt(problems, pretrain.plan, cfg) or {}
     elif isinstance(cfg, AlignConfig | FinetuneConfig):
         work |= plan_peft(cfg, problems)
     return Plan(work, problems)
 
 
-def attempt(problems: list[str], step: Callable[[], T]) -> T | None:
+def attempt(
+    problems: list[str], step: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T | None:
     """The result of a step; if it cannot be done, that goes to the problems."""
     try:
-        return step()
+        return step(*args, **kwargs)
     except UsageError as error:
         problems.append(str(error))
         return None
@@ -56,24 +59,24 @@ def attempt(problems: list[str], step: Callable[[], T]) -> T | None:
 
 def plan_peft(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Record:
     """What `align` or `finetune` would do."""
-    task: Task | None = attempt(problems, lambda: open_task(cfg))
+    task: Task | None = attempt(problems, open_task, cfg)
     pool: Pool | None = None
     images: Record = task.sizes() if task else {}
     if isinstance(cfg, AlignConfig):
-        pool = attempt(problems, lambda: open_pool(cfg))
+        pool = attempt(problems, open_pool, cfg)
         if pool:
             images["pool"] = len(pool.images)
     has_data = task is not None and (pool is not None or isinstance(cfg, FinetuneConfig))
 
-    weights = attempt(problems, lambda: weights_of(cfg))
+    weights = attempt(problems, weights_of, cfg)
     fetched = None
     if weights and not weights.exists():
         url, megabytes = OFFICIAL[cfg.backbone, cfg.pretext]
         fetched = f"{megabytes:.0f} MB to download from {url}"
     if weights and weights.exists() and has_data and not problems:
-        arch = attempt(problems, lambda: try_networks(cfg, task, pool))
+        arch = attempt(problems, try_networks, cfg, task, pool)
     else:
-        arch = attempt(problems, lambda: official_arch(cfg))
+        arch = attempt(problems, official_arch, cfg)
     return {
         "images": images,
         "steps": count_align(cfg, task) if isinstance(cfg, AlignConfig) else count_peft(cfg, task),

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 import cli
 from config import AlignConfig, FinetuneConfig, Settings
+from support import flags, screen
 
 PROGRAM = [sys.executable, "-c", "import cli; cli.main()"]
 OUTSIDE = {"PYTHONPATH": str(Path(cli.__file__).parent), "PATH": os.environ["PATH"]}
@@ -75,7 +76,7 @@ def test_percentages_have_two_decimals_and_p_two_digits(capsys: pytest.CaptureFi
     """On the screen; JSON has all digits."""
     versus = {"difference": -3.553e-15, "p": 0.0123456, "splits": 6}
     result = {"test": [51.333333, 52.0], "metric": "accuracy", "lr": 0.0123456}
-    cli.print_result(result | {"arms": [{"mean": 52.4, "first_minus_this": versus}]}, False)
+    screen.print_result(result | {"arms": [{"mean": 52.4, "first_minus_this": versus}]}, False)
     said = capsys.readouterr().out
     for text in (
         "51.33, 52.00",
@@ -85,7 +86,7 @@ def test_percentages_have_two_decimals_and_p_two_digits(capsys: pytest.CaptureFi
         "51.67 ± 0.47",
     ):
         assert text in said
-    cli.print_result({"versus": versus}, True)
+    screen.print_result({"versus": versus}, True)
     assert json.loads(capsys.readouterr().out) == {"versus": versus}
 
 
@@ -107,7 +108,7 @@ def test_help_has_every_setting_with_its_source_and_default(
 ) -> None:
     said = help_of(command)
     for name, field in kind.model_fields.items():
-        flag = cli.FLAGS.get(name, f"--{name.replace('_', '-')}")
+        flag = flags.FLAGS.get(name, f"--{name.replace('_', '-')}")
         assert f" {flag} " in said, name
         first, *_, last = (field.description or "").split()
         assert first in said and last in said, name  # brackets are no markup
@@ -116,7 +117,7 @@ def test_help_has_every_setting_with_its_source_and_default(
 def test_a_description_of_two_lines_is_all_in_the_help() -> None:
     description = FinetuneConfig.model_fields["grid"].description
     assert description and "\n" in description
-    (parameter,) = [x for x in cli.parameters_of(FinetuneConfig) if x.name == "grid"]
+    (parameter,) = [x for x in flags.parameters_of(FinetuneConfig) if x.name == "grid"]
     (option,) = parameter.annotation.__metadata__
     assert " ".join(description.split()) in option.help
     assert "a tenth of these" in help_of("finetune")
@@ -149,7 +150,7 @@ def test_progress_is_a_plain_line_for_each_unit_off_a_terminal(
     items: list[Any] = ["loss 2.0", {"step": 1, "loss_P": [1.0, 3.0], "val": {"accuracy": 50.0}}]
     items += [{"step": 2, "loss_P": [1.0], "val": None}, {"lr": 0.01, "seed": 1, "val": None}]
     for quiet in (False, True):
-        with cli.progress(quiet) as track:
+        with screen.progress(quiet) as track:
             logging.getLogger("bisslight").info("a note")
             assert [*track(iter(items), 8, "align", 4)] == items
     said = [line.partition("  ETA")[0] for line in capsys.readouterr().err.splitlines()]
@@ -158,7 +159,7 @@ def test_progress_is_a_plain_line_for_each_unit_off_a_terminal(
 
 
 def test_bars_hand_every_item_on_and_leave_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with cli.bars() as track:
+    with screen.bars() as track:
         assert [*track(iter(["a", "b"]), 2, "demo")] == ["a", "b"]
     assert "demo 2/2  b" in capsys.readouterr().err
 

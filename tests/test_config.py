@@ -114,7 +114,7 @@ def test_settings_read_no_disk_and_no_environment(
     monkeypatch.chdir("/")
     assert cfg.replace(seed=1).start == tmp_path / "nowhere"
     with pytest.raises(ValidationError, match="backbone\n"):
-        FinetuneConfig(start=tmp_path)
+        FinetuneConfig(start=tmp_path)  # type: ignore[call-arg]
 
 
 def test_from_align_takes_the_network_and_the_images_of_the_run(tmp_path: Path) -> None:
