@@ -23,7 +23,7 @@ from experiments.recipe import write_table
 from extras.plots import COLOURS, pyplot, save
 from hypergradients import cg
 from lora import Examples, Phi, downstream_loss, init_head, init_theta
-from mae import MAE, Batch
+from mae import MAE, Batch, Decoder
 from mfac import mfac
 from support.checkpoints import load_backbone
 from support.optim import trainable
@@ -75,6 +75,7 @@ def optimum(weights: Path, steps: int) -> Point:
     """Train θ_P and φ_P on one batch; then take the gradients that the methods are given."""
     cfg = AlignConfig(backbone="vit_mini", dataset="quilts", weights=weights)
     backbone, decoder, arch = load_backbone(cfg)
+    assert isinstance(decoder, Decoder)
     task = MAE(backbone.double(), decoder.double(), 0.3)
     pool, labelled = quilts(0)
     mean = torch.tensor(labelled.mean).double().view(3, 1, 1)

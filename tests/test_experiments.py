@@ -34,6 +34,7 @@ from experiments import (
     similarity,
     time_and_memory,
 )
+from extras import demo
 from lora import Backbone, features, init_theta, logits, merge
 from support.checkpoints import build_vit, load_adapter
 from support.errors import RunError, UsageError
@@ -215,10 +216,11 @@ def test_maps_are_rows_of_the_product_of_timms_attention(kind: str) -> None:
     own: Any = {"class token": {}, "registers": {"reg_tokens": 4}}
     own["mean of patches"] = {"class_token": False, "global_pool": "avg", "fc_norm": False}
     torch.manual_seed(0)
-    vit, plain = (
+    networks: list[Any] = [  # timm's types are unions
         VisionTransformer(**SIZES, **own[kind], num_classes=0).double().requires_grad_(False)
         for _ in range(2)
-    )
+    ]
+    vit, plain = networks
     for block in vit.blocks:
         block.attn.qkv.weight *= 20  # attention far from uniform
     backbone = Backbone(vit, scale=0.5)
@@ -486,11 +488,11 @@ def test_the_demos_controls_have_all_arms(monkeypatch: Any, tmp_path: Path) -> N
     monkeypatch.setattr(demo_controls, "jobs", serially)
     monkeypatch.setattr(demo_controls, "SCRATCH_EPOCHS", 5)
     few = {"epochs": 1, "warmup_epochs": 0, "batch": 500}
-    monkeypatch.setattr(demo_controls, "PRETRAIN", demo_controls.PRETRAIN | few)
+    monkeypatch.setattr(demo_controls, "PRETRAIN", demo.PRETRAIN | few)
     steps = {"alternations": 2, "warmup": 1, "probe_epochs": 1, "eval_every": 2}
-    monkeypatch.setattr(demo_controls, "ALIGN", demo_controls.ALIGN | steps)
+    monkeypatch.setattr(demo_controls, "ALIGN", demo.ALIGN | steps)
     peft = {"epochs": 1, "warmup_epochs": 0, "eval_epochs": 1}
-    monkeypatch.setattr(demo_controls, "PEFT", demo_controls.PEFT | peft)
+    monkeypatch.setattr(demo_controls, "PEFT", demo.PEFT | peft)
     call(demo_controls, f"--out {tmp_path} --seeds 2 --sets 1")
     rows = table(tmp_path / "data0/controls.json")
     assert [row["arm"] for row in rows] == [
