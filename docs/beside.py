@@ -103,10 +103,9 @@ def paragraphs(text: str) -> str:
 
 def page() -> str:
     """The whole page."""
-    files = [
-        *map(ROOT.joinpath, SHOWN),
-        *sorted([*ROOT.glob("*.py"), *ROOT.glob("support/*.py"), *ROOT.glob("extras/*.py")]),
-    ]
+    files = [ROOT / name for name in SHOWN]
+    for room in ("", "support/", "extras/", "experiments/"):
+        files += sorted(ROOT.glob(f"{room}*.py"))
     sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
     cuts, code = {name: pieces(sources[name]) for name in SHOWN}, ""
     for name in SHOWN:

@@ -263,7 +263,7 @@ print("largest possible eigenvalue of F, by layer:", [f"{float(x):.1e}" for x in
 # curvature matters.
 #
 # In the lower plots, the three runs with λ = 1e-3 lie on top of each other, because their q are
-# almost equal. `results/curvature.md` has settings in which q and g differ more.
+# almost equal. `experiments/curvature.md` has settings in which q and g differ more.
 #
 # **Questions**
 #

@@ -108,11 +108,10 @@ def optimum(weights: Path, steps: int) -> Point:
 
 def dense_hessian(point: Point) -> Tensor:
     """H = ∇²_θ L^P, (1024, 1024)."""
-    loss_P = partial(point.task.loss, phi=point.phi_P, batch=point.batch)
     flat = point.theta.detach().flatten()
 
     def loss_of(x: Tensor) -> Tensor:
-        return loss_P(x.view_as(point.theta))
+        return point.task.loss(x.view_as(point.theta), point.phi_P, point.batch)
 
     with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
         H: Tensor = torch.autograd.functional.hessian(loss_of, flat)

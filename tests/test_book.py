@@ -46,7 +46,8 @@ def test_each_equation_and_line_has_a_place(mark: str) -> None:
 def test_an_equation_or_line_without_a_place_is_named(mark: str) -> None:
     """All marks stay in the sources, but for one."""
     sources = {path.name: path.read_text() for path in ROOT.glob("*.py")}
-    sources |= {f"extras/{path.name}": path.read_text() for path in ROOT.glob("extras/*.py")}
+    for room in ("extras", "experiments"):
+        sources |= {f"{room}/{path.name}": path.read_text() for path in ROOT.glob(f"{room}/*.py")}
     found = BESIDE.places(sources, {})
     assert BESIDE.concordance(found)
     del found[mark]
