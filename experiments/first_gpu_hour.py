@@ -23,6 +23,7 @@ A stage writes OUT/STAGE.json, and all that are done make OUT/summary.md. To do 
 delete its file.
 """
 
+import gc
 import json
 import os
 import re
@@ -30,6 +31,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -97,18 +99,37 @@ def main(
     where = device_of(AlignConfig(backbone="vit_b16", dataset="own", pool="own", device=device))
     card = Card(out, where, tiny, data, minutes, jobs)
     out.mkdir(parents=True, exist_ok=True)
+    failed = []
     for stage in STAGES:
         path = out / f"{stage.__name__}.json"
         if stage.__name__ not in wanted or path.exists():
             continue
         print(f"\n{stage.__name__} ...", flush=True)
         began = time.perf_counter()
-        rows = stage(card)
+        try:
+            rows = stage(card)
+        except Exception:  # the next stage may not need what is missing here
+            failed.append(stage.__name__)
+            write_atomic(out / f"{stage.__name__}.error.txt", traceback.format_exc())
+            traceback.print_exc()
+            continue
+        finally:
+            free_memory(card)
         seconds = time.perf_counter() - began
         heading = f"{stage.__name__}: {seconds:.0f} s on {name_of(card)}"
         write_atomic(path, json.dumps({"heading": heading, "rows": rows}, indent=1) + "\n")
         print(f"{heading}\n{markdown(rows)}", flush=True)
         summarise(card)
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+        raise typer.Exit(1)
+
+
+def free_memory(card: Card) -> None:
+    """Give the card back what a stage took, for the processes of the next one."""
+    gc.collect()
+    if card.gpu:
+        torch.cuda.empty_cache()
 
 
 def summarise(card: Card) -> None:
@@ -266,7 +287,10 @@ def syncs(card: Card) -> list[Record]:
         finally:
             if card.gpu:
                 torch.cuda.set_sync_debug_mode("default")
-    places = Counter(f"{Path(w.filename).name}:{w.lineno}" for w in caught)
+    places: Counter[str] = Counter()
+    for warning in caught:
+        if "synchroniz" in str(warning.message):
+            places[f"{Path(warning.filename).name}:{warning.lineno}"] += 1
     rows: list[Record] = []
     for place, count in places.most_common(20):
         rows.append({"place": place, "waits in an alternation": count})
