@@ -36,6 +36,7 @@ from support.runs import read_json, read_json_if_there, write_atomic
 
 SETS = ("flowers", "dtd", "cub200")
 PRETRAINING = 0.4  # share of the time
+TRIAL = 2  # epochs that are timed, after one that warms up
 PRETRAIN: Record = {"batch": 512, "base_lr": 6e-4, "beta2": 0.95}
 ALIGN: Record = {
     "alternations": 40, "lower_steps": 20, "upper_steps": 8, "p_batch": 128, "d_batch": 32,
@@ -81,7 +82,8 @@ class Study(NamedTuple):
     def machine(self) -> Record:
         """Each of the runs that share the machine has its part of the cores."""
         workers = max(1, (os.cpu_count() or 1) // self.jobs)
-        return {"device": self.device, "workers": 0 if self.tiny else workers}
+        workers = 0 if self.tiny else workers
+        return {"device": self.device, "workers": workers, "save_minutes": 1.0}
 
 
 def main(
@@ -117,7 +119,7 @@ def run(
     longest = 0.0
     for name in SETS[:1] if tiny else SETS:
         left = 60 * minutes - (time.monotonic() - began)
-        if longest > left:
+        if rows and longest > left:
             print(f"{name}: a set takes {longest:.0f} s, {left:.0f} s are left", flush=True)
             break
         began_set = time.monotonic()
@@ -135,13 +137,13 @@ def pretrain_backbone(study: Study, seconds: float) -> Path:
     plan = study.out / "plan.json"
     if not plan.exists():  # the number of epochs decides the schedule, so it is kept
         times = []
-        for epochs in (1, 2 if study.tiny else 5):
+        for epochs in (1, 1 + TRIAL):
             trial = PretrainConfig(**settings | {"epochs": epochs, "warmup_epochs": 0})
             result = pretrain(trial, study.out / f"trial-{epochs}")
             times.append(result.seconds)
-        an_epoch = max(1e-3, (times[1] - times[0]) / (1 if study.tiny else 4))
-        epochs = 2 if study.tiny else max(10, int((seconds - sum(times)) / an_epoch))
-        write_atomic(plan, json.dumps({"epochs": epochs, "seconds of an epoch": an_epoch}))
+        epoch_seconds = max(1e-3, (times[1] - times[0]) / TRIAL)
+        epochs = max(2, int((seconds - sum(times)) / epoch_seconds))
+        write_atomic(plan, json.dumps({"epochs": epochs, "epoch_seconds": epoch_seconds}))
     epochs = read_json(plan)["epochs"]
     cfg = PretrainConfig(**settings | {"epochs": epochs, "warmup_epochs": epochs // 20})
     out = study.out / "pretrained"
