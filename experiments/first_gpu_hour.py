@@ -3,7 +3,7 @@
     python -m experiments.first_gpu_hour --out runs/gpu --stages ceilings,tests,alternations,cg
     python -m experiments.first_gpu_hour --out runs/gpu --stages syncs,kernels,mfac,loader,bits
     python -m experiments.first_gpu_hour --out runs/gpu --stages compile,study --data DIR
-    python -m experiments.first_gpu_hour --out /tmp/try --device cpu --tiny     # a rehearsal
+    python -m experiments.first_gpu_hour --out runs/try --device cpu --tiny     # a rehearsal
 
     ceilings      how fast the card multiplies and copies: what all else is measured against
     tests         `make gpu`: does it compute what the CPU computes?

@@ -139,7 +139,7 @@ def test_presets_equal_the_recorded_defaults_line_by_line(who: str) -> None:
     tune = recorded["finetune"]
     assert (tune["lr_grid_direct"], tune["lr_grid_after_bilevel"]) == ([*GRID], [*ALIGNED_GRID])
     for dataset, sizes in recorded["dataset_sizes_train_val_test"].items():
-        assert list(BENCHMARKS[dataset][0]) == sizes
+        assert list(BENCHMARKS[dataset].sizes) == sizes
 
 
 def test_what_is_fixed_in_the_code_is_what_the_paper_says(weights: Path) -> None:
