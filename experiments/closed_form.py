@@ -1,6 +1,6 @@
 """M-FAC's two forms, the recursion and the closed form: rounding errors, memory, and time.
 
-    python experiments/closed_form.py     # one thread, a quarter of a minute
+    python experiments/closed_form.py     # one thread, about half a minute
 
 The recursion is Eq. 7 and 10 of the paper; the closed form is Woodbury's identity. Both are
 functions (G, λ) -> inverse, and inverse maps the query g (K, p) to q (K, p). "float64" means
@@ -28,22 +28,24 @@ Inverse = Callable[[Tensor], Tensor]
 Vector = list[Fraction]
 
 
-def eq_7(G: Tensor, v: Tensor, lam: float) -> Tensor:
+def eq_7(G: Tensor, v: Tensor, lam: float, sums: torch.dtype) -> Tensor:
     """Fill v (K, m, p) from the gradients G (K, m, p) and return d (K, m). v may be G itself."""
     K, m, _ = G.shape
-    d = G.new_zeros(K, m)
+    d = G.new_zeros(K, m, dtype=sums)
     for k, i in product(range(K), range(m)):
-        g_i, earlier = G[k, i].clone(), v[k, :i]  # the only gradient that step i needs
-        v[k, i] = g_i / lam - earlier.T @ ((earlier @ g_i) / (m + d[k, :i]))
-        d[k, i] = v[k, i] @ g_i
+        g_i, earlier = G[k, i].to(sums), v[k, :i].to(sums)  # the only gradient that step i needs
+        v_i = g_i / lam - earlier.T @ ((earlier @ g_i) / (m + d[k, :i]))
+        d[k, i] = v_i @ g_i
+        v[k, i] = v_i  # rounded to the precision of v
     return d
 
 
-def recursion(G: Tensor, lam: float) -> Inverse:
-    """Eq. 7 and 10, block by block, in G's precision. It writes the v_i over the gradients in G."""
-    m, d = G.shape[1], eq_7(G, G, lam)
+def recursion(G: Tensor, lam: float, sums: torch.dtype = torch.float32) -> Inverse:
+    """Eq. 7 and 10, block by block. It writes the v_i over the gradients in G."""
+    m, d = G.shape[1], eq_7(G, G, lam, sums)
 
     def eq_10(v: Tensor, d: Tensor, g: Tensor) -> Tensor:
+        v = v.to(sums)
         return g - lam * (v.T @ ((v @ g) / (m + d)))
 
     return lambda g: torch.stack([*map(eq_10, G, d, g)])
@@ -60,7 +62,8 @@ def closed_form(G: Tensor, lam: float) -> Inverse:
 FORMS: dict[str, Callable[[Tensor, float], Inverse]] = {
     "float32: recursion": recursion,
     "float32: closed form": closed_form,
-    "float64: recursion": lambda G, lam: recursion(G.double(), lam),
+    "float64: recursion": lambda G, lam: recursion(G.double(), lam, torch.float64),
+    "float64: recursion, v float32": lambda G, lam: recursion(G, lam, torch.float64),
     "float64: closed form": mfac,  # the program's own
 }
 
@@ -120,7 +123,8 @@ def main(draws: int = 5, repeats: int = 5) -> None:
     G = 1e-3 * torch.randn(12, 20, 196_608, generator=rng)  # ViT-B at rank 64
     g = torch.randn(12, 196_608, generator=rng)
     apart, in_place = torch.empty_like(G), G.clone()
-    same = torch.equal(eq_7(G, apart, 1e-3), eq_7(in_place, in_place, 1e-3))
+    d = [eq_7(a, b, 1e-3, torch.float32) for a, b in ((G, apart), (in_place, in_place))]
+    same = torch.equal(*d)
     print("v over g equals v in a buffer of its own:", same and torch.equal(apart, in_place))
 
     times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in FORMS}
