@@ -376,6 +376,10 @@ def check_directory(
         return False
     before = read_json(path / "config.json") | env.get("about", {})
     now = config.model_dump(mode="json") | json.loads(json.dumps(defining or {}))
+    for name, field in type(config).model_fields.items():
+        # a setting that is younger than the run: its default is what the run did
+        if name not in before and now[name] == field.default:
+            before[name] = now[name]
     changed = [name for name in now if name not in MAY_CHANGE and before.get(name) != now[name]]
     if not changed:
         return True

@@ -2,15 +2,16 @@
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from test_python import env
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("[0-9]_*.py"))
 EACH = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 
@@ -81,7 +82,7 @@ def test_the_loop_by_hand_is_about_forty_lines_and_marks_every_line_of_the_paper
 @EACH
 def test_each_script_runs_from_an_empty_folder(script: Path, tmp_path: Path) -> None:
     """And it leaves nothing there."""
-    names = env(MPLBACKEND="Agg", OMP_NUM_THREADS="1")
+    names = os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, script], cwd=tmp_path, env=names, timeout=600)
     assert done.returncode == 0
     assert not [*tmp_path.iterdir()]
