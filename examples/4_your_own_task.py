@@ -250,7 +250,7 @@ for name, own in tasks.items():
 # %%
 peft: Any = {"lr": 1e-2, "seeds": 3, "epochs": 15, "warmup_epochs": 2, "eval_epochs": 3}
 for name in tasks:
-    finetune(FinetuneConfig(start=Path(name), **peft), Path(f"{name}-tuned"), task=task)
+    finetune(FinetuneConfig.from_align(Path(name), **peft), Path(f"{name}-tuned"), task=task)
 direct = FinetuneConfig(**common, dataset="own", **peft)
 finetune(direct, Path("direct"), task=task)
 arms = evaluate([Path("jigsaw-tuned"), Path("mae-tuned"), Path("direct")]).arms

@@ -205,7 +205,7 @@ class AlignExperiment(Experiment):
         super().__init__(cfg, task)
 
         self.defining["pool_sha256"] = data.fingerprint(self.pool)
-        if self.task_class is not None:
+        if self.task_class is not None and self.task_class.file.exists():
             self.defining["pretext_sha256"] = sha256(self.task_class.file)
 
     def check_batches(self, flag: str, batch: int) -> None:

@@ -33,7 +33,7 @@ class TaskClass(NamedTuple):
 
     name: str  # as in --pretext
     make: Callable[[Backbone, AlignConfig, torch.Generator], PretextTask[Batch]]
-    file: Path  # where it is written
+    file: Path  # where it is written; of a notebook a name that is no file
 
     def refuse(self, problem: str) -> NoReturn:
         """Raise a UsageError that names the class."""
@@ -45,7 +45,7 @@ def load_task_class(name: str) -> TaskClass:
     place, _, class_name = name.rpartition(":")
     try:
         names = import_names(place)
-        file = Path(names["__file__"])
+        file = Path(names.get("__file__", place))  # a notebook has none
     except Exception as error:  # whatever a file may raise that somebody else wrote
         problem = f"cannot be imported ({describe(error, Path(place))})"
         raise UsageError(f"--pretext {name}: {problem}") from error
