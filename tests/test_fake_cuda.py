@@ -8,6 +8,8 @@ from experiments.fake_cuda import Crossing, NoStub, Trace, trace
 SHORT: Record = {"lower_steps": 2, "upper_steps": 1}
 # The log is read once a level: here the CPU waits. Nothing else leaves the device.
 LOG = Crossing("read", "bisslight.py:read", 2)
+# v and d of each of 12 blocks begin empty, on the CPU.
+EMPTY = Crossing("_to_copy", "mfac.py:precompute", 24)
 
 
 def traced(**settings: object) -> Trace:
@@ -40,7 +42,8 @@ def test_an_alternation_mixes_no_devices_waits_for_the_log_alone_and_fits(
         settings["lower_steps"] = 1  # its teacher counts steps, and a count is a number
     found = traced(**settings)
     print(found)
-    assert found.crossings == [LOG]
+    known = {LOG, EMPTY} if method == "recursion" else {LOG}
+    assert {*found.crossings} == known
     stored = (20 - 2) * found.theta_GB  # G has 20 gradients in the paper
     assert found.peak_GB + stored < gigabytes
     assert found.levels["lower"][0] > found.levels["rest"][0] or method == "cg"
