@@ -74,7 +74,7 @@ def theta_P_star(theta_D: Tensor) -> Tensor:
     return lam * torch.linalg.solve(H2 + lam * torch.eye(2), theta_D)
 
 
-theta_D = torch.tensor([0.4, -1.2])
+theta_D = torch.tensor([-1.0, 0.0])
 theta_P = theta_P_star(theta_D)
 g = theta_P - target  # gradient of L^D with respect to theta, at theta_P
 q = lam * torch.linalg.solve(H2 + lam * torch.eye(2), g)  # Eq. 5
@@ -82,7 +82,7 @@ q = lam * torch.linalg.solve(H2 + lam * torch.eye(2), g)  # Eq. 5
 line = torch.linspace(-2.9, 2.9, 200)
 x, y = torch.meshgrid(line, line, indexing="xy")
 pretext = 0.5 * (H2[0, 0] * x**2 + 2 * H2[0, 1] * x * y + H2[1, 1] * y**2)
-figure, both = plt.subplots(1, 2, figsize=(11, 5.8), sharey=True)
+figure, both = plt.subplots(1, 2, figsize=(8.6, 4.6), sharey=True)
 for axes, vector, name, colour in ((both[0], q, "q", BLUE), (both[1], g, "g", ORANGE)):
     moved_D = theta_D - 1.5 * vector / vector.norm()  # the upper step: length 1.5
     moved_P = theta_P_star(moved_D)  # the lower level, solved again
@@ -104,10 +104,9 @@ for axes, vector, name, colour in ((both[0], q, "q", BLUE), (both[1], g, "g", OR
     axes.plot([], [], "-", color=colour, linewidth=2.5, label=f"1. θ_D moves along −{name}")
     axes.plot([], [], "--", color=colour, linewidth=2.5, label="2. θ_P* follows (filled: after)")
     axes.plot([], [], ":", color="black", linewidth=1, label="pull λ/2 |θ_P − θ_D|²")
-    axes.set(title=f"θ_D moves along −{name}: L^D(θ_P*) goes from {before:.2f} to {after:.2f}",
-             xlabel="θ[0]")  # fmt: skip
+    axes.set(title=f"along −{name}: L^D(θ_P*) {before:.2f} → {after:.2f}", xlabel="θ[0]")
     axes.set_aspect("equal")
-    axes.legend(loc="upper left", fontsize=8)
+    axes.legend(loc="lower left", fontsize=7)
 both[0].set_ylabel("θ[1]")
 plt.show()
 
@@ -115,8 +114,8 @@ plt.show()
 # Along the valley of L^P, θ_P* moves half as far as θ_D (λ / (0.5 + λ)); across the valley it moves
 # only a ninth as far (λ / (4.1 + λ)). The step along −g is parallel to the line from θ_P* to the
 # minimum of L^D, but a good part of it goes across the valley, where θ_P* hardly follows. A step of
-# the same length along −q lowers $L^D(\theta_P^*)$ more: q is the gradient of this loss *with
-# respect to θ_D*, while g is the gradient with respect to θ_P. BiSSLight also adds the gradient of
+# the same length along −q lowers $L^D(\theta_P^*)$ more. This holds for every step that is short
+# enough: q is the gradient of this loss *with respect to θ_D*, while g is the gradient with respect to θ_P. BiSSLight also adds the gradient of
 # the second term of Eq. 3, $L^D(\theta_D)$; it is left out of the picture.
 #
 # Is the formula right? We move θ_D by a small amount in each coordinate, solve the lower level

@@ -34,7 +34,9 @@ def open_networks(
     backbone or other images than the first.
     """
     first = next(iter(runs.values()))
-    experiment = Experiment(open_run(first, seed, weights).cfg)
+    # no autocast: these networks are looked at outside of it, in full precision
+    cfg = open_run(first, seed, weights).cfg.replace(amp=False)
+    experiment = Experiment(cfg)
     here = experiment.defining
     networks = []
     for name, run in runs.items():
