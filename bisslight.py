@@ -6,24 +6,34 @@
 The modules of the method keep these letters.
 
     code                paper       meaning
-    (no variable)       ψ           pretrained backbone weights, frozen inside the tasks' backbone;
-                                    one copy for both levels
+    (no variable)       ψ           pretrained backbone weights, inside of task and loss_D, one copy
+                                    for both levels. Who loads them freezes them, by
+                                    `backbone.requires_grad_(False)`; nothing here updates them
     theta_P, theta_D    θ_P, θ_D    LoRA parameters of the lower (pretext) and upper (downstream)
-                                    level, each (K, p): K blocks, here layers, of p numbers
+                                    level, each (K, p): K rows, here layers, of p numbers. A row is
+                                    a block, so K is the paper's, unless `mfac` is told to cut
     phi_P, phi_D        φ_P, φ_D    pretext head (MAE's decoder), downstream head (a linear layer)
+    pretext, downstream D^P, D^D    iterators over batches
     task.loss, loss_D   L^P, L^D    functions (θ, φ, batch) -> scalar
     lam                 λ           coupling in Eq. 4, and M-FAC's damping γ = λ (Sec. 3.1); its
                                     unit is that of 1/θ², since the loss has none
-    G                   G           the N_L pretext gradients of one alternation, (K, N_L, p)
+    grad_P              ∇L^P_i      pretext gradient at θ_P (l.6), (K, p)
+    g_P                 g_θP        the same with the gradient of Eq. 4's penalty added (l.7)
     g_phi_P             g_φP        gradient of the pretext loss with respect to φ_P (l.8)
-    g                   ∇L^D        downstream gradient at θ_P (l.12)
+    G                   G           the N_L pretext gradients of one alternation, (K, N_L, p)
+    inverse             M           what l.10 leaves for l.13, as the function g -> q
+    g                   ∇L^D        downstream gradient at θ_P (l.12), (K, p)
     q                   q           ≈ λ (H + λI)⁻¹ g, implicit part of the upper gradient (l.13)
+    g_D                 g_θD        sum of q and grad_D, the downstream gradient at θ_D (l.14)
+    g_phi_D             g_φD        gradients with respect to φ_D, at θ_P and at θ_D, added (l.15)
     H                   H           Hessian of L^P with respect to θ at θ_P; only its products H u
                                     are computed; in the code `H()` returns the function u -> H u
     alternations        T           with lower_steps N_L and upper_steps N_U
 
-    Eq. 4 eq:bissl_lower_level          Eq. 5 eq:bissl_upper_level_derivative
-    Eq. 7 eq:bissl_mfac_vi_calc         Eq. 10 eq:bissl_mfac_upper_grad_approx
+    Eq. 3 eq:bissl_upper_level          Eq. 4 eq:bissl_lower_level
+    Eq. 5 eq:bissl_upper_level_derivative
+    Eq. 6 eq:mfac_recursion_general     Eq. 7 eq:bissl_mfac_vi_calc
+    Eq. 10 eq:bissl_mfac_upper_grad_approx
     l.n   line n of Algorithm 1 (alg:bisslight)
 
 Axis 0 of every tensor of a batch is the image. So a batch can be cut into micro-batches, or shared
@@ -89,8 +99,8 @@ class PretextTask(Protocol[Batch]):
     phi: Phi  # the head's start; every tensor of it enters the loss
     state: dict[str, Tensor]  # what a resumed run needs besides θ and φ; updated in place
 
-    def draw(self, n: int, rng: torch.Generator) -> tuple[Tensor, ...]:
-        """All random numbers of a step (`prepare` draws none): tensors (n, ...), on the CPU."""
+    def draw(self, B: int, rng: torch.Generator) -> tuple[Tensor, ...]:
+        """All random numbers of a step (`prepare` draws none): tensors (B, ...), on the CPU."""
 
     def prepare(self, images: Tensor, *drawn: Any, **_: Any) -> Batch:
         """Images (B, 3, H, W), and what was drawn -> a NamedTuple; a field is (B, ...) or None."""
@@ -180,7 +190,8 @@ class Passes:
         """L(θ, φ), ∇_θ L and ∇_φ L of a batch."""
         tensors = [theta, *phi.values()]
         value, gradients = self.value_and_gradients(partial(loss, theta, phi), tensors, batch)
-        return Gradients(value, gradients[0], dict(zip(phi, gradients[1:], strict=True)))
+        of_theta, *of_phi = gradients
+        return Gradients(value, of_theta, dict(zip(phi, of_phi, strict=True)))
 
     def value_and_gradients(
         self, loss: BatchLoss, tensors: Sequence[Tensor], batch: Batch
@@ -192,11 +203,11 @@ class Passes:
         """
         device = tensors[0].device
         sums: list[Tensor] = []
-        for part, share in microbatches(batch, self.micro_batch, device):
+        for part, weight in microbatches(batch, self.micro_batch, device):
             autocast = torch.autocast(device.type, torch.bfloat16) if self.amp else nullcontext()
             with autocast:
                 value = loss(part)
-            value = value * share
+            value = value * weight
             terms = [value.detach(), *torch.autograd.grad(value, tensors)]
             if sums:
                 sums = [total + term for total, term in zip(sums, terms, strict=True)]
@@ -215,8 +226,8 @@ class Passes:
         fixed = {name: tensor.detach() for name, tensor in phi.items()}
         parts = microbatches(batch, self.micro_batch, point.device)
 
-        def gradient(part: Batch, share: float) -> Tensor:
-            value = loss(point, fixed, part) * share
+        def gradient(part: Batch, weight: float) -> Tensor:
+            value = loss(point, fixed, part) * weight
             return torch.autograd.grad(value, point, create_graph=True)[0]
 
         with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
@@ -225,9 +236,9 @@ class Passes:
         def product(u: Tensor) -> Tensor:
             total = torch.zeros_like(point)
             with sdpa_kernel(SDPBackend.MATH):
-                for part, share in parts:
+                for part, weight in parts:
                     if kept is None:
-                        total += torch.autograd.grad(gradient(part, share), point, u)[0]
+                        total += torch.autograd.grad(gradient(part, weight), point, u)[0]
                     else:
                         total += torch.autograd.grad(kept, point, u, retain_graph=True)[0]
             return sum_over_processes([total])[0]
@@ -308,8 +319,8 @@ def microbatches(
 ) -> list[tuple[Batch, float]]:
     """A batch (a NamedTuple of tensors, image first) cut into parts of at most `micro_batch`.
 
-    With each comes its share of the images of all processes. Of 5 images, micro-batches of 2 are
-    parts of 2, 2 and 1 with shares 0.4, 0.4 and 0.2.
+    With each comes its weight, its share of the images of all processes. Of 5 images, micro-batches
+    of 2 are parts of 2, 2 and 1 with weights 0.4, 0.4 and 0.2.
     """
     n = len(batch[0])
     whole = n
