@@ -148,10 +148,10 @@ class UpperStep(NamedTuple):
     norm_D: Tensor  # joint norm of the gradients of θ_D (with q) and φ_D before clipping
     q_over_g: Tensor  # |q| / |g|
     cosine: Tensor  # of q and g; 1, with q_over_g = 1, if the curvature changes nothing
-    share: Tensor  # |Pg|² / |g|², P the projection on the span of G: what M-FAC can act on
-    removed: Tensor  # 1 − |Pq|² / |Pg|²: how much of that share is missing in q
+    share: Tensor  # |Πg|² / |g|², Π the projection on the span of G (`Span`): M-FAC acts there
+    removed: Tensor  # 1 − |Πq|² / |Πg|²: how much of that share is missing in q
     distance: Tensor  # |θ_P − θ_D| after the step
-    q_norms: Tensor  # (K,) |q| of each block; not in `Log`, it tells which block is not finite
+    q_norms: Tensor  # (K,) |q| of each row; not in `Log`, it tells which row is not finite
 
 
 class Log(NamedTuple):
@@ -356,11 +356,16 @@ def sum_over_processes(values: list[Tensor]) -> list[Tensor]:
 
 
 class Span:
-    """The span of an alternation's gradients, block by block, for two numbers of the log.
+    """The span of an alternation's gradients, row by row of θ, for two numbers of the log.
 
-    In a block, with G (N_L, p) and P the projection on the span of its rows,
-    |Px|² = (G x)ᵀ (G Gᵀ)⁻¹ (G x). Of `mfac`'s inverse, G Gᵀ and the products G g and G q are known
-    already; for any other inverse they are computed here, with a pass over G at each step.
+    In a row of θ, with G (N_L, p) and Π the projection on the span of g_1, g_2 ..., g_N_L,
+
+        |Πx|² = (G x)ᵀ (G Gᵀ)⁻¹ (G x).
+
+    `mfac`'s inverse has computed all of this on its way to q, and keeps it: G Gᵀ (`row_gram`), G g
+    and G q (`last`). Any other inverse does not, so here it is computed, by a pass over G at each
+    step. A row is a block of M-FAC with its partition `layer` alone; with another one, M-FAC acts
+    in another space than this.
 
     >>> span = Span(torch.tensor([[[2.0, 0.0]]]), inverse=torch.clone)
     >>> x = torch.tensor([[3.0, 4.0]])
@@ -371,7 +376,7 @@ class Span:
     def __init__(self, G: Tensor, inverse: Map) -> None:
         self.G = G
         self.inverse = inverse
-        gram = getattr(inverse, "gram", None)  # (K, N_L, N_L), float64
+        gram = getattr(inverse, "row_gram", None)  # (K, N_L, N_L), float64
         if gram is None:
             gram = torch.stack([rows.double() @ rows.double().mT for rows in G])
         gram = gram.clone()
@@ -380,30 +385,38 @@ class Span:
         self.factor, _ = torch.linalg.cholesky_ex(gram)
 
     def squared_lengths(self, g: Tensor, q: Tensor) -> list[Tensor]:
-        """|Pg|² and |Pq|², sums over the blocks, of a query g (K, p) and its q (K, p)."""
-        products = getattr(self.inverse, "products", None)  # of the last query: G g, G q
-        if products is None:
-            products = [torch.stack([self.times(k, x[k]) for k in range(len(x))]) for x in (g, q)]
+        """|Πg|² and |Πq|², sums over the rows of θ, of a query g (K, p) and q = inverse(g)."""
         lengths = []
-        for y in products:  # (K, N_L)
+        for y in self.products(g, q):  # (K, N_L)
             solution = torch.cholesky_solve(y[..., None], self.factor)[..., 0]
             lengths.append((y * solution).sum().to(g.device))
         return lengths
 
-    def times(self, k: int, x: Tensor) -> Tensor:
-        """G x of block k, (p,) -> (N_L,), in float64."""
-        return self.G[k].double() @ x.to(self.G.device).double()
+    def products(self, g: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """G g and G q in every row of θ, (K, N_L) each; from the inverse, if g was its last."""
+        last = getattr(self.inverse, "last", None)
+        if last is not None and last.g is g:
+            return last.Gg, last.Gq
+        return self.times(g), self.times(q)
+
+    def times(self, x: Tensor) -> Tensor:
+        """G x in every row of θ, (K, p) -> (K, N_L), in float64."""
+        x = x.to(self.G.device)
+        rows = []
+        for G_k, x_k in zip(self.G, x, strict=True):  # one by one: no float64 copy of all of G
+            rows.append(G_k.double() @ x_k.double())
+        return torch.stack(rows)
 
 
 def agreement(g: Tensor, q: Tensor, span: Span) -> dict[str, Tensor]:
-    """How q differs from g, both (K, p): the fields of `UpperStep` from q_over_g to removed."""
-    Pg, Pq = span.squared_lengths(g, q)
+    """How q differs from g, both (K, p): the fields of `UpperStep` that tell it."""
+    g_inside, q_inside = span.squared_lengths(g, q)  # |Πg|² and |Πq|²
     length = g.double().norm().clamp_min(1e-300)  # g may be 0
     return {
         "q_over_g": q.norm() / length,
         "cosine": torch.cosine_similarity(q.flatten(), g.flatten(), 0),
-        "share": Pg / length / length,
-        "removed": (Pg - Pq) / Pg.clamp_min(1e-300),
+        "share": g_inside / length / length,
+        "removed": (g_inside - q_inside) / g_inside.clamp_min(1e-300),
         "q_norms": q.norm(dim=1),
     }
 
@@ -413,9 +426,9 @@ def columns(
 ) -> dict[str, list[float]]:
     """The steps of a level as a list of numbers by name; of a vector, its first number.
 
-    A row has a tensor for each name; only the last one may be a vector, a number for each block of
-    the hypergradient. Raises Diverged, which names the first step (`where` says of what), and the
-    first block, that is not finite.
+    A row has a tensor for each name; only the last one may be a vector, a number for each row of θ
+    (`q_norms`). Raises Diverged, which names the first step (`where` says of what), and the first
+    row of θ as a block of the hypergradient, that is not finite.
     """
     if not rows:
         return {name: [] for name in names}
