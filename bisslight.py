@@ -6,24 +6,34 @@
 The modules of the method keep these letters.
 
     code                paper       meaning
-    (no variable)       ψ           pretrained backbone weights, frozen inside the tasks' backbone;
-                                    one copy for both levels
+    (no variable)       ψ           pretrained backbone weights, inside of task and loss_D, one copy
+                                    for both levels. Who loads them freezes them, by
+                                    `backbone.requires_grad_(False)`; nothing here updates them
     theta_P, theta_D    θ_P, θ_D    LoRA parameters of the lower (pretext) and upper (downstream)
-                                    level, each (K, p): K blocks, here layers, of p numbers
+                                    level, each (K, p): K rows, here layers, of p numbers. A row is
+                                    a block, so K is the paper's, unless `mfac` is told to cut
     phi_P, phi_D        φ_P, φ_D    pretext head (MAE's decoder), downstream head (a linear layer)
+    pretext, downstream D^P, D^D    iterators over batches
     task.loss, loss_D   L^P, L^D    functions (θ, φ, batch) -> scalar
     lam                 λ           coupling in Eq. 4, and M-FAC's damping γ = λ (Sec. 3.1); its
                                     unit is that of 1/θ², since the loss has none
-    G                   G           the N_L pretext gradients of one alternation, (K, N_L, p)
+    grad_P              ∇L^P_i      pretext gradient at θ_P (l.6), (K, p)
+    g_P                 g_θP        the same with the gradient of Eq. 4's penalty added (l.7)
     g_phi_P             g_φP        gradient of the pretext loss with respect to φ_P (l.8)
-    g                   ∇L^D        downstream gradient at θ_P (l.12)
+    G                   G           the N_L pretext gradients of one alternation, (K, N_L, p)
+    inverse             M           what l.10 leaves for l.13, as the function g -> q
+    g                   ∇L^D        downstream gradient at θ_P (l.12), (K, p)
     q                   q           ≈ λ (H + λI)⁻¹ g, implicit part of the upper gradient (l.13)
+    g_D                 g_θD        sum of q and grad_D, the downstream gradient at θ_D (l.14)
+    g_phi_D             g_φD        gradients with respect to φ_D, at θ_P and at θ_D, added (l.15)
     H                   H           Hessian of L^P with respect to θ at θ_P; only its products H u
                                     are computed; in the code `H()` returns the function u -> H u
     alternations        T           with lower_steps N_L and upper_steps N_U
 
-    Eq. 4 eq:bissl_lower_level          Eq. 5 eq:bissl_upper_level_derivative
-    Eq. 7 eq:bissl_mfac_vi_calc         Eq. 10 eq:bissl_mfac_upper_grad_approx
+    Eq. 3 eq:bissl_upper_level          Eq. 4 eq:bissl_lower_level
+    Eq. 5 eq:bissl_upper_level_derivative
+    Eq. 6 eq:mfac_recursion_general     Eq. 7 eq:bissl_mfac_vi_calc
+    Eq. 10 eq:bissl_mfac_upper_grad_approx
     l.n   line n of Algorithm 1 (alg:bisslight)
 
 Axis 0 of every tensor of a batch is the image. So a batch can be cut into micro-batches, or shared
@@ -89,8 +99,8 @@ class PretextTask(Protocol[Batch]):
     phi: Phi  # the head's start; every tensor of it enters the loss
     state: dict[str, Tensor]  # what a resumed run needs besides θ and φ; updated in place
 
-    def draw(self, n: int, rng: torch.Generator) -> tuple[Tensor, ...]:
-        """All random numbers of a step (`prepare` draws none): tensors (n, ...), on the CPU."""
+    def draw(self, B: int, rng: torch.Generator) -> tuple[Tensor, ...]:
+        """All random numbers of a step (`prepare` draws none): tensors (B, ...), on the CPU."""
 
     def prepare(self, images: Tensor, *drawn: Any, **_: Any) -> Batch:
         """Images (B, 3, H, W), and what was drawn -> a NamedTuple; a field is (B, ...) or None."""
@@ -138,10 +148,10 @@ class UpperStep(NamedTuple):
     norm_D: Tensor  # joint norm of the gradients of θ_D (with q) and φ_D before clipping
     q_over_g: Tensor  # |q| / |g|
     cosine: Tensor  # of q and g; 1, with q_over_g = 1, if the curvature changes nothing
-    share: Tensor  # |Pg|² / |g|², P the projection on the span of G: what M-FAC can act on
-    removed: Tensor  # 1 − |Pq|² / |Pg|²: how much of that share is missing in q
+    share: Tensor  # |Πg|² / |g|², Π the projection on the span of G (`Span`): M-FAC acts there
+    removed: Tensor  # 1 − |Πq|² / |Πg|²: how much of that share is missing in q
     distance: Tensor  # |θ_P − θ_D| after the step
-    q_norms: Tensor  # (K,) |q| of each block; not in `Log`, it tells which block is not finite
+    q_norms: Tensor  # (K,) |q| of each row; not in `Log`, it tells which row is not finite
 
 
 class Log(NamedTuple):
@@ -180,7 +190,8 @@ class Passes:
         """L(θ, φ), ∇_θ L and ∇_φ L of a batch."""
         tensors = [theta, *phi.values()]
         value, gradients = self.value_and_gradients(partial(loss, theta, phi), tensors, batch)
-        return Gradients(value, gradients[0], dict(zip(phi, gradients[1:], strict=True)))
+        of_theta, *of_phi = gradients
+        return Gradients(value, of_theta, dict(zip(phi, of_phi, strict=True)))
 
     def value_and_gradients(
         self, loss: BatchLoss, tensors: Sequence[Tensor], batch: Batch
@@ -192,11 +203,11 @@ class Passes:
         """
         device = tensors[0].device
         sums: list[Tensor] = []
-        for part, share in microbatches(batch, self.micro_batch, device):
+        for part, weight in microbatches(batch, self.micro_batch, device):
             autocast = torch.autocast(device.type, torch.bfloat16) if self.amp else nullcontext()
             with autocast:
                 value = loss(part)
-            value = value * share
+            value = value * weight
             terms = [value.detach(), *torch.autograd.grad(value, tensors)]
             if sums:
                 sums = [total + term for total, term in zip(sums, terms, strict=True)]
@@ -215,8 +226,8 @@ class Passes:
         fixed = {name: tensor.detach() for name, tensor in phi.items()}
         parts = microbatches(batch, self.micro_batch, point.device)
 
-        def gradient(part: Batch, share: float) -> Tensor:
-            value = loss(point, fixed, part) * share
+        def gradient(part: Batch, weight: float) -> Tensor:
+            value = loss(point, fixed, part) * weight
             return torch.autograd.grad(value, point, create_graph=True)[0]
 
         with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
@@ -225,9 +236,9 @@ class Passes:
         def product(u: Tensor) -> Tensor:
             total = torch.zeros_like(point)
             with sdpa_kernel(SDPBackend.MATH):
-                for part, share in parts:
+                for part, weight in parts:
                     if kept is None:
-                        total += torch.autograd.grad(gradient(part, share), point, u)[0]
+                        total += torch.autograd.grad(gradient(part, weight), point, u)[0]
                     else:
                         total += torch.autograd.grad(kept, point, u, retain_graph=True)[0]
             return sum_over_processes([total])[0]
@@ -308,8 +319,8 @@ def microbatches(
 ) -> list[tuple[Batch, float]]:
     """A batch (a NamedTuple of tensors, image first) cut into parts of at most `micro_batch`.
 
-    With each comes its share of the images of all processes. Of 5 images, micro-batches of 2 are
-    parts of 2, 2 and 1 with shares 0.4, 0.4 and 0.2.
+    With each comes its weight, its share of the images of all processes. Of 5 images, micro-batches
+    of 2 are parts of 2, 2 and 1 with weights 0.4, 0.4 and 0.2.
     """
     n = len(batch[0])
     whole = n
@@ -345,11 +356,16 @@ def sum_over_processes(values: list[Tensor]) -> list[Tensor]:
 
 
 class Span:
-    """The span of an alternation's gradients, block by block, for two numbers of the log.
+    """The span of an alternation's gradients, row by row of θ, for two numbers of the log.
 
-    In a block, with G (N_L, p) and P the projection on the span of its rows,
-    |Px|² = (G x)ᵀ (G Gᵀ)⁻¹ (G x). Of `mfac`'s inverse, G Gᵀ and the products G g and G q are known
-    already; for any other inverse they are computed here, with a pass over G at each step.
+    In a row of θ, with G (N_L, p) and Π the projection on the span of g_1, g_2 ..., g_N_L,
+
+        |Πx|² = (G x)ᵀ (G Gᵀ)⁻¹ (G x).
+
+    `mfac`'s inverse has computed all of this on its way to q, and keeps it: G Gᵀ (`row_gram`), G g
+    and G q (`last`). Any other inverse does not, so here it is computed, by a pass over G at each
+    step. A row is a block of M-FAC with its partition `layer` alone; with another one, M-FAC acts
+    in another space than this.
 
     >>> span = Span(torch.tensor([[[2.0, 0.0]]]), inverse=torch.clone)
     >>> x = torch.tensor([[3.0, 4.0]])
@@ -360,7 +376,7 @@ class Span:
     def __init__(self, G: Tensor, inverse: Map) -> None:
         self.G = G
         self.inverse = inverse
-        gram = getattr(inverse, "gram", None)  # (K, N_L, N_L), float64
+        gram = getattr(inverse, "row_gram", None)  # (K, N_L, N_L), float64
         if gram is None:
             gram = torch.stack([rows.double() @ rows.double().mT for rows in G])
         gram = gram.clone()
@@ -369,30 +385,38 @@ class Span:
         self.factor, _ = torch.linalg.cholesky_ex(gram)
 
     def squared_lengths(self, g: Tensor, q: Tensor) -> list[Tensor]:
-        """|Pg|² and |Pq|², sums over the blocks, of a query g (K, p) and its q (K, p)."""
-        products = getattr(self.inverse, "products", None)  # of the last query: G g, G q
-        if products is None:
-            products = [torch.stack([self.times(k, x[k]) for k in range(len(x))]) for x in (g, q)]
+        """|Πg|² and |Πq|², sums over the rows of θ, of a query g (K, p) and q = inverse(g)."""
         lengths = []
-        for y in products:  # (K, N_L)
+        for y in self.products(g, q):  # (K, N_L)
             solution = torch.cholesky_solve(y[..., None], self.factor)[..., 0]
             lengths.append((y * solution).sum().to(g.device))
         return lengths
 
-    def times(self, k: int, x: Tensor) -> Tensor:
-        """G x of block k, (p,) -> (N_L,), in float64."""
-        return self.G[k].double() @ x.to(self.G.device).double()
+    def products(self, g: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """G g and G q in every row of θ, (K, N_L) each; from the inverse, if g was its last."""
+        last = getattr(self.inverse, "last", None)
+        if last is not None and last.g is g:
+            return last.Gg, last.Gq
+        return self.times(g), self.times(q)
+
+    def times(self, x: Tensor) -> Tensor:
+        """G x in every row of θ, (K, p) -> (K, N_L), in float64."""
+        x = x.to(self.G.device)
+        rows = []
+        for G_k, x_k in zip(self.G, x, strict=True):  # one by one: no float64 copy of all of G
+            rows.append(G_k.double() @ x_k.double())
+        return torch.stack(rows)
 
 
 def agreement(g: Tensor, q: Tensor, span: Span) -> dict[str, Tensor]:
-    """How q differs from g, both (K, p): the fields of `UpperStep` from q_over_g to removed."""
-    Pg, Pq = span.squared_lengths(g, q)
+    """How q differs from g, both (K, p): the fields of `UpperStep` that tell it."""
+    g_inside, q_inside = span.squared_lengths(g, q)  # |Πg|² and |Πq|²
     length = g.double().norm().clamp_min(1e-300)  # g may be 0
     return {
         "q_over_g": q.norm() / length,
         "cosine": torch.cosine_similarity(q.flatten(), g.flatten(), 0),
-        "share": Pg / length / length,
-        "removed": (Pg - Pq) / Pg.clamp_min(1e-300),
+        "share": g_inside / length / length,
+        "removed": (g_inside - q_inside) / g_inside.clamp_min(1e-300),
         "q_norms": q.norm(dim=1),
     }
 
@@ -402,9 +426,9 @@ def columns(
 ) -> dict[str, list[float]]:
     """The steps of a level as a list of numbers by name; of a vector, its first number.
 
-    A row has a tensor for each name; only the last one may be a vector, a number for each block of
-    the hypergradient. Raises Diverged, which names the first step (`where` says of what), and the
-    first block, that is not finite.
+    A row has a tensor for each name; only the last one may be a vector, a number for each row of θ
+    (`q_norms`). Raises Diverged, which names the first step (`where` says of what), and the first
+    row of θ as a block of the hypergradient, that is not finite.
     """
     if not rows:
         return {name: [] for name in names}

@@ -392,8 +392,8 @@ def find_fault(path: Path) -> ImageError | None:
 
 def decode_all(files: Iterable[Path]) -> list[ImageError]:
     """Read image files fully once, before the long work; returns an error for each damaged one."""
-    with ThreadPoolExecutor(8) as pool:  # decoding lets other threads run; no image is kept
-        faults = list(pool.map(find_fault, files))
+    with ThreadPoolExecutor(8) as threads:  # decoding lets others run; no image is kept
+        faults = list(threads.map(find_fault, files))
     return [fault for fault in faults if fault is not None]
 
 
@@ -415,7 +415,7 @@ def cut_centre(image: Picture, t: Transform) -> Picture:
     return cut
 
 
-Batch = tuple[Tensor, Tensor, int]  # images, targets, n of draws from a batch of n
+Batch = tuple[Tensor, Tensor, int]  # images and targets of this process; n of all processes
 
 
 class Images(Dataset[Batch | ImageError]):
@@ -442,9 +442,9 @@ class Images(Dataset[Batch | ImageError]):
             return False
         return images.shape[2:] == (self.t.size, self.t.size)
 
-    def __getitem__(self, part: tuple[Draws, int]) -> Batch | ImageError:
+    def __getitem__(self, item: tuple[Draws, int]) -> Batch | ImageError:
         """Some draws of a batch of n. An ImageError is returned, since workers would wrap it."""
-        draws, n = part
+        draws, n = item
         index = [i for _, i in draws]
         targets = self.split.targets[index]
         if self.are_ready:
@@ -509,7 +509,7 @@ def batches(
     device: torch.device,
     share: Callable[[int], slice] = whole,
 ) -> Iterator[Batch]:
-    """Network inputs, targets (on the device), n for each list of n draws; workers work ahead.
+    """Network inputs (B, 3, size, size), targets, n of each list of n draws; workers work ahead.
 
     `share` says which of n draws this process takes. workers None: `count_workers` beside a GPU;
     none beside a CPU, which is busy with the network, or for images in memory.
@@ -538,27 +538,27 @@ def batches(
 
 def copy_ahead(items: Iterable[Batch | ImageError], device: torch.device) -> Iterator[Batch]:
     """The batches on a GPU: each is copied there while the one before is used."""
-    stream = torch.cuda.Stream(device)  # of copies alone, beside the network's
+    copies = torch.cuda.Stream(device)  # of copies alone, beside the network's
     ahead: Batch | None = None
     for item in items:
         if isinstance(item, ImageError):
             raise item
         x, y, n = item
-        ready = wait_for(ahead, stream)  # before the next copy starts, so it waits for one copy
-        with torch.cuda.stream(stream):
+        ready = wait_for(ahead, copies)  # before the next copy starts, so it waits for one copy
+        with torch.cuda.stream(copies):
             ahead = x.to(device, non_blocking=True), y.to(device, non_blocking=True), n
         if ready is not None:
             yield ready
-    last = wait_for(ahead, stream)
+    last = wait_for(ahead, copies)
     if last is not None:
         yield last
 
 
-def wait_for(batch: Batch | None, stream: torch.cuda.Stream) -> Batch | None:
+def wait_for(batch: Batch | None, copies: torch.cuda.Stream) -> Batch | None:
     """Let the network's stream wait for what was copied in another one, and use its memory."""
     if batch is not None:
-        current = torch.cuda.current_stream(stream.device)
-        current.wait_stream(stream)
+        current = torch.cuda.current_stream(copies.device)
+        current.wait_stream(copies)
         batch[0].record_stream(current)  # the memory is free when the network is done with it
         batch[1].record_stream(current)
     return batch
@@ -603,7 +603,7 @@ def decode_once(split: Split, t: Transform) -> Split:
     if images.are_ready or n * 3 * t.size**2 > MOST_KEPT:
         return split
     kept = torch.empty(n, 3, t.size, t.size, dtype=torch.uint8)
-    with ThreadPoolExecutor(count_workers()) as pool:  # decoding and cutting let other threads run
-        for i, image in enumerate(pool.map(images.image, range(n), range(n))):
+    with ThreadPoolExecutor(count_workers()) as threads:  # decoding and cutting let others run
+        for i, image in enumerate(threads.map(images.image, range(n), range(n))):
             kept[i] = image
     return Split(kept, split.targets)

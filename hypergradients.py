@@ -8,8 +8,10 @@ All have one signature, that of `mfac.mfac`: (G, λ, H) -> inverse, a function g
 the Hessian-vector product of the last pretext batch, a function u -> H u. It is asked for when it
 is needed, because it keeps the graph of a whole pretext pass alive as long as it is in use.
 
-    G    G       (K, m, p)   stored gradients; `identity` and `cg` do not use them
+    G    G       (K, m, p)   the m = N_L stored gradients, m rows for each row of θ. None of the
+                             three uses their numbers; `exact` looks at the shape
     lam  λ       scalar > 0  coupling of Eq. 4
+    H    H       (K p, K p)  Hessian of L^P with respect to θ at θ_P; `H()` is the function u -> H u
     g    ∇L^D    (K, p)      query: the downstream gradient at θ_P (l.12)
     q    q       (K, p)      ≈ λ (H + λI)⁻¹ g (l.13)
 
@@ -37,7 +39,7 @@ Map = Callable[[Tensor], Tensor]  # of a tensor (K, p): u -> H u, g -> q
 def conjugate_gradients(
     product: Map, g: Tensor, iterations: int, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """`iterations` steps of conjugate gradients on A x = g from x = 0; g and x are flat (P,).
+    """`iterations` steps of conjugate gradients on A x = g from x = 0; g and x are flat (K p,).
 
     Args:
         product: u -> A u, A symmetric and positive definite.
@@ -96,7 +98,7 @@ def cg(
     Args:
         G: not used.
         lam: λ > 0 (ValueError otherwise).
-        H: `H()` returns the function u -> H u in full precision; it is called once per query.
+        H: `H()` returns the function u -> H u, both (K, p), in full precision; called once a query.
         iterations, sizes: as in `conjugate_gradients`.
         damping: c = λ + damping.
         prefactor: `c` returns c (H + cI)⁻¹ g, as released; `lambda` λ (H + cI)⁻¹ g, as in Eq. 5.
@@ -108,7 +110,8 @@ def cg(
         hessian_product = H()  # for this solve alone: its graph must not outlive it
 
         def product(u: Tensor) -> Tensor:  # u -> (I + H/c) u
-            return u + hessian_product(u.view_as(g)).flatten() / c
+            Hu = hessian_product(u.view_as(g))  # (K, p)
+            return u + Hu.flatten() / c
 
         x = conjugate_gradients(product, g.flatten(), iterations, sizes)
         if prefactor == "lambda":
@@ -142,7 +145,7 @@ def exact(G: Tensor, lam: float, H: Callable[[], Map]) -> Map:
     Args:
         G: (K, m, p); only its shape is used.
         lam: λ > 0 (ValueError otherwise).
-        H: `H()` returns the function u -> H u.
+        H: `H()` returns the function u -> H u, both (K, p); called once.
     """
     check(lam)
     K, _, p = G.shape
@@ -150,7 +153,7 @@ def exact(G: Tensor, lam: float, H: Callable[[], Map]) -> Map:
     columns = []
     for unit in torch.eye(K * p, dtype=G.dtype, device=G.device):
         columns.append(product(unit.view(K, p)).flatten())
-    system = torch.stack(columns).double()
+    system = torch.stack(columns).double()  # (K p, K p); H is symmetric, so rows are columns
     system.diagonal().add_(lam)
 
     def inverse(g: Tensor) -> Tensor:

@@ -5,8 +5,10 @@ From one large context block of patches, predict a teacher's tokens of four smal
     φ_P   phi_P     the predictor's trainable tensors and mask token; its position table is fixed
     θ_T   theta_T   the teacher: the same frozen ψ with a third θ, a slow moving average of θ_P (of
                     A and B, not of their product). In `pretrain` the teacher is a second network
-    E, M            numbers of context blocks (1) and of target blocks (4) of an image
-    n, m            numbers of patches of a context and of a target
+    B, L            numbers of images of a batch, and of patches of an image
+    E, M            numbers of context blocks (1) and of target blocks (4) of an image. These blocks
+                    are of patches, and have nothing to do with M-FAC's
+    n, m            numbers of patches of a context and of a target; μ is the teacher's momentum
 
 The backbone is a function (images, theta, keep) -> tokens of the patches `keep`, without a class
 token (`lora.Backbone`). The networks' tensors have the official names and shapes.
@@ -71,9 +73,9 @@ class IJEPA:
             self.state["theta_T"] = theta.detach().clone()
         self.state["step"] = torch.tensor(0, device="cpu")  # asking a GPU for it would wait
 
-    def draw(self, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Context and target blocks of n images. All share their sizes: draw for a whole batch."""
-        return multiblock(self.masks, self.grid, n, rng)
+    def draw(self, B: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Context and target blocks of B images. All share their sizes: draw for a whole batch."""
+        return multiblock(self.masks, self.grid, B, rng)
 
     @torch.no_grad()
     def prepare(self, images: Tensor, context: Tensor, targets: Tensor) -> Batch:
@@ -98,15 +100,15 @@ class IJEPA:
 
     @torch.no_grad()
     def after_step(self, theta_P: Tensor | None) -> None:
-        """The teacher follows: θ_T ← m θ_T + (1 − m) θ_P; the momentum m rises linearly to 1."""
+        """The teacher follows: θ_T ← μ θ_T + (1 − μ) θ_P; the momentum μ rises linearly to 1."""
         first, steps = self.ema
-        m = momentum(int(self.state["step"]), first, steps)
+        mu = momentum(int(self.state["step"]), first, steps)
         self.state["step"] += 1
         if theta_P is not None:
-            self.state["theta_T"].lerp_(theta_P, 1 - m)
+            self.state["theta_T"].lerp_(theta_P, 1 - mu)
             return
         for name, tensor in self.backbone.named_parameters():
-            self.state[name].lerp_(tensor, 1 - m)
+            self.state[name].lerp_(tensor, 1 - mu)
 
 
 class Masks(Protocol):
@@ -146,7 +148,7 @@ def momentum(i: int, first: float, steps: float) -> float:
     return first + i * (1 - first) / steps
 
 
-def multiblock(masks: Masks, grid: int, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+def multiblock(masks: Masks, grid: int, B: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     """Contexts (B, E, n) and targets (B, M, m) of a batch, as the official collator draws them.
 
     One random number gives height and width of all targets, another one those of the contexts. The
@@ -161,15 +163,15 @@ def multiblock(masks: Masks, grid: int, n: int, rng: torch.Generator) -> tuple[T
     target_size = block_size(u_target, masks.target_scale, masks.aspect, grid)
     context_size = block_size(u_context, masks.context_scale, (1, 1), grid)
     # targets
-    targets = blocks(grid, target_size, (n, masks.targets), rng)  # (B, M, L) bool
+    targets = blocks(grid, target_size, (B, masks.targets), rng)  # (B, M, L) bool
     # contexts: those that are too small are drawn again
-    context = torch.zeros(n, masks.contexts, grid * grid, dtype=torch.bool)  # (B, E, L)
+    context = torch.zeros(B, masks.contexts, grid * grid, dtype=torch.bool)  # (B, E, L)
     attempt = 0
     while True:
         too_small = context.sum(-1) <= masks.min_keep  # (B, E)
         if not too_small.any():
             break
-        fresh = blocks(grid, context_size, (n, masks.contexts), rng)
+        fresh = blocks(grid, context_size, (B, masks.contexts), rng)  # (B, E, L)
         if not masks.overlap:
             excluded = max(0, masks.targets - attempt // 20)
             fresh &= ~targets[:, :excluded].any(1, keepdim=True)
@@ -183,7 +185,7 @@ def multiblock(masks: Masks, grid: int, n: int, rng: torch.Generator) -> tuple[T
 
 def indices(mask: Tensor) -> Tensor:
     """Masks (B, E, L), all with the same number n of patches, as their positions (B, E, n)."""
-    positions = mask.nonzero()[:, -1]
+    positions = mask.nonzero()[:, -1]  # (B E n,)
     return positions.view(*mask.shape[:2], -1)
 
 

@@ -5,11 +5,13 @@ A_v, B_vᵀ: the query matrix becomes W_q + s B_q A_q and the value matrix W_v +
 s = alpha / r; the key matrix stays as it is.
 
     ψ           the backbone's own weights, `Backbone.vit`: one copy, used with every θ. This file
-                does not freeze them: call `requires_grad_(False)`, unless ψ itself is trained
-                (Eq. 1)
+                does not freeze them: who loads them calls `requires_grad_(False)`, as below,
+                unless ψ itself is trained (Eq. 1)
     φ_D  phi_D  downstream head {"weight" (C, dim), "bias" (C,)} (App. C.2), and, where BatchNorm
                 comes before the linear layer (I-JEPA, App. D.1), {"norm.weight", "norm.bias"}
     r    rank   64 in the paper, on q and v of every layer; s = 1 (alpha = r)
+    p           4 r dim, the numbers of θ in a layer; dim is the width of a token
+    B, n, t     images of a batch; patches that enter the blocks; tokens there, class token included
 
 With any plain timm ViT, and torch's own optimisers:
 
@@ -102,21 +104,23 @@ def is_plain(block: nn.Module) -> bool:
 
 
 def select(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of each image's tokens: x (B, L, dim), index (B, n) -> (B, n, dim).
+    """Rows of each image's tokens: x (B, all, dim), index (B, n) -> (B, n, dim).
 
     The index is expanded, not copied, to the width of the tokens.
     """
-    return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
+    dim = x.shape[-1]
+    wide = index[..., None].expand(-1, -1, dim)  # (B, n, dim)
+    return x.gather(1, wide)
 
 
 def block_forward(
     block: Block, x: Tensor, row: Tensor | None, scale: float, drop: Tensor | None = None
 ) -> Tensor:
-    """A timm Block on x (B, n, dim) with a row (p,) of θ; drop (B, 2): for attention and MLP."""
+    """A timm Block on x (B, t, dim) with a row (p,) of θ; drop (B, 2): for attention and MLP."""
     attn = cast(Attention, block.attn)
     q, k, v = qkv(attn, block.norm1(x), row, scale)
-    out = F.scaled_dot_product_attention(q, k, v)  # (B, heads, n, head dim)
-    out = out.transpose(1, 2).flatten(2)  # (B, n, dim)
+    out = F.scaled_dot_product_attention(q, k, v)  # (B, heads, t, head dim)
+    out = out.transpose(1, 2).flatten(2)  # (B, t, dim)
     out = block.ls1(attn.proj(attn.norm(out)))
     if drop is not None:
         out = out * drop[:, :1, None]
@@ -130,20 +134,20 @@ def block_forward(
 def qkv(
     attn: Attention, x: Tensor, row: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of all heads, each (B, heads, n, head dim), with LoRA on q and v.
+    """Queries, keys and values of all heads, each (B, heads, t, head dim), with LoRA on q and v.
 
-    With x (B, n, dim) and s = scale: q = W_q x + s B_q A_q x, k = W_k x, v = W_v x + s B_v A_v x.
+    With x (B, t, dim) and s = scale: q = W_q x + s B_q A_q x, k = W_k x, v = W_v x + s B_v A_v x.
     """
     x = in_autocast_dtype(x)
     if row is None:
-        q, k, v = attn.qkv(x).chunk(3, -1)  # (B, n, dim) each
+        q, k, v = attn.qkv(x).chunk(3, -1)  # (B, t, dim) each
     else:
         # one product each: k as a part of a common one would keep all of it until backward
         weights = attn.qkv.weight.chunk(3)  # (dim, dim) each
         biases = (None,) * 3 if attn.qkv.bias is None else attn.qkv.bias.chunk(3)
         q, k, v = (F.linear(x, W, b) for W, b in zip(weights, biases, strict=True))
         A_q, B_qT, A_v, B_vT = row.view(4, -1, x.shape[-1]).unbind(0)  # (r, dim) each
-        low_q, low_v = (x @ torch.cat([A_q, A_v]).mT).chunk(2, -1)  # (B, n, r) each
+        low_q, low_v = (x @ torch.cat([A_q, A_v]).mT).chunk(2, -1)  # (B, t, r) each
         q = q + scale * low_q @ B_qT
         v = v + scale * low_v @ B_vT
     q, k, v = (z.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2) for z in (q, k, v))
@@ -176,13 +180,13 @@ def keep_in_bfloat16(backbone: Backbone) -> None:
                 module.register_parameter(name, rounded)
 
 
-def drop_path(rate: float, depth: int, n: int, rng: torch.Generator) -> Tensor:
-    """Drop-path factors of n images, (n, K, 2): 1/(1 − rate_k) with probability 1 − rate_k, else 0.
+def drop_path(rate: float, depth: int, B: int, rng: torch.Generator) -> Tensor:
+    """Drop-path factors of B images, (B, K, 2): 1/(1 − rate_k) with probability 1 − rate_k, else 0.
 
     rate_k rises linearly from 0 to `rate` over the K = depth layers.
     """
-    survive = 1 - torch.linspace(0, rate, depth)[:, None, None]
-    kept = torch.rand(depth, 2, n, generator=rng) < survive
+    survive = 1 - torch.linspace(0, rate, depth)[:, None, None]  # (K, 1, 1)
+    kept = torch.rand(depth, 2, B, generator=rng) < survive  # (K, 2, B)
     return (kept / survive).permute(2, 0, 1)
 
 
@@ -200,7 +204,8 @@ def factors(theta: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     >>> A_q.tolist(), B_v.tolist()
     ([[[0.0, 1.0]]], [[[6.0], [7.0]]])
     """
-    A_q, B_qT, A_v, B_vT = theta.unflatten(1, (4, -1, dim)).unbind(1)
+    four = theta.unflatten(1, (4, -1, dim))  # (K, 4, r, dim)
+    A_q, B_qT, A_v, B_vT = four.unbind(1)
     return A_q, B_qT.mT, A_v, B_vT.mT
 
 
@@ -282,12 +287,12 @@ def moments(x: Tensor, stats: Phi | None) -> Phi:
 
     `stats` become 0.9 times what they were plus 0.1 times the mean and the unbiased variance.
     """
-    n = SumOverProcesses.apply(x.new_tensor(float(len(x))))
-    mean = SumOverProcesses.apply(x.sum(0)) / n
-    var = SumOverProcesses.apply((x - mean).square().sum(0)) / n
+    count = SumOverProcesses.apply(x.new_tensor(float(len(x))))  # images of all processes
+    mean = SumOverProcesses.apply(x.sum(0)) / count  # (dim,)
+    var = SumOverProcesses.apply((x - mean).square().sum(0)) / count
     if stats:
         stats["norm.mean"].lerp_(mean.detach().to(stats["norm.mean"]), 0.1)
-        unbiased = var * n / (n - 1)
+        unbiased = var * count / (count - 1)
         stats["norm.var"].lerp_(unbiased.detach().to(stats["norm.var"]), 0.1)
     return {"norm.mean": mean, "norm.var": var}
 

@@ -3,7 +3,8 @@
 The backbone sees a part of the patches of an image, and a small decoder predicts the other ones.
 
     φ_P     phi_P   the decoder's trainable tensors and mask token; its position table is fixed
-    L       number of patches of an image; n = int(L (1 − mask ratio)) of them stay
+    B       number of images of a batch
+    L       number of patches of an image (beside L^P, the loss); n = int(L (1 − mask ratio)) stay
     noise   (B, L) uniform, the only random numbers: the patches with the least noise stay
 
 The backbone is a function (images, theta, keep) -> tokens of the patches `keep`, class token first
@@ -52,9 +53,9 @@ class MAE:
         if not 1 <= int(decoder.patches * (1 - mask_ratio)) < decoder.patches:
             raise ValueError(f"mask ratio {mask_ratio}: leaves none or all of the patches visible")
 
-    def draw(self, n: int, rng: torch.Generator) -> tuple[Tensor]:
-        """The noise of n images."""
-        return (torch.rand(n, self.decoder.patches, generator=rng),)
+    def draw(self, B: int, rng: torch.Generator) -> tuple[Tensor]:
+        """The noise of B images."""
+        return (torch.rand(B, self.decoder.patches, generator=rng),)
 
     def prepare(self, images: Tensor, noise: Tensor) -> Batch:
         """The batch as it is: its target is made from the images, in `loss`."""
@@ -152,13 +153,17 @@ class Decoder(nn.Module):
 
     def forward(self, latent: Tensor, restore: Tensor) -> Tensor:
         """Latent (B, 1 + n, dim), restore (B, L) -> (B, L, patch_size² · 3)."""
-        x = self.decoder_embed(latent)
-        removed = self.mask_token.to(x.dtype).expand(len(x), 1 + self.patches - x.shape[1], -1)
-        patches = torch.cat([x[:, 1:], removed], 1)  # kept ones, then mask tokens
-        # the index is expanded, not copied, to the width of the tokens
-        patches = patches.gather(1, restore[..., None].expand(-1, -1, patches.shape[-1]))
-        x = torch.cat([x[:, :1], patches], 1) + self.decoder_pos_embed  # class token, raster order
-        return self.decoder_pred(self.decoder_norm(self.decoder_blocks(x)))[:, 1:]  # type: ignore[no-any-return]
+        x = self.decoder_embed(latent)  # (B, 1 + n, width)
+        B, _, width = x.shape
+        class_token, kept = x[:, :1], x[:, 1:]
+        removed = self.mask_token.to(x.dtype).expand(B, self.patches - kept.shape[1], -1)
+        patches = torch.cat([kept, removed], 1)  # (B, L, width), in the order of `masking`
+        index = restore[..., None].expand(-1, -1, width)  # expanded, not copied
+        patches = patches.gather(1, index)  # in raster order
+        x = torch.cat([class_token, patches], 1) + self.decoder_pos_embed
+        x = self.decoder_norm(self.decoder_blocks(x))
+        pixels: Tensor = self.decoder_pred(x)
+        return pixels[:, 1:]
 
 
 @torch.no_grad()

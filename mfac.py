@@ -5,20 +5,25 @@ empirical Fisher matrix of the m = N_L gradients that the lower level has alread
 
     F = 1/m Σ_i g_i g_iᵀ        (block by block; entries between two blocks are taken as 0)
 
-so the inverse needs no Hessian-vector product. Two ways to compute it give the same result:
+so the inverse needs no Hessian-vector product. F is not damped. With damping, after i of the m
+gradients, it is F̂_i = λI + 1/m Σ_{j≤i} g_j g_jᵀ, so F̂_m = F + λI is what is inverted (Eq. 6; the
+paper writes F̂ for both). Two ways to compute q give the same result:
 
     to read   `recursion`   the paper's own way, Eq. 7 and Eq. 10: one rank-one update per gradient
     to run    `mfac`        Woodbury's identity: one m x m system per block; the default
 
     code    paper    shape          meaning
-    G       G        (K, m, p)      stored gradients of K blocks; rows g_i = ∇L^P_i of l.6
+    G       G        (K, m, p)      stored gradients; for each row of θ, m rows g_i = ∇L^P_i of l.6
+    m       N_L      integer        how many gradients are stored; M-FAC's own letter (Eq. 6)
     lam     λ        scalar > 0     damping γ = λ; units 1/θ² (the loss has none)
     v, d    v_i, d_i (m, p), (m,)   what Eq. 7 computes for a block; v has the unit of θ, d has
                                     none, so it can be added to m
+    M_k     M        `Block`        v and d of block k; the paper's M is that of all blocks
     g, q    ∇L^D, q  (K, p)         query and result; units 1/θ
 
-A block is a row of θ: all K rows have the same number p of entries. Where layers differ in size,
-call `mfac` once for each layer, with K = 1.
+θ has K rows of p numbers, one for each layer. A block is a row, as in the paper, unless `partition`
+says otherwise: the rows can be cut into n parts of c = p / n numbers, or all be one block. Where
+layers differ in size, call `mfac` once for each layer, with K = 1.
 
 Both functions have the signature of every hypergradient here: (G, λ, H) -> inverse, where inverse
 is a function g -> q. H is for those that need Hessian-vector products; M-FAC does not use it. This
@@ -38,13 +43,13 @@ from torch import Tensor
 
 Partition = Literal["layer", "projection", "matrix", "global"]
 Map = Callable[[Tensor], Tensor]  # of a tensor (K, p): g -> q
-PARTS = {"layer": 1, "projection": 2, "matrix": 4, "global": 1}  # blocks that a row is cut into
+PARTS = {"layer": 1, "projection": 2, "matrix": 4, "global": 1}  # n: parts that a row is cut into
 
 CHUNK = 16_384  # columns of G that are converted to float64 at a time, so that the copy is small
 
 
 class Block(NamedTuple):
-    """One block ⟨k⟩ of M, the collection that line 10 of Algorithm 1 computes."""
+    """M_k: one block ⟨k⟩ of M, the collection that line 10 of Algorithm 1 computes."""
 
     v: Tensor  # (i, p)  v_i = F̂⁻¹_{i−1} g_i, in float64 whatever the gradients' dtype is
     d: Tensor  # (i,)    d_i = v_iᵀ g_i
@@ -52,11 +57,13 @@ class Block(NamedTuple):
 
 
 def empty_block(m: int, p: int) -> Block:
-    """M before the first of m gradients of p numbers."""
-    return Block(torch.empty(0, p).double(), torch.empty(0).double(), m)
+    """M_k before the first of m gradients of p numbers."""
+    v = torch.empty(0, p, dtype=torch.float64)
+    d = torch.empty(0, dtype=torch.float64)
+    return Block(v, d, m)
 
 
-def extend(M: Block, grad: Tensor, lam: float) -> Block:
+def extend(M_k: Block, grad: Tensor, lam: float) -> Block:
     """Eq. 7 for one more gradient: the online variant (App. B), usable inside the lower level.
 
         v_i = g_i/λ − Σ_{j<i} v_j (v_jᵀ g_i) / (m + d_j),        d_i = v_iᵀ g_i
@@ -64,22 +71,23 @@ def extend(M: Block, grad: Tensor, lam: float) -> Block:
     It is Sherman and Morrison's formula (Eq. 6) for F̂_i = F̂_{i−1} + g_i g_iᵀ / m, with F̂_0 = λI.
 
     Args:
-        M: what the gradients before this one gave, v (i − 1, p) and d (i − 1,). Not modified.
+        M_k: what the gradients before this one gave, v (i − 1, p) and d (i − 1,). Not modified.
         grad: g_i (p,), before λ(θ_P − θ_D) is added (l.6 comes before l.7). Not modified.
         lam: λ > 0.
 
     Returns:
-        M with v (i, p) and d (i,), new tensors.
+        M_k with v (i, p) and d (i,), new tensors.
 
     Raises:
-        ValueError: M has all of its m gradients already.
+        ValueError: M_k has all of its m gradients already.
     """
-    if len(M.d) == M.m:
-        raise ValueError(f"M holds all of its m = {M.m} gradients; start with an empty block")
+    v, d, m = M_k  # v_j (i − 1, p) and d_j (i − 1,)
+    if len(d) == m:
+        raise ValueError(f"M holds all of its m = {m} gradients; start with an empty block")
     grad = grad.double()
-    v = grad / lam - M.v.T @ ((M.v @ grad) / (M.m + M.d))  # (p,)
-    d = v @ grad
-    return Block(torch.cat([M.v, v[None]]), torch.cat([M.d, d[None]]), M.m)
+    v_i = grad / lam - v.T @ ((v @ grad) / (m + d))  # (p,)
+    d_i = v_i @ grad  # scalar
+    return Block(torch.cat([v, v_i[None]]), torch.cat([d, d_i[None]]), m)
 
 
 def precompute(grads: Tensor, lam: float) -> Block:
@@ -89,26 +97,27 @@ def precompute(grads: Tensor, lam: float) -> Block:
     Block(v=tensor([[2.]], dtype=torch.float64), d=tensor([4.], dtype=torch.float64), m=1)
     """
     m, p = grads.shape
-    M = empty_block(m, p)
-    M = M._replace(v=M.v.to(grads.device), d=M.d.to(grads.device))
+    M_k = empty_block(m, p)
+    M_k = M_k._replace(v=M_k.v.to(grads.device), d=M_k.d.to(grads.device))
     for grad in grads:
-        M = extend(M, grad, lam)
-    return M
+        M_k = extend(M_k, grad, lam)
+    return M_k
 
 
-def apply(M: Block, g: Tensor, lam: float) -> Tensor:
+def apply(M_k: Block, g: Tensor, lam: float) -> Tensor:
     """Line 13 for one block, Eq. 10: q = g − λ Σ_j v_j (v_jᵀ g) / (m + d_j), (p,) -> (p,).
 
-    Raises ValueError if M does not have all of its m gradients yet: the sum of Eq. 10 is over all.
+    ValueError if M_k does not have all of its m gradients yet: the sum of Eq. 10 is over all.
 
-    >>> M = precompute(torch.tensor([[2.0]]), lam=1.0)
-    >>> apply(M, torch.tensor([5.0]), lam=1.0)  # 5 − 2·(2·5)/(1 + 4)
+    >>> M_k = precompute(torch.tensor([[2.0]]), lam=1.0)
+    >>> apply(M_k, torch.tensor([5.0]), lam=1.0)  # 5 − 2·(2·5)/(1 + 4)
     tensor([1.])
     """
-    if len(M.d) < M.m:
-        raise ValueError(f"M holds {len(M.d)} of m = {M.m} gradients; extend it with the rest")
+    v, d, m = M_k
+    if len(d) < m:
+        raise ValueError(f"M holds {len(d)} of m = {m} gradients; extend it with the rest")
     x = g.double()
-    q = x - lam * (M.v.T @ ((M.v @ x) / (M.m + M.d)))
+    q = x - lam * (v.T @ ((v @ x) / (m + d)))
     return q.to(g.dtype)
 
 
@@ -121,12 +130,14 @@ def recursion(G: Tensor, lam: float, H: object = None, partition: Partition = "l
     """
     check(lam)
     check_gradients(G, partition)
-    M = [precompute(grads, lam) for grads in joined(blocks(G, partition), partition)]  # l.10
+    G_blocks = joined(blocks(G, partition), partition)  # (K n, m, c); `global`: (1, m, K c)
+    M = [precompute(G_k, lam) for G_k in G_blocks]  # l.10
 
     def inverse(g: Tensor) -> Tensor:  # l.13
         check_query(g, G)
-        parts = joined(blocks(g.to(G.device)[:, None], partition), partition)  # (blocks, 1, c)
-        q = [apply(M_k, g_k[0], lam) for M_k, g_k in zip(M, parts, strict=True)]
+        cut = blocks(g.to(G.device)[:, None], partition)  # (K, n, 1, c)
+        g_blocks = joined(cut, partition)[:, 0]  # (K n, c); `global`: (1, K c)
+        q = [apply(M_k, g_k, lam) for M_k, g_k in zip(M, g_blocks, strict=True)]
         return torch.stack(q).view_as(g).to(g)
 
     return inverse
@@ -163,29 +174,37 @@ def mfac(G: Tensor, lam: float, H: object = None, partition: Partition = "layer"
     return Inverse(G, lam, partition)
 
 
+class Products(NamedTuple):
+    """G times a query g and times its q, in every row of θ; float64."""
+
+    g: Tensor  # the query itself: it tells whose products these are
+    Gg: Tensor  # (K, m)
+    Gq: Tensor  # (K, m)
+
+
 class Inverse:
     """What line 10 leaves for line 13: a function g (K, p) -> q (K, p).
 
-    The log of Algorithm 1 reads two more things here, since they were computed anyway: the products
-    of the stored gradients with each other, and with the last g and its q.
+    Two things that are computed on the way to q are kept, because the log of Algorithm 1 needs them
+    too (`bisslight.Span`) and would have to read all of G again. They do not change any q.
     """
 
-    gram: Tensor  # (K, m, m) G Gᵀ of every row of θ, float64
-    products: tuple[Tensor, Tensor] | None  # G g and G q of the last query, (K, m) each, float64
+    row_gram: Tensor  # (K, m, m) G Gᵀ of every row of θ, whatever the blocks are; float64
+    last: Products | None  # of the last query, None before the first one
 
     def __init__(self, G: Tensor, lam: float, partition: Partition) -> None:
         self.G = G
         self.partition: Partition = partition
         self.cut = blocks(G, partition)  # (K, n, m, c), a view of G
         m = G.shape[1]
-        grams = G.new_zeros(*self.cut.shape[:2], m, m, dtype=torch.float64)  # (K, n, m, m)
+        gram = G.new_zeros(*self.cut.shape[:2], m, m, dtype=torch.float64)  # (K, n, m, m)
         for columns in self.cut.split(CHUNK, -1):  # float64 sums without a float64 copy of G
             columns = columns.double()
-            grams += columns @ columns.mT
-        self.grams = grams
-        self.gram = grams.sum(1)
-        self.products = None
-        system = self.over_blocks(grams).clone()
+            gram += columns @ columns.mT
+        self.cut_gram = gram
+        self.row_gram = gram.sum(1)
+        self.last = None
+        system = self.per_block(gram).clone()
         system.diagonal(dim1=-2, dim2=-1).add_(m * lam)  # mλI + GGᵀ, positive definite
         factor, failed = torch.linalg.cholesky_ex(system)  # it reports instead of raising
         self.factor = factor.masked_fill((failed != 0)[..., None, None], math.nan)
@@ -194,32 +213,32 @@ class Inverse:
         """Line 13: q of g."""
         check_query(g, self.G)
         query = blocks(g.to(self.G.device)[:, None], self.partition)  # (K, n, 1, c)
-        pieces = list(zip(self.cut.split(CHUNK, -1), query.split(CHUNK, -1), strict=True))
-        Gg = torch.zeros_like(self.grams[..., :1])  # (K, n, m, 1)
-        for rows, x in pieces:
-            Gg += rows.double() @ x.double().mT
-        w = torch.cholesky_solve(self.over_blocks(Gg), self.factor)  # (mλI + GGᵀ)⁻¹ G g
+        chunks = list(zip(self.cut.split(CHUNK, -1), query.split(CHUNK, -1), strict=True))
+        Gg = torch.zeros_like(self.cut_gram[..., :1])  # (K, n, m, 1)
+        for columns, x in chunks:
+            Gg += columns.double() @ x.double().mT
+        w = torch.cholesky_solve(self.per_block(Gg), self.factor)  # (mλI + GGᵀ)⁻¹ G g, (.., m, 1)
         q = []
-        for rows, x in pieces:
-            piece = x.double() - w.mT @ rows.double()  # g − Gᵀ w
-            q.append(piece.to(g.dtype))
-        Gq = Gg - self.grams @ w  # G q = G g − GGᵀ w
-        self.products = Gg.sum(1)[..., 0], Gq.sum(1)[..., 0]
+        for columns, x in chunks:
+            q_columns = x.double() - w.mT @ columns.double()  # g − Gᵀ w, (K, n, 1, chunk)
+            q.append(q_columns.to(g.dtype))
+        Gq = Gg - self.cut_gram @ w  # G q = G g − GGᵀ w
+        self.last = Products(g, Gg.sum(1)[..., 0], Gq.sum(1)[..., 0])
         return torch.cat(q, -1).view_as(g).to(g)
 
-    def over_blocks(self, x: Tensor) -> Tensor:
-        """Sums x (K, n, ...) over all rows if all of θ is one block; otherwise x itself."""
+    def per_block(self, x: Tensor) -> Tensor:
+        """From x (K, n, ...) of all parts, that of the blocks: x; `global`: its sum (1, 1, ...)."""
         if self.partition == "global":
             return x.sum((0, 1), keepdim=True)
         return x
 
 
 def blocks(x: Tensor, partition: Partition) -> Tensor:
-    """Cut every row of θ into the n blocks of a partition: (K, m, p) -> (K, n, m, c), a view.
+    """Cut every row of θ into the n parts of a partition: (K, m, p) -> (K, n, m, c), a view.
 
-    A row's p numbers are A_q, B_qᵀ, A_v, B_vᵀ, so its blocks are n parts of c = p / n numbers.
-    `global` cuts nothing here: its rows are joined later. For a query g, pass g[:, None], so that
-    m = 1; `.view(K, p)` then puts the blocks together again.
+    A row's p numbers are A_q, B_qᵀ, A_v, B_vᵀ (`lora`), so its parts have c = p / n numbers. A part
+    is a block, but for `global`, which cuts nothing here: its rows are joined later. For a query g,
+    pass g[:, None], so that m = 1; `.view(K, p)` then puts the parts together again.
 
     >>> blocks(torch.arange(8.0).view(1, 2, 4), "projection")  # one row of θ, two gradients
     tensor([[[[0., 1.],
@@ -228,7 +247,9 @@ def blocks(x: Tensor, partition: Partition) -> Tensor:
              [[2., 3.],
               [6., 7.]]]])
     """
-    return x.unflatten(-1, (PARTS[partition], -1)).transpose(1, 2)  # type: ignore[no-any-return]
+    n = PARTS[partition]
+    parts: Tensor = x.unflatten(-1, (n, -1))  # (K, m, n, c)
+    return parts.transpose(1, 2)
 
 
 def joined(cut: Tensor, partition: Partition) -> Tensor:
@@ -250,9 +271,9 @@ def check_gradients(G: Tensor, partition: Partition) -> None:
         raise ValueError(f"G must be (K, m, p), m gradients of K blocks; got {tuple(G.shape)}")
     if partition not in PARTS:
         raise ValueError(f"partition {partition!r} is unknown; there are {', '.join(PARTS)}")
-    parts = PARTS[partition]
-    if G.shape[2] % parts:
-        raise ValueError(f"p = {G.shape[2]} numbers cannot be cut into {parts} equal parts")
+    n = PARTS[partition]
+    if G.shape[2] % n:
+        raise ValueError(f"p = {G.shape[2]} numbers cannot be cut into {n} equal parts")
 
 
 def check_query(g: Tensor, G: Tensor) -> None:

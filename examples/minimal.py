@@ -1,9 +1,10 @@
 """BiSSLight in one page: the paper's Algorithm 1 with M-FAC (Matrix-Free Approximate Curvature).
 
-Names are the paper's symbols. θ is a list of vectors, one for each block ⟨k⟩; φ is a list of
-tensors. L_P and L_D are functions (θ, φ, batch) -> scalar, D_P and D_D iterators over batches,
-opt_P and opt_D functions (θ, φ) -> torch optimiser; `clip` bounds the joint norm of a step's
-gradients. θ_D and φ are updated in place. Use float64: Eq. 7 subtracts numbers that may be nearly
+Names are the paper's symbols; `l.n` is line n of Algorithm 1. θ is a list of vectors, one for each
+block ⟨k⟩; φ is a list of tensors. L_P and L_D are functions (θ, φ, batch) -> scalar; the frozen
+backbone ψ is inside of them. D_P and D_D are iterators over batches, opt_P and opt_D functions
+(θ, φ) -> torch optimiser. `clip` bounds the joint norm of a step's gradients; the paper does not
+mention it. θ_D and φ are updated in place. Use float64: Eq. 7 subtracts numbers that may be nearly
 equal.
 """
 
@@ -20,23 +21,23 @@ Loss = Callable[[Tensors, Tensors, Any], Tensor]
 MakeOptimiser = Callable[[Tensors, Tensors], Optimizer]
 
 
-def eq_7(G: Tensors, lam: float) -> list[tuple[Tensor, Tensor]]:
-    """The pairs (v_i, d_i) of one block, from its N_L stored gradients."""
-    M: list[tuple[Tensor, Tensor]] = []
-    for g_i in G:
+def eq_7(G_k: Tensors, lam: float) -> list[tuple[Tensor, Tensor]]:
+    """M of one block: N_L pairs v_i (p,), d_i (scalar), from its N_L stored gradients (p,)."""
+    M_k: list[tuple[Tensor, Tensor]] = []
+    for g_i in G_k:
         v_i = g_i / lam
-        for v_j, d_j in M:
-            v_i = v_i - v_j * (v_j @ g_i) / (len(G) + d_j)
-        M.append((v_i, v_i @ g_i))
-    return M
+        for v_j, d_j in M_k:
+            v_i = v_i - v_j * (v_j @ g_i) / (len(G_k) + d_j)
+        M_k.append((v_i, v_i @ g_i))
+    return M_k
 
 
-def eq_10(M: list[tuple[Tensor, Tensor]], g: Tensor, lam: float) -> Tensor:
-    """One block of q ≈ λ (∇²L^P + λI)⁻¹ g, with g = ∇L^D at θ_P."""
-    q = g
-    for v_j, d_j in M:
-        q = q - lam * v_j * (v_j @ g) / (len(M) + d_j)
-    return q
+def eq_10(M_k: list[tuple[Tensor, Tensor]], g_k: Tensor, lam: float) -> Tensor:
+    """One block (p,) of q ≈ λ (∇²L^P + λI)⁻¹ g, with g = ∇L^D at θ_P."""
+    q_k = g_k
+    for v_j, d_j in M_k:
+        q_k = q_k - lam * v_j * (v_j @ g_k) / (len(M_k) + d_j)
+    return q_k
 
 
 def grad(L: Loss, theta: Tensors, phi: Tensors, batch: object) -> tuple[Tensors, Tensors]:
@@ -69,22 +70,22 @@ def algorithm_1(
     D_D: Iterator[Any],
     clip: float = 10.0,
 ) -> Iterator[Tensors]:
-    """Algorithm 1; yields θ_P after each alternation."""
+    """Algorithm 1, with line 1 as its arguments; yields θ_P after each alternation."""
     theta_P = [x.detach().clone().requires_grad_() for x in theta_D]  # l.2
     lower = opt_P(theta_P, phi_P)
     upper = opt_D(theta_D, phi_D)
     for _ in range(T):  # l.3
         G = []  # l.4
         for _ in range(N_L):  # l.5
-            grad_P, g_phi_P = grad(L_P, theta_P, phi_P, next(D_P))  # l.6
+            grad_P, g_phi_P = grad(L_P, theta_P, phi_P, next(D_P))  # l.6, and g_phi_P of line 8
             G.append(grad_P)  # l.6: without the term of l.7, unclipped
             g_P = []
-            for g_k, P_k, D_k in zip(grad_P, theta_P, theta_D, strict=True):
-                g_P.append(g_k + lam * (P_k - D_k).detach())  # l.7
+            for g_k, theta_P_k, theta_D_k in zip(grad_P, theta_P, theta_D, strict=True):
+                g_P.append(g_k + lam * (theta_P_k - theta_D_k).detach())  # l.7
             update(lower, theta_P + phi_P, g_P + g_phi_P, clip)  # l.8, l.9
         M = [eq_7(list(G_k), lam) for G_k in zip(*G, strict=True)]  # l.10, block by block
         for _ in range(N_U):  # l.11
-            batch = next(D_D)
+            batch = next(D_D)  # one for l.12 to l.15; the paper leaves this open
             g, g_phi_D_at_P = grad(L_D, theta_P, phi_D, batch)  # l.12
             q = [eq_10(M_k, g_k, lam) for M_k, g_k in zip(M, g, strict=True)]  # l.13
             grad_D, g_phi_D_at_D = grad(L_D, theta_D, phi_D, batch)  # l.14

@@ -41,9 +41,9 @@ class Rotation:
         self.phi: Phi = {"weight": weight, "bias": torch.zeros(4)}
         self.state: dict[str, Tensor] = {}  # no teacher or the like
 
-    def draw(self, n: int, rng: torch.Generator) -> tuple[Tensor]:
-        """The turns of n images."""
-        return (torch.randint(4, (n,), generator=rng),)
+    def draw(self, B: int, rng: torch.Generator) -> tuple[Tensor]:
+        """The turns of B images."""
+        return (torch.randint(4, (B,), generator=rng),)
 
     def prepare(self, images: Tensor, turns: Tensor) -> Batch:
         """Turn each image."""

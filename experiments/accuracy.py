@@ -4,8 +4,11 @@
     python -m experiments.accuracy --backbone vit_h14 --dataset cub200 --pretext ijepa
     python -m experiments.accuracy --backbone vit_b16 --dataset cub200 --hypergrad mfac,cg
 
-The first is a column of tab:mae_bisslight_main_results, the second one of
-tab:classificaiton_acc_bisslight_ijepa, the third one of tab:classificaiton_acc_bissl_orig:
+The first is one backbone and one dataset of tab:mae_bisslight_main_results, which has 3 and 6 of
+them. The second is a column of tab:classificaiton_acc_bisslight_ijepa, the third one of
+tab:classificaiton_acc_bissl_orig. Each needs the official weights, which are downloaded (or
+`--set weights=FILE`), the dataset, and images for the pretext task: ImageNet in data/imagenet/train
+(or `--set pool=FOLDER`). It makes, in this order:
 
     direct          PEFT (parameter-efficient fine-tuning) from the backbone: six rates, then eight
                     seeds with the rate that is best on validation

@@ -203,9 +203,9 @@ def watch(cost: "Cost", lower_steps: int) -> None:
     bisslight.read = read
 
 
-def draw_usual_masks(self: ijepa.IJEPA, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+def draw_usual_masks(self: ijepa.IJEPA, B: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     """I-JEPA's masks are drawn by their numbers; of 16 x 16 patches these sizes are usual."""
-    return torch.zeros(n, 1, 100, dtype=torch.long), torch.zeros(n, 4, 40, dtype=torch.long)
+    return torch.zeros(B, 1, 100, dtype=torch.long), torch.zeros(B, 4, 40, dtype=torch.long)
 
 
 class Cost(TorchDispatchMode):

@@ -3,7 +3,10 @@
     python -m experiments.lora_rank --backbone vit_l16 --dataset cub200
     python -m experiments.lora_rank --counts        # tab:lora_param_count alone, at once
 
-Every rank is a run of `experiments.accuracy`, in OUT/rank-4 and so on; the same command goes on.
+The first makes one of the figure's three curves, each a backbone. Every rank is a whole run of
+`experiments.accuracy` (what it needs is said there), in OUT/rank-4 and so on; the same command goes
+on. So the rates of PEFT and of the upper level are chosen anew at each rank; `--set lr=1e-3` and
+`--set d_lr=1e-3` fix them.
 """
 
 from pathlib import Path

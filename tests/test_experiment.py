@@ -80,8 +80,8 @@ def test_all_members_that_are_missing_are_named_at_once(weights: Path, tmp_path:
 LOSS = 'return F.cross_entropy(F.linear(x, phi["weight"], phi["bias"]), batch.turns)'
 WRONG = {  # change -> what is told
     "settings: object, rng: torch.Generator": ("settings: object", "__init__: TypeError"),
-    "return (torch.randint(4, (n,), generator=rng),)": (
-        "return (torch.randint(4, (n + 1,), generator=rng),)",
+    "return (torch.randint(4, (B,), generator=rng),)": (
+        "return (torch.randint(4, (B + 1,), generator=rng),)",
         r"draw: needs to return a tuple of tensors \(n, ...\)",
     ),
     "return Batch(torch.stack": ("return (torch.stack", "prepare: needs to return a NamedTuple"),
