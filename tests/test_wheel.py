@@ -20,6 +20,7 @@ LEFT_OUT = (".*", "runs", "build", "*.egg-info", "__pycache__")
 ROOT = Path(__file__).parent.parent
 MODULES = {path.name for path in ROOT.glob("*.py")}
 EXTRAS = {f"extras/{path.name}" for path in (ROOT / "extras").glob("*.[ph]*") if path.is_file()}
+SUPPORT = {f"support/{path.name}" for path in (ROOT / "support").glob("*.py")}
 NO_NETWORK = """
 import socket
 def refuse(*args, **options):
@@ -51,7 +52,7 @@ def test_the_wheel_holds_the_modules_and_nothing_else(wheel: Path) -> None:
         names = archive.namelist()
         (entry,) = [name for name in names if name.endswith("entry_points.txt")]
         assert "bisslight = cli:main" in archive.read(entry).decode()
-    assert {name for name in names if ".dist-info/" not in name} == MODULES | EXTRAS
+    assert {name for name in names if ".dist-info/" not in name} == MODULES | EXTRAS | SUPPORT
 
 
 def test_the_installed_commands_run_from_an_empty_folder_without_a_network(
