@@ -115,8 +115,9 @@ plt.show()
 # only a ninth as far (λ / (4.1 + λ)). The step along −g is parallel to the line from θ_P* to the
 # minimum of L^D, but a good part of it goes across the valley, where θ_P* hardly follows. A step of
 # the same length along −q lowers $L^D(\theta_P^*)$ more. This holds for every step that is short
-# enough: q is the gradient of this loss *with respect to θ_D*, while g is the gradient with respect to θ_P. BiSSLight also adds the gradient of
-# the second term of Eq. 3, $L^D(\theta_D)$; it is left out of the picture.
+# enough: q is the gradient of this loss *with respect to θ_D*, while g is the gradient with respect
+# to θ_P. BiSSLight also adds the gradient of the second term of Eq. 3, $L^D(\theta_D)$; it is left
+# out of the picture.
 #
 # Is the formula right? We move θ_D by a small amount in each coordinate, solve the lower level
 # again, and see how much $L^D(\theta_P^*)$ changes. This is a *finite difference*; it uses no
