@@ -129,3 +129,28 @@ def test_a_gradient_that_is_not_finite_shows_in_its_block_alone(bad: float) -> N
     assert q.isfinite().view(3, 4, 2).all(2).tolist()[1] == [True, True, False, True]
     G[1] = 1e6  # equal rows: GGᵀ swallows λ and cannot be factored
     assert mfac.mfac(G, 1e-9)(torch.ones(3, 8)).isfinite().all(1).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_shapes_that_do_not_fit_are_refused_instead_of_broadcast(form: str) -> None:
+    """A G of one row would broadcast with a query of three rows, and give a wrong answer."""
+    with pytest.raises(ValueError, match=r"K = 1 .* p = 40 .* got \(3, 40\)"):
+        FORMS[form](torch.ones(1, 20, 40), 0.1)(torch.ones(3, 40))
+    for wrong in (torch.ones(20, 40), torch.ones(3, 0, 40)):
+        with pytest.raises(ValueError, match=r"G must be \(K, m, p\)"):
+            FORMS[form](wrong, 0.1)
+    with pytest.raises(ValueError, match="p = 6 numbers cannot be cut into 4"):
+        FORMS[form](torch.ones(1, 2, 6), 0.1, partition="matrix")
+
+
+def test_a_store_answers_only_when_all_of_its_gradients_are_in() -> None:
+    """Eq. 10 sums over all m gradients; with two of three its answer would be another one."""
+    G = torch.randn(3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    M = mfac.empty_block(3, 5)
+    for grad in G:
+        with pytest.raises(ValueError, match="of m = 3"):
+            mfac.apply(M, G[0], 0.1)
+        M = mfac.extend(M, grad, 0.1)
+    close(mfac.apply(M, G[0], 0.1), dense(G, G[0], 0.1), 1e-10)
+    with pytest.raises(ValueError, match="m = 3"):
+        mfac.extend(M, G[0], 0.1)
