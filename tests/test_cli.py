@@ -164,7 +164,15 @@ def test_bars_hand_every_item_on_and_leave_a_line(capsys: pytest.CaptureFixture[
     assert "demo 2/2  b" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("end", ["2>&- >&-", "| true", "2>&1 | true", "2>&1 >/dev/null | true"])
+CLOSED = [  # each a process of its own, so two are for `make slow`
+    "2>&- >&-",
+    "2>&1 | true",
+    pytest.param("| true", marks=pytest.mark.slow),
+    pytest.param("2>&1 >/dev/null | true", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("end", CLOSED)
 def test_a_reader_that_goes_away_ends_no_run(weights: Path, end: str) -> None:
     line = f"align {MAE_RUN.format(weights=weights)} {ALIGN_STEPS} --out r"
     shell = f"set -o pipefail; {shlex.join(PROGRAM)} {line} {end}"
