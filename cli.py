@@ -119,16 +119,16 @@ def collect_layers(kind: type[Command], flags: Record, options: Options) -> list
         if name not in kind.model_fields:
             known = nearest(name, kind.model_fields)
             raise UsageError(f"{options.config}: {name} is no setting, {known}")
-    # Made first, since the lower layers depend on it: is there an align run, is its dataset meant?
-    own_values = table | flags
+    # Known first, since what an align run and a preset add depends on them.
+    table_and_flags = table | flags
     layers = []
-    if "start" in own_values:
-        start = Path(str(own_values["start"])).expanduser()
+    if "start" in table_and_flags:
+        start = Path(str(table_and_flags["start"])).expanduser()
         if not start.is_file():  # a LoRA file brings no settings
-            values = read_align_run(start, own_values.get("dataset"))
+            values = read_align_run(start, table_and_flags.get("dataset"))
             layers.append(Layer("align run", values))
     if options.preset == "as-released":
-        values = released_values(kind, "start" in own_values)
+        values = released_values(kind, "start" in table_and_flags)
         layers.append(Layer("preset as-released", values))
     layers.append(Layer(str(options.config), table))
     layers.append(Layer("flag", flags))
