@@ -73,7 +73,7 @@ def run_align(
     inverse = hypergradient(cfg, theta)
     experiment.check_batches("--d-batch", cfg.d_batch)
     goes_on = check_directory(out, "align", cfg, force)
-    if not goes_on:
+    if not goes_on:  # a run that goes on has done this when it began
         experiment.decode_held_out_images()
 
     with Run(out, "align", cfg, force, experiment.defining) as run:
@@ -82,9 +82,10 @@ def run_align(
         head = experiment.new_head("align head")
         state, optimisers = start_state(cfg, theta, pretext.phi, head.phi)
         run.restore(name_tensors(state, head, pretext.state), optimisers._asdict())
+        # Checkpoints are written between alternations, so the steps give the alternation.
         state.done = optimisers.opt_P.step // cfg.lower_steps
         try:
-            if cfg.probe_epochs and not run.records:
+            if cfg.probe_epochs and not run.records:  # the probe's end is the first record
                 probe(experiment, state, head, optimisers.probe, run, track)
 
             lower_steps = range(state.done * cfg.lower_steps, cfg.alternations * cfg.lower_steps)
@@ -182,11 +183,13 @@ def probe(
     cfg = experiment.cfg
     task = experiment.task
     drop_path = cfg.drop_path if cfg.probe_drop_path else 0.0
+    # detached: θ stays as it is, and no gradient is computed for it
     loss = partial(head.loss, state.theta_D.detach(), state.phi_D, regularise=True)
     steps_per_epoch = math.ceil(len(task.train.targets) / cfg.d_batch)
     steps = range(opt.step, cfg.probe_epochs * steps_per_epoch)
     examples = experiment.examples("probe", cfg.d_batch, steps, drop_path, passes=True)
     epochs = train_epochs(loss, opt, examples, steps_per_epoch, "probe", experiment.passes)
+    # Its epochs are not logged: the first record says that the probe is over.
     for epoch in track(epochs, cfg.probe_epochs, "probe", opt.step // steps_per_epoch):
         run.checkpoint(f"probe epoch {epoch.step}")
     score = experiment.score(task.val, state.theta_D, head.with_stats)
@@ -239,13 +242,13 @@ def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
 def adapter_file(experiment: AlignExperiment, theta_P: Tensor) -> bytes:
     """θ_P (l.17) as a file, with what it was trained on and how."""
     cfg = experiment.cfg
-    how = {
+    settings = {
         "stage": "align",
         "d_lr": cfg.d_lr,
         "hypergrad": cfg.hypergrad if cfg.upper_steps else "lower only",
         "unlike_paper": unlike_paper(cfg),
     }
-    return save_adapter(theta_P, {}, experiment.origin | how)
+    return save_adapter(theta_P, {}, experiment.origin | settings)
 
 
 def summary(experiment: AlignExperiment, last: Record) -> Record:

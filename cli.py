@@ -80,10 +80,10 @@ def settings_command(kind: type[C], example: str) -> Callable[[Work[C, R]], Work
     """Make a function a command of the program, with a flag for each setting of `kind`."""
 
     def add(function: Work[C, R]) -> Work[C, R]:
-        def command(**given: object) -> int:  # texts of flags, by their names
+        def command(**texts: object) -> int:  # of all flags, by the names of their settings
             flags: Record = {}
             options: Record = {}
-            for name, value in given.items():
+            for name, value in texts.items():
                 if value is None:  # the flag was not given
                     continue
                 if name in Options.model_fields:
@@ -119,14 +119,16 @@ def collect_layers(kind: type[Command], flags: Record, options: Options) -> list
         if name not in kind.model_fields:
             known = nearest(name, kind.model_fields)
             raise UsageError(f"{options.config}: {name} is no setting, {known}")
-    asked = table | flags
+    # Known first, since what an align run and a preset add depends on them.
+    table_and_flags = table | flags
     layers = []
-    if "start" in asked:
-        start = Path(str(asked["start"])).expanduser()
+    if "start" in table_and_flags:
+        start = Path(str(table_and_flags["start"])).expanduser()
         if not start.is_file():  # a LoRA file brings no settings
-            layers.append(Layer("align run", read_align_run(start, asked.get("dataset"))))
+            values = read_align_run(start, table_and_flags.get("dataset"))
+            layers.append(Layer("align run", values))
     if options.preset == "as-released":
-        values = released_values(kind, "start" in asked)
+        values = released_values(kind, "start" in table_and_flags)
         layers.append(Layer("preset as-released", values))
     layers.append(Layer(str(options.config), table))
     layers.append(Layer("flag", flags))
@@ -140,10 +142,12 @@ def compare_settings(cfg: Command, layers: list[Layer], every: bool) -> list[Rec
     no_value_in_paper = {"start", "weights", "pretext", *Command.model_fields}
     rows = []
     for name, value in cfg:
-        is_paper = name not in paper or name in no_value_in_paper or value == paper[name]
-        if is_paper and not every:
+        has_paper_value = name in paper and name not in no_value_in_paper
+        is_unlike_paper = has_paper_value and value != paper[name]
+        if not is_unlike_paper and not every:
             continue
         source = "default"
+        # To the end, since the last layer that has a setting wins.
         for layer in [*defaults, *layers]:
             if name in layer.values:
                 source = layer.source
@@ -155,10 +159,10 @@ def run_command(function: Work[C, R], kind: type[C], flags: Record, options: Opt
     """Run a command that has settings, or say what it would do; the exit code."""
     name = function.__name__
     layers = collect_layers(kind, flags, options)
-    given: Record = {}
-    for layer in layers:
-        given |= layer.values
-    cfg = make(kind, given)
+    values: Record = {}
+    for layer in layers:  # a later one wins
+        values |= layer.values
+    cfg = make(kind, values)
     out = options.out or default_out(name, cfg)
     if options.dry_run or options.all:
         return dry_run(name, cfg, out, layers, options)

@@ -67,6 +67,7 @@ def compare(arm: Sequence[int], against: Sequence[int]) -> Comparison:
         if size == n and distance(total) >= observed:
             extreme += count
     splits = math.comb(len(pooled), n)
+    # One number against one: both splits differ as much as the arms do, whatever the numbers are.
     p = extreme / splits if len(pooled) > 2 else None
     return Comparison(difference=float(subtract_means(arm, against)), p=p, splits=splits)
 
@@ -75,7 +76,8 @@ def count_sets(numbers: Sequence[int], largest: int) -> Counter[tuple[int, int]]
     """How many sets of at most `largest` of these numbers have each (size, sum)."""
     sets = Counter({(0, 0): 1})
     for number in numbers:
-        for (size, total), count in list(sets.items()):  # those without this number
+        # Each set without this number makes one with it; `list`, since the loop adds new ones.
+        for (size, total), count in list(sets.items()):
             if size < largest:
                 sets[size + 1, total + number] += count
     return sets
@@ -87,7 +89,11 @@ def subtract_means(these: Sequence[float], those: Sequence[float]) -> Fraction:
 
 
 def take_mean(numbers: Sequence[float]) -> Fraction:
-    return sum(map(Fraction, numbers), Fraction(0)) / len(numbers)
+    """The mean of numbers, exactly."""
+    total = Fraction(0)
+    for number in numbers:
+        total += Fraction(number)
+    return total / len(numbers)
 
 
 # --- the table of arms ----------------------------------------------------------------------------
@@ -141,6 +147,7 @@ class Arm(BaseModel, frozen=True):
         """Whole numbers to compare: right images, or hundredths of a point of mAP."""
         if self.right is not None:
             return self.right
+        # mAP counts no images, and the exact test needs whole numbers: two decimals of percent.
         return [round(100 * percent) for percent in self.accuracies]
 
 
@@ -185,11 +192,11 @@ def compare_arms(first: Arm, arm: Arm) -> Comparison:
 class Values(NamedTuple):
     """A setting of an arm, and what it is in the first arm."""
 
-    here: object
-    there: object
+    value: object
+    first: object
 
     def __str__(self) -> str:
-        return f"{describe(self.here)}, there {describe(self.there)}"
+        return f"{describe(self.value)}, there {describe(self.first)}"
 
 
 def describe(value: object) -> str:
@@ -199,13 +206,14 @@ def describe(value: object) -> str:
     'lam 1.0 and rank 2'
     """
     if isinstance(value, Mapping):
-        return " and ".join(f"{name} {each}" for name, each in value.items()) or "nothing"
+        words = [f"{name} {item}" for name, item in value.items()]
+        return " and ".join(words) or "nothing"
     return str(value)
 
 
 def list_differences(arm: Arm, first: Arm) -> dict[str, Values]:
     """Settings in which an arm differs from the first one (UsageError: other images)."""
-    differences = unlike(arm.settings, first.settings)
+    differences = compare_settings(arm.settings, first.settings)
     if "data_sha256" in differences:
         raise UsageError(f"{arm.name}, {first.name}: not comparable, other images or split")
     # Where one arm is aligned and the other not, their grids and what follows differ, of course.
@@ -215,12 +223,12 @@ def list_differences(arm: Arm, first: Arm) -> dict[str, Values]:
     return differences
 
 
-def unlike(settings: Record, first: Record) -> dict[str, Values]:
+def compare_settings(settings: Record, first: Record) -> dict[str, Values]:
     """Settings that differ, other than seed, start and machine."""
     differences = {}
     for name in sorted(settings):
         values = Values(settings[name], first.get(name))
-        if name not in FREE and values.here != values.there:
+        if name not in FREE and values.value != values.first:
             differences[name] = values
     return differences
 
@@ -234,11 +242,11 @@ def read_arm(path: Path) -> Arm:
         arms = [read_run(run) for run in find_runs(path)]
     first = arms[0]
     differing: set[str] = set()
-    starts: list[tuple[str | None, int]] = []
+    starts: list[tuple[str | None, int]] = []  # twice the same would count one seed as two
     accuracies: list[float] = []
     right: list[int] = []
     for arm in arms:
-        differing |= unlike(arm.settings, first.settings).keys()
+        differing |= compare_settings(arm.settings, first.settings).keys()
         starts += arm.starts
         accuracies += arm.accuracies
         right += arm.right or []
@@ -246,6 +254,7 @@ def read_arm(path: Path) -> Arm:
         see = ", ".join(sorted(differing)) or "seed"
         raise UsageError(f"{path}: its runs are no seeds of one arm, see {see}; give each alone")
     align_runs = {align_run for align_run, _ in starts}
+    # Then the spread over seeds has that of aligning in it, and the p-value is about both stages.
     each_has_its_own = len(starts) > 1 and len(align_runs) == len(starts)
     return first.model_copy(
         update={
@@ -296,9 +305,13 @@ def read_run(run: Path) -> Arm:
 
 
 def without_default_alpha(settings: Record) -> Record:
-    """Settings in which alpha is None where it is the rank; the second edition wrote that out."""
-    alpha = settings["alpha"]
-    return {**settings, "alpha": None if alpha == settings["rank"] else alpha}
+    """Settings of a run with alpha None where it is the rank, so that runs can be compared.
+
+    None and the rank mean one scale, but the second edition recorded the number.
+    """
+    if settings["alpha"] == settings["rank"]:
+        return {**settings, "alpha": None}
+    return settings
 
 
 # --- the paper's accuracies -----------------------------------------------------------------------
@@ -332,7 +345,7 @@ def published(config: Record, result: Record) -> Reported | None:
     """The paper's figure for a run; None where its settings, as far as we know, are others."""
     if not follows_paper(config, result):
         return None
-    method = METHODS.get(result["aligned_by"])
+    method = METHODS.get(result["aligned_by"])  # None for one that the paper has no table of
     row = (result["pretext"], result["backbone"], method)
     for source, rows in ACCURACIES.items():
         if row in rows and config["dataset"] in COLUMNS:
@@ -349,9 +362,10 @@ def follows_paper(config: Record, result: Record) -> bool:
         if name not in OPEN and settings.get(name, value) != value:
             return False
     weights = config["weights"]
-    return (
-        (weights is None or weights.endswith(OFFICIAL))
-        and config["pretext"] == result["pretext"]
-        and result["aligned_on"] in (None, config["dataset"])
-        and not result["align_unlike_paper"]
-    )
+    if weights is not None and not weights.endswith(OFFICIAL):
+        return False
+    if config["pretext"] != result["pretext"]:
+        return False
+    if result["aligned_on"] not in (None, config["dataset"]):  # None: not aligned
+        return False
+    return not result["align_unlike_paper"]

@@ -56,6 +56,7 @@ class GridPoint(BaseModel, frozen=True):
 
     @property
     def diverged(self) -> bool:
+        """Whether any seed diverged."""
         return any(trial.val is None for trial in self.trials)
 
     @property
@@ -146,16 +147,20 @@ def finetune(
     goes_on = check_directory(out, "finetune", cfg, force)
     experiment = Experiment(cfg, task)
     starts = starts_of_seeds(cfg)
-    given = [start for start in starts.paths if start]
-    origins = [check_origin(start, experiment) for start in dict.fromkeys(given)]
+    paths = [path for path in starts.paths if path]  # none where each seed has a fresh θ
+    different_paths = dict.fromkeys(paths)  # a dict keeps their order: the first one is reported
+    origins = [check_origin(path, experiment) for path in different_paths]
     experiment.check_batches("--batch", cfg.batch)
     if not goes_on:
         experiment.decode_held_out_images()
-    digests = [sha256(adapter_of(start)) for start in given]
+    digests = [sha256(adapter_of(path)) for path in paths]
     defining = {**experiment.defining, "start_sha256": digests}
 
     def run_pairs(pairs: Pairs) -> list[Trial]:
-        trials = [settings_of_trial(cfg, lr, n, starts.paths[n]) for lr, n in pairs]
+        """Run a trial for each pair of a rate and a seed."""
+        trials = []
+        for lr, n in pairs:
+            trials.append(settings_of_trial(cfg, lr, n, starts.paths[n]))
         return run_trials(trials, out, cfg.jobs, experiment, task, track)
 
     with Run(out, "finetune", cfg, force, defining) as run:
@@ -163,6 +168,7 @@ def finetune(
             return FinetuneResult(**run.result)
         grid = try_grid(cfg, run_pairs)
         chosen = choose_rate(grid, cfg.seeds, run_pairs)
+        # of two rates each is an end
         if len(cfg.grid) > 2 and chosen.lr in (min(cfg.grid), max(cfg.grid)):
             LOG.warning(
                 "%s: the best rate, %g, is an end of the grid, look beyond it", out, chosen.lr
@@ -236,7 +242,7 @@ def find_align_runs(path: Path) -> list[Path]:
     if (path / "config.json").exists():
         return [path]
     runs = [file.parent for file in path.glob("*/config.json")]
-    runs.sort(key=lambda run: (len(run.name), run.name))
+    runs.sort(key=lambda run: (len(run.name), run.name))  # shorter names have smaller numbers
     return runs or [path]
 
 
@@ -248,7 +254,9 @@ def check_same_settings(runs: Sequence[Path], start: Path) -> None:
     for run in runs[1:]:
         settings = read_json(run / "config.json")
         seeds.add(settings["seed"])
-        differing |= {name for name in settings if settings[name] != first.get(name)}
+        for name, value in settings.items():
+            if value != first.get(name):
+                differing.add(name)
     differing -= MAY_CHANGE | {"seed"}
     if differing or len(seeds) < len(runs):
         names = ", ".join(sorted(differing)) or "seed"
@@ -269,7 +277,7 @@ def check_origin(start: Path, experiment: Experiment) -> Origin:
     It has to be an align run's, of the same network. Of the same dataset it has to have seen the
     same split: otherwise test images of this one could have been trained on. (UsageError)
     """
-    here = Origin(**experiment.origin)
+    this = Origin(**experiment.origin)
     with checking(f"--from {start}"):
         theta, written = load_theta(adapter_of(start), experiment.backbone.dim)
         origin = Origin(**written)
@@ -279,39 +287,42 @@ def check_origin(start: Path, experiment: Experiment) -> Origin:
         if origin.stage != "align":
             raise ValueError("is fine-tuned already, give an align run")
         if written:  # a released file names neither network nor data
-            check_network(origin, here)
-            check_split(origin, here)
-    if not is_same_dataset(origin, here):
-        LOG.info("aligned on %s, fine-tuned on %s", origin.dataset or "?", here.dataset)
+            check_network(origin, this)
+            check_split(origin, this)
+    if not is_same_dataset(origin, this):
+        LOG.info("aligned on %s, fine-tuned on %s", origin.dataset or "?", this.dataset)
     return origin
 
 
-def check_network(origin: Origin, here: Origin) -> None:
+def check_network(origin: Origin, this: Origin) -> None:
     """Refuse an adapter of another network, or of another scale alpha / rank (ValueError)."""
     for name in ("backbone", "rank", "weights_sha256"):
-        there = getattr(origin, name)
-        wanted = getattr(here, name)
-        if there != wanted:
-            raise ValueError(f"has {name} {there}, this run {wanted}")
-    # None, where alpha is not given, is the rank.
-    alphas = [each.alpha or each.rank for each in (origin, here)]
-    if alphas[0] != alphas[1]:
-        raise ValueError(f"has alpha {alphas[0]:g}, this run {alphas[1]:g}")
+        actual = getattr(origin, name)
+        wanted = getattr(this, name)
+        if actual != wanted:
+            raise ValueError(f"has {name} {actual}, this run {wanted}")
+    # An alpha that is not set is the rank.
+    actual_alpha = origin.alpha or origin.rank
+    wanted_alpha = this.alpha or this.rank
+    if actual_alpha != wanted_alpha:
+        raise ValueError(f"has alpha {actual_alpha:g}, this run {wanted_alpha:g}")
 
 
-def is_same_dataset(origin: Origin, here: Origin) -> bool:
+def is_same_dataset(origin: Origin, this: Origin) -> bool:
     """Whether two names mean one dataset. A folder may be named by another path, such as a link."""
-    if origin.dataset is None or here.dataset is None:
+    if origin.dataset is None or this.dataset is None:
         return False
-    there = Path(origin.dataset.removeprefix("folder:"))
-    return there.resolve() == Path(here.dataset.removeprefix("folder:")).resolve()
+    # A name that is no folder's is a path, too, and equal to itself alone.
+    origin_path = Path(origin.dataset.removeprefix("folder:"))
+    this_path = Path(this.dataset.removeprefix("folder:"))
+    return origin_path.resolve() == this_path.resolve()
 
 
-def check_split(origin: Origin, here: Origin) -> None:
+def check_split(origin: Origin, this: Origin) -> None:
     """Refuse an adapter of the same dataset that saw another split of it (ValueError)."""
-    if is_same_dataset(origin, here) and origin.data_sha256 != here.data_sha256:
+    if is_same_dataset(origin, this) and origin.data_sha256 != this.data_sha256:
         raise ValueError(
-            f"was aligned on another split or other images of {here.dataset}, so it may have "
+            f"was aligned on another split or other images of {this.dataset}, so it may have "
             "seen the test images; give its --data-seed, --split-file and images, or align again"
         )
 
@@ -328,7 +339,7 @@ def try_grid(cfg: FinetuneConfig, run_pairs: Callable[[Pairs], list[Trial]]) -> 
         pairs += [(lr, n) for n in range(seeds)]
     trials = run_pairs(pairs)  # all of them in one call, so that --jobs has work for each process
     grid = []
-    for k, lr in enumerate(cfg.grid):
+    for k, lr in enumerate(cfg.grid):  # the trials are in the order of the pairs
         of_rate = trials[k * seeds : (k + 1) * seeds]
         grid.append(GridPoint(lr=lr, trials=of_rate))
     return grid
@@ -389,6 +400,7 @@ def test_seeds(trials: Sequence[Trial], experiment: Experiment, run: Run) -> lis
 
 def settings_of_trial(cfg: FinetuneConfig, lr: float, n: int, start: Path | None) -> FinetuneConfig:
     """The settings of a trial: one rate, the n-th seed, and where that seed starts."""
+    # No grid: `lr` sets it to that one rate.
     single = {"grid": None, "grid_seeds": 1, "seeds": 1, "jobs": 1}
     return cfg.replace(**single, lr=lr, seed=cfg.seed + n, start=start)
 
@@ -452,6 +464,7 @@ def peft(
     steps_per_epoch = math.ceil(len(experiment.task.train.targets) / cfg.batch)
     opt = make_optimiser(cfg, [theta, *head.phi.values()], steps_per_epoch)
     current = {"theta": theta, **head.with_stats}
+    # A copy of each, so that training leaves the best epoch's numbers as they are.
     best = {name: tensor.detach().clone() for name, tensor in current.items()}
     kept = {f"best.{name}": tensor for name, tensor in best.items()}
     run.restore(current | kept, {"opt": opt})  # after a stop, it goes on from here
@@ -510,4 +523,5 @@ def validate(experiment: Experiment, theta: Tensor, head: Head, epoch: int) -> S
 def best_epoch(records: Sequence[Record]) -> Record:
     """The best of the epochs that were validated; of equally good ones the first."""
     validated = [record for record in records if record["val"]]
+    # of equal ones, max takes the first
     return max(validated, key=lambda record: quality([Score(**record["val"])]))

@@ -37,9 +37,10 @@ def check(name: str, root: Path, partial: bool = False) -> Record:
     `folder:DIR` is read as by --dataset, DIR and imagenet as by --pool. `partial` allows gaps.
     What is wrong is listed under `problems`, all of it.
     """
-    known = folders(root)
-    if name not in known and not Path(name.removeprefix("folder:")).is_dir():
-        raise UsageError(f"{name}: is no benchmark or folder; {nearest(name, known)}")
+    named = folders(root)
+    is_folder = Path(name.removeprefix("folder:")).is_dir()
+    if name not in named and not is_folder:
+        raise UsageError(f"{name}: is no benchmark or folder; {nearest(name, named)}")
     with checking(name):
         path = place_of(name, root) or Path(name)
     if name in BENCHMARKS:
@@ -66,15 +67,11 @@ def look_at_benchmark(name: str, path: Path, partial: bool) -> Contents:
     absent = {file for file in listed if not (path / file).exists()}
     problems: list[Record] = []
     if not partial and len(listed) != expected:
-        problems.append(
-            {
-                "problem": f"its lists name {len(listed)} of {expected} images; is it a "
-                "subset? --partial takes it"
-            }
-        )
+        problem = f"its lists name {len(listed)} of {expected} images; is it a subset?"
+        problems.append({"problem": f"{problem} --partial takes it"})
     if not partial and absent:
-        lack = f"{len(absent)} of the listed images are missing"
-        problems.append({"problem": lack, "first": min(absent)})
+        problem = f"{len(absent)} of the listed images are missing"
+        problems.append({"problem": problem, "first": min(absent)})
     images = [path / file for file in sorted(listed - absent)]
     return Contents(images, {"listed": len(listed), "absent": len(absent)}, problems)
 
@@ -95,11 +92,11 @@ def look_at_classes(path: Path) -> Contents:
 
 def look_at_pool(name: str, path: Path) -> Contents:
     """A folder of unlabelled images, nested or not."""
-    where = path / "train" if name == "imagenet" else path
+    directory = path / "train" if name == "imagenet" else path  # its other images are no pool
     with checking(name):
-        images = find_images(where)
+        images = find_images(directory)
     if not images:
-        raise UsageError(f"--pool {name}: no images in {where}")
+        raise UsageError(f"--pool {name}: no images in {directory}")
     return Contents(images, {}, [])
 
 
@@ -114,21 +111,21 @@ def download(name: str, root: Path) -> Record:
         raise UsageError(f"{target}: is there already, see `bisslight data check {name}`")
     work = root / f".{name}.download"  # archives that have arrived stay here after a failure
     unpacked = work / "unpacked" / benchmark.folder
-    into = unpacked.parent if benchmark.holds_folder else unpacked
+    directory = unpacked.parent if benchmark.holds_folder else unpacked
     for url, md5 in benchmark.archives.items():
-        fetch(url, md5, work, into)
-    unpacked.rename(target)
+        fetch(url, md5, work, directory)
+    unpacked.rename(target)  # only now, so that a stop leaves no half of it there
     shutil.rmtree(work)
     return {"name": name, "path": str(target), "terms": benchmark.terms}
 
 
-def fetch(url: str, md5: str, work: Path, into: Path) -> None:
-    """Fetch an archive into `work` and unpack it; a list file (.mat) is taken as it is."""
+def fetch(url: str, md5: str, work: Path, directory: Path) -> None:
+    """Fetch an archive into `work`, unpack it into `directory`; a .mat file goes there as it is."""
     try:
         if url.endswith(".mat"):
-            download_url(url, into, md5=md5)
+            download_url(url, directory, md5=md5)
         else:
-            download_and_extract_archive(url, work, into, md5=md5)
+            download_and_extract_archive(url, work, directory, md5=md5)
     except (OSError, RuntimeError, EOFError, tarfile.TarError) as error:
         raise RunError(
             f"{url}: {error}; `cd {work} && curl -C - -O {url}` goes on; "

@@ -27,7 +27,8 @@ from support.experiment import AlignExperiment, pretext_batches
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ALIGNED, DIRECT = 8, 24  # seeds
+ALIGNED = 8  # seeds
+DIRECT = 24  # more, since they take no align run and make the comparison sharper
 PRETRAINED = Path(__file__).with_name("quilts.pth")  # of PRETRAIN, with data seed 0
 PRETRAIN: Record = {"base_lr": 8e-3, "beta2": 0.999, "mask_ratio": 0.3}
 ALIGN: Record = {
@@ -89,9 +90,9 @@ def demo(
             backbone="vit_mini", pool="quilts", data_seed=data_seed, seed=data_seed, **PRETRAIN
         )
         pretrain(scratch, out / "pretrain", force=force, track=track)
-    done = processes.jobs(run_unit, units, jobs) if jobs > 1 else map(run_unit, units)
-    for _ in track(done, len(units), "demo"):
-        pass
+    reports = processes.jobs(run_unit, units, jobs) if jobs > 1 else map(run_unit, units)
+    for _ in track(reports, len(units), "demo"):
+        pass  # asking for a report runs its unit, and `track` prints it
     arms = evaluate([out / "aligned", out / "direct"]).arms
     draw(first.replace(device="cpu"), arms, out / "demo.png")
     return {
@@ -120,22 +121,23 @@ def power(arms: list[Row]) -> str:
     for row in arms:
         variance += (row.std or 0.0) ** 2 / row.seeds
     z = GAIN / max(variance**0.5, 1e-9)
-    share = NormalDist().cdf(z - NormalDist().inv_cdf(0.975))
+    threshold = NormalDist().inv_cdf(0.975)  # beyond it, a two-sided p is below 0.05
+    share = NormalDist().cdf(z - threshold)
     return f"a true gain of {GAIN:g} points has p < 0.05 in {100 * share:.0f} % of such demos"
 
 
 @torch.no_grad()
 def draw(cfg: AlignConfig, arms: list[Row], path: Path) -> None:
     """What a class is, what pretraining learned to fill in, and how good both arms are."""
-    m = AlignExperiment(cfg)
+    experiment = AlignExperiment(cfg)
     figure, axes = pyplot().subplots(1, 3, figsize=(11, 4), width_ratios=(4.2, 1.7, 1.6))
-    classes = sample_classes(m.task.test)
+    classes = sample_classes(experiment.task.test)
     show(axes[0], classes, 8, "Eight classes: each is a layout (blue), shown with any two motifs")
-    filled = fill_in(m)
+    filled = fill_in(experiment)
     show(axes[1], filled, 3, "Pretraining fills in masked tiles:\nwhole, masked, filled in")
-    versus = arms[1].first_minus_this
-    assert versus is not None
-    axes[2].set_title(f"Aligned: {versus.difference:+.1f} points\np = {versus.p:.2g}")
+    comparison = arms[1].first_minus_this  # of the aligned arm with the direct one
+    assert comparison is not None
+    axes[2].set_title(f"Aligned: {comparison.difference:+.1f} points\np = {comparison.p:.2g}")
     plot_arms(axes[2], arms)
     save(figure, "Classes of quilts; some whole, masked, filled in; accuracies of both arms.", path)
 
@@ -150,24 +152,32 @@ def sample_classes(split: Split) -> Tensor:
     return torch.cat(pictures)
 
 
-def fill_in(m: AlignExperiment) -> Tensor:
+def fill_in(experiment: AlignExperiment) -> Tensor:
     """Four pool images, each whole, masked and filled in by the pretrained decoder."""
-    task = m.pretext_task(m.new_theta())
+    task = experiment.pretext_task(experiment.new_theta())
     assert isinstance(task, mae.MAE)
-    draws = pretext_batches(task, m.pool_images(), 4, range(1), m.cfg, m.device)
-    batch = next(draws)
+    images = experiment.pool_images()
+    batches = pretext_batches(task, images, 4, range(1), experiment.cfg, experiment.device)
+    batch = next(batches)
     masked, filled = task.reconstruct(None, task.phi, batch)
     pictures = torch.stack([batch.images, masked, filled], 1).flatten(0, 1)  # (12, 3, 16, 16)
-    std = torch.tensor(m.pool.std).view(3, 1, 1)
-    mean = torch.tensor(m.pool.mean).view(3, 1, 1)
+    std = torch.tensor(experiment.pool.std).view(3, 1, 1)
+    mean = torch.tensor(experiment.pool.mean).view(3, 1, 1)
+    # back from what the network sees to pixels in [0, 1]
     return pictures * std + mean
 
 
 def layout(images: Tensor) -> Tensor:
-    """Which tiles differ from the first in most images (n, 3, 16, 16) of a class, in two blues."""
-    tiles = images.mean(1).unflatten(2, (4, 4)).unflatten(1, (4, 4)).transpose(2, 3)
-    distance = (tiles - tiles[:, :1, :1]).square().mean((3, 4))  # (n, 4, 4)
-    differs = (distance > 0.05).float().mean(0).round()  # in most images
+    """Draw the layout of a class: its tiles in two blues, by whether they equal the first tile.
+
+    Images (n, 3, 16, 16). A tile counts as another one if it is so in most of them, since some
+    tiles of labelled images show a motif at random.
+    """
+    rows = images.mean(1).unflatten(1, (4, 4))  # (n, row of tiles, y in the tile, 16)
+    tiles = rows.unflatten(3, (4, 4)).transpose(2, 3)  # (n, row, column, y, x)
+    first = tiles[:, :1, :1]
+    distance = (tiles - first).square().mean((3, 4))  # (n, 4, 4)
+    differs = (distance > 0.05).float().mean(0).round()
     pixels = torch.kron(differs, torch.ones(4, 4))  # (16, 16)
     blue = torch.tensor([0.9, 0.6, 0.3]).view(1, 3, 1, 1)
     return 1 - blue * (0.2 + 0.7 * pixels)

@@ -35,6 +35,7 @@ class Plan(NamedTuple):
 
 def plan_run(command: str, cfg: Command, out: Path, force: bool) -> Plan:
     """Plan a run, whatever is missing; nothing is downloaded or written."""
+    # Each step adds its own, so that one dry run names all that is missing, not the first thing.
     problems: list[str] = []
     attempt(problems, check_directory, out, command, cfg, force)
     device = attempt(problems, device_of, cfg)
@@ -73,14 +74,19 @@ def plan_peft(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Record:
     if weights and not weights.exists():
         url, megabytes = OFFICIAL[cfg.backbone, cfg.pretext]
         fetched = f"{megabytes:.0f} MB to download from {url}"
+    # Networks are tried where nothing is missing; otherwise their sizes are all there is to say.
     if weights and weights.exists() and has_data and not problems:
         arch = attempt(problems, try_networks, cfg, task, pool)
     else:
         arch = attempt(problems, official_arch, cfg)
+    steps = count_align(cfg, task) if isinstance(cfg, AlignConfig) else count_peft(cfg, task)
+    parameters = None
+    if arch:
+        parameters = arch.depth * 4 * cfg.rank * arch.dim  # A and B, of q and of v
     return {
         "images": images,
-        "steps": count_align(cfg, task) if isinstance(cfg, AlignConfig) else count_peft(cfg, task),
-        "LoRA parameters": arch.depth * 4 * cfg.rank * arch.dim if arch else None,
+        "steps": steps,
+        "LoRA parameters": parameters,
         "weights": fetched,
         "the paper's memory, GB and GPUs": paper_memory(cfg),
     }
@@ -108,19 +114,19 @@ def count_align(cfg: AlignConfig, task: Task | None) -> Record:
         "upper": cfg.alternations * cfg.upper_steps,
     }
     if task:
-        epoch = math.ceil(len(task.train.targets) / cfg.d_batch)
-        steps["probe"] = cfg.probe_epochs * epoch
+        steps_per_epoch = math.ceil(len(task.train.targets) / cfg.d_batch)
+        steps["probe"] = cfg.probe_epochs * steps_per_epoch
     return steps
 
 
 def count_peft(cfg: FinetuneConfig, task: Task | None) -> Record:
     """Runs of one rate and one seed, and the steps of all of them."""
-    grid = len(cfg.grid) * cfg.grid_seeds
-    runs = grid + cfg.seeds - cfg.grid_seeds  # the chosen rate's seeds are not run again
+    grid_runs = len(cfg.grid) * cfg.grid_seeds
+    runs = grid_runs + cfg.seeds - cfg.grid_seeds  # the chosen rate's seeds are not run again
     steps = {"runs": runs}
     if task:
-        epoch = math.ceil(len(task.train.targets) / cfg.batch)
-        steps["in all"] = runs * cfg.epochs * epoch
+        steps_per_epoch = math.ceil(len(task.train.targets) / cfg.batch)
+        steps["in all"] = runs * cfg.epochs * steps_per_epoch
     return steps
 
 

@@ -101,18 +101,20 @@ def open_run(run: Path, seed: int | None, weights: Path | None) -> Opened:
 
     `weights`: where the backbone's file is now, if it was moved.
     """
-    whose = "*" if seed is None else str(seed)
-    files = [*run.glob("adapter.safetensors"), *run.glob(f"adapter-s{whose}.safetensors")]
+    seeds = "*" if seed is None else str(seed)
+    # An align run has the first of these files, a finetune run one of the others for each seed.
+    files = [*run.glob("adapter.safetensors"), *run.glob(f"adapter-s{seeds}.safetensors")]
     if not files:
-        raise UsageError(f"{run}: holds no adapter-s{whose}.safetensors of a finished run")
+        raise UsageError(f"{run}: holds no adapter-s{seeds}.safetensors of a finished run")
     file = min(files, key=lambda file: (len(file.name), file.name))  # s2 comes before s10
     settings = read_table(run / "config.json")
     if weights:
         settings["weights"] = weights
-    known = FinetuneConfig.model_fields.keys() - {"start"}
+    # An align run has settings that fine-tuning lacks; and no network depends on the start.
+    wanted = FinetuneConfig.model_fields.keys() - {"start"}
+    shared = {name: value for name, value in settings.items() if name in wanted}
     with checking(str(run), "give a finished run"):
-        cfg = FinetuneConfig(**{name: x for name, x in settings.items() if name in known})
-        return Opened(cfg, load_adapter(file))
+        return Opened(FinetuneConfig(**shared), load_adapter(file))
 
 
 def write_card(run: Path, cfg: FinetuneConfig, origin: Record) -> str:
@@ -121,16 +123,16 @@ def write_card(run: Path, cfg: FinetuneConfig, origin: Record) -> str:
     result = read_json(file) if file.exists() else {}
     accuracy = "not measured"
     if "test" in result:  # one number for each seed, from the run's first on
-        nth = origin["seed"] - cfg.seed
-        accuracy = f"{result['test'][nth]:.2f} %"
-    words = {
+        position = origin["seed"] - cfg.seed
+        accuracy = f"{result['test'][position]:.2f} %"
+    fields = {
         **origin,
         "made": MADE,
         "dataset": Path(origin["dataset"]).name,  # of a folder, not where it lies
         "metric": result.get("metric", "accuracy"),
         "accuracy": accuracy,
     }
-    return CARD.format(**words)
+    return CARD.format(**fields)
 
 
 def check_free(out: Path) -> None:
@@ -143,12 +145,19 @@ def check_free(out: Path) -> None:
 
 
 def fold_norm(phi_D: Phi) -> Phi:
-    """The head as one linear layer: at inference its BatchNorm is an affine map."""
+    """Fold the head's BatchNorm, if it has one, into its linear layer, and return that layer.
+
+    With the running statistics, BatchNorm is x -> gain x + shift, and W (gain x + shift) + b is
+    linear in x again.
+    """
     if "norm.mean" not in phi_D:
         return phi_D
-    gain = phi_D["norm.weight"] / (phi_D["norm.var"] + 1e-6).sqrt()
+    weight = phi_D["weight"]  # (C, dim)
+    deviation = (phi_D["norm.var"] + 1e-6).sqrt()  # the eps of `lora.logits`
+    gain = phi_D["norm.weight"] / deviation
     shift = phi_D["norm.bias"] - gain * phi_D["norm.mean"]
-    return {"weight": phi_D["weight"] * gain, "bias": phi_D["bias"] + phi_D["weight"] @ shift}
+    bias = phi_D["bias"] + weight @ shift
+    return {"weight": weight * gain, "bias": bias}
 
 
 def to_released(theta: Tensor, dim: int, scale: float) -> dict[str, Tensor]:
@@ -158,7 +167,8 @@ def to_released(theta: Tensor, dim: int, scale: float) -> dict[str, Tensor]:
     state = {}
     for k in range(len(theta)):
         for part, matrices in parts.items():
-            state[RELEASED.format(k, *part)] = matrices[k].clone()
+            # A copy: torch.save would write a view together with all of θ.
+            state[RELEASED.format(k, *part)] = matrices[k].clone()  # "qA" is q's A
     return state
 
 
@@ -192,6 +202,7 @@ def to_peft(theta: Tensor, phi_D: Phi, dim: int, scale: float) -> Exported:
     }
     tensors = {f"base_model.model.head.{name}": tensor for name, tensor in phi_D.items()}
     for k in range(len(theta)):
+        # The rows of the key stay zero: k has no LoRA.
         B = torch.zeros(3 * dim, 2 * rank)
         B[:dim, :rank] = B_q[k]
         B[2 * dim :, rank:] = B_v[k]
@@ -222,4 +233,6 @@ def to_timm(backbone: Backbone, arch: Arch, theta: Tensor, phi_D: Phi, origin: R
     tensors = merge(backbone, theta)
     for name, tensor in phi_D.items():
         tensors[f"head.{name}"] = tensor
-    return Exported(config, {name: tensor.contiguous() for name, tensor in tensors.items()})
+    # safetensors takes no views whose rows do not lie one after another
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return Exported(config, tensors)

@@ -97,8 +97,8 @@ def draw_arms(arms: Sequence[Row], path: Path) -> None:
     words = []
     for arm in arms:
         words.append(f"{arm.arm} {arm.mean:.2f}, {min(arm.accuracies)} to {max(arm.accuracies)}")
-    about = f"Test {arms[0].metric} (%), mean and range over seeds"
-    save(figure, f"{about}: {'; '.join(words)}.", path)
+    subject = f"Test {arms[0].metric} (%), mean and range over seeds"
+    save(figure, f"{subject}: {'; '.join(words)}.", path)
 
 
 def plot_arms(axes: Axes, arms: Sequence[Row]) -> None:
@@ -106,8 +106,9 @@ def plot_arms(axes: Axes, arms: Sequence[Row]) -> None:
     for x, arm in enumerate(arms):
         count = len(arm.accuracies)
         colour = COLOURS[x % len(COLOURS)]
-        columns = [x + 0.4 * ((i + 0.5) / count - 0.5) for i in range(count)]
-        axes.plot(columns, arm.accuracies, "o", color=colour, markersize=4)
+        # evenly over 0.4 of the column, which is 1 wide; a single dot is in its middle
+        positions = [x + 0.4 * ((i + 0.5) / count - 0.5) for i in range(count)]
+        axes.plot(positions, arm.accuracies, "o", color=colour, markersize=4)
         axes.hlines(arm.mean, x - 0.35, x + 0.35, color=colour)
     labels = [f"{arm.arm}\nmean {arm.mean:.1f}" for arm in arms]
     axes.set_xticks(range(len(arms)), labels)
@@ -138,14 +139,15 @@ def draw_curves(runs: Sequence[Path], path: Path) -> None:
         curves += curves_of(run, name)
     if not curves:
         raise UsageError(f"{runs[0]}: holds no metrics.jsonl; give a run of align or finetune")
-    quantities = [key for key in QUANTITIES if any(curve.quantity == key for curve in curves)]
+    drawn = {curve.quantity for curve in curves}
+    quantities = [key for key in QUANTITIES if key in drawn]  # in the order of that table
     columns = min(3, len(quantities))
     rows = math.ceil(len(quantities) / columns)
     size = (3.6 * columns, 2.6 * rows)
     figure, grid = pyplot().subplots(rows, columns, squeeze=False, figsize=size)
     names = short_names(runs)
     words = []
-    for panel, quantity in zip(grid.flat, quantities, strict=False):
+    for panel, quantity in zip(grid.flat, quantities, strict=False):  # panels may be left over
         panel.set_xlabel("epoch" if quantity in ("loss", "val") else "alternation")
         panel.xaxis.get_major_locator().set_params(integer=True)
         panel.set_ylabel(QUANTITIES[quantity])
@@ -175,8 +177,12 @@ def curves_of(run: Path, name: str) -> list[Curve]:
         lines = [values_of(records, quantity) for records in seeds]
         if not lines:
             continue
-        steps = [step for step in lines[0] if all(step in line for line in lines)]
-        values = [fmean(line[step] for line in lines) for step in steps]
+        # A seed that is still at work has fewer steps.
+        common = set(lines[0]).intersection(*lines)
+        steps = [step for step in lines[0] if step in common]
+        values = []
+        for step in steps:
+            values.append(fmean(line[step] for line in lines))
         if steps:
             curves.append(Curve(name, quantity, steps, values))
     return curves
@@ -187,8 +193,10 @@ def seeds_of(run: Path) -> list[Path]:
     if (run / "metrics.jsonl").exists():
         return [run]
     rates = "lr*"
-    if (run / "result.json").exists():
-        rates = f"lr{read_json(run / 'result.json').get('lr', 0):g}"
+    result_file = run / "result.json"
+    if result_file.exists():  # the rate is chosen, so the others' trials are no seeds of it
+        lr = read_json(result_file).get("lr", 0)
+        rates = f"lr{lr:g}"
     trials = [file.parent for file in sorted(run.glob(f"{rates}-s*/metrics.jsonl"))]
     if trials:
         return trials

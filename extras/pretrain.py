@@ -187,8 +187,8 @@ class Work(NamedTuple):
 def count_work(cfg: PretrainConfig, pool: data.Pool) -> Work:
     """Images of the pool, and steps of all epochs."""
     images = len(pool.images)
-    epoch = max(1, images // cfg.batch)  # full batches only
-    return Work(images, cfg.epochs * epoch)
+    steps_per_epoch = max(1, images // cfg.batch)  # full batches only
+    return Work(images, cfg.epochs * steps_per_epoch)
 
 
 def plan(cfg: PretrainConfig) -> dict[str, int]:
@@ -236,11 +236,12 @@ def optimiser(cfg: PretrainConfig, psi_and_phi: dict[str, Tensor], steps: int) -
     first = 0 if cfg.pretext == "mae" else 1  # the number of the first step in their programs
 
     def rate(step: float, base: float) -> float:
+        """The rate of a step; ours are counted from 1."""
         return schedule(step - 1 + first, base)
 
     decay = None
     if cfg.final_weight_decay is not None:
-        decay = Schedule(steps, 0, cfg.final_weight_decay)
+        decay = Schedule(steps, 0, cfg.final_weight_decay)  # it has no warm-up
     groups = decay_groups(psi_and_phi, cfg.rate, cfg.weight_decay)
     return Optimiser(groups, rate, (0.9, cfg.beta2), decay=decay)
 
@@ -254,6 +255,7 @@ def save_networks(cfg: PretrainConfig, networks: Networks) -> bytes:
     else:
         parts = {"encoder": backbone.vit, "target_encoder": teacher.vit, "predictor": head}
         for part, network in parts.items():
+            # The official file was saved from a network inside DistributedDataParallel.
             content[part] = tensors_of(network, "module.")
     content["bisslight"] = json.dumps({"backbone": cfg.backbone, "arch": cfg.arch()._asdict()})
     file = io.BytesIO()
@@ -263,4 +265,7 @@ def save_networks(cfg: PretrainConfig, networks: Networks) -> bytes:
 
 def tensors_of(network: nn.Module, prefix: str = "") -> dict[str, Tensor]:
     """All tensors of a network by name, on the CPU."""
-    return {prefix + name: tensor.cpu() for name, tensor in network.state_dict().items()}
+    tensors = {}
+    for name, tensor in network.state_dict().items():
+        tensors[prefix + name] = tensor.cpu()
+    return tensors

@@ -36,8 +36,12 @@ class Benchmark(NamedTuple):
 
 def read_rows(path: Path, columns: int) -> list[list[str]]:
     """The fields of each line; the last one may hold blanks. Comments are left out."""
-    lines = [line.strip() for line in path.read_text().splitlines() if not line.startswith("#")]
-    return [line.split(maxsplit=columns - 1) for line in lines if line]
+    rows = []
+    for line in path.read_text().splitlines():
+        text = line.strip()
+        if text and not line.startswith("#"):
+            rows.append(text.split(maxsplit=columns - 1))
+    return rows
 
 
 def read_pairs(path: Path) -> dict[str, str]:
@@ -214,11 +218,11 @@ def place_of(name: str, root: Path) -> Path | None:
     """Where a dataset, pool or file lies; None for what is drawn or handed in (ValueError)."""
     if name == "quilts" or name.startswith("own:") or name == "own":
         return None
-    known = folders(root)
-    path = known.get(name, Path(name.removeprefix("folder:")))
+    named = folders(root)
+    path = named.get(name, Path(name.removeprefix("folder:")))
     if path.exists():
         return path
-    if name not in known:
+    if name not in named:
         raise ValueError("there is no such folder or file")
     remedy = f"`bisslight data download {name}`"
     if name == "imagenet":
@@ -235,11 +239,14 @@ def load_task(cfg: Data, base: Path) -> Task:
     parts, classes = read_lists(name, base, cfg.data_seed, cfg.split_file)
     splits = []
     for part in PARTS:
-        present = [entry for entry in parts[part] if (base / entry[0]).exists()]
+        # The missing ones are counted below; --partial goes on without them.
+        present = [(file, label) for file, label in parts[part] if (base / file).exists()]
         splits.append(Split.below(base, present))
     train, val, test = splits
     sizes = (len(train.targets), len(val.targets), len(test.targets))
-    if not all(sizes) or (sizes != official and not cfg.partial):
+    is_whole = sizes == official
+    has_empty_part = 0 in sizes  # a subset, too, needs images of each
+    if has_empty_part or not (is_whole or cfg.partial):
         raise UsageError(
             f"--dataset {name}: {base}: train, validation and test have {sizes} images of "
             f"{official}; see `bisslight data check {name}`, or give --partial"
@@ -275,24 +282,34 @@ def read_lists(name: str, base: Path, data_seed: int = 0, split_file: Path | Non
     parts: dict[str, Entries] = {part: [] for part in (*PARTS, "trainval")}
     for part, file, label in images:
         parts[part].append((file, label))
-    known = parts.pop("trainval")
+    unsplit = parts.pop("trainval")
     if split_file:
-        whole = benchmark.sizes[0] + benchmark.sizes[1]
-        parts["train"], parts["val"] = split_by_file(known, whole, split_file)
-    elif known:
-        parts["train"], parts["val"] = holdout(known, data_seed, "val")
+        train_size, val_size, _ = benchmark.sizes
+        train, val = split_by_file(unsplit, train_size + val_size, split_file)
+        parts["train"] = train
+        parts["val"] = val
+    elif unsplit:
+        train, val = holdout(unsplit, data_seed, "val")
+        parts["train"] = train
+        parts["val"] = val
     return Lists(parts, classes)
 
 
-def split_by_file(known: Entries, whole: int, split_file: Path) -> tuple[Entries, Entries]:
+def split_by_file(entries: Entries, count: int, split_file: Path) -> tuple[Entries, Entries]:
     """(train, val): validation images are those whose positions the file lists (UsageError)."""
-    chosen = set(split_file.read_text().split())
-    positions = {str(i) for i in range(whole)}
-    if len(known) != whole or not chosen < positions:
+    chosen = set(split_file.read_text().split())  # as text, so that any word is refused
+    positions = {str(i) for i in range(count)}
+    # Of fewer images, a position would name another image. Not all may be chosen: train needs some.
+    if len(entries) != count or not chosen < positions:
         raise UsageError(
-            f"--split-file {split_file}: is for cub200 and pets, needs {whole} listed images and "
-            f"numbers below {whole}; {len(known)} are listed"
+            f"--split-file {split_file}: is for cub200 and pets, needs {count} listed images and "
+            f"numbers below {count}; {len(entries)} are listed"
         )
-    train = [entry for i, entry in enumerate(known) if str(i) not in chosen]
-    val = [entry for i, entry in enumerate(known) if str(i) in chosen]
+    train: Entries = []
+    val: Entries = []
+    for i, entry in enumerate(entries):
+        if str(i) in chosen:
+            val.append(entry)
+        else:
+            train.append(entry)
     return train, val

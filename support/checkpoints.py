@@ -81,9 +81,14 @@ def load_backbone(cfg: AlignConfig | FinetuneConfig) -> Pretrained:
 
 
 def weights_of(cfg: Network) -> Path:
-    """The checkpoint: what --weights names, or where the official file is kept (UsageError)."""
+    """The checkpoint's path: what --weights names, or where the official file is kept (UsageError).
+
+    An official file need not be there yet: `load_backbone` fetches it.
+    """
     if cfg.weights is not None:
-        path = cfg.weights / "backbone.pth" if cfg.weights.is_dir() else cfg.weights
+        path = cfg.weights
+        if path.is_dir():  # of a pretrain run
+            path = path / "backbone.pth"
         if not path.is_file():
             raise UsageError(f"--weights {cfg.weights}: is no checkpoint or finished pretrain run")
         return path
@@ -103,7 +108,7 @@ def download(official: Official, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.hub.download_url_to_file(url, str(path), progress=sys.stderr.isatty())
         arrived = path.stat().st_size / 1e6
-        if abs(arrived - megabytes) > 0.01 * megabytes:
+        if abs(arrived - megabytes) > 0.01 * megabytes:  # half of it, or an error page
             path.unlink()
             raise OSError(f"{arrived:.0f} MB arrived, {megabytes:.0f} MB were expected")
 
@@ -116,13 +121,16 @@ def read_networks(path: Path, cfg: Network) -> tuple[Phi, Phi, Arch]:
     if cfg.pretext == "ijepa":
         encoder, head = ijepa.split_state(data, cfg.base)
     else:
-        encoder, head = mae.split_state(dict(data.get("model", data)))
+        tensors = data.get("model", data)  # some files hold the tensors alone
+        encoder, head = mae.split_state(dict(tensors))
     return encoder, head, arch_of(data, cfg)
 
 
 def assign(network: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Give a network these tensors, in float32; RuntimeError where names or shapes differ."""
-    network.load_state_dict({name: x.float() for name, x in state.items()}, assign=True)
+    in_float32 = {name: tensor.float() for name, tensor in state.items()}
+    # assign: the network was built without memory, so there is nothing to copy into
+    network.load_state_dict(in_float32, assign=True)
 
 
 def arch_of(data: Mapping[str, Any], cfg: Shape) -> Arch:
@@ -137,8 +145,9 @@ def arch_of(data: Mapping[str, Any], cfg: Shape) -> Arch:
         arch = BACKBONES[cfg.backbone]._replace(class_token=cfg.pretext != "ijepa")
     for name in ("image_size", "patch_size"):
         wanted = getattr(cfg, name)
-        if wanted is not None and wanted != getattr(arch, name):
-            raise ValueError(f"has {name} {getattr(arch, name)}; leave the option out")
+        actual = getattr(arch, name)
+        if wanted is not None and wanted != actual:
+            raise ValueError(f"has {name} {actual}; leave the option out")
     return arch
 
 
@@ -193,16 +202,22 @@ def initialise(networks: Sequence[nn.Module], pretext: str, rng: torch.Generator
         for name, table in network.state_dict().items():
             if name.endswith("pos_embed"):  # (1, n, width); I-JEPA has no row for a class token
                 n, width = table.shape[1:]
-                table.copy_(sincos(width, math.isqrt(n))[:, -n:])
+                side = math.isqrt(n)  # a class token's row adds less than a row of patches
+                table.copy_(sincos(width, side)[:, -n:])
 
 
 def sincos(dim: int, side: int) -> Tensor:
     """The fixed position table (1, 1 + side², dim) of MAE and I-JEPA; its first row is zero."""
-    omega = 10_000 ** -(torch.arange(dim // 4).double() / (dim / 4))
+    exponents = torch.arange(dim // 4).double() / (dim / 4)
+    omega = 10_000**-exponents
     angle = torch.outer(torch.arange(side).double(), omega)  # (side, dim / 4)
     table = torch.cat([angle.sin(), angle.cos()], 1)  # (side, dim / 2), of columns and of rows
-    patches = torch.cat([table.repeat(side, 1), table.repeat_interleave(side, 0)], 1)
-    return F.pad(patches, (0, 0, 1, 0)).float()[None]
+    # Patches are numbered row by row: the column changes with each, the row after `side` of them.
+    columns = table.repeat(side, 1)
+    rows = table.repeat_interleave(side, 0)
+    patches = torch.cat([columns, rows], 1)  # (side², dim)
+    with_class_token = F.pad(patches, (0, 0, 1, 0))
+    return with_class_token.float()[None]
 
 
 def pretext_task(
@@ -244,7 +259,7 @@ class Adapter(NamedTuple):
 
 
 def save_adapter(theta: Tensor, phi_D: Phi, origin: Mapping[str, Any]) -> bytes:
-    """An adapter file's bytes (safetensors)."""
+    """The bytes of an adapter file (safetensors), which the caller writes."""
     tensors = {"theta": theta.detach().cpu().contiguous()}
     for name, tensor in phi_D.items():
         tensors[f"head.{name}"] = tensor.detach().cpu().contiguous()
@@ -262,9 +277,10 @@ def load_adapter(path: Path) -> Adapter:
         raise ValueError(f"not a readable safetensors file ({error})") from error
     # the library reads metadata only from a path; a file starts with its header's size, then JSON
     size = int.from_bytes(data[:8], "little")
-    metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
+    header = json.loads(data[8 : 8 + size])
+    metadata = header.get("__metadata__", {})
     origin: dict[str, Any] = json.loads(metadata.get("bisslight", "{}"))
-    theta = tensors.pop("theta", torch.empty(0))
+    theta = tensors.pop("theta", torch.empty(0))  # not a matrix where there is none
     if origin.pop("format", None) != FORMAT or theta.ndim != 2:
         raise ValueError(f"not an adapter: it is not of format {FORMAT} with a matrix theta")
     head = {name.removeprefix("head."): tensor for name, tensor in tensors.items()}
@@ -290,15 +306,19 @@ def from_released(state: Any, dim: int) -> Tensor:  # noqa: ANN401 (a file of ot
     rows = []
     for k in range(len(state) // 4):
         matrices = []
-        for part in ("qA", "qB", "vA", "vB"):  # A is (r, dim), B (dim, r)
+        for part in ("qA", "qB", "vA", "vB"):
             matrix = state.get(RELEASED.format(k, *part))
             if not isinstance(matrix, Tensor) or matrix.ndim != 2:
                 raise wrong
-            matrices.append(matrix.float() if part.endswith("A") else matrix.float().mT)
+            matrix = matrix.float()
+            if part.endswith("B"):  # (dim, r); θ holds its transpose, so that all four are (r, dim)
+                matrix = matrix.mT
+            matrices.append(matrix)
         rank = len(matrices[0])
         if any(matrix.shape != (rank, dim) for matrix in matrices):
             raise wrong
         rows.append(torch.stack(matrices).flatten())  # (4 r dim,)
-    if len({len(row) for row in rows}) > 1:
+    lengths = {len(row) for row in rows}
+    if len(lengths) > 1:  # θ is a matrix: all blocks have one rank
         raise wrong
     return torch.stack(rows)  # (K, p)

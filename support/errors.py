@@ -23,18 +23,18 @@ def checking(thing: str, remedy: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except (UsageError, RunError, MemoryError):
+    except (UsageError, RunError, MemoryError):  # these say what to do already
         raise
     except Exception as error:
         kind = type(error).__name__
         if kind == "OutOfMemoryError":  # torch's; this module does without torch
             raise
         if remedy:
-            said = " ".join(str(error).split())[:200]
-            raise UsageError(f"{thing}: cannot be read ({kind}: {said}); {remedy}") from error
+            text = " ".join(str(error).split())[:200]  # one line, of libraries that write many
+            raise UsageError(f"{thing}: cannot be read ({kind}: {text}); {remedy}") from error
         if isinstance(error, ValueError | OSError):
             raise UsageError(f"{thing}: {error}") from error
-        raise
+        raise  # a fault of this program, which needs its traceback
 
 
 def nearest(word: str, known: Collection[str]) -> str:

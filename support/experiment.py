@@ -88,8 +88,11 @@ class Experiment:
         }
 
     def with_settings(self, cfg: Config) -> Self:
-        """The same data and networks with other settings of training: rates, lengths, the seed."""
-        other = copy.copy(self)
+        """The same data and networks with other settings of training: rates, lengths, the seed.
+
+        What was made of the first settings stays: device, task, transform, backbone, passes.
+        """
+        other = copy.copy(self)  # shallow, so that gigabytes are not copied
         other.cfg = cfg
         return other
 
@@ -102,6 +105,7 @@ class Experiment:
     def new_head(self, purpose: str) -> Head:
         """A fresh head (App. C.2); `purpose` and the seed decide on its random numbers."""
         dim = self.backbone.dim
+        # `purpose`: align's head and finetune's are not the same numbers, though the seed is one.
         g = data.rng(self.cfg.seed, purpose)
         start = lora.init_head(dim, len(self.task.classes), g)
         stats: Phi = {}
@@ -144,11 +148,12 @@ class Experiment:
         φ_D with BatchNorm's statistics, if any.
         """
         n = len(split.targets)
-        mine = range(n)[share(n)]
+        numbers = range(n)[share(n)]  # of this process's images
         size = self.cfg.micro_batch or 256
         draws = []
-        for start in range(0, len(mine), size):
-            draws.append([(i, i) for i in mine[start : start + size]])
+        for start in range(0, len(numbers), size):
+            # Here an image's number is also that of its draw, since each is drawn once.
+            draws.append([(i, i) for i in numbers[start : start + size]])
         images = data.Images(self.decoded(split), self.transform, False, 0, "eval")
         logits = []
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
@@ -164,25 +169,28 @@ class Experiment:
         batchnorm = self.cfg.head == "batchnorm"
         if batchnorm and self.cfg.micro_batch:
             raise UsageError("--micro-batch: a BatchNorm head needs whole batches; see --recompute")
-        _, least = world()
-        who = "the processes need"
+        _, fewest = world()  # an image for each process
+        needed_by = "the processes need"
         if batchnorm:  # the variance of one image is 0
-            least = max(2, least)
-            who = "BatchNorm needs"
-        last = len(self.task.train.targets) % batch or batch
-        if last < least:
+            fewest = max(2, fewest)
+            needed_by = "BatchNorm needs"
+        last = len(self.task.train.targets) % batch
+        if last == 0:  # the batches of a pass are all whole
+            last = batch
+        if last < fewest:
             raise UsageError(
-                f"{flag} {batch}: the last batch of a pass has {last} images, {who} {least}; "
-                "choose another size"
+                f"{flag} {batch}: the last batch of a pass has {last} images, "
+                f"{needed_by} {fewest}; choose another size"
             )
 
     def decode_held_out_images(self) -> None:
         """Read all validation and test images, so that a damaged one is told before training."""
         for split in (self.task.val, self.task.test):
             images = self.decoded(split).images
-            if isinstance(images, Tensor):
+            if isinstance(images, Tensor):  # in memory, so nothing is left to read
                 continue
-            errors = data.decode_all(images)  # too many to be kept
+            # There are too many to be kept, so `decoded` has not opened them.
+            errors = data.decode_all(images)
             if errors:
                 raise errors[0]
 
@@ -223,6 +231,7 @@ class AlignExperiment(Experiment):
         """
         cfg = self.cfg
         if self.task_class is None:
+            # A run trains its head, and another run may share this experiment.
             head = copy.deepcopy(self.pretext_head)
             if cfg.pretext == "mae" and cfg.decoder == "random":
                 checkpoints.initialise([head], "mae", data.rng(cfg.seed, "decoder"))
@@ -233,7 +242,8 @@ class AlignExperiment(Experiment):
 
         task = new_task(self.task_class, self.backbone, cfg)
         mean_over_images = getattr(task, "mean_over_images", True)
-        batch_is_cut = (cfg.micro_batch or cfg.p_batch) < cfg.p_batch or world()[1] > 1
+        has_micro_batches = cfg.micro_batch is not None and cfg.micro_batch < cfg.p_batch
+        batch_is_cut = has_micro_batches or world().size > 1
         if batch_is_cut and not mean_over_images:
             raise UsageError(
                 f"--pretext {cfg.pretext}: its loss compares the images of a batch with each "
@@ -246,6 +256,7 @@ class AlignExperiment(Experiment):
 
     def first_images(self, n: int) -> Tensor:
         """The first n images of the pool, (n, 3, H, W), cut out as for training."""
+        # (number of the draw, number of the image); a pool of fewer images starts over
         draws = [(i, i % len(self.pool.images)) for i in range(n)]
         with torch.random.fork_rng(devices=[]):  # a loader draws from the global generator
             x, _, _ = next(data.batches(self.pool_images(), [draws], 0, self.device))
@@ -267,11 +278,13 @@ def pool_images(pool: data.Pool, size: int, pretext: str, crops: Crops, seed: in
 
     Random crops are bicubic with flip; those of I-JEPA bilinear without, as its authors have them.
     """
-    interpolation = "bilinear" if pretext == "ijepa" else "bicubic"
-    flip = pretext != "ijepa"
+    is_ijepa = pretext == "ijepa"
+    interpolation = "bilinear" if is_ijepa else "bicubic"
+    flip = not is_ijepa
     transform = data.Transform(
         size, pool.mean, pool.std, crops.augment, crops.min_crop, interpolation, flip
     )
+    # `Images` reads splits, so each image gets a label, which means nothing.
     unlabelled = data.Split(pool.images, torch.zeros(len(pool.images)))
     return data.Images(unlabelled, transform, True, seed, "pretext")
 
@@ -354,6 +367,7 @@ def refuse_own_data(name: str) -> None:
 
 def names_of_own_data(task: data.Task | None, pool: data.Pool | None = None) -> dict[str, str]:
     """The settings that stand for data that was handed in: `own:` and their digest."""
+    # With a digest, a run directory refuses to go on with other images.
     names = {}
     if task is not None:
         names["dataset"] = f"own:{data.fingerprint(*task.splits)[:12]}"
@@ -370,12 +384,13 @@ def check_task(task: data.Task) -> None:
     for split in task.splits:
         y = split.targets
         if several_classes:
-            good = bool((y == 1).any())
+            is_valid = bool((y == 1).any())
             need = "a positive image each, for mAP"
         else:
-            good = bool(((y >= 0) & (y < len(task.classes))).all())
+            is_class = (y >= 0) & (y < len(task.classes))
+            is_valid = bool(is_class.all())
             need = f"labels 0 to {len(task.classes) - 1}"
-        if not good:
+        if not is_valid:
             raise UsageError(f"--dataset {task.name}: train, val and test need {need}")
 
 
@@ -383,7 +398,8 @@ def check_pixels(images: data.Stored) -> None:
     """Refuse (UsageError) images in memory without pixels or with pixels outside [0, 1]."""
     if not isinstance(images, Tensor):
         return
-    if len(images) == 0 or not bool(((images >= 0) & (images <= 1)).all()):
+    in_range = (images >= 0) & (images <= 1)  # False for NaN, too
+    if len(images) == 0 or not bool(in_range.all()):
         raise UsageError("task, pool: need images with pixels in [0, 1]; see clamp(0, 1)")
 
 
@@ -401,6 +417,7 @@ def device_of(cfg: Machine) -> torch.device:
     torch.backends.cuda.matmul.allow_tf32 = cfg.tf32
     torch.backends.cudnn.allow_tf32 = cfg.tf32
     try:
+        # A tensor there says whether the device works, and which number it has.
         return torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {cfg.device}: is not here; give auto or cpu") from error

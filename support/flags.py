@@ -24,8 +24,9 @@ def signature_of(kind: type[Command], options: type[Settings]) -> Signature:
         else:
             method.append(parameter)
     parameters = [*method, *machine, *parameters_of(options)]
-    first = [x for name in FIRST for x in parameters if x.name == name]
-    others = [x for x in parameters if x.name not in FIRST]
+    first = [parameter for parameter in parameters if parameter.name in FIRST]
+    first.sort(key=lambda parameter: FIRST.index(parameter.name))
+    others = [parameter for parameter in parameters if parameter.name not in FIRST]
     return Signature([*first, *others])
 
 
@@ -49,10 +50,13 @@ def parameters_of(kind: type[Settings]) -> list[Parameter]:
             rich_help_panel=panel_of(kind, name),
             envvar="BISSLIGHT_DATA" if name == "data_root" else None,
         )
-        annotation: Any = Annotated[bool | None if is_switch else str | None, option]
-        parameters.append(
-            Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        )
+        # Any: Typer reads these annotations, a type checker does not.
+        annotation: Any = Annotated[str | None, option]
+        if is_switch:
+            annotation = Annotated[bool | None, option]
+        # None says that the flag was not given: a file or a default then decides.
+        parameter = Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        parameters.append(parameter)
     return parameters
 
 
@@ -75,13 +79,15 @@ def allowed_values(schema: Record) -> str:
         "exclusiveMaximum": "less than",
         "maximum": "at most",
     }
+    largest = 2**53  # the limit of all whole numbers, which nobody needs to be told
     for option in schema.get("anyOf", [schema]):  # of a setting that may be None, the other one
         if "enum" in option:
             return "one of " + ", ".join(option["enum"])
         words = []
         for key, word in limits.items():
-            if option.get(key, 2**53) < 2**53:
-                words.append(f"{word} {option[key]:g}")
+            limit = option.get(key, largest)
+            if limit < largest:
+                words.append(f"{word} {limit:g}")
         if words:
             return " and ".join(words)
     return ""
@@ -92,7 +98,8 @@ def metavar_of(schema: Record) -> str:
     option = schema.get("anyOf", [schema])[0]
     if option.get("format") == "path":
         return "PATH"
-    return {"integer": "INTEGER", "number": "NUMBER", "array": "A,B"}.get(option["type"], "TEXT")
+    names = {"integer": "INTEGER", "number": "NUMBER", "array": "A,B"}
+    return names.get(option["type"], "TEXT")
 
 
 def panel_of(kind: type[Settings], name: str) -> str:
@@ -101,5 +108,6 @@ def panel_of(kind: type[Settings], name: str) -> str:
         return "What one sets first"
     for part in kind.__mro__:
         if name in part.__annotations__:
-            return (part.__doc__ or "").partition(":")[0]
+            heading, _, _ = (part.__doc__ or "").partition(":")
+            return heading
     return "This run"

@@ -33,8 +33,10 @@ class Schedule:
     start: float = 0.0  # the first one, as a share of the base rate
 
     def __call__(self, k: float, base: float) -> float:
+        """The rate of step k."""
         if k < self.warmup:
-            return self.start * base + (base - self.start * base) * k / self.warmup
+            first = self.start * base
+            return first + (base - first) * k / self.warmup
         falling = max(1, self.total - self.warmup)  # a run can be shorter than its warm-up
         c = (1 + math.cos(math.pi * (k - self.warmup) / falling)) / 2
         return c * base + (1 - c) * self.end
@@ -97,7 +99,8 @@ class Optimiser:
             if gradient.stride() != tensor.stride():
                 gradient = torch.empty_like(tensor).copy_(gradient)
             tensor.grad = gradient
-        norm = torch.nn.utils.clip_grad_norm_(tensors, self.clip or math.inf)
+        largest = math.inf if self.clip is None else self.clip  # infinite: measured, not clipped
+        norm = torch.nn.utils.clip_grad_norm_(tensors, largest)
         self.step += 1
         for group, params in zip(self.groups, self.torch.param_groups, strict=True):
             params["lr"] = group.lr
@@ -164,5 +167,7 @@ def record_epoch(
     rows: list[tuple[Tensor, Tensor]], step: int, steps_per_epoch: int, label: str
 ) -> EpochRecord:
     """The record of the epoch that ends with `step`; the device is waited for only here."""
-    numbers = columns(("loss", "norm"), rows, f"{label}, the {len(rows)} steps up to {step}")
-    return EpochRecord(step=math.ceil(step / steps_per_epoch), loss=fmean(numbers["loss"]))
+    steps = f"{label}, the {len(rows)} steps up to {step}"
+    numbers = columns(("loss", "norm"), rows, steps)
+    epoch = math.ceil(step / steps_per_epoch)  # the last one may be shorter
+    return EpochRecord(step=epoch, loss=fmean(numbers["loss"]))

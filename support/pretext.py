@@ -9,7 +9,7 @@ import importlib
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -80,8 +80,8 @@ def list_classes(names: Mapping[str, Any], wanted: str) -> str:
 
 
 def new_task(task_class: TaskClass, backbone: Backbone, cfg: AlignConfig) -> PretextTask[Batch]:
-    """A task of this class (UsageError where its constructor fails)."""
-    with telling(task_class, "__init__"):
+    """Make a task of this class (UsageError where its constructor fails)."""
+    with blaming(task_class, "__init__"):
         return task_class.make(backbone, cfg, rng(cfg.seed, "pretext"))
 
 
@@ -97,9 +97,10 @@ def check_pretext_task(
         task_class.refuse(f"has no {', '.join(missing)}; see bisslight.PretextTask")
     for name, tensors in (("phi", task.phi), ("state", task.state)):
         is_dict = isinstance(tensors, dict)
-        if not is_dict or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        if not is_dict or not are_tensors(tensors.values()):
             task_class.refuse(f"{name}: needs to be a dictionary of tensors")
 
+    # A step changes the state's tensors in place, or puts others in their stead: keep both.
     state = dict(task.state)
     values = {name: tensor.clone() for name, tensor in state.items()}
     gpus = [images.device] if images.is_cuda else []
@@ -120,28 +121,33 @@ def try_step(
     n = len(images)
     autocast = torch.autocast(images.device.type, torch.bfloat16, enabled=amp)
 
-    with telling(task_class, "draw"):
+    with blaming(task_class, "draw"):
         drawn = task.draw(n, torch.Generator().manual_seed(0))
-    if not isinstance(drawn, tuple | list) or not all(has_rows(x, n) for x in drawn):
+    is_sequence = isinstance(drawn, tuple | list)
+    if not is_sequence or not all(has_rows(part, n) for part in drawn):
         task_class.refuse(f"draw: needs to return a tuple of tensors (n, ...), here of n = {n}")
 
-    with telling(task_class, "prepare"), autocast:
-        batch = task.prepare(images, *[x.to(images.device) for x in drawn])
+    with blaming(task_class, "prepare"), autocast:
+        on_device = [part.to(images.device) for part in drawn]
+        batch = task.prepare(images, *on_device)
     if not isinstance(batch, tuple) or not hasattr(batch, "_fields"):
         task_class.refuse(f"prepare: needs to return a NamedTuple, not {type(batch).__name__}")
-    for name, x in zip(batch._fields, batch, strict=True):
-        if x is not None and not has_rows(x, n):
+    for name, part in zip(batch._fields, batch, strict=True):
+        if part is not None and not has_rows(part, n):
             task_class.refuse(f"prepare: {name} has to be None or a tensor (B, ...) of B images")
 
-    point = {"theta": theta} | {f'phi["{name}"]': tensor for name, tensor in task.phi.items()}
-    leaves = trainable(point)
-    phi: Phi = dict(zip(task.phi, list(leaves.values())[1:], strict=True))
-    with telling(task_class, "loss"), autocast:
-        loss = task.loss(leaves["theta"], phi, batch)
+    # Copies, so that no gradient is left in the run's own tensors.
+    leaf_theta = trainable({"theta": theta})["theta"]
+    phi: Phi = trainable(task.phi)
+    with blaming(task_class, "loss"), autocast:
+        loss = task.loss(leaf_theta, phi, batch)
     if not isinstance(loss, Tensor) or loss.shape != () or not loss.isfinite():
         task_class.refuse(f"loss: has to be a finite scalar, is {loss}")
 
-    with telling(task_class, "gradient of loss"):
+    leaves = {"theta": leaf_theta}
+    for name, tensor in phi.items():
+        leaves[f'phi["{name}"]'] = tensor
+    with blaming(task_class, "gradient of loss"):
         gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     for name, gradient in zip(leaves, gradients, strict=True):
         if gradient is None:
@@ -150,13 +156,20 @@ def try_step(
             task_class.refuse(f"loss: its gradient with respect to {name} is not finite")
 
 
-def has_rows(x: object, n: int) -> bool:
-    """Whether x is a tensor with a row for each of n images."""
-    return isinstance(x, Tensor) and x.ndim > 0 and len(x) == n
+def are_tensors(values: Iterable[object]) -> bool:
+    """Whether all values are tensors."""
+    return all(isinstance(value, Tensor) for value in values)
+
+
+def has_rows(value: object, n: int) -> bool:
+    """Whether a value is a tensor with a row for each of n images."""
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return False
+    return len(value) == n
 
 
 @contextmanager
-def telling(task_class: TaskClass, member: str) -> Iterator[None]:
+def blaming(task_class: TaskClass, member: str) -> Iterator[None]:
     """Turn whatever a member of a task raises into a UsageError of one line that names it."""
     try:
         yield

@@ -40,6 +40,7 @@ def world() -> World:
 def share(n: int) -> slice:
     """This process's part of n images: contiguous, in order of ranks, sizes differ by at most 1."""
     rank, size = world()
+    # Rounding down at both ends, so that each part begins where the one before it ends.
     return slice(n * rank // size, n * (rank + 1) // size)
 
 
@@ -81,8 +82,8 @@ class Stop:
         """What a signal calls."""
         # A Ctrl-C reaches the processes of `jobs`, too: there it is the first one, although the
         # parent may have set the flag. torchrun repeats it: within a second it is one request.
-        asked_before = self.flag.value and self.heard_at
-        if asked_before and time.monotonic() - self.heard_at > 1:
+        is_repeated = self.flag.value != 0 and self.heard_at != 0.0
+        if is_repeated and time.monotonic() - self.heard_at > 1:
             # Not an exception, which a library might catch; not print, which is not safe here.
             with suppress(OSError):  # the terminal may be closed
                 os.write(2, b"stopped\n")
@@ -92,7 +93,8 @@ class Stop:
 
     def agreed(self) -> int:
         """The signal to stop, 0 for none; the same in all processes, which wait for each other."""
-        return int(gather(torch.tensor([self.flag.value])).max())
+        flags = gather(torch.tensor([self.flag.value]))
+        return int(flags.max())  # a signal that a single process heard counts for all
 
 
 stop = Stop()
@@ -123,11 +125,13 @@ def jobs(fn: Callable[[Unit], Result], units: Sequence[Unit], count: int) -> Ite
         raise UsageError("--jobs: needs a single process; start it without torchrun")
     threads = max(1, torch.get_num_threads() // count)
     context = get_context("spawn")  # a forked copy of a process with CUDA or threads cannot work
-    given = stop.flag, threads, count
-    with ProcessPoolExecutor(count, context, start_worker, given) as pool:
+    worker_arguments = (stop.flag, threads, count)
+    with ProcessPoolExecutor(count, context, start_worker, worker_arguments) as pool:
         try:
             yield from pool.map(fn, units)
         except BaseException:
+            # All processes read this flag. Where nobody asked to stop, it is set for the others
+            # only, and taken back: this process itself ends with the error.
             signal_heard = stop.flag.value
             if not signal_heard:
                 stop.flag.value = signal.SIGTERM
@@ -138,7 +142,7 @@ def jobs(fn: Callable[[Unit], Result], units: Sequence[Unit], count: int) -> Ite
 
 def start_worker(flag: ctypes.c_int, threads: int, count: int) -> None:
     """Set up a process of `jobs`: it hears of a stop by the flag, and ends if its parent has."""
-    threading.Thread(target=end_with, args=[parent_process()], daemon=True).start()
+    threading.Thread(target=exit_after, args=[parent_process()], daemon=True).start()
     start()
     stop.flag = flag
     torch.set_num_threads(threads)
@@ -146,7 +150,7 @@ def start_worker(flag: ctypes.c_int, threads: int, count: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(count)
 
 
-def end_with(parent: BaseProcess) -> None:
-    """End this process as soon as its parent has ended, even by kill -9."""
+def exit_after(parent: BaseProcess) -> None:
+    """Wait until the parent has ended, even by kill -9, and end this process at once."""
     parent.join()
-    os._exit(1)
+    os._exit(1)  # sys.exit would end this thread only

@@ -162,6 +162,7 @@ class Run(ExitStack):
             raise Stopped(signal_heard, f"stopped before {path}; the same command goes on")
 
     def is_finished(self) -> bool:
+        """Whether the directory holds a complete run."""
         return (self.path / "result.json").exists()
 
     def lock(self) -> None:
@@ -180,12 +181,16 @@ class Run(ExitStack):
         write_atomic(self.path / "env.json", json.dumps(env, indent=1))
 
     def write_config(self) -> None:
+        """Write config.json; from then on the directory counts as a run."""
         settings = self.config.model_dump(mode="json")
         write_atomic(self.path / "config.json", json.dumps(settings, indent=1))
 
     def read_result(self) -> Record | None:
+        """What the run ended with, None where it is not finished."""
         result = read_json_if_there(self.path / "result.json")
-        return result and self.with_paths(result)
+        if result is None:
+            return None
+        return self.with_paths(result)
 
     def with_paths(self, result: Record) -> Record:
         """A result and where its files are now: a finished directory may have been moved."""
@@ -221,18 +226,21 @@ class Run(ExitStack):
         """Refuse (UsageError) a checkpoint that does not hold what this run needs."""
         if isinstance(saved["tensors"], list):
             raise UsageError(f"{path}: is of an earlier version of this program; {START_OVER}")
-        shapes = {name: tensor.shape for name, tensor in saved["tensors"].items()}
-        orders = {name: state["tensors"] for name, state in saved["optimisers"].items()}
-        there = shapes | orders
-        shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
-        orders = {name: self.names_of(optimiser) for name, optimiser in self.optimisers.items()}
-        here = shapes | orders
-        for name in [*here, *there]:
-            if here.get(name) != there.get(name):
+        # Of each tensor its shape; of each optimiser the names of its tensors in their order, since
+        # torch would give a state to another tensor of the same shape without a word.
+        held = {name: tensor.shape for name, tensor in saved["tensors"].items()}
+        for name, state in saved["optimisers"].items():
+            held[name] = state["tensors"]
+        needed: Record = {name: tensor.shape for name, tensor in self.tensors.items()}
+        for name, optimiser in self.optimisers.items():
+            needed[name] = self.names_of(optimiser)
+        for name in [*needed, *held]:
+            if needed.get(name) != held.get(name):
                 raise UsageError(f"{path}: {name} differs from that of this run; {START_OVER}")
 
     def names_of(self, optimiser: Optimiser) -> list[str]:
         """Names of an optimiser's tensors in its order, by which torch numbers their state."""
+        # By identity: tensors compare entry by entry, and cannot be looked up by their values.
         name_of = {id(tensor): name for name, tensor in self.tensors.items()}
         return [name_of[id(tensor)] for tensor in optimiser.tensors]
 
@@ -241,6 +249,7 @@ class Run(ExitStack):
         # By way of JSON: a run that went on then has the very records of one that did not stop.
         self.records.append(json.loads(json.dumps(record)))
         lines = [json.dumps(record) + "\n" for record in self.records]
+        # All lines anew: after a stop, the file may hold more than the checkpoint that goes on.
         self.write("metrics.jsonl", "".join(lines))
 
     def checkpoint(self, done: str, due: bool = False) -> None:
@@ -299,7 +308,10 @@ class Run(ExitStack):
         """
         trials = [read_json(file) for file in self.path.glob(f"{TRIALS}/result.json")]
         if trials:
-            return {name: sum(trial[name] for trial in trials) for name in self.spent_before}
+            spent = {}
+            for name in self.spent_before:
+                spent[name] = sum(trial[name] for trial in trials)
+            return spent
         cpu_seconds = time.process_time() - self.cpu_start
         seconds = time.monotonic() - self.start
         return {
@@ -315,6 +327,8 @@ def describe_machine(config: Machine) -> Record:
         with suppress(PackageNotFoundError):  # this program may run without being installed
             versions[package] = version(package)
     settings = config.model_dump(mode="json")
+    # config.json holds those of the last start only
+    changeable = {name: settings[name] for name in sorted(settings) if name in MAY_CHANGE}
     return {
         "argv": sys.argv,
         "versions": versions,
@@ -324,7 +338,7 @@ def describe_machine(config: Machine) -> Record:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "processes": world().size,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        **{name: settings[name] for name in sorted(MAY_CHANGE & settings.keys())},
+        **changeable,
     }
 
 
@@ -374,18 +388,22 @@ def check_directory(
         raise UsageError(f"--out {path}: is a run of `{env.get('command')}`; {OTHER_OUT}")
     if force:
         return False
-    before = read_json(path / "config.json") | env.get("about", {})
-    now = config.model_dump(mode="json") | json.loads(json.dumps(defining or {}))
+    recorded = read_json(path / "config.json") | env.get("about", {})
+    # By way of JSON, as the recorded values: a tuple is not equal to the list that is read back.
+    current = config.model_dump(mode="json") | json.loads(json.dumps(defining or {}))
     for name, field in type(config).model_fields.items():
-        # a setting that is younger than the run: its default is what the run did
-        if name not in before and now[name] == field.default:
-            before[name] = now[name]
-    changed = [name for name in now if name not in MAY_CHANGE and before.get(name) != now[name]]
+        # A setting that is younger than the run: its default is what the run did.
+        if name not in recorded and current[name] == field.default:
+            recorded[name] = current[name]
+    changed = []
+    for name, value in current.items():
+        if name not in MAY_CHANGE and recorded.get(name) != value:
+            changed.append(name)
     if not changed:
         return True
     if MAY_CHANGE_AT_FIRST.issuperset(changed) and not has_finished_a_step(path):
         return False
-    changes = [describe_change(name, before, now) for name in changed]
+    changes = [describe_change(name, recorded, current) for name in changed]
     raise UsageError(
         f"--out {path}: is a run with other settings: {', '.join(changes)}; {OTHER_OUT}, or start "
         "over with --force"
@@ -394,8 +412,10 @@ def check_directory(
 
 def check_that_nothing_is_in(path: Path) -> None:
     """Refuse (UsageError) a directory with other files than a run leaves that is killed at once."""
+    leftovers = (TORN, LOCK, "env.json", TRIALS)  # all that is written before config.json is
     for file in path.glob("*"):
-        if not any(file.match(pattern) for pattern in (TORN, LOCK, "env.json", TRIALS)):
+        is_leftover = any(file.match(pattern) for pattern in leftovers)
+        if not is_leftover:
             raise UsageError(f"--out {path}: holds {file.name}, no run; {OTHER_OUT}")
 
 
@@ -405,13 +425,17 @@ def has_finished_a_step(path: Path) -> bool:
     if not metrics.exists():
         return False
     with checking(str(metrics), START_OVER):
-        return any(json.loads(line)["step"] > 0 for line in metrics.read_text().splitlines())
+        for line in metrics.read_text().splitlines():
+            if json.loads(line)["step"] > 0:
+                return True
+    return False
 
 
-def describe_change(name: str, before: Record, now: Record) -> str:
+def describe_change(name: str, recorded: Record, current: Record) -> str:
     """One change for a message: a setting with both values, of a digest what it was taken of."""
-    if name == "pretext_sha256":  # the setting is FILE.py:Class or module:Class
-        return f"{now['pretext'].rpartition(':')[0]} was changed since this run began"
+    if name == "pretext_sha256":
+        file, _, _ = current["pretext"].rpartition(":")  # of FILE.py:Class or module:Class
+        return f"{file} was changed since this run began"
     if name in DIGESTS:
         return f"the content of {DIGESTS[name]} was changed since this run began"
-    return f"{name} {before.get(name)} -> {now[name]}"
+    return f"{name} {recorded.get(name)} -> {current[name]}"

@@ -80,8 +80,9 @@ def print_units(items: Iterable[T], total: int, label: str, done: int = 0) -> It
     started = time.monotonic()
     latest: Record = {}
     for number, item in enumerate(items, done + 1):
-        seconds = (time.monotonic() - started) / (number - done) * (total - number)
-        left = timedelta(seconds=round(seconds))
+        # Only the items of this process count: those before a stop took time of another one.
+        seconds_each = (time.monotonic() - started) / (number - done)
+        left = timedelta(seconds=round(seconds_each * (total - number)))
         tell(f"{label} {number}/{total}  {summarise(item, latest)}  ETA {left}", sys.stderr)
         yield item
 
@@ -113,6 +114,7 @@ def bars() -> Iterator["Track"]:
         live.remove_task(bar)
         console.print(f"{label} {total}/{total}  {text}", markup=False)
 
+    # The period has no end: an alternation can take longer than the 30 seconds that rich averages.
     with Progress(*columns, console=console, speed_estimate_period=1e9) as live:
         yield track
 
@@ -129,7 +131,8 @@ def summarise(item: object, latest: Record) -> str:
     if record is None:
         return str(item)
     if "step" in record:
-        latest.update({key: value for key, value in record.items() if value})
+        measured = {key: value for key, value in record.items() if value}
+        latest.update(measured)
         record = latest
     words = []
     for key, name in (("lr", "lr"), ("loss", "loss"), ("loss_P", "loss P"), ("loss_D_at_D", "D")):
@@ -137,7 +140,7 @@ def summarise(item: object, latest: Record) -> str:
         if value:
             numbers = value if isinstance(value, list) else [value]
             words.append(f"{name} {fmean(numbers):.4g}")
-    score = record.get("val_P") or record.get("val")
+    score = record.get("val_P") or record.get("val")  # align's, or finetune's
     if score:
         words.append(f"val {score['accuracy']:.1f} %")
     return "  ".join(words)
@@ -147,10 +150,12 @@ def as_record(item: object) -> Record | None:
     """The fields of a model, of a named tuple or of a dict; None for anything else."""
     if isinstance(item, BaseModel):
         return item.model_dump()
-    fields = getattr(item, "_asdict", None)
-    if fields is not None:
-        return dict(fields())
-    return item if isinstance(item, dict) else None
+    as_dict = getattr(item, "_asdict", None)  # a method of every named tuple
+    if as_dict is not None:
+        return dict(as_dict())
+    if isinstance(item, dict):
+        return item
+    return None
 
 
 # --- results -------------------------------------------------------------------------------------
@@ -164,7 +169,7 @@ def print_result(result: object, as_json: bool) -> None:
     if as_json:
         tell(json.dumps(content), sys.stdout)
         return
-    values = content if isinstance(content, dict) else {"": content}
+    values = content if isinstance(content, dict) else {"": content}  # a list has no name
     for name, value in values.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             if name:
@@ -188,8 +193,10 @@ def draw_table(rows: list[Record]) -> str:
                 columns[name] = None
     table = Table(*columns, box=None, pad_edge=False)
     for row in rows:
-        table.add_row(*(show(row.get(name), name) for name in columns))
+        cells = [show(row.get(name), name) for name in columns]
+        table.add_row(*cells)
     text = io.StringIO()
+    # As wide as the terminal. In a file or a pipe a table is not cut to 80 columns.
     width = None if sys.stdout is not None and sys.stdout.isatty() else 200
     Console(file=text, width=width, highlight=False, markup=False).print(table)
     return text.getvalue().rstrip("\n")
@@ -210,20 +217,28 @@ def show(value: object, name: str = "") -> str:
     if value is None:
         return ""
     if isinstance(value, dict):
-        # a grid's keys are learning rates, and its values are accuracies
-        inner = {key: name if name == "grid" else key for key in value}
-        return ", ".join(f"{k} {show(v, inner[k])}" for k, v in value.items() if v is not None)
+        words = []
+        for key, item in value.items():
+            # How a number is written follows from its name. In a grid of accuracies that is the
+            # grid's, since the keys are learning rates.
+            item_name = name if name == "grid" else key
+            if item is not None:
+                words.append(f"{key} {show(item, item_name)}")
+        return ", ".join(words)
     if isinstance(value, list | tuple):
-        return ", ".join(show(item, name) or "none" for item in value) or "none"
+        words = [show(item, name) or "none" for item in value]
+        return ", ".join(words) or "none"
     if not isinstance(value, float):
         return str(value)
     if name in PERCENTAGES:
         return f"{round(value, 2) + 0.0:.2f}"  # adding 0 makes -0 a plain 0
-    return f"{value:#.2g}" if name == "p" else f"{value:.4g}"
+    if name == "p":
+        return f"{value:#.2g}"  # "#" keeps zeros: 0.30, not 0.3
+    return f"{value:.4g}"
 
 
 def mean_and_deviation(values: list[float]) -> str:
-    """Of the seeds' accuracies in percent."""
+    """The seeds' accuracies in percent, as mean and sample deviation."""
     if len(values) == 1:
         return f"{values[0]:.2f} % (one seed)"
     return f"{fmean(values):.2f} ± {stdev(values):.2f} % ({len(values)} seeds)"
