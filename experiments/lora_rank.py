@@ -9,12 +9,19 @@ Every rank is a run of `experiments.accuracy`, in OUT/rank-4 and so on; the same
 from pathlib import Path
 
 import torch
-import typer
 
 from config import BACKBONES, Record
 from evaluate import Row, evaluate
 from experiments.accuracy import compare
-from experiments.recipe import Backbone, Dataset, Set, markdown, read_settings, write_table
+from experiments.recipe import (
+    Backbone,
+    Dataset,
+    Set,
+    markdown,
+    read_settings,
+    run_script,
+    write_table,
+)
 from extras.plots import COLOURS, pyplot, save
 from support.checkpoints import build_vit
 from support.processes import start
@@ -102,4 +109,4 @@ def draw(points: dict[int, list[Row]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)
