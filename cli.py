@@ -325,7 +325,7 @@ def evaluate(
         Path | None,
         typer.Option(
             help="Draw losses and validations of the runs, align runs too, to this PNG, SVG or PDF;"
-            " there is no table then."
+            " without --picture there is no table then."
         ),
     ] = None,
     as_json: AsJson = False,
@@ -336,8 +336,9 @@ def evaluate(
         from extras.plots import draw_curves
 
         draw_curves(runs, curves)
-        print_result({"curves": curves}, as_json)
-        return
+        if picture is None:  # an align run has curves, but no accuracy to compare
+            print_result({"curves": curves}, as_json)
+            return
     from evaluate import evaluate
 
     evaluation = evaluate(runs)
@@ -438,8 +439,10 @@ def run(arguments: list[str]) -> int:
     try:
         if arguments[:1] == ["pretrain"]:
             give_pretrain_its_flags()
+        if arguments in ([], ["data"]):  # no command yet: show which there are
+            arguments = [*arguments, "--help"]
         program = typer.main.get_command(app)
-        code = program(args=arguments or ["--help"], prog_name="bisslight", standalone_mode=False)
+        code = program(args=arguments, prog_name="bisslight", standalone_mode=False)
         return int(code or 0)
     except typer.TyperException as error:  # its own complaints, such as a flag that is unknown
         return fail(error.format_message(), 2)

@@ -124,7 +124,7 @@ def dataset_name(name: str) -> str:
         return f"folder:{absolute(Path(rest))}"
     if kind == "own" or (name in known and not colon):
         return name
-    if "/" in name or "\\" in name:
+    if "/" in name or "\\" in name or Path(name).is_dir():
         raise ValueError(f"is unknown; for a folder of class folders give folder:{name}")
     raise ValueError(f"is unknown, {nearest(name, known)}")
 

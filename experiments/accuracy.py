@@ -24,11 +24,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import TypeVar
 
-import typer
-
 from align import align
 from bisslight import Diverged
-from config import AlignConfig, FinetuneConfig, Record
+from config import AlignConfig, FinetuneConfig, Record, make
 from evaluate import Reported, Row, evaluate
 from experiments.recipe import (
     Backbone,
@@ -36,12 +34,14 @@ from experiments.recipe import (
     Set,
     progress,
     read_settings,
+    run_script,
     settings_of,
     write_table,
 )
+from extras.dry_run import plan_peft
 from extras.plots import read_metrics
 from finetune import finetune
-from support.errors import RunError
+from support.errors import RunError, UsageError
 from support.processes import start
 from support.runs import Track
 
@@ -68,8 +68,17 @@ def main(
     start()
     settings = {"backbone": backbone, "dataset": dataset, "pretext": pretext} | read_settings(more)
     out = out or Path("runs") / f"accuracy-{Path(dataset).name}-{backbone}-{pretext}"
+    check_all_is_there(settings)
     rows = compare(settings, hypergrad.split(","), out, rate)
     write_table(rows, out / "accuracy")
+
+
+def check_all_is_there(settings: Record) -> None:
+    """Look for data, pool and weights of all arms, before the first of them runs (UsageError)."""
+    problems: list[str] = []
+    plan_peft(make(AlignConfig, settings_of(AlignConfig, settings)), problems)
+    if problems:
+        raise UsageError("; ".join(problems))
 
 
 def compare(
@@ -107,13 +116,13 @@ def published(figure: Reported | None) -> str:
 
 def run_direct(settings: Record, out: Path) -> float:
     """PEFT from the pretrained backbone; its best rate."""
-    cfg = FinetuneConfig(**settings_of(FinetuneConfig, settings))
+    cfg = make(FinetuneConfig, settings_of(FinetuneConfig, settings))
     return finetune(cfg, out / "direct", track=progress).lr
 
 
 def run_tuned(settings: Record, aligned: Path, run: Path) -> Path:
     """PEFT from an align run; where it is."""
-    cfg = FinetuneConfig(**settings_of(FinetuneConfig, settings) | {"start": aligned})
+    cfg = make(FinetuneConfig, settings_of(FinetuneConfig, settings) | {"start": aligned})
     finetune(cfg, run, track=progress)
     return run
 
@@ -175,4 +184,4 @@ def unstable(records: list[Record]) -> str | None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

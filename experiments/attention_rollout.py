@@ -24,7 +24,7 @@ from config import Record
 from experiments.accuracy import compare
 from experiments.networks import BATCH, Network, open_networks, validation_images
 from experiments.recipe import Backbone as BackboneName
-from experiments.recipe import Dataset, Set, markdown, read_settings
+from experiments.recipe import Dataset, Set, markdown, read_settings, run_script
 from extras.plots import pyplot, save
 from lora import Backbone, block_forward, features, logits, qkv
 from support.errors import UsageError
@@ -139,4 +139,4 @@ def plot(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

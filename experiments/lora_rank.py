@@ -12,12 +12,19 @@ on. So the rates of PEFT and of the upper level are chosen anew at each rank; `-
 from pathlib import Path
 
 import torch
-import typer
 
 from config import BACKBONES, Record
 from evaluate import Row, evaluate
 from experiments.accuracy import compare
-from experiments.recipe import Backbone, Dataset, Set, markdown, read_settings, write_table
+from experiments.recipe import (
+    Backbone,
+    Dataset,
+    Set,
+    markdown,
+    read_settings,
+    run_script,
+    write_table,
+)
 from extras.plots import COLOURS, pyplot, save
 from support.checkpoints import build_vit
 from support.processes import start
@@ -105,4 +112,4 @@ def draw(points: dict[int, list[Row]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

@@ -3,15 +3,17 @@
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
 
 from config import AlignConfig, Command, FinetuneConfig, Record
-from support.processes import world
+from support.errors import RunError, UsageError
+from support.processes import Stopped, world
 from support.runs import write_atomic
+from support.screen import one_line, tell
 
 T = TypeVar("T")
 Backbone = Annotated[str, typer.Option(help="vit_mini, vit_b16, vit_l16 or vit_h14.")]
@@ -21,6 +23,22 @@ Set = Annotated[
     typer.Option("--set", metavar="NAME=VALUE", help="A setting of align or finetune; repeatable."),
 ]
 SETTINGS = {*AlignConfig.model_fields, *FinetuneConfig.model_fields}
+
+
+def run_script(main: Callable[..., None]) -> None:
+    """Run a script's `main` from the command line; an error or a stop is told in one line."""
+    try:
+        typer.run(main)
+    except UsageError as error:
+        tell(f"error: {one_line(str(error))}", sys.stderr)
+        sys.exit(2)
+    except RunError as error:
+        tell(f"error: {one_line(str(error))}", sys.stderr)
+        sys.exit(1)
+    except Stopped as stopped:
+        signal, message = stopped.args
+        tell(message, sys.stderr)
+        sys.exit(128 + signal)
 
 
 def read_settings(pairs: list[str] | None) -> Record:

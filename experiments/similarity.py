@@ -19,7 +19,6 @@ from itertools import combinations
 from pathlib import Path
 
 import torch
-import typer
 from scipy.spatial.distance import pdist
 from scipy.stats import spearmanr
 from torch import Tensor
@@ -27,7 +26,7 @@ from torch import Tensor
 from config import Record
 from experiments.accuracy import NAMES, align_stably, run_direct
 from experiments.networks import BATCH, Network, open_networks, validation_images
-from experiments.recipe import Backbone, Dataset, Set, read_settings, write_table
+from experiments.recipe import Backbone, Dataset, Set, read_settings, run_script, write_table
 from extras.plots import pyplot, save
 from lora import features
 from support.processes import start
@@ -118,4 +117,4 @@ def draw(rows: Sequence[Record], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

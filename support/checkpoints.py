@@ -104,7 +104,7 @@ def weights_of(cfg: Network) -> Path:
 def download(official: Official, path: Path) -> None:
     """Fetch an official file; one of another size is deleted again (UsageError)."""
     url, megabytes = official
-    with checking(url, f"try `curl -C - -o {path} {url}`"):
+    with checking(url, f"try `curl -C - -o {path} {url}`, or give --weights FILE"):
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.hub.download_url_to_file(url, str(path), progress=sys.stderr.isatty())
         arrived = path.stat().st_size / 1e6

@@ -67,6 +67,8 @@ def test_evaluate_draws_arms_and_curves(runs: Path) -> None:
     for _ in range(2):  # a picture of ours is drawn again
         assert "with" in done(f"evaluate {runs}/with --against {runs}/without --picture arms.png")
     done(f"evaluate {runs}/aligned --against {runs}/with --curves curves.png")
+    both = done(f"evaluate {runs}/with --picture arms.svg --curves curves.svg")
+    assert "with" in both and Path("arms.svg").exists() and Path("curves.svg").exists()
     for name in ("arms.png", "curves.png"):
         with Image.open(name) as picture:
             assert picture.size[0] > 100
@@ -273,6 +275,7 @@ WRONG = [  # command line, exit code, what the one line names
     ("align --backbone vit_mini --weights {weights}", 2, "--dataset: a value is missing"),
     ("align --backbone vit_mini --weights {weights} --dataset folder:no", 2, "no such folder"),
     ("align --backbone vit_mini --weights {weights} --dataset dtd", 2, "data download dtd"),
+    ("align --backbone vit_mini --weights {weights} --dataset pics", 2, "give folder:pics"),
     ("align --backbone vit_mini --weights nope.pth --dataset quilts", 2, "--weights"),
     ("align --backbone vit_mini --weights odd.pth --dataset quilts", 2, "cls_token"),
     ("aling", 2, "align"),

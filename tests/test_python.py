@@ -21,7 +21,7 @@ from support.errors import UsageError
 @pytest.mark.slow
 def test_the_chain_of_the_readme_runs_as_it_stands_there(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text()
-    (chain,) = re.findall(r"## From Python\n\n```python\n(.*?)```", readme, re.S)
+    (chain,) = re.findall(r"## From Python\n.*?```python\n(.*?)```", readme, re.S)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", chain], cwd=tmp_path, env=env, capture_output=True, text=True

@@ -22,7 +22,7 @@ AlignConfig(backbone="vit_mini", dataset="quilts", alternation=20)
 
 def readme_code() -> str:
     text = (ROOT / "README.md").read_text()
-    (code,) = re.findall(r"## From Python\n\n```python\n(.*?)```", text, re.DOTALL)
+    (code,) = re.findall(r"## From Python\n.*?```python\n(.*?)```", text, re.DOTALL)
     assert isinstance(code, str)
     return code
 
