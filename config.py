@@ -586,6 +586,8 @@ def read_align_run(run: Path, dataset: object = None) -> Record:
 
     `dataset`: the one to fine-tune on, if it is given (UsageError: no align run).
     """
+    if not run.exists():
+        raise UsageError(f"--from {run}: there is no such run")
     files = [run / "config.json", *sorted(run.glob("*/config.json"))]
     settings: Record = {}
     for file in files:

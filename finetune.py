@@ -171,7 +171,7 @@ def finetune(
         # of two rates each is an end
         if len(cfg.grid) > 2 and chosen.lr in (min(cfg.grid), max(cfg.grid)):
             LOG.warning(
-                "%s: the best rate, %g, is an end of the grid, look beyond it", out, chosen.lr
+                "%s: the best rate, %g, is an end of --grid, look beyond it", out, chosen.lr
             )
         seeds = test_seeds(chosen.trials, experiment, run)
         content = {

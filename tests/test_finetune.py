@@ -53,7 +53,7 @@ def test_of_equal_scores_the_first_epoch_and_rate_are_kept_and_seeds_begin_apart
 ) -> None:
     """At rates at which nothing moves: ties in accuracy and loss; what is saved is the start."""
     result = tune(weights, tmp_path, grid=(1e-21, 1e-20, 1e-19), seeds=2, **STILL)
-    assert "the best rate, 1e-21, is an end of the grid" in caplog.text
+    assert "the best rate, 1e-21, is an end of --grid" in caplog.text
     for trial in tmp_path.glob("lr*-s*"):
         assert len(set(scores(trial))) == 1
     assert (result.epochs, result.lr) == ([1, 1], 1e-21)
