@@ -395,6 +395,10 @@ def check_directory(
         # A setting that is younger than the run: its default is what the run did.
         if name not in recorded and current[name] == field.default:
             recorded[name] = current[name]
+    for settings in (recorded, current):
+        # The second edition recorded the default of alpha as the rank.
+        if "alpha" in settings and settings["alpha"] == settings["rank"]:
+            settings["alpha"] = None
     changed = []
     for name, value in current.items():
         if name not in MAY_CHANGE and recorded.get(name) != value:

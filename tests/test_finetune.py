@@ -258,7 +258,7 @@ def test_an_adapter_of_the_second_edition_is_fine_tuned_to_the_recorded_numbers(
     recorded = json.loads((SECOND / "tuned/result.json").read_text())
     cfg = FinetuneConfig(
         start=SECOND / "aligned", weights=weights, backbone="vit_mini", dataset="quilts", rank=2,
-        alpha=2.0, epochs=2, warmup_epochs=0, batch=40, seeds=2, grid=(1e-3, 1e-2), device="cpu",
+        epochs=2, warmup_epochs=0, batch=40, seeds=2, grid=(1e-3, 1e-2), device="cpu",
     )  # fmt: skip
     result = finetune(cfg, tmp_path / "new").model_dump()
     for name in ("lr", "grid", "val", "epochs", "test", "right", "unit", "align_unlike_paper"):
