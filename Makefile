@@ -19,7 +19,7 @@ slow: $(READY)  ## minutes: kills while saving, torchrun, the notebooks, the com
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m slow --override-ini addopts='--import-mode=importlib'
 
 gpu: $(READY)  ## CUDA tests: a CUDA device against the CPU; other tests do not see the device
-	BISSLIGHT_GPU=1 $(BIN)/python -m pytest -m gpu -rs tests/test_gpu.py
+	BISSLIGHT_GPU=1 $(BIN)/python -m pytest -m gpu -rs tests/test_gpu.py tests/test_data.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,6 +1,5 @@
 """The commands as a person runs them: help, progress, dry runs, wrong inputs, exit codes."""
 
-import importlib.util
 import json
 import logging
 import os
@@ -25,9 +24,6 @@ from support import flags, screen
 
 PROGRAM = [sys.executable, "-c", "import cli; cli.main()"]
 OUTSIDE = {"PYTHONPATH": str(Path(cli.__file__).parent), "PATH": os.environ["PATH"]}
-PLOTS = pytest.mark.skipif(
-    importlib.util.find_spec("extras.plots") is None, reason="pictures are in extras/plots.py"
-)
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -62,7 +58,6 @@ def test_a_finetune_run_ends_with_mean_and_deviation(runs: Path) -> None:
     assert f"{sum(test) / 2:.2f} ± " in out.splitlines()[-1]
 
 
-@PLOTS
 def test_evaluate_draws_arms_and_curves(runs: Path) -> None:
     for _ in range(2):  # a picture of ours is drawn again
         assert "with" in done(f"evaluate {runs}/with --against {runs}/without --picture arms.png")

@@ -275,7 +275,8 @@ def test_without_torchvisions_decoder_pillow_gives_the_same_pixels(
         assert torch.equal(torch.as_tensor(data.read_image(file)), expected)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU, or it is hidden")
 def test_batches_on_a_gpu_are_those_on_the_cpu(tmp_path: Path) -> None:
     """Copied ahead in a stream of their own; all arrive, in order, the last one too."""
     images = Images(photos(tmp_path), TRANSFORM, True, 0, "x")
