@@ -68,6 +68,7 @@ BACKBONES = {
     "vit_h14": Arch(dim=1280, depth=32, heads=16, patch_size=14),
 }
 DATASETS = ("dtd", "voc07", "cub200", "pets", "flowers", "aircrafts", "imagenet")
+ALPHABETS = ("Balinese", "Early_Aramaic", "Greek", "Latin", "Tagalog")  # tasks of Omniglot
 PRETEXTS = ("mae", "ijepa")
 
 # --- types of settings -------------------------------------------------------------------------
@@ -90,6 +91,14 @@ def ascending(pair: tuple[float, float]) -> tuple[float, float]:
     if pair[0] > pair[1]:
         raise ValueError("give the smaller number first")
     return pair
+
+
+OMNIGLOT = Path("omniglot")  # as weights: the backbone that comes with the program
+
+
+def weights_place(path: Path) -> Path:
+    """The absolute path of a checkpoint, but `omniglot` stays a word."""
+    return path if path == OMNIGLOT else absolute(path)
 
 
 def absolute(path: Path) -> Path:
@@ -117,9 +126,13 @@ def pretext_name(name: str) -> str:
 
 
 def dataset_name(name: str) -> str:
-    """A benchmark, quilts, folder:PATH with an absolute path, or own, for images from Python."""
-    known = ("quilts", *DATASETS, "folder:PATH", "own")
+    """A name in `known`, where PATH becomes absolute; own is for images from Python."""
+    known = ("quilts", "omniglot:ALPHABET", *DATASETS, "folder:PATH", "own")
     kind, colon, rest = name.partition(":")
+    if kind == "omniglot" and rest not in ALPHABETS:
+        raise ValueError(f"is unknown, {nearest(name, [f'omniglot:{a}' for a in ALPHABETS])}")
+    if kind == "omniglot":
+        return name
     if kind == "folder" and rest:
         return f"folder:{absolute(Path(rest))}"
     if kind == "own" or (name in known and not colon):
@@ -130,9 +143,9 @@ def dataset_name(name: str) -> str:
 
 
 def pool_name(name: str) -> str:
-    """imagenet, quilts, own, or the absolute path of a folder; `folder:` before it may be left."""
+    """A pool that has a name, or the absolute path of a folder, with or without `folder:`."""
     kind, _, _ = name.partition(":")
-    if kind == "own" or name in ("imagenet", "quilts"):
+    if kind == "own" or name in ("imagenet", "omniglot", "quilts"):
         return name
     return str(absolute(Path(name.removeprefix("folder:"))))
 
@@ -149,6 +162,7 @@ Share = Annotated[float, Field(gt=0, le=1), NotBool]  # 1, but not 0
 Shares = Annotated[tuple[Share, Share], Listed, AfterValidator(ascending)]
 Ratios = Annotated[tuple[PositiveFloat, PositiveFloat], Listed, AfterValidator(ascending)]
 Place = Annotated[Path, AfterValidator(absolute)]
+Weights = Annotated[Path, AfterValidator(weights_place)]
 BackboneName = Annotated[str, AfterValidator(backbone_name)]
 PretextName = Annotated[str, AfterValidator(pretext_name)]
 DatasetName = Annotated[str, AfterValidator(dataset_name)]
@@ -202,6 +216,11 @@ def our_defaults(given: Record) -> dict[str, Record]:
     if given.get("dataset") == "quilts":
         # drawn images are small and many, so crops would only blur them
         defaults["quilts"] = {"pool": "quilts", "augment": "none"}
+    if str(given.get("dataset")).startswith("omniglot:"):
+        # a crop of a character can be another character, and so can its mirror image
+        defaults["omniglot"] = {"pool": "omniglot", "augment": "none"}
+        if given.get("backbone") == "vit_mini" and given.get("pretext", "mae") == "mae":
+            defaults["omniglot"]["weights"] = OMNIGLOT
     return defaults
 
 
@@ -307,8 +326,8 @@ class Shape(Settings):
 class Network(Shape):
     """Model: the frozen backbone, its adapter θ and the downstream head."""
 
-    weights: Place | None = None
-    """Checkpoint, or a pretrain run. None: the official one, downloaded. [App. C.1]"""
+    weights: Weights | None = None
+    """Checkpoint, pretrain run, or omniglot. None: the official one, downloaded. [App. C.1]"""
     base: Literal["target_encoder", "encoder"] = "target_encoder"
     """Network of an I-JEPA file that is ψ. [here: what I-JEPA tests]"""
     head: Literal["linear", "batchnorm"] = "linear"
@@ -332,7 +351,7 @@ class Crops(Settings):
     data_seed: NonNegativeInt = 0
     """Seed of quilts and of splits that are made by hash; apart from the runs' --seed. [here]"""
     augment: Literal["crop", "none"] = "crop"
-    """crop: RandomResizedCrop and flip. none: as at test time, default of quilts. [App. C.2]"""
+    """crop: RandomResizedCrop and flip. none: as at test time (quilts, omniglot). [App. C.2]"""
     min_crop: Share = 0.2
     """Smallest area of a random crop, as a share of the image. [App. C.2; ijepa, D.1: 0.3]"""
 
@@ -341,7 +360,7 @@ class Data(Crops):
     """Data: the labelled task."""
 
     dataset: DatasetName
-    """D^D: dtd, voc07, cub200, pets, flowers, aircrafts, imagenet, quilts (drawn), folder:PATH."""
+    """D^D: dtd, voc07, cub200, pets, flowers, aircrafts, imagenet, folder:PATH, omniglot:Greek."""
     partial: bool = False
     """Take a benchmark's subset as it is; `data check` counts what is missing. [here]"""
     split_file: Place | None = None
@@ -381,7 +400,7 @@ class Lower(Settings):
     """Lower level: the pretext task at θ_P."""
 
     pool: PoolName = "imagenet"
-    """D^P: imagenet, quilts (default with quilts), a folder of images. [App. C.3]"""
+    """D^P: imagenet, omniglot or quilts (default with these), a folder of images. [App. C.3]"""
     p_batch: PositiveInt = 256
     """Images per lower step. [App. C.3]"""
     p_lr: PositiveFloat = 0.01

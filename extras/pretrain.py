@@ -81,7 +81,7 @@ class PretrainConfig(Pretext, Crops, Shape, Command):
         return defaults
 
     pool: PoolName
-    """Unlabelled images: quilts, or any folder of images, nested or not."""
+    """Unlabelled images: omniglot, quilts, or any folder of images, nested or not."""
     epochs: PositiveInt = 400
     """Passes over the pool. [MAE's code; I-JEPA: 300]"""
     warmup_epochs: NonNegativeInt = 40

@@ -215,8 +215,9 @@ def folders(root: Path) -> dict[str, Path]:
 
 
 def place_of(name: str, root: Path) -> Path | None:
-    """Where a dataset, pool or file lies; None for what is drawn or handed in (ValueError)."""
-    if name == "quilts" or name.startswith("own:") or name == "own":
+    """Where a dataset, pool or file lies; None if it lies nowhere (ValueError)."""
+    kind, _, _ = name.partition(":")
+    if kind in ("quilts", "omniglot", "own"):
         return None
     named = folders(root)
     path = named.get(name, Path(name.removeprefix("folder:")))

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 import ijepa
 import mae
-from config import BACKBONES, AlignConfig, Arch, FinetuneConfig, Network, Pretext, Shape
+from config import BACKBONES, OMNIGLOT, AlignConfig, Arch, FinetuneConfig, Network, Pretext, Shape
 from lora import Backbone, Phi
+from support import omniglot
 from support.errors import UsageError, checking
 
 # --- the backbone ---------------------------------------------------------------------------------
@@ -87,6 +88,8 @@ def weights_of(cfg: Network) -> Path:
     """
     if cfg.weights is not None:
         path = cfg.weights
+        if path == OMNIGLOT:
+            path = omniglot.WEIGHTS
         if path.is_dir():  # of a pretrain run
             path = path / "backbone.pth"
         if not path.is_file():

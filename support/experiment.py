@@ -14,7 +14,7 @@ import data
 import lora
 from bisslight import Batch, Loss, Passes, Phi, PretextTask
 from config import AlignConfig, Crops, FinetuneConfig, Machine, Record
-from support import checkpoints
+from support import checkpoints, omniglot
 from support.benchmarks import BENCHMARKS, load_task, place_of
 from support.errors import UsageError, checking
 from support.metrics import Score, score
@@ -324,9 +324,11 @@ def open_task(cfg: Config) -> data.Task:
         path = place_of(name, cfg.data_root)
         if cfg.split_file and name not in BENCHMARKS:
             raise UsageError(f"--split-file {cfg.split_file}: is for cub200 and pets, leave it out")
-        if path is None:
+        if name == "quilts":
             _, task = data.quilts(cfg.data_seed)
             return task
+        if path is None:
+            return omniglot.task(name.removeprefix("omniglot:"), cfg.data_seed)
         if name in BENCHMARKS:
             return load_task(cfg, path)
         return data.folder(path, cfg.data_seed)
@@ -349,9 +351,11 @@ def open_pool(cfg: PoolSettings) -> data.Pool:
     with checking(f"--pool {name}"):
         refuse_own_data(name)
         path = place_of(name, cfg.data_root)
-        if path is None:
+        if name == "quilts":
             pool, _ = data.quilts(cfg.data_seed)
             return pool
+        if path is None:
+            return omniglot.pool()
         folder = path / "train" if name == "imagenet" else path
         files = data.find_images(folder)
         if not files:

@@ -1,0 +1,79 @@
+"""Omniglot, a small part of it: handwriting that comes with the program, and a backbone for it.
+
+Lake, Salakhutdinov and Tenenbaum (2015) had 20 people draw each character of many alphabets. Eight
+of these alphabets are in omniglot.npz: 242 characters, 4,840 images of 28 x 28 pixels. Three
+alphabets are the unlabelled pool and five are labelled tasks, so that no image has both roles, as
+ImageNet and a benchmark have them in the paper. `experiments/pack_omniglot.py` made the file;
+omniglot.LICENSE is the licence of its images.
+"""
+
+import hashlib
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from config import ALPHABETS
+from data import Pool, Split, Task
+
+IMAGES = Path(__file__).with_name("omniglot.npz")
+WEIGHTS = Path(__file__).with_name("omniglot.pth")  # vit_mini, pretrained on the pool
+POOL = ("Japanese_(katakana)", "Korean", "Sanskrit")
+SIDE = 28  # pixels
+DRAWERS = 20  # images of each character
+TEST_DRAWERS = 7
+VAL_DRAWERS = 3
+
+
+@lru_cache(maxsize=1)
+def alphabets() -> dict[str, Tensor]:
+    """The images of each alphabet, float (characters, drawers, 28, 28); paper is 0 and ink 1."""
+    shades = torch.arange(4) / 3  # a pixel has 2 bits
+    images = dict[str, Tensor]()
+    with np.load(IMAGES) as file:
+        for name in (*POOL, *ALPHABETS):
+            packed = torch.from_numpy(file[name])  # uint8, four pixels a byte
+            pixels = torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], -1)
+            images[name] = shades[pixels.view(-1, DRAWERS, SIDE, SIDE).long()]
+    return images
+
+
+def as_rgb(images: Tensor) -> Tensor:
+    """The same grey in three channels: (..., 28, 28) becomes (N, 3, 28, 28)."""
+    return images.reshape(-1, 1, SIDE, SIDE).repeat(1, 3, 1, 1)
+
+
+@lru_cache(maxsize=1)
+def pool() -> Pool:
+    """The characters of three alphabets, 2,580 images without labels."""
+    of_alphabets = [alphabets()[name].flatten(0, 1) for name in POOL]
+    images = as_rgb(torch.cat(of_alphabets))
+    mean = float(images.mean())
+    std = float(images.std())
+    return Pool(images, (mean,) * 3, (std,) * 3)
+
+
+def task(alphabet: str, seed: int) -> Task:
+    """Which character of an alphabet is it? 10 drawers train, 3 validate, 7 test.
+
+    Nobody's handwriting is in two splits. The drawers of the test are those with the smallest
+    sha256 of seed/alphabet/number, then come those of validation.
+    """
+    images = alphabets()[alphabet]
+
+    def digest(drawer: int) -> bytes:
+        return hashlib.sha256(f"{seed}/{alphabet}/{drawer}".encode()).digest()
+
+    def split(drawers: list[int]) -> Split:
+        x = as_rgb(images[:, drawers])
+        y = torch.arange(len(images)).repeat_interleave(len(drawers))
+        return Split(x, y)
+
+    order = sorted(range(DRAWERS), key=digest)
+    test = split(order[:TEST_DRAWERS])
+    val = split(order[TEST_DRAWERS : TEST_DRAWERS + VAL_DRAWERS])
+    train = split(order[TEST_DRAWERS + VAL_DRAWERS :])
+    classes = [f"character {number + 1}" for number in range(len(images))]
+    return Task(f"omniglot:{alphabet}", train, val, test, classes, pool().mean, pool().std)
