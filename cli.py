@@ -125,8 +125,9 @@ def collect_layers(kind: type[Command], flags: Record, options: Options) -> list
     if "start" in table_and_flags:
         start = Path(str(table_and_flags["start"])).expanduser()
         if not start.is_file():  # a LoRA file brings no settings
-            values = read_align_run(start, table_and_flags.get("dataset"))
-            layers.append(Layer("align run", values))
+            dataset = table_and_flags.get("dataset")
+            values = read_align_run(start, dataset, table_and_flags.get("restart"))
+            layers.append(Layer("run before", values))
     if options.preset == "as-released":
         values = released_values(kind, "start" in table_and_flags)
         layers.append(Layer("preset as-released", values))

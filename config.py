@@ -489,6 +489,8 @@ class Peft(Settings):
     """Where the cosine of every rate ends. [released]"""
     eval_epochs: PositiveInt = 1
     """Epochs between validations. [App. C.2.1]"""
+    test_curve: bool = False
+    """Score test images at each validation, too, to draw curves; this chooses nothing. [here]"""
     seeds: PositiveInt = 8
     """Independent runs. [App. C.2.1]"""
     jobs: Annotated[int, Field(ge=1, le=256), NotBool] = 1
@@ -513,6 +515,15 @@ class FinetuneConfig(Peft, Data, Network, Command):
 
     start: Place | None = None
     """An align run, a directory of them, one per seed, or a LoRA file."""
+    restart: bool = False
+    """Start from θ of a finished finetune run, with fresh heads: a control. [not in the paper]"""
+
+    @model_validator(mode="after")
+    def check_restart(self) -> Self:
+        """A restart needs the run whose θ it starts from."""
+        if self.restart and self.start is None:
+            raise ValueError("--restart: needs --from RUN, a finished finetune run")
+        return self
 
     @classmethod
     def from_align(cls, run: Path, **changes: object) -> Self:
@@ -541,6 +552,7 @@ OPEN = {
     "hypergrad",
     "eval_every",
     "mfac_device",
+    "test_curve",
     "backbone",
     "pretext",
     "base",
@@ -600,10 +612,11 @@ def read_table(path: Path) -> Record:
     return {name.replace("-", "_"): value for name, value in table.items() if value is not None}
 
 
-def read_align_run(run: Path, dataset: object = None) -> Record:
+def read_align_run(run: Path, dataset: object = None, restart: object = False) -> Record:
     """What fine-tuning takes over from an align run, or from the first in a directory of them.
 
-    `dataset`: the one to fine-tune on, if it is given (UsageError: no align run).
+    `dataset`: the one to fine-tune on, if it is given. `restart`: the run is a finetune run.
+    UsageError: it is no such run.
     """
     if not run.exists():
         raise UsageError(f"--from {run}: there is no such run")
@@ -613,7 +626,9 @@ def read_align_run(run: Path, dataset: object = None) -> Record:
         if file.is_file():
             settings = read_table(file)
             break
-    if "alternations" not in settings:
+    if restart and "grid" not in settings:
+        raise UsageError(f"--from {run}: is no finetune run, which --restart needs")
+    if not restart and "alternations" not in settings:
         raise UsageError(f"--from {run}: is no align run, folder of them, or adapter file")
     names = {*Data.model_fields, *Network.model_fields, "data_root"}
     if dataset is not None:

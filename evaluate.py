@@ -20,7 +20,7 @@ from support.errors import UsageError, checking
 
 # Settings that make no other arm: what is repeated, how often, and on which machine. --amp does,
 # since it changes the arithmetic; --weights are compared by their digest instead of their path.
-FREE = {*Machine.model_fields, "start", "seeds", "jobs", "weights"} - {"amp"}
+FREE = {*Machine.model_fields, "start", "seeds", "jobs", "weights", "test_curve"} - {"amp"}
 
 
 # --- the test -------------------------------------------------------------------------------------
@@ -284,6 +284,7 @@ def read_run(run: Path) -> Arm:
     if not result.get("test"):
         raise UsageError(f"{run}: has no test accuracy; give a finetune run, not align's")
     settings = {
+        "restart": False,  # earlier versions had no such setting
         **without_default_alpha(config),
         "data_sha256": env["about"]["data_sha256"],
         "weights_sha256": env["about"]["weights_sha256"],

@@ -44,6 +44,7 @@ class Trial(RunResult, frozen=True):
     seed: int
     val: Score | None  # of the best epoch; None: it diverged
     epoch: int | None = None  # the best one
+    test_curve: dict[int, float] | None = None  # test accuracy by epoch, if it was asked for
     diverged: str | None = None  # where and how
     adapter: Path  # θ and the head after the best epoch
 
@@ -106,7 +107,7 @@ class FinetuneResult(RunResult, frozen=True):
 
 
 class Origin(BaseModel, frozen=True):
-    """What an adapter file says of the align run that made it; a released file says nothing."""
+    """What an adapter file says of the run that made it; a released file says nothing."""
 
     stage: str = "align"
     backbone: str | None = None
@@ -149,7 +150,8 @@ def finetune(
     starts = starts_of_seeds(cfg)
     paths = [path for path in starts.paths if path]  # none where each seed has a fresh θ
     different_paths = dict.fromkeys(paths)  # a dict keeps their order: the first one is reported
-    origins = [check_origin(path, experiment) for path in different_paths]
+    stage = "finetune" if cfg.restart else "align"
+    origins = [check_origin(path, experiment, stage) for path in different_paths]
     experiment.check_batches("--batch", cfg.batch)
     if not goes_on:
         experiment.decode_held_out_images()
@@ -181,7 +183,7 @@ def finetune(
             "lr": chosen.lr,
             "metric": experiment.metric,
             "grid": {f"{point.lr}": point.accuracies for point in grid},
-            **describe_start(origins, experiment),
+            **describe_start([] if cfg.restart else origins, experiment),
             **lists_of(seeds),
             "test_images": len(experiment.task.test.targets),
         }
@@ -220,6 +222,8 @@ def starts_of_seeds(cfg: FinetuneConfig) -> Starts:
     """Where each seed starts, and so what a seed repeats (UsageError)."""
     if cfg.start is None:
         return Starts([None] * cfg.seeds, "PEFT seed")
+    if cfg.restart:
+        return Starts(list(adapters_of_seeds(cfg, cfg.start)), "PEFT and PEFT anew")
     if cfg.start.is_file():
         return Starts([cfg.start] * cfg.seeds, "PEFT seed on one LoRA file")
     runs = find_align_runs(cfg.start)
@@ -235,6 +239,25 @@ def starts_of_seeds(cfg: FinetuneConfig) -> Starts:
         return Starts([runs[0]] * cfg.seeds, "PEFT seed on one align run")
     check_same_settings(runs, cfg.start)
     return Starts(list(runs), "align run and PEFT")
+
+
+def adapters_of_seeds(cfg: FinetuneConfig, run: Path) -> list[Path]:
+    """The adapters of a finished finetune run, one for each seed of this one (UsageError).
+
+    Seeds have to be others than that run's: with the same one, head and batches would be the same
+    again, and the second fine-tuning would no longer be an independent repetition.
+    """
+    if not (run / "result.json").exists():
+        raise UsageError(f"--from {run}: is no finished finetune run, which --restart needs")
+    before = read_json(run / "config.json")
+    if before["seeds"] < cfg.seeds:
+        raise UsageError(
+            f"--from {run}: has {before['seeds']} seeds, fewer than --seeds {cfg.seeds}"
+        )
+    seeds = range(before["seed"], before["seed"] + cfg.seeds)
+    if cfg.seed < seeds.stop and seeds.start < cfg.seed + cfg.seeds:
+        raise UsageError(f"--seed {cfg.seed}: overlaps with the seeds of {run}; give {seeds.stop}")
+    return [run / f"adapter-s{seed}.safetensors" for seed in seeds]
 
 
 def find_align_runs(path: Path) -> list[Path]:
@@ -271,11 +294,12 @@ def adapter_of(start: Path) -> Path:
     return start / "adapter.safetensors" if start.is_dir() else start
 
 
-def check_origin(start: Path, experiment: Experiment) -> Origin:
+def check_origin(start: Path, experiment: Experiment, stage: str) -> Origin:
     """What an adapter says of itself; one that does not fit this experiment is refused.
 
-    It has to be an align run's, of the same network. Of the same dataset it has to have seen the
-    same split: otherwise test images of this one could have been trained on. (UsageError)
+    It has to be a run's of this stage (align, or finetune for a restart), of the same network. Of
+    the same dataset it has to have seen the same split: otherwise test images of this one could
+    have been trained on. (UsageError)
     """
     this = Origin(**experiment.origin)
     with checking(f"--from {start}"):
@@ -284,8 +308,8 @@ def check_origin(start: Path, experiment: Experiment) -> Origin:
         shape = experiment.theta_shape
         if theta.shape != shape:
             raise ValueError(f"holds θ {[*theta.shape]}, this run's is {[*shape]}; see --rank")
-        if origin.stage != "align":
-            raise ValueError("is fine-tuned already, give an align run")
+        if origin.stage != stage:
+            raise ValueError(f"is of {origin.stage}; give an align run, or --restart to start anew")
         if written:  # a released file names neither network nor data
             check_network(origin, this)
             check_split(origin, this)
@@ -443,6 +467,8 @@ def run_trial(
             result |= {"val": None, "diverged": str(error)}
         else:
             result |= {"val": best["val"], "epoch": best["step"]}
+            if cfg.test_curve:
+                result["test_curve"] = curve_of(run.records)
         return Trial(**run.finish(result))
 
 
@@ -482,6 +508,9 @@ def peft(
         record: Record = {"step": step, "loss": loss, "val": None}
         if step % cfg.eval_epochs == 0 or step == cfg.epochs:
             record["val"] = validate(experiment, theta, head, step).model_dump()
+            if cfg.test_curve:
+                score = experiment.score(experiment.task.test, theta, head.with_stats)
+                record["test"] = score.model_dump()
         run.log(record)
         if record["val"] and best_epoch(run.records)["step"] == step:
             for name, tensor in current.items():
@@ -518,6 +547,11 @@ def validate(experiment: Experiment, theta: Tensor, head: Head, epoch: int) -> S
     if not math.isfinite(score.loss):
         raise Diverged(f"validation after epoch {epoch}: loss is not finite")
     return score
+
+
+def curve_of(records: Sequence[Record]) -> dict[int, float]:
+    """Test accuracy by epoch, for --test-curve."""
+    return {record["step"]: record["test"]["accuracy"] for record in records if "test" in record}
 
 
 def best_epoch(records: Sequence[Record]) -> Record:

@@ -272,3 +272,47 @@ def test_an_adapter_of_the_second_edition_is_fine_tuned_to_the_recorded_numbers(
     # a run that the second edition finished is read, not done anew
     shutil.copytree(SECOND / "tuned", tmp_path / "old")
     assert finetune(cfg, tmp_path / "old").trial_seconds == recorded["trial_seconds"]
+
+
+def test_a_restart_begins_at_the_finished_theta_of_another_seed_with_a_fresh_head(
+    weights: Path, tmp_path: Path
+) -> None:
+    """At a rate at which nothing moves, what is saved is the start."""
+    first = tmp_path / "first"
+    tune(weights, first, lr=1e-2, seeds=2)
+    again = tmp_path / "again"
+    result = tune(weights, again, start=first, restart=True, seed=2, seeds=2, lr=1e-20, **STILL)
+    for seed in (0, 1):
+        before = tensors(first, seed)
+        after = tensors(again, seed + 2)
+        assert torch.equal(before["theta"], after["theta"])
+        assert not torch.equal(before["head.weight"], after["head.weight"])
+    assert result.aligned_by is None
+    assert evaluate([first, again]).arms[1].differs["restart"] == "True, there False"
+
+
+def test_a_restart_of_the_same_seeds_or_of_no_finished_fine_tuning_is_refused(
+    weights: Path, tmp_path: Path
+) -> None:
+    first = tmp_path / "first"
+    tune(weights, first, lr=1e-2)
+    for start, settings, named in (
+        (first, {"seed": 0}, "--seed"),
+        (first, {"seed": 1, "seeds": 2}, "--seeds"),
+        (tmp_path, {"seed": 1}, "--restart"),
+    ):
+        with pytest.raises(UsageError, match=named):
+            tune(weights, tmp_path / "again", start=start, restart=True, lr=1e-2, **settings)
+    with pytest.raises(UsageError, match="--restart"):  # without it, a finished θ is refused
+        tune(weights, tmp_path / "again", start=first / "adapter-s0.safetensors", lr=1e-2)
+
+
+def test_a_test_curve_ends_with_the_tested_accuracy_and_changes_no_number(
+    weights: Path, tmp_path: Path
+) -> None:
+    plain = tune(weights, tmp_path / "plain", lr=1e-2)
+    drawn = tune(weights, tmp_path / "drawn", lr=1e-2, test_curve=True)
+    assert plain.right == drawn.right
+    trial = json.loads((tmp_path / "drawn/lr0.01-s0/result.json").read_text())
+    assert trial["test_curve"][str(drawn.epochs[0])] == drawn.test[0]
+    assert len(trial["test_curve"]) == 2
