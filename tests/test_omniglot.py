@@ -70,5 +70,5 @@ def test_the_file_is_what_the_published_archives_make(tmp_path: Path) -> None:
 def test_another_archive_is_refused(tmp_path: Path) -> None:
     archive = tmp_path / "images_background_small1.zip"
     archive.write_bytes(b"other")
-    with pytest.raises(UsageError, match="images_background_small1.zip"):
+    with pytest.raises(UsageError, match="images_background_small1"):
         pack([archive], tmp_path / "packed.npz")
