@@ -24,7 +24,6 @@ from experiments import (
     attention_rollout,
     compile,
     curvature,
-    demo_controls,
     exact,
     lora_rank,
     networks,
@@ -33,7 +32,6 @@ from experiments import (
     similarity,
     time_and_memory,
 )
-from extras import demo
 from lora import Backbone, features, init_theta, logits, merge
 from support.checkpoints import build_vit, load_adapter
 from support.errors import RunError, UsageError
@@ -469,21 +467,3 @@ def test_the_pooled_p_is_that_of_all_splits() -> None:
 
 
 SPLITS_OF_FOUR = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
-
-
-@pytest.mark.slow
-def test_the_demos_controls_have_all_arms(monkeypatch: Any, tmp_path: Path) -> None:
-    monkeypatch.setattr(demo_controls, "jobs", serially)
-    monkeypatch.setattr(demo_controls, "SCRATCH_EPOCHS", 5)
-    few = {"epochs": 1, "warmup_epochs": 0, "batch": 500}
-    monkeypatch.setattr(demo_controls, "PRETRAIN", demo.PRETRAIN | few)
-    steps = {"alternations": 2, "warmup": 1, "probe_epochs": 1, "eval_every": 2}
-    monkeypatch.setattr(demo_controls, "ALIGN", demo.ALIGN | steps)
-    peft = {"epochs": 1, "warmup_epochs": 0, "eval_epochs": 1}
-    monkeypatch.setattr(demo_controls, "PEFT", demo.PEFT | peft)
-    call(demo_controls, f"--out {tmp_path} --seeds 2 --sets 1")
-    rows = table(tmp_path / "data0/controls.json")
-    assert [row["arm"] for row in rows] == [
-        "mfac", "direct", "longer", "identity", "lower-only", "small CNN", "ViT from scratch",
-        "pixel regression",
-    ]  # fmt: skip
