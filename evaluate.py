@@ -6,9 +6,11 @@ such as one PEFT seed for each align run. The first arm is compared with every o
 
 import json
 import math
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
@@ -94,6 +96,122 @@ def take_mean(numbers: Sequence[float]) -> Fraction:
     for number in numbers:
         total += Fraction(number)
     return total / len(numbers)
+
+
+# --- the test over several data sets --------------------------------------------------------------
+
+# The most sums that convolving two distributions may have to form: seconds, and under 1 GB.
+MOST_SUMS = 5_000_000
+
+
+class Stratum(NamedTuple):
+    """Two arms on one data set: how many of its test images each seed had right."""
+
+    arm: Sequence[int]
+    against: Sequence[int]
+    images: int  # test images of the data set
+
+
+def compare_strata(strata: Sequence[Stratum]) -> Comparison:
+    """Exact stratified permutation test: two arms on several data sets, each a stratum.
+
+    The statistic is the mean over strata of the difference of mean accuracies, in percentage
+    points. Seeds are permuted within their stratum only, so that an easy data set is never taken
+    for a good arm. p is the share of all permutations whose statistic is at least as far from 0,
+    its mean over permutations. Every one of them is counted: the distribution of a sum over
+    strata is the convolution of their distributions, and all differences are whole numbers on one
+    scale. ValueError: no strata, an empty one, or more different sums than can be counted.
+
+    >>> easy = Stratum(arm=[90, 95], against=[80, 85], images=100)
+    >>> hard = Stratum(arm=[21, 22], against=[20, 19], images=50)
+    >>> compare_strata([easy, hard])  # 36 splits; the observed pair and its mirror differ most
+    Comparison(difference=7.0, p=0.05555555555555555, splits=36)
+    """
+    check_strata(strata)
+    # A multiple of all n m images, times which every difference of accuracies is whole.
+    scale = math.lcm(*[len(arm) * len(against) * images for arm, against, images in strata])
+    observed = 0
+    splits = 1
+    # Differences of one stratum are a fixed distance apart. Strata with the same distance have
+    # many equal sums, so they go first, and their distribution stays small.
+    alike: dict[int, Counter[int]] = {}
+    for stratum in strata:
+        observed += scale_difference(stratum, sum(stratum.arm), scale)
+        seeds = len(stratum.arm) + len(stratum.against)
+        splits *= math.comb(seeds, len(stratum.arm))
+        distance = scale_difference(stratum, 1, scale) - scale_difference(stratum, 0, scale)
+        before = alike.get(distance, Counter({0: 1}))
+        alike[distance] = convolve(before, count_differences(stratum, scale))
+    # The last convolution, the largest, is never formed: two halves are enough to count with.
+    one = Counter({0: 1})
+    other = Counter({0: 1})
+    for differences in sorted(alike.values(), key=len, reverse=True):
+        if len(one) <= len(other):
+            one = convolve(one, differences)
+        else:
+            other = convolve(other, differences)
+    extreme = splits - count_closer(one, other, abs(observed))
+    # One seed against one on one data set: both splits differ as much, whatever the numbers are.
+    p = extreme / splits if splits > 2 else None
+    difference = Fraction(100 * observed, scale * len(strata))
+    return Comparison(difference=float(difference), p=p, splits=splits)
+
+
+def check_strata(strata: Sequence[Stratum]) -> None:
+    """ValueError where strata cannot be compared."""
+    if not strata:
+        raise ValueError("no strata to compare")
+    for stratum in strata:
+        if not stratum.arm or not stratum.against or stratum.images < 1:
+            raise ValueError("every stratum needs a seed of each arm, and test images")
+        if any(number % 1 for number in [*stratum.arm, *stratum.against]):
+            raise ValueError("compare counts, such as images that were right, not percentages")
+
+
+def scale_difference(stratum: Stratum, total: int, scale: int) -> int:
+    """The difference of mean accuracies, times `scale`, if the first arm's counts had this sum."""
+    n = len(stratum.arm)
+    m = len(stratum.against)
+    whole = sum(stratum.arm) + sum(stratum.against)
+    return (m * total - n * (whole - total)) * (scale // (n * m * stratum.images))
+
+
+def count_differences(stratum: Stratum, scale: int) -> Counter[int]:
+    """How many splits of a stratum have each difference of mean accuracies, times `scale`."""
+    n = len(stratum.arm)
+    differences: Counter[int] = Counter()
+    for (size, total), count in count_sets([*stratum.arm, *stratum.against], n).items():
+        if size == n:
+            differences[scale_difference(stratum, total, scale)] += count
+    return differences
+
+
+def convolve(these: Counter[int], those: Counter[int]) -> Counter[int]:
+    """How many pairs, a number of these and one of those, have each sum (ValueError: too many)."""
+    if len(these) * len(those) > MOST_SUMS:
+        raise ValueError(
+            f"counting every permutation of these {len(these)} x {len(those)} differences would "
+            f"take more than {MOST_SUMS:,} sums: compare fewer data sets at once"
+        )
+    sums: Counter[int] = Counter()
+    for this, count in these.items():
+        for that, times in those.items():
+            sums[this + that] += count * times
+    return sums
+
+
+def count_closer(these: Counter[int], those: Counter[int], limit: int) -> int:
+    """How many pairs, a number of these and one of those, have a sum between -limit and limit."""
+    if limit == 0:
+        return 0
+    ordered = sorted(those)
+    below = [0, *accumulate(those[number] for number in ordered)]  # how many are before each place
+    closer = 0
+    for number, count in these.items():
+        first = bisect_right(ordered, -limit - number)  # the sum must be more than -limit
+        end = bisect_left(ordered, limit - number)  # and less than limit
+        closer += count * (below[end] - below[first])
+    return closer
 
 
 # --- the table of arms ----------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import json
 import math
 import re
 from fractions import Fraction
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,7 +16,7 @@ from conftest import shared
 import evaluate as tables
 from config import BACKBONES, FinetuneConfig
 from data import rng
-from evaluate import Comparison, compare, evaluate, read_arm
+from evaluate import Comparison, Stratum, compare, compare_strata, evaluate, read_arm
 from extras.dry_run import MEMORY
 from support.errors import UsageError
 
@@ -45,6 +45,86 @@ def test_p_is_the_share_of_splits_that_differ_at_least_as_much(n: int, m: int) -
     for odd in (70.5, math.nan, math.inf):
         with pytest.raises(ValueError, match="not percentages"):
             compare([odd, 70], [71])  # type: ignore[list-item]
+
+
+def strata_by_hand(strata: list[Stratum]) -> float:
+    """Share of permutations within strata at least as far from 0, each listed, in fractions."""
+    choices = []
+    observed = Fraction(0)
+    for stratum in strata:
+        pooled, n, m = [*stratum.arm, *stratum.against], len(stratum.arm), len(stratum.against)
+        differences = []
+        for chosen in combinations(pooled, n):
+            rest = sum(pooled) - sum(chosen)
+            differences.append((Fraction(sum(chosen), n) - Fraction(rest, m)) / stratum.images)
+        observed += differences[0]  # `combinations` begins with the first n, those of the arm
+        choices.append(differences)
+    sums = [abs(sum(differences)) >= abs(observed) for differences in product(*choices)]
+    return sum(sums) / len(sums)
+
+
+def draw_stratum(n: int, m: int, images: int, spread: int) -> Stratum:
+    """Counts that differ by less than `spread` images, often equal ones."""
+    numbers = torch.randint(spread, (n + m,), generator=rng(n, m, images, spread)).tolist()
+    return Stratum(numbers[:n], numbers[n:], images)
+
+
+def test_the_stratified_p_is_the_share_of_permutations_within_strata() -> None:
+    """Seeds and images differ between strata, so do the fractions; ties and 0 are among them."""
+    for spread in (2, 6, 40):
+        strata = [draw_stratum(2, 3, 7, spread), draw_stratum(4, 2, 10, spread)]
+        strata += [draw_stratum(1, 3, 7, spread), draw_stratum(2, 3, 7, spread + 1)]
+        for chosen in (strata[:2], strata[1:], strata):
+            found = compare_strata(chosen)
+            assert found.p == strata_by_hand(chosen)
+            assert found.splits == math.prod(
+                math.comb(len(s.arm) + len(s.against), len(s.arm)) for s in chosen
+            )
+    far = Stratum([9, 8], [1, 2, 3], 10)
+    assert compare_strata([far, far]).p == strata_by_hand([far, far]) < compare_strata([far]).p  # type: ignore[operator]
+    level = Stratum([5, 7], [6, 6], 10)
+    assert compare_strata([level, level]) == Comparison(difference=0, p=1, splits=36)
+
+
+def test_the_stratified_difference_is_the_mean_of_the_strata_in_points() -> None:
+    """A data set of many images and seeds weighs no more than another."""
+    strata = [Stratum([60, 70, 65, 65], [50], 100), Stratum([400], [500, 500], 1000)]
+    assert compare_strata(strata).difference == (15 - 10) / 2
+
+
+def test_one_stratum_is_the_plain_test() -> None:
+    for n, m, spread in ((3, 4, 6), (8, 8, 30), (1, 5, 3), (1, 1, 9)):
+        stratum = draw_stratum(n, m, 100, spread)
+        assert compare_strata([stratum]) == compare(stratum.arm, stratum.against)
+
+
+def test_twelve_strata_of_three_sizes_are_counted() -> None:
+    """70 splits each, 70¹² in all: no listing does that, but their sum is nearly normal."""
+    strata = []
+    variance = 0.0
+    for images in (168, 119, 182):
+        for k in range(4):
+            stratum = draw_stratum(4, 4, images, 30 + k)
+            strata.append(stratum)
+            # Of the difference of means of two random halves of N numbers: their variance · 4 / N
+            pooled = torch.tensor([*stratum.arm, *stratum.against]) / images
+            variance += 4 * pooled.var().item() / len(pooled)
+    found = compare_strata(strata)
+    assert found.splits == 70**12
+    sums = abs(found.difference) / 100 * len(strata)
+    assert found.p == pytest.approx(math.erfc(sums / math.sqrt(2 * variance)), abs=0.01)
+    mirrored = compare_strata([Stratum(s.against, s.arm, s.images) for s in strata])
+    assert (mirrored.difference, mirrored.p) == (-found.difference, found.p)
+
+
+def test_strata_that_cannot_be_counted_are_refused() -> None:
+    stratum = Stratum([5, 7], [6, 6], 10)
+    for wrong in ([], [stratum, Stratum([], [1], 10)], [Stratum([1.5], [1, 2], 10)]):  # type: ignore[list-item]
+        with pytest.raises(ValueError, match=r"no strata|every stratum|not percentages"):
+            compare_strata(wrong)
+    primes = (10007, 10009, 10037, 10039, 10061, 10067, 10069)
+    with pytest.raises(ValueError, match="fewer data sets"):
+        compare_strata([draw_stratum(6, 6, images, images) for images in primes])
 
 
 def finished(path: Path, test: list[float], by: str | None = None, **changes: Any) -> Path:
