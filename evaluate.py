@@ -1,7 +1,9 @@
 """`bisslight evaluate`: summaries over seeds, an exact permutation test (App. C.2.1), the paper's.
 
 An arm is a finished `finetune` run, or a directory of such runs that differ in seed and start only,
-such as one PEFT seed for each align run. The first arm is compared with every other one.
+such as one PEFT seed for each align run. The runs of an arm may also be over several data sets:
+such arms are compared on each data set, and on all of them together by a stratified test. The first
+arm is compared with every other one.
 """
 
 import json
@@ -23,6 +25,13 @@ from support.errors import UsageError, checking
 # Settings that make no other arm: what is repeated, how often, and on which machine. --amp does,
 # since it changes the arithmetic; --weights are compared by their digest instead of their path.
 FREE = {*Machine.model_fields, "start", "seeds", "jobs", "weights", "test_curve"} - {"amp"}
+
+
+# What may differ between the data sets of one arm: the data, and what is chosen for each of them.
+OF_DATA_SET = {
+    *("dataset", "data_seed", "split_file", "partial", "data_sha256"),
+    *("weights_sha256", "lr", "grid", "epochs"),
+}
 
 
 # --- the test -------------------------------------------------------------------------------------
@@ -247,10 +256,28 @@ class Evaluation(BaseModel, frozen=True):
     arms: list[Row]
 
 
+class Pooled(BaseModel, frozen=True):
+    """An arm on all of its data sets together."""
+
+    arm: str
+    data_sets: list[str]
+    seeds: int  # of all data sets
+    mean: float  # percent; the mean of the data sets' means
+    differs: dict[str, str]  # as in Row; where data sets have different values, all of them
+    first_minus_this: Comparison | None  # stratified: seeds are permuted within a data set only
+
+
+class PooledEvaluation(Evaluation, frozen=True):
+    """What `evaluate` found of arms over several data sets; `arms` has a row for each of both."""
+
+    pooled: list[Pooled]
+
+
 class Arm(BaseModel, frozen=True):
-    """What run directories say of an arm."""
+    """What run directories say of an arm on one data set."""
 
     name: str
+    data_set: str  # in words
     unit: str  # what one seed repeats
     metric: str
     test_images: int
@@ -268,14 +295,90 @@ class Arm(BaseModel, frozen=True):
         # mAP counts no images, and the exact test needs whole numbers: two decimals of percent.
         return [round(100 * percent) for percent in self.accuracies]
 
+    @property
+    def whole(self) -> int:
+        """The count of an accuracy of 100 %."""
+        return 100 * 100 if self.right is None else self.test_images
+
+    @property
+    def images(self) -> object:
+        """Which images it learned from and was tested on: a digest."""
+        return self.settings["data_sha256"]
+
 
 def evaluate(runs: Sequence[Path]) -> Evaluation:
     """Compare the first of several arms with each of the others.
 
-    An arm: a finished `finetune` run, or a directory of them. UsageError: neither, or other images.
+    An arm: a finished `finetune` run, or a directory of them, or a directory of such directories.
+    Where an arm has runs on several data sets, the result is a PooledEvaluation. UsageError: no
+    arm, or other data sets than the first one's.
     """
     arms = [read_arm(run) for run in runs]
-    return Evaluation(arms=[summarise(arm, arms[0]) for arm in arms])
+    if all(len(arm) == 1 for arm in arms):
+        singles = [arm[0] for arm in arms]
+        return Evaluation(arms=[summarise(arm, singles[0]) for arm in singles])
+    return evaluate_data_sets(arms)
+
+
+def evaluate_data_sets(arms: Sequence[list[Arm]]) -> PooledEvaluation:
+    """Compare arms data set by data set, and over all data sets together (UsageError)."""
+    first = arms[0]
+    arms = [first, *[match_data_sets(arm, first) for arm in arms[1:]]]
+    rows = []
+    for k, first_there in enumerate(first):
+        for arm in arms:
+            row = summarise(arm[k], first_there)
+            name = f"{row.arm} on {arm[k].data_set}"
+            rows.append(row.model_copy(update={"arm": name}))
+    return PooledEvaluation(arms=rows, pooled=[pool(arm, first) for arm in arms])
+
+
+def match_data_sets(arm: Sequence[Arm], first: Sequence[Arm]) -> list[Arm]:
+    """An arm on the data sets of the first one, in their order (UsageError: on others)."""
+    of_arm = {there.images: there for there in arm}
+    of_first = {there.images: there for there in first}
+    for these, those, name in ((of_first, of_arm, arm[0].name), (of_arm, of_first, first[0].name)):
+        for images, there in these.items():
+            if images not in those:
+                raise UsageError(
+                    f"{name}: has no run on {there.data_set}, which {there.name} has, or one on "
+                    "other images or another split"
+                )
+    return [of_arm[there.images] for there in first]
+
+
+def pool(arm: Sequence[Arm], first: Sequence[Arm]) -> Pooled:
+    """An arm on all data sets in summary, and compared with the first one on the same ones."""
+    means = []
+    seeds = 0
+    differs: dict[str, list[str]] = {}
+    for there, first_there in zip(arm, first, strict=True):
+        means.append(fmean(there.accuracies))
+        seeds += len(there.accuracies)
+        for name, values in list_differences(there, first_there).items():
+            texts = differs.setdefault(name, [])
+            if str(values) not in texts:
+                texts.append(str(values))
+    return Pooled(
+        arm=arm[0].name,
+        data_sets=[there.data_set for there in arm],
+        seeds=seeds,
+        mean=fmean(means),
+        differs={name: "; ".join(texts) for name, texts in differs.items()},
+        first_minus_this=None if arm is first else compare_data_sets(first, arm),
+    )
+
+
+def compare_data_sets(first: Sequence[Arm], arm: Sequence[Arm]) -> Comparison:
+    """The stratified test of their counts on the same data sets, in percentage points."""
+    strata = []
+    difference = Fraction(0)
+    for first_there, there in zip(first, arm, strict=True):
+        strata.append(Stratum(first_there.counts, there.counts, there.whole))
+        difference += subtract_accuracies(first_there, there) / len(first)
+    with checking(f"{first[0].name}, {arm[0].name}"):
+        tested = compare_strata(strata)
+    return tested.model_copy(update={"difference": float(difference)})
 
 
 def summarise(arm: Arm, first: Arm) -> Row:
@@ -299,12 +402,16 @@ def summarise(arm: Arm, first: Arm) -> Row:
 def compare_arms(first: Arm, arm: Arm) -> Comparison:
     """The permutation test of their counts; the difference is in percentage points."""
     tested = compare(first.counts, arm.counts)
+    difference = subtract_accuracies(first, arm)
+    return tested.model_copy(update={"difference": float(difference)})
+
+
+def subtract_accuracies(first: Arm, arm: Arm) -> Fraction:
+    """The difference of mean accuracies in percentage points, exactly."""
     if first.right is not None and arm.right is not None:
         # of the counts, since an accuracy such as 100 · 2 / 3 is rounded
-        difference = subtract_means(first.right, arm.right) * 100 / arm.test_images
-    else:
-        difference = subtract_means(first.accuracies, arm.accuracies)
-    return tested.model_copy(update={"difference": float(difference)})
+        return subtract_means(first.right, arm.right) * 100 / arm.test_images
+    return subtract_means(first.accuracies, arm.accuracies)
 
 
 class Values(NamedTuple):
@@ -354,30 +461,64 @@ def compare_settings(settings: Record, first: Record) -> dict[str, Values]:
 # --- reading runs ---------------------------------------------------------------------------------
 
 
-def read_arm(path: Path) -> Arm:
-    """A finished `finetune` run, or a directory of such runs as one arm (UsageError)."""
+def read_arm(path: Path) -> list[Arm]:
+    """An arm on each of its data sets, nearly always one (UsageError: not the runs of one arm).
+
+    `path` is a finished `finetune` run, a directory of such runs, or one of such directories.
+    """
     with checking(str(path), "give a finished finetune run, or a folder of them"):
-        arms = [read_run(run) for run in find_runs(path)]
-    first = arms[0]
+        runs = [read_run(run) for run in find_runs(path)]
+    data_sets: dict[object, list[Arm]] = {}
+    for run in runs:
+        data_sets.setdefault(run.images, []).append(run)
+    differing = list_what_makes_other_arms(list(data_sets.values()))
+    if differing:
+        see = ", ".join(sorted(differing))
+        raise UsageError(f"{path}: its runs are no seeds of one arm, see {see}; give each alone")
+    return [join_seeds(path.name, of_data_set) for of_data_set in data_sets.values()]
+
+
+def list_what_makes_other_arms(data_sets: Sequence[list[Arm]]) -> set[str]:
+    """What differs between runs, data set by data set, though it does not in seeds of one arm."""
+    very_first = data_sets[0][0]
     differing: set[str] = set()
-    starts: list[tuple[str | None, int]] = []  # twice the same would count one seed as two
+    names = set()
+    twice = False
+    for runs in data_sets:
+        first = runs[0]
+        names.add(first.data_set)
+        differing |= compare_settings(first.settings, very_first.settings).keys() - OF_DATA_SET
+        starts = []
+        for run in runs:
+            differing |= compare_settings(run.settings, first.settings).keys()
+            starts += run.starts
+        if len(set(starts)) < len(starts):
+            twice = True  # it would count one seed as two
+    if len(names) < len(data_sets):
+        differing.add("data_sha256")  # other images or another split under one name
+    if twice and not differing:
+        return {"seed"}
+    return differing
+
+
+def join_seeds(name: str, runs: Sequence[Arm]) -> Arm:
+    """Runs on one data set, which differ in seed and start only, as one arm."""
+    first = runs[0]
+    starts: list[tuple[str | None, int]] = []
     accuracies: list[float] = []
     right: list[int] = []
-    for arm in arms:
-        differing |= compare_settings(arm.settings, first.settings).keys()
-        starts += arm.starts
-        accuracies += arm.accuracies
-        right += arm.right or []
-    if differing or len(set(starts)) < len(starts):
-        see = ", ".join(sorted(differing)) or "seed"
-        raise UsageError(f"{path}: its runs are no seeds of one arm, see {see}; give each alone")
+    for run in runs:
+        starts += run.starts
+        accuracies += run.accuracies
+        right += run.right or []
     align_runs = {align_run for align_run, _ in starts}
     # Then the spread over seeds has that of aligning in it, and the p-value is about both stages.
     each_has_its_own = len(starts) > 1 and len(align_runs) == len(starts)
+    aligned_each = each_has_its_own and not first.settings["restart"]
     return first.model_copy(
         update={
-            "name": path.name,
-            "unit": "align run and PEFT" if each_has_its_own else first.unit,
+            "name": name,
+            "unit": "align run and PEFT" if aligned_each else first.unit,
             "accuracies": accuracies,
             "right": None if first.right is None else right,
             "starts": starts,
@@ -386,11 +527,13 @@ def read_arm(path: Path) -> Arm:
 
 
 def find_runs(path: Path) -> list[Path]:
-    """The run at a path, or the runs in that directory, s2 before s10."""
+    """The run at a path, or the runs in that directory or one level deeper, s2 before s10."""
     if (path / "config.json").exists():
         return [path]
-    runs = [file.parent for file in path.glob("*/config.json")]
-    runs.sort(key=lambda run: (len(run.name), run.name))
+    files = [*path.glob("*/config.json")] or [*path.glob("*/*/config.json")]
+    runs = [file.parent for file in files]
+    # shorter names have smaller numbers
+    runs.sort(key=lambda run: (len(run.parent.name), run.parent.name, len(run.name), run.name))
     return runs or [path]
 
 
@@ -412,6 +555,7 @@ def read_run(run: Path) -> Arm:
     first_seed = config["seed"]
     return Arm(
         name=run.name,
+        data_set=describe_data_set(config),
         unit=result["unit"],
         metric=result["metric"],
         test_images=result["test_images"],
@@ -421,6 +565,20 @@ def read_run(run: Path) -> Arm:
         starts=[(config["start"], first_seed + i) for i in range(len(result["test"]))],
         paper=published(config, result),
     )
+
+
+def describe_data_set(config: Record) -> str:
+    """The data set of a run in words.
+
+    >>> describe_data_set({"dataset": "omniglot:Greek", "data_seed": 2, "split_file": None})
+    'omniglot:Greek, data seed 2'
+    """
+    words = [config["dataset"]]
+    if config["data_seed"]:
+        words.append(f"data seed {config['data_seed']}")
+    if config["split_file"] is not None:
+        words.append(f"split {Path(config['split_file']).name}")
+    return ", ".join(words)
 
 
 def without_default_alpha(settings: Record) -> Record:

@@ -16,7 +16,15 @@ from conftest import shared
 import evaluate as tables
 from config import BACKBONES, FinetuneConfig
 from data import rng
-from evaluate import Comparison, Stratum, compare, compare_strata, evaluate, read_arm
+from evaluate import (
+    Comparison,
+    PooledEvaluation,
+    Stratum,
+    compare,
+    compare_strata,
+    evaluate,
+    read_arm,
+)
 from extras.dry_run import MEMORY
 from support.errors import UsageError
 
@@ -145,7 +153,8 @@ def finished(path: Path, test: list[float], by: str | None = None, **changes: An
     result |= {"aligned_by": by, "aligned_on": by and "cub200", "align_unlike_paper": by and {}}
     result |= {name: value for name, value in changes.items() if name in result}
     config |= {name: value for name, value in changes.items() if name not in result}
-    about = {"data_sha256": f"{config['dataset']} {config['data_seed']}"}
+    images = f"{config['dataset']} {config['data_seed']}"
+    about = {"data_sha256": config.pop("data_sha256", images)}
     about["weights_sha256"] = changes.get("weights_sha256", "b")
     for name, content in (("config", config), ("env", {"about": about}), ("result", result)):
         (path / f"{name}.json").write_text(json.dumps(content))
@@ -176,6 +185,12 @@ def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
     (finished(tmp_path / "old", [70.0]) / "env.json").write_text("{}")
     messages = {"mixed": "its runs are no seeds of one arm, see rank"}
     messages["both"] = "its runs are no seeds of one arm, see align_unlike_paper, aligned_by"
+    for images, seed in (("x", 1), ("y", 2)):  # one name, but other images
+        finished(tmp_path / "changed" / images, [70.0], seed=seed, data_sha256=images)
+    finished(tmp_path / "ranks" / "a", [70.0])
+    finished(tmp_path / "ranks" / "b", [70.0], dataset="dtd", rank=4)
+    messages["changed"] = "its runs are no seeds of one arm, see data_sha256"
+    messages["ranks"] = "its runs are no seeds of one arm, see rank"
     messages["twice"] = "its runs are no seeds of one arm, see seed"
     messages |= {"empty": "has no test accuracy"}
     messages |= dict.fromkeys(("running", "torn", "old"), "cannot be read .*; give a finished")
@@ -194,6 +209,79 @@ def test_arms_with_another_test_are_refused_and_other_settings_are_told(tmp_path
     found = evaluate([first, unlike, aligned])
     assert found.arms[1].differs == {"amp": "False, there True", "weights_sha256": "c, there b"}
     assert found.arms[2].differs == {}  # it has the grid that goes with its start
+
+
+PETS = {"dataset": "pets", "test_images": 500}
+
+
+def two_data_sets(path: Path, cub: list[float], pets: list[float]) -> Path:
+    """An arm on CUB-200, a run for each seed, and on half of Pets, all seeds in one run."""
+    for seed, accuracy in enumerate(cub):
+        finished(path / "cub" / f"s{seed}", [accuracy], seed=seed)
+    finished(path / "pets" / "all", pets, seed=0, data_seed=1, **PETS)
+    return path
+
+
+def test_arms_over_several_data_sets_are_compared_on_each_and_on_all(tmp_path: Path) -> None:
+    first = two_data_sets(tmp_path / "first", [70.0, 71.5, 70.1], [90.0, 91.0])
+    other = two_data_sets(tmp_path / "other", [69.0, 70.5], [88.0, 90.2])
+    found = evaluate([first, other])
+    assert isinstance(found, PooledEvaluation)
+    on_cub, on_pets = " on cub200", " on pets, data seed 1"
+    names = ["first" + on_cub, "other" + on_cub, "first" + on_pets, "other" + on_pets]
+    assert [row.arm for row in found.arms] == names
+    assert [row.counts for row in found.arms[:2]] == [[700, 715, 701], [690, 705]]
+    alone = evaluate([first / "cub", other / "cub"]).arms[1].first_minus_this
+    assert found.arms[1].first_minus_this == alone
+    strata = [Stratum([700, 715, 701], [690, 705], 1000), Stratum([450, 455], [440, 451], 500)]
+    pooled = found.pooled[1]
+    assert pooled.first_minus_this == compare_strata(strata)
+    assert pooled.first_minus_this.p == strata_by_hand(strata)
+    assert (pooled.seeds, pooled.data_sets) == (4, ["cub200", "pets, data seed 1"])
+    assert pooled.mean == pytest.approx((69.75 + 89.1) / 2)
+    assert (found.pooled[0].first_minus_this, pooled.differs) == (None, {})
+    assert json.loads(found.model_dump_json())["pooled"][1]["arm"] == "other"
+
+
+def test_runs_side_by_side_are_the_arm_that_they_are_in_folders_of_data_sets(
+    tmp_path: Path,
+) -> None:
+    """In any order, and with a rate of its own for each data set."""
+    nested = two_data_sets(tmp_path / "a" / "arm", [70.0, 71.5], [90.0, 91.0])
+    side_by_side = tmp_path / "b" / "arm"
+    finished(side_by_side / "0", [90.0, 91.0], seed=0, data_seed=1, **PETS)
+    for seed, accuracy in enumerate([70.0, 71.5]):
+        finished(side_by_side / f"{seed + 1}", [accuracy], seed=seed, grid=[1e-2])
+    found = evaluate([nested, side_by_side])
+    assert isinstance(found, PooledEvaluation)
+    first, other = found.pooled
+    assert (other.data_sets, other.mean) == (first.data_sets, first.mean)
+    assert other.first_minus_this == Comparison(difference=0, p=1, splits=36)
+    assert other.differs == {"grid": "[0.01], there [0.001]"}
+
+
+def test_a_data_set_that_is_in_one_arm_only_is_named(tmp_path: Path) -> None:
+    both = two_data_sets(tmp_path / "both", [70.0], [90.0])
+    for name, changes, missing in (
+        ("cub", {}, "pets, data seed 1"),
+        ("pets", PETS | {"data_seed": 1}, "cub200"),
+    ):
+        one = finished(tmp_path / name, [70.0], **changes)
+        for runs in ([one, both], [both, one]):
+            with pytest.raises(UsageError, match=f"{name}: .* {missing}, which both has"):
+                evaluate(runs)
+
+
+def test_map_is_pooled_in_percentage_points(tmp_path: Path) -> None:
+    """Hundredths of a point are no images: of 10,000, not of as many as the test has."""
+    runs = []
+    for name, accuracy in (("a", 82.0), ("b", 80.0)):
+        runs.append(tmp_path / name)
+        finished(tmp_path / name / "cub", [70.0])
+        finished(tmp_path / name / "voc", [accuracy], dataset="voc07", metric="11-point mAP")
+    found = evaluate(runs)
+    assert isinstance(found, PooledEvaluation)
+    assert found.pooled[1].first_minus_this == Comparison(difference=1, p=1, splits=4)
 
 
 def test_counts_are_whole_right_images_and_of_map_hundredths_of_a_point(tmp_path: Path) -> None:
