@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
@@ -48,7 +49,9 @@ class Comparison(BaseModel, frozen=True):
         """As people read it: two decimals, and two digits of p."""
         difference = round(self.difference, 2) + 0.0  # adding 0 makes -0 a plain 0
         p = "none" if self.p is None else f"{self.p:#.2g}"
-        return f"difference={difference:.2f} p={p} splits={self.splits}"
+        # of several data sets they may have 50 digits
+        splits = f"{Decimal(self.splits):.2g}" if self.splits >= 10**9 else f"{self.splits}"
+        return f"difference={difference:.2f} p={p} splits={splits}"
 
 
 def compare(arm: Sequence[int], against: Sequence[int]) -> Comparison:

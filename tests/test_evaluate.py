@@ -119,6 +119,7 @@ def test_twelve_strata_of_three_sizes_are_counted() -> None:
             variance += 4 * pooled.var().item() / len(pooled)
     found = compare_strata(strata)
     assert found.splits == 70**12
+    assert str(found).endswith("splits=1.4e+22")
     sums = abs(found.difference) / 100 * len(strata)
     assert found.p == pytest.approx(math.erfc(sums / math.sqrt(2 * variance)), abs=0.01)
     mirrored = compare_strata([Stratum(s.against, s.arm, s.images) for s in strata])
