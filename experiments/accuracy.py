@@ -181,7 +181,8 @@ def run_controls(
     """Run what is not finished of the control arms; before them, the two that they belong to."""
     direct = out / "direct"
     tuned = out / f"tuned-{method}"
-    aligned = Path(read_json(tuned / "config.json")["start"])
+    started_from = Path(read_json(tuned / "config.json")["start"])
+    aligned = out / f"aligned-{method}" / started_from.name  # also where --out was moved
     before = read_json(direct / "config.json")
     peft_seconds = seconds_of_seed(direct)
     whole_seconds = seconds_of(aligned) + seconds_of_seed(tuned)
