@@ -17,12 +17,28 @@ tab:classificaiton_acc_bissl_orig. Each needs the official weights, which are do
     accuracy.md     mean ± deviation, difference to PEFT, exact permutation test, the paper's figure
 
 All four lie in --out. The same command goes on where it stopped.
+
+    python -m experiments.accuracy --backbone vit_l16 --dataset cub200 --controls
+
+adds arms that the paper's tables do not have. They ask what it is that helps: the bilevel problem,
+more training, or any start that has seen the labels.
+
+    restart                PEFT from θ of a finished PEFT of another seed, with a fresh head
+    equal-time             PEFT from the backbone, for as long as align and PEFT take together
+    restart-equal-time     PEFT, then a restart, for as long as align and PEFT take together
+    tuned-lower-only       PEFT after the pretext task alone (no upper steps)
+    tuned-identity         PEFT after align without curvature (--hypergrad identity)
+    controls.md            each of them against the first method of --hypergrad
+
+equal-time chooses its rate from the grid of direct PEFT, all others from the grid of PEFT after
+align. Time is that of one seed, without the choice of rates: CPU seconds, or on a GPU those of the
+clock.
 """
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import fmean
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from align import align
 from bisslight import Diverged
@@ -42,8 +58,9 @@ from extras.dry_run import plan_peft
 from extras.plots import read_metrics
 from finetune import finetune
 from support.errors import RunError, UsageError
+from support.experiment import device_of
 from support.processes import start
-from support.runs import Track
+from support.runs import Track, read_json
 
 T = TypeVar("T")
 
@@ -57,20 +74,28 @@ def main(
     pretext: str = "mae",
     hypergrad: str = "mfac",
     rate: float | None = None,
+    controls: bool = False,
     out: Path | None = None,
     more: Set = None,
 ) -> None:
     """Compare PEFT after alignment with PEFT alone.
 
     --hypergrad takes several methods with commas. --rate is the PEFT rate whose shares are tried,
-    here the one that is best for this backbone; in the paper it is always ViT-L's.
+    here the one that is best for this backbone; in the paper it is always ViT-L's. --controls adds
+    arms that tell alignment from more training and from any start that has seen the labels.
     """
     start()
     settings = {"backbone": backbone, "dataset": dataset, "pretext": pretext} | read_settings(more)
     out = out or Path("runs") / f"accuracy-{Path(dataset).name}-{backbone}-{pretext}"
     check_all_is_there(settings)
-    rows = compare(settings, hypergrad.split(","), out, rate)
+    if controls:
+        check_clock(settings)
+    methods = hypergrad.split(",")
+    rows = compare(settings, methods, out, rate)
     write_table(rows, out / "accuracy")
+    if controls:
+        arms = run_controls(settings, methods[0], out, rate)
+        write_table(compare_controls(arms), out / "controls")
 
 
 def check_all_is_there(settings: Record) -> None:
@@ -79,6 +104,13 @@ def check_all_is_there(settings: Record) -> None:
     plan_peft(make(AlignConfig, settings_of(AlignConfig, settings)), problems)
     if problems:
         raise UsageError("; ".join(problems))
+
+
+def check_clock(settings: Record) -> None:
+    """Refuse to time runs that share a GPU: each would seem to take longer (UsageError)."""
+    cfg = make(FinetuneConfig, settings_of(FinetuneConfig, settings))
+    if cfg.jobs > 1 and device_of(cfg).type == "cuda":
+        raise UsageError(f"--set jobs={cfg.jobs}: on a GPU, --controls times one run after another")
 
 
 def compare(
@@ -122,9 +154,124 @@ def run_direct(settings: Record, out: Path) -> float:
 
 def run_tuned(settings: Record, aligned: Path, run: Path) -> Path:
     """PEFT from an align run; where it is."""
-    cfg = make(FinetuneConfig, settings_of(FinetuneConfig, settings) | {"start": aligned})
+    return run_peft(settings | {"start": aligned}, run)
+
+
+def run_peft(settings: Record, run: Path) -> Path:
+    """PEFT with these settings; where it is."""
+    cfg = make(FinetuneConfig, settings_of(FinetuneConfig, settings))
     finetune(cfg, run, track=progress)
     return run
+
+
+# --- the controls ---------------------------------------------------------------------------------
+
+
+class Control(NamedTuple):
+    """An arm of the table of controls."""
+
+    arm: str
+    run: Path  # of its PEFT
+    seconds: float  # of one seed, with all that it starts from
+
+
+def run_controls(
+    settings: Record, method: str, out: Path, rate: float | None = None
+) -> list[Control]:
+    """Run what is not finished of the control arms; before them, the two that they belong to."""
+    direct = out / "direct"
+    tuned = out / f"tuned-{method}"
+    started_from = Path(read_json(tuned / "config.json")["start"])
+    aligned = out / f"aligned-{method}" / started_from.name  # also where --out was moved
+    before = read_json(direct / "config.json")
+    peft_seconds = seconds_of_seed(direct)
+    whole_seconds = seconds_of(aligned) + seconds_of_seed(tuned)
+    seconds_each = peft_seconds / before["epochs"]  # of an epoch
+    restart = settings | {
+        "start": direct,
+        "restart": True,
+        "seed": before["seed"] + before["seeds"],  # other seeds than those of the first PEFT
+    }
+    arms = [
+        Control(f"{NAMES.get(method, method)} + PEFT", tuned, whole_seconds),
+        Control("PEFT", direct, peft_seconds),
+    ]
+
+    longer = {"epochs": count_epochs(whole_seconds, seconds_each)}
+    run = run_peft(settings | longer, out / "equal-time")
+    arms.append(Control("PEFT, equal time", run, seconds_of_seed(run)))
+
+    run = run_peft(restart, out / "restart")
+    arms.append(Control("PEFT + restart", run, peft_seconds + seconds_of_seed(run)))
+
+    longer = {"epochs": count_epochs(whole_seconds - peft_seconds, seconds_each)}
+    run = run_peft(restart | longer, out / "restart-equal-time")
+    arms.append(Control("PEFT + restart, equal time", run, peft_seconds + seconds_of_seed(run)))
+
+    lower_only = align_lower_only(settings, aligned, out)
+    run = run_tuned(settings, lower_only, out / "tuned-lower-only")
+    seconds = seconds_of(lower_only) + seconds_of_seed(run)
+    arms.append(Control("lower level only + PEFT", run, seconds))
+
+    best = read_json(direct / "result.json")["lr"]
+    identity = align_stably(settings | {"hypergrad": "identity"}, rate or best, out)
+    run = run_tuned(settings, identity, out / "tuned-identity")
+    seconds = seconds_of(identity) + seconds_of_seed(run)
+    arms.append(Control("identity + PEFT", run, seconds))
+    return arms
+
+
+def align_lower_only(settings: Record, aligned: Path, out: Path) -> Path:
+    """Train the pretext task alone, otherwise as an align run; where it is."""
+    d_lr = read_json(aligned / "config.json")["d_lr"]  # here of the linear probe only
+    given = settings_of(AlignConfig, settings) | {"upper_steps": 0, "d_lr": d_lr}
+    run = out / "aligned-lower-only"
+    align(make(AlignConfig, given), run, track=progress)
+    return run
+
+
+def count_epochs(seconds: float, seconds_each: float) -> int:
+    """How many epochs of PEFT take so long; one at least.
+
+    >>> count_epochs(60, 8)
+    8
+    """
+    return max(1, round(seconds / seconds_each))
+
+
+def seconds_of_seed(run: Path) -> float:
+    """The time of one seed of a finetune run at the rate that was chosen, mean over seeds."""
+    config = read_json(run / "config.json")
+    rate = read_json(run / "result.json")["lr"]
+    first = config["seed"]
+    seeds = range(first, first + config["seeds"])
+    return fmean(seconds_of(run / f"lr{rate:g}-s{seed}") for seed in seeds)
+
+
+def seconds_of(run: Path) -> float:
+    """The time that a run took: of the CPU, or on a GPU that of the clock."""
+    result = read_json(run / "result.json")
+    machine = read_json(run / "env.json")["machines"][-1]
+    on_cpu = machine["gpu"] is None or machine["device"] == "cpu"
+    seconds: float = result["cpu_seconds"] if on_cpu else result["seconds"]
+    return seconds
+
+
+def compare_controls(arms: list[Control]) -> list[Record]:
+    """A row for each arm: its accuracy, and how much better the first arm is."""
+    rows = []
+    for control, arm in zip(arms, evaluate([arm.run for arm in arms]).arms, strict=True):
+        test = arm.first_minus_this
+        rows.append({
+            "arm": control.arm,
+            "seeds": arm.seeds,
+            "epochs of PEFT": read_json(control.run / "config.json")["epochs"],
+            "seconds a seed": round(control.seconds, 1),
+            f"test {arm.metric} (%)": f"{arm.mean:.2f} ± {arm.std or 0:.2f}",
+            f"{arms[0].arm} minus this": f"{test.difference:+.2f}" if test else "",
+            "p": f"{test.p:.2g}" if test and test.p else "",
+        })  # fmt: skip
+    return rows
 
 
 # --- the search for the upper rate ----------------------------------------------------------------

@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from textwrap import wrap
 from types import ModuleType
 from typing import NamedTuple
 
@@ -92,13 +93,18 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 def draw_arms(arms: Sequence[Row], path: Path) -> None:
     """Draw the test accuracies of arms: a dot for each seed, a line at the mean."""
-    figure, axes = pyplot().subplots(figsize=(1.6 + 1.3 * len(arms), 3.4))
+    words = " ".join(arm.arm for arm in arms).split()
+    letters = max([len(word) for word in words], default=0)
+    inches = max(1.3, 0.1 * letters)  # a column, at least as wide as the longest word below it
+    figure, axes = pyplot().subplots(figsize=(1.6 + inches * len(arms), 3.4))
     plot_arms(axes, arms)
-    words = []
+    summaries = []
     for arm in arms:
-        words.append(f"{arm.arm} {arm.mean:.2f}, {min(arm.accuracies)} to {max(arm.accuracies)}")
+        summaries.append(
+            f"{arm.arm} {arm.mean:.2f}, {min(arm.accuracies)} to {max(arm.accuracies)}"
+        )
     subject = f"Test {arms[0].metric} (%), mean and range over seeds"
-    save(figure, f"{subject}: {'; '.join(words)}.", path)
+    save(figure, f"{subject}: {'; '.join(summaries)}.", path)
 
 
 def plot_arms(axes: Axes, arms: Sequence[Row]) -> None:
@@ -110,7 +116,11 @@ def plot_arms(axes: Axes, arms: Sequence[Row]) -> None:
         positions = [x + 0.4 * ((i + 0.5) / count - 0.5) for i in range(count)]
         axes.plot(positions, arm.accuracies, "o", color=colour, markersize=4)
         axes.hlines(arm.mean, x - 0.35, x + 0.35, color=colour)
-    labels = [f"{arm.arm}\nmean {arm.mean:.1f}" for arm in arms]
+    labels = []
+    for arm in arms:
+        # A long name is broken between words, so that it stays below its column.
+        lines = wrap(arm.arm, 12, break_long_words=False, break_on_hyphens=False)
+        labels.append("\n".join([*lines, f"mean {arm.mean:.1f}"]))
     axes.set_xticks(range(len(arms)), labels)
     axes.set_xlim(-0.5, len(arms) - 0.5)
     axes.set_ylabel(f"test {arms[0].metric} (%)")

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from decimal import Decimal
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
@@ -228,6 +229,8 @@ def show(value: object, name: str = "") -> str:
     if isinstance(value, list | tuple):
         words = [show(item, name) or "none" for item in value]
         return ", ".join(words) or "none"
+    if name == "splits" and isinstance(value, int) and value >= 10**9:
+        return f"{Decimal(value):.2g}"  # of several data sets they may have 50 digits
     if not isinstance(value, float):
         return str(value)
     if name in PERCENTAGES:

@@ -83,6 +83,7 @@ def test_percentages_have_two_decimals_and_p_two_digits(capsys: pytest.CaptureFi
         "51.67 ± 0.47",
     ):
         assert text in said
+    assert screen.show(70**12, "splits") == "1.4e+22" and screen.show(70, "splits") == "70"
     screen.print_result({"versus": versus}, True)
     assert json.loads(capsys.readouterr().out) == {"versus": versus}
 

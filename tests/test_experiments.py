@@ -138,6 +138,57 @@ def test_the_table_of_accuracies_has_a_row_for_each_method_and_goes_on(
     assert (tmp_path / "a/tuned-mfac/result.json").stat().st_mtime_ns == made
 
 
+def spend(run: Path, seconds: float) -> None:
+    """Let a finished run have taken this CPU time."""
+    result = json.loads((run / "result.json").read_text()) | {"cpu_seconds": seconds}
+    (run / "result.json").write_text(json.dumps(result))
+
+
+def test_the_controls_start_where_they_should_and_take_as_long_as_aligning(
+    weights: Path, tmp_path: Path
+) -> None:
+    """By planted times: an epoch of PEFT takes 2 s, aligning 9 s and its PEFT 3.5 s."""
+    line = f"--backbone vit_mini --dataset quilts --out {tmp_path}"
+    settings = toy(weights, grid="1e-2", device="cpu", d_lr=1e-3)
+    call(accuracy, line, settings)
+    aligned = tmp_path / "aligned-mfac/dlr0.001"
+    spend(aligned, 9.0)
+    for seed in (0, 1):
+        spend(tmp_path / f"direct/lr0.01-s{seed}", 1.5 + seed)  # 2 on average
+        spend(tmp_path / f"tuned-mfac/lr0.01-s{seed}", 3.5)
+    told = call(accuracy, f"{line} --controls", settings)
+    rows = table(tmp_path / "controls.json")
+    assert [(row["arm"], row["epochs of PEFT"]) for row in rows] == [
+        ("BiSSLight + PEFT", 1),
+        ("PEFT", 1),
+        ("PEFT, equal time", 6),  # 12.5 s
+        ("PEFT + restart", 1),
+        ("PEFT + restart, equal time", 5),  # of which the first PEFT takes 2
+        ("lower level only + PEFT", 1),
+        ("identity + PEFT", 1),
+    ]
+    assert [row["seconds a seed"] for row in rows[:2]] == [12.5, 2.0]
+
+    def config(run: str) -> Any:
+        return json.loads((tmp_path / run / "config.json").read_text())
+
+    assert config("equal-time")["start"] is None
+    for run in ("restart", "restart-equal-time"):
+        found = config(run)
+        assert (found["start"], found["restart"]) == (str(tmp_path / "direct"), True)
+        assert found["seed"] == 2  # the first PEFT had 0 and 1
+    assert config("tuned-lower-only")["start"] == str(tmp_path / "aligned-lower-only")
+    for run, setting in (("lower-only", "upper_steps"), ("identity/dlr0.001", "hypergrad")):
+        control = config(f"aligned-{run}")
+        unlike = [key for key, x in config("aligned-mfac/dlr0.001").items() if control[key] != x]
+        assert unlike == [setting]
+    result = json.loads((tmp_path / "tuned-identity/result.json").read_text())
+    assert rows[-1]["test top-1 accuracy (%)"].startswith(f"{np.mean(result['test']):.2f} ±")
+    finished = (tmp_path / "restart-equal-time/result.json").stat().st_mtime_ns
+    assert call(accuracy, f"{line} --controls", settings) == told
+    assert (tmp_path / "restart-equal-time/result.json").stat().st_mtime_ns == finished
+
+
 def test_settings_are_those_of_align_and_finetune_and_others_are_refused() -> None:
     assert recipe.read_settings(["p-lr=1e-3", "grid=1e-3,1e-2"]) == {
         "p_lr": "1e-3", "grid": "1e-3,1e-2",
