@@ -7,13 +7,8 @@ arm is compared with every other one.
 """
 
 import json
-import math
-from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
 from fractions import Fraction
-from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
@@ -22,208 +17,21 @@ from pydantic import BaseModel
 
 from config import OPEN, FinetuneConfig, Machine, Record, paper_values
 from support.errors import UsageError, checking
+from support.permutation import Comparison as Comparison  # also for those who import it from here
+from support.permutation import Stratum as Stratum
+from support.permutation import compare as compare
+from support.permutation import compare_strata as compare_strata
+from support.permutation import subtract_means
 
 # Settings that make no other arm: what is repeated, how often, and on which machine. --amp does,
 # since it changes the arithmetic; --weights are compared by their digest instead of their path.
 FREE = {*Machine.model_fields, "start", "seeds", "jobs", "weights", "test_curve"} - {"amp"}
-
 
 # What may differ between the data sets of one arm: the data, and what is chosen for each of them.
 OF_DATA_SET = {
     *("dataset", "data_seed", "split_file", "partial", "data_sha256"),
     *("weights_sha256", "lr", "grid", "epochs"),
 }
-
-
-# --- the test -------------------------------------------------------------------------------------
-
-
-class Comparison(BaseModel, frozen=True):
-    """An arm against another."""
-
-    difference: float  # of the means
-    p: float | None  # two-sided, exact; None for one seed against one
-    splits: int  # of the pooled seeds; all of them are counted
-
-    def __str__(self) -> str:
-        """As people read it: two decimals, and two digits of p."""
-        difference = round(self.difference, 2) + 0.0  # adding 0 makes -0 a plain 0
-        p = "none" if self.p is None else f"{self.p:#.2g}"
-        # of several data sets they may have 50 digits
-        splits = f"{Decimal(self.splits):.2g}" if self.splits >= 10**9 else f"{self.splits}"
-        return f"difference={difference:.2f} p={p} splits={splits}"
-
-
-def compare(arm: Sequence[int], against: Sequence[int]) -> Comparison:
-    """Exact two-sample permutation test of means of whole numbers, such as images that were right.
-
-    p is the share of the C(n + m, n) ways to split all n + m numbers into n and m whose means
-    differ at least as much as those of the arms. Number by number, we count how many sets of each
-    size have each sum. Whole numbers leave no rounding to decide.
-
-    >>> compare([3, 4], [1, 2])  # the observed split and its mirror differ most
-    Comparison(difference=2.0, p=0.3333333333333333, splits=6)
-    """
-    pooled = [*arm, *against]
-    if any(number % 1 for number in pooled):  # nan and infinity too: their remainder is nan
-        raise ValueError("compare counts, such as images that were right, not percentages")
-    n = len(arm)
-    whole = sum(pooled)
-
-    def distance(total: int) -> int:
-        """Distance of the means of n numbers with this sum and of the m others, times n m."""
-        return abs(total * len(pooled) - n * whole)
-
-    sets = count_sets(pooled, n)
-    observed = distance(sum(arm))
-    extreme = 0
-    for (size, total), count in sets.items():
-        if size == n and distance(total) >= observed:
-            extreme += count
-    splits = math.comb(len(pooled), n)
-    # One number against one: both splits differ as much as the arms do, whatever the numbers are.
-    p = extreme / splits if len(pooled) > 2 else None
-    return Comparison(difference=float(subtract_means(arm, against)), p=p, splits=splits)
-
-
-def count_sets(numbers: Sequence[int], largest: int) -> Counter[tuple[int, int]]:
-    """How many sets of at most `largest` of these numbers have each (size, sum)."""
-    sets = Counter({(0, 0): 1})
-    for number in numbers:
-        # Each set without this number makes one with it; `list`, since the loop adds new ones.
-        for (size, total), count in list(sets.items()):
-            if size < largest:
-                sets[size + 1, total + number] += count
-    return sets
-
-
-def subtract_means(these: Sequence[float], those: Sequence[float]) -> Fraction:
-    """The difference of two means, exactly: equal means differ by 0, not by rounding."""
-    return take_mean(these) - take_mean(those)
-
-
-def take_mean(numbers: Sequence[float]) -> Fraction:
-    """The mean of numbers, exactly."""
-    total = Fraction(0)
-    for number in numbers:
-        total += Fraction(number)
-    return total / len(numbers)
-
-
-# --- the test over several data sets --------------------------------------------------------------
-
-# The most sums that convolving two distributions may have to form: seconds, and under 1 GB.
-MOST_SUMS = 5_000_000
-
-
-class Stratum(NamedTuple):
-    """Two arms on one data set: how many of its test images each seed had right."""
-
-    arm: Sequence[int]
-    against: Sequence[int]
-    images: int  # test images of the data set
-
-
-def compare_strata(strata: Sequence[Stratum]) -> Comparison:
-    """Exact stratified permutation test: two arms on several data sets, each a stratum.
-
-    The statistic is the mean over strata of the difference of mean accuracies, in percentage
-    points. Seeds are permuted within their stratum only, so that an easy data set is never taken
-    for a good arm. p is the share of all permutations whose statistic is at least as far from 0,
-    its mean over permutations. Every one of them is counted: the distribution of a sum over
-    strata is the convolution of their distributions, and all differences are whole numbers on one
-    scale. ValueError: no strata, an empty one, or more different sums than can be counted.
-
-    >>> easy = Stratum(arm=[90, 95], against=[80, 85], images=100)
-    >>> hard = Stratum(arm=[21, 22], against=[20, 19], images=50)
-    >>> compare_strata([easy, hard])  # 36 splits; the observed pair and its mirror differ most
-    Comparison(difference=7.0, p=0.05555555555555555, splits=36)
-    """
-    check_strata(strata)
-    # A multiple of all n m images, times which every difference of accuracies is whole.
-    scale = math.lcm(*[len(arm) * len(against) * images for arm, against, images in strata])
-    observed = 0
-    splits = 1
-    # Differences of one stratum are a fixed distance apart. Strata with the same distance have
-    # many equal sums, so they go first, and their distribution stays small.
-    alike: dict[int, Counter[int]] = {}
-    for stratum in strata:
-        observed += scale_difference(stratum, sum(stratum.arm), scale)
-        seeds = len(stratum.arm) + len(stratum.against)
-        splits *= math.comb(seeds, len(stratum.arm))
-        distance = scale_difference(stratum, 1, scale) - scale_difference(stratum, 0, scale)
-        before = alike.get(distance, Counter({0: 1}))
-        alike[distance] = convolve(before, count_differences(stratum, scale))
-    # The last convolution, the largest, is never formed: two halves are enough to count with.
-    one = Counter({0: 1})
-    other = Counter({0: 1})
-    for differences in sorted(alike.values(), key=len, reverse=True):
-        if len(one) <= len(other):
-            one = convolve(one, differences)
-        else:
-            other = convolve(other, differences)
-    extreme = splits - count_closer(one, other, abs(observed))
-    # One seed against one on one data set: both splits differ as much, whatever the numbers are.
-    p = extreme / splits if splits > 2 else None
-    difference = Fraction(100 * observed, scale * len(strata))
-    return Comparison(difference=float(difference), p=p, splits=splits)
-
-
-def check_strata(strata: Sequence[Stratum]) -> None:
-    """ValueError where strata cannot be compared."""
-    if not strata:
-        raise ValueError("no strata to compare")
-    for stratum in strata:
-        if not stratum.arm or not stratum.against or stratum.images < 1:
-            raise ValueError("every stratum needs a seed of each arm, and test images")
-        if any(number % 1 for number in [*stratum.arm, *stratum.against]):
-            raise ValueError("compare counts, such as images that were right, not percentages")
-
-
-def scale_difference(stratum: Stratum, total: int, scale: int) -> int:
-    """The difference of mean accuracies, times `scale`, if the first arm's counts had this sum."""
-    n = len(stratum.arm)
-    m = len(stratum.against)
-    whole = sum(stratum.arm) + sum(stratum.against)
-    return (m * total - n * (whole - total)) * (scale // (n * m * stratum.images))
-
-
-def count_differences(stratum: Stratum, scale: int) -> Counter[int]:
-    """How many splits of a stratum have each difference of mean accuracies, times `scale`."""
-    n = len(stratum.arm)
-    differences: Counter[int] = Counter()
-    for (size, total), count in count_sets([*stratum.arm, *stratum.against], n).items():
-        if size == n:
-            differences[scale_difference(stratum, total, scale)] += count
-    return differences
-
-
-def convolve(these: Counter[int], those: Counter[int]) -> Counter[int]:
-    """How many pairs, a number of these and one of those, have each sum (ValueError: too many)."""
-    if len(these) * len(those) > MOST_SUMS:
-        raise ValueError(
-            f"counting every permutation of these {len(these)} x {len(those)} differences would "
-            f"take more than {MOST_SUMS:,} sums: compare fewer data sets at once"
-        )
-    sums: Counter[int] = Counter()
-    for this, count in these.items():
-        for that, times in those.items():
-            sums[this + that] += count * times
-    return sums
-
-
-def count_closer(these: Counter[int], those: Counter[int], limit: int) -> int:
-    """How many pairs, a number of these and one of those, have a sum between -limit and limit."""
-    if limit == 0:
-        return 0
-    ordered = sorted(those)
-    below = [0, *accumulate(those[number] for number in ordered)]  # how many are before each place
-    closer = 0
-    for number, count in these.items():
-        first = bisect_right(ordered, -limit - number)  # the sum must be more than -limit
-        end = bisect_left(ordered, limit - number)  # and less than limit
-        closer += count * (below[end] - below[first])
-    return closer
 
 
 # --- the table of arms ----------------------------------------------------------------------------

@@ -175,7 +175,7 @@ def draw(cfg: AlignConfig, arms: Sequence[Row], curves: Sequence[list[Curve]], p
     """What pretraining learned to fill in, how fast the arms learn, and how good they are."""
     figure, axes = pyplot().subplots(1, 3, figsize=(11, 3.8), width_ratios=(1.5, 3.6, 2.2))
     filled = fill_in(AlignExperiment(cfg))
-    show(axes[0], filled, 3, "Pretraining fills in\nwhole, masked, filled in")
+    show(axes[0], filled, 3, "What pretraining learned:\nwhole, masked, filled in")
     plot_curves(axes[1], curves)
     axes[2].set_title("At the end, each seed a dot")
     plot_arms(axes[2], arms)

@@ -173,13 +173,13 @@ def test_the_controls_start_where_they_should_and_take_as_long_as_aligning(
         return json.loads((tmp_path / run / "config.json").read_text())
 
     assert config("equal-time")["start"] is None
-    for run in ("restart", "restart-equal-time"):
-        found = config(run)
+    for name in ("restart", "restart-equal-time"):
+        found = config(name)
         assert (found["start"], found["restart"]) == (str(tmp_path / "direct"), True)
         assert found["seed"] == 2  # the first PEFT had 0 and 1
     assert config("tuned-lower-only")["start"] == str(tmp_path / "aligned-lower-only")
-    for run, setting in (("lower-only", "upper_steps"), ("identity/dlr0.001", "hypergrad")):
-        control = config(f"aligned-{run}")
+    for arm, setting in (("lower-only", "upper_steps"), ("identity/dlr0.001", "hypergrad")):
+        control = config(f"aligned-{arm}")
         unlike = [key for key, x in config("aligned-mfac/dlr0.001").items() if control[key] != x]
         assert unlike == [setting]
     result = json.loads((tmp_path / "tuned-identity/result.json").read_text())
