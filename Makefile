@@ -31,7 +31,7 @@ types: $(READY)
 
 check: lint types test
 
-demo: $(READY)  ## align and fine-tune on drawn images, offline, two minutes; see runs/demo/demo.png
+demo: $(READY)  ## align and fine-tune on handwriting, offline, two minutes; see runs/demo/demo.png
 	$(BIN)/bisslight demo --out runs/demo
 
 notebooks: $(READY)  ## run the scripts in examples/ and renew the .ipynb beside them, with outputs
