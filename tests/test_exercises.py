@@ -101,6 +101,9 @@ MISTAKES = [
      "g_P = grad_P.add_(lam * (theta_P - theta_D).detach())", "penalty"),
     ("upper_step", "L_D(theta_P, phi_D, batch), [theta_P", "L_D(theta_D, phi_D, batch), [theta_D",
      "at θ_P"),
+    ("upper_step", "g, g_phi_at_P = torch.autograd.grad(L_D(theta_P, phi_D, batch), "
+     "[theta_P, phi_D])", "L_D(theta_P, phi_D, batch).backward(); g = theta_P.grad; "
+     "g_phi_at_P = phi_D.grad.clone(); phi_D.grad = None", "does not clear"),
     ("upper_step", "q + grad_D", "q", "second term"),
     ("upper_step", "q + grad_D", "g + grad_D", "place of q"),
     ("upper_step", "q = inverse(g)", "q = g", "inverse"),
@@ -236,6 +239,11 @@ def test_a_notebook_with_blanks_is_its_script(blanks: Path) -> None:
         assert len(sources) == len(re.findall(r"(?m)^# %%", script))
         assert not any("<details>" in source for source in sources)
         assert not any(cell.get("outputs") for cell in book["cells"])
+
+
+def test_the_example_of_a_blank_is_true() -> None:
+    found = doctest.testmod(blank)
+    assert found.attempted > 0 and found.failed == 0
 
 
 def test_work_is_never_written_over(tmp_path: Path) -> None:

@@ -135,8 +135,8 @@ def stay_small(function: Callable[[Tensor, Tensor], Tensor]) -> None:
         function(random(3, p), random(p, seed=1))
     if largest.numel >= p * p:
         raise Wrong(
-            f"right, but with p = {p} a tensor of {largest.numel:,} numbers is made, a p x p "
-            "matrix; in a layer of ViT-B, p is 196,608"
+            f"the numbers are right, but with p = {p} a tensor of {largest.numel:,} numbers is "
+            "made, a p x p matrix; in a layer of ViT-B, p is 196,608"
         )
 
 

@@ -14,8 +14,12 @@ import lora
 
 def check_lora_forward(lora_forward: Any) -> None:
     """Against one product with W + s B A; and no tensor of the size of W is made."""
-    x, W, bias = random(2, 3, 5), random(5, 5, seed=1), random(5, seed=2)
-    A, B, s = random(2, 5, seed=3), random(5, 2, seed=4), 0.5
+    x = random(2, 3, 5)
+    W = random(5, 5, seed=1)
+    bias = random(5, seed=2)
+    A = random(2, 5, seed=3)
+    B = random(5, 2, seed=4)
+    s = 0.5
     plain = F.linear(x, W, bias)
     change = F.linear(x, B @ A)
     same("the result", lora_forward(x, W, bias, A, B, s), F.linear(x, W + s * B @ A, bias), {
@@ -33,7 +37,8 @@ def check_lora_forward(lora_forward: Any) -> None:
         lora_forward(*wide, *thin, s)
     if largest.numel >= dim * dim:
         raise Wrong(
-            "right, but a dim x dim matrix is made; two thin products, with A and then with B, do"
+            "the numbers are right, but a dim x dim matrix is made; two thin products, with A and "
+            "then with B, are enough"
         )
 
 
@@ -42,7 +47,9 @@ def check_merge(merge: Any) -> None:
     torch.manual_seed(0)
     sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 12, "depth": 1, "num_heads": 2}
     vit = VisionTransformer(num_classes=0, **sizes).double().eval().requires_grad_(False)  # type: ignore[arg-type]
-    dim, r, s = 12, 2, 0.5
+    dim = 12
+    r = 2
+    s = 0.5
     theta = random(1, 4 * r * dim, seed=3)
     images = random(2, 3, 8, 8, seed=4)
     expected = lora.Backbone(vit, scale=s)(images, theta)
@@ -51,7 +58,8 @@ def check_merge(merge: Any) -> None:
     before = W.clone()
     merged = merge(W, A_q, B_q, A_v, B_v, s)
     untouched("W_qkv", W, before)
-    q, v = B_q @ A_q, B_v @ A_v
+    q = B_q @ A_q
+    v = B_v @ A_v
     zero = torch.zeros_like(q)
     same("the weight", merged, before + s * torch.cat([q, zero, v]), {
         "the scale s is missing": before + torch.cat([q, zero, v]),
@@ -97,9 +105,13 @@ def check_masking(masking: Any) -> None:
 
 def check_mae_loss(mae_loss: Any) -> None:
     """Patch by patch, with Python's statistics."""
-    prediction, patches = random(2, 4, 5), random(2, 4, 5, seed=1)
+    prediction = random(2, 4, 5)
+    patches = random(2, 4, 5, seed=1)
     removed = torch.tensor([[1, 0, 1, 1], [0, 0, 1, 0]]).bool()
-    hidden, shown, raw, biased = [], [], [], []
+    hidden = []
+    shown = []
+    raw = []
+    biased = []
     for image in range(2):
         for k in range(4):
             pixels = patches[image, k].tolist()
@@ -111,7 +123,6 @@ def check_mae_loss(mae_loss: Any) -> None:
             hidden.append(sample)
             biased.append(error(guess, pixels, variance(pixels) * 4 / 5))
             raw.append(fmean((a - b) ** 2 for a, b in zip(guess, pixels, strict=True)))
-    first_image, second_image = hidden[:3], hidden[3:]
     same("the loss", mae_loss(prediction, patches, removed), scalar(fmean(hidden)), {
         "this is the mean over all patches; only the removed ones count":
             scalar(fmean(hidden + shown)),
@@ -122,7 +133,7 @@ def check_mae_loss(mae_loss: Any) -> None:
         "the variance is divided by the number of pixels; it must be by that number minus 1":
             scalar(fmean(biased)),
         "this is a mean of the images' means; it must be over all removed patches at once":
-            scalar(fmean([fmean(first_image), fmean(second_image)])),
+            scalar(fmean([fmean(hidden[:3]), fmean(hidden[3:])])),  # 3 and 1 are removed
     })  # fmt: skip
 
 

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.optim import SGD
 from witness import Wrong, distance, eye, random, same, untouched
 
-K, p, n = 2, 3, 2  # θ (K, p), φ (n,)
+K = 2  # θ (K, p)
+p = 3
+n = 2  # φ (n,)
 M = random(4, K * p)
 N = random(4, n, seed=1)
 LAM = 0.3
@@ -61,17 +63,19 @@ def check_lower_step(lower_step: Any) -> None:
             "its gradient was taken after θ_P had moved; line 8 comes before line 9":
                 phi - LR * by_hand(moved, phi, batch)[1],
         })  # fmt: skip
-        theta, phi = moved, phi - LR * g_phi
+        theta = moved
+        phi = phi - LR * g_phi
         kept.append((found, grad))
     for found, grad in kept:
-        if distance(found, grad) > 1e-9:
+        if distance(found, grad) > 1e-6:
             raise Wrong("a gradient that was returned has changed in a later step: return a copy")
 
 
 def row_of(found: Any, grad: Tensor, delta: Tensor, which: str) -> None:
     """What the lower step returns is ∇L^P alone."""
     same(f"the gradient for G of the {which} step", found, grad, {
-        "it has the gradient of the penalty in it; M-FAC adds λI by itself, so G is without it":
+        "it has the gradient of the penalty in it, but G must not, since M-FAC adds λI by itself "
+        "(if you return `theta_P.grad`, a later `+=` changes what you return: return a clone)":
             grad + delta,
         "it has the gradient of the penalty, with the wrong sign": grad - delta,
     })  # fmt: skip
@@ -87,6 +91,7 @@ def check_upper_step(upper_step: Any) -> None:
     def inverse(g: Tensor) -> Tensor:
         return (R @ g.flatten()).view(K, p)
 
+    earlier = torch.zeros_like(fixed)  # what `.grad` of θ_P would hold, were it never cleared
     for step in (1, 2):
         batch = random(4, seed=20 + step)
         q = upper_step(loss, theta_P, theta_D, phi_D, batch, inverse, opt)
@@ -97,6 +102,8 @@ def check_upper_step(upper_step: Any) -> None:
         same(f"q of the {which} step", q, inverse(g), {
             "g was taken at θ_D; line 12 takes it at θ_P": inverse(grad_D),
             "this is g; line 13 gives it to `inverse`": g,
+            "g has the gradient of the first step in it, too; `theta_P.grad` adds up over passes, "
+            "and opt_D does not clear it": inverse(earlier + g),
         })  # fmt: skip
         total = inverse(g) + grad_D
         same(f"θ_D after the {which} step", theta_D, theta - LR * total, {
@@ -113,7 +120,9 @@ def check_upper_step(upper_step: Any) -> None:
             "line 15 adds the two gradients, it does not take their mean":
                 phi - LR * (phi_at_P + phi_at_D) / 2,
         })  # fmt: skip
-        theta, phi = theta - LR * total, phi - LR * (phi_at_P + phi_at_D)
+        theta = theta - LR * total
+        phi = phi - LR * (phi_at_P + phi_at_D)
+        earlier = earlier + g
 
 
 def check_algorithm_1(algorithm_1: Any) -> None:
@@ -139,7 +148,10 @@ class Quadratic:
     So the steps end in the optimum of Eq. 3, which is known, and not only near it.
     """
 
-    T, N_L, N_U, lam = 30, 10, 2, 0.5
+    T = 30
+    N_L = 10
+    N_U = 2
+    lam = 0.5
 
     def __init__(self) -> None:
         self.H = torch.tensor([0.5, 1, 2, 4]).double()

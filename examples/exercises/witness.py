@@ -18,7 +18,7 @@ def same(
     found: Any,
     expected: Tensor,
     mistakes: Mapping[str, Tensor] | None = None,
-    tolerance: float = 1e-9,
+    tolerance: float = 1e-6,
 ) -> None:
     """Wrong unless a result is a tensor equal to the expected one, relative to its largest entry.
 
@@ -27,7 +27,8 @@ def same(
         found: the student's result.
         expected: the witness's result.
         mistakes: for each mistake that is often made, the result that it leads to.
-        tolerance: largest relative error. The checks are in float64, so this is for rounding alone.
+        tolerance: largest relative error. It forgives a step in float32, such as `torch.eye(n)`
+            without a dtype; a mistake is larger by far.
     """
     if not isinstance(found, Tensor):
         raise Wrong(f"{what} must be a tensor, not {type(found).__name__}")
@@ -40,7 +41,10 @@ def same(
     for mistake, wrong in (mistakes or {}).items():
         if distance(found, wrong) <= tolerance:
             raise Wrong(f"{what}: {mistake}")
-    raise Wrong(f"{what} begins with {first(found)}, but should with {first(expected)}")
+    raise Wrong(
+        f"{what} begins with {first(found)}, but should with {first(expected)} "
+        f"(largest difference: {error:.0e} of the largest entry)"
+    )
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
