@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.bisslight
-.PHONY: install test slow gpu lint types check demo notebooks page clean
+.PHONY: install test slow gpu lint types check demo notebooks blanks page clean
 .DEFAULT_GOAL := check
 
 install: $(READY)
@@ -38,6 +38,9 @@ notebooks: $(READY)  ## run the scripts in examples/ and renew the .ipynb beside
 	cd examples && for name in [0-9]_*.py; do \
 		PATH="$(abspath $(BIN)):$$PATH" PYTHONPATH="$(CURDIR)" PYTHONWARNINGS=ignore OMP_NUM_THREADS=1 \
 		jupytext --to ipynb --set-kernel python3 --execute $$name || exit 1; done
+
+blanks: $(READY)  ## sheets and notebooks with blanks, to be filled in; see examples/exercises.md
+	$(BIN)/python examples/exercises/blank.py
 
 page: $(READY)  ## docs/paper_beside_code.html, made anew from the sources
 	$(BIN)/python docs/beside.py

@@ -77,7 +77,9 @@ def theta_P_star(theta_D: Tensor) -> Tensor:
 theta_D = torch.tensor([-1.0, 0.0])
 theta_P = theta_P_star(theta_D)
 g = theta_P - target  # gradient of L^D with respect to theta, at theta_P
+# blank: q by Eq. 5, with H2 as the Hessian
 q = lam * torch.linalg.solve(H2 + lam * torch.eye(2), g)  # Eq. 5
+# end of blank
 
 line = torch.linspace(-2.9, 2.9, 200)
 x, y = torch.meshgrid(line, line, indexing="xy")
@@ -207,14 +209,18 @@ target = truth + 1.5 * torch.randn(P, generator=rng)  # L^D(theta) = 1/2 |theta 
 
 def lower(theta_D: Tensor) -> Tensor:
     """θ_P*(θ_D): the lower level solved exactly, (P,) -> (P,)."""
+    # blank: the θ at which the gradient H θ − b + λ (θ − θ_D) is 0
     return torch.linalg.solve(H + lam * torch.eye(P), b + lam * theta_D)
+    # end of blank
 
 
 def gradients_of(theta: Tensor, n: int, size: int = 1) -> Tensor:
     """G (K, n, p): pretext gradients at θ of n minibatches of `size` examples each."""
     index = torch.randint(len(data.x), (n, size), generator=rng)
+    # blank: G (n, P), the means over each minibatch of residual times x
     residual = data.x[index] @ theta - data.y[index]  # (n, size)
     G = (residual[..., None] * data.x[index]).mean(1)  # (n, P)
+    # end of blank
     return G.view(n, K, p).transpose(0, 1).contiguous()
 
 
@@ -463,7 +469,7 @@ print(f"with the Schur complement, the largest error is {largest:.0e}")
 # 2. In principle: store the gradients with respect to φ as well, form the joint Fisher matrix, and
 #    take its Schur complement. It costs memory for the gradients with respect to φ: the decoder of
 #    MAE (the masked autoencoder) has 26.0 to 26.2 million parameters, counted; the paper says
-#    "~27M". The first exercise in `exercises.md` is about the Schur complement.
+#    "~27M". Exercise 4.1 is about the Schur complement.
 # 3. For it, within one alternation: a head that hardly moves is almost held fixed. Over all 10,000
 #    lower steps of the paper, even a small learning rate can move it far.
 #

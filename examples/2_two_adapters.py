@@ -85,8 +85,10 @@ A_q, B_q, A_v, B_v = factors(theta, backbone.dim)  # views of θ, one matrix per
 layer, attn = 0, vit.blocks[0].attn
 x = torch.randn(5, 64, generator=rng(0, "x"))  # five tokens
 W_q, W_k, W_v = attn.qkv.weight.chunk(3)  # each (64, 64)
+# blank: by_lora, the adapted queries of x by thin products, and by_merging, by one full product
 by_lora = x @ W_q.T + backbone.scale * (x @ A_q[layer].T) @ B_q[layer].T  # two thin products
 by_merging = x @ (W_q + backbone.scale * B_q[layer] @ A_q[layer]).T  # one full product
+# end of blank
 print(f"one layer, by LoRA and merged: {(by_lora - by_merging).abs().max():.0e} apart")
 
 # %% [markdown]
@@ -190,7 +192,9 @@ def hide(image: Tensor, removed: Tensor) -> Tensor:
 figure, axes = plt.subplots(len(ratios), 5, figsize=(7.5, 4.8))
 for row, ratio in enumerate(ratios):
     keep, restore = mae.masking(noise, ratio)
+    # blank: removed, true where a patch was removed, from keep and restore
     removed = restore >= keep.shape[1]  # (5, 16)
+    # end of blank
     for column in range(5):
         show(axes[row, column], hide(some[column], removed[column]))
     axes[row, 0].set_ylabel(f"ratio {ratio}\n{keep.shape[1]} of 16 stay", fontsize=9)
@@ -347,7 +351,7 @@ for first in (0.996, 0.9995):
 # 1. To give the same tokens for every image. This is called collapse. The slow teacher, through
 #    which no gradient flows, prevents it in practice.
 # 2. ψ is frozen, so student and teacher differ only in θ. A second network would double the memory.
-# 3. When both A and B change much over the time in which the average follows. The second exercise
-#    in `exercises.md` is about it.
+# 3. When both A and B change much over the time in which the average follows. Exercise 4.2 is
+#    about it.
 #
 # </details>

@@ -144,11 +144,13 @@ class Jigsaw:
 
     def loss(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
         """Mean over the places and the images."""
+        # blank: tokens of a piece averaged, the linear layer, the cross entropy with batch.order
         tokens = self.backbone(batch.images, theta)[:, 1:]  # (B, L, dim), without the class token
         half = math.isqrt(tokens.shape[1]) // 2
         places = tokens.unflatten(1, (2, half, 2, half)).mean((2, 4)).flatten(1, 2)  # (B, 4, dim)
         z = F.linear(places, phi["weight"], phi["bias"])  # (B, 4, 4)
         return F.cross_entropy(z.flatten(0, 1), batch.order.flatten())
+        # end of blank
 
     def after_step(self, theta_P: Tensor | None) -> None:
         """Nothing follows θ_P."""

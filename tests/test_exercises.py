@@ -1,313 +1,312 @@
-"""The answers to `examples/exercises.md`, each checked by a computation of another kind.
+"""The exercises: worked answers are right, mistakes are found, and blanks come from full files.
 
-A function under `@exercise` is a worked answer. To check your own instead, write functions of the
-same names into a file and name it in BISSLIGHT_ANSWERS, as exercises.md says.
+The checks of `examples/exercises/` compare with computations of another kind. To run them on other
+answers than the worked ones, as for a class, name a file in BISSLIGHT_ANSWERS.
 """
 
 import ast
-import itertools
+import doctest
+import json
 import os
 import re
 import runpy
-from collections.abc import Callable
+import subprocess
+import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
+import blank
+import check
+import pytest
 import torch
-import torch.nn.functional as F
-from conftest import close
-from torch import Tensor
-
-import hypergradients
-import mfac
-from bisslight import Passes
-from config import BACKBONES
-from ijepa import IJEPA, Predictor
-from lora import Backbone, factors, merge
-from support.checkpoints import build_vit
-
-ANSWERS = os.environ.get("BISSLIGHT_ANSWERS")
-YOURS = runpy.run_path(ANSWERS) if ANSWERS else {}
-PAGE = Path(mfac.__file__).parent / "examples/exercises.md"
-MASKS = SimpleNamespace(
-    targets=1, contexts=1, target_scale=(0.15, 0.2), context_scale=(0.85, 1.0), aspect=(0.75, 1.5),
-    min_keep=0, overlap=False,
-)  # fmt: skip
-
-
-def exercise(answer: Any) -> Any:
-    """The reader's function of this name, if there is one."""
-    return YOURS.get(answer.__name__, answer)
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
-def eye(n: int) -> Tensor:
-    return torch.eye(n, dtype=torch.float64)
-
-
-def small_backbone(class_token: bool) -> Backbone:
-    arch = BACKBONES["vit_mini"]._replace(depth=2, class_token=class_token)
-    torch.manual_seed(0)
-    return Backbone(build_vit(arch)).double().requires_grad_(False)
-
-
-# --- 1: the Schur complement ----------------------------------------------------------------------
-
-
-@exercise
-def with_the_head(
-    loss_P: Callable[[Tensor, Tensor], Tensor], theta: Tensor, phi: Tensor, lam: float, g: Tensor
-) -> Tensor:
-    """When θ moves by dθ, the best φ moves by dφ = −H_φφ⁻¹ H_φθ dθ.
-
-    So ∇_θ L^P changes by H_θθ dθ + H_θφ dφ = S dθ with the Schur complement S, which takes the
-    place of the Hessian in Eq. 5.
-    """
-    (H_tt, H_tp), (H_pt, H_pp) = torch.autograd.functional.hessian(loss_P, (theta, phi))
-    S = H_tt - H_tp @ torch.linalg.solve(H_pp, H_pt)
-    return lam * torch.linalg.solve(S + lam * eye(len(theta)), g)
-
-
-def test_1_where_the_head_follows_the_schur_complement_takes_the_hessians_place() -> None:
-    """Finite differences: move θ_D a little, solve the lower level anew, see how L^D changes."""
-    x, y, c, lam = random(20, 3), random(20, seed=1), random(3, seed=2), 0.3
-
-    def loss_P(theta: Tensor, phi: Tensor) -> Tensor:  # a network of one hidden unit; φ is on top
-        hidden = torch.stack([torch.tanh(x @ theta), x[:, 0], torch.ones_like(y)], 1)
-        return (hidden @ phi - y).square().mean() + 0.1 * phi.square().sum() + theta.pow(4).sum()
-
-    def lower(theta_D: Tensor) -> Tensor:
-        """θ_P* and φ_P* in one vector: 15 steps of Newton's method on Eq. 4."""
-
-        def eq_4(z: Tensor) -> Tensor:
-            return loss_P(z[:3], z[3:]) + lam / 2 * (z[:3] - theta_D).square().sum()
-
-        z = torch.cat([0.5 * torch.ones_like(theta_D), torch.zeros_like(theta_D)])
-        for _ in range(15):
-            slope = torch.autograd.functional.jacobian(eq_4, z)
-            z = z - torch.linalg.solve(torch.autograd.functional.hessian(eq_4, z), slope)
-        assert float(slope.norm()) < 1e-12
-        return z
-
-    def upper(theta_D: Tensor) -> Tensor:
-        return (lower(theta_D)[:3] - c).square().sum() / 2
-
-    theta_D, h = random(3, seed=3), 1e-5
-    expected = torch.stack([upper(theta_D + h * e) - upper(theta_D - h * e) for e in eye(3)])
-    expected /= 2 * h
-    theta, phi = lower(theta_D).split(3)
-    close(with_the_head(loss_P, theta, phi, lam, theta - c), expected, 1e-6)
-    H_tt = torch.autograd.functional.hessian(lambda z: loss_P(z, phi), theta)
-    held = hypergradients.exact(torch.zeros(1, 1, 3).double(), lam, lambda: lambda d: d @ H_tt)
-    off = held((theta - c)[None])[0] - expected  # Eq. 5, where φ_P is held fixed
-    assert float(off.norm() / expected.norm()) > 0.01
-
-
-# --- 2: an average of factors, or of products -----------------------------------------------------
-
-
-@exercise
-def teacher_gap(theta_T: Tensor, theta_P: Tensor, m: float, dim: int) -> tuple[Tensor, Tensor]:
-    """Multiply (m B_T + (1−m) B_P)(m A_T + (1−m) A_P) out and subtract it from the average of BA.
-
-    What is left is m (1−m) (B_T − B_P)(A_T − A_P): a product of two differences, so it is small
-    where the student is near its teacher.
-    """
-    A_q, B_q, A_v, B_v = factors(theta_T - theta_P, dim)
-    return m * (1 - m) * B_q @ A_q, m * (1 - m) * B_v @ A_v
-
-
-def test_2_averaging_factors_is_not_averaging_products() -> None:
-    """I-JEPA's own teacher takes one step; its network, merged, is compared with two others."""
-    backbone, rank, m = small_backbone(class_token=False), 3, 0.7
-    dim = backbone.dim
-    theta_T, theta_P = (0.1 * random(2, 4 * rank * dim, seed=seed) for seed in (0, 1))
-    gap_q, gap_v = teacher_gap(theta_T, theta_P, m, dim)
-    task = IJEPA(backbone, Predictor(dim, 16, 16, 1, 4), MASKS, (m, 10), theta_T)
-    task.after_step(theta_P)
-    plain = backbone.vit.state_dict()
-    teacher, student, after = (
-        merge(backbone, x) for x in (theta_T, theta_P, task.state["theta_T"])
-    )
-    for k in range(2):
-        name = f"blocks.{k}.attn.qkv.weight"
-        average = m * teacher[name] + (1 - m) * student[name]
-        gap = torch.cat([gap_q[k], torch.zeros_like(gap_q[k]), gap_v[k]])
-        close(average - after[name], gap, 1e-10)
-        ranks = [
-            int(torch.linalg.matrix_rank((w - plain[name])[:dim])) for w in (average, after[name])
-        ]
-        assert ranks == [2 * rank, rank]  # an average of products does not fit into factors
-
-
-# --- 3: the sizes of the blocks -------------------------------------------------------------------
-
-
-@exercise
-def blockwise(G: Tensor, g: Tensor, lam: float, sizes: list[int]) -> Tensor:
-    """Each block is a problem of its own: its columns of G, its part of g, the same m and λ."""
-    parts = zip(G.split(sizes, 1), g.split(sizes), strict=True)
-    return torch.cat([mfac.mfac(G_k[None], lam)(g_k[None])[0] for G_k, g_k in parts])
-
-
-def test_3_smaller_blocks_let_the_curvature_act_in_more_directions() -> None:
-    """One dense matrix whose entries between two blocks are zero."""
-    G, g, lam = random(2, 12), random(12, seed=1), 0.3  # m = 2 gradients of 12 numbers
-    for sizes, directions in (([12], 2), ([7, 5], 4), ([3, 1, 8], 5), ([1] * 12, 12)):
-        same_block = torch.block_diag(*(torch.ones(n, n) for n in sizes))
-        matrix = G.T @ G / 2 * same_block + lam * eye(12)
-        close(blockwise(G, g, lam, sizes), lam * torch.linalg.solve(matrix, g), 1e-12)
-        changes = torch.stack([e - blockwise(G, e, lam, sizes) for e in eye(12)])
-        assert int(torch.linalg.matrix_rank(changes)) == directions  # Σ min(m, size)
-    alone = lam * g / (G.square().mean(0) + lam)  # blocks of one number: a diagonal F
-    close(blockwise(G, g, lam, [1] * 12), alone, 1e-12)
-
-
-# --- 4: gradients of minibatches, or of images ----------------------------------------------------
-
-
-@exercise
-def per_image_rows(G: Tensor, images: int) -> Tensor:
-    """A minibatch mean has 1/B of the images' covariance, so B − 1 times as much is missing.
-
-    The rows' own covariance estimates what is there. Scaled by √(B − 1), the rows' deviations from
-    their mean become m more rows; 2m rows are divided by 2m, hence the 2 under both roots.
-    """
-    m = len(G)
-    deviations = G - G.mean(0)
-    return torch.cat([2**0.5 * G, (2 * m * (images - 1) / (m - 1)) ** 0.5 * deviations])
-
-
-def test_4_minibatches_hide_most_of_the_fisher_matrix_of_the_images() -> None:
-    """All 81 pairs of minibatches of 2 of 3 images are equally likely: the mean must be exact."""
-    x, y, w = random(3, 4), torch.tensor([1.0, -1.0, 1.0]).double(), random(4, seed=1)
-
-    def gradient(index: list[int]) -> Tensor:
-        """Of the logistic loss, the mean over the images of a minibatch, by autograd."""
-        leaf = w.clone().requires_grad_()
-        loss = F.softplus(-y[index] * (x[index] @ leaf)).mean()
-        return torch.autograd.grad(loss, leaf)[0]
-
-    image = torch.stack([gradient([i]) for i in range(3)])
-    expected = image.T @ image / 3  # Sec. 2.2: the mean over the images of ∇L ∇Lᵀ
-    batches = [gradient([i, j]) for i in range(3) for j in range(3)]
-    stored = [torch.stack(pair) for pair in itertools.product(batches, repeat=2)]
-    rows = [per_image_rows(G, 2) for G in stored]
-    close(sum(R.T @ R / len(R) for R in rows) / 81, expected, 1e-12)
-    missing = expected - sum(G.T @ G / len(G) for G in stored) / 81
-    assert float(missing.trace() / expected.trace()) > 0.1  # without the answer's rows
-
-
-# --- 5: weight decay ------------------------------------------------------------------------------
-
-
-@exercise
-def with_decay(G: Tensor, lam: float, decay: float) -> Callable[[Tensor], Tensor]:
-    """Decay w adds w/2 |θ_P|² to Eq. 4, so the matrix to invert is H + (λ + w) I.
-
-    M-FAC with λ + w inverts it, but also multiplies by λ + w, where Eq. 5 has λ.
-    """
-    inverse = mfac.mfac(G, lam + decay)
-    return lambda g: lam / (lam + decay) * inverse(g)
-
-
-def test_5_weight_decay_belongs_to_the_matrix_but_not_to_the_factor() -> None:
-    """Autograd through 800 steps of training with decay, on a quadratic whose Fisher is H."""
-    R, a, c, lam, decay, rate = random(4, 4), random(4, seed=1), random(4, seed=2), 0.2, 0.1, 0.1
-    H = R @ R.T / 4 + 0.1 * eye(4)
-    theta_D = random(4, seed=3).requires_grad_()
-    theta = torch.zeros_like(a)
-    for _ in range(800):
-        step = H @ (theta - a) + lam * (theta - theta_D)
-        theta = (1 - rate * decay) * theta - rate * step  # decoupled, as in AdamW
-    (expected,) = torch.autograd.grad((theta - c).square().sum() / 2, theta_D)
-    G = 2 * torch.linalg.cholesky(H).T[None]  # m = 4 rows with GᵀG / m = H
-    g = (theta - c).detach()[None]
-    close(with_decay(G, lam, decay)(g)[0], expected, 1e-10)
-    without = mfac.mfac(G, lam)(g)[0] - expected
-    assert float(without.norm() / expected.norm()) > 0.1
-
-
-# --- 6: a contrastive loss ------------------------------------------------------------------------
-
-
-@exercise
-def cached_gradient(
-    embed: Callable[[Tensor, Tensor], Tensor],
-    loss: Callable[[Tensor], Tensor],
-    theta: Tensor,
-    images: Tensor,
-    micro: int,
-) -> Tensor:
-    """First all embeddings without a graph, and the loss's gradient by them, which is small.
-
-    Then each part again with a graph: by the chain rule its share of ∇_θ L is the gradient of
-    z · ∂L/∂z with ∂L/∂z held fixed, and shares add up.
-    """
-    parts = images.split(micro)
-    with torch.no_grad():
-        z = torch.cat([embed(theta, part) for part in parts])
-    z.requires_grad_()
-    (dz,) = torch.autograd.grad(loss(z), z)
-    total = torch.zeros_like(theta)
-    for part, dz_part in zip(parts, dz.split(micro), strict=True):
-        total += torch.autograd.grad((embed(theta, part) * dz_part).sum(), theta)[0]
-    return total
-
-
-class Batch(NamedTuple):
-    images: Tensor
-
-
-def test_6_a_contrastive_gradient_in_parts_is_that_of_the_whole_batch() -> None:
-    """Autograd on the batch in one piece. Parts that do not know of each other give another."""
-    backbone, seen = small_backbone(class_token=True), []
-    theta = 0.1 * random(2, 4 * 3 * backbone.dim)
-    images = random(4, 3, 16, 16, seed=1).repeat_interleave(2, 0) + 0.3 * random(
-        8, 3, 16, 16, seed=2
-    )
-    theta.requires_grad_()
-
-    def embed(theta: Tensor, images: Tensor) -> Tensor:
-        seen.append(len(images))
-        return F.normalize(backbone(images, theta)[:, 0], dim=1)
-
-    def loss(z: Tensor) -> Tensor:
-        """Each image has to find its twin, its neighbour in the batch, among all others."""
-        similar = (z @ z.T / 0.2).masked_fill(eye(len(z)).bool(), -torch.inf)
-        return F.cross_entropy(similar, torch.arange(len(z)).view(-1, 2).flip(1).flatten())
-
-    (expected,) = torch.autograd.grad(loss(embed(theta, images)), theta)
-    seen.clear()
-    close(cached_gradient(embed, loss, theta, images, 3), expected, 1e-10)
-    assert max(seen) <= 3
-    _, apart, _ = Passes(4).gradients(
-        lambda theta, _, b: loss(embed(theta, b.images)), theta, {}, Batch(images)
-    )
-    assert float((apart - expected).norm() / expected.norm()) > 0.1
+from check import Exercise, Outcome, judge
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "examples/exercises"
+SHEETS = [f"sheet_{k}" for k in check.SHEETS]
+EXERCISES = check.exercises()
+EACH = pytest.mark.parametrize("exercise", EXERCISES, ids=lambda e: f"{e.sheet}.{e.k}-{e.name}")
+
+
+def answers_file(sheet: int) -> Path:
+    return FOLDER / f"answers_{sheet}.py"
+
+
+def worked(exercise: Exercise) -> Any:
+    """The worked answer."""
+    return runpy.run_path(str(answers_file(exercise.sheet)))[exercise.name]
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+@EACH
+def test_the_answer_is_right(exercise: Exercise) -> None:
+    """The worked answer; with BISSLIGHT_ANSWERS, that of the file which it names."""
+    answer = worked(exercise)
+    file = os.environ.get("BISSLIGHT_ANSWERS")
+    if file:
+        answers = runpy.run_path(file)
+        if exercise.name not in answers:
+            pytest.skip(f"{file} has no {exercise.name}")
+        answer = answers[exercise.name]
+    assert judge(exercise, answer) == Outcome("right")
+
+
+# function, what stands in the worked answer, what a student might write, a word of the message
+MISTAKES = [
+    ("eq_7", "(m + d[j])", "(i + d[j])", "N_L"),
+    ("eq_7", "(m + d[j])", "d[j]", "v"),
+    ("eq_7", "G[i] / lam", "G[i]", "λ"),
+    ("eq_7", "(v[j] @ G[i])", "(v[j] @ G[j])", "g_j"),
+    ("eq_7", "return v, d", "return v, m + d", "N_L"),
+    ("eq_7", "return v, d", "return d, v", "shape"),
+    ("eq_7", "return v, d", "return v", "2 things"),
+    ("eq_10", "-= lam *", "+= lam *", "subtracted"),
+    ("eq_10", "-= lam *", "-=", "λ"),
+    ("eq_10", "(v[j] @ g)", "(v[j] @ q)", "q so far"),
+    ("eq_10", "return q", "return q / lam", "λ"),
+    ("eq_10", "q = g.clone()", "q = g", "g was changed"),
+    ("fisher_product", " / len(G)", "", "m"),
+    ("fisher_product", "lam * x", "lam", "λ x"),
+    ("fisher_product", "G.T @ inner", "(G.T @ G) @ x", "p x p"),
+    ("closed_form", "m * lam", "lam", "m λ"),
+    ("closed_form", "return q", "return q / lam", "λ"),
+    ("closed_form", "g - G.T @ w", "lam * torch.linalg.solve(G.T @ G / m + "
+     "lam * torch.eye(len(g), dtype=G.dtype), g)", "p x p"),
+    ("conjugate_gradients", "residual + rr / rr_before * direction", "residual", "steepest"),
+    ("conjugate_gradients", "        if rr == 0:\n            break", "", "residual"),
+    ("conjugate_gradients", "(direction @ A_direction)", "(direction @ product(direction))", "one"),
+    ("lora_forward", "s * low", "low", "scale"),
+    ("lora_forward", "F.linear(x, W, bias)", "(x @ W + bias)", "transposed"),
+    ("lora_forward", "s * low @ B.T", "F.linear(x, s * B @ A)", "dim x dim"),
+    ("merge", "s * B_q @ A_q", "B_q @ A_q", "the weight"),
+    ("merge", "[q_change, torch.zeros_like(q_change), v_change]",
+     "[q_change, v_change, torch.zeros_like(q_change)]", "keys"),
+    ("merge", "W_qkv + change", "W_qkv.add_(change)", "W_qkv was changed"),
+    ("masking", "order.argsort(1)", "order", "restore"),
+    ("masking", "noise.argsort(1)", "noise.argsort(1, descending=True)", "largest"),
+    ("masking", "int(noise", "round(noise", "int"),
+    ("masking", "(1 - mask_ratio)", "mask_ratio", "share"),
+    ("mae_loss", "[removed].mean()", ".mean()", "all patches"),
+    ("mae_loss", "[removed].mean()", "[~removed].mean()", "visible"),
+    ("mae_loss", "var(-1,", "var(-1, correction=0,", "minus 1"),
+    ("mae_loss", "(prediction - target)", "(prediction - patches)", "standardised"),
+    ("lower_step", "return grad_P", "return g_P", "penalty"),
+    ("lower_step", "grad_P + lam * (", "grad_P - lam * (", "away"),
+    ("lower_step", "theta_P.grad = g_P", "theta_P.grad = grad_P", "penalty"),
+    ("lower_step", "phi_P.grad = g_phi_P", "phi_P.grad = None", "φ_P did not move"),
+    ("lower_step", "opt_P.step()", "pass", "did not move"),
+    ("lower_step", "g_P = grad_P + lam * (theta_P - theta_D).detach()",
+     "g_P = grad_P.add_(lam * (theta_P - theta_D).detach())", "penalty"),
+    ("upper_step", "L_D(theta_P, phi_D, batch), [theta_P", "L_D(theta_D, phi_D, batch), [theta_D",
+     "at θ_P"),
+    ("upper_step", "g, g_phi_at_P = torch.autograd.grad(L_D(theta_P, phi_D, batch), "
+     "[theta_P, phi_D])", "L_D(theta_P, phi_D, batch).backward(); g = theta_P.grad; "
+     "g_phi_at_P = phi_D.grad.clone(); phi_D.grad = None", "does not clear"),
+    ("upper_step", "q + grad_D", "q", "second term"),
+    ("upper_step", "q + grad_D", "g + grad_D", "place of q"),
+    ("upper_step", "q = inverse(g)", "q = g", "inverse"),
+    ("upper_step", "g_phi_at_P + g_phi_at_D", "g_phi_at_D", "at θ_P is missing"),
+    ("upper_step", "opt_D.step()", "opt_D.step(); theta_P.data += 1", "θ_P was changed"),
+    ("algorithm_1", "return theta_P", "return theta_D", "θ_D"),
+    ("algorithm_1", "    rows = []  # l.4", "    rows = locals().get('rows', [])", "line 4"),
+    ("algorithm_1", "torch.stack(rows, 1)", "torch.stack(rows)", "(K, N_L, p)"),
+    ("algorithm_1", "inverse = problem.hypergrad(G, problem.lam)",
+     "problem.hypergrad(G, problem.lam); inverse = lambda g: g", "q = g"),
+    ("algorithm_1", "range(problem.N_U)", "range(problem.N_L)", "L_D"),
+    ("algorithm_1", "problem.theta.detach().clone().requires_grad_()",
+     "problem.theta.requires_grad_()", "was changed"),
+    ("with_the_head", "H_tt - H_tp @ torch.linalg.solve(H_pp, H_pt)", "H_tt", "held fixed"),
+    ("teacher_gap", "m * (1 - m) * B_q", "-m * (1 - m) * B_q", "sign"),
+    ("blockwise", "mfac.mfac(G_k[None], lam)", "mfac.mfac(G_k[None], 2 * lam)", "q for sizes"),
+    ("per_image_rows", "torch.cat([2**0.5 * G, scale * deviations])", "G", "minibatches"),
+    ("with_decay", "lam / (lam + decay) * inverse(g)", "inverse(g)", "factor"),
+    ("cached_gradient", "    parts =", "    micro *= 2\n    parts =", "at a time"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "ours", "theirs", "word"), MISTAKES, ids=[f"{m[0]}-{m[3]}" for m in MISTAKES]
+)
+def test_a_mistake_is_found_and_what_is_off_is_named(
+    name: str, ours: str, theirs: str, word: str, tmp_path: Path
+) -> None:
+    """The worked answer with one change in the function of this name."""
+    (exercise,) = [e for e in EXERCISES if e.name == name]
+    text = answers_file(exercise.sheet).read_text()
+    before, start, rest = text.partition(f"def {name}(")
+    assert ours in rest
+    file = tmp_path / "answers.py"
+    file.write_text(before + start + rest.replace(ours, theirs, 1))
+    found = judge(exercise, runpy.run_path(str(file))[name])
+    assert found.verdict == "wrong"
+    assert word in found.why
+
+
+def test_each_exercise_has_a_mistake_that_is_looked_for() -> None:
+    assert {mistake[0] for mistake in MISTAKES} == {exercise.name for exercise in EXERCISES}
+
+
+def test_an_error_in_an_answer_is_told_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "answers.py"
+    file.write_text("def eq_7(G, lam):\n    return G @ lam  # not a matrix\n")
+    found = judge(EXERCISES[0], runpy.run_path(str(file))["eq_7"])
+    assert found.verdict == "wrong"
+    assert "TypeError" in found.why and "line 2: return G @ lam" in found.why
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_the_command_runs_from_any_folder(tmp_path: Path) -> None:
+    names = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, FOLDER / "check.py", answers_file(1)]
+    done = subprocess.run(line, env=names, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and "5 of 5 right" in done.stdout
+
+
+def test_right_wrong_and_to_do_are_told_and_in_the_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check.main(answers_file(3)) == 0
+    capsys.readouterr()
+    half = tmp_path / "half.py"
+    half.write_text("def fisher_product(G, x, lam):\n    return x\ndef eq_7(G, lam):\n"
+                    "    raise NotImplementedError\n")  # fmt: skip
+    assert check.main(half) == 1
+    verdicts = re.findall(r"(?m)^\S+ +(\w+) +(right|wrong|to do)", capsys.readouterr().out)
+    assert verdicts == [("eq_7", "to do"), ("fisher_product", "wrong")]
+
+
+@pytest.mark.parametrize("text", [None, "x = 1\n", "def eq_7(G, lam:\n"])
+def test_a_file_that_cannot_be_used_is_named(
+    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is missing, has no exercise, or is not Python."""
+    file = tmp_path / "mine.py"
+    if text is not None:
+        file.write_text(text)
+    assert check.main(file) == 2
+    assert str(file) in capsys.readouterr().err
+
+
+# --- blanks ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def blanks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make blanks` makes."""
+    out = tmp_path_factory.mktemp("blanks")
+    blank.write(out)
+    return out
+
+
+@EACH
+def test_a_sheet_begins_with_everything_to_do(exercise: Exercise, blanks: Path) -> None:
+    """And with the same arguments as the worked answer."""
+    sheet = runpy.run_path(str(blanks / f"sheet_{exercise.sheet}.py"))
+    assert judge(exercise, sheet[exercise.name]).verdict == "to do"
+
+
+def test_a_blank_takes_out_what_is_marked_and_nothing_else(blanks: Path) -> None:
+    """Each line of a file with blanks is one of the full file, or says whose turn it is."""
+    full_files = [*FOLDER.glob("answers_*.py"), *(ROOT / "examples").glob("[0-9]_*.py")]
+    made = 0
+    for full in full_files:
+        path = blanks / full.name.replace("answers", "sheet")
+        if not path.exists():
+            assert "# blank:" not in full.read_text()
+            continue
+        made += 1
+        text = full.read_text()
+        kept = [line for line in path.read_text().splitlines() if line.strip()]
+        new = [line.strip() for line in kept if line not in text.splitlines()]
+        assert new
+        for line in new:
+            assert line.startswith(("# Your turn: ", "raise NotImplemented", "# *Write your")), line
+        ast.parse(path.read_text())
+    assert made >= 8  # four sheets, four notebooks
+
+
+def test_a_notebook_with_blanks_is_its_script(blanks: Path) -> None:
+    """Without outputs, and without the folded answers to its questions."""
+    for path in blanks.glob("*.ipynb"):
+        book = json.loads(path.read_text())
+        sources = [cell["source"] for cell in book["cells"]]
+        script = path.with_suffix(".py").read_text()
+        assert sum(source.count("raise NotImplementedError(") for source in sources) >= 1
+        assert len(sources) == len(re.findall(r"(?m)^# %%", script))
+        assert not any("<details>" in source for source in sources)
+        assert not any(cell.get("outputs") for cell in book["cells"])
+
+
+def test_the_example_of_a_blank_is_true() -> None:
+    found = doctest.testmod(blank)
+    assert found.attempted > 0 and found.failed == 0
+
+
+def test_work_is_never_written_over(tmp_path: Path) -> None:
+    blank.write(tmp_path)
+    mine = tmp_path / "sheet_1.py"
+    mine.write_text("# my work\n")
+    (tmp_path / "sheet_2.py").unlink()
+    blank.write(tmp_path)
+    assert mine.read_text() == "# my work\n"
+    assert (tmp_path / "sheet_2.py").exists()
+
+
+@pytest.mark.parametrize("text", ["# blank: x\ny = 1\n", "y = 1\n# end of blank\n"])
+def test_a_mark_without_its_partner_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="mark"):
+        blank.with_blanks(text)
 
 
 # --- the text -------------------------------------------------------------------------------------
 
 
-def test_the_text_has_the_signatures_and_the_names_of_the_tests() -> None:
-    text, here = PAGE.read_text(), ast.parse(Path(__file__).read_text())
-    known = {node.name: node for node in here.body if isinstance(node, ast.FunctionDef)}
-    answers = [name for name, node in known.items() if node.decorator_list]
-    sections = text.split("\n## ")[1:]
-    assert len(sections) == len(answers) == 6
-    for number, (section, name) in enumerate(zip(sections, answers, strict=True), 1):
-        (code,) = re.findall(r"```python\n(.*?)```", section, re.S)
-        asked = ast.parse(code).body[0]
-        for part in ("name", "args", "returns"):
-            a, b = (getattr(node, part) for node in (asked, known[name]))
-            assert (a if part == "name" else ast.unparse(a)) == (
-                b if part == "name" else ast.unparse(b)
-            )
-        (test,) = re.findall(r"`(test_\w+)`", section)
-        assert test in known and test.startswith(f"test_{number}_") and "<details>" in section
+def sections(sheet: str) -> list[str]:
+    return (FOLDER / f"{sheet}.md").read_text().split("\n## ")[1:]
+
+
+@EACH
+def test_the_text_has_all_that_a_student_needs(exercise: Exercise) -> None:
+    """Number, goal, minutes, signature as in the file, expected output, hint, and a thought."""
+    sheet = exercise.sheet
+    section = sections(f"sheet_{sheet}")[exercise.k - 1]
+    assert section.startswith(f"{sheet}.{exercise.k} ")
+    for part in ("**Goal.** ", "Expected output", "<summary>Hint</summary>", "Think about it: "):
+        assert section.count(part) == 1, part
+    assert re.search(r"\*\*Time\.\*\* \d+ minutes", section)
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.S)
+    known = ast.parse(answers_file(sheet).read_text()).body
+    (answer,) = [node for node in known if getattr(node, "name", "") == exercise.name]
+    (asked,) = ast.parse(code).body
+    assert isinstance(asked, ast.FunctionDef) and isinstance(answer, ast.FunctionDef)
+    assert asked.name == answer.name
+    assert ast.unparse(asked.args) == ast.unparse(answer.args)
+    assert ast.unparse(asked.returns or code) == ast.unparse(answer.returns or "")
+
+
+@pytest.mark.parametrize("sheet", SHEETS)
+def test_the_expected_output_is_what_the_worked_answers_give(sheet: str) -> None:
+    names = runpy.run_path(str(answers_file(int(sheet[-1])))) | {"torch": torch}
+    for number, section in enumerate(sections(sheet), 1):
+        (code,) = re.findall(r"```pycon\n(.*?)```", section, re.S)
+        title = f"{sheet}, exercise {number}"
+        case = doctest.DocTestParser().get_doctest(code, dict(names), title, None, None)
+        result = doctest.DocTestRunner().run(case)
+        assert result.attempted > 0 and result.failed == 0
+
+
+def test_the_sheets_sum_up_their_minutes() -> None:
+    """What the first page promises of sheets 1 to 3 is the sum of their exercises."""
+    page = (ROOT / "examples/exercises.md").read_text()
+    for sheet in SHEETS[:3]:
+        minutes = [int(m) for m in re.findall(r"\*\*Time\.\*\* (\d+)", "".join(sections(sheet)))]
+        assert re.search(rf"{sheet}\.md\).*\| {sum(minutes)} \|", page)
+
+
+def test_make_has_the_command_of_the_page() -> None:
+    make = (ROOT / "Makefile").read_text()
+    assert re.search(r"(?m)^blanks:.*\n\t.*examples/exercises/blank\.py", make)

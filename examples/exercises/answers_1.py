@@ -1,0 +1,84 @@
+"""Sheet 1: the hypergradient from stored gradients, for one block of θ.
+
+The tasks, with hints, are in examples/exercises/sheet_1.md. Which functions are right, tells
+
+    python examples/exercises/check.py examples/blanks/sheet_1.py
+
+    G    (m, p)   the m = N_L stored pretext gradients of one block, a row each
+    g    (p,)     the query, the downstream gradient
+    q    (p,)     the result, λ (F + λI)⁻¹ g with F = GᵀG / m
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def eq_7(G: Tensor, lam: float) -> tuple[Tensor, Tensor]:
+    """The v (m, p) and d (m,) of one block, from its stored gradients G (m, p)."""
+    # blank: the loop over the gradients of Eq. 7
+    m, p = G.shape
+    v = torch.zeros(m, p, dtype=G.dtype)
+    d = torch.zeros(m, dtype=G.dtype)
+    for i in range(m):
+        v[i] = G[i] / lam
+        for j in range(i):
+            v[i] -= v[j] * (v[j] @ G[i]) / (m + d[j])  # m counts all gradients, from the start
+        d[i] = v[i] @ G[i]
+    return v, d
+    # end of blank
+
+
+def eq_10(v: Tensor, d: Tensor, g: Tensor, lam: float) -> Tensor:
+    """The q (p,) of a query g (p,), from what Eq. 7 left: v (m, p) and d (m,)."""
+    # blank: the sum of Eq. 10
+    m = len(d)
+    q = g.clone()
+    for j in range(m):
+        q -= lam * v[j] * (v[j] @ g) / (m + d[j])  # each term has g itself, not the q so far
+    return q
+    # end of blank
+
+
+def fisher_product(G: Tensor, x: Tensor, lam: float) -> Tensor:
+    """(F + λI) x for x (p,), with F = GᵀG / m, without making the p x p matrix F."""
+    # blank: two products with G, and the damping
+    inner = G @ x  # (m,): the numbers g_iᵀ x
+    return G.T @ inner / len(G) + lam * x
+    # end of blank
+
+
+def closed_form(G: Tensor, g: Tensor, lam: float) -> Tensor:
+    """The q (p,) of a query g (p,) from one m x m system."""
+    # blank: q = g − Gᵀ (mλI + GGᵀ)⁻¹ G g
+    m = len(G)
+    system = m * lam * torch.eye(m, dtype=G.dtype) + G @ G.T  # (m, m)
+    w = torch.linalg.solve(system, G @ g)  # (m,)
+    q: Tensor = g - G.T @ w
+    return q
+    # end of blank
+
+
+def conjugate_gradients(product: Callable[[Tensor], Tensor], g: Tensor, iterations: int) -> Tensor:
+    """Some steps of conjugate gradients on A x = g, from x = 0; returns x (p,).
+
+    `product` is u -> A u. A is symmetric and positive definite. An iteration takes one product.
+    """
+    # blank: conjugate gradients
+    x = torch.zeros_like(g)
+    residual = g.clone()  # g − A x
+    direction = residual
+    rr = residual @ residual
+    for _ in range(iterations):
+        if rr == 0:
+            break  # x is the solution
+        A_direction = product(direction)
+        alpha = rr / (direction @ A_direction)  # how far: to the minimum along this direction
+        x = x + alpha * direction
+        residual = residual - alpha * A_direction
+        rr_before = rr
+        rr = residual @ residual
+        direction = residual + rr / rr_before * direction  # conjugate to all earlier directions
+    return x
+    # end of blank

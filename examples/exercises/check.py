@@ -1,0 +1,109 @@
+"""Says of each exercise in a file whether it is right, and if not, what is wrong.
+
+    python examples/exercises/check.py examples/blanks/sheet_1.py
+
+The file may have answers of several sheets. Each is compared with a computation of another kind
+(`checks_1.py` to `checks_4.py`), not with the worked answer. The exit status is 0 if all exercises
+that are in the file are right, 1 if not, and 2 if the file cannot be used.
+"""
+
+import argparse
+import importlib
+import re
+import runpy
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from witness import Wrong
+
+HERE = Path(__file__).parent
+SHEETS = (1, 2, 3, 4)
+
+
+class Exercise(NamedTuple):
+    """An exercise: the k-th of a sheet, and the function that is asked for."""
+
+    sheet: int
+    k: int
+    name: str
+
+    def check(self, answer: Any) -> None:
+        """Wrong if the answer is not right. The module of the sheet is imported here."""
+        module = importlib.import_module(f"checks_{self.sheet}")
+        check: Callable[[Any], None] = getattr(module, f"check_{self.name}")
+        check(answer)
+
+
+class Outcome(NamedTuple):
+    """What was found about an answer."""
+
+    verdict: Literal["right", "wrong", "to do"]
+    why: str = ""
+
+
+def exercises() -> list[Exercise]:
+    """All exercises, in the order of the sheets: the functions check_NAME of checks_N.py."""
+    found = []
+    for sheet in SHEETS:
+        text = (HERE / f"checks_{sheet}.py").read_text()
+        names = re.findall(r"^def check_(\w+)", text, re.MULTILINE)
+        for k, name in enumerate(names, 1):
+            found.append(Exercise(sheet, k, name))
+    return found
+
+
+def judge(exercise: Exercise, answer: Any) -> Outcome:
+    """Whether an answer is right."""
+    try:
+        exercise.check(answer)
+    except NotImplementedError:
+        return Outcome("to do")
+    except Wrong as error:
+        return Outcome("wrong", str(error))
+    except Exception as error:  # whatever a student's function may raise
+        return Outcome("wrong", f"{type(error).__name__}: {error}{where(error, answer)}")
+    return Outcome("right")
+
+
+def where(error: Exception, answer: Any) -> str:
+    """The last line of the student's own file that led to an error."""
+    own = getattr(getattr(answer, "__code__", None), "co_filename", None)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == own]
+    if not frames:
+        return ""
+    return f"\n    line {frames[-1].lineno}: {frames[-1].line}"
+
+
+def main(file: Path) -> int:
+    """Check a file, print a line for each exercise in it; the exit status."""
+    if not file.is_file():
+        print(f"error: {file} is not there (`make blanks` makes the sheets)", file=sys.stderr)
+        return 2
+    try:
+        answers = runpy.run_path(str(file))
+    except Exception as error:  # a student's file may do anything
+        where_in_file = "".join(traceback.format_exception_only(error)).strip()
+        print(f"error: {file} cannot be read: {where_in_file}", file=sys.stderr)
+        return 2
+    asked = [exercise for exercise in exercises() if exercise.name in answers]
+    if not asked:
+        print(f"error: {file} has no function of an exercise", file=sys.stderr)
+        return 2
+    right = 0
+    for exercise in asked:
+        outcome = judge(exercise, answers[exercise.name])
+        if outcome.verdict == "right":
+            right += 1
+        line = f"{exercise.sheet}.{exercise.k}  {exercise.name:22}{outcome.verdict}"
+        print(f"{line}: {outcome.why}" if outcome.why else line)
+    print(f"{right} of {len(asked)} right")
+    return 0 if right == len(asked) else 1
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Check the answers in a file.")
+    parser.add_argument("file", type=Path, help="such as examples/blanks/sheet_1.py")
+    sys.exit(main(parser.parse_args().file))

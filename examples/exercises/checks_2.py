@@ -1,0 +1,149 @@
+"""Checks of sheet 2: LoRA against merged matrices and whole networks, MAE against plain loops."""
+
+from statistics import fmean, variance
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+from witness import Largest, Wrong, random, same, several, untouched
+
+import lora
+
+
+def check_lora_forward(lora_forward: Any) -> None:
+    """Against one product with W + s B A; and no tensor of the size of W is made."""
+    x = random(2, 3, 5)
+    W = random(5, 5, seed=1)
+    bias = random(5, seed=2)
+    A = random(2, 5, seed=3)
+    B = random(5, 2, seed=4)
+    s = 0.5
+    plain = F.linear(x, W, bias)
+    change = F.linear(x, B @ A)
+    same("the result", lora_forward(x, W, bias, A, B, s), F.linear(x, W + s * B @ A, bias), {
+        "the scale s is missing": plain + change,
+        "the bias is missing": F.linear(x, W + s * B @ A),
+        "the bias is scaled or added twice": plain + s * change + bias,
+        "W must be transposed, as in torch's Linear: a token x is a row, so it is x Wᵀ":
+            x @ W + bias + s * change,
+        "this is the frozen layer alone": plain,
+    })  # fmt: skip
+    dim = 300
+    wide = random(1, 2, dim), random(dim, dim), random(dim)
+    thin = random(2, dim), random(dim, 2)
+    with Largest() as largest:
+        lora_forward(*wide, *thin, s)
+    if largest.numel >= dim * dim:
+        raise Wrong(
+            "the numbers are right, but a dim x dim matrix is made; two thin products, with A and "
+            "then with B, are enough"
+        )
+
+
+def check_merge(merge: Any) -> None:
+    """A plain timm network with the merged weights against `lora.Backbone` with θ."""
+    torch.manual_seed(0)
+    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 12, "depth": 1, "num_heads": 2}
+    vit = VisionTransformer(num_classes=0, **sizes).double().eval().requires_grad_(False)  # type: ignore[arg-type]
+    dim = 12
+    r = 2
+    s = 0.5
+    theta = random(1, 4 * r * dim, seed=3)
+    images = random(2, 3, 8, 8, seed=4)
+    expected = lora.Backbone(vit, scale=s)(images, theta)
+    A_q, B_q, A_v, B_v = (x[0] for x in lora.factors(theta, dim))
+    W = vit.blocks[0].attn.qkv.weight.detach().clone()  # type: ignore[union-attr, operator]
+    before = W.clone()
+    merged = merge(W, A_q, B_q, A_v, B_v, s)
+    untouched("W_qkv", W, before)
+    q = B_q @ A_q
+    v = B_v @ A_v
+    zero = torch.zeros_like(q)
+    same("the weight", merged, before + s * torch.cat([q, zero, v]), {
+        "the scale s is missing": before + torch.cat([q, zero, v]),
+        "the values are added to the rows of the keys; the order of the rows is q, k, v":
+            before + s * torch.cat([q, v, zero]),
+        "the product is turned; it is B A, so that it acts on x as W does":
+            before + s * torch.cat([q.T, zero, v.T]),
+        "only the queries are changed": before + s * torch.cat([q, zero, zero]),
+    })  # fmt: skip
+    vit.load_state_dict(vit.state_dict() | {"blocks.0.attn.qkv.weight": merged.detach()})
+    same("tokens of the merged network", vit.forward_features(images), expected)
+
+
+def check_masking(masking: Any) -> None:
+    """Each image by itself, with Python's sorted."""
+    noise = torch.rand(3, 14, generator=torch.Generator().manual_seed(0))
+    ratio = 0.75  # 3.5 of 14 patches would stay; int says 3
+    n = 3
+    before = noise.clone()
+    keep, restore = several("masking", masking(noise, ratio), ["keep", "restore"])
+    untouched("noise", noise, before)
+    order = []
+    places = []
+    for row in noise.tolist():
+        patches = sorted(range(14), key=row.__getitem__)
+        order.append(patches)
+        places.append([patches.index(patch) for patch in range(14)])
+    all_in_order = torch.tensor(order)
+    if isinstance(keep, Tensor) and keep.shape == (3, 4):
+        raise Wrong("keep has 4 patches: n is int(L (1 − mask_ratio)), which rounds down to 3")
+    if isinstance(keep, Tensor) and keep.shape in ((3, 10), (3, 11)):
+        raise Wrong("keep has as many patches as are removed: mask_ratio is their share")
+    same("keep", keep, all_in_order[:, :n], {
+        "these are the patches with the largest noise": all_in_order.flip(1)[:, :n],
+        "the patches are in the order of their numbers; it must be that of their noise":
+            all_in_order[:, :n].sort(1).values,
+    })  # fmt: skip
+    same("restore", restore, torch.tensor(places), {
+        "this is the order itself, from place to patch; restore goes from patch to place":
+            all_in_order,
+    })  # fmt: skip
+
+
+def check_mae_loss(mae_loss: Any) -> None:
+    """Patch by patch, with Python's statistics."""
+    prediction = random(2, 4, 5)
+    patches = random(2, 4, 5, seed=1)
+    removed = torch.tensor([[1, 0, 1, 1], [0, 0, 1, 0]]).bool()
+    hidden = []
+    shown = []
+    raw = []
+    biased = []
+    for image in range(2):
+        for k in range(4):
+            pixels = patches[image, k].tolist()
+            guess = prediction[image, k].tolist()
+            sample = error(guess, pixels, variance(pixels))
+            if not removed[image, k]:
+                shown.append(sample)
+                continue
+            hidden.append(sample)
+            biased.append(error(guess, pixels, variance(pixels) * 4 / 5))
+            raw.append(fmean((a - b) ** 2 for a, b in zip(guess, pixels, strict=True)))
+    same("the loss", mae_loss(prediction, patches, removed), scalar(fmean(hidden)), {
+        "this is the mean over all patches; only the removed ones count":
+            scalar(fmean(hidden + shown)),
+        "this is the loss on the visible patches": scalar(fmean(shown)),
+        "the error of removed patches is divided by the number of all patches":
+            scalar(sum(hidden) / 8),
+        "the target is not standardised": scalar(fmean(raw)),
+        "the variance is divided by the number of pixels; it must be by that number minus 1":
+            scalar(fmean(biased)),
+        "this is a mean of the images' means; it must be over all removed patches at once":
+            scalar(fmean([fmean(hidden[:3]), fmean(hidden[3:])])),  # 3 and 1 are removed
+    })  # fmt: skip
+
+
+def error(guess: list[float], pixels: list[float], spread: float) -> float:
+    """Mean squared error of a patch whose pixels are standardised with this variance."""
+    mean = fmean(pixels)
+    target = [(pixel - mean) / (spread + 1e-6) ** 0.5 for pixel in pixels]
+    return fmean((a - b) ** 2 for a, b in zip(guess, target, strict=True))
+
+
+def scalar(value: float) -> Tensor:
+    """A number as a tensor of float64."""
+    return torch.tensor(value, dtype=torch.float64)

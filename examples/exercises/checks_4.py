@@ -1,0 +1,227 @@
+"""Checks of sheet 4, each by a computation of another kind."""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from witness import Wrong, eye, random, same, several
+
+import mfac
+from bisslight import Passes
+from config import BACKBONES
+from ijepa import IJEPA, Predictor
+from lora import Backbone, merge
+from support.checkpoints import build_vit
+
+MASKS = SimpleNamespace(
+    targets=1, contexts=1, target_scale=(0.15, 0.2), context_scale=(0.85, 1.0), aspect=(0.75, 1.5),
+    min_keep=0, overlap=False,
+)  # fmt: skip
+
+
+def small_backbone(class_token: bool) -> Backbone:
+    """Two layers of width 64 on images of 16 x 16 pixels."""
+    arch = BACKBONES["vit_mini"]._replace(depth=2, class_token=class_token)
+    torch.manual_seed(0)
+    return Backbone(build_vit(arch)).double().requires_grad_(False)
+
+
+# --- 4.1 ------------------------------------------------------------------------------------------
+
+
+class Coupled:
+    """A lower level of three parameters and a head of three: a network with one hidden unit."""
+
+    lam = 0.3
+
+    def __init__(self) -> None:
+        self.x = random(20, 3)
+        self.y = random(20, seed=1)
+        self.c = random(3, seed=2)  # L^D(θ) = ½ |θ − c|²
+
+    def loss_P(self, theta: Tensor, phi: Tensor) -> Tensor:
+        """φ is a linear layer on top of the hidden unit, an input and a constant."""
+        hidden = torch.stack([torch.tanh(self.x @ theta), self.x[:, 0], torch.ones_like(self.y)], 1)
+        fit = (hidden @ phi - self.y).square().mean()
+        return fit + 0.1 * phi.square().sum() + theta.pow(4).sum()
+
+    def lower(self, theta_D: Tensor) -> Tensor:
+        """θ_P* and φ_P* in one vector: 15 steps of Newton's method on Eq. 4."""
+
+        def eq_4(z: Tensor) -> Tensor:
+            return self.loss_P(z[:3], z[3:]) + self.lam / 2 * (z[:3] - theta_D).square().sum()
+
+        z = torch.cat([0.5 * torch.ones_like(theta_D), torch.zeros_like(theta_D)])
+        for _ in range(15):
+            slope = torch.autograd.functional.jacobian(eq_4, z)
+            z = z - torch.linalg.solve(torch.autograd.functional.hessian(eq_4, z), slope)
+        return z
+
+    def upper(self, theta_D: Tensor) -> Tensor:
+        """L^D at the solution of the lower level."""
+        return (self.lower(theta_D)[:3] - self.c).square().sum() / 2
+
+
+def check_with_the_head(with_the_head: Any) -> None:
+    """Finite differences: move θ_D a little, solve the lower level anew, see how L^D changes."""
+    problem = Coupled()
+    theta_D = random(3, seed=3)
+    h = 1e-5
+    slopes = []
+    for e in eye(3):
+        slopes.append((problem.upper(theta_D + h * e) - problem.upper(theta_D - h * e)) / (2 * h))
+    theta, phi = problem.lower(theta_D).split(3)
+    g = theta - problem.c
+    lam = problem.lam
+    H_tt = torch.autograd.functional.hessian(lambda z: problem.loss_P(z, phi), theta)
+    q = with_the_head(problem.loss_P, theta, phi, lam, g)
+    held = lam * torch.linalg.solve(H_tt + lam * eye(3), g)
+    mistakes = {"this is Eq. 5, where φ_P is held fixed": held, "this is g": g}
+    same("the derivative", q, torch.stack(slopes), mistakes, 1e-5)
+
+
+# --- 4.2 ------------------------------------------------------------------------------------------
+
+
+def check_teacher_gap(teacher_gap: Any) -> None:
+    """I-JEPA's own teacher takes one step; its network, merged, is compared with two others."""
+    backbone = small_backbone(class_token=False)
+    rank = 3
+    m = 0.7
+    dim = backbone.dim
+    theta_T = 0.1 * random(2, 4 * rank * dim)
+    theta_P = 0.1 * random(2, 4 * rank * dim, seed=1)
+    found = several("teacher_gap", teacher_gap(theta_T, theta_P, m, dim), ["of q", "of v"])
+    task = IJEPA(backbone, Predictor(dim, 16, 16, 1, 4), MASKS, (m, 10), theta_T)
+    task.after_step(theta_P)
+    teacher = merge(backbone, theta_T)
+    student = merge(backbone, theta_P)
+    after = merge(backbone, task.state["theta_T"])
+    for part, rows in ((0, slice(0, dim)), (1, slice(2 * dim, 3 * dim))):
+        gaps = []
+        for k in range(2):
+            name = f"blocks.{k}.attn.qkv.weight"
+            average = m * teacher[name] + (1 - m) * student[name]
+            gaps.append((average - after[name])[rows])
+        gap = torch.stack(gaps)
+        same("the gap of " + "qv"[part], found[part], gap, {"its sign is wrong": -gap})
+
+
+# --- 4.3 ------------------------------------------------------------------------------------------
+
+
+def check_blockwise(blockwise: Any) -> None:
+    """One dense matrix whose entries between two blocks are zero."""
+    G = random(2, 12)  # m = 2 gradients of 12 numbers
+    g = random(12, seed=1)
+    lam = 0.3
+    for sizes in ([12], [7, 5], [3, 1, 8], [1] * 12):
+        blocks = [torch.ones(size, size) for size in sizes]
+        inside = G.T @ G / 2 * torch.block_diag(*blocks)  # 0 between two blocks
+        q = blockwise(G, g, lam, sizes)
+        expected = lam * torch.linalg.solve(inside + lam * eye(12), g)
+        one_block = mfac.mfac(G[None], lam)(g[None])[0]
+        same(f"q for sizes {sizes}", q, expected, {"this is all of θ as one block": one_block})
+
+
+# --- 4.4 ------------------------------------------------------------------------------------------
+
+
+def check_per_image_rows(per_image_rows: Any) -> None:
+    """All 81 pairs of minibatches of 2 of 3 images are equally likely: the mean must be exact."""
+    x = random(3, 4)
+    y = torch.tensor([1.0, -1.0, 1.0]).double()
+    w = random(4, seed=1)
+
+    def gradient(index: list[int]) -> Tensor:
+        """Of the logistic loss, the mean over the images of a minibatch, by autograd."""
+        leaf = w.clone().requires_grad_()
+        loss = F.softplus(-y[index] * (x[index] @ leaf)).mean()
+        return torch.autograd.grad(loss, leaf)[0]
+
+    image = torch.stack([gradient([i]) for i in range(3)])
+    expected = image.T @ image / 3  # Sec. 2.2: the mean over the images of ∇L ∇Lᵀ
+    batches = [gradient([i, j]) for i in range(3) for j in range(3)]
+    found = torch.zeros(4, 4).double()
+    plain = torch.zeros(4, 4).double()
+    for pair in itertools.product(batches, repeat=2):
+        G = torch.stack(pair)
+        R = per_image_rows(G, 2)
+        found += R.T @ R / len(R) / 81
+        plain += G.T @ G / len(G) / 81
+    same("the mean of RᵀR / len(R)", found, expected, {
+        "this is the matrix of the minibatches; most of the images' covariance is missing": plain,
+        "it is half of what it should be: RᵀR is divided by all rows of R": expected / 2,
+    })  # fmt: skip
+
+
+# --- 4.5 ------------------------------------------------------------------------------------------
+
+
+def check_with_decay(with_decay: Any) -> None:
+    """Autograd through 800 steps of training with decay, on a quadratic whose Fisher is H."""
+    R = random(4, 4)
+    a = random(4, seed=1)
+    c = random(4, seed=2)
+    lam = 0.2
+    decay = 0.1
+    rate = 0.1
+    H = R @ R.T / 4 + 0.1 * eye(4)
+    theta_D = random(4, seed=3).requires_grad_()
+    theta = torch.zeros_like(a)
+    for _ in range(800):
+        step = H @ (theta - a) + lam * (theta - theta_D)
+        theta = (1 - rate * decay) * theta - rate * step  # decoupled, as in AdamW
+    (expected,) = torch.autograd.grad((theta - c).square().sum() / 2, theta_D)
+    G = 2 * torch.linalg.cholesky(H).T[None]  # m = 4 rows with GᵀG / m = H
+    g = (theta - c).detach()[None]
+    same("q", with_decay(G, lam, decay)(g), expected[None], {
+        "this is Eq. 5 without decay": mfac.mfac(G, lam)(g),
+        "the matrix is right, but the factor before it is λ, not λ + w":
+            mfac.mfac(G, lam + decay)(g),
+    })  # fmt: skip
+
+
+# --- 4.6 ------------------------------------------------------------------------------------------
+
+
+class Batch(NamedTuple):
+    """Images alone."""
+
+    images: Tensor
+
+
+def check_cached_gradient(cached_gradient: Any) -> None:
+    """Autograd on the batch in one piece; and how many images pass at a time."""
+    backbone = small_backbone(class_token=True)
+    sizes: list[int] = []
+    theta = (0.1 * random(2, 4 * 3 * backbone.dim)).requires_grad_()
+    pairs = random(4, 3, 16, 16, seed=1).repeat_interleave(2, 0)
+    images = pairs + 0.3 * random(8, 3, 16, 16, seed=2)
+
+    def embed(theta: Tensor, images: Tensor) -> Tensor:
+        sizes.append(len(images))
+        return F.normalize(backbone(images, theta)[:, 0], dim=1)
+
+    def loss(z: Tensor) -> Tensor:
+        """Each image has to find its twin, its neighbour in the batch, among all others."""
+        similar = (z @ z.T / 0.2).masked_fill(eye(len(z)).bool(), -torch.inf)
+        return F.cross_entropy(similar, torch.arange(len(z)).view(-1, 2).flip(1).flatten())
+
+    (expected,) = torch.autograd.grad(loss(embed(theta, images)), theta)
+    even = Passes(4).gradients(
+        lambda theta, _, batch: loss(embed(theta, batch.images)), theta, {}, Batch(images)
+    )
+    sizes.clear()
+    same("the gradient", cached_gradient(embed, loss, theta, images, 4), expected, {
+        "parts of the batch do not know of each other; the loss needs all embeddings at once":
+            even.theta,
+    })  # fmt: skip
+    if max(sizes) > 4:
+        raise Wrong(
+            f"the numbers are right, but {max(sizes)} images were in the network at a time, not 4"
+        )
+    same("the gradient in parts of 3", cached_gradient(embed, loss, theta, images, 3), expected)

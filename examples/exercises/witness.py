@@ -1,0 +1,115 @@
+"""What the checks of the exercises share: comparison with a witness, and messages that help."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Wrong(AssertionError):
+    """An answer is not right; the message says what is off, and why if the mistake is known."""
+
+
+def same(
+    what: str,
+    found: Any,
+    expected: Tensor,
+    mistakes: Mapping[str, Tensor] | None = None,
+    tolerance: float = 1e-6,
+) -> None:
+    """Wrong unless a result is a tensor equal to the expected one, relative to its largest entry.
+
+    Args:
+        what: what the result is called in the exercise.
+        found: the student's result.
+        expected: the witness's result.
+        mistakes: for each mistake that is often made, the result that it leads to.
+        tolerance: largest relative error. It forgives a step in float32, such as `torch.eye(n)`
+            without a dtype; a mistake is larger by far.
+    """
+    if not isinstance(found, Tensor):
+        raise Wrong(f"{what} must be a tensor, not {type(found).__name__}")
+    if found.shape != expected.shape:
+        shapes = f"{tuple(found.shape)}, not {tuple(expected.shape)}"
+        raise Wrong(f"{what} has the shape {shapes}")
+    error = distance(found, expected)
+    if error <= tolerance:
+        return
+    for mistake, wrong in (mistakes or {}).items():
+        if distance(found, wrong) <= tolerance:
+            raise Wrong(f"{what}: {mistake}")
+    raise Wrong(
+        f"{what} begins with {first(found)}, but should with {first(expected)} "
+        f"(largest difference: {error:.0e} of the largest entry)"
+    )
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Largest difference over the largest expected entry; infinite where a number is not finite."""
+    if found.shape != expected.shape or not bool(found.isfinite().all()):
+        return float("inf")
+    a = found.detach().double()
+    b = expected.detach().double()
+    if a.numel() == 0:
+        return 0.0
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-300))
+
+
+def first(x: Tensor) -> str:
+    """The first numbers of a tensor, to be shown."""
+    numbers = [f"{float(value):.4g}" for value in x.detach().flatten()[:4]]
+    return " ".join(numbers)
+
+
+def untouched(what: str, now: Tensor, before: Tensor) -> None:
+    """Wrong if an argument was changed."""
+    if not torch.equal(now.detach(), before):
+        raise Wrong(f"{what} was changed; it must stay as it is")
+
+
+def several(what: str, found: Any, names: Sequence[str]) -> list[Any]:
+    """Wrong unless a result is a tuple with so many parts; the parts."""
+    if not isinstance(found, tuple | list) or len(found) != len(names):
+        raise Wrong(f"{what} must return {len(names)} things: {', '.join(names)}")
+    return list(found)
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many numbers the largest tensor has that is made while this is active.
+
+    A view, such as a transposed matrix, has the memory of another tensor and does not count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.numel = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        """Every operation of torch passes here."""
+        made = func(*args, **(kwargs or {}))
+        known = {memory(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(made):
+            if isinstance(x, Tensor) and memory(x) not in known:
+                self.numel = max(self.numel, x.numel())
+        return made
+
+
+def memory(x: Tensor) -> int:
+    """Where the numbers of a tensor are; a view has the address of its base."""
+    return x.untyped_storage().data_ptr()
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    """Normally distributed numbers, float64, the same in every call."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def eye(n: int) -> Tensor:
+    """The n x n identity, float64."""
+    return torch.eye(n, dtype=torch.float64)

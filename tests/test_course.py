@@ -1,0 +1,98 @@
+"""The teaching guide: its table of costs has counted witnesses, and names what exists."""
+
+import re
+from pathlib import Path
+
+import check
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from config import BACKBONES
+from experiments import cost
+from mfac import mfac, recursion
+
+ROOT = Path(__file__).parent.parent
+GUIDE = (ROOT / "docs/course.md").read_text()
+
+
+def table(*words: str) -> list[str]:
+    """The rows that `python -m experiments.cost` prints."""
+    app = typer.Typer()
+    app.command()(cost.main)
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    return [line for line in done.stdout.splitlines() if line.startswith("| vit")]
+
+
+@pytest.mark.parametrize("form", ["mfac", "recursion"])
+def test_the_formulas_of_mfac_are_its_counted_operations(form: str) -> None:
+    """Every product of both functions is counted while they run; m is small beside p."""
+    s = cost.Sizes(K=3, p=40, m=5, N_U=2)
+    G = torch.randn(s.K, s.m, s.p, generator=torch.Generator().manual_seed(0))
+    formula = cost.closed_form(s) if form == "mfac" else cost.recursion(s)
+    with cost.Counter() as line_10:
+        inverse = mfac(G, 0.1) if form == "mfac" else recursion(G, 0.1)
+    with cost.Counter() as lines_13:
+        for _ in range(s.N_U):
+            inverse(G[:, 0])
+    assert (line_10.operations, lines_13.operations) == formula
+
+
+def test_an_upper_step_counts_the_layers_of_the_network() -> None:
+    """The linear layers by hand: forward, and backward to the tokens, since ψ is frozen."""
+    arch = BACKBONES["vit_mini"]
+    tokens = 1 + (arch.image_size // arch.patch_size) ** 2
+    weights = arch.depth * (4 + 2 * arch.mlp_ratio) * arch.dim**2  # q, k, v, projection, MLP
+    passes = 2 * 2 * 2 * tokens * weights  # at two θ, forward and backward, 2 for a weight
+    counted = cost.count(arch, rank=1).upper
+    assert 1.0 < counted / passes < 1.15  # attention, patches and LoRA are in it, too
+
+
+def test_a_product_with_the_hessian_costs_about_a_gradient() -> None:
+    per_image = cost.count(BACKBONES["vit_mini"], rank=8)
+    assert 0.5 < per_image.product / per_image.lower < 1.5
+
+
+def test_the_guide_has_the_table_that_the_script_prints() -> None:
+    rows = table("--backbone", "vit_b16")
+    assert len(rows) == 4
+    assert [row for row in rows if row not in GUIDE] == []
+
+
+def test_the_guide_names_tests_and_modules_that_exist() -> None:
+    tests = "".join(path.read_text() for path in ROOT.glob("tests/test_*.py"))
+    for name in re.findall(r"`(test_\w+)`", GUIDE):
+        assert f"def {name}(" in tests, name
+    modules = set(re.findall(r"python -m experiments\.(\w+)", GUIDE))
+    assert modules
+    for module in modules:
+        assert (ROOT / f"experiments/{module}.py").exists(), module
+
+
+def test_every_thought_of_the_sheets_has_its_answer() -> None:
+    for exercise in check.exercises():
+        assert GUIDE.count(f"- **{exercise.sheet}.{exercise.k}** ") == 1
+
+
+def test_formulas_on_the_pages_survive_markdown() -> None:
+    """Inside $...$, Markdown takes a backslash before punctuation as its own."""
+    for page in [ROOT / "docs/course.md", *(ROOT / "examples/exercises").glob("*.md")]:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+        for line in text.splitlines():
+            assert line.count("$") % 2 == 0, (page.name, line)
+            for formula in line.split("$")[1::2]:
+                assert not re.search(r"\\[^a-zA-Z]|[`*]", formula), (page.name, line)
+
+
+def test_the_points_and_minutes_of_the_guide_add_up() -> None:
+    """100 points, 3 for each function of sheets 1 to 3; homework as long as its sheets say."""
+    grading = GUIDE.partition("## Grading")[2]
+    points = [int(cell) for cell in re.findall(r"(?m)^\| [^|]+ \| (\d+) \|", grading)]
+    assert sum(points) == 100
+    written = [exercise for exercise in check.exercises() if exercise.sheet < 4]
+    assert points[0] == 3 * len(written)
+    page = (ROOT / "examples/exercises.md").read_text()
+    first, second, third = [int(m) for m in re.findall(r"(?m)^\| \[[123]\..*\| (\d+) \|$", page)]
+    assert f"| {first} |" in GUIDE and f"| {second + third} |" in GUIDE
