@@ -385,6 +385,34 @@ def export(
     print_result(export(run, out, seed=seed, weights=weights), as_json)
 
 
+@app.command(epilog="Example: bisslight predict runs/cub-peft photos --top 3 --csv birds.csv")
+def predict(
+    run: Run,
+    images: Annotated[list[Path], typer.Argument(help="Image files, or folders of them.")],
+    top: Annotated[int, typer.Option(min=1, help="Classes an image, the most likely first.")] = 1,
+    csv: Annotated[Path | None, typer.Option(help="Write a CSV file; -: to stdout.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed whose adapter is taken. Default: the first.")
+    ] = None,
+    weights: Annotated[Path | None, typer.Option(help="Where the run's weights are now.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Classify images with a finished finetune run: class names and probabilities."""
+    from extras.predict import Predictor, list_images, write_csv
+    from support.runs import write_atomic
+
+    files = list_images(images)
+    predictor = Predictor(run, seed=seed, weights=weights, device=device)
+    guesses = predictor.guess(files, top)
+    if csv == Path("-"):
+        tell(write_csv(guesses).rstrip(), sys.stdout)
+        return
+    if csv is not None:
+        write_atomic(csv, write_csv(guesses))
+    print_result([guess._asdict() for guess in guesses], as_json)
+
+
 @data.command("list")
 def data_list(root: DataRoot = Path("data"), as_json: AsJson = False) -> None:
     """List the paper's data sets: whether they are there, and the terms of their use."""

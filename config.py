@@ -44,6 +44,13 @@ class Arch(NamedTuple):
     decoder_heads: int = 16
     predictor_dim: int = 384
     predictor_depth: int = 12
+    registers: int = 0  # further tokens beside the class token, of some networks of timm
+
+    @property
+    def prefix(self) -> int:
+        """Tokens before those of the patches: the class token and the registers."""
+        class_tokens = 1 if self.class_token else 0
+        return class_tokens + self.registers
 
 
 BACKBONES = {
@@ -106,11 +113,16 @@ def absolute(path: Path) -> Path:
     return path.expanduser().absolute()
 
 
+TIMM = "timm:"  # before the name of a network of timm
+FILE = "file"  # a network of whatever sizes its checkpoint has
+
+
 def backbone_name(name: str) -> str:
-    """A network of BACKBONES."""
-    if name not in BACKBONES:
-        raise ValueError(f"is unknown, {nearest(name, BACKBONES)}")
-    return name
+    """A network of BACKBONES, timm:NAME, or file."""
+    is_timm = name.startswith(TIMM) and name != TIMM
+    if name in BACKBONES or name == FILE or is_timm:
+        return name
+    raise ValueError(f"is unknown, {nearest(name, (*BACKBONES, 'timm:NAME', FILE))}")
 
 
 def pretext_name(name: str) -> str:
@@ -213,6 +225,8 @@ def our_defaults(given: Record) -> dict[str, Record]:
         }
         if given.get("pretext") == "ijepa":
             defaults["vit_mini"]["min_keep"] = 4  # its smallest target has few patches
+    if str(given.get("backbone")).startswith(TIMM):
+        defaults["timm"] = {"decoder": "random"}  # timm has no pretext heads
     if given.get("dataset") == "quilts":
         # drawn images are small and many, so crops would only blur them
         defaults["quilts"] = {"pool": "quilts", "augment": "none"}
@@ -273,6 +287,8 @@ class Machine(Settings):
     """Minutes between checkpoints. [here]"""
     data_root: Annotated[Place, Field(validate_default=True)] = Path("data")
     """Where the benchmarks are, as torchvision lays them out. [here]"""
+    tensorboard: bool = False
+    """Write the records of metrics.jsonl for TensorBoard, too, into the same directory. [here]"""
 
 
 class Command(Machine):
@@ -314,7 +330,7 @@ class Shape(Settings):
     """Model: the network and what it is pretrained with."""
 
     backbone: BackboneName
-    """ψ: vit_mini, vit_s16, vit_b16, vit_l16, vit_h14. [App. C.1]"""
+    """ψ: vit_mini, vit_s16, vit_b16, vit_l16, vit_h14, timm:NAME, or file. [App. C.1]"""
     pretext: PretextName = "mae"
     """Pretext task: mae, ijepa, FILE.py:Class or module:Class (not in pretrain). [App. C.3, D.1]"""
     image_size: PositiveInt | None = None
@@ -328,6 +344,8 @@ class Network(Shape):
 
     weights: Weights | None = None
     """Checkpoint, pretrain run, or omniglot. None: the official one, downloaded. [App. C.1]"""
+    heads: PositiveInt | None = None
+    """Attention heads, with --backbone file. None: one for each 64 numbers of a token. [here]"""
     base: Literal["target_encoder", "encoder"] = "target_encoder"
     """Network of an I-JEPA file that is ψ. [here: what I-JEPA tests]"""
     head: Literal["linear", "batchnorm"] = "linear"
@@ -343,6 +361,17 @@ class Network(Shape):
     def scale(self) -> float:
         """What LoRA's product is multiplied by."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
+
+    @model_validator(mode="after")
+    def check_network(self) -> Self:
+        """What goes with a network of timm, and with a file of any sizes."""
+        if self.heads is not None and self.backbone != FILE:
+            raise ValueError(f"--heads {self.heads}: is for --backbone file, leave it out")
+        if self.pretext == "ijepa" and self.backbone == FILE:
+            raise ValueError("--backbone file: is for MAE's files, not for --pretext ijepa")
+        if self.pretext == "ijepa" and self.backbone.startswith(TIMM):
+            raise ValueError(f"--backbone {self.backbone}: has no I-JEPA predictor, take mae")
+        return self
 
 
 class Crops(Settings):
@@ -509,6 +538,13 @@ class Peft(Settings):
 class AlignConfig(Bilevel, Upper, Lower, Pretext, Data, Network, Command):
     """`align`: BiSSLight, Algorithm 1."""
 
+    @model_validator(mode="after")
+    def check_decoder(self) -> Self:
+        """A network of timm comes without a pretext head."""
+        if self.decoder == "checkpoint" and self.backbone.startswith(TIMM):
+            raise ValueError(f"--decoder checkpoint: {self.backbone} has none, leave it out")
+        return self
+
 
 class FinetuneConfig(Peft, Data, Network, Command):
     """`finetune`: PEFT from the backbone, from align runs or from a LoRA file."""
@@ -559,6 +595,7 @@ OPEN = {
     "image_size",
     "patch_size",
     "weights",
+    "heads",
     "dataset",
     "data_seed",
     "split_file",

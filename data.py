@@ -407,9 +407,12 @@ def cut_random(image: Picture, t: Transform) -> Picture:
     return cut
 
 
-def cut_centre(image: Picture, t: Transform) -> Picture:
-    """The centre, after the shorter side is resized to 256/224 of the size (as released)."""
-    shorter = round(t.size * 256 / 224)
+def cut_centre(image: Picture, t: Transform, whole: bool = False) -> Picture:
+    """The centre, after the shorter side is resized to 256/224 of the size (as released).
+
+    `whole`: to the size itself, so that nothing of a square image is cut off.
+    """
+    shorter = t.size if whole else round(t.size * 256 / 224)
     resized = F.resize(image, [shorter], InterpolationMode(t.interpolation), antialias=True)
     cut: Picture = F.center_crop(resized, [t.size, t.size])
     return cut

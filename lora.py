@@ -11,7 +11,8 @@ s = alpha / r; the key matrix stays as it is.
                 comes before the linear layer (I-JEPA, App. D.1), {"norm.weight", "norm.bias"}
     r    rank   64 in the paper, on q and v of every layer; s = 1 (alpha = r)
     p           4 r dim, the numbers of θ in a layer; dim is the width of a token
-    B, n, t     images of a batch; patches that enter the blocks; tokens there, class token included
+    B, n, t     images of a batch; patches that enter the blocks; tokens there, with the prefix:
+                the class token, if there is one, and registers, if a network of timm has them
 
 With any plain timm ViT, and torch's own optimisers:
 
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from timm.layers.attention import Attention
+from timm.layers.patch_embed import PatchEmbed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -58,7 +60,7 @@ class Backbone(nn.Module):
         keep: Tensor | None = None,
         drop: Tensor | None = None,
     ) -> Tensor:
-        """Tokens after the final LayerNorm, (B, prefix + n, dim); a class token comes first.
+        """Tokens after the final norm, (B, prefix + n, dim): class token, registers, patches.
 
         Args:
             images: (B, 3, H, W), already normalised.
@@ -85,22 +87,39 @@ class Backbone(nn.Module):
 
 
 def check_vit(vit: nn.Module) -> None:
-    """ValueError unless `vit` is a ViT whose blocks `block_forward` can compute."""
-    plain = isinstance(vit, VisionTransformer) and vit.global_pool in ("token", "avg")
-    if not plain or not all(is_plain(block) for block in cast(list[nn.Module], vit.blocks)):
+    """ValueError, which says what is wrong, unless `vit` is a ViT that `Backbone` can compute."""
+    kind = type(vit).__name__
+    if type(vit) is not VisionTransformer:
+        raise ValueError(f"backbone {kind}: is not timm's plain VisionTransformer")
+    if vit.global_pool not in ("token", "avg"):
         raise ValueError(
-            f"backbone {type(vit).__name__}: is not a timm VisionTransformer of plain Blocks "
-            "with a fused qkv Linear, which pools its class token or its patches"
+            f"backbone {kind}: pools its tokens by {vit.global_pool!r}, "
+            "but the head needs the class token or the mean of the patches"
         )
+    # Other embeddings let patches overlap: a removed patch would still be seen in its neighbours.
+    if type(vit.patch_embed) is not PatchEmbed:
+        embedding = type(vit.patch_embed).__name__
+        raise ValueError(f"backbone {kind}: makes tokens by {embedding}, not by one convolution")
+    for k, block in enumerate(cast(list[nn.Module], vit.blocks)):
+        variant = find_variant(block)
+        if variant:
+            raise ValueError(f"backbone {kind}: block {k} has {variant}")
 
 
-def is_plain(block: nn.Module) -> bool:
-    """Whether a block is timm's own Block around timm's own Attention, without variants of it."""
-    if type(block) is not Block or type(block.attn) is not Attention:
-        return False
+def find_variant(block: nn.Module) -> str | None:
+    """In what a block differs from timm's own Block around its own Attention; None: in nothing."""
+    if type(block) is not Block:
+        return f"another form ({type(block).__name__}) than timm's Block"
     attn = block.attn
-    full_width = attn.attn_dim == attn.proj.out_features
-    return type(attn.qkv) is nn.Linear and attn.gate is None and full_width
+    if type(attn) is not Attention:
+        return f"another attention ({type(attn).__name__}) than timm's Attention"
+    if type(attn.qkv) is not nn.Linear:
+        return f"no fused qkv Linear, but {type(attn.qkv).__name__}"
+    if attn.gate is not None:
+        return "a gated attention"
+    if attn.attn_dim != attn.proj.out_features:
+        return f"an attention of width {attn.attn_dim}, its tokens {attn.proj.out_features}"
+    return None
 
 
 def select(x: Tensor, index: Tensor) -> Tensor:
@@ -270,7 +289,10 @@ def downstream_loss(
 def features(
     backbone: Backbone, theta: Tensor | None, images: Tensor, drop: Tensor | None = None
 ) -> Tensor:
-    """The head's input (B, dim): class token (MAE, App. C.2) or mean of patches (I-JEPA, D.1)."""
+    """The head's input (B, dim): class token (MAE, App. C.2) or mean of patches (I-JEPA, D.1).
+
+    With timm's other networks it is what timm pools for their classifier; never a register.
+    """
     return backbone.vit.forward_head(backbone(images, theta, drop=drop), pre_logits=True)
 
 

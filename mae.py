@@ -7,8 +7,9 @@ The backbone sees a part of the patches of an image, and a small decoder predict
     L       number of patches of an image (beside L^P, the loss); n = int(L (1 − mask ratio)) stay
     noise   (B, L) uniform, the only random numbers: the patches with the least noise stay
 
-The backbone is a function (images, theta, keep) -> tokens of the patches `keep`, class token first
-(`lora.Backbone`). The networks' tensors have the official names and shapes.
+The backbone is a function (images, theta, keep) -> tokens of the patches `keep`, behind a prefix
+that no mask removes: the class token, and registers if it has them (`lora.Backbone`). The networks'
+tensors have the official names and shapes.
 """
 
 import math
@@ -74,7 +75,7 @@ class MAE:
     def predict(self, theta: Tensor | None, phi: Phi, batch: Batch) -> tuple[Tensor, Tensor]:
         """Predicted pixels (B, L, patch_size² · 3); mask (B, L), 1 where a patch was removed."""
         keep, restore = masking(batch.noise, self.mask_ratio)
-        latent = self.backbone(batch.images, theta, keep)  # (B, 1 + n, dim)
+        latent = self.backbone(batch.images, theta, keep)  # (B, prefix + n, dim)
         prediction = functional_call(self.decoder, phi, (latent, restore))
         return prediction, (restore >= keep.shape[1]).to(batch.images.dtype)
 
@@ -125,8 +126,9 @@ def unpatchify(patches: Tensor, size: int) -> Tensor:
 class Decoder(nn.Module):
     """h^P, the official MAE decoder: tokens of the visible patches -> pixels of all patches.
 
-    `dim` is the width of the backbone's tokens, `patches` is L, `patch_size` in pixels; the other
-    arguments are sizes of the decoder's own blocks.
+    `dim` is the width of the backbone's tokens, `patches` is L, `patch_size` in pixels. `prefix` is
+    the number of tokens before those of the patches; they have no position. In official files it is
+    one, the class token. The other arguments are sizes of the decoder's own blocks.
     """
 
     def __init__(
@@ -138,12 +140,14 @@ class Decoder(nn.Module):
         depth: int = 8,
         heads: int = 16,
         mlp_ratio: float = 4.0,
+        prefix: int = 1,
     ) -> None:
         super().__init__()
         self.patches = patches
+        self.prefix = prefix
         self.patch_size = patch_size
         self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
-        self.decoder_pos_embed = nn.Buffer(torch.zeros(1, 1 + patches, width))
+        self.decoder_pos_embed = nn.Buffer(torch.zeros(1, prefix + patches, width))
         self.decoder_embed = nn.Linear(dim, width)
         self.decoder_blocks = nn.Sequential(
             *(Block(width, heads, mlp_ratio, qkv_bias=True) for _ in range(depth))
@@ -152,18 +156,18 @@ class Decoder(nn.Module):
         self.decoder_pred = nn.Linear(width, patch_size**2 * 3)
 
     def forward(self, latent: Tensor, restore: Tensor) -> Tensor:
-        """Latent (B, 1 + n, dim), restore (B, L) -> (B, L, patch_size² · 3)."""
-        x = self.decoder_embed(latent)  # (B, 1 + n, width)
+        """Latent (B, prefix + n, dim), restore (B, L) -> (B, L, patch_size² · 3)."""
+        x = self.decoder_embed(latent)  # (B, prefix + n, width)
         B, _, width = x.shape
-        class_token, kept = x[:, :1], x[:, 1:]
+        first, kept = x[:, : self.prefix], x[:, self.prefix :]
         removed = self.mask_token.to(x.dtype).expand(B, self.patches - kept.shape[1], -1)
         patches = torch.cat([kept, removed], 1)  # (B, L, width), in the order of `masking`
         index = restore[..., None].expand(-1, -1, width)  # expanded, not copied
         patches = patches.gather(1, index)  # in raster order
-        x = torch.cat([class_token, patches], 1) + self.decoder_pos_embed
+        x = torch.cat([first, patches], 1) + self.decoder_pos_embed
         x = self.decoder_norm(self.decoder_blocks(x))
         pixels: Tensor = self.decoder_pred(x)
-        return pixels[:, 1:]
+        return pixels[:, self.prefix :]
 
 
 @torch.no_grad()

@@ -74,9 +74,12 @@ def main(
 def optimum(weights: Path, steps: int) -> Point:
     """Train θ_P and φ_P on one batch; then take the gradients that the methods are given."""
     cfg = AlignConfig(backbone="vit_mini", dataset="quilts", weights=weights)
-    backbone, decoder, arch = load_backbone(cfg)
+    loaded = load_backbone(cfg)
+    backbone = loaded.backbone.double()
+    decoder = loaded.head.double()
+    arch = loaded.arch
     assert isinstance(decoder, Decoder)
-    task = MAE(backbone.double(), decoder.double(), 0.3)
+    task = MAE(backbone, decoder, 0.3)
     pool, labelled = quilts(0)
     mean = torch.tensor(labelled.mean).double().view(3, 1, 1)
     std = torch.tensor(labelled.std).double().view(3, 1, 1)

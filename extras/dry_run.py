@@ -5,9 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from config import AlignConfig, Arch, Command, FinetuneConfig, Network, Record
+from config import FILE, TIMM, AlignConfig, Arch, Command, FinetuneConfig, Network, Record
 from data import Pool, Task
 from extras import pretrain
+from support import timm_models
 from support.checkpoints import OFFICIAL, arch_of, weights_of
 from support.errors import UsageError, checking
 from support.experiment import AlignExperiment, Experiment, device_of, open_pool, open_task
@@ -74,6 +75,8 @@ def plan_peft(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Record:
     if weights and not weights.exists():
         url, megabytes = OFFICIAL[cfg.backbone, cfg.pretext]
         fetched = f"{megabytes:.0f} MB to download from {url}"
+    if weights is None and cfg.backbone.startswith(TIMM):
+        fetched = "timm's, from the Hugging Face hub or its cache"
     # Networks are tried where nothing is missing; otherwise their sizes are all there is to say.
     if weights and weights.exists() and has_data and not problems:
         arch = attempt(problems, try_networks, cfg, task, pool)
@@ -101,9 +104,16 @@ def try_networks(cfg: AlignConfig | FinetuneConfig, task: Task | None, pool: Poo
     return experiment.arch
 
 
-def official_arch(cfg: Network) -> Arch:
-    """Sizes of the official file, where there is none to look at (UsageError)."""
+def official_arch(cfg: Network) -> Arch | None:
+    """Sizes of the official file or of timm's network, where there is no file to look at.
+
+    None where only the file could say. (UsageError)
+    """
+    if cfg.backbone == FILE:
+        return None
     with checking(f"--backbone {cfg.backbone}"):
+        if cfg.backbone.startswith(TIMM):
+            return timm_models.arch_of(cfg)
         return arch_of({}, cfg)
 
 

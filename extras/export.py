@@ -15,18 +15,19 @@ from safetensors.torch import save
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
-from config import Arch, FinetuneConfig, Record, read_table
+from config import TIMM, Arch, FinetuneConfig, Record, read_table
 from lora import Backbone, Phi, factors, merge
 from support.checkpoints import (
     RELEASED,
     Adapter,
+    Pretrained,
     load_adapter,
     load_backbone,
     vit_args,
-    weights_of,
 )
 from support.errors import UsageError, checking
-from support.runs import read_json, sha256, write_atomic
+from support.runs import read_json, write_atomic
+from support.screen import mean_and_deviation
 
 # also how a README.md is known to be an export's, which may be replaced
 MADE = "LoRA on q and v of every layer of a frozen Vision Transformer, made with BiSSLight."
@@ -43,11 +44,25 @@ tags: [image-classification, lora, bisslight]
 Weights: sha256 {weights_sha256}, whose licence holds (the official MAE and I-JEPA files:
 CC BY-NC 4.0). Pretext task {pretext}, rank {rank}. Test {metric}: {accuracy}.
 
+Classes: {classes}.
+
 ```python
 import timm
-model = timm.create_model('local-dir:timm', pretrained=True)  # the merged network with its head
-from peft import PeftModel  # or, on a timm model `base` of these weights and as many classes:
-model = PeftModel.from_pretrained(base, 'peft')
+from PIL import Image
+
+model = timm.create_model("local-dir:timm", pretrained=True).eval()  # merged, with its head
+transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+image = transform(Image.open("image.png").convert("RGB"))  # (3, H, W)
+probabilities = model(image[None]).softmax(1)[0]
+best = int(probabilities.argmax())
+print(model.pretrained_cfg["label_names"][best], float(probabilities[best]))
+```
+
+The adapter alone, on a timm model `base` of these weights and as many classes:
+
+```python
+from peft import PeftModel
+model = PeftModel.from_pretrained(base, "peft")
 ```
 
 `released/lora.pth` is for the program of the paper's authors.
@@ -63,16 +78,14 @@ def export(
     """
     out = out or run / "export"
     cfg, adapter = open_run(run, seed, weights)
-    backbone, _, arch = load_backbone(cfg)
-    path = weights_of(cfg)
-    if sha256(path) != adapter.origin["weights_sha256"]:
-        raise UsageError(f"--weights {path}: {run} was made with others, see its env.json")
-
+    loaded = load_networks(run, cfg, adapter)
+    backbone = loaded.backbone
     head = fold_norm(adapter.phi_D)
     released = io.BytesIO()
     torch.save(to_released(adapter.theta, backbone.dim, backbone.scale), released)
     peft = to_peft(adapter.theta, head, backbone.dim, backbone.scale)
-    timm = to_timm(backbone, arch, adapter.theta, head, adapter.origin)
+    origin = adapter.origin | {"interpolation": cfg.d_interpolation}
+    timm = to_timm(backbone, loaded.arch, adapter.theta, head, origin)
     files = {
         "README.md": write_card(run, cfg, adapter.origin).encode(),
         "released/lora.pth": released.getvalue(),
@@ -117,20 +130,31 @@ def open_run(run: Path, seed: int | None, weights: Path | None) -> Opened:
         return Opened(FinetuneConfig(**shared), load_adapter(file))
 
 
+def load_networks(run: Path, cfg: FinetuneConfig, adapter: Adapter) -> Pretrained:
+    """The networks that an adapter was trained on (UsageError: the weights are others now)."""
+    loaded = load_backbone(cfg)
+    if loaded.sha256 != adapter.origin["weights_sha256"]:
+        place = cfg.weights or cfg.backbone
+        raise UsageError(f"--weights {place}: {run} was made with others, see its env.json")
+    return loaded
+
+
 def write_card(run: Path, cfg: FinetuneConfig, origin: Record) -> str:
     """The model card: what the adapter was trained on, and its accuracy if that was measured."""
     file = run / "result.json"
     result = read_json(file) if file.exists() else {}
     accuracy = "not measured"
     if "test" in result:  # one number for each seed, from the run's first on
-        position = origin["seed"] - cfg.seed
-        accuracy = f"{result['test'][position]:.2f} %"
+        seed = origin["seed"]
+        accuracy = f"{result['test'][seed - cfg.seed]:.2f} % with seed {seed}, the exported one"
+        accuracy += f"; of all seeds {mean_and_deviation(result['test'])}"
     fields = {
         **origin,
         "made": MADE,
         "dataset": Path(origin["dataset"]).name,  # of a folder, not where it lies
         "metric": result.get("metric", "accuracy"),
         "accuracy": accuracy,
+        "classes": ", ".join(origin.get("classes", ["not known"])),
     }
     return CARD.format(**fields)
 
@@ -216,23 +240,44 @@ def to_timm(backbone: Backbone, arch: Arch, theta: Tensor, phi_D: Phi, origin: R
     """The merged network; `origin` is what the adapter says of itself."""
     mean, std = origin.get("channels", (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
     classes = len(phi_D["bias"]) if phi_D else 0
+    architecture = "vit_base_patch16_224"  # any plain ViT's name: the sizes are model_args'
+    model_args = vit_args(arch)
+    name = origin.get("backbone", "")
+    if name.startswith(TIMM):
+        architecture = name.removeprefix(TIMM).partition(".")[0]
+        model_args = {"img_size": arch.image_size, "global_pool": backbone.vit.global_pool}
     config = {
-        "architecture": "vit_base_patch16_224",  # any plain ViT's name: the sizes are model_args'
-        "model_args": vit_args(arch),
+        "architecture": architecture,
+        "model_args": model_args,
         "num_classes": classes,
         "pretrained_cfg": {
             "input_size": [3, arch.image_size, arch.image_size],
             "mean": list(mean),
             "std": list(std),
-            "interpolation": "bicubic",
-            "crop_pct": 224 / 256,
+            "interpolation": origin.get("interpolation", "bicubic"),
+            "crop_pct": crop_share(arch.image_size, origin),
             "num_classes": classes,
             "classifier": "head",
         },
     }
+    if "classes" in origin:
+        config["label_names"] = origin["classes"]
     tensors = merge(backbone, theta)
     for name, tensor in phi_D.items():
         tensors[f"head.{name}"] = tensor
     # safetensors takes no views whose rows do not lie one after another
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     return Exported(config, tensors)
+
+
+def crop_share(size: int, origin: Record) -> float:
+    """A crop_pct with which timm's own transform resizes and cuts as `data.cut_centre` does."""
+    if is_whole(origin):
+        return 1.0
+    # timm rounds size / share down, and this program rounds 256/224 of the size to the nearest
+    return size / (round(size * 256 / 224) + 0.25)
+
+
+def is_whole(origin: Record) -> bool:
+    """Whether test images were taken as they are; older adapters name their images alone."""
+    return bool(origin.get("whole_images", origin.get("dataset") == "quilts"))

@@ -208,6 +208,8 @@ class Networks(NamedTuple):
 
 def build_networks(cfg: PretrainConfig) -> Networks:
     """Networks with random weights, as the authors of the task start them (UsageError)."""
+    if cfg.backbone not in BACKBONES:
+        raise UsageError(f"--backbone {cfg.backbone}: pretrain takes {', '.join(BACKBONES)}")
     if cfg.pretext not in ("mae", "ijepa"):
         raise UsageError(f"{cfg.backbone} with {cfg.pretext}: pretrain takes mae or ijepa")
     device = device_of(cfg)

@@ -2,6 +2,8 @@
 
 official    the files of MAE's and I-JEPA's authors, downloaded on first use
 own         backbone.pth of a `pretrain` run: the official layout, and the sizes as JSON beside it
+file        an MAE file of other sizes, in the official layout: its tensors say which
+timm        `support.timm_models`: the encoder alone
 adapter     adapter.safetensors of a run: θ, a head, and what they were trained on
 released    the LoRA file of the paper's own program
 """
@@ -20,15 +22,29 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load, save
+from safetensors.torch import load_file as load_safetensors
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import ijepa
 import mae
-from config import BACKBONES, OMNIGLOT, AlignConfig, Arch, FinetuneConfig, Network, Pretext, Shape
+from config import (
+    BACKBONES,
+    FILE,
+    OMNIGLOT,
+    TIMM,
+    AlignConfig,
+    Arch,
+    FinetuneConfig,
+    Network,
+    Pretext,
+    Shape,
+)
+from data import Channels, rng
 from lora import Backbone, Phi
-from support import omniglot
+from support import omniglot, timm_models
 from support.errors import UsageError, checking
+from support.runs import sha256
 
 # --- the backbone ---------------------------------------------------------------------------------
 
@@ -55,6 +71,8 @@ class Pretrained(NamedTuple):
     backbone: Backbone  # f_ψ
     head: mae.Decoder | ijepa.Predictor  # h^P: MAE's decoder or I-JEPA's predictor
     arch: Arch
+    sha256: str  # digest of the weights
+    channels: tuple[Channels, Channels] | None = None  # mean, std; None: those of the images
 
 
 def load_backbone(cfg: AlignConfig | FinetuneConfig) -> Pretrained:
@@ -63,28 +81,39 @@ def load_backbone(cfg: AlignConfig | FinetuneConfig) -> Pretrained:
     ψ is frozen here: only θ and the heads are trained. The pretext head is not. (UsageError)
     """
     path = weights_of(cfg)
-    if not path.exists():
+    if path is not None and not path.exists():
         download(OFFICIAL[cfg.backbone, cfg.pretext], path)
+    thing = f"--weights {path}" if path else f"--backbone {cfg.backbone}"
     try:
-        encoder, head_state, arch = read_networks(path, cfg)
-        with torch.device("meta"):  # no memory and no random numbers for what is replaced anyway
-            vit = build_vit(arch)
-            head = build_head(arch, cfg.pretext)
-        assign(vit, encoder)
-        assign(head, head_state)
-        backbone = Backbone(vit, cfg.scale, cfg.recompute)
+        pretrained = load_networks(path, cfg)
     except (ValueError, TypeError, OSError, RuntimeError) as error:  # of torch: names and shapes
-        raise UsageError(
-            f"--weights {path}: {str(error)[:500]}; see --backbone and --pretext"
-        ) from error
-    backbone.requires_grad_(False)
-    return Pretrained(backbone, head, arch)
+        raise UsageError(f"{thing}: {str(error)[:500]}; see --backbone and --pretext") from error
+    pretrained.backbone.requires_grad_(False)
+    return pretrained
 
 
-def weights_of(cfg: Network) -> Path:
+def load_networks(path: Path | None, cfg: AlignConfig | FinetuneConfig) -> Pretrained:
+    """The networks of a file, or of timm (None: with timm's weights); see `load_backbone`."""
+    if path is None or cfg.backbone.startswith(TIMM):
+        state = None if path is None else tensors_in(dict(read_tensors(path)))
+        loaded = timm_models.load_vit(cfg, state)
+        head = build_head(loaded.arch, "mae")
+        initialise([head], "mae", rng(cfg.seed, "decoder"))  # timm has no pretext heads
+        backbone = Backbone(loaded.vit, cfg.scale, cfg.recompute)
+        return Pretrained(backbone, head, loaded.arch, loaded.sha256, loaded.channels)
+    encoder, head_state, arch = read_networks(path, cfg)
+    with torch.device("meta"):  # no memory and no random numbers for what is replaced anyway
+        vit = build_vit(arch)
+        head = build_head(arch, cfg.pretext)
+    assign(vit, encoder)
+    assign(head, head_state)
+    return Pretrained(Backbone(vit, cfg.scale, cfg.recompute), head, arch, sha256(path))
+
+
+def weights_of(cfg: Network) -> Path | None:
     """The checkpoint's path: what --weights names, or where the official file is kept (UsageError).
 
-    An official file need not be there yet: `load_backbone` fetches it.
+    An official file need not be there yet: `load_backbone` fetches it. None: timm has the weights.
     """
     if cfg.weights is not None:
         path = cfg.weights
@@ -95,6 +124,8 @@ def weights_of(cfg: Network) -> Path:
         if not path.is_file():
             raise UsageError(f"--weights {cfg.weights}: is no checkpoint or finished pretrain run")
         return path
+    if cfg.backbone.startswith(TIMM):
+        return None
     official = OFFICIAL.get((cfg.backbone, cfg.pretext))
     if official is None:
         raise UsageError(
@@ -123,10 +154,25 @@ def read_networks(path: Path, cfg: Network) -> tuple[Phi, Phi, Arch]:
     data = dict(read_tensors(path))
     if cfg.pretext == "ijepa":
         encoder, head = ijepa.split_state(data, cfg.base)
+        return encoder, head, arch_of(data, cfg)
+    tensors = tensors_in(data)
+    if any(name.startswith("vit.embeddings.") for name in tensors):
+        raise ValueError(
+            "is Hugging Face's ViTMAE, whose decoder predicts raw pixels, not standardised ones; "
+            "take the authors' file ending in _full.pth"
+        )
+    encoder, head = mae.split_state(tensors)
+    if cfg.backbone == FILE and "bisslight" not in data:
+        arch = read_arch(encoder, head, cfg.heads)
+        check_sizes(arch, cfg)
     else:
-        tensors = data.get("model", data)  # some files hold the tensors alone
-        encoder, head = mae.split_state(dict(tensors))
-    return encoder, head, arch_of(data, cfg)
+        arch = arch_of(data, cfg)
+    return encoder, head, arch
+
+
+def tensors_in(data: Mapping[str, Any]) -> dict[str, Tensor]:
+    """A network's tensors by name, out of what a file holds."""
+    return dict(data.get("model", data))  # some files hold the tensors alone
 
 
 def assign(network: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -140,18 +186,66 @@ def arch_of(data: Mapping[str, Any], cfg: Shape) -> Arch:
     """Sizes of a checkpoint: what `pretrain` wrote into it, or the official ones (ValueError)."""
     if "bisslight" in data:
         written = json.loads(data["bisslight"])
-        if written["backbone"] != cfg.backbone:
+        if cfg.backbone not in (written["backbone"], FILE):
             name = written["backbone"]
             raise ValueError(f"was trained as {name}, give --backbone {name}")
         arch = Arch(**written["arch"])
     else:
         arch = BACKBONES[cfg.backbone]._replace(class_token=cfg.pretext != "ijepa")
-    for name in ("image_size", "patch_size"):
-        wanted = getattr(cfg, name)
+    check_sizes(arch, cfg)
+    return arch
+
+
+def check_sizes(arch: Arch, cfg: Shape) -> None:
+    """Refuse (ValueError) settings that ask for other sizes than a checkpoint has."""
+    for name in ("image_size", "patch_size", "heads"):
+        wanted = getattr(cfg, name, None)  # pretrain's settings have no heads
         actual = getattr(arch, name)
         if wanted is not None and wanted != actual:
             raise ValueError(f"has {name} {actual}; leave the option out")
-    return arch
+
+
+def read_arch(encoder: Phi, decoder: Phi, heads: int | None) -> Arch:
+    """Sizes of a full MAE file as its tensors tell them (ValueError: not an MAE file).
+
+    The number of heads leaves no trace in them: `heads`, or 64 numbers a head, as in ViT-S, B and
+    L. MAE's decoders have 32 a head.
+    """
+    try:
+        _, tokens, dim = encoder["pos_embed"].shape  # of the class token and of the patches
+        patch_size = encoder["patch_embed.proj.weight"].shape[-1]
+        hidden, _ = encoder["blocks.0.mlp.fc1.weight"].shape
+        decoder_dim = decoder["decoder_pos_embed"].shape[-1]
+    except KeyError as error:
+        raise ValueError(f"lacks {error}, which MAE's files hold") from error
+    if heads is None:
+        heads, rest = divmod(dim, 64)
+        if rest:
+            raise ValueError(f"its width {dim} is no multiple of 64; give --heads")
+    if dim % heads:
+        raise ValueError(f"its width {dim} is no multiple of --heads {heads}")
+    side = math.isqrt(tokens - 1)
+    return Arch(
+        dim=dim,
+        depth=count_blocks(encoder, "blocks"),
+        heads=heads,
+        image_size=side * patch_size,
+        patch_size=patch_size,
+        mlp_ratio=hidden / dim,
+        decoder_dim=decoder_dim,
+        decoder_depth=count_blocks(decoder, "decoder_blocks"),
+        decoder_heads=max(1, decoder_dim // 32),
+    )
+
+
+def count_blocks(state: Phi, name: str) -> int:
+    """The number of blocks that a network has under this name."""
+    blocks = set()
+    for key in state:
+        first, _, rest = key.partition(".")
+        if first == name:
+            blocks.add(rest.partition(".")[0])
+    return len(blocks)
 
 
 def vit_args(arch: Arch) -> dict[str, Any]:
@@ -191,6 +285,7 @@ def build_head(arch: Arch, pretext: str) -> mae.Decoder | ijepa.Predictor:
         arch.decoder_depth,
         arch.decoder_heads,
         arch.mlp_ratio,
+        arch.prefix,
     )
 
 
@@ -205,12 +300,13 @@ def initialise(networks: Sequence[nn.Module], pretext: str, rng: torch.Generator
         for name, table in network.state_dict().items():
             if name.endswith("pos_embed"):  # (1, n, width); I-JEPA has no row for a class token
                 n, width = table.shape[1:]
-                side = math.isqrt(n)  # a class token's row adds less than a row of patches
-                table.copy_(sincos(width, side)[:, -n:])
+                patches = network.patches if isinstance(network, mae.Decoder) else n
+                side = math.isqrt(patches)  # a class token's row adds less than a row of patches
+                table.copy_(sincos(width, side, n - side**2))
 
 
-def sincos(dim: int, side: int) -> Tensor:
-    """The fixed position table (1, 1 + side², dim) of MAE and I-JEPA; its first row is zero."""
+def sincos(dim: int, side: int, prefix: int = 1) -> Tensor:
+    """The fixed position table (1, prefix + side², dim) of MAE and I-JEPA; prefix rows are zero."""
     exponents = torch.arange(dim // 4).double() / (dim / 4)
     omega = 10_000**-exponents
     angle = torch.outer(torch.arange(side).double(), omega)  # (side, dim / 4)
@@ -219,8 +315,8 @@ def sincos(dim: int, side: int) -> Tensor:
     columns = table.repeat(side, 1)
     rows = table.repeat_interleave(side, 0)
     patches = torch.cat([columns, rows], 1)  # (side², dim)
-    with_class_token = F.pad(patches, (0, 0, 1, 0))
-    return with_class_token.float()[None]
+    with_prefix = F.pad(patches, (0, 0, prefix, 0))
+    return with_prefix.float()[None]
 
 
 def pretext_task(
@@ -238,8 +334,10 @@ def pretext_task(
 
 
 def read_tensors(path: Path) -> Any:  # noqa: ANN401 (whatever lies in a file of others)
-    """What torch.load finds in a file, without running code (ValueError where it cannot)."""
+    """What a file of torch or safetensors holds, read without running code (ValueError)."""
     try:
+        if path.suffix == ".safetensors":
+            return load_safetensors(path)
         zipped = zipfile.is_zipfile(path)
         with warnings.catch_warnings(), torch.serialization.safe_globals([Namespace]):
             warnings.simplefilter("ignore")  # of old formats; official files hold a Namespace

@@ -21,7 +21,7 @@ from support.metrics import Score, score
 from support.optim import trainable
 from support.pretext import check_pretext_task, load_task_class, new_task
 from support.processes import gather, share, world
-from support.runs import sha256
+from support.runs import LOG, sha256
 
 Config = AlignConfig | FinetuneConfig
 TRIAL_IMAGES = 4  # that a pretext task of one's own is tried on, before the long work
@@ -54,7 +54,14 @@ class Experiment:
         several_classes = self.task.test.targets.ndim > 1  # per image
         self.metric = "11-point mAP" if several_classes else "top-1 accuracy"  # App. C.2.1
 
-        backbone, self.pretext_head, self.arch = checkpoints.load_backbone(cfg)
+        loaded = checkpoints.load_backbone(cfg)
+        backbone = loaded.backbone
+        self.pretext_head = loaded.head
+        self.arch = loaded.arch
+        self.channels = loaded.channels
+        if self.channels is not None:  # a network of timm expects those of its own images
+            mean, std = self.channels
+            self.task = self.task._replace(mean=mean, std=std)
         self.backbone = backbone.to(self.device)
         if fits_bfloat16(cfg, self.device):
             lora.keep_in_bfloat16(self.backbone)
@@ -69,7 +76,7 @@ class Experiment:
         )
         self.decoded = data.Decoded(self.transform)  # validation and test images
         digests = {
-            "weights_sha256": sha256(checkpoints.weights_of(cfg)),
+            "weights_sha256": loaded.sha256,
             "data_sha256": data.fingerprint(*self.task.splits),
         }
         # What defines a run besides its settings: it goes on only where this is the same.
@@ -84,8 +91,13 @@ class Experiment:
             **digests,
             "arch": self.arch._asdict(),
             "channels": [self.transform.mean, self.transform.std],
+            "whole_images": self.test_images_are_ready(),
             "pretext": cfg.pretext.rpartition(":")[2].lower(),  # of one's own: the class
         }
+
+    def test_images_are_ready(self) -> bool:
+        """Whether test images are taken as they are, without the centre cut of photographs."""
+        return data.Images(self.task.test, self.transform, False, 0, "eval").are_ready
 
     def with_settings(self, cfg: Config) -> Self:
         """The same data and networks with other settings of training: rates, lengths, the seed.
@@ -211,6 +223,14 @@ class AlignExperiment(Experiment):
         if cfg.pretext not in ("mae", "ijepa"):
             self.task_class = load_task_class(cfg.pretext)
         super().__init__(cfg, task)
+        if self.channels is not None:
+            mean, std = self.channels
+            self.pool = self.pool._replace(mean=mean, std=std)
+            LOG.warning(
+                "%s has no pretrained pretext head, as the paper's backbones have: "
+                "the pretext task starts with a fresh one",
+                cfg.backbone,
+            )
 
         self.defining["pool_sha256"] = data.fingerprint(self.pool)
         if self.task_class is not None and self.task_class.file.exists():

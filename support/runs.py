@@ -3,7 +3,8 @@
 A run directory holds config.json (the settings), env.json (command, versions, machine, digests of
 weights, labels and file names), metrics.jsonl (a line per alternation or epoch, in pretraining per
 500 steps at most), checkpoint.pt while the run is not finished and result.json once it is. The same
-command, given again, goes on where it stopped.
+command, given again, goes on where it stopped. With --tensorboard, events.out.tfevents.* has the
+numbers of metrics.jsonl for TensorBoard.
 """
 
 import functools
@@ -19,7 +20,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from filelock import FileLock
@@ -30,6 +32,9 @@ from config import Machine, Record
 from support.errors import RunError, UsageError, checking
 from support.optim import Optimiser
 from support.processes import Stopped, stop, wait_for_all, world
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter  # on use: its package may not be there
 
 LOG = logging.getLogger("bisslight")
 T = TypeVar("T")
@@ -95,14 +100,15 @@ class RunResult(BaseModel, frozen=True):
 LOCK = ".lock"
 TORN = ".*.[0-9]*.tmp"  # what a process leaves that is killed while it writes a file
 TRIALS = "lr*-s[0-9]*"  # directories of a finetune run: one learning rate with one seed each
+EVENTS = "events.out.tfevents.*"
 FILES = (  # of a run; those that say what the directory is are the last to be removed
-    "result.json", "metrics.jsonl", "checkpoint.pt", "backbone.pth", "adapter.safetensors",
-    "adapter-s*.safetensors", "config.json", "env.json",
+    "result.json", "metrics.jsonl", EVENTS, "checkpoint.pt", "backbone.pth",
+    "adapter.safetensors", "adapter-s*.safetensors", "config.json", "env.json",
 )  # fmt: skip
 PACKAGES = ("bisslight", "torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
 MAY_CHANGE = {  # settings that a run may be continued with: they say how and where it is computed
     "device", "workers", "jobs", "micro_batch", "save_minutes", "mfac_device", "data_root",
-    "weights", "start",
+    "weights", "start", "tensorboard",
 }  # fmt: skip
 MAY_CHANGE_AT_FIRST = {"pretext_sha256"}  # until there is work that it has shaped
 DIGESTS = {  # which setting each one is of
@@ -141,6 +147,7 @@ class Run(ExitStack):
         self.start = time.monotonic()
         self.spent_before = {"cpu_seconds": 0.0, "seconds": 0.0}  # of the run, before it went on
         self.saved_at = self.start
+        self.events: SummaryWriter | None = None  # of TensorBoard, from the first record on
 
         goes_on = check_directory(path, command, config, force, defining)
         wait_for_all()  # every process has looked before process 0 writes
@@ -251,6 +258,27 @@ class Run(ExitStack):
         lines = [json.dumps(record) + "\n" for record in self.records]
         # All lines anew: after a stop, the file may hold more than the checkpoint that goes on.
         self.write("metrics.jsonl", "".join(lines))
+        if self.config.tensorboard and world().rank == 0:
+            self.log_for_tensorboard()
+
+    def log_for_tensorboard(self) -> None:
+        """Add the last record to TensorBoard's events; the first time, all records.
+
+        Like metrics.jsonl, the events start anew when a run goes on: none is there twice, and none
+        is lost, whatever was written behind the checkpoint.
+        """
+        new = self.records[-1:]
+        if self.events is None:
+            for file in self.path.glob(EVENTS):
+                file.unlink()
+            # 0: a TensorBoard that is open forgets what it has read from the removed file
+            self.events = import_writer()(str(self.path), purge_step=0)
+            self.callback(self.events.close)
+            new = self.records
+        for record in new:
+            for name, value in flatten(record):
+                self.events.add_scalar(name, value, record["step"])
+        self.events.flush()
 
     def checkpoint(self, done: str, due: bool = False) -> None:
         """Save if `due` or `save_minutes` are over; if asked to stop, save and raise Stopped.
@@ -320,6 +348,34 @@ class Run(ExitStack):
         }
 
 
+def import_writer() -> "type[SummaryWriter]":
+    """What writes TensorBoard's events (UsageError where its package is missing)."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UsageError(
+            "--tensorboard: needs the package tensorboard; `pip install tensorboard`, "
+            "or leave the option out"
+        ) from error
+    return SummaryWriter
+
+
+def flatten(value: object, name: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers of a record by name; of a list their mean, as of the losses of an alternation.
+
+    >>> list(flatten({"step": 3, "loss_P": [1.0, 3.0], "val_P": {"accuracy": 50.0}, "lr": None}))
+    [('loss_P', 2.0), ('val_P/accuracy', 50.0)]
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key != "step":
+                yield from flatten(item, f"{name}/{key}" if name else key)
+    elif isinstance(value, list) and value and isinstance(value[0], int | float):
+        yield name, fmean(value)
+    elif isinstance(value, int | float):
+        yield name, value
+
+
 def describe_machine(config: Machine) -> Record:
     """What env.json says of one start of a run: program, versions, machine, changeable settings."""
     versions = {"python": sys.version.split()[0]}
@@ -378,6 +434,8 @@ def check_directory(
     False where there is none yet, where `force` starts it over, and where nothing has changed that
     any finished alternation or epoch depends on.
     """
+    if config.tensorboard:  # told before the long work
+        import_writer()
     if path.exists() and not path.is_dir():
         raise UsageError(f"--out {path}: is a file; {OTHER_OUT}")
     if not (path / "config.json").exists():

@@ -7,9 +7,10 @@ import pytest
 import torch
 from conftest import close, fixture, recorded
 from replay import recording, to_theta
+from safetensors.torch import save_file
 
 import cli
-from config import BACKBONES, AlignConfig
+from config import BACKBONES, AlignConfig, Arch
 from data import rng
 from extras.export import to_released
 from lora import init_head, init_norm, init_theta
@@ -24,6 +25,7 @@ from support.checkpoints import (
     load_theta,
     save_adapter,
 )
+from support.errors import UsageError
 
 THETA = init_theta(3, 4, 32, rng(0, "x")) + 0.1 * torch.randn(3, 512, generator=rng(1, "x"))
 
@@ -121,3 +123,64 @@ def test_the_released_layout_goes_there_and_back_and_others_are_refused(tmp_path
     ):
         with pytest.raises(ValueError, match="is not a LoRA file on q and v of width 32"):
             from_released(other, 32)
+
+
+def write_mae_file(arch: Arch, path: Path) -> dict[str, Any]:
+    """A full MAE file of these sizes, as MAE's own program writes it; its tensors."""
+    state = {**build_vit(arch).state_dict(), **build_head(arch, "mae").state_dict()}
+    g = rng(5)
+    tensors = {name: 0.1 * torch.randn(x.shape, generator=g) for name, x in state.items()}
+    torch.save({"model": tensors, "epoch": 3}, path)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("arch", "heads"),
+    [
+        (Arch(384, 2, 6, 96, 8, decoder_dim=128, decoder_depth=3, decoder_heads=4), None),
+        (Arch(96, 5, 3, 32, 4, 3.0, decoder_dim=64, decoder_depth=1, decoder_heads=2), 3),
+    ],
+)
+def test_an_mae_file_of_any_sizes_says_which(arch: Arch, heads: int | None, tmp_path: Path) -> None:
+    """ViT-S with patches of 8, and a smaller one whose number of heads is given."""
+    tensors = write_mae_file(arch, tmp_path / "mine.pth")
+    cfg = AlignConfig(backbone="file", dataset="own", weights=tmp_path / "mine.pth", heads=heads)
+    loaded = load_backbone(cfg)
+    assert loaded.arch == arch
+    images = torch.randn(2, 3, arch.image_size, arch.image_size, generator=rng(6))
+    vit = build_vit(arch)
+    vit.load_state_dict({name: tensors[name] for name in vit.state_dict()})
+    close(loaded.backbone(images), vit.forward_features(images), 1e-6)
+    for name, tensor in loaded.head.state_dict().items():
+        assert torch.equal(tensor, tensors[name])
+
+
+def test_a_file_of_any_sizes_is_refused_by_what_does_not_fit(weights: Path, tmp_path: Path) -> None:
+    """A run of `pretrain` says its sizes itself."""
+    path = tmp_path / "mine.pth"
+    write_mae_file(Arch(96, 1, 3, 32, 4, decoder_dim=64, decoder_depth=1), path)
+    settings: Any = {"backbone": "file", "dataset": "own"}
+    for more, named in (
+        ({"weights": path}, "width 96 .* give --heads"),
+        ({"weights": path, "heads": 5}, "--heads 5"),
+        ({"weights": path, "heads": 3, "image_size": 64}, "image_size 32"),
+        ({"weights": weights, "heads": 2}, "heads 4"),
+        ({}, "--weights FILE"),
+    ):
+        with pytest.raises(UsageError, match=named):
+            load_backbone(AlignConfig(**settings, **more))
+    assert load_backbone(AlignConfig(**settings, weights=weights)).arch == BACKBONES["vit_mini"]
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+def test_hugging_faces_mae_is_refused_since_it_predicts_raw_pixels(
+    name: str, tmp_path: Path
+) -> None:
+    state = {"vit.embeddings.cls_token": torch.ones(1, 1, 8), "decoder.mask_token": torch.ones(1)}
+    if name.endswith("bin"):
+        torch.save(state, tmp_path / name)
+    else:
+        save_file(state, tmp_path / name)
+    cfg = AlignConfig(backbone="vit_b16", dataset="own", weights=tmp_path / name)
+    with pytest.raises(UsageError, match=r"Hugging Face's ViTMAE.*raw pixels"):
+        load_backbone(cfg)

@@ -9,8 +9,9 @@ import pytest
 import timm
 import torch
 from child_process import finish, start
-from timm.layers import DropPath
-from timm.models.vision_transformer import VisionTransformer
+from timm.layers import DropPath, SwiGLUPacked
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
 from torch import Tensor
 
 import lora
@@ -62,6 +63,64 @@ def test_pooling_is_timms_own() -> None:
     torch.testing.assert_close(z, vit(x), rtol=0, atol=1e-5)
 
 
+FAMILIES: dict[str, dict[str, Any]] = {  # of Vision Transformers in timm, in small
+    "supervised": {},
+    "CLIP": {"pre_norm": True, "act_layer": "quick_gelu"},
+    "DINOv2": {"init_values": 0.5},
+    "DINOv2 with registers": {"init_values": 0.5, "reg_tokens": 4, "no_embed_class": True},
+    "DINOv2 giant": {"init_values": 0.5, "mlp_layer": SwiGLUPacked, "mlp_ratio": 4},
+    "positions of registers": {"reg_tokens": 2},
+    "mean of patches": {"global_pool": "avg", "class_token": False},
+    "mean of patches, with registers": {
+        "global_pool": "avg", "class_token": False, "reg_tokens": 3, "no_embed_class": True,
+    },
+    "mean of patches, class token too": {"global_pool": "avg", "fc_norm": False},
+    "normalised queries and keys": {"qk_norm": True, "qkv_bias": False},
+    "normalised attention": {"scale_attn_norm": True, "scale_mlp_norm": True},
+    "any image size": {"dynamic_img_size": True, "reg_tokens": 1},
+    "without positions": {"pos_embed": "none"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_of_timm_is_computed_as_by_timm(family: str) -> None:
+    """At B = 0 tokens and pooled features are timm's own; at other B those of the merged weights.
+
+    All tensors are random, so that none is left out unseen, and masked patches are really gone.
+    """
+    vit = tiny_vit(**FAMILIES[family])
+    g = rng(5)
+    for tensor in vit.state_dict().values():
+        tensor.copy_(0.3 * torch.randn(tensor.shape, generator=g))
+    backbone = Backbone(vit)
+    start = init_theta(3, 4, 24, rng(0)).double()
+    expected = vit.forward_features(IMAGES)
+    assert float(expected.std()) > 1e-2
+    torch.testing.assert_close(backbone(IMAGES, start), expected, rtol=0, atol=1e-10)
+    pooled = vit.forward_head(expected, pre_logits=True)
+    torch.testing.assert_close(lora.features(backbone, start, IMAGES), pooled, rtol=0, atol=1e-10)
+
+    merged = copy.deepcopy(vit)
+    merged.load_state_dict(lora.merge(backbone, THETA))
+    actual = backbone(IMAGES, THETA)
+    assert float((actual - expected).abs().max()) > 1e-3
+    torch.testing.assert_close(actual, merged.forward_features(IMAGES), rtol=0, atol=1e-10)
+
+    prefix = vit.num_prefix_tokens
+    order = torch.randperm(16, generator=g).expand(5, -1)
+    shuffled = backbone(IMAGES, THETA, order)
+    torch.testing.assert_close(shuffled[:, :prefix], actual[:, :prefix])
+    torch.testing.assert_close(shuffled[:, prefix:], actual[:, prefix:][:, order[0]])
+    keep = order[:, :3]
+    visible = torch.zeros(16, dtype=torch.bool)
+    visible[keep[0]] = True
+    hidden = (~visible).view(4, 4).repeat_interleave(4, 0).repeat_interleave(4, 1)
+    other = torch.where(hidden, torch.randn(5, 3, 16, 16, generator=g).double(), IMAGES)
+    seen = backbone(IMAGES, THETA, keep)
+    assert seen.shape == (5, prefix + 3, 24)
+    torch.testing.assert_close(backbone(other, THETA, keep), seen)
+
+
 def test_theta_adds_s_BA_to_q_and_v_and_leaves_k() -> None:
     """Weights added by hand into plain timm give the same tokens, and `merge` gives the weights."""
     backbone, plain = Backbone(VIT, scale=0.5), tiny_vit()
@@ -76,9 +135,23 @@ def test_theta_adds_s_BA_to_q_and_v_and_leaves_k() -> None:
     assert torch.equal(merged[name][24:48], VIT.state_dict()[name][24:48])
 
 
-def test_a_network_that_would_be_computed_otherwise_is_refused() -> None:
-    with pytest.raises(ValueError, match="VisionTransformer: is not a timm VisionTransformer of"):
-        Backbone(tiny_vit(global_pool="max"))
+@pytest.mark.parametrize(
+    ("vit", "named"),
+    [
+        (lambda: tiny_vit(global_pool="max"), "max"),
+        (lambda: tiny_vit(global_pool="map"), "map"),
+        (lambda: tiny_vit(block_fn=ParallelScalingBlock), "ParallelScalingBlock"),
+        (lambda: tiny_vit(attn_layer="diff"), "DiffAttention"),
+        (lambda: timm.create_model("vit_tiny_r_s16_p8_224"), "HybridEmbed"),
+        (lambda: timm.create_model("swin_tiny_patch4_window7_224"), "SwinTransformer"),
+        (lambda: VisionTransformerDistilled(depth=1), "VisionTransformerDistilled"),
+    ],
+)
+def test_a_network_that_would_be_computed_otherwise_is_refused_by_what_it_has(
+    vit: Any, named: str
+) -> None:
+    with torch.device("meta"), pytest.raises(ValueError, match=named):
+        Backbone(vit())
 
 
 def test_recomputing_activations_sees_the_right_theta_and_drop_path() -> None:

@@ -1,0 +1,301 @@
+"""timm's Vision Transformers as ψ: weights, sizes, channels, and the commands with them."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import timm
+import torch
+from conftest import close
+from loopback import Handler, Server
+from safetensors.torch import load_file, save, save_file
+from torch import Tensor
+from toy import ROOT, done, refusal
+
+import lora
+from config import AlignConfig, FinetuneConfig, make
+from data import quilts, rng
+from mae import MAE, Decoder
+from support.checkpoints import load_adapter, load_backbone, sincos
+from support.errors import UsageError
+from support.experiment import AlignExperiment
+from support.timm_models import arch_of
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
+NAME = "test_vit2"  # timm's own for tests: width 64, mean of patches, a register, layer scale
+STEPS = (
+    "--alternations 2 --lower-steps 2 --upper-steps 1 --p-batch 4 --d-batch 8 --probe-epochs 0 "
+    "--eval-every 2 --warmup 0 --mask-ratio 0.5 --rank 2"
+)
+
+
+def random_vit(name: str) -> Any:
+    """A network of timm in which no tensor is zero or one, and without its classifier."""
+    vit = timm.create_model(name).eval()
+    vit.reset_classifier(0)
+    g = rng(1, name)
+    with torch.no_grad():
+        for tensor in vit.state_dict().values():
+            tensor.copy_(0.2 * torch.randn(tensor.shape, generator=g))
+    return vit
+
+
+def settings(**changes: Any) -> AlignConfig:
+    """Settings of align with the network NAME and a file of weights."""
+    given = {"backbone": f"timm:{NAME}", "dataset": "quilts", "weights": "w.safetensors"}
+    return AlignConfig(**given | changes)
+
+
+@pytest.fixture
+def vit() -> Any:
+    """The network of w.safetensors."""
+    vit = random_vit(NAME)
+    save_file(vit.state_dict(), "w.safetensors")
+    return vit
+
+
+def test_a_file_of_weights_gives_timms_own_features(vit: Any) -> None:
+    images = torch.randn(2, 3, 160, 160, generator=rng(2))
+    loaded = load_backbone(settings())
+    close(loaded.backbone(images), vit.forward_features(images), 1e-5)
+    close(lora.features(loaded.backbone, None, images), vit(images), 1e-5)
+    assert not any(tensor.requires_grad for tensor in loaded.backbone.parameters())
+    sizes = loaded.arch
+    assert (sizes.dim, sizes.depth, sizes.heads, sizes.image_size) == (64, 8, 2, 160)
+    assert (sizes.patch_size, sizes.class_token, sizes.registers, sizes.prefix) == (16, False, 1, 1)
+
+
+def test_one_network_has_one_digest_in_any_file_and_at_any_image_size(vit: Any) -> None:
+    digest = load_backbone(settings()).sha256
+    torch.save({"model": vit.state_dict()}, "w.pth")
+    assert load_backbone(settings(weights="w.pth")).sha256 == digest
+    assert load_backbone(settings(image_size=64)).sha256 == digest
+    vit.fc_norm.bias.data[3] += 1e-3
+    save_file(vit.state_dict(), "w.safetensors")
+    assert load_backbone(settings()).sha256 != digest
+
+
+def test_other_image_sizes_are_timms_own_resampling(vit: Any) -> None:
+    images = torch.randn(2, 3, 64, 64, generator=rng(2))
+    vit.set_input_size((64, 64))
+    loaded = load_backbone(settings(image_size=64))
+    close(loaded.backbone(images), vit.forward_features(images), 1e-5)
+    assert isinstance(loaded.head, Decoder) and loaded.head.patches == 16
+    with pytest.raises(UsageError, match="not a multiple of patches of 16"):
+        load_backbone(settings(image_size=72))
+    with pytest.raises(UsageError, match="has patch_size 16"):
+        load_backbone(settings(patch_size=8))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda state: state.pop("blocks.3.attn.qkv.weight"), r"blocks\.3\.attn\.qkv\.weight"),
+        (lambda state: state.update(more=torch.ones(2)), "more"),
+        (
+            lambda state: state.update({"patch_embed.proj.weight": torch.ones(64, 3, 8, 8)}),
+            "patches of another size",
+        ),
+    ],
+)
+def test_a_file_of_another_network_is_refused(vit: Any, change: Any, named: str) -> None:
+    """None of a network's tensors may be left as random as timm made it."""
+    state = load_file("w.safetensors")
+    change(state)
+    save_file(state, "w.safetensors")
+    with pytest.raises(UsageError, match=named):
+        load_backbone(settings())
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("vit_smal_patch14_dinov2", "did you mean timm:vit_small_patch14_dinov2"),
+        ("vit_small_patch14_dinov2.nonesuch", "did you mean timm:vit_small_patch14_dinov2"),
+        ("resnet18", "ResNet"),
+        ("vit_base_patch16_siglip_224", "'map'"),
+        ("vit_small_patch16_18x2_224", "ParallelThingsBlock"),
+    ],
+)
+def test_a_network_that_cannot_be_used_is_refused_in_a_line(name: str, named: str) -> None:
+    line = f"finetune --backbone timm:{name} --dataset quilts --out f"
+    assert named in refusal(line) and not Path("f").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"backbone": f"timm:{NAME}", "pretext": "ijepa"}, "I-JEPA"),
+        ({"backbone": f"timm:{NAME}", "decoder": "checkpoint"}, "--decoder checkpoint"),
+        ({"backbone": "timm:"}, "--backbone timm:"),
+        ({"backbone": "vit_b16", "heads": 4}, "--heads 4"),
+    ],
+)
+def test_settings_that_do_not_go_with_a_network_are_refused(given: Any, named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        make(AlignConfig, {"dataset": "quilts", **given})
+
+
+@pytest.mark.parametrize(
+    ("name", "mean"),
+    [
+        ("vit_small_patch14_reg4_dinov2", 0.485),
+        ("vit_base_patch16_clip_224.openai", 0.48145466),
+        ("vit_base_patch16_224.augreg_in21k", 0.5),
+        ("vit_small_patch16_224.dino", 0.485),
+        ("deit3_small_patch16_224.fb_in1k", 0.485),
+        ("eva_large_patch14_196.in22k_ft_in1k", 0.48145466),
+    ],
+)
+def test_the_networks_that_people_ask_for_are_taken(name: str, mean: float) -> None:
+    """Their sizes are known without their weights; the table of timm names their channels."""
+    arch = arch_of(AlignConfig(backbone=f"timm:{name}", dataset="quilts"))
+    assert arch.dim == 64 * arch.heads and arch.class_token
+    assert arch.registers == (4 if "reg4" in name else 0)
+    pretrained = timm.get_pretrained_cfg(name)
+    assert pretrained is not None and pretrained.mean[0] == mean
+
+
+def test_images_are_normalised_as_the_network_was_trained(vit: Any, caplog: Any) -> None:
+    """The test networks of timm want 0.5 and 0.5, whatever the mean of the quilts is."""
+    experiment = AlignExperiment(settings(image_size=32))
+    assert experiment.task.mean == experiment.pool.std == (0.5, 0.5, 0.5) != quilts(0)[1].mean
+    examples = next(experiment.examples("test", 4, range(1), 0.0))
+    assert float(examples.images.min()) < 0 < float(examples.images.max()) <= 1
+    assert experiment.origin["channels"] == [(0.5, 0.5, 0.5)] * 2
+    told = [record for record in caplog.records if "pretext head" in record.getMessage()]
+    assert len(told) == 1 and NAME in told[0].getMessage()
+
+
+def test_the_decoder_is_fresh_and_knows_where_the_patches_are(vit: Any) -> None:
+    """The same numbers for a seed; a register has no position, and no patch is lost to it."""
+    cfg = settings(image_size=64)
+    head = load_backbone(cfg).head
+    assert isinstance(head, Decoder)
+    again = load_backbone(cfg).head
+    other = load_backbone(cfg.replace(seed=1)).head
+    assert torch.equal(again.state_dict()["mask_token"], head.mask_token)
+    assert not torch.equal(other.state_dict()["mask_token"], head.mask_token)
+    assert float(head.mask_token.detach().abs().max()) > 0
+    assert torch.equal(head.decoder_pos_embed, sincos(512, 4))
+    assert torch.equal(sincos(512, 2, 5)[:, 5:], sincos(512, 2)[:, 1:])
+    assert not sincos(512, 2, 5)[:, :5].any()
+
+
+@pytest.mark.parametrize("registers", [0, 1, 4])
+def test_masked_prediction_works_with_any_prefix(registers: int) -> None:
+    """Each removed patch is predicted where it was; the prefix is not a patch."""
+    sizes: Any = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 4}
+    torch.manual_seed(0)
+    vit = timm.models.VisionTransformer(
+        **sizes, num_classes=0, class_token=False, global_pool="avg", reg_tokens=registers
+    )
+    decoder = Decoder(24, 16, 4, width=8, depth=0, heads=2, prefix=registers)
+    task = MAE(lora.Backbone(vit), decoder, 0.75)
+    # Without blocks the decoder predicts the same of every removed patch, but for its position.
+    decoder.decoder_pos_embed[:, registers:] = torch.arange(16.0)[None, :, None]
+    decoder.decoder_norm = torch.nn.Identity()  # type: ignore[assignment]
+    torch.nn.init.constant_(decoder.decoder_pred.weight, 1 / 8)
+    torch.nn.init.zeros_(decoder.decoder_pred.bias)
+    images = torch.randn(2, 3, 16, 16)
+    (noise,) = task.draw(2, rng(3))
+    prediction, mask = task.predict(None, task.phi, task.prepare(images, noise))
+    assert prediction.shape == (2, 16, 48) and mask.sum(1).tolist() == [12, 12]
+    positions = torch.arange(16.0).expand(2, -1)
+    close(prediction[mask == 1].mean(-1), positions[mask == 1], 1e-6)
+
+
+def logits_by_timm(run: Path, images: Tensor) -> Tensor:
+    """The exported network's logits of quilts, which it takes as they are."""
+    merged: Any = timm.create_model(f"local-dir:{run}/export/timm", pretrained=True).eval()
+    cfg = merged.pretrained_cfg
+    big = torch.nn.functional.interpolate(images, 32, mode="nearest")
+    mean, std = (torch.tensor(cfg[name]).view(3, 1, 1) for name in ("mean", "std"))
+    logits: Tensor = merged((big - mean) / std)
+    return logits
+
+
+def test_align_finetune_and_export_work_with_a_network_of_timm(vit: Any) -> None:
+    """θ starts at ψ's own rows and is trained; the export is timm's own network, merged."""
+    own = f"--backbone timm:{NAME} --weights w.safetensors --image-size 32 --dataset quilts"
+    done(f"align {own} {STEPS} --quiet --out a")
+    origin = load_adapter(Path("a/adapter.safetensors")).origin
+    assert origin["unlike_paper"]["decoder"] == "random"
+    peft = "--epochs 1 --warmup-epochs 0 --seeds 1 --lr 1e-2 --batch 40 --quiet"
+    done(f"finetune --from a {peft} --out f")
+    assert json.loads(Path("f/config.json").read_text())["backbone"] == f"timm:{NAME}"
+    done("export f")
+    adapter = load_adapter(Path("f/adapter-s0.safetensors"))
+    images = torch.as_tensor(quilts(0)[1].test.images)[:8]
+    backbone = load_backbone(FinetuneConfig(**json.loads(Path("f/config.json").read_text())))
+    big = torch.nn.functional.interpolate(images, 32, mode="nearest") * 2 - 1
+    x = lora.features(backbone.backbone, adapter.theta, big)
+    close(logits_by_timm(Path("f"), images), lora.logits(x, adapter.phi_D), 1e-5)
+
+
+def test_the_plan_of_a_run_names_the_fetch_and_fetches_nothing(monkeypatch: Any) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise AssertionError("fetched")
+
+    monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", refuse)
+    line = "align --backbone timm:vit_small_patch14_reg4_dinov2 --dataset quilts --rank 4"
+    plan = json.loads(done(f"{line} --dry-run --json"))
+    assert "Hugging Face" in plan["weights"] and plan["LoRA parameters"] == 12 * 4 * 4 * 384
+
+
+class Hub(Handler):
+    """As the Hugging Face hub answers."""
+
+    def end_headers(self) -> None:
+        self.send_header("ETag", '"abc"')
+        self.send_header("X-Repo-Commit", "0" * 40)
+        super().end_headers()
+
+
+@pytest.fixture
+def hub() -> Iterator[Server]:
+    with Server() as server:
+        server.RequestHandlerClass = Hub
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+LOAD = """
+import sys
+from config import FinetuneConfig
+from support.checkpoints import load_backbone
+from support.errors import UsageError
+for name in sys.argv[1:]:
+    try:
+        print(load_backbone(FinetuneConfig(backbone=name, dataset="quilts")).sha256)
+    except UsageError as error:
+        print(error)
+"""
+
+
+def load_outside(*names: str, **environ: str) -> list[str]:
+    """Digests or errors. The hub's package reads the environment once, so in another process."""
+    env = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", LOAD, *names]
+    ended = subprocess.run(command, env=env | environ, capture_output=True, text=True, check=True)
+    return ended.stdout.splitlines()
+
+
+def test_timm_fetches_its_weights_once_and_offline_says_what_to_do(vit: Any, hub: Server) -> None:
+    head = {"head.weight": torch.ones(1000, 64), "head.bias": torch.ones(1000)}
+    hub.files["model.safetensors"] = save(load_file("w.safetensors") | head)
+    home = str(Path("home").absolute())
+    expected = load_backbone(settings()).sha256
+    assert load_outside(f"timm:{NAME}", HF_HOME=home, HF_ENDPOINT=hub.url) == [expected]
+    cached, told = load_outside(f"timm:{NAME}", "timm:test_vit", HF_HOME=home, HF_HUB_OFFLINE="1")
+    assert cached == expected
+    assert "--backbone timm:test_vit:" in told and "--weights FILE" in told
