@@ -53,7 +53,7 @@ from PIL import Image
 model = timm.create_model("local-dir:timm", pretrained=True).eval()  # merged, with its head
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
 image = transform(Image.open("image.png").convert("RGB"))  # (3, H, W)
-probabilities = model(image[None]).softmax(1)[0]
+probabilities = model(image[None]).detach().softmax(1)[0]
 best = int(probabilities.argmax())
 print(model.pretrained_cfg["label_names"][best], float(probabilities[best]))
 ```

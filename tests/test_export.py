@@ -1,8 +1,12 @@
 """Exported adapters, opened by the programs they are for."""
 
+import contextlib
+import io
 import json
+import math
 import shutil
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import pytest
@@ -12,11 +16,13 @@ from conftest import close
 from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
+from torchvision.transforms.functional import to_pil_image
+from toy import done
 
 import cli
 from config import Arch
 from data import quilts, rng
-from extras.export import fold_norm, to_peft, to_timm
+from extras.export import crop_share, fold_norm, to_peft, to_timm
 from lora import Backbone, features, init_head, init_norm, init_theta, logits
 from support.checkpoints import build_vit, load_adapter
 
@@ -102,8 +108,50 @@ def test_a_run_is_exported_from_the_command_line(made: None, weights: Path, caps
     assert cli.run(["export", "with/lr0.01-s0"]) == 0  # one rate and seed: tested in the whole
     assert "accuracy: not measured" in Path("with/lr0.01-s0/export/README.md").read_text()
     card = Path("with/export/README.md").read_text()
-    accuracy = json.loads(Path("with/result.json").read_text())["test"][1]
-    assert "vit_mini for quilts" in card and f"Test top-1 accuracy: {accuracy:.2f} %" in card
+    both = json.loads(Path("with/result.json").read_text())["test"]
+    assert "vit_mini for quilts" in card
+    assert f"Test top-1 accuracy: {both[1]:.2f} % with seed 1" in card
+    assert f"{mean(both):.2f} ± {stdev(both):.2f} % (2 seeds)" in card
+    assert "layout 0, layout 1, layout 2" in card
     assert str(Path.cwd()) not in card and str(weights.parent) not in card
     left, right = (load_file(f"{name}/adapter-s0.safetensors") for name in "gh")
     assert all(torch.equal(left[key], right[key]) for key in left)
+
+
+def run_cards_program(export: Path) -> list[str]:
+    """What the first program in a model card prints, run where the card lies."""
+    card = (export / "README.md").read_text()
+    program = card.split("```python")[1].split("```")[0]
+    printed = io.StringIO()
+    with contextlib.chdir(export), contextlib.redirect_stdout(printed):
+        exec(compile(program, "card", "exec"), {})
+    return printed.getvalue().split("\n")
+
+
+@pytest.mark.parametrize("dataset", ["quilts", "folder:photos"])
+def test_the_cards_program_predicts_what_predict_does(
+    dataset: str, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an image of the network's size, which only the images of a folder are cut from."""
+    monkeypatch.chdir(tmp_path)
+    test = quilts(0)[1].test
+    for k, image in enumerate(torch.as_tensor(test.images)[:40]):
+        place = Path(f"photos/kind {int(test.targets[k])}")
+        place.mkdir(parents=True, exist_ok=True)
+        to_pil_image(image).save(place / f"{k}.png")
+    own = f"--backbone vit_mini --weights {weights} --dataset {dataset}"
+    done(f"finetune {own} --seeds 1 {PEFT} --augment none --out f")
+    done("export f --out e")
+    to_pil_image(torch.as_tensor(test.images)[77]).save("e/image.png")
+    guess = json.loads(done("predict f e/image.png --json"))[0]
+    (printed, _) = run_cards_program(Path("e"))
+    label, _, probability = printed.rpartition(" ")
+    assert label == guess["label"]
+    assert float(probability) == pytest.approx(guess["probability"], abs=1e-5)
+
+
+def test_timms_transform_resizes_as_this_program_does() -> None:
+    """It takes the whole part of size / crop_pct; both then cut the centre."""
+    for size in range(8, 1030):
+        assert math.floor(size / crop_share(size, {})) == round(size * 256 / 224)
+        assert crop_share(size, {"whole_images": True}) == 1
