@@ -395,21 +395,18 @@ def predict(
         int | None, typer.Option(help="Seed whose adapter is taken. Default: the first.")
     ] = None,
     weights: Annotated[Path | None, typer.Option(help="Where the run's weights are now.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Classify images with a finished finetune run: class names and probabilities."""
-    from extras.predict import Predictor, list_images, write_csv
+    from extras.predict import format_csv, predict
     from support.runs import write_atomic
 
-    files = list_images(images)
-    predictor = Predictor(run, seed=seed, weights=weights, device=device)
-    guesses = predictor.guess(files, top)
+    guesses = predict(run, images, top=top, seed=seed, weights=weights)
     if csv == Path("-"):
-        tell(write_csv(guesses).rstrip(), sys.stdout)
+        tell(format_csv(guesses).rstrip(), sys.stdout)
         return
     if csv is not None:
-        write_atomic(csv, write_csv(guesses))
+        write_atomic(csv, format_csv(guesses))
     print_result([guess._asdict() for guess in guesses], as_json)
 
 

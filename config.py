@@ -364,12 +364,10 @@ class Network(Shape):
 
     @model_validator(mode="after")
     def check_network(self) -> Self:
-        """What goes with a network of timm, and with a file of any sizes."""
+        """What goes with a network that is not one of BACKBONES."""
         if self.heads is not None and self.backbone != FILE:
             raise ValueError(f"--heads {self.heads}: is for --backbone file, leave it out")
-        if self.pretext == "ijepa" and self.backbone == FILE:
-            raise ValueError("--backbone file: is for MAE's files, not for --pretext ijepa")
-        if self.pretext == "ijepa" and self.backbone.startswith(TIMM):
+        if self.pretext == "ijepa" and self.backbone not in BACKBONES:
             raise ValueError(f"--backbone {self.backbone}: has no I-JEPA predictor, take mae")
         return self
 
@@ -537,13 +535,6 @@ class Peft(Settings):
 
 class AlignConfig(Bilevel, Upper, Lower, Pretext, Data, Network, Command):
     """`align`: BiSSLight, Algorithm 1."""
-
-    @model_validator(mode="after")
-    def check_decoder(self) -> Self:
-        """A network of timm comes without a pretext head."""
-        if self.decoder == "checkpoint" and self.backbone.startswith(TIMM):
-            raise ValueError(f"--decoder checkpoint: {self.backbone} has none, leave it out")
-        return self
 
 
 class FinetuneConfig(Peft, Data, Network, Command):

@@ -84,6 +84,7 @@ class Task(NamedTuple):
     classes: list[str]
     mean: Channels = IMAGENET[0]
     std: Channels = IMAGENET[1]
+    whole: bool = False  # where no random crops are taken, see `Transform`
 
     @property
     def splits(self) -> tuple[Split, Split, Split]:
@@ -347,6 +348,7 @@ class Transform(NamedTuple):
     min_crop: float = 0.2
     interpolation: str = "bicubic"  # or "bilinear"
     flip: bool = True
+    whole: bool = False  # without a random crop, nothing of a square image is cut off
 
 
 Picture = Image.Image | Tensor  # RGB, of Pillow, or uint8 (3, H, W): torchvision works on both
@@ -407,12 +409,9 @@ def cut_random(image: Picture, t: Transform) -> Picture:
     return cut
 
 
-def cut_centre(image: Picture, t: Transform, whole: bool = False) -> Picture:
-    """The centre, after the shorter side is resized to 256/224 of the size (as released).
-
-    `whole`: to the size itself, so that nothing of a square image is cut off.
-    """
-    shorter = t.size if whole else round(t.size * 256 / 224)
+def cut_centre(image: Picture, t: Transform) -> Picture:
+    """The centre, after the shorter side is resized to 256/224 of the size (as released)."""
+    shorter = t.size if t.whole else round(t.size * 256 / 224)
     resized = F.resize(image, [shorter], InterpolationMode(t.interpolation), antialias=True)
     cut: Picture = F.center_crop(resized, [t.size, t.size])
     return cut

@@ -113,7 +113,7 @@ def official_arch(cfg: Network) -> Arch | None:
         return None
     with checking(f"--backbone {cfg.backbone}"):
         if cfg.backbone.startswith(TIMM):
-            return timm_models.arch_of(cfg)
+            return timm_models.read_arch(cfg)
         return arch_of({}, cfg)
 
 

@@ -20,7 +20,6 @@ from lora import Backbone, Phi, factors, merge
 from support.checkpoints import (
     RELEASED,
     Adapter,
-    Pretrained,
     load_adapter,
     load_backbone,
     vit_args,
@@ -78,8 +77,11 @@ def export(
     """
     out = out or run / "export"
     cfg, adapter = open_run(run, seed, weights)
-    loaded = load_networks(run, cfg, adapter)
+    loaded = load_backbone(cfg)
     backbone = loaded.backbone
+    if loaded.sha256 != adapter.origin["weights_sha256"]:
+        place = cfg.weights or cfg.backbone
+        raise UsageError(f"--weights {place}: {run} was made with others, see its env.json")
     head = fold_norm(adapter.phi_D)
     released = io.BytesIO()
     torch.save(to_released(adapter.theta, backbone.dim, backbone.scale), released)
@@ -128,15 +130,6 @@ def open_run(run: Path, seed: int | None, weights: Path | None) -> Opened:
     shared = {name: value for name, value in settings.items() if name in wanted}
     with checking(str(run), "give a finished run"):
         return Opened(FinetuneConfig(**shared), load_adapter(file))
-
-
-def load_networks(run: Path, cfg: FinetuneConfig, adapter: Adapter) -> Pretrained:
-    """The networks that an adapter was trained on (UsageError: the weights are others now)."""
-    loaded = load_backbone(cfg)
-    if loaded.sha256 != adapter.origin["weights_sha256"]:
-        place = cfg.weights or cfg.backbone
-        raise UsageError(f"--weights {place}: {run} was made with others, see its env.json")
-    return loaded
 
 
 def write_card(run: Path, cfg: FinetuneConfig, origin: Record) -> str:

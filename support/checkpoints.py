@@ -40,7 +40,7 @@ from config import (
     Pretext,
     Shape,
 )
-from data import Channels, rng
+from data import rng
 from lora import Backbone, Phi
 from support import omniglot, timm_models
 from support.errors import UsageError, checking
@@ -72,7 +72,7 @@ class Pretrained(NamedTuple):
     head: mae.Decoder | ijepa.Predictor  # h^P: MAE's decoder or I-JEPA's predictor
     arch: Arch
     sha256: str  # digest of the weights
-    channels: tuple[Channels, Channels] | None = None  # mean, std; None: those of the images
+    channels: timm_models.Normalisation | None = None  # None: each data set's own
 
 
 def load_backbone(cfg: AlignConfig | FinetuneConfig) -> Pretrained:
@@ -86,7 +86,7 @@ def load_backbone(cfg: AlignConfig | FinetuneConfig) -> Pretrained:
     thing = f"--weights {path}" if path else f"--backbone {cfg.backbone}"
     try:
         pretrained = load_networks(path, cfg)
-    except (ValueError, TypeError, OSError, RuntimeError) as error:  # of torch: names and shapes
+    except (ValueError, TypeError, KeyError, OSError, RuntimeError) as error:  # names, shapes
         raise UsageError(f"{thing}: {str(error)[:500]}; see --backbone and --pretext") from error
     pretrained.backbone.requires_grad_(False)
     return pretrained
@@ -206,30 +206,26 @@ def check_sizes(arch: Arch, cfg: Shape) -> None:
 
 
 def read_arch(encoder: Phi, decoder: Phi, heads: int | None) -> Arch:
-    """Sizes of a full MAE file as its tensors tell them (ValueError: not an MAE file).
+    """Sizes of a full MAE file as its tensors tell them (KeyError, ValueError: it is another).
 
     The number of heads leaves no trace in them: `heads`, or 64 numbers a head, as in ViT-S, B and
     L. MAE's decoders have 32 a head.
     """
-    try:
-        _, tokens, dim = encoder["pos_embed"].shape  # of the class token and of the patches
-        patch_size = encoder["patch_embed.proj.weight"].shape[-1]
-        hidden, _ = encoder["blocks.0.mlp.fc1.weight"].shape
-        decoder_dim = decoder["decoder_pos_embed"].shape[-1]
-    except KeyError as error:
-        raise ValueError(f"lacks {error}, which MAE's files hold") from error
+    _, tokens, dim = encoder["pos_embed"].shape  # of the class token and of the patches
+    patch_size = encoder["patch_embed.proj.weight"].shape[-1]
+    hidden = len(encoder["blocks.0.mlp.fc1.weight"])
+    decoder_dim = decoder["decoder_pos_embed"].shape[-1]
     if heads is None:
         heads, rest = divmod(dim, 64)
         if rest:
             raise ValueError(f"its width {dim} is no multiple of 64; give --heads")
     if dim % heads:
         raise ValueError(f"its width {dim} is no multiple of --heads {heads}")
-    side = math.isqrt(tokens - 1)
     return Arch(
         dim=dim,
         depth=count_blocks(encoder, "blocks"),
         heads=heads,
-        image_size=side * patch_size,
+        image_size=math.isqrt(tokens - 1) * patch_size,
         patch_size=patch_size,
         mlp_ratio=hidden / dim,
         decoder_dim=decoder_dim,
@@ -240,11 +236,7 @@ def read_arch(encoder: Phi, decoder: Phi, heads: int | None) -> Arch:
 
 def count_blocks(state: Phi, name: str) -> int:
     """The number of blocks that a network has under this name."""
-    blocks = set()
-    for key in state:
-        first, _, rest = key.partition(".")
-        if first == name:
-            blocks.add(rest.partition(".")[0])
+    blocks = {key.split(".")[1] for key in state if key.startswith(f"{name}.")}
     return len(blocks)
 
 

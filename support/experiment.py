@@ -59,9 +59,8 @@ class Experiment:
         self.pretext_head = loaded.head
         self.arch = loaded.arch
         self.channels = loaded.channels
-        if self.channels is not None:  # a network of timm expects those of its own images
-            mean, std = self.channels
-            self.task = self.task._replace(mean=mean, std=std)
+        if self.channels:  # a network of timm expects those that it was trained with
+            self.task = self.task._replace(mean=self.channels.mean, std=self.channels.std)
         self.backbone = backbone.to(self.device)
         if fits_bfloat16(cfg, self.device):
             lora.keep_in_bfloat16(self.backbone)
@@ -73,6 +72,7 @@ class Experiment:
             cfg.augment,
             cfg.min_crop,
             cfg.d_interpolation,
+            whole=self.task.whole,
         )
         self.decoded = data.Decoded(self.transform)  # validation and test images
         digests = {
@@ -91,13 +91,9 @@ class Experiment:
             **digests,
             "arch": self.arch._asdict(),
             "channels": [self.transform.mean, self.transform.std],
-            "whole_images": self.test_images_are_ready(),
+            "whole_images": data.Images(self.task.test, self.transform, False, 0, "").are_ready,
             "pretext": cfg.pretext.rpartition(":")[2].lower(),  # of one's own: the class
         }
-
-    def test_images_are_ready(self) -> bool:
-        """Whether test images are taken as they are, without the centre cut of photographs."""
-        return data.Images(self.task.test, self.transform, False, 0, "eval").are_ready
 
     def with_settings(self, cfg: Config) -> Self:
         """The same data and networks with other settings of training: rates, lengths, the seed.
@@ -153,12 +149,15 @@ class Experiment:
                 drop = data.to_device(factors[share(n)], self.device)
             yield lora.Examples(x, y, drop)
 
-    @torch.no_grad()
     def score(self, split: data.Split, theta: Tensor, phi_D: Phi) -> Score:
-        """Accuracy and loss on a split, whose images the processes share.
+        """Accuracy and loss on a split; φ_D with BatchNorm's statistics, if any."""
+        z = self.logits(split, theta, phi_D)
+        losses = lora.cross_entropy(z, split.targets, self.cfg.voc_loss)
+        return score(z, split.targets, losses)
 
-        φ_D with BatchNorm's statistics, if any.
-        """
+    @torch.no_grad()
+    def logits(self, split: data.Split, theta: Tensor, phi_D: Phi) -> Tensor:
+        """Logits (n, C) of a split, whose images the processes share; φ_D as in `score`."""
         n = len(split.targets)
         numbers = range(n)[share(n)]  # of this process's images
         size = self.cfg.micro_batch or 256
@@ -172,9 +171,7 @@ class Experiment:
             for x, _, _ in data.batches(images, draws, self.cfg.workers, self.device):
                 features = lora.features(self.backbone, theta, x)
                 logits.append(lora.logits(features, phi_D).float())
-        z = gather(torch.cat(logits))  # (n, C), in the order of the split
-        losses = lora.cross_entropy(z, split.targets, self.cfg.voc_loss)
-        return score(z, split.targets, losses)
+        return gather(torch.cat(logits))  # in the order of the split
 
     def check_batches(self, flag: str, batch: int) -> None:
         """Refuse a batch of which BatchNorm or a process would get too little (UsageError)."""
@@ -223,9 +220,10 @@ class AlignExperiment(Experiment):
         if cfg.pretext not in ("mae", "ijepa"):
             self.task_class = load_task_class(cfg.pretext)
         super().__init__(cfg, task)
-        if self.channels is not None:
-            mean, std = self.channels
-            self.pool = self.pool._replace(mean=mean, std=std)
+        if self.channels:
+            if cfg.decoder == "checkpoint":
+                raise UsageError(f"--decoder checkpoint: {cfg.backbone} has none, leave it out")
+            self.pool = self.pool._replace(mean=self.channels.mean, std=self.channels.std)
             LOG.warning(
                 "%s has no pretrained pretext head, as the paper's backbones have: "
                 "the pretext task starts with a fresh one",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import timm
 import torch
-from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from config import TIMM, Arch, Network
@@ -20,30 +20,38 @@ from lora import check_vit
 from support.errors import checking
 
 
+class Normalisation(NamedTuple):
+    """Mean and deviation of red, green and blue."""
+
+    mean: Channels
+    std: Channels
+
+
 class Loaded(NamedTuple):
     """A network of timm with its weights."""
 
     vit: VisionTransformer
     sha256: str  # of its tensors at the image size that it was trained with
     arch: Arch
-    channels: tuple[Channels, Channels]  # mean and std that its images are normalised with
+    channels: Normalisation  # of the images that it was trained with
 
 
 def load_vit(cfg: Network, state: Mapping[str, Any] | None) -> Loaded:
-    """A network with timm's weights, or with those of a file, `state` (ValueError, UsageError).
+    """A network with timm's weights, or with those of a file, `state` (errors as in `create`).
 
     timm fetches its weights from the Hugging Face hub, or takes them from that hub's cache.
     """
-    arch = arch_of(cfg)  # what cannot be used is refused before it is fetched
+    arch = read_arch(cfg)  # what cannot be used is refused before it is fetched
     vit = create(cfg, pretrained=state is None)
     vit.reset_classifier(0)
     if state is not None:
-        load_state(vit, state)
+        body = {name: tensor for name, tensor in state.items() if not name.startswith("head.")}
+        vit.load_state_dict(body)
     sha256 = digest(vit.state_dict())
     size = (arch.image_size, arch.image_size)
     if vit.patch_embed.img_size != size:
         vit.set_input_size(size)  # timm resamples the table of positions
-    channels = vit.pretrained_cfg["mean"], vit.pretrained_cfg["std"]
+    channels = Normalisation(vit.pretrained_cfg["mean"], vit.pretrained_cfg["std"])
     return Loaded(vit, sha256, arch, channels)
 
 
@@ -62,20 +70,7 @@ def create(cfg: Network, pretrained: bool) -> Any:  # noqa: ANN401 (any network 
         return timm.create_model(name, pretrained=True)
 
 
-def load_state(vit: VisionTransformer, state: Mapping[str, Any]) -> None:
-    """Give a network without classifier these tensors (ValueError; RuntimeError: other names).
-
-    timm knows the layouts of some authors, such as DINOv2's and CLIP's, and converts them.
-    """
-    body = {name: tensor for name, tensor in state.items() if not name.startswith("head.")}
-    converted = checkpoint_filter_fn(dict(body), vit)
-    embedding = "patch_embed.proj.weight"
-    if embedding in body and body[embedding].shape != converted[embedding].shape:
-        raise ValueError("has patches of another size than the network")
-    vit.load_state_dict(converted)
-
-
-def arch_of(cfg: Network) -> Arch:
+def read_arch(cfg: Network) -> Arch:
     """Sizes of a network of timm at the image size of these settings (ValueError).
 
     The widths of the decoder are MAE's own.
@@ -83,17 +78,15 @@ def arch_of(cfg: Network) -> Arch:
     with torch.device("meta"):  # no memory, no random numbers
         vit = create(cfg, pretrained=False)
     check_vit(vit)
+    side, _ = vit.patch_embed.img_size
     patch_size, _ = vit.patch_embed.patch_size
-    height, width = vit.patch_embed.img_size
-    if height != width:
-        raise ValueError(f"takes images of {height} x {width} pixels, which are not square")
     if cfg.patch_size not in (None, patch_size):
         raise ValueError(f"has patch_size {patch_size}; leave the option out")
     return Arch(
         dim=vit.embed_dim,
         depth=len(vit.blocks),
         heads=vit.blocks[0].attn.num_heads,
-        image_size=cfg.image_size or height,
+        image_size=cfg.image_size or side,
         patch_size=patch_size,
         class_token=vit.has_class_token,
         registers=vit.num_reg_tokens,
