@@ -128,6 +128,13 @@ def test_a_network_that_cannot_be_used_is_refused_in_a_line(name: str, named: st
     assert named in refusal(line) and not Path("f").exists()
 
 
+@pytest.mark.parametrize("backbone", [f"timm:{NAME}", "file"])
+def test_pretraining_makes_networks_of_this_program_alone(backbone: str) -> None:
+    line = f"pretrain --backbone {backbone} --pool quilts --out p"
+    told = refusal(line)
+    assert f"--backbone {backbone}" in told and "vit_mini" in told and not Path("p").exists()
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [
