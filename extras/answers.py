@@ -91,8 +91,10 @@ def describe_curvature(result: "AlignResult", settings: Record) -> str:
         return "no curvature was used, as the settings say"
     ratio = result.q_over_g
     angle = math.degrees(math.acos(max(-1.0, min(1.0, result.cosine))))
-    if abs(1 - ratio) < 0.001 and angle < 3:
+    if abs(1 - ratio) < 0.001 and angle < 1:
         effect = f"{name} changed nothing"
+    elif abs(1 - ratio) < 0.01 and angle < 5:
+        effect = f"{name} changed next to nothing"
     else:
         effect = f"{name} scaled the gradient by {ratio:.2g} and turned it by {angle:.0f}°"
     return f"|q|/|g| = {ratio:.4f}: {effect}"

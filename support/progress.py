@@ -216,6 +216,7 @@ def progress(quiet: bool) -> Iterator[Track]:
         bars = Bars()
         with bars.live:
             yield bars
+        bars.console.print()  # a blank line before the answer
     else:
         yield Lines()
 

@@ -28,6 +28,7 @@ from support import flags, screen
 from support.experiment import Experiment
 from support.progress import Bars, progress
 
+QUILTS = Path(cli.__file__).parent / "extras/quilts.pth"
 PROGRAM = [sys.executable, "-c", "import cli; cli.main()"]
 OUTSIDE = {"PYTHONPATH": str(Path(cli.__file__).parent), "PATH": os.environ["PATH"]}
 
@@ -255,7 +256,7 @@ def test_help_into_a_closed_pipe_and_a_path_of_any_bytes_show_no_traceback(tmp_p
     )
     assert ended.stderr == ""
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
-    line = f"align --backbone vit_b16 --pool quilts --dataset folder:{folder}"
+    line = f"align --backbone vit_mini --weights {QUILTS} --pool quilts --dataset folder:{folder}"
     said = outside(line, PYTHONIOENCODING="ascii")
     assert (said.returncode, len(said.stderr.splitlines())) == (2, 1)
 
