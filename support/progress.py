@@ -111,7 +111,7 @@ class Lines:
     def seconds_each(self, loop: Loop) -> float | None:
         """How long a unit takes; None until one of the innermost loop is finished."""
         innermost = self.loops[-1]
-        if max(loop.number - loop.first, innermost.number - innermost.first) < 1:
+        if max(loop.number - loop.first, innermost.number - innermost.first) <= 0:
             return None
         done_here = self.position(loop) - loop.first
         return (time.monotonic() - loop.started) / max(done_here, 1e-9)
