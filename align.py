@@ -17,6 +17,7 @@ from support.errors import UsageError
 from support.experiment import AlignExperiment, Head, names_of_own_data
 from support.metrics import Score
 from support.optim import Group, Optimiser, Schedule, decay_groups, train_epochs, trainable
+from support.pulse import pulse
 from support.runs import LOG, Run, RunResult, Track, check_directory, untracked
 
 EXACT_LIMIT = 5000  # entries of θ: as many Hessian-vector products, and 200 MB in float64
@@ -90,16 +91,16 @@ def run_align(
 
             lower_steps = range(state.done * cfg.lower_steps, cfg.alternations * cfg.lower_steps)
             upper_steps = range(state.done * cfg.upper_steps, cfg.alternations * cfg.upper_steps)
+            steps_each = cfg.lower_steps + cfg.upper_steps  # of an alternation
+            examples = experiment.examples("downstream", cfg.d_batch, upper_steps, cfg.drop_path)
             logs = algorithm_1(
                 state,
                 steps=cfg,
                 task=pretext,
                 loss_D=head.loss,
                 hypergrad=inverse,
-                pretext=experiment.pretext_batches(pretext, lower_steps),
-                downstream=experiment.examples(
-                    "downstream", cfg.d_batch, upper_steps, cfg.drop_path
-                ),
+                pretext=pulse.count(experiment.pretext_batches(pretext, lower_steps), steps_each),
+                downstream=pulse.count(examples, steps_each),
                 passes=experiment.passes,
                 store="cpu" if cfg.mfac_device == "cpu" else None,
             )

@@ -5,6 +5,7 @@ A command imports what it runs inside its function, so that help is shown withou
 
 import io
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import typer
-from pydantic import BaseModel
 
 from config import (
     AlignConfig,
@@ -28,9 +28,20 @@ from config import (
     read_table,
     released_values,
 )
+from extras.answers import (
+    answer_align,
+    answer_check,
+    answer_demo,
+    answer_download,
+    answer_evaluate,
+    answer_export,
+    answer_finetune,
+    answer_list,
+    answer_pretrain,
+)
 from support.errors import RunError, UsageError, nearest
 from support.flags import signature_of
-from support.screen import Notes, one_line, print_result, progress, tell
+from support.screen import Answer, Notes, one_line, print_answer, print_result, tell
 
 if TYPE_CHECKING:
     from align import AlignResult
@@ -39,14 +50,14 @@ if TYPE_CHECKING:
     from support.runs import Track
 
 C = TypeVar("C", bound=Command)
-R = TypeVar("R", bound=BaseModel)
+R = TypeVar("R")
 # what runs a command: its settings, the run directory, whether to start over, what shows progress
 Work = Callable[[C, Path, bool, "Track"], R]
+Tell = Callable[[R], Answer]  # what people are told of a result
 
 # --- the program -------------------------------------------------------------------------------
 
 app = typer.Typer(
-    add_completion=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -59,7 +70,7 @@ class Options(Settings):
     """This run: where it lies, and what is shown."""
 
     out: Path | None = None
-    """Directory of the run. Default: below runs/."""
+    """Directory of the run. Default: a name below runs/ that says what is run."""
     config: Path | None = None
     """TOML or JSON file of settings; flags win over it."""
     preset: Literal["paper", "as-released"] = "paper"
@@ -76,7 +87,15 @@ class Options(Settings):
     """Show no progress."""
 
 
-def settings_command(kind: type[C], example: str) -> Callable[[Work[C, R]], Work[C, R]]:
+BRACKETS = (
+    "In brackets: limits, default, and where the default comes from: a section of the paper,"
+    " released (its authors' program where the paper is silent), MAE, I-JEPA, or here (our own)."
+)
+
+
+def settings_command(
+    kind: type[C], answer: Tell[R], example: str
+) -> Callable[[Work[C, R]], Work[C, R]]:
     """Make a function a command of the program, with a flag for each setting of `kind`."""
 
     def add(function: Work[C, R]) -> Work[C, R]:
@@ -88,19 +107,24 @@ def settings_command(kind: type[C], example: str) -> Callable[[Work[C, R]], Work
                     continue
                 if name in Options.model_fields:
                     options[name] = value
+                elif name.startswith("no_"):  # the hidden flag that switches a setting off
+                    flags[name.removeprefix("no_")] = False
                 else:
                     flags[name] = value
-            return run_command(function, kind, flags, make(Options, options))
+            return run_command(function, answer, kind, flags, make(Options, options))
 
         typed: Any = command  # Typer reads the flags from these two
         typed.__signature__ = signature_of(kind, Options)
         typed.__annotations__ = {}
         name = function.__name__
-        epilog = f"Example: bisslight {name} {example}"
+        epilog = f"Example: bisslight {name} {example}\n\n{BRACKETS}"
         app.command(name, help=function.__doc__, epilog=epilog)(command)
         return function
 
     return add
+
+
+COMMANDS = ("align", "finetune", "pretrain")  # those that have settings
 
 
 class Layer(NamedTuple):
@@ -110,15 +134,46 @@ class Layer(NamedTuple):
     values: Record
 
 
+def settings_of_command(kind: type[Command], path: Path) -> Record:
+    """The settings of a command in a file that may serve others, too (UsageError).
+
+    Settings stand at the top or in the section of a command, such as [align].
+    """
+    own = kind.__name__.removesuffix("Config").lower()
+    table = read_table(path)
+    sections = {name: table.pop(name) for name in COMMANDS if isinstance(table.get(name), dict)}
+    others = []
+    for name in list(table):
+        if name not in kind.model_fields:
+            check_setting(name, kind, path)
+            del table[name]
+            others.append(name)
+    if others:
+        tell(f"{path}: {', '.join(others)}: of other commands, left out", sys.stderr)
+    for name, value in sections.get(own, {}).items():
+        setting = name.replace("-", "_")
+        if setting not in kind.model_fields:
+            known = nearest(name, kind.model_fields)
+            raise UsageError(f"{path}: [{own}]: {name} is no setting of {own}, {known}")
+        table[setting] = value
+    return table
+
+
+def check_setting(name: str, kind: type[Command], path: Path) -> None:
+    """Refuse (UsageError) a name that is no setting of any command."""
+    if name in AlignConfig.model_fields or name in FinetuneConfig.model_fields:
+        return
+    from extras.pretrain import PretrainConfig  # with torch, so only where it is needed
+
+    if name not in PretrainConfig.model_fields:
+        raise UsageError(f"{path}: {name} is no setting, {nearest(name, kind.model_fields)}")
+
+
 def collect_layers(kind: type[Command], flags: Record, options: Options) -> list[Layer]:
     """What was given, by who gave it; the last one that has a setting wins (UsageError)."""
     table: Record = {}
     if options.config is not None:
-        table = read_table(options.config)
-    for name in table:
-        if name not in kind.model_fields:
-            known = nearest(name, kind.model_fields)
-            raise UsageError(f"{options.config}: {name} is no setting, {known}")
+        table = settings_of_command(kind, options.config)
     # Known first, since what an align run and a preset add depends on them.
     table_and_flags = table | flags
     layers = []
@@ -156,7 +211,9 @@ def compare_settings(cfg: Command, layers: list[Layer], every: bool) -> list[Rec
     return rows
 
 
-def run_command(function: Work[C, R], kind: type[C], flags: Record, options: Options) -> int:
+def run_command(
+    function: Work[C, R], answer: Tell[R], kind: type[C], flags: Record, options: Options
+) -> int:
     """Run a command that has settings, or say what it would do; the exit code."""
     name = function.__name__
     layers = collect_layers(kind, flags, options)
@@ -167,11 +224,21 @@ def run_command(function: Work[C, R], kind: type[C], flags: Record, options: Opt
     out = options.out or default_out(name, cfg)
     if options.dry_run or options.all:
         return dry_run(name, cfg, out, layers, options)
-    with training(), progress(options.quiet or options.as_json) as track:
+    if is_something_missing(cfg):
+        return 2
+    with training(options.quiet or options.as_json) as track:
         warn_about_warmup(cfg)
         result = function(cfg, out, options.force, track)
-    print_result(result, options.as_json)
+    show(result, answer, options.as_json)
     return 0
+
+
+def show(result: R, answer: Tell[R], as_json: bool) -> None:
+    """Print a result: as JSON, or what people are told of it."""
+    if as_json:
+        print_result(result, as_json)
+    else:
+        print_answer(answer(result))
 
 
 def dry_run(name: str, cfg: Command, out: Path, layers: list[Layer], options: Options) -> int:
@@ -189,6 +256,16 @@ def dry_run(name: str, cfg: Command, out: Path, layers: list[Layer], options: Op
     for problem in plan.problems:
         tell(f"error: {one_line(problem)}", sys.stderr)
     return 2 if plan.problems else 0
+
+
+def is_something_missing(cfg: Command) -> bool:
+    """Tell all data and weights that a run lacks, not only the first."""
+    from extras.dry_run import list_missing
+
+    missing = list_missing(cfg)
+    for problem in missing:
+        fail(problem, 2)
+    return bool(missing)
 
 
 def default_out(command: str, cfg: Command) -> Path:
@@ -216,18 +293,23 @@ def warn_about_warmup(cfg: Command) -> None:
 
 
 @contextmanager
-def training() -> Iterator[None]:
-    """Let runs hear signals and torchrun's other processes, and tell failures with a remedy."""
+def training(quiet: bool) -> Iterator["Track"]:
+    """Let runs hear signals and torchrun's other processes, and tell failures with a remedy.
+
+    Hands out what shows progress, unless it shall be `quiet`.
+    """
     from concurrent.futures.process import BrokenProcessPool
 
     import torch
 
     from bisslight import Diverged
     from support.processes import Stopped, start
+    from support.progress import progress
 
     start()
     try:
-        yield
+        with progress(quiet) as track:
+            yield track
     except Diverged as error:
         rates = "--lr, --p-lr, --d-lr, --base-lr"
         remedy = f"give a lower learning rate ({rates}) and another --out"
@@ -271,7 +353,7 @@ def program(
     """BiSSLight aligns self-supervised backbones with a downstream task, before fine-tuning."""
 
 
-@settings_command(AlignConfig, "--backbone vit_l16 --dataset cub200 --out runs/cub")
+@settings_command(AlignConfig, answer_align, "--backbone vit_l16 --dataset cub200 --out runs/cub")
 def align(cfg: AlignConfig, out: Path, force: bool, track: "Track") -> "AlignResult":
     """Align a pretrained backbone with a downstream task: BiSSLight, Algorithm 1."""
     from align import align
@@ -279,7 +361,7 @@ def align(cfg: AlignConfig, out: Path, force: bool, track: "Track") -> "AlignRes
     return align(cfg, out, force=force, track=track)
 
 
-@settings_command(FinetuneConfig, "--from runs/cub --out runs/cub-peft")
+@settings_command(FinetuneConfig, answer_finetune, "--from runs/cub --out runs/cub-peft")
 def finetune(cfg: FinetuneConfig, out: Path, force: bool, track: "Track") -> "FinetuneResult":
     """Fine-tune with LoRA, directly or from align runs: learning rates, seeds, one test."""
     from finetune import finetune
@@ -299,7 +381,7 @@ def give_pretrain_its_flags() -> None:
     """Load pretraining's settings. They come with torch, so other commands do without them."""
     from extras.pretrain import PretrainConfig
 
-    settings_command(PretrainConfig, "--backbone vit_mini --pool quilts")(pretrain)
+    settings_command(PretrainConfig, answer_pretrain, "--backbone vit_mini --pool quilts")(pretrain)
 
 
 app.command("pretrain", help=pretrain.__doc__)(give_pretrain_its_flags)  # to be listed
@@ -307,17 +389,18 @@ app.command("pretrain", help=pretrain.__doc__)(give_pretrain_its_flags)  # to be
 
 @app.command(epilog="Example: bisslight evaluate runs/cub-peft --against runs/direct")
 def evaluate(
-    run: Annotated[
-        Path,
+    runs: Annotated[
+        list[Path],
         typer.Argument(
-            help="A finished finetune run, or a directory of one arm's runs.",
+            help="Finished finetune runs, or directories of one arm's runs; the first one is"
+            " compared with each of the others.",
             exists=True,
             show_default=False,
         ),
     ],
     against: Annotated[
         list[Path] | None,
-        typer.Option(help="Compare with this run or directory; may be repeated."),
+        typer.Option(help="One more of these; may be repeated."),
     ] = None,
     picture: Annotated[
         Path | None, typer.Option(help="Draw the accuracies to this PNG, SVG or PDF.")
@@ -332,7 +415,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Compare finished finetune runs: mean, deviation, exact p, the paper's figure."""
-    runs = [run, *(against or [])]
+    runs = [*runs, *(against or [])]
     if curves is not None:
         from extras.plots import draw_curves
 
@@ -347,26 +430,26 @@ def evaluate(
         from extras.plots import draw_arms
 
         draw_arms(evaluation.arms, picture)
-    print_result(evaluation, as_json)
+    show(evaluation, answer_evaluate, as_json)
 
 
 @app.command(epilog="Example: bisslight demo --out runs/demo")
 def demo(
     out: Annotated[Path | None, typer.Option(help="Default: runs/demo.")] = None,
     data_seed: Annotated[
-        int, typer.Option(help="Draws the images; for any but 0 a backbone is pretrained first.")
+        int, typer.Option(help="Splits the drawers anew, whose characters train and test.")
     ] = 0,
     jobs: Annotated[int, typer.Option(help="Runs at a time.")] = 2,
     force: Force = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """See the method at work on drawn images: offline, two minutes on two CPU cores."""
+    """See the method at work on handwriting: offline, two minutes on two CPU cores."""
     from extras.demo import demo
 
-    with training(), progress(quiet or as_json) as track:
+    with training(quiet or as_json) as track:
         result = demo(out, data_seed=data_seed, jobs=jobs, force=force, track=track)
-    print_result(result, as_json)
+    show(result, answer_demo, as_json)
 
 
 @app.command(epilog="Example: bisslight export runs/cub-peft --out exported")
@@ -382,7 +465,7 @@ def export(
     """Write a run's adapter for HF peft, for timm and for the released program."""
     from extras.export import export
 
-    print_result(export(run, out, seed=seed, weights=weights), as_json)
+    show(export(run, out, seed=seed, weights=weights), answer_export, as_json)
 
 
 @app.command(epilog="Example: bisslight predict runs/cub-peft photos --top 3 --csv birds.csv")
@@ -415,7 +498,7 @@ def data_list(root: DataRoot = Path("data"), as_json: AsJson = False) -> None:
     """List the paper's data sets: whether they are there, and the terms of their use."""
     from extras.datasets import list_all
 
-    print_result(list_all(root), as_json)
+    show(list_all(root), answer_list, as_json)
 
 
 @data.command("check", epilog="Example: bisslight data check cub200 --data-root DIR")
@@ -431,7 +514,7 @@ def data_check(
     from extras.datasets import check
 
     result = check(name, root, partial)
-    print_result(result, as_json)
+    show(result, answer_check, as_json)
     return 1 if result["problems"] else 0
 
 
@@ -444,7 +527,7 @@ def data_download(
     """Fetch and unpack a data set; its digests are verified."""
     from extras.datasets import download
 
-    print_result(download(name, root), as_json)
+    show(download(name, root), answer_download, as_json)
 
 
 # --- start -------------------------------------------------------------------------------------
@@ -463,7 +546,7 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """The exit code of one command line; an error is told in one line."""
     try:
-        if arguments[:1] == ["pretrain"]:
+        if "pretrain" in (arguments[:1] or os.environ.get("COMP_WORDS", "").split()):
             give_pretrain_its_flags()
         if arguments in ([], ["data"]):  # no command yet: show which there are
             arguments = [*arguments, "--help"]

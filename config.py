@@ -74,6 +74,12 @@ BACKBONES = {
     "vit_l16": Arch(dim=1024, depth=24, heads=16),
     "vit_h14": Arch(dim=1280, depth=32, heads=16, patch_size=14),
 }
+TIMM_NAMES = {  # how timm calls ours
+    "vit_small_patch16": "vit_s16",
+    "vit_base_patch16": "vit_b16",
+    "vit_large_patch16": "vit_l16",
+    "vit_huge_patch14": "vit_h14",
+}
 DATASETS = ("dtd", "voc07", "cub200", "pets", "flowers", "aircrafts", "imagenet")
 ALPHABETS = ("Balinese", "Early_Aramaic", "Greek", "Latin", "Tagalog")  # tasks of Omniglot
 PRETEXTS = ("mae", "ijepa")
@@ -122,6 +128,12 @@ def backbone_name(name: str) -> str:
     is_timm = name.startswith(TIMM) and name != TIMM
     if name in BACKBONES or name == FILE or is_timm:
         return name
+    ours = ""
+    for begin, backbone in TIMM_NAMES.items():
+        if name.startswith(begin):
+            ours = f"{backbone} is this network with the weights of MAE, "
+    if "patch" in name:  # timm names its networks so
+        raise ValueError(f"is unknown; {ours}timm:{name} is that of timm")
     raise ValueError(f"is unknown, {nearest(name, (*BACKBONES, 'timm:NAME', FILE))}")
 
 
@@ -150,7 +162,7 @@ def dataset_name(name: str) -> str:
     if kind == "own" or (name in known and not colon):
         return name
     if "/" in name or "\\" in name or Path(name).is_dir():
-        raise ValueError(f"is unknown; for a folder of class folders give folder:{name}")
+        return f"folder:{absolute(Path(name))}"
     raise ValueError(f"is unknown, {nearest(name, known)}")
 
 
@@ -280,9 +292,9 @@ class Machine(Settings):
     recompute: bool = False
     """Activation checkpointing of the backbone: less memory, one more forward pass. [released]"""
     micro_batch: PositiveInt | None = None
-    """Largest number of images that pass through the network at once; None: whole batch. [here]"""
+    """Largest number of images that pass through the network at once. Default: a batch. [here]"""
     workers: Annotated[int, Field(ge=0, le=256), NotBool] | None = None
-    """Processes that decode images; same result with any. None: up to 16 with a GPU, else 0."""
+    """Processes that decode images; same result with any. Default: up to 16 with a GPU, else 0."""
     save_minutes: NonNegativeFloat = 10.0
     """Minutes between checkpoints. [here]"""
     data_root: Annotated[Place, Field(validate_default=True)] = Path("data")
@@ -330,32 +342,32 @@ class Shape(Settings):
     """Model: the network and what it is pretrained with."""
 
     backbone: BackboneName
-    """ψ: vit_mini, vit_s16, vit_b16, vit_l16, vit_h14, timm:NAME, or file. [App. C.1]"""
+    """Network (ψ): vit_mini, vit_s16, vit_b16, vit_l16, vit_h14, timm:NAME or file. [App. C.1]"""
     pretext: PretextName = "mae"
-    """Pretext task: mae, ijepa, FILE.py:Class or module:Class (not in pretrain). [App. C.3, D.1]"""
+    """Pretext task: mae, ijepa, FILE.py:Class or module:Class. [App. C.3, D.1]"""
     image_size: PositiveInt | None = None
-    """Side of the square input in pixels. None: the checkpoint's. [App. C.2: 224]"""
+    """Side of the square input in pixels. Default: the network's own. [App. C.2: 224]"""
     patch_size: PositiveInt | None = None
-    """Side of a patch in pixels. None: the checkpoint's. [App. C.1]"""
+    """Side of a patch in pixels. Default: the network's own. [App. C.1]"""
 
 
 class Network(Shape):
     """Model: the frozen backbone, its adapter θ and the downstream head."""
 
     weights: Weights | None = None
-    """Checkpoint, pretrain run, or omniglot. None: the official one, downloaded. [App. C.1]"""
+    """Checkpoint, pretrain run, or omniglot. Default: the official one, downloaded. [App. C.1]"""
     heads: PositiveInt | None = None
-    """Attention heads, with --backbone file. None: one for each 64 numbers of a token. [here]"""
+    """Attention heads, with --backbone file. Default: one for each 64 numbers of a token. [here]"""
     base: Literal["target_encoder", "encoder"] = "target_encoder"
-    """Network of an I-JEPA file that is ψ. [here: what I-JEPA tests]"""
+    """Network of an I-JEPA file that is the backbone. [here: what I-JEPA tests]"""
     head: Literal["linear", "batchnorm"] = "linear"
-    """h^D: linear, or batchnorm: behind a BatchNorm, as with ijepa. [App. C.2; D.1]"""
+    """Downstream head (h^D): linear, or behind a batchnorm, as with ijepa. [App. C.2; D.1]"""
     rank: PositiveInt = 64
-    """r: rank of LoRA on q and v of every layer. [App. C.3; vit_mini: 8]"""
+    """Rank of LoRA (r), on queries and values of every layer. [App. C.3; vit_mini: 8]"""
     alpha: PositiveFloat | None = None
-    """LoRA's scale is alpha / r. None: r, so that the scale is 1. [released]"""
+    """LoRA's scale is alpha / rank. Default: the rank, so that it is 1. [released]"""
     drop_path: UnitInterval = 0.1
-    """Drop-path rate of L^D(θ_D) and PEFT. [App. C.2: 0.1 B, 0.2 L and H; vit_mini: 0]"""
+    """Drop-path rate for labelled images. [App. C.2: 0.1 B, 0.2 L, H; vit_mini: 0]"""
 
     @property
     def scale(self) -> float:
@@ -387,13 +399,14 @@ class Data(Crops):
     """Data: the labelled task."""
 
     dataset: DatasetName
-    """D^D: dtd, voc07, cub200, pets, flowers, aircrafts, imagenet, folder:PATH, omniglot:Greek."""
+    """Labelled images (D^D): dtd, voc07, cub200, pets, flowers, aircrafts, imagenet, quilts,
+    omniglot:ALPHABET, or a folder of class folders. [App. C.2.1]"""
     partial: bool = False
     """Take a benchmark's subset as it is; `data check` counts what is missing. [here]"""
     split_file: Place | None = None
-    """Positions of CUB's or Pets' validation images. None: a fifth, by hash. [App. C.2.1]"""
+    """Positions of CUB's or Pets' validation images. Default: a fifth, by hash. [App. C.2.1]"""
     voc_loss: Literal["softmax", "bce"] = "softmax"
-    """L^D of VOC07: softmax (cross entropy summed over present classes), or bce. [released]"""
+    """Loss of VOC07: softmax (cross entropy summed over present classes), or bce. [released]"""
     voc_difficult: Literal["ignore", "positive"] = "ignore"
     """VOC07's difficult objects: ignore, or positive (hits). [VOC devkit; released: positive]"""
     d_interpolation: Literal["bicubic", "bilinear"] = "bicubic"
@@ -408,9 +421,9 @@ class Pretext(Settings):
     ema: UnitInterval = 0.9995
     """Momentum of I-JEPA's teacher at the start; it rises to 1. [App. D.1; from scratch: 0.996]"""
     targets: PositiveInt = 4
-    """M: target blocks per image. [I-JEPA]"""
+    """Target blocks per image (M). [I-JEPA]"""
     contexts: PositiveInt = 1
-    """E: context blocks per image. [I-JEPA]"""
+    """Context blocks per image (E). [I-JEPA]"""
     target_scale: Shares = (0.15, 0.2)
     """Area of a target block, as a share of the image. [I-JEPA]"""
     context_scale: Shares = (0.85, 1.0)
@@ -427,17 +440,17 @@ class Lower(Settings):
     """Lower level: the pretext task at θ_P."""
 
     pool: PoolName = "imagenet"
-    """D^P: imagenet, omniglot or quilts (default with these), a folder of images. [App. C.3]"""
+    """Unlabelled images (D^P): imagenet, a folder, omniglot or quilts (with these). [App. C.3]"""
     p_batch: PositiveInt = 256
     """Images per lower step. [App. C.3]"""
     p_lr: PositiveFloat = 0.01
-    """Learning rate of θ_P (not scaled by the batch size). [App. C.3; ijepa, D.1: 0.005]"""
+    """Learning rate of the lower adapter (θ_P), for any batch. [App. C.3; ijepa, D.1: 0.005]"""
     phi_p_lr: PositiveFloat = 1e-4
-    """Learning rate of the pretext head φ_P (not scaled by the batch size). [App. C.3]"""
+    """Learning rate of the pretext head (φ_P), for any batch. [App. C.3]"""
     p_weight_decay: NonNegativeFloat = 0.05
-    """AdamW decay of θ_P and of φ_P's matrices. [App. C.3; ijepa, D.1: 0.0005; released: 0]"""
+    """AdamW decay of adapter and head (θ_P, φ_P). [App. C.3; ijepa, D.1: 0.0005; released: 0]"""
     decoder: Literal["checkpoint", "random"] = "checkpoint"
-    """Where φ_P starts. [App. C.3: checkpoint; released: random, unlike its text]"""
+    """Where the pretext head starts. [App. C.3: checkpoint; released: random, unlike its text]"""
 
 
 class Upper(Settings):
@@ -446,13 +459,13 @@ class Upper(Settings):
     d_batch: PositiveInt = 64
     """Images per upper step. [App. C.3]"""
     d_lr: PositiveFloat = 6.7e-4
-    """Learning rate of θ_D and φ_D (not scaled by the batch size). [released example]"""
+    """Learning rate of upper adapter and head (θ_D, φ_D), for any batch. [released example]"""
     d_optimizer: Literal["adamw", "sgd"] = "adamw"
     """AdamW 0.9/0.999, or SGD with momentum 0.9 as released. [App. C.3]"""
     d_weight_decay: NonNegativeFloat = 0.05
-    """Decay of θ_D and φ_D, bias included. [App. C.2; ijepa, D.1: 0.0005; released: 0]"""
+    """Decay of both (θ_D, φ_D), bias included. [App. C.2; ijepa, D.1: 0.0005; released: 0]"""
     probe_epochs: NonNegativeInt = 20
-    """Linear probing of φ_D before line 3, at the upper rate, constant. [App. C.3]"""
+    """Epochs of linear probing of the head before line 3, at the upper rate. [App. C.3]"""
     probe_drop_path: bool = False
     """Drop path in linear probing too. [here; released: on]"""
 
@@ -461,21 +474,22 @@ class Bilevel(Settings):
     """Algorithm 1: lengths, rates and the inverse of line 13."""
 
     alternations: PositiveInt = 500
-    """T. [App. C.3]"""
+    """Alternations of lower and upper level (T). [App. C.3]"""
     lower_steps: PositiveInt = 20
-    """N_L: pretext steps per alternation; a block's F has at most this rank. [App. C.3]"""
+    """Pretext steps per alternation (N_L); the curvature has at most this rank. [App. C.3]"""
     upper_steps: NonNegativeInt = 8
-    """N_U: downstream steps. 0 trains the lower level alone, a control. [App. C.3]"""
+    """Downstream steps per alternation (N_U). 0, a control: lower level alone. [App. C.3]"""
     lam: PositiveFloat = 1e-3
-    """λ: pulls θ_P to θ_D (Eq. 4) and damps M-FAC (γ = λ). [App. C.3]"""
+    """How strongly θ_P is pulled to θ_D (λ, Eq. 4); damps M-FAC, too (γ = λ). [App. C.3]"""
     hypergrad: Literal["mfac", "recursion", "cg", "identity", "exact"] = "mfac"
-    """Inverse of l.13: mfac, recursion (the same, slow), cg (BiSSL), identity, exact. [Sec. 3.1]"""
+    """Inverse of line 13: mfac, recursion (the same, slow), cg (BiSSL), identity, exact.
+    [Sec. 3.1]"""
     partition: Literal["layer", "projection", "matrix", "global"] = "layer"
-    """Blocks of M-FAC. [App. C.3: all of a layer]"""
+    """What M-FAC treats as one block. [App. C.3: all of a layer]"""
     cg_iterations: PositiveInt = 5
     """Hessian-vector products of a CG solve. [App. D.2.1]"""
     cg_damping: NonNegativeFloat = 1.0
-    """CG solves with c = λ + damping. [App. D.2.1]"""
+    """Damping of CG: it solves with c = λ + damping. [App. D.2.1]"""
     cg_prefactor: Literal["c", "lambda"] = "c"
     """Factor of CG's (H + cI)⁻¹ g: c, or Eq. 5's λ. [released]"""
     cg_steps: Literal["joint", "tensor"] = "joint"
@@ -487,9 +501,9 @@ class Bilevel(Settings):
     clip: PositiveFloat = 10.0
     """Largest joint gradient norm of a step, at both levels. [released]"""
     eval_every: PositiveInt = 10
-    """Alternations between validations of θ_D and θ_P. [released]"""
+    """Alternations between validations of both adapters. [released]"""
     mfac_device: Literal["same", "cpu"] = "same"
-    """Where G is kept and inverted: same (with θ), or cpu. [here; Sec. 3.1.1: the CPU]"""
+    """Where gradients (G) are kept and inverted: same, or cpu. [here; Sec. 3.1.1: the CPU]"""
 
 
 class Peft(Settings):
@@ -511,7 +525,7 @@ class Peft(Settings):
     batch: PositiveInt = 256
     """Images per step. [App. D.2.2, memory table; released]"""
     weight_decay: NonNegativeFloat = 0.05
-    """AdamW decay of θ and of the whole head. [App. C.2; ijepa, D.1: 0.0005]"""
+    """AdamW decay of the adapter and the whole head. [App. C.2; ijepa, D.1: 0.0005]"""
     end_lr: NonNegativeFloat = 1e-6
     """Where the cosine of every rate ends. [released]"""
     eval_epochs: PositiveInt = 1
@@ -522,6 +536,12 @@ class Peft(Settings):
     """Independent runs. [App. C.2.1]"""
     jobs: Annotated[int, Field(ge=1, le=256), NotBool] = 1
     """Runs at a time, each in a process with its share of the cores. [here]"""
+
+    @property
+    def runs(self) -> int:
+        """How many runs of one rate and one seed there are."""
+        # The chosen rate's first seeds are not run again.
+        return len(self.grid) * self.grid_seeds + self.seeds - self.grid_seeds
 
     @model_validator(mode="after")
     def check_rates_and_seeds(self) -> Self:
@@ -684,7 +704,9 @@ def make(kind: type[C], given: Record) -> C:
                 problem = other
                 break
         message = problem["msg"].removeprefix("Value error, ").replace("Input should", "should")
-        message = message.replace("Field required", "a value is missing")
+        if problem["type"] == "missing":
+            missing = [f"--{other['loc'][0]}" for other in problems if other["type"] == "missing"]
+            raise UsageError(f"{', '.join(missing)}: a value is missing") from error
         if not problem["loc"]:  # about several settings, which the message names
             raise UsageError(message) from error
         name = str(problem["loc"][0])

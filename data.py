@@ -8,7 +8,6 @@ on where a run was continued. A wrong folder raises ValueError, an unreadable im
 import hashlib
 import math
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -237,54 +236,62 @@ def subfolders(root: Path) -> list[Path]:
     return sorted(x for x in root.iterdir() if x.is_dir() and not x.name.startswith("."))
 
 
+class FolderError(ValueError):
+    """A folder of class folders cannot be used; `faults` has all that is wrong with it."""
+
+    def __init__(self, root: Path, faults: list[str]) -> None:
+        super().__init__(f"{root}: {'; '.join(faults)}")
+        self.faults = faults
+
+
 def folder(root: Path, seed: int) -> Task:
     """Class folders, or train/ val/ test/ of them; a missing test or val is `holdout` of train."""
     names = {path.name for path in subfolders(root)}
+    places = {"train": root}
     if names & {*PARTS}:
         if "train" not in names or names - {*PARTS}:
-            raise ValueError(f"{root}: holds {sorted(names)}, parts are named train, val and test")
+            fault = f"holds {sorted(names)}, parts are named train, val and test"
+            raise FolderError(root, [fault])
         places = {part: root / part for part in PARTS if part in names}
-    else:
-        places = {"train": root}
     classes = [path.name for path in subfolders(places["train"])]
+    missing = [part for part in ("test", "val") if part not in places]
     entries = dict[str, Entries]()
+    faults = list[str]()
     for part, place in places.items():
-        entries[part] = list_class_folders(root, part, place, classes)
-    missing = [part for part in ("test", "val") if part not in entries]
-    check_class_sizes(root, entries["train"], classes, missing)
+        needed = 1 + len(missing) if part == "train" else 1  # an image for each part made of it
+        faults += find_faults(part, place, classes, needed)
+        entries[part] = list_class_folders(root, place, classes)
+    if faults:
+        raise FolderError(root, faults)
     for part in missing:  # test first: val is a fifth of what is left
         entries["train"], entries[part] = holdout(entries["train"], seed, part)
     train, val, test = (Split.below(root, entries[part]) for part in PARTS)
     return Task(f"folder:{root}", train, val, test, classes)
 
 
-def list_class_folders(root: Path, part: str, place: Path, classes: list[str]) -> Entries:
+def find_faults(part: str, place: Path, classes: list[str], needed: int) -> list[str]:
+    """What is wrong with the class folders of a part; each needs so many images."""
+    faults = list[str]()
+    folders = subfolders(place)
+    if len(folders) < 2:
+        faults.append(f"{part} needs two or more class folders, it has {len(folders)}")
+    for path in folders:
+        count = len(find_images(path))
+        if path.name not in classes:
+            faults.append(f"{part} has a class {path.name}, which train has not")
+        elif count < needed:
+            faults.append(f"class {path.name} has {count} images in {part} and needs {needed}")
+    return faults
+
+
+def list_class_folders(root: Path, place: Path, classes: list[str]) -> Entries:
     """The images in the class folders of a part, relative to `root`, with the class's number."""
-    by_class = {path.name: find_images(path) for path in subfolders(place)}
-    unknown = by_class.keys() - set(classes)
-    if len(by_class) < 2 or unknown or not all(by_class.values()):
-        counts = [f"{name} ({len(files)})" for name, files in by_class.items()]
-        raise ValueError(
-            f"{root}: {part} needs two or more of train's class folders, all with images; "
-            f"it has {', '.join(counts) or 'none'}"
-        )
     entries: Entries = []
-    for name, files in by_class.items():
-        label = classes.index(name)
-        entries += [(file.relative_to(root).as_posix(), label) for file in files]
+    for label, name in enumerate(classes):
+        if (place / name).is_dir():
+            files = find_images(place / name)
+            entries += [(file.relative_to(root).as_posix(), label) for file in files]
     return entries
-
-
-def check_class_sizes(root: Path, entries: Entries, classes: list[str], missing: list[str]) -> None:
-    """Refuse a class that leaves no image for train once each missing part has one of it."""
-    needed = 1 + len(missing)
-    counts = Counter(label for _, label in entries)
-    small = [f"{name} has {counts[k]}" for k, name in enumerate(classes) if counts[k] < needed]
-    if small:
-        raise ValueError(
-            f"{root}: each class needs {needed} images, for {' and '.join(['train', *missing])}; "
-            f"{', '.join(small)}"
-        )
 
 
 def holdout(entries: Entries, seed: int, part: str) -> tuple[Entries, Entries]:

@@ -6,7 +6,7 @@ one seed is a trial: a run of its own in a directory such as OUT/lr0.001-s0.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -24,9 +24,11 @@ from support.experiment import Experiment, Head, names_of_own_data
 from support.metrics import Score
 from support.optim import Group, Optimiser, Schedule, train_epochs, trainable
 from support.processes import jobs
+from support.pulse import pulse
 from support.runs import (
     LOG,
     MAY_CHANGE,
+    TRIALS,
     Run,
     RunResult,
     Track,
@@ -163,7 +165,7 @@ def finetune(
         trials = []
         for lr, n in pairs:
             trials.append(settings_of_trial(cfg, lr, n, starts.paths[n]))
-        return run_trials(trials, out, cfg.jobs, experiment, task, track)
+        return run_trials(trials, out, cfg, experiment, task, track)
 
     with Run(out, "finetune", cfg, force, defining) as run:
         if run.result:
@@ -432,17 +434,33 @@ def settings_of_trial(cfg: FinetuneConfig, lr: float, n: int, start: Path | None
 def run_trials(
     trials: Sequence[FinetuneConfig],
     out: Path,
-    processes: int,
+    whole: FinetuneConfig,
     experiment: Experiment,
     task: Task | None,
     track: Track,
 ) -> list[Trial]:
-    """Run trials one after another, or as many at a time as there are `processes` (--jobs)."""
-    if processes == 1 or not trials:
-        return [run_trial(cfg, out, experiment.with_settings(cfg), track) for cfg in trials]
-    # A process loads network and data itself; only a task that has no name is sent to it.
-    run_one = partial(run_trial_in_process, out=out, task=task)
-    return list(track(jobs(run_one, trials, processes), len(trials), "runs"))
+    """Run trials one after another, or as many at a time as the settings of the `whole` say."""
+    left = [cfg for cfg in trials if not (place_of(cfg, out) / "result.json").exists()]
+    results: Iterator[Trial]
+    if whole.jobs == 1:
+        results = (run_trial(cfg, out, experiment.with_settings(cfg), track) for cfg in left)
+    else:
+        # A process loads network and data itself; only a task that has no name is sent to it.
+        run_one = partial(run_trial_in_process, out=out, task=task)
+        results = jobs(run_one, left, whole.jobs)
+    if left:
+        done = len(list(out.glob(f"{TRIALS}/result.json")))
+        total = max(whole.runs, done + len(left))  # more, where the best rate diverged
+        for _ in track(results, total, "run", done):
+            pass  # asking for a result runs the trial
+    # All are finished now, so this only reads what they came to.
+    return [run_trial(cfg, out, experiment.with_settings(cfg)) for cfg in trials]
+
+
+def place_of(cfg: FinetuneConfig, out: Path) -> Path:
+    """The run directory of a trial."""
+    (lr,) = cfg.grid
+    return out / f"lr{lr:g}-s{cfg.seed}"
 
 
 def run_trial_in_process(cfg: FinetuneConfig, out: Path, task: Task | None) -> Trial:
@@ -457,7 +475,7 @@ def run_trial(
     (lr,) = cfg.grid
     file = adapter_of(cfg.start) if cfg.start else None
     defining = {**experiment.defining, "start_sha256": sha256(file) if file else None}
-    with Run(out / f"lr{lr:g}-s{cfg.seed}", "peft", cfg, defining=defining) as run:
+    with Run(place_of(cfg, out), "peft", cfg, defining=defining) as run:
         if run.result:
             return Trial(**run.result)
         result: Record = {"lr": lr, "seed": cfg.seed}
@@ -526,9 +544,7 @@ def peft(
     }
     best_theta = best.pop("theta")
     run.write("adapter.safetensors", save_adapter(best_theta, best, origin))
-    record = best_epoch(run.records)
-    LOG.info("%s: validation %.2f %% in epoch %d", label, record["val"]["accuracy"], record["step"])
-    return record
+    return best_epoch(run.records)
 
 
 def make_optimiser(cfg: FinetuneConfig, tensors: list[Tensor], steps_per_epoch: int) -> Optimiser:
@@ -544,6 +560,7 @@ def make_optimiser(cfg: FinetuneConfig, tensors: list[Tensor], steps_per_epoch: 
 def validate(experiment: Experiment, theta: Tensor, head: Head, epoch: int) -> Score:
     """The score on the validation split (Diverged where its loss is not finite)."""
     score = experiment.score(experiment.task.val, theta, head.with_stats)
+    pulse.validation = score.accuracy
     if not math.isfinite(score.loss):
         raise Diverged(f"validation after epoch {epoch}: loss is not finite")
     return score

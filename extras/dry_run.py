@@ -9,6 +9,7 @@ from config import FILE, TIMM, AlignConfig, Arch, Command, FinetuneConfig, Netwo
 from data import Pool, Task
 from extras import pretrain
 from support import timm_models
+from support.benchmarks import place_of
 from support.checkpoints import OFFICIAL, arch_of, weights_of
 from support.errors import UsageError, checking
 from support.experiment import AlignExperiment, Experiment, device_of, open_pool, open_task
@@ -46,6 +47,28 @@ def plan_run(command: str, cfg: Command, out: Path, force: bool) -> Plan:
     elif isinstance(cfg, AlignConfig | FinetuneConfig):
         work |= plan_peft(cfg, problems)
     return Plan(work, problems)
+
+
+def list_missing(cfg: Command) -> list[str]:
+    """What data a run lacks and how to get them; weights too, though a run can fetch these."""
+    problems: list[str] = []
+    if not isinstance(cfg, AlignConfig | FinetuneConfig):  # pretraining needs no more than a pool
+        return problems
+    attempt(problems, find_place, "--dataset", cfg.dataset, cfg)
+    if isinstance(cfg, AlignConfig):
+        attempt(problems, find_place, "--pool", cfg.pool, cfg)
+    weights = attempt(problems, weights_of, cfg)
+    if problems and weights and not weights.exists():
+        url, megabytes = OFFICIAL[cfg.backbone, cfg.pretext]
+        command = f"`curl -C - -o {weights} {url}`"
+        problems.append(f"--weights: {megabytes:,.0f} MB, fetched by the run itself or {command}")
+    return problems
+
+
+def find_place(flag: str, name: str, cfg: Command) -> None:
+    """Refuse (UsageError) data that are not there."""
+    with checking(f"{flag} {name}"):
+        place_of(name, cfg.data_root)
 
 
 def attempt(
@@ -131,12 +154,10 @@ def count_align(cfg: AlignConfig, task: Task | None) -> Record:
 
 def count_peft(cfg: FinetuneConfig, task: Task | None) -> Record:
     """Runs of one rate and one seed, and the steps of all of them."""
-    grid_runs = len(cfg.grid) * cfg.grid_seeds
-    runs = grid_runs + cfg.seeds - cfg.grid_seeds  # the chosen rate's seeds are not run again
-    steps = {"runs": runs}
+    steps = {"runs": cfg.runs}
     if task:
         steps_per_epoch = math.ceil(len(task.train.targets) / cfg.batch)
-        steps["in all"] = runs * cfg.epochs * steps_per_epoch
+        steps["in all"] = cfg.runs * cfg.epochs * steps_per_epoch
     return steps
 
 

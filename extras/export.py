@@ -16,6 +16,7 @@ from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
 from config import TIMM, Arch, FinetuneConfig, Record, read_table
+from extras.answers import count, percent
 from lora import Backbone, Phi, factors, merge
 from support.checkpoints import (
     RELEASED,
@@ -26,7 +27,6 @@ from support.checkpoints import (
 )
 from support.errors import UsageError, checking
 from support.runs import read_json, write_atomic
-from support.screen import mean_and_deviation
 
 # also how a README.md is known to be an export's, which may be replaced
 MADE = "LoRA on q and v of every layer of a frozen Vision Transformer, made with BiSSLight."
@@ -140,7 +140,7 @@ def write_card(run: Path, cfg: FinetuneConfig, origin: Record) -> str:
     if "test" in result:  # one number for each seed, from the run's first on
         seed = origin["seed"]
         accuracy = f"{result['test'][seed - cfg.seed]:.2f} % with seed {seed}, the exported one"
-        accuracy += f"; of all seeds {mean_and_deviation(result['test'])}"
+        accuracy += f"; {percent(result['test'])} over {count(len(result['test']), 'seed')}"
     fields = {
         **origin,
         "made": MADE,

@@ -9,7 +9,7 @@ import json
 import math
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +80,8 @@ class PretrainConfig(Pretext, Crops, Shape, Command):
             defaults["quilts"] = {"augment": "none"}
         return defaults
 
+    pretext: Literal["mae", "ijepa"] = "mae"
+    """Pretext task. [MAE; I-JEPA]"""
     pool: PoolName
     """Unlabelled images: omniglot, quilts, or any folder of images, nested or not."""
     epochs: PositiveInt = 400
@@ -210,8 +212,6 @@ def build_networks(cfg: PretrainConfig) -> Networks:
     """Networks with random weights, as the authors of the task start them (UsageError)."""
     if cfg.backbone not in BACKBONES:
         raise UsageError(f"--backbone {cfg.backbone}: pretrain takes {', '.join(BACKBONES)}")
-    if cfg.pretext not in ("mae", "ijepa"):
-        raise UsageError(f"{cfg.backbone} with {cfg.pretext}: pretrain takes mae or ijepa")
     device = device_of(cfg)
     use_one_thread_for_small_networks(cfg.backbone, device)
     arch = cfg.arch()

@@ -30,6 +30,7 @@ class Benchmark(NamedTuple):
     sizes: tuple[int, int, int]  # images of train, validation (CUB, Pets: our split) and test
     read: Callable[[Path], Listing]
     archives: dict[str, str]  # URL -> md5
+    megabytes: int  # of the archives
     holds_folder: bool  # the archives hold `folder` itself, not only what is in it
     terms: str  # what its publisher says about using it
 
@@ -145,6 +146,7 @@ BENCHMARKS = {
         sizes=(1880, 1880, 1880),
         read=read_dtd,
         archives={f"{OXFORD}/dtd/download/dtd-r1.0.1.tar.gz": "fff73e5086ae6bdbea199a49dfb8a4c1"},
+        megabytes=625,
         holds_folder=False,
         terms="for research",
     ),
@@ -156,6 +158,7 @@ BENCHMARKS = {
             f"{PASCAL}/VOCtrainval_06-Nov-2007.tar": "c52e279531787c972589f7e41ab4ae64",
             f"{PASCAL}/VOCtest_06-Nov-2007.tar": "b6e924de25625d8de591ea690078ad9f",
         },
+        megabytes=911,
         holds_folder=True,
         terms="Flickr's terms of use",
     ),
@@ -164,6 +167,7 @@ BENCHMARKS = {
         sizes=(4800, 1194, 5794),
         read=read_cub,
         archives={f"{CALTECH}/CUB_200_2011.tgz": "97eceeb196236b17998738112f37df78"},
+        megabytes=1151,
         holds_folder=True,
         terms="non-commercial research and teaching",
     ),
@@ -175,6 +179,7 @@ BENCHMARKS = {
             f"{OXFORD}/pets/data/images.tar.gz": "5c4f3ee8e5d25df40f4fd59a7f44e54c",
             f"{OXFORD}/pets/data/annotations.tar.gz": "95a8c909bbe2e81eed6a22bccdf3f68f",
         },
+        megabytes=811,
         holds_folder=False,
         terms="CC BY-SA 4.0",
     ),
@@ -187,6 +192,7 @@ BENCHMARKS = {
             f"{OXFORD}/flowers/102/imagelabels.mat": "e0620be6f572b9609742df49c70aed4d",
             f"{OXFORD}/flowers/102/setid.mat": "a5357ecc9cb78c4bef273ce3793fc85c",
         },
+        megabytes=345,
         holds_folder=False,
         terms="not stated; for research",
     ),
@@ -199,6 +205,7 @@ BENCHMARKS = {
                 "d4acdd33327262359767eeaa97a4f732"
             )
         },
+        megabytes=2753,
         holds_folder=True,
         terms="non-commercial research",
     ),
@@ -225,12 +232,14 @@ def place_of(name: str, root: Path) -> Path | None:
         return path
     if name not in named:
         raise ValueError("there is no such folder or file")
-    remedy = f"`bisslight data download {name}`"
     if name == "imagenet":
-        remedy = "name another --pool"
-    raise ValueError(
-        f"there is no such folder or file {path}; {remedy}, or give the --data-root where it is"
-    )
+        remedy = (
+            "148 GB, at image-net.org, registered. As --pool, any folder of images will do, such as"
+            " the data set's own, though the paper's is ImageNet"
+        )
+    else:
+        remedy = f"`bisslight data download {name}` fetches {BENCHMARKS[name].megabytes:,} MB"
+    raise ValueError(f"is not in {path}, see --data-root; {remedy}")
 
 
 def load_task(cfg: Data, base: Path) -> Task:

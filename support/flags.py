@@ -10,7 +10,10 @@ from rich.markup import escape
 from config import Command, Machine, Record, Settings
 from support.screen import show
 
-FIRST = ("backbone", "dataset", "pool", "start", "out", "seed")  # on top of the help
+FIRST = (  # on top of the help, under Typer's own heading
+    "backbone", "dataset", "start", "weights", "pool", "out", "config", "dry_run", "seed",
+    "alternations", "d_lr", "lr", "epochs", "seeds", "jobs",
+)  # fmt: skip
 FLAGS = {"start": "--from", "as_json": "--json"}  # others are called as their settings
 
 
@@ -41,53 +44,65 @@ def parameters_of(kind: type[Settings]) -> list[Parameter]:
     for name, field in kind.model_fields.items():
         flag = FLAGS.get(name, f"--{name.replace('_', '-')}")
         is_switch = field.annotation is bool
-        if is_switch and issubclass(kind, Command):  # a file may have set it
-            flag += f"/--no-{flag.removeprefix('--')}"
+        no_flag = f"--no-{flag.removeprefix('--')}"
+        if is_switch and field.default:
+            flag += f"/{no_flag}"
+        elif is_switch and issubclass(kind, Command):
+            # For what a file has switched on; rarely needed, so the help does without it.
+            parameters.append(keyword(f"no_{name}", bool, typer.Option(no_flag, hidden=True)))
         option = typer.Option(
             flag,
-            help=escape(describe(field, schemas[name])),
+            help=describe(field, schemas[name], "start" in kind.model_fields),
             metavar=None if is_switch else metavar_of(schemas[name]),
             rich_help_panel=panel_of(kind, name),
             envvar="BISSLIGHT_DATA" if name == "data_root" else None,
         )
-        # Any: Typer reads these annotations, a type checker does not.
-        annotation: Any = Annotated[str | None, option]
-        if is_switch:
-            annotation = Annotated[bool | None, option]
-        # None says that the flag was not given: a file or a default then decides.
-        parameter = Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        parameters.append(parameter)
+        parameters.append(keyword(name, bool if is_switch else str, option))
     return parameters
 
 
-def describe(field: FieldInfo, schema: Record) -> str:
-    """The help of a flag: what the setting is, what it may be, and its default."""
+def keyword(name: str, kind: type, option: object) -> Parameter:
+    """A parameter that Typer reads; None says that the flag was not given."""
+    annotation: Any = Annotated[kind | None, option]  # Any: no type checker reads it
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def describe(field: FieldInfo, schema: Record, has_start: bool) -> str:
+    """The help of a flag: what the setting is; in brackets what it may be, default and source.
+
+    `has_start`: the command can take settings over from an align run.
+    """
     text = " ".join((field.description or "").split())
-    notes = [allowed_values(schema)]
-    is_set = field.default is not None and field.default is not False
-    if is_set and not field.is_required():
+    source = ""
+    if text.endswith("]"):
+        text, _, source = text.removesuffix("]").rpartition(" [")
+    notes = [allowed_values(schema, text)]
+    if field.is_required():
+        notes.append("required without --from" if has_start else "required")
+    elif field.default is not None and field.default is not False:
         notes.append(f"default: {show(field.default)}")
-    note = "; ".join(note for note in notes if note)
-    return f"{text} ({note})" if note else text
+    note = "; ".join(note for note in [*notes, source] if note)
+    return f"{escape(text)} [dim]{escape(f'[{note}]')}[/dim]" if note else escape(text)
 
 
-def allowed_values(schema: Record) -> str:
-    """What a setting may be, in words."""
+def allowed_values(schema: Record, text: str) -> str:
+    """What a setting may be, in words, if its text does not say so."""
     limits = {
-        "exclusiveMinimum": "more than",
-        "minimum": "at least",
-        "exclusiveMaximum": "less than",
-        "maximum": "at most",
+        "exclusiveMinimum": ">",
+        "minimum": "≥",
+        "exclusiveMaximum": "<",
+        "maximum": "≤",
     }
     largest = 2**53  # the limit of all whole numbers, which nobody needs to be told
     for option in schema.get("anyOf", [schema]):  # of a setting that may be None, the other one
         if "enum" in option:
-            return "one of " + ", ".join(option["enum"])
+            is_told = all(choice in text for choice in option["enum"])
+            return "" if is_told else " or ".join(option["enum"])
         words = []
         for key, word in limits.items():
             limit = option.get(key, largest)
             if limit < largest:
-                words.append(f"{word} {limit:g}")
+                words.append(f"{word}\u00a0{limit:g}")  # a blank that is no place for a line break
         if words:
             return " and ".join(words)
     return ""
@@ -97,15 +112,15 @@ def metavar_of(schema: Record) -> str:
     """What stands behind a flag in the help."""
     option = schema.get("anyOf", [schema])[0]
     if option.get("format") == "path":
-        return "PATH"
-    names = {"integer": "INTEGER", "number": "NUMBER", "array": "A,B"}
-    return names.get(option["type"], "TEXT")
+        return "<path>"
+    names = {"integer": "<int>", "number": "<float>", "array": "<a,b>"}
+    return names.get(option["type"], "<text>")
 
 
 def panel_of(kind: type[Settings], name: str) -> str:
     """The heading of a flag in the help: the first words of the class that has the setting."""
     if name in FIRST:
-        return "What one sets first"
+        return "Options"
     for part in kind.__mro__:
         if name in part.__annotations__:
             heading, _, _ = (part.__doc__ or "").partition(":")

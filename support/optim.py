@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bisslight import Batch, BatchLoss, Passes, Phi, columns
+from support.pulse import pulse
 
 RateFn = Callable[[float, float], float]  # (step, base value) -> value at that step
 
@@ -150,7 +151,7 @@ def train_epochs(
         after_step: called after each step, for what follows slowly, such as a teacher.
     """
     rows: list[tuple[Tensor, Tensor]] = []  # loss and norm of each step of this epoch
-    for batch in batches:
+    for batch in pulse.count(batches, steps_per_epoch):
         value, gradients = passes.value_and_gradients(loss, opt.tensors, batch)
         norm = opt.update(opt.tensors, gradients)
         if after_step:

@@ -77,6 +77,8 @@ class Stop:
         # The number of the signal, 0 for none; in memory that the processes of `jobs` can share.
         self.flag: ctypes.c_int = RawValue("i", 0)
         self.heard_at = 0.0  # when this process itself heard it
+        self.answers = False  # whether this process answers a signal on stderr
+        self.when: Callable[[], str] = self.soon  # when a stop takes effect; progress knows more
 
     def hear(self, number: int, frame: FrameType | None = None) -> None:
         """What a signal calls."""
@@ -84,17 +86,33 @@ class Stop:
         # parent may have set the flag. torchrun repeats it: within a second it is one request.
         is_repeated = self.flag.value != 0 and self.heard_at != 0.0
         if is_repeated and time.monotonic() - self.heard_at > 1:
-            # Not an exception, which a library might catch; not print, which is not safe here.
-            with suppress(OSError):  # the terminal may be closed
-                os.write(2, b"stopped\n")
-            os._exit(128 + number)
+            say("stopped at once; the same command goes on from what was saved last")
+            os._exit(128 + number)  # not an exception, which a library might catch
         self.flag.value = number
         self.heard_at = time.monotonic()
+        if self.answers:
+            say(self.notice())
+
+    def notice(self) -> str:
+        """What a person is told who has asked to stop."""
+        again = "; Ctrl-C again leaves now" if self.flag.value == signal.SIGINT else ""
+        return f"stopping {self.when()}{again}"
+
+    def soon(self) -> str:
+        """When a stop takes effect, as far as is known without progress."""
+        return "as soon as the work under way is saved"
 
     def agreed(self) -> int:
         """The signal to stop, 0 for none; the same in all processes, which wait for each other."""
         flags = gather(torch.tensor([self.flag.value]))
         return int(flags.max())  # a signal that a single process heard counts for all
+
+
+def say(text: str) -> None:
+    """Write a line on stderr from within a signal handler, where `print` is not safe."""
+    with suppress(OSError):  # the terminal may be closed
+        start = "\x1b[?25h\n" if os.isatty(2) else ""  # show the cursor, which bars hide
+        os.write(2, f"{start}{text}\n".encode())
 
 
 stop = Stop()

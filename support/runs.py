@@ -291,8 +291,9 @@ class Run(ExitStack):
             self.save()
         if signal_heard:
             wait_for_all()  # torchrun ends all processes when one ends: process 0 saves first
+            saved = self.path / "checkpoint.pt"
             raise Stopped(
-                signal_heard, f"stopped after {done}; {self.path}: the same command goes on"
+                signal_heard, f"stopped after {done}, saved in {saved}; the same command goes on"
             )
 
     def save(self) -> None:

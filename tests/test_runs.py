@@ -354,7 +354,7 @@ def test_align_goes_on_to_the_same_bits(pretrained: Path, pretext: str, hypergra
     line += " --out cut"
     assert cut(line, vanish, "checkpoint.pt") == 9  # after the first of two probing epochs
     assert cut(line, term, "metrics.jsonl", 3) == 143
-    assert "stopped after alternation 2 of 5; cut: the same command goes on" in SAID.read_text()
+    assert "stopped after alternation 2 of 5" in SAID.read_text()
     assert cut(line, vanish, "metrics.jsonl") == 9  # logged, not saved
     assert cut(line, kill, "checkpoint.pt", within=True) == -9
     assert list(Path("cut").glob(".*.tmp"))
@@ -411,7 +411,7 @@ def test_a_grid_goes_on_to_the_same_bits(pretrained: Path) -> None:
     done(f"{line} --out whole")
     line += " --out cut"
     assert cut(line, term, "metrics.jsonl", 5) == 143  # the second run's second epoch
-    assert "stopped after epoch 2 of 3, lr 0.03 seed 0; cut/lr0.03-s0:" in SAID.read_text()
+    assert "stopped after epoch 2 of 3, lr 0.03 seed 0, saved in cut/lr0.03-s0" in SAID.read_text()
     assert cut(line, kill, "checkpoint.pt", within=True) == -9
     assert cut(line, vanish, "result.json") == 9
     done(line)
