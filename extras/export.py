@@ -7,7 +7,9 @@ timm       the merged network with its head, for timm.create_model("local-dir:ti
 
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import NamedTuple
 
 import torch
@@ -16,7 +18,6 @@ from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
 from config import TIMM, Arch, FinetuneConfig, Record, read_table
-from extras.answers import count, percent
 from lora import Backbone, Phi, factors, merge
 from support.checkpoints import (
     RELEASED,
@@ -132,6 +133,14 @@ def open_run(run: Path, seed: int | None, weights: Path | None) -> Opened:
         return Opened(FinetuneConfig(**shared), load_adapter(file))
 
 
+def describe_seeds(accuracies: Sequence[float]) -> str:
+    """Mean and sample deviation, in percent."""
+    if len(accuracies) == 1:
+        return f"{accuracies[0]:.2f} % (one seed)"
+    deviation = stdev(accuracies)
+    return f"{fmean(accuracies):.2f} ± {deviation:.2f} % ({len(accuracies)} seeds)"
+
+
 def write_card(run: Path, cfg: FinetuneConfig, origin: Record) -> str:
     """The model card: what the adapter was trained on, and its accuracy if that was measured."""
     file = run / "result.json"
@@ -140,7 +149,7 @@ def write_card(run: Path, cfg: FinetuneConfig, origin: Record) -> str:
     if "test" in result:  # one number for each seed, from the run's first on
         seed = origin["seed"]
         accuracy = f"{result['test'][seed - cfg.seed]:.2f} % with seed {seed}, the exported one"
-        accuracy += f"; {percent(result['test'])} over {count(len(result['test']), 'seed')}"
+        accuracy += f"; of all seeds {describe_seeds(result['test'])}"
     fields = {
         **origin,
         "made": MADE,
