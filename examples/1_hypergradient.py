@@ -85,7 +85,9 @@ def upper_loss(theta_D: Tensor) -> Tensor:
 theta_D = torch.tensor([-1.0, 0.0])
 theta_P = theta_P_star(theta_D)
 g = theta_P - target  # gradient of L^D with respect to theta, at theta_P
+# blank: q by Eq. 5, with H2 as the Hessian
 q = lam * torch.linalg.solve(H2 + lam * torch.eye(2), g)  # Eq. 5
+# end of blank
 
 # %%
 line = torch.linspace(-1.7, 2.7, 100)

@@ -195,7 +195,9 @@ noise = torch.rand(len(some), 49, generator=rng(2, "noise"))
 figure, grid = plt.subplots(len(ratios), len(some), figsize=(8.4, 4.2))
 for row, ratio in enumerate(ratios):
     keep, restore = mae.masking(noise, ratio)
+    # blank: removed, true where a patch was removed, from keep and restore
     removed = restore >= keep.shape[1]  # (images, 49)
+    # end of blank
     for column, image in enumerate(some):
         show(grid[row, column], image, removed[column])
     grid[row, 0].set_ylabel(f"ratio {ratio}\n{keep.shape[1]} of 49 stay", fontsize=9)
