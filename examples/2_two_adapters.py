@@ -50,7 +50,9 @@ BLUE, ORANGE, GREEN, PINK, SKY, RED = (
 
 # %%
 cfg = AlignConfig(backbone="vit_mini", dataset="omniglot:Greek")  # so weights="omniglot"
-backbone, decoder, arch = load_backbone(cfg)
+pretrained = load_backbone(cfg)
+backbone, decoder = pretrained.backbone, pretrained.head
+arch = pretrained.arch
 vit = backbone.vit
 pool, task = omniglot.pool(), omniglot.task("Greek", 0)
 mean, std = (torch.tensor(x).view(3, 1, 1) for x in (pool.mean, pool.std))

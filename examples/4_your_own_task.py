@@ -275,9 +275,9 @@ plt.show()
 
 # %% [markdown]
 # Aligned with MAE, the network learns the task in fewer epochs: after 3 of 8 it has 38 %, direct
-# fine-tuning 22 %. **Restart has 37 %.** So this head start is no evidence for
-# the bilevel problem as such: another start that has seen the labels has it, too. In the study with
-# more alphabets, backbones and seeds (`experiments/omniglot.md`), the head start was there in every
+# fine-tuning 22 %. **Restart has 37 %.** So this head start is no evidence for the bilevel
+# problem as such: another start that has seen the labels has it, too. In the study with more
+# alphabets, backbones and seeds (`experiments/omniglot.md`), the head start was there in every
 # case, while the gain in final accuracy over direct fine-tuning was small and depended on the
 # backbone.
 #
