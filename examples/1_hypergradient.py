@@ -59,9 +59,12 @@ BLUE, ORANGE, GREEN, PINK, RED, GREY = (
 # 0 where it is strongly curved. **The hypergradient keeps the part of g along the flat directions
 # of $L^P$.**
 #
-# The picture shows one step of the bilevel problem. It has two parts: first θ_D moves, then the
-# lower level is solved again, so θ_P* follows. Left, θ_D moves along −q; right, along −g. Both
-# moves of θ_D have the same length.
+# The picture shows both parameters and both steps. **Left, the lower level**: θ_D (square) stays
+# where it is, and θ_P, which starts at the same place, moves to θ_P* (circle), between θ_D and the
+# minimum of L^P. The dotted line is the pull. **Middle, the upper level**: θ_D moves along −q; then
+# the lower level is solved again, so θ_P* follows (filled: after the step). **Right**: the same for
+# a step along −g of the same length. The contours in these two panels are those of the loss
+# $L^D(\theta_P^*(\theta_D))$ as a function of θ_D, and the star is where θ_P* should be.
 
 # %%
 lam = 0.5
@@ -74,6 +77,11 @@ def theta_P_star(theta_D: Tensor) -> Tensor:
     return lam * torch.linalg.solve(H2 + lam * torch.eye(2), theta_D)
 
 
+def upper_loss(theta_D: Tensor) -> Tensor:
+    """L^D at the solution of the lower level."""
+    return 0.5 * (theta_P_star(theta_D) - target).square().sum()
+
+
 theta_D = torch.tensor([-1.0, 0.0])
 theta_P = theta_P_star(theta_D)
 g = theta_P - target  # gradient of L^D with respect to theta, at theta_P
@@ -81,57 +89,71 @@ g = theta_P - target  # gradient of L^D with respect to theta, at theta_P
 q = lam * torch.linalg.solve(H2 + lam * torch.eye(2), g)  # Eq. 5
 # end of blank
 
-line = torch.linspace(-2.9, 2.9, 200)
+# %%
+line = torch.linspace(-1.7, 2.7, 100)
 x, y = torch.meshgrid(line, line, indexing="xy")
-pretext = 0.5 * (H2[0, 0] * x**2 + 2 * H2[0, 1] * x * y + H2[1, 1] * y**2)
-figure, both = plt.subplots(1, 2, figsize=(8.6, 4.6), sharey=True)
-for axes, vector, name, colour in ((both[0], q, "q", BLUE), (both[1], g, "g", ORANGE)):
+places = torch.stack([x, y], -1)  # (100, 100, 2), where a parameter may be
+L_P = 0.5 * (places @ H2 * places).sum(-1)
+lower_loss = L_P + lam / 2 * (places - theta_D).square().sum(-1)  # Eq. 4, of θ_P
+upper = torch.stack([upper_loss(place) for place in places.view(-1, 2)])  # first term of Eq. 3
+
+
+def arrow(axes: plt.Axes, start: Tensor, end: Tensor, colour: str, style: str) -> None:
+    """An arrow from one parameter to another."""
+    shape = {"arrowstyle": "-|>", "shrinkA": 5, "shrinkB": 5, "linewidth": 2.2}
+    axes.annotate("", end, start, arrowprops=shape | {"color": colour, "linestyle": style})
+
+
+def mark(axes: plt.Axes, theta_D: Tensor, theta_P: Tensor, fill: str) -> None:
+    """θ_D as a square, θ_P* as a circle, and the pull between them as a dotted line."""
+    axes.plot(*torch.stack([theta_D, theta_P]).T, ":", color="black", linewidth=1)
+    axes.plot(*theta_D, "s", color="black", markerfacecolor=fill, markersize=9)
+    axes.plot(*theta_P, "o", color="black", markerfacecolor=fill, markersize=9)
+
+
+figure, panels = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True)
+levels = [0.03, 0.2, 0.6, 1.2, 2, 3, 4.5]
+panels[0].contour(x, y, lower_loss - lower_loss.min(), levels=levels, colors=GREY, linewidths=0.6)
+panels[0].plot(0, 0, "k+", markersize=11)
+panels[0].text(0.1, 0.1, "minimum of L^P", fontsize=9)
+arrow(panels[0], theta_D, theta_P, GREEN, "--")
+mark(panels[0], theta_D, theta_P, "white")
+title = "Lower level: θ_D stays, θ_P moves to θ_P*\ncontours: its loss, as a function of θ_P"
+panels[0].set_title(title, fontsize=9.5)
+for axes, vector, name, colour in ((panels[1], q, "q", BLUE), (panels[2], g, "g", ORANGE)):
     moved_D = theta_D - 1.5 * vector / vector.norm()  # the upper step: length 1.5
     moved_P = theta_P_star(moved_D)  # the lower level, solved again
-    before, after = (0.5 * (theta - target).square().sum() for theta in (theta_P, moved_P))
-    axes.contour(x, y, pretext, levels=[0.1, 0.4, 1, 2, 4, 8], colors=GREY, linewidths=0.6)
-    axes.plot(0, 0, "k+", markersize=10, label="minimum of L^P (contours: L^P)")
-    axes.plot(*target, "k*", markersize=12, label="minimum of L^D")
-    for start_D, start_P, fill in ((theta_D, theta_P, "white"), (moved_D, moved_P, colour)):
-        axes.plot(*torch.stack([start_D, start_P]).T, ":", color="black", linewidth=1)
-        axes.plot(*start_D, "s", color="black", markerfacecolor=fill, markersize=9)
-        axes.plot(*start_P, "o", color="black", markerfacecolor=fill, markersize=9)
-    for start, end, style in ((theta_D, moved_D, "-"), (theta_P, moved_P, "--")):
-        axes.annotate("", end, start, arrowprops={
-            "arrowstyle": "->", "color": colour, "linewidth": 2.5, "linestyle": style,
-            "shrinkA": 6, "shrinkB": 5,
-        })  # fmt: skip
-    axes.plot([], [], "s", color="black", markerfacecolor="white", label="θ_D before")
-    axes.plot([], [], "o", color="black", markerfacecolor="white", label="θ_P*(θ_D) before")
-    axes.plot([], [], "-", color=colour, linewidth=2.5, label=f"1. θ_D moves along −{name}")
-    axes.plot([], [], "--", color=colour, linewidth=2.5, label="2. θ_P* follows (filled: after)")
-    axes.plot([], [], ":", color="black", linewidth=1, label="pull λ/2 |θ_P − θ_D|²")
-    axes.set(title=f"along −{name}: L^D(θ_P*) {before:.2f} → {after:.2f}", xlabel="θ[0]")
-    axes.set_aspect("equal")
-    axes.legend(loc="lower left", fontsize=7)
-both[0].set_ylabel("θ[1]")
+    axes.contour(x, y, upper.view_as(x), levels=8, colors=PINK, linewidths=0.8)
+    arrow(axes, theta_D, moved_D, colour, "-")
+    arrow(axes, theta_P, moved_P, GREEN, "--")
+    mark(axes, theta_D, theta_P, "white")
+    mark(axes, moved_D, moved_P, colour)
+    axes.plot(*target, "k*", markersize=12)
+    axes.text(2.6, 0.3, "minimum of L^D", ha="right", fontsize=9)
+    title = f"Upper level: θ_D moves along −{name}, θ_P* follows\n"
+    title += f"L^D(θ_P*): {upper_loss(theta_D):.2f} → {upper_loss(moved_D):.2f}"
+    axes.set_title(title, fontsize=9.5)
+for axes in panels:
+    axes.text(-1.15, 0.18, "θ_D", ha="right")
+    axes.text(-0.25, 0.38, "θ_P*")
+    axes.set(xlabel="θ[0]", xlim=(-1.7, 2.7), ylim=(-1.6, 1.4), aspect="equal")
+panels[0].set_ylabel("θ[1]")
 plt.show()
 
 # %% [markdown]
-# Along the valley of L^P, θ_P* moves half as far as θ_D (λ / (0.5 + λ)); across the valley it moves
-# only a ninth as far (λ / (4.1 + λ)). The step along −g is parallel to the line from θ_P* to the
-# minimum of L^D, but a good part of it goes across the valley, where θ_P* hardly follows. A step of
-# the same length along −q lowers $L^D(\theta_P^*)$ more. This holds for every step that is short
-# enough: q is the gradient of this loss *with respect to θ_D*, while g is the gradient with respect
-# to θ_P. BiSSLight also adds the gradient of the second term of Eq. 3, $L^D(\theta_D)$; it is left
-# out of the picture.
+# The step along −q is at right angles to the contours: q is the gradient of this loss *with respect
+# to θ_D*, while g is the gradient with respect to θ_P. So of all steps that are short enough, the
+# one along −q lowers $L^D(\theta_P^*)$ most for its length. The step along −g points from θ_P* to
+# the minimum of L^D, but a good part of it goes across the valley of L^P, where θ_P* moves only a
+# ninth as far as θ_D (λ / (4.1 + λ)); along the valley it moves half as far (λ / (0.5 + λ)).
+# BiSSLight also adds the gradient of the second term of Eq. 3, $L^D(\theta_D)$; it is left out of
+# the picture.
 #
 # Is the formula right? We move θ_D by a small amount in each coordinate, solve the lower level
 # again, and see how much $L^D(\theta_P^*)$ changes. This is a *finite difference*; it uses no
 # calculus.
 
-
 # %%
-def upper_loss(theta_D: Tensor) -> Tensor:
-    """L^D at the solution of the lower level."""
-    return 0.5 * (theta_P_star(theta_D) - target).square().sum()
-
-
 h = 1e-5
 steps = h * torch.eye(2)
 difference = [(upper_loss(theta_D + e) - upper_loss(theta_D - e)) / (2 * h) for e in steps]
@@ -474,3 +496,25 @@ print(f"with the Schur complement, the largest error is {largest:.0e}")
 #    lower steps of the paper, even a small learning rate can move it far.
 #
 # </details>
+
+# %% [markdown]
+# ## What to change and what you expect
+#
+# Say what you expect before you run it.
+#
+# 1. **In 1.1, set `lam` to 0.05, then to 50.** With 0.05 the pull is weak: θ_P* lies close to the
+#    minimum of L^P wherever θ_D is, q is short, and the green arrows of the upper steps almost
+#    vanish. With 50, θ_P* lies on θ_D, q ≈ g, and the middle and right panels look alike.
+# 2. **In 1.2, descend with `gradients_of(theta_P, 20)`**, the paper's N_L, in place of 200, in both
+#    cells. A single q is worse: we found an error of 0.79 in place of 0.18. One could expect that
+#    the descent ends further away, too. It did not: 0.06 above the minimum in place of 0.11. New
+#    gradients are drawn in each step, so their errors differ from step to step and partly cancel.
+#    What does not cancel is that the Fisher matrix is not the Hessian.
+# 3. **In `draw`, triple the noise**: `3 * torch.randn(n, ...)`. The Hessian stays as it is, the
+#    Fisher matrix becomes nine times as large, so M-FAC's q is too short (we found 0.07 |g|; the
+#    exact one is 0.32 |g|) in almost the same direction. `mfac(G, 9 * lam)` makes up for it. The
+#    loss is a negative log-likelihood only for noise of variance 1.
+# 4. **Couple the layers**: after `mixing = ...`, add the line
+#    `mixing = torch.linalg.qr(torch.randn(P, P, generator=rng))[0] @ mixing`. Now H has large
+#    entries between the blocks, which `layer` sets to zero. In the middle panel of 1.3, `layer`
+#    should stop improving, as `matrix` does; only `global` can go on.

@@ -1,11 +1,9 @@
 r"""A pretext task of your own: which way up is this image (Gidaris et al. 2018)?
 
-    bisslight pretrain --pool quilts --backbone vit_mini --base-lr 8e-3 --beta2 0.999 \
-        --mask-ratio 0.3 --out runs/pre
-    bisslight align --pretext examples/rotation.py:Rotation --backbone vit_mini --weights runs/pre \
-        --dataset quilts --alternations 20 --lower-steps 5 --warmup 2 --p-lr 1e-3 --phi-p-lr 1e-2 \
-        --d-lr 1e-2 --out runs/rotation
-    bisslight finetune --from runs/rotation --lr 3e-3 --seeds 2
+    bisslight align --pretext examples/rotation.py:Rotation --backbone vit_mini --weights omniglot \
+        --dataset omniglot:Greek --alternations 20 --lower-steps 5 --upper-steps 3 --warmup 2 \
+        --p-lr 1e-2 --phi-p-lr 1e-2 --d-lr 1e-2 --out runs/rotation
+    bisslight finetune --from runs/rotation --lr 1e-2 --epochs 25 --batch 32 --seeds 2
 
 It takes MAE's place in Algorithm 1: same backbone, another L^P. --phi-p-lr is higher than usual,
 since this head starts at random, not from a checkpoint. `bisslight.PretextTask` says what a class

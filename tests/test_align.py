@@ -178,7 +178,7 @@ def commands() -> list[list[str]]:
 
 
 def test_the_examples_task_runs_under_its_own_name(
-    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """Its loss falls, its digest is kept, PEFT starts from it, the paper's figure stays away.
 
@@ -187,8 +187,8 @@ def test_the_examples_task_runs_under_its_own_name(
     monkeypatch.chdir(tmp_path)
     shutil.copy(EXAMPLE, "rotation.py")
     Path("data.py").write_text("raise RuntimeError('not the program')\n")
-    line = [word.removeprefix("examples/") for word in commands()[1]]
-    line += ["--weights", str(weights), "--alternations", "8", "--probe-epochs", "1", "--quiet"]
+    line = [word.removeprefix("examples/") for word in commands()[0]]
+    line += ["--alternations", "8", "--probe-epochs", "1", "--quiet"]
     assert cli.run([*line, "--out", "a"]) == 0, capsys.readouterr().err
     losses = [record["loss_P"] for record in records(Path("a"))[1:]]
     assert sum(losses[-1]) < sum(losses[0])
@@ -217,9 +217,9 @@ def test_a_module_is_a_place_for_a_task_too(weights: Path, tmp_path: Path) -> No
 def test_the_examples_commands_learn_as_they_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chance is 12.5 % of 8 classes."""
+    """Chance is 4 % of 24 classes."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(EXAMPLE.parent, "examples")
     for line in commands():
         assert cli.run([*line, "--quiet"]) == 0, line
-    assert records(Path("runs/rotation"))[0]["probe_val"]["accuracy"] >= 25
+    assert records(Path("runs/rotation"))[0]["probe_val"]["accuracy"] >= 12
