@@ -24,7 +24,7 @@ def test_the_story_ends_in_words_and_a_picture_and_goes_on(
     assert [(row.arm, row.seeds, row.unit) for row in result.arms] == [
         ("aligned", 2, "align run and PEFT"),
         ("direct", 2, "PEFT seed"),
-        ("restart", 2, "align run and PEFT"),
+        ("restart", 2, "PEFT and PEFT anew"),
     ]
     settings = [json.loads((tmp_path / f"d/align/s{s}/config.json").read_text()) for s in range(2)]
     assert [one["seed"] for one in settings] == [0, 1]  # each seed has an align run of its own

@@ -61,7 +61,7 @@ def test_a_ctrl_c_that_the_parent_heard_first_does_not_end_its_workers(tmp_path:
 
 
 def test_a_worker_that_dies_is_told_with_a_remedy() -> None:
-    with pytest.raises(RunError, match="--jobs"), cli.training():
+    with pytest.raises(RunError, match="--jobs"), cli.training(quiet=True):
         list(jobs(os._exit, [3], 2))
 
 
