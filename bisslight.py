@@ -103,7 +103,7 @@ class PretextTask(Protocol[Batch]):
         """All random numbers of a step (`prepare` draws none): tensors (B, ...), on the CPU."""
 
     def prepare(self, images: Tensor, *drawn: Any, **_: Any) -> Batch:
-        """Images (B, 3, H, W), and what was drawn -> a NamedTuple; a field is (B, ...) or None."""
+        """Images (B, 3, height, width), and what was drawn -> a batch: fields (B, ...) or None."""
 
     def loss(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
         """L^P(θ, φ_P), the mean over the images: pure, differentiable, without drop path."""
@@ -322,15 +322,15 @@ def microbatches(
     With each comes its weight, its share of the images of all processes. Of 5 images, micro-batches
     of 2 are parts of 2, 2 and 1 with weights 0.4, 0.4 and 0.2.
     """
-    n = len(batch[0])
-    whole = n
+    images = len(batch[0])
+    whole = images
     if processes_share():
-        count = torch.tensor([n], dtype=torch.float64, device=device)
+        count = torch.tensor([images], dtype=torch.float64, device=device)
         whole = int(sum_over_processes([count])[0])
-    if micro_batch is None or n <= micro_batch:
-        return [(batch, n / whole)]
+    if micro_batch is None or images <= micro_batch:
+        return [(batch, images / whole)]
     parts = []
-    for start in range(0, n, micro_batch):
+    for start in range(0, images, micro_batch):
         fields = [None if x is None else x[start : start + micro_batch] for x in batch]
         part: Batch = type(batch)(*fields)  # type: ignore[arg-type]
         parts.append((part, len(part[0]) / whole))
