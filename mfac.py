@@ -133,11 +133,11 @@ def recursion(G: Tensor, lam: float, H: object = None, partition: Partition = "l
     G_blocks = joined(blocks(G, partition), partition)  # (K parts, m, size); `global`: (1, m, K p)
     M = [precompute(G_k, lam) for G_k in G_blocks]  # l.10
 
-    def inverse(g: Tensor) -> Tensor:  # l.13
+    def inverse(g: Tensor) -> Tensor:
         check_query(g, G)
         cut = blocks(g.to(G.device)[:, None], partition)  # (K, parts, 1, size)
         g_blocks = joined(cut, partition)[:, 0]  # (K parts, size); `global`: (1, K p)
-        q = [apply(M_k, g_k, lam) for M_k, g_k in zip(M, g_blocks, strict=True)]
+        q = [apply(M_k, g_k, lam) for M_k, g_k in zip(M, g_blocks, strict=True)]  # l.13
         return torch.stack(q).view_as(g).to(g)
 
     return inverse
@@ -198,30 +198,31 @@ class Inverse:
         self.cut = blocks(G, partition)  # (K, parts, m, size), a view of G
         m = G.shape[1]
         gram = G.new_zeros(*self.cut.shape[:2], m, m, dtype=torch.float64)  # (K, parts, m, m)
-        for columns in self.cut.split(CHUNK, -1):  # float64 sums without a float64 copy of G
+        # l.10: G Gᵀ, with float64 sums without a float64 copy of G
+        for columns in self.cut.split(CHUNK, -1):
             columns = columns.double()
             gram += columns @ columns.mT
+        system = self.per_block(gram).clone()
+        system.diagonal(dim1=-2, dim2=-1).add_(m * lam)  # mλI + GGᵀ, positive definite
+        factor, failed = torch.linalg.cholesky_ex(system)  # l.10; it reports instead of raising
+        self.factor = factor.masked_fill((failed != 0)[..., None, None], math.nan)
         self.cut_gram = gram
         self.row_gram = gram.sum(1)
         self.last = None
-        system = self.per_block(gram).clone()
-        system.diagonal(dim1=-2, dim2=-1).add_(m * lam)  # mλI + GGᵀ, positive definite
-        factor, failed = torch.linalg.cholesky_ex(system)  # it reports instead of raising
-        self.factor = factor.masked_fill((failed != 0)[..., None, None], math.nan)
 
     def __call__(self, g: Tensor) -> Tensor:
         """Line 13: q of g."""
         check_query(g, self.G)
         query = blocks(g.to(self.G.device)[:, None], self.partition)  # (K, parts, 1, size)
         chunks = list(zip(self.cut.split(CHUNK, -1), query.split(CHUNK, -1), strict=True))
-        Gg = torch.zeros_like(self.cut_gram[..., :1])  # (K, parts, m, 1)
+        Gg = torch.zeros_like(self.cut_gram[..., :1])  # l.13: G g, (K, parts, m, 1)
         for columns, x in chunks:
             Gg += columns.double() @ x.double().mT
         w = torch.cholesky_solve(self.per_block(Gg), self.factor)  # (mλI + GGᵀ)⁻¹ G g, (.., m, 1)
         q = []
         for columns, x in chunks:
             q_columns = x.double() - w.mT @ columns.double()  # g − Gᵀ w, (K, parts, 1, chunk)
-            q.append(q_columns.to(g.dtype))
+            q.append(q_columns.to(g.dtype))  # l.13
         Gq = Gg - self.cut_gram @ w  # G q = G g − GGᵀ w
         self.last = Products(g, Gg.sum(1)[..., 0], Gq.sum(1)[..., 0])
         return torch.cat(q, -1).view_as(g).to(g)
