@@ -3,7 +3,7 @@
     upper (Eq. 3)   min over θ_D, φ_D    L^D(θ_P*(θ_D), φ_D) + L^D(θ_D, φ_D)
     lower (Eq. 4)   θ_P*(θ_D) = argmin over θ_P, min over φ_P    L^P(θ_P, φ_P) + λ/2 |θ_P − θ_D|²
 
-The modules of the method keep these letters.
+The modules of the method keep these letters; docs/math.md has a table of all symbols.
 
     code                paper       meaning
     (no variable)       ψ           pretrained backbone weights, inside of task and loss_D, one copy

@@ -10,7 +10,7 @@ s = alpha / r; the key matrix stays as it is.
     φ_D  phi_D  downstream head (App. C.2): {"weight" (classes, dim), "bias" (classes,)}, and, where
                 BatchNorm comes before the linear layer (I-JEPA, App. D.1), {"norm.weight",
                 "norm.bias"}
-    r    rank   64 in the paper, on q and v of every layer; s = 1 (alpha = r)
+    r    rank   64 in the paper, for queries and values of every layer; s = 1 (alpha = r)
     p           4 r dim, the numbers of θ in a layer; dim is the width of a token
     B           number of images of a batch. With an index, B_q and B_v, it is a factor of LoRA
     q, k, v     as an index of a matrix: of the queries, the keys, the values
@@ -248,7 +248,7 @@ def merge(backbone: Backbone, theta: Tensor) -> dict[str, Tensor]:
     v_change = B_v @ A_v
     change = torch.cat([q_change, torch.zeros_like(q_change), v_change], 1)  # (K, 3 dim, dim)
     for k in range(backbone.depth):
-        state[f"blocks.{k}.attn.qkv.weight"] += backbone.scale * change[k]  # rows of q, of k, of v
+        state[f"blocks.{k}.attn.qkv.weight"] += backbone.scale * change[k]  # queries, keys, values
     return state
 
 

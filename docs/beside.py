@@ -7,8 +7,9 @@ A line `<!-- code: PLACE -->` of math.md says which code stands in the block bel
     mfac.py:extend                          a function or class, without its docstring
     hypergradients.py:exact.inverse         a method, or a function inside of a function
     bisslight.py:algorithm_1 arguments      its first lines, up to the docstring
-    bisslight.py:algorithm_1 l.6            its statements that carry the mark `l.6` in a comment
-    bisslight.py:algorithm_1 l.6 to l.9     all lines from the first mark to the last one
+    bisslight.py:algorithm_1 l.6            its lines from the first to the last statement that has
+                                            the mark `l.6` in a comment, beside it or directly above
+    bisslight.py:algorithm_1 l.6 to l.9     from the first with `l.6` to the last with `l.9`
 
 It never is the number of a line, so the page changes only where a function changes that it shows.
 The concordance, which says where each part of the paper is, comes from beside.toml.
@@ -20,6 +21,7 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Sequence
+from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,23 +64,29 @@ def excerpt(place: str) -> str:
         raise SystemExit(f"{place!r} is no place: see docs/beside.py")
     path, name, first, last = match.groups()
     text = read(path)
-    node = find(ast.parse(text), name)
+    node = find(parse(text), name)
     if node is None:
         raise SystemExit(f"{path} has no {name}, which docs/ names")
     lines = text.splitlines()
     if first is None:
-        shown = whole(node)
+        shown = whole(node, lines)
     elif first == "arguments":
-        shown = whole(node)[:1]
-    elif last is None:
-        shown = marked(node, lines, first)
+        shown = whole(node, lines)[:1]
     else:
-        start = marked(node, lines, first)
-        end = marked(node, lines, last)
-        shown = [Lines(start[0].first, end[-1].last)] if start and end else []
-    if not shown:
-        raise SystemExit(f"{path}:{name} has no mark {place.split(' ', 1)[1]}: mark it there")
+        top = marked(node, lines, first)
+        bottom = marked(node, lines, last or first)
+        if not top or not bottom:
+            raise SystemExit(
+                f"no comment of {path}:{name} has the mark {first if not top else last}"
+            )
+        shown = [Lines(top[0].first, bottom[-1].last)]
     return "\n".join(cut(lines, shown))
+
+
+@cache
+def parse(text: str) -> ast.Module:
+    """The syntax tree of a module."""
+    return ast.parse(text)
 
 
 def find(tree: ast.AST, name: str) -> ast.stmt | None:
@@ -109,12 +117,15 @@ def end(node: ast.stmt) -> int:
     return node.end_lineno or node.lineno
 
 
-def whole(node: ast.stmt) -> list[Lines]:
+def whole(node: ast.stmt, lines: Sequence[str]) -> list[Lines]:
     """A function or class without its docstring; any other statement as it is."""
     body = getattr(node, "body", [])
     if len(body) < 2 or ast.get_docstring(node) is None:  # type: ignore[arg-type]
         return [Lines(node.lineno, end(node))]
-    return [Lines(node.lineno, body[0].lineno - 1), Lines(body[1].lineno, end(node))]
+    start = end(body[0]) + 1
+    while not lines[start - 1].strip():
+        start += 1
+    return [Lines(node.lineno, body[0].lineno - 1), Lines(start, end(node))]
 
 
 def marked(node: ast.stmt, lines: Sequence[str], mark: str) -> list[Lines]:
@@ -139,20 +150,12 @@ def marked(node: ast.stmt, lines: Sequence[str], mark: str) -> list[Lines]:
 
 
 def cut(lines: Sequence[str], shown: Sequence[Lines]) -> list[str]:
-    """The lines shown, moved to the left; `...` stands where others are left out between them."""
+    """The lines shown, moved to the left, without remarks to tools."""
     kept: list[str] = []
-    before = shown[0].first - 1
     for part in shown:
-        left_out = [line for line in lines[before : part.first - 1] if line.strip()]
-        docstring = any('"""' in line for line in left_out)
-        if left_out and not docstring:
-            indent = len(left_out[0]) - len(left_out[0].lstrip())
-            kept.append(" " * indent + "...")
         kept += lines[part.first - 1 : part.last]
-        before = part.last
     text = textwrap.dedent("\n".join(kept))
-    text = re.sub(r"  # ?(type|noqa|fmt)\b.*", "", text)  # remarks to tools
-    return re.sub(r"\n{2,}", "\n\n", text).splitlines()
+    return re.sub(r"  # ?(type|noqa|fmt)\b.*", "", text).splitlines()
 
 
 def with_code(text: str) -> str:
@@ -181,14 +184,16 @@ def formula(state: StateInline, silent: bool) -> bool:
     return True
 
 
+@cache
 def mathml(latex: str, display: str = "inline") -> str:
     """A formula as MathML; SystemExit if a command in it is not understood."""
     out: str = convert(latex.strip(), display=display)
-    unknown = re.search(r"\\\w+", out)
+    unknown = re.search(r"\\\w+|&(?!#x|lt;|gt;)", out)  # a command, or a column of an unknown table
     if unknown:
         raise SystemExit(f"{unknown[0]} cannot be typeset: {latex}")
     # the bars of a norm: LaTeX keeps their size, a browser would stretch the left one alone
-    return re.sub(r"<mo[^>]*>(&#x02016;|&#x2016;|‖)</mo>", '<mo stretchy="false">‖</mo>', out)
+    out = out.replace("<mo>&#x02016;</mo>", '<mo stretchy="false">&#x02016;</mo>')
+    return out.replace(' xmlns="http://www.w3.org/1998/Math/MathML"', "")  # HTML needs none
 
 
 def show_formula(self: RendererHTML, tokens: Sequence[Token], at: int, *_: Any) -> str:
@@ -246,40 +251,45 @@ def listing(place: str, code: str, anchored: bool = True) -> str:
 
 
 class Row(NamedTuple):
-    """What stands side by side."""
+    """A text (Markdown) and the code beside it, which on a narrow page comes within the text."""
 
-    text: str  # Markdown
+    text: str  # up to the code
     places: list[str]
+    more: str  # text below the code
 
 
 def rows(section: str) -> list[Row]:
     """A section, cut before each paragraph that begins in bold and has code below it."""
     parts = CODE.split(section)  # text, place, code, text, place, code ..., text
-    found = [Row("", [])]
+    found: list[Row] = []
     for text, place in zip(parts[0::3], parts[1::3], strict=False):
         before, lead, after = text.rpartition("\n**")
-        row = found[-1]
-        if not row.places and not before.strip():
-            found[-1] = Row(row.text + text, [place])
-        elif lead:
-            found[-1] = Row(row.text + before, row.places)
-            found.append(Row(lead + after, [place]))
+        row = found.pop() if found else Row("", [], "")
+        if lead:
+            found.append(row._replace(more=row.more + before))
+            found.append(Row(lead + after, [place], ""))
         else:
-            found[-1] = Row(row.text + text, [*row.places, place])
-    found[-1] = Row(found[-1].text + parts[-1], found[-1].places)
-    return found
+            found.append(row._replace(places=[*row.places, place], more=row.more + text))
+    if not found:
+        return [Row(section, [], "")]
+    last = found.pop()
+    found.append(last._replace(more=last.more + parts[-1]))
+    return [row for row in found if row.places or row.more.strip()]
 
 
 def show_section(title: str, text: str, lines: dict[str, list[str]]) -> str:
     """A section of math.md: its rows side by side; `lines` has the places of l.1 to l.17."""
     out = f'<h2 id="{anchor(title)}">{escape(title)}</h2>\n'
     for row in rows(text):
-        left = MARKDOWN.render(row.text)
-        if re.search(r"(?m)^\| l\.1 \|", row.text):
-            left = algorithm(row.text, lines)
-        right = "".join(listing(place, excerpt(place)) for place in row.places)
-        kind = "row" if row.places else "row alone"
-        out += f'<section class="{kind}"><div>{left}</div><div>{right}</div></section>\n'
+        more = MARKDOWN.render(row.more)
+        if "| l.1 |" in row.more:
+            more = algorithm(row.more, lines)
+        if not row.places:
+            out += f'<section class="alone">{MARKDOWN.render(row.text)}{more}</section>\n'
+            continue
+        code = "".join(listing(place, excerpt(place)) for place in row.places)
+        cells = f"<div>{MARKDOWN.render(row.text)}</div><div>{code}</div><div>{more}</div>"
+        out += f'<section class="row">{cells}</section>\n'
     return out
 
 
@@ -287,7 +297,7 @@ def algorithm(text: str, lines: dict[str, list[str]]) -> str:
     """The table of Algorithm 1 with a third column: the code of each line."""
     before, first, rest = text.partition("| l.1 |")
     table, _, after = (first + rest).partition("\n\n")
-    out = MARKDOWN.render(before.rpartition("\n\n")[0]) + '<div class="algorithm">\n'
+    out: str = MARKDOWN.render(before.rpartition("\n\n")[0]) + '<div class="algorithm">\n'
     for row in table.splitlines():
         mark, paper = [cell.strip() for cell in row.strip("|").split("|")]
         if mark not in lines:
@@ -298,14 +308,19 @@ def algorithm(text: str, lines: dict[str, list[str]]) -> str:
     return out + "</div>\n" + MARKDOWN.render(after)
 
 
-def concordance(shown: Sequence[str]) -> str:
-    """The rows of beside.toml. A place is linked to its code on this page, if that is `shown`."""
+def concordance(shown: Sequence[str], targets: dict[str, str]) -> str:
+    """The rows of beside.toml. A place is linked to its code on this page, if that is `shown`.
+
+    `targets` has the anchors of the equations and lines.
+    """
     out = ""
     for title, entries in tomllib.loads(read("docs/beside.toml")).items():
         out += f"<h3>{title}</h3>\n<table class=concordance>\n"
         for key, (words, *places) in entries.items():
             links = ", ".join(link(place, shown) for place in places) or "not here"
             name = MARKDOWN.renderInline(key)
+            if key in targets:
+                name = f'<a href="#{targets[key]}">{name}</a>'
             out += f"<tr><th>{name}<td>{MARKDOWN.renderInline(words)}<td>{links}\n"
         out += "</table>\n"
     return out
@@ -329,20 +344,36 @@ def sections(text: str) -> dict[str, str]:
     return {"": parts[0]} | dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
+def check_complete(found: dict[str, str], equations: Sequence[str], lines: Sequence[str]) -> None:
+    """SystemExit names an equation or line without its formula, and an equation without code."""
+    for equation in equations:
+        texts = [text for title, text in found.items() if title.startswith(f"{equation}:")]
+        if not texts:
+            raise SystemExit(f"math.md has no section on {equation}")
+        if "```math" not in texts[0] or CODE.search(texts[0]) is None:
+            raise SystemExit(f"math.md has no formula or no code for {equation}")
+    for mark in lines:
+        if re.search(rf"(?m)^\| {mark} \| .*\$", found["Algorithm 1"]) is None:
+            raise SystemExit(f"math.md has no formula for {mark} of Algorithm 1")
+
+
 def page(math: str) -> str:
     """The whole page, from the text of math.md and from beside.toml."""
     entries = tomllib.loads(read("docs/beside.toml"))
     lines = {mark: places for mark, (_, *places) in entries["Lines of Algorithm 1"].items()}
     found = sections(math)
+    check_complete(found, list(entries["Equations"]), list(lines))
     front = found.pop("").partition("\n")[2]  # without the title
     body = f'<section class="front">{MARKDOWN.render(front)}</section>\n'
     for title, text in found.items():
         body += show_section(title, text, lines)
     shown = [match[1] for match in CODE.finditer(math)]
+    targets = {title.partition(":")[0]: anchor(title) for title in found}
+    targets |= {mark: mark for mark in lines}
     links = "".join(f'<a href="#{anchor(title)}">{escape(title)}</a> ' for title in found)
     template = read("docs/beside.html")
     out = template.replace("LINKS", links).replace("BODY", body)
-    return out.replace("CONCORDANCE", concordance(shown))
+    return out.replace("CONCORDANCE", concordance(shown, targets))
 
 
 def made() -> dict[Path, str]:
@@ -351,9 +382,15 @@ def made() -> dict[Path, str]:
     return {MATH: math, PAGE: page(math)}
 
 
-if __name__ == "__main__":
+def main(check: bool) -> None:
+    """Writes both files; with `check`, SystemExit names one that is out of date instead."""
     for path, text in made().items():
         stale = not path.exists() or path.read_text() != text
-        if stale and "--check" in sys.argv:
+        if stale and check:
             raise SystemExit(f"docs/{path.name} is out of date: make page")
-        path.write_text(text)
+        if stale:
+            path.write_text(text)
+
+
+if __name__ == "__main__":
+    main("--check" in sys.argv)
