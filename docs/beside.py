@@ -220,6 +220,18 @@ def renderer() -> MarkdownIt:
 MARKDOWN = renderer()
 
 
+def html(text: str) -> str:
+    """Markdown as HTML."""
+    out: str = MARKDOWN.render(text)
+    return out
+
+
+def inline(text: str) -> str:
+    """Markdown within a line as HTML."""
+    out: str = MARKDOWN.renderInline(text)
+    return out
+
+
 # --- The page ------------------------------------------------------------------------------------
 
 
@@ -281,14 +293,14 @@ def show_section(title: str, text: str, lines: dict[str, list[str]]) -> str:
     """A section of math.md: its rows side by side; `lines` has the places of l.1 to l.17."""
     out = f'<h2 id="{anchor(title)}">{escape(title)}</h2>\n'
     for row in rows(text):
-        more = MARKDOWN.render(row.more)
+        more = html(row.more)
         if "| l.1 |" in row.more:
             more = algorithm(row.more, lines)
         if not row.places:
-            out += f'<section class="alone">{MARKDOWN.render(row.text)}{more}</section>\n'
+            out += f'<section class="alone">{html(row.text)}{more}</section>\n'
             continue
         code = "".join(listing(place, excerpt(place)) for place in row.places)
-        cells = f"<div>{MARKDOWN.render(row.text)}</div><div>{code}</div><div>{more}</div>"
+        cells = f"<div>{html(row.text)}</div><div>{code}</div><div>{more}</div>"
         out += f'<section class="row">{cells}</section>\n'
     return out
 
@@ -297,15 +309,15 @@ def algorithm(text: str, lines: dict[str, list[str]]) -> str:
     """The table of Algorithm 1 with a third column: the code of each line."""
     before, first, rest = text.partition("| l.1 |")
     table, _, after = (first + rest).partition("\n\n")
-    out: str = MARKDOWN.render(before.rpartition("\n\n")[0]) + '<div class="algorithm">\n'
+    out = html(before.rpartition("\n\n")[0]) + '<div class="algorithm">\n'
     for row in table.splitlines():
         mark, paper = [cell.strip() for cell in row.strip("|").split("|")]
         if mark not in lines:
             raise SystemExit(f"beside.toml has no place for {mark}")
         code = "".join(listing(place, excerpt(place), False) for place in lines[mark])
-        words = MARKDOWN.renderInline(paper)
+        words = inline(paper)
         out += f'<div class="line" id="{mark}"><b>{mark}</b><p>{words}</p><div>{code}</div></div>\n'
-    return out + "</div>\n" + MARKDOWN.render(after)
+    return out + "</div>\n" + html(after)
 
 
 def concordance(shown: Sequence[str], targets: dict[str, str]) -> str:
@@ -318,10 +330,10 @@ def concordance(shown: Sequence[str], targets: dict[str, str]) -> str:
         out += f"<h3>{title}</h3>\n<table class=concordance>\n"
         for key, (words, *places) in entries.items():
             links = ", ".join(link(place, shown) for place in places) or "not here"
-            name = MARKDOWN.renderInline(key)
+            name = inline(key)
             if key in targets:
                 name = f'<a href="#{targets[key]}">{name}</a>'
-            out += f"<tr><th>{name}<td>{MARKDOWN.renderInline(words)}<td>{links}\n"
+            out += f"<tr><th>{name}<td>{inline(words)}<td>{links}\n"
         out += "</table>\n"
     return out
 
@@ -364,7 +376,7 @@ def page(math: str) -> str:
     found = sections(math)
     check_complete(found, list(entries["Equations"]), list(lines))
     front = found.pop("").partition("\n")[2]  # without the title
-    body = f'<section class="front">{MARKDOWN.render(front)}</section>\n'
+    body = f'<section class="front">{html(front)}</section>\n'
     for title, text in found.items():
         body += show_section(title, text, lines)
     shown = [match[1] for match in CODE.finditer(math)]

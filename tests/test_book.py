@@ -263,6 +263,21 @@ def test_each_function_and_test_that_the_mathematics_names_exists() -> None:
     assert len(asked) >= 12 and {*asked} <= tests, {*asked} - tests
 
 
+def test_each_letter_of_a_shape_is_in_the_table_of_symbols() -> None:
+    """And sizes of the networks are words, since their letters would be others' there."""
+    table = MATH[MATH.index("| symbol |") : MATH.index("## Eq. 1")]
+    symbols = "".join(re.findall(r"(?m)^\| (.*?) \|", table))
+    known = set(re.findall(r"\$([a-zA-Z])(?:_i)?\$", symbols))
+    assert {"K", "p", "m", "B"} <= known and not {"L", "E", "C", "W"} & known
+    unknown = []
+    for file in ("bisslight", "mfac", "hypergradients", "lora", "mae", "ijepa"):
+        text = re.sub(r"\bl\.\d+|App\. [A-D]|\b[A-D]\.\d", "", (ROOT / f"{file}.py").read_text())
+        for shape in re.findall(r"(?a)\(([\w .·²+]+(?:, [\w .·²+]*)+)\)", text):
+            letters = re.findall(r"\b[a-zA-Z]\b", shape)
+            unknown += [f"{file}: ({shape})" for letter in letters if letter not in known]
+    assert unknown == []
+
+
 def test_formulas_survive_markdown() -> None:
     """Inside $...$, Markdown takes a backslash before punctuation as its own, and ends of lines."""
     text = re.sub(r"```.*?```", "", MATH, flags=re.S)
