@@ -281,11 +281,11 @@ def algorithm_1(
         lower, upper = list[LowerStep](), list[UpperStep]()
         for i in range(steps.lower_steps):  # l.5, lower level
             batch = next(pretext)
-            # one pass for l.6 and l.8
-            value_P, grad_P, g_phi_P = passes.gradients(task.loss, theta_P, phi_P, batch)
+            value_P, grad_P, grad_phi = passes.gradients(task.loss, theta_P, phi_P, batch)  # l.6
             G[:, i] = grad_P  # l.6: ∇L^P alone, before the penalty's gradient and clipping
             delta = (theta_P - theta_D).detach()  # l.7
             g_P = grad_P + steps.lam * delta  # l.7
+            g_phi_P = grad_phi  # l.8, of the same pass
             norm = state.opt_P.update([theta_P, *phi_P.values()], [g_P, *g_phi_P.values()])  # l.9
             task.after_step(theta_P)  # what follows θ_P slowly, such as I-JEPA's teacher
             proximal = steps.lam / 2 * delta.square().sum()
