@@ -138,8 +138,8 @@ def start_state(
     cfg: AlignConfig, theta: Tensor, phi_P: Phi, phi_D: Phi
 ) -> tuple[State, Optimisers]:
     """What line 3 starts from: θ_P = θ_D = θ (l.2), copies of φ_P, and φ_D itself."""
-    theta_P = theta.detach().clone().requires_grad_()
-    theta_D = theta.detach().clone().requires_grad_()
+    theta_P = theta.detach().clone().requires_grad_()  # l.2
+    theta_D = theta.detach().clone().requires_grad_()  # l.2
     phi_P = trainable(phi_P, theta.device)
 
     T = cfg.alternations

@@ -3,7 +3,7 @@
     upper (Eq. 3)   min over θ_D, φ_D    L^D(θ_P*(θ_D), φ_D) + L^D(θ_D, φ_D)
     lower (Eq. 4)   θ_P*(θ_D) = argmin over θ_P, min over φ_P    L^P(θ_P, φ_P) + λ/2 |θ_P − θ_D|²
 
-The modules of the method keep these letters.
+The modules of the method keep these letters; docs/math.md has a table of all symbols.
 
     code                paper       meaning
     (no variable)       ψ           pretrained backbone weights, inside of task and loss_D, one copy
@@ -103,7 +103,7 @@ class PretextTask(Protocol[Batch]):
         """All random numbers of a step (`prepare` draws none): tensors (B, ...), on the CPU."""
 
     def prepare(self, images: Tensor, *drawn: Any, **_: Any) -> Batch:
-        """Images (B, 3, H, W), and what was drawn -> a NamedTuple; a field is (B, ...) or None."""
+        """Images (B, 3, height, width), and what was drawn -> a batch: fields (B, ...) or None."""
 
     def loss(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
         """L^P(θ, φ_P), the mean over the images: pure, differentiable, without drop path."""
@@ -281,10 +281,11 @@ def algorithm_1(
         lower, upper = list[LowerStep](), list[UpperStep]()
         for i in range(steps.lower_steps):  # l.5, lower level
             batch = next(pretext)
-            value_P, grad_P, g_phi_P = passes.gradients(task.loss, theta_P, phi_P, batch)  # l.6
-            G[:, i] = grad_P  # l.6: ∇L^P alone, before l.7 adds to it and before clipping
-            delta = (theta_P - theta_D).detach()
-            g_P = grad_P + steps.lam * delta  # l.7; l.8 is g_phi_P, by the pass above
+            value_P, grad_P, grad_phi = passes.gradients(task.loss, theta_P, phi_P, batch)  # l.6
+            G[:, i] = grad_P  # l.6: ∇L^P alone, before the penalty's gradient and clipping
+            delta = (theta_P - theta_D).detach()  # l.7
+            g_P = grad_P + steps.lam * delta  # l.7
+            g_phi_P = grad_phi  # l.8, of the same pass
             norm = state.opt_P.update([theta_P, *phi_P.values()], [g_P, *g_phi_P.values()])  # l.9
             task.after_step(theta_P)  # what follows θ_P slowly, such as I-JEPA's teacher
             proximal = steps.lam / 2 * delta.square().sum()
@@ -322,15 +323,15 @@ def microbatches(
     With each comes its weight, its share of the images of all processes. Of 5 images, micro-batches
     of 2 are parts of 2, 2 and 1 with weights 0.4, 0.4 and 0.2.
     """
-    n = len(batch[0])
-    whole = n
+    images = len(batch[0])
+    whole = images
     if processes_share():
-        count = torch.tensor([n], dtype=torch.float64, device=device)
+        count = torch.tensor([images], dtype=torch.float64, device=device)
         whole = int(sum_over_processes([count])[0])
-    if micro_batch is None or n <= micro_batch:
-        return [(batch, n / whole)]
+    if micro_batch is None or images <= micro_batch:
+        return [(batch, images / whole)]
     parts = []
-    for start in range(0, n, micro_batch):
+    for start in range(0, images, micro_batch):
         fields = [None if x is None else x[start : start + micro_batch] for x in batch]
         part: Batch = type(batch)(*fields)  # type: ignore[arg-type]
         parts.append((part, len(part[0]) / whole))

@@ -29,7 +29,7 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean, std
 Label = int | list[int]  # a class, or for each class 1 yes, -1 no, 0 not counted
 Entries = list[tuple[str, Label]]  # (image file below the dataset's folder, label)
 Draws = list[tuple[int, int]]  # of a batch: (number of the draw, index of the image)
-Stored = Tensor | list[Path]  # images (N, 3, H, W) in [0, 1], or their files
+Stored = Tensor | list[Path]  # images (images, 3, height, width) in [0, 1], or their files
 
 
 class ImageError(OSError):
@@ -56,7 +56,7 @@ class Split(NamedTuple):
     """Images and their labels, int64."""
 
     images: Stored
-    targets: Tensor  # (N,), or (N, C) for several classes per image: 1 yes, -1 no, 0 not counted
+    targets: Tensor  # (images,), or (images, classes) for several: 1 yes, -1 no, 0 not counted
 
     @classmethod
     def below(cls, root: Path, entries: Entries) -> Self:
@@ -67,7 +67,7 @@ class Split(NamedTuple):
 
 
 class Labelled(Protocol):
-    """A list of (image (3, H, W), class), or a torch Dataset of such pairs."""
+    """A list of (image (3, height, width), class), or a torch Dataset of such pairs."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> tuple[Tensor, int]: ...
@@ -92,7 +92,7 @@ class Task(NamedTuple):
 
     @classmethod
     def of(cls, train: Labelled, val: Labelled, test: Labelled, classes: Sequence[str]) -> Self:
-        """A task in memory, of pairs of an image (3, H, W) in [0, 1] and its class (ValueError)."""
+        """A task in memory, of pairs: image (3, height, width) in [0, 1], class (ValueError)."""
         n = len(classes)
         return cls(
             "own", stack_pairs(train, n), stack_pairs(val, n), stack_pairs(test, n), list(classes)
@@ -112,7 +112,7 @@ def stack_pairs(pairs: Labelled, classes: int) -> Split:
         image, label = pairs[i]
         images.append(torch.as_tensor(image))
         labels.append(int(label))
-    x = torch.stack(images)  # (N, 3, H, W)
+    x = torch.stack(images)  # (images, 3, height, width)
     y = torch.tensor(labels)
     pixels_fit = x.shape[1] == 3 and 0 <= x.min() <= x.max() <= 1
     if not (pixels_fit and 0 <= y.min() <= y.max() < classes):
@@ -197,11 +197,11 @@ def draw_layouts(g: torch.Generator) -> Tensor:
 
 
 def draw_quilts(layouts: Tensor, labels: Tensor, junk: float, g: torch.Generator) -> Tensor:
-    """Images (N, 3, 16, 16) of these classes; a share `junk` of the tiles shows any motif."""
+    """Images (images, 3, 16, 16) of these classes; a share `junk` of the tiles shows any motif."""
     motifs = torch.tensor([[int(bit) for bit in motif] for motif in MOTIFS])  # (4, 16) pixels
     first = torch.randint(4, labels.shape, generator=g)
     second = (first + torch.randint(1, 4, labels.shape, generator=g)) % 4  # another motif
-    shown = torch.where(layouts[labels] == 1, second[:, None], first[:, None])  # (N, 16) motifs
+    shown = torch.where(layouts[labels] == 1, second[:, None], first[:, None])  # (images, 16)
     is_junk = torch.rand(shown.shape, generator=g) < junk
     shown = torch.where(is_junk, torch.randint(4, shown.shape, generator=g), shown)
     tiles = (motifs * 0.7 + 0.15)[shown].view(-1, 4, 4, 4, 4)
@@ -358,7 +358,7 @@ class Transform(NamedTuple):
     whole: bool = False  # without a random crop, nothing of a square image is cut off
 
 
-Picture = Image.Image | Tensor  # RGB, of Pillow, or uint8 (3, H, W): torchvision works on both
+Picture = Image.Image | Tensor  # RGB, of Pillow, or uint8 (3, height, width): torchvision has both
 
 
 def read_image(path: Path) -> Picture:
@@ -379,7 +379,7 @@ def read_image(path: Path) -> Picture:
 
 
 def decode_jpeg(path: Path, image: Image.Image) -> Tensor:
-    """Pixels (3, H, W) of a JPEG file, the same with either decoder: both call libjpeg."""
+    """Pixels (3, height, width) of a JPEG file, the same with either decoder: both call libjpeg."""
     # torchvision's is faster, but a release after 0.29 may leave it out
     decode = getattr(torch.ops.image, "decode_jpeg", None)
     if decode is None:
@@ -480,7 +480,7 @@ class Images(Dataset[Batch | ImageError]):
 
 
 def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Network inputs from images (B, 3, H, W), uint8 or in [0, 1]; mean and std (3, 1, 1).
+    """Network inputs from images (B, 3, height, width), uint8 or in [0, 1]; mean, std (3, 1, 1).
 
     The arithmetic is that of torchvision's ToTensor and Normalize, in the same order.
     """

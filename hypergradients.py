@@ -39,16 +39,16 @@ Map = Callable[[Tensor], Tensor]  # of a tensor (K, p): u -> H u, g -> q
 def conjugate_gradients(
     product: Map, g: Tensor, iterations: int, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """`iterations` steps of conjugate gradients on A x = g from x = 0; g and x are flat (K p,).
+    """`iterations` steps of conjugate gradients on product(x) = g from x = 0; g and x: flat (K p,).
 
     Args:
-        product: u -> A u, A symmetric and positive definite.
+        product: u -> the product of a symmetric positive definite matrix with u.
         g: the right side, not modified.
         iterations: how many products are taken.
         sizes: None is plain CG. g is divided by |g| first, so that |g| makes no difference; g = 0
             gives x = 0. Otherwise these are the lengths of the tensors that g consists of, and the
-            step sizes α and β are computed for each tensor, while A u is the product with all of A.
-            The released program does this; it is a heuristic that need not converge to the
+            two step sizes below are computed for each tensor, while a product is one with the whole
+            matrix. The released program does this; it is a heuristic that need not converge to the
             solution. g is then not divided by |g|, so for a small g the 1e-12 in the denominators
             changes the result.
 
@@ -63,24 +63,24 @@ def conjugate_gradients(
         tiny = 1e-14
     lengths = list(sizes or [len(g)])
 
-    def dot(a: Tensor, b: Tensor) -> Tensor:
+    def dot(x: Tensor, y: Tensor) -> Tensor:
         """One inner product per tensor, each repeated over the tensor's entries."""
-        pieces = (a * b).split(lengths)
+        pieces = (x * y).split(lengths)
         return torch.cat([piece.sum().expand_as(piece) for piece in pieces])
 
     x = torch.zeros_like(g)
     residual = (g / scale).to(g.dtype)
     direction = residual
-    rr = dot(residual, residual)
+    squared = dot(residual, residual)
     for _ in range(iterations):
-        A_direction = product(direction)
-        alpha = rr / (dot(direction, A_direction) + tiny)
-        x = x + alpha * direction
-        residual = residual - alpha * A_direction
-        rr_before = rr
-        rr = dot(residual, residual)
-        beta = rr / (rr_before + tiny)
-        direction = residual + beta * direction
+        change = product(direction)  # of the residual, for a step of length 1
+        step = squared / (dot(direction, change) + tiny)
+        x = x + step * direction
+        residual = residual - step * change
+        squared_before = squared
+        squared = dot(residual, residual)
+        turn = squared / (squared_before + tiny)
+        direction = residual + turn * direction
     return (x * scale).to(g.dtype)
 
 

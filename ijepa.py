@@ -5,10 +5,11 @@ From one large context block of patches, predict a teacher's tokens of four smal
     φ_P   phi_P     the predictor's trainable tensors and mask token; its position table is fixed
     θ_T   theta_T   the teacher: the same frozen ψ with a third θ, a slow moving average of θ_P (of
                     A and B, not of their product). In `pretrain` the teacher is a second network
-    B, L            numbers of images of a batch, and of patches of an image
-    E, M            numbers of context blocks (1) and of target blocks (4) of an image. These blocks
-                    are of patches, and have nothing to do with M-FAC's
-    n, m            numbers of patches of a context and of a target; μ is the teacher's momentum
+    B               number of images of a batch; an image has `patches`
+    μ     mu        momentum of the teacher
+
+Other sizes are words. An image has one or more `contexts` (1) and `targets` (4): blocks of patches,
+which have nothing to do with M-FAC's. A context has `seen` patches, a target has `hidden` ones.
 
 The backbone is a function (images, theta, keep) -> tokens of the patches `keep`, without a class
 token (`lora.Backbone`). The networks' tensors have the official names and shapes.
@@ -30,10 +31,10 @@ Phi = dict[str, Tensor]  # a head's trainable tensors by name
 class Batch(NamedTuple):
     """A prepared pretext batch."""
 
-    images: Tensor  # (B, 3, H, W)
-    context: Tensor  # (B, E, n) int64, patches in raster order
-    targets: Tensor  # (B, M, m) int64
-    target: Tensor  # (B, M, m, dim): the teacher's normalised tokens there
+    images: Tensor  # (B, 3, height, width)
+    context: Tensor  # (B, contexts, seen) int64, patches in raster order
+    targets: Tensor  # (B, targets, hidden) int64
+    target: Tensor  # (B, targets, hidden, dim): the teacher's normalised tokens there
 
 
 class IJEPA:
@@ -82,8 +83,8 @@ class IJEPA:
         """Adds the present teacher's layer-normed tokens, so that the loss is a pure function."""
         tokens = self.teacher(images, self.state.get("theta_T"))
         tokens = F.layer_norm(tokens, tokens.shape[-1:])  # eps 1e-5
-        index = targets.flatten(1)[..., None].expand(-1, -1, tokens.shape[-1])  # (B, M m, dim)
-        target = tokens.gather(1, index)
+        index = targets.flatten(1)[..., None]  # (B, targets hidden, 1)
+        target = tokens.gather(1, index.expand(-1, -1, tokens.shape[-1]))
         return Batch(images, context, targets, target.unflatten(1, targets.shape[1:]))
 
     def loss(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
@@ -92,10 +93,10 @@ class IJEPA:
         return F.smooth_l1_loss(prediction, batch.target[:, :, None].expand_as(prediction))
 
     def predict(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
-        """Predicted tokens at every target from every context, (B, M, E, m, dim)."""
-        B, E, _ = batch.context.shape
-        images = batch.images.repeat_interleave(E, 0)
-        tokens = self.backbone(images, theta, batch.context.flatten(0, 1)).unflatten(0, (B, E))
+        """Tokens at all targets from each context, (B, targets, contexts, hidden, dim)."""
+        pairs = batch.context.shape[:2]  # (B, contexts)
+        images = batch.images.repeat_interleave(pairs[1], 0)
+        tokens = self.backbone(images, theta, batch.context.flatten(0, 1)).unflatten(0, pairs)
         return functional_call(self.predictor, phi, (tokens, batch.context, batch.targets))  # type: ignore[no-any-return]
 
     @torch.no_grad()
@@ -116,11 +117,11 @@ class Masks(Protocol):
 
     @property
     def targets(self) -> int:
-        """M, target blocks of an image (4)."""
+        """Number of target blocks of an image (4)."""
 
     @property
     def contexts(self) -> int:
-        """E, context blocks of an image (1)."""
+        """Number of context blocks of an image (1)."""
 
     @property
     def target_scale(self) -> tuple[float, float]:
@@ -143,35 +144,35 @@ class Masks(Protocol):
         """Whether contexts may overlap targets (False)."""
 
 
-def momentum(i: int, first: float, steps: float) -> float:
-    """The teacher's momentum after step i = 0, 1 ...: linear from `first` to 1."""
-    return first + i * (1 - first) / steps
+def momentum(step: int, first: float, steps: float) -> float:
+    """The teacher's momentum μ after step 0, 1 ...: linear from `first` to 1."""
+    return first + step * (1 - first) / steps
 
 
 def multiblock(masks: Masks, grid: int, B: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Contexts (B, E, n) and targets (B, M, m) of a batch, as the official collator draws them.
+    """Contexts (B, contexts, seen) and targets (B, targets, hidden), as officially drawn.
 
     One random number gives height and width of all targets, another one those of the contexts. The
     last row and column are never used. A context is a block without the patches of its image's
     targets, drawn again while it has `min_keep` patches or fewer; after every 20 attempts, one
     target fewer is taken out. Then all contexts are cut to the length of the batch's shortest one.
 
-    `grid` is the number of patches along a side of the image, L = grid² their number in it.
+    `grid` is the number of patches along a side of the image, grid² their number in it.
     """
     # sizes: the same for the whole batch
-    u_target, u_context = torch.rand(2, generator=rng, dtype=torch.float64).tolist()
-    target_size = block_size(u_target, masks.target_scale, masks.aspect, grid)
-    context_size = block_size(u_context, masks.context_scale, (1, 1), grid)
+    for_target, for_context = torch.rand(2, generator=rng, dtype=torch.float64).tolist()
+    target_size = block_size(for_target, masks.target_scale, masks.aspect, grid)
+    context_size = block_size(for_context, masks.context_scale, (1, 1), grid)
     # targets
-    targets = blocks(grid, target_size, (B, masks.targets), rng)  # (B, M, L) bool
+    targets = blocks(grid, target_size, (B, masks.targets), rng)  # (B, targets, grid²) bool
     # contexts: those that are too small are drawn again
-    context = torch.zeros(B, masks.contexts, grid * grid, dtype=torch.bool)  # (B, E, L)
+    context = torch.zeros(B, masks.contexts, grid * grid, dtype=torch.bool)  # (.., grid²)
     attempt = 0
     while True:
-        too_small = context.sum(-1) <= masks.min_keep  # (B, E)
+        too_small = context.sum(-1) <= masks.min_keep  # (B, contexts)
         if not too_small.any():
             break
-        fresh = blocks(grid, context_size, (B, masks.contexts), rng)  # (B, E, L)
+        fresh = blocks(grid, context_size, (B, masks.contexts), rng)  # (.., grid²)
         if not masks.overlap:
             excluded = max(0, masks.targets - attempt // 20)
             fresh &= ~targets[:, :excluded].any(1, keepdim=True)
@@ -184,21 +185,21 @@ def multiblock(masks: Masks, grid: int, B: int, rng: torch.Generator) -> tuple[T
 
 
 def indices(mask: Tensor) -> Tensor:
-    """Masks (B, E, L), all with the same number n of patches, as their positions (B, E, n)."""
-    positions = mask.nonzero()[:, -1]  # (B E n,)
+    """Masks (B, blocks, grid²), all with equally many patches, as positions (B, blocks, seen)."""
+    positions = mask.nonzero()[:, -1]  # (B blocks seen,)
     return positions.view(*mask.shape[:2], -1)
 
 
 def block_size(
-    u: float, scale: tuple[float, float], aspect: tuple[float, float], grid: int
+    uniform: float, scale: tuple[float, float], aspect: tuple[float, float], grid: int
 ) -> tuple[int, int]:
-    """Height and width of a block from one uniform number u.
+    """Height and width of a block from one uniform number.
 
-    >>> [block_size(u, (0.15, 0.2), (0.75, 1.5), 16) for u in (0.0, 0.999)]
+    >>> [block_size(number, (0.15, 0.2), (0.75, 1.5), 16) for number in (0.0, 0.999)]
     [(5, 7), (9, 6)]
     """
-    share = scale[0] + u * (scale[1] - scale[0])
-    ratio = aspect[0] + u * (aspect[1] - aspect[0])
+    share = scale[0] + uniform * (scale[1] - scale[0])
+    ratio = aspect[0] + uniform * (aspect[1] - aspect[0])
     area = int(grid * grid * share)
     height = round(math.sqrt(area * ratio))
     width = round(math.sqrt(area / ratio))
@@ -259,16 +260,25 @@ class Predictor(nn.Module):
         self.predictor_proj = nn.Linear(width, dim)
 
     def forward(self, tokens: Tensor, context: Tensor, targets: Tensor) -> Tensor:
-        """Tokens (B, E, n, dim), context (B, E, n), targets (B, M, m) -> (B, M, E, m, dim)."""
-        B, E, n = context.shape
-        M = targets.shape[1]
-        place = self.predictor_pos_embed[0]  # (L, width)
-        seen = (self.predictor_embed(tokens) + place[context])[:, None]  # (B, 1, E, n, width)
-        asked = (self.mask_token + place[targets])[:, :, None]  # (B, M, 1, m, width)
-        pairs = [seen.expand(-1, M, -1, -1, -1), asked.expand(-1, -1, E, -1, -1)]
-        x = torch.cat(pairs, 3).flatten(0, 2)  # (B M E, n + m, width)
-        x = self.predictor_proj(self.predictor_norm(self.predictor_blocks(x)[:, n:]))
-        return x.unflatten(0, (B, M, E))  # type: ignore[no-any-return]
+        """What each target holds, predicted from each context: (B, targets, contexts, hidden, dim).
+
+        Args:
+            tokens: (B, contexts, seen, dim), the backbone's, of each context.
+            context: (B, contexts, seen), where their patches are.
+            targets: (B, targets, hidden), the patches to predict.
+        """
+        B, n_contexts, n_seen = context.shape
+        n_targets = targets.shape[1]
+        place = self.predictor_pos_embed[0]  # (patches, width)
+        known = self.predictor_embed(tokens) + place[context]  # (B, contexts, seen, width)
+        asked = self.mask_token + place[targets]  # (B, targets, hidden, width)
+        # each target with each context: (B, targets, contexts, ., width)
+        known = known[:, None].expand(-1, n_targets, -1, -1, -1)
+        asked = asked[:, :, None].expand(-1, -1, n_contexts, -1, -1)
+        x = torch.cat([known, asked], 3).flatten(0, 2)  # (.., seen + hidden, width)
+        x = self.predictor_blocks(x)[:, n_seen:]  # (.., hidden, width)
+        x = self.predictor_proj(self.predictor_norm(x))
+        return x.unflatten(0, (B, n_targets, n_contexts))  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -294,5 +304,6 @@ def split_state(state: Mapping[str, Any], base: str) -> list[dict[str, Tensor]]:
         if not isinstance(state.get(key), dict):
             raise ValueError(f"holds no {base} and predictor of I-JEPA, but {[*state][:3]}")
         # official names begin with `module.`
-        parts.append({k.removeprefix("module."): x for k, x in state[key].items()})
+        weights = state[key].items()
+        parts.append({name.removeprefix("module."): tensor for name, tensor in weights})
     return parts

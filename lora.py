@@ -7,12 +7,16 @@ s = alpha / r; the key matrix stays as it is.
     ψ           the backbone's own weights, `Backbone.vit`: one copy, used with every θ. This file
                 does not freeze them: who loads them calls `requires_grad_(False)`, as below,
                 unless ψ itself is trained (Eq. 1)
-    φ_D  phi_D  downstream head {"weight" (C, dim), "bias" (C,)} (App. C.2), and, where BatchNorm
-                comes before the linear layer (I-JEPA, App. D.1), {"norm.weight", "norm.bias"}
-    r    rank   64 in the paper, on q and v of every layer; s = 1 (alpha = r)
+    φ_D  phi_D  downstream head (App. C.2): {"weight" (classes, dim), "bias" (classes,)}, and, where
+                BatchNorm comes before the linear layer (I-JEPA, App. D.1), {"norm.weight",
+                "norm.bias"}
+    r    rank   64 in the paper, for queries and values of every layer; s = 1 (alpha = r)
     p           4 r dim, the numbers of θ in a layer; dim is the width of a token
-    B, n, t     images of a batch; patches that enter the blocks; tokens there, with the prefix:
-                the class token, if there is one, and registers, if a network of timm has them
+    B           number of images of a batch. With an index, B_q and B_v, it is a factor of LoRA
+    q, k, v     as an index of a matrix: of the queries, the keys, the values
+
+Other sizes are words: `kept` patches enter the blocks; with the `prefix` before them (the class
+token, if there is one, and registers, if a network of timm has them) they are the `tokens` there.
 
 With any plain timm ViT, and torch's own optimisers:
 
@@ -60,12 +64,12 @@ class Backbone(nn.Module):
         keep: Tensor | None = None,
         drop: Tensor | None = None,
     ) -> Tensor:
-        """Tokens after the final norm, (B, prefix + n, dim): class token, registers, patches.
+        """Tokens after the final norm, (B, prefix + kept, dim): class token, registers, patches.
 
         Args:
-            images: (B, 3, H, W), already normalised.
+            images: (B, 3, height, width), already normalised.
             theta: (K, p); None is f_ψ.
-            keep: (B, n) int64, the patches that enter the blocks, in this order; None: all.
+            keep: (B, kept) int64, the patches that enter the blocks, in this order; None: all.
             drop: (B, K, 2) factors of `drop_path`; None: no drop path.
         """
         x = self.vit._pos_embed(self.vit.patch_embed(images))  # positions first, then the selection
@@ -123,23 +127,23 @@ def find_variant(block: nn.Module) -> str | None:
 
 
 def select(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of each image's tokens: x (B, all, dim), index (B, n) -> (B, n, dim).
+    """Rows of each image's tokens: x (B, all, dim), index (B, kept) -> (B, kept, dim).
 
     The index is expanded, not copied, to the width of the tokens.
     """
     dim = x.shape[-1]
-    wide = index[..., None].expand(-1, -1, dim)  # (B, n, dim)
+    wide = index[..., None].expand(-1, -1, dim)  # (B, kept, dim)
     return x.gather(1, wide)
 
 
 def block_forward(
     block: Block, x: Tensor, row: Tensor | None, scale: float, drop: Tensor | None = None
 ) -> Tensor:
-    """A timm Block on x (B, t, dim) with a row (p,) of θ; drop (B, 2): for attention and MLP."""
+    """A timm Block on x (B, tokens, dim), row (p,) of θ; drop (B, 2): for attention and MLP."""
     attn = cast(Attention, block.attn)
-    q, k, v = qkv(attn, block.norm1(x), row, scale)
-    out = F.scaled_dot_product_attention(q, k, v)  # (B, heads, t, head dim)
-    out = out.transpose(1, 2).flatten(2)  # (B, t, dim)
+    queries, keys, values = qkv(attn, block.norm1(x), row, scale)  # (B, heads, tokens, head dim)
+    out = F.scaled_dot_product_attention(queries, keys, values)
+    out = out.transpose(1, 2).flatten(2)  # (B, tokens, dim)
     out = block.ls1(attn.proj(attn.norm(out)))
     if drop is not None:
         out = out * drop[:, :1, None]
@@ -153,24 +157,32 @@ def block_forward(
 def qkv(
     attn: Attention, x: Tensor, row: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of all heads, each (B, heads, t, head dim), with LoRA on q and v.
+    """Queries, keys and values of all heads, each (B, heads, tokens, head dim).
 
-    With x (B, t, dim) and s = scale: q = W_q x + s B_q A_q x, k = W_k x, v = W_v x + s B_v A_v x.
+    LoRA acts on queries and values. With x (B, tokens, dim) and s = scale:
+
+        queries = W_q x + s B_q A_q x,    keys = W_k x,    values = W_v x + s B_v A_v x
     """
     x = in_autocast_dtype(x)
     if row is None:
-        q, k, v = attn.qkv(x).chunk(3, -1)  # (B, t, dim) each
+        queries, keys, values = attn.qkv(x).chunk(3, -1)  # (B, tokens, dim) each
     else:
-        # one product each: k as a part of a common one would keep all of it until backward
+        # one product each: keys as a part of a common one would keep all of it until backward
         weights = attn.qkv.weight.chunk(3)  # (dim, dim) each
         biases = (None,) * 3 if attn.qkv.bias is None else attn.qkv.bias.chunk(3)
-        q, k, v = (F.linear(x, W, b) for W, b in zip(weights, biases, strict=True))
+        three = [F.linear(x, *layer) for layer in zip(weights, biases, strict=True)]
+        queries, keys, values = three
         A_q, B_qT, A_v, B_vT = row.view(4, -1, x.shape[-1]).unbind(0)  # (r, dim) each
-        low_q, low_v = (x @ torch.cat([A_q, A_v]).mT).chunk(2, -1)  # (B, t, r) each
-        q = q + scale * low_q @ B_qT
-        v = v + scale * low_v @ B_vT
-    q, k, v = (z.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2) for z in (q, k, v))
-    return attn.q_norm(q), attn.k_norm(k), v
+        low_q, low_v = (x @ torch.cat([A_q, A_v]).mT).chunk(2, -1)  # (B, tokens, r) each
+        queries = queries + scale * low_q @ B_qT
+        values = values + scale * low_v @ B_vT
+    queries, keys, values = (per_head(x, attn.num_heads) for x in (queries, keys, values))
+    return attn.q_norm(queries), attn.k_norm(keys), values
+
+
+def per_head(x: Tensor, heads: int) -> Tensor:
+    """(B, tokens, dim) -> (B, heads, tokens, head dim)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)  # type: ignore[no-any-return]
 
 
 def in_autocast_dtype(x: Tensor) -> Tensor:
@@ -210,7 +222,7 @@ def drop_path(rate: float, depth: int, B: int, rng: torch.Generator) -> Tensor:
 
 
 def init_theta(depth: int, rank: int, dim: int, rng: torch.Generator) -> Tensor:
-    """Line 2 of Algorithm 1: θ (K, 4 r dim) with A ~ U(±1/√dim) and B = 0, so that f_θ = f_ψ."""
+    """Algorithm 1, l.2: θ (K, 4 r dim), A_q, A_v ~ U(±1/√dim), B_q = B_v = 0, so that f_θ = f_ψ."""
     theta = torch.zeros(depth, 4, rank, dim)
     theta[:, 0::2].uniform_(-1 / math.sqrt(dim), 1 / math.sqrt(dim), generator=rng)
     return theta.flatten(1)
@@ -229,22 +241,22 @@ def factors(theta: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def merge(backbone: Backbone, theta: Tensor) -> dict[str, Tensor]:
-    """A plain timm state dict of f_θ: s B A is added to `qkv.weight`, all else is a copy of ψ."""
+    """A plain timm state dict of f_θ: W_q + s B_q A_q, W_v + s B_v A_v, and copies of the rest."""
     state = {name: tensor.detach().clone() for name, tensor in backbone.vit.state_dict().items()}
     A_q, B_q, A_v, B_v = factors(theta.detach(), backbone.dim)
     q_change = B_q @ A_q  # (K, dim, dim)
     v_change = B_v @ A_v
     change = torch.cat([q_change, torch.zeros_like(q_change), v_change], 1)  # (K, 3 dim, dim)
     for k in range(backbone.depth):
-        state[f"blocks.{k}.attn.qkv.weight"] += backbone.scale * change[k]  # rows of q, of k, of v
+        state[f"blocks.{k}.attn.qkv.weight"] += backbone.scale * change[k]  # queries, keys, values
     return state
 
 
 class Examples(NamedTuple):
     """A labelled batch."""
 
-    images: Tensor  # (B, 3, H, W)
-    targets: Tensor  # (B,) classes, or (B, C) for several classes per image, see `cross_entropy`
+    images: Tensor  # (B, 3, height, width)
+    targets: Tensor  # (B,) classes, or (B, classes) where an image has several: `cross_entropy`
     drop: Tensor | None = None  # (B, K, 2) drop-path factors, used with regularise=True
 
 
@@ -297,7 +309,7 @@ def features(
 
 
 def logits(x: Tensor, phi_D: Phi) -> Tensor:
-    """h^D of x (B, dim), logits (B, C): linear, behind φ_D's BatchNorm (eps 1e-6) if it has one."""
+    """h^D, logits (B, classes) of x (B, dim): linear, after φ_D's BatchNorm (eps 1e-6) if any."""
     if "norm.weight" in phi_D:  # moments of the batch in training, running ones in scoring
         z = (x.double() - phi_D["norm.mean"]) * (phi_D["norm.var"] + 1e-6).rsqrt()
         x = z.to(phi_D["norm.weight"]) * phi_D["norm.weight"] + phi_D["norm.bias"]
@@ -335,11 +347,11 @@ class SumOverProcesses(torch.autograd.Function):
 
 
 def cross_entropy(z: Tensor, targets: Tensor, multilabel: Multilabel = "softmax") -> Tensor:
-    """Loss of each image, (B,), from logits z (B, C).
+    """Loss of each image, (B,), from logits z (B, classes).
 
-    Targets are classes (B,), or (B, C) where an image has several classes: 1 present, −1 absent, 0
-    if the class appears only as objects that VOC marks difficult; such entries do not count. For
-    (B, C), "softmax" is −Σ_c log softmax(z)_c over the present classes (as released; paper silent),
+    Targets are classes (B,), or (B, classes) where an image has several: 1 present, −1 absent, 0 if
+    the class appears only as objects that VOC marks difficult; such entries do not count. For
+    several, "softmax" is −Σ log softmax(z) over the present classes (as released; paper silent),
     and "bce" the mean of the binary cross entropy over the entries that are not 0.
 
     >>> cross_entropy(torch.zeros(1, 4), torch.tensor([[1, 1, -1, 0]])).exp()  # (1/4 · 1/4)⁻¹

@@ -3,9 +3,9 @@
 The backbone sees a part of the patches of an image, and a small decoder predicts the other ones.
 
     φ_P     phi_P   the decoder's trainable tensors and mask token; its position table is fixed
-    B       number of images of a batch
-    L       number of patches of an image (beside L^P, the loss); n = int(L (1 − mask ratio)) stay
-    noise   (B, L) uniform, the only random numbers: the patches with the least noise stay
+    B       number of images of a batch; an image has `patches`, int(patches · (1 − mask ratio)) of
+            them are `kept`
+    noise   (B, patches) uniform, the only random numbers: the patches with the least noise stay
 
 The backbone is a function (images, theta, keep) -> tokens of the patches `keep`, behind a prefix
 that no mask removes: the class token, and registers if it has them (`lora.Backbone`). The networks'
@@ -28,8 +28,8 @@ Encoder = Callable[[Tensor, Tensor | None, Tensor], Tensor]  # (images, theta, k
 class Batch(NamedTuple):
     """A prepared pretext batch."""
 
-    images: Tensor  # (B, 3, H, W)
-    noise: Tensor  # (B, L)
+    images: Tensor  # (B, 3, height, width)
+    noise: Tensor  # (B, patches)
 
 
 class MAE:
@@ -66,16 +66,16 @@ class MAE:
         """L^P(θ, φ_P): squared error, mean over the pixels of a patch and all removed patches."""
         prediction, mask = self.predict(theta, phi, batch)
         target = patchify(batch.images, self.decoder.patch_size)
-        if self.norm_pix:  # of each patch; official MAE: n − 1, eps 1e-6
+        if self.norm_pix:  # of each patch; official MAE: unbiased variance, eps 1e-6
             variance, mean = torch.var_mean(target, -1, keepdim=True)
             target = (target - mean) / (variance + 1e-6).sqrt()
-        per_patch = (prediction.to(target.dtype) - target).square().mean(-1)  # (B, L)
+        per_patch = (prediction.to(target.dtype) - target).square().mean(-1)  # (B, patches)
         return (per_patch * mask).sum() / mask.sum()
 
     def predict(self, theta: Tensor | None, phi: Phi, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Predicted pixels (B, L, patch_size² · 3); mask (B, L), 1 where a patch was removed."""
+        """Predicted pixels (B, patches, patch_size² · 3); mask (B, patches), 1 where removed."""
         keep, restore = masking(batch.noise, self.mask_ratio)
-        latent = self.backbone(batch.images, theta, keep)  # (B, prefix + n, dim)
+        latent = self.backbone(batch.images, theta, keep)  # (B, prefix + kept, dim)
         prediction = functional_call(self.decoder, phi, (latent, restore))
         return prediction, (restore >= keep.shape[1]).to(batch.images.dtype)
 
@@ -84,10 +84,10 @@ class MAE:
 
     @torch.no_grad()
     def reconstruct(self, theta: Tensor | None, phi: Phi, batch: Batch) -> tuple[Tensor, Tensor]:
-        """As in MAE's figures: removed patches blank, and predicted. Both (B, 3, H, W)."""
+        """As in MAE's figures: removed patches blank, and predicted. Both (B, 3, height, width)."""
         prediction, mask = self.predict(theta, phi, batch)
         size = self.decoder.patch_size
-        true = patchify(batch.images, size)  # (B, L, size² · 3)
+        true = patchify(batch.images, size)  # (B, patches, size² · 3)
         if self.norm_pix:  # standardised pixels get the true patch's mean and deviation
             variance, mean = torch.var_mean(true, -1, keepdim=True)
             prediction = prediction * (variance + 1e-6).sqrt() + mean
@@ -98,20 +98,20 @@ class MAE:
 
 
 def masking(noise: Tensor, mask_ratio: float) -> tuple[Tensor, Tensor]:
-    """Which patches stay: keep (B, n), those with the least noise, in that order.
+    """Which patches stay: keep (B, kept), those with the least noise, in that order.
 
-    Also restore (B, L): each patch's position in the list "kept patches, then removed ones".
+    Also restore (B, patches): each patch's position in the list "kept patches, then removed ones".
 
     >>> masking(torch.tensor([[0.9, 0.1, 0.4, 0.7]]), 0.5)
     (tensor([[1, 2]]), tensor([[3, 0, 1, 2]]))
     """
-    n = int(noise.shape[1] * (1 - mask_ratio))  # of L patches
-    shuffle = noise.argsort(1)  # (B, L)
-    return shuffle[:, :n], shuffle.argsort(1)
+    kept = int(noise.shape[1] * (1 - mask_ratio))
+    shuffle = noise.argsort(1)  # (B, patches)
+    return shuffle[:, :kept], shuffle.argsort(1)
 
 
 def patchify(images: Tensor, size: int) -> Tensor:
-    """(B, 3, H, W) -> (B, L, size² · 3), patches row by row, values by row, column, channel."""
+    """(B, 3, height, width) -> (B, patches, size² · 3), by row, each by row, column, channel."""
     x = images.unfold(2, size, size).unfold(3, size, size)  # (B, 3, rows, columns, size, size)
     return x.permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)
 
@@ -126,9 +126,9 @@ def unpatchify(patches: Tensor, size: int) -> Tensor:
 class Decoder(nn.Module):
     """h^P, the official MAE decoder: tokens of the visible patches -> pixels of all patches.
 
-    `dim` is the width of the backbone's tokens, `patches` is L, `patch_size` in pixels. `prefix` is
-    the number of tokens before those of the patches; they have no position. In official files it is
-    one, the class token. The other arguments are sizes of the decoder's own blocks.
+    `dim` is the width of the backbone's tokens, an image has `patches` of `patch_size` pixels a
+    side. `prefix` is the number of tokens before those of the patches; they have no position. In
+    official files it is one, the class token. The other arguments are sizes of its own blocks.
     """
 
     def __init__(
@@ -156,12 +156,12 @@ class Decoder(nn.Module):
         self.decoder_pred = nn.Linear(width, patch_size**2 * 3)
 
     def forward(self, latent: Tensor, restore: Tensor) -> Tensor:
-        """Latent (B, prefix + n, dim), restore (B, L) -> (B, L, patch_size² · 3)."""
-        x = self.decoder_embed(latent)  # (B, prefix + n, width)
+        """Latent (B, prefix + kept, dim), restore (B, patches) -> (B, patches, patch_size² · 3)."""
+        x = self.decoder_embed(latent)  # (B, prefix + kept, width)
         B, _, width = x.shape
         first, kept = x[:, : self.prefix], x[:, self.prefix :]
         removed = self.mask_token.to(x.dtype).expand(B, self.patches - kept.shape[1], -1)
-        patches = torch.cat([kept, removed], 1)  # (B, L, width), in the order of `masking`
+        patches = torch.cat([kept, removed], 1)  # (B, patches, width), in the order of `masking`
         index = restore[..., None].expand(-1, -1, width)  # expanded, not copied
         patches = patches.gather(1, index)  # in raster order
         x = torch.cat([first, patches], 1) + self.decoder_pos_embed
@@ -187,7 +187,10 @@ def init(networks: Sequence[nn.Module], rng: torch.Generator) -> None:
 
 def split_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Tensors of encoder and decoder in an official `_full` file (ValueError: no decoder)."""
-    decoder = {k: v for k, v in state.items() if k.startswith("decoder_") or k == "mask_token"}
+    decoder = {}
+    for name, tensor in state.items():
+        if name.startswith("decoder_") or name == "mask_token":
+            decoder[name] = tensor
     if not decoder:
         raise ValueError(f"holds no MAE decoder (files ending in _full.pth do), but {[*state][:3]}")
     return {name: tensor for name, tensor in state.items() if name not in decoder}, decoder

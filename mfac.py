@@ -22,7 +22,7 @@ paper writes F̂ for both). Two ways to compute q give the same result:
     g, q    ∇L^D, q  (K, p)         query and result; units 1/θ
 
 θ has K rows of p numbers, one for each layer. A block is a row, as in the paper, unless `partition`
-says otherwise: the rows can be cut into n parts of c = p / n numbers, or all be one block. Where
+says otherwise: each row can be cut into two or four parts, or all rows be one block. Where
 layers differ in size, call `mfac` once for each layer, with K = 1.
 
 Both functions have the signature of every hypergradient here: (G, λ, H) -> inverse, where inverse
@@ -43,7 +43,7 @@ from torch import Tensor
 
 Partition = Literal["layer", "projection", "matrix", "global"]
 Map = Callable[[Tensor], Tensor]  # of a tensor (K, p): g -> q
-PARTS = {"layer": 1, "projection": 2, "matrix": 4, "global": 1}  # n: parts that a row is cut into
+PARTS = {"layer": 1, "projection": 2, "matrix": 4, "global": 1}  # what a row is cut into
 
 CHUNK = 16_384  # columns of G that are converted to float64 at a time, so that the copy is small
 
@@ -130,14 +130,14 @@ def recursion(G: Tensor, lam: float, H: object = None, partition: Partition = "l
     """
     check(lam)
     check_gradients(G, partition)
-    G_blocks = joined(blocks(G, partition), partition)  # (K n, m, c); `global`: (1, m, K c)
+    G_blocks = joined(blocks(G, partition), partition)  # (K parts, m, size); `global`: (1, m, K p)
     M = [precompute(G_k, lam) for G_k in G_blocks]  # l.10
 
-    def inverse(g: Tensor) -> Tensor:  # l.13
+    def inverse(g: Tensor) -> Tensor:
         check_query(g, G)
-        cut = blocks(g.to(G.device)[:, None], partition)  # (K, n, 1, c)
-        g_blocks = joined(cut, partition)[:, 0]  # (K n, c); `global`: (1, K c)
-        q = [apply(M_k, g_k, lam) for M_k, g_k in zip(M, g_blocks, strict=True)]
+        cut = blocks(g.to(G.device)[:, None], partition)  # (K, parts, 1, size)
+        g_blocks = joined(cut, partition)[:, 0]  # (K parts, size); `global`: (1, K p)
+        q = [apply(M_k, g_k, lam) for M_k, g_k in zip(M, g_blocks, strict=True)]  # l.13
         return torch.stack(q).view_as(g).to(g)
 
     return inverse
@@ -195,50 +195,51 @@ class Inverse:
     def __init__(self, G: Tensor, lam: float, partition: Partition) -> None:
         self.G = G
         self.partition: Partition = partition
-        self.cut = blocks(G, partition)  # (K, n, m, c), a view of G
+        self.cut = blocks(G, partition)  # (K, parts, m, size), a view of G
         m = G.shape[1]
-        gram = G.new_zeros(*self.cut.shape[:2], m, m, dtype=torch.float64)  # (K, n, m, m)
-        for columns in self.cut.split(CHUNK, -1):  # float64 sums without a float64 copy of G
+        gram = G.new_zeros(*self.cut.shape[:2], m, m, dtype=torch.float64)  # (K, parts, m, m)
+        # l.10: G Gᵀ, with float64 sums without a float64 copy of G
+        for columns in self.cut.split(CHUNK, -1):
             columns = columns.double()
             gram += columns @ columns.mT
+        system = self.per_block(gram).clone()
+        system.diagonal(dim1=-2, dim2=-1).add_(m * lam)  # mλI + GGᵀ, positive definite
+        factor, failed = torch.linalg.cholesky_ex(system)  # l.10; it reports instead of raising
+        self.factor = factor.masked_fill((failed != 0)[..., None, None], math.nan)
         self.cut_gram = gram
         self.row_gram = gram.sum(1)
         self.last = None
-        system = self.per_block(gram).clone()
-        system.diagonal(dim1=-2, dim2=-1).add_(m * lam)  # mλI + GGᵀ, positive definite
-        factor, failed = torch.linalg.cholesky_ex(system)  # it reports instead of raising
-        self.factor = factor.masked_fill((failed != 0)[..., None, None], math.nan)
 
     def __call__(self, g: Tensor) -> Tensor:
         """Line 13: q of g."""
         check_query(g, self.G)
-        query = blocks(g.to(self.G.device)[:, None], self.partition)  # (K, n, 1, c)
+        query = blocks(g.to(self.G.device)[:, None], self.partition)  # (K, parts, 1, size)
         chunks = list(zip(self.cut.split(CHUNK, -1), query.split(CHUNK, -1), strict=True))
-        Gg = torch.zeros_like(self.cut_gram[..., :1])  # (K, n, m, 1)
+        Gg = torch.zeros_like(self.cut_gram[..., :1])  # l.13: G g, (K, parts, m, 1)
         for columns, x in chunks:
             Gg += columns.double() @ x.double().mT
         w = torch.cholesky_solve(self.per_block(Gg), self.factor)  # (mλI + GGᵀ)⁻¹ G g, (.., m, 1)
         q = []
         for columns, x in chunks:
-            q_columns = x.double() - w.mT @ columns.double()  # g − Gᵀ w, (K, n, 1, chunk)
-            q.append(q_columns.to(g.dtype))
+            q_columns = x.double() - w.mT @ columns.double()  # g − Gᵀ w, (K, parts, 1, chunk)
+            q.append(q_columns.to(g.dtype))  # l.13
         Gq = Gg - self.cut_gram @ w  # G q = G g − GGᵀ w
         self.last = Products(g, Gg.sum(1)[..., 0], Gq.sum(1)[..., 0])
         return torch.cat(q, -1).view_as(g).to(g)
 
     def per_block(self, x: Tensor) -> Tensor:
-        """From x (K, n, ...) of all parts, that of the blocks: x; `global`: its sum (1, 1, ...)."""
+        """Of x (K, parts, ...), a product per part, that of each block; `global`: (1, 1, ...)."""
         if self.partition == "global":
             return x.sum((0, 1), keepdim=True)
         return x
 
 
 def blocks(x: Tensor, partition: Partition) -> Tensor:
-    """Cut every row of θ into the n parts of a partition: (K, m, p) -> (K, n, m, c), a view.
+    """Cut every row of θ into the parts of a partition: (K, m, p) -> (K, parts, m, size), a view.
 
-    A row's p numbers are A_q, B_qᵀ, A_v, B_vᵀ (`lora`), so its parts have c = p / n numbers. A part
-    is a block, but for `global`, which cuts nothing here: its rows are joined later. For a query g,
-    pass g[:, None], so that m = 1; `.view(K, p)` then puts the parts together again.
+    A row's p numbers are A_q, B_qᵀ, A_v, B_vᵀ (`lora`), so its parts have size = p / parts numbers.
+    A part is a block, except for `global`, which cuts nothing: its rows are joined later. For a
+    query g, pass g[:, None], so that m = 1; `.view(K, p)` then puts the parts together again.
 
     >>> blocks(torch.arange(8.0).view(1, 2, 4), "projection")  # one row of θ, two gradients
     tensor([[[[0., 1.],
@@ -247,13 +248,12 @@ def blocks(x: Tensor, partition: Partition) -> Tensor:
              [[2., 3.],
               [6., 7.]]]])
     """
-    n = PARTS[partition]
-    parts: Tensor = x.unflatten(-1, (n, -1))  # (K, m, n, c)
-    return parts.transpose(1, 2)
+    cut: Tensor = x.unflatten(-1, (PARTS[partition], -1))  # (K, m, parts, size)
+    return cut.transpose(1, 2)
 
 
 def joined(cut: Tensor, partition: Partition) -> Tensor:
-    """All blocks one after the other: (K, n, m, c) -> (K n, m, c); `global`: (1, m, K c)."""
+    """All blocks in one list: (K, parts, m, size) -> (K parts, m, size); `global`: (1, m, K p)."""
     if partition == "global":
         return cut[:, 0].transpose(0, 1).flatten(1)[None]
     return cut.flatten(0, 1)
@@ -271,9 +271,9 @@ def check_gradients(G: Tensor, partition: Partition) -> None:
         raise ValueError(f"G must be (K, m, p), m gradients of K blocks; got {tuple(G.shape)}")
     if partition not in PARTS:
         raise ValueError(f"partition {partition!r} is unknown; there are {', '.join(PARTS)}")
-    n = PARTS[partition]
-    if G.shape[2] % n:
-        raise ValueError(f"p = {G.shape[2]} numbers cannot be cut into {n} equal parts")
+    parts = PARTS[partition]
+    if G.shape[2] % parts:
+        raise ValueError(f"p = {G.shape[2]} numbers cannot be cut into {parts} equal parts")
 
 
 def check_query(g: Tensor, G: Tensor) -> None:

@@ -3,9 +3,11 @@
 import ast
 import importlib.util
 import re
-import sys
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -36,92 +38,194 @@ PAGE = (DOCS / "paper_beside_code.html").read_text()
 # --- the page of two columns ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mark", [*EQUATIONS, *LINES])
-def test_each_equation_and_line_has_a_place(mark: str) -> None:
-    (row,) = re.findall(rf'<section id="{re.escape(mark.replace(" ", ""))}">.*', PAGE)
-    assert re.search(r'<a href="[^"]+">[a-z_/]+\.py:\d+</a>', row)
+def test_the_page_and_the_code_in_the_mathematics_are_new() -> None:
+    for path, text in BESIDE.made().items():
+        assert path.read_text() == text, f"docs/{path.name}: make page"
 
 
-@pytest.mark.parametrize("mark", ["Eq. 3", "l.11"])
-def test_an_equation_or_line_without_a_place_is_named(mark: str) -> None:
-    """All marks stay in the sources, but for one."""
-    sources = {path.name: path.read_text() for path in ROOT.glob("*.py")}
-    for room in ("extras", "experiments"):
-        sources |= {f"{room}/{path.name}": path.read_text() for path in ROOT.glob(f"{room}/*.py")}
-    found = BESIDE.places(sources, {})
-    assert BESIDE.concordance(found)
-    del found[mark]
-    with pytest.raises(SystemExit, match=rf"no place in the sources for {mark}:"):
-        BESIDE.concordance(found)
+@pytest.mark.parametrize("name", ["MATH", "PAGE"])
+def test_a_file_that_is_out_of_date_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: Path = getattr(BESIDE, name)
+    stale = tmp_path / kept.name
+    changed = kept.read_text().replace("for grad in grads:", "for grad in reversed(grads):")
+    assert changed != kept.read_text()
+    stale.write_text(changed)
+    monkeypatch.setattr(BESIDE, name, stale)
+    with pytest.raises(SystemExit, match=kept.name):
+        BESIDE.main(check=True)
+    BESIDE.main(check=False)
+    assert stale.read_text() == kept.read_text()
 
 
-def test_marks_of_a_line_are_found_and_belong_to_what_stands_there() -> None:
-    lines = [
-        "def f():",
-        '    """Eq. 3 and 4, lines 10 and 13; App. C.1, D.2.1 (tab:x)."""',
-        "y = 1",
+def part(start: str, stop: str) -> str:
+    """The page from one piece of HTML up to the next other one."""
+    begin = PAGE.index(start)
+    return PAGE[begin : PAGE.index(stop, begin + len(start))]
+
+
+@pytest.mark.parametrize("mark", EQUATIONS)
+def test_each_equation_is_typeset_beside_code(mark: str) -> None:
+    (name,) = re.findall(rf'<h2 id="([^"]+)">{re.escape(mark)}:', PAGE)
+    section = part(f'<h2 id="{name}">', "<h2")
+    assert '<math display="block">' in section
+    assert re.search(r"<figure id=.*?<pre><span", section, re.S)
+
+
+@pytest.mark.parametrize("mark", LINES)
+def test_each_line_of_the_algorithm_is_typeset_beside_code(mark: str) -> None:
+    row = part(f'<div class="line" id="{mark}">', "</div></div>")
+    assert '<math display="inline">' in row
+    code = re.sub(r"<i>.*?</i>|<[^>]+>", "", row.partition("<pre>")[2])  # without comments
+    assert code.strip()
+
+
+@pytest.mark.parametrize("mark", EQUATIONS)
+def test_a_missing_equation_is_named(mark: str) -> None:
+    other = MATH.replace(f"## {mark}:", "## About something else:")
+    with pytest.raises(SystemExit, match=mark):
+        BESIDE.page(other)
+
+
+@pytest.mark.parametrize("mark", LINES)
+def test_a_missing_line_is_named(mark: str) -> None:
+    other = MATH.replace(f"| {mark} |", "| |")
+    with pytest.raises(SystemExit, match=re.escape(f"{mark} ")):
+        BESIDE.page(other)
+
+
+def reading(monkeypatch: pytest.MonkeyPatch, change: Callable[[str], str]) -> None:
+    """The script sees each module as `change` makes it."""
+    read = BESIDE.read
+
+    def changed(path: str) -> str:
+        text: str = read(path)
+        return change(text) if path.endswith(".py") else text
+
+    monkeypatch.setattr(BESIDE, "read", changed)
+
+
+@pytest.mark.parametrize("mark", LINES[2:16])  # inputs, start and result are not in the loop
+def test_a_line_without_its_code_is_named(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading(monkeypatch, lambda text: re.sub(rf"{re.escape(mark)}(?!\d)", "", text))
+    with pytest.raises(SystemExit, match=re.escape(mark)):
+        BESIDE.made()
+
+
+def test_a_function_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading(monkeypatch, lambda text: text.replace("def extend(", "def prolong("))
+    with pytest.raises(SystemExit, match="extend"):
+        BESIDE.made()
+
+
+def test_the_page_changes_only_with_the_code_that_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = BESIDE.made()
+    reading(monkeypatch, lambda text: "# A new first line.\n\n" + text + "\nnew = 1\n")
+    assert BESIDE.made() == before
+    reading(monkeypatch, lambda text: text.replace("d_i = v_i @ grad", "d_i = grad @ v_i"))
+    assert BESIDE.made() != before
+
+
+MODULE = '''
+def f(x):
+    """Of f."""
+    # l.1: above
+    y = [
+        x,
     ]
-    found = BESIDE.places({"m.py": "\n".join(lines)}, {})
-    marks = {"Eq. 3", "Eq. 4", "l.10", "l.13", "App. C.1", "App. D.2.1", "tab:x"}
-    assert found.keys() == marks | {"m.py:f", "m.py:y"}
-    assert all(found[mark] == ['<a href="../m.py#L2">m.py:2</a> f'] for mark in marks)
+    for z in y:  # l.2
+        g(z)  # type: ignore[no-any-return]
+    return y  # l.12
+'''
 
 
-def test_prose_stands_beside_the_code_that_it_is_about() -> None:
-    lines = ['"""Of the module."""', "", "# Above.", "@d", "def f(x):", '    """Of f."""']
-    lines += ["    y = [", "        x,", "    ]  # of y", "    return y  # type: ignore[no]", ""]
-    cut = BESIDE.pieces("\n".join(lines))
-    assert cut == {
-        1: (["Of the module."], ""),
-        4: (["Above.", "Of f."], "4\t@d\n5\tdef f(x):"),
-        7: (["of y"], "7\t    y = [\n8\t        x,\n9\t    ]\n10\t    return y"),
-    }
+@pytest.mark.parametrize(
+    ("place", "code"),
+    [
+        ("m.py:f", "def f(x):\n    # l.1: above\n    y = [\n        x,\n    ]\n"),
+        ("m.py:f arguments", "def f(x):"),
+        ("m.py:f l.1", "# l.1: above\ny = [\n    x,\n]"),
+        ("m.py:f l.2", "for z in y:  # l.2"),
+        ("m.py:f l.2 to l.12", "for z in y:  # l.2\n    g(z)\nreturn y  # l.12"),
+    ],
+)
+def test_a_place_is_a_function_or_the_statements_that_carry_a_mark(
+    place: str, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BESIDE, "read", lambda path: MODULE)
+    found = BESIDE.excerpt(place)
+    assert found == code if " " in place else found.startswith(code)
+    assert "Of f." not in found
 
 
-def test_no_code_is_lost_on_the_page() -> None:
-    """Every statement of the seven modules, but for docstrings, stands there on its own line."""
-    for name in BESIDE.SHOWN:
-        text = "".join(code + "\n" for _, code in BESIDE.pieces((ROOT / name).read_text()).values())
-        code = re.sub(r"(?m)^\d+\t", "", text)
-        assert ast.dump(without_documentation(code)) == ast.dump(
-            without_documentation((ROOT / name).read_text())
-        )
+def test_each_formula_becomes_mathematics() -> None:
+    """As many as in the text, well-formed, and each with every letter of its source."""
+    text = re.sub(r"```python.*?```", "", MATH, flags=re.S)
+    blocks = re.findall(r"```math\n(.*?)```", text, re.S)
+    inline = re.findall(r"\$([^$]+)\$", re.sub(r"```.*?```", "", text, flags=re.S))
+    assert len(blocks) > 20 and len(inline) > 300
+    for latex in [*blocks, *inline]:
+        tree = ElementTree.fromstring(BESIDE.mathml(latex))
+        typeset = "".join(tree.itertext())
+        words = re.sub(r"\\(begin|end)\{\w+\}|\\text\{([^}]*)\}", r"\2", latex)
+        plain = re.sub(r"\\[a-zA-Z]+", "", words)
+        letters = [letter for letter in plain if letter.isalnum()]
+        assert not [letter for letter in letters if letter not in typeset + "EI"], latex
+    shown = PAGE[: PAGE.index('id="where"')]
+    assert shown.count('<math display="block">') == len(blocks)
 
 
-def without_documentation(code: str) -> ast.AST:
-    """A syntax tree without docstrings; `...` stands where nothing is left."""
-    code = re.sub(r"(?m)^( *)(class|def) .*:$(?!\n\1 )", r"\g<0>\n\1    ...", code)
-    tree = ast.parse(code)
-    for node in ast.walk(tree):
-        if isinstance(body := getattr(node, "body", None), list):
-            kept = [n for n in body if not (isinstance(n, ast.Expr) and is_constant(n.value))]
-            node.body = kept  # type: ignore[attr-defined]
-    return tree
+def test_a_command_that_cannot_be_typeset_is_named() -> None:
+    for latex in (r"\nonsense{x}", r"\begin{unknown} a &= b \end{unknown}"):
+        with pytest.raises(SystemExit, match="cannot be typeset"):
+            BESIDE.mathml(latex)
 
 
-def is_constant(value: ast.expr) -> bool:
-    return isinstance(value, ast.Constant) and isinstance(value.value, str | type(...))
+CONCORDANCE = tomllib.loads((DOCS / "beside.toml").read_text())
+LABELS = """
+tab:mae_bisslight_main_results tab:lora_param_count tab:classificaiton_acc_bisslight_ijepa
+tab:memory_single_gpu tab:classificaiton_acc_bissl_orig fig:bisslight_overview
+fig:compute_time_memory fig:lora_rank_var fig:attn_rollout_pets fig:repr_sim_per_dataset
+fig:attn_rollout_flowers fig:attn_rollout_cub200
+"""
+SECTIONS = """
+Sec. 1, Sec. 2.1, Sec. 2.1.1, Sec. 2.2, Sec. 3.1, Sec. 3.1.1, Sec. 3.2, Sec. 3.3, Sec. 4, 4.1,
+Sec. 4.2, Sec. 4.3, Sec. 4.4, Sec. 5, A:, App. B, App. C.1, App. C.2, App. C.2.1, App. C.3,
+App. C.4, App. D.1, D.1.1, App. D.1.2, App. D.2, D.2.1, App. D.2.2, App. D.2.3, App. D.3, LoRA,
+adapters, prompts, prefixes, BitFit, BiSSL, ExPLoRA, COIN, NoisyTune, RIFLE, conjugate gradients,
+Neumann, AdaHessian, Fisher, K-FAC, M-FAC
+"""
+
+
+def test_each_part_of_the_paper_is_in_the_concordance() -> None:
+    keys = " ".join(key for rows in CONCORDANCE.values() for key in rows)
+    for label in LABELS.split():
+        assert f"`{label}`" in keys, label
+    for section in SECTIONS.replace("\n", " ").split(","):
+        assert re.search(rf"{re.escape(section.strip())}(?![.\d]*\d)", keys), section
+    assert [*CONCORDANCE["Equations"]] == EQUATIONS
+    assert [*CONCORDANCE["Lines of Algorithm 1"]] == LINES
+
+
+def test_what_has_no_place_says_why() -> None:
+    rows = [row for entries in CONCORDANCE.values() for row in entries.values()]
+    assert len(rows) > 60
+    for words, *places in rows:
+        assert places or re.search(r"not here|neither", words), words
 
 
 def test_the_page_loads_nothing_and_its_links_lead_somewhere() -> None:
-    assert not re.search(r"src=|<link|<script|@import|url\(|https?:", PAGE)
+    assert not re.search(r"src=|<link|<script|@import|url\(", PAGE)
     ids = re.findall(r' id="([^"]+)"', PAGE)
     assert len({*ids}) == len(ids)
     for link in re.findall(r'href="([^"]+)"', PAGE):
         path, _, anchor = link.partition("#")
         if not path:
             assert anchor in ids, link
-        elif anchor[:1] == "L":
-            assert 0 < int(anchor[1:]) <= len((DOCS / path).read_text().splitlines()), link
-        else:
-            assert anchor in anchors(DOCS / path) or not anchor, link
-
-
-def test_the_script_needs_the_standard_library_alone() -> None:
-    text = (DOCS / "beside.py").read_text()
-    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = {getattr(node, "module", None) or node.names[0].name for node in nodes}
-    assert names and names <= sys.stdlib_module_names
+        elif not link.startswith("https://"):
+            assert (DOCS / path).exists(), link
+            assert not anchor or anchor in anchors(DOCS / path), link
 
 
 # --- the mathematics --------------------------------------------------------------------------
@@ -157,6 +261,21 @@ def test_each_function_and_test_that_the_mathematics_names_exists() -> None:
     tests = {name for path in ROOT.glob("tests/test_*.py") for name in names_in(path)}
     asked = re.findall(r"\b(test_\w+)", MATH)
     assert len(asked) >= 12 and {*asked} <= tests, {*asked} - tests
+
+
+def test_each_letter_of_a_shape_is_in_the_table_of_symbols() -> None:
+    """And sizes of the networks are words, since their letters would be others' there."""
+    table = MATH[MATH.index("| symbol |") : MATH.index("## Eq. 1")]
+    symbols = "".join(re.findall(r"(?m)^\| (.*?) \|", table))
+    known = set(re.findall(r"\$([a-zA-Z])(?:_i)?\$", symbols))
+    assert {"K", "p", "m", "B"} <= known and not {"L", "E", "C", "W"} & known
+    unknown = []
+    for file in ("bisslight", "mfac", "hypergradients", "lora", "mae", "ijepa"):
+        text = re.sub(r"\bl\.\d+|App\. [A-D]|\b[A-D]\.\d", "", (ROOT / f"{file}.py").read_text())
+        for shape in re.findall(r"(?a)\(([\w .·²+]+(?:, [\w .·²+]*)+)\)", text):
+            letters = re.findall(r"\b[a-zA-Z]\b", shape)
+            unknown += [f"{file}: ({shape})" for letter in letters if letter not in known]
+    assert unknown == []
 
 
 def test_formulas_survive_markdown() -> None:
