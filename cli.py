@@ -16,6 +16,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import typer
 
+from answers import (
+    answer_align,
+    answer_check,
+    answer_demo,
+    answer_download,
+    answer_evaluate,
+    answer_export,
+    answer_finetune,
+    answer_list,
+    answer_pretrain,
+)
 from config import (
     AlignConfig,
     Command,
@@ -27,17 +38,6 @@ from config import (
     read_align_run,
     read_table,
     released_values,
-)
-from extras.answers import (
-    answer_align,
-    answer_check,
-    answer_demo,
-    answer_download,
-    answer_evaluate,
-    answer_export,
-    answer_finetune,
-    answer_list,
-    answer_pretrain,
 )
 from support.errors import RunError, UsageError, nearest
 from support.flags import signature_of
@@ -260,7 +260,7 @@ def dry_run(name: str, cfg: Command, out: Path, layers: list[Layer], options: Op
 
 def is_something_missing(cfg: Command) -> bool:
     """Tell all data and weights that a run lacks, not only the first."""
-    from extras.dry_run import list_missing
+    from support.missing import list_missing
 
     missing = list_missing(cfg)
     for problem in missing:

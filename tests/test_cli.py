@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from toy import ALIGN_STEPS, IJEPA_RUN, MAE_RUN, PEFT_STEPS, done, outside, refusal, run
 from typer.testing import CliRunner
 
+import answers
 import cli
 from align import AlignResult
 from config import AlignConfig, FinetuneConfig, Settings, read_table
 from evaluate import Comparison
-from extras import answers
 from support import flags, screen
 from support.experiment import Experiment
 from support.progress import Bars, progress

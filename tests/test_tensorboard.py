@@ -116,7 +116,7 @@ def test_without_its_package_it_is_refused_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    line = "--backbone vit_b16 --dataset quilts --weights nowhere.pth --out a --tensorboard"
+    line = "--backbone vit_mini --dataset omniglot:Greek --out a --tensorboard"
     for command in ("align", "finetune"):
         assert "pip install tensorboard" in refusal(f"{command} {line}")
     line = "pretrain --backbone vit_mini --pool quilts --out p --tensorboard"
