@@ -381,7 +381,9 @@ def give_pretrain_its_flags() -> None:
     """Load pretraining's settings. They come with torch, so other commands do without them."""
     from extras.pretrain import PretrainConfig
 
-    settings_command(PretrainConfig, answer_pretrain, "--backbone vit_mini --pool quilts")(pretrain)
+    settings_command(PretrainConfig, answer_pretrain, "--backbone vit_mini --pool omniglot")(
+        pretrain
+    )
 
 
 app.command("pretrain", help=pretrain.__doc__)(give_pretrain_its_flags)  # to be listed

@@ -151,7 +151,7 @@ def pretext_name(name: str) -> str:
 
 def dataset_name(name: str) -> str:
     """A name in `known`, where PATH becomes absolute; own is for images from Python."""
-    known = ("quilts", "omniglot:ALPHABET", *DATASETS, "folder:PATH", "own")
+    known = ("omniglot:ALPHABET", *DATASETS, "folder:PATH", "own", "quilts")  # quilts: for tests
     kind, colon, rest = name.partition(":")
     if kind == "omniglot" and rest not in ALPHABETS:
         raise ValueError(f"is unknown, {nearest(name, [f'omniglot:{a}' for a in ALPHABETS])}")
@@ -388,9 +388,9 @@ class Crops(Settings):
     """Data: how images become inputs."""
 
     data_seed: NonNegativeInt = 0
-    """Seed of quilts and of splits that are made by hash; apart from the runs' --seed. [here]"""
+    """Seed of splits that are made by hash; apart from the runs' --seed. [here]"""
     augment: Literal["crop", "none"] = "crop"
-    """crop: RandomResizedCrop and flip. none: as at test time (quilts, omniglot). [App. C.2]"""
+    """crop: RandomResizedCrop and flip. none: as at test time (omniglot). [App. C.2]"""
     min_crop: Share = 0.2
     """Smallest area of a random crop, as a share of the image. [App. C.2; ijepa, D.1: 0.3]"""
 
@@ -399,7 +399,7 @@ class Data(Crops):
     """Data: the labelled task."""
 
     dataset: DatasetName
-    """Labelled images (D^D): dtd, voc07, cub200, pets, flowers, aircrafts, imagenet, quilts,
+    """Labelled images (D^D): dtd, voc07, cub200, pets, flowers, aircrafts, imagenet,
     omniglot:ALPHABET, or a folder of class folders. [App. C.2.1]"""
     partial: bool = False
     """Take a benchmark's subset as it is; `data check` counts what is missing. [here]"""
@@ -440,7 +440,7 @@ class Lower(Settings):
     """Lower level: the pretext task at θ_P."""
 
     pool: PoolName = "imagenet"
-    """Unlabelled images (D^P): imagenet, a folder, omniglot or quilts (with these). [App. C.3]"""
+    """Unlabelled images (D^P): imagenet, a folder, or omniglot (its default). [App. C.3]"""
     p_batch: PositiveInt = 256
     """Images per lower step. [App. C.3]"""
     p_lr: PositiveFloat = 0.01

@@ -83,7 +83,7 @@ class PretrainConfig(Pretext, Crops, Shape, Command):
     pretext: Literal["mae", "ijepa"] = "mae"
     """Pretext task. [MAE; I-JEPA]"""
     pool: PoolName
-    """Unlabelled images: omniglot, quilts, or any folder of images, nested or not."""
+    """Unlabelled images: omniglot, or any folder of images, nested or not."""
     epochs: PositiveInt = 400
     """Passes over the pool. [MAE's code; I-JEPA: 300]"""
     warmup_epochs: NonNegativeInt = 40
