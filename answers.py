@@ -92,7 +92,9 @@ def describe_curvature(result: "AlignResult", settings: Record) -> str:
     ratio = result.q_over_g
     angle = math.degrees(math.acos(max(-1.0, min(1.0, result.cosine))))
     if abs(1 - ratio) < 0.001 and angle < 1:
-        effect = f"{name} changed nothing"
+        effect = (
+            f"{name} changed nothing (as often with small networks; aligning acts all the same)"
+        )
     elif abs(1 - ratio) < 0.01 and angle < 5:
         effect = f"{name} changed next to nothing"
     else:
@@ -161,7 +163,7 @@ def answer_pretrain(result: "PretrainResult") -> Answer:
     return Answer(
         f"pretrained: the mean loss at the end is {result.loss:.4g}",
         place=result.weights,
-        next=f"bisslight align {network} --weights {result.out} --dataset ...",
+        next=f"bisslight align {network} --weights {result.out} --dataset ... --pool ...",
     )
 
 

@@ -433,6 +433,8 @@ def evaluate(
 
         draw_arms(evaluation.arms, picture)
     show(evaluation, answer_evaluate, as_json)
+    if picture is not None and not as_json:
+        tell(f"picture: {picture}", sys.stdout)
 
 
 @app.command(epilog="Example: bisslight demo --out runs/demo")

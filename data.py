@@ -280,7 +280,8 @@ def find_faults(part: str, place: Path, classes: list[str], needed: int) -> list
         if path.name not in classes:
             faults.append(f"{part} has a class {path.name}, which train has not")
         elif count < needed:
-            faults.append(f"class {path.name} has {count} images in {part} and needs {needed}")
+            noun = "image" if count == 1 else "images"
+            faults.append(f"class {path.name} has {count} {noun} in {part} and needs {needed}")
     return faults
 
 

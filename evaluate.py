@@ -244,7 +244,7 @@ def describe(value: object) -> str:
     if isinstance(value, Mapping):
         words = [f"{name} {item}" for name, item in value.items()]
         return " and ".join(words) or "nothing"
-    return str(value)
+    return "not set" if value is None else str(value)
 
 
 def list_differences(arm: Arm, first: Arm) -> dict[str, Values]:
@@ -351,6 +351,8 @@ def find_runs(path: Path) -> list[Path]:
 def read_run(run: Path) -> Arm:
     """One finished `finetune` run; any exception where it is none."""
     config = json.loads((run / "config.json").read_text())
+    if not (run / "result.json").exists():
+        raise UsageError(f"{run}: is not finished; give its own command again")
     env = json.loads((run / "env.json").read_text())
     result = json.loads((run / "result.json").read_text())
     if not result.get("test"):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from config import FILE, TIMM, AlignConfig, Arch, Command, FinetuneConfig, Network, Record
 from data import Pool, Task
 from extras import pretrain
+from finetune import starts_of_seeds
 from support import timm_models
 from support.checkpoints import OFFICIAL, arch_of, weights_of
 from support.errors import checking
@@ -56,6 +57,8 @@ def plan_peft(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Record:
             images["pool"] = len(pool.images)
     has_data = task is not None and (pool is not None or isinstance(cfg, FinetuneConfig))
 
+    if isinstance(cfg, FinetuneConfig):
+        attempt(problems, starts_of_seeds, cfg)  # the align runs, which have to be finished
     weights = attempt(problems, weights_of, cfg)
     fetched = None
     if weights and not weights.exists():

@@ -135,7 +135,8 @@ class Lines:
         if seconds_each is None:
             return f"after this {loop.unit}"
         seconds = seconds_each * (1 - self.position(loop) % 1)
-        return f"after this {loop.unit} (about {seconds:.0f} s)"
+        when = f"about {seconds:.0f} s" if seconds >= 1 else "in a moment"
+        return f"after this {loop.unit} ({when})"
 
 
 class Bars(Lines):

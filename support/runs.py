@@ -228,6 +228,7 @@ class Run(ExitStack):
                 optimiser.torch.load_state_dict(saved["optimisers"][name]["torch"])
             self.records = saved["records"]
             self.spent_before = saved["spent"]
+        LOG.info("%s: goes on where it stopped", self.path)
 
     def check_checkpoint(self, path: Path, saved: Record) -> None:
         """Refuse (UsageError) a checkpoint that does not hold what this run needs."""
