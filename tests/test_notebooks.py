@@ -29,10 +29,10 @@ def cells_of_script(text: str) -> list[tuple[str, str]]:
     return cells
 
 
-def test_the_readme_links_the_four_notebooks() -> None:
+def test_the_readme_links_all_notebooks() -> None:
     links = re.findall(r"\]\(([^)]+)\)", (EXAMPLES / "README.md").read_text())
     assert {f"{path.stem}{kind}" for path in SCRIPTS for kind in (".py", ".ipynb")} <= {*links}
-    assert len(SCRIPTS) == 4
+    assert len(SCRIPTS) == 5
 
 
 @EACH
