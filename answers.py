@@ -55,7 +55,7 @@ def answer_align(result: "AlignResult") -> Answer:
     if probe:
         sentence += f", {probe['accuracy']:.1f} % before it (linear probe)"
         rows.append({"": "before: linear probe", heading: f"{probe['accuracy']:.2f}"})
-    rows.append({"": "lower level, θ_P: the result", heading: f"{result.val_P.accuracy:.2f}"})
+    rows.append({"": "lower level, θ_P: kept, for finetune", heading: f"{result.val_P.accuracy:.2f}"})
     rows.append({"": "upper level, θ_D", heading: f"{result.val_D.accuracy:.2f}"})
     return Answer(
         sentence,
@@ -120,7 +120,7 @@ def answer_finetune(result: "FinetuneResult") -> Answer:
     if len(result.grid) > 1:
         remarks.append(describe_grid(result.grid))
     if result.aligned_by:
-        remarks.append(f"aligned by {result.aligned_by}; its seeds: {result.unit}")
+        remarks.append(f"aligned by {result.aligned_by}; what a seed repeats: {result.unit}")
     sentence = f"test {result.metric} {percent(result.test)} ({seeds}; rate {result.lr:g} {reason})"
     return Answer(sentence, rows, remarks, run, next_after_finetune(result))
 

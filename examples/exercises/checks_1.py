@@ -93,7 +93,10 @@ def check_fisher_product(fisher_product: Any) -> None:
     """(F + λI) x against the dense matrix; and no tensor as large as that matrix is made."""
     m = len(G)
     F = G.T @ G / m
-    same("(F + λI) x", fisher_product(G, QUERY, LAM), (F + LAM * eye(6)) @ QUERY, {
+    x = QUERY.clone()
+    product = fisher_product(G, x, LAM)
+    untouched("x", x, QUERY)
+    same("(F + λI) x", product, (F + LAM * eye(6)) @ QUERY, {
         "F is the mean of g_i g_iᵀ; the division by m is missing":
             m * F @ QUERY + LAM * QUERY,
         "this is F x; λ x is missing": F @ QUERY,
@@ -154,7 +157,9 @@ def check_conjugate_gradients(conjugate_gradients: Any) -> None:
     powers = [QUERY]
     for iterations in range(1, p + 1):
         calls.clear()
-        x = conjugate_gradients(product, QUERY, iterations)
+        g = QUERY.clone()
+        x = conjugate_gradients(product, g, iterations)
+        untouched("g", g, QUERY)
         Q = torch.linalg.qr(torch.stack(powers, 1)).Q  # span of g, A g, ..., A^(iterations−1) g
         expected = Q @ torch.linalg.solve(Q.T @ A @ Q, Q.T @ QUERY)
         what = f"x after {iterations} iteration{'s' if iterations > 1 else ''}"

@@ -41,6 +41,13 @@ def same(
     for mistake, wrong in (mistakes or {}).items():
         if distance(found, wrong) <= tolerance:
             raise Wrong(f"{what}: {mistake}")
+    if expected.ndim == 2:  # the first row that is off; those before it are right
+        for k in range(len(expected)):
+            if distance(found[k], expected[k]) > tolerance:
+                what = f"row {k + 1} of {what}"
+                found = found[k]
+                expected = expected[k]
+                break
     raise Wrong(
         f"{what} begins with {first(found)}, but should with {first(expected)} "
         f"(largest difference: {error:.0e} of the largest entry)"
