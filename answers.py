@@ -55,7 +55,8 @@ def answer_align(result: "AlignResult") -> Answer:
     if probe:
         sentence += f", {probe['accuracy']:.1f} % before it (linear probe)"
         rows.append({"": "before: linear probe", heading: f"{probe['accuracy']:.2f}"})
-    rows.append({"": "lower level, θ_P: kept, for finetune", heading: f"{result.val_P.accuracy:.2f}"})
+    kept = "lower level, θ_P: kept, for finetune"
+    rows.append({"": kept, heading: f"{result.val_P.accuracy:.2f}"})
     rows.append({"": "upper level, θ_D", heading: f"{result.val_D.accuracy:.2f}"})
     return Answer(
         sentence,
