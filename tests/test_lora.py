@@ -144,7 +144,7 @@ def test_theta_adds_s_BA_to_q_and_v_and_leaves_k() -> None:
         (lambda: tiny_vit(attn_layer="diff"), "DiffAttention"),
         (lambda: timm.create_model("vit_tiny_r_s16_p8_224"), "HybridEmbed"),
         (lambda: timm.create_model("swin_tiny_patch4_window7_224"), "SwinTransformer"),
-        (lambda: VisionTransformerDistilled(depth=1), "VisionTransformerDistilled"),
+        (lambda: VisionTransformerDistilled(depth=1), "VisionTransformerDistilled"),  # type: ignore[no-untyped-call]
     ],
 )
 def test_a_network_that_would_be_computed_otherwise_is_refused_by_what_it_has(
