@@ -218,6 +218,7 @@ def compare(arms: Sequence[Row], first_name: str = "") -> Answer:
             remarks.append(f"the seeds of {row.arm}: {row.unit}")
         if row.differs:
             differs = ", ".join(f"{name} {values}" for name, values in row.differs.items())
+            differs = differs.replace("there None", "there not set")
             remarks.append(f"{row.arm} differs: {differs}")
     if not sentences:
         seeds = count(first.seeds, "seed")

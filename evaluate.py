@@ -244,7 +244,7 @@ def describe(value: object) -> str:
     if isinstance(value, Mapping):
         words = [f"{name} {item}" for name, item in value.items()]
         return " and ".join(words) or "nothing"
-    return "not set" if value is None else str(value)
+    return str(value)
 
 
 def list_differences(arm: Arm, first: Arm) -> dict[str, Values]:

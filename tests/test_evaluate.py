@@ -312,7 +312,7 @@ def test_text_has_two_decimals_and_two_digits_of_p_and_json_all(tmp_path: Path) 
     runs.append(finished(tmp_path / "b", [69.0, 68.0, 69.5], lam=1.0, align_unlike_paper={"T": 1}))
     arm = evaluate(runs).arms[1]
     assert str(arm.first_minus_this) == "difference=1.70 p=0.10 splits=20"
-    assert arm.differs == {"align_unlike_paper": "T 1, there not set", "lam": "1.0, there not set"}
+    assert arm.differs == {"align_unlike_paper": "T 1, there None", "lam": "1.0, there None"}
     compared = json.loads(arm.model_dump_json())["first_minus_this"]
     assert compared == {"difference": 1.7, "p": 0.1, "splits": 20}
 
@@ -322,7 +322,7 @@ def test_an_alpha_that_is_not_given_is_the_rank(tmp_path: Path) -> None:
     runs = [finished(tmp_path / f"{x}", [70.0], alpha=x) for x in (None, 64.0, 32.0)]
     _, same, other = evaluate(runs).arms
     assert same.differs == {} and same.paper is not None
-    assert other.differs == {"alpha": "32.0, there not set"} and other.paper is None
+    assert other.differs == {"alpha": "32.0, there None"} and other.paper is None
 
 
 def test_two_ways_of_aligning_are_told_apart(tmp_path: Path) -> None:
