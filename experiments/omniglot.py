@@ -163,13 +163,6 @@ DRIVES: dict[str, Aligned | Direct] = {
     "N_L 1": Aligned({"lower_steps": 1}),
     "upper rate 0.003": Aligned({"d_lr": 3e-3}),
     "upper rate 0.03": Aligned({"d_lr": 3e-2}),
-    "lower rate 0.003": Aligned({"p_lr": 3e-3}),
-    "T 10": Aligned({"alternations": 10, "warmup": 1}),
-    "3 drawers": Aligned(drawers=3),
-    "3 drawers, direct": Direct(drawers=3),
-    "3 drawers, restart": Direct(first_epochs=FIRST_OF_EQUAL_TIME, drawers=3),
-    "lambda 1e-5": Aligned({"lam": 1e-5}),
-    "lambda 1e-5, identity": Aligned({"lam": 1e-5, "hypergrad": "identity"}),
 }
 
 
