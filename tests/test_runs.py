@@ -424,7 +424,7 @@ def test_jobs_stopped_or_killed_with_their_parent_go_on(
     pretrained: Path, number: signal.Signals
 ) -> None:
     """Of a parent with two runs at work: SIGTERM, they save and stop; kill -9, they end with it."""
-    line = finetune_line(pretrained, "--epochs 15 --seeds 2 --lr 1e-3 --save-minutes 0 --jobs")
+    line = finetune_line(pretrained, "--epochs 40 --seeds 2 --lr 1e-3 --save-minutes 0 --jobs")
     done(f"{line} 1 --out whole")
     parent = start(partial(cli.run, f"{line} 2 --out cut".split()), SAID)
     wait_for(lambda: len(list(Path("cut").glob("*/checkpoint.pt"))) == 2, parent)

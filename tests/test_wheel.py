@@ -20,7 +20,7 @@ LEFT_OUT = (".*", "runs", "build", "*.egg-info", "__pycache__")
 ROOT = Path(__file__).parent.parent
 MODULES = {path.name for path in ROOT.glob("*.py")}
 EXTRAS = {f"extras/{path.name}" for path in (ROOT / "extras").glob("*.[ph]*") if path.is_file()}
-SUPPORT = {f"support/{path.name}" for path in (ROOT / "support").glob("*.py")}
+SUPPORT = {f"support/{path.name}" for path in (ROOT / "support").glob("*.*") if path.is_file()}
 NO_NETWORK = """
 import socket
 def refuse(*args, **options):
