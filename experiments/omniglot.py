@@ -3,7 +3,7 @@
     python -m experiments.omniglot --out runs/omniglot
 
 Three alphabets and four pretraining seeds, each with a split of drawers of its own, make twelve
-cells. In each cell every arm has four seeds. The comparisons are named in omniglot.md, and tested
+cells. In a cell an arm has one to four seeds. The comparisons are named in omniglot.md, and tested
 by `evaluate.compare_strata`, which permutes seeds within a cell only. `--drives` also runs arms
 that change one thing each. The same command goes on after a stop. omniglot_tables.py makes the
 tables of the page.
