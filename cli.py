@@ -215,6 +215,8 @@ def run_command(
     function: Work[C, R], answer: Tell[R], kind: type[C], flags: Record, options: Options
 ) -> int:
     """Run a command that has settings, or say what it would do; the exit code."""
+    from support.processes import leave
+
     name = function.__name__
     layers = collect_layers(kind, flags, options)
     values: Record = {}
@@ -230,6 +232,7 @@ def run_command(
         warn_about_warmup(cfg)
         result = function(cfg, out, options.force, track)
     show(result, answer, options.as_json)
+    leave()
     return 0
 
 
@@ -303,7 +306,7 @@ def training(quiet: bool) -> Iterator["Track"]:
     import torch
 
     from bisslight import Diverged
-    from support.processes import Stopped, start
+    from support.processes import Stopped, leave, start
     from support.progress import progress
 
     start()
@@ -321,6 +324,7 @@ def training(quiet: bool) -> Iterator["Track"]:
         remedy = "perhaps memory was short: lower --jobs, then the same command goes on"
         raise RunError(f"{error}; {remedy}") from error
     except Stopped as stopped:
+        leave()
         signal, message = stopped.args
         tell(message, sys.stderr)
         raise typer.Exit(128 + signal) from stopped

@@ -133,6 +133,17 @@ def start() -> None:
         wait_for_all()  # process 0 is where they meet: it must not end, by an error, before that
 
 
+def leave() -> None:
+    """Part from torchrun's other processes, once all of them are finished.
+
+    Threads of the group that are still there when Python ends abort the process, now and then. A
+    process that failed must not come here: the others would wait for it.
+    """
+    if dist.is_available() and dist.is_initialized():
+        wait_for_all()
+        dist.destroy_process_group()
+
+
 def jobs(fn: Callable[[Unit], Result], units: Sequence[Unit], count: int) -> Iterator[Result]:
     """Yield `fn` of each unit, in order, from `count` processes that end with this one.
 
