@@ -215,8 +215,6 @@ def run_command(
     function: Work[C, R], answer: Tell[R], kind: type[C], flags: Record, options: Options
 ) -> int:
     """Run a command that has settings, or say what it would do; the exit code."""
-    from support.processes import leave
-
     name = function.__name__
     layers = collect_layers(kind, flags, options)
     values: Record = {}
@@ -232,8 +230,15 @@ def run_command(
         warn_about_warmup(cfg)
         result = function(cfg, out, options.force, track)
     show(result, answer, options.as_json)
-    leave()
+    leave_group()
     return 0
+
+
+def leave_group() -> None:
+    """Part from torchrun's other processes; not before all is told, which process 0 does alone."""
+    from support.processes import leave
+
+    leave()
 
 
 def show(result: R, answer: Tell[R], as_json: bool) -> None:
