@@ -14,9 +14,10 @@ All runs are ordinary ones, which `bisslight evaluate` and the other commands ca
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from matplotlib.axes import Axes
 from pydantic import BaseModel
 from torch import Tensor
 from torchvision.utils import make_grid
@@ -25,13 +26,10 @@ import mae
 from align import align
 from config import AlignConfig, FinetuneConfig, Record, make
 from evaluate import Row, evaluate
-from extras.plots import COLOURS, plot_arms, pyplot, save
+from extras.plots import plot_arms, pyplot, save
 from finetune import finetune
 from support import processes, runs
-from support.experiment import AlignExperiment, pretext_batches
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from support.experiment import AlignExperiment
 
 SEEDS = 4
 ARMS = ("aligned", "direct", "restart")
@@ -74,15 +72,12 @@ def demo(
     """Run the demo into `out`, or go on with it; `data_seed` splits the drawers anew."""
     out = out or Path("runs/demo")
     shared = TASK | {"data_seed": data_seed}
-    # jobs is checked as a setting of finetune, though here each process has a single seed
-    checked = make(FinetuneConfig, shared | PEFT | {"seeds": 1, "test_curve": True, "jobs": jobs})
-    peft = checked.replace(jobs=1)
+    peft = make(FinetuneConfig, shared | PEFT | {"seeds": 1, "test_curve": True})
     first = make(AlignConfig, shared | ALIGN)
     units = []
-    for seed in range(SEEDS):
-        units.append(Unit(out, first.replace(seed=seed), peft.replace(seed=seed), force))
-    for seed in range(SEEDS):
-        units.append(Unit(out, None, peft.replace(seed=seed), force))
+    for cfg in (first, None):
+        for seed in range(SEEDS):
+            units.append(Unit(out, cfg, peft.replace(seed=seed), force))
     runs.check_directory(out / "align/s0", "align", first, force)
 
     runs.LOG.info("%d align runs and %d fine-tunings: about two minutes", SEEDS, len(ARMS) * SEEDS)
@@ -92,7 +87,7 @@ def demo(
     arms = evaluate([out / arm for arm in ARMS]).arms
     curves = [read_curves(out / arm) for arm in ARMS]
     picture = out / "demo.png"
-    draw(first.replace(device="cpu"), arms, curves, picture)
+    draw(first, arms, curves, picture)
     return DemoResult(arms=arms, answer=tell_answer(arms, curves), picture=picture)
 
 
@@ -101,7 +96,7 @@ def run_unit(unit: Unit) -> str:
     out, cfg, peft, force = unit
     name = f"s{peft.seed}"
     if cfg is not None:
-        align(cfg, out / "align" / name, force=force)
+        align(cfg.replace(seed=peft.seed), out / "align" / name, force=force)
         peft = peft.replace(start=out / "align" / name)
         result = finetune(peft, out / "aligned" / name, force=force)
         return f"aligned, seed {peft.seed}: test {result.test[0]:.1f} %"
@@ -170,12 +165,12 @@ def tell_difference(arm: Row) -> str:
 # --- the picture ----------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def draw(cfg: AlignConfig, arms: Sequence[Row], curves: Sequence[list[Curve]], path: Path) -> None:
     """What pretraining learned to fill in, how fast the arms learn, and how good they are."""
     figure, axes = pyplot().subplots(1, 3, figsize=(11, 3.8), width_ratios=(1.5, 3.6, 2.2))
-    filled = fill_in(AlignExperiment(cfg))
-    show(axes[0], filled, 3, "What pretraining learned:\nwhole, masked, filled in")
+    axes[0].set_title("What pretraining learned:\nwhole, masked, filled in")
+    axes[0].imshow(fill_in(cfg).permute(1, 2, 0).numpy())
+    axes[0].set_axis_off()
     plot_curves(axes[1], curves)
     axes[2].set_title("At the end, each seed a dot")
     plot_arms(axes[2], arms)
@@ -184,37 +179,31 @@ def draw(cfg: AlignConfig, arms: Sequence[Row], curves: Sequence[list[Curve]], p
     save(figure, f"{description}; test accuracy at the end: {', '.join(words)}.", path)
 
 
-def plot_curves(axes: "Axes", curves: Sequence[list[Curve]]) -> None:
-    """Test accuracy by epoch of PEFT: every seed thin, the mean of an arm thick."""
-    for name, colour, of_arm in zip(ARMS, COLOURS, curves, strict=False):
-        epochs = range(1, len(of_arm[0]) + 1)
-        for curve in of_arm:
-            axes.plot(epochs, curve, color=colour, linewidth=0.6, alpha=0.5)
-        axes.plot(epochs, mean_curve(of_arm), color=colour, linewidth=2.5, label=name)
-    axes.set_title("How fast is the task learned?")
-    axes.set_xlabel("epoch of PEFT")
-    axes.set_ylabel("test images right (%)")
-    axes.legend(loc="lower right")
-
-
-def fill_in(experiment: AlignExperiment) -> Tensor:
-    """Five pool images, each whole, masked and filled in by the pretrained decoder."""
+@torch.no_grad()
+def fill_in(cfg: AlignConfig) -> Tensor:
+    """Five pool images, each whole, masked and filled in by the pretrained decoder, as one."""
+    experiment = AlignExperiment(cfg.replace(device="cpu", p_batch=5))
     task = experiment.pretext_task(experiment.new_theta())
     assert isinstance(task, mae.MAE)
-    images = experiment.pool_images()
-    batches = pretext_batches(task, images, 5, range(1), experiment.cfg, experiment.device)
-    batch = next(batches)
+    batch = next(experiment.pretext_batches(task, range(1)))
     masked, filled = task.reconstruct(None, task.phi, batch)
     pictures = torch.stack([batch.images, masked, filled], 1).flatten(0, 1)  # (15, 3, 28, 28)
     std = torch.tensor(experiment.pool.std).view(3, 1, 1)
     mean = torch.tensor(experiment.pool.mean).view(3, 1, 1)
     # back from what the network sees to pixels in [0, 1], then dark ink on light paper
-    return 1 - (pictures * std + mean)
+    pixels = 1 - (pictures * std + mean)
+    grid: Tensor = make_grid(pixels, 3, pad_value=0.7)
+    return grid.clamp(0, 1)
 
 
-def show(axes: "Axes", images: Tensor, columns: int, title: str) -> None:
-    """Draw small pictures (n, 3, h, w), row by row; `axes` are matplotlib's."""
-    grid = make_grid(images, columns, pad_value=0.7).clamp(0, 1)
-    axes.imshow(grid.permute(1, 2, 0).numpy())
-    axes.set_axis_off()
-    axes.set_title(title)
+def plot_curves(axes: Axes, curves: Sequence[list[Curve]]) -> None:
+    """Test accuracy by epoch of PEFT: every seed thin, the mean of an arm thick."""
+    for k, of_arm in enumerate(curves):
+        epochs = range(1, len(of_arm[0]) + 1)
+        for curve in of_arm:
+            axes.plot(epochs, curve, color=f"C{k}", linewidth=0.6, alpha=0.5)
+        axes.plot(epochs, mean_curve(of_arm), color=f"C{k}", linewidth=2.5, label=ARMS[k])
+    axes.set_title("How fast is the task learned?")
+    axes.set_xlabel("epoch of PEFT")
+    axes.set_ylabel("test images right (%)")
+    axes.legend(loc="lower right")

@@ -7,7 +7,6 @@ timm       the merged network with its head, for timm.create_model("local-dir:ti
 
 import io
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
@@ -17,17 +16,11 @@ from safetensors.torch import save
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
-from config import TIMM, Arch, FinetuneConfig, Record, read_table
+from config import TIMM, Arch, FinetuneConfig, Record
 from lora import Backbone, Phi, factors, merge
-from support.checkpoints import (
-    RELEASED,
-    Adapter,
-    load_adapter,
-    load_backbone,
-    vit_args,
-)
+from support.checkpoints import RELEASED, Adapter, load_adapter, load_backbone, vit_args
 from support.errors import UsageError, checking
-from support.runs import read_json, write_atomic
+from support.runs import read_json, read_json_if_there, write_atomic
 
 # also how a README.md is known to be an export's, which may be replaced
 MADE = "LoRA on q and v of every layer of a frozen Vision Transformer, made with BiSSLight."
@@ -80,9 +73,7 @@ def export(
     cfg, adapter = open_run(run, seed, weights)
     loaded = load_backbone(cfg)
     backbone = loaded.backbone
-    if loaded.sha256 != adapter.origin["weights_sha256"]:
-        place = cfg.weights or cfg.backbone
-        raise UsageError(f"--weights {place}: {run} was made with others, see its env.json")
+    check_weights(run, adapter.origin, loaded.sha256)
     head = fold_norm(adapter.phi_D)
     released = io.BytesIO()
     torch.save(to_released(adapter.theta, backbone.dim, backbone.scale), released)
@@ -117,39 +108,40 @@ def open_run(run: Path, seed: int | None, weights: Path | None) -> Opened:
 
     `weights`: where the backbone's file is now, if it was moved.
     """
-    seeds = "*" if seed is None else str(seed)
-    # An align run has the first of these files, a finetune run one of the others for each seed.
-    files = [*run.glob("adapter.safetensors"), *run.glob(f"adapter-s{seeds}.safetensors")]
-    if not files:
-        raise UsageError(f"{run}: holds no adapter-s{seeds}.safetensors of a finished run")
-    file = min(files, key=lambda file: (len(file.name), file.name))  # s2 comes before s10
-    settings = read_table(run / "config.json")
+    settings = read_json(run / "config.json", "give a finished run")
+    file = run / "adapter.safetensors"  # of an align run, or of one rate with one seed
+    if not file.exists():
+        if seed is None:
+            seed = settings.get("seed")
+        file = run / f"adapter-s{seed}.safetensors"
+    if not file.exists():
+        raise UsageError(f"{run}: holds no {file.name} of a finished run")
     if weights:
         settings["weights"] = weights
-    # An align run has settings that fine-tuning lacks; and no network depends on the start.
-    wanted = FinetuneConfig.model_fields.keys() - {"start"}
+    # an align run has settings that fine-tuning lacks
+    wanted = FinetuneConfig.model_fields
     shared = {name: value for name, value in settings.items() if name in wanted}
     with checking(str(run), "give a finished run"):
         return Opened(FinetuneConfig(**shared), load_adapter(file))
 
 
-def describe_seeds(accuracies: Sequence[float]) -> str:
-    """Mean and sample deviation, in percent."""
-    if len(accuracies) == 1:
-        return f"{accuracies[0]:.2f} % (one seed)"
-    deviation = stdev(accuracies)
-    return f"{fmean(accuracies):.2f} ± {deviation:.2f} % ({len(accuracies)} seeds)"
+def check_weights(run: Path, origin: Record, sha256: str) -> None:
+    """Refuse other weights of the backbone than those that a run was made with (UsageError)."""
+    if sha256 != origin["weights_sha256"]:
+        raise UsageError(f"--weights: {run} was made with others, see its env.json")
 
 
 def write_card(run: Path, cfg: FinetuneConfig, origin: Record) -> str:
     """The model card: what the adapter was trained on, and its accuracy if that was measured."""
-    file = run / "result.json"
-    result = read_json(file) if file.exists() else {}
+    result = read_json_if_there(run / "result.json") or {}
     accuracy = "not measured"
     if "test" in result:  # one number for each seed, from the run's first on
+        tests = result["test"]
         seed = origin["seed"]
-        accuracy = f"{result['test'][seed - cfg.seed]:.2f} % with seed {seed}, the exported one"
-        accuracy += f"; of all seeds {describe_seeds(result['test'])}"
+        accuracy = f"{tests[seed - cfg.seed]:.2f} % with seed {seed}, the exported one"
+        if len(tests) > 1:
+            spread = f"{fmean(tests):.2f} ± {stdev(tests):.2f} % ({len(tests)} seeds)"
+            accuracy += f"; of all seeds {spread}"
     fields = {
         **origin,
         "made": MADE,

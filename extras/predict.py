@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from data import Split, Task, find_images
-from extras.export import is_whole, open_run
+from extras.export import check_weights, is_whole, open_run
 from support.errors import UsageError, checking
 from support.experiment import Experiment
 
@@ -53,8 +53,7 @@ def predict(
     images = Split(files, torch.zeros(len(files), dtype=torch.long))
     task = Task("own", images, images, images, classes, mean, std, is_whole(origin))
     experiment = Experiment(cfg.replace(device="auto"), task)
-    if experiment.origin["weights_sha256"] != origin["weights_sha256"]:
-        raise UsageError(f"--weights: {run} was made with others, see its env.json")
+    check_weights(run, origin, experiment.origin["weights_sha256"])
 
     phi_D = {name: tensor.to(experiment.device) for name, tensor in phi_D.items()}
     logits = experiment.logits(images, theta.to(experiment.device), phi_D)
