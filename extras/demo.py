@@ -13,7 +13,6 @@ All runs are ordinary ones, which `bisslight evaluate` and the other commands ca
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ import mae
 from align import align
 from config import AlignConfig, FinetuneConfig, Record, make
 from evaluate import Row, evaluate
-from extras.plots import plot_arms, pyplot, save
+from extras.plots import Curve, plot_arms, pyplot, read_curves, save
 from finetune import finetune
 from support import processes, runs
 from support.experiment import AlignExperiment
@@ -78,17 +77,15 @@ def demo(
     for cfg in (first, None):
         for seed in range(SEEDS):
             units.append(Unit(out, cfg, peft.replace(seed=seed), force))
-    runs.check_directory(out / "align/s0", "align", first, force)
 
     runs.LOG.info("%d align runs and %d fine-tunings: about two minutes", SEEDS, len(ARMS) * SEEDS)
     reports = processes.jobs(run_unit, units, jobs) if jobs > 1 else map(run_unit, units)
     for _ in track(reports, len(units), "demo"):
         pass  # asking for a report runs its unit, and `track` shows it
     arms = evaluate([out / arm for arm in ARMS]).arms
-    curves = [read_curves(out / arm) for arm in ARMS]
-    picture = out / "demo.png"
-    draw(first, arms, curves, picture)
-    return DemoResult(arms=arms, answer=tell_answer(arms, curves), picture=picture)
+    draw(out, first, arms)
+    curves = [read_curve(out / arm) for arm in ARMS]
+    return DemoResult(arms=arms, answer=tell_answer(arms, curves), picture=out / "demo.png")
 
 
 def run_unit(unit: Unit) -> str:
@@ -106,34 +103,22 @@ def run_unit(unit: Unit) -> str:
     return f"direct, seed {peft.seed}: test {result.test[0]:.1f} %; again {restarted.test[0]:.1f} %"
 
 
-Curve = list[float]  # test accuracy (%) after each epoch of PEFT
-
-
-def read_curves(arm: Path) -> list[Curve]:
-    """The learning curves of an arm's seeds."""
-    curves = []
-    for file in sorted(arm.glob("s*/lr*/result.json")):
-        by_epoch = runs.read_json(file)["test_curve"]
-        curves.append(list(by_epoch.values()))
-    return curves
-
-
-def mean_curve(curves: Sequence[Curve]) -> Curve:
-    """The mean over seeds, epoch by epoch."""
-    return [fmean(values) for values in zip(*curves, strict=True)]
+def read_curve(runs: Path) -> Curve:
+    """The learning curve of a fine-tuning, or of an arm the mean over its seeds."""
+    return read_curves(runs)["test/accuracy"]
 
 
 def epochs_to_reach(curve: Curve, percent: float) -> str:
     """After how many epochs a curve has reached an accuracy."""
-    for epoch, value in enumerate(curve, 1):
+    for epoch, value in curve.items():
         if value >= percent:
             return f"{epoch} epochs"
     return f"more than {len(curve)} epochs"
 
 
-def tell_answer(arms: Sequence[Row], curves: Sequence[list[Curve]]) -> list[str]:
+def tell_answer(arms: Sequence[Row], curves: Sequence[Curve]) -> list[str]:
     """What the three arms say, in words."""
-    aligned, direct, restart = [mean_curve(of_arm) for of_arm in curves]
+    aligned, direct, restart = curves
     early = min(EARLY, len(direct))
     # nine tenths of where direct PEFT ends: it has learned the task, but for the last bit
     target = 0.9 * arms[1].mean
@@ -141,11 +126,11 @@ def tell_answer(arms: Sequence[Row], curves: Sequence[list[Curve]]) -> list[str]
     against_restart = tell_difference(arms[2])
     return [
         f"Aligning gives a head start: after {early} of {len(direct)} epochs of PEFT the aligned "
-        f"arm has {aligned[early - 1]:.0f} % of the test images right, direct PEFT "
-        f"{direct[early - 1]:.0f} %. It reaches {target:.0f} % in "
+        f"arm has {aligned[early]:.0f} % of the test images right, direct PEFT "
+        f"{direct[early]:.0f} %. It reaches {target:.0f} % in "
         f"{epochs_to_reach(aligned, target)}, direct PEFT in {epochs_to_reach(direct, target)}.",
         f"At the end, aligned minus direct is {against_direct}.",
-        f"A restart has the head start, too: {restart[early - 1]:.0f} % after {early} epochs, "
+        f"A restart has the head start, too: {restart[early]:.0f} % after {early} epochs, "
         f"{target:.0f} % in {epochs_to_reach(restart, target)}. At the end, aligned minus restart "
         f"is {against_restart}.",
         "More alphabets, backbones and controls: experiments/omniglot.md",
@@ -165,18 +150,19 @@ def tell_difference(arm: Row) -> str:
 # --- the picture ----------------------------------------------------------------------------------
 
 
-def draw(cfg: AlignConfig, arms: Sequence[Row], curves: Sequence[list[Curve]], path: Path) -> None:
+def draw(out: Path, cfg: AlignConfig, arms: Sequence[Row]) -> None:
     """What pretraining learned to fill in, how fast the arms learn, and how good they are."""
     figure, axes = pyplot().subplots(1, 3, figsize=(11, 3.8), width_ratios=(1.5, 3.6, 2.2))
     axes[0].set_title("What pretraining learned:\nwhole, masked, filled in")
     axes[0].imshow(fill_in(cfg).permute(1, 2, 0).numpy())
     axes[0].set_axis_off()
-    plot_curves(axes[1], curves)
+    plot_curves(axes[1], out)
     axes[2].set_title("At the end, each seed a dot")
     plot_arms(axes[2], arms)
     words = [f"{arm.arm} {arm.mean:.1f} %" for arm in arms]
     description = "Characters whole, masked and filled in; learning curves of three arms"
-    save(figure, f"{description}; test accuracy at the end: {', '.join(words)}.", path)
+    ends = f"test accuracy at the end: {', '.join(words)}"
+    save(figure, f"{description}; {ends}.", out / "demo.png")
 
 
 @torch.no_grad()
@@ -196,13 +182,14 @@ def fill_in(cfg: AlignConfig) -> Tensor:
     return grid.clamp(0, 1)
 
 
-def plot_curves(axes: Axes, curves: Sequence[list[Curve]]) -> None:
+def plot_curves(axes: Axes, out: Path) -> None:
     """Test accuracy by epoch of PEFT: every seed thin, the mean of an arm thick."""
-    for k, of_arm in enumerate(curves):
-        epochs = range(1, len(of_arm[0]) + 1)
-        for curve in of_arm:
-            axes.plot(epochs, curve, color=f"C{k}", linewidth=0.6, alpha=0.5)
-        axes.plot(epochs, mean_curve(of_arm), color=f"C{k}", linewidth=2.5, label=ARMS[k])
+    for k, arm in enumerate(ARMS):
+        for seed in sorted((out / arm).glob("s*")):
+            curve = read_curve(seed)
+            axes.plot([*curve], [*curve.values()], color=f"C{k}", linewidth=0.6, alpha=0.5)
+        mean = read_curve(out / arm)
+        axes.plot([*mean], [*mean.values()], color=f"C{k}", linewidth=2.5, label=arm)
     axes.set_title("How fast is the task learned?")
     axes.set_xlabel("epoch of PEFT")
     axes.set_ylabel("test images right (%)")

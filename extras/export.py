@@ -208,14 +208,9 @@ def to_peft(theta: Tensor, phi_D: Phi, dim: int, scale: float) -> Exported:
     rank = A_q.shape[1]
     config = {
         "peft_type": "LORA",
-        "base_model_name_or_path": None,
-        "inference_mode": True,
         "r": 2 * rank,
         "lora_alpha": scale * 2 * rank,
-        "lora_dropout": 0.0,
-        "bias": "none",
         "target_modules": r"blocks\.\d+\.attn\.qkv",
-        "task_type": None,
         "modules_to_save": ["head"] if phi_D else None,
     }
     tensors = {f"base_model.model.head.{name}": tensor for name, tensor in phi_D.items()}
@@ -250,7 +245,6 @@ def to_timm(backbone: Backbone, arch: Arch, theta: Tensor, phi_D: Phi, origin: R
             "std": list(std),
             "interpolation": origin.get("interpolation", "bicubic"),
             "crop_pct": crop_share(arch.image_size, origin),
-            "num_classes": classes,
             "classifier": "head",
         },
     }

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.rcsetup import cycler
 
 from config import Record
-from evaluate import Row
+from evaluate import Row, find_runs
 from support.errors import UsageError
 from support.runs import flatten, read_json_if_there, write_atomic
 
@@ -164,7 +164,7 @@ def describe(curve: Curve) -> str:
 
 def read_curves(run: Path) -> dict[str, Curve]:
     """Every quantity of a run, averaged over its seeds at the steps that all of them have."""
-    seeds = seeds_of(run)
+    seeds = [folder for folder in seeds_of(run) if (folder / "metrics.jsonl").exists()]
     values: dict[tuple[str, int], list[float]] = defaultdict(list)  # of the seeds
     for folder in seeds:
         for record in read_metrics(folder):
@@ -177,21 +177,17 @@ def read_curves(run: Path) -> dict[str, Curve]:
     return curves
 
 
-def seeds_of(run: Path) -> list[Path]:
-    """The folders below a run whose metrics.jsonl are seeds of one and the same thing."""
-    if (run / "metrics.jsonl").exists():
-        return [run]
-    rate = "*"
-    result = read_json_if_there(run / "result.json")
-    if result:  # the rate is chosen, so the others' trials are no seeds of it
-        rate = f"{result['lr']:g}"
-    trials = [file.parent for file in sorted(run.glob(f"lr{rate}-s*/metrics.jsonl"))]
-    if trials:
-        return trials
-    below: list[Path] = []
-    for file in sorted(run.glob("*/config.json")):
-        below += seeds_of(file.parent)
-    return below
+def seeds_of(path: Path) -> list[Path]:
+    """The folders of a run, or of the runs in a folder, whose metrics are one thing's seeds."""
+    folders: list[Path] = []
+    for run in find_runs(path):
+        rate = "*"
+        result = read_json_if_there(run / "result.json")
+        if result:  # the rate is chosen, so the others' trials are no seeds of it
+            rate = f"{result.get('lr', 0):g}"
+        trials = sorted(run.glob(f"lr{rate}-s*"))  # of align there are none
+        folders += trials or [run]
+    return folders
 
 
 def read_metrics(run: Path) -> list[Record]:

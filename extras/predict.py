@@ -60,11 +60,11 @@ def predict(
     probabilities = logits.softmax(1)
     if cfg.dataset == "voc07" and cfg.voc_loss == "bce":
         probabilities = logits.sigmoid()  # an image may show several classes
-    best = probabilities.topk(min(top, len(classes)))
+    best = probabilities.argsort(1, descending=True)[:, :top]
     guesses = []
-    for file, values, numbers in zip(files, best.values, best.indices, strict=True):
-        for rank, number in enumerate(numbers.tolist(), 1):
-            guesses.append(Guess(str(file), rank, classes[number], float(values[rank - 1])))
+    for file, row, numbers in zip(files, probabilities.tolist(), best.tolist(), strict=True):
+        for rank, number in enumerate(numbers, 1):
+            guesses.append(Guess(str(file), rank, classes[number], row[number]))
     return guesses
 
 

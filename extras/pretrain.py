@@ -35,7 +35,7 @@ from config import (
     UnitInterval,
 )
 from lora import Backbone
-from support.checkpoints import build_head, build_vit, initialise, pretext_task
+from support.checkpoints import PretextHead, build_head, build_vit, initialise, pretext_task
 from support.errors import UsageError
 from support.experiment import (
     device_of,
@@ -199,7 +199,7 @@ class Networks(NamedTuple):
     """New networks, on their device."""
 
     backbone: Backbone  # ψ
-    head: mae.Decoder | ijepa.Predictor
+    head: PretextHead
     teacher: Backbone | None  # I-JEPA's: it starts as a copy of ψ and follows slowly
 
 

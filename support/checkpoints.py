@@ -14,9 +14,9 @@ import sys
 import warnings
 import zipfile
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,7 @@ from config import (
     FinetuneConfig,
     Network,
     Pretext,
+    Record,
     Shape,
 )
 from data import rng
@@ -65,11 +66,14 @@ OFFICIAL = {
 }
 
 
+PretextHead = mae.Decoder | ijepa.Predictor  # h^P
+
+
 class Pretrained(NamedTuple):
     """What a checkpoint gives."""
 
     backbone: Backbone  # f_ψ
-    head: mae.Decoder | ijepa.Predictor  # h^P: MAE's decoder or I-JEPA's predictor
+    head: PretextHead
     arch: Arch
     sha256: str  # digest of the weights
     channels: timm_models.Normalisation | None = None  # None: each data set's own
@@ -170,19 +174,19 @@ def download(official: Official, path: Path) -> None:
             raise OSError(f"{arrived:.0f} MB arrived, {megabytes:.0f} MB were expected")
 
 
-def tensors_in(data: Mapping[str, Any]) -> dict[str, Tensor]:
+def tensors_in(data: Record) -> Phi:
     """A network's tensors by name, out of what a file holds."""
     return dict(data.get("model", data))  # some files hold the tensors alone
 
 
-def assign(network: nn.Module, state: Mapping[str, Tensor]) -> None:
+def assign(network: nn.Module, state: Phi) -> None:
     """Give a network these tensors, in float32; RuntimeError where names or shapes differ."""
     in_float32 = {name: tensor.float() for name, tensor in state.items()}
     # assign: the network was built without memory, so there is nothing to copy into
     network.load_state_dict(in_float32, assign=True)
 
 
-def arch_of(data: Mapping[str, Any], cfg: Shape) -> Arch:
+def arch_of(data: Record, cfg: Shape) -> Arch:
     """Sizes of a checkpoint: what `pretrain` wrote into it, or the official ones (ValueError)."""
     if "bisslight" in data:
         written = json.loads(data["bisslight"])
@@ -234,7 +238,7 @@ def read_arch(encoder: Phi, decoder: Phi, heads: int | None) -> Arch:
     )
 
 
-def vit_args(arch: Arch) -> dict[str, Any]:
+def vit_args(arch: Arch) -> Record:
     """These sizes as arguments of timm's VisionTransformer."""
     return {
         "img_size": arch.image_size,
@@ -254,7 +258,7 @@ def build_vit(arch: Arch) -> VisionTransformer:
     return VisionTransformer(**vit_args(arch), num_classes=0)
 
 
-def build_head(arch: Arch, pretext: str) -> mae.Decoder | ijepa.Predictor:
+def build_head(arch: Arch, pretext: str) -> PretextHead:
     """h^P in the official sizes: I-JEPA's predictor, otherwise MAE's decoder (UsageError)."""
     size = arch.image_size
     if size % arch.patch_size:
@@ -309,7 +313,7 @@ def sincos(dim: int, side: int, prefix: int = 1) -> Tensor:
 def pretext_task(
     cfg: Pretext,
     backbone: Backbone,
-    head: mae.Decoder | ijepa.Predictor,
+    head: PretextHead,
     steps: int,
     theta: Tensor | None,
     teacher: Backbone | None = None,
@@ -321,15 +325,15 @@ def pretext_task(
         return ijepa.IJEPA(backbone, head, cfg, (cfg.ema, steps), theta, teacher)
 
 
-def read_tensors(path: Path) -> dict[str, Any]:
+def read_tensors(path: Path) -> Record:
     """What a file of torch or safetensors holds, read without running code (ValueError)."""
     try:
         if path.suffix == ".safetensors":
             return dict(load_safetensors(path))
-        zipped = zipfile.is_zipfile(path)
         with warnings.catch_warnings(), torch.serialization.safe_globals([Namespace]):
             warnings.simplefilter("ignore")  # of old formats; official files hold a Namespace
-            return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=zipped))
+            mmap = zipfile.is_zipfile(path)
+            return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=mmap))
     except Exception as error:  # torch raises anything from EOFError to UnpicklingError
         raise ValueError(f"{path.name} is no readable checkpoint ({error!r:.100})") from error
 
@@ -344,16 +348,16 @@ class Adapter(NamedTuple):
 
     theta: Tensor  # (K, p)
     phi_D: Phi  # the head, with BatchNorm's statistics if it has one; {} after align
-    origin: dict[str, Any]  # JSON values that say what θ was trained on; {} in a released file
+    origin: Record  # JSON values that say what θ was trained on; {} in a released file
 
 
-def save_adapter(theta: Tensor, phi_D: Phi, origin: Mapping[str, Any]) -> bytes:
+def save_adapter(theta: Tensor, phi_D: Phi, origin: Record) -> bytes:
     """The bytes of an adapter file (safetensors), which the caller writes."""
     tensors = {"theta": theta.detach().cpu().contiguous()}
     for name, tensor in phi_D.items():
         tensors[f"head.{name}"] = tensor.detach().cpu().contiguous()
     # one metadata key: the library writes several in random order
-    text = json.dumps({**origin, "format": FORMAT}, sort_keys=True)
+    text = json.dumps(origin | {"format": FORMAT}, sort_keys=True)
     return save(tensors, {"bisslight": text})
 
 
@@ -368,7 +372,7 @@ def load_adapter(path: Path) -> Adapter:
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     metadata = header.get("__metadata__", {})
-    origin: dict[str, Any] = json.loads(metadata.get("bisslight", "{}"))
+    origin: Record = json.loads(metadata.get("bisslight", "{}"))
     if origin.pop("format", None) != FORMAT:
         raise ValueError(f"not an adapter: it is not of format {FORMAT}")
     theta = tensors.pop("theta")
@@ -380,7 +384,7 @@ PARTS = ("qA", "qB", "vA", "vB")
 RELEASED = "base_model.model.blocks.{}.attn.qkv.{}.lora_{}.default.weight"  # block, q or v, A or B
 
 
-def load_theta(start: Path, dim: int) -> tuple[Tensor, dict[str, Any]]:
+def load_theta(start: Path, dim: int) -> tuple[Tensor, Record]:
     """θ, and what its file says of itself; {} if it is a released file (OSError, ValueError)."""
     if start.suffix == ".safetensors":
         adapter = load_adapter(start)
@@ -388,7 +392,7 @@ def load_theta(start: Path, dim: int) -> tuple[Tensor, dict[str, Any]]:
     return from_released(read_tensors(start), dim), {}
 
 
-def from_released(state: Mapping[str, Tensor], dim: int) -> Tensor:
+def from_released(state: Phi, dim: int) -> Tensor:
     """θ from the released program's LoRA file; ValueError where it is another layout."""
     wrong = ValueError(f"is not a LoRA file on q and v of width {dim} in the released layout")
     rows = []
