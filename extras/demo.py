@@ -92,15 +92,16 @@ def run_unit(unit: Unit) -> str:
     """Align and fine-tune with one seed, or fine-tune and restart; says how it went."""
     out, cfg, peft, force = unit
     name = f"s{peft.seed}"
-    if cfg is not None:
-        align(cfg.replace(seed=peft.seed), out / "align" / name, force=force)
-        peft = peft.replace(start=out / "align" / name)
-        result = finetune(peft, out / "aligned" / name, force=force)
-        return f"aligned, seed {peft.seed}: test {result.test[0]:.1f} %"
-    result = finetune(peft, out / "direct" / name, force=force)
-    again = peft.replace(start=out / "direct" / name, restart=True, seed=RESTARTED + peft.seed)
-    restarted = finetune(again, out / "restart" / name, force=force)
-    return f"direct, seed {peft.seed}: test {result.test[0]:.1f} %; again {restarted.test[0]:.1f} %"
+    if cfg is None:
+        direct = out / "direct" / name
+        result = finetune(peft, direct, force=force)
+        again = peft.replace(start=direct, restart=True, seed=RESTARTED + peft.seed)
+        finetune(again, out / "restart" / name, force=force)
+        return f"direct, seed {peft.seed}: test {result.test[0]:.1f} %"
+    aligned = out / "align" / name
+    align(cfg.replace(seed=peft.seed), aligned, force=force)
+    result = finetune(peft.replace(start=aligned), out / "aligned" / name, force=force)
+    return f"aligned, seed {peft.seed}: test {result.test[0]:.1f} %"
 
 
 def read_curve(runs: Path) -> Curve:
@@ -152,13 +153,14 @@ def tell_difference(arm: Row) -> str:
 
 def draw(out: Path, cfg: AlignConfig, arms: Sequence[Row]) -> None:
     """What pretraining learned to fill in, how fast the arms learn, and how good they are."""
-    figure, axes = pyplot().subplots(1, 3, figsize=(11, 3.8), width_ratios=(1.5, 3.6, 2.2))
-    axes[0].set_title("What pretraining learned:\nwhole, masked, filled in")
-    axes[0].imshow(fill_in(cfg).permute(1, 2, 0).numpy())
-    axes[0].set_axis_off()
-    plot_curves(axes[1], out)
-    axes[2].set_title("At the end, each seed a dot")
-    plot_arms(axes[2], arms)
+    widths = (1.5, 3.6, 2.2)
+    figure, (left, middle, right) = pyplot().subplots(1, 3, figsize=(11, 3.8), width_ratios=widths)
+    left.set_title("What pretraining learned:\nwhole, masked, filled in")
+    left.imshow(fill_in(cfg).permute(1, 2, 0).numpy())
+    left.set_axis_off()
+    plot_curves(middle, out)
+    right.set_title("At the end, each seed a dot")
+    plot_arms(right, arms)
     words = [f"{arm.arm} {arm.mean:.1f} %" for arm in arms]
     description = "Characters whole, masked and filled in; learning curves of three arms"
     ends = f"test accuracy at the end: {', '.join(words)}"
@@ -190,7 +192,6 @@ def plot_curves(axes: Axes, out: Path) -> None:
             axes.plot([*curve], [*curve.values()], color=f"C{k}", linewidth=0.6, alpha=0.5)
         mean = read_curve(out / arm)
         axes.plot([*mean], [*mean.values()], color=f"C{k}", linewidth=2.5, label=arm)
-    axes.set_title("How fast is the task learned?")
-    axes.set_xlabel("epoch of PEFT")
-    axes.set_ylabel("test images right (%)")
+    title = "How fast is the task learned?"
+    axes.set(title=title, xlabel="epoch of PEFT", ylabel="test images right (%)")
     axes.legend(loc="lower right")

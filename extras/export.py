@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 from safetensors.torch import save
-from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
 from config import TIMM, Arch, FinetuneConfig, Record
@@ -70,29 +69,29 @@ def export(
     `seed`: whose adapter is taken of a finetune run; `weights`: where the backbone's file is now.
     """
     out = out or run / "export"
-    cfg, adapter = open_run(run, seed, weights)
+    cfg, (theta, phi_D, origin) = open_run(run, seed, weights)
     loaded = load_backbone(cfg)
+    check_weights(run, origin, loaded.sha256)
     backbone = loaded.backbone
-    check_weights(run, adapter.origin, loaded.sha256)
-    head = fold_norm(adapter.phi_D)
+    head = fold_norm(phi_D)
+    origin = origin | {"interpolation": cfg.d_interpolation}
     released = io.BytesIO()
-    torch.save(to_released(adapter.theta, backbone.dim, backbone.scale), released)
-    peft = to_peft(adapter.theta, head, backbone.dim, backbone.scale)
-    origin = adapter.origin | {"interpolation": cfg.d_interpolation}
-    timm = to_timm(backbone, loaded.arch, adapter.theta, head, origin)
-    files = {
-        "README.md": write_card(run, cfg, adapter.origin).encode(),
+    torch.save(to_released(theta, backbone.dim, backbone.scale), released)
+    peft = to_peft(theta, head, backbone.dim, backbone.scale)
+    timm = to_timm(backbone, loaded.arch, theta, head, origin)
+    files: Record = {
+        "README.md": write_card(run, cfg, origin),
         "released/lora.pth": released.getvalue(),
-        "peft/adapter_config.json": json.dumps(peft.config, indent=1).encode(),
+        "peft/adapter_config.json": json.dumps(peft.config, indent=1),
         "peft/adapter_model.safetensors": save(peft.tensors),
-        "timm/config.json": json.dumps(timm.config, indent=1).encode(),
+        "timm/config.json": json.dumps(timm.config, indent=1),
         "timm/model.safetensors": save(timm.tensors),
     }
     check_free(out)
-    for name, data in files.items():
+    for name, content in files.items():
         with checking(f"--out {out}"):
             (out / name).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out / name, data)
+        write_atomic(out / name, content)
     return {"out": out, "files": list(files)}
 
 
@@ -109,19 +108,17 @@ def open_run(run: Path, seed: int | None, weights: Path | None) -> Opened:
     `weights`: where the backbone's file is now, if it was moved.
     """
     settings = read_json(run / "config.json", "give a finished run")
+    if seed is None:
+        seed = settings.get("seed")
     file = run / "adapter.safetensors"  # of an align run, or of one rate with one seed
     if not file.exists():
-        if seed is None:
-            seed = settings.get("seed")
         file = run / f"adapter-s{seed}.safetensors"
-    if not file.exists():
-        raise UsageError(f"{run}: holds no {file.name} of a finished run")
     if weights:
         settings["weights"] = weights
     # an align run has settings that fine-tuning lacks
     wanted = FinetuneConfig.model_fields
     shared = {name: value for name, value in settings.items() if name in wanted}
-    with checking(str(run), "give a finished run"):
+    with checking(str(run), "give a finished run, and a seed that it has"):
         return Opened(FinetuneConfig(**shared), load_adapter(file))
 
 
@@ -226,12 +223,12 @@ def to_peft(theta: Tensor, phi_D: Phi, dim: int, scale: float) -> Exported:
 
 
 def to_timm(backbone: Backbone, arch: Arch, theta: Tensor, phi_D: Phi, origin: Record) -> Exported:
-    """The merged network; `origin` is what the adapter says of itself."""
-    mean, std = origin.get("channels", (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
+    """The merged network; `origin` is what the adapter says of itself, and the interpolation."""
+    mean, std = origin["channels"]
     classes = len(phi_D["bias"]) if phi_D else 0
     architecture = "vit_base_patch16_224"  # any plain ViT's name: the sizes are model_args'
     model_args = vit_args(arch)
-    name = origin.get("backbone", "")
+    name = origin["backbone"]
     if name.startswith(TIMM):
         architecture = name.removeprefix(TIMM).partition(".")[0]
         model_args = {"img_size": arch.image_size, "global_pool": backbone.vit.global_pool}
@@ -241,9 +238,9 @@ def to_timm(backbone: Backbone, arch: Arch, theta: Tensor, phi_D: Phi, origin: R
         "num_classes": classes,
         "pretrained_cfg": {
             "input_size": [3, arch.image_size, arch.image_size],
-            "mean": list(mean),
-            "std": list(std),
-            "interpolation": origin.get("interpolation", "bicubic"),
+            "mean": mean,
+            "std": std,
+            "interpolation": origin["interpolation"],
             "crop_pct": crop_share(arch.image_size, origin),
             "classifier": "head",
         },

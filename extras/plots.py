@@ -63,10 +63,8 @@ def pyplot() -> ModuleType:
 
 def check_picture(path: Path) -> None:
     """Refuse a file that cannot be written or is not a picture of this program (UsageError)."""
-    if path.suffix.lower() not in METADATA:
-        raise UsageError(f"{path}: is no picture's name; give one with {', '.join(METADATA)}")
-    if not path.parent.is_dir():
-        raise UsageError(f"{path}: cannot be written, there is no folder {path.parent}")
+    if path.suffix.lower() not in METADATA or not path.parent.is_dir():
+        raise UsageError(f"{path}: give a name with {', '.join(METADATA)} in a folder that exists")
     if path.exists() and not (path.is_file() and MARK.encode() in path.read_bytes()):
         raise UsageError(f"{path}: was not made by this program; choose another name")
 
@@ -85,9 +83,9 @@ def save(figure: Figure, description: str, path: Path) -> None:
 
 def short_names(paths: Sequence[Path]) -> list[str]:
     """Paths without the folder that all are in: x/s0 and y/s0 for /a/x/s0 and /a/y/s0."""
-    parents = [path.resolve().parent for path in paths]
-    common = os.path.commonpath(parents)
-    return [path.resolve().relative_to(common).as_posix() for path in paths]
+    places = [path.resolve() for path in paths]
+    common = os.path.commonpath([place.parent for place in places])
+    return [place.relative_to(common).as_posix() for place in places]
 
 
 # --- evaluate --picture ---------------------------------------------------------------------------
@@ -116,8 +114,7 @@ def plot_arms(axes: Axes, arms: Sequence[Row]) -> None:
         name = fill(arm.arm, 12)  # in lines that are no wider than the column
         labels.append(f"{name}\nmean {arm.mean:.1f}")
     axes.set_xticks(range(len(arms)), labels)
-    axes.set_xlim(-0.5, len(arms) - 0.5)
-    axes.set_ylabel(f"test {arms[0].metric} (%)")
+    axes.set(xlim=(-0.5, len(arms) - 0.5), ylabel=f"test {arms[0].metric} (%)")
 
 
 # --- evaluate --curves ----------------------------------------------------------------------------
@@ -142,15 +139,15 @@ def draw_curves(runs: Sequence[Path], path: Path) -> None:
     figure = pyplot().figure(figsize=(3.6 * columns, 2.6 * rows))
     words = []
     for number, quantity in enumerate(quantities, 1):
-        panel = figure.add_subplot(rows, columns, number)
-        panel.set_xlabel("epoch" if quantity in ("loss", "val/accuracy") else "alternation")
+        step = "epoch" if quantity in ("loss", "val/accuracy") else "alternation"
+        label = QUANTITIES[quantity]
+        panel = figure.add_subplot(rows, columns, number, xlabel=step, ylabel=label)
         panel.xaxis.get_major_locator().set_params(integer=True)
-        panel.set_ylabel(QUANTITIES[quantity])
         for k, name in enumerate(names):
             if quantity in curves[k]:
                 curve = curves[k][quantity]
                 panel.plot([*curve], [*curve.values()], ".-", color=f"C{k}", label=name)
-                words.append(f"{QUANTITIES[quantity]} of {name} {describe(curve)}")
+                words.append(f"{label} of {name} {describe(curve)}")
         panel.legend(fontsize=7)
     save(figure, f"{'; '.join(words)}.", path)
 

@@ -73,8 +73,8 @@ def list_images(places: Sequence[Path]) -> list[Path]:
     files: list[Path] = []
     for place in places:
         with checking(str(place)):
-            found = find_images(place) if place.is_dir() else [place]
-        if not found or not found[0].is_file():
+            found = [place] if place.is_file() else find_images(place)
+        if not found:
             raise UsageError(f"{place}: is no image and no folder of images")
         files += found
     return files

@@ -166,8 +166,8 @@ def pretrain(
             passes=Passes(cfg.micro_batch, cfg.amp and device.type == "cuda"),
             after_step=partial(task.after_step, None),  # I-JEPA's teacher follows ψ
         )
-        total = math.ceil(work.steps / piece)
-        for record in track(records, total, "pretrain", opt.step // piece):
+        pieces = math.ceil(work.steps / piece)
+        for record in track(records, pieces, "pretrain", opt.step // piece):
             run.log(record._asdict())
             run.checkpoint(f"step {opt.step} of {work.steps}")
         run.write("backbone.pth", save_networks(cfg, networks))

@@ -190,8 +190,8 @@ def arch_of(data: Record, cfg: Shape) -> Arch:
     """Sizes of a checkpoint: what `pretrain` wrote into it, or the official ones (ValueError)."""
     if "bisslight" in data:
         written = json.loads(data["bisslight"])
-        if cfg.backbone not in (written["backbone"], FILE):
-            name = written["backbone"]
+        name = written["backbone"]
+        if cfg.backbone not in (name, FILE):
             raise ValueError(f"was trained as {name}, give --backbone {name}")
         arch = Arch(**written["arch"])
     else:
