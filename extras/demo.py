@@ -189,9 +189,9 @@ def plot_curves(axes: Axes, out: Path) -> None:
     for k, arm in enumerate(ARMS):
         for seed in sorted((out / arm).glob("s*")):
             curve = read_curve(seed)
-            axes.plot([*curve], [*curve.values()], color=f"C{k}", linewidth=0.6, alpha=0.5)
+            axes.plot(list(curve), list(curve.values()), color=f"C{k}", linewidth=0.6, alpha=0.5)
         mean = read_curve(out / arm)
-        axes.plot([*mean], [*mean.values()], color=f"C{k}", linewidth=2.5, label=arm)
+        axes.plot(list(mean), list(mean.values()), color=f"C{k}", linewidth=2.5, label=arm)
     title = "How fast is the task learned?"
     axes.set(title=title, xlabel="epoch of PEFT", ylabel="test images right (%)")
     axes.legend(loc="lower right")

@@ -113,12 +113,14 @@ def open_run(run: Path, seed: int | None, weights: Path | None) -> Opened:
     file = run / "adapter.safetensors"  # of an align run, or of one rate with one seed
     if not file.exists():
         file = run / f"adapter-s{seed}.safetensors"
+    if not file.exists():
+        raise UsageError(f"{run}: holds no {file.name} of a finished run")
     if weights:
         settings["weights"] = weights
     # an align run has settings that fine-tuning lacks
     wanted = FinetuneConfig.model_fields
     shared = {name: value for name, value in settings.items() if name in wanted}
-    with checking(str(run), "give a finished run, and a seed that it has"):
+    with checking(str(run), "give a finished run"):
         return Opened(FinetuneConfig(**shared), load_adapter(file))
 
 

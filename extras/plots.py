@@ -111,7 +111,7 @@ def plot_arms(axes: Axes, arms: Sequence[Row]) -> None:
         positions = [x + 0.4 * ((i + 0.5) / count - 0.5) for i in range(count)]
         axes.plot(positions, arm.accuracies, "o", color=f"C{x}", markersize=4)
         axes.hlines(arm.mean, x - 0.35, x + 0.35, color=f"C{x}")
-        name = fill(arm.arm, 12)  # in lines that are no wider than the column
+        name = fill(arm.arm, 16)  # in lines that are no wider than the column
         labels.append(f"{name}\nmean {arm.mean:.1f}")
     axes.set_xticks(range(len(arms)), labels)
     axes.set(xlim=(-0.5, len(arms) - 0.5), ylabel=f"test {arms[0].metric} (%)")
@@ -146,7 +146,7 @@ def draw_curves(runs: Sequence[Path], path: Path) -> None:
         for k, name in enumerate(names):
             if quantity in curves[k]:
                 curve = curves[k][quantity]
-                panel.plot([*curve], [*curve.values()], ".-", color=f"C{k}", label=name)
+                panel.plot(list(curve), list(curve.values()), ".-", color=f"C{k}", label=name)
                 words.append(f"{label} of {name} {describe(curve)}")
         panel.legend(fontsize=7)
     save(figure, f"{'; '.join(words)}.", path)
