@@ -452,7 +452,7 @@ def demo(
     data_seed: Annotated[
         int, typer.Option(help="Splits the drawers anew, whose characters train and test.")
     ] = 0,
-    jobs: Annotated[int, typer.Option(help="Runs at a time.")] = 2,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 2,
     force: Force = False,
     as_json: AsJson = False,
     quiet: Quiet = False,

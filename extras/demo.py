@@ -13,10 +13,10 @@ All runs are ordinary ones, which `bisslight evaluate` and the other commands ca
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from matplotlib.axes import Axes
 from pydantic import BaseModel
 from torch import Tensor
 from torchvision.utils import make_grid
@@ -25,13 +25,10 @@ import mae
 from align import align
 from config import AlignConfig, FinetuneConfig, Record, make
 from evaluate import Row, evaluate
-from extras.plots import COLOURS, plot_arms, pyplot, save
+from extras.plots import Curve, plot_arms, pyplot, read_curves, save
 from finetune import finetune
 from support import processes, runs
-from support.experiment import AlignExperiment, pretext_batches
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from support.experiment import AlignExperiment
 
 SEEDS = 4
 ARMS = ("aligned", "direct", "restart")
@@ -74,71 +71,55 @@ def demo(
     """Run the demo into `out`, or go on with it; `data_seed` splits the drawers anew."""
     out = out or Path("runs/demo")
     shared = TASK | {"data_seed": data_seed}
-    # jobs is checked as a setting of finetune, though here each process has a single seed
-    checked = make(FinetuneConfig, shared | PEFT | {"seeds": 1, "test_curve": True, "jobs": jobs})
-    peft = checked.replace(jobs=1)
+    peft = make(FinetuneConfig, shared | PEFT | {"seeds": 1, "test_curve": True})
     first = make(AlignConfig, shared | ALIGN)
     units = []
-    for seed in range(SEEDS):
-        units.append(Unit(out, first.replace(seed=seed), peft.replace(seed=seed), force))
-    for seed in range(SEEDS):
-        units.append(Unit(out, None, peft.replace(seed=seed), force))
-    runs.check_directory(out / "align/s0", "align", first, force)
+    for cfg in (first, None):
+        for seed in range(SEEDS):
+            units.append(Unit(out, cfg, peft.replace(seed=seed), force))
 
     runs.LOG.info("%d align runs and %d fine-tunings: about two minutes", SEEDS, len(ARMS) * SEEDS)
     reports = processes.jobs(run_unit, units, jobs) if jobs > 1 else map(run_unit, units)
     for _ in track(reports, len(units), "demo"):
         pass  # asking for a report runs its unit, and `track` shows it
     arms = evaluate([out / arm for arm in ARMS]).arms
-    curves = [read_curves(out / arm) for arm in ARMS]
-    picture = out / "demo.png"
-    draw(first.replace(device="cpu"), arms, curves, picture)
-    return DemoResult(arms=arms, answer=tell_answer(arms, curves), picture=picture)
+    draw(out, first, arms)
+    curves = [read_curve(out / arm) for arm in ARMS]
+    return DemoResult(arms=arms, answer=tell_answer(arms, curves), picture=out / "demo.png")
 
 
 def run_unit(unit: Unit) -> str:
     """Align and fine-tune with one seed, or fine-tune and restart; says how it went."""
     out, cfg, peft, force = unit
     name = f"s{peft.seed}"
-    if cfg is not None:
-        align(cfg, out / "align" / name, force=force)
-        peft = peft.replace(start=out / "align" / name)
-        result = finetune(peft, out / "aligned" / name, force=force)
-        return f"aligned, seed {peft.seed}: test {result.test[0]:.1f} %"
-    result = finetune(peft, out / "direct" / name, force=force)
-    again = peft.replace(start=out / "direct" / name, restart=True, seed=RESTARTED + peft.seed)
-    restarted = finetune(again, out / "restart" / name, force=force)
-    return f"direct, seed {peft.seed}: test {result.test[0]:.1f} %; again {restarted.test[0]:.1f} %"
+    if cfg is None:
+        direct = out / "direct" / name
+        result = finetune(peft, direct, force=force)
+        again = peft.replace(start=direct, restart=True, seed=RESTARTED + peft.seed)
+        finetune(again, out / "restart" / name, force=force)
+        return f"direct, seed {peft.seed}: test {result.test[0]:.1f} %"
+    aligned = out / "align" / name
+    align(cfg.replace(seed=peft.seed), aligned, force=force)
+    result = finetune(peft.replace(start=aligned), out / "aligned" / name, force=force)
+    return f"aligned, seed {peft.seed}: test {result.test[0]:.1f} %"
 
 
-Curve = list[float]  # test accuracy (%) after each epoch of PEFT
-
-
-def read_curves(arm: Path) -> list[Curve]:
-    """The learning curves of an arm's seeds."""
-    curves = []
-    for file in sorted(arm.glob("s*/lr*/result.json")):
-        by_epoch = runs.read_json(file)["test_curve"]
-        curves.append(list(by_epoch.values()))
-    return curves
-
-
-def mean_curve(curves: Sequence[Curve]) -> Curve:
-    """The mean over seeds, epoch by epoch."""
-    return [fmean(values) for values in zip(*curves, strict=True)]
+def read_curve(runs: Path) -> Curve:
+    """The learning curve of a fine-tuning, or of an arm the mean over its seeds."""
+    return read_curves(runs)["test/accuracy"]
 
 
 def epochs_to_reach(curve: Curve, percent: float) -> str:
     """After how many epochs a curve has reached an accuracy."""
-    for epoch, value in enumerate(curve, 1):
+    for epoch, value in curve.items():
         if value >= percent:
             return f"{epoch} epochs"
     return f"more than {len(curve)} epochs"
 
 
-def tell_answer(arms: Sequence[Row], curves: Sequence[list[Curve]]) -> list[str]:
+def tell_answer(arms: Sequence[Row], curves: Sequence[Curve]) -> list[str]:
     """What the three arms say, in words."""
-    aligned, direct, restart = [mean_curve(of_arm) for of_arm in curves]
+    aligned, direct, restart = curves
     early = min(EARLY, len(direct))
     # nine tenths of where direct PEFT ends: it has learned the task, but for the last bit
     target = 0.9 * arms[1].mean
@@ -146,11 +127,11 @@ def tell_answer(arms: Sequence[Row], curves: Sequence[list[Curve]]) -> list[str]
     against_restart = tell_difference(arms[2])
     return [
         f"Aligning gives a head start: after {early} of {len(direct)} epochs of PEFT the aligned "
-        f"arm has {aligned[early - 1]:.0f} % of the test images right, direct PEFT "
-        f"{direct[early - 1]:.0f} %. It reaches {target:.0f} % in "
+        f"arm has {aligned[early]:.0f} % of the test images right, direct PEFT "
+        f"{direct[early]:.0f} %. It reaches {target:.0f} % in "
         f"{epochs_to_reach(aligned, target)}, direct PEFT in {epochs_to_reach(direct, target)}.",
         f"At the end, aligned minus direct is {against_direct}.",
-        f"A restart has the head start, too: {restart[early - 1]:.0f} % after {early} epochs, "
+        f"A restart has the head start, too: {restart[early]:.0f} % after {early} epochs, "
         f"{target:.0f} % in {epochs_to_reach(restart, target)}. At the end, aligned minus restart "
         f"is {against_restart}.",
         "More alphabets, backbones and controls: experiments/omniglot.md",
@@ -170,51 +151,47 @@ def tell_difference(arm: Row) -> str:
 # --- the picture ----------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def draw(cfg: AlignConfig, arms: Sequence[Row], curves: Sequence[list[Curve]], path: Path) -> None:
+def draw(out: Path, cfg: AlignConfig, arms: Sequence[Row]) -> None:
     """What pretraining learned to fill in, how fast the arms learn, and how good they are."""
-    figure, axes = pyplot().subplots(1, 3, figsize=(11, 3.8), width_ratios=(1.5, 3.6, 2.2))
-    filled = fill_in(AlignExperiment(cfg))
-    show(axes[0], filled, 3, "What pretraining learned:\nwhole, masked, filled in")
-    plot_curves(axes[1], curves)
-    axes[2].set_title("At the end, each seed a dot")
-    plot_arms(axes[2], arms)
+    widths = (1.5, 3.6, 2.2)
+    figure, (left, middle, right) = pyplot().subplots(1, 3, figsize=(11, 3.8), width_ratios=widths)
+    left.set_title("What pretraining learned:\nwhole, masked, filled in")
+    left.imshow(fill_in(cfg).permute(1, 2, 0).numpy())
+    left.set_axis_off()
+    plot_curves(middle, out)
+    right.set_title("At the end, each seed a dot")
+    plot_arms(right, arms)
     words = [f"{arm.arm} {arm.mean:.1f} %" for arm in arms]
     description = "Characters whole, masked and filled in; learning curves of three arms"
-    save(figure, f"{description}; test accuracy at the end: {', '.join(words)}.", path)
+    ends = f"test accuracy at the end: {', '.join(words)}"
+    save(figure, f"{description}; {ends}.", out / "demo.png")
 
 
-def plot_curves(axes: "Axes", curves: Sequence[list[Curve]]) -> None:
-    """Test accuracy by epoch of PEFT: every seed thin, the mean of an arm thick."""
-    for name, colour, of_arm in zip(ARMS, COLOURS, curves, strict=False):
-        epochs = range(1, len(of_arm[0]) + 1)
-        for curve in of_arm:
-            axes.plot(epochs, curve, color=colour, linewidth=0.6, alpha=0.5)
-        axes.plot(epochs, mean_curve(of_arm), color=colour, linewidth=2.5, label=name)
-    axes.set_title("How fast is the task learned?")
-    axes.set_xlabel("epoch of PEFT")
-    axes.set_ylabel("test images right (%)")
-    axes.legend(loc="lower right")
-
-
-def fill_in(experiment: AlignExperiment) -> Tensor:
-    """Five pool images, each whole, masked and filled in by the pretrained decoder."""
+@torch.no_grad()
+def fill_in(cfg: AlignConfig) -> Tensor:
+    """Five pool images, each whole, masked and filled in by the pretrained decoder, as one."""
+    experiment = AlignExperiment(cfg.replace(device="cpu", p_batch=5))
     task = experiment.pretext_task(experiment.new_theta())
     assert isinstance(task, mae.MAE)
-    images = experiment.pool_images()
-    batches = pretext_batches(task, images, 5, range(1), experiment.cfg, experiment.device)
-    batch = next(batches)
+    batch = next(experiment.pretext_batches(task, range(1)))
     masked, filled = task.reconstruct(None, task.phi, batch)
     pictures = torch.stack([batch.images, masked, filled], 1).flatten(0, 1)  # (15, 3, 28, 28)
     std = torch.tensor(experiment.pool.std).view(3, 1, 1)
     mean = torch.tensor(experiment.pool.mean).view(3, 1, 1)
     # back from what the network sees to pixels in [0, 1], then dark ink on light paper
-    return 1 - (pictures * std + mean)
+    pixels = 1 - (pictures * std + mean)
+    grid: Tensor = make_grid(pixels, 3, pad_value=0.7)
+    return grid.clamp(0, 1)
 
 
-def show(axes: "Axes", images: Tensor, columns: int, title: str) -> None:
-    """Draw small pictures (n, 3, h, w), row by row; `axes` are matplotlib's."""
-    grid = make_grid(images, columns, pad_value=0.7).clamp(0, 1)
-    axes.imshow(grid.permute(1, 2, 0).numpy())
-    axes.set_axis_off()
-    axes.set_title(title)
+def plot_curves(axes: Axes, out: Path) -> None:
+    """Test accuracy by epoch of PEFT: every seed thin, the mean of an arm thick."""
+    for k, arm in enumerate(ARMS):
+        for seed in sorted((out / arm).glob("s*")):
+            curve = read_curve(seed)
+            axes.plot(list(curve), list(curve.values()), color=f"C{k}", linewidth=0.6, alpha=0.5)
+        mean = read_curve(out / arm)
+        axes.plot(list(mean), list(mean.values()), color=f"C{k}", linewidth=2.5, label=arm)
+    title = "How fast is the task learned?"
+    axes.set(title=title, xlabel="epoch of PEFT", ylabel="test images right (%)")
+    axes.legend(loc="lower right")

@@ -7,27 +7,19 @@ timm       the merged network with its head, for timm.create_model("local-dir:ti
 
 import io
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
 
 import torch
 from safetensors.torch import save
-from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
-from config import TIMM, Arch, FinetuneConfig, Record, read_table
+from config import TIMM, Arch, FinetuneConfig, Record
 from lora import Backbone, Phi, factors, merge
-from support.checkpoints import (
-    RELEASED,
-    Adapter,
-    load_adapter,
-    load_backbone,
-    vit_args,
-)
+from support.checkpoints import RELEASED, Adapter, load_adapter, load_backbone, vit_args
 from support.errors import UsageError, checking
-from support.runs import read_json, write_atomic
+from support.runs import read_json, read_json_if_there, write_atomic
 
 # also how a README.md is known to be an export's, which may be replaced
 MADE = "LoRA on q and v of every layer of a frozen Vision Transformer, made with BiSSLight."
@@ -77,31 +69,29 @@ def export(
     `seed`: whose adapter is taken of a finetune run; `weights`: where the backbone's file is now.
     """
     out = out or run / "export"
-    cfg, adapter = open_run(run, seed, weights)
+    cfg, (theta, phi_D, origin) = open_run(run, seed, weights)
     loaded = load_backbone(cfg)
+    check_weights(run, origin, loaded.sha256)
     backbone = loaded.backbone
-    if loaded.sha256 != adapter.origin["weights_sha256"]:
-        place = cfg.weights or cfg.backbone
-        raise UsageError(f"--weights {place}: {run} was made with others, see its env.json")
-    head = fold_norm(adapter.phi_D)
+    head = fold_norm(phi_D)
+    origin = origin | {"interpolation": cfg.d_interpolation}
     released = io.BytesIO()
-    torch.save(to_released(adapter.theta, backbone.dim, backbone.scale), released)
-    peft = to_peft(adapter.theta, head, backbone.dim, backbone.scale)
-    origin = adapter.origin | {"interpolation": cfg.d_interpolation}
-    timm = to_timm(backbone, loaded.arch, adapter.theta, head, origin)
-    files = {
-        "README.md": write_card(run, cfg, adapter.origin).encode(),
+    torch.save(to_released(theta, backbone.dim, backbone.scale), released)
+    peft = to_peft(theta, head, backbone.dim, backbone.scale)
+    timm = to_timm(backbone, loaded.arch, theta, head, origin)
+    files: Record = {
+        "README.md": write_card(run, cfg, origin),
         "released/lora.pth": released.getvalue(),
-        "peft/adapter_config.json": json.dumps(peft.config, indent=1).encode(),
+        "peft/adapter_config.json": json.dumps(peft.config, indent=1),
         "peft/adapter_model.safetensors": save(peft.tensors),
-        "timm/config.json": json.dumps(timm.config, indent=1).encode(),
+        "timm/config.json": json.dumps(timm.config, indent=1),
         "timm/model.safetensors": save(timm.tensors),
     }
     check_free(out)
-    for name, data in files.items():
+    for name, content in files.items():
         with checking(f"--out {out}"):
             (out / name).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out / name, data)
+        write_atomic(out / name, content)
     return {"out": out, "files": list(files)}
 
 
@@ -117,39 +107,40 @@ def open_run(run: Path, seed: int | None, weights: Path | None) -> Opened:
 
     `weights`: where the backbone's file is now, if it was moved.
     """
-    seeds = "*" if seed is None else str(seed)
-    # An align run has the first of these files, a finetune run one of the others for each seed.
-    files = [*run.glob("adapter.safetensors"), *run.glob(f"adapter-s{seeds}.safetensors")]
-    if not files:
-        raise UsageError(f"{run}: holds no adapter-s{seeds}.safetensors of a finished run")
-    file = min(files, key=lambda file: (len(file.name), file.name))  # s2 comes before s10
-    settings = read_table(run / "config.json")
+    settings = read_json(run / "config.json", "give a finished run")
+    if seed is None:
+        seed = settings.get("seed")
+    file = run / "adapter.safetensors"  # of an align run, or of one rate with one seed
+    if not file.exists():
+        file = run / f"adapter-s{seed}.safetensors"
+    if not file.exists():
+        raise UsageError(f"{run}: holds no {file.name} of a finished run")
     if weights:
         settings["weights"] = weights
-    # An align run has settings that fine-tuning lacks; and no network depends on the start.
-    wanted = FinetuneConfig.model_fields.keys() - {"start"}
+    # an align run has settings that fine-tuning lacks
+    wanted = FinetuneConfig.model_fields
     shared = {name: value for name, value in settings.items() if name in wanted}
     with checking(str(run), "give a finished run"):
         return Opened(FinetuneConfig(**shared), load_adapter(file))
 
 
-def describe_seeds(accuracies: Sequence[float]) -> str:
-    """Mean and sample deviation, in percent."""
-    if len(accuracies) == 1:
-        return f"{accuracies[0]:.2f} % (one seed)"
-    deviation = stdev(accuracies)
-    return f"{fmean(accuracies):.2f} ± {deviation:.2f} % ({len(accuracies)} seeds)"
+def check_weights(run: Path, origin: Record, sha256: str) -> None:
+    """Refuse other weights of the backbone than those that a run was made with (UsageError)."""
+    if sha256 != origin["weights_sha256"]:
+        raise UsageError(f"--weights: {run} was made with others, see its env.json")
 
 
 def write_card(run: Path, cfg: FinetuneConfig, origin: Record) -> str:
     """The model card: what the adapter was trained on, and its accuracy if that was measured."""
-    file = run / "result.json"
-    result = read_json(file) if file.exists() else {}
+    result = read_json_if_there(run / "result.json") or {}
     accuracy = "not measured"
     if "test" in result:  # one number for each seed, from the run's first on
+        tests = result["test"]
         seed = origin["seed"]
-        accuracy = f"{result['test'][seed - cfg.seed]:.2f} % with seed {seed}, the exported one"
-        accuracy += f"; of all seeds {describe_seeds(result['test'])}"
+        accuracy = f"{tests[seed - cfg.seed]:.2f} % with seed {seed}, the exported one"
+        if len(tests) > 1:
+            spread = f"{fmean(tests):.2f} ± {stdev(tests):.2f} % ({len(tests)} seeds)"
+            accuracy += f"; of all seeds {spread}"
     fields = {
         **origin,
         "made": MADE,
@@ -216,14 +207,9 @@ def to_peft(theta: Tensor, phi_D: Phi, dim: int, scale: float) -> Exported:
     rank = A_q.shape[1]
     config = {
         "peft_type": "LORA",
-        "base_model_name_or_path": None,
-        "inference_mode": True,
         "r": 2 * rank,
         "lora_alpha": scale * 2 * rank,
-        "lora_dropout": 0.0,
-        "bias": "none",
         "target_modules": r"blocks\.\d+\.attn\.qkv",
-        "task_type": None,
         "modules_to_save": ["head"] if phi_D else None,
     }
     tensors = {f"base_model.model.head.{name}": tensor for name, tensor in phi_D.items()}
@@ -239,12 +225,12 @@ def to_peft(theta: Tensor, phi_D: Phi, dim: int, scale: float) -> Exported:
 
 
 def to_timm(backbone: Backbone, arch: Arch, theta: Tensor, phi_D: Phi, origin: Record) -> Exported:
-    """The merged network; `origin` is what the adapter says of itself."""
-    mean, std = origin.get("channels", (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
+    """The merged network; `origin` is what the adapter says of itself, and the interpolation."""
+    mean, std = origin["channels"]
     classes = len(phi_D["bias"]) if phi_D else 0
     architecture = "vit_base_patch16_224"  # any plain ViT's name: the sizes are model_args'
     model_args = vit_args(arch)
-    name = origin.get("backbone", "")
+    name = origin["backbone"]
     if name.startswith(TIMM):
         architecture = name.removeprefix(TIMM).partition(".")[0]
         model_args = {"img_size": arch.image_size, "global_pool": backbone.vit.global_pool}
@@ -254,11 +240,10 @@ def to_timm(backbone: Backbone, arch: Arch, theta: Tensor, phi_D: Phi, origin: R
         "num_classes": classes,
         "pretrained_cfg": {
             "input_size": [3, arch.image_size, arch.image_size],
-            "mean": list(mean),
-            "std": list(std),
-            "interpolation": origin.get("interpolation", "bicubic"),
+            "mean": mean,
+            "std": std,
+            "interpolation": origin["interpolation"],
             "crop_pct": crop_share(arch.image_size, origin),
-            "num_classes": classes,
             "classifier": "head",
         },
     }

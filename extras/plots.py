@@ -8,20 +8,21 @@ import io
 import json
 import math
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from textwrap import wrap
+from textwrap import fill
 from types import ModuleType
-from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.rcsetup import cycler
 
 from config import Record
-from evaluate import Row
+from evaluate import Row, find_runs
 from support.errors import UsageError
-from support.runs import read_json, write_atomic
+from support.runs import flatten, read_json_if_there, write_atomic
 
 # Okabe and Ito's, which colour-blind readers can tell apart
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#888888")
@@ -31,14 +32,14 @@ METADATA = {  # the keys under which a kind of file keeps the mark and the descr
     ".svg": ("Creator", "Description"),
     ".pdf": ("Creator", "Subject"),
 }
-QUANTITIES = {  # keys of metrics.jsonl, and what they are
+QUANTITIES = {  # numbers of metrics.jsonl, and what they are
     "loss": "training loss",
-    "val": "validation (%)",
+    "val/accuracy": "validation (%)",
     "loss_P": "pretext loss at θ_P",
     "loss_D_at_P": "downstream loss at θ_P",
     "loss_D_at_D": "downstream loss at θ_D",
-    "val_P": "validation of θ_P (%)",
-    "val_D": "validation of θ_D (%)",
+    "val_P/accuracy": "validation of θ_P (%)",
+    "val_D/accuracy": "validation of θ_D (%)",
     "distance": "|θ_P − θ_D|",
     "q_over_g": "|q| / |g|",
     "cosine": "cosine of q and g",
@@ -56,15 +57,14 @@ def pyplot() -> ModuleType:
 
     plt.switch_backend("agg")
     plt.rcParams.update({"figure.constrained_layout.use": True, "font.size": 9})
+    plt.rcParams["axes.prop_cycle"] = cycler(color=COLOURS)  # C0, C1 and so on, and again
     return plt
 
 
 def check_picture(path: Path) -> None:
     """Refuse a file that cannot be written or is not a picture of this program (UsageError)."""
-    if path.suffix.lower() not in METADATA:
-        raise UsageError(f"{path}: is no picture's name; give one with {', '.join(METADATA)}")
-    if not path.parent.is_dir():
-        raise UsageError(f"{path}: cannot be written, there is no folder {path.parent}")
+    if path.suffix.lower() not in METADATA or not path.parent.is_dir():
+        raise UsageError(f"{path}: give a name with {', '.join(METADATA)} in a folder that exists")
     if path.exists() and not (path.is_file() and MARK.encode() in path.read_bytes()):
         raise UsageError(f"{path}: was not made by this program; choose another name")
 
@@ -83,9 +83,9 @@ def save(figure: Figure, description: str, path: Path) -> None:
 
 def short_names(paths: Sequence[Path]) -> list[str]:
     """Paths without the folder that all are in: x/s0 and y/s0 for /a/x/s0 and /a/y/s0."""
-    parents = [path.resolve().parent for path in paths]
-    common = os.path.commonpath(parents)
-    return [path.resolve().relative_to(common).as_posix() for path in paths]
+    places = [path.resolve() for path in paths]
+    common = os.path.commonpath([place.parent for place in places])
+    return [place.relative_to(common).as_posix() for place in places]
 
 
 # --- evaluate --picture ---------------------------------------------------------------------------
@@ -93,49 +93,33 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 def draw_arms(arms: Sequence[Row], path: Path) -> None:
     """Draw the test accuracies of arms: a dot for each seed, a line at the mean."""
-    words = " ".join(arm.arm for arm in arms).split()
-    letters = max([len(word) for word in words], default=0)
-    inches = max(1.3, 0.1 * letters)  # a column, at least as wide as the longest word below it
-    figure, axes = pyplot().subplots(figsize=(1.6 + inches * len(arms), 3.4))
+    figure, axes = pyplot().subplots(figsize=(1.6 + 1.3 * len(arms), 3.4))
     plot_arms(axes, arms)
-    summaries = []
+    words = []
     for arm in arms:
-        summaries.append(
-            f"{arm.arm} {arm.mean:.2f}, {min(arm.accuracies)} to {max(arm.accuracies)}"
-        )
+        words.append(f"{arm.arm} {arm.mean:.2f}, {min(arm.accuracies)} to {max(arm.accuracies)}")
     subject = f"Test {arms[0].metric} (%), mean and range over seeds"
-    save(figure, f"{subject}: {'; '.join(summaries)}.", path)
+    save(figure, f"{subject}: {'; '.join(words)}.", path)
 
 
 def plot_arms(axes: Axes, arms: Sequence[Row]) -> None:
     """A column per arm; the dots of its seeds stand side by side, so that none hides another."""
+    labels = []
     for x, arm in enumerate(arms):
         count = len(arm.accuracies)
-        colour = COLOURS[x % len(COLOURS)]
         # evenly over 0.4 of the column, which is 1 wide; a single dot is in its middle
         positions = [x + 0.4 * ((i + 0.5) / count - 0.5) for i in range(count)]
-        axes.plot(positions, arm.accuracies, "o", color=colour, markersize=4)
-        axes.hlines(arm.mean, x - 0.35, x + 0.35, color=colour)
-    labels = []
-    for arm in arms:
-        # A long name is broken between words, so that it stays below its column.
-        lines = wrap(arm.arm, 12, break_long_words=False, break_on_hyphens=False)
-        labels.append("\n".join([*lines, f"mean {arm.mean:.1f}"]))
+        axes.plot(positions, arm.accuracies, "o", color=f"C{x}", markersize=4)
+        axes.hlines(arm.mean, x - 0.35, x + 0.35, color=f"C{x}")
+        name = fill(arm.arm, 16)  # in lines that are no wider than the column
+        labels.append(f"{name}\nmean {arm.mean:.1f}")
     axes.set_xticks(range(len(arms)), labels)
-    axes.set_xlim(-0.5, len(arms) - 0.5)
-    axes.set_ylabel(f"test {arms[0].metric} (%)")
+    axes.set(xlim=(-0.5, len(arms) - 0.5), ylabel=f"test {arms[0].metric} (%)")
 
 
 # --- evaluate --curves ----------------------------------------------------------------------------
 
-
-class Curve(NamedTuple):
-    """One quantity of one run."""
-
-    run: str
-    quantity: str
-    steps: list[int]  # alternations of align, epochs of finetune
-    values: list[float]
+Curve = dict[int, float]  # by step: an alternation of align, an epoch of finetune
 
 
 def draw_curves(runs: Sequence[Path], path: Path) -> None:
@@ -144,76 +128,63 @@ def draw_curves(runs: Sequence[Path], path: Path) -> None:
     A run of align or finetune, or a folder of runs that differ in their seed, is one line. What
     finetune's seeds measured is averaged, at the chosen rate as soon as there is one.
     """
-    curves: list[Curve] = []
-    for run, name in zip(runs, short_names(runs), strict=True):
-        curves += curves_of(run, name)
-    if not curves:
-        raise UsageError(f"{runs[0]}: holds no metrics.jsonl; give a run of align or finetune")
-    drawn = {curve.quantity for curve in curves}
+    names = short_names(runs)
+    curves = [read_curves(run) for run in runs]
+    drawn: set[str] = set().union(*curves)
     quantities = [key for key in QUANTITIES if key in drawn]  # in the order of that table
+    if not quantities:
+        raise UsageError(f"{runs[0]}: holds no metrics.jsonl; give a run of align or finetune")
     columns = min(3, len(quantities))
     rows = math.ceil(len(quantities) / columns)
-    size = (3.6 * columns, 2.6 * rows)
-    figure, grid = pyplot().subplots(rows, columns, squeeze=False, figsize=size)
-    names = short_names(runs)
+    figure = pyplot().figure(figsize=(3.6 * columns, 2.6 * rows))
     words = []
-    for panel, quantity in zip(grid.flat, quantities, strict=False):  # panels may be left over
-        panel.set_xlabel("epoch" if quantity in ("loss", "val") else "alternation")
+    for number, quantity in enumerate(quantities, 1):
+        step = "epoch" if quantity in ("loss", "val/accuracy") else "alternation"
+        label = QUANTITIES[quantity]
+        panel = figure.add_subplot(rows, columns, number, xlabel=step, ylabel=label)
         panel.xaxis.get_major_locator().set_params(integer=True)
-        panel.set_ylabel(QUANTITIES[quantity])
-        for curve in curves:
-            if curve.quantity == quantity:
-                colour = COLOURS[names.index(curve.run) % len(COLOURS)]
-                panel.plot(curve.steps, curve.values, ".-", color=colour, label=curve.run)
-                words.append(describe(curve))
+        for k, name in enumerate(names):
+            if quantity in curves[k]:
+                curve = curves[k][quantity]
+                panel.plot(list(curve), list(curve.values()), ".-", color=f"C{k}", label=name)
+                words.append(f"{label} of {name} {describe(curve)}")
         panel.legend(fontsize=7)
-    for panel in grid.flat[len(quantities) :]:
-        panel.set_axis_off()
     save(figure, f"{'; '.join(words)}.", path)
 
 
 def describe(curve: Curve) -> str:
-    """A curve in words: where it starts and where it ends."""
-    start = f"{curve.values[0]:.4g} at {curve.steps[0]}"
-    end = f"{curve.values[-1]:.4g} at {curve.steps[-1]}"
-    return f"{QUANTITIES[curve.quantity]} of {curve.run} from {start} to {end}"
+    """Where a curve starts and where it ends, in words."""
+    first = min(curve)
+    last = max(curve)
+    return f"from {curve[first]:.4g} at {first} to {curve[last]:.4g} at {last}"
 
 
-def curves_of(run: Path, name: str) -> list[Curve]:
+def read_curves(run: Path) -> dict[str, Curve]:
     """Every quantity of a run, averaged over its seeds at the steps that all of them have."""
-    seeds = [read_metrics(folder) for folder in seeds_of(run)]
-    curves = []
-    for quantity in QUANTITIES:
-        lines = [values_of(records, quantity) for records in seeds]
-        if not lines:
-            continue
-        # A seed that is still at work has fewer steps.
-        common = set(lines[0]).intersection(*lines)
-        steps = [step for step in lines[0] if step in common]
-        values = []
-        for step in steps:
-            values.append(fmean(line[step] for line in lines))
-        if steps:
-            curves.append(Curve(name, quantity, steps, values))
+    seeds = [folder for folder in seeds_of(run) if (folder / "metrics.jsonl").exists()]
+    values: dict[tuple[str, int], list[float]] = defaultdict(list)  # of the seeds
+    for folder in seeds:
+        for record in read_metrics(folder):
+            for quantity, value in flatten(record):
+                values[quantity, record["step"]].append(value)
+    curves: dict[str, Curve] = defaultdict(dict)
+    for (quantity, step), of_seeds in values.items():
+        if len(of_seeds) == len(seeds):  # a seed that is still at work has fewer steps
+            curves[quantity][step] = fmean(of_seeds)
     return curves
 
 
-def seeds_of(run: Path) -> list[Path]:
-    """The folders below a run whose metrics.jsonl are seeds of one and the same thing."""
-    if (run / "metrics.jsonl").exists():
-        return [run]
-    rates = "lr*"
-    result_file = run / "result.json"
-    if result_file.exists():  # the rate is chosen, so the others' trials are no seeds of it
-        lr = read_json(result_file).get("lr", 0)
-        rates = f"lr{lr:g}"
-    trials = [file.parent for file in sorted(run.glob(f"{rates}-s*/metrics.jsonl"))]
-    if trials:
-        return trials
-    below: list[Path] = []
-    for file in sorted(run.glob("*/config.json")):
-        below += seeds_of(file.parent)
-    return below
+def seeds_of(path: Path) -> list[Path]:
+    """The folders of a run, or of the runs in a folder, whose metrics are one thing's seeds."""
+    folders: list[Path] = []
+    for run in find_runs(path):
+        rate = "*"
+        result = read_json_if_there(run / "result.json")
+        if result:  # the rate is chosen, so the others' trials are no seeds of it
+            rate = f"{result.get('lr', 0):g}"
+        trials = sorted(run.glob(f"lr{rate}-s*"))  # of align there are none
+        folders += trials or [run]
+    return folders
 
 
 def read_metrics(run: Path) -> list[Record]:
@@ -222,17 +193,3 @@ def read_metrics(run: Path) -> list[Record]:
     if not file.exists():
         return []
     return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def values_of(records: list[Record], quantity: str) -> dict[int, float]:
-    """A quantity by step: a number, the mean of a list, or the accuracy of a validation."""
-    values: dict[int, float] = {}
-    for record in records:
-        value = record.get(quantity)
-        if isinstance(value, dict):
-            value = value["accuracy"]
-        if isinstance(value, list) and value:
-            value = fmean(value)
-        if isinstance(value, int | float):
-            values[record["step"]] = value
-    return values

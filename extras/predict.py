@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from data import Split, Task, find_images
-from extras.export import is_whole, open_run
+from extras.export import check_weights, is_whole, open_run
 from support.errors import UsageError, checking
 from support.experiment import Experiment
 
@@ -53,19 +53,18 @@ def predict(
     images = Split(files, torch.zeros(len(files), dtype=torch.long))
     task = Task("own", images, images, images, classes, mean, std, is_whole(origin))
     experiment = Experiment(cfg.replace(device="auto"), task)
-    if experiment.origin["weights_sha256"] != origin["weights_sha256"]:
-        raise UsageError(f"--weights: {run} was made with others, see its env.json")
+    check_weights(run, origin, experiment.origin["weights_sha256"])
 
     phi_D = {name: tensor.to(experiment.device) for name, tensor in phi_D.items()}
     logits = experiment.logits(images, theta.to(experiment.device), phi_D)
     probabilities = logits.softmax(1)
     if cfg.dataset == "voc07" and cfg.voc_loss == "bce":
         probabilities = logits.sigmoid()  # an image may show several classes
-    best = probabilities.topk(min(top, len(classes)))
+    best = probabilities.argsort(1, descending=True)[:, :top]
     guesses = []
-    for file, values, numbers in zip(files, best.values, best.indices, strict=True):
-        for rank, number in enumerate(numbers.tolist(), 1):
-            guesses.append(Guess(str(file), rank, classes[number], float(values[rank - 1])))
+    for file, row, numbers in zip(files, probabilities.tolist(), best.tolist(), strict=True):
+        for rank, number in enumerate(numbers, 1):
+            guesses.append(Guess(str(file), rank, classes[number], row[number]))
     return guesses
 
 
@@ -74,8 +73,8 @@ def list_images(places: Sequence[Path]) -> list[Path]:
     files: list[Path] = []
     for place in places:
         with checking(str(place)):
-            found = find_images(place) if place.is_dir() else [place]
-        if not found or not found[0].is_file():
+            found = [place] if place.is_file() else find_images(place)
+        if not found:
             raise UsageError(f"{place}: is no image and no folder of images")
         files += found
     return files

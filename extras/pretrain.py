@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import data
 import ijepa
@@ -35,8 +35,8 @@ from config import (
     UnitInterval,
 )
 from lora import Backbone
-from support.checkpoints import build_head, build_vit, initialise, pretext_task
-from support.errors import UsageError, checking
+from support.checkpoints import PretextHead, build_head, build_vit, initialise, pretext_task
+from support.errors import UsageError
 from support.experiment import (
     device_of,
     names_of_own_data,
@@ -114,11 +114,6 @@ class PretrainConfig(Pretext, Crops, Shape, Command):
             class_token=self.pretext != "ijepa",
         )
 
-    @property
-    def rate(self) -> float:
-        """The learning rate where the warm-up ends."""
-        return self.base_lr * self.batch / 256
-
 
 class PretrainResult(RunResult, frozen=True):
     """What a pretrain run ended with."""
@@ -171,8 +166,8 @@ def pretrain(
             passes=Passes(cfg.micro_batch, cfg.amp and device.type == "cuda"),
             after_step=partial(task.after_step, None),  # I-JEPA's teacher follows ψ
         )
-        total = math.ceil(work.steps / piece)
-        for record in track(records, total, "pretrain", opt.step // piece):
+        pieces = math.ceil(work.steps / piece)
+        for record in track(records, pieces, "pretrain", opt.step // piece):
             run.log(record._asdict())
             run.checkpoint(f"step {opt.step} of {work.steps}")
         run.write("backbone.pth", save_networks(cfg, networks))
@@ -204,7 +199,7 @@ class Networks(NamedTuple):
     """New networks, on their device."""
 
     backbone: Backbone  # ψ
-    head: mae.Decoder | ijepa.Predictor
+    head: PretextHead
     teacher: Backbone | None  # I-JEPA's: it starts as a copy of ψ and follows slowly
 
 
@@ -215,9 +210,8 @@ def build_networks(cfg: PretrainConfig) -> Networks:
     device = device_of(cfg)
     use_one_thread_for_small_networks(cfg.backbone, device)
     arch = cfg.arch()
-    with checking(f"--pretext {cfg.pretext}"):
-        backbone = Backbone(build_vit(arch), recompute=cfg.recompute)
-        head = build_head(arch, cfg.pretext)
+    head = build_head(arch, cfg.pretext)
+    backbone = Backbone(build_vit(arch), recompute=cfg.recompute)
     initialise([backbone.vit, head], cfg.pretext, data.rng(cfg.seed, "init"))
     backbone.to(device)
     teacher = copy.deepcopy(backbone) if cfg.pretext == "ijepa" else None
@@ -226,48 +220,40 @@ def build_networks(cfg: PretrainConfig) -> Networks:
 
 def build_task(cfg: PretrainConfig, networks: Networks, steps: int) -> mae.MAE | ijepa.IJEPA:
     """The pretext task without θ: it trains ψ (UsageError)."""
-    backbone, head, teacher = networks
-    with checking(f"--pretext {cfg.pretext}"):
-        return pretext_task(cfg, backbone, head, steps, None, teacher)
+    return pretext_task(cfg, networks.backbone, networks.head, steps, None, networks.teacher)
 
 
 def optimiser(cfg: PretrainConfig, psi_and_phi: dict[str, Tensor], steps: int) -> Optimiser:
     """AdamW for ψ and φ_P together, scheduled as by the authors of the task."""
     warmup = cfg.warmup_epochs * (steps // cfg.epochs)
     schedule = Schedule(steps, warmup, cfg.min_lr, cfg.warmup_from)
-    first = 0 if cfg.pretext == "mae" else 1  # the number of the first step in their programs
 
     def rate(step: float, base: float) -> float:
-        """The rate of a step; ours are counted from 1."""
-        return schedule(step - 1 + first, base)
+        """The rate of a step; ours are counted from 1, as I-JEPA's are, and MAE's from 0."""
+        return schedule(step if cfg.pretext == "ijepa" else step - 1, base)
 
     decay = None
     if cfg.final_weight_decay is not None:
         decay = Schedule(steps, 0, cfg.final_weight_decay)  # it has no warm-up
-    groups = decay_groups(psi_and_phi, cfg.rate, cfg.weight_decay)
+    peak = cfg.base_lr * cfg.batch / 256
+    groups = decay_groups(psi_and_phi, peak, cfg.weight_decay)
     return Optimiser(groups, rate, (0.9, cfg.beta2), decay=decay)
 
 
 def save_networks(cfg: PretrainConfig, networks: Networks) -> bytes:
     """backbone.pth: the official layout, and as JSON the sizes that it leaves out."""
     backbone, head, teacher = networks
+    vit = backbone.cpu().vit
+    head.cpu()
     content: Record = {}
     if teacher is None:
-        content["model"] = tensors_of(backbone.vit) | tensors_of(head)
+        content["model"] = {**vit.state_dict(), **head.state_dict()}
     else:
-        parts = {"encoder": backbone.vit, "target_encoder": teacher.vit, "predictor": head}
+        parts = {"encoder": vit, "target_encoder": teacher.cpu().vit, "predictor": head}
         for part, network in parts.items():
             # The official file was saved from a network inside DistributedDataParallel.
-            content[part] = tensors_of(network, "module.")
+            content[part] = dict(network.state_dict(prefix="module."))
     content["bisslight"] = json.dumps({"backbone": cfg.backbone, "arch": cfg.arch()._asdict()})
     file = io.BytesIO()
     torch.save(content, file)
     return file.getvalue()
-
-
-def tensors_of(network: nn.Module, prefix: str = "") -> dict[str, Tensor]:
-    """All tensors of a network by name, on the CPU."""
-    tensors = {}
-    for name, tensor in network.state_dict().items():
-        tensors[prefix + name] = tensor.cpu()
-    return tensors

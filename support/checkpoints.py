@@ -14,9 +14,9 @@ import sys
 import warnings
 import zipfile
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,7 @@ from config import (
     FinetuneConfig,
     Network,
     Pretext,
+    Record,
     Shape,
 )
 from data import rng
@@ -65,11 +66,14 @@ OFFICIAL = {
 }
 
 
+PretextHead = mae.Decoder | ijepa.Predictor  # h^P
+
+
 class Pretrained(NamedTuple):
     """What a checkpoint gives."""
 
     backbone: Backbone  # f_ψ
-    head: mae.Decoder | ijepa.Predictor  # h^P: MAE's decoder or I-JEPA's predictor
+    head: PretextHead
     arch: Arch
     sha256: str  # digest of the weights
     channels: timm_models.Normalisation | None = None  # None: each data set's own
@@ -85,29 +89,52 @@ def load_backbone(cfg: AlignConfig | FinetuneConfig) -> Pretrained:
         download(OFFICIAL[cfg.backbone, cfg.pretext], path)
     thing = f"--weights {path}" if path else f"--backbone {cfg.backbone}"
     try:
-        pretrained = load_networks(path, cfg)
+        if path is None or cfg.backbone.startswith(TIMM):
+            pretrained = load_timm(path, cfg)
+        else:
+            pretrained = load_networks(path, cfg)
     except (ValueError, TypeError, KeyError, OSError, RuntimeError) as error:  # names, shapes
         raise UsageError(f"{thing}: {str(error)[:500]}; see --backbone and --pretext") from error
     pretrained.backbone.requires_grad_(False)
     return pretrained
 
 
-def load_networks(path: Path | None, cfg: AlignConfig | FinetuneConfig) -> Pretrained:
-    """The networks of a file, or of timm (None: with timm's weights); see `load_backbone`."""
-    if path is None or cfg.backbone.startswith(TIMM):
-        state = None if path is None else tensors_in(dict(read_tensors(path)))
-        loaded = timm_models.load_vit(cfg, state)
-        head = build_head(loaded.arch, "mae")
-        initialise([head], "mae", rng(cfg.seed, "decoder"))  # timm has no pretext heads
-        backbone = Backbone(loaded.vit, cfg.scale, cfg.recompute)
-        return Pretrained(backbone, head, loaded.arch, loaded.sha256, loaded.channels)
-    encoder, head_state, arch = read_networks(path, cfg)
+def load_networks(path: Path, cfg: AlignConfig | FinetuneConfig) -> Pretrained:
+    """The networks of MAE's or I-JEPA's authors, or of `pretrain`; see `load_backbone`."""
+    data = read_tensors(path)
+    if cfg.pretext == "ijepa":
+        encoder, decoder = ijepa.split_state(data, cfg.base)
+    else:
+        tensors = tensors_in(data)
+        if "mae_visualize" in path.name or "vit.embeddings.cls_token" in tensors:
+            raise ValueError(
+                "is Hugging Face's ViTMAE, or the authors' file for pictures: its decoder predicts "
+                "raw pixels, not standardised ones; take the authors' file ending in _full.pth"
+            )
+        encoder, decoder = mae.split_state(tensors)
+    if cfg.backbone == FILE and "bisslight" not in data:
+        arch = read_arch(encoder, decoder, cfg.heads)
+        check_sizes(arch, cfg)
+    else:
+        arch = arch_of(data, cfg)
     with torch.device("meta"):  # no memory and no random numbers for what is replaced anyway
         vit = build_vit(arch)
         head = build_head(arch, cfg.pretext)
     assign(vit, encoder)
-    assign(head, head_state)
+    assign(head, decoder)
     return Pretrained(Backbone(vit, cfg.scale, cfg.recompute), head, arch, sha256(path))
+
+
+def load_timm(path: Path | None, cfg: AlignConfig | FinetuneConfig) -> Pretrained:
+    """A network of timm, with the weights of a file or with timm's (None), and a fresh decoder."""
+    arch = timm_models.read_arch(cfg)  # what cannot be used is refused before it is fetched
+    vit = timm_models.load_vit(cfg, tensors_in(read_tensors(path)) if path else None)
+    digest = timm_models.digest(vit.state_dict())  # the same at any image size
+    vit.set_input_size((arch.image_size, arch.image_size))  # it resamples the table of positions
+    head = build_head(arch, "mae")
+    initialise([head], "mae", rng(cfg.seed, "decoder"))
+    channels = timm_models.Normalisation(vit.pretrained_cfg["mean"], vit.pretrained_cfg["std"])
+    return Pretrained(Backbone(vit, cfg.scale, cfg.recompute), head, arch, digest, channels)
 
 
 def weights_of(cfg: Network) -> Path | None:
@@ -147,47 +174,24 @@ def download(official: Official, path: Path) -> None:
             raise OSError(f"{arrived:.0f} MB arrived, {megabytes:.0f} MB were expected")
 
 
-def read_networks(path: Path, cfg: Network) -> tuple[Phi, Phi, Arch]:
-    """Tensors of the encoder, tensors of the pretext head, and their sizes (ValueError)."""
-    if "mae_visualize" in path.name:
-        raise ValueError("its decoder predicts raw pixels; take the file ending in _full.pth")
-    data = dict(read_tensors(path))
-    if cfg.pretext == "ijepa":
-        encoder, head = ijepa.split_state(data, cfg.base)
-        return encoder, head, arch_of(data, cfg)
-    tensors = tensors_in(data)
-    if any(name.startswith("vit.embeddings.") for name in tensors):
-        raise ValueError(
-            "is Hugging Face's ViTMAE, whose decoder predicts raw pixels, not standardised ones; "
-            "take the authors' file ending in _full.pth"
-        )
-    encoder, head = mae.split_state(tensors)
-    if cfg.backbone == FILE and "bisslight" not in data:
-        arch = read_arch(encoder, head, cfg.heads)
-        check_sizes(arch, cfg)
-    else:
-        arch = arch_of(data, cfg)
-    return encoder, head, arch
-
-
-def tensors_in(data: Mapping[str, Any]) -> dict[str, Tensor]:
+def tensors_in(data: Record) -> Phi:
     """A network's tensors by name, out of what a file holds."""
     return dict(data.get("model", data))  # some files hold the tensors alone
 
 
-def assign(network: nn.Module, state: Mapping[str, Tensor]) -> None:
+def assign(network: nn.Module, state: Phi) -> None:
     """Give a network these tensors, in float32; RuntimeError where names or shapes differ."""
     in_float32 = {name: tensor.float() for name, tensor in state.items()}
     # assign: the network was built without memory, so there is nothing to copy into
     network.load_state_dict(in_float32, assign=True)
 
 
-def arch_of(data: Mapping[str, Any], cfg: Shape) -> Arch:
+def arch_of(data: Record, cfg: Shape) -> Arch:
     """Sizes of a checkpoint: what `pretrain` wrote into it, or the official ones (ValueError)."""
     if "bisslight" in data:
         written = json.loads(data["bisslight"])
-        if cfg.backbone not in (written["backbone"], FILE):
-            name = written["backbone"]
+        name = written["backbone"]
+        if cfg.backbone not in (name, FILE):
             raise ValueError(f"was trained as {name}, give --backbone {name}")
         arch = Arch(**written["arch"])
     else:
@@ -223,24 +227,18 @@ def read_arch(encoder: Phi, decoder: Phi, heads: int | None) -> Arch:
         raise ValueError(f"its width {dim} is no multiple of --heads {heads}")
     return Arch(
         dim=dim,
-        depth=count_blocks(encoder, "blocks"),
+        depth=len([name for name in encoder if name.endswith(".norm1.weight")]),
         heads=heads,
         image_size=math.isqrt(tokens - 1) * patch_size,
         patch_size=patch_size,
         mlp_ratio=hidden / dim,
         decoder_dim=decoder_dim,
-        decoder_depth=count_blocks(decoder, "decoder_blocks"),
+        decoder_depth=len([name for name in decoder if name.endswith(".norm1.weight")]),
         decoder_heads=max(1, decoder_dim // 32),
     )
 
 
-def count_blocks(state: Phi, name: str) -> int:
-    """The number of blocks that a network has under this name."""
-    blocks = {key.split(".")[1] for key in state if key.startswith(f"{name}.")}
-    return len(blocks)
-
-
-def vit_args(arch: Arch) -> dict[str, Any]:
+def vit_args(arch: Arch) -> Record:
     """These sizes as arguments of timm's VisionTransformer."""
     return {
         "img_size": arch.image_size,
@@ -260,11 +258,12 @@ def build_vit(arch: Arch) -> VisionTransformer:
     return VisionTransformer(**vit_args(arch), num_classes=0)
 
 
-def build_head(arch: Arch, pretext: str) -> mae.Decoder | ijepa.Predictor:
-    """h^P in the official sizes: I-JEPA's predictor, otherwise MAE's decoder (ValueError)."""
-    if arch.image_size % arch.patch_size:
-        raise ValueError(f"{arch.image_size} px is not a multiple of patches of {arch.patch_size}")
-    patches = (arch.image_size // arch.patch_size) ** 2
+def build_head(arch: Arch, pretext: str) -> PretextHead:
+    """h^P in the official sizes: I-JEPA's predictor, otherwise MAE's decoder (UsageError)."""
+    size = arch.image_size
+    if size % arch.patch_size:
+        raise UsageError(f"--image-size {size}: is not a multiple of patches of {arch.patch_size}")
+    patches = (size // arch.patch_size) ** 2
     if pretext == "ijepa":
         return ijepa.Predictor(
             arch.dim, patches, arch.predictor_dim, arch.predictor_depth, arch.heads, arch.mlp_ratio
@@ -314,26 +313,27 @@ def sincos(dim: int, side: int, prefix: int = 1) -> Tensor:
 def pretext_task(
     cfg: Pretext,
     backbone: Backbone,
-    head: mae.Decoder | ijepa.Predictor,
+    head: PretextHead,
     steps: int,
     theta: Tensor | None,
     teacher: Backbone | None = None,
 ) -> mae.MAE | ijepa.IJEPA:
-    """`mae.MAE`, or `ijepa.IJEPA` for `steps` steps (ValueError); theta, teacher: see IJEPA."""
-    if isinstance(head, mae.Decoder):
-        return mae.MAE(backbone, head, cfg.mask_ratio)
-    return ijepa.IJEPA(backbone, head, cfg, (cfg.ema, steps), theta, teacher)
+    """`mae.MAE`, or `ijepa.IJEPA` for `steps` steps (UsageError); theta, teacher: see IJEPA."""
+    with checking("--pretext"):
+        if isinstance(head, mae.Decoder):
+            return mae.MAE(backbone, head, cfg.mask_ratio)
+        return ijepa.IJEPA(backbone, head, cfg, (cfg.ema, steps), theta, teacher)
 
 
-def read_tensors(path: Path) -> Any:  # noqa: ANN401 (whatever lies in a file of others)
+def read_tensors(path: Path) -> Record:
     """What a file of torch or safetensors holds, read without running code (ValueError)."""
     try:
         if path.suffix == ".safetensors":
-            return load_safetensors(path)
-        zipped = zipfile.is_zipfile(path)
+            return dict(load_safetensors(path))
         with warnings.catch_warnings(), torch.serialization.safe_globals([Namespace]):
             warnings.simplefilter("ignore")  # of old formats; official files hold a Namespace
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+            mmap = zipfile.is_zipfile(path)
+            return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=mmap))
     except Exception as error:  # torch raises anything from EOFError to UnpicklingError
         raise ValueError(f"{path.name} is no readable checkpoint ({error!r:.100})") from error
 
@@ -348,16 +348,16 @@ class Adapter(NamedTuple):
 
     theta: Tensor  # (K, p)
     phi_D: Phi  # the head, with BatchNorm's statistics if it has one; {} after align
-    origin: dict[str, Any]  # JSON values that say what θ was trained on; {} in a released file
+    origin: Record  # JSON values that say what θ was trained on; {} in a released file
 
 
-def save_adapter(theta: Tensor, phi_D: Phi, origin: Mapping[str, Any]) -> bytes:
+def save_adapter(theta: Tensor, phi_D: Phi, origin: Record) -> bytes:
     """The bytes of an adapter file (safetensors), which the caller writes."""
     tensors = {"theta": theta.detach().cpu().contiguous()}
     for name, tensor in phi_D.items():
         tensors[f"head.{name}"] = tensor.detach().cpu().contiguous()
     # one metadata key: the library writes several in random order
-    text = json.dumps({**origin, "format": FORMAT}, sort_keys=True)
+    text = json.dumps(origin | {"format": FORMAT}, sort_keys=True)
     return save(tensors, {"bisslight": text})
 
 
@@ -372,18 +372,19 @@ def load_adapter(path: Path) -> Adapter:
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     metadata = header.get("__metadata__", {})
-    origin: dict[str, Any] = json.loads(metadata.get("bisslight", "{}"))
-    theta = tensors.pop("theta", torch.empty(0))  # not a matrix where there is none
-    if origin.pop("format", None) != FORMAT or theta.ndim != 2:
-        raise ValueError(f"not an adapter: it is not of format {FORMAT} with a matrix theta")
+    origin: Record = json.loads(metadata.get("bisslight", "{}"))
+    if origin.pop("format", None) != FORMAT:
+        raise ValueError(f"not an adapter: it is not of format {FORMAT}")
+    theta = tensors.pop("theta")
     head = {name.removeprefix("head."): tensor for name, tensor in tensors.items()}
     return Adapter(theta, head, origin)
 
 
+PARTS = ("qA", "qB", "vA", "vB")
 RELEASED = "base_model.model.blocks.{}.attn.qkv.{}.lora_{}.default.weight"  # block, q or v, A or B
 
 
-def load_theta(start: Path, dim: int) -> tuple[Tensor, dict[str, Any]]:
+def load_theta(start: Path, dim: int) -> tuple[Tensor, Record]:
     """θ, and what its file says of itself; {} if it is a released file (OSError, ValueError)."""
     if start.suffix == ".safetensors":
         adapter = load_adapter(start)
@@ -391,27 +392,17 @@ def load_theta(start: Path, dim: int) -> tuple[Tensor, dict[str, Any]]:
     return from_released(read_tensors(start), dim), {}
 
 
-def from_released(state: Any, dim: int) -> Tensor:  # noqa: ANN401 (a file of others)
+def from_released(state: Phi, dim: int) -> Tensor:
     """θ from the released program's LoRA file; ValueError where it is another layout."""
     wrong = ValueError(f"is not a LoRA file on q and v of width {dim} in the released layout")
-    if not isinstance(state, dict) or not state or len(state) % 4:  # four matrices a block
-        raise wrong
     rows = []
-    for k in range(len(state) // 4):
-        matrices = []
-        for part in ("qA", "qB", "vA", "vB"):
-            matrix = state.get(RELEASED.format(k, *part))
-            if not isinstance(matrix, Tensor) or matrix.ndim != 2:
-                raise wrong
-            matrix = matrix.float()
-            if part.endswith("B"):  # (dim, r); θ holds its transpose, so that all four are (r, dim)
-                matrix = matrix.mT
-            matrices.append(matrix)
-        rank = len(matrices[0])
-        if any(matrix.shape != (rank, dim) for matrix in matrices):
-            raise wrong
-        rows.append(torch.stack(matrices).flatten())  # (4 r dim,)
-    lengths = {len(row) for row in rows}
-    if len(lengths) > 1:  # θ is a matrix: all blocks have one rank
+    try:
+        for k in range(len(state) // 4):  # four matrices a block
+            A_q, B_q, A_v, B_v = [state[RELEASED.format(k, *part)] for part in PARTS]
+            rows.append(torch.stack([A_q, B_q.mT, A_v, B_v.mT]))  # (4, r, dim)
+        theta = torch.stack(rows).float()  # (K, 4, r, dim)
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # names, shapes
+        raise wrong from error
+    if theta.shape[3:] != (dim,) or 4 * len(rows) != len(state):
         raise wrong
-    return torch.stack(rows)  # (K, p)
+    return theta.flatten(1)  # (K, p)

@@ -259,8 +259,7 @@ class AlignExperiment(Experiment):
                 checkpoints.initialise([head], "mae", data.rng(cfg.seed, "decoder"))
             head.to(self.device)
             steps = cfg.alternations * cfg.lower_steps
-            with checking(f"--pretext {cfg.pretext}"):
-                return checkpoints.pretext_task(cfg, self.backbone, head, steps, theta)
+            return checkpoints.pretext_task(cfg, self.backbone, head, steps, theta)
 
         task = new_task(self.task_class, self.backbone, cfg)
         mean_over_images = getattr(task, "mean_over_images", True)

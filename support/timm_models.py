@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import timm
 import torch
-from timm.models.vision_transformer import VisionTransformer
+from huggingface_hub import constants, get_session, snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor
 
 from config import TIMM, Arch, Network
@@ -27,47 +28,31 @@ class Normalisation(NamedTuple):
     std: Channels
 
 
-class Loaded(NamedTuple):
-    """A network of timm with its weights."""
-
-    vit: VisionTransformer
-    sha256: str  # of its tensors at the image size that it was trained with
-    arch: Arch
-    channels: Normalisation  # of the images that it was trained with
-
-
-def load_vit(cfg: Network, state: Mapping[str, Any] | None) -> Loaded:
-    """A network with timm's weights, or with those of a file, `state` (errors as in `create`).
+def load_vit(cfg: Network, state: Mapping[str, Tensor] | None) -> Any:  # noqa: ANN401 (timm's)
+    """A network with the weights of a file, `state`, or with timm's own (UsageError: not here).
 
     timm fetches its weights from the Hugging Face hub, or takes them from that hub's cache.
     """
-    arch = read_arch(cfg)  # what cannot be used is refused before it is fetched
-    vit = create(cfg, pretrained=state is None)
-    vit.reset_classifier(0)
-    if state is not None:
-        body = {name: tensor for name, tensor in state.items() if not name.startswith("head.")}
-        vit.load_state_dict(body)
-    sha256 = digest(vit.state_dict())
-    size = (arch.image_size, arch.image_size)
-    if vit.patch_embed.img_size != size:
-        vit.set_input_size(size)  # timm resamples the table of positions
-    channels = Normalisation(vit.pretrained_cfg["mean"], vit.pretrained_cfg["std"])
-    return Loaded(vit, sha256, arch, channels)
-
-
-def create(cfg: Network, pretrained: bool) -> Any:  # noqa: ANN401 (any network of timm)
-    """The network that the settings name (ValueError: no such name; UsageError: no weights)."""
     name = cfg.backbone.removeprefix(TIMM)
-    known = {*timm.list_models(), *timm.list_pretrained()}  # these with a tag behind the name
-    if name not in known:
-        close = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean timm:{close[0]}?" if close else 'see timm.list_models("*vit*")'
-        raise ValueError(f"is no network of timm; {hint}")
-    if not pretrained:
-        return timm.create_model(name)
+    repository = timm.models.get_pretrained_cfg_value(name, "hf_hub_id")
     remedy = "fetch them where there is a network, see HF_HOME, or give --weights FILE"
     with checking(f"--backbone {cfg.backbone}: its weights", remedy):
-        return timm.create_model(name, pretrained=True)
+        if state is None and repository:
+            find_weights(repository)
+        vit: Any = timm.create_model(name, pretrained=state is None)
+    vit.reset_classifier(0)
+    if state is not None:
+        body = {key: tensor for key, tensor in state.items() if not key.startswith("head.")}
+        vit.load_state_dict(body)
+    return vit
+
+
+def find_weights(repository: str) -> None:
+    """Ask the hub, once, if it answers, unless weights are here; timm would ask for a minute."""
+    try:
+        snapshot_download(repository, local_files_only=True)
+    except LocalEntryNotFoundError:
+        get_session().head(constants.ENDPOINT, timeout=10)
 
 
 def read_arch(cfg: Network) -> Arch:
@@ -75,8 +60,14 @@ def read_arch(cfg: Network) -> Arch:
 
     The widths of the decoder are MAE's own.
     """
+    name = cfg.backbone.removeprefix(TIMM)
+    known = {*timm.list_models(), *timm.list_pretrained()}  # these with a tag behind the name
+    if name not in known:
+        close = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean timm:{close[0]}?" if close else 'see timm.list_models("*vit*")'
+        raise ValueError(f"is no network of timm; {hint}")
     with torch.device("meta"):  # no memory, no random numbers
-        vit = create(cfg, pretrained=False)
+        vit: Any = timm.create_model(name)
     check_vit(vit)
     side, _ = vit.patch_embed.img_size
     patch_size, _ = vit.patch_embed.patch_size

@@ -63,12 +63,12 @@ def test_the_answer_names_the_epochs_and_what_may_be_chance() -> None:
         row("direct", [40, 40, 40, 40], aligned),
         row("restart", [50, 51, 52, 54], aligned),
     ]
-    fast = [[20.0, 36.0, 50.0]] * 2
-    slow = [[10.0, 20.0, 35.0], [10.0, 30.0, 39.0]]
+    fast = {1: 20.0, 2: 36.0, 3: 50.0}
+    slow = {1: 10.0, 2: 25.0, 3: 37.0}
     head_start, at_the_end, restart, _ = demo.tell_answer(arms, [fast, slow, fast])
-    # nine tenths of direct's 40 %; its curve ends at a mean of 37 %
+    # nine tenths of direct's 40 %; its curve ends at 37 %
     assert "36 % in 2 epochs, direct PEFT in 3 epochs" in head_start
     assert "+11.5 points (p = 0.029)" in at_the_end
     assert "chance" not in at_the_end
     assert "chance" in restart
-    assert demo.epochs_to_reach(slow[0], 36) == "more than 3 epochs"
+    assert demo.epochs_to_reach(slow, 38) == "more than 3 epochs"

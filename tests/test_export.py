@@ -63,7 +63,8 @@ def test_peft_and_timm_predict_what_ours_does(
     plain = VisionTransformer(**SIZES, **own, num_classes=7)
     plain.load_state_dict({**ours.vit.state_dict(), **plain.head.state_dict(prefix="head.")})
     close(peft.PeftModel.from_pretrained(plain, tmp_path).eval()(IMAGES), expected, 1e-5)
-    config, tensors = to_timm(ours, arch, theta, head, {})
+    origin = {"backbone": "own", "channels": [[0.5] * 3] * 2, "interpolation": "bicubic"}
+    config, tensors = to_timm(ours, arch, theta, head, origin)
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors")
     merged = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
@@ -93,6 +94,8 @@ def test_a_run_is_exported_from_the_command_line(made: None, weights: Path, caps
         f"{again} --from e/released/lora.pth {own} --out g",
         f"{again} --from aligned --out h",
         "export with",  # again, over what an export made
+        f"{again} --from with --restart --seed 2 --out r",
+        "export r",
     ):
         assert cli.run(line.split()) == 0, capsys.readouterr().err
     assert cli.run(["export", "with", "--seed", "1"]) == 0

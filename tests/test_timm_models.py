@@ -4,10 +4,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import timm
@@ -267,15 +265,22 @@ class Hub(Handler):
         super().end_headers()
 
 
+class Silent(Handler):
+    """Hears every question and answers none."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:
+        self.asked.append(self.path)
+
+
 @pytest.fixture
-def hub() -> Iterator[Server]:
-    with Server() as server:
-        server.RequestHandlerClass = Hub
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+def hub(server: Server, vit: Any) -> Server:
+    """A hub on loopback with the network of w.safetensors and a classifier."""
+    server.RequestHandlerClass = Hub
+    head = {"head.weight": torch.ones(1000, 64), "head.bias": torch.ones(1000)}
+    server.files["model.safetensors"] = save(load_file("w.safetensors") | head)
+    return server
 
 
 LOAD = """
@@ -299,12 +304,19 @@ def load_outside(*names: str, **environ: str) -> list[str]:
     return ended.stdout.splitlines()
 
 
-def test_timm_fetches_its_weights_once_and_offline_says_what_to_do(vit: Any, hub: Server) -> None:
-    head = {"head.weight": torch.ones(1000, 64), "head.bias": torch.ones(1000)}
-    hub.files["model.safetensors"] = save(load_file("w.safetensors") | head)
+def test_timm_fetches_its_weights_once_and_offline_says_what_to_do(hub: Server) -> None:
     home = str(Path("home").absolute())
     expected = load_backbone(settings()).sha256
     assert load_outside(f"timm:{NAME}", HF_HOME=home, HF_ENDPOINT=hub.url) == [expected]
     cached, told = load_outside(f"timm:{NAME}", "timm:test_vit", HF_HOME=home, HF_HUB_OFFLINE="1")
     assert cached == expected
     assert "--backbone timm:test_vit:" in told and "--weights FILE" in told
+
+
+def test_a_hub_that_does_not_answer_is_asked_only_once(hub: Server) -> None:
+    """Its own package would ask a dozen times, for a minute."""
+    hub.RequestHandlerClass = Silent
+    home = str(Path("home").absolute())
+    (told,) = load_outside("timm:test_vit", HF_HOME=home, HF_ENDPOINT=hub.url)
+    assert "--backbone timm:test_vit:" in told and "--weights FILE" in told
+    assert Silent.asked == ["/"]
