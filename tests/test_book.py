@@ -239,7 +239,7 @@ def sections() -> dict[str, str]:
 
 def test_each_equation_and_the_algorithm_have_a_section_with_code_and_a_check() -> None:
     found = sections()
-    for title in [*EQUATIONS, "Algorithm 1", "How much can curvature do?"]:
+    for title in [*EQUATIONS, "Algorithm 1", "I-JEPA", "How much can curvature do?"]:
         text = found[title]
         assert re.search(r"`\w+(/\w+)?\.py:\w+", text.partition("**In the code.**")[2]), title
         assert "`test_" in text.partition("**Check.**")[2], title
