@@ -69,16 +69,16 @@ def conjugate_gradients(product: Callable[[Tensor], Tensor], g: Tensor, iteratio
     x = torch.zeros_like(g)
     residual = g.clone()  # g − A x
     direction = residual
-    rr = residual @ residual
+    yy = residual @ residual
     for _ in range(iterations):
-        if rr == 0:
+        if yy == 0:
             break  # x is the solution
         A_direction = product(direction)
-        alpha = rr / (direction @ A_direction)  # how far: to the minimum along this direction
-        x = x + alpha * direction
-        residual = residual - alpha * A_direction
-        rr_before = rr
-        rr = residual @ residual
-        direction = residual + rr / rr_before * direction  # conjugate to all earlier directions
+        eta = yy / (direction @ A_direction)  # how far: to the minimum along this direction
+        x = x + eta * direction
+        residual = residual - eta * A_direction
+        yy_before = yy
+        yy = residual @ residual
+        direction = residual + yy / yy_before * direction  # conjugate to all earlier directions
     return x
     # end of blank

@@ -29,19 +29,19 @@ def with_the_head(
     # end of blank
 
 
-def teacher_gap(theta_T: Tensor, theta_P: Tensor, m: float, dim: int) -> tuple[Tensor, Tensor]:
-    """Average of the products B A minus product of the averages, (K, dim, dim) for q and for v."""
+def teacher_gap(theta_T: Tensor, theta_P: Tensor, mu: float, dim: int) -> tuple[Tensor, Tensor]:
+    """Average of the products B A minus product of the averages: queries, values (K, dim, dim)."""
     # blank: one product for each of the two
-    # Multiply (m B_T + (1−m) B_P)(m A_T + (1−m) A_P) out and subtract it from the average of B A.
-    # What is left is m (1−m) (B_T − B_P)(A_T − A_P): a product of two differences, so it is small
+    # Multiply (μ B_T + (1−μ) B_P)(μ A_T + (1−μ) A_P) out and subtract it from the average of B A.
+    # What is left is μ (1−μ) (B_T − B_P)(A_T − A_P): a product of two differences, so it is small
     # where the student is near its teacher.
     A_q, B_q, A_v, B_v = factors(theta_T - theta_P, dim)
-    return m * (1 - m) * B_q @ A_q, m * (1 - m) * B_v @ A_v
+    return mu * (1 - mu) * B_q @ A_q, mu * (1 - mu) * B_v @ A_v
     # end of blank
 
 
 def blockwise(G: Tensor, g: Tensor, lam: float, sizes: list[int]) -> Tensor:
-    """The q (P,) of Eq. 10 for blocks of these sizes, from G (m, P) and g (P,)."""
+    """The q (p,) of Eq. 10 for blocks of these sizes, from G (m, p) and g (p,)."""
     # blank: one block after the other
     # Each block is a problem of its own: its columns of G, its part of g, the same m and λ.
     q = []
@@ -68,8 +68,8 @@ def per_image_rows(G: Tensor, images: int) -> Tensor:
 def with_decay(G: Tensor, lam: float, decay: float) -> Callable[[Tensor], Tensor]:
     """The function g -> q, both (K, p), of Eq. 5 with weight decay; F in the place of H."""
     # blank: M-FAC with another damping, and a factor
-    # Decay w adds w/2 |θ_P|² to Eq. 4, so the matrix to invert is H + (λ + w) I. M-FAC with λ + w
-    # inverts it, but also multiplies by λ + w, where Eq. 5 has λ.
+    # Decay ω adds ω/2 |θ_P|² to Eq. 4, so the matrix to invert is H + (λ + ω) I. M-FAC with λ + ω
+    # inverts it, but also multiplies by λ + ω, where Eq. 5 has λ.
     inverse = mfac.mfac(G, lam + decay)
     return lambda g: lam / (lam + decay) * inverse(g)
     # end of blank

@@ -64,7 +64,10 @@ def judge(exercise: Exercise, answer: Any) -> Outcome:
     except Wrong as error:
         return Outcome("wrong", str(error))
     except Exception as error:  # whatever a student's function may raise
-        return Outcome("wrong", f"{type(error).__name__}: {error}{where(error, answer)}")
+        why = f"{type(error).__name__}: {error}{where(error, answer)}"
+        if "dtype" in str(error):
+            why += "\n    The arguments are float64; a new tensor is float32 without `dtype=`."
+        return Outcome("wrong", why)
     return Outcome("right")
 
 

@@ -13,32 +13,34 @@ import lora
 
 
 def check_lora_forward(lora_forward: Any) -> None:
-    """Against one product with W + s B A; and no tensor of the size of W is made."""
+    """Against one product with W_q + s B_q A_q; and no tensor of the size of W_q is made."""
     x = random(2, 3, 5)
-    W = random(5, 5, seed=1)
+    W_q = random(5, 5, seed=1)
     bias = random(5, seed=2)
-    A = random(2, 5, seed=3)
-    B = random(5, 2, seed=4)
-    s = 0.5
-    plain = F.linear(x, W, bias)
-    change = F.linear(x, B @ A)
-    same("the result", lora_forward(x, W, bias, A, B, s), F.linear(x, W + s * B @ A, bias), {
+    A_q = random(2, 5, seed=3)
+    B_q = random(5, 2, seed=4)
+    scale = 0.5
+    plain = F.linear(x, W_q, bias)
+    change = F.linear(x, B_q @ A_q)
+    merged = W_q + scale * B_q @ A_q
+    found = lora_forward(x, W_q, bias, A_q, B_q, scale)
+    same("the result", found, F.linear(x, merged, bias), {
         "the scale s is missing": plain + change,
-        "the bias is missing": F.linear(x, W + s * B @ A),
-        "the bias is scaled or added twice": plain + s * change + bias,
-        "W must be transposed, as in torch's Linear: a token x is a row, so it is x Wᵀ":
-            x @ W + bias + s * change,
+        "the bias is missing": F.linear(x, merged),
+        "the bias is scaled or added twice": plain + scale * change + bias,
+        "W_q must be transposed, as in torch's Linear: a token x is a row, so it is x W_qᵀ":
+            x @ W_q + bias + scale * change,
         "this is the frozen layer alone": plain,
     })  # fmt: skip
     dim = 300
     wide = random(1, 2, dim), random(dim, dim), random(dim)
     thin = random(2, dim), random(dim, 2)
     with Largest() as largest:
-        lora_forward(*wide, *thin, s)
+        lora_forward(*wide, *thin, scale)
     if largest.numel >= dim * dim:
         raise Wrong(
-            "the numbers are right, but a dim x dim matrix is made; two thin products, with A and "
-            "then with B, are enough"
+            "the numbers are right, but a dim x dim matrix is made; two thin products, with A_q "
+            "and then with B_q, are enough"
         )
 
 
@@ -49,25 +51,25 @@ def check_merge(merge: Any) -> None:
     vit = VisionTransformer(num_classes=0, **sizes).double().eval().requires_grad_(False)  # type: ignore[arg-type]
     dim = 12
     r = 2
-    s = 0.5
+    scale = 0.5
     theta = random(1, 4 * r * dim, seed=3)
     images = random(2, 3, 8, 8, seed=4)
-    expected = lora.Backbone(vit, scale=s)(images, theta)
+    expected = lora.Backbone(vit, scale=scale)(images, theta)
     A_q, B_q, A_v, B_v = (x[0] for x in lora.factors(theta, dim))
-    W = vit.blocks[0].attn.qkv.weight.detach().clone()  # type: ignore[union-attr, operator]
-    before = W.clone()
-    merged = merge(W, A_q, B_q, A_v, B_v, s)
-    untouched("W_qkv", W, before)
-    q = B_q @ A_q
-    v = B_v @ A_v
-    zero = torch.zeros_like(q)
-    same("the weight", merged, before + s * torch.cat([q, zero, v]), {
-        "the scale s is missing": before + torch.cat([q, zero, v]),
-        "the values are added to the rows of the keys; the order of the rows is q, k, v":
-            before + s * torch.cat([q, v, zero]),
-        "the product is turned; it is B A, so that it acts on x as W does":
-            before + s * torch.cat([q.T, zero, v.T]),
-        "only the queries are changed": before + s * torch.cat([q, zero, zero]),
+    W_qkv = vit.blocks[0].attn.qkv.weight.detach().clone()  # type: ignore[union-attr, operator]
+    before = W_qkv.clone()
+    merged = merge(W_qkv, A_q, B_q, A_v, B_v, scale)
+    untouched("W_qkv", W_qkv, before)
+    q_change = scale * B_q @ A_q
+    v_change = scale * B_v @ A_v
+    zero = torch.zeros_like(q_change)
+    same("the weight", merged, before + torch.cat([q_change, zero, v_change]), {
+        "the scale s is missing": before + torch.cat([q_change, zero, v_change]) / scale,
+        "the values are added to the rows of the keys; the order is queries, keys, values":
+            before + torch.cat([q_change, v_change, zero]),
+        "the product is turned; it is B_q A_q, so that it acts on x as the weight does":
+            before + torch.cat([q_change.T, zero, v_change.T]),
+        "only the queries are changed": before + torch.cat([q_change, zero, zero]),
     })  # fmt: skip
     vit.load_state_dict(vit.state_dict() | {"blocks.0.attn.qkv.weight": merged.detach()})
     same("tokens of the merged network", vit.forward_features(images), expected)
@@ -77,7 +79,7 @@ def check_masking(masking: Any) -> None:
     """Each image by itself, with Python's sorted."""
     noise = torch.rand(3, 14, generator=torch.Generator().manual_seed(0))
     ratio = 0.75  # 3.5 of 14 patches would stay; int says 3
-    n = 3
+    kept = 3
     before = noise.clone()
     keep, restore = several("masking", masking(noise, ratio), ["keep", "restore"])
     untouched("noise", noise, before)
@@ -89,13 +91,13 @@ def check_masking(masking: Any) -> None:
         places.append([patches.index(patch) for patch in range(14)])
     all_in_order = torch.tensor(order)
     if isinstance(keep, Tensor) and keep.shape == (3, 4):
-        raise Wrong("keep has 4 patches: n is int(L (1 − mask_ratio)), which rounds down to 3")
+        raise Wrong("keep has 4 patches: int(patches · (1 − mask_ratio)) rounds down to 3")
     if isinstance(keep, Tensor) and keep.shape in ((3, 10), (3, 11)):
         raise Wrong("keep has as many patches as are removed: mask_ratio is their share")
-    same("keep", keep, all_in_order[:, :n], {
-        "these are the patches with the largest noise": all_in_order.flip(1)[:, :n],
+    same("keep", keep, all_in_order[:, :kept], {
+        "these are the patches with the largest noise": all_in_order.flip(1)[:, :kept],
         "the patches are in the order of their numbers; it must be that of their noise":
-            all_in_order[:, :n].sort(1).values,
+            all_in_order[:, :kept].sort(1).values,
     })  # fmt: skip
     same("restore", restore, torch.tensor(places), {
         "this is the order itself, from place to patch; restore goes from patch to place":

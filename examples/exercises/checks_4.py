@@ -90,12 +90,12 @@ def check_teacher_gap(teacher_gap: Any) -> None:
     """I-JEPA's own teacher takes one step; its network, merged, is compared with two others."""
     backbone = small_backbone(class_token=False)
     rank = 3
-    m = 0.7
+    mu = 0.7
     dim = backbone.dim
     theta_T = 0.1 * random(2, 4 * rank * dim)
     theta_P = 0.1 * random(2, 4 * rank * dim, seed=1)
-    found = several("teacher_gap", teacher_gap(theta_T, theta_P, m, dim), ["of q", "of v"])
-    task = IJEPA(backbone, Predictor(dim, 16, 16, 1, 4), MASKS, (m, 10), theta_T)
+    found = several("teacher_gap", teacher_gap(theta_T, theta_P, mu, dim), ["of q", "of v"])
+    task = IJEPA(backbone, Predictor(dim, 16, 16, 1, 4), MASKS, (mu, 10), theta_T)
     task.after_step(theta_P)
     teacher = merge(backbone, theta_T)
     student = merge(backbone, theta_P)
@@ -104,7 +104,7 @@ def check_teacher_gap(teacher_gap: Any) -> None:
         gaps = []
         for k in range(2):
             name = f"blocks.{k}.attn.qkv.weight"
-            average = m * teacher[name] + (1 - m) * student[name]
+            average = mu * teacher[name] + (1 - mu) * student[name]
             gaps.append((average - after[name])[rows])
         gap = torch.stack(gaps)
         same("the gap of " + "qv"[part], found[part], gap, {"its sign is wrong": -gap})
@@ -180,7 +180,7 @@ def check_with_decay(with_decay: Any) -> None:
     g = (theta - c).detach()[None]
     same("q", with_decay(G, lam, decay)(g), expected[None], {
         "this is Eq. 5 without decay": mfac.mfac(G, lam)(g),
-        "the matrix is right, but the factor before it is λ, not λ + w":
+        "the matrix is right, but the factor before it is λ, not λ + ω":
             mfac.mfac(G, lam + decay)(g),
     })  # fmt: skip
 

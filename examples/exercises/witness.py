@@ -28,14 +28,24 @@ def same(
         expected: the witness's result.
         mistakes: for each mistake that is often made, the result that it leads to.
         tolerance: largest relative error. It forgives a step in float32, such as `torch.eye(n)`
-            without a dtype; a mistake is larger by far.
+            without a dtype; a mistake is larger by far. A result in float32 is not forgiven, but
+            it is judged by its own rounding first, so that a mistake in it is named.
     """
     if not isinstance(found, Tensor):
         raise Wrong(f"{what} must be a tensor, not {type(found).__name__}")
     if found.shape != expected.shape:
         shapes = f"{tuple(found.shape)}, not {tuple(expected.shape)}"
         raise Wrong(f"{what} has the shape {shapes}")
+    wrong_type = expected.is_floating_point() and found.dtype != expected.dtype
+    if wrong_type:
+        tolerance = max(tolerance, 1e-4)
     error = distance(found, expected)
+    if error <= tolerance and wrong_type:
+        raise Wrong(
+            f"the numbers of {what} are right, but they are {name(found)}, and the arguments are "
+            f"{name(expected)}; make a new tensor with the type of an argument, as in "
+            "`torch.zeros(3, dtype=x.dtype)` or `torch.zeros_like(x)`"
+        )
     if error <= tolerance:
         return
     for mistake, wrong in (mistakes or {}).items():
@@ -63,6 +73,11 @@ def distance(found: Tensor, expected: Tensor) -> float:
     if a.numel() == 0:
         return 0.0
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-300))
+
+
+def name(x: Tensor) -> str:
+    """The type of a tensor's numbers, such as float32."""
+    return str(x.dtype).removeprefix("torch.")
 
 
 def first(x: Tensor) -> str:
