@@ -188,7 +188,9 @@ print(f"the same ψ under θ_P and under θ_D: outputs differ by {moved:.0%}")
 # there. The loss is the squared error on the removed patches only. The paper removes 75 %.
 #
 # The only random numbers of a step are one number per patch, called noise: the patches with the
-# smallest numbers stay. With the same noise, a step can be repeated exactly.
+# smallest numbers stay. With the same noise, a step can be repeated exactly. `mae.masking` returns
+# two tensors: `keep`, the numbers of the patches that stay, and `restore`, which says for each
+# patch where it stands in the list "kept patches, then removed ones".
 
 # %%
 ratios = (0.25, 0.5, 0.75)

@@ -118,6 +118,8 @@ MISTAKES = [
     ("algorithm_1", "return theta_P", "return theta_D", "θ_D"),
     ("algorithm_1", "    rows = []  # l.4", "    rows = locals().get('rows', [])", "line 4"),
     ("algorithm_1", "torch.stack(rows, 1)", "torch.stack(rows)", "(K, N_L, p)"),
+    ("algorithm_1", "theta_P = theta_D.detach().clone().requires_grad_()", "theta_P = theta_D",
+     "two tensors"),
     ("algorithm_1", "inverse = problem.hypergrad(G, problem.lam)",
      "problem.hypergrad(G, problem.lam); inverse = lambda g: g", "q = g"),
     ("algorithm_1", "range(problem.N_U)", "range(problem.N_L)", "L_D"),

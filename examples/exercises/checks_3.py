@@ -187,9 +187,11 @@ class Quadratic:
         """Eq. 5 with H itself; G is kept, to be looked at."""
         if not isinstance(G, Tensor) or G.shape != (2, self.N_L, 2):
             shape = tuple(G.shape) if isinstance(G, Tensor) else type(G).__name__
+            why = "it holds the gradients of this alternation alone (line 4 empties it)"
+            if shape == (self.N_L, 2, 2):
+                why = "`torch.stack(rows)` puts N_L first; name the axis, as the hint does"
             raise Wrong(
-                f"G is {shape} at line 10; it must be (K, N_L, p) = (2, {self.N_L}, 2), with the "
-                "gradients of this alternation alone (line 4 empties it)"
+                f"G is {shape} at line 10; it must be (K, N_L, p) = (2, {self.N_L}, 2): {why}"
             )
         if lam != self.lam:
             raise Wrong(f"line 10 was given {lam} as λ; it is {self.lam}")
@@ -207,6 +209,12 @@ class Quadratic:
         for what, (calls, right) in counts.items():
             if calls != right:
                 raise Wrong(f"{what} was called {calls} times; Algorithm 1 calls it {right} times")
+        pairs = zip(self.upper[::2], self.upper[1::2], strict=True)  # of each upper step
+        if all(torch.equal(first, second) for first, second in pairs):
+            raise Wrong(
+                "lines 12 and 14 always had the same θ: θ_P and θ_D must be two tensors, which are "
+                "equal at line 2 alone"
+            )
         for t, G in enumerate(self.stored):
             passes = self.lower[t * self.N_L : (t + 1) * self.N_L]
             expected = torch.stack([gradient for _, gradient in passes])  # (N_L, 4)
