@@ -9,7 +9,14 @@ from torchvision.datasets.utils import download_and_extract_archive, download_ur
 
 from config import Record
 from data import FolderError, decode_all, find_images, folder, subfolders
-from support.benchmarks import BENCHMARKS, IMAGENET_TERMS, folders, place_of, read_lists
+from support.benchmarks import (
+    BENCHMARKS,
+    IMAGENET_TERMS,
+    find_pool,
+    folders,
+    place_of,
+    read_lists,
+)
 from support.errors import RunError, UsageError, checking, nearest
 
 
@@ -59,18 +66,16 @@ def check(name: str, root: Path, partial: bool = False) -> Record:
     What is wrong is listed under `problems`, all of it.
     """
     named = folders(root)
-    is_folder = Path(name.removeprefix("folder:")).is_dir()
-    if name not in named and not is_folder:
+    if name not in named and not Path(name.removeprefix("folder:")).is_dir():
         raise UsageError(f"{name}: is no benchmark or folder; {nearest(name, named)}")
     with checking(name):
         path = place_of(name, root) or Path(name)
-    if name in BENCHMARKS:
-        contents = look_at_benchmark(name, path, partial)
-    elif name.startswith("folder:"):
-        with checking(name):
+        if name in BENCHMARKS:
+            contents = look_at_benchmark(name, path, partial)
+        elif name.startswith("folder:"):
             contents = look_at_classes(path)
-    else:
-        contents = look_at_pool(name, path)
+        else:
+            contents = Contents(find_pool(name, path), {}, [])
     damaged = [{"problem": str(error)} for error in decode_all(contents.images)]
     return {
         "name": name,
@@ -103,21 +108,11 @@ def look_at_classes(path: Path) -> Contents:
     try:
         task = folder(path, 0)
     except FolderError as error:
-        return Contents(find_images(path), {}, [{"problem": fault} for fault in error.faults])
+        return Contents(find_images(path), {}, [{"problem": fault} for fault in error.args])
     images = list[Path]()
     for split in task.splits:
         images += split.images
     return Contents(images, {"classes": len(task.classes), **task.sizes()}, [])
-
-
-def look_at_pool(name: str, path: Path) -> Contents:
-    """A folder of unlabelled images, nested or not."""
-    directory = path / "train" if name == "imagenet" else path  # its other images are no pool
-    with checking(name):
-        images = find_images(directory)
-    if not images:
-        raise UsageError(f"--pool {name}: no images in {directory}")
-    return Contents(images, {}, [])
 
 
 def download(name: str, root: Path) -> Record:

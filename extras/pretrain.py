@@ -136,7 +136,7 @@ def pretrain(
     work starts, Diverged where a loss is not finite.
     """
     if pool is None:
-        pool = open_pool(cfg)
+        pool = open_pool(cfg.pool, cfg.data_root, cfg.data_seed)
     else:
         cfg = cfg.replace(**names_of_own_data(None, pool))
     work = count_work(cfg, pool)
@@ -190,7 +190,7 @@ def count_work(cfg: PretrainConfig, pool: data.Pool) -> Work:
 
 def plan(cfg: PretrainConfig) -> dict[str, int]:
     """What a run would take, for --dry-run (UsageError)."""
-    work = count_work(cfg, open_pool(cfg))
+    work = count_work(cfg, open_pool(cfg.pool, cfg.data_root, cfg.data_seed))
     build_task(cfg, build_networks(cfg), work.steps)
     return work._asdict()
 

@@ -10,16 +10,19 @@ from typing import NamedTuple
 from torchvision.datasets import Flowers102
 
 from config import Data
-from data import PARTS, Entries, Label, Split, Task, holdout
+from data import PARTS, Entries, Label, Split, Task, find_images, holdout
 from support.errors import UsageError, checking
+
+
+# (part, file below the benchmark's folder, label); a part is train, val, test, or trainval: a
+# training part that has no official validation split
+Rows = list[tuple[str, str, Label]]
 
 
 class Listing(NamedTuple):
     """What the lists of a benchmark say."""
 
-    # (part, file below the benchmark's folder, label); a part is train, val, test, or trainval:
-    # a training part that has no official validation split
-    images: list[tuple[str, str, Label]]
+    images: Rows
     classes: Sequence[str]
 
 
@@ -52,7 +55,7 @@ def read_pairs(path: Path) -> dict[str, str]:
 
 def read_dtd(base: Path) -> Listing:
     """Partition 1 of ten. Classes are the 47 official ones in alphabetical order."""
-    images: list[tuple[str, str, Label]] = []
+    images: Rows = []
     for part in PARTS:
         for [name] in read_rows(base / f"dtd/labels/{part}1.txt", 1):
             kind, _, _ = name.partition("/")
@@ -63,7 +66,7 @@ def read_dtd(base: Path) -> Listing:
 def read_voc(base: Path) -> Listing:
     """A list per class: 1 has such an object, -1 has none, 0 has only difficult ones."""
     lists = base / "VOC2007/ImageSets/Main"
-    images: list[tuple[str, str, Label]] = []
+    images: Rows = []
     for part in PARTS:
         columns = [read_pairs(lists / f"{kind}_{part}.txt") for kind in VOC]
         for image in columns[0]:
@@ -78,7 +81,7 @@ def read_cub(base: Path) -> Listing:
     labels = read_pairs(base / "image_class_labels.txt")
     is_training = read_pairs(base / "train_test_split.txt")
     classes = read_pairs(base / "classes.txt")
-    images: list[tuple[str, str, Label]] = []
+    images: Rows = []
     for number, file in files.items():
         part = "trainval" if int(is_training[number]) else "test"
         images.append((part, f"images/{file}", int(labels[number]) - 1))
@@ -89,7 +92,7 @@ def read_cub(base: Path) -> Listing:
 
 def read_pets(base: Path) -> Listing:
     """Lines of `NAME CLASS SPECIES BREED`; classes count from 1."""
-    images: list[tuple[str, str, Label]] = []
+    images: Rows = []
     classes = [f"class {k + 1}" for k in range(37)]  # for those that a subset lacks
     for part in ("trainval", "test"):
         for row in read_rows(base / f"annotations/{part}.txt", 4):
@@ -107,7 +110,7 @@ def read_flowers(base: Path) -> Listing:
 
     numbers = loadmat(base / "setid.mat", squeeze_me=True)
     labels = loadmat(base / "imagelabels.mat", squeeze_me=True)["labels"]
-    images: list[tuple[str, str, Label]] = []
+    images: Rows = []
     for part, key in (("train", "trnid"), ("val", "valid"), ("test", "tstid")):
         for number in numbers[key]:
             label = int(labels[number - 1]) - 1
@@ -120,7 +123,7 @@ def read_flowers(base: Path) -> Listing:
 def read_aircraft(base: Path) -> Listing:
     """Lines of `IMAGE VARIANT`; a variant's number is its place in variants.txt."""
     variants = [name for [name] in read_rows(base / "data/variants.txt", 1)]
-    images: list[tuple[str, str, Label]] = []
+    images: Rows = []
     for part in PARTS:
         for image, name in read_rows(base / f"data/images_variant_{part}.txt", 2):
             images.append((part, f"data/images/{image}.jpg", variants.index(name)))
@@ -211,20 +214,21 @@ BENCHMARKS = {
     ),
 }
 # the paper's pool; behind a registration, so there is nothing to download here
-IMAGENET_FOLDER = "imagenet"
 IMAGENET_TERMS = "research, registered; train/ holds a folder a class"
 
 
 def folders(root: Path) -> dict[str, Path]:
     """Where the datasets that have a name lie, or would lie, below --data-root."""
     paths = {name: root / benchmark.folder for name, benchmark in BENCHMARKS.items()}
-    return paths | {"imagenet": root / IMAGENET_FOLDER}
+    return paths | {"imagenet": root / "imagenet"}
 
 
 def place_of(name: str, root: Path) -> Path | None:
-    """Where a dataset, pool or file lies; None if it lies nowhere (ValueError)."""
+    """Where a dataset, pool or file lies; None if it comes with the program (ValueError)."""
     kind, _, _ = name.partition(":")
-    if kind in ("quilts", "omniglot", "own"):
+    if kind == "own":
+        raise ValueError("was handed in from Python; hand it in again, task=... or pool=...")
+    if kind in ("quilts", "omniglot"):
         return None
     named = folders(root)
     path = named.get(name, Path(name.removeprefix("folder:")))
@@ -242,6 +246,15 @@ def place_of(name: str, root: Path) -> Path | None:
     raise ValueError(f"is not in {path}, see --data-root; {remedy}")
 
 
+def find_pool(name: str, path: Path) -> list[Path]:
+    """The images of a pool that lies there, of ImageNet the training images (ValueError)."""
+    folder = path / "train" if name == "imagenet" else path
+    files = find_images(folder)
+    if not files:
+        raise ValueError(f"no images in {folder}")
+    return files
+
+
 def load_task(cfg: Data, base: Path) -> Task:
     """The benchmark of these settings, which lies in the folder `base` (UsageError)."""
     name = cfg.dataset
@@ -251,26 +264,19 @@ def load_task(cfg: Data, base: Path) -> Task:
     for part in PARTS:
         # The missing ones are counted below; --partial goes on without them.
         present = [(file, label) for file, label in parts[part] if (base / file).exists()]
-        splits.append(Split.below(base, present))
-    train, val, test = splits
-    sizes = (len(train.targets), len(val.targets), len(test.targets))
-    is_whole = sizes == official
+        split = Split.below(base, present)
+        if name == "voc07" and cfg.voc_difficult == "positive":
+            split.targets[split.targets == 0] = 1
+        splits.append(split)
+    sizes = tuple(len(split.targets) for split in splits)
     has_empty_part = 0 in sizes  # a subset, too, needs images of each
-    if has_empty_part or not (is_whole or cfg.partial):
+    if has_empty_part or not (sizes == official or cfg.partial):
         raise UsageError(
             f"--dataset {name}: {base}: train, validation and test have {sizes} images of "
             f"{official}; see `bisslight data check {name}`, or give --partial"
         )
-    if name == "voc07" and cfg.voc_difficult == "positive":
-        train, val, test = (count_difficult(split) for split in splits)
+    train, val, test = splits
     return Task(name, train, val, test, list(classes))
-
-
-def count_difficult(split: Split) -> Split:
-    """The split with difficult objects (0) as positive ones (1)."""
-    targets = split.targets.clone()
-    targets[targets == 0] = 1
-    return Split(split.images, targets)
 
 
 class Lists(NamedTuple):

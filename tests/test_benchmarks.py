@@ -140,9 +140,7 @@ def test_split_files_are_checked(tmp_path: Path, monkeypatch: Any) -> None:
 
 def test_a_pool_is_quilts_the_training_part_of_imagenet_or_any_folder(tmp_path: Path) -> None:
     def pool(name: str) -> Pool:
-        cfg = AlignConfig(backbone="vit_mini", dataset="quilts", pool=name, data_root=tmp_path)
-        found: Pool = open_pool(cfg)
-        return found
+        return open_pool(name, tmp_path, 0)
 
     for file in ("pool/1.png", "pool/deep/2.JPEG", "pool/.hidden/3.png", "imagenet/val/n01/1.JPEG"):
         picture(tmp_path / file)
@@ -158,7 +156,7 @@ def test_a_pool_is_quilts_the_training_part_of_imagenet_or_any_folder(tmp_path: 
 
 
 def test_a_name_is_a_place_and_drawn_data_have_none(tmp_path: Path) -> None:
-    assert place_of("quilts", tmp_path) is None and place_of("own:123", tmp_path) is None
+    assert place_of("quilts", tmp_path) is None and place_of("omniglot", tmp_path) is None
     assert place_of(f"folder:{tmp_path}", Path("elsewhere")) == tmp_path
     assert folders(tmp_path).keys() == {*BENCHMARKS, "imagenet"}
     with pytest.raises(ValueError, match="no such folder"):
