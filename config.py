@@ -80,9 +80,18 @@ TIMM_NAMES = {  # how timm calls ours
     "vit_large_patch16": "vit_l16",
     "vit_huge_patch14": "vit_h14",
 }
-DATASETS = ("dtd", "voc07", "cub200", "pets", "flowers", "aircrafts", "imagenet")
 ALPHABETS = ("Balinese", "Early_Aramaic", "Greek", "Latin", "Tagalog")  # tasks of Omniglot
-TASKS = (*DATASETS, *[f"omniglot:{name}" for name in ALPHABETS], "quilts")  # quilts: for tests
+TASKS = (
+    "dtd",
+    "voc07",
+    "cub200",
+    "pets",
+    "flowers",
+    "aircrafts",
+    "imagenet",
+    *[f"omniglot:{alphabet}" for alphabet in ALPHABETS],
+    "quilts",  # drawn, for tests
+)
 PRETEXTS = ("mae", "ijepa")
 
 # --- types of settings -------------------------------------------------------------------------
@@ -310,10 +319,14 @@ class Command(Machine):
         defaults = cls.paper_defaults(given)
         for values in cls.our_defaults(given).values():
             defaults |= values
-        known = {name: value for name, value in defaults.items() if name in cls.model_fields}
-        settings = handler(known | given)
+        settings = handler(cls.known(defaults) | given)
         settings.model_fields_set.intersection_update(given)
         return settings
+
+    @classmethod
+    def known(cls, values: Record) -> Record:
+        """Those of the values that this command has a setting for."""
+        return {name: value for name, value in values.items() if name in cls.model_fields}
 
     def replace(self, **changes: object) -> Self:
         """The same settings with some changed; defaults that depend on these follow them."""
@@ -609,10 +622,7 @@ def paper_values(kind: type[Command], given: Record) -> Record:
     values = {
         name: field.default for name, field in kind.model_fields.items() if not field.is_required()
     }
-    for name, value in kind.paper_defaults(given).items():
-        if name in kind.model_fields:
-            values[name] = value
-    return values
+    return values | kind.known(kind.paper_defaults(given))
 
 
 def unlike_paper(cfg: Command) -> Record:
@@ -629,7 +639,7 @@ def unlike_paper(cfg: Command) -> Record:
 
 def released_values(kind: type[Command], aligned: bool) -> Record:
     """The settings of `--preset as-released`; `aligned`: fine-tuning starts from an align run."""
-    values = {name: value for name, value in RELEASED.items() if name in kind.model_fields}
+    values = kind.known(RELEASED)
     if not aligned:
         values.pop("optimizer", None)
     return values

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self
@@ -51,7 +52,8 @@ def rng(seed: int, *purpose: str | int) -> torch.Generator:
     return torch.Generator().manual_seed(seed_for(seed, *purpose))
 
 
-class Split(NamedTuple):
+@dataclass(frozen=True, eq=False)  # equal to itself alone, which `decode_once` remembers
+class Split:
     """Images and their labels, int64."""
 
     images: Stored
@@ -381,7 +383,8 @@ def decode_jpeg(path: Path, image: Image.Image) -> Tensor:
     if decode is None:
         pixels: Tensor = F.pil_to_tensor(image.convert("RGB"))
     else:
-        pixels = decode(torch.ops.image.read_file(str(path)), 3)  # as RGB
+        content = bytearray(path.read_bytes())
+        pixels = decode(torch.frombuffer(content, dtype=torch.uint8), 3)  # as RGB
     return pixels
 
 
@@ -472,7 +475,7 @@ class Images(Dataset[Batch | ImageError]):
                 image = cut_random(image, self.t)
         else:
             image = cut_centre(image, self.t)
-        pixels: Tensor = F.to_image(image).as_subclass(Tensor)
+        pixels: Tensor = F.pil_to_tensor(image) if isinstance(image, Image.Image) else image
         return pixels
 
 
@@ -511,8 +514,8 @@ def batches(
 ) -> Iterator[Batch]:
     """Network inputs (B, 3, size, size), targets, n of each list of n draws; workers work ahead.
 
-    `share` says which of n draws this process takes, by default all. workers None: `count_workers` beside a GPU;
-    none beside a CPU, which is busy with the network, or for images in memory.
+    `share` says which of n draws this process takes, by default all. workers None: `count_workers`
+    beside a GPU; none beside a CPU, which is busy with the network, or for images in memory.
     """
     if images.are_ready:
         workers = 0
@@ -538,30 +541,24 @@ def batches(
 
 def copy_ahead(items: Iterable[Batch | ImageError], device: torch.device) -> Iterator[Batch]:
     """The batches on a GPU: each is copied there while the one before is used."""
+    network = torch.cuda.current_stream(device)
     copies = torch.cuda.Stream(device)  # of copies alone, beside the network's
     ahead: Batch | None = None
     for item in items:
         if isinstance(item, ImageError):
             raise item
-        x, y, n = item
-        ready = wait_for(ahead, copies)  # before the next copy starts, so it waits for one copy
+        network.wait_stream(copies)  # before the next copy starts, so it waits for one copy
         with torch.cuda.stream(copies):
-            ahead = x.to(device, non_blocking=True), y.to(device, non_blocking=True), n
-        if ready is not None:
-            yield ready
-    last = wait_for(ahead, copies)
-    if last is not None:
-        yield last
-
-
-def wait_for(batch: Batch | None, copies: torch.cuda.Stream) -> Batch | None:
-    """Let the network's stream wait for what was copied in another one, and use its memory."""
-    if batch is not None:
-        current = torch.cuda.current_stream(copies.device)
-        current.wait_stream(copies)
-        batch[0].record_stream(current)  # the memory is free when the network is done with it
-        batch[1].record_stream(current)
-    return batch
+            x = item[0].to(device, non_blocking=True)
+            y = item[1].to(device, non_blocking=True)
+        x.record_stream(network)  # the memory is free when the network is done with it
+        y.record_stream(network)
+        if ahead is not None:
+            yield ahead
+        ahead = x, y, item[2]
+    network.wait_stream(copies)
+    if ahead is not None:
+        yield ahead
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -576,28 +573,12 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 MOST_KEPT = 2**30  # bytes
 
 
-class Decoded:
-    """Validation and test images cut for scoring: decoded once, then kept as uint8.
+@lru_cache(maxsize=2)  # the validation and the test images of a run
+def decode_once(split: Split, t: Transform) -> Split:
+    """The split as it is scored, uint8 in memory; as it is where it is ready or above MOST_KEPT.
 
     Fine-tuning on a small set is mostly decoding otherwise: it scores after every epoch.
     """
-
-    def __init__(self, t: Transform) -> None:
-        self.t = t
-        self.kept = list[tuple[Split, Split]]()  # as it is given, and decoded
-
-    def __call__(self, split: Split) -> Split:
-        """A split for `Images`: in memory, or as it is where it is ready or above MOST_KEPT."""
-        for known, decoded in self.kept:
-            if known is split:
-                return decoded
-        decoded = decode_once(split, self.t)
-        self.kept.append((split, decoded))
-        return decoded
-
-
-def decode_once(split: Split, t: Transform) -> Split:
-    """The split as it is scored, uint8 in memory; as it is where it is ready or too large."""
     images = Images(split, t)
     n = len(split.targets)
     if images.are_ready or n * 3 * t.size**2 > MOST_KEPT:

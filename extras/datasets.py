@@ -65,11 +65,10 @@ def check(name: str, root: Path, partial: bool = False) -> Record:
     `folder:DIR` is read as by --dataset, DIR and imagenet as by --pool. `partial` allows gaps.
     What is wrong is listed under `problems`, all of it.
     """
-    named = folders(root)
-    if name not in named and not Path(name.removeprefix("folder:")).is_dir():
-        raise UsageError(f"{name}: is no benchmark or folder; {nearest(name, named)}")
     with checking(name):
-        path = place_of(name, root) or Path(name)
+        path = place_of(name, root)
+        if path is None:
+            raise UsageError(f"{name}: comes with the program, so there is nothing to check")
         if name in BENCHMARKS:
             contents = look_at_benchmark(name, path, partial)
         elif name.startswith("folder:"):
@@ -93,12 +92,14 @@ def look_at_benchmark(name: str, path: Path, partial: bool) -> Contents:
         listed.update(file for file, _ in entries)
     absent = {file for file in listed if not (path / file).exists()}
     problems: list[Record] = []
-    if not partial and len(listed) != expected:
+    if len(listed) != expected:
         problem = f"its lists name {len(listed)} of {expected} images; is it a subset?"
         problems.append({"problem": f"{problem} --partial takes it"})
-    if not partial and absent:
+    if absent:
         problem = f"{len(absent)} of the listed images are missing"
         problems.append({"problem": problem, "first": min(absent)})
+    if partial:
+        problems = []
     images = [path / file for file in sorted(listed - absent)]
     return Contents(images, {"listed": len(listed), "absent": len(absent)}, problems)
 

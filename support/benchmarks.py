@@ -11,8 +11,7 @@ from torchvision.datasets import Flowers102
 
 from config import Data
 from data import PARTS, Entries, Label, Split, Task, find_images, holdout
-from support.errors import UsageError, checking
-
+from support.errors import UsageError, checking, nearest
 
 # (part, file below the benchmark's folder, label); a part is train, val, test, or trainval: a
 # training part that has no official validation split
@@ -235,7 +234,7 @@ def place_of(name: str, root: Path) -> Path | None:
     if path.exists():
         return path
     if name not in named:
-        raise ValueError("there is no such folder or file")
+        raise ValueError(f"there is no such folder or file; {nearest(name, named)}")
     if name == "imagenet":
         remedy = (
             "148 GB, at image-net.org, registered. As --pool, any folder of images will do, such as"
@@ -301,13 +300,10 @@ def read_lists(name: str, base: Path, data_seed: int = 0, split_file: Path | Non
     unsplit = parts.pop("trainval")
     if split_file:
         train_size, val_size, _ = benchmark.sizes
-        train, val = split_by_file(unsplit, train_size + val_size, split_file)
-        parts["train"] = train
-        parts["val"] = val
+        count = train_size + val_size
+        parts["train"], parts["val"] = split_by_file(unsplit, count, split_file)
     elif unsplit:
-        train, val = holdout(unsplit, data_seed, "val")
-        parts["train"] = train
-        parts["val"] = val
+        parts["train"], parts["val"] = holdout(unsplit, data_seed, "val")
     return Lists(parts, classes)
 
 
@@ -321,11 +317,6 @@ def split_by_file(entries: Entries, count: int, split_file: Path) -> tuple[Entri
             f"--split-file {split_file}: is for cub200 and pets, needs {count} listed images and "
             f"numbers below {count}; {len(entries)} are listed"
         )
-    train: Entries = []
-    val: Entries = []
-    for i, entry in enumerate(entries):
-        if str(i) in chosen:
-            val.append(entry)
-        else:
-            train.append(entry)
+    train = [entry for i, entry in enumerate(entries) if str(i) not in chosen]
+    val = [entry for i, entry in enumerate(entries) if str(i) in chosen]
     return train, val

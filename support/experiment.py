@@ -13,7 +13,7 @@ from torch import Tensor
 import data
 import lora
 from bisslight import Batch, Loss, Passes, Phi, PretextTask
-from config import AlignConfig, Crops, FinetuneConfig, Machine, Record
+from config import PRETEXTS, AlignConfig, Crops, FinetuneConfig, Machine, Record
 from support import checkpoints, omniglot
 from support.benchmarks import BENCHMARKS, find_pool, load_task, place_of
 from support.errors import UsageError, checking
@@ -76,7 +76,6 @@ class Experiment:
             cfg.d_interpolation,
             whole=self.task.whole,
         )
-        self.decoded = data.Decoded(self.transform)  # validation and test images
         digests = {
             "weights_sha256": loaded.sha256,
             "data_sha256": data.fingerprint(*self.task.splits),
@@ -167,7 +166,7 @@ class Experiment:
         for start in range(0, len(numbers), size):
             # Here an image's number is also that of its draw, since each is drawn once.
             draws.append([(i, i) for i in numbers[start : start + size]])
-        images = data.Images(self.decoded(split), self.transform)
+        images = data.Images(data.decode_once(split, self.transform), self.transform)
         logits = []
         autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp)
         what = "testing" if split is self.task.test else "validating"
@@ -200,10 +199,10 @@ class Experiment:
     def decode_held_out_images(self) -> None:
         """Read all validation and test images, so that a damaged one is told before training."""
         for split in (self.task.val, self.task.test):
-            images = self.decoded(split).images
+            images = data.decode_once(split, self.transform).images
             if isinstance(images, Tensor):  # in memory, so nothing is left to read
                 continue
-            # There are too many to be kept, so `decoded` has not opened them.
+            # There are too many to be kept, so `decode_once` has not opened them.
             errors = data.decode_all(images)
             if errors:
                 raise errors[0]
@@ -224,7 +223,7 @@ class AlignExperiment(Experiment):
             data.check_pixels(pool.images)
         self.pool = pool
         self.task_class = None  # of a pretext task of one's own
-        if cfg.pretext not in ("mae", "ijepa"):
+        if cfg.pretext not in PRETEXTS:
             self.task_class = load_task_class(cfg.pretext)
         super().__init__(cfg, task)
         if self.channels:
@@ -369,15 +368,12 @@ def open_pool(name: str, root: Path, seed: int) -> data.Pool:
         return data.Pool(find_pool(name, path))
 
 
-def names_of_own_data(task: data.Task | None, pool: data.Pool | None = None) -> dict[str, str]:
-    """The settings that stand for data that was handed in: `own:` and their digest."""
-    # With a digest, a run directory refuses to go on with other images.
-    names = {}
-    if task is not None:
-        names["dataset"] = f"own:{data.fingerprint(*task.splits)[:12]}"
-    if pool is not None:
-        names["pool"] = f"own:{data.fingerprint(pool)[:12]}"
-    return names
+def name_of_own_data(*parts: data.Split | data.Pool) -> str:
+    """The name of data that was handed in: with its digest, so that a run is not mixed with others.
+
+    In settings it stands for the dataset or the pool.
+    """
+    return f"own:{data.fingerprint(*parts)[:12]}"
 
 
 # --- The machine -------------------------------------------------------------------------------
@@ -413,5 +409,5 @@ def use_one_thread_for_small_networks(backbone: str, device: torch.device) -> No
 def fits_bfloat16(cfg: Config, device: torch.device) -> bool:
     """Whether all passes of these settings are under autocast, see `lora.keep_in_bfloat16`."""
     float32_curvature = isinstance(cfg, AlignConfig) and cfg.hypergrad in ("cg", "exact")
-    own_task = cfg.pretext not in ("mae", "ijepa")  # it may leave autocast
+    own_task = cfg.pretext not in PRETEXTS  # it may leave autocast
     return cfg.amp and device.type == "cuda" and not float32_curvature and not own_task
