@@ -442,14 +442,9 @@ class Images(Dataset[Batch | ImageError]):
         self.seed = seed
         self.purpose = purpose
         self.random = train and t.augment == "crop"
-
-    @property
-    def are_ready(self) -> bool:
-        """Whether there is nothing to decode or to cut."""
-        images = self.split.images
-        if not isinstance(images, Tensor) or self.random:
-            return False
-        return images.shape[2:] == (self.t.size, self.t.size)
+        self.are_ready = False  # whether there is nothing to decode or to cut
+        if isinstance(split.images, Tensor) and not self.random:
+            self.are_ready = split.images.shape[2:] == (t.size, t.size)
 
     def __getitem__(self, item: tuple[Draws, int]) -> Batch | ImageError:
         """Some draws of a batch of n. An ImageError is returned, since workers would wrap it."""
@@ -530,8 +525,7 @@ def batches(
         pin_memory=device.type == "cuda",
         worker_init_fn=leave_terminal,
     )
-    mean = torch.tensor(images.t.mean, device=device).view(3, 1, 1)
-    std = torch.tensor(images.t.std, device=device).view(3, 1, 1)
+    mean, std = torch.tensor([images.t.mean, images.t.std], device=device).view(2, 3, 1, 1)
     for item in copy_ahead(loader, device) if device.type == "cuda" else loader:
         if isinstance(item, ImageError):
             raise item

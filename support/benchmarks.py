@@ -3,6 +3,7 @@
 They are read from their own lists, since torchvision numbers the classes of a subset anew.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,18 +11,17 @@ from typing import NamedTuple
 from torchvision.datasets import Flowers102
 
 from config import Data
-from data import PARTS, Entries, Label, Split, Task, find_images, holdout
+from data import PARTS, Entries, Split, Task, find_images, holdout
 from support.errors import UsageError, checking, nearest
 
-# (part, file below the benchmark's folder, label); a part is train, val, test, or trainval: a
-# training part that has no official validation split
-Rows = list[tuple[str, str, Label]]
+Parts = dict[str, Entries]  # by the name of a part: files below the benchmark's folder, labels
 
 
-class Listing(NamedTuple):
+class Lists(NamedTuple):
     """What the lists of a benchmark say."""
 
-    images: Rows
+    # a part is train, val, test, or trainval: a training part without an official validation split
+    parts: Parts
     classes: Sequence[str]
 
 
@@ -30,7 +30,7 @@ class Benchmark(NamedTuple):
 
     folder: str  # below --data-root
     sizes: tuple[int, int, int]  # images of train, validation (CUB, Pets: our split) and test
-    read: Callable[[Path], Listing]
+    read: Callable[[Path], Lists]
     archives: dict[str, str]  # URL -> md5
     megabytes: int  # of the archives
     holds_folder: bool  # the archives hold `folder` itself, not only what is in it
@@ -52,81 +52,81 @@ def read_pairs(path: Path) -> dict[str, str]:
     return dict(read_rows(path, 2))
 
 
-def read_dtd(base: Path) -> Listing:
+def read_dtd(base: Path) -> Lists:
     """Partition 1 of ten. Classes are the 47 official ones in alphabetical order."""
-    images: Rows = []
+    parts: Parts = defaultdict(list)
     for part in PARTS:
         for [name] in read_rows(base / f"dtd/labels/{part}1.txt", 1):
             kind, _, _ = name.partition("/")
-            images.append((part, f"dtd/images/{name}", DTD.index(kind)))
-    return Listing(images, DTD)
+            parts[part].append((f"dtd/images/{name}", DTD.index(kind)))
+    return Lists(parts, DTD)
 
 
-def read_voc(base: Path) -> Listing:
+def read_voc(base: Path) -> Lists:
     """A list per class: 1 has such an object, -1 has none, 0 has only difficult ones."""
     lists = base / "VOC2007/ImageSets/Main"
-    images: Rows = []
+    parts: Parts = defaultdict(list)
     for part in PARTS:
         columns = [read_pairs(lists / f"{kind}_{part}.txt") for kind in VOC]
         for image in columns[0]:
             label = [int(column[image]) for column in columns]
-            images.append((part, f"VOC2007/JPEGImages/{image}.jpg", label))
-    return Listing(images, VOC)
+            parts[part].append((f"VOC2007/JPEGImages/{image}.jpg", label))
+    return Lists(parts, VOC)
 
 
-def read_cub(base: Path) -> Listing:
+def read_cub(base: Path) -> Lists:
     """Four lists by an image's number; classes count from 1, and a split of 1 is training."""
     files = read_pairs(base / "images.txt")
     labels = read_pairs(base / "image_class_labels.txt")
     is_training = read_pairs(base / "train_test_split.txt")
     classes = read_pairs(base / "classes.txt")
-    images: Rows = []
+    parts: Parts = defaultdict(list)
     for number, file in files.items():
         part = "trainval" if int(is_training[number]) else "test"
-        images.append((part, f"images/{file}", int(labels[number]) - 1))
+        parts[part].append((f"images/{file}", int(labels[number]) - 1))
     # a class is listed as 001.Black_footed_Albatross
     names = [name.partition(".")[2].replace("_", " ") for name in classes.values()]
-    return Listing(images, names)
+    return Lists(parts, names)
 
 
-def read_pets(base: Path) -> Listing:
+def read_pets(base: Path) -> Lists:
     """Lines of `NAME CLASS SPECIES BREED`; classes count from 1."""
-    images: Rows = []
+    parts: Parts = defaultdict(list)
     classes = [f"class {k + 1}" for k in range(37)]  # for those that a subset lacks
     for part in ("trainval", "test"):
         for row in read_rows(base / f"annotations/{part}.txt", 4):
             name = row[0]
             label = int(row[1]) - 1
-            images.append((part, f"images/{name}.jpg", label))
+            parts[part].append((f"images/{name}.jpg", label))
             # great_pyrenees_12 is an image of the class great pyrenees
             classes[label] = name.rpartition("_")[0].replace("_", " ")
-    return Listing(images, classes)
+    return Lists(parts, classes)
 
 
-def read_flowers(base: Path) -> Listing:
+def read_flowers(base: Path) -> Lists:
     """setid.mat lists the images of a part, imagelabels.mat each one's class; both count from 1."""
     from scipy.io import loadmat  # slow to import, and for this benchmark alone
 
     numbers = loadmat(base / "setid.mat", squeeze_me=True)
     labels = loadmat(base / "imagelabels.mat", squeeze_me=True)["labels"]
-    images: Rows = []
+    parts: Parts = defaultdict(list)
     for part, key in (("train", "trnid"), ("val", "valid"), ("test", "tstid")):
         for number in numbers[key]:
             label = int(labels[number - 1]) - 1
-            images.append((part, f"jpg/image_{number:05d}.jpg", label))
+            parts[part].append((f"jpg/image_{number:05d}.jpg", label))
     # the lists hold no names; older releases of torchvision have none, either
     names = getattr(Flowers102, "classes", [f"flower {k}" for k in range(1, 103)])
-    return Listing(images, names)
+    return Lists(parts, names)
 
 
-def read_aircraft(base: Path) -> Listing:
+def read_aircraft(base: Path) -> Lists:
     """Lines of `IMAGE VARIANT`; a variant's number is its place in variants.txt."""
     variants = [name for [name] in read_rows(base / "data/variants.txt", 1)]
-    images: Rows = []
+    parts: Parts = defaultdict(list)
     for part in PARTS:
         for image, name in read_rows(base / f"data/images_variant_{part}.txt", 2):
-            images.append((part, f"data/images/{image}.jpg", variants.index(name)))
-    return Listing(images, variants)
+            parts[part].append((f"data/images/{image}.jpg", variants.index(name)))
+    return Lists(parts, variants)
 
 
 DTD = """
@@ -278,13 +278,6 @@ def load_task(cfg: Data, base: Path) -> Task:
     return Task(name, train, val, test, list(classes))
 
 
-class Lists(NamedTuple):
-    """A benchmark's images by split, and its classes."""
-
-    parts: dict[str, Entries]
-    classes: Sequence[str]
-
-
 def read_lists(name: str, base: Path, data_seed: int = 0, split_file: Path | None = None) -> Lists:
     """What a benchmark's lists say of train, val and test, and its classes (UsageError).
 
@@ -293,11 +286,8 @@ def read_lists(name: str, base: Path, data_seed: int = 0, split_file: Path | Non
     """
     benchmark = BENCHMARKS[name]
     with checking(str(base), "its lists are damaged, download it again"):
-        images, classes = benchmark.read(base)
-    parts: dict[str, Entries] = {part: [] for part in (*PARTS, "trainval")}
-    for part, file, label in images:
-        parts[part].append((file, label))
-    unsplit = parts.pop("trainval")
+        parts, classes = benchmark.read(base)
+    unsplit = parts.pop("trainval", [])
     if split_file:
         train_size, val_size, _ = benchmark.sizes
         count = train_size + val_size

@@ -47,8 +47,7 @@ def as_rgb(images: Tensor) -> Tensor:
 @lru_cache(maxsize=1)
 def pool() -> Pool:
     """The characters of three alphabets, 2,580 images without labels."""
-    of_alphabets = [alphabets()[name].flatten(0, 1) for name in POOL]
-    images = as_rgb(torch.cat(of_alphabets))
+    images = as_rgb(torch.cat([alphabets()[name] for name in POOL]))
     mean = float(images.mean())
     std = float(images.std())
     return Pool(images, (mean,) * 3, (std,) * 3)

@@ -73,7 +73,7 @@ def test_voc_labels_are_those_of_the_annotations() -> None:
 def test_the_whole_cub_split_has_the_papers_sizes() -> None:
     """A fifth of each class of the official 5,994 training images, from the complete lists."""
     base = shared("data/annotations/CUB_200_2011")
-    known = [(name, label) for part, name, label in read_cub(base).images if part == "trainval"]
+    known = read_cub(base).parts["trainval"]
     assert all(label == int(Path(name).parts[1][:3]) - 1 for name, label in known)
     file = shared("data/bissl_tv_splits/cub200_val_split.txt")
     for chosen in (None, file):
