@@ -257,11 +257,11 @@ class FolderError(ValueError):
 def folder(root: Path, seed: int) -> Task:
     """Class folders, or train/ val/ test/ of them; a missing test or val is `holdout` of train."""
     names = {path.name for path in subfolders(root)}
-    places = {"train": root}
-    if names & {*PARTS}:
-        if "train" not in names or names - {*PARTS}:
-            raise FolderError(f"holds {sorted(names)}, parts are named train, val and test")
-        places = {part: root / part for part in PARTS if part in names}
+    places = {part: root / part for part in PARTS if part in names}
+    if places and ("train" not in places or len(names) > len(places)):
+        raise FolderError(f"holds {sorted(names)}, parts are named train, val and test")
+    if not places:
+        places = {"train": root}
     classes = [path.name for path in subfolders(places["train"])]
     missing = [part for part in ("test", "val") if part not in places]
     entries = dict[str, Entries]()
@@ -524,6 +524,7 @@ def batches(
         num_workers=workers,
         pin_memory=device.type == "cuda",
         worker_init_fn=leave_terminal,
+        generator=torch.Generator(),  # or it would draw from the global one
     )
     mean, std = torch.tensor([images.t.mean, images.t.std], device=device).view(2, 3, 1, 1)
     for item in copy_ahead(loader, device) if device.type == "cuda" else loader:

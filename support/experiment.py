@@ -69,8 +69,8 @@ class Experiment:
         self.theta_shape = (backbone.depth, 4 * cfg.rank * backbone.dim)  # (K, p)
         self.transform = data.Transform(
             self.arch.image_size,
-            self.task.mean,
-            self.task.std,
+            tuple(self.task.mean),  # from a file, it may be a list
+            tuple(self.task.std),
             cfg.augment,
             cfg.min_crop,
             cfg.d_interpolation,
@@ -160,12 +160,11 @@ class Experiment:
     def logits(self, split: data.Split, theta: Tensor, phi_D: Phi) -> Tensor:
         """Logits (n, C) of a split, whose images the processes share; φ_D as in `score`."""
         n = len(split.targets)
-        numbers = range(n)[share(n)]  # of this process's images
-        size = self.cfg.micro_batch or 256
+        numbers = torch.arange(n)[share(n)]  # of this process's images
         draws = []
-        for start in range(0, len(numbers), size):
+        for part in numbers.split(self.cfg.micro_batch or 256):
             # Here an image's number is also that of its draw, since each is drawn once.
-            draws.append([(i, i) for i in numbers[start : start + size]])
+            draws.append([(i, i) for i in part.tolist()])
         images = data.Images(data.decode_once(split, self.transform), self.transform)
         logits = []
         autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp)
@@ -278,11 +277,9 @@ class AlignExperiment(Experiment):
         return task
 
     def first_images(self, n: int) -> Tensor:
-        """The first n images of the pool, (n, 3, H, W), cut out as for training."""
-        # (number of the draw, number of the image); a pool of fewer images starts over
-        draws = [(i, i % len(self.pool.images)) for i in range(n)]
-        with torch.random.fork_rng(devices=[]):  # a loader draws from the global generator
-            x, _, _ = next(data.batches(self.pool_images(), [draws], 0, self.device))
+        """The first n images (n, 3, H, W) that a run draws from the pool."""
+        draws = data.stream(len(self.pool.images), n, self.cfg.seed, "pretext", range(1))
+        x, _, _ = next(data.batches(self.pool_images(), draws, 0, self.device))
         return x
 
     def pretext_batches(self, task: PretextTask[Batch], steps: range) -> Iterator[Batch]:
