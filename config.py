@@ -688,8 +688,7 @@ def make(kind: type[C], given: Record) -> C:
         return kind(**given)
     except ValidationError as error:
         problems = error.errors()
-        # a wrong value comes before a default that follows from it
-        problem = next((x for x in problems if x["loc"] and x["loc"][0] in given), problems[0])
+        problem = problems[0]  # of the first field; defaults that follow from it come after it
         message = problem["msg"].removeprefix("Value error, ").replace("Input should", "should")
         if problem["type"] == "missing":
             flags = [f"--{other['loc'][0]}" for other in problems if other["type"] == "missing"]

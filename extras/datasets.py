@@ -106,13 +106,11 @@ def look_at_benchmark(name: str, path: Path, partial: bool) -> Contents:
 
 def look_at_classes(path: Path) -> Contents:
     """A folder of class folders, as a labelled task. If it is none, its images are read anyway."""
+    images = find_images(path)
     try:
         task = folder(path, 0)
     except FolderError as error:
-        return Contents(find_images(path), {}, [{"problem": fault} for fault in error.args])
-    images = list[Path]()
-    for split in task.splits:
-        images += split.images
+        return Contents(images, {}, [{"problem": fault} for fault in error.args])
     return Contents(images, {"classes": len(task.classes), **task.sizes()}, [])
 
 

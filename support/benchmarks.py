@@ -94,9 +94,8 @@ def read_pets(base: Path) -> Lists:
     parts: Parts = defaultdict(list)
     classes = [f"class {k + 1}" for k in range(37)]  # for those that a subset lacks
     for part in ("trainval", "test"):
-        for row in read_rows(base / f"annotations/{part}.txt", 4):
-            name = row[0]
-            label = int(row[1]) - 1
+        for name, number, _, _ in read_rows(base / f"annotations/{part}.txt", 4):
+            label = int(number) - 1
             parts[part].append((f"images/{name}.jpg", label))
             # great_pyrenees_12 is an image of the class great pyrenees
             classes[label] = name.rpartition("_")[0].replace("_", " ")
@@ -265,7 +264,7 @@ def load_task(cfg: Data, base: Path) -> Task:
         present = [(file, label) for file, label in parts[part] if (base / file).exists()]
         split = Split.below(base, present)
         if name == "voc07" and cfg.voc_difficult == "positive":
-            split.targets[split.targets == 0] = 1
+            split.targets[split.targets == 0] = 1  # objects that VOC marks as difficult
         splits.append(split)
     sizes = tuple(len(split.targets) for split in splits)
     has_empty_part = 0 in sizes  # a subset, too, needs images of each
