@@ -274,9 +274,9 @@ class Command(Machine):
                 "d_weight_decay": 0.0005,
                 "weight_decay": 0.0005,
             }
-        if "start" in given:
+        if given.get("start") is not None:
             defaults["grid"] = ALIGNED_GRID  # App. C.2
-        if "lr" in given:
+        if given.get("lr") is not None:
             defaults["grid"] = (given["lr"],)  # one rate is a grid of one
         return defaults
 
@@ -618,7 +618,6 @@ def paper_values(kind: type[Command], given: Record) -> Record:
     `given` names at least the backbone and the pretext task. The recipe is the paper's; that of
     pretraining is MAE's or I-JEPA's.
     """
-    given = {name: value for name, value in given.items() if value is not None}
     values = {
         name: field.default for name, field in kind.model_fields.items() if not field.is_required()
     }
