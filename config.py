@@ -319,12 +319,12 @@ class Command(Machine):
         defaults = cls.paper_defaults(given)
         for values in cls.our_defaults(given).values():
             defaults |= values
-        settings = handler(cls.known(defaults) | given)
+        settings = handler(cls.pick(defaults) | given)
         settings.model_fields_set.intersection_update(given)
         return settings
 
     @classmethod
-    def known(cls, values: Record) -> Record:
+    def pick(cls, values: Record) -> Record:
         """Those of the values that this command has a setting for."""
         return {name: value for name, value in values.items() if name in cls.model_fields}
 
@@ -621,7 +621,7 @@ def paper_values(kind: type[Command], given: Record) -> Record:
     values = {
         name: field.default for name, field in kind.model_fields.items() if not field.is_required()
     }
-    return values | kind.known(kind.paper_defaults(given))
+    return values | kind.pick(kind.paper_defaults(given))
 
 
 def unlike_paper(cfg: Command) -> Record:
@@ -638,7 +638,7 @@ def unlike_paper(cfg: Command) -> Record:
 
 def released_values(kind: type[Command], aligned: bool) -> Record:
     """The settings of `--preset as-released`; `aligned`: fine-tuning starts from an align run."""
-    values = kind.known(RELEASED)
+    values = kind.pick(RELEASED)
     if not aligned:
         values.pop("optimizer", None)
     return values

@@ -39,7 +39,7 @@ from support.checkpoints import PretextHead, build_head, build_vit, initialise, 
 from support.errors import UsageError
 from support.experiment import (
     device_of,
-    name_of_own_data,
+    name_own_data,
     open_pool,
     pool_images,
     pretext_batches,
@@ -138,7 +138,7 @@ def pretrain(
     if pool is None:
         pool = open_pool(cfg.pool, cfg.data_root, cfg.data_seed)
     else:
-        cfg = cfg.replace(pool=name_of_own_data(pool))
+        cfg = cfg.replace(pool=name_own_data(pool))
     work = count_work(cfg, pool)
     networks = build_networks(cfg)
     task = build_task(cfg, networks, work.steps)

@@ -365,11 +365,9 @@ def open_pool(name: str, root: Path, seed: int) -> data.Pool:
         return data.Pool(find_pool(name, path))
 
 
-def name_of_own_data(*parts: data.Split | data.Pool) -> str:
-    """The name of data that was handed in: with its digest, so that a run is not mixed with others.
-
-    In settings it stands for the dataset or the pool.
-    """
+def name_own_data(*parts: data.Split | data.Pool) -> str:
+    """What settings say instead of a dataset or pool that was handed in: `own:` and its digest."""
+    # With a digest, a run directory refuses to go on with other images.
     return f"own:{data.fingerprint(*parts)[:12]}"
 
 
