@@ -197,12 +197,10 @@ PretextName = Annotated[str, AfterValidator(pretext_name)]
 DatasetName = Annotated[str, AfterValidator(dataset_name)]
 PoolName = Annotated[str, AfterValidator(pool_name)]
 
-# --- defaults that depend on other settings ----------------------------------------------------
+# --- values of the paper and of the authors' program --------------------------------------------
 
 GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # App. C.2: from the pretrained backbone
 ALIGNED_GRID = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)  # App. C.2: after BiSSLight
-
-
 RELEASED: Record = {  # where the authors' program, run as its README says, is not the paper
     "drop_path": 0.2,
     "d_interpolation": "bilinear",
