@@ -400,8 +400,7 @@ def find_fault(path: Path) -> ImageError | None:
 def decode_all(files: Iterable[Path]) -> list[ImageError]:
     """Read image files fully once, before the long work; returns an error for each damaged one."""
     with ThreadPoolExecutor(8) as threads:  # decoding lets others run; no image is kept
-        faults = list(threads.map(find_fault, files))
-    return [fault for fault in faults if fault is not None]
+        return [fault for fault in threads.map(find_fault, files) if fault]
 
 
 def cut_random(image: Picture, t: Transform) -> Picture:
