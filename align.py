@@ -14,7 +14,7 @@ from config import AlignConfig, Record, unlike_paper
 from data import Pool, Task
 from support.checkpoints import save_adapter
 from support.errors import UsageError
-from support.experiment import AlignExperiment, Head, names_of_own_data
+from support.experiment import AlignExperiment, Head, name_own_data
 from support.metrics import Score
 from support.optim import Group, Optimiser, Schedule, decay_groups, train_epochs, trainable
 from support.pulse import pulse
@@ -57,9 +57,10 @@ def align(
 
     Raises UsageError before the long work, and Diverged where a loss or gradient is not finite.
     """
-    names = names_of_own_data(task, pool)
-    if names:
-        cfg = cfg.replace(**names)
+    if task:
+        cfg = cfg.replace(dataset=name_own_data(*task.splits))
+    if pool:
+        cfg = cfg.replace(pool=name_own_data(pool))
     check_directory(out, "align", cfg, force)  # before anything is loaded
     return run_align(AlignExperiment(cfg, task, pool), out, force=force, track=track)
 

@@ -80,8 +80,18 @@ TIMM_NAMES = {  # how timm calls ours
     "vit_large_patch16": "vit_l16",
     "vit_huge_patch14": "vit_h14",
 }
-DATASETS = ("dtd", "voc07", "cub200", "pets", "flowers", "aircrafts", "imagenet")
 ALPHABETS = ("Balinese", "Early_Aramaic", "Greek", "Latin", "Tagalog")  # tasks of Omniglot
+TASKS = (
+    "dtd",
+    "voc07",
+    "cub200",
+    "pets",
+    "flowers",
+    "aircrafts",
+    "imagenet",
+    *[f"omniglot:{alphabet}" for alphabet in ALPHABETS],
+    "quilts",  # drawn, for tests
+)
 PRETEXTS = ("mae", "ijepa")
 
 # --- types of settings -------------------------------------------------------------------------
@@ -150,20 +160,15 @@ def pretext_name(name: str) -> str:
 
 
 def dataset_name(name: str) -> str:
-    """A name in `known`, where PATH becomes absolute; own is for images from Python."""
-    known = ("omniglot:ALPHABET", *DATASETS, "folder:PATH", "own", "quilts")  # quilts: for tests
-    kind, colon, rest = name.partition(":")
-    if kind == "omniglot" and rest not in ALPHABETS:
-        raise ValueError(f"is unknown, {nearest(name, [f'omniglot:{a}' for a in ALPHABETS])}")
-    if kind == "omniglot":
+    """A name in TASKS, own (images from Python), or a folder, whose path becomes absolute."""
+    kind, _, place = name.partition(":")
+    if kind == "own" or name in TASKS:
         return name
-    if kind == "folder" and rest:
-        return f"folder:{absolute(Path(rest))}"
-    if kind == "own" or (name in known and not colon):
-        return name
-    if "/" in name or "\\" in name or Path(name).is_dir():
-        return f"folder:{absolute(Path(name))}"
-    raise ValueError(f"is unknown, {nearest(name, known)}")
+    if kind != "folder" or not place:
+        place = name
+        if not ("/" in name or "\\" in name or Path(name).is_dir()):
+            raise ValueError(f"is unknown, {nearest(name, (*TASKS, 'folder:PATH'))}")
+    return f"folder:{absolute(Path(place))}"
 
 
 def pool_name(name: str) -> str:
@@ -192,64 +197,10 @@ PretextName = Annotated[str, AfterValidator(pretext_name)]
 DatasetName = Annotated[str, AfterValidator(dataset_name)]
 PoolName = Annotated[str, AfterValidator(pool_name)]
 
-# --- defaults that depend on other settings ----------------------------------------------------
+# --- values of the paper and of the authors' program --------------------------------------------
 
 GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # App. C.2: from the pretrained backbone
 ALIGNED_GRID = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)  # App. C.2: after BiSSLight
-
-
-def paper_defaults(given: Record) -> Record:
-    """The paper's values that depend on the settings that are given."""
-    defaults: Record = {}
-    if given.get("backbone") in ("vit_l16", "vit_h14"):
-        defaults["drop_path"] = 0.2  # App. C.2
-    if given.get("pretext") == "ijepa":
-        defaults |= {
-            "min_crop": 0.3,  # App. D.1, and so are the next five
-            "head": "batchnorm",
-            "p_lr": 0.005,
-            "p_weight_decay": 0.0005,
-            "d_weight_decay": 0.0005,
-            "weight_decay": 0.0005,
-        }
-    if "start" in given:
-        defaults["grid"] = ALIGNED_GRID  # App. C.2
-    if "lr" in given:
-        defaults["grid"] = (given["lr"],)  # one rate is a grid of one
-    return defaults
-
-
-def our_defaults(given: Record) -> dict[str, Record]:
-    """Values of ours where the paper has no such network or images, by what they are for."""
-    defaults: dict[str, Record] = {}
-    if given.get("backbone") == "vit_mini":
-        # lengths and sizes that a CPU can do; never λ, a learning rate, decay or the mask ratio
-        defaults["vit_mini"] = {
-            "rank": 8,
-            "drop_path": 0.0,
-            "alternations": 100,
-            "lower_steps": 10,
-            "upper_steps": 5,
-            "p_batch": 64,
-            "d_batch": 32,
-            "epochs": 60,
-            "batch": 32,
-        }
-        if given.get("pretext") == "ijepa":
-            defaults["vit_mini"]["min_keep"] = 4  # its smallest target has few patches
-    if str(given.get("backbone")).startswith(TIMM):
-        defaults["timm"] = {"decoder": "random"}  # timm has no pretext heads
-    if given.get("dataset") == "quilts":
-        # drawn images are small and many, so crops would only blur them
-        defaults["quilts"] = {"pool": "quilts", "augment": "none"}
-    if str(given.get("dataset")).startswith("omniglot:"):
-        # a crop of a character can be another character, and so can its mirror image
-        defaults["omniglot"] = {"pool": "omniglot", "augment": "none"}
-        if given.get("backbone") == "vit_mini" and given.get("pretext", "mae") == "mae":
-            defaults["omniglot"]["weights"] = OMNIGLOT
-    return defaults
-
-
 RELEASED: Record = {  # where the authors' program, run as its README says, is not the paper
     "drop_path": 0.2,
     "d_interpolation": "bilinear",
@@ -308,13 +259,55 @@ class Command(Machine):
 
     @classmethod
     def paper_defaults(cls, given: Record) -> Record:
-        """Defaults of the recipe that this command follows; another recipe overrides it."""
-        return paper_defaults(given)
+        """The paper's values that depend on what is given; another recipe overrides it."""
+        defaults: Record = {}
+        if given.get("backbone") in ("vit_l16", "vit_h14"):
+            defaults["drop_path"] = 0.2  # App. C.2
+        if given.get("pretext") == "ijepa":
+            defaults |= {
+                "min_crop": 0.3,  # App. D.1, and so are the next five
+                "head": "batchnorm",
+                "p_lr": 0.005,
+                "p_weight_decay": 0.0005,
+                "d_weight_decay": 0.0005,
+                "weight_decay": 0.0005,
+            }
+        if given.get("start") is not None:
+            defaults["grid"] = ALIGNED_GRID  # App. C.2
+        if given.get("lr") is not None:
+            defaults["grid"] = (given["lr"],)  # one rate is a grid of one
+        return defaults
 
     @classmethod
     def our_defaults(cls, given: Record) -> dict[str, Record]:
-        """Defaults where the recipe has none, by what they are for; the last one wins."""
-        return our_defaults(given)
+        """Ours where the paper has no such network or images, by what they are for."""
+        defaults: dict[str, Record] = {}
+        if given.get("backbone") == "vit_mini":
+            # lengths and sizes that a CPU can do; never λ, a learning rate, decay or the mask ratio
+            defaults["vit_mini"] = {
+                "rank": 8,
+                "drop_path": 0.0,
+                "alternations": 100,
+                "lower_steps": 10,
+                "upper_steps": 5,
+                "p_batch": 64,
+                "d_batch": 32,
+                "epochs": 60,
+                "batch": 32,
+            }
+            if given.get("pretext") == "ijepa":
+                defaults["vit_mini"]["min_keep"] = 4  # its smallest target has few patches
+        if str(given.get("backbone")).startswith(TIMM):
+            defaults["timm"] = {"decoder": "random"}  # timm has no pretext heads
+        if given.get("dataset") == "quilts":
+            # drawn images are small and many, so crops would only blur them
+            defaults["quilts"] = {"pool": "quilts", "augment": "none"}
+        if str(given.get("dataset")).startswith("omniglot:"):
+            # a crop of a character can be another character, and so can its mirror image
+            defaults["omniglot"] = {"pool": "omniglot", "augment": "none"}
+            if given.get("backbone") == "vit_mini" and given.get("pretext", "mae") == "mae":
+                defaults["omniglot"]["weights"] = OMNIGLOT
+        return defaults
 
     @model_validator(mode="wrap")
     @classmethod
@@ -324,10 +317,14 @@ class Command(Machine):
         defaults = cls.paper_defaults(given)
         for values in cls.our_defaults(given).values():
             defaults |= values
-        known = {name: value for name, value in defaults.items() if name in cls.model_fields}
-        settings = handler(known | given)
+        settings = handler(cls.pick(defaults) | given)
         settings.model_fields_set.intersection_update(given)
         return settings
+
+    @classmethod
+    def pick(cls, values: Record) -> Record:
+        """Those of the values that this command has a setting for."""
+        return {name: value for name, value in values.items() if name in cls.model_fields}
 
     def replace(self, **changes: object) -> Self:
         """The same settings with some changed; defaults that depend on these follow them."""
@@ -619,14 +616,10 @@ def paper_values(kind: type[Command], given: Record) -> Record:
     `given` names at least the backbone and the pretext task. The recipe is the paper's; that of
     pretraining is MAE's or I-JEPA's.
     """
-    given = {name: value for name, value in given.items() if value is not None}
     values = {
         name: field.default for name, field in kind.model_fields.items() if not field.is_required()
     }
-    for name, value in kind.paper_defaults(given).items():
-        if name in kind.model_fields:
-            values[name] = value
-    return values
+    return values | kind.pick(kind.paper_defaults(given))
 
 
 def unlike_paper(cfg: Command) -> Record:
@@ -643,7 +636,7 @@ def unlike_paper(cfg: Command) -> Record:
 
 def released_values(kind: type[Command], aligned: bool) -> Record:
     """The settings of `--preset as-released`; `aligned`: fine-tuning starts from an align run."""
-    values = {name: value for name, value in RELEASED.items() if name in kind.model_fields}
+    values = kind.pick(RELEASED)
     if not aligned:
         values.pop("optimizer", None)
     return values
@@ -666,14 +659,8 @@ def read_align_run(run: Path, dataset: object = None, restart: object = False) -
     `dataset`: the one to fine-tune on, if it is given. `restart`: the run is a finetune run.
     UsageError: it is no such run.
     """
-    if not run.exists():
-        raise UsageError(f"--from {run}: there is no such run")
-    files = [run / "config.json", *sorted(run.glob("*/config.json"))]
-    settings: Record = {}
-    for file in files:
-        if file.is_file():
-            settings = read_table(file)
-            break
+    files = [*run.glob("config.json"), *sorted(run.glob("*/config.json"))]
+    settings = read_table(files[0]) if files else {}
     if restart and "grid" not in settings:
         raise UsageError(f"--from {run}: is no finetune run, which --restart needs")
     if not restart and "alternations" not in settings:
@@ -698,15 +685,11 @@ def make(kind: type[C], given: Record) -> C:
         return kind(**given)
     except ValidationError as error:
         problems = error.errors()
-        problem = problems[0]
-        for other in problems:  # a wrong value comes before a default that follows from it
-            if other["loc"] and other["loc"][0] in given:
-                problem = other
-                break
+        problem = problems[0]  # of the first field; defaults that follow from it come after it
         message = problem["msg"].removeprefix("Value error, ").replace("Input should", "should")
         if problem["type"] == "missing":
-            missing = [f"--{other['loc'][0]}" for other in problems if other["type"] == "missing"]
-            raise UsageError(f"{', '.join(missing)}: a value is missing") from error
+            flags = [f"--{other['loc'][0]}" for other in problems if other["type"] == "missing"]
+            raise UsageError(f"{', '.join(flags)}: a value is missing") from error
         if not problem["loc"]:  # about several settings, which the message names
             raise UsageError(message) from error
         name = str(problem["loc"][0])

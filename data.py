@@ -10,17 +10,17 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import InterpolationMode, RandomResizedCrop
-from torchvision.transforms.functional import to_pil_image
 from torchvision.transforms.v2 import functional as F
 
 PARTS = ("train", "val", "test")
@@ -52,7 +52,8 @@ def rng(seed: int, *purpose: str | int) -> torch.Generator:
     return torch.Generator().manual_seed(seed_for(seed, *purpose))
 
 
-class Split(NamedTuple):
+@dataclass(frozen=True, eq=False)  # equal to itself alone, which `decode_once` remembers
+class Split:
     """Images and their labels, int64."""
 
     images: Stored
@@ -93,10 +94,9 @@ class Task(NamedTuple):
     @classmethod
     def of(cls, train: Labelled, val: Labelled, test: Labelled, classes: Sequence[str]) -> Self:
         """A task in memory, of pairs: image (3, height, width) in [0, 1], class (ValueError)."""
-        n = len(classes)
-        return cls(
-            "own", stack_pairs(train, n), stack_pairs(val, n), stack_pairs(test, n), list(classes)
-        )
+        task = cls("own", stack_pairs(train), stack_pairs(val), stack_pairs(test), list(classes))
+        check_task(task)
+        return task
 
     def sizes(self) -> dict[str, int]:
         """How many images each split has."""
@@ -104,20 +104,34 @@ class Task(NamedTuple):
         return dict(zip(PARTS, counts, strict=True))
 
 
-def stack_pairs(pairs: Labelled, classes: int) -> Split:
-    """A split in memory; ValueError where pixels leave [0, 1] or labels are not below `classes`."""
-    images = []
-    labels = []
-    for i in range(len(pairs)):
-        image, label = pairs[i]
-        images.append(torch.as_tensor(image))
-        labels.append(int(label))
-    x = torch.stack(images)  # (images, 3, height, width)
-    y = torch.tensor(labels)
-    pixels_fit = x.shape[1] == 3 and 0 <= x.min() <= x.max() <= 1
-    if not (pixels_fit and 0 <= y.min() <= y.max() < classes):
-        raise ValueError(f"wants images (3, H, W) in [0, 1], labels below {classes}")
-    return Split(x.float(), y)
+def stack_pairs(pairs: Labelled) -> Split:
+    """A split in memory, of pairs of an image and its class."""
+    images, targets = default_collate([pairs[i] for i in range(len(pairs))])
+    return Split(images.float(), targets.long())
+
+
+def check_task(task: Task) -> None:
+    """Refuse (ValueError) pixels outside [0, 1], labels without a class, parts without a hit."""
+    for split in task.splits:
+        check_pixels(split.images)
+        y = split.targets
+        if y.ndim > 1:  # several classes an image
+            is_valid = (y == 1).any()
+            need = "a positive image each, for mAP"
+        else:
+            is_valid = 0 <= y.min() <= y.max() < len(task.classes)
+            need = f"labels below {len(task.classes)}"
+        if not is_valid:
+            raise ValueError(f"train, val and test need {need}")
+
+
+def check_pixels(images: Stored) -> None:
+    """Refuse (ValueError) images in memory that are not (images, 3, height, width) in [0, 1]."""
+    if not isinstance(images, Tensor):
+        return
+    has_images = images.shape[1:2] == (3,) and len(images) > 0
+    if not (has_images and 0 <= images.min() <= images.max() <= 1):  # nor is NaN
+        raise ValueError("needs images (3, H, W) with pixels in [0, 1]; see clamp(0, 1)")
 
 
 class Pool(NamedTuple):
@@ -144,16 +158,13 @@ def fingerprint(*parts: Split | Pool) -> str:
 def names_below(files: list[Path]) -> str:
     """The files' paths relative to the folder that holds them all, a line each.
 
-    By cutting one string: os.path.relpath takes ten seconds for ImageNet's 1.28 million files.
+    By cutting strings: os.path.relpath takes ten seconds for ImageNet's 1.28 million files.
     """
     paths = [str(file) for file in files]
     # all paths lie between the first and the last in the alphabet, so they begin as these two do
     root = os.path.commonpath([min(paths), max(paths), str(files[0].parent)])
-    text = "\n".join(paths)
-    if ".." in text:  # may be a step up, which relpath resolves
-        return "\n".join(os.path.relpath(path, root) for path in paths)
-    before = "\n" + os.path.join(root, "")  # noqa: PTH118  # with the separator after it
-    return ("\n" + text).replace(before, "\n")[1:]
+    start = len(os.path.join(root, ""))  # noqa: PTH118  # with the separator after it
+    return "\n".join([path[start:] for path in paths])
 
 
 MOTIFS = ("1111000011110000", "1010101010101010", "0110111111110110", "1001011001101001")
@@ -237,62 +248,55 @@ def subfolders(root: Path) -> list[Path]:
 
 
 class FolderError(ValueError):
-    """A folder of class folders cannot be used; `faults` has all that is wrong with it."""
+    """A folder of class folders cannot be used; `args` has all that is wrong with it."""
 
-    def __init__(self, root: Path, faults: list[str]) -> None:
-        super().__init__(f"{root}: {'; '.join(faults)}")
-        self.faults = faults
+    def __str__(self) -> str:
+        return "; ".join(self.args)
 
 
 def folder(root: Path, seed: int) -> Task:
     """Class folders, or train/ val/ test/ of them; a missing test or val is `holdout` of train."""
     names = {path.name for path in subfolders(root)}
-    places = {"train": root}
-    if names & {*PARTS}:
-        if "train" not in names or names - {*PARTS}:
-            fault = f"holds {sorted(names)}, parts are named train, val and test"
-            raise FolderError(root, [fault])
-        places = {part: root / part for part in PARTS if part in names}
+    places = {part: root / part for part in PARTS if part in names}
+    if places and ("train" not in places or len(names) > len(places)):
+        raise FolderError(f"holds {sorted(names)}, parts are named train, val and test")
+    if not places:
+        places = {"train": root}
     classes = [path.name for path in subfolders(places["train"])]
     missing = [part for part in ("test", "val") if part not in places]
     entries = dict[str, Entries]()
     faults = list[str]()
     for part, place in places.items():
+        files = {path.name: find_images(path) for path in subfolders(place)}
         needed = 1 + len(missing) if part == "train" else 1  # an image for each part made of it
-        faults += find_faults(part, place, classes, needed)
-        entries[part] = list_class_folders(root, place, classes)
+        faults += find_faults(part, files, classes, needed)
+        entries[part] = []
+        for label, name in enumerate(classes):
+            for file in files.get(name, []):
+                entries[part].append((file.relative_to(root).as_posix(), label))
     if faults:
-        raise FolderError(root, faults)
+        raise FolderError(*faults)
     for part in missing:  # test first: val is a fifth of what is left
         entries["train"], entries[part] = holdout(entries["train"], seed, part)
     train, val, test = (Split.below(root, entries[part]) for part in PARTS)
     return Task(f"folder:{root}", train, val, test, classes)
 
 
-def find_faults(part: str, place: Path, classes: list[str], needed: int) -> list[str]:
+def find_faults(
+    part: str, files: dict[str, list[Path]], classes: list[str], needed: int
+) -> list[str]:
     """What is wrong with the class folders of a part; each needs so many images."""
     faults = list[str]()
-    folders = subfolders(place)
-    if len(folders) < 2:
-        faults.append(f"{part} needs two or more class folders, it has {len(folders)}")
-    for path in folders:
-        count = len(find_images(path))
-        if path.name not in classes:
-            faults.append(f"{part} has a class {path.name}, which train has not")
+    if len(files) < 2:
+        faults.append(f"{part} needs two or more class folders, it has {len(files)}")
+    for name, images in files.items():
+        count = len(images)
+        if name not in classes:
+            faults.append(f"{part} has a class {name}, which train has not")
         elif count < needed:
             noun = "image" if count == 1 else "images"
-            faults.append(f"class {path.name} has {count} {noun} in {part} and needs {needed}")
+            faults.append(f"class {name} has {count} {noun} in {part} and needs {needed}")
     return faults
-
-
-def list_class_folders(root: Path, place: Path, classes: list[str]) -> Entries:
-    """The images in the class folders of a part, relative to `root`, with the class's number."""
-    entries: Entries = []
-    for label, name in enumerate(classes):
-        if (place / name).is_dir():
-            files = find_images(place / name)
-            entries += [(file.relative_to(root).as_posix(), label) for file in files]
-    return entries
 
 
 def holdout(entries: Entries, seed: int, part: str) -> tuple[Entries, Entries]:
@@ -303,19 +307,14 @@ def holdout(entries: Entries, seed: int, part: str) -> tuple[Entries, Entries]:
     >>> holdout([("1.jpg", 0), ("2.jpg", 0), ("3.jpg", 1)], 0, "val")
     ([('1.jpg', 0), ('3.jpg', 1)], [('2.jpg', 0)])
     """
-
-    def digest(file: str) -> bytes:
-        return hashlib.sha256(f"{seed}/{part}/{file}".encode()).digest()
-
     by_class: dict[Label, list[str]] = {}
     for file, label in entries:
         by_class.setdefault(label, []).append(file)
     chosen = set[str]()
     for files in by_class.values():
-        count = len(files) // 5
-        if count == 0 and len(files) > 1:
-            count = 1
-        chosen.update(sorted(files, key=digest)[:count])
+        files.sort(key=partial(seed_for, seed, part))
+        if len(files) > 1:
+            chosen.update(files[: max(1, len(files) // 5)])
     rest = [entry for entry in entries if entry[0] not in chosen]
     return rest, [entry for entry in entries if entry[0] in chosen]
 
@@ -327,8 +326,13 @@ def stream(
 
     With `passes`, each pass has ceil(n / batch) batches, and its last one may be smaller.
     """
-    order = list[int]()  # of the images in pass `ordered`, drawn when that pass begins
-    ordered = -1
+
+    @lru_cache(maxsize=1)
+    def order(number: int) -> list[int]:
+        """Of the images in a pass."""
+        generator = rng(seed, purpose, "order", number)
+        return list(torch.randperm(n, generator=generator).tolist())
+
     for step in steps:
         first = step * batch
         end = first + batch
@@ -336,14 +340,7 @@ def stream(
             number, k = divmod(step, math.ceil(n / batch))  # pass, and batch of that pass
             first = number * n + k * batch
             end = min(first + batch, (number + 1) * n)
-        draws: Draws = []
-        for draw in range(first, end):
-            if draw // n != ordered:
-                ordered = draw // n
-                generator = rng(seed, purpose, "order", ordered)
-                order = torch.randperm(n, generator=generator).tolist()
-            draws.append((draw, order[draw % n]))
-        yield draws
+        yield [(draw, order(draw // n)[draw % n]) for draw in range(first, end)]
 
 
 class Transform(NamedTuple):
@@ -403,8 +400,7 @@ def find_fault(path: Path) -> ImageError | None:
 def decode_all(files: Iterable[Path]) -> list[ImageError]:
     """Read image files fully once, before the long work; returns an error for each damaged one."""
     with ThreadPoolExecutor(8) as threads:  # decoding lets others run; no image is kept
-        faults = list(threads.map(find_fault, files))
-    return [fault for fault in faults if fault is not None]
+        return [fault for fault in threads.map(find_fault, files) if fault]
 
 
 def cut_random(image: Picture, t: Transform) -> Picture:
@@ -437,20 +433,17 @@ class Images(Dataset[Batch | ImageError]):
     comes after that.
     """
 
-    def __init__(self, split: Split, t: Transform, train: bool, seed: int, purpose: str) -> None:
+    def __init__(
+        self, split: Split, t: Transform, train: bool = False, seed: int = 0, purpose: str = ""
+    ) -> None:
         self.split = split
         self.t = t
         self.seed = seed
         self.purpose = purpose
         self.random = train and t.augment == "crop"
-
-    @property
-    def are_ready(self) -> bool:
-        """Whether there is nothing to decode or to cut."""
-        images = self.split.images
-        if not isinstance(images, Tensor) or self.random:
-            return False
-        return images.shape[2:] == (self.t.size, self.t.size)
+        self.are_ready = False  # whether there is nothing to decode or to cut
+        if isinstance(split.images, Tensor) and not self.random:
+            self.are_ready = split.images.shape[2:] == (t.size, t.size)
 
     def __getitem__(self, item: tuple[Draws, int]) -> Batch | ImageError:
         """Some draws of a batch of n. An ImageError is returned, since workers would wrap it."""
@@ -468,7 +461,7 @@ class Images(Dataset[Batch | ImageError]):
     def image(self, draw: int, index: int) -> Tensor:
         """Image number `index` as this draw cuts it, uint8 (3, size, size)."""
         stored = self.split.images[index]
-        image = to_pil_image(stored) if isinstance(stored, Tensor) else read_image(stored)
+        image = F.to_pil_image(stored) if isinstance(stored, Tensor) else read_image(stored)
         if self.random:
             with torch.random.fork_rng(devices=[]):  # torchvision draws from the global generator
                 seed = seed_for(self.seed, self.purpose, "augment", draw)
@@ -486,14 +479,8 @@ def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     The arithmetic is that of torchvision's ToTensor and Normalize, in the same order.
     """
     if images.dtype == torch.uint8:
-        images = images.float().div_(255)
-        return images.sub_(mean).div_(std)
+        return images.float().div_(255).sub_(mean).div_(std)  # in place: a copy takes time
     return (images - mean) / std
-
-
-def whole(n: int) -> slice:
-    """All of n images: what a single process takes of a batch."""
-    return slice(n)
 
 
 def leave_terminal(worker: int) -> None:
@@ -517,12 +504,12 @@ def batches(
     draws: Iterable[Draws],
     workers: int | None,
     device: torch.device,
-    share: Callable[[int], slice] = whole,
+    share: Callable[[int], slice] = slice,
 ) -> Iterator[Batch]:
     """Network inputs (B, 3, size, size), targets, n of each list of n draws; workers work ahead.
 
-    `share` says which of n draws this process takes. workers None: `count_workers` beside a GPU;
-    none beside a CPU, which is busy with the network, or for images in memory.
+    `share` says which of n draws this process takes, by default all. workers None: `count_workers`
+    beside a GPU; none beside a CPU, which is busy with the network, or for images in memory.
     """
     if images.are_ready:
         workers = 0
@@ -536,9 +523,9 @@ def batches(
         num_workers=workers,
         pin_memory=device.type == "cuda",
         worker_init_fn=leave_terminal,
+        generator=torch.Generator(),  # or it would draw from the global one
     )
-    mean = torch.tensor(images.t.mean, device=device).view(3, 1, 1)
-    std = torch.tensor(images.t.std, device=device).view(3, 1, 1)
+    mean, std = torch.tensor([images.t.mean, images.t.std], device=device).view(2, 3, 1, 1)
     for item in copy_ahead(loader, device) if device.type == "cuda" else loader:
         if isinstance(item, ImageError):
             raise item
@@ -548,30 +535,24 @@ def batches(
 
 def copy_ahead(items: Iterable[Batch | ImageError], device: torch.device) -> Iterator[Batch]:
     """The batches on a GPU: each is copied there while the one before is used."""
+    network = torch.cuda.current_stream(device)
     copies = torch.cuda.Stream(device)  # of copies alone, beside the network's
     ahead: Batch | None = None
     for item in items:
         if isinstance(item, ImageError):
             raise item
-        x, y, n = item
-        ready = wait_for(ahead, copies)  # before the next copy starts, so it waits for one copy
+        network.wait_stream(copies)  # before the next copy starts, so it waits for one copy
         with torch.cuda.stream(copies):
-            ahead = x.to(device, non_blocking=True), y.to(device, non_blocking=True), n
-        if ready is not None:
-            yield ready
-    last = wait_for(ahead, copies)
-    if last is not None:
-        yield last
-
-
-def wait_for(batch: Batch | None, copies: torch.cuda.Stream) -> Batch | None:
-    """Let the network's stream wait for what was copied in another one, and use its memory."""
-    if batch is not None:
-        current = torch.cuda.current_stream(copies.device)
-        current.wait_stream(copies)
-        batch[0].record_stream(current)  # the memory is free when the network is done with it
-        batch[1].record_stream(current)
-    return batch
+            x = item[0].to(device, non_blocking=True)
+            y = item[1].to(device, non_blocking=True)
+        x.record_stream(network)  # the memory is free when the network is done with it
+        y.record_stream(network)
+        if ahead is not None:
+            yield ahead
+        ahead = x, y, item[2]
+    network.wait_stream(copies)
+    if ahead is not None:
+        yield ahead
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -586,29 +567,13 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 MOST_KEPT = 2**30  # bytes
 
 
-class Decoded:
-    """Validation and test images cut for scoring: decoded once, then kept as uint8.
+@lru_cache(maxsize=2)  # the validation and the test images of a run
+def decode_once(split: Split, t: Transform) -> Split:
+    """The split as it is scored, uint8 in memory; as it is where it is ready or above MOST_KEPT.
 
     Fine-tuning on a small set is mostly decoding otherwise: it scores after every epoch.
     """
-
-    def __init__(self, t: Transform) -> None:
-        self.t = t
-        self.kept = list[tuple[Split, Split]]()  # as it is given, and decoded
-
-    def __call__(self, split: Split) -> Split:
-        """A split for `Images`: in memory, or as it is where it is ready or above MOST_KEPT."""
-        for known, decoded in self.kept:
-            if known is split:
-                return decoded
-        decoded = decode_once(split, self.t)
-        self.kept.append((split, decoded))
-        return decoded
-
-
-def decode_once(split: Split, t: Transform) -> Split:
-    """The split as it is scored, uint8 in memory; as it is where it is ready or too large."""
-    images = Images(split, t, False, 0, "eval")
+    images = Images(split, t)
     n = len(split.targets)
     if images.are_ready or n * 3 * t.size**2 > MOST_KEPT:
         return split

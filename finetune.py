@@ -20,7 +20,7 @@ from config import FinetuneConfig, Record
 from data import Task
 from support.checkpoints import load_adapter, load_theta, save_adapter
 from support.errors import UsageError, checking
-from support.experiment import Experiment, Head, names_of_own_data
+from support.experiment import Experiment, Head, name_own_data
 from support.metrics import Score
 from support.optim import Group, Optimiser, Schedule, train_epochs, trainable
 from support.processes import jobs
@@ -146,7 +146,7 @@ def finetune(
     `task`: one of your own. UsageError before the long work; Diverged where every rate diverges.
     """
     if task:
-        cfg = cfg.replace(**names_of_own_data(task))
+        cfg = cfg.replace(dataset=name_own_data(*task.splits))
     goes_on = check_directory(out, "finetune", cfg, force)
     experiment = Experiment(cfg, task)
     starts = starts_of_seeds(cfg)

@@ -9,7 +9,14 @@ from torchvision.datasets.utils import download_and_extract_archive, download_ur
 
 from config import Record
 from data import FolderError, decode_all, find_images, folder, subfolders
-from support.benchmarks import BENCHMARKS, IMAGENET_TERMS, folders, place_of, read_lists
+from support.benchmarks import (
+    BENCHMARKS,
+    IMAGENET_TERMS,
+    find_pool,
+    folders,
+    place_of,
+    read_lists,
+)
 from support.errors import RunError, UsageError, checking, nearest
 
 
@@ -58,19 +65,16 @@ def check(name: str, root: Path, partial: bool = False) -> Record:
     `folder:DIR` is read as by --dataset, DIR and imagenet as by --pool. `partial` allows gaps.
     What is wrong is listed under `problems`, all of it.
     """
-    named = folders(root)
-    is_folder = Path(name.removeprefix("folder:")).is_dir()
-    if name not in named and not is_folder:
-        raise UsageError(f"{name}: is no benchmark or folder; {nearest(name, named)}")
     with checking(name):
-        path = place_of(name, root) or Path(name)
-    if name in BENCHMARKS:
-        contents = look_at_benchmark(name, path, partial)
-    elif name.startswith("folder:"):
-        with checking(name):
+        path = place_of(name, root)
+        if path is None:
+            raise UsageError(f"{name}: comes with the program, so there is nothing to check")
+        if name in BENCHMARKS:
+            contents = look_at_benchmark(name, path, partial)
+        elif name.startswith("folder:"):
             contents = look_at_classes(path)
-    else:
-        contents = look_at_pool(name, path)
+        else:
+            contents = Contents(find_pool(name, path), {}, [])
     damaged = [{"problem": str(error)} for error in decode_all(contents.images)]
     return {
         "name": name,
@@ -88,36 +92,26 @@ def look_at_benchmark(name: str, path: Path, partial: bool) -> Contents:
         listed.update(file for file, _ in entries)
     absent = {file for file in listed if not (path / file).exists()}
     problems: list[Record] = []
-    if not partial and len(listed) != expected:
+    if len(listed) != expected:
         problem = f"its lists name {len(listed)} of {expected} images; is it a subset?"
         problems.append({"problem": f"{problem} --partial takes it"})
-    if not partial and absent:
+    if absent:
         problem = f"{len(absent)} of the listed images are missing"
         problems.append({"problem": problem, "first": min(absent)})
+    if partial:
+        problems = []
     images = [path / file for file in sorted(listed - absent)]
     return Contents(images, {"listed": len(listed), "absent": len(absent)}, problems)
 
 
 def look_at_classes(path: Path) -> Contents:
     """A folder of class folders, as a labelled task. If it is none, its images are read anyway."""
+    images = find_images(path)
     try:
         task = folder(path, 0)
     except FolderError as error:
-        return Contents(find_images(path), {}, [{"problem": fault} for fault in error.faults])
-    images = list[Path]()
-    for split in task.splits:
-        images += split.images
+        return Contents(images, {}, [{"problem": fault} for fault in error.args])
     return Contents(images, {"classes": len(task.classes), **task.sizes()}, [])
-
-
-def look_at_pool(name: str, path: Path) -> Contents:
-    """A folder of unlabelled images, nested or not."""
-    directory = path / "train" if name == "imagenet" else path  # its other images are no pool
-    with checking(name):
-        images = find_images(directory)
-    if not images:
-        raise UsageError(f"--pool {name}: no images in {directory}")
-    return Contents(images, {}, [])
 
 
 def download(name: str, root: Path) -> Record:

@@ -52,7 +52,7 @@ def plan_peft(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Record:
     pool: Pool | None = None
     images: Record = task.sizes() if task else {}
     if isinstance(cfg, AlignConfig):
-        pool = attempt(problems, open_pool, cfg)
+        pool = attempt(problems, open_pool, cfg.pool, cfg.data_root, cfg.data_seed)
         if pool:
             images["pool"] = len(pool.images)
     has_data = task is not None and (pool is not None or isinstance(cfg, FinetuneConfig))

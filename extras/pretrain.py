@@ -39,7 +39,7 @@ from support.checkpoints import PretextHead, build_head, build_vit, initialise, 
 from support.errors import UsageError
 from support.experiment import (
     device_of,
-    names_of_own_data,
+    name_own_data,
     open_pool,
     pool_images,
     pretext_batches,
@@ -136,9 +136,9 @@ def pretrain(
     work starts, Diverged where a loss is not finite.
     """
     if pool is None:
-        pool = open_pool(cfg)
+        pool = open_pool(cfg.pool, cfg.data_root, cfg.data_seed)
     else:
-        cfg = cfg.replace(**names_of_own_data(None, pool))
+        cfg = cfg.replace(pool=name_own_data(pool))
     work = count_work(cfg, pool)
     networks = build_networks(cfg)
     task = build_task(cfg, networks, work.steps)
@@ -190,7 +190,7 @@ def count_work(cfg: PretrainConfig, pool: data.Pool) -> Work:
 
 def plan(cfg: PretrainConfig) -> dict[str, int]:
     """What a run would take, for --dry-run (UsageError)."""
-    work = count_work(cfg, open_pool(cfg))
+    work = count_work(cfg, open_pool(cfg.pool, cfg.data_root, cfg.data_seed))
     build_task(cfg, build_networks(cfg), work.steps)
     return work._asdict()
 

@@ -3,6 +3,7 @@
 They are read from their own lists, since torchvision numbers the classes of a subset anew.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,16 +11,17 @@ from typing import NamedTuple
 from torchvision.datasets import Flowers102
 
 from config import Data
-from data import PARTS, Entries, Label, Split, Task, holdout
-from support.errors import UsageError, checking
+from data import PARTS, Entries, Split, Task, find_images, holdout
+from support.errors import UsageError, checking, nearest
+
+Parts = dict[str, Entries]  # by the name of a part: files below the benchmark's folder, labels
 
 
-class Listing(NamedTuple):
+class Lists(NamedTuple):
     """What the lists of a benchmark say."""
 
-    # (part, file below the benchmark's folder, label); a part is train, val, test, or trainval:
-    # a training part that has no official validation split
-    images: list[tuple[str, str, Label]]
+    # a part is train, val, test, or trainval: a training part without an official validation split
+    parts: Parts
     classes: Sequence[str]
 
 
@@ -28,7 +30,7 @@ class Benchmark(NamedTuple):
 
     folder: str  # below --data-root
     sizes: tuple[int, int, int]  # images of train, validation (CUB, Pets: our split) and test
-    read: Callable[[Path], Listing]
+    read: Callable[[Path], Lists]
     archives: dict[str, str]  # URL -> md5
     megabytes: int  # of the archives
     holds_folder: bool  # the archives hold `folder` itself, not only what is in it
@@ -50,81 +52,80 @@ def read_pairs(path: Path) -> dict[str, str]:
     return dict(read_rows(path, 2))
 
 
-def read_dtd(base: Path) -> Listing:
+def read_dtd(base: Path) -> Lists:
     """Partition 1 of ten. Classes are the 47 official ones in alphabetical order."""
-    images: list[tuple[str, str, Label]] = []
+    parts: Parts = defaultdict(list)
     for part in PARTS:
         for [name] in read_rows(base / f"dtd/labels/{part}1.txt", 1):
             kind, _, _ = name.partition("/")
-            images.append((part, f"dtd/images/{name}", DTD.index(kind)))
-    return Listing(images, DTD)
+            parts[part].append((f"dtd/images/{name}", DTD.index(kind)))
+    return Lists(parts, DTD)
 
 
-def read_voc(base: Path) -> Listing:
+def read_voc(base: Path) -> Lists:
     """A list per class: 1 has such an object, -1 has none, 0 has only difficult ones."""
     lists = base / "VOC2007/ImageSets/Main"
-    images: list[tuple[str, str, Label]] = []
+    parts: Parts = defaultdict(list)
     for part in PARTS:
         columns = [read_pairs(lists / f"{kind}_{part}.txt") for kind in VOC]
         for image in columns[0]:
             label = [int(column[image]) for column in columns]
-            images.append((part, f"VOC2007/JPEGImages/{image}.jpg", label))
-    return Listing(images, VOC)
+            parts[part].append((f"VOC2007/JPEGImages/{image}.jpg", label))
+    return Lists(parts, VOC)
 
 
-def read_cub(base: Path) -> Listing:
+def read_cub(base: Path) -> Lists:
     """Four lists by an image's number; classes count from 1, and a split of 1 is training."""
     files = read_pairs(base / "images.txt")
     labels = read_pairs(base / "image_class_labels.txt")
     is_training = read_pairs(base / "train_test_split.txt")
     classes = read_pairs(base / "classes.txt")
-    images: list[tuple[str, str, Label]] = []
+    parts: Parts = defaultdict(list)
     for number, file in files.items():
         part = "trainval" if int(is_training[number]) else "test"
-        images.append((part, f"images/{file}", int(labels[number]) - 1))
+        parts[part].append((f"images/{file}", int(labels[number]) - 1))
     # a class is listed as 001.Black_footed_Albatross
     names = [name.partition(".")[2].replace("_", " ") for name in classes.values()]
-    return Listing(images, names)
+    return Lists(parts, names)
 
 
-def read_pets(base: Path) -> Listing:
+def read_pets(base: Path) -> Lists:
     """Lines of `NAME CLASS SPECIES BREED`; classes count from 1."""
-    images: list[tuple[str, str, Label]] = []
+    parts: Parts = defaultdict(list)
     classes = [f"class {k + 1}" for k in range(37)]  # for those that a subset lacks
     for part in ("trainval", "test"):
-        for row in read_rows(base / f"annotations/{part}.txt", 4):
-            name = row[0]
-            label = int(row[1]) - 1
-            images.append((part, f"images/{name}.jpg", label))
+        for name, number, _, _ in read_rows(base / f"annotations/{part}.txt", 4):
+            label = int(number) - 1
+            parts[part].append((f"images/{name}.jpg", label))
             # great_pyrenees_12 is an image of the class great pyrenees
             classes[label] = name.rpartition("_")[0].replace("_", " ")
-    return Listing(images, classes)
+    return Lists(parts, classes)
 
 
-def read_flowers(base: Path) -> Listing:
+def read_flowers(base: Path) -> Lists:
     """setid.mat lists the images of a part, imagelabels.mat each one's class; both count from 1."""
     from scipy.io import loadmat  # slow to import, and for this benchmark alone
 
     numbers = loadmat(base / "setid.mat", squeeze_me=True)
     labels = loadmat(base / "imagelabels.mat", squeeze_me=True)["labels"]
-    images: list[tuple[str, str, Label]] = []
+    parts: Parts = defaultdict(list)
     for part, key in (("train", "trnid"), ("val", "valid"), ("test", "tstid")):
         for number in numbers[key]:
             label = int(labels[number - 1]) - 1
-            images.append((part, f"jpg/image_{number:05d}.jpg", label))
+            parts[part].append((f"jpg/image_{number:05d}.jpg", label))
     # the lists hold no names; older releases of torchvision have none, either
     names = getattr(Flowers102, "classes", [f"flower {k}" for k in range(1, 103)])
-    return Listing(images, names)
+    return Lists(parts, names)
 
 
-def read_aircraft(base: Path) -> Listing:
+def read_aircraft(base: Path) -> Lists:
     """Lines of `IMAGE VARIANT`; a variant's number is its place in variants.txt."""
     variants = [name for [name] in read_rows(base / "data/variants.txt", 1)]
-    images: list[tuple[str, str, Label]] = []
+    parts: Parts = defaultdict(list)
     for part in PARTS:
         for image, name in read_rows(base / f"data/images_variant_{part}.txt", 2):
-            images.append((part, f"data/images/{image}.jpg", variants.index(name)))
-    return Listing(images, variants)
+            parts[part].append((f"data/images/{image}.jpg", variants.index(name)))
+    return Lists(parts, variants)
 
 
 DTD = """
@@ -211,27 +212,28 @@ BENCHMARKS = {
     ),
 }
 # the paper's pool; behind a registration, so there is nothing to download here
-IMAGENET_FOLDER = "imagenet"
 IMAGENET_TERMS = "research, registered; train/ holds a folder a class"
 
 
 def folders(root: Path) -> dict[str, Path]:
     """Where the datasets that have a name lie, or would lie, below --data-root."""
     paths = {name: root / benchmark.folder for name, benchmark in BENCHMARKS.items()}
-    return paths | {"imagenet": root / IMAGENET_FOLDER}
+    return paths | {"imagenet": root / "imagenet"}
 
 
 def place_of(name: str, root: Path) -> Path | None:
-    """Where a dataset, pool or file lies; None if it lies nowhere (ValueError)."""
+    """Where a dataset, pool or file lies; None if it comes with the program (ValueError)."""
     kind, _, _ = name.partition(":")
-    if kind in ("quilts", "omniglot", "own"):
+    if kind == "own":
+        raise ValueError("was handed in from Python; hand it in again, task=... or pool=...")
+    if kind in ("quilts", "omniglot"):
         return None
     named = folders(root)
     path = named.get(name, Path(name.removeprefix("folder:")))
     if path.exists():
         return path
     if name not in named:
-        raise ValueError("there is no such folder or file")
+        raise ValueError(f"there is no such folder or file; {nearest(name, named)}")
     if name == "imagenet":
         remedy = (
             "148 GB, at image-net.org, registered. As --pool, any folder of images will do, such as"
@@ -240,6 +242,15 @@ def place_of(name: str, root: Path) -> Path | None:
     else:
         remedy = f"`bisslight data download {name}` fetches {BENCHMARKS[name].megabytes:,} MB"
     raise ValueError(f"is not in {path}, see --data-root; {remedy}")
+
+
+def find_pool(name: str, path: Path) -> list[Path]:
+    """The images of a pool that lies there, of ImageNet the training images (ValueError)."""
+    folder = path / "train" if name == "imagenet" else path
+    files = find_images(folder)
+    if not files:
+        raise ValueError(f"no images in {folder}")
+    return files
 
 
 def load_task(cfg: Data, base: Path) -> Task:
@@ -251,33 +262,19 @@ def load_task(cfg: Data, base: Path) -> Task:
     for part in PARTS:
         # The missing ones are counted below; --partial goes on without them.
         present = [(file, label) for file, label in parts[part] if (base / file).exists()]
-        splits.append(Split.below(base, present))
-    train, val, test = splits
-    sizes = (len(train.targets), len(val.targets), len(test.targets))
-    is_whole = sizes == official
+        split = Split.below(base, present)
+        if name == "voc07" and cfg.voc_difficult == "positive":
+            split.targets[split.targets == 0] = 1  # objects that VOC marks as difficult
+        splits.append(split)
+    sizes = tuple(len(split.targets) for split in splits)
     has_empty_part = 0 in sizes  # a subset, too, needs images of each
-    if has_empty_part or not (is_whole or cfg.partial):
+    if has_empty_part or not (sizes == official or cfg.partial):
         raise UsageError(
             f"--dataset {name}: {base}: train, validation and test have {sizes} images of "
             f"{official}; see `bisslight data check {name}`, or give --partial"
         )
-    if name == "voc07" and cfg.voc_difficult == "positive":
-        train, val, test = (count_difficult(split) for split in splits)
+    train, val, test = splits
     return Task(name, train, val, test, list(classes))
-
-
-def count_difficult(split: Split) -> Split:
-    """The split with difficult objects (0) as positive ones (1)."""
-    targets = split.targets.clone()
-    targets[targets == 0] = 1
-    return Split(split.images, targets)
-
-
-class Lists(NamedTuple):
-    """A benchmark's images by split, and its classes."""
-
-    parts: dict[str, Entries]
-    classes: Sequence[str]
 
 
 def read_lists(name: str, base: Path, data_seed: int = 0, split_file: Path | None = None) -> Lists:
@@ -288,20 +285,14 @@ def read_lists(name: str, base: Path, data_seed: int = 0, split_file: Path | Non
     """
     benchmark = BENCHMARKS[name]
     with checking(str(base), "its lists are damaged, download it again"):
-        images, classes = benchmark.read(base)
-    parts: dict[str, Entries] = {part: [] for part in (*PARTS, "trainval")}
-    for part, file, label in images:
-        parts[part].append((file, label))
-    unsplit = parts.pop("trainval")
+        parts, classes = benchmark.read(base)
+    unsplit = parts.pop("trainval", [])
     if split_file:
         train_size, val_size, _ = benchmark.sizes
-        train, val = split_by_file(unsplit, train_size + val_size, split_file)
-        parts["train"] = train
-        parts["val"] = val
+        count = train_size + val_size
+        parts["train"], parts["val"] = split_by_file(unsplit, count, split_file)
     elif unsplit:
-        train, val = holdout(unsplit, data_seed, "val")
-        parts["train"] = train
-        parts["val"] = val
+        parts["train"], parts["val"] = holdout(unsplit, data_seed, "val")
     return Lists(parts, classes)
 
 
@@ -315,11 +306,6 @@ def split_by_file(entries: Entries, count: int, split_file: Path) -> tuple[Entri
             f"--split-file {split_file}: is for cub200 and pets, needs {count} listed images and "
             f"numbers below {count}; {len(entries)} are listed"
         )
-    train: Entries = []
-    val: Entries = []
-    for i, entry in enumerate(entries):
-        if str(i) in chosen:
-            val.append(entry)
-        else:
-            train.append(entry)
+    train = [entry for i, entry in enumerate(entries) if str(i) not in chosen]
+    val = [entry for i, entry in enumerate(entries) if str(i) in chosen]
     return train, val

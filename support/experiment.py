@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ from torch import Tensor
 import data
 import lora
 from bisslight import Batch, Loss, Passes, Phi, PretextTask
-from config import AlignConfig, Crops, FinetuneConfig, Machine, Record
+from config import PRETEXTS, AlignConfig, Crops, FinetuneConfig, Machine, Record
 from support import checkpoints, omniglot
-from support.benchmarks import BENCHMARKS, load_task, place_of
+from support.benchmarks import BENCHMARKS, find_pool, load_task, place_of
 from support.errors import UsageError, checking
 from support.metrics import Score, score
 from support.optim import trainable
@@ -51,7 +51,8 @@ class Experiment:
         self.passes = Passes(cfg.micro_batch, self.amp)
 
         self.task = open_task(cfg) if task is None else task
-        check_task(self.task)
+        with checking(f"--dataset {self.task.name}"):
+            data.check_task(self.task)
         several_classes = self.task.test.targets.ndim > 1  # per image
         self.metric = "11-point mAP" if several_classes else "top-1 accuracy"  # App. C.2.1
 
@@ -68,14 +69,13 @@ class Experiment:
         self.theta_shape = (backbone.depth, 4 * cfg.rank * backbone.dim)  # (K, p)
         self.transform = data.Transform(
             self.arch.image_size,
-            self.task.mean,
-            self.task.std,
+            tuple(self.task.mean),  # from a file, it may be a list
+            tuple(self.task.std),
             cfg.augment,
             cfg.min_crop,
             cfg.d_interpolation,
             whole=self.task.whole,
         )
-        self.decoded = data.Decoded(self.transform)  # validation and test images
         digests = {
             "weights_sha256": loaded.sha256,
             "data_sha256": data.fingerprint(*self.task.splits),
@@ -92,7 +92,7 @@ class Experiment:
             **digests,
             "arch": self.arch._asdict(),
             "channels": [self.transform.mean, self.transform.std],
-            "whole_images": data.Images(self.task.test, self.transform, False, 0, "").are_ready,
+            "whole_images": data.Images(self.task.test, self.transform).are_ready,
             "pretext": cfg.pretext.rpartition(":")[2].lower(),  # of one's own: the class
         }
 
@@ -160,13 +160,12 @@ class Experiment:
     def logits(self, split: data.Split, theta: Tensor, phi_D: Phi) -> Tensor:
         """Logits (n, C) of a split, whose images the processes share; φ_D as in `score`."""
         n = len(split.targets)
-        numbers = range(n)[share(n)]  # of this process's images
-        size = self.cfg.micro_batch or 256
+        numbers = torch.arange(n)[share(n)]  # of this process's images
         draws = []
-        for start in range(0, len(numbers), size):
+        for part in numbers.split(self.cfg.micro_batch or 256):
             # Here an image's number is also that of its draw, since each is drawn once.
-            draws.append([(i, i) for i in numbers[start : start + size]])
-        images = data.Images(self.decoded(split), self.transform, False, 0, "eval")
+            draws.append([(i, i) for i in part.tolist()])
+        images = data.Images(data.decode_once(split, self.transform), self.transform)
         logits = []
         autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp)
         what = "testing" if split is self.task.test else "validating"
@@ -199,10 +198,10 @@ class Experiment:
     def decode_held_out_images(self) -> None:
         """Read all validation and test images, so that a damaged one is told before training."""
         for split in (self.task.val, self.task.test):
-            images = self.decoded(split).images
+            images = data.decode_once(split, self.transform).images
             if isinstance(images, Tensor):  # in memory, so nothing is left to read
                 continue
-            # There are too many to be kept, so `decoded` has not opened them.
+            # There are too many to be kept, so `decode_once` has not opened them.
             errors = data.decode_all(images)
             if errors:
                 raise errors[0]
@@ -217,11 +216,13 @@ class AlignExperiment(Experiment):
         self, cfg: AlignConfig, task: data.Task | None = None, pool: data.Pool | None = None
     ) -> None:
         # All this before the networks: loading them can be a download of gigabytes.
-        task = open_task(cfg) if task is None else task
-        self.pool = open_pool(cfg) if pool is None else pool
-        check_pixels(self.pool.images)
+        if pool is None:
+            pool = open_pool(cfg.pool, cfg.data_root, cfg.data_seed)
+        with checking("--pool"):
+            data.check_pixels(pool.images)
+        self.pool = pool
         self.task_class = None  # of a pretext task of one's own
-        if cfg.pretext not in ("mae", "ijepa"):
+        if cfg.pretext not in PRETEXTS:
             self.task_class = load_task_class(cfg.pretext)
         super().__init__(cfg, task)
         if self.channels:
@@ -276,11 +277,9 @@ class AlignExperiment(Experiment):
         return task
 
     def first_images(self, n: int) -> Tensor:
-        """The first n images of the pool, (n, 3, H, W), cut out as for training."""
-        # (number of the draw, number of the image); a pool of fewer images starts over
-        draws = [(i, i % len(self.pool.images)) for i in range(n)]
-        with torch.random.fork_rng(devices=[]):  # a loader draws from the global generator
-            x, _, _ = next(data.batches(self.pool_images(), [draws], 0, self.device))
+        """The first n images (n, 3, H, W) that a run draws from the pool."""
+        draws = data.stream(len(self.pool.images), n, self.cfg.seed, "pretext", range(1))
+        x, _, _ = next(data.batches(self.pool_images(), draws, 0, self.device))
         return x
 
     def pretext_batches(self, task: PretextTask[Batch], steps: range) -> Iterator[Batch]:
@@ -341,7 +340,6 @@ def open_task(cfg: Config) -> data.Task:
     """The labelled task D^D by its name (UsageError)."""
     name = cfg.dataset
     with checking(f"--dataset {name}"):
-        refuse_own_data(name)
         path = place_of(name, cfg.data_root)
         if cfg.split_file and name not in BENCHMARKS:
             raise UsageError(f"--split-file {cfg.split_file}: is for cub200 and pets, leave it out")
@@ -355,77 +353,22 @@ def open_task(cfg: Config) -> data.Task:
         return data.folder(path, cfg.data_seed)
 
 
-class PoolSettings(Protocol):
-    """The settings of align and of pretrain that name a pool."""
-
-    @property
-    def pool(self) -> str: ...
-    @property
-    def data_root(self) -> Path: ...
-    @property
-    def data_seed(self) -> int: ...
-
-
-def open_pool(cfg: PoolSettings) -> data.Pool:
-    """The pool D^P by its name (UsageError)."""
-    name = cfg.pool
+def open_pool(name: str, root: Path, seed: int) -> data.Pool:
+    """The pool D^P by its name, below a data root; `seed` is --data-seed (UsageError)."""
     with checking(f"--pool {name}"):
-        refuse_own_data(name)
-        path = place_of(name, cfg.data_root)
+        path = place_of(name, root)
         if name == "quilts":
-            pool, _ = data.quilts(cfg.data_seed)
+            pool, _ = data.quilts(seed)
             return pool
         if path is None:
             return omniglot.pool()
-        folder = path / "train" if name == "imagenet" else path
-        files = data.find_images(folder)
-        if not files:
-            raise ValueError(f"no images in {folder}")
-        return data.Pool(files)
+        return data.Pool(find_pool(name, path))
 
 
-def refuse_own_data(name: str) -> None:
-    """ValueError if the name stands for data that only Python can hand in."""
-    if name.startswith("own"):
-        raise ValueError("was handed in from Python; hand it in again, task=... or pool=...")
-
-
-def names_of_own_data(task: data.Task | None, pool: data.Pool | None = None) -> dict[str, str]:
-    """The settings that stand for data that was handed in: `own:` and their digest."""
+def name_own_data(*parts: data.Split | data.Pool) -> str:
+    """What settings say instead of a dataset or pool that was handed in: `own:` and its digest."""
     # With a digest, a run directory refuses to go on with other images.
-    names = {}
-    if task is not None:
-        names["dataset"] = f"own:{data.fingerprint(*task.splits)[:12]}"
-    if pool is not None:
-        names["pool"] = f"own:{data.fingerprint(pool)[:12]}"
-    return names
-
-
-def check_task(task: data.Task) -> None:
-    """Refuse (UsageError) pixels outside [0, 1], labels without a class, parts without a hit."""
-    for split in task.splits:
-        check_pixels(split.images)
-    several_classes = task.test.targets.ndim > 1  # per image
-    for split in task.splits:
-        y = split.targets
-        if several_classes:
-            is_valid = bool((y == 1).any())
-            need = "a positive image each, for mAP"
-        else:
-            is_class = (y >= 0) & (y < len(task.classes))
-            is_valid = bool(is_class.all())
-            need = f"labels 0 to {len(task.classes) - 1}"
-        if not is_valid:
-            raise UsageError(f"--dataset {task.name}: train, val and test need {need}")
-
-
-def check_pixels(images: data.Stored) -> None:
-    """Refuse (UsageError) images in memory without pixels or with pixels outside [0, 1]."""
-    if not isinstance(images, Tensor):
-        return
-    in_range = (images >= 0) & (images <= 1)  # False for NaN, too
-    if len(images) == 0 or not bool(in_range.all()):
-        raise UsageError("task, pool: need images with pixels in [0, 1]; see clamp(0, 1)")
+    return f"own:{data.fingerprint(*parts)[:12]}"
 
 
 # --- The machine -------------------------------------------------------------------------------
@@ -461,5 +404,5 @@ def use_one_thread_for_small_networks(backbone: str, device: torch.device) -> No
 def fits_bfloat16(cfg: Config, device: torch.device) -> bool:
     """Whether all passes of these settings are under autocast, see `lora.keep_in_bfloat16`."""
     float32_curvature = isinstance(cfg, AlignConfig) and cfg.hypergrad in ("cg", "exact")
-    own_task = cfg.pretext not in ("mae", "ijepa")  # it may leave autocast
+    own_task = cfg.pretext not in PRETEXTS  # it may leave autocast
     return cfg.amp and device.type == "cuda" and not float32_curvature and not own_task

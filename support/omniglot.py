@@ -7,8 +7,7 @@ ImageNet and a benchmark have them in the paper. `experiments/pack_omniglot.py` 
 omniglot.LICENSE is the licence of its images.
 """
 
-import hashlib
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from config import ALPHABETS
-from data import Pool, Split, Task
+from data import Pool, Split, Task, seed_for
 
 IMAGES = Path(__file__).with_name("omniglot.npz")
 WEIGHTS = Path(__file__).with_name("omniglot.pth")  # vit_mini, pretrained on the pool
@@ -48,8 +47,7 @@ def as_rgb(images: Tensor) -> Tensor:
 @lru_cache(maxsize=1)
 def pool() -> Pool:
     """The characters of three alphabets, 2,580 images without labels."""
-    of_alphabets = [alphabets()[name].flatten(0, 1) for name in POOL]
-    images = as_rgb(torch.cat(of_alphabets))
+    images = as_rgb(torch.cat([alphabets()[name] for name in POOL]))
     mean = float(images.mean())
     std = float(images.std())
     return Pool(images, (mean,) * 3, (std,) * 3)
@@ -61,19 +59,13 @@ def task(alphabet: str, seed: int) -> Task:
     Nobody's handwriting is in two splits. The drawers of the test are those with the smallest
     sha256 of seed/alphabet/number, then come those of validation.
     """
-    images = alphabets()[alphabet]
-
-    def digest(drawer: int) -> bytes:
-        return hashlib.sha256(f"{seed}/{alphabet}/{drawer}".encode()).digest()
-
-    def split(drawers: list[int]) -> Split:
-        x = as_rgb(images[:, drawers])
-        y = torch.arange(len(images)).repeat_interleave(len(drawers))
-        return Split(x, y)
-
-    order = sorted(range(DRAWERS), key=digest)
-    test = split(order[:TEST_DRAWERS])
-    val = split(order[TEST_DRAWERS : TEST_DRAWERS + VAL_DRAWERS])
-    train = split(order[TEST_DRAWERS + VAL_DRAWERS :])
+    images = alphabets()[alphabet]  # (characters, drawers, 28, 28)
+    drawers = sorted(range(DRAWERS), key=partial(seed_for, seed, alphabet))
+    others = drawers[TEST_DRAWERS:]
+    splits = []
+    for part in (others[VAL_DRAWERS:], others[:VAL_DRAWERS], drawers[:TEST_DRAWERS]):
+        y = torch.arange(len(images)).repeat_interleave(len(part))
+        splits.append(Split(as_rgb(images[:, part]), y))
+    train, val, test = splits
     classes = [f"character {number + 1}" for number in range(len(images))]
     return Task(f"omniglot:{alphabet}", train, val, test, classes, pool().mean, pool().std)

@@ -73,7 +73,7 @@ def test_voc_labels_are_those_of_the_annotations() -> None:
 def test_the_whole_cub_split_has_the_papers_sizes() -> None:
     """A fifth of each class of the official 5,994 training images, from the complete lists."""
     base = shared("data/annotations/CUB_200_2011")
-    known = [(name, label) for part, name, label in read_cub(base).images if part == "trainval"]
+    known = read_cub(base).parts["trainval"]
     assert all(label == int(Path(name).parts[1][:3]) - 1 for name, label in known)
     file = shared("data/bissl_tv_splits/cub200_val_split.txt")
     for chosen in (None, file):
@@ -140,9 +140,7 @@ def test_split_files_are_checked(tmp_path: Path, monkeypatch: Any) -> None:
 
 def test_a_pool_is_quilts_the_training_part_of_imagenet_or_any_folder(tmp_path: Path) -> None:
     def pool(name: str) -> Pool:
-        cfg = AlignConfig(backbone="vit_mini", dataset="quilts", pool=name, data_root=tmp_path)
-        found: Pool = open_pool(cfg)
-        return found
+        return open_pool(name, tmp_path, 0)
 
     for file in ("pool/1.png", "pool/deep/2.JPEG", "pool/.hidden/3.png", "imagenet/val/n01/1.JPEG"):
         picture(tmp_path / file)
@@ -158,7 +156,7 @@ def test_a_pool_is_quilts_the_training_part_of_imagenet_or_any_folder(tmp_path: 
 
 
 def test_a_name_is_a_place_and_drawn_data_have_none(tmp_path: Path) -> None:
-    assert place_of("quilts", tmp_path) is None and place_of("own:123", tmp_path) is None
+    assert place_of("quilts", tmp_path) is None and place_of("omniglot", tmp_path) is None
     assert place_of(f"folder:{tmp_path}", Path("elsewhere")) == tmp_path
     assert folders(tmp_path).keys() == {*BENCHMARKS, "imagenet"}
     with pytest.raises(ValueError, match="no such folder"):

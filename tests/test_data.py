@@ -17,12 +17,12 @@ from torchvision import transforms as T
 import data
 from data import (
     MOTIFS,
-    Decoded,
     Images,
     Pool,
     Split,
     Transform,
     batches,
+    decode_once,
     fingerprint,
     folder,
     quilts,
@@ -247,12 +247,11 @@ def test_pixels_travel_as_bytes_and_are_decoded_once(tmp_path: Path) -> None:
     assert not isinstance(item, data.ImageError) and item[0].dtype == torch.uint8
     draws = [[(i, i) for i in range(6)]]
     ((expected, _, _),) = batches(images, draws, 0, CPU)
-    decoded = Decoded(TRANSFORM)
-    kept = decoded(split)
+    kept = decode_once(split, TRANSFORM)
     assert isinstance(kept.images, Tensor) and kept.images.dtype == torch.uint8
     for path in split.images:
         Path(path).unlink()
-    assert decoded(split) is kept
+    assert decode_once(split, TRANSFORM) is kept
     ((x, y, _),) = batches(Images(kept, TRANSFORM, False, 0, "eval"), draws, 3, CPU)
     assert torch.equal(x, expected) and torch.equal(y, split.targets)
     assert not multiprocessing.active_children()  # there is nothing to decode
@@ -263,9 +262,9 @@ def test_what_is_ready_or_too_large_is_not_decoded_before_it_is_asked_for(
 ) -> None:
     split = photos(tmp_path)
     monkeypatch.setattr(data, "MOST_KEPT", 6 * 3 * 8 * 8 - 1)
-    assert Decoded(TRANSFORM)(split) is split
+    assert decode_once(split, TRANSFORM) is split
     fits = Split(torch.rand(2, 3, 8, 8), torch.arange(2))
-    assert Decoded(TRANSFORM)(fits) is fits
+    assert decode_once(fits, TRANSFORM) is fits
 
 
 def test_without_torchvisions_decoder_pillow_gives_the_same_pixels(

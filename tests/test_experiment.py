@@ -237,7 +237,7 @@ def test_an_empty_pool_and_a_name_for_handed_in_data_are_refused(
     weights: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match=f"--pool {tmp_path}: no images in {tmp_path}"):
-        experiment.open_pool(settings(weights, pool=str(tmp_path)))
+        experiment.open_pool(str(tmp_path), tmp_path, 0)
     for field in ("dataset", "pool"):
         with pytest.raises(UsageError, match=f"--{field} own:1f: was handed in from Python"):
             AlignExperiment(settings(weights, **{"pool": "quilts", field: "own:1f"}))

@@ -85,7 +85,7 @@ def test_labels_and_images_that_make_no_task_are_refused(
     blank = Split(task.val.images, -torch.ones(8, 2).long())
     with pytest.raises(UsageError, match="a positive image each"):
         finetune(cfg, tmp_path, task=task._replace(val=blank, test=blank))
-    with pytest.raises(UsageError, match="labels 0 to 0"):
+    with pytest.raises(UsageError, match="labels below 1"):
         finetune(cfg, tmp_path, task=task._replace(classes=["one"]))
 
 
