@@ -26,11 +26,12 @@ from bisslight import Log
 from config import AlignConfig, FinetuneConfig, Settings, read_table
 from evaluate import Comparison
 from finetune import Trial
-from support import flags, screen
+from support import flags
 from support.experiment import Experiment
 from support.metrics import Score
 from support.optim import EpochRecord
 from support.progress import Loops, progress
+from support.screen import Answer
 
 QUILTS = Path(cli.__file__).parent / "extras/quilts.pth"
 PROGRAM = [sys.executable, "-c", "import cli; cli.main()"]
@@ -136,7 +137,7 @@ def test_differences_have_one_decimal_and_p_two_digits(capsys: pytest.CaptureFix
     """On the screen; JSON has all digits."""
     versus = Comparison(difference=-3.553e-15, p=0.0123456, splits=600)
     assert answers.describe_comparison(versus).startswith("+0.0 points, p = 0.012: ")
-    screen.print_result(versus, True)
+    cli.show(versus, lambda _: Answer("in words"), True)
     assert json.loads(capsys.readouterr().out) == versus.model_dump()
 
 
