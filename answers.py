@@ -57,17 +57,22 @@ def answer_align(result: "AlignResult") -> Answer:
         sentence += f", {percent([probe['accuracy']])} before it (linear probe)"
         accuracies = {"before: linear probe": probe["accuracy"]} | accuracies
     rows = [{"": name, "validation": percent([value])} for name, value in accuracies.items()]
+    remarks = [
+        measure_way(result, settings),
+        f"between θ_P and θ_D: {result.distance:.3g}",
+        describe_curvature(result, settings),
+    ]
     return Answer(
         sentence,
         rows,
-        [measure_way(result, settings), describe_curvature(result, settings)],
+        remarks,
         run,
         f"bisslight finetune --from {run} --out {run}-peft",
     )
 
 
 def measure_way(result: "AlignResult", settings: Record) -> str:
-    """How far θ_P moved from where it started, and how far it lies from θ_D."""
+    """How far θ_P moved from where it started."""
     from data import rng
     from lora import init_theta
     from support.checkpoints import load_adapter
@@ -78,10 +83,7 @@ def measure_way(result: "AlignResult", settings: Record) -> str:
     start = init_theta(K, settings["rank"], dim, rng(settings["seed"], "lora"))
     way = float((theta_P - start).norm())
     share = 100 * way / float(start.norm())
-    return (
-        f"θ_P moved by {way:.3g}, {share:.0f} % of its length at the start; "
-        f"its distance from θ_D is {result.distance:.3g}"
-    )
+    return f"θ_P moved by {way:.3g}, {share:.0f} % of its length at the start"
 
 
 def describe_curvature(result: "AlignResult", settings: Record) -> str:
@@ -104,12 +106,11 @@ def answer_finetune(result: "FinetuneResult") -> Answer:
     """Mean and deviation of the test, and a row for each seed."""
     run = Path(result.out)
     settings = read_table(run / "config.json")
+    heading = f"test ({count(result.test_images, 'image')})"
     rows = []
     for i, test in enumerate(result.test):
         row = {"seed": settings["seed"] + i, "best epoch": result.epochs[i]}
-        rows.append(row | {"validation": percent([result.val[i]]), "test": percent([test])})
-    seeds = count(len(result.test), "seed")
-    images = count(result.test_images, "test image")
+        rows.append(row | {"validation": percent([result.val[i]]), heading: percent([test])})
     rate = f"rate {result.lr:g} as given"
     remarks = []
     if len(result.grid) > 1:
@@ -117,7 +118,8 @@ def answer_finetune(result: "FinetuneResult") -> Answer:
         remarks.append(describe_grid(result.grid))
     if result.aligned_by:
         remarks.append(f"aligned by {result.aligned_by}; what a seed repeats: {result.unit}")
-    sentence = f"test {result.metric} {percent(result.test)} ({seeds}; {images}; {rate})"
+    seeds = count(len(result.test), "seed")
+    sentence = f"test {result.metric} {percent(result.test)} ({seeds}; {rate})"
     return Answer(sentence, rows, remarks, run, next_after_finetune(result))
 
 
@@ -186,8 +188,7 @@ def answer_evaluate(evaluation: Evaluation) -> Answer:
         if row.unit != "PEFT seed":
             remarks.append(f"the seeds of {row.arm}: {row.unit}")
         if row.differs:
-            differs = ", ".join(f"{name} {values}" for name, values in row.differs.items())
-            differs = differs.replace("there None", "there not set")
+            differs = show(row.differs).replace("there None", "there not set")
             remarks.append(f"{row.arm} differs: {differs}")
     rows = [describe_arm(row, first.arm) for row in evaluation.arms]
     return Answer("\n".join(sentences), rows, remarks)

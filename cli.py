@@ -144,7 +144,7 @@ def run_command(function: Work[C, R], kind: type[C], answer: Tell[R], **texts: o
     out = options.out or default_out(command, cfg)
     if options.dry_run or options.all:
         return tell_problems(dry_run(command, cfg, out, layers, options))
-    from support.missing import list_missing
+    from extras.dry_run import list_missing
 
     if tell_problems(list_missing(cfg)):
         return 2
@@ -375,7 +375,7 @@ def evaluate(
     ],
     against: Annotated[
         list[Path] | None,
-        typer.Option(help="One more of these; may be repeated."),
+        typer.Option(metavar="<path>", help="One more of these; may be repeated."),
     ] = None,
     picture: Annotated[
         Path | None, typer.Option(help="Draw the accuracies to this PNG, SVG or PDF.")
@@ -520,6 +520,7 @@ def run(arguments: list[str]) -> int:
         if arguments in ([], ["data"]):  # no command yet: show which there are
             arguments = [*arguments, "--help"]
         program = typer.main.get_command(app)
+        hide_types_of_switches(program)
         code = program(args=arguments, prog_name="bisslight", standalone_mode=False)
         return int(code or 0)
     except typer.TyperException as error:  # its own complaints, such as a flag that is unknown
@@ -530,6 +531,16 @@ def run(arguments: list[str]) -> int:
         return fail(str(error), 1)
     except ModuleNotFoundError as error:
         return fail(f"{error}; install it, or do without this option", 1)
+
+
+def hide_types_of_switches(command: Any) -> None:  # noqa: ANN401 (of a class that Typer hides)
+    """Let the help of a command, and of those below it, show no type for what takes no value."""
+    context = typer.Context(command, help_option_names=["-h", "--help"])
+    for parameter in command.get_params(context):
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    for part in getattr(command, "commands", {}).values():
+        hide_types_of_switches(part)
 
 
 def fail(message: str, code: int) -> int:

@@ -56,19 +56,13 @@ class Answer(NamedTuple):
 
 def print_answer(answer: Answer) -> None:
     """Print an answer on stdout."""
-    blocks = [answer.sentence]
-    if answer.rows:
-        blocks.append(draw_table(answer.rows))
-    if answer.remarks:
-        blocks.append("\n".join(answer.remarks))
     ends = []
     if answer.place:
         ends.append(f"in {answer.place}")
     if answer.next:
         ends.append(f"next: {answer.next}")
-    if ends:
-        blocks.append("\n".join(ends))
-    tell("\n\n".join(blocks), sys.stdout)
+    blocks = [answer.sentence, draw_table(answer.rows), "\n".join(answer.remarks), "\n".join(ends)]
+    tell("\n\n".join(block for block in blocks if block), sys.stdout)
 
 
 def draw_table(rows: Sequence[Record]) -> str:
@@ -79,7 +73,9 @@ def draw_table(rows: Sequence[Record]) -> str:
     columns: Record = {}  # a dict keeps their order
     for row in rows:
         columns |= row
-    table = Table(*columns, box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, overflow="fold")  # a long path is broken, not cut
     for row in rows:
         cells = [show(row.get(name)) for name in columns]
         table.add_row(*cells)

@@ -209,6 +209,12 @@ def test_help_and_wrong_names_come_before_torch() -> None:
     assert "--base-lr" in outside("pretrain --help").stdout
 
 
+@pytest.mark.parametrize("command", ["", "evaluate", "predict", "data check", "align"])
+def test_a_switch_has_no_type_in_the_help(command: str) -> None:
+    said = run(f"{command} -h").out
+    assert "--help " in said and "<bool>" not in said and "range" not in said
+
+
 # --- progress -----------------------------------------------------------------------------------
 
 

@@ -111,6 +111,7 @@ def test_what_cannot_predict_is_told_in_a_line(photos: Task, pretrained: Path) -
         ("predict a unknown", "classes", 2),
         ("predict unknown unknown", "unknown", 2),
         ("predict f empty", "empty", 2),
+        ("predict f unknown --top 0", "--top 0", 2),
         ("predict f nowhere.png", "nowhere.png", 2),
         ("predict f unknown --seed 7", "adapter-s7", 2),
         (f"predict f unknown --weights {pretrained / 'ijepa'}", "--weights", 2),
