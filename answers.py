@@ -59,7 +59,7 @@ def answer_align(result: "AlignResult") -> Answer:
     rows = [{"": name, "validation": percent([value])} for name, value in accuracies.items()]
     remarks = [
         measure_way(result, settings),
-        f"between θ_P and θ_D: {result.distance:.3g}",
+        f"the distance between θ_P and θ_D is {result.distance:.3g}",
         describe_curvature(result, settings),
     ]
     return Answer(
@@ -93,7 +93,7 @@ def describe_curvature(result: "AlignResult", settings: Record) -> str:
         return "no curvature was used, as the settings say"
     ratio = result.q_over_g
     angle = math.degrees(math.acos(max(-1.0, min(1.0, result.cosine))))
-    effect = f"{name} scaled the gradient by {ratio:.2g} and turned it by {angle:.0f}°"
+    effect = f"{name} scaled the gradient by {ratio:.4g} and turned it by {angle:.3g}°"
     if abs(1 - ratio) < 0.001 and angle < 1:
         effect = f"{name} changed nothing"
     return f"|q|/|g| = {ratio:.4f}: {effect}"
@@ -149,7 +149,7 @@ def next_after_finetune(result: "FinetuneResult") -> str:
                 return f"bisslight evaluate {run} --against {file.parent}"
             return f"bisslight evaluate {file.parent} --against {run}"
     if result.aligned_by:
-        return f"bisslight evaluate {run} --against RUN (a finetune run without --from)"
+        return f"bisslight evaluate {run} --against DIRECT_RUN"
     return f"bisslight align --backbone {result.backbone} --dataset {result.dataset}"
 
 

@@ -5,6 +5,7 @@ and on a terminal its bar is above theirs.
 """
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -100,7 +101,7 @@ class Loops(Progress):
         if not loop.speed:
             return f"after this {unit}"
         seconds = (1 - loop.completed % 1) / loop.speed
-        return f"after this {unit} (about {seconds:.0f} s)"
+        return f"after this {unit} (about {math.ceil(seconds)} s)"
 
     def get_renderables(self) -> Iterator[RenderableType]:
         """What the terminal shows: the bars, what the innermost loop is at, whether it stops."""
