@@ -36,7 +36,8 @@ def count(number: int, thing: str) -> str:
     >>> count(1, "seed")
     '1 seed'
     """
-    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+    ending = "" if number == 1 else "s"
+    return f"{number:,} {thing}{ending}"
 
 
 # --- align ----------------------------------------------------------------------------------------
