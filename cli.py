@@ -144,7 +144,7 @@ def run_command(function: Work[C, R], kind: type[C], answer: Tell[R], **texts: o
     out = options.out or default_out(command, cfg)
     if options.dry_run or options.all:
         return tell_problems(dry_run(command, cfg, out, layers, options))
-    from extras.dry_run import list_missing
+    from support.missing import list_missing
 
     if tell_problems(list_missing(cfg)):
         return 2
@@ -414,7 +414,7 @@ def demo(
     data_seed: Annotated[
         int, typer.Option(help="Splits the drawers anew, whose characters train and test.")
     ] = 0,
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 2,
+    jobs: Annotated[int, typer.Option(min=1, metavar="<int>", help="Runs at a time.")] = 2,
     force: Force = False,
     as_json: AsJson = False,
     quiet: Quiet = False,

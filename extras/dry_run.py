@@ -1,9 +1,8 @@
-"""What a run lacks, all of it at once; and for `--dry-run` images, steps, memory."""
+"""What a command would do, for `--dry-run`: images, steps, memory, and all that is missing."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 from config import (
     FILE,
@@ -20,14 +19,11 @@ from data import Pool, Task
 from extras import pretrain
 from finetune import starts_of_seeds
 from support import timm_models
-from support.benchmarks import place_of
 from support.checkpoints import OFFICIAL, arch_of, weights_of
-from support.errors import UsageError, checking
+from support.errors import checking
 from support.experiment import AlignExperiment, Experiment, device_of, open_pool, open_task
+from support.missing import attempt
 from support.runs import check_directory
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 # tab:memory_single_gpu: GB and A40 GPUs, on the fewest GPUs of the table; GB sum each GPU's peak.
 # The paper has no figures for I-JEPA.
@@ -145,39 +141,3 @@ def paper_memory(cfg: AlignConfig | FinetuneConfig) -> tuple[int, int] | None:
         return None
     kind = cfg.hypergrad if isinstance(cfg, AlignConfig) else str(cfg.batch)
     return MEMORY.get(kind, {}).get(cfg.backbone)
-
-
-# --- what is missing ------------------------------------------------------------------------------
-
-
-def list_missing(cfg: Command) -> list[str]:
-    """What data a run lacks and how to get them; weights too, though a run can fetch these."""
-    problems: list[str] = []
-    if not isinstance(cfg, AlignConfig | FinetuneConfig):  # pretraining needs no more than a pool
-        return problems
-    attempt(problems, find_place, "--dataset", cfg.dataset, cfg)
-    if isinstance(cfg, AlignConfig):
-        attempt(problems, find_place, "--pool", cfg.pool, cfg)
-    weights = attempt(problems, weights_of, cfg)
-    if problems and weights and not weights.exists():
-        url, megabytes = OFFICIAL[cfg.backbone, cfg.pretext]
-        command = f"`curl -C - -o {weights} {url}`"
-        problems.append(f"--weights: {megabytes:,.0f} MB, fetched by the run itself or {command}")
-    return problems
-
-
-def find_place(flag: str, name: str, cfg: Command) -> None:
-    """Refuse (UsageError) data that are not there."""
-    with checking(f"{flag} {name}"):
-        place_of(name, cfg.data_root)
-
-
-def attempt(
-    problems: list[str], step: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-) -> T | None:
-    """The result of a step; if it cannot be done, that goes to the problems."""
-    try:
-        return step(*args, **kwargs)
-    except UsageError as error:
-        problems.append(str(error))
-        return None
