@@ -2,14 +2,15 @@
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
 from config import Record, read_table
-from evaluate import Comparison, Evaluation, PooledEvaluation, Row
-from support.screen import Answer
+from evaluate import Comparison, Evaluation, Pooled, PooledEvaluation, Row
+from support.screen import Answer, draw_table, show
 
 if TYPE_CHECKING:  # these load torch
     from align import AlignResult
@@ -35,7 +36,8 @@ def count(number: int, thing: str) -> str:
     >>> count(1, "seed")
     '1 seed'
     """
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+    ending = "" if number == 1 else "s"
+    return f"{number:,} {thing}{ending}"
 
 
 # --- align ----------------------------------------------------------------------------------------
@@ -47,28 +49,31 @@ def answer_align(result: "AlignResult") -> Answer:
     """Validation before and after, how far θ_P moved, and what the curvature did."""
     run = Path(result.out)
     settings = read_table(run / "config.json")
+    sentence = f"validation {result.metric} {percent([result.val_P.accuracy])} after aligning"
+    kept = "lower level, θ_P: kept, for finetune"
+    accuracies = {kept: result.val_P.accuracy, "upper level, θ_D": result.val_D.accuracy}
     first_line, _, _ = (run / "metrics.jsonl").read_text().partition("\n")
     probe = json.loads(first_line).get("probe_val")  # None without --probe-epochs
-    sentence = f"validation {result.metric} {result.val_P.accuracy:.1f} % after aligning"
-    heading = "validation %"
-    rows = []
     if probe:
-        sentence += f", {probe['accuracy']:.1f} % before it (linear probe)"
-        rows.append({"": "before: linear probe", heading: f"{probe['accuracy']:.2f}"})
-    kept = "lower level, θ_P: kept, for finetune"
-    rows.append({"": kept, heading: f"{result.val_P.accuracy:.2f}"})
-    rows.append({"": "upper level, θ_D", heading: f"{result.val_D.accuracy:.2f}"})
+        sentence += f", {percent([probe['accuracy']])} before it (linear probe)"
+        accuracies = {"before: linear probe": probe["accuracy"]} | accuracies
+    rows = [{"": name, "validation": percent([value])} for name, value in accuracies.items()]
+    remarks = [
+        measure_way(result, settings),
+        f"the distance between θ_P and θ_D is {result.distance:.3g}",
+        describe_curvature(result, settings),
+    ]
     return Answer(
         sentence,
         rows,
-        [measure_way(result, settings), describe_curvature(result, settings)],
+        remarks,
         run,
         f"bisslight finetune --from {run} --out {run}-peft",
     )
 
 
 def measure_way(result: "AlignResult", settings: Record) -> str:
-    """How far θ_P moved from where it started, and how far it lies from θ_D."""
+    """How far θ_P moved from where it started."""
     from data import rng
     from lora import init_theta
     from support.checkpoints import load_adapter
@@ -79,10 +84,7 @@ def measure_way(result: "AlignResult", settings: Record) -> str:
     start = init_theta(K, settings["rank"], dim, rng(settings["seed"], "lora"))
     way = float((theta_P - start).norm())
     share = 100 * way / float(start.norm())
-    return (
-        f"θ_P moved by {way:.3g}, {share:.0f} % of its length at the start; "
-        f"its distance from θ_D is {result.distance:.3g}"
-    )
+    return f"θ_P moved by {way:.3g}, {share:.0f} % of its length at the start"
 
 
 def describe_curvature(result: "AlignResult", settings: Record) -> str:
@@ -92,14 +94,9 @@ def describe_curvature(result: "AlignResult", settings: Record) -> str:
         return "no curvature was used, as the settings say"
     ratio = result.q_over_g
     angle = math.degrees(math.acos(max(-1.0, min(1.0, result.cosine))))
+    effect = f"{name} scaled the gradient by {ratio:.4g} and turned it by {angle:.3g}°"
     if abs(1 - ratio) < 0.001 and angle < 1:
-        effect = (
-            f"{name} changed nothing (as often with small networks; aligning acts all the same)"
-        )
-    elif abs(1 - ratio) < 0.01 and angle < 5:
-        effect = f"{name} changed next to nothing"
-    else:
-        effect = f"{name} scaled the gradient by {ratio:.2g} and turned it by {angle:.0f}°"
+        effect = f"{name} changed nothing"
     return f"|q|/|g| = {ratio:.4f}: {effect}"
 
 
@@ -110,19 +107,20 @@ def answer_finetune(result: "FinetuneResult") -> Answer:
     """Mean and deviation of the test, and a row for each seed."""
     run = Path(result.out)
     settings = read_table(run / "config.json")
-    seeds = count(len(result.test), "seed")
-    reason = "by validation" if len(result.grid) > 1 else "as given"
+    heading = f"test ({count(result.test_images, 'image')})"
     rows = []
     for i, test in enumerate(result.test):
         row = {"seed": settings["seed"] + i, "best epoch": result.epochs[i]}
-        row |= {"validation %": f"{result.val[i]:.2f}", "test %": f"{test:.2f}"}
-        rows.append(row)
+        rows.append(row | {"validation": percent([result.val[i]]), heading: percent([test])})
+    rate = f"rate {result.lr:g} as given"
     remarks = []
     if len(result.grid) > 1:
+        rate = f"rate {result.lr:g} by validation"
         remarks.append(describe_grid(result.grid))
     if result.aligned_by:
         remarks.append(f"aligned by {result.aligned_by}; what a seed repeats: {result.unit}")
-    sentence = f"test {result.metric} {percent(result.test)} ({seeds}; rate {result.lr:g} {reason})"
+    seeds = count(len(result.test), "seed")
+    sentence = f"test {result.metric} {percent(result.test)} ({seeds}; {rate})"
     return Answer(sentence, rows, remarks, run, next_after_finetune(result))
 
 
@@ -130,13 +128,12 @@ def describe_grid(grid: dict[str, list[float | None]]) -> str:
     """The validation of each rate.
 
     >>> describe_grid({"0.01": [50.0, 52.0], "0.1": [None]})
-    'validation by rate: 0.01 51.0 %, 0.1 diverged'
+    'validation by rate: 0.01 51.0 ± 1.4 %, 0.1 diverged'
     """
     words = []
     for rate, accuracies in grid.items():
         finite = [accuracy for accuracy in accuracies if accuracy is not None]
-        diverged = len(finite) < len(accuracies)
-        outcome = "diverged" if diverged else f"{fmean(finite):.1f} %"
+        outcome = percent(finite) if len(finite) == len(accuracies) else "diverged"
         words.append(f"{float(rate):g} {outcome}")
     return "validation by rate: " + ", ".join(words)
 
@@ -153,7 +150,7 @@ def next_after_finetune(result: "FinetuneResult") -> str:
                 return f"bisslight evaluate {run} --against {file.parent}"
             return f"bisslight evaluate {file.parent} --against {run}"
     if result.aligned_by:
-        return f"bisslight evaluate {run} --against RUN (a finetune run without --from)"
+        return f"bisslight evaluate {run} --against DIRECT_RUN"
     return f"bisslight align --backbone {result.backbone} --dataset {result.dataset}"
 
 
@@ -168,62 +165,47 @@ def answer_pretrain(result: "PretrainResult") -> Answer:
     )
 
 
-# --- evaluate -------------------------------------------------------------------------------------
+# --- evaluate and predict -------------------------------------------------------------------------
 
 
 def answer_evaluate(evaluation: Evaluation) -> Answer:
     """The first arm minus each of the others, on all data sets together where there are several."""
-    if not isinstance(evaluation, PooledEvaluation):
-        return compare(evaluation.arms)
-    first = evaluation.pooled[0]
-    sentences = []
-    for arm in evaluation.pooled:
-        versus = arm.first_minus_this
-        if versus:
-            of = f"{first.arm} minus {arm.arm}, over {len(arm.data_sets)} data sets"
-            sentences.append(f"{of}: {describe_comparison(versus)}")
-    answer = compare(evaluation.arms, first.arm)
-    if not sentences:
-        sentences = [
-            f"test accuracy {first.mean:.1f} %, the mean of {len(first.data_sets)} data sets"
-        ]
-    return answer._replace(sentence="\n".join(sentences))
-
-
-def answer_demo(result: "DemoResult") -> Answer:
-    """What the demo says of its arms, and its picture."""
-    sentence = "\n".join(result.answer)
-    return compare(result.arms)._replace(sentence=sentence, place=result.picture)
-
-
-def compare(arms: Sequence[Row], first_name: str = "") -> Answer:
-    """The first arm minus each of the others, and what else differs between them."""
+    arms: Sequence[Row | Pooled] = evaluation.arms
+    over = ""
+    if isinstance(evaluation, PooledEvaluation):
+        arms = evaluation.pooled
+        over = f", over {len(evaluation.pooled[0].data_sets)} data sets"
     first = arms[0]
-    first_name = first_name or first.arm
     sentences = []
-    rows = []
+    for arm in arms:
+        if arm.first_minus_this:
+            difference = describe_comparison(arm.first_minus_this)
+            sentences.append(f"{first.arm} minus {arm.arm}{over}: {difference}")
+    if not sentences:
+        seeds = count(first.seeds, "seed")
+        sentences = [f"test {evaluation.arms[0].metric} {first.mean:.1f} % ({seeds}{over})"]
     remarks = []
-    for row in arms:
-        line: Record = {"arm": row.arm, "seeds": row.seeds}
-        line[f"test {row.metric}"] = percent(row.accuracies)
-        versus = row.first_minus_this
-        if versus:
-            line[f"{first_name} minus this"] = points(versus)
-            line["p"] = "none" if versus.p is None else f"{versus.p:#.2g}"
-            sentences.append(f"{first_name} minus {row.arm}: {describe_comparison(versus)}")
-        if row.paper:
-            line["the paper"] = f"{row.paper.mean} ± {row.paper.std} % ({row.paper.source})"
-        rows.append(line)
+    for row in evaluation.arms:
         if row.unit != "PEFT seed":
             remarks.append(f"the seeds of {row.arm}: {row.unit}")
         if row.differs:
-            differs = ", ".join(f"{name} {values}" for name, values in row.differs.items())
-            differs = differs.replace("there None", "there not set")
+            differs = show(row.differs).replace("there None", "there not set")
             remarks.append(f"{row.arm} differs: {differs}")
-    if not sentences:
-        seeds = count(first.seeds, "seed")
-        sentences = [f"test {first.metric} {percent(first.accuracies)} ({seeds})"]
+    rows = [describe_arm(row, first.arm) for row in evaluation.arms]
     return Answer("\n".join(sentences), rows, remarks)
+
+
+def describe_arm(row: Row, first: str) -> Record:
+    """The line of an arm in a table; `first` is the name of the one that it is compared with."""
+    line: Record = {"arm": row.arm, "seeds": row.seeds}
+    line[f"test {row.metric}"] = percent(row.accuracies)
+    versus = row.first_minus_this
+    if versus:
+        line[f"{first} minus this"] = points(versus)
+        line["p"] = "none" if versus.p is None else f"{versus.p:#.2g}"
+    if row.paper:
+        line["the paper"] = f"{row.paper.mean} ± {row.paper.std} % ({row.paper.source})"
+    return line
 
 
 def describe_comparison(versus: Comparison) -> str:
@@ -243,6 +225,42 @@ def describe_comparison(versus: Comparison) -> str:
 def points(versus: Comparison) -> str:
     """A difference in percentage points; adding 0 makes -0 a plain 0."""
     return f"{round(versus.difference, 1) + 0.0:+.1f}"
+
+
+def answer_demo(result: "DemoResult") -> Answer:
+    """What the demo says of its arms, and its picture."""
+    arms = answer_evaluate(Evaluation(arms=result.arms))
+    return arms._replace(sentence="\n".join(result.answer), place=result.picture)
+
+
+def answer_curves(drawn: Record) -> Answer:
+    """The file that curves were drawn to."""
+    return Answer("losses and validations are drawn", place=drawn["curves"])
+
+
+def answer_predict(guesses: Sequence[Record]) -> Answer:
+    """The classes of each image; the folder that all images lie in is told once."""
+    paths = [Path(guess["image"]).absolute() for guess in guesses]
+    folder = os.path.commonpath([path.parent for path in paths])
+    rows = []
+    for path, guess in zip(paths, guesses, strict=True):
+        row = {"image": path.relative_to(folder), "class": guess["label"]}
+        rows.append(row | {"probability": guess["probability"]})
+    return Answer(f"{count(len(set(paths)), 'image')} in {folder}", rows)
+
+
+# --- dry runs -------------------------------------------------------------------------------------
+
+
+def answer_plan(plan: Record) -> Answer:
+    """A line for each thing that is known of a run, and a table of its settings."""
+    lines = []
+    for name, value in plan.items():
+        if isinstance(value, list):
+            lines += [f"{name}:", draw_table(value)]
+        elif value:
+            lines.append(f"{name}: {show(value)}")
+    return Answer("\n".join(lines))
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -266,14 +284,14 @@ def answer_list(sets: list[Record]) -> Answer:
 def answer_check(found: Record) -> Answer:
     """How many images there are, and all that is wrong."""
     problems = found["problems"]
-    parts = [f"{found[part]:,} {part}" for part in ("train", "val", "test") if part in found]
-    sizes = f" ({', '.join(parts)})" if parts else ""
-    outcome = f"{count(len(problems), 'problem')}" if problems else "nothing is wrong"
-    remarks = []
-    for row in problems:
-        first = f", such as {row['first']}" if "first" in row else ""
-        remarks.append(f"{row['problem']}{first}")
-    return Answer(f"{found['name']}: {found['images']:,} images{sizes}, {outcome}", (), remarks)
+    outcome = count(len(problems), "problem") if problems else "nothing is wrong"
+    sentence = f"{found['name']}: {count(found['images'], 'image')}, {outcome}"
+    counts = dict(found)
+    for told in ("name", "images", "problems"):
+        del counts[told]
+    if counts:
+        sentence += f" ({show(counts)})"
+    return Answer(sentence, problems)
 
 
 def answer_download(done: Record) -> Answer:

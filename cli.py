@@ -4,33 +4,37 @@ A command imports what it runs inside its function, so that help is shown withou
 """
 
 import io
-import logging
-import os
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
+from pydantic_core import to_jsonable_python
 
 from answers import (
     answer_align,
     answer_check,
+    answer_curves,
     answer_demo,
     answer_download,
     answer_evaluate,
     answer_export,
     answer_finetune,
     answer_list,
+    answer_plan,
+    answer_predict,
     answer_pretrain,
 )
 from config import (
     AlignConfig,
     Command,
     FinetuneConfig,
+    PretrainConfig,
     Record,
     Settings,
     make,
@@ -41,11 +45,11 @@ from config import (
 )
 from support.errors import RunError, UsageError, nearest
 from support.flags import signature_of
-from support.screen import Answer, Notes, one_line, print_answer, print_result, tell
+from support.screen import Answer, is_first_process, one_line, print_answer, tell
 
 if TYPE_CHECKING:
     from align import AlignResult
-    from extras.pretrain import PretrainConfig, PretrainResult
+    from extras.pretrain import PretrainResult
     from finetune import FinetuneResult
     from support.runs import Track
 
@@ -93,45 +97,94 @@ BRACKETS = (
 )
 
 
-def settings_command(
-    kind: type[C], answer: Tell[R], example: str
-) -> Callable[[Work[C, R]], Work[C, R]]:
+KINDS: dict[str, type[Command]] = {
+    "align": AlignConfig,
+    "finetune": FinetuneConfig,
+    "pretrain": PretrainConfig,
+}
+
+
+Layers = dict[str, Record]  # settings by what they are from; the last one that has a setting wins
+
+
+def add_command(function: Work[C, R], kind: type[C], answer: Tell[R], example: str) -> None:
     """Make a function a command of the program, with a flag for each setting of `kind`."""
-
-    def add(function: Work[C, R]) -> Work[C, R]:
-        def command(**texts: object) -> int:  # of all flags, by the names of their settings
-            flags: Record = {}
-            options: Record = {}
-            for name, value in texts.items():
-                if value is None:  # the flag was not given
-                    continue
-                if name in Options.model_fields:
-                    options[name] = value
-                elif name.startswith("no_"):  # the hidden flag that switches a setting off
-                    flags[name.removeprefix("no_")] = False
-                else:
-                    flags[name] = value
-            return run_command(function, answer, kind, flags, make(Options, options))
-
-        typed: Any = command  # Typer reads the flags from these two
-        typed.__signature__ = signature_of(kind, Options)
-        typed.__annotations__ = {}
-        name = function.__name__
-        epilog = f"Example: bisslight {name} {example}\n\n{BRACKETS}"
-        app.command(name, help=function.__doc__, epilog=epilog)(command)
-        return function
-
-    return add
+    name = function.__name__
+    command: Any = partial(run_command, function, kind, answer)
+    command.__signature__ = signature_of(kind, Options)  # Typer reads the flags from these two
+    command.__annotations__ = {}
+    epilog = f"Example: bisslight {name} {example}\n\n{BRACKETS}"
+    app.command(name, help=function.__doc__, epilog=epilog)(command)
 
 
-COMMANDS = ("align", "finetune", "pretrain")  # those that have settings
+def run_command(function: Work[C, R], kind: type[C], answer: Tell[R], **texts: object) -> int:
+    """Run a command that has settings, or say what it would do; the exit code.
+
+    `texts` has all flags by the names of their settings; None: the flag was not given.
+    """
+    flags: Record = {}
+    given_options: Record = {}
+    for name, text in texts.items():
+        if text is None:
+            continue
+        if name in Options.model_fields:
+            given_options[name] = text
+        elif name.startswith("no_"):  # the hidden flag that switches a setting off
+            flags[name.removeprefix("no_")] = False
+        else:
+            flags[name] = text
+    options = make(Options, given_options)
+    layers = collect_layers(kind, flags, options)
+    values: Record = {}
+    for layer in layers.values():
+        values |= layer
+    cfg = make(kind, values)
+    warn_about_warmup(cfg)
+    command = function.__name__
+    out = options.out or default_out(command, cfg)
+    if options.dry_run or options.all:
+        return tell_problems(dry_run(command, cfg, out, layers, options))
+    from support.missing import list_missing
+
+    if tell_problems(list_missing(cfg)):
+        return 2
+    with training(options.quiet or options.as_json) as track:
+        result = function(cfg, out, options.force, track)
+    show(result, answer, options.as_json)
+    from support.processes import leave  # with torch, so not before all names were checked
+
+    leave()  # not before all is told, which process 0 does alone
+    return 0
 
 
-class Layer(NamedTuple):
-    """Settings from one source."""
+def show(result: R, answer: Tell[R], as_json: bool) -> None:
+    """Print a result: as JSON, or what people are told of it."""
+    if not is_first_process():
+        return
+    if as_json:
+        tell(json.dumps(to_jsonable_python(result)), sys.stdout)
+    else:
+        print_answer(answer(result))
 
-    source: str
-    values: Record
+
+def dry_run(command: str, cfg: Command, out: Path, layers: Layers, options: Options) -> list[str]:
+    """Print what a command would do; all that keeps it from doing so."""
+    from extras.dry_run import plan_run
+
+    every = options.all or options.as_json
+    plan = plan_run(command, cfg, out, options.force)
+    rows = compare_settings(cfg, layers, every)
+    recipe = "MAE or I-JEPA" if command == "pretrain" else "the paper"
+    title = "settings" if every else f"differs from {recipe}"
+    show({"out": out} | plan.work | {title: rows or "nothing"}, answer_plan, options.as_json)
+    return plan.problems
+
+
+def tell_problems(problems: list[str]) -> int:
+    """Tell each in a line; the exit code."""
+    for problem in problems:
+        fail(problem, 2)
+    return 2 if problems else 0
 
 
 def settings_of_command(kind: type[Command], path: Path) -> Record:
@@ -141,139 +194,55 @@ def settings_of_command(kind: type[Command], path: Path) -> Record:
     """
     own = kind.__name__.removesuffix("Config").lower()
     table = read_table(path)
-    sections = {name: table.pop(name) for name in COMMANDS if isinstance(table.get(name), dict)}
-    others = []
-    for name in list(table):
+    sections = {name: table.pop(name) for name in KINDS if isinstance(table.get(name), dict)}
+    section = {name.replace("-", "_"): value for name, value in sections.get(own, {}).items()}
+    for name in section:
         if name not in kind.model_fields:
-            check_setting(name, kind, path)
-            del table[name]
-            others.append(name)
-    if others:
-        tell(f"{path}: {', '.join(others)}: of other commands, left out", sys.stderr)
-    for name, value in sections.get(own, {}).items():
-        setting = name.replace("-", "_")
-        if setting not in kind.model_fields:
             known = nearest(name, kind.model_fields)
             raise UsageError(f"{path}: [{own}]: {name} is no setting of {own}, {known}")
-        table[setting] = value
-    return table
+    others = [name for name in table if name not in kind.model_fields]
+    for name in others:
+        if not any(name in other.model_fields for other in KINDS.values()):
+            raise UsageError(f"{path}: {name} is no setting, {nearest(name, kind.model_fields)}")
+        del table[name]
+    if others:
+        tell(f"{path}: {', '.join(others)}: of other commands, left out", sys.stderr)
+    return table | section
 
 
-def check_setting(name: str, kind: type[Command], path: Path) -> None:
-    """Refuse (UsageError) a name that is no setting of any command."""
-    if name in AlignConfig.model_fields or name in FinetuneConfig.model_fields:
-        return
-    from extras.pretrain import PretrainConfig  # with torch, so only where it is needed
-
-    if name not in PretrainConfig.model_fields:
-        raise UsageError(f"{path}: {name} is no setting, {nearest(name, kind.model_fields)}")
-
-
-def collect_layers(kind: type[Command], flags: Record, options: Options) -> list[Layer]:
-    """What was given, by who gave it; the last one that has a setting wins (UsageError)."""
+def collect_layers(kind: type[Command], flags: Record, options: Options) -> Layers:
+    """What was given, by who gave it (UsageError)."""
     table: Record = {}
     if options.config is not None:
         table = settings_of_command(kind, options.config)
     # Known first, since what an align run and a preset add depends on them.
     table_and_flags = table | flags
-    layers = []
+    layers: Layers = {}
     if "start" in table_and_flags:
         start = Path(str(table_and_flags["start"])).expanduser()
         if not start.is_file():  # a LoRA file brings no settings
             dataset = table_and_flags.get("dataset")
-            values = read_align_run(start, dataset, table_and_flags.get("restart"))
-            layers.append(Layer("run before", values))
+            restart = table_and_flags.get("restart")
+            layers["run before"] = read_align_run(start, dataset, restart)
     if options.preset == "as-released":
-        values = released_values(kind, "start" in table_and_flags)
-        layers.append(Layer("preset as-released", values))
-    layers.append(Layer(str(options.config), table))
-    layers.append(Layer("flag", flags))
-    return layers
+        layers["preset as-released"] = released_values(kind, "start" in table_and_flags)
+    return layers | {str(options.config): table, "flag": flags}
 
 
-def compare_settings(cfg: Command, layers: list[Layer], every: bool) -> list[Record]:
+def compare_settings(cfg: Command, layers: Layers, every: bool) -> list[Record]:
     """A row for each setting that is not the paper's, or for all: its value and who set it."""
+    sources: Record = {}
+    for source, values in (cfg.our_defaults(dict(cfg)) | layers).items():
+        sources |= dict.fromkeys(values, source)
     paper = paper_values(type(cfg), dict(cfg))
-    defaults = [Layer(*item) for item in cfg.our_defaults(dict(cfg)).items()]
     no_value_in_paper = {"start", "weights", "pretext", *Command.model_fields}
     rows = []
     for name, value in cfg:
-        has_paper_value = name in paper and name not in no_value_in_paper
-        is_unlike_paper = has_paper_value and value != paper[name]
-        if not is_unlike_paper and not every:
-            continue
-        source = "default"
-        # To the end, since the last layer that has a setting wins.
-        for layer in [*defaults, *layers]:
-            if name in layer.values:
-                source = layer.source
-        rows.append({"setting": name, "value": value, "set by": source, "paper": paper.get(name)})
+        is_unlike_paper = value != paper.get(name, value) and name not in no_value_in_paper
+        if is_unlike_paper or every:
+            row = {"setting": name, "value": value, "set by": sources.get(name, "default")}
+            rows.append(row | {"paper": paper.get(name)})
     return rows
-
-
-def run_command(
-    function: Work[C, R], answer: Tell[R], kind: type[C], flags: Record, options: Options
-) -> int:
-    """Run a command that has settings, or say what it would do; the exit code."""
-    name = function.__name__
-    layers = collect_layers(kind, flags, options)
-    values: Record = {}
-    for layer in layers:  # a later one wins
-        values |= layer.values
-    cfg = make(kind, values)
-    out = options.out or default_out(name, cfg)
-    if options.dry_run or options.all:
-        return dry_run(name, cfg, out, layers, options)
-    if is_something_missing(cfg):
-        return 2
-    with training(options.quiet or options.as_json) as track:
-        warn_about_warmup(cfg)
-        result = function(cfg, out, options.force, track)
-    show(result, answer, options.as_json)
-    leave_group()
-    return 0
-
-
-def leave_group() -> None:
-    """Part from torchrun's other processes; not before all is told, which process 0 does alone."""
-    from support.processes import leave
-
-    leave()
-
-
-def show(result: R, answer: Tell[R], as_json: bool) -> None:
-    """Print a result: as JSON, or what people are told of it."""
-    if as_json:
-        print_result(result, as_json)
-    else:
-        print_answer(answer(result))
-
-
-def dry_run(name: str, cfg: Command, out: Path, layers: list[Layer], options: Options) -> int:
-    """Print what a command would do, and all that is missing; exit code 2 where something is."""
-    from extras.dry_run import plan_run
-
-    logging.getLogger("bisslight").handlers = [Notes()]
-    warn_about_warmup(cfg)
-    every = options.all or options.as_json
-    plan = plan_run(name, cfg, out, options.force)
-    rows = compare_settings(cfg, layers, every)
-    recipe = "MAE or I-JEPA" if name == "pretrain" else "the paper"
-    title = "settings" if every else f"differs from {recipe}"
-    print_result({"out": out} | plan.work | {title: rows or "nothing"}, options.as_json)
-    for problem in plan.problems:
-        tell(f"error: {one_line(problem)}", sys.stderr)
-    return 2 if plan.problems else 0
-
-
-def is_something_missing(cfg: Command) -> bool:
-    """Tell all data and weights that a run lacks, not only the first."""
-    from support.missing import list_missing
-
-    missing = list_missing(cfg)
-    for problem in missing:
-        fail(problem, 2)
-    return bool(missing)
 
 
 def default_out(command: str, cfg: Command) -> Path:
@@ -294,10 +263,9 @@ def warn_about_warmup(cfg: Command) -> None:
     settings = dict(cfg)
     for warmup, length in (("warmup", "alternations"), ("warmup_epochs", "epochs")):
         if warmup in settings and settings[warmup] >= settings[length]:
-            logging.getLogger("bisslight").warning(
-                "the warm-up is not shorter than the run, so no learning rate is reached; see --%s",
-                warmup.replace("_", "-"),
-            )
+            flag = f"--{warmup.replace('_', '-')}"
+            problem = "the warm-up is not shorter than the run, so no learning rate is reached"
+            tell(f"{problem}; see {flag}", sys.stderr)
 
 
 @contextmanager
@@ -340,6 +308,8 @@ def training(quiet: bool) -> Iterator["Track"]:
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on stdout, nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Force = Annotated[bool, typer.Option("--force", help="Start over. Without it, runs go on.")]
+Seed = Annotated[int | None, typer.Option(help="Seed whose adapter is taken. Default: the first.")]
+Weights = Annotated[Path | None, typer.Option(help="Where the run's weights are now.")]
 Run = Annotated[Path, typer.Argument(help="A finished run.", exists=True, show_default=False)]
 DataRoot = Annotated[
     Path, typer.Option("--data-root", help="Where the benchmarks are.", envvar="BISSLIGHT_DATA")
@@ -362,7 +332,6 @@ def program(
     """BiSSLight aligns self-supervised backbones with a downstream task, before fine-tuning."""
 
 
-@settings_command(AlignConfig, answer_align, "--backbone vit_l16 --dataset cub200 --out runs/cub")
 def align(cfg: AlignConfig, out: Path, force: bool, track: "Track") -> "AlignResult":
     """Align a pretrained backbone with a downstream task: BiSSLight, Algorithm 1."""
     from align import align
@@ -370,7 +339,9 @@ def align(cfg: AlignConfig, out: Path, force: bool, track: "Track") -> "AlignRes
     return align(cfg, out, force=force, track=track)
 
 
-@settings_command(FinetuneConfig, answer_finetune, "--from runs/cub --out runs/cub-peft")
+add_command(align, AlignConfig, answer_align, "--backbone vit_l16 --dataset cub200 --out runs/cub")
+
+
 def finetune(cfg: FinetuneConfig, out: Path, force: bool, track: "Track") -> "FinetuneResult":
     """Fine-tune with LoRA, directly or from align runs: learning rates, seeds, one test."""
     from finetune import finetune
@@ -378,24 +349,17 @@ def finetune(cfg: FinetuneConfig, out: Path, force: bool, track: "Track") -> "Fi
     return finetune(cfg, out, force=force, track=track)
 
 
-def pretrain(cfg: "PretrainConfig", out: Path, force: bool, track: "Track") -> "PretrainResult":
+add_command(finetune, FinetuneConfig, answer_finetune, "--from runs/cub --out runs/cub-peft")
+
+
+def pretrain(cfg: PretrainConfig, out: Path, force: bool, track: "Track") -> "PretrainResult":
     """Train a backbone from scratch with MAE or I-JEPA, where there is no checkpoint."""
     from extras.pretrain import pretrain
 
     return pretrain(cfg, out, force=force, track=track)
 
 
-@cache
-def give_pretrain_its_flags() -> None:
-    """Load pretraining's settings. They come with torch, so other commands do without them."""
-    from extras.pretrain import PretrainConfig
-
-    settings_command(PretrainConfig, answer_pretrain, "--backbone vit_mini --pool omniglot")(
-        pretrain
-    )
-
-
-app.command("pretrain", help=pretrain.__doc__)(give_pretrain_its_flags)  # to be listed
+add_command(pretrain, PretrainConfig, answer_pretrain, "--backbone vit_mini --pool omniglot")
 
 
 @app.command(epilog="Example: bisslight evaluate runs/cub-peft --against runs/direct")
@@ -411,7 +375,7 @@ def evaluate(
     ],
     against: Annotated[
         list[Path] | None,
-        typer.Option(help="One more of these; may be repeated."),
+        typer.Option(metavar="<path>", help="One more of these; may be repeated."),
     ] = None,
     picture: Annotated[
         Path | None, typer.Option(help="Draw the accuracies to this PNG, SVG or PDF.")
@@ -432,7 +396,7 @@ def evaluate(
 
         draw_curves(runs, curves)
         if picture is None:  # an align run has curves, but no accuracy to compare
-            print_result({"curves": curves}, as_json)
+            show({"curves": curves}, answer_curves, as_json)
             return
     from evaluate import evaluate
 
@@ -442,8 +406,6 @@ def evaluate(
 
         draw_arms(evaluation.arms, picture)
     show(evaluation, answer_evaluate, as_json)
-    if picture is not None and not as_json:
-        tell(f"picture: {picture}", sys.stdout)
 
 
 @app.command(epilog="Example: bisslight demo --out runs/demo")
@@ -452,7 +414,7 @@ def demo(
     data_seed: Annotated[
         int, typer.Option(help="Splits the drawers anew, whose characters train and test.")
     ] = 0,
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 2,
+    jobs: Annotated[int, typer.Option(min=1, metavar="<int>", help="Runs at a time.")] = 2,
     force: Force = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -469,10 +431,8 @@ def demo(
 def export(
     run: Run,
     out: Annotated[Path | None, typer.Option(help="Default: RUN/export.")] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed whose adapter is taken. Default: the first.")
-    ] = None,
-    weights: Annotated[Path | None, typer.Option(help="Where the run's weights are now.")] = None,
+    seed: Seed = None,
+    weights: Weights = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a run's adapter for HF peft, for timm and for the released program."""
@@ -485,12 +445,10 @@ def export(
 def predict(
     run: Run,
     images: Annotated[list[Path], typer.Argument(help="Image files, or folders of them.")],
-    top: Annotated[int, typer.Option(min=1, help="Classes an image, the most likely first.")] = 1,
+    top: Annotated[int, typer.Option(help="Classes an image, the most likely first.")] = 1,
     csv: Annotated[Path | None, typer.Option(help="Write a CSV file; -: to stdout.")] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed whose adapter is taken. Default: the first.")
-    ] = None,
-    weights: Annotated[Path | None, typer.Option(help="Where the run's weights are now.")] = None,
+    seed: Seed = None,
+    weights: Weights = None,
     as_json: AsJson = False,
 ) -> None:
     """Classify images with a finished finetune run: class names and probabilities."""
@@ -503,7 +461,7 @@ def predict(
         return
     if csv is not None:
         write_atomic(csv, format_csv(guesses))
-    print_result([guess._asdict() for guess in guesses], as_json)
+    show([guess._asdict() for guess in guesses], answer_predict, as_json)
 
 
 @data.command("list")
@@ -559,11 +517,10 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """The exit code of one command line; an error is told in one line."""
     try:
-        if "pretrain" in (arguments[:1] or os.environ.get("COMP_WORDS", "").split()):
-            give_pretrain_its_flags()
         if arguments in ([], ["data"]):  # no command yet: show which there are
             arguments = [*arguments, "--help"]
         program = typer.main.get_command(app)
+        hide_types_of_switches(program)
         code = program(args=arguments, prog_name="bisslight", standalone_mode=False)
         return int(code or 0)
     except typer.TyperException as error:  # its own complaints, such as a flag that is unknown
@@ -574,6 +531,16 @@ def run(arguments: list[str]) -> int:
         return fail(str(error), 1)
     except ModuleNotFoundError as error:
         return fail(f"{error}; install it, or do without this option", 1)
+
+
+def hide_types_of_switches(command: Any) -> None:  # noqa: ANN401 (of a class that Typer hides)
+    """Let the help of a command, and of those below it, show no type for what takes no value."""
+    context = typer.Context(command, help_option_names=["-h", "--help"])
+    for parameter in command.get_params(context):
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    for part in getattr(command, "commands", {}).values():
+        hide_types_of_switches(part)
 
 
 def fail(message: str, code: int) -> int:

@@ -50,6 +50,12 @@ class Trial(RunResult, frozen=True):
     diverged: str | None = None  # where and how
     adapter: Path  # θ and the head after the best epoch
 
+    def __str__(self) -> str:
+        name = f"rate {self.lr:g}  seed {self.seed}"
+        if self.val is None:
+            return f"{name}  diverged"
+        return f"{name}  val {self.val.accuracy:.1f} %  in epoch {self.epoch}"
+
 
 class GridPoint(BaseModel, frozen=True):
     """A learning rate of the grid, and how it went with one seed or more."""

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 import lora
 from align import adapter_file, hypergradient, start_state
 from bisslight import Batch, Hypergradient, Loss, Map, Phi, algorithm_1
-from config import AlignConfig, FinetuneConfig, Record
+from config import AlignConfig, FinetuneConfig, PretrainConfig, Record
 from data import Pool, Split, Task, normalise
 from experiments.recipe import progress, run_script
-from extras.pretrain import PretrainConfig, build_networks, pretrain, save_networks
+from extras.pretrain import build_networks, pretrain, save_networks
 from finetune import FinetuneResult, finetune
 from support import omniglot
 from support.checkpoints import load_theta

@@ -24,10 +24,10 @@ import torch
 import typer
 
 from align import align
-from config import AlignConfig, FinetuneConfig, Record
+from config import AlignConfig, FinetuneConfig, PretrainConfig, Record
 from data import Pool, rng
 from evaluate import compare
-from extras.pretrain import PretrainConfig, pretrain
+from extras.pretrain import pretrain
 from finetune import finetune
 from support.experiment import open_task
 from support.processes import jobs

@@ -4,7 +4,17 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-from config import FILE, TIMM, AlignConfig, Arch, Command, FinetuneConfig, Network, Record
+from config import (
+    FILE,
+    TIMM,
+    AlignConfig,
+    Arch,
+    Command,
+    FinetuneConfig,
+    Network,
+    PretrainConfig,
+    Record,
+)
 from data import Pool, Task
 from extras import pretrain
 from finetune import starts_of_seeds
@@ -39,7 +49,7 @@ def plan_run(command: str, cfg: Command, out: Path, force: bool) -> Plan:
     attempt(problems, check_directory, out, command, cfg, force)
     device = attempt(problems, device_of, cfg)
     work: Record = {"device": str(device) if device else None}
-    if isinstance(cfg, pretrain.PretrainConfig):
+    if isinstance(cfg, PretrainConfig):
         work |= attempt(problems, pretrain.plan, cfg) or {}
     elif isinstance(cfg, AlignConfig | FinetuneConfig):
         work |= plan_peft(cfg, problems)
@@ -55,8 +65,6 @@ def plan_peft(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Record:
         pool = attempt(problems, open_pool, cfg.pool, cfg.data_root, cfg.data_seed)
         if pool:
             images["pool"] = len(pool.images)
-    has_data = task is not None and (pool is not None or isinstance(cfg, FinetuneConfig))
-
     if isinstance(cfg, FinetuneConfig):
         attempt(problems, starts_of_seeds, cfg)  # the align runs, which have to be finished
     weights = attempt(problems, weights_of, cfg)
@@ -67,7 +75,7 @@ def plan_peft(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Record:
     if weights is None and cfg.backbone.startswith(TIMM):
         fetched = "timm's, from the Hugging Face hub or its cache"
     # Networks are tried where nothing is missing; otherwise their sizes are all there is to say.
-    if weights and weights.exists() and has_data and not problems:
+    if weights and weights.exists() and not problems:
         arch = attempt(problems, try_networks, cfg, task, pool)
     else:
         arch = attempt(problems, official_arch, cfg)

@@ -44,6 +44,8 @@ def predict(
         seed: whose adapter is taken; None: the run's first.
         weights: where the backbone's file is now; None: where the run had it.
     """
+    if top < 1:
+        raise UsageError(f"--top {top}: should be 1 or more")
     files = list_images(places)
     cfg, (theta, phi_D, origin) = open_run(run, seed, weights)
     if "classes" not in origin:

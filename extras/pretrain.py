@@ -9,7 +9,7 @@ import json
 import math
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,22 +18,7 @@ import data
 import ijepa
 import mae
 from bisslight import Passes
-from config import (
-    BACKBONES,
-    Arch,
-    Command,
-    Crops,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PoolName,
-    PositiveFloat,
-    PositiveInt,
-    Pretext,
-    Record,
-    Shape,
-    Share,
-    UnitInterval,
-)
+from config import BACKBONES, PretrainConfig, Record
 from lora import Backbone
 from support.checkpoints import PretextHead, build_head, build_vit, initialise, pretext_task
 from support.errors import UsageError
@@ -47,72 +32,6 @@ from support.experiment import (
 )
 from support.optim import Optimiser, Schedule, decay_groups, train_epochs
 from support.runs import Run, RunResult, Track, untracked
-
-
-class PretrainConfig(Pretext, Crops, Shape, Command):
-    """Pretraining: MAE or I-JEPA from scratch, for those without a checkpoint. Trains ψ itself."""
-
-    @classmethod
-    def paper_defaults(cls, given: Record) -> Record:
-        """I-JEPA's recipe, where it is not MAE's (Assran et al. 2023)."""
-        if given.get("pretext") != "ijepa":
-            return {}
-        return {
-            "epochs": 300,
-            "min_crop": 0.3,
-            "base_lr": 1.25e-4,
-            "warmup_from": 0.2,
-            "min_lr": 1e-6,
-            "beta2": 0.999,
-            "weight_decay": 0.04,
-            "final_weight_decay": 0.4,
-        }
-
-    @classmethod
-    def our_defaults(cls, given: Record) -> dict[str, Record]:
-        """Lengths for vit_mini, patches for its I-JEPA targets; drawn images stay as they are."""
-        defaults: dict[str, Record] = {}
-        if given.get("backbone") == "vit_mini":
-            defaults["vit_mini"] = {"epochs": 30, "warmup_epochs": 4, "batch": 64}
-            if given.get("pretext") == "ijepa":
-                defaults["vit_mini"] |= {"min_keep": 4, "patch_size": 2}
-        if given.get("pool") == "quilts":
-            defaults["quilts"] = {"augment": "none"}
-        return defaults
-
-    pretext: Literal["mae", "ijepa"] = "mae"
-    """Pretext task. [MAE; I-JEPA]"""
-    pool: PoolName
-    """Unlabelled images: omniglot, or any folder of images, nested or not."""
-    epochs: PositiveInt = 400
-    """Passes over the pool. [MAE's code; I-JEPA: 300]"""
-    warmup_epochs: NonNegativeInt = 40
-    """Epochs of linear warm-up. [MAE; I-JEPA]"""
-    warmup_from: UnitInterval = 0.0
-    """Where the warm-up starts, as a share of the base rate. [MAE; I-JEPA: 0.2]"""
-    batch: PositiveInt = 256
-    """Images per step. [here; MAE uses 4096]"""
-    base_lr: PositiveFloat = 1.5e-4
-    """Rate per 256 images: the rate of a step is base_lr * batch / 256. [MAE; I-JEPA: 1.25e-4]"""
-    min_lr: NonNegativeFloat = 0.0
-    """Where the cosine ends. [MAE; I-JEPA: 1e-6]"""
-    weight_decay: NonNegativeFloat = 0.05
-    """AdamW decay of tensors with two or more axes. [MAE; I-JEPA: 0.04]"""
-    final_weight_decay: NonNegativeFloat | None = None
-    """Decay at the end of half a cosine. None: it stays as it is. [MAE; I-JEPA: 0.4]"""
-    beta2: UnitInterval = 0.95
-    """AdamW's second beta; the first is 0.9. [MAE; I-JEPA: 0.999]"""
-    ema: Share = 0.996
-    """Momentum of I-JEPA's teacher at the start; it rises to 1. [I-JEPA]"""
-
-    def arch(self) -> Arch:
-        """Sizes of the network, image and patch as they are set."""
-        arch = BACKBONES[self.backbone]
-        return arch._replace(
-            image_size=self.image_size or arch.image_size,
-            patch_size=self.patch_size or arch.patch_size,
-            class_token=self.pretext != "ijepa",
-        )
 
 
 class PretrainResult(RunResult, frozen=True):

@@ -15,22 +15,25 @@ FIRST = (  # on top of the help, under Typer's own heading
     "alternations", "d_lr", "lr", "epochs", "seeds", "jobs",
 )  # fmt: skip
 FLAGS = {"start": "--from", "as_json": "--json"}  # others are called as their settings
+METAVARS = {"integer": "<int>", "number": "<float>", "array": "<a,b>"}
+LIMITS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+LARGEST = 2**53  # the limit of all whole numbers, which nobody needs to be told
 
 
 def signature_of(kind: type[Command], options: type[Settings]) -> Signature:
     """The flags of a command that has settings and options, in the order of its help."""
-    method = []
-    machine = []
-    for parameter in parameters_of(kind):
+
+    def place(parameter: Parameter) -> int:
+        """Those of FIRST, then the method's, the machine's and the options."""
+        if parameter.name in FIRST:
+            return FIRST.index(parameter.name)
         if parameter.name in Machine.model_fields:
-            machine.append(parameter)
-        else:
-            method.append(parameter)
-    parameters = [*method, *machine, *parameters_of(options)]
-    first = [parameter for parameter in parameters if parameter.name in FIRST]
-    first.sort(key=lambda parameter: FIRST.index(parameter.name))
-    others = [parameter for parameter in parameters if parameter.name not in FIRST]
-    return Signature([*first, *others])
+            return len(FIRST) + 1
+        if parameter.name in options.model_fields:
+            return len(FIRST) + 2
+        return len(FIRST)
+
+    return Signature(sorted([*parameters_of(kind), *parameters_of(options)], key=place))
 
 
 def parameters_of(kind: type[Settings]) -> list[Parameter]:
@@ -43,21 +46,25 @@ def parameters_of(kind: type[Settings]) -> list[Parameter]:
     parameters = []
     for name, field in kind.model_fields.items():
         flag = FLAGS.get(name, f"--{name.replace('_', '-')}")
-        is_switch = field.annotation is bool
+        schema = schemas[name]
+        schema = schema.get("anyOf", [schema])[0]  # of a setting that may be None, the other one
         no_flag = f"--no-{flag.removeprefix('--')}"
-        if is_switch and field.default:
+        metavar = None
+        if field.annotation is not bool:
+            metavar = metavar_of(schema)
+        elif field.default:
             flag += f"/{no_flag}"
-        elif is_switch and issubclass(kind, Command):
+        elif issubclass(kind, Command):
             # For what a file has switched on; rarely needed, so the help does without it.
             parameters.append(keyword(f"no_{name}", bool, typer.Option(no_flag, hidden=True)))
         option = typer.Option(
             flag,
-            help=describe(field, schemas[name], "start" in kind.model_fields),
-            metavar=None if is_switch else metavar_of(schemas[name]),
+            help=describe(field, schema, "start" in kind.model_fields),
+            metavar=metavar,
             rich_help_panel=panel_of(kind, name),
             envvar="BISSLIGHT_DATA" if name == "data_root" else None,
         )
-        parameters.append(keyword(name, bool if is_switch else str, option))
+        parameters.append(keyword(name, str if metavar else bool, option))
     return parameters
 
 
@@ -87,34 +94,22 @@ def describe(field: FieldInfo, schema: Record, has_start: bool) -> str:
 
 def allowed_values(schema: Record, text: str) -> str:
     """What a setting may be, in words, if its text does not say so."""
-    limits = {
-        "exclusiveMinimum": ">",
-        "minimum": "≥",
-        "exclusiveMaximum": "<",
-        "maximum": "≤",
-    }
-    largest = 2**53  # the limit of all whole numbers, which nobody needs to be told
-    for option in schema.get("anyOf", [schema]):  # of a setting that may be None, the other one
-        if "enum" in option:
-            is_told = all(choice in text for choice in option["enum"])
-            return "" if is_told else " or ".join(option["enum"])
-        words = []
-        for key, word in limits.items():
-            limit = option.get(key, largest)
-            if limit < largest:
-                words.append(f"{word}\u00a0{limit:g}")  # a blank that is no place for a line break
-        if words:
-            return " and ".join(words)
-    return ""
+    choices = schema.get("enum", [])
+    if not all(choice in text for choice in choices):
+        return " or ".join(choices)
+    words = []
+    for key, word in LIMITS.items():
+        limit = schema.get(key, LARGEST)
+        if limit < LARGEST:
+            words.append(f"{word}\u00a0{limit:g}")  # a blank that is no place for a line break
+    return " and ".join(words)
 
 
 def metavar_of(schema: Record) -> str:
     """What stands behind a flag in the help."""
-    option = schema.get("anyOf", [schema])[0]
-    if option.get("format") == "path":
+    if schema.get("format") == "path":
         return "<path>"
-    names = {"integer": "<int>", "number": "<float>", "array": "<a,b>"}
-    return names.get(option["type"], "<text>")
+    return METAVARS.get(schema["type"], "<text>")
 
 
 def panel_of(kind: type[Settings], name: str) -> str:

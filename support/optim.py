@@ -130,6 +130,9 @@ class EpochRecord(NamedTuple):
     step: int  # number of the epoch, from 1
     loss: float  # mean over its steps
 
+    def __str__(self) -> str:
+        return f"loss {self.loss:.4g}"
+
 
 def train_epochs(
     loss: BatchLoss,

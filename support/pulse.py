@@ -1,20 +1,24 @@
 """How far the work is between two records of a run: what shows progress looks here, nothing else.
 
-Runs only add to these numbers. They change no result, so no run has to hand them on.
+Runs only tell this what they do. It changes no result, so no run has to hand it on.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from bisslight import Batch
 
 
+def ignore(images: int, share: float) -> None:
+    """What is done with a batch where no progress is shown."""
+
+
 class Pulse:
-    """What this process has worked through since it began."""
+    """What this process is at."""
 
     def __init__(self) -> None:
-        self.units = 0.0  # epochs or alternations; a batch is a share of one
-        self.images = 0  # that were trained on
+        # Called after each batch, with its images and its share of an epoch or alternation.
+        self.advance: Callable[[int, float], None] = ignore
         self.scored = 0  # images of the split that is being scored
         self.doing = ""  # such as "validating 480 images"
         self.validation: float | None = None  # the latest accuracy in percent
@@ -22,10 +26,8 @@ class Pulse:
     def count(self, batches: Iterable[Batch], per_unit: int) -> Iterator[Batch]:
         """Hand batches on and count them; `per_unit` of them are an epoch or alternation."""
         for batch in batches:
-            # When it begins: the last batch of an epoch is counted before the epoch is reported.
-            self.images += len(batch[0])
-            self.units += 1 / per_unit
             yield batch
+            self.advance(len(batch[0]), 1 / per_unit)
 
     @contextmanager
     def scoring(self, what: str) -> Iterator[None]:

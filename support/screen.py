@@ -1,15 +1,12 @@
 """What a person sees: notes on stderr, results on stdout."""
 
 import io
-import json
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO
-
-from pydantic_core import to_jsonable_python
 
 from config import Record
 
@@ -47,24 +44,6 @@ class Notes(logging.Handler):
 # --- results -------------------------------------------------------------------------------------
 
 
-def print_result(result: object, as_json: bool) -> None:
-    """Print a result on stdout: JSON, or a line for each value and a table for a list of dicts."""
-    if not is_first_process():
-        return
-    content = to_jsonable_python(result)
-    if as_json:
-        tell(json.dumps(content), sys.stdout)
-        return
-    values = content if isinstance(content, dict) else {"": content}  # a list has no name
-    for name, value in values.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            if name:
-                tell(f"{name}:", sys.stdout)
-            tell(draw_table(value), sys.stdout)
-        elif value not in (None, {}):
-            tell(f"{name}: {show(value)}", sys.stdout)
-
-
 class Answer(NamedTuple):
     """What a command found, for people."""
 
@@ -77,34 +56,26 @@ class Answer(NamedTuple):
 
 def print_answer(answer: Answer) -> None:
     """Print an answer on stdout."""
-    if not is_first_process():
-        return
-    blocks = [answer.sentence]
-    if answer.rows:
-        blocks.append(draw_table(answer.rows))
-    if answer.remarks:
-        blocks.append("\n".join(answer.remarks))
     ends = []
     if answer.place:
         ends.append(f"in {answer.place}")
     if answer.next:
         ends.append(f"next: {answer.next}")
-    if ends:
-        blocks.append("\n".join(ends))
-    tell("\n\n".join(blocks), sys.stdout)
+    blocks = [answer.sentence, draw_table(answer.rows), "\n".join(answer.remarks), "\n".join(ends)]
+    tell("\n\n".join(block for block in blocks if block), sys.stdout)
 
 
 def draw_table(rows: Sequence[Record]) -> str:
-    """Rows as a table; a column that holds nothing, or nothing but lists, is only in the JSON."""
+    """Rows as a table; they need not have all columns."""
     from rich.console import Console
     from rich.table import Table
 
-    columns: dict[str, None] = {}  # a dict keeps their order
+    columns: Record = {}  # a dict keeps their order
     for row in rows:
-        for name, value in row.items():
-            if value not in (None, {}) and not isinstance(value, list):
-                columns[name] = None
-    table = Table(*columns, box=None, pad_edge=False)
+        columns |= row
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, overflow="fold")  # a long path is broken, not cut
     for row in rows:
         cells = [show(row.get(name)) for name in columns]
         table.add_row(*cells)

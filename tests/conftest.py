@@ -17,8 +17,9 @@ from loopback import Server
 from torch import Tensor
 
 import cli
+from config import PretrainConfig
 from data import quilts
-from extras.pretrain import PretrainConfig, pretrain
+from extras.pretrain import pretrain
 from support.processes import stop
 
 # A card in the machine is hidden before torch asks for one: `--device auto` would move the recorded

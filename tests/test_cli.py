@@ -22,11 +22,16 @@ from typer.testing import CliRunner
 import answers
 import cli
 from align import AlignResult
+from bisslight import Log
 from config import AlignConfig, FinetuneConfig, Settings, read_table
 from evaluate import Comparison
-from support import flags, screen
+from finetune import Trial
+from support import flags
 from support.experiment import Experiment
-from support.progress import Bars, progress
+from support.metrics import Score
+from support.optim import EpochRecord
+from support.progress import Loops, progress
+from support.screen import Answer
 
 QUILTS = Path(cli.__file__).parent / "extras/quilts.pth"
 PROGRAM = [sys.executable, "-c", "import cli; cli.main()"]
@@ -132,7 +137,7 @@ def test_differences_have_one_decimal_and_p_two_digits(capsys: pytest.CaptureFix
     """On the screen; JSON has all digits."""
     versus = Comparison(difference=-3.553e-15, p=0.0123456, splits=600)
     assert answers.describe_comparison(versus).startswith("+0.0 points, p = 0.012: ")
-    screen.print_result(versus, True)
+    cli.show(versus, lambda _: Answer("in words"), True)
     assert json.loads(capsys.readouterr().out) == versus.model_dump()
 
 
@@ -204,29 +209,38 @@ def test_help_and_wrong_names_come_before_torch() -> None:
     assert "--base-lr" in outside("pretrain --help").stdout
 
 
+@pytest.mark.parametrize("command", ["", "evaluate", "predict", "data check", "align"])
+def test_a_switch_has_no_type_in_the_help(command: str) -> None:
+    said = run(f"{command} -h").out
+    assert "--help " in said and "<bool>" not in said and "range" not in said
+
+
 # --- progress -----------------------------------------------------------------------------------
 
 
 def test_progress_is_a_plain_line_for_each_unit_off_a_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Text, a level's mean loss, an epoch without validation, a whole run of `--jobs`."""
-    items: list[Any] = ["loss 2.0", {"step": 1, "loss_P": [1.0, 3.0], "val": {"accuracy": 50.0}}]
-    items += [{"step": 2, "loss_P": [1.0], "val": None}, {"lr": 0.01, "seed": 1, "val": None}]
+    """A text, the mean losses of an alternation, an epoch, a whole run."""
+    log = Log(6, [1.0, 3.0], [], [], [], [1.0], [], [], [], [], [], [])
+    trial: Any = {"out": "t", "cpu_seconds": 1, "seconds": 1, "adapter": "a", "lr": 0.01, "seed": 1}
+    best = Score(accuracy=50.0, loss=1.0, per_class=None, right=4)
+    items: list[Any] = ["loss 2.0", log, EpochRecord(7, 1.0), Trial(**trial, val=best, epoch=4)]
+    items += [Trial(**trial, val=None)]
     for quiet in (False, True):
         with progress(quiet) as track:
             logging.getLogger("bisslight").info("a note")
-            assert [*track(iter(items), 8, "align", 4)] == items
+            assert [*track(iter(items), 9, "align", 4)] == items
     said = [line.partition("  ETA")[0] for line in capsys.readouterr().err.splitlines()]
-    told = ["loss 2.0", "loss P 2  val 50.0 %", "loss P 1  val 50.0 %", "rate 0.01  seed 1"]
-    assert said == ["a note", *(f"align {n}/8  {text}" for n, text in enumerate(told, 5))]
+    told = ["loss 2.0", "loss P 2  D 1", "loss 1"]
+    told += ["rate 0.01  seed 1  val 50.0 %  in epoch 4", "rate 0.01  seed 1  diverged"]
+    assert said == ["a note", *(f"align {n}/9  {text}" for n, text in enumerate(told, 5))]
 
 
 def test_bars_hand_every_item_on_and_leave_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    bars = Bars()
-    with bars.live:
-        assert [*bars(iter(["a", "b"]), 2, "demo")] == ["a", "b"]
-    assert "demo 2/2  b" in capsys.readouterr().err
+    with Loops(True) as bars:
+        assert [*bars(iter(["a", "b"]), 2, "probe")] == ["a", "b"]
+    assert capsys.readouterr().err.splitlines()[0] == "probe 2/2  b"
 
 
 CLOSED = [  # each a process of its own, so two are for `make slow`

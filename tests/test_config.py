@@ -14,13 +14,13 @@ from config import (
     AlignConfig,
     Command,
     FinetuneConfig,
+    PretrainConfig,
     Record,
     Settings,
     make,
     paper_values,
     unlike_paper,
 )
-from extras.pretrain import PretrainConfig
 from support.errors import UsageError
 
 KINDS: dict[str, type[Command]] = {
@@ -43,8 +43,8 @@ SHORTER_PRETRAINING = {"epochs": 30, "warmup_epochs": 4, "batch": 64}
 def settle(kind: type[Command], flags: Record, preset: str = "paper") -> Command:
     """Settings as the command line makes them."""
     given: Record = {}
-    for layer in cli.collect_layers(kind, flags, make(cli.Options, {"preset": preset})):
-        given |= layer.values
+    for layer in cli.collect_layers(kind, flags, make(cli.Options, {"preset": preset})).values():
+        given |= layer
     return make(kind, given)
 
 
@@ -161,8 +161,8 @@ def test_a_dry_run_says_who_set_a_value_and_the_later_one_wins(tmp_path: Path) -
     options = make(cli.Options, {"config": file, "preset": "as-released"})
     layers = cli.collect_layers(FinetuneConfig, {"epochs": "4"}, options)
     given: Record = {}
-    for layer in layers:
-        given |= layer.values
+    for layer in layers.values():
+        given |= layer
     cfg = make(FinetuneConfig, given)
     rows = {row["setting"]: row for row in cli.compare_settings(cfg, layers, every=True)}
     assert rows.keys() == FinetuneConfig.model_fields.keys()

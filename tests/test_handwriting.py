@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from align import align
-from config import AlignConfig
+from config import AlignConfig, PretrainConfig
 from evaluate import compare
 from experiments import omniglot, omniglot_tables
 from experiments.omniglot import Aligned, Cell, Direct, Tuned, Unit, run_unit
-from extras.pretrain import PretrainConfig, build_networks, save_networks
+from extras.pretrain import build_networks, save_networks
 from support.experiment import AlignExperiment
 
 FEW = {

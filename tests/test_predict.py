@@ -97,6 +97,7 @@ def test_predictions_are_printed_as_a_table_as_json_and_as_csv(photos: Task) -> 
     said = list(csv.DictReader(io.StringIO(Path("table.csv").read_text())))
     assert len(said) == 1 + len(files) and said[0] == said[3]
     assert all(row["label"] in table for row in said)
+    assert table.count(str(Path("unknown").absolute())) == 1  # the folder is told once
     assert done(f"{line} --csv -") == Path("table.csv").read_text()
     everything = json.loads(done(f"predict f {files[0]} --top 99 --json"))
     assert [row["rank"] for row in everything] == list(range(1, len(photos.classes) + 1))
@@ -111,6 +112,7 @@ def test_what_cannot_predict_is_told_in_a_line(photos: Task, pretrained: Path) -
         ("predict a unknown", "classes", 2),
         ("predict unknown unknown", "unknown", 2),
         ("predict f empty", "empty", 2),
+        ("predict f unknown --top 0", "--top 0", 2),
         ("predict f nowhere.png", "nowhere.png", 2),
         ("predict f unknown --seed 7", "adapter-s7", 2),
         (f"predict f unknown --weights {pretrained / 'ijepa'}", "--weights", 2),

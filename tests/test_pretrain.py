@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from config import BACKBONES, AlignConfig
+from config import BACKBONES, AlignConfig, PretrainConfig
 from data import Pool
-from extras.pretrain import PretrainConfig, build_networks, count_work, optimiser
+from extras.pretrain import build_networks, count_work, optimiser
 from support.checkpoints import load_backbone
 from support.errors import UsageError
 

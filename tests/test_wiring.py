@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from extras.pretrain import PretrainConfig, optimiser
+from config import PretrainConfig
+from extras.pretrain import optimiser
 
 
 @pytest.mark.parametrize("W", [0, 1, 4])
