@@ -52,7 +52,9 @@ def predict(
         raise UsageError(f"{run}: has no names of classes; give a finished finetune run")
     classes = origin["classes"]
     mean, std = origin["channels"]
-    images = Split(files, torch.zeros(len(files), dtype=torch.long))
+    # all absolute: names of files are compared from the folder on that holds them all
+    paths = [file.absolute() for file in files]
+    images = Split(paths, torch.zeros(len(paths), dtype=torch.long))
     task = Task("own", images, images, images, classes, mean, std, is_whole(origin))
     experiment = Experiment(cfg.replace(device="auto"), task)
     check_weights(run, origin, experiment.origin["weights_sha256"])
