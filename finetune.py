@@ -6,18 +6,19 @@ one seed is a trial: a run of its own in a directory such as OUT/lr0.001-s0.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from pydantic import BaseModel
 from torch import Tensor
 
 from bisslight import Diverged
 from config import FinetuneConfig, Record
 from data import Task
+from evaluate import compare_settings, find_runs
 from support.checkpoints import load_adapter, load_theta, save_adapter
 from support.errors import UsageError, checking
 from support.experiment import Experiment, Head, name_own_data
@@ -57,40 +58,6 @@ class Trial(RunResult, frozen=True):
         return f"{name}  val {self.val.accuracy:.1f} %  in epoch {self.epoch}"
 
 
-class GridPoint(BaseModel, frozen=True):
-    """A learning rate of the grid, and how it went with one seed or more."""
-
-    lr: float
-    trials: list[Trial]
-
-    @property
-    def diverged(self) -> bool:
-        """Whether any seed diverged."""
-        return any(trial.val is None for trial in self.trials)
-
-    @property
-    def scores(self) -> list[Score]:
-        """Validation scores of the seeds that did not diverge."""
-        return [trial.val for trial in self.trials if trial.val]
-
-    @property
-    def accuracies(self) -> list[float | None]:
-        """Validation accuracy of each seed; None: it diverged."""
-        return [trial.val.accuracy if trial.val else None for trial in self.trials]
-
-
-class SeedResult(BaseModel, frozen=True):
-    """What a seed came to at the chosen rate."""
-
-    epoch: int  # the best one on the validation split; it is tested
-    val: float  # accuracy in percent
-    test: float  # accuracy in percent
-    test_loss: float
-    test_per_class: float | None  # None where the accuracy is mAP
-    right: int | None  # test images that were right; None where the accuracy is mAP
-    trial_seconds: float  # CPU time
-
-
 class FinetuneResult(RunResult, frozen=True):
     """What a finetune run ended with: its result.json. Lists have one entry per seed."""
 
@@ -114,21 +81,6 @@ class FinetuneResult(RunResult, frozen=True):
     trial_seconds: list[float]  # CPU time
 
 
-class Origin(BaseModel, frozen=True):
-    """What an adapter file says of the run that made it; a released file says nothing."""
-
-    stage: str = "align"
-    backbone: str | None = None
-    rank: int | None = None
-    alpha: float | None = None
-    weights_sha256: str | None = None
-    dataset: str | None = None
-    data_sha256: str | None = None
-    pretext: str | None = None
-    hypergrad: str | None = "unknown"  # None: there was no align run
-    unlike_paper: Record | None = None
-
-
 class Starts(NamedTuple):
     """Where the seeds start."""
 
@@ -137,6 +89,8 @@ class Starts(NamedTuple):
 
 
 Pairs = list[tuple[float, int]]  # learning rates, each with the number of a seed, from 0
+RunPairs = Callable[[Pairs], list[Trial]]  # their trials, those of a rate in the order of the seeds
+Grid = dict[float, list[Trial]]  # learning rates, and how each went with one seed or more
 
 
 def finetune(
@@ -157,9 +111,13 @@ def finetune(
     experiment = Experiment(cfg, task)
     starts = starts_of_seeds(cfg)
     paths = [path for path in starts.paths if path]  # none where each seed has a fresh θ
-    different_paths = dict.fromkeys(paths)  # a dict keeps their order: the first one is reported
     stage = "finetune" if cfg.restart else "align"
-    origins = [check_origin(path, experiment, stage) for path in different_paths]
+    different = dict.fromkeys(paths)  # a dict keeps their order
+    origins = [check_origin(path, experiment, stage) for path in different]
+    # Align runs differ in the seed, so the first speaks for all. Before a restart there is none.
+    origin: Record = {}
+    if origins and not cfg.restart:
+        origin = origins[0]
     experiment.check_batches("--batch", cfg.batch)
     if not goes_on:
         experiment.decode_held_out_images()
@@ -168,59 +126,36 @@ def finetune(
 
     def run_pairs(pairs: Pairs) -> list[Trial]:
         """Run a trial for each pair of a rate and a seed."""
-        trials = []
-        for lr, n in pairs:
-            trials.append(settings_of_trial(cfg, lr, n, starts.paths[n]))
+        trials = [settings_of_trial(cfg, lr, n, starts.paths[n]) for lr, n in pairs]
         return run_trials(trials, out, cfg, experiment, task, track)
 
     with Run(out, "finetune", cfg, force, defining) as run:
         if run.result:
             return FinetuneResult(**run.result)
         grid = try_grid(cfg, run_pairs)
-        chosen = choose_rate(grid, cfg.seeds, run_pairs)
+        trials = choose_rate(grid, cfg.seeds, run_pairs)
+        lr = trials[0].lr
         # of two rates each is an end
-        if len(cfg.grid) > 2 and chosen.lr in (min(cfg.grid), max(cfg.grid)):
-            LOG.warning(
-                "%s: the best rate, %g, is an end of --grid, look beyond it", out, chosen.lr
-            )
-        seeds = test_seeds(chosen.trials, experiment, run)
+        if len(cfg.grid) > 2 and lr in (min(cfg.grid), max(cfg.grid)):
+            LOG.warning("%s: the best rate, %g, is an end of --grid, look beyond it", out, lr)
         content = {
             "dataset": cfg.dataset,
             "backbone": cfg.backbone,
             "unit": starts.unit,
-            "lr": chosen.lr,
+            "lr": lr,
             "metric": experiment.metric,
-            "grid": {f"{point.lr}": point.accuracies for point in grid},
-            **describe_start([] if cfg.restart else origins, experiment),
-            **lists_of(seeds),
+            "grid": {str(rate): accuracies_of(tried) for rate, tried in grid.items()},
+            "aligned_by": origin.get("hypergrad"),
+            "aligned_on": origin.get("dataset"),
+            "align_unlike_paper": origin.get("unlike_paper"),
+            "pretext": origin.get("pretext", experiment.origin["pretext"]),
+            "val": accuracies_of(trials),
+            "epochs": [trial.epoch for trial in trials],
+            "trial_seconds": [trial.cpu_seconds for trial in trials],
             "test_images": len(experiment.task.test.targets),
         }
+        content |= test_trials(trials, experiment, run)
         return FinetuneResult(**run.finish(content))
-
-
-def describe_start(origins: Sequence[Origin], experiment: Experiment) -> Record:
-    """What result.json says of the align run, or of the first of several, which differ in seed."""
-    first = origins[0] if origins else Origin(hypergrad=None)
-    return {
-        "aligned_by": first.hypergrad,
-        "aligned_on": first.dataset,
-        "align_unlike_paper": first.unlike_paper,
-        "pretext": first.pretext or experiment.origin["pretext"],
-    }
-
-
-def lists_of(seeds: Sequence[SeedResult]) -> Record:
-    """The results of all seeds as result.json has them: a list for each quantity."""
-    right = [seed.right for seed in seeds]
-    return {
-        "test": [seed.test for seed in seeds],
-        "test_loss": [seed.test_loss for seed in seeds],
-        "test_per_class": [seed.test_per_class for seed in seeds],
-        "right": None if None in right else right,
-        "val": [seed.val for seed in seeds],
-        "epochs": [seed.epoch for seed in seeds],
-        "trial_seconds": [seed.trial_seconds for seed in seeds],
-    }
 
 
 # --- where the seeds start ------------------------------------------------------------------------
@@ -234,7 +169,7 @@ def starts_of_seeds(cfg: FinetuneConfig) -> Starts:
         return Starts(list(adapters_of_seeds(cfg, cfg.start)), "PEFT and PEFT anew")
     if cfg.start.is_file():
         return Starts([cfg.start] * cfg.seeds, "PEFT seed on one LoRA file")
-    runs = find_align_runs(cfg.start)
+    runs = find_runs(cfg.start)
     if len(runs) not in (1, cfg.seeds):
         raise UsageError(f"--from {cfg.start}: {len(runs)} runs, not 1 or {cfg.seeds} (--seeds)")
     for run in runs:
@@ -263,32 +198,19 @@ def adapters_of_seeds(cfg: FinetuneConfig, run: Path) -> list[Path]:
             f"--from {run}: has {before['seeds']} seeds, fewer than --seeds {cfg.seeds}"
         )
     seeds = range(before["seed"], before["seed"] + cfg.seeds)
-    if cfg.seed < seeds.stop and seeds.start < cfg.seed + cfg.seeds:
+    if not set(seeds).isdisjoint(range(cfg.seed, cfg.seed + cfg.seeds)):
         raise UsageError(f"--seed {cfg.seed}: overlaps with the seeds of {run}; give {seeds.stop}")
     return [run / f"adapter-s{seed}.safetensors" for seed in seeds]
 
 
-def find_align_runs(path: Path) -> list[Path]:
-    """The run at a path, or the runs in that directory, s2 before s10."""
-    if (path / "config.json").exists():
-        return [path]
-    runs = [file.parent for file in path.glob("*/config.json")]
-    runs.sort(key=lambda run: (len(run.name), run.name))  # shorter names have smaller numbers
-    return runs or [path]
-
-
 def check_same_settings(runs: Sequence[Path], start: Path) -> None:
     """Refuse align runs that are no seeds of one experiment (UsageError)."""
-    first = read_json(runs[0] / "config.json")
+    first, *others = [read_json(run / "config.json") for run in runs]
     seeds = {first["seed"]}
     differing = set()
-    for run in runs[1:]:
-        settings = read_json(run / "config.json")
+    for settings in others:
         seeds.add(settings["seed"])
-        for name, value in settings.items():
-            if value != first.get(name):
-                differing.add(name)
-    differing -= MAY_CHANGE | {"seed"}
+        differing |= compare_settings(settings, first).keys() - MAY_CHANGE
     if differing or len(seeds) < len(runs):
         names = ", ".join(sorted(differing)) or "seed"
         raise UsageError(
@@ -302,97 +224,94 @@ def adapter_of(start: Path) -> Path:
     return start / "adapter.safetensors" if start.is_dir() else start
 
 
-def check_origin(start: Path, experiment: Experiment, stage: str) -> Origin:
+def check_origin(start: Path, experiment: Experiment, stage: str) -> Record:
     """What an adapter says of itself; one that does not fit this experiment is refused.
 
     It has to be a run's of this stage (align, or finetune for a restart), of the same network. Of
     the same dataset it has to have seen the same split: otherwise test images of this one could
     have been trained on. (UsageError)
     """
-    this = Origin(**experiment.origin)
+    this = experiment.origin
     with checking(f"--from {start}"):
         theta, written = load_theta(adapter_of(start), experiment.backbone.dim)
-        origin = Origin(**written)
         shape = experiment.theta_shape
         if theta.shape != shape:
             raise ValueError(f"holds θ {[*theta.shape]}, this run's is {[*shape]}; see --rank")
-        if origin.stage != stage:
-            raise ValueError(f"is of {origin.stage}; give an align run, or --restart to start anew")
-        if written:  # a released file names neither network nor data
+        # a released file says nothing of itself
+        origin = {"stage": "align", "hypergrad": "unknown", "dataset": None, **written}
+        if origin["stage"] != stage:
+            raise ValueError(
+                f"is of {origin['stage']}; give an align run, or --restart to start anew"
+            )
+        if written:
             check_network(origin, this)
-            check_split(origin, this)
-    if not is_same_dataset(origin, this):
-        LOG.info("aligned on %s, fine-tuned on %s", origin.dataset or "?", this.dataset)
+        same_dataset = is_same_dataset(origin["dataset"], this["dataset"])
+        if same_dataset and origin["data_sha256"] != this["data_sha256"]:
+            raise ValueError(
+                f"was aligned on another split or other images of {this['dataset']}, so it may "
+                "have seen the test images; give its --data-seed, --split-file and images, or "
+                "align again"
+            )
+    if not same_dataset:
+        LOG.info("aligned on %s, fine-tuned on %s", origin["dataset"] or "?", this["dataset"])
     return origin
 
 
-def check_network(origin: Origin, this: Origin) -> None:
+def check_network(origin: Record, this: Record) -> None:
     """Refuse an adapter of another network, or of another scale alpha / rank (ValueError)."""
-    for name in ("backbone", "rank", "weights_sha256"):
-        actual = getattr(origin, name)
-        wanted = getattr(this, name)
-        if actual != wanted:
-            raise ValueError(f"has {name} {actual}, this run {wanted}")
-    # An alpha that is not set is the rank.
-    actual_alpha = origin.alpha or origin.rank
-    wanted_alpha = this.alpha or this.rank
-    if actual_alpha != wanted_alpha:
-        raise ValueError(f"has alpha {actual_alpha:g}, this run {wanted_alpha:g}")
+    for name in ("backbone", "rank", "alpha", "weights_sha256"):
+        if origin.get(name) != this[name]:
+            raise ValueError(f"has {name} {origin.get(name)}, this run {this[name]}")
 
 
-def is_same_dataset(origin: Origin, this: Origin) -> bool:
+def is_same_dataset(name: str | None, other: str) -> bool:
     """Whether two names mean one dataset. A folder may be named by another path, such as a link."""
-    if origin.dataset is None or this.dataset is None:
+    if name is None:
         return False
     # A name that is no folder's is a path, too, and equal to itself alone.
-    origin_path = Path(origin.dataset.removeprefix("folder:"))
-    this_path = Path(this.dataset.removeprefix("folder:"))
-    return origin_path.resolve() == this_path.resolve()
-
-
-def check_split(origin: Origin, this: Origin) -> None:
-    """Refuse an adapter of the same dataset that saw another split of it (ValueError)."""
-    if is_same_dataset(origin, this) and origin.data_sha256 != this.data_sha256:
-        raise ValueError(
-            f"was aligned on another split or other images of {this.dataset}, so it may have "
-            "seen the test images; give its --data-seed, --split-file and images, or align again"
-        )
+    paths = [Path(text.removeprefix("folder:")).resolve() for text in (name, other)]
+    return paths[0] == paths[1]
 
 
 # --- the grid of rates ----------------------------------------------------------------------------
 
 
-def try_grid(cfg: FinetuneConfig, run_pairs: Callable[[Pairs], list[Trial]]) -> list[GridPoint]:
+def try_grid(cfg: FinetuneConfig, run_pairs: RunPairs) -> Grid:
     """Run every rate with the first seeds."""
     # With a single rate there is nothing to choose: all its seeds are run at once.
     seeds = cfg.grid_seeds if len(cfg.grid) > 1 else cfg.seeds
+    grid: Grid = {lr: [] for lr in cfg.grid}
     pairs = []
-    for lr in cfg.grid:
+    for lr in grid:
         pairs += [(lr, n) for n in range(seeds)]
-    trials = run_pairs(pairs)  # all of them in one call, so that --jobs has work for each process
-    grid = []
-    for k, lr in enumerate(cfg.grid):  # the trials are in the order of the pairs
-        of_rate = trials[k * seeds : (k + 1) * seeds]
-        grid.append(GridPoint(lr=lr, trials=of_rate))
+    for trial in run_pairs(pairs):  # in one call, so that --jobs has work for each process
+        grid[trial.lr].append(trial)
     return grid
 
 
-def choose_rate(
-    grid: Sequence[GridPoint], seeds: int, run_pairs: Callable[[Pairs], list[Trial]]
-) -> GridPoint:
-    """The rate that is best on validation, with the trials of all seeds.
+def choose_rate(grid: Grid, seeds: int, run_pairs: RunPairs) -> list[Trial]:
+    """The trials of all seeds at the rate that is best on validation.
 
     A rate that diverges with any seed is given up for the next best; Diverged if none is left. Of
     equally good rates, the first of the grid is taken.
     """
-    candidates = [point for point in grid if not point.diverged]
-    candidates.sort(key=lambda point: quality(point.scores), reverse=True)  # keeps ties in order
-    for point in candidates:
-        others = run_pairs([(point.lr, n) for n in range(len(point.trials), seeds)])
-        complete = GridPoint(lr=point.lr, trials=[*point.trials, *others])
-        if not complete.diverged:
-            return complete
+    candidates = [trials for trials in grid.values() if None not in accuracies_of(trials)]
+    candidates.sort(key=quality_of, reverse=True)  # keeps ties in order
+    for trials in candidates:
+        others = run_pairs([(trials[0].lr, n) for n in range(len(trials), seeds)])
+        if None not in accuracies_of(others):
+            return trials + others
     raise Diverged("every learning rate of the grid diverged")
+
+
+def accuracies_of(trials: Sequence[Trial]) -> list[float | None]:
+    """The validation accuracy of each; None: it diverged."""
+    return [trial.val.accuracy if trial.val else None for trial in trials]
+
+
+def quality_of(trials: Sequence[Trial]) -> tuple[float, float]:
+    """What rates are compared by."""
+    return quality([trial.val for trial in trials if trial.val])
 
 
 def quality(scores: Sequence[Score]) -> tuple[float, float]:
@@ -402,29 +321,21 @@ def quality(scores: Sequence[Score]) -> tuple[float, float]:
     return accuracy, -loss
 
 
-def test_seeds(trials: Sequence[Trial], experiment: Experiment, run: Run) -> list[SeedResult]:
+def test_trials(trials: Sequence[Trial], experiment: Experiment, run: Run) -> Record:
     """Test the best epoch of each trial, once; its adapter is kept beside the result."""
-    test = experiment.task.test
-    results = []
+    scores = []
     for trial in trials:
-        if trial.val is None or trial.epoch is None:
-            raise ValueError(f"{trial.out}: diverged, so there is nothing to test")
         theta, head, _ = load_adapter(trial.adapter)
         head = {name: tensor.to(experiment.device) for name, tensor in head.items()}
-        score = experiment.score(test, theta.to(experiment.device), head)
+        scores.append(experiment.score(experiment.task.test, theta.to(experiment.device), head))
         run.write(f"adapter-s{trial.seed}.safetensors", trial.adapter.read_bytes())
-        results.append(
-            SeedResult(
-                epoch=trial.epoch,
-                val=trial.val.accuracy,
-                test=score.accuracy,
-                test_loss=score.loss,
-                test_per_class=score.per_class,
-                right=score.right,
-                trial_seconds=trial.cpu_seconds,
-            )
-        )
-    return results
+    right = [score.right for score in scores]
+    return {
+        "test": [score.accuracy for score in scores],
+        "test_loss": [score.loss for score in scores],
+        "test_per_class": [score.per_class for score in scores],
+        "right": None if None in right else right,
+    }
 
 
 # --- one rate with one seed -----------------------------------------------------------------------
@@ -446,27 +357,27 @@ def run_trials(
     track: Track,
 ) -> list[Trial]:
     """Run trials one after another, or as many at a time as the settings of the `whole` say."""
-    left = [cfg for cfg in trials if not (place_of(cfg, out) / "result.json").exists()]
-    results: Iterator[Trial]
-    if whole.jobs == 1:
-        results = (run_trial(cfg, out, experiment.with_settings(cfg), track) for cfg in left)
-    else:
-        # A process loads network and data itself; only a task that has no name is sent to it.
-        run_one = partial(run_trial_in_process, out=out, task=task)
-        results = jobs(run_one, left, whole.jobs)
+    run_here = partial(run_trial, out=out, shared=experiment, track=track)
+    results = []
+    left = []
+    for cfg in trials:
+        if (place_of(cfg, out) / "result.json").exists():
+            results.append(run_here(cfg))  # only reads it
+        else:
+            left.append(cfg)
     if left:
+        # A process loads network and data itself; only a task that has no name is sent to it.
+        run_there = partial(run_trial_in_process, out=out, task=task)
+        new = map(run_here, left) if whole.jobs == 1 else jobs(run_there, left, whole.jobs)
         done = len(list(out.glob(f"{TRIALS}/result.json")))
         total = max(whole.runs, done + len(left))  # more, where the best rate diverged
-        for _ in track(results, total, "run", done):
-            pass  # asking for a result runs the trial
-    # All are finished now, so this only reads what they came to.
-    return [run_trial(cfg, out, experiment.with_settings(cfg)) for cfg in trials]
+        results += track(new, total, "run", done)
+    return sorted(results, key=attrgetter("seed"))
 
 
 def place_of(cfg: FinetuneConfig, out: Path) -> Path:
     """The run directory of a trial."""
-    (lr,) = cfg.grid
-    return out / f"lr{lr:g}-s{cfg.seed}"
+    return out / f"lr{cfg.grid[0]:g}-s{cfg.seed}"
 
 
 def run_trial_in_process(cfg: FinetuneConfig, out: Path, task: Task | None) -> Trial:
@@ -475,16 +386,16 @@ def run_trial_in_process(cfg: FinetuneConfig, out: Path, task: Task | None) -> T
 
 
 def run_trial(
-    cfg: FinetuneConfig, out: Path, experiment: Experiment, track: Track = untracked
+    cfg: FinetuneConfig, out: Path, shared: Experiment, track: Track = untracked
 ) -> Trial:
     """Fine-tune with one rate and one seed, in a run directory below `out`."""
-    (lr,) = cfg.grid
+    experiment = shared.with_settings(cfg)
     file = adapter_of(cfg.start) if cfg.start else None
     defining = {**experiment.defining, "start_sha256": sha256(file) if file else None}
     with Run(place_of(cfg, out), "peft", cfg, defining=defining) as run:
         if run.result:
             return Trial(**run.result)
-        result: Record = {"lr": lr, "seed": cfg.seed}
+        result: Record = {"lr": cfg.grid[0], "seed": cfg.seed}
         try:
             best = peft(cfg, file, experiment, run, track)
         except Diverged as error:
@@ -503,7 +414,7 @@ def peft(
 
     Returns that epoch's record. Diverged where a loss is not finite.
     """
-    (lr,) = cfg.grid
+    lr = cfg.grid[0]
     label = f"lr {lr:g} seed {cfg.seed}"
     if file:
         start, _ = load_theta(file, experiment.backbone.dim)
@@ -555,12 +466,11 @@ def peft(
 
 def make_optimiser(cfg: FinetuneConfig, tensors: list[Tensor], steps_per_epoch: int) -> Optimiser:
     """AdamW or SGD on θ and the whole head, decayed alike; warm-up, then half a cosine."""
-    (lr,) = cfg.grid
     # Its W steps of warm-up are followed by the peak, as in the released program.
     warmup = cfg.warmup_epochs * steps_per_epoch + 1
     rate = Schedule(cfg.epochs * steps_per_epoch, warmup, cfg.end_lr)
     betas = None if cfg.optimizer == "sgd" else (0.9, 0.999)
-    return Optimiser([Group(tensors, lr, cfg.weight_decay)], rate, betas)
+    return Optimiser([Group(tensors, cfg.grid[0], cfg.weight_decay)], rate, betas)
 
 
 def validate(experiment: Experiment, theta: Tensor, head: Head, epoch: int) -> Score:

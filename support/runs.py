@@ -46,11 +46,6 @@ def read_json(path: Path, remedy: str = "make it again") -> Record:
         return dict(json.loads(path.read_text()))
 
 
-def read_json_if_there(path: Path) -> Record | None:
-    """A JSON object, None without the file (UsageError where it is damaged)."""
-    return read_json(path) if path.exists() else None
-
-
 def write_atomic(path: Path, content: bytes | str) -> None:
     """Replace a file, or leave it as it was (RunError): write another one, then rename it."""
     if isinstance(content, str):
@@ -110,7 +105,6 @@ MAY_CHANGE = {  # settings that a run may be continued with: they say how and wh
     "device", "workers", "jobs", "micro_batch", "save_minutes", "mfac_device", "data_root",
     "weights", "start", "tensorboard",
 }  # fmt: skip
-MAY_CHANGE_AT_FIRST = {"pretext_sha256"}  # until there is work that it has shaped
 DIGESTS = {  # which setting each one is of
     "weights_sha256": "--weights",
     "data_sha256": "--dataset",
@@ -164,8 +158,10 @@ class Run(ExitStack):
                 self.write_env(command, defining or {}, goes_on)
                 self.write_config()
         signal_heard = stop.agreed()  # this waits until process 0 has written
-        self.result = self.read_result()
-        if self.result is None and signal_heard:
+        self.result: Record | None = None
+        if self.is_finished():
+            self.result = self.with_paths(read_json(path / "result.json"))
+        elif signal_heard:
             raise Stopped(signal_heard, f"stopped before {path}; the same command goes on")
 
     def is_finished(self) -> bool:
@@ -191,13 +187,6 @@ class Run(ExitStack):
         """Write config.json; from then on the directory counts as a run."""
         settings = self.config.model_dump(mode="json")
         write_atomic(self.path / "config.json", json.dumps(settings, indent=1))
-
-    def read_result(self) -> Record | None:
-        """What the run ended with, None where it is not finished."""
-        result = read_json_if_there(self.path / "result.json")
-        if result is None:
-            return None
-        return self.with_paths(result)
 
     def with_paths(self, result: Record) -> Record:
         """A result and where its files are now: a finished directory may have been moved."""
@@ -236,12 +225,10 @@ class Run(ExitStack):
             raise UsageError(f"{path}: is of an earlier version of this program; {START_OVER}")
         # Of each tensor its shape; of each optimiser the names of its tensors in their order, since
         # torch would give a state to another tensor of the same shape without a word.
-        held = {name: tensor.shape for name, tensor in saved["tensors"].items()}
-        for name, state in saved["optimisers"].items():
-            held[name] = state["tensors"]
+        held: Record = {name: tensor.shape for name, tensor in saved["tensors"].items()}
+        held |= {name: state["tensors"] for name, state in saved["optimisers"].items()}
         needed: Record = {name: tensor.shape for name, tensor in self.tensors.items()}
-        for name, optimiser in self.optimisers.items():
-            needed[name] = self.names_of(optimiser)
+        needed |= {name: self.names_of(optimiser) for name, optimiser in self.optimisers.items()}
         for name in [*needed, *held]:
             if needed.get(name) != held.get(name):
                 raise UsageError(f"{path}: {name} differs from that of this run; {START_OVER}")
@@ -277,7 +264,7 @@ class Run(ExitStack):
             self.callback(self.events.close)
             new = self.records
         for record in new:
-            for name, value in flatten(record):
+            for name, value in flatten(record).items():
                 self.events.add_scalar(name, value, record["step"])
         self.events.flush()
 
@@ -336,18 +323,15 @@ class Run(ExitStack):
         A trial may have run in another process, or before the grid was stopped: each counts its
         own seconds, and the grid adds them up.
         """
-        trials = [read_json(file) for file in self.path.glob(f"{TRIALS}/result.json")]
-        if trials:
-            spent = {}
-            for name in self.spent_before:
-                spent[name] = sum(trial[name] for trial in trials)
-            return spent
-        cpu_seconds = time.process_time() - self.cpu_start
-        seconds = time.monotonic() - self.start
-        return {
-            "cpu_seconds": self.spent_before["cpu_seconds"] + cpu_seconds,
-            "seconds": self.spent_before["seconds"] + seconds,
-        }
+        pieces = [read_json(file) for file in self.path.glob(f"{TRIALS}/result.json")]
+        if not pieces:
+            cpu_seconds = time.process_time() - self.cpu_start
+            seconds = time.monotonic() - self.start
+            pieces = [self.spent_before, {"cpu_seconds": cpu_seconds, "seconds": seconds}]
+        spent = {}
+        for name in self.spent_before:
+            spent[name] = sum(piece[name] for piece in pieces)
+        return spent
 
 
 def import_writer() -> "type[SummaryWriter]":
@@ -362,20 +346,22 @@ def import_writer() -> "type[SummaryWriter]":
     return SummaryWriter
 
 
-def flatten(value: object, name: str = "") -> Iterator[tuple[str, float]]:
+def flatten(record: Record) -> dict[str, float]:
     """The numbers of a record by name; of a list their mean, as of the losses of an alternation.
 
-    >>> list(flatten({"step": 3, "loss_P": [1.0, 3.0], "val_P": {"accuracy": 50.0}, "lr": None}))
-    [('loss_P', 2.0), ('val_P/accuracy', 50.0)]
+    >>> flatten({"step": 3, "loss_P": [1.0, 3.0], "val_P": {"accuracy": 50.0}, "lr": None})
+    {'loss_P': 2.0, 'val_P/accuracy': 50.0}
     """
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if key != "step":
-                yield from flatten(item, f"{name}/{key}" if name else key)
-    elif isinstance(value, list) and value and isinstance(value[0], int | float):
-        yield name, fmean(value)
-    elif isinstance(value, int | float):
-        yield name, value
+    numbers: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, dict):
+            for key, number in flatten(value).items():
+                numbers[f"{name}/{key}"] = number
+        elif isinstance(value, list) and value:
+            numbers[name] = fmean(value)
+        elif isinstance(value, int | float) and name != "step":
+            numbers[name] = value
+    return numbers
 
 
 def describe_machine(config: Machine) -> Record:
@@ -384,9 +370,6 @@ def describe_machine(config: Machine) -> Record:
     for package in PACKAGES:
         with suppress(PackageNotFoundError):  # this program may run without being installed
             versions[package] = version(package)
-    settings = config.model_dump(mode="json")
-    # config.json holds those of the last start only
-    changeable = {name: settings[name] for name in sorted(settings) if name in MAY_CHANGE}
     return {
         "argv": sys.argv,
         "versions": versions,
@@ -396,7 +379,8 @@ def describe_machine(config: Machine) -> Record:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "processes": world().size,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        **changeable,
+        # config.json holds those of the last start only
+        **config.model_dump(mode="json", include=MAY_CHANGE),
     }
 
 
@@ -465,7 +449,8 @@ def check_directory(
             changed.append(name)
     if not changed:
         return True
-    if MAY_CHANGE_AT_FIRST.issuperset(changed) and not has_finished_a_step(path):
+    # A pretext task may change until there is work that it has shaped.
+    if changed == ["pretext_sha256"] and not has_finished_a_step(path):
         return False
     changes = [describe_change(name, recorded, current) for name in changed]
     raise UsageError(
@@ -478,8 +463,7 @@ def check_that_nothing_is_in(path: Path) -> None:
     """Refuse (UsageError) a directory with other files than a run leaves that is killed at once."""
     leftovers = (TORN, LOCK, "env.json", TRIALS)  # all that is written before config.json is
     for file in path.glob("*"):
-        is_leftover = any(file.match(pattern) for pattern in leftovers)
-        if not is_leftover:
+        if not any(file.match(pattern) for pattern in leftovers):
             raise UsageError(f"--out {path}: holds {file.name}, no run; {OTHER_OUT}")
 
 
@@ -489,10 +473,7 @@ def has_finished_a_step(path: Path) -> bool:
     if not metrics.exists():
         return False
     with checking(str(metrics), START_OVER):
-        for line in metrics.read_text().splitlines():
-            if json.loads(line)["step"] > 0:
-                return True
-    return False
+        return any(json.loads(line)["step"] > 0 for line in metrics.read_text().splitlines())
 
 
 def describe_change(name: str, recorded: Record, current: Record) -> str:
