@@ -261,6 +261,6 @@ def summary(experiment: AlignExperiment, last: Record) -> Record:
         "metric": experiment.metric,
     }
     for name in ("distance", "q_over_g", "cosine"):
-        steps = last[name]
-        result[name] = steps[-1] if steps else 0.0  # with --upper-steps 0 there are none
+        steps = last[name] or [0.0]  # with --upper-steps 0 there are none
+        result[name] = steps[-1]
     return result | {"val_P": last["val_P"], "val_D": last["val_D"]}

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import NoReturn
 
 from pydantic import BaseModel
 
@@ -178,15 +179,13 @@ def pool(arm: Sequence[Arm], first: Sequence[Arm]) -> Pooled:
     differs: dict[str, list[str]] = {}
     for there, first_there in zip(arm, first, strict=True):
         for name, text in list_differences(there, first_there).items():
-            texts = differs.setdefault(name, [])
-            if text not in texts:
-                texts.append(text)
+            differs.setdefault(name, []).append(text)
     return Pooled(
         arm=arm[0].name,
         data_sets=[there.data_set for there in arm],
         seeds=sum(len(there.accuracies) for there in arm),
         mean=fmean(fmean(there.accuracies) for there in arm),
-        differs={name: "; ".join(texts) for name, texts in differs.items()},
+        differs={name: "; ".join(dict.fromkeys(texts)) for name, texts in differs.items()},
         first_minus_this=None if arm is first else compare_arms(first, arm),
     )
 
@@ -257,13 +256,8 @@ def tell_other_grid(arm: Sequence[Arm], first: Sequence[Arm]) -> None:
     grid = describe_grid(arm)
     first_grid = describe_grid(first)
     if arm[0].is_aligned != first[0].is_aligned and grid != first_grid:
-        LOG.warning(
-            "%s chose its learning rate from %s, %s from %s",
-            arm[0].name,
-            grid,
-            first[0].name,
-            first_grid,
-        )
+        told = "%s chose its learning rate from %s, %s from %s"
+        LOG.warning(told, arm[0].name, grid, first[0].name, first_grid)
 
 
 def describe_grid(arm: Sequence[Arm]) -> str:
@@ -284,36 +278,25 @@ def read_arm(path: Path) -> list[Arm]:
         runs = [read_run(run) for run in find_runs(path)]
     data_sets: dict[object, list[Arm]] = {}
     for run in runs:
-        data_sets.setdefault(run.images, []).append(run)
-    differing = list_what_makes_other_arms(list(data_sets.values()))
-    if differing:
-        see = ", ".join(sorted(differing))
-        raise UsageError(f"{path}: its runs are no seeds of one arm, see {see}; give each alone")
-    return [join_seeds(path.name, of_data_set) for of_data_set in data_sets.values()]
+        seeds = data_sets.setdefault(run.images, [])
+        seeds.append(run)
+        differing = compare_settings(run.settings, runs[0].settings).keys() - OF_DATA_SET
+        differing |= compare_settings(run.settings, seeds[0].settings).keys()
+        if differing:
+            refuse(path, differing)
+    if len({run.data_set for run in runs}) < len(data_sets):
+        refuse(path, {"data_sha256"})  # other images or another split under one name
+    return [join_seeds(path, seeds) for seeds in data_sets.values()]
 
 
-def list_what_makes_other_arms(data_sets: Sequence[list[Arm]]) -> set[str]:
-    """What differs between runs, data set by data set, though it does not in seeds of one arm."""
-    very_first = data_sets[0][0]
-    differing: set[str] = set()
-    names = set()
-    seeds = []
-    for runs in data_sets:
-        first = runs[0]
-        names.add(first.data_set)
-        differing |= compare_settings(first.settings, very_first.settings).keys() - OF_DATA_SET
-        for run in runs:
-            differing |= compare_settings(run.settings, first.settings).keys()
-            seeds += [(first.images, start) for start in run.starts]
-    if len(names) < len(data_sets):
-        differing.add("data_sha256")  # other images or another split under one name
-    if len(set(seeds)) < len(seeds):  # one seed would count as two
-        return differing or {"seed"}
-    return differing
+def refuse(path: Path, differing: set[str]) -> NoReturn:
+    """Raise a UsageError: these settings differ between the runs of an arm."""
+    see = ", ".join(sorted(differing))
+    raise UsageError(f"{path}: its runs are no seeds of one arm, see {see}; give each alone")
 
 
-def join_seeds(name: str, runs: Sequence[Arm]) -> Arm:
-    """Runs on one data set, which differ in seed and start only, as one arm."""
+def join_seeds(path: Path, runs: Sequence[Arm]) -> Arm:
+    """Runs on one data set, which differ in seed and start only, as one arm (UsageError)."""
     first = runs[0]
     starts: list[tuple[str | None, int]] = []
     accuracies: list[float] = []
@@ -322,13 +305,15 @@ def join_seeds(name: str, runs: Sequence[Arm]) -> Arm:
         starts += run.starts
         accuracies += run.accuracies
         right += run.right or []
+    if len(set(starts)) < len(starts):
+        refuse(path, {"seed"})  # it would count one seed as two
     align_runs = {align_run for align_run, _ in starts}
     # Then the spread over seeds has that of aligning in it, and the p-value is about both stages.
     each_has_its_own = len(starts) > 1 and len(align_runs) == len(starts)
     aligned_each = each_has_its_own and not first.settings["restart"]
     return first.model_copy(
         update={
-            "name": name,
+            "name": path.name,
             "unit": "align run and PEFT" if aligned_each else first.unit,
             "accuracies": accuracies,
             "right": None if first.right is None else right,

@@ -112,8 +112,8 @@ def finetune(
     starts = starts_of_seeds(cfg)
     paths = [path for path in starts.paths if path]  # none where each seed has a fresh θ
     stage = "finetune" if cfg.restart else "align"
-    different = dict.fromkeys(paths)  # a dict keeps their order
-    origins = [check_origin(path, experiment, stage) for path in different]
+    # Each path once; a dict keeps their order.
+    origins = [check_origin(path, experiment, stage) for path in dict.fromkeys(paths)]
     # Align runs differ in the seed, so the first speaks for all. Before a restart there is none.
     origin: Record = {}
     if origins and not cfg.restart:
@@ -149,9 +149,6 @@ def finetune(
             "aligned_on": origin.get("dataset"),
             "align_unlike_paper": origin.get("unlike_paper"),
             "pretext": origin.get("pretext", experiment.origin["pretext"]),
-            "val": accuracies_of(trials),
-            "epochs": [trial.epoch for trial in trials],
-            "trial_seconds": [trial.cpu_seconds for trial in trials],
             "test_images": len(experiment.task.test.targets),
         }
         content |= test_trials(trials, experiment, run)
@@ -322,7 +319,10 @@ def quality(scores: Sequence[Score]) -> tuple[float, float]:
 
 
 def test_trials(trials: Sequence[Trial], experiment: Experiment, run: Run) -> Record:
-    """Test the best epoch of each trial, once; its adapter is kept beside the result."""
+    """Test the best epoch of each trial, once; its adapter is kept beside the result.
+
+    Returns what result.json says of the seeds: a list for each quantity.
+    """
     scores = []
     for trial in trials:
         theta, head, _ = load_adapter(trial.adapter)
@@ -335,6 +335,9 @@ def test_trials(trials: Sequence[Trial], experiment: Experiment, run: Run) -> Re
         "test_loss": [score.loss for score in scores],
         "test_per_class": [score.per_class for score in scores],
         "right": None if None in right else right,
+        "val": accuracies_of(trials),
+        "epochs": [trial.epoch for trial in trials],
+        "trial_seconds": [trial.cpu_seconds for trial in trials],
     }
 
 
@@ -390,14 +393,12 @@ def run_trial(
 ) -> Trial:
     """Fine-tune with one rate and one seed, in a run directory below `out`."""
     experiment = shared.with_settings(cfg)
-    file = adapter_of(cfg.start) if cfg.start else None
-    defining = {**experiment.defining, "start_sha256": sha256(file) if file else None}
-    with Run(place_of(cfg, out), "peft", cfg, defining=defining) as run:
+    with Run(place_of(cfg, out), "peft", cfg, defining=experiment.defining) as run:
         if run.result:
             return Trial(**run.result)
         result: Record = {"lr": cfg.grid[0], "seed": cfg.seed}
         try:
-            best = peft(cfg, file, experiment, run, track)
+            best = peft(cfg, experiment, run, track)
         except Diverged as error:
             result |= {"val": None, "diverged": str(error)}
         else:
@@ -407,17 +408,15 @@ def run_trial(
         return Trial(**run.finish(result))
 
 
-def peft(
-    cfg: FinetuneConfig, file: Path | None, experiment: Experiment, run: Run, track: Track
-) -> Record:
+def peft(cfg: FinetuneConfig, experiment: Experiment, run: Run, track: Track) -> Record:
     """Train θ, from a file or a fresh one, and a fresh head φ_D; keep the best epoch's.
 
     Returns that epoch's record. Diverged where a loss is not finite.
     """
     lr = cfg.grid[0]
     label = f"lr {lr:g} seed {cfg.seed}"
-    if file:
-        start, _ = load_theta(file, experiment.backbone.dim)
+    if cfg.start:
+        start, _ = load_theta(adapter_of(cfg.start), experiment.backbone.dim)
     else:
         start = experiment.new_theta()
     theta = trainable({"theta": start}, experiment.device)["theta"]

@@ -66,11 +66,9 @@ def list_classes(names: Mapping[str, Any], wanted: str) -> str:
         is_class = isinstance(value, type) and not issubclass(value, tuple)
         if is_class and value.__module__ == names["__name__"]:  # and is not imported there
             classes.append(name)
-    if not classes:
-        return "no class"
+    text = ", ".join(classes) or "no class"
     close = difflib.get_close_matches(wanted, classes, 1)
-    question = f"; did you mean {close[0]}?" if close else ""
-    return ", ".join(classes) + question
+    return f"{text}; did you mean {close[0]}?" if close else text
 
 
 def new_task(task_class: TaskClass, backbone: Backbone, cfg: AlignConfig) -> PretextTask[Batch]:

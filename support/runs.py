@@ -155,8 +155,7 @@ class Run(ExitStack):
             for file in path.glob(TORN):
                 file.unlink()
             if not self.is_finished():
-                self.write_env(command, defining or {}, goes_on)
-                self.write_config()
+                self.describe(command, defining or {}, goes_on)
         signal_heard = stop.agreed()  # this waits until process 0 has written
         self.result: Record | None = None
         if self.is_finished():
@@ -175,17 +174,17 @@ class Run(ExitStack):
             self.path.mkdir(parents=True, exist_ok=True)
             self.enter_context(FileLock(self.path / LOCK).acquire(timeout=60))
 
-    def write_env(self, command: str, defining: Record, goes_on: bool) -> None:
-        """Write env.json: what defines the run, and one entry for each time that it was started."""
+    def describe(self, command: str, defining: Record, goes_on: bool) -> None:
+        """Write env.json, with an entry for each start of the run, and config.json.
+
+        From then on the directory counts as a run.
+        """
         env: Record = {"command": command, "about": defining, "machines": []}
         if goes_on:
             env = read_json(self.path / "env.json")
         env["machines"].append(describe_machine(self.config))
-        write_atomic(self.path / "env.json", json.dumps(env, indent=1))
-
-    def write_config(self) -> None:
-        """Write config.json; from then on the directory counts as a run."""
         settings = self.config.model_dump(mode="json")
+        write_atomic(self.path / "env.json", json.dumps(env, indent=1))
         write_atomic(self.path / "config.json", json.dumps(settings, indent=1))
 
     def with_paths(self, result: Record) -> Record:
@@ -306,11 +305,11 @@ class Run(ExitStack):
 
     def finish(self, result: Record) -> Record:
         """Write result.json, which says that the run is complete; returns what it holds."""
-        complete: Record = json.loads(json.dumps(self.elapsed() | result))
-        self.write("result.json", json.dumps(complete, indent=1))
+        text = json.dumps(self.elapsed() | result, indent=1)
+        self.write("result.json", text)
         wait_for_all()  # then it is on the disk
         (self.path / "checkpoint.pt").unlink(missing_ok=True)
-        return self.with_paths(complete)
+        return self.with_paths(json.loads(text))
 
     def write(self, name: str, content: bytes | str) -> None:
         """Write a file of the run; of several processes, process 0 does."""
@@ -433,8 +432,7 @@ def check_directory(
     if force:
         return False
     recorded = read_json(path / "config.json") | env.get("about", {})
-    # By way of JSON, as the recorded values: a tuple is not equal to the list that is read back.
-    current = config.model_dump(mode="json") | json.loads(json.dumps(defining or {}))
+    current = config.model_dump(mode="json") | (defining or {})
     for name, field in type(config).model_fields.items():
         # A setting that is younger than the run: its default is what the run did.
         if name not in recorded and current[name] == field.default:
