@@ -9,7 +9,6 @@ arm is compared with every other one.
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import NoReturn
@@ -93,34 +92,12 @@ class Arm(BaseModel, frozen=True):
     data_set: str  # in words
     unit: str  # what one seed repeats
     metric: str
-    test_images: int
     settings: Record  # of the runs; and which weights, data and align run they had
     accuracies: list[float]  # of the seeds, percent
-    right: list[int] | None  # test images that were right; None where the accuracy is mAP
+    counts: list[int]  # whole numbers to compare: images that were right; see `read_run`
+    whole: int  # the count of an accuracy of 100 %
     starts: list[tuple[str | None, int]]  # of the seeds: path of an align run, seed
     paper: Reported | None
-
-    @property
-    def counts(self) -> list[int]:
-        """Whole numbers to compare: right images, or hundredths of a point of mAP."""
-        if self.right is not None:
-            return self.right
-        # mAP counts no images, and the exact test needs whole numbers: two decimals of percent.
-        return [round(100 * percent) for percent in self.accuracies]
-
-    @property
-    def whole(self) -> int:
-        """The count of an accuracy of 100 %."""
-        return 100 * 100 if self.right is None else self.test_images
-
-    @property
-    def mean(self) -> Fraction:
-        """The mean accuracy in percent, exactly: equal means differ by 0, not by rounding."""
-        if self.right is None:
-            total = sum(map(Fraction, self.accuracies), Fraction(0))
-        else:  # of the counts, since an accuracy such as 100 · 2 / 3 is rounded
-            total = Fraction(100 * sum(self.right), self.test_images)
-        return total / len(self.accuracies)
 
     @property
     def is_aligned(self) -> bool:
@@ -210,14 +187,10 @@ def summarise(arm: Arm, first: Arm, name: str) -> Row:
 def compare_arms(first: Sequence[Arm], arm: Sequence[Arm]) -> Comparison:
     """The permutation test of their counts on the same data sets, in percentage points."""
     strata = []
-    difference = Fraction(0)
     for first_there, there in zip(first, arm, strict=True):
         strata.append(Stratum(first_there.counts, there.counts, there.whole))
-        difference += (first_there.mean - there.mean) / len(first)
     with checking(f"{first[0].name}, {arm[0].name}"):
-        tested = compare_strata(strata)
-    # Of mAP, the counts are rounded; the difference is that of the accuracies.
-    return tested.model_copy(update={"difference": float(difference)})
+        return compare_strata(strata)
 
 
 def list_differences(arm: Arm, first: Arm) -> dict[str, str]:
@@ -300,11 +273,11 @@ def join_seeds(path: Path, runs: Sequence[Arm]) -> Arm:
     first = runs[0]
     starts: list[tuple[str | None, int]] = []
     accuracies: list[float] = []
-    right: list[int] = []
+    counts: list[int] = []
     for run in runs:
         starts += run.starts
         accuracies += run.accuracies
-        right += run.right or []
+        counts += run.counts
     if len(set(starts)) < len(starts):
         refuse(path, {"seed"})  # it would count one seed as two
     align_runs = {align_run for align_run, _ in starts}
@@ -316,7 +289,7 @@ def join_seeds(path: Path, runs: Sequence[Arm]) -> Arm:
             "name": path.name,
             "unit": "align run and PEFT" if aligned_each else first.unit,
             "accuracies": accuracies,
-            "right": None if first.right is None else right,
+            "counts": counts,
             "starts": starts,
         }
     )
@@ -351,15 +324,21 @@ def read_run(run: Path) -> Arm:
         "align_unlike_paper": result["align_unlike_paper"],
     }
     first_seed = config["seed"]
+    counts = result["right"]
+    whole = result["test_images"]
+    if counts is None:
+        # mAP counts no images, and the exact test needs whole numbers: hundredths of a point.
+        counts = [round(100 * percent) for percent in result["test"]]
+        whole = 100 * 100
     return Arm(
         name=run.name,
         data_set=describe_data_set(config),
         unit=result["unit"],
         metric=result["metric"],
-        test_images=result["test_images"],
         settings=settings,
         accuracies=result["test"],
-        right=result["right"],
+        counts=counts,
+        whole=whole,
         starts=[(config["start"], first_seed + i) for i in range(len(result["test"]))],
         paper=published(config, result),
     )

@@ -84,7 +84,7 @@ class FinetuneResult(RunResult, frozen=True):
 class Starts(NamedTuple):
     """Where the seeds start."""
 
-    paths: list[Path | None]  # of each seed: an align run, a LoRA file, or None for a fresh θ
+    files: Sequence[Path | None]  # of each seed: an adapter, or None for a fresh θ
     unit: str  # what a seed therefore repeats, which is what the p-value is about
 
 
@@ -110,10 +110,10 @@ def finetune(
     goes_on = check_directory(out, "finetune", cfg, force)
     experiment = Experiment(cfg, task)
     starts = starts_of_seeds(cfg)
-    paths = [path for path in starts.paths if path]  # none where each seed has a fresh θ
+    files = [file for file in starts.files if file]  # none where each seed has a fresh θ
     stage = "finetune" if cfg.restart else "align"
-    # Each path once; a dict keeps their order.
-    origins = [check_origin(path, experiment, stage) for path in dict.fromkeys(paths)]
+    # Each file once; a dict keeps their order.
+    origins = [check_origin(file, experiment, stage) for file in dict.fromkeys(files)]
     # Align runs differ in the seed, so the first speaks for all. Before a restart there is none.
     origin: Record = {}
     if origins and not cfg.restart:
@@ -121,14 +121,11 @@ def finetune(
     experiment.check_batches("--batch", cfg.batch)
     if not goes_on:
         experiment.decode_held_out_images()
-    digests = [sha256(adapter_of(path)) for path in paths]
-    defining = {**experiment.defining, "start_sha256": digests}
+    defining = {**experiment.defining, "start_sha256": [sha256(file) for file in files]}
 
-    def run_pairs(pairs: Pairs) -> list[Trial]:
-        """Run a trial for each pair of a rate and a seed."""
-        trials = [settings_of_trial(cfg, lr, n, starts.paths[n]) for lr, n in pairs]
-        return run_trials(trials, out, cfg, experiment, task, track)
-
+    run_pairs = partial(
+        run_trials, cfg=cfg, starts=starts, out=out, experiment=experiment, task=task, track=track
+    )
     with Run(out, "finetune", cfg, force, defining) as run:
         if run.result:
             return FinetuneResult(**run.result)
@@ -149,7 +146,6 @@ def finetune(
             "aligned_on": origin.get("dataset"),
             "align_unlike_paper": origin.get("unlike_paper"),
             "pretext": origin.get("pretext", experiment.origin["pretext"]),
-            "test_images": len(experiment.task.test.targets),
         }
         content |= test_trials(trials, experiment, run)
         return FinetuneResult(**run.finish(content))
@@ -163,7 +159,7 @@ def starts_of_seeds(cfg: FinetuneConfig) -> Starts:
     if cfg.start is None:
         return Starts([None] * cfg.seeds, "PEFT seed")
     if cfg.restart:
-        return Starts(list(adapters_of_seeds(cfg, cfg.start)), "PEFT and PEFT anew")
+        return Starts(adapters_of_seeds(cfg, cfg.start), "PEFT and PEFT anew")
     if cfg.start.is_file():
         return Starts([cfg.start] * cfg.seeds, "PEFT seed on one LoRA file")
     runs = find_runs(cfg.start)
@@ -175,10 +171,11 @@ def starts_of_seeds(cfg: FinetuneConfig) -> Starts:
                 raise UsageError(
                     f"--from {run}: is not a finished align run; give its own command again"
                 )
+    files = [run / "adapter.safetensors" for run in runs]
     if len(runs) == 1:
-        return Starts([runs[0]] * cfg.seeds, "PEFT seed on one align run")
+        return Starts(files * cfg.seeds, "PEFT seed on one align run")
     check_same_settings(runs, cfg.start)
-    return Starts(list(runs), "align run and PEFT")
+    return Starts(files, "align run and PEFT")
 
 
 def adapters_of_seeds(cfg: FinetuneConfig, run: Path) -> list[Path]:
@@ -202,12 +199,11 @@ def adapters_of_seeds(cfg: FinetuneConfig, run: Path) -> list[Path]:
 
 def check_same_settings(runs: Sequence[Path], start: Path) -> None:
     """Refuse align runs that are no seeds of one experiment (UsageError)."""
-    first, *others = [read_json(run / "config.json") for run in runs]
-    seeds = {first["seed"]}
+    settings = [read_json(run / "config.json") for run in runs]
     differing = set()
-    for settings in others:
-        seeds.add(settings["seed"])
-        differing |= compare_settings(settings, first).keys() - MAY_CHANGE
+    for of_run in settings:
+        differing |= compare_settings(of_run, settings[0]).keys() - MAY_CHANGE
+    seeds = {of_run["seed"] for of_run in settings}
     if differing or len(seeds) < len(runs):
         names = ", ".join(sorted(differing)) or "seed"
         raise UsageError(
@@ -216,12 +212,7 @@ def check_same_settings(runs: Sequence[Path], start: Path) -> None:
         )
 
 
-def adapter_of(start: Path) -> Path:
-    """The file with θ of an align run, or the LoRA file itself."""
-    return start / "adapter.safetensors" if start.is_dir() else start
-
-
-def check_origin(start: Path, experiment: Experiment, stage: str) -> Record:
+def check_origin(file: Path, experiment: Experiment, stage: str) -> Record:
     """What an adapter says of itself; one that does not fit this experiment is refused.
 
     It has to be a run's of this stage (align, or finetune for a restart), of the same network. Of
@@ -229,8 +220,8 @@ def check_origin(start: Path, experiment: Experiment, stage: str) -> Record:
     have been trained on. (UsageError)
     """
     this = experiment.origin
-    with checking(f"--from {start}"):
-        theta, written = load_theta(adapter_of(start), experiment.backbone.dim)
+    with checking(f"--from {file}"):
+        theta, written = load_theta(file, experiment.backbone.dim)
         shape = experiment.theta_shape
         if theta.shape != shape:
             raise ValueError(f"holds θ {[*theta.shape]}, this run's is {[*shape]}; see --rank")
@@ -240,8 +231,11 @@ def check_origin(start: Path, experiment: Experiment, stage: str) -> Record:
             raise ValueError(
                 f"is of {origin['stage']}; give an align run, or --restart to start anew"
             )
-        if written:
-            check_network(origin, this)
+        # alpha is compared for the scale alpha / rank
+        names = ("backbone", "rank", "alpha", "weights_sha256") if written else ()
+        for name in names:
+            if origin.get(name) != this[name]:
+                raise ValueError(f"has {name} {origin.get(name)}, this run {this[name]}")
         same_dataset = is_same_dataset(origin["dataset"], this["dataset"])
         if same_dataset and origin["data_sha256"] != this["data_sha256"]:
             raise ValueError(
@@ -252,13 +246,6 @@ def check_origin(start: Path, experiment: Experiment, stage: str) -> Record:
     if not same_dataset:
         LOG.info("aligned on %s, fine-tuned on %s", origin["dataset"] or "?", this["dataset"])
     return origin
-
-
-def check_network(origin: Record, this: Record) -> None:
-    """Refuse an adapter of another network, or of another scale alpha / rank (ValueError)."""
-    for name in ("backbone", "rank", "alpha", "weights_sha256"):
-        if origin.get(name) != this[name]:
-            raise ValueError(f"has {name} {origin.get(name)}, this run {this[name]}")
 
 
 def is_same_dataset(name: str | None, other: str) -> bool:
@@ -323,14 +310,16 @@ def test_trials(trials: Sequence[Trial], experiment: Experiment, run: Run) -> Re
 
     Returns what result.json says of the seeds: a list for each quantity.
     """
+    test = experiment.task.test
     scores = []
     for trial in trials:
         theta, head, _ = load_adapter(trial.adapter)
         head = {name: tensor.to(experiment.device) for name, tensor in head.items()}
-        scores.append(experiment.score(experiment.task.test, theta.to(experiment.device), head))
+        scores.append(experiment.score(test, theta.to(experiment.device), head))
         run.write(f"adapter-s{trial.seed}.safetensors", trial.adapter.read_bytes())
     right = [score.right for score in scores]
     return {
+        "test_images": len(test.targets),
         "test": [score.accuracy for score in scores],
         "test_loss": [score.loss for score in scores],
         "test_per_class": [score.per_class for score in scores],
@@ -345,42 +334,45 @@ def test_trials(trials: Sequence[Trial], experiment: Experiment, run: Run) -> Re
 
 
 def settings_of_trial(cfg: FinetuneConfig, lr: float, n: int, start: Path | None) -> FinetuneConfig:
-    """The settings of a trial: one rate, the n-th seed, and where that seed starts."""
+    """The settings of a trial: one rate, the n-th seed, and the file that this seed starts from."""
     # No grid: `lr` sets it to that one rate.
     single = {"grid": None, "grid_seeds": 1, "seeds": 1, "jobs": 1}
     return cfg.replace(**single, lr=lr, seed=cfg.seed + n, start=start)
 
 
 def run_trials(
-    trials: Sequence[FinetuneConfig],
+    pairs: Pairs,
+    cfg: FinetuneConfig,
+    starts: Starts,
     out: Path,
-    whole: FinetuneConfig,
     experiment: Experiment,
     task: Task | None,
     track: Track,
 ) -> list[Trial]:
-    """Run trials one after another, or as many at a time as the settings of the `whole` say."""
+    """Run a trial for each pair of a rate and a seed: one after another, or --jobs at a time."""
     run_here = partial(run_trial, out=out, shared=experiment, track=track)
     results = []
     left = []
-    for cfg in trials:
-        if (place_of(cfg, out) / "result.json").exists():
-            results.append(run_here(cfg))  # only reads it
+    for lr, n in pairs:
+        single = settings_of_trial(cfg, lr, n, starts.files[n])
+        if (place_of(single, out) / "result.json").exists():
+            results.append(run_here(single))  # only reads it
         else:
-            left.append(cfg)
+            left.append(single)
     if left:
         # A process loads network and data itself; only a task that has no name is sent to it.
         run_there = partial(run_trial_in_process, out=out, task=task)
-        new = map(run_here, left) if whole.jobs == 1 else jobs(run_there, left, whole.jobs)
+        new = map(run_here, left) if cfg.jobs == 1 else jobs(run_there, left, cfg.jobs)
         done = len(list(out.glob(f"{TRIALS}/result.json")))
-        total = max(whole.runs, done + len(left))  # more, where the best rate diverged
+        total = max(cfg.runs, done + len(left))  # more, where the best rate diverged
         results += track(new, total, "run", done)
     return sorted(results, key=attrgetter("seed"))
 
 
 def place_of(cfg: FinetuneConfig, out: Path) -> Path:
     """The run directory of a trial."""
-    return out / f"lr{cfg.grid[0]:g}-s{cfg.seed}"
+    lr = cfg.grid[0]
+    return out / f"lr{lr:g}-s{cfg.seed}"
 
 
 def run_trial_in_process(cfg: FinetuneConfig, out: Path, task: Task | None) -> Trial:
@@ -416,7 +408,7 @@ def peft(cfg: FinetuneConfig, experiment: Experiment, run: Run, track: Track) ->
     lr = cfg.grid[0]
     label = f"lr {lr:g} seed {cfg.seed}"
     if cfg.start:
-        start, _ = load_theta(adapter_of(cfg.start), experiment.backbone.dim)
+        start, _ = load_theta(cfg.start, experiment.backbone.dim)
     else:
         start = experiment.new_theta()
     theta = trainable({"theta": start}, experiment.device)["theta"]
@@ -483,7 +475,11 @@ def validate(experiment: Experiment, theta: Tensor, head: Head, epoch: int) -> S
 
 def curve_of(records: Sequence[Record]) -> dict[int, float]:
     """Test accuracy by epoch, for --test-curve."""
-    return {record["step"]: record["test"]["accuracy"] for record in records if "test" in record}
+    curve = {}
+    for record in records:
+        if "test" in record:
+            curve[record["step"]] = record["test"]["accuracy"]
+    return curve
 
 
 def best_epoch(records: Sequence[Record]) -> Record:

@@ -137,7 +137,9 @@ def try_step(
 
 def has_rows(value: object, n: int) -> bool:
     """Whether a value is a tensor with a row for each of n images."""
-    return isinstance(value, Tensor) and value.shape[:1] == (n,)
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return False
+    return len(value) == n
 
 
 @contextmanager

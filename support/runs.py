@@ -390,13 +390,12 @@ def commit_of(checkout: Path) -> str | None:
         return None
     command = ["git", "--no-optional-locks", "describe", "--always", "--exclude=*", "--abbrev=40"]
     command += ["--dirty=+changes"]
-    try:
+    with suppress(OSError, subprocess.SubprocessError):  # no git, not its owner, a slow disk
         answer = subprocess.run(
             command, cwd=checkout, capture_output=True, text=True, timeout=5, check=True
         )
-    except (OSError, subprocess.SubprocessError):  # no git, an owner that it distrusts, a slow disk
-        return None
-    return answer.stdout.strip()
+        return answer.stdout.strip()
+    return None
 
 
 def clear(path: Path) -> None:
@@ -421,7 +420,7 @@ def check_directory(
     """
     if config.tensorboard:  # told before the long work
         import_writer()
-    if path.exists() and not path.is_dir():
+    if path.is_file():
         raise UsageError(f"--out {path}: is a file; {OTHER_OUT}")
     if not (path / "config.json").exists():
         check_that_nothing_is_in(path)

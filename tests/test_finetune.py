@@ -144,10 +144,10 @@ def test_seeds_start_each_from_an_align_run_of_its_own_or_all_from_one(tmp_path:
     shutil.copytree(tmp_path / "s0", tmp_path / "s2")
     shutil.rmtree(tmp_path / "s0")
     starts = starts_of_seeds(cfg)
-    assert [path.name for path in starts.paths if path] == ["s2", "s10"]
+    assert starts.files == [tmp_path / run / "adapter.safetensors" for run in ("s2", "s10")]
     assert starts.unit == "align run and PEFT"
     one = starts_of_seeds(cfg.replace(start=tmp_path / "s2"))
-    assert (one.paths, one.unit) == ([tmp_path / "s2"] * 2, "PEFT seed on one align run")
+    assert (one.files, one.unit) == (starts.files[:1] * 2, "PEFT seed on one align run")
     file = starts_of_seeds(cfg.replace(start=tmp_path / "s2" / "adapter.safetensors"))
     assert file.unit == "PEFT seed on one LoRA file"
     with pytest.raises(UsageError, match="2 runs, not 1 or 3"):
