@@ -225,18 +225,14 @@ def describe(value: object) -> str:
 
 
 def tell_other_grid(arm: Sequence[Arm], first: Sequence[Arm]) -> None:
-    """Say where an aligned arm and one that is not chose from different learning rates."""
-    grid = describe_grid(arm)
-    first_grid = describe_grid(first)
-    if arm[0].is_aligned != first[0].is_aligned and grid != first_grid:
-        told = "%s chose its learning rate from %s, %s from %s"
-        LOG.warning(told, arm[0].name, grid, first[0].name, first_grid)
-
-
-def describe_grid(arm: Sequence[Arm]) -> str:
-    """The learning rates that were tried, for each data set where they differ."""
-    grids = dict.fromkeys(str(there.settings["grid"]) for there in arm)
-    return " or ".join(grids)
+    """Say, once, where an aligned arm and one that is not chose from different learning rates."""
+    for there, first_there in zip(arm, first, strict=True):
+        grid = there.settings["grid"]
+        first_grid = first_there.settings["grid"]
+        if there.is_aligned != first_there.is_aligned and grid != first_grid:
+            told = "%s chose its learning rate from %s, %s from %s"
+            LOG.warning(told, there.name, grid, first_there.name, first_grid)
+            return
 
 
 # --- reading runs ---------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ one seed is a trial: a run of its own in a directory such as OUT/lr0.001-s0.
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
@@ -165,13 +166,12 @@ def starts_of_seeds(cfg: FinetuneConfig) -> Starts:
     runs = find_runs(cfg.start)
     if len(runs) not in (1, cfg.seeds):
         raise UsageError(f"--from {cfg.start}: {len(runs)} runs, not 1 or {cfg.seeds} (--seeds)")
-    for run in runs:
-        for name in ("result.json", "adapter.safetensors"):
-            if not (run / name).exists():
-                raise UsageError(
-                    f"--from {run}: is not a finished align run; give its own command again"
-                )
     files = [run / "adapter.safetensors" for run in runs]
+    for run, file in zip(runs, files, strict=True):
+        if not file.exists() or not (run / "result.json").exists():
+            raise UsageError(
+                f"--from {run}: is not a finished align run; give its own command again"
+            )
     if len(runs) == 1:
         return Starts(files * cfg.seeds, "PEFT seed on one align run")
     check_same_settings(runs, cfg.start)
@@ -232,10 +232,10 @@ def check_origin(file: Path, experiment: Experiment, stage: str) -> Record:
                 f"is of {origin['stage']}; give an align run, or --restart to start anew"
             )
         # alpha is compared for the scale alpha / rank
-        names = ("backbone", "rank", "alpha", "weights_sha256") if written else ()
-        for name in names:
-            if origin.get(name) != this[name]:
-                raise ValueError(f"has {name} {origin.get(name)}, this run {this[name]}")
+        for name in ("backbone", "rank", "alpha", "weights_sha256"):
+            actual = origin.get(name, this[name])
+            if actual != this[name]:
+                raise ValueError(f"has {name} {actual}, this run {this[name]}")
         same_dataset = is_same_dataset(origin["dataset"], this["dataset"])
         if same_dataset and origin["data_sha256"] != this["data_sha256"]:
             raise ValueError(
@@ -265,10 +265,8 @@ def try_grid(cfg: FinetuneConfig, run_pairs: RunPairs) -> Grid:
     # With a single rate there is nothing to choose: all its seeds are run at once.
     seeds = cfg.grid_seeds if len(cfg.grid) > 1 else cfg.seeds
     grid: Grid = {lr: [] for lr in cfg.grid}
-    pairs = []
-    for lr in grid:
-        pairs += [(lr, n) for n in range(seeds)]
-    for trial in run_pairs(pairs):  # in one call, so that --jobs has work for each process
+    # All pairs in one call, so that --jobs has work for each process.
+    for trial in run_pairs(list(product(grid, range(seeds)))):
         grid[trial.lr].append(trial)
     return grid
 

@@ -432,17 +432,16 @@ def check_directory(
         return False
     recorded = read_json(path / "config.json") | env.get("about", {})
     current = config.model_dump(mode="json") | (defining or {})
-    for name, field in type(config).model_fields.items():
-        # A setting that is younger than the run: its default is what the run did.
-        if name not in recorded and current[name] == field.default:
-            recorded[name] = current[name]
     for settings in (recorded, current):
         # The second edition recorded the default of alpha as the rank.
         if "alpha" in settings and settings["alpha"] == settings["rank"]:
             settings["alpha"] = None
+    fields = type(config).model_fields
     changed = []
     for name, value in current.items():
-        if name not in MAY_CHANGE and recorded.get(name) != value:
+        # A setting may be younger than the run: its default is what the run did.
+        default = fields[name].default if name in fields else None
+        if name not in MAY_CHANGE and recorded.get(name, default) != value:
             changed.append(name)
     if not changed:
         return True
