@@ -46,6 +46,11 @@ def read_json(path: Path, remedy: str = "make it again") -> Record:
         return dict(json.loads(path.read_text()))
 
 
+def read_json_if_there(path: Path) -> Record | None:
+    """A JSON object, None without the file (UsageError where it is damaged)."""
+    return read_json(path) if path.exists() else None
+
+
 def write_atomic(path: Path, content: bytes | str) -> None:
     """Replace a file, or leave it as it was (RunError): write another one, then rename it."""
     if isinstance(content, str):
@@ -157,9 +162,9 @@ class Run(ExitStack):
             if not self.is_finished():
                 self.describe(command, defining or {}, goes_on)
         signal_heard = stop.agreed()  # this waits until process 0 has written
-        self.result: Record | None = None
-        if self.is_finished():
-            self.result = self.with_paths(read_json(path / "result.json"))
+        self.result = read_json_if_there(path / "result.json")
+        if self.result is not None:
+            self.result = self.with_paths(self.result)
         elif signal_heard:
             raise Stopped(signal_heard, f"stopped before {path}; the same command goes on")
 
