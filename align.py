@@ -167,9 +167,10 @@ def start_state(
 def name_tensors(state: State, head: Head, pretext_state: Phi) -> dict[str, Tensor]:
     """What a checkpoint holds besides the optimisers, by name."""
     tensors = {"theta_P": state.theta_P, "theta_D": state.theta_D}
-    tensors |= {f"phi_P.{name}": tensor for name, tensor in state.phi_P.items()}
-    tensors |= {f"phi_D.{name}": tensor for name, tensor in head.with_stats.items()}
-    tensors |= {f"pretext.{name}": tensor for name, tensor in pretext_state.items()}
+    parts = {"phi_P": state.phi_P, "phi_D": head.with_stats, "pretext": pretext_state}
+    for part, named in parts.items():
+        for name, tensor in named.items():
+            tensors[f"{part}.{name}"] = tensor
     return tensors
 
 
@@ -261,6 +262,6 @@ def summary(experiment: AlignExperiment, last: Record) -> Record:
         "metric": experiment.metric,
     }
     for name in ("distance", "q_over_g", "cosine"):
-        steps = last[name]
-        result[name] = steps[-1] if steps else 0.0  # with --upper-steps 0 there are none
+        steps = last[name] or [0.0]  # with --upper-steps 0 there are none
+        result[name] = steps[-1]
     return result | {"val_P": last["val_P"], "val_D": last["val_D"]}

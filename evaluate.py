@@ -7,11 +7,11 @@ arm is compared with every other one.
 """
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import NoReturn
 
 from pydantic import BaseModel
 
@@ -21,7 +21,8 @@ from support.permutation import Comparison as Comparison  # also for those who i
 from support.permutation import Stratum as Stratum
 from support.permutation import compare as compare
 from support.permutation import compare_strata as compare_strata
-from support.permutation import subtract_means
+
+LOG = logging.getLogger("bisslight")
 
 # Settings that make no other arm: what is repeated, how often, and on which machine. --amp does,
 # since it changes the arithmetic; --weights are compared by their digest instead of their path.
@@ -91,25 +92,17 @@ class Arm(BaseModel, frozen=True):
     data_set: str  # in words
     unit: str  # what one seed repeats
     metric: str
-    test_images: int
     settings: Record  # of the runs; and which weights, data and align run they had
     accuracies: list[float]  # of the seeds, percent
-    right: list[int] | None  # test images that were right; None where the accuracy is mAP
+    counts: list[int]  # whole numbers to compare: images that were right; see `read_run`
+    whole: int  # the count of an accuracy of 100 %
     starts: list[tuple[str | None, int]]  # of the seeds: path of an align run, seed
     paper: Reported | None
 
     @property
-    def counts(self) -> list[int]:
-        """Whole numbers to compare: right images, or hundredths of a point of mAP."""
-        if self.right is not None:
-            return self.right
-        # mAP counts no images, and the exact test needs whole numbers: two decimals of percent.
-        return [round(100 * percent) for percent in self.accuracies]
-
-    @property
-    def whole(self) -> int:
-        """The count of an accuracy of 100 %."""
-        return 100 * 100 if self.right is None else self.test_images
+    def is_aligned(self) -> bool:
+        """Whether it started from an align run."""
+        return self.settings["aligned_by"] is not None
 
     @property
     def images(self) -> object:
@@ -124,115 +117,99 @@ def evaluate(runs: Sequence[Path]) -> Evaluation:
     Where an arm has runs on several data sets, the result is a PooledEvaluation. UsageError: no
     arm, or other data sets than the first one's.
     """
-    arms = [read_arm(run) for run in runs]
-    if all(len(arm) == 1 for arm in arms):
-        singles = [arm[0] for arm in arms]
-        return Evaluation(arms=[summarise(arm, singles[0]) for arm in singles])
-    return evaluate_data_sets(arms)
-
-
-def evaluate_data_sets(arms: Sequence[list[Arm]]) -> PooledEvaluation:
-    """Compare arms data set by data set, and over all data sets together (UsageError)."""
-    first = arms[0]
-    arms = [first, *[match_data_sets(arm, first) for arm in arms[1:]]]
+    first, *others = [read_arm(run) for run in runs]
+    arms = [first, *[match_data_sets(arm, first) for arm in others]]
+    for arm in arms:
+        tell_other_grid(arm, first)
     rows = []
     for k, first_there in enumerate(first):
         for arm in arms:
-            row = summarise(arm[k], first_there)
-            name = f"{row.arm} on {arm[k].data_set}"
-            rows.append(row.model_copy(update={"arm": name}))
+            there = arm[k]
+            name = there.name if len(first) == 1 else f"{there.name} on {there.data_set}"
+            rows.append(summarise(there, first_there, name))
+    if len(first) == 1:
+        return Evaluation(arms=rows)
     return PooledEvaluation(arms=rows, pooled=[pool(arm, first) for arm in arms])
 
 
 def match_data_sets(arm: Sequence[Arm], first: Sequence[Arm]) -> list[Arm]:
     """An arm on the data sets of the first one, in their order (UsageError: on others)."""
+    check_data_sets(arm, first)
+    check_data_sets(first, arm)
     of_arm = {there.images: there for there in arm}
-    of_first = {there.images: there for there in first}
-    for these, those, name in ((of_first, of_arm, arm[0].name), (of_arm, of_first, first[0].name)):
-        for images, there in these.items():
-            if images not in those:
-                raise UsageError(
-                    f"{name}: has no run on {there.data_set}, which {there.name} has, or one on "
-                    "other images or another split"
-                )
     return [of_arm[there.images] for there in first]
+
+
+def check_data_sets(arm: Sequence[Arm], other: Sequence[Arm]) -> None:
+    """Refuse (UsageError) an arm without a run on a data set that another arm has."""
+    images = [there.images for there in arm]
+    for there in other:
+        if there.images not in images:
+            raise UsageError(
+                f"{arm[0].name}: not comparable, has no run on {there.data_set}, which "
+                f"{there.name} has, or one on other images or another split"
+            )
 
 
 def pool(arm: Sequence[Arm], first: Sequence[Arm]) -> Pooled:
     """An arm on all data sets in summary, and compared with the first one on the same ones."""
-    means = []
-    seeds = 0
     differs: dict[str, list[str]] = {}
     for there, first_there in zip(arm, first, strict=True):
-        means.append(fmean(there.accuracies))
-        seeds += len(there.accuracies)
-        for name, values in list_differences(there, first_there).items():
-            texts = differs.setdefault(name, [])
-            if str(values) not in texts:
-                texts.append(str(values))
+        for name, text in list_differences(there, first_there).items():
+            differs.setdefault(name, []).append(text)
     return Pooled(
         arm=arm[0].name,
         data_sets=[there.data_set for there in arm],
-        seeds=seeds,
-        mean=fmean(means),
-        differs={name: "; ".join(texts) for name, texts in differs.items()},
-        first_minus_this=None if arm is first else compare_data_sets(first, arm),
+        seeds=sum(len(there.accuracies) for there in arm),
+        mean=fmean(fmean(there.accuracies) for there in arm),
+        differs={name: "; ".join(dict.fromkeys(texts)) for name, texts in differs.items()},
+        first_minus_this=None if arm is first else compare_arms(first, arm),
     )
 
 
-def compare_data_sets(first: Sequence[Arm], arm: Sequence[Arm]) -> Comparison:
-    """The stratified test of their counts on the same data sets, in percentage points."""
-    strata = []
-    difference = Fraction(0)
-    for first_there, there in zip(first, arm, strict=True):
-        strata.append(Stratum(first_there.counts, there.counts, there.whole))
-        difference += subtract_accuracies(first_there, there) / len(first)
-    with checking(f"{first[0].name}, {arm[0].name}"):
-        tested = compare_strata(strata)
-    return tested.model_copy(update={"difference": float(difference)})
-
-
-def summarise(arm: Arm, first: Arm) -> Row:
-    """An arm in summary, and compared with the first one (UsageError: other images)."""
-    differences = list_differences(arm, first)
+def summarise(arm: Arm, first: Arm, name: str) -> Row:
+    """An arm on a data set in summary, and compared with the first one on the same."""
     return Row(
-        arm=arm.name,
+        arm=name,
         seeds=len(arm.accuracies),
         unit=arm.unit,
         mean=fmean(arm.accuracies),
         std=stdev(arm.accuracies) if len(arm.accuracies) > 1 else None,
         metric=arm.metric,
         paper=arm.paper,
-        differs={name: str(values) for name, values in differences.items()},
+        differs=list_differences(arm, first),
         accuracies=arm.accuracies,
         counts=arm.counts,
-        first_minus_this=None if arm is first else compare_arms(first, arm),
+        first_minus_this=None if arm is first else compare_arms([first], [arm]),
     )
 
 
-def compare_arms(first: Arm, arm: Arm) -> Comparison:
-    """The permutation test of their counts; the difference is in percentage points."""
-    tested = compare(first.counts, arm.counts)
-    difference = subtract_accuracies(first, arm)
-    return tested.model_copy(update={"difference": float(difference)})
+def compare_arms(first: Sequence[Arm], arm: Sequence[Arm]) -> Comparison:
+    """The permutation test of their counts on the same data sets, in percentage points."""
+    strata = []
+    for first_there, there in zip(first, arm, strict=True):
+        strata.append(Stratum(first_there.counts, there.counts, there.whole))
+    with checking(f"{first[0].name}, {arm[0].name}"):
+        return compare_strata(strata)
 
 
-def subtract_accuracies(first: Arm, arm: Arm) -> Fraction:
-    """The difference of mean accuracies in percentage points, exactly."""
-    if first.right is not None and arm.right is not None:
-        # of the counts, since an accuracy such as 100 · 2 / 3 is rounded
-        return subtract_means(first.right, arm.right) * 100 / arm.test_images
-    return subtract_means(first.accuracies, arm.accuracies)
+def list_differences(arm: Arm, first: Arm) -> dict[str, str]:
+    """Settings in which an arm differs from the first one: "this arm's, there the first's"."""
+    differences = compare_settings(arm.settings, first.settings)
+    if arm.is_aligned != first.is_aligned:  # then these differ, of course
+        for name in ("aligned_by", "align_unlike_paper", "grid"):
+            differences.pop(name, None)
+    return differences
 
 
-class Values(NamedTuple):
-    """A setting of an arm, and what it is in the first arm."""
-
-    value: object
-    first: object
-
-    def __str__(self) -> str:
-        return f"{describe(self.value)}, there {describe(self.first)}"
+def compare_settings(settings: Record, first: Record) -> dict[str, str]:
+    """Settings that differ, other than seed, start and machine, with both values."""
+    differences = {}
+    for name in sorted(settings):
+        value = settings[name]
+        if name not in FREE and value != first.get(name):
+            differences[name] = f"{describe(value)}, there {describe(first.get(name))}"
+    return differences
 
 
 def describe(value: object) -> str:
@@ -247,26 +224,15 @@ def describe(value: object) -> str:
     return str(value)
 
 
-def list_differences(arm: Arm, first: Arm) -> dict[str, Values]:
-    """Settings in which an arm differs from the first one (UsageError: other images)."""
-    differences = compare_settings(arm.settings, first.settings)
-    if "data_sha256" in differences:
-        raise UsageError(f"{arm.name}, {first.name}: not comparable, other images or split")
-    # Where one arm is aligned and the other not, their grids and what follows differ, of course.
-    if "aligned_by" in differences and None in differences["aligned_by"]:
-        for name in ("aligned_by", "align_unlike_paper", "grid"):
-            differences.pop(name, None)
-    return differences
-
-
-def compare_settings(settings: Record, first: Record) -> dict[str, Values]:
-    """Settings that differ, other than seed, start and machine."""
-    differences = {}
-    for name in sorted(settings):
-        values = Values(settings[name], first.get(name))
-        if name not in FREE and values.value != values.first:
-            differences[name] = values
-    return differences
+def tell_other_grid(arm: Sequence[Arm], first: Sequence[Arm]) -> None:
+    """Say, once, where an aligned arm and one that is not chose from different learning rates."""
+    for there, first_there in zip(arm, first, strict=True):
+        grid = there.settings["grid"]
+        first_grid = first_there.settings["grid"]
+        if there.is_aligned != first_there.is_aligned and grid != first_grid:
+            told = "%s chose its learning rate from %s, %s from %s"
+            LOG.warning(told, there.name, grid, first_there.name, first_grid)
+            return
 
 
 # --- reading runs ---------------------------------------------------------------------------------
@@ -281,57 +247,45 @@ def read_arm(path: Path) -> list[Arm]:
         runs = [read_run(run) for run in find_runs(path)]
     data_sets: dict[object, list[Arm]] = {}
     for run in runs:
-        data_sets.setdefault(run.images, []).append(run)
-    differing = list_what_makes_other_arms(list(data_sets.values()))
-    if differing:
-        see = ", ".join(sorted(differing))
-        raise UsageError(f"{path}: its runs are no seeds of one arm, see {see}; give each alone")
-    return [join_seeds(path.name, of_data_set) for of_data_set in data_sets.values()]
+        seeds = data_sets.setdefault(run.images, [])
+        seeds.append(run)
+        differing = compare_settings(run.settings, runs[0].settings).keys() - OF_DATA_SET
+        differing |= compare_settings(run.settings, seeds[0].settings).keys()
+        if differing:
+            refuse(path, differing)
+    if len({run.data_set for run in runs}) < len(data_sets):
+        refuse(path, {"data_sha256"})  # other images or another split under one name
+    return [join_seeds(path, seeds) for seeds in data_sets.values()]
 
 
-def list_what_makes_other_arms(data_sets: Sequence[list[Arm]]) -> set[str]:
-    """What differs between runs, data set by data set, though it does not in seeds of one arm."""
-    very_first = data_sets[0][0]
-    differing: set[str] = set()
-    names = set()
-    twice = False
-    for runs in data_sets:
-        first = runs[0]
-        names.add(first.data_set)
-        differing |= compare_settings(first.settings, very_first.settings).keys() - OF_DATA_SET
-        starts = []
-        for run in runs:
-            differing |= compare_settings(run.settings, first.settings).keys()
-            starts += run.starts
-        if len(set(starts)) < len(starts):
-            twice = True  # it would count one seed as two
-    if len(names) < len(data_sets):
-        differing.add("data_sha256")  # other images or another split under one name
-    if twice and not differing:
-        return {"seed"}
-    return differing
+def refuse(path: Path, differing: set[str]) -> NoReturn:
+    """Raise a UsageError: these settings differ between the runs of an arm."""
+    see = ", ".join(sorted(differing))
+    raise UsageError(f"{path}: its runs are no seeds of one arm, see {see}; give each alone")
 
 
-def join_seeds(name: str, runs: Sequence[Arm]) -> Arm:
-    """Runs on one data set, which differ in seed and start only, as one arm."""
+def join_seeds(path: Path, runs: Sequence[Arm]) -> Arm:
+    """Runs on one data set, which differ in seed and start only, as one arm (UsageError)."""
     first = runs[0]
     starts: list[tuple[str | None, int]] = []
     accuracies: list[float] = []
-    right: list[int] = []
+    counts: list[int] = []
     for run in runs:
         starts += run.starts
         accuracies += run.accuracies
-        right += run.right or []
+        counts += run.counts
+    if len(set(starts)) < len(starts):
+        refuse(path, {"seed"})  # it would count one seed as two
     align_runs = {align_run for align_run, _ in starts}
     # Then the spread over seeds has that of aligning in it, and the p-value is about both stages.
     each_has_its_own = len(starts) > 1 and len(align_runs) == len(starts)
     aligned_each = each_has_its_own and not first.settings["restart"]
     return first.model_copy(
         update={
-            "name": name,
+            "name": path.name,
             "unit": "align run and PEFT" if aligned_each else first.unit,
             "accuracies": accuracies,
-            "right": None if first.right is None else right,
+            "counts": counts,
             "starts": starts,
         }
     )
@@ -344,7 +298,7 @@ def find_runs(path: Path) -> list[Path]:
     files = [*path.glob("*/config.json")] or [*path.glob("*/*/config.json")]
     runs = [file.parent for file in files]
     # shorter names have smaller numbers
-    runs.sort(key=lambda run: (len(run.parent.name), run.parent.name, len(run.name), run.name))
+    runs.sort(key=lambda run: [(len(name), name) for name in run.parts])
     return runs or [path]
 
 
@@ -366,15 +320,21 @@ def read_run(run: Path) -> Arm:
         "align_unlike_paper": result["align_unlike_paper"],
     }
     first_seed = config["seed"]
+    counts = result["right"]
+    whole = result["test_images"]
+    if counts is None:
+        # mAP counts no images, and the exact test needs whole numbers: hundredths of a point.
+        counts = [round(100 * percent) for percent in result["test"]]
+        whole = 100 * 100
     return Arm(
         name=run.name,
         data_set=describe_data_set(config),
         unit=result["unit"],
         metric=result["metric"],
-        test_images=result["test_images"],
         settings=settings,
         accuracies=result["test"],
-        right=result["right"],
+        counts=counts,
+        whole=whole,
         starts=[(config["start"], first_seed + i) for i in range(len(result["test"]))],
         paper=published(config, result),
     )

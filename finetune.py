@@ -6,18 +6,20 @@ one seed is a trial: a run of its own in a directory such as OUT/lr0.001-s0.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from pydantic import BaseModel
 from torch import Tensor
 
 from bisslight import Diverged
 from config import FinetuneConfig, Record
 from data import Task
+from evaluate import compare_settings, find_runs
 from support.checkpoints import load_adapter, load_theta, save_adapter
 from support.errors import UsageError, checking
 from support.experiment import Experiment, Head, name_own_data
@@ -57,40 +59,6 @@ class Trial(RunResult, frozen=True):
         return f"{name}  val {self.val.accuracy:.1f} %  in epoch {self.epoch}"
 
 
-class GridPoint(BaseModel, frozen=True):
-    """A learning rate of the grid, and how it went with one seed or more."""
-
-    lr: float
-    trials: list[Trial]
-
-    @property
-    def diverged(self) -> bool:
-        """Whether any seed diverged."""
-        return any(trial.val is None for trial in self.trials)
-
-    @property
-    def scores(self) -> list[Score]:
-        """Validation scores of the seeds that did not diverge."""
-        return [trial.val for trial in self.trials if trial.val]
-
-    @property
-    def accuracies(self) -> list[float | None]:
-        """Validation accuracy of each seed; None: it diverged."""
-        return [trial.val.accuracy if trial.val else None for trial in self.trials]
-
-
-class SeedResult(BaseModel, frozen=True):
-    """What a seed came to at the chosen rate."""
-
-    epoch: int  # the best one on the validation split; it is tested
-    val: float  # accuracy in percent
-    test: float  # accuracy in percent
-    test_loss: float
-    test_per_class: float | None  # None where the accuracy is mAP
-    right: int | None  # test images that were right; None where the accuracy is mAP
-    trial_seconds: float  # CPU time
-
-
 class FinetuneResult(RunResult, frozen=True):
     """What a finetune run ended with: its result.json. Lists have one entry per seed."""
 
@@ -114,29 +82,16 @@ class FinetuneResult(RunResult, frozen=True):
     trial_seconds: list[float]  # CPU time
 
 
-class Origin(BaseModel, frozen=True):
-    """What an adapter file says of the run that made it; a released file says nothing."""
-
-    stage: str = "align"
-    backbone: str | None = None
-    rank: int | None = None
-    alpha: float | None = None
-    weights_sha256: str | None = None
-    dataset: str | None = None
-    data_sha256: str | None = None
-    pretext: str | None = None
-    hypergrad: str | None = "unknown"  # None: there was no align run
-    unlike_paper: Record | None = None
-
-
 class Starts(NamedTuple):
     """Where the seeds start."""
 
-    paths: list[Path | None]  # of each seed: an align run, a LoRA file, or None for a fresh θ
+    files: Sequence[Path | None]  # of each seed: an adapter, or None for a fresh θ
     unit: str  # what a seed therefore repeats, which is what the p-value is about
 
 
 Pairs = list[tuple[float, int]]  # learning rates, each with the number of a seed, from 0
+RunPairs = Callable[[Pairs], list[Trial]]  # their trials, those of a rate in the order of the seeds
+Grid = dict[float, list[Trial]]  # learning rates, and how each went with one seed or more
 
 
 def finetune(
@@ -156,71 +111,45 @@ def finetune(
     goes_on = check_directory(out, "finetune", cfg, force)
     experiment = Experiment(cfg, task)
     starts = starts_of_seeds(cfg)
-    paths = [path for path in starts.paths if path]  # none where each seed has a fresh θ
-    different_paths = dict.fromkeys(paths)  # a dict keeps their order: the first one is reported
+    files = [file for file in starts.files if file]  # none where each seed has a fresh θ
     stage = "finetune" if cfg.restart else "align"
-    origins = [check_origin(path, experiment, stage) for path in different_paths]
+    # Each file once; a dict keeps their order.
+    origins = [check_origin(file, experiment, stage) for file in dict.fromkeys(files)]
+    # Align runs differ in the seed, so the first speaks for all. Before a restart there is none.
+    origin: Record = {}
+    if origins and not cfg.restart:
+        origin = origins[0]
     experiment.check_batches("--batch", cfg.batch)
     if not goes_on:
         experiment.decode_held_out_images()
-    digests = [sha256(adapter_of(path)) for path in paths]
-    defining = {**experiment.defining, "start_sha256": digests}
+    defining = {**experiment.defining, "start_sha256": [sha256(file) for file in files]}
 
-    def run_pairs(pairs: Pairs) -> list[Trial]:
-        """Run a trial for each pair of a rate and a seed."""
-        trials = []
-        for lr, n in pairs:
-            trials.append(settings_of_trial(cfg, lr, n, starts.paths[n]))
-        return run_trials(trials, out, cfg, experiment, task, track)
-
+    run_pairs = partial(
+        run_trials, cfg=cfg, starts=starts, out=out, experiment=experiment, task=task, track=track
+    )
     with Run(out, "finetune", cfg, force, defining) as run:
         if run.result:
             return FinetuneResult(**run.result)
         grid = try_grid(cfg, run_pairs)
-        chosen = choose_rate(grid, cfg.seeds, run_pairs)
+        trials = choose_rate(grid, cfg.seeds, run_pairs)
+        lr = trials[0].lr
         # of two rates each is an end
-        if len(cfg.grid) > 2 and chosen.lr in (min(cfg.grid), max(cfg.grid)):
-            LOG.warning(
-                "%s: the best rate, %g, is an end of --grid, look beyond it", out, chosen.lr
-            )
-        seeds = test_seeds(chosen.trials, experiment, run)
+        if len(cfg.grid) > 2 and lr in (min(cfg.grid), max(cfg.grid)):
+            LOG.warning("%s: the best rate, %g, is an end of --grid, look beyond it", out, lr)
         content = {
             "dataset": cfg.dataset,
             "backbone": cfg.backbone,
             "unit": starts.unit,
-            "lr": chosen.lr,
+            "lr": lr,
             "metric": experiment.metric,
-            "grid": {f"{point.lr}": point.accuracies for point in grid},
-            **describe_start([] if cfg.restart else origins, experiment),
-            **lists_of(seeds),
-            "test_images": len(experiment.task.test.targets),
+            "grid": {str(rate): accuracies_of(tried) for rate, tried in grid.items()},
+            "aligned_by": origin.get("hypergrad"),
+            "aligned_on": origin.get("dataset"),
+            "align_unlike_paper": origin.get("unlike_paper"),
+            "pretext": origin.get("pretext", experiment.origin["pretext"]),
         }
+        content |= test_trials(trials, experiment, run)
         return FinetuneResult(**run.finish(content))
-
-
-def describe_start(origins: Sequence[Origin], experiment: Experiment) -> Record:
-    """What result.json says of the align run, or of the first of several, which differ in seed."""
-    first = origins[0] if origins else Origin(hypergrad=None)
-    return {
-        "aligned_by": first.hypergrad,
-        "aligned_on": first.dataset,
-        "align_unlike_paper": first.unlike_paper,
-        "pretext": first.pretext or experiment.origin["pretext"],
-    }
-
-
-def lists_of(seeds: Sequence[SeedResult]) -> Record:
-    """The results of all seeds as result.json has them: a list for each quantity."""
-    right = [seed.right for seed in seeds]
-    return {
-        "test": [seed.test for seed in seeds],
-        "test_loss": [seed.test_loss for seed in seeds],
-        "test_per_class": [seed.test_per_class for seed in seeds],
-        "right": None if None in right else right,
-        "val": [seed.val for seed in seeds],
-        "epochs": [seed.epoch for seed in seeds],
-        "trial_seconds": [seed.trial_seconds for seed in seeds],
-    }
 
 
 # --- where the seeds start ------------------------------------------------------------------------
@@ -231,22 +160,22 @@ def starts_of_seeds(cfg: FinetuneConfig) -> Starts:
     if cfg.start is None:
         return Starts([None] * cfg.seeds, "PEFT seed")
     if cfg.restart:
-        return Starts(list(adapters_of_seeds(cfg, cfg.start)), "PEFT and PEFT anew")
+        return Starts(adapters_of_seeds(cfg, cfg.start), "PEFT and PEFT anew")
     if cfg.start.is_file():
         return Starts([cfg.start] * cfg.seeds, "PEFT seed on one LoRA file")
-    runs = find_align_runs(cfg.start)
+    runs = find_runs(cfg.start)
     if len(runs) not in (1, cfg.seeds):
         raise UsageError(f"--from {cfg.start}: {len(runs)} runs, not 1 or {cfg.seeds} (--seeds)")
-    for run in runs:
-        for name in ("result.json", "adapter.safetensors"):
-            if not (run / name).exists():
-                raise UsageError(
-                    f"--from {run}: is not a finished align run; give its own command again"
-                )
+    files = [run / "adapter.safetensors" for run in runs]
+    for run, file in zip(runs, files, strict=True):
+        if not file.exists() or not (run / "result.json").exists():
+            raise UsageError(
+                f"--from {run}: is not a finished align run; give its own command again"
+            )
     if len(runs) == 1:
-        return Starts([runs[0]] * cfg.seeds, "PEFT seed on one align run")
+        return Starts(files * cfg.seeds, "PEFT seed on one align run")
     check_same_settings(runs, cfg.start)
-    return Starts(list(runs), "align run and PEFT")
+    return Starts(files, "align run and PEFT")
 
 
 def adapters_of_seeds(cfg: FinetuneConfig, run: Path) -> list[Path]:
@@ -263,32 +192,18 @@ def adapters_of_seeds(cfg: FinetuneConfig, run: Path) -> list[Path]:
             f"--from {run}: has {before['seeds']} seeds, fewer than --seeds {cfg.seeds}"
         )
     seeds = range(before["seed"], before["seed"] + cfg.seeds)
-    if cfg.seed < seeds.stop and seeds.start < cfg.seed + cfg.seeds:
+    if not set(seeds).isdisjoint(range(cfg.seed, cfg.seed + cfg.seeds)):
         raise UsageError(f"--seed {cfg.seed}: overlaps with the seeds of {run}; give {seeds.stop}")
     return [run / f"adapter-s{seed}.safetensors" for seed in seeds]
 
 
-def find_align_runs(path: Path) -> list[Path]:
-    """The run at a path, or the runs in that directory, s2 before s10."""
-    if (path / "config.json").exists():
-        return [path]
-    runs = [file.parent for file in path.glob("*/config.json")]
-    runs.sort(key=lambda run: (len(run.name), run.name))  # shorter names have smaller numbers
-    return runs or [path]
-
-
 def check_same_settings(runs: Sequence[Path], start: Path) -> None:
     """Refuse align runs that are no seeds of one experiment (UsageError)."""
-    first = read_json(runs[0] / "config.json")
-    seeds = {first["seed"]}
+    settings = [read_json(run / "config.json") for run in runs]
     differing = set()
-    for run in runs[1:]:
-        settings = read_json(run / "config.json")
-        seeds.add(settings["seed"])
-        for name, value in settings.items():
-            if value != first.get(name):
-                differing.add(name)
-    differing -= MAY_CHANGE | {"seed"}
+    for of_run in settings:
+        differing |= compare_settings(of_run, settings[0]).keys() - MAY_CHANGE
+    seeds = {of_run["seed"] for of_run in settings}
     if differing or len(seeds) < len(runs):
         names = ", ".join(sorted(differing)) or "seed"
         raise UsageError(
@@ -297,102 +212,88 @@ def check_same_settings(runs: Sequence[Path], start: Path) -> None:
         )
 
 
-def adapter_of(start: Path) -> Path:
-    """The file with θ of an align run, or the LoRA file itself."""
-    return start / "adapter.safetensors" if start.is_dir() else start
-
-
-def check_origin(start: Path, experiment: Experiment, stage: str) -> Origin:
+def check_origin(file: Path, experiment: Experiment, stage: str) -> Record:
     """What an adapter says of itself; one that does not fit this experiment is refused.
 
     It has to be a run's of this stage (align, or finetune for a restart), of the same network. Of
     the same dataset it has to have seen the same split: otherwise test images of this one could
     have been trained on. (UsageError)
     """
-    this = Origin(**experiment.origin)
-    with checking(f"--from {start}"):
-        theta, written = load_theta(adapter_of(start), experiment.backbone.dim)
-        origin = Origin(**written)
+    this = experiment.origin
+    with checking(f"--from {file}"):
+        theta, written = load_theta(file, experiment.backbone.dim)
         shape = experiment.theta_shape
         if theta.shape != shape:
             raise ValueError(f"holds θ {[*theta.shape]}, this run's is {[*shape]}; see --rank")
-        if origin.stage != stage:
-            raise ValueError(f"is of {origin.stage}; give an align run, or --restart to start anew")
-        if written:  # a released file names neither network nor data
-            check_network(origin, this)
-            check_split(origin, this)
-    if not is_same_dataset(origin, this):
-        LOG.info("aligned on %s, fine-tuned on %s", origin.dataset or "?", this.dataset)
+        # a released file says nothing of itself
+        origin = {"stage": "align", "hypergrad": "unknown", "dataset": None, **written}
+        if origin["stage"] != stage:
+            raise ValueError(
+                f"is of {origin['stage']}; give an align run, or --restart to start anew"
+            )
+        # alpha is compared for the scale alpha / rank
+        for name in ("backbone", "rank", "alpha", "weights_sha256"):
+            actual = origin.get(name, this[name])
+            if actual != this[name]:
+                raise ValueError(f"has {name} {actual}, this run {this[name]}")
+        same_dataset = is_same_dataset(origin["dataset"], this["dataset"])
+        if same_dataset and origin["data_sha256"] != this["data_sha256"]:
+            raise ValueError(
+                f"was aligned on another split or other images of {this['dataset']}, so it may "
+                "have seen the test images; give its --data-seed, --split-file and images, or "
+                "align again"
+            )
+    if not same_dataset:
+        LOG.info("aligned on %s, fine-tuned on %s", origin["dataset"] or "?", this["dataset"])
     return origin
 
 
-def check_network(origin: Origin, this: Origin) -> None:
-    """Refuse an adapter of another network, or of another scale alpha / rank (ValueError)."""
-    for name in ("backbone", "rank", "weights_sha256"):
-        actual = getattr(origin, name)
-        wanted = getattr(this, name)
-        if actual != wanted:
-            raise ValueError(f"has {name} {actual}, this run {wanted}")
-    # An alpha that is not set is the rank.
-    actual_alpha = origin.alpha or origin.rank
-    wanted_alpha = this.alpha or this.rank
-    if actual_alpha != wanted_alpha:
-        raise ValueError(f"has alpha {actual_alpha:g}, this run {wanted_alpha:g}")
-
-
-def is_same_dataset(origin: Origin, this: Origin) -> bool:
+def is_same_dataset(name: str | None, other: str) -> bool:
     """Whether two names mean one dataset. A folder may be named by another path, such as a link."""
-    if origin.dataset is None or this.dataset is None:
+    if name is None:
         return False
     # A name that is no folder's is a path, too, and equal to itself alone.
-    origin_path = Path(origin.dataset.removeprefix("folder:"))
-    this_path = Path(this.dataset.removeprefix("folder:"))
-    return origin_path.resolve() == this_path.resolve()
-
-
-def check_split(origin: Origin, this: Origin) -> None:
-    """Refuse an adapter of the same dataset that saw another split of it (ValueError)."""
-    if is_same_dataset(origin, this) and origin.data_sha256 != this.data_sha256:
-        raise ValueError(
-            f"was aligned on another split or other images of {this.dataset}, so it may have "
-            "seen the test images; give its --data-seed, --split-file and images, or align again"
-        )
+    paths = [Path(text.removeprefix("folder:")).resolve() for text in (name, other)]
+    return paths[0] == paths[1]
 
 
 # --- the grid of rates ----------------------------------------------------------------------------
 
 
-def try_grid(cfg: FinetuneConfig, run_pairs: Callable[[Pairs], list[Trial]]) -> list[GridPoint]:
+def try_grid(cfg: FinetuneConfig, run_pairs: RunPairs) -> Grid:
     """Run every rate with the first seeds."""
     # With a single rate there is nothing to choose: all its seeds are run at once.
     seeds = cfg.grid_seeds if len(cfg.grid) > 1 else cfg.seeds
-    pairs = []
-    for lr in cfg.grid:
-        pairs += [(lr, n) for n in range(seeds)]
-    trials = run_pairs(pairs)  # all of them in one call, so that --jobs has work for each process
-    grid = []
-    for k, lr in enumerate(cfg.grid):  # the trials are in the order of the pairs
-        of_rate = trials[k * seeds : (k + 1) * seeds]
-        grid.append(GridPoint(lr=lr, trials=of_rate))
+    grid: Grid = {lr: [] for lr in cfg.grid}
+    # All pairs in one call, so that --jobs has work for each process.
+    for trial in run_pairs(list(product(grid, range(seeds)))):
+        grid[trial.lr].append(trial)
     return grid
 
 
-def choose_rate(
-    grid: Sequence[GridPoint], seeds: int, run_pairs: Callable[[Pairs], list[Trial]]
-) -> GridPoint:
-    """The rate that is best on validation, with the trials of all seeds.
+def choose_rate(grid: Grid, seeds: int, run_pairs: RunPairs) -> list[Trial]:
+    """The trials of all seeds at the rate that is best on validation.
 
     A rate that diverges with any seed is given up for the next best; Diverged if none is left. Of
     equally good rates, the first of the grid is taken.
     """
-    candidates = [point for point in grid if not point.diverged]
-    candidates.sort(key=lambda point: quality(point.scores), reverse=True)  # keeps ties in order
-    for point in candidates:
-        others = run_pairs([(point.lr, n) for n in range(len(point.trials), seeds)])
-        complete = GridPoint(lr=point.lr, trials=[*point.trials, *others])
-        if not complete.diverged:
-            return complete
+    candidates = [trials for trials in grid.values() if None not in accuracies_of(trials)]
+    candidates.sort(key=quality_of, reverse=True)  # keeps ties in order
+    for trials in candidates:
+        others = run_pairs([(trials[0].lr, n) for n in range(len(trials), seeds)])
+        if None not in accuracies_of(others):
+            return trials + others
     raise Diverged("every learning rate of the grid diverged")
+
+
+def accuracies_of(trials: Sequence[Trial]) -> list[float | None]:
+    """The validation accuracy of each; None: it diverged."""
+    return [trial.val.accuracy if trial.val else None for trial in trials]
+
+
+def quality_of(trials: Sequence[Trial]) -> tuple[float, float]:
+    """What rates are compared by."""
+    return quality([trial.val for trial in trials if trial.val])
 
 
 def quality(scores: Sequence[Score]) -> tuple[float, float]:
@@ -402,70 +303,73 @@ def quality(scores: Sequence[Score]) -> tuple[float, float]:
     return accuracy, -loss
 
 
-def test_seeds(trials: Sequence[Trial], experiment: Experiment, run: Run) -> list[SeedResult]:
-    """Test the best epoch of each trial, once; its adapter is kept beside the result."""
+def test_trials(trials: Sequence[Trial], experiment: Experiment, run: Run) -> Record:
+    """Test the best epoch of each trial, once; its adapter is kept beside the result.
+
+    Returns what result.json says of the seeds: a list for each quantity.
+    """
     test = experiment.task.test
-    results = []
+    scores = []
     for trial in trials:
-        if trial.val is None or trial.epoch is None:
-            raise ValueError(f"{trial.out}: diverged, so there is nothing to test")
         theta, head, _ = load_adapter(trial.adapter)
         head = {name: tensor.to(experiment.device) for name, tensor in head.items()}
-        score = experiment.score(test, theta.to(experiment.device), head)
+        scores.append(experiment.score(test, theta.to(experiment.device), head))
         run.write(f"adapter-s{trial.seed}.safetensors", trial.adapter.read_bytes())
-        results.append(
-            SeedResult(
-                epoch=trial.epoch,
-                val=trial.val.accuracy,
-                test=score.accuracy,
-                test_loss=score.loss,
-                test_per_class=score.per_class,
-                right=score.right,
-                trial_seconds=trial.cpu_seconds,
-            )
-        )
-    return results
+    right = [score.right for score in scores]
+    return {
+        "test_images": len(test.targets),
+        "test": [score.accuracy for score in scores],
+        "test_loss": [score.loss for score in scores],
+        "test_per_class": [score.per_class for score in scores],
+        "right": None if None in right else right,
+        "val": accuracies_of(trials),
+        "epochs": [trial.epoch for trial in trials],
+        "trial_seconds": [trial.cpu_seconds for trial in trials],
+    }
 
 
 # --- one rate with one seed -----------------------------------------------------------------------
 
 
 def settings_of_trial(cfg: FinetuneConfig, lr: float, n: int, start: Path | None) -> FinetuneConfig:
-    """The settings of a trial: one rate, the n-th seed, and where that seed starts."""
+    """The settings of a trial: one rate, the n-th seed, and the file that this seed starts from."""
     # No grid: `lr` sets it to that one rate.
     single = {"grid": None, "grid_seeds": 1, "seeds": 1, "jobs": 1}
     return cfg.replace(**single, lr=lr, seed=cfg.seed + n, start=start)
 
 
 def run_trials(
-    trials: Sequence[FinetuneConfig],
+    pairs: Pairs,
+    cfg: FinetuneConfig,
+    starts: Starts,
     out: Path,
-    whole: FinetuneConfig,
     experiment: Experiment,
     task: Task | None,
     track: Track,
 ) -> list[Trial]:
-    """Run trials one after another, or as many at a time as the settings of the `whole` say."""
-    left = [cfg for cfg in trials if not (place_of(cfg, out) / "result.json").exists()]
-    results: Iterator[Trial]
-    if whole.jobs == 1:
-        results = (run_trial(cfg, out, experiment.with_settings(cfg), track) for cfg in left)
-    else:
-        # A process loads network and data itself; only a task that has no name is sent to it.
-        run_one = partial(run_trial_in_process, out=out, task=task)
-        results = jobs(run_one, left, whole.jobs)
+    """Run a trial for each pair of a rate and a seed: one after another, or --jobs at a time."""
+    run_here = partial(run_trial, out=out, shared=experiment, track=track)
+    results = []
+    left = []
+    for lr, n in pairs:
+        single = settings_of_trial(cfg, lr, n, starts.files[n])
+        if (place_of(single, out) / "result.json").exists():
+            results.append(run_here(single))  # only reads it
+        else:
+            left.append(single)
     if left:
+        # A process loads network and data itself; only a task that has no name is sent to it.
+        run_there = partial(run_trial_in_process, out=out, task=task)
+        new = map(run_here, left) if cfg.jobs == 1 else jobs(run_there, left, cfg.jobs)
         done = len(list(out.glob(f"{TRIALS}/result.json")))
-        total = max(whole.runs, done + len(left))  # more, where the best rate diverged
-        for _ in track(results, total, "run", done):
-            pass  # asking for a result runs the trial
-    # All are finished now, so this only reads what they came to.
-    return [run_trial(cfg, out, experiment.with_settings(cfg)) for cfg in trials]
+        total = max(cfg.runs, done + len(left))  # more, where the best rate diverged
+        results += track(new, total, "run", done)
+    return sorted(results, key=attrgetter("seed"))
 
 
 def place_of(cfg: FinetuneConfig, out: Path) -> Path:
     """The run directory of a trial."""
-    (lr,) = cfg.grid
+    lr = cfg.grid[0]
     return out / f"lr{lr:g}-s{cfg.seed}"
 
 
@@ -475,18 +379,16 @@ def run_trial_in_process(cfg: FinetuneConfig, out: Path, task: Task | None) -> T
 
 
 def run_trial(
-    cfg: FinetuneConfig, out: Path, experiment: Experiment, track: Track = untracked
+    cfg: FinetuneConfig, out: Path, shared: Experiment, track: Track = untracked
 ) -> Trial:
     """Fine-tune with one rate and one seed, in a run directory below `out`."""
-    (lr,) = cfg.grid
-    file = adapter_of(cfg.start) if cfg.start else None
-    defining = {**experiment.defining, "start_sha256": sha256(file) if file else None}
-    with Run(place_of(cfg, out), "peft", cfg, defining=defining) as run:
+    experiment = shared.with_settings(cfg)
+    with Run(place_of(cfg, out), "peft", cfg, defining=experiment.defining) as run:
         if run.result:
             return Trial(**run.result)
-        result: Record = {"lr": lr, "seed": cfg.seed}
+        result: Record = {"lr": cfg.grid[0], "seed": cfg.seed}
         try:
-            best = peft(cfg, file, experiment, run, track)
+            best = peft(cfg, experiment, run, track)
         except Diverged as error:
             result |= {"val": None, "diverged": str(error)}
         else:
@@ -496,17 +398,15 @@ def run_trial(
         return Trial(**run.finish(result))
 
 
-def peft(
-    cfg: FinetuneConfig, file: Path | None, experiment: Experiment, run: Run, track: Track
-) -> Record:
+def peft(cfg: FinetuneConfig, experiment: Experiment, run: Run, track: Track) -> Record:
     """Train θ, from a file or a fresh one, and a fresh head φ_D; keep the best epoch's.
 
     Returns that epoch's record. Diverged where a loss is not finite.
     """
-    (lr,) = cfg.grid
+    lr = cfg.grid[0]
     label = f"lr {lr:g} seed {cfg.seed}"
-    if file:
-        start, _ = load_theta(file, experiment.backbone.dim)
+    if cfg.start:
+        start, _ = load_theta(cfg.start, experiment.backbone.dim)
     else:
         start = experiment.new_theta()
     theta = trainable({"theta": start}, experiment.device)["theta"]
@@ -555,12 +455,11 @@ def peft(
 
 def make_optimiser(cfg: FinetuneConfig, tensors: list[Tensor], steps_per_epoch: int) -> Optimiser:
     """AdamW or SGD on θ and the whole head, decayed alike; warm-up, then half a cosine."""
-    (lr,) = cfg.grid
     # Its W steps of warm-up are followed by the peak, as in the released program.
     warmup = cfg.warmup_epochs * steps_per_epoch + 1
     rate = Schedule(cfg.epochs * steps_per_epoch, warmup, cfg.end_lr)
     betas = None if cfg.optimizer == "sgd" else (0.9, 0.999)
-    return Optimiser([Group(tensors, lr, cfg.weight_decay)], rate, betas)
+    return Optimiser([Group(tensors, cfg.grid[0], cfg.weight_decay)], rate, betas)
 
 
 def validate(experiment: Experiment, theta: Tensor, head: Head, epoch: int) -> Score:
@@ -574,7 +473,11 @@ def validate(experiment: Experiment, theta: Tensor, head: Head, epoch: int) -> S
 
 def curve_of(records: Sequence[Record]) -> dict[int, float]:
     """Test accuracy by epoch, for --test-curve."""
-    return {record["step"]: record["test"]["accuracy"] for record in records if "test" in record}
+    curve = {}
+    for record in records:
+        if "test" in record:
+            curve[record["step"]] = record["test"]["accuracy"]
+    return curve
 
 
 def best_epoch(records: Sequence[Record]) -> Record:

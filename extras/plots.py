@@ -165,7 +165,7 @@ def read_curves(run: Path) -> dict[str, Curve]:
     values: dict[tuple[str, int], list[float]] = defaultdict(list)  # of the seeds
     for folder in seeds:
         for record in read_metrics(folder):
-            for quantity, value in flatten(record):
+            for quantity, value in flatten(record).items():
                 values[quantity, record["step"]].append(value)
     curves: dict[str, Curve] = defaultdict(dict)
     for (quantity, step), of_seeds in values.items():

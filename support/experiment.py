@@ -274,7 +274,7 @@ class AlignExperiment(Experiment):
         # A loss that compares images may need many, and a batch of it is never smaller.
         n = min(TRIAL_IMAGES, cfg.p_batch) if mean_over_images else cfg.p_batch
         check_pretext_task(task, self.task_class, self.first_images(n), theta, self.amp)
-        return task
+        return new_task(self.task_class, self.backbone, cfg)  # the trial changed the first one
 
     def first_images(self, n: int) -> Tensor:
         """The first n images (n, 3, H, W) that a run draws from the pool."""

@@ -70,7 +70,7 @@ class Optimiser:
     groups: Sequence[Group]  # what is trained; tensors are updated in place
     rate: RateFn | None  # (step from 1, base rate) -> rate; None: the base rate at every step
     betas: tuple[float, float] | None  # AdamW's; None is SGD with momentum 0.9, as released
-    clip: float | None = None  # largest L2 norm of all gradients together; None: no clipping
+    clip: float = math.inf  # largest L2 norm of all gradients together
     decay: RateFn | None = None  # (step, base decay) -> decay, for groups that have one, as `rate`
     step: int = 0  # done so far
 
@@ -100,8 +100,7 @@ class Optimiser:
             if gradient.stride() != tensor.stride():
                 gradient = torch.empty_like(tensor).copy_(gradient)
             tensor.grad = gradient
-        largest = math.inf if self.clip is None else self.clip  # infinite: measured, not clipped
-        norm = torch.nn.utils.clip_grad_norm_(tensors, largest)
+        norm = torch.nn.utils.clip_grad_norm_(tensors, self.clip)
         self.step += 1
         for group, params in zip(self.groups, self.torch.param_groups, strict=True):
             params["lr"] = group.lr

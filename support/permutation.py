@@ -1,6 +1,6 @@
-"""Exact permutation tests of two arms, on one data set or on several.
+"""The exact permutation test of two arms, on one data set or on several.
 
-They count whole numbers, such as test images that were right, so that no rounding decides.
+It counts whole numbers, such as test images that were right, so that no rounding decides.
 """
 
 import math
@@ -31,64 +31,6 @@ class Comparison(BaseModel, frozen=True):
         return f"difference={difference:.2f} p={p} splits={splits}"
 
 
-def compare(arm: Sequence[int], against: Sequence[int]) -> Comparison:
-    """Exact two-sample permutation test of means of whole numbers, such as images that were right.
-
-    p is the share of the C(n + m, n) ways to split all n + m numbers into n and m whose means
-    differ at least as much as those of the arms. Number by number, we count how many sets of each
-    size have each sum. Whole numbers leave no rounding to decide.
-
-    >>> compare([3, 4], [1, 2])  # the observed split and its mirror differ most
-    Comparison(difference=2.0, p=0.3333333333333333, splits=6)
-    """
-    pooled = [*arm, *against]
-    if any(number % 1 for number in pooled):  # nan and infinity too: their remainder is nan
-        raise ValueError("compare counts, such as images that were right, not percentages")
-    n = len(arm)
-    whole = sum(pooled)
-
-    def distance(total: int) -> int:
-        """Distance of the means of n numbers with this sum and of the m others, times n m."""
-        return abs(total * len(pooled) - n * whole)
-
-    sets = count_sets(pooled, n)
-    observed = distance(sum(arm))
-    extreme = 0
-    for (size, total), count in sets.items():
-        if size == n and distance(total) >= observed:
-            extreme += count
-    splits = math.comb(len(pooled), n)
-    # One number against one: both splits differ as much as the arms do, whatever the numbers are.
-    p = extreme / splits if len(pooled) > 2 else None
-    return Comparison(difference=float(subtract_means(arm, against)), p=p, splits=splits)
-
-
-def count_sets(numbers: Sequence[int], largest: int) -> Counter[tuple[int, int]]:
-    """How many sets of at most `largest` of these numbers have each (size, sum)."""
-    sets = Counter({(0, 0): 1})
-    for number in numbers:
-        # Each set without this number makes one with it; `list`, since the loop adds new ones.
-        for (size, total), count in list(sets.items()):
-            if size < largest:
-                sets[size + 1, total + number] += count
-    return sets
-
-
-def subtract_means(these: Sequence[float], those: Sequence[float]) -> Fraction:
-    """The difference of two means, exactly: equal means differ by 0, not by rounding."""
-    return take_mean(these) - take_mean(those)
-
-
-def take_mean(numbers: Sequence[float]) -> Fraction:
-    """The mean of numbers, exactly."""
-    total = Fraction(0)
-    for number in numbers:
-        total += Fraction(number)
-    return total / len(numbers)
-
-
-# --- the test over several data sets --------------------------------------------------------------
-
 # The most sums that convolving two distributions may have to form: seconds, and under 1 GB.
 MOST_SUMS = 5_000_000
 
@@ -99,6 +41,19 @@ class Stratum(NamedTuple):
     arm: Sequence[int]
     against: Sequence[int]
     images: int  # test images of the data set
+
+
+def compare(arm: Sequence[int], against: Sequence[int]) -> Comparison:
+    """Exact two-sample permutation test of means of whole numbers, such as images that were right.
+
+    p is the share of the C(n + m, n) ways to split all n + m numbers into n and m whose means
+    differ at least as much as those of the arms.
+
+    >>> compare([3, 4], [1, 2])  # the observed split and its mirror differ most
+    Comparison(difference=2.0, p=0.3333333333333333, splits=6)
+    """
+    # Of 100 images, the difference in percentage points is that of the numbers.
+    return compare_strata([Stratum(arm, against, images=100)])
 
 
 def compare_strata(strata: Sequence[Stratum]) -> Comparison:
@@ -126,11 +81,11 @@ def compare_strata(strata: Sequence[Stratum]) -> Comparison:
     alike: dict[int, Counter[int]] = {}
     for stratum in strata:
         observed += scale_difference(stratum, sum(stratum.arm), scale)
-        seeds = len(stratum.arm) + len(stratum.against)
-        splits *= math.comb(seeds, len(stratum.arm))
+        differences = count_differences(stratum, scale)
+        splits *= differences.total()
         distance = scale_difference(stratum, 1, scale) - scale_difference(stratum, 0, scale)
         before = alike.get(distance, Counter({0: 1}))
-        alike[distance] = convolve(before, count_differences(stratum, scale))
+        alike[distance] = convolve(before, differences)
     # The last convolution, the largest, is never formed: two halves are enough to count with.
     one = Counter({0: 1})
     other = Counter({0: 1})
@@ -151,8 +106,8 @@ def check_strata(strata: Sequence[Stratum]) -> None:
     if not strata:
         raise ValueError("no strata to compare")
     for stratum in strata:
-        if not stratum.arm or not stratum.against or stratum.images < 1:
-            raise ValueError("every stratum needs a seed of each arm, and test images")
+        if not stratum.arm or not stratum.against:
+            raise ValueError("every stratum needs a seed of each arm")
         if any(number % 1 for number in [*stratum.arm, *stratum.against]):
             raise ValueError("compare counts, such as images that were right, not percentages")
 
@@ -161,15 +116,21 @@ def scale_difference(stratum: Stratum, total: int, scale: int) -> int:
     """The difference of mean accuracies, times `scale`, if the first arm's counts had this sum."""
     n = len(stratum.arm)
     m = len(stratum.against)
-    whole = sum(stratum.arm) + sum(stratum.against)
-    return (m * total - n * (whole - total)) * (scale // (n * m * stratum.images))
+    rest = sum(stratum.arm) + sum(stratum.against) - total
+    return (m * total - n * rest) * (scale // (n * m * stratum.images))
 
 
 def count_differences(stratum: Stratum, scale: int) -> Counter[int]:
     """How many splits of a stratum have each difference of mean accuracies, times `scale`."""
     n = len(stratum.arm)
+    sets = Counter({(0, 0): 1})  # how many sets of at most n numbers have each (size, sum)
+    for number in [*stratum.arm, *stratum.against]:
+        # Each set without this number makes one with it; `list`, since the loop adds new ones.
+        for (size, total), count in list(sets.items()):
+            if size < n:
+                sets[size + 1, total + number] += count
     differences: Counter[int] = Counter()
-    for (size, total), count in count_sets([*stratum.arm, *stratum.against], n).items():
+    for (size, total), count in sets.items():
         if size == n:
             differences[scale_difference(stratum, total, scale)] += count
     return differences
@@ -191,13 +152,11 @@ def convolve(these: Counter[int], those: Counter[int]) -> Counter[int]:
 
 def count_closer(these: Counter[int], those: Counter[int], limit: int) -> int:
     """How many pairs, a number of these and one of those, have a sum between -limit and limit."""
-    if limit == 0:
-        return 0
     ordered = sorted(those)
     below = [0, *accumulate(those[number] for number in ordered)]  # how many are before each place
     closer = 0
     for number, count in these.items():
         first = bisect_right(ordered, -limit - number)  # the sum must be more than -limit
         end = bisect_left(ordered, limit - number)  # and less than limit
-        closer += count * (below[end] - below[first])
+        closer += count * (below[max(first, end)] - below[first])
     return closer

@@ -9,10 +9,10 @@ import importlib
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from bisslight import Phi, PretextTask
 from config import AlignConfig
 from data import rng
 from lora import Backbone
-from support.errors import UsageError
+from support.errors import UsageError, checking
 from support.optim import trainable
 
 MEMBERS = ("phi", "state", "draw", "prepare", "loss", "after_step")  # of bisslight.PretextTask
@@ -35,22 +35,16 @@ class TaskClass(NamedTuple):
     make: Callable[[Backbone, AlignConfig, torch.Generator], PretextTask[Batch]]
     file: Path  # where it is written; of a notebook a name that is no file
 
-    def refuse(self, problem: str) -> NoReturn:
-        """Raise a UsageError that names the class."""
-        raise UsageError(f"--pretext {self.name}: {problem}")
-
 
 def load_task_class(name: str) -> TaskClass:
     """The class that `FILE.py:Class` or `module:Class` names (UsageError)."""
     place, _, class_name = name.rpartition(":")
-    try:
-        names = import_names(place)
+    with checking(f"--pretext {name}"):
+        with blaming("cannot be imported because of", Path(place)):
+            names = import_names(place)
         file = Path(names.get("__file__", place))  # a notebook has none
-    except Exception as error:  # whatever a file may raise that somebody else wrote
-        problem = f"cannot be imported ({describe(error, Path(place))})"
-        raise UsageError(f"--pretext {name}: {problem}") from error
-    if class_name not in names:
-        raise UsageError(f"--pretext {name}: {file.name} has {list_classes(names, class_name)}")
+        if class_name not in names:
+            raise ValueError(f"{file.name} has {list_classes(names, class_name)}")
     return TaskClass(name, names[class_name], file)
 
 
@@ -72,16 +66,14 @@ def list_classes(names: Mapping[str, Any], wanted: str) -> str:
         is_class = isinstance(value, type) and not issubclass(value, tuple)
         if is_class and value.__module__ == names["__name__"]:  # and is not imported there
             classes.append(name)
-    if not classes:
-        return "no class"
+    text = ", ".join(classes) or "no class"
     close = difflib.get_close_matches(wanted, classes, 1)
-    question = f"; did you mean {close[0]}?" if close else ""
-    return ", ".join(classes) + question
+    return f"{text}; did you mean {close[0]}?" if close else text
 
 
 def new_task(task_class: TaskClass, backbone: Backbone, cfg: AlignConfig) -> PretextTask[Batch]:
     """Make a task of this class (UsageError where its constructor fails)."""
-    with blaming(task_class, "__init__"):
+    with checking(f"--pretext {task_class.name}"), blaming("__init__:", task_class.file):
         return task_class.make(backbone, cfg, rng(cfg.seed, "pretext"))
 
 
@@ -90,75 +82,57 @@ def check_pretext_task(
 ) -> None:
     """Try a task as a step of Algorithm 1 uses it, on images (B, 3, H, W); UsageError.
 
-    All random numbers of the run, the task's state and its φ are afterwards what they were.
+    What the task keeps is changed by this, as by any step; the run's random numbers are not.
     """
-    missing = [name for name in MEMBERS if not hasattr(task, name)]
-    if missing:
-        task_class.refuse(f"has no {', '.join(missing)}; see bisslight.PretextTask")
-    for name, tensors in (("phi", task.phi), ("state", task.state)):
-        is_dict = isinstance(tensors, dict)
-        if not is_dict or not are_tensors(tensors.values()):
-            task_class.refuse(f"{name}: needs to be a dictionary of tensors")
-
-    # A step changes the state's tensors in place, or puts others in their stead: keep both.
-    state = dict(task.state)
-    values = {name: tensor.clone() for name, tensor in state.items()}
     gpus = [images.device] if images.is_cuda else []
-    try:
-        with torch.random.fork_rng(gpus):
-            try_step(task, task_class, images, theta, amp)
-    finally:
-        task.state.clear()
-        task.state.update(state)
-        for name, tensor in state.items():
-            tensor.copy_(values[name])
+    with checking(f"--pretext {task_class.name}"), torch.random.fork_rng(gpus):
+        try_step(task, task_class.file, images, theta, amp)
 
 
 def try_step(
-    task: PretextTask[Batch], task_class: TaskClass, images: Tensor, theta: Tensor, amp: bool
+    task: PretextTask[Batch], file: Path, images: Tensor, theta: Tensor, amp: bool
 ) -> None:
-    """Draw, prepare, loss and its gradients, each checked; UsageError naming the member."""
+    """Draw, prepare, loss and its gradients, each checked; ValueError naming the member."""
+    missing = [name for name in MEMBERS if not hasattr(task, name)]
+    if missing:
+        raise ValueError(f"has no {', '.join(missing)}; see bisslight.PretextTask")
+    for name, tensors in (("phi", task.phi), ("state", task.state)):
+        if not isinstance(tensors, dict) or not all(map(torch.is_tensor, tensors.values())):
+            raise ValueError(f"{name}: needs to be a dictionary of tensors")
+
     n = len(images)
     autocast = torch.autocast(images.device.type, torch.bfloat16, enabled=amp)
 
-    with blaming(task_class, "draw"):
+    with blaming("draw:", file):
         drawn = task.draw(n, torch.Generator().manual_seed(0))
-    is_sequence = isinstance(drawn, tuple | list)
-    if not is_sequence or not all(has_rows(part, n) for part in drawn):
-        task_class.refuse(f"draw: needs to return a tuple of tensors (n, ...), here of n = {n}")
+    if not isinstance(drawn, tuple | list) or not all(has_rows(part, n) for part in drawn):
+        raise ValueError(f"draw: needs to return a tuple of tensors (n, ...), here of n = {n}")
 
-    with blaming(task_class, "prepare"), autocast:
-        on_device = [part.to(images.device) for part in drawn]
-        batch = task.prepare(images, *on_device)
-    if not isinstance(batch, tuple) or not hasattr(batch, "_fields"):
-        task_class.refuse(f"prepare: needs to return a NamedTuple, not {type(batch).__name__}")
+    with blaming("prepare:", file), autocast:
+        batch = task.prepare(images, *[part.to(images.device) for part in drawn])
+    if not hasattr(batch, "_fields"):
+        raise ValueError(f"prepare: needs to return a NamedTuple, not {type(batch).__name__}")
     for name, part in zip(batch._fields, batch, strict=True):
         if part is not None and not has_rows(part, n):
-            task_class.refuse(f"prepare: {name} has to be None or a tensor (B, ...) of B images")
+            raise ValueError(f"prepare: {name} has to be None or a tensor (B, ...) of B images")
 
     # Copies, so that no gradient is left in the run's own tensors.
-    leaf_theta = trainable({"theta": theta})["theta"]
+    leaves = trainable({"theta": theta})
     phi: Phi = trainable(task.phi)
-    with blaming(task_class, "loss"), autocast:
-        loss = task.loss(leaf_theta, phi, batch)
+    with blaming("loss:", file), autocast:
+        loss = task.loss(leaves["theta"], phi, batch)
     if not isinstance(loss, Tensor) or loss.shape != () or not loss.isfinite():
-        task_class.refuse(f"loss: has to be a finite scalar, is {loss}")
+        raise ValueError(f"loss: has to be a finite scalar, is {loss}")
 
-    leaves = {"theta": leaf_theta}
     for name, tensor in phi.items():
         leaves[f'phi["{name}"]'] = tensor
-    with blaming(task_class, "gradient of loss"):
+    with blaming("gradient of loss:", file):
         gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     for name, gradient in zip(leaves, gradients, strict=True):
         if gradient is None:
-            task_class.refuse(f"loss: does not depend on {name}")
+            raise ValueError(f"loss: does not depend on {name}")
         if not gradient.isfinite().all():
-            task_class.refuse(f"loss: its gradient with respect to {name} is not finite")
-
-
-def are_tensors(values: Iterable[object]) -> bool:
-    """Whether all values are tensors."""
-    return all(isinstance(value, Tensor) for value in values)
+            raise ValueError(f"loss: its gradient with respect to {name} is not finite")
 
 
 def has_rows(value: object, n: int) -> bool:
@@ -169,15 +143,14 @@ def has_rows(value: object, n: int) -> bool:
 
 
 @contextmanager
-def blaming(task_class: TaskClass, member: str) -> Iterator[None]:
-    """Turn whatever a member of a task raises into a UsageError of one line that names it."""
+def blaming(what: str, file: Path) -> Iterator[None]:
+    """Turn whatever the code of `file` raises into a ValueError of one line: `what`, the error."""
     try:
         yield
     except (UsageError, MemoryError, torch.OutOfMemoryError):  # these say what to do
         raise
     except Exception as error:
-        problem = describe(error, task_class.file)
-        raise UsageError(f"--pretext {task_class.name}: {member}: {problem}") from error
+        raise ValueError(f"{what} {describe(error, file)}") from error
 
 
 def describe(error: Exception, file: Path) -> str:

@@ -139,7 +139,7 @@ def leave() -> None:
     Threads of the group that are still there when Python ends abort the process, now and then. A
     process that failed must not come here: the others would wait for it.
     """
-    if dist.is_available() and dist.is_initialized():
+    if world().size > 1:
         wait_for_all()
         dist.destroy_process_group()
 

@@ -110,7 +110,6 @@ MAY_CHANGE = {  # settings that a run may be continued with: they say how and wh
     "device", "workers", "jobs", "micro_batch", "save_minutes", "mfac_device", "data_root",
     "weights", "start", "tensorboard",
 }  # fmt: skip
-MAY_CHANGE_AT_FIRST = {"pretext_sha256"}  # until there is work that it has shaped
 DIGESTS = {  # which setting each one is of
     "weights_sha256": "--weights",
     "data_sha256": "--dataset",
@@ -161,11 +160,12 @@ class Run(ExitStack):
             for file in path.glob(TORN):
                 file.unlink()
             if not self.is_finished():
-                self.write_env(command, defining or {}, goes_on)
-                self.write_config()
+                self.describe(command, defining or {}, goes_on)
         signal_heard = stop.agreed()  # this waits until process 0 has written
-        self.result = self.read_result()
-        if self.result is None and signal_heard:
+        self.result = read_json_if_there(path / "result.json")
+        if self.result is not None:
+            self.result = self.with_paths(self.result)
+        elif signal_heard:
             raise Stopped(signal_heard, f"stopped before {path}; the same command goes on")
 
     def is_finished(self) -> bool:
@@ -179,25 +179,18 @@ class Run(ExitStack):
             self.path.mkdir(parents=True, exist_ok=True)
             self.enter_context(FileLock(self.path / LOCK).acquire(timeout=60))
 
-    def write_env(self, command: str, defining: Record, goes_on: bool) -> None:
-        """Write env.json: what defines the run, and one entry for each time that it was started."""
+    def describe(self, command: str, defining: Record, goes_on: bool) -> None:
+        """Write env.json, with an entry for each start of the run, and config.json.
+
+        From then on the directory counts as a run.
+        """
         env: Record = {"command": command, "about": defining, "machines": []}
         if goes_on:
             env = read_json(self.path / "env.json")
         env["machines"].append(describe_machine(self.config))
-        write_atomic(self.path / "env.json", json.dumps(env, indent=1))
-
-    def write_config(self) -> None:
-        """Write config.json; from then on the directory counts as a run."""
         settings = self.config.model_dump(mode="json")
+        write_atomic(self.path / "env.json", json.dumps(env, indent=1))
         write_atomic(self.path / "config.json", json.dumps(settings, indent=1))
-
-    def read_result(self) -> Record | None:
-        """What the run ended with, None where it is not finished."""
-        result = read_json_if_there(self.path / "result.json")
-        if result is None:
-            return None
-        return self.with_paths(result)
 
     def with_paths(self, result: Record) -> Record:
         """A result and where its files are now: a finished directory may have been moved."""
@@ -236,12 +229,10 @@ class Run(ExitStack):
             raise UsageError(f"{path}: is of an earlier version of this program; {START_OVER}")
         # Of each tensor its shape; of each optimiser the names of its tensors in their order, since
         # torch would give a state to another tensor of the same shape without a word.
-        held = {name: tensor.shape for name, tensor in saved["tensors"].items()}
-        for name, state in saved["optimisers"].items():
-            held[name] = state["tensors"]
+        held: Record = {name: tensor.shape for name, tensor in saved["tensors"].items()}
+        held |= {name: state["tensors"] for name, state in saved["optimisers"].items()}
         needed: Record = {name: tensor.shape for name, tensor in self.tensors.items()}
-        for name, optimiser in self.optimisers.items():
-            needed[name] = self.names_of(optimiser)
+        needed |= {name: self.names_of(optimiser) for name, optimiser in self.optimisers.items()}
         for name in [*needed, *held]:
             if needed.get(name) != held.get(name):
                 raise UsageError(f"{path}: {name} differs from that of this run; {START_OVER}")
@@ -277,7 +268,7 @@ class Run(ExitStack):
             self.callback(self.events.close)
             new = self.records
         for record in new:
-            for name, value in flatten(record):
+            for name, value in flatten(record).items():
                 self.events.add_scalar(name, value, record["step"])
         self.events.flush()
 
@@ -319,11 +310,11 @@ class Run(ExitStack):
 
     def finish(self, result: Record) -> Record:
         """Write result.json, which says that the run is complete; returns what it holds."""
-        complete: Record = json.loads(json.dumps(self.elapsed() | result))
-        self.write("result.json", json.dumps(complete, indent=1))
+        text = json.dumps(self.elapsed() | result, indent=1)
+        self.write("result.json", text)
         wait_for_all()  # then it is on the disk
         (self.path / "checkpoint.pt").unlink(missing_ok=True)
-        return self.with_paths(complete)
+        return self.with_paths(json.loads(text))
 
     def write(self, name: str, content: bytes | str) -> None:
         """Write a file of the run; of several processes, process 0 does."""
@@ -336,18 +327,15 @@ class Run(ExitStack):
         A trial may have run in another process, or before the grid was stopped: each counts its
         own seconds, and the grid adds them up.
         """
-        trials = [read_json(file) for file in self.path.glob(f"{TRIALS}/result.json")]
-        if trials:
-            spent = {}
-            for name in self.spent_before:
-                spent[name] = sum(trial[name] for trial in trials)
-            return spent
-        cpu_seconds = time.process_time() - self.cpu_start
-        seconds = time.monotonic() - self.start
-        return {
-            "cpu_seconds": self.spent_before["cpu_seconds"] + cpu_seconds,
-            "seconds": self.spent_before["seconds"] + seconds,
-        }
+        pieces = [read_json(file) for file in self.path.glob(f"{TRIALS}/result.json")]
+        if not pieces:
+            cpu_seconds = time.process_time() - self.cpu_start
+            seconds = time.monotonic() - self.start
+            pieces = [self.spent_before, {"cpu_seconds": cpu_seconds, "seconds": seconds}]
+        spent = {}
+        for name in self.spent_before:
+            spent[name] = sum(piece[name] for piece in pieces)
+        return spent
 
 
 def import_writer() -> "type[SummaryWriter]":
@@ -362,20 +350,22 @@ def import_writer() -> "type[SummaryWriter]":
     return SummaryWriter
 
 
-def flatten(value: object, name: str = "") -> Iterator[tuple[str, float]]:
+def flatten(record: Record) -> dict[str, float]:
     """The numbers of a record by name; of a list their mean, as of the losses of an alternation.
 
-    >>> list(flatten({"step": 3, "loss_P": [1.0, 3.0], "val_P": {"accuracy": 50.0}, "lr": None}))
-    [('loss_P', 2.0), ('val_P/accuracy', 50.0)]
+    >>> flatten({"step": 3, "loss_P": [1.0, 3.0], "val_P": {"accuracy": 50.0}, "lr": None})
+    {'loss_P': 2.0, 'val_P/accuracy': 50.0}
     """
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if key != "step":
-                yield from flatten(item, f"{name}/{key}" if name else key)
-    elif isinstance(value, list) and value and isinstance(value[0], int | float):
-        yield name, fmean(value)
-    elif isinstance(value, int | float):
-        yield name, value
+    numbers: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, dict):
+            for key, number in flatten(value).items():
+                numbers[f"{name}/{key}"] = number
+        elif isinstance(value, list) and value:
+            numbers[name] = fmean(value)
+        elif isinstance(value, int | float) and name != "step":
+            numbers[name] = value
+    return numbers
 
 
 def describe_machine(config: Machine) -> Record:
@@ -384,9 +374,6 @@ def describe_machine(config: Machine) -> Record:
     for package in PACKAGES:
         with suppress(PackageNotFoundError):  # this program may run without being installed
             versions[package] = version(package)
-    settings = config.model_dump(mode="json")
-    # config.json holds those of the last start only
-    changeable = {name: settings[name] for name in sorted(settings) if name in MAY_CHANGE}
     return {
         "argv": sys.argv,
         "versions": versions,
@@ -396,7 +383,8 @@ def describe_machine(config: Machine) -> Record:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "processes": world().size,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        **changeable,
+        # config.json holds those of the last start only
+        **config.model_dump(mode="json", include=MAY_CHANGE),
     }
 
 
@@ -407,13 +395,12 @@ def commit_of(checkout: Path) -> str | None:
         return None
     command = ["git", "--no-optional-locks", "describe", "--always", "--exclude=*", "--abbrev=40"]
     command += ["--dirty=+changes"]
-    try:
+    with suppress(OSError, subprocess.SubprocessError):  # no git, not its owner, a slow disk
         answer = subprocess.run(
             command, cwd=checkout, capture_output=True, text=True, timeout=5, check=True
         )
-    except (OSError, subprocess.SubprocessError):  # no git, an owner that it distrusts, a slow disk
-        return None
-    return answer.stdout.strip()
+        return answer.stdout.strip()
+    return None
 
 
 def clear(path: Path) -> None:
@@ -438,7 +425,7 @@ def check_directory(
     """
     if config.tensorboard:  # told before the long work
         import_writer()
-    if path.exists() and not path.is_dir():
+    if path.is_file():
         raise UsageError(f"--out {path}: is a file; {OTHER_OUT}")
     if not (path / "config.json").exists():
         check_that_nothing_is_in(path)
@@ -449,23 +436,22 @@ def check_directory(
     if force:
         return False
     recorded = read_json(path / "config.json") | env.get("about", {})
-    # By way of JSON, as the recorded values: a tuple is not equal to the list that is read back.
-    current = config.model_dump(mode="json") | json.loads(json.dumps(defining or {}))
-    for name, field in type(config).model_fields.items():
-        # A setting that is younger than the run: its default is what the run did.
-        if name not in recorded and current[name] == field.default:
-            recorded[name] = current[name]
+    current = config.model_dump(mode="json") | (defining or {})
     for settings in (recorded, current):
         # The second edition recorded the default of alpha as the rank.
         if "alpha" in settings and settings["alpha"] == settings["rank"]:
             settings["alpha"] = None
+    fields = type(config).model_fields
     changed = []
     for name, value in current.items():
-        if name not in MAY_CHANGE and recorded.get(name) != value:
+        # A setting may be younger than the run: its default is what the run did.
+        default = fields[name].default if name in fields else None
+        if name not in MAY_CHANGE and recorded.get(name, default) != value:
             changed.append(name)
     if not changed:
         return True
-    if MAY_CHANGE_AT_FIRST.issuperset(changed) and not has_finished_a_step(path):
+    # A pretext task may change until there is work that it has shaped.
+    if changed == ["pretext_sha256"] and not has_finished_a_step(path):
         return False
     changes = [describe_change(name, recorded, current) for name in changed]
     raise UsageError(
@@ -478,8 +464,7 @@ def check_that_nothing_is_in(path: Path) -> None:
     """Refuse (UsageError) a directory with other files than a run leaves that is killed at once."""
     leftovers = (TORN, LOCK, "env.json", TRIALS)  # all that is written before config.json is
     for file in path.glob("*"):
-        is_leftover = any(file.match(pattern) for pattern in leftovers)
-        if not is_leftover:
+        if not any(file.match(pattern) for pattern in leftovers):
             raise UsageError(f"--out {path}: holds {file.name}, no run; {OTHER_OUT}")
 
 
@@ -489,10 +474,7 @@ def has_finished_a_step(path: Path) -> bool:
     if not metrics.exists():
         return False
     with checking(str(metrics), START_OVER):
-        for line in metrics.read_text().splitlines():
-            if json.loads(line)["step"] > 0:
-                return True
-    return False
+        return any(json.loads(line)["step"] > 0 for line in metrics.read_text().splitlines())
 
 
 def describe_change(name: str, recorded: Record, current: Record) -> str:

@@ -100,12 +100,6 @@ def test_the_stratified_difference_is_the_mean_of_the_strata_in_points() -> None
     assert compare_strata(strata).difference == (15 - 10) / 2
 
 
-def test_one_stratum_is_the_plain_test() -> None:
-    for n, m, spread in ((3, 4, 6), (8, 8, 30), (1, 5, 3), (1, 1, 9)):
-        stratum = draw_stratum(n, m, 100, spread)
-        assert compare_strata([stratum]) == compare(stratum.arm, stratum.against)
-
-
 def test_twelve_strata_of_three_sizes_are_counted() -> None:
     """70 splits each, 70¹² in all: no listing does that, but their sum is nearly normal."""
     strata = []
@@ -211,6 +205,20 @@ def test_arms_with_another_test_are_refused_and_other_settings_are_told(tmp_path
     found = evaluate([first, unlike, aligned])
     assert found.arms[1].differs == {"amp": "False, there True", "weights_sha256": "c, there b"}
     assert found.arms[2].differs == {}  # it has the grid that goes with its start
+
+
+def test_other_rates_of_an_aligned_and_a_direct_arm_are_told_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    direct = finished(tmp_path / "direct", [70.0])
+    aligned = finished(tmp_path / "aligned", [70.0], by="mfac", grid=[1e-4, 2e-4])
+    evaluate([aligned, direct])
+    (line,) = caplog.messages
+    assert line.index("direct") < line.index("[0.001]") < line.index("aligned")
+    assert line.endswith("[0.0001, 0.0002]")
+    caplog.clear()
+    evaluate([finished(tmp_path / "same", [70.0], by="mfac"), direct])
+    assert caplog.messages == []
 
 
 PETS = {"dataset": "pets", "test_images": 500}

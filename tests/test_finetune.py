@@ -18,7 +18,6 @@ from config import FinetuneConfig
 from evaluate import evaluate
 from finetune import (
     FinetuneResult,
-    GridPoint,
     Trial,
     best_epoch,
     choose_rate,
@@ -100,22 +99,21 @@ def trial(lr: float, seed: int, accuracy: float | None, loss: float = 1.0) -> Tr
 
 def test_the_rate_with_the_best_mean_accuracy_is_taken() -> None:
     """Not that of the best loss, nor of the best seed; the rate's other seeds are asked for."""
-    grid = [
-        GridPoint(lr=1e-3, trials=[trial(1e-3, 0, 70, 0.5), trial(1e-3, 1, 60, 0.5)]),
-        GridPoint(lr=3e-3, trials=[trial(3e-3, 0, 66, 0.9), trial(3e-3, 1, 66, 0.9)]),
-        GridPoint(lr=1e-2, trials=[trial(1e-2, 0, 99, 0.1), trial(1e-2, 1, None)]),
-    ]
+    grid = {
+        1e-3: [trial(1e-3, 0, 70, 0.5), trial(1e-3, 1, 60, 0.5)],
+        3e-3: [trial(3e-3, 0, 66, 0.9), trial(3e-3, 1, 66, 0.9)],
+        1e-2: [trial(1e-2, 0, 99, 0.1), trial(1e-2, 1, None)],
+    }
     chosen = choose_rate(grid, 3, lambda pairs: [trial(lr, n, 50) for lr, n in pairs])
-    assert chosen.lr == 3e-3
-    assert chosen.trials == [*grid[1].trials, trial(3e-3, 2, 50)]
+    assert chosen == [*grid[3e-3], trial(3e-3, 2, 50)]
 
     def diverge_at_3e_3(pairs: list[tuple[float, int]]) -> list[Trial]:
         return [trial(lr, n, None if lr == 3e-3 else 50) for lr, n in pairs]
 
     # a rate at which a later seed diverges is given up for the next best
-    assert choose_rate(grid, 3, diverge_at_3e_3).lr == 1e-3
+    assert choose_rate(grid, 3, diverge_at_3e_3)[0].lr == 1e-3
     with pytest.raises(Diverged):
-        choose_rate(grid[2:], 2, diverge_at_3e_3)
+        choose_rate({1e-2: grid[1e-2]}, 2, diverge_at_3e_3)
 
 
 def test_the_best_epoch_has_the_highest_accuracy_then_the_lowest_loss_then_comes_first() -> None:
@@ -146,10 +144,10 @@ def test_seeds_start_each_from_an_align_run_of_its_own_or_all_from_one(tmp_path:
     shutil.copytree(tmp_path / "s0", tmp_path / "s2")
     shutil.rmtree(tmp_path / "s0")
     starts = starts_of_seeds(cfg)
-    assert [path.name for path in starts.paths if path] == ["s2", "s10"]
+    assert starts.files == [tmp_path / run / "adapter.safetensors" for run in ("s2", "s10")]
     assert starts.unit == "align run and PEFT"
     one = starts_of_seeds(cfg.replace(start=tmp_path / "s2"))
-    assert (one.paths, one.unit) == ([tmp_path / "s2"] * 2, "PEFT seed on one align run")
+    assert (one.files, one.unit) == (starts.files[:1] * 2, "PEFT seed on one align run")
     file = starts_of_seeds(cfg.replace(start=tmp_path / "s2" / "adapter.safetensors"))
     assert file.unit == "PEFT seed on one LoRA file"
     with pytest.raises(UsageError, match="2 runs, not 1 or 3"):
