@@ -133,8 +133,10 @@ def finetune(
         grid = try_grid(cfg, run_pairs)
         trials = choose_rate(grid, cfg.seeds, run_pairs)
         lr = trials[0].lr
-        # of two rates each is an end
-        if len(cfg.grid) > 2 and lr in (min(cfg.grid), max(cfg.grid)):
+        accuracies = accuracies_of(grid[lr])
+        as_good = [rate for rate, tried in grid.items() if accuracies_of(tried) == accuracies]
+        # Of two rates each is an end; where others are as good, nothing speaks for going further.
+        if len(grid) > 2 and as_good == [lr] and lr in (min(grid), max(grid)):
             LOG.warning("%s: the best rate, %g, is an end of --grid, look beyond it", out, lr)
         content = {
             "dataset": cfg.dataset,
