@@ -56,6 +56,15 @@ VIEWS = {
 }  # fmt: skip
 FILLS = {"zeros", "zeros_like", "zero_", "ones", "full", "fill_"}  # what they read does not count
 
+# Kinds of operations, by a part of their names; the first one that fits.
+KINDS = {
+    "mm": "products of matrices", "convolution": "products of matrices",
+    "attention": "attention", "layer_norm": "LayerNorm", "gelu": "GELU", "_to_copy": "casts",
+    "add": "sums", "sum": "gradients of biases", "foreach": "optimiser", "adamw": "optimiser",
+    "clone": "copies", "cat": "copies", "stack": "copies", "gather": "copies", "copy": "copies",
+    "scatter": "copies",
+}  # fmt: skip
+
 
 class NoStub(RuntimeError):
     """The libraries that stand in for CUDA's cannot be built here; the message says why."""
@@ -79,6 +88,7 @@ class Trace(NamedTuple):
     kernels: int
     TFLOP: float
     levels: dict[str, list[float]]  # lower, upper, rest: seconds, peak GB
+    kinds: dict[str, dict[str, float]]  # level: milliseconds of each kind of operation
     largest: list[list[Any]]  # operations by time: name, calls, milliseconds
     crossings: list[Crossing]
 
@@ -162,9 +172,14 @@ def patch_torch() -> None:
     """What torch and timm would ask a device for while tensors have no numbers."""
     import timm.models.vision_transformer as timm_vit
     from torch._subclasses import fake_tensor
+    from torch.utils import _foreach_utils as lists_of_tensors
+
+    # as on a GPU, the gradients are clipped by operations that take all of them at once
+    listed = [Tensor, torch.nn.Parameter, fake_tensor.FakeTensor]
 
     replacements: list[tuple[Any, str, Any]] = [
         (fake_tensor, "init_gpu_context", lambda *_: None),
+        (lists_of_tensors, "_foreach_supported_types", listed),
         (torch.cuda, "is_available", lambda: False),
         (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
         (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
@@ -225,6 +240,7 @@ class Cost(TorchDispatchMode):
         self.peaks: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)  # by level
         self.operations: defaultdict[str, float] = defaultdict(float)  # seconds by name
+        self.kinds: defaultdict[tuple[str, str], float] = defaultdict(float)  # by level and kind
         self.calls: Counter[str] = Counter()
         self.flop = 0.0
         self.crossings: Counter[tuple[str, str]] = Counter()
@@ -241,6 +257,8 @@ class Cost(TorchDispatchMode):
         read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         written = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         name = func._schema.name.split("::")[1]
+        if not func._schema.returns:  # of lists: it writes to its first argument
+            written = [x for x in tree_leaves(args[0]) if isinstance(x, Tensor)]
         for tensor in written:
             if tensor.is_cuda:
                 self.see(tensor.untyped_storage())
@@ -277,13 +295,14 @@ class Cost(TorchDispatchMode):
         size = float(sum(size_of(x) for x in written))
         if name not in FILLS:
             size += sum(size_of(x) for x in read)
-        if name.startswith("_fused_adam"):  # of four lists, three are written in place
-            size += 0.75 * sum(size_of(x) for x in read)
+        if name.startswith("_fused_adam"):  # of four lists that are read, two are moments
+            size += 0.5 * sum(size_of(x) for x in read)  # written, too
         dtype = next((x.dtype for x in written if x.dtype in RATES), torch.float32)
         seconds = max(flop / RATES[dtype], size / BANDWIDTH, LAUNCH)
         self.seconds[self.level] += seconds
         key = f"{name} {str(dtype).removeprefix('torch.')}"
         self.operations[key] += seconds
+        self.kinds[self.level, kind_of(name)] += seconds
         self.calls[key] += 1
         self.flop += flop
 
@@ -291,6 +310,9 @@ class Cost(TorchDispatchMode):
         levels = {}
         for level in self.seconds:
             levels[level] = [self.seconds[level], self.peaks[level] / 1e9]
+        kinds: dict[str, dict[str, float]] = {level: {} for level in levels}
+        for (level, kind), seconds in sorted(self.kinds.items(), key=lambda item: -item[1]):
+            kinds[level][kind] = round(1e3 * seconds, 1)
         largest = []
         by_time = sorted(self.operations.items(), key=lambda item: -item[1])
         for name, seconds in by_time[:12]:
@@ -304,9 +326,18 @@ class Cost(TorchDispatchMode):
             kernels=sum(self.calls.values()),
             TFLOP=self.flop / 1e12,
             levels=levels,
+            kinds=kinds,
             largest=largest,
             crossings=crossings,
         )
+
+
+def kind_of(name: str) -> str:
+    """The kind of an operation."""
+    for part, kind in KINDS.items():
+        if part in name:
+            return kind
+    return "the rest"
 
 
 def size_of(tensor: Tensor) -> int:

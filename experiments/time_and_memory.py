@@ -135,7 +135,8 @@ def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Log]:
         prepared = task.prepare(images[: cfg.p_batch], *drawn)
     pretext = repeat(prepared)
     labels = torch.arange(cfg.d_batch, device=device) % CLASSES
-    downstream = repeat(Examples(images[: cfg.d_batch], labels))
+    drop = drop_path(cfg.drop_path, arch.depth, cfg.d_batch, g).to(device)
+    downstream = repeat(Examples(images[: cfg.d_batch], labels, drop))
     loss_D = partial(downstream_loss, network)
     inverse = hypergradient(cfg, theta)
     store = "cpu" if cfg.mfac_device == "cpu" else None
