@@ -247,6 +247,7 @@ class Predictor(nn.Module):
         depth: int = 12,
         heads: int = 16,  # the official one has as many as its encoder
         mlp_ratio: float = 4.0,
+        block: type[Block] = Block,
     ) -> None:
         super().__init__()
         self.patches = patches
@@ -254,7 +255,7 @@ class Predictor(nn.Module):
         self.predictor_pos_embed = nn.Buffer(torch.zeros(1, patches, width))
         self.predictor_embed = nn.Linear(dim, width)
         self.predictor_blocks = nn.Sequential(
-            *(Block(width, heads, mlp_ratio, qkv_bias=True) for _ in range(depth))
+            *(block(width, heads, mlp_ratio, qkv_bias=True) for _ in range(depth))
         )
         self.predictor_norm = nn.LayerNorm(width, eps=1e-6)
         self.predictor_proj = nn.Linear(width, dim)

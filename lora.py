@@ -27,12 +27,13 @@ With any plain timm ViT, and torch's own optimisers:
 """
 
 import math
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from timm.layers.attention import Attention
+from timm.layers.norm import LayerNorm
 from timm.layers.patch_embed import PatchEmbed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
@@ -78,7 +79,7 @@ class Backbone(nn.Module):
             x = torch.cat([x[:, :first], select(x[:, first:], keep)], 1)
         x = self.vit.norm_pre(x)
         # unbind: indexing θ row by row would make backward build K zero tensors of θ's size
-        rows = [None] * self.depth if theta is None else theta.unbind(0)
+        rows = [None] * self.depth if theta is None else in_autocast_dtype(theta).unbind(0)
         drops = [None] * self.depth if drop is None else drop.unbind(1)
         blocks = cast(list[Block], self.vit.blocks)
         for block, row, block_drop in zip(blocks, rows, drops, strict=True):
@@ -141,17 +142,28 @@ def block_forward(
 ) -> Tensor:
     """A timm Block on x (B, tokens, dim), row (p,) of θ; drop (B, 2): for attention and MLP."""
     attn = cast(Attention, block.attn)
-    queries, keys, values = qkv(attn, block.norm1(x), row, scale)  # (B, heads, tokens, head dim)
+    y = normalise(block.norm1, x)
+    queries, keys, values = qkv(attn, y, row, scale)  # (B, heads, tokens, head dim)
     out = F.scaled_dot_product_attention(queries, keys, values)
     out = out.transpose(1, 2).flatten(2)  # (B, tokens, dim)
     out = block.ls1(attn.proj(attn.norm(out)))
     if drop is not None:
         out = out * drop[:, :1, None]
     x = x + out
-    out = block.ls2(block.mlp(block.norm2(x)))
+    out = block.ls2(block.mlp(normalise(block.norm2, x)))
     if drop is not None:
         out = out * drop[:, 1:, None]
     return x + out  # type: ignore[no-any-return]
+
+
+class LeanBlock(Block):
+    """A timm Block of a pretext head, computed by `block_forward`, which copies less.
+
+    In float32 the results are the same to the bit.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return block_forward(self, x, None, 1.0)
 
 
 def qkv(
@@ -163,26 +175,28 @@ def qkv(
 
         queries = W_q x + s B_q A_q x,    keys = W_k x,    values = W_v x + s B_v A_v x
     """
-    x = in_autocast_dtype(x)
+    B, _, dim = x.shape
+    x = in_autocast_dtype(x).flatten(0, 1)  # (B tokens, dim)
     if row is None:
-        queries, keys, values = attn.qkv(x).chunk(3, -1)  # (B, tokens, dim) each
+        queries, keys, values = attn.qkv(x).chunk(3, -1)  # (B tokens, dim) each
     else:
         # one product each: keys as a part of a common one would keep all of it until backward
         weights = attn.qkv.weight.chunk(3)  # (dim, dim) each
         biases = (None,) * 3 if attn.qkv.bias is None else attn.qkv.bias.chunk(3)
         three = [F.linear(x, *layer) for layer in zip(weights, biases, strict=True)]
         queries, keys, values = three
-        A_q, B_qT, A_v, B_vT = row.view(4, -1, x.shape[-1]).unbind(0)  # (r, dim) each
-        low_q, low_v = (x @ torch.cat([A_q, A_v]).mT).chunk(2, -1)  # (B, tokens, r) each
-        queries = queries + scale * low_q @ B_qT
-        values = values + scale * low_v @ B_vT
-    queries, keys, values = (per_head(x, attn.num_heads) for x in (queries, keys, values))
+        A_q, B_qT, A_v, B_vT = row.to(x.dtype).view(4, -1, dim).unbind(0)  # (r, dim) each
+        low = scale * (x @ torch.cat([A_q, A_v]).mT)  # (B tokens, 2 r)
+        low_q, low_v = low.chunk(2, -1)  # (B tokens, r) each
+        queries.addmm_(low_q, B_qT)  # adds low_q @ B_qT in place, without a copy of both
+        values.addmm_(low_v, B_vT)
+    queries, keys, values = (per_head(x, B, attn.num_heads) for x in (queries, keys, values))
     return attn.q_norm(queries), attn.k_norm(keys), values
 
 
-def per_head(x: Tensor, heads: int) -> Tensor:
-    """(B, tokens, dim) -> (B, heads, tokens, head dim)."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)  # type: ignore[no-any-return]
+def per_head(x: Tensor, B: int, heads: int) -> Tensor:
+    """(B tokens, dim) -> (B, heads, tokens, head dim)."""
+    return x.view(B, -1, heads, x.shape[-1] // heads).transpose(1, 2)
 
 
 def in_autocast_dtype(x: Tensor) -> Tensor:
@@ -190,25 +204,53 @@ def in_autocast_dtype(x: Tensor) -> Tensor:
 
     Each such copy would be kept until the backward pass.
     """
-    known = torch.amp.is_autocast_available(x.device.type)  # not so for the meta device
-    if known and torch.is_autocast_enabled(x.device.type):
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
+    return x.to(autocast_dtype(x.device.type) or x.dtype)
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype of products of matrices under autocast; None where autocast is off."""
+    known = torch.amp.is_autocast_available(device)  # not so for the meta device
+    if known and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
+
+
+def normalise(norm: nn.Module, x: Tensor) -> Tensor:
+    """norm(x) in a block; under autocast a LayerNorm reads and writes bfloat16.
+
+    It adds up in float32, and the sum x over the blocks stays float32, too. Autocast alone would
+    write the result in float32, and cast it for the product that follows.
+    """
+    dtype = autocast_dtype(x.device.type)
+    if dtype is None or not can_be_in_bfloat16(norm):
+        return norm(x)  # type: ignore[no-any-return]
+    weight = norm.weight.to(dtype)  # (dim,)
+    bias = norm.bias.to(dtype)  # (dim,)
+    with torch.autocast(x.device.type, enabled=False):
+        return F.layer_norm(x.to(dtype), norm.normalized_shape, weight, bias, norm.eps)
+
+
+def can_be_in_bfloat16(norm: nn.Module) -> TypeGuard[LayerNorm]:
+    """Whether it is timm's usual LayerNorm; some networks have others, or no bias."""
+    return isinstance(norm, LayerNorm) and norm.bias is not None
 
 
 def keep_in_bfloat16(backbone: Backbone) -> None:
-    """Stores the matrices and biases of ψ's Linear and Conv2d layers in bfloat16, in place.
+    """Stores ψ's Linear and Conv2d layers, and the LayerNorms of its blocks, in bfloat16, in place.
 
-    Autocast would cast exactly these in every pass, so under autocast results stay the same to the
-    bit, while half of ψ's memory and the casts are saved. LayerNorm, the class token and the table
+    Under autocast exactly these are cast in every pass, so results stay the same to the bit, while
+    half of ψ's memory and the casts are saved. The final LayerNorm, the class token and the table
     of positions stay float32. Outside of autocast such a backbone cannot be used, so not with
     Hessian-vector products.
     """
-    for module in backbone.vit.modules():
-        if isinstance(module, nn.Linear | nn.Conv2d):
-            for name, tensor in [*module.named_parameters()]:
-                rounded = nn.Parameter(tensor.to(torch.bfloat16), requires_grad=False)
-                module.register_parameter(name, rounded)
+    layers: list[nn.Module] = []
+    layers += [x for x in backbone.vit.modules() if isinstance(x, nn.Linear | nn.Conv2d)]
+    for block in cast(list[Block], backbone.vit.blocks):
+        layers += [x for x in (block.norm1, block.norm2) if can_be_in_bfloat16(x)]
+    for layer in layers:
+        for name, tensor in [*layer.named_parameters()]:
+            rounded = nn.Parameter(tensor.to(torch.bfloat16), requires_grad=False)
+            layer.register_parameter(name, rounded)
 
 
 def drop_path(rate: float, depth: int, B: int, rng: torch.Generator) -> Tensor:

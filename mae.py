@@ -141,6 +141,7 @@ class Decoder(nn.Module):
         heads: int = 16,
         mlp_ratio: float = 4.0,
         prefix: int = 1,
+        block: type[Block] = Block,
     ) -> None:
         super().__init__()
         self.patches = patches
@@ -150,7 +151,7 @@ class Decoder(nn.Module):
         self.decoder_pos_embed = nn.Buffer(torch.zeros(1, prefix + patches, width))
         self.decoder_embed = nn.Linear(dim, width)
         self.decoder_blocks = nn.Sequential(
-            *(Block(width, heads, mlp_ratio, qkv_bias=True) for _ in range(depth))
+            *(block(width, heads, mlp_ratio, qkv_bias=True) for _ in range(depth))
         )
         self.decoder_norm = nn.LayerNorm(width, eps=1e-6)
         self.decoder_pred = nn.Linear(width, patch_size**2 * 3)

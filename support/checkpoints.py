@@ -42,7 +42,7 @@ from config import (
     Shape,
 )
 from data import rng
-from lora import Backbone, Phi
+from lora import Backbone, LeanBlock, Phi
 from support import omniglot, timm_models
 from support.errors import UsageError, checking
 from support.runs import sha256
@@ -266,7 +266,13 @@ def build_head(arch: Arch, pretext: str) -> PretextHead:
     patches = (size // arch.patch_size) ** 2
     if pretext == "ijepa":
         return ijepa.Predictor(
-            arch.dim, patches, arch.predictor_dim, arch.predictor_depth, arch.heads, arch.mlp_ratio
+            arch.dim,
+            patches,
+            arch.predictor_dim,
+            arch.predictor_depth,
+            arch.heads,
+            arch.mlp_ratio,
+            block=LeanBlock,
         )
     return mae.Decoder(
         arch.dim,
@@ -277,6 +283,7 @@ def build_head(arch: Arch, pretext: str) -> PretextHead:
         arch.decoder_heads,
         arch.mlp_ratio,
         arch.prefix,
+        block=LeanBlock,
     )
 
 

@@ -9,10 +9,10 @@ import pytest
 import timm
 import torch
 from child_process import finish, start
-from timm.layers import DropPath, SwiGLUPacked
+from timm.layers import DropPath, LayerNorm, SwiGLUPacked
 from timm.models.deit import VisionTransformerDistilled
-from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
-from torch import Tensor
+from timm.models.vision_transformer import Block, ParallelScalingBlock, VisionTransformer
+from torch import Tensor, nn
 
 import lora
 from bisslight import Passes
@@ -293,3 +293,45 @@ def test_weights_kept_in_bfloat16_change_no_bit_under_autocast(pretext: str) -> 
     assert all(torch.equal(x, y) for x, y in zip(before, numbers(), strict=True))
     assert size() < 0.55 * bytes_before
     assert backbone.vit.norm.weight.dtype == torch.float32
+
+
+def test_a_lean_block_has_the_bits_of_timms_in_float32() -> None:
+    """Values, and the gradients of tokens and weights."""
+    g = rng(5)
+    theirs = Block(24, 3, 4.0, qkv_bias=True)
+    ours = lora.LeanBlock(24, 3, 4.0, qkv_bias=True)
+    state = {k: torch.randn(x.shape, generator=g) for k, x in theirs.state_dict().items()}
+    x = torch.randn(3, 7, 24, generator=g).requires_grad_()
+    weights = torch.randn(3, 7, 24, generator=g)
+    found = []
+    for block in (theirs, ours):
+        block.load_state_dict(state)
+        y = block(x)
+        found.append([y, *torch.autograd.grad(y, [x, *block.parameters()], weights)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_under_autocast_norms_of_blocks_are_bfloat16_and_the_sum_of_blocks_float32() -> None:
+    block = Block(24, 3, 4.0, qkv_bias=True)
+    x = 3 + 10 * torch.randn(2, 5, 24, generator=rng(6))
+    exact = block.norm1(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = lora.normalise(block.norm1, x)
+        total = lora.block_forward(block, x, None, 1.0)
+    assert (y.dtype, total.dtype) == (torch.bfloat16, torch.float32)
+    # x is rounded, and the result: 2^-9 of each; x may be 13 where its normalised value is 1
+    torch.testing.assert_close(y.float(), exact, rtol=2**-8, atol=3 * 2**-9)
+
+
+@pytest.mark.parametrize("norm", [partial(nn.LayerNorm, eps=1e-6), partial(LayerNorm, bias=False)])
+def test_norms_of_another_kind_are_left_to_autocast(norm: Any) -> None:
+    vit = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, depth=2, num_classes=0, norm_layer=norm
+    )
+    backbone = Backbone(vit).requires_grad_(False)
+    images = torch.randn(2, 3, 32, 32, generator=rng(7))
+    lora.keep_in_bfloat16(backbone)
+    assert vit.blocks[0].norm1.weight.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert backbone(images).isfinite().all()
+        assert lora.normalise(vit.blocks[0].norm1, torch.ones(1, 2, 192)).dtype == torch.float32
