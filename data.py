@@ -362,8 +362,8 @@ Picture = Image.Image | Tensor  # RGB, of Pillow, or uint8 (3, height, width): t
 def read_image(path: Path) -> Picture:
     """An image file as RGB, decoded to its end; as torchvision does, EXIF and alpha are ignored.
 
-    Plain JPEG files come as tensors: to cut these takes half of Pillow's time, and differs by at
-    most one grey level. All others are Pillow's.
+    Plain JPEG files come as tensors: to cut these takes half of Pillow's time. A value differs by
+    at most one grey level, with bicubic resizing rarely by a few. All others are Pillow's.
     """
     try:
         with Image.open(path) as image:  # reads no more than the header
