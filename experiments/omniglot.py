@@ -52,7 +52,8 @@ PRETRAIN: Record = {
 }  # fmt: skip
 EQUAL_TIME = 95  # epochs of direct PEFT that take the time of align and PEFT
 FIRST_OF_EQUAL_TIME = 70  # epochs before a restart, of the same time in sum
-FIRST_OF_LONGER = 200  # the same for the arms of LONGER
+EPOCHS_OF_LONGER = 225  # the same two for the arms of LONGER
+FIRST_OF_LONGER = 200
 
 
 class Cell(NamedTuple):
@@ -143,6 +144,7 @@ FEWER_SEEDS = {"direct 0.003": 1, "cg": 1}
 LONGER: dict[str, Aligned | Direct] = {
     "aligned, T 150": Aligned({"alternations": 150, "warmup": 15}),
     "restart, time of T 150": Direct(first_epochs=FIRST_OF_LONGER),
+    "direct 0.03, time of T 150": Direct({"lr": 3e-2, "epochs": EPOCHS_OF_LONGER}),
     "q = 0, T 150": Aligned({"alternations": 150, "warmup": 15}, hypergrad=no_hypergradient),
 }
 LONGER_SEEDS = (1, 2)  # seed 0 had shown that 150 alternations help

@@ -13,7 +13,7 @@ from statistics import fmean
 
 from config import Record
 from evaluate import Stratum, compare_strata
-from experiments.omniglot import DRIVES, MAIN, Tuned
+from experiments.omniglot import DRIVES, LONGER, MAIN, Tuned
 from experiments.recipe import run_script, write_table
 from support.runs import read_json, write_atomic
 
@@ -124,6 +124,9 @@ def main(out: Path = Path("runs/omniglot")) -> None:
             row[f"aligned minus {arm}"] = subtract(results, "aligned", arm, at_the_end, repeat)
         rows.append(row)
     write_table(rows, out / "backbones")
+    longer = [arm for arm in LONGER if arm in results]
+    if longer:
+        write_table([describe_longer(results, arm) for arm in longer], out / "longer")
     drives = [arm for arm in DRIVES if arm in results]
     if drives:
         write_table([describe_drive(results, arm) for arm in drives], out / "drives")
@@ -147,6 +150,17 @@ def write_csv(results: Results, path: Path) -> None:
                         record[name] = f"{record[name]:.5g}"
                 rows.writerow(record)
     write_atomic(path, text.getvalue())
+
+
+def describe_longer(results: Results, arm: str) -> Record:
+    """A row of the table of arms with three times as many alternations."""
+    row = describe_arm(results, arm, first="aligned, T 150")
+    against = "restart, time of T 150"
+    is_compared = arm != against and against in results
+    row["this minus restart, end"] = ""
+    if is_compared:
+        row["this minus restart, end"] = subtract(results, arm, against, at_the_end)
+    return row
 
 
 def describe_drive(results: Results, arm: str) -> Record:
