@@ -169,7 +169,7 @@ def answer_pretrain(result: "PretrainResult") -> Answer:
 
 
 def answer_evaluate(evaluation: Evaluation) -> Answer:
-    """The first arm minus each of the others, on all data sets together where there are several."""
+    """Say by how much the first arm is better than each other one; on all data sets together."""
     arms: Sequence[Row | Pooled] = evaluation.arms
     over = ""
     if isinstance(evaluation, PooledEvaluation):
@@ -189,6 +189,7 @@ def answer_evaluate(evaluation: Evaluation) -> Answer:
         if row.unit != "PEFT seed":
             remarks.append(f"the seeds of {row.arm}: {row.unit}")
         if row.differs:
+            # the first arm has none: its run had no such setting, or it was left out
             differs = show(row.differs).replace("there None", "there not set")
             remarks.append(f"{row.arm} differs: {differs}")
     rows = [describe_arm(row, first.arm) for row in evaluation.arms]
@@ -267,7 +268,7 @@ def answer_plan(plan: Record) -> Answer:
 
 
 def answer_list(sets: list[Record]) -> Answer:
-    """How much of each data set is there; the folder they all lie in is told once."""
+    """List how much of each data set is there; the folder they all lie in is told once."""
     rows = []
     for row in sets:
         shown = {"data set": row["name"], "images": row["found"] or "missing"}

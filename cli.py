@@ -118,9 +118,10 @@ def add_command(function: Work[C, R], kind: type[C], answer: Tell[R], example: s
 
 
 def run_command(function: Work[C, R], kind: type[C], answer: Tell[R], **texts: object) -> int:
-    """Run a command that has settings, or say what it would do; the exit code.
+    """Run a command that has settings, or say what it would do; returns the exit code.
 
-    `texts` has all flags by the names of their settings; None: the flag was not given.
+    `texts` has what was typed after each flag, by the name of its setting or option; None where
+    the flag was not given.
     """
     flags: Record = {}
     given_options: Record = {}
@@ -168,12 +169,12 @@ def show(result: R, answer: Tell[R], as_json: bool) -> None:
 
 
 def dry_run(command: str, cfg: Command, out: Path, layers: Layers, options: Options) -> list[str]:
-    """Print what a command would do; all that keeps it from doing so."""
+    """Print what a command would do; returns the problems that keep it from doing so."""
     from extras.dry_run import plan_run
 
     every = options.all or options.as_json
     plan = plan_run(command, cfg, out, options.force)
-    rows = compare_settings(cfg, layers, every)
+    rows = list_settings(cfg, layers, every)
     recipe = "MAE or I-JEPA" if command == "pretrain" else "the paper"
     title = "settings" if every else f"differs from {recipe}"
     show({"out": out} | plan.work | {title: rows or "nothing"}, answer_plan, options.as_json)
@@ -229,10 +230,11 @@ def collect_layers(kind: type[Command], flags: Record, options: Options) -> Laye
     return layers | {str(options.config): table, "flag": flags}
 
 
-def compare_settings(cfg: Command, layers: Layers, every: bool) -> list[Record]:
+def list_settings(cfg: Command, layers: Layers, every: bool) -> list[Record]:
     """A row for each setting that is not the paper's, or for all: its value and who set it."""
-    sources: Record = {}
-    for source, values in (cfg.our_defaults(dict(cfg)) | layers).items():
+    sources: Record = {}  # of each setting: the last layer that has it
+    layers = cfg.our_defaults(dict(cfg)) | layers
+    for source, values in layers.items():
         sources |= dict.fromkeys(values, source)
     paper = paper_values(type(cfg), dict(cfg))
     no_value_in_paper = {"start", "weights", "pretext", *Command.model_fields}
@@ -259,7 +261,7 @@ def default_out(command: str, cfg: Command) -> Path:
 
 
 def warn_about_warmup(cfg: Command) -> None:
-    """Warn where a run ends before its learning rates are reached."""
+    """Warn where the warm-up takes the whole run, so that its learning rates are never reached."""
     settings = dict(cfg)
     for warmup, length in (("warmup", "alternations"), ("warmup_epochs", "epochs")):
         if warmup in settings and settings[warmup] >= settings[length]:

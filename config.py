@@ -373,7 +373,7 @@ class Network(Shape):
 
     @model_validator(mode="after")
     def check_network(self) -> Self:
-        """What goes with a network that is not one of BACKBONES."""
+        """Refuse --heads and I-JEPA with a network that cannot have them."""
         if self.heads is not None and self.backbone != FILE:
             raise ValueError(f"--heads {self.heads}: is for --backbone file, leave it out")
         if self.pretext == "ijepa" and self.backbone not in BACKBONES:
@@ -686,6 +686,16 @@ def paper_values(kind: type[Command], given: Record) -> Record:
         name: field.default for name, field in kind.model_fields.items() if not field.is_required()
     }
     return values | kind.pick(kind.paper_defaults(given))
+
+
+def without_default_alpha(settings: Record) -> Record:
+    """Settings of a run with alpha None where it is the rank, so that runs can be compared.
+
+    None and the rank mean one scale, but earlier versions recorded the number.
+    """
+    if "alpha" in settings and settings["alpha"] == settings["rank"]:
+        return {**settings, "alpha": None}
+    return settings
 
 
 def unlike_paper(cfg: Command) -> Record:

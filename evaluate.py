@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from pydantic import BaseModel
 
-from config import OPEN, FinetuneConfig, Machine, Record, paper_values
+from config import OPEN, FinetuneConfig, Machine, Record, paper_values, without_default_alpha
 from support.errors import UsageError, checking
 from support.permutation import Comparison as Comparison  # also for those who import it from here
 from support.permutation import Stratum as Stratum
@@ -129,7 +129,7 @@ def evaluate(runs: Sequence[Path]) -> Evaluation:
             rows.append(summarise(there, first_there, name))
     if len(first) == 1:
         return Evaluation(arms=rows)
-    return PooledEvaluation(arms=rows, pooled=[pool(arm, first) for arm in arms])
+    return PooledEvaluation(arms=rows, pooled=[pool_arm(arm, first) for arm in arms])
 
 
 def match_data_sets(arm: Sequence[Arm], first: Sequence[Arm]) -> list[Arm]:
@@ -151,24 +151,30 @@ def check_data_sets(arm: Sequence[Arm], other: Sequence[Arm]) -> None:
             )
 
 
-def pool(arm: Sequence[Arm], first: Sequence[Arm]) -> Pooled:
-    """An arm on all data sets in summary, and compared with the first one on the same ones."""
-    differs: dict[str, list[str]] = {}
+def pool_arm(arm: Sequence[Arm], first: Sequence[Arm]) -> Pooled:
+    """Sum up an arm over its data sets, and compare it with the first arm on the same ones.
+
+    Both are given as what they are on each data set, in the same order.
+    """
+    texts: dict[str, list[str]] = {}  # of each setting that differs
     for there, first_there in zip(arm, first, strict=True):
         for name, text in list_differences(there, first_there).items():
-            differs.setdefault(name, []).append(text)
+            texts.setdefault(name, []).append(text)
+    differs = {}
+    for name, several in texts.items():
+        differs[name] = "; ".join(dict.fromkeys(several))  # each text once, in order
     return Pooled(
         arm=arm[0].name,
         data_sets=[there.data_set for there in arm],
         seeds=sum(len(there.accuracies) for there in arm),
         mean=fmean(fmean(there.accuracies) for there in arm),
-        differs={name: "; ".join(dict.fromkeys(texts)) for name, texts in differs.items()},
+        differs=differs,
         first_minus_this=None if arm is first else compare_arms(first, arm),
     )
 
 
 def summarise(arm: Arm, first: Arm, name: str) -> Row:
-    """An arm on a data set in summary, and compared with the first one on the same."""
+    """Sum up an arm on one data set, and compare it with the first arm on the same one."""
     return Row(
         arm=name,
         seeds=len(arm.accuracies),
@@ -352,16 +358,6 @@ def describe_data_set(config: Record) -> str:
     if config["split_file"] is not None:
         words.append(f"split {Path(config['split_file']).name}")
     return ", ".join(words)
-
-
-def without_default_alpha(settings: Record) -> Record:
-    """Settings of a run with alpha None where it is the rank, so that runs can be compared.
-
-    None and the rank mean one scale, but the second edition recorded the number.
-    """
-    if settings["alpha"] == settings["rank"]:
-        return {**settings, "alpha": None}
-    return settings
 
 
 # --- the paper's accuracies -----------------------------------------------------------------------

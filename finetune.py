@@ -6,7 +6,7 @@ one seed is a trial: a run of its own in a directory such as OUT/lr0.001-s0.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from operator import attrgetter
@@ -113,9 +113,9 @@ def finetune(
     starts = starts_of_seeds(cfg)
     files = [file for file in starts.files if file]  # none where each seed has a fresh θ
     stage = "finetune" if cfg.restart else "align"
-    # Each file once; a dict keeps their order.
+    # Each file is checked once; a dict keeps their order.
     origins = [check_origin(file, experiment, stage) for file in dict.fromkeys(files)]
-    # Align runs differ in the seed, so the first speaks for all. Before a restart there is none.
+    # Align runs differ only in the seed, so the first one speaks for all. A restart has none.
     origin: Record = {}
     if origins and not cfg.restart:
         origin = origins[0]
@@ -133,11 +133,7 @@ def finetune(
         grid = try_grid(cfg, run_pairs)
         trials = choose_rate(grid, cfg.seeds, run_pairs)
         lr = trials[0].lr
-        accuracies = accuracies_of(grid[lr])
-        as_good = [rate for rate, tried in grid.items() if accuracies_of(tried) == accuracies]
-        # Of two rates each is an end; where others are as good, nothing speaks for going further.
-        if len(grid) > 2 and as_good == [lr] and lr in (min(grid), max(grid)):
-            LOG.warning("%s: the best rate, %g, is an end of --grid, look beyond it", out, lr)
+        warn_about_grid(grid, lr, out)
         content = {
             "dataset": cfg.dataset,
             "backbone": cfg.backbone,
@@ -215,11 +211,11 @@ def check_same_settings(runs: Sequence[Path], start: Path) -> None:
 
 
 def check_origin(file: Path, experiment: Experiment, stage: str) -> Record:
-    """What an adapter says of itself; one that does not fit this experiment is refused.
+    """Read what an adapter says of itself; refuse it (UsageError) if it does not fit here.
 
-    It has to be a run's of this stage (align, or finetune for a restart), of the same network. Of
-    the same dataset it has to have seen the same split: otherwise test images of this one could
-    have been trained on. (UsageError)
+    It needs to come from this stage (align, or finetune for a restart) and from the same network.
+    If it was trained on the same dataset, then on the same split: on another one, it could have
+    seen the images that are tested here.
     """
     this = experiment.origin
     with checking(f"--from {file}"):
@@ -233,7 +229,7 @@ def check_origin(file: Path, experiment: Experiment, stage: str) -> Record:
             raise ValueError(
                 f"is of {origin['stage']}; give an align run, or --restart to start anew"
             )
-        # alpha is compared for the scale alpha / rank
+        # alpha: θ was trained with the scale alpha / rank
         for name in ("backbone", "rank", "alpha", "weights_sha256"):
             actual = origin.get(name, this[name])
             if actual != this[name]:
@@ -254,9 +250,9 @@ def is_same_dataset(name: str | None, other: str) -> bool:
     """Whether two names mean one dataset. A folder may be named by another path, such as a link."""
     if name is None:
         return False
-    # A name that is no folder's is a path, too, and equal to itself alone.
-    paths = [Path(text.removeprefix("folder:")).resolve() for text in (name, other)]
-    return paths[0] == paths[1]
+    # A name that is no folder's is resolved, too: harmless, as equal names stay equal.
+    path = Path(name.removeprefix("folder:")).resolve()
+    return path == Path(other.removeprefix("folder:")).resolve()
 
 
 # --- the grid of rates ----------------------------------------------------------------------------
@@ -288,13 +284,23 @@ def choose_rate(grid: Grid, seeds: int, run_pairs: RunPairs) -> list[Trial]:
     raise Diverged("every learning rate of the grid diverged")
 
 
+def warn_about_grid(grid: Grid, lr: float, out: Path) -> None:
+    """Warn where the chosen rate is an end of the grid: a better one may lie beyond."""
+    accuracies = accuracies_of(grid[lr])
+    as_good = [rate for rate, trials in grid.items() if accuracies_of(trials) == accuracies]
+    is_end = lr in (min(grid), max(grid))
+    # Two rates are both ends; and where others are as good, nothing points beyond the grid.
+    if is_end and as_good == [lr] and len(grid) > 2:
+        LOG.warning("%s: the best rate, %g, is an end of --grid, look beyond it", out, lr)
+
+
 def accuracies_of(trials: Sequence[Trial]) -> list[float | None]:
     """The validation accuracy of each; None: it diverged."""
     return [trial.val.accuracy if trial.val else None for trial in trials]
 
 
 def quality_of(trials: Sequence[Trial]) -> tuple[float, float]:
-    """What rates are compared by."""
+    """What a rate is chosen by, from its trials that did not diverge."""
     return quality([trial.val for trial in trials if trial.val])
 
 
@@ -335,7 +341,7 @@ def test_trials(trials: Sequence[Trial], experiment: Experiment, run: Run) -> Re
 
 def settings_of_trial(cfg: FinetuneConfig, lr: float, n: int, start: Path | None) -> FinetuneConfig:
     """The settings of a trial: one rate, the n-th seed, and the file that this seed starts from."""
-    # No grid: `lr` sets it to that one rate.
+    # Without a grid, `lr` becomes the grid's only rate: `cfg.grid[0]` below.
     single = {"grid": None, "grid_seeds": 1, "seeds": 1, "jobs": 1}
     return cfg.replace(**single, lr=lr, seed=cfg.seed + n, start=start)
 
@@ -360,11 +366,16 @@ def run_trials(
         else:
             left.append(single)
     if left:
-        # A process loads network and data itself; only a task that has no name is sent to it.
-        run_there = partial(run_trial_in_process, out=out, task=task)
-        new = map(run_here, left) if cfg.jobs == 1 else jobs(run_there, left, cfg.jobs)
+        new: Iterator[Trial]
+        if cfg.jobs == 1:
+            new = map(run_here, left)
+        else:
+            # Each process loads network and data anew; only a task of your own is sent to it.
+            run_there = partial(run_trial_in_process, out=out, task=task)
+            new = jobs(run_there, left, cfg.jobs)
         done = len(list(out.glob(f"{TRIALS}/result.json")))
-        total = max(cfg.runs, done + len(left))  # more, where the best rate diverged
+        # More than planned, where the best rate diverged and the next best is run with all seeds.
+        total = max(cfg.runs, done + len(left))
         results += track(new, total, "run", done)
     return sorted(results, key=attrgetter("seed"))
 
@@ -401,9 +412,10 @@ def run_trial(
 
 
 def peft(cfg: FinetuneConfig, experiment: Experiment, run: Run, track: Track) -> Record:
-    """Train θ, from a file or a fresh one, and a fresh head φ_D; keep the best epoch's.
+    """Train θ, from a file or a fresh one, and a fresh head φ_D.
 
-    Returns that epoch's record. Diverged where a loss is not finite.
+    Writes both as they were after the best epoch, and returns that epoch's record. Diverged where
+    a loss is not finite.
     """
     lr = cfg.grid[0]
     label = f"lr {lr:g} seed {cfg.seed}"
@@ -416,10 +428,10 @@ def peft(cfg: FinetuneConfig, experiment: Experiment, run: Run, track: Track) ->
     steps_per_epoch = math.ceil(len(experiment.task.train.targets) / cfg.batch)
     opt = make_optimiser(cfg, [theta, *head.phi.values()], steps_per_epoch)
     current = {"theta": theta, **head.with_stats}
-    # A copy of each, so that training leaves the best epoch's numbers as they are.
+    # The numbers after the best epoch, in tensors that training does not change.
     best = {name: tensor.detach().clone() for name, tensor in current.items()}
-    kept = {f"best.{name}": tensor for name, tensor in best.items()}
-    run.restore(current | kept, {"opt": opt})  # after a stop, it goes on from here
+    saved = current | {f"best.{name}": tensor for name, tensor in best.items()}
+    run.restore(saved, {"opt": opt})  # reads them back if the run was stopped, and sets opt.step
 
     steps = range(opt.step, cfg.epochs * steps_per_epoch)  # those that are left
     epochs = train_epochs(
@@ -457,7 +469,7 @@ def peft(cfg: FinetuneConfig, experiment: Experiment, run: Run, track: Track) ->
 
 def make_optimiser(cfg: FinetuneConfig, tensors: list[Tensor], steps_per_epoch: int) -> Optimiser:
     """AdamW or SGD on θ and the whole head, decayed alike; warm-up, then half a cosine."""
-    # Its W steps of warm-up are followed by the peak, as in the released program.
+    # + 1: the released program's W steps of warm-up end below the peak, see `Schedule`.
     warmup = cfg.warmup_epochs * steps_per_epoch + 1
     rate = Schedule(cfg.epochs * steps_per_epoch, warmup, cfg.end_lr)
     betas = None if cfg.optimizer == "sgd" else (0.9, 0.999)

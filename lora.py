@@ -180,29 +180,32 @@ def qkv(
     if row is None:
         queries, keys, values = attn.qkv(x).chunk(3, -1)  # (B tokens, dim) each
     else:
-        # one product each: keys as a part of a common one would keep all of it until backward
-        weights = attn.qkv.weight.chunk(3)  # (dim, dim) each
-        biases = (None,) * 3 if attn.qkv.bias is None else attn.qkv.bias.chunk(3)
-        three = [F.linear(x, *layer) for layer in zip(weights, biases, strict=True)]
-        queries, keys, values = three
+        # three products: keys that were a view of a common one would keep all of it until backward
+        W_q, W_k, W_v = attn.qkv.weight.chunk(3)  # (dim, dim) each
+        b_q, b_k, b_v = [None] * 3 if attn.qkv.bias is None else attn.qkv.bias.chunk(3)
+        queries = F.linear(x, W_q, b_q)  # (B tokens, dim)
+        keys = F.linear(x, W_k, b_k)
+        values = F.linear(x, W_v, b_v)
         A_q, B_qT, A_v, B_vT = row.to(x.dtype).view(4, -1, dim).unbind(0)  # (r, dim) each
         low = scale * (x @ torch.cat([A_q, A_v]).mT)  # (B tokens, 2 r)
         low_q, low_v = low.chunk(2, -1)  # (B tokens, r) each
-        queries.addmm_(low_q, B_qT)  # adds low_q @ B_qT in place, without a copy of both
+        queries.addmm_(low_q, B_qT)  # queries += low_q @ B_qT, without a tensor for the product
         values.addmm_(low_v, B_vT)
-    queries, keys, values = (per_head(x, B, attn.num_heads) for x in (queries, keys, values))
-    return attn.q_norm(queries), attn.k_norm(keys), values
+    queries = attn.q_norm(split_heads(queries, B, attn.num_heads))
+    keys = attn.k_norm(split_heads(keys, B, attn.num_heads))
+    return queries, keys, split_heads(values, B, attn.num_heads)
 
 
-def per_head(x: Tensor, B: int, heads: int) -> Tensor:
+def split_heads(x: Tensor, B: int, heads: int) -> Tensor:
     """(B tokens, dim) -> (B, heads, tokens, head dim)."""
-    return x.view(B, -1, heads, x.shape[-1] // heads).transpose(1, 2)
+    head_dim = x.shape[-1] // heads
+    return x.view(B, -1, heads, head_dim).transpose(1, 2)
 
 
 def in_autocast_dtype(x: Tensor) -> Tensor:
-    """Casts x as autocast would, once instead of once for each product with x.
+    """Casts x as autocast would: once, where autocast would do so for each product with x.
 
-    Each such copy would be kept until the backward pass.
+    Each of its copies would be kept until the backward pass.
     """
     return x.to(autocast_dtype(x.device.type) or x.dtype)
 
@@ -218,8 +221,9 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 def normalise(norm: nn.Module, x: Tensor) -> Tensor:
     """norm(x) in a block; under autocast a LayerNorm reads and writes bfloat16.
 
-    It adds up in float32, and the sum x over the blocks stays float32, too. Autocast alone would
-    write the result in float32, and cast it for the product that follows.
+    Its mean and variance are still computed in float32, and the caller's x, to which each layer
+    adds its result, stays float32. Autocast alone would let the norm write float32, and cast that
+    for the product that follows.
     """
     dtype = autocast_dtype(x.device.type)
     if dtype is None or not can_be_in_bfloat16(norm):

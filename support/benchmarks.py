@@ -245,7 +245,7 @@ def place_of(name: str, root: Path) -> Path | None:
 
 
 def find_pool(name: str, path: Path) -> list[Path]:
-    """The images of a pool that lies there, of ImageNet the training images (ValueError)."""
+    """The images of a pool in the folder `path`; ImageNet's training images (ValueError: none)."""
     folder = path / "train" if name == "imagenet" else path
     files = find_images(folder)
     if not files:

@@ -210,10 +210,10 @@ def check_sizes(arch: Arch, cfg: Shape) -> None:
 
 
 def read_arch(encoder: Phi, decoder: Phi, heads: int | None) -> Arch:
-    """Sizes of a full MAE file as its tensors tell them (KeyError, ValueError: it is another).
+    """Read a network's sizes off the tensors of a full MAE file (KeyError, ValueError: not one).
 
-    The number of heads leaves no trace in them: `heads`, or 64 numbers a head, as in ViT-S, B and
-    L. MAE's decoders have 32 a head.
+    No tensor shows the number of heads: it is `heads` or, if None, one for 64 numbers of the
+    width, as in ViT-S, B and L. MAE's decoders have one for 32.
     """
     _, tokens, dim = encoder["pos_embed"].shape  # of the class token and of the patches
     patch_size = encoder["patch_embed.proj.weight"].shape[-1]
@@ -298,8 +298,10 @@ def initialise(networks: Sequence[nn.Module], pretext: str, rng: torch.Generator
         for name, table in network.state_dict().items():
             if name.endswith("pos_embed"):  # (1, n, width); I-JEPA has no row for a class token
                 n, width = table.shape[1:]
+                # A decoder's table may start with several rows for what is no patch, others with
+                # one at most, the class token's, which rounding down leaves out.
                 patches = network.patches if isinstance(network, mae.Decoder) else n
-                side = math.isqrt(patches)  # a class token's row adds less than a row of patches
+                side = math.isqrt(patches)
                 table.copy_(sincos(width, side, n - side**2))
 
 

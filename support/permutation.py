@@ -61,10 +61,10 @@ def compare_strata(strata: Sequence[Stratum]) -> Comparison:
 
     The statistic is the mean over strata of the difference of mean accuracies, in percentage
     points. Seeds are permuted within their stratum only, so that an easy data set is never taken
-    for a good arm. p is the share of all permutations whose statistic is at least as far from 0,
-    its mean over permutations. Every one of them is counted: the distribution of a sum over
-    strata is the convolution of their distributions, and all differences are whole numbers on one
-    scale. ValueError: no strata, an empty one, or more different sums than can be counted.
+    for a good arm. p is the share of all permutations whose statistic is at least as far from 0 as
+    the observed one. None is left out: the distribution of a sum over strata is the convolution of
+    their distributions, and on a common scale all differences are whole numbers. ValueError: no
+    strata, an empty one, or more different sums than can be counted.
 
     >>> easy = Stratum(arm=[90, 95], against=[80, 85], images=100)
     >>> hard = Stratum(arm=[21, 22], against=[20, 19], images=50)
@@ -72,12 +72,13 @@ def compare_strata(strata: Sequence[Stratum]) -> Comparison:
     Comparison(difference=7.0, p=0.05555555555555555, splits=36)
     """
     check_strata(strata)
-    # A multiple of all n m images, times which every difference of accuracies is whole.
+    # A difference of accuracies in a stratum is a whole number over n m images; so, times the
+    # least common multiple of these, it is whole in every stratum.
     scale = math.lcm(*[len(arm) * len(against) * images for arm, against, images in strata])
     observed = 0
     splits = 1
-    # Differences of one stratum are a fixed distance apart. Strata with the same distance have
-    # many equal sums, so they go first, and their distribution stays small.
+    # In a stratum, neighbouring differences are a fixed distance apart: one right image changes
+    # sides. Strata of one distance have many equal sums. Convolved first, they stay small.
     alike: dict[int, Counter[int]] = {}
     for stratum in strata:
         observed += scale_difference(stratum, sum(stratum.arm), scale)
@@ -87,14 +88,14 @@ def compare_strata(strata: Sequence[Stratum]) -> Comparison:
         before = alike.get(distance, Counter({0: 1}))
         alike[distance] = convolve(before, differences)
     # The last convolution, the largest, is never formed: two halves are enough to count with.
-    one = Counter({0: 1})
-    other = Counter({0: 1})
+    left = Counter({0: 1})
+    right = Counter({0: 1})
     for differences in sorted(alike.values(), key=len, reverse=True):
-        if len(one) <= len(other):
-            one = convolve(one, differences)
+        if len(left) <= len(right):
+            left = convolve(left, differences)
         else:
-            other = convolve(other, differences)
-    extreme = splits - count_closer(one, other, abs(observed))
+            right = convolve(right, differences)
+    extreme = splits - count_closer(left, right, abs(observed))
     # One seed against one on one data set: both splits differ as much, whatever the numbers are.
     p = extreme / splits if splits > 2 else None
     difference = Fraction(100 * observed, scale * len(strata))
@@ -117,7 +118,9 @@ def scale_difference(stratum: Stratum, total: int, scale: int) -> int:
     n = len(stratum.arm)
     m = len(stratum.against)
     rest = sum(stratum.arm) + sum(stratum.against) - total
-    return (m * total - n * rest) * (scale // (n * m * stratum.images))
+    # (total / n - rest / m) / images * scale, without a fraction
+    factor = scale // (n * m * stratum.images)
+    return (m * total - n * rest) * factor
 
 
 def count_differences(stratum: Stratum, scale: int) -> Counter[int]:
@@ -153,10 +156,12 @@ def convolve(these: Counter[int], those: Counter[int]) -> Counter[int]:
 def count_closer(these: Counter[int], those: Counter[int], limit: int) -> int:
     """How many pairs, a number of these and one of those, have a sum between -limit and limit."""
     ordered = sorted(those)
-    below = [0, *accumulate(those[number] for number in ordered)]  # how many are before each place
+    counts = [those[number] for number in ordered]
+    below = [0, *accumulate(counts)]  # how many of those come before each place of `ordered`
     closer = 0
     for number, count in these.items():
         first = bisect_right(ordered, -limit - number)  # the sum must be more than -limit
         end = bisect_left(ordered, limit - number)  # and less than limit
-        closer += count * (below[max(first, end)] - below[first])
+        end = max(first, end)  # for limit 0, no sum lies between, but end may be before first
+        closer += count * (below[end] - below[first])
     return closer

@@ -92,7 +92,10 @@ def check_pretext_task(
 def try_step(
     task: PretextTask[Batch], file: Path, images: Tensor, theta: Tensor, amp: bool
 ) -> None:
-    """Draw, prepare, loss and its gradients, each checked; ValueError naming the member."""
+    """Take one step with a task and check what each of its members returns.
+
+    ValueError: the first member that returns something else, and what was expected.
+    """
     missing = [name for name in MEMBERS if not hasattr(task, name)]
     if missing:
         raise ValueError(f"has no {', '.join(missing)}; see bisslight.PretextTask")

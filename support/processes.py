@@ -173,9 +173,9 @@ def start_worker(flag: ctypes.c_int, threads: int, count: int) -> None:
     """Set up a process of `jobs`: it hears of a stop by the flag, and ends if its parent has."""
     threading.Thread(target=exit_after, args=[parent_process()], daemon=True).start()
     start()
-    stop.flag = flag
+    stop.flag = flag  # the parent's, in place of the one that `start` has made
     torch.set_num_threads(threads)
-    # As torchrun says it: `data.count_workers` shares the cores among so many processes.
+    # torchrun sets this too: `data.count_workers` shares the cores among so many processes.
     os.environ["LOCAL_WORLD_SIZE"] = str(count)
 
 

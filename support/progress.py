@@ -34,7 +34,10 @@ UNITS = {  # by the label of a loop; others are of epochs
 
 
 class Loops(Progress):
-    """A `Track` of the loops under way, the outermost first, which rich calls tasks."""
+    """Shows the loops under way; a `Track`.
+
+    rich calls loops tasks: `self.tasks` holds them, the outermost first.
+    """
 
     def __init__(self, on_terminal: bool) -> None:
         super().__init__(
@@ -55,11 +58,13 @@ class Loops(Progress):
         stop.when = self.time_of_stop
 
     def __call__(self, items: Iterable[T], total: int, label: str, done: int = 0) -> Iterator[T]:
-        """Hand the items on and show each."""
+        """Hand the items on, and show each one when it is done."""
         pulse.validation = None
         unit = UNITS.get(label, "epoch")
         name = "run" if unit == "run" else f"{label}  {unit}"
-        for outer in self.tasks:  # a run that goes on had done this part of a unit already
+        for outer in self.tasks:
+            # What a run that goes on had done already is a part of the outer loop's unit. `advance`
+            # would take it for work of this moment, and overrate the speed.
             outer.completed += done / total
         task_id = self.add_task(
             f"{name} {done + 1} of {total}",
@@ -69,34 +74,35 @@ class Loops(Progress):
         loop = self.tasks[-1]
         try:
             for number, item in enumerate(items, done + 1):
+                # to the end of the unit, whatever part of it the batches have counted
                 self.advance(task_id, number - loop.completed)
                 loop.description = f"{name} {min(number + 1, total)} of {total}"
                 loop.fields["text"] = summarise(item)
-                is_over = number == total and len(self.tasks) == 1
+                all_is_done = number == total and len(self.tasks) == 1
                 line = f"{label} {number}/{total}  {summarise(item)}"
                 if self.disable:
                     left = timedelta(seconds=round(loop.time_remaining or 0))
                     tell(f"{line}  ETA {left}", sys.stderr)
-                elif unit == "run" or is_over:  # what stays on a terminal
+                elif unit == "run" or all_is_done:  # what stays on a terminal
                     tell(line, sys.stderr)
                 yield item
         finally:
             self.remove_task(task_id)
 
     def advance_by_batch(self, images: int, share: float) -> None:
-        """Count a batch, which is a share of a unit of the innermost loop."""
+        """Count a batch in all loops; it is `share` of a unit of the innermost one."""
         for loop in reversed(self.tasks):
             loop.fields["images"] += images
             self.advance(loop.id, share)
-            share /= loop.total or 1  # of the next outer one, a unit is all of this one
+            share /= loop.total or 1  # this whole loop is one unit of the next outer one
 
     def time_of_stop(self) -> str:
-        """When a stop takes effect that is asked for now."""
+        """When a stop would take effect if it were asked for now."""
         if not self.tasks:
             return stop.soon()
         loop = self.tasks[-1]
         unit = loop.fields["unit"]
-        if unit == "run":  # they are in other processes
+        if unit == "run":  # --jobs: the loops of these runs are in other processes
             return "after their epochs or alternations"
         if not loop.speed:
             return f"after this {unit}"
@@ -104,10 +110,11 @@ class Loops(Progress):
         return f"after this {unit} (about {math.ceil(seconds)} s)"
 
     def get_renderables(self) -> Iterator[RenderableType]:
-        """What the terminal shows: the bars, what the innermost loop is at, whether it stops."""
+        """What the terminal shows: the bars, the state of the innermost loop, a stop asked for."""
         yield self.make_tasks_table(self.tasks)
         words = []
-        for loop in self.tasks[-1:]:
+        if self.tasks:
+            loop = self.tasks[-1]
             words.append(loop.fields["text"])
             if loop.fields["images"] and loop.elapsed:
                 words.append(f"{loop.fields['images'] / loop.elapsed:,.0f} images/s")
@@ -122,14 +129,15 @@ class Loops(Progress):
 
 @contextmanager
 def progress(quiet: bool) -> Iterator[Track]:
-    """Progress on stderr while the block runs; a signal to stop is answered by what shows it."""
+    """Show progress on stderr while the block runs, unless `quiet`."""
     is_first = is_first_process()
     quiet = quiet or not is_first
     log = logging.getLogger("bisslight")
     log.setLevel(logging.WARNING if quiet else logging.INFO)
     log.handlers = [Notes()]
     on_terminal = sys.stderr is not None and sys.stderr.isatty()
-    stop.answers = is_first and (quiet or not on_terminal)  # bars answer by themselves
+    # A signal to stop is answered by the bars, or by `stop` itself where there are none.
+    stop.answers = is_first and (quiet or not on_terminal)
     if quiet:
         yield untracked
     elif on_terminal:
@@ -141,7 +149,7 @@ def progress(quiet: bool) -> Iterator[Track]:
 
 
 def summarise(item: object) -> str:
-    """A unit in a few words: of an alternation the losses of both levels."""
+    """A finished unit in a few words: for an alternation the losses of both levels."""
     if not isinstance(item, Log):
         return str(item)  # epochs and runs say it themselves
     words = f"loss P {fmean(item.loss_P):.4g}"

@@ -28,7 +28,7 @@ from filelock import FileLock
 from pydantic import BaseModel
 from torch import Tensor
 
-from config import Machine, Record
+from config import Machine, Record, without_default_alpha
 from support.errors import RunError, UsageError, checking
 from support.optim import Optimiser
 from support.processes import Stopped, stop, wait_for_all, world
@@ -239,9 +239,11 @@ class Run(ExitStack):
 
     def names_of(self, optimiser: Optimiser) -> list[str]:
         """Names of an optimiser's tensors in its order, by which torch numbers their state."""
-        # By identity: tensors compare entry by entry, and cannot be looked up by their values.
-        name_of = {id(tensor): name for name, tensor in self.tensors.items()}
-        return [name_of[id(tensor)] for tensor in optimiser.tensors]
+        # By identity: `==` of tensors compares entry by entry, so `.index` would not find one.
+        names = {}
+        for name, tensor in self.tensors.items():
+            names[id(tensor)] = name
+        return [names[id(tensor)] for tensor in optimiser.tensors]
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
@@ -257,7 +259,7 @@ class Run(ExitStack):
         """Add the last record to TensorBoard's events; the first time, all records.
 
         Like metrics.jsonl, the events start anew when a run goes on: none is there twice, and none
-        is lost, whatever was written behind the checkpoint.
+        is lost, whatever was written after the last checkpoint.
         """
         new = self.records[-1:]
         if self.events is None:
@@ -322,10 +324,10 @@ class Run(ExitStack):
             write_atomic(self.path / name, content)
 
     def elapsed(self) -> dict[str, float]:
-        """CPU and wall seconds since the run began, also before a stop; of a grid, of its trials.
+        """CPU and wall seconds of the run, with those before a stop.
 
-        A trial may have run in another process, or before the grid was stopped: each counts its
-        own seconds, and the grid adds them up.
+        For a finetune run, the sum over its trials: they count their own seconds, and may have run
+        in other processes, or before a stop.
         """
         pieces = [read_json(file) for file in self.path.glob(f"{TRIALS}/result.json")]
         if not pieces:
@@ -420,8 +422,8 @@ def check_directory(
 ) -> bool:
     """Whether the run in `path` is continued; refuses (UsageError) what must not be touched.
 
-    False where there is none yet, where `force` starts it over, and where nothing has changed that
-    any finished alternation or epoch depends on.
+    False where there is none yet, where `force` starts it over, and where only the file of its
+    pretext task was changed, before the first alternation was finished.
     """
     if config.tensorboard:  # told before the long work
         import_writer()
@@ -435,19 +437,9 @@ def check_directory(
         raise UsageError(f"--out {path}: is a run of `{env.get('command')}`; {OTHER_OUT}")
     if force:
         return False
-    recorded = read_json(path / "config.json") | env.get("about", {})
-    current = config.model_dump(mode="json") | (defining or {})
-    for settings in (recorded, current):
-        # The second edition recorded the default of alpha as the rank.
-        if "alpha" in settings and settings["alpha"] == settings["rank"]:
-            settings["alpha"] = None
-    fields = type(config).model_fields
-    changed = []
-    for name, value in current.items():
-        # A setting may be younger than the run: its default is what the run did.
-        default = fields[name].default if name in fields else None
-        if name not in MAY_CHANGE and recorded.get(name, default) != value:
-            changed.append(name)
+    recorded = without_default_alpha(read_json(path / "config.json")) | env.get("about", {})
+    current = without_default_alpha(config.model_dump(mode="json")) | (defining or {})
+    changed = list_changed(type(config), recorded, current)
     if not changed:
         return True
     # A pretext task may change until there is work that it has shaped.
@@ -460,8 +452,19 @@ def check_directory(
     )
 
 
+def list_changed(kind: type[Machine], recorded: Record, current: Record) -> list[str]:
+    """Names of what defines a run and is not as recorded."""
+    changed = []
+    for name, value in current.items():
+        # A setting may be younger than the run: its default is what the run did.
+        default = kind.model_fields[name].default if name in kind.model_fields else None
+        if name not in MAY_CHANGE and recorded.get(name, default) != value:
+            changed.append(name)
+    return changed
+
+
 def check_that_nothing_is_in(path: Path) -> None:
-    """Refuse (UsageError) a directory with other files than a run leaves that is killed at once."""
+    """Refuse (UsageError) a directory that holds more than a run leaves if it is killed at once."""
     leftovers = (TORN, LOCK, "env.json", TRIALS)  # all that is written before config.json is
     for file in path.glob("*"):
         if not any(file.match(pattern) for pattern in leftovers):
@@ -478,7 +481,7 @@ def has_finished_a_step(path: Path) -> bool:
 
 
 def describe_change(name: str, recorded: Record, current: Record) -> str:
-    """One change for a message: a setting with both values, of a digest what it was taken of."""
+    """One change in words: a setting with both values, or the thing whose digest has changed."""
     if name == "pretext_sha256":
         file, _, _ = current["pretext"].rpartition(":")  # of FILE.py:Class or module:Class
         return f"{file} was changed since this run began"

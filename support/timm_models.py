@@ -29,9 +29,10 @@ class Normalisation(NamedTuple):
 
 
 def load_vit(cfg: Network, state: Mapping[str, Tensor] | None) -> Any:  # noqa: ANN401 (timm's)
-    """A network with the weights of a file, `state`, or with timm's own (UsageError: not here).
+    """Make a network of timm, with the weights `state` of a file or, if None, with timm's own.
 
-    timm fetches its weights from the Hugging Face hub, or takes them from that hub's cache.
+    timm takes its weights from the cache of the Hugging Face hub, or fetches them there
+    (UsageError where it cannot).
     """
     name = cfg.backbone.removeprefix(TIMM)
     repository = timm.models.get_pretrained_cfg_value(name, "hf_hub_id")

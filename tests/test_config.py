@@ -164,7 +164,7 @@ def test_a_dry_run_says_who_set_a_value_and_the_later_one_wins(tmp_path: Path) -
     for layer in layers.values():
         given |= layer
     cfg = make(FinetuneConfig, given)
-    rows = {row["setting"]: row for row in cli.compare_settings(cfg, layers, every=True)}
+    rows = {row["setting"]: row for row in cli.list_settings(cfg, layers, every=True)}
     assert rows.keys() == FinetuneConfig.model_fields.keys()
     wanted = {
         "epochs": (4, "flag", 200),
@@ -180,7 +180,7 @@ def test_a_dry_run_says_who_set_a_value_and_the_later_one_wins(tmp_path: Path) -
     for name, expected in wanted.items():
         row = rows[name]
         assert (row["value"], row["set by"], row["paper"]) == expected, name
-    fewer = [row["setting"] for row in cli.compare_settings(cfg, layers, every=False)]
+    fewer = [row["setting"] for row in cli.list_settings(cfg, layers, every=False)]
     assert "epochs" in fewer and "head" not in fewer and "seed" not in fewer
 
 
