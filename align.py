@@ -94,13 +94,14 @@ def run_align(
             upper_steps = range(state.done * cfg.upper_steps, cfg.alternations * cfg.upper_steps)
             steps_each = cfg.lower_steps + cfg.upper_steps  # of an alternation
             examples = experiment.examples("downstream", cfg.d_batch, upper_steps, cfg.drop_path)
+            unlabelled = experiment.pretext_batches(pretext, lower_steps)
             logs = algorithm_1(
                 state,
                 steps=cfg,
                 task=pretext,
                 loss_D=head.loss,
                 hypergrad=inverse,
-                pretext=pulse.count(experiment.pretext_batches(pretext, lower_steps), steps_each),
+                pretext=pulse.count(unlabelled, steps_each),
                 downstream=pulse.count(examples, steps_each),
                 passes=experiment.passes,
                 store="cpu" if cfg.mfac_device == "cpu" else None,

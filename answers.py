@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from config import Record, read_table
 from evaluate import Comparison, Evaluation, Pooled, PooledEvaluation, Row
-from support.screen import Answer, draw_table, show
+from support.screen import Answer, draw_table, format_value
 
 if TYPE_CHECKING:  # these load torch
     from align import AlignResult
@@ -190,7 +190,7 @@ def answer_evaluate(evaluation: Evaluation) -> Answer:
             remarks.append(f"the seeds of {row.arm}: {row.unit}")
         if row.differs:
             # the first arm has none: its run had no such setting, or it was left out
-            differs = show(row.differs).replace("there None", "there not set")
+            differs = format_value(row.differs).replace("there None", "there not set")
             remarks.append(f"{row.arm} differs: {differs}")
     rows = [describe_arm(row, first.arm) for row in evaluation.arms]
     return Answer("\n".join(sentences), rows, remarks)
@@ -260,7 +260,7 @@ def answer_plan(plan: Record) -> Answer:
         if isinstance(value, list):
             lines += [f"{name}:", draw_table(value)]
         elif value:
-            lines.append(f"{name}: {show(value)}")
+            lines.append(f"{name}: {format_value(value)}")
     return Answer("\n".join(lines))
 
 
@@ -291,7 +291,7 @@ def answer_check(found: Record) -> Answer:
     for told in ("name", "images", "problems"):
         del counts[told]
     if counts:
-        sentence += f" ({show(counts)})"
+        sentence += f" ({format_value(counts)})"
     return Answer(sentence, problems)
 
 

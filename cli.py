@@ -159,7 +159,7 @@ def run_command(function: Work[C, R], kind: type[C], answer: Tell[R], **texts: o
 
 
 def show(result: R, answer: Tell[R], as_json: bool) -> None:
-    """Print a result: as JSON, or what people are told of it."""
+    """Print a result, in process 0 only: as JSON, or in words."""
     if not is_first_process():
         return
     if as_json:

@@ -146,7 +146,7 @@ def finetune(
             "align_unlike_paper": origin.get("unlike_paper"),
             "pretext": origin.get("pretext", experiment.origin["pretext"]),
         }
-        content |= test_trials(trials, experiment, run)
+        content |= score_trials(trials, experiment, run)
         return FinetuneResult(**run.finish(content))
 
 
@@ -311,7 +311,7 @@ def quality(scores: Sequence[Score]) -> tuple[float, float]:
     return accuracy, -loss
 
 
-def test_trials(trials: Sequence[Trial], experiment: Experiment, run: Run) -> Record:
+def score_trials(trials: Sequence[Trial], experiment: Experiment, run: Run) -> Record:
     """Test the best epoch of each trial, once; its adapter is kept beside the result.
 
     Returns what result.json says of the seeds: a list for each quantity.

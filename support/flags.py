@@ -8,7 +8,7 @@ from pydantic.fields import FieldInfo
 from rich.markup import escape
 
 from config import Command, Machine, Record, Settings
-from support.screen import show
+from support.screen import format_value
 
 FIRST = (  # on top of the help, under Typer's own heading
     "backbone", "dataset", "start", "weights", "pool", "out", "config", "dry_run", "seed",
@@ -87,7 +87,7 @@ def describe(field: FieldInfo, schema: Record, has_start: bool) -> str:
     if field.is_required():
         notes.append("required without --from" if has_start else "required")
     elif field.default is not None and field.default is not False:
-        notes.append(f"default: {show(field.default)}")
+        notes.append(f"default: {format_value(field.default)}")
     note = "; ".join(note for note in [*notes, source] if note)
     return f"{escape(text)} [dim]{escape(f'[{note}]')}[/dim]" if note else escape(text)
 

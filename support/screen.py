@@ -77,7 +77,7 @@ def draw_table(rows: Sequence[Record]) -> str:
     for name in columns:
         table.add_column(name, overflow="fold")  # a long path is broken, not cut
     for row in rows:
-        cells = [show(row.get(name)) for name in columns]
+        cells = [format_value(row.get(name)) for name in columns]
         table.add_row(*cells)
     text = io.StringIO()
     # As wide as the terminal. In a file or a pipe a table is not cut to 80 columns.
@@ -87,17 +87,17 @@ def draw_table(rows: Sequence[Record]) -> str:
     return "\n".join(lines)
 
 
-def show(value: object) -> str:
+def format_value(value: object) -> str:
     """A value as people write it.
 
-    >>> show({"images": [20, 0.123456], "weights": None})
+    >>> format_value({"images": [20, 0.123456], "weights": None})
     'images 20, 0.1235'
     """
     if value is None:
         return ""
     if isinstance(value, dict):
-        words = [f"{key} {show(item)}" for key, item in value.items() if item is not None]
+        words = [f"{key} {format_value(item)}" for key, item in value.items() if item is not None]
         return ", ".join(words)
     if isinstance(value, list | tuple):
-        return ", ".join(show(item) for item in value) or "none"
+        return ", ".join(format_value(item) for item in value) or "none"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
