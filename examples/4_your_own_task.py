@@ -327,7 +327,7 @@ plt.show()
 
 # %%
 for part, split in zip(("train", "val", "test"), task.splits, strict=True):
-    for number, (image, label) in enumerate(zip(*split, strict=True)):
+    for number, (image, label) in enumerate(zip(split.images, split.targets, strict=True)):
         folder = Path("letters", part, task.classes[label])
         folder.mkdir(parents=True, exist_ok=True)
         to_pil_image(image).save(folder / f"{number}.png")
