@@ -107,7 +107,8 @@ class Task(NamedTuple):
 def stack_pairs(pairs: Labelled) -> Split:
     """A split in memory, of pairs of an image and its class."""
     images, targets = default_collate([pairs[i] for i in range(len(pairs))])
-    return Split(images.float(), targets.long())
+    # a label of shape (1,) is one class, too: only a matrix of targets means several an image
+    return Split(images.float(), targets.long().reshape(len(pairs)))
 
 
 def check_task(task: Task) -> None:

@@ -73,6 +73,14 @@ def test_data_of_ones_own_is_handed_in_and_recorded_by_its_digest(
         finetune(start, tmp_path / "tuned", task=task)
 
 
+def test_a_label_in_a_tensor_of_one_is_one_class() -> None:
+    """As some data sets hand them out; a matrix of targets would be scored by mAP."""
+    image = torch.zeros(3, 8, 8)
+    part = [(image, torch.tensor([0])), (image, torch.tensor([1]))]
+    task = Task.of(part, part, part, ["a", "b"])
+    assert task.train.targets.tolist() == [0, 1]
+
+
 def test_labels_and_images_that_make_no_task_are_refused(
     weights: Path, task: Task, tmp_path: Path
 ) -> None:
