@@ -104,7 +104,8 @@ KINDS: dict[str, type[Command]] = {
 }
 
 
-Layers = dict[str, Record]  # settings by what they are from; the last one that has a setting wins
+# settings by what they are from; the last one that has a setting wins
+Layers = dict[str | Path | None, Record]
 
 
 def add_command(function: Work[C, R], kind: type[C], answer: Tell[R], example: str) -> None:
@@ -227,15 +228,15 @@ def collect_layers(kind: type[Command], flags: Record, options: Options) -> Laye
             layers["run before"] = read_align_run(start, dataset, restart)
     if options.preset == "as-released":
         layers["preset as-released"] = released_values(kind, "start" in table_and_flags)
-    return layers | {str(options.config): table, "flag": flags}
+    # The file by its Path, which is equal to no text: it may be called "flag", or like a backbone.
+    return layers | {options.config: table, "flag": flags}
 
 
 def list_settings(cfg: Command, layers: Layers, every: bool) -> list[Record]:
     """A row for each setting that is not the paper's, or for all: its value and who set it."""
     sources: Record = {}  # of each setting: the last layer that has it
-    layers = cfg.our_defaults(dict(cfg)) | layers
-    for source, values in layers.items():
-        sources |= dict.fromkeys(values, source)
+    for source, values in [*cfg.our_defaults(dict(cfg)).items(), *layers.items()]:
+        sources |= dict.fromkeys(values, str(source))
     paper = paper_values(type(cfg), dict(cfg))
     no_value_in_paper = {"start", "weights", "pretext", *Command.model_fields}
     rows = []

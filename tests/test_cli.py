@@ -172,6 +172,19 @@ def test_a_description_of_two_lines_is_all_in_the_help() -> None:
     assert text in help_of("finetune")
 
 
+@pytest.mark.parametrize("name", ["flag", "vit_mini"])
+def test_a_file_of_settings_may_have_any_name(name: str) -> None:
+    """Also that of another source of settings."""
+    Path(name).write_text("epochs = 4\n")
+    line = (
+        f"finetune --backbone vit_mini --dataset quilts --seed 3 --config {name} --dry-run --json"
+    )
+    rows = json.loads(run(line).out)["settings"]
+    found = {row["setting"]: (row["value"], row["set by"]) for row in rows}
+    assert found["epochs"] == (4, name)
+    assert found["rank"] == (8, "vit_mini") and found["seed"] == (3, "flag")
+
+
 def test_a_switch_that_a_file_has_turned_on_can_be_turned_off() -> None:
     """Its flag is not in the help, where a column for it would be wide."""
     Path("c.toml").write_text("partial = true\n")
