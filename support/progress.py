@@ -91,7 +91,10 @@ class Loops(Progress):
 
     def advance_by_batch(self, images: int, share: float) -> None:
         """Count a batch in all loops; it is `share` of a unit of the innermost one."""
-        for loop in reversed(self.tasks):
+        loops = self.tasks
+        if not loops or loops[-1].fields["unit"] == "run":
+            return  # a run without a loop of its own: no share of a run is known
+        for loop in reversed(loops):
             loop.fields["images"] += images
             self.advance(loop.id, share)
             share /= loop.total or 1  # this whole loop is one unit of the next outer one

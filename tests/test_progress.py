@@ -74,6 +74,23 @@ def test_batches_move_the_bar_within_an_epoch(clock: list[float]) -> None:
     assert positions == [0.0, 0.25, 0.5, 0.75]
 
 
+def test_batches_of_a_run_without_a_loop_do_not_move_the_bar(clock: list[float]) -> None:
+    """Twelve alternations in a run that shows nothing are not twelve runs of four."""
+    bars = Loops(True)
+    positions = []
+
+    def runs() -> Iterator[str]:
+        for _ in range(4):
+            for _ in pulse.count([(range(8),)] * 12, 1):
+                positions.append(bars.tasks[0].completed)
+            clock[0] += 10
+            yield "test 50.0 %"
+
+    left = [bars.tasks[0].time_remaining for _ in bars(runs(), 4, "demo")]
+    assert positions == [0.0] * 12 + [1.0] * 12 + [2.0] * 12 + [3.0] * 12
+    assert left == [30, 20, 10, 0]
+
+
 def test_training_counts_its_images_and_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five batches of two images at two batches an epoch: two and a half epochs."""
     counted: list[tuple[int, float]] = []
