@@ -428,6 +428,7 @@ def demo(
     with training(quiet or as_json) as track:
         result = demo(out, data_seed=data_seed, jobs=jobs, force=force, track=track)
     show(result, answer_demo, as_json)
+    leave_group()
 
 
 @app.command(epilog="Example: bisslight export runs/cub-peft --out exported")

@@ -47,7 +47,8 @@ class Loops(Progress):
             "left",
             console=Console(stderr=True, highlight=False),
             # Validation comes once in an epoch. The speed of rich's last half minute would leave it
-            # out and then overrate it; that of an hour has it in the right proportion.
+            # out and then overrate it; that of an hour, as far as its thousand samples reach, has
+            # it in the right proportion.
             speed_estimate_period=3600,
             transient=True,
             get_time=time.monotonic,
