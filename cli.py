@@ -424,11 +424,12 @@ def demo(
 ) -> None:
     """See the method at work on handwriting: offline, two minutes on two CPU cores."""
     from extras.demo import demo
+    from support.processes import leave
 
     with training(quiet or as_json) as track:
         result = demo(out, data_seed=data_seed, jobs=jobs, force=force, track=track)
     show(result, answer_demo, as_json)
-    leave_group()
+    leave()
 
 
 @app.command(epilog="Example: bisslight export runs/cub-peft --out exported")
