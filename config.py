@@ -167,7 +167,7 @@ def dataset_name(name: str) -> str:
     if kind != "folder" or not place:
         place = name
         if not ("/" in name or "\\" in name or Path(name).is_dir()):
-            raise ValueError(f"is unknown, {nearest(name, (*TASKS, 'folder:PATH'))}")
+            raise ValueError(f"is unknown, {nearest(name, (*TASKS, 'folder:DIR'))}")
     return f"folder:{absolute(Path(place))}"
 
 
@@ -397,7 +397,7 @@ class Data(Crops):
 
     dataset: DatasetName
     """Labelled images (D^D): dtd, voc07, cub200, pets, flowers, aircrafts, imagenet,
-    omniglot:ALPHABET, or a folder of class folders. [App. C.2.1]"""
+    omniglot:ALPHABET, or folder:DIR with a folder for each class. [App. C.2.1]"""
     partial: bool = False
     """Take a benchmark's subset as it is; `data check` counts what is missing. [here]"""
     split_file: Place | None = None
@@ -740,7 +740,10 @@ def read_align_run(run: Path, dataset: object = None, restart: object = False) -
     if restart and "grid" not in settings:
         raise UsageError(f"--from {run}: is no finetune run, which --restart needs")
     if not restart and "alternations" not in settings:
-        raise UsageError(f"--from {run}: is no align run, folder of them, or adapter file")
+        raise UsageError(
+            f"--from {run}: is no align run, folder of them, or adapter file; "
+            "run `bisslight align` first"
+        )
     names = {*Data.model_fields, *Network.model_fields, "data_root"}
     if dataset is not None:
         with checking(f"--dataset {dataset}"):

@@ -270,7 +270,7 @@ def folder(root: Path, seed: int) -> Task:
     for part, place in places.items():
         files = {path.name: find_images(path) for path in subfolders(place)}
         needed = 1 + len(missing) if part == "train" else 1  # an image for each part made of it
-        faults += find_faults(part, files, classes, needed)
+        faults += find_faults(root, place, files, classes, needed)
         entries[part] = []
         for label, name in enumerate(classes):
             for file in files.get(name, []):
@@ -284,19 +284,23 @@ def folder(root: Path, seed: int) -> Task:
 
 
 def find_faults(
-    part: str, files: dict[str, list[Path]], classes: list[str], needed: int
+    root: Path, place: Path, files: dict[str, list[Path]], classes: list[str], needed: int
 ) -> list[str]:
-    """What is wrong with the class folders of a part; each needs so many images."""
+    """What is wrong with the class folders in `place`; each needs so many images."""
     faults = list[str]()
     if len(files) < 2:
-        faults.append(f"{part} needs two or more class folders, it has {len(files)}")
+        faults.append(
+            f"needs two or more class folders, it has {len(files)}: "
+            f"put the images into {place}/CLASS/"
+        )
     for name, images in files.items():
         count = len(images)
+        shown = (place / name).relative_to(root).as_posix()  # such as b, or test/b
         if name not in classes:
-            faults.append(f"{part} has a class {name}, which train has not")
+            faults.append(f"class {shown} is not in train")
         elif count < needed:
             noun = "image" if count == 1 else "images"
-            faults.append(f"class {name} has {count} {noun} in {part} and needs {needed}")
+            faults.append(f"class {shown} has {count} {noun} and needs at least {needed}")
     return faults
 
 

@@ -310,13 +310,16 @@ def find_runs(path: Path) -> list[Path]:
 
 def read_run(run: Path) -> Arm:
     """One finished `finetune` run; any exception where it is none."""
-    config = json.loads((run / "config.json").read_text())
+    file = run / "config.json"
+    if not file.exists():
+        raise UsageError(f"{run}: is no run; give a finished finetune run, or a folder of them")
+    config = json.loads(file.read_text())
     if not (run / "result.json").exists():
         raise UsageError(f"{run}: is not finished; give its own command again")
     env = json.loads((run / "env.json").read_text())
     result = json.loads((run / "result.json").read_text())
     if not result.get("test"):
-        raise UsageError(f"{run}: has no test accuracy; give a finetune run, not align's")
+        raise UsageError(f"{run}: has no test accuracy, so it is no finetune run; give one")
     settings = {
         "restart": False,  # earlier versions had no such setting
         **without_default_alpha(config),

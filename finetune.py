@@ -248,11 +248,10 @@ def check_origin(file: Path, experiment: Experiment, stage: str) -> Record:
 
 def is_same_dataset(name: str | None, other: str) -> bool:
     """Whether two names mean one dataset. A folder may be named by another path, such as a link."""
-    if name is None:
-        return False
-    # A name that is no folder's is resolved, too: harmless, as equal names stay equal.
-    path = Path(name.removeprefix("folder:")).resolve()
-    return path == Path(other.removeprefix("folder:")).resolve()
+    if name and name.startswith("folder:") and other.startswith("folder:"):
+        path = Path(name.removeprefix("folder:")).resolve()
+        return path == Path(other.removeprefix("folder:")).resolve()
+    return name == other
 
 
 # --- the grid of rates ----------------------------------------------------------------------------

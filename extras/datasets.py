@@ -62,8 +62,8 @@ class Contents(NamedTuple):
 def check(name: str, root: Path, partial: bool = False) -> Record:
     """Read a dataset as training does, open every image, and compare it with what is known.
 
-    `folder:DIR` is read as by --dataset, DIR and imagenet as by --pool. `partial` allows gaps.
-    What is wrong is listed under `problems`, all of it.
+    `folder:DIR` is read as by --dataset, and so is a DIR that holds two folders or more; another
+    DIR and imagenet as by --pool. `partial` allows gaps. `problems` lists all that is wrong.
     """
     with checking(name):
         path = place_of(name, root)
@@ -71,7 +71,9 @@ def check(name: str, root: Path, partial: bool = False) -> Record:
             raise UsageError(f"{name}: comes with the program, so there is nothing to check")
         if name in BENCHMARKS:
             contents = look_at_benchmark(name, path, partial)
-        elif name.startswith("folder:"):
+        elif name == "imagenet":
+            contents = Contents(find_pool(name, path), {}, [])
+        elif name.startswith("folder:") or len(subfolders(path)) > 1:
             contents = look_at_classes(path)
         else:
             contents = Contents(find_pool(name, path), {}, [])

@@ -222,7 +222,7 @@ def folders(root: Path) -> dict[str, Path]:
 
 
 def place_of(name: str, root: Path) -> Path | None:
-    """Where a dataset, pool or file lies; None if it comes with the program (ValueError)."""
+    """Where a dataset or pool lies; None if it comes with the program (ValueError)."""
     kind, _, _ = name.partition(":")
     if kind == "own":
         raise ValueError("was handed in from Python; hand it in again, task=... or pool=...")
@@ -230,10 +230,12 @@ def place_of(name: str, root: Path) -> Path | None:
         return None
     named = folders(root)
     path = named.get(name, Path(name.removeprefix("folder:")))
-    if path.exists():
+    if path.is_dir():
         return path
     if name not in named:
-        raise ValueError(f"there is no such folder or file; {nearest(name, named)}")
+        if name != path.name:  # a path, not a misspelt name
+            raise ValueError("there is no such folder")
+        raise ValueError(f"there is no such folder; {nearest(name, named)}")
     if name == "imagenet":
         remedy = (
             "148 GB, at image-net.org, registered. As --pool, any folder of images will do, such as"

@@ -8,6 +8,7 @@ import pytest
 from conftest import shared
 from copies import MAKE, make, picture
 from torchvision import datasets as tv
+from toy import refusal
 
 from config import AlignConfig
 from data import PARTS, Pool, Task
@@ -159,5 +160,14 @@ def test_a_name_is_a_place_and_drawn_data_have_none(tmp_path: Path) -> None:
     assert place_of("quilts", tmp_path) is None and place_of("omniglot", tmp_path) is None
     assert place_of(f"folder:{tmp_path}", Path("elsewhere")) == tmp_path
     assert folders(tmp_path).keys() == {*BENCHMARKS, "imagenet"}
-    with pytest.raises(ValueError, match="no such folder"):
-        place_of(f"folder:{tmp_path}/none", tmp_path)
+    for path in (f"folder:{tmp_path}/none", str(tmp_path / "none")):
+        with pytest.raises(ValueError, match=r"no such folder$"):  # and no benchmark is proposed
+            place_of(path, tmp_path)
+
+
+def test_a_missing_folder_of_images_is_named(weights: Path, tmp_path: Path) -> None:
+    said = refusal(
+        f"align --backbone vit_mini --weights {weights} --pool quilts "
+        f"--dataset folder:{tmp_path}/none --out {tmp_path}/run"
+    )
+    assert f"folder:{tmp_path}/none" in said and "dtd" not in said

@@ -8,6 +8,7 @@ import torch
 from conftest import close, fixture, recorded
 from replay import recording, to_theta
 from safetensors.torch import save_file
+from toy import refusal
 
 import cli
 from config import BACKBONES, AlignConfig, Arch
@@ -35,6 +36,13 @@ def official_layout(backbone: str) -> dict[str, Any]:
     arch = BACKBONES[backbone]
     state = {**build_vit(arch).state_dict(), **build_head(arch, "mae").state_dict()}
     return {k: torch.empty(v.shape).normal_(0, 0.02) for k, v in state.items()}
+
+
+def test_an_align_run_given_as_weights_is_sent_to_from(runs: Path, tmp_path: Path) -> None:
+    said = refusal(
+        f"finetune --backbone vit_mini --dataset quilts --weights {runs}/aligned --out {tmp_path}/f"
+    )
+    assert f"--weights {runs}/aligned" in said and "--from" in said
 
 
 @pytest.mark.usefixtures("elsewhere")

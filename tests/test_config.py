@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from conftest import fixture
 from pydantic import ValidationError
+from toy import refusal
 
 import cli
 from config import (
@@ -134,6 +135,11 @@ def test_from_align_takes_the_network_and_the_images_of_the_run(tmp_path: Path) 
             FinetuneConfig.from_align(path)
 
 
+def test_a_start_that_is_nothing_is_named_with_the_command_that_makes_one(tmp_path: Path) -> None:
+    said = refusal(f"finetune --from {tmp_path}/none --out {tmp_path}/run")
+    assert f"--from {tmp_path}/none" in said and "bisslight align" in said
+
+
 def test_an_older_align_run_whose_alpha_is_its_rank_has_the_default(tmp_path: Path) -> None:
     older = AlignConfig(**B16, rank=8, alpha=8)
     assert FinetuneConfig.from_align(write_align_run(tmp_path / "run", older)).alpha is None
@@ -195,7 +201,7 @@ def test_a_dry_run_says_who_set_a_value_and_the_later_one_wins(tmp_path: Path) -
         (AlignConfig, {"hypergrad": "newton"}, "--hypergrad newton: should be 'mfac'"),
         (AlignConfig, {"backbone": "vit_l"}, "--backbone vit_l: .* did you mean vit_l16"),
         (AlignConfig, {"dataset": "cub"}, "--dataset cub: .* did you mean cub200"),
-        (AlignConfig, {"dataset": "foldr:x"}, "--dataset foldr:x: .* did you mean folder:PATH"),
+        (AlignConfig, {"dataset": "foldr:x"}, "--dataset foldr:x: .* did you mean folder:DIR"),
         (AlignConfig, {"pretext": "may"}, "--pretext may: .* did you mean mae"),
         (AlignConfig, {"jobs": 2}, "--jobs"),
         (FinetuneConfig, {"grid": [True, 0.1]}, "--grid True: needs a value"),

@@ -56,10 +56,12 @@ def test_a_pool_and_class_folders_are_checked_to_the_last_image(tmp_path: Path) 
     counts = {"classes": 2, "train": 14, "val": 2, "test": 4, "images": 20}
     whole = check(f"folder:{tmp_path}/classes", tmp_path)
     assert counts.items() <= whole.items() and whole["problems"] == []
+    assert check(f"{tmp_path}/classes", tmp_path) == whole | {"name": f"{tmp_path}/classes"}
     picture(tmp_path / "classes/c/small.png")
     (tmp_path / "classes/a/0.png").write_bytes(b"")
     found = check(f"folder:{tmp_path}/classes", tmp_path)
     small, damaged = [row["problem"] for row in found["problems"]]
+    assert check(f"{tmp_path}/classes", tmp_path)["problems"] == found["problems"]
     assert "c has 1" in small and "a/0.png" in damaged and found["images"] == 21
 
 

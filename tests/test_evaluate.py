@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import shared
+from toy import refusal
 
 import evaluate as tables
 from config import BACKBONES, FinetuneConfig
@@ -193,6 +194,20 @@ def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
     for name, message in messages.items():
         with pytest.raises(UsageError, match=f"{name}: {message}"):
             read_arm(tmp_path / name)
+
+
+@pytest.mark.parametrize("how", ["", "--against "])
+def test_a_path_without_a_run_is_named_and_not_its_files(how: str, tmp_path: Path) -> None:
+    run = finished(tmp_path / "run", [70.0])
+    (tmp_path / "bare").mkdir()
+    for path in (tmp_path / "none", tmp_path / "bare"):
+        said = refusal(f"evaluate {run} {how}{path}")
+        assert str(path) in said and "config.json" not in said and "Errno" not in said
+
+
+def test_a_pretrain_run_is_told_to_be_no_finetune_run(pretrained: Path) -> None:
+    said = refusal(f"evaluate {pretrained}/mae")
+    assert f"{pretrained}/mae" in said and "finetune" in said and "align" not in said
 
 
 def test_arms_with_another_test_are_refused_and_other_settings_are_told(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from finetune import (
     best_epoch,
     choose_rate,
     finetune,
+    is_same_dataset,
     starts_of_seeds,
 )
 from support.errors import UsageError
@@ -242,6 +243,17 @@ def test_another_dataset_than_aligns_is_taken_and_said_and_recorded(
     unlike = {"alternations": 3, "lower_steps": 2, "pool": "quilts"}
     assert unlike.items() <= result["align_unlike_paper"].items()
     assert "lam" not in result["align_unlike_paper"]
+
+
+def test_folders_are_one_dataset_by_place_and_other_names_by_the_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cub").mkdir()
+    (tmp_path / "link").symlink_to("cub")
+    monkeypatch.chdir(tmp_path)
+    assert is_same_dataset("folder:cub", f"folder:{tmp_path}/link")
+    assert is_same_dataset("cub", "cub") and not is_same_dataset(None, "cub")
+    assert not is_same_dataset("folder:cub", "cub") and not is_same_dataset("cub", "folder:cub")
 
 
 # --- runs of the second edition -------------------------------------------------------------------
