@@ -149,10 +149,10 @@ def weights_of(cfg: Network) -> Path | None:
         if path.is_dir():  # of a pretrain run
             path = path / "backbone.pth"
         if not path.is_file():
-            raise UsageError(
-                f"--weights {cfg.weights}: is no checkpoint or finished pretrain run; "
-                "`bisslight finetune --from RUN` takes an align run"
-            )
+            problem = f"--weights {cfg.weights}: is no checkpoint or finished pretrain run"
+            if cfg.weights.is_dir():
+                problem += "; an align run goes to `bisslight finetune --from RUN`"
+            raise UsageError(problem)
         return path
     if cfg.backbone.startswith(TIMM):
         return None
