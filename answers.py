@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -40,6 +41,14 @@ def count(number: int, thing: str) -> str:
     return f"{number:,} {thing}{ending}"
 
 
+REPEATED = {  # in plain words, by a result's `unit`
+    "PEFT seed": "the fine-tuning",
+    "PEFT and PEFT anew": "both fine-tunings",
+    "PEFT seed on one LoRA file": "the fine-tuning, not the aligning",
+    "PEFT seed on one align run": "the fine-tuning, not the aligning",
+    "align run and PEFT": "the aligning and the fine-tuning",
+}
+
 # --- align ----------------------------------------------------------------------------------------
 
 CURVATURE = {"mfac": "M-FAC", "recursion": "M-FAC", "cg": "CG", "exact": "the exact inverse"}
@@ -49,19 +58,23 @@ def answer_align(result: "AlignResult") -> Answer:
     """Validation before and after, how far θ_P moved, and what the curvature did."""
     run = Path(result.out)
     settings = read_table(run / "config.json")
-    sentence = f"validation {result.metric} {percent([result.val_P.accuracy])} after aligning"
+    about = read_table(run / "env.json")["about"]
+    images = count(about["images"]["val"], "validation image")
+    after = percent([result.val_P.accuracy])
+    sentence = f"{result.metric} on {images}: {after} after aligning"
     kept = "lower level, θ_P: kept, for finetune"
     accuracies = {kept: result.val_P.accuracy, "upper level, θ_D": result.val_D.accuracy}
     first_line, _, _ = (run / "metrics.jsonl").read_text().partition("\n")
     probe = json.loads(first_line).get("probe_val")  # None without --probe-epochs
     if probe:
-        sentence += f", {percent([probe['accuracy']])} before it (linear probe)"
+        sentence += f", {percent([probe['accuracy']])} before"
         accuracies = {"before: linear probe": probe["accuracy"]} | accuracies
     rows = [{"": name, "validation": percent([value])} for name, value in accuracies.items()]
     remarks = [
         measure_way(result, settings),
         f"the distance between θ_P and θ_D is {result.distance:.3g}",
         describe_curvature(result, settings),
+        "whether aligning helped, finetune and evaluate will tell",
     ]
     return Answer(
         sentence,
@@ -116,12 +129,28 @@ def answer_finetune(result: "FinetuneResult") -> Answer:
     remarks = []
     if len(result.grid) > 1:
         rate = f"rate {result.lr:g} by validation"
+        if is_tied(result):
+            rate += " loss: another is as accurate"
         remarks.append(describe_grid(result.grid))
     if result.aligned_by:
-        remarks.append(f"aligned by {result.aligned_by}; what a seed repeats: {result.unit}")
+        repeated = REPEATED.get(result.unit, result.unit)
+        remarks.append(f"aligned by {result.aligned_by}; the seeds repeat {repeated}")
     seeds = count(len(result.test), "seed")
     sentence = f"test {result.metric} {percent(result.test)} ({seeds}; {rate})"
     return Answer(sentence, rows, remarks, run, next_after_finetune(result))
+
+
+def is_tied(result: "FinetuneResult") -> bool:
+    """Whether another rate has the same validation accuracy as the chosen one."""
+    means = [mean_of_rate(accuracies) for accuracies in result.grid.values()]
+    chosen = mean_of_rate(result.grid[str(result.lr)])
+    return means.count(chosen) > 1
+
+
+def mean_of_rate(accuracies: Sequence[float | None]) -> float | None:
+    """The mean over seeds; None where one diverged."""
+    finite = [accuracy for accuracy in accuracies if accuracy is not None]
+    return fmean(finite) if len(finite) == len(accuracies) else None
 
 
 def describe_grid(grid: dict[str, list[float | None]]) -> str:
@@ -168,8 +197,11 @@ def answer_pretrain(result: "PretrainResult") -> Answer:
 # --- evaluate and predict -------------------------------------------------------------------------
 
 
-def answer_evaluate(evaluation: Evaluation) -> Answer:
-    """Say by how much the first arm is better than each other one; on all data sets together."""
+def answer_evaluate(evaluation: Evaluation, pictures: str = "") -> Answer:
+    """Say by how much the first arm is better than each other one; on all data sets together.
+
+    `pictures`: the files that were drawn.
+    """
     arms: Sequence[Row | Pooled] = evaluation.arms
     over = ""
     if isinstance(evaluation, PooledEvaluation):
@@ -187,18 +219,20 @@ def answer_evaluate(evaluation: Evaluation) -> Answer:
     remarks = []
     for row in evaluation.arms:
         if row.unit != "PEFT seed":
-            remarks.append(f"the seeds of {row.arm}: {row.unit}")
+            repeated = REPEATED.get(row.unit, row.unit)
+            remarks.append(f"the seeds of {row.arm} repeat {repeated}")
         if row.differs:
             # the first arm has none: its run had no such setting, or it was left out
             differs = format_value(row.differs).replace("there None", "there not set")
             remarks.append(f"{row.arm} differs: {differs}")
     rows = [describe_arm(row, first.arm) for row in evaluation.arms]
-    return Answer("\n".join(sentences), rows, remarks)
+    return Answer("\n".join(sentences), rows, remarks, pictures)
 
 
 def describe_arm(row: Row, first: str) -> Record:
     """The line of an arm in a table; `first` is the name of the one that it is compared with."""
-    line: Record = {"arm": row.arm, "seeds": row.seeds}
+    line: Record = {"arm": row.arm, "seeds": row.seeds, "rate": row.rates}
+    line["test images"] = row.test_images
     line[f"test {row.metric}"] = percent(row.accuracies)
     versus = row.first_minus_this
     if versus:
@@ -231,7 +265,8 @@ def points(versus: Comparison) -> str:
 def answer_demo(result: "DemoResult") -> Answer:
     """What the demo says of its arms, and its picture."""
     arms = answer_evaluate(Evaluation(arms=result.arms))
-    return arms._replace(sentence="\n".join(result.answer), place=result.picture)
+    lines = [textwrap.fill(text, 79, break_on_hyphens=False) for text in result.answer]
+    return Answer("\n".join(lines), arms.rows, place=result.picture)
 
 
 def answer_curves(drawn: Record) -> Answer:
@@ -239,15 +274,16 @@ def answer_curves(drawn: Record) -> Answer:
     return Answer("losses and validations are drawn", place=drawn["curves"])
 
 
-def answer_predict(guesses: Sequence[Record]) -> Answer:
-    """The classes of each image; the folder that all images lie in is told once."""
+def answer_predict(guesses: Sequence[Record], seed: int) -> Answer:
+    """The classes of each image, by a seed's adapter; the folder of all images is told once."""
     paths = [Path(guess["image"]).absolute() for guess in guesses]
     folder = os.path.commonpath([path.parent for path in paths])
     rows = []
     for path, guess in zip(paths, guesses, strict=True):
         row = {"image": path.relative_to(folder), "class": guess["label"]}
         rows.append(row | {"probability": guess["probability"]})
-    return Answer(f"{count(len(set(paths)), 'image')} in {folder}", rows)
+    images = count(len(set(paths)), "image")
+    return Answer(f"{images} in {folder}, by seed {seed}", rows)
 
 
 # --- dry runs -------------------------------------------------------------------------------------

@@ -408,7 +408,8 @@ def evaluate(
         from extras.plots import draw_arms
 
         draw_arms(evaluation.arms, picture)
-    show(evaluation, answer_evaluate, as_json)
+    pictures = ", ".join(str(file) for file in (picture, curves) if file)
+    show(evaluation, partial(answer_evaluate, pictures=pictures), as_json)
 
 
 @app.command(epilog="Example: bisslight demo --out runs/demo")
@@ -457,7 +458,7 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     """Classify images with a finished finetune run: class names and probabilities."""
-    from extras.predict import format_csv, predict
+    from extras.predict import format_csv, predict, seed_of_adapter
     from support.runs import write_atomic
 
     guesses = predict(run, images, top=top, seed=seed, weights=weights)
@@ -466,7 +467,8 @@ def predict(
         return
     if csv is not None:
         write_atomic(csv, format_csv(guesses))
-    show([guess._asdict() for guess in guesses], answer_predict, as_json)
+    answer = partial(answer_predict, seed=seed_of_adapter(run, seed))
+    show([guess._asdict() for guess in guesses], answer, as_json)
 
 
 @data.command("list")

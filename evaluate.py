@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import NoReturn
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from config import OPEN, FinetuneConfig, Machine, Record, paper_values, without_default_alpha
 from support.errors import UsageError, checking
@@ -60,6 +60,9 @@ class Row(BaseModel, frozen=True):
     accuracies: list[float]  # of the seeds, percent
     counts: list[int]  # the same as numbers of right images, or as hundredths of a point of mAP
     first_minus_this: Comparison | None
+    # for people only: JSON is read by programs that know the fields above
+    rates: list[float] = Field([], exclude=True)  # the learning rates of its runs, each once
+    test_images: int | None = Field(None, exclude=True)
 
 
 class Evaluation(BaseModel, frozen=True):
@@ -96,6 +99,8 @@ class Arm(BaseModel, frozen=True):
     accuracies: list[float]  # of the seeds, percent
     counts: list[int]  # whole numbers to compare: images that were right; see `read_run`
     whole: int  # the count of an accuracy of 100 %
+    rates: list[float]  # of the runs
+    test_images: int
     starts: list[tuple[str | None, int]]  # of the seeds: path of an align run, seed
     paper: Reported | None
 
@@ -187,6 +192,8 @@ def summarise(arm: Arm, first: Arm, name: str) -> Row:
         accuracies=arm.accuracies,
         counts=arm.counts,
         first_minus_this=None if arm is first else compare_arms([first], [arm]),
+        rates=sorted(set(arm.rates)),
+        test_images=arm.test_images,
     )
 
 
@@ -276,10 +283,12 @@ def join_seeds(path: Path, runs: Sequence[Arm]) -> Arm:
     starts: list[tuple[str | None, int]] = []
     accuracies: list[float] = []
     counts: list[int] = []
+    rates: list[float] = []
     for run in runs:
         starts += run.starts
         accuracies += run.accuracies
         counts += run.counts
+        rates += run.rates
     if len(set(starts)) < len(starts):
         refuse(path, {"seed"})  # it would count one seed as two
     align_runs = {align_run for align_run, _ in starts}
@@ -292,6 +301,7 @@ def join_seeds(path: Path, runs: Sequence[Arm]) -> Arm:
             "unit": "align run and PEFT" if aligned_each else first.unit,
             "accuracies": accuracies,
             "counts": counts,
+            "rates": rates,
             "starts": starts,
         }
     )
@@ -344,6 +354,8 @@ def read_run(run: Path) -> Arm:
         accuracies=result["test"],
         counts=counts,
         whole=whole,
+        rates=[result["lr"]],
+        test_images=result["test_images"],
         starts=[(config["start"], first_seed + i) for i in range(len(result["test"]))],
         paper=published(config, result),
     )

@@ -72,6 +72,12 @@ def predict(
     return guesses
 
 
+def seed_of_adapter(run: Path, seed: int | None) -> int:
+    """The seed whose adapter `predict` takes, as that adapter says itself."""
+    seed_of_file: int = open_run(run, seed, None).adapter.origin["seed"]
+    return seed_of_file
+
+
 def list_images(places: Sequence[Path]) -> list[Path]:
     """These files, and all images in these folders (UsageError where there are none)."""
     files: list[Path] = []

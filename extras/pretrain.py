@@ -71,8 +71,12 @@ def pretrain(
         state = {f"pretext.{name}": tensor for name, tensor in task.state.items()}
         run.restore(psi | task.phi | state, {"opt": opt})
 
-        # a record an epoch, but every 500 steps where epochs are long, so that a stop is soon
-        piece = min(work.steps // cfg.epochs, 500)
+        # a record an epoch, but every 500 steps where epochs are longer, so that a stop is soon
+        label = "pretrain"
+        piece = work.steps // cfg.epochs
+        if piece > 500:
+            piece = 500
+            label = "pretrain by 500 steps"
         left = range(opt.step, work.steps)
         device = device_of(cfg)
         images = pool_images(pool, cfg.arch().image_size, cfg.pretext, cfg, cfg.seed)
@@ -86,7 +90,7 @@ def pretrain(
             after_step=partial(task.after_step, None),  # I-JEPA's teacher follows ψ
         )
         pieces = math.ceil(work.steps / piece)
-        for record in track(records, pieces, "pretrain", opt.step // piece):
+        for record in track(records, pieces, label, opt.step // piece):
             run.log(record._asdict())
             run.checkpoint(f"step {opt.step} of {work.steps}")
         run.write("backbone.pth", save_networks(cfg, networks))

@@ -27,7 +27,7 @@ from support.screen import Notes, is_first_process, tell
 T = TypeVar("T")
 UNITS = {  # by the label of a loop; others are of epochs
     "align": "alternation",
-    "pretrain": "part",  # an epoch, or 500 steps of a long one
+    "pretrain by 500 steps": "part",  # where epochs are longer
     "run": "run",
     "demo": "run",
 }

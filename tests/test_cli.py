@@ -115,19 +115,41 @@ def test_it_is_said_in_words_whether_the_curvature_did_anything(
     assert told in answers.describe_curvature(result, settings)
 
 
+@pytest.mark.parametrize(
+    ("grid", "tied"),
+    [
+        ({"0.001": [50.0], "0.01": [50.0]}, True),
+        ({"0.001": [50.0, 60.0], "0.01": [60.0, 50.0]}, True),
+        ({"0.001": [50.0], "0.01": [40.0], "0.1": [40.0]}, False),
+        ({"0.001": [50.0], "0.01": [50.0, None], "0.1": [None]}, False),
+    ],
+)
+def test_a_rate_is_tied_where_another_has_its_mean_accuracy(
+    grid: dict[str, list[float | None]], tied: bool
+) -> None:
+    """Rates that diverged are no ties."""
+    result: Any = SimpleNamespace(grid=grid, lr=0.001)
+    assert answers.is_tied(result) == tied
+
+
 def test_arms_are_compared_in_words_with_or_without_against(runs: Path) -> None:
     with_flag = done(f"evaluate {runs}/with --against {runs}/without")
     assert done(f"evaluate {runs}/with {runs}/without") == with_flag
     assert with_flag.startswith("with minus without: ") and "with minus this" in with_flag
+    result = json.loads((runs / "with/result.json").read_text())
+    row = ["with", "2", f"{result['lr']:g}", str(result["test_images"])]
+    assert row in [line.split()[:4] for line in with_flag.splitlines()]
     assert "first_minus_this" not in with_flag
 
 
 def test_evaluate_draws_arms_and_curves(runs: Path) -> None:
     for _ in range(2):  # a picture of ours is drawn again
-        assert "with" in done(f"evaluate {runs}/with --against {runs}/without --picture arms.png")
+        told = done(f"evaluate {runs}/with --against {runs}/without --picture arms.png")
+        assert "with" in told and told.endswith("in arms.png\n")
     done(f"evaluate {runs}/aligned --against {runs}/with --curves curves.png")
     both = done(f"evaluate {runs}/with --picture arms.svg --curves curves.svg")
-    assert "with" in both and Path("arms.svg").exists() and Path("curves.svg").exists()
+    assert "with" in both and both.endswith("in arms.svg, curves.svg\n")
+    assert Path("arms.svg").exists() and Path("curves.svg").exists()
     for name in ("arms.png", "curves.png"):
         with Image.open(name) as picture:
             assert picture.size[0] > 100

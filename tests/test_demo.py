@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from answers import answer_demo
 from config import AlignConfig
 from evaluate import Row, compare
 from extras import demo
@@ -39,12 +40,12 @@ def test_the_story_ends_in_words_and_a_picture_and_goes_on(
 
 
 def test_the_backbone_that_comes_with_the_program_fills_in_characters() -> None:
-    """Predicting zero has a loss of 1; the pretraining ended at 0.27."""
+    """Zeros have a loss of 0.33, as most patches are blank; the pretraining ended at 0.27."""
     m = AlignExperiment(AlignConfig(backbone="vit_mini", dataset="omniglot:Greek"))
     assert WEIGHTS.stat().st_size < 800_000
     task = m.pretext_task(m.new_theta())
     batch = next(pretext_batches(task, m.pool_images(), 500, range(1), m.cfg, m.device))
-    assert 0.2 < task.loss(None, task.phi, batch) < 0.35
+    assert 0.2 < task.loss(None, task.phi, batch) < 0.3
 
 
 def row(name: str, counts: list[int], first: list[int]) -> Row:
@@ -72,3 +73,13 @@ def test_the_answer_names_the_epochs_and_what_may_be_chance() -> None:
     assert "chance" not in at_the_end
     assert "chance" in restart
     assert demo.epochs_to_reach(slow, 38) == "more than 3 epochs"
+
+
+def test_the_words_are_broken_between_words() -> None:
+    """Each line fits on 80 columns, and no word is lost."""
+    aligned = [50, 51, 52, 53]
+    words = ["a head start, " * 20, "over in experiments/omniglot.md " * 4]
+    rows = [row("aligned", aligned, aligned)]
+    told = answer_demo(demo.DemoResult(arms=rows, answer=words, picture=Path("demo.png")))
+    assert max(len(line) for line in told.sentence.splitlines()) < 80
+    assert told.sentence.split() == " ".join(words).split()
