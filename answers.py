@@ -281,7 +281,7 @@ def answer_predict(guesses: Sequence[Record], seed: int) -> Answer:
     rows = []
     for path, guess in zip(paths, guesses, strict=True):
         row = {"image": path.relative_to(folder), "class": guess["label"]}
-        rows.append(row | {"probability": guess["probability"]})
+        rows.append(row | {"probability": f"{guess['probability']:.2f}"})
     images = count(len(set(paths)), "image")
     return Answer(f"{images} in {folder}, by seed {seed}", rows)
 
