@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -318,7 +319,12 @@ def test_signals_have_their_exit_codes(weights: Path, stop: str, code: int) -> N
     model = MAE_RUN.format(weights=weights)
     line = f"align {model} {ALIGN_STEPS} --alternations 100 --probe-epochs 0 --out r"
     program = [*PROGRAM, *line.split()]
-    with subprocess.Popen(program, stderr=subprocess.PIPE, text=True, env=OUTSIDE) as process:
+    # Tests that a shell runs in the background ignore Ctrl-C, and so would the program.
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        program, stderr=pipe, text=True, env=OUTSIDE, preexec_fn=heard
+    ) as process:
         assert process.stderr is not None
         while not process.stderr.readline().startswith("align 1/100  loss "):
             assert process.poll() is None
