@@ -247,7 +247,7 @@ class Predictor(nn.Module):
         depth: int = 12,
         heads: int = 16,  # the official one has as many as its encoder
         mlp_ratio: float = 4.0,
-        block: type[Block] = Block,
+        block: type[Block] = Block,  # or a class with the same tensors, as `lora.LeanBlock`
     ) -> None:
         super().__init__()
         self.patches = patches

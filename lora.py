@@ -176,19 +176,19 @@ def qkv(
         queries = W_q x + s B_q A_q x,    keys = W_k x,    values = W_v x + s B_v A_v x
     """
     B, _, dim = x.shape
-    x = in_autocast_dtype(x).flatten(0, 1)  # (B tokens, dim)
+    x = in_autocast_dtype(x).flatten(0, 1)  # (B * tokens, dim)
     if row is None:
-        queries, keys, values = attn.qkv(x).chunk(3, -1)  # (B tokens, dim) each
+        queries, keys, values = attn.qkv(x).chunk(3, -1)  # (B * tokens, dim) each
     else:
         # three products: keys that were a view of a common one would keep all of it until backward
         W_q, W_k, W_v = attn.qkv.weight.chunk(3)  # (dim, dim) each
         b_q, b_k, b_v = [None] * 3 if attn.qkv.bias is None else attn.qkv.bias.chunk(3)
-        queries = F.linear(x, W_q, b_q)  # (B tokens, dim)
+        queries = F.linear(x, W_q, b_q)  # (B * tokens, dim)
         keys = F.linear(x, W_k, b_k)
         values = F.linear(x, W_v, b_v)
         A_q, B_qT, A_v, B_vT = row.to(x.dtype).view(4, -1, dim).unbind(0)  # (r, dim) each
-        low = scale * (x @ torch.cat([A_q, A_v]).mT)  # (B tokens, 2 r)
-        low_q, low_v = low.chunk(2, -1)  # (B tokens, r) each
+        low = scale * (x @ torch.cat([A_q, A_v]).mT)  # (B * tokens, 2 r)
+        low_q, low_v = low.chunk(2, -1)  # (B * tokens, r) each
         queries.addmm_(low_q, B_qT)  # queries += low_q @ B_qT, without a tensor for the product
         values.addmm_(low_v, B_vT)
     queries = attn.q_norm(split_heads(queries, B, attn.num_heads))
@@ -197,7 +197,7 @@ def qkv(
 
 
 def split_heads(x: Tensor, B: int, heads: int) -> Tensor:
-    """(B tokens, dim) -> (B, heads, tokens, head dim)."""
+    """(B * tokens, dim) -> (B, heads, tokens, head dim)."""
     head_dim = x.shape[-1] // heads
     return x.view(B, -1, heads, head_dim).transpose(1, 2)
 

@@ -141,7 +141,7 @@ class Decoder(nn.Module):
         heads: int = 16,
         mlp_ratio: float = 4.0,
         prefix: int = 1,
-        block: type[Block] = Block,
+        block: type[Block] = Block,  # or a class with the same tensors, as `lora.LeanBlock`
     ) -> None:
         super().__init__()
         self.patches = patches

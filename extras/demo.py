@@ -80,8 +80,7 @@ def demo(
 
     runs.LOG.info("%d align runs and %d fine-tunings: about two minutes", SEEDS, len(ARMS) * SEEDS)
     reports = processes.jobs(run_unit, units, jobs) if jobs > 1 else map(run_unit, units)
-    for _ in track(reports, len(units), "demo"):
-        pass  # asking for a report runs its unit, and `track` shows it
+    list(track(reports, len(units), "demo"))  # asking for a report runs its unit
     arms = evaluate([out / arm for arm in ARMS]).arms
     draw(out, first, arms)
     curves = [read_curve(out / arm) for arm in ARMS]
