@@ -1,0 +1,242 @@
+"""Does aligning help, if every arm may do the same work, with a rate and length chosen for it?
+
+    python -m experiments.fair_race --cell Greek:0    # all arms once, in some minutes
+    python -m experiments.fair_race --choose          # phase 1: every candidate of every arm
+    python -m experiments.fair_race --race            # phase 2: those that phase 1 chose
+
+fair_race.md is the protocol. A phase adds a line for each run to a file in experiments/fair_race/,
+and the same command goes on after a stop. fair_race_analysis.py reads these files.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from align import batches_left, prepare, probe
+from bisslight import Map, algorithm_1
+from config import AlignConfig, FinetuneConfig, PretrainConfig, Record
+from experiments.recipe import progress, run_script
+from extras.pretrain import pretrain
+from support import omniglot
+from support.experiment import AlignExperiment, Experiment
+from support.optim import Group, Optimiser, Schedule, train_epochs, trainable
+from support.processes import jobs
+
+RESULTS = Path(__file__).with_name("fair_race")
+PRETRAIN: Record = {
+    "backbone": "vit_mini", "pool": "omniglot", "image_size": 28, "patch_size": 4, "epochs": 60,
+    "warmup_epochs": 3, "batch": 64, "base_lr": 16e-3, "beta2": 0.999, "min_crop": 0.5,
+}  # fmt: skip
+ALIGN: Record = {  # λ and all that is not here is the paper's, or vit_mini's default
+    "lower_steps": 5, "upper_steps": 3, "p_batch": 64, "d_batch": 32, "p_lr": 1e-2, "d_lr": 1e-2
+}  # fmt: skip
+EPOCHS_OF_ALTERNATION = 1.6  # the work of an alternation and of its part of the probe
+
+
+class Arm(NamedTuple):
+    """What comes before PEFT, and the rate and the length of PEFT."""
+
+    rate: float
+    epochs: int
+    alternations: int = 0
+    implicit: bool = True  # False: q = 0, so θ_D is trained by its own loss alone
+    first_epochs: int = 0  # of a PEFT before, at rate 0.03, whose θ this one starts from
+
+    @property
+    def work(self) -> float:
+        """All of it, in epochs of PEFT."""
+        return self.first_epochs + EPOCHS_OF_ALTERNATION * self.alternations + self.epochs
+
+
+CANDIDATES: dict[str, list[Arm]] = {"direct": [], "restart": [], "aligned": []}
+for rate in (0.02, 0.04):
+    CANDIDATES["direct"] += [Arm(rate, 95), Arm(rate, 175)]
+    CANDIDATES["restart"] += [Arm(rate, 95, first_epochs=80), Arm(rate, 25, first_epochs=150)]
+    CANDIDATES["aligned"] += [Arm(rate, 95, alternations=50), Arm(rate, 40, alternations=85)]
+CHOSEN: dict[str, list[Arm]] = {}  # by phase 1, one each; q = 0 has what aligned has
+
+
+class Cell(NamedTuple):
+    """A task, a backbone with its split of the drawers, and a seed."""
+
+    alphabet: str
+    backbone: int  # the seed of its pretraining and its split; 0 comes with the program
+    seed: int
+
+
+CHOICE = [Cell(name, 0, seed) for seed, name in product((0, 1), ("Early_Aramaic", "Tagalog"))]
+BACKBONES = range(4, 12)  # and splits; no earlier study had these
+RACE: list[Cell] = []  # in rounds: one alphabet and one seed on all backbones
+for seed, alphabet, number in product(range(3), ("Greek", "Balinese", "Latin"), BACKBONES):
+    RACE.append(Cell(alphabet, number, seed))
+
+
+class Unit(NamedTuple):
+    """One run to do."""
+
+    name: str  # of the arm
+    arm: Arm
+    cell: Cell
+
+
+class Run(NamedTuple):
+    """One run and what it ended with, a line of a file."""
+
+    name: str
+    arm: Arm
+    cell: Cell
+    images: int  # of the test
+    test: dict[int, float]  # test accuracy (%) by epoch of PEFT; the last one is the end
+    held_out: float  # accuracy (%) on validation and test images together, at the end
+    cpu: float  # seconds, without pretraining, and without a start that another run has made
+
+
+def run_unit(unit: Unit, out: Path) -> Run:
+    """Run an arm in a cell, on a backbone that is in OUT or will be."""
+    torch.set_num_threads(1)
+    name, arm, cell = unit
+    settings = settings_of_cell(cell, out)
+    started = time.process_time()
+    theta = None  # a fresh one
+    if arm.alternations:
+        theta = aligned(cell, out, arm.alternations, arm.implicit)
+    if arm.first_epochs:
+        theta = fine_tuned_before(cell, out, arm.first_epochs)
+    tuned = fine_tune(settings, arm.rate, arm.epochs, theta)
+    cpu = time.process_time() - started
+    return Run(name, arm, cell, tuned.images, tuned.curve, tuned.held_out, cpu)
+
+
+def settings_of_cell(cell: Cell, out: Path) -> Record:
+    """Settings of everything in a cell; a backbone that is not there is pretrained."""
+    weights = omniglot.WEIGHTS
+    if cell.backbone:
+        cfg = PretrainConfig(**PRETRAIN, seed=cell.backbone)
+        weights = Path(pretrain(cfg, out / f"pretrain-{cell.backbone}").weights)
+    return {
+        "backbone": "vit_mini",
+        "weights": weights,
+        "dataset": f"omniglot:{cell.alphabet}",
+        "data_seed": cell.backbone,
+        "seed": cell.seed,
+        "augment": "none",
+        "device": "cpu",
+    }
+
+
+@cache  # candidates of phase 1 share it
+def aligned(cell: Cell, out: Path, alternations: int, implicit: bool) -> Tensor:
+    """θ_P of what `align` does with these settings, without a run directory."""
+    length = {"alternations": alternations, "warmup": alternations // 10}
+    cfg = AlignConfig(**settings_of_cell(cell, out) | ALIGN | length)
+    experiment = AlignExperiment(cfg)
+    prepared = prepare(experiment, None if implicit else no_hypergradient)
+    list(probe(experiment, prepared))
+    state, task, head, hypergrad, _ = prepared
+    batches = batches_left(experiment, prepared)
+    list(algorithm_1(state, cfg, task, head.loss, hypergrad, *batches, experiment.passes))
+    return state.theta_P.detach()
+
+
+def no_hypergradient(G: Tensor, lam: float, H: Callable[[], Map]) -> Map:
+    """Line 10 without an inverse: q = 0, so l.14 follows L^D's own gradient at θ_D alone."""
+    return torch.zeros_like
+
+
+@cache
+def fine_tuned_before(cell: Cell, out: Path, epochs: int) -> Tensor:
+    """θ of a PEFT with another seed, which a restart starts from."""
+    other = cell._replace(seed=cell.seed + 100)
+    return fine_tune(settings_of_cell(other, out), 0.03, epochs, None).theta
+
+
+class Tuned(NamedTuple):
+    """What PEFT ended with."""
+
+    theta: Tensor
+    images: int  # of the test
+    curve: dict[int, float]  # test accuracy (%) by epoch
+    held_out: float  # accuracy (%) on validation and test images together, at the end
+
+
+def fine_tune(settings: Record, rate: float, epochs: int, start: Tensor | None) -> Tuned:
+    """PEFT as `finetune` does it, without a run directory and without a choice of the epoch."""
+    cfg = FinetuneConfig(**settings)
+    experiment = Experiment(cfg)
+    task = experiment.task
+    theta = trainable({"theta": experiment.new_theta() if start is None else start})["theta"]
+    head = experiment.new_head("peft head")
+    n = math.ceil(len(task.train.targets) / 32)  # steps of an epoch
+    schedule = Schedule(epochs * n, warmup=5 * n + 1, end=cfg.end_lr)
+    group = Group([theta, *head.phi.values()], rate, cfg.weight_decay)
+    optimiser = Optimiser([group], schedule, (0.9, 0.999))
+    examples = experiment.examples("peft", 32, range(epochs * n), cfg.drop_path, passes=True)
+    loss = partial(head.loss, theta, head.phi, regularise=True)
+    curve = dict[int, float]()
+    for epoch, _ in train_epochs(loss, optimiser, examples, n, "peft", experiment.passes):
+        if epoch % 10 == 0 or epoch == epochs:
+            curve[epoch] = experiment.score(task.test, theta, head.with_stats).accuracy
+    val = experiment.score(task.val, theta, head.with_stats).accuracy
+    images = len(task.test.targets)
+    of_val = len(task.val.targets)
+    held_out = (val * of_val + curve[epochs] * images) / (of_val + images)
+    return Tuned(theta.detach(), images, curve, held_out)
+
+
+def units_of(cells: list[Cell], arms: dict[str, list[Arm]]) -> list[Unit]:
+    """Every arm in every cell, cell by cell."""
+    units = []
+    for cell, name in product(cells, arms):
+        units += [Unit(name, arm, cell) for arm in arms[name]]
+    return units
+
+
+def run_all(units: list[Unit], out: Path, results: Path, processes: int) -> None:
+    """Run those that the file has no line of, and add their lines."""
+    done = {Unit(run.name, run.arm, run.cell) for run in read_runs(results)}
+    left = [unit for unit in units if unit not in done]
+    for run in progress(jobs(partial(run_unit, out=out), left, processes), len(left), "runs"):
+        with results.open("a") as file:
+            file.write(json.dumps(run) + "\n")
+
+
+def read_runs(results: Path) -> list[Run]:
+    """The runs of a file; none if it is not there."""
+    runs = []
+    for line in results.read_text().splitlines() if results.exists() else []:
+        name, arm, cell, images, test, held_out, cpu = json.loads(line)
+        curve = {int(epoch): accuracy for epoch, accuracy in test.items()}
+        runs.append(Run(name, Arm(*arm), Cell(*cell), images, curve, held_out, cpu))
+    return runs
+
+
+def main(
+    cell: str = "",
+    choose: bool = False,
+    race: bool = False,
+    out: Path = Path("runs/fair_race"),
+    processes: int = 1,
+) -> None:
+    """Run --cell ALPHABET:BACKBONE, or go on with a phase; OUT is where backbones are."""
+    if cell:
+        name, _, number = cell.partition(":")
+        for unit in units_of([Cell(name, int(number), 0)], CHOSEN):
+            run = run_unit(unit, out)
+            accuracy = run.test[max(run.test)]
+            print(f"{run.name}: {accuracy:.1f} %, work {run.arm.work:.0f}, {run.cpu:.0f} CPU-s")
+    if choose:
+        run_all(units_of(CHOICE, CANDIDATES), out, RESULTS / "choice.jsonl", processes)
+    if race:
+        run_all(units_of(RACE, CHOSEN), out, RESULTS / "race.jsonl", processes)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,209 @@
+"""What the runs of the fair race say: the choice of phase 1, the table and picture of phase 2.
+
+    python -m experiments.fair_race_analysis
+
+It was written, and run on simulated runs, before phase 2 began; fair_race.md names its rules.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+import typer
+from matplotlib import pyplot as plt
+from scipy.stats import t as student
+
+from config import Record
+from experiments.fair_race import BACKBONES, CANDIDATES, RACE, RESULTS, Arm, Run, read_runs
+from experiments.recipe import markdown
+
+AGAINST = ("direct", "restart", "q = 0")  # aligned is compared with each
+NAMES = ("aligned", *AGAINST)
+SMALL = 2.0  # points; a gain below them is called none
+
+
+class Difference(NamedTuple):
+    """An arm minus another, in points of test accuracy."""
+
+    mean: float  # over backbones
+    low: float  # of the 95 % interval
+    high: float
+    p: float  # two-sided, by sign flips of the backbones
+
+
+def main(results: Path = RESULTS) -> None:
+    """Print the tables, and draw RESULTS.png once there are whole rounds."""
+    print_choice(read_runs(results / "choice.jsonl"))
+    runs = in_whole_rounds(read_runs(results / "race.jsonl"))
+    rounds = len(runs) // (len(BACKBONES) * len(NAMES))
+    planned = len(RACE) // len(BACKBONES)
+    print(f"\nPhase 2: {rounds} of {planned} rounds are whole\n")
+    if rounds:
+        print(markdown(rows_of(runs, final=rounds == planned)))
+        draw(runs, results.with_suffix(".png"))
+
+
+# --- phase 1 --------------------------------------------------------------------------------------
+
+
+def choose(name: str, runs: Sequence[Run]) -> Arm:
+    """The rate and the division of the work with the best mean, each over all of the other."""
+    candidates = CANDIDATES[name]
+
+    def quality(same: str, candidate: Arm) -> float:
+        """Mean accuracy of the candidates that share their rate, or all but their rate."""
+        alike = []
+        for run in runs:
+            equal_rate = run.arm.rate == candidate.rate
+            equal_division = run.arm._replace(rate=0.0) == candidate._replace(rate=0.0)
+            if run.name == name and (equal_rate if same == "rate" else equal_division):
+                alike.append(run.held_out)
+        return fmean(alike)
+
+    # of equal ones max takes the first: the lower rate, and for direct less work
+    rate = max(candidates, key=lambda arm: quality("rate", arm)).rate
+    division = max(candidates, key=lambda arm: quality("division", arm))
+    return division._replace(rate=rate)
+
+
+def print_choice(runs: Sequence[Run]) -> None:
+    """Each candidate's mean, and what the rule chooses."""
+    rows: list[Record] = []
+    for name, candidates in CANDIDATES.items():
+        for arm in candidates:
+            held_out = [run.held_out for run in runs if (run.name, run.arm) == (name, arm)]
+            if held_out:
+                row = {"arm": name, "candidate": describe(arm), "work": f"{arm.work:.0f}"}
+                rows.append(
+                    row | {"cells": len(held_out), "held out (%)": f"{fmean(held_out):.1f}"}
+                )
+    print(markdown(rows))
+    if len(runs) == sum(4 * len(candidates) for candidates in CANDIDATES.values()):
+        for name in CANDIDATES:
+            print(f"{name}: {choose(name, runs)!r}")
+
+
+def describe(arm: Arm) -> str:
+    """What is done, in words."""
+    before = ""
+    if arm.first_epochs:
+        before = f"PEFT of {arm.first_epochs} epochs, "
+    if arm.alternations:
+        before = f"T {arm.alternations}, "
+    return f"{before}{arm.epochs} epochs at {arm.rate:g}"
+
+
+# --- phase 2 --------------------------------------------------------------------------------------
+
+
+def in_whole_rounds(runs: Sequence[Run]) -> list[Run]:
+    """The runs of those alphabets and seeds for which every backbone has every arm."""
+    sizes = Counter((run.cell.alphabet, run.cell.seed) for run in runs)
+    whole = len(BACKBONES) * len(NAMES)
+    return [run for run in runs if sizes[run.cell.alphabet, run.cell.seed] == whole]
+
+
+def end(run: Run) -> float:
+    """Test accuracy after the last epoch."""
+    return run.test[max(run.test)]
+
+
+def by_backbone(runs: Sequence[Run], arm: str, against: str) -> list[float]:
+    """For each backbone the mean difference of two arms over its cells, seed by seed."""
+    accuracy = {(run.name, run.cell): end(run) for run in runs}
+    cells = {run.cell for run in runs}
+    means = []
+    for number in BACKBONES:
+        differences = []
+        for cell in cells:
+            if cell.backbone == number:
+                differences.append(accuracy[arm, cell] - accuracy[against, cell])
+        means.append(fmean(differences))
+    return means
+
+
+def difference(values: Sequence[float]) -> Difference:
+    """Mean, 95 % interval by Student's t, and the exact p of all flips of signs."""
+    mean = fmean(values)
+    n = len(values)
+    half = float(student.ppf(0.975, n - 1)) * stdev(values) / n**0.5
+    extreme = 0
+    for signs in product((1, -1), repeat=n):
+        flipped = fmean(sign * value for sign, value in zip(signs, values, strict=True))
+        extreme += abs(flipped) >= abs(mean) - 1e-9  # a sum in another order is as large
+    return Difference(mean, mean - half, mean + half, extreme / 2**n)
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """Each p multiplied by the number of those that are not smaller, and never decreasing."""
+    adjusted = [0.0] * len(ps)
+    largest = 0.0
+    for rank, k in enumerate(sorted(range(len(ps)), key=lambda k: ps[k])):
+        largest = max(largest, min(1.0, (len(ps) - rank) * ps[k]))
+        adjusted[k] = largest
+    return adjusted
+
+
+def verdict(found: Difference, p: float) -> str:
+    """What may be said, once all rounds are there."""
+    words = []
+    if p < 0.05:
+        words.append("aligned is ahead" if found.mean > 0 else "aligned is behind")
+    if found.high < SMALL:
+        words.append(f"no gain of {SMALL:g} points")
+    return ", ".join(words) or "open"
+
+
+def rows_of(runs: Sequence[Run], final: bool) -> list[Record]:
+    """The table; a verdict only where it is final."""
+    found = [difference(by_backbone(runs, "aligned", other)) for other in AGAINST]
+    adjusted = holm([one.p for one in found])
+    rows: list[Record] = []
+    for name in NAMES:
+        arm = [run for run in runs if run.name == name]
+        row = {
+            "arm": name,
+            "work": f"{arm[0].arm.work:.0f}",
+            "CPU-s": f"{fmean(run.cpu for run in arm):.0f}",
+            "test (%)": f"{fmean(end(run) for run in arm):.1f}",
+        }
+        cells = ["", "", "", ""]
+        if name in AGAINST:
+            one, p = found[AGAINST.index(name)], adjusted[AGAINST.index(name)]
+            interval = f"{one.low:+.1f} to {one.high:+.1f}"
+            words = verdict(one, p) if final else "not yet"
+            cells = [f"{one.mean:+.1f}", interval, f"{one.p:.2g} ({p:.2g})", words]
+        heads = ("aligned minus this", "95 % interval", "p (Holm)", "verdict")
+        rows.append(row | dict(zip(heads, cells, strict=True)))
+    return rows
+
+
+def draw(runs: Sequence[Run], path: Path) -> None:
+    """Test accuracy minus that of direct at its end, against the work done so far."""
+    direct = {run.cell: end(run) for run in runs if run.name == "direct"}
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.axhline(0, color="grey", linewidth=0.8)
+    for name in ("direct", "restart", "q = 0", "aligned"):
+        arm = [run for run in runs if run.name == name]
+        work_before = arm[0].arm.work - arm[0].arm.epochs
+        x, y = [], []
+        for epoch in arm[0].test:
+            x.append(work_before + epoch)
+            y.append(fmean(run.test[epoch] - direct[run.cell] for run in arm))
+        (line,) = axes.plot(x, y, label=name, linewidth=1.5)
+        if name != "direct":
+            one = difference(by_backbone(runs, name, "direct"))
+            bars = [[one.mean - one.low], [one.high - one.mean]]
+            axes.errorbar([x[-1]], [one.mean], bars, fmt="o", capsize=4, color=line.get_color())
+    axes.set_xlabel("work, in epochs of PEFT, aligning and the first PEFT included")
+    axes.set_ylabel("points above the end of direct")
+    axes.legend()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,145 @@
+"""The fair race: its analysis on simulated runs, and that its arms are what the commands do."""
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import permutation_test, ttest_1samp
+
+from align import align
+from config import AlignConfig, FinetuneConfig
+from experiments import fair_race
+from experiments import fair_race_analysis as analysis
+from experiments.fair_race import BACKBONES, CANDIDATES, CHOICE, RACE, Arm, Cell, Run
+from finetune import finetune
+from support.checkpoints import load_theta
+
+DRAWN = {"backbone": 1.0, "cell": 5.0, "run": 4.2}  # deviations; the last two as once measured
+
+
+def simulate(gains: dict[str, float], rounds: int, seed: int) -> list[Run]:
+    """Runs of whole rounds, in which each arm gains so much."""
+    random = Random(seed)
+    own = {}  # a backbone may suit an arm
+    for name in analysis.NAMES:
+        for number in BACKBONES:
+            own[name, number] = random.gauss(0, DRAWN["backbone"])
+    runs = []
+    for cell in RACE[: rounds * len(BACKBONES)]:
+        task = 45 + random.gauss(0, DRAWN["cell"])
+        for name in analysis.NAMES:
+            noise = own[name, cell.backbone] + random.gauss(0, DRAWN["run"])
+            accuracy = task + gains.get(name, 0.0) + noise
+            runs.append(Run(name, Arm(0.03, 95), cell, 168, {95: accuracy}, accuracy, 1.0))
+    return runs
+
+
+def against(runs: list[Run], other: str) -> analysis.Difference:
+    return analysis.difference(analysis.by_backbone(runs, "aligned", other))
+
+
+def test_intervals_hold_what_was_planted_in_about_95_of_100_simulated_studies() -> None:
+    held = 0
+    for seed in range(400):
+        found = against(simulate({"aligned": 3.0}, rounds=2, seed=seed), "direct")
+        held += found.low <= 3.0 <= found.high
+    assert 365 <= held <= 392  # 380 expected, with a deviation of 4.4
+
+
+def test_without_a_gain_some_comparison_is_called_one_in_at_most_5_of_100_studies() -> None:
+    called = 0
+    for seed in range(200):
+        runs = simulate({}, rounds=1, seed=seed)
+        ps = [against(runs, other).p for other in analysis.AGAINST]
+        called += min(analysis.holm(ps)) < 0.05
+    assert called <= 17  # 10 expected at most, with a deviation of 3
+
+
+def test_interval_and_p_are_those_of_scipy() -> None:
+    values = [2.1, -0.4, 3.3, 1.0, 0.2, 4.0, -1.1, 2.6]
+    found = analysis.difference(values)
+    interval = ttest_1samp(values, 0).confidence_interval(0.95)
+    assert [found.low, found.high] == pytest.approx([interval.low, interval.high])
+    flips = permutation_test(
+        [values], lambda x: x.mean(), permutation_type="samples", n_resamples=10**6
+    )
+    assert found.p == pytest.approx(flips.pvalue)
+
+
+def test_holm_multiplies_the_smallest_by_three_and_never_falls() -> None:
+    assert analysis.holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
+
+
+def test_a_round_that_is_not_whole_does_not_count() -> None:
+    runs = simulate({}, rounds=2, seed=0)
+    assert analysis.in_whole_rounds(runs[:-1]) == runs[: len(runs) // 2]
+
+
+def test_a_verdict_is_given_only_at_the_end() -> None:
+    runs = simulate({"aligned": 9.0}, rounds=9, seed=0)
+    verdicts = [row["verdict"] for row in analysis.rows_of(runs, final=True)]
+    assert verdicts == ["", *["aligned is ahead"] * 3]
+    assert analysis.rows_of(runs, final=False)[1]["verdict"] == "not yet"
+    nothing = analysis.verdict(analysis.Difference(-0.5, -2.0, 1.0, 0.4), 0.4)
+    assert nothing == "no gain of 2 points"
+
+
+def test_the_choice_takes_the_best_rate_and_the_best_division() -> None:
+    runs = []
+    for name, candidates in CANDIDATES.items():
+        for cell in CHOICE:
+            for arm in candidates:
+                accuracy = 40.0 + 5 * (arm.rate == 0.04) + 2 * (arm.epochs == candidates[1].epochs)
+                runs.append(Run(name, arm, cell, 168, {1: accuracy}, accuracy, 1.0))
+    for name, candidates in CANDIDATES.items():
+        assert analysis.choose(name, runs) == candidates[3]
+
+
+def test_no_arm_does_more_work_than_another_may() -> None:
+    for candidates in CANDIDATES.values():
+        assert max(arm.work for arm in candidates) in (175, 176)
+
+
+def test_the_arms_are_what_align_and_finetune_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit."""
+    few = {"lower_steps": 2, "upper_steps": 2, "p_batch": 8, "d_batch": 8, "probe_epochs": 1}
+    monkeypatch.setattr(fair_race, "ALIGN", fair_race.ALIGN | few)
+    cell = Cell("Tagalog", 0, 3)
+    settings = fair_race.settings_of_cell(cell, tmp_path)
+    theta = fair_race.aligned(cell, tmp_path, 2, True)
+    length = {"alternations": 2, "warmup": 0}
+    align(AlignConfig(**settings | fair_race.ALIGN | length), tmp_path / "align")
+    written, _ = load_theta(tmp_path / "align/adapter.safetensors", 64)
+    assert torch.equal(theta, written)
+    assert not torch.equal(theta, fair_race.aligned(cell, tmp_path, 2, False))
+
+    tuned = fair_race.fine_tune(settings, 0.03, 6, theta)
+    peft = {"lr": 0.03, "epochs": 6, "warmup_epochs": 5, "batch": 32, "eval_epochs": 6, "seeds": 1}
+    cfg = FinetuneConfig(**settings | peft | {"start": tmp_path / "align"})
+    assert finetune(cfg, tmp_path / "peft").test == [tuned.curve[6]]
+
+
+def serially(fn: Any, units: Any, count: int) -> list[Any]:
+    """`support.processes.jobs` without processes, which take seconds to start."""
+    return [fn(unit) for unit in units]
+
+
+def test_a_unit_of_each_kind_runs_and_is_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fair_race, "jobs", serially)
+    few = [Arm(0.03, 1), Arm(0.03, 1, first_epochs=1)]
+    units = [fair_race.Unit("one", arm, Cell("Tagalog", 0, 0)) for arm in few]
+    results = tmp_path / "runs.jsonl"
+    fair_race.run_all(units[:1], tmp_path, results, 1)
+    first = results.read_text()
+    fair_race.run_all(units, tmp_path, results, 1)
+    assert results.read_text().startswith(first)
+    runs = fair_race.read_runs(results)
+    assert [fair_race.Unit(run.name, run.arm, run.cell) for run in runs] == units
+    right = [run.test[1] / 100 * run.images for run in runs]
+    assert right == pytest.approx([round(number) for number in right])
