@@ -1,0 +1,178 @@
+"""`examples/one_page.py`, all of BiSSLight on one page, against the program, tensor for tensor."""
+
+import ast
+import re
+import runpy
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import close
+from torch import Tensor
+
+import mae
+from bisslight import State, algorithm_1
+from config import BACKBONES
+from lora import Backbone, Examples, downstream_loss
+from mfac import mfac
+from support import omniglot
+from support.checkpoints import build_head, build_vit
+from support.optim import Group, Optimiser, Schedule, trainable
+
+PAGE = Path(mae.__file__).parent / "examples/one_page.py"
+
+
+@pytest.fixture(scope="module")
+def page() -> SimpleNamespace:
+    """The functions and constants of the page, which does not run when it is imported."""
+    return SimpleNamespace(**runpy.run_path(str(PAGE)))
+
+
+def networks(page: SimpleNamespace) -> tuple[dict[str, Tensor], mae.MAE, Backbone]:
+    """ψ and φ_P by name, in float64, and the program's networks with the same tensors."""
+    saved = torch.load(omniglot.WEIGHTS, weights_only=True)["model"]
+    named = {name: tensor.double() for name, tensor in saved.items()}
+    arch = BACKBONES["vit_mini"]._replace(image_size=28)
+    vit = build_vit(arch).double()
+    vit.load_state_dict({name: named[name] for name in vit.state_dict()})
+    decoder = build_head(arch, "mae").double()
+    decoder.load_state_dict({name: named[name] for name in decoder.state_dict()})
+    backbone = Backbone(vit).requires_grad_(False)
+    return named, mae.MAE(backbone, decoder), backbone
+
+
+def drawn(page: SimpleNamespace, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """θ with all of its parts, images, noise and labels."""
+    rng = torch.Generator().manual_seed(seed)
+    theta = torch.randn(page.K, 4 * page.R * page.DIM, generator=rng).double() / 20
+    images = torch.randn(page.B_P, 3, 28, 28, generator=rng).double()
+    noise = torch.rand(page.B_P, page.PATCHES, generator=rng).double()
+    labels = torch.randint(24, (page.B_P,), generator=rng)
+    return theta.requires_grad_(), images, noise, labels
+
+
+def test_its_constants_are_the_networks(page: SimpleNamespace) -> None:
+    arch = BACKBONES["vit_mini"]
+    assert (arch.depth, arch.dim, arch.heads) == (page.K, page.DIM, page.HEADS)
+    assert arch.decoder_heads == page.HEADS and arch.decoder_depth == 1  # `block` serves both
+    assert page.PATCHES == (28 // page.PATCH) ** 2
+    assert int(page.PATCHES * (1 - 0.75)) == page.KEPT
+
+
+def test_its_images_are_the_programs(page: SimpleNamespace) -> None:
+    page.characters.__globals__["FOLDER"] = omniglot.IMAGES.parent
+    assert torch.equal(page.characters(*omniglot.POOL).flatten(0, 1), omniglot.pool().images)
+
+
+def test_its_losses_and_gradients_are_the_programs(page: SimpleNamespace) -> None:
+    named, task, backbone = networks(page)
+    theta, images, noise, labels = drawn(page, 0)
+    phi_P = trainable(task.phi)
+    found = page.L_P(named, theta, phi_P, images, noise)
+    wanted = task.loss(theta, phi_P, mae.Batch(images, noise))
+    tensors = [theta, *phi_P.values()]
+    compare(found, wanted, tensors)
+
+    weight = torch.randn(24, page.DIM, generator=torch.Generator().manual_seed(1)).double()
+    head = trainable({"weight": weight, "bias": weight[:, 0]})
+    same = {f"head.{name}": tensor for name, tensor in head.items()}
+    found = page.L_D(named, theta, same, images, labels)
+    wanted = downstream_loss(backbone, theta, head, Examples(images, labels))
+    compare(found, wanted, [theta, *head.values()])
+
+
+def compare(found: Tensor, wanted: Tensor, tensors: list[Tensor]) -> None:
+    """Two losses and their gradients."""
+    close(found, wanted, 1e-10)
+    gradients = torch.autograd.grad(wanted, tensors)
+    for actual, expected in zip(torch.autograd.grad(found, tensors), gradients, strict=True):
+        close(actual, expected, 1e-10)
+
+
+def test_its_q_is_mfacs(page: SimpleNamespace) -> None:
+    rng = torch.Generator().manual_seed(2)
+    G = torch.randn(page.K, page.N_L, 30, generator=rng).double()
+    g = torch.randn(page.K, 30, generator=rng).double()
+    M = [page.eq_7(G_k) for G_k in G]
+    q = torch.stack([page.eq_10(M_k, g_k) for M_k, g_k in zip(M, g, strict=True)])
+    close(q, mfac(G, page.LAM)(g), 1e-10)
+
+
+@pytest.mark.parametrize("use_q", [True, False])
+def test_a_whole_alternation_is_the_programs(page: SimpleNamespace, use_q: bool) -> None:
+    """θ_P after two alternations of a run of T: the second one depends on θ_D, and so on q."""
+    named, task, backbone = networks(page)
+    theta, pool, _, _ = drawn(page, 3)
+    theta = theta.detach()
+    _, images, _, labels = drawn(page, 4)
+    start = {"weight": torch.ones(24, page.DIM).double(), "bias": torch.arange(24.0).double()}
+    T = page.T
+    page.algorithm_1.__globals__["T"] = 2  # and the schedules of two alternations
+    try:
+        head = {f"head.{name}": tensor for name, tensor in start.items()}
+        phi_P = {name: tensor.detach() for name, tensor in task.phi.items()}
+        found = page.algorithm_1(named, theta, phi_P, head, pool, images, labels, use_q)
+    finally:
+        page.algorithm_1.__globals__["T"] = T
+    wanted = program(page, task, backbone, theta, start, pool, images, labels, use_q)
+    assert not torch.equal(found, theta)
+    close(found, wanted, 1e-10)
+
+
+def program(
+    page: SimpleNamespace,
+    task: mae.MAE,
+    backbone: Backbone,
+    theta: Tensor,
+    head: dict[str, Tensor],
+    pool: Tensor,
+    images: Tensor,
+    labels: Tensor,
+    use_q: bool,
+) -> Tensor:
+    """The same run by the program's own Algorithm 1, with the page's draws."""
+    P, D = (trainable({"theta": theta})["theta"] for _ in "PD")
+    phi_P, phi_D = trainable(task.phi), trainable(head)
+    T, N_L, N_U, warmup = 2, page.N_L, page.N_U, page.WARMUP
+    lower = [Group([P], page.LR, 0.05), Group([*phi_P.values()], page.LR_PHI_P, 0.05)]
+    upper = [Group([D, *phi_D.values()], page.LR, 0.05)]
+    rates = [Schedule(T * n, warmup * n + 1, 0.0) for n in (N_L, N_U)]
+    opt_P = Optimiser(lower, rates[0], (0.9, 0.95))
+    opt_D = Optimiser(upper, rates[1], (0.9, 0.999))
+    state = State(P, D, phi_P, phi_D, opt_P, opt_D)
+    rng = torch.Generator().manual_seed(1)
+
+    def pretext() -> Any:
+        for i in page.draws(len(pool), page.B_P):
+            yield mae.Batch(pool[i], torch.rand(page.B_P, page.PATCHES, generator=rng))
+
+    def labelled() -> Any:
+        for i in page.draws(len(labels), page.B_D):
+            yield Examples(images[i], labels[i])
+
+    def zero(G: Tensor, lam: float, H: object) -> Any:
+        return torch.zeros_like
+
+    steps: Any = SimpleNamespace(alternations=T, lower_steps=N_L, upper_steps=N_U, lam=page.LAM)
+    loss_D = partial(downstream_loss, backbone)
+    hypergrad = mfac if use_q else zero
+    for _ in algorithm_1(state, steps, task, loss_D, hypergrad, pretext(), labelled()):
+        pass
+    return P.detach()
+
+
+def test_it_needs_torch_and_numpy_alone_and_has_the_lines_of_algorithm_1_in_order() -> None:
+    text = PAGE.read_text()
+    nodes = [*ast.walk(ast.parse(text))]
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    found |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    needed = {"math", "importlib.util", "pathlib", "numpy", "torch", "torch.nn.functional"}
+    assert found == needed | {"matplotlib.pyplot"}  # the picture, where it is installed
+    body = text[text.index("def algorithm_1") : text.index("def fit")]
+    lines = [int(n) for n in re.findall(r"\bl\.(\d+)", body)]
+    assert {*lines} == {*range(1, 18)}
+    assert [n for n in lines if n != 8] == sorted(n for n in lines if n != 8)
+    assert len(text.splitlines()) <= 200
