@@ -1,6 +1,6 @@
 """Puts code into math.md, and makes paper_beside_code.html of it: formulas left, code right.
 
-`python docs/beside.py` renews both files; with --check it says whether one is out of date.
+`python docs/beside.py` renews both files.
 
 A line `<!-- code: PLACE -->` of math.md says which code stands in the block below it. A place is
 
@@ -17,7 +17,6 @@ The concordance, which says where each part of the paper is, comes from beside.t
 
 import ast
 import re
-import sys
 import textwrap
 import tomllib
 from collections.abc import Sequence
@@ -394,15 +393,11 @@ def made() -> dict[Path, str]:
     return {MATH: math, PAGE: page(math)}
 
 
-def main(check: bool) -> None:
-    """Writes both files; with `check`, SystemExit names one that is out of date instead."""
+def main() -> None:
+    """Writes both files."""
     for path, text in made().items():
-        stale = not path.exists() or path.read_text() != text
-        if stale and check:
-            raise SystemExit(f"docs/{path.name} is out of date: make page")
-        if stale:
-            path.write_text(text)
+        path.write_text(text)
 
 
 if __name__ == "__main__":
-    main("--check" in sys.argv)
+    main()

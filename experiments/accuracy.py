@@ -30,9 +30,9 @@ more training, or any start that has seen the labels.
     tuned-identity         PEFT after align without curvature (--hypergrad identity)
     controls.md            each of them against the first method of --hypergrad
 
-equal-time chooses its rate from the grid of direct PEFT, all others from the grid of PEFT after
-align. Time is that of one seed, without the choice of rates: CPU seconds, or on a GPU those of the
-clock.
+equal-time and both restarts choose their rate from the grid of direct PEFT, the others from the
+grid of PEFT after align. Time is that of one seed, without the choice of rates: CPU seconds, or on
+a GPU those of the clock.
 """
 
 from collections.abc import Iterable, Iterator
@@ -187,11 +187,7 @@ def run_controls(
     peft_seconds = seconds_of_seed(direct)
     whole_seconds = seconds_of(aligned) + seconds_of_seed(tuned)
     seconds_each = peft_seconds / before["epochs"]  # of an epoch
-    restart = settings | {
-        "start": direct,
-        "restart": True,
-        "seed": before["seed"] + before["seeds"],  # other seeds than those of the first PEFT
-    }
+    restart = settings | settings_of_restart(direct)
     arms = [
         Control(f"{NAMES.get(method, method)} + PEFT", tuned, whole_seconds),
         Control("PEFT", direct, peft_seconds),
@@ -219,6 +215,18 @@ def run_controls(
     seconds = seconds_of(identity) + seconds_of_seed(run)
     arms.append(Control("identity + PEFT", run, seconds))
     return arms
+
+
+def settings_of_restart(direct: Path) -> Record:
+    """A restart of direct PEFT: other seeds than its own, and its rates."""
+    before = read_json(direct / "config.json")
+    return {
+        "start": direct,
+        "restart": True,
+        "seed": before["seed"] + before["seeds"],
+        "lr": None,
+        "grid": before["grid"],  # without it, that of PEFT after align: a smaller one
+    }
 
 
 def align_lower_only(settings: Record, aligned: Path, out: Path) -> Path:

@@ -121,7 +121,6 @@ def plot(
     size = (1.5 * len(rows), 1.7 * (len(maps) + 1))
     figure, grid = pyplot().subplots(len(maps) + 1, len(rows), squeeze=False, figsize=size)
     extent = (0, 1, 0, 1)
-    words = []
     for k, row in enumerate(rows):
         lowest = min(float(found[k].min()) for found in maps.values())
         highest = max(float(found[k].max()) for found in maps.values())
@@ -131,11 +130,9 @@ def plot(
             if name in maps:
                 shares = maps[name][k].numpy()
                 axes.imshow(shares, "inferno", alpha=0.7, extent=extent, clim=(lowest, highest))
-        words.append(f"{row['label']}: " + ", ".join(f"{name} says {row[name]}" for name in maps))
     for axes, name in zip(grid[1:, 0], maps, strict=True):
         axes.set_ylabel(name)
-    about = f"Attention rollout of {' and '.join(maps)} on {len(rows)} validation images"
-    save(figure, f"{about}. {'; '.join(words)}.", path)
+    save(figure, path)
 
 
 if __name__ == "__main__":

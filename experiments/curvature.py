@@ -7,22 +7,25 @@
 Part 1: the share of |g|² inside the span of the stored gradients, and how much of it the inverse
 removes, early (alternations 1 to 3) and late (the last 3), against N_L, batch, rank and λ.
 Part 2 (--seeds 16): test accuracy after `mfac` and `identity`, 16 seeds each, where the share was
-largest. The same command goes on.
+largest. The same command goes on; part 1 is measured anew.
 """
 
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
+from torch import Tensor
 
-from align import align
+from align import align, batches_left, prepare, probe
+from bisslight import Hypergradient, Map, algorithm_1
 from config import AlignConfig, FinetuneConfig, Record
 from evaluate import evaluate
 from experiments.recipe import Dataset, markdown, write_table
-from extras.plots import read_metrics
 from finetune import finetune
+from mfac import mfac
+from support.experiment import AlignExperiment
 from support.processes import jobs
 
 SETTINGS: Record = {
@@ -56,26 +59,87 @@ def main(
     torch.set_num_threads(1)
     data = {"weights": weights, "pretext": pretext, "dataset": dataset, "pool": pool}
     rows: list[Record] = []
-    for number, (case, changes) in enumerate([*CASES.items()][:cases]):
-        run = out / f"case{number}"
-        align(AlignConfig(**SETTINGS | data | changes), run)
-        rows.append({"case": case} | shares(run, "early") | shares(run, "late"))
+    for case, changes in [*CASES.items()][:cases]:
+        cfg = AlignConfig(**SETTINGS | data | changes)
+        queries = watch_run(cfg)
+        three = 3 * cfg.upper_steps  # alternations, a query for each upper step
+        early = row_of(queries[:three], "early")
+        late = row_of(queries[-three:], "late")
+        rows.append({"case": case} | early | late)
     write_table(rows, out / "curvature")
     if seeds:
         compare(SETTINGS | data, seeds, out)
 
 
-def shares(run: Path, part: str) -> Record:
+class Query(NamedTuple):
+    """What M-FAC did to one query g."""
+
+    q_over_g: float  # |q| / |g|
+    share: float  # |Πg|² / |g|², Π the projection on the span of G: M-FAC acts there alone
+    removed: float  # 1 − |Πq|² / |Πg|²: how much of that share is missing in q
+
+
+def watch_run(cfg: AlignConfig) -> list[Query]:
+    """What M-FAC did to the query of each upper step of an align run, made without a directory."""
+    queries: list[Query] = []
+    experiment = AlignExperiment(cfg)
+    prepared = prepare(experiment, watched(queries))
+    for _ in probe(experiment, prepared):
+        pass
+    state, task, head, hypergrad, _ = prepared
+    batches = batches_left(experiment, prepared)
+    logs = algorithm_1(state, cfg, task, head.loss, hypergrad, *batches, passes=experiment.passes)
+    for _ in logs:
+        pass
+    return queries
+
+
+def watched(queries: list[Query]) -> Hypergradient:
+    """M-FAC as in `align`; what it does to each query is appended to `queries`."""
+
+    def hypergradient(G: Tensor, lam: float, H: object) -> Map:
+        inverse = mfac(G, lam)
+
+        def inverse_watched(g: Tensor) -> Tensor:
+            q = inverse(g)
+            queries.append(compare_query(G, g, q))
+            return q
+
+        return inverse_watched
+
+    return hypergradient
+
+
+def compare_query(G: Tensor, g: Tensor, q: Tensor) -> Query:
+    """How much of g (K, p) is in the span of G (K, N_L, p), and what of that is missing in q."""
+    whole = float(g.double().square().sum())
+    g_inside = squared_length_inside(G, g)
+    q_inside = squared_length_inside(G, q)
+    return Query(float(q.norm() / g.norm()), g_inside / whole, 1 - q_inside / g_inside)
+
+
+def squared_length_inside(G: Tensor, x: Tensor) -> float:
+    """|Πx|² = (G x)ᵀ (G Gᵀ)⁺ (G x), summed over the rows of θ; Π projects on the span of G.
+
+    >>> squared_length_inside(torch.tensor([[[2.0, 0.0]]]), torch.tensor([[3.0, 4.0]]))
+    9.0
+    """
+    G = G.double()
+    Gx = G @ x.double()[..., None]  # (K, N_L, 1)
+    # gradients may be dependent: what is shorter than 1e-5 of the longest spans nothing
+    inverse = torch.linalg.pinv(G @ G.mT, rtol=1e-10, hermitian=True)
+    return float((Gx.mT @ inverse @ Gx).sum())
+
+
+def row_of(queries: list[Query], part: str) -> Record:
     """Means of |q|/|g|, of the share, and of what is removed of it, in per cent."""
-    records = [record for record in read_metrics(run) if "share" in record]
-    some = records[:3] if part == "early" else records[-3:]
-    means = {}
-    for key in ("q_over_g", "share", "removed"):
-        means[key] = fmean(value for record in some for value in record[key])
+    ratio = fmean(query.q_over_g for query in queries)
+    share = fmean(query.share for query in queries)
+    removed = fmean(query.removed for query in queries)
     return {
-        f"{part}: q/g": f"{means['q_over_g']:.4f}",
-        f"{part}: share %": f"{100 * means['share']:.2f}",
-        f"{part}: removed %": f"{100 * means['removed']:.2f}",
+        f"{part}: q/g": f"{ratio:.4f}",
+        f"{part}: share %": f"{100 * share:.2f}",
+        f"{part}: removed %": f"{100 * removed:.2f}",
     }
 
 

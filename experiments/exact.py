@@ -64,11 +64,7 @@ def main(
     for lam in LAMBDAS:
         rows += compare(point, H, lam)
     write_table(rows, out / "exact")
-    words = [
-        f"{r['method']} at λ {r['lambda']:g} {r['cosine']:.3f}, {r['ratio']:.3g}" for r in rows
-    ]
-    about = "Cosine with the exact q, and ratio of the norms"
-    draw(rows, smallest, f"{about}: {'; '.join(words)}.", out / "exact.png")
+    draw(rows, smallest, out / "exact.png")
 
 
 def optimum(weights: Path, steps: int) -> Point:
@@ -140,7 +136,7 @@ def compare(point: Point, H: Tensor, lam: float) -> list[Record]:
     return rows
 
 
-def draw(rows: list[Record], smallest: float, description: str, path: Path) -> None:
+def draw(rows: list[Record], smallest: float, path: Path) -> None:
     """Top: against λ, at the paper's N_L. Bottom: against N_L, at three λ; CG is the same there."""
     figure, grid = pyplot().subplots(2, 2, figsize=(9, 6.4))
     values = {(row["lambda"], row["method"]): row for row in rows}
@@ -167,7 +163,7 @@ def draw(rows: list[Record], smallest: float, description: str, path: Path) -> N
             axes.grid(alpha=0.3)
     grid[0, 0].legend(fontsize=7)
     grid[1, 0].legend(fontsize=7)
-    save(figure, description, path)
+    save(figure, path)
 
 
 if __name__ == "__main__":

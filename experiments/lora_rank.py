@@ -94,21 +94,18 @@ def draw(points: dict[int, list[Row]], path: Path) -> None:
     """Mean and deviation of both arms at each rank, as in fig:lora_rank_var."""
     figure, axes = pyplot().subplots(figsize=(5, 3.4))
     ranks = list(points)
-    words = []
     for k, label in enumerate(("BiSSLight + PEFT", "PEFT")):
         arms = [arms[k] for arms in points.values()]
         means = [arm.mean for arm in arms]
         deviations = [arm.std or 0 for arm in arms]
         style = {"color": COLOURS[k], "marker": "o", "capsize": 4, "label": label}
         axes.errorbar(ranks, means, deviations, **style)
-        for rank, mean in zip(ranks, means, strict=True):
-            words.append(f"{label} at {rank} {mean:.2f}")
     axes.set_xscale("log", base=2)
     axes.set_xticks(ranks, [str(rank) for rank in ranks])
     axes.set_xlabel("LoRA rank")
     axes.set_ylabel(f"test {arms[0].metric} (%), mean ± deviation")
     axes.legend()
-    save(figure, f"Test accuracy (%) against LoRA rank: {'; '.join(words)}.", path)
+    save(figure, path)
 
 
 if __name__ == "__main__":

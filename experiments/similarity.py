@@ -112,8 +112,7 @@ def draw(rows: Sequence[Record], path: Path) -> None:
         axes.set_title({"CKA": "linear CKA", "RSA": "RSA"}[measure])
         axes.set_xticks(range(len(names)), names, rotation=40, ha="right")
         axes.set_yticks(range(len(names)), names)
-    words = [f"{r['network']} and {r['and']} {r['CKA']:.2f}, {r['RSA']:.2f}" for r in rows]
-    save(figure, f"CKA and RSA: {'; '.join(words)}.", path)
+    save(figure, path)
 
 
 if __name__ == "__main__":
