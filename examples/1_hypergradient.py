@@ -63,8 +63,9 @@ BLUE, ORANGE, GREEN, PINK, RED, GREY = (
 # where it is, and θ_P, which starts at the same place, moves to θ_P* (circle), between θ_D and the
 # minimum of L^P. The dotted line is the pull. **Middle, the upper level**: θ_D moves along −q; then
 # the lower level is solved again, so θ_P* follows (filled: after the step). **Right**: the same for
-# a step along −g of the same length. The contours in these two panels are those of the loss
-# $L^D(\theta_P^*(\theta_D))$ as a function of θ_D, and the star is where θ_P* should be.
+# a step along −g of the same length. The contours in these two panels show the loss
+# $L^D(\theta_P^*(\theta_D))$ for each θ_D, so they are for the squares. The star is for the
+# circles: the minimum of L^D, where θ_P* should be.
 
 # %%
 lam = 0.5
@@ -185,10 +186,18 @@ print("g, no curvature  ", [f"{float(value):.6f}" for value in g])
 #
 # $$L^P(\theta) = \frac12 \, \mathrm{mean}_i \, (x_i^\top \theta - y_i)^2 ,$$
 #
-# whose Hessian is $H = \mathrm{mean}_i \, x_i x_i^\top$. The gradient of one image is $(x_i^\top
-# \theta - y_i) x_i$. Near the solution the residual in brackets is noise of variance 1, so the
-# *empirical Fisher matrix*, the mean of $g_i g_i^\top$, is close to the Hessian. M-FAC relies on
-# this (Sec. 2.2).
+# whose Hessian is $H = \mathrm{mean}_i \, x_i x_i^\top$.
+#
+# **The Fisher matrix.** The gradient of one example is $g_i = (x_i^\top \theta - y_i) x_i$. The
+# mean of the outer products $g_i g_i^\top$ is called the *empirical Fisher matrix* F. At the
+# solution the residual in brackets is noise of variance 1 that does not depend on $x_i$, so the
+# mean of its square times $x_i x_i^\top$ is close to H. M-FAC relies on this (Sec. 2.2): it needs
+# gradients only. Away from the solution the residuals are larger, and so is F.
+#
+# **Conjugate gradients (CG)** solve $(H + \lambda I) x = g$ without the matrix, from products $u
+# \mapsto H u$ alone. Each iteration takes one product and goes downhill on $\frac12 x^\top (H +
+# \lambda I) x - g^\top x$, in a direction that does not undo what earlier ones have reached. With
+# as many iterations as numbers it is exact; BiSSL stops after five.
 #
 # Inputs within a layer are correlated, inputs of two different layers are not. So the Hessian is
 # block-diagonal up to sampling noise, as M-FAC assumes.
@@ -260,7 +269,7 @@ def gradients_of(theta: Tensor, n: int, size: int = 1) -> Tensor:
 theta_D = torch.zeros(P)
 theta_P = lower(theta_D)
 G = gradients_of(theta_P, 200)
-product = partial(Passes().hessian, pretext_loss, theta_P.view(K, p), {}, data)
+make_product = partial(Passes().hessian, pretext_loss, theta_P.view(K, p), {}, data)
 g = (theta_P - target).view(K, p)
 METHODS = {
     "exact (Eq. 5)": (exact, "black", "-"),
@@ -273,12 +282,14 @@ METHODS = {
 correct = (lam * torch.linalg.solve(H + lam * torch.eye(P), g.flatten())).view(K, p)
 print(f"{'method':26}  |q − q_exact| / |q_exact|   cosine with q_exact   |q| / |g|")
 for name, (method, _, _) in METHODS.items():
-    q = method(G, lam, product)(g)
+    q = method(G, lam, make_product)(g)
     error = (q - correct).norm() / correct.norm()
     cosine = torch.cosine_similarity(q.flatten(), correct.flatten(), 0)
     print(f"{name:26}  {error:24.1e}  {cosine:20.3f}  {q.norm() / g.norm():10.3f}")
 difference = (mfac(G, lam)(g) - recursion(G, lam)(g)).abs().max()
 print(f"\nlargest difference of the two forms of M-FAC: {difference:.0e}")
+many = gradients_of(theta_P, 50, 2000).mean(1).flatten()  # of 100,000 examples
+assert (many - (H @ theta_P - b)).norm() < 0.1 * many.norm()  # their mean is the gradient
 
 # %% [markdown]
 # The two forms of M-FAC agree up to rounding, because they invert the same matrix. Neither equals
@@ -310,8 +321,8 @@ for name, (method, colour, style) in METHODS.items():
     for _ in range(40):
         gaps.append(float(bilevel_loss(theta_D) - best))
         theta_P = lower(theta_D)
-        product = partial(Passes().hessian, pretext_loss, theta_P.view(K, p), {}, data)
-        q = method(gradients_of(theta_P, 200), lam, product)((theta_P - target).view(K, p))
+        make_product = partial(Passes().hessian, pretext_loss, theta_P.view(K, p), {}, data)
+        q = method(gradients_of(theta_P, 200), lam, make_product)((theta_P - target).view(K, p))
         theta_D = theta_D - 0.3 * (q.flatten() + theta_D - target)
     axes.semilogy(gaps, style, color=colour, linewidth=2.5, label=name)
 axes.set(title="Bilevel descent with six hypergradients", xlabel="upper steps",
@@ -366,7 +377,7 @@ figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True)
 for n, colour in ((4, PINK), (20, ORANGE), (200, BLUE)):
     axes[0].loglog(lams, [error(x, n) for x in lams], "o-", color=colour, label=f"N_L = {n}")
 axes[0].set(title="λ", xlabel="λ", ylabel="error of M-FAC, relative to |q|")
-for partition, colour in (("matrix", PINK), ("layer", BLUE), ("global", ORANGE)):
+for partition, colour in (("layer", BLUE), ("global", ORANGE)):
     values = [error(lam, n, partition=partition) for n in counts]
     axes[1].loglog(counts, values, "o-", color=colour, label=partition)
 axes[1].set(title=f"number of gradients and blocks (λ = {lam})", xlabel="N_L")
@@ -381,11 +392,9 @@ plt.show()
 # **Left.** With a large λ the error is small for every N_L, because q ≈ g. With a small λ the
 # inverse depends on the curvature, and M-FAC needs many gradients.
 #
-# **Middle.** `layer` cuts θ into 4 blocks of 8, `matrix` into 16 blocks of 2, and `global` is one
-# block of 32. With few gradients, small blocks are better: N_L gradients give *each block* a matrix
-# of rank up to N_L. With many gradients, `matrix` stops improving, because it sets entries of H to
-# zero that are not zero. `layer` is the right partition here, since H is block-diagonal by layers.
-# The paper also uses layers (App. C.3).
+# **Middle.** `layer` cuts θ into 4 blocks of 8, as the paper does, and `global` is one block of 32.
+# Layers are better here: N_L gradients give *each block* a matrix of rank up to N_L, and what they
+# set to zero, the entries of H between two layers, is zero here.
 #
 # **Right.** The paper stores gradients of *minibatches*, means over B images. Averaging B
 # independent gradients divides their covariance by B, so here, near the optimum of L^P, the Fisher
@@ -477,19 +486,20 @@ print(f"with the Schur complement, the largest error is {largest:.0e}")
 # %% [markdown]
 # So even `exact`, which uses the dense $H_{\theta\theta}$, is not the gradient of the problem that
 # Eq. 3 and 4 state, unless θ and φ are uncoupled. The paper makes this approximation, as BiSSL
-# does, and this project keeps it: `mfac.exact` is Eq. 5 as it stands.
+# does, and this project keeps it: `hypergradients.exact` is Eq. 5 as it stands.
 #
 # **Questions**
 #
-# 1. Does holding the head fixed make q too long or too short?
+# 1. Does holding the head fixed make gᵀq too large or too small? And |q|?
 # 2. Would M-FAC be able to use the Schur complement?
 # 3. In the paper, φ_P has a learning rate of 1e-4 and θ_P has 1e-2. Does this speak for or against
 #    the approximation?
 #
 # <details><summary>Answers</summary>
 #
-# 1. As a rule too short. H_θθ − S has no negative eigenvalues, so λ (S + λI)⁻¹ minus λ (H_θθ +
-#    λI)⁻¹ has none either.
+# 1. H_θθ − S has no negative eigenvalues, so λ (S + λI)⁻¹ minus λ (H_θθ + λI)⁻¹ has none either:
+#    gᵀq is too small, or right. Often q is then too short, but it need not be: of two such matrices
+#    the larger one can make the shorter vector.
 # 2. In principle: store the gradients with respect to φ as well, form the joint Fisher matrix, and
 #    take its Schur complement. It costs memory for the gradients with respect to φ: the decoder of
 #    MAE (the masked autoencoder) has 26.0 to 26.2 million parameters, counted; the paper says
@@ -511,16 +521,17 @@ print(f"with the Schur complement, the largest error is {largest:.0e}")
 #    to 1.49.
 # 2. **In 1.2, descend with `gradients_of(theta_P, 20)`**, the paper's N_L, in place of 200, in both
 #    cells. A single q should be worse, and one could expect that the descent ends further away,
-#    too. *Found:* the error of q is 0.79 in place of 0.18. But the last ten steps of the descent
-#    are 0.06 to 0.08 above the minimum, in place of 0.11 to 0.12. New gradients are drawn in each
-#    step, so their errors differ from step to step and partly cancel. What does not cancel is that
-#    the Fisher matrix is not the Hessian.
+#    too. *Found:* the error of q is 0.79 in place of 0.18, and still the descent ends no further
+#    away: in the mean of the last ten steps 0.07 to 0.12 above the minimum, by the draw, in place
+#    of 0.12 to 0.14. With the mean of 20 draws in each step, 20 gradients end 0.008 above it, and
+#    200 end 0.12. So with 20 what is left is noise. Two other errors cancel: F is too large, since
+#    θ_P is not where L^P is least, which shortens q, and few gradients leave q too long.
 # 3. **In `draw`, triple the noise**: `3 * torch.randn(n, ...)`. The Hessian stays as it is, the
 #    Fisher matrix becomes nine times as large, so M-FAC's q should be too short. `mfac(G, 9 * lam)`
 #    makes up for it. *Found:* |q| is 0.07 |g|, while the exact one is 0.32 |g|; the direction is
 #    almost right (cosine 0.98). The loss is a negative log-likelihood only for noise of variance 1.
-# 4. **Couple the layers**: after `mixing = ...`, add the line
-#    `mixing = torch.linalg.qr(torch.randn(P, P, generator=rng))[0] @ mixing`. Now H has large
-#    entries between the blocks, which `layer` sets to zero. In the middle panel of 1.3, `layer`
-#    should stop improving, as `matrix` does; only `global` can go on. *Found:* so it is. With 512
-#    gradients the errors are 0.65 (`matrix`), 0.60 (`layer`, before 0.13) and 0.24 (`global`).
+# 4. **Couple the layers**: after `mixing = ...`, add the line `mixing =
+#    torch.linalg.qr(torch.randn(P, P, generator=rng))[0] @ mixing`. Now H has large entries between
+#    the blocks, which `layer` sets to zero. In the middle panel of 1.3, `layer` should stop
+#    improving; only `global` can go on. *Found:* so it is. With 512 gradients the errors are 0.60
+#    (`layer`, before 0.13) and 0.24 (`global`).

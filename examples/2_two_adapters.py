@@ -6,23 +6,25 @@
 # these numbers are and what each task does with them:
 #
 # 1. what low-rank adaptation (LoRA) adds to the network, computed by hand and merged into it;
-# 2. what the masked autoencoder (MAE) hides and fills in, before and after pretraining;
-# 3. what I-JEPA (the joint-embedding predictive architecture for images) predicts instead.
+# 2. what the masked autoencoder (MAE) hides and fills in, before and after pretraining.
 #
-# Read `lora.py`, `mae.py` and `ijepa.py` beside this page. The notebook runs in less than a minute,
+# Read it before `lora.py` and `mae.py`. The notebook runs in less than a minute,
 # most of which is pretraining. The images come with the program: there is nothing to download.
 
 # %%
+import warnings
+
+warnings.filterwarnings("ignore", message="IProgress not found")  # of tqdm, without its widget
+
 from functools import partial
 
 import matplotlib.pyplot as plt
 import torch
 from torch import Tensor
 
-import ijepa
 import mae
 from bisslight import Passes
-from config import BACKBONES, AlignConfig, Pretext
+from config import BACKBONES, AlignConfig
 from data import rng
 from lora import Backbone, factors, init_theta, merge
 from support import omniglot
@@ -31,9 +33,7 @@ from support.optim import Group, Optimiser, Schedule
 
 torch.set_num_threads(1)  # the network is too small for several threads
 plt.rcParams.update({"figure.dpi": 70, "figure.constrained_layout.use": True})
-BLUE, ORANGE, GREEN, PINK, SKY, RED = (
-    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00",
-)  # fmt: skip
+BLUE, ORANGE = "#0072B2", "#E69F00"
 
 # %% [markdown]
 # ## 2.1 The network, and the images
@@ -311,79 +311,14 @@ plt.show()
 #    which is grey.
 # 4. To continue a stroke, the network has to represent where strokes run and how they meet, and
 #    characters differ in this. But it is not the same: neatness and slant help to fill in and say
-#    nothing about the character. A network that is fine-tuned from a random start is half as good.
-#
-# </details>
-
-# %% [markdown]
-# ## 2.4 I-JEPA: blocks instead of scattered patches
-#
-# I-JEPA does not predict pixels. A *teacher*, which is ψ with a slowly moving average of θ_P,
-# computes tokens of the whole image. The student, ψ with θ_P, sees only one large block (the
-# *context*). From its tokens, the predictor φ_P has to predict the teacher's tokens in four smaller
-# blocks (the *targets*). Patches of the targets are removed from the context. The paper's ViT-H/14
-# has a grid of 16 x 16 patches:
-
-# %%
-settings = Pretext()  # I-JEPA's official values are the defaults
-grid = 16
-contexts, targets = ijepa.multiblock(settings, grid, 4, rng(0, "blocks"))
-print("(images, blocks, patches) of the context:", tuple(contexts.shape))
-print("(images, blocks, patches) of the targets:", tuple(targets.shape))
-figure, axes = plt.subplots(1, 4, figsize=(10, 3.1))
-for ax, context, blocks in zip(axes, contexts, targets, strict=True):
-    picture = torch.full((grid * grid, 3), 0.93)
-    colours = [SKY, ORANGE, GREEN, PINK, RED]
-    for patches, colour in zip([context[0], *blocks], colours, strict=True):
-        picture[patches] = torch.tensor([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-    ax.imshow(picture.view(grid, grid, 3))
-    ax.set(xticks=[], yticks=[])
-names = ["context", "target 1", "target 2", "target 3", "target 4"]
-handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in colours]
-figure.legend(handles, names, loc="outside lower center", ncols=5)
-figure.suptitle("Context and targets of I-JEPA, four images (grey: neither)")
-plt.show()
-
-# %% [markdown]
-# All targets of a batch have the same size, and so have all contexts before the targets are
-# removed. Afterwards all contexts are cut to the number of patches of the shortest one; patches at
-# the bottom of the image are dropped. So a batch is one tensor without padding. Where targets
-# overlap, the picture shows the last one.
-#
-# The teacher follows θ_P slowly, with momentum μ: θ_T ← μ θ_T + (1 − μ) θ_P. The paper starts with
-# μ = 0.9995 (App. D.1); here μ rises linearly to 1. Suppose that θ_P jumps once at step 0. After
-# how many steps has θ_T moved half of the way?
-
-# %%
-for first in (0.996, 0.9995):
-    kept, step = 1.0, 0
-    while kept > 0.5:
-        kept *= ijepa.momentum(step, first, 10_000)  # 500 alternations of 20 steps
-        step += 1
-    print(f"momentum from {first}: half of a jump at step 0 has arrived after {step} steps")
-
-# %% [markdown]
-# **Questions**
-#
-# 1. Suppose that the teacher were the student itself. What would be the easiest way to make the
-#    loss 0?
-# 2. Why does this project store the teacher as a third θ?
-# 3. A moving average of A and of B is not the moving average of BA. When does this matter?
-#
-# <details><summary>Answers</summary>
-#
-# 1. To give the same tokens for every image. This is called collapse. The slow teacher, through
-#    which no gradient flows, prevents it in practice.
-# 2. ψ is frozen, so student and teacher differ only in θ. A second network would double the memory.
-# 3. When both A and B change much over the time in which the average follows. Exercise 4.2 is
-#    about it.
+#    nothing about the character.
 #
 # </details>
 
 # %% [markdown]
 # ## What to change and what you expect
 #
-# Say what you expect before you run it. All four were run; *found* says what came out.
+# Say what you expect before you run it. All three were run; *found* says what came out.
 #
 # 1. **In 2.2, set `r` to 2, then to 64.** The singular values of the change should break off after
 #    2. With 64, which is the width of the network, nothing should break off: BA can be any matrix,
@@ -399,5 +334,3 @@ for first in (0.996, 0.9995):
 #    network learns no more than the mean of each patch, and for that it needs no neighbours. Even
 #    if the loss were lower, the backbone would not be better for it: an easier task can teach less.
 #    Accuracy on a labelled task is the judge, not L^P.
-# 4. **In 2.4, set `first` to 0.9.** The teacher should be nearly the student, and the target less
-#    stable. *Found:* half of a jump has arrived after 7 steps, in place of 175 and 1,499.

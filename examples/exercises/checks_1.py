@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from witness import Largest, Wrong, eye, random, same, several, untouched
+from witness import Watch, Wrong, eye, random, same, several, stay_small, untouched
 
 LAM = 0.3
 G = random(4, 6)  # m = 4 gradients of p = 6 numbers
@@ -66,6 +66,7 @@ def check_eq_7(eq_7: Any) -> None:
         "N_L is added already; d is v_iᵀ g_i alone": expected_d + m,
         "it is the squared length of v_i; it must be v_iᵀ g_i": expected_v.square().sum(1),
     })  # fmt: skip
+    stay_small(lambda G, _: eq_7(G, LAM))
 
 
 def check_eq_10(eq_10: Any) -> None:
@@ -87,6 +88,7 @@ def check_eq_10(eq_10: Any) -> None:
         "N_L is missing in the denominator": QUERY - LAM * v.T @ (v @ QUERY / d),
         "the inner products are with the q so far; each must be with g": in_place,
     })  # fmt: skip
+    stay_small(lambda v, g: eq_10(v, torch.ones_like(v[:, 0]), g, LAM))
 
 
 def check_fisher_product(fisher_product: Any) -> None:
@@ -129,17 +131,15 @@ def check_closed_form(closed_form: Any) -> None:
     stay_small(lambda G, g: closed_form(G, g, LAM))
     one = torch.ones(1, 3).double()
     same("q for m = 1", closed_form(one, one[0], 1.0), one[0] / 4)
-
-
-def stay_small(function: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Wrong if a tensor is made that has more numbers than G by far: that is, a p x p matrix."""
-    p = 600
-    with Largest() as largest:
-        function(random(3, p), random(p, seed=1))
-    if largest.numel >= p * p:
+    counts = []
+    for m in (5, 10):
+        with Watch() as made:
+            closed_form(random(m, 20), random(20, seed=1), LAM)
+        counts.append(made.operations)
+    if counts[0] != counts[1]:
         raise Wrong(
-            f"the numbers are right, but with p = {p} a tensor of {largest.numel:,} numbers is "
-            "made, a p x p matrix; in a layer of ViT-B, p is 196,608"
+            f"the numbers are right, but 5 gradients take {counts[0]} operations and 10 take "
+            f"{counts[1]}, so this is a loop over the gradients; the closed form is one system"
         )
 
 
@@ -169,7 +169,7 @@ def check_conjugate_gradients(conjugate_gradients: Any) -> None:
         }
         same(what, x, expected, mistakes, 1e-7)
         if len(calls) > iterations:
-            raise Wrong(f"{iterations} iterations took {len(calls)} products; one each is enough")
+            raise Wrong(f"{what} took {len(calls)} products; one for each iteration is enough")
         powers.append(A @ powers[-1])
     unit = eye(p)[0]
     x = conjugate_gradients(lambda u: 2 * u, unit, 3)

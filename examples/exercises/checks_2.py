@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
-from witness import Largest, Wrong, random, same, several, untouched
+from witness import Watch, Wrong, random, same, same_slopes, several, untouched
 
 import lora
 
@@ -32,12 +32,18 @@ def check_lora_forward(lora_forward: Any) -> None:
             x @ W_q + bias + scale * change,
         "this is the frozen layer alone": plain,
     })  # fmt: skip
+    tensors = {"x": x, "A_q": A_q, "B_q": B_q}
+    for tensor in tensors.values():
+        tensor.requires_grad_()
+    found = lora_forward(x, W_q, bias, A_q, B_q, scale)
+    expected = F.linear(x, W_q + scale * B_q @ A_q, bias)
+    same_slopes("the result", found, expected, tensors, random(2, 3, 5, seed=5))
     dim = 300
     wide = random(1, 2, dim), random(dim, dim), random(dim)
     thin = random(2, dim), random(dim, 2)
-    with Largest() as largest:
+    with Watch() as made:
         lora_forward(*wide, *thin, scale)
-    if largest.numel >= dim * dim:
+    if made.largest >= dim * dim:
         raise Wrong(
             "the numbers are right, but a dim x dim matrix is made; two thin products, with A_q "
             "and then with B_q, are enough"
@@ -109,11 +115,13 @@ def check_mae_loss(mae_loss: Any) -> None:
     """Patch by patch, with Python's statistics."""
     prediction = random(2, 4, 5)
     patches = random(2, 4, 5, seed=1)
+    patches[0, 0] *= 1e-3  # nearly of one shade: there the 1e-6 matters
     removed = torch.tensor([[1, 0, 1, 1], [0, 0, 1, 0]]).bool()
     hidden = []
     shown = []
     raw = []
     biased = []
+    outside = []
     for image in range(2):
         for k in range(4):
             pixels = patches[image, k].tolist()
@@ -124,6 +132,8 @@ def check_mae_loss(mae_loss: Any) -> None:
                 continue
             hidden.append(sample)
             biased.append(error(guess, pixels, variance(pixels) * 4 / 5))
+            root = variance(pixels) ** 0.5 + 1e-6
+            outside.append(error(guess, pixels, root**2 - 1e-6))
             raw.append(fmean((a - b) ** 2 for a, b in zip(guess, pixels, strict=True)))
     same("the loss", mae_loss(prediction, patches, removed), scalar(fmean(hidden)), {
         "this is the mean over all patches; only the removed ones count":
@@ -134,9 +144,15 @@ def check_mae_loss(mae_loss: Any) -> None:
         "the target is not standardised": scalar(fmean(raw)),
         "the variance is divided by the number of pixels; it must be by that number minus 1":
             scalar(fmean(biased)),
+        "1e-6 is added to the variance, before the root": scalar(fmean(outside)),
         "this is a mean of the images' means; it must be over all removed patches at once":
             scalar(fmean([fmean(hidden[:3]), fmean(hidden[3:])])),  # 3 and 1 are removed
     })  # fmt: skip
+    prediction.requires_grad_()
+    spread, middle = torch.var_mean(patches, -1, keepdim=True)
+    expected = (prediction - (patches - middle) / (spread + 1e-6).sqrt()).square()[removed].mean()
+    found = mae_loss(prediction, patches, removed)
+    same_slopes("the loss", found, expected, {"prediction": prediction}, scalar(1))
 
 
 def error(guess: list[float], pixels: list[float], spread: float) -> float:

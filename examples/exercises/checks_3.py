@@ -1,14 +1,13 @@
 """Checks of sheet 3: steps of Algorithm 1 on quadratic losses, with gradients by hand."""
 
 import itertools
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import SGD
-from witness import Wrong, distance, eye, random, same, untouched
+from witness import Wrong, distance, eye, no_graph, random, same, untouched
 
 K = 2  # θ (K, p)
 p = 3
@@ -49,6 +48,7 @@ def check_lower_step(lower_step: Any) -> None:
         delta = LAM * (theta - fixed)
         which = "first" if step == 1 else "second"
         row_of(found, grad, delta, which)
+        no_graph(f"the gradient for G of the {which} step", found)
         untouched("θ_D", theta_D, fixed)
         same(f"θ_P after the {which} step", theta_P, theta - LR * (grad + delta), {
             "the penalty of line 7 is missing": theta - LR * grad,
@@ -105,6 +105,7 @@ def check_upper_step(upper_step: Any) -> None:
             "g has the gradient of the first step in it, too; `theta_P.grad` adds up over passes, "
             "and opt_D does not clear it": inverse(earlier + g),
         })  # fmt: skip
+        no_graph(f"q of the {which} step", q)
         total = inverse(g) + grad_D
         same(f"θ_D after the {which} step", theta_D, theta - LR * total, {
             "the second term of line 14, ∇L^D at θ_D, is missing": theta - LR * inverse(g),
@@ -135,11 +136,30 @@ def check_algorithm_1(algorithm_1: Any) -> None:
     problem.look_at_calls()
     if not isinstance(theta_P, Tensor) or theta_P.shape != (2, 2):
         raise Wrong("algorithm_1 must return θ_P, a tensor (K, p)")
+    no_graph("θ_P at the end", theta_P)
     same("θ_P at the end", theta_P, problem.theta_P_star(problem.best()), {
         "this is θ_D; line 17 returns θ_P": problem.best(),
         "it is where descent with q = g ends":
             problem.theta_P_star(problem.best_without_curvature()),
     }, tolerance=1e-3)  # fmt: skip
+
+
+class Problem(NamedTuple):
+    """Line 1, as the sheet has it."""
+
+    theta: Tensor
+    phi_P: Tensor
+    phi_D: Tensor
+    L_P: Callable[[Tensor, Tensor, Tensor], Tensor]
+    L_D: Callable[[Tensor, Tensor, Tensor], Tensor]
+    pretext: Iterator[Tensor]
+    labelled: Iterator[Tensor]
+    hypergrad: Callable[[Tensor, float], Callable[[Tensor], Tensor]]
+    lr: float
+    lam: float
+    T: int
+    N_L: int
+    N_U: int
 
 
 class Quadratic:
@@ -155,19 +175,19 @@ class Quadratic:
 
     def __init__(self) -> None:
         self.H = torch.tensor([0.5, 1, 2, 4]).double()
-        self.a = torch.ones(4).double()  # minimum of L^P
-        self.c = torch.tensor([2, -1, 0.5, -2]).double()  # minimum of L^D
+        self.low_P = torch.ones(4).double()  # minimum of L^P
+        self.low_D = torch.tensor([2, -1, 0.5, -2]).double()  # minimum of L^D
         self.theta = torch.zeros(2, 2).double()
         self.phi = torch.zeros(1).double()
         self.lower: list[tuple[Tensor, Tensor]] = []  # θ and ∇L^P of every lower pass
         self.upper: list[Tensor] = []  # θ of every upper pass
         self.stored: list[Tensor] = []  # every G
 
-    def given(self) -> SimpleNamespace:
+    def given(self) -> Problem:
         """Line 1."""
-        return SimpleNamespace(
+        return Problem(
             theta=self.theta, phi_P=self.phi, phi_D=self.phi, L_P=self.L_P, L_D=self.L_D,
-            pretext=itertools.cycle([self.a]),
+            pretext=itertools.cycle([self.low_P]),
             labelled=itertools.cycle([torch.zeros(1).double()]),
             hypergrad=self.hypergrad, lr=0.2, lam=self.lam, T=self.T, N_L=self.N_L, N_U=self.N_U,
         )  # fmt: skip
@@ -179,9 +199,9 @@ class Quadratic:
         return self.H @ (theta.flatten() - x).square() / 2 + 0 * phi.sum()
 
     def L_D(self, theta: Tensor, phi: Tensor, _: Tensor) -> Tensor:
-        """½ |θ − c|²."""
+        """½ |θ − low_D|²."""
         self.upper.append(theta.detach().clone())
-        return (theta.flatten() - self.c).square().sum() / 2 + 0 * phi.sum()
+        return (theta.flatten() - self.low_D).square().sum() / 2 + 0 * phi.sum()
 
     def hypergrad(self, G: Tensor, lam: float) -> Callable[[Tensor], Tensor]:
         """Eq. 5 with H itself; G is kept, to be looked at."""
@@ -222,8 +242,8 @@ class Quadratic:
 
     def theta_P_star(self, theta_D: Tensor) -> Tensor:
         """The solution of the lower level, (2, 2)."""
-        s = self.lam / (self.H + self.lam)
-        return ((1 - s) * self.a + s * theta_D.flatten()).view(2, 2)
+        J = self.lam / (self.H + self.lam)
+        return ((1 - J) * self.low_P + J * theta_D.flatten()).view(2, 2)
 
     def best(self) -> Tensor:
         """θ_D where the derivative of Eq. 3 is 0."""
@@ -234,9 +254,9 @@ class Quadratic:
         return self.stationary(torch.ones(4).double())
 
     def stationary(self, factor: Tensor) -> Tensor:
-        """θ_D where factor (θ_P* − c) + (θ_D − c) is 0, with θ_P* = (1 − s) a + s θ_D."""
-        s = self.lam / (self.H + self.lam)
-        system = torch.diag(factor * s) + eye(4)
-        right = self.c - factor * ((1 - s) * self.a - self.c)
+        """θ_D where factor (θ_P* − low_D) + (θ_D − low_D) is 0."""
+        J = self.lam / (self.H + self.lam)  # θ_P* = (1 − J) low_P + J θ_D
+        system = torch.diag(factor * J) + eye(4)
+        right = self.low_D - factor * ((1 - J) * self.low_P - self.low_D)
         theta_D: Tensor = torch.linalg.solve(system, right).view(2, 2)
         return theta_D

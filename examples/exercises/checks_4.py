@@ -1,25 +1,22 @@
 """Checks of sheet 4, each by a computation of another kind."""
 
 import itertools
-from types import SimpleNamespace
+import weakref
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from witness import Wrong, eye, random, same, several
+from witness import Wrong, eye, random, same, several, stay_small
 
 import mfac
 from bisslight import Passes
 from config import BACKBONES
-from ijepa import IJEPA, Predictor
+from ijepa import IJEPA, Masks, Predictor
 from lora import Backbone, merge
 from support.checkpoints import build_vit
 
-MASKS = SimpleNamespace(
-    targets=1, contexts=1, target_scale=(0.15, 0.2), context_scale=(0.85, 1.0), aspect=(0.75, 1.5),
-    min_keep=0, overlap=False,
-)  # fmt: skip
+MASKS = Masks(targets=1, min_keep=0)
 
 
 def small_backbone(class_token: bool) -> Backbone:
@@ -40,7 +37,7 @@ class Coupled:
     def __init__(self) -> None:
         self.x = random(20, 3)
         self.y = random(20, seed=1)
-        self.c = random(3, seed=2)  # L^D(θ) = ½ |θ − c|²
+        self.low_D = random(3, seed=2)  # L^D(θ) = ½ |θ − low_D|²
 
     def loss_P(self, theta: Tensor, phi: Tensor) -> Tensor:
         """φ is a linear layer on top of the hidden unit, an input and a constant."""
@@ -62,7 +59,7 @@ class Coupled:
 
     def upper(self, theta_D: Tensor) -> Tensor:
         """L^D at the solution of the lower level."""
-        return (self.lower(theta_D)[:3] - self.c).square().sum() / 2
+        return (self.lower(theta_D)[:3] - self.low_D).square().sum() / 2
 
 
 def check_with_the_head(with_the_head: Any) -> None:
@@ -74,7 +71,7 @@ def check_with_the_head(with_the_head: Any) -> None:
     for e in eye(3):
         slopes.append((problem.upper(theta_D + h * e) - problem.upper(theta_D - h * e)) / (2 * h))
     theta, phi = problem.lower(theta_D).split(3)
-    g = theta - problem.c
+    g = theta - problem.low_D
     lam = problem.lam
     H_tt = torch.autograd.functional.hessian(lambda z: problem.loss_P(z, phi), theta)
     q = with_the_head(problem.loss_P, theta, phi, lam, g)
@@ -125,6 +122,7 @@ def check_blockwise(blockwise: Any) -> None:
         expected = lam * torch.linalg.solve(inside + lam * eye(12), g)
         one_block = mfac.mfac(G[None], lam)(g[None])[0]
         same(f"q for sizes {sizes}", q, expected, {"this is all of θ as one block": one_block})
+    stay_small(lambda G, g: blockwise(G, g, lam, [200, 200, 200]))
 
 
 # --- 4.4 ------------------------------------------------------------------------------------------
@@ -180,7 +178,7 @@ def check_with_decay(with_decay: Any) -> None:
     g = (theta - c).detach()[None]
     same("q", with_decay(G, lam, decay)(g), expected[None], {
         "this is Eq. 5 without decay": mfac.mfac(G, lam)(g),
-        "the matrix is right, but the factor before it is λ, not λ + ω":
+        "the matrix is right; the factor before it must be λ, and yours is λ + ω":
             mfac.mfac(G, lam + decay)(g),
     })  # fmt: skip
 
@@ -194,17 +192,52 @@ class Batch(NamedTuple):
     images: Tensor
 
 
+class Graphs:
+    """Counts the images whose graph is alive: made with a graph, and not yet passed backward."""
+
+    def __init__(self) -> None:
+        self.alive: dict[int, int] = {}  # images by the number of a call
+        self.calls = 0
+        self.most = 0
+
+    def add(self, z: Tensor) -> None:
+        """Notes the embeddings of a call; the graph is gone after backward, or when z is."""
+        self.calls += 1
+        call = self.calls
+        self.alive[call] = len(z)
+        self.most = max(self.most, sum(self.alive.values()))
+
+        def gone(*_: object) -> None:
+            self.alive.pop(call, None)
+
+        token = Token()
+        weakref.finalize(token, gone)
+
+        def hook(gradient: Tensor, token: Token = token) -> None:
+            gone()
+
+        z.register_hook(hook)
+
+
+class Token:
+    """An object that lives as long as a graph does."""
+
+
 def check_cached_gradient(cached_gradient: Any) -> None:
     """Autograd on the batch in one piece; and how many images pass at a time."""
     backbone = small_backbone(class_token=True)
     sizes: list[int] = []
+    graphs = Graphs()
     theta = (0.1 * random(2, 4 * 3 * backbone.dim)).requires_grad_()
     pairs = random(4, 3, 16, 16, seed=1).repeat_interleave(2, 0)
     images = pairs + 0.3 * random(8, 3, 16, 16, seed=2)
 
     def embed(theta: Tensor, images: Tensor) -> Tensor:
         sizes.append(len(images))
-        return F.normalize(backbone(images, theta)[:, 0], dim=1)
+        z = F.normalize(backbone(images, theta)[:, 0], dim=1)
+        if z.requires_grad:
+            graphs.add(z)
+        return z
 
     def loss(z: Tensor) -> Tensor:
         """Each image has to find its twin, its neighbour in the batch, among all others."""
@@ -216,6 +249,8 @@ def check_cached_gradient(cached_gradient: Any) -> None:
         lambda theta, _, batch: loss(embed(theta, batch.images)), theta, {}, Batch(images)
     )
     sizes.clear()
+    graphs.alive.clear()
+    graphs.most = 0
     same("the gradient", cached_gradient(embed, loss, theta, images, 4), expected, {
         "parts of the batch do not know of each other; the loss needs all embeddings at once":
             even.theta,
@@ -223,5 +258,10 @@ def check_cached_gradient(cached_gradient: Any) -> None:
     if max(sizes) > 4:
         raise Wrong(
             f"the numbers are right, but {max(sizes)} images were in the network at a time, not 4"
+        )
+    if graphs.most > 4:
+        raise Wrong(
+            f"the numbers are right, but the graphs of {graphs.most} images were alive at a time, "
+            "not of 4: compute the embeddings without a graph first"
         )
     same("the gradient in parts of 3", cached_gradient(embed, loss, theta, images, 3), expected)

@@ -1,6 +1,7 @@
 """What the checks of the exercises share: comparison with a witness, and messages that help."""
 
-from collections.abc import Mapping, Sequence
+import tracemalloc
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ def same(
     found: Any,
     expected: Tensor,
     mistakes: Mapping[str, Tensor] | None = None,
-    tolerance: float = 1e-6,
+    tolerance: float = 1e-10,
 ) -> None:
     """Wrong unless a result is a tensor equal to the expected one, relative to its largest entry.
 
@@ -27,9 +28,8 @@ def same(
         found: the student's result.
         expected: the witness's result.
         mistakes: for each mistake that is often made, the result that it leads to.
-        tolerance: largest relative error. It forgives a step in float32, such as `torch.eye(n)`
-            without a dtype; a mistake is larger by far. A result in float32 is not forgiven, but
-            it is judged by its own rounding first, so that a mistake in it is named.
+        tolerance: largest relative error; the rounding of float64 is far below it. Numbers that are
+            right to the rounding of float32 only are told as such. For the mistakes 1e-4 is enough.
     """
     if not isinstance(found, Tensor):
         raise Wrong(f"{what} must be a tensor, not {type(found).__name__}")
@@ -37,10 +37,8 @@ def same(
         shapes = f"{tuple(found.shape)}, not {tuple(expected.shape)}"
         raise Wrong(f"{what} has the shape {shapes}")
     wrong_type = expected.is_floating_point() and found.dtype != expected.dtype
-    if wrong_type:
-        tolerance = max(tolerance, 1e-4)
     error = distance(found, expected)
-    if error <= tolerance and wrong_type:
+    if error <= 1e-4 and wrong_type:
         raise Wrong(
             f"the numbers of {what} are right, but they are {name(found)}, and the arguments are "
             f"{name(expected)}; make a new tensor with the type of an argument, as in "
@@ -49,8 +47,13 @@ def same(
     if error <= tolerance:
         return
     for mistake, wrong in (mistakes or {}).items():
-        if distance(found, wrong) <= tolerance:
+        if distance(found, wrong) <= 1e-4:
             raise Wrong(f"{what}: {mistake}")
+    if error <= 1e-6:
+        raise Wrong(
+            f"{what} is right to the digits of float32 only; a tensor on the way is float32, such "
+            "as `torch.eye(3)` without `dtype=`"
+        )
     if expected.ndim == 2:  # the first row that is off; those before it are right
         for k in range(len(expected)):
             if distance(found[k], expected[k]) > tolerance:
@@ -58,8 +61,11 @@ def same(
                 found = found[k]
                 expected = expected[k]
                 break
+    begins = first(found), first(expected)
+    if begins[0] == begins[1]:
+        begins = first(found, 10), first(expected, 10)
     raise Wrong(
-        f"{what} begins with {first(found)}, but should with {first(expected)} "
+        f"{what} begins with {begins[0]}, but should with {begins[1]} "
         f"(largest difference: {error:.0e} of the largest entry)"
     )
 
@@ -80,9 +86,9 @@ def name(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def first(x: Tensor) -> str:
+def first(x: Tensor, digits: int = 4) -> str:
     """The first numbers of a tensor, to be shown."""
-    numbers = [f"{float(value):.4g}" for value in x.detach().flatten()[:4]]
+    numbers = [f"{float(value):.{digits}g}" for value in x.detach().flatten()[:4]]
     return " ".join(numbers)
 
 
@@ -99,25 +105,71 @@ def several(what: str, found: Any, names: Sequence[str]) -> list[Any]:
     return list(found)
 
 
-class Largest(TorchDispatchMode):
-    """Notes how many numbers the largest tensor has that is made while this is active.
+def no_graph(what: str, found: Any) -> None:
+    """Wrong if a result keeps the graph of automatic differentiation alive."""
+    if isinstance(found, Tensor) and found.requires_grad:
+        raise Wrong(
+            f"{what} still has the graph of automatic differentiation, so the memory of a whole "
+            "pass stays as long as it is kept: detach it"
+        )
+
+
+def same_slopes(
+    what: str, found: Any, expected: Tensor, inputs: Mapping[str, Tensor], weights: Tensor
+) -> None:
+    """Wrong unless the gradients of weights · found with respect to the inputs are as expected."""
+    right = torch.autograd.grad((weights * expected).sum(), [*inputs.values()])
+    slopes: tuple[Tensor | None, ...] = (None,) * len(inputs)
+    if isinstance(found, Tensor) and found.requires_grad:
+        slopes = torch.autograd.grad((weights * found).sum(), [*inputs.values()], allow_unused=True)
+    for name, slope, correct in zip(inputs, slopes, right, strict=True):
+        if slope is None or distance(slope, correct) > 1e-6:
+            raise Wrong(
+                f"{what} has the right numbers, but a wrong gradient with respect to {name}, so "
+                "nothing could be trained through it: is a part of it detached?"
+            )
+
+
+def stay_small(function: Callable[[Tensor, Tensor], object]) -> None:
+    """Wrong if a matrix p x p is made, by torch or by numpy, for G (3, p) and g (p,)."""
+    p = 600
+    with Watch():  # once before: what torch imports on first use would be counted as numpy's
+        function(random(3, p), random(p, seed=1))
+    tracemalloc.start()  # it sees numpy's memory, and not torch's
+    try:
+        with Watch() as made:
+            function(random(3, p), random(p, seed=1))
+        numpys = tracemalloc.get_traced_memory()[1] // 4
+    finally:
+        tracemalloc.stop()
+    if max(made.largest, numpys) >= p * p:
+        raise Wrong(
+            f"the numbers are right, but with p = {p} a p x p matrix of {p * p:,} numbers is made; "
+            "in a layer of ViT-B, p is 196,608"
+        )
+
+
+class Watch(TorchDispatchMode):
+    """Notes how many numbers the largest tensor has that is made, and how many operations are run.
 
     A view, such as a transposed matrix, has the memory of another tensor and does not count.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.numel = 0
+        self.largest = 0
+        self.operations = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         """Every operation of torch passes here."""
+        self.operations += 1
         made = func(*args, **(kwargs or {}))
         known = {memory(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for x in tree_leaves(made):
             if isinstance(x, Tensor) and memory(x) not in known:
-                self.numel = max(self.numel, x.numel())
+                self.largest = max(self.largest, x.numel())
         return made
 
 
