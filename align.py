@@ -1,24 +1,35 @@
 """`bisslight align` (App. C.3): linear probing of φ_D, then Algorithm 1."""
 
 import math
+import shlex
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 import hypergradients
 import mfac
-from bisslight import Diverged, Hypergradient, Phi, State, algorithm_1
+from bisslight import Diverged, Hypergradient, Phi, PretextTask, State, algorithm_1
 from config import AlignConfig, Record, unlike_paper
 from data import Pool, Task
+from lora import Examples
 from support.checkpoints import save_adapter
 from support.errors import UsageError
 from support.experiment import AlignExperiment, Head, name_own_data
 from support.metrics import Score
-from support.optim import Group, Optimiser, Schedule, decay_groups, train_epochs, trainable
-from support.pulse import pulse
-from support.runs import LOG, Run, RunResult, Track, check_directory, untracked
+from support.optim import (
+    EpochRecord,
+    Group,
+    Optimiser,
+    Schedule,
+    decay_groups,
+    train_epochs,
+    trainable,
+)
+from support.runs import LOG, Run, RunResult, Track, check_directory, read_json, untracked
+from support.screen import Answer, count, percent
 
 EXACT_LIMIT = 5000  # entries of θ: as many Hessian-vector products, and 200 MB in float64
 
@@ -35,6 +46,26 @@ class AlignResult(RunResult, frozen=True):
     cosine: float  # of q and g there
     val_P: Score  # of θ_P on the validation split
     val_D: Score
+
+    def in_words(self) -> Answer:
+        """The accuracy of both adapters, and which of them is kept."""
+        images = read_json(Path(self.out, "env.json"))["about"]["images"]["val"]
+        kept = percent([self.val_P.accuracy])
+        rows = [
+            {"adapter": "lower level: kept, for finetune", "validation": kept},
+            {"adapter": "upper level", "validation": percent([self.val_D.accuracy])},
+        ]
+        return Answer(
+            f"aligned: validation {self.metric} {kept} ({count(images, 'image')})",
+            rows,
+            [
+                "BiSSLight keeps the lower level's adapter, whichever of the two scores more;",
+                "whether aligning helped, finetune and evaluate will tell",
+                "",
+                f"in {Path(self.out).resolve()}",
+                f"next: bisslight finetune --from {shlex.quote(self.out)}",
+            ],
+        )
 
 
 def align(
@@ -70,9 +101,8 @@ def run_align(
 ) -> AlignResult:
     """As `align`, with data and networks that are open already."""
     cfg = experiment.cfg
-    theta = experiment.new_theta()  # l.2
-    pretext = experiment.pretext_task(theta)
-    inverse = hypergradient(cfg, theta)
+    prepared = prepare(experiment)
+    state, task, head, hypergrad, optimisers = prepared
     experiment.check_batches("--d-batch", cfg.d_batch)
     goes_on = check_directory(out, "align", cfg, force)
     if not goes_on:  # a run that goes on has done this when it began
@@ -81,28 +111,25 @@ def run_align(
     with Run(out, "align", cfg, force, experiment.defining) as run:
         if run.result is not None:
             return finished(run.result)
-        head = experiment.new_head("align head")
-        state, optimisers = start_state(cfg, theta, pretext.phi, head.phi)
-        run.restore(name_tensors(state, head, pretext.state), optimisers._asdict())
-        # Checkpoints are written between alternations, so the steps give the alternation.
-        state.done = optimisers.opt_P.step // cfg.lower_steps
+        run.restore(name_tensors(state, head, task.state), optimisers._asdict())
+        if run.records:  # the probe's is number 0
+            state.done = run.records[-1]["step"]
         try:
-            if cfg.probe_epochs and not run.records:  # the probe's end is the first record
-                probe(experiment, state, head, optimisers.probe, run, track)
+            if cfg.probe_epochs and not run.records:
+                done = optimisers.probe.step // probe_steps(experiment)
+                for epoch in track(probe(experiment, prepared), cfg.probe_epochs, "probe", done):
+                    run.checkpoint(f"probe epoch {epoch.step}")
+                run.log({"step": 0, "probe_val": score_probe(experiment, prepared)})
 
-            lower_steps = range(state.done * cfg.lower_steps, cfg.alternations * cfg.lower_steps)
-            upper_steps = range(state.done * cfg.upper_steps, cfg.alternations * cfg.upper_steps)
-            steps_each = cfg.lower_steps + cfg.upper_steps  # of an alternation
-            examples = experiment.examples("downstream", cfg.d_batch, upper_steps, cfg.drop_path)
-            unlabelled = experiment.pretext_batches(pretext, lower_steps)
+            batches = batches_left(experiment, prepared)
             logs = algorithm_1(
                 state,
                 steps=cfg,
-                task=pretext,
+                task=task,
                 loss_D=head.loss,
-                hypergrad=inverse,
-                pretext=pulse.count(unlabelled, steps_each),
-                downstream=pulse.count(examples, steps_each),
+                hypergrad=hypergrad,
+                pretext=batches.pretext,
+                downstream=batches.downstream,
                 passes=experiment.passes,
                 store="cpu" if cfg.mfac_device == "cpu" else None,
             )
@@ -128,12 +155,71 @@ def finished(result: Record) -> AlignResult:
     return AlignResult(**result)
 
 
+# --- what Algorithm 1 gets ----------------------------------------------------------------------
+
+
 class Optimisers(NamedTuple):
     """All optimisers of an align run."""
 
     opt_P: Optimiser  # of θ_P and φ_P
     opt_D: Optimiser  # of θ_D and φ_D
     probe: Optimiser  # of φ_D alone, before line 3
+
+
+class Prepared(NamedTuple):
+    """What Algorithm 1 gets besides batches, before its line 3."""
+
+    state: State
+    task: PretextTask[Any]
+    head: Head  # h^D: φ_D is in `state`, too
+    hypergrad: Hypergradient
+    optimisers: Optimisers
+
+
+class Batches(NamedTuple):
+    """A batch for each lower step, and one for each upper step."""
+
+    pretext: Iterator[Any]
+    downstream: Iterator[Examples]
+
+
+def prepare(experiment: AlignExperiment, hypergrad: Hypergradient | None = None) -> Prepared:
+    """Make what Algorithm 1 starts from (l.1, l.2), on fresh θ and heads (UsageError).
+
+    This, `probe` and `batches_left` are all that a script needs to run it without a directory:
+
+        prepared = prepare(experiment)
+        for _ in probe(experiment, prepared):
+            pass
+        state, task, head, hypergrad, _ = prepared
+        pretext, downstream = batches_left(experiment, prepared)
+        passes = experiment.passes
+        for log in algorithm_1(
+            state, cfg, task, head.loss, hypergrad, pretext, downstream, passes
+        ):
+            ...
+
+    Args:
+        experiment: data, networks and settings; it stays as it is.
+        hypergrad: lines 10 and 13 of one's own, instead of what the settings name.
+    """
+    theta = experiment.new_theta()  # l.2
+    task = experiment.pretext_task(theta)
+    hypergrad = hypergrad or hypergradient(experiment.cfg, theta)
+    head = experiment.new_head("align head")
+    state, optimisers = start_state(experiment.cfg, theta, task.phi, head.phi)
+    return Prepared(state, task, head, hypergrad, optimisers)
+
+
+def batches_left(experiment: AlignExperiment, prepared: Prepared) -> Batches:
+    """Batches for the alternations that are left to do."""
+    cfg = experiment.cfg
+    done = prepared.state.done
+    lower_steps = range(done * cfg.lower_steps, cfg.alternations * cfg.lower_steps)
+    upper_steps = range(done * cfg.upper_steps, cfg.alternations * cfg.upper_steps)
+    unlabelled = experiment.pretext_batches(prepared.task, lower_steps)
+    examples = experiment.examples("downstream", cfg.d_batch, upper_steps, cfg.drop_path)
+    return Batches(unlabelled, examples)
 
 
 def start_state(
@@ -175,30 +261,34 @@ def name_tensors(state: State, head: Head, pretext_state: Phi) -> dict[str, Tens
     return tensors
 
 
-def probe(
-    experiment: AlignExperiment,
-    state: State,
-    head: Head,
-    opt: Optimiser,
-    run: Run,
-    track: Track,
-) -> None:
-    """Linear probing: train φ_D at the fresh θ, at the upper level's rate, constant (App. C.3)."""
+def probe(experiment: AlignExperiment, prepared: Prepared) -> Iterator[EpochRecord]:
+    """Linear probing: train φ_D at the fresh θ, at the upper level's rate, constant (App. C.3).
+
+    Yields each epoch's number and loss, from where the probe's optimiser is.
+    """
     cfg = experiment.cfg
-    task = experiment.task
+    state = prepared.state
+    opt = prepared.optimisers.probe
     drop_path = cfg.drop_path if cfg.probe_drop_path else 0.0
     # detached: θ stays as it is, and no gradient is computed for it
-    loss = partial(head.loss, state.theta_D.detach(), state.phi_D, regularise=True)
-    steps_per_epoch = math.ceil(len(task.train.targets) / cfg.d_batch)
+    loss = partial(prepared.head.loss, state.theta_D.detach(), state.phi_D, regularise=True)
+    steps_per_epoch = probe_steps(experiment)
     steps = range(opt.step, cfg.probe_epochs * steps_per_epoch)
     examples = experiment.examples("probe", cfg.d_batch, steps, drop_path, passes=True)
-    epochs = train_epochs(loss, opt, examples, steps_per_epoch, "probe", experiment.passes)
-    # Its epochs are not logged: the first record says that the probe is over.
-    for epoch in track(epochs, cfg.probe_epochs, "probe", opt.step // steps_per_epoch):
-        run.checkpoint(f"probe epoch {epoch.step}")
-    score = experiment.score(task.val, state.theta_D, head.with_stats)
-    run.log({"step": 0, "probe_val": score.model_dump()})
+    return train_epochs(loss, opt, examples, steps_per_epoch, "probe", experiment.passes)
+
+
+def probe_steps(experiment: AlignExperiment) -> int:
+    """Steps of an epoch of linear probing."""
+    return math.ceil(len(experiment.task.train.targets) / experiment.cfg.d_batch)
+
+
+def score_probe(experiment: AlignExperiment, prepared: Prepared) -> Record:
+    """The score of the probed head on the validation split."""
+    val = experiment.task.val
+    score = experiment.score(val, prepared.state.theta_D, prepared.head.with_stats)
     LOG.info("linear probe: validation %s %.2f %%", experiment.metric, score.accuracy)
+    return score.model_dump()
 
 
 def validate(experiment: AlignExperiment, state: State, head: Head) -> Record:

@@ -113,10 +113,33 @@ class PretextTask(Protocol[Batch]):
 
 
 class Optimiser(Protocol):
-    """opt_P or opt_D: updates tensors in place."""
+    """opt_P or opt_D: updates tensors in place; `TorchOptimiser` is one."""
 
     def update(self, tensors: list[Tensor], gradients: list[Tensor]) -> Tensor:
         """One step; may change the gradients, returns their joint norm before clipping."""
+
+
+@dataclass
+class TorchOptimiser:
+    """Any optimiser of torch as opt_P or opt_D, with all gradients clipped together.
+
+    opt_P = TorchOptimiser(torch.optim.AdamW([theta_P, *phi_P.values()], lr=1e-3), clip=10.0)
+    """
+
+    optimiser: torch.optim.Optimizer
+    clip: float = math.inf  # largest L2 norm of all gradients together
+
+    def update(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+        """One step; clips the gradients in place and returns their joint norm before clipping."""
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            # Fused optimisers read both in the order in which they are stored, so it has to agree.
+            if gradient.stride() != tensor.stride():
+                gradient = torch.empty_like(tensor).copy_(gradient)
+            tensor.grad = gradient
+        norm = torch.nn.utils.clip_grad_norm_(tensors, self.clip)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        return norm
 
 
 @dataclass
@@ -148,8 +171,6 @@ class UpperStep(NamedTuple):
     norm_D: Tensor  # joint norm of the gradients of θ_D (with q) and φ_D before clipping
     q_over_g: Tensor  # |q| / |g|
     cosine: Tensor  # of q and g; 1, with q_over_g = 1, if the curvature changes nothing
-    share: Tensor  # |Πg|² / |g|², Π the projection on the span of G (`Span`): M-FAC acts there
-    removed: Tensor  # 1 − |Πq|² / |Πg|²: how much of that share is missing in q
     distance: Tensor  # |θ_P − θ_D| after the step
     q_norms: Tensor  # (K,) |q| of each row; not in `Log`, it tells which row is not finite
 
@@ -166,8 +187,6 @@ class Log(NamedTuple):
     norm_D: list[float]
     q_over_g: list[float]
     cosine: list[float]
-    share: list[float]
-    removed: list[float]
     distance: list[float]
 
 
@@ -293,7 +312,6 @@ def algorithm_1(
         lower_log = columns(LowerStep._fields, lower, f"alternation {t}, lower level")
         H = partial(passes.hessian, task.loss, theta_P, phi_P, batch)  # of the last batch
         inverse = hypergrad(G, steps.lam, H)  # l.10
-        span = Span(G, inverse)
         for _ in range(steps.upper_steps):  # l.11, upper level
             examples = next(downstream)  # lines 12 to 15 share them, as released
             at_P, g, g_phi_D_at_P = passes.gradients(loss_D, theta_P, phi_D, examples)  # l.12
@@ -304,9 +322,9 @@ def algorithm_1(
             norm = state.opt_D.update([theta_D, *phi_D.values()], [g_D, *g_phi_D.values()])  # l.16
             distance = (theta_P - theta_D).detach().norm()
             step = {"loss_D_at_P": at_P, "loss_D_at_D": at_D, "norm_D": norm, "distance": distance}
-            upper.append(UpperStep(**step, **agreement(g, q, span)))
+            upper.append(UpperStep(**step, **agreement(g, q)))
         upper_log = columns(UpperStep._fields, upper, f"alternation {t}, upper level")
-        del G, inverse, span  # the next alternation needs as much memory again
+        del G, inverse  # the next alternation needs as much memory again
         state.done = t
         upper_log.pop("q_norms")
         yield Log(t, **lower_log, **upper_log)
@@ -356,68 +374,19 @@ def sum_over_processes(values: list[Tensor]) -> list[Tensor]:
 # --- What is logged ---------------------------------------------------------------------------
 
 
-class Span:
-    """The span of an alternation's gradients, row by row of θ, for two numbers of the log.
+def agreement(g: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """How q differs from g, both (K, p): the fields of `UpperStep` that tell it.
 
-    In a row of θ, with G (N_L, p) and Π the projection on the span of g_1, g_2 ..., g_N_L,
-
-        |Πx|² = (G x)ᵀ (G Gᵀ)⁻¹ (G x).
-
-    `mfac`'s inverse has computed all of this on its way to q, and keeps it: G Gᵀ (`row_gram`), G g
-    and G q (`last`). Any other inverse does not, so here it is computed, by a pass over G at each
-    step. A row is a block of M-FAC with its partition `layer` alone; with another one, M-FAC acts
-    in another space than this.
-
-    >>> span = Span(torch.tensor([[[2.0, 0.0]]]), inverse=torch.clone)
-    >>> x = torch.tensor([[3.0, 4.0]])
-    >>> [float(length.round(decimals=6)) for length in span.squared_lengths(x, x)]
-    [9.0, 9.0]
+    >>> g = torch.tensor([[3.0, 4.0]])
+    >>> [float(value) for value in agreement(g, 0.5 * g).values()]
+    [0.5, 1.0, 2.5]
     """
-
-    def __init__(self, G: Tensor, inverse: Map) -> None:
-        self.G = G
-        self.inverse = inverse
-        gram = getattr(inverse, "row_gram", None)  # (K, N_L, N_L), float64
-        if gram is None:
-            gram = torch.stack([rows.double() @ rows.double().mT for rows in G])
-        gram = gram.clone()
-        # a little more on the diagonal, since the gradients may be linearly dependent
-        gram.diagonal(dim1=-2, dim2=-1).mul_(1 + 1e-10).add_(1e-300)
-        self.factor, _ = torch.linalg.cholesky_ex(gram)
-
-    def squared_lengths(self, g: Tensor, q: Tensor) -> list[Tensor]:
-        """|Πg|² and |Πq|², sums over the rows of θ, of a query g (K, p) and q = inverse(g)."""
-        lengths = []
-        for y in self.products(g, q):  # (K, N_L)
-            solution = torch.cholesky_solve(y[..., None], self.factor)[..., 0]
-            lengths.append((y * solution).sum().to(g.device))
-        return lengths
-
-    def products(self, g: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        """G g and G q in every row of θ, (K, N_L) each; from the inverse, if g was its last."""
-        last = getattr(self.inverse, "last", None)
-        if last is not None and last.g is g:
-            return last.Gg, last.Gq
-        return self.times(g), self.times(q)
-
-    def times(self, x: Tensor) -> Tensor:
-        """G x in every row of θ, (K, p) -> (K, N_L), in float64."""
-        x = x.to(self.G.device)
-        rows = []
-        for G_k, x_k in zip(self.G, x, strict=True):  # one by one: no float64 copy of all of G
-            rows.append(G_k.double() @ x_k.double())
-        return torch.stack(rows)
-
-
-def agreement(g: Tensor, q: Tensor, span: Span) -> dict[str, Tensor]:
-    """How q differs from g, both (K, p): the fields of `UpperStep` that tell it."""
-    g_inside, q_inside = span.squared_lengths(g, q)  # |Πg|² and |Πq|²
-    length = g.double().norm().clamp_min(1e-300)  # g may be 0
+    lengths = g.double().norm(), q.double().norm()  # float64: squares may vanish in float32
+    tiny = 1e-300  # g or q may be 0
+    product = (q.double() * g.double()).sum()
     return {
-        "q_over_g": q.norm() / length,
-        "cosine": torch.cosine_similarity(q.flatten(), g.flatten(), 0),
-        "share": g_inside / length / length,
-        "removed": (g_inside - q_inside) / g_inside.clamp_min(1e-300),
+        "q_over_g": lengths[1] / lengths[0].clamp_min(tiny),
+        "cosine": product / (lengths[0] * lengths[1]).clamp_min(tiny),
         "q_norms": q.norm(dim=1),
     }
 

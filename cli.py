@@ -16,20 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 from pydantic_core import to_jsonable_python
 
-from answers import (
-    answer_align,
-    answer_check,
-    answer_curves,
-    answer_demo,
-    answer_download,
-    answer_evaluate,
-    answer_export,
-    answer_finetune,
-    answer_list,
-    answer_plan,
-    answer_predict,
-    answer_pretrain,
-)
 from config import (
     AlignConfig,
     Command,
@@ -45,7 +31,15 @@ from config import (
 )
 from support.errors import RunError, UsageError, nearest
 from support.flags import signature_of
-from support.screen import Answer, is_first_process, one_line, print_answer, tell
+from support.screen import (
+    Answer,
+    Result,
+    is_first_process,
+    list_fields,
+    one_line,
+    print_answer,
+    tell,
+)
 
 if TYPE_CHECKING:
     from align import AlignResult
@@ -54,10 +48,9 @@ if TYPE_CHECKING:
     from support.runs import Track
 
 C = TypeVar("C", bound=Command)
-R = TypeVar("R")
+R = TypeVar("R", bound=Result)
 # what runs a command: its settings, the run directory, whether to start over, what shows progress
 Work = Callable[[C, Path, bool, "Track"], R]
-Tell = Callable[[R], Answer]  # what people are told of a result
 
 # --- the program -------------------------------------------------------------------------------
 
@@ -108,17 +101,17 @@ KINDS: dict[str, type[Command]] = {
 Layers = dict[str | Path | None, Record]
 
 
-def add_command(function: Work[C, R], kind: type[C], answer: Tell[R], example: str) -> None:
+def add_command(function: Work[C, R], kind: type[C], example: str) -> None:
     """Make a function a command of the program, with a flag for each setting of `kind`."""
     name = function.__name__
-    command: Any = partial(run_command, function, kind, answer)
+    command: Any = partial(run_command, function, kind)
     command.__signature__ = signature_of(kind, Options)  # Typer reads the flags from these two
     command.__annotations__ = {}
     epilog = f"Example: bisslight {name} {example}\n\n{BRACKETS}"
     app.command(name, help=function.__doc__, epilog=epilog)(command)
 
 
-def run_command(function: Work[C, R], kind: type[C], answer: Tell[R], **texts: object) -> int:
+def run_command(function: Work[C, R], kind: type[C], **texts: object) -> int:
     """Run a command that has settings, or say what it would do; returns the exit code.
 
     `texts` has what was typed after each flag, by the name of its setting or option; None where
@@ -152,21 +145,21 @@ def run_command(function: Work[C, R], kind: type[C], answer: Tell[R], **texts: o
         return 2
     with training(options.quiet or options.as_json) as track:
         result = function(cfg, out, options.force, track)
-    show(result, answer, options.as_json)
+    show(result, result.in_words(), options.as_json)
     from support.processes import leave  # with torch, so not before all names were checked
 
     leave()  # not before all is told, which process 0 does alone
     return 0
 
 
-def show(result: R, answer: Tell[R], as_json: bool) -> None:
+def show(result: object, words: Answer, as_json: bool) -> None:
     """Print a result, in process 0 only: as JSON, or in words."""
     if not is_first_process():
         return
     if as_json:
         tell(json.dumps(to_jsonable_python(result)), sys.stdout)
     else:
-        print_answer(answer(result))
+        print_answer(words)
 
 
 def dry_run(command: str, cfg: Command, out: Path, layers: Layers, options: Options) -> list[str]:
@@ -178,7 +171,8 @@ def dry_run(command: str, cfg: Command, out: Path, layers: Layers, options: Opti
     rows = list_settings(cfg, layers, every)
     recipe = "MAE or I-JEPA" if command == "pretrain" else "the paper"
     title = "settings" if every else f"differs from {recipe}"
-    show({"out": out} | plan.work | {title: rows or "nothing"}, answer_plan, options.as_json)
+    told = {"out": out} | plan.work | {title: rows or "nothing"}
+    show(told, list_fields(told), options.as_json)
     return plan.problems
 
 
@@ -342,7 +336,7 @@ def align(cfg: AlignConfig, out: Path, force: bool, track: "Track") -> "AlignRes
     return align(cfg, out, force=force, track=track)
 
 
-add_command(align, AlignConfig, answer_align, "--backbone vit_l16 --dataset cub200 --out runs/cub")
+add_command(align, AlignConfig, "--backbone vit_l16 --dataset cub200 --out runs/cub")
 
 
 def finetune(cfg: FinetuneConfig, out: Path, force: bool, track: "Track") -> "FinetuneResult":
@@ -352,7 +346,7 @@ def finetune(cfg: FinetuneConfig, out: Path, force: bool, track: "Track") -> "Fi
     return finetune(cfg, out, force=force, track=track)
 
 
-add_command(finetune, FinetuneConfig, answer_finetune, "--from runs/cub --out runs/cub-peft")
+add_command(finetune, FinetuneConfig, "--from runs/cub --out runs/cub-peft")
 
 
 def pretrain(cfg: PretrainConfig, out: Path, force: bool, track: "Track") -> "PretrainResult":
@@ -362,7 +356,7 @@ def pretrain(cfg: PretrainConfig, out: Path, force: bool, track: "Track") -> "Pr
     return pretrain(cfg, out, force=force, track=track)
 
 
-add_command(pretrain, PretrainConfig, answer_pretrain, "--backbone vit_mini --pool omniglot")
+add_command(pretrain, PretrainConfig, "--backbone vit_mini --pool omniglot")
 
 
 @app.command(epilog="Example: bisslight evaluate runs/cub-peft --against runs/direct")
@@ -399,7 +393,7 @@ def evaluate(
 
         draw_curves(runs, curves)
         if picture is None:  # an align run has curves, but no accuracy to compare
-            show({"curves": curves}, answer_curves, as_json)
+            show({"curves": curves}, Answer(f"in {curves}"), as_json)
             return
     from evaluate import evaluate
 
@@ -408,8 +402,7 @@ def evaluate(
         from extras.plots import draw_arms
 
         draw_arms(evaluation.arms, picture)
-    pictures = ", ".join(str(file) for file in (picture, curves) if file)
-    show(evaluation, partial(answer_evaluate, pictures=pictures), as_json)
+    show(evaluation, evaluation.in_words(), as_json)
 
 
 @app.command(epilog="Example: bisslight demo --out runs/demo")
@@ -429,7 +422,7 @@ def demo(
 
     with training(quiet or as_json) as track:
         result = demo(out, data_seed=data_seed, jobs=jobs, force=force, track=track)
-    show(result, answer_demo, as_json)
+    show(result, result.in_words(), as_json)
     leave()
 
 
@@ -441,10 +434,11 @@ def export(
     weights: Weights = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a run's adapter for HF peft, for timm and for the released program."""
+    """Write a run's adapter for HF peft, and merged into its network for timm."""
     from extras.export import export
 
-    show(export(run, out, seed=seed, weights=weights), answer_export, as_json)
+    done = export(run, out, seed=seed, weights=weights)
+    show(done, list_fields(done), as_json)
 
 
 @app.command(epilog="Example: bisslight predict runs/cub-peft photos --top 3 --csv birds.csv")
@@ -458,17 +452,18 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     """Classify images with a finished finetune run: class names and probabilities."""
-    from extras.predict import format_csv, predict, seed_of_adapter
+    from extras.predict import check_csv, format_csv, in_words, predict
     from support.runs import write_atomic
 
+    if csv is not None:
+        check_csv(csv)
     guesses = predict(run, images, top=top, seed=seed, weights=weights)
     if csv == Path("-"):
         tell(format_csv(guesses).rstrip(), sys.stdout)
         return
     if csv is not None:
         write_atomic(csv, format_csv(guesses))
-    answer = partial(answer_predict, seed=seed_of_adapter(run, seed))
-    show([guess._asdict() for guess in guesses], answer, as_json)
+    show([guess._asdict() for guess in guesses], in_words(guesses, run, seed), as_json)
 
 
 @data.command("list")
@@ -476,7 +471,8 @@ def data_list(root: DataRoot = Path("data"), as_json: AsJson = False) -> None:
     """List the paper's data sets: whether they are there, and the terms of their use."""
     from extras.datasets import list_all
 
-    show(list_all(root), answer_list, as_json)
+    sets = list_all(root)
+    show(sets, Answer("", sets), as_json)
 
 
 @data.command("check", epilog="Example: bisslight data check cub200 --data-root DIR")
@@ -492,7 +488,7 @@ def data_check(
     from extras.datasets import check
 
     result = check(name, root, partial)
-    show(result, answer_check, as_json)
+    show(result, list_fields(result), as_json)
     return 1 if result["problems"] else 0
 
 
@@ -505,7 +501,8 @@ def data_download(
     """Fetch and unpack a data set; its digests are verified."""
     from extras.datasets import download
 
-    show(download(name, root), answer_download, as_json)
+    done = download(name, root)
+    show(done, list_fields(done), as_json)
 
 
 # --- start -------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from support.permutation import Comparison as Comparison  # also for those who i
 from support.permutation import Stratum as Stratum
 from support.permutation import compare as compare
 from support.permutation import compare_strata as compare_strata
+from support.screen import Answer, count, format_value, percent
 
 LOG = logging.getLogger("bisslight")
 
@@ -34,6 +35,13 @@ OF_DATA_SET = {
     *("weights_sha256", "lr", "grid", "epochs"),
 }
 
+
+STARTS = {  # where an arm's seeds start, in plain words, by its `unit`; of a direct one, nowhere
+    "PEFT and PEFT anew": "the seeds of a finished fine-tuning, one each",
+    "PEFT seed on one LoRA file": "one LoRA file, so they repeat the fine-tuning alone",
+    "PEFT seed on one align run": "one align run, so they repeat the fine-tuning alone",
+    "align run and PEFT": "an align run each, so they repeat both steps",
+}
 
 # --- the table of arms ----------------------------------------------------------------------------
 
@@ -62,13 +70,65 @@ class Row(BaseModel, frozen=True):
     first_minus_this: Comparison | None
     # for people only: JSON is read by programs that know the fields above
     rates: list[float] = Field([], exclude=True)  # the learning rates of its runs, each once
-    test_images: int | None = Field(None, exclude=True)
+    test_images: int = Field(0, exclude=True)
+    data_set: str = Field("", exclude=True)
 
 
 class Evaluation(BaseModel, frozen=True):
     """What `evaluate` found."""
 
     arms: list[Row]
+
+    def in_words(self) -> Answer:
+        """By how much the first arm is better than each other one, and a table of all."""
+        first = self.arms[0]
+        seeds = count(first.seeds, "seed")
+        headline = f"test {first.metric} {percent(first.accuracies)} ({seeds})"
+        differences = []
+        lines = []
+        for row in self.arms:
+            if row.first_minus_this:
+                difference = describe_comparison(row.first_minus_this)
+                differences.append(f"{first.arm} minus {row.arm}: {difference}")
+            if row.unit in STARTS:
+                lines.append(f"the seeds of {row.arm} start from {STARTS[row.unit]}")
+            if row.differs:
+                lines.append(f"{row.arm} differs: {format_value(row.differs)}")
+        rows = [describe_row(row, first.arm) for row in self.arms]
+        return Answer("\n".join(differences) or headline, rows, lines)
+
+
+def describe_row(row: Row, first: str) -> Record:
+    """The line of an arm in the table; `first` is the name of the one that it is compared with."""
+    line: Record = {"arm": row.arm, "seeds": row.seeds, "rate": row.rates}
+    line["test images"] = row.test_images
+    line[f"test {row.metric}"] = percent(row.accuracies)
+    versus = row.first_minus_this
+    if versus:
+        line[f"{first} minus this"] = points(versus)
+        line["p"] = "none" if versus.p is None else f"{versus.p:#.2g}"
+    if row.paper:
+        line["the paper"] = f"{row.paper.mean} ± {row.paper.std} % ({row.paper.source})"
+    return line
+
+
+def describe_comparison(versus: Comparison) -> str:
+    """A difference in words, with what its p-value means."""
+    difference = f"{points(versus)} points"
+    if versus.p is None:
+        return f"{difference}; one seed each allows no test"
+    if versus.p < 0.05:
+        meaning = "chance hardly explains it"
+    elif versus.p * versus.splits <= 2:  # the observed split and its mirror
+        meaning = "the smallest p that so few seeds can have"
+    else:
+        meaning = "chance may explain it"
+    return f"{difference}, p = {versus.p:#.2g}: {meaning}"
+
+
+def points(versus: Comparison) -> str:
+    """A difference in percentage points; adding 0 makes -0 a plain 0."""
+    return f"{round(versus.difference, 1) + 0.0:+.1f}"
 
 
 class Pooled(BaseModel, frozen=True):
@@ -194,6 +254,7 @@ def summarise(arm: Arm, first: Arm, name: str) -> Row:
         first_minus_this=None if arm is first else compare_arms([first], [arm]),
         rates=sorted(set(arm.rates)),
         test_images=arm.test_images,
+        data_set=arm.data_set,
     )
 
 

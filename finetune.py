@@ -19,14 +19,13 @@ from torch import Tensor
 from bisslight import Diverged
 from config import FinetuneConfig, Record
 from data import Task
-from evaluate import compare_settings, find_runs
+from evaluate import STARTS, compare_settings, find_runs
 from support.checkpoints import load_adapter, load_theta, save_adapter
 from support.errors import UsageError, checking
 from support.experiment import Experiment, Head, name_own_data
 from support.metrics import Score
 from support.optim import Group, Optimiser, Schedule, train_epochs, trainable
 from support.processes import jobs
-from support.pulse import pulse
 from support.runs import (
     LOG,
     MAY_CHANGE,
@@ -39,6 +38,7 @@ from support.runs import (
     sha256,
     untracked,
 )
+from support.screen import Answer, count, percent
 
 
 class Trial(RunResult, frozen=True):
@@ -80,6 +80,46 @@ class FinetuneResult(RunResult, frozen=True):
     test_images: int
     right: list[int] | None  # test images that were right; None where the accuracy is mAP
     trial_seconds: list[float]  # CPU time
+
+    def in_words(self) -> Answer:
+        """Mean and deviation of the test, and a row for each seed."""
+        first_seed = read_json(Path(self.out, "config.json"))["seed"]
+        heading = f"test ({count(self.test_images, 'image')})"
+        rows = []
+        for i, test in enumerate(self.test):
+            row = {"seed": first_seed + i, "best epoch": self.epochs[i]}
+            rows.append(row | {"validation": percent([self.val[i]]), heading: percent([test])})
+        rate = f"rate {self.lr:g}"
+        lines = []
+        if len(self.grid) > 1:
+            rate += ", the best on validation"
+            lines.append(describe_grid(self.grid))
+        if fmean(self.val) > fmean(self.test) + 10:
+            lines.append("validation chose rate and epoch, so it flatters; what counts is the test")
+        if self.unit in STARTS:
+            lines.append(f"the seeds start from {STARTS[self.unit]}")
+        if lines:
+            lines.append("")
+        seeds = count(len(self.test), "seed")
+        return Answer(
+            f"test {self.metric} {percent(self.test)} ({seeds}; {rate})",
+            rows,
+            [*lines, f"in {Path(self.out).resolve()}"],
+        )
+
+
+def describe_grid(grid: dict[str, list[float | None]]) -> str:
+    """The validation of each rate.
+
+    >>> describe_grid({"0.01": [50.0, 52.0], "0.1": [None]})
+    'validation by rate: 0.01 51.0 ± 1.4 %, 0.1 diverged'
+    """
+    words = []
+    for rate, accuracies in grid.items():
+        finite = [accuracy for accuracy in accuracies if accuracy is not None]
+        outcome = percent(finite) if len(finite) == len(accuracies) else "diverged"
+        words.append(f"{float(rate):g} {outcome}")
+    return "validation by rate: " + ", ".join(words)
 
 
 class Starts(NamedTuple):
@@ -478,7 +518,6 @@ def make_optimiser(cfg: FinetuneConfig, tensors: list[Tensor], steps_per_epoch: 
 def validate(experiment: Experiment, theta: Tensor, head: Head, epoch: int) -> Score:
     """The score on the validation split (Diverged where its loss is not finite)."""
     score = experiment.score(experiment.task.val, theta, head.with_stats)
-    pulse.validation = score.accuracy
     if not math.isfinite(score.loss):
         raise Diverged(f"validation after epoch {epoch}: loss is not finite")
     return score

@@ -17,7 +17,8 @@ token (`lora.Backbone`). The networks' tensors have the official names and shape
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,10 +44,13 @@ class IJEPA:
     Args:
         backbone: f_θ. Pretext passes have no drop path.
         predictor: φ_P's start and the position table; `loss` takes φ_P as an argument.
-        masks: the sampler's settings, see `multiblock` (ValueError for impossible ones).
+        masks: the sampler's settings, see `multiblock`.
         ema: (first momentum, steps until it is 1).
         theta: θ_P's start, and so θ_T's. None: ψ itself is trained, and `teacher` follows it.
         teacher: where ψ is trained, a second backbone, a copy of the first.
+
+    ValueError where the backbone says that it has a class token or registers, where a setting of
+    the masks is missing, or where blocks of their sizes cannot be drawn.
     """
 
     def __init__(
@@ -63,6 +67,12 @@ class IJEPA:
         self.masks = masks
         self.ema = ema
         self.teacher = backbone if teacher is None else teacher
+        prefix = getattr(backbone, "prefix", 0)  # not every backbone says it
+        if prefix:
+            raise ValueError(
+                f"I-JEPA: the backbone has {prefix} tokens before those of the patches, such as a "
+                "class token; take one without"
+            )
         self.grid = math.isqrt(predictor.patches)
         check_masks(masks, self.grid)
         self.phi: Phi = dict(predictor.named_parameters())
@@ -112,36 +122,17 @@ class IJEPA:
             self.state[name].lerp_(tensor, 1 - mu)
 
 
-class Masks(Protocol):
-    """Settings of the sampler; official values in brackets. `config.AlignConfig` has them."""
+@dataclass(frozen=True)
+class Masks:
+    """Settings of the sampler; the values here are the official ones."""
 
-    @property
-    def targets(self) -> int:
-        """Number of target blocks of an image (4)."""
-
-    @property
-    def contexts(self) -> int:
-        """Number of context blocks of an image (1)."""
-
-    @property
-    def target_scale(self) -> tuple[float, float]:
-        """Smallest and largest area of a target block, as a share of the image (0.15, 0.2)."""
-
-    @property
-    def context_scale(self) -> tuple[float, float]:
-        """The same of a context block, before the targets are taken out of it (0.85, 1)."""
-
-    @property
-    def aspect(self) -> tuple[float, float]:
-        """Smallest and largest height over width of a target block (0.75, 1.5)."""
-
-    @property
-    def min_keep(self) -> int:
-        """A block has more than so many patches (10)."""
-
-    @property
-    def overlap(self) -> bool:
-        """Whether contexts may overlap targets (False)."""
+    targets: int = 4  # target blocks of an image
+    contexts: int = 1  # context blocks of an image
+    target_scale: tuple[float, float] = (0.15, 0.2)  # area of a target, as a share of the image
+    context_scale: tuple[float, float] = (0.85, 1.0)  # of a context, with the targets still in it
+    aspect: tuple[float, float] = (0.75, 1.5)  # height over width of a target
+    min_keep: int = 10  # a block has more than so many patches
+    overlap: bool = False  # whether contexts may overlap targets
 
 
 def momentum(step: int, first: float, steps: float) -> float:
@@ -220,7 +211,12 @@ def blocks(
 
 
 def check_masks(masks: Masks, grid: int) -> None:
-    """ValueError for settings that allow blocks of `min_keep` patches or fewer."""
+    """ValueError for settings that are missing or allow blocks of `min_keep` patches or fewer."""
+    missing = [field.name for field in fields(Masks) if not hasattr(masks, field.name)]
+    if missing:
+        raise ValueError(
+            f"I-JEPA: masks without {', '.join(missing)}; `ijepa.Masks()` has the official settings"
+        )
     kinds = {"target": (masks.target_scale, masks.aspect), "context": (masks.context_scale, (1, 1))}
     for name, (scale, aspect) in kinds.items():
         sizes = [block_size(i / 1000, scale, aspect, grid) for i in range(1001)]
@@ -237,6 +233,7 @@ class Predictor(nn.Module):
     """h^P, the official predictor: tokens of a context -> tokens at the targets.
 
     `dim` is the width of the tokens, an image has `patches` of them; the rest are its own sizes.
+    ValueError if the patches make no square, or if `width` is no multiple of 4.
     """
 
     def __init__(
@@ -252,7 +249,7 @@ class Predictor(nn.Module):
         super().__init__()
         self.patches = patches
         self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
-        self.predictor_pos_embed = nn.Buffer(torch.zeros(1, patches, width))
+        self.predictor_pos_embed = nn.Buffer(positions(width, patches))
         self.predictor_embed = nn.Linear(dim, width)
         self.predictor_blocks = nn.Sequential(
             *(block(width, heads, mlp_ratio, qkv_bias=True) for _ in range(depth))
@@ -280,6 +277,26 @@ class Predictor(nn.Module):
         x = self.predictor_blocks(x)[:, n_seen:]  # (.., hidden, width)
         x = self.predictor_proj(self.predictor_norm(x))
         return x.unflatten(0, (B, n_targets, n_contexts))  # type: ignore[no-any-return]
+
+
+def positions(width: int, patches: int) -> Tensor:
+    """The fixed table of positions (1, patches, width), the same as MAE's.
+
+    Half of a row is sines and cosines of the patch's column, the other half those of its row.
+    """
+    side = math.isqrt(patches)
+    if side**2 != patches or width % 4:
+        raise ValueError(
+            f"positions: {patches} patches of width {width}; there must be a square of patches, "
+            "and a width that is a multiple of 4"
+        )
+    exponents = torch.arange(width // 4).double() / (width / 4)
+    angle = torch.outer(torch.arange(side).double(), 10_000**-exponents)  # (side, width / 4)
+    table = torch.cat([angle.sin(), angle.cos()], 1)  # (side, width / 2), of columns and of rows
+    # Patches are numbered row by row: the column changes with each, the row after `side` of them.
+    columns = table.repeat(side, 1)
+    rows = table.repeat_interleave(side, 0)
+    return torch.cat([columns, rows], 1).float()[None]
 
 
 @torch.no_grad()

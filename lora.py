@@ -57,6 +57,7 @@ class Backbone(nn.Module):
         self.recompute = recompute
         self.depth = len(vit.blocks)
         self.dim = int(vit.embed_dim)
+        self.prefix = int(vit.num_prefix_tokens)  # class token and registers, before the patches
 
     def forward(
         self,
@@ -75,8 +76,8 @@ class Backbone(nn.Module):
         """
         x = self.vit._pos_embed(self.vit.patch_embed(images))  # positions first, then the selection
         if keep is not None:
-            first = self.vit.num_prefix_tokens
-            x = torch.cat([x[:, :first], select(x[:, first:], keep)], 1)
+            patches = select(x[:, self.prefix :], keep)
+            x = torch.cat([x[:, : self.prefix], patches], 1)
         x = self.vit.norm_pre(x)
         # unbind: indexing θ row by row would make backward build K zero tensors of θ's size
         rows = [None] * self.depth if theta is None else in_autocast_dtype(theta).unbind(0)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -38,8 +39,11 @@ class MAE:
     Args:
         backbone: f_θ. Pretext passes have no drop path.
         decoder: φ_P's start and the position table; `loss` takes φ_P as an argument.
-        mask_ratio: share of the patches that are removed (ValueError: all or none would be).
+        mask_ratio: share of the patches that are removed.
         norm_pix: predict pixels standardised in each patch, as in the paper, or raw ones.
+
+    ValueError where all or no patches would be removed, or where the decoder expects more or fewer
+    tokens before those of the patches than the backbone says that it has.
     """
 
     def __init__(
@@ -53,6 +57,12 @@ class MAE:
         self.state: dict[str, Tensor] = {}  # nothing besides θ_P and φ_P
         if not 1 <= int(decoder.patches * (1 - mask_ratio)) < decoder.patches:
             raise ValueError(f"mask ratio {mask_ratio}: leaves none or all of the patches visible")
+        prefix = getattr(backbone, "prefix", decoder.prefix)  # not every backbone says it
+        if prefix != decoder.prefix:
+            raise ValueError(
+                f"MAE: the backbone has {prefix} tokens before those of the patches, the decoder "
+                f"was made for {decoder.prefix}"
+            )
 
     def draw(self, B: int, rng: torch.Generator) -> tuple[Tensor]:
         """The noise of B images."""
@@ -129,6 +139,7 @@ class Decoder(nn.Module):
     `dim` is the width of the backbone's tokens, an image has `patches` of `patch_size` pixels a
     side. `prefix` is the number of tokens before those of the patches; they have no position. In
     official files it is one, the class token. The other arguments are sizes of its own blocks.
+    ValueError if the patches make no square, or if `width` is no multiple of 4.
     """
 
     def __init__(
@@ -148,7 +159,7 @@ class Decoder(nn.Module):
         self.prefix = prefix
         self.patch_size = patch_size
         self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
-        self.decoder_pos_embed = nn.Buffer(torch.zeros(1, prefix + patches, width))
+        self.decoder_pos_embed = nn.Buffer(positions(width, patches, prefix))
         self.decoder_embed = nn.Linear(dim, width)
         self.decoder_blocks = nn.Sequential(
             *(block(width, heads, mlp_ratio, qkv_bias=True) for _ in range(depth))
@@ -169,6 +180,33 @@ class Decoder(nn.Module):
         x = self.decoder_norm(self.decoder_blocks(x))
         pixels: Tensor = self.decoder_pred(x)
         return pixels[:, self.prefix :]
+
+
+def positions(width: int, patches: int, prefix: int = 1) -> Tensor:
+    """The fixed table of positions (1, prefix + patches, width); the prefix has rows of zeros.
+
+    Half of a row is sines and cosines of the patch's column, the other half those of its row.
+
+    >>> positions(4, patches=4)[0, 1:].round(decimals=2)  # in a row: sin, cos, sin, cos
+    tensor([[0.0000, 1.0000, 0.0000, 1.0000],
+            [0.8400, 0.5400, 0.0000, 1.0000],
+            [0.0000, 1.0000, 0.8400, 0.5400],
+            [0.8400, 0.5400, 0.8400, 0.5400]])
+    """
+    side = math.isqrt(patches)
+    if side**2 != patches or width % 4:
+        raise ValueError(
+            f"positions: {patches} patches of width {width}; there must be a square of patches, "
+            "and a width that is a multiple of 4"
+        )
+    exponents = torch.arange(width // 4).double() / (width / 4)
+    angle = torch.outer(torch.arange(side).double(), 10_000**-exponents)  # (side, width / 4)
+    table = torch.cat([angle.sin(), angle.cos()], 1)  # (side, width / 2), of columns and of rows
+    # Patches are numbered row by row: the column changes with each, the row after `side` of them.
+    columns = table.repeat(side, 1)
+    rows = table.repeat_interleave(side, 0)
+    both = torch.cat([columns, rows], 1)  # (patches, width)
+    return F.pad(both, (0, 0, prefix, 0)).float()[None]
 
 
 @torch.no_grad()

@@ -143,7 +143,7 @@ def recursion(G: Tensor, lam: float, H: object = None, partition: Partition = "l
     return inverse
 
 
-def mfac(G: Tensor, lam: float, H: object = None, partition: Partition = "layer") -> "Inverse":
+def mfac(G: Tensor, lam: float, H: object = None, partition: Partition = "layer") -> Map:
     """BiSSLight's hypergradient (Algorithm 1, l.10 and l.13) in closed form.
 
         q = λ (GᵀG/m + λI)⁻¹ g = g − Gᵀ (mλI + GGᵀ)⁻¹ G g        in every block
@@ -171,67 +171,43 @@ def mfac(G: Tensor, lam: float, H: object = None, partition: Partition = "layer"
     """
     check(lam)
     check_gradients(G, partition)
-    return Inverse(G, lam, partition)
+    K, m, _ = G.shape
+    parts = PARTS[partition]
+    G_chunks = blocks(G, partition).split(CHUNK, -1)  # views of G, (K, parts, m, chunk)
+    # l.10: G Gᵀ, with float64 sums without a float64 copy of G
+    gram = G.new_zeros(K, parts, m, m, dtype=torch.float64)
+    for columns in G_chunks:
+        columns = columns.double()
+        gram += columns @ columns.mT
+    system = per_block(gram, partition)
+    system.diagonal(dim1=-2, dim2=-1).add_(m * lam)  # mλI + GGᵀ, positive definite
+    factor, failed = torch.linalg.cholesky_ex(system)  # l.10; it reports instead of raising
+    factor = factor.masked_fill((failed != 0)[..., None, None], math.nan)
 
-
-class Products(NamedTuple):
-    """G times a query g and times its q, in every row of θ; float64."""
-
-    g: Tensor  # the query itself: it tells whose products these are
-    Gg: Tensor  # (K, m)
-    Gq: Tensor  # (K, m)
-
-
-class Inverse:
-    """What line 10 leaves for line 13: a function g (K, p) -> q (K, p).
-
-    Two things that are computed on the way to q are kept, because the log of Algorithm 1 needs them
-    too (`bisslight.Span`) and would have to read all of G again. They do not change any q.
-    """
-
-    row_gram: Tensor  # (K, m, m) G Gᵀ of every row of θ, whatever the blocks are; float64
-    last: Products | None  # of the last query, None before the first one
-
-    def __init__(self, G: Tensor, lam: float, partition: Partition) -> None:
-        self.G = G
-        self.partition: Partition = partition
-        self.cut = blocks(G, partition)  # (K, parts, m, size), a view of G
-        m = G.shape[1]
-        gram = G.new_zeros(*self.cut.shape[:2], m, m, dtype=torch.float64)  # (K, parts, m, m)
-        # l.10: G Gᵀ, with float64 sums without a float64 copy of G
-        for columns in self.cut.split(CHUNK, -1):
-            columns = columns.double()
-            gram += columns @ columns.mT
-        system = self.per_block(gram).clone()
-        system.diagonal(dim1=-2, dim2=-1).add_(m * lam)  # mλI + GGᵀ, positive definite
-        factor, failed = torch.linalg.cholesky_ex(system)  # l.10; it reports instead of raising
-        self.factor = factor.masked_fill((failed != 0)[..., None, None], math.nan)
-        self.cut_gram = gram
-        self.row_gram = gram.sum(1)
-        self.last = None
-
-    def __call__(self, g: Tensor) -> Tensor:
-        """Line 13: q of g."""
-        check_query(g, self.G)
-        query = blocks(g.to(self.G.device)[:, None], self.partition)  # (K, parts, 1, size)
-        chunks = list(zip(self.cut.split(CHUNK, -1), query.split(CHUNK, -1), strict=True))
-        Gg = torch.zeros_like(self.cut_gram[..., :1])  # l.13: G g, (K, parts, m, 1)
-        for columns, x in chunks:
-            Gg += columns.double() @ x.double().mT
-        w = torch.cholesky_solve(self.per_block(Gg), self.factor)  # (mλI + GGᵀ)⁻¹ G g, (.., m, 1)
+    def inverse(g: Tensor) -> Tensor:
+        check_query(g, G)
+        g_chunks = blocks(g.to(G.device)[:, None], partition).split(CHUNK, -1)
+        Gg = G.new_zeros(K, parts, m, 1, dtype=torch.float64)
+        for columns, x in zip(G_chunks, g_chunks, strict=True):
+            Gg += columns.double() @ x.double().mT  # l.13: G g
+        w = torch.cholesky_solve(per_block(Gg, partition), factor)  # (mλI + GGᵀ)⁻¹ G g
         q = []
-        for columns, x in chunks:
+        for columns, x in zip(G_chunks, g_chunks, strict=True):
             q_columns = x.double() - w.mT @ columns.double()  # g − Gᵀ w, (K, parts, 1, chunk)
             q.append(q_columns.to(g.dtype))  # l.13
-        Gq = Gg - self.cut_gram @ w  # G q = G g − GGᵀ w
-        self.last = Products(g, Gg.sum(1)[..., 0], Gq.sum(1)[..., 0])
         return torch.cat(q, -1).view_as(g).to(g)
 
-    def per_block(self, x: Tensor) -> Tensor:
-        """Of x (K, parts, ...), a product per part, that of each block; `global`: (1, 1, ...)."""
-        if self.partition == "global":
-            return x.sum((0, 1), keepdim=True)
-        return x
+    return inverse
+
+
+def per_block(products: Tensor, partition: Partition) -> Tensor:
+    """Products with G of each part of a row, (K, parts, ...), as one of each block.
+
+    A part is a block, except for `global`: there all are summed up, (1, 1, ...).
+    """
+    if partition == "global":
+        return products.sum((0, 1), keepdim=True)
+    return products
 
 
 def blocks(x: Tensor, partition: Partition) -> Tensor:

@@ -12,8 +12,9 @@ All runs are ordinary ones, which `bisslight evaluate` and the other commands ca
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from textwrap import fill
 
 import torch
 from matplotlib.axes import Axes
@@ -24,11 +25,12 @@ from torchvision.utils import make_grid
 import mae
 from align import align
 from config import AlignConfig, FinetuneConfig, Record, make
-from evaluate import Row, evaluate
+from evaluate import Evaluation, Row, evaluate
 from extras.plots import Curve, plot_arms, pyplot, read_curves, save
 from finetune import finetune
 from support import processes, runs
 from support.experiment import AlignExperiment
+from support.screen import Answer
 
 SEEDS = 4
 ARMS = ("aligned", "direct", "restart")
@@ -50,14 +52,11 @@ class DemoResult(BaseModel, frozen=True):
     answer: list[str]  # in words
     picture: Path
 
-
-class Unit(NamedTuple):
-    """A seed of the aligned arm, or of the two others; `jobs` hands units to its processes."""
-
-    out: Path
-    align: AlignConfig | None  # None: PEFT alone, then its restart
-    peft: FinetuneConfig
-    force: bool
+    def in_words(self) -> Answer:
+        """What it says of its arms, and its picture."""
+        lines = [fill(text, 79, break_on_hyphens=False) for text in self.answer]
+        table = Evaluation(arms=self.arms).in_words().rows
+        return Answer("\n".join(lines), table, [f"in {self.picture.resolve()}"])
 
 
 def demo(
@@ -71,36 +70,29 @@ def demo(
     """Run the demo into `out`, or go on with it; `data_seed` splits the drawers anew."""
     out = out or Path("runs/demo")
     shared = TASK | {"data_seed": data_seed}
-    peft = make(FinetuneConfig, shared | PEFT | {"seeds": 1, "test_curve": True})
     first = make(AlignConfig, shared | ALIGN)
-    units = []
-    for cfg in (first, None):
-        for seed in range(SEEDS):
-            units.append(Unit(out, cfg, peft.replace(seed=seed), force))
+    many = {"seeds": SEEDS, "jobs": jobs, "test_curve": True}
+    direct = make(FinetuneConfig, shared | PEFT | many)
+    aligned = direct.replace(start=out / "align")  # a folder of align runs: each seed has its own
+    restart = direct.replace(start=out / "direct", restart=True, seed=RESTARTED)
 
     runs.LOG.info("%d align runs and %d fine-tunings: about two minutes", SEEDS, len(ARMS) * SEEDS)
-    reports = processes.jobs(run_unit, units, jobs) if jobs > 1 else map(run_unit, units)
-    list(track(reports, len(units), "demo"))  # asking for a report runs its unit
-    arms = evaluate([out / arm for arm in ARMS]).arms
+    align_seed = partial(align_one, cfg=first, out=out, force=force)
+    seeds = range(SEEDS)
+    reports = processes.jobs(align_seed, seeds, jobs) if jobs > 1 else map(align_seed, seeds)
+    list(track(reports, SEEDS, "run"))  # asking for a report makes its run
+    for name, cfg in (("aligned", aligned), ("direct", direct), ("restart", restart)):
+        finetune(cfg, out / name, force=force, track=track)
+    arms = evaluate([out / name for name in ARMS]).arms
     draw(out, first, arms)
-    curves = [read_curve(out / arm) for arm in ARMS]
+    curves = [read_curve(out / name) for name in ARMS]
     return DemoResult(arms=arms, answer=tell_answer(arms, curves), picture=out / "demo.png")
 
 
-def run_unit(unit: Unit) -> str:
-    """Align and fine-tune with one seed, or fine-tune and restart; says how it went."""
-    out, cfg, peft, force = unit
-    name = f"s{peft.seed}"
-    if cfg is None:
-        direct = out / "direct" / name
-        result = finetune(peft, direct, force=force)
-        again = peft.replace(start=direct, restart=True, seed=RESTARTED + peft.seed)
-        finetune(again, out / "restart" / name, force=force)
-        return f"direct, seed {peft.seed}: test {result.test[0]:.1f} %"
-    aligned = out / "align" / name
-    align(cfg.replace(seed=peft.seed), aligned, force=force)
-    result = finetune(peft.replace(start=aligned), out / "aligned" / name, force=force)
-    return f"aligned, seed {peft.seed}: test {result.test[0]:.1f} %"
+def align_one(seed: int, cfg: AlignConfig, out: Path, force: bool) -> str:
+    """Align with a seed; says how it went. `jobs` calls it in its processes."""
+    result = align(cfg.replace(seed=seed), out / "align" / f"s{seed}", force=force)
+    return f"aligned, seed {seed}  val {result.val_P.accuracy:.1f} %"
 
 
 def read_curve(runs: Path) -> Curve:
@@ -160,10 +152,7 @@ def draw(out: Path, cfg: AlignConfig, arms: Sequence[Row]) -> None:
     plot_curves(middle, out)
     right.set_title("At the end, each seed a dot")
     plot_arms(right, arms)
-    words = [f"{arm.arm} {arm.mean:.1f} %" for arm in arms]
-    description = "Characters whole, masked and filled in; learning curves of three arms"
-    ends = f"test accuracy at the end: {', '.join(words)}"
-    save(figure, f"{description}; {ends}.", out / "demo.png")
+    save(figure, out / "demo.png")
 
 
 @torch.no_grad()
@@ -186,8 +175,8 @@ def fill_in(cfg: AlignConfig) -> Tensor:
 def plot_curves(axes: Axes, out: Path) -> None:
     """Test accuracy by epoch of PEFT: every seed thin, the mean of an arm thick."""
     for k, arm in enumerate(ARMS):
-        for seed in sorted((out / arm).glob("s*")):
-            curve = read_curve(seed)
+        for trial in sorted((out / arm).glob("lr*-s*")):
+            curve = read_curve(trial)
             axes.plot(list(curve), list(curve.values()), color=f"C{k}", linewidth=0.6, alpha=0.5)
         mean = read_curve(out / arm)
         axes.plot(list(mean), list(mean.values()), color=f"C{k}", linewidth=2.5, label=arm)

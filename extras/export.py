@@ -1,11 +1,9 @@
 """`bisslight export`: an adapter in other programs' layouts, with a model card.
 
-released   the file of the authors' program: a LoRA for q and one for v of every block, pickled
-peft       HF peft's folder: one LoRA of rank 2 r on the fused qkv, equal to ours (`to_peft`)
-timm       the merged network with its head, for timm.create_model("local-dir:timm")
+peft   HF peft's folder: one LoRA of rank 2 r on the fused qkv, equal to ours (`to_peft`)
+timm   the merged network, with its head if it has one, for timm.create_model("local-dir:timm")
 """
 
-import io
 import json
 from pathlib import Path
 from statistics import fmean, stdev
@@ -17,12 +15,10 @@ from torch import Tensor
 
 from config import TIMM, Arch, FinetuneConfig, Record
 from lora import Backbone, Phi, factors, merge
-from support.checkpoints import RELEASED, Adapter, load_adapter, load_backbone, vit_args
+from support.checkpoints import Adapter, load_adapter, load_backbone, vit_args
 from support.errors import UsageError, checking
 from support.runs import read_json, read_json_if_there, write_atomic
 
-# also how a README.md is known to be an export's, which may be replaced
-MADE = "LoRA on q and v of every layer of a frozen Vision Transformer, made with BiSSLight."
 CARD = """\
 ---
 license: other
@@ -31,74 +27,78 @@ tags: [image-classification, lora, bisslight]
 ---
 # {backbone} for {dataset}, {stage}
 
-{made}
+LoRA on q and v of every layer of a frozen Vision Transformer, made with BiSSLight.
 
 Weights: sha256 {weights_sha256}, whose licence holds (the official MAE and I-JEPA files:
-CC BY-NC 4.0). Pretext task {pretext}, rank {rank}. Test {metric}: {accuracy}.
+CC BY-NC 4.0). Pretext task {pretext}, rank {rank}. {accuracy}.
 
-Classes: {classes}.
+In this folder:
 
 ```python
 import timm
 from PIL import Image
 
-model = timm.create_model("local-dir:timm", pretrained=True).eval()  # merged, with its head
+model = timm.create_model("local-dir:timm", pretrained=True).eval()  # the adapter is merged
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
 image = transform(Image.open("image.png").convert("RGB"))  # (3, H, W)
-probabilities = model(image[None]).detach().softmax(1)[0]
-best = int(probabilities.argmax())
-print(model.pretrained_cfg["label_names"][best], float(probabilities[best]))
+{use}
 ```
 
-The adapter alone, on a timm model `base` of these weights and as many classes:
+The adapter alone, on a timm model `base` of these weights{as_many}:
 
 ```python
 from peft import PeftModel
 model = PeftModel.from_pretrained(base, "peft")
 ```
-
-`released/lora.pth` is for the program of the paper's authors.
 """
+CLASSIFY = """\
+probabilities = model(image[None]).detach().softmax(1)[0]
+best = int(probabilities.argmax())
+print(model.pretrained_cfg["label_names"][best], float(probabilities[best]))"""
+# after `align`, where no head was trained that goes with the adapter
+FEATURES = """\
+features = model(image[None]).detach()  # (1, width of the network); a head is yours to train
+print(features.shape)"""
 
 
 def export(
     run: Path, out: Path | None = None, *, seed: int | None = None, weights: Path | None = None
 ) -> Record:
-    """Write a finished run's adapter in every layout; files of others are never replaced.
+    """Write a finished run's adapter in both layouts, into a directory that is empty or new.
 
     `seed`: whose adapter is taken of a finetune run; `weights`: where the backbone's file is now.
     """
     out = out or run / "export"
-    cfg, (theta, phi_D, origin) = open_run(run, seed, weights)
+    with checking(f"--out {out}"):
+        if out.exists() and any(out.iterdir()):
+            raise UsageError(f"--out {out}: is not empty; remove it or give another")
+    cfg, seed, (theta, phi_D, origin) = open_run(run, seed, weights)
     loaded = load_backbone(cfg)
     check_weights(run, origin, loaded.sha256)
     backbone = loaded.backbone
     head = fold_norm(phi_D)
     origin = origin | {"interpolation": cfg.d_interpolation}
-    released = io.BytesIO()
-    torch.save(to_released(theta, backbone.dim, backbone.scale), released)
     peft = to_peft(theta, head, backbone.dim, backbone.scale)
     timm = to_timm(backbone, loaded.arch, theta, head, origin)
     files: Record = {
-        "README.md": write_card(run, cfg, origin),
-        "released/lora.pth": released.getvalue(),
         "peft/adapter_config.json": json.dumps(peft.config, indent=1),
         "peft/adapter_model.safetensors": save(peft.tensors),
         "timm/config.json": json.dumps(timm.config, indent=1),
         "timm/model.safetensors": save(timm.tensors),
+        "README.md": write_card(run, cfg, seed, origin),  # last: with it, the export is whole
     }
-    check_free(out)
     for name, content in files.items():
         with checking(f"--out {out}"):
             (out / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out / name, content)
-    return {"out": out, "files": list(files)}
+    return {"out": out, "seed": seed, "files": list(files)}
 
 
 class Opened(NamedTuple):
     """A finished run."""
 
     cfg: FinetuneConfig  # its network and data, of an align run, too
+    seed: int  # whose adapter it is
     adapter: Adapter
 
 
@@ -108,20 +108,24 @@ def open_run(run: Path, seed: int | None, weights: Path | None) -> Opened:
     `weights`: where the backbone's file is now, if it was moved.
     """
     settings = read_json(run / "config.json", "give a finished run")
-    if seed is None:
-        seed = settings.get("seed")
-    file = run / "adapter.safetensors"  # of an align run, or of one rate with one seed
-    if not file.exists():
-        file = run / f"adapter-s{seed}.safetensors"
-    if not file.exists():
-        raise UsageError(f"{run}: holds no {file.name} of a finished run")
+    if "dataset" not in settings:  # of pretrain
+        raise UsageError(f"{run}: has no adapter; give a finished run of align or finetune")
     if weights:
         settings["weights"] = weights
     # an align run has settings that fine-tuning lacks
     wanted = FinetuneConfig.model_fields
     shared = {name: value for name, value in settings.items() if name in wanted}
-    with checking(str(run), "give a finished run"):
-        return Opened(FinetuneConfig(**shared), load_adapter(file))
+    with checking(str(run), "give a finished run of align or finetune"):
+        cfg = FinetuneConfig(**shared)
+    if seed is None:
+        seed = cfg.seed
+    file = run / f"adapter-s{seed}.safetensors"
+    if seed == cfg.seed and not file.exists():
+        file = run / "adapter.safetensors"  # of an align run, or of one rate with one seed
+    if not file.exists():
+        raise UsageError(f"{run}: is not finished, or has no seed {seed}; see --seed")
+    with checking(str(file), "give another run"):
+        return Opened(cfg, seed, load_adapter(file))
 
 
 def check_weights(run: Path, origin: Record, sha256: str) -> None:
@@ -130,35 +134,31 @@ def check_weights(run: Path, origin: Record, sha256: str) -> None:
         raise UsageError(f"--weights: {run} was made with others, see its env.json")
 
 
-def write_card(run: Path, cfg: FinetuneConfig, origin: Record) -> str:
+def write_card(run: Path, cfg: FinetuneConfig, seed: int, origin: Record) -> str:
     """The model card: what the adapter was trained on, and its accuracy if that was measured."""
     result = read_json_if_there(run / "result.json") or {}
-    accuracy = "not measured"
+    accuracy = "Test accuracy: not measured"
     if "test" in result:  # one number for each seed, from the run's first on
         tests = result["test"]
-        seed = origin["seed"]
-        accuracy = f"{tests[seed - cfg.seed]:.2f} % with seed {seed}, the exported one"
+        own = tests[seed - cfg.seed]
+        accuracy = f"Test {result['metric']}: {own:.2f} % with seed {seed}, the exported one"
         if len(tests) > 1:
             spread = f"{fmean(tests):.2f} ± {stdev(tests):.2f} % ({len(tests)} seeds)"
             accuracy += f"; of all seeds {spread}"
+    use = FEATURES
+    as_many = ""
+    if "classes" in origin:
+        accuracy += f".\n\nClasses: {', '.join(origin['classes'])}"
+        use = CLASSIFY
+        as_many = " and as many classes"
     fields = {
         **origin,
-        "made": MADE,
         "dataset": Path(origin["dataset"]).name,  # of a folder, not where it lies
-        "metric": result.get("metric", "accuracy"),
         "accuracy": accuracy,
-        "classes": ", ".join(origin.get("classes", ["not known"])),
+        "use": use,
+        "as_many": as_many,
     }
     return CARD.format(**fields)
-
-
-def check_free(out: Path) -> None:
-    """Refuse a directory that holds anything but an earlier export (UsageError)."""
-    readme = out / "README.md"
-    if readme.is_file() and MADE in readme.read_text(errors="replace"):
-        return
-    if out.exists() and any(out.iterdir()):
-        raise UsageError(f"--out {out}: holds files that are not an export's; choose another")
 
 
 def fold_norm(phi_D: Phi) -> Phi:
@@ -175,18 +175,6 @@ def fold_norm(phi_D: Phi) -> Phi:
     shift = phi_D["norm.bias"] - gain * phi_D["norm.mean"]
     bias = phi_D["bias"] + weight @ shift
     return {"weight": weight * gain, "bias": bias}
-
-
-def to_released(theta: Tensor, dim: int, scale: float) -> dict[str, Tensor]:
-    """θ as the released program writes it. Its scale is always 1, so another one goes into B."""
-    A_q, B_q, A_v, B_v = factors(theta, dim)
-    parts = {"qA": A_q, "qB": scale * B_q, "vA": A_v, "vB": scale * B_v}
-    state = {}
-    for k in range(len(theta)):
-        for part, matrices in parts.items():
-            # A copy: torch.save would write a view together with all of θ.
-            state[RELEASED.format(k, *part)] = matrices[k].clone()  # "qA" is q's A
-    return state
 
 
 class Exported(NamedTuple):
@@ -259,12 +247,7 @@ def to_timm(backbone: Backbone, arch: Arch, theta: Tensor, phi_D: Phi, origin: R
 
 def crop_share(size: int, origin: Record) -> float:
     """A crop_pct with which timm's own transform resizes and cuts as `data.cut_centre` does."""
-    if is_whole(origin):
+    if origin["whole_images"]:
         return 1.0
     # timm rounds size / share down, and this program rounds 256/224 of the size to the nearest
     return size / (round(size * 256 / 224) + 0.25)
-
-
-def is_whole(origin: Record) -> bool:
-    """Whether test images were taken as they are; older adapters name their images alone."""
-    return bool(origin.get("whole_images", origin.get("dataset") == "quilts"))

@@ -1,8 +1,4 @@
-"""Pictures: the accuracies of arms, the curves of runs, and what all pictures have in common.
-
-Every picture holds a description in words and numbers, for those who cannot see it, and a mark by
-which the program knows its own files, so that it never replaces another one.
-"""
+"""Pictures: the accuracies of arms, and the curves of runs."""
 
 import io
 import json
@@ -26,12 +22,7 @@ from support.runs import flatten, read_json_if_there, write_atomic
 
 # Okabe and Ito's, which colour-blind readers can tell apart
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#888888")
-MARK = "made by bisslight"
-METADATA = {  # the keys under which a kind of file keeps the mark and the description
-    ".png": ("Software", "Description"),
-    ".svg": ("Creator", "Description"),
-    ".pdf": ("Creator", "Subject"),
-}
+KINDS = (".png", ".svg", ".pdf")
 QUANTITIES = {  # numbers of metrics.jsonl, and what they are
     "loss": "training loss",
     "val/accuracy": "validation (%)",
@@ -43,8 +34,6 @@ QUANTITIES = {  # numbers of metrics.jsonl, and what they are
     "distance": "|θ_P − θ_D|",
     "q_over_g": "|q| / |g|",
     "cosine": "cosine of q and g",
-    "share": "share of |g|² in the span of G",
-    "removed": "removed part of that share",
 }
 
 
@@ -57,26 +46,17 @@ def pyplot() -> ModuleType:
 
     plt.switch_backend("agg")
     plt.rcParams.update({"figure.constrained_layout.use": True, "font.size": 9})
+    plt.rcParams["text.parse_math"] = False  # a name may hold a $
     plt.rcParams["axes.prop_cycle"] = cycler(color=COLOURS)  # C0, C1 and so on, and again
     return plt
 
 
-def check_picture(path: Path) -> None:
-    """Refuse a file that cannot be written or is not a picture of this program (UsageError)."""
-    if path.suffix.lower() not in METADATA or not path.parent.is_dir():
-        raise UsageError(f"{path}: give a name with {', '.join(METADATA)} in a folder that exists")
-    if path.exists() and not (path.is_file() and MARK.encode() in path.read_bytes()):
-        raise UsageError(f"{path}: was not made by this program; choose another name")
-
-
-def save(figure: Figure, description: str, path: Path) -> None:
-    """Write a figure with its description and close it; a reader never sees half a file."""
-    check_picture(path)
-    kind = path.suffix.lower()
-    mark_key, description_key = METADATA[kind]
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure and close it; a reader never sees half a file. (UsageError: no such kind)"""
+    if path.suffix.lower() not in KINDS:
+        raise UsageError(f"{path}: a picture's name ends in {', '.join(KINDS)}")
     buffer = io.BytesIO()
-    metadata = {mark_key: MARK, description_key: description}
-    figure.savefig(buffer, format=kind[1:], metadata=metadata, dpi=150)
+    figure.savefig(buffer, format=path.suffix[1:], dpi=150)
     pyplot().close(figure)
     write_atomic(path, buffer.getvalue())
 
@@ -95,11 +75,8 @@ def draw_arms(arms: Sequence[Row], path: Path) -> None:
     """Draw the test accuracies of arms: a dot for each seed, a line at the mean."""
     figure, axes = pyplot().subplots(figsize=(1.6 + 1.3 * len(arms), 3.4))
     plot_arms(axes, arms)
-    words = []
-    for arm in arms:
-        words.append(f"{arm.arm} {arm.mean:.2f}, {min(arm.accuracies)} to {max(arm.accuracies)}")
-    subject = f"Test {arms[0].metric} (%), mean and range over seeds"
-    save(figure, f"{subject}: {'; '.join(words)}.", path)
+    axes.set_title(f"{arms[0].data_set}\n{arms[0].test_images:,} test images", fontsize=9)
+    save(figure, path)
 
 
 def plot_arms(axes: Axes, arms: Sequence[Row]) -> None:
@@ -137,26 +114,16 @@ def draw_curves(runs: Sequence[Path], path: Path) -> None:
     columns = min(3, len(quantities))
     rows = math.ceil(len(quantities) / columns)
     figure = pyplot().figure(figsize=(3.6 * columns, 2.6 * rows))
-    words = []
     for number, quantity in enumerate(quantities, 1):
         step = "epoch" if quantity in ("loss", "val/accuracy") else "alternation"
-        label = QUANTITIES[quantity]
-        panel = figure.add_subplot(rows, columns, number, xlabel=step, ylabel=label)
+        panel = figure.add_subplot(rows, columns, number, xlabel=step, ylabel=QUANTITIES[quantity])
         panel.xaxis.get_major_locator().set_params(integer=True)
         for k, name in enumerate(names):
             if quantity in curves[k]:
                 curve = curves[k][quantity]
                 panel.plot(list(curve), list(curve.values()), ".-", color=f"C{k}", label=name)
-                words.append(f"{label} of {name} {describe(curve)}")
         panel.legend(fontsize=7)
-    save(figure, f"{'; '.join(words)}.", path)
-
-
-def describe(curve: Curve) -> str:
-    """Where a curve starts and where it ends, in words."""
-    first = min(curve)
-    last = max(curve)
-    return f"from {curve[first]:.4g} at {first} to {curve[last]:.4g} at {last}"
+    save(figure, path)
 
 
 def read_curves(run: Path) -> dict[str, Curve]:

@@ -6,16 +6,22 @@ how images are normalised. The backbone's weights need be.
 
 import csv
 import io
+import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from config import Record
 from data import Split, Task, find_images
-from extras.export import check_weights, is_whole, open_run
+from extras.export import check_weights, open_run
 from support.errors import UsageError, checking
 from support.experiment import Experiment
+from support.screen import Answer, count
+
+LOG = logging.getLogger("bisslight")
 
 
 class Guess(NamedTuple):
@@ -47,7 +53,7 @@ def predict(
     if top < 1:
         raise UsageError(f"--top {top}: should be 1 or more")
     files = list_images(places)
-    cfg, (theta, phi_D, origin) = open_run(run, seed, weights)
+    cfg, _, (theta, phi_D, origin) = open_run(run, seed, weights)
     if "classes" not in origin:
         raise UsageError(f"{run}: has no names of classes; give a finished finetune run")
     classes = origin["classes"]
@@ -55,7 +61,7 @@ def predict(
     # all absolute: names of files are compared from the folder on that holds them all
     paths = [file.absolute() for file in files]
     images = Split(paths, torch.zeros(len(paths), dtype=torch.long))
-    task = Task("own", images, images, images, classes, mean, std, is_whole(origin))
+    task = Task("own", images, images, images, classes, mean, std, origin["whole_images"])
     experiment = Experiment(cfg.replace(device="auto"), task)
     check_weights(run, origin, experiment.origin["weights_sha256"])
 
@@ -72,28 +78,58 @@ def predict(
     return guesses
 
 
-def seed_of_adapter(run: Path, seed: int | None) -> int:
-    """The seed whose adapter `predict` takes, as that adapter says itself."""
-    seed_of_file: int = open_run(run, seed, None).adapter.origin["seed"]
-    return seed_of_file
+def in_words(guesses: Sequence[Guess], run: Path, seed: int | None) -> Answer:
+    """A row for each guess; the folder that holds all images is told once."""
+    paths = [Path(guess.image).resolve() for guess in guesses]
+    folder = os.path.commonpath([path.parent for path in paths])
+    rows: list[Record] = []
+    for path, guess in zip(paths, guesses, strict=True):
+        row = {"image": path.relative_to(folder), "label": guess.label}
+        rows.append(row | {"probability": f"{guess.probability:.2f}"})
+    images = count(len(set(paths)), "image")
+    by = f"seed {open_run(run, seed, None).seed}"
+    if seed is None:
+        by += ", the run's first; --seed takes another"
+    return Answer(f"{images} in {folder}, by {by}", rows)
 
 
 def list_images(places: Sequence[Path]) -> list[Path]:
-    """These files, and all images in these folders (UsageError where there are none)."""
+    """These files, and all images in these folders (UsageError where there are none).
+
+    Warns of files in a folder that are of no kind of image that can be read.
+    """
     files: list[Path] = []
     for place in places:
+        if not place.exists():
+            raise UsageError(f"{place}: is not there")
+        if place.is_file():
+            files.append(place)
+            continue
         with checking(str(place)):
-            found = [place] if place.is_file() else find_images(place)
+            found = find_images(place)
+            others = {path for path in place.rglob("[!.]*") if path.is_file()} - {*found}
+        if others:
+            kinds = ", ".join(sorted({path.suffix or path.name for path in others}))
+            LOG.warning("%s: left out %s (%s)", place, count(len(others), "file"), kinds)
         if not found:
-            raise UsageError(f"{place}: is no image and no folder of images")
+            raise UsageError(f"{place}: holds no image that can be read")
         files += found
     return files
+
+
+HEADER = ",".join(Guess._fields)
+
+
+def check_csv(path: Path) -> None:
+    """Refuse to replace a file that is no table of this command (UsageError)."""
+    if path.exists() and not (path.is_file() and path.read_bytes().startswith(HEADER.encode())):
+        raise UsageError(f"--csv {path}: is there, and is no table of predict; give another name")
 
 
 def format_csv(guesses: Sequence[Guess]) -> str:
     """A line for each guess, below a line of names."""
     text = io.StringIO()
+    text.write(f"{HEADER}\n")
     table = csv.writer(text, lineterminator="\n")
-    table.writerow(Guess._fields)
     table.writerows(guesses)
     return text.getvalue()

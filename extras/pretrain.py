@@ -32,6 +32,7 @@ from support.experiment import (
 )
 from support.optim import Optimiser, Schedule, decay_groups, train_epochs
 from support.runs import Run, RunResult, Track, untracked
+from support.screen import Answer
 
 
 class PretrainResult(RunResult, frozen=True):
@@ -39,6 +40,15 @@ class PretrainResult(RunResult, frozen=True):
 
     weights: str  # its backbone.pth
     loss: float  # mean of the last epoch
+
+    def in_words(self) -> Answer:
+        """The mean loss at the start and at the end."""
+        lines = Path(self.out, "metrics.jsonl").read_text().splitlines()
+        first = json.loads(lines[0])["loss"]
+        return Answer(
+            f"pretrained: mean loss {first:.4g} at the start, {self.loss:.4g} at the end",
+            lines=[f"in {Path(self.weights).resolve()}"],
+        )
 
 
 def pretrain(

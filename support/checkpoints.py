@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from safetensors.torch import load_file as load_safetensors
@@ -292,34 +291,16 @@ def build_head(arch: Arch, pretext: str) -> PretextHead:
 
 @torch.no_grad()
 def initialise(networks: Sequence[nn.Module], pretext: str, rng: torch.Generator) -> None:
-    """Start new networks in place as the task's authors do, with the fixed table of positions."""
+    """Start new networks in place as the task's authors do; a ViT gets the fixed positions, too."""
     if pretext == "ijepa":
         ijepa.init(networks, rng)
     else:
         mae.init(networks, rng)
     for network in networks:
-        for name, table in network.state_dict().items():
-            if name.endswith("pos_embed"):  # (1, n, width); I-JEPA has no row for a class token
-                n, width = table.shape[1:]
-                # A decoder's table may start with several rows for what is no patch, others with
-                # one at most, the class token's, which rounding down leaves out.
-                patches = network.patches if isinstance(network, mae.Decoder) else n
-                side = math.isqrt(patches)
-                table.copy_(sincos(width, side, n - side**2))
-
-
-def sincos(dim: int, side: int, prefix: int = 1) -> Tensor:
-    """The fixed position table (1, prefix + side², dim) of MAE and I-JEPA; prefix rows are zero."""
-    exponents = torch.arange(dim // 4).double() / (dim / 4)
-    omega = 10_000**-exponents
-    angle = torch.outer(torch.arange(side).double(), omega)  # (side, dim / 4)
-    table = torch.cat([angle.sin(), angle.cos()], 1)  # (side, dim / 2), of columns and of rows
-    # Patches are numbered row by row: the column changes with each, the row after `side` of them.
-    columns = table.repeat(side, 1)
-    rows = table.repeat_interleave(side, 0)
-    patches = torch.cat([columns, rows], 1)  # (side², dim)
-    with_prefix = F.pad(patches, (0, 0, prefix, 0))
-    return with_prefix.float()[None]
+        if isinstance(network, VisionTransformer):
+            patches, prefix = network.patch_embed.num_patches, network.num_prefix_tokens
+            table = mae.positions(network.embed_dim, patches, prefix)
+            network.state_dict()["pos_embed"].copy_(table)
 
 
 def pretext_task(
@@ -334,7 +315,16 @@ def pretext_task(
     with checking("--pretext"):
         if isinstance(head, mae.Decoder):
             return mae.MAE(backbone, head, cfg.mask_ratio)
-        return ijepa.IJEPA(backbone, head, cfg, (cfg.ema, steps), theta, teacher)
+        masks = ijepa.Masks(
+            targets=cfg.targets,
+            contexts=cfg.contexts,
+            target_scale=cfg.target_scale,
+            context_scale=cfg.context_scale,
+            aspect=cfg.aspect,
+            min_keep=cfg.min_keep,
+            overlap=cfg.overlap,
+        )
+        return ijepa.IJEPA(backbone, head, masks, (cfg.ema, steps), theta, teacher)
 
 
 def read_tensors(path: Path) -> Record:

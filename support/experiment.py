@@ -21,7 +21,6 @@ from support.metrics import Score, score
 from support.optim import trainable
 from support.pretext import check_pretext_task, load_task_class, new_task
 from support.processes import gather, share, world
-from support.pulse import pulse
 from support.runs import LOG, sha256
 
 Config = AlignConfig | FinetuneConfig
@@ -168,12 +167,10 @@ class Experiment:
         images = data.Images(data.decode_once(split, self.transform), self.transform)
         logits = []
         autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp)
-        what = "testing" if split is self.task.test else "validating"
-        with autocast, pulse.scoring(f"{what} {n:,} images"):
+        with autocast:
             for x, _, _ in data.batches(images, draws, self.cfg.workers, self.device):
                 features = lora.features(self.backbone, theta, x)
                 logits.append(lora.logits(features, phi_D).float())
-                pulse.scored += len(x)
         return gather(torch.cat(logits))  # in the order of the split
 
     def check_batches(self, flag: str, batch: int) -> None:

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bisslight import Batch, BatchLoss, Passes, Phi, columns
-from support.pulse import pulse
+from bisslight import Batch, BatchLoss, Passes, Phi, TorchOptimiser, columns
 
 RateFn = Callable[[float, float], float]  # (step, base value) -> value at that step
 
@@ -65,7 +64,7 @@ def decay_groups(named: Mapping[str, Tensor], lr: float, weight_decay: float) ->
 
 @dataclass(eq=False)
 class Optimiser:
-    """opt_P, opt_D and all others: an optimiser of torch with a schedule and joint clipping."""
+    """opt_P, opt_D and all others: AdamW or SGD of torch, with schedules and joint clipping."""
 
     groups: Sequence[Group]  # what is trained; tensors are updated in place
     rate: RateFn | None  # (step from 1, base rate) -> rate; None: the base rate at every step
@@ -77,13 +76,13 @@ class Optimiser:
     def __post_init__(self) -> None:
         self.groups = [group for group in self.groups if group.tensors]  # torch takes no empty one
         params = [{"params": group.tensors} for group in self.groups]
-        self.torch: torch.optim.Optimizer
+        self.adamw_or_sgd: torch.optim.Optimizer
         # The rate of 0 stands for nothing: `update` sets rate and decay before each step.
         if self.betas is None:
-            self.torch = torch.optim.SGD(params, lr=0.0, momentum=0.9)
+            self.adamw_or_sgd = torch.optim.SGD(params, lr=0.0, momentum=0.9)
         else:
             fused = not self.groups[0].tensors[0].is_meta  # sizes alone, without numbers
-            self.torch = torch.optim.AdamW(params, lr=0.0, betas=self.betas, fused=fused)
+            self.adamw_or_sgd = torch.optim.AdamW(params, lr=0.0, betas=self.betas, fused=fused)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -95,23 +94,15 @@ class Optimiser:
 
     def update(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
         """One step; clips the gradients in place and returns their joint norm before clipping."""
-        for tensor, gradient in zip(tensors, gradients, strict=True):
-            # Fused AdamW reads both in the order in which they are stored, so that has to agree.
-            if gradient.stride() != tensor.stride():
-                gradient = torch.empty_like(tensor).copy_(gradient)
-            tensor.grad = gradient
-        norm = torch.nn.utils.clip_grad_norm_(tensors, self.clip)
         self.step += 1
-        for group, params in zip(self.groups, self.torch.param_groups, strict=True):
+        for group, params in zip(self.groups, self.adamw_or_sgd.param_groups, strict=True):
             params["lr"] = group.lr
             if self.rate:
                 params["lr"] = self.rate(self.step, group.lr)
             params["weight_decay"] = group.weight_decay
             if self.decay and group.weight_decay:
                 params["weight_decay"] = self.decay(self.step, group.weight_decay)
-        self.torch.step()
-        self.torch.zero_grad()
-        return norm
+        return TorchOptimiser(self.adamw_or_sgd, self.clip).update(tensors, gradients)
 
 
 def trainable(tensors: Mapping[str, Tensor], device: torch.device | None = None) -> Phi:
@@ -153,7 +144,7 @@ def train_epochs(
         after_step: called after each step, for what follows slowly, such as a teacher.
     """
     rows: list[tuple[Tensor, Tensor]] = []  # loss and norm of each step of this epoch
-    for batch in pulse.count(batches, steps_per_epoch):
+    for batch in batches:
         value, gradients = passes.value_and_gradients(loss, opt.tensors, batch)
         norm = opt.update(opt.tensors, gradients)
         if after_step:

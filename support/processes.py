@@ -78,7 +78,6 @@ class Stop:
         self.flag: ctypes.c_int = RawValue("i", 0)
         self.heard_at = 0.0  # when this process itself heard it
         self.answers = False  # whether this process answers a signal on stderr
-        self.when: Callable[[], str] = self.soon  # when a stop takes effect; progress knows more
 
     def hear(self, number: int, frame: FrameType | None = None) -> None:
         """What a signal calls."""
@@ -96,11 +95,7 @@ class Stop:
     def notice(self) -> str:
         """What a person is told who has asked to stop."""
         again = "; Ctrl-C again leaves now" if self.flag.value == signal.SIGINT else ""
-        return f"stopping {self.when()}{again}"
-
-    def soon(self) -> str:
-        """When a stop takes effect, as far as is known without progress."""
-        return "as soon as the work under way is saved"
+        return f"stopping once this epoch or alternation is saved{again}"
 
     def agreed(self) -> int:
         """The signal to stop, 0 for none; the same in all processes, which wait for each other."""

@@ -218,7 +218,7 @@ class Run(ExitStack):
                 tensor.copy_(saved["tensors"][name])
             for name, optimiser in optimisers.items():
                 optimiser.step = saved["optimisers"][name]["step"]
-                optimiser.torch.load_state_dict(saved["optimisers"][name]["torch"])
+                optimiser.adamw_or_sgd.load_state_dict(saved["optimisers"][name]["torch"])
             self.records = saved["records"]
             self.spent_before = saved["spent"]
         LOG.info("%s: goes on where it stopped", self.path)
@@ -297,7 +297,7 @@ class Run(ExitStack):
             optimisers[name] = {
                 "step": optimiser.step,
                 "tensors": self.names_of(optimiser),
-                "torch": optimiser.torch.state_dict(),
+                "torch": optimiser.adamw_or_sgd.state_dict(),
             }
         state = {
             "tensors": {name: tensor.detach() for name, tensor in self.tensors.items()},

@@ -13,12 +13,23 @@ from conftest import fixture
 from toy import ALIGN_SETTINGS, ROOT
 
 import cli
-from align import EXACT_LIMIT, AlignResult, align, hypergradient, start_state
-from bisslight import Diverged
+import hypergradients
+from align import (
+    EXACT_LIMIT,
+    AlignResult,
+    align,
+    batches_left,
+    hypergradient,
+    prepare,
+    probe,
+    start_state,
+)
+from bisslight import Diverged, Hypergradient, algorithm_1
 from config import ALIGNED_GRID, GRID, RELEASED, AlignConfig, FinetuneConfig
 from data import rng
 from lora import init_head
 from support.benchmarks import BENCHMARKS
+from support.checkpoints import load_adapter
 from support.errors import UsageError
 from support.experiment import AlignExperiment
 from support.optim import trainable
@@ -91,6 +102,31 @@ def test_whoever_follows_a_run_may_end_it(weights: Path, tmp_path: Path) -> None
     assert json.loads((tmp_path / "a/result.json").read_text())["diverged"] == "watched"
 
 
+def align_without_directory(cfg: AlignConfig, hypergrad: Hypergradient | None = None) -> Any:
+    """θ_P, from the functions that `align` consists of."""
+    experiment = AlignExperiment(cfg)
+    prepared = prepare(experiment, hypergrad)
+    for _ in probe(experiment, prepared):
+        pass
+    state, task, head, inverse, _ = prepared
+    pretext, downstream = batches_left(experiment, prepared)
+    passes = experiment.passes
+    logs = algorithm_1(state, cfg, task, head.loss, inverse, pretext, downstream, passes)
+    assert len([*logs]) == cfg.alternations
+    return state.theta_P.detach()
+
+
+def test_a_script_gets_the_adapter_of_align_and_may_bring_its_own_hypergradient(
+    weights: Path, tmp_path: Path
+) -> None:
+    cfg = settings(weights)
+    for own in (None, hypergradients.identity):
+        named = cfg if own is None else cfg.replace(hypergrad="identity")
+        result = align(named, tmp_path / named.hypergrad)
+        expected = load_adapter(result.adapter).theta
+        assert torch.equal(align_without_directory(cfg, own), expected)
+
+
 def test_a_theta_that_is_too_large_for_the_exact_hypergradient_is_refused(weights: Path) -> None:
     cfg = settings(weights, hypergrad="exact")
     hypergradient(cfg, torch.zeros(1, EXACT_LIMIT))
@@ -149,7 +185,7 @@ def test_what_is_fixed_in_the_code_is_what_the_paper_says(weights: Path) -> None
     phi_P["mask_token"] = torch.zeros(1, 1, 2)
     phi_D = trainable(init_head(4, 3, rng(0)))
     _, (opt_P, opt_D, _) = start_state(cfg, torch.zeros(2, 8), phi_P, phi_D)
-    P, D = opt_P.torch, opt_D.torch
+    P, D = opt_P.adamw_or_sgd, opt_D.adamw_or_sgd
     assert type(P) is type(D) is torch.optim.AdamW
     assert {group["betas"] for group in P.param_groups} == {(0.9, 0.95)}
     assert {group["betas"] for group in D.param_groups} == {(0.9, 0.999)}

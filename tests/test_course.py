@@ -55,10 +55,20 @@ def test_a_product_with_the_hessian_costs_about_a_gradient() -> None:
     assert 0.5 < per_image.product / per_image.lower < 1.5
 
 
+def numbers(row: str) -> list[float]:
+    """The numbers in a row of a table, without that in the backbone's name."""
+    cells = row.replace(",", "").split("|")[3:]
+    return [float(number) for cell in cells for number in re.findall(r"[\d.]+", cell)]
+
+
 def test_the_guide_has_the_table_that_the_script_prints() -> None:
-    rows = table("--backbone", "vit_b16")
-    assert len(rows) == 4
-    assert [row for row in rows if row not in GUIDE] == []
+    """Up to 5 %: how torch divides an operation into others changes with its version."""
+    printed = table("--backbone", "vit_b16")
+    told = [line for line in GUIDE.splitlines() if line.startswith("| vit_b16 |")]
+    assert len(printed) == len(told) == 4
+    for ours, theirs in zip(told, printed, strict=True):
+        assert ours.split("|")[2] == theirs.split("|")[2]
+        assert numbers(ours) == pytest.approx(numbers(theirs), rel=0.05)
 
 
 def test_the_guide_names_tests_and_modules_that_exist() -> None:
@@ -84,15 +94,3 @@ def test_formulas_on_the_pages_survive_markdown() -> None:
             assert line.count("$") % 2 == 0, (page.name, line)
             for formula in line.split("$")[1::2]:
                 assert not re.search(r"\\[^a-zA-Z]|[`*]", formula), (page.name, line)
-
-
-def test_the_points_and_minutes_of_the_guide_add_up() -> None:
-    """100 points, 3 for each function of sheets 1 to 3; homework as long as its sheets say."""
-    grading = GUIDE.partition("## Grading")[2]
-    points = [int(cell) for cell in re.findall(r"(?m)^\| [^|]+ \| (\d+) \|", grading)]
-    assert sum(points) == 100
-    written = [exercise for exercise in check.exercises() if exercise.sheet < 4]
-    assert points[0] == 3 * len(written)
-    page = (ROOT / "examples/exercises.md").read_text()
-    first, second, third = [int(m) for m in re.findall(r"(?m)^\| \[[123]\..*\| (\d+) \|$", page)]
-    assert f"| {first} |" in GUIDE and f"| {second + third} |" in GUIDE

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from answers import answer_demo
 from config import AlignConfig
 from evaluate import Row, compare
 from extras import demo
@@ -30,8 +29,8 @@ def test_the_story_ends_in_words_and_a_picture_and_goes_on(
     settings = [json.loads((tmp_path / f"d/align/s{s}/config.json").read_text()) for s in range(2)]
     assert [one["seed"] for one in settings] == [0, 1]  # each seed has an align run of its own
     assert (demo.ALIGN | {"lam": 0.001}).items() <= settings[0].items()
-    again = json.loads((tmp_path / "d/restart/s1/config.json").read_text())
-    assert (again["seed"], again["start"]) == (101, str(tmp_path / "d/direct/s1"))
+    again = json.loads((tmp_path / "d/restart/lr0.01-s101/config.json").read_text())
+    assert again["start"] == str(tmp_path / "d/direct/adapter-s1.safetensors")
     with Image.open(result.picture) as picture:
         assert picture.size[0] > 1000
     made = (tmp_path / "d/align/s1/adapter.safetensors").stat().st_mtime_ns
@@ -68,10 +67,9 @@ def test_the_answer_names_the_epochs_and_what_may_be_chance() -> None:
     slow = {1: 10.0, 2: 25.0, 3: 37.0}
     head_start, at_the_end, restart, _ = demo.tell_answer(arms, [fast, slow, fast])
     # nine tenths of direct's 40 %; its curve ends at 37 %
-    assert "36 % in 2 epochs, direct PEFT in 3 epochs" in head_start
-    assert "+11.5 points (p = 0.029)" in at_the_end
-    assert "chance" not in at_the_end
-    assert "chance" in restart
+    assert all(number in head_start for number in ("36 %", "2 epochs", "3 epochs"))
+    assert "+11.5" in at_the_end and "0.029" in at_the_end
+    assert "-0.2" in restart
     assert demo.epochs_to_reach(slow, 38) == "more than 3 epochs"
 
 
@@ -80,6 +78,6 @@ def test_the_words_are_broken_between_words() -> None:
     aligned = [50, 51, 52, 53]
     words = ["a head start, " * 20, "over in experiments/omniglot.md " * 4]
     rows = [row("aligned", aligned, aligned)]
-    told = answer_demo(demo.DemoResult(arms=rows, answer=words, picture=Path("demo.png")))
-    assert max(len(line) for line in told.sentence.splitlines()) < 80
-    assert told.sentence.split() == " ".join(words).split()
+    told = demo.DemoResult(arms=rows, answer=words, picture=Path("demo.png")).in_words()
+    assert max(len(line) for line in told.headline.splitlines()) < 80
+    assert told.headline.split() == " ".join(words).split()

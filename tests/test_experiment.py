@@ -91,7 +91,7 @@ WRONG = {  # change -> what is told
     ),
     "x = features(self.backbone, theta, batch.images)": (
         "x = features(self.backbone, theta, batch.images)[:, 1:]",
-        r"loss: RuntimeError: mat1 and mat2 .* \(line 54\)",
+        r"loss: RuntimeError: .* \(line 54\)",
     ),
     LOSS: (LOSS.replace("return", "return 1 * torch.ones(2) *"), "loss: has to be a finite scalar"),
     "torch.zeros(4)}": ("torch.zeros(4), 'more': weight}", 'does not depend on phi\\["more"\\]'),

@@ -10,19 +10,17 @@ import pytest
 import torch
 import typer
 from golden import RUNS, differences, make_data, read_align, recorded, run
-from PIL import Image
 from scipy.stats import spearmanr
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from typer.testing import CliRunner
 
 from align import align
-from config import BACKBONES, AlignConfig, Arch
+from config import BACKBONES, AlignConfig, Arch, FinetuneConfig
 from data import quilts, rng
 from experiments import (
     accuracy,
     attention_rollout,
-    compile,
     curvature,
     exact,
     lora_rank,
@@ -189,6 +187,13 @@ def test_the_controls_start_where_they_should_and_take_as_long_as_aligning(
     assert (tmp_path / "restart-equal-time/result.json").stat().st_mtime_ns == finished
 
 
+def test_a_restart_may_choose_from_the_rates_that_direct_peft_had(tmp_path: Path) -> None:
+    direct = FinetuneConfig(backbone="vit_mini", dataset="omniglot:Greek")
+    (tmp_path / "config.json").write_text(direct.model_dump_json())
+    settings = direct.model_dump(exclude_unset=True) | accuracy.settings_of_restart(tmp_path)
+    assert FinetuneConfig(**settings).grid == direct.grid
+
+
 def test_settings_are_those_of_align_and_finetune_and_others_are_refused() -> None:
     assert recipe.read_settings(["p-lr=1e-3", "grid=1e-3,1e-2"]) == {
         "p_lr": "1e-3", "grid": "1e-3,1e-2",
@@ -219,9 +224,7 @@ def test_each_rank_is_a_point_of_the_figure(weights: Path, tmp_path: Path) -> No
     assert [(row["rank"], row["arm"]) for row in rows] == [
         (1, "BiSSLight + PEFT"), (1, "PEFT"), (2, "BiSSLight + PEFT"), (2, "PEFT"),
     ]  # fmt: skip
-    mean = rows[3]["test top-1 accuracy (%)"].split()[0]
-    with Image.open(tmp_path / "lora_rank.png") as picture:
-        assert f"; PEFT at 2 {mean}" in picture.info["Description"]
+    assert (tmp_path / "lora_rank.png").stat().st_size > 0
 
 
 # --- time and memory ------------------------------------------------------------------------------
@@ -322,14 +325,11 @@ def test_the_rollout_of_runs_is_drawn_beside_what_they_predict(
     backbone, val, targets = quilts_val(weights)
     assert len({*numbers}) == 3
     assert [row["label"] for row in rows] == [f"layout {targets[i]}" for i in numbers]
-    with Image.open(tmp_path / "rollout.png") as picture:
-        words = picture.info["Description"]
-    assert "after and alone on 3 validation images" in words
+    assert (tmp_path / "rollout.png").stat().st_size > 0
     for name, folder in both.items():
         theta, phi_D, _ = load_adapter(folder / "adapter-s0.safetensors")
         top = logits(features(backbone, theta, val[numbers]), phi_D).argmax(1)
         assert [row[name] for row in rows] == [f"layout {k}" for k in top]
-        assert f"{name} says layout {top[0]}" in words
     experiment, opened = networks.open_networks(both)
     _, pixels = networks.validation_images(experiment, 3)
     torch.testing.assert_close(pixels, val[numbers])
@@ -413,25 +413,48 @@ def test_similarity_from_the_command_line_aligns_what_is_missing(
     rows = table(tmp_path / "similarity.json")
     names = [(row["network"], row["and"]) for row in rows]
     assert names == [("pretrained", "BiSSLight"), ("pretrained", "BiSSL"), ("BiSSLight", "BiSSL")]
-    with Image.open(tmp_path / "similarity.png") as picture:
-        assert f"BiSSLight and BiSSL {rows[2]['CKA']:.2f}" in picture.info["Description"]
+    assert (tmp_path / "similarity.png").stat().st_size > 0
 
 
 # --- studies --------------------------------------------------------------------------------------
 
 
-def test_curvature_tells_the_share_of_each_case(
+def test_curvature_has_a_row_for_each_case_and_changes_no_run(
     weights: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    steps = {"alternations": 4, "lower_steps": 2, "upper_steps": 1, "warmup": 1, "probe_epochs": 1}
+    """|q|/|g| as watched from outside is what the run itself has logged."""
+    steps = {"alternations": 4, "lower_steps": 2, "upper_steps": 2, "warmup": 1, "probe_epochs": 1}
     monkeypatch.setattr(curvature, "SETTINGS", curvature.SETTINGS | steps)
     call(curvature, f"--weights {weights} --cases 2 --out {tmp_path}")
-    lines = (tmp_path / "case1/metrics.jsonl").read_text().splitlines()[1:]
-    records = [json.loads(line) for line in lines]
-    late = np.mean([record["share"] for record in records[1:]])
+    settings = {"weights": weights, "pretext": "mae", "dataset": "quilts", "pool": "quilts"}
+    align(AlignConfig(**curvature.SETTINGS | settings | {"lower_steps": 5}), tmp_path / "run")
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()[1:]
+    late = np.mean([json.loads(line)["q_over_g"] for line in lines[1:]])
     rows = table(tmp_path / "curvature.json")
     assert [row["case"] for row in rows] == ["N_L 20, batch 64, rank 8", "N_L 5"]
-    assert rows[1]["late: share %"] == f"{100 * late:.2f}"
+    assert rows[1]["late: q/g"] == f"{late:.4f}"
+    assert 0 < float(rows[1]["early: removed %"]) < 100
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5)])
+def test_what_curvature_finds_inside_the_span_is_a_dense_projection(
+    dtype: torch.dtype, tolerance: float
+) -> None:
+    """By QR; a gradient that comes twice spans nothing new, and gradients of zeros span nothing."""
+    g = torch.Generator().manual_seed(0)
+    G = torch.randn(3, 4, 9, generator=g, dtype=torch.float64)
+    x = torch.randn(3, 9, generator=g, dtype=torch.float64)
+    Q, _ = torch.linalg.qr(G.mT)  # (3, 9, 4)
+    projected = (Q @ (Q.mT @ x[..., None]))[..., 0]
+    dense = float(projected.square().sum())
+    for rows in (G, torch.cat([G, G[:, :1]], 1)):
+        found = curvature.squared_length_inside(rows.to(dtype), x.to(dtype))
+        assert found == pytest.approx(dense, rel=tolerance)
+    assert curvature.squared_length_inside(G, x - projected) < 1e-12 * dense
+    assert curvature.squared_length_inside(0 * G, x) == 0
+    query = curvature.compare_query(G, x, x - 0.5 * projected)
+    assert query.share == pytest.approx(dense / float(x.square().sum()))
+    assert query.removed == pytest.approx(0.75)
 
 
 class Quadratic:
@@ -465,32 +488,17 @@ def test_exact_compares_with_the_dense_inverse(tmp_path: Path) -> None:
     inverse = Q @ (identity["lambda"] / (values + identity["lambda"])).diag() @ Q.T @ g.flatten()
     ratio = g.norm() / inverse.norm()
     assert identity["ratio"] == pytest.approx(float(ratio), rel=1e-9)
-    exact.draw(rows, -0.001, "as measured", tmp_path / "exact.png")
-    with Image.open(tmp_path / "exact.png") as picture:
-        assert picture.info["Description"] == "as measured"
+    exact.draw(rows, -0.001, tmp_path / "exact.png")
+    assert (tmp_path / "exact.png").stat().st_size > 0
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # torch.compile looks at .grad of what is no leaf
-def test_compiled_blocks_have_the_gradients_of_eager_ones() -> None:
-    assert call(compile, "--backbone vit_mini --batch 2").count("| vit_mini |") == 2
-
-
-def serially(fn: Any, units: Any, count: int) -> list[Any]:
-    """`support.processes.jobs` without processes, which take seconds to start."""
-    return [fn(unit) for unit in units]
-
-
-@pytest.mark.slow
-def test_photographs_has_all_arms_and_their_pooled_differences(
+def test_photographs_compares_aligned_with_peft_and_with_as_long_a_peft(
     monkeypatch: Any, tmp_path: Path
 ) -> None:
     """On drawn images in the layout of the photographs."""
     make_data(tmp_path / "data")
-    for name in ("tiny-imagenet/train", "flower_photos", "dtd/dtd/images"):
-        source = "pool" if "tiny" in name else "flat"
-        shutil.copytree(tmp_path / "data" / source, tmp_path / "data" / name)
-    monkeypatch.setattr(photographs, "jobs", serially)
+    shutil.copytree(tmp_path / "data/pool", tmp_path / "data/tiny-imagenet/train")
     few = {"epochs": 1, "warmup_epochs": 0, "batch": 20}
     monkeypatch.setattr(photographs, "PRETRAIN", photographs.PRETRAIN | few)
     steps = {"alternations": 2, "lower_steps": 1, "upper_steps": 1, "probe_epochs": 1, "warmup": 1}
@@ -498,23 +506,8 @@ def test_photographs_has_all_arms_and_their_pooled_differences(
     monkeypatch.setattr(photographs, "ALIGN", photographs.ALIGN | steps | short)
     peft = {"epochs": 2, "warmup_epochs": 0, "eval_epochs": 2}
     monkeypatch.setattr(photographs, "PEFT", photographs.PEFT | peft)
-    told = call(photographs, f"{tmp_path}/data {tmp_path}/out --seeds 2 --sets voc07")
-    arms = [*photographs.MAIN, *photographs.CONTROLS]
-    assert [line.split(" | ")[1] for line in told.splitlines() if "| voc07" in line] == arms
-    assert told.count("pooled, aligned minus") == len(arms) - 1
-
-
-def test_the_pooled_p_is_that_of_all_splits() -> None:
-    """Two sets of two against two seeds: 36 pairs of splits, enumerated in whole numbers."""
-    pairs = [([4.0, 5.0], [1.0, 2.0]), ([3.0, 6.0], [2.0, 2.0])]
-    difference, p = photographs.pool_sets(pairs)
-    splits = [
-        [sum(values[i] for i in some) - sum(values) / 2 for some in SPLITS_OF_FOUR]
-        for values in ([4, 5, 1, 2], [3, 6, 2, 2])
-    ]
-    sums = [abs(a + b) for a in splits[0] for b in splits[1]]
-    assert difference == pytest.approx(2.75)
-    assert p == pytest.approx(np.mean([x >= 5.5 for x in sums]), abs=0.005)
-
-
-SPLITS_OF_FOUR = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+    told = call(photographs, f"{tmp_path}/data --name voc07 --seeds 2 --out {tmp_path}/out")
+    arms = [line.split(" | ")[0] for line in told.splitlines()[2:]]
+    assert arms == ["| aligned", "| peft", "| longer"]
+    longer = json.loads((tmp_path / "out/voc07/longer-s1/config.json").read_text())
+    assert longer["epochs"] >= 2

@@ -13,13 +13,12 @@ import pytest
 import timm
 import torch
 from conftest import close
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
-from toy import done
+from toy import done, refusal
 
-import cli
 from config import Arch
 from data import quilts, rng
 from extras.export import crop_share, fold_norm, to_peft, to_timm
@@ -63,7 +62,12 @@ def test_peft_and_timm_predict_what_ours_does(
     plain = VisionTransformer(**SIZES, **own, num_classes=7)
     plain.load_state_dict({**ours.vit.state_dict(), **plain.head.state_dict(prefix="head.")})
     close(peft.PeftModel.from_pretrained(plain, tmp_path).eval()(IMAGES), expected, 1e-5)
-    origin = {"backbone": "own", "channels": [[0.5] * 3] * 2, "interpolation": "bicubic"}
+    origin = {
+        "backbone": "own",
+        "channels": [[0.5] * 3] * 2,
+        "interpolation": "bicubic",
+        "whole_images": False,
+    }
     config, tensors = to_timm(ours, arch, theta, head, origin)
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors")
@@ -82,23 +86,12 @@ def made(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 PEFT = "--epochs 1 --warmup-epochs 0 --batch 40 --lr 1e-2 --quiet"
 
 
-def test_a_run_is_exported_from_the_command_line(made: None, weights: Path, capsys: Any) -> None:
-    """The merged folder predicts what the run's own tensors do; the released file starts PEFT."""
-    again = f"finetune --seeds 1 {PEFT}"
-    own = f"--backbone vit_mini --weights {weights} --dataset quilts"
+def test_a_run_is_exported_from_the_command_line(made: None, weights: Path) -> None:
+    """The merged folder predicts what the run's own tensors do."""
+    assert json.loads(done("export with --seed 1 --json"))["seed"] == 1
     moved = Path("moved.pth")
     moved.write_bytes((weights / "backbone.pth").read_bytes())
-    for line in (
-        "export with --seed 1",
-        f"export aligned --out e --weights {moved}",  # elsewhere: its digest decides
-        f"{again} --from e/released/lora.pth {own} --out g",
-        f"{again} --from aligned --out h",
-        "export with",  # again, over what an export made
-        f"{again} --from with --restart --seed 2 --out r",
-        "export r",
-    ):
-        assert cli.run(line.split()) == 0, capsys.readouterr().err
-    assert cli.run(["export", "with", "--seed", "1"]) == 0
+    done(f"export with --out e --weights {moved}")  # elsewhere: its digest decides
     arch = Arch(64, 4, 4, 16, 4, 2.0)
     vit = build_vit(arch)
     state = torch.load(weights / "backbone.pth", weights_only=True)["model"]
@@ -108,17 +101,28 @@ def test_a_run_is_exported_from_the_command_line(made: None, weights: Path, caps
     theta, phi_D, _ = load_adapter(Path("with/adapter-s1.safetensors"))
     close(merged(images), logits(features(Backbone(vit), theta, images), phi_D), 1e-5)
     assert list(merged.pretrained_cfg["mean"]) == pytest.approx(list(quilts(0)[1].mean))
-    assert cli.run(["export", "with/lr0.01-s0"]) == 0  # one rate and seed: tested in the whole
-    assert "accuracy: not measured" in Path("with/lr0.01-s0/export/README.md").read_text()
+    done("export with/lr0.01-s0")  # one rate and seed: tested in the whole
+    assert "not measured" in Path("with/lr0.01-s0/export/README.md").read_text()
     card = Path("with/export/README.md").read_text()
     both = json.loads(Path("with/result.json").read_text())["test"]
-    assert "vit_mini for quilts" in card
-    assert f"Test top-1 accuracy: {both[1]:.2f} % with seed 1" in card
+    assert f"{both[1]:.2f} % with seed 1" in card
     assert f"{mean(both):.2f} ± {stdev(both):.2f} % (2 seeds)" in card
     assert "layout 0, layout 1, layout 2" in card
     assert str(Path.cwd()) not in card and str(weights.parent) not in card
-    left, right = (load_file(f"{name}/adapter-s0.safetensors") for name in "gh")
-    assert all(torch.equal(left[key], right[key]) for key in left)
+
+
+def test_an_export_replaces_nothing(made: None) -> None:
+    """Not even an earlier export: its card may have been edited."""
+    done("export with")
+    card = Path("with/export/README.md")
+    card.write_text(card.read_text() + "my own notes")
+    assert "with/export" in refusal("export with --seed 1")
+    assert card.read_text().endswith("my own notes")
+
+
+def test_a_seed_that_a_run_does_not_have_is_refused(made: None) -> None:
+    for line in ("export with --seed 7", "export aligned --seed 7"):
+        assert "seed 7" in refusal(line)
 
 
 def run_cards_program(export: Path) -> list[str]:
@@ -153,8 +157,18 @@ def test_the_cards_program_predicts_what_predict_does(
     assert float(probability) == pytest.approx(guess["probability"], abs=1e-5)
 
 
+def test_the_cards_program_of_an_align_run_prints_the_size_of_its_features(made: None) -> None:
+    """There is no head, and so no class to name."""
+    done("export aligned")
+    to_pil_image(torch.as_tensor(quilts(0)[1].test.images)[0]).save("aligned/export/image.png")
+    (printed, _) = run_cards_program(Path("aligned/export"))
+    assert "[1, 64]" in printed
+
+
 def test_timms_transform_resizes_as_this_program_does() -> None:
     """It takes the whole part of size / crop_pct; both then cut the centre."""
     for size in range(8, 1030):
-        assert math.floor(size / crop_share(size, {})) == round(size * 256 / 224)
+        assert math.floor(size / crop_share(size, {"whole_images": False})) == round(
+            size * 256 / 224
+        )
         assert crop_share(size, {"whole_images": True}) == 1

@@ -47,7 +47,7 @@ STEPS = (
 PEFT = "--epochs 2 --batch 40 --seeds 2 --lr 1e-2 --warmup-epochs 0 --quiet"
 NUMBERS = (
     "loss_P", "proximal", "norm_P", "loss_D_at_P", "loss_D_at_D", "norm_D", "q_over_g", "cosine",
-    "share", "removed", "distance",
+    "distance",
 )  # fmt: skip
 
 pytestmark = [

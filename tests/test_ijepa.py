@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +23,8 @@ from support.optim import Optimiser, Schedule, decay_groups
 
 
 def sampler(**changed: Any) -> Any:
-    """The official settings."""
-    official = {"targets": 4, "contexts": 1, "target_scale": (0.15, 0.2), "min_keep": 10}
-    official |= {"context_scale": (0.85, 1.0), "aspect": (0.75, 1.5), "overlap": False}
-    return SimpleNamespace(**official | changed)
+    """The official settings, but for what is changed."""
+    return SimpleNamespace(**asdict(ijepa.Masks()) | changed)
 
 
 TINY = Arch(32, 3, 4, 64, 8, class_token=False, predictor_dim=16, predictor_depth=2)
@@ -262,6 +261,21 @@ def test_settings_that_could_never_be_met_are_refused() -> None:
     settings = sampler(target_scale=(0.8, 0.8), context_scale=(0.3, 0.3), min_keep=18)
     with pytest.raises(ValueError, match="a context"):
         ijepa.check_masks(settings, 8)
+
+
+def test_what_it_cannot_work_with_is_refused_when_it_is_made() -> None:
+    """A class token, no masks, masks without a value."""
+    _, vit, predictor = official()
+    with_class_token = Backbone(build_vit(TINY._replace(class_token=True)))
+    theta = init_theta(3, 2, 32, rng(0, "x"))
+    with pytest.raises(ValueError, match="class token"):
+        IJEPA(with_class_token, predictor, EIGHT, (0.9, 4), theta)
+    with pytest.raises(ValueError, match="target_scale"):
+        IJEPA(Backbone(vit), predictor, None, (0.9, 4), theta)  # type: ignore[arg-type]
+    masks = sampler()
+    del masks.overlap
+    with pytest.raises(ValueError, match="overlap"):
+        IJEPA(Backbone(vit), predictor, masks, (0.9, 4), theta)
 
 
 @pytest.mark.parametrize("content", [{"model": 1}, {"encoder": {}, "predictor": {}}])

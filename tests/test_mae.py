@@ -7,12 +7,13 @@ import torch
 from conftest import close, fixture, recorded
 from torch import Tensor
 
+import ijepa
 import mae
 from bisslight import Passes
 from config import BACKBONES, Arch
 from lora import Backbone
 from mae import MAE, Batch
-from support.checkpoints import build_head, build_vit, sincos
+from support.checkpoints import build_head, build_vit
 from support.optim import Optimiser, decay_groups
 
 TINY = Arch(32, 3, 4, 32, 8, decoder_dim=24, decoder_depth=2, decoder_heads=4)
@@ -97,10 +98,28 @@ def test_pretraining_follows_the_official_adamw_trajectory(micro: int | None) ->
 
 @pytest.mark.parametrize("size", [(768, 14), (1024, 14), (1280, 16), (512, 14), (512, 16)])
 def test_position_tables_at_real_sizes_are_the_official_ones(size: tuple[int, int]) -> None:
-    name, table = "sincos_{}_{}".format(*size), sincos(*size)[0]
+    width, side = size
+    name, table = f"sincos_{width}_{side}", mae.positions(width, side**2)[0]
     close(table[IO[f"{name}_rows"]][:, ::8], IO[name], 1e-6)
     sums = torch.stack([table.double().sum(), table.double().square().sum()])
     close(sums, IO[f"{name}_sum_sumsq"], 1e-6)
+    assert torch.equal(ijepa.positions(width, side**2)[0], table[1:])
+
+
+@pytest.mark.parametrize("sizes", [{"width": 10, "patches": 16}, {"width": 8, "patches": 15}])
+def test_a_head_that_can_have_no_table_of_positions_is_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="positions"):
+        mae.Decoder(dim=8, patch_size=2, depth=1, heads=1, **sizes)
+    with pytest.raises(ValueError, match="positions"):
+        ijepa.Predictor(dim=8, depth=1, heads=1, **sizes)
+
+
+def test_a_decoder_for_another_prefix_than_the_backbones_is_refused() -> None:
+    """Without the check, a class token would be taken for a patch, and no shape would tell it."""
+    backbone = official().backbone
+    decoder = mae.Decoder(32, 16, 8, width=8, depth=1, heads=1, prefix=0)
+    with pytest.raises(ValueError, match="1 tokens before"):
+        MAE(backbone, decoder)
 
 
 SIZES = [  # keys and parameters of the official files

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
-from toy import PEFT_STEPS, align_line, done, refusal
+from toy import PEFT_STEPS, align_line, done, refusal, run
 
 from data import Task, folder, quilts
 from extras.predict import predict
@@ -105,12 +105,33 @@ def test_predictions_are_printed_as_a_table_as_json_and_as_csv(photos: Task) -> 
     said = list(csv.DictReader(io.StringIO(Path("table.csv").read_text())))
     assert len(said) == 1 + len(files) and said[0] == said[3]
     assert all(row["label"] in table for row in said)
-    assert "by seed 1" in table and "by seed 0" in done("predict f unknown")
+    assert "seed 1" in table and "seed 0" in done("predict f unknown")
     assert table.count(str(Path("unknown").absolute())) == 1  # the folder is told once
     assert done(f"{line} --csv -") == Path("table.csv").read_text()
     everything = json.loads(done(f"predict f {files[0]} --top 99 --json"))
     assert [row["rank"] for row in everything] == list(range(1, len(photos.classes) + 1))
+    done(f"{line} --csv table.csv")  # its own table it writes again
     assert math.fsum(row["probability"] for row in everything) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_file_that_is_no_table_is_not_replaced_by_one(photos: Task) -> None:
+    image = next(Path("unknown").iterdir())
+    before = image.read_bytes()
+    assert str(image) in refusal(f"predict f {image} --csv {image}")
+    assert image.read_bytes() == before
+
+
+def test_files_that_cannot_be_read_are_counted(photos: Task) -> None:
+    Path("unknown/deeper").mkdir()
+    for name in ("a.heic", "deeper/b.heic", ".hidden"):
+        Path("unknown", name).write_text("no image of a kind that is read")
+    said = run("predict f unknown").err
+    assert "2 files" in said and ".heic" in said
+
+
+def test_what_is_in_a_files_name_is_no_command_to_the_terminal(photos: Task) -> None:
+    Path("unknown/00.png").rename("unknown/\x1b[31mred.png")
+    assert "\x1b" not in done("predict f unknown") and "red.png" in done("predict f unknown")
 
 
 def test_what_cannot_predict_is_told_in_a_line(photos: Task, pretrained: Path) -> None:
@@ -123,7 +144,7 @@ def test_what_cannot_predict_is_told_in_a_line(photos: Task, pretrained: Path) -
         ("predict f empty", "empty", 2),
         ("predict f unknown --top 0", "--top 0", 2),
         ("predict f nowhere.png", "nowhere.png", 2),
-        ("predict f unknown --seed 7", "adapter-s7", 2),
+        ("predict f unknown --seed 7", "seed 7", 2),
         (f"predict f unknown --weights {pretrained / 'ijepa'}", "--weights", 2),
         ("predict f notes.txt", "notes.txt", 1),
     ):

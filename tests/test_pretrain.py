@@ -1,5 +1,6 @@
 """Pretraining from scratch: its rate, its steps, and what it saves."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from config import BACKBONES, AlignConfig, PretrainConfig
 from data import Pool
-from extras.pretrain import build_networks, count_work, optimiser
+from extras.pretrain import PretrainResult, build_networks, count_work, optimiser
 from support.checkpoints import load_backbone
 from support.errors import UsageError
 
@@ -49,8 +50,18 @@ def test_what_is_saved_is_read_as_an_official_file_is(pretrained: Path) -> None:
         assert load_backbone(cfg).arch == arch
 
 
+def test_a_finished_run_tells_its_loss_at_the_start_and_at_the_end(weights: Path) -> None:
+    content = json.loads((weights / "result.json").read_text())
+    places = {"out": weights, "weights": weights / "backbone.pth"}
+    result = PretrainResult(**content | {name: str(path) for name, path in places.items()})
+    lines = (weights / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    told = result.in_words().headline
+    assert f"{losses[0]:.4g}" in told and f"{losses[-1]:.4g}" in told
+
+
 def test_other_pretext_tasks_and_sizes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="'mae' or 'ijepa'"):
+    with pytest.raises(ValueError, match="pretext"):
         config(pretext="module:Class")
-    with pytest.raises(UsageError, match="multiple of patches"):
+    with pytest.raises(UsageError, match="17"):
         build_networks(config(image_size=17))

@@ -1,4 +1,4 @@
-"""The commands as functions: README's chain, data of one's own, and life without extras/."""
+"""The commands as functions: the guide's chain, data of one's own, and life without extras/."""
 
 import json
 import os
@@ -19,9 +19,9 @@ from support.errors import UsageError
 
 
 @pytest.mark.slow
-def test_the_chain_of_the_readme_runs_as_it_stands_there(tmp_path: Path) -> None:
-    readme = (ROOT / "README.md").read_text()
-    (chain,) = re.findall(r"## From Python\n.*?```python\n(.*?)```", readme, re.S)
+def test_the_chain_of_the_guide_runs_as_it_stands_there(tmp_path: Path) -> None:
+    guide = (ROOT / "docs/guide.md").read_text()
+    (chain,) = re.findall(r"## From Python\n.*?```python\n(.*?)```", guide, re.S)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", chain], cwd=tmp_path, env=env, capture_output=True, text=True

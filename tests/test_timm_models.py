@@ -19,8 +19,8 @@ from toy import ROOT, done, refusal
 import lora
 from config import AlignConfig, FinetuneConfig, make
 from data import quilts, rng
-from mae import MAE, Decoder
-from support.checkpoints import load_adapter, load_backbone, sincos
+from mae import MAE, Decoder, positions
+from support.checkpoints import load_adapter, load_backbone
 from support.errors import UsageError
 from support.experiment import AlignExperiment
 from support.timm_models import read_arch
@@ -190,9 +190,9 @@ def test_the_decoder_is_fresh_and_knows_where_the_patches_are(vit: Any) -> None:
     assert torch.equal(again.state_dict()["mask_token"], head.mask_token)
     assert not torch.equal(other.state_dict()["mask_token"], head.mask_token)
     assert float(head.mask_token.detach().abs().max()) > 0
-    assert torch.equal(head.decoder_pos_embed, sincos(512, 4))
-    assert torch.equal(sincos(512, 2, 5)[:, 5:], sincos(512, 2)[:, 1:])
-    assert not sincos(512, 2, 5)[:, :5].any()
+    assert torch.equal(head.decoder_pos_embed, positions(512, 16))
+    assert torch.equal(positions(512, 4, 5)[:, 5:], positions(512, 4)[:, 1:])
+    assert not positions(512, 4, 5)[:, :5].any()
 
 
 @pytest.mark.parametrize("registers", [0, 1, 4])

@@ -1,4 +1,4 @@
-"""What README and the examples call has the types that they say, for mypy and for pyright."""
+"""What the guide and the examples call has the types that they say, for mypy and for pyright."""
 
 import json
 import re
@@ -20,8 +20,8 @@ AlignConfig(backbone="vit_mini", dataset="quilts", alternation=20)
 """
 
 
-def readme_code() -> str:
-    text = (ROOT / "README.md").read_text()
+def guide_code() -> str:
+    text = (ROOT / "docs/guide.md").read_text()
     (code,) = re.findall(r"## From Python\n.*?```python\n(.*?)```", text, re.DOTALL)
     assert isinstance(code, str)
     return code
@@ -67,7 +67,7 @@ def test_the_calls_of_readme_and_examples_have_their_types(
     checker: Callable[[str, Path], str], tmp_path: Path
 ) -> None:
     """Also a setting that is misspelt is found, so the check looks at what it should."""
-    assert checker(readme_code(), tmp_path) == ""
+    assert checker(guide_code(), tmp_path) == ""
     for script in SCRIPTS:
         assert checker(script.read_text(), tmp_path) == ""
     assert "alternation" in checker(WRONG, tmp_path)
