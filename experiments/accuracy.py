@@ -54,7 +54,7 @@ from experiments.recipe import (
     settings_of,
     write_table,
 )
-from extras.dry_run import open_all
+from extras.dry_run import plan_peft
 from extras.plots import read_metrics
 from finetune import finetune
 from support.errors import RunError, UsageError
@@ -100,9 +100,10 @@ def main(
 
 def check_all_is_there(settings: Record) -> None:
     """Look for data, pool and weights of all arms, before the first of them runs (UsageError)."""
-    opened = open_all(make(AlignConfig, settings_of(AlignConfig, settings)))
-    if opened.problems:
-        raise UsageError("; ".join(opened.problems))
+    problems: list[str] = []
+    plan_peft(make(AlignConfig, settings_of(AlignConfig, settings)), problems)
+    if problems:
+        raise UsageError("; ".join(problems))
 
 
 def check_clock(settings: Record) -> None:

@@ -1,7 +1,6 @@
 """What a command would do, for `--dry-run`: images, steps, memory, and all that is missing."""
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ from support import timm_models
 from support.checkpoints import OFFICIAL, arch_of, weights_of
 from support.errors import checking
 from support.experiment import AlignExperiment, Experiment, device_of, open_pool, open_task
-from support.missing import Steps, Tried, try_all
+from support.missing import attempt
 from support.runs import check_directory
 
 # tab:memory_single_gpu: GB and A40 GPUs, on the fewest GPUs of the table; GB sum each GPU's peak.
@@ -47,22 +46,15 @@ class Plan(NamedTuple):
 
 def plan_run(command: str, cfg: Command, out: Path, force: bool) -> Plan:
     """Plan a run, whatever is missing; nothing is downloaded or written."""
-    # All is tried, so that one dry run names all that is missing, not the first thing.
-    steps: Steps = {
-        "out": partial(check_directory, out, command, cfg, force),
-        "device": partial(device_of, cfg),
-    }
-    if isinstance(cfg, PretrainConfig):
-        steps["work"] = partial(pretrain.plan, cfg)
-    results, problems = try_all(steps)
-    device = results.get("device")
+    # Each step adds its own, so that one dry run names all that is missing, not the first thing.
+    problems: list[str] = []
+    attempt(problems, check_directory, out, command, cfg, force)
+    device = attempt(problems, device_of, cfg)
     work: Record = {"out": out, "device": str(device) if device else None}
     if isinstance(cfg, PretrainConfig):
-        work |= results.get("work", {})
+        work |= attempt(problems, pretrain.plan, cfg) or {}
     elif isinstance(cfg, AlignConfig | FinetuneConfig):
-        opened = open_all(cfg)
-        work |= describe_peft(cfg, opened.results)
-        problems += opened.problems
+        work |= plan_peft(cfg, problems)
     recipe = "MAE or I-JEPA" if command == "pretrain" else "the paper"
     work[f"differs from {recipe}"] = list_unlike_paper(cfg) or "nothing"
     return Plan(work, problems)
@@ -79,45 +71,36 @@ def list_unlike_paper(cfg: Command) -> list[Record]:
     return rows
 
 
-def open_all(cfg: AlignConfig | FinetuneConfig) -> Tried:
-    """Open what `align` or `finetune` needs, all that is there; `arch` has the network's sizes."""
-    steps: Steps = {"task": partial(open_task, cfg)}
-    if isinstance(cfg, AlignConfig):
-        steps["pool"] = partial(open_pool, cfg.pool, cfg.data_root, cfg.data_seed)
-    else:
-        steps["starts"] = partial(starts_of_seeds, cfg)  # the align runs have to be finished
-    steps["weights"] = partial(weights_of, cfg)
-    results, problems = try_all(steps)
-    weights = results.get("weights")
-    # Networks are tried where nothing is missing; otherwise their sizes are all there is to say.
-    step: Steps = {"arch": partial(official_arch, cfg)}
-    if weights and weights.exists() and not problems:
-        step = {"arch": partial(try_networks, cfg, results["task"], results.get("pool"))}
-    networks = try_all(step)
-    return Tried(results | networks.results, problems + networks.problems)
-
-
-def describe_peft(cfg: AlignConfig | FinetuneConfig, opened: Record) -> Record:
-    """What `align` or `finetune` would do, as far as what could be opened tells."""
-    task: Task | None = opened.get("task")
-    pool: Pool | None = opened.get("pool")
+def plan_peft(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Record:
+    """What `align` or `finetune` would do."""
+    task: Task | None = attempt(problems, open_task, cfg)
+    pool: Pool | None = None
     images: Record = task.sizes() if task else {}
-    if pool:
-        images["pool"] = len(pool.images)
-    weights: Path | None = opened.get("weights")
+    if isinstance(cfg, AlignConfig):
+        pool = attempt(problems, open_pool, cfg.pool, cfg.data_root, cfg.data_seed)
+        if pool:
+            images["pool"] = len(pool.images)
+    if isinstance(cfg, FinetuneConfig):
+        attempt(problems, starts_of_seeds, cfg)  # the align runs, which have to be finished
+    weights = attempt(problems, weights_of, cfg)
     fetched = None
     if weights and not weights.exists():
         url, megabytes = OFFICIAL[cfg.backbone, cfg.pretext]
         fetched = f"{megabytes:.0f} MB to download from {url}"
     if weights is None and cfg.backbone.startswith(TIMM):
         fetched = "timm's, from the Hugging Face hub or its cache"
-    arch: Arch | None = opened.get("arch")
+    # Networks are tried where nothing is missing; otherwise their sizes are all there is to say.
+    if weights and weights.exists() and not problems:
+        arch = attempt(problems, try_networks, cfg, task, pool)
+    else:
+        arch = attempt(problems, official_arch, cfg)
+    steps = count_align(cfg, task) if isinstance(cfg, AlignConfig) else count_peft(cfg, task)
     parameters = None
     if arch:
         parameters = arch.depth * 4 * cfg.rank * arch.dim  # A and B, of q and of v
     return {
         "images": images,
-        "steps": count_align(cfg, task) if isinstance(cfg, AlignConfig) else count_peft(cfg, task),
+        "steps": steps,
         "LoRA parameters": parameters,
         "weights": fetched,
         "the paper's memory, GB and GPUs": paper_memory(cfg),

@@ -1,46 +1,26 @@
 """All that a run lacks, told at once: data and weights, each with its size and how to get it."""
 
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import ParamSpec, TypeVar
 
 from config import AlignConfig, Command, FinetuneConfig
 from support.benchmarks import place_of
 from support.checkpoints import OFFICIAL, weights_of
 from support.errors import UsageError, checking
 
-Steps = dict[str, Callable[[], object]]
-
-
-class Tried(NamedTuple):
-    """What came of several steps."""
-
-    results: dict[str, Any]  # of those that could be done, by name
-    problems: list[str]  # what the others lack, each in a line
-
-
-def try_all(steps: Steps) -> Tried:
-    """Do every step, also after one that cannot be done (UsageError)."""
-    tried = Tried({}, [])
-    for name, step in steps.items():
-        try:
-            tried.results[name] = step()
-        except UsageError as error:
-            tried.problems.append(str(error))
-    return tried
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def list_missing(cfg: Command) -> list[str]:
     """What data a run lacks and how to get them; weights too, though a run can fetch these."""
+    problems: list[str] = []
     if not isinstance(cfg, AlignConfig | FinetuneConfig):  # pretraining needs no more than a pool
-        return []
-    steps: Steps = {"dataset": partial(find_place, "--dataset", cfg.dataset, cfg.data_root)}
+        return problems
+    attempt(problems, find_place, "--dataset", cfg.dataset, cfg)
     if isinstance(cfg, AlignConfig):
-        steps["pool"] = partial(find_place, "--pool", cfg.pool, cfg.data_root)
-    steps["weights"] = partial(weights_of, cfg)
-    results, problems = try_all(steps)
-    weights = results.get("weights")
+        attempt(problems, find_place, "--pool", cfg.pool, cfg)
+    weights = attempt(problems, weights_of, cfg)
     if problems and weights and not weights.exists():
         url, megabytes = OFFICIAL[cfg.backbone, cfg.pretext]
         command = f"`curl -C - -o {weights} {url}`"
@@ -48,7 +28,18 @@ def list_missing(cfg: Command) -> list[str]:
     return problems
 
 
-def find_place(flag: str, name: str, data_root: Path) -> None:
+def find_place(flag: str, name: str, cfg: Command) -> None:
     """Refuse (UsageError) data that are not there."""
     with checking(f"{flag} {name}"):
-        place_of(name, data_root)
+        place_of(name, cfg.data_root)
+
+
+def attempt(
+    problems: list[str], step: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T | None:
+    """The result of a step; if it cannot be done, that goes to the problems."""
+    try:
+        return step(*args, **kwargs)
+    except UsageError as error:
+        problems.append(str(error))
+        return None
