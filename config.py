@@ -599,8 +599,8 @@ class PretrainConfig(Pretext, Crops, Shape, Command):
 
 # --- defaults that follow from other settings ---------------------------------------------------
 
-# Of both functions, `given` has what the caller gave, and what they return are defaults of that
-# command. Ours win over the paper's.
+# `given` is what the caller gave. Each function returns defaults of one command; ours win over the
+# paper's, and what was given wins over both.
 
 
 def paper_defaults(kind: type[Command], given: Record) -> Record:
