@@ -166,11 +166,11 @@ class Experiment:
             draws.append([(i, i) for i in part.tolist()])
         images = data.Images(data.decode_once(split, self.transform), self.transform)
         logits = []
-        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp)
-        with autocast:
-            for x, _, _ in data.batches(images, draws, self.cfg.workers, self.device):
+        for x, _, _ in data.batches(images, draws, self.cfg.workers, self.device):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
                 features = lora.features(self.backbone, theta, x)
-                logits.append(lora.logits(features, phi_D).float())
+            # the head in float32: in bfloat16, close classes would have equal logits
+            logits.append(lora.logits(features.float(), phi_D))
         return gather(torch.cat(logits))  # in the order of the split
 
     def check_batches(self, flag: str, batch: int) -> None:
