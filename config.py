@@ -222,6 +222,7 @@ class Mark(Enum):
 
     CHANGES_NO_NUMBER = auto()  # how and where it is computed: a run may go on with another value
     KNOWN_BY_DIGEST = auto()  # a place, which may be another one: its content is compared instead
+    MAY_GROW = auto()  # a finished run goes on with more of it, and keeps what it has
     SAME_ARM = auto()  # what is repeated, and how often: it makes no other arm
     LEFT_OPEN_BY_PAPER = auto()  # any value follows the paper, which searches for it or is silent
 
@@ -230,6 +231,7 @@ class Mark(Enum):
 ChangesNoNumber = Annotated[T, Mark.CHANGES_NO_NUMBER]
 KnownByDigest = Annotated[T, Mark.KNOWN_BY_DIGEST]
 SameArm = Annotated[T, Mark.SAME_ARM]
+MayGrow = Annotated[T, Mark.MAY_GROW]
 LeftOpenByPaper = Annotated[T, Mark.LEFT_OPEN_BY_PAPER]
 
 
@@ -493,7 +495,7 @@ class Peft(Settings):
 
     lr: LeftOpenByPaper[PositiveFloat | None] = None
     """One learning rate for all seeds, instead of a grid. [App. C.2 has a grid]"""
-    grid: LeftOpenByPaper[Rates] = GRID
+    grid: LeftOpenByPaper[MayGrow[Rates]] = GRID
     """Learning rates to try (not scaled by the batch size); validation decides. After align, the
     default is a tenth of these. [App. C.2]"""
     grid_seeds: LeftOpenByPaper[PositiveInt] = 1
@@ -515,7 +517,7 @@ class Peft(Settings):
     """Epochs between validations. [App. C.2.1]"""
     test_curve: SameArm[bool] = False
     """Score test images at each validation, too, to draw curves; this chooses nothing. [here]"""
-    seeds: SameArm[PositiveInt] = 8
+    seeds: SameArm[MayGrow[PositiveInt]] = 8
     """Independent runs. [App. C.2.1]"""
     jobs: ChangesNoNumber[Jobs] = 1
     """Runs at a time, each in a process with its share of the cores. [here]"""
