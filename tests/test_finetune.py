@@ -55,7 +55,7 @@ def test_a_finished_run_grows_and_keeps_its_trials(weights: Path, tmp_path: Path
             assert torch.equal(tensor, tensors(tmp_path / "grown", seed)[name])
     assert tune(weights, tmp_path / "grown", **more) == grown  # finished, so it is only read
     for fewer in ({"seeds": 1}, {"grid": (1e-3, 1e-2)}):
-        with pytest.raises(UsageError, match=[*fewer][0]):
+        with pytest.raises(UsageError, match=next(iter(fewer))):
             tune(weights, tmp_path / "grown", **more | fewer)
 
 
