@@ -6,9 +6,10 @@ on where a run was continued. A wrong folder raises ValueError, an unreadable im
 """
 
 import hashlib
+import io
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -16,10 +17,12 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
 import torch
+import torchvision
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.io import ImageReadMode
 from torchvision.transforms import InterpolationMode, RandomResizedCrop
 from torchvision.transforms.v2 import functional as F
 
@@ -28,7 +31,7 @@ Channels = tuple[float, ...]  # one number each for red, green and blue
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean, std
 Label = int | list[int]  # a class, or for each class 1 yes, -1 no, 0 not counted
 Entries = list[tuple[str, Label]]  # (image file below the dataset's folder, label)
-Draws = list[tuple[int, int]]  # of a batch: (number of the draw, index of the image)
+Draw = tuple[int, int]  # (number of the draw, index of the image)
 Stored = Tensor | list[Path]  # images (images, 3, height, width) in [0, 1], or their files
 
 
@@ -65,6 +68,11 @@ class Split:
         files = [root / file for file, _ in entries]
         labels = [label for _, label in entries]
         return cls(files, torch.tensor(labels))
+
+    def part(self, numbers: range) -> Self:
+        """Those of its images that have these numbers, one after another."""
+        some = slice(numbers.start, numbers.stop)
+        return type(self)(self.images[some], self.targets[some])
 
 
 class Labelled(Protocol):
@@ -324,12 +332,26 @@ def holdout(entries: Entries, seed: int, part: str) -> tuple[Entries, Entries]:
     return rest, [entry for entry in entries if entry[0] in chosen]
 
 
+def draws_of_step(n: int, batch: int, step: int, passes: bool = False) -> range:
+    """The numbers of the draws of one step, from n images: `batch` of them.
+
+    With `passes`, each pass has ceil(n / batch) steps, and its last one may have fewer draws.
+    """
+    if not passes:
+        return range(step * batch, (step + 1) * batch)
+    number, k = divmod(step, math.ceil(n / batch))  # pass, and step of that pass
+    first = number * n + k * batch
+    end = min(first + batch, (number + 1) * n)
+    return range(first, end)
+
+
 def stream(
     n: int, batch: int, seed: int, purpose: str, steps: range, passes: bool = False
-) -> Iterator[Draws]:
-    """Batches of these steps, all full; one may hold the end of a pass and the start of the next.
+) -> Iterator[list[Draw]]:
+    """The draws of each of these steps, in pass after pass through n images in a random order.
 
-    With `passes`, each pass has ceil(n / batch) batches, and its last one may be smaller.
+    `passes` as in `draws_of_step`; without it, a step may hold the end of one pass and the start of
+    the next.
     """
 
     @lru_cache(maxsize=1)
@@ -339,13 +361,8 @@ def stream(
         return list(torch.randperm(n, generator=generator).tolist())
 
     for step in steps:
-        first = step * batch
-        end = first + batch
-        if passes:
-            number, k = divmod(step, math.ceil(n / batch))  # pass, and batch of that pass
-            first = number * n + k * batch
-            end = min(first + batch, (number + 1) * n)
-        yield [(draw, order(draw // n)[draw % n]) for draw in range(first, end)]
+        numbers = draws_of_step(n, batch, step, passes)
+        yield [(draw, order(draw // n)[draw % n]) for draw in numbers]
 
 
 class Transform(NamedTuple):
@@ -371,25 +388,26 @@ def read_image(path: Path) -> Picture:
     at most one grey level, with bicubic resizing rarely by a few. All others are Pillow's.
     """
     try:
-        with Image.open(path) as image:  # reads no more than the header
+        content = path.read_bytes()
+        with Image.open(io.BytesIO(content)) as image:  # looks at no more than the header
             if image.mode.startswith(("I", "F")):  # Pillow would clip them
                 raise ValueError("more than 8 bits a channel, save it with 8")
             if image.format == "JPEG" and image.mode in ("RGB", "L"):  # and not CMYK
-                return decode_jpeg(path, image)
+                return decode_jpeg(content, image)
             return image.convert("RGB")
     except Exception as error:  # Pillow raises anything from OSError to TypeError on damaged bytes
         raise ImageError(f"{path}: cannot be read ({error!r}); replace or remove it") from error
 
 
-def decode_jpeg(path: Path, image: Image.Image) -> Tensor:
+def decode_jpeg(content: bytes, image: Image.Image) -> Tensor:
     """Pixels (3, height, width) of a JPEG file, the same with either decoder: both call libjpeg."""
-    # torchvision's is faster, but a release after 0.29 may leave it out
-    decode = getattr(torch.ops.image, "decode_jpeg", None)
+    # torchvision's takes half of the time, but a release after 0.29 may leave it out
+    decode = getattr(torchvision.io, "decode_jpeg", None)
     if decode is None:
         pixels: Tensor = F.pil_to_tensor(image.convert("RGB"))
     else:
-        content = bytearray(path.read_bytes())
-        pixels = decode(torch.frombuffer(content, dtype=torch.uint8), 3)  # as RGB
+        writable = bytearray(content)  # or torch would warn
+        pixels = decode(torch.frombuffer(writable, dtype=torch.uint8), ImageReadMode.RGB)
     return pixels
 
 
@@ -426,10 +444,7 @@ def cut_centre(image: Picture, t: Transform) -> Picture:
     return cut
 
 
-Batch = tuple[Tensor, Tensor, int]  # images and targets of this process; n of all processes
-
-
-class Images(Dataset[Batch | ImageError]):
+class Images(Dataset[tuple[Tensor, Tensor]]):
     """Decodes and augments; a draw's crop is the same in any process.
 
     In training `cut_random`, otherwise `cut_centre`; images in memory that have the network's size
@@ -450,22 +465,16 @@ class Images(Dataset[Batch | ImageError]):
         if isinstance(split.images, Tensor) and not self.random:
             self.are_ready = split.images.shape[2:] == (t.size, t.size)
 
-    def __getitem__(self, item: tuple[Draws, int]) -> Batch | ImageError:
-        """Some draws of a batch of n. An ImageError is returned, since workers would wrap it."""
-        draws, n = item
-        index = [i for _, i in draws]
-        targets = self.split.targets[index]
-        if self.are_ready:
-            return torch.as_tensor(self.split.images)[index], targets, n
-        try:
-            x = torch.stack([self.image(draw, i) for draw, i in draws])  # (B, 3, size, size)
-        except ImageError as error:
-            return error
-        return x, targets, n
+    def __getitem__(self, item: Draw) -> tuple[Tensor, Tensor]:
+        """Image (3, size, size) and target of a draw (ImageError)."""
+        draw, index = item
+        return self.image(draw, index), self.split.targets[index]
 
     def image(self, draw: int, index: int) -> Tensor:
-        """Image number `index` as this draw cuts it, uint8 (3, size, size)."""
+        """Image number `index` as this draw cuts it."""
         stored = self.split.images[index]
+        if self.are_ready:
+            return torch.as_tensor(stored)
         image = F.to_pil_image(stored) if isinstance(stored, Tensor) else read_image(stored)
         if self.random:
             with torch.random.fork_rng(devices=[]):  # torchvision draws from the global generator
@@ -504,60 +513,43 @@ def count_workers() -> int:
     return max(1, min(16, cores // processes))
 
 
-def batches(
-    images: Images,
-    draws: Iterable[Draws],
-    workers: int | None,
-    device: torch.device,
-    share: Callable[[int], slice] = slice,
-) -> Iterator[Batch]:
-    """Network inputs (B, 3, size, size), targets, n of each list of n draws; workers work ahead.
+def choose_workers(images: Images, workers: int | None, device: torch.device) -> int:
+    """How many processes decode `images`: so many as are asked for, but none where none is needed.
 
-    `share` says which of n draws this process takes, by default all. workers None: `count_workers`
-    beside a GPU; none beside a CPU, which is busy with the network, or for images in memory.
+    None: `count_workers` beside a GPU; none beside a CPU, which is busy with the network, or for
+    images in memory.
     """
     if images.are_ready:
-        workers = 0
-    elif workers is None:
-        waits = device.type != "cpu" and not isinstance(images.split.images, Tensor)
-        workers = count_workers() if waits else 0
+        return 0
+    if workers is not None:
+        return workers
+    in_memory = isinstance(images.split.images, Tensor)
+    return 0 if in_memory or device.type == "cpu" else count_workers()
+
+
+def batches(
+    images: Images, draws: Iterable[list[Draw]], workers: int | None, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Network inputs (B, 3, size, size) and targets of each list of draws (ImageError).
+
+    `workers` as in `choose_workers`; they work ahead.
+    """
     loader = DataLoader(
         images,
-        batch_size=None,  # an item is a batch: DataLoader hands each item of the sampler to Images
-        sampler=((batch[share(len(batch))], len(batch)) for batch in draws),
-        num_workers=workers,
-        pin_memory=device.type == "cuda",
+        batch_sampler=draws,
+        num_workers=choose_workers(images, workers, device),
+        pin_memory=device.type == "cuda",  # then a copy to the GPU lets the CPU go on
         worker_init_fn=leave_terminal,
         generator=torch.Generator(),  # or it would draw from the global one
     )
     mean, std = torch.tensor([images.t.mean, images.t.std], device=device).view(2, 3, 1, 1)
-    for item in copy_ahead(loader, device) if device.type == "cuda" else loader:
-        if isinstance(item, ImageError):
-            raise item
-        x, y, n = item
-        yield normalise(x.to(device), mean, std), y.to(device), n
-
-
-def copy_ahead(items: Iterable[Batch | ImageError], device: torch.device) -> Iterator[Batch]:
-    """The batches on a GPU: each is copied there while the one before is used."""
-    network = torch.cuda.current_stream(device)
-    copies = torch.cuda.Stream(device)  # of copies alone, beside the network's
-    ahead: Batch | None = None
-    for item in items:
-        if isinstance(item, ImageError):
-            raise item
-        network.wait_stream(copies)  # before the next copy starts, so it waits for one copy
-        with torch.cuda.stream(copies):
-            x = item[0].to(device, non_blocking=True)
-            y = item[1].to(device, non_blocking=True)
-        x.record_stream(network)  # the memory is free when the network is done with it
-        y.record_stream(network)
-        if ahead is not None:
-            yield ahead
-        ahead = x, y, item[2]
-    network.wait_stream(copies)
-    if ahead is not None:
-        yield ahead
+    try:
+        for x, y in loader:
+            x = x.to(device, non_blocking=True)
+            yield normalise(x, mean, std), y.to(device, non_blocking=True)
+    except ImageError as error:
+        # a worker's has its traceback before the message
+        raise ImageError(str(error).rpartition("ImageError: ")[2].strip()) from None
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -569,21 +561,23 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 # All splits of the paper's benchmarks fit at 224 px (the largest, flowers' test images, takes
 # 0.93 GB); ImageNet's 50,000 validation images would take 7.5 GB of memory.
-MOST_KEPT = 2**30  # bytes
+MOST_KEPT = 2**30  # bytes, of all processes that share a split
 
 
 @lru_cache(maxsize=2)  # the validation and the test images of a run
-def decode_once(split: Split, t: Transform) -> Split:
-    """The split as it is scored, uint8 in memory; as it is where it is ready or above MOST_KEPT.
+def decode_once(split: Split, t: Transform, numbers: range) -> Split:
+    """The images with these numbers as they are scored, uint8 in memory.
 
+    They are as they were where they are ready, or where the split is larger than MOST_KEPT.
     Fine-tuning on a small set is mostly decoding otherwise: it scores after every epoch.
     """
-    images = Images(split, t)
-    n = len(split.targets)
-    if images.are_ready or n * 3 * t.size**2 > MOST_KEPT:
-        return split
+    part = split.part(numbers)
+    images = Images(part, t)
+    if images.are_ready or len(split.targets) * 3 * t.size**2 > MOST_KEPT:
+        return part
+    n = len(numbers)
     kept = torch.empty(n, 3, t.size, t.size, dtype=torch.uint8)
     with ThreadPoolExecutor(count_workers()) as threads:  # decoding and cutting let others run
         for i, image in enumerate(threads.map(images.image, range(n), range(n))):
             kept[i] = image
-    return Split(kept, split.targets)
+    return Split(kept, part.targets)

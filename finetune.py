@@ -161,7 +161,7 @@ def finetune(
         origin = origins[0]
     experiment.check_batches("--batch", cfg.batch)
     if not goes_on:
-        experiment.decode_held_out_images()
+        experiment.decode_held_out_images([experiment.task.val, experiment.task.test])
     defining = {**experiment.defining, "start_sha256": [sha256(file) for file in files]}
 
     run_pairs = partial(
