@@ -90,8 +90,10 @@ TASKS = (
     "aircrafts",
     "imagenet",
     *[f"omniglot:{alphabet}" for alphabet in ALPHABETS],
-    "quilts",  # drawn, for tests
 )
+# names of data sets and pools that a script adds, each with the settings that follow from it where
+# they are not given; `support.benchmarks` has how they are made
+NAMED: dict[str, Record] = {}
 PRETEXTS = ("mae", "ijepa")
 
 # --- types of settings -------------------------------------------------------------------------
@@ -160,21 +162,21 @@ def pretext_name(name: str) -> str:
 
 
 def dataset_name(name: str) -> str:
-    """A name in TASKS, own (images from Python), or a folder, whose path becomes absolute."""
+    """A known name, own (images from Python), or a folder, whose path becomes absolute."""
     kind, _, place = name.partition(":")
-    if kind == "own" or name in TASKS:
+    if kind == "own" or name in TASKS or name in NAMED:
         return name
     if kind != "folder" or not place:
         place = name
         if not ("/" in name or "\\" in name or Path(name).is_dir()):
-            raise ValueError(f"is unknown, {nearest(name, (*TASKS, 'folder:DIR'))}")
+            raise ValueError(f"is unknown, {nearest(name, (*TASKS, *NAMED, 'folder:DIR'))}")
     return f"folder:{absolute(Path(place))}"
 
 
 def pool_name(name: str) -> str:
     """A pool that has a name, or the absolute path of a folder, with or without `folder:`."""
     kind, _, _ = name.partition(":")
-    if kind == "own" or name in ("imagenet", "omniglot", "quilts"):
+    if kind == "own" or name in ("imagenet", "omniglot") or name in NAMED:
         return name
     return str(absolute(Path(name.removeprefix("folder:"))))
 
@@ -299,10 +301,10 @@ class Command(Machine):
                 defaults["vit_mini"]["min_keep"] = 4  # its smallest target has few patches
         if str(given.get("backbone")).startswith(TIMM):
             defaults["timm"] = {"decoder": "random"}  # timm has no pretext heads
-        if given.get("dataset") == "quilts":
-            # drawn images are small and many, so crops would only blur them
-            defaults["quilts"] = {"pool": "quilts", "augment": "none"}
-        if str(given.get("dataset")).startswith("omniglot:"):
+        dataset = str(given.get("dataset"))
+        if dataset in NAMED:
+            defaults[dataset] = NAMED[dataset]
+        if dataset.startswith("omniglot:"):
             # a crop of a character can be another character, and so can its mirror image
             defaults["omniglot"] = {"pool": "omniglot", "augment": "none"}
             if given.get("backbone") == "vit_mini" and given.get("pretext", "mae") == "mae":
@@ -601,14 +603,15 @@ class PretrainConfig(Pretext, Crops, Shape, Command):
 
     @classmethod
     def our_defaults(cls, given: Record) -> dict[str, Record]:
-        """Lengths for vit_mini, patches for its I-JEPA targets; drawn images stay as they are."""
+        """Lengths for vit_mini, patches for its I-JEPA targets; what follows from the pool."""
         defaults: dict[str, Record] = {}
         if given.get("backbone") == "vit_mini":
             defaults["vit_mini"] = {"epochs": 30, "warmup_epochs": 4, "batch": 64}
             if given.get("pretext") == "ijepa":
                 defaults["vit_mini"] |= {"min_keep": 4, "patch_size": 2}
-        if given.get("pool") == "quilts":
-            defaults["quilts"] = {"augment": "none"}
+        pool = str(given.get("pool"))
+        if pool in NAMED:
+            defaults[pool] = NAMED[pool]
         return defaults
 
     pretext: Literal["mae", "ijepa"] = "mae"

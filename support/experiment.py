@@ -14,8 +14,15 @@ import data
 import lora
 from bisslight import Batch, Loss, Passes, Phi, PretextTask
 from config import PRETEXTS, AlignConfig, FinetuneConfig, Machine, PretrainConfig, Record
-from support import checkpoints, omniglot
-from support.benchmarks import BENCHMARKS, find_pool, load_task, place_of
+from support import checkpoints
+from support.benchmarks import (
+    BENCHMARKS,
+    MAKE_POOL,
+    MAKE_TASK,
+    find_pool,
+    load_task,
+    place_of,
+)
 from support.errors import UsageError, checking
 from support.metrics import Score, score
 from support.optim import trainable
@@ -347,11 +354,10 @@ def open_task(cfg: Config) -> data.Task:
         path = place_of(name, cfg.data_root)
         if cfg.split_file and name not in BENCHMARKS:
             raise UsageError(f"--split-file {cfg.split_file}: is for cub200 and pets, leave it out")
-        if name == "quilts":
-            _, task = data.quilts(cfg.data_seed)
-            return task
+        if name in MAKE_TASK:
+            return MAKE_TASK[name](cfg.data_seed)
         if path is None:
-            return omniglot.task(name.removeprefix("omniglot:"), cfg.data_seed)
+            raise UsageError(f"--dataset {name}: is a pool without labels")
         if name in BENCHMARKS:
             return load_task(cfg, path)
         return data.folder(path, cfg.data_seed)
@@ -361,11 +367,10 @@ def open_pool(name: str, root: Path, seed: int) -> data.Pool:
     """The pool D^P by its name, below a data root; `seed` is --data-seed (UsageError)."""
     with checking(f"--pool {name}"):
         path = place_of(name, root)
-        if name == "quilts":
-            pool, _ = data.quilts(seed)
-            return pool
+        if name in MAKE_POOL:
+            return MAKE_POOL[name](seed)
         if path is None:
-            return omniglot.pool()
+            raise UsageError(f"--pool {name}: is a labelled data set, and no pool")
         return data.Pool(find_pool(name, path))
 
 

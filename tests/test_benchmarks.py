@@ -1,5 +1,6 @@
 """The benchmarks' lists, on drawn copies and on the small packs, beside torchvision's readers."""
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,20 @@ import pytest
 from conftest import shared
 from copies import MAKE, make, picture
 from torchvision import datasets as tv
-from toy import refusal
+from toy import ALIGN_STEPS, done, refusal
 
-from config import AlignConfig
+from config import NAMED, AlignConfig
 from data import PARTS, Pool, Task
-from support.benchmarks import BENCHMARKS, DTD, VOC, folders, place_of, read_cub, read_lists
+from support.benchmarks import (
+    BENCHMARKS,
+    DTD,
+    MAKE_TASK,
+    VOC,
+    folders,
+    place_of,
+    read_cub,
+    read_lists,
+)
 from support.errors import UsageError
 from support.experiment import open_pool, open_task
 
@@ -139,7 +149,7 @@ def test_split_files_are_checked(tmp_path: Path, monkeypatch: Any) -> None:
         load("cub200", tmp_path, split_file=path)
 
 
-def test_a_pool_is_quilts_the_training_part_of_imagenet_or_any_folder(tmp_path: Path) -> None:
+def test_a_pool_is_the_training_part_of_imagenet_any_folder_or_made(tmp_path: Path) -> None:
     def pool(name: str) -> Pool:
         return open_pool(name, tmp_path, 0)
 
@@ -163,6 +173,29 @@ def test_a_name_is_a_place_and_drawn_data_have_none(tmp_path: Path) -> None:
     for path in (f"folder:{tmp_path}/none", str(tmp_path / "none")):
         with pytest.raises(ValueError, match=r"no such folder$"):  # and no benchmark is proposed
             place_of(path, tmp_path)
+
+
+def test_a_script_gives_its_own_data_a_name(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name is a flag's value, brings its settings along, and its function gets --data-seed."""
+    seeds = list[int]()
+
+    def make_task(seed: int) -> Task:
+        seeds.append(seed)
+        return open_task(AlignConfig(backbone="vit_mini", dataset="omniglot:Greek"))
+
+    monkeypatch.setitem(NAMED, "mine", {"pool": "omniglot", "augment": "none"})
+    monkeypatch.setitem(MAKE_TASK, "mine", make_task)
+    line = f"align --backbone vit_mini --weights {weights} --dataset mine {ALIGN_STEPS}"
+    done(f"{line} --quiet --data-seed 3 --out {tmp_path}/run")
+    settings = json.loads((tmp_path / "run/config.json").read_text())
+    assert (settings["dataset"], settings["pool"], settings["augment"]) == (
+        "mine", "omniglot", "none",
+    )  # fmt: skip
+    assert seeds == [3]
+    said = refusal(f"pretrain --backbone vit_mini --pool mine --out {tmp_path}/other")
+    assert "--pool mine" in said  # it has no function that makes a pool
 
 
 def test_a_missing_folder_of_images_is_named(weights: Path, tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ import torch
 import torchvision
 from conftest import shared
 from PIL import Image
+from quilts import MOTIFS, quilts
 from torch import Tensor
 from torchvision import transforms as T
 
 import data
 from data import (
-    MOTIFS,
     Images,
     Pool,
     Split,
@@ -26,7 +26,6 @@ from data import (
     decode_once,
     fingerprint,
     folder,
-    quilts,
     stream,
 )
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from quilts import quilts
 from toy import ALIGN_SETTINGS, ALIGN_STEPS, ROOT, align_line, done, refusal
 
 from align import align
 from config import AlignConfig, FinetuneConfig
-from data import Pool, decode_once, quilts
+from data import Pool, decode_once
 from support import experiment, pretext
 from support.errors import UsageError
 from support.experiment import AlignExperiment, Experiment

@@ -16,7 +16,7 @@ SCRIPTS = [
 WRONG = """
 from config import AlignConfig
 
-AlignConfig(backbone="vit_mini", dataset="quilts", alternation=20)
+AlignConfig(backbone="vit_mini", dataset="omniglot:Greek", alternation=20)
 """
 
 
