@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torchvision.datasets import Flowers102
 
 from config import ALPHABETS, Data
-from data import PARTS, Entries, Pool, Split, Task, find_images, holdout
+from data import SPLITS, Entries, Pool, Split, Task, find_images, holdout
 from support import omniglot
 from support.errors import UsageError, checking, nearest
 
@@ -58,7 +58,7 @@ def read_pairs(path: Path) -> dict[str, str]:
 def read_dtd(base: Path) -> Lists:
     """Partition 1 of ten. Classes are the 47 official ones in alphabetical order."""
     parts: Parts = defaultdict(list)
-    for part in PARTS:
+    for part in SPLITS:
         for [name] in read_rows(base / f"dtd/labels/{part}1.txt", 1):
             kind, _, _ = name.partition("/")
             parts[part].append((f"dtd/images/{name}", DTD.index(kind)))
@@ -69,7 +69,7 @@ def read_voc(base: Path) -> Lists:
     """A list per class: 1 has such an object, -1 has none, 0 has only difficult ones."""
     lists = base / "VOC2007/ImageSets/Main"
     parts: Parts = defaultdict(list)
-    for part in PARTS:
+    for part in SPLITS:
         columns = [read_pairs(lists / f"{kind}_{part}.txt") for kind in VOC]
         for image in columns[0]:
             label = [int(column[image]) for column in columns]
@@ -125,7 +125,7 @@ def read_aircraft(base: Path) -> Lists:
     """Lines of `IMAGE VARIANT`; a variant's number is its place in variants.txt."""
     variants = [name for [name] in read_rows(base / "data/variants.txt", 1)]
     parts: Parts = defaultdict(list)
-    for part in PARTS:
+    for part in SPLITS:
         for image, name in read_rows(base / f"data/images_variant_{part}.txt", 2):
             parts[part].append((f"data/images/{image}.jpg", variants.index(name)))
     return Lists(parts, variants)
@@ -272,7 +272,7 @@ def load_task(cfg: Data, base: Path) -> Task:
     official = BENCHMARKS[name].sizes
     parts, classes = read_lists(name, base, cfg.data_seed, cfg.split_file)
     splits = []
-    for part in PARTS:
+    for part in SPLITS:
         # The missing ones are counted below; --partial goes on without them.
         present = [(file, label) for file, label in parts[part] if (base / file).exists()]
         split = Split.below(base, present)

@@ -80,7 +80,7 @@ class Experiment:
             cfg.augment,
             cfg.min_crop,
             cfg.d_interpolation,
-            whole=self.task.whole,
+            uncut=self.task.uncut,
         )
         digests = {
             "weights_sha256": loaded.sha256,

@@ -12,7 +12,7 @@ from torchvision import datasets as tv
 from toy import ALIGN_STEPS, done, refusal
 
 from config import NAMED, AlignConfig
-from data import PARTS, Pool, Task
+from data import SPLITS, Pool, Task
 from support.benchmarks import (
     BENCHMARKS,
     DTD,
@@ -37,7 +37,7 @@ def torchvision_reads(name: str, root: Path, monkeypatch: Any) -> dict[str, dict
     kinds = {"dtd": tv.DTD, "pets": tv.OxfordIIITPet, "flowers": tv.Flowers102}
     monkeypatch.setattr(tv.Flowers102, "_check_integrity", lambda self: True)  # of whole lists
     found = {}
-    for part in ("trainval", "test") if name == "pets" else PARTS:
+    for part in ("trainval", "test") if name == "pets" else SPLITS:
         data = kinds.get(name, tv.FGVCAircraft)(root, part)
         place = [DTD.index(kind) for kind in data.classes] if name == "dtd" else range(102)
         files = data._images if name == "pets" else data._image_files
@@ -55,7 +55,7 @@ def test_torchvision_reads_the_same(
     root = shared(f"data/{BENCHMARKS[name].folder}").parent if real else make(name, tmp_path).parent
     task = load(name, root)
     ours: dict[str, Any] = {}
-    for part, split in zip(PARTS, (task.train, task.val, task.test), strict=True):
+    for part, split in zip(SPLITS, (task.train, task.val, task.test), strict=True):
         labels = zip(split.images, split.targets.tolist(), strict=True)
         ours[part] = {path.name: label for path, label in labels}
     if name == "pets":
@@ -68,7 +68,7 @@ def test_voc_labels_are_those_of_the_annotations() -> None:
     """Main/CLASS_PART.txt against the objects that torchvision's VOCDetection reads."""
     root = shared("data/VOCdevkit").parent
     task, hits = load("voc07", root), load("voc07", root, voc_difficult="positive")
-    for part in PARTS:
+    for part in SPLITS:
         xml = tv.VOCDetection(root, year="2007", image_set=part)
         for i in range(len(xml)):
             objects = xml[i][1]["annotation"]["object"]
@@ -89,7 +89,7 @@ def test_the_whole_cub_split_has_the_papers_sizes() -> None:
     file = shared("data/bissl_tv_splits/cub200_val_split.txt")
     for chosen in (None, file):
         split = read_lists("cub200", base, 0, chosen).parts
-        assert [len(split[part]) for part in PARTS] == [4800, 1194, 5794]
+        assert [len(split[part]) for part in SPLITS] == [4800, 1194, 5794]
         assert {*Counter(label for _, label in split["train"]).values()} == {24}
         assert len({*split["train"], *split["val"]}) == 5994
     assert len({str(read_lists("cub200", base, k)) for k in (0, 1)}) == 2
