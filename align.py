@@ -283,7 +283,7 @@ def probe(experiment: AlignExperiment, prepared: Prepared) -> Iterator[EpochReco
     loss = partial(prepared.head.loss, state.theta_D.detach(), state.phi_D, regularise=True)
     steps_per_epoch = probe_steps(experiment)
     steps = range(opt.step, cfg.probe_epochs * steps_per_epoch)
-    examples = experiment.examples("probe", cfg.d_batch, steps, drop_path, passes=True)
+    examples = experiment.examples("probe", cfg.d_batch, steps, drop_path, by_epoch=True)
     return train_epochs(loss, opt, examples, steps_per_epoch, "probe", experiment.passes)
 
 

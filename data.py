@@ -1,8 +1,8 @@
 """Labelled tasks D^D and unlabelled pools D^P: how images are split, cut, ordered and loaded.
 
-Random numbers depend on (seed, purpose, draw) alone. Images are drawn in pass after pass; a draw is
-the running number of an image in that sequence. So batches depend neither on worker processes nor
-on where a run was continued. A wrong folder raises ValueError, an unreadable image ImageError.
+Random numbers depend on (seed, purpose, draw) alone. Images are drawn in epoch after epoch; a draw
+is the running number of an image in that sequence. So batches depend neither on worker processes
+nor on where a run was continued. A wrong folder raises ValueError, an unreadable image ImageError.
 """
 
 import hashlib
@@ -273,36 +273,36 @@ def holdout(entries: Entries, seed: int, part: str) -> tuple[Entries, Entries]:
     return rest, [entry for entry in entries if entry[0] in chosen]
 
 
-def draws_of_step(n: int, batch: int, step: int, passes: bool = False) -> range:
+def draws_of_step(n: int, batch: int, step: int, by_epoch: bool = False) -> range:
     """The numbers of the draws of one step, from n images: `batch` of them.
 
-    With `passes`, each pass has ceil(n / batch) steps, and its last one may have fewer draws.
+    With `by_epoch`, each epoch has ceil(n / batch) steps, and its last one may have fewer draws.
     """
-    if not passes:
+    if not by_epoch:
         return range(step * batch, (step + 1) * batch)
-    number, k = divmod(step, math.ceil(n / batch))  # pass, and step of that pass
+    number, k = divmod(step, math.ceil(n / batch))  # epoch, and step of that epoch
     first = number * n + k * batch
     end = min(first + batch, (number + 1) * n)
     return range(first, end)
 
 
 def stream(
-    n: int, batch: int, seed: int, purpose: str, steps: range, passes: bool = False
+    n: int, batch: int, seed: int, purpose: str, steps: range, by_epoch: bool = False
 ) -> Iterator[list[Draw]]:
-    """The draws of each of these steps, in pass after pass through n images in a random order.
+    """The draws of each of these steps, in epoch after epoch of n images in a random order.
 
-    `passes` as in `draws_of_step`; without it, a step may hold the end of one pass and the start of
-    the next.
+    `by_epoch` as in `draws_of_step`; without it, a step may hold the end of one epoch and the start
+    of the next.
     """
 
     @lru_cache(maxsize=1)
     def order(number: int) -> list[int]:
-        """Of the images in a pass."""
+        """Of the images in an epoch."""
         generator = rng(seed, purpose, "order", number)
         return list(torch.randperm(n, generator=generator).tolist())
 
     for step in steps:
-        numbers = draws_of_step(n, batch, step, passes)
+        numbers = draws_of_step(n, batch, step, by_epoch)
         yield [(draw, order(draw // n)[draw % n]) for draw in numbers]
 
 

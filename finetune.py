@@ -476,7 +476,7 @@ def peft(cfg: FinetuneConfig, experiment: Experiment, run: Run, track: Track) ->
     epochs = train_epochs(
         partial(head.loss, theta, head.phi, regularise=True),
         opt,
-        experiment.examples("peft", cfg.batch, steps, cfg.drop_path, passes=True),
+        experiment.examples("peft", cfg.batch, steps, cfg.drop_path, by_epoch=True),
         steps_per_epoch,
         "peft",
         experiment.passes,

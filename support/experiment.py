@@ -135,16 +135,16 @@ class Experiment:
         return Head(phi, loss, phi | stats)
 
     def examples(
-        self, purpose: str, batch: int, steps: range, rate: float, passes: bool = False
+        self, purpose: str, batch: int, steps: range, rate: float, by_epoch: bool = False
     ) -> Iterator[lora.Examples]:
         """Labelled training batches of these steps, with drop path of this rate.
 
-        Their order depends on `purpose` and the seed; `passes` as in `data.stream`.
+        Their order depends on `purpose` and the seed; `by_epoch` as in `data.stream`.
         """
         seed = self.cfg.seed
         train = self.task.train
         images = data.Images(train, self.transform, True, seed, purpose)
-        draws = data.stream(len(train.targets), batch, seed, purpose, steps, passes)
+        draws = data.stream(len(train.targets), batch, seed, purpose, steps, by_epoch)
         own_draws = (of_step[share(len(of_step))] for of_step in draws)
         batches = data.batches(images, own_draws, self.cfg.workers, self.device)
         for step, (x, y) in zip(steps, batches, strict=True):
@@ -152,7 +152,7 @@ class Experiment:
             if rate:
                 # For all n images of the step, of which x may hold this process's part: the
                 # random numbers do not depend on how many processes there are.
-                n = len(data.draws_of_step(len(train.targets), batch, step, passes))
+                n = len(data.draws_of_step(len(train.targets), batch, step, by_epoch))
                 g = data.rng(seed, purpose, "drop", step)
                 factors = lora.drop_path(rate, self.backbone.depth, n, g)  # (n, K, 2)
                 drop = data.to_device(factors[share(n)], self.device)

@@ -132,7 +132,7 @@ def test_images_in_memory_are_brought_to_the_size_of_the_network() -> None:
 @pytest.mark.parametrize(("n", "batch"), [(1, 1), (1, 7), (7, 3), (12, 4), (9, 40)])
 def test_every_pass_sees_every_image_once(n: int, batch: int) -> None:
     """Whatever the sizes: in epochs, in a stream without seams, and from any step of it on."""
-    epochs = list(stream(n, batch, 5, "x", range(3 * math.ceil(n / batch)), passes=True))
+    epochs = list(stream(n, batch, 5, "x", range(3 * math.ceil(n / batch)), by_epoch=True))
     seen = [draw for part in epochs for draw in part]
     assert [number for number, _ in seen] == list(range(3 * n))
     assert {len(part) for part in epochs} <= {batch, n % batch}
