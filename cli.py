@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import wraps
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -23,13 +23,13 @@ from config import (
     PretrainConfig,
     Record,
     Settings,
+    flag_of,
     make,
-    paper_values,
     read_align_run,
-    read_table,
+    read_settings,
     released_values,
 )
-from support.errors import RunError, UsageError, nearest
+from support.errors import RunError, UsageError
 from support.flags import signature_of
 from support.screen import (
     Answer,
@@ -42,15 +42,9 @@ from support.screen import (
 )
 
 if TYPE_CHECKING:
-    from align import AlignResult
-    from extras.pretrain import PretrainResult
-    from finetune import FinetuneResult
     from support.runs import Track
 
 C = TypeVar("C", bound=Command)
-R = TypeVar("R", bound=Result)
-# what runs a command: its settings, the run directory, whether to start over, what shows progress
-Work = Callable[[C, Path, bool, "Track"], R]
 
 # --- the program -------------------------------------------------------------------------------
 
@@ -69,13 +63,11 @@ class Options(Settings):
     out: Path | None = None
     """Directory of the run. Default: a name below runs/ that says what is run."""
     config: Path | None = None
-    """TOML or JSON file of settings; flags win over it."""
+    """TOML or JSON file of this command's settings; flags win over it."""
     preset: Literal["paper", "as-released"] = "paper"
-    """The paper's values, or those of the authors' program where they are others."""
+    """paper: the paper's values; as-released: the authors' program's, where these are others."""
     dry_run: bool = False
     """Check names, data and weights, and say what would run; nothing is written."""
-    all: bool = False
-    """As --dry-run, with every setting, not only those that are not the paper's."""
     force: bool = False
     """Start over. Without it, the same command goes on."""
     as_json: bool = False
@@ -84,72 +76,71 @@ class Options(Settings):
     """Show no progress."""
 
 
-BRACKETS = (
-    "In brackets: limits, default, and where the default comes from: a section of the paper,"
-    " released (its authors' program where the paper is silent), MAE, I-JEPA, or here (our own)."
+SOURCES = (
+    "In brackets: where a default comes from, a section of the paper, released (its authors'"
+    " program where the paper is silent), MAE, I-JEPA, or here (our own)."
 )
 
 
-KINDS: dict[str, type[Command]] = {
-    "align": AlignConfig,
-    "finetune": FinetuneConfig,
-    "pretrain": PretrainConfig,
-}
+def with_flags(command: Callable[[C, Options], None]) -> Callable[..., None]:
+    """Give a command a flag for each of its settings, whose class is the type of its `cfg`."""
+    kind: type[C] = command.__annotations__["cfg"]
+
+    @wraps(command)
+    def read_flags(**typed: str | bool | None) -> None:
+        given = {name: value for name, value in typed.items() if value is not None}
+        flags = {name: value for name, value in given.items() if name in kind.model_fields}
+        chosen = {name: value for name, value in given.items() if name in Options.model_fields}
+        options = make(Options, chosen)
+        command(collect_settings(kind, flags, options), options)
+
+    function: Any = read_flags  # Any: types know nothing of the attribute that Typer reads
+    function.__signature__ = signature_of(kind, Options)
+    return read_flags
 
 
-# settings by what they are from; the last one that has a setting wins
-Layers = dict[str | Path | None, Record]
+def collect_settings(kind: type[C], flags: Record, options: Options) -> C:
+    """The settings of flags, over those of a file, a preset, and the align run of --from."""
+    given = flags
+    if options.config is not None:
+        given = read_settings(options.config, kind) | flags
+    settings: Record = {}
+    if "start" in given:
+        start = Path(str(given["start"])).expanduser()
+        if not start.is_file():  # a LoRA file brings no settings
+            settings |= read_align_run(start, given.get("dataset"), given.get("restart"))
+    if options.preset == "as-released":
+        settings |= released_values(kind, aligned="start" in given)
+    return make(kind, settings | given)
 
 
-def add_command(function: Work[C, R], kind: type[C], example: str) -> None:
-    """Make a function a command of the program, with a flag for each setting of `kind`."""
-    name = function.__name__
-    command: Any = partial(run_command, function, kind)
-    command.__signature__ = signature_of(kind, Options)  # Typer reads the flags from these two
-    command.__annotations__ = {}
-    epilog = f"Example: bisslight {name} {example}\n\n{BRACKETS}"
-    app.command(name, help=function.__doc__, epilog=epilog)(command)
-
-
-def run_command(function: Work[C, R], kind: type[C], **texts: object) -> int:
-    """Run a command that has settings, or say what it would do; returns the exit code.
-
-    `texts` has what was typed after each flag, by the name of its setting or option; None where
-    the flag was not given.
-    """
-    flags: Record = {}
-    given_options: Record = {}
-    for name, text in texts.items():
-        if text is None:
-            continue
-        if name in Options.model_fields:
-            given_options[name] = text
-        elif name.startswith("no_"):  # the hidden flag that switches a setting off
-            flags[name.removeprefix("no_")] = False
-        else:
-            flags[name] = text
-    options = make(Options, given_options)
-    layers = collect_layers(kind, flags, options)
-    values: Record = {}
-    for layer in layers.values():
-        values |= layer
-    cfg = make(kind, values)
+def check_start(command: str, cfg: Command, options: Options) -> Path:
+    """Where a run will lie. Ends a dry run (typer.Exit), and a run that lacks something."""
     warn_about_warmup(cfg)
-    command = function.__name__
     out = options.out or default_out(command, cfg)
-    if options.dry_run or options.all:
-        return tell_problems(dry_run(command, cfg, out, layers, options))
-    from support.missing import list_missing
+    if options.dry_run:
+        from extras.dry_run import plan_run
 
-    if tell_problems(list_missing(cfg)):
-        return 2
-    with training(options.quiet or options.as_json) as track:
-        result = function(cfg, out, options.force, track)
+        plan = plan_run(command, cfg, out, options.force)
+        problems = plan.problems
+        show(plan.work, list_fields(plan.work), options.as_json)
+    else:
+        from support.missing import list_missing
+
+        problems = list_missing(cfg)
+    for problem in problems:
+        fail(problem, 2)
+    if problems or options.dry_run:
+        raise typer.Exit(2 if problems else 0)
+    return out
+
+
+def finish(result: Result, options: Options) -> None:
+    """Print what a run ended with, then leave the other processes."""
     show(result, result.in_words(), options.as_json)
     from support.processes import leave  # with torch, so not before all names were checked
 
     leave()  # not before all is told, which process 0 does alone
-    return 0
 
 
 def show(result: object, words: Answer, as_json: bool) -> None:
@@ -160,86 +151,6 @@ def show(result: object, words: Answer, as_json: bool) -> None:
         tell(json.dumps(to_jsonable_python(result)), sys.stdout)
     else:
         print_answer(words)
-
-
-def dry_run(command: str, cfg: Command, out: Path, layers: Layers, options: Options) -> list[str]:
-    """Print what a command would do; returns the problems that keep it from doing so."""
-    from extras.dry_run import plan_run
-
-    every = options.all or options.as_json
-    plan = plan_run(command, cfg, out, options.force)
-    rows = list_settings(cfg, layers, every)
-    recipe = "MAE or I-JEPA" if command == "pretrain" else "the paper"
-    title = "settings" if every else f"differs from {recipe}"
-    told = {"out": out} | plan.work | {title: rows or "nothing"}
-    show(told, list_fields(told), options.as_json)
-    return plan.problems
-
-
-def tell_problems(problems: list[str]) -> int:
-    """Tell each in a line; the exit code."""
-    for problem in problems:
-        fail(problem, 2)
-    return 2 if problems else 0
-
-
-def settings_of_command(kind: type[Command], path: Path) -> Record:
-    """The settings of a command in a file that may serve others, too (UsageError).
-
-    Settings stand at the top or in the section of a command, such as [align].
-    """
-    own = kind.__name__.removesuffix("Config").lower()
-    table = read_table(path)
-    sections = {name: table.pop(name) for name in KINDS if isinstance(table.get(name), dict)}
-    section = {name.replace("-", "_"): value for name, value in sections.get(own, {}).items()}
-    for name in section:
-        if name not in kind.model_fields:
-            known = nearest(name, kind.model_fields)
-            raise UsageError(f"{path}: [{own}]: {name} is no setting of {own}, {known}")
-    others = [name for name in table if name not in kind.model_fields]
-    for name in others:
-        if not any(name in other.model_fields for other in KINDS.values()):
-            raise UsageError(f"{path}: {name} is no setting, {nearest(name, kind.model_fields)}")
-        del table[name]
-    if others:
-        tell(f"{path}: {', '.join(others)}: of other commands, left out", sys.stderr)
-    return table | section
-
-
-def collect_layers(kind: type[Command], flags: Record, options: Options) -> Layers:
-    """What was given, by who gave it (UsageError)."""
-    table: Record = {}
-    if options.config is not None:
-        table = settings_of_command(kind, options.config)
-    # Known first, since what an align run and a preset add depends on them.
-    table_and_flags = table | flags
-    layers: Layers = {}
-    if "start" in table_and_flags:
-        start = Path(str(table_and_flags["start"])).expanduser()
-        if not start.is_file():  # a LoRA file brings no settings
-            dataset = table_and_flags.get("dataset")
-            restart = table_and_flags.get("restart")
-            layers["run before"] = read_align_run(start, dataset, restart)
-    if options.preset == "as-released":
-        layers["preset as-released"] = released_values(kind, "start" in table_and_flags)
-    # The file by its Path, which is equal to no text: it may be called "flag", or like a backbone.
-    return layers | {options.config: table, "flag": flags}
-
-
-def list_settings(cfg: Command, layers: Layers, every: bool) -> list[Record]:
-    """A row for each setting that is not the paper's, or for all: its value and who set it."""
-    sources: Record = {}  # of each setting: the last layer that has it
-    for source, values in [*cfg.our_defaults(dict(cfg)).items(), *layers.items()]:
-        sources |= dict.fromkeys(values, str(source))
-    paper = paper_values(type(cfg), dict(cfg))
-    no_value_in_paper = {"start", "weights", "pretext", *Command.model_fields}
-    rows = []
-    for name, value in cfg:
-        is_unlike_paper = value != paper.get(name, value) and name not in no_value_in_paper
-        if is_unlike_paper or every:
-            row = {"setting": name, "value": value, "set by": sources.get(name, "default")}
-            rows.append(row | {"paper": paper.get(name)})
-    return rows
 
 
 def default_out(command: str, cfg: Command) -> Path:
@@ -260,9 +171,8 @@ def warn_about_warmup(cfg: Command) -> None:
     settings = dict(cfg)
     for warmup, length in (("warmup", "alternations"), ("warmup_epochs", "epochs")):
         if warmup in settings and settings[warmup] >= settings[length]:
-            flag = f"--{warmup.replace('_', '-')}"
             problem = "the warm-up is not shorter than the run, so no learning rate is reached"
-            tell(f"{problem}; see {flag}", sys.stderr)
+            tell(f"{problem}; see {flag_of(warmup)}", sys.stderr)
 
 
 @contextmanager
@@ -329,34 +239,43 @@ def program(
     """BiSSLight aligns self-supervised backbones with a downstream task, before fine-tuning."""
 
 
-def align(cfg: AlignConfig, out: Path, force: bool, track: "Track") -> "AlignResult":
+@app.command(
+    epilog="Example: bisslight align --backbone vit_l16 --dataset cub200 --out runs/cub"
+    f"\n\n{SOURCES}"
+)
+@with_flags
+def align(cfg: AlignConfig, options: Options) -> None:
     """Align a pretrained backbone with a downstream task: BiSSLight, Algorithm 1."""
+    out = check_start("align", cfg, options)
     from align import align
 
-    return align(cfg, out, force=force, track=track)
+    with training(options.quiet or options.as_json) as track:
+        result = align(cfg, out, force=options.force, track=track)
+    finish(result, options)
 
 
-add_command(align, AlignConfig, "--backbone vit_l16 --dataset cub200 --out runs/cub")
-
-
-def finetune(cfg: FinetuneConfig, out: Path, force: bool, track: "Track") -> "FinetuneResult":
+@app.command(epilog=f"Example: bisslight finetune --from runs/cub --out runs/cub-peft\n\n{SOURCES}")
+@with_flags
+def finetune(cfg: FinetuneConfig, options: Options) -> None:
     """Fine-tune with LoRA, directly or from align runs: learning rates, seeds, one test."""
+    out = check_start("finetune", cfg, options)
     from finetune import finetune
 
-    return finetune(cfg, out, force=force, track=track)
+    with training(options.quiet or options.as_json) as track:
+        result = finetune(cfg, out, force=options.force, track=track)
+    finish(result, options)
 
 
-add_command(finetune, FinetuneConfig, "--from runs/cub --out runs/cub-peft")
-
-
-def pretrain(cfg: PretrainConfig, out: Path, force: bool, track: "Track") -> "PretrainResult":
+@app.command(epilog=f"Example: bisslight pretrain --backbone vit_mini --pool omniglot\n\n{SOURCES}")
+@with_flags
+def pretrain(cfg: PretrainConfig, options: Options) -> None:
     """Train a backbone from scratch with MAE or I-JEPA, where there is no checkpoint."""
+    out = check_start("pretrain", cfg, options)
     from extras.pretrain import pretrain
 
-    return pretrain(cfg, out, force=force, track=track)
-
-
-add_command(pretrain, PretrainConfig, "--backbone vit_mini --pool omniglot")
+    with training(options.quiet or options.as_json) as track:
+        result = pretrain(cfg, out, force=options.force, track=track)
+    finish(result, options)
 
 
 @app.command(epilog="Example: bisslight evaluate runs/cub-peft --against runs/direct")
@@ -523,9 +442,7 @@ def run(arguments: list[str]) -> int:
     try:
         if arguments in ([], ["data"]):  # no command yet: show which there are
             arguments = [*arguments, "--help"]
-        program = typer.main.get_command(app)
-        hide_types_of_switches(program)
-        code = program(args=arguments, prog_name="bisslight", standalone_mode=False)
+        code = app(arguments, prog_name="bisslight", standalone_mode=False)
         return int(code or 0)
     except typer.TyperException as error:  # its own complaints, such as a flag that is unknown
         return fail(error.format_message(), 2)
@@ -535,16 +452,6 @@ def run(arguments: list[str]) -> int:
         return fail(str(error), 1)
     except ModuleNotFoundError as error:
         return fail(f"{error}; install it, or do without this option", 1)
-
-
-def hide_types_of_switches(command: Any) -> None:  # noqa: ANN401 (of a class that Typer hides)
-    """Let the help of a command, and of those below it, show no type for what takes no value."""
-    context = typer.Context(command, help_option_names=["-h", "--help"])
-    for parameter in command.get_params(context):
-        if getattr(parameter, "is_flag", False):
-            parameter.metavar = ""
-    for part in getattr(command, "commands", {}).values():
-        hide_types_of_switches(part)
 
 
 def fail(message: str, code: int) -> int:

@@ -3,14 +3,15 @@
 A field is a flag (`d_lr` is `--d-lr`), a key of a TOML file and a key of a run's config.json. The
 text below a field is its help. It gives symbol, meaning and, in brackets, the source of the
 default: [App. C.x] the paper's appendix, [released] the authors' program where the paper is silent,
-[MAE], [I-JEPA] their authors' recipes, [here] our own choice.
+[MAE], [I-JEPA] their authors' recipes, [here] our own choice. Defaults that depend on another
+setting stand in one section below the classes, "defaults that follow from other settings".
 
 Making settings imports no torch and reads neither files nor the environment.
 """
 
 import json
 import tomllib
-from collections.abc import Mapping
+from enum import Enum, auto
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
@@ -27,6 +28,7 @@ from pydantic import (
 from support.errors import UsageError, checking, nearest
 
 Record = dict[str, Any]  # settings by name, a line of metrics.jsonl, what a run ended with
+T = TypeVar("T")
 
 
 class Arch(NamedTuple):
@@ -192,12 +194,47 @@ UnitInterval = Annotated[float, Field(ge=0, lt=1), NotBool]  # 0, but not 1
 Share = Annotated[float, Field(gt=0, le=1), NotBool]  # 1, but not 0
 Shares = Annotated[tuple[Share, Share], Listed, AfterValidator(ascending)]
 Ratios = Annotated[tuple[PositiveFloat, PositiveFloat], Listed, AfterValidator(ascending)]
+Rates = Annotated[tuple[PositiveFloat, ...], Listed, Field(min_length=1)]
+Workers = Annotated[int, Field(ge=0, le=256), NotBool]
+Jobs = Annotated[int, Field(ge=1, le=256), NotBool]
 Place = Annotated[Path, AfterValidator(absolute)]
 Weights = Annotated[Path, AfterValidator(weights_place)]
 BackboneName = Annotated[str, AfterValidator(backbone_name)]
 PretextName = Annotated[str, AfterValidator(pretext_name)]
 DatasetName = Annotated[str, AfterValidator(dataset_name)]
 PoolName = Annotated[str, AfterValidator(pool_name)]
+
+# --- marks of settings -------------------------------------------------------------------------
+
+
+class Mark(Enum):
+    """What another value of a setting leaves as it is.
+
+    A setting without a mark is taken to define the run, the arm that it belongs to, and whether it
+    follows the paper. So a mark that was forgotten refuses too much, and mixes nothing up.
+    """
+
+    CHANGES_NO_NUMBER = auto()  # how and where it is computed: a run may go on with another value
+    KNOWN_BY_DIGEST = auto()  # a place, which may be another one: its content is compared instead
+    SAME_ARM = auto()  # what is repeated, and how often: it makes no other arm
+    LEFT_OPEN_BY_PAPER = auto()  # any value follows the paper, which searches for it or is silent
+
+
+# such as `seed: SameArm[int]`
+ChangesNoNumber = Annotated[T, Mark.CHANGES_NO_NUMBER]
+KnownByDigest = Annotated[T, Mark.KNOWN_BY_DIGEST]
+SameArm = Annotated[T, Mark.SAME_ARM]
+LeftOpenByPaper = Annotated[T, Mark.LEFT_OPEN_BY_PAPER]
+
+
+def settings_with(kind: type[BaseModel], *marks: Mark) -> set[str]:
+    """The names of the settings that have one of these marks."""
+    names = set()
+    for name, field in kind.model_fields.items():
+        if any(mark in field.metadata for mark in marks):
+            names.add(name)
+    return names
+
 
 # --- values of the paper and of the authors' program --------------------------------------------
 
@@ -234,131 +271,71 @@ class Settings(
 class Machine(Settings):
     """Machine: of every run."""
 
-    seed: NonNegativeInt = 0
+    seed: SameArm[NonNegativeInt] = 0
     """Seed of initialisation, order, augmentation, masks and drop path. [here]"""
-    device: str = "auto"
+    device: ChangesNoNumber[str] = "auto"
     """auto, cpu, cuda or cuda:1. auto: CUDA where there is one. [here]"""
-    amp: bool = True
+    amp: LeftOpenByPaper[bool] = True
     """bfloat16 autocast on CUDA; the hypergradient stays in float32 or better. [released]"""
-    tf32: bool = False
+    tf32: LeftOpenByPaper[bool] = False
     """TF32 in float32 products on CUDA (--no-amp, cg): faster, relative error 1e-3. [here]"""
-    recompute: bool = False
+    recompute: ChangesNoNumber[bool] = False
     """Activation checkpointing of the backbone: less memory, one more forward pass. [released]"""
-    micro_batch: PositiveInt | None = None
+    micro_batch: ChangesNoNumber[PositiveInt | None] = None
     """Largest number of images that pass through the network at once. Default: a batch. [here]"""
-    workers: Annotated[int, Field(ge=0, le=256), NotBool] | None = None
+    workers: ChangesNoNumber[Workers | None] = None
     """Processes that decode images; same result with any. Default: up to 16 with a GPU, else 0."""
-    save_minutes: NonNegativeFloat = 10.0
+    save_minutes: ChangesNoNumber[NonNegativeFloat] = 10.0
     """Minutes between checkpoints. [here]"""
-    data_root: Annotated[Place, Field(validate_default=True)] = Path("data")
+    data_root: ChangesNoNumber[Annotated[Place, Field(validate_default=True)]] = Path("data")
     """Where the benchmarks are, as torchvision lays them out. [here]"""
-    tensorboard: bool = False
+    tensorboard: ChangesNoNumber[bool] = False
     """Write the records of metrics.jsonl for TensorBoard, too, into the same directory. [here]"""
 
 
 class Command(Machine):
     """Settings of a command that makes runs. `model_fields_set` names what the caller gave."""
 
-    @classmethod
-    def paper_defaults(cls, given: Record) -> Record:
-        """The paper's values that depend on what is given; another recipe overrides it."""
-        defaults: Record = {}
-        if given.get("backbone") in ("vit_l16", "vit_h14"):
-            defaults["drop_path"] = 0.2  # App. C.2
-        if given.get("pretext") == "ijepa":
-            defaults |= {
-                "min_crop": 0.3,  # App. D.1, and so are the next five
-                "head": "batchnorm",
-                "p_lr": 0.005,
-                "p_weight_decay": 0.0005,
-                "d_weight_decay": 0.0005,
-                "weight_decay": 0.0005,
-            }
-        if given.get("start") is not None:
-            defaults["grid"] = ALIGNED_GRID  # App. C.2
-        if given.get("lr") is not None:
-            defaults["grid"] = (given["lr"],)  # one rate is a grid of one
-        return defaults
-
-    @classmethod
-    def our_defaults(cls, given: Record) -> dict[str, Record]:
-        """Ours where the paper has no such network or images, by what they are for."""
-        defaults: dict[str, Record] = {}
-        if given.get("backbone") == "vit_mini":
-            # lengths and sizes that a CPU can do; never λ, a learning rate, decay or the mask ratio
-            defaults["vit_mini"] = {
-                "rank": 8,
-                "drop_path": 0.0,
-                "alternations": 100,
-                "lower_steps": 10,
-                "upper_steps": 5,
-                "p_batch": 64,
-                "d_batch": 32,
-                "epochs": 60,
-                "batch": 32,
-            }
-            if given.get("pretext") == "ijepa":
-                defaults["vit_mini"]["min_keep"] = 4  # its smallest target has few patches
-        if str(given.get("backbone")).startswith(TIMM):
-            defaults["timm"] = {"decoder": "random"}  # timm has no pretext heads
-        dataset = str(given.get("dataset"))
-        if dataset in NAMED:
-            defaults[dataset] = NAMED[dataset]
-        if dataset.startswith("omniglot:"):
-            # a crop of a character can be another character, and so can its mirror image
-            defaults["omniglot"] = {"pool": "omniglot", "augment": "none"}
-            if given.get("backbone") == "vit_mini" and given.get("pretext", "mae") == "mae":
-                defaults["omniglot"]["weights"] = OMNIGLOT
-        return defaults
-
     @model_validator(mode="wrap")
     @classmethod
     def fill_in(cls, given: Record, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Add the defaults that depend on other settings. None counts as not given."""
+        """Add the defaults that follow from other settings. None counts as not given."""
         given = {name: value for name, value in dict(given).items() if value is not None}
-        defaults = cls.paper_defaults(given)
-        for values in cls.our_defaults(given).values():
-            defaults |= values
-        settings = handler(cls.pick(defaults) | given)
+        defaults = paper_defaults(cls, given) | our_defaults(cls, given)
+        settings = handler(defaults | given)
         settings.model_fields_set.intersection_update(given)
         return settings
 
-    @classmethod
-    def pick(cls, values: Record) -> Record:
-        """Those of the values that this command has a setting for."""
-        return {name: value for name, value in values.items() if name in cls.model_fields}
-
     def replace(self, **changes: object) -> Self:
-        """The same settings with some changed; defaults that depend on these follow them."""
-        return type(self)(**self.model_dump(exclude_unset=True) | changes)
+        """The same settings with some changed; defaults that follow from these are made anew.
 
-    def model_copy(self, *, update: Mapping[str, object] | None = None, deep: bool = False) -> Self:
-        """As `replace`, so that pydantic's own way leaves no default behind."""
-        return self.replace(**(update or {}))
+        Raises UsageError for a name or a value that is none.
+        """
+        return make(type(self), self.model_dump(exclude_unset=True) | changes)
 
 
 class Shape(Settings):
     """Model: the network and what it is pretrained with."""
 
-    backbone: BackboneName
+    backbone: LeftOpenByPaper[BackboneName]
     """Network (ψ): vit_mini, vit_s16, vit_b16, vit_l16, vit_h14, timm:NAME or file. [App. C.1]"""
-    pretext: PretextName = "mae"
+    pretext: LeftOpenByPaper[PretextName] = "mae"
     """Pretext task: mae, ijepa, FILE.py:Class or module:Class. [App. C.3, D.1]"""
-    image_size: PositiveInt | None = None
+    image_size: LeftOpenByPaper[PositiveInt | None] = None
     """Side of the square input in pixels. Default: the network's own. [App. C.2: 224]"""
-    patch_size: PositiveInt | None = None
+    patch_size: LeftOpenByPaper[PositiveInt | None] = None
     """Side of a patch in pixels. Default: the network's own. [App. C.1]"""
 
 
 class Network(Shape):
     """Model: the frozen backbone, its adapter θ and the downstream head."""
 
-    weights: Weights | None = None
+    weights: KnownByDigest[Weights | None] = None
     """Checkpoint, pretrain run, or omniglot. Default: the official one, downloaded. [App. C.1]"""
-    heads: PositiveInt | None = None
+    heads: LeftOpenByPaper[PositiveInt | None] = None
     """Attention heads, with --backbone file. Default: one for each 64 numbers of a token. [here]"""
-    base: Literal["target_encoder", "encoder"] = "target_encoder"
-    """Network of an I-JEPA file that is the backbone. [here: what I-JEPA tests]"""
+    base: LeftOpenByPaper[Literal["target_encoder", "encoder"]] = "target_encoder"
+    """The backbone in an I-JEPA file: its target_encoder or encoder. [here: what I-JEPA tests]"""
     head: Literal["linear", "batchnorm"] = "linear"
     """Downstream head (h^D): linear, or behind a batchnorm, as with ijepa. [App. C.2; D.1]"""
     rank: PositiveInt = 64
@@ -386,7 +363,7 @@ class Network(Shape):
 class Crops(Settings):
     """Data: how images become inputs."""
 
-    data_seed: NonNegativeInt = 0
+    data_seed: LeftOpenByPaper[NonNegativeInt] = 0
     """Seed of splits that are made by hash; apart from the runs' --seed. [here]"""
     augment: Literal["crop", "none"] = "crop"
     """crop: RandomResizedCrop and flip. none: as at test time (omniglot). [App. C.2]"""
@@ -397,19 +374,19 @@ class Crops(Settings):
 class Data(Crops):
     """Data: the labelled task."""
 
-    dataset: DatasetName
+    dataset: LeftOpenByPaper[DatasetName]
     """Labelled images (D^D): dtd, voc07, cub200, pets, flowers, aircrafts, imagenet,
     omniglot:ALPHABET, or folder:DIR with a folder for each class. [App. C.2.1]"""
     partial: bool = False
     """Take a benchmark's subset as it is; `data check` counts what is missing. [here]"""
-    split_file: Place | None = None
+    split_file: LeftOpenByPaper[Place | None] = None
     """Positions of CUB's or Pets' validation images. Default: a fifth, by hash. [App. C.2.1]"""
     voc_loss: Literal["softmax", "bce"] = "softmax"
     """Loss of VOC07: softmax (cross entropy summed over present classes), or bce. [released]"""
     voc_difficult: Literal["ignore", "positive"] = "ignore"
     """VOC07's difficult objects: ignore, or positive (hits). [VOC devkit; released: positive]"""
     d_interpolation: Literal["bicubic", "bilinear"] = "bicubic"
-    """Resampling of downstream images. [App. C.3; released: bilinear]"""
+    """Resampling of downstream images, bicubic or bilinear. [App. C.3; released: bilinear]"""
 
 
 class Pretext(Settings):
@@ -457,10 +434,10 @@ class Upper(Settings):
 
     d_batch: PositiveInt = 64
     """Images per upper step. [App. C.3]"""
-    d_lr: PositiveFloat = 6.7e-4
+    d_lr: LeftOpenByPaper[PositiveFloat] = 6.7e-4
     """Learning rate of upper adapter and head (θ_D, φ_D), for any batch. [released example]"""
     d_optimizer: Literal["adamw", "sgd"] = "adamw"
-    """AdamW 0.9/0.999, or SGD with momentum 0.9 as released. [App. C.3]"""
+    """adamw with betas 0.9 and 0.999, or sgd with momentum 0.9 as released. [App. C.3]"""
     d_weight_decay: NonNegativeFloat = 0.05
     """Decay of both (θ_D, φ_D), bias included. [App. C.2; ijepa, D.1: 0.0005; released: 0]"""
     probe_epochs: NonNegativeInt = 20
@@ -480,17 +457,17 @@ class Bilevel(Settings):
     """Downstream steps per alternation (N_U). 0, a control: lower level alone. [App. C.3]"""
     lam: PositiveFloat = 1e-3
     """How strongly θ_P is pulled to θ_D (λ, Eq. 4); damps M-FAC, too (γ = λ). [App. C.3]"""
-    hypergrad: Literal["mfac", "recursion", "cg", "identity", "exact"] = "mfac"
+    hypergrad: LeftOpenByPaper[Literal["mfac", "recursion", "cg", "identity", "exact"]] = "mfac"
     """Inverse of line 13: mfac, recursion (the same, slow), cg (BiSSL), identity, exact.
     [Sec. 3.1]"""
     partition: Literal["layer", "projection", "matrix", "global"] = "layer"
-    """What M-FAC treats as one block. [App. C.3: all of a layer]"""
+    """What M-FAC treats as one block: layer, projection (q or v), matrix, or global. [App. C.3]"""
     cg_iterations: PositiveInt = 5
     """Hessian-vector products of a CG solve. [App. D.2.1]"""
     cg_damping: NonNegativeFloat = 1.0
     """Damping of CG: it solves with c = λ + damping. [App. D.2.1]"""
     cg_prefactor: Literal["c", "lambda"] = "c"
-    """Factor of CG's (H + cI)⁻¹ g: c, or Eq. 5's λ. [released]"""
+    """Factor of CG's (H + cI)⁻¹ g: c, or lambda, Eq. 5's λ. [released]"""
     cg_steps: Literal["joint", "tensor"] = "joint"
     """CG's step sizes: joint, one for θ; tensor, one a matrix. [here; released: tensor]"""
     warmup: NonNegativeInt = 10
@@ -499,24 +476,25 @@ class Bilevel(Settings):
     """Where the cosine of every rate ends. [released]"""
     clip: PositiveFloat = 10.0
     """Largest joint gradient norm of a step, at both levels. [released]"""
-    eval_every: PositiveInt = 10
+    eval_every: LeftOpenByPaper[PositiveInt] = 10
     """Alternations between validations of both adapters. [released]"""
-    mfac_device: Literal["same", "cpu"] = "same"
+    mfac_device: ChangesNoNumber[Literal["same", "cpu"]] = "same"
     """Where gradients (G) are kept and inverted: same, or cpu. [here; Sec. 3.1.1: the CPU]"""
 
 
 class Peft(Settings):
     """PEFT: parameter-efficient fine-tuning of θ and a fresh head."""
 
-    lr: PositiveFloat | None = None
+    lr: LeftOpenByPaper[PositiveFloat | None] = None
     """One learning rate for all seeds, instead of a grid. [App. C.2 has a grid]"""
-    grid: Annotated[tuple[PositiveFloat, ...], Listed, Field(min_length=1)] = GRID
+    grid: LeftOpenByPaper[Rates] = GRID
     """Learning rates to try (not scaled by the batch size); validation decides. After align, the
     default is a tenth of these. [App. C.2]"""
-    grid_seeds: PositiveInt = 1
+    grid_seeds: LeftOpenByPaper[PositiveInt] = 1
     """Seeds that each rate is tried with; those of the chosen rate count in --seeds. [here]"""
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    """AdamW 0.9/0.999, or SGD with momentum 0.9. [App. C.2; released: sgd after align]"""
+    """adamw with betas 0.9 and 0.999, or sgd with momentum 0.9. [App. C.2; released: sgd after
+    align]"""
     epochs: PositiveInt = 200
     """Passes over the training split. [App. C.2]"""
     warmup_epochs: NonNegativeInt = 5
@@ -529,11 +507,11 @@ class Peft(Settings):
     """Where the cosine of every rate ends. [released]"""
     eval_epochs: PositiveInt = 1
     """Epochs between validations. [App. C.2.1]"""
-    test_curve: bool = False
+    test_curve: SameArm[bool] = False
     """Score test images at each validation, too, to draw curves; this chooses nothing. [here]"""
-    seeds: PositiveInt = 8
+    seeds: SameArm[PositiveInt] = 8
     """Independent runs. [App. C.2.1]"""
-    jobs: Annotated[int, Field(ge=1, le=256), NotBool] = 1
+    jobs: ChangesNoNumber[Jobs] = 1
     """Runs at a time, each in a process with its share of the cores. [here]"""
 
     @property
@@ -553,14 +531,15 @@ class Peft(Settings):
 
 
 class AlignConfig(Bilevel, Upper, Lower, Pretext, Data, Network, Command):
-    """`align`: BiSSLight, Algorithm 1."""
+    """Align: BiSSLight, Algorithm 1."""
 
 
 class FinetuneConfig(Peft, Data, Network, Command):
-    """`finetune`: PEFT from the backbone, from align runs or from a LoRA file."""
+    """Finetune: PEFT from the backbone, from align runs or from a LoRA file."""
 
-    start: Place | None = None
-    """An align run, a directory of them, one per seed, or a LoRA file."""
+    start: KnownByDigest[Place | None] = None
+    """An align run, a directory of them, one per seed, or a LoRA file. Runs bring their backbone,
+    data and LoRA."""
     restart: bool = False
     """Start from θ of a finished finetune run, with fresh heads: a control. [not in the paper]"""
 
@@ -576,46 +555,17 @@ class FinetuneConfig(Peft, Data, Network, Command):
         """Settings for fine-tuning after an align run, or after a directory of them.
 
         Network, data and data root are the align run's, read from its config.json; `changes` win.
-        Raises UsageError where there is no such run.
+        Raises UsageError where there is no such run, and for a name or a value that is none.
         """
         taken = read_align_run(run, changes.get("dataset"))
-        return cls(**taken | changes | {"start": run})
+        return make(cls, taken | changes | {"start": run})
 
 
 class PretrainConfig(Pretext, Crops, Shape, Command):
     """Pretraining: MAE or I-JEPA from scratch, for those without a checkpoint. Trains ψ itself."""
 
-    @classmethod
-    def paper_defaults(cls, given: Record) -> Record:
-        """I-JEPA's recipe, where it is not MAE's (Assran et al. 2023)."""
-        if given.get("pretext") != "ijepa":
-            return {}
-        return {
-            "epochs": 300,
-            "min_crop": 0.3,
-            "base_lr": 1.25e-4,
-            "warmup_from": 0.2,
-            "min_lr": 1e-6,
-            "beta2": 0.999,
-            "weight_decay": 0.04,
-            "final_weight_decay": 0.4,
-        }
-
-    @classmethod
-    def our_defaults(cls, given: Record) -> dict[str, Record]:
-        """Lengths for vit_mini, patches for its I-JEPA targets; what follows from the pool."""
-        defaults: dict[str, Record] = {}
-        if given.get("backbone") == "vit_mini":
-            defaults["vit_mini"] = {"epochs": 30, "warmup_epochs": 4, "batch": 64}
-            if given.get("pretext") == "ijepa":
-                defaults["vit_mini"] |= {"min_keep": 4, "patch_size": 2}
-        pool = str(given.get("pool"))
-        if pool in NAMED:
-            defaults[pool] = NAMED[pool]
-        return defaults
-
-    pretext: Literal["mae", "ijepa"] = "mae"
-    """Pretext task. [MAE; I-JEPA]"""
+    pretext: LeftOpenByPaper[Literal["mae", "ijepa"]] = "mae"
+    """Pretext task: mae or ijepa. [MAE; I-JEPA]"""
     pool: PoolName
     """Unlabelled images: omniglot, or any folder of images, nested or not."""
     epochs: PositiveInt = 400
@@ -649,34 +599,93 @@ class PretrainConfig(Pretext, Crops, Shape, Command):
         )
 
 
-# --- the paper's values ------------------------------------------------------------------------
+# --- defaults that follow from other settings ---------------------------------------------------
 
-# settings that may differ in a run that counts as the paper's method: the paper searches for them,
-# leaves them open, or they do not change the result
-OPEN = {
-    *Machine.model_fields,
-    "d_lr",
-    "lr",
-    "grid",
-    "grid_seeds",
-    "seeds",
-    "jobs",
-    "start",
-    "hypergrad",
-    "eval_every",
-    "mfac_device",
-    "test_curve",
-    "backbone",
-    "pretext",
-    "base",
-    "image_size",
-    "patch_size",
-    "weights",
-    "heads",
-    "dataset",
-    "data_seed",
-    "split_file",
-}
+# `given` is what the caller gave. Each function returns defaults of one command; ours win over the
+# paper's, and what was given wins over both.
+
+
+def paper_defaults(kind: type[Command], given: Record) -> Record:
+    """The paper's values for what is given; those of pretraining are MAE's or I-JEPA's."""
+    if issubclass(kind, PretrainConfig):
+        return pretraining_defaults(given)
+    defaults: Record = {}
+    if given.get("backbone") in ("vit_l16", "vit_h14"):
+        defaults["drop_path"] = 0.2  # App. C.2
+    if given.get("pretext") == "ijepa":
+        defaults |= {
+            "min_crop": 0.3,  # App. D.1, and so are the next five
+            "head": "batchnorm",
+            "p_lr": 0.005,
+            "p_weight_decay": 0.0005,
+            "d_weight_decay": 0.0005,
+            "weight_decay": 0.0005,
+        }
+    if given.get("start") is not None:
+        defaults["grid"] = ALIGNED_GRID  # App. C.2
+    if given.get("lr") is not None:
+        defaults["grid"] = (given["lr"],)  # one rate is a grid of one
+    return pick(kind, defaults)
+
+
+def pretraining_defaults(given: Record) -> Record:
+    """I-JEPA's recipe, where it is not MAE's (Assran et al. 2023)."""
+    if given.get("pretext") != "ijepa":
+        return {}
+    return {
+        "epochs": 300,
+        "min_crop": 0.3,
+        "base_lr": 1.25e-4,
+        "warmup_from": 0.2,
+        "min_lr": 1e-6,
+        "beta2": 0.999,
+        "weight_decay": 0.04,
+        "final_weight_decay": 0.4,
+    }
+
+
+def our_defaults(kind: type[Command], given: Record) -> Record:
+    """Ours, where the paper has no such network or images."""
+    defaults: Record = {}
+    is_mini = given.get("backbone") == "vit_mini"
+    is_pretraining = issubclass(kind, PretrainConfig)
+    if is_mini and is_pretraining:
+        defaults |= {"epochs": 30, "warmup_epochs": 4, "batch": 64}
+    elif is_mini:
+        # lengths and sizes that a CPU can do; never λ, a learning rate, decay or the mask ratio
+        defaults |= {
+            "rank": 8,
+            "drop_path": 0.0,
+            "alternations": 100,
+            "lower_steps": 10,
+            "upper_steps": 5,
+            "p_batch": 64,
+            "d_batch": 32,
+            "epochs": 60,
+            "batch": 32,
+        }
+    if is_mini and given.get("pretext") == "ijepa":
+        defaults["min_keep"] = 4  # its smallest target has few patches
+        if is_pretraining:
+            defaults["patch_size"] = 2
+    if str(given.get("backbone")).startswith(TIMM):
+        defaults["decoder"] = "random"  # timm has no pretext heads
+    named = str(given.get("pool" if is_pretraining else "dataset"))
+    defaults |= NAMED.get(named, {})
+    if named.startswith("omniglot:"):
+        # a crop of a character can be another character, and so can its mirror image
+        defaults |= {"pool": "omniglot", "augment": "none"}
+        if is_mini and given.get("pretext", "mae") == "mae":
+            defaults["weights"] = OMNIGLOT
+    return pick(kind, defaults)
+
+
+def pick(kind: type[Command], values: Record) -> Record:
+    """Those of the values that a command has a setting for."""
+    return {name: value for name, value in values.items() if name in kind.model_fields}
+
+
+# --- the paper's values ------------------------------------------------------------------------
 
 
 def paper_values(kind: type[Command], given: Record) -> Record:
@@ -688,25 +697,21 @@ def paper_values(kind: type[Command], given: Record) -> Record:
     values = {
         name: field.default for name, field in kind.model_fields.items() if not field.is_required()
     }
-    return values | kind.pick(kind.paper_defaults(given))
+    return values | paper_defaults(kind, given)
 
 
-def without_default_alpha(settings: Record) -> Record:
-    """Settings of a run with alpha None where it is the rank, so that runs can be compared.
-
-    None and the rank mean one scale, but earlier versions recorded the number.
-    """
-    if "alpha" in settings and settings["alpha"] == settings["rank"]:
-        return {**settings, "alpha": None}
-    return settings
+def open_settings(kind: type[Command]) -> set[str]:
+    """The settings that may have any value in a run that counts as the paper's method."""
+    return settings_with(kind, *Mark)  # what any mark says is nothing that the paper fixes
 
 
 def unlike_paper(cfg: Command) -> Record:
-    """The settings that are not the paper's, but for those that it leaves OPEN."""
+    """The settings that are not the paper's, but for those that it leaves open."""
     settings = dict(cfg)
+    left_open = open_settings(type(cfg))
     differing: Record = {}
     for name, value in paper_values(type(cfg), settings).items():
-        if name not in OPEN and settings[name] != value:
+        if name not in left_open and settings[name] != value:
             differing[name] = settings[name]
     if isinstance(cfg, Network) and cfg.scale == 1:
         differing.pop("alpha", None)  # alpha = rank is the paper's, written out
@@ -715,7 +720,7 @@ def unlike_paper(cfg: Command) -> Record:
 
 def released_values(kind: type[Command], aligned: bool) -> Record:
     """The settings of `--preset as-released`; `aligned`: fine-tuning starts from an align run."""
-    values = kind.pick(RELEASED)
+    values = pick(kind, RELEASED)
     if not aligned:
         values.pop("optimizer", None)
     return values
@@ -753,12 +758,19 @@ def read_align_run(run: Path, dataset: object = None, restart: object = False) -
             same_images = dataset_name(str(dataset)) == settings["dataset"]
         if not same_images:
             names -= {"dataset", "data_seed", "split_file", "partial"}
-    if settings.get("alpha") == settings.get("rank"):
-        names -= {"alpha"}  # the default, as earlier versions recorded it
     return {name: value for name, value in settings.items() if name in names}
 
 
 C = TypeVar("C", bound=Settings)
+
+
+def read_settings(path: Path, kind: type[Command]) -> Record:
+    """The settings of a command in a TOML or JSON file, a run's config.json too (UsageError)."""
+    settings = read_table(path)
+    for name in settings:
+        if name not in kind.model_fields:
+            raise UsageError(f"{path}: {name} is no setting, {nearest(name, kind.model_fields)}")
+    return settings
 
 
 def make(kind: type[C], given: Record) -> C:
@@ -768,14 +780,28 @@ def make(kind: type[C], given: Record) -> C:
     except ValidationError as error:
         problems = error.errors()
         problem = problems[0]  # of the first field; defaults that follow from it come after it
-        message = problem["msg"].removeprefix("Value error, ").replace("Input should", "should")
         if problem["type"] == "missing":
-            flags = [f"--{other['loc'][0]}" for other in problems if other["type"] == "missing"]
+            flags = [flag_of(str(p["loc"][0])) for p in problems if p["type"] == "missing"]
             raise UsageError(f"{', '.join(flags)}: a value is missing") from error
+        # Our own checks raise a ValueError; what others say is pydantic's.
+        message = str(problem.get("ctx", {}).get("error", problem["msg"]))
         if not problem["loc"]:  # about several settings, which the message names
             raise UsageError(message) from error
         name = str(problem["loc"][0])
-        flag = "--from" if name == "start" else f"--{name.replace('_', '-')}"
+        flag = flag_of(name)
+        if problem["type"] == "extra_forbidden":
+            raise UsageError(f"{flag}: is unknown, {nearest(name, kind.model_fields)}") from error
         if isinstance(problem["input"], str | int | float):
             flag += f" {problem['input']}"
         raise UsageError(f"{flag}: {message}") from error
+
+
+def flag_of(name: str) -> str:
+    """The flag of a setting, called as the setting unless Python needs that word.
+
+    >>> flag_of("d_lr"), flag_of("start")
+    ('--d-lr', '--from')
+    """
+    words = {"start": "from", "as_json": "json"}
+    word = words.get(name, name)
+    return f"--{word.replace('_', '-')}"

@@ -15,7 +15,15 @@ from typing import NoReturn
 
 from pydantic import BaseModel, Field
 
-from config import OPEN, FinetuneConfig, Machine, Record, paper_values, without_default_alpha
+from config import (
+    AlignConfig,
+    FinetuneConfig,
+    Mark,
+    Record,
+    open_settings,
+    paper_values,
+    settings_with,
+)
 from support.errors import UsageError, checking
 from support.permutation import Comparison as Comparison  # also for those who import it from here
 from support.permutation import Stratum as Stratum
@@ -25,9 +33,10 @@ from support.screen import Answer, count, format_value, percent
 
 LOG = logging.getLogger("bisslight")
 
-# Settings that make no other arm: what is repeated, how often, and on which machine. --amp does,
-# since it changes the arithmetic; --weights are compared by their digest instead of their path.
-FREE = {*Machine.model_fields, "start", "seeds", "jobs", "weights", "test_curve"} - {"amp"}
+# Settings that make no other arm: what is repeated, how often, and on which machine. Weights and
+# start are compared by their digest instead of their path.
+OF_NO_ARM = (Mark.SAME_ARM, Mark.CHANGES_NO_NUMBER, Mark.KNOWN_BY_DIGEST)
+FREE = settings_with(AlignConfig, *OF_NO_ARM) | settings_with(FinetuneConfig, *OF_NO_ARM)
 
 # What may differ between the data sets of one arm: the data, and what is chosen for each of them.
 OF_DATA_SET = {
@@ -392,8 +401,7 @@ def read_run(run: Path) -> Arm:
     if not result.get("test"):
         raise UsageError(f"{run}: has no test accuracy, so it is no finetune run; give one")
     settings = {
-        "restart": False,  # earlier versions had no such setting
-        **without_default_alpha(config),
+        **config,
         "data_sha256": env["about"]["data_sha256"],
         "weights_sha256": env["about"]["weights_sha256"],
         "aligned_by": result["aligned_by"],
@@ -479,9 +487,9 @@ def published(config: Record, result: Record) -> Reported | None:
 
 def follows_paper(config: Record, result: Record) -> bool:
     """Whether a run, and the align run before it, had the paper's settings, weights and data."""
-    settings = without_default_alpha(config)
+    left_open = open_settings(FinetuneConfig)
     for name, value in paper_values(FinetuneConfig, config).items():
-        if name not in OPEN and settings.get(name, value) != value:
+        if name not in left_open and config.get(name, value) != value:
             return False
     weights = config["weights"]
     if weights is not None and not weights.endswith(OFFICIAL):

@@ -28,7 +28,6 @@ from support.optim import Group, Optimiser, Schedule, train_epochs, trainable
 from support.processes import jobs
 from support.runs import (
     LOG,
-    MAY_CHANGE,
     TRIALS,
     Run,
     RunResult,
@@ -238,9 +237,9 @@ def adapters_of_seeds(cfg: FinetuneConfig, run: Path) -> list[Path]:
 def check_same_settings(runs: Sequence[Path], start: Path) -> None:
     """Refuse align runs that are no seeds of one experiment (UsageError)."""
     settings = [read_json(run / "config.json") for run in runs]
-    differing = set()
+    differing: set[str] = set()
     for of_run in settings:
-        differing |= compare_settings(of_run, settings[0]).keys() - MAY_CHANGE
+        differing |= compare_settings(of_run, settings[0]).keys()
     seeds = {of_run["seed"] for of_run in settings}
     if differing or len(seeds) < len(runs):
         names = ", ".join(sorted(differing)) or "seed"

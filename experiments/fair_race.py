@@ -61,7 +61,17 @@ for rate in (0.02, 0.04):
     CANDIDATES["direct"] += [Arm(rate, 95), Arm(rate, 175)]
     CANDIDATES["restart"] += [Arm(rate, 95, first_epochs=80), Arm(rate, 25, first_epochs=150)]
     CANDIDATES["aligned"] += [Arm(rate, 95, alternations=50), Arm(rate, 40, alternations=85)]
-CHOSEN: dict[str, list[Arm]] = {}  # by phase 1, one each; q = 0 has what aligned has
+# A third rate, for the division that the two above chose.
+BETWEEN = 0.03
+CANDIDATES["direct"].append(Arm(BETWEEN, 95))
+CANDIDATES["restart"].append(Arm(BETWEEN, 95, first_epochs=80))
+CANDIDATES["aligned"].append(Arm(BETWEEN, 95, alternations=50))
+CHOSEN = {  # by phase 1, one each; q = 0 has what aligned has
+    "direct": [Arm(0.03, 95)],
+    "restart": [Arm(0.03, 95, first_epochs=80)],
+    "aligned": [Arm(0.02, 95, alternations=50)],
+    "q = 0": [Arm(0.02, 95, alternations=50, implicit=False)],
+}
 
 
 class Cell(NamedTuple):

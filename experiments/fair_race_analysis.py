@@ -17,7 +17,16 @@ from matplotlib import pyplot as plt
 from scipy.stats import t as student
 
 from config import Record
-from experiments.fair_race import BACKBONES, CANDIDATES, RACE, RESULTS, Arm, Run, read_runs
+from experiments.fair_race import (
+    BACKBONES,
+    BETWEEN,
+    CANDIDATES,
+    RACE,
+    RESULTS,
+    Arm,
+    Run,
+    read_runs,
+)
 from experiments.recipe import markdown
 
 AGAINST = ("direct", "restart", "q = 0")  # aligned is compared with each
@@ -50,23 +59,22 @@ def main(results: Path = RESULTS) -> None:
 
 
 def choose(name: str, runs: Sequence[Run]) -> Arm:
-    """The rate and the division of the work with the best mean, each over all of the other."""
-    candidates = CANDIDATES[name]
+    """The division of the work with the best mean over two rates; of its three rates the best."""
+    arms = [arm for arm in CANDIDATES[name] if arm.rate != BETWEEN]
+    # of equal ones max takes the first: for direct less work, and the lower rate
+    division = max(arms, key=lambda arm: mean_of(name, alike(arm, arms), runs))
+    return max(alike(division, CANDIDATES[name]), key=lambda arm: mean_of(name, [arm], runs))
 
-    def quality(same: str, candidate: Arm) -> float:
-        """Mean accuracy of the candidates that share their rate, or all but their rate."""
-        alike = []
-        for run in runs:
-            equal_rate = run.arm.rate == candidate.rate
-            equal_division = run.arm._replace(rate=0.0) == candidate._replace(rate=0.0)
-            if run.name == name and (equal_rate if same == "rate" else equal_division):
-                alike.append(run.held_out)
-        return fmean(alike)
 
-    # of equal ones max takes the first: the lower rate, and for direct less work
-    rate = max(candidates, key=lambda arm: quality("rate", arm)).rate
-    division = max(candidates, key=lambda arm: quality("division", arm))
-    return division._replace(rate=rate)
+def alike(arm: Arm, arms: Sequence[Arm]) -> list[Arm]:
+    """Those that divide the work as this one does, at any rate; the lowest rate first."""
+    same = [other for other in arms if other._replace(rate=arm.rate) == arm]
+    return sorted(same)
+
+
+def mean_of(name: str, arms: Sequence[Arm], runs: Sequence[Run]) -> float:
+    """Mean accuracy of these candidates on the images that are not trained on."""
+    return fmean(run.held_out for run in runs if run.name == name and run.arm in arms)
 
 
 def print_choice(runs: Sequence[Run]) -> None:

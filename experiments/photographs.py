@@ -56,7 +56,9 @@ def main(
     seconds: dict[str, list[float]] = {arm: [] for arm in results}
     for seed in progress(range(seeds), seeds, "seeds"):
         weights = out / f"pretrain-{seed % PRETRAININGS}"
-        task = {"backbone": "vit_mini", "dataset": name, "data_root": data, "partial": True}
+        task: Record = {
+            "backbone": "vit_mini", "dataset": name, "data_root": data, "partial": True
+        }  # fmt: skip
         one: Record = task | {"weights": weights, "seed": seed}
         run = out / name / f"align-s{seed}"
         first = align(AlignConfig(**one, **pool, **ALIGN), run)

@@ -14,6 +14,8 @@ from config import (
     Network,
     PretrainConfig,
     Record,
+    paper_values,
+    unlike_paper,
 )
 from data import Pool, Task
 from extras import pretrain
@@ -48,12 +50,25 @@ def plan_run(command: str, cfg: Command, out: Path, force: bool) -> Plan:
     problems: list[str] = []
     attempt(problems, check_directory, out, command, cfg, force)
     device = attempt(problems, device_of, cfg)
-    work: Record = {"device": str(device) if device else None}
+    work: Record = {"out": out, "device": str(device) if device else None}
     if isinstance(cfg, PretrainConfig):
         work |= attempt(problems, pretrain.plan, cfg) or {}
     elif isinstance(cfg, AlignConfig | FinetuneConfig):
         work |= plan_peft(cfg, problems)
+    recipe = "MAE or I-JEPA" if command == "pretrain" else "the paper"
+    work[f"differs from {recipe}"] = list_unlike_paper(cfg) or "nothing"
     return Plan(work, problems)
+
+
+def list_unlike_paper(cfg: Command) -> list[Record]:
+    """A row for each setting that is not the paper's: its value, the paper's, and its source."""
+    rows = []
+    values = paper_values(type(cfg), dict(cfg))
+    for name, value in unlike_paper(cfg).items():
+        source = "given" if name in cfg.model_fields_set else "our default"
+        row = {"setting": name, "value": value, "recipe": values[name], "from": source}
+        rows.append(row)
+    return rows
 
 
 def plan_peft(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Record:

@@ -28,7 +28,7 @@ from filelock import FileLock
 from pydantic import BaseModel
 from torch import Tensor
 
-from config import Machine, Record, without_default_alpha
+from config import Machine, Mark, Record, settings_with
 from support.errors import RunError, UsageError, checking
 from support.optim import Optimiser
 from support.processes import Stopped, stop, wait_for_all, world
@@ -106,11 +106,7 @@ FILES = (  # of a run; those that say what the directory is are the last to be r
     "adapter.safetensors", "adapter-s*.safetensors", "config.json", "env.json",
 )  # fmt: skip
 PACKAGES = ("bisslight", "torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
-MAY_CHANGE = {  # settings that a run may be continued with: they say how and where it is computed
-    "device", "workers", "jobs", "micro_batch", "save_minutes", "mfac_device", "data_root",
-    "weights", "start", "tensorboard",
-}  # fmt: skip
-DIGESTS = {  # which setting each one is of
+DIGESTS = {  # what each one is of
     "weights_sha256": "--weights",
     "data_sha256": "--dataset",
     "pool_sha256": "--pool",
@@ -386,7 +382,7 @@ def describe_machine(config: Machine) -> Record:
         "processes": world().size,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         # config.json holds those of the last start only
-        **config.model_dump(mode="json", include=MAY_CHANGE),
+        **config.model_dump(mode="json", include=may_change(type(config))),
     }
 
 
@@ -437,8 +433,8 @@ def check_directory(
         raise UsageError(f"--out {path}: is a run of `{env.get('command')}`; {OTHER_OUT}")
     if force:
         return False
-    recorded = without_default_alpha(read_json(path / "config.json")) | env.get("about", {})
-    current = without_default_alpha(config.model_dump(mode="json")) | (defining or {})
+    recorded = read_json(path / "config.json") | env.get("about", {})
+    current = config.model_dump(mode="json") | (defining or {})
     changed = list_changed(type(config), recorded, current)
     if not changed:
         return True
@@ -452,13 +448,19 @@ def check_directory(
     )
 
 
+def may_change(kind: type[Machine]) -> set[str]:
+    """The settings that a run may be continued with another value of."""
+    return settings_with(kind, Mark.CHANGES_NO_NUMBER, Mark.KNOWN_BY_DIGEST)
+
+
 def list_changed(kind: type[Machine], recorded: Record, current: Record) -> list[str]:
     """Names of what defines a run and is not as recorded."""
     changed = []
+    free = may_change(kind)
     for name, value in current.items():
         # A setting may be younger than the run: its default is what the run did.
         default = kind.model_fields[name].default if name in kind.model_fields else None
-        if name not in MAY_CHANGE and recorded.get(name, default) != value:
+        if name not in free and recorded.get(name, default) != value:
             changed.append(name)
     return changed
 

@@ -73,6 +73,15 @@ def test_the_lower_level_alone_has_no_hypergradient(weights: Path, tmp_path: Pat
     assert result.adapter.exists()
 
 
+def test_recomputing_activations_changes_no_bit(weights: Path, tmp_path: Path) -> None:
+    """So a run that is short of memory may go on with it."""
+    plain, again = (
+        align(settings(weights, recompute=recompute), tmp_path / str(recompute)).adapter
+        for recompute in (False, True)
+    )
+    assert plain.read_bytes() == again.read_bytes()
+
+
 def test_a_run_that_diverges_records_it_and_says_so_again(weights: Path, tmp_path: Path) -> None:
     """The second time nothing is computed, the files stay as they are."""
     cfg = settings(weights, p_lr=1e30, warmup=0)

@@ -170,7 +170,7 @@ def test_a_directory_of_runs_is_one_arm(tmp_path: Path) -> None:
 
 
 def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
-    for arm, changes in (("mixed", {"rank": 4, "alpha": 4.0}), ("both", {"by": "mfac"})):
+    for arm, changes in (("mixed", {"rank": 4}), ("both", {"by": "mfac"})):
         finished(tmp_path / arm / "a", [70.0])
         finished(tmp_path / arm / "b", [70.0], **changes)
     finished(tmp_path / "empty", [])
@@ -338,14 +338,6 @@ def test_text_has_two_decimals_and_two_digits_of_p_and_json_all(tmp_path: Path) 
     assert arm.differs == {"align_unlike_paper": "T 1, there None", "lam": "1.0, there None"}
     compared = json.loads(arm.model_dump_json())["first_minus_this"]
     assert compared == {"difference": 1.7, "p": 0.1, "splits": 20}
-
-
-def test_an_alpha_that_is_not_given_is_the_rank(tmp_path: Path) -> None:
-    """Runs of the second edition recorded the number, newer ones that there is none."""
-    runs = [finished(tmp_path / f"{x}", [70.0], alpha=x) for x in (None, 64.0, 32.0)]
-    _, same, other = evaluate(runs).arms
-    assert same.differs == {} and same.paper is not None
-    assert other.differs == {"alpha": "32.0, there None"} and other.paper is None
 
 
 def test_two_ways_of_aligning_are_told_apart(tmp_path: Path) -> None:

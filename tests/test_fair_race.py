@@ -97,6 +97,15 @@ def test_the_choice_takes_the_best_rate_and_the_best_division() -> None:
         assert analysis.choose(name, runs) == candidates[3]
 
 
+def test_the_arms_of_phase_2_are_those_that_phase_1_chose() -> None:
+    runs = fair_race.read_runs(fair_race.RESULTS / "choice.jsonl")
+    assert len(runs) == len(fair_race.units_of(CHOICE, CANDIDATES))
+    for name in CANDIDATES:
+        assert fair_race.CHOSEN[name] == [analysis.choose(name, runs)]
+    without_q = fair_race.CHOSEN["aligned"][0]._replace(implicit=False)
+    assert fair_race.CHOSEN["q = 0"] == [without_q]
+
+
 def test_no_arm_does_more_work_than_another_may() -> None:
     for candidates in CANDIDATES.values():
         assert max(arm.work for arm in candidates) in (175, 176)

@@ -17,6 +17,7 @@ WRONG = """
 from config import AlignConfig
 
 AlignConfig(backbone="vit_mini", dataset="omniglot:Greek", alternation=20)
+AlignConfig(backbone="vit_mini", dataset="omniglot:Greek", hypergrad="newton")
 """
 
 
@@ -66,8 +67,9 @@ def pyright(code: str, folder: Path) -> str:
 def test_the_calls_of_readme_and_examples_have_their_types(
     checker: Callable[[str, Path], str], tmp_path: Path
 ) -> None:
-    """Also a setting that is misspelt is found, so the check looks at what it should."""
+    """Also a misspelt setting and a wrong value are found, so the check looks at what it should."""
     assert checker(guide_code(), tmp_path) == ""
     for script in SCRIPTS:
         assert checker(script.read_text(), tmp_path) == ""
-    assert "alternation" in checker(WRONG, tmp_path)
+    said = checker(WRONG, tmp_path)
+    assert "alternation" in said and "newton" in said
