@@ -17,7 +17,13 @@ from data import Pool, Task
 from lora import Examples
 from support.checkpoints import save_adapter
 from support.errors import UsageError
-from support.experiment import AlignExperiment, Head, name_own_data
+from support.experiment import (
+    AlignExperiment,
+    Head,
+    name_own_data,
+    pool_images,
+    pretext_batches,
+)
 from support.metrics import Score
 from support.optim import (
     EpochRecord,
@@ -106,7 +112,7 @@ def run_align(
     experiment.check_batches("--d-batch", cfg.d_batch)
     goes_on = check_directory(out, "align", cfg, force)
     if not goes_on:  # a run that goes on has done this when it began
-        experiment.decode_held_out_images()
+        experiment.decode_held_out_images([experiment.task.val])  # the test is finetune's
 
     with Run(out, "align", cfg, force, experiment.defining) as run:
         if run.result is not None:
@@ -217,7 +223,10 @@ def batches_left(experiment: AlignExperiment, prepared: Prepared) -> Batches:
     done = prepared.state.done
     lower_steps = range(done * cfg.lower_steps, cfg.alternations * cfg.lower_steps)
     upper_steps = range(done * cfg.upper_steps, cfg.alternations * cfg.upper_steps)
-    unlabelled = experiment.pretext_batches(prepared.task, lower_steps)
+    images = pool_images(experiment.pool, experiment.arch.image_size, cfg)
+    unlabelled = pretext_batches(
+        prepared.task, images, cfg.p_batch, lower_steps, cfg, experiment.device
+    )
     examples = experiment.examples("downstream", cfg.d_batch, upper_steps, cfg.drop_path)
     return Batches(unlabelled, examples)
 
@@ -274,7 +283,7 @@ def probe(experiment: AlignExperiment, prepared: Prepared) -> Iterator[EpochReco
     loss = partial(prepared.head.loss, state.theta_D.detach(), state.phi_D, regularise=True)
     steps_per_epoch = probe_steps(experiment)
     steps = range(opt.step, cfg.probe_epochs * steps_per_epoch)
-    examples = experiment.examples("probe", cfg.d_batch, steps, drop_path, passes=True)
+    examples = experiment.examples("probe", cfg.d_batch, steps, drop_path, by_epoch=True)
     return train_epochs(loss, opt, examples, steps_per_epoch, "probe", experiment.passes)
 
 

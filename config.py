@@ -92,8 +92,10 @@ TASKS = (
     "aircrafts",
     "imagenet",
     *[f"omniglot:{alphabet}" for alphabet in ALPHABETS],
-    "quilts",  # drawn, for tests
 )
+# names of data sets and pools that a script adds, each with the settings that follow from it where
+# they are not given; `support.benchmarks` has how they are made
+NAMED: dict[str, Record] = {}
 PRETEXTS = ("mae", "ijepa")
 
 # --- types of settings -------------------------------------------------------------------------
@@ -168,21 +170,21 @@ def pretext_name(name: str) -> str:
 
 
 def dataset_name(name: str) -> str:
-    """A name in TASKS, own (images from Python), or a folder, whose path becomes absolute."""
+    """A known name, own (images from Python), or a folder, whose path becomes absolute."""
     kind, _, place = name.partition(":")
-    if kind == "own" or name in TASKS:
+    if kind == "own" or name in TASKS or name in NAMED:
         return name
     if kind != "folder" or not place:
         place = name
         if not ("/" in name or "\\" in name or Path(name).is_dir()):
-            raise ValueError(f"is unknown, {nearest(name, (*TASKS, 'folder:DIR'))}")
+            raise ValueError(f"is unknown, {nearest(name, (*TASKS, *NAMED, 'folder:DIR'))}")
     return f"folder:{absolute(Path(place))}"
 
 
 def pool_name(name: str) -> str:
     """A pool that has a name, or the absolute path of a folder, with or without `folder:`."""
     kind, _, _ = name.partition(":")
-    if kind == "own" or name in ("imagenet", "omniglot", "quilts"):
+    if kind == "own" or name in ("imagenet", "omniglot") or name in NAMED:
         return name
     return str(absolute(Path(name.removeprefix("folder:"))))
 
@@ -673,12 +675,9 @@ def our_defaults(kind: type[Command], given: Record) -> Record:
             defaults["patch_size"] = 2
     if str(given.get("backbone")).startswith(TIMM):
         defaults["decoder"] = "random"  # timm has no pretext heads
-    if given.get("dataset") == "quilts":
-        # drawn images are small and many, so crops would only blur them
-        defaults |= {"pool": "quilts", "augment": "none"}
-    if is_pretraining and given.get("pool") == "quilts":
-        defaults["augment"] = "none"
-    if str(given.get("dataset")).startswith("omniglot:"):
+    named = str(given.get("pool" if is_pretraining else "dataset"))
+    defaults |= NAMED.get(named, {})
+    if named.startswith("omniglot:"):
         # a crop of a character can be another character, and so can its mirror image
         defaults |= {"pool": "omniglot", "augment": "none"}
         if is_mini and given.get("pretext", "mae") == "mae":

@@ -1,14 +1,15 @@
 """Labelled tasks D^D and unlabelled pools D^P: how images are split, cut, ordered and loaded.
 
-Random numbers depend on (seed, purpose, draw) alone. Images are drawn in pass after pass; a draw is
-the running number of an image in that sequence. So batches depend neither on worker processes nor
-on where a run was continued. A wrong folder raises ValueError, an unreadable image ImageError.
+Random numbers depend on (seed, purpose, draw) alone. Images are drawn in epoch after epoch; a draw
+is the running number of an image in that sequence. So batches depend neither on worker processes
+nor on where a run was continued. A wrong folder raises ValueError, an unreadable image ImageError.
 """
 
 import hashlib
+import io
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -16,19 +17,21 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
 import torch
+import torchvision
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.io import ImageReadMode
 from torchvision.transforms import InterpolationMode, RandomResizedCrop
 from torchvision.transforms.v2 import functional as F
 
-PARTS = ("train", "val", "test")
+SPLITS = ("train", "val", "test")  # what the splits of a task are called
 Channels = tuple[float, ...]  # one number each for red, green and blue
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean, std
 Label = int | list[int]  # a class, or for each class 1 yes, -1 no, 0 not counted
 Entries = list[tuple[str, Label]]  # (image file below the dataset's folder, label)
-Draws = list[tuple[int, int]]  # of a batch: (number of the draw, index of the image)
+Draw = tuple[int, int]  # (number of the draw, index of the image)
 Stored = Tensor | list[Path]  # images (images, 3, height, width) in [0, 1], or their files
 
 
@@ -66,6 +69,11 @@ class Split:
         labels = [label for _, label in entries]
         return cls(files, torch.tensor(labels))
 
+    def part(self, numbers: range) -> Self:
+        """Those of its images that have these numbers, one after another."""
+        some = slice(numbers.start, numbers.stop)
+        return type(self)(self.images[some], self.targets[some])
+
 
 class Labelled(Protocol):
     """A list of (image (3, height, width), class), or a torch Dataset of such pairs."""
@@ -84,7 +92,7 @@ class Task(NamedTuple):
     classes: list[str]
     mean: Channels = IMAGENET[0]
     std: Channels = IMAGENET[1]
-    whole: bool = False  # where no random crops are taken, see `Transform`
+    uncut: bool = False  # where no random crops are taken, see `Transform`
 
     @property
     def splits(self) -> tuple[Split, Split, Split]:
@@ -101,7 +109,7 @@ class Task(NamedTuple):
     def sizes(self) -> dict[str, int]:
         """How many images each split has."""
         counts = [len(split.targets) for split in self.splits]
-        return dict(zip(PARTS, counts, strict=True))
+        return dict(zip(SPLITS, counts, strict=True))
 
 
 def stack_pairs(pairs: Labelled) -> Split:
@@ -157,70 +165,11 @@ def fingerprint(*parts: Split | Pool) -> str:
 
 
 def names_below(files: list[Path]) -> str:
-    """The files' paths relative to the folder that holds them all, a line each.
-
-    By cutting strings: os.path.relpath takes ten seconds for ImageNet's 1.28 million files.
-    """
-    paths = [str(file) for file in files]
-    # all paths lie between the first and the last in the alphabet, so they begin as these two do
-    root = os.path.commonpath([min(paths), max(paths), str(files[0].parent)])
+    """The files' paths relative to the folder that holds them all, a line each."""
+    root = os.path.commonpath({file.parent for file in files})
     start = len(os.path.join(root, ""))  # noqa: PTH118  # with the separator after it
-    return "\n".join([path[start:] for path in paths])
-
-
-MOTIFS = ("1111000011110000", "1010101010101010", "0110111111110110", "1001011001101001")
-
-
-@lru_cache(maxsize=2)
-def quilts(seed: int) -> tuple[Pool, Task]:
-    """Pixel quilts: a pool of 4000 images (3, 16, 16); 80 / 160 / 480 labelled ones of 8 classes.
-
-    A quilt is 4 x 4 tiles, each a patch of vit_mini, and shows two of four motifs. Its class says
-    which tiles are equal, not which motif they show: all classes have the same mean image, and a
-    network must compare tiles. In labelled images, a tenth of the tiles show a motif at random.
-    """
-    g = rng(seed, "quilts")
-    layouts = draw_layouts(g)
-    # the order of these draws is part of what a seed means: layouts, pool's classes, images
-    unseen = torch.randint(8, (4000,), generator=g)  # nobody sees the pool's labels
-    pool = draw_quilts(layouts, unseen, 0.0, g)
-    splits = []
-    for copies in (10, 20, 60):
-        labels = torch.arange(8).repeat(copies)
-        splits.append(Split(draw_quilts(layouts, labels, 0.1, g), labels))
-    train, val, test = splits
-    mean = tuple(pool.mean((0, 2, 3)).tolist())
-    std = tuple(pool.std((0, 2, 3)).tolist())
-    names = [f"layout {k}" for k in range(8)]
-    return Pool(pool, mean, std), Task("quilts", train, val, test, names, mean, std)
-
-
-def draw_layouts(g: torch.Generator) -> Tensor:
-    """Eight layouts (8, 16) of zeros and ones; each two differ in 5 to 11 of their 16 tiles."""
-    layouts = list[Tensor]()
-    while len(layouts) < 8:
-        layout = torch.randint(2, (16,), generator=g)
-        distances = [int((layout != other).sum()) for other in layouts]
-        balanced = 7 <= int(layout.sum()) <= 9
-        # 16 - distance counts, too: a layout and its negative show the same tiles as equal
-        if balanced and all(5 <= distance <= 11 for distance in distances):
-            layouts.append(layout)
-    return torch.stack(layouts)
-
-
-def draw_quilts(layouts: Tensor, labels: Tensor, junk: float, g: torch.Generator) -> Tensor:
-    """Images (images, 3, 16, 16) of these classes; a share `junk` of the tiles shows any motif."""
-    motifs = torch.tensor([[int(bit) for bit in motif] for motif in MOTIFS])  # (4, 16) pixels
-    first = torch.randint(4, labels.shape, generator=g)
-    second = (first + torch.randint(1, 4, labels.shape, generator=g)) % 4  # another motif
-    shown = torch.where(layouts[labels] == 1, second[:, None], first[:, None])  # (images, 16)
-    is_junk = torch.rand(shown.shape, generator=g) < junk
-    shown = torch.where(is_junk, torch.randint(4, shown.shape, generator=g), shown)
-    tiles = (motifs * 0.7 + 0.15)[shown].view(-1, 4, 4, 4, 4)
-    # from (tile row, tile column, pixel row, pixel column) to rows and columns of the image
-    grey = tiles.transpose(2, 3).reshape(-1, 1, 16, 16)
-    noise = 0.08 * torch.randn(len(labels), 3, 16, 16, generator=g)
-    return (grey + noise).clamp(0, 1)
+    # cut as text: `relative_to` takes ten seconds for ImageNet's 1.28 million files
+    return "\n".join([str(file)[start:] for file in files])
 
 
 def find_images(root: Path) -> list[Path]:
@@ -258,7 +207,7 @@ class FolderError(ValueError):
 def folder(root: Path, seed: int) -> Task:
     """Class folders, or train/ val/ test/ of them; a missing test or val is `holdout` of train."""
     names = {path.name for path in subfolders(root)}
-    places = {part: root / part for part in PARTS if part in names}
+    places = {part: root / part for part in SPLITS if part in names}
     if places and ("train" not in places or len(names) > len(places)):
         raise FolderError(f"holds {sorted(names)}, parts are named train, val and test")
     if not places:
@@ -279,7 +228,7 @@ def folder(root: Path, seed: int) -> Task:
         raise FolderError(*faults)
     for part in missing:  # test first: val is a fifth of what is left
         entries["train"], entries[part] = holdout(entries["train"], seed, part)
-    train, val, test = (Split.below(root, entries[part]) for part in PARTS)
+    train, val, test = (Split.below(root, entries[part]) for part in SPLITS)
     return Task(f"folder:{root}", train, val, test, classes)
 
 
@@ -324,28 +273,37 @@ def holdout(entries: Entries, seed: int, part: str) -> tuple[Entries, Entries]:
     return rest, [entry for entry in entries if entry[0] in chosen]
 
 
-def stream(
-    n: int, batch: int, seed: int, purpose: str, steps: range, passes: bool = False
-) -> Iterator[Draws]:
-    """Batches of these steps, all full; one may hold the end of a pass and the start of the next.
+def draws_of_step(n: int, batch: int, step: int, by_epoch: bool = False) -> range:
+    """The numbers of the draws of one step, from n images: `batch` of them.
 
-    With `passes`, each pass has ceil(n / batch) batches, and its last one may be smaller.
+    With `by_epoch`, each epoch has ceil(n / batch) steps, and its last one may have fewer draws.
+    """
+    if not by_epoch:
+        return range(step * batch, (step + 1) * batch)
+    number, k = divmod(step, math.ceil(n / batch))  # epoch, and step of that epoch
+    first = number * n + k * batch
+    end = min(first + batch, (number + 1) * n)
+    return range(first, end)
+
+
+def stream(
+    n: int, batch: int, seed: int, purpose: str, steps: range, by_epoch: bool = False
+) -> Iterator[list[Draw]]:
+    """The draws of each of these steps, in epoch after epoch of n images in a random order.
+
+    `by_epoch` as in `draws_of_step`; without it, a step may hold the end of one epoch and the start
+    of the next.
     """
 
     @lru_cache(maxsize=1)
     def order(number: int) -> list[int]:
-        """Of the images in a pass."""
+        """Of the images in an epoch."""
         generator = rng(seed, purpose, "order", number)
         return list(torch.randperm(n, generator=generator).tolist())
 
     for step in steps:
-        first = step * batch
-        end = first + batch
-        if passes:
-            number, k = divmod(step, math.ceil(n / batch))  # pass, and batch of that pass
-            first = number * n + k * batch
-            end = min(first + batch, (number + 1) * n)
-        yield [(draw, order(draw // n)[draw % n]) for draw in range(first, end)]
+        numbers = draws_of_step(n, batch, step, by_epoch)
+        yield [(draw, order(draw // n)[draw % n]) for draw in numbers]
 
 
 class Transform(NamedTuple):
@@ -358,7 +316,7 @@ class Transform(NamedTuple):
     min_crop: float = 0.2
     interpolation: str = "bicubic"  # or "bilinear"
     flip: bool = True
-    whole: bool = False  # without a random crop, nothing of a square image is cut off
+    uncut: bool = False  # without a random crop, nothing of a square image is cut off
 
 
 Picture = Image.Image | Tensor  # RGB, of Pillow, or uint8 (3, height, width): torchvision has both
@@ -371,25 +329,26 @@ def read_image(path: Path) -> Picture:
     at most one grey level, with bicubic resizing rarely by a few. All others are Pillow's.
     """
     try:
-        with Image.open(path) as image:  # reads no more than the header
+        content = path.read_bytes()
+        with Image.open(io.BytesIO(content)) as image:  # looks at no more than the header
             if image.mode.startswith(("I", "F")):  # Pillow would clip them
                 raise ValueError("more than 8 bits a channel, save it with 8")
             if image.format == "JPEG" and image.mode in ("RGB", "L"):  # and not CMYK
-                return decode_jpeg(path, image)
+                return decode_jpeg(content, image)
             return image.convert("RGB")
     except Exception as error:  # Pillow raises anything from OSError to TypeError on damaged bytes
         raise ImageError(f"{path}: cannot be read ({error!r}); replace or remove it") from error
 
 
-def decode_jpeg(path: Path, image: Image.Image) -> Tensor:
+def decode_jpeg(content: bytes, image: Image.Image) -> Tensor:
     """Pixels (3, height, width) of a JPEG file, the same with either decoder: both call libjpeg."""
-    # torchvision's is faster, but a release after 0.29 may leave it out
-    decode = getattr(torch.ops.image, "decode_jpeg", None)
+    # torchvision's takes half of the time, but a release after 0.29 may leave it out
+    decode = getattr(torchvision.io, "decode_jpeg", None)
     if decode is None:
         pixels: Tensor = F.pil_to_tensor(image.convert("RGB"))
     else:
-        content = bytearray(path.read_bytes())
-        pixels = decode(torch.frombuffer(content, dtype=torch.uint8), 3)  # as RGB
+        writable = bytearray(content)  # or torch would warn
+        pixels = decode(torch.frombuffer(writable, dtype=torch.uint8), ImageReadMode.RGB)
     return pixels
 
 
@@ -420,16 +379,13 @@ def cut_random(image: Picture, t: Transform) -> Picture:
 
 def cut_centre(image: Picture, t: Transform) -> Picture:
     """The centre, after the shorter side is resized to 256/224 of the size (as released)."""
-    shorter = t.size if t.whole else round(t.size * 256 / 224)
+    shorter = t.size if t.uncut else round(t.size * 256 / 224)
     resized = F.resize(image, [shorter], InterpolationMode(t.interpolation), antialias=True)
     cut: Picture = F.center_crop(resized, [t.size, t.size])
     return cut
 
 
-Batch = tuple[Tensor, Tensor, int]  # images and targets of this process; n of all processes
-
-
-class Images(Dataset[Batch | ImageError]):
+class Images(Dataset[tuple[Tensor, Tensor]]):
     """Decodes and augments; a draw's crop is the same in any process.
 
     In training `cut_random`, otherwise `cut_centre`; images in memory that have the network's size
@@ -450,22 +406,16 @@ class Images(Dataset[Batch | ImageError]):
         if isinstance(split.images, Tensor) and not self.random:
             self.are_ready = split.images.shape[2:] == (t.size, t.size)
 
-    def __getitem__(self, item: tuple[Draws, int]) -> Batch | ImageError:
-        """Some draws of a batch of n. An ImageError is returned, since workers would wrap it."""
-        draws, n = item
-        index = [i for _, i in draws]
-        targets = self.split.targets[index]
-        if self.are_ready:
-            return torch.as_tensor(self.split.images)[index], targets, n
-        try:
-            x = torch.stack([self.image(draw, i) for draw, i in draws])  # (B, 3, size, size)
-        except ImageError as error:
-            return error
-        return x, targets, n
+    def __getitem__(self, item: Draw) -> tuple[Tensor, Tensor]:
+        """Image (3, size, size) and target of a draw (ImageError)."""
+        draw, index = item
+        return self.image(draw, index), self.split.targets[index]
 
     def image(self, draw: int, index: int) -> Tensor:
-        """Image number `index` as this draw cuts it, uint8 (3, size, size)."""
+        """Image number `index` as this draw cuts it."""
         stored = self.split.images[index]
+        if self.are_ready:
+            return torch.as_tensor(stored)
         image = F.to_pil_image(stored) if isinstance(stored, Tensor) else read_image(stored)
         if self.random:
             with torch.random.fork_rng(devices=[]):  # torchvision draws from the global generator
@@ -504,60 +454,43 @@ def count_workers() -> int:
     return max(1, min(16, cores // processes))
 
 
-def batches(
-    images: Images,
-    draws: Iterable[Draws],
-    workers: int | None,
-    device: torch.device,
-    share: Callable[[int], slice] = slice,
-) -> Iterator[Batch]:
-    """Network inputs (B, 3, size, size), targets, n of each list of n draws; workers work ahead.
+def choose_workers(images: Images, workers: int | None, device: torch.device) -> int:
+    """How many processes decode `images`: so many as are asked for, but none where none is needed.
 
-    `share` says which of n draws this process takes, by default all. workers None: `count_workers`
-    beside a GPU; none beside a CPU, which is busy with the network, or for images in memory.
+    None: `count_workers` beside a GPU; none beside a CPU, which is busy with the network, or for
+    images in memory.
     """
     if images.are_ready:
-        workers = 0
-    elif workers is None:
-        waits = device.type != "cpu" and not isinstance(images.split.images, Tensor)
-        workers = count_workers() if waits else 0
+        return 0
+    if workers is not None:
+        return workers
+    in_memory = isinstance(images.split.images, Tensor)
+    return 0 if in_memory or device.type == "cpu" else count_workers()
+
+
+def batches(
+    images: Images, draws: Iterable[list[Draw]], workers: int | None, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Network inputs (B, 3, size, size) and targets of each list of draws (ImageError).
+
+    `workers` as in `choose_workers`; they work ahead.
+    """
     loader = DataLoader(
         images,
-        batch_size=None,  # an item is a batch: DataLoader hands each item of the sampler to Images
-        sampler=((batch[share(len(batch))], len(batch)) for batch in draws),
-        num_workers=workers,
-        pin_memory=device.type == "cuda",
+        batch_sampler=draws,
+        num_workers=choose_workers(images, workers, device),
+        pin_memory=device.type == "cuda",  # then a copy to the GPU lets the CPU go on
         worker_init_fn=leave_terminal,
         generator=torch.Generator(),  # or it would draw from the global one
     )
     mean, std = torch.tensor([images.t.mean, images.t.std], device=device).view(2, 3, 1, 1)
-    for item in copy_ahead(loader, device) if device.type == "cuda" else loader:
-        if isinstance(item, ImageError):
-            raise item
-        x, y, n = item
-        yield normalise(x.to(device), mean, std), y.to(device), n
-
-
-def copy_ahead(items: Iterable[Batch | ImageError], device: torch.device) -> Iterator[Batch]:
-    """The batches on a GPU: each is copied there while the one before is used."""
-    network = torch.cuda.current_stream(device)
-    copies = torch.cuda.Stream(device)  # of copies alone, beside the network's
-    ahead: Batch | None = None
-    for item in items:
-        if isinstance(item, ImageError):
-            raise item
-        network.wait_stream(copies)  # before the next copy starts, so it waits for one copy
-        with torch.cuda.stream(copies):
-            x = item[0].to(device, non_blocking=True)
-            y = item[1].to(device, non_blocking=True)
-        x.record_stream(network)  # the memory is free when the network is done with it
-        y.record_stream(network)
-        if ahead is not None:
-            yield ahead
-        ahead = x, y, item[2]
-    network.wait_stream(copies)
-    if ahead is not None:
-        yield ahead
+    try:
+        for x, y in loader:
+            x = x.to(device, non_blocking=True)
+            yield normalise(x, mean, std), y.to(device, non_blocking=True)
+    except ImageError as error:
+        # a worker's has its traceback before the message
+        raise ImageError(str(error).rpartition("ImageError: ")[2].strip()) from None
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -569,21 +502,23 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 # All splits of the paper's benchmarks fit at 224 px (the largest, flowers' test images, takes
 # 0.93 GB); ImageNet's 50,000 validation images would take 7.5 GB of memory.
-MOST_KEPT = 2**30  # bytes
+MOST_KEPT = 2**30  # bytes, of all processes that share a split
 
 
 @lru_cache(maxsize=2)  # the validation and the test images of a run
-def decode_once(split: Split, t: Transform) -> Split:
-    """The split as it is scored, uint8 in memory; as it is where it is ready or above MOST_KEPT.
+def decode_once(split: Split, t: Transform, numbers: range) -> Split:
+    """The images with these numbers as they are scored, uint8 in memory.
 
+    They are as they were where they are ready, or where the split is larger than MOST_KEPT.
     Fine-tuning on a small set is mostly decoding otherwise: it scores after every epoch.
     """
-    images = Images(split, t)
-    n = len(split.targets)
-    if images.are_ready or n * 3 * t.size**2 > MOST_KEPT:
-        return split
+    part = split.part(numbers)
+    images = Images(part, t)
+    if images.are_ready or len(split.targets) * 3 * t.size**2 > MOST_KEPT:
+        return part
+    n = len(numbers)
     kept = torch.empty(n, 3, t.size, t.size, dtype=torch.uint8)
     with ThreadPoolExecutor(count_workers()) as threads:  # decoding and cutting let others run
         for i, image in enumerate(threads.map(images.image, range(n), range(n))):
             kept[i] = image
-    return Split(kept, split.targets)
+    return Split(kept, part.targets)

@@ -160,7 +160,7 @@ def finetune(
         origin = origins[0]
     experiment.check_batches("--batch", cfg.batch)
     if not goes_on:
-        experiment.decode_held_out_images()
+        experiment.decode_held_out_images([experiment.task.val, experiment.task.test])
     defining = {**experiment.defining, "start_sha256": [sha256(file) for file in files]}
 
     run_pairs = partial(
@@ -475,7 +475,7 @@ def peft(cfg: FinetuneConfig, experiment: Experiment, run: Run, track: Track) ->
     epochs = train_epochs(
         partial(head.loss, theta, head.phi, regularise=True),
         opt,
-        experiment.examples("peft", cfg.batch, steps, cfg.drop_path, passes=True),
+        experiment.examples("peft", cfg.batch, steps, cfg.drop_path, by_epoch=True),
         steps_per_epoch,
         "peft",
         experiment.passes,

@@ -1,6 +1,6 @@
 """How much of the downstream gradient can M-FAC act on, and does it matter?
 
-    python -m experiments.curvature --weights extras/quilts.pth --out runs/curvature
+    python -m experiments.curvature --out runs/curvature
     python -m experiments.curvature --weights runs/jepa --pretext ijepa --cases 1 --out runs/jepa-c
     python -m experiments.curvature --weights PHOTO_WEIGHTS --dataset folder:DIR --pool DIR ...
 
@@ -12,7 +12,7 @@ largest. The same command goes on; part 1 is measured anew.
 
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 import typer
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from align import align, batches_left, prepare, probe
 from bisslight import Hypergradient, Map, algorithm_1
-from config import AlignConfig, FinetuneConfig, Record
+from config import OMNIGLOT, AlignConfig, FinetuneConfig, Record
 from evaluate import evaluate
 from experiments.recipe import Dataset, markdown, write_table
 from finetune import finetune
@@ -37,7 +37,7 @@ CASES: dict[str, Record] = {
     "N_L 5": {"lower_steps": 5},
     "N_L 80": {"lower_steps": 80},
     "pretext batch 8": {"p_batch": 8},
-    "downstream batch 80 (all)": {"d_batch": 80},
+    "downstream batch 80": {"d_batch": 80},
     "rank 1": {"rank": 1},
     "rank 64": {"rank": 64},
     "λ 1e-1": {"lam": 1e-1},
@@ -47,16 +47,17 @@ PEFT: Record = {"lr": 1e-2, "warmup_epochs": 7, "eval_epochs": 2, "jobs": 2}
 
 
 def main(
-    weights: Annotated[Path, typer.Option()],
+    weights: Path = OMNIGLOT,
     pretext: str = "mae",
-    dataset: Dataset = "quilts",
-    pool: str = "quilts",
+    dataset: Dataset = "omniglot:Greek",
+    pool: str = "omniglot",
     cases: int = len(CASES),
     seeds: int = 0,
     out: Path = Path("runs/curvature"),
 ) -> None:
     """Do part 1 for the first --cases, and part 2 with so many --seeds."""
     torch.set_num_threads(1)
+    out.mkdir(parents=True, exist_ok=True)
     data = {"weights": weights, "pretext": pretext, "dataset": dataset, "pool": pool}
     rows: list[Record] = []
     for case, changes in [*CASES.items()][:cases]:

@@ -1,15 +1,15 @@
 """How near M-FAC and CG come to the exact hypergradient, on vit_mini with rank 1.
 
-    python -m experiments.exact --weights extras/quilts.pth --out runs/exact
+    python -m experiments.exact --out runs/exact
 
-θ has 1,024 entries here, so its Hessian is dense. Cosine with the exact λ (H + λI)⁻¹ g, and the
-norm over its norm, as a picture and JSON. All in float64: training to the optimum would otherwise
-end elsewhere with another number of threads.
+On Omniglot. θ has 1,024 entries here, so its Hessian is dense. Cosine with the exact
+λ (H + λI)⁻¹ g, and the norm over its norm, as a picture and JSON. All in float64: training to the
+optimum would otherwise end elsewhere with another number of threads.
 """
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 import typer
@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bisslight import Passes
 from config import AlignConfig, Record
-from data import quilts, rng
+from data import rng
 from experiments.recipe import write_table
 from extras.plots import COLOURS, pyplot, save
 from hypergradients import cg
@@ -26,6 +26,7 @@ from lora import Examples, Phi, downstream_loss, init_head, init_theta
 from mae import MAE, Batch, Decoder
 from mfac import mfac
 from support.checkpoints import load_backbone
+from support.experiment import open_pool, open_task
 from support.optim import trainable
 
 CG = "CG, 5 steps, c = λ + 1"
@@ -46,14 +47,10 @@ class Point(NamedTuple):
     G: Tensor  # (K, 80, p), pretext gradients on other batches
 
 
-def main(
-    weights: Annotated[Path, typer.Option()],
-    out: Path = Path("runs/exact"),
-    steps: int = 1500,
-) -> None:
+def main(out: Path = Path("runs/exact"), steps: int = 1500) -> None:
     """Compare at a θ_P near the lower level's optimum, as the implicit function theorem has it."""
     out.mkdir(parents=True, exist_ok=True)
-    point = optimum(weights, steps)
+    point = optimum(steps)
     H = dense_hessian(point)
     eigenvalues = torch.linalg.eigvalsh(H)
     smallest = float(eigenvalues[0])
@@ -67,21 +64,24 @@ def main(
     draw(rows, smallest, out / "exact.png")
 
 
-def optimum(weights: Path, steps: int) -> Point:
+def optimum(steps: int) -> Point:
     """Train θ_P and φ_P on one batch; then take the gradients that the methods are given."""
-    cfg = AlignConfig(backbone="vit_mini", dataset="quilts", weights=weights)
+    cfg = AlignConfig(backbone="vit_mini", dataset="omniglot:Greek")
     loaded = load_backbone(cfg)
     backbone = loaded.backbone.double()
     decoder = loaded.head.double()
     arch = loaded.arch
     assert isinstance(decoder, Decoder)
     task = MAE(backbone, decoder, 0.3)
-    pool, labelled = quilts(0)
+    pool = open_pool(cfg.pool, cfg.data_root, cfg.data_seed)
+    labelled = open_task(cfg)
     mean = torch.tensor(labelled.mean).double().view(3, 1, 1)
     std = torch.tensor(labelled.std).double().view(3, 1, 1)
-    unlabelled = (torch.as_tensor(pool.images) - mean) / std
+    images = (torch.as_tensor(pool.images) - mean) / std
+    unlabelled = images[torch.randperm(len(images), generator=rng(0, "order"))]
     theta = init_theta(arch.depth, 1, arch.dim, rng(0, "lora")).double().requires_grad_()
-    head = {name: tensor.double() for name, tensor in init_head(arch.dim, 8, rng(2)).items()}
+    fresh = init_head(arch.dim, len(labelled.classes), rng(2))
+    head = {name: tensor.double() for name, tensor in fresh.items()}
     phi_P = trainable(task.phi)
     phi_D = trainable(head)
 
@@ -100,7 +100,7 @@ def optimum(weights: Path, steps: int) -> Point:
     g = Passes().gradients(partial(downstream_loss, backbone), theta, phi_D, examples).theta
     stored = []
     for i in range(max(STORED)):
-        other = batch(64 * i % 3900, i)
+        other = batch(64 * i % (len(images) - 64), i)
         stored.append(Passes().gradients(task.loss, theta, phi_P, other).theta)
     return Point(task, theta, phi_P, last, g, torch.stack(stored, 1))
 

@@ -188,7 +188,7 @@ def fine_tune(settings: Record, rate: float, epochs: int, start: Tensor | None) 
     schedule = Schedule(epochs * n, warmup=5 * n + 1, end=cfg.end_lr)
     group = Group([theta, *head.phi.values()], rate, cfg.weight_decay)
     optimiser = Optimiser([group], schedule, (0.9, 0.999))
-    examples = experiment.examples("peft", 32, range(epochs * n), cfg.drop_path, passes=True)
+    examples = experiment.examples("peft", 32, range(epochs * n), cfg.drop_path, by_epoch=True)
     loss = partial(head.loss, theta, head.phi, regularise=True)
     curve = dict[int, float]()
     for epoch, _ in train_epochs(loss, optimiser, examples, n, "peft", experiment.passes):

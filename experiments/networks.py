@@ -59,7 +59,7 @@ def validation_images(experiment: Experiment, count: int) -> tuple[list[int], Te
     images = Images(split, experiment.transform, False, 0, "eval")
     workers = experiment.cfg.workers
     loaded = batches(images, in_pieces(chosen), workers, experiment.device)
-    return chosen, torch.cat([pixels for pixels, _, _ in loaded])
+    return chosen, torch.cat([pixels for pixels, _ in loaded])
 
 
 def in_pieces(chosen: list[int]) -> Iterator[list[tuple[int, int]]]:

@@ -28,7 +28,7 @@ from bisslight import Map, algorithm_1
 from config import AlignConfig, Record
 from experiments.recipe import Dataset, progress, write_table
 from mfac import mfac
-from support.experiment import AlignExperiment
+from support.experiment import AlignExperiment, pool_images, pretext_batches
 
 SETTINGS: Record = {  # λ 0.001 and all that is not here is the paper's, or vit_mini's default
     "backbone": "vit_mini", "alternations": 12, "warmup": 2, "upper_steps": 3, "p_batch": 64,
@@ -50,7 +50,10 @@ class Watch:
         self.prepared = prepare(self.experiment, self.invert)
         other = AlignExperiment(cfg.replace(seed=cfg.seed + OTHER_SEED))
         steps = range(cfg.alternations * cfg.lower_steps)
-        self.others = other.pretext_batches(self.prepared.task, steps)
+        images = pool_images(other.pool, other.arch.image_size, other.cfg)
+        self.others = pretext_batches(
+            self.prepared.task, images, cfg.p_batch, steps, other.cfg, other.device
+        )
         T = cfg.alternations
         self.places = {1: "first", cfg.warmup + 1: "top rate", T // 2 + 1: "middle", T: "last"}
         self.batches: list[Any] = []  # of this alternation

@@ -30,7 +30,7 @@ from extras.plots import Curve, plot_arms, pyplot, read_curves, save
 from finetune import finetune
 from support import processes, runs
 from support.errors import UsageError, checking
-from support.experiment import AlignExperiment
+from support.experiment import AlignExperiment, pool_images, pretext_batches
 from support.screen import Answer
 
 SEEDS = 4
@@ -169,10 +169,11 @@ def draw(out: Path, cfg: AlignConfig, arms: Sequence[Row]) -> None:
 @torch.no_grad()
 def fill_in(cfg: AlignConfig) -> Tensor:
     """Five pool images, each whole, masked and filled in by the pretrained decoder, as one."""
-    experiment = AlignExperiment(cfg.replace(device="cpu", p_batch=5))
+    experiment = AlignExperiment(cfg.replace(device="cpu"))
     task = experiment.pretext_task(experiment.new_theta())
     assert isinstance(task, mae.MAE)
-    batch = next(experiment.pretext_batches(task, range(1)))
+    images = pool_images(experiment.pool, experiment.arch.image_size, experiment.cfg)
+    batch = next(pretext_batches(task, images, 5, range(1), experiment.cfg, experiment.device))
     masked, filled = task.reconstruct(None, task.phi, batch)
     pictures = torch.stack([batch.images, masked, filled], 1).flatten(0, 1)  # (15, 3, 28, 28)
     std = torch.tensor(experiment.pool.std).view(3, 1, 1)

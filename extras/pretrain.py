@@ -89,7 +89,7 @@ def pretrain(
             label = "pretrain by 500 steps"
         left = range(opt.step, work.steps)
         device = device_of(cfg)
-        images = pool_images(pool, cfg.arch().image_size, cfg.pretext, cfg, cfg.seed)
+        images = pool_images(pool, cfg.arch().image_size, cfg)
         records = train_epochs(
             loss=partial(task.loss, None, task.phi),  # no θ: ψ is trained
             opt=opt,

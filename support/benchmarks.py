@@ -1,17 +1,20 @@
-"""The paper's six benchmarks (App. C.2.1) in the official splits, laid out as by torchvision.
+"""Data sets that have a name: the paper's six benchmarks (App. C.2.1), and those that are made.
 
-They are read from their own lists, since torchvision numbers the classes of a subset anew.
+The benchmarks have the official splits and are laid out as by torchvision. They are read from their
+own lists, since torchvision numbers the classes of a subset anew.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from torchvision.datasets import Flowers102
 
-from config import Data
-from data import PARTS, Entries, Split, Task, find_images, holdout
+from config import ALPHABETS, Data
+from data import SPLITS, Entries, Pool, Split, Task, find_images, holdout
+from support import omniglot
 from support.errors import UsageError, checking, nearest
 
 Parts = dict[str, Entries]  # by the name of a part: files below the benchmark's folder, labels
@@ -55,7 +58,7 @@ def read_pairs(path: Path) -> dict[str, str]:
 def read_dtd(base: Path) -> Lists:
     """Partition 1 of ten. Classes are the 47 official ones in alphabetical order."""
     parts: Parts = defaultdict(list)
-    for part in PARTS:
+    for part in SPLITS:
         for [name] in read_rows(base / f"dtd/labels/{part}1.txt", 1):
             kind, _, _ = name.partition("/")
             parts[part].append((f"dtd/images/{name}", DTD.index(kind)))
@@ -66,7 +69,7 @@ def read_voc(base: Path) -> Lists:
     """A list per class: 1 has such an object, -1 has none, 0 has only difficult ones."""
     lists = base / "VOC2007/ImageSets/Main"
     parts: Parts = defaultdict(list)
-    for part in PARTS:
+    for part in SPLITS:
         columns = [read_pairs(lists / f"{kind}_{part}.txt") for kind in VOC]
         for image in columns[0]:
             label = [int(column[image]) for column in columns]
@@ -122,7 +125,7 @@ def read_aircraft(base: Path) -> Lists:
     """Lines of `IMAGE VARIANT`; a variant's number is its place in variants.txt."""
     variants = [name for [name] in read_rows(base / "data/variants.txt", 1)]
     parts: Parts = defaultdict(list)
-    for part in PARTS:
+    for part in SPLITS:
         for image, name in read_rows(base / f"data/images_variant_{part}.txt", 2):
             parts[part].append((f"data/images/{image}.jpg", variants.index(name)))
     return Lists(parts, variants)
@@ -211,6 +214,14 @@ BENCHMARKS = {
         terms="non-commercial research",
     ),
 }
+# Data sets and pools that no folder holds: functions of --data-seed. A script can add its own here,
+# and their names to `config.NAMED`; then `cli.main()` takes the names. With --jobs it must do so
+# outside of `if __name__ == "__main__"`, since each process imports the script anew.
+MAKE_TASK: dict[str, Callable[[int], Task]] = {
+    f"omniglot:{alphabet}": partial(omniglot.task, alphabet) for alphabet in ALPHABETS
+}
+MAKE_POOL: dict[str, Callable[[int], Pool]] = {"omniglot": lambda _: omniglot.pool()}
+
 # the paper's pool; behind a registration, so there is nothing to download here
 IMAGENET_TERMS = "research, registered; train/ holds a folder a class"
 
@@ -222,11 +233,11 @@ def folders(root: Path) -> dict[str, Path]:
 
 
 def place_of(name: str, root: Path) -> Path | None:
-    """Where a dataset or pool lies; None if it comes with the program (ValueError)."""
+    """Where a dataset or pool lies; None if it is made (ValueError)."""
     kind, _, _ = name.partition(":")
     if kind == "own":
         raise ValueError("was handed in from Python; hand it in again, task=... or pool=...")
-    if kind in ("quilts", "omniglot"):
+    if name in MAKE_TASK or name in MAKE_POOL:
         return None
     named = folders(root)
     path = named.get(name, Path(name.removeprefix("folder:")))
@@ -261,7 +272,7 @@ def load_task(cfg: Data, base: Path) -> Task:
     official = BENCHMARKS[name].sizes
     parts, classes = read_lists(name, base, cfg.data_seed, cfg.split_file)
     splits = []
-    for part in PARTS:
+    for part in SPLITS:
         # The missing ones are counted below; --partial goes on without them.
         present = [(file, label) for file, label in parts[part] if (base / file).exists()]
         split = Split.below(base, present)

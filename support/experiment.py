@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -13,14 +13,21 @@ from torch import Tensor
 import data
 import lora
 from bisslight import Batch, Loss, Passes, Phi, PretextTask
-from config import PRETEXTS, AlignConfig, Crops, FinetuneConfig, Machine, Record
-from support import checkpoints, omniglot
-from support.benchmarks import BENCHMARKS, find_pool, load_task, place_of
+from config import PRETEXTS, AlignConfig, FinetuneConfig, Machine, PretrainConfig, Record
+from support import checkpoints
+from support.benchmarks import (
+    BENCHMARKS,
+    MAKE_POOL,
+    MAKE_TASK,
+    find_pool,
+    load_task,
+    place_of,
+)
 from support.errors import UsageError, checking
 from support.metrics import Score, score
 from support.optim import trainable
 from support.pretext import load_task_class, try_step
-from support.processes import gather, share, world
+from support.processes import gather, share, wait_for_all, world
 from support.runs import LOG, sha256
 
 Config = AlignConfig | FinetuneConfig
@@ -73,7 +80,7 @@ class Experiment:
             cfg.augment,
             cfg.min_crop,
             cfg.d_interpolation,
-            whole=self.task.whole,
+            uncut=self.task.uncut,
         )
         digests = {
             "weights_sha256": loaded.sha256,
@@ -128,22 +135,24 @@ class Experiment:
         return Head(phi, loss, phi | stats)
 
     def examples(
-        self, purpose: str, batch: int, steps: range, rate: float, passes: bool = False
+        self, purpose: str, batch: int, steps: range, rate: float, by_epoch: bool = False
     ) -> Iterator[lora.Examples]:
         """Labelled training batches of these steps, with drop path of this rate.
 
-        Their order depends on `purpose` and the seed; `passes` as in `data.stream`.
+        Their order depends on `purpose` and the seed; `by_epoch` as in `data.stream`.
         """
         seed = self.cfg.seed
         train = self.task.train
         images = data.Images(train, self.transform, True, seed, purpose)
-        draws = data.stream(len(train.targets), batch, seed, purpose, steps, passes)
-        batches = data.batches(images, draws, self.cfg.workers, self.device, share)
-        for step, (x, y, n) in zip(steps, batches, strict=True):
+        draws = data.stream(len(train.targets), batch, seed, purpose, steps, by_epoch)
+        own_draws = (of_step[share(len(of_step))] for of_step in draws)
+        batches = data.batches(images, own_draws, self.cfg.workers, self.device)
+        for step, (x, y) in zip(steps, batches, strict=True):
             drop = None
             if rate:
-                # For all n images of the batch, of which x may hold this process's part: the
+                # For all n images of the step, of which x may hold this process's part: the
                 # random numbers do not depend on how many processes there are.
+                n = len(data.draws_of_step(len(train.targets), batch, step, by_epoch))
                 g = data.rng(seed, purpose, "drop", step)
                 factors = lora.drop_path(rate, self.backbone.depth, n, g)  # (n, K, 2)
                 drop = data.to_device(factors[share(n)], self.device)
@@ -158,15 +167,14 @@ class Experiment:
     @torch.no_grad()
     def logits(self, split: data.Split, theta: Tensor, phi_D: Phi) -> Tensor:
         """Logits (n, C) of a split, whose images the processes share; φ_D as in `score`."""
-        n = len(split.targets)
-        numbers = torch.arange(n)[share(n)]  # of this process's images
-        draws = []
-        for part in numbers.split(self.cfg.micro_batch or 256):
-            # Here an image's number is also that of its draw, since each is drawn once.
-            draws.append([(i, i) for i in part.tolist()])
-        images = data.Images(data.decode_once(split, self.transform), self.transform)
-        logits = []
-        for x, _, _ in data.batches(images, draws, self.cfg.workers, self.device):
+        own = data.decode_once(split, self.transform, own_numbers(split))
+        draws = [(i, i) for i in range(len(own.targets))]  # each image is drawn once
+        batch = self.cfg.micro_batch or 256
+        pieces = [draws[first : first + batch] for first in range(0, len(draws), batch)]
+        images = data.Images(own, self.transform)
+        # a process may have no image at all
+        logits = [torch.empty(0, len(self.task.classes), device=self.device)]
+        for x, _ in data.batches(images, pieces, self.cfg.workers, self.device):
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
                 features = lora.features(self.backbone, theta, x)
             # the head in float32: in bfloat16, close classes would have equal logits
@@ -192,16 +200,29 @@ class Experiment:
                 f"{needed_by} {fewest}; choose another size"
             )
 
-    def decode_held_out_images(self) -> None:
-        """Read all validation and test images, so that a damaged one is told before training."""
+    def decode_held_out_images(self, scored: Sequence[data.Split]) -> None:
+        """Read all validation and test images, so that a damaged one is told before training.
+
+        Each process reads its own part, and keeps it of those splits that will be scored.
+        """
         for split in (self.task.val, self.task.test):
-            images = data.decode_once(split, self.transform).images
+            own = own_numbers(split)
+            if split in scored:
+                images = data.decode_once(split, self.transform, own).images
+            else:
+                images = split.part(own).images
             if isinstance(images, Tensor):  # in memory, so nothing is left to read
                 continue
-            # There are too many to be kept, so `decode_once` has not opened them.
             errors = data.decode_all(images)
             if errors:
                 raise errors[0]
+        wait_for_all()  # the run does not begin before the others have read theirs
+
+
+def own_numbers(split: data.Split) -> range:
+    """The numbers of those images of a split that this process scores."""
+    n = len(split.targets)
+    return range(n)[share(n)]
 
 
 class AlignExperiment(Experiment):
@@ -275,35 +296,26 @@ class AlignExperiment(Experiment):
 
     def first_images(self, n: int) -> Tensor:
         """The first n images (n, 3, H, W) that a run draws from the pool."""
+        images = pool_images(self.pool, self.arch.image_size, self.cfg)
         draws = data.stream(len(self.pool.images), n, self.cfg.seed, "pretext", range(1))
-        x, _, _ = next(data.batches(self.pool_images(), draws, 0, self.device))
+        x, _ = next(data.batches(images, draws, 0, self.device))
         return x
 
-    def pretext_batches(self, task: PretextTask[Batch], steps: range) -> Iterator[Batch]:
-        """Prepared pretext batches for these lower steps."""
-        images = self.pool_images()
-        return pretext_batches(task, images, self.cfg.p_batch, steps, self.cfg, self.device)
 
-    def pool_images(self) -> data.Images:
-        """The pool's images, cut out as for training."""
-        cfg = self.cfg
-        return pool_images(self.pool, self.arch.image_size, cfg.pretext, cfg, cfg.seed)
-
-
-def pool_images(pool: data.Pool, size: int, pretext: str, crops: Crops, seed: int) -> data.Images:
+def pool_images(pool: data.Pool, size: int, cfg: AlignConfig | PretrainConfig) -> data.Images:
     """A pool's images as a network with inputs of side `size` is trained on them.
 
     Random crops are bicubic with flip; those of I-JEPA bilinear without, as its authors have them.
     """
-    is_ijepa = pretext == "ijepa"
+    is_ijepa = cfg.pretext == "ijepa"
     interpolation = "bilinear" if is_ijepa else "bicubic"
     flip = not is_ijepa
     transform = data.Transform(
-        size, pool.mean, pool.std, crops.augment, crops.min_crop, interpolation, flip
+        size, pool.mean, pool.std, cfg.augment, cfg.min_crop, interpolation, flip
     )
     # `Images` reads splits, so each image gets a label, which means nothing.
     unlabelled = data.Split(pool.images, torch.zeros(len(pool.images)))
-    return data.Images(unlabelled, transform, True, seed, "pretext")
+    return data.Images(unlabelled, transform, True, cfg.seed, "pretext")
 
 
 def pretext_batches(
@@ -320,11 +332,13 @@ def pretext_batches(
     the step; they are drawn for the whole batch, and each process takes its part.
     """
     amp = machine.amp and device.type == "cuda"
+    own = share(batch)
     draws = data.stream(len(images.split.images), batch, machine.seed, "pretext", steps)
-    batches = data.batches(images, draws, machine.workers, device, share)
-    for step, (x, _, n) in zip(steps, batches, strict=True):
+    own_draws = (of_step[own] for of_step in draws)
+    batches = data.batches(images, own_draws, machine.workers, device)
+    for step, (x, _) in zip(steps, batches, strict=True):
         g = data.rng(machine.seed, "mask", step)
-        drawn = [data.to_device(part[share(n)], device) for part in task.draw(n, g)]
+        drawn = [data.to_device(part[own], device) for part in task.draw(batch, g)]
         with torch.autocast(device.type, torch.bfloat16, enabled=amp):
             prepared = task.prepare(x, *drawn)
         yield prepared
@@ -340,11 +354,10 @@ def open_task(cfg: Config) -> data.Task:
         path = place_of(name, cfg.data_root)
         if cfg.split_file and name not in BENCHMARKS:
             raise UsageError(f"--split-file {cfg.split_file}: is for cub200 and pets, leave it out")
-        if name == "quilts":
-            _, task = data.quilts(cfg.data_seed)
-            return task
+        if name in MAKE_TASK:
+            return MAKE_TASK[name](cfg.data_seed)
         if path is None:
-            return omniglot.task(name.removeprefix("omniglot:"), cfg.data_seed)
+            raise UsageError(f"--dataset {name}: is a pool without labels")
         if name in BENCHMARKS:
             return load_task(cfg, path)
         return data.folder(path, cfg.data_seed)
@@ -354,11 +367,10 @@ def open_pool(name: str, root: Path, seed: int) -> data.Pool:
     """The pool D^P by its name, below a data root; `seed` is --data-seed (UsageError)."""
     with checking(f"--pool {name}"):
         path = place_of(name, root)
-        if name == "quilts":
-            pool, _ = data.quilts(seed)
-            return pool
+        if name in MAKE_POOL:
+            return MAKE_POOL[name](seed)
         if path is None:
-            return omniglot.pool()
+            raise UsageError(f"--pool {name}: is a labelled data set, and no pool")
         return data.Pool(find_pool(name, path))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import quilts
 import torch
 from golden import make_data
 from loopback import Server
@@ -18,7 +19,6 @@ from torch import Tensor
 
 import cli
 from config import PretrainConfig
-from data import quilts
 from extras.pretrain import pretrain
 from support.processes import stop
 
@@ -27,6 +27,7 @@ from support.processes import stop
 if not os.environ.get("BISSLIGHT_GPU"):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+quilts.register()  # before a test makes settings that name them
 HERE = Path(__file__).parent
 SHARED = Path(os.environ.get("BISSLIGHT_SHARED", HERE.parent.parent / "shared"))
 
@@ -100,7 +101,7 @@ def once(factory: pytest.TempPathFactory, name: str) -> Iterator[Path]:
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs of `pretrain` of one epoch, mae/ and ijepa/; what they learned does not matter."""
     with once(tmp_path_factory, "pretrained") as where:
-        whole = quilts(0)[0]
+        whole = quilts.quilts_pool(0)
         some = whole._replace(images=whole.images[:160])
         about = {"pool": "own", "epochs": 1, "warmup_epochs": 0, "batch": 20}
         for pretext in ("mae", "ijepa"):

@@ -6,7 +6,7 @@ import numpy as np
 from PIL import Image
 from scipy.io import savemat
 
-from data import PARTS
+from data import SPLITS
 from support.benchmarks import BENCHMARKS, VOC
 
 
@@ -22,14 +22,14 @@ def lines(path: Path, *text: str) -> None:
 
 def make_dtd(base: Path) -> list[str]:
     names = [f"{kind}/{kind}_{i}.jpg" for kind in ("polka-dotted", "banded") for i in range(9)]
-    for k, part in enumerate(PARTS):
+    for k, part in enumerate(SPLITS):
         lines(base / f"dtd/labels/{part}1.txt", *names[k::3])
     return names
 
 
 def make_voc(base: Path) -> list[str]:
     """Image i of a part has object i; object i + 4 is a difficult one in it."""
-    for part, first in zip(PARTS, (0, 10, 20), strict=True):
+    for part, first in zip(SPLITS, (0, 10, 20), strict=True):
         names = [f"{first + i:06d}" for i in range(4)]
         for k, kind in enumerate(VOC):
             labels = [1 if k == i else 0 if k == i + 4 else -1 for i in range(4)]
@@ -65,7 +65,7 @@ def make_flowers(base: Path) -> list[str]:
 
 def make_aircraft(base: Path) -> list[str]:
     lines(base / "data/variants.txt", *(f"Falcon {k}" for k in range(100)))
-    for p, part in enumerate((*PARTS, "trainval")):
+    for p, part in enumerate((*SPLITS, "trainval")):
         names = [f"{1000 * (p % 3) + i:07d}" for i in range(4)]
         text = [f"{name} Falcon {i % 2 * 50}" for i, name in enumerate(names)]
         lines(base / f"data/images_variant_{part}.txt", *text)

@@ -1,5 +1,6 @@
 """The benchmarks' lists, on drawn copies and on the small packs, beside torchvision's readers."""
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,20 @@ import pytest
 from conftest import shared
 from copies import MAKE, make, picture
 from torchvision import datasets as tv
-from toy import refusal
+from toy import ALIGN_STEPS, done, refusal
 
-from config import AlignConfig
-from data import PARTS, Pool, Task
-from support.benchmarks import BENCHMARKS, DTD, VOC, folders, place_of, read_cub, read_lists
+from config import NAMED, AlignConfig
+from data import SPLITS, Pool, Task
+from support.benchmarks import (
+    BENCHMARKS,
+    DTD,
+    MAKE_TASK,
+    VOC,
+    folders,
+    place_of,
+    read_cub,
+    read_lists,
+)
 from support.errors import UsageError
 from support.experiment import open_pool, open_task
 
@@ -27,7 +37,7 @@ def torchvision_reads(name: str, root: Path, monkeypatch: Any) -> dict[str, dict
     kinds = {"dtd": tv.DTD, "pets": tv.OxfordIIITPet, "flowers": tv.Flowers102}
     monkeypatch.setattr(tv.Flowers102, "_check_integrity", lambda self: True)  # of whole lists
     found = {}
-    for part in ("trainval", "test") if name == "pets" else PARTS:
+    for part in ("trainval", "test") if name == "pets" else SPLITS:
         data = kinds.get(name, tv.FGVCAircraft)(root, part)
         place = [DTD.index(kind) for kind in data.classes] if name == "dtd" else range(102)
         files = data._images if name == "pets" else data._image_files
@@ -45,7 +55,7 @@ def test_torchvision_reads_the_same(
     root = shared(f"data/{BENCHMARKS[name].folder}").parent if real else make(name, tmp_path).parent
     task = load(name, root)
     ours: dict[str, Any] = {}
-    for part, split in zip(PARTS, (task.train, task.val, task.test), strict=True):
+    for part, split in zip(SPLITS, (task.train, task.val, task.test), strict=True):
         labels = zip(split.images, split.targets.tolist(), strict=True)
         ours[part] = {path.name: label for path, label in labels}
     if name == "pets":
@@ -58,7 +68,7 @@ def test_voc_labels_are_those_of_the_annotations() -> None:
     """Main/CLASS_PART.txt against the objects that torchvision's VOCDetection reads."""
     root = shared("data/VOCdevkit").parent
     task, hits = load("voc07", root), load("voc07", root, voc_difficult="positive")
-    for part in PARTS:
+    for part in SPLITS:
         xml = tv.VOCDetection(root, year="2007", image_set=part)
         for i in range(len(xml)):
             objects = xml[i][1]["annotation"]["object"]
@@ -79,7 +89,7 @@ def test_the_whole_cub_split_has_the_papers_sizes() -> None:
     file = shared("data/bissl_tv_splits/cub200_val_split.txt")
     for chosen in (None, file):
         split = read_lists("cub200", base, 0, chosen).parts
-        assert [len(split[part]) for part in PARTS] == [4800, 1194, 5794]
+        assert [len(split[part]) for part in SPLITS] == [4800, 1194, 5794]
         assert {*Counter(label for _, label in split["train"]).values()} == {24}
         assert len({*split["train"], *split["val"]}) == 5994
     assert len({str(read_lists("cub200", base, k)) for k in (0, 1)}) == 2
@@ -139,7 +149,7 @@ def test_split_files_are_checked(tmp_path: Path, monkeypatch: Any) -> None:
         load("cub200", tmp_path, split_file=path)
 
 
-def test_a_pool_is_quilts_the_training_part_of_imagenet_or_any_folder(tmp_path: Path) -> None:
+def test_a_pool_is_the_training_part_of_imagenet_any_folder_or_made(tmp_path: Path) -> None:
     def pool(name: str) -> Pool:
         return open_pool(name, tmp_path, 0)
 
@@ -163,6 +173,29 @@ def test_a_name_is_a_place_and_drawn_data_have_none(tmp_path: Path) -> None:
     for path in (f"folder:{tmp_path}/none", str(tmp_path / "none")):
         with pytest.raises(ValueError, match=r"no such folder$"):  # and no benchmark is proposed
             place_of(path, tmp_path)
+
+
+def test_a_script_gives_its_own_data_a_name(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name is a flag's value, brings its settings along, and its function gets --data-seed."""
+    seeds = list[int]()
+
+    def make_task(seed: int) -> Task:
+        seeds.append(seed)
+        return open_task(AlignConfig(backbone="vit_mini", dataset="omniglot:Greek"))
+
+    monkeypatch.setitem(NAMED, "mine", {"pool": "omniglot", "augment": "none"})
+    monkeypatch.setitem(MAKE_TASK, "mine", make_task)
+    line = f"align --backbone vit_mini --weights {weights} --dataset mine {ALIGN_STEPS}"
+    done(f"{line} --quiet --data-seed 3 --out {tmp_path}/run")
+    settings = json.loads((tmp_path / "run/config.json").read_text())
+    assert (settings["dataset"], settings["pool"], settings["augment"]) == (
+        "mine", "omniglot", "none",
+    )  # fmt: skip
+    assert seeds == [3]
+    said = refusal(f"pretrain --backbone vit_mini --pool mine --out {tmp_path}/other")
+    assert "--pool mine" in said  # it has no function that makes a pool
 
 
 def test_a_missing_folder_of_images_is_named(weights: Path, tmp_path: Path) -> None:

@@ -15,10 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quilts
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from toy import ALIGN_STEPS, IJEPA_RUN, MAE_RUN, PEFT_STEPS, done, outside, refusal, run
+from toy import (
+    ALIGN_STEPS,
+    IJEPA_RUN,
+    MAE_RUN,
+    PEFT_STEPS,
+    PROGRAM,
+    PROGRAM_PATH,
+    done,
+    outside,
+    refusal,
+    run,
+)
 from typer.testing import CliRunner
 
 import cli
@@ -31,9 +43,7 @@ from support.optim import EpochRecord
 from support.progress import Bars, progress
 from support.screen import Answer
 
-QUILTS = Path(cli.__file__).parent / "extras/quilts.pth"
-PROGRAM = [sys.executable, "-c", "import cli; cli.main()"]
-OUTSIDE = {"PYTHONPATH": str(Path(cli.__file__).parent), "PATH": os.environ["PATH"]}
+OUTSIDE = {"PYTHONPATH": PROGRAM_PATH, "PATH": os.environ["PATH"]}
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -234,7 +244,8 @@ def test_help_into_a_closed_pipe_and_a_path_of_any_bytes_show_no_traceback(tmp_p
     )
     assert ended.stderr == ""
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
-    line = f"align --backbone vit_mini --weights {QUILTS} --pool quilts --dataset folder:{folder}"
+    line = f"align --backbone vit_mini --weights {quilts.WEIGHTS} --pool quilts"
+    line += f" --dataset folder:{folder}"
     said = outside(line, PYTHONIOENCODING="ascii")
     assert (said.returncode, len(said.stderr.splitlines())) == (2, 1)
 

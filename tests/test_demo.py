@@ -10,7 +10,7 @@ from config import AlignConfig
 from evaluate import Row, compare
 from extras import demo
 from support.errors import UsageError
-from support.experiment import AlignExperiment, pretext_batches
+from support.experiment import AlignExperiment, pool_images, pretext_batches
 from support.omniglot import WEIGHTS
 
 
@@ -51,7 +51,8 @@ def test_the_backbone_that_comes_with_the_program_fills_in_characters() -> None:
     m = AlignExperiment(AlignConfig(backbone="vit_mini", dataset="omniglot:Greek"))
     assert WEIGHTS.stat().st_size < 800_000
     task = m.pretext_task(m.new_theta())
-    batch = next(pretext_batches(task, m.pool_images(), 500, range(1), m.cfg, m.device))
+    images = pool_images(m.pool, m.arch.image_size, m.cfg)
+    batch = next(pretext_batches(task, images, 500, range(1), m.cfg, m.device))
     assert 0.2 < task.loss(None, task.phi, batch) < 0.3
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from toy import ALIGN_SETTINGS, ROOT
+from quilts import quilts
+from toy import ALIGN_SETTINGS, ALIGN_STEPS, ROOT, done, refusal
 
 from align import align
 from config import AlignConfig, FinetuneConfig
-from data import Pool, quilts
+from data import Pool, decode_once
 from support import experiment, pretext
 from support.errors import UsageError
 from support.experiment import AlignExperiment, Experiment
@@ -188,3 +189,32 @@ def test_an_empty_pool_and_a_name_for_handed_in_data_are_refused(
     whole, _ = quilts(0)
     with pytest.raises(UsageError, match=r"pixels in \[0, 1\]"):
         AlignExperiment(settings(weights), pool=Pool(2 * torch.as_tensor(whole.images)))
+
+
+def test_align_reads_the_test_images_and_keeps_those_of_validation_alone(
+    weights: Path, drawn: Path, tmp_path: Path
+) -> None:
+    """It never scores the test; a damaged image there is told before it begins nevertheless."""
+    shutil.copytree(drawn / "data/shapes", tmp_path / "shapes")
+    line = f"align --backbone vit_mini --weights {weights} {ALIGN_STEPS} --quiet"
+    line += f" --dataset folder:{tmp_path}/shapes --pool {drawn}/data/pool --out {tmp_path}/run"
+    image = tmp_path / "shapes/test/dots/40.png"
+    content = image.read_bytes()
+    image.write_bytes(content[:200])
+    assert str(image) in refusal(line, 1)
+    image.write_bytes(content)
+    decode_once.cache_clear()
+    done(line)
+    assert decode_once.cache_info().currsize == 1
+
+
+def test_a_process_scores_its_own_images_and_may_have_none(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = AlignExperiment(settings(weights))
+    head = opened.new_head("head").with_stats
+    everything = opened.logits(opened.task.val, opened.new_theta(), head)
+    for first, end in ((0, 0), (30, 50)):
+        monkeypatch.setattr(experiment, "share", lambda n, part=slice(first, end): part)
+        found = opened.logits(opened.task.val, opened.new_theta(), head)
+        torch.testing.assert_close(found, everything[first:end])

@@ -10,6 +10,7 @@ import pytest
 import torch
 import typer
 from golden import RUNS, differences, make_data, read_align, recorded, run
+from quilts import quilts
 from scipy.stats import spearmanr
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 
 from align import align
 from config import BACKBONES, AlignConfig, Arch, FinetuneConfig
-from data import quilts, rng
+from data import rng
 from experiments import (
     accuracy,
     attention_rollout,
@@ -425,12 +426,14 @@ def test_curvature_has_a_row_for_each_case_and_changes_no_run(
     """|q|/|g| as watched from outside is what the run itself has logged."""
     steps = {"alternations": 4, "lower_steps": 2, "upper_steps": 2, "warmup": 1, "probe_epochs": 1}
     monkeypatch.setattr(curvature, "SETTINGS", curvature.SETTINGS | steps)
-    call(curvature, f"--weights {weights} --cases 2 --out {tmp_path}")
+    on = "--dataset quilts --pool quilts"
+    out = tmp_path / "new"
+    call(curvature, f"--weights {weights} {on} --cases 2 --out {out}")
     settings = {"weights": weights, "pretext": "mae", "dataset": "quilts", "pool": "quilts"}
     align(AlignConfig(**curvature.SETTINGS | settings | {"lower_steps": 5}), tmp_path / "run")
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()[1:]
     late = np.mean([json.loads(line)["q_over_g"] for line in lines[1:]])
-    rows = table(tmp_path / "curvature.json")
+    rows = table(out / "curvature.json")
     assert [row["case"] for row in rows] == ["N_L 20, batch 64, rank 8", "N_L 5"]
     assert rows[1]["late: q/g"] == f"{late:.4f}"
     assert 0 < float(rows[1]["early: removed %"]) < 100

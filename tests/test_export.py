@@ -13,6 +13,7 @@ import pytest
 import timm
 import torch
 from conftest import close
+from quilts import quilts
 from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
@@ -20,7 +21,7 @@ from torchvision.transforms.functional import to_pil_image
 from toy import done, refusal
 
 from config import Arch
-from data import quilts, rng
+from data import rng
 from extras.export import crop_share, fold_norm, to_peft, to_timm
 from lora import Backbone, features, init_head, init_norm, init_theta, logits
 from support.checkpoints import build_vit, load_adapter

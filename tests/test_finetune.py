@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quilts
 import torch
 from conftest import fixture
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
-from toy import ALIGN_STEPS, PEFT_STEPS, ROOT, run
+from toy import ALIGN_STEPS, PEFT_STEPS, run
 
 from bisslight import Diverged
 from config import FinetuneConfig
@@ -294,7 +295,7 @@ def test_results_of_the_second_edition_are_evaluated() -> None:
 def test_an_adapter_of_the_second_edition_is_fine_tuned_to_the_recorded_numbers(
     tmp_path: Path,
 ) -> None:
-    weights = ROOT / "extras/quilts.pth"
+    weights = quilts.WEIGHTS
     recorded = json.loads((SECOND / "tuned/result.json").read_text())
     cfg = FinetuneConfig(
         start=SECOND / "aligned", weights=weights, backbone="vit_mini", dataset="quilts", rank=2,

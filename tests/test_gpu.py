@@ -26,6 +26,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
+from toy import PROGRAM, PROGRAM_PATH
 
 import cli
 import lora
@@ -39,7 +40,6 @@ from support.processes import stop
 REHEARSAL = os.environ.get("BISSLIGHT_GPU") == "cpu"
 DEVICE = "cpu" if REHEARSAL else "cuda"
 BACKBONE = "vit_mini" if REHEARSAL else "vit_b16"  # of the passes
-ROOT = Path(cli.__file__).parent
 
 STEPS = (
     "--alternations 3 --lower-steps 3 --upper-steps 2 --p-batch 24 --d-batch 16 --probe-epochs 1 "
@@ -357,8 +357,10 @@ def test_two_processes_on_two_devices_have_the_numbers_of_one(pretrained: Path) 
         pytest.skip(f"two CUDA devices are needed, {torch.cuda.device_count()} visible")
     line = f"{align_line(pretrained, 'mfac')} --device cuda --no-amp"
     call = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    call += [str(ROOT / "cli.py"), *line.split(), "--out", "two"]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    program = Path("program.py")
+    program.write_text(PROGRAM[-1])
+    call += [str(program), *line.split(), "--out", "two"]
+    env = os.environ | {"PYTHONPATH": PROGRAM_PATH}
     outcome = subprocess.run(call, env=env, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stderr
     done(f"{line} --out one")

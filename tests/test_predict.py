@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from quilts import quilts
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 from toy import PEFT_STEPS, align_line, done, refusal, run
 
-from data import Task, folder, quilts
+from data import Task, folder
 from extras.predict import predict
 from support import omniglot
 from support.checkpoints import load_adapter, save_adapter

@@ -16,7 +16,7 @@ import pytest
 import torch
 from child_process import finish, start, wait_for
 from conftest import close
-from toy import ROOT, align_line, done
+from toy import PROGRAM, PROGRAM_PATH, align_line, done
 
 import cli
 from support.errors import RunError, UsageError
@@ -132,10 +132,12 @@ def test_two_processes_have_the_numbers_of_one(
 @pytest.mark.slow
 def test_torchrun_starts_them(pretrained: Path) -> None:
     line = align_line(pretrained, f"{SHARED_STEPS} --alternations 1 --json")
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    more = {"PYTHONPATH": PROGRAM_PATH, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    program = Path("program.py")
+    program.write_text(PROGRAM[-1])
     call = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    call += [str(ROOT / "cli.py"), *line.split(), "--out", "two"]
-    found = subprocess.run(call, env=env, capture_output=True, text=True, check=False)
+    call += [str(program), *line.split(), "--out", "two"]
+    found = subprocess.run(call, env=os.environ | more, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout)["out"] == "two"
     done(f"{line} --out one")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toy import ALIGN_SETTINGS, ALIGN_STEPS, MAE_RUN, PEFT_SETTINGS, PEFT_STEPS, ROOT
+from toy import ALIGN_SETTINGS, ALIGN_STEPS, MAE_RUN, PEFT_SETTINGS, PEFT_STEPS, PROGRAM_PATH, ROOT
 
 from align import AlignResult, align
 from config import AlignConfig, FinetuneConfig
@@ -109,9 +109,10 @@ def test_without_extras_align_finetune_and_evaluate_work(weights: Path, tmp_path
     ]
     code = (
         "import sys, types; sys.modules['extras'] = types.ModuleType('extras')\n"
+        "import quilts; quilts.register()\n"
         "import cli; print([cli.run(line.split()) for line in sys.argv[1:]])"
     )
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": PROGRAM_PATH, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code, *lines],
         cwd=tmp_path, env=env, capture_output=True, text=True,

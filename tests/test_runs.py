@@ -484,8 +484,12 @@ def test_a_grid_goes_on_to_the_same_bits(pretrained: Path) -> None:
 def test_jobs_stopped_or_killed_with_their_parent_go_on(
     pretrained: Path, number: signal.Signals
 ) -> None:
-    """Of a parent with two runs at work: SIGTERM, they save and stop; kill -9, they end with it."""
-    line = finetune_line(pretrained, "--epochs 40 --seeds 2 --lr 1e-3 --save-minutes 0 --jobs")
+    """Of a parent with two runs at work: SIGTERM, they save and stop; kill -9, they end with it.
+
+    On handwriting: the new processes do not know what the tests have registered.
+    """
+    more = "--dataset omniglot:Greek --epochs 40 --seeds 2 --lr 1e-3 --save-minutes 0 --jobs"
+    line = finetune_line(pretrained, more)
     done(f"{line} 1 --out whole")
     parent = start(partial(cli.run, f"{line} 2 --out cut".split()), SAID)
     wait_for(lambda: len(list(Path("cut").glob("*/checkpoint.pt"))) == 2, parent)

@@ -12,13 +12,14 @@ import timm
 import torch
 from conftest import close
 from loopback import Handler, Server
+from quilts import quilts
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 from toy import ROOT, done, refusal
 
 import lora
 from config import AlignConfig, FinetuneConfig, make
-from data import quilts, rng
+from data import rng
 from mae import MAE, Decoder, positions
 from support.checkpoints import load_adapter, load_backbone
 from support.errors import UsageError

@@ -16,8 +16,8 @@ SCRIPTS = [
 WRONG = """
 from config import AlignConfig
 
-AlignConfig(backbone="vit_mini", dataset="quilts", alternation=20)
-AlignConfig(backbone="vit_mini", dataset="quilts", hypergrad="newton")
+AlignConfig(backbone="vit_mini", dataset="omniglot:Greek", alternation=20)
+AlignConfig(backbone="vit_mini", dataset="omniglot:Greek", hypergrad="newton")
 """
 
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 LEFT_OUT = (".*", "runs", "build", "*.egg-info", "__pycache__")
 ROOT = Path(__file__).parent.parent
 MODULES = {path.name for path in ROOT.glob("*.py")}
-EXTRAS = {f"extras/{path.name}" for path in (ROOT / "extras").glob("*.[ph]*") if path.is_file()}
+EXTRAS = {f"extras/{path.name}" for path in (ROOT / "extras").glob("*.py")}
 SUPPORT = {f"support/{path.name}" for path in (ROOT / "support").glob("*.*") if path.is_file()}
 NO_NETWORK = """
 import socket
@@ -77,9 +77,9 @@ def test_the_installed_commands_run_from_an_empty_folder_without_a_network(
         assert (done.returncode, done.stderr) == (0, ""), f"{line}\n{done.stderr}"
         return done.stdout
 
-    start = "--backbone vit_mini --weights pre --dataset quilts --quiet"
+    start = "--backbone vit_mini --weights pre --dataset omniglot:Greek --quiet"
     short = "--epochs 1 --warmup-epochs 0 --batch 500 --quiet"
-    bisslight(f"pretrain --pool quilts --backbone vit_mini {short} --out pre")
+    bisslight(f"pretrain --pool omniglot --backbone vit_mini {short} --out pre")
     sizes = "--alternations 2 --lower-steps 2 --upper-steps 2 --p-batch 8 --d-batch 8"
     bisslight(f"align {start} {sizes} --probe-epochs 1 --eval-every 2 --warmup 1 --out a")
     peft = "--epochs 2 --warmup-epochs 1 --batch 40 --seeds 2 --lr 1e-2"

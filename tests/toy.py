@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 import cli
 
 ROOT = Path(cli.__file__).parent
+# the command line of a process of its own, in which the drawn images have their name, too
+PROGRAM = [sys.executable, "-c", "import quilts; quilts.register(); import cli; cli.main()"]
+PROGRAM_PATH = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
 
 MAE_RUN = "--backbone vit_mini --dataset quilts --weights {weights}"  # a run of `pretrain`
 IJEPA_RUN = f"{MAE_RUN} --pretext ijepa"
@@ -81,6 +84,6 @@ def refusal(line: str, code: int = 2) -> str:
 
 def outside(line: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """A command line in a process of its own, with nothing of this one's environment."""
-    program = [sys.executable, "-c", "import cli; cli.main()", *line.split()]
-    env = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"} | environ
-    return subprocess.run(program, env=env, capture_output=True, text=True, check=False)
+    env = {"PYTHONPATH": PROGRAM_PATH, "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    call = [*PROGRAM, *line.split()]
+    return subprocess.run(call, env=env | environ, capture_output=True, text=True, check=False)
