@@ -106,6 +106,13 @@ def refuse_bool(value: object) -> object:
     return value
 
 
+def refuse_empty(value: object) -> object:
+    """An empty text would be the folder that one is in."""
+    if value == "":
+        raise ValueError("is empty")
+    return value
+
+
 def split_commas(value: object) -> object:
     """A list on the command line is one text, such as 0.1,0.2."""
     return value.split(",") if isinstance(value, str) else value
@@ -181,6 +188,7 @@ def pool_name(name: str) -> str:
 
 
 NotBool = BeforeValidator(refuse_bool)
+NotEmpty = BeforeValidator(refuse_empty)
 Listed = BeforeValidator(split_commas)
 # larger whole numbers are not exact in all readers of JSON
 PositiveInt = Annotated[int, Field(gt=0, lt=2**53), NotBool]
@@ -194,12 +202,12 @@ Ratios = Annotated[tuple[PositiveFloat, PositiveFloat], Listed, AfterValidator(a
 Rates = Annotated[tuple[PositiveFloat, ...], Listed, Field(min_length=1)]
 Workers = Annotated[int, Field(ge=0, le=256), NotBool]
 Jobs = Annotated[int, Field(ge=1, le=256), NotBool]
-Place = Annotated[Path, AfterValidator(absolute)]
-Weights = Annotated[Path, AfterValidator(weights_place)]
+Place = Annotated[Path, NotEmpty, AfterValidator(absolute)]
+Weights = Annotated[Path, NotEmpty, AfterValidator(weights_place)]
 BackboneName = Annotated[str, AfterValidator(backbone_name)]
 PretextName = Annotated[str, AfterValidator(pretext_name)]
-DatasetName = Annotated[str, AfterValidator(dataset_name)]
-PoolName = Annotated[str, AfterValidator(pool_name)]
+DatasetName = Annotated[str, NotEmpty, AfterValidator(dataset_name)]
+PoolName = Annotated[str, NotEmpty, AfterValidator(pool_name)]
 
 # --- marks of settings -------------------------------------------------------------------------
 
@@ -213,6 +221,7 @@ class Mark(Enum):
 
     CHANGES_NO_NUMBER = auto()  # how and where it is computed: a run may go on with another value
     KNOWN_BY_DIGEST = auto()  # a place, which may be another one: its content is compared instead
+    MAY_GROW = auto()  # a finished run goes on with more of it, and keeps what it has
     SAME_ARM = auto()  # what is repeated, and how often: it makes no other arm
     LEFT_OPEN_BY_PAPER = auto()  # any value follows the paper, which searches for it or is silent
 
@@ -221,6 +230,7 @@ class Mark(Enum):
 ChangesNoNumber = Annotated[T, Mark.CHANGES_NO_NUMBER]
 KnownByDigest = Annotated[T, Mark.KNOWN_BY_DIGEST]
 SameArm = Annotated[T, Mark.SAME_ARM]
+MayGrow = Annotated[T, Mark.MAY_GROW]
 LeftOpenByPaper = Annotated[T, Mark.LEFT_OPEN_BY_PAPER]
 
 
@@ -480,7 +490,7 @@ class Peft(Settings):
 
     lr: LeftOpenByPaper[PositiveFloat | None] = None
     """One learning rate for all seeds, instead of a grid. [App. C.2 has a grid]"""
-    grid: LeftOpenByPaper[Rates] = GRID
+    grid: LeftOpenByPaper[MayGrow[Rates]] = GRID
     """Learning rates to try (not scaled by the batch size); validation decides. After align, the
     default is a tenth of these. [App. C.2]"""
     grid_seeds: LeftOpenByPaper[PositiveInt] = 1
@@ -502,7 +512,7 @@ class Peft(Settings):
     """Epochs between validations. [App. C.2.1]"""
     test_curve: SameArm[bool] = False
     """Score test images at each validation, too, to draw curves; this chooses nothing. [here]"""
-    seeds: SameArm[PositiveInt] = 8
+    seeds: SameArm[MayGrow[PositiveInt]] = 8
     """Independent runs. [App. C.2.1]"""
     jobs: ChangesNoNumber[Jobs] = 1
     """Runs at a time, each in a process with its share of the cores. [here]"""
