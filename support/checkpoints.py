@@ -249,7 +249,7 @@ def build_head(arch: Arch, pretext: str) -> PretextHead:
 
 @torch.no_grad()
 def initialise(networks: Sequence[nn.Module], pretext: str, rng: torch.Generator) -> None:
-    """Start new networks in place as the task's authors do; a ViT gets the fixed positions, too."""
+    """Give new networks the random start of the task's authors, in place; a ViT its positions."""
     if pretext == "ijepa":
         ijepa.init(networks, rng)
     else:
@@ -344,16 +344,16 @@ def load_adapter(path: Path) -> Adapter:
 RELEASED_NAME = "base_model.model.blocks.{}.attn.qkv.{}.lora_{}.default.weight"
 
 
-def load_theta(start: Path, dim: int) -> tuple[Tensor, Record]:
-    """θ, and what its file says of itself; {} if it is a released file (OSError, ValueError)."""
-    if start.suffix == ".safetensors":
-        adapter = load_adapter(start)
+def load_theta(path: Path, dim: int) -> tuple[Tensor, Record]:
+    """θ (K, p), and what its file says of itself: {} of a released one (OSError, ValueError)."""
+    if path.suffix == ".safetensors":
+        adapter = load_adapter(path)
         return adapter.theta, adapter.origin
-    return from_released(read_tensors(start), dim), {}
+    return from_released(read_tensors(path), dim), {}
 
 
 def from_released(state: Phi, dim: int) -> Tensor:
-    """θ from the released program's LoRA file; ValueError where it is another layout."""
+    """θ (K, p) from the LoRA file of the paper's own program (ValueError: another layout)."""
     wrong = ValueError(f"is not a LoRA file on q and v of width {dim} in the released layout")
     rows = []
     try:
