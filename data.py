@@ -170,8 +170,15 @@ def names_below(files: list[Path]) -> str:
     return "\n".join([str(file)[start:] for file in files])
 
 
-def find_images(root: Path) -> list[Path]:
-    """All image files below a folder, links followed, sorted by path, hidden ones left out."""
+def find_images(root: Path, outer: tuple[Path, ...] = ()) -> list[Path]:
+    """All image files below a folder, links followed, sorted by path, hidden ones left out.
+
+    `outer` has the folders on the way here. ValueError: a link leads back to one of them.
+    """
+    here = root.resolve()
+    for folder_on_the_way in outer:
+        if here == folder_on_the_way or here in folder_on_the_way.parents:
+            raise ValueError(f"{root}: is a link to a folder that it lies in; remove it")
     files = list[Path]()
     for path in root.iterdir():
         if path.name.startswith("."):
@@ -180,7 +187,7 @@ def find_images(root: Path) -> list[Path]:
             check_name(path)
             files.append(path)
         elif path.is_dir():
-            files += find_images(path)
+            files += find_images(path, (*outer, here))
     return sorted(files, key=str)
 
 

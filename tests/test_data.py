@@ -282,6 +282,17 @@ def test_of_several_processes_each_decodes_and_keeps_its_own_images(tmp_path: Pa
     assert torch.equal(torch.as_tensor(own.images), torch.as_tensor(whole.images)[2:5])
 
 
+@pytest.mark.parametrize("target", [".", "..", "../b"])
+def test_a_link_to_a_folder_that_it_lies_in_is_refused(tmp_path: Path, target: str) -> None:
+    """Also a link into another folder, whose link leads back."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    (tmp_path / "a" / "link").symlink_to(target)
+    (tmp_path / "b" / "back").symlink_to("../a")
+    with pytest.raises(ValueError, match="link"):
+        data.find_images(tmp_path / "a")
+
+
 def test_without_torchvisions_decoder_pillow_gives_the_same_pixels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

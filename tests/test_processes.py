@@ -42,9 +42,11 @@ def test_a_second_signal_ends_at_once_whatever_a_library_catches(tmp_path: Path)
     wait_for(ready.exists, process)
     os.kill(process.pid or 0, signal.SIGTERM)
     os.kill(process.pid or 0, signal.SIGTERM)
-    time.sleep(1.1)
+    process.join(1.1)
     assert process.is_alive()
-    os.kill(process.pid or 0, signal.SIGINT)
+    while process.is_alive():  # again where a busy machine has only now delivered the first two
+        os.kill(process.pid or 0, signal.SIGINT)
+        process.join(2)
     assert finish(process) == 130 and len(said.read_text().splitlines()) == 1
 
 
