@@ -43,7 +43,7 @@ clocks, seeds and devices are left to the caller.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -203,7 +203,7 @@ class Passes:
     """How a batch passes through the network: cut or whole, in which precision."""
 
     micro_batch: int | None = None  # most images that pass at once; None: the whole batch
-    amp: bool = False  # bfloat16 autocast; gradients keep the dtype of θ
+    amp: bool = False  # bfloat16 autocast, on or off; gradients keep the dtype of θ
 
     def gradients(self, loss: Loss, theta: Tensor, phi: Phi, batch: Batch) -> Gradients:
         """L(θ, φ), ∇_θ L and ∇_φ L of a batch."""
@@ -223,11 +223,12 @@ class Passes:
         device = tensors[0].device
         sums: list[Tensor] = []
         for part, weight in microbatches(batch, self.micro_batch, device):
-            autocast = torch.autocast(device.type, torch.bfloat16) if self.amp else nullcontext()
-            with autocast:
+            with autocast(device, self.amp):
                 value = loss(part)
             value = value * weight
-            terms = [value.detach(), *torch.autograd.grad(value, tensors)]
+            with autocast(device, False):  # what the forward pass did in bfloat16, stays in it
+                of_part = torch.autograd.grad(value, tensors)
+            terms = [value.detach(), *of_part]
             if sums:
                 sums = [total + term for total, term in zip(sums, terms, strict=True)]
             else:
@@ -238,23 +239,26 @@ class Passes:
     def hessian(self, loss: Loss, theta: Tensor, phi: Phi, batch: Batch) -> Map:
         """The function u -> H u with H = ∇²_θ L of a batch at (θ, φ), in the precision of θ.
 
-        Autocast is off here. The graph of one micro-batch exists at a time: if the batch is not
-        cut, its graph serves all products; otherwise each part passes again for each product.
+        Autocast is off here, also inside a caller's own. The graph of one micro-batch exists at a
+        time: if the batch is not cut, its graph serves all products; otherwise each part passes
+        again for each product.
         """
         point = theta.detach().requires_grad_()
+        device = point.device
         fixed = {name: tensor.detach() for name, tensor in phi.items()}
-        parts = microbatches(batch, self.micro_batch, point.device)
+        parts = microbatches(batch, self.micro_batch, device)
 
         def gradient(part: Batch, weight: float) -> Tensor:
             value = loss(point, fixed, part) * weight
             return torch.autograd.grad(value, point, create_graph=True)[0]
 
-        with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
+        # fused attention has no second derivative
+        with autocast(device, False), sdpa_kernel(SDPBackend.MATH):
             kept = gradient(*parts[0]) if len(parts) == 1 else None
 
         def product(u: Tensor) -> Tensor:
             total = torch.zeros_like(point)
-            with sdpa_kernel(SDPBackend.MATH):
+            with autocast(device, False), sdpa_kernel(SDPBackend.MATH):
                 for part, weight in parts:
                     if kept is None:
                         total += torch.autograd.grad(gradient(part, weight), point, u)[0]
@@ -263,6 +267,13 @@ class Passes:
             return sum_over_processes([total])[0]
 
         return product
+
+
+def autocast(device: torch.device, on: bool) -> AbstractContextManager[object]:
+    """bfloat16 autocast, on or off whatever it is outside; some devices (meta) have none."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16, enabled=on)
 
 
 def algorithm_1(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
+from pydantic import AfterValidator
 from pydantic_core import to_jsonable_python
 
 from config import (
@@ -60,7 +61,7 @@ data = typer.Typer(help="List, check and download the data sets.", rich_markup_m
 class Options(Settings):
     """This run: where it lies, and what is shown."""
 
-    out: Path | None = None
+    out: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
     """Directory of the run. Default: a name below runs/ that says what is run."""
     config: Path | None = None
     """TOML or JSON file of this command's settings; flags win over it."""

@@ -108,6 +108,13 @@ def refuse_bool(value: object) -> object:
     return value
 
 
+def refuse_empty(value: object) -> object:
+    """An empty text would be the folder that one is in."""
+    if value == "":
+        raise ValueError("is empty")
+    return value
+
+
 def split_commas(value: object) -> object:
     """A list on the command line is one text, such as 0.1,0.2."""
     return value.split(",") if isinstance(value, str) else value
@@ -184,6 +191,7 @@ def pool_name(name: str) -> str:
 
 
 NotBool = BeforeValidator(refuse_bool)
+NotEmpty = BeforeValidator(refuse_empty)
 Listed = BeforeValidator(split_commas)
 # larger whole numbers are not exact in all readers of JSON
 PositiveInt = Annotated[int, Field(gt=0, lt=2**53), NotBool]
@@ -197,12 +205,12 @@ Ratios = Annotated[tuple[PositiveFloat, PositiveFloat], Listed, AfterValidator(a
 Rates = Annotated[tuple[PositiveFloat, ...], Listed, Field(min_length=1)]
 Workers = Annotated[int, Field(ge=0, le=256), NotBool]
 Jobs = Annotated[int, Field(ge=1, le=256), NotBool]
-Place = Annotated[Path, AfterValidator(absolute)]
-Weights = Annotated[Path, AfterValidator(weights_place)]
+Place = Annotated[Path, NotEmpty, AfterValidator(absolute)]
+Weights = Annotated[Path, NotEmpty, AfterValidator(weights_place)]
 BackboneName = Annotated[str, AfterValidator(backbone_name)]
 PretextName = Annotated[str, AfterValidator(pretext_name)]
-DatasetName = Annotated[str, AfterValidator(dataset_name)]
-PoolName = Annotated[str, AfterValidator(pool_name)]
+DatasetName = Annotated[str, NotEmpty, AfterValidator(dataset_name)]
+PoolName = Annotated[str, NotEmpty, AfterValidator(pool_name)]
 
 # --- marks of settings -------------------------------------------------------------------------
 

@@ -1,17 +1,17 @@
 """`bisslight evaluate`: summaries over seeds, an exact permutation test (App. C.2.1), the paper's.
 
 An arm is a finished `finetune` run, or a directory of such runs that differ in seed and start only,
-such as one PEFT seed for each align run. The runs of an arm may also be over several data sets:
-such arms are compared on each data set, and on all of them together by a stratified test. The first
-arm is compared with every other one.
+such as one PEFT seed for each align run. The first arm is compared with every other one; each data
+set is evaluated for itself, as in the paper.
 """
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import NoReturn
+from statistics import NormalDist, fmean, stdev
+from typing import NamedTuple, NoReturn
 
 from pydantic import BaseModel, Field
 
@@ -26,9 +26,7 @@ from config import (
 )
 from support.errors import UsageError, checking
 from support.permutation import Comparison as Comparison  # also for those who import it from here
-from support.permutation import Stratum as Stratum
 from support.permutation import compare as compare
-from support.permutation import compare_strata as compare_strata
 from support.screen import Answer, count, format_value, percent
 
 LOG = logging.getLogger("bisslight")
@@ -37,13 +35,6 @@ LOG = logging.getLogger("bisslight")
 # start are compared by their digest instead of their path.
 OF_NO_ARM = (Mark.SAME_ARM, Mark.CHANGES_NO_NUMBER, Mark.KNOWN_BY_DIGEST)
 FREE = settings_with(AlignConfig, *OF_NO_ARM) | settings_with(FinetuneConfig, *OF_NO_ARM)
-
-# What may differ between the data sets of one arm: the data, and what is chosen for each of them.
-OF_DATA_SET = {
-    *("dataset", "data_seed", "split_file", "partial", "data_sha256"),
-    *("weights_sha256", "lr", "grid", "epochs"),
-}
-
 
 STARTS = {  # where an arm's seeds start, in plain words, by its `unit`; of a direct one, nowhere
     "PEFT and PEFT anew": "the seeds of a finished fine-tuning, one each",
@@ -61,6 +52,18 @@ class Reported(BaseModel, frozen=True):
     mean: float
     std: float
     source: str
+
+
+class Interval(NamedTuple):
+    """The ends of a 95 % interval, in percent."""
+
+    low: float
+    high: float
+
+    @property
+    def half(self) -> float:
+        """Half of its width."""
+        return (self.high - self.low) / 2
 
 
 class Row(BaseModel, frozen=True):
@@ -82,6 +85,13 @@ class Row(BaseModel, frozen=True):
     test_images: int = Field(0, exclude=True)
     data_set: str = Field("", exclude=True)
 
+    @property
+    def interval(self) -> Interval | None:
+        """Where the accuracy on all images of this kind lies; None for mAP, which counts none."""
+        if self.metric != "top-1 accuracy" or not self.test_images:
+            return None
+        return interval_by_images(self.mean, self.test_images)
+
 
 class Evaluation(BaseModel, frozen=True):
     """What `evaluate` found."""
@@ -99,6 +109,7 @@ class Evaluation(BaseModel, frozen=True):
             if row.first_minus_this:
                 difference = describe_comparison(row.first_minus_this)
                 differences.append(f"{first.arm} minus {row.arm}: {difference}")
+                lines += tell_few_images(row)
             if row.unit in STARTS:
                 lines.append(f"the seeds of {row.arm} start from {STARTS[row.unit]}")
             if row.differs:
@@ -107,11 +118,42 @@ class Evaluation(BaseModel, frozen=True):
         return Answer("\n".join(differences) or headline, rows, lines)
 
 
+def interval_by_images(accuracy: float, images: int) -> Interval:
+    """Wilson's 95 % interval of an accuracy (%) that was measured on so many images.
+
+    It says how well that many images of the same kind tell the accuracy of one network. Seeds
+    share the test images, so more seeds do not make it narrower.
+
+    >>> low, high = interval_by_images(50.0, 35)
+    >>> round(low, 1), round(high, 1)
+    (34.3, 65.7)
+    """
+    z = NormalDist().inv_cdf(0.975)
+    share = accuracy / 100
+    centre = (share + z**2 / (2 * images)) / (1 + z**2 / images)
+    variance = share * (1 - share) / images + (z / (2 * images)) ** 2
+    half = z * math.sqrt(variance) / (1 + z**2 / images)
+    return Interval(100 * (centre - half), 100 * (centre + half))
+
+
+def tell_few_images(row: Row) -> list[str]:
+    """A line where the test images are too few for the difference that is told."""
+    versus = row.first_minus_this
+    if versus is None or row.interval is None or row.interval.half < abs(versus.difference):
+        return []
+    return [
+        f"{count(row.test_images, 'test image')} tell an accuracy to within "
+        f"{row.interval.half:.0f} points: p is about other seeds, not about other images"
+    ]
+
+
 def describe_row(row: Row, first: str) -> Record:
     """The line of an arm in the table; `first` is the name of the one that it is compared with."""
     line: Record = {"arm": row.arm, "seeds": row.seeds, "rate": row.rates}
     line["test images"] = row.test_images
     line[f"test {row.metric}"] = percent(row.accuracies)
+    if row.interval:
+        line["95 % by images"] = f"{row.interval.low:.1f} to {row.interval.high:.1f}"
     versus = row.first_minus_this
     if versus:
         line[f"{first} minus this"] = points(versus)
@@ -140,25 +182,8 @@ def points(versus: Comparison) -> str:
     return f"{round(versus.difference, 1) + 0.0:+.1f}"
 
 
-class Pooled(BaseModel, frozen=True):
-    """An arm on all of its data sets together."""
-
-    arm: str
-    data_sets: list[str]
-    seeds: int  # of all data sets
-    mean: float  # percent; the mean of the data sets' means
-    differs: dict[str, str]  # as in Row; where data sets have different values, all of them
-    first_minus_this: Comparison | None  # stratified: seeds are permuted within a data set only
-
-
-class PooledEvaluation(Evaluation, frozen=True):
-    """What `evaluate` found of arms over several data sets; `arms` has a row for each of both."""
-
-    pooled: list[Pooled]
-
-
 class Arm(BaseModel, frozen=True):
-    """What run directories say of an arm on one data set."""
+    """What run directories say of an arm."""
 
     name: str
     data_set: str  # in words
@@ -167,7 +192,7 @@ class Arm(BaseModel, frozen=True):
     settings: Record  # of the runs; and which weights, data and align run they had
     accuracies: list[float]  # of the seeds, percent
     counts: list[int]  # whole numbers to compare: images that were right; see `read_run`
-    whole: int  # the count of an accuracy of 100 %
+    count_of_all: int  # the count of an accuracy of 100 %
     rates: list[float]  # of the runs
     test_images: int
     starts: list[tuple[str | None, int]]  # of the seeds: path of an align run, seed
@@ -178,79 +203,28 @@ class Arm(BaseModel, frozen=True):
         """Whether it started from an align run."""
         return self.settings["aligned_by"] is not None
 
-    @property
-    def images(self) -> object:
-        """Which images it learned from and was tested on: a digest."""
-        return self.settings["data_sha256"]
-
 
 def evaluate(runs: Sequence[Path]) -> Evaluation:
     """Compare the first of several arms with each of the others.
 
-    An arm: a finished `finetune` run, or a directory of them, or a directory of such directories.
-    Where an arm has runs on several data sets, the result is a PooledEvaluation. UsageError: no
-    arm, or other data sets than the first one's.
+    An arm: a finished `finetune` run, or a directory of them. UsageError: no arm, or one on other
+    images than the first one's.
     """
     first, *others = [read_arm(run) for run in runs]
-    arms = [first, *[match_data_sets(arm, first) for arm in others]]
-    for arm in arms:
-        tell_other_grid(arm, first)
-    rows = []
-    for k, first_there in enumerate(first):
-        for arm in arms:
-            there = arm[k]
-            name = there.name if len(first) == 1 else f"{there.name} on {there.data_set}"
-            rows.append(summarise(there, first_there, name))
-    if len(first) == 1:
-        return Evaluation(arms=rows)
-    return PooledEvaluation(arms=rows, pooled=[pool_arm(arm, first) for arm in arms])
-
-
-def match_data_sets(arm: Sequence[Arm], first: Sequence[Arm]) -> list[Arm]:
-    """An arm on the data sets of the first one, in their order (UsageError: on others)."""
-    check_data_sets(arm, first)
-    check_data_sets(first, arm)
-    of_arm = {there.images: there for there in arm}
-    return [of_arm[there.images] for there in first]
-
-
-def check_data_sets(arm: Sequence[Arm], other: Sequence[Arm]) -> None:
-    """Refuse (UsageError) an arm without a run on a data set that another arm has."""
-    images = [there.images for there in arm]
-    for there in other:
-        if there.images not in images:
+    for arm in others:
+        if arm.settings["data_sha256"] != first.settings["data_sha256"]:
             raise UsageError(
-                f"{arm[0].name}: not comparable, has no run on {there.data_set}, which "
-                f"{there.name} has, or one on other images or another split"
+                f"{arm.name}: not comparable, is on {arm.data_set}, {first.name} on "
+                f"{first.data_set}, or they have other images or another split"
             )
+        tell_other_grid(arm, first)
+    return Evaluation(arms=[summarise(arm, first) for arm in [first, *others]])
 
 
-def pool_arm(arm: Sequence[Arm], first: Sequence[Arm]) -> Pooled:
-    """Sum up an arm over its data sets, and compare it with the first arm on the same ones.
-
-    Both are given as what they are on each data set, in the same order.
-    """
-    texts: dict[str, list[str]] = {}  # of each setting that differs
-    for there, first_there in zip(arm, first, strict=True):
-        for name, text in list_differences(there, first_there).items():
-            texts.setdefault(name, []).append(text)
-    differs = {}
-    for name, several in texts.items():
-        differs[name] = "; ".join(dict.fromkeys(several))  # each text once, in order
-    return Pooled(
-        arm=arm[0].name,
-        data_sets=[there.data_set for there in arm],
-        seeds=sum(len(there.accuracies) for there in arm),
-        mean=fmean(fmean(there.accuracies) for there in arm),
-        differs=differs,
-        first_minus_this=None if arm is first else compare_arms(first, arm),
-    )
-
-
-def summarise(arm: Arm, first: Arm, name: str) -> Row:
-    """Sum up an arm on one data set, and compare it with the first arm on the same one."""
+def summarise(arm: Arm, first: Arm) -> Row:
+    """Sum up an arm, and compare it with the first one."""
     return Row(
-        arm=name,
+        arm=arm.name,
         seeds=len(arm.accuracies),
         unit=arm.unit,
         mean=fmean(arm.accuracies),
@@ -260,20 +234,17 @@ def summarise(arm: Arm, first: Arm, name: str) -> Row:
         differs=list_differences(arm, first),
         accuracies=arm.accuracies,
         counts=arm.counts,
-        first_minus_this=None if arm is first else compare_arms([first], [arm]),
+        first_minus_this=None if arm is first else compare_arms(first, arm),
         rates=sorted(set(arm.rates)),
         test_images=arm.test_images,
         data_set=arm.data_set,
     )
 
 
-def compare_arms(first: Sequence[Arm], arm: Sequence[Arm]) -> Comparison:
-    """The permutation test of their counts on the same data sets, in percentage points."""
-    strata = []
-    for first_there, there in zip(first, arm, strict=True):
-        strata.append(Stratum(first_there.counts, there.counts, there.whole))
-    with checking(f"{first[0].name}, {arm[0].name}"):
-        return compare_strata(strata)
+def compare_arms(first: Arm, arm: Arm) -> Comparison:
+    """The permutation test of their counts, in percentage points."""
+    with checking(f"{first.name}, {arm.name}"):
+        return compare(first.counts, arm.counts, arm.count_of_all)
 
 
 def list_differences(arm: Arm, first: Arm) -> dict[str, str]:
@@ -307,38 +278,28 @@ def describe(value: object) -> str:
     return str(value)
 
 
-def tell_other_grid(arm: Sequence[Arm], first: Sequence[Arm]) -> None:
-    """Say, once, where an aligned arm and one that is not chose from different learning rates."""
-    for there, first_there in zip(arm, first, strict=True):
-        grid = there.settings["grid"]
-        first_grid = first_there.settings["grid"]
-        if there.is_aligned != first_there.is_aligned and grid != first_grid:
-            told = "%s chose its learning rate from %s, %s from %s"
-            LOG.warning(told, there.name, grid, first_there.name, first_grid)
-            return
+def tell_other_grid(arm: Arm, first: Arm) -> None:
+    """Say where an aligned arm and one that is not chose from different learning rates."""
+    grid = arm.settings["grid"]
+    first_grid = first.settings["grid"]
+    if arm.is_aligned != first.is_aligned and grid != first_grid:
+        told = "%s chose its learning rate from %s, %s from %s"
+        LOG.warning(told, arm.name, grid, first.name, first_grid)
 
 
 # --- reading runs ---------------------------------------------------------------------------------
 
 
-def read_arm(path: Path) -> list[Arm]:
-    """An arm on each of its data sets, nearly always one (UsageError: not the runs of one arm).
-
-    `path` is a finished `finetune` run, a directory of such runs, or one of such directories.
-    """
+def read_arm(path: Path) -> Arm:
+    """A finished `finetune` run, or the runs in a directory (UsageError: not those of one arm)."""
     with checking(str(path), "give a finished finetune run, or a folder of them"):
         runs = [read_run(run) for run in find_runs(path)]
-    data_sets: dict[object, list[Arm]] = {}
+    differing = set[str]()
     for run in runs:
-        seeds = data_sets.setdefault(run.images, [])
-        seeds.append(run)
-        differing = compare_settings(run.settings, runs[0].settings).keys() - OF_DATA_SET
-        differing |= compare_settings(run.settings, seeds[0].settings).keys()
-        if differing:
-            refuse(path, differing)
-    if len({run.data_set for run in runs}) < len(data_sets):
-        refuse(path, {"data_sha256"})  # other images or another split under one name
-    return [join_seeds(path, seeds) for seeds in data_sets.values()]
+        differing |= compare_settings(run.settings, runs[0].settings).keys()
+    if differing:
+        refuse(path, differing)
+    return join_seeds(path, runs)
 
 
 def refuse(path: Path, differing: set[str]) -> NoReturn:
@@ -348,7 +309,7 @@ def refuse(path: Path, differing: set[str]) -> NoReturn:
 
 
 def join_seeds(path: Path, runs: Sequence[Arm]) -> Arm:
-    """Runs on one data set, which differ in seed and start only, as one arm (UsageError)."""
+    """Runs that differ in seed and start only, as one arm (UsageError: the same seed twice)."""
     first = runs[0]
     starts: list[tuple[str | None, int]] = []
     accuracies: list[float] = []
@@ -378,13 +339,11 @@ def join_seeds(path: Path, runs: Sequence[Arm]) -> Arm:
 
 
 def find_runs(path: Path) -> list[Path]:
-    """The run at a path, or the runs in that directory or one level deeper, s2 before s10."""
+    """The run at a path, or the runs in that directory, s2 before s10."""
     if (path / "config.json").exists():
         return [path]
-    files = [*path.glob("*/config.json")] or [*path.glob("*/*/config.json")]
-    runs = [file.parent for file in files]
-    # shorter names have smaller numbers
-    runs.sort(key=lambda run: [(len(name), name) for name in run.parts])
+    runs = [file.parent for file in path.glob("*/config.json")]
+    runs.sort(key=lambda run: (len(run.name), run.name))  # shorter names have smaller numbers
     return runs or [path]
 
 
@@ -409,11 +368,11 @@ def read_run(run: Path) -> Arm:
     }
     first_seed = config["seed"]
     counts = result["right"]
-    whole = result["test_images"]
+    count_of_all = result["test_images"]
     if counts is None:
         # mAP counts no images, and the exact test needs whole numbers: hundredths of a point.
         counts = [round(100 * percent) for percent in result["test"]]
-        whole = 100 * 100
+        count_of_all = 100 * 100
     return Arm(
         name=run.name,
         data_set=describe_data_set(config),
@@ -422,7 +381,7 @@ def read_run(run: Path) -> Arm:
         settings=settings,
         accuracies=result["test"],
         counts=counts,
-        whole=whole,
+        count_of_all=count_of_all,
         rates=[result["lr"]],
         test_images=result["test_images"],
         starts=[(config["start"], first_seed + i) for i in range(len(result["test"]))],

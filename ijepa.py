@@ -244,7 +244,6 @@ class Predictor(nn.Module):
         depth: int = 12,
         heads: int = 16,  # the official one has as many as its encoder
         mlp_ratio: float = 4.0,
-        block: type[Block] = Block,  # or a class with the same tensors, as `lora.LeanBlock`
     ) -> None:
         super().__init__()
         self.patches = patches
@@ -252,7 +251,7 @@ class Predictor(nn.Module):
         self.predictor_pos_embed = nn.Buffer(positions(width, patches))
         self.predictor_embed = nn.Linear(dim, width)
         self.predictor_blocks = nn.Sequential(
-            *(block(width, heads, mlp_ratio, qkv_bias=True) for _ in range(depth))
+            *(Block(width, heads, mlp_ratio, qkv_bias=True) for _ in range(depth))
         )
         self.predictor_norm = nn.LayerNorm(width, eps=1e-6)
         self.predictor_proj = nn.Linear(width, dim)

@@ -27,13 +27,12 @@ With any plain timm ViT, and torch's own optimisers:
 """
 
 import math
-from typing import Literal, NamedTuple, TypeGuard, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from timm.layers.attention import Attention
-from timm.layers.norm import LayerNorm
 from timm.layers.patch_embed import PatchEmbed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
@@ -41,6 +40,8 @@ from torch.utils.checkpoint import checkpoint
 
 Phi = dict[str, Tensor]  # a head's trainable tensors by name
 Multilabel = Literal["softmax", "bce"]  # the loss where an image has several classes
+
+# --- the backbone, and LoRA in it -----------------------------------------------------------------
 
 
 class Backbone(nn.Module):
@@ -80,7 +81,7 @@ class Backbone(nn.Module):
             x = torch.cat([x[:, : self.prefix], patches], 1)
         x = self.vit.norm_pre(x)
         # unbind: indexing θ row by row would make backward build K zero tensors of θ's size
-        rows = [None] * self.depth if theta is None else in_autocast_dtype(theta).unbind(0)
+        rows = [None] * self.depth if theta is None else theta.unbind(0)
         drops = [None] * self.depth if drop is None else drop.unbind(1)
         blocks = cast(list[Block], self.vit.blocks)
         for block, row, block_drop in zip(blocks, rows, drops, strict=True):
@@ -93,39 +94,32 @@ class Backbone(nn.Module):
 
 
 def check_vit(vit: nn.Module) -> None:
-    """ValueError, which says what is wrong, unless `vit` is a ViT that `Backbone` can compute."""
-    kind = type(vit).__name__
-    if type(vit) is not VisionTransformer:
-        raise ValueError(f"backbone {kind}: is not timm's plain VisionTransformer")
+    """ValueError, which names the part, unless `Backbone` computes what timm computes for `vit`.
+
+    Classes have to be exactly these: those derived from them compute something else.
+    """
+    require(vit, VisionTransformer)
+    vit = cast(VisionTransformer, vit)
+    require(vit.patch_embed, PatchEmbed)  # others overlap: a removed patch is seen in its neighbour
     if vit.global_pool not in ("token", "avg"):
         raise ValueError(
-            f"backbone {kind}: pools its tokens by {vit.global_pool!r}, "
-            "but the head needs the class token or the mean of the patches"
+            f"backbone: it pools its tokens by {vit.global_pool!r}, but the head needs the class "
+            "token or the mean of the patches"
         )
-    # Other embeddings let patches overlap: a removed patch would still be seen in its neighbours.
-    if type(vit.patch_embed) is not PatchEmbed:
-        embedding = type(vit.patch_embed).__name__
-        raise ValueError(f"backbone {kind}: makes tokens by {embedding}, not by one convolution")
-    for k, block in enumerate(cast(list[nn.Module], vit.blocks)):
-        variant = find_variant(block)
-        if variant:
-            raise ValueError(f"backbone {kind}: block {k} has {variant}")
+    for block in cast(list[Block], vit.blocks):
+        require(block, Block)
+        require(block.attn, Attention)
+        require(block.attn.qkv, nn.Linear)
+        if block.attn.gate is not None:
+            raise ValueError("backbone: its attention has a gate, which is not computed here")
 
 
-def find_variant(block: nn.Module) -> str | None:
-    """In what a block differs from timm's own Block around its own Attention; None: in nothing."""
-    if type(block) is not Block:
-        return f"another form ({type(block).__name__}) than timm's Block"
-    attn = block.attn
-    if type(attn) is not Attention:
-        return f"another attention ({type(attn).__name__}) than timm's Attention"
-    if type(attn.qkv) is not nn.Linear:
-        return f"no fused qkv Linear, but {type(attn.qkv).__name__}"
-    if attn.gate is not None:
-        return "a gated attention"
-    if attn.attn_dim != attn.proj.out_features:
-        return f"an attention of width {attn.attn_dim}, its tokens {attn.proj.out_features}"
-    return None
+def require(part: object, kind: type[nn.Module]) -> None:
+    """ValueError unless a part of a network is of this class, and of none derived from it."""
+    if type(part) is not kind:
+        raise ValueError(
+            f"backbone: {type(part).__name__} is not computed here, only timm's {kind.__name__}"
+        )
 
 
 def select(x: Tensor, index: Tensor) -> Tensor:
@@ -143,7 +137,7 @@ def block_forward(
 ) -> Tensor:
     """A timm Block on x (B, tokens, dim), row (p,) of θ; drop (B, 2): for attention and MLP."""
     attn = cast(Attention, block.attn)
-    y = normalise(block.norm1, x)
+    y = block.norm1(x)
     queries, keys, values = qkv(attn, y, row, scale)  # (B, heads, tokens, head dim)
     out = F.scaled_dot_product_attention(queries, keys, values)
     out = out.transpose(1, 2).flatten(2)  # (B, tokens, dim)
@@ -151,20 +145,10 @@ def block_forward(
     if drop is not None:
         out = out * drop[:, :1, None]
     x = x + out
-    out = block.ls2(block.mlp(normalise(block.norm2, x)))
+    out = block.ls2(block.mlp(block.norm2(x)))
     if drop is not None:
         out = out * drop[:, 1:, None]
     return x + out  # type: ignore[no-any-return]
-
-
-class LeanBlock(Block):
-    """A timm Block of a pretext head, computed by `block_forward`, which copies less.
-
-    In float32 the results are the same to the bit.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return block_forward(self, x, None, 1.0)
 
 
 def qkv(
@@ -177,14 +161,15 @@ def qkv(
         queries = W_q x + s B_q A_q x,    keys = W_k x,    values = W_v x + s B_v A_v x
     """
     B, _, dim = x.shape
-    x = in_autocast_dtype(x).flatten(0, 1)  # (B * tokens, dim)
+    x = x.flatten(0, 1)  # (B * tokens, dim)
     if row is None:
         queries, keys, values = attn.qkv(x).chunk(3, -1)  # (B * tokens, dim) each
     else:
-        # three products: keys that were a view of a common one would keep all of it until backward
+        # a product each: parts of a common one could not be changed in place
         W_q, W_k, W_v = attn.qkv.weight.chunk(3)  # (dim, dim) each
         b_q, b_k, b_v = [None] * 3 if attn.qkv.bias is None else attn.qkv.bias.chunk(3)
         queries = F.linear(x, W_q, b_q)  # (B * tokens, dim)
+        x = x.to(queries.dtype)  # under autocast: once here, not for each product that follows
         keys = F.linear(x, W_k, b_k)
         values = F.linear(x, W_v, b_v)
         A_q, B_qT, A_v, B_vT = row.to(x.dtype).view(4, -1, dim).unbind(0)  # (r, dim) each
@@ -203,59 +188,16 @@ def split_heads(x: Tensor, B: int, heads: int) -> Tensor:
     return x.view(B, -1, heads, head_dim).transpose(1, 2)
 
 
-def in_autocast_dtype(x: Tensor) -> Tensor:
-    """Casts x as autocast would: once, where autocast would do so for each product with x.
-
-    Each of its copies would be kept until the backward pass.
-    """
-    return x.to(autocast_dtype(x.device.type) or x.dtype)
-
-
-def autocast_dtype(device: str) -> torch.dtype | None:
-    """The dtype of products of matrices under autocast; None where autocast is off."""
-    known = torch.amp.is_autocast_available(device)  # not so for the meta device
-    if known and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return None
-
-
-def normalise(norm: nn.Module, x: Tensor) -> Tensor:
-    """norm(x) in a block; under autocast a LayerNorm reads and writes bfloat16.
-
-    Its mean and variance are still computed in float32, and the caller's x, to which each layer
-    adds its result, stays float32. Autocast alone would let the norm write float32, and cast that
-    for the product that follows.
-    """
-    dtype = autocast_dtype(x.device.type)
-    if dtype is None or not can_be_in_bfloat16(norm):
-        return norm(x)  # type: ignore[no-any-return]
-    weight = norm.weight.to(dtype)  # (dim,)
-    bias = norm.bias.to(dtype)  # (dim,)
-    with torch.autocast(x.device.type, enabled=False):
-        return F.layer_norm(x.to(dtype), norm.normalized_shape, weight, bias, norm.eps)
-
-
-def can_be_in_bfloat16(norm: nn.Module) -> TypeGuard[LayerNorm]:
-    """Whether it is timm's usual LayerNorm; some networks have others, or no bias."""
-    return isinstance(norm, LayerNorm) and norm.bias is not None
-
-
 def keep_in_bfloat16(backbone: Backbone) -> None:
-    """Stores ψ's Linear and Conv2d layers, and the LayerNorms of its blocks, in bfloat16, in place.
+    """Stores ψ's Linear and Conv2d layers in bfloat16, in place, which takes half of the memory.
 
-    Under autocast exactly these are cast in every pass, so results stay the same to the bit, while
-    half of ψ's memory and the casts are saved. The final LayerNorm, the class token and the table
-    of positions stay float32. Outside of autocast such a backbone cannot be used, so not with
-    Hessian-vector products.
+    Under autocast exactly these are cast in every pass, so results stay the same to the bit.
+    Outside of autocast such a backbone computes nothing: no Hessian-vector products. It is not for
+    `merge` either, which would add in bfloat16.
     """
-    layers: list[nn.Module] = []
-    layers += [x for x in backbone.vit.modules() if isinstance(x, nn.Linear | nn.Conv2d)]
-    for block in cast(list[Block], backbone.vit.blocks):
-        layers += [x for x in (block.norm1, block.norm2) if can_be_in_bfloat16(x)]
-    for layer in layers:
-        for name, tensor in [*layer.named_parameters()]:
-            rounded = nn.Parameter(tensor.to(torch.bfloat16), requires_grad=False)
-            layer.register_parameter(name, rounded)
+    for layer in backbone.vit.modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            layer.bfloat16()
 
 
 def drop_path(rate: float, depth: int, B: int, rng: torch.Generator) -> Tensor:
@@ -297,6 +239,9 @@ def merge(backbone: Backbone, theta: Tensor) -> dict[str, Tensor]:
     for k in range(backbone.depth):
         state[f"blocks.{k}.attn.qkv.weight"] += backbone.scale * change[k]  # queries, keys, values
     return state
+
+
+# --- the downstream head, and the loss ------------------------------------------------------------
 
 
 class Examples(NamedTuple):

@@ -152,7 +152,6 @@ class Decoder(nn.Module):
         heads: int = 16,
         mlp_ratio: float = 4.0,
         prefix: int = 1,
-        block: type[Block] = Block,  # or a class with the same tensors, as `lora.LeanBlock`
     ) -> None:
         super().__init__()
         self.patches = patches
@@ -162,7 +161,7 @@ class Decoder(nn.Module):
         self.decoder_pos_embed = nn.Buffer(positions(width, patches, prefix))
         self.decoder_embed = nn.Linear(dim, width)
         self.decoder_blocks = nn.Sequential(
-            *(block(width, heads, mlp_ratio, qkv_bias=True) for _ in range(depth))
+            *(Block(width, heads, mlp_ratio, qkv_bias=True) for _ in range(depth))
         )
         self.decoder_norm = nn.LayerNorm(width, eps=1e-6)
         self.decoder_pred = nn.Linear(width, patch_size**2 * 3)
@@ -172,7 +171,7 @@ class Decoder(nn.Module):
         x = self.decoder_embed(latent)  # (B, prefix + kept, width)
         B, _, width = x.shape
         first, kept = x[:, : self.prefix], x[:, self.prefix :]
-        removed = self.mask_token.to(x.dtype).expand(B, self.patches - kept.shape[1], -1)
+        removed = self.mask_token.expand(B, self.patches - kept.shape[1], -1)
         patches = torch.cat([kept, removed], 1)  # (B, patches, width), in the order of `masking`
         index = restore[..., None].expand(-1, -1, width)  # expanded, not copied
         patches = patches.gather(1, index)  # in raster order

@@ -29,6 +29,7 @@ from evaluate import Evaluation, Row, evaluate
 from extras.plots import Curve, plot_arms, pyplot, read_curves, save
 from finetune import finetune
 from support import processes, runs
+from support.errors import UsageError, checking
 from support.experiment import AlignExperiment, pool_images, pretext_batches
 from support.screen import Answer
 
@@ -68,7 +69,8 @@ def demo(
     track: runs.Track = runs.untracked,
 ) -> DemoResult:
     """Run the demo into `out`, or go on with it; `data_seed` splits the drawers anew."""
-    out = out or Path("runs/demo")
+    out = (out or Path("runs/demo")).expanduser()
+    check_place(out)
     shared = TASK | {"data_seed": data_seed}
     first = make(AlignConfig, shared | ALIGN)
     many = {"seeds": SEEDS, "jobs": jobs, "test_curve": True}
@@ -87,6 +89,15 @@ def demo(
     draw(out, first, arms)
     curves = [read_curve(out / name) for name in ARMS]
     return DemoResult(arms=arms, answer=tell_answer(arms, curves), picture=out / "demo.png")
+
+
+def check_place(out: Path) -> None:
+    """Refuse (UsageError) a place with anything that no demo has made, such as photographs."""
+    with checking(f"--out {out}"):
+        names = {path.name for path in out.iterdir()} if out.exists() else set[str]()
+    foreign = sorted(names - {"align", "demo.png", *ARMS})
+    if foreign:
+        raise UsageError(f"--out {out}: holds {foreign[0]}, which is of no demo; give another")
 
 
 def align_one(seed: int, cfg: AlignConfig, out: Path, force: bool) -> str:

@@ -41,7 +41,7 @@ from config import (
     Shape,
 )
 from data import rng
-from lora import Backbone, LeanBlock, Phi
+from lora import Backbone, Phi
 from support import omniglot, timm_models
 from support.errors import UsageError, checking
 from support.runs import sha256
@@ -274,7 +274,6 @@ def build_head(arch: Arch, pretext: str) -> PretextHead:
             arch.predictor_depth,
             arch.heads,
             arch.mlp_ratio,
-            block=LeanBlock,
         )
     return mae.Decoder(
         arch.dim,
@@ -285,7 +284,6 @@ def build_head(arch: Arch, pretext: str) -> PretextHead:
         arch.decoder_heads,
         arch.mlp_ratio,
         arch.prefix,
-        block=LeanBlock,
     )
 
 

@@ -174,11 +174,11 @@ class Experiment:
         images = data.Images(own, self.transform)
         # a process may have no image at all
         logits = [torch.empty(0, len(self.task.classes), device=self.device)]
-        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp)
-        with autocast:
-            for x, _ in data.batches(images, pieces, self.cfg.workers, self.device):
+        for x, _ in data.batches(images, pieces, self.cfg.workers, self.device):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
                 features = lora.features(self.backbone, theta, x)
-                logits.append(lora.logits(features, phi_D).float())
+            # the head in float32: in bfloat16, close classes would have equal logits
+            logits.append(lora.logits(features.float(), phi_D))
         return gather(torch.cat(logits))  # in the order of the split
 
     def check_batches(self, flag: str, batch: int) -> None:

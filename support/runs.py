@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,7 +24,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from pydantic import BaseModel
 from torch import Tensor
 
@@ -65,10 +65,24 @@ def write_atomic(path: Path, content: bytes | str) -> None:
     except OSError as error:
         with suppress(OSError):  # there may be none, or the disk may be read-only
             temporary.unlink()
-        raise RunError(
-            f"{path}: cannot be written ({error.strerror}); make room or allow it, then give the "
-            "same command again"
-        ) from error
+        raise cannot_write(path, error) from error
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a file (RunError). A process that is killed here leaves a part of the line."""
+    try:
+        with path.open("a") as file:
+            file.write(line + "\n")
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def cannot_write(path: Path, error: OSError) -> RunError:
+    """What a person is told where a file of a run cannot be written."""
+    return RunError(
+        f"{path}: cannot be written ({error.strerror}); make room or allow it, then give the same "
+        "command again"
+    )
 
 
 def sha256(path: Path) -> str:
@@ -98,13 +112,13 @@ class RunResult(BaseModel, frozen=True):
 
 
 LOCK = ".lock"
-TORN = ".*.[0-9]*.tmp"  # what a process leaves that is killed while it writes a file
 TRIALS = "lr*-s[0-9]*"  # directories of a finetune run: one learning rate with one seed each
 EVENTS = "events.out.tfevents.*"
 FILES = (  # of a run; those that say what the directory is are the last to be removed
     "result.json", "metrics.jsonl", EVENTS, "checkpoint.pt", "backbone.pth",
     "adapter.safetensors", "adapter-s*.safetensors", "config.json", "env.json",
 )  # fmt: skip
+TORN = [f".{name}.[0-9]*.tmp" for name in FILES]  # left by a process that is killed as it writes
 PACKAGES = ("bisslight", "torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
 DIGESTS = {  # what each one is of
     "weights_sha256": "--weights",
@@ -112,6 +126,7 @@ DIGESTS = {  # what each one is of
     "pool_sha256": "--pool",
     "start_sha256": "--from",
 }
+PATIENCE = 60  # seconds that another process in the same directory is waited for
 OTHER_OUT = "choose another --out"
 START_OVER = "--force starts the run over"
 
@@ -147,14 +162,16 @@ class Run(ExitStack):
         goes_on = check_directory(path, command, config, force, defining)
         wait_for_all()  # every process has looked before process 0 writes
         # A finished run is only read: it may be in use elsewhere, or on a read-only disk.
-        if world().rank == 0 and not (goes_on and self.is_finished()):
+        if goes_on and self.is_finished():
+            with suppress(OSError):  # it is left where a run was killed as it finished
+                (path / "checkpoint.pt").unlink(missing_ok=True)
+        elif world().rank == 0:
             self.lock()
             # Another process may have been at work while this one waited: look again.
             goes_on = check_directory(path, command, config, force, defining)
             if not goes_on:
                 clear(path)
-            for file in path.glob(TORN):
-                file.unlink()
+            remove(path, TORN)
             if not self.is_finished():
                 self.describe(command, defining or {}, goes_on)
         signal_heard = stop.agreed()  # this waits until process 0 has written
@@ -170,10 +187,16 @@ class Run(ExitStack):
 
     def lock(self) -> None:
         """Make the directory and wait, for a minute at most, until no other process is in it."""
-        problem = f"--out {self.path}: is not writable, or another process is at work in it"
-        with checking(problem):
+        with checking(f"--out {self.path}: is not writable"):
             self.path.mkdir(parents=True, exist_ok=True)
-            self.enter_context(FileLock(self.path / LOCK).acquire(timeout=60))
+            lock = FileLock(self.path / LOCK)
+            try:
+                self.enter_context(lock.acquire(timeout=PATIENCE / 60))
+                return
+            except Timeout:
+                LOG.warning("%s: another process is at work in it, waiting for its end", self.path)
+        with checking(f"--out {self.path}: another process is at work in it"):
+            self.enter_context(lock.acquire(timeout=PATIENCE))
 
     def describe(self, command: str, defining: Record, goes_on: bool) -> None:
         """Write env.json, with an entry for each start of the run, and config.json.
@@ -206,6 +229,7 @@ class Run(ExitStack):
         self.optimisers = optimisers
         path = self.path / "checkpoint.pt"
         if not path.exists():
+            self.cut_metrics()
             return
         with checking(str(path), START_OVER), torch.no_grad():
             saved = torch.load(path, map_location="cpu", weights_only=True)
@@ -217,12 +241,11 @@ class Run(ExitStack):
                 optimiser.adamw_or_sgd.load_state_dict(saved["optimisers"][name]["torch"])
             self.records = saved["records"]
             self.spent_before = saved["spent"]
+        self.cut_metrics()
         LOG.info("%s: goes on where it stopped", self.path)
 
     def check_checkpoint(self, path: Path, saved: Record) -> None:
         """Refuse (UsageError) a checkpoint that does not hold what this run needs."""
-        if isinstance(saved["tensors"], list):
-            raise UsageError(f"{path}: is of an earlier version of this program; {START_OVER}")
         # Of each tensor its shape; of each optimiser the names of its tensors in their order, since
         # torch would give a state to another tensor of the same shape without a word.
         held: Record = {name: tensor.shape for name, tensor in saved["tensors"].items()}
@@ -241,15 +264,24 @@ class Run(ExitStack):
             names[id(tensor)] = name
         return [names[id(tensor)] for tensor in optimiser.tensors]
 
+    def cut_metrics(self) -> None:
+        """Leave in metrics.jsonl what the checkpoint knows of.
+
+        What was logged after it goes, and with it a line that was cut off by the end of a process.
+        """
+        if (self.path / "metrics.jsonl").exists():
+            lines = [json.dumps(record) + "\n" for record in self.records]
+            self.write("metrics.jsonl", "".join(lines))
+
     def log(self, record: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
+        line = json.dumps(record)
         # By way of JSON: a run that went on then has the very records of one that did not stop.
-        self.records.append(json.loads(json.dumps(record)))
-        lines = [json.dumps(record) + "\n" for record in self.records]
-        # All lines anew: after a stop, the file may hold more than the checkpoint that goes on.
-        self.write("metrics.jsonl", "".join(lines))
-        if self.config.tensorboard and world().rank == 0:
-            self.log_for_tensorboard()
+        self.records.append(json.loads(line))
+        if world().rank == 0:
+            append_line(self.path / "metrics.jsonl", line)
+            if self.config.tensorboard:
+                self.log_for_tensorboard()
 
     def log_for_tensorboard(self) -> None:
         """Add the last record to TensorBoard's events; the first time, all records.
@@ -403,10 +435,29 @@ def commit_of(checkout: Path) -> str | None:
 
 def clear(path: Path) -> None:
     """Remove the files of a run, those of its trials first; others stay."""
-    for directory in [*path.glob(TRIALS), path]:
-        for pattern in FILES:
-            for file in directory.glob(pattern):
-                file.unlink()
+    for trial in path.glob(TRIALS):
+        if is_run(trial, "peft"):
+            remove(trial, [*FILES, *TORN, LOCK])
+            with suppress(OSError):  # a file of somebody's own is in it
+                trial.rmdir()
+    remove(path, FILES)
+
+
+def remove(directory: Path, patterns: Sequence[str]) -> None:
+    """Remove the files with these names, in this order."""
+    for pattern in patterns:
+        for file in directory.glob(pattern):
+            file.unlink()
+
+
+def is_run(path: Path, command: str) -> bool:
+    """Whether a directory has a run of this command, which its env.json says."""
+    file = path / "env.json"
+    try:
+        env = json.loads(file.read_text())
+    except (OSError, ValueError):  # none, or not ours
+        return False
+    return isinstance(env, dict) and env.get("command") == command and "machines" in env
 
 
 def check_directory(
@@ -426,7 +477,7 @@ def check_directory(
     if path.is_file():
         raise UsageError(f"--out {path}: is a file; {OTHER_OUT}")
     if not (path / "config.json").exists():
-        check_that_nothing_is_in(path)
+        check_that_nothing_is_in(path, command)
         return False
     env = read_json(path / "env.json", OTHER_OUT)
     if env.get("command") != command:
@@ -465,9 +516,11 @@ def list_changed(kind: type[Machine], recorded: Record, current: Record) -> list
     return changed
 
 
-def check_that_nothing_is_in(path: Path) -> None:
+def check_that_nothing_is_in(path: Path, command: str) -> None:
     """Refuse (UsageError) a directory that holds more than a run leaves if it is killed at once."""
-    leftovers = (TORN, LOCK, "env.json", TRIALS)  # all that is written before config.json is
+    leftovers = [LOCK, *TORN]
+    if is_run(path, command):
+        leftovers.append("env.json")  # it is written before config.json
     for file in path.glob("*"):
         if not any(file.match(pattern) for pattern in leftovers):
             raise UsageError(f"--out {path}: holds {file.name}, no run; {OTHER_OUT}")
@@ -478,8 +531,9 @@ def has_finished_a_step(path: Path) -> bool:
     metrics = path / "metrics.jsonl"
     if not metrics.exists():
         return False
+    whole, _, _ = metrics.read_text().rpartition("\n")  # without a line that was cut off
     with checking(str(metrics), START_OVER):
-        return any(json.loads(line)["step"] > 0 for line in metrics.read_text().splitlines())
+        return any(json.loads(line)["step"] > 0 for line in whole.splitlines())
 
 
 def describe_change(name: str, recorded: Record, current: Record) -> str:

@@ -261,3 +261,13 @@ def test_every_setting_says_what_it_is_and_what_one_may_choose() -> None:
             if get_origin(field.annotation) is Literal:
                 for choice in get_args(field.annotation):
                     assert choice in field.description, f"{kind.__name__}.{name}"
+
+
+@pytest.mark.parametrize("name", ["dataset", "pool", "weights"])
+def test_an_empty_place_is_not_the_folder_that_one_is_in(name: str) -> None:
+    with pytest.raises(ValidationError, match=name):
+        AlignConfig(**{"backbone": "vit_mini", "dataset": "dtd", name: ""})
+
+
+def test_out_may_begin_with_the_home_folder() -> None:
+    assert cli.Options(out=Path("~/x")).out == Path.home() / "x"

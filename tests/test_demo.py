@@ -9,6 +9,7 @@ from PIL import Image
 from config import AlignConfig
 from evaluate import Row, compare
 from extras import demo
+from support.errors import UsageError
 from support.experiment import AlignExperiment, pool_images, pretext_batches
 from support.omniglot import WEIGHTS
 
@@ -36,6 +37,13 @@ def test_the_story_ends_in_words_and_a_picture_and_goes_on(
     made = (tmp_path / "d/align/s1/adapter.safetensors").stat().st_mtime_ns
     assert demo.demo(tmp_path / "d", jobs=1) == result  # finished runs are read
     assert (tmp_path / "d/align/s1/adapter.safetensors").stat().st_mtime_ns == made
+
+
+def test_a_folder_of_photographs_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "roses").mkdir()
+    with pytest.raises(UsageError, match="roses"):
+        demo.demo(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["roses"]
 
 
 def test_the_backbone_that_comes_with_the_program_fills_in_characters() -> None:

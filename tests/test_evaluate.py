@@ -4,7 +4,7 @@ import json
 import math
 import re
 from fractions import Fraction
-from itertools import combinations, product
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,15 +17,7 @@ from toy import refusal
 import evaluate as tables
 from config import BACKBONES, FinetuneConfig
 from data import rng
-from evaluate import (
-    Comparison,
-    PooledEvaluation,
-    Stratum,
-    compare,
-    compare_strata,
-    evaluate,
-    read_arm,
-)
+from evaluate import Comparison, compare, evaluate, read_arm
 from extras.dry_run import MEMORY
 from support.errors import UsageError
 
@@ -56,79 +48,10 @@ def test_p_is_the_share_of_splits_that_differ_at_least_as_much(n: int, m: int) -
             compare([odd, 70], [71])  # type: ignore[list-item]
 
 
-def strata_by_hand(strata: list[Stratum]) -> float:
-    """Share of permutations within strata at least as far from 0, each listed, in fractions."""
-    choices = []
-    observed = Fraction(0)
-    for stratum in strata:
-        pooled, n, m = [*stratum.arm, *stratum.against], len(stratum.arm), len(stratum.against)
-        differences = []
-        for chosen in combinations(pooled, n):
-            rest = sum(pooled) - sum(chosen)
-            differences.append((Fraction(sum(chosen), n) - Fraction(rest, m)) / stratum.images)
-        observed += differences[0]  # `combinations` begins with the first n, those of the arm
-        choices.append(differences)
-    sums = [abs(sum(differences)) >= abs(observed) for differences in product(*choices)]
-    return sum(sums) / len(sums)
-
-
-def draw_stratum(n: int, m: int, images: int, spread: int) -> Stratum:
-    """Counts that differ by less than `spread` images, often equal ones."""
-    numbers = torch.randint(spread, (n + m,), generator=rng(n, m, images, spread)).tolist()
-    return Stratum(numbers[:n], numbers[n:], images)
-
-
-def test_the_stratified_p_is_the_share_of_permutations_within_strata() -> None:
-    """Seeds and images differ between strata, so do the fractions; ties and 0 are among them."""
-    for spread in (2, 6, 40):
-        strata = [draw_stratum(2, 3, 7, spread), draw_stratum(4, 2, 10, spread)]
-        strata += [draw_stratum(1, 3, 7, spread), draw_stratum(2, 3, 7, spread + 1)]
-        for chosen in (strata[:2], strata[1:], strata):
-            found = compare_strata(chosen)
-            assert found.p == strata_by_hand(chosen)
-            assert found.splits == math.prod(
-                math.comb(len(s.arm) + len(s.against), len(s.arm)) for s in chosen
-            )
-    far = Stratum([9, 8], [1, 2, 3], 10)
-    assert compare_strata([far, far]).p == strata_by_hand([far, far]) < compare_strata([far]).p  # type: ignore[operator]
-    level = Stratum([5, 7], [6, 6], 10)
-    assert compare_strata([level, level]) == Comparison(difference=0, p=1, splits=36)
-
-
-def test_the_stratified_difference_is_the_mean_of_the_strata_in_points() -> None:
-    """A data set of many images and seeds weighs no more than another."""
-    strata = [Stratum([60, 70, 65, 65], [50], 100), Stratum([400], [500, 500], 1000)]
-    assert compare_strata(strata).difference == (15 - 10) / 2
-
-
-def test_twelve_strata_of_three_sizes_are_counted() -> None:
-    """70 splits each, 70¹² in all: no listing does that, but their sum is nearly normal."""
-    strata = []
-    variance = 0.0
-    for images in (168, 119, 182):
-        for k in range(4):
-            stratum = draw_stratum(4, 4, images, 30 + k)
-            strata.append(stratum)
-            # Of the difference of means of two random halves of N numbers: their variance · 4 / N
-            pooled = torch.tensor([*stratum.arm, *stratum.against]) / images
-            variance += 4 * pooled.var().item() / len(pooled)
-    found = compare_strata(strata)
-    assert found.splits == 70**12
-    assert str(found).endswith("splits=1.4e+22")
-    sums = abs(found.difference) / 100 * len(strata)
-    assert found.p == pytest.approx(math.erfc(sums / math.sqrt(2 * variance)), abs=0.01)
-    mirrored = compare_strata([Stratum(s.against, s.arm, s.images) for s in strata])
-    assert (mirrored.difference, mirrored.p) == (-found.difference, found.p)
-
-
-def test_strata_that_cannot_be_counted_are_refused() -> None:
-    stratum = Stratum([5, 7], [6, 6], 10)
-    for wrong in ([], [stratum, Stratum([], [1], 10)], [Stratum([1.5], [1, 2], 10)]):  # type: ignore[list-item]
-        with pytest.raises(ValueError, match=r"no strata|every stratum|not percentages"):
-            compare_strata(wrong)
-    primes = (10007, 10009, 10037, 10039, 10061, 10067, 10069)
-    with pytest.raises(ValueError, match="fewer data sets"):
-        compare_strata([draw_stratum(6, 6, images, images) for images in primes])
+def test_an_empty_arm_is_refused() -> None:
+    for arm, against in (([], [1]), ([1], [])):
+        with pytest.raises(ValueError, match="without a seed"):
+            compare(arm, against)
 
 
 def finished(path: Path, test: list[float], by: str | None = None, **changes: Any) -> Path:
@@ -183,10 +106,7 @@ def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
     messages["both"] = "its runs are no seeds of one arm, see align_unlike_paper, aligned_by"
     for images, seed in (("x", 1), ("y", 2)):  # one name, but other images
         finished(tmp_path / "changed" / images, [70.0], seed=seed, data_sha256=images)
-    finished(tmp_path / "ranks" / "a", [70.0])
-    finished(tmp_path / "ranks" / "b", [70.0], dataset="dtd", rank=4)
     messages["changed"] = "its runs are no seeds of one arm, see data_sha256"
-    messages["ranks"] = "its runs are no seeds of one arm, see rank"
     messages["twice"] = "its runs are no seeds of one arm, see seed"
     messages |= {"empty": "has no test accuracy"}
     messages |= dict.fromkeys(("torn", "old"), "cannot be read .*; give a finished")
@@ -236,77 +156,32 @@ def test_other_rates_of_an_aligned_and_a_direct_arm_are_told_in_one_line(
     assert caplog.messages == []
 
 
-PETS = {"dataset": "pets", "test_images": 500}
+def test_runs_on_two_data_sets_are_no_arm(tmp_path: Path) -> None:
+    finished(tmp_path / "both" / "cub", [70.0])
+    finished(tmp_path / "both" / "pets", [90.0], dataset="pets", test_images=500)
+    with pytest.raises(UsageError, match=r"both: .*dataset"):
+        read_arm(tmp_path / "both")
 
 
-def two_data_sets(path: Path, cub: list[float], pets: list[float]) -> Path:
-    """An arm on CUB-200, a run for each seed, and on half of Pets, all seeds in one run."""
-    for seed, accuracy in enumerate(cub):
-        finished(path / "cub" / f"s{seed}", [accuracy], seed=seed)
-    finished(path / "pets" / "all", pets, seed=0, data_seed=1, **PETS)
-    return path
+def test_the_interval_by_images_is_wilsons(tmp_path: Path) -> None:
+    """Its ends are where the accuracy is 1.96 deviations of a binomial away from the measured."""
+    row = evaluate([finished(tmp_path / "a", [40.0, 60.0], test_images=35)]).arms[0]
+    assert row.interval is not None
+    for end in row.interval:
+        deviation = 100 * math.sqrt(end / 100 * (1 - end / 100) / 35)
+        assert abs(end - 50.0) / deviation == pytest.approx(1.95996, abs=1e-4)
+    mean = finished(tmp_path / "map", [80.0], metric="11-point mAP")
+    assert evaluate([mean]).arms[0].interval is None
 
 
-def test_arms_over_several_data_sets_are_compared_on_each_and_on_all(tmp_path: Path) -> None:
-    first = two_data_sets(tmp_path / "first", [70.0, 71.5, 70.1], [90.0, 91.0])
-    other = two_data_sets(tmp_path / "other", [69.0, 70.5], [88.0, 90.2])
-    found = evaluate([first, other])
-    assert isinstance(found, PooledEvaluation)
-    on_cub, on_pets = " on cub200", " on pets, data seed 1"
-    names = ["first" + on_cub, "other" + on_cub, "first" + on_pets, "other" + on_pets]
-    assert [row.arm for row in found.arms] == names
-    assert [row.counts for row in found.arms[:2]] == [[700, 715, 701], [690, 705]]
-    alone = evaluate([first / "cub", other / "cub"]).arms[1].first_minus_this
-    assert found.arms[1].first_minus_this == alone
-    strata = [Stratum([700, 715, 701], [690, 705], 1000), Stratum([450, 455], [440, 451], 500)]
-    pooled = found.pooled[1]
-    assert pooled.first_minus_this == compare_strata(strata)
-    assert pooled.first_minus_this.p == strata_by_hand(strata)
-    assert (pooled.seeds, pooled.data_sets) == (4, ["cub200", "pets, data seed 1"])
-    assert pooled.mean == pytest.approx((69.75 + 89.1) / 2)
-    assert (found.pooled[0].first_minus_this, pooled.differs) == (None, {})
-    assert json.loads(found.model_dump_json())["pooled"][1]["arm"] == "other"
-
-
-def test_runs_side_by_side_are_the_arm_that_they_are_in_folders_of_data_sets(
-    tmp_path: Path,
+@pytest.mark.parametrize(("images", "told"), [(35, True), (100_000, False)])
+def test_few_test_images_are_told_beside_a_difference(
+    tmp_path: Path, images: int, told: bool
 ) -> None:
-    """In any order, and with a rate of its own for each data set."""
-    nested = two_data_sets(tmp_path / "a" / "arm", [70.0, 71.5], [90.0, 91.0])
-    side_by_side = tmp_path / "b" / "arm"
-    finished(side_by_side / "0", [90.0, 91.0], seed=0, data_seed=1, **PETS)
-    for seed, accuracy in enumerate([70.0, 71.5]):
-        finished(side_by_side / f"{seed + 1}", [accuracy], seed=seed, grid=[1e-2])
-    found = evaluate([nested, side_by_side])
-    assert isinstance(found, PooledEvaluation)
-    first, other = found.pooled
-    assert (other.data_sets, other.mean) == (first.data_sets, first.mean)
-    assert other.first_minus_this == Comparison(difference=0, p=1, splits=36)
-    assert other.differs == {"grid": "[0.01], there [0.001]"}
-
-
-def test_a_data_set_that_is_in_one_arm_only_is_named(tmp_path: Path) -> None:
-    both = two_data_sets(tmp_path / "both", [70.0], [90.0])
-    for name, changes, missing in (
-        ("cub", {}, "pets, data seed 1"),
-        ("pets", PETS | {"data_seed": 1}, "cub200"),
-    ):
-        one = finished(tmp_path / name, [70.0], **changes)
-        for runs in ([one, both], [both, one]):
-            with pytest.raises(UsageError, match=f"{name}: .* {missing}, which both has"):
-                evaluate(runs)
-
-
-def test_map_is_pooled_in_percentage_points(tmp_path: Path) -> None:
-    """Hundredths of a point are no images: of 10,000, not of as many as the test has."""
-    runs = []
-    for name, accuracy in (("a", 82.0), ("b", 80.0)):
-        runs.append(tmp_path / name)
-        finished(tmp_path / name / "cub", [70.0])
-        finished(tmp_path / name / "voc", [accuracy], dataset="voc07", metric="11-point mAP")
-    found = evaluate(runs)
-    assert isinstance(found, PooledEvaluation)
-    assert found.pooled[1].first_minus_this == Comparison(difference=1, p=1, splits=4)
+    runs = [finished(tmp_path / "a", [60.0, 60.0], test_images=images)]
+    runs.append(finished(tmp_path / "b", [50.0, 51.0], test_images=images))
+    lines = evaluate(runs).in_words().lines
+    assert any(f"{images:,} test images" in line for line in lines) == told
 
 
 def test_counts_are_whole_right_images_and_of_map_hundredths_of_a_point(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """A CUDA device against the CPU: `make gpu`; skipped where there is no device.
 
 Without TF32 both compute the same sums in float32, in another order. A pass is compared to 1e-5 of
-the largest entry. Runs are compared to 1e-3: AdamW takes a full step where a gradient is nothing
-but rounding, and line 13 divides by small eigenvalues. In bfloat16, whose steps are 4e-3, passes
-and runs are compared to 5e-2.
+the largest entry, each tensor of a head by itself to 1e-4, since terms of a norm's gradient cancel.
+Runs are compared to 1e-3: AdamW takes a full step where a gradient is nothing but rounding, and
+line 13 divides by small eigenvalues. In bfloat16, whose steps are 4e-3, passes and runs are
+compared to 5e-2.
 
 BISSLIGHT_GPU=cpu rehearses these tests on a machine without a device: CPU against CPU.
 """
@@ -15,7 +16,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ import cli
 import lora
 from bisslight import Gradients, Passes
 from config import AlignConfig
-from lora import Backbone, Examples
+from lora import Backbone, Examples, Phi
 from support import runs
 from support.checkpoints import arch_of, build_head, build_vit, initialise, pretext_task
 from support.processes import stop
@@ -83,15 +84,19 @@ def error_of(found: Tensor, expected: Tensor) -> float:
     return float(difference / expected.detach().abs().max().cpu().double().clamp_min(1e-300))
 
 
-def joined(tensors: dict[str, Tensor]) -> Tensor:
-    """All entries of a head: in some of its tensors the gradient is nothing but rounding."""
-    return torch.cat([tensor.detach().flatten().cpu() for tensor in tensors.values()])
-
-
 def error_of_norm(found: Tensor, expected: Tensor) -> float:
     """Norm of the difference, as a share of the norm."""
     difference = found.detach().cpu().double() - expected.detach().cpu().double()
     return float(difference.norm() / expected.detach().cpu().double().norm().clamp_min(1e-300))
+
+
+def worst_tensor(
+    error: Callable[[Tensor, Tensor], float], found: Phi, expected: Phi
+) -> tuple[str, float]:
+    """The tensor of a head with the largest error; joined, large ones would hide small ones."""
+    errors = {name: error(found[name], expected[name]) for name in expected}
+    name = max(errors, key=lambda name: errors[name])
+    return name, errors[name]
 
 
 # --- one pass of ViT-B ----------------------------------------------------------------------------
@@ -143,19 +148,19 @@ def test_a_pass_has_the_value_and_gradients_of_the_cpu(kind: str) -> None:
     errors = {
         "value": error_of(found.value, expected.value),
         "theta": error_of(found.theta, expected.theta),
-        "phi": error_of(joined(found.phi), joined(expected.phi)),
     }
-    print(kind, "float32:", errors)
-    assert max(errors.values()) < 1e-5
+    name, of_phi = worst_tensor(error_of, found.phi, expected.phi)
+    print(kind, "float32:", errors, name, of_phi)
+    assert max(errors.values()) < 1e-5 and of_phi < 1e-4
     rounded = level.gradients(Passes(amp=True))
     assert rounded.theta.dtype == torch.float32
     errors = {
         "value": error_of(rounded.value, expected.value),
         "theta": error_of_norm(rounded.theta, expected.theta),
-        "phi": error_of_norm(joined(rounded.phi), joined(expected.phi)),
     }
-    print(kind, "bfloat16:", errors)
-    assert errors["value"] < 1e-2 and errors["theta"] < 5e-2 and errors["phi"] < 5e-2
+    name, of_phi = worst_tensor(error_of_norm, rounded.phi, expected.phi)
+    print(kind, "bfloat16:", errors, name, of_phi)
+    assert errors["value"] < 1e-2 and errors["theta"] < 5e-2 and of_phi < 5e-2
 
 
 def test_micro_batches_and_recomputation_give_the_gradients_of_the_whole() -> None:

@@ -1,8 +1,13 @@
 """`examples/one_page.py`, all of BiSSLight on one page, against the program, tensor for tensor."""
 
 import ast
+import os
 import re
 import runpy
+import shutil
+import subprocess
+import sys
+import textwrap
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,3 +181,57 @@ def test_it_needs_torch_and_numpy_alone_and_has_the_lines_of_algorithm_1_in_orde
     assert {*lines} == {*range(1, 18)}
     assert [n for n in lines if n != 8] == sorted(n for n in lines if n != 8)
     assert len(text.splitlines()) <= 200
+
+
+# --- what README shows of it ----------------------------------------------------------------------
+
+DRIFT = 5.0  # points; 0.4 were seen between two kinds of processor
+README = PAGE.parent.parent / "README.md"
+# test accuracy (%) of PEFT, BiSSLight and q = 0 by epoch, with torch 2.14.1
+RECORDED = {
+    5: [31.7, 49.6, 47.1],
+    10: [54.6, 52.5, 52.9],
+    15: [57.1, 57.1, 62.1],
+    20: [58.3, 57.1, 62.5],
+    25: [59.6, 58.3, 62.1],
+}
+
+
+def read_table(text: str) -> dict[int, list[float]]:
+    """The accuracies of each line that names an epoch."""
+    table = {}
+    for line in text.splitlines():
+        found = re.match(r"epoch +(\d+):", line)
+        if found:
+            accuracies = re.findall(r"([\d.]+) %", line)
+            table[int(found[1])] = [float(number) for number in accuracies]
+    return table
+
+
+def test_readme_shows_its_loop_and_its_figures() -> None:
+    text = README.read_text()
+    page = PAGE.read_text()
+    loop = page[page.index("    for _ in range(T):  # l.3") : page.index("def fit")]
+    assert textwrap.dedent(loop).strip() in text
+    shown = read_table(text)
+    assert len(shown) >= 2
+    for epoch, accuracies in shown.items():
+        assert accuracies == RECORDED[epoch]
+
+
+@pytest.mark.slow
+def test_it_runs_in_a_folder_with_its_two_files_and_nothing_else(tmp_path: Path) -> None:
+    """Its figures to the digit with the version that they were recorded with."""
+    for file in (PAGE, omniglot.IMAGES, omniglot.WEIGHTS):
+        shutil.copy(file, tmp_path)
+    line = [sys.executable, PAGE.name]
+    names = os.environ | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    done = subprocess.run(line, cwd=tmp_path, env=names, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    table = read_table(done.stdout)
+    assert [*table] == [*RECORDED]
+    assert (tmp_path / "one_page.png").exists()
+    for epoch, accuracies in table.items():
+        for found, recorded in zip(accuracies, RECORDED[epoch], strict=True):
+            # on other processors and with other versions of torch the runs drift apart
+            assert abs(found - recorded) < DRIFT
