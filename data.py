@@ -6,7 +6,6 @@ nor on where a run was continued. A wrong folder raises ValueError, an unreadabl
 """
 
 import hashlib
-import io
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -329,12 +328,12 @@ def read_image(path: Path) -> Picture:
     at most one grey level, with bicubic resizing rarely by a few. All others are Pillow's.
     """
     try:
-        content = path.read_bytes()
-        with Image.open(io.BytesIO(content)) as image:  # looks at no more than the header
+        with path.open("rb") as file, Image.open(file) as image:  # reads no more than the header
             if image.mode.startswith(("I", "F")):  # Pillow would clip them
                 raise ValueError("more than 8 bits a channel, save it with 8")
             if image.format == "JPEG" and image.mode in ("RGB", "L"):  # and not CMYK
-                return decode_jpeg(content, image)
+                file.seek(0)
+                return decode_jpeg(file.read(), image)
             return image.convert("RGB")
     except Exception as error:  # Pillow raises anything from OSError to TypeError on damaged bytes
         raise ImageError(f"{path}: cannot be read ({error!r}); replace or remove it") from error

@@ -291,7 +291,7 @@ from support.checkpoints import load_backbone
 from support.errors import UsageError
 for name in sys.argv[1:]:
     try:
-        print(load_backbone(FinetuneConfig(backbone=name, dataset="quilts")).sha256)
+        print(load_backbone(FinetuneConfig(backbone=name, dataset="omniglot:Greek")).sha256)
     except UsageError as error:
         print(error)
 """
