@@ -51,6 +51,7 @@ C = TypeVar("C", bound=Command)
 
 app = typer.Typer(
     rich_markup_mode="rich",
+    pretty_exceptions_enable=False,  # Python's own traceback, of a pretext task of one's own
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 data = typer.Typer(help="List, check and download the data sets.", rich_markup_mode="rich")

@@ -141,13 +141,12 @@ def absolute(path: Path) -> Path:
 
 
 TIMM = "timm:"  # before the name of a network of timm
-FILE = "file"  # a network of whatever sizes its checkpoint has
 
 
 def backbone_name(name: str) -> str:
-    """A network of BACKBONES, timm:NAME, or file."""
+    """A network of BACKBONES, or timm:NAME."""
     is_timm = name.startswith(TIMM) and name != TIMM
-    if name in BACKBONES or name == FILE or is_timm:
+    if name in BACKBONES or is_timm:
         return name
     ours = ""
     for begin, backbone in TIMM_NAMES.items():
@@ -155,7 +154,7 @@ def backbone_name(name: str) -> str:
             ours = f"{backbone} is this network with the weights of MAE, "
     if "patch" in name:  # timm names its networks so
         raise ValueError(f"is unknown; {ours}timm:{name} is that of timm")
-    raise ValueError(f"is unknown, {nearest(name, (*BACKBONES, 'timm:NAME', FILE))}")
+    raise ValueError(f"is unknown, {nearest(name, (*BACKBONES, 'timm:NAME'))}")
 
 
 def pretext_name(name: str) -> str:
@@ -224,6 +223,7 @@ class Mark(Enum):
 
     CHANGES_NO_NUMBER = auto()  # how and where it is computed: a run may go on with another value
     KNOWN_BY_DIGEST = auto()  # a place, which may be another one: its content is compared instead
+    MAY_GROW = auto()  # a finished run goes on with more of it, and keeps what it has
     SAME_ARM = auto()  # what is repeated, and how often: it makes no other arm
     LEFT_OPEN_BY_PAPER = auto()  # any value follows the paper, which searches for it or is silent
 
@@ -232,6 +232,7 @@ class Mark(Enum):
 ChangesNoNumber = Annotated[T, Mark.CHANGES_NO_NUMBER]
 KnownByDigest = Annotated[T, Mark.KNOWN_BY_DIGEST]
 SameArm = Annotated[T, Mark.SAME_ARM]
+MayGrow = Annotated[T, Mark.MAY_GROW]
 LeftOpenByPaper = Annotated[T, Mark.LEFT_OPEN_BY_PAPER]
 
 
@@ -326,7 +327,7 @@ class Shape(Settings):
     """Model: the network and what it is pretrained with."""
 
     backbone: LeftOpenByPaper[BackboneName]
-    """Network (ψ): vit_mini, vit_s16, vit_b16, vit_l16, vit_h14, timm:NAME or file. [App. C.1]"""
+    """Network (ψ): vit_mini, vit_s16, vit_b16, vit_l16, vit_h14 or timm:NAME. [App. C.1]"""
     pretext: LeftOpenByPaper[PretextName] = "mae"
     """Pretext task: mae, ijepa, FILE.py:Class or module:Class. [App. C.3, D.1]"""
     image_size: LeftOpenByPaper[PositiveInt | None] = None
@@ -340,8 +341,6 @@ class Network(Shape):
 
     weights: KnownByDigest[Weights | None] = None
     """Checkpoint, pretrain run, or omniglot. Default: the official one, downloaded. [App. C.1]"""
-    heads: LeftOpenByPaper[PositiveInt | None] = None
-    """Attention heads, with --backbone file. Default: one for each 64 numbers of a token. [here]"""
     base: LeftOpenByPaper[Literal["target_encoder", "encoder"]] = "target_encoder"
     """The backbone in an I-JEPA file: its target_encoder or encoder. [here: what I-JEPA tests]"""
     head: Literal["linear", "batchnorm"] = "linear"
@@ -360,9 +359,7 @@ class Network(Shape):
 
     @model_validator(mode="after")
     def check_network(self) -> Self:
-        """Refuse --heads and I-JEPA with a network that cannot have them."""
-        if self.heads is not None and self.backbone != FILE:
-            raise ValueError(f"--heads {self.heads}: is for --backbone file, leave it out")
+        """Refuse I-JEPA with a network that has no predictor for it."""
         if self.pretext == "ijepa" and self.backbone not in BACKBONES:
             raise ValueError(f"--backbone {self.backbone}: has no I-JEPA predictor, take mae")
         return self
@@ -495,7 +492,7 @@ class Peft(Settings):
 
     lr: LeftOpenByPaper[PositiveFloat | None] = None
     """One learning rate for all seeds, instead of a grid. [App. C.2 has a grid]"""
-    grid: LeftOpenByPaper[Rates] = GRID
+    grid: LeftOpenByPaper[MayGrow[Rates]] = GRID
     """Learning rates to try (not scaled by the batch size); validation decides. After align, the
     default is a tenth of these. [App. C.2]"""
     grid_seeds: LeftOpenByPaper[PositiveInt] = 1
@@ -517,7 +514,7 @@ class Peft(Settings):
     """Epochs between validations. [App. C.2.1]"""
     test_curve: SameArm[bool] = False
     """Score test images at each validation, too, to draw curves; this chooses nothing. [here]"""
-    seeds: SameArm[PositiveInt] = 8
+    seeds: SameArm[MayGrow[PositiveInt]] = 8
     """Independent runs. [App. C.2.1]"""
     jobs: ChangesNoNumber[Jobs] = 1
     """Runs at a time, each in a process with its share of the cores. [here]"""

@@ -6,6 +6,7 @@ nor on where a run was continued. A wrong folder raises ValueError, an unreadabl
 """
 
 import hashlib
+import io
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,12 +17,10 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
 import torch
-import torchvision
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.datasets.folder import IMG_EXTENSIONS
-from torchvision.io import ImageReadMode
 from torchvision.transforms import InterpolationMode, RandomResizedCrop
 from torchvision.transforms.v2 import functional as F
 
@@ -318,6 +317,7 @@ class Transform(NamedTuple):
     uncut: bool = False  # without a random crop, nothing of a square image is cut off
 
 
+TOO_DEEP = "more than 8 bits a channel, save it with 8"
 Picture = Image.Image | Tensor  # RGB, of Pillow, or uint8 (3, height, width): torchvision has both
 
 
@@ -328,26 +328,31 @@ def read_image(path: Path) -> Picture:
     at most one grey level, with bicubic resizing rarely by a few. All others are Pillow's.
     """
     try:
-        with path.open("rb") as file, Image.open(file) as image:  # reads no more than the header
+        content = path.read_bytes()
+        with Image.open(io.BytesIO(content)) as image:  # looks at no more than the header
             if image.mode.startswith(("I", "F")):  # Pillow would clip them
-                raise ValueError("more than 8 bits a channel, save it with 8")
+                raise ValueError(TOO_DEEP)
             if image.format == "JPEG" and image.mode in ("RGB", "L"):  # and not CMYK
-                file.seek(0)
-                return decode_jpeg(file.read(), image)
+                return decode_jpeg(content, image)
             return image.convert("RGB")
     except Exception as error:  # Pillow raises anything from OSError to TypeError on damaged bytes
-        raise ImageError(f"{path}: cannot be read ({error!r}); replace or remove it") from error
+        reason = "damaged, or no image"
+        if isinstance(error, ValueError) and error.args == (TOO_DEEP,):
+            reason = TOO_DEEP
+        if isinstance(error, OSError) and error.strerror:  # such as: no permission
+            reason = error.strerror
+        raise ImageError(f"{path}: cannot be read ({reason}); replace or remove it") from error
 
 
 def decode_jpeg(content: bytes, image: Image.Image) -> Tensor:
     """Pixels (3, height, width) of a JPEG file, the same with either decoder: both call libjpeg."""
-    # torchvision's takes half of the time, but a release after 0.29 may leave it out
-    decode = getattr(torchvision.io, "decode_jpeg", None)
+    # torchvision's takes half of the time. Its public name warns since 0.29 that it may leave.
+    decode = getattr(torch.ops.image, "decode_jpeg", None)
     if decode is None:
         pixels: Tensor = F.pil_to_tensor(image.convert("RGB"))
     else:
         writable = bytearray(content)  # or torch would warn
-        pixels = decode(torch.frombuffer(writable, dtype=torch.uint8), ImageReadMode.RGB)
+        pixels = decode(torch.frombuffer(writable, dtype=torch.uint8), 3)  # as RGB
     return pixels
 
 

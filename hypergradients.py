@@ -103,7 +103,7 @@ def cg(
         damping: c = λ + damping.
         prefactor: `c` returns c (H + cI)⁻¹ g, as released; `lambda` λ (H + cI)⁻¹ g, as in Eq. 5.
     """
-    check(lam)
+    check_lambda(lam)
     c = lam + damping
 
     def inverse(g: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def identity(G: Tensor, lam: float, H: object = None) -> Map:
 
     A control; the paper does not have it. The returned q is a copy.
     """
-    check(lam)
+    check_lambda(lam)
 
     def inverse(g: Tensor) -> Tensor:
         return g.clone()
@@ -147,7 +147,7 @@ def exact(G: Tensor, lam: float, H: Callable[[], Map]) -> Map:
         lam: λ > 0 (ValueError otherwise).
         H: `H()` returns the function u -> H u, both (K, p); called once.
     """
-    check(lam)
+    check_lambda(lam)
     K, _, p = G.shape
     product = H()
     columns = []
@@ -163,7 +163,7 @@ def exact(G: Tensor, lam: float, H: Callable[[], Map]) -> Map:
     return inverse
 
 
-def check(lam: float) -> None:
+def check_lambda(lam: float) -> None:
     """λ couples the two levels; ValueError unless it is finite and above 0."""
     if not 0 < lam < math.inf:
         raise ValueError(f"lambda must be a finite number above 0, got {lam}")

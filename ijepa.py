@@ -35,7 +35,7 @@ class Batch(NamedTuple):
     images: Tensor  # (B, 3, height, width)
     context: Tensor  # (B, contexts, seen) int64, patches in raster order
     targets: Tensor  # (B, targets, hidden) int64
-    target: Tensor  # (B, targets, hidden, dim): the teacher's normalised tokens there
+    tokens: Tensor  # (B, targets, hidden, dim): the teacher's normalised tokens at the targets
 
 
 class IJEPA:
@@ -85,22 +85,28 @@ class IJEPA:
         self.state["step"] = torch.tensor(0, device="cpu")  # asking a GPU for it would wait
 
     def draw(self, B: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Context and target blocks of B images. All share their sizes: draw for a whole batch."""
+        """Contexts (B, contexts, seen) and targets (B, targets, hidden) of B images.
+
+        All images share the sizes of their blocks, so this is to be called for a whole batch.
+        """
         return multiblock(self.masks, self.grid, B, rng)
 
     @torch.no_grad()
     def prepare(self, images: Tensor, context: Tensor, targets: Tensor) -> Batch:
-        """Adds the present teacher's layer-normed tokens, so that the loss is a pure function."""
+        """A batch with the tokens of the teacher as it is now, normalised, at the targets.
+
+        So the loss is a pure function: the teacher moves on only in `after_step`.
+        """
         tokens = self.teacher(images, self.state.get("theta_T"))
         tokens = F.layer_norm(tokens, tokens.shape[-1:])  # eps 1e-5
         index = targets.flatten(1)[..., None]  # (B, targets hidden, 1)
-        target = tokens.gather(1, index.expand(-1, -1, tokens.shape[-1]))
-        return Batch(images, context, targets, target.unflatten(1, targets.shape[1:]))
+        wanted = tokens.gather(1, index.expand(-1, -1, tokens.shape[-1]))
+        return Batch(images, context, targets, wanted.unflatten(1, targets.shape[1:]))
 
     def loss(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
         """L^P(θ, φ_P): smooth L1 (threshold 1) of prediction and teacher, mean over all entries."""
         prediction = self.predict(theta, phi, batch)
-        return F.smooth_l1_loss(prediction, batch.target[:, :, None].expand_as(prediction))
+        return F.smooth_l1_loss(prediction, batch.tokens[:, :, None].expand_as(prediction))
 
     def predict(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
         """Tokens at all targets from each context, (B, targets, contexts, hidden, dim)."""
@@ -300,7 +306,10 @@ def positions(width: int, patches: int) -> Tensor:
 
 @torch.no_grad()
 def init(networks: Sequence[nn.Module], rng: torch.Generator) -> None:
-    """Start new networks in place as I-JEPA does: truncated normal. Position tables stay."""
+    """Give new networks I-JEPA's random start, in place: truncated normal, biases of zero.
+
+    Position tables stay as they are.
+    """
     both = nn.ModuleList(networks)
     for module in both.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):

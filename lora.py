@@ -93,49 +93,14 @@ class Backbone(nn.Module):
         return self.vit.norm(x)  # type: ignore[no-any-return]
 
 
-def check_vit(vit: nn.Module) -> None:
-    """ValueError, which names the part, unless `Backbone` computes what timm computes for `vit`.
-
-    Classes have to be exactly these: those derived from them compute something else.
-    """
-    require(vit, VisionTransformer)
-    vit = cast(VisionTransformer, vit)
-    require(vit.patch_embed, PatchEmbed)  # others overlap: a removed patch is seen in its neighbour
-    if vit.global_pool not in ("token", "avg"):
-        raise ValueError(
-            f"backbone: it pools its tokens by {vit.global_pool!r}, but the head needs the class "
-            "token or the mean of the patches"
-        )
-    for block in cast(list[Block], vit.blocks):
-        require(block, Block)
-        require(block.attn, Attention)
-        require(block.attn.qkv, nn.Linear)
-        if block.attn.gate is not None:
-            raise ValueError("backbone: its attention has a gate, which is not computed here")
-
-
-def require(part: object, kind: type[nn.Module]) -> None:
-    """ValueError unless a part of a network is of this class, and of none derived from it."""
-    if type(part) is not kind:
-        raise ValueError(
-            f"backbone: {type(part).__name__} is not computed here, only timm's {kind.__name__}"
-        )
-
-
-def select(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of each image's tokens: x (B, all, dim), index (B, kept) -> (B, kept, dim).
-
-    The index is expanded, not copied, to the width of the tokens.
-    """
-    dim = x.shape[-1]
-    wide = index[..., None].expand(-1, -1, dim)  # (B, kept, dim)
-    return x.gather(1, wide)
-
-
 def block_forward(
     block: Block, x: Tensor, row: Tensor | None, scale: float, drop: Tensor | None = None
 ) -> Tensor:
-    """A timm Block on x (B, tokens, dim), row (p,) of θ; drop (B, 2): for attention and MLP."""
+    """A block of the backbone, timm's Block with LoRA: x -> x + attention, then x + MLP of that.
+
+    x and the result are (B, tokens, dim), `row` (p,) is the block's row of θ (None: no LoRA), and
+    `drop` (B, 2) has the drop-path factors of attention and MLP.
+    """
     attn = cast(Attention, block.attn)
     y = block.norm1(x)
     queries, keys, values = qkv(attn, y, row, scale)  # (B, heads, tokens, head dim)
@@ -156,7 +121,7 @@ def qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of all heads, each (B, heads, tokens, head dim).
 
-    LoRA acts on queries and values. With x (B, tokens, dim) and s = scale:
+    LoRA acts on queries and values (Sec. 3.2). With x (B, tokens, dim), row (p,) and s = scale:
 
         queries = W_q x + s B_q A_q x,    keys = W_k x,    values = W_v x + s B_v A_v x
     """
@@ -183,27 +148,23 @@ def qkv(
 
 
 def split_heads(x: Tensor, B: int, heads: int) -> Tensor:
-    """(B * tokens, dim) -> (B, heads, tokens, head dim)."""
+    """Cut tokens into their heads: (B * tokens, dim) -> (B, heads, tokens, head dim)."""
     head_dim = x.shape[-1] // heads
     return x.view(B, -1, heads, head_dim).transpose(1, 2)
 
 
-def keep_in_bfloat16(backbone: Backbone) -> None:
-    """Stores ψ's Linear and Conv2d layers in bfloat16, in place, which takes half of the memory.
-
-    Under autocast exactly these are cast in every pass, so results stay the same to the bit.
-    Outside of autocast such a backbone computes nothing: no Hessian-vector products. It is not for
-    `merge` either, which would add in bfloat16.
-    """
-    for layer in backbone.vit.modules():
-        if isinstance(layer, nn.Linear | nn.Conv2d):
-            layer.bfloat16()
+def select(x: Tensor, index: Tensor) -> Tensor:
+    """Some tokens of each image: x (B, all, dim), index (B, kept) -> (B, kept, dim)."""
+    dim = x.shape[-1]
+    wide = index[..., None].expand(-1, -1, dim)  # (B, kept, dim); expanded, not copied
+    return x.gather(1, wide)
 
 
 def drop_path(rate: float, depth: int, B: int, rng: torch.Generator) -> Tensor:
     """Drop-path factors of B images, (B, K, 2): 1/(1 − rate_k) with probability 1 − rate_k, else 0.
 
-    rate_k rises linearly from 0 to `rate` over the K = depth layers.
+    They multiply what attention and MLP add to the tokens, so that its mean stays. rate_k rises
+    linearly from 0 to `rate` over the K = depth layers.
     """
     survive = 1 - torch.linspace(0, rate, depth)[:, None, None]  # (K, 1, 1)
     kept = torch.rand(depth, 2, B, generator=rng) < survive  # (K, 2, B)
@@ -239,6 +200,50 @@ def merge(backbone: Backbone, theta: Tensor) -> dict[str, Tensor]:
     for k in range(backbone.depth):
         state[f"blocks.{k}.attn.qkv.weight"] += backbone.scale * change[k]  # queries, keys, values
     return state
+
+
+# --- which networks can be ψ, and in which precision ----------------------------------------------
+
+
+def check_vit(vit: nn.Module) -> None:
+    """ValueError, which names the part, unless `Backbone` computes what timm computes for `vit`.
+
+    Classes have to be exactly these, since a derived one may compute something else.
+    """
+    require(vit, VisionTransformer)
+    vit = cast(VisionTransformer, vit)
+    require(vit.patch_embed, PatchEmbed)  # others overlap: a removed patch is seen in its neighbour
+    if vit.global_pool not in ("token", "avg"):
+        raise ValueError(
+            f"backbone: it pools its tokens by {vit.global_pool!r}, but the head needs the class "
+            "token or the mean of the patches"
+        )
+    for block in cast(list[Block], vit.blocks):
+        require(block, Block)
+        require(block.attn, Attention)
+        require(block.attn.qkv, nn.Linear)
+        if block.attn.gate is not None:
+            raise ValueError("backbone: its attention has a gate, which is not computed here")
+
+
+def require(part: object, kind: type[nn.Module]) -> None:
+    """ValueError unless a part of a network is of this class, and of none derived from it."""
+    if type(part) is not kind:
+        raise ValueError(
+            f"backbone: {type(part).__name__} is not computed here, only timm's {kind.__name__}"
+        )
+
+
+def keep_in_bfloat16(backbone: Backbone) -> None:
+    """Stores the Linear and Conv2d layers of a frozen ψ in bfloat16, in place: half of its memory.
+
+    Autocast would cast exactly these in every pass, so under it results are the same to the bit.
+    Such a backbone is for nothing else: not for passes in float32, as Hessian-vector products are,
+    and not for `merge`, which would add in bfloat16.
+    """
+    for layer in backbone.vit.modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            layer.bfloat16()
 
 
 # --- the downstream head, and the loss ------------------------------------------------------------
@@ -301,7 +306,10 @@ def features(
 
 
 def logits(x: Tensor, phi_D: Phi) -> Tensor:
-    """h^D, logits (B, classes) of x (B, dim): linear, after φ_D's BatchNorm (eps 1e-6) if any."""
+    """h^D: logits (B, classes) of features x (B, dim), a linear layer of them.
+
+    If φ_D has a BatchNorm (eps 1e-6), it comes first, and φ_D holds its moments, too.
+    """
     if "norm.weight" in phi_D:  # moments of the batch in training, running ones in scoring
         z = (x.double() - phi_D["norm.mean"]) * (phi_D["norm.var"] + 1e-6).rsqrt()
         x = z.to(phi_D["norm.weight"]) * phi_D["norm.weight"] + phi_D["norm.bias"]
@@ -309,9 +317,10 @@ def logits(x: Tensor, phi_D: Phi) -> Tensor:
 
 
 def moments(x: Tensor, stats: Phi | None) -> Phi:
-    """Mean and biased variance of all processes' rows x (B, dim).
+    """BatchNorm's moments: mean and biased variance, (dim,), of all processes' features x (B, dim).
 
-    `stats` become 0.9 times what they were plus 0.1 times the mean and the unbiased variance.
+    The running ones, `stats`, become 0.9 times what they were plus 0.1 times the mean and the
+    unbiased variance.
     """
     count = SumOverProcesses.apply(x.new_tensor(float(len(x))))  # images of all processes
     mean = SumOverProcesses.apply(x.sum(0)) / count  # (dim,)

@@ -65,7 +65,7 @@ class MAE:
             )
 
     def draw(self, B: int, rng: torch.Generator) -> tuple[Tensor]:
-        """The noise of B images."""
+        """The noise of B images, (B, patches)."""
         return (torch.rand(B, self.decoder.patches, generator=rng),)
 
     def prepare(self, images: Tensor, noise: Tensor) -> Batch:
@@ -94,7 +94,10 @@ class MAE:
 
     @torch.no_grad()
     def reconstruct(self, theta: Tensor | None, phi: Phi, batch: Batch) -> tuple[Tensor, Tensor]:
-        """As in MAE's figures: removed patches blank, and predicted. Both (B, 3, height, width)."""
+        """The images with removed patches blank, and predicted, as in MAE's figures.
+
+        Both (B, 3, height, width).
+        """
         prediction, mask = self.predict(theta, phi, batch)
         size = self.decoder.patch_size
         true = patchify(batch.images, size)  # (B, patches, size² · 3)
@@ -121,13 +124,16 @@ def masking(noise: Tensor, mask_ratio: float) -> tuple[Tensor, Tensor]:
 
 
 def patchify(images: Tensor, size: int) -> Tensor:
-    """(B, 3, height, width) -> (B, patches, size² · 3), by row, each by row, column, channel."""
+    """Images (B, 3, height, width) -> the pixels of their patches, (B, patches, size² · 3).
+
+    Patches come row by row, and so do the pixels of a patch, each with its three channels.
+    """
     x = images.unfold(2, size, size).unfold(3, size, size)  # (B, 3, rows, columns, size, size)
     return x.permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)
 
 
 def unpatchify(patches: Tensor, size: int) -> Tensor:
-    """Inverse of `patchify` for square images."""
+    """Square images (B, 3, height, width) from their patches; the inverse of `patchify`."""
     side = math.isqrt(patches.shape[1])
     x = patches.reshape(-1, side, side, size, size, 3)
     return x.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
@@ -210,7 +216,10 @@ def positions(width: int, patches: int, prefix: int = 1) -> Tensor:
 
 @torch.no_grad()
 def init(networks: Sequence[nn.Module], rng: torch.Generator) -> None:
-    """Start new networks in place as MAE does: Xavier-uniform matrices. Position tables stay."""
+    """Give new networks MAE's random start, in place: Xavier-uniform matrices, biases of zero.
+
+    Position tables stay as they are.
+    """
     both = nn.ModuleList(networks)
     for module in both.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):

@@ -99,7 +99,7 @@ def draws(n, size):  # numbers of images, `size` at a time: passes in random ord
 def trained(tensors):
     return {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
 
-def adamw(groups, steps, warmup, beta_2=0.999):  # of (rate, tensors); returns a function
+def adamw(groups, steps, warmup, beta_2=0.999):  # groups: pairs of a rate and its tensors
     groups = [{"lr": lr, "params": tensors} for lr, tensors in groups]
     opt = torch.optim.AdamW(groups, betas=(0.9, beta_2), weight_decay=0.05)
     def share_of_rate(done):  # rises for `warmup` steps, then falls as half a cosine
@@ -130,31 +130,31 @@ def algorithm_1(psi, theta, phi_P, phi_D, pool, images, labels, use_q=True):
             G.append(grad_P)  # l.6
             g_P = grad_P + LAM * (theta_P - theta_D).detach()  # l.7
             opt_P(lower, [g_P, *g_phi_P])  # l.9
-        M = [eq_7(G_k) for G_k in torch.stack(G, 1)]  # l.10
+        M = [eq_7(G_k) for G_k in torch.stack(G, 1)]  # l.10, layer by layer
         for _ in range(N_U):  # l.11
             i = next(D_D)
             loss = L_D(psi, theta_P, phi_D, images[i], labels[i])
             g, *at_P = torch.autograd.grad(loss, [theta_P, *phi_D.values()])  # l.12
             q = torch.stack([eq_10(M_k, g_k) for M_k, g_k in zip(M, g, strict=True)])  # l.13
             loss = L_D(psi, theta_D, phi_D, images[i], labels[i])
-            grad_D, *at_D = torch.autograd.grad(loss, upper)
+            grad_D, *at_D = torch.autograd.grad(loss, upper)  # l.14
             g_D = q + grad_D if use_q else grad_D  # l.14
             g_phi_D = [x + y for x, y in zip(at_P, at_D, strict=True)]  # l.15
             opt_D(upper, [g_D, *g_phi_D])  # l.16
     return theta_P.detach()  # l.17
 
-def fit(psi, theta, phi_D, train, test, rate, epochs, probe=False):
+def fit(psi, theta, phi_D, train, test, labels, rate=LR_PEFT, epochs=EPOCHS, probe=False):
     """Train θ and φ_D, or only φ_D; yields the accuracy on the test images every five epochs."""
-    theta, (images, labels) = theta.clone().requires_grad_(), train
+    theta = theta.clone().requires_grad_()
     tensors = [*phi_D.values()] if probe else [theta, *phi_D.values()]
-    epoch = len(labels) // B_D  # steps
+    epoch = len(labels) // B_D  # steps in one pass over `train`
     opt, D_D = adamw([(rate, tensors)], epochs * epoch, WARMUP * epoch), draws(len(labels), B_D)
     for step in range(1, epochs * epoch + 1):
         i = next(D_D)
-        opt(tensors, torch.autograd.grad(L_D(psi, theta, phi_D, images[i], labels[i]), tensors))
+        opt(tensors, torch.autograd.grad(L_D(psi, theta, phi_D, train[i], labels[i]), tensors))
         if step % (5 * epoch) == 0:
-            guesses = linear(f(psi, theta, test[0])[:, 0], phi_D, "head").argmax(1)
-            yield 100 * (guesses == test[1]).double().mean().item()
+            guesses = linear(f(psi, theta, test)[:, 0], phi_D, "head").argmax(1)
+            yield 100 * (guesses == labels).double().mean().item()
 
 def characters(*alphabets):  # images (characters, 20 people, 3, 28, 28); 4 pixels a byte
     file = np.load(FOLDER / "omniglot.npz")
@@ -181,17 +181,17 @@ if __name__ == "__main__":
     pool = characters("Japanese_(katakana)", "Korean", "Sanskrit").flatten(0, 1)
     greek = (characters("Greek") - pool.mean()) / pool.std()
     pool = (pool - pool.mean()) / pool.std()
-    labels = torch.arange(24).repeat_interleave(10)
-    train, test = (greek[:, :10].flatten(0, 1), labels), (greek[:, 10:].flatten(0, 1), labels)
+    train, test = greek[:, :10].flatten(0, 1), greek[:, 10:].flatten(0, 1)
+    labels = torch.arange(24).repeat_interleave(10)  # of train, and of test
     theta = torch.rand(K, 4, R, DIM, generator=torch.Generator().manual_seed(SEED)) / 4 - 1 / 8
-    theta[:, 1::2] = 0  # B_q and B_v, so that f_θ is f_ψ
+    theta[:, 1::2] = 0  # B_q and B_v, so that f_θ is f_ψ; A_q and A_v are within ±1/√DIM
     theta = theta.flatten(1)
     head = {"head.weight": torch.zeros(24, DIM), "head.bias": torch.zeros(24)}
     phi_D = trained(head)
-    list(fit(psi, theta, phi_D, train, test, LR, 20, probe=True))  # l.1's head: probed (App. C.3)
-    aligned = algorithm_1(psi, theta, phi_P, phi_D, pool, *train)
-    q_0 = algorithm_1(psi, theta, phi_P, phi_D, pool, *train, use_q=False)
-    fits = [fit(psi, x, trained(head), train, test, LR_PEFT, EPOCHS) for x in (theta, aligned, q_0)]
+    list(fit(psi, theta, phi_D, train, test, labels, LR, 20, probe=True))  # l.1's φ_D (App. C.3)
+    aligned = algorithm_1(psi, theta, phi_P, phi_D, pool, train, labels)
+    q_0 = algorithm_1(psi, theta, phi_P, phi_D, pool, train, labels, use_q=False)
+    fits = [fit(psi, x, trained(head), train, test, labels) for x in (theta, aligned, q_0)]
     curves = []
     for a, b, c in zip(*fits, strict=True):
         curves.append((a, b, c))

@@ -17,7 +17,7 @@ from support.screen import one_line, tell
 
 T = TypeVar("T")
 Backbone = Annotated[str, typer.Option(help="vit_mini, vit_b16, vit_l16 or vit_h14.")]
-Dataset = Annotated[str, typer.Option(help="dtd, voc07, cub200, ..., omniglot:X, folder:PATH.")]
+Dataset = Annotated[str, typer.Option(help="dtd, voc07, ..., omniglot:Greek or folder:PATH.")]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="A setting of align or finetune; repeatable."),

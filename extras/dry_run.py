@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from config import (
-    FILE,
     TIMM,
     AlignConfig,
     Arch,
@@ -21,7 +20,7 @@ from data import Pool, Task
 from extras import pretrain
 from finetune import starts_of_seeds
 from support import timm_models
-from support.checkpoints import OFFICIAL, arch_of, weights_of
+from support.checkpoints import OFFICIAL_FILES, arch_of, weights_of
 from support.errors import checking
 from support.experiment import AlignExperiment, Experiment, device_of, open_pool, open_task
 from support.missing import attempt
@@ -85,7 +84,7 @@ def plan_peft(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Record:
     weights = attempt(problems, weights_of, cfg)
     fetched = None
     if weights and not weights.exists():
-        url, megabytes = OFFICIAL[cfg.backbone, cfg.pretext]
+        url, megabytes = OFFICIAL_FILES[cfg.backbone, cfg.pretext]
         fetched = f"{megabytes:.0f} MB to download from {url}"
     if weights is None and cfg.backbone.startswith(TIMM):
         fetched = "timm's, from the Hugging Face hub or its cache"
@@ -116,13 +115,8 @@ def try_networks(cfg: AlignConfig | FinetuneConfig, task: Task | None, pool: Poo
     return experiment.arch
 
 
-def official_arch(cfg: Network) -> Arch | None:
-    """Sizes of the official file or of timm's network, where there is no file to look at.
-
-    None where only the file could say. (UsageError)
-    """
-    if cfg.backbone == FILE:
-        return None
+def official_arch(cfg: Network) -> Arch:
+    """Sizes of the official file or of timm's network, where no file is there yet (UsageError)."""
     with checking(f"--backbone {cfg.backbone}"):
         if cfg.backbone.startswith(TIMM):
             return timm_models.read_arch(cfg)

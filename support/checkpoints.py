@@ -2,14 +2,12 @@
 
 official    the files of MAE's and I-JEPA's authors, downloaded on first use
 own         backbone.pth of a `pretrain` run: the official layout, and the sizes as JSON beside it
-file        an MAE file of other sizes, in the official layout: its tensors say which
 timm        `support.timm_models`: the encoder alone
 adapter     adapter.safetensors of a run: θ, a head, and what they were trained on
 released    the LoRA file of the paper's own program
 """
 
 import json
-import math
 import sys
 import warnings
 import zipfile
@@ -29,7 +27,6 @@ import ijepa
 import mae
 from config import (
     BACKBONES,
-    FILE,
     OMNIGLOT,
     TIMM,
     AlignConfig,
@@ -57,7 +54,7 @@ class Official(NamedTuple):
 
 
 SITE = "https://dl.fbaipublicfiles.com"
-OFFICIAL = {
+OFFICIAL_FILES = {
     ("vit_b16", "mae"): Official(f"{SITE}/mae/pretrain/mae_pretrain_vit_base_full.pth", 447.6),
     ("vit_l16", "mae"): Official(f"{SITE}/mae/pretrain/mae_pretrain_vit_large_full.pth", 1318.2),
     ("vit_h14", "mae"): Official(f"{SITE}/mae/pretrain/mae_pretrain_vit_huge_full.pth", 2628.3),
@@ -85,7 +82,7 @@ def load_backbone(cfg: AlignConfig | FinetuneConfig) -> Pretrained:
     """
     path = weights_of(cfg)
     if path is not None and not path.exists():
-        download(OFFICIAL[cfg.backbone, cfg.pretext], path)
+        download(OFFICIAL_FILES[cfg.backbone, cfg.pretext], path)
     thing = f"--weights {path}" if path else f"--backbone {cfg.backbone}"
     try:
         if path is None or cfg.backbone.startswith(TIMM):
@@ -104,18 +101,13 @@ def load_networks(path: Path, cfg: AlignConfig | FinetuneConfig) -> Pretrained:
     if cfg.pretext == "ijepa":
         encoder, decoder = ijepa.split_state(data, cfg.base)
     else:
-        tensors = tensors_in(data)
-        if "mae_visualize" in path.name or "vit.embeddings.cls_token" in tensors:
+        if "mae_visualize" in path.name:
             raise ValueError(
-                "is Hugging Face's ViTMAE, or the authors' file for pictures: its decoder predicts "
-                "raw pixels, not standardised ones; take the authors' file ending in _full.pth"
+                "is the authors' file for pictures: its decoder predicts raw pixels, not "
+                "standardised ones; take the file ending in _full.pth"
             )
-        encoder, decoder = mae.split_state(tensors)
-    if cfg.backbone == FILE and "bisslight" not in data:
-        arch = read_arch(encoder, decoder, cfg.heads)
-        check_sizes(arch, cfg)
-    else:
-        arch = arch_of(data, cfg)
+        encoder, decoder = mae.split_state(tensors_in(data))
+    arch = arch_of(data, cfg)
     with torch.device("meta"):  # no memory and no random numbers for what is replaced anyway
         vit = build_vit(arch)
         head = build_head(arch, cfg.pretext)
@@ -155,7 +147,7 @@ def weights_of(cfg: Network) -> Path | None:
         return path
     if cfg.backbone.startswith(TIMM):
         return None
-    official = OFFICIAL.get((cfg.backbone, cfg.pretext))
+    official = OFFICIAL_FILES.get((cfg.backbone, cfg.pretext))
     if official is None:
         raise UsageError(
             f"--weights FILE: {cfg.backbone} with {cfg.pretext} needs one, see `bisslight pretrain`"
@@ -189,55 +181,23 @@ def assign(network: nn.Module, state: Phi) -> None:
 
 
 def arch_of(data: Record, cfg: Shape) -> Arch:
-    """Sizes of a checkpoint: what `pretrain` wrote into it, or the official ones (ValueError)."""
+    """Sizes of a checkpoint: what `pretrain` wrote into it, or the official ones.
+
+    ValueError where the settings ask for another network, image size or patch size.
+    """
     if "bisslight" in data:
         written = json.loads(data["bisslight"])
         name = written["backbone"]
-        if cfg.backbone not in (name, FILE):
+        if cfg.backbone != name:
             raise ValueError(f"was trained as {name}, give --backbone {name}")
         arch = Arch(**written["arch"])
     else:
         arch = BACKBONES[cfg.backbone]._replace(class_token=cfg.pretext != "ijepa")
-    check_sizes(arch, cfg)
+    if cfg.image_size not in (None, arch.image_size):
+        raise ValueError(f"has image_size {arch.image_size}; leave the option out")
+    if cfg.patch_size not in (None, arch.patch_size):
+        raise ValueError(f"has patch_size {arch.patch_size}; leave the option out")
     return arch
-
-
-def check_sizes(arch: Arch, cfg: Shape) -> None:
-    """Refuse (ValueError) settings that ask for other sizes than a checkpoint has."""
-    for name in ("image_size", "patch_size", "heads"):
-        wanted = getattr(cfg, name, None)  # pretrain's settings have no heads
-        actual = getattr(arch, name)
-        if wanted is not None and wanted != actual:
-            raise ValueError(f"has {name} {actual}; leave the option out")
-
-
-def read_arch(encoder: Phi, decoder: Phi, heads: int | None) -> Arch:
-    """Read a network's sizes off the tensors of a full MAE file (KeyError, ValueError: not one).
-
-    No tensor shows the number of heads: it is `heads` or, if None, one for 64 numbers of the
-    width, as in ViT-S, B and L. MAE's decoders have one for 32.
-    """
-    _, tokens, dim = encoder["pos_embed"].shape  # of the class token and of the patches
-    patch_size = encoder["patch_embed.proj.weight"].shape[-1]
-    hidden = len(encoder["blocks.0.mlp.fc1.weight"])
-    decoder_dim = decoder["decoder_pos_embed"].shape[-1]
-    if heads is None:
-        heads, rest = divmod(dim, 64)
-        if rest:
-            raise ValueError(f"its width {dim} is no multiple of 64; give --heads")
-    if dim % heads:
-        raise ValueError(f"its width {dim} is no multiple of --heads {heads}")
-    return Arch(
-        dim=dim,
-        depth=len([name for name in encoder if name.endswith(".norm1.weight")]),
-        heads=heads,
-        image_size=math.isqrt(tokens - 1) * patch_size,
-        patch_size=patch_size,
-        mlp_ratio=hidden / dim,
-        decoder_dim=decoder_dim,
-        decoder_depth=len([name for name in decoder if name.endswith(".norm1.weight")]),
-        decoder_heads=max(1, decoder_dim // 32),
-    )
 
 
 def vit_args(arch: Arch) -> Record:
@@ -289,7 +249,7 @@ def build_head(arch: Arch, pretext: str) -> PretextHead:
 
 @torch.no_grad()
 def initialise(networks: Sequence[nn.Module], pretext: str, rng: torch.Generator) -> None:
-    """Start new networks in place as the task's authors do; a ViT gets the fixed positions, too."""
+    """Give new networks the random start of the task's authors, in place; a ViT its positions."""
     if pretext == "ijepa":
         ijepa.init(networks, rng)
     else:
@@ -380,25 +340,28 @@ def load_adapter(path: Path) -> Adapter:
     return Adapter(theta, head, origin)
 
 
-PARTS = ("qA", "qB", "vA", "vB")
-RELEASED = "base_model.model.blocks.{}.attn.qkv.{}.lora_{}.default.weight"  # block, q or v, A or B
+# of a matrix in the released file: block, q or v, A or B
+RELEASED_NAME = "base_model.model.blocks.{}.attn.qkv.{}.lora_{}.default.weight"
 
 
-def load_theta(start: Path, dim: int) -> tuple[Tensor, Record]:
-    """θ, and what its file says of itself; {} if it is a released file (OSError, ValueError)."""
-    if start.suffix == ".safetensors":
-        adapter = load_adapter(start)
+def load_theta(path: Path, dim: int) -> tuple[Tensor, Record]:
+    """θ (K, p), and what its file says of itself: {} of a released one (OSError, ValueError)."""
+    if path.suffix == ".safetensors":
+        adapter = load_adapter(path)
         return adapter.theta, adapter.origin
-    return from_released(read_tensors(start), dim), {}
+    return from_released(read_tensors(path), dim), {}
 
 
 def from_released(state: Phi, dim: int) -> Tensor:
-    """θ from the released program's LoRA file; ValueError where it is another layout."""
+    """θ (K, p) from the LoRA file of the paper's own program (ValueError: another layout)."""
     wrong = ValueError(f"is not a LoRA file on q and v of width {dim} in the released layout")
     rows = []
     try:
         for k in range(len(state) // 4):  # four matrices a block
-            A_q, B_q, A_v, B_v = [state[RELEASED.format(k, *part)] for part in PARTS]
+            A_q = state[RELEASED_NAME.format(k, "q", "A")]  # (r, dim)
+            B_q = state[RELEASED_NAME.format(k, "q", "B")]  # (dim, r)
+            A_v = state[RELEASED_NAME.format(k, "v", "A")]
+            B_v = state[RELEASED_NAME.format(k, "v", "B")]
             rows.append(torch.stack([A_q, B_q.mT, A_v, B_v.mT]))  # (4, r, dim)
         theta = torch.stack(rows).float()  # (K, 4, r, dim)
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # names, shapes

@@ -26,7 +26,7 @@ from support.benchmarks import (
 from support.errors import UsageError, checking
 from support.metrics import Score, score
 from support.optim import trainable
-from support.pretext import check_pretext_task, load_task_class, new_task
+from support.pretext import load_task_class, try_step
 from support.processes import gather, share, wait_for_all, world
 from support.runs import LOG, sha256
 
@@ -268,7 +268,7 @@ class AlignExperiment(Experiment):
     def pretext_task(self, theta: Tensor) -> PretextTask[Any]:
         """A new pretext task of these settings; θ is where θ_P starts (UsageError).
 
-        One of one's own is tried on a few images, and then is as if it had not been.
+        With one of one's own a step is taken on a few images, so that an error in it shows now.
         """
         cfg = self.cfg
         if self.task_class is None:
@@ -280,7 +280,7 @@ class AlignExperiment(Experiment):
             steps = cfg.alternations * cfg.lower_steps
             return checkpoints.pretext_task(cfg, self.backbone, head, steps, theta)
 
-        task = new_task(self.task_class, self.backbone, cfg)
+        task = self.task_class.new(self.backbone, cfg)
         mean_over_images = getattr(task, "mean_over_images", True)
         has_micro_batches = cfg.micro_batch is not None and cfg.micro_batch < cfg.p_batch
         batch_is_cut = has_micro_batches or world().size > 1
@@ -291,8 +291,8 @@ class AlignExperiment(Experiment):
             )
         # A loss that compares images may need many, and a batch of it is never smaller.
         n = min(TRIAL_IMAGES, cfg.p_batch) if mean_over_images else cfg.p_batch
-        check_pretext_task(task, self.task_class, self.first_images(n), theta, self.amp)
-        return new_task(self.task_class, self.backbone, cfg)  # the trial changed the first one
+        try_step(task, self.first_images(n), theta, self.passes)
+        return self.task_class.new(self.backbone, cfg)  # the step changed the first one
 
     def first_images(self, n: int) -> Tensor:
         """The first n images (n, 3, H, W) that a run draws from the pool."""

@@ -5,7 +5,7 @@ from typing import ParamSpec, TypeVar
 
 from config import AlignConfig, Command, FinetuneConfig
 from support.benchmarks import place_of
-from support.checkpoints import OFFICIAL, weights_of
+from support.checkpoints import OFFICIAL_FILES, weights_of
 from support.errors import UsageError, checking
 
 P = ParamSpec("P")
@@ -22,7 +22,7 @@ def list_missing(cfg: Command) -> list[str]:
         attempt(problems, find_place, "--pool", cfg.pool, cfg)
     weights = attempt(problems, weights_of, cfg)
     if problems and weights and not weights.exists():
-        url, megabytes = OFFICIAL[cfg.backbone, cfg.pretext]
+        url, megabytes = OFFICIAL_FILES[cfg.backbone, cfg.pretext]
         command = f"`curl -C - -o {weights} {url}`"
         problems.append(f"--weights: {megabytes:,.0f} MB, fetched by the run itself or {command}")
     return problems

@@ -162,7 +162,7 @@ class Run(ExitStack):
         goes_on = check_directory(path, command, config, force, defining)
         wait_for_all()  # every process has looked before process 0 writes
         # A finished run is only read: it may be in use elsewhere, or on a read-only disk.
-        if goes_on and self.is_finished():
+        if goes_on and self.is_finished() and not has_grown(path, config):
             with suppress(OSError):  # it is left where a run was killed as it finished
                 (path / "checkpoint.pt").unlink(missing_ok=True)
         elif world().rank == 0:
@@ -171,6 +171,8 @@ class Run(ExitStack):
             goes_on = check_directory(path, command, config, force, defining)
             if not goes_on:
                 clear(path)
+            elif has_grown(path, config):
+                remove(path, ["result.json"])
             remove(path, TORN)
             if not self.is_finished():
                 self.describe(command, defining or {}, goes_on)
@@ -205,7 +207,7 @@ class Run(ExitStack):
         """
         env: Record = {"command": command, "about": defining, "machines": []}
         if goes_on:
-            env = read_json(self.path / "env.json")
+            env = read_json(self.path / "env.json") | {"about": defining}
         env["machines"].append(describe_machine(self.config))
         settings = self.config.model_dump(mode="json")
         write_atomic(self.path / "env.json", json.dumps(env, indent=1))
@@ -504,14 +506,35 @@ def may_change(kind: type[Machine]) -> set[str]:
     return settings_with(kind, Mark.CHANGES_NO_NUMBER, Mark.KNOWN_BY_DIGEST)
 
 
+def has_grown(path: Path, config: Machine) -> bool:
+    """Whether the settings ask for more, such as seeds, than the run in `path` was made with."""
+    recorded = read_json(path / "config.json")
+    current = config.model_dump(mode="json")
+    names = settings_with(type(config), Mark.MAY_GROW)
+    return any(current[name] != recorded.get(name) for name in names)
+
+
+def is_more(name: str, value: object, before: object) -> bool:
+    """Whether what may grow holds what it was before: a number, a list, the starts of seeds."""
+    if isinstance(value, list) and isinstance(before, list):
+        if name == "start_sha256":  # one for each seed, in their order
+            return value[: len(before)] == before
+        return all(item in value for item in before)
+    return isinstance(value, int) and isinstance(before, int) and value >= before
+
+
 def list_changed(kind: type[Machine], recorded: Record, current: Record) -> list[str]:
     """Names of what defines a run and is not as recorded."""
     changed = []
     free = may_change(kind)
+    growing = settings_with(kind, Mark.MAY_GROW) | {"start_sha256"}
     for name, value in current.items():
         # A setting may be younger than the run: its default is what the run did.
         default = kind.model_fields[name].default if name in kind.model_fields else None
-        if name not in free and recorded.get(name, default) != value:
+        before = recorded.get(name, default)
+        if name in free or value == before:
+            continue
+        if name not in growing or not is_more(name, value, before):
             changed.append(name)
     return changed
 

@@ -49,7 +49,10 @@ def load_vit(cfg: Network, state: Mapping[str, Tensor] | None) -> Any:  # noqa: 
 
 
 def find_weights(repository: str) -> None:
-    """Ask the hub, once, if it answers, unless weights are here; timm would ask for a minute."""
+    """Fail at once (OSError) where weights are not in the cache and the hub does not answer.
+
+    timm alone would ask the hub again and again, for a minute.
+    """
     try:
         snapshot_download(repository, local_files_only=True)
     except LocalEntryNotFoundError:
@@ -86,7 +89,7 @@ def read_arch(cfg: Network) -> Arch:
 
 
 def digest(state: Mapping[str, Tensor]) -> str:
-    """sha256 over names and numbers: the same whichever file they came from."""
+    """sha256 over the names and numbers of tensors: the same whichever file they came from."""
     sha = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         sha.update(name.encode())

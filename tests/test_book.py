@@ -268,10 +268,10 @@ def test_each_function_and_test_that_the_mathematics_names_exists() -> None:
     assert len(asked) >= 12 and {*asked} <= tests, {*asked} - tests
 
 
-def test_each_letter_of_a_shape_is_in_the_table_of_symbols() -> None:
+def test_each_letter_of_a_shape_is_in_a_table_of_symbols() -> None:
     """And sizes of the networks are words, since their letters would be others' there."""
-    table = sections()["All symbols"]
-    symbols = "".join(re.findall(r"(?m)^\| (.*?) \|", table))
+    tables = MATH.partition("## Eq. 1")[0] + sections()["All symbols"]
+    symbols = "".join(re.findall(r"(?m)^\| (.*?) \|", tables))
     known = set(re.findall(r"\$([a-zA-Z])(?:_i)?\$", symbols))
     assert {"K", "p", "m", "B"} <= known and not {"L", "E", "C", "W"} & known
     unknown = []

@@ -5,18 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import close, fixture, recorded
+from conftest import fixture, recorded
 from replay import recording, to_theta
 from safetensors.torch import save_file
 from toy import refusal
 
 import cli
-from config import BACKBONES, AlignConfig, Arch
+from config import BACKBONES, AlignConfig
 from data import rng
 from lora import factors, init_head, init_norm, init_theta
 from support.checkpoints import (
-    OFFICIAL,
-    RELEASED,
+    OFFICIAL_FILES,
+    RELEASED_NAME,
     Official,
     build_head,
     build_vit,
@@ -60,13 +60,13 @@ def test_weights_are_downloaded_on_first_use(server: Any, monkeypatch: Any, caps
         ("http://127.0.0.1:1/x_full.pth", size, "Connection refused"),
         (f"{server.url}/x_full.pth", 2 * size, "were expected"),
     ):
-        monkeypatch.setitem(OFFICIAL, ("vit_b16", "mae"), Official(url, megabytes))
+        monkeypatch.setitem(OFFICIAL_FILES, ("vit_b16", "mae"), Official(url, megabytes))
         assert cli.run(line.split()) == 2
         err = capsys.readouterr().err
         assert told in err and f"curl -C - -o {place.absolute()} {url}" in err
         assert not list(Path("cache").rglob("*.p*"))
     served = Official(f"{server.url}/x_full.pth", size)
-    monkeypatch.setitem(OFFICIAL, ("vit_b16", "mae"), served)
+    monkeypatch.setitem(OFFICIAL_FILES, ("vit_b16", "mae"), served)
     assert cli.run([*line.split(), "--dry-run"]) == 0
     assert f"from {server.url}/x_full.pth" in capsys.readouterr().out
     for more in ([], ["--force"]):
@@ -121,7 +121,7 @@ def released_layout(theta: torch.Tensor, dim: int) -> dict[str, Any]:
     state = {}
     for part, matrices in zip(("qA", "qB", "vA", "vB"), factors(theta, dim), strict=True):
         for k, matrix in enumerate(matrices):
-            state[RELEASED.format(k, *part)] = matrix.clone()
+            state[RELEASED_NAME.format(k, *part)] = matrix.clone()
     return state
 
 
@@ -140,55 +140,21 @@ def test_the_released_layout_is_read_and_others_are_refused(tmp_path: Path) -> N
             from_released(other, 32)
 
 
-def write_mae_file(arch: Arch, path: Path) -> dict[str, Any]:
-    """A full MAE file of these sizes, as MAE's own program writes it; its tensors."""
-    state = {**build_vit(arch).state_dict(), **build_head(arch, "mae").state_dict()}
-    g = rng(5)
-    tensors = {name: 0.1 * torch.randn(x.shape, generator=g) for name, x in state.items()}
-    torch.save({"model": tensors, "epoch": 3}, path)
-    return tensors
-
-
-@pytest.mark.parametrize(
-    ("arch", "heads"),
-    [
-        (Arch(384, 2, 6, 96, 8, decoder_dim=128, decoder_depth=3, decoder_heads=4), None),
-        (Arch(96, 5, 3, 32, 4, 3.0, decoder_dim=64, decoder_depth=1, decoder_heads=2), 3),
-    ],
-)
-def test_an_mae_file_of_any_sizes_says_which(arch: Arch, heads: int | None, tmp_path: Path) -> None:
-    """ViT-S with patches of 8, and a smaller one whose number of heads is given."""
-    tensors = write_mae_file(arch, tmp_path / "mine.pth")
-    cfg = AlignConfig(backbone="file", dataset="own", weights=tmp_path / "mine.pth", heads=heads)
-    loaded = load_backbone(cfg)
-    assert loaded.arch == arch
-    images = torch.randn(2, 3, arch.image_size, arch.image_size, generator=rng(6))
-    vit = build_vit(arch)
-    vit.load_state_dict({name: tensors[name] for name in vit.state_dict()})
-    close(loaded.backbone(images), vit.forward_features(images), 1e-6)
-    for name, tensor in loaded.head.state_dict().items():
-        assert torch.equal(tensor, tensors[name])
-
-
-def test_a_file_of_any_sizes_is_refused_by_what_does_not_fit(weights: Path, tmp_path: Path) -> None:
-    """A run of `pretrain` says its sizes itself."""
-    path = tmp_path / "mine.pth"
-    write_mae_file(Arch(96, 1, 3, 32, 4, decoder_dim=64, decoder_depth=1), path)
-    settings: Any = {"backbone": "file", "dataset": "own"}
-    for more, named in (
-        ({"weights": path}, "width 96 .* give --heads"),
-        ({"weights": path, "heads": 5}, "--heads 5"),
-        ({"weights": path, "heads": 3, "image_size": 64}, "image_size 32"),
-        ({"weights": weights, "heads": 2}, "heads 4"),
-        ({}, "--weights FILE"),
+def test_settings_of_other_sizes_than_the_files_are_refused(weights: Path) -> None:
+    """Another network, image or patch, and no file at all."""
+    settings: Any = {"backbone": "vit_mini", "dataset": "own", "weights": weights}
+    for changed, named in (
+        ({"image_size": 64}, "image_size 16"),
+        ({"patch_size": 8}, "patch_size 4"),
+        ({"backbone": "vit_s16"}, "--backbone vit_mini"),
+        ({"weights": None}, "--weights FILE"),
     ):
         with pytest.raises(UsageError, match=named):
-            load_backbone(AlignConfig(**settings, **more))
-    assert load_backbone(AlignConfig(**settings, weights=weights)).arch == BACKBONES["vit_mini"]
+            load_backbone(AlignConfig(**settings | changed))
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
-def test_hugging_faces_mae_is_refused_since_it_predicts_raw_pixels(
+def test_hugging_faces_mae_is_refused_since_it_has_another_decoder(
     name: str, tmp_path: Path
 ) -> None:
     state = {"vit.embeddings.cls_token": torch.ones(1, 1, 8), "decoder.mask_token": torch.ones(1)}
@@ -197,5 +163,14 @@ def test_hugging_faces_mae_is_refused_since_it_predicts_raw_pixels(
     else:
         save_file(state, tmp_path / name)
     cfg = AlignConfig(backbone="vit_b16", dataset="own", weights=tmp_path / name)
-    with pytest.raises(UsageError, match=r"Hugging Face's ViTMAE.*raw pixels"):
+    with pytest.raises(UsageError, match=f"{name}.*decoder.*vit.embeddings.cls_token"):
         load_backbone(cfg)
+
+
+def test_the_authors_file_for_pictures_is_refused_since_it_predicts_raw_pixels(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "mae_visualize_vit_base.pth"
+    torch.save({"model": {"decoder_pred.bias": torch.ones(3)}}, path)
+    with pytest.raises(UsageError, match="raw pixels"):
+        load_backbone(AlignConfig(backbone="vit_b16", dataset="own", weights=path))

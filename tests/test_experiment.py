@@ -1,14 +1,14 @@
 """What settings open, and a pretext task of one's own: found, tried, left as it was."""
 
-import re
 import shutil
 from pathlib import Path
+from textwrap import dedent, indent
 from typing import Any
 
 import pytest
 import torch
 from quilts import quilts
-from toy import ALIGN_SETTINGS, ALIGN_STEPS, ROOT, align_line, done, refusal
+from toy import ALIGN_SETTINGS, ALIGN_STEPS, ROOT, done, refusal
 
 from align import align
 from config import AlignConfig, FinetuneConfig
@@ -25,131 +25,72 @@ def settings(weights: Path, **more: Any) -> AlignConfig:
     return AlignConfig(**given | {"device": "cpu"} | ALIGN_SETTINGS | more)
 
 
-def changed_example(folder: Path, *changes: tuple[str, str]) -> str:
-    """The name of the example's task in a copy of its file, with these changes."""
-    text = EXAMPLE.read_text()
-    for old, new in changes:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
+def own_task(folder: Path, body: str) -> str:
+    """The name of a task that is the example's but for the members in `body`."""
     file = folder / "mine.py"
-    file.write_text(text)
-    return f"{file}:Rotation"
+    file.write_text(
+        f"{EXAMPLE.read_text()}\n\nclass Mine(Rotation):\n{indent(dedent(body), '    ')}"
+    )
+    return f"{file}:Mine"
 
 
 # --- a pretext task of one's own --------------------------------------------------------------
 
 
-def test_a_class_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
-    """The example's NamedTuple, and what it imports, are no tasks."""
-    (tmp_path / "mine.py").write_text(EXAMPLE.read_text() + "\n\nclass Brightness:\n    pass\n")
-    with pytest.raises(UsageError) as told:
-        pretext.load_task_class(f"{tmp_path}/mine.py:Rotate")
-    assert str(told.value).endswith("mine.py has Rotation, Brightness; did you mean Rotation?")
-    (tmp_path / "none.py").write_text("from lora import Backbone\n")
-    with pytest.raises(UsageError, match=r"none\.py has no class"):
-        pretext.load_task_class(f"{tmp_path}/none.py:Rotation")
+def test_a_class_or_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    name = own_task(tmp_path, "pass")
+    with pytest.raises(UsageError, match=r"Main.*Mine"):
+        pretext.load_task_class(name.replace("Mine", "Main"))
+    with pytest.raises(UsageError, match=r"none\.py"):
+        pretext.load_task_class(f"{tmp_path}/none.py:Mine")
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("body", "error"),
     [
-        ("import torch\nimport nothing_of_that_name", "nothing_of_that_name.* \\(line 2\\)"),
-        ("def broken(:\n", "SyntaxError"),
-        ("x = 1 / 0\n", "ZeroDivisionError.* \\(line 1\\)"),
+        ("def draw(self, B, rng):\n    raise KeyError", KeyError),
+        ("def loss(self, theta, phi, batch):\n    return 1 / 0", ZeroDivisionError),
+        (
+            "def loss(self, theta, phi, batch):\n    return super().loss(theta, phi, batch) / 0",
+            ValueError,
+        ),
     ],
+    ids=["draw", "loss", "not finite"],
 )
-def test_a_file_that_cannot_be_imported_is_named_with_the_line(
-    tmp_path: Path, text: str, told: str
+def test_an_error_in_a_task_shows_before_the_long_work(
+    weights: Path, tmp_path: Path, body: str, error: type[Exception]
 ) -> None:
-    (tmp_path / "broken.py").write_text(text)
-    with pytest.raises(UsageError, match=f"broken.py:Task: cannot be imported .*{told}"):
-        pretext.load_task_class(f"{tmp_path}/broken.py:Task")
-
-
-def test_all_members_that_are_missing_are_named_at_once(weights: Path, tmp_path: Path) -> None:
-    name = changed_example(
-        tmp_path,
-        ("def draw", "def drew"),
-        ("def after_step", "def after"),
-        ("self.state:", "self.states:"),
-    )
-    trial = AlignExperiment(settings(weights, pretext=name))
-    with pytest.raises(UsageError, match=r"mine\.py:Rotation: has no state, draw, after_step;"):
-        trial.pretext_task(trial.new_theta())
-
-
-LOSS = 'return F.cross_entropy(F.linear(x, phi["weight"], phi["bias"]), batch.turns)'
-WRONG = {  # change -> what is told
-    "settings: object, rng: torch.Generator": ("settings: object", "__init__: TypeError"),
-    "return (torch.randint(4, (B,), generator=rng),)": (
-        "return (torch.randint(4, (B + 1,), generator=rng),)",
-        r"draw: needs to return a tuple of tensors \(n, ...\)",
-    ),
-    "return Batch(torch.stack": ("return (torch.stack", "prepare: needs to return a NamedTuple"),
-    "for image, k in pairs]), turns)": (
-        "for image, k in pairs]), turns[:1])",
-        "prepare: turns has to be None or a tensor",
-    ),
-    "x = features(self.backbone, theta, batch.images)": (
-        "x = features(self.backbone, theta, batch.images)[:, 1:]",
-        r"loss: RuntimeError: .* \(line 54\)",
-    ),
-    LOSS: (LOSS.replace("return", "return 1 * torch.ones(2) *"), "loss: has to be a finite scalar"),
-    "torch.zeros(4)}": ("torch.zeros(4), 'more': weight}", 'does not depend on phi\\["more"\\]'),
-    "features(self.backbone, theta,": ("features(self.backbone, None,", "not depend on theta"),
-    '"bias": torch.zeros(4)': ('"bias": 0.0', "phi: needs to be a dictionary of tensors"),
-    "F.linear(x, ": ("F.linear(x.detach() / 0, ", "loss: has to be a finite scalar, is nan"),
-    "F.cross_entropy(F.linear(x": (  # √0 has no gradient
-        "F.cross_entropy(F.linear((x - x).abs() ** 0.5",
-        "loss: its gradient with respect to theta is not finite",
-    ),
-}
-
-
-@pytest.mark.parametrize("old", WRONG)
-def test_a_task_that_cannot_work_is_told_before_the_linear_probe(
-    pretrained: Path, tmp_path: Path, old: str
-) -> None:
-    """In one line that names file, class and member; there is no run directory yet."""
-    new, told = WRONG[old]
-    name = changed_example(tmp_path, (old, new))
-    line = refusal(align_line(pretrained, f"--pretext {name} --out {tmp_path}/a"))
-    assert re.search(f"mine.py:Rotation: .*{told}", line), line
+    """As Python tells it; there is no run directory yet."""
+    cfg = settings(weights, pretext=own_task(tmp_path, body))
+    with pytest.raises(error):
+        align(cfg, tmp_path / "a")
     assert not (tmp_path / "a").exists()
 
 
-def test_the_trial_leaves_task_and_random_numbers_as_they_were(
-    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_first_step_leaves_task_and_random_numbers_as_they_were(
+    weights: Path, tmp_path: Path
 ) -> None:
-    """A task that counts its batches in `state`, and shuffles with torch's global generator."""
-    name = changed_example(
-        tmp_path,
-        ("= {}  # no teacher", '= {"seen": torch.zeros(())}  # no teacher'),
-        (
-            "pairs = zip(images, turns.tolist(), strict=True)",
-            'self.state["seen"] += len(images)\n        self.state["late"] = torch.rand(3)\n'
-            "        pairs = zip(images, turns.tolist(), strict=True)",
-        ),
-    )
-    trial = AlignExperiment(settings(weights, pretext=name))
-    theta = trial.new_theta()
+    """A task that counts its steps in `state`, and draws from torch's global generator."""
+    body = """
+    def after_step(self, theta_P):
+        self.state["steps"] = torch.rand(()) + 1
+    """
+    opened = AlignExperiment(settings(weights, pretext=own_task(tmp_path, body)))
+    theta = opened.new_theta()
     before = torch.get_rng_state()
-    task = trial.pretext_task(theta)
+    task = opened.pretext_task(theta)
     assert torch.equal(torch.get_rng_state(), before)
-    assert {key: float(x) for key, x in task.state.items()} == {"seen": 0.0}
-    assert torch.equal(theta, trial.new_theta())
-    first = task.phi["weight"].clone()
-    monkeypatch.setattr(experiment, "check_pretext_task", lambda *_: None)
-    assert torch.equal(first, trial.pretext_task(theta).phi["weight"])
+    assert "steps" not in task.state
+    assert torch.equal(theta, opened.new_theta())
 
 
-def test_a_run_with_the_trial_is_the_run_without(
+def test_a_run_with_the_first_step_is_the_run_without(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(EXAMPLE, tmp_path / "mine.py")
     cfg = settings(weights, pretext=f"{tmp_path}/mine.py:Rotation")
     one = align(cfg, tmp_path / "one")
-    monkeypatch.setattr(experiment, "check_pretext_task", lambda *_: None)
+    monkeypatch.setattr(experiment, "try_step", lambda *_: None)
     other = align(cfg, tmp_path / "other")
     assert one.adapter.read_bytes() == other.adapter.read_bytes()
     lines = [(tmp_path / run / "metrics.jsonl").read_text() for run in ("one", "other")]
@@ -157,16 +98,19 @@ def test_a_run_with_the_trial_is_the_run_without(
 
 
 def test_a_loss_that_compares_images_gets_whole_batches(weights: Path, tmp_path: Path) -> None:
-    """Also in the trial; pieces are refused before any work, with what to do."""
-    name = changed_example(
-        tmp_path,
-        ("class Rotation:", "class Rotation:\n    mean_over_images = False"),
-        ("x = features(", "assert len(batch.images) == 8\n        x = features("),
-    )
+    """Also in the first step; pieces are refused before any work, with what to do."""
+    body = """
+    mean_over_images = False
+
+    def loss(self, theta, phi, batch):
+        assert len(batch.images) == 8
+        return super().loss(theta, phi, batch)
+    """
+    name = own_task(tmp_path, body)
     trial = AlignExperiment(settings(weights, pretext=name))
     trial.pretext_task(trial.new_theta())
     cut = settings(weights, pretext=name, micro_batch=4)
-    with pytest.raises(UsageError, match=r"mine\.py:Rotation: .* leave --micro-batch out"):
+    with pytest.raises(UsageError, match=r"mine\.py:Mine: .* leave --micro-batch out"):
         align(cut, tmp_path / "a")
     assert not (tmp_path / "a").exists()
 

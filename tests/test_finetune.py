@@ -39,6 +39,27 @@ def tune(weights: Path, out: Path, **settings: Any) -> FinetuneResult:
     return finetune(FinetuneConfig(**given | settings), out)
 
 
+def test_a_finished_run_grows_and_keeps_its_trials(weights: Path, tmp_path: Path) -> None:
+    """More seeds, and another rate: the result is that of a run of this size from the start."""
+    tune(weights, tmp_path / "grown", grid=(1e-3, 1e-4), seeds=1)
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("grown/lr*/result.json")}
+    assert len(kept) == 2
+    more: Any = {"grid": (1e-3, 1e-2, 1e-4), "seeds": 2}
+    grown = tune(weights, tmp_path / "grown", **more)
+    for path, written in kept.items():
+        assert path.stat().st_mtime_ns == written
+    whole = tune(weights, tmp_path / "whole", **more)
+    own = {"out", "seconds", "cpu_seconds", "trial_seconds"}
+    assert grown.model_dump(exclude=own) == whole.model_dump(exclude=own)
+    for seed in (0, 1):
+        for name, tensor in tensors(tmp_path / "whole", seed).items():
+            assert torch.equal(tensor, tensors(tmp_path / "grown", seed)[name])
+    assert tune(weights, tmp_path / "grown", **more) == grown  # finished, so it is only read
+    for fewer in ({"seeds": 1}, {"grid": (1e-3, 1e-2)}):
+        with pytest.raises(UsageError, match=next(iter(fewer))):
+            tune(weights, tmp_path / "grown", **more | fewer)
+
+
 def tensors(out: Path, seed: int) -> dict[str, Tensor]:
     return load_file(out / f"adapter-s{seed}.safetensors")
 

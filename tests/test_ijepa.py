@@ -79,7 +79,7 @@ def test_predictions_loss_and_gradients_equal_the_official_ones(
     E = batch.context.shape[1]
     tokens = t.backbone(IMAGES.repeat_interleave(E, 0), None, batch.context.flatten(0, 1))
     close(officially(tokens.unflatten(0, (B, E))), IO[f"context_{name}_f64"], 1e-9)
-    target = batch.target[:, :, None].expand(B, M, E, m, -1)
+    target = batch.tokens[:, :, None].expand(B, M, E, m, -1)
     close(officially(target), IO[f"target_{name}_f64"], 1e-9)
     close(officially(t.predict(None, t.phi, batch)), IO[f"pred_{name}_f64"], 1e-9)
     named = {f"encoder/{k}": v for k, v in t.backbone.vit.named_parameters()}
@@ -172,10 +172,10 @@ def test_the_teacher_is_an_average_of_theta_on_the_same_network() -> None:
     batch = t.prepare(IMAGES, *drawn)
     x = t.backbone(IMAGES, by_hand)
     x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, False, keepdim=True) + 1e-5).sqrt()
-    close(batch.target, torch.stack([a[i] for a, i in zip(x, drawn[1], strict=True)]), 1e-9)
+    close(batch.tokens, torch.stack([a[i] for a, i in zip(x, drawn[1], strict=True)]), 1e-9)
     first = t.loss(now, t.phi, batch)
     t.after_step(now + 1)
-    assert torch.equal(first, t.loss(now, t.phi, batch)) and not batch.target.requires_grad
+    assert torch.equal(first, t.loss(now, t.phi, batch)) and not batch.tokens.requires_grad
     assert int(t.state["step"]) == 4
 
 

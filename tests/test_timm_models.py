@@ -127,20 +127,16 @@ def test_a_network_that_cannot_be_used_is_refused_in_a_line(name: str, named: st
     assert named in refusal(line) and not Path("f").exists()
 
 
-@pytest.mark.parametrize("backbone", [f"timm:{NAME}", "file"])
-def test_pretraining_makes_networks_of_this_program_alone(backbone: str) -> None:
-    line = f"pretrain --backbone {backbone} --pool quilts --out p"
-    told = refusal(line)
-    assert f"--backbone {backbone}" in told and "vit_mini" in told and not Path("p").exists()
+def test_pretraining_makes_networks_of_this_program_alone() -> None:
+    told = refusal(f"pretrain --backbone timm:{NAME} --pool quilts --out p")
+    assert f"--backbone timm:{NAME}" in told and "vit_mini" in told and not Path("p").exists()
 
 
 @pytest.mark.parametrize(
     ("given", "named"),
     [
         ({"backbone": f"timm:{NAME}", "pretext": "ijepa"}, "I-JEPA"),
-        ({"backbone": "file", "pretext": "ijepa"}, "I-JEPA"),
         ({"backbone": "timm:"}, "--backbone timm:"),
-        ({"backbone": "vit_b16", "heads": 4}, "--heads 4"),
     ],
 )
 def test_settings_that_do_not_go_with_a_network_are_refused(given: Any, named: str) -> None:
@@ -291,7 +287,7 @@ from support.checkpoints import load_backbone
 from support.errors import UsageError
 for name in sys.argv[1:]:
     try:
-        print(load_backbone(FinetuneConfig(backbone=name, dataset="omniglot:Greek")).sha256)
+        print(load_backbone(FinetuneConfig(backbone=name, dataset="dtd")).sha256)
     except UsageError as error:
         print(error)
 """
