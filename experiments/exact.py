@@ -157,10 +157,13 @@ def draw(rows: list[Record], smallest: float, path: Path) -> None:
         bottom.set_xticks(STORED, [str(m) for m in STORED])
         bottom.minorticks_off()
         bottom.set_xlabel("N_L, stored gradients")
+        if key == "ratio":
+            top.set_yscale("log")
         for axes in (top, bottom):
             axes.set_ylabel(label)
-            axes.set_yscale("log" if key == "ratio" else "linear")
             axes.grid(alpha=0.3)
+        for axis in (top.xaxis, top.yaxis):
+            axis.set_major_formatter("{x:g}")
     grid[0, 0].legend(fontsize=7)
     grid[1, 0].legend(fontsize=7)
     save(figure, path)
