@@ -295,7 +295,7 @@ def read_tensors(path: Path) -> Record:
             mmap = zipfile.is_zipfile(path)
             return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=mmap))
     except Exception as error:  # torch raises anything from EOFError to UnpicklingError
-        raise ValueError(f"{path.name} is no readable checkpoint ({error!r:.100})") from error
+        raise ValueError(f"{path.name} is no readable checkpoint") from error
 
 
 # --- adapters -------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def load_adapter(path: Path) -> Adapter:
     try:
         tensors = load(data)
     except SafetensorError as error:
-        raise ValueError(f"not a readable safetensors file ({error})") from error
+        raise ValueError("not a readable safetensors file") from error
     # the library reads metadata only from a path; a file starts with its header's size, then JSON
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])

@@ -40,6 +40,8 @@ def mean_average_precision(z: Tensor, labels: Tensor) -> float:
     for k in range(z.shape[1]):
         if (labels[:, k] == 1).any():  # a class that no image shows counts nowhere
             precisions.append(average_precision(z[:, k], labels[:, k]))
+    if not precisions:
+        raise ValueError("no class has a positive image, so there is no average precision")
     return fmean(precisions)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from conftest import shared
 from copies import MAKE, make, picture
+from PIL import Image
 from torchvision import datasets as tv
 from toy import ALIGN_STEPS, done, refusal
 
@@ -33,15 +34,23 @@ def load(name: str, root: Path, **more: Any) -> Task:
 
 
 def torchvision_reads(name: str, root: Path, monkeypatch: Any) -> dict[str, dict[str, int]]:
-    """What torchvision's own classes make of the same folders."""
+    """What torchvision's own classes make of the same folders: labels by the files they open."""
     kinds = {"dtd": tv.DTD, "pets": tv.OxfordIIITPet, "flowers": tv.Flowers102}
     monkeypatch.setattr(tv.Flowers102, "_check_integrity", lambda self: True)  # of whole lists
+    opened = []
+
+    def open_image(file: Any) -> Image.Image:
+        opened.append(Path(getattr(file, "name", file)).name)
+        return Image.new("RGB", (1, 1))
+
+    monkeypatch.setattr(Image, "open", open_image)
     found = {}
     for part in ("trainval", "test") if name == "pets" else SPLITS:
         data = kinds.get(name, tv.FGVCAircraft)(root, part)
         place = [DTD.index(kind) for kind in data.classes] if name == "dtd" else range(102)
-        files = data._images if name == "pets" else data._image_files
-        found[part] = {Path(f).name: place[k] for f, k in zip(files, data._labels, strict=True)}
+        labels = [place[data[i][1]] for i in range(len(data))]
+        found[part] = dict(zip(opened, labels, strict=True))
+        opened.clear()
     return found
 
 

@@ -56,14 +56,13 @@ def test_weights_are_downloaded_on_first_use(server: Any, monkeypatch: Any, caps
     size = len(content) / 1e6
     line = "finetune --backbone vit_b16 --dataset quilts --epochs 1 --warmup-epochs 0 --seeds 1"
     line += " --lr 1e-2 --rank 2 --quiet --out f"
-    for url, megabytes, told in (
-        ("http://127.0.0.1:1/x_full.pth", size, "Connection refused"),
-        (f"{server.url}/x_full.pth", 2 * size, "were expected"),
+    for url, megabytes in (
+        ("http://127.0.0.1:1/x_full.pth", size),
+        (f"{server.url}/x_full.pth", 2 * size),
     ):
         monkeypatch.setitem(OFFICIAL_FILES, ("vit_b16", "mae"), Official(url, megabytes))
         assert cli.run(line.split()) == 2
-        err = capsys.readouterr().err
-        assert told in err and f"curl -C - -o {place.absolute()} {url}" in err
+        assert f"curl -C - -o {place.absolute()} {url}" in capsys.readouterr().err
         assert not list(Path("cache").rglob("*.p*"))
     served = Official(f"{server.url}/x_full.pth", size)
     monkeypatch.setitem(OFFICIAL_FILES, ("vit_b16", "mae"), served)

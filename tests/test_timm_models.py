@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -245,9 +246,9 @@ def test_align_finetune_and_export_work_with_a_network_of_timm(vit: Any) -> None
 
 def test_the_plan_of_a_run_names_the_fetch_and_fetches_nothing(monkeypatch: Any) -> None:
     def refuse(*args: object, **options: object) -> None:
-        raise AssertionError("fetched")
+        raise AssertionError("connected")
 
-    monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
     line = "align --backbone timm:vit_small_patch14_reg4_dinov2 --dataset quilts --rank 4"
     plan = json.loads(done(f"{line} --dry-run --json"))
     assert "Hugging Face" in plan["weights"] and plan["LoRA parameters"] == 12 * 4 * 4 * 384
