@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 1. The hypergradient
 #
-# BiSSLight solves a *bilevel problem*: one minimisation inside another. The upper (outer) level
-# needs the gradient of a loss that is evaluated at the solution of the lower (inner) level. It is
-# called the *hypergradient*. This notebook computes it on problems so small that the right answer
-# is known, and compares the ways to approximate it:
+# BiSSLight solves a *bilevel problem*: one minimisation inside another. The upper level needs the
+# gradient of a loss that is evaluated at the solution of the lower level, the *hypergradient*. This
+# notebook computes it on problems so small that the right answer is known, and compares the ways to
+# approximate it:
 #
 # | name | what it uses | where |
 # |---|---|---|
@@ -59,13 +59,12 @@ BLUE, ORANGE, GREEN, PINK, RED, GREY = (
 # 0 where it is strongly curved. **The hypergradient keeps the part of g along the flat directions
 # of $L^P$.**
 #
-# The picture shows both parameters and both steps. **Left, the lower level**: θ_D (square) stays
-# where it is, and θ_P, which starts at the same place, moves to θ_P* (circle), between θ_D and the
-# minimum of L^P. The dotted line is the pull. **Middle, the upper level**: θ_D moves along −q; then
-# the lower level is solved again, so θ_P* follows (filled: after the step). **Right**: the same for
-# a step along −g of the same length. The contours in these two panels show the loss
-# $L^D(\theta_P^*(\theta_D))$ for each θ_D, so they are for the squares. The star is for the
-# circles: the minimum of L^D, where θ_P* should be.
+# **Left, the lower level**: θ_D (square) stays where it is, and θ_P, which starts at the same
+# place, moves to θ_P* (circle), between θ_D and the minimum of L^P. The dotted line is the pull.
+# **Middle, the upper level**: θ_D moves along −q; then the lower level is solved again, so θ_P*
+# follows (filled: after the step). **Right**: the same for a step along −g of the same length. The
+# contours in these two panels show the loss $L^D(\theta_P^*(\theta_D))$ for each θ_D, so they are
+# for the squares. The star is for the circles: the minimum of L^D, where θ_P* should be.
 
 # %%
 lam = 0.5
@@ -143,16 +142,13 @@ plt.show()
 
 # %% [markdown]
 # The step along −q is at right angles to the contours: q is the gradient of this loss *with respect
-# to θ_D*, while g is the gradient with respect to θ_P. So of all steps that are short enough, the
-# one along −q lowers $L^D(\theta_P^*)$ most for its length. The step along −g points from θ_P* to
-# the minimum of L^D, but a good part of it goes across the valley of L^P, where θ_P* moves only a
-# ninth as far as θ_D (λ / (4.1 + λ)); along the valley it moves half as far (λ / (0.5 + λ)).
-# BiSSLight also adds the gradient of the second term of Eq. 3, $L^D(\theta_D)$; it is left out of
-# the picture.
+# to θ_D*, while g is the gradient with respect to θ_P. The step along −g points from θ_P* to the
+# minimum of L^D, but a good part of it goes across the valley of L^P, where θ_P* moves only a ninth
+# as far as θ_D (λ / (4.1 + λ)); along the valley it moves half as far (λ / (0.5 + λ)). The second
+# term of Eq. 3, $L^D(\theta_D)$, is left out of the picture.
 #
 # Is the formula right? We move θ_D by a small amount in each coordinate, solve the lower level
-# again, and see how much $L^D(\theta_P^*)$ changes. This is a *finite difference*; it uses no
-# calculus.
+# again, and see how much $L^D(\theta_P^*)$ changes. This *finite difference* uses no calculus.
 
 # %%
 step = 1e-5
@@ -170,11 +166,10 @@ print("g, no curvature  ", [f"{float(value):.6f}" for value in g])
 #
 # <details><summary>Answers</summary>
 #
-# 1. λ (H + λI)⁻¹ tends to I for large λ: the pull is so strong that θ_P* follows θ_D exactly, and q
-#    tends to g. For small λ the pull is weak, θ_P* hardly depends on θ_D, and q tends to 0 (except
-#    along directions in which L^P has no curvature at all).
-# 2. θ_P* = θ_D and q = g. So `identity` is right in this case. More generally it is right whenever
-#    H g = 0: then (H + λI) g = λ g, so Eq. 5 gives q = g.
+# 1. λ (H + λI)⁻¹ tends to I for large λ: θ_P* follows θ_D exactly, and q tends to g. For small λ,
+#    θ_P* hardly depends on θ_D, and q tends to 0 (except along directions in which L^P has no
+#    curvature at all).
+# 2. θ_P* = θ_D and q = g. So `identity` is right in this case.
 #
 # </details>
 
@@ -190,17 +185,17 @@ print("g, no curvature  ", [f"{float(value):.6f}" for value in g])
 #
 # **The Fisher matrix.** The gradient of one example is $g_i = (x_i^\top \theta - y_i) x_i$. The
 # mean of the outer products $g_i g_i^\top$ is called the *empirical Fisher matrix* F. At the
-# solution the residual in brackets is noise of variance 1 that does not depend on $x_i$, so the
-# mean of its square times $x_i x_i^\top$ is close to H. M-FAC relies on this (Sec. 2.2): it needs
-# gradients only. Away from the solution the residuals are larger, and so is F.
+# solution the residual in brackets is noise of variance 1 that does not depend on $x_i$, so F is
+# close to H. M-FAC relies on this (Sec. 2.2). Away from the solution the residuals are larger, and
+# so is F.
 #
 # **Conjugate gradients (CG)** solve $(H + \lambda I) x = g$ without the matrix, from products $u
 # \mapsto H u$ alone. Each iteration takes one product and goes downhill on $\frac12 x^\top (H +
 # \lambda I) x - g^\top x$, in a direction that does not undo what earlier ones have reached. With
 # as many iterations as numbers it is exact; BiSSL stops after five.
 #
-# Inputs within a layer are correlated, inputs of two different layers are not. So the Hessian is
-# block-diagonal up to sampling noise, as M-FAC assumes.
+# Inputs of two different layers are not correlated. So the Hessian is block-diagonal up to sampling
+# noise, as M-FAC assumes.
 
 
 # %%
@@ -258,8 +253,7 @@ def gradients_of(theta: Tensor, n: int, size: int = 1) -> Tensor:
 # %% [markdown]
 # Every hypergradient is a function `(G, lam, H) -> inverse`, and `inverse` maps g to q. `H()`
 # returns a function that computes Hessian-vector products, u → H u; `bisslight.Passes.hessian`
-# makes one from any loss by automatic differentiation. M-FAC does not use it. `exact` and `cg` do
-# not use the gradients G.
+# makes one from any loss. M-FAC does not use it. `exact` and `cg` do not use the gradients G.
 #
 # Here G holds N_L = 200 gradients. The paper stores 20; section 1.3 shows what that changes. CG
 # appears twice: with BiSSL's settings (five iterations, damping 1, factor λ + 1 instead of λ), and
@@ -298,10 +292,9 @@ assert (many - (H @ theta_P - b)).norm() < 0.1 * many.norm()  # their mean is th
 #
 # Does this change where the descent on the bilevel problem *ends*? The upper level (Eq. 3)
 # minimises $L^D(\theta_P^*(\theta_D)) + L^D(\theta_D)$ over θ_D. Everything is quadratic, so the
-# optimum solves a linear system: with $J = \lambda (H + \lambda I)^{-1}$, the upper gradient
-# $J(\theta_P^* - \theta^*) + (\theta_D - \theta^*)$ is zero there, with θ* for `target`, the
-# minimum of L^D. We descend with every approximation and plot how far the upper loss is above its
-# minimum. The lower level is solved exactly each time, so only the hypergradient differs.
+# optimum solves a linear system. We descend with every approximation and plot how far the upper
+# loss is above its minimum. The lower level is solved exactly each time, so only the hypergradient
+# differs.
 
 # %%
 J = lam * torch.linalg.inv(H + lam * torch.eye(P))
@@ -346,9 +339,8 @@ plt.show()
 #    rounding.
 # 2. Like λ + 1: it is Eq. 5 for a much stronger pull. So it is closer to `identity`.
 # 3. `cg` needs a forward and a backward pass of the pretext loss, and then one Hessian-vector
-#    product per iteration (five in BiSSL); each of these differentiates the gradient once more.
-#    `exact` needs one product per parameter. M-FAC and `identity` need none: M-FAC reuses gradients
-#    that the lower level has computed anyway. This is where the paper's speed comes from.
+#    product per iteration (five in BiSSL). `exact` needs one product per parameter. M-FAC and
+#    `identity` need none: this is where the paper's speed comes from.
 #
 # </details>
 
@@ -412,9 +404,8 @@ plt.show()
 # <details><summary>Answers</summary>
 #
 # 1. Give M-FAC λ/B. With minibatches it computes λ (F/B + λI)⁻¹ = Bλ (F + BλI)⁻¹, where F is the
-#    Fisher matrix of single images: as if λ were B times larger. With λ/B, the two factors B
-#    cancel. The paper gives it λ. The factor is B only near the optimum of L^P: elsewhere the
-#    gradients also have a mean, which does not shrink with B.
+#    Fisher matrix of single images: as if λ were B times larger. The factor is B only near the
+#    optimum of L^P: elsewhere the gradients also have a mean, which does not shrink with B.
 # 2. In at most 20: q = g − Gᵀ(...)Gg, so q − g lies in the span of the stored gradients.
 # 3. Not always. The exact q is 0.1 / (1 + 0.1) = 0.0909, M-FAC gives 0.1 / (10 + 0.1) = 0.0099, and
 #    `identity` gives 1. M-FAC changes g along one direction only, the direction of g_1, and there
@@ -427,15 +418,15 @@ plt.show()
 # ## 1.4 The Schur caveat: the head is held fixed
 #
 # Eq. 4 minimises over θ_P *and* over the pretext head φ_P. If θ_D moves, the best head moves too.
-# Eq. 5 holds the head fixed. For a loss $L^P(\theta, \varphi)$ the correct derivative has the form
-# of Eq. 5, with the *Schur complement*
+# Eq. 5 holds the head fixed. The correct derivative has the form of Eq. 5, with the *Schur
+# complement*
 #
 # $$S = H_{\theta\theta} - H_{\theta\varphi} H_{\varphi\varphi}^{-1} H_{\varphi\theta}$$
 #
-# in place of $H_{\theta\theta}$. $H_{\theta\theta} - S$ has no negative eigenvalues: a head that
-# adapts makes the pretext loss less curved in θ. We measure how much this matters by increasing the
-# coupling of θ and φ from 0 to almost 1. For the finite difference, the lower level is solved over
-# θ and φ.
+# in place of $H_{\theta\theta}$ ([derived
+# here](../docs/math.md#eq-5-the-derivative-of-the-upper-level)). A head that adapts makes the
+# pretext loss less curved in θ. We measure how much this matters by increasing the coupling of θ
+# and φ from 0 to almost 1. For the finite difference, the lower level is solved over θ and φ.
 
 # %%
 n_phi = 6
@@ -484,9 +475,9 @@ largest = max(errors["with the Schur complement"])
 print(f"with the Schur complement, the largest error is {largest:.0e}")
 
 # %% [markdown]
-# So even `exact`, which uses the dense $H_{\theta\theta}$, is not the gradient of the problem that
-# Eq. 3 and 4 state, unless θ and φ are uncoupled. The paper makes this approximation, as BiSSL
-# does, and this project keeps it: `hypergradients.exact` is Eq. 5 as it stands.
+# So even `exact`, which is Eq. 5 as it stands, is not the gradient of the problem that Eq. 3 and 4
+# state, unless θ and φ are uncoupled. The paper makes this approximation, as BiSSL does, and this
+# project keeps it.
 #
 # **Questions**
 #
@@ -501,9 +492,8 @@ print(f"with the Schur complement, the largest error is {largest:.0e}")
 #    gᵀq is too small, or right. Often q is then too short, but it need not be: of two such matrices
 #    the larger one can make the shorter vector.
 # 2. In principle: store the gradients with respect to φ as well, form the joint Fisher matrix, and
-#    take its Schur complement. It costs memory for the gradients with respect to φ: the decoder of
-#    MAE (the masked autoencoder) has 26.0 to 26.2 million parameters, counted; the paper says
-#    "~27M". Exercise 4.1 is about the Schur complement.
+#    take its Schur complement. It costs memory: the decoder of MAE (the masked autoencoder) has 26
+#    million parameters. Exercise 4.1 is about it.
 # 3. For it, within one alternation: a head that hardly moves is almost held fixed. Over all 10,000
 #    lower steps of the paper, even a small learning rate can move it far.
 #

@@ -89,9 +89,9 @@ plt.show()
 #
 # $$W_q \to W_q + s\, B_q A_q, \qquad W_v \to W_v + s\, B_v A_v, \qquad s = \alpha / r .$$
 #
-# θ holds A_q, B_q, A_v, B_v of all layers as *one* matrix (K, 4 r dim): a row per layer. This is
-# why a "block" of M-FAC is simply a row of θ. At the start B is 0, so θ changes nothing (line 2 of
-# Algorithm 1). To see something, we fill θ with random numbers.
+# θ holds A_q, B_q, A_v, B_v of all layers as *one* matrix (K, 4 r dim): a row per layer, so a
+# "block" of M-FAC is a row of θ. At the start B is 0, so θ changes nothing (line 2 of Algorithm 1).
+# To see something, we fill θ with random numbers.
 
 # %%
 r = 8
@@ -152,8 +152,7 @@ for name in ("vit_mini", "vit_b16", "vit_l16", "vit_h14"):
     print(f"{name:9} {K} layers x 4 x rank {rank} x {dim} = {K * 4 * rank * dim:,}")
 
 # %% [markdown]
-# Two adapters on one backbone are simply two tensors. The network is a function of the image and of
-# one of these tensors; this is what the paper means by attaching two modules:
+# Two adapters on one backbone are simply two tensors:
 
 # %%
 theta_P = start.clone()
@@ -176,7 +175,7 @@ print(f"the same ψ under θ_P and under θ_D: outputs differ by {moved:.0%}")
 # 2. Two adapters can give the same network and still be far apart for Eq. 4. Starting both from the
 #    same θ (line 2) avoids this at the beginning; the paper speaks of "an artificial mismatch".
 # 3. There are two adapters on one ψ. If one of them were merged, a second copy of the network would
-#    be needed for the other. LoRA saves just this memory.
+#    be needed for the other.
 #
 # </details>
 
@@ -184,13 +183,13 @@ print(f"the same ψ under θ_P and under θ_D: outputs differ by {moved:.0%}")
 # ## 2.3 The masked autoencoder
 #
 # MAE removes most patches of an image. The backbone sees only those that stay; a small decoder,
-# φ_P, gets their tokens, puts a learned *mask token* in the other places, and predicts the pixels
-# there. The loss is the squared error on the removed patches only. The paper removes 75 %.
+# φ_P, predicts the pixels of the others ([the loss](../docs/math.md#masked-autoencoding)). The
+# paper removes 75 %.
 #
-# The only random numbers of a step are one number per patch, called noise: the patches with the
-# smallest numbers stay. With the same noise, a step can be repeated exactly. `mae.masking` returns
-# two tensors: `keep`, the numbers of the patches that stay, and `restore`, which says for each
-# patch where it stands in the list "kept patches, then removed ones".
+# The only random numbers of a step are one per patch, called noise: the patches with the smallest
+# numbers stay. With the same noise, a step can be repeated exactly. `mae.masking` returns two
+# tensors: `keep`, the numbers of the patches that stay, and `restore`, which says for each patch
+# where it stands in the list "kept patches, then removed ones".
 
 # %%
 ratios = (0.25, 0.5, 0.75)
@@ -209,9 +208,8 @@ figure.suptitle("The same noise with three mask ratios (removed patches in orang
 plt.show()
 
 # %% [markdown]
-# Pretraining minimises this loss over ψ *and* φ_P (Eq. 1). This is the only place where ψ itself is
-# trained. There is no θ here, so the loss gets None in its place. Algorithm 1 uses the same
-# `Passes.value_and_gradients` and `Optimiser`. We train a new network for 150 steps, and compare it
+# Pretraining minimises this loss over ψ *and* φ_P (Eq. 1); only here ψ itself is trained. There is
+# no θ, so the loss gets None in its place. We train a new network for 150 steps, and compare it
 # with the one that comes with the program, which had 5,000 larger steps of the same kind.
 
 # %%
@@ -280,17 +278,17 @@ figure.suptitle("Greek characters filled in; no network has seen Greek")
 plt.show()
 
 # %% [markdown]
-# The target is *standardised* within each patch (mean 0, standard deviation 1), as in the paper. So
-# the decoder predicts only the pattern of a patch; for the pictures, brightness and contrast are
-# taken from the true patch. Mind what this means: a patch without ink stays blank in every row, and
-# a patch with ink looks grey even if nothing was predicted. The pictures look better than the
-# predictions are. Only the *direction of the strokes* inside a patch is the network's own.
+# The target is *standardised* within each patch, as in the paper. So the decoder predicts only the
+# pattern of a patch; for the pictures, brightness and contrast are taken from the true patch. A
+# patch without ink stays blank in every row, and a patch with ink looks grey even if nothing was
+# predicted: the pictures look better than the predictions are. Only the *direction of the strokes*
+# inside a patch is the network's own.
 #
 # A patch of one shade has the target 0. So predicting the mean of each patch gives a loss equal to
-# the share of the other patches (the dotted line), not 1. In its 150 steps the new network has
-# learnt no more than this: every removed patch is an even grey. The program's network has gone on
-# from there: its grey follows the strokes, and 0.25 is clearly below the line, if far from 0. Most
-# of what a stroke does cannot be known from a quarter of the patches.
+# the share of the other patches (the dotted line). In its 150 steps the new network has learnt no
+# more than this: every removed patch is an even grey. The grey of the program's network follows the
+# strokes, and 0.25 is clearly below the line. Most of what a stroke does cannot be known from a
+# quarter of the patches.
 #
 # **Questions**
 #
@@ -305,13 +303,13 @@ plt.show()
 # 1. With 75 % removed, the backbone processes only a quarter of the patches, so pretraining is
 #    cheap. And in fine-tuning there are no mask tokens, so the backbone should not depend on them.
 # 2. What it has learnt is about strokes: they go on in their direction, bend and end. This is the
-#    same in all alphabets. Such a pool is the role that ImageNet has in the paper.
+#    same in all alphabets.
 # 3. Well: a patch next to a visible piece of the same stroke. Not: a stroke of which nothing is
 #    visible, such as a lone dot. There the best prediction is the mean over all that it could be,
 #    which is grey.
 # 4. To continue a stroke, the network has to represent where strokes run and how they meet, and
-#    characters differ in this. But it is not the same: neatness and slant help to fill in and say
-#    nothing about the character.
+#    characters differ in this. But neatness and slant help to fill in and say nothing about the
+#    character.
 #
 # </details>
 
@@ -331,6 +329,4 @@ plt.show()
 #    it has learnt where ink usually is, and hardly anything about the strokes of this image.
 # 3. **Set `mask_ratio=0.5`** for the new network. The loss should be lower, since neighbours of a
 #    removed patch are visible more often. *Found:* it is not; both are 0.33. In 150 steps the
-#    network learns no more than the mean of each patch, and for that it needs no neighbours. Even
-#    if the loss were lower, the backbone would not be better for it: an easier task can teach less.
-#    Accuracy on a labelled task is the judge, not L^P.
+#    network learns no more than the mean of each patch, and for that it needs no neighbours.

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 3. Algorithm 1 by hand
 #
-# Here the whole training algorithm of BiSSLight is written out with the
-# paper's line numbers, from the pieces of this project. Then the same run is done with
-# `bisslight.algorithm_1`, and the two are compared number by number. The second half is a lab: in
-# which regime does the curvature change anything, and does it change it in the right way?
+# Here Algorithm 1 is written out with the paper's line numbers, from the pieces of this project.
+# Then the same run is done with `bisslight.algorithm_1`, and the two are compared number by number.
+# The second half is a lab: in which regime does the curvature change anything, and does it change
+# it in the right way?
 #
 # Read `bisslight.py` beside this page; it begins with a glossary of all letters. The notebook runs
 # in less than a minute.
@@ -113,14 +113,11 @@ def begin() -> State:
 #
 # <details><summary>Answers</summary>
 #
-# 1. Pretraining (Eq. 1) trained the backbone itself; BiSSLight trains only θ and the heads. If ψ
-#    were not frozen, automatic differentiation would also store what it needs for the gradients
-#    with respect to ψ, which are not used.
+# 1. BiSSLight trains only θ and the heads. If ψ were not frozen, automatic differentiation would
+#    also store what it needs for the gradients with respect to ψ, which are not used.
 # 2. Nothing: the random numbers of each purpose have a seed of their own. So runs can be compared.
-# 3. They could, with two groups of parameters: AdamW (Adam with decoupled weight decay) keeps its
-#    running means for each parameter separately, and each group can have its own learning rate and
-#    betas, which differ between the levels (App. C.3). But the levels step at different times, and
-#    their schedules have different lengths, so two optimisers are simpler.
+# 3. They could, with two groups of parameters. But the levels step at different times, and their
+#    schedules have different lengths, so two optimisers are simpler.
 #
 # </details>
 
@@ -225,9 +222,8 @@ for name, mine, theirs in (
 # ## 3.4 In which regime does the curvature change anything?
 #
 # The last upper step above had |q|/|g| = 0.999 or more: q is g, and `identity`, which ignores the
-# curvature, would have given the same run. This is what one finds with the settings that work well
-# on these images. Why? M-FAC's matrix F is the mean of $g_i g_i^\top$. So in each block, no
-# eigenvalue of F is larger than the mean squared length of the stored gradients:
+# curvature, would have given the same run. Why? M-FAC's matrix F is the mean of $g_i g_i^\top$. So
+# in each block, no eigenvalue of F is larger than the mean squared length of the stored gradients:
 
 # %%
 for size in (64, 8, 1):
@@ -241,9 +237,10 @@ for size in (64, 8, 1):
 # to a regime in which M-FAC acts: larger gradients (smaller batches, since averaging shrinks the
 # noise; a higher rank; or another pretext task: with the jigsaw of notebook 4, |q|/|g| is 0.98), or
 # a smaller λ. We try batches and λ from the same start, with the paper's N_L = 20. Two more numbers
-# tell why |q|/|g| is what it is. M-FAC changes g only within the span of the stored gradients:
-# `share` is the part of |g|² in this span, and `removed` says how much of that part the inverse
-# takes away. A hypergradient of our own measures them: it is M-FAC, and looks at each query.
+# tell why |q|/|g| is what it is ([derived here](../docs/math.md#how-much-can-curvature-do)):
+# `share` is the part of |g|² in the span of the stored gradients, and `removed` says how much of
+# that part the inverse takes away. A hypergradient of our own measures them: it is M-FAC, and looks
+# at each query.
 
 # %%
 columns: dict[str, list[float]] = {}  # the numbers of all upper steps, by name
@@ -440,25 +437,21 @@ plt.show()
 # **Left and middle.** Right of the grey, M-FAC, CG as in BiSSL and `identity` lie on top of each
 # other, at |q|/|g| = 1, and CG without damping is the exact answer. Near the edge of the grey the
 # exact q can be *longer* than g: where H has an eigenvalue κ between −λ and 0, the factor λ/(κ + λ)
-# is above 1. F has no negative eigenvalues, so M-FAC can only shorten g. It does so far to the
-# left, deep in the grey, where no method has the direction of Eq. 5.
+# is above 1. M-FAC can only shorten g. It does so far to the left, deep in the grey, where no
+# method has the direction of Eq. 5.
 #
 # **Right.** Is F just too small? L^P is a *mean* over pixels, and each stored gradient a mean over
 # images; both make F smaller in comparison with H. So we give M-FAC F times a factor (this is M-FAC
 # with λ divided by it). The dotted red line is `identity`. The best factor raises the cosine by
-# less than 0.004, also where the network was pretrained from another start, and a larger one lowers
-# it. As matrices, F and H have a cosine of about 0.2: here not only the size of F is wrong. F is
-# not the Hessian.
+# less than 0.004, and a larger one lowers it. As matrices, F and H have a cosine of about 0.2: here
+# not only the size of F is wrong.
 #
 # So on this network M-FAC acts where it should not, and where it should act it does not. This is
-# one small network with LoRA of rank 1, trained for seconds, at one θ. The same network, trained
-# with other rates, gave a cosine of F and H of 0.6, and single images with 100 F then raised the
-# cosine with the exact q from 0.66 to 0.69, at the edge of the grey. So the shape of F can help a
-# little; its size, as the paper has it, did not in either case. This says nothing about the paper's
-# networks, for which the paper gives neither |q|/|g| nor such a comparison.
-# `experiments/exact.md` does the same for `vit_mini`, and `experiments/curvature.md` has regimes
-# on drawn images, where batch 8 or rank 64 alone are enough to make |q|/|g| about 0.9; on
-# handwriting they are not (0.998, 0.999).
+# one small network with LoRA of rank 1, trained for seconds, at one θ. It says nothing about the
+# paper's networks, for which the paper gives neither |q|/|g| nor such a comparison.
+# [exact.md](../experiments/exact.md) does the same for `vit_mini`, and
+# [curvature.md](../experiments/curvature.md) has regimes on drawn images, where batch 8 or rank 64
+# alone are enough to make |q|/|g| about 0.9; on handwriting they are not (0.996, 0.997).
 #
 # **Questions**
 #
@@ -479,13 +472,13 @@ plt.show()
 #    it meets the gradient of L^P with respect to W. It adds to H a part that has only blocks
 #    between A and B, and such a matrix has eigenvalues in pairs ±. It vanishes only where that
 #    gradient does.
-# 2. The gradient of a batch is a mean. If the gradients of single images are mostly noise,
-#    independent and with mean 0, the covariance of their mean is 64 times smaller (notebook 1,
-#    section 1.3). H is a mean, too, but the mean of second derivatives does not shrink.
+# 2. If the gradients of single images are mostly noise, independent and with mean 0, the covariance
+#    of their mean is 64 times smaller (notebook 1, section 1.3). H is a mean, too, but the mean of
+#    second derivatives does not shrink.
 # 3. Compute the gradients of the same batches, with the same masks, again at the last θ_P, and
-#    compare stored with fresh ones, and the two q; then fresh ones with those of other batches.
-#    The first is age, the second is noise. `experiments/recycling.md` measures both. In 3.4, q is
-#    g in the first two regimes whatever G holds, so there age cannot matter.
+#    compare stored with fresh ones; then fresh ones with those of other batches. The first is age,
+#    the second is noise ([recycling.md](../experiments/recycling.md)). In 3.4, q is g in the first
+#    two regimes whatever G holds, so there age cannot matter.
 # 4. The same run with `identity`. It costs less and has everything but the curvature.
 #
 # </details>
@@ -505,14 +498,12 @@ plt.show()
 #    before, 30 %, so the limit is 0.84.
 # 3. **In 3.4, set `lower_steps` of `lab` to 80** (four times the time). The span is larger, so the
 #    share should grow, but less than four times: gradients repeat each other. *Found:* it doubles,
-#    to 41 to 54 %. But less of it is removed (10 in place of 21 % with batches of 64 and λ = 1e-5,
-#    41 in place of 65 % with batches of 8), so |q|/|g| changes by 0.02 at most. The span that is
-#    added seems to have little curvature.
+#    to 41 to 54 %. But less of it is removed (10 in place of 21 % with batches of 64 and λ = 1e-5),
+#    so |q|/|g| changes by 0.02 at most.
 # 4. **In 3.5, train the lower level for 2,000 steps in place of 200.** At a minimum no eigenvalue
-#    of H is negative, so the grey should shrink, and with it the range in which Eq. 5 has no
-#    meaning. *Found:* it shrinks by little: 82 eigenvalues are negative in place of 122, the lowest
-#    is −0.0045 in place of −0.0056. The other end changes much more: the largest is 0.090 in place
-#    of 0.006, and now F is like H (cosine 0.82 in place of 0.19), only 2,500 times too small for
-#    batches of 64. At λ = 0.009 the cosine of g with the exact q is 0.896, that of M-FAC with 1,000
-#    F 0.923, and that of M-FAC as it is 0.896. Here the curvature matters, F has it, and λ hides
-#    it.
+#    of H is negative, so the grey should shrink. *Found:* it shrinks by little: 82 eigenvalues are
+#    negative in place of 122, the lowest is −0.0045 in place of −0.0056. But the largest is 0.090
+#    in place of 0.006, and now F is like H (cosine 0.82 in place of 0.19), only 2,500 times too
+#    small for batches of 64. At λ = 0.009 the cosine of g with the exact q is 0.896, that of M-FAC
+#    with 1,000 F 0.923, and that of M-FAC as it is 0.896. Here the curvature matters, F has it, and
+#    λ hides it.

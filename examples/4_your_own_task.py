@@ -44,10 +44,10 @@ COLOURS = ("#0072B2", "#E69F00", "#777777", "#009E73")
 # %% [markdown]
 # ## 4.1 Images
 #
-# The images are the handwriting of notebook 2 (*Omniglot*), which comes with the program: a pool of
-# Korean, Japanese and Sanskrit characters without labels, and Greek as the labelled task, with 10
-# images of each of its 24 characters for training, 3 for validation and 7 for the test, all by
-# different people. The backbone, `vit_mini` pretrained with MAE on the pool, comes with it, too.
+# The images are the handwriting of notebook 2 (*Omniglot*): a pool of characters without labels,
+# and Greek as the labelled task, with 10 images of each of its 24 characters for training, 3 for
+# validation and 7 for the test. The backbone, `vit_mini` pretrained with MAE on the pool, comes
+# with the program, too.
 
 # %%
 ALPHABET = "omniglot:Greek"
@@ -182,8 +182,7 @@ plt.show()
 #    batch. All randomness belongs in `draw`.
 # 2. They enter the backbone like all others, so attention can use them: a stroke that breaks off at
 #    a seam says that the two pieces were not neighbours. `loss` leaves their tokens out, because
-#    they belong to two places. A larger network could solve the jigsaw by seams alone, without
-#    looking at shapes; the published jigsaw therefore leaves gaps between the pieces.
+#    they belong to two places.
 # 3. The one with parts of 3. Such a class sets `mean_over_images = False`; then micro-batches are
 #    refused, instead of silently giving other gradients.
 #
@@ -193,10 +192,9 @@ plt.show()
 # ## 4.3 Align, from Python
 #
 # `pretext="module:Class"` names the task. The class was defined on this page, and Python calls the
-# module of a notebook or script `__main__`. In a run directory, `metrics.jsonl` has the numbers of
-# every alternation. The head of the jigsaw starts at random, so its learning rate `phi_p_lr` is
-# higher than that of MAE's pretrained decoder. We align for 20 alternations; the study in
-# `experiments/omniglot.md` has 50.
+# module of a notebook or script `__main__`. The head of the jigsaw starts at random, so its
+# learning rate `phi_p_lr` is higher than that of MAE's pretrained decoder. We align for 20
+# alternations; the study in [omniglot.md](../experiments/omniglot.md) has 50.
 
 # %%
 common: Any = {"backbone": "vit_mini", "dataset": ALPHABET}
@@ -281,21 +279,18 @@ plt.show()
 # %% [markdown]
 # Aligned with MAE, the network learns the task in fewer epochs: after 3 of 8 it has 38 %, direct
 # fine-tuning 22 %. **Restart has 37 %.** So this head start is no evidence for the bilevel problem
-# as such: another start that has seen the labels has it, too. In the study with three alphabets,
-# four backbones and four seeds (`experiments/omniglot.md`) the head start was there in every case
-# after five epochs, and for a restart, too. In the end aligned was 3.7 points above direct
-# fine-tuning of the same rate and length, and 2 above a restart, which is uncertain after
-# correction for the fourteen comparisons that were made; direct fine-tuning with more epochs and a
-# higher rate was above both. Without the hypergradient (q = 0) the result was the same.
+# as such: another start that has seen the labels has it, too. The study with three alphabets, four
+# backbones and four seeds ([omniglot.md](../experiments/omniglot.md)) found the same, also without
+# the hypergradient, and does not decide whether aligning is better in the end.
 #
 # Aligned with the jigsaw, it has **no head start**, and it ends below direct fine-tuning. Labels in
 # the upper level are not enough; they have to reach θ_P. The only way there is the pull λ(θ_P −
-# θ_D), and the jigsaw is new to ψ: its gradients are large, and θ_P goes where they lead (L^P falls
-# to a third). This explanation is a guess; the last change at the end of the page tests it. In a
-# terminal, the class stands in a file, and `--pretext jigsaw.py:Jigsaw` names it.
+# θ_D), and the jigsaw is new to ψ: its gradients are large, and θ_P goes where they lead. This
+# explanation is a guess; the last change at the end of the page tests it. In a terminal, the class
+# stands in a file, and `--pretext jigsaw.py:Jigsaw` names it.
 #
 # This page compares pretext tasks only to show how. There are two seeds, one alphabet and one small
-# network, all seeds share one align run, and alignment took additional computing time.
+# network, and all seeds share one align run.
 #
 # **Questions**
 #
@@ -311,7 +306,7 @@ plt.show()
 # 2. Give fine-tuning without alignment as much time in total: more epochs or more learning rates.
 #    The results contain `cpu_seconds` and `trial_seconds`.
 # 3. Only if an alignment serves several fine-tunings. Otherwise the time that they save has been
-#    spent before: an alignment of 50 alternations takes about as long as 75 epochs of fine-tuning.
+#    spent before: an alignment of 50 alternations takes about as long as 80 epochs of fine-tuning.
 #
 # </details>
 

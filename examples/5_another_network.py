@@ -12,9 +12,8 @@
 # | pretext task | masked autoencoder, I-JEPA | by how many quarter turns was this image turned? |
 # | Algorithm 1 | `bisslight.algorithm_1` | the same function, unchanged |
 #
-# The paper tried to tune normalisation layers in addition to LoRA and saw "no notable performance
-# differences" (App. C.2). Here they are all that is tuned. Read notebook 3 first. This one runs in
-# about a minute.
+# The paper tried to tune normalisation layers in addition to LoRA, without gain (App. C.2). Here
+# they are all that is tuned. Read notebook 3 first. This one runs in about a minute.
 
 # %%
 from collections.abc import Callable, Iterator
@@ -44,8 +43,7 @@ plt.rcParams.update({"figure.dpi": 75, "figure.constrained_layout.use": True})
 # ## 5.1 A network, and what θ is
 #
 # The network: three of torchvision's residual blocks behind a first convolution. Every layer has 32
-# channels. The images are those of Omniglot, handwritten characters that come with the program:
-# 2,580 unlabelled images of three alphabets are the pool, and the 24 Greek letters are the labelled
+# channels. The images are the handwriting of notebook 2; the 24 Greek letters are the labelled
 # task.
 
 # %%
@@ -65,8 +63,8 @@ pool_images = (pool.images - mean) / std
 # pretrained network, as with LoRA, and weight decay pulls towards the pretrained network, not
 # towards a scale of zero.
 #
-# Algorithm 1 wants θ as one tensor (K, p): K rows of p numbers. A row is a block of M-FAC. Here it
-# is natural that each normalisation layer is a row, with its 32 scales and its 32 shifts.
+# Algorithm 1 wants θ as one tensor (K, p): K rows of p numbers. A row is a block of M-FAC, here a
+# normalisation layer with its 32 scales and its 32 shifts.
 
 
 # %%
@@ -105,8 +103,7 @@ print(f"ψ has {numbers:,} numbers; θ has {K} x {p} = {K * p}")
 # 2. Yes, with longer rows and fewer of them. M-FAC would then also see how two layers of a block
 #    act together. With LoRA the paper does this: query and value of a layer are one block.
 # 3. With p = 2 · 512, where a layer with fewer channels uses the first numbers of its row only.
-#    What is left over enters no loss. So its gradients are 0, it adds nothing to any inner product
-#    of M-FAC, and q is 0 there.
+#    What is left over enters no loss, so its gradients are 0, and q is 0 there.
 #
 # </details>
 
@@ -203,8 +200,7 @@ plt.show()
 #
 # 1. Only to say that all turns are equally likely; its loss cannot be below log 4.
 # 2. A loss has to be a pure function of θ, φ and the batch. In training mode a pass changes the
-#    running statistics. And what comes out for an image depends on the other images of the batch,
-#    so gradients would change if the batch were cut into micro-batches.
+#    running statistics, and what comes out for an image depends on the other images of the batch.
 # 3. In at most 20 of 64; with ViT-L, in 20 of 262,144. Normalisation layers are small blocks, so
 #    M-FAC can see much of their curvature.
 #
@@ -214,8 +210,7 @@ plt.show()
 # ## 5.3 Algorithm 1, unchanged
 #
 # The downstream loss is the cross entropy of a linear layer on the same features. Its head is
-# trained alone first, at θ = 0 (linear probing). `algorithm_1` gets θ, two losses, two optimisers
-# and two streams of batches; nothing tells it which network this is.
+# trained alone first, at θ = 0 (linear probing). Nothing tells `algorithm_1` which network this is.
 #
 # λ is 0.1 here, not the paper's 0.001. It has the unit of 1/θ², so another θ may need another λ. Of
 # 0.001, 0.01 and 0.1 it was the best one on another alphabet (Early Aramaic).
@@ -349,8 +344,7 @@ for name, accuracies in arms.items():
 
 # %% [markdown]
 # With each of the three seeds both aligned arms end above the one without. But M-FAC and q = g end
-# alike, although |q|/|g| is far below 1: here curvature changes the hypergradient, and makes no
-# difference that three seeds could show. Three seeds are few: even where all of one arm are above
+# alike, although |q|/|g| is far below 1. Three seeds are few: even where all of one arm are above
 # all of the other, the smallest possible p is 2 / 20 = 0.1. And all of them share one pretrained
 # network.
 #
@@ -398,4 +392,4 @@ for name, accuracies in arms.items():
 #    minutes. Should q be shorter or longer than g? *Found:* longer, 1.4 to 6 times, and in another
 #    direction (its cosine with M-FAC's q is −0.1 to 0.1). H has eigenvalues from −0.47 to 9.9, and
 #    about ten of 448 lie below −λ, so θ_P is near a saddle of the lower level, and not near the
-#    minimum of Eq. 4 ([exact](../experiments/exact.md) found the same with LoRA).
+#    minimum of Eq. 4.
