@@ -44,8 +44,8 @@ BLUE, ORANGE, GREEN, PINK, RED, GREY = (
 # $$\theta_P^*(\theta_D) = \arg\min_\theta \; L^P(\theta) + \tfrac{\lambda}{2} |\theta-\theta_D|^2$$
 #
 # Take $L^P(\theta) = \frac12 \theta^\top H \theta$, a valley that is steep in one direction and
-# flat in the other. Then the gradient of the lower level is $H\theta + \lambda(\theta - \theta_D)$,
-# and setting it to zero gives
+# flat in the other. Setting the gradient of the lower level, $H\theta + \lambda(\theta -
+# \theta_D)$, to zero gives
 #
 # $$\theta_P^*(\theta_D) = \lambda (H + \lambda I)^{-1} \theta_D .$$
 #
@@ -190,9 +190,8 @@ print("g, no curvature  ", [f"{float(value):.6f}" for value in g])
 # so is F.
 #
 # **Conjugate gradients (CG)** solve $(H + \lambda I) x = g$ without the matrix, from products $u
-# \mapsto H u$ alone. Each iteration takes one product and goes downhill on $\frac12 x^\top (H +
-# \lambda I) x - g^\top x$, in a direction that does not undo what earlier ones have reached. With
-# as many iterations as numbers it is exact; BiSSL stops after five.
+# \mapsto H u$ alone, one in each iteration. With as many iterations as numbers it is exact; BiSSL
+# stops after five.
 #
 # Inputs of two different layers are not correlated. So the Hessian is block-diagonal up to sampling
 # noise, as M-FAC assumes.
@@ -286,9 +285,9 @@ many = gradients_of(theta_P, 50, 2000).mean(1).flatten()  # of 100,000 examples
 assert (many - (H @ theta_P - b)).norm() < 0.1 * many.norm()  # their mean is the gradient
 
 # %% [markdown]
-# The two forms of M-FAC agree up to rounding, because they invert the same matrix. Neither equals
-# Eq. 5, because 200 random gradients describe the Hessian only roughly. The q of `identity` has
-# another direction and is three times too long.
+# The two forms of M-FAC agree up to rounding. Neither equals Eq. 5, because 200 random gradients
+# describe the Hessian only roughly. The q of `identity` has another direction and is three times
+# too long.
 #
 # Does this change where the descent on the bilevel problem *ends*? The upper level (Eq. 3)
 # minimises $L^D(\theta_P^*(\theta_D)) + L^D(\theta_D)$ over θ_D. Everything is quadratic, so the
@@ -324,23 +323,20 @@ axes.legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
-# The exact methods reach the optimum. M-FAC ends close to it; its curves jitter because new
-# gradients are drawn in each step. CG as in BiSSL and `identity` end further away.
+# The exact methods reach the optimum. M-FAC ends close to it; its curves jitter because each draws
+# new gradients in each step. CG as in BiSSL and `identity` end further away.
 #
 # **Questions**
 #
-# 1. The table says that `recursion` and `mfac` are equal. Why are their curves not the same here?
-# 2. BiSSL's CG returns $(\lambda+1)(H + (\lambda+1) I)^{-1} g$. Which λ does this behave like?
-# 3. Which of the methods cost an extra pass through the network per upper step, and which none?
+# 1. BiSSL's CG returns $(\lambda+1)(H + (\lambda+1) I)^{-1} g$. Which λ does this behave like?
+# 2. Which of the methods cost an extra pass through the network per upper step, and which none?
 #
 # <details><summary>Answers</summary>
 #
-# 1. Each curve draws its own random minibatches for G. With the same G they are the same to
-#    rounding.
-# 2. Like λ + 1: it is Eq. 5 for a much stronger pull. So it is closer to `identity`.
-# 3. `cg` needs a forward and a backward pass of the pretext loss, and then one Hessian-vector
-#    product per iteration (five in BiSSL). `exact` needs one product per parameter. M-FAC and
-#    `identity` need none: this is where the paper's speed comes from.
+# 1. Like λ + 1: it is Eq. 5 for a much stronger pull. So it is closer to `identity`.
+# 2. `cg` needs a forward and a backward pass of the pretext loss, and then one Hessian-vector
+#    product per iteration. `exact` needs one product per parameter. M-FAC and `identity` need none:
+#    this is where the paper's speed comes from.
 #
 # </details>
 
@@ -348,8 +344,7 @@ plt.show()
 # ## 1.3 What λ, N_L, the minibatch and the block partition do
 #
 # M-FAC builds the Fisher matrix from N_L gradients, so in each block it has rank N_L at most. Along
-# directions orthogonal to all of them its curvature is 0, and q equals g. The error against Eq. 5,
-# averaged over 20 draws:
+# directions orthogonal to all of them q equals g. The error against Eq. 5, averaged over 20 draws:
 
 
 # %%
@@ -385,20 +380,17 @@ plt.show()
 # inverse depends on the curvature, and M-FAC needs many gradients.
 #
 # **Middle.** `layer` cuts θ into 4 blocks of 8, as the paper does, and `global` is one block of 32.
-# Layers are better here: N_L gradients give *each block* a matrix of rank up to N_L, and what they
-# set to zero, the entries of H between two layers, is zero here.
+# Layers are better here: N_L gradients give *each block* a rank of up to N_L, and the entries of H
+# between two layers, which they set to zero, are zero here.
 #
-# **Right.** The paper stores gradients of *minibatches*, means over B images. Averaging B
-# independent gradients divides their covariance by B, so here, near the optimum of L^P, the Fisher
-# matrix is about B times too small compared with H. M-FAC then underestimates the curvature, and q
-# moves towards g.
+# **Right.** The paper stores gradients of *minibatches*, means over B images. Near the optimum of
+# L^P this makes the Fisher matrix about B times too small compared with H. M-FAC then
+# underestimates the curvature, and q moves towards g.
 #
 # **Questions**
 #
 # 1. From the right panel: which change of λ in M-FAC alone would make up for a batch of B images?
-# 2. The paper has N_L = 20 and p = 196,608 numbers per layer (ViT-B, rank 64). In how many
-#    directions of a layer can q differ from g?
-# 3. With N_L = 1, does q lie between g and the exact answer? Take one parameter with H = 1, λ = 0.1
+# 2. With N_L = 1, does q lie between g and the exact answer? Take one parameter with H = 1, λ = 0.1
 #    and g = 1, and suppose that the stored gradient happens to be g_1 = √10.
 #
 # <details><summary>Answers</summary>
@@ -406,11 +398,9 @@ plt.show()
 # 1. Give M-FAC λ/B. With minibatches it computes λ (F/B + λI)⁻¹ = Bλ (F + BλI)⁻¹, where F is the
 #    Fisher matrix of single images: as if λ were B times larger. The factor is B only near the
 #    optimum of L^P: elsewhere the gradients also have a mean, which does not shrink with B.
-# 2. In at most 20: q = g − Gᵀ(...)Gg, so q − g lies in the span of the stored gradients.
-# 3. Not always. The exact q is 0.1 / (1 + 0.1) = 0.0909, M-FAC gives 0.1 / (10 + 0.1) = 0.0099, and
-#    `identity` gives 1. M-FAC changes g along one direction only, the direction of g_1, and there
-#    it may change g too little or too much: |g_1|² of a single sample is a noisy estimate of the
-#    curvature.
+# 2. Not always. The exact q is 0.1 / (1 + 0.1) = 0.0909, M-FAC gives 0.1 / (10 + 0.1) = 0.0099, and
+#    `identity` gives 1. M-FAC changes g along the direction of g_1 only, and there it may change
+#    too little or too much: |g_1|² of a single sample is a noisy estimate of the curvature.
 #
 # </details>
 
@@ -483,8 +473,6 @@ print(f"with the Schur complement, the largest error is {largest:.0e}")
 #
 # 1. Does holding the head fixed make gᵀq too large or too small? And |q|?
 # 2. Would M-FAC be able to use the Schur complement?
-# 3. In the paper, φ_P has a learning rate of 1e-4 and θ_P has 1e-2. Does this speak for or against
-#    the approximation?
 #
 # <details><summary>Answers</summary>
 #
@@ -494,33 +482,26 @@ print(f"with the Schur complement, the largest error is {largest:.0e}")
 # 2. In principle: store the gradients with respect to φ as well, form the joint Fisher matrix, and
 #    take its Schur complement. It costs memory: the decoder of MAE (the masked autoencoder) has 26
 #    million parameters. Exercise 4.1 is about it.
-# 3. For it, within one alternation: a head that hardly moves is almost held fixed. Over all 10,000
-#    lower steps of the paper, even a small learning rate can move it far.
 #
 # </details>
 
 # %% [markdown]
 # ## What to change and what you expect
 #
-# Say what you expect before you run it. All four were run; *found* says what came out.
+# Say what you expect before you run it. All three were run; *found* says what came out.
 #
-# 1. **In 1.1, set `lam` to 0.05, then to 50.** With 0.05 the pull is weak: θ_P* should lie close
-#    to the minimum of L^P wherever θ_D is, and hardly move. With 50, θ_P* should lie on θ_D, and q
-#    be almost g. *Found:* with 0.05, |q| is 0.14 in place of 0.94, and a step of 1.5 moves θ_P* by
-#    0.14 in place of 0.74. With 50, |q| is 3.02 and |g| is 3.16, and both steps lower L^D from 4.99
-#    to 1.49.
-# 2. **In 1.2, descend with `gradients_of(theta_P, 20)`**, the paper's N_L, in place of 200, in both
+# 1. **In 1.2, descend with `gradients_of(theta_P, 20)`**, the paper's N_L, in place of 200, in both
 #    cells. A single q should be worse, and one could expect that the descent ends further away,
 #    too. *Found:* the error of q is 0.79 in place of 0.18, and still the descent ends no further
 #    away: in the mean of the last ten steps 0.07 to 0.12 above the minimum, by the draw, in place
 #    of 0.12 to 0.14. With the mean of 20 draws in each step, 20 gradients end 0.008 above it, and
 #    200 end 0.12. So with 20 what is left is noise. Two other errors cancel: F is too large, since
 #    θ_P is not where L^P is least, which shortens q, and few gradients leave q too long.
-# 3. **In `draw`, triple the noise**: `3 * torch.randn(n, ...)`. The Hessian stays as it is, the
-#    Fisher matrix becomes nine times as large, so M-FAC's q should be too short. `mfac(G, 9 * lam)`
-#    makes up for it. *Found:* |q| is 0.07 |g|, while the exact one is 0.32 |g|; the direction is
-#    almost right (cosine 0.98). The loss is a negative log-likelihood only for noise of variance 1.
-# 4. **Couple the layers**: after `mixing = ...`, add the line `mixing =
+# 2. **In `draw`, triple the noise**: `3 * torch.randn(n, ...)`. The Hessian stays as it is, the
+#    Fisher matrix becomes nine times as large, so M-FAC's q should be too short. *Found:* |q| is
+#    0.07 |g|, while the exact one is 0.32 |g|; the direction is almost right (cosine 0.98). The
+#    loss is a negative log-likelihood only for noise of variance 1.
+# 3. **Couple the layers**: after `mixing = ...`, add the line `mixing =
 #    torch.linalg.qr(torch.randn(P, P, generator=rng))[0] @ mixing`. Now H has large entries between
 #    the blocks, which `layer` sets to zero. In the middle panel of 1.3, `layer` should stop
 #    improving; only `global` can go on. *Found:* so it is. With 512 gradients the errors are 0.60

@@ -3,7 +3,7 @@
 #
 # BiSSLight never changes the pretrained network ψ. It trains two small sets of numbers that are
 # added to it: θ_P for the pretext task and θ_D for the downstream task. This notebook shows what
-# these numbers are and what each task does with them:
+# they are:
 #
 # 1. what low-rank adaptation (LoRA) adds to the network, computed by hand and merged into it;
 # 2. what the masked autoencoder (MAE) hides and fills in, before and after pretraining.
@@ -167,15 +167,12 @@ print(f"the same ψ under θ_P and under θ_D: outputs differ by {moved:.0%}")
 # 1. With B = 0 and A random, for which of the two is the gradient not 0 in the first step?
 # 2. BA does not change if A is doubled and B is halved. What does that mean for the pull λ/2 |θ_P −
 #    θ_D|² of Eq. 4, which compares A with A and B with B?
-# 3. Merging saves time at inference. Why does BiSSLight not merge during alignment?
 #
 # <details><summary>Answers</summary>
 #
 # 1. For B. The gradient with respect to A is Bᵀ times another matrix, so it is 0 as long as B is 0.
 # 2. Two adapters can give the same network and still be far apart for Eq. 4. Starting both from the
 #    same θ (line 2) avoids this at the beginning; the paper speaks of "an artificial mismatch".
-# 3. There are two adapters on one ψ. If one of them were merged, a second copy of the network would
-#    be needed for the other.
 #
 # </details>
 
@@ -295,19 +292,15 @@ plt.show()
 # 1. Why does the decoder see the mask tokens, but the backbone does not?
 # 2. The network was pretrained on Korean, Japanese and Sanskrit characters. Why can it fill in
 #    Greek ones?
-# 3. Which of the removed patches can be predicted well, and which cannot?
-# 4. The labelled task asks which character it is. Why should filling in strokes help with that?
+# 3. The labelled task asks which character it is. Why should filling in strokes help with that?
 #
 # <details><summary>Answers</summary>
 #
-# 1. With 75 % removed, the backbone processes only a quarter of the patches, so pretraining is
-#    cheap. And in fine-tuning there are no mask tokens, so the backbone should not depend on them.
+# 1. With 75 % removed, pretraining is cheap. And in fine-tuning there are no mask tokens, so the
+#    backbone should not depend on them.
 # 2. What it has learnt is about strokes: they go on in their direction, bend and end. This is the
 #    same in all alphabets.
-# 3. Well: a patch next to a visible piece of the same stroke. Not: a stroke of which nothing is
-#    visible, such as a lone dot. There the best prediction is the mean over all that it could be,
-#    which is grey.
-# 4. To continue a stroke, the network has to represent where strokes run and how they meet, and
+# 3. To continue a stroke, the network has to represent where strokes run and how they meet, and
 #    characters differ in this. But neatness and slant help to fill in and say nothing about the
 #    character.
 #
@@ -316,17 +309,13 @@ plt.show()
 # %% [markdown]
 # ## What to change and what you expect
 #
-# Say what you expect before you run it. All three were run; *found* says what came out.
+# Say what you expect before you run it. Both were run; *found* says what came out.
 #
 # 1. **In 2.2, set `r` to 2, then to 64.** The singular values of the change should break off after
-#    2. With 64, which is the width of the network, nothing should break off: BA can be any matrix,
-#    and LoRA saves nothing here (θ then has 65,536 numbers, about half as many as ψ). *Found:* with
-#    2, they fall from 0.58 to rounding; with 64, the smallest is 7e-5, far above it.
+#    2. With 64, the width of the network, nothing should break off, and LoRA saves nothing.
+#    *Found:* with 2, they fall from 0.58 to rounding; with 64, the smallest is 7e-5, far above it.
 # 2. **Give the new network `mae.MAE(..., norm_pix=False)`**. Now its target is the pixels
 #    themselves, and nothing of the true patch is used in its rows. It should first predict paper
 #    everywhere, because most pixels are paper, and then grey around the visible strokes. *Found:*
 #    after 150 steps there is one grey cloud in the middle of every image, nearly the same for all:
 #    it has learnt where ink usually is, and hardly anything about the strokes of this image.
-# 3. **Set `mask_ratio=0.5`** for the new network. The loss should be lower, since neighbours of a
-#    removed patch are visible more often. *Found:* it is not; both are 0.33. In 150 steps the
-#    network learns no more than the mean of each patch, and for that it needs no neighbours.

@@ -44,8 +44,8 @@ BLUE, ORANGE, GREEN, PINK, RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D
 #
 # We need a pretrained backbone ψ with its pretext head φ_P, a pretext task, a labelled task,
 # batches of both, and two optimisers. ψ and φ_P come with the program: `vit_mini`, pretrained with
-# the masked autoencoder (MAE) on handwritten characters of three alphabets (notebook 2 shows them).
-# The labelled task is to tell the 24 Greek characters apart.
+# the masked autoencoder (MAE) on handwritten characters (notebook 2). The labelled task is to tell
+# the 24 Greek characters apart.
 
 # %%
 cfg = AlignConfig(backbone="vit_mini", dataset="omniglot:Greek")
@@ -109,15 +109,12 @@ def begin() -> State:
 #
 # 1. `load_backbone` freezes ψ (`requires_grad_(False)`). Why?
 # 2. What differs between the states of two calls of `begin`?
-# 3. Both levels have an optimiser of their own. Could they share one?
 #
 # <details><summary>Answers</summary>
 #
 # 1. BiSSLight trains only θ and the heads. If ψ were not frozen, automatic differentiation would
 #    also store what it needs for the gradients with respect to ψ, which are not used.
 # 2. Nothing: the random numbers of each purpose have a seed of their own. So runs can be compared.
-# 3. They could, with two groups of parameters. But the levels step at different times, and their
-#    schedules have different lengths, so two optimisers are simpler.
 #
 # </details>
 
@@ -204,16 +201,13 @@ for name, mine, theirs in (
 # **Questions**
 #
 # 1. Which lines would you have to change to get BiSSL, the predecessor?
-# 2. Line 9 moves θ_P, but line 10 uses gradients from before these moves. Why is this acceptable?
-# 3. In which line do the labelled data influence θ_P?
+# 2. In which line do the labelled data influence θ_P?
 #
 # <details><summary>Answers</summary>
 #
 # 1. Lines 10 and 13 only: pass `cg` (conjugate gradients, CG) instead of `mfac`. Then H is used and
 #    G is not.
-# 2. It is an approximation (Sec. 3.1, "Recycling Lower-Level Gradients"). The paper argues that the
-#    penalty keeps θ_P near θ_D, so that θ_P moves only a little in the N_L steps.
-# 3. In no line directly. The labels move θ_D (line 16), and line 7 of the next alternation pulls
+# 2. In no line directly. The labels move θ_D (line 16), and line 7 of the next alternation pulls
 #    θ_P towards θ_D.
 #
 # </details>
@@ -296,9 +290,9 @@ plt.show()
 #
 # <details><summary>Answers</summary>
 #
-# 1. The eigenvalues κ of F are at least 0, so the factors λ/(κ + λ) lie between 0 and 1, and g·q is
-#    above 0. The true Hessian can have negative eigenvalues. If one of them is below −c, then
-#    H + cI (with CG's c = λ + 1) is not positive definite, and the result of CG can point anywhere.
+# 1. The factors λ/(κ + λ) lie between 0 and 1, since no eigenvalue κ of F is below 0, and g·q is
+#    above 0. The true Hessian can have negative eigenvalues. If one lies below −c (for CG, c is λ +
+#    1), the result of CG can point anywhere.
 # 2. Their gradients have directions in common. These are the only ones in which M-FAC can act.
 # 3. It is the pull between θ_P and θ_D (line 7). With λ = 1e-5 the labels reach θ_P a hundred times
 #    more slowly. So λ cannot be chosen for the sake of M-FAC alone.
@@ -365,9 +359,9 @@ for size, G in stored.items():
           f"cosine of the matrices F and H {alike:.2f}; {factor:.0f} F is most like H")  # fmt: skip
 
 # %% [markdown]
-# We compare all methods with `exact`, over λ. Where λ is smaller than the size of the lowest
-# eigenvalue of H (grey), H + λI has a negative eigenvalue. There θ_P can be a saddle of the lower
-# level, but not the minimum that Eq. 4 asks for.
+# We compare all methods with `exact`, over λ. In the grey, λ is smaller than the size of the lowest
+# eigenvalue of H, so H + λI has a negative one. There θ_P can be a saddle of the lower level, but
+# not the minimum that Eq. 4 asks for.
 
 
 # %%
@@ -486,7 +480,7 @@ plt.show()
 # %% [markdown]
 # ## What to change and what you expect
 #
-# Say what you expect before you run it. All four were run; *found* says what came out.
+# Say what you expect before you run it. All three were run; *found* says what came out.
 #
 # 1. **In `by_hand`, append `g_P` to G** (after line 7) in place of `grad_P`. The comparison in
 #    3.3 should fail: now F also contains λ(θ_P − θ_D). θ_P itself should hardly change, since q
@@ -496,14 +490,9 @@ plt.show()
 #    so nearly all of the reachable part should be removed. But |q|/|g| cannot fall below √(1 −
 #    share). *Found:* 92 % of it is removed, and |q|/|g| is 0.844. The share is a little larger than
 #    before, 30 %, so the limit is 0.84.
-# 3. **In 3.4, set `lower_steps` of `lab` to 80** (four times the time). The span is larger, so the
-#    share should grow, but less than four times: gradients repeat each other. *Found:* it doubles,
-#    to 41 to 54 %. But less of it is removed (10 in place of 21 % with batches of 64 and λ = 1e-5),
-#    so |q|/|g| changes by 0.02 at most.
-# 4. **In 3.5, train the lower level for 2,000 steps in place of 200.** At a minimum no eigenvalue
-#    of H is negative, so the grey should shrink. *Found:* it shrinks by little: 82 eigenvalues are
-#    negative in place of 122, the lowest is −0.0045 in place of −0.0056. But the largest is 0.090
-#    in place of 0.006, and now F is like H (cosine 0.82 in place of 0.19), only 2,500 times too
-#    small for batches of 64. At λ = 0.009 the cosine of g with the exact q is 0.896, that of M-FAC
-#    with 1,000 F 0.923, and that of M-FAC as it is 0.896. Here the curvature matters, F has it, and
-#    λ hides it.
+# 3. **In 3.5, train the lower level for 2,000 steps in place of 200.** At a minimum no eigenvalue
+#    of H is negative, so the grey should shrink. *Found:* it shrinks by little: the lowest is
+#    −0.0045 in place of −0.0056. But the largest is 0.090 in place of 0.006, and now F is like H
+#    (cosine 0.82 in place of 0.19), only 2,500 times too small for batches of 64. At λ = 0.009 the
+#    cosine of g with the exact q is 0.896, that of M-FAC with 1,000 F 0.923, and that of M-FAC as
+#    it is 0.896. Here the curvature matters, F has it, and λ hides it.

@@ -88,8 +88,8 @@ plt.show()
 # constructor gets the backbone, the settings of `align`, and a random generator.
 #
 # The loss of the jigsaw averages the tokens of each piece. `backbone(images, theta)` returns a
-# class token and then those of the 7 x 7 patches, row by row. A piece is three and a half patches
-# wide, so the patches in the middle row and column belong to two pieces; their tokens are left out.
+# class token and then those of the 7 x 7 patches, row by row. The patches in the middle row and
+# column belong to two pieces; their tokens are left out.
 
 
 # %%
@@ -214,8 +214,7 @@ for name, settings in tasks.items():
           f"validation at θ_P {run.val_P.accuracy:.0f} %")  # fmt: skip
 
 # %% [markdown]
-# Guessing gives the jigsaw a loss of log 4 = 1.39. The pretext head is not used any more: only θ_P
-# is kept.
+# Guessing gives the jigsaw a loss of log 4 = 1.39.
 #
 # **Questions**
 #
@@ -238,9 +237,9 @@ for name, settings in tasks.items():
 # ## 4.4 Fine-tune, and the controls
 #
 # Now the fine-tuning, with a new head, from four starts: θ_P of each task, the backbone alone
-# (*direct*), and θ of a finished fine-tuning with a new head (*restart*). The last one is a control
-# that the paper does not have: its start has seen the labels as well, without any pretext task.
-# `test_curve=True` writes the test accuracy of each epoch down; nothing is chosen by it.
+# (*direct*), and θ of a finished fine-tuning (*restart*). The last one is a control that the paper
+# does not have. `test_curve=True` writes the test accuracy of each epoch down; nothing is chosen by
+# it.
 
 # %%
 peft: Any = {
@@ -313,7 +312,7 @@ plt.show()
 # %% [markdown]
 # ## What to change and what you expect
 #
-# Say what you expect before you run it. All four were run; *found* says what came out. Mind that
+# Say what you expect before you run it. All three were run; *found* says what came out. Mind that
 # there are two seeds: differences of 5 points may be chance.
 #
 # 1. **In 4.3, give MAE `"upper_steps": 0`** (in place of 3). Without the upper level no label
@@ -323,11 +322,7 @@ plt.show()
 #    through the pull λ(θ_P − θ_D) alone. With 5 it should be small, with 50 larger. *Found:* after
 #    three epochs 24 % with 5 alternations, 38 % with 20 and 49 % with 50, which also ends higher
 #    (56.2 %). With 50, the jigsaw has a head start, too (31 %).
-# 3. **In 4.4, set `"epochs"` to 25 and `"warmup_epochs"` to 5.** The curves should come closer at
-#    the end. *Found:* after 5 epochs 40 % aligned with MAE and 26 % direct; from the 10th on both
-#    are at 52 to 54 %. But the best epoch is chosen by validation on 72 images, and for one
-#    seed of *direct* that was one with 39 %, so the printed mean is 47 %.
-# 4. **Give the jigsaw `"lam": 1e-1`.** The pull is a hundred times stronger. If the guess in 4.4 is
+# 3. **Give the jigsaw `"lam": 1e-1`.** The pull is a hundred times stronger. If the guess in 4.4 is
 #    right, validation at θ_P rises and the jigsaw gets a head start. *Found:* validation rises from
 #    26 to 43 %, and after three epochs the jigsaw has 43 % in place of 21 %. So the labels had not
 #    reached θ_P.
