@@ -39,7 +39,7 @@ BLUE, ORANGE, GREEN, PINK, RED, GREY = (
 # ## 1.1 A bilevel problem with two parameters
 #
 # The lower level (Eq. 4) minimises the pretext loss $L^P$ plus a penalty that pulls θ_P towards
-# θ_D, like a spring between the two:
+# θ_D, like a spring:
 #
 # $$\theta_P^*(\theta_D) = \arg\min_\theta \; L^P(\theta) + \tfrac{\lambda}{2} |\theta-\theta_D|^2$$
 #
@@ -55,9 +55,8 @@ BLUE, ORANGE, GREEN, PINK, RED, GREY = (
 # $$q = \lambda (H + \lambda I)^{-1} g, \qquad g = \nabla L^D(\theta_P^*),$$
 #
 # which is Eq. 5. Along a direction in which $L^P$ has the curvature κ, the part of g is multiplied
-# by $\lambda / (\kappa + \lambda)$. This is about 1 where the pretext loss is flat, and about
-# 0 where it is strongly curved. **The hypergradient keeps the part of g along the flat directions
-# of $L^P$.**
+# by $\lambda / (\kappa + \lambda)$. **The hypergradient keeps the part of g along the flat
+# directions of $L^P$.**
 #
 # **Left, the lower level**: θ_D (square) stays where it is, and θ_P, which starts at the same
 # place, moves to θ_P* (circle), between θ_D and the minimum of L^P. The dotted line is the pull.
@@ -142,10 +141,10 @@ plt.show()
 
 # %% [markdown]
 # The step along −q is at right angles to the contours: q is the gradient of this loss *with respect
-# to θ_D*, while g is the gradient with respect to θ_P. The step along −g points from θ_P* to the
-# minimum of L^D, but a good part of it goes across the valley of L^P, where θ_P* moves only a ninth
-# as far as θ_D (λ / (4.1 + λ)); along the valley it moves half as far (λ / (0.5 + λ)). The second
-# term of Eq. 3, $L^D(\theta_D)$, is left out of the picture.
+# to θ_D*, while g is the gradient with respect to θ_P. A good part of the step along −g goes across
+# the valley of L^P, where θ_P* moves only a ninth as far as θ_D (λ / (4.1 + λ)); along the valley
+# it moves half as far (λ / (0.5 + λ)). The second term of Eq. 3, $L^D(\theta_D)$, is left out of
+# the picture.
 #
 # Is the formula right? We move θ_D by a small amount in each coordinate, solve the lower level
 # again, and see how much $L^D(\theta_P^*)$ changes. This *finite difference* uses no calculus.
@@ -254,9 +253,9 @@ def gradients_of(theta: Tensor, n: int, size: int = 1) -> Tensor:
 # returns a function that computes Hessian-vector products, u → H u; `bisslight.Passes.hessian`
 # makes one from any loss. M-FAC does not use it. `exact` and `cg` do not use the gradients G.
 #
-# Here G holds N_L = 200 gradients. The paper stores 20; section 1.3 shows what that changes. CG
-# appears twice: with BiSSL's settings (five iterations, damping 1, factor λ + 1 instead of λ), and
-# without damping and with many iterations, where it solves Eq. 5 up to rounding.
+# Here G holds N_L = 200 gradients; the paper stores 20 (section 1.3). CG appears twice: with
+# BiSSL's settings (five iterations, damping 1, factor λ + 1 instead of λ), and without damping and
+# with many iterations, where it solves Eq. 5 up to rounding.
 
 # %%
 theta_D = torch.zeros(P)

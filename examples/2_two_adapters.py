@@ -41,12 +41,11 @@ BLUE, ORANGE = "#0072B2", "#E69F00"
 # *Omniglot* (Lake, Salakhutdinov and Tenenbaum 2015) is handwriting: 20 people drew each character
 # of many alphabets. Eight of these come with the program, as images of 28 x 28 pixels. Three
 # alphabets are the *pool*, used without labels. Each of the other five is a task: which character
-# of this alphabet is it? 10 people drew the training images, 3 others the validation images and 7
-# others the test images, so nobody's handwriting is in two of them.
+# is it? Training, validation and test images were drawn by different people.
 #
 # `vit_mini` is a small Vision Transformer (ViT): patches of 4 x 4 pixels, so 49 patches, and 4
 # layers of width 64. A backbone ψ that was pretrained on the pool for 250 epochs comes with the
-# program, too.
+# program.
 
 # %%
 cfg = AlignConfig(backbone="vit_mini", dataset="omniglot:Greek")  # so weights="omniglot"
@@ -144,7 +143,7 @@ plt.show()
 
 # %% [markdown]
 # The keys are unchanged, and the change of the query and value matrices has rank 8. For the
-# networks of the paper, with r = 64, θ has this many numbers (App. C.4):
+# networks of the paper, θ has this many numbers (App. C.4):
 
 # %%
 for name in ("vit_mini", "vit_b16", "vit_l16", "vit_h14"):

@@ -121,9 +121,8 @@ def begin() -> State:
 # %% [markdown]
 # ## 3.2 Algorithm 1
 #
-# `passes.gradients(loss, theta, phi, batch)` returns the loss and its gradients with respect to
-# θ and to the head. `update` of an optimiser takes tensors and their gradients and changes the
-# tensors in place.
+# `passes.gradients(loss, theta, phi, batch)` returns the loss and its gradients with respect to θ
+# and to the head. `update` of an optimiser changes tensors in place.
 #
 # Three things are easy to get wrong:
 #
@@ -227,14 +226,15 @@ for size in (64, 8, 1):
     print(f"batches of {size:2}: no eigenvalue of F above", [f"{x:.0e}" for x in largest.tolist()])
 
 # %% [markdown]
-# Compare with λ = 1e-3: where F is much smaller than λ, λ(F + λI)⁻¹ is nearly I. There are two ways
-# to a regime in which M-FAC acts: larger gradients (smaller batches, since averaging shrinks the
-# noise; a higher rank; or another pretext task: with the jigsaw of notebook 4, |q|/|g| is 0.98), or
-# a smaller λ. We try batches and λ from the same start, with the paper's N_L = 20. Two more numbers
-# tell why |q|/|g| is what it is ([derived here](../docs/math.md#how-much-can-curvature-do)):
-# `share` is the part of |g|² in the span of the stored gradients, and `removed` says how much of
-# that part the inverse takes away. A hypergradient of our own measures them: it is M-FAC, and looks
-# at each query.
+# Compare with λ = 1e-3: where F is much smaller than λ, λ(F + λI)⁻¹ is nearly I. M-FAC acts where
+# gradients are larger (smaller batches, since averaging shrinks the noise; a higher rank; or
+# another pretext task: with the jigsaw of notebook 4, |q|/|g| is 0.98), or where λ is smaller. We
+# try batches and λ from the same start, with the paper's N_L = 20.
+#
+# Two more numbers tell why |q|/|g| is what it is ([derived
+# here](../docs/math.md#how-much-can-curvature-do)): `share` is the part of |g|² in the span of the
+# stored gradients, and `removed` says how much of that part the inverse takes away. A hypergradient
+# of our own measures them.
 
 # %%
 columns: dict[str, list[float]] = {}  # the numbers of all upper steps, by name
@@ -303,9 +303,8 @@ plt.show()
 # ## 3.5 Beside the exact hypergradient
 #
 # M-FAC acts at batch 8 and λ = 1e-5. Does it do what Eq. 5 asks for? For that we need the dense
-# Hessian, so a smaller network: two layers of width 32, patches of 7 pixels, LoRA of rank 1. Then θ
-# has 2 x 128 = 256 numbers. We pretrain it on the same pool for a moment, train θ and φ_P on the
-# lower level, and then compute H on 256 images.
+# Hessian, so a smaller network with LoRA of rank 1: θ has 2 x 128 = 256 numbers. We pretrain it on
+# the same pool for a moment, train θ and φ_P on the lower level, and then compute H on 256 images.
 
 # %%
 TINY = BACKBONES["vit_mini"]._replace(
@@ -463,9 +462,8 @@ plt.show()
 # <details><summary>Answers</summary>
 #
 # 1. A small change dA, dB changes W by B dA + dB A + dB dA. The last term is of second order, and
-#    it meets the gradient of L^P with respect to W. It adds to H a part that has only blocks
-#    between A and B, and such a matrix has eigenvalues in pairs ±. It vanishes only where that
-#    gradient does.
+#    adds to H a part that has only blocks between A and B. Such a matrix has eigenvalues in pairs
+#    ±. It vanishes only where the gradient of L^P with respect to W does.
 # 2. If the gradients of single images are mostly noise, independent and with mean 0, the covariance
 #    of their mean is 64 times smaller (notebook 1, section 1.3). H is a mean, too, but the mean of
 #    second derivatives does not shrink.

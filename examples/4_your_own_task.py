@@ -2,9 +2,8 @@
 # # 4. Your own pretext task
 #
 # BiSSLight works with any pretext task. Here you write one, a *jigsaw*: an image is cut into four
-# pieces, the pieces are shuffled, and the network predicts where each one belongs. It takes about
-# forty lines. Then it replaces the masked autoencoder (MAE) in the whole chain: align, fine-tune,
-# compare.
+# pieces, the pieces are shuffled, and the network predicts where each one belongs. Then it replaces
+# the masked autoencoder (MAE) in the whole chain: align, fine-tune, compare.
 #
 # Read `examples/rotation.py`, an even shorter task, and `bisslight.PretextTask` beside this page.
 # The notebook runs in about a minute. It writes all files to a temporary folder.
@@ -75,12 +74,11 @@ plt.show()
 # in this order:
 #
 # 1. `draw(B, rng)`: all random numbers of a step with B images, as tensors whose axis 0 is the
-#    image. Nothing else may be random, so that a run can be repeated and resumed exactly;
-# 2. `prepare(images, *drawn)`: turn images and random numbers into a batch, a NamedTuple of tensors
-#    whose axis 0 is the image, so that it can be cut into micro-batches;
+#    image. Nothing else may be random, so that a run can be repeated exactly;
+# 2. `prepare(images, *drawn)`: turn images and random numbers into a batch, a NamedTuple of such
+#    tensors, so that it can be cut into micro-batches;
 # 3. `loss(theta, phi, batch)`: the mean over the images. θ is passed on to the backbone, φ is the
-#    head. The same arguments must always give the same value, because Hessian-vector products call
-#    it again;
+#    head. The same arguments must always give the same value;
 # 4. `after_step(theta_P)`: called after each lower step, for things that follow θ_P, such as the
 #    teacher of I-JEPA (the joint-embedding predictive architecture). Here it does nothing.
 #
@@ -219,16 +217,13 @@ for name, settings in tasks.items():
 # **Questions**
 #
 # 1. Why does L^P of MAE hardly fall during alignment, while that of the jigsaw does?
-# 2. |q|/|g| is almost 1 for MAE. What does this say about M-FAC in this run?
-# 3. Validation at θ_P uses the head φ_D of the alignment. Fine-tuning starts with a new head. What
+# 2. Validation at θ_P uses the head φ_D of the alignment. Fine-tuning starts with a new head. What
 #    of the labels is left then?
 #
 # <details><summary>Answers</summary>
 #
 # 1. ψ and the decoder were pretrained with MAE on the same pool. The jigsaw is new to both.
-# 2. q is almost g, so the run would have been the same with `hypergrad="identity"`. Notebook 3
-#    shows why, and in which regime it is not so.
-# 3. What has reached θ_P: line 7 of Algorithm 1 pulls θ_P towards θ_D, and θ_D was trained with the
+# 2. What has reached θ_P: line 7 of Algorithm 1 pulls θ_P towards θ_D, and θ_D was trained with the
 #    labels. So the features have changed, not only the head.
 #
 # </details>

@@ -2,8 +2,7 @@
 # # 5. Another network, another PEFT
 #
 # The paper says that BiSSLight does not depend on the network, on the pretext task, or on the
-# method of parameter-efficient fine-tuning (PEFT). Its experiments have Vision Transformers with
-# low-rank adaptation (LoRA), and so has the rest of this project. Here all three are changed:
+# method of parameter-efficient fine-tuning (PEFT). Here all three are changed:
 #
 # | | paper | this notebook |
 # |---|---|---|
@@ -298,13 +297,10 @@ print(f"last alternation: {share_in_last:.0%} of |g|² are in the span of the st
 #
 # 1. Only 5 gradients are stored, and a row has 64 numbers. If g had a random direction, how much of
 #    |g|² would lie in their span? What does the number above tell you?
-# 2. The pretext head goes on from pretraining. What would be wrong with a new one?
 #
 # <details><summary>Answers</summary>
 #
 # 1. 5 of 64, so 8 %. The downstream gradient and the pretext gradients have directions in common.
-# 2. Gradients through a random head say little about the task, and Eq. 5 assumes that the lower
-#    level is near its solution.
 #
 # </details>
 
@@ -349,7 +345,7 @@ for name, accuracies in arms.items():
 # <details><summary>Answers</summary>
 #
 # 1. It is the paper's comparison, but aligning took more time than these 100 steps. Another fair
-#    one is to give the arm without aligning more steps, so that both take the same time in all.
+#    one gives the arm without aligning so many more steps.
 # 2. One that is aligned with `upper_steps=0`: it trains the lower level alone.
 # 3. `features`, which puts θ into the normalisation layers, and their list. The pretext task, both
 #    losses, M-FAC and Algorithm 1 only see θ as a tensor (K, p).
