@@ -21,6 +21,7 @@ from support.experiment import (
     AlignExperiment,
     Head,
     name_own_data,
+    open_align_experiment,
     pool_images,
     pretext_batches,
 )
@@ -98,67 +99,63 @@ def align(
         cfg = cfg.replace(dataset=name_own_data(*task.splits))
     if pool:
         cfg = cfg.replace(pool=name_own_data(pool))
-    check_directory(out, "align", cfg, force)  # before anything is loaded
-    return run_align(AlignExperiment(cfg, task, pool), out, force=force, track=track)
-
-
-def run_align(
-    experiment: AlignExperiment, out: Path, *, force: bool = False, track: Track = untracked
-) -> AlignResult:
-    """As `align`, with data and networks that are open already."""
-    cfg = experiment.cfg
+    goes_on = check_directory(out, "align", cfg, force)  # before anything is loaded
+    experiment = open_align_experiment(cfg, task, pool)
     prepared = prepare(experiment)
-    state, task, head, hypergrad, optimisers = prepared
     experiment.check_batches("--d-batch", cfg.d_batch)
-    goes_on = check_directory(out, "align", cfg, force)
     if not goes_on:  # a run that goes on has done this when it began
         experiment.decode_held_out_images([experiment.task.val])  # the test is finetune's
-
-    with Run(out, "align", cfg, force, experiment.defining) as run:
-        if run.result is not None:
-            return finished(run.result)
-        run.restore(name_tensors(state, head, task.state), optimisers._asdict())
-        if run.records:  # the probe's is number 0
-            state.done = run.records[-1]["step"]
-        try:
-            if cfg.probe_epochs and not run.records:
-                done = optimisers.probe.step // probe_steps(experiment)
-                for epoch in track(probe(experiment, prepared), cfg.probe_epochs, "probe", done):
-                    run.checkpoint(f"probe epoch {epoch.step}")
-                run.log({"step": 0, "probe_val": score_probe(experiment, prepared)})
-
-            batches = batches_left(experiment, prepared)
-            logs = algorithm_1(
-                state,
-                steps=cfg,
-                task=task,
-                loss_D=head.loss,
-                hypergrad=hypergrad,
-                pretext=batches.pretext,
-                downstream=batches.downstream,
-                passes=experiment.passes,
-                store="cpu" if cfg.mfac_device == "cpu" else None,
-            )
-            for log in track(logs, cfg.alternations, "align", state.done):
-                t = log.alternation
-                record = {"step": t, **log._asdict()}
-                due = t % cfg.eval_every == 0 or t == cfg.alternations
-                if due:
-                    record |= validate(experiment, state, head)
-                run.log(record)
-                run.checkpoint(f"alternation {t} of {cfg.alternations}", due)
-        except Diverged as error:
-            run.finish({"diverged": str(error)})
-            raise
-        run.write("adapter.safetensors", adapter_file(experiment, state.theta_P))  # l.17
-        return finished(run.finish(summary(experiment, run.records[-1])))
-
-
-def finished(result: Record) -> AlignResult:
-    """The result of a finished run, from its result.json; raises the Diverged that ended it."""
+    with Run(out, "align", cfg, force, experiment.identity) as run:
+        result = run.result or run_algorithm_1(experiment, prepared, run, track)
     if "diverged" in result:
         raise Diverged(result["diverged"])
     return AlignResult(**result)
+
+
+def run_algorithm_1(
+    experiment: AlignExperiment, prepared: "Prepared", run: Run, track: Track
+) -> Record:
+    """Linear probing and Algorithm 1, from where the run was stopped, with all that it writes.
+
+    Returns what result.json says.
+    """
+    cfg = experiment.cfg
+    state, task, head, hypergrad, optimisers = prepared
+    run.restore(name_tensors(state, head, task.state), optimisers._asdict())
+    if run.records:  # the probe's is number 0
+        state.done = run.records[-1]["step"]
+    try:
+        if cfg.probe_epochs and not run.records:
+            done = optimisers.probe.step // probe_steps(experiment)
+            for epoch in track(probe(experiment, prepared), cfg.probe_epochs, "probe", done):
+                run.checkpoint(f"probe epoch {epoch.step}")
+            run.log({"step": 0, "probe_val": score_probe(experiment, prepared)})
+
+        batches = batches_left(experiment, prepared)
+        logs = algorithm_1(
+            state,
+            steps=cfg,
+            task=task,
+            loss_D=head.loss,
+            hypergrad=hypergrad,
+            pretext=batches.pretext,
+            downstream=batches.downstream,
+            passes=experiment.passes,
+            store="cpu" if cfg.mfac_device == "cpu" else None,
+        )
+        for log in track(logs, cfg.alternations, "align", state.done):
+            t = log.alternation
+            record = {"step": t, **log._asdict()}
+            due = t % cfg.eval_every == 0 or t == cfg.alternations
+            if due:
+                record |= validate(experiment, state, head)
+            run.log(record)
+            run.checkpoint(f"alternation {t} of {cfg.alternations}", due)
+    except Diverged as error:
+        run.finish({"diverged": str(error)})
+        raise
+    run.write("adapter.safetensors", adapter_file(experiment, state.theta_P))  # l.17
+    return run.finish(summary(experiment, run.records[-1]))
 
 
 # --- what Algorithm 1 gets ----------------------------------------------------------------------
@@ -209,11 +206,12 @@ def prepare(experiment: AlignExperiment, hypergrad: Hypergradient | None = None)
         experiment: data, networks and settings; it stays as it is.
         hypergrad: lines 10 and 13 of one's own, instead of what the settings name.
     """
-    theta = experiment.new_theta()  # l.2
+    cfg = experiment.cfg
+    theta = experiment.new_theta(cfg.seed)  # l.2
     task = experiment.pretext_task(theta)
-    hypergrad = hypergrad or hypergradient(experiment.cfg, theta)
-    head = experiment.new_head("align head")
-    state, optimisers = start_state(experiment.cfg, theta, task.phi, head.phi)
+    hypergrad = hypergrad or hypergradient(cfg, theta)
+    head = experiment.new_head("align head", cfg.seed)
+    state, optimisers = start_state(cfg, theta, task.phi, head.phi)
     return Prepared(state, task, head, hypergrad, optimisers)
 
 
@@ -227,7 +225,7 @@ def batches_left(experiment: AlignExperiment, prepared: Prepared) -> Batches:
     unlabelled = pretext_batches(
         prepared.task, images, cfg.p_batch, lower_steps, cfg, experiment.device
     )
-    examples = experiment.examples("downstream", cfg.d_batch, upper_steps, cfg.drop_path)
+    examples = experiment.examples("downstream", cfg.seed, cfg.d_batch, upper_steps, cfg.drop_path)
     return Batches(unlabelled, examples)
 
 
@@ -283,7 +281,7 @@ def probe(experiment: AlignExperiment, prepared: Prepared) -> Iterator[EpochReco
     loss = partial(prepared.head.loss, state.theta_D.detach(), state.phi_D, regularise=True)
     steps_per_epoch = probe_steps(experiment)
     steps = range(opt.step, cfg.probe_epochs * steps_per_epoch)
-    examples = experiment.examples("probe", cfg.d_batch, steps, drop_path, by_epoch=True)
+    examples = experiment.examples("probe", cfg.seed, cfg.d_batch, steps, drop_path, by_epoch=True)
     return train_epochs(loss, opt, examples, steps_per_epoch, "probe", experiment.passes)
 
 
@@ -345,20 +343,20 @@ def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
 def adapter_file(experiment: AlignExperiment, theta_P: Tensor) -> bytes:
     """θ_P (l.17) as a file, with what it was trained on and how."""
     cfg = experiment.cfg
-    settings = {
+    of_align = {
         "stage": "align",
         "d_lr": cfg.d_lr,
         "hypergrad": cfg.hypergrad if cfg.upper_steps else "lower only",
         "unlike_paper": unlike_paper(cfg),
     }
-    return save_adapter(theta_P, {}, experiment.origin | settings)
+    return save_adapter(theta_P, {}, experiment.origin.model_copy(update=of_align))
 
 
 def summary(experiment: AlignExperiment, last: Record) -> Record:
     """What result.json says, from the record of the last alternation."""
     result: Record = {
         "d_lr": experiment.cfg.d_lr,
-        "pretext": experiment.origin["pretext"],
+        "pretext": experiment.origin.pretext,
         "metric": experiment.metric,
     }
     for name in ("distance", "q_over_g", "cosine"):

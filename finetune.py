@@ -20,9 +20,9 @@ from bisslight import Diverged
 from config import FinetuneConfig, Record
 from data import Task
 from evaluate import STARTS, compare_settings, find_runs
-from support.checkpoints import load_adapter, load_theta, save_adapter
+from support.checkpoints import AdapterInfo, load_adapter, load_theta, save_adapter
 from support.errors import UsageError, checking
-from support.experiment import Experiment, Head, name_own_data
+from support.experiment import FinetuneExperiment, Head, name_own_data, open_experiment
 from support.metrics import Score
 from support.optim import Group, Optimiser, Schedule, train_epochs, trainable
 from support.processes import jobs
@@ -40,8 +40,20 @@ from support.runs import (
 from support.screen import Answer, count, percent
 
 
-class Trial(RunResult, frozen=True):
-    """What a trial ended with, one learning rate with one seed: its result.json."""
+class Trial(NamedTuple):
+    """One learning rate with one seed."""
+
+    lr: float
+    seed: int
+    start: Path | None  # the adapter that θ starts from; None: a fresh θ
+
+    def place(self, out: Path) -> Path:
+        """Its run directory."""
+        return out / f"lr{self.lr:g}-s{self.seed}"
+
+
+class TrialResult(RunResult, frozen=True):
+    """What a trial ended with: its result.json."""
 
     lr: float
     seed: int
@@ -128,9 +140,9 @@ class Starts(NamedTuple):
     unit: str  # what a seed therefore repeats, which is what the p-value is about
 
 
-Pairs = list[tuple[float, int]]  # learning rates, each with the number of a seed, from 0
-RunPairs = Callable[[Pairs], list[Trial]]  # their trials, those of a rate in the order of the seeds
-Grid = dict[float, list[Trial]]  # learning rates, and how each went with one seed or more
+Seeds = list[tuple[int, Path | None]]  # each with the adapter that it starts from
+RunTrials = Callable[[list[Trial]], list[TrialResult]]  # those of a rate in the order of the seeds
+Grid = dict[float, list[TrialResult]]  # learning rates, and how each went with one seed or more
 
 
 def finetune(
@@ -148,29 +160,29 @@ def finetune(
     if task:
         cfg = cfg.replace(dataset=name_own_data(*task.splits))
     goes_on = check_directory(out, "finetune", cfg, force)
-    experiment = Experiment(cfg, task)
+    experiment = open_experiment(cfg, task)
     starts = starts_of_seeds(cfg)
     files = [file for file in starts.files if file]  # none where each seed has a fresh θ
     stage = "finetune" if cfg.restart else "align"
     # Each file is checked once; a dict keeps their order.
     origins = [check_origin(file, experiment, stage) for file in dict.fromkeys(files)]
     # Align runs differ only in the seed, so the first one speaks for all. A restart has none.
-    origin: Record = {}
+    origin = AdapterInfo(pretext=experiment.origin.pretext)
     if origins and not cfg.restart:
         origin = origins[0]
     experiment.check_batches("--batch", cfg.batch)
     if not goes_on:
         experiment.decode_held_out_images([experiment.task.val, experiment.task.test])
-    defining = {**experiment.defining, "start_sha256": [sha256(file) for file in files]}
+    start_sha256 = [sha256(file) for file in files]
+    identity = experiment.identity.model_copy(update={"start_sha256": start_sha256})
+    seeds = list(enumerate(starts.files, cfg.seed))
 
-    run_pairs = partial(
-        run_trials, cfg=cfg, starts=starts, out=out, experiment=experiment, task=task, track=track
-    )
-    with Run(out, "finetune", cfg, force, defining) as run:
+    run_all = partial(run_trials, experiment=experiment, out=out, task=task, track=track)
+    with Run(out, "finetune", cfg, force, identity) as run:
         if run.result:
             return FinetuneResult(**run.result)
-        grid = try_grid(cfg, run_pairs)
-        trials = choose_rate(grid, cfg.seeds, run_pairs)
+        grid = try_grid(cfg, seeds, run_all)
+        trials = choose_rate(grid, seeds, run_all)
         lr = trials[0].lr
         warn_about_grid(grid, lr, out)
         content = {
@@ -180,10 +192,10 @@ def finetune(
             "lr": lr,
             "metric": experiment.metric,
             "grid": {str(rate): accuracies_of(tried) for rate, tried in grid.items()},
-            "aligned_by": origin.get("hypergrad"),
-            "aligned_on": origin.get("dataset"),
-            "align_unlike_paper": origin.get("unlike_paper"),
-            "pretext": origin.get("pretext", experiment.origin["pretext"]),
+            "aligned_by": origin.hypergrad,
+            "aligned_on": origin.dataset,
+            "align_unlike_paper": origin.unlike_paper,
+            "pretext": origin.pretext or experiment.origin.pretext,
         }
         content |= score_trials(trials, experiment, run)
         return FinetuneResult(**run.finish(content))
@@ -249,7 +261,7 @@ def check_same_settings(runs: Sequence[Path], start: Path) -> None:
         )
 
 
-def check_origin(file: Path, experiment: Experiment, stage: str) -> Record:
+def check_origin(file: Path, experiment: FinetuneExperiment, stage: str) -> AdapterInfo:
     """Read what an adapter says of itself; refuse it (UsageError) if it does not fit here.
 
     It needs to come from this stage (align, or finetune for a restart) and from the same network.
@@ -258,36 +270,34 @@ def check_origin(file: Path, experiment: Experiment, stage: str) -> Record:
     """
     this = experiment.origin
     with checking(f"--from {file}"):
-        theta, written = load_theta(file, experiment.backbone.dim)
+        theta, origin = load_theta(file, experiment.backbone.dim)
         shape = experiment.theta_shape
         if theta.shape != shape:
             raise ValueError(f"holds θ {[*theta.shape]}, this run's is {[*shape]}; see --rank")
-        # a released file says nothing of itself
-        origin = {"stage": "align", "hypergrad": "unknown", "dataset": None, **written}
-        if origin["stage"] != stage:
-            raise ValueError(
-                f"is of {origin['stage']}; give an align run, or --restart to start anew"
-            )
+        if origin.stage is None:  # a released file says nothing of itself
+            origin = AdapterInfo(stage="align", hypergrad="unknown")
+        if origin.stage != stage:
+            raise ValueError(f"is of {origin.stage}; give an align run, or --restart to start anew")
         # alpha: θ was trained with the scale alpha / rank
         for name in ("backbone", "rank", "alpha", "weights_sha256"):
-            actual = origin.get(name, this[name])
-            if actual != this[name]:
-                raise ValueError(f"has {name} {actual}, this run {this[name]}")
-        same_dataset = is_same_dataset(origin["dataset"], this["dataset"])
-        if same_dataset and origin["data_sha256"] != this["data_sha256"]:
+            actual, expected = getattr(origin, name), getattr(this, name)
+            if actual not in (None, expected):
+                raise ValueError(f"has {name} {actual}, this run {expected}")
+        same_dataset = is_same_dataset(origin.dataset, this.dataset)
+        if same_dataset and origin.data_sha256 != this.data_sha256:
             raise ValueError(
-                f"was aligned on another split or other images of {this['dataset']}, so it may "
+                f"was aligned on another split or other images of {this.dataset}, so it may "
                 "have seen the test images; give its --data-seed, --split-file and images, or "
                 "align again"
             )
     if not same_dataset:
-        LOG.info("aligned on %s, fine-tuned on %s", origin["dataset"] or "?", this["dataset"])
+        LOG.info("aligned on %s, fine-tuned on %s", origin.dataset or "?", this.dataset)
     return origin
 
 
-def is_same_dataset(name: str | None, other: str) -> bool:
+def is_same_dataset(name: str | None, other: str | None) -> bool:
     """Whether two names mean one dataset. A folder may be named by another path, such as a link."""
-    if name and name.startswith("folder:") and other.startswith("folder:"):
+    if name and other and name.startswith("folder:") and other.startswith("folder:"):
         path = Path(name.removeprefix("folder:")).resolve()
         return path == Path(other.removeprefix("folder:")).resolve()
     return name == other
@@ -296,18 +306,19 @@ def is_same_dataset(name: str | None, other: str) -> bool:
 # --- the grid of rates ----------------------------------------------------------------------------
 
 
-def try_grid(cfg: FinetuneConfig, run_pairs: RunPairs) -> Grid:
+def try_grid(cfg: FinetuneConfig, seeds: Seeds, run_all: RunTrials) -> Grid:
     """Run every rate with the first seeds."""
     # With a single rate there is nothing to choose: all its seeds are run at once.
-    seeds = cfg.grid_seeds if len(cfg.grid) > 1 else cfg.seeds
+    first_seeds = seeds[: cfg.grid_seeds] if len(cfg.grid) > 1 else seeds
     grid: Grid = {lr: [] for lr in cfg.grid}
-    # All pairs in one call, so that --jobs has work for each process.
-    for trial in run_pairs(list(product(grid, range(seeds)))):
-        grid[trial.lr].append(trial)
+    # All trials in one call, so that --jobs has work for each process.
+    trials = [Trial(lr, *seed) for lr, seed in product(grid, first_seeds)]
+    for result in run_all(trials):
+        grid[result.lr].append(result)
     return grid
 
 
-def choose_rate(grid: Grid, seeds: int, run_pairs: RunPairs) -> list[Trial]:
+def choose_rate(grid: Grid, seeds: Seeds, run_all: RunTrials) -> list[TrialResult]:
     """The trials of all seeds at the rate that is best on validation.
 
     A rate that diverges with any seed is given up for the next best; Diverged if none is left. Of
@@ -316,7 +327,8 @@ def choose_rate(grid: Grid, seeds: int, run_pairs: RunPairs) -> list[Trial]:
     candidates = [trials for trials in grid.values() if None not in accuracies_of(trials)]
     candidates.sort(key=quality_of, reverse=True)  # keeps ties in order
     for trials in candidates:
-        others = run_pairs([(trials[0].lr, n) for n in range(len(trials), seeds)])
+        lr = trials[0].lr
+        others = run_all([Trial(lr, *seed) for seed in seeds[len(trials) :]])
         if None not in accuracies_of(others):
             return trials + others
     raise Diverged("every learning rate of the grid diverged")
@@ -332,12 +344,12 @@ def warn_about_grid(grid: Grid, lr: float, out: Path) -> None:
         LOG.warning("%s: the best rate, %g, is an end of --grid, look beyond it", out, lr)
 
 
-def accuracies_of(trials: Sequence[Trial]) -> list[float | None]:
+def accuracies_of(trials: Sequence[TrialResult]) -> list[float | None]:
     """The validation accuracy of each; None: it diverged."""
     return [trial.val.accuracy if trial.val else None for trial in trials]
 
 
-def quality_of(trials: Sequence[Trial]) -> tuple[float, float]:
+def quality_of(trials: Sequence[TrialResult]) -> tuple[float, float]:
     """What a rate is chosen by, from its trials that did not diverge."""
     return quality([trial.val for trial in trials if trial.val])
 
@@ -349,7 +361,7 @@ def quality(scores: Sequence[Score]) -> tuple[float, float]:
     return accuracy, -loss
 
 
-def score_trials(trials: Sequence[Trial], experiment: Experiment, run: Run) -> Record:
+def score_trials(trials: Sequence[TrialResult], experiment: FinetuneExperiment, run: Run) -> Record:
     """Test the best epoch of each trial, once; its adapter is kept beside the result.
 
     Returns what result.json says of the seeds: a list for each quantity.
@@ -377,39 +389,26 @@ def score_trials(trials: Sequence[Trial], experiment: Experiment, run: Run) -> R
 # --- one rate with one seed -----------------------------------------------------------------------
 
 
-def settings_of_trial(cfg: FinetuneConfig, lr: float, n: int, start: Path | None) -> FinetuneConfig:
-    """The settings of a trial: one rate, the n-th seed, and the file that this seed starts from."""
-    # Without a grid, `lr` becomes the grid's only rate: `cfg.grid[0]` below.
-    single = {"grid": None, "grid_seeds": 1, "seeds": 1, "jobs": 1}
-    return cfg.replace(**single, lr=lr, seed=cfg.seed + n, start=start)
-
-
 def run_trials(
-    pairs: Pairs,
-    cfg: FinetuneConfig,
-    starts: Starts,
-    out: Path,
-    experiment: Experiment,
-    task: Task | None,
-    track: Track,
-) -> list[Trial]:
-    """Run a trial for each pair of a rate and a seed: one after another, or --jobs at a time."""
-    run_here = partial(run_trial, out=out, shared=experiment, track=track)
+    trials: list[Trial], experiment: FinetuneExperiment, out: Path, task: Task | None, track: Track
+) -> list[TrialResult]:
+    """Run trials: one after another, or --jobs at a time."""
+    cfg = experiment.cfg
+    run_here = partial(run_trial, experiment=experiment, out=out, track=track)
     results = []
     left = []
-    for lr, n in pairs:
-        single = settings_of_trial(cfg, lr, n, starts.files[n])
-        if (place_of(single, out) / "result.json").exists():
-            results.append(run_here(single))  # only reads it
+    for trial in trials:
+        if (trial.place(out) / "result.json").exists():
+            results.append(run_here(trial))  # only reads it
         else:
-            left.append(single)
+            left.append(trial)
     if left:
-        new: Iterator[Trial]
+        new: Iterator[TrialResult]
         if cfg.jobs == 1:
             new = map(run_here, left)
         else:
             # Each process loads network and data anew; only a task of your own is sent to it.
-            run_there = partial(run_trial_in_process, out=out, task=task)
+            run_there = partial(run_trial_in_process, cfg=cfg, out=out, task=task)
             new = jobs(run_there, left, cfg.jobs)
         done = len(list(out.glob(f"{TRIALS}/result.json")))
         # More than planned, where the best rate diverged and the next best is run with all seeds.
@@ -418,53 +417,53 @@ def run_trials(
     return sorted(results, key=attrgetter("seed"))
 
 
-def place_of(cfg: FinetuneConfig, out: Path) -> Path:
-    """The run directory of a trial."""
-    lr = cfg.grid[0]
-    return out / f"lr{lr:g}-s{cfg.seed}"
-
-
-def run_trial_in_process(cfg: FinetuneConfig, out: Path, task: Task | None) -> Trial:
+def run_trial_in_process(
+    trial: Trial, cfg: FinetuneConfig, out: Path, task: Task | None
+) -> TrialResult:
     """`run_trial` in a process of its own."""
-    return run_trial(cfg, out, Experiment(cfg, task))
+    return run_trial(trial, open_experiment(cfg, task), out)
 
 
 def run_trial(
-    cfg: FinetuneConfig, out: Path, shared: Experiment, track: Track = untracked
-) -> Trial:
+    trial: Trial, experiment: FinetuneExperiment, out: Path, track: Track = untracked
+) -> TrialResult:
     """Fine-tune with one rate and one seed, in a run directory below `out`."""
-    experiment = shared.with_settings(cfg)
-    with Run(place_of(cfg, out), "peft", cfg, defining=experiment.defining) as run:
+    cfg = experiment.cfg
+    files = [trial.start] if trial.start else []
+    start_sha256 = [sha256(file) for file in files]
+    of_trial = {"lr": trial.lr, "seed": trial.seed, "start_sha256": start_sha256}
+    identity = experiment.identity.model_copy(update=of_trial)
+    with Run(trial.place(out), "peft", cfg, identity=identity) as run:
         if run.result:
-            return Trial(**run.result)
-        result: Record = {"lr": cfg.grid[0], "seed": cfg.seed}
+            return TrialResult(**run.result)
+        result: Record = {"lr": trial.lr, "seed": trial.seed}
         try:
-            best = peft(cfg, experiment, run, track)
+            best = peft(trial, experiment, run, track)
         except Diverged as error:
             result |= {"val": None, "diverged": str(error)}
         else:
             result |= {"val": best["val"], "epoch": best["step"]}
             if cfg.test_curve:
                 result["test_curve"] = curve_of(run.records)
-        return Trial(**run.finish(result))
+        return TrialResult(**run.finish(result))
 
 
-def peft(cfg: FinetuneConfig, experiment: Experiment, run: Run, track: Track) -> Record:
+def peft(trial: Trial, experiment: FinetuneExperiment, run: Run, track: Track) -> Record:
     """Train θ, from a file or a fresh one, and a fresh head φ_D.
 
     Writes both as they were after the best epoch, and returns that epoch's record. Diverged where
     a loss is not finite.
     """
-    lr = cfg.grid[0]
-    label = f"lr {lr:g} seed {cfg.seed}"
-    if cfg.start:
-        start, _ = load_theta(cfg.start, experiment.backbone.dim)
+    cfg = experiment.cfg
+    label = f"lr {trial.lr:g} seed {trial.seed}"
+    if trial.start:
+        start, _ = load_theta(trial.start, experiment.backbone.dim)
     else:
-        start = experiment.new_theta()
+        start = experiment.new_theta(trial.seed)
     theta = trainable({"theta": start}, experiment.device)["theta"]
-    head = experiment.new_head("peft head")
+    head = experiment.new_head("peft head", trial.seed)
     steps_per_epoch = math.ceil(len(experiment.task.train.targets) / cfg.batch)
-    opt = make_optimiser(cfg, [theta, *head.phi.values()], steps_per_epoch)
+    opt = make_optimiser(cfg, trial.lr, [theta, *head.phi.values()], steps_per_epoch)
     current = {"theta": theta, **head.with_stats}
     # The numbers after the best epoch, in tensors that training does not change.
     best = {name: tensor.detach().clone() for name, tensor in current.items()}
@@ -475,7 +474,7 @@ def peft(cfg: FinetuneConfig, experiment: Experiment, run: Run, track: Track) ->
     epochs = train_epochs(
         partial(head.loss, theta, head.phi, regularise=True),
         opt,
-        experiment.examples("peft", cfg.batch, steps, cfg.drop_path, by_epoch=True),
+        experiment.examples("peft", trial.seed, cfg.batch, steps, cfg.drop_path, by_epoch=True),
         steps_per_epoch,
         "peft",
         experiment.passes,
@@ -493,28 +492,30 @@ def peft(cfg: FinetuneConfig, experiment: Experiment, run: Run, track: Track) ->
                 best[name].copy_(tensor.detach())
         run.checkpoint(f"epoch {step} of {cfg.epochs}, {label}")
 
-    origin = {
-        **experiment.origin,
+    of_trial = {
         "stage": "finetune",
-        "lr": lr,
-        "seed": cfg.seed,
+        "lr": trial.lr,
+        "seed": trial.seed,
         "classes": experiment.task.classes,
     }
+    origin = experiment.origin.model_copy(update=of_trial)
     best_theta = best.pop("theta")
     run.write("adapter.safetensors", save_adapter(best_theta, best, origin))
     return best_epoch(run.records)
 
 
-def make_optimiser(cfg: FinetuneConfig, tensors: list[Tensor], steps_per_epoch: int) -> Optimiser:
+def make_optimiser(
+    cfg: FinetuneConfig, lr: float, tensors: list[Tensor], steps_per_epoch: int
+) -> Optimiser:
     """AdamW or SGD on θ and the whole head, decayed alike; warm-up, then half a cosine."""
     # + 1: the released program's W steps of warm-up end below the peak, see `Schedule`.
     warmup = cfg.warmup_epochs * steps_per_epoch + 1
     rate = Schedule(cfg.epochs * steps_per_epoch, warmup, cfg.end_lr)
     betas = None if cfg.optimizer == "sgd" else (0.9, 0.999)
-    return Optimiser([Group(tensors, cfg.grid[0], cfg.weight_decay)], rate, betas)
+    return Optimiser([Group(tensors, lr, cfg.weight_decay)], rate, betas)
 
 
-def validate(experiment: Experiment, theta: Tensor, head: Head, epoch: int) -> Score:
+def validate(experiment: FinetuneExperiment, theta: Tensor, head: Head, epoch: int) -> Score:
     """The score on the validation split (Diverged where its loss is not finite)."""
     score = experiment.score(experiment.task.val, theta, head.with_stats)
     if not math.isfinite(score.loss):

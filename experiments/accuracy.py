@@ -58,7 +58,7 @@ from extras.dry_run import plan_peft
 from extras.plots import read_metrics
 from finetune import finetune
 from support.errors import RunError, UsageError
-from support.experiment import device_of
+from support.experiment import find_device
 from support.processes import start
 from support.runs import Track, read_json
 
@@ -109,7 +109,7 @@ def check_all_is_there(settings: Record) -> None:
 def check_clock(settings: Record) -> None:
     """Refuse to time runs that share a GPU: each would seem to take longer (UsageError)."""
     cfg = make(FinetuneConfig, settings_of(FinetuneConfig, settings))
-    if cfg.jobs > 1 and device_of(cfg).type == "cuda":
+    if cfg.jobs > 1 and find_device(cfg.device).type == "cuda":
         raise UsageError(f"--set jobs={cfg.jobs}: on a GPU, --controls times one run after another")
 
 

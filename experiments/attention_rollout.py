@@ -28,7 +28,7 @@ from experiments.recipe import Dataset, Set, markdown, read_settings, run_script
 from extras.plots import pyplot, save
 from lora import Backbone, block_forward, features, logits, qkv
 from support.errors import UsageError
-from support.experiment import Experiment
+from support.experiment import FinetuneExperiment
 from support.processes import start
 
 
@@ -73,14 +73,14 @@ def draw(runs: Mapping[str, Path], count: int, path: Path, seed: int | None = No
     return rows
 
 
-def label_of(experiment: Experiment, number: int) -> str:
+def label_of(experiment: FinetuneExperiment, number: int) -> str:
     """The class of a validation image, or its classes (VOC07)."""
     target = experiment.task.val.targets[number]
     present = (target == 1).nonzero().flatten().tolist() if target.ndim else [int(target)]
     return ", ".join(experiment.task.classes[k] for k in present) or "none"
 
 
-def predict(experiment: Experiment, network: Network, images: Tensor) -> list[str]:
+def predict(experiment: FinetuneExperiment, network: Network, images: Tensor) -> list[str]:
     """The class that a network takes each image for."""
     with torch.no_grad():
         z = logits(features(network.backbone, network.theta, images), network.phi_D)
@@ -112,7 +112,11 @@ def concentration(maps: Tensor) -> tuple[float, float]:
 
 
 def plot(
-    experiment: Experiment, images: Tensor, maps: dict[str, Tensor], rows: list[Record], path: Path
+    experiment: FinetuneExperiment,
+    images: Tensor,
+    maps: dict[str, Tensor],
+    rows: list[Record],
+    path: Path,
 ) -> None:
     """The picture. The maps of an image have one scale, so that they can be compared."""
     mean = torch.tensor(experiment.transform.mean).view(3, 1, 1)

@@ -25,7 +25,7 @@ from evaluate import evaluate
 from experiments.recipe import Dataset, markdown, write_table
 from finetune import finetune
 from mfac import mfac
-from support.experiment import AlignExperiment
+from support.experiment import open_align_experiment
 from support.processes import jobs
 
 SETTINGS: Record = {
@@ -83,7 +83,7 @@ class Query(NamedTuple):
 def watch_run(cfg: AlignConfig) -> list[Query]:
     """What M-FAC did to the query of each upper step of an align run, made without a directory."""
     queries: list[Query] = []
-    experiment = AlignExperiment(cfg)
+    experiment = open_align_experiment(cfg)
     prepared = prepare(experiment, watched(queries))
     for _ in probe(experiment, prepared):
         pass

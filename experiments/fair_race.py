@@ -26,7 +26,7 @@ from config import AlignConfig, FinetuneConfig, PretrainConfig, Record
 from experiments.recipe import progress, run_script
 from extras.pretrain import pretrain
 from support import omniglot
-from support.experiment import AlignExperiment, Experiment
+from support.experiment import open_align_experiment, open_experiment
 from support.optim import Group, Optimiser, Schedule, train_epochs, trainable
 from support.processes import jobs
 
@@ -147,7 +147,7 @@ def aligned(cell: Cell, out: Path, alternations: int, implicit: bool) -> Tensor:
     """θ_P of what `align` does with these settings, without a run directory."""
     length = {"alternations": alternations, "warmup": alternations // 10}
     cfg = AlignConfig(**settings_of_cell(cell, out) | ALIGN | length)
-    experiment = AlignExperiment(cfg)
+    experiment = open_align_experiment(cfg)
     prepared = prepare(experiment, None if implicit else no_hypergradient)
     list(probe(experiment, prepared))
     state, task, head, hypergrad, _ = prepared
@@ -180,15 +180,18 @@ class Tuned(NamedTuple):
 def fine_tune(settings: Record, rate: float, epochs: int, start: Tensor | None) -> Tuned:
     """PEFT as `finetune` does it, without a run directory and without a choice of the epoch."""
     cfg = FinetuneConfig(**settings)
-    experiment = Experiment(cfg)
+    experiment = open_experiment(cfg)
     task = experiment.task
-    theta = trainable({"theta": experiment.new_theta() if start is None else start})["theta"]
-    head = experiment.new_head("peft head")
+    theta = trainable({"theta": experiment.new_theta(cfg.seed) if start is None else start})[
+        "theta"
+    ]
+    head = experiment.new_head("peft head", cfg.seed)
     n = math.ceil(len(task.train.targets) / 32)  # steps of an epoch
     schedule = Schedule(epochs * n, warmup=5 * n + 1, end=cfg.end_lr)
     group = Group([theta, *head.phi.values()], rate, cfg.weight_decay)
     optimiser = Optimiser([group], schedule, (0.9, 0.999))
-    examples = experiment.examples("peft", 32, range(epochs * n), cfg.drop_path, by_epoch=True)
+    steps = range(epochs * n)
+    examples = experiment.examples("peft", cfg.seed, 32, steps, cfg.drop_path, by_epoch=True)
     loss = partial(head.loss, theta, head.phi, regularise=True)
     curve = dict[int, float]()
     for epoch, _ in train_epochs(loss, optimiser, examples, n, "peft", experiment.passes):

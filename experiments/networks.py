@@ -11,7 +11,7 @@ from data import Images, batches, rng
 from extras.export import open_run
 from lora import Backbone, Phi
 from support.errors import UsageError
-from support.experiment import Experiment
+from support.experiment import FinetuneExperiment, open_experiment
 
 BATCH = 64
 
@@ -27,7 +27,7 @@ class Network(NamedTuple):
 
 def open_networks(
     runs: Mapping[str, Path], seed: int | None = None, weights: Path | None = None
-) -> tuple[Experiment, list[Network]]:
+) -> tuple[FinetuneExperiment, list[Network]]:
     """The first run's data, and by name the network of every run; of finetune's seeds `seed`.
 
     `weights`: where the backbone's file is now, if it was moved. UsageError: a run has another
@@ -36,22 +36,22 @@ def open_networks(
     first = next(iter(runs.values()))
     # no autocast: these networks are looked at outside of it, in full precision
     cfg = open_run(first, seed, weights).cfg.replace(amp=False)
-    experiment = Experiment(cfg)
-    here = experiment.defining
+    experiment = open_experiment(cfg)
+    here = experiment.identity
     networks = []
     for name, run in runs.items():
-        theta, phi_D, about = open_run(run, seed, weights).adapter
-        for key in ("weights_sha256", "data_sha256"):
-            if about.get(key, here[key]) != here[key]:
-                raise UsageError(f"{run}: was made with other weights or images than {first}")
-        scale = float(about["alpha"]) / float(about["rank"])
-        backbone = Backbone(experiment.backbone.vit, scale)
+        opened = open_run(run, seed, weights)
+        theta, phi_D, about = opened.adapter
+        digests = (about.weights_sha256, about.data_sha256)
+        if digests != (here.weights_sha256, here.data_sha256):
+            raise UsageError(f"{run}: was made with other weights or images than {first}")
+        backbone = Backbone(experiment.backbone.vit, opened.cfg.scale)
         head = {key: tensor.to(experiment.device) for key, tensor in phi_D.items()}
         networks.append(Network(name, backbone, theta.to(experiment.device), head))
     return experiment, networks
 
 
-def validation_images(experiment: Experiment, count: int) -> tuple[list[int], Tensor]:
+def validation_images(experiment: FinetuneExperiment, count: int) -> tuple[list[int], Tensor]:
     """At most `count` validation images, drawn at random but always the same: numbers, pixels."""
     split = experiment.task.val
     order = torch.randperm(len(split.targets), generator=rng(0, "look")).tolist()

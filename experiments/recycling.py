@@ -28,7 +28,7 @@ from bisslight import Map, algorithm_1
 from config import AlignConfig, Record
 from experiments.recipe import Dataset, progress, write_table
 from mfac import mfac
-from support.experiment import AlignExperiment, pool_images, pretext_batches
+from support.experiment import open_align_experiment, pool_images, pretext_batches
 
 SETTINGS: Record = {  # λ 0.001 and all that is not here is the paper's, or vit_mini's default
     "backbone": "vit_mini", "alternations": 12, "warmup": 2, "upper_steps": 3, "p_batch": 64,
@@ -46,9 +46,9 @@ class Watch:
     """An align run in which lines 10 and 13 also measure, in some alternations."""
 
     def __init__(self, cfg: AlignConfig) -> None:
-        self.experiment = AlignExperiment(cfg)
+        self.experiment = open_align_experiment(cfg)
         self.prepared = prepare(self.experiment, self.invert)
-        other = AlignExperiment(cfg.replace(seed=cfg.seed + OTHER_SEED))
+        other = open_align_experiment(cfg.replace(seed=cfg.seed + OTHER_SEED))
         steps = range(cfg.alternations * cfg.lower_steps)
         images = pool_images(other.pool, other.arch.image_size, other.cfg)
         self.others = pretext_batches(

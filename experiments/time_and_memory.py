@@ -31,7 +31,7 @@ from experiments.recipe import Backbone, Set, read_settings, run_script, setting
 from lora import Backbone as Network
 from lora import Examples, downstream_loss, drop_path, init_head, init_theta, keep_in_bfloat16
 from support.checkpoints import arch_of, build_head, build_vit, pretext_task
-from support.experiment import device_of, fits_bfloat16
+from support.experiment import fits_bfloat16, set_up_device
 from support.optim import Group, Optimiser, trainable
 
 CLASSES = 200  # of CUB-200, which the paper timed
@@ -65,13 +65,13 @@ def main(
     rows = []
     for method in methods.split(","):
         cfg = make(AlignConfig, settings_of(AlignConfig, settings | {"hypergrad": method}))
-        where = device_of(cfg)
+        where = set_up_device(cfg)
         what = f"an alternation of {lower_steps} + {upper_steps} steps"
         cost = measure(alternations(cfg, where), where)
         rows.append(row_of(method, what, cost, backbone))
     for batch in peft.split(",") if peft else []:
         peft_cfg = make(FinetuneConfig, settings_of(FinetuneConfig, settings | {"batch": batch}))
-        where = device_of(peft_cfg)
+        where = set_up_device(peft_cfg)
         cost = measure(peft_steps(peft_cfg, where, repeats + 1), where)
         rows.append(row_of(f"PEFT {batch}", "a step", cost, backbone))
     out.mkdir(parents=True, exist_ok=True)

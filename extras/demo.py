@@ -30,7 +30,7 @@ from extras.plots import Curve, plot_arms, pyplot, read_curves, save
 from finetune import finetune
 from support import processes, runs
 from support.errors import UsageError, checking
-from support.experiment import AlignExperiment, pool_images, pretext_batches
+from support.experiment import open_align_experiment, pool_images, pretext_batches
 from support.screen import Answer
 
 SEEDS = 4
@@ -170,8 +170,8 @@ def draw(out: Path, cfg: AlignConfig, arms: Sequence[Row]) -> None:
 @torch.no_grad()
 def fill_in(cfg: AlignConfig) -> Tensor:
     """Five pool images, each whole, masked and filled in by the pretrained decoder, as one."""
-    experiment = AlignExperiment(cfg.replace(device="cpu"))
-    task = experiment.pretext_task(experiment.new_theta())
+    experiment = open_align_experiment(cfg.replace(device="cpu"))
+    task = experiment.pretext_task(experiment.new_theta(cfg.seed))
     assert isinstance(task, mae.MAE)
     images = pool_images(experiment.pool, experiment.arch.image_size, experiment.cfg)
     batch = next(pretext_batches(task, images, 5, range(1), experiment.cfg, experiment.device))

@@ -22,7 +22,13 @@ from finetune import starts_of_seeds
 from support import timm_models
 from support.checkpoints import OFFICIAL_FILES, arch_of, weights_of
 from support.errors import checking
-from support.experiment import AlignExperiment, Experiment, device_of, open_pool, open_task
+from support.experiment import (
+    find_device,
+    open_align_experiment,
+    open_experiment,
+    open_pool,
+    open_task,
+)
 from support.missing import attempt
 from support.runs import check_directory
 
@@ -48,7 +54,7 @@ def plan_run(command: str, cfg: Command, out: Path, force: bool) -> Plan:
     # Each step adds its own, so that one dry run names all that is missing, not the first thing.
     problems: list[str] = []
     attempt(problems, check_directory, out, command, cfg, force)
-    device = attempt(problems, device_of, cfg)
+    device = attempt(problems, find_device, cfg.device)
     work: Record = {"out": out, "device": str(device) if device else None}
     if isinstance(cfg, PretrainConfig):
         work |= attempt(problems, pretrain.plan, cfg) or {}
@@ -109,9 +115,9 @@ def plan_peft(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Record:
 def try_networks(cfg: AlignConfig | FinetuneConfig, task: Task | None, pool: Pool | None) -> Arch:
     """Load the networks and make the pretext task, as a run does; their sizes (UsageError)."""
     if isinstance(cfg, FinetuneConfig):
-        return Experiment(cfg, task).arch
-    experiment = AlignExperiment(cfg, task, pool)
-    experiment.pretext_task(experiment.new_theta())
+        return open_experiment(cfg, task).arch
+    experiment = open_align_experiment(cfg, task, pool)
+    experiment.pretext_task(experiment.new_theta(cfg.seed))
     return experiment.arch
 
 

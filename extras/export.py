@@ -15,7 +15,7 @@ from torch import Tensor
 
 from config import TIMM, Arch, FinetuneConfig, Record
 from lora import Backbone, Phi, factors, merge
-from support.checkpoints import Adapter, load_adapter, load_backbone, vit_args
+from support.checkpoints import Adapter, AdapterInfo, load_adapter, load_backbone, vit_args
 from support.errors import UsageError, checking
 from support.runs import read_json, read_json_if_there, write_atomic
 
@@ -77,9 +77,8 @@ def export(
     check_weights(run, origin, loaded.sha256)
     backbone = loaded.backbone
     head = fold_norm(phi_D)
-    origin = origin | {"interpolation": cfg.d_interpolation}
     peft = to_peft(theta, head, backbone.dim, backbone.scale)
-    timm = to_timm(backbone, loaded.arch, theta, head, origin)
+    timm = to_timm(backbone, loaded.arch, theta, head, origin, cfg.d_interpolation)
     files: Record = {
         "peft/adapter_config.json": json.dumps(peft.config, indent=1),
         "peft/adapter_model.safetensors": save(peft.tensors),
@@ -128,13 +127,13 @@ def open_run(run: Path, seed: int | None, weights: Path | None) -> Opened:
         return Opened(cfg, seed, load_adapter(file))
 
 
-def check_weights(run: Path, origin: Record, sha256: str) -> None:
+def check_weights(run: Path, origin: AdapterInfo, sha256: str | None) -> None:
     """Refuse other weights of the backbone than those that a run was made with (UsageError)."""
-    if sha256 != origin["weights_sha256"]:
+    if sha256 != origin.weights_sha256:
         raise UsageError(f"--weights: {run} was made with others, see its env.json")
 
 
-def write_card(run: Path, cfg: FinetuneConfig, seed: int, origin: Record) -> str:
+def write_card(run: Path, cfg: FinetuneConfig, seed: int, origin: AdapterInfo) -> str:
     """The model card: what the adapter was trained on, and its accuracy if that was measured."""
     result = read_json_if_there(run / "result.json") or {}
     accuracy = "Test accuracy: not measured"
@@ -147,13 +146,13 @@ def write_card(run: Path, cfg: FinetuneConfig, seed: int, origin: Record) -> str
             accuracy += f"; of all seeds {spread}"
     use = FEATURES
     as_many = ""
-    if "classes" in origin:
-        accuracy += f".\n\nClasses: {', '.join(origin['classes'])}"
+    if origin.classes:
+        accuracy += f".\n\nClasses: {', '.join(origin.classes)}"
         use = CLASSIFY
         as_many = " and as many classes"
     fields = {
-        **origin,
-        "dataset": Path(origin["dataset"]).name,  # of a folder, not where it lies
+        **origin.model_dump(),
+        "dataset": Path(cfg.dataset).name,  # of a folder, not where it lies
         "accuracy": accuracy,
         "use": use,
         "as_many": as_many,
@@ -212,13 +211,20 @@ def to_peft(theta: Tensor, phi_D: Phi, dim: int, scale: float) -> Exported:
     return Exported(config, tensors)
 
 
-def to_timm(backbone: Backbone, arch: Arch, theta: Tensor, phi_D: Phi, origin: Record) -> Exported:
-    """The merged network; `origin` is what the adapter says of itself, and the interpolation."""
-    mean, std = origin["channels"]
+def to_timm(
+    backbone: Backbone,
+    arch: Arch,
+    theta: Tensor,
+    phi_D: Phi,
+    origin: AdapterInfo,
+    interpolation: str,
+) -> Exported:
+    """The merged network, with how its images are made ready."""
+    mean, std = origin.channels
     classes = len(phi_D["bias"]) if phi_D else 0
     architecture = "vit_base_patch16_224"  # any plain ViT's name: the sizes are model_args'
     model_args = vit_args(arch)
-    name = origin["backbone"]
+    name = origin.backbone or ""
     if name.startswith(TIMM):
         architecture = name.removeprefix(TIMM).partition(".")[0]
         model_args = {"img_size": arch.image_size, "global_pool": backbone.vit.global_pool}
@@ -230,13 +236,13 @@ def to_timm(backbone: Backbone, arch: Arch, theta: Tensor, phi_D: Phi, origin: R
             "input_size": [3, arch.image_size, arch.image_size],
             "mean": mean,
             "std": std,
-            "interpolation": origin["interpolation"],
-            "crop_pct": crop_share(arch.image_size, origin),
+            "interpolation": interpolation,
+            "crop_pct": crop_share(arch.image_size, origin.whole_images),
             "classifier": "head",
         },
     }
-    if "classes" in origin:
-        config["label_names"] = origin["classes"]
+    if origin.classes:
+        config["label_names"] = origin.classes
     tensors = merge(backbone, theta)
     for name, tensor in phi_D.items():
         tensors[f"head.{name}"] = tensor
@@ -245,9 +251,9 @@ def to_timm(backbone: Backbone, arch: Arch, theta: Tensor, phi_D: Phi, origin: R
     return Exported(config, tensors)
 
 
-def crop_share(size: int, origin: Record) -> float:
+def crop_share(size: int, whole_images: bool) -> float:
     """A crop_pct with which timm's own transform resizes and cuts as `data.cut_centre` does."""
-    if origin["whole_images"]:
+    if whole_images:
         return 1.0
     # timm rounds size / share down, and this program rounds 256/224 of the size to the nearest
     return size / (round(size * 256 / 224) + 0.25)

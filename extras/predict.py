@@ -18,7 +18,7 @@ from config import Record
 from data import Split, Task, find_images
 from extras.export import check_weights, open_run
 from support.errors import UsageError, checking
-from support.experiment import Experiment
+from support.experiment import open_experiment
 from support.screen import Answer, count
 
 LOG = logging.getLogger("bisslight")
@@ -54,16 +54,16 @@ def predict(
         raise UsageError(f"--top {top}: should be 1 or more")
     files = list_images(places)
     cfg, _, (theta, phi_D, origin) = open_run(run, seed, weights)
-    if "classes" not in origin:
+    if not origin.classes:
         raise UsageError(f"{run}: has no names of classes; give a finished finetune run")
-    classes = origin["classes"]
-    mean, std = origin["channels"]
+    classes = origin.classes
+    mean, std = origin.channels
     # all absolute: names of files are compared from the folder on that holds them all
     paths = [file.absolute() for file in files]
     images = Split(paths, torch.zeros(len(paths), dtype=torch.long))
-    task = Task("own", images, images, images, classes, mean, std, origin["whole_images"])
-    experiment = Experiment(cfg.replace(device="auto"), task)
-    check_weights(run, origin, experiment.origin["weights_sha256"])
+    task = Task("own", images, images, images, classes, mean, std, origin.whole_images)
+    experiment = open_experiment(cfg.replace(device="auto"), task)
+    check_weights(run, origin, experiment.identity.weights_sha256)
 
     phi_D = {name: tensor.to(experiment.device) for name, tensor in phi_D.items()}
     logits = experiment.logits(images, theta.to(experiment.device), phi_D)

@@ -23,15 +23,14 @@ from lora import Backbone
 from support.checkpoints import PretextHead, build_head, build_vit, initialise, pretext_task
 from support.errors import UsageError
 from support.experiment import (
-    device_of,
     name_own_data,
     open_pool,
     pool_images,
     pretext_batches,
-    use_one_thread_for_small_networks,
+    set_up_device,
 )
 from support.optim import Optimiser, Schedule, decay_groups, train_epochs
-from support.runs import Run, RunResult, Track, untracked
+from support.runs import Identity, Run, RunResult, Track, untracked
 from support.screen import Answer
 
 
@@ -71,8 +70,8 @@ def pretrain(
     work = count_work(cfg, pool)
     networks = build_networks(cfg)
     task = build_task(cfg, networks, work.steps)
-    defining = {**work._asdict(), "pool_sha256": data.fingerprint(pool)}
-    with Run(out, "pretrain", cfg, force, defining) as run:
+    identity = Identity(pool_sha256=data.fingerprint(pool))
+    with Run(out, "pretrain", cfg, force, identity) as run:
         if run.result:
             return PretrainResult(**run.result)
         psi = dict(networks.backbone.vit.named_parameters())
@@ -88,7 +87,7 @@ def pretrain(
             piece = 500
             label = "pretrain by 500 steps"
         left = range(opt.step, work.steps)
-        device = device_of(cfg)
+        device = next(networks.head.parameters()).device
         images = pool_images(pool, cfg.arch().image_size, cfg)
         records = train_epochs(
             loss=partial(task.loss, None, task.phi),  # no θ: ψ is trained
@@ -140,8 +139,7 @@ def build_networks(cfg: PretrainConfig) -> Networks:
     """Networks with random weights, as the authors of the task start them (UsageError)."""
     if cfg.backbone not in BACKBONES:
         raise UsageError(f"--backbone {cfg.backbone}: pretrain takes {', '.join(BACKBONES)}")
-    device = device_of(cfg)
-    use_one_thread_for_small_networks(cfg.backbone, device)
+    device = set_up_device(cfg)
     arch = cfg.arch()
     head = build_head(arch, cfg.pretext)
     backbone = Backbone(build_vit(arch), recompute=cfg.recompute)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from pydantic import BaseModel
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from safetensors.torch import load_file as load_safetensors
@@ -37,7 +38,7 @@ from config import (
     Record,
     Shape,
 )
-from data import rng
+from data import IMAGENET, Channels, rng
 from lora import Backbone, Phi
 from support import omniglot, timm_models
 from support.errors import UsageError, checking
@@ -303,21 +304,47 @@ def read_tensors(path: Path) -> Record:
 FORMAT = "bisslight-adapter-1"
 
 
+class AdapterInfo(BaseModel, frozen=True):
+    """What an adapter file says of itself. None: it does not say; a released file says nothing."""
+
+    stage: str | None = None  # align or finetune
+    backbone: str | None = None
+    arch: Record | None = None  # sizes of the backbone
+    weights_sha256: str | None = None
+    pretext: str | None = None
+    rank: int | None = None
+    alpha: float | None = None
+    dataset: str | None = None
+    data_seed: int | None = None
+    data_sha256: str | None = None
+    channels: tuple[Channels, Channels] = IMAGENET  # mean and deviation of the images
+    whole_images: bool = False  # nothing of an image is cut off before it is classified
+    # of align
+    d_lr: float | None = None
+    hypergrad: str | None = None
+    unlike_paper: Record | None = None  # settings that are not the paper's
+    # of finetune
+    lr: float | None = None
+    seed: int | None = None
+    classes: list[str] = []
+
+
 class Adapter(NamedTuple):
     """What an adapter file holds."""
 
     theta: Tensor  # (K, p)
     phi_D: Phi  # the head, with BatchNorm's statistics if it has one; {} after align
-    origin: Record  # JSON values that say what θ was trained on; {} in a released file
+    origin: AdapterInfo
 
 
-def save_adapter(theta: Tensor, phi_D: Phi, origin: Record) -> bytes:
+def save_adapter(theta: Tensor, phi_D: Phi, origin: AdapterInfo) -> bytes:
     """The bytes of an adapter file (safetensors), which the caller writes."""
     tensors = {"theta": theta.detach().cpu().contiguous()}
     for name, tensor in phi_D.items():
         tensors[f"head.{name}"] = tensor.detach().cpu().contiguous()
     # one metadata key: the library writes several in random order
-    text = json.dumps(origin | {"format": FORMAT}, sort_keys=True)
+    content = origin.model_dump(mode="json", exclude_unset=True) | {"format": FORMAT}
+    text = json.dumps(content, sort_keys=True)
     return save(tensors, {"bisslight": text})
 
 
@@ -333,23 +360,23 @@ def load_adapter(path: Path) -> Adapter:
     header = json.loads(data[8 : 8 + size])
     metadata = header.get("__metadata__", {})
     origin: Record = json.loads(metadata.get("bisslight", "{}"))
-    if origin.pop("format", None) != FORMAT:
+    if origin.get("format") != FORMAT:
         raise ValueError(f"not an adapter: it is not of format {FORMAT}")
     theta = tensors.pop("theta")
     head = {name.removeprefix("head."): tensor for name, tensor in tensors.items()}
-    return Adapter(theta, head, origin)
+    return Adapter(theta, head, AdapterInfo(**origin))
 
 
 # of a matrix in the released file: block, q or v, A or B
 RELEASED_NAME = "base_model.model.blocks.{}.attn.qkv.{}.lora_{}.default.weight"
 
 
-def load_theta(path: Path, dim: int) -> tuple[Tensor, Record]:
-    """θ (K, p), and what its file says of itself: {} of a released one (OSError, ValueError)."""
+def load_theta(path: Path, dim: int) -> tuple[Tensor, AdapterInfo]:
+    """θ (K, p), and what its file says of itself (OSError, ValueError)."""
     if path.suffix == ".safetensors":
         adapter = load_adapter(path)
         return adapter.theta, adapter.origin
-    return from_released(read_tensors(path), dim), {}
+    return from_released(read_tensors(path), dim), AdapterInfo()
 
 
 def from_released(state: Phi, dim: int) -> Tensor:

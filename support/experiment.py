@@ -3,9 +3,10 @@
 import copy
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 import data
 import lora
 from bisslight import Batch, Loss, Passes, Phi, PretextTask
-from config import PRETEXTS, AlignConfig, FinetuneConfig, Machine, PretrainConfig, Record
+from config import PRETEXTS, TIMM, AlignConfig, Arch, FinetuneConfig, Machine, PretrainConfig
 from support import checkpoints
 from support.benchmarks import (
     BENCHMARKS,
@@ -23,14 +24,15 @@ from support.benchmarks import (
     load_task,
     place_of,
 )
+from support.checkpoints import AdapterInfo
 from support.errors import UsageError, checking
 from support.metrics import Score, score
 from support.optim import trainable
-from support.pretext import load_task_class, try_step
+from support.pretext import TaskClass, load_task_class, try_step
 from support.processes import gather, share, wait_for_all, world
-from support.runs import LOG, sha256
+from support.runs import LOG, Identity, sha256
 
-Config = AlignConfig | FinetuneConfig
+C = TypeVar("C", AlignConfig, FinetuneConfig)
 TRIAL_IMAGES = 4  # that a pretext task of one's own is tried on, before the long work
 
 
@@ -42,86 +44,84 @@ class Head(NamedTuple):
     with_stats: Phi  # φ_D and BatchNorm's running statistics, if any: what is scored and saved
 
 
-class Experiment:
+@dataclass(frozen=True, eq=False)
+class Experiment(Generic[C]):
     """What align and finetune compute with: the labelled task D^D, the frozen f_θ, the device.
 
-    It is never changed after it is made, so several runs can share one; see `with_settings`.
+    `open_experiment` makes one. It never changes, so several runs can share it.
     """
 
-    def __init__(self, cfg: Config, task: data.Task | None = None) -> None:
-        """Open what the settings name, but for a `task` that is handed in (UsageError)."""
-        self.cfg = cfg
-        self.device = device_of(cfg)
-        use_one_thread_for_small_networks(cfg.backbone, self.device)
-        self.amp = cfg.amp and self.device.type == "cuda"
-        self.passes = Passes(cfg.micro_batch, self.amp)
+    cfg: C
+    device: torch.device
+    task: data.Task
+    backbone: lora.Backbone  # f_ψ
+    pretext_head: checkpoints.PretextHead  # h^P as the checkpoint has it
+    arch: Arch
+    identity: Identity
 
-        self.task = open_task(cfg) if task is None else task
-        with checking(f"--dataset {self.task.name}"):
-            data.check_task(self.task)
+    @property
+    def amp(self) -> bool:
+        """Whether forward passes are under autocast, in bfloat16."""
+        return self.cfg.amp and self.device.type == "cuda"
+
+    @property
+    def passes(self) -> Passes:
+        """How forward and backward passes are made."""
+        return Passes(self.cfg.micro_batch, self.amp)
+
+    @property
+    def metric(self) -> str:
+        """What is scored (App. C.2.1)."""
         several_classes = self.task.test.targets.ndim > 1  # per image
-        self.metric = "11-point mAP" if several_classes else "top-1 accuracy"  # App. C.2.1
+        return "11-point mAP" if several_classes else "top-1 accuracy"
 
-        loaded = checkpoints.load_backbone(cfg)
-        backbone = loaded.backbone
-        self.pretext_head = loaded.head
-        self.arch = loaded.arch
-        self.channels = loaded.channels
-        if self.channels:  # a network of timm expects those that it was trained with
-            self.task = self.task._replace(mean=self.channels.mean, std=self.channels.std)
-        self.backbone = backbone.to(self.device)
-        if fits_bfloat16(cfg, self.device):
-            lora.keep_in_bfloat16(self.backbone)
-        self.theta_shape = (backbone.depth, 4 * cfg.rank * backbone.dim)  # (K, p)
-        self.transform = data.Transform(
+    @property
+    def theta_shape(self) -> tuple[int, int]:
+        """The shape (K, p) of θ."""
+        return self.backbone.depth, 4 * self.cfg.rank * self.backbone.dim
+
+    @property
+    def transform(self) -> data.Transform:
+        """How a labelled image becomes an input of the network."""
+        return data.Transform(
             self.arch.image_size,
             tuple(self.task.mean),  # from a file, it may be a list
             tuple(self.task.std),
-            cfg.augment,
-            cfg.min_crop,
-            cfg.d_interpolation,
+            self.cfg.augment,
+            self.cfg.min_crop,
+            self.cfg.d_interpolation,
             uncut=self.task.uncut,
         )
-        digests = {
-            "weights_sha256": loaded.sha256,
-            "data_sha256": data.fingerprint(*self.task.splits),
-        }
-        # What defines a run besides its settings: it goes on only where this is the same.
-        self.defining: Record = {**digests, "images": self.task.sizes()}
-        # What an adapter file says of where it comes from.
-        self.origin: Record = {
-            "backbone": cfg.backbone,
-            "rank": cfg.rank,
-            "alpha": cfg.scale * cfg.rank,
-            "dataset": cfg.dataset,
-            "data_seed": cfg.data_seed,
-            **digests,
-            "arch": self.arch._asdict(),
-            "channels": [self.transform.mean, self.transform.std],
-            "whole_images": data.Images(self.task.test, self.transform).are_ready,
-            "pretext": cfg.pretext.rpartition(":")[2].lower(),  # of one's own: the class
-        }
 
-    def with_settings(self, cfg: Config) -> Self:
-        """The same data and networks with other settings of training: rates, lengths, the seed.
+    @property
+    def origin(self) -> AdapterInfo:
+        """What every adapter that is trained here says of itself."""
+        cfg = self.cfg
+        return AdapterInfo(
+            backbone=cfg.backbone,
+            rank=cfg.rank,
+            alpha=cfg.scale * cfg.rank,
+            dataset=cfg.dataset,
+            data_seed=cfg.data_seed,
+            weights_sha256=self.identity.weights_sha256,
+            data_sha256=self.identity.data_sha256,
+            arch=self.arch._asdict(),
+            channels=(self.transform.mean, self.transform.std),
+            whole_images=data.Images(self.task.test, self.transform).are_ready,
+            pretext=cfg.pretext.rpartition(":")[2].lower(),  # of one's own: the class
+        )
 
-        What was made of the first settings stays: device, task, transform, backbone, passes.
-        """
-        other = copy.copy(self)  # shallow, so that gigabytes are not copied
-        other.cfg = cfg
-        return other
-
-    def new_theta(self) -> Tensor:
+    def new_theta(self, seed: int) -> Tensor:
         """A fresh θ (K, p) (l.2)."""
-        g = data.rng(self.cfg.seed, "lora")
+        g = data.rng(seed, "lora")
         theta = lora.init_theta(self.backbone.depth, self.cfg.rank, self.backbone.dim, g)
         return theta.to(self.device)
 
-    def new_head(self, purpose: str) -> Head:
+    def new_head(self, purpose: str, seed: int) -> Head:
         """A fresh head (App. C.2); `purpose` and the seed decide on its random numbers."""
         dim = self.backbone.dim
         # `purpose`: align's head and finetune's are not the same numbers, though the seed is one.
-        g = data.rng(self.cfg.seed, purpose)
+        g = data.rng(seed, purpose)
         start = lora.init_head(dim, len(self.task.classes), g)
         stats: Phi = {}
         if self.cfg.head == "batchnorm":
@@ -135,13 +135,18 @@ class Experiment:
         return Head(phi, loss, phi | stats)
 
     def examples(
-        self, purpose: str, batch: int, steps: range, rate: float, by_epoch: bool = False
+        self,
+        purpose: str,
+        seed: int,
+        batch: int,
+        steps: range,
+        rate: float,
+        by_epoch: bool = False,
     ) -> Iterator[lora.Examples]:
         """Labelled training batches of these steps, with drop path of this rate.
 
         Their order depends on `purpose` and the seed; `by_epoch` as in `data.stream`.
         """
-        seed = self.cfg.seed
         train = self.task.train
         images = data.Images(train, self.transform, True, seed, purpose)
         draws = data.stream(len(train.targets), batch, seed, purpose, steps, by_epoch)
@@ -225,37 +230,15 @@ def own_numbers(split: data.Split) -> range:
     return range(n)[share(n)]
 
 
-class AlignExperiment(Experiment):
-    """What align computes with: besides, the pool D^P and the pretext head h^P."""
+FinetuneExperiment = Experiment[FinetuneConfig]
 
-    cfg: AlignConfig
 
-    def __init__(
-        self, cfg: AlignConfig, task: data.Task | None = None, pool: data.Pool | None = None
-    ) -> None:
-        # All this before the networks: loading them can be a download of gigabytes.
-        if pool is None:
-            pool = open_pool(cfg.pool, cfg.data_root, cfg.data_seed)
-        with checking("--pool"):
-            data.check_pixels(pool.images)
-        self.pool = pool
-        self.task_class = None  # of a pretext task of one's own
-        if cfg.pretext not in PRETEXTS:
-            self.task_class = load_task_class(cfg.pretext)
-        super().__init__(cfg, task)
-        if self.channels:
-            if cfg.decoder == "checkpoint":
-                raise UsageError(f"--decoder checkpoint: {cfg.backbone} has none, leave it out")
-            self.pool = self.pool._replace(mean=self.channels.mean, std=self.channels.std)
-            LOG.warning(
-                "%s has no pretrained pretext head, as the paper's backbones have: "
-                "the pretext task starts with a fresh one",
-                cfg.backbone,
-            )
+@dataclass(frozen=True, eq=False)
+class AlignExperiment(Experiment[AlignConfig]):
+    """What align computes with: besides, the pool D^P."""
 
-        self.defining["pool_sha256"] = data.fingerprint(self.pool)
-        if self.task_class is not None and self.task_class.file.exists():
-            self.defining["pretext_sha256"] = sha256(self.task_class.file)
+    pool: data.Pool
+    task_class: TaskClass | None  # of a pretext task of one's own
 
     def check_batches(self, flag: str, batch: int) -> None:
         """Refuse, besides, pretext batches of which a process would get nothing (UsageError)."""
@@ -300,6 +283,67 @@ class AlignExperiment(Experiment):
         draws = data.stream(len(self.pool.images), n, self.cfg.seed, "pretext", range(1))
         x, _ = next(data.batches(images, draws, 0, self.device))
         return x
+
+
+def open_experiment(cfg: C, task: data.Task | None = None) -> Experiment[C]:
+    """Open what the settings name, but for a `task` that is handed in (UsageError)."""
+    device = set_up_device(cfg)
+    if task is None:
+        task = open_task(cfg)
+    with checking(f"--dataset {task.name}"):
+        data.check_task(task)
+    backbone, pretext_head, arch, weights_sha256, channels = checkpoints.load_backbone(cfg)
+    if channels:  # a network of timm expects those that it was trained with
+        task = task._replace(mean=channels.mean, std=channels.std)
+    backbone.to(device)
+    if fits_bfloat16(cfg, device):
+        lora.keep_in_bfloat16(backbone)
+    identity = Identity(
+        weights_sha256=weights_sha256,
+        data_sha256=data.fingerprint(*task.splits),
+        images=task.sizes(),
+    )
+    return Experiment(cfg, device, task, backbone, pretext_head, arch, identity)
+
+
+def open_align_experiment(
+    cfg: AlignConfig, task: data.Task | None = None, pool: data.Pool | None = None
+) -> AlignExperiment:
+    """As `open_experiment`, with the pool that the settings name or that is handed in."""
+    # All this before the networks: loading them can be a download of gigabytes.
+    if pool is None:
+        pool = open_pool(cfg.pool, cfg.data_root, cfg.data_seed)
+    with checking("--pool"):
+        data.check_pixels(pool.images)
+    task_class = None
+    pretext_sha256 = None
+    if cfg.pretext not in PRETEXTS:
+        task_class = load_task_class(cfg.pretext)
+        if task_class.file.exists():
+            pretext_sha256 = sha256(task_class.file)
+
+    opened = open_experiment(cfg, task)
+    if cfg.backbone.startswith(TIMM):
+        if cfg.decoder == "checkpoint":
+            raise UsageError(f"--decoder checkpoint: {cfg.backbone} has none, leave it out")
+        pool = pool._replace(mean=opened.task.mean, std=opened.task.std)
+        LOG.warning(
+            "%s has no pretrained pretext head, as the paper's backbones have: "
+            "the pretext task starts with a fresh one",
+            cfg.backbone,
+        )
+    of_align = {"pool_sha256": data.fingerprint(pool), "pretext_sha256": pretext_sha256}
+    return AlignExperiment(
+        cfg,
+        opened.device,
+        opened.task,
+        opened.backbone,
+        opened.pretext_head,
+        opened.arch,
+        opened.identity.model_copy(update=of_align),
+        pool,
+        task_class,
+    )
 
 
 def pool_images(pool: data.Pool, size: int, cfg: AlignConfig | PretrainConfig) -> data.Images:
@@ -347,7 +391,7 @@ def pretext_batches(
 # --- Data --------------------------------------------------------------------------------------
 
 
-def open_task(cfg: Config) -> data.Task:
+def open_task(cfg: AlignConfig | FinetuneConfig) -> data.Task:
     """The labelled task D^D by its name (UsageError)."""
     name = cfg.dataset
     with checking(f"--dataset {name}"):
@@ -383,34 +427,33 @@ def name_own_data(*parts: data.Split | data.Pool) -> str:
 # --- The machine -------------------------------------------------------------------------------
 
 
-def device_of(cfg: Machine) -> torch.device:
-    """The device of these settings (UsageError where it is not there)."""
-    name = cfg.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun's processes have one each
-        name = f"cuda:{os.environ['LOCAL_RANK']}"
+def set_up_device(cfg: AlignConfig | FinetuneConfig | PretrainConfig) -> torch.device:
+    """The device of these settings, with torch's global switches as they say (UsageError)."""
+    device = find_device(cfg.device)
     # matrix products and, unlike torch's own default, convolutions in full float32
     torch.backends.cuda.matmul.allow_tf32 = cfg.tf32
     torch.backends.cudnn.allow_tf32 = cfg.tf32
+    # The tensors of vit_mini are so small that several threads would only wait for each other.
+    if cfg.backbone == "vit_mini" and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    return device
+
+
+def find_device(name: str) -> torch.device:
+    """The device of --device (UsageError where it is not there)."""
+    place = name
+    if name == "auto":
+        place = "cuda" if torch.cuda.is_available() else "cpu"
+    if place == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun's processes have one each
+        place = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         # A tensor there says whether the device works, and which number it has.
-        return torch.zeros(1, device=name).device
+        return torch.zeros(1, device=place).device
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {cfg.device}: is not here; give auto or cpu") from error
+        raise UsageError(f"--device {name}: is not here; give auto or cpu") from error
 
 
-def use_one_thread_for_small_networks(backbone: str, device: torch.device) -> None:
-    """Set this process's number of torch threads to 1 for vit_mini on the CPU.
-
-    Its tensors are so small that several threads would only wait for each other. A number that
-    OMP_NUM_THREADS gives stays.
-    """
-    if backbone == "vit_mini" and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
-
-
-def fits_bfloat16(cfg: Config, device: torch.device) -> bool:
+def fits_bfloat16(cfg: AlignConfig | FinetuneConfig, device: torch.device) -> bool:
     """Whether all passes of these settings are under autocast, see `lora.keep_in_bfloat16`."""
     float32_curvature = isinstance(cfg, AlignConfig) and cfg.hypergrad in ("cg", "exact")
     own_task = cfg.pretext not in PRETEXTS  # it may leave autocast

@@ -103,6 +103,27 @@ def untracked(items: Iterable[T], total: int, label: str, done: int = 0) -> Iter
     yield from items
 
 
+class Identity(BaseModel, frozen=True):
+    """What defines a run besides its settings: it goes on only where this is the same."""
+
+    weights_sha256: str | None = None
+    data_sha256: str | None = None
+    images: dict[str, int] | None = None  # how many, by part
+    pool_sha256: str | None = None
+    pretext_sha256: str | None = None  # of the file of a pretext task of one's own
+    start_sha256: list[str] | None = None  # of the adapters that seeds start from
+    # of a trial, whose settings are those of the whole finetune run
+    lr: float | None = None
+    seed: int | None = None
+
+    def as_record(self) -> Record:
+        """What is known of it, as env.json has it."""
+        return self.model_dump(exclude_none=True)
+
+
+UNKNOWN = Identity()
+
+
 class RunResult(BaseModel, frozen=True):
     """What the result of every finished run has."""
 
@@ -134,9 +155,8 @@ START_OVER = "--force starts the run over"
 class Run(ExitStack):
     """A run directory, new or continued, and locked against other processes until it is closed.
 
-    It refuses the directory of another command, and one of other settings or another `defining`
-    (what defines a run besides its settings: digests of weights and images) unless `force` starts
-    the run over. `result` is what a finished run ended with, else None.
+    It refuses the directory of another command, and one of other settings or another identity
+    unless `force` starts the run over. `result` is what a finished run ended with, else None.
     """
 
     def __init__(
@@ -145,7 +165,7 @@ class Run(ExitStack):
         command: str,
         config: Machine,
         force: bool = False,
-        defining: Record | None = None,
+        identity: Identity = UNKNOWN,
     ) -> None:
         super().__init__()
         self.path = path
@@ -159,23 +179,23 @@ class Run(ExitStack):
         self.saved_at = self.start
         self.events: SummaryWriter | None = None  # of TensorBoard, from the first record on
 
-        goes_on = check_directory(path, command, config, force, defining)
+        goes_on = check_directory(path, command, config, force, identity)
         wait_for_all()  # every process has looked before process 0 writes
         # A finished run is only read: it may be in use elsewhere, or on a read-only disk.
-        if goes_on and self.is_finished() and not has_grown(path, config):
+        if goes_on and self.is_finished() and not has_grown(path, command, config):
             with suppress(OSError):  # it is left where a run was killed as it finished
                 (path / "checkpoint.pt").unlink(missing_ok=True)
         elif world().rank == 0:
             self.lock()
             # Another process may have been at work while this one waited: look again.
-            goes_on = check_directory(path, command, config, force, defining)
+            goes_on = check_directory(path, command, config, force, identity)
             if not goes_on:
                 clear(path)
-            elif has_grown(path, config):
+            elif has_grown(path, command, config):
                 remove(path, ["result.json"])
             remove(path, TORN)
             if not self.is_finished():
-                self.describe(command, defining or {}, goes_on)
+                self.describe(command, identity, goes_on)
         signal_heard = stop.agreed()  # this waits until process 0 has written
         self.result = read_json_if_there(path / "result.json")
         if self.result is not None:
@@ -200,14 +220,15 @@ class Run(ExitStack):
         with checking(f"--out {self.path}: another process is at work in it"):
             self.enter_context(lock.acquire(timeout=PATIENCE))
 
-    def describe(self, command: str, defining: Record, goes_on: bool) -> None:
+    def describe(self, command: str, identity: Identity, goes_on: bool) -> None:
         """Write env.json, with an entry for each start of the run, and config.json.
 
         From then on the directory counts as a run.
         """
-        env: Record = {"command": command, "about": defining, "machines": []}
+        about = identity.as_record()
+        env: Record = {"command": command, "about": about, "machines": []}
         if goes_on:
-            env = read_json(self.path / "env.json") | {"about": defining}
+            env = read_json(self.path / "env.json") | {"about": about}
         env["machines"].append(describe_machine(self.config))
         settings = self.config.model_dump(mode="json")
         write_atomic(self.path / "env.json", json.dumps(env, indent=1))
@@ -467,7 +488,7 @@ def check_directory(
     command: str,
     config: Machine,
     force: bool = False,
-    defining: Record | None = None,
+    identity: Identity = UNKNOWN,
 ) -> bool:
     """Whether the run in `path` is continued; refuses (UsageError) what must not be touched.
 
@@ -487,7 +508,7 @@ def check_directory(
     if force:
         return False
     recorded = read_json(path / "config.json") | env.get("about", {})
-    current = config.model_dump(mode="json") | (defining or {})
+    current = config.model_dump(mode="json") | identity.as_record()
     changed = list_changed(type(config), recorded, current)
     if not changed:
         return True
@@ -506,8 +527,10 @@ def may_change(kind: type[Machine]) -> set[str]:
     return settings_with(kind, Mark.CHANGES_NO_NUMBER, Mark.KNOWN_BY_DIGEST)
 
 
-def has_grown(path: Path, config: Machine) -> bool:
+def has_grown(path: Path, command: str, config: Machine) -> bool:
     """Whether the settings ask for more, such as seeds, than the run in `path` was made with."""
+    if command == "peft":  # a trial is one rate with one seed, in whatever grid
+        return False
     recorded = read_json(path / "config.json")
     current = config.model_dump(mode="json")
     names = settings_with(type(config), Mark.MAY_GROW)

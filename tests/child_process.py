@@ -3,6 +3,7 @@
 import io
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +25,8 @@ def start(fn: Callable[[], Any], said: Path, **environ: str) -> ForkProcess:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
         sys.stdout = sys.stderr = io.TextIOWrapper(out.buffer, line_buffering=True)
+        for number in (signal.SIGINT, signal.SIGHUP):  # tests in the background may ignore them
+            signal.signal(number, signal.SIG_DFL)
         code = fn()
         sys.stdout.flush()
         os._exit(code if isinstance(code, int) else 0)

@@ -31,7 +31,7 @@ from lora import init_head
 from support.benchmarks import BENCHMARKS
 from support.checkpoints import load_adapter
 from support.errors import UsageError
-from support.experiment import AlignExperiment
+from support.experiment import open_align_experiment
 from support.optim import trainable
 from support.runs import sha256
 
@@ -113,7 +113,7 @@ def test_whoever_follows_a_run_may_end_it(weights: Path, tmp_path: Path) -> None
 
 def align_without_directory(cfg: AlignConfig, hypergrad: Hypergradient | None = None) -> Any:
     """θ_P, from the functions that `align` consists of."""
-    experiment = AlignExperiment(cfg)
+    experiment = open_align_experiment(cfg)
     prepared = prepare(experiment, hypergrad)
     for _ in probe(experiment, prepared):
         pass
@@ -208,8 +208,10 @@ def test_what_is_fixed_in_the_code_is_what_the_paper_says(weights: Path) -> None
         assert opt.rate is not None
         found = [opt.rate(k, 1.0) for k in (1, warmup, steps)]
         assert found == pytest.approx([1 / (warmup + 1), warmup / (warmup + 1), 1e-6])
-    opened = AlignExperiment(AlignConfig(backbone="vit_mini", weights=weights, dataset="quilts"))
-    made: Any = opened.pretext_task(opened.new_theta())
+    opened = open_align_experiment(
+        AlignConfig(backbone="vit_mini", weights=weights, dataset="quilts")
+    )
+    made: Any = opened.pretext_task(opened.new_theta(0))
     assert (opened.backbone.scale, made.mask_ratio) == (1.0, 0.75)
 
 

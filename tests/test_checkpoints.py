@@ -17,6 +17,7 @@ from lora import factors, init_head, init_norm, init_theta
 from support.checkpoints import (
     OFFICIAL_FILES,
     RELEASED_NAME,
+    AdapterInfo,
     Official,
     build_head,
     build_vit,
@@ -83,10 +84,10 @@ def test_the_backbone_is_frozen_and_the_pretext_head_is_not(weights: Path) -> No
 
 def test_adapters_come_back_bit_equal_and_equal_adapters_are_equal_files(tmp_path: Path) -> None:
     head = init_head(32, 7, rng(3)) | init_norm(32)[0]
-    origin = {"rank": 4, "alpha": 4.0, "pretext": "mae", "arch": {"dim": 32}}
+    origin = AdapterInfo(rank=4, alpha=4.0, pretext="mae", arch={"dim": 32})
     data = save_adapter(THETA, head, origin)
-    again = dict(reversed(head.items())), dict(reversed(origin.items()))
-    assert save_adapter(THETA, *again) == data
+    again = AdapterInfo(arch={"dim": 32}, pretext="mae", alpha=4.0, rank=4)
+    assert save_adapter(THETA, dict(reversed(head.items())), again) == data
     (tmp_path / "a").write_bytes(data)
     found = load_adapter(tmp_path / "a")
     assert found[2] == origin
@@ -101,7 +102,7 @@ def test_an_adapter_of_the_second_edition_loads() -> None:
     norm = {f"norm.{name}": 6 for name in ("weight", "bias", "mean", "var")}
     assert sizes == {"weight": 3, "bias": 3, **norm}
     origin = adapter.origin
-    assert (origin["rank"], origin["alpha"], origin["backbone"]) == (1, 2.0, "vit_mini")
+    assert (origin.rank, origin.alpha, origin.backbone) == (1, 2.0, "vit_mini")
 
 
 def test_a_recorded_lora_in_the_released_layout_is_read() -> None:
@@ -128,7 +129,7 @@ def test_the_released_layout_is_read_and_others_are_refused(tmp_path: Path) -> N
     s = released_layout(THETA, 32)
     torch.save(s, tmp_path / "lora.pth.tar")
     back, about = load_theta(tmp_path / "lora.pth.tar", 32)
-    assert torch.equal(back, THETA) and about == {}
+    assert torch.equal(back, THETA) and about == AdapterInfo()
     for other in (
         [1],
         {k: v for k, v in s.items() if "blocks.1.attn.qkv.q.lora_A" not in k},

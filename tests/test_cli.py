@@ -37,7 +37,7 @@ import cli
 from bisslight import Log
 from config import AlignConfig, FinetuneConfig, Settings, flag_of
 from evaluate import Comparison, describe_comparison
-from finetune import Trial
+from finetune import TrialResult
 from support.metrics import Score
 from support.optim import EpochRecord
 from support.progress import Bars, progress
@@ -199,8 +199,13 @@ def test_progress_is_a_plain_line_for_each_unit_off_a_terminal(
     log = Log(6, [1.0, 3.0], [], [], [], [1.0], [], [], [], [])
     trial: Any = {"out": "t", "cpu_seconds": 1, "seconds": 1, "adapter": "a", "lr": 0.01, "seed": 1}
     best = Score(accuracy=50.0, loss=1.0, per_class=None, right=4)
-    items: list[Any] = ["loss 2.0", log, EpochRecord(7, 1.0), Trial(**trial, val=best, epoch=4)]
-    items += [Trial(**trial, val=None)]
+    items: list[Any] = [
+        "loss 2.0",
+        log,
+        EpochRecord(7, 1.0),
+        TrialResult(**trial, val=best, epoch=4),
+    ]
+    items += [TrialResult(**trial, val=None)]
     for quiet in (False, True):
         with progress(quiet) as track:
             logging.getLogger("bisslight").info("a note")

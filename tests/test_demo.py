@@ -10,8 +10,9 @@ from config import AlignConfig
 from evaluate import Row, compare
 from extras import demo
 from support.errors import UsageError
-from support.experiment import AlignExperiment, pool_images, pretext_batches
+from support.experiment import open_align_experiment, pool_images, pretext_batches
 from support.omniglot import WEIGHTS
+from support.runs import sha256
 
 
 def test_the_story_ends_in_words_and_a_picture_and_goes_on(
@@ -30,8 +31,8 @@ def test_the_story_ends_in_words_and_a_picture_and_goes_on(
     settings = [json.loads((tmp_path / f"d/align/s{s}/config.json").read_text()) for s in range(2)]
     assert [one["seed"] for one in settings] == [0, 1]  # each seed has an align run of its own
     assert (demo.ALIGN | {"lam": 0.001}).items() <= settings[0].items()
-    again = json.loads((tmp_path / "d/restart/lr0.01-s101/config.json").read_text())
-    assert again["start"] == str(tmp_path / "d/direct/adapter-s1.safetensors")
+    again = json.loads((tmp_path / "d/restart/lr0.01-s101/env.json").read_text())["about"]
+    assert again["start_sha256"] == [sha256(tmp_path / "d/direct/adapter-s1.safetensors")]
     with Image.open(result.picture) as picture:
         assert picture.size[0] > 1000
     made = (tmp_path / "d/align/s1/adapter.safetensors").stat().st_mtime_ns
@@ -48,9 +49,9 @@ def test_a_folder_of_photographs_is_left_alone(tmp_path: Path) -> None:
 
 def test_the_backbone_that_comes_with_the_program_fills_in_characters() -> None:
     """Zeros have a loss of 0.33, as most patches are blank; the pretraining ended at 0.27."""
-    m = AlignExperiment(AlignConfig(backbone="vit_mini", dataset="omniglot:Greek"))
+    m = open_align_experiment(AlignConfig(backbone="vit_mini", dataset="omniglot:Greek"))
     assert WEIGHTS.stat().st_size < 800_000
-    task = m.pretext_task(m.new_theta())
+    task = m.pretext_task(m.new_theta(0))
     images = pool_images(m.pool, m.arch.image_size, m.cfg)
     batch = next(pretext_batches(task, images, 500, range(1), m.cfg, m.device))
     assert 0.2 < task.loss(None, task.phi, batch) < 0.3

@@ -1,6 +1,7 @@
 """What settings open, and a pretext task of one's own: found, tried, left as it was."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent, indent
 from typing import Any
@@ -15,7 +16,7 @@ from config import AlignConfig, FinetuneConfig
 from data import Pool, decode_once
 from support import experiment, pretext
 from support.errors import UsageError
-from support.experiment import AlignExperiment, Experiment
+from support.experiment import open_align_experiment, open_experiment, set_up_device
 
 EXAMPLE = ROOT / "examples/rotation.py"
 
@@ -75,13 +76,13 @@ def test_the_first_step_leaves_task_and_random_numbers_as_they_were(
     def after_step(self, theta_P):
         self.state["steps"] = torch.rand(()) + 1
     """
-    opened = AlignExperiment(settings(weights, pretext=own_task(tmp_path, body)))
-    theta = opened.new_theta()
+    opened = open_align_experiment(settings(weights, pretext=own_task(tmp_path, body)))
+    theta = opened.new_theta(0)
     before = torch.get_rng_state()
     task = opened.pretext_task(theta)
     assert torch.equal(torch.get_rng_state(), before)
     assert "steps" not in task.state
-    assert torch.equal(theta, opened.new_theta())
+    assert torch.equal(theta, opened.new_theta(0))
 
 
 def test_a_run_with_the_first_step_is_the_run_without(
@@ -107,8 +108,8 @@ def test_a_loss_that_compares_images_gets_whole_batches(weights: Path, tmp_path:
         return super().loss(theta, phi, batch)
     """
     name = own_task(tmp_path, body)
-    trial = AlignExperiment(settings(weights, pretext=name))
-    trial.pretext_task(trial.new_theta())
+    trial = open_align_experiment(settings(weights, pretext=name))
+    trial.pretext_task(trial.new_theta(0))
     cut = settings(weights, pretext=name, micro_batch=4)
     with pytest.raises(UsageError, match=r"mine\.py:Mine: .* leave --micro-batch out"):
         align(cut, tmp_path / "a")
@@ -118,25 +119,24 @@ def test_a_loss_that_compares_images_gets_whole_batches(weights: Path, tmp_path:
 # --- what is opened ---------------------------------------------------------------------------
 
 
-def test_an_experiment_with_other_settings_leaves_the_first_as_it_was(weights: Path) -> None:
+def test_theta_and_head_are_drawn_by_the_seed(weights: Path) -> None:
     given: dict[str, Any] = {"backbone": "vit_mini", "dataset": "quilts", "weights": weights}
-    cfg = FinetuneConfig(**given)
-    first = Experiment(cfg)
-    theta = first.new_theta()
-    other = first.with_settings(FinetuneConfig(**given, seed=1))
-    assert other.backbone is first.backbone and other.task is first.task
-    assert not torch.equal(other.new_theta(), theta)
-    assert first.cfg is cfg and torch.equal(first.new_theta(), theta)
-    assert theta.shape == first.theta_shape == (4, 4 * 8 * 64)
+    opened = open_experiment(FinetuneConfig(**given))
+    theta = opened.new_theta(0)
+    assert theta.shape == opened.theta_shape == (4, 4 * 8 * 64)
+    assert torch.equal(theta, opened.new_theta(0))
+    assert not torch.equal(theta, opened.new_theta(1))
+    heads = [opened.new_head("head", seed).phi["weight"] for seed in (0, 1)]
+    assert not torch.equal(*heads)
 
 
 def test_a_random_decoder_is_drawn_by_the_seed_and_not_into_the_checkpoints(weights: Path) -> None:
-    trial = AlignExperiment(settings(weights, decoder="random"))
-    theta = trial.new_theta()
+    trial = open_align_experiment(settings(weights, decoder="random"))
+    theta = trial.new_theta(0)
     loaded = {name: x.clone() for name, x in trial.pretext_head.state_dict().items()}
     first = trial.pretext_task(theta).phi["decoder_embed.weight"]
     assert torch.equal(first, trial.pretext_task(theta).phi["decoder_embed.weight"])
-    other = trial.with_settings(trial.cfg.replace(seed=1)).pretext_task(theta)
+    other = replace(trial, cfg=trial.cfg.replace(seed=1)).pretext_task(theta)
     assert not torch.equal(first, other.phi["decoder_embed.weight"])
     for name, x in trial.pretext_head.state_dict().items():
         assert torch.equal(x, loaded[name])
@@ -147,14 +147,14 @@ def test_one_thread_serves_the_smallest_network_unless_the_user_says_otherwise(
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    small = FinetuneConfig(backbone="vit_mini", dataset="quilts", device="cpu")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    cpu = torch.device("cpu")
-    experiment.use_one_thread_for_small_networks("vit_mini", cpu)
+    set_up_device(small)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    experiment.use_one_thread_for_small_networks("vit_b16", cpu)
-    experiment.use_one_thread_for_small_networks("vit_mini", torch.device("cuda"))
+    set_up_device(FinetuneConfig(backbone="vit_b16", dataset="quilts", device="cpu"))
+    set_up_device(small.replace(device="meta"))
     assert asked == []
-    experiment.use_one_thread_for_small_networks("vit_mini", cpu)
+    set_up_device(small)
     assert asked == [1]
 
 
@@ -162,13 +162,13 @@ def test_batches_that_cannot_be_shared_out_are_refused(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Quilts have 80 training images: the last of 79 is alone, and BatchNorm needs two."""
-    opened = AlignExperiment(settings(weights))
+    opened = open_align_experiment(settings(weights))
     opened.check_batches("--d-batch", 79)
-    with_norm = opened.with_settings(settings(weights, head="batchnorm"))
+    with_norm = replace(opened, cfg=settings(weights, head="batchnorm"))
     with_norm.check_batches("--d-batch", 80)
     with pytest.raises(UsageError, match=r"--d-batch 79: .* has 1 images, BatchNorm needs 2"):
         with_norm.check_batches("--d-batch", 79)
-    cut = opened.with_settings(settings(weights, head="batchnorm", micro_batch=4))
+    cut = replace(opened, cfg=settings(weights, head="batchnorm", micro_batch=4))
     with pytest.raises(UsageError, match="--micro-batch: a BatchNorm head"):
         cut.check_batches("--d-batch", 80)
     monkeypatch.setattr(experiment, "world", lambda: (0, 9))
@@ -185,10 +185,10 @@ def test_an_empty_pool_and_a_name_for_handed_in_data_are_refused(
         experiment.open_pool(str(tmp_path), tmp_path, 0)
     for field in ("dataset", "pool"):
         with pytest.raises(UsageError, match=f"--{field} own:1f: was handed in from Python"):
-            AlignExperiment(settings(weights, **{"pool": "quilts", field: "own:1f"}))
+            open_align_experiment(settings(weights, **{"pool": "quilts", field: "own:1f"}))
     whole, _ = quilts(0)
     with pytest.raises(UsageError, match=r"pixels in \[0, 1\]"):
-        AlignExperiment(settings(weights), pool=Pool(2 * torch.as_tensor(whole.images)))
+        open_align_experiment(settings(weights), pool=Pool(2 * torch.as_tensor(whole.images)))
 
 
 def test_align_reads_the_test_images_and_keeps_those_of_validation_alone(
@@ -211,10 +211,10 @@ def test_align_reads_the_test_images_and_keeps_those_of_validation_alone(
 def test_a_process_scores_its_own_images_and_may_have_none(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = AlignExperiment(settings(weights))
-    head = opened.new_head("head").with_stats
-    everything = opened.logits(opened.task.val, opened.new_theta(), head)
+    opened = open_align_experiment(settings(weights))
+    head = opened.new_head("head", 0).with_stats
+    everything = opened.logits(opened.task.val, opened.new_theta(0), head)
     for first, end in ((0, 0), (30, 50)):
         monkeypatch.setattr(experiment, "share", lambda n, part=slice(first, end): part)
-        found = opened.logits(opened.task.val, opened.new_theta(), head)
+        found = opened.logits(opened.task.val, opened.new_theta(0), head)
         torch.testing.assert_close(found, everything[first:end])

@@ -24,7 +24,7 @@ from config import Arch
 from data import rng
 from extras.export import crop_share, fold_norm, to_peft, to_timm
 from lora import Backbone, features, init_head, init_norm, init_theta, logits
-from support.checkpoints import build_vit, load_adapter
+from support.checkpoints import AdapterInfo, build_vit, load_adapter
 
 SIZES: Any = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4}
 ARCH = Arch(32, 3, 4, 32, 8)
@@ -63,13 +63,9 @@ def test_peft_and_timm_predict_what_ours_does(
     plain = VisionTransformer(**SIZES, **own, num_classes=7)
     plain.load_state_dict({**ours.vit.state_dict(), **plain.head.state_dict(prefix="head.")})
     close(peft.PeftModel.from_pretrained(plain, tmp_path).eval()(IMAGES), expected, 1e-5)
-    origin = {
-        "backbone": "own",
-        "channels": [[0.5] * 3] * 2,
-        "interpolation": "bicubic",
-        "whole_images": False,
-    }
-    config, tensors = to_timm(ours, arch, theta, head, origin)
+    half = (0.5, 0.5, 0.5)
+    origin = AdapterInfo(backbone="own", channels=(half, half))
+    config, tensors = to_timm(ours, arch, theta, head, origin, "bicubic")
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors")
     merged = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
@@ -169,7 +165,5 @@ def test_the_cards_program_of_an_align_run_prints_the_size_of_its_features(made:
 def test_timms_transform_resizes_as_this_program_does() -> None:
     """It takes the whole part of size / crop_pct; both then cut the centre."""
     for size in range(8, 1030):
-        assert math.floor(size / crop_share(size, {"whole_images": False})) == round(
-            size * 256 / 224
-        )
-        assert crop_share(size, {"whole_images": True}) == 1
+        assert math.floor(size / crop_share(size, whole_images=False)) == round(size * 256 / 224)
+        assert crop_share(size, whole_images=True) == 1

@@ -20,6 +20,7 @@ from evaluate import evaluate
 from finetune import (
     FinetuneResult,
     Trial,
+    TrialResult,
     best_epoch,
     choose_rate,
     finetune,
@@ -124,28 +125,29 @@ def test_a_rate_that_diverges_is_recorded_and_not_chosen(weights: Path, tmp_path
         tune(weights, tmp_path / "one", lr=1e30, epochs=1, optimizer="sgd")
 
 
-def trial(lr: float, seed: int, accuracy: float | None, loss: float = 1.0) -> Trial:
+def ended(lr: float, seed: int, accuracy: float | None, loss: float = 1.0) -> TrialResult:
     val = None if accuracy is None else Score(accuracy=accuracy, loss=loss)
-    return Trial(lr=lr, seed=seed, val=val, adapter=Path(), out="", cpu_seconds=0, seconds=0)
+    return TrialResult(lr=lr, seed=seed, val=val, adapter=Path(), out="", cpu_seconds=0, seconds=0)
 
 
 def test_the_rate_with_the_best_mean_accuracy_is_taken() -> None:
     """Not that of the best loss, nor of the best seed; the rate's other seeds are asked for."""
     grid = {
-        1e-3: [trial(1e-3, 0, 70, 0.5), trial(1e-3, 1, 60, 0.5)],
-        3e-3: [trial(3e-3, 0, 66, 0.9), trial(3e-3, 1, 66, 0.9)],
-        1e-2: [trial(1e-2, 0, 99, 0.1), trial(1e-2, 1, None)],
+        1e-3: [ended(1e-3, 0, 70, 0.5), ended(1e-3, 1, 60, 0.5)],
+        3e-3: [ended(3e-3, 0, 66, 0.9), ended(3e-3, 1, 66, 0.9)],
+        1e-2: [ended(1e-2, 0, 99, 0.1), ended(1e-2, 1, None)],
     }
-    chosen = choose_rate(grid, 3, lambda pairs: [trial(lr, n, 50) for lr, n in pairs])
-    assert chosen == [*grid[3e-3], trial(3e-3, 2, 50)]
+    seeds = [(seed, None) for seed in range(3)]
+    chosen = choose_rate(grid, seeds, lambda trials: [ended(t.lr, t.seed, 50) for t in trials])
+    assert chosen == [*grid[3e-3], ended(3e-3, 2, 50)]
 
-    def diverge_at_3e_3(pairs: list[tuple[float, int]]) -> list[Trial]:
-        return [trial(lr, n, None if lr == 3e-3 else 50) for lr, n in pairs]
+    def diverge_at_3e_3(trials: list[Trial]) -> list[TrialResult]:
+        return [ended(t.lr, t.seed, None if t.lr == 3e-3 else 50) for t in trials]
 
     # a rate at which a later seed diverges is given up for the next best
-    assert choose_rate(grid, 3, diverge_at_3e_3)[0].lr == 1e-3
+    assert choose_rate(grid, seeds, diverge_at_3e_3)[0].lr == 1e-3
     with pytest.raises(Diverged):
-        choose_rate({1e-2: grid[1e-2]}, 2, diverge_at_3e_3)
+        choose_rate({1e-2: grid[1e-2]}, seeds, diverge_at_3e_3)
 
 
 def test_the_best_epoch_has_the_highest_accuracy_then_the_lowest_loss_then_comes_first() -> None:

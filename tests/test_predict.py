@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 def log_p(run: Path, files: list[Path], seed: int | None = None) -> Tensor:
     """Logarithms of the probabilities of all classes for each file, (n, C)."""
     adapter = load_adapter(run / f"adapter-s{seed or 0}.safetensors")
-    classes = adapter.origin["classes"]
+    classes = adapter.origin.classes
     found = torch.full((len(files), len(classes)), torch.nan)
     for guess in predict(run, files, top=len(classes), seed=seed):
         place = files.index(Path(guess.image)), classes.index(guess.label)
@@ -155,6 +155,6 @@ def test_what_cannot_predict_is_told_in_a_line(photos: Task, pretrained: Path) -
 def test_an_adapter_without_names_of_classes_is_refused(photos: Task) -> None:
     file = Path("f/adapter-s0.safetensors")
     theta, phi_D, origin = load_adapter(file)
-    origin.pop("classes")
-    file.write_bytes(save_adapter(theta, phi_D, origin))
+    nameless = origin.model_copy(update={"classes": []})
+    file.write_bytes(save_adapter(theta, phi_D, nameless))
     assert "classes" in refusal("predict f unknown")

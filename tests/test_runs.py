@@ -27,7 +27,7 @@ from support import runs
 from support.errors import UsageError
 from support.optim import Group, Optimiser
 from support.processes import Stopped, stop
-from support.runs import Run, check_directory
+from support.runs import Identity, Run, check_directory
 
 SAID = Path("said")
 
@@ -55,13 +55,13 @@ def test_a_directory_of_something_else_is_never_taken_over(tmp_path: Path) -> No
 def test_other_settings_are_refused_with_both_values_and_digests_by_what_they_are_of(
     tmp_path: Path,
 ) -> None:
-    defining = {"weights_sha256": "1" * 64, "images": {"train": 3}}
-    Run(tmp_path, "align", config(), defining=defining).close()
+    identity = Identity(weights_sha256="1" * 64, images={"train": 3})
+    Run(tmp_path, "align", config(), identity=identity).close()
     assert AlignConfig(**json.loads((tmp_path / "config.json").read_text())) == config()
     with pytest.raises(UsageError, match=r"seed 0 -> 1, lam 0\.001 -> 0\.5"):
-        Run(tmp_path, "align", config(seed=1, lam=0.5), defining=defining)
+        Run(tmp_path, "align", config(seed=1, lam=0.5), identity=identity)
     with pytest.raises(UsageError, match="--weights was changed") as refused:
-        Run(tmp_path, "align", config(), defining=defining | {"weights_sha256": "2" * 64})
+        Run(tmp_path, "align", config(), identity=Identity(weights_sha256="2" * 64))
     assert "1" * 64 not in str(refused.value)
     assert check_directory(tmp_path, "align", config())  # what is not known yet is not compared
     assert not check_directory(tmp_path / "new", "align", config())
@@ -90,17 +90,17 @@ def test_only_settings_that_change_no_number_may_change(tmp_path: Path, name: st
 def test_a_pretext_task_may_change_until_an_alternation_is_done(tmp_path: Path) -> None:
     """Then the run starts anew, the linear probe before it included."""
     cfg = config(pretext="task.py:Jigsaw")
-    with Run(tmp_path, "align", cfg, defining={"pretext_sha256": "1" * 64}) as run:
+    with Run(tmp_path, "align", cfg, identity=Identity(pretext_sha256="1" * 64)) as run:
         run.restore({"x": torch.ones(1)}, {})
         run.log({"step": 0, "probe_val": 50.0})
         run.checkpoint("the probe", due=True)
-    with Run(tmp_path, "align", cfg, defining={"pretext_sha256": "2" * 64}) as run:
+    with Run(tmp_path, "align", cfg, identity=Identity(pretext_sha256="2" * 64)) as run:
         x = torch.zeros(1)
         run.restore({"x": x}, {})
         assert (x, run.records) == (0, [])
         run.log({"step": 1})
     with pytest.raises(UsageError, match=r"task\.py was changed") as refused:
-        Run(tmp_path, "align", cfg, defining={"pretext_sha256": "3" * 64})
+        Run(tmp_path, "align", cfg, identity=Identity(pretext_sha256="3" * 64))
     assert "2" * 64 not in str(refused.value)
 
 

@@ -24,7 +24,7 @@ from data import rng
 from mae import MAE, Decoder, positions
 from support.checkpoints import load_adapter, load_backbone
 from support.errors import UsageError
-from support.experiment import AlignExperiment
+from support.experiment import open_align_experiment
 from support.timm_models import read_arch
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -167,13 +167,13 @@ def test_the_networks_that_people_ask_for_are_taken(name: str, mean: float) -> N
 
 def test_images_are_normalised_as_the_network_was_trained(vit: Any, caplog: Any) -> None:
     """The test networks of timm want 0.5 and 0.5, whatever the mean of the quilts is."""
-    experiment = AlignExperiment(settings(image_size=32))
+    experiment = open_align_experiment(settings(image_size=32))
     assert experiment.task.mean == experiment.pool.std == (0.5, 0.5, 0.5) != quilts(0)[1].mean
-    examples = next(experiment.examples("test", 4, range(1), 0.0))
+    examples = next(experiment.examples("test", 0, 4, range(1), 0.0))
     assert float(examples.images.min()) < 0 < float(examples.images.max()) <= 1
-    assert experiment.origin["channels"] == [(0.5, 0.5, 0.5)] * 2
+    assert experiment.origin.channels == ((0.5, 0.5, 0.5),) * 2
     with pytest.raises(UsageError, match="--decoder checkpoint"):
-        AlignExperiment(settings(image_size=32, decoder="checkpoint"))
+        open_align_experiment(settings(image_size=32, decoder="checkpoint"))
     told = [record for record in caplog.records if "pretext head" in record.getMessage()]
     assert len(told) == 1 and NAME in told[0].getMessage()
 
@@ -231,7 +231,7 @@ def test_align_finetune_and_export_work_with_a_network_of_timm(vit: Any) -> None
     own = f"--backbone timm:{NAME} --weights w.safetensors --image-size 32 --dataset quilts"
     done(f"align {own} {STEPS} --quiet --out a")
     origin = load_adapter(Path("a/adapter.safetensors")).origin
-    assert origin["unlike_paper"]["decoder"] == "random"
+    assert origin.unlike_paper["decoder"] == "random"
     peft = "--epochs 1 --warmup-epochs 0 --seeds 1 --lr 1e-2 --batch 40 --quiet"
     done(f"finetune --from a {peft} --out f")
     assert json.loads(Path("f/config.json").read_text())["backbone"] == f"timm:{NAME}"
