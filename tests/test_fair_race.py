@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import permutation_test, ttest_1samp
+from second_analysis import analyse, read_results, whole_rounds
 
 from align import align
 from config import AlignConfig, FinetuneConfig
@@ -70,6 +71,18 @@ def test_interval_and_p_are_those_of_scipy() -> None:
 
 def test_holm_multiplies_the_smallest_by_three_and_never_falls() -> None:
     assert analysis.holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
+
+
+def test_a_second_analysis_by_another_hand_has_the_same_numbers() -> None:
+    """On the runs that were measured: differences, intervals, p, and p after Holm's correction."""
+    file = fair_race.RESULTS / "race.jsonl"
+    runs = analysis.in_whole_rounds(fair_race.read_runs(file))
+    found = [against(runs, other) for other in analysis.AGAINST]
+    adjusted = analysis.holm([one.p for one in found])
+    again = analyse(file)
+    assert len(runs) == 32 * len(whole_rounds(read_results(file)))
+    for other, one, p in zip(analysis.AGAINST, found, adjusted, strict=True):
+        assert again[other] == pytest.approx((*one, p), abs=1e-6)
 
 
 def test_a_round_that_is_not_whole_does_not_count() -> None:
