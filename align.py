@@ -1,4 +1,4 @@
-"""`bisslight align` (App. C.3): linear probing of φ_D, then Algorithm 1."""
+"""Program: `bisslight align` (App. C.3), linear probing of φ_D, then Algorithm 1."""
 
 import math
 import shlex

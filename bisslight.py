@@ -1,4 +1,4 @@
-"""BiSSLight alignment (Sec. 3): `algorithm_1` is the paper's Algorithm 1, and this is its glossary.
+"""Paper: Algorithm 1 (Sec. 3), as `algorithm_1`, with a glossary of its symbols.
 
     upper (Eq. 3)   min over θ_D, φ_D    L^D(θ_P*(θ_D), φ_D) + L^D(θ_D, φ_D)
     lower (Eq. 4)   θ_P*(θ_D) = argmin over θ_P, min over φ_P    L^P(θ_P, φ_P) + λ/2 |θ_P − θ_D|²

@@ -1,4 +1,4 @@
-"""The command line: a function for each command, flags made of settings, progress, exit codes.
+"""Program: the command line, a function for each command.
 
 A command imports what it runs inside its function, so that help is shown without loading torch.
 """

@@ -1,4 +1,4 @@
-"""All settings of align and finetune: one group of fields per concern.
+"""Program: all settings of align and finetune, one group of fields per concern.
 
 A field is a flag (`d_lr` is `--d-lr`), a key of a TOML file and a key of a run's config.json. The
 text below a field is its help. It gives symbol, meaning and, in brackets, the source of the

@@ -1,4 +1,4 @@
-"""Labelled tasks D^D and unlabelled pools D^P: how images are split, cut, ordered and loaded.
+"""Paper: labelled tasks D^D and unlabelled pools D^P, split, cut, ordered and loaded.
 
 Random numbers depend on (seed, purpose, draw) alone. Images are drawn in epoch after epoch; a draw
 is the running number of an image in that sequence. So batches depend neither on worker processes

@@ -1,4 +1,4 @@
-"""`bisslight evaluate`: summaries over seeds, an exact permutation test (App. C.2.1), the paper's.
+"""Program: `bisslight evaluate`, summaries over seeds, the exact test (App. C.2.1), the paper's.
 
 An arm is a finished `finetune` run, or a directory of such runs that differ in seed and start only,
 such as one PEFT seed for each align run. The first arm is compared with every other one; each data
@@ -262,14 +262,14 @@ def compare_settings(settings: Record, first: Record) -> dict[str, str]:
     for name in sorted(settings):
         value = settings[name]
         if name not in FREE and value != first.get(name):
-            differences[name] = f"{describe(value)}, there {describe(first.get(name))}"
+            differences[name] = f"{name_value(value)}, there {name_value(first.get(name))}"
     return differences
 
 
-def describe(value: object) -> str:
+def name_value(value: object) -> str:
     """A setting as text.
 
-    >>> describe({"lam": 1.0, "rank": 2})
+    >>> name_value({"lam": 1.0, "rank": 2})
     'lam 1.0 and rank 2'
     """
     if isinstance(value, Mapping):
@@ -427,7 +427,7 @@ ACCURACIES = {
     },
 }
 METHODS = {None: "PEFT", "mfac": "BiSSLight", "recursion": "BiSSLight", "cg": "BiSSL"}
-OFFICIAL = ("_full.pth", "IN1K-vit.h.14-300e.pth.tar")  # ends of the official files' names
+OFFICIAL_ENDINGS = ("_full.pth", "IN1K-vit.h.14-300e.pth.tar")  # ends of the official files' names
 
 
 def published(config: Record, result: Record) -> Reported | None:
@@ -451,7 +451,7 @@ def follows_paper(config: Record, result: Record) -> bool:
         if name not in left_open and config.get(name, value) != value:
             return False
     weights = config["weights"]
-    if weights is not None and not weights.endswith(OFFICIAL):
+    if weights is not None and not weights.endswith(OFFICIAL_ENDINGS):
         return False
     if config["pretext"] != result["pretext"]:
         return False

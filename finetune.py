@@ -1,4 +1,4 @@
-"""`bisslight finetune`: PEFT of θ and a fresh head, alone or after align runs (Eq. 2; App. C.2).
+"""Program: `bisslight finetune`, PEFT of θ and a fresh head, alone or aligned (Eq. 2; App. C.2).
 
 Every learning rate of the grid is tried with one seed (--grid-seeds). The rate that is best on the
 validation split is run with all seeds, and each seed's best epoch is tested, once. One rate with

@@ -1,4 +1,4 @@
-"""What M-FAC is compared with: BiSSL's conjugate gradients, no curvature, and the dense inverse.
+"""Paper: what M-FAC is compared with, BiSSL's conjugate gradients, and the dense inverse.
 
     cg          BiSSL, BiSSLight's predecessor (App. D.2.1): a few Hessian-vector products a query
     identity    q = g, no curvature at all; a control that the paper does not have

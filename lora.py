@@ -1,4 +1,4 @@
-"""The backbone f_θ, a Vision Transformer ψ with LoRA (Sec. 3.2), and the downstream head.
+"""Paper: the backbone f_θ, a Vision Transformer ψ with LoRA (Sec. 3.2), and the downstream head.
 
 θ (K, p) has a row for each of the K attention layers. Reshaped to (4, r, dim), a row is A_q, B_qᵀ,
 A_v, B_vᵀ: the query matrix becomes W_q + s B_q A_q and the value matrix W_v + s B_v A_v, with

@@ -1,4 +1,4 @@
-"""M-FAC: λ (F + λI)⁻¹ g from stored gradients alone (Sec. 3.1; Algorithm 1, lines 10 and 13).
+"""Paper: M-FAC, λ (F + λI)⁻¹ g from stored gradients alone (Sec. 3.1; l.10 and l.13).
 
 Eq. 5 asks for q = λ (H + λI)⁻¹ g with the Hessian H of the pretext loss. M-FAC replaces H by the
 empirical Fisher matrix of the m = N_L gradients that the lower level has already computed,

@@ -1,4 +1,4 @@
-"""`bisslight data`: whether datasets are there and whole, and where the benchmarks come from."""
+"""Program: `bisslight data`, which lists, checks and downloads the benchmarks."""
 
 import shutil
 import tarfile

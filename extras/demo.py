@@ -1,4 +1,4 @@
-"""`bisslight demo`: the method on real handwriting, offline, in two minutes on two CPU cores.
+"""Program: `bisslight demo`, the method on handwriting, offline, on two CPU cores.
 
 Which character of the Greek alphabet is it? A very small network, pretrained on other alphabets,
 learns it in three ways ("arms"), each with four seeds:

@@ -1,4 +1,4 @@
-"""What a command would do, for `--dry-run`: images, steps, memory, and all that is missing."""
+"""Program: `--dry-run`: what a command would do, and all that is missing."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`bisslight export`: an adapter in other programs' layouts, with a model card.
+"""Program: `bisslight export`, an adapter in other programs' layouts, with a model card.
 
 peft   HF peft's folder: one LoRA of rank 2 r on the fused qkv, equal to ours (`to_peft`)
 timm   the merged network, with its head if it has one, for timm.create_model("local-dir:timm")

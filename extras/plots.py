@@ -1,4 +1,4 @@
-"""Pictures: the accuracies of arms, and the curves of runs."""
+"""Program: pictures of the accuracies of arms, and of the curves of runs."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""`bisslight predict`: which classes a finished finetune run sees in images of one's own.
+"""Program: `bisslight predict`, the classes of images of one's own.
 
 The labelled images of the run need not be on this machine: its adapter file names the classes and
 how images are normalised. The backbone's weights need be.

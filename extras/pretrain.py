@@ -1,4 +1,4 @@
-"""`bisslight pretrain`: MAE or I-JEPA from scratch (Eq. 1), for those without a checkpoint.
+"""Program: `bisslight pretrain`, MAE or I-JEPA from scratch (Eq. 1).
 
 It trains ψ itself and φ_P; there is no θ. `--weights` reads its backbone.pth like an official file.
 """

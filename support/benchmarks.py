@@ -1,4 +1,4 @@
-"""Data sets that have a name: the paper's six benchmarks (App. C.2.1), and those that are made.
+"""Program: data sets that have a name: the paper's six benchmarks and handwriting.
 
 The benchmarks have the official splits and are laid out as by torchvision. They are read from their
 own lists, since torchvision numbers the classes of a subset anew.

@@ -1,4 +1,4 @@
-"""Checkpoints: where they are, what they hold, and the networks made of them (App. C.1).
+"""Program: checkpoints, and the networks that are made of them (App. C.1).
 
 official    the files of MAE's and I-JEPA's authors, downloaded on first use
 own         backbone.pth of a `pretrain` run: the official layout, and the sizes as JSON beside it

@@ -1,4 +1,4 @@
-"""Errors that a person is told in one line."""
+"""Program: errors that a person is told in one line."""
 
 import difflib
 from collections.abc import Collection, Iterator

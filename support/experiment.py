@@ -1,4 +1,4 @@
-"""From settings to what a run computes with: device, data, networks, heads, batches and scores."""
+"""Program: what a run computes with: device, data, networks, heads, batches, scores."""
 
 import copy
 import os
@@ -29,7 +29,7 @@ from support.errors import UsageError, checking
 from support.metrics import Score, score
 from support.optim import trainable
 from support.pretext import TaskClass, load_task_class, try_step
-from support.processes import gather, share, wait_for_all, world
+from support.processes import gather, own_part, wait_for_all, world
 from support.runs import LOG, Identity, sha256
 
 C = TypeVar("C", AlignConfig, FinetuneConfig)
@@ -150,7 +150,7 @@ class Experiment(Generic[C]):
         train = self.task.train
         images = data.Images(train, self.transform, True, seed, purpose)
         draws = data.stream(len(train.targets), batch, seed, purpose, steps, by_epoch)
-        own_draws = (of_step[share(len(of_step))] for of_step in draws)
+        own_draws = (of_step[own_part(len(of_step))] for of_step in draws)
         batches = data.batches(images, own_draws, self.cfg.workers, self.device)
         for step, (x, y) in zip(steps, batches, strict=True):
             drop = None
@@ -160,7 +160,7 @@ class Experiment(Generic[C]):
                 n = len(data.draws_of_step(len(train.targets), batch, step, by_epoch))
                 g = data.rng(seed, purpose, "drop", step)
                 factors = lora.drop_path(rate, self.backbone.depth, n, g)  # (n, K, 2)
-                drop = data.to_device(factors[share(n)], self.device)
+                drop = data.to_device(factors[own_part(n)], self.device)
             yield lora.Examples(x, y, drop)
 
     def score(self, split: data.Split, theta: Tensor, phi_D: Phi) -> Score:
@@ -227,7 +227,7 @@ class Experiment(Generic[C]):
 def own_numbers(split: data.Split) -> range:
     """The numbers of those images of a split that this process scores."""
     n = len(split.targets)
-    return range(n)[share(n)]
+    return range(n)[own_part(n)]
 
 
 FinetuneExperiment = Experiment[FinetuneConfig]
@@ -376,7 +376,7 @@ def pretext_batches(
     the step; they are drawn for the whole batch, and each process takes its part.
     """
     amp = machine.amp and device.type == "cuda"
-    own = share(batch)
+    own = own_part(batch)
     draws = data.stream(len(images.split.images), batch, machine.seed, "pretext", steps)
     own_draws = (of_step[own] for of_step in draws)
     batches = data.batches(images, own_draws, machine.workers, device)

@@ -1,4 +1,4 @@
-"""Flags of the command line, made of classes of settings."""
+"""Program: flags of the command line, made of classes of settings."""
 
 from inspect import Parameter, Signature
 from typing import Annotated, Any
@@ -41,7 +41,7 @@ def parameter_of(name: str, field: FieldInfo, heading: str) -> Parameter:
         flag += f"/--no-{flag.removeprefix('--')}"
     option = typer.Option(
         flag,
-        help=describe(field),
+        help=help_of(field),
         metavar=metavar,
         rich_help_panel=heading,
         envvar="BISSLIGHT_DATA" if name == "data_root" else None,
@@ -50,7 +50,7 @@ def parameter_of(name: str, field: FieldInfo, heading: str) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def describe(field: FieldInfo) -> str:
+def help_of(field: FieldInfo) -> str:
     """The help of a flag: what the setting is, where its default comes from, and the default."""
     text = escape(" ".join((field.description or "").split()))
     if field.is_required():

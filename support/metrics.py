@@ -1,4 +1,4 @@
-"""Scores: accuracy and 11-point mean average precision (App. C.2.1)."""
+"""Program: accuracy and 11-point mean average precision (App. C.2.1)."""
 
 from statistics import fmean
 

@@ -1,4 +1,4 @@
-"""All that a run lacks, told at once: data and weights, each with its size and how to get it."""
+"""Program: all that a run lacks, told at once with its size and how to get it."""
 
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar

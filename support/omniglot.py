@@ -1,4 +1,4 @@
-"""Omniglot, a small part of it: handwriting that comes with the program, and a backbone for it.
+"""Program: a small part of Omniglot, which comes with the program, and a backbone for it.
 
 Lake, Salakhutdinov and Tenenbaum (2015) had 20 people draw each character of many alphabets. Eight
 of these alphabets are in omniglot.npz: 242 characters, 4,840 images of 28 x 28 pixels. Three

@@ -1,4 +1,4 @@
-"""Training: the rate of a step, optimisers of groups of tensors, the loop over epochs (App. C)."""
+"""Program: learning rates, optimisers of groups of tensors, the loop over epochs (App. C)."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

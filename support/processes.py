@@ -1,4 +1,4 @@
-"""Signals that stop a run, processes that share its batches, and a pool of processes."""
+"""Program: signals that stop a run, and several processes for one run or for many."""
 
 import ctypes
 import os
@@ -37,7 +37,7 @@ def world() -> World:
     return World(0, 1)
 
 
-def share(n: int) -> slice:
+def own_part(n: int) -> slice:
     """This process's part of n images: contiguous, in order of ranks, sizes differ by at most 1."""
     rank, size = world()
     # Rounding down at both ends, so that each part begins where the one before it ends.

@@ -1,4 +1,4 @@
-"""Progress: bars on a terminal; in a file or a pipe, a line for each unit.
+"""Program: bars on a terminal; in a file or a pipe, a line for each unit.
 
 A unit is an epoch, an alternation or a whole run. A loop over runs and the loop within the run that
 is under way have a bar each.

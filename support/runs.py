@@ -1,4 +1,4 @@
-"""Run directories: the files of a run, who may write them, and how a stopped run goes on.
+"""Program: run directories, who may write them, and how a stopped run goes on.
 
 A run directory holds config.json (the settings), env.json (command, versions, machine, digests of
 weights, labels and file names), metrics.jsonl (a line per alternation or epoch, in pretraining per
@@ -195,7 +195,7 @@ class Run(ExitStack):
                 remove(path, ["result.json"])
             remove(path, TORN)
             if not self.is_finished():
-                self.describe(command, identity, goes_on)
+                self.record_start(command, identity, goes_on)
         signal_heard = stop.agreed()  # this waits until process 0 has written
         self.result = read_json_if_there(path / "result.json")
         if self.result is not None:
@@ -220,7 +220,7 @@ class Run(ExitStack):
         with checking(f"--out {self.path}: another process is at work in it"):
             self.enter_context(lock.acquire(timeout=PATIENCE))
 
-    def describe(self, command: str, identity: Identity, goes_on: bool) -> None:
+    def record_start(self, command: str, identity: Identity, goes_on: bool) -> None:
         """Write env.json, with an entry for each start of the run, and config.json.
 
         From then on the directory counts as a run.

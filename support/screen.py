@@ -1,4 +1,4 @@
-"""What a person sees: notes on stderr, results on stdout."""
+"""Program: what a person sees: notes on stderr, results on stdout."""
 
 import io
 import logging

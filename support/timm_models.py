@@ -1,4 +1,4 @@
-"""Vision Transformers of timm as ψ: `--backbone timm:NAME`, such as DINOv2, DINO or CLIP.
+"""Program: Vision Transformers of timm as ψ, `--backbone timm:NAME`, such as DINOv2.
 
 timm knows their sizes, their weights and how their images are normalised. It has no pretext heads,
 so MAE's decoder starts fresh, which is another setting than the paper's.
