@@ -90,8 +90,11 @@ def load_backbone(cfg: AlignConfig | FinetuneConfig) -> Pretrained:
             pretrained = load_timm(path, cfg)
         else:
             pretrained = load_networks(path, cfg)
-    except (ValueError, TypeError, KeyError, OSError, RuntimeError) as error:  # names, shapes
-        raise UsageError(f"{thing}: {str(error)[:500]}; see --backbone and --pretext") from error
+    except ValueError as error:
+        raise UsageError(f"{thing}: {error}; see --backbone and --pretext") from error
+    except (TypeError, KeyError, AttributeError, OSError) as error:  # of a file of another kind
+        problem = f"is no checkpoint of {cfg.backbone} with {cfg.pretext}"
+        raise UsageError(f"{thing}: {problem}; see --backbone and --pretext") from error
     pretrained.backbone.requires_grad_(False)
     return pretrained
 
@@ -175,7 +178,8 @@ def tensors_in(data: Record) -> Phi:
 
 
 def assign(network: nn.Module, state: Phi) -> None:
-    """Give a network these tensors, in float32; RuntimeError where names or shapes differ."""
+    """Give a network these tensors, in float32; ValueError where names or shapes differ."""
+    timm_models.check_tensors(network, state)
     in_float32 = {name: tensor.float() for name, tensor in state.items()}
     # assign: the network was built without memory, so there is nothing to copy into
     network.load_state_dict(in_float32, assign=True)
