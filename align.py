@@ -1,4 +1,4 @@
-"""Program: `bisslight align` (App. C.3), linear probing of φ_D, then Algorithm 1."""
+"""Program: `bisslight align`, linear probing of φ_D, then Algorithm 1 (App. C.3)."""
 
 import math
 import shlex
@@ -75,6 +75,31 @@ class AlignResult(RunResult, frozen=True):
         )
 
 
+class Optimisers(NamedTuple):
+    """All optimisers of an align run, by the names that checkpoints save them under."""
+
+    opt_P: Optimiser  # of θ_P and φ_P; in `State`, too
+    opt_D: Optimiser  # of θ_D and φ_D; in `State`, too
+    probe: Optimiser  # of φ_D alone, before line 3
+
+
+class Prepared(NamedTuple):
+    """What Algorithm 1 gets besides batches, before its line 3."""
+
+    state: State
+    pretext_task: PretextTask[Any]
+    head: Head  # h^D: φ_D is in `state`, too
+    hypergrad: Hypergradient
+    optimisers: Optimisers
+
+
+class Batches(NamedTuple):
+    """A batch for each lower step, and one for each upper step."""
+
+    pretext: Iterator[Any]
+    downstream: Iterator[Examples]
+
+
 def align(
     cfg: AlignConfig,
     out: Path,
@@ -99,12 +124,14 @@ def align(
         cfg = cfg.replace(dataset=name_own_data(*task.splits))
     if pool:
         cfg = cfg.replace(pool=name_own_data(pool))
-    goes_on = check_directory(out, "align", cfg, force)  # before anything is loaded
+    # A first look, at the settings alone; Run looks again with the digests, and under its lock.
+    goes_on = check_directory(out, "align", cfg, force)
     experiment = open_align_experiment(cfg, task, pool)
     prepared = prepare(experiment)
     experiment.check_batches("--d-batch", cfg.d_batch)
     if not goes_on:  # a run that goes on has done this when it began
-        experiment.decode_held_out_images([experiment.task.val])  # the test is finetune's
+        # Both splits are read. Kept in memory is one: test images are scored by finetune alone.
+        experiment.decode_held_out_images([experiment.task.val])
     with Run(out, "align", cfg, force, experiment.identity) as run:
         result = run.result or run_algorithm_1(experiment, prepared, run, track)
     if "diverged" in result:
@@ -113,16 +140,16 @@ def align(
 
 
 def run_algorithm_1(
-    experiment: AlignExperiment, prepared: "Prepared", run: Run, track: Track
+    experiment: AlignExperiment, prepared: Prepared, run: Run, track: Track
 ) -> Record:
     """Linear probing and Algorithm 1, from where the run was stopped, with all that it writes.
 
     Returns what result.json says.
     """
     cfg = experiment.cfg
-    state, task, head, hypergrad, optimisers = prepared
-    run.restore(name_tensors(state, head, task.state), optimisers._asdict())
-    if run.records:  # the probe's is number 0
+    state, pretext_task, head, hypergrad, optimisers = prepared
+    run.restore(name_tensors(state, head, pretext_task.state), optimisers._asdict())
+    if run.records:  # the first one, of step 0, is the probe's
         state.done = run.records[-1]["step"]
     try:
         if cfg.probe_epochs and not run.records:
@@ -132,10 +159,10 @@ def run_algorithm_1(
             run.log({"step": 0, "probe_val": score_probe(experiment, prepared)})
 
         batches = batches_left(experiment, prepared)
-        logs = algorithm_1(
+        logs = algorithm_1(  # a generator: nothing runs before the loop below
             state,
             steps=cfg,
-            task=task,
+            task=pretext_task,
             loss_D=head.loss,
             hypergrad=hypergrad,
             pretext=batches.pretext,
@@ -161,31 +188,6 @@ def run_algorithm_1(
 # --- what Algorithm 1 gets ----------------------------------------------------------------------
 
 
-class Optimisers(NamedTuple):
-    """All optimisers of an align run."""
-
-    opt_P: Optimiser  # of θ_P and φ_P
-    opt_D: Optimiser  # of θ_D and φ_D
-    probe: Optimiser  # of φ_D alone, before line 3
-
-
-class Prepared(NamedTuple):
-    """What Algorithm 1 gets besides batches, before its line 3."""
-
-    state: State
-    task: PretextTask[Any]
-    head: Head  # h^D: φ_D is in `state`, too
-    hypergrad: Hypergradient
-    optimisers: Optimisers
-
-
-class Batches(NamedTuple):
-    """A batch for each lower step, and one for each upper step."""
-
-    pretext: Iterator[Any]
-    downstream: Iterator[Examples]
-
-
 def prepare(experiment: AlignExperiment, hypergrad: Hypergradient | None = None) -> Prepared:
     """Make what Algorithm 1 starts from (l.1, l.2), on fresh θ and heads (UsageError).
 
@@ -208,11 +210,11 @@ def prepare(experiment: AlignExperiment, hypergrad: Hypergradient | None = None)
     """
     cfg = experiment.cfg
     theta = experiment.new_theta(cfg.seed)  # l.2
-    task = experiment.pretext_task(theta)
+    pretext_task = experiment.pretext_task(theta)
     hypergrad = hypergrad or hypergradient(cfg, theta)
     head = experiment.new_head("align head", cfg.seed)
-    state, optimisers = start_state(cfg, theta, task.phi, head.phi)
-    return Prepared(state, task, head, hypergrad, optimisers)
+    state, optimisers = start_state(cfg, theta, pretext_task.phi, head.phi)
+    return Prepared(state, pretext_task, head, hypergrad, optimisers)
 
 
 def batches_left(experiment: AlignExperiment, prepared: Prepared) -> Batches:
@@ -223,7 +225,7 @@ def batches_left(experiment: AlignExperiment, prepared: Prepared) -> Batches:
     upper_steps = range(done * cfg.upper_steps, cfg.alternations * cfg.upper_steps)
     images = pool_images(experiment.pool, experiment.arch.image_size, cfg)
     unlabelled = pretext_batches(
-        prepared.task, images, cfg.p_batch, lower_steps, cfg, experiment.device
+        prepared.pretext_task, images, cfg.p_batch, lower_steps, cfg, experiment.device
     )
     examples = experiment.examples("downstream", cfg.seed, cfg.d_batch, upper_steps, cfg.drop_path)
     return Batches(unlabelled, examples)
@@ -232,15 +234,19 @@ def batches_left(experiment: AlignExperiment, prepared: Prepared) -> Batches:
 def start_state(
     cfg: AlignConfig, theta: Tensor, phi_P: Phi, phi_D: Phi
 ) -> tuple[State, Optimisers]:
-    """What line 3 starts from: θ_P = θ_D = θ (l.2), copies of φ_P, and φ_D itself."""
+    """Algorithm 1's state before its line 3, and its optimisers with that of the probe.
+
+    θ_P and θ_D are copies of θ (l.2), and φ_P is copied; φ_D is used as it is.
+    """
     theta_P = theta.detach().clone().requires_grad_()  # l.2
     theta_D = theta.detach().clone().requires_grad_()  # l.2
     phi_P = trainable(phi_P, theta.device)
 
     T = cfg.alternations
+    # + 1: the warm-up ends one step after it, as in the released program, see `Schedule`
     lower_rate = Schedule(T * cfg.lower_steps, cfg.warmup * cfg.lower_steps + 1, cfg.end_lr)
     upper_rate = Schedule(T * cfg.upper_steps, cfg.warmup * cfg.upper_steps + 1, cfg.end_lr)
-    betas = None if cfg.d_optimizer == "sgd" else (0.9, 0.999)
+    betas = None if cfg.d_optimizer == "sgd" else (0.9, 0.999)  # None is SGD
 
     lower_groups = [
         Group([theta_P], cfg.p_lr, cfg.p_weight_decay),
@@ -252,7 +258,7 @@ def start_state(
     optimisers = Optimisers(
         opt_P=Optimiser(lower_groups, lower_rate, (0.9, 0.95), cfg.clip),
         opt_D=Optimiser([upper_group], upper_rate, betas, cfg.clip),
-        probe=Optimiser([probe_group], None, betas),
+        probe=Optimiser([probe_group], rate=None, betas=betas),  # at a constant rate, not clipped
     )
     state = State(theta_P, theta_D, phi_P, phi_D, optimisers.opt_P, optimisers.opt_D)
     return state, optimisers

@@ -127,6 +127,7 @@ def check_start(command: str, cfg: Command, options: Options) -> Path:
         problems = plan.problems
         show(plan.work, list_fields(plan.work), options.as_json)
     else:
+        # All problems at once: opening the data would stop at the first.
         from support.missing import list_missing
 
         problems = list_missing(cfg)

@@ -93,8 +93,8 @@ TASKS = (
     "imagenet",
     *[f"omniglot:{alphabet}" for alphabet in ALPHABETS],
 )
-# names of data sets and pools that a script adds, each with the settings that follow from it where
-# they are not given; `support.benchmarks` has how they are made
+# Names of data sets and pools that a script adds, each with the settings that follow from it where
+# they are not given; empty otherwise. How they are made goes to `support.benchmarks.MAKE_TASK`.
 NAMED: dict[str, Record] = {}
 PRETEXTS = ("mae", "ijepa")
 
@@ -104,7 +104,7 @@ PRETEXTS = ("mae", "ijepa")
 def refuse_bool(value: object) -> object:
     """Python counts True as the number 1; in a settings file it is a mistake."""
     if isinstance(value, bool):
-        raise ValueError("needs a value, not true or false")
+        raise ValueError("needs a number, not true or false")
     return value
 
 
@@ -308,7 +308,10 @@ class Command(Machine):
     @model_validator(mode="wrap")
     @classmethod
     def fill_in(cls, given: Record, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Add the defaults that follow from other settings. None counts as not given."""
+        """Add the defaults that follow from other settings. None counts as not given.
+
+        So the default that stands at a field is not always the value of a run.
+        """
         given = {name: value for name, value in dict(given).items() if value is not None}
         defaults = paper_defaults(cls, given) | our_defaults(cls, given)
         settings = handler(defaults | given)
@@ -520,10 +523,9 @@ class Peft(Settings):
     """Runs at a time, each in a process with its share of the cores. [here]"""
 
     @property
-    def runs(self) -> int:
-        """How many runs of one rate and one seed there are."""
-        # The chosen rate's first seeds are not run again.
-        return len(self.grid) * self.grid_seeds + self.seeds - self.grid_seeds
+    def trials(self) -> int:
+        """How many trials (one rate, one seed): the grid's, and the best rate's other seeds."""
+        return len(self.grid) * self.grid_seeds + (self.seeds - self.grid_seeds)
 
     @model_validator(mode="after")
     def check_rates_and_seeds(self) -> Self:

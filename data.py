@@ -150,7 +150,11 @@ class Pool(NamedTuple):
 
 
 def fingerprint(*parts: Split | Pool) -> str:
-    """sha256 over file names below their folder, or over pixels in memory; and over labels."""
+    """sha256 by which a run notices other data: of pixels in memory, or of file names; of labels.
+
+    Of names, since it would take minutes to read the files; below the folder that holds them all,
+    since that folder may be moved.
+    """
     sha = hashlib.sha256()
     for part in parts:
         if isinstance(part.images, Tensor):

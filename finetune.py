@@ -1,4 +1,4 @@
-"""Program: `bisslight finetune`, PEFT of θ and a fresh head, alone or aligned (Eq. 2; App. C.2).
+"""Program: `bisslight finetune`, PEFT of θ and a fresh head, with or without align runs (Eq. 2).
 
 Every learning rate of the grid is tried with one seed (--grid-seeds). The rate that is best on the
 validation split is run with all seeds, and each seed's best epoch is tested, once. One rate with
@@ -137,7 +137,7 @@ class Starts(NamedTuple):
     """Where the seeds start."""
 
     files: Sequence[Path | None]  # of each seed: an adapter, or None for a fresh θ
-    unit: str  # what a seed therefore repeats, which is what the p-value is about
+    unit: str  # what is done anew for each seed, so what p-values are about
 
 
 Seeds = list[tuple[int, Path | None]]  # each with the adapter that it starts from
@@ -197,7 +197,7 @@ def finetune(
             "align_unlike_paper": origin.unlike_paper,
             "pretext": origin.pretext or experiment.origin.pretext,
         }
-        content |= score_trials(trials, experiment, run)
+        content |= score_on_test(trials, experiment, run)
         return FinetuneResult(**run.finish(content))
 
 
@@ -247,13 +247,14 @@ def adapters_of_seeds(cfg: FinetuneConfig, run: Path) -> list[Path]:
 
 
 def check_same_settings(runs: Sequence[Path], start: Path) -> None:
-    """Refuse align runs that are no seeds of one experiment (UsageError)."""
+    """Refuse (UsageError) align runs that differ in more than the seed, or have the same seed."""
     settings = [read_json(run / "config.json") for run in runs]
+    first = settings[0]
     differing: set[str] = set()
-    for of_run in settings:
-        differing |= compare_settings(of_run, settings[0]).keys()
-    seeds = {of_run["seed"] for of_run in settings}
-    if differing or len(seeds) < len(runs):
+    for other in settings[1:]:
+        differing |= compare_settings(other, first).keys() | compare_settings(first, other).keys()
+    seeds = {one["seed"] for one in settings}
+    if differing or len(seeds) < len(runs):  # fewer: one of them is there twice
         names = ", ".join(sorted(differing)) or "seed"
         raise UsageError(
             f"--from {start}: its align runs have to differ in the seed and nothing else; see "
@@ -361,10 +362,13 @@ def quality(scores: Sequence[Score]) -> tuple[float, float]:
     return accuracy, -loss
 
 
-def score_trials(trials: Sequence[TrialResult], experiment: FinetuneExperiment, run: Run) -> Record:
-    """Test the best epoch of each trial, once; its adapter is kept beside the result.
+def score_on_test(
+    trials: Sequence[TrialResult], experiment: FinetuneExperiment, run: Run
+) -> Record:
+    """Test each trial once, with θ and the head of its best epoch.
 
-    Returns what result.json says of the seeds: a list for each quantity.
+    The file of both is copied to OUT/adapter-sSEED.safetensors. Returns what result.json says of
+    the seeds: a list for each quantity.
     """
     test = experiment.task.test
     scores = []
@@ -373,7 +377,7 @@ def score_trials(trials: Sequence[TrialResult], experiment: FinetuneExperiment, 
         head = {name: tensor.to(experiment.device) for name, tensor in head.items()}
         scores.append(experiment.score(test, theta.to(experiment.device), head))
         run.write(f"adapter-s{trial.seed}.safetensors", trial.adapter.read_bytes())
-    right = [score.right for score in scores]
+    right = [score.right for score in scores]  # how many images; None with mAP
     return {
         "test_images": len(test.targets),
         "test": [score.accuracy for score in scores],
@@ -412,7 +416,7 @@ def run_trials(
             new = jobs(run_there, left, cfg.jobs)
         done = len(list(out.glob(f"{TRIALS}/result.json")))
         # More than planned, where the best rate diverged and the next best is run with all seeds.
-        total = max(cfg.runs, done + len(left))
+        total = max(cfg.trials, done + len(left))
         results += track(new, total, "run", done)
     return sorted(results, key=attrgetter("seed"))
 

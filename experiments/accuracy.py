@@ -54,7 +54,7 @@ from experiments.recipe import (
     settings_of,
     write_table,
 )
-from extras.dry_run import plan_peft
+from extras.dry_run import plan_training
 from extras.plots import read_metrics
 from finetune import finetune
 from support.errors import RunError, UsageError
@@ -101,7 +101,7 @@ def main(
 def check_all_is_there(settings: Record) -> None:
     """Look for data, pool and weights of all arms, before the first of them runs (UsageError)."""
     problems: list[str] = []
-    plan_peft(make(AlignConfig, settings_of(AlignConfig, settings)), problems)
+    plan_training(make(AlignConfig, settings_of(AlignConfig, settings)), problems)
     if problems:
         raise UsageError("; ".join(problems))
 

@@ -52,7 +52,7 @@ class Watch:
         steps = range(cfg.alternations * cfg.lower_steps)
         images = pool_images(other.pool, other.arch.image_size, other.cfg)
         self.others = pretext_batches(
-            self.prepared.task, images, cfg.p_batch, steps, other.cfg, other.device
+            self.prepared.pretext_task, images, cfg.p_batch, steps, other.cfg, other.device
         )
         T = cfg.alternations
         self.places = {1: "first", cfg.warmup + 1: "top rate", T // 2 + 1: "middle", T: "last"}
@@ -80,7 +80,7 @@ class Watch:
 
     def gradient(self, batch: Any) -> Tensor:
         """∇L^P of a batch at the present θ_P and φ_P, (K, p)."""
-        state, task = self.prepared.state, self.prepared.task
+        state, task = self.prepared.state, self.prepared.pretext_task
         passes = self.experiment.passes
         return passes.gradients(task.loss, state.theta_P, state.phi_P, batch).theta
 

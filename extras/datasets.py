@@ -30,7 +30,7 @@ def list_all(root: Path) -> list[Record]:
             {
                 "name": name,
                 "state": "there" if is_there else "missing",
-                "found": count_what_is_there(name, path) if is_there else "",
+                "found": describe_what_is_there(name, path) if is_there else "",
                 "place": path,
                 "terms": terms,
             }
@@ -38,14 +38,17 @@ def list_all(root: Path) -> list[Record]:
     return rows
 
 
-def count_what_is_there(name: str, path: Path) -> str:
-    """Such as 1,463 of 11,788; of ImageNet, whose images take long to count, its classes."""
-    if name not in BENCHMARKS:
+def describe_what_is_there(name: str, path: Path) -> str:
+    """How much of a data set there is, such as "1,463 of 11,788" images.
+
+    Of ImageNet the classes are counted, since its images take long.
+    """
+    if name == "imagenet":
         train = path / "train"
         classes = len(subfolders(train)) if train.is_dir() else 0
         return f"{classes:,} of 1,000 classes"
     try:
-        contents = look_at_benchmark(name, path, True)
+        contents = look_at_benchmark(name, path)
     except UsageError:
         return "its lists cannot be read"
     return f"{len(contents.images):,} of {sum(BENCHMARKS[name].sizes):,}"
@@ -86,8 +89,8 @@ def check(name: str, root: Path, partial: bool = False) -> Record:
     }
 
 
-def look_at_benchmark(name: str, path: Path, partial: bool) -> Contents:
-    """What a benchmark's lists name, and what of it is missing."""
+def look_at_benchmark(name: str, path: Path, partial: bool = False) -> Contents:
+    """What a benchmark's lists name, and what of it is missing, which a partial one may."""
     expected = sum(BENCHMARKS[name].sizes)
     listed = set[str]()
     for entries in read_lists(name, path).parts.values():

@@ -59,7 +59,7 @@ def plan_run(command: str, cfg: Command, out: Path, force: bool) -> Plan:
     if isinstance(cfg, PretrainConfig):
         work |= attempt(problems, pretrain.plan, cfg) or {}
     elif isinstance(cfg, AlignConfig | FinetuneConfig):
-        work |= plan_peft(cfg, problems)
+        work |= plan_training(cfg, problems)
     recipe = "MAE or I-JEPA" if command == "pretrain" else "the paper"
     work[f"differs from {recipe}"] = list_unlike_paper(cfg) or "nothing"
     return Plan(work, problems)
@@ -76,7 +76,7 @@ def list_unlike_paper(cfg: Command) -> list[Record]:
     return rows
 
 
-def plan_peft(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Record:
+def plan_training(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Record:
     """What `align` or `finetune` would do."""
     task: Task | None = attempt(problems, open_task, cfg)
     pool: Pool | None = None
@@ -99,7 +99,7 @@ def plan_peft(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Record:
         arch = attempt(problems, try_networks, cfg, task, pool)
     else:
         arch = attempt(problems, official_arch, cfg)
-    steps = count_align(cfg, task) if isinstance(cfg, AlignConfig) else count_peft(cfg, task)
+    steps = count_align(cfg, task) if isinstance(cfg, AlignConfig) else count_finetune(cfg, task)
     parameters = None
     if arch:
         parameters = arch.depth * 4 * cfg.rank * arch.dim  # A and B, of q and of v
@@ -141,13 +141,13 @@ def count_align(cfg: AlignConfig, task: Task | None) -> Record:
     return steps
 
 
-def count_peft(cfg: FinetuneConfig, task: Task | None) -> Record:
-    """Runs of one rate and one seed, and the steps of all of them."""
-    steps = {"runs": cfg.runs}
+def count_finetune(cfg: FinetuneConfig, task: Task | None) -> Record:
+    """How many trials (one rate, one seed), and the steps of all of them."""
+    counts = {"trials": cfg.trials}
     if task:
         steps_per_epoch = math.ceil(len(task.train.targets) / cfg.batch)
-        steps["in all"] = cfg.runs * cfg.epochs * steps_per_epoch
-    return steps
+        counts["all trials"] = cfg.trials * cfg.epochs * steps_per_epoch
+    return counts
 
 
 def paper_memory(cfg: AlignConfig | FinetuneConfig) -> tuple[int, int] | None:

@@ -78,7 +78,10 @@ def read_voc(base: Path) -> Lists:
 
 
 def read_cub(base: Path) -> Lists:
-    """Four lists by an image's number; classes count from 1, and a split of 1 is training."""
+    """Three lists by image number: its file, its class from 1, and 1 if it is for training.
+
+    classes.txt has the names of the classes, in the order of their numbers.
+    """
     files = read_pairs(base / "images.txt")
     labels = read_pairs(base / "image_class_labels.txt")
     is_training = read_pairs(base / "train_test_split.txt")

@@ -33,7 +33,7 @@ from support.processes import gather, own_part, wait_for_all, world
 from support.runs import LOG, Identity, sha256
 
 C = TypeVar("C", AlignConfig, FinetuneConfig)
-TRIAL_IMAGES = 4  # that a pretext task of one's own is tried on, before the long work
+FIRST_IMAGES = 4  # a pretext task of one's own is tried on so many, before the long work
 
 
 class Head(NamedTuple):
@@ -66,7 +66,7 @@ class Experiment(Generic[C]):
 
     @property
     def passes(self) -> Passes:
-        """How forward and backward passes are made."""
+        """Micro-batches and precision of all forward and backward passes."""
         return Passes(self.cfg.micro_batch, self.amp)
 
     @property
@@ -120,7 +120,7 @@ class Experiment(Generic[C]):
     def new_head(self, purpose: str, seed: int) -> Head:
         """A fresh head (App. C.2); `purpose` and the seed decide on its random numbers."""
         dim = self.backbone.dim
-        # `purpose`: align's head and finetune's are not the same numbers, though the seed is one.
+        # `purpose`: so align and finetune draw other heads from the same seed.
         g = data.rng(seed, purpose)
         start = lora.init_head(dim, len(self.task.classes), g)
         stats: Phi = {}
@@ -206,9 +206,9 @@ class Experiment(Generic[C]):
             )
 
     def decode_held_out_images(self, scored: Sequence[data.Split]) -> None:
-        """Read all validation and test images, so that a damaged one is told before training.
+        """Read all validation and test images, so that a damaged one is reported before training.
 
-        Each process reads its own part, and keeps it of those splits that will be scored.
+        Each process reads its own part, and keeps that of the splits in `scored` in memory.
         """
         for split in (self.task.val, self.task.test):
             own = own_numbers(split)
@@ -273,7 +273,7 @@ class AlignExperiment(Experiment[AlignConfig]):
                 "other, so a batch cannot be cut; leave --micro-batch out and start one process"
             )
         # A loss that compares images may need many, and a batch of it is never smaller.
-        n = min(TRIAL_IMAGES, cfg.p_batch) if mean_over_images else cfg.p_batch
+        n = min(FIRST_IMAGES, cfg.p_batch) if mean_over_images else cfg.p_batch
         try_step(task, self.first_images(n), theta, self.passes)
         return self.task_class.new(self.backbone, cfg)  # the step changed the first one
 

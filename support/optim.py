@@ -51,15 +51,18 @@ class Group(NamedTuple):
 
 
 def decay_groups(named: Mapping[str, Tensor], lr: float, weight_decay: float) -> list[Group]:
-    """Rule of MAE and I-JEPA: vectors and biases are not decayed (the mask token is, it is 3-D)."""
+    """Two groups by MAE's and I-JEPA's rule: vectors and biases are not decayed, all others are.
+
+    So the mask token is, which has three axes. A group may be empty.
+    """
     decayed = Group([], lr, weight_decay)
-    plain = Group([], lr, 0.0)
+    undecayed = Group([], lr, 0.0)
     for name, tensor in named.items():
         if tensor.ndim <= 1 or name.endswith(".bias"):
-            plain.tensors.append(tensor)
+            undecayed.tensors.append(tensor)
         else:
             decayed.tensors.append(tensor)
-    return [decayed, plain]
+    return [decayed, undecayed]
 
 
 @dataclass(eq=False)

@@ -57,19 +57,21 @@ def import_names(place: str) -> Mapping[str, Any]:
 
 
 def try_step(task: PretextTask[Batch], images: Tensor, theta: Tensor, passes: Passes) -> None:
-    """Take a step of the lower level on a few images (B, 3, H, W), before the long work starts.
+    """Draw, prepare, loss, gradients and after_step once, on a few images (B, 3, H, W).
 
-    What is wrong with a task shows itself here, by Python's own traceback. Random numbers of the
-    run, θ and φ_P are left as they were; what the task keeps is changed, as by any step.
+    What is wrong with a task shows itself here, by Python's own traceback, before the long work
+    starts. torch's random numbers, θ and φ_P stay as they were. What the task itself keeps may
+    change, so the caller makes a new one.
     """
     gpus = [images.device] if images.is_cuda else []
-    leaf = trainable({"theta": theta})["theta"]
+    theta_P = trainable({"theta": theta})["theta"]
     phi = trainable(task.phi, theta.device)
     with torch.random.fork_rng(gpus):
         drawn = task.draw(len(images), torch.Generator().manual_seed(0))
-        batch = task.prepare(images, *[part.to(images.device) for part in drawn])
-        found = passes.gradients(task.loss, leaf, phi, batch)
-        task.after_step(leaf)
-    gradients = [found.theta, *found.phi.values()]
-    if not all(x.isfinite().all() for x in (found.value, *gradients)):
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=passes.amp):
+            batch = task.prepare(images, *[part.to(images.device) for part in drawn])
+        result = passes.gradients(task.loss, theta_P, phi, batch)
+        task.after_step(theta_P)
+    gradients = [result.theta, *result.phi.values()]
+    if not all(x.isfinite().all() for x in (result.value, *gradients)):
         raise ValueError("the loss of the pretext task, or a gradient of it, is not finite")

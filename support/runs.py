@@ -40,8 +40,8 @@ LOG = logging.getLogger("bisslight")
 T = TypeVar("T")
 
 
-def read_json(path: Path, remedy: str = "make it again") -> Record:
-    """A JSON object (UsageError where it is missing or damaged)."""
+def read_json(path: Path, remedy: str = "give the command that wrote it again") -> Record:
+    """Read a JSON object (UsageError, with this remedy, where it is missing or damaged)."""
     with checking(str(path), remedy):
         return dict(json.loads(path.read_text()))
 
@@ -141,7 +141,7 @@ FILES = (  # of a run; those that say what the directory is are the last to be r
 )  # fmt: skip
 TORN = [f".{name}.[0-9]*.tmp" for name in FILES]  # left by a process that is killed as it writes
 PACKAGES = ("bisslight", "torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
-DIGESTS = {  # what each one is of
+DIGESTS = {  # the flag whose content each one is a digest of
     "weights_sha256": "--weights",
     "data_sha256": "--dataset",
     "pool_sha256": "--pool",
@@ -288,9 +288,10 @@ class Run(ExitStack):
         return [names[id(tensor)] for tensor in optimiser.tensors]
 
     def cut_metrics(self) -> None:
-        """Leave in metrics.jsonl what the checkpoint knows of.
+        """Cut metrics.jsonl back to the checkpoint's records.
 
-        What was logged after it goes, and with it a line that was cut off by the end of a process.
+        Records that were logged after it are removed, and so is a line that a killed process left
+        unfinished.
         """
         if (self.path / "metrics.jsonl").exists():
             lines = [json.dumps(record) + "\n" for record in self.records]
@@ -538,7 +539,7 @@ def has_grown(path: Path, command: str, config: Machine) -> bool:
 
 
 def is_more(name: str, value: object, before: object) -> bool:
-    """Whether what may grow holds what it was before: a number, a list, the starts of seeds."""
+    """Whether a value that may grow still contains the recorded one."""
     if isinstance(value, list) and isinstance(before, list):
         if name == "start_sha256":  # one for each seed, in their order
             return value[: len(before)] == before
@@ -583,10 +584,13 @@ def has_finished_a_step(path: Path) -> bool:
 
 
 def describe_change(name: str, recorded: Record, current: Record) -> str:
-    """One change in words: a setting with both values, or the thing whose digest has changed."""
+    """What differs, in words: a setting with both values, or whose content was changed.
+
+    Both records have settings and what an `Identity` has, by name.
+    """
     if name == "pretext_sha256":
-        file, _, _ = current["pretext"].rpartition(":")  # of FILE.py:Class or module:Class
-        return f"{file} was changed since this run began"
+        place, _, _ = current["pretext"].rpartition(":")  # of FILE.py:Class or module:Class
+        return f"{place} was changed since this run began"
     if name in DIGESTS:
         return f"the content of {DIGESTS[name]} was changed since this run began"
     return f"{name} {recorded.get(name)} -> {current[name]}"

@@ -321,7 +321,7 @@ def test_a_dry_run_counts_the_work_and_names_what_is_not_the_papers(weights: Pat
 def test_a_dry_run_of_finetune_counts_its_runs_and_warns_of_the_warm_up(weights: Path) -> None:
     tune = f"finetune {MAE_RUN.format(weights=weights)} --grid 1e-3,1e-2 --grid-seeds 2 --seeds 3"
     told = json.loads(done(f"{tune} --batch 33 --dry-run --json"))
-    assert told["steps"] == {"runs": 5, "in all": 5 * 60 * 3}
+    assert told["steps"] == {"trials": 5, "all trials": 5 * 60 * 3}
     assert "--warmup-epochs" in run(f"{tune} --dry-run --epochs 2 --warmup-epochs 2").err
 
 
