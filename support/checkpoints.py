@@ -90,8 +90,12 @@ def load_backbone(cfg: AlignConfig | FinetuneConfig) -> Pretrained:
             pretrained = load_timm(path, cfg)
         else:
             pretrained = load_networks(path, cfg)
-    except (ValueError, TypeError, KeyError, OSError, RuntimeError) as error:  # names, shapes
-        raise UsageError(f"{thing}: {str(error)[:500]}; see --backbone and --pretext") from error
+    except (ValueError, TypeError, KeyError, OSError, RuntimeError, ArithmeticError) as error:
+        # wrong names or shapes, sizes of 0
+        remedy = "see --backbone and --pretext"
+        if cfg.weights is None and path:  # a size within 1 % of the right one tells little
+            remedy += ", or delete this file, and it is fetched anew"
+        raise UsageError(f"{thing}: {str(error)[:500]}; {remedy}") from error
     pretrained.backbone.requires_grad_(False)
     return pretrained
 
@@ -362,6 +366,8 @@ def load_adapter(path: Path) -> Adapter:
     origin: Record = json.loads(metadata.get("bisslight", "{}"))
     if origin.get("format") != FORMAT:
         raise ValueError(f"not an adapter: it is not of format {FORMAT}")
+    if "theta" not in tensors:
+        raise ValueError("not an adapter: it has no θ")
     theta = tensors.pop("theta")
     head = {name.removeprefix("head."): tensor for name, tensor in tensors.items()}
     return Adapter(theta, head, AdapterInfo(**origin))
