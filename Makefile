@@ -31,11 +31,14 @@ slow: $(VENV)/.test  ## minutes: kills while saving, torchrun, the notebooks, th
 	$(PYTEST) -m slow --override-ini addopts='--import-mode=importlib'
 
 newest:  ## the suite with the newest version of everything, in .venv-newest
+	$(MAKE) .venv-newest/.test VENV=.venv-newest CONSTRAINTS=
+	.venv-newest/bin/python -m pip freeze --exclude-editable
 	$(MAKE) test VENV=.venv-newest CONSTRAINTS=
 
 lowest: $(VENV)/.test  ## the suite with the lowest versions that pyproject.toml allows, in .venv-lowest
 	test -x .venv-lowest/bin/python || $(PYTHON) -m venv .venv-lowest
 	$(BIN)/uv pip install --python .venv-lowest/bin/python --resolution lowest-direct --editable '.[dev]'
+	.venv-lowest/bin/python -m pip freeze --exclude-editable
 	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -n auto
 
 constraints: $(VENV)/.test  ## constraints.txt anew: the newest versions, for all Pythons and platforms

@@ -3,7 +3,7 @@
 #
 # BiSSLight never changes the pretrained network ψ. It trains two small sets of numbers that are
 # added to it: θ_P for the pretext task and θ_D for the downstream task. This notebook shows what
-# these numbers are and what each task does with them:
+# they are:
 #
 # 1. what low-rank adaptation (LoRA) adds to the network, computed by hand and merged into it;
 # 2. what the masked autoencoder (MAE) hides and fills in, before and after pretraining.
@@ -41,12 +41,11 @@ BLUE, ORANGE = "#0072B2", "#E69F00"
 # *Omniglot* (Lake, Salakhutdinov and Tenenbaum 2015) is handwriting: 20 people drew each character
 # of many alphabets. Eight of these come with the program, as images of 28 x 28 pixels. Three
 # alphabets are the *pool*, used without labels. Each of the other five is a task: which character
-# of this alphabet is it? 10 people drew the training images, 3 others the validation images and 7
-# others the test images, so nobody's handwriting is in two of them.
+# is it? Training, validation and test images were drawn by different people.
 #
 # `vit_mini` is a small Vision Transformer (ViT): patches of 4 x 4 pixels, so 49 patches, and 4
 # layers of width 64. A backbone ψ that was pretrained on the pool for 250 epochs comes with the
-# program, too.
+# program.
 
 # %%
 cfg = AlignConfig(backbone="vit_mini", dataset="omniglot:Greek")  # so weights="omniglot"
@@ -89,9 +88,9 @@ plt.show()
 #
 # $$W_q \to W_q + s\, B_q A_q, \qquad W_v \to W_v + s\, B_v A_v, \qquad s = \alpha / r .$$
 #
-# θ holds A_q, B_q, A_v, B_v of all layers as *one* matrix (K, 4 r dim): a row per layer. This is
-# why a "block" of M-FAC is simply a row of θ. At the start B is 0, so θ changes nothing (line 2 of
-# Algorithm 1). To see something, we fill θ with random numbers.
+# θ holds A_q, B_q, A_v, B_v of all layers as *one* matrix (K, 4 r dim): a row per layer, so a
+# "block" of M-FAC is a row of θ. At the start B is 0, so θ changes nothing (line 2 of Algorithm 1).
+# To see something, we fill θ with random numbers.
 
 # %%
 r = 8
@@ -144,7 +143,7 @@ plt.show()
 
 # %% [markdown]
 # The keys are unchanged, and the change of the query and value matrices has rank 8. For the
-# networks of the paper, with r = 64, θ has this many numbers (App. C.4):
+# networks of the paper, θ has this many numbers (App. C.4):
 
 # %%
 for name in ("vit_mini", "vit_b16", "vit_l16", "vit_h14"):
@@ -152,8 +151,7 @@ for name in ("vit_mini", "vit_b16", "vit_l16", "vit_h14"):
     print(f"{name:9} {K} layers x 4 x rank {rank} x {dim} = {K * 4 * rank * dim:,}")
 
 # %% [markdown]
-# Two adapters on one backbone are simply two tensors. The network is a function of the image and of
-# one of these tensors; this is what the paper means by attaching two modules:
+# Two adapters on one backbone are simply two tensors:
 
 # %%
 theta_P = start.clone()
@@ -168,15 +166,12 @@ print(f"the same ψ under θ_P and under θ_D: outputs differ by {moved:.0%}")
 # 1. With B = 0 and A random, for which of the two is the gradient not 0 in the first step?
 # 2. BA does not change if A is doubled and B is halved. What does that mean for the pull λ/2 |θ_P −
 #    θ_D|² of Eq. 4, which compares A with A and B with B?
-# 3. Merging saves time at inference. Why does BiSSLight not merge during alignment?
 #
 # <details><summary>Answers</summary>
 #
 # 1. For B. The gradient with respect to A is Bᵀ times another matrix, so it is 0 as long as B is 0.
 # 2. Two adapters can give the same network and still be far apart for Eq. 4. Starting both from the
 #    same θ (line 2) avoids this at the beginning; the paper speaks of "an artificial mismatch".
-# 3. There are two adapters on one ψ. If one of them were merged, a second copy of the network would
-#    be needed for the other. LoRA saves just this memory.
 #
 # </details>
 
@@ -184,13 +179,13 @@ print(f"the same ψ under θ_P and under θ_D: outputs differ by {moved:.0%}")
 # ## 2.3 The masked autoencoder
 #
 # MAE removes most patches of an image. The backbone sees only those that stay; a small decoder,
-# φ_P, gets their tokens, puts a learned *mask token* in the other places, and predicts the pixels
-# there. The loss is the squared error on the removed patches only. The paper removes 75 %.
+# φ_P, predicts the pixels of the others ([the loss](../docs/math.md#masked-autoencoding)). The
+# paper removes 75 %.
 #
-# The only random numbers of a step are one number per patch, called noise: the patches with the
-# smallest numbers stay. With the same noise, a step can be repeated exactly. `mae.masking` returns
-# two tensors: `keep`, the numbers of the patches that stay, and `restore`, which says for each
-# patch where it stands in the list "kept patches, then removed ones".
+# The only random numbers of a step are one per patch, called noise: the patches with the smallest
+# numbers stay. With the same noise, a step can be repeated exactly. `mae.masking` returns two
+# tensors: `keep`, the numbers of the patches that stay, and `restore`, which says for each patch
+# where it stands in the list "kept patches, then removed ones".
 
 # %%
 ratios = (0.25, 0.5, 0.75)
@@ -209,9 +204,8 @@ figure.suptitle("The same noise with three mask ratios (removed patches in orang
 plt.show()
 
 # %% [markdown]
-# Pretraining minimises this loss over ψ *and* φ_P (Eq. 1). This is the only place where ψ itself is
-# trained. There is no θ here, so the loss gets None in its place. Algorithm 1 uses the same
-# `Passes.value_and_gradients` and `Optimiser`. We train a new network for 150 steps, and compare it
+# Pretraining minimises this loss over ψ *and* φ_P (Eq. 1); only here ψ itself is trained. There is
+# no θ, so the loss gets None in its place. We train a new network for 150 steps, and compare it
 # with the one that comes with the program, which had 5,000 larger steps of the same kind.
 
 # %%
@@ -280,57 +274,47 @@ figure.suptitle("Greek characters filled in; no network has seen Greek")
 plt.show()
 
 # %% [markdown]
-# The target is *standardised* within each patch (mean 0, standard deviation 1), as in the paper. So
-# the decoder predicts only the pattern of a patch; for the pictures, brightness and contrast are
-# taken from the true patch. Mind what this means: a patch without ink stays blank in every row, and
-# a patch with ink looks grey even if nothing was predicted. The pictures look better than the
-# predictions are. Only the *direction of the strokes* inside a patch is the network's own.
+# The target is *standardised* within each patch, as in the paper. So the decoder predicts only the
+# pattern of a patch; for the pictures, brightness and contrast are taken from the true patch. A
+# patch without ink stays blank in every row, and a patch with ink looks grey even if nothing was
+# predicted: the pictures look better than the predictions are. Only the *direction of the strokes*
+# inside a patch is the network's own.
 #
 # A patch of one shade has the target 0. So predicting the mean of each patch gives a loss equal to
-# the share of the other patches (the dotted line), not 1. In its 150 steps the new network has
-# learnt no more than this: every removed patch is an even grey. The program's network has gone on
-# from there: its grey follows the strokes, and 0.25 is clearly below the line, if far from 0. Most
-# of what a stroke does cannot be known from a quarter of the patches.
+# the share of the other patches (the dotted line). In its 150 steps the new network has learnt no
+# more than this: every removed patch is an even grey. The grey of the program's network follows the
+# strokes, and 0.25 is clearly below the line. Most of what a stroke does cannot be known from a
+# quarter of the patches.
 #
 # **Questions**
 #
 # 1. Why does the decoder see the mask tokens, but the backbone does not?
 # 2. The network was pretrained on Korean, Japanese and Sanskrit characters. Why can it fill in
 #    Greek ones?
-# 3. Which of the removed patches can be predicted well, and which cannot?
-# 4. The labelled task asks which character it is. Why should filling in strokes help with that?
+# 3. The labelled task asks which character it is. Why should filling in strokes help with that?
 #
 # <details><summary>Answers</summary>
 #
-# 1. With 75 % removed, the backbone processes only a quarter of the patches, so pretraining is
-#    cheap. And in fine-tuning there are no mask tokens, so the backbone should not depend on them.
+# 1. With 75 % removed, pretraining is cheap. And in fine-tuning there are no mask tokens, so the
+#    backbone should not depend on them.
 # 2. What it has learnt is about strokes: they go on in their direction, bend and end. This is the
-#    same in all alphabets. Such a pool is the role that ImageNet has in the paper.
-# 3. Well: a patch next to a visible piece of the same stroke. Not: a stroke of which nothing is
-#    visible, such as a lone dot. There the best prediction is the mean over all that it could be,
-#    which is grey.
-# 4. To continue a stroke, the network has to represent where strokes run and how they meet, and
-#    characters differ in this. But it is not the same: neatness and slant help to fill in and say
-#    nothing about the character.
+#    same in all alphabets.
+# 3. To continue a stroke, the network has to represent where strokes run and how they meet, and
+#    characters differ in this. But neatness and slant help to fill in and say nothing about the
+#    character.
 #
 # </details>
 
 # %% [markdown]
 # ## What to change and what you expect
 #
-# Say what you expect before you run it. All three were run; *found* says what came out.
+# Say what you expect before you run it. Both were run; *found* says what came out.
 #
 # 1. **In 2.2, set `r` to 2, then to 64.** The singular values of the change should break off after
-#    2. With 64, which is the width of the network, nothing should break off: BA can be any matrix,
-#    and LoRA saves nothing here (θ then has 65,536 numbers, about half as many as ψ). *Found:* with
-#    2, they fall from 0.58 to rounding; with 64, the smallest is 7e-5, far above it.
+#    2. With 64, the width of the network, nothing should break off, and LoRA saves nothing.
+#    *Found:* with 2, they fall from 0.58 to rounding; with 64, the smallest is 7e-5, far above it.
 # 2. **Give the new network `mae.MAE(..., norm_pix=False)`**. Now its target is the pixels
 #    themselves, and nothing of the true patch is used in its rows. It should first predict paper
 #    everywhere, because most pixels are paper, and then grey around the visible strokes. *Found:*
 #    after 150 steps there is one grey cloud in the middle of every image, nearly the same for all:
 #    it has learnt where ink usually is, and hardly anything about the strokes of this image.
-# 3. **Set `mask_ratio=0.5`** for the new network. The loss should be lower, since neighbours of a
-#    removed patch are visible more often. *Found:* it is not; both are 0.33. In 150 steps the
-#    network learns no more than the mean of each patch, and for that it needs no neighbours. Even
-#    if the loss were lower, the backbone would not be better for it: an easier task can teach less.
-#    Accuracy on a labelled task is the judge, not L^P.

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 3. Algorithm 1 by hand
 #
-# Here the whole training algorithm of BiSSLight is written out with the
-# paper's line numbers, from the pieces of this project. Then the same run is done with
-# `bisslight.algorithm_1`, and the two are compared number by number. The second half is a lab: in
-# which regime does the curvature change anything, and does it change it in the right way?
+# Here Algorithm 1 is written out with the paper's line numbers, from the pieces of this project.
+# Then the same run is done with `bisslight.algorithm_1`, and the two are compared number by number.
+# The second half is a lab: in which regime does the curvature change anything, and does it change
+# it in the right way?
 #
 # Read `bisslight.py` beside this page; it begins with a glossary of all letters. The notebook runs
 # in less than a minute.
@@ -44,8 +44,8 @@ BLUE, ORANGE, GREEN, PINK, RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D
 #
 # We need a pretrained backbone ψ with its pretext head φ_P, a pretext task, a labelled task,
 # batches of both, and two optimisers. ψ and φ_P come with the program: `vit_mini`, pretrained with
-# the masked autoencoder (MAE) on handwritten characters of three alphabets (notebook 2 shows them).
-# The labelled task is to tell the 24 Greek characters apart.
+# the masked autoencoder (MAE) on handwritten characters (notebook 2). The labelled task is to tell
+# the 24 Greek characters apart.
 
 # %%
 cfg = AlignConfig(backbone="vit_mini", dataset="omniglot:Greek")
@@ -109,27 +109,20 @@ def begin() -> State:
 #
 # 1. `load_backbone` freezes ψ (`requires_grad_(False)`). Why?
 # 2. What differs between the states of two calls of `begin`?
-# 3. Both levels have an optimiser of their own. Could they share one?
 #
 # <details><summary>Answers</summary>
 #
-# 1. Pretraining (Eq. 1) trained the backbone itself; BiSSLight trains only θ and the heads. If ψ
-#    were not frozen, automatic differentiation would also store what it needs for the gradients
-#    with respect to ψ, which are not used.
+# 1. BiSSLight trains only θ and the heads. If ψ were not frozen, automatic differentiation would
+#    also store what it needs for the gradients with respect to ψ, which are not used.
 # 2. Nothing: the random numbers of each purpose have a seed of their own. So runs can be compared.
-# 3. They could, with two groups of parameters: AdamW (Adam with decoupled weight decay) keeps its
-#    running means for each parameter separately, and each group can have its own learning rate and
-#    betas, which differ between the levels (App. C.3). But the levels step at different times, and
-#    their schedules have different lengths, so two optimisers are simpler.
 #
 # </details>
 
 # %% [markdown]
 # ## 3.2 Algorithm 1
 #
-# `passes.gradients(loss, theta, phi, batch)` returns the loss and its gradients with respect to
-# θ and to the head. `update` of an optimiser takes tensors and their gradients and changes the
-# tensors in place.
+# `passes.gradients(loss, theta, phi, batch)` returns the loss and its gradients with respect to θ
+# and to the head. `update` of an optimiser changes tensors in place.
 #
 # Three things are easy to get wrong:
 #
@@ -207,16 +200,13 @@ for name, mine, theirs in (
 # **Questions**
 #
 # 1. Which lines would you have to change to get BiSSL, the predecessor?
-# 2. Line 9 moves θ_P, but line 10 uses gradients from before these moves. Why is this acceptable?
-# 3. In which line do the labelled data influence θ_P?
+# 2. In which line do the labelled data influence θ_P?
 #
 # <details><summary>Answers</summary>
 #
 # 1. Lines 10 and 13 only: pass `cg` (conjugate gradients, CG) instead of `mfac`. Then H is used and
 #    G is not.
-# 2. It is an approximation (Sec. 3.1, "Recycling Lower-Level Gradients"). The paper argues that the
-#    penalty keeps θ_P near θ_D, so that θ_P moves only a little in the N_L steps.
-# 3. In no line directly. The labels move θ_D (line 16), and line 7 of the next alternation pulls
+# 2. In no line directly. The labels move θ_D (line 16), and line 7 of the next alternation pulls
 #    θ_P towards θ_D.
 #
 # </details>
@@ -225,9 +215,8 @@ for name, mine, theirs in (
 # ## 3.4 In which regime does the curvature change anything?
 #
 # The last upper step above had |q|/|g| = 0.999 or more: q is g, and `identity`, which ignores the
-# curvature, would have given the same run. This is what one finds with the settings that work well
-# on these images. Why? M-FAC's matrix F is the mean of $g_i g_i^\top$. So in each block, no
-# eigenvalue of F is larger than the mean squared length of the stored gradients:
+# curvature, would have given the same run. Why? M-FAC's matrix F is the mean of $g_i g_i^\top$. So
+# in each block, no eigenvalue of F is larger than the mean squared length of the stored gradients:
 
 # %%
 for size in (64, 8, 1):
@@ -237,13 +226,15 @@ for size in (64, 8, 1):
     print(f"batches of {size:2}: no eigenvalue of F above", [f"{x:.0e}" for x in largest.tolist()])
 
 # %% [markdown]
-# Compare with λ = 1e-3: where F is much smaller than λ, λ(F + λI)⁻¹ is nearly I. There are two ways
-# to a regime in which M-FAC acts: larger gradients (smaller batches, since averaging shrinks the
-# noise; a higher rank; or another pretext task: with the jigsaw of notebook 4, |q|/|g| is 0.98), or
-# a smaller λ. We try batches and λ from the same start, with the paper's N_L = 20. Two more numbers
-# tell why |q|/|g| is what it is. M-FAC changes g only within the span of the stored gradients:
-# `share` is the part of |g|² in this span, and `removed` says how much of that part the inverse
-# takes away. A hypergradient of our own measures them: it is M-FAC, and looks at each query.
+# Compare with λ = 1e-3: where F is much smaller than λ, λ(F + λI)⁻¹ is nearly I. M-FAC acts where
+# gradients are larger (smaller batches, since averaging shrinks the noise; a higher rank; or
+# another pretext task: with the jigsaw of notebook 4, |q|/|g| is 0.98), or where λ is smaller. We
+# try batches and λ from the same start, with the paper's N_L = 20.
+#
+# Two more numbers tell why |q|/|g| is what it is ([derived
+# here](../docs/math.md#how-much-can-curvature-do)): `share` is the part of |g|² in the span of the
+# stored gradients, and `removed` says how much of that part the inverse takes away. A hypergradient
+# of our own measures them.
 
 # %%
 columns: dict[str, list[float]] = {}  # the numbers of all upper steps, by name
@@ -299,9 +290,9 @@ plt.show()
 #
 # <details><summary>Answers</summary>
 #
-# 1. The eigenvalues κ of F are at least 0, so the factors λ/(κ + λ) lie between 0 and 1, and g·q is
-#    above 0. The true Hessian can have negative eigenvalues. If one of them is below −c, then
-#    H + cI (with CG's c = λ + 1) is not positive definite, and the result of CG can point anywhere.
+# 1. The factors λ/(κ + λ) lie between 0 and 1, since no eigenvalue κ of F is below 0, and g·q is
+#    above 0. The true Hessian can have negative eigenvalues. If one lies below −c (for CG, c is λ +
+#    1), the result of CG can point anywhere.
 # 2. Their gradients have directions in common. These are the only ones in which M-FAC can act.
 # 3. It is the pull between θ_P and θ_D (line 7). With λ = 1e-5 the labels reach θ_P a hundred times
 #    more slowly. So λ cannot be chosen for the sake of M-FAC alone.
@@ -312,9 +303,8 @@ plt.show()
 # ## 3.5 Beside the exact hypergradient
 #
 # M-FAC acts at batch 8 and λ = 1e-5. Does it do what Eq. 5 asks for? For that we need the dense
-# Hessian, so a smaller network: two layers of width 32, patches of 7 pixels, LoRA of rank 1. Then θ
-# has 2 x 128 = 256 numbers. We pretrain it on the same pool for a moment, train θ and φ_P on the
-# lower level, and then compute H on 256 images.
+# Hessian, so a smaller network with LoRA of rank 1: θ has 2 x 128 = 256 numbers. We pretrain it on
+# the same pool for a moment, train θ and φ_P on the lower level, and then compute H on 256 images.
 
 # %%
 TINY = BACKBONES["vit_mini"]._replace(
@@ -368,9 +358,9 @@ for size, G in stored.items():
           f"cosine of the matrices F and H {alike:.2f}; {factor:.0f} F is most like H")  # fmt: skip
 
 # %% [markdown]
-# We compare all methods with `exact`, over λ. Where λ is smaller than the size of the lowest
-# eigenvalue of H (grey), H + λI has a negative eigenvalue. There θ_P can be a saddle of the lower
-# level, but not the minimum that Eq. 4 asks for.
+# We compare all methods with `exact`, over λ. In the grey, λ is smaller than the size of the lowest
+# eigenvalue of H, so H + λI has a negative one. There θ_P can be a saddle of the lower level, but
+# not the minimum that Eq. 4 asks for.
 
 
 # %%
@@ -440,25 +430,21 @@ plt.show()
 # **Left and middle.** Right of the grey, M-FAC, CG as in BiSSL and `identity` lie on top of each
 # other, at |q|/|g| = 1, and CG without damping is the exact answer. Near the edge of the grey the
 # exact q can be *longer* than g: where H has an eigenvalue κ between −λ and 0, the factor λ/(κ + λ)
-# is above 1. F has no negative eigenvalues, so M-FAC can only shorten g. It does so far to the
-# left, deep in the grey, where no method has the direction of Eq. 5.
+# is above 1. M-FAC can only shorten g. It does so far to the left, deep in the grey, where no
+# method has the direction of Eq. 5.
 #
 # **Right.** Is F just too small? L^P is a *mean* over pixels, and each stored gradient a mean over
 # images; both make F smaller in comparison with H. So we give M-FAC F times a factor (this is M-FAC
 # with λ divided by it). The dotted red line is `identity`. The best factor raises the cosine by
-# less than 0.004, also where the network was pretrained from another start, and a larger one lowers
-# it. As matrices, F and H have a cosine of about 0.2: here not only the size of F is wrong. F is
-# not the Hessian.
+# less than 0.004, and a larger one lowers it. As matrices, F and H have a cosine of about 0.2: here
+# not only the size of F is wrong.
 #
 # So on this network M-FAC acts where it should not, and where it should act it does not. This is
-# one small network with LoRA of rank 1, trained for seconds, at one θ. The same network, trained
-# with other rates, gave a cosine of F and H of 0.6, and single images with 100 F then raised the
-# cosine with the exact q from 0.66 to 0.69, at the edge of the grey. So the shape of F can help a
-# little; its size, as the paper has it, did not in either case. This says nothing about the paper's
-# networks, for which the paper gives neither |q|/|g| nor such a comparison.
-# `experiments/exact.md` does the same for `vit_mini`, and `experiments/curvature.md` has regimes
-# on drawn images, where batch 8 or rank 64 alone are enough to make |q|/|g| about 0.9; on
-# handwriting they are not (0.998, 0.999).
+# one small network with LoRA of rank 1, trained for seconds, at one θ. It says nothing about the
+# paper's networks, for which the paper gives neither |q|/|g| nor such a comparison.
+# [exact.md](../experiments/exact.md) does the same for `vit_mini`, and
+# [curvature.md](../experiments/curvature.md) has regimes on drawn images, where batch 8 or rank 64
+# alone are enough to make |q|/|g| about 0.9; on handwriting they are not (0.996, 0.997).
 #
 # **Questions**
 #
@@ -476,16 +462,15 @@ plt.show()
 # <details><summary>Answers</summary>
 #
 # 1. A small change dA, dB changes W by B dA + dB A + dB dA. The last term is of second order, and
-#    it meets the gradient of L^P with respect to W. It adds to H a part that has only blocks
-#    between A and B, and such a matrix has eigenvalues in pairs ±. It vanishes only where that
-#    gradient does.
-# 2. The gradient of a batch is a mean. If the gradients of single images are mostly noise,
-#    independent and with mean 0, the covariance of their mean is 64 times smaller (notebook 1,
-#    section 1.3). H is a mean, too, but the mean of second derivatives does not shrink.
+#    adds to H a part that has only blocks between A and B. Such a matrix has eigenvalues in pairs
+#    ±. It vanishes only where the gradient of L^P with respect to W does.
+# 2. If the gradients of single images are mostly noise, independent and with mean 0, the covariance
+#    of their mean is 64 times smaller (notebook 1, section 1.3). H is a mean, too, but the mean of
+#    second derivatives does not shrink.
 # 3. Compute the gradients of the same batches, with the same masks, again at the last θ_P, and
-#    compare stored with fresh ones, and the two q; then fresh ones with those of other batches.
-#    The first is age, the second is noise. `experiments/recycling.md` measures both. In 3.4, q is
-#    g in the first two regimes whatever G holds, so there age cannot matter.
+#    compare stored with fresh ones; then fresh ones with those of other batches. The first is age,
+#    the second is noise ([recycling.md](../experiments/recycling.md)). In 3.4, q is g in the first
+#    two regimes whatever G holds, so there age cannot matter.
 # 4. The same run with `identity`. It costs less and has everything but the curvature.
 #
 # </details>
@@ -493,7 +478,7 @@ plt.show()
 # %% [markdown]
 # ## What to change and what you expect
 #
-# Say what you expect before you run it. All four were run; *found* says what came out.
+# Say what you expect before you run it. All three were run; *found* says what came out.
 #
 # 1. **In `by_hand`, append `g_P` to G** (after line 7) in place of `grad_P`. The comparison in
 #    3.3 should fail: now F also contains λ(θ_P − θ_D). θ_P itself should hardly change, since q
@@ -503,16 +488,9 @@ plt.show()
 #    so nearly all of the reachable part should be removed. But |q|/|g| cannot fall below √(1 −
 #    share). *Found:* 92 % of it is removed, and |q|/|g| is 0.844. The share is a little larger than
 #    before, 30 %, so the limit is 0.84.
-# 3. **In 3.4, set `lower_steps` of `lab` to 80** (four times the time). The span is larger, so the
-#    share should grow, but less than four times: gradients repeat each other. *Found:* it doubles,
-#    to 41 to 54 %. But less of it is removed (10 in place of 21 % with batches of 64 and λ = 1e-5,
-#    41 in place of 65 % with batches of 8), so |q|/|g| changes by 0.02 at most. The span that is
-#    added seems to have little curvature.
-# 4. **In 3.5, train the lower level for 2,000 steps in place of 200.** At a minimum no eigenvalue
-#    of H is negative, so the grey should shrink, and with it the range in which Eq. 5 has no
-#    meaning. *Found:* it shrinks by little: 82 eigenvalues are negative in place of 122, the lowest
-#    is −0.0045 in place of −0.0056. The other end changes much more: the largest is 0.090 in place
-#    of 0.006, and now F is like H (cosine 0.82 in place of 0.19), only 2,500 times too small for
-#    batches of 64. At λ = 0.009 the cosine of g with the exact q is 0.896, that of M-FAC with 1,000
-#    F 0.923, and that of M-FAC as it is 0.896. Here the curvature matters, F has it, and λ hides
-#    it.
+# 3. **In 3.5, train the lower level for 2,000 steps in place of 200.** At a minimum no eigenvalue
+#    of H is negative, so the grey should shrink. *Found:* it shrinks by little: the lowest is
+#    −0.0045 in place of −0.0056. But the largest is 0.090 in place of 0.006, and now F is like H
+#    (cosine 0.82 in place of 0.19), only 2,500 times too small for batches of 64. At λ = 0.009 the
+#    cosine of g with the exact q is 0.896, that of M-FAC with 1,000 F 0.923, and that of M-FAC as
+#    it is 0.896. Here the curvature matters, F has it, and λ hides it.

@@ -17,7 +17,7 @@ from matplotlib import pyplot as plt
 from scipy.stats import t as student
 
 from config import Record
-from experiments.fair_race import (
+from experiments.fair_race_plan import (
     BACKBONES,
     BETWEEN,
     CANDIDATES,

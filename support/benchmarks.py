@@ -260,6 +260,8 @@ def place_of(name: str, root: Path) -> Path | None:
 def find_pool(name: str, path: Path) -> list[Path]:
     """The images of a pool in the folder `path`; ImageNet's training images (ValueError: none)."""
     folder = path / "train" if name == "imagenet" else path
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}")
     files = find_images(folder)
     if not files:
         raise ValueError(f"no images in {folder}")

@@ -85,17 +85,20 @@ def load_backbone(cfg: AlignConfig | FinetuneConfig) -> Pretrained:
     if path is not None and not path.exists():
         download(OFFICIAL_FILES[cfg.backbone, cfg.pretext], path)
     thing = f"--weights {path}" if path else f"--backbone {cfg.backbone}"
+    remedy = "see --backbone and --pretext"
+    if cfg.weights is None and path:  # as it arrived, its size was right to within 1 % only
+        remedy += ", or delete this file, and it is fetched anew"
     try:
         if path is None or cfg.backbone.startswith(TIMM):
             pretrained = load_timm(path, cfg)
         else:
             pretrained = load_networks(path, cfg)
-    except (ValueError, TypeError, KeyError, OSError, RuntimeError, ArithmeticError) as error:
-        # wrong names or shapes, sizes of 0
-        remedy = "see --backbone and --pretext"
-        if cfg.weights is None and path:  # a size within 1 % of the right one tells little
-            remedy += ", or delete this file, and it is fetched anew"
-        raise UsageError(f"{thing}: {str(error)[:500]}; {remedy}") from error
+    except ValueError as error:
+        raise UsageError(f"{thing}: {error}; {remedy}") from error
+    except (TypeError, KeyError, AttributeError, OSError, ArithmeticError) as error:
+        # of a file of another kind, or with sizes of 0
+        problem = f"is no checkpoint of {cfg.backbone} with {cfg.pretext}"
+        raise UsageError(f"{thing}: {problem}; {remedy}") from error
     pretrained.backbone.requires_grad_(False)
     return pretrained
 
@@ -179,7 +182,8 @@ def tensors_in(data: Record) -> Phi:
 
 
 def assign(network: nn.Module, state: Phi) -> None:
-    """Give a network these tensors, in float32; RuntimeError where names or shapes differ."""
+    """Give a network these tensors, in float32; ValueError where names or shapes differ."""
+    timm_models.check_tensors(network, state)
     in_float32 = {name: tensor.float() for name, tensor in state.items()}
     # assign: the network was built without memory, so there is nothing to copy into
     network.load_state_dict(in_float32, assign=True)

@@ -13,7 +13,7 @@ import timm
 import torch
 from huggingface_hub import constants, get_session, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
-from torch import Tensor
+from torch import Tensor, nn
 
 from config import TIMM, Arch, Network
 from data import Channels
@@ -44,8 +44,19 @@ def load_vit(cfg: Network, state: Mapping[str, Tensor] | None) -> Any:  # noqa: 
     vit.reset_classifier(0)
     if state is not None:
         body = {key: tensor for key, tensor in state.items() if not key.startswith("head.")}
+        check_tensors(vit, body)
         vit.load_state_dict(body)
     return vit
+
+
+def check_tensors(network: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Refuse (ValueError) tensors that are not all of a network's, by name and shape."""
+    needed = {name: [*tensor.shape] for name, tensor in network.state_dict().items()}
+    held = {name: [*tensor.shape] for name, tensor in state.items()}
+    for name in [*needed, *held]:
+        if needed.get(name) != held.get(name):
+            there = held.get(name, "missing")
+            raise ValueError(f"{name} is {there}, the network needs {needed.get(name, 'none')}")
 
 
 def find_weights(repository: str) -> None:

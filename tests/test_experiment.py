@@ -215,6 +215,6 @@ def test_a_process_scores_its_own_images_and_may_have_none(
     head = opened.new_head("head", 0).with_stats
     everything = opened.logits(opened.task.val, opened.new_theta(0), head)
     for first, end in ((0, 0), (30, 50)):
-        monkeypatch.setattr(experiment, "share", lambda n, part=slice(first, end): part)
+        monkeypatch.setattr(experiment, "own_part", lambda n, part=slice(first, end): part)
         found = opened.logits(opened.task.val, opened.new_theta(0), head)
         torch.testing.assert_close(found, everything[first:end])

@@ -11,9 +11,9 @@ from second_analysis import analyse, read_results, whole_rounds
 
 from align import align
 from config import AlignConfig, FinetuneConfig
-from experiments import fair_race
+from experiments import fair_race, fair_race_plan
 from experiments import fair_race_analysis as analysis
-from experiments.fair_race import BACKBONES, CANDIDATES, CHOICE, RACE, Arm, Cell, Run
+from experiments.fair_race_plan import BACKBONES, CANDIDATES, CHOICE, RACE, Arm, Cell, Run
 from finetune import finetune
 from support.checkpoints import load_theta
 
@@ -75,8 +75,8 @@ def test_holm_multiplies_the_smallest_by_three_and_never_falls() -> None:
 
 def test_a_second_analysis_by_another_hand_has_the_same_numbers() -> None:
     """On the runs that were measured: differences, intervals, p, and p after Holm's correction."""
-    file = fair_race.RESULTS / "race.jsonl"
-    runs = analysis.in_whole_rounds(fair_race.read_runs(file))
+    file = fair_race_plan.RESULTS / "race.jsonl"
+    runs = analysis.in_whole_rounds(fair_race_plan.read_runs(file))
     found = [against(runs, other) for other in analysis.AGAINST]
     adjusted = analysis.holm([one.p for one in found])
     again = analyse(file)
@@ -111,12 +111,12 @@ def test_the_choice_takes_the_best_rate_and_the_best_division() -> None:
 
 
 def test_the_arms_of_phase_2_are_those_that_phase_1_chose() -> None:
-    runs = fair_race.read_runs(fair_race.RESULTS / "choice.jsonl")
-    assert len(runs) == len(fair_race.units_of(CHOICE, CANDIDATES))
+    runs = fair_race_plan.read_runs(fair_race_plan.RESULTS / "choice.jsonl")
+    assert len(runs) == len(fair_race_plan.units_of(CHOICE, CANDIDATES))
     for name in CANDIDATES:
-        assert fair_race.CHOSEN[name] == [analysis.choose(name, runs)]
-    without_q = fair_race.CHOSEN["aligned"][0]._replace(implicit=False)
-    assert fair_race.CHOSEN["q = 0"] == [without_q]
+        assert fair_race_plan.CHOSEN[name] == [analysis.choose(name, runs)]
+    without_q = fair_race_plan.CHOSEN["aligned"][0]._replace(implicit=False)
+    assert fair_race_plan.CHOSEN["q = 0"] == [without_q]
 
 
 def test_no_arm_does_more_work_than_another_may() -> None:
@@ -155,13 +155,13 @@ def test_a_unit_of_each_kind_runs_and_is_not_run_again(
 ) -> None:
     monkeypatch.setattr(fair_race, "jobs", serially)
     few = [Arm(0.03, 1), Arm(0.03, 1, first_epochs=1)]
-    units = [fair_race.Unit("one", arm, Cell("Tagalog", 0, 0)) for arm in few]
+    units = [fair_race_plan.Unit("one", arm, Cell("Tagalog", 0, 0)) for arm in few]
     results = tmp_path / "runs.jsonl"
     fair_race.run_all(units[:1], tmp_path, results, 1)
     first = results.read_text()
     fair_race.run_all(units, tmp_path, results, 1)
     assert results.read_text().startswith(first)
-    runs = fair_race.read_runs(results)
-    assert [fair_race.Unit(run.name, run.arm, run.cell) for run in runs] == units
+    runs = fair_race_plan.read_runs(results)
+    assert [fair_race_plan.Unit(run.name, run.arm, run.cell) for run in runs] == units
     right = [run.test[1] / 100 * run.images for run in runs]
     assert right == pytest.approx([round(number) for number in right])

@@ -1,6 +1,7 @@
 """`examples/minimal.py`, BiSSLight in one page, against `bisslight.algorithm_1` and a quadratic."""
 
 import ast
+import importlib.util
 import itertools
 import re
 import runpy
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from conftest import close
 from torch import Tensor
@@ -105,3 +107,16 @@ def test_it_shows_a_quadratic_whose_optimum_it_approaches() -> None:
     assert len(found) >= 5
     assert all(b < a for a, b in itertools.pairwise(found))
     assert found[-1] < 0.1 * found[0]
+
+
+@pytest.mark.parametrize(("factor", "end"), [(1, 3.1), (0, 0.23)])
+def test_with_q_equal_to_g_or_to_0_it_ends_where_its_comment_says(
+    factor: int, end: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = importlib.util.spec_from_file_location("minimal", PAGE)
+    assert spec is not None and spec.loader is not None
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    monkeypatch.setattr(page, "eq_10", lambda M_k, g_k, lam: factor * g_k)
+    page.quadratic()
+    assert float(capsys.readouterr().out.split()[-1]) == pytest.approx(end, rel=0.03)
