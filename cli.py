@@ -186,9 +186,8 @@ def training(quiet: bool) -> Iterator["Track"]:
     """
     from concurrent.futures.process import BrokenProcessPool
 
-    import torch
-
     from bisslight import Diverged
+    from data import ImageError
     from support.processes import Stopped, leave, start
     from support.progress import progress
 
@@ -200,9 +199,19 @@ def training(quiet: bool) -> Iterator["Track"]:
         rates = "--lr, --p-lr, --d-lr, --base-lr"
         remedy = f"give a lower learning rate ({rates}) and another --out"
         raise RunError(f"{error}; {remedy}") from error
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        remedy = "a --micro-batch that fits, or --recompute, needs less"
-        raise RunError(f"{error}; out of memory: {remedy}") from error
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        remedy = (
+            "a --micro-batch that fits, --recompute, fewer --lower-steps, and a smaller --rank or "
+            "--image-size need less"
+        )
+        raise RunError(f"out of memory: {remedy}; {error}") from error
+    except ImageError as error:
+        remedy = (
+            "a run that has begun goes on once it is replaced; `bisslight data check` lists all"
+        )
+        raise RunError(f"{error}; {remedy}") from error
     except BrokenProcessPool as error:
         remedy = "perhaps memory was short: lower --jobs, then the same command goes on"
         raise RunError(f"{error}; {remedy}") from error
@@ -211,6 +220,27 @@ def training(quiet: bool) -> Iterator["Track"]:
         signal, message = stopped.args
         tell(message, sys.stderr)
         raise typer.Exit(128 + signal) from stopped
+
+
+def is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
+    """Whether a GPU, or the CPU, has too little memory."""
+    import torch
+
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # On a CPU, torch raises a RuntimeError like any other: what it says tells them apart, but for
+    # numbers. No machine can give so much memory, so this says the same.
+    try:
+        torch.empty(2**60, dtype=torch.uint8)
+    except RuntimeError as want_of_memory:
+        return without_digits(error) == without_digits(want_of_memory)
+    return False
+
+
+def without_digits(error: Exception) -> str:
+    """The first line of what an error says, without its digits."""
+    first_line, _, _ = str(error).partition("\n")
+    return "".join(sign for sign in first_line if not sign.isdigit())
 
 
 # --- the commands ------------------------------------------------------------------------------

@@ -329,6 +329,7 @@ class Transform(NamedTuple):
 
 
 TOO_DEEP = "more than 8 bits a channel, save it with 8"
+TOO_NARROW = "one side is more than 100 times the other, which takes gigabytes to resize"
 Picture = Image.Image | Tensor  # RGB, of Pillow, or uint8 (3, height, width): torchvision has both
 
 
@@ -343,13 +344,15 @@ def read_image(path: Path) -> Picture:
         with Image.open(io.BytesIO(content)) as image:  # looks at no more than the header
             if image.mode.startswith(("I", "F")):  # Pillow would clip them
                 raise ValueError(TOO_DEEP)
+            if max(image.size) > 100 * min(image.size):
+                raise ValueError(TOO_NARROW)
             if image.format == "JPEG" and image.mode in ("RGB", "L"):  # and not CMYK
                 return decode_jpeg(content, image)
             return image.convert("RGB")
     except Exception as error:  # Pillow raises anything from OSError to TypeError on damaged bytes
         reason = "damaged, or no image"
-        if isinstance(error, ValueError) and error.args == (TOO_DEEP,):
-            reason = TOO_DEEP
+        if error.args in ((TOO_DEEP,), (TOO_NARROW,)):
+            reason = str(error)
         if isinstance(error, OSError) and error.strerror:  # such as: no permission
             reason = error.strerror
         raise ImageError(f"{path}: cannot be read ({reason}); replace or remove it") from error

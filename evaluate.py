@@ -210,7 +210,11 @@ def evaluate(runs: Sequence[Path]) -> Evaluation:
     An arm: a finished `finetune` run, or a directory of them. UsageError: no arm, or one on other
     images than the first one's.
     """
-    first, *others = [read_arm(run) for run in runs]
+    arms = [read_arm(run) for run in runs]
+    if len({arm.name for arm in arms}) < len(arms):  # such as A/tuned and B/tuned
+        pairs = zip(arms, runs, strict=True)
+        arms = [arm.model_copy(update={"name": str(run)}) for arm, run in pairs]
+    first, *others = arms
     for arm in others:
         if arm.settings["data_sha256"] != first.settings["data_sha256"]:
             raise UsageError(
@@ -328,7 +332,7 @@ def join_seeds(path: Path, runs: Sequence[Arm]) -> Arm:
     aligned_each = each_has_its_own and not first.settings["restart"]
     return first.model_copy(
         update={
-            "name": path.name,
+            "name": path.absolute().name,  # of the folder that one is in, too
             "unit": "align run and PEFT" if aligned_each else first.unit,
             "accuracies": accuracies,
             "counts": counts,

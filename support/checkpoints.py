@@ -85,16 +85,20 @@ def load_backbone(cfg: AlignConfig | FinetuneConfig) -> Pretrained:
     if path is not None and not path.exists():
         download(OFFICIAL_FILES[cfg.backbone, cfg.pretext], path)
     thing = f"--weights {path}" if path else f"--backbone {cfg.backbone}"
+    remedy = "see --backbone and --pretext"
+    if cfg.weights is None and path:  # as it arrived, its size was right to within 1 % only
+        remedy += ", or delete this file, and it is fetched anew"
     try:
         if path is None or cfg.backbone.startswith(TIMM):
             pretrained = load_timm(path, cfg)
         else:
             pretrained = load_networks(path, cfg)
     except ValueError as error:
-        raise UsageError(f"{thing}: {error}; see --backbone and --pretext") from error
-    except (TypeError, KeyError, AttributeError, OSError) as error:  # of a file of another kind
+        raise UsageError(f"{thing}: {error}; {remedy}") from error
+    except (TypeError, KeyError, AttributeError, OSError, ArithmeticError) as error:
+        # of a file of another kind, or with sizes of 0
         problem = f"is no checkpoint of {cfg.backbone} with {cfg.pretext}"
-        raise UsageError(f"{thing}: {problem}; see --backbone and --pretext") from error
+        raise UsageError(f"{thing}: {problem}; {remedy}") from error
     pretrained.backbone.requires_grad_(False)
     return pretrained
 
@@ -366,6 +370,8 @@ def load_adapter(path: Path) -> Adapter:
     origin: Record = json.loads(metadata.get("bisslight", "{}"))
     if origin.get("format") != FORMAT:
         raise ValueError(f"not an adapter: it is not of format {FORMAT}")
+    if "theta" not in tensors:
+        raise ValueError("not an adapter: it has no θ")
     theta = tensors.pop("theta")
     head = {name.removeprefix("head."): tensor for name, tensor in tensors.items()}
     return Adapter(theta, head, AdapterInfo(**origin))

@@ -200,6 +200,8 @@ class Run(ExitStack):
         self.result = read_json_if_there(path / "result.json")
         if self.result is not None:
             self.result = self.with_paths(self.result)
+            with checking(str(path / "result.json"), START_OVER):
+                RunResult(**self.result)  # what every result has
         elif signal_heard:
             raise Stopped(signal_heard, f"stopped before {path}; the same command goes on")
 

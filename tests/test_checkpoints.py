@@ -73,6 +73,10 @@ def test_weights_are_downloaded_on_first_use(server: Any, monkeypatch: Any, caps
         assert cli.run([*line.split(), *more]) == 0, capsys.readouterr().err
         server.files.clear()
     assert place.read_bytes() == content
+    place.write_bytes(content[:-500])  # so little is not seen as it arrives
+    assert cli.run([*line.split(), "--force"]) == 2
+    said = capsys.readouterr().err
+    assert str(place) in said and "delete" in said
 
 
 def test_the_backbone_is_frozen_and_the_pretext_head_is_not(weights: Path) -> None:

@@ -362,10 +362,11 @@ def test_an_unreadable_image_is_named(tmp_path: Path, workers: int) -> None:
     Path(split.images[1]).unlink()
     Image.new("I;16", (9, 9)).save(split.images[5])  # Pillow would clip it to white
     Path(split.images[4]).write_bytes(b"P5 100000 100000 255\n")  # a bomb
+    Image.new("L", (1, 20000)).save(split.images[0])  # with a shorter side of 224, 3 GB
     told = [str(error) for error in data.decode_all(split.images)]
     named = [line.partition(": ")[0] for line in told]
-    assert named == [str(split.images[i]) for i in (1, 3, 4, 5)]
-    assert "8 bits" in told[3]
+    assert named == [str(split.images[i]) for i in (0, 1, 3, 4, 5)]
+    assert "100 times" in told[0] and "8 bits" in told[4]
 
 
 def test_a_ctrl_c_at_the_terminal_does_not_reach_the_workers(tmp_path: Path) -> None:

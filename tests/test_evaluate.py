@@ -92,6 +92,15 @@ def test_a_directory_of_runs_is_one_arm(tmp_path: Path) -> None:
     assert other.first_minus_this == Comparison(difference=10.5, p=p, splits=6)
 
 
+def test_arms_have_names_that_tell_them_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [finished(tmp_path / folder / "tuned", [70.0]) for folder in ("a", "b")]
+    assert [arm.arm for arm in evaluate(runs).arms] == [str(run) for run in runs]
+    monkeypatch.chdir(runs[0])
+    assert evaluate([Path()]).arms[0].arm == "tuned"
+
+
 def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
     for arm, changes in (("mixed", {"rank": 4}), ("both", {"by": "mfac"})):
         finished(tmp_path / arm / "a", [70.0])

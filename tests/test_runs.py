@@ -215,6 +215,14 @@ def test_a_damaged_checkpoint_is_named_with_a_remedy(tmp_path: Path, content: An
             run.restore({"x": torch.zeros(1)}, {})
 
 
+def test_a_damaged_result_is_named_with_a_remedy(tmp_path: Path) -> None:
+    Run(tmp_path, "align", config()).close()
+    for content in ("{}", "{", "[]"):
+        (tmp_path / "result.json").write_text(content)
+        with pytest.raises(UsageError, match=r"result\.json: "):
+            Run(tmp_path, "align", config())
+
+
 def test_a_run_killed_as_it_began_is_begun_again(tmp_path: Path) -> None:
     Run(tmp_path, "align", config()).close()
     (tmp_path / "config.json").rename(tmp_path / ".config.json.1.tmp")
