@@ -36,7 +36,7 @@ def start(fn: Callable[[], Any], said: Path, **environ: str) -> ForkProcess:
     return process
 
 
-def finish(process: ForkProcess, seconds: float = 120) -> int:
+def finish(process: ForkProcess, seconds: float = 600) -> int:
     """Its exit code; minus the number of a signal that killed it."""
     process.join(seconds)
     if process.exitcode is None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
@@ -115,6 +116,8 @@ def command(line: str) -> None:
 
 def run(name: str, data: Path, runs: Path) -> Path:
     """The directory of a run, which is made if it is not there, after those that it needs."""
+    if "ijepa" in name and not draws_as_recorded():
+        pytest.skip("this torch draws the weights that I-JEPA starts from in another way")
     out, line = runs / name, RUNS[name]
     runs.mkdir(parents=True, exist_ok=True)
     mark = runs / f"{name.replace('/', '-')}.lock"  # other test processes may want the same run
@@ -130,6 +133,15 @@ def run(name: str, data: Path, runs: Path) -> Path:
             finally:
                 torch.set_num_threads(threads)
     return out
+
+
+def draws_as_recorded() -> bool:
+    """Whether torch draws truncated normal numbers as it did when the runs were recorded.
+
+    torch 2.6 does not, 2.14 does. The other runs agree with either.
+    """
+    first = torch.nn.init.trunc_normal_(torch.empty(1), generator=torch.Generator().manual_seed(0))
+    return bool(torch.isclose(first, torch.tensor(1.5410), atol=1e-3))
 
 
 # --- drawn images ----------------------------------------------------------------------------------------------------
