@@ -133,6 +133,10 @@ def check_start(command: str, cfg: Command, options: Options) -> Path:
         problems = list_missing(cfg)
     for problem in problems:
         fail(problem, 2)
+    if problems and not options.dry_run:
+        from support.missing import tell_fetch
+
+        tell_fetch(cfg)
     if problems or options.dry_run:
         raise typer.Exit(2 if problems else 0)
     return out

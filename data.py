@@ -195,6 +195,12 @@ def find_images(root: Path, outer: tuple[Path, ...] = ()) -> list[Path]:
     return sorted(files, key=str)
 
 
+def list_other_files(root: Path, images: list[Path]) -> list[Path]:
+    """All files below a folder, hidden ones left out, that are not among these images of it."""
+    files = {path for path in root.rglob("[!.]*") if path.is_file()}
+    return sorted(files - {*images})
+
+
 def check_name(path: Path) -> None:
     """Refuse a name that is not UTF-8: `fingerprint` and the order could not be the same."""
     if str(path).encode(errors="ignore") != os.fsencode(path):
@@ -218,7 +224,7 @@ def folder(root: Path, seed: int) -> Task:
     names = {path.name for path in subfolders(root)}
     places = {part: root / part for part in SPLITS if part in names}
     if places and ("train" not in places or len(names) > len(places)):
-        raise FolderError(f"holds {sorted(names)}, parts are named train, val and test")
+        raise FolderError(f"holds {', '.join(sorted(names))}; parts are named train, val and test")
     if not places:
         places = {"train": root}
     classes = [path.name for path in subfolders(places["train"])]

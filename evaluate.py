@@ -359,6 +359,8 @@ def read_run(run: Path) -> Arm:
     config = json.loads(file.read_text())
     if not (run / "result.json").exists():
         raise UsageError(f"{run}: is not finished; give its own command again")
+    if not (run / "env.json").exists():
+        raise UsageError(f"{run}: has lost its env.json; give its own command again, with --force")
     env = json.loads((run / "env.json").read_text())
     result = json.loads((run / "result.json").read_text())
     if not result.get("test"):

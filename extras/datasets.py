@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torchvision.datasets.utils import download_and_extract_archive, download_url
 
 from config import Record
-from data import FolderError, decode_all, find_images, folder, subfolders
+from data import FolderError, Task, decode_all, find_images, folder, list_other_files, subfolders
 from support.benchmarks import (
     BENCHMARKS,
     IMAGENET_TERMS,
@@ -18,6 +18,8 @@ from support.benchmarks import (
     read_lists,
 )
 from support.errors import RunError, UsageError, checking, nearest
+from support.runs import sha256
+from support.screen import count
 
 
 def list_all(root: Path) -> list[Record]:
@@ -79,7 +81,8 @@ def check(name: str, root: Path, partial: bool = False) -> Record:
         elif name.startswith("folder:") or len(subfolders(path)) > 1:
             contents = look_at_classes(path)
         else:
-            contents = Contents(find_pool(name, path), {}, [])
+            images = find_pool(name, path)
+            contents = Contents(images, count_other_files(path, images), [])
     damaged = [{"problem": str(error)} for error in decode_all(contents.images)]
     return {
         "name": name,
@@ -112,11 +115,43 @@ def look_at_benchmark(name: str, path: Path, partial: bool = False) -> Contents:
 def look_at_classes(path: Path) -> Contents:
     """A folder of class folders, as a labelled task. If it is none, its images are read anyway."""
     images = find_images(path)
+    others = count_other_files(path, images)
     try:
         task = folder(path, 0)
     except FolderError as error:
-        return Contents(images, {}, [{"problem": fault} for fault in error.args])
-    return Contents(images, {"classes": len(task.classes), **task.sizes()}, [])
+        return Contents(images, others, [{"problem": fault} for fault in error.args])
+    counts = {"classes": len(task.classes), **task.sizes(), **others}
+    return Contents(images, counts, [*find_twins(task), *find_classes_without_a_test(task)])
+
+
+def count_other_files(path: Path, images: list[Path]) -> Record:
+    """What in a folder is of no kind of image that can be read, if anything is."""
+    others = list_other_files(path, images)
+    if not others:
+        return {}
+    kinds = ", ".join(sorted({file.suffix or file.name for file in others}))
+    return {"left out": f"{count(len(others), 'file')} ({kinds})"}
+
+
+def find_twins(task: Task) -> list[Record]:
+    """Files with the same content in two classes, one problem for all."""
+    first_of: dict[str, tuple[Path, int]] = {}
+    twins = []
+    for split in task.splits:
+        for file, label in zip(split.images, split.targets.tolist(), strict=True):
+            first, its_label = first_of.setdefault(sha256(file), (file, label))
+            if label != its_label:
+                twins.append(f"{first} and {file}")
+    if not twins:
+        return []
+    return [{"problem": f"{count(len(twins), 'image')} in two classes", "first": twins[0]}]
+
+
+def find_classes_without_a_test(task: Task) -> list[Record]:
+    """Classes of which the test has no image, a problem each."""
+    tested = set(task.test.targets.tolist())
+    missing = [name for label, name in enumerate(task.classes) if label not in tested]
+    return [{"problem": f"the test has no image of class {name}"} for name in missing]
 
 
 def download(name: str, root: Path) -> Record:

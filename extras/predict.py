@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from config import Record
-from data import Split, Task, find_images
+from data import Split, Task, find_images, list_other_files
 from extras.export import check_weights, open_run
 from support.errors import UsageError, checking
 from support.experiment import open_experiment
@@ -107,7 +107,7 @@ def list_images(places: Sequence[Path]) -> list[Path]:
             continue
         with checking(str(place)):
             found = find_images(place)
-            others = {path for path in place.rglob("[!.]*") if path.is_file()} - {*found}
+            others = list_other_files(place, found)
         if others:
             kinds = ", ".join(sorted({path.suffix or path.name for path in others}))
             LOG.warning("%s: left out %s (%s)", place, count(len(others), "file"), kinds)

@@ -332,6 +332,7 @@ def open_align_experiment(
             "the pretext task starts with a fresh one",
             cfg.backbone,
         )
+    tell_test_images(opened.task, pool)
     of_align = {"pool_sha256": data.fingerprint(pool), "pretext_sha256": pretext_sha256}
     return AlignExperiment(
         cfg,
@@ -344,6 +345,14 @@ def open_align_experiment(
         pool,
         task_class,
     )
+
+
+def tell_test_images(task: data.Task, pool: data.Pool) -> None:
+    """Say how many of the test images are in the pool, too, where both are files."""
+    if not isinstance(pool.images, Tensor) and not isinstance(task.test.images, Tensor):
+        n = len({*pool.images} & {*task.test.images})
+        if n:
+            LOG.info("the pool holds %d test images, too; their labels are not seen", n)
 
 
 def pool_images(pool: data.Pool, size: int, cfg: AlignConfig | PretrainConfig) -> data.Images:

@@ -1,5 +1,6 @@
 """Program: all that a run lacks, told at once with its size and how to get it."""
 
+import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -7,25 +8,34 @@ from config import AlignConfig, Command, FinetuneConfig
 from support.benchmarks import place_of
 from support.checkpoints import OFFICIAL_FILES, weights_of
 from support.errors import UsageError, checking
+from support.screen import tell
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def list_missing(cfg: Command) -> list[str]:
-    """What data a run lacks and how to get them; weights too, though a run can fetch these."""
+    """What a run lacks and how to get it: data, and weights that it cannot fetch itself."""
     problems: list[str] = []
     if not isinstance(cfg, AlignConfig | FinetuneConfig):  # pretraining needs no more than a pool
         return problems
     attempt(problems, find_place, "--dataset", cfg.dataset, cfg)
     if isinstance(cfg, AlignConfig):
         attempt(problems, find_place, "--pool", cfg.pool, cfg)
-    weights = attempt(problems, weights_of, cfg)
-    if problems and weights and not weights.exists():
+    attempt(problems, weights_of, cfg)
+    return problems
+
+
+def tell_fetch(cfg: Command) -> None:
+    """Say which weights a run will fetch itself, if any, and how to fetch them before."""
+    if not isinstance(cfg, AlignConfig | FinetuneConfig):
+        return
+    weights = attempt([], weights_of, cfg)
+    if weights and not weights.exists():
         url, megabytes = OFFICIAL_FILES[cfg.backbone, cfg.pretext]
         command = f"`curl -C - -o {weights} {url}`"
-        problems.append(f"--weights: {megabytes:,.0f} MB, fetched by the run itself or {command}")
-    return problems
+        note = f"--weights: {megabytes:,.0f} MB, fetched by the run itself or {command}"
+        tell(note, sys.stderr)
 
 
 def find_place(flag: str, name: str, cfg: Command) -> None:

@@ -57,7 +57,8 @@ def write_atomic(path: Path, content: bytes | str) -> None:
         content = content.encode()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:  # not through a link that somebody has put there
             file.write(content)
             file.flush()
             os.fsync(file.fileno())  # or the name could reach the disk before the content does
@@ -460,7 +461,11 @@ def commit_of(checkout: Path) -> str | None:
 
 
 def clear(path: Path) -> None:
-    """Remove the files of a run, those of its trials first; others stay."""
+    """Remove the files of a run; others stay.
+
+    First its result, since without its trials it is not finished; last what says that it is a run.
+    """
+    remove(path, ["result.json"])
     for trial in path.glob(TRIALS):
         if is_run(trial, "peft"):
             remove(trial, [*FILES, *TORN, LOCK])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from copies import make, picture
 from loopback import Server
+from PIL import Image
 
 import cli
 from extras.datasets import check, download, list_all
@@ -46,13 +47,19 @@ def test_check_counts_what_is_missing_and_names_what_is_damaged(
     assert cli.run([*line, "--partial"]) == 0
 
 
+def drawn(path: Path, text: str) -> None:
+    """An image that is like no other."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.frombytes("RGB", (8, 8), hashlib.sha256(text.encode()).digest() * 6).save(path)
+
+
 def test_a_pool_and_class_folders_are_checked_to_the_last_image(tmp_path: Path) -> None:
     """A fault of the folders does not hide a damaged image."""
     for file in ("pool/1.png", "pool/deep/2.JPEG", "pool/.hidden/3.png"):
         picture(tmp_path / file)
     assert check(f"{tmp_path}/pool", tmp_path)["images"] == 2
     for i, kind in enumerate("ab" * 10):
-        picture(tmp_path / "classes" / kind / f"{i}.png")
+        drawn(tmp_path / "classes" / kind / f"{i}.png", f"{i}")
     counts = {"classes": 2, "train": 14, "val": 2, "test": 4, "images": 20}
     whole = check(f"folder:{tmp_path}/classes", tmp_path)
     assert counts.items() <= whole.items() and whole["problems"] == []
@@ -63,6 +70,21 @@ def test_a_pool_and_class_folders_are_checked_to_the_last_image(tmp_path: Path) 
     small, damaged = [row["problem"] for row in found["problems"]]
     assert check(f"{tmp_path}/classes", tmp_path)["problems"] == found["problems"]
     assert "c has 1" in small and "a/0.png" in damaged and found["images"] == 21
+
+
+def test_other_files_twins_and_classes_without_a_test_are_told(tmp_path: Path) -> None:
+    for part, kinds in (("train", "abc"), ("test", "ab")):
+        for kind in kinds:
+            for i in range(3):
+                drawn(tmp_path / part / kind / f"{i}.png", f"{part}{kind}{i}")
+    (tmp_path / "train/b/twin.png").write_bytes((tmp_path / "train/a/0.png").read_bytes())
+    for name in ("train/a/1.heic", "train/c/2.gif", ".hidden.heic"):
+        (tmp_path / name).touch()
+    found = check(f"folder:{tmp_path}", tmp_path)
+    assert found["left out"].startswith("2 ") and ".heic" in found["left out"]
+    twins, missing = found["problems"]
+    assert "train/a/0.png" in twins["first"] and "train/b/twin.png" in twins["first"]
+    assert missing["problem"].endswith(" c")
 
 
 def test_a_name_that_is_nothing_is_refused(tmp_path: Path) -> None:
