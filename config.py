@@ -120,6 +120,13 @@ def split_commas(value: object) -> object:
     return value.split(",") if isinstance(value, str) else value
 
 
+def distinct(rates: tuple[float, ...]) -> tuple[float, ...]:
+    """Rates whose trials have directories of their own, which six digits name."""
+    if len({f"{rate:g}" for rate in rates}) < len(rates):
+        raise ValueError("has a rate twice, in six digits")
+    return rates
+
+
 def ascending(pair: tuple[float, float]) -> tuple[float, float]:
     """The ends of a range, the smaller one first."""
     if pair[0] > pair[1]:
@@ -201,7 +208,7 @@ UnitInterval = Annotated[float, Field(ge=0, lt=1), NotBool]  # 0, but not 1
 Share = Annotated[float, Field(gt=0, le=1), NotBool]  # 1, but not 0
 Shares = Annotated[tuple[Share, Share], Listed, AfterValidator(ascending)]
 Ratios = Annotated[tuple[PositiveFloat, PositiveFloat], Listed, AfterValidator(ascending)]
-Rates = Annotated[tuple[PositiveFloat, ...], Listed, Field(min_length=1)]
+Rates = Annotated[tuple[PositiveFloat, ...], Listed, Field(min_length=1), AfterValidator(distinct)]
 Workers = Annotated[int, Field(ge=0, le=256), NotBool]
 Jobs = Annotated[int, Field(ge=1, le=256), NotBool]
 Place = Annotated[Path, NotEmpty, AfterValidator(absolute)]
@@ -564,7 +571,7 @@ class FinetuneConfig(Peft, Data, Network, Command):
         Network, data and data root are the align run's, read from its config.json; `changes` win.
         Raises UsageError where there is no such run, and for a name or a value that is none.
         """
-        taken = read_align_run(run, changes.get("dataset"))
+        taken = read_align_run(run, changes.get("dataset"), changes.get("restart"))
         return make(cls, taken | changes | {"start": run})
 
 
@@ -774,9 +781,13 @@ C = TypeVar("C", bound=Settings)
 def read_settings(path: Path, kind: type[Command]) -> Record:
     """The settings of a command in a TOML or JSON file, a run's config.json too (UsageError)."""
     settings = read_table(path)
+    fields = kind.model_fields
+    flags = {flag_of(field): field for field in fields}
     for name in settings:
-        if name not in kind.model_fields:
-            raise UsageError(f"{path}: {name} is no setting, {nearest(name, kind.model_fields)}")
+        if name not in fields:
+            # such as `from`, whose setting is called otherwise
+            hint = f"did you mean {flags[flag_of(name)]}?" if flag_of(name) in flags else ""
+            raise UsageError(f"{path}: {name} is no setting, {hint or nearest(name, fields)}")
     return settings
 
 
@@ -787,7 +798,7 @@ def make(kind: type[C], given: Record) -> C:
     except ValidationError as error:
         problems = error.errors()
         problem = problems[0]  # of the first field; defaults that follow from it come after it
-        if problem["type"] == "missing":
+        if problem["type"] == "missing" and len(problem["loc"]) == 1:
             flags = [flag_of(str(p["loc"][0])) for p in problems if p["type"] == "missing"]
             raise UsageError(f"{', '.join(flags)}: a value is missing") from error
         # Our own checks raise a ValueError; what others say is pydantic's.
@@ -796,6 +807,8 @@ def make(kind: type[C], given: Record) -> C:
             raise UsageError(message) from error
         name = str(problem["loc"][0])
         flag = flag_of(name)
+        if problem["type"] == "missing":  # inside a value, such as the second of two numbers
+            message = "has too few numbers"
         if problem["type"] == "extra_forbidden":
             raise UsageError(f"{flag}: is unknown, {nearest(name, kind.model_fields)}") from error
         if isinstance(problem["input"], str | int | float):

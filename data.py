@@ -113,6 +113,10 @@ class Task(NamedTuple):
 def stack_pairs(pairs: Labelled) -> Split:
     """A split in memory, of pairs of an image and its class."""
     images, targets = default_collate([pairs[i] for i in range(len(pairs))])
+    if targets.is_floating_point():
+        raise ValueError("classes are whole numbers, such as 3")
+    if not images.is_floating_point():
+        raise ValueError("pixels are numbers in [0, 1], not whole ones; divide by 255")
     # a label of shape (1,) is one class, too: only a matrix of targets means several an image
     return Split(images.float(), targets.long().reshape(len(pairs)))
 

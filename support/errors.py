@@ -38,8 +38,10 @@ def checking(thing: str, remedy: str = "") -> Iterator[None]:
 
 
 def nearest(word: str, known: Collection[str]) -> str:
-    """'did you mean X?', or the list of what there is."""
+    """'did you mean X?', or the list of what there is, if it is short."""
     close = difflib.get_close_matches(word, known, 1)
     if close:
         return f"did you mean {close[0]}?"
+    if len(known) > 20:
+        return "see --help"
     return f"there are {', '.join(known)}"

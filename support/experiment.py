@@ -456,8 +456,10 @@ def find_device(name: str) -> torch.device:
     if place == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun's processes have one each
         place = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
-        # A tensor there says whether the device works, and which number it has.
-        return torch.zeros(1, device=place).device
+        # A number that comes back says whether the device works; `meta` has none.
+        tensor = torch.ones(1, device=place)
+        tensor.item()
+        return tensor.device
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {name}: is not here; give auto or cpu") from error
 

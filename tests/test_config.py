@@ -143,7 +143,9 @@ def test_from_align_takes_the_network_and_the_images_of_the_run(tmp_path: Path) 
     assert FinetuneConfig.from_align(tmp_path, rank=4).rank == 4  # the first of a folder of runs
     other = FinetuneConfig.from_align(run, dataset="pets")  # its splits are its own
     assert (other.partial, other.data_seed) == (False, 0)
-    for path in (tmp_path / "nowhere", write_align_run(tmp_path / "peft", cfg)):
+    peft = write_align_run(tmp_path / "peft", cfg)
+    assert FinetuneConfig.from_align(peft, restart=True).restart
+    for path in (tmp_path / "nowhere", peft):
         with pytest.raises(UsageError, match="--from"):
             FinetuneConfig.from_align(path)
 
@@ -225,6 +227,8 @@ def test_a_setting_without_a_mark_defines_run_arm_and_method() -> None:
         (AlignConfig, {"pretext": "may"}, "--pretext may: .* did you mean mae"),
         (AlignConfig, {"jobs": 2}, "--jobs"),
         (FinetuneConfig, {"grid": [True, 0.1]}, "--grid True: "),
+        (FinetuneConfig, {"grid": [0.01, 0.010000001]}, "--grid: .* twice"),
+        (AlignConfig, {"target_scale": "0.2", "pretext": "ijepa"}, "--target-scale.*: .* few"),
         (FinetuneConfig, {"lr": 0.1, "grid": [0.1, 0.2]}, "--lr .*--grid"),
         (FinetuneConfig, {"grid_seeds": 9}, "--grid-seeds 9: .* --seeds 8"),
         (FinetuneConfig, {"dataset": None}, "--dataset: "),

@@ -152,8 +152,9 @@ def test_one_thread_serves_the_smallest_network_unless_the_user_says_otherwise(
     set_up_device(small)
     monkeypatch.delenv("OMP_NUM_THREADS")
     set_up_device(FinetuneConfig(backbone="vit_b16", dataset="quilts", device="cpu"))
-    set_up_device(small.replace(device="meta"))
     assert asked == []
+    with pytest.raises(UsageError, match="--device meta"):
+        set_up_device(small.replace(device="meta"))
     set_up_device(small)
     assert asked == [1]
 

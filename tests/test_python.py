@@ -85,6 +85,8 @@ def test_labels_and_images_that_make_no_task_are_refused(
     weights: Path, task: Task, tmp_path: Path
 ) -> None:
     image = torch.zeros(3, 8, 8)
+    with pytest.raises(ValueError, match="whole numbers"):
+        Task.of(*[[(torch.zeros(3, 8, 8), 0.2)]] * 3, classes=["a"])
     with pytest.raises(ValueError, match="labels below 2"):
         Task.of([(image, 2)], [(image, 0)], [(image, 1)], ["a", "b"])
     with pytest.raises(ValueError, match=r"in \[0, 1\]"):
