@@ -203,6 +203,9 @@ def training(quiet: bool) -> Iterator["Track"]:
         rates = "--lr, --p-lr, --d-lr, --base-lr"
         remedy = f"give a lower learning rate ({rates}) and another --out"
         raise RunError(f"{error}; {remedy}") from error
+    except BrokenProcessPool as error:  # a RuntimeError, too
+        remedy = "perhaps memory was short: lower --jobs, then the same command goes on"
+        raise RunError(f"{error}; {remedy}") from error
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -215,9 +218,6 @@ def training(quiet: bool) -> Iterator["Track"]:
         remedy = (
             "a run that has begun goes on once it is replaced; `bisslight data check` lists all"
         )
-        raise RunError(f"{error}; {remedy}") from error
-    except BrokenProcessPool as error:
-        remedy = "perhaps memory was short: lower --jobs, then the same command goes on"
         raise RunError(f"{error}; {remedy}") from error
     except Stopped as stopped:
         leave()
