@@ -501,15 +501,15 @@ def batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Network inputs (B, 3, size, size) and targets of each list of draws (ImageError).
 
-    `workers` as in `choose_workers`; they work ahead.
+    `workers` as in `choose_workers`: processes that decode the next batches meanwhile.
     """
     loader = DataLoader(
         images,
-        batch_sampler=draws,
+        batch_sampler=draws,  # each list of draws is one batch
         num_workers=choose_workers(images, workers, device),
         pin_memory=device.type == "cuda",  # then a copy to the GPU lets the CPU go on
         worker_init_fn=leave_terminal,
-        generator=torch.Generator(),  # or it would draw from the global one
+        generator=torch.Generator(),  # or it would take a seed from torch's global generator
     )
     mean, std = torch.tensor([images.t.mean, images.t.std], device=device).view(2, 3, 1, 1)
     try:
@@ -517,12 +517,15 @@ def batches(
             x = x.to(device, non_blocking=True)
             yield normalise(x, mean, std), y.to(device, non_blocking=True)
     except ImageError as error:
-        # a worker's has its traceback before the message
+        # DataLoader puts a worker's traceback before its message: only what follows is for a person
         raise ImageError(str(error).rpartition("ImageError: ")[2].strip()) from None
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Small random numbers on their device; from pinned memory, so nothing waits for a GPU."""
+    """Copy to a device; from pinned memory, so that the CPU goes on without waiting for a GPU.
+
+    For small tensors, such as masks that were drawn on the CPU: pinning makes a copy, too.
+    """
     if device.type == "cuda":
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)

@@ -195,7 +195,7 @@ class Arm(BaseModel, frozen=True):
     count_of_all: int  # the count of an accuracy of 100 %
     rates: list[float]  # of the runs
     test_images: int
-    starts: list[tuple[str | None, int]]  # of the seeds: path of an align run, seed
+    starts: list[tuple[str | None, int]]  # of the seeds: what --from named, if anything; seed
     paper: Reported | None
 
     @property
@@ -326,9 +326,10 @@ def join_seeds(path: Path, runs: Sequence[Arm]) -> Arm:
         rates += run.rates
     if len(set(starts)) < len(starts):
         refuse(path, {"seed"})  # it would count one seed as two
-    align_runs = {align_run for align_run, _ in starts}
-    # Then the spread over seeds has that of aligning in it, and the p-value is about both stages.
-    each_has_its_own = len(starts) > 1 and len(align_runs) == len(starts)
+    places = {place for place, _ in starts}
+    # Where each seed has an align run of its own, the spread over seeds has that of aligning in it,
+    # and the p-value is about both stages.
+    each_has_its_own = len(starts) > 1 and len(places) == len(starts)
     aligned_each = each_has_its_own and not first.settings["restart"]
     return first.model_copy(
         update={

@@ -205,7 +205,11 @@ def finetune(
 
 
 def starts_of_seeds(cfg: FinetuneConfig) -> Starts:
-    """Where each seed starts, and so what a seed repeats (UsageError)."""
+    """Where each seed starts, and what is done anew for it (UsageError).
+
+    --from names nothing (a fresh θ), a finetune run with --restart, a LoRA file, an align run, or a
+    folder of align runs, one for each seed.
+    """
     if cfg.start is None:
         return Starts([None] * cfg.seeds, "PEFT seed")
     if cfg.restart:

@@ -65,10 +65,11 @@ class Contents(NamedTuple):
 
 
 def check(name: str, root: Path, partial: bool = False) -> Record:
-    """Read a dataset as training does, open every image, and compare it with what is known.
+    """Read a data set as training does, open every image, and list what is wrong as `problems`.
 
-    `folder:DIR` is read as by --dataset, and so is a DIR that holds two folders or more; another
-    DIR and imagenet as by --pool. `partial` allows gaps. `problems` lists all that is wrong.
+    A benchmark is compared with its official lists; with `partial` missing images are no problem.
+    A `folder:DIR`, or a DIR with two or more folders in it, is labelled, a folder for each class.
+    Any other DIR, and imagenet, is a pool of unlabelled images.
     """
     with checking(name):
         path = place_of(name, root)

@@ -169,13 +169,14 @@ def draw(out: Path, cfg: AlignConfig, arms: Sequence[Row]) -> None:
 
 @torch.no_grad()
 def fill_in(cfg: AlignConfig) -> Tensor:
-    """Five pool images, each whole, masked and filled in by the pretrained decoder, as one."""
+    """One picture of five rows: a pool image, masked, and as the pretrained MAE fills it in."""
     experiment = open_align_experiment(cfg.replace(device="cpu"))
     task = experiment.pretext_task(experiment.new_theta(cfg.seed))
     assert isinstance(task, mae.MAE)
     images = pool_images(experiment.pool, experiment.arch.image_size, experiment.cfg)
+    # five images, those of step 0
     batch = next(pretext_batches(task, images, 5, range(1), experiment.cfg, experiment.device))
-    masked, filled = task.reconstruct(None, task.phi, batch)
+    masked, filled = task.reconstruct(None, task.phi, batch)  # None: without LoRA, as pretrained
     pictures = torch.stack([batch.images, masked, filled], 1).flatten(0, 1)  # (15, 3, 28, 28)
     std = torch.tensor(experiment.pool.std).view(3, 1, 1)
     mean = torch.tensor(experiment.pool.mean).view(3, 1, 1)

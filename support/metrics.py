@@ -35,7 +35,10 @@ def score(z: Tensor, targets: Tensor, losses: Tensor) -> Score:
 
 
 def mean_average_precision(z: Tensor, labels: Tensor) -> float:
-    """Mean over classes of `average_precision`; z, labels (N, C). ValueError without a positive."""
+    """Mean over classes of `average_precision`; logits z and labels are (N, C).
+
+    ValueError where no class has a positive image.
+    """
     precisions = []
     for k in range(z.shape[1]):
         if (labels[:, k] == 1).any():  # a class that no image shows counts nowhere

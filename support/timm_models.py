@@ -31,18 +31,19 @@ class Normalisation(NamedTuple):
 def load_vit(cfg: Network, state: Mapping[str, Tensor] | None) -> Any:  # noqa: ANN401 (timm's)
     """Make a network of timm, with the weights `state` of a file or, if None, with timm's own.
 
-    timm takes its weights from the cache of the Hugging Face hub, or fetches them there
-    (UsageError where it cannot).
+    timm takes its weights from the cache of the Hugging Face hub, or fetches them there. Raises
+    UsageError where it cannot, and ValueError where `state` is not of this network.
     """
     name = cfg.backbone.removeprefix(TIMM)
     repository = timm.models.get_pretrained_cfg_value(name, "hf_hub_id")
     remedy = "fetch them where there is a network, see HF_HOME, or give --weights FILE"
     with checking(f"--backbone {cfg.backbone}: its weights", remedy):
         if state is None and repository:
-            find_weights(repository)
+            require_weights(repository)
         vit: Any = timm.create_model(name, pretrained=state is None)
-    vit.reset_classifier(0)
+    vit.reset_classifier(0)  # fine-tuning adds its own head
     if state is not None:
+        # files of timm may hold the classifier, too
         body = {key: tensor for key, tensor in state.items() if not key.startswith("head.")}
         check_tensors(vit, body)
         vit.load_state_dict(body)
@@ -59,7 +60,7 @@ def check_tensors(network: nn.Module, state: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{name} is {there}, the network needs {needed.get(name, 'none')}")
 
 
-def find_weights(repository: str) -> None:
+def require_weights(repository: str) -> None:
     """Fail at once (OSError) where weights are not in the cache and the hub does not answer.
 
     timm alone would ask the hub again and again, for a minute.
@@ -71,12 +72,12 @@ def find_weights(repository: str) -> None:
 
 
 def read_arch(cfg: Network) -> Arch:
-    """Sizes of a network of timm at the image size of these settings (ValueError).
+    """Sizes of a network of timm; the image size is that of the settings, or timm's (ValueError).
 
-    The widths of the decoder are MAE's own.
+    The decoder is not timm's: its sizes stay those of MAE, the defaults of `Arch`.
     """
     name = cfg.backbone.removeprefix(TIMM)
-    known = {*timm.list_models(), *timm.list_pretrained()}  # these with a tag behind the name
+    known = {*timm.list_models(), *timm.list_pretrained()}  # the latter as NAME.TAG
     if name not in known:
         close = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean timm:{close[0]}?" if close else 'see timm.list_models("*vit*")'
