@@ -243,7 +243,7 @@ def start_state(
     phi_P = trainable(phi_P, theta.device)
 
     T = cfg.alternations
-    # + 1: the warm-up ends one step after it, as in the released program, see `Schedule`
+    # + 1: the released program's W steps of warm-up end below the peak, see `Schedule`.
     lower_rate = Schedule(T * cfg.lower_steps, cfg.warmup * cfg.lower_steps + 1, cfg.end_lr)
     upper_rate = Schedule(T * cfg.upper_steps, cfg.warmup * cfg.upper_steps + 1, cfg.end_lr)
     betas = None if cfg.d_optimizer == "sgd" else (0.9, 0.999)  # None is SGD

@@ -118,6 +118,9 @@ def collect_settings(kind: type[C], flags: Record, options: Options) -> C:
 
 def check_start(command: str, cfg: Command, options: Options) -> Path:
     """Where a run will lie. Ends a dry run (typer.Exit), and a run that lacks something."""
+    # With torch, so not before the names of settings were checked.
+    from support.missing import list_missing, tell_fetch
+
     warn_about_warmup(cfg)
     out = options.out or default_out(command, cfg)
     if options.dry_run:
@@ -128,14 +131,10 @@ def check_start(command: str, cfg: Command, options: Options) -> Path:
         show(plan.work, list_fields(plan.work), options.as_json)
     else:
         # All problems at once: opening the data would stop at the first.
-        from support.missing import list_missing
-
         problems = list_missing(cfg)
     for problem in problems:
         fail(problem, 2)
     if problems and not options.dry_run:
-        from support.missing import tell_fetch
-
         tell_fetch(cfg)
     if problems or options.dry_run:
         raise typer.Exit(2 if problems else 0)

@@ -339,7 +339,7 @@ class Transform(NamedTuple):
 
 
 TOO_DEEP = "more than 8 bits a channel, save it with 8"
-TOO_NARROW = "one side is more than 100 times the other, which takes gigabytes to resize"
+TOO_NARROW = "one side is more than 100 times the other"  # the shorter one is enlarged, and so it
 Picture = Image.Image | Tensor  # RGB, of Pillow, or uint8 (3, height, width): torchvision has both
 
 

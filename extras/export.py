@@ -15,7 +15,14 @@ from torch import Tensor
 
 from config import TIMM, Arch, FinetuneConfig, Record
 from lora import Backbone, Phi, factors, merge
-from support.checkpoints import Adapter, AdapterInfo, load_adapter, load_backbone, vit_args
+from support.checkpoints import (
+    Adapter,
+    AdapterInfo,
+    channels_of,
+    load_adapter,
+    load_backbone,
+    vit_args,
+)
 from support.errors import UsageError, checking
 from support.runs import read_json, read_json_if_there, write_atomic
 
@@ -78,7 +85,8 @@ def export(
     backbone = loaded.backbone
     head = fold_norm(phi_D)
     peft = to_peft(theta, head, backbone.dim, backbone.scale)
-    timm = to_timm(backbone, loaded.arch, theta, head, origin, cfg.d_interpolation)
+    with checking(str(run)):
+        timm = to_timm(backbone, loaded.arch, theta, head, origin, cfg)
     files: Record = {
         "peft/adapter_config.json": json.dumps(peft.config, indent=1),
         "peft/adapter_model.safetensors": save(peft.tensors),
@@ -217,16 +225,15 @@ def to_timm(
     theta: Tensor,
     phi_D: Phi,
     origin: AdapterInfo,
-    interpolation: str,
+    cfg: FinetuneConfig,
 ) -> Exported:
-    """The merged network, with how its images are made ready."""
-    mean, std = origin.channels
+    """The merged network, with how its images are made ready (ValueError: nothing says how)."""
+    mean, std = channels_of(origin)
     classes = len(phi_D["bias"]) if phi_D else 0
     architecture = "vit_base_patch16_224"  # any plain ViT's name: the sizes are model_args'
     model_args = vit_args(arch)
-    name = origin.backbone or ""
-    if name.startswith(TIMM):
-        architecture = name.removeprefix(TIMM).partition(".")[0]
+    if cfg.backbone.startswith(TIMM):
+        architecture = cfg.backbone.removeprefix(TIMM).partition(".")[0]
         model_args = {"img_size": arch.image_size, "global_pool": backbone.vit.global_pool}
     config = {
         "architecture": architecture,
@@ -236,7 +243,7 @@ def to_timm(
             "input_size": [3, arch.image_size, arch.image_size],
             "mean": mean,
             "std": std,
-            "interpolation": interpolation,
+            "interpolation": cfg.d_interpolation,
             "crop_pct": crop_share(arch.image_size, origin.whole_images),
             "classifier": "head",
         },

@@ -17,6 +17,7 @@ import torch
 from config import Record
 from data import Split, Task, find_images, list_other_files
 from extras.export import check_weights, open_run
+from support.checkpoints import channels_of
 from support.errors import UsageError, checking
 from support.experiment import open_experiment
 from support.screen import Answer, count
@@ -57,7 +58,8 @@ def predict(
     if not origin.classes:
         raise UsageError(f"{run}: has no names of classes; give a finished finetune run")
     classes = origin.classes
-    mean, std = origin.channels
+    with checking(str(run)):
+        mean, std = channels_of(origin)
     # all absolute: names of files are compared from the folder on that holds them all
     paths = [file.absolute() for file in files]
     images = Split(paths, torch.zeros(len(paths), dtype=torch.long))

@@ -38,7 +38,7 @@ from config import (
     Record,
     Shape,
 )
-from data import IMAGENET, Channels, rng
+from data import Channels, rng
 from lora import Backbone, Phi
 from support import omniglot, timm_models
 from support.errors import UsageError, checking
@@ -325,7 +325,7 @@ class AdapterInfo(BaseModel, frozen=True):
     dataset: str | None = None
     data_seed: int | None = None
     data_sha256: str | None = None
-    channels: tuple[Channels, Channels] = IMAGENET  # mean and deviation of the images
+    channels: tuple[Channels, Channels] | None = None  # mean and deviation of the images
     whole_images: bool = False  # nothing of an image is cut off before it is classified
     # of align
     d_lr: float | None = None
@@ -375,6 +375,13 @@ def load_adapter(path: Path) -> Adapter:
     theta = tensors.pop("theta")
     head = {name.removeprefix("head."): tensor for name, tensor in tensors.items()}
     return Adapter(theta, head, AdapterInfo(**origin))
+
+
+def channels_of(origin: AdapterInfo) -> tuple[Channels, Channels]:
+    """How the images of an adapter are normalised (ValueError: its file does not say)."""
+    if origin.channels is None:
+        raise ValueError("its adapter does not say how images are normalised; make it again")
+    return origin.channels
 
 
 # of a matrix in the released file: block, q or v, A or B

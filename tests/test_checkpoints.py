@@ -1,5 +1,6 @@
 """Official files, adapters of this edition and of the one before, and the released layout."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from support.checkpoints import (
     Official,
     build_head,
     build_vit,
+    channels_of,
     from_released,
     load_adapter,
     load_backbone,
@@ -96,6 +98,28 @@ def test_adapters_come_back_bit_equal_and_equal_adapters_are_equal_files(tmp_pat
     found = load_adapter(tmp_path / "a")
     assert found[2] == origin
     torch.testing.assert_close(found[:2], (THETA, head), rtol=0, atol=0)
+
+
+def test_a_file_without_theta_or_normalisation_is_refused(tmp_path: Path) -> None:
+    info = {"bisslight": '{"format": "bisslight-adapter-1"}'}
+    save_file({"head.bias": torch.ones(2)}, tmp_path / "a", info)
+    with pytest.raises(ValueError, match="θ"):
+        load_adapter(tmp_path / "a")
+    with pytest.raises(ValueError, match="normalised"):
+        channels_of(AdapterInfo())
+
+
+@pytest.mark.parametrize("size", ["heads", "patch_size"])
+def test_a_checkpoint_whose_sizes_are_0_is_refused(
+    weights: Path, tmp_path: Path, size: str
+) -> None:
+    saved = torch.load(weights / "backbone.pth", weights_only=True)
+    written = json.loads(saved["bisslight"])
+    written["arch"][size] = 0
+    torch.save(saved | {"bisslight": json.dumps(written)}, tmp_path / "w.pth")
+    cfg = AlignConfig(backbone="vit_mini", dataset="own", weights=tmp_path / "w.pth")
+    with pytest.raises(UsageError, match=r"w\.pth"):
+        load_backbone(cfg)
 
 
 def test_an_adapter_of_the_second_edition_loads() -> None:

@@ -26,6 +26,7 @@ from config import (
     make,
     open_settings,
     paper_values,
+    read_settings,
     settings_with,
     unlike_paper,
 )
@@ -129,6 +130,12 @@ def test_settings_read_no_disk_and_no_environment(
     with pytest.raises(ValidationError) as refused:
         FinetuneConfig(start=tmp_path)  # type: ignore[call-arg]
     assert refused.value.errors()[0]["loc"] == ("backbone",)
+
+
+def test_a_settings_file_with_a_flags_name_is_told_the_settings(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text('from = "run"\n')
+    with pytest.raises(UsageError, match="start"):
+        read_settings(tmp_path / "c.toml", FinetuneConfig)
 
 
 def test_from_align_takes_the_network_and_the_images_of_the_run(tmp_path: Path) -> None:

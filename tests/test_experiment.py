@@ -13,7 +13,7 @@ from toy import ALIGN_SETTINGS, ALIGN_STEPS, ROOT, done, refusal
 
 from align import align
 from config import AlignConfig, FinetuneConfig
-from data import Pool, decode_once
+from data import Pool, Split, Task, decode_once
 from support import experiment, pretext
 from support.errors import UsageError
 from support.experiment import open_align_experiment, open_experiment, set_up_device
@@ -117,6 +117,19 @@ def test_a_loss_that_compares_images_gets_whole_batches(weights: Path, tmp_path:
 
 
 # --- what is opened ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [0, 3])
+def test_test_images_that_are_in_the_pool_are_counted(
+    caplog: pytest.LogCaptureFixture, shared: int
+) -> None:
+    files = [Path(f"{number}.png") for number in range(9)]
+    split = Split(files, torch.zeros(9))
+    caplog.set_level("INFO")
+    experiment.tell_test_images(
+        Task("own", split, split, split, ["a"]), Pool([Path("x.png"), *files[:shared]])
+    )
+    assert [str(shared) in told for told in caplog.messages] == [True] * (shared > 0)
 
 
 def test_theta_and_head_are_drawn_by_the_seed(weights: Path) -> None:

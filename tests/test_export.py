@@ -20,7 +20,7 @@ from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 from toy import done, refusal
 
-from config import Arch
+from config import Arch, FinetuneConfig
 from data import rng
 from extras.export import crop_share, fold_norm, to_peft, to_timm
 from lora import Backbone, features, init_head, init_norm, init_theta, logits
@@ -64,8 +64,9 @@ def test_peft_and_timm_predict_what_ours_does(
     plain.load_state_dict({**ours.vit.state_dict(), **plain.head.state_dict(prefix="head.")})
     close(peft.PeftModel.from_pretrained(plain, tmp_path).eval()(IMAGES), expected, 1e-5)
     half = (0.5, 0.5, 0.5)
-    origin = AdapterInfo(backbone="own", channels=(half, half))
-    config, tensors = to_timm(ours, arch, theta, head, origin, "bicubic")
+    origin = AdapterInfo(channels=(half, half))
+    cfg = FinetuneConfig(backbone="vit_mini", dataset="own")
+    config, tensors = to_timm(ours, arch, theta, head, origin, cfg)
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors")
     merged = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()

@@ -244,6 +244,29 @@ def test_a_directory_with_files_of_others_is_refused_and_left(tmp_path: Path, na
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [file]
 
 
+def test_a_file_is_not_written_through_a_link_that_was_put_there(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.write_text("theirs")
+    (tmp_path / f".result.json.{os.getpid()}.tmp").symlink_to(theirs)
+    runs.write_atomic(tmp_path / "result.json", "ours")
+    assert (theirs.read_text(), (tmp_path / "result.json").read_text()) == ("theirs", "ours")
+
+
+def test_a_run_that_starts_over_is_unfinished_before_its_trials_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or, killed in between, it would be a finished run without trials."""
+    with Run(tmp_path, "finetune", config()) as run:
+        with Run(tmp_path / "lr0.1-s0", "peft", config()) as trial:
+            trial.finish({})
+        run.finish({})
+    removed: list[Path] = []
+    monkeypatch.setattr(Path, "unlink", lambda path, **_: removed.append(path))
+    runs.clear(tmp_path)
+    assert removed[0] == tmp_path / "result.json"
+    assert tmp_path / "lr0.1-s0/result.json" in removed
+
+
 def test_a_run_killed_as_it_finished_keeps_no_checkpoint(tmp_path: Path) -> None:
     with Run(tmp_path, "align", config()) as run:
         run.restore({"x": torch.ones(1)}, {})
