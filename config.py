@@ -101,13 +101,6 @@ PRETEXTS = ("mae", "ijepa")
 # --- types of settings -------------------------------------------------------------------------
 
 
-def refuse_bool(value: object) -> object:
-    """Python counts True as the number 1; in a settings file it is a mistake."""
-    if isinstance(value, bool):
-        raise ValueError("needs a number, not true or false")
-    return value
-
-
 def refuse_empty(value: object) -> object:
     """An empty text would be the folder that one is in."""
     if value == "":
@@ -196,21 +189,20 @@ def pool_name(name: str) -> str:
     return str(absolute(Path(name.removeprefix("folder:"))))
 
 
-NotBool = BeforeValidator(refuse_bool)
 NotEmpty = BeforeValidator(refuse_empty)
 Listed = BeforeValidator(split_commas)
 # larger whole numbers are not exact in all readers of JSON
-PositiveInt = Annotated[int, Field(gt=0, lt=2**53), NotBool]
-NonNegativeInt = Annotated[int, Field(ge=0, lt=2**53), NotBool]
-PositiveFloat = Annotated[float, Field(gt=0), NotBool]
-NonNegativeFloat = Annotated[float, Field(ge=0), NotBool]
-UnitInterval = Annotated[float, Field(ge=0, lt=1), NotBool]  # 0, but not 1
-Share = Annotated[float, Field(gt=0, le=1), NotBool]  # 1, but not 0
+PositiveInt = Annotated[int, Field(gt=0, lt=2**53)]
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**53)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+UnitInterval = Annotated[float, Field(ge=0, lt=1)]  # 0, but not 1
+Share = Annotated[float, Field(gt=0, le=1)]  # 1, but not 0
 Shares = Annotated[tuple[Share, Share], Listed, AfterValidator(ascending)]
 Ratios = Annotated[tuple[PositiveFloat, PositiveFloat], Listed, AfterValidator(ascending)]
 Rates = Annotated[tuple[PositiveFloat, ...], Listed, Field(min_length=1), AfterValidator(distinct)]
-Workers = Annotated[int, Field(ge=0, le=256), NotBool]
-Jobs = Annotated[int, Field(ge=1, le=256), NotBool]
+Workers = Annotated[int, Field(ge=0, le=256)]
+Jobs = Annotated[int, Field(ge=1, le=256)]
 Place = Annotated[Path, NotEmpty, AfterValidator(absolute)]
 Weights = Annotated[Path, NotEmpty, AfterValidator(weights_place)]
 BackboneName = Annotated[str, AfterValidator(backbone_name)]

@@ -198,6 +198,7 @@ def finetune(
             "pretext": origin.pretext or experiment.origin.pretext,
         }
         content |= score_on_test(trials, experiment, run)
+        content |= add_up_seconds(out)
         return FinetuneResult(**run.finish(content))
 
 
@@ -391,6 +392,15 @@ def score_on_test(
         "val": accuracies_of(trials),
         "epochs": [trial.epoch for trial in trials],
         "trial_seconds": [trial.cpu_seconds for trial in trials],
+    }
+
+
+def add_up_seconds(out: Path) -> Record:
+    """CPU and wall seconds of all trials, also of those in other processes or before a stop."""
+    results = [read_json(file) for file in out.glob(f"{TRIALS}/result.json")]
+    return {
+        "cpu_seconds": sum(result["cpu_seconds"] for result in results),
+        "seconds": sum(result["seconds"] for result in results),
     }
 
 

@@ -42,7 +42,7 @@ from data import Channels, rng
 from lora import Backbone, Phi
 from support import omniglot, timm_models
 from support.errors import UsageError, checking
-from support.runs import sha256
+from support.runs import LOG, sha256
 
 # --- the backbone ---------------------------------------------------------------------------------
 
@@ -162,6 +162,15 @@ def weights_of(cfg: Network) -> Path | None:
         )
     name = official.url.rpartition("/")[2]
     return Path(torch.hub.get_dir()).resolve() / "checkpoints" / name
+
+
+def find_weights(cfg: Network) -> None:
+    """Refuse (UsageError) weights that are not there; say so where a run will fetch them."""
+    path = weights_of(cfg)
+    if path is not None and not path.exists():
+        url, megabytes = OFFICIAL_FILES[cfg.backbone, cfg.pretext]
+        told = "--weights: %s MB, fetched by the run itself or `curl -C - -o %s %s`"
+        LOG.info(told, f"{megabytes:,.0f}", path, url)
 
 
 def download(official: Official, path: Path) -> None:
