@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from support.errors import UsageError, checking, nearest
+from support.errors import UsageError, as_usage_error, nearest
 
 Record = dict[str, Any]  # settings by name, a line of metrics.jsonl, what a run ended with
 T = TypeVar("T")
@@ -737,7 +737,7 @@ def released_values(kind: type[Command], aligned: bool) -> Record:
 
 def read_table(path: Path) -> Record:
     """The settings in a TOML or JSON file, a run's config.json too (UsageError)."""
-    with checking(str(path), "give settings in TOML or JSON"):
+    with as_usage_error(str(path), "give settings in TOML or JSON"):
         text = path.read_text()
         table = dict(json.loads(text) if path.suffix == ".json" else tomllib.loads(text))
     return {name.replace("-", "_"): value for name, value in table.items() if value is not None}
@@ -760,7 +760,7 @@ def read_align_run(run: Path, dataset: object = None, restart: object = False) -
         )
     names = {*Data.model_fields, *Network.model_fields, "data_root"}
     if dataset is not None:
-        with checking(f"--dataset {dataset}"):
+        with as_usage_error(f"--dataset {dataset}"):
             same_images = dataset_name(str(dataset)) == settings["dataset"]
         if not same_images:
             names -= {"dataset", "data_seed", "split_file", "partial"}

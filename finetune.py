@@ -21,7 +21,7 @@ from config import FinetuneConfig, Record
 from data import Task
 from evaluate import STARTS, compare_settings, find_runs
 from support.checkpoints import AdapterInfo, load_adapter, load_theta, save_adapter
-from support.errors import UsageError, checking
+from support.errors import UsageError, as_usage_error
 from support.experiment import FinetuneExperiment, Head, name_own_data, open_experiment
 from support.metrics import Score
 from support.optim import Group, Optimiser, Schedule, train_epochs, trainable
@@ -275,7 +275,7 @@ def check_origin(file: Path, experiment: FinetuneExperiment, stage: str) -> Adap
     seen the images that are tested here.
     """
     this = experiment.origin
-    with checking(f"--from {file}"):
+    with as_usage_error(f"--from {file}"):
         theta, origin = load_theta(file, experiment.backbone.dim)
         shape = experiment.theta_shape
         if theta.shape != shape:

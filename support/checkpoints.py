@@ -41,7 +41,7 @@ from config import (
 from data import Channels, rng
 from lora import Backbone, Phi
 from support import omniglot, timm_models
-from support.errors import UsageError, checking
+from support.errors import UsageError, as_usage_error
 from support.runs import LOG, sha256
 
 # --- the backbone ---------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def find_weights(cfg: Network) -> None:
 def download(official: Official, path: Path) -> None:
     """Fetch an official file; one of another size is deleted again (UsageError)."""
     url, megabytes = official
-    with checking(url, f"try `curl -C - -o {path} {url}`, or give --weights FILE"):
+    with as_usage_error(url, f"try `curl -C - -o {path} {url}`, or give --weights FILE"):
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.hub.download_url_to_file(url, str(path), progress=sys.stderr.isatty())
         arrived = path.stat().st_size / 1e6
@@ -288,7 +288,7 @@ def pretext_task(
     teacher: Backbone | None = None,
 ) -> mae.MAE | ijepa.IJEPA:
     """`mae.MAE`, or `ijepa.IJEPA` for `steps` steps (UsageError); theta, teacher: see IJEPA."""
-    with checking("--pretext"):
+    with as_usage_error("--pretext"):
         if isinstance(head, mae.Decoder):
             return mae.MAE(backbone, head, cfg.mask_ratio)
         masks = ijepa.Masks(

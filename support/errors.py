@@ -21,7 +21,7 @@ class RunError(Exception):
 
 
 @contextmanager
-def checking(thing: str, remedy: str = "") -> Iterator[None]:
+def as_usage_error(thing: str, remedy: str = "") -> Iterator[None]:
     """Turn an error inside the block into a UsageError that begins with `thing`.
 
     Without a remedy the error is a ValueError or OSError whose text explains it. With a remedy it

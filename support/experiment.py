@@ -25,7 +25,7 @@ from support.benchmarks import (
     place_of,
 )
 from support.checkpoints import AdapterInfo
-from support.errors import UsageError, attempt, checking
+from support.errors import UsageError, as_usage_error, attempt
 from support.metrics import Score, score
 from support.optim import trainable
 from support.pretext import TaskClass, load_task_class, try_step
@@ -301,7 +301,7 @@ def open_experiment(cfg: C, task: data.Task | None = None) -> Experiment[C]:
 def load_experiment(cfg: C, task: data.Task) -> Experiment[C]:
     """Load the networks, which can be a download of gigabytes (UsageError)."""
     device = set_up_device(cfg)
-    with checking(f"--dataset {task.name}"):
+    with as_usage_error(f"--dataset {task.name}"):
         data.check_task(task)
     backbone, pretext_head, arch, weights_sha256, channels = checkpoints.load_backbone(cfg)
     if channels:  # a network of timm expects those that it was trained with
@@ -327,7 +327,7 @@ def open_align_experiment(
     attempt(problems, checkpoints.find_weights, cfg)
     if task is None or pool is None or problems:
         raise UsageError(*problems)
-    with checking("--pool"):
+    with as_usage_error("--pool"):
         data.check_pixels(pool.images)
     task_class = None
     pretext_sha256 = None
@@ -417,7 +417,7 @@ def pretext_batches(
 def open_task(cfg: AlignConfig | FinetuneConfig) -> data.Task:
     """The labelled task D^D by its name (UsageError)."""
     name = cfg.dataset
-    with checking(f"--dataset {name}"):
+    with as_usage_error(f"--dataset {name}"):
         path = place_of(name, cfg.data_root)
         if cfg.split_file and name not in BENCHMARKS:
             raise UsageError(f"--split-file {cfg.split_file}: is for cub200 and pets, leave it out")
@@ -432,7 +432,7 @@ def open_task(cfg: AlignConfig | FinetuneConfig) -> data.Task:
 
 def open_pool(name: str, root: Path, seed: int) -> data.Pool:
     """The pool D^P by its name, below a data root; `seed` is --data-seed (UsageError)."""
-    with checking(f"--pool {name}"):
+    with as_usage_error(f"--pool {name}"):
         path = place_of(name, root)
         if name in MAKE_POOL:
             return MAKE_POOL[name](seed)

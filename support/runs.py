@@ -27,7 +27,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from config import Machine, Mark, Record, settings_with
-from support.errors import RunError, UsageError, checking
+from support.errors import RunError, UsageError, as_usage_error
 from support.optim import Optimiser
 from support.processes import Stopped, stop, wait_for_all, world
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 def read_json(path: Path, remedy: str = "give the command that wrote it again") -> Record:
     """Read a JSON object (UsageError, with this remedy, where it is missing or damaged)."""
-    with checking(str(path), remedy):
+    with as_usage_error(str(path), remedy):
         return dict(json.loads(path.read_text()))
 
 
@@ -199,7 +199,7 @@ class Run(ExitStack):
         self.result = read_json_if_there(path / "result.json")
         if self.result is not None:
             self.result = self.with_paths(self.result)
-            with checking(str(path / "result.json"), START_OVER):
+            with as_usage_error(str(path / "result.json"), START_OVER):
                 RunResult(**self.result)  # what every result has
         elif signal_heard:
             raise Stopped(signal_heard, f"stopped before {path}; the same command goes on")
@@ -210,7 +210,7 @@ class Run(ExitStack):
 
     def lock(self) -> None:
         """Make the directory and wait, for a minute at most, until no other process is in it."""
-        with checking(f"--out {self.path}: is not writable"):
+        with as_usage_error(f"--out {self.path}: is not writable"):
             self.path.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self.path / LOCK)
             try:
@@ -218,7 +218,7 @@ class Run(ExitStack):
                 return
             except Timeout:
                 LOG.warning("%s: another process is at work in it, waiting for its end", self.path)
-        with checking(f"--out {self.path}: another process is at work in it"):
+        with as_usage_error(f"--out {self.path}: another process is at work in it"):
             self.enter_context(lock.acquire(timeout=PATIENCE))
 
     def record_start(self, command: str, identity: Identity, goes_on: bool) -> None:
@@ -255,7 +255,7 @@ class Run(ExitStack):
         if not path.exists():
             self.cut_metrics()
             return
-        with checking(str(path), START_OVER), torch.no_grad():
+        with as_usage_error(str(path), START_OVER), torch.no_grad():
             saved = torch.load(path, map_location="cpu", weights_only=True)
             self.check_checkpoint(path, saved)
             for name, tensor in tensors.items():
