@@ -386,91 +386,19 @@ plt.show()
 # **Questions**
 #
 # 1. From the right panel: which change of λ in M-FAC alone would make up for a batch of B images?
-# 2. With N_L = 1, does q lie between g and the exact answer? Take one parameter with H = 1, λ = 0.1
-#    and g = 1, and suppose that the stored gradient happens to be g_1 = √10.
 #
 # <details><summary>Answers</summary>
 #
 # 1. Give M-FAC λ/B. With minibatches it computes λ (F/B + λI)⁻¹ = Bλ (F + BλI)⁻¹, where F is the
 #    Fisher matrix of single images: as if λ were B times larger. The factor is B only near the
 #    optimum of L^P: elsewhere the gradients also have a mean, which does not shrink with B.
-# 2. Not always. The exact q is 0.1 / (1 + 0.1) = 0.0909, M-FAC gives 0.1 / (10 + 0.1) = 0.0099, and
-#    `identity` gives 1. M-FAC changes g along the direction of g_1 only, and there it may change
-#    too little or too much: |g_1|² of a single sample is a noisy estimate of the curvature.
 #
 # </details>
 
 # %% [markdown]
-# ## 1.4 The Schur caveat: the head is held fixed
-#
-# Eq. 4 minimises over θ_P *and* over the pretext head φ_P. If θ_D moves, the best head moves too.
-# Eq. 5 holds the head fixed. The correct derivative has the form of Eq. 5, with the *Schur
-# complement* in place of H ([derived
-# here](../docs/math.md#eq-5-the-derivative-of-the-upper-level)). We measure how much this matters
-# by increasing the coupling of θ and φ from 0 to almost 1. For the finite difference, the lower
-# level is solved over θ and φ.
-
-# %%
-n_phi = 6
-A = torch.randn(P + n_phi, 3 * P, generator=rng)
-joint = A @ A.T / (3 * P)
-H_tt, H_pp = joint[:P, :P], joint[P:, P:]
-lam = 0.1
-
-
-def solve_both(theta_D: Tensor, H_tp: Tensor) -> Tensor:
-    """θ_P* of min over θ, φ of 1/2 (θ, φ)·H·(θ, φ) − sum(θ) + λ/2 |θ − θ_D|²."""
-    system = torch.cat([torch.cat([H_tt + lam * torch.eye(P), H_tp], 1),
-                        torch.cat([H_tp.T, H_pp], 1)])  # fmt: skip
-    right = torch.cat([1 + lam * theta_D, torch.zeros(n_phi)])
-    return torch.linalg.solve(system, right)[:P]
-
-
-values, vectors = torch.linalg.eigh(H_tt)
-direction = vectors[:, :n_phi]  # couple φ to the flattest directions of θ
-root = direction * values[:n_phi].sqrt()
-couplings = torch.linspace(0, 0.98, 15)
-errors: dict[str, list[float]] = {"Eq. 5, head held fixed": [], "with the Schur complement": []}
-for rho in couplings:
-    H_tp = rho * root @ torch.linalg.cholesky(H_pp).T
-    theta_D = torch.ones(P)
-    g = solve_both(theta_D, H_tp) - target
-    step = 1e-4
-    shifted = []
-    for change in step * torch.eye(P):
-        shifted += [solve_both(theta_D + change, H_tp), solve_both(theta_D - change, H_tp)]
-    losses = torch.stack([0.5 * (theta - target).square().sum() for theta in shifted])
-    true = (losses[0::2] - losses[1::2]) / (2 * step)
-    S = H_tt - H_tp @ torch.linalg.solve(H_pp, H_tp.T)
-    for name, matrix in zip(errors, (H_tt, S), strict=True):
-        q = lam * torch.linalg.solve(matrix + lam * torch.eye(P), g)
-        errors[name].append(float((q - true).norm() / true.norm()))
-figure, axes = plt.subplots(figsize=(6.5, 3.6))
-for (name, line), colour in zip(errors.items(), (ORANGE, BLUE), strict=True):
-    axes.plot(couplings, line, "o-", color=colour, label=name)
-axes.set(title="Error against the finite difference of the whole lower level",
-         xlabel="coupling of θ and φ (0: none, 1: L^P is singular)",
-         ylabel="relative error of q")  # fmt: skip
-axes.legend()
-plt.show()
-largest = max(errors["with the Schur complement"])
-print(f"with the Schur complement, the largest error is {largest:.0e}")
-
-# %% [markdown]
-# So even `exact`, which is Eq. 5 as it stands, is not the gradient of the problem that Eq. 3 and 4
-# state, unless θ and φ are uncoupled. The paper makes this approximation, and so does this project.
-#
-# **Questions**
-#
-# 1. Does holding the head fixed make gᵀq too large or too small? And |q|?
-#
-# <details><summary>Answers</summary>
-#
-# 1. H_θθ − S has no negative eigenvalues, so λ (S + λI)⁻¹ minus λ (H_θθ + λI)⁻¹ has none either:
-#    gᵀq is too small, or right. Often q is then too short, but it need not be: of two such matrices
-#    the larger one can make the shorter vector.
-#
-# </details>
+# One more approximation is in Eq. 5 itself: it holds the pretext head φ_P fixed, while Eq. 4
+# minimises over it. [The derivation](../docs/math.md#eq-5-the-derivative-of-the-upper-level) says
+# what this leaves out, and exercise 4.1 lets you write it.
 
 # %% [markdown]
 # ## What to change and what you expect
