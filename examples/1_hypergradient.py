@@ -372,8 +372,7 @@ for ax in axes:
 plt.show()
 
 # %% [markdown]
-# **Left.** With a large λ the error is small for every N_L, because q ≈ g. With a small λ the
-# inverse depends on the curvature, and M-FAC needs many gradients.
+# **Left.** With a large λ, q ≈ g for every N_L. With a small λ M-FAC needs many gradients.
 #
 # **Middle.** `layer` cuts θ into 4 blocks of 8, as the paper does, and `global` is one block of 32.
 # Layers are better here: N_L gradients give *each block* a rank of up to N_L, and entries of H

@@ -137,9 +137,9 @@ class Jigsaw:
 
 
 # %% [markdown]
-# Before training, look at what the task does, and check two things that Algorithm 1 relies on: the
-# same random numbers give the same batch, and the gradients do not depend on how a batch is cut
-# into micro-batches. The loss should be 1.54.
+# Before training, we check two things that Algorithm 1 relies on: the same random numbers give the
+# same batch, and the gradients do not depend on how a batch is cut into micro-batches. The loss
+# should be 1.54.
 
 # %%
 backbone = load_backbone(AlignConfig(backbone="vit_mini", dataset=ALPHABET)).backbone
@@ -255,9 +255,8 @@ plt.show()
 # %% [markdown]
 # Aligned with MAE, the network learns the task in fewer epochs: after 3 of 8 it has 38 %, direct
 # fine-tuning 22 %. **Restart has 37 %.** So this head start is no evidence for the bilevel problem
-# as such: another start that has seen the labels has it, too. The study with three alphabets, four
-# backbones and four seeds ([omniglot.md](../experiments/omniglot.md)) found the same, also without
-# the hypergradient, and does not decide whether aligning is better in the end.
+# as such: another start that has seen the labels has it, too. A larger study
+# ([omniglot.md](../experiments/omniglot.md)) found the same.
 #
 # Aligned with the jigsaw, it has **no head start**. Labels in the upper level are not enough; they
 # have to reach θ_P. The only way there is the pull λ(θ_P − θ_D), and the jigsaw is new to ψ: its

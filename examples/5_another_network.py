@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 5. Another network, another PEFT
 #
-# The paper says that BiSSLight does not depend on the network, on the pretext task, or on the
-# method of parameter-efficient fine-tuning (PEFT). Here all three are changed:
+# BiSSLight does not depend on the network, on the pretext task, or on the method of
+# parameter-efficient fine-tuning (PEFT). Here all three are changed:
 #
 # | | paper | this notebook |
 # |---|---|---|
@@ -11,8 +11,7 @@
 # | pretext task | masked autoencoder, I-JEPA | by how many quarter turns was this image turned? |
 # | Algorithm 1 | `bisslight.algorithm_1` | the same function, unchanged |
 #
-# The paper tried to tune normalisation layers in addition to LoRA, without gain (App. C.2). Here
-# they are all that is tuned. Read notebook 3 first. This one runs in about a minute.
+# Read notebook 3 first. This one runs in about a minute.
 
 # %%
 from collections.abc import Callable, Iterator
