@@ -189,8 +189,7 @@ print("g, no curvature  ", [f"{float(value):.6f}" for value in g])
 # \mapsto H u$ alone, one in each iteration. With as many iterations as numbers it is exact; BiSSL
 # stops after five.
 #
-# Inputs of two different layers are not correlated. So the Hessian is block-diagonal up to sampling
-# noise, as M-FAC assumes.
+# Inputs of two different layers are not correlated, so the Hessian is nearly block-diagonal.
 
 
 # %%
@@ -285,11 +284,10 @@ assert (many - (H @ theta_P - b)).norm() < 0.1 * many.norm()  # their mean is th
 # describe the Hessian only roughly. The q of `identity` has another direction and is three times
 # too long.
 #
-# Does this change where the descent on the bilevel problem *ends*? The upper level (Eq. 3)
-# minimises $L^D(\theta_P^*(\theta_D)) + L^D(\theta_D)$ over θ_D. Everything is quadratic, so the
-# optimum solves a linear system. We descend with every approximation and plot how far the upper
-# loss is above its minimum. The lower level is solved exactly each time, so only the hypergradient
-# differs.
+# Does this change where the descent on the bilevel problem *ends*? Everything is quadratic, so the
+# optimum of Eq. 3 solves a linear system. We descend with every approximation and plot how far the
+# upper loss is above its minimum. The lower level is solved exactly each time, so only the
+# hypergradient differs.
 
 # %%
 J = lam * torch.linalg.inv(H + lam * torch.eye(P))
