@@ -125,7 +125,7 @@ def test_test_images_that_are_in_the_pool_are_counted(
 ) -> None:
     files = [Path(f"{number}.png") for number in range(9)]
     split = Split(files, torch.zeros(9))
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "bisslight")
     experiment.tell_test_images(
         Task("own", split, split, split, ["a"]), Pool([Path("x.png"), *files[:shared]])
     )
