@@ -43,10 +43,8 @@ COLOURS = ("#0072B2", "#E69F00", "#777777", "#009E73")
 # %% [markdown]
 # ## 4.1 Images
 #
-# The images are the handwriting of notebook 2 (*Omniglot*): a pool of characters without labels,
-# and Greek as the labelled task, with 10 images of each of its 24 characters for training, 3 for
-# validation and 7 for the test. The backbone, `vit_mini` pretrained with MAE on the pool, comes
-# with the program, too.
+# The images and the pretrained backbone are those of notebook 2: a pool of characters without
+# labels, and Greek as the labelled task.
 
 # %%
 ALPHABET = "omniglot:Greek"
@@ -263,8 +261,7 @@ plt.show()
 # gradients are large, and θ_P goes where they lead. This explanation is a guess; the last change at
 # the end of the page tests it.
 #
-# This page compares pretext tasks only to show how. There are two seeds, one alphabet and one small
-# network, and all seeds share one align run.
+# There are two seeds, one alphabet and one small network here, and all seeds share one align run.
 #
 # **Questions**
 #
