@@ -127,8 +127,6 @@ MISTAKES = [
     ("algorithm_1", "problem.theta.detach().clone().requires_grad_()",
      "problem.theta.requires_grad_()", "was changed"),
     ("with_the_head", "H_tt - H_tp @ torch.linalg.solve(H_pp, H_pt)", "H_tt", "held fixed"),
-    ("teacher_gap", "mu * (1 - mu) * B_q", "-mu * (1 - mu) * B_q", "sign"),
-    ("blockwise", "mfac.mfac(G_k[None], lam)", "mfac.mfac(G_k[None], 2 * lam)", "q for sizes"),
     ("per_image_rows", "torch.cat([2**0.5 * G, scale * deviations])", "G", "minibatches"),
     ("with_decay", "lam / (lam + decay) * inverse(g)", "inverse(g)", "factor"),
     ("cached_gradient", "    parts =", "    micro *= 2\n    parts =", "at a time"),
@@ -148,8 +146,6 @@ MISTAKES = [
     ("mae_loss", "[removed].mean()", "[removed].mean().detach()", "detached"),
     ("lower_step", "[theta_P, phi_P])  # l.6", "[theta_P, phi_P], create_graph=True)  # l.6",
      "graph"),
-    ("blockwise", "    return torch.cat(q)", "    torch.outer(g, g)\n    return torch.cat(q)",
-     "p x p"),
     ("cached_gradient", "    with torch.no_grad():\n        z =",
      "    whole = torch.cat([embed(theta, part) for part in parts])\n"
      "    return torch.autograd.grad(loss(whole), theta)[0]\n"
