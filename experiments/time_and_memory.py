@@ -31,7 +31,7 @@ from experiments.recipe import Backbone, Set, read_settings, run_script, setting
 from lora import Backbone as Network
 from lora import Examples, downstream_loss, drop_path, init_head, init_theta, keep_in_bfloat16
 from support.checkpoints import arch_of, build_head, build_pretext_task, build_vit
-from support.experiment import fits_bfloat16, set_up_device
+from support.experiment import fits_bfloat16, set_up_device, uses_autocast
 from support.optim import Group, Optimiser, trainable
 
 CLASSES = 200  # of CUB-200, which the paper timed
@@ -119,7 +119,7 @@ def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Log]:
     network = random_network(cfg, device)
     if fits_bfloat16(cfg, device):
         keep_in_bfloat16(network)
-    amp = cfg.amp and device.type == "cuda"
+    amp = uses_autocast(cfg, device)
     arch = arch_of({}, cfg)
     with device:
         decoder = build_head(arch, cfg.pretext)
@@ -161,7 +161,7 @@ def peft_steps(cfg: FinetuneConfig, device: torch.device, steps: int) -> Iterato
     drop = drop_path(cfg.drop_path, arch.depth, cfg.batch, g).to(device)
     examples = Examples(images, labels, drop)
     loss = partial(downstream_loss, network, theta_D, phi_D, regularise=True)
-    passes = Passes(cfg.micro_batch, cfg.amp and device.type == "cuda")
+    passes = Passes(cfg.micro_batch, uses_autocast(cfg, device))
     for _ in range(steps):
         value, gradients = passes.value_and_gradients(loss, tensors, examples)
         optimiser.update(tensors, gradients)

@@ -60,14 +60,9 @@ class Experiment(Generic[C]):
     identity: Identity
 
     @property
-    def amp(self) -> bool:
-        """Whether forward passes are under autocast."""
-        return uses_autocast(self.cfg, self.device)
-
-    @property
     def passes(self) -> Passes:
         """Micro-batches and precision of all forward and backward passes."""
-        return Passes(self.cfg.micro_batch, self.amp)
+        return Passes(self.cfg.micro_batch, uses_autocast(self.cfg, self.device))
 
     @property
     def metric(self) -> str:
@@ -180,7 +175,7 @@ class Experiment(Generic[C]):
         # a process may have no image at all
         logits = [torch.empty(0, len(self.task.classes), device=self.device)]
         for x, _ in data.batches(images, pieces, self.cfg.workers, self.device):
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.passes.amp):
                 features = lora.features(self.backbone, theta, x)
             # the head in float32: in bfloat16, close classes would have equal logits
             logits.append(lora.logits(features.float(), phi_D))
