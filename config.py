@@ -6,6 +6,9 @@ default: [App. C.x] the paper's appendix, [released] the authors' program where 
 [MAE], [I-JEPA] their authors' recipes, [here] our own choice. Defaults that depend on another
 setting stand in one section below the classes, "defaults that follow from other settings".
 
+A value has many possible sources. Each of these wins over those before it: the default at the
+field, `paper_defaults`, `our_defaults`, the align run of --from, --preset, --config, the flag.
+
 Making settings imports no torch and reads neither files nor the environment.
 """
 
@@ -24,10 +27,12 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from support.errors import UsageError, as_usage_error, nearest
 
-Record = dict[str, Any]  # settings by name, a line of metrics.jsonl, what a run ended with
+# Such as {"rank": 64, "lam": 0.001}: settings by name, a line of metrics.jsonl, or a result.json.
+Record = dict[str, Any]
 T = TypeVar("T")
 
 
@@ -46,11 +51,11 @@ class Arch(NamedTuple):
     decoder_heads: int = 16
     predictor_dim: int = 384
     predictor_depth: int = 12
-    registers: int = 0  # further tokens beside the class token, of some networks of timm
+    registers: int = 0  # tokens after the class token, which some networks of timm have
 
     @property
     def prefix(self) -> int:
-        """Tokens before those of the patches: the class token and the registers."""
+        """How many tokens stand before those of the patches: the class token and the registers."""
         class_tokens = 1 if self.class_token else 0
         return class_tokens + self.registers
 
@@ -69,20 +74,21 @@ BACKBONES = {
         predictor_dim=32,
         predictor_depth=2,
     ),
-    "vit_s16": Arch(  # not in the paper: to be pretrained on small images, with smaller patches
+    "vit_s16": Arch(  # not in the paper; one pretrains it on small images, with smaller patches
         dim=384, heads=6, decoder_dim=256, decoder_depth=4, decoder_heads=8
     ),
-    "vit_b16": Arch(),
+    "vit_b16": Arch(),  # the defaults of `Arch`
     "vit_l16": Arch(dim=1024, depth=24, heads=16),
     "vit_h14": Arch(dim=1280, depth=32, heads=16, patch_size=14),
 }
-TIMM_NAMES = {  # how timm calls ours
+TIMM_NAMES = {  # how the name of a network begins in timm: what the same network is called here
     "vit_small_patch16": "vit_s16",
     "vit_base_patch16": "vit_b16",
     "vit_large_patch16": "vit_l16",
     "vit_huge_patch14": "vit_h14",
 }
-ALPHABETS = ("Balinese", "Early_Aramaic", "Greek", "Latin", "Tagalog")  # tasks of Omniglot
+# Alphabets of Omniglot; each is a task: which character of the alphabet does an image show?
+ALPHABETS = ("Balinese", "Early_Aramaic", "Greek", "Latin", "Tagalog")
 TASKS = (
     "dtd",
     "voc07",
@@ -93,141 +99,178 @@ TASKS = (
     "imagenet",
     *[f"omniglot:{alphabet}" for alphabet in ALPHABETS],
 )
-# Names of data sets and pools that a script adds, each with the settings that follow from it where
-# they are not given; empty otherwise. How they are made goes to `support.benchmarks.MAKE_TASK`.
+# Data sets and pools that a script adds by name, each with the defaults that it brings, such as
+# NAMED["mine"] = {"augment": "none"}. The function that makes its images goes to
+# `support.benchmarks.MAKE_TASK`.
 NAMED: dict[str, Record] = {}
 PRETEXTS = ("mae", "ijepa")
 
 # --- types of settings -------------------------------------------------------------------------
 
+# Pydantic calls each function below with a value that was given for a setting, and takes what the
+# function returns as the value. Of a ValueError it makes a problem, which `make` reports.
+
 
 def refuse_empty(value: object) -> object:
-    """An empty text would be the folder that one is in."""
+    """Return the value, but refuse an empty text: as a path it would mean the current folder."""
     if value == "":
         raise ValueError("is empty")
     return value
 
 
 def split_commas(value: object) -> object:
-    """A list on the command line is one text, such as 0.1,0.2."""
+    """Split a text such as "0.1,0.2" at its commas, and return any other value as it is.
+
+    The command line hands a list over as one text; a file or Python hands over a list.
+    """
     return value.split(",") if isinstance(value, str) else value
 
 
-def distinct(rates: tuple[float, ...]) -> tuple[float, ...]:
-    """Refuse two rates that are equal in six digits: those name the directories of their trials."""
+def refuse_equal_rates(rates: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the learning rates, but refuse two that are equal in six digits.
+
+    The directory of a trial is named after its rate in six digits, so it would be used twice.
+    """
     if len({f"{rate:g}" for rate in rates}) < len(rates):
         raise ValueError("has a rate twice, in six digits")
     return rates
 
 
-def ascending(pair: tuple[float, float]) -> tuple[float, float]:
-    """The ends of a range, the smaller one first."""
+def refuse_descending(pair: tuple[float, float]) -> tuple[float, float]:
+    """Return the ends of a range, such as (0.15, 0.2), but refuse them in the wrong order."""
     if pair[0] > pair[1]:
         raise ValueError("give the smaller number first")
     return pair
 
 
-OMNIGLOT = Path("omniglot")  # as weights: the backbone that comes with the program
-
-
-def weights_place(path: Path) -> Path:
-    """The absolute path of a checkpoint, but `omniglot` stays a word."""
-    return path if path == OMNIGLOT else absolute(path)
-
-
-def absolute(path: Path) -> Path:
-    """The same place, also when a later command is given in another directory."""
+def make_absolute(path: Path) -> Path:
+    """Make a path absolute, so that it means the same to a later command in another directory."""
     return path.expanduser().absolute()
 
 
-TIMM = "timm:"  # before the name of a network of timm
+OMNIGLOT = Path("omniglot")  # --weights omniglot: the backbone that comes with the program
 
 
-def backbone_name(name: str) -> str:
-    """A network of BACKBONES, or timm:NAME."""
+def make_weights_absolute(path: Path) -> Path:
+    """Make the path of a checkpoint absolute; `omniglot` is a word, and stays as it is."""
+    return path if path == OMNIGLOT else make_absolute(path)
+
+
+TIMM = "timm:"  # what the name of a network of timm begins with
+
+
+def check_backbone(name: str) -> str:
+    """Return a value of --backbone, but refuse all except the BACKBONES and timm:NAME."""
     is_timm = name.startswith(TIMM) and name != TIMM
     if name in BACKBONES or is_timm:
         return name
     ours = ""
-    for begin, backbone in TIMM_NAMES.items():
-        if name.startswith(begin):
+    for beginning, backbone in TIMM_NAMES.items():
+        if name.startswith(beginning):
             ours = f"{backbone} is this network with the weights of MAE, "
-    if "patch" in name:  # timm names its networks so
+    if "patch" in name:  # such as vit_base_patch16_224: only timm names networks in this way
         raise ValueError(f"is unknown; {ours}timm:{name} is that of timm")
     raise ValueError(f"is unknown, {nearest(name, (*BACKBONES, 'timm:NAME'))}")
 
 
-def pretext_name(name: str) -> str:
-    """mae, ijepa, module:Class, or FILE.py:Class with an absolute path."""
+def check_pretext(name: str) -> str:
+    """Return a value of --pretext, in which the path of a Python file is made absolute.
+
+    A word that is no pretext task is refused. A file or a class is looked for later.
+
+    >>> check_pretext("mae"), check_pretext("/my/rotation.py:Rotation")
+    ('mae', '/my/rotation.py:Rotation')
+    """
     if name in PRETEXTS:
         return name
-    place, colon, kind = name.rpartition(":")
+    place, colon, class_name = name.rpartition(":")  # such as "rotation.py", ":", "Rotation"
     if not colon:
         raise ValueError(f"is unknown, {nearest(name, (*PRETEXTS, 'FILE.py:Class'))}")
     if place.endswith(".py"):
-        return f"{absolute(Path(place))}:{kind}"
-    return name
+        return f"{make_absolute(Path(place))}:{class_name}"
+    return name  # the class of an installed module, such as "rotation:Rotation"
 
 
-def dataset_name(name: str) -> str:
-    """A known name, own (images from Python), or a folder, whose path becomes absolute."""
-    kind, _, place = name.partition(":")
-    if kind == "own" or name in TASKS or name in NAMED:
+def check_dataset(name: str) -> str:
+    """Return a value of --dataset, in which a folder becomes "folder:" and its absolute path.
+
+    A word that is neither a data set nor a folder is refused.
+
+    >>> check_dataset("dtd"), check_dataset("/photos"), check_dataset("folder:/photos")
+    ('dtd', 'folder:/photos', 'folder:/photos')
+    """
+    prefix, _, place = name.partition(":")  # such as "folder", ":", "/photos"
+    is_from_python = prefix == "own"  # images that a script hands over: `data.name_own_data`
+    if is_from_python or name in TASKS or name in NAMED:
         return name
-    if kind != "folder" or not place:
-        place = name
-        if not ("/" in name or "\\" in name or Path(name).is_dir()):
-            raise ValueError(f"is unknown, {nearest(name, (*TASKS, *NAMED, 'folder:DIR'))}")
-    return f"folder:{absolute(Path(place))}"
+    if prefix == "folder" and place:
+        return f"folder:{make_absolute(Path(place))}"
+    looks_like_path = "/" in name or "\\" in name or Path(name).is_dir()
+    if looks_like_path:
+        return f"folder:{make_absolute(Path(name))}"
+    raise ValueError(f"is unknown, {nearest(name, (*TASKS, *NAMED, 'folder:DIR'))}")
 
 
-def pool_name(name: str) -> str:
-    """A pool that has a name, or the absolute path of a folder, with or without `folder:`."""
-    kind, _, _ = name.partition(":")
-    if kind == "own" or name in ("imagenet", "omniglot") or name in NAMED:
+def check_pool(name: str) -> str:
+    """Return a value of --pool, in which a folder becomes its absolute path, without "folder:".
+
+    >>> check_pool("imagenet"), check_pool("/photos"), check_pool("folder:/photos")
+    ('imagenet', '/photos', '/photos')
+    """
+    prefix, _, _ = name.partition(":")
+    is_from_python = prefix == "own"  # images that a script hands over: `data.name_own_data`
+    if is_from_python or name in ("imagenet", "omniglot") or name in NAMED:
         return name
-    return str(absolute(Path(name.removeprefix("folder:"))))
+    return str(make_absolute(Path(name.removeprefix("folder:"))))
 
 
 NotEmpty = BeforeValidator(refuse_empty)
 Listed = BeforeValidator(split_commas)
-# larger whole numbers are not exact in all readers of JSON
+# Many programs read numbers in JSON as float64, which has all whole numbers up to 2**53 only.
 PositiveInt = Annotated[int, Field(gt=0, lt=2**53)]
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**53)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
-UnitInterval = Annotated[float, Field(ge=0, lt=1)]  # 0, but not 1
-Share = Annotated[float, Field(gt=0, le=1)]  # 1, but not 0
-Shares = Annotated[tuple[Share, Share], Listed, AfterValidator(ascending)]
-Ratios = Annotated[tuple[PositiveFloat, PositiveFloat], Listed, AfterValidator(ascending)]
-Rates = Annotated[tuple[PositiveFloat, ...], Listed, Field(min_length=1), AfterValidator(distinct)]
+UnitInterval = Annotated[float, Field(ge=0, lt=1)]  # may be 0, but not 1
+Share = Annotated[float, Field(gt=0, le=1)]  # may be 1, but not 0
+Shares = Annotated[tuple[Share, Share], Listed, AfterValidator(refuse_descending)]
+Ratios = Annotated[tuple[PositiveFloat, PositiveFloat], Listed, AfterValidator(refuse_descending)]
+Rates = Annotated[
+    tuple[PositiveFloat, ...], Listed, Field(min_length=1), AfterValidator(refuse_equal_rates)
+]
 Workers = Annotated[int, Field(ge=0, le=256)]
 Jobs = Annotated[int, Field(ge=1, le=256)]
-Place = Annotated[Path, NotEmpty, AfterValidator(absolute)]
-Weights = Annotated[Path, NotEmpty, AfterValidator(weights_place)]
-BackboneName = Annotated[str, AfterValidator(backbone_name)]
-PretextName = Annotated[str, AfterValidator(pretext_name)]
-DatasetName = Annotated[str, NotEmpty, AfterValidator(dataset_name)]
-PoolName = Annotated[str, NotEmpty, AfterValidator(pool_name)]
+Place = Annotated[Path, NotEmpty, AfterValidator(make_absolute)]
+Weights = Annotated[Path, NotEmpty, AfterValidator(make_weights_absolute)]
+BackboneName = Annotated[str, AfterValidator(check_backbone)]
+PretextName = Annotated[str, AfterValidator(check_pretext)]
+DatasetName = Annotated[str, NotEmpty, AfterValidator(check_dataset)]
+PoolName = Annotated[str, NotEmpty, AfterValidator(check_pool)]
 
 # --- marks of settings -------------------------------------------------------------------------
 
 
 class Mark(Enum):
-    """What does not change when a setting changes.
+    """Which comparisons ignore a setting.
 
-    A setting without a mark is taken to define the run, the arm that it belongs to, and whether it
-    follows the paper. So a mark that was forgotten refuses too much, and mixes nothing up.
+    A run is compared with its own directory before it goes on, with the other runs of its arm, and
+    with the paper. A setting without a mark has to be equal in all three. So a mark that was
+    forgotten refuses too much, and mixes nothing up.
     """
 
-    CHANGES_NO_NUMBER = auto()  # how and where it is computed: a run may go on with another value
-    KNOWN_BY_DIGEST = auto()  # a place, which may be another one: its content is compared instead
-    MAY_GROW = auto()  # a finished run goes on with more of it, and keeps what it has
-    SAME_ARM = auto()  # what is repeated, and how often: it makes no other arm
-    LEFT_OPEN_BY_PAPER = auto()  # any value follows the paper, which searches for it or is silent
+    # It says how and where to compute, such as `device`: a run may go on with another value.
+    CHANGES_NO_NUMBER = auto()
+    # It is a path, such as `weights`. The digest of its content is compared instead of it.
+    KNOWN_BY_DIGEST = auto()
+    # A finished run may go on with more of it, such as `seeds`, and keeps what it has.
+    MAY_GROW = auto()
+    # Two runs of one arm may differ in it, such as in `seed`.
+    SAME_ARM = auto()
+    # The paper searches for its value, as for `lr`, or is silent: any value follows the paper.
+    LEFT_OPEN_BY_PAPER = auto()
 
 
-# such as `seed: SameArm[int]`
+# How a field gets a mark: `seed: SameArm[int] = 0`.
 ChangesNoNumber = Annotated[T, Mark.CHANGES_NO_NUMBER]
 KnownByDigest = Annotated[T, Mark.KNOWN_BY_DIGEST]
 SameArm = Annotated[T, Mark.SAME_ARM]
@@ -235,10 +278,14 @@ MayGrow = Annotated[T, Mark.MAY_GROW]
 LeftOpenByPaper = Annotated[T, Mark.LEFT_OPEN_BY_PAPER]
 
 
-def settings_with(kind: type[BaseModel], *marks: Mark) -> set[str]:
-    """The names of the settings that have one of these marks."""
+def settings_with(settings_class: type[BaseModel], *marks: Mark) -> set[str]:
+    """Return the names of the settings that have at least one of these marks.
+
+    >>> sorted(settings_with(FinetuneConfig, Mark.MAY_GROW))
+    ['grid', 'seeds']
+    """
     names = set()
-    for name, field in kind.model_fields.items():
+    for name, field in settings_class.model_fields.items():
         if any(mark in field.metadata for mark in marks):
             names.add(name)
     return names
@@ -246,9 +293,11 @@ def settings_with(kind: type[BaseModel], *marks: Mark) -> set[str]:
 
 # --- values of the paper and of the authors' program --------------------------------------------
 
-GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # App. C.2: from the pretrained backbone
-ALIGNED_GRID = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)  # App. C.2: after BiSSLight
-RELEASED: Record = {  # where the authors' program, run as its README says, is not the paper
+# App. C.2: the learning rates that fine-tuning tries, from the pretrained backbone and after align.
+GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+ALIGNED_GRID = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
+# Values of the authors' program, run as its README says, where they are not the paper's.
+RELEASED: Record = {
     "drop_path": 0.2,
     "d_interpolation": "bilinear",
     "voc_difficult": "positive",
@@ -259,7 +308,7 @@ RELEASED: Record = {  # where the authors' program, run as its README says, is n
     "probe_drop_path": True,
     "mfac_device": "cpu",
     "cg_steps": "tensor",
-    "optimizer": "sgd",  # of finetune, and only after an align run: see `released_values`
+    "optimizer": "sgd",  # in fine-tuning, and only after an align run: see `released_values`
 }
 
 # --- groups of settings ------------------------------------------------------------------------
@@ -270,14 +319,17 @@ class Settings(
     frozen=True,
     extra="forbid",
     allow_inf_nan=False,
-    defer_build=True,
-    use_attribute_docstrings=True,
+    defer_build=True,  # pydantic makes its checks at the first use, not at the import
+    use_attribute_docstrings=True,  # the text below a field is its description
 ):
-    """Base of all settings."""
+    """Base class of all settings: they cannot be changed, and have no unknown name, nan or inf.
+
+    In a class of settings, the docstring up to the colon is the heading of its flags in --help.
+    """
 
 
 class Machine(Settings):
-    """Machine: of every run."""
+    """Machine: what every run has, such as its seed, the device and when it saves."""
 
     seed: SameArm[NonNegativeInt] = 0
     """Seed of initialisation, order, augmentation, masks and drop path. [here]"""
@@ -302,23 +354,27 @@ class Machine(Settings):
 
 
 class Command(Machine):
-    """Settings of a command that makes runs. `model_fields_set` names what the caller gave."""
+    """Base class of the settings of align, finetune and pretrain.
+
+    `model_fields_set`, which pydantic gives, has the names of the settings that the caller gave.
+    """
 
     @model_validator(mode="wrap")
     @classmethod
     def fill_in(cls, given: Record, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Add the defaults that follow from other settings. None counts as not given.
+        """Add the defaults that follow from other settings, and make the settings by `handler`.
 
-        So the default that stands at a field is not always the value of a run.
+        Pydantic calls this with the values that the caller gave. None counts as not given.
         """
         given = {name: value for name, value in dict(given).items() if value is not None}
         defaults = paper_defaults(cls, given) | our_defaults(cls, given)
         settings = handler(defaults | given)
+        # Without the names of the defaults that were added here.
         settings.model_fields_set.intersection_update(given)
         return settings
 
     def replace(self, **changes: object) -> Self:
-        """The same settings with some changed; defaults that follow from these are made anew.
+        """Return these settings with some changed; defaults that follow from them change, too.
 
         Raises UsageError for an unknown name or a wrong value.
         """
@@ -356,7 +412,7 @@ class Network(Shape):
 
     @property
     def scale(self) -> float:
-        """What LoRA's product is multiplied by."""
+        """The factor of LoRA's product B A: alpha / rank, which is 1 without an alpha."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
     @model_validator(mode="after")
@@ -523,12 +579,16 @@ class Peft(Settings):
 
     @property
     def trials(self) -> int:
-        """How many trials (one rate, one seed): the grid's, and the best rate's other seeds."""
+        """How many trials there are; a trial fine-tunes with one rate and one seed.
+
+        All rates are tried with `grid_seeds` seeds, then the best one with the other seeds. By
+        default these are 6 * 1 + 7 = 13 trials.
+        """
         return len(self.grid) * self.grid_seeds + (self.seeds - self.grid_seeds)
 
     @model_validator(mode="after")
     def check_rates_and_seeds(self) -> Self:
-        """One rate or a grid; and no more seeds for choosing it than there are."""
+        """Refuse both a rate and a grid, and more seeds per rate than there are seeds."""
         if self.lr is not None and self.grid != (self.lr,):
             raise ValueError("give --lr or --grid, not both")
         if self.grid_seeds > self.seeds:
@@ -541,7 +601,7 @@ class AlignConfig(Bilevel, Upper, Lower, Pretext, Data, Network, Command):
 
     @model_validator(mode="after")
     def check_decoder(self) -> Self:
-        """Refuse to take a decoder from where there is none."""
+        """Refuse to take the decoder from a checkpoint of timm, which has none."""
         if self.decoder == "checkpoint" and self.backbone.startswith(TIMM):
             raise ValueError(f"--decoder checkpoint: {self.backbone} has none, leave it out")
         return self
@@ -558,20 +618,21 @@ class FinetuneConfig(Peft, Data, Network, Command):
 
     @model_validator(mode="after")
     def check_restart(self) -> Self:
-        """A restart needs the run whose θ it starts from."""
+        """Refuse a restart without the run whose θ it starts from."""
         if self.restart and self.start is None:
             raise ValueError("--restart: needs --from RUN, a finished finetune run")
         return self
 
     @classmethod
     def from_align(cls, run: Path, **changes: object) -> Self:
-        """Settings for fine-tuning after an align run, or after a directory of them.
+        """Make settings for fine-tuning after an align run, or after a directory of them.
 
-        Network, data and data root are the align run's, read from its config.json; `changes` win.
-        Raises UsageError where there is no such run, for an unknown name, and for a wrong value.
+        Network, data and data root are the align run's, read from its config.json; `changes` win,
+        such as `lr=0.001`. Raises UsageError where there is no such run, for an unknown name, and
+        for a wrong value.
         """
-        taken = read_align_run(run, changes.get("dataset"), changes.get("restart"))
-        return make(cls, taken | changes | {"start": run})
+        of_align_run = read_align_run(run, changes.get("dataset"), changes.get("restart"))
+        return make(cls, of_align_run | changes | {"start": run})
 
 
 class PretrainConfig(Pretext, Crops, Shape, Command):
@@ -603,34 +664,38 @@ class PretrainConfig(Pretext, Crops, Shape, Command):
     """Momentum of I-JEPA's teacher at the start; it rises to 1. [I-JEPA]"""
 
     def arch(self) -> Arch:
-        """Sizes of the network, image and patch as they are set."""
+        """Return the sizes of the network, with the image size and patch size of the settings."""
         arch = BACKBONES[self.backbone]
         return arch._replace(
             image_size=self.image_size or arch.image_size,
             patch_size=self.patch_size or arch.patch_size,
-            class_token=self.pretext != "ijepa",
+            class_token=self.pretext != "ijepa",  # networks of I-JEPA have none
         )
 
 
 # --- defaults that follow from other settings ---------------------------------------------------
 
-# `given` is what the caller gave. Each function returns defaults of one command; ours win over the
-# paper's, and what was given wins over both.
+# `Command.fill_in` calls `paper_defaults` and `our_defaults` with what the caller gave, such as
+# {"backbone": "vit_l16", "dataset": "dtd"}, for the settings of one command. Ours win over the
+# paper's, and what the caller gave wins over both.
 
 
-def paper_defaults(kind: type[Command], given: Record) -> Record:
-    """The defaults that replace those of the fields because of what is given, from the paper.
+def paper_defaults(settings_class: type[Command], given: Record) -> Record:
+    """Return the paper's defaults that differ from those at the fields, because of what is given.
 
-    Those of pretraining are MAE's or I-JEPA's. All others are at the fields: see `paper_values`.
+    Those of pretraining are MAE's or I-JEPA's.
+
+    >>> paper_defaults(AlignConfig, {"backbone": "vit_l16", "dataset": "dtd"})
+    {'drop_path': 0.2}
     """
-    if issubclass(kind, PretrainConfig):
+    if issubclass(settings_class, PretrainConfig):
         return pretraining_defaults(given)
     defaults: Record = {}
     if given.get("backbone") in ("vit_l16", "vit_h14"):
         defaults["drop_path"] = 0.2  # App. C.2
     if given.get("pretext") == "ijepa":
         defaults |= {
-            "min_crop": 0.3,  # App. D.1, and so are the next five
+            "min_crop": 0.3,  # this and the next five: App. D.1
             "head": "batchnorm",
             "p_lr": 0.005,
             "p_weight_decay": 0.0005,
@@ -641,11 +706,14 @@ def paper_defaults(kind: type[Command], given: Record) -> Record:
         defaults["grid"] = ALIGNED_GRID  # App. C.2
     if given.get("lr") is not None:
         defaults["grid"] = (given["lr"],)  # one rate is the same as a grid of one
-    return pick(kind, defaults)
+    return keep_known(settings_class, defaults)
 
 
 def pretraining_defaults(given: Record) -> Record:
-    """I-JEPA's recipe, where it is not MAE's (Assran et al. 2023)."""
+    """Return I-JEPA's recipe where it differs from MAE's, which stands at the fields.
+
+    The values are those of Assran et al. (2023).
+    """
     if given.get("pretext") != "ijepa":
         return {}
     return {
@@ -660,15 +728,19 @@ def pretraining_defaults(given: Record) -> Record:
     }
 
 
-def our_defaults(kind: type[Command], given: Record) -> Record:
-    """Ours, where the paper has no such network or images."""
+def our_defaults(settings_class: type[Command], given: Record) -> Record:
+    """Return our own defaults, for networks and images that the paper does not have.
+
+    >>> our_defaults(PretrainConfig, {"backbone": "vit_mini", "pool": "imagenet"})
+    {'epochs': 30, 'warmup_epochs': 4, 'batch': 64}
+    """
     defaults: Record = {}
     is_mini = given.get("backbone") == "vit_mini"
-    is_pretraining = issubclass(kind, PretrainConfig)
+    is_pretraining = issubclass(settings_class, PretrainConfig)
     if is_mini and is_pretraining:
         defaults |= {"epochs": 30, "warmup_epochs": 4, "batch": 64}
     elif is_mini:
-        # lengths and sizes that a CPU can do; never λ, a learning rate, decay or the mask ratio
+        # Only lengths and sizes are smaller, for a CPU. λ, rates, decay and masks are the paper's.
         defaults |= {
             "rank": 8,
             "drop_path": 0.0,
@@ -681,63 +753,78 @@ def our_defaults(kind: type[Command], given: Record) -> Record:
             "batch": 32,
         }
     if is_mini and given.get("pretext") == "ijepa":
-        defaults["min_keep"] = 4  # its smallest target has few patches
+        defaults["min_keep"] = 4  # its target blocks have few patches
         if is_pretraining:
             defaults["patch_size"] = 2
     if str(given.get("backbone")).startswith(TIMM):
-        defaults["decoder"] = "random"  # timm has no pretext heads
-    named = str(given.get("pool" if is_pretraining else "dataset"))
-    defaults |= NAMED.get(named, {})
-    if named.startswith("omniglot:"):
-        # a crop of a character can be another character, and so can its mirror image
+        defaults["decoder"] = "random"  # checkpoints of timm have no pretext head
+    images = str(given.get("pool" if is_pretraining else "dataset"))  # such as "omniglot:Greek"
+    defaults |= NAMED.get(images, {})
+    if images.startswith("omniglot:"):
+        # The crop of a character can be another character, and so can its mirror image.
         defaults |= {"pool": "omniglot", "augment": "none"}
         if is_mini and given.get("pretext", "mae") == "mae":
             defaults["weights"] = OMNIGLOT
-    return pick(kind, defaults)
+    return keep_known(settings_class, defaults)
 
 
-def pick(kind: type[Command], values: Record) -> Record:
-    """Those of the values that a command has a setting for."""
-    return {name: value for name, value in values.items() if name in kind.model_fields}
+def keep_known(settings_class: type[Command], values: Record) -> Record:
+    """Return those of the values that a command has a setting for.
+
+    >>> keep_known(PretrainConfig, {"epochs": 3, "lam": 0.1})
+    {'epochs': 3}
+    """
+    return {name: value for name, value in values.items() if name in settings_class.model_fields}
 
 
 # --- the paper's values ------------------------------------------------------------------------
 
 
-def paper_values(kind: type[Command], given: Record) -> Record:
-    """The recipe's value of every setting of `kind` that has one, for what is given.
+def paper_values(settings_class: type[Command], given: Record) -> Record:
+    """Return the recipe's value of every setting that has one, such as {"rank": 64, "lam": 0.001}.
 
-    `given` names at least the backbone and the pretext task. The recipe is the paper's; that of
-    pretraining is MAE's or I-JEPA's.
+    The recipe is the paper's; that of pretraining is MAE's or I-JEPA's. `given` has at least the
+    backbone and the pretext task, from which other values follow.
     """
-    values = {
-        name: field.default for name, field in kind.model_fields.items() if not field.is_required()
-    }
-    return values | paper_defaults(kind, given)
+    values: Record = {}
+    for name, field in settings_class.model_fields.items():
+        if not field.is_required():
+            values[name] = field.default
+    return values | paper_defaults(settings_class, given)
 
 
-def open_settings(kind: type[Command]) -> set[str]:
-    """The settings that may have any value in a run that counts as the paper's method."""
-    return settings_with(kind, *Mark)  # what any mark says is nothing that the paper fixes
+def settings_left_open(settings_class: type[Command]) -> set[str]:
+    """Return the names of the settings that may have any value in a run of the paper's method."""
+    every_kind_of_mark = list(Mark)  # The paper fixes no setting that has a mark.
+    return settings_with(settings_class, *every_kind_of_mark)
 
 
 def unlike_paper(cfg: Command) -> Record:
-    """The settings that are not the paper's, but for those that it leaves open."""
+    """Return the settings whose values are not the paper's; those that it leaves open may differ.
+
+    >>> unlike_paper(AlignConfig(backbone="vit_l16", dataset="dtd", rank=8, seed=3))
+    {'rank': 8}
+    """
     settings = dict(cfg)
-    left_open = open_settings(type(cfg))
+    left_open = settings_left_open(type(cfg))
     differing: Record = {}
     for name, value in paper_values(type(cfg), settings).items():
         if name not in left_open and settings[name] != value:
             differing[name] = settings[name]
-    if isinstance(cfg, Network) and cfg.scale == 1:
-        differing.pop("alpha", None)  # alpha = rank is the paper's, written out
+    if isinstance(cfg, Network) and cfg.scale == 1:  # pretraining has no alpha
+        # An alpha that equals the rank does the same as the paper's value, which is None.
+        differing.pop("alpha", None)
     return differing
 
 
-def released_values(kind: type[Command], aligned: bool) -> Record:
-    """The settings of `--preset as-released`; `aligned`: fine-tuning starts from an align run."""
-    values = pick(kind, RELEASED)
-    if not aligned:  # the authors' program takes SGD in fine-tuning only after an align run
+def released_values(settings_class: type[Command], aligned: bool) -> Record:
+    """Return the values of `--preset as-released` for one command.
+
+    `aligned` says whether fine-tuning starts from an align run: the authors' program takes SGD for
+    fine-tuning in this case only.
+    """
+    values = keep_known(settings_class, RELEASED)
+    if not aligned:
         values.pop("optimizer", None)
     return values
 
@@ -746,7 +833,11 @@ def released_values(kind: type[Command], aligned: bool) -> Record:
 
 
 def read_table(path: Path) -> Record:
-    """The values in a TOML or JSON file, such as a run's config.json. Raises UsageError."""
+    """Read the values in a TOML or JSON file, such as a run's config.json.
+
+    In a name, - is taken for _; a value None (JSON's null) is left out. Raises UsageError where the
+    file cannot be read.
+    """
     with as_usage_error(str(path), "give settings in TOML or JSON"):
         text = path.read_text()
         table = dict(json.loads(text) if path.suffix == ".json" else tomllib.loads(text))
@@ -754,16 +845,20 @@ def read_table(path: Path) -> Record:
 
 
 def read_align_run(run: Path, dataset: object = None, restart: object = False) -> Record:
-    """What fine-tuning takes over from an align run, or from the first in a directory of them.
+    """Return the network, the data and the data root of the align run that --from names.
 
-    `dataset`: the one to fine-tune on, if it is given. `restart`: the run is a finetune run.
-    UsageError: it is no such run.
+    `run` is the run, or a directory of such runs, whose first one is read; after --restart it is a
+    finetune run. `dataset` and `restart` have the values of these flags, or None. Where another
+    data set is given, the run's split of its own images is left out. Raises UsageError where `run`
+    is no such run.
     """
     files = [*run.glob("config.json"), *sorted(run.glob("*/config.json"))]
     settings = read_table(files[0]) if files else {}
-    if restart and "grid" not in settings:
+    is_finetune_run = "grid" in settings
+    is_align_run = "alternations" in settings
+    if restart and not is_finetune_run:
         raise UsageError(f"--from {run}: is no finetune run, which --restart needs")
-    if not restart and "alternations" not in settings:
+    if not restart and not is_align_run:
         raise UsageError(
             f"--from {run}: is no align run, folder of them, or adapter file; "
             "run `bisslight align` first"
@@ -771,55 +866,89 @@ def read_align_run(run: Path, dataset: object = None, restart: object = False) -
     names = {*Data.model_fields, *Network.model_fields, "data_root"}
     if dataset is not None:
         with as_usage_error(f"--dataset {dataset}"):
-            same_images = dataset_name(str(dataset)) == settings["dataset"]
+            same_images = check_dataset(str(dataset)) == settings["dataset"]
         if not same_images:
             names -= {"dataset", "data_seed", "split_file", "partial"}
     return {name: value for name, value in settings.items() if name in names}
 
 
-C = TypeVar("C", bound=Settings)
+def read_settings(path: Path, settings_class: type[Command]) -> Record:
+    """Read the settings of a command from a TOML or JSON file, by name.
 
-
-def read_settings(path: Path, kind: type[Command]) -> Record:
-    """As `read_table`; refuses (UsageError) a name that is no setting of the command."""
+    Raises UsageError where the file cannot be read, and for a name that is no setting.
+    """
     settings = read_table(path)
-    fields = kind.model_fields
-    flags = {flag_of(field): field for field in fields}
+    fields = settings_class.model_fields
+    field_of_flag = {flag_of(field): field for field in fields}
     for name in settings:
         if name not in fields:
-            # such as `from`: the flag is --from, the setting is called start
-            hint = f"did you mean {flags[flag_of(name)]}?" if flag_of(name) in flags else ""
-            raise UsageError(f"{path}: {name} is no setting, {hint or nearest(name, fields)}")
+            hint = nearest(name, fields)
+            if flag_of(name) in field_of_flag:  # such as `from`: the setting of --from is `start`
+                hint = f"did you mean {field_of_flag[flag_of(name)]}?"
+            raise UsageError(f"{path}: {name} is no setting, {hint}")
     return settings
 
 
-def make(kind: type[C], given: Record) -> C:
-    """Settings of a class, from these values; UsageError `--flag VALUE: what is wrong`."""
+# --- settings from values ----------------------------------------------------------------------
+
+C = TypeVar("C", bound=Settings)
+
+
+def make(settings_class: type[C], given: Record) -> C:
+    """Make settings of this class from values by name, such as {"rank": 8} or {"rank": "8"}.
+
+    The class itself, called with the values, raises pydantic's error. This raises a UsageError,
+    such as "--lam -1: Input should be greater than 0".
+    """
     try:
-        return kind(**given)
+        return settings_class(**given)
     except ValidationError as error:
         problems = error.errors()
-        problem = problems[0]  # of the first field; defaults that follow from it come after it
-        if problem["type"] == "missing" and len(problem["loc"]) == 1:
-            flags = [flag_of(str(p["loc"][0])) for p in problems if p["type"] == "missing"]
-            raise UsageError(f"{', '.join(flags)}: a value is missing") from error
-        # Our own checks raise a ValueError; what others say is pydantic's.
-        message = str(problem.get("ctx", {}).get("error", problem["msg"]))
-        if not problem["loc"]:  # about several settings, which the message names
-            raise UsageError(message) from error
+        # Only the first is reported: those after it are often consequences of it.
+        first = problems[0]
+        if first["type"] == "missing" and len(first["loc"]) == 1:
+            flags = [flag_in(problem) for problem in problems if problem["type"] == "missing"]
+            text = f"{', '.join(flags)}: a value is missing"
+        else:
+            text = describe_problem(first, settings_class)
+        raise UsageError(text) from error
+
+
+# What pydantic says of a problem, as for `AlignConfig(lam=-1, ...)`:
+#     type  "greater_than"; "missing" and "extra_forbidden" are a name too few and one too many
+#     loc   ("lam",); () for several settings; ("aspect", 1) for the second number of a pair
+#     input the value that was given, here -1
+#     msg   "Input should be greater than 0"
+#     ctx   has an "error" where the check is one of our own, which raised this ValueError
+
+
+def flag_in(problem: ErrorDetails) -> str:
+    """Return the flag of the setting that a problem is about, such as "--lam"."""
+    return flag_of(str(problem["loc"][0]))
+
+
+def text_of(problem: ErrorDetails) -> str:
+    """Say what is wrong with a value: in our own words where we have some, else in pydantic's."""
+    if problem["type"] == "missing":  # the second of two numbers, such as in --aspect 0.75
+        return "has too few numbers"
+    return str(problem.get("ctx", {}).get("error", problem["msg"]))
+
+
+def describe_problem(problem: ErrorDetails, settings_class: type[Settings]) -> str:
+    """Name the flag, its value if that is short, and what is wrong."""
+    if not problem["loc"]:
+        return text_of(problem)  # about several settings, whose flags the text names
+    flag = flag_in(problem)
+    if problem["type"] == "extra_forbidden":
         name = str(problem["loc"][0])
-        flag = flag_of(name)
-        if problem["type"] == "missing":  # inside a value, such as the second of two numbers
-            message = "has too few numbers"
-        if problem["type"] == "extra_forbidden":
-            raise UsageError(f"{flag}: is unknown, {nearest(name, kind.model_fields)}") from error
-        if isinstance(problem["input"], str | int | float):
-            flag += f" {problem['input']}"
-        raise UsageError(f"{flag}: {message}") from error
+        return f"{flag}: is unknown, {nearest(name, settings_class.model_fields)}"
+    if isinstance(problem["input"], str | int | float):
+        return f"{flag} {problem['input']}: {text_of(problem)}"
+    return f"{flag}: {text_of(problem)}"
 
 
 def flag_of(name: str) -> str:
-    """The flag of a setting, called as the setting unless Python needs that word.
+    """Return the flag of a setting; two settings have another name, as Python needs that word.
 
     >>> flag_of("d_lr"), flag_of("start")
     ('--d-lr', '--from')

@@ -20,8 +20,8 @@ from config import (
     FinetuneConfig,
     Mark,
     Record,
-    open_settings,
     paper_values,
+    settings_left_open,
     settings_with,
 )
 from support.errors import UsageError, as_usage_error
@@ -458,7 +458,7 @@ def published(config: Record, result: Record) -> Reported | None:
 
 def follows_paper(config: Record, result: Record) -> bool:
     """Whether a run, and the align run before it, had the paper's settings, weights and data."""
-    left_open = open_settings(FinetuneConfig)
+    left_open = settings_left_open(FinetuneConfig)
     for name, value in paper_values(FinetuneConfig, config).items():
         if name not in left_open and config.get(name, value) != value:
             return False

@@ -24,9 +24,9 @@ from config import (
     SameArm,
     Settings,
     make,
-    open_settings,
     paper_values,
     read_settings,
+    settings_left_open,
     settings_with,
     unlike_paper,
 )
@@ -216,7 +216,7 @@ def test_a_setting_without_a_mark_defines_run_arm_and_method() -> None:
     own = Marked.model_fields.keys() - Command.model_fields.keys()
     assert may_change(Marked) & own == {"place", "processes"}
     assert settings_with(Marked, *OF_NO_ARM) & own == {"place", "processes", "repeated"}
-    assert own - open_settings(Marked) == {"forgotten"}
+    assert own - settings_left_open(Marked) == {"forgotten"}
 
 
 @pytest.mark.parametrize(
