@@ -1,6 +1,7 @@
 """Program: the command line, a function for each command.
 
 A command imports what it runs inside its function, so that help is shown without loading torch.
+Functions that print do so in one process only, where torchrun has started several.
 """
 
 import io
@@ -25,6 +26,7 @@ from config import (
     Record,
     Settings,
     flag_of,
+    keep_known,
     make,
     read_align_run,
     read_settings,
@@ -51,16 +53,16 @@ C = TypeVar("C", bound=Command)
 
 app = typer.Typer(
     rich_markup_mode="rich",
-    pretty_exceptions_enable=False,  # Python's own traceback, of a pretext task of one's own
+    pretty_exceptions_enable=False,  # a fault in a custom pretext task gets Python's traceback
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-data = typer.Typer(help="List, check and download the data sets.", rich_markup_mode="rich")
+data_app = typer.Typer(help="List, check and download the data sets.", rich_markup_mode="rich")
 
 # --- commands that have settings ---------------------------------------------------------------
 
 
 class Options(Settings):
-    """This run: where it lies, and what is shown."""
+    """This run: flags of align, finetune and pretrain that are no settings of a run."""
 
     out: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
     """Directory of the run. Default: a name below runs/ that says what is run."""
@@ -85,41 +87,49 @@ SOURCES = (
 
 
 def with_flags(command: Callable[[C, Options], None]) -> Callable[..., None]:
-    """Give a command a flag for each of its settings, whose class is the type of its `cfg`."""
-    kind: type[C] = command.__annotations__["cfg"]
+    """Make `command(cfg, options)` a command with a flag for each setting and each of `Options`.
+
+    The settings are the fields of the class that annotates `cfg`, such as AlignConfig.
+    """
+    settings_class: type[C] = command.__annotations__["cfg"]
 
     @wraps(command)
-    def read_flags(**typed: str | bool | None) -> None:
-        given = {name: value for name, value in typed.items() if value is not None}
-        flags = {name: value for name, value in given.items() if name in kind.model_fields}
-        chosen = {name: value for name, value in given.items() if name in Options.model_fields}
-        options = make(Options, chosen)
-        cfg = collect_settings(kind, flags, options)
+    def read_flags(**flags: str | bool | None) -> None:
+        # Typer gives every flag by name: as text, a switch as True or False, None if not given.
+        given = {name: value for name, value in flags.items() if value is not None}
+        of_settings = keep_known(settings_class, given)  # such as {"rank": "8"}
+        of_options = keep_known(Options, given)  # such as {"quiet": True}
+        options = make(Options, of_options)
+        cfg = collect_settings(settings_class, of_settings, options)
         warn_about_warmup(cfg)
         command(cfg, options)
 
-    function: Any = read_flags  # Any: types know nothing of the attribute that Typer reads
-    function.__signature__ = signature_of(kind, Options)
+    function: Any = read_flags  # Any: mypy does not know `__signature__`, which Typer reads
+    function.__signature__ = signature_of(settings_class, Options)
     return read_flags
 
 
-def collect_settings(kind: type[C], flags: Record, options: Options) -> C:
-    """The settings of flags, over those of a file, a preset, and the align run of --from."""
+def collect_settings(settings_class: type[C], flags: Record, options: Options) -> C:
+    """Make the settings of a command from its flags and from what the flags name.
+
+    A flag wins over --config, this over --preset, this over the align run of --from, and this over
+    the defaults (see `config`). Raises UsageError.
+    """
     given = flags
     if options.config is not None:
-        given = read_settings(options.config, kind) | flags
-    settings: Record = {}
-    if "start" in given:
+        given = read_settings(options.config, settings_class) | flags
+    taken_over: Record = {}
+    if "start" in given:  # the setting of --from
         start = Path(str(given["start"])).expanduser()
-        if not start.is_file():  # a LoRA file brings no settings
-            settings |= read_align_run(start, given.get("dataset"), given.get("restart"))
+        if not start.is_file():  # a file of LoRA has no settings, only a run has
+            taken_over |= read_align_run(start, given.get("dataset"), given.get("restart"))
     if options.preset == "as-released":
-        settings |= released_values(kind, aligned="start" in given)
-    return make(kind, settings | given)
+        taken_over |= released_values(settings_class, aligned="start" in given)
+    return make(settings_class, taken_over | given)
 
 
 def choose_out(command: str, cfg: Command, options: Options) -> Path:
-    """The directory of a run: --out, or a name that says what is run.
+    """Return the directory of a run: --out, or by default a name that says what is run.
 
     >>> str(choose_out("align", AlignConfig(backbone="vit_l16", dataset="cub200"), Options()))
     'runs/align-cub200-vit_l16-r64-s0'
@@ -127,7 +137,7 @@ def choose_out(command: str, cfg: Command, options: Options) -> Path:
     if options.out:
         return options.out
     settings = dict(cfg)
-    images = settings.get("dataset") or settings["pool"]
+    images = settings.get("dataset") or settings["pool"]  # pretraining has a pool only
     parts = [command, Path(images).name, settings["backbone"]]
     if settings.get("start"):
         parts.append(f"from-{settings['start'].name}")
@@ -138,9 +148,8 @@ def choose_out(command: str, cfg: Command, options: Options) -> Path:
 
 
 def show_plan(command: str, cfg: Command, options: Options) -> None:
-    """Do a dry run: say what would run, and all that is missing. Raises UsageError."""
-    # with torch, so not before the names of settings were checked
-    from extras.dry_run import plan_run
+    """Print what a run would do, for --dry-run. Raises UsageError with all that is missing."""
+    from extras.dry_run import plan_run  # only now: it loads torch
 
     plan = plan_run(command, cfg, choose_out(command, cfg, options), options.force)
     show(plan.work, list_fields(plan.work), options.as_json)
@@ -149,15 +158,15 @@ def show_plan(command: str, cfg: Command, options: Options) -> None:
 
 
 def finish(result: Result, options: Options) -> None:
-    """Print what a run ended with, then leave the other processes."""
-    show(result, result.in_words(), options.as_json)
-    from support.processes import leave  # with torch, so not before all names were checked
+    """Print the result of a run, then part from torchrun's other processes."""
+    from support.processes import leave  # only now: it loads torch
 
-    leave()  # not before all is told, which process 0 does alone
+    show(result, result.in_words(), options.as_json)
+    leave()
 
 
 def show(result: object, words: Answer, as_json: bool) -> None:
-    """Print a result, in process 0 only: as JSON, or in words."""
+    """Print a result on stdout: in words, or after --json as one line of JSON."""
     if not is_first_process():
         return
     if as_json:
@@ -167,7 +176,7 @@ def show(result: object, words: Answer, as_json: bool) -> None:
 
 
 def warn_about_warmup(cfg: Command) -> None:
-    """Warn where the warm-up takes the whole run, so that its learning rates are never reached."""
+    """Warn on stderr where the warm-up takes the whole run: the full rate is never reached."""
     settings = dict(cfg)
     for warmup, length in (("warmup", "alternations"), ("warmup_epochs", "epochs")):
         if warmup in settings and settings[warmup] >= settings[length]:
@@ -177,9 +186,10 @@ def warn_about_warmup(cfg: Command) -> None:
 
 @contextmanager
 def training(quiet: bool) -> Iterator["Track"]:
-    """Let runs hear signals and torchrun's other processes, and tell failures with a remedy.
+    """Prepare this process for training, and give failures inside the block a remedy.
 
-    Hands out what shows progress, unless it shall be `quiet`.
+    Yields the `Track` that shows progress, or shows nothing if `quiet`. Raises RunError for known
+    failures, and typer.Exit after a signal such as Ctrl-C. All others pass unchanged.
     """
     from concurrent.futures.process import BrokenProcessPool
 
@@ -196,7 +206,7 @@ def training(quiet: bool) -> Iterator["Track"]:
         rates = "--lr, --p-lr, --d-lr, --base-lr"
         remedy = f"give a lower learning rate ({rates}) and another --out"
         raise RunError(f"{error}; {remedy}") from error
-    except BrokenProcessPool as error:  # a RuntimeError, too
+    except BrokenProcessPool as error:  # it is a RuntimeError, so this comes before those
         remedy = "perhaps memory was short: lower --jobs, then the same command goes on"
         raise RunError(f"{error}; {remedy}") from error
     except (MemoryError, RuntimeError) as error:
@@ -212,32 +222,36 @@ def training(quiet: bool) -> Iterator["Track"]:
             "a run that has begun goes on once it is replaced; `bisslight data check` lists all"
         )
         raise RunError(f"{error}; {remedy}") from error
-    except Stopped as stopped:
+    except Stopped as stopped:  # a signal was heard, and the run has saved
         leave()
-        signal, message = stopped.args
+        signal, message = stopped.args  # such as 2, "..."
         tell(message, sys.stderr)
         raise typer.Exit(128 + signal) from stopped
 
 
 def is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
-    """Whether a GPU, or the CPU, has too little memory."""
+    """Say whether an error means that the GPU or the CPU has too little memory."""
     import torch
 
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    # On a CPU, torch raises a RuntimeError like any other: what it says tells them apart, but for
-    # numbers. No machine can give so much memory, so this says the same.
+    # On a CPU, torch raises a RuntimeError like any other. Only its text, which has numbers, says
+    # that memory is short. To compare, provoke this error: no machine has 2**60 bytes.
     try:
         torch.empty(2**60, dtype=torch.uint8)
-    except RuntimeError as want_of_memory:
-        return without_digits(error) == without_digits(want_of_memory)
+    except RuntimeError as out_of_memory:
+        return without_digits(error) == without_digits(out_of_memory)
     return False
 
 
 def without_digits(error: Exception) -> str:
-    """The first line of what an error says, without its digits."""
+    """Return the first line of an error's text, without its digits.
+
+    >>> without_digits(RuntimeError("tried to allocate 512 bytes"))
+    'tried to allocate  bytes'
+    """
     first_line, _, _ = str(error).partition("\n")
-    return "".join(sign for sign in first_line if not sign.isdigit())
+    return "".join(character for character in first_line if not character.isdigit())
 
 
 # --- the commands ------------------------------------------------------------------------------
@@ -254,7 +268,7 @@ DataRoot = Annotated[
 
 
 def show_version(asked: bool) -> None:
-    """Print the version and end."""
+    """Print the version and end, after --version."""
     if asked:
         tell(f"bisslight {version('bisslight')}", sys.stdout)
         raise typer.Exit
@@ -424,7 +438,7 @@ def predict(
     show([guess._asdict() for guess in guesses], in_words(guesses, run, seed), as_json)
 
 
-@data.command("list")
+@data_app.command("list")
 def data_list(root: DataRoot = Path("data"), as_json: AsJson = False) -> None:
     """List the paper's data sets: whether they are there, and the terms of their use."""
     from extras.datasets import list_all
@@ -433,7 +447,7 @@ def data_list(root: DataRoot = Path("data"), as_json: AsJson = False) -> None:
     show(sets, Answer("", sets), as_json)
 
 
-@data.command("check", epilog="Example: bisslight data check cub200 --data-root DIR")
+@data_app.command("check", epilog="Example: bisslight data check cub200 --data-root DIR")
 def data_check(
     name: Annotated[str, typer.Argument(help="A data set by name, or folder:DIR.")],
     root: DataRoot = Path("data"),
@@ -450,7 +464,7 @@ def data_check(
     return 1 if result["problems"] else 0
 
 
-@data.command("download", epilog="Example: bisslight data download cub200 --data-root DIR")
+@data_app.command("download", epilog="Example: bisslight data download cub200 --data-root DIR")
 def data_download(
     name: Annotated[str, typer.Argument(help="A data set by name.")],
     root: DataRoot = Path("data"),
@@ -465,25 +479,29 @@ def data_download(
 
 # --- start -------------------------------------------------------------------------------------
 
-app.add_typer(data, name="data")
+app.add_typer(data_app, name="data")  # `bisslight data list`, and so on
 
 
 def main() -> None:
     """Run the command line; exit codes 0, 1 failure, 2 usage, 130 Ctrl-C, 143 SIGTERM."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a closed stream is None
-            stream.reconfigure(errors="backslashreplace")  # paths may hold any bytes
+            # A path may have bytes that are no text: print them as \xNN, and raise nothing.
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
-    """The exit code of one command line; each error is told in a line."""
+    """Run one command line, such as ["data", "list"], and return its exit code.
+
+    Each known error is printed as a line on stderr. Any other is a fault, and keeps its traceback.
+    """
     try:
         if arguments in ([], ["data"]):  # no command yet: show which there are
             arguments = [*arguments, "--help"]
         code = app(arguments, prog_name="bisslight", standalone_mode=False)
         return int(code or 0)
-    except typer.TyperException as error:  # its own complaints, such as a flag that is unknown
+    except typer.TyperException as error:  # what Typer itself refuses, such as an unknown flag
         return report_error(error.format_message(), 2)
     except UsageError as error:
         for problem in error.args:
@@ -496,7 +514,7 @@ def run(arguments: list[str]) -> int:
 
 
 def report_error(message: str, code: int) -> int:
-    """Print an error as one line, and return `code`."""
+    """Print an error as one line on stderr, and return the exit code."""
     tell(f"error: {one_line(message)}", sys.stderr)
     return code
 

@@ -768,8 +768,8 @@ def our_defaults(settings_class: type[Command], given: Record) -> Record:
     return keep_known(settings_class, defaults)
 
 
-def keep_known(settings_class: type[Command], values: Record) -> Record:
-    """Return those of the values that a command has a setting for.
+def keep_known(settings_class: type[BaseModel], values: Record) -> Record:
+    """Return those of the values that a class of settings has a field for.
 
     >>> keep_known(PretrainConfig, {"epochs": 3, "lam": 0.1})
     {'epochs': 3}

@@ -1,44 +1,44 @@
-"""Program: errors that a person is told in one line."""
+"""Program: errors that the command line prints in one line, without a traceback."""
 
 import difflib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
-P = ParamSpec("P")
-T = TypeVar("T")
+P = ParamSpec("P")  # the arguments of a step
+T = TypeVar("T")  # its result
 
 
 class UsageError(Exception):
-    """Wrong inputs: a line for each, naming the thing and the remedy. Exit code 2."""
+    """Wrong inputs. Each argument is a line about one of them, with a remedy. Exit code 2."""
 
     def __str__(self) -> str:
         return "\n".join(self.args)
 
 
 class RunError(Exception):
-    """A run that could not go on (a full disk, a damaged file): one line, exit code 1."""
+    """A run that cannot go on, such as on a full disk. Its text is one line. Exit code 1."""
 
 
 @contextmanager
 def as_usage_error(thing: str, remedy: str = "") -> Iterator[None]:
-    """Turn an error inside the block into a UsageError that begins with `thing`.
+    """Turn an error inside the block into a UsageError that begins with `thing`, such as a path.
 
-    Without a remedy the error is a ValueError or OSError whose text explains it. With a remedy it
-    may be any, since damaged files raise anything from EOFError to UnpicklingError; the text then
-    says that `thing` cannot be read.
+    Without a remedy this is done for a ValueError or OSError only, whose text follows: "THING:
+    TEXT". With a remedy it is done for any error, since damaged files raise anything from EOFError
+    to UnpicklingError: "THING: cannot be read (NAME OF THE ERROR: TEXT); REMEDY".
     """
     try:
         yield
-    except (UsageError, RunError, MemoryError):  # these say what to do already
+    except (UsageError, RunError, MemoryError):  # these have a remedy of their own
         raise
     except Exception as error:
-        kind = type(error).__name__
-        if kind == "OutOfMemoryError":  # torch's; this module does without torch
+        error_name = type(error).__name__
+        if error_name == "OutOfMemoryError":  # torch's, by name: this module does not import torch
             raise
         if remedy:
-            text = " ".join(str(error).split())[:200]  # one line, of libraries that write many
-            raise UsageError(f"{thing}: cannot be read ({kind}: {text}); {remedy}") from error
+            text = " ".join(str(error).split())[:200]  # in one line: libraries write many
+            raise UsageError(f"{thing}: cannot be read ({error_name}: {text}); {remedy}") from error
         if isinstance(error, ValueError | OSError):
             raise UsageError(f"{thing}: {error}") from error
         raise  # a fault of this program, which needs its traceback
@@ -47,7 +47,11 @@ def as_usage_error(thing: str, remedy: str = "") -> Iterator[None]:
 def attempt(
     problems: list[str], step: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T | None:
-    """The result of a step; if inputs of it are wrong, that goes to the problems."""
+    """Return the result of `step(*args, **kwargs)`, or None where it raises a UsageError.
+
+    The lines of the error are then added to `problems`. So a command can look at all its inputs,
+    and list everything that is wrong at once.
+    """
     try:
         return step(*args, **kwargs)
     except UsageError as error:
@@ -56,10 +60,14 @@ def attempt(
 
 
 def nearest(word: str, known: Collection[str]) -> str:
-    """'did you mean X?', or the list of what there is, if it is short."""
-    close = difflib.get_close_matches(word, known, 1)
+    """Return a hint for an unknown word: the known one that is most like it, or a list of them.
+
+    >>> nearest("vit_l", ["vit_l16", "vit_b16"]), nearest("x", ["mae", "ijepa"])
+    ('did you mean vit_l16?', 'there are mae, ijepa')
+    """
+    close = difflib.get_close_matches(word, known, n=1)
     if close:
         return f"did you mean {close[0]}?"
-    if len(known) > 20:
+    if len(known) > 20:  # too many for a line
         return "see --help"
     return f"there are {', '.join(known)}"

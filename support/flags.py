@@ -11,34 +11,38 @@ from config import Settings, flag_of
 from support.screen import format_value
 
 
-def signature_of(*kinds: type[Settings]) -> Signature:
-    """A keyword for each setting, as Typer reads it from a function; None where it is not given.
+def signature_of(*settings_classes: type[Settings]) -> Signature:
+    """Make a function signature with a keyword for each setting, from which Typer makes flags.
 
-    A flag is handed on as text. Pydantic converts and checks it, so that flags, files and Python
-    follow the same rules.
+    Typer hands a flag over as text, and None where it is not given. Pydantic converts and checks
+    the text, so that flags, files and Python follow the same rules.
     """
     parameters: dict[str, Parameter] = {}
-    for kind in kinds:
-        # a command's own settings first, those of every command last
-        for part in kind.__mro__:
-            if not issubclass(part, Settings):
+    for settings_class in settings_classes:
+        # In this order, a command's own settings come first, and those of every command last.
+        for group in settings_class.__mro__:  # such as AlignConfig, Bilevel, Upper, ..., Machine
+            if not issubclass(group, Settings):
                 continue
-            heading, _, _ = (part.__doc__ or "").partition(":")
-            for name in part.__annotations__:
+            heading, _, _ = (group.__doc__ or "").partition(":")  # such as "Upper level"
+            for name in group.__annotations__:
                 if name not in parameters:
-                    parameters[name] = parameter_of(name, kind.model_fields[name], heading)
+                    field = settings_class.model_fields[name]
+                    parameters[name] = parameter_of(name, field, heading)
     return Signature([*parameters.values()])
 
 
 def parameter_of(name: str, field: FieldInfo, heading: str) -> Parameter:
-    """A flag with its help, below a heading; of a switch two flags, on and off."""
+    """Make the parameter of one flag, with its help, which is listed below the heading.
+
+    A switch has two flags, such as --amp and --no-amp.
+    """
     flag = flag_of(name)
-    kind: type = str
-    metavar = "VALUE"
+    value_type: type = str
+    metavar = "VALUE"  # what the help shows after the flag: --rank VALUE
     if field.annotation is bool:
-        kind = bool
+        value_type = bool
         metavar = ""
-        flag += f"/--no-{flag.removeprefix('--')}"
+        flag += f"/--no-{flag.removeprefix('--')}"  # how Typer wants both flags
     option = typer.Option(
         flag,
         help=help_of(field),
@@ -46,13 +50,14 @@ def parameter_of(name: str, field: FieldInfo, heading: str) -> Parameter:
         rich_help_panel=heading,
         envvar="BISSLIGHT_DATA" if name == "data_root" else None,
     )
-    annotation: Any = Annotated[kind | None, option]  # Any: no type checker reads it
+    # Any: Typer reads the annotation, no type checker does.
+    annotation: Any = Annotated[value_type | None, option]
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def help_of(field: FieldInfo) -> str:
-    """The help of a flag: what the setting is, where its default comes from, and the default."""
-    text = escape(" ".join((field.description or "").split()))
+    """Write the help of a flag: what the setting is, the default's source, and the default."""
+    text = escape(" ".join((field.description or "").split()))  # rich would take [here] for markup
     if field.is_required():
         return f"{text} [dim](required)[/dim]"
     if field.default is None or field.default is False:
