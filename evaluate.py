@@ -1,8 +1,8 @@
-"""Program: `bisslight evaluate`, summaries over seeds, the exact test (App. C.2.1), the paper's.
+"""Program: `bisslight evaluate`: test accuracies over seeds, p-values, and the paper's figures.
 
-An arm is a finished `finetune` run, or a directory of such runs that differ in seed and start only,
-such as one PEFT seed for each align run. The first arm is compared with every other one; each data
-set is evaluated for itself, as in the paper.
+An arm is what is compared: a finished `finetune` run, or a directory of such runs that differ in
+seed and start only, such as one PEFT seed for each align run. The first arm is compared with every
+other one by an exact permutation test (App. C.2.1). All arms are on one data set.
 """
 
 import json
@@ -31,12 +31,17 @@ from support.screen import Answer, count, format_value, percent
 
 LOG = logging.getLogger("bisslight")
 
-# Settings that make no other arm: what is repeated, how often, and on which machine. Weights and
-# start are compared by their digest instead of their path.
-OF_NO_ARM = (Mark.SAME_ARM, Mark.CHANGES_NO_NUMBER, Mark.KNOWN_BY_DIGEST)
-NOT_COMPARED = settings_with(AlignConfig, *OF_NO_ARM) | settings_with(FinetuneConfig, *OF_NO_ARM)
+# Settings in which two runs of one arm may differ: seeds, how many there are, and the machine.
+# Weights and start are compared by the digest of their content, not by their path.
+MAY_DIFFER_IN_ARM = (Mark.SAME_ARM, Mark.CHANGES_NO_NUMBER, Mark.KNOWN_BY_DIGEST)
+NOT_COMPARED = {
+    *settings_with(AlignConfig, *MAY_DIFFER_IN_ARM),
+    *settings_with(FinetuneConfig, *MAY_DIFFER_IN_ARM),
+}
 
-STARTS = {  # where an arm's seeds start, in plain words, by its `unit`; of a direct one, nowhere
+# What the seeds of an arm start from, by its `unit`, which is what one seed repeats. The unit
+# "PEFT seed" is not here: such seeds start from the pretrained backbone.
+STARTS = {
     "PEFT and PEFT anew": "the seeds of a finished fine-tuning, one each",
     "PEFT seed on one LoRA file": "one LoRA file, so they repeat the fine-tuning alone",
     "PEFT seed on one align run": "one align run, so they repeat the fine-tuning alone",
@@ -47,11 +52,11 @@ STARTS = {  # where an arm's seeds start, in plain words, by its `unit`; of a di
 
 
 class Reported(BaseModel, frozen=True):
-    """Mean ± standard deviation, and the label of the paper's table."""
+    """An accuracy that the paper reports: mean and standard deviation over 8 seeds."""
 
-    mean: float
+    mean: float  # percent
     std: float
-    source: str
+    source: str  # the LaTeX label of the table, such as "tab:mae_bisslight_main_results"
 
 
 class Interval(NamedTuple):
@@ -62,44 +67,43 @@ class Interval(NamedTuple):
 
     @property
     def half(self) -> float:
-        """Half of its width."""
+        """Half of the interval's width, as in "50 ± half"."""
         return (self.high - self.low) / 2
 
 
 class Row(BaseModel, frozen=True):
-    """An arm in the table that `evaluate` returns."""
+    """An arm in the table that `evaluate` returns. JSON has the fields up to `first_minus_this`."""
 
-    arm: str
-    seeds: int
-    unit: str
+    arm: str  # its name: that of its directory
+    seeds: int  # how many
+    unit: str  # what one seed repeats, such as "PEFT seed"
     mean: float  # percent
     std: float | None  # sample standard deviation (n − 1); None for a single seed
-    metric: str
-    paper: Reported | None
-    differs: dict[str, str]  # see `list_differences`
-    accuracies: list[float]  # of the seeds, percent
-    counts: list[int]  # the same as numbers of right images, or as hundredths of a point of mAP
-    first_minus_this: Comparison | None
-    # for people only: JSON is read by programs that know the fields above
-    rates: list[float] = Field([], exclude=True)  # the learning rates of its runs, each once
-    test_images: int = Field(0, exclude=True)
-    data_set: str = Field("", exclude=True)
+    metric: str  # "top-1 accuracy" or "11-point mAP"
+    paper: Reported | None  # the paper's figure; None where it has none, or other settings
+    differs: dict[str, str]  # from the first arm; see `list_differences`
+    accuracies: list[float]  # one per seed, in percent
+    counts: list[int]  # one per seed: images that were right, or hundredths of a point of mAP
+    first_minus_this: Comparison | None  # None for the first arm itself
+    rates: list[float] = Field([], exclude=True)  # the learning rates that were chosen, each once
+    test_images: int = Field(0, exclude=True)  # how many
+    data_set: str = Field("", exclude=True)  # such as "omniglot:Greek, data seed 2"
 
     @property
     def interval(self) -> Interval | None:
-        """Where the accuracy on all images of this kind lies; None for mAP, which counts none."""
+        """The 95 % interval from the number of test images; None for mAP, no share of images."""
         if self.metric != "top-1 accuracy" or not self.test_images:
             return None
         return interval_by_images(self.mean, self.test_images)
 
 
 class Evaluation(BaseModel, frozen=True):
-    """What `evaluate` found."""
+    """The result of `evaluate`: a row for each arm, the first one first."""
 
     arms: list[Row]
 
     def in_words(self) -> Answer:
-        """By how much the first arm is better than each other one, and a table of all."""
+        """Say how much better the first arm is than each other one, above a table of all."""
         first = self.arms[0]
         seeds = count(first.seeds, "seed")
         headline = f"test {first.metric} {percent(first.accuracies)} ({seeds})"
@@ -109,7 +113,7 @@ class Evaluation(BaseModel, frozen=True):
             if row.first_minus_this:
                 difference = describe_comparison(row.first_minus_this)
                 differences.append(f"{first.arm} minus {row.arm}: {difference}")
-                lines += tell_few_images(row)
+                lines += describe_few_images(row)
             if row.unit in STARTS:
                 lines.append(f"the seeds of {row.arm} start from {STARTS[row.unit]}")
             if row.differs:
@@ -119,16 +123,16 @@ class Evaluation(BaseModel, frozen=True):
 
 
 def interval_by_images(accuracy: float, images: int) -> Interval:
-    """Wilson's 95 % interval of an accuracy (%) that was measured on so many images.
+    """Return Wilson's 95 % interval of an accuracy (in percent) that was measured on some images.
 
-    It says how well that many images of the same kind tell the accuracy of one network. Seeds
-    share the test images, so more seeds do not make it narrower.
+    It says how far this accuracy may be from that on unlimited images of the same kind, for one
+    network. Seeds share the test images, so more seeds do not make it narrower.
 
     >>> low, high = interval_by_images(50.0, 35)
     >>> round(low, 1), round(high, 1)
     (34.3, 65.7)
     """
-    z = NormalDist().inv_cdf(0.975)
+    z = NormalDist().inv_cdf(0.975)  # 1.96: 2.5 % of a normal distribution lie above it
     share = accuracy / 100
     centre = (share + z**2 / (2 * images)) / (1 + z**2 / images)
     variance = share * (1 - share) / images + (z / (2 * images)) ** 2
@@ -136,10 +140,12 @@ def interval_by_images(accuracy: float, images: int) -> Interval:
     return Interval(100 * (centre - half), 100 * (centre + half))
 
 
-def tell_few_images(row: Row) -> list[str]:
-    """A line where the test images are too few for the difference that is told."""
+def describe_few_images(row: Row) -> list[str]:
+    """Return a line where the difference of means is within the interval by images, else []."""
     comparison = row.first_minus_this
-    if comparison is None or row.interval is None or row.interval.half < abs(comparison.difference):
+    if comparison is None or row.interval is None:
+        return []
+    if row.interval.half < abs(comparison.difference):
         return []
     return [
         f"{count(row.test_images, 'test image')} tell an accuracy to within "
@@ -148,7 +154,10 @@ def tell_few_images(row: Row) -> list[str]:
 
 
 def describe_row(row: Row, first: str) -> Record:
-    """The line of an arm in the table; `first` is the name of the one that it is compared with."""
+    """Return the line of an arm in the printed table, by column.
+
+    `first` is the name of the first arm, with which this one is compared.
+    """
     line: Record = {"arm": row.arm, "seeds": row.seeds, "rate": row.rates}
     line["test images"] = row.test_images
     line[f"test {row.metric}"] = percent(row.accuracies)
@@ -156,7 +165,7 @@ def describe_row(row: Row, first: str) -> Record:
         line["95 % by images"] = f"{row.interval.low:.1f} to {row.interval.high:.1f}"
     comparison = row.first_minus_this
     if comparison:
-        line[f"{first} minus this"] = points(comparison)
+        line[f"{first} minus this"] = format_difference(comparison)
         line["p"] = "none" if comparison.p is None else f"{comparison.p:#.2g}"
     if row.paper:
         line["the paper"] = f"{row.paper.mean} ± {row.paper.std} % ({row.paper.source})"
@@ -164,55 +173,63 @@ def describe_row(row: Row, first: str) -> Record:
 
 
 def describe_comparison(comparison: Comparison) -> str:
-    """A difference in words, with what its p-value means."""
-    difference = f"{points(comparison)} points"
+    """Say a difference in words, with what its p-value means.
+
+    >>> describe_comparison(Comparison(difference=1.24, p=0.03, splits=70))
+    '+1.2 points, p = 0.030: chance hardly explains it'
+    """
+    difference = f"{format_difference(comparison)} points"
     if comparison.p is None:
         return f"{difference}; one seed each allows no test"
     if comparison.p < 0.05:
         meaning = "chance hardly explains it"
-    elif comparison.p * comparison.splits <= 2:  # the observed split and its mirror
+    elif comparison.p * comparison.splits <= 2:  # only the observed split and its mirror
         meaning = "the smallest p that so few seeds can have"
     else:
         meaning = "chance may explain it"
     return f"{difference}, p = {comparison.p:#.2g}: {meaning}"
 
 
-def points(comparison: Comparison) -> str:
-    """A difference in percentage points, with its sign, such as +1.2."""
-    rounded = round(comparison.difference, 1) + 0.0  # adding 0 makes -0 a plain 0
+def format_difference(comparison: Comparison) -> str:
+    """Return a difference in percentage points as text with its sign, such as "+1.2"."""
+    rounded = round(comparison.difference, 1) + 0.0  # adding 0.0 turns -0.0 into 0.0
     return f"{rounded:+.1f}"
 
 
 class Arm(BaseModel, frozen=True):
-    """What run directories say of an arm."""
+    """An arm as its run directories describe it. Fields that `Row` has, too, are explained there.
+
+    A single run is read as an arm, and `join_seeds` makes one arm of several.
+    """
 
     name: str
-    data_set: str  # in words
-    unit: str  # what one seed repeats
+    data_set: str
+    unit: str
     metric: str
-    settings: Record  # of the runs; and which weights, data and align run they had
-    accuracies: list[float]  # of the seeds, percent
-    counts: list[int]  # whole numbers to compare: images that were right; see `read_run`
-    count_of_all: int  # the count of an accuracy of 100 %
-    rates: list[float]  # of the runs
+    settings: Record  # those of its runs, the digests of weights and data, and of the align run
+    accuracies: list[float]
+    counts: list[int]
+    count_of_all: int  # the count of a network that is always right
+    rates: list[float]  # one per run: the chosen learning rate
     test_images: int
-    starts: list[tuple[str | None, int]]  # of the seeds: what --from named, if anything; seed
+    starts: list[tuple[str | None, int]]  # one per seed: its --from, or None; the seed
     paper: Reported | None
 
     @property
     def is_aligned(self) -> bool:
-        """Whether it started from an align run."""
+        """Whether fine-tuning started from an align run."""
         return self.settings["aligned_by"] is not None
 
 
 def evaluate(runs: Sequence[Path]) -> Evaluation:
     """Compare the first of several arms with each of the others.
 
-    An arm: a finished `finetune` run, or a directory of them. UsageError: no arm, or one on other
-    images than the first one's.
+    Each path is a finished `finetune` run, or a directory of such runs. Raises UsageError where one
+    is no arm, or where its images are not those of the first one.
     """
     arms = [read_arm(run) for run in runs]
-    if len({arm.name for arm in arms}) < len(arms):  # such as A/tuned and B/tuned
+    names = {arm.name for arm in arms}
+    if len(names) < len(arms):  # such as "tuned" twice, for a/tuned and b/tuned: give the paths
         pairs = zip(arms, runs, strict=True)
         arms = [arm.model_copy(update={"name": str(run)}) for arm, run in pairs]
     first, *others = arms
@@ -222,12 +239,12 @@ def evaluate(runs: Sequence[Path]) -> Evaluation:
                 f"{arm.name}: not comparable, is on {arm.data_set}, {first.name} on "
                 f"{first.data_set}, or they have other images or another split"
             )
-        tell_other_grid(arm, first)
-    return Evaluation(arms=[summarise(arm, first) for arm in [first, *others]])
+        log_other_grid(arm, first)
+    return Evaluation(arms=[make_row(arm, first) for arm in arms])
 
 
-def summarise(arm: Arm, first: Arm) -> Row:
-    """Sum up an arm, and compare it with the first one."""
+def make_row(arm: Arm, first: Arm) -> Row:
+    """Make the table row of an arm: its mean over seeds, and its comparison with the first arm."""
     return Row(
         arm=arm.name,
         seeds=len(arm.accuracies),
@@ -247,38 +264,47 @@ def summarise(arm: Arm, first: Arm) -> Row:
 
 
 def compare_arms(first: Arm, arm: Arm) -> Comparison:
-    """The permutation test of their counts, in percentage points."""
+    """Return the first arm minus this one, in percentage points, with the p-value."""
     with as_usage_error(f"{first.name}, {arm.name}"):
         return compare(first.counts, arm.counts, arm.count_of_all)
 
 
 def list_differences(arm: Arm, first: Arm) -> dict[str, str]:
-    """Settings in which an arm differs from the first one, as "VALUE, there VALUE OF THE FIRST"."""
+    """Return the settings in which an arm differs from the first one, as `compare_settings` does.
+
+    Where only one of them was aligned, the settings that differ for this reason are left out.
+    """
     differences = compare_settings(arm.settings, first.settings)
-    if arm.is_aligned != first.is_aligned:  # only one was aligned, so these have to differ
+    if arm.is_aligned != first.is_aligned:
         for name in ("aligned_by", "align_unlike_paper", "grid"):
             differences.pop(name, None)
     return differences
 
 
 def compare_settings(settings: Record, first: Record) -> dict[str, str]:
-    """The settings that differ from the first arm's, as "VALUE, there VALUE OF THE FIRST".
+    """Return the settings that differ from those of the first arm, with both values.
 
-    Seed, start and machine make no other arm, so they are left out.
+    Those in which runs of one arm may differ, such as the seed, are left out, and so are those
+    that the first arm alone has.
+
+    >>> compare_settings({"rank": 8, "lam": 0.1, "seed": 1}, {"rank": 64, "lam": 0.1, "seed": 0})
+    {'rank': '8, there 64'}
     """
     differences = {}
     for name in sorted(settings):
         value = settings[name]
         if name not in NOT_COMPARED and value != first.get(name):
-            differences[name] = f"{name_value(value)}, there {name_value(first.get(name))}"
+            here = format_setting(value)
+            there = format_setting(first.get(name))
+            differences[name] = f"{here}, there {there}"
     return differences
 
 
-def name_value(value: object) -> str:
-    """A setting as text.
+def format_setting(value: object) -> str:
+    """Return the value of a setting as text; `align_unlike_paper` is a dict of settings.
 
-    >>> name_value({"lam": 1.0, "rank": 2})
-    'lam 1.0 and rank 2'
+    >>> format_setting({"lam": 1.0, "rank": 2}), format_setting({}), format_setting(None)
+    ('lam 1.0 and rank 2', 'nothing', 'None')
     """
     if isinstance(value, Mapping):
         words = [f"{name} {item}" for name, item in value.items()]
@@ -286,38 +312,45 @@ def name_value(value: object) -> str:
     return str(value)
 
 
-def tell_other_grid(arm: Arm, first: Arm) -> None:
-    """Say where an aligned arm and one that is not chose from different learning rates."""
+def log_other_grid(arm: Arm, first: Arm) -> None:
+    """Log a warning where only one arm was aligned, and they chose from different rates."""
     grid = arm.settings["grid"]
     first_grid = first.settings["grid"]
     if arm.is_aligned != first.is_aligned and grid != first_grid:
-        told = "%s chose its learning rate from %s, %s from %s"
-        LOG.warning(told, arm.name, grid, first.name, first_grid)
+        text = "%s chose its learning rate from %s, %s from %s"
+        LOG.warning(text, arm.name, grid, first.name, first_grid)
 
 
 # --- reading runs ---------------------------------------------------------------------------------
 
 
 def read_arm(path: Path) -> Arm:
-    """A finished `finetune` run, or the runs in a directory (UsageError: not those of one arm)."""
+    """Read a finished `finetune` run, or all runs in a directory, as one arm.
+
+    Raises UsageError where there is no finished run, and where the runs differ in more than seed
+    and start.
+    """
     with as_usage_error(str(path), "give a finished finetune run, or a folder of them"):
         runs = [read_run(run) for run in find_runs(path)]
     differing = set[str]()
     for run in runs:
         differing |= compare_settings(run.settings, runs[0].settings).keys()
     if differing:
-        refuse(path, differing)
+        refuse_as_arm(path, differing)
     return join_seeds(path, runs)
 
 
-def refuse(path: Path, differing: set[str]) -> NoReturn:
-    """Raise a UsageError: these settings differ between the runs of an arm."""
-    see = ", ".join(sorted(differing))
-    raise UsageError(f"{path}: its runs are no seeds of one arm, see {see}; give each alone")
+def refuse_as_arm(path: Path, differing: set[str]) -> NoReturn:
+    """Raise a UsageError, because these settings differ between the runs in a directory."""
+    names = ", ".join(sorted(differing))
+    raise UsageError(f"{path}: its runs are no seeds of one arm, see {names}; give each alone")
 
 
 def join_seeds(path: Path, runs: Sequence[Arm]) -> Arm:
-    """Runs that differ in seed and start only, as one arm (UsageError: the same seed twice)."""
+    """Join runs that differ in seed and start only into one arm, called after its directory.
+
+    Raises UsageError where two runs have the same seed and start.
+    """
     first = runs[0]
     starts: list[tuple[str | None, int]] = []
     accuracies: list[float] = []
@@ -329,16 +362,16 @@ def join_seeds(path: Path, runs: Sequence[Arm]) -> Arm:
         counts += run.counts
         rates += run.rates
     if len(set(starts)) < len(starts):
-        refuse(path, {"seed"})  # it would count one seed as two
-    places = {place for place, _ in starts}
-    # Where each seed has an align run of its own, the spread over seeds has that of aligning in it,
-    # and the p-value is about both stages.
-    each_has_its_own = len(starts) > 1 and len(places) == len(starts)
-    aligned_each = each_has_its_own and not first.settings["restart"]
+        refuse_as_arm(path, {"seed"})  # one seed would count as two
+    start_paths = {start_path for start_path, _ in starts}
+    each_has_its_own_start = len(starts) > 1 and len(start_paths) == len(starts)
+    # If each seed has its own align run, the seeds differ by aligning, too, so that the p-value is
+    # about both steps. After --restart, the start is a finetune run.
+    each_is_aligned_anew = each_has_its_own_start and not first.settings["restart"]
     return first.model_copy(
         update={
-            "name": path.absolute().name,  # of the folder that one is in, too
-            "unit": "align run and PEFT" if aligned_each else first.unit,
+            "name": path.absolute().name,  # absolute, since the path "." has no name
+            "unit": "align run and PEFT" if each_is_aligned_anew else first.unit,
             "accuracies": accuracies,
             "counts": counts,
             "rates": rates,
@@ -348,24 +381,24 @@ def join_seeds(path: Path, runs: Sequence[Arm]) -> Arm:
 
 
 def find_runs(path: Path) -> list[Path]:
-    """The run at a path, or the runs in that directory, s2 before s10."""
+    """Return [path] if this is a run, else the runs in this directory, s2 before s10.
+
+    Without any run it returns [path], too, so that reading it names what is missing there.
+    """
     if (path / "config.json").exists():
         return [path]
     runs = [file.parent for file in path.glob("*/config.json")]
-    runs.sort(key=lambda run: (len(run.name), run.name))  # shorter names have smaller numbers
+    runs.sort(key=lambda run: (len(run.name), run.name))  # of s2 and s10, s2 is the shorter name
     return runs or [path]
 
 
 def read_run(run: Path) -> Arm:
-    """One finished `finetune` run; any exception where it is none."""
-    file = run / "config.json"
-    if not file.exists():
-        raise UsageError(f"{run}: is no run; give a finished finetune run, or a folder of them")
-    config = json.loads(file.read_text())
-    if not (run / "result.json").exists():
-        raise UsageError(f"{run}: is not finished; give its own command again")
-    if not (run / "env.json").exists():
-        raise UsageError(f"{run}: has lost its env.json; give its own command again, with --force")
+    """Read one finished `finetune` run as an arm.
+
+    Raises UsageError for files that are missing, and any exception for damaged ones.
+    """
+    check_files(run)
+    config = json.loads((run / "config.json").read_text())
     env = json.loads((run / "env.json").read_text())
     result = json.loads((run / "result.json").read_text())
     if not result.get("test"):
@@ -377,12 +410,13 @@ def read_run(run: Path) -> Arm:
         "aligned_by": result["aligned_by"],
         "align_unlike_paper": result["align_unlike_paper"],
     }
-    first_seed = config["seed"]
-    counts = result["right"]
+    accuracies = result["test"]  # one per seed, in percent
+    seeds = range(config["seed"], config["seed"] + len(accuracies))
+    counts = result["right"]  # one per seed: images that were right
     count_of_all = result["test_images"]
     if counts is None:
         # mAP counts no images, and the exact test needs whole numbers: hundredths of a point.
-        counts = [round(100 * percent) for percent in result["test"]]
+        counts = [round(100 * accuracy) for accuracy in accuracies]
         count_of_all = 100 * 100
     return Arm(
         name=run.name,
@@ -390,18 +424,28 @@ def read_run(run: Path) -> Arm:
         unit=result["unit"],
         metric=result["metric"],
         settings=settings,
-        accuracies=result["test"],
+        accuracies=accuracies,
         counts=counts,
         count_of_all=count_of_all,
         rates=[result["lr"]],
         test_images=result["test_images"],
-        starts=[(config["start"], first_seed + i) for i in range(len(result["test"]))],
-        paper=published(config, result),
+        starts=[(config["start"], seed) for seed in seeds],
+        paper=find_in_paper(config, result),
     )
 
 
+def check_files(run: Path) -> None:
+    """Raise a UsageError where a file of a finished run is missing."""
+    if not (run / "config.json").exists():
+        raise UsageError(f"{run}: is no run; give a finished finetune run, or a folder of them")
+    if not (run / "result.json").exists():
+        raise UsageError(f"{run}: is not finished; give its own command again")
+    if not (run / "env.json").exists():
+        raise UsageError(f"{run}: has lost its env.json; give its own command again, with --force")
+
+
 def describe_data_set(config: Record) -> str:
-    """The data set of a run in words.
+    """Name the data set of a run, with the split where that is not the usual one.
 
     >>> describe_data_set({"dataset": "omniglot:Greek", "data_seed": 2, "split_file": None})
     'omniglot:Greek, data seed 2'
@@ -416,9 +460,10 @@ def describe_data_set(config: Record) -> str:
 
 # --- the paper's accuracies -----------------------------------------------------------------------
 
-# Test accuracy (%; VOC07: mAP), mean ± deviation of 8 seeds, by the label of the table, and there
-# by pretext task, backbone and method; after BiSSL(ight) comes PEFT. The rows of
-# tab:classificaiton_acc_bissl_orig that are not here repeat the first table.
+# Test accuracies in percent (VOC07: mAP), mean ± deviation over 8 seeds, one per data set. They
+# stand below the LaTeX label of their table, by pretext task, backbone and method; after BiSSL and
+# BiSSLight comes PEFT. Rows of tab:classificaiton_acc_bissl_orig that are not here repeat the first
+# table.
 COLUMNS = ("pets", "dtd", "voc07", "flowers", "cub200", "aircrafts")
 ACCURACIES = {
     "tab:mae_bisslight_main_results": {
@@ -437,36 +482,44 @@ ACCURACIES = {
         ("ijepa", "vit_h14", "BiSSLight"): "94.7±0.1 74.0±0.6 84.0±0.3 96.1±0.3 86.8±0.2 77.7±0.4",
     },
 }
+# What the tables call a run, by the hypergradient of the align run before it; None: not aligned.
 METHODS = {None: "PEFT", "mfac": "BiSSLight", "recursion": "BiSSLight", "cg": "BiSSL"}
 OFFICIAL_ENDINGS = ("_full.pth", "IN1K-vit.h.14-300e.pth.tar")  # ends of the official files' names
 
 
-def published(config: Record, result: Record) -> Reported | None:
-    """The paper's accuracy for a run; None unless the run follows the paper, as far as we know."""
+def find_in_paper(config: Record, result: Record) -> Reported | None:
+    """Find the paper's accuracy for a run, from the run's config.json and result.json.
+
+    Returns None where the run differs from the paper, and where no table has such a run.
+    """
     if not follows_paper(config, result):
         return None
-    # None where the run was aligned in a way that the paper has no table of
-    method = METHODS.get(result["aligned_by"])
-    row = (result["pretext"], result["backbone"], method)
-    for source, rows in ACCURACIES.items():
-        if row in rows and config["dataset"] in COLUMNS:
+    if config["dataset"] not in COLUMNS or result["aligned_by"] not in METHODS:
+        return None
+    row = (result["pretext"], result["backbone"], METHODS[result["aligned_by"]])
+    column = COLUMNS.index(config["dataset"])
+    for label, rows in ACCURACIES.items():
+        if row in rows:
             figures = rows[row].split()
-            mean, std = figures[COLUMNS.index(config["dataset"])].split("±")
-            return Reported(mean=float(mean), std=float(std), source=source)
+            mean, std = figures[column].split("±")  # such as "91.7", "0.3"
+            return Reported(mean=float(mean), std=float(std), source=label)
     return None
 
 
 def follows_paper(config: Record, result: Record) -> bool:
-    """Whether a run, and the align run before it, had the paper's settings, weights and data."""
+    """Say whether a run, and the align run before it, had the paper's settings, weights and data.
+
+    Weights are known by the name of their file only. The arguments are those of `find_in_paper`.
+    """
     left_open = settings_left_open(FinetuneConfig)
     for name, value in paper_values(FinetuneConfig, config).items():
         if name not in left_open and config.get(name, value) != value:
             return False
     weights = config["weights"]
-    if weights is not None and not weights.endswith(OFFICIAL_ENDINGS):
+    if weights is not None and not weights.endswith(OFFICIAL_ENDINGS):  # None: downloaded
         return False
-    if config["pretext"] != result["pretext"]:
+    if config["pretext"] != result["pretext"]:  # the result's is that of the align run
         return False
     if result["aligned_on"] not in (None, config["dataset"]):  # None: not aligned
         return False
-    return not result["align_unlike_paper"]
+    return not result["align_unlike_paper"]  # None or {}: no setting of the align run differs

@@ -30,7 +30,7 @@ from config import (
     settings_with,
     unlike_paper,
 )
-from evaluate import OF_NO_ARM
+from evaluate import MAY_DIFFER_IN_ARM
 from extras.dry_run import list_unlike_paper
 from support.errors import UsageError
 from support.runs import may_change
@@ -215,7 +215,7 @@ def test_a_setting_without_a_mark_defines_run_arm_and_method() -> None:
 
     own = Marked.model_fields.keys() - Command.model_fields.keys()
     assert may_change(Marked) & own == {"place", "processes"}
-    assert settings_with(Marked, *OF_NO_ARM) & own == {"place", "processes", "repeated"}
+    assert settings_with(Marked, *MAY_DIFFER_IN_ARM) & own == {"place", "processes", "repeated"}
     assert own - settings_left_open(Marked) == {"forgotten"}
 
 
