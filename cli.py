@@ -38,10 +38,10 @@ from support.screen import (
     Answer,
     Result,
     is_first_process,
+    join_lines,
     list_fields,
-    one_line,
     print_answer,
-    tell,
+    print_line,
 )
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def show(result: object, words: Answer, as_json: bool) -> None:
     if not is_first_process():
         return
     if as_json:
-        tell(json.dumps(to_jsonable_python(result)), sys.stdout)
+        print_line(json.dumps(to_jsonable_python(result)), sys.stdout)
     else:
         print_answer(words)
 
@@ -181,7 +181,7 @@ def warn_about_warmup(cfg: Command) -> None:
     for warmup, length in (("warmup", "alternations"), ("warmup_epochs", "epochs")):
         if warmup in settings and settings[warmup] >= settings[length]:
             problem = "the warm-up is not shorter than the run, so no learning rate is reached"
-            tell(f"{problem}; see {flag_of(warmup)}", sys.stderr)
+            print_line(f"{problem}; see {flag_of(warmup)}", sys.stderr)
 
 
 @contextmanager
@@ -196,11 +196,11 @@ def training(quiet: bool) -> Iterator["Track"]:
     from bisslight import Diverged
     from data import ImageError
     from support.processes import Stopped, leave, make_ready
-    from support.progress import progress
+    from support.progress import show_progress
 
     make_ready()
     try:
-        with progress(quiet) as track:
+        with show_progress(quiet) as track:
             yield track
     except Diverged as error:
         rates = "--lr, --p-lr, --d-lr, --base-lr"
@@ -225,7 +225,7 @@ def training(quiet: bool) -> Iterator["Track"]:
     except Stopped as stopped:  # a signal was heard, and the run has saved
         leave()
         signal, message = stopped.args  # such as 2, "..."
-        tell(message, sys.stderr)
+        print_line(message, sys.stderr)
         raise typer.Exit(128 + signal) from stopped
 
 
@@ -270,7 +270,7 @@ DataRoot = Annotated[
 def show_version(asked: bool) -> None:
     """Print the version and end, after --version."""
     if asked:
-        tell(f"bisslight {version('bisslight')}", sys.stdout)
+        print_line(f"bisslight {version('bisslight')}", sys.stdout)
         raise typer.Exit
 
 
@@ -431,7 +431,7 @@ def predict(
         check_csv(csv)
     guesses = predict(run, images, top=top, seed=seed, weights=weights)
     if csv == Path("-"):
-        tell(format_csv(guesses).rstrip(), sys.stdout)
+        print_line(format_csv(guesses).rstrip(), sys.stdout)
         return
     if csv is not None:
         write_atomic(csv, format_csv(guesses))
@@ -515,7 +515,7 @@ def run(arguments: list[str]) -> int:
 
 def report_error(message: str, code: int) -> int:
     """Print an error as one line on stderr, and return the exit code."""
-    tell(f"error: {one_line(message)}", sys.stderr)
+    print_line(f"error: {join_lines(message)}", sys.stderr)
     return code
 
 

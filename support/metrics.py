@@ -8,24 +8,25 @@ from torch import Tensor
 
 
 class Score(BaseModel, frozen=True):
-    """How good a model is on a split."""
+    """How good a model is on a split, such as the test images."""
 
-    accuracy: float  # top-1 in percent; for several classes per image, mean average precision
+    accuracy: float  # percent: top-1, or mAP where an image has several classes
     loss: float  # mean over the images
-    per_class: float | None = None  # mean over classes of the accuracy in each; None with mAP
+    per_class: float | None = None  # percent: mean of the accuracies in each class; None with mAP
     right: int | None = None  # how many images were right; None with mAP
 
 
 def score(z: Tensor, targets: Tensor, losses: Tensor) -> Score:
-    """Top-1 accuracy, or 11-point mAP where targets are (N, C) (App. C.2.1), on the CPU.
+    """Return the top-1 accuracy, or the 11-point mAP for several classes per image (App. C.2.1).
 
-    z: logits (N, C); losses (N,). ValueError where no class has a positive image.
+    z: logits (N, C). targets: classes (N,), or labels (N, C) as in `average_precision`. losses:
+    (N,). All are on the CPU. Raises ValueError where no class has a positive image.
     """
     loss = float(losses.double().mean())
     if targets.ndim == 2:
         return Score(accuracy=100 * mean_average_precision(z, targets), loss=loss)
-    right = (z.argmax(1) == targets).double()
-    accuracies = [float(right[targets == k].mean()) for k in targets.unique()]
+    right = (z.argmax(dim=1) == targets).double()  # (N,): 1 if right, else 0
+    accuracies = [float(right[targets == k].mean()) for k in targets.unique()]  # one per class
     return Score(
         accuracy=100 * float(right.mean()),
         loss=loss,
@@ -35,13 +36,13 @@ def score(z: Tensor, targets: Tensor, losses: Tensor) -> Score:
 
 
 def mean_average_precision(z: Tensor, labels: Tensor) -> float:
-    """Mean over classes of `average_precision`; logits z and labels are (N, C).
+    """Return the mean over classes of `average_precision`; logits z and labels are (N, C).
 
-    ValueError where no class has a positive image.
+    Raises ValueError where no class has a positive image.
     """
     precisions = []
     for k in range(z.shape[1]):
-        if (labels[:, k] == 1).any():  # a class that no image shows counts nowhere
+        if (labels[:, k] == 1).any():  # a class that no image shows is left out of the mean
             precisions.append(average_precision(z[:, k], labels[:, k]))
     if not precisions:
         raise ValueError("no class has a positive image, so there is no average precision")
@@ -49,10 +50,11 @@ def mean_average_precision(z: Tensor, labels: Tensor) -> float:
 
 
 def average_precision(scores: Tensor, labels: Tensor) -> float:
-    """VOC's 11-point AP of a class: mean over t = 0, 0.1 ... 1 of the best precision at recall ≥ t.
+    """Return VOC's 11-point average precision of one class.
 
-    Labels (N,) are 1, −1, and 0 for difficult images, which count nowhere. Ties keep the order of
-    the images.
+    It is the mean over t = 0, 0.1 ... 1 of the best precision at a recall of at least t. Scores
+    are (N,). Labels (N,) are 1, −1, or 0 for difficult images, which are left out. Images with
+    equal scores keep their order.
 
     >>> ap = average_precision(torch.tensor([0.9, 0.8, 0.7]), torch.tensor([1, -1, 1]))
     >>> round(ap, 6)  # precision 1 up to recall 0.5, then 2/3: (6 + 5 * 2/3) / 11
@@ -60,7 +62,7 @@ def average_precision(scores: Tensor, labels: Tensor) -> float:
     """
     counted = labels != 0
     order = scores[counted].argsort(descending=True, stable=True)
-    positive = (labels[counted] == 1)[order]
+    positive = (labels[counted] == 1)[order]  # the images that count, best score first
     hits = positive.cumsum(0)  # positives among the first n images, n = 1 ... N
     precision = hits.double() / torch.arange(1, len(hits) + 1)
     positives = hits[-1]

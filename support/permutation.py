@@ -1,6 +1,7 @@
-"""Program: the exact permutation test of two arms.
+"""Program: the exact permutation test of two arms (App. C.2.1).
 
-It counts whole numbers, such as test images that were right, so that no rounding decides.
+An arm is a list of whole numbers, one per seed, such as how many test images were right. With whole
+numbers, no rounding error decides whether two differences are equal.
 """
 
 import math
@@ -12,25 +13,26 @@ from pydantic import BaseModel
 
 
 class Comparison(BaseModel, frozen=True):
-    """An arm against another."""
+    """An arm compared with another one by `compare`."""
 
-    difference: float  # of the means
-    p: float | None  # two-sided, exact; None for one seed against one
-    splits: int  # of the pooled seeds; all of them are counted
+    difference: float  # the first mean minus the second, in percentage points
+    p: float | None  # two-sided and exact; None for one seed against one, which allows no test
+    splits: int  # how many ways there are to split the seeds of both into two such arms
 
     def __str__(self) -> str:
-        """As people read it: two decimals, and two digits of p."""
-        difference = round(self.difference, 2) + 0.0  # adding 0 makes -0 a plain 0
+        """Return the comparison as text, with two decimals, and two digits of p."""
+        difference = round(self.difference, 2) + 0.0  # adding 0.0 turns -0.0 into 0.0
         p = "none" if self.p is None else f"{self.p:#.2g}"
         return f"difference={difference:.2f} p={p} splits={self.splits}"
 
 
 def compare(arm: Sequence[int], against: Sequence[int], images: int = 100) -> Comparison:
-    """Exact two-sample permutation test of means of whole numbers, such as images that were right.
+    """Compare the means of two arms by an exact two-sided permutation test.
 
+    The arms have n and m whole numbers, one per seed, such as how many of `images` were right.
     p is the share of the C(n + m, n) ways to split all n + m numbers into n and m whose means
-    differ at least as much as those of the arms. The difference is in percentage points where each
-    number is out of so many `images`. ValueError: an arm without a seed, or numbers not whole.
+    differ at least as much as those of the arms. The difference is in percentage points. Raises
+    ValueError for an arm without a seed, and for numbers that are not whole.
 
     >>> compare([3, 4], [1, 2])  # the observed split and its mirror differ most
     Comparison(difference=2.0, p=0.3333333333333333, splits=6)
@@ -38,37 +40,41 @@ def compare(arm: Sequence[int], against: Sequence[int], images: int = 100) -> Co
     if not arm or not against:
         raise ValueError("an arm without a seed cannot be compared")
     pooled = [*arm, *against]
-    if any(number % 1 for number in pooled):
+    if any(number % 1 for number in pooled):  # also true for nan and inf
         raise ValueError("compare counts, such as images that were right, not percentages")
     n = len(arm)
     m = len(against)
 
-    def apart(total: int) -> int:
-        """The difference of the means times n m, if the first arm's numbers had this sum."""
-        return (n + m) * total - n * sum(pooled)
+    def scaled_difference(first_sum: int) -> int:
+        """Return n m times the difference of means, where the first n numbers have this sum.
 
-    observed = apart(sum(arm))
-    extreme = 0
-    for total, count in count_sums(pooled, n).items():
-        if abs(apart(total)) >= abs(observed):
+        n m (s/n - (S - s)/m) = (n + m) s - n S, with the sum S of all numbers: a whole number.
+        """
+        return (n + m) * first_sum - n * sum(pooled)
+
+    observed = scaled_difference(sum(arm))
+    extreme = 0  # splits whose means differ at least as much as those of the arms
+    for first_sum, count in count_sums(pooled, n).items():
+        if abs(scaled_difference(first_sum)) >= abs(observed):
             extreme += count
     splits = math.comb(n + m, n)
-    # One seed against one: both splits differ as much, whatever the numbers are.
+    # With one seed each there are two splits, which differ equally, whatever the numbers are.
     p = extreme / splits if splits > 2 else None
     difference = Fraction(100 * observed, n * m * images)
     return Comparison(difference=float(difference), p=p, splits=splits)
 
 
 def count_sums(numbers: Sequence[int], n: int) -> Counter[int]:
-    """How many choices of n of the numbers have each sum.
+    """Count the ways to choose n of the numbers, by the sum of those that are chosen.
 
-    >>> count_sums([1, 2, 2], 2)
+    >>> count_sums([1, 2, 2], 2)  # 1 + 2 in two ways, and 2 + 2
     Counter({3: 2, 4: 1})
     """
-    choices = [Counter[int]() for _ in range(n + 1)]  # by how many numbers are chosen
+    # choices[size][total]: the ways to choose `size` of the numbers so far with this sum.
+    choices = [Counter[int]() for _ in range(n + 1)]
     choices[0][0] = 1
     for number in numbers:
-        # From large to small: a choice of `size` without this number is not yet changed.
+        # From large to small sizes, so that choices[size - 1] does not have this number yet.
         for size in range(n, 0, -1):
             for total, count in choices[size - 1].items():
                 choices[size][total + number] += count

@@ -19,120 +19,144 @@ from torch import Tensor
 
 from support.errors import UsageError
 
-Unit = TypeVar("Unit")
+Unit = TypeVar("Unit")  # a piece of work for `jobs`, such as a trial of fine-tuning
 Result = TypeVar("Result")
 
 
 class World(NamedTuple):
-    """The processes that share each batch. Process 0 writes the files."""
+    """This process among those that share each batch. The process of rank 0 writes the files."""
 
-    rank: int  # which of them this one is
-    size: int
+    rank: int  # 0 ... size - 1
+    size: int  # how many processes there are
 
 
 def world() -> World:
-    """This process among those of torchrun; without torchrun, 0 of 1."""
+    """Return the place of this process among those of torchrun; without torchrun it is 0 of 1."""
     if dist.is_available() and dist.is_initialized():
         return World(dist.get_rank(), dist.get_world_size())
     return World(0, 1)
 
 
 def own_part(n: int) -> slice:
-    """This process's part of n images: contiguous, in order of ranks, sizes differ by at most 1."""
+    """Return which of n images this process works on: 0:4, 4:9 if two processes share 9 images.
+
+    Parts are in the order of ranks, and differ in length by at most 1.
+    """
     rank, size = world()
-    # Rounding down at both ends, so that each part begins where the one before it ends.
+    # Both ends are rounded down, so that each part begins where the one before it ends.
     return slice(n * rank // size, n * (rank + 1) // size)
 
 
 def gather(rows: Tensor) -> Tensor:
-    """All processes' rows, many or few, in order of ranks, on the CPU."""
+    """Return the rows of all processes, on the CPU, in the order of ranks.
+
+    `rows` are those of this process, (n, ...); n may differ between processes. Each process waits
+    here for the others.
+    """
     size = world().size
     if size == 1:
         return rows.cpu()
-    parts = [rows] * size
-    dist.all_gather_object(parts, rows.cpu())  # as objects: the numbers of rows may differ
+    parts = [rows] * size  # only their number counts: the next line replaces them
+    dist.all_gather_object(parts, rows.cpu())  # objects may differ in shape, tensors may not
     return torch.cat(parts)
 
 
 def wait_for_all() -> None:
     """Return once every process has called this."""
-    gather(torch.empty(0))
+    gather(torch.empty(0))  # gathers no rows; each process waits here for the others
 
 
 class Stopped(BaseException):
-    """Raised when a requested stop takes effect and all is saved; arguments: signal, message.
+    """Raised after a signal, once the run is saved. Its arguments are the signal and a message.
 
     It is no Exception, so that no `except Exception` on its way, ours or a library's, catches it.
     """
 
 
 class Stop:
-    """The request to stop: a first signal lets the alternation or epoch end, a second one not."""
+    """The request to stop the runs of this process, which a signal such as Ctrl-C makes.
+
+    After a first signal the alternation or epoch ends and is saved; a second one ends at once.
+    """
 
     def __init__(self) -> None:
         self.renew()
 
     def renew(self) -> None:
-        """Forget what was heard."""
-        # The number of the signal, 0 for none; in memory that the processes of `jobs` can share.
+        """Forget every signal that was heard."""
+        # The number of the signal, 0 without one; in memory that the processes of `jobs` share.
         self.flag: ctypes.c_int = RawValue("i", 0)
-        self.heard_at = 0.0  # when this process itself heard it
-        self.answers = False  # whether this process answers a signal on stderr
+        self.heard_at = 0.0  # when this process itself heard a signal, in seconds; 0 if never
+        self.prints_notice = False  # whether this process answers a signal on stderr
 
     def hear(self, number: int, frame: FrameType | None = None) -> None:
-        """What a signal calls."""
-        # A Ctrl-C reaches the processes of `jobs`, too: there it is the first one, although the
-        # parent may have set the flag. torchrun repeats it: within a second it is one request.
-        is_repeated = self.flag.value != 0 and self.heard_at != 0.0
-        if is_repeated and time.monotonic() - self.heard_at > 1:
-            say("stopped at once; the same command goes on from what was saved last")
+        """Handle a signal: ask the runs to stop, or end at once if one was heard before.
+
+        Python calls this with the signal's number, such as 2 for Ctrl-C, and a frame.
+        """
+        # A Ctrl-C reaches the processes of `jobs`, too. It is the first one there, although the
+        # parent may have set the flag, so a process counts those that it heard itself. torchrun
+        # repeats a signal, so two within a second are one request.
+        was_heard_before = self.flag.value != 0 and self.heard_at != 0.0
+        if was_heard_before and time.monotonic() - self.heard_at > 1:
+            print_in_handler("stopped at once; the same command goes on from what was saved last")
             os._exit(128 + number)  # not an exception, which a library might catch
         self.flag.value = number
         self.heard_at = time.monotonic()
-        if self.answers:
-            say(self.notice())
+        if self.prints_notice:
+            print_in_handler(self.notice())
 
     def notice(self) -> str:
-        """What a person is told who has asked to stop."""
+        """Return the answer to a signal, for people."""
         again = "; Ctrl-C again leaves now" if self.flag.value == signal.SIGINT else ""
         return f"stopping once this epoch or alternation is saved{again}"
 
     def agreed(self) -> int:
-        """The signal to stop, 0 for none; the same in all processes, which wait for each other."""
+        """Return the number of the signal to stop, 0 without one, the same in all processes.
+
+        Each process waits here for the others.
+        """
         flags = gather(torch.tensor([self.flag.value]))
         return int(flags.max())  # a signal that a single process heard counts for all
 
 
-def say(text: str) -> None:
-    """Write a line on stderr from within a signal handler, where `print` is not safe."""
+def print_in_handler(text: str) -> None:
+    """Print a line on stderr from a signal handler, where Python's `print` is not safe."""
     with suppress(OSError):  # the terminal may be closed
-        cursor = "\x1b[?25h\n" if os.isatty(2) else ""  # show it again, since bars hide it
-        os.write(2, f"{cursor}{text}\n".encode())
+        show_cursor = "\x1b[?25h\n" if os.isatty(2) else ""  # bars on a terminal hide the cursor
+        os.write(2, f"{show_cursor}{text}\n".encode())
 
 
 stop = Stop()
-SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")  # Ctrl-C, kill, closed terminal, Slurm's end
+SIGNALS = (
+    "SIGINT",  # Ctrl-C
+    "SIGTERM",  # the command `kill`
+    "SIGHUP",  # the terminal was closed
+    "SIGUSR1",  # Slurm, before a job's time is over
+)
 
 
 def make_ready() -> None:
-    """Make this process ready for runs: it hears signals, and joins the others of torchrun."""
+    """Make this process ready for runs: it hears signals, and joins torchrun's other processes."""
     stop.renew()
-    for number in signal.Signals:  # those that this system has
-        # What is ignored stays so: `nohup` lets a run outlive its terminal.
+    for number in signal.Signals:  # all that this system has: Windows lacks some of SIGNALS
+        # A signal that is ignored stays so: `nohup` lets a run outlive its terminal.
         if number.name in SIGNALS and signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, stop.hear)
-    several = os.environ.get("WORLD_SIZE", "1") != "1"  # torchrun says so
-    if several and world().size == 1:
+    is_torchrun = os.environ.get("WORLD_SIZE", "1") != "1"  # torchrun sets it
+    has_joined = world().size > 1
+    if is_torchrun and not has_joined:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend)
-        wait_for_all()  # process 0 is where they meet: it must not end, by an error, before that
+        # All join by way of process 0, which must not end, by an error, before they have.
+        wait_for_all()
 
 
 def leave() -> None:
-    """Part from torchrun's other processes, once all of them are finished.
+    """Part from torchrun's other processes, once all of them have called this.
 
-    Threads of the group that are still there when Python ends abort the process, now and then. A
-    process that failed must not come here: the others would wait for it.
+    Otherwise the threads of the group, which are still there when Python ends, sometimes abort the
+    process. A process that failed must not call this: the others would wait for it.
     """
     if world().size > 1:
         wait_for_all()
@@ -140,10 +164,10 @@ def leave() -> None:
 
 
 def jobs(fn: Callable[[Unit], Result], units: Sequence[Unit], count: int) -> Iterator[Result]:
-    """Yield `fn` of each unit, in order, from `count` processes that end with this one.
+    """Yield `fn(unit)` for each unit, in order, while `count` processes work on the units.
 
-    They are new processes, so `fn` and the units are pickled. Where one unit fails, the others save
-    and stop.
+    They are new processes, so `fn` and the units are pickled. They end with this process. If one
+    unit fails, the others save and stop. Raises UsageError under torchrun.
     """
     if world().size > 1:
         raise UsageError("--jobs: needs a single process; start it without torchrun")
@@ -154,27 +178,30 @@ def jobs(fn: Callable[[Unit], Result], units: Sequence[Unit], count: int) -> Ite
         try:
             yield from pool.map(fn, units)
         except BaseException:
-            # All processes read this flag. Where nobody asked to stop, it is set for the others
-            # only, and taken back: this process itself ends with the error.
+            # A unit failed, or a signal was heard. The other processes read the flag, so set it to
+            # stop them, and afterwards take it back: this process itself ends with the error.
             signal_heard = stop.flag.value
             if not signal_heard:
                 stop.flag.value = signal.SIGTERM
-            pool.shutdown()  # this waits for them
+            pool.shutdown()  # this waits until they have ended
             stop.flag.value = signal_heard
             raise
 
 
 def start_worker(flag: ctypes.c_int, threads: int, count: int) -> None:
-    """Set up a process of `jobs`: it hears of a stop by the flag, and ends if its parent has."""
+    """Set up a process of `jobs`, which stops by its parent's flag, and ends if the parent does.
+
+    `threads` are those of torch in this process, and `count` is the number of such processes.
+    """
     threading.Thread(target=exit_after, args=[parent_process()], daemon=True).start()
     make_ready()
-    stop.flag = flag  # the parent's, in place of the one that `make_ready` has made
+    stop.flag = flag  # in place of the one that `make_ready` has made
     torch.set_num_threads(threads)
-    # torchrun sets this too: `data.count_workers` shares the cores among so many processes.
+    # torchrun sets this, too. `data.count_workers` shares the cores among so many processes.
     os.environ["LOCAL_WORLD_SIZE"] = str(count)
 
 
 def exit_after(parent: BaseProcess) -> None:
-    """Wait until the parent has ended, even by kill -9, and end this process at once."""
+    """Wait until the parent has ended, even by kill -9, then end this process at once."""
     parent.join()
     os._exit(1)  # sys.exit would end this thread only

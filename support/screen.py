@@ -1,4 +1,4 @@
-"""Program: what a person sees: notes on stderr, results on stdout."""
+"""Program: what is printed for people: notes on stderr, results on stdout."""
 
 import io
 import logging
@@ -14,68 +14,80 @@ from config import Record
 
 
 def is_first_process() -> bool:
-    """Whether this process prints; of several, torchrun gives each its rank.
+    """Say whether this process prints: of several, only the one that torchrun calls rank 0 does.
 
-    `processes.world` tells it, too, but only in a run: it needs torch, and the processes joined.
+    `processes.world` knows the rank, too, but only in a run: it needs torch, and joined processes.
     """
     return os.environ.get("RANK", "0") == "0"
 
 
-# Control characters, as in the name of a file, would reach the terminal as commands.
+# What is printed for each control character, such as \x1b for code 27: as part of a file's name, such
+# a character would reach the terminal as a command. A line break is printed as it is.
 CONTROLS = {code: f"\\x{code:02x}" for code in [*range(32), *range(127, 160)] if chr(code) != "\n"}
 
 
-def tell(text: str, stream: TextIO | None) -> None:  # None: it is closed
-    """Print a line. Where its reader has gone (`| head`), the rest is dropped; the run goes on."""
+def print_line(text: str, stream: TextIO | None) -> None:
+    """Print a line on stderr or stdout, and nothing on a closed stream, which is None.
+
+    If the program that reads the stream has ended, as in `bisslight ... | head`, this and all later
+    lines are dropped, and the run goes on.
+    """
     if stream is None:
         return
     try:
         print(text.translate(CONTROLS), file=stream, flush=True)
     except BrokenPipeError:
-        # from now on to nowhere: else Python's own flush at the end would fail, too
+        # The stream now leads to nowhere. Otherwise Python's own flush at the end would fail, too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def one_line(text: str) -> str:
-    """A text without line breaks."""
+def join_lines(text: str) -> str:
+    """Return the text as one line, with single spaces."""
     return " ".join(text.split())
 
 
 class Notes(logging.Handler):
-    """What the program notes while it runs, on stderr."""
+    """Prints what the program logs while it runs, on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tell(self.format(record), sys.stderr)
+        """Print one record."""
+        print_line(self.format(record), sys.stderr)
 
 
 # --- results -------------------------------------------------------------------------------------
 
 
 class Answer(NamedTuple):
-    """What a command found, for people."""
+    """The result of a command for people: a headline, then a table, then lines of text."""
 
     headline: str
-    rows: Sequence[Record] = ()  # of a table, by its headings
-    lines: Sequence[str] = ()  # below the table; last where the result lies, and what to type next
+    rows: Sequence[Record] = ()  # of the table, by column, such as {"seed": 0, "test": "52.0 %"}
+    lines: Sequence[str] = ()  # the last ones say where the result lies, and what to type next
 
 
 class Result(Protocol):
-    """What a command ends with."""
+    """The result of a command, such as a `FinetuneResult`."""
 
     def in_words(self) -> Answer:
-        """What people are told of it."""
+        """Return what is printed for people."""
 
 
 def print_answer(answer: Answer) -> None:
-    """Print an answer on stdout."""
+    """Print an answer on stdout, with blank lines between its parts."""
     blocks = [answer.headline, draw_table(answer.rows), "\n".join(answer.lines)]
-    tell("\n\n".join(block for block in blocks if block), sys.stdout)
+    print_line("\n\n".join(block for block in blocks if block), sys.stdout)
 
 
-def list_fields(found: Record) -> Answer:
-    """A line for each field, but a table for a list of records; what is not known is left out."""
+def list_fields(fields: Record) -> Answer:
+    """List fields for people: a line each, but a table for a list of records.
+
+    Fields that are None or {} are left out.
+
+    >>> list_fields({"images": 20, "note": None}).headline
+    'images: 20'
+    """
     lines = []
-    for name, value in found.items():
+    for name, value in fields.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             lines += [f"{name}:", draw_table(value)]
         elif value is not None and value != {}:
@@ -84,11 +96,11 @@ def list_fields(found: Record) -> Answer:
 
 
 def draw_table(rows: Sequence[Record]) -> str:
-    """Rows as a table; they need not have all columns."""
+    """Return a table as text; a row without a column has an empty cell there."""
     from rich.console import Console
     from rich.table import Table
 
-    columns: Record = {}  # a dict keeps their order
+    columns: Record = {}  # the keys of all rows, each once, in order; the values are not used
     for row in rows:
         columns |= row
     table = Table(box=None, pad_edge=False)
@@ -98,7 +110,7 @@ def draw_table(rows: Sequence[Record]) -> str:
         cells = [format_value(row.get(name)) for name in columns]
         table.add_row(*cells)
     text = io.StringIO()
-    # As wide as the terminal. In a file or a pipe a table is not cut to 80 columns.
+    # None: as wide as the terminal. In a file or a pipe, rich would cut the table to 80 characters.
     width = None if sys.stdout is not None and sys.stdout.isatty() else 200
     Console(file=text, width=width, color_system=None, highlight=False, markup=False).print(table)
     lines = [line.rstrip() for line in text.getvalue().splitlines()]
@@ -106,10 +118,12 @@ def draw_table(rows: Sequence[Record]) -> str:
 
 
 def format_value(value: object) -> str:
-    """A value as people write it.
+    """Return a value as text for people; a None inside a dict is left out.
 
     >>> format_value({"images": [20, 0.123456], "weights": None})
     'images 20, 0.1235'
+    >>> format_value(None), format_value([]), format_value(1e-4)
+    ('', 'none', '0.0001')
     """
     if value is None:
         return ""
@@ -122,7 +136,7 @@ def format_value(value: object) -> str:
 
 
 def percent(accuracies: Sequence[float]) -> str:
-    """The seeds' accuracies as mean and sample deviation.
+    """Return the seeds' accuracies, in percent, as text: mean and sample standard deviation.
 
     >>> percent([51.0, 53.0]), percent([51.0])
     ('52.0 ± 1.4 %', '51.0 %')
@@ -133,10 +147,10 @@ def percent(accuracies: Sequence[float]) -> str:
 
 
 def count(number: int, thing: str) -> str:
-    """Such as "3 seeds".
+    """Return how many things there are, as text.
 
-    >>> count(1, "seed")
-    '1 seed'
+    >>> count(1, "seed"), count(3, "seed"), count(4800, "image")
+    ('1 seed', '3 seeds', '4,800 images')
     """
     ending = "" if number == 1 else "s"
     return f"{number:,} {thing}{ending}"

@@ -40,7 +40,7 @@ from evaluate import Comparison, describe_comparison
 from finetune import TrialResult
 from support.metrics import Score
 from support.optim import EpochRecord
-from support.progress import Bars, progress
+from support.progress import Bars, show_progress
 from support.screen import Answer
 
 OUTSIDE = {"PYTHONPATH": PROGRAM_PATH, "PATH": os.environ["PATH"]}
@@ -212,7 +212,7 @@ def test_progress_is_a_plain_line_for_each_unit_off_a_terminal(
     ]
     items += [TrialResult(**trial, val=None)]
     for quiet in (False, True):
-        with progress(quiet) as track:
+        with show_progress(quiet) as track:
             logging.getLogger("bisslight").info("a note")
             assert [*track(iter(items), 9, "align", 4)] == items
     said = [line.partition("  ETA")[0] for line in capsys.readouterr().err.splitlines()]
