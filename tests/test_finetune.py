@@ -24,7 +24,6 @@ from finetune import (
     best_epoch,
     choose_rate,
     finetune,
-    is_same_dataset,
     starts_of_seeds,
 )
 from support.errors import UsageError
@@ -96,14 +95,6 @@ def test_a_best_rate_that_is_an_end_of_the_grid_is_told(
     settings: Any = {"epochs": 6, "grid": (1e-21, 1e-20, 0.1)}
     assert tune(weights, tmp_path, **settings).lr == 0.1
     assert "the best rate, 0.1, is an end of --grid" in caplog.text
-
-
-def test_of_equal_accuracies_the_lower_loss_is_kept(weights: Path, tmp_path: Path) -> None:
-    """Slow enough that no image changes sides, while the loss falls."""
-    result = tune(weights, tmp_path, lr=1e-6)
-    first, last = scores(tmp_path / "lr1e-06-s0")
-    assert first[0] == last[0] and first[1] > last[1]
-    assert result.epochs == [2]
 
 
 def test_a_seed_is_the_same_run_wherever_it_stands(weights: Path, tmp_path: Path) -> None:
@@ -267,17 +258,6 @@ def test_another_dataset_than_aligns_is_taken_and_said_and_recorded(
     unlike = {"alternations": 3, "lower_steps": 2, "pool": "quilts"}
     assert unlike.items() <= result["align_unlike_paper"].items()
     assert "lam" not in result["align_unlike_paper"]
-
-
-def test_folders_are_one_dataset_by_place_and_other_names_by_the_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "cub").mkdir()
-    (tmp_path / "link").symlink_to("cub")
-    monkeypatch.chdir(tmp_path)
-    assert is_same_dataset("folder:cub", f"folder:{tmp_path}/link")
-    assert is_same_dataset("cub", "cub") and not is_same_dataset(None, "cub")
-    assert not is_same_dataset("folder:cub", "cub") and not is_same_dataset("cub", "folder:cub")
 
 
 # --- runs of the second edition -------------------------------------------------------------------
