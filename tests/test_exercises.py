@@ -6,6 +6,7 @@ answers than the worked ones, as for a class, name a file in BISSLIGHT_ANSWERS.
 
 import ast
 import doctest
+import json
 import os
 import re
 import runpy
