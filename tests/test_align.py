@@ -3,7 +3,6 @@
 import json
 import shlex
 import shutil
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -94,21 +93,6 @@ def test_a_run_that_diverges_records_it_and_says_so_again(weights: Path, tmp_pat
     with pytest.raises(Diverged, match=said):
         align(cfg, tmp_path / "a")
     assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "a").iterdir()} == files
-
-
-def test_whoever_follows_a_run_may_end_it(weights: Path, tmp_path: Path) -> None:
-    """A search for a rate gives up on a run in this way; the last alternation is logged by then."""
-
-    def watch(items: Iterable[T], total: int, label: str, done: int = 0) -> Iterator[T]:
-        for number, item in enumerate(items, done + 1):
-            yield item
-            if label == "align" and number == 2:
-                raise Diverged("watched")
-
-    with pytest.raises(Diverged, match="watched"):
-        align(settings(weights), tmp_path / "a", track=watch)
-    assert [record["step"] for record in records(tmp_path / "a")] == [0, 1, 2]
-    assert json.loads((tmp_path / "a/result.json").read_text())["diverged"] == "watched"
 
 
 def align_without_directory(cfg: AlignConfig, hypergrad: Hypergradient | None = None) -> Any:
