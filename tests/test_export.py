@@ -118,11 +118,6 @@ def test_an_export_replaces_nothing(made: None) -> None:
     assert card.read_text().endswith("my own notes")
 
 
-def test_a_seed_that_a_run_does_not_have_is_refused(made: None) -> None:
-    for line in ("export with --seed 7", "export aligned --seed 7"):
-        assert "seed 7" in refusal(line)
-
-
 def run_cards_program(export: Path) -> list[str]:
     """What the first program in a model card prints, run where the card lies."""
     card = (export / "README.md").read_text()

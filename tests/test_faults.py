@@ -17,7 +17,7 @@ from toy import ALIGN_STEPS, MAE_RUN, PEFT_STEPS, done, refusal, run
 
 import mae
 from data import read_image
-from support.errors import UsageError, checking
+from support.errors import checking
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -50,13 +50,6 @@ def malicious(mark: Path) -> Iterator[tuple[str, bytes]]:
 
 ALIGN = f"align {MAE_RUN} {ALIGN_STEPS} --quiet --out r"
 TUNE = f"finetune --backbone vit_mini --weights {{weights}} {PEFT_STEPS} --quiet --out r"
-
-
-def test_a_damaged_file_is_one_line_and_an_error_of_ours_stays_as_it_is() -> None:
-    with pytest.raises(UsageError, match=r"^a: .*'x'.*; mend it$"), checking("a", "mend it"):
-        {}["x"]
-    with pytest.raises(UsageError, match=r"^as it is$"), checking("a", "mend it"):
-        raise UsageError("as it is")
 
 
 def test_images_are_read_as_they_were_written(tmp_path: Path) -> None:
