@@ -19,13 +19,6 @@ def config(**more: object) -> PretrainConfig:
     return PretrainConfig(**{"backbone": "vit_mini", "pool": "quilts", **more})
 
 
-@pytest.mark.parametrize(("batch", "rate"), [(64, 5e-4), (256, 2e-3), (1024, 8e-3)])
-def test_the_base_rate_is_per_256_images(batch: int, rate: float) -> None:
-    cfg = config(base_lr=2e-3, batch=batch)
-    opt = optimiser(cfg, {"a.weight": torch.zeros(2, 2)}, 30)
-    assert [group.lr for group in opt.groups] == [pytest.approx(rate)]
-
-
 @pytest.mark.parametrize("W", [0, 1, 4])
 @pytest.mark.parametrize(("pretext", "last"), [("mae", None), ("mae", 0.4), ("ijepa", 0.4)])
 def test_pretraining_has_the_schedules_of_maes_and_ijepas_programs(
