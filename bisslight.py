@@ -353,17 +353,17 @@ def microbatches(
     of 2 are parts of 2, 2 and 1 with weights 0.4, 0.4 and 0.2.
     """
     images = len(batch[0])
-    whole = images
+    total = images
     if processes_share():
         count = torch.tensor([images], dtype=torch.float64, device=device)
-        whole = int(sum_over_processes([count])[0])
+        total = int(sum_over_processes([count])[0])
     if micro_batch is None or images <= micro_batch:
-        return [(batch, images / whole)]
+        return [(batch, images / total)]
     parts = []
     for start in range(0, images, micro_batch):
         fields = [None if x is None else x[start : start + micro_batch] for x in batch]
         part: Batch = type(batch)(*fields)  # type: ignore[arg-type]
-        parts.append((part, len(part[0]) / whole))
+        parts.append((part, len(part[0]) / total))
     return parts
 
 

@@ -117,27 +117,18 @@ def collect_settings(kind: type[C], flags: Record, options: Options) -> C:
 
 
 def check_start(command: str, cfg: Command, options: Options) -> Path:
-    """Where a run will lie. Ends a dry run (typer.Exit), and a run that lacks something."""
-    # With torch, so not before the names of settings were checked.
-    from support.missing import list_missing, tell_fetch
-
+    """Where a run will lie. Ends a dry run (typer.Exit)."""
     warn_about_warmup(cfg)
     out = options.out or default_out(command, cfg)
     if options.dry_run:
+        # with torch, so not before the names of settings were checked
         from extras.dry_run import plan_run
 
         plan = plan_run(command, cfg, out, options.force)
-        problems = plan.problems
         show(plan.work, list_fields(plan.work), options.as_json)
-    else:
-        # All problems at once: opening the data would stop at the first.
-        problems = list_missing(cfg)
-    for problem in problems:
-        fail(problem, 2)
-    if problems and not options.dry_run:
-        tell_fetch(cfg)
-    if problems or options.dry_run:
-        raise typer.Exit(2 if problems else 0)
+        if plan.problems:
+            raise UsageError(*plan.problems)
+        raise typer.Exit
     return out
 
 
@@ -474,7 +465,7 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """The exit code of one command line; an error is told in one line."""
+    """The exit code of one command line; each error is told in a line."""
     try:
         if arguments in ([], ["data"]):  # no command yet: show which there are
             arguments = [*arguments, "--help"]
@@ -483,7 +474,9 @@ def run(arguments: list[str]) -> int:
     except typer.TyperException as error:  # its own complaints, such as a flag that is unknown
         return fail(error.format_message(), 2)
     except UsageError as error:
-        return fail(str(error), 2)
+        for problem in error.args:
+            fail(problem, 2)
+        return 2
     except (RunError, OSError) as error:
         return fail(str(error), 1)
     except ModuleNotFoundError as error:

@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from support.errors import UsageError, checking, nearest
+from support.errors import UsageError, as_usage_error, nearest
 
 Record = dict[str, Any]  # settings by name, a line of metrics.jsonl, what a run ended with
 T = TypeVar("T")
@@ -99,13 +99,6 @@ NAMED: dict[str, Record] = {}
 PRETEXTS = ("mae", "ijepa")
 
 # --- types of settings -------------------------------------------------------------------------
-
-
-def refuse_bool(value: object) -> object:
-    """Python counts True as the number 1; in a settings file it is a mistake."""
-    if isinstance(value, bool):
-        raise ValueError("needs a number, not true or false")
-    return value
 
 
 def refuse_empty(value: object) -> object:
@@ -196,21 +189,20 @@ def pool_name(name: str) -> str:
     return str(absolute(Path(name.removeprefix("folder:"))))
 
 
-NotBool = BeforeValidator(refuse_bool)
 NotEmpty = BeforeValidator(refuse_empty)
 Listed = BeforeValidator(split_commas)
 # larger whole numbers are not exact in all readers of JSON
-PositiveInt = Annotated[int, Field(gt=0, lt=2**53), NotBool]
-NonNegativeInt = Annotated[int, Field(ge=0, lt=2**53), NotBool]
-PositiveFloat = Annotated[float, Field(gt=0), NotBool]
-NonNegativeFloat = Annotated[float, Field(ge=0), NotBool]
-UnitInterval = Annotated[float, Field(ge=0, lt=1), NotBool]  # 0, but not 1
-Share = Annotated[float, Field(gt=0, le=1), NotBool]  # 1, but not 0
+PositiveInt = Annotated[int, Field(gt=0, lt=2**53)]
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**53)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+UnitInterval = Annotated[float, Field(ge=0, lt=1)]  # 0, but not 1
+Share = Annotated[float, Field(gt=0, le=1)]  # 1, but not 0
 Shares = Annotated[tuple[Share, Share], Listed, AfterValidator(ascending)]
 Ratios = Annotated[tuple[PositiveFloat, PositiveFloat], Listed, AfterValidator(ascending)]
 Rates = Annotated[tuple[PositiveFloat, ...], Listed, Field(min_length=1), AfterValidator(distinct)]
-Workers = Annotated[int, Field(ge=0, le=256), NotBool]
-Jobs = Annotated[int, Field(ge=1, le=256), NotBool]
+Workers = Annotated[int, Field(ge=0, le=256)]
+Jobs = Annotated[int, Field(ge=1, le=256)]
 Place = Annotated[Path, NotEmpty, AfterValidator(absolute)]
 Weights = Annotated[Path, NotEmpty, AfterValidator(weights_place)]
 BackboneName = Annotated[str, AfterValidator(backbone_name)]
@@ -745,7 +737,7 @@ def released_values(kind: type[Command], aligned: bool) -> Record:
 
 def read_table(path: Path) -> Record:
     """The settings in a TOML or JSON file, a run's config.json too (UsageError)."""
-    with checking(str(path), "give settings in TOML or JSON"):
+    with as_usage_error(str(path), "give settings in TOML or JSON"):
         text = path.read_text()
         table = dict(json.loads(text) if path.suffix == ".json" else tomllib.loads(text))
     return {name.replace("-", "_"): value for name, value in table.items() if value is not None}
@@ -768,7 +760,7 @@ def read_align_run(run: Path, dataset: object = None, restart: object = False) -
         )
     names = {*Data.model_fields, *Network.model_fields, "data_root"}
     if dataset is not None:
-        with checking(f"--dataset {dataset}"):
+        with as_usage_error(f"--dataset {dataset}"):
             same_images = dataset_name(str(dataset)) == settings["dataset"]
         if not same_images:
             names -= {"dataset", "data_seed", "split_file", "partial"}

@@ -24,7 +24,7 @@ from config import (
     paper_values,
     settings_with,
 )
-from support.errors import UsageError, checking
+from support.errors import UsageError, as_usage_error
 from support.permutation import Comparison as Comparison  # also for those who import it from here
 from support.permutation import compare as compare
 from support.screen import Answer, count, format_value, percent
@@ -247,7 +247,7 @@ def summarise(arm: Arm, first: Arm) -> Row:
 
 def compare_arms(first: Arm, arm: Arm) -> Comparison:
     """The permutation test of their counts, in percentage points."""
-    with checking(f"{first.name}, {arm.name}"):
+    with as_usage_error(f"{first.name}, {arm.name}"):
         return compare(first.counts, arm.counts, arm.count_of_all)
 
 
@@ -296,7 +296,7 @@ def tell_other_grid(arm: Arm, first: Arm) -> None:
 
 def read_arm(path: Path) -> Arm:
     """A finished `finetune` run, or the runs in a directory (UsageError: not those of one arm)."""
-    with checking(str(path), "give a finished finetune run, or a folder of them"):
+    with as_usage_error(str(path), "give a finished finetune run, or a folder of them"):
         runs = [read_run(run) for run in find_runs(path)]
     differing = set[str]()
     for run in runs:

@@ -21,7 +21,7 @@ from config import FinetuneConfig, Record
 from data import Task
 from evaluate import STARTS, compare_settings, find_runs
 from support.checkpoints import AdapterInfo, load_adapter, load_theta, save_adapter
-from support.errors import UsageError, checking
+from support.errors import UsageError, as_usage_error
 from support.experiment import FinetuneExperiment, Head, name_own_data, open_experiment
 from support.metrics import Score
 from support.optim import Group, Optimiser, Schedule, train_epochs, trainable
@@ -198,6 +198,7 @@ def finetune(
             "pretext": origin.pretext or experiment.origin.pretext,
         }
         content |= score_on_test(trials, experiment, run)
+        content |= add_up_seconds(out)
         return FinetuneResult(**run.finish(content))
 
 
@@ -274,7 +275,7 @@ def check_origin(file: Path, experiment: FinetuneExperiment, stage: str) -> Adap
     seen the images that are tested here.
     """
     this = experiment.origin
-    with checking(f"--from {file}"):
+    with as_usage_error(f"--from {file}"):
         theta, origin = load_theta(file, experiment.backbone.dim)
         shape = experiment.theta_shape
         if theta.shape != shape:
@@ -391,6 +392,15 @@ def score_on_test(
         "val": accuracies_of(trials),
         "epochs": [trial.epoch for trial in trials],
         "trial_seconds": [trial.cpu_seconds for trial in trials],
+    }
+
+
+def add_up_seconds(out: Path) -> Record:
+    """CPU and wall seconds of all trials, also of those in other processes or before a stop."""
+    results = [read_json(file) for file in out.glob(f"{TRIALS}/result.json")]
+    return {
+        "cpu_seconds": sum(result["cpu_seconds"] for result in results),
+        "seconds": sum(result["seconds"] for result in results),
     }
 
 

@@ -17,7 +17,7 @@ from support.benchmarks import (
     place_of,
     read_lists,
 )
-from support.errors import RunError, UsageError, checking, nearest
+from support.errors import RunError, UsageError, as_usage_error, nearest
 from support.runs import sha256
 from support.screen import count
 
@@ -71,7 +71,7 @@ def check(name: str, root: Path, partial: bool = False) -> Record:
     A `folder:DIR`, or a DIR with two or more folders in it, is labelled, a folder for each class.
     Any other DIR, and imagenet, is a pool of unlabelled images.
     """
-    with checking(name):
+    with as_usage_error(name):
         path = place_of(name, root)
         if path is None:
             raise UsageError(f"{name}: comes with the program, so there is nothing to check")

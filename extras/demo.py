@@ -29,7 +29,7 @@ from evaluate import Evaluation, Row, evaluate
 from extras.plots import Curve, plot_arms, pyplot, read_curves, save
 from finetune import finetune
 from support import processes, runs
-from support.errors import UsageError, checking
+from support.errors import UsageError, as_usage_error
 from support.experiment import open_align_experiment, pool_images, pretext_batches
 from support.screen import Answer
 
@@ -93,7 +93,7 @@ def demo(
 
 def check_place(out: Path) -> None:
     """Refuse (UsageError) a place with anything that no demo has made, such as photographs."""
-    with checking(f"--out {out}"):
+    with as_usage_error(f"--out {out}"):
         names = {path.name for path in out.iterdir()} if out.exists() else set[str]()
     foreign = sorted(names - {"align", "demo.png", *ARMS})
     if foreign:

@@ -21,7 +21,7 @@ from extras import pretrain
 from finetune import starts_of_seeds
 from support import timm_models
 from support.checkpoints import OFFICIAL_FILES, arch_of, weights_of
-from support.errors import checking
+from support.errors import as_usage_error, attempt
 from support.experiment import (
     find_device,
     open_align_experiment,
@@ -29,7 +29,6 @@ from support.experiment import (
     open_pool,
     open_task,
 )
-from support.missing import attempt
 from support.runs import check_directory
 
 # tab:memory_single_gpu: GB and A40 GPUs, on the fewest GPUs of the table; GB sum each GPU's peak.
@@ -123,7 +122,7 @@ def try_networks(cfg: AlignConfig | FinetuneConfig, task: Task | None, pool: Poo
 
 def official_arch(cfg: Network) -> Arch:
     """Sizes of the official file or of timm's network, where no file is there yet (UsageError)."""
-    with checking(f"--backbone {cfg.backbone}"):
+    with as_usage_error(f"--backbone {cfg.backbone}"):
         if cfg.backbone.startswith(TIMM):
             return timm_models.read_arch(cfg)
         return arch_of({}, cfg)

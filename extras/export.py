@@ -23,7 +23,7 @@ from support.checkpoints import (
     load_backbone,
     vit_args,
 )
-from support.errors import UsageError, checking
+from support.errors import UsageError, as_usage_error
 from support.runs import read_json, read_json_if_there, write_atomic
 
 CARD = """\
@@ -76,7 +76,7 @@ def export(
     `seed`: whose adapter is taken of a finetune run; `weights`: where the backbone's file is now.
     """
     out = out or run / "export"
-    with checking(f"--out {out}"):
+    with as_usage_error(f"--out {out}"):
         if out.exists() and any(out.iterdir()):
             raise UsageError(f"--out {out}: is not empty; remove it or give another")
     cfg, seed, (theta, phi_D, origin) = open_run(run, seed, weights)
@@ -85,7 +85,7 @@ def export(
     backbone = loaded.backbone
     head = fold_norm(phi_D)
     peft = to_peft(theta, head, backbone.dim, backbone.scale)
-    with checking(str(run)):
+    with as_usage_error(str(run)):
         timm = to_timm(backbone, loaded.arch, theta, head, origin, cfg)
     files: Record = {
         "peft/adapter_config.json": json.dumps(peft.config, indent=1),
@@ -95,7 +95,7 @@ def export(
         "README.md": write_card(run, cfg, seed, origin),  # last: with it, the export is whole
     }
     for name, content in files.items():
-        with checking(f"--out {out}"):
+        with as_usage_error(f"--out {out}"):
             (out / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out / name, content)
     return {"out": out, "seed": seed, "files": list(files)}
@@ -122,7 +122,7 @@ def open_run(run: Path, seed: int | None, weights: Path | None) -> Opened:
     # an align run has settings that fine-tuning lacks
     wanted = FinetuneConfig.model_fields
     shared = {name: value for name, value in settings.items() if name in wanted}
-    with checking(str(run), "give a finished run of align or finetune"):
+    with as_usage_error(str(run), "give a finished run of align or finetune"):
         cfg = FinetuneConfig(**shared)
     if seed is None:
         seed = cfg.seed
@@ -131,7 +131,7 @@ def open_run(run: Path, seed: int | None, weights: Path | None) -> Opened:
         file = run / "adapter.safetensors"  # of an align run, or of one rate with one seed
     if not file.exists():
         raise UsageError(f"{run}: is not finished, or has no seed {seed}; see --seed")
-    with checking(str(file), "give another run"):
+    with as_usage_error(str(file), "give another run"):
         return Opened(cfg, seed, load_adapter(file))
 
 

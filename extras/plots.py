@@ -17,7 +17,7 @@ from matplotlib.rcsetup import cycler
 
 from config import Record
 from evaluate import Row, find_runs
-from support.errors import UsageError, checking
+from support.errors import UsageError, as_usage_error
 from support.runs import flatten, read_json_if_there, write_atomic
 
 # Okabe and Ito's, which colour-blind readers can tell apart
@@ -160,5 +160,5 @@ def read_metrics(run: Path) -> list[Record]:
     if not file.exists():
         return []
     whole, _, _ = file.read_text().rpartition("\n")  # a line may be on its way
-    with checking(str(file), "give another run"):
+    with as_usage_error(str(file), "give another run"):
         return [json.loads(line) for line in whole.splitlines()]

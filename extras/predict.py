@@ -18,7 +18,7 @@ from config import Record
 from data import Split, Task, find_images, list_other_files
 from extras.export import check_weights, open_run
 from support.checkpoints import channels_of
-from support.errors import UsageError, checking
+from support.errors import UsageError, as_usage_error
 from support.experiment import open_experiment
 from support.screen import Answer, count
 
@@ -58,7 +58,7 @@ def predict(
     if not origin.classes:
         raise UsageError(f"{run}: has no names of classes; give a finished finetune run")
     classes = origin.classes
-    with checking(str(run)):
+    with as_usage_error(str(run)):
         mean, std = channels_of(origin)
     # all absolute: names of files are compared from the folder on that holds them all
     paths = [file.absolute() for file in files]
@@ -107,7 +107,7 @@ def list_images(places: Sequence[Path]) -> list[Path]:
         if place.is_file():
             files.append(place)
             continue
-        with checking(str(place)):
+        with as_usage_error(str(place)):
             found = find_images(place)
             others = list_other_files(place, found)
         if others:

@@ -15,7 +15,7 @@ from torchvision.datasets import Flowers102
 from config import ALPHABETS, Data
 from data import SPLITS, Entries, Pool, Split, Task, find_images, holdout
 from support import omniglot
-from support.errors import UsageError, checking, nearest
+from support.errors import UsageError, as_usage_error, nearest
 
 Parts = dict[str, Entries]  # by the name of a part: files below the benchmark's folder, labels
 
@@ -302,7 +302,7 @@ def read_lists(name: str, base: Path, data_seed: int = 0, split_file: Path | Non
     positions there, one on each line, counted from 0.
     """
     benchmark = BENCHMARKS[name]
-    with checking(str(base), "its lists are damaged, download it again"):
+    with as_usage_error(str(base), "its lists are damaged, download it again"):
         parts, classes = benchmark.read(base)
     unsplit = parts.pop("trainval", [])
     if split_file:

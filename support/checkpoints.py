@@ -41,8 +41,8 @@ from config import (
 from data import Channels, rng
 from lora import Backbone, Phi
 from support import omniglot, timm_models
-from support.errors import UsageError, checking
-from support.runs import sha256
+from support.errors import UsageError, as_usage_error
+from support.runs import LOG, sha256
 
 # --- the backbone ---------------------------------------------------------------------------------
 
@@ -164,10 +164,19 @@ def weights_of(cfg: Network) -> Path | None:
     return Path(torch.hub.get_dir()).resolve() / "checkpoints" / name
 
 
+def find_weights(cfg: Network) -> None:
+    """Refuse (UsageError) weights that are not there; say so where a run will fetch them."""
+    path = weights_of(cfg)
+    if path is not None and not path.exists():
+        url, megabytes = OFFICIAL_FILES[cfg.backbone, cfg.pretext]
+        told = "--weights: %s MB, fetched by the run itself or `curl -C - -o %s %s`"
+        LOG.info(told, f"{megabytes:,.0f}", path, url)
+
+
 def download(official: Official, path: Path) -> None:
     """Fetch an official file; one of another size is deleted again (UsageError)."""
     url, megabytes = official
-    with checking(url, f"try `curl -C - -o {path} {url}`, or give --weights FILE"):
+    with as_usage_error(url, f"try `curl -C - -o {path} {url}`, or give --weights FILE"):
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.hub.download_url_to_file(url, str(path), progress=sys.stderr.isatty())
         arrived = path.stat().st_size / 1e6
@@ -279,7 +288,7 @@ def pretext_task(
     teacher: Backbone | None = None,
 ) -> mae.MAE | ijepa.IJEPA:
     """`mae.MAE`, or `ijepa.IJEPA` for `steps` steps (UsageError); theta, teacher: see IJEPA."""
-    with checking("--pretext"):
+    with as_usage_error("--pretext"):
         if isinstance(head, mae.Decoder):
             return mae.MAE(backbone, head, cfg.mask_ratio)
         masks = ijepa.Masks(

@@ -1,12 +1,19 @@
 """Program: errors that a person is told in one line."""
 
 import difflib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class UsageError(Exception):
-    """A wrong input: one line naming the thing and the remedy. Exit code 2."""
+    """Wrong inputs: a line for each, naming the thing and the remedy. Exit code 2."""
+
+    def __str__(self) -> str:
+        return "\n".join(self.args)
 
 
 class RunError(Exception):
@@ -14,7 +21,7 @@ class RunError(Exception):
 
 
 @contextmanager
-def checking(thing: str, remedy: str = "") -> Iterator[None]:
+def as_usage_error(thing: str, remedy: str = "") -> Iterator[None]:
     """Turn an error inside the block into a UsageError that begins with `thing`.
 
     Without a remedy the error is a ValueError or OSError whose text explains it. With a remedy it
@@ -35,6 +42,17 @@ def checking(thing: str, remedy: str = "") -> Iterator[None]:
         if isinstance(error, ValueError | OSError):
             raise UsageError(f"{thing}: {error}") from error
         raise  # a fault of this program, which needs its traceback
+
+
+def attempt(
+    problems: list[str], step: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T | None:
+    """The result of a step; if inputs of it are wrong, that goes to the problems."""
+    try:
+        return step(*args, **kwargs)
+    except UsageError as error:
+        problems += error.args
+        return None
 
 
 def nearest(word: str, known: Collection[str]) -> str:

@@ -25,7 +25,7 @@ from support.benchmarks import (
     place_of,
 )
 from support.checkpoints import AdapterInfo
-from support.errors import UsageError, checking
+from support.errors import UsageError, as_usage_error, attempt
 from support.metrics import Score, score
 from support.optim import trainable
 from support.pretext import TaskClass, load_task_class, try_step
@@ -286,11 +286,22 @@ class AlignExperiment(Experiment[AlignConfig]):
 
 
 def open_experiment(cfg: C, task: data.Task | None = None) -> Experiment[C]:
-    """Open what the settings name, but for a `task` that is handed in (UsageError)."""
+    """Open what the settings name, but for a `task` that is handed in.
+
+    UsageError, with a line for each thing that is missing.
+    """
+    problems: list[str] = []
+    task = task or attempt(problems, open_task, cfg)
+    attempt(problems, checkpoints.find_weights, cfg)
+    if task is None or problems:
+        raise UsageError(*problems)
+    return load_experiment(cfg, task)
+
+
+def load_experiment(cfg: C, task: data.Task) -> Experiment[C]:
+    """Load the networks, which can be a download of gigabytes (UsageError)."""
     device = set_up_device(cfg)
-    if task is None:
-        task = open_task(cfg)
-    with checking(f"--dataset {task.name}"):
+    with as_usage_error(f"--dataset {task.name}"):
         data.check_task(task)
     backbone, pretext_head, arch, weights_sha256, channels = checkpoints.load_backbone(cfg)
     if channels:  # a network of timm expects those that it was trained with
@@ -310,10 +321,13 @@ def open_align_experiment(
     cfg: AlignConfig, task: data.Task | None = None, pool: data.Pool | None = None
 ) -> AlignExperiment:
     """As `open_experiment`, with the pool that the settings name or that is handed in."""
-    # All this before the networks: loading them can be a download of gigabytes.
-    if pool is None:
-        pool = open_pool(cfg.pool, cfg.data_root, cfg.data_seed)
-    with checking("--pool"):
+    problems: list[str] = []
+    task = task or attempt(problems, open_task, cfg)
+    pool = pool or attempt(problems, open_pool, cfg.pool, cfg.data_root, cfg.data_seed)
+    attempt(problems, checkpoints.find_weights, cfg)
+    if task is None or pool is None or problems:
+        raise UsageError(*problems)
+    with as_usage_error("--pool"):
         data.check_pixels(pool.images)
     task_class = None
     pretext_sha256 = None
@@ -322,7 +336,7 @@ def open_align_experiment(
         if task_class.file.exists():
             pretext_sha256 = sha256(task_class.file)
 
-    opened = open_experiment(cfg, task)
+    opened = load_experiment(cfg, task)
     if cfg.backbone.startswith(TIMM):
         if cfg.decoder == "checkpoint":
             raise UsageError(f"--decoder checkpoint: {cfg.backbone} has none, leave it out")
@@ -403,7 +417,7 @@ def pretext_batches(
 def open_task(cfg: AlignConfig | FinetuneConfig) -> data.Task:
     """The labelled task D^D by its name (UsageError)."""
     name = cfg.dataset
-    with checking(f"--dataset {name}"):
+    with as_usage_error(f"--dataset {name}"):
         path = place_of(name, cfg.data_root)
         if cfg.split_file and name not in BENCHMARKS:
             raise UsageError(f"--split-file {cfg.split_file}: is for cub200 and pets, leave it out")
@@ -418,7 +432,7 @@ def open_task(cfg: AlignConfig | FinetuneConfig) -> data.Task:
 
 def open_pool(name: str, root: Path, seed: int) -> data.Pool:
     """The pool D^P by its name, below a data root; `seed` is --data-seed (UsageError)."""
-    with checking(f"--pool {name}"):
+    with as_usage_error(f"--pool {name}"):
         path = place_of(name, root)
         if name in MAKE_POOL:
             return MAKE_POOL[name](seed)

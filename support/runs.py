@@ -7,13 +7,11 @@ command, given again, goes on where it stopped. With --tensorboard, events.out.t
 numbers of metrics.jsonl for TensorBoard.
 """
 
-import functools
 import hashlib
 import io
 import json
 import logging
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,7 +27,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from config import Machine, Mark, Record, settings_with
-from support.errors import RunError, UsageError, checking
+from support.errors import RunError, UsageError, as_usage_error
 from support.optim import Optimiser
 from support.processes import Stopped, stop, wait_for_all, world
 
@@ -42,7 +40,7 @@ T = TypeVar("T")
 
 def read_json(path: Path, remedy: str = "give the command that wrote it again") -> Record:
     """Read a JSON object (UsageError, with this remedy, where it is missing or damaged)."""
-    with checking(str(path), remedy):
+    with as_usage_error(str(path), remedy):
         return dict(json.loads(path.read_text()))
 
 
@@ -201,7 +199,7 @@ class Run(ExitStack):
         self.result = read_json_if_there(path / "result.json")
         if self.result is not None:
             self.result = self.with_paths(self.result)
-            with checking(str(path / "result.json"), START_OVER):
+            with as_usage_error(str(path / "result.json"), START_OVER):
                 RunResult(**self.result)  # what every result has
         elif signal_heard:
             raise Stopped(signal_heard, f"stopped before {path}; the same command goes on")
@@ -212,7 +210,7 @@ class Run(ExitStack):
 
     def lock(self) -> None:
         """Make the directory and wait, for a minute at most, until no other process is in it."""
-        with checking(f"--out {self.path}: is not writable"):
+        with as_usage_error(f"--out {self.path}: is not writable"):
             self.path.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self.path / LOCK)
             try:
@@ -220,7 +218,7 @@ class Run(ExitStack):
                 return
             except Timeout:
                 LOG.warning("%s: another process is at work in it, waiting for its end", self.path)
-        with checking(f"--out {self.path}: another process is at work in it"):
+        with as_usage_error(f"--out {self.path}: another process is at work in it"):
             self.enter_context(lock.acquire(timeout=PATIENCE))
 
     def record_start(self, command: str, identity: Identity, goes_on: bool) -> None:
@@ -257,7 +255,7 @@ class Run(ExitStack):
         if not path.exists():
             self.cut_metrics()
             return
-        with checking(str(path), START_OVER), torch.no_grad():
+        with as_usage_error(str(path), START_OVER), torch.no_grad():
             saved = torch.load(path, map_location="cpu", weights_only=True)
             self.check_checkpoint(path, saved)
             for name, tensor in tensors.items():
@@ -379,20 +377,13 @@ class Run(ExitStack):
             write_atomic(self.path / name, content)
 
     def elapsed(self) -> dict[str, float]:
-        """CPU and wall seconds of the run, with those before a stop.
-
-        For a finetune run, the sum over its trials: they count their own seconds, and may have run
-        in other processes, or before a stop.
-        """
-        pieces = [read_json(file) for file in self.path.glob(f"{TRIALS}/result.json")]
-        if not pieces:
-            cpu_seconds = time.process_time() - self.cpu_start
-            seconds = time.monotonic() - self.start
-            pieces = [self.spent_before, {"cpu_seconds": cpu_seconds, "seconds": seconds}]
-        spent = {}
-        for name in self.spent_before:
-            spent[name] = sum(piece[name] for piece in pieces)
-        return spent
+        """CPU and wall seconds of the run, with those before a stop."""
+        cpu_seconds = time.process_time() - self.cpu_start
+        seconds = time.monotonic() - self.start
+        return {
+            "cpu_seconds": self.spent_before["cpu_seconds"] + cpu_seconds,
+            "seconds": self.spent_before["seconds"] + seconds,
+        }
 
 
 def import_writer() -> "type[SummaryWriter]":
@@ -434,7 +425,6 @@ def describe_machine(config: Machine) -> Record:
     return {
         "argv": sys.argv,
         "versions": versions,
-        "commit": commit_of(Path(__file__).parent.parent),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -443,21 +433,6 @@ def describe_machine(config: Machine) -> Record:
         # config.json holds those of the last start only
         **config.model_dump(mode="json", include=may_change(type(config))),
     }
-
-
-@functools.cache  # a grid starts many runs
-def commit_of(checkout: Path) -> str | None:
-    """The git commit of a checkout, with "+changes" where its files differ; None if unknown."""
-    if not (checkout / ".git").exists():
-        return None
-    command = ["git", "--no-optional-locks", "describe", "--always", "--exclude=*", "--abbrev=40"]
-    command += ["--dirty=+changes"]
-    with suppress(OSError, subprocess.SubprocessError):  # no git, not its owner, a slow disk
-        answer = subprocess.run(
-            command, cwd=checkout, capture_output=True, text=True, timeout=5, check=True
-        )
-        return answer.stdout.strip()
-    return None
 
 
 def clear(path: Path) -> None:
@@ -500,8 +475,7 @@ def check_directory(
 ) -> bool:
     """Whether the run in `path` is continued; refuses (UsageError) what must not be touched.
 
-    False where there is none yet, where `force` starts it over, and where only the file of its
-    pretext task was changed, before the first alternation was finished.
+    False where there is none yet, and where `force` starts it over.
     """
     if config.tensorboard:  # told before the long work
         import_writer()
@@ -520,9 +494,6 @@ def check_directory(
     changed = list_changed(type(config), recorded, current)
     if not changed:
         return True
-    # A pretext task may change until there is work that it has shaped.
-    if changed == ["pretext_sha256"] and not has_finished_a_step(path):
-        return False
     changes = [describe_change(name, recorded, current) for name in changed]
     raise UsageError(
         f"--out {path}: is a run with other settings: {', '.join(changes)}; {OTHER_OUT}, or start "
@@ -578,16 +549,6 @@ def check_that_nothing_is_in(path: Path, command: str) -> None:
     for file in path.glob("*"):
         if not any(file.match(pattern) for pattern in leftovers):
             raise UsageError(f"--out {path}: holds {file.name}, no run; {OTHER_OUT}")
-
-
-def has_finished_a_step(path: Path) -> bool:
-    """Whether a run has logged an alternation or epoch; the linear probe before them is step 0."""
-    metrics = path / "metrics.jsonl"
-    if not metrics.exists():
-        return False
-    whole, _, _ = metrics.read_text().rpartition("\n")  # without a line that was cut off
-    with checking(str(metrics), START_OVER):
-        return any(json.loads(line)["step"] > 0 for line in whole.splitlines())
 
 
 def describe_change(name: str, recorded: Record, current: Record) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from config import TIMM, Arch, Network
 from data import Channels
 from lora import check_vit
-from support.errors import checking
+from support.errors import as_usage_error
 
 
 class Normalisation(NamedTuple):
@@ -37,7 +37,7 @@ def load_vit(cfg: Network, state: Mapping[str, Tensor] | None) -> Any:  # noqa: 
     name = cfg.backbone.removeprefix(TIMM)
     repository = timm.models.get_pretrained_cfg_value(name, "hf_hub_id")
     remedy = "fetch them where there is a network, see HF_HOME, or give --weights FILE"
-    with checking(f"--backbone {cfg.backbone}: its weights", remedy):
+    with as_usage_error(f"--backbone {cfg.backbone}: its weights", remedy):
         if state is None and repository:
             require_weights(repository)
         vit: Any = timm.create_model(name, pretrained=state is None)

@@ -262,7 +262,7 @@ def test_a_dry_run_tells_all_that_is_missing_and_the_plan_all_the_same(
     assert "benchmarks/dtd" in dataset and "data download dtd" in dataset
     assert "benchmarks/imagenet" in pool and "--pool" in pool
     code, out, err = run("align --backbone vit_b16 --dataset dtd")  # without --dry-run, too
-    dataset, pool, files = err.splitlines()
+    files, dataset, pool = err.splitlines()
     assert (code, out) == (2, "") and "625 MB" in dataset and "148 GB" in pool and "448 MB" in files
 
 

@@ -213,7 +213,6 @@ def test_a_setting_without_a_mark_defines_run_arm_and_method() -> None:
         (AlignConfig, {"hypergrad": "newton"}, "--hypergrad newton: "),
         (AlignConfig, {"dataset": "cub"}, "--dataset cub: .* did you mean cub200"),
         (AlignConfig, {"jobs": 2}, "--jobs"),
-        (FinetuneConfig, {"grid": [True, 0.1]}, "--grid True: "),
         (FinetuneConfig, {"grid": [0.01, 0.010000001]}, "--grid: .* twice"),
         (AlignConfig, {"target_scale": "0.2", "pretext": "ijepa"}, "--target-scale.*: .* few"),
         (FinetuneConfig, {"lr": 0.1, "grid": [0.1, 0.2]}, "--lr .*--grid"),

@@ -17,7 +17,7 @@ from toy import ALIGN_STEPS, MAE_RUN, PEFT_STEPS, done, refusal, run
 
 import mae
 from data import read_image
-from support.errors import checking
+from support.errors import as_usage_error
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -160,7 +160,7 @@ def test_want_of_memory_names_what_helps_and_a_defect_keeps_its_traceback(
         monkeypatch.setattr(mae.MAE, "loss", want)
         said = refusal(ALIGN.format(weights=weights), code=1)
         assert "--micro-batch" in said and "--recompute" in said
-    with pytest.raises(torch.OutOfMemoryError), checking("checkpoint.pt", "start over"):
+    with pytest.raises(torch.OutOfMemoryError), as_usage_error("checkpoint.pt", "start over"):
         fails(memory)  # it is not the file's fault
     for defect in (KeyError("theta"), RuntimeError("theta")):
         monkeypatch.setattr(mae.MAE, "loss", lambda *_, error=defect: fails(error))

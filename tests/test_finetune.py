@@ -51,6 +51,9 @@ def test_a_finished_run_grows_and_keeps_its_trials(weights: Path, tmp_path: Path
     whole = tune(weights, tmp_path / "whole", **more)
     own = {"out", "seconds", "cpu_seconds", "trial_seconds"}
     assert grown.model_dump(exclude=own) == whole.model_dump(exclude=own)
+    trials = [json.loads(file.read_text()) for file in tmp_path.glob("grown/lr*/result.json")]
+    for name, seconds in (("seconds", grown.seconds), ("cpu_seconds", grown.cpu_seconds)):
+        assert seconds == pytest.approx(sum(trial[name] for trial in trials))
     for seed in (0, 1):
         for name, tensor in tensors(tmp_path / "whole", seed).items():
             assert torch.equal(tensor, tensors(tmp_path / "grown", seed)[name])

@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -72,21 +71,11 @@ def test_only_settings_that_change_no_number_may_change() -> None:
     assert may_change(AlignConfig) == free | {"recompute", "tensorboard", "workers"}
 
 
-def test_a_pretext_task_may_change_until_an_alternation_is_done(tmp_path: Path) -> None:
-    """Then the run starts anew, the linear probe before it included."""
+def test_a_changed_pretext_task_is_refused(tmp_path: Path) -> None:
     cfg = config(pretext="task.py:Jigsaw")
-    with Run(tmp_path, "align", cfg, identity=Identity(pretext_sha256="1" * 64)) as run:
-        run.restore({"x": torch.ones(1)}, {})
-        run.log({"step": 0, "probe_val": 50.0})
-        run.checkpoint("the probe", due=True)
-    with Run(tmp_path, "align", cfg, identity=Identity(pretext_sha256="2" * 64)) as run:
-        x = torch.zeros(1)
-        run.restore({"x": x}, {})
-        assert (x, run.records) == (0, [])
-        run.log({"step": 1})
-    with pytest.raises(UsageError, match=r"task\.py was changed") as refused:
-        Run(tmp_path, "align", cfg, identity=Identity(pretext_sha256="3" * 64))
-    assert "2" * 64 not in str(refused.value)
+    Run(tmp_path, "align", cfg, identity=Identity(pretext_sha256="1" * 64)).close()
+    with pytest.raises(UsageError, match=r"task\.py was changed"):
+        Run(tmp_path, "align", cfg, identity=Identity(pretext_sha256="2" * 64))
 
 
 def test_a_finished_run_gives_its_result_again_and_force_starts_it_over(tmp_path: Path) -> None:
@@ -101,10 +90,8 @@ def test_a_finished_run_gives_its_result_again_and_force_starts_it_over(tmp_path
     with FileLock(out / ".lock"), Run(out, "align", config()) as run:  # it reads, and asks nobody
         assert json.dumps(run.result) == json.dumps(result).replace("/run", "/moved")
     (out / "picture.png").write_text("the user's own")
-    for name in ("lr0.1-s0", "lr0.1-s1"):  # of a grid: their time is the whole's, as their end is
+    for name in ("lr0.1-s0", "lr0.1-s1"):  # trials of a grid: they end with it
         Run(out / name, "peft", config()).close()
-        (out / name / "result.json").write_text('{"cpu_seconds": 7000.5, "seconds": 1}')
-    assert run.elapsed() == {"cpu_seconds": 14001.0, "seconds": 2}
     (out / "lr0.1-s1" / "notes.txt").write_text("the user's own")
     (out / "lr_trials-s3_of_mine").mkdir()
     (out / "lr_trials-s3_of_mine" / "result.json").write_text("the user's own")
@@ -295,30 +282,10 @@ def test_a_signal_saves_and_stops_and_the_next_one_goes_on(tmp_path: Path) -> No
         assert x == 1
 
 
-def test_env_says_which_program_ran_and_whether_files_differed_from_its_commit(
-    tmp_path: Path,
-) -> None:
-    def git(*words: str) -> None:
-        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        subprocess.run(["git", *author, *words], cwd=tmp_path, check=True, capture_output=True)
-
-    def commit() -> str | None:
-        runs.commit_of.cache_clear()
-        return runs.commit_of(tmp_path)
-
-    Run(tmp_path / "run", "align", config()).close()
-    (machine,) = json.loads((tmp_path / "run/env.json").read_text())["machines"]
-    assert machine["versions"].keys() >= {"python", "torch"} and "commit" in machine
-    assert commit() is None  # no checkout, though one may be above it
-    if not shutil.which("git"):
-        pytest.skip("git is not here")
-    git("init")
-    (tmp_path / "file").write_text("a")
-    git("add", "file")
-    git("commit", "-m", "first")
-    clean = commit()
-    (tmp_path / "file").write_text("b")
-    assert clean and len(clean) == 40 and commit() == f"{clean}+changes"
+def test_env_says_which_program_ran(tmp_path: Path) -> None:
+    Run(tmp_path, "align", config()).close()
+    (machine,) = json.loads((tmp_path / "env.json").read_text())["machines"]
+    assert machine["versions"].keys() >= {"python", "torch"}
 
 
 # From here on command lines, in this process or in a forked one that is stopped or killed.
