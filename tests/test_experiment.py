@@ -9,21 +9,16 @@ from typing import Any
 import pytest
 import torch
 from quilts import quilts
-from toy import ALIGN_SETTINGS, ALIGN_STEPS, ROOT, done, refusal
+from toy import ALIGN_STEPS, ROOT, align_settings, done, refusal
 
 from align import align
-from config import AlignConfig, FinetuneConfig
+from config import FinetuneConfig
 from data import Pool, Split, Task, decode_once
 from support import experiment, pretext
 from support.errors import UsageError
 from support.experiment import open_align_experiment, open_experiment, set_up_device
 
 EXAMPLE = ROOT / "examples/rotation.py"
-
-
-def settings(weights: Path, **more: Any) -> AlignConfig:
-    given: dict[str, Any] = {"backbone": "vit_mini", "dataset": "quilts", "weights": weights}
-    return AlignConfig(**given | {"device": "cpu"} | ALIGN_SETTINGS | more)
 
 
 def own_task(folder: Path, body: str) -> str:
@@ -62,7 +57,7 @@ def test_an_error_in_a_task_shows_before_the_long_work(
     weights: Path, tmp_path: Path, body: str, error: type[Exception]
 ) -> None:
     """As Python tells it; there is no run directory yet."""
-    cfg = settings(weights, pretext=own_task(tmp_path, body))
+    cfg = align_settings(weights, pretext=own_task(tmp_path, body))
     with pytest.raises(error):
         align(cfg, tmp_path / "a")
     assert not (tmp_path / "a").exists()
@@ -76,7 +71,7 @@ def test_the_first_step_leaves_task_and_random_numbers_as_they_were(
     def after_step(self, theta_P):
         self.state["steps"] = torch.rand(()) + 1
     """
-    opened = open_align_experiment(settings(weights, pretext=own_task(tmp_path, body)))
+    opened = open_align_experiment(align_settings(weights, pretext=own_task(tmp_path, body)))
     theta = opened.new_theta(0)
     before = torch.get_rng_state()
     task = opened.pretext_task(theta)
@@ -95,9 +90,9 @@ def test_a_loss_that_compares_images_gets_whole_batches(weights: Path, tmp_path:
         return super().loss(theta, phi, batch)
     """
     name = own_task(tmp_path, body)
-    trial = open_align_experiment(settings(weights, pretext=name))
+    trial = open_align_experiment(align_settings(weights, pretext=name))
     trial.pretext_task(trial.new_theta(0))
-    cut = settings(weights, pretext=name, micro_batch=4)
+    cut = align_settings(weights, pretext=name, micro_batch=4)
     with pytest.raises(UsageError, match=r"mine\.py:Mine: .* leave --micro-batch out"):
         align(cut, tmp_path / "a")
     assert not (tmp_path / "a").exists()
@@ -131,7 +126,7 @@ def test_theta_and_head_are_drawn_by_the_seed(weights: Path) -> None:
 
 
 def test_a_random_decoder_is_drawn_by_the_seed_and_not_into_the_checkpoints(weights: Path) -> None:
-    trial = open_align_experiment(settings(weights, decoder="random"))
+    trial = open_align_experiment(align_settings(weights, decoder="random"))
     theta = trial.new_theta(0)
     loaded = {name: x.clone() for name, x in trial.pretext_head.state_dict().items()}
     first = trial.pretext_task(theta).phi["decoder_embed.weight"]
@@ -165,13 +160,13 @@ def test_batches_that_cannot_be_shared_out_are_refused(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Quilts have 80 training images: the last of 79 is alone, and BatchNorm needs two."""
-    opened = open_align_experiment(settings(weights))
+    opened = open_align_experiment(align_settings(weights))
     opened.check_batches("--d-batch", 79)
-    with_norm = replace(opened, cfg=settings(weights, head="batchnorm"))
+    with_norm = replace(opened, cfg=align_settings(weights, head="batchnorm"))
     with_norm.check_batches("--d-batch", 80)
     with pytest.raises(UsageError, match=r"--d-batch 79: .* has 1 images, BatchNorm needs 2"):
         with_norm.check_batches("--d-batch", 79)
-    cut = replace(opened, cfg=settings(weights, head="batchnorm", micro_batch=4))
+    cut = replace(opened, cfg=align_settings(weights, head="batchnorm", micro_batch=4))
     with pytest.raises(UsageError, match="--micro-batch: a BatchNorm head"):
         cut.check_batches("--d-batch", 80)
     monkeypatch.setattr(experiment, "world", lambda: (0, 9))
@@ -188,10 +183,10 @@ def test_an_empty_pool_and_a_name_for_handed_in_data_are_refused(
         experiment.open_pool(str(tmp_path), tmp_path, 0)
     for field in ("dataset", "pool"):
         with pytest.raises(UsageError, match=f"--{field} own:1f: was handed in from Python"):
-            open_align_experiment(settings(weights, **{"pool": "quilts", field: "own:1f"}))
+            open_align_experiment(align_settings(weights, **{"pool": "quilts", field: "own:1f"}))
     whole, _ = quilts(0)
     with pytest.raises(UsageError, match=r"pixels in \[0, 1\]"):
-        open_align_experiment(settings(weights), pool=Pool(2 * torch.as_tensor(whole.images)))
+        open_align_experiment(align_settings(weights), pool=Pool(2 * torch.as_tensor(whole.images)))
 
 
 def test_align_reads_the_test_images_and_keeps_those_of_validation_alone(
@@ -214,7 +209,7 @@ def test_align_reads_the_test_images_and_keeps_those_of_validation_alone(
 def test_a_process_scores_its_own_images_and_may_have_none(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = open_align_experiment(settings(weights))
+    opened = open_align_experiment(align_settings(weights))
     head = opened.new_head("head", 0).with_stats
     everything = opened.logits(opened.task.val, opened.new_theta(0), head)
     for first, end in ((0, 0), (30, 50)):

@@ -1,7 +1,6 @@
 """`--tensorboard`: TensorBoard reads the numbers of metrics.jsonl, after a stop, too."""
 
 import json
-import signal
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -11,7 +10,6 @@ import pytest
 from toy import PEFT_STEPS, PRETRAIN_STEPS, align_line, done, finetune_line, refusal
 
 from config import AlignConfig
-from support.processes import Stopped, stop
 from support.runs import Run
 
 pytest.importorskip("tensorboard")
@@ -89,26 +87,6 @@ def test_a_run_that_goes_on_has_each_record_once() -> None:
     (out / "mine.txt").write_text("precious")
     with Run(out, "align", settings(seed=1), force=True):
         assert not file.exists() and (out / "mine.txt").exists()
-
-
-def log_and_hear_a_signal(cfg: AlignConfig) -> None:
-    """A run that is asked to stop in its first step."""
-    with Run(Path("run"), "align", cfg) as run:
-        run.restore({}, {})
-        run.log({"step": 1, "loss": 1.0})
-        stop.hear(signal.SIGTERM)
-        run.checkpoint("step 1")
-
-
-def test_a_stop_loses_no_point() -> None:
-    with pytest.raises(Stopped):
-        log_and_hear_a_signal(settings())
-    assert read_events(Path("run"))["loss"] == [(1, 1.0)]
-    stop.renew()
-    with Run(Path("run"), "align", settings()) as run:
-        run.restore({}, {})
-        run.log({"step": 2, "loss": 2.0})
-    assert read_events(Path("run"))["loss"] == [(1, 1.0), (2, 2.0)]
 
 
 def test_without_its_package_it_is_refused_before_anything_is_loaded(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import cli
+from config import AlignConfig
 
 ROOT = Path(cli.__file__).parent
 # the command line of a process of its own, in which the drawn images have their name, too
@@ -34,6 +35,12 @@ ALIGN_SETTINGS: dict[str, Any] = {  # the same for the Python interface
 PEFT_SETTINGS: dict[str, Any] = {
     "epochs": 2, "batch": 40, "warmup_epochs": 0, "seeds": 1, "lr": 1e-2,
 }  # fmt: skip
+
+
+def align_settings(weights: Path, **more: Any) -> AlignConfig:
+    """Settings of the same run; `weights` is a run of `pretrain`."""
+    given: dict[str, Any] = {"backbone": "vit_mini", "dataset": "quilts", "weights": weights}
+    return AlignConfig(**given | {"device": "cpu"} | ALIGN_SETTINGS | more)
 
 
 def align_line(pretrained: Path, more: str = "", pretext: str = "mae") -> str:
