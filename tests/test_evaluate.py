@@ -128,9 +128,9 @@ def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
             read_arm(tmp_path / name)
 
 
-def test_a_pretrain_run_is_told_to_be_no_finetune_run(pretrained: Path) -> None:
-    said = refusal(f"evaluate {pretrained}/mae")
-    assert f"{pretrained}/mae" in said and "finetune" in said and "align" not in said
+def test_runs_of_other_commands_are_refused(pretrained: Path, runs: Path) -> None:
+    for run in (pretrained / "mae", runs / "aligned"):
+        assert str(run) in refusal(f"evaluate {run}")
 
 
 def test_arms_with_another_test_are_refused_and_other_settings_are_told(tmp_path: Path) -> None:

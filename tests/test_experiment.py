@@ -4,7 +4,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent, indent
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from config import FinetuneConfig
 from data import Pool, Split, Task, decode_once
 from support import experiment, pretext
 from support.errors import UsageError
-from support.experiment import open_align_experiment, open_experiment, set_up_device
+from support.experiment import open_align_experiment, set_up_device
 
 EXAMPLE = ROOT / "examples/rotation.py"
 
@@ -112,17 +111,6 @@ def test_test_images_that_are_in_the_pool_are_counted(
         Task("own", split, split, split, ["a"]), Pool([Path("x.png"), *files[:shared]])
     )
     assert [str(shared) in told for told in caplog.messages] == [True] * (shared > 0)
-
-
-def test_theta_and_head_are_drawn_by_the_seed(weights: Path) -> None:
-    given: dict[str, Any] = {"backbone": "vit_mini", "dataset": "quilts", "weights": weights}
-    opened = open_experiment(FinetuneConfig(**given))
-    theta = opened.new_theta(0)
-    assert theta.shape == opened.theta_shape == (4, 4 * 8 * 64)
-    assert torch.equal(theta, opened.new_theta(0))
-    assert not torch.equal(theta, opened.new_theta(1))
-    heads = [opened.new_head("head", seed).phi["weight"] for seed in (0, 1)]
-    assert not torch.equal(*heads)
 
 
 def test_a_random_decoder_is_drawn_by_the_seed_and_not_into_the_checkpoints(weights: Path) -> None:

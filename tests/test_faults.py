@@ -17,7 +17,7 @@ from toy import ALIGN_STEPS, MAE_RUN, PEFT_STEPS, done, refusal, run
 
 import mae
 from data import read_image
-from support.errors import as_usage_error
+from support.errors import UsageError, as_usage_error
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -50,6 +50,11 @@ def malicious(mark: Path) -> Iterator[tuple[str, bytes]]:
 
 ALIGN = f"align {MAE_RUN} {ALIGN_STEPS} --quiet --out r"
 TUNE = f"finetune --backbone vit_mini --weights {{weights}} {PEFT_STEPS} --quiet --out r"
+
+
+def test_an_error_that_says_what_to_do_stays_as_it_is_where_a_file_is_read() -> None:
+    with pytest.raises(UsageError, match=r"^as it is$"), as_usage_error("a", "mend it"):
+        raise UsageError("as it is")
 
 
 def test_images_are_read_as_they_were_written(tmp_path: Path) -> None:

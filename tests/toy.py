@@ -11,6 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+from torchvision.transforms.functional import to_pil_image
+
 import cli
 from config import AlignConfig
 
@@ -94,3 +97,11 @@ def outside(line: str, **environ: str) -> subprocess.CompletedProcess[str]:
     env = {"PYTHONPATH": PROGRAM_PATH, "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
     call = [*PROGRAM, *line.split()]
     return subprocess.run(call, env=env | environ, capture_output=True, text=True, check=False)
+
+
+def save_by_class(folder: Path, images: Tensor, targets: Tensor) -> None:
+    """Write images (n, 3, H, W) as files into a folder for each class."""
+    for number, image in enumerate(images):
+        place = folder / f"kind {int(targets[number])}"
+        place.mkdir(parents=True, exist_ok=True)
+        to_pil_image(image).save(place / f"{number}.png")
