@@ -186,6 +186,12 @@ def test_a_restart_may_choose_from_the_rates_that_direct_peft_had(tmp_path: Path
     assert FinetuneConfig(**settings).grid == direct.grid
 
 
+@pytest.mark.parametrize("wrong", ["p_lrr=1", "rank"])
+def test_a_setting_that_neither_align_nor_finetune_has_is_refused(wrong: str) -> None:
+    with pytest.raises(typer.BadParameter, match=wrong):
+        recipe.read_settings([wrong])
+
+
 # --- LoRA ranks -----------------------------------------------------------------------------------
 
 
