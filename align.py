@@ -1,6 +1,5 @@
 """Program: `bisslight align`, linear probing of φ_D, then Algorithm 1 (App. C.3)."""
 
-import math
 import shlex
 from collections.abc import Iterator
 from functools import partial
@@ -13,14 +12,13 @@ import hypergradients
 import mfac
 from bisslight import Diverged, Hypergradient, Phi, PretextTask, State, algorithm_1
 from config import AlignConfig, Record, unlike_paper
-from data import Pool, Task
+from data import Pool, Task, name_own_data, steps_per_epoch
 from lora import Examples
 from support.checkpoints import save_adapter
 from support.errors import UsageError
 from support.experiment import (
     AlignExperiment,
     Head,
-    name_own_data,
     open_align_experiment,
     pool_images,
     pretext_batches,
@@ -124,17 +122,18 @@ def align(
         cfg = cfg.replace(dataset=name_own_data(*task.splits))
     if pool:
         cfg = cfg.replace(pool=name_own_data(pool))
-    # A first look, at the settings alone; Run looks again with the digests, and under its lock.
+    # A first look, at the settings alone; `Run` looks again with the digests, and under its lock.
     goes_on = check_directory(out, "align", cfg, force)
     experiment = open_align_experiment(cfg, task, pool)
     prepared = prepare(experiment)
     experiment.check_batches("--d-batch", cfg.d_batch)
     if not goes_on:  # a run that goes on has done this when it began
-        # Both splits are read. Kept in memory is one: test images are scored by finetune alone.
+        # Validation and test images are read, to find damaged ones. Validation stays in memory;
+        # align never scores the test.
         experiment.decode_held_out_images([experiment.task.val])
     with Run(out, "align", cfg, force, experiment.identity) as run:
         result = run.result or run_algorithm_1(experiment, prepared, run, track)
-    if "diverged" in result:
+    if "diverged" in result:  # when the run was made
         raise Diverged(result["diverged"])
     return AlignResult(**result)
 
@@ -149,11 +148,13 @@ def run_algorithm_1(
     cfg = experiment.cfg
     state, pretext_task, head, hypergrad, optimisers = prepared
     run.restore(name_tensors(state, head, pretext_task.state), optimisers._asdict())
-    if run.records:  # the first one, of step 0, is the probe's
+    if (
+        run.records
+    ):  # of the run before a stop; a record's step is its alternation, the probe's is 0
         state.done = run.records[-1]["step"]
     try:
         if cfg.probe_epochs and not run.records:
-            done = optimisers.probe.step // probe_steps(experiment)
+            done = optimisers.probe.step // probe_epoch(experiment)
             for epoch in track(probe(experiment, prepared), cfg.probe_epochs, "probe", done):
                 run.checkpoint(f"probe epoch {epoch.step}")
             run.log({"step": 0, "probe_val": score_probe(experiment, prepared)})
@@ -189,7 +190,7 @@ def run_algorithm_1(
 
 
 def prepare(experiment: AlignExperiment, hypergrad: Hypergradient | None = None) -> Prepared:
-    """Make what Algorithm 1 starts from (l.1, l.2), on fresh θ and heads (UsageError).
+    """Make what Algorithm 1 starts from (l.1, l.2), on fresh θ and heads. Raises UsageError.
 
     This, `probe` and `batches_left` are all that a script needs to run it without a directory:
 
@@ -210,7 +211,7 @@ def prepare(experiment: AlignExperiment, hypergrad: Hypergradient | None = None)
     """
     cfg = experiment.cfg
     theta = experiment.new_theta(cfg.seed)  # l.2
-    pretext_task = experiment.pretext_task(theta)
+    pretext_task = experiment.new_pretext_task(theta)
     hypergrad = hypergrad or hypergradient(cfg, theta)
     head = experiment.new_head("align head", cfg.seed)
     state, optimisers = start_state(cfg, theta, pretext_task.phi, head.phi)
@@ -236,7 +237,8 @@ def start_state(
 ) -> tuple[State, Optimisers]:
     """Algorithm 1's state before its line 3, and its optimisers with that of the probe.
 
-    θ_P and θ_D are copies of θ (l.2), and φ_P is copied; φ_D is used as it is.
+    θ_P and θ_D are copies of θ (l.2). So is φ_P, of the tensors in the task's networks. φ_D, which
+    `new_head` has made for this run alone, is used as it is.
     """
     theta_P = theta.detach().clone().requires_grad_()  # l.2
     theta_D = theta.detach().clone().requires_grad_()  # l.2
@@ -285,15 +287,15 @@ def probe(experiment: AlignExperiment, prepared: Prepared) -> Iterator[EpochReco
     drop_path = cfg.drop_path if cfg.probe_drop_path else 0.0
     # detached: θ stays as it is, and no gradient is computed for it
     loss = partial(prepared.head.loss, state.theta_D.detach(), state.phi_D, regularise=True)
-    steps_per_epoch = probe_steps(experiment)
-    steps = range(opt.step, cfg.probe_epochs * steps_per_epoch)
+    epoch = probe_epoch(experiment)
+    steps = range(opt.step, cfg.probe_epochs * epoch)
     examples = experiment.examples("probe", cfg.seed, cfg.d_batch, steps, drop_path, by_epoch=True)
-    return train_epochs(loss, opt, examples, steps_per_epoch, "probe", experiment.passes)
+    return train_epochs(loss, opt, examples, epoch, "probe", experiment.passes)
 
 
-def probe_steps(experiment: AlignExperiment) -> int:
-    """Steps of an epoch of linear probing."""
-    return math.ceil(len(experiment.task.train.targets) / experiment.cfg.d_batch)
+def probe_epoch(experiment: AlignExperiment) -> int:
+    """The steps of an epoch of linear probing."""
+    return steps_per_epoch(len(experiment.task.train.targets), experiment.cfg.d_batch)
 
 
 def score_probe(experiment: AlignExperiment, prepared: Prepared) -> Record:
@@ -320,7 +322,7 @@ def validate(experiment: AlignExperiment, state: State, head: Head) -> Record:
 
 
 def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
-    """The function of lines 10 and 13 that the settings name (UsageError: too large for it)."""
+    """The function of lines 10 and 13 that the settings name. Raises UsageError: θ is too large."""
     if cfg.hypergrad == "mfac":
         return partial(mfac.mfac, partition=cfg.partition)
     if cfg.hypergrad == "recursion":

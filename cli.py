@@ -94,7 +94,9 @@ def with_flags(command: Callable[[C, Options], None]) -> Callable[..., None]:
         flags = {name: value for name, value in given.items() if name in kind.model_fields}
         chosen = {name: value for name, value in given.items() if name in Options.model_fields}
         options = make(Options, chosen)
-        command(collect_settings(kind, flags, options), options)
+        cfg = collect_settings(kind, flags, options)
+        warn_about_warmup(cfg)
+        command(cfg, options)
 
     function: Any = read_flags  # Any: types know nothing of the attribute that Typer reads
     function.__signature__ = signature_of(kind, Options)
@@ -116,20 +118,34 @@ def collect_settings(kind: type[C], flags: Record, options: Options) -> C:
     return make(kind, settings | given)
 
 
-def check_start(command: str, cfg: Command, options: Options) -> Path:
-    """Where a run will lie. Ends a dry run (typer.Exit)."""
-    warn_about_warmup(cfg)
-    out = options.out or default_out(command, cfg)
-    if options.dry_run:
-        # with torch, so not before the names of settings were checked
-        from extras.dry_run import plan_run
+def choose_out(command: str, cfg: Command, options: Options) -> Path:
+    """The directory of a run: --out, or a name that says what is run.
 
-        plan = plan_run(command, cfg, out, options.force)
-        show(plan.work, list_fields(plan.work), options.as_json)
-        if plan.problems:
-            raise UsageError(*plan.problems)
-        raise typer.Exit
-    return out
+    >>> str(choose_out("align", AlignConfig(backbone="vit_l16", dataset="cub200"), Options()))
+    'runs/align-cub200-vit_l16-r64-s0'
+    """
+    if options.out:
+        return options.out
+    settings = dict(cfg)
+    images = settings.get("dataset") or settings["pool"]
+    parts = [command, Path(images).name, settings["backbone"]]
+    if settings.get("start"):
+        parts.append(f"from-{settings['start'].name}")
+    if "rank" in settings:
+        parts.append(f"r{settings['rank']}")
+    parts.append(f"s{cfg.seed}")
+    return Path("runs", "-".join(parts).replace(":", "-"))
+
+
+def show_plan(command: str, cfg: Command, options: Options) -> None:
+    """Do a dry run: say what would run, and all that is missing. Raises UsageError."""
+    # with torch, so not before the names of settings were checked
+    from extras.dry_run import plan_run
+
+    plan = plan_run(command, cfg, choose_out(command, cfg, options), options.force)
+    show(plan.work, list_fields(plan.work), options.as_json)
+    if plan.problems:
+        raise UsageError(*plan.problems)
 
 
 def finish(result: Result, options: Options) -> None:
@@ -148,19 +164,6 @@ def show(result: object, words: Answer, as_json: bool) -> None:
         tell(json.dumps(to_jsonable_python(result)), sys.stdout)
     else:
         print_answer(words)
-
-
-def default_out(command: str, cfg: Command) -> Path:
-    """Such as runs/align-cub200-vit_l16-r64-s0."""
-    settings = dict(cfg)
-    images = settings.get("dataset") or settings["pool"]
-    parts = [command, Path(images).name, settings["backbone"]]
-    if settings.get("start"):
-        parts.append(f"from-{settings['start'].name}")
-    if "rank" in settings:
-        parts.append(f"r{settings['rank']}")
-    parts.append(f"s{cfg.seed}")
-    return Path("runs", "-".join(parts).replace(":", "-"))
 
 
 def warn_about_warmup(cfg: Command) -> None:
@@ -182,10 +185,10 @@ def training(quiet: bool) -> Iterator["Track"]:
 
     from bisslight import Diverged
     from data import ImageError
-    from support.processes import Stopped, leave, start
+    from support.processes import Stopped, leave, make_ready
     from support.progress import progress
 
-    start()
+    make_ready()
     try:
         with progress(quiet) as track:
             yield track
@@ -273,7 +276,10 @@ def program(
 @with_flags
 def align(cfg: AlignConfig, options: Options) -> None:
     """Align a pretrained backbone with a downstream task: BiSSLight, Algorithm 1."""
-    out = check_start("align", cfg, options)
+    if options.dry_run:
+        show_plan("align", cfg, options)
+        return
+    out = choose_out("align", cfg, options)
     from align import align
 
     with training(options.quiet or options.as_json) as track:
@@ -285,7 +291,10 @@ def align(cfg: AlignConfig, options: Options) -> None:
 @with_flags
 def finetune(cfg: FinetuneConfig, options: Options) -> None:
     """Fine-tune with LoRA, directly or from align runs: learning rates, seeds, one test."""
-    out = check_start("finetune", cfg, options)
+    if options.dry_run:
+        show_plan("finetune", cfg, options)
+        return
+    out = choose_out("finetune", cfg, options)
     from finetune import finetune
 
     with training(options.quiet or options.as_json) as track:
@@ -297,7 +306,10 @@ def finetune(cfg: FinetuneConfig, options: Options) -> None:
 @with_flags
 def pretrain(cfg: PretrainConfig, options: Options) -> None:
     """Train a backbone from scratch with MAE or I-JEPA, where there is no checkpoint."""
-    out = check_start("pretrain", cfg, options)
+    if options.dry_run:
+        show_plan("pretrain", cfg, options)
+        return
+    out = choose_out("pretrain", cfg, options)
     from extras.pretrain import pretrain
 
     with training(options.quiet or options.as_json) as track:
@@ -459,7 +471,7 @@ app.add_typer(data, name="data")
 def main() -> None:
     """Run the command line; exit codes 0, 1 failure, 2 usage, 130 Ctrl-C, 143 SIGTERM."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # None where it is closed
+        if isinstance(stream, io.TextIOWrapper):  # a closed stream is None
             stream.reconfigure(errors="backslashreplace")  # paths may hold any bytes
     sys.exit(run(sys.argv[1:]))
 
@@ -472,19 +484,19 @@ def run(arguments: list[str]) -> int:
         code = app(arguments, prog_name="bisslight", standalone_mode=False)
         return int(code or 0)
     except typer.TyperException as error:  # its own complaints, such as a flag that is unknown
-        return fail(error.format_message(), 2)
+        return report_error(error.format_message(), 2)
     except UsageError as error:
         for problem in error.args:
-            fail(problem, 2)
+            report_error(problem, 2)
         return 2
     except (RunError, OSError) as error:
-        return fail(str(error), 1)
+        return report_error(str(error), 1)
     except ModuleNotFoundError as error:
-        return fail(f"{error}; install it, or do without this option", 1)
+        return report_error(f"{error}; install it, or do without this option", 1)
 
 
-def fail(message: str, code: int) -> int:
-    """Tell an error in one line; the exit code."""
+def report_error(message: str, code: int) -> int:
+    """Print an error as one line, and return `code`."""
     tell(f"error: {one_line(message)}", sys.stderr)
     return code
 

@@ -114,7 +114,7 @@ def split_commas(value: object) -> object:
 
 
 def distinct(rates: tuple[float, ...]) -> tuple[float, ...]:
-    """Rates whose trials have directories of their own, which six digits name."""
+    """Refuse two rates that are equal in six digits: those name the directories of their trials."""
     if len({f"{rate:g}" for rate in rates}) < len(rates):
         raise ValueError("has a rate twice, in six digits")
     return rates
@@ -214,7 +214,7 @@ PoolName = Annotated[str, NotEmpty, AfterValidator(pool_name)]
 
 
 class Mark(Enum):
-    """What another value of a setting leaves as it is.
+    """What does not change when a setting changes.
 
     A setting without a mark is taken to define the run, the arm that it belongs to, and whether it
     follows the paper. So a mark that was forgotten refuses too much, and mixes nothing up.
@@ -259,7 +259,7 @@ RELEASED: Record = {  # where the authors' program, run as its README says, is n
     "probe_drop_path": True,
     "mfac_device": "cpu",
     "cg_steps": "tensor",
-    "optimizer": "sgd",  # of PEFT after an align run alone
+    "optimizer": "sgd",  # of finetune, and only after an align run: see `released_values`
 }
 
 # --- groups of settings ------------------------------------------------------------------------
@@ -320,7 +320,7 @@ class Command(Machine):
     def replace(self, **changes: object) -> Self:
         """The same settings with some changed; defaults that follow from these are made anew.
 
-        Raises UsageError for a name or a value that is none.
+        Raises UsageError for an unknown name or a wrong value.
         """
         return make(type(self), self.model_dump(exclude_unset=True) | changes)
 
@@ -539,6 +539,13 @@ class Peft(Settings):
 class AlignConfig(Bilevel, Upper, Lower, Pretext, Data, Network, Command):
     """Align: BiSSLight, Algorithm 1."""
 
+    @model_validator(mode="after")
+    def check_decoder(self) -> Self:
+        """Refuse to take a decoder from where there is none."""
+        if self.decoder == "checkpoint" and self.backbone.startswith(TIMM):
+            raise ValueError(f"--decoder checkpoint: {self.backbone} has none, leave it out")
+        return self
+
 
 class FinetuneConfig(Peft, Data, Network, Command):
     """Finetune: PEFT from the backbone, from align runs or from a LoRA file."""
@@ -561,7 +568,7 @@ class FinetuneConfig(Peft, Data, Network, Command):
         """Settings for fine-tuning after an align run, or after a directory of them.
 
         Network, data and data root are the align run's, read from its config.json; `changes` win.
-        Raises UsageError where there is no such run, and for a name or a value that is none.
+        Raises UsageError where there is no such run, for an unknown name, and for a wrong value.
         """
         taken = read_align_run(run, changes.get("dataset"), changes.get("restart"))
         return make(cls, taken | changes | {"start": run})
@@ -612,7 +619,10 @@ class PretrainConfig(Pretext, Crops, Shape, Command):
 
 
 def paper_defaults(kind: type[Command], given: Record) -> Record:
-    """The paper's values for what is given; those of pretraining are MAE's or I-JEPA's."""
+    """The defaults that replace those of the fields because of what is given, from the paper.
+
+    Those of pretraining are MAE's or I-JEPA's. All others are at the fields: see `paper_values`.
+    """
     if issubclass(kind, PretrainConfig):
         return pretraining_defaults(given)
     defaults: Record = {}
@@ -630,7 +640,7 @@ def paper_defaults(kind: type[Command], given: Record) -> Record:
     if given.get("start") is not None:
         defaults["grid"] = ALIGNED_GRID  # App. C.2
     if given.get("lr") is not None:
-        defaults["grid"] = (given["lr"],)  # one rate is a grid of one
+        defaults["grid"] = (given["lr"],)  # one rate is the same as a grid of one
     return pick(kind, defaults)
 
 
@@ -727,7 +737,7 @@ def unlike_paper(cfg: Command) -> Record:
 def released_values(kind: type[Command], aligned: bool) -> Record:
     """The settings of `--preset as-released`; `aligned`: fine-tuning starts from an align run."""
     values = pick(kind, RELEASED)
-    if not aligned:
+    if not aligned:  # the authors' program takes SGD in fine-tuning only after an align run
         values.pop("optimizer", None)
     return values
 
@@ -736,7 +746,7 @@ def released_values(kind: type[Command], aligned: bool) -> Record:
 
 
 def read_table(path: Path) -> Record:
-    """The settings in a TOML or JSON file, a run's config.json too (UsageError)."""
+    """The values in a TOML or JSON file, such as a run's config.json. Raises UsageError."""
     with as_usage_error(str(path), "give settings in TOML or JSON"):
         text = path.read_text()
         table = dict(json.loads(text) if path.suffix == ".json" else tomllib.loads(text))
@@ -771,13 +781,13 @@ C = TypeVar("C", bound=Settings)
 
 
 def read_settings(path: Path, kind: type[Command]) -> Record:
-    """The settings of a command in a TOML or JSON file, a run's config.json too (UsageError)."""
+    """As `read_table`; refuses (UsageError) a name that is no setting of the command."""
     settings = read_table(path)
     fields = kind.model_fields
     flags = {flag_of(field): field for field in fields}
     for name in settings:
         if name not in fields:
-            # such as `from`, whose setting is called otherwise
+            # such as `from`: the flag is --from, the setting is called start
             hint = f"did you mean {flags[flag_of(name)]}?" if flag_of(name) in flags else ""
             raise UsageError(f"{path}: {name} is no setting, {hint or nearest(name, fields)}")
     return settings

@@ -45,7 +45,7 @@ def seed_for(seed: int, *purpose: str | int) -> int:
 
 
 def rng(seed: int, *purpose: str | int) -> torch.Generator:
-    """A CPU generator for one purpose.
+    """A CPU generator for one purpose, such as "lora", "mask" or "order", and its step or epoch.
 
     >>> rng(0, "mask", 1).initial_seed()
     9043777112963148149
@@ -99,7 +99,10 @@ class Task(NamedTuple):
 
     @classmethod
     def of(cls, train: Labelled, val: Labelled, test: Labelled, classes: Sequence[str]) -> Self:
-        """A task in memory, of pairs: image (3, height, width) in [0, 1], class (ValueError)."""
+        """A task in memory, of pairs: image (3, height, width) in [0, 1], and class.
+
+        Raises ValueError.
+        """
         task = cls("own", stack_pairs(train), stack_pairs(val), stack_pairs(test), list(classes))
         check_task(task)
         return task
@@ -154,10 +157,10 @@ class Pool(NamedTuple):
 
 
 def fingerprint(*parts: Split | Pool) -> str:
-    """sha256 by which a run notices other data: of pixels in memory, or of file names; of labels.
+    """sha256 of the data, by which a run notices that they are others.
 
-    Of names, since it would take minutes to read the files; below the folder that holds them all,
-    since that folder may be moved.
+    Of all labels; and of pixels, if they are in memory, otherwise of the files' names: reading the
+    files would take minutes. Names count from the folder that holds them all, which may be moved.
     """
     sha = hashlib.sha256()
     for part in parts:
@@ -168,6 +171,14 @@ def fingerprint(*parts: Split | Pool) -> str:
         if isinstance(part, Split):
             sha.update(part.targets.numpy().tobytes())
     return sha.hexdigest()
+
+
+def name_own_data(*parts: Split | Pool) -> str:
+    """What settings say instead of data that were handed in: `own:` and a digest.
+
+    With it, a run directory refuses to go on with other images.
+    """
+    return f"own:{fingerprint(*parts)[:12]}"
 
 
 def names_below(files: list[Path]) -> str:
@@ -224,7 +235,10 @@ class FolderError(ValueError):
 
 
 def folder(root: Path, seed: int) -> Task:
-    """Class folders, or train/ val/ test/ of them; a missing test or val is `holdout` of train."""
+    """The task in a folder of class folders, or of train/, val/ and test/ with class folders each.
+
+    A missing test or val is taken from train, see `holdout`. Raises FolderError.
+    """
     names = {path.name for path in subfolders(root)}
     places = {part: root / part for part in SPLITS if part in names}
     if places and ("train" not in places or len(names) > len(places)):
@@ -293,36 +307,42 @@ def holdout(entries: Entries, seed: int, part: str) -> tuple[Entries, Entries]:
 
 
 def draws_of_step(n: int, batch: int, step: int, by_epoch: bool = False) -> range:
-    """The numbers of the draws of one step, from n images: `batch` of them.
+    """The draws of one step from n images, by their numbers: `batch` of them.
 
-    With `by_epoch`, each epoch has ceil(n / batch) steps, and its last one may have fewer draws.
+    A draw is one image taken for training. Draws are numbered over the whole run, from 0, so draw i
+    is in epoch i // n. With `by_epoch`, the last step of an epoch has only what is left of it;
+    otherwise a step may hold the end of one epoch and the start of the next.
     """
     if not by_epoch:
         return range(step * batch, (step + 1) * batch)
-    number, k = divmod(step, math.ceil(n / batch))  # epoch, and step of that epoch
-    first = number * n + k * batch
-    end = min(first + batch, (number + 1) * n)
+    epoch, step_in_epoch = divmod(step, steps_per_epoch(n, batch))
+    first = epoch * n + step_in_epoch * batch
+    end = min(first + batch, (epoch + 1) * n)
     return range(first, end)
+
+
+def steps_per_epoch(n: int, batch: int) -> int:
+    """Steps that take all n images once; the last one may have fewer than `batch`."""
+    return math.ceil(n / batch)
 
 
 def stream(
     n: int, batch: int, seed: int, purpose: str, steps: range, by_epoch: bool = False
 ) -> Iterator[list[Draw]]:
-    """The draws of each of these steps, in epoch after epoch of n images in a random order.
+    """The draws of each of these steps, each with the index of its image (`Draw`).
 
-    `by_epoch` as in `draws_of_step`; without it, a step may hold the end of one epoch and the start
-    of the next.
+    Every epoch has all n images in a random order of its own; `by_epoch` as in `draws_of_step`.
     """
 
     @lru_cache(maxsize=1)
-    def order(number: int) -> list[int]:
-        """Of the images in an epoch."""
-        generator = rng(seed, purpose, "order", number)
+    def permutation(epoch: int) -> list[int]:
+        """The random order of the n images in this epoch."""
+        generator = rng(seed, purpose, "order", epoch)
         return list(torch.randperm(n, generator=generator).tolist())
 
     for step in steps:
         numbers = draws_of_step(n, batch, step, by_epoch)
-        yield [(draw, order(draw // n)[draw % n]) for draw in numbers]
+        yield [(draw, permutation(draw // n)[draw % n]) for draw in numbers]
 
 
 class Transform(NamedTuple):
@@ -435,7 +455,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
             self.are_ready = split.images.shape[2:] == (t.size, t.size)
 
     def __getitem__(self, item: Draw) -> tuple[Tensor, Tensor]:
-        """Image (3, size, size) and target of a draw (ImageError)."""
+        """Image (3, size, size) and target of a draw. Raises ImageError."""
         draw, index = item
         return self.image(draw, index), self.split.targets[index]
 
@@ -459,7 +479,8 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Network inputs from images (B, 3, height, width), uint8 or in [0, 1]; mean, std (3, 1, 1).
 
-    The arithmetic is that of torchvision's ToTensor and Normalize, in the same order.
+    The arithmetic is that of torchvision's ToTensor and Normalize, in the same order, so that the
+    results are equal to the bit.
     """
     if images.dtype == torch.uint8:
         return images.float().div_(255).sub_(mean).div_(std)  # in place: a copy takes time
@@ -499,7 +520,7 @@ def choose_workers(images: Images, workers: int | None, device: torch.device) ->
 def batches(
     images: Images, draws: Iterable[list[Draw]], workers: int | None, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Network inputs (B, 3, size, size) and targets of each list of draws (ImageError).
+    """Network inputs (B, 3, size, size) and targets of each list of draws. Raises ImageError.
 
     `workers` as in `choose_workers`: processes that decode the next batches meanwhile.
     """
@@ -538,10 +559,10 @@ MOST_KEPT = 2**30  # bytes, of all processes that share a split
 
 @lru_cache(maxsize=2)  # the validation and the test images of a run
 def decode_once(split: Split, t: Transform, numbers: range) -> Split:
-    """The images with these numbers as they are scored, uint8 in memory.
+    """The images with these numbers as they are scored, uint8 in memory, remembered for next time.
 
-    They are as they were where they are ready, or where the split is larger than MOST_KEPT.
-    Fine-tuning on a small set is mostly decoding otherwise: it scores after every epoch.
+    Images that need no decoding, and those of a split larger than MOST_KEPT, are given as they are.
+    Fine-tuning scores after every epoch, so on a small set it would mostly be decoding otherwise.
     """
     part = split.part(numbers)
     images = Images(part, t)

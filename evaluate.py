@@ -34,7 +34,7 @@ LOG = logging.getLogger("bisslight")
 # Settings that make no other arm: what is repeated, how often, and on which machine. Weights and
 # start are compared by their digest instead of their path.
 OF_NO_ARM = (Mark.SAME_ARM, Mark.CHANGES_NO_NUMBER, Mark.KNOWN_BY_DIGEST)
-FREE = settings_with(AlignConfig, *OF_NO_ARM) | settings_with(FinetuneConfig, *OF_NO_ARM)
+NOT_COMPARED = settings_with(AlignConfig, *OF_NO_ARM) | settings_with(FinetuneConfig, *OF_NO_ARM)
 
 STARTS = {  # where an arm's seeds start, in plain words, by its `unit`; of a direct one, nowhere
     "PEFT and PEFT anew": "the seeds of a finished fine-tuning, one each",
@@ -76,7 +76,7 @@ class Row(BaseModel, frozen=True):
     std: float | None  # sample standard deviation (n − 1); None for a single seed
     metric: str
     paper: Reported | None
-    differs: dict[str, str]  # settings unlike the first arm's: "this arm's, there the first's"
+    differs: dict[str, str]  # see `list_differences`
     accuracies: list[float]  # of the seeds, percent
     counts: list[int]  # the same as numbers of right images, or as hundredths of a point of mAP
     first_minus_this: Comparison | None
@@ -138,8 +138,8 @@ def interval_by_images(accuracy: float, images: int) -> Interval:
 
 def tell_few_images(row: Row) -> list[str]:
     """A line where the test images are too few for the difference that is told."""
-    versus = row.first_minus_this
-    if versus is None or row.interval is None or row.interval.half < abs(versus.difference):
+    comparison = row.first_minus_this
+    if comparison is None or row.interval is None or row.interval.half < abs(comparison.difference):
         return []
     return [
         f"{count(row.test_images, 'test image')} tell an accuracy to within "
@@ -154,32 +154,33 @@ def describe_row(row: Row, first: str) -> Record:
     line[f"test {row.metric}"] = percent(row.accuracies)
     if row.interval:
         line["95 % by images"] = f"{row.interval.low:.1f} to {row.interval.high:.1f}"
-    versus = row.first_minus_this
-    if versus:
-        line[f"{first} minus this"] = points(versus)
-        line["p"] = "none" if versus.p is None else f"{versus.p:#.2g}"
+    comparison = row.first_minus_this
+    if comparison:
+        line[f"{first} minus this"] = points(comparison)
+        line["p"] = "none" if comparison.p is None else f"{comparison.p:#.2g}"
     if row.paper:
         line["the paper"] = f"{row.paper.mean} ± {row.paper.std} % ({row.paper.source})"
     return line
 
 
-def describe_comparison(versus: Comparison) -> str:
+def describe_comparison(comparison: Comparison) -> str:
     """A difference in words, with what its p-value means."""
-    difference = f"{points(versus)} points"
-    if versus.p is None:
+    difference = f"{points(comparison)} points"
+    if comparison.p is None:
         return f"{difference}; one seed each allows no test"
-    if versus.p < 0.05:
+    if comparison.p < 0.05:
         meaning = "chance hardly explains it"
-    elif versus.p * versus.splits <= 2:  # the observed split and its mirror
+    elif comparison.p * comparison.splits <= 2:  # the observed split and its mirror
         meaning = "the smallest p that so few seeds can have"
     else:
         meaning = "chance may explain it"
-    return f"{difference}, p = {versus.p:#.2g}: {meaning}"
+    return f"{difference}, p = {comparison.p:#.2g}: {meaning}"
 
 
-def points(versus: Comparison) -> str:
-    """A difference in percentage points; adding 0 makes -0 a plain 0."""
-    return f"{round(versus.difference, 1) + 0.0:+.1f}"
+def points(comparison: Comparison) -> str:
+    """A difference in percentage points, with its sign, such as +1.2."""
+    rounded = round(comparison.difference, 1) + 0.0  # adding 0 makes -0 a plain 0
+    return f"{rounded:+.1f}"
 
 
 class Arm(BaseModel, frozen=True):
@@ -252,20 +253,23 @@ def compare_arms(first: Arm, arm: Arm) -> Comparison:
 
 
 def list_differences(arm: Arm, first: Arm) -> dict[str, str]:
-    """Settings in which an arm differs from the first one: "this arm's, there the first's"."""
+    """Settings in which an arm differs from the first one, as "VALUE, there VALUE OF THE FIRST"."""
     differences = compare_settings(arm.settings, first.settings)
-    if arm.is_aligned != first.is_aligned:  # then these differ, of course
+    if arm.is_aligned != first.is_aligned:  # only one was aligned, so these have to differ
         for name in ("aligned_by", "align_unlike_paper", "grid"):
             differences.pop(name, None)
     return differences
 
 
 def compare_settings(settings: Record, first: Record) -> dict[str, str]:
-    """Settings that differ, other than seed, start and machine, with both values."""
+    """The settings that differ from the first arm's, as "VALUE, there VALUE OF THE FIRST".
+
+    Seed, start and machine make no other arm, so they are left out.
+    """
     differences = {}
     for name in sorted(settings):
         value = settings[name]
-        if name not in FREE and value != first.get(name):
+        if name not in NOT_COMPARED and value != first.get(name):
             differences[name] = f"{name_value(value)}, there {name_value(first.get(name))}"
     return differences
 
@@ -438,10 +442,11 @@ OFFICIAL_ENDINGS = ("_full.pth", "IN1K-vit.h.14-300e.pth.tar")  # ends of the of
 
 
 def published(config: Record, result: Record) -> Reported | None:
-    """The paper's figure for a run; None where its settings, as far as we know, are others."""
+    """The paper's accuracy for a run; None unless the run follows the paper, as far as we know."""
     if not follows_paper(config, result):
         return None
-    method = METHODS.get(result["aligned_by"])  # None for one that the paper has no table of
+    # None where the run was aligned in a way that the paper has no table of
+    method = METHODS.get(result["aligned_by"])
     row = (result["pretext"], result["backbone"], method)
     for source, rows in ACCURACIES.items():
         if row in rows and config["dataset"] in COLUMNS:

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from bisslight import Diverged
 from config import FinetuneConfig, Record
-from data import Task
+from data import Task, name_own_data, steps_per_epoch
 from evaluate import STARTS, compare_settings, find_runs
 from support.checkpoints import AdapterInfo, load_adapter, load_theta, save_adapter
 from support.errors import UsageError, as_usage_error
-from support.experiment import FinetuneExperiment, Head, name_own_data, open_experiment
+from support.experiment import FinetuneExperiment, Head, open_experiment
 from support.metrics import Score
 from support.optim import Group, Optimiser, Schedule, train_epochs, trainable
 from support.processes import jobs
@@ -206,7 +206,7 @@ def finetune(
 
 
 def starts_of_seeds(cfg: FinetuneConfig) -> Starts:
-    """Where each seed starts, and what is done anew for it (UsageError).
+    """Where each seed starts, and what is done anew for it. Raises UsageError.
 
     --from names nothing (a fresh θ), a finetune run with --restart, a LoRA file, an align run, or a
     folder of align runs, one for each seed.
@@ -228,41 +228,46 @@ def starts_of_seeds(cfg: FinetuneConfig) -> Starts:
             )
     if len(runs) == 1:
         return Starts(files * cfg.seeds, "PEFT seed on one align run")
-    check_same_settings(runs, cfg.start)
+    check_that_seeds_alone_differ(runs, cfg.start)
     return Starts(files, "align run and PEFT")
 
 
 def adapters_of_seeds(cfg: FinetuneConfig, run: Path) -> list[Path]:
-    """The adapters of a finished finetune run, one for each seed of this one (UsageError).
+    """The adapters of a finished finetune run, one for each seed of the new run.
 
-    Seeds have to be others than that run's: with the same one, head and batches would be the same
-    again, and the second fine-tuning would no longer be an independent repetition.
+    The new seeds have to be others than those whose adapters are taken: with the same one, head and
+    batches would be the same again, and the second fine-tuning would be no independent repetition.
+    Raises UsageError.
     """
-    if not (run / "result.json").exists():
+    earlier: Record = {}
+    if (run / "result.json").exists():
+        earlier = read_json(run / "config.json")
+    if "seeds" not in earlier:
         raise UsageError(f"--from {run}: is no finished finetune run, which --restart needs")
-    before = read_json(run / "config.json")
-    if before["seeds"] < cfg.seeds:
+    if earlier["seeds"] < cfg.seeds:
         raise UsageError(
-            f"--from {run}: has {before['seeds']} seeds, fewer than --seeds {cfg.seeds}"
+            f"--from {run}: has {earlier['seeds']} seeds, fewer than --seeds {cfg.seeds}"
         )
-    seeds = range(before["seed"], before["seed"] + cfg.seeds)
+    seeds = range(earlier["seed"], earlier["seed"] + cfg.seeds)
     if not set(seeds).isdisjoint(range(cfg.seed, cfg.seed + cfg.seeds)):
         raise UsageError(f"--seed {cfg.seed}: overlaps with the seeds of {run}; give {seeds.stop}")
     return [run / f"adapter-s{seed}.safetensors" for seed in seeds]
 
 
-def check_same_settings(runs: Sequence[Path], start: Path) -> None:
+def check_that_seeds_alone_differ(runs: Sequence[Path], folder: Path) -> None:
     """Refuse (UsageError) align runs that differ in more than the seed, or have the same seed."""
     settings = [read_json(run / "config.json") for run in runs]
     first = settings[0]
     differing: set[str] = set()
     for other in settings[1:]:
+        # Both ways: each call looks at the names in its first argument alone.
         differing |= compare_settings(other, first).keys() | compare_settings(first, other).keys()
     seeds = {one["seed"] for one in settings}
-    if differing or len(seeds) < len(runs):  # fewer: one of them is there twice
+    two_have_the_same_seed = len(seeds) < len(runs)
+    if differing or two_have_the_same_seed:
         names = ", ".join(sorted(differing)) or "seed"
         raise UsageError(
-            f"--from {start}: its align runs have to differ in the seed and nothing else; see "
+            f"--from {folder}: its align runs have to differ in the seed and nothing else; see "
             f"their {names}"
         )
 
@@ -410,26 +415,30 @@ def add_up_seconds(out: Path) -> Record:
 def run_trials(
     trials: list[Trial], experiment: FinetuneExperiment, out: Path, task: Task | None, track: Track
 ) -> list[TrialResult]:
-    """Run trials: one after another, or --jobs at a time."""
+    """Run trials, one after another or --jobs at a time; of finished ones, read the results.
+
+    Returns the results in the order of the seeds.
+    """
     cfg = experiment.cfg
-    run_here = partial(run_trial, experiment=experiment, out=out, track=track)
+    run_one = partial(run_trial, experiment=experiment, out=out, track=track)
     results = []
     left = []
     for trial in trials:
         if (trial.place(out) / "result.json").exists():
-            results.append(run_here(trial))  # only reads it
+            results.append(run_one(trial))  # it is finished: this reads its result
         else:
             left.append(trial)
     if left:
-        new: Iterator[TrialResult]
+        new: Iterator[TrialResult]  # a trial is run when its result is asked for, by `track`
         if cfg.jobs == 1:
-            new = map(run_here, left)
+            new = map(run_one, left)
         else:
             # Each process loads network and data anew; only a task of your own is sent to it.
-            run_there = partial(run_trial_in_process, cfg=cfg, out=out, task=task)
-            new = jobs(run_there, left, cfg.jobs)
+            run_in_process = partial(run_trial_in_process, cfg=cfg, out=out, task=task)
+            new = jobs(run_in_process, left, cfg.jobs)
         done = len(list(out.glob(f"{TRIALS}/result.json")))
-        # More than planned, where the best rate diverged and the next best is run with all seeds.
+        # There are more trials than planned where the best rate diverges with one of the seeds:
+        # then all seeds are run with the next best rate, too.
         total = max(cfg.trials, done + len(left))
         results += track(new, total, "run", done)
     return sorted(results, key=attrgetter("seed"))
@@ -480,24 +489,24 @@ def peft(trial: Trial, experiment: FinetuneExperiment, run: Run, track: Track) -
         start = experiment.new_theta(trial.seed)
     theta = trainable({"theta": start}, experiment.device)["theta"]
     head = experiment.new_head("peft head", trial.seed)
-    steps_per_epoch = math.ceil(len(experiment.task.train.targets) / cfg.batch)
-    opt = make_optimiser(cfg, trial.lr, [theta, *head.phi.values()], steps_per_epoch)
+    epoch = steps_per_epoch(len(experiment.task.train.targets), cfg.batch)  # its steps
+    opt = make_optimiser(cfg, trial.lr, [theta, *head.phi.values()], epoch)
     current = {"theta": theta, **head.with_stats}
     # The numbers after the best epoch, in tensors that training does not change.
     best = {name: tensor.detach().clone() for name, tensor in current.items()}
     saved = current | {f"best.{name}": tensor for name, tensor in best.items()}
     run.restore(saved, {"opt": opt})  # reads them back if the run was stopped, and sets opt.step
 
-    steps = range(opt.step, cfg.epochs * steps_per_epoch)  # those that are left
+    steps = range(opt.step, cfg.epochs * epoch)  # those that are left
     epochs = train_epochs(
         partial(head.loss, theta, head.phi, regularise=True),
         opt,
         experiment.examples("peft", trial.seed, cfg.batch, steps, cfg.drop_path, by_epoch=True),
-        steps_per_epoch,
+        epoch,
         "peft",
         experiment.passes,
     )
-    for step, loss in track(epochs, cfg.epochs, label, opt.step // steps_per_epoch):
+    for step, loss in track(epochs, cfg.epochs, label, opt.step // epoch):
         record: Record = {"step": step, "loss": loss, "val": None}
         if step % cfg.eval_epochs == 0 or step == cfg.epochs:
             record["val"] = validate(experiment, theta, head, step).model_dump()
@@ -522,13 +531,14 @@ def peft(trial: Trial, experiment: FinetuneExperiment, run: Run, track: Track) -
     return best_epoch(run.records)
 
 
-def make_optimiser(
-    cfg: FinetuneConfig, lr: float, tensors: list[Tensor], steps_per_epoch: int
-) -> Optimiser:
-    """AdamW or SGD on θ and the whole head, decayed alike; warm-up, then half a cosine."""
+def make_optimiser(cfg: FinetuneConfig, lr: float, tensors: list[Tensor], epoch: int) -> Optimiser:
+    """AdamW or SGD on θ and the whole head, decayed alike; warm-up, then half a cosine.
+
+    `epoch`: steps of an epoch.
+    """
     # + 1: the released program's W steps of warm-up end below the peak, see `Schedule`.
-    warmup = cfg.warmup_epochs * steps_per_epoch + 1
-    rate = Schedule(cfg.epochs * steps_per_epoch, warmup, cfg.end_lr)
+    warmup = cfg.warmup_epochs * epoch + 1
+    rate = Schedule(cfg.epochs * epoch, warmup, cfg.end_lr)
     betas = None if cfg.optimizer == "sgd" else (0.9, 0.999)
     return Optimiser([Group(tensors, lr, cfg.weight_decay)], rate, betas)
 

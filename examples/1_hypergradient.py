@@ -1,10 +1,9 @@
 # %% [markdown]
 # # 1. The hypergradient
 #
-# BiSSLight solves a *bilevel problem*: one minimisation inside another. The upper level needs the
-# gradient of a loss that is evaluated at the solution of the lower level, the *hypergradient*. This
-# notebook computes it on problems so small that the right answer is known, and compares the ways to
-# approximate it:
+# The upper level of a *bilevel problem* needs the gradient of a loss that is evaluated at the
+# solution of the lower level, the *hypergradient*. This notebook computes it on problems so small
+# that the right answer is known, and compares the ways to approximate it:
 #
 # | name | what it uses | where |
 # |---|---|---|
@@ -14,8 +13,8 @@
 # | `cg` | conjugate gradients on Hessian-vector products, as in BiSSL | App. D.2.1 |
 # | `identity` | nothing: it ignores the curvature | a control |
 #
-# All five are functions of this project with the same arguments and the same kind of result. Read
-# `mfac.py` beside this page. The notebook runs in less than half a minute.
+# All five are functions of this project with the same arguments and the same kind of result. The
+# notebook runs in less than half a minute.
 
 # %%
 from functools import partial
@@ -142,9 +141,8 @@ plt.show()
 # %% [markdown]
 # The step along −q is at right angles to the contours: q is the gradient of this loss *with respect
 # to θ_D*, while g is the gradient with respect to θ_P. A good part of the step along −g goes across
-# the valley of L^P, where θ_P* moves only a ninth as far as θ_D (λ / (4.1 + λ)); along the valley
-# it moves half as far (λ / (0.5 + λ)). The second term of Eq. 3, $L^D(\theta_D)$, is left out of
-# the picture.
+# the valley of L^P, where θ_P* moves only a ninth as far as θ_D; along the valley it moves half as
+# far. The second term of Eq. 3, $L^D(\theta_D)$, is left out of the picture.
 #
 # Is the formula right? We move θ_D by a small amount in each coordinate, solve the lower level
 # again, and see how much $L^D(\theta_P^*)$ changes. This *finite difference* uses no calculus.
@@ -165,9 +163,8 @@ print("g, no curvature  ", [f"{float(value):.6f}" for value in g])
 #
 # <details><summary>Answers</summary>
 #
-# 1. λ (H + λI)⁻¹ tends to I for large λ: θ_P* follows θ_D exactly, and q tends to g. For small λ,
-#    θ_P* hardly depends on θ_D, and q tends to 0 (except along directions in which L^P has no
-#    curvature at all).
+# 1. For large λ, θ_P* follows θ_D exactly, and q tends to g. For small λ, θ_P* hardly depends on
+#    θ_D, and q tends to 0 (except along directions in which L^P has no curvature at all).
 # 2. θ_P* = θ_D and q = g. So `identity` is right in this case.
 #
 # </details>
@@ -192,8 +189,7 @@ print("g, no curvature  ", [f"{float(value):.6f}" for value in g])
 # \mapsto H u$ alone, one in each iteration. With as many iterations as numbers it is exact; BiSSL
 # stops after five.
 #
-# Inputs of two different layers are not correlated. So the Hessian is block-diagonal up to sampling
-# noise, as M-FAC assumes.
+# Inputs of two different layers are not correlated, so the Hessian is nearly block-diagonal.
 
 
 # %%
@@ -288,11 +284,10 @@ assert (many - (H @ theta_P - b)).norm() < 0.1 * many.norm()  # their mean is th
 # describe the Hessian only roughly. The q of `identity` has another direction and is three times
 # too long.
 #
-# Does this change where the descent on the bilevel problem *ends*? The upper level (Eq. 3)
-# minimises $L^D(\theta_P^*(\theta_D)) + L^D(\theta_D)$ over θ_D. Everything is quadratic, so the
-# optimum solves a linear system. We descend with every approximation and plot how far the upper
-# loss is above its minimum. The lower level is solved exactly each time, so only the hypergradient
-# differs.
+# Does this change where the descent on the bilevel problem *ends*? Everything is quadratic, so the
+# optimum of Eq. 3 solves a linear system. We descend with every approximation and plot how far the
+# upper loss is above its minimum. The lower level is solved exactly each time, so only the
+# hypergradient differs.
 
 # %%
 J = lam * torch.linalg.inv(H + lam * torch.eye(P))
@@ -375,12 +370,11 @@ for ax in axes:
 plt.show()
 
 # %% [markdown]
-# **Left.** With a large λ the error is small for every N_L, because q ≈ g. With a small λ the
-# inverse depends on the curvature, and M-FAC needs many gradients.
+# **Left.** With a large λ, q ≈ g for every N_L. With a small λ M-FAC needs many gradients.
 #
 # **Middle.** `layer` cuts θ into 4 blocks of 8, as the paper does, and `global` is one block of 32.
-# Layers are better here: N_L gradients give *each block* a rank of up to N_L, and the entries of H
-# between two layers, which they set to zero, are zero here.
+# Layers are better here: N_L gradients give *each block* a rank of up to N_L, and entries of H
+# between two layers are zero here.
 #
 # **Right.** The paper stores gradients of *minibatches*, means over B images. Near the optimum of
 # L^P this makes the Fisher matrix about B times too small compared with H. M-FAC then
@@ -389,119 +383,32 @@ plt.show()
 # **Questions**
 #
 # 1. From the right panel: which change of λ in M-FAC alone would make up for a batch of B images?
-# 2. With N_L = 1, does q lie between g and the exact answer? Take one parameter with H = 1, λ = 0.1
-#    and g = 1, and suppose that the stored gradient happens to be g_1 = √10.
 #
 # <details><summary>Answers</summary>
 #
 # 1. Give M-FAC λ/B. With minibatches it computes λ (F/B + λI)⁻¹ = Bλ (F + BλI)⁻¹, where F is the
 #    Fisher matrix of single images: as if λ were B times larger. The factor is B only near the
 #    optimum of L^P: elsewhere the gradients also have a mean, which does not shrink with B.
-# 2. Not always. The exact q is 0.1 / (1 + 0.1) = 0.0909, M-FAC gives 0.1 / (10 + 0.1) = 0.0099, and
-#    `identity` gives 1. M-FAC changes g along the direction of g_1 only, and there it may change
-#    too little or too much: |g_1|² of a single sample is a noisy estimate of the curvature.
 #
 # </details>
 
 # %% [markdown]
-# ## 1.4 The Schur caveat: the head is held fixed
-#
-# Eq. 4 minimises over θ_P *and* over the pretext head φ_P. If θ_D moves, the best head moves too.
-# Eq. 5 holds the head fixed. The correct derivative has the form of Eq. 5, with the *Schur
-# complement*
-#
-# $$S = H_{\theta\theta} - H_{\theta\varphi} H_{\varphi\varphi}^{-1} H_{\varphi\theta}$$
-#
-# in place of $H_{\theta\theta}$ ([derived
-# here](../docs/math.md#eq-5-the-derivative-of-the-upper-level)). A head that adapts makes the
-# pretext loss less curved in θ. We measure how much this matters by increasing the coupling of θ
-# and φ from 0 to almost 1. For the finite difference, the lower level is solved over θ and φ.
-
-# %%
-n_phi = 6
-A = torch.randn(P + n_phi, 3 * P, generator=rng)
-joint = A @ A.T / (3 * P)
-H_tt, H_pp = joint[:P, :P], joint[P:, P:]
-lam = 0.1
-
-
-def solve_both(theta_D: Tensor, H_tp: Tensor) -> Tensor:
-    """θ_P* of min over θ, φ of 1/2 (θ, φ)·H·(θ, φ) − sum(θ) + λ/2 |θ − θ_D|²."""
-    system = torch.cat([torch.cat([H_tt + lam * torch.eye(P), H_tp], 1),
-                        torch.cat([H_tp.T, H_pp], 1)])  # fmt: skip
-    right = torch.cat([1 + lam * theta_D, torch.zeros(n_phi)])
-    return torch.linalg.solve(system, right)[:P]
-
-
-values, vectors = torch.linalg.eigh(H_tt)
-direction = vectors[:, :n_phi]  # couple φ to the flattest directions of θ
-root = direction * values[:n_phi].sqrt()
-couplings = torch.linspace(0, 0.98, 15)
-errors: dict[str, list[float]] = {"Eq. 5, head held fixed": [], "with the Schur complement": []}
-for rho in couplings:
-    H_tp = rho * root @ torch.linalg.cholesky(H_pp).T
-    theta_D = torch.ones(P)
-    g = solve_both(theta_D, H_tp) - target
-    step = 1e-4
-    shifted = []
-    for change in step * torch.eye(P):
-        shifted += [solve_both(theta_D + change, H_tp), solve_both(theta_D - change, H_tp)]
-    losses = torch.stack([0.5 * (theta - target).square().sum() for theta in shifted])
-    true = (losses[0::2] - losses[1::2]) / (2 * step)
-    S = H_tt - H_tp @ torch.linalg.solve(H_pp, H_tp.T)
-    for name, matrix in zip(errors, (H_tt, S), strict=True):
-        q = lam * torch.linalg.solve(matrix + lam * torch.eye(P), g)
-        errors[name].append(float((q - true).norm() / true.norm()))
-figure, axes = plt.subplots(figsize=(6.5, 3.6))
-for (name, line), colour in zip(errors.items(), (ORANGE, BLUE), strict=True):
-    axes.plot(couplings, line, "o-", color=colour, label=name)
-axes.set(title="Error against the finite difference of the whole lower level",
-         xlabel="coupling of θ and φ (0: none, 1: L^P is singular)",
-         ylabel="relative error of q")  # fmt: skip
-axes.legend()
-plt.show()
-largest = max(errors["with the Schur complement"])
-print(f"with the Schur complement, the largest error is {largest:.0e}")
-
-# %% [markdown]
-# So even `exact`, which is Eq. 5 as it stands, is not the gradient of the problem that Eq. 3 and 4
-# state, unless θ and φ are uncoupled. The paper makes this approximation, as BiSSL does, and this
-# project keeps it.
-#
-# **Questions**
-#
-# 1. Does holding the head fixed make gᵀq too large or too small? And |q|?
-# 2. Would M-FAC be able to use the Schur complement?
-#
-# <details><summary>Answers</summary>
-#
-# 1. H_θθ − S has no negative eigenvalues, so λ (S + λI)⁻¹ minus λ (H_θθ + λI)⁻¹ has none either:
-#    gᵀq is too small, or right. Often q is then too short, but it need not be: of two such matrices
-#    the larger one can make the shorter vector.
-# 2. In principle: store the gradients with respect to φ as well, form the joint Fisher matrix, and
-#    take its Schur complement. It costs memory: the decoder of MAE (the masked autoencoder) has 26
-#    million parameters. Exercise 4.1 is about it.
-#
-# </details>
+# One more approximation is in Eq. 5 itself: it holds the pretext head φ_P fixed, while Eq. 4
+# minimises over it. [The derivation](../docs/math.md#eq-5-the-derivative-of-the-upper-level) says
+# what this leaves out, and exercise 4.1 lets you write it.
 
 # %% [markdown]
 # ## What to change and what you expect
 #
-# Say what you expect before you run it. All three were run; *found* says what came out.
+# Say what you expect before you run it. Both were run; *found* says what came out.
 #
 # 1. **In 1.2, descend with `gradients_of(theta_P, 20)`**, the paper's N_L, in place of 200, in both
 #    cells. A single q should be worse, and one could expect that the descent ends further away,
 #    too. *Found:* the error of q is 0.79 in place of 0.18, and still the descent ends no further
 #    away: in the mean of the last ten steps 0.07 to 0.12 above the minimum, by the draw, in place
-#    of 0.12 to 0.14. With the mean of 20 draws in each step, 20 gradients end 0.008 above it, and
-#    200 end 0.12. So with 20 what is left is noise. Two other errors cancel: F is too large, since
-#    θ_P is not where L^P is least, which shortens q, and few gradients leave q too long.
+#    of 0.12 to 0.14. With the mean of 20 draws in each step it ends at 0.008: with 20 gradients,
+#    what is left is noise.
 # 2. **In `draw`, triple the noise**: `3 * torch.randn(n, ...)`. The Hessian stays as it is, the
 #    Fisher matrix becomes nine times as large, so M-FAC's q should be too short. *Found:* |q| is
 #    0.07 |g|, while the exact one is 0.32 |g|; the direction is almost right (cosine 0.98). The
 #    loss is a negative log-likelihood only for noise of variance 1.
-# 3. **Couple the layers**: after `mixing = ...`, add the line `mixing =
-#    torch.linalg.qr(torch.randn(P, P, generator=rng))[0] @ mixing`. Now H has large entries between
-#    the blocks, which `layer` sets to zero. In the middle panel of 1.3, `layer` should stop
-#    improving; only `global` can go on. *Found:* so it is. With 512 gradients the errors are 0.60
-#    (`layer`, before 0.13) and 0.24 (`global`).

@@ -3,13 +3,8 @@
 #
 # BiSSLight never changes the pretrained network ψ. It trains two small sets of numbers that are
 # added to it: θ_P for the pretext task and θ_D for the downstream task. This notebook shows what
-# they are:
-#
-# 1. what low-rank adaptation (LoRA) adds to the network, computed by hand and merged into it;
-# 2. what the masked autoencoder (MAE) hides and fills in, before and after pretraining.
-#
-# Read it before `lora.py` and `mae.py`. The notebook runs in less than a minute,
-# most of which is pretraining. The images come with the program: there is nothing to download.
+# they are, and what the masked autoencoder (MAE) hides and fills in. Read it before `lora.py` and
+# `mae.py`. It runs in less than a minute, most of which is pretraining.
 
 # %%
 import warnings
@@ -24,7 +19,7 @@ from torch import Tensor
 
 import mae
 from bisslight import Passes
-from config import BACKBONES, AlignConfig
+from config import AlignConfig
 from data import rng
 from lora import Backbone, factors, init_theta, merge
 from support import omniglot
@@ -142,15 +137,8 @@ axes[1].legend()
 plt.show()
 
 # %% [markdown]
-# The keys are unchanged, and the change of the query and value matrices has rank 8. For the
-# networks of the paper, θ has this many numbers (App. C.4):
-
-# %%
-for name in ("vit_mini", "vit_b16", "vit_l16", "vit_h14"):
-    K, dim, rank = BACKBONES[name].depth, BACKBONES[name].dim, 8 if name == "vit_mini" else 64
-    print(f"{name:9} {K} layers x 4 x rank {rank} x {dim} = {K * 4 * rank * dim:,}")
-
-# %% [markdown]
+# The keys are unchanged, and the change of the query and value matrices has rank 8.
+#
 # Two adapters on one backbone are simply two tensors:
 
 # %%
@@ -183,9 +171,9 @@ print(f"the same ψ under θ_P and under θ_D: outputs differ by {moved:.0%}")
 # paper removes 75 %.
 #
 # The only random numbers of a step are one per patch, called noise: the patches with the smallest
-# numbers stay. With the same noise, a step can be repeated exactly. `mae.masking` returns two
-# tensors: `keep`, the numbers of the patches that stay, and `restore`, which says for each patch
-# where it stands in the list "kept patches, then removed ones".
+# numbers stay. `mae.masking` returns two tensors: `keep`, the numbers of the patches that stay, and
+# `restore`, which says for each patch where it stands in the list "kept patches, then removed
+# ones".
 
 # %%
 ratios = (0.25, 0.5, 0.75)
@@ -282,16 +270,13 @@ plt.show()
 #
 # A patch of one shade has the target 0. So predicting the mean of each patch gives a loss equal to
 # the share of the other patches (the dotted line). In its 150 steps the new network has learnt no
-# more than this: every removed patch is an even grey. The grey of the program's network follows the
-# strokes, and 0.25 is clearly below the line. Most of what a stroke does cannot be known from a
-# quarter of the patches.
+# more than this. The program's network follows the strokes, and 0.25 is clearly below the line.
 #
 # **Questions**
 #
 # 1. Why does the decoder see the mask tokens, but the backbone does not?
 # 2. The network was pretrained on Korean, Japanese and Sanskrit characters. Why can it fill in
 #    Greek ones?
-# 3. The labelled task asks which character it is. Why should filling in strokes help with that?
 #
 # <details><summary>Answers</summary>
 #
@@ -299,22 +284,14 @@ plt.show()
 #    backbone should not depend on them.
 # 2. What it has learnt is about strokes: they go on in their direction, bend and end. This is the
 #    same in all alphabets.
-# 3. To continue a stroke, the network has to represent where strokes run and how they meet, and
-#    characters differ in this. But neatness and slant help to fill in and say nothing about the
-#    character.
 #
 # </details>
 
 # %% [markdown]
 # ## What to change and what you expect
 #
-# Say what you expect before you run it. Both were run; *found* says what came out.
+# Say what you expect before you run it; *found* says what came out.
 #
-# 1. **In 2.2, set `r` to 2, then to 64.** The singular values of the change should break off after
-#    2. With 64, the width of the network, nothing should break off, and LoRA saves nothing.
-#    *Found:* with 2, they fall from 0.58 to rounding; with 64, the smallest is 7e-5, far above it.
-# 2. **Give the new network `mae.MAE(..., norm_pix=False)`**. Now its target is the pixels
-#    themselves, and nothing of the true patch is used in its rows. It should first predict paper
-#    everywhere, because most pixels are paper, and then grey around the visible strokes. *Found:*
-#    after 150 steps there is one grey cloud in the middle of every image, nearly the same for all:
-#    it has learnt where ink usually is, and hardly anything about the strokes of this image.
+# **In 2.2, set `r` to 2, then to 64.** The singular values of the change should break off after 2.
+# With 64, the width of the network, nothing should break off, and LoRA saves nothing. *Found:* with
+# 2, they fall from 0.58 to rounding; with 64, the smallest is 7e-5, far above it.

@@ -43,10 +43,8 @@ COLOURS = ("#0072B2", "#E69F00", "#777777", "#009E73")
 # %% [markdown]
 # ## 4.1 Images
 #
-# The images are the handwriting of notebook 2 (*Omniglot*): a pool of characters without labels,
-# and Greek as the labelled task, with 10 images of each of its 24 characters for training, 3 for
-# validation and 7 for the test. The backbone, `vit_mini` pretrained with MAE on the pool, comes
-# with the program, too.
+# The images and the pretrained backbone are those of notebook 2: a pool of characters without
+# labels, and Greek as the labelled task.
 
 # %%
 ALPHABET = "omniglot:Greek"
@@ -85,9 +83,8 @@ plt.show()
 # `phi` holds the start values of the head, `state` other tensors that a resumed run needs. The
 # constructor gets the backbone, the settings of `align`, and a random generator.
 #
-# The loss of the jigsaw averages the tokens of each piece. `backbone(images, theta)` returns a
-# class token and then those of the 7 x 7 patches, row by row. The patches in the middle row and
-# column belong to two pieces; their tokens are left out.
+# The loss of the jigsaw averages the tokens of each piece. Of the 7 x 7 patches, those in the
+# middle row and column belong to two pieces; their tokens are left out.
 
 
 # %%
@@ -138,9 +135,9 @@ class Jigsaw:
 
 
 # %% [markdown]
-# Before training, look at what the task does, and check two things that Algorithm 1 relies on: the
-# same random numbers give the same batch, and the gradients do not depend on how a batch is cut
-# into micro-batches. The loss should be 1.54.
+# Before training, we check two things that Algorithm 1 relies on: the same random numbers give the
+# same batch, and the gradients do not depend on how a batch is cut into micro-batches. The loss
+# should be 1.54.
 
 # %%
 backbone = load_backbone(AlignConfig(backbone="vit_mini", dataset=ALPHABET)).backbone
@@ -171,17 +168,13 @@ plt.show()
 # **Questions**
 #
 # 1. Could `prepare` choose the order itself, with `torch.rand`?
-# 2. What becomes of the patches that contain a seam?
-# 3. A contrastive loss compares the images of a batch with each other. Which of the checks fails?
+# 2. A contrastive loss compares the images of a batch with each other. Which of the checks fails?
 #
 # <details><summary>Answers</summary>
 #
 # 1. It would run, but a resumed run would see other orders, and several processes could not share a
 #    batch. All randomness belongs in `draw`.
-# 2. They enter the backbone like all others, so attention can use them: a stroke that breaks off at
-#    a seam says that the two pieces were not neighbours. `loss` leaves their tokens out, because
-#    they belong to two places.
-# 3. The one with parts of 3. Such a class sets `mean_over_images = False`; then micro-batches are
+# 2. The one with parts of 3. Such a class sets `mean_over_images = False`; then micro-batches are
 #    refused, instead of silently giving other gradients.
 #
 # </details>
@@ -212,21 +205,8 @@ for name, settings in tasks.items():
           f"validation at θ_P {run.val_P.accuracy:.0f} %")  # fmt: skip
 
 # %% [markdown]
-# Guessing gives the jigsaw a loss of log 4 = 1.39.
-#
-# **Questions**
-#
-# 1. Why does L^P of MAE hardly fall during alignment, while that of the jigsaw does?
-# 2. Validation at θ_P uses the head φ_D of the alignment. Fine-tuning starts with a new head. What
-#    of the labels is left then?
-#
-# <details><summary>Answers</summary>
-#
-# 1. ψ and the decoder were pretrained with MAE on the same pool. The jigsaw is new to both.
-# 2. What has reached θ_P: line 7 of Algorithm 1 pulls θ_P towards θ_D, and θ_D was trained with the
-#    labels. So the features have changed, not only the head.
-#
-# </details>
+# Guessing gives the jigsaw a loss of log 4 = 1.39. L^P of MAE hardly falls: ψ and the decoder were
+# pretrained with MAE on the same pool.
 
 # %% [markdown]
 # ## 4.4 Fine-tune, and the controls
@@ -273,25 +253,21 @@ plt.show()
 # %% [markdown]
 # Aligned with MAE, the network learns the task in fewer epochs: after 3 of 8 it has 38 %, direct
 # fine-tuning 22 %. **Restart has 37 %.** So this head start is no evidence for the bilevel problem
-# as such: another start that has seen the labels has it, too. The study with three alphabets, four
-# backbones and four seeds ([omniglot.md](../experiments/omniglot.md)) found the same, also without
-# the hypergradient, and does not decide whether aligning is better in the end.
+# as such: another start that has seen the labels has it, too. A larger study
+# ([omniglot.md](../experiments/omniglot.md)) found the same.
 #
-# Aligned with the jigsaw, it has **no head start**, and it ends below direct fine-tuning. Labels in
-# the upper level are not enough; they have to reach θ_P. The only way there is the pull λ(θ_P −
-# θ_D), and the jigsaw is new to ψ: its gradients are large, and θ_P goes where they lead. This
-# explanation is a guess; the last change at the end of the page tests it. In a terminal, the class
-# stands in a file, and `--pretext jigsaw.py:Jigsaw` names it.
+# Aligned with the jigsaw, it has **no head start**. Labels in the upper level are not enough; they
+# have to reach θ_P. The only way there is the pull λ(θ_P − θ_D), and the jigsaw is new to ψ: its
+# gradients are large, and θ_P goes where they lead. This explanation is a guess; the last change at
+# the end of the page tests it.
 #
-# This page compares pretext tasks only to show how. There are two seeds, one alphabet and one small
-# network, and all seeds share one align run.
+# There are two seeds, one alphabet and one small network here, and all seeds share one align run.
 #
 # **Questions**
 #
 # 1. How would you find out whether the labels in the upper level helped, or only the additional
 #    training on the pretext task?
 # 2. Alignment took computing time, too. How would you make the comparison fair?
-# 3. Direct fine-tuning needs more epochs. Is this an advantage of aligning?
 #
 # <details><summary>Answers</summary>
 #
@@ -299,25 +275,19 @@ plt.show()
 #    this arm has no head start: the labels make it.
 # 2. Give fine-tuning without alignment as much time in total: more epochs or more learning rates.
 #    The results contain `cpu_seconds` and `trial_seconds`.
-# 3. Only if an alignment serves several fine-tunings. Otherwise the time that they save has been
-#    spent before: an alignment of 50 alternations takes about as long as 80 epochs of fine-tuning.
 #
 # </details>
 
 # %% [markdown]
 # ## What to change and what you expect
 #
-# Say what you expect before you run it. All three were run; *found* says what came out. Mind that
+# Say what you expect before you run it. Both were run; *found* says what came out. Mind that
 # there are two seeds: differences of 5 points may be chance.
 #
 # 1. **In 4.3, give MAE `"upper_steps": 0`** (in place of 3). Without the upper level no label
 #    reaches θ_P, so its curve in 4.4 should be that of *direct*. *Found:* 20 % after three epochs,
 #    where direct fine-tuning has 22 %; at the best epoch 36.6 and 40.5 %.
-# 2. **In 4.3, set `"alternations"` to 5, then to 50.** The head start needs time: θ_P follows θ_D
-#    through the pull λ(θ_P − θ_D) alone. With 5 it should be small, with 50 larger. *Found:* after
-#    three epochs 24 % with 5 alternations, 38 % with 20 and 49 % with 50, which also ends higher
-#    (56.2 %). With 50, the jigsaw has a head start, too (31 %).
-# 3. **Give the jigsaw `"lam": 1e-1`.** The pull is a hundred times stronger. If the guess in 4.4 is
+# 2. **Give the jigsaw `"lam": 1e-1`.** The pull is a hundred times stronger. If the guess in 4.4 is
 #    right, validation at θ_P rises and the jigsaw gets a head start. *Found:* validation rises from
 #    26 to 43 %, and after three epochs the jigsaw has 43 % in place of 21 %. So the labels had not
 #    reached θ_P.

@@ -59,7 +59,7 @@ from extras.plots import read_metrics
 from finetune import finetune
 from support.errors import RunError, UsageError
 from support.experiment import find_device
-from support.processes import start
+from support.processes import make_ready
 from support.runs import Track, read_json
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ def main(
     here the one that is best for this backbone; in the paper it is always ViT-L's. --controls adds
     arms that tell alignment from more training and from any start that has seen the labels.
     """
-    start()
+    make_ready()
     settings = {"backbone": backbone, "dataset": dataset, "pretext": pretext} | read_settings(more)
     out = out or Path("runs") / f"accuracy-{Path(dataset).name}-{backbone}-{pretext}"
     check_all_is_there(settings)

@@ -29,7 +29,7 @@ from extras.plots import pyplot, save
 from lora import Backbone, block_forward, features, logits, qkv
 from support.errors import UsageError
 from support.experiment import FinetuneExperiment
-from support.processes import start
+from support.processes import make_ready
 
 
 def main(
@@ -42,7 +42,7 @@ def main(
     more: Set = None,
 ) -> None:
     """Draw images, PEFT's maps and the maps of PEFT after BiSSLight, below each other."""
-    start()
+    make_ready()
     settings = {"backbone": backbone, "dataset": dataset, "pretext": pretext} | read_settings(more)
     out = out or Path("runs") / f"accuracy-{Path(dataset).name}-{backbone}-{pretext}"
     compare(settings, ["mfac"], out)

@@ -27,7 +27,7 @@ from experiments.recipe import (
 )
 from extras.plots import COLOURS, pyplot, save
 from support.checkpoints import build_vit
-from support.processes import start
+from support.processes import make_ready
 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128)
 PAPER = {  # tab:lora_param_count: millions at each of these ranks, and of the whole backbone
@@ -49,7 +49,7 @@ def main(
     print(markdown(count_parameters()))
     if counts:
         return
-    start()
+    make_ready()
     settings = {"backbone": backbone, "dataset": dataset} | read_settings(more)
     out = out or Path("runs") / f"rank-{Path(dataset).name}-{backbone}"
     points: dict[int, list[Row]] = {}

@@ -29,7 +29,7 @@ from experiments.networks import BATCH, Network, open_networks, validation_image
 from experiments.recipe import Backbone, Dataset, Set, read_settings, run_script, write_table
 from extras.plots import pyplot, save
 from lora import features
-from support.processes import start
+from support.processes import make_ready
 
 MOST = 1000  # images; RSA has half a million pairs of them
 
@@ -42,7 +42,7 @@ def main(
     more: Set = None,
 ) -> None:
     """Compare the backbone and the align runs of each method pair by pair."""
-    start()
+    make_ready()
     settings = {"backbone": backbone, "dataset": dataset} | read_settings(more)
     out = out or Path("runs") / f"accuracy-{Path(dataset).name}-{backbone}-mae"
     rate = 0.0 if "d_lr" in settings else run_direct(settings, out)

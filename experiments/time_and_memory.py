@@ -30,7 +30,7 @@ from config import AlignConfig, FinetuneConfig, Record, make
 from experiments.recipe import Backbone, Set, read_settings, run_script, settings_of, write_table
 from lora import Backbone as Network
 from lora import Examples, downstream_loss, drop_path, init_head, init_theta, keep_in_bfloat16
-from support.checkpoints import arch_of, build_head, build_vit, pretext_task
+from support.checkpoints import arch_of, build_head, build_pretext_task, build_vit
 from support.experiment import fits_bfloat16, set_up_device
 from support.optim import Group, Optimiser, trainable
 
@@ -125,7 +125,7 @@ def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Log]:
         decoder = build_head(arch, cfg.pretext)
     theta = init_theta(arch.depth, cfg.rank, arch.dim, g).to(device)
     lower_steps = cfg.alternations * cfg.lower_steps
-    task: PretextTask[Any] = pretext_task(cfg, network, decoder, lower_steps, theta)
+    task: PretextTask[Any] = build_pretext_task(cfg, network, decoder, lower_steps, theta)
     phi_D = trainable(init_head(arch.dim, CLASSES, g), device)
     state, _ = start_state(cfg, theta, task.phi, phi_D)
     images = random_images(arch.image_size, max(cfg.p_batch, cfg.d_batch), device)

@@ -83,7 +83,7 @@ def check(name: str, root: Path, partial: bool = False) -> Record:
             contents = look_at_classes(path)
         else:
             images = find_pool(name, path)
-            contents = Contents(images, count_other_files(path, images), [])
+            contents = Contents(images, describe_other_files(path, images), [])
     damaged = [{"problem": str(error)} for error in decode_all(contents.images)]
     return {
         "name": name,
@@ -114,19 +114,19 @@ def look_at_benchmark(name: str, path: Path, partial: bool = False) -> Contents:
 
 
 def look_at_classes(path: Path) -> Contents:
-    """A folder of class folders, as a labelled task. If it is none, its images are read anyway."""
+    """A folder of class folders, as a labelled task. If it is none, its faults are the problems."""
     images = find_images(path)
-    others = count_other_files(path, images)
+    others = describe_other_files(path, images)
     try:
-        task = folder(path, 0)
+        task = folder(path, seed=0)
     except FolderError as error:
         return Contents(images, others, [{"problem": fault} for fault in error.args])
     counts = {"classes": len(task.classes), **task.sizes(), **others}
     return Contents(images, counts, [*find_twins(task), *find_classes_without_a_test(task)])
 
 
-def count_other_files(path: Path, images: list[Path]) -> Record:
-    """What in a folder is of no kind of image that can be read, if anything is."""
+def describe_other_files(path: Path, images: list[Path]) -> Record:
+    """The files in a folder that are no readable images, in words; {} if there are none."""
     others = list_other_files(path, images)
     if not others:
         return {}

@@ -171,7 +171,7 @@ def draw(out: Path, cfg: AlignConfig, arms: Sequence[Row]) -> None:
 def fill_in(cfg: AlignConfig) -> Tensor:
     """One picture of five rows: a pool image, masked, and as the pretrained MAE fills it in."""
     experiment = open_align_experiment(cfg.replace(device="cpu"))
-    task = experiment.pretext_task(experiment.new_theta(cfg.seed))
+    task = experiment.new_pretext_task(experiment.new_theta(cfg.seed))
     assert isinstance(task, mae.MAE)
     images = pool_images(experiment.pool, experiment.arch.image_size, experiment.cfg)
     # five images, those of step 0

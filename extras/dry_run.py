@@ -1,6 +1,5 @@
 """Program: `--dry-run`: what a command would do, and all that is missing."""
 
-import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from config import (
     paper_values,
     unlike_paper,
 )
-from data import Pool, Task
+from data import Pool, Task, steps_per_epoch
 from extras import pretrain
 from finetune import starts_of_seeds
 from support import timm_models
@@ -112,16 +111,16 @@ def plan_training(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Rec
 
 
 def try_networks(cfg: AlignConfig | FinetuneConfig, task: Task | None, pool: Pool | None) -> Arch:
-    """Load the networks and make the pretext task, as a run does; their sizes (UsageError)."""
+    """Load the networks and make the pretext task, as a run does. Raises UsageError."""
     if isinstance(cfg, FinetuneConfig):
         return open_experiment(cfg, task).arch
     experiment = open_align_experiment(cfg, task, pool)
-    experiment.pretext_task(experiment.new_theta(cfg.seed))
+    experiment.new_pretext_task(experiment.new_theta(cfg.seed))
     return experiment.arch
 
 
 def official_arch(cfg: Network) -> Arch:
-    """Sizes of the official file or of timm's network, where no file is there yet (UsageError)."""
+    """Sizes of a file that is not there yet, or of timm's network. Raises UsageError."""
     with as_usage_error(f"--backbone {cfg.backbone}"):
         if cfg.backbone.startswith(TIMM):
             return timm_models.read_arch(cfg)
@@ -135,8 +134,7 @@ def count_align(cfg: AlignConfig, task: Task | None) -> Record:
         "upper": cfg.alternations * cfg.upper_steps,
     }
     if task:
-        steps_per_epoch = math.ceil(len(task.train.targets) / cfg.d_batch)
-        steps["probe"] = cfg.probe_epochs * steps_per_epoch
+        steps["probe"] = cfg.probe_epochs * steps_per_epoch(len(task.train.targets), cfg.d_batch)
     return steps
 
 
@@ -144,8 +142,8 @@ def count_finetune(cfg: FinetuneConfig, task: Task | None) -> Record:
     """How many trials (one rate, one seed), and the steps of all of them."""
     counts = {"trials": cfg.trials}
     if task:
-        steps_per_epoch = math.ceil(len(task.train.targets) / cfg.batch)
-        counts["all trials"] = cfg.trials * cfg.epochs * steps_per_epoch
+        steps_of_trial = cfg.epochs * steps_per_epoch(len(task.train.targets), cfg.batch)
+        counts["all trials"] = cfg.trials * steps_of_trial
     return counts
 
 

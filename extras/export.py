@@ -110,7 +110,7 @@ class Opened(NamedTuple):
 
 
 def open_run(run: Path, seed: int | None, weights: Path | None) -> Opened:
-    """An align run's adapter, or a finetune run's of a seed (None: its first). (UsageError)
+    """An align run's adapter, or a finetune run's of a seed (None: its first). Raises UsageError.
 
     `weights`: where the backbone's file is now, if it was moved.
     """
@@ -136,7 +136,7 @@ def open_run(run: Path, seed: int | None, weights: Path | None) -> Opened:
 
 
 def check_weights(run: Path, origin: AdapterInfo, sha256: str | None) -> None:
-    """Refuse other weights of the backbone than those that a run was made with (UsageError)."""
+    """Refuse (UsageError) other weights of the backbone than those that a run was made with."""
     if sha256 != origin.weights_sha256:
         raise UsageError(f"--weights: {run} was made with others, see its env.json")
 

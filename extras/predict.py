@@ -42,7 +42,7 @@ def predict(
     seed: int | None = None,
     weights: Path | None = None,
 ) -> list[Guess]:
-    """Classify image files, and those in folders, with a finished finetune run (UsageError).
+    """Classify image files, and those in folders, with a finished finetune run. Raises UsageError.
 
     Args:
         run: its directory.
@@ -123,7 +123,7 @@ HEADER = ",".join(Guess._fields)
 
 
 def check_csv(path: Path) -> None:
-    """Refuse to replace a file that is no table of this command (UsageError)."""
+    """Refuse (UsageError) to replace a file that is no table of this command."""
     if path.exists() and not (path.is_file() and path.read_bytes().startswith(HEADER.encode())):
         raise UsageError(f"--csv {path}: is there, and is no table of predict; give another name")
 

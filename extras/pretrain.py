@@ -20,14 +20,14 @@ import mae
 from bisslight import Passes
 from config import BACKBONES, PretrainConfig, Record
 from lora import Backbone
-from support.checkpoints import PretextHead, build_head, build_vit, initialise, pretext_task
+from support.checkpoints import PretextHead, build_head, build_pretext_task, build_vit, initialise
 from support.errors import UsageError
 from support.experiment import (
-    name_own_data,
     open_pool,
     pool_images,
     pretext_batches,
     set_up_device,
+    uses_autocast,
 )
 from support.optim import Optimiser, Schedule, decay_groups, train_epochs
 from support.runs import Identity, Run, RunResult, Track, untracked
@@ -38,10 +38,10 @@ class PretrainResult(RunResult, frozen=True):
     """What a pretrain run ended with."""
 
     weights: str  # its backbone.pth
-    loss: float  # mean of the last epoch
+    loss: float  # mean of the last record: of an epoch, or of 500 steps of a long one
 
     def in_words(self) -> Answer:
-        """The mean loss at the start and at the end."""
+        """The mean loss of the first record and of the last."""
         lines = Path(self.out, "metrics.jsonl").read_text().splitlines()
         first = json.loads(lines[0])["loss"]
         return Answer(
@@ -66,7 +66,7 @@ def pretrain(
     if pool is None:
         pool = open_pool(cfg.pool, cfg.data_root, cfg.data_seed)
     else:
-        cfg = cfg.replace(pool=name_own_data(pool))
+        cfg = cfg.replace(pool=data.name_own_data(pool))
     work = count_work(cfg, pool)
     networks = build_networks(cfg)
     task = build_task(cfg, networks, work.steps)
@@ -95,7 +95,7 @@ def pretrain(
             batches=pretext_batches(task, images, cfg.batch, left, cfg, device),
             steps_per_epoch=piece,
             label="pretrain",
-            passes=Passes(cfg.micro_batch, cfg.amp and device.type == "cuda"),
+            passes=Passes(cfg.micro_batch, uses_autocast(cfg, device)),
             after_step=partial(task.after_step, None),  # I-JEPA's teacher follows ψ
         )
         pieces = math.ceil(work.steps / piece)
@@ -116,12 +116,13 @@ class Work(NamedTuple):
 def count_work(cfg: PretrainConfig, pool: data.Pool) -> Work:
     """Images of the pool, and steps of all epochs."""
     images = len(pool.images)
-    steps_per_epoch = max(1, images // cfg.batch)  # full batches only
+    # Whole batches only; a pool smaller than one makes a step, in which images repeat.
+    steps_per_epoch = max(1, images // cfg.batch)
     return Work(images, cfg.epochs * steps_per_epoch)
 
 
 def plan(cfg: PretrainConfig) -> dict[str, int]:
-    """What a run would take, for --dry-run (UsageError)."""
+    """What a run would take, for --dry-run. Raises UsageError."""
     work = count_work(cfg, open_pool(cfg.pool, cfg.data_root, cfg.data_seed))
     build_task(cfg, build_networks(cfg), work.steps)
     return work._asdict()
@@ -136,7 +137,7 @@ class Networks(NamedTuple):
 
 
 def build_networks(cfg: PretrainConfig) -> Networks:
-    """Networks with random weights, as the authors of the task start them (UsageError)."""
+    """Networks with random weights, as the authors of the task start them. Raises UsageError."""
     if cfg.backbone not in BACKBONES:
         raise UsageError(f"--backbone {cfg.backbone}: pretrain takes {', '.join(BACKBONES)}")
     device = set_up_device(cfg)
@@ -150,8 +151,8 @@ def build_networks(cfg: PretrainConfig) -> Networks:
 
 
 def build_task(cfg: PretrainConfig, networks: Networks, steps: int) -> mae.MAE | ijepa.IJEPA:
-    """The pretext task without θ: it trains ψ (UsageError)."""
-    return pretext_task(cfg, networks.backbone, networks.head, steps, None, networks.teacher)
+    """The pretext task without θ: it trains ψ. Raises UsageError."""
+    return build_pretext_task(cfg, networks.backbone, networks.head, steps, None, networks.teacher)
 
 
 def optimiser(cfg: PretrainConfig, psi_and_phi: dict[str, Tensor], steps: int) -> Optimiser:

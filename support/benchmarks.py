@@ -236,7 +236,7 @@ def folders(root: Path) -> dict[str, Path]:
 
 
 def place_of(name: str, root: Path) -> Path | None:
-    """Where a dataset or pool lies; None if it is made (ValueError)."""
+    """Where a dataset or pool lies; None if it is made. Raises ValueError."""
     kind, _, _ = name.partition(":")
     if kind == "own":
         raise ValueError("was handed in from Python; hand it in again, task=... or pool=...")
@@ -272,7 +272,7 @@ def find_pool(name: str, path: Path) -> list[Path]:
 
 
 def load_task(cfg: Data, base: Path) -> Task:
-    """The benchmark of these settings, which lies in the folder `base` (UsageError)."""
+    """The benchmark of these settings, which lies in the folder `base`. Raises UsageError."""
     name = cfg.dataset
     official = BENCHMARKS[name].sizes
     parts, classes = read_lists(name, base, cfg.data_seed, cfg.split_file)
@@ -296,7 +296,7 @@ def load_task(cfg: Data, base: Path) -> Task:
 
 
 def read_lists(name: str, base: Path, data_seed: int = 0, split_file: Path | None = None) -> Lists:
-    """What a benchmark's lists say of train, val and test, and its classes (UsageError).
+    """What a benchmark's lists say of train, val and test, and its classes. Raises UsageError.
 
     CUB-200 and Pets validate on a fifth of each class of their training part, or on a split file's
     positions there, one on each line, counted from 0.
@@ -315,7 +315,7 @@ def read_lists(name: str, base: Path, data_seed: int = 0, split_file: Path | Non
 
 
 def split_by_file(entries: Entries, count: int, split_file: Path) -> tuple[Entries, Entries]:
-    """(train, val): validation images are those whose positions the file lists (UsageError)."""
+    """(train, val): the file lists the positions of validation images. Raises UsageError."""
     chosen = set(split_file.read_text().split())  # as text, so that any word is refused
     positions = {str(i) for i in range(count)}
     # Of fewer images, a position would name another image. Not all may be chosen: train needs some.

@@ -79,7 +79,7 @@ class Pretrained(NamedTuple):
 def load_backbone(cfg: AlignConfig | FinetuneConfig) -> Pretrained:
     """The pretrained networks of these settings, on the CPU; a missing official file is fetched.
 
-    ψ is frozen here: only θ and the heads are trained. The pretext head is not. (UsageError)
+    ψ is frozen here: only θ and the heads are trained. The pretext head is not. Raises UsageError.
     """
     path = weights_of(cfg)
     if path is not None and not path.exists():
@@ -137,9 +137,10 @@ def load_timm(path: Path | None, cfg: AlignConfig | FinetuneConfig) -> Pretraine
 
 
 def weights_of(cfg: Network) -> Path | None:
-    """The checkpoint's path: what --weights names, or where the official file is kept (UsageError).
+    """The checkpoint's path: what --weights names, or where the official file is kept.
 
-    An official file need not be there yet: `load_backbone` fetches it. None: timm has the weights.
+    None: timm has the weights. An official file need not be there yet: `load_backbone` fetches it.
+    Raises UsageError.
     """
     if cfg.weights is not None:
         path = cfg.weights
@@ -164,7 +165,7 @@ def weights_of(cfg: Network) -> Path | None:
     return Path(torch.hub.get_dir()).resolve() / "checkpoints" / name
 
 
-def find_weights(cfg: Network) -> None:
+def check_weights_exist(cfg: Network) -> None:
     """Refuse (UsageError) weights that are not there; say so where a run will fetch them."""
     path = weights_of(cfg)
     if path is not None and not path.exists():
@@ -174,7 +175,7 @@ def find_weights(cfg: Network) -> None:
 
 
 def download(official: Official, path: Path) -> None:
-    """Fetch an official file; one of another size is deleted again (UsageError)."""
+    """Fetch an official file; one of another size is deleted again. Raises UsageError."""
     url, megabytes = official
     with as_usage_error(url, f"try `curl -C - -o {path} {url}`, or give --weights FILE"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -198,13 +199,13 @@ def assign(network: nn.Module, state: Phi) -> None:
     network.load_state_dict(in_float32, assign=True)
 
 
-def arch_of(data: Record, cfg: Shape) -> Arch:
+def arch_of(content: Record, cfg: Shape) -> Arch:
     """Sizes of a checkpoint: what `pretrain` wrote into it, or the official ones.
 
     ValueError where the settings ask for another network, image size or patch size.
     """
-    if "bisslight" in data:
-        written = json.loads(data["bisslight"])
+    if "bisslight" in content:
+        written = json.loads(content["bisslight"])
         name = written["backbone"]
         if cfg.backbone != name:
             raise ValueError(f"was trained as {name}, give --backbone {name}")
@@ -212,9 +213,9 @@ def arch_of(data: Record, cfg: Shape) -> Arch:
     else:
         arch = BACKBONES[cfg.backbone]._replace(class_token=cfg.pretext != "ijepa")
     if cfg.image_size not in (None, arch.image_size):
-        raise ValueError(f"has image_size {arch.image_size}; leave the option out")
+        raise ValueError(f"has image_size {arch.image_size}; leave --image-size out")
     if cfg.patch_size not in (None, arch.patch_size):
-        raise ValueError(f"has patch_size {arch.patch_size}; leave the option out")
+        raise ValueError(f"has patch_size {arch.patch_size}; leave --patch-size out")
     return arch
 
 
@@ -239,7 +240,7 @@ def build_vit(arch: Arch) -> VisionTransformer:
 
 
 def build_head(arch: Arch, pretext: str) -> PretextHead:
-    """h^P in the official sizes: I-JEPA's predictor, otherwise MAE's decoder (UsageError)."""
+    """h^P in the official sizes: I-JEPA's predictor, otherwise MAE's decoder. Raises UsageError."""
     size = arch.image_size
     if size % arch.patch_size:
         raise UsageError(f"--image-size {size}: is not a multiple of patches of {arch.patch_size}")
@@ -279,7 +280,7 @@ def initialise(networks: Sequence[nn.Module], pretext: str, rng: torch.Generator
             network.state_dict()["pos_embed"].copy_(table)
 
 
-def pretext_task(
+def build_pretext_task(
     cfg: Pretext,
     backbone: Backbone,
     head: PretextHead,
@@ -287,7 +288,10 @@ def pretext_task(
     theta: Tensor | None,
     teacher: Backbone | None = None,
 ) -> mae.MAE | ijepa.IJEPA:
-    """`mae.MAE`, or `ijepa.IJEPA` for `steps` steps (UsageError); theta, teacher: see IJEPA."""
+    """`mae.MAE`, or `ijepa.IJEPA` for `steps` steps; theta, teacher: see IJEPA.
+
+    Raises UsageError.
+    """
     with as_usage_error("--pretext"):
         if isinstance(head, mae.Decoder):
             return mae.MAE(backbone, head, cfg.mask_ratio)
@@ -304,7 +308,7 @@ def pretext_task(
 
 
 def read_tensors(path: Path) -> Record:
-    """What a file of torch or safetensors holds, read without running code (ValueError)."""
+    """What a file of torch or safetensors holds, read without running code. Raises ValueError."""
     try:
         if path.suffix == ".safetensors":
             return dict(load_safetensors(path))

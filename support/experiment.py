@@ -30,7 +30,7 @@ from support.metrics import Score, score
 from support.optim import trainable
 from support.pretext import TaskClass, load_task_class, try_step
 from support.processes import gather, own_part, wait_for_all, world
-from support.runs import LOG, Identity, sha256
+from support.runs import LOG, Identity
 
 C = TypeVar("C", AlignConfig, FinetuneConfig)
 FIRST_IMAGES = 4  # a pretext task of one's own is tried on so many, before the long work
@@ -61,8 +61,8 @@ class Experiment(Generic[C]):
 
     @property
     def amp(self) -> bool:
-        """Whether forward passes are under autocast, in bfloat16."""
-        return self.cfg.amp and self.device.type == "cuda"
+        """Whether forward passes are under autocast."""
+        return uses_autocast(self.cfg, self.device)
 
     @property
     def passes(self) -> Passes:
@@ -140,12 +140,12 @@ class Experiment(Generic[C]):
         seed: int,
         batch: int,
         steps: range,
-        rate: float,
+        drop_path: float,
         by_epoch: bool = False,
     ) -> Iterator[lora.Examples]:
         """Labelled training batches of these steps, with drop path of this rate.
 
-        Their order depends on `purpose` and the seed; `by_epoch` as in `data.stream`.
+        Their order depends on `purpose` and the seed; `by_epoch` as in `data.draws_of_step`.
         """
         train = self.task.train
         images = data.Images(train, self.transform, True, seed, purpose)
@@ -154,12 +154,12 @@ class Experiment(Generic[C]):
         batches = data.batches(images, own_draws, self.cfg.workers, self.device)
         for step, (x, y) in zip(steps, batches, strict=True):
             drop = None
-            if rate:
+            if drop_path:
                 # For all n images of the step, of which x may hold this process's part: the
                 # random numbers do not depend on how many processes there are.
                 n = len(data.draws_of_step(len(train.targets), batch, step, by_epoch))
                 g = data.rng(seed, purpose, "drop", step)
-                factors = lora.drop_path(rate, self.backbone.depth, n, g)  # (n, K, 2)
+                factors = lora.drop_path(drop_path, self.backbone.depth, n, g)  # (n, K, 2)
                 drop = data.to_device(factors[own_part(n)], self.device)
             yield lora.Examples(x, y, drop)
 
@@ -187,7 +187,7 @@ class Experiment(Generic[C]):
         return gather(torch.cat(logits))  # in the order of the split
 
     def check_batches(self, flag: str, batch: int) -> None:
-        """Refuse a batch of which BatchNorm or a process would get too little (UsageError)."""
+        """Refuse (UsageError) a batch of which BatchNorm or a process would get too little."""
         batchnorm = self.cfg.head == "batchnorm"
         if batchnorm and self.cfg.micro_batch:
             raise UsageError("--micro-batch: a BatchNorm head needs whole batches; see --recompute")
@@ -208,7 +208,7 @@ class Experiment(Generic[C]):
     def decode_held_out_images(self, scored: Sequence[data.Split]) -> None:
         """Read all validation and test images, so that a damaged one is reported before training.
 
-        Each process reads its own part, and keeps that of the splits in `scored` in memory.
+        Each process reads its own part. Of the splits in `scored`, `decode_once` remembers it.
         """
         for split in (self.task.val, self.task.test):
             own = own_numbers(split)
@@ -235,35 +235,36 @@ FinetuneExperiment = Experiment[FinetuneConfig]
 
 @dataclass(frozen=True, eq=False)
 class AlignExperiment(Experiment[AlignConfig]):
-    """What align computes with: besides, the pool D^P."""
+    """What align computes with: all that finetune has, and the pool D^P."""
 
     pool: data.Pool
     task_class: TaskClass | None  # of a pretext task of one's own
 
     def check_batches(self, flag: str, batch: int) -> None:
-        """Refuse, besides, pretext batches of which a process would get nothing (UsageError)."""
+        """Refuse (UsageError), too, pretext batches of which a process would get nothing."""
         super().check_batches(flag, batch)
         _, processes = world()
         p_batch = self.cfg.p_batch
         if p_batch < processes:
             raise UsageError(f"--p-batch {p_batch}: give each of {processes} processes an image")
 
-    def pretext_task(self, theta: Tensor) -> PretextTask[Any]:
-        """A new pretext task of these settings; θ is where θ_P starts (UsageError).
-
-        With one of one's own a step is taken on a few images, so that an error in it shows now.
-        """
+    def new_pretext_task(self, theta: Tensor) -> PretextTask[Any]:
+        """A new pretext task of these settings; θ is where θ_P starts. Raises UsageError."""
+        if self.task_class is not None:
+            return self.new_own_task(self.task_class, theta)
         cfg = self.cfg
-        if self.task_class is None:
-            # A run trains its head, and another run may share this experiment.
-            head = copy.deepcopy(self.pretext_head)
-            if cfg.pretext == "mae" and cfg.decoder == "random":
-                checkpoints.initialise([head], "mae", data.rng(cfg.seed, "decoder"))
-            head.to(self.device)
-            steps = cfg.alternations * cfg.lower_steps
-            return checkpoints.pretext_task(cfg, self.backbone, head, steps, theta)
+        # A run trains its head, and another run may share this experiment.
+        head = copy.deepcopy(self.pretext_head)
+        if cfg.pretext == "mae" and cfg.decoder == "random":
+            checkpoints.initialise([head], "mae", data.rng(cfg.seed, "decoder"))
+        head.to(self.device)
+        steps = cfg.alternations * cfg.lower_steps
+        return checkpoints.build_pretext_task(cfg, self.backbone, head, steps, theta)
 
-        task = self.task_class.new(self.backbone, cfg)
+    def new_own_task(self, task_class: TaskClass, theta: Tensor) -> PretextTask[Any]:
+        """A new pretext task of one's own, after a trial step that shows an error in it now."""
+        cfg = self.cfg
+        task = task_class.new(self.backbone, cfg)
         mean_over_images = getattr(task, "mean_over_images", True)
         has_micro_batches = cfg.micro_batch is not None and cfg.micro_batch < cfg.p_batch
         batch_is_cut = has_micro_batches or world().size > 1
@@ -272,10 +273,10 @@ class AlignExperiment(Experiment[AlignConfig]):
                 f"--pretext {cfg.pretext}: its loss compares the images of a batch with each "
                 "other, so a batch cannot be cut; leave --micro-batch out and start one process"
             )
-        # A loss that compares images may need many, and a batch of it is never smaller.
+        # A loss that compares images may need many, so it gets as many as in the run.
         n = min(FIRST_IMAGES, cfg.p_batch) if mean_over_images else cfg.p_batch
         try_step(task, self.first_images(n), theta, self.passes)
-        return self.task_class.new(self.backbone, cfg)  # the step changed the first one
+        return task_class.new(self.backbone, cfg)  # the step changed the first one
 
     def first_images(self, n: int) -> Tensor:
         """The first n images (n, 3, H, W) that a run draws from the pool."""
@@ -286,20 +287,20 @@ class AlignExperiment(Experiment[AlignConfig]):
 
 
 def open_experiment(cfg: C, task: data.Task | None = None) -> Experiment[C]:
-    """Open what the settings name, but for a `task` that is handed in.
+    """Open what the settings name; a `task` that is given is used instead of --dataset.
 
-    UsageError, with a line for each thing that is missing.
+    Raises UsageError with a line for each thing that is missing.
     """
     problems: list[str] = []
     task = task or attempt(problems, open_task, cfg)
-    attempt(problems, checkpoints.find_weights, cfg)
+    attempt(problems, checkpoints.check_weights_exist, cfg)
     if task is None or problems:
         raise UsageError(*problems)
     return load_experiment(cfg, task)
 
 
 def load_experiment(cfg: C, task: data.Task) -> Experiment[C]:
-    """Load the networks, which can be a download of gigabytes (UsageError)."""
+    """Load the networks, which can be a download of gigabytes. Raises UsageError."""
     device = set_up_device(cfg)
     with as_usage_error(f"--dataset {task.name}"):
         data.check_task(task)
@@ -320,26 +321,22 @@ def load_experiment(cfg: C, task: data.Task) -> Experiment[C]:
 def open_align_experiment(
     cfg: AlignConfig, task: data.Task | None = None, pool: data.Pool | None = None
 ) -> AlignExperiment:
-    """As `open_experiment`, with the pool that the settings name or that is handed in."""
+    """As `open_experiment`, with the pool D^P: the one that is given, or that of --pool."""
     problems: list[str] = []
     task = task or attempt(problems, open_task, cfg)
     pool = pool or attempt(problems, open_pool, cfg.pool, cfg.data_root, cfg.data_seed)
-    attempt(problems, checkpoints.find_weights, cfg)
+    attempt(problems, checkpoints.check_weights_exist, cfg)
     if task is None or pool is None or problems:
         raise UsageError(*problems)
     with as_usage_error("--pool"):
         data.check_pixels(pool.images)
     task_class = None
-    pretext_sha256 = None
     if cfg.pretext not in PRETEXTS:
         task_class = load_task_class(cfg.pretext)
-        if task_class.file.exists():
-            pretext_sha256 = sha256(task_class.file)
 
     opened = load_experiment(cfg, task)
     if cfg.backbone.startswith(TIMM):
-        if cfg.decoder == "checkpoint":
-            raise UsageError(f"--decoder checkpoint: {cfg.backbone} has none, leave it out")
+        # The network expects the channels that it was trained with, as `load_experiment` says.
         pool = pool._replace(mean=opened.task.mean, std=opened.task.std)
         LOG.warning(
             "%s has no pretrained pretext head, as the paper's backbones have: "
@@ -347,17 +344,20 @@ def open_align_experiment(
             cfg.backbone,
         )
     tell_test_images(opened.task, pool)
-    of_align = {"pool_sha256": data.fingerprint(pool), "pretext_sha256": pretext_sha256}
+    digests = {
+        "pool_sha256": data.fingerprint(pool),
+        "pretext_sha256": task_class.sha256 if task_class else None,
+    }
     return AlignExperiment(
-        cfg,
-        opened.device,
-        opened.task,
-        opened.backbone,
-        opened.pretext_head,
-        opened.arch,
-        opened.identity.model_copy(update=of_align),
-        pool,
-        task_class,
+        cfg=cfg,
+        device=opened.device,
+        task=opened.task,
+        backbone=opened.backbone,
+        pretext_head=opened.pretext_head,
+        arch=opened.arch,
+        identity=opened.identity.model_copy(update=digests),
+        pool=pool,
+        task_class=task_class,
     )
 
 
@@ -390,7 +390,7 @@ def pretext_batches(
     images: data.Images,
     batch: int,
     steps: range,
-    machine: Machine,
+    cfg: Machine,
     device: torch.device,
 ) -> Iterator[Batch]:
     """Pretext batches of these steps, each prepared when it is asked for.
@@ -398,15 +398,14 @@ def pretext_batches(
     Preparing can need what the step before has changed, such as a teacher. Random numbers depend on
     the step; they are drawn for the whole batch, and each process takes its part.
     """
-    amp = machine.amp and device.type == "cuda"
     own = own_part(batch)
-    draws = data.stream(len(images.split.images), batch, machine.seed, "pretext", steps)
+    draws = data.stream(len(images.split.images), batch, cfg.seed, "pretext", steps)
     own_draws = (of_step[own] for of_step in draws)
-    batches = data.batches(images, own_draws, machine.workers, device)
+    batches = data.batches(images, own_draws, cfg.workers, device)
     for step, (x, _) in zip(steps, batches, strict=True):
-        g = data.rng(machine.seed, "mask", step)
+        g = data.rng(cfg.seed, "mask", step)
         drawn = [data.to_device(part[own], device) for part in task.draw(batch, g)]
-        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+        with torch.autocast(device.type, torch.bfloat16, enabled=uses_autocast(cfg, device)):
             prepared = task.prepare(x, *drawn)
         yield prepared
 
@@ -415,7 +414,7 @@ def pretext_batches(
 
 
 def open_task(cfg: AlignConfig | FinetuneConfig) -> data.Task:
-    """The labelled task D^D by its name (UsageError)."""
+    """The labelled task D^D by its name. Raises UsageError."""
     name = cfg.dataset
     with as_usage_error(f"--dataset {name}"):
         path = place_of(name, cfg.data_root)
@@ -431,7 +430,7 @@ def open_task(cfg: AlignConfig | FinetuneConfig) -> data.Task:
 
 
 def open_pool(name: str, root: Path, seed: int) -> data.Pool:
-    """The pool D^P by its name, below a data root; `seed` is --data-seed (UsageError)."""
+    """The pool D^P by its name, below a data root; `seed` is --data-seed. Raises UsageError."""
     with as_usage_error(f"--pool {name}"):
         path = place_of(name, root)
         if name in MAKE_POOL:
@@ -441,17 +440,11 @@ def open_pool(name: str, root: Path, seed: int) -> data.Pool:
         return data.Pool(find_pool(name, path))
 
 
-def name_own_data(*parts: data.Split | data.Pool) -> str:
-    """What settings say instead of a dataset or pool that was handed in: `own:` and its digest."""
-    # With a digest, a run directory refuses to go on with other images.
-    return f"own:{data.fingerprint(*parts)[:12]}"
-
-
 # --- The machine -------------------------------------------------------------------------------
 
 
 def set_up_device(cfg: AlignConfig | FinetuneConfig | PretrainConfig) -> torch.device:
-    """The device of these settings, with torch's global switches as they say (UsageError)."""
+    """The device of these settings, with torch's global switches as they say. Raises UsageError."""
     device = find_device(cfg.device)
     # matrix products and, unlike torch's own default, convolutions in full float32
     torch.backends.cuda.matmul.allow_tf32 = cfg.tf32
@@ -478,8 +471,13 @@ def find_device(name: str) -> torch.device:
         raise UsageError(f"--device {name}: is not here; give auto or cpu") from error
 
 
+def uses_autocast(cfg: Machine, device: torch.device) -> bool:
+    """Whether forward passes are under autocast, in bfloat16: on a GPU, but for --no-amp."""
+    return cfg.amp and device.type == "cuda"
+
+
 def fits_bfloat16(cfg: AlignConfig | FinetuneConfig, device: torch.device) -> bool:
     """Whether all passes of these settings are under autocast, see `lora.keep_in_bfloat16`."""
     float32_curvature = isinstance(cfg, AlignConfig) and cfg.hypergrad in ("cg", "exact")
     own_task = cfg.pretext not in PRETEXTS  # it may leave autocast
-    return cfg.amp and device.type == "cuda" and not float32_curvature and not own_task
+    return uses_autocast(cfg, device) and not float32_curvature and not own_task

@@ -53,7 +53,7 @@ class Group(NamedTuple):
 def decay_groups(named: Mapping[str, Tensor], lr: float, weight_decay: float) -> list[Group]:
     """Two groups by MAE's and I-JEPA's rule: vectors and biases are not decayed, all others are.
 
-    So the mask token is, which has three axes. A group may be empty.
+    The mask token has three axes, so it is decayed. A group may be empty.
     """
     decayed = Group([], lr, weight_decay)
     undecayed = Group([], lr, 0.0)

@@ -16,6 +16,7 @@ from data import rng
 from lora import Backbone
 from support.errors import UsageError, nearest
 from support.optim import trainable
+from support.runs import sha256
 
 Batch = tuple[Any, ...]  # a NamedTuple of the task's own
 
@@ -26,6 +27,11 @@ class TaskClass(NamedTuple):
     name: str  # as in --pretext
     make: Callable[[Backbone, AlignConfig, torch.Generator], PretextTask[Batch]]
     file: Path  # where it is written; of a notebook a name that is no file
+
+    @property
+    def sha256(self) -> str | None:
+        """Digest of the file, None without one."""
+        return sha256(self.file) if self.file.exists() else None
 
     def new(self, backbone: Backbone, cfg: AlignConfig) -> PretextTask[Batch]:
         """A task of this class."""

@@ -106,15 +106,15 @@ class Stop:
 def say(text: str) -> None:
     """Write a line on stderr from within a signal handler, where `print` is not safe."""
     with suppress(OSError):  # the terminal may be closed
-        start = "\x1b[?25h\n" if os.isatty(2) else ""  # show the cursor, which bars hide
-        os.write(2, f"{start}{text}\n".encode())
+        cursor = "\x1b[?25h\n" if os.isatty(2) else ""  # show it again, since bars hide it
+        os.write(2, f"{cursor}{text}\n".encode())
 
 
 stop = Stop()
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")  # Ctrl-C, kill, closed terminal, Slurm's end
 
 
-def start() -> None:
+def make_ready() -> None:
     """Make this process ready for runs: it hears signals, and joins the others of torchrun."""
     stop.renew()
     for number in signal.Signals:  # those that this system has
@@ -167,8 +167,8 @@ def jobs(fn: Callable[[Unit], Result], units: Sequence[Unit], count: int) -> Ite
 def start_worker(flag: ctypes.c_int, threads: int, count: int) -> None:
     """Set up a process of `jobs`: it hears of a stop by the flag, and ends if its parent has."""
     threading.Thread(target=exit_after, args=[parent_process()], daemon=True).start()
-    start()
-    stop.flag = flag  # the parent's, in place of the one that `start` has made
+    make_ready()
+    stop.flag = flag  # the parent's, in place of the one that `make_ready` has made
     torch.set_num_threads(threads)
     # torchrun sets this too: `data.count_workers` shares the cores among so many processes.
     os.environ["LOCAL_WORLD_SIZE"] = str(count)

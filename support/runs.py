@@ -85,7 +85,7 @@ def cannot_write(path: Path, error: OSError) -> RunError:
 
 
 def sha256(path: Path) -> str:
-    """Digest of a file."""
+    """SHA-256 of a file's content, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -172,10 +172,10 @@ class Run(ExitStack):
         self.records: list[Record] = []  # the lines of metrics.jsonl
         self.tensors: Mapping[str, Tensor] = {}  # what a checkpoint holds, see `restore`
         self.optimisers: Mapping[str, Optimiser] = {}
-        self.cpu_start = time.process_time()
-        self.start = time.monotonic()
+        self.began = time.monotonic()
+        self.cpu_seconds_before = time.process_time()  # what this process had used by then
         self.spent_before = {"cpu_seconds": 0.0, "seconds": 0.0}  # of the run, before it went on
-        self.saved_at = self.start
+        self.saved_at = self.began
         self.events: SummaryWriter | None = None  # of TensorBoard, from the first record on
 
         goes_on = check_directory(path, command, config, force, identity)
@@ -311,18 +311,18 @@ class Run(ExitStack):
     def log_for_tensorboard(self) -> None:
         """Add the last record to TensorBoard's events; the first time, all records.
 
-        Like metrics.jsonl, the events start anew when a run goes on: none is there twice, and none
-        is lost, whatever was written after the last checkpoint.
+        When a run goes on, its file of events is written anew. So no record is in it twice, and
+        none is lost, whatever was written after the last checkpoint.
         """
-        new = self.records[-1:]
+        to_write = self.records[-1:]
         if self.events is None:
             for file in self.path.glob(EVENTS):
                 file.unlink()
-            # 0: a TensorBoard that is open forgets what it has read from the removed file
+            # purge_step=0 tells an open TensorBoard to forget what it read from the removed file.
             self.events = import_writer()(str(self.path), purge_step=0)
-            self.callback(self.events.close)
-            new = self.records
-        for record in new:
+            self.callback(self.events.close)  # when the run is left
+            to_write = self.records
+        for record in to_write:
             for name, value in flatten(record).items():
                 self.events.add_scalar(name, value, record["step"])
         self.events.flush()
@@ -378,8 +378,8 @@ class Run(ExitStack):
 
     def elapsed(self) -> dict[str, float]:
         """CPU and wall seconds of the run, with those before a stop."""
-        cpu_seconds = time.process_time() - self.cpu_start
-        seconds = time.monotonic() - self.start
+        cpu_seconds = time.process_time() - self.cpu_seconds_before
+        seconds = time.monotonic() - self.began
         return {
             "cpu_seconds": self.spent_before["cpu_seconds"] + cpu_seconds,
             "seconds": self.spent_before["seconds"] + seconds,
@@ -399,7 +399,7 @@ def import_writer() -> "type[SummaryWriter]":
 
 
 def flatten(record: Record) -> dict[str, float]:
-    """The numbers of a record by name; of a list their mean, as of the losses of an alternation.
+    """The numbers of a record by name; a list becomes its mean. The step itself is left out.
 
     >>> flatten({"step": 3, "loss_P": [1.0, 3.0], "val_P": {"accuracy": 50.0}, "lr": None})
     {'loss_P': 2.0, 'val_P/accuracy': 50.0}
@@ -438,7 +438,8 @@ def describe_machine(config: Machine) -> Record:
 def clear(path: Path) -> None:
     """Remove the files of a run; others stay.
 
-    First its result, since without its trials it is not finished; last what says that it is a run.
+    result.json goes first, so that a run of which half is removed does not look finished; env.json
+    goes last, so that until then the directory counts as a run.
     """
     remove(path, ["result.json"])
     for trial in path.glob(TRIALS):
@@ -526,7 +527,7 @@ def is_more(name: str, value: object, before: object) -> bool:
 
 
 def list_changed(kind: type[Machine], recorded: Record, current: Record) -> list[str]:
-    """Names of what defines a run and is not as recorded."""
+    """The names of settings and digests that define a run and are not as recorded."""
     changed = []
     free = may_change(kind)
     growing = settings_with(kind, Mark.MAY_GROW) | {"start_sha256"}

@@ -72,9 +72,10 @@ def require_weights(repository: str) -> None:
 
 
 def read_arch(cfg: Network) -> Arch:
-    """Sizes of a network of timm; the image size is that of the settings, or timm's (ValueError).
+    """Sizes of a network of timm, with the image size of the settings if they have one.
 
-    The decoder is not timm's: its sizes stay those of MAE, the defaults of `Arch`.
+    The decoder is not timm's: its sizes stay those of MAE, the defaults of `Arch`. Raises
+    ValueError.
     """
     name = cfg.backbone.removeprefix(TIMM)
     known = {*timm.list_models(), *timm.list_pretrained()}  # the latter as NAME.TAG

@@ -190,7 +190,7 @@ def test_what_is_fixed_in_the_code_is_what_the_paper_says(weights: Path) -> None
     opened = open_align_experiment(
         AlignConfig(backbone="vit_mini", weights=weights, dataset="quilts")
     )
-    made: Any = opened.pretext_task(opened.new_theta(0))
+    made: Any = opened.new_pretext_task(opened.new_theta(0))
     assert (opened.backbone.scale, made.mask_ratio) == (1.0, 0.75)
 
 

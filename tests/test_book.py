@@ -20,7 +20,12 @@ DOCS = ROOT / "docs"
 MATH = (DOCS / "math.md").read_text()
 EQUATIONS = [f"Eq. {n}" for n in range(1, 11)]
 LINES = [f"l.{n}" for n in range(1, 18)]
-PROSE = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(ROOT.glob("examples/**/*.md"))]
+PROSE = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted(DOCS.glob("*.md")),
+    *sorted(ROOT.glob("examples/**/*.md")),
+    *sorted(ROOT.glob("experiments/*.md")),
+]
 
 
 def script() -> ModuleType:

@@ -51,7 +51,7 @@ def test_the_backbone_that_comes_with_the_program_fills_in_characters() -> None:
     """Zeros have a loss of 0.33, as most patches are blank; the pretraining ended at 0.27."""
     m = open_align_experiment(AlignConfig(backbone="vit_mini", dataset="omniglot:Greek"))
     assert WEIGHTS.stat().st_size < 800_000
-    task = m.pretext_task(m.new_theta(0))
+    task = m.new_pretext_task(m.new_theta(0))
     images = pool_images(m.pool, m.arch.image_size, m.cfg)
     batch = next(pretext_batches(task, images, 500, range(1), m.cfg, m.device))
     assert 0.2 < task.loss(None, task.phi, batch) < 0.3

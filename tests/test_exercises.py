@@ -88,8 +88,6 @@ MISTAKES = [
      "two tensors"),
     ("algorithm_1", "range(problem.N_U)", "range(problem.N_L)", "L_D"),
     ("with_the_head", "H_tt - H_tp @ torch.linalg.solve(H_pp, H_pt)", "H_tt", "held fixed"),
-    ("teacher_gap", "mu * (1 - mu) * B_q", "-mu * (1 - mu) * B_q", "sign"),
-    ("blockwise", "mfac.mfac(G_k[None], lam)", "mfac.mfac(G_k[None], 2 * lam)", "q for sizes"),
     ("per_image_rows", "torch.cat([2**0.5 * G, scale * deviations])", "G", "minibatches"),
     ("with_decay", "lam / (lam + decay) * inverse(g)", "inverse(g)", "factor"),
     ("cached_gradient", "    parts =", "    micro *= 2\n    parts =", "at a time"),

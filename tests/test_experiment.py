@@ -73,7 +73,7 @@ def test_the_first_step_leaves_task_and_random_numbers_as_they_were(
     opened = open_align_experiment(align_settings(weights, pretext=own_task(tmp_path, body)))
     theta = opened.new_theta(0)
     before = torch.get_rng_state()
-    task = opened.pretext_task(theta)
+    task = opened.new_pretext_task(theta)
     assert torch.equal(torch.get_rng_state(), before)
     assert "steps" not in task.state
     assert torch.equal(theta, opened.new_theta(0))
@@ -90,7 +90,7 @@ def test_a_loss_that_compares_images_gets_whole_batches(weights: Path, tmp_path:
     """
     name = own_task(tmp_path, body)
     trial = open_align_experiment(align_settings(weights, pretext=name))
-    trial.pretext_task(trial.new_theta(0))
+    trial.new_pretext_task(trial.new_theta(0))
     cut = align_settings(weights, pretext=name, micro_batch=4)
     with pytest.raises(UsageError, match=r"mine\.py:Mine: .* leave --micro-batch out"):
         align(cut, tmp_path / "a")
@@ -117,9 +117,9 @@ def test_a_random_decoder_is_drawn_by_the_seed_and_not_into_the_checkpoints(weig
     trial = open_align_experiment(align_settings(weights, decoder="random"))
     theta = trial.new_theta(0)
     loaded = {name: x.clone() for name, x in trial.pretext_head.state_dict().items()}
-    first = trial.pretext_task(theta).phi["decoder_embed.weight"]
-    assert torch.equal(first, trial.pretext_task(theta).phi["decoder_embed.weight"])
-    other = replace(trial, cfg=trial.cfg.replace(seed=1)).pretext_task(theta)
+    first = trial.new_pretext_task(theta).phi["decoder_embed.weight"]
+    assert torch.equal(first, trial.new_pretext_task(theta).phi["decoder_embed.weight"])
+    other = replace(trial, cfg=trial.cfg.replace(seed=1)).new_pretext_task(theta)
     assert not torch.equal(first, other.phi["decoder_embed.weight"])
     for name, x in trial.pretext_head.state_dict().items():
         assert torch.equal(x, loaded[name])

@@ -320,10 +320,14 @@ def test_a_restart_of_the_same_seeds_or_of_no_finished_fine_tuning_is_refused(
 ) -> None:
     first = tmp_path / "first"
     tune(weights, first, lr=1e-2)
+    (tmp_path / "aligned").mkdir()
+    for name in ("config.json", "result.json"):  # of a run without seeds
+        (tmp_path / "aligned" / name).write_text("{}")
     for start, settings, named in (
         (first, {"seed": 0}, "--seed"),
         (first, {"seed": 1, "seeds": 2}, "--seeds"),
         (tmp_path, {"seed": 1}, "--restart"),
+        (tmp_path / "aligned", {"seed": 1}, "--restart"),
     ):
         with pytest.raises(UsageError, match=named):
             tune(weights, tmp_path / "again", start=start, restart=True, lr=1e-2, **settings)

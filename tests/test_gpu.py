@@ -33,7 +33,7 @@ from bisslight import Gradients, Passes
 from config import AlignConfig
 from lora import Backbone, Examples, Phi
 from support import runs
-from support.checkpoints import arch_of, build_head, build_vit, initialise, pretext_task
+from support.checkpoints import arch_of, build_head, build_pretext_task, build_vit, initialise
 from support.processes import stop
 
 REHEARSAL = os.environ.get("BISSLIGHT_GPU") == "cpu"
@@ -126,7 +126,9 @@ class Level:
             )
             self.loss: Any = partial(lora.downstream_loss, backbone, regularise=True)
         else:
-            task: Any = pretext_task(cfg, backbone, head.to(device), 10, self.theta.to(device))
+            task: Any = build_pretext_task(
+                cfg, backbone, head.to(device), 10, self.theta.to(device)
+            )
             drawn = [x.to(device) for x in task.draw(images_number, g)]
             self.phi = task.phi
             self.batch = task.prepare(images.to(device), *drawn)

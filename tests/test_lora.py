@@ -243,7 +243,7 @@ class Level(NamedTuple):
         theta.requires_grad_()
         own: Any = {"backbone": "vit_mini", "dataset": "own", "pool": "own", "min_keep": 0}
         cfg = AlignConfig(pretext=pretext, **own)
-        task: Any = checkpoints.pretext_task(cfg, backbone, head, 5, theta)
+        task: Any = checkpoints.build_pretext_task(cfg, backbone, head, 5, theta)
         images = torch.randn(count, 3, 16, 16, generator=g)
         return cls(backbone, task, theta, images, task.draw(count, g))
 

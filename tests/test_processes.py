@@ -20,8 +20,7 @@ from toy import PROGRAM, PROGRAM_PATH, align_line, done
 
 import cli
 from support.errors import RunError, UsageError
-from support.processes import World, jobs, stop
-from support.processes import start as make_ready
+from support.processes import World, jobs, make_ready, stop
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 SHARED_STEPS = "--p-batch 9 --d-batch 9"  # an odd number

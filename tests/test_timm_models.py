@@ -162,8 +162,8 @@ def test_images_are_normalised_as_the_network_was_trained(vit: Any, caplog: Any)
     examples = next(experiment.examples("test", 0, 4, range(1), 0.0))
     assert float(examples.images.min()) < 0 < float(examples.images.max()) <= 1
     assert experiment.origin.channels == ((0.5, 0.5, 0.5),) * 2
-    with pytest.raises(UsageError, match="--decoder checkpoint"):
-        open_align_experiment(settings(image_size=32, decoder="checkpoint"))
+    with pytest.raises(ValueError, match="--decoder checkpoint"):
+        settings(decoder="checkpoint")
     told = [record for record in caplog.records if "pretext head" in record.getMessage()]
     assert len(told) == 1 and NAME in told[0].getMessage()
 

@@ -1,4 +1,4 @@
-"""Sheet 4: six exercises that go beyond the paper.
+"""Sheet 4: four exercises that go beyond the paper.
 
 The tasks, with hints, are in examples/exercises/sheet_4.md. Which functions are right, tells
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import mfac
-from lora import factors
 
 
 def with_the_head(
@@ -26,29 +25,6 @@ def with_the_head(
     system = S + lam * torch.eye(len(theta), dtype=theta.dtype)
     q: Tensor = lam * torch.linalg.solve(system, g)
     return q
-    # end of blank
-
-
-def teacher_gap(theta_T: Tensor, theta_P: Tensor, mu: float, dim: int) -> tuple[Tensor, Tensor]:
-    """Average of the products B A minus product of the averages: queries, values (K, dim, dim)."""
-    # blank: one product for each of the two
-    # Multiply (μ B_T + (1−μ) B_P)(μ A_T + (1−μ) A_P) out and subtract it from the average of B A.
-    # What is left is μ (1−μ) (B_T − B_P)(A_T − A_P): a product of two differences, so it is small
-    # where the student is near its teacher.
-    A_q, B_q, A_v, B_v = factors(theta_T - theta_P, dim)
-    return mu * (1 - mu) * B_q @ A_q, mu * (1 - mu) * B_v @ A_v
-    # end of blank
-
-
-def blockwise(G: Tensor, g: Tensor, lam: float, sizes: list[int]) -> Tensor:
-    """The q (p,) of Eq. 10 for blocks of these sizes, from G (m, p) and g (p,)."""
-    # blank: one block after the other
-    # Each block is a problem of its own: its columns of G, its part of g, the same m and λ.
-    q = []
-    for G_k, g_k in zip(G.split(sizes, 1), g.split(sizes), strict=True):
-        inverse = mfac.mfac(G_k[None], lam)
-        q.append(inverse(g_k[None])[0])
-    return torch.cat(q)
     # end of blank
 
 

@@ -7,21 +7,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from witness import Wrong, eye, random, same, several, stay_small
+from witness import Wrong, eye, random, same
 
 import mfac
 from bisslight import Passes
 from config import BACKBONES
-from ijepa import IJEPA, Masks, Predictor
-from lora import Backbone, merge
+from lora import Backbone
 from support.checkpoints import build_vit
 
-MASKS = Masks(targets=1, min_keep=0)
 
-
-def small_backbone(class_token: bool) -> Backbone:
+def small_backbone() -> Backbone:
     """Two layers of width 64 on images of 16 x 16 pixels."""
-    arch = BACKBONES["vit_mini"]._replace(depth=2, class_token=class_token)
+    arch = BACKBONES["vit_mini"]._replace(depth=2)
     torch.manual_seed(0)
     return Backbone(build_vit(arch)).double().requires_grad_(False)
 
@@ -83,51 +80,6 @@ def check_with_the_head(with_the_head: Any) -> None:
 # --- 4.2 ------------------------------------------------------------------------------------------
 
 
-def check_teacher_gap(teacher_gap: Any) -> None:
-    """I-JEPA's own teacher takes one step; its network, merged, is compared with two others."""
-    backbone = small_backbone(class_token=False)
-    rank = 3
-    mu = 0.7
-    dim = backbone.dim
-    theta_T = 0.1 * random(2, 4 * rank * dim)
-    theta_P = 0.1 * random(2, 4 * rank * dim, seed=1)
-    found = several("teacher_gap", teacher_gap(theta_T, theta_P, mu, dim), ["of q", "of v"])
-    task = IJEPA(backbone, Predictor(dim, 16, 16, 1, 4), MASKS, (mu, 10), theta_T)
-    task.after_step(theta_P)
-    teacher = merge(backbone, theta_T)
-    student = merge(backbone, theta_P)
-    after = merge(backbone, task.state["theta_T"])
-    for part, rows in ((0, slice(0, dim)), (1, slice(2 * dim, 3 * dim))):
-        gaps = []
-        for k in range(2):
-            name = f"blocks.{k}.attn.qkv.weight"
-            average = mu * teacher[name] + (1 - mu) * student[name]
-            gaps.append((average - after[name])[rows])
-        gap = torch.stack(gaps)
-        same("the gap of " + "qv"[part], found[part], gap, {"its sign is wrong": -gap})
-
-
-# --- 4.3 ------------------------------------------------------------------------------------------
-
-
-def check_blockwise(blockwise: Any) -> None:
-    """One dense matrix whose entries between two blocks are zero."""
-    G = random(2, 12)  # m = 2 gradients of 12 numbers
-    g = random(12, seed=1)
-    lam = 0.3
-    for sizes in ([12], [7, 5], [3, 1, 8], [1] * 12):
-        blocks = [torch.ones(size, size) for size in sizes]
-        inside = G.T @ G / 2 * torch.block_diag(*blocks)  # 0 between two blocks
-        q = blockwise(G, g, lam, sizes)
-        expected = lam * torch.linalg.solve(inside + lam * eye(12), g)
-        one_block = mfac.mfac(G[None], lam)(g[None])[0]
-        same(f"q for sizes {sizes}", q, expected, {"this is all of θ as one block": one_block})
-    stay_small(lambda G, g: blockwise(G, g, lam, [200, 200, 200]))
-
-
-# --- 4.4 ------------------------------------------------------------------------------------------
-
-
 def check_per_image_rows(per_image_rows: Any) -> None:
     """All 81 pairs of minibatches of 2 of 3 images are equally likely: the mean must be exact."""
     x = random(3, 4)
@@ -156,7 +108,7 @@ def check_per_image_rows(per_image_rows: Any) -> None:
     })  # fmt: skip
 
 
-# --- 4.5 ------------------------------------------------------------------------------------------
+# --- 4.3 ------------------------------------------------------------------------------------------
 
 
 def check_with_decay(with_decay: Any) -> None:
@@ -183,7 +135,7 @@ def check_with_decay(with_decay: Any) -> None:
     })  # fmt: skip
 
 
-# --- 4.6 ------------------------------------------------------------------------------------------
+# --- 4.4 ------------------------------------------------------------------------------------------
 
 
 class Batch(NamedTuple):
@@ -225,7 +177,7 @@ class Token:
 
 def check_cached_gradient(cached_gradient: Any) -> None:
     """Autograd on the batch in one piece; and how many images pass at a time."""
-    backbone = small_backbone(class_token=True)
+    backbone = small_backbone()
     sizes: list[int] = []
     graphs = Graphs()
     theta = (0.1 * random(2, 4 * 3 * backbone.dim)).requires_grad_()
