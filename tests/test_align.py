@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from conftest import fixture
-from toy import ROOT, align_settings
+from toy import ROOT, align_settings, read_records
 
 import cli
 import hypergradients
@@ -38,10 +38,6 @@ EXAMPLE = ROOT / "examples/rotation.py"
 T = TypeVar("T")
 
 
-def records(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
 # --- the run ----------------------------------------------------------------------------------
 
 
@@ -51,7 +47,7 @@ def test_a_result_is_read_again_and_says_what_the_records_say(
     cfg = align_settings(weights, eval_every=2)
     result = align(cfg, tmp_path / "a")
     assert isinstance(result, AlignResult) and result.adapter == tmp_path / "a/adapter.safetensors"
-    probe, *alternations = records(tmp_path / "a")
+    probe, *alternations = read_records(tmp_path / "a")
     assert probe["step"] == 0 and "probe_val" in probe
     assert [record["step"] for record in alternations] == [1, 2, 3]
     assert ["val_P" in record for record in alternations] == [False, True, True]
@@ -216,7 +212,7 @@ def test_the_examples_task_runs_under_its_own_name(
     line = [word.removeprefix("examples/") for word in commands()[0]]
     line += ["--alternations", "8", "--probe-epochs", "1", "--quiet"]
     assert cli.run([*line, "--out", "a"]) == 0, capsys.readouterr().err
-    losses = [record["loss_P"] for record in records(Path("a"))[1:]]
+    losses = [record["loss_P"] for record in read_records(Path("a"))[1:]]
     assert sum(losses[-1]) < sum(losses[0])
     about = json.loads(Path("a/env.json").read_text())["about"]
     assert about["pretext_sha256"] == sha256(EXAMPLE)
@@ -248,4 +244,4 @@ def test_the_examples_commands_learn_as_they_are_written(
     shutil.copytree(EXAMPLE.parent, "examples")
     for line in commands():
         assert cli.run([*line, "--quiet"]) == 0, line
-    assert records(Path("runs/rotation"))[0]["probe_val"]["accuracy"] >= 12
+    assert read_records(Path("runs/rotation"))[0]["probe_val"]["accuracy"] >= 12

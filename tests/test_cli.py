@@ -298,7 +298,12 @@ WRONG = [  # command line, exit code, what the one line names
     (f"{JEPA} --pretext mae", 2, "MAE decoder"),
     ("export {weights}", 2, "align or finetune"),
     ("export with --seed 7", 2, "--seed"),
+    ("export aligned --seed 7", 2, "--seed"),
     ("export with --weights other.pth", 2, "with"),
+    (f"{ALIGN} --mask-ratio 0.99", 2, "none or all of the patches"),
+    (f"{ALIGN} --preset papr", 2, "--preset papr"),
+    (f"{TUNE} --pool pics", 2, "--pool"),
+    (f"{JEPA} --min-keep 9", 2, "9"),
     ("evaluate nowhere", 2, "nowhere"),
 ]
 

@@ -14,7 +14,7 @@ from quilts import quilts
 from scipy.stats import spearmanr
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
-from typer.testing import CliRunner
+from toy import call
 
 from align import align
 from config import BACKBONES, AlignConfig, Arch, FinetuneConfig
@@ -46,18 +46,6 @@ def toy(weights: Path, **changes: Any) -> list[str]:
     """Toy settings as they are given on the command line."""
     settings = TOY | {"weights": weights} | changes
     return [f"{name}={value}" for name, value in settings.items()]
-
-
-def call(script: Any, line: str, more: list[str] | None = None) -> str:
-    """What a script prints, run by its command line."""
-    app = typer.Typer()
-    app.command()(script.main)
-    words = line.split()
-    for pair in more or []:
-        words += ["--set", pair]
-    result = CliRunner().invoke(app, words, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
 
 
 def table(path: Path) -> list[Any]:

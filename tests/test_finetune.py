@@ -12,7 +12,7 @@ from conftest import fixture
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
-from toy import ALIGN_STEPS, PEFT_STEPS, run
+from toy import ALIGN_STEPS, PEFT_STEPS, read_records, run
 
 from bisslight import Diverged
 from config import FinetuneConfig
@@ -69,8 +69,8 @@ def tensors(out: Path, seed: int) -> dict[str, Tensor]:
 
 def scores(trial: Path) -> list[tuple[float, float]]:
     """Accuracy and loss of every validated epoch."""
-    records = [json.loads(line) for line in (trial / "metrics.jsonl").read_text().splitlines()]
-    return [(x["val"]["accuracy"], x["val"]["loss"]) for x in records if x["val"]]
+    validated = [record["val"] for record in read_records(trial) if record["val"]]
+    return [(val["accuracy"], val["loss"]) for val in validated]
 
 
 def test_of_equal_scores_the_first_epoch_and_rate_are_kept_and_seeds_begin_apart(

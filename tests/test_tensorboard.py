@@ -1,13 +1,12 @@
 """`--tensorboard`: TensorBoard reads the numbers of metrics.jsonl, after a stop, too."""
 
-import json
 import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
-from toy import PEFT_STEPS, PRETRAIN_STEPS, align_line, done, finetune_line, refusal
+from toy import PEFT_STEPS, PRETRAIN_STEPS, align_line, done, finetune_line, read_records, refusal
 
 from config import AlignConfig
 from support.runs import Run
@@ -29,11 +28,6 @@ def read_events(run: Path) -> dict[str, Points]:
     return curves
 
 
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def check_points(actual: Points, expected: Points) -> None:
     """Equal steps, and values equal to float32."""
     assert [step for step, _ in actual] == [step for step, _ in expected]
@@ -47,7 +41,7 @@ def settings(**changes: Any) -> AlignConfig:
 
 def test_every_command_writes_its_records(pretrained: Path) -> None:
     done(align_line(pretrained, "--out a --tensorboard"))
-    records = read_metrics(Path("a"))
+    records = read_records(Path("a"))
     curves = read_events(Path("a"))
     assert [step for step, _ in curves["probe_val/accuracy"]] == [0]
     for name, of_record in (
@@ -60,12 +54,12 @@ def test_every_command_writes_its_records(pretrained: Path) -> None:
 
     done(finetune_line(pretrained, f"{PEFT_STEPS} --out f --tensorboard"))
     trial = Path("f/lr0.01-s0")
-    losses = [(record["step"], record["loss"]) for record in read_metrics(trial)]
+    losses = [(record["step"], record["loss"]) for record in read_records(trial)]
     check_points(read_events(trial)["loss"], losses)
 
     line = "pretrain --backbone vit_mini --pool omniglot --augment none"
     done(f"{line} {PRETRAIN_STEPS} --batch 1290 --image-size 28 --out p --tensorboard --quiet")
-    losses = [(record["step"], record["loss"]) for record in read_metrics(Path("p"))]
+    losses = [(record["step"], record["loss"]) for record in read_records(Path("p"))]
     check_points(read_events(Path("p"))["loss"], losses)
 
 

@@ -5,14 +5,17 @@ Of a flag that a line has twice the last one counts, so a test appends what it w
 
 import contextlib
 import io
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import typer
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
+from typer.testing import CliRunner
 
 import cli
 from config import AlignConfig
@@ -97,6 +100,23 @@ def outside(line: str, **environ: str) -> subprocess.CompletedProcess[str]:
     env = {"PYTHONPATH": PROGRAM_PATH, "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
     call = [*PROGRAM, *line.split()]
     return subprocess.run(call, env=env | environ, capture_output=True, text=True, check=False)
+
+
+def call(script: Any, line: str, more: list[str] | None = None) -> str:
+    """What a script of experiments/ prints; `more` are settings, NAME=VALUE."""
+    app = typer.Typer()
+    app.command()(script.main)
+    words = line.split()
+    for pair in more or []:
+        words += ["--set", pair]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def read_records(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def save_by_class(folder: Path, images: Tensor, targets: Tensor) -> None:
