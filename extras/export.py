@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from config import TIMM, Arch, FinetuneConfig, Record
-from lora import Backbone, Phi, factors, merge
+from lora import NORM_EPS, Backbone, Phi, factors, merge
 from support.checkpoints import (
     Adapter,
     AdapterInfo,
@@ -177,7 +177,7 @@ def fold_norm(phi_D: Phi) -> Phi:
     if "norm.mean" not in phi_D:
         return phi_D
     weight = phi_D["weight"]  # (C, dim)
-    deviation = (phi_D["norm.var"] + 1e-6).sqrt()  # the eps of `lora.logits`
+    deviation = (phi_D["norm.var"] + NORM_EPS).sqrt()
     gain = phi_D["norm.weight"] / deviation
     shift = phi_D["norm.bias"] - gain * phi_D["norm.mean"]
     bias = phi_D["bias"] + weight @ shift

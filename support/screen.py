@@ -14,7 +14,10 @@ from config import Record
 
 
 def is_first_process() -> bool:
-    """Whether this process prints; of several, torchrun gives each its rank."""
+    """Whether this process prints; of several, torchrun gives each its rank.
+
+    `processes.world` tells it, too, but only in a run: it needs torch, and the processes joined.
+    """
     return os.environ.get("RANK", "0") == "0"
 
 
