@@ -16,6 +16,7 @@ from data import Pool, Split, Task, decode_once
 from support import experiment, pretext
 from support.errors import UsageError
 from support.experiment import open_align_experiment, set_up_device
+from support.processes import World
 
 EXAMPLE = ROOT / "examples/rotation.py"
 
@@ -157,7 +158,7 @@ def test_batches_that_cannot_be_shared_out_are_refused(
     cut = replace(opened, cfg=align_settings(weights, head="batchnorm", micro_batch=4))
     with pytest.raises(UsageError, match="--micro-batch: a BatchNorm head"):
         cut.check_batches("--d-batch", 80)
-    monkeypatch.setattr(experiment, "world", lambda: (0, 9))
+    monkeypatch.setattr(experiment, "world", lambda: World(rank=0, size=9))
     with pytest.raises(UsageError, match="has 8 images, the processes need 9"):
         opened.check_batches("--d-batch", 12)
     with pytest.raises(UsageError, match="--p-batch 8: give each of 9 processes an image"):
