@@ -29,7 +29,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from support.errors import UsageError, as_usage_error, nearest
+from support.errors import UsageError, as_usage_error, suggest
 
 # Such as {"rank": 64, "lam": 0.001}: settings by name, a line of metrics.jsonl, or a result.json.
 Record = dict[str, Any]
@@ -107,8 +107,8 @@ PRETEXTS = ("mae", "ijepa")
 
 # --- types of settings -------------------------------------------------------------------------
 
-# Pydantic calls each function below with a value that was given for a setting, and takes what the
-# function returns as the value. Of a ValueError it makes a problem, which `make` reports.
+# Pydantic calls each function below with the value of a setting, and takes what it returns as the
+# value. Where it raises a ValueError, `make` raises a UsageError that begins with the flag.
 
 
 def refuse_empty(value: object) -> object:
@@ -164,13 +164,13 @@ def check_backbone(name: str) -> str:
     is_timm = name.startswith(TIMM) and name != TIMM
     if name in BACKBONES or is_timm:
         return name
-    ours = ""
+    ours = ""  # for vit_base_patch16_224: says that vit_b16 is the same network
     for beginning, backbone in TIMM_NAMES.items():
         if name.startswith(beginning):
             ours = f"{backbone} is this network with the weights of MAE, "
     if "patch" in name:  # such as vit_base_patch16_224: only timm names networks in this way
         raise ValueError(f"is unknown; {ours}timm:{name} is that of timm")
-    raise ValueError(f"is unknown, {nearest(name, (*BACKBONES, 'timm:NAME'))}")
+    raise ValueError(f"is unknown, {suggest(name, (*BACKBONES, 'timm:NAME'))}")
 
 
 def check_pretext(name: str) -> str:
@@ -183,11 +183,11 @@ def check_pretext(name: str) -> str:
     """
     if name in PRETEXTS:
         return name
-    place, colon, class_name = name.rpartition(":")  # such as "rotation.py", ":", "Rotation"
+    module, colon, class_name = name.rpartition(":")  # such as "rotation.py", ":", "Rotation"
     if not colon:
-        raise ValueError(f"is unknown, {nearest(name, (*PRETEXTS, 'FILE.py:Class'))}")
-    if place.endswith(".py"):
-        return f"{make_absolute(Path(place))}:{class_name}"
+        raise ValueError(f"is unknown, {suggest(name, (*PRETEXTS, 'FILE.py:Class'))}")
+    if module.endswith(".py"):
+        return f"{make_absolute(Path(module))}:{class_name}"
     return name  # the class of an installed module, such as "rotation:Rotation"
 
 
@@ -199,16 +199,16 @@ def check_dataset(name: str) -> str:
     >>> check_dataset("dtd"), check_dataset("/photos"), check_dataset("folder:/photos")
     ('dtd', 'folder:/photos', 'folder:/photos')
     """
-    prefix, _, place = name.partition(":")  # such as "folder", ":", "/photos"
+    prefix, _, folder = name.partition(":")  # such as "folder", ":", "/photos"
     is_from_python = prefix == "own"  # images that a script hands over: `data.name_own_data`
     if is_from_python or name in TASKS or name in NAMED:
         return name
-    if prefix == "folder" and place:
-        return f"folder:{make_absolute(Path(place))}"
+    if prefix == "folder" and folder:
+        return f"folder:{make_absolute(Path(folder))}"
     looks_like_path = "/" in name or "\\" in name or Path(name).is_dir()
     if looks_like_path:
         return f"folder:{make_absolute(Path(name))}"
-    raise ValueError(f"is unknown, {nearest(name, (*TASKS, *NAMED, 'folder:DIR'))}")
+    raise ValueError(f"is unknown, {suggest(name, (*TASKS, *NAMED, 'folder:DIR'))}")
 
 
 def check_pool(name: str) -> str:
@@ -224,6 +224,8 @@ def check_pool(name: str) -> str:
     return str(make_absolute(Path(name.removeprefix("folder:"))))
 
 
+# Types of fields. Pydantic calls the function of a BeforeValidator before it converts a value to
+# the type and checks its limits, that of an AfterValidator afterwards.
 NotEmpty = BeforeValidator(refuse_empty)
 Listed = BeforeValidator(split_commas)
 # Many programs read numbers in JSON as float64, which has all whole numbers up to 2**53 only.
@@ -731,31 +733,14 @@ def pretraining_defaults(given: Record) -> Record:
 def our_defaults(settings_class: type[Command], given: Record) -> Record:
     """Return our own defaults, for networks and images that the paper does not have.
 
-    >>> our_defaults(PretrainConfig, {"backbone": "vit_mini", "pool": "imagenet"})
-    {'epochs': 30, 'warmup_epochs': 4, 'batch': 64}
+    >>> our_defaults(AlignConfig, {"backbone": "vit_b16", "dataset": "omniglot:Greek"})
+    {'pool': 'omniglot', 'augment': 'none'}
     """
     defaults: Record = {}
     is_mini = given.get("backbone") == "vit_mini"
     is_pretraining = issubclass(settings_class, PretrainConfig)
-    if is_mini and is_pretraining:
-        defaults |= {"epochs": 30, "warmup_epochs": 4, "batch": 64}
-    elif is_mini:
-        # Only lengths and sizes are smaller, for a CPU. λ, rates, decay and masks are the paper's.
-        defaults |= {
-            "rank": 8,
-            "drop_path": 0.0,
-            "alternations": 100,
-            "lower_steps": 10,
-            "upper_steps": 5,
-            "p_batch": 64,
-            "d_batch": 32,
-            "epochs": 60,
-            "batch": 32,
-        }
-    if is_mini and given.get("pretext") == "ijepa":
-        defaults["min_keep"] = 4  # its target blocks have few patches
-        if is_pretraining:
-            defaults["patch_size"] = 2
+    if is_mini:
+        defaults |= mini_defaults(is_pretraining, is_ijepa=given.get("pretext") == "ijepa")
     if str(given.get("backbone")).startswith(TIMM):
         defaults["decoder"] = "random"  # checkpoints of timm have no pretext head
     images = str(given.get("pool" if is_pretraining else "dataset"))  # such as "omniglot:Greek"
@@ -766,6 +751,32 @@ def our_defaults(settings_class: type[Command], given: Record) -> Record:
         if is_mini and given.get("pretext", "mae") == "mae":
             defaults["weights"] = OMNIGLOT
     return keep_known(settings_class, defaults)
+
+
+def mini_defaults(is_pretraining: bool, is_ijepa: bool) -> Record:
+    """Return the defaults of vit_mini, which trains on a CPU.
+
+    Only lengths and sizes are smaller than the paper's, never λ, a rate, decay or the mask ratio.
+    """
+    if is_pretraining:
+        defaults: Record = {"epochs": 30, "warmup_epochs": 4, "batch": 64}
+    else:
+        defaults = {
+            "rank": 8,
+            "drop_path": 0.0,
+            "alternations": 100,
+            "lower_steps": 10,
+            "upper_steps": 5,
+            "p_batch": 64,
+            "d_batch": 32,
+            "epochs": 60,
+            "batch": 32,
+        }
+    if is_ijepa:
+        defaults["min_keep"] = 4  # target blocks on its small images have few patches
+    if is_ijepa and is_pretraining:
+        defaults["patch_size"] = 2
+    return defaults
 
 
 def keep_known(settings_class: type[BaseModel], values: Record) -> Record:
@@ -882,7 +893,7 @@ def read_settings(path: Path, settings_class: type[Command]) -> Record:
     field_of_flag = {flag_of(field): field for field in fields}
     for name in settings:
         if name not in fields:
-            hint = nearest(name, fields)
+            hint = suggest(name, fields)
             if flag_of(name) in field_of_flag:  # such as `from`: the setting of --from is `start`
                 hint = f"did you mean {field_of_flag[flag_of(name)]}?"
             raise UsageError(f"{path}: {name} is no setting, {hint}")
@@ -941,7 +952,7 @@ def describe_problem(problem: ErrorDetails, settings_class: type[Settings]) -> s
     flag = flag_in(problem)
     if problem["type"] == "extra_forbidden":
         name = str(problem["loc"][0])
-        return f"{flag}: is unknown, {nearest(name, settings_class.model_fields)}"
+        return f"{flag}: is unknown, {suggest(name, settings_class.model_fields)}"
     if isinstance(problem["input"], str | int | float):
         return f"{flag} {problem['input']}: {text_of(problem)}"
     return f"{flag}: {text_of(problem)}"

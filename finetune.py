@@ -25,7 +25,7 @@ from support.errors import UsageError, as_usage_error
 from support.experiment import FinetuneExperiment, Head, open_experiment
 from support.metrics import Score
 from support.optim import Group, Optimiser, Schedule, train_epochs, trainable
-from support.processes import jobs
+from support.processes import run_in_processes
 from support.runs import (
     LOG,
     TRIALS,
@@ -448,7 +448,7 @@ def run_trials(
         else:
             # Each process loads network and data anew; data in memory are sent to it.
             run_in_process = partial(run_trial_in_process, cfg=cfg, out=out, task=task)
-            new_results = jobs(run_in_process, left, cfg.jobs)
+            new_results = run_in_processes(run_in_process, left, cfg.jobs)
         done = len(list(out.glob(f"{TRIALS}/result.json")))
         # `cfg.trials` is what is planned. If the best rate diverges with a seed, there are more:
         # all seeds are run with the next best rate, too.

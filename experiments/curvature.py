@@ -26,7 +26,7 @@ from experiments.recipe import Dataset, markdown, write_table
 from finetune import finetune
 from mfac import mfac
 from support.experiment import open_align_experiment
-from support.processes import jobs
+from support.processes import run_in_processes
 
 SETTINGS: Record = {
     "backbone": "vit_mini", "alternations": 12, "lower_steps": 20, "upper_steps": 4, "warmup": 2,
@@ -152,7 +152,7 @@ def compare(settings: Record, seeds: int, out: Path) -> None:
         for seed in range(seeds):
             cfg = AlignConfig(**settings | {"hypergrad": inverse, "seed": seed})
             units.append((cfg, out / inverse / f"s{seed}"))
-        list(jobs(align_one, units, 2))
+        list(run_in_processes(align_one, units, 2))
         known = {name: settings[name] for name in ("backbone", "weights", "pretext", "dataset")}
         peft = FinetuneConfig(**known, **PEFT, start=out / inverse, seeds=seeds)
         finetune(peft, out / f"tuned-{inverse}")

@@ -39,7 +39,7 @@ from extras.pretrain import pretrain
 from support import omniglot
 from support.experiment import open_align_experiment, open_experiment
 from support.optim import Group, Optimiser, Schedule, train_epochs, trainable
-from support.processes import jobs
+from support.processes import run_in_processes
 
 PRETRAIN: Record = {
     "backbone": "vit_mini", "pool": "omniglot", "image_size": 28, "patch_size": 4, "epochs": 60,
@@ -149,7 +149,8 @@ def run_all(units: list[Unit], out: Path, results: Path, processes: int) -> None
     """Run those that the file has no line of, and add their lines."""
     done = {Unit(run.name, run.arm, run.cell) for run in read_runs(results)}
     left = [unit for unit in units if unit not in done]
-    for run in progress(jobs(partial(run_unit, out=out), left, processes), len(left), "runs"):
+    runs = run_in_processes(partial(run_unit, out=out), left, processes)
+    for run in progress(runs, len(left), "runs"):
         with results.open("a") as file:
             file.write(json.dumps(run) + "\n")
 

@@ -17,7 +17,7 @@ from support.benchmarks import (
     place_of,
     read_lists,
 )
-from support.errors import RunError, UsageError, as_usage_error, nearest
+from support.errors import RunError, UsageError, as_usage_error, suggest
 from support.runs import sha256
 from support.screen import count
 
@@ -158,7 +158,7 @@ def find_classes_without_a_test(task: Task) -> list[Record]:
 def download(name: str, root: Path) -> Record:
     """Fetch a benchmark's archives and unpack them; its folder is there whole or not at all."""
     if name not in BENCHMARKS:
-        known = nearest(name, BENCHMARKS)
+        known = suggest(name, BENCHMARKS)
         raise UsageError(f"{name}: cannot be downloaded; imagenet is at image-net.org, {known}")
     benchmark = BENCHMARKS[name]
     target = root / benchmark.folder

@@ -11,7 +11,7 @@ learns it in three ways ("arms"), each with four seeds:
 All runs are ordinary ones, which `bisslight evaluate` and the other commands can read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from textwrap import fill
@@ -81,7 +81,9 @@ def demo(
     runs.LOG.info("%d align runs and %d fine-tunings: about two minutes", SEEDS, len(ARMS) * SEEDS)
     align_seed = partial(align_one, cfg=first, out=out, force=force)
     seeds = range(SEEDS)
-    reports = processes.jobs(align_seed, seeds, jobs) if jobs > 1 else map(align_seed, seeds)
+    reports: Iterable[str] = map(align_seed, seeds)
+    if jobs > 1:
+        reports = processes.run_in_processes(align_seed, seeds, jobs)
     list(track(reports, SEEDS, "run"))  # asking for a report makes its run
     for name, cfg in (("aligned", aligned), ("direct", direct), ("restart", restart)):
         finetune(cfg, out / name, force=force, track=track)
@@ -101,7 +103,7 @@ def check_place(out: Path) -> None:
 
 
 def align_one(seed: int, cfg: AlignConfig, out: Path, force: bool) -> str:
-    """Align with a seed; says how it went. `jobs` calls it in its processes."""
+    """Align with a seed; says how it went. `run_in_processes` calls it in its processes."""
     result = align(cfg.replace(seed=seed), out / "align" / f"s{seed}", force=force)
     return f"aligned, seed {seed}  val {result.val_P.accuracy:.1f} %"
 

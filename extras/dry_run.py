@@ -20,7 +20,7 @@ from extras import pretrain
 from finetune import starts_of_seeds
 from support import timm_models
 from support.checkpoints import OFFICIAL_FILES, arch_of, weights_of
-from support.errors import as_usage_error, attempt
+from support.errors import as_usage_error, try_and_collect
 from support.experiment import (
     find_device,
     open_align_experiment,
@@ -51,11 +51,11 @@ def plan_run(command: str, cfg: Command, out: Path, force: bool) -> Plan:
     """Plan a run, whatever is missing; nothing is downloaded or written."""
     # Each step adds its own, so that one dry run names all that is missing, not the first thing.
     problems: list[str] = []
-    attempt(problems, check_directory, out, command, cfg, force)
-    device = attempt(problems, find_device, cfg.device)
+    try_and_collect(problems, check_directory, out, command, cfg, force)
+    device = try_and_collect(problems, find_device, cfg.device)
     work: Record = {"out": out, "device": str(device) if device else None}
     if isinstance(cfg, PretrainConfig):
-        work |= attempt(problems, pretrain.plan, cfg) or {}
+        work |= try_and_collect(problems, pretrain.plan, cfg) or {}
     elif isinstance(cfg, AlignConfig | FinetuneConfig):
         work |= plan_training(cfg, problems)
     recipe = "MAE or I-JEPA" if command == "pretrain" else "the paper"
@@ -76,16 +76,16 @@ def list_unlike_paper(cfg: Command) -> list[Record]:
 
 def plan_training(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Record:
     """What `align` or `finetune` would do."""
-    task: Task | None = attempt(problems, open_task, cfg)
+    task: Task | None = try_and_collect(problems, open_task, cfg)
     pool: Pool | None = None
     images: Record = task.sizes() if task else {}
     if isinstance(cfg, AlignConfig):
-        pool = attempt(problems, open_pool, cfg.pool, cfg.data_root, cfg.data_seed)
+        pool = try_and_collect(problems, open_pool, cfg.pool, cfg.data_root, cfg.data_seed)
         if pool:
             images["pool"] = len(pool.images)
     if isinstance(cfg, FinetuneConfig):
-        attempt(problems, starts_of_seeds, cfg)  # the align runs, which have to be finished
-    weights = attempt(problems, weights_of, cfg)
+        try_and_collect(problems, starts_of_seeds, cfg)  # the align runs, which have to be finished
+    weights = try_and_collect(problems, weights_of, cfg)
     fetched = None
     if weights and not weights.exists():
         url, megabytes = OFFICIAL_FILES[cfg.backbone, cfg.pretext]
@@ -94,9 +94,9 @@ def plan_training(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Rec
         fetched = "timm's, from the Hugging Face hub or its cache"
     # Networks are tried where nothing is missing; otherwise their sizes are all there is to say.
     if weights and weights.exists() and not problems:
-        arch = attempt(problems, try_networks, cfg, task, pool)
+        arch = try_and_collect(problems, try_networks, cfg, task, pool)
     else:
-        arch = attempt(problems, official_arch, cfg)
+        arch = try_and_collect(problems, official_arch, cfg)
     steps = count_align(cfg, task) if isinstance(cfg, AlignConfig) else count_finetune(cfg, task)
     parameters = None
     if arch:

@@ -15,7 +15,7 @@ from torchvision.datasets import Flowers102
 from config import ALPHABETS, Data
 from data import SPLITS, Entries, Pool, Split, Task, find_images, holdout
 from support import omniglot
-from support.errors import UsageError, as_usage_error, nearest
+from support.errors import UsageError, as_usage_error, suggest
 
 Parts = dict[str, Entries]  # by the name of a part: files below the benchmark's folder, labels
 
@@ -249,7 +249,7 @@ def place_of(name: str, root: Path) -> Path | None:
     if name not in named:
         if name != path.name:  # a path, not a misspelt name
             raise ValueError("there is no such folder")
-        raise ValueError(f"there is no such folder; {nearest(name, named)}")
+        raise ValueError(f"there is no such folder; {suggest(name, named)}")
     if name == "imagenet":
         remedy = (
             "148 GB, at image-net.org, registered. As --pool, any folder of images will do, such as"

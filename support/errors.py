@@ -44,7 +44,7 @@ def as_usage_error(thing: str, remedy: str = "") -> Iterator[None]:
         raise  # a fault of this program, which needs its traceback
 
 
-def attempt(
+def try_and_collect(
     problems: list[str], step: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T | None:
     """Return the result of `step(*args, **kwargs)`, or None where it raises a UsageError.
@@ -59,10 +59,10 @@ def attempt(
         return None
 
 
-def nearest(word: str, known: Collection[str]) -> str:
+def suggest(word: str, known: Collection[str]) -> str:
     """Return a hint for an unknown word: the known one that is most like it, or a list of them.
 
-    >>> nearest("vit_l", ["vit_l16", "vit_b16"]), nearest("x", ["mae", "ijepa"])
+    >>> suggest("vit_l", ["vit_l16", "vit_b16"]), suggest("x", ["mae", "ijepa"])
     ('did you mean vit_l16?', 'there are mae, ijepa')
     """
     close = difflib.get_close_matches(word, known, n=1)

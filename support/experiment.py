@@ -25,7 +25,7 @@ from support.benchmarks import (
     place_of,
 )
 from support.checkpoints import AdapterInfo
-from support.errors import UsageError, as_usage_error, attempt
+from support.errors import UsageError, as_usage_error, try_and_collect
 from support.metrics import Score, score
 from support.optim import trainable
 from support.pretext import TaskClass, load_task_class, try_step
@@ -309,8 +309,8 @@ def open_experiment(cfg: C, task: data.Task | None = None) -> Experiment[C]:
     loaded, with a line for each thing that is missing.
     """
     problems: list[str] = []
-    task = task or attempt(problems, open_task, cfg)
-    attempt(problems, checkpoints.check_weights_exist, cfg)
+    task = task or try_and_collect(problems, open_task, cfg)
+    try_and_collect(problems, checkpoints.check_weights_exist, cfg)
     if task is None or problems:
         raise UsageError(*problems)
     return load_experiment(cfg, task)
@@ -340,9 +340,9 @@ def open_align_experiment(
 ) -> AlignExperiment:
     """As `open_experiment`, with the pool D^P: the one that is given, or that of --pool."""
     problems: list[str] = []
-    task = task or attempt(problems, open_task, cfg)
-    pool = pool or attempt(problems, open_pool, cfg.pool, cfg.data_root, cfg.data_seed)
-    attempt(problems, checkpoints.check_weights_exist, cfg)
+    task = task or try_and_collect(problems, open_task, cfg)
+    pool = pool or try_and_collect(problems, open_pool, cfg.pool, cfg.data_root, cfg.data_seed)
+    try_and_collect(problems, checkpoints.check_weights_exist, cfg)
     if task is None or pool is None or problems:
         raise UsageError(*problems)
     with as_usage_error("--pool"):

@@ -14,7 +14,7 @@ from bisslight import Passes, PretextTask
 from config import AlignConfig
 from data import rng
 from lora import Backbone
-from support.errors import UsageError, nearest
+from support.errors import UsageError, suggest
 from support.optim import trainable
 from support.runs import sha256
 
@@ -50,7 +50,7 @@ def load_task_class(name: str) -> TaskClass:
     file = Path(names.get("__file__", place))  # a notebook has none
     if class_name not in names:
         classes = [key for key, value in names.items() if isinstance(value, type)]
-        raise UsageError(f"--pretext {name}: is not there, {nearest(class_name, classes)}")
+        raise UsageError(f"--pretext {name}: is not there, {suggest(class_name, classes)}")
     return TaskClass(name, names[class_name], file)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from support.errors import UsageError
 
-Unit = TypeVar("Unit")  # a piece of work for `jobs`, such as a trial of fine-tuning
+Unit = TypeVar("Unit")  # a piece of work for `run_in_processes`, such as a trial of fine-tuning
 Result = TypeVar("Result")
 
 
@@ -84,7 +84,7 @@ class Stop:
 
     def renew(self) -> None:
         """Forget every signal that was heard."""
-        # The number of the signal, 0 without one; in memory that the processes of `jobs` share.
+        # The number of the signal, 0 without one; in memory that workers share.
         self.flag: ctypes.c_int = RawValue("i", 0)
         self.heard_at = 0.0  # when this process itself heard a signal, in seconds; 0 if never
         self.prints_notice = False  # whether this process answers a signal on stderr
@@ -94,9 +94,9 @@ class Stop:
 
         Python calls this with the signal's number, such as 2 for Ctrl-C, and a frame.
         """
-        # A Ctrl-C reaches the processes of `jobs`, too. It is the first one there, although the
-        # parent may have set the flag, so a process counts those that it heard itself. torchrun
-        # repeats a signal, so two within a second are one request.
+        # A Ctrl-C reaches the workers, too. It is the first one there, although the parent may have
+        # set the flag, so a process counts only those that it heard itself. torchrun repeats a
+        # signal, so two within a second are one request.
         was_heard_before = self.flag.value != 0 and self.heard_at != 0.0
         if was_heard_before and time.monotonic() - self.heard_at > 1:
             print_in_handler("stopped at once; the same command goes on from what was saved last")
@@ -163,11 +163,13 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def jobs(fn: Callable[[Unit], Result], units: Sequence[Unit], count: int) -> Iterator[Result]:
-    """Yield `fn(unit)` for each unit, in order, while `count` processes work on the units.
+def run_in_processes(
+    fn: Callable[[Unit], Result], units: Sequence[Unit], count: int
+) -> Iterator[Result]:
+    """Yield `fn(unit)` for each unit, in order, while `count` workers compute the results.
 
-    They are new processes, so `fn` and the units are pickled. They end with this process. If one
-    unit fails, the others save and stop. Raises UsageError under torchrun.
+    A worker is a new process, so `fn` and the units are pickled. It ends with this process. If one
+    unit fails, the other workers save and stop. Raises UsageError under torchrun.
     """
     if world().size > 1:
         raise UsageError("--jobs: needs a single process; start it without torchrun")
@@ -178,7 +180,7 @@ def jobs(fn: Callable[[Unit], Result], units: Sequence[Unit], count: int) -> Ite
         try:
             yield from pool.map(fn, units)
         except BaseException:
-            # A unit failed, or a signal was heard. The other processes read the flag, so set it to
+            # A unit failed, or a signal was heard. The other workers read the flag, so set it to
             # stop them, and afterwards take it back: this process itself ends with the error.
             signal_heard = stop.flag.value
             if not signal_heard:
@@ -189,9 +191,9 @@ def jobs(fn: Callable[[Unit], Result], units: Sequence[Unit], count: int) -> Ite
 
 
 def start_worker(flag: ctypes.c_int, threads: int, count: int) -> None:
-    """Set up a process of `jobs`, which stops by its parent's flag, and ends if the parent does.
+    """Set up this process as a worker: it stops by its parent's flag, and ends if the parent does.
 
-    `threads` are those of torch in this process, and `count` is the number of such processes.
+    `threads` is the number of torch's threads in it, and `count` is the number of workers.
     """
     threading.Thread(target=exit_after, args=[parent_process()], daemon=True).start()
     make_ready()

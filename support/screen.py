@@ -21,8 +21,8 @@ def is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-# What is printed for each control character, such as \x1b for code 27: as part of a file's name, such
-# a character would reach the terminal as a command. A line break is printed as it is.
+# What is printed for a control character, such as \x1b for code 27. In the name of a file, such a
+# character would reach the terminal as a command. A line break is printed as it is.
 CONTROLS = {code: f"\\x{code:02x}" for code in [*range(32), *range(127, 160)] if chr(code) != "\n"}
 
 

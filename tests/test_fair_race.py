@@ -146,14 +146,14 @@ def test_the_arms_are_what_align_and_finetune_compute(
 
 
 def serially(fn: Any, units: Any, count: int) -> list[Any]:
-    """`support.processes.jobs` without processes, which take seconds to start."""
+    """`support.processes.run_in_processes` without processes, which take seconds to start."""
     return [fn(unit) for unit in units]
 
 
 def test_a_unit_of_each_kind_runs_and_is_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fair_race, "jobs", serially)
+    monkeypatch.setattr(fair_race, "run_in_processes", serially)
     few = [Arm(0.03, 1), Arm(0.03, 1, first_epochs=1)]
     units = [fair_race_plan.Unit("one", arm, Cell("Tagalog", 0, 0)) for arm in few]
     results = tmp_path / "runs.jsonl"

@@ -20,7 +20,7 @@ from toy import PROGRAM, PROGRAM_PATH, align_line, done
 
 import cli
 from support.errors import RunError, UsageError
-from support.processes import World, jobs, make_ready, stop
+from support.processes import World, make_ready, run_in_processes, stop
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 SHARED_STEPS = "--p-batch 9 --d-batch 9"  # an odd number
@@ -64,13 +64,13 @@ def test_a_ctrl_c_that_the_parent_heard_first_does_not_end_its_workers(tmp_path:
 
 def test_a_worker_that_dies_is_told_with_a_remedy() -> None:
     with pytest.raises(RunError, match="--jobs"), cli.training(quiet=True):
-        list(jobs(os._exit, [3], 2))
+        list(run_in_processes(os._exit, [3], 2))
 
 
 def test_jobs_are_refused_beside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("support.processes.world", lambda: World(0, 2))
     with pytest.raises(UsageError, match="torchrun"):
-        next(jobs(len, ["a"], 2))
+        next(run_in_processes(len, ["a"], 2))
 
 
 def together(line: str) -> list[ForkProcess]:
