@@ -34,7 +34,7 @@ from support.optim import (
     trainable,
 )
 from support.runs import LOG, Run, RunResult, Track, check_directory, read_json, untracked
-from support.screen import Answer, count, percent
+from support.screen import Answer, format_accuracies, format_count
 
 EXACT_LIMIT = 5000  # entries of θ: as many Hessian-vector products, and 200 MB in float64
 
@@ -55,11 +55,11 @@ class AlignResult(RunResult, frozen=True):
     def in_words(self) -> Answer:
         """The validation accuracy of both adapters, which of them is kept, and the next command."""
         identity = read_json(Path(self.out, "env.json"))["about"]
-        images = identity["images"]["val"]
-        accuracy_P = percent([self.val_P.accuracy])  # a text, such as "52.0 %"
-        accuracy_D = percent([self.val_D.accuracy])
+        images = format_count(identity["images"]["val"], "image")  # such as "200 images"
+        accuracy_P = format_accuracies([self.val_P.accuracy])  # a text, such as "52.0 %"
+        accuracy_D = format_accuracies([self.val_D.accuracy])
         return Answer(
-            headline=f"aligned: validation {self.metric} {accuracy_P} ({count(images, 'image')})",
+            headline=f"aligned: validation {self.metric} {accuracy_P} ({images})",
             rows=[
                 {"adapter": "lower level: kept, for finetune", "validation": accuracy_P},
                 {"adapter": "upper level", "validation": accuracy_D},

@@ -27,7 +27,7 @@ from config import (
 from support.errors import UsageError, as_usage_error
 from support.permutation import Comparison as Comparison  # also for those who import it from here
 from support.permutation import compare as compare
-from support.screen import Answer, count, format_value, percent
+from support.screen import Answer, format_accuracies, format_count, format_value
 
 LOG = logging.getLogger("bisslight")
 
@@ -105,8 +105,8 @@ class Evaluation(BaseModel, frozen=True):
     def in_words(self) -> Answer:
         """Say how much better the first arm is than each other one, above a table of all."""
         first = self.arms[0]
-        seeds = count(first.seeds, "seed")
-        headline = f"test {first.metric} {percent(first.accuracies)} ({seeds})"
+        seeds = format_count(first.seeds, "seed")
+        headline = f"test {first.metric} {format_accuracies(first.accuracies)} ({seeds})"
         differences = []
         lines = []
         for row in self.arms:
@@ -148,7 +148,7 @@ def describe_few_images(row: Row) -> list[str]:
     if row.interval.half < abs(comparison.difference):
         return []
     return [
-        f"{count(row.test_images, 'test image')} tell an accuracy to within "
+        f"{format_count(row.test_images, 'test image')} tell an accuracy to within "
         f"{row.interval.half:.0f} points: p is about other seeds, not about other images"
     ]
 
@@ -160,7 +160,7 @@ def describe_row(row: Row, first: str) -> Record:
     """
     line: Record = {"arm": row.arm, "seeds": row.seeds, "rate": row.rates}
     line["test images"] = row.test_images
-    line[f"test {row.metric}"] = percent(row.accuracies)
+    line[f"test {row.metric}"] = format_accuracies(row.accuracies)
     if row.interval:
         line["95 % by images"] = f"{row.interval.low:.1f} to {row.interval.high:.1f}"
     comparison = row.first_minus_this

@@ -37,7 +37,7 @@ from support.runs import (
     sha256,
     untracked,
 )
-from support.screen import Answer, count, percent
+from support.screen import Answer, format_accuracies, format_count
 
 
 class Trial(NamedTuple):
@@ -95,11 +95,13 @@ class FinetuneResult(RunResult, frozen=True):
     def in_words(self) -> Answer:
         """The mean and deviation of the test accuracy, and a row for each seed."""
         first_seed = read_json(Path(self.out, "config.json"))["seed"]
-        heading = f"test ({count(self.test_images, 'image')})"
+        heading = f"test ({format_count(self.test_images, 'image')})"
         rows = []
         for i, test in enumerate(self.test):
-            row = {"seed": first_seed + i, "best epoch": self.epochs[i]}
-            rows.append(row | {"validation": percent([self.val[i]]), heading: percent([test])})
+            row: Record = {"seed": first_seed + i, "best epoch": self.epochs[i]}
+            row["validation"] = format_accuracies([self.val[i]])
+            row[heading] = format_accuracies([test])
+            rows.append(row)
         rate = f"rate {self.lr:g}"
         lines = []
         if len(self.grid) > 1:
@@ -111,9 +113,9 @@ class FinetuneResult(RunResult, frozen=True):
             lines.append(f"the seeds start from {STARTS[self.unit]}")
         if lines:
             lines.append("")
-        seeds = count(len(self.test), "seed")
+        seeds = format_count(len(self.test), "seed")
         return Answer(
-            f"test {self.metric} {percent(self.test)} ({seeds}; {rate})",
+            f"test {self.metric} {format_accuracies(self.test)} ({seeds}; {rate})",
             rows,
             [*lines, f"in {Path(self.out).resolve()}"],
         )
@@ -128,7 +130,7 @@ def describe_grid(grid: dict[str, list[float | None]]) -> str:
     words = []
     for rate, accuracies in grid.items():
         finite = [accuracy for accuracy in accuracies if accuracy is not None]
-        outcome = percent(finite) if len(finite) == len(accuracies) else "diverged"
+        outcome = format_accuracies(finite) if len(finite) == len(accuracies) else "diverged"
         words.append(f"{float(rate):g} {outcome}")
     return "validation by rate: " + ", ".join(words)
 

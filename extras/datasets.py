@@ -19,7 +19,7 @@ from support.benchmarks import (
 )
 from support.errors import RunError, UsageError, as_usage_error, suggest
 from support.runs import sha256
-from support.screen import count
+from support.screen import format_count
 
 
 def list_all(root: Path) -> list[Record]:
@@ -131,7 +131,7 @@ def describe_other_files(path: Path, images: list[Path]) -> Record:
     if not others:
         return {}
     kinds = ", ".join(sorted({file.suffix or file.name for file in others}))
-    return {"left out": f"{count(len(others), 'file')} ({kinds})"}
+    return {"left out": f"{format_count(len(others), 'file')} ({kinds})"}
 
 
 def find_twins(task: Task) -> list[Record]:
@@ -145,7 +145,7 @@ def find_twins(task: Task) -> list[Record]:
                 twins.append(f"{first} and {file}")
     if not twins:
         return []
-    return [{"problem": f"{count(len(twins), 'image')} in two classes", "first": twins[0]}]
+    return [{"problem": f"{format_count(len(twins), 'image')} in two classes", "first": twins[0]}]
 
 
 def find_classes_without_a_test(task: Task) -> list[Record]:

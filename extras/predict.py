@@ -20,7 +20,7 @@ from extras.export import check_weights, open_run
 from support.checkpoints import channels_of
 from support.errors import UsageError, as_usage_error
 from support.experiment import open_experiment
-from support.screen import Answer, count
+from support.screen import Answer, format_count
 
 LOG = logging.getLogger("bisslight")
 
@@ -88,7 +88,7 @@ def in_words(guesses: Sequence[Guess], run: Path, seed: int | None) -> Answer:
     for path, guess in zip(paths, guesses, strict=True):
         row = {"image": path.relative_to(folder), "label": guess.label}
         rows.append(row | {"probability": f"{guess.probability:.2f}"})
-    images = count(len(set(paths)), "image")
+    images = format_count(len(set(paths)), "image")
     by = f"seed {open_run(run, seed, None).seed}"
     if seed is None:
         by += ", the run's first; --seed takes another"
@@ -112,7 +112,7 @@ def list_images(places: Sequence[Path]) -> list[Path]:
             others = list_other_files(place, found)
         if others:
             kinds = ", ".join(sorted({path.suffix or path.name for path in others}))
-            LOG.warning("%s: left out %s (%s)", place, count(len(others), "file"), kinds)
+            LOG.warning("%s: left out %s (%s)", place, format_count(len(others), "file"), kinds)
         if not found:
             raise UsageError(f"{place}: holds no image that can be read")
         files += found

@@ -135,10 +135,10 @@ def format_value(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def percent(accuracies: Sequence[float]) -> str:
+def format_accuracies(accuracies: Sequence[float]) -> str:
     """Return the seeds' accuracies, in percent, as text: mean and sample standard deviation.
 
-    >>> percent([51.0, 53.0]), percent([51.0])
+    >>> format_accuracies([51.0, 53.0]), format_accuracies([51.0])
     ('52.0 ± 1.4 %', '51.0 %')
     """
     if len(accuracies) == 1:
@@ -146,10 +146,10 @@ def percent(accuracies: Sequence[float]) -> str:
     return f"{fmean(accuracies):.1f} ± {stdev(accuracies):.1f} %"
 
 
-def count(number: int, thing: str) -> str:
+def format_count(number: int, thing: str) -> str:
     """Return how many things there are, as text.
 
-    >>> count(1, "seed"), count(3, "seed"), count(4800, "image")
+    >>> format_count(1, "seed"), format_count(3, "seed"), format_count(4800, "image")
     ('1 seed', '3 seeds', '4,800 images')
     """
     ending = "" if number == 1 else "s"
