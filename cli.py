@@ -159,10 +159,10 @@ def show_plan(command: str, cfg: Command, options: Options) -> None:
 
 def finish(result: Result, options: Options) -> None:
     """Print the result of a run, then part from torchrun's other processes."""
-    from support.processes import leave  # only now: it loads torch
+    from support.processes import leave_group  # only now: it loads torch
 
     show(result, result.in_words(), options.as_json)
-    leave()
+    leave_group()
 
 
 def show(result: object, words: Answer, as_json: bool) -> None:
@@ -195,7 +195,7 @@ def training(quiet: bool) -> Iterator["Track"]:
 
     from bisslight import Diverged
     from data import ImageError
-    from support.processes import Stopped, leave, make_ready
+    from support.processes import Stopped, leave_group, make_ready
     from support.progress import show_progress
 
     make_ready()
@@ -223,7 +223,7 @@ def training(quiet: bool) -> Iterator["Track"]:
         )
         raise RunError(f"{error}; {remedy}") from error
     except Stopped as stopped:  # a signal was heard, and the run has saved
-        leave()
+        leave_group()
         signal, message = stopped.args  # such as 2, "..."
         print_line(message, sys.stderr)
         raise typer.Exit(128 + signal) from stopped
@@ -390,12 +390,12 @@ def demo(
 ) -> None:
     """See the method at work on handwriting: offline, two minutes on two CPU cores."""
     from extras.demo import demo
-    from support.processes import leave
+    from support.processes import leave_group
 
     with training(quiet or as_json) as track:
         result = demo(out, data_seed=data_seed, jobs=jobs, force=force, track=track)
     show(result, result.in_words(), as_json)
-    leave()
+    leave_group()
 
 
 @app.command(epilog="Example: bisslight export runs/cub-peft --out exported")

@@ -164,7 +164,7 @@ def check_backbone(name: str) -> str:
     is_timm = name.startswith(TIMM) and name != TIMM
     if name in BACKBONES or is_timm:
         return name
-    ours = ""  # for vit_base_patch16_224: says that vit_b16 is the same network
+    ours = ""  # for vit_base_patch16_224: a note that vit_b16 is the same network
     for beginning, backbone in TIMM_NAMES.items():
         if name.startswith(beginning):
             ours = f"{backbone} is this network with the weights of MAE, "
@@ -925,12 +925,12 @@ def make(settings_class: type[C], given: Record) -> C:
         raise UsageError(text) from error
 
 
-# What pydantic says of a problem, as for `AlignConfig(lam=-1, ...)`:
-#     type  "greater_than"; "missing" and "extra_forbidden" are a name too few and one too many
-#     loc   ("lam",); () for several settings; ("aspect", 1) for the second number of a pair
-#     input the value that was given, here -1
-#     msg   "Input should be greater than 0"
-#     ctx   has an "error" where the check is one of our own, which raised this ValueError
+# Pydantic describes a problem by these keys; the values are those for `AlignConfig(lam=-1, ...)`:
+#     type   "greater_than"; it is "missing" for a name too few, "extra_forbidden" for one too many
+#     loc    ("lam",); it is () for several settings, ("aspect", 1) for the second of two numbers
+#     input  -1
+#     msg    "Input should be greater than 0"
+#     ctx    {"gt": 0.0}; its "error" is the ValueError of a check of our own, if one was raised
 
 
 def flag_in(problem: ErrorDetails) -> str:

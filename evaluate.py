@@ -25,7 +25,7 @@ from config import (
     settings_with,
 )
 from support.errors import UsageError, as_usage_error
-from support.permutation import Comparison as Comparison  # also for those who import it from here
+from support.permutation import Comparison as Comparison  # scripts import both from here, too
 from support.permutation import compare as compare
 from support.screen import Answer, format_accuracies, format_count, format_value
 
@@ -66,8 +66,8 @@ class Interval(NamedTuple):
     high: float
 
     @property
-    def half(self) -> float:
-        """Half of the interval's width, as in "50 ± half"."""
+    def half_width(self) -> float:
+        """Half of the interval's width: 1.5 points for an interval from 70 to 73 %."""
         return (self.high - self.low) / 2
 
 
@@ -80,7 +80,7 @@ class Row(BaseModel, frozen=True):
     mean: float  # percent
     std: float | None  # sample standard deviation (n − 1); None for a single seed
     metric: str  # "top-1 accuracy" or "11-point mAP"
-    paper: Reported | None  # the paper's figure; None where it has none, or other settings
+    paper: Reported | None  # the paper's accuracy of such a run; None if it has no such run
     differs: dict[str, str]  # from the first arm; see `list_differences`
     accuracies: list[float]  # one per seed, in percent
     counts: list[int]  # one per seed: images that were right, or hundredths of a point of mAP
@@ -91,7 +91,10 @@ class Row(BaseModel, frozen=True):
 
     @property
     def interval(self) -> Interval | None:
-        """The 95 % interval from the number of test images; None for mAP, no share of images."""
+        """The 95 % interval of the mean that follows from the number of test images.
+
+        It is None for mAP, which is no share of the images.
+        """
         if self.metric != "top-1 accuracy" or not self.test_images:
             return None
         return interval_by_images(self.mean, self.test_images)
@@ -136,8 +139,8 @@ def interval_by_images(accuracy: float, images: int) -> Interval:
     share = accuracy / 100
     centre = (share + z**2 / (2 * images)) / (1 + z**2 / images)
     variance = share * (1 - share) / images + (z / (2 * images)) ** 2
-    half = z * math.sqrt(variance) / (1 + z**2 / images)
-    return Interval(100 * (centre - half), 100 * (centre + half))
+    half_width = z * math.sqrt(variance) / (1 + z**2 / images)
+    return Interval(100 * (centre - half_width), 100 * (centre + half_width))
 
 
 def describe_few_images(row: Row) -> list[str]:
@@ -145,11 +148,11 @@ def describe_few_images(row: Row) -> list[str]:
     comparison = row.first_minus_this
     if comparison is None or row.interval is None:
         return []
-    if row.interval.half < abs(comparison.difference):
+    if row.interval.half_width < abs(comparison.difference):
         return []
     return [
         f"{format_count(row.test_images, 'test image')} tell an accuracy to within "
-        f"{row.interval.half:.0f} points: p is about other seeds, not about other images"
+        f"{row.interval.half_width:.0f} points: p is about other seeds, not about other images"
     ]
 
 

@@ -80,9 +80,9 @@ class Stop:
     """
 
     def __init__(self) -> None:
-        self.renew()
+        self.forget()
 
-    def renew(self) -> None:
+    def forget(self) -> None:
         """Forget every signal that was heard."""
         # The number of the signal, 0 without one; in memory that workers share.
         self.flag: ctypes.c_int = RawValue("i", 0)
@@ -111,13 +111,13 @@ class Stop:
         again = "; Ctrl-C again leaves now" if self.flag.value == signal.SIGINT else ""
         return f"stopping once this epoch or alternation is saved{again}"
 
-    def agreed(self) -> int:
-        """Return the number of the signal to stop, 0 without one, the same in all processes.
+    def agree_on_signal(self) -> int:
+        """Return the number of a signal that any of torchrun's processes heard, 0 without one.
 
-        Each process waits here for the others.
+        Each process waits here for the others, so that all stop after the same step.
         """
         flags = gather(torch.tensor([self.flag.value]))
-        return int(flags.max())  # a signal that a single process heard counts for all
+        return int(flags.max())
 
 
 def print_in_handler(text: str) -> None:
@@ -138,7 +138,7 @@ SIGNALS = (
 
 def make_ready() -> None:
     """Make this process ready for runs: it hears signals, and joins torchrun's other processes."""
-    stop.renew()
+    stop.forget()
     for number in signal.Signals:  # all that this system has: Windows lacks some of SIGNALS
         # A signal that is ignored stays so: `nohup` lets a run outlive its terminal.
         if number.name in SIGNALS and signal.getsignal(number) != signal.SIG_IGN:
@@ -152,11 +152,11 @@ def make_ready() -> None:
         wait_for_all()
 
 
-def leave() -> None:
+def leave_group() -> None:
     """Part from torchrun's other processes, once all of them have called this.
 
-    Otherwise the threads of the group, which are still there when Python ends, sometimes abort the
-    process. A process that failed must not call this: the others would wait for it.
+    Without it, threads of the group are still there when Python ends, and sometimes abort the
+    process. A process that failed must not call this: it and the others would wait for each other.
     """
     if world().size > 1:
         wait_for_all()
@@ -164,12 +164,12 @@ def leave() -> None:
 
 
 def run_in_processes(
-    fn: Callable[[Unit], Result], units: Sequence[Unit], count: int
+    function: Callable[[Unit], Result], units: Sequence[Unit], count: int
 ) -> Iterator[Result]:
-    """Yield `fn(unit)` for each unit, in order, while `count` workers compute the results.
+    """Yield `function(unit)` for each unit, in order, while `count` workers compute the results.
 
-    A worker is a new process, so `fn` and the units are pickled. It ends with this process. If one
-    unit fails, the other workers save and stop. Raises UsageError under torchrun.
+    A worker is a new process, so the function and the units are pickled. It ends with this process.
+    If one unit fails, the other workers save and stop. Raises UsageError under torchrun.
     """
     if world().size > 1:
         raise UsageError("--jobs: needs a single process; start it without torchrun")
@@ -178,7 +178,7 @@ def run_in_processes(
     worker_arguments = (stop.flag, threads, count)
     with ProcessPoolExecutor(count, context, start_worker, worker_arguments) as pool:
         try:
-            yield from pool.map(fn, units)
+            yield from pool.map(function, units)
         except BaseException:
             # A unit failed, or a signal was heard. The other workers read the flag, so set it to
             # stop them, and afterwards take it back: this process itself ends with the error.

@@ -186,7 +186,7 @@ class Run(ExitStack):
         self.events: SummaryWriter | None = None  # of TensorBoard, from the first record on
 
         self.take_directory(command, force, identity)
-        signal_heard = stop.agreed()  # this waits until process 0 has written
+        signal_heard = stop.agree_on_signal()  # this waits until process 0 has written
         self.result = read_json_if_there(path / "result.json")
         if self.result is not None:
             self.result = self.with_paths(self.result)
@@ -349,7 +349,7 @@ class Run(ExitStack):
 
         `done` says what is finished, for the message, such as "alternation 3 of 100".
         """
-        signal_heard = stop.agreed()
+        signal_heard = stop.agree_on_signal()
         minutes = (time.monotonic() - self.saved_at) / 60
         if due or signal_heard or minutes >= self.config.save_minutes:
             self.save()

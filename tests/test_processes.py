@@ -54,7 +54,7 @@ def test_a_ctrl_c_that_the_parent_heard_first_does_not_end_its_workers(tmp_path:
     """A terminal sends it to all; the flag, which they share, is set by the first that hears it."""
 
     def hear_as_the_second() -> int:
-        stop.renew()
+        stop.forget()
         stop.flag.value = signal.SIGINT
         stop.hear(signal.SIGINT)
         return 0
