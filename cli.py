@@ -365,7 +365,7 @@ def evaluate(
 
         draw_curves(runs, curves)
         if picture is None:  # an align run has curves, but no accuracy to compare
-            show({"curves": curves}, Answer(f"in {curves}"), as_json)
+            show({"curves": curves}, Answer(headline=f"in {curves}"), as_json)
             return
     from evaluate import evaluate
 
@@ -444,7 +444,7 @@ def data_list(root: DataRoot = Path("data"), as_json: AsJson = False) -> None:
     from extras.datasets import list_all
 
     sets = list_all(root)
-    show(sets, Answer("", sets), as_json)
+    show(sets, Answer(headline="", rows=sets), as_json)
 
 
 @data_app.command("check", epilog="Example: bisslight data check cub200 --data-root DIR")

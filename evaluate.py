@@ -209,7 +209,7 @@ class Arm(BaseModel, frozen=True):
     data_set: str
     unit: str
     metric: str
-    settings: Record  # those of its runs, the digests of weights and data, and of the align run
+    settings: Record  # those of its runs, and what `read_run` adds, such as "data_sha256"
     accuracies: list[float]
     counts: list[int]
     count_of_all: int  # the count of a network that is always right
@@ -268,7 +268,7 @@ def make_row(arm: Arm, first: Arm) -> Row:
 
 def compare_arms(first: Arm, arm: Arm) -> Comparison:
     """Return the first arm minus this one, in percentage points, with the p-value."""
-    with as_usage_error(f"{first.name}, {arm.name}"):
+    with as_usage_error(f"{first.name}, {arm.name}"):  # where a count is not whole
         return compare(first.counts, arm.counts, arm.count_of_all)
 
 
@@ -406,7 +406,7 @@ def read_run(run: Path) -> Arm:
     result = json.loads((run / "result.json").read_text())
     if not result.get("test"):
         raise UsageError(f"{run}: has no test accuracy, so it is no finetune run; give one")
-    settings = {
+    settings = {  # what runs of one arm have in common
         **config,
         "data_sha256": env["about"]["data_sha256"],
         "weights_sha256": env["about"]["weights_sha256"],

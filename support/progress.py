@@ -49,12 +49,12 @@ class Bars(Progress):
     def __init__(self, on_terminal: bool) -> None:
         super().__init__(
             "{task.description}",
-            BarColumn(None),
+            BarColumn(bar_width=None),  # as wide as there is room
             MofNCompleteColumn(),
             Speed(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            "left",
+            "left",  # the word after the remaining time
             console=Console(stderr=True, highlight=False),
             # In seconds. rich measures the speed over units in this time, and needs two of them.
             speed_estimate_period=3600,
@@ -66,14 +66,15 @@ class Bars(Progress):
     def __call__(self, items: Iterable[T], total: int, label: str, done: int = 0) -> Iterator[T]:
         """Yield the items unchanged, and show each one when it is done.
 
-        They are number `done` + 1 to `total` of the loop that `label` names, such as "align".
+        They are number `done` + 1 to `total` of the loop that `label` names, such as "align". A
+        unit runs when its item is asked for, so it is done when the item arrives here.
         """
         is_outermost = not self.tasks
         task_id = self.add_task(label, total=total, completed=done, text="")
-        self.advance(task_id, 0)  # starts the clock from which the speed is measured
+        self.advance(task_id, advance=0)  # starts the clock from which the speed is measured
         task = self.tasks[-1]
         try:
-            for number, item in enumerate(items, done + 1):
+            for number, item in enumerate(items, start=done + 1):
                 self.advance(task_id)
                 task.fields["text"] = describe_unit(item)
                 line = f"{label} {number}/{total}  {describe_unit(item)}"
@@ -113,11 +114,11 @@ def show_progress(quiet: bool) -> Iterator[Track]:
     if shows_nothing:
         yield untracked
     elif on_terminal:
-        with Bars(on_terminal) as bars:
+        with Bars(on_terminal=True) as bars:
             yield bars
         print_line("", sys.stderr)  # a blank line before the result
     else:
-        yield Bars(on_terminal)
+        yield Bars(on_terminal=False)
 
 
 def describe_unit(item: object) -> str:
