@@ -39,12 +39,12 @@ T = TypeVar("T")
 class Arch(NamedTuple):
     """Sizes of a ViT, its MAE decoder and its I-JEPA predictor."""
 
-    dim: int = 768
-    depth: int = 12
+    dim: int = 768  # length of the vector of a token
+    depth: int = 12  # number of layers
     heads: int = 12
-    image_size: int = 224
+    image_size: int = 224  # side in pixels
     patch_size: int = 16
-    mlp_ratio: float = 4.0
+    mlp_ratio: float = 4.0  # the hidden layer of an MLP has mlp_ratio * dim units
     class_token: bool = True
     decoder_dim: int = 512
     decoder_depth: int = 8

@@ -516,6 +516,7 @@ def follows_paper(config: Record, result: Record) -> bool:
     """
     left_open = settings_left_open(FinetuneConfig)
     for name, value in paper_values(FinetuneConfig, config).items():
+        # A run of an older version may lack a setting; it counts as the paper's value.
         if name not in left_open and config.get(name, value) != value:
             return False
     weights = config["weights"]
