@@ -8,7 +8,15 @@ from typing import NamedTuple
 from torchvision.datasets.utils import download_and_extract_archive, download_url
 
 from config import Record
-from data import FolderError, Task, decode_all, find_images, folder, list_other_files, subfolders
+from data import (
+    FolderError,
+    Task,
+    find_images,
+    find_unreadable,
+    folder,
+    list_other_files,
+    subfolders,
+)
 from support.benchmarks import (
     BENCHMARKS,
     IMAGENET_TERMS,
@@ -84,7 +92,7 @@ def check(name: str, root: Path, partial: bool = False) -> Record:
         else:
             images = find_pool(name, path)
             contents = Contents(images, describe_other_files(path, images), [])
-    damaged = [{"problem": str(error)} for error in decode_all(contents.images)]
+    damaged = [{"problem": str(error)} for error in find_unreadable(contents.images)]
     return {
         "name": name,
         **contents.counts,

@@ -280,7 +280,7 @@ def load_task(cfg: Data, base: Path) -> Task:
     for part in SPLITS:
         # The missing ones are counted below; --partial goes on without them.
         present = [(file, label) for file, label in parts[part] if (base / file).exists()]
-        split = Split.below(base, present)
+        split = Split.from_entries(base, present)
         if name == "voc07" and cfg.voc_difficult == "positive":
             split.targets[split.targets == 0] = 1  # objects that VOC marks as difficult
         splits.append(split)

@@ -102,7 +102,7 @@ class Experiment(Generic[C]):
             data_sha256=self.identity.data_sha256,
             arch=self.arch._asdict(),
             channels=(self.transform.mean, self.transform.std),
-            whole_images=data.Images(self.task.test, self.transform).are_ready,
+            whole_images=data.Images(self.task.test, self.transform).taken_as_stored,
             pretext=cfg.pretext.rpartition(":")[2].lower(),  # of one's own: the class
         )
 
@@ -213,7 +213,7 @@ class Experiment(Generic[C]):
                 images = split.part(own).images
             if isinstance(images, Tensor):  # in memory, so nothing is left to read
                 continue
-            errors = data.decode_all(images)
+            errors = data.find_unreadable(images)
             if errors:
                 raise errors[0]
         wait_for_all()  # the run does not begin before the others have read theirs
