@@ -19,7 +19,7 @@ from data import Pool, Task, steps_per_epoch
 from extras import pretrain
 from finetune import starts_of_seeds
 from support import timm_models
-from support.checkpoints import OFFICIAL_FILES, arch_of, weights_of
+from support.checkpoints import OFFICIAL_FILES, arch_of, find_weights
 from support.errors import as_usage_error, attempt
 from support.experiment import (
     find_device,
@@ -85,7 +85,7 @@ def plan_training(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Rec
             images["pool"] = len(pool.images)
     if isinstance(cfg, FinetuneConfig):
         attempt(problems, starts_of_seeds, cfg)  # the align runs, which have to be finished
-    weights = attempt(problems, weights_of, cfg)
+    weights = attempt(problems, find_weights, cfg)
     fetched = None
     if weights and not weights.exists():
         url, megabytes = OFFICIAL_FILES[cfg.backbone, cfg.pretext]

@@ -79,20 +79,20 @@ def export(
     with as_usage_error(f"--out {out}"):
         if out.exists() and any(out.iterdir()):
             raise UsageError(f"--out {out}: is not empty; remove it or give another")
-    cfg, seed, (theta, phi_D, origin) = open_run(run, seed, weights)
+    cfg, seed, (theta, phi_D, info) = open_run(run, seed, weights)
     loaded = load_backbone(cfg)
-    check_weights(run, origin, loaded.sha256)
+    check_same_weights(run, info, loaded.sha256)
     backbone = loaded.backbone
     head = fold_norm(phi_D)
     peft = to_peft(theta, head, backbone.dim, backbone.scale)
     with as_usage_error(str(run)):
-        timm = to_timm(backbone, loaded.arch, theta, head, origin, cfg)
+        timm = to_timm(backbone, loaded.arch, theta, head, info, cfg)
     files: Record = {
         "peft/adapter_config.json": json.dumps(peft.config, indent=1),
         "peft/adapter_model.safetensors": save(peft.tensors),
         "timm/config.json": json.dumps(timm.config, indent=1),
         "timm/model.safetensors": save(timm.tensors),
-        "README.md": write_card(run, cfg, seed, origin),  # last: with it, the export is whole
+        "README.md": write_card(run, cfg, seed, info),  # last: with it, the export is whole
     }
     for name, content in files.items():
         with as_usage_error(f"--out {out}"):
@@ -135,13 +135,13 @@ def open_run(run: Path, seed: int | None, weights: Path | None) -> Opened:
         return Opened(cfg, seed, load_adapter(file))
 
 
-def check_weights(run: Path, origin: AdapterInfo, sha256: str | None) -> None:
+def check_same_weights(run: Path, info: AdapterInfo, sha256: str | None) -> None:
     """Refuse (UsageError) other weights of the backbone than those that a run was made with."""
-    if sha256 != origin.weights_sha256:
+    if sha256 != info.weights_sha256:
         raise UsageError(f"--weights: {run} was made with others, see its env.json")
 
 
-def write_card(run: Path, cfg: FinetuneConfig, seed: int, origin: AdapterInfo) -> str:
+def write_card(run: Path, cfg: FinetuneConfig, seed: int, info: AdapterInfo) -> str:
     """The model card: what the adapter was trained on, and its accuracy if that was measured."""
     result = read_json_if_there(run / "result.json") or {}
     accuracy = "Test accuracy: not measured"
@@ -154,12 +154,12 @@ def write_card(run: Path, cfg: FinetuneConfig, seed: int, origin: AdapterInfo) -
             accuracy += f"; of all seeds {spread}"
     use = FEATURES
     as_many = ""
-    if origin.classes:
-        accuracy += f".\n\nClasses: {', '.join(origin.classes)}"
+    if info.classes:
+        accuracy += f".\n\nClasses: {', '.join(info.classes)}"
         use = CLASSIFY
         as_many = " and as many classes"
     fields = {
-        **origin.model_dump(),
+        **info.model_dump(),
         "dataset": Path(cfg.dataset).name,  # of a folder, not where it lies
         "accuracy": accuracy,
         "use": use,
@@ -224,11 +224,11 @@ def to_timm(
     arch: Arch,
     theta: Tensor,
     phi_D: Phi,
-    origin: AdapterInfo,
+    info: AdapterInfo,
     cfg: FinetuneConfig,
 ) -> Exported:
     """The merged network, with how its images are made ready (ValueError: nothing says how)."""
-    mean, std = channels_of(origin)
+    mean, std = channels_of(info)
     classes = len(phi_D["bias"]) if phi_D else 0
     architecture = "vit_base_patch16_224"  # any plain ViT's name: the sizes are model_args'
     model_args = vit_args(arch)
@@ -244,12 +244,12 @@ def to_timm(
             "mean": mean,
             "std": std,
             "interpolation": cfg.d_interpolation,
-            "crop_pct": crop_share(arch.image_size, origin.whole_images),
+            "crop_pct": crop_share(arch.image_size, info.whole_images),
             "classifier": "head",
         },
     }
-    if origin.classes:
-        config["label_names"] = origin.classes
+    if info.classes:
+        config["label_names"] = info.classes
     tensors = merge(backbone, theta)
     for name, tensor in phi_D.items():
         tensors[f"head.{name}"] = tensor

@@ -16,7 +16,7 @@ import torch
 
 from config import Record
 from data import Split, Task, find_images, list_other_files
-from extras.export import check_weights, open_run
+from extras.export import check_same_weights, open_run
 from support.checkpoints import channels_of
 from support.errors import UsageError, as_usage_error
 from support.experiment import open_experiment
@@ -54,18 +54,18 @@ def predict(
     if top < 1:
         raise UsageError(f"--top {top}: should be 1 or more")
     files = list_images(places)
-    cfg, _, (theta, phi_D, origin) = open_run(run, seed, weights)
-    if not origin.classes:
+    cfg, _, (theta, phi_D, info) = open_run(run, seed, weights)
+    if not info.classes:
         raise UsageError(f"{run}: has no names of classes; give a finished finetune run")
-    classes = origin.classes
+    classes = info.classes
     with as_usage_error(str(run)):
-        mean, std = channels_of(origin)
+        mean, std = channels_of(info)
     # all absolute: names of files are compared from the folder on that holds them all
     paths = [file.absolute() for file in files]
     images = Split(paths, torch.zeros(len(paths), dtype=torch.long))
-    task = Task("own", images, images, images, classes, mean, std, origin.whole_images)
+    task = Task("own", images, images, images, classes, mean, std, info.whole_images)
     experiment = open_experiment(cfg.replace(device="auto"), task)
-    check_weights(run, origin, experiment.identity.weights_sha256)
+    check_same_weights(run, info, experiment.identity.weights_sha256)
 
     phi_D = {name: tensor.to(experiment.device) for name, tensor in phi_D.items()}
     logits = experiment.logits(images, theta.to(experiment.device), phi_D)

@@ -288,7 +288,7 @@ def open_experiment(cfg: C, task: data.Task | None = None) -> Experiment[C]:
     """
     problems: list[str] = []
     task = task or attempt(problems, open_task, cfg)
-    attempt(problems, checkpoints.check_weights_exist, cfg)
+    attempt(problems, checkpoints.check_weights, cfg)
     if task is None or problems:
         raise UsageError(*problems)
     return load_experiment(cfg, task)
@@ -320,7 +320,7 @@ def open_align_experiment(
     problems: list[str] = []
     task = task or attempt(problems, open_task, cfg)
     pool = pool or attempt(problems, open_pool, cfg.pool, cfg.data_root, cfg.data_seed)
-    attempt(problems, checkpoints.check_weights_exist, cfg)
+    attempt(problems, checkpoints.check_weights, cfg)
     if task is None or pool is None or problems:
         raise UsageError(*problems)
     with as_usage_error("--pool"):

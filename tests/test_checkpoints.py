@@ -23,11 +23,11 @@ from support.checkpoints import (
     build_head,
     build_vit,
     channels_of,
-    from_released,
     load_adapter,
     load_backbone,
     load_theta,
     save_adapter,
+    theta_from_released,
 )
 from support.errors import UsageError
 
@@ -129,7 +129,7 @@ def test_an_adapter_of_the_second_edition_loads() -> None:
     sizes = {name: len(tensor) for name, tensor in adapter.phi_D.items()}
     norm = {f"norm.{name}": 6 for name in ("weight", "bias", "mean", "var")}
     assert sizes == {"weight": 3, "bias": 3, **norm}
-    origin = adapter.origin
+    origin = adapter.info
     assert (origin.rank, origin.alpha, origin.backbone) == (1, 2.0, "vit_mini")
 
 
@@ -140,7 +140,7 @@ def test_a_recorded_lora_in_the_released_layout_is_read() -> None:
     found = rec.group("lora_init")
     state = {f"base_model.model.{name}.default.weight": x for name, x in found.items()}
     flat = torch.cat([tensor.flatten() for tensor in state.values()]).double()
-    read = from_released(state, r.arch.dim).double()
+    read = theta_from_released(state, r.arch.dim).double()
     assert torch.equal(read, to_theta(flat, r.arch.depth, r.arch.dim))
 
 
@@ -165,7 +165,7 @@ def test_the_released_layout_is_read_and_others_are_refused(tmp_path: Path) -> N
         {k: v[:, :16] if "1" in k and "A" in k else v for k, v in s.items()},
     ):
         with pytest.raises(ValueError, match="is not a LoRA file on q and v of width 32"):
-            from_released(other, 32)
+            theta_from_released(other, 32)
 
 
 def test_settings_of_other_sizes_than_the_files_are_refused(weights: Path) -> None:
