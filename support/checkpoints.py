@@ -143,7 +143,7 @@ def load_timm(path: Path | None, cfg: AlignConfig | FinetuneConfig) -> Pretraine
     """
     arch = timm_models.read_arch(cfg)  # refuses a network that cannot be used before it is fetched
     vit = timm_models.load_vit(cfg, tensors_in(read_tensors(path)) if path else None)
-    digest = timm_models.digest(vit.state_dict())  # before the next line changes the positions
+    digest = timm_models.hash_tensors(vit.state_dict())  # before the positions change
     vit.set_input_size((arch.image_size, arch.image_size))  # it resamples the table of positions
     head = build_head(arch, "mae")
     initialise([head], "mae", rng(cfg.seed, "decoder"))

@@ -20,9 +20,9 @@ from support.benchmarks import (
     BENCHMARKS,
     MAKE_POOL,
     MAKE_TASK,
-    find_pool,
-    load_task,
-    place_of,
+    find_folder,
+    find_pool_images,
+    load_benchmark,
 )
 from support.checkpoints import AdapterInfo
 from support.errors import UsageError, as_usage_error, attempt
@@ -412,7 +412,7 @@ def open_task(cfg: AlignConfig | FinetuneConfig) -> data.Task:
     """The labelled task D^D by its name. Raises UsageError."""
     name = cfg.dataset
     with as_usage_error(f"--dataset {name}"):
-        path = place_of(name, cfg.data_root)
+        path = find_folder(name, cfg.data_root)
         if cfg.split_file and name not in BENCHMARKS:
             raise UsageError(f"--split-file {cfg.split_file}: is for cub200 and pets, leave it out")
         if name in MAKE_TASK:
@@ -420,19 +420,19 @@ def open_task(cfg: AlignConfig | FinetuneConfig) -> data.Task:
         if path is None:
             raise UsageError(f"--dataset {name}: is a pool without labels")
         if name in BENCHMARKS:
-            return load_task(cfg, path)
+            return load_benchmark(cfg, path)
         return data.folder(path, cfg.data_seed)
 
 
 def open_pool(name: str, root: Path, seed: int) -> data.Pool:
     """The pool D^P by its name, below a data root; `seed` is --data-seed. Raises UsageError."""
     with as_usage_error(f"--pool {name}"):
-        path = place_of(name, root)
+        path = find_folder(name, root)
         if name in MAKE_POOL:
             return MAKE_POOL[name](seed)
         if path is None:
             raise UsageError(f"--pool {name}: is a labelled data set, and no pool")
-        return data.Pool(find_pool(name, path))
+        return data.Pool(find_pool_images(name, path))
 
 
 # --- The machine -------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from support.benchmarks import (
     DTD,
     MAKE_TASK,
     VOC,
-    folders,
-    place_of,
+    dataset_folders,
+    find_folder,
     read_cub,
     read_lists,
 )
@@ -176,12 +176,12 @@ def test_a_pool_is_the_training_part_of_imagenet_any_folder_or_made(tmp_path: Pa
 
 
 def test_a_name_is_a_place_and_drawn_data_have_none(tmp_path: Path) -> None:
-    assert place_of("quilts", tmp_path) is None and place_of("omniglot", tmp_path) is None
-    assert place_of(f"folder:{tmp_path}", Path("elsewhere")) == tmp_path
-    assert folders(tmp_path).keys() == {*BENCHMARKS, "imagenet"}
+    assert find_folder("quilts", tmp_path) is None and find_folder("omniglot", tmp_path) is None
+    assert find_folder(f"folder:{tmp_path}", Path("elsewhere")) == tmp_path
+    assert dataset_folders(tmp_path).keys() == {*BENCHMARKS, "imagenet"}
     for path in (f"folder:{tmp_path}/none", str(tmp_path / "none")):
         with pytest.raises(ValueError, match=r"no such folder$"):  # and no benchmark is proposed
-            place_of(path, tmp_path)
+            find_folder(path, tmp_path)
 
 
 def test_a_script_gives_its_own_data_a_name(
