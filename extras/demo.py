@@ -75,8 +75,8 @@ def demo(
         out: None: runs/demo.
         data_seed: another one splits the drawers of the characters anew.
         jobs: how many runs are at work at the same time, each in a process.
-        force: as in `align`: start over where settings have changed.
-        track: as in `align`: shows the progress.
+        force: start all runs over.
+        track: shows the progress.
     """
     out = (out or Path("runs/demo")).expanduser()
     check_place(out)

@@ -8,7 +8,7 @@ import torch
 
 from config import BACKBONES, AlignConfig, PretrainConfig
 from data import Pool
-from extras.pretrain import PretrainResult, build_networks, count_work, optimiser
+from extras.pretrain import PretrainResult, build_networks, count_work, make_optimiser
 from support.checkpoints import load_backbone
 from support.errors import UsageError
 
@@ -20,7 +20,7 @@ def config(**more: object) -> PretrainConfig:
 @pytest.mark.parametrize(("batch", "rate"), [(64, 5e-4), (256, 2e-3), (1024, 8e-3)])
 def test_the_base_rate_is_per_256_images(batch: int, rate: float) -> None:
     cfg = config(base_lr=2e-3, batch=batch)
-    opt = optimiser(cfg, {"a.weight": torch.zeros(2, 2)}, 30)
+    opt = make_optimiser(cfg, {"a.weight": torch.zeros(2, 2)}, 30)
     assert [group.lr for group in opt.groups] == [pytest.approx(rate)]
 
 
@@ -28,7 +28,7 @@ def test_the_base_rate_is_per_256_images(batch: int, rate: float) -> None:
 def test_the_first_step_is_number_0_in_mae_and_1_in_ijepa(pretext: str, warm: list[float]) -> None:
     """The warm-up of 4 steps, from 0 or from 0.2 of the rate."""
     cfg = config(pretext=pretext, epochs=2, warmup_epochs=1)
-    opt = optimiser(cfg, {"a.weight": torch.zeros(2, 2)}, 8)
+    opt = make_optimiser(cfg, {"a.weight": torch.zeros(2, 2)}, 8)
     assert opt.rate is not None
     assert [opt.rate(k + 1, 1.0) for k in range(len(warm))] == pytest.approx(warm)
 
