@@ -61,7 +61,9 @@ class Split:
     """Images and their labels, such as the training images of a task."""
 
     images: Stored
-    targets: Tensor  # int64 (images,), classes; (images, classes) if an image may show several
+    # int64. (images,): the class of each image. (images, classes), where an image may show several
+    # classes: 1 yes, -1 no, 0 not counted.
+    targets: Tensor
 
     @classmethod
     def from_entries(cls, root: Path, entries: Entries) -> Self:
@@ -134,8 +136,8 @@ def stack_pairs(pairs: Labelled) -> Split:
 def check_task(task: Task) -> None:
     """Raise ValueError if images or labels of a split cannot be used.
 
-    Pixels are in [0, 1]. A label is the number of a class; where images show several classes, mAP
-    needs at least one image that shows one.
+    Pixels have to be in [0, 1], and labels numbers of classes. Where images may show several
+    classes, each split needs a class that is shown, without which there is no mAP.
     """
     for split in task.splits:
         check_pixels(split.images)
@@ -207,9 +209,9 @@ def names_below(files: list[Path]) -> str:
 def find_images(root: Path, outer: tuple[Path, ...] = ()) -> list[Path]:
     """Find all image files below a folder, except names that begin with a dot; sorted by path.
 
-    Links are followed. The function calls itself for each folder in `root`; `outer` has the folders
-    on the way there, with links resolved. Raises ValueError if a link leads back to one of them, or
-    a name is not UTF-8.
+    Links are followed. The function calls itself for each folder in `root`, and only then gives
+    `outer`: the folders on the way there, with links resolved. Raises ValueError if a link leads
+    back to one of them, or if a name is not UTF-8.
     """
     here = root.resolve()
     for folder_on_the_way in outer:
@@ -480,11 +482,11 @@ def find_unreadable(files: Iterable[Path]) -> list[ImageError]:
 
 
 def cut_random(image: Picture, t: Transform) -> Picture:
-    """Cut out a random part with min_crop to 1 of the area, resize and perhaps flip it (App. C.2).
+    """Cut out a random part with min_crop to 1 of the area, and resize it to (size, size).
 
-    The result is (size, size). Random numbers come from torch's global generator.
+    Every second one is flipped (App. C.2). Random numbers come from torch's global generator.
     """
-    # top, left, height and width
+    # box: top, left, height and width; 3/4 to 4/3 is its width over its height
     box = RandomResizedCrop.get_params(image, [t.min_crop, 1.0], [3 / 4, 4 / 3])
     mode = InterpolationMode(t.interpolation)
     cut: Picture = F.resized_crop(image, *box, [t.size, t.size], mode, antialias=True)
@@ -494,9 +496,9 @@ def cut_random(image: Picture, t: Transform) -> Picture:
 
 
 def cut_centre(image: Picture, t: Transform) -> Picture:
-    """Resize the shorter side to 256/224 of `size`, and cut the centre out, (size, size).
+    """Resize the shorter side to 256/224 of `size`, then cut out the centre, (size, size).
 
-    The authors' program does so, too. With `uncut` the shorter side becomes `size` itself.
+    So does the authors' program. With `uncut`, the shorter side is resized to `size` itself.
     """
     shorter = t.size if t.uncut else round(t.size * 256 / 224)
     resized = F.resize(image, [shorter], InterpolationMode(t.interpolation), antialias=True)
