@@ -40,30 +40,31 @@ EXACT_LIMIT = 5000  # entries of θ: as many Hessian-vector products, and 200 MB
 
 
 class AlignResult(RunResult, frozen=True):
-    """What an align run ended with."""
+    """What an align run ended with: its result.json. `RunResult` adds `out`, its directory."""
 
     adapter: Path  # θ_P's file
-    d_lr: float  # rate of the upper level
-    pretext: str
-    metric: str
-    distance: float  # |θ_P − θ_D|
-    q_over_g: float  # |q| / |g| of the last upper step
-    cosine: float  # of q and g there
-    val_P: Score  # of θ_P on the validation split
-    val_D: Score
+    d_lr: float  # learning rate of the upper level
+    pretext: str  # pretext task, such as "mae"
+    metric: str  # such as "top-1 accuracy"
+    distance: float  # |θ_P − θ_D| after the last upper step, and so are the next two
+    q_over_g: float  # |q| / |g|
+    cosine: float  # between q and g
+    val_P: Score  # θ_P on the validation split
+    val_D: Score  # θ_D there
 
     def in_words(self) -> Answer:
-        """The accuracy of both adapters, and which of them is kept."""
-        images = read_json(Path(self.out, "env.json"))["about"]["images"]["val"]
-        kept = percent([self.val_P.accuracy])
-        rows = [
-            {"adapter": "lower level: kept, for finetune", "validation": kept},
-            {"adapter": "upper level", "validation": percent([self.val_D.accuracy])},
-        ]
+        """The validation accuracy of both adapters, which of them is kept, and the next command."""
+        identity = read_json(Path(self.out, "env.json"))["about"]
+        images = identity["images"]["val"]
+        accuracy_P = percent([self.val_P.accuracy])  # a text, such as "52.0 %"
+        accuracy_D = percent([self.val_D.accuracy])
         return Answer(
-            f"aligned: validation {self.metric} {kept} ({count(images, 'image')})",
-            rows,
-            [
+            headline=f"aligned: validation {self.metric} {accuracy_P} ({count(images, 'image')})",
+            rows=[
+                {"adapter": "lower level: kept, for finetune", "validation": accuracy_P},
+                {"adapter": "upper level", "validation": accuracy_D},
+            ],
+            lines=[
                 "BiSSLight keeps the lower level's adapter, whichever of the two scores more;",
                 "whether aligning helped, finetune and evaluate will tell",
                 "",
@@ -74,28 +75,28 @@ class AlignResult(RunResult, frozen=True):
 
 
 class Optimisers(NamedTuple):
-    """All optimisers of an align run, by the names that checkpoints save them under."""
+    """All optimisers of an align run; checkpoints save them under these names."""
 
-    opt_P: Optimiser  # of θ_P and φ_P; in `State`, too
-    opt_D: Optimiser  # of θ_D and φ_D; in `State`, too
-    probe: Optimiser  # of φ_D alone, before line 3
+    opt_P: Optimiser  # updates θ_P and φ_P; the same object as `State.opt_P`
+    opt_D: Optimiser  # updates θ_D and φ_D; the same object as `State.opt_D`
+    probe: Optimiser  # updates φ_D alone, in linear probing, before line 3
 
 
 class Prepared(NamedTuple):
-    """What Algorithm 1 gets besides batches, before its line 3."""
+    """What Algorithm 1 needs besides batches, before its line 3."""
 
-    state: State
-    pretext_task: PretextTask[Any]
-    head: Head  # h^D: φ_D is in `state`, too
-    hypergrad: Hypergradient
+    state: State  # θ_P, θ_D, φ_P, φ_D and their optimisers
+    pretext_task: PretextTask[Any]  # L^P
+    head: Head  # h^D with L^D; `head.phi` and `state.phi_D` are the same tensors
+    hypergrad: Hypergradient  # lines 10 and 13
     optimisers: Optimisers
 
 
 class Batches(NamedTuple):
-    """A batch for each lower step, and one for each upper step."""
+    """What Algorithm 1 draws from the data."""
 
-    pretext: Iterator[Any]
-    downstream: Iterator[Examples]
+    pretext: Iterator[Any]  # a batch for each lower step
+    downstream: Iterator[Examples]  # a labelled batch for each upper step
 
 
 def align(
@@ -111,8 +112,8 @@ def align(
 
     Args:
         cfg: the settings.
-        out: is made if it is not there.
-        task, pool: data of your own, instead of what the settings name.
+        out: this directory is made if it is not there.
+        task, pool: data in memory, instead of what --dataset and --pool name.
         force: start the run over.
         track: shows progress.
 
@@ -122,18 +123,19 @@ def align(
         cfg = cfg.replace(dataset=name_own_data(*task.splits))
     if pool:
         cfg = cfg.replace(pool=name_own_data(pool))
-    # A first look, at the settings alone; `Run` looks again with the digests, and under its lock.
+    # Refuses another run's directory now, before the data are read. `Run` looks again, at the
+    # digests of the data, too, and once no other process can write there.
     goes_on = check_directory(out, "align", cfg, force)
     experiment = open_align_experiment(cfg, task, pool)
     prepared = prepare(experiment)
     experiment.check_batches("--d-batch", cfg.d_batch)
     if not goes_on:  # a run that goes on has done this when it began
-        # Validation and test images are read, to find damaged ones. Validation stays in memory;
-        # align never scores the test.
+        # This reads validation and test images, to find damaged ones now. Validation images stay in
+        # memory; align never scores test images.
         experiment.decode_held_out_images([experiment.task.val])
     with Run(out, "align", cfg, force, experiment.identity) as run:
         result = run.result or run_algorithm_1(experiment, prepared, run, track)
-    if "diverged" in result:  # when the run was made
+    if "diverged" in result:  # a finished run, which diverged when it was made
         raise Diverged(result["diverged"])
     return AlignResult(**result)
 
@@ -141,21 +143,22 @@ def align(
 def run_algorithm_1(
     experiment: AlignExperiment, prepared: Prepared, run: Run, track: Track
 ) -> Record:
-    """Linear probing and Algorithm 1, from where the run was stopped, with all that it writes.
+    """Do linear probing and Algorithm 1 from where the run was stopped, and write all its files.
 
     Returns what result.json says.
     """
     cfg = experiment.cfg
     state, pretext_task, head, hypergrad, optimisers = prepared
     run.restore(name_tensors(state, head, pretext_task.state), optimisers._asdict())
-    if (
-        run.records
-    ):  # of the run before a stop; a record's step is its alternation, the probe's is 0
+    # After a stop there are records: the probe's, whose step is 0, then one for each alternation.
+    probe_is_done = bool(run.records)
+    if probe_is_done:
         state.done = run.records[-1]["step"]
     try:
-        if cfg.probe_epochs and not run.records:
-            done = optimisers.probe.step // probe_epoch(experiment)
-            for epoch in track(probe(experiment, prepared), cfg.probe_epochs, "probe", done):
+        if cfg.probe_epochs and not probe_is_done:
+            epochs_done = optimisers.probe.step // steps_per_probe_epoch(experiment)
+            epochs = probe(experiment, prepared)
+            for epoch in track(epochs, cfg.probe_epochs, "probe", epochs_done):
                 run.checkpoint(f"probe epoch {epoch.step}")
             run.log({"step": 0, "probe_val": score_probe(experiment, prepared)})
 
@@ -207,7 +210,7 @@ def prepare(experiment: AlignExperiment, hypergrad: Hypergradient | None = None)
 
     Args:
         experiment: data, networks and settings; it stays as it is.
-        hypergrad: lines 10 and 13 of one's own, instead of what the settings name.
+        hypergrad: another function for lines 10 and 13 than the one that --hypergrad names.
     """
     cfg = experiment.cfg
     theta = experiment.new_theta(cfg.seed)  # l.2
@@ -219,7 +222,7 @@ def prepare(experiment: AlignExperiment, hypergrad: Hypergradient | None = None)
 
 
 def batches_left(experiment: AlignExperiment, prepared: Prepared) -> Batches:
-    """Batches for the alternations that are left to do."""
+    """Batches for the alternations after the `prepared.state.done` ones that are finished."""
     cfg = experiment.cfg
     done = prepared.state.done
     lower_steps = range(done * cfg.lower_steps, cfg.alternations * cfg.lower_steps)
@@ -235,20 +238,19 @@ def batches_left(experiment: AlignExperiment, prepared: Prepared) -> Batches:
 def start_state(
     cfg: AlignConfig, theta: Tensor, phi_P: Phi, phi_D: Phi
 ) -> tuple[State, Optimisers]:
-    """Algorithm 1's state before its line 3, and its optimisers with that of the probe.
+    """Make Algorithm 1's state before its line 3, and the optimisers of it and of the probe.
 
-    θ_P and θ_D are copies of θ (l.2). So is φ_P, of the tensors in the task's networks. φ_D, which
-    `new_head` has made for this run alone, is used as it is.
+    φ_D is not copied: it was made for this run alone.
     """
     theta_P = theta.detach().clone().requires_grad_()  # l.2
     theta_D = theta.detach().clone().requires_grad_()  # l.2
-    phi_P = trainable(phi_P, theta.device)
+    phi_P = trainable(phi_P, theta.device)  # a copy, so that the task's networks stay as loaded
 
     T = cfg.alternations
     # + 1: the released program's W steps of warm-up end below the peak, see `Schedule`.
     lower_rate = Schedule(T * cfg.lower_steps, cfg.warmup * cfg.lower_steps + 1, cfg.end_lr)
     upper_rate = Schedule(T * cfg.upper_steps, cfg.warmup * cfg.upper_steps + 1, cfg.end_lr)
-    betas = None if cfg.d_optimizer == "sgd" else (0.9, 0.999)  # None is SGD
+    betas = None if cfg.d_optimizer == "sgd" else (0.9, 0.999)  # `Optimiser` takes None for SGD
 
     lower_groups = [
         Group([theta_P], cfg.p_lr, cfg.p_weight_decay),
@@ -267,7 +269,7 @@ def start_state(
 
 
 def name_tensors(state: State, head: Head, pretext_state: Phi) -> dict[str, Tensor]:
-    """What a checkpoint holds besides the optimisers, by name."""
+    """All tensors that a checkpoint holds, by names such as phi_D.weight."""
     tensors = {"theta_P": state.theta_P, "theta_D": state.theta_D}
     parts = {"phi_P": state.phi_P, "phi_D": head.with_stats, "pretext": pretext_state}
     for part, named in parts.items():
@@ -277,29 +279,29 @@ def name_tensors(state: State, head: Head, pretext_state: Phi) -> dict[str, Tens
 
 
 def probe(experiment: AlignExperiment, prepared: Prepared) -> Iterator[EpochRecord]:
-    """Linear probing: train φ_D at the fresh θ, at the upper level's rate, constant (App. C.3).
+    """Linear probing: train φ_D alone, at the upper level's learning rate, constant (App. C.3).
 
-    Yields each epoch's number and loss, from where the probe's optimiser is.
+    Yields the number and loss of each epoch. It goes on where the probe's optimiser has stopped.
     """
     cfg = experiment.cfg
     state = prepared.state
     opt = prepared.optimisers.probe
     drop_path = cfg.drop_path if cfg.probe_drop_path else 0.0
-    # detached: θ stays as it is, and no gradient is computed for it
+    # θ is detached: it stays as it is, and no gradient is computed for it.
     loss = partial(prepared.head.loss, state.theta_D.detach(), state.phi_D, regularise=True)
-    epoch = probe_epoch(experiment)
+    epoch = steps_per_probe_epoch(experiment)
     steps = range(opt.step, cfg.probe_epochs * epoch)
     examples = experiment.examples("probe", cfg.seed, cfg.d_batch, steps, drop_path, by_epoch=True)
     return train_epochs(loss, opt, examples, epoch, "probe", experiment.passes)
 
 
-def probe_epoch(experiment: AlignExperiment) -> int:
-    """The steps of an epoch of linear probing."""
+def steps_per_probe_epoch(experiment: AlignExperiment) -> int:
+    """How many steps an epoch of linear probing has."""
     return steps_per_epoch(len(experiment.task.train.targets), experiment.cfg.d_batch)
 
 
 def score_probe(experiment: AlignExperiment, prepared: Prepared) -> Record:
-    """The score of the probed head on the validation split."""
+    """Score the probed head on the validation split; returns the fields of a `Score`."""
     val = experiment.task.val
     score = experiment.score(val, prepared.state.theta_D, prepared.head.with_stats)
     LOG.info("linear probe: validation %s %.2f %%", experiment.metric, score.accuracy)
@@ -307,7 +309,7 @@ def score_probe(experiment: AlignExperiment, prepared: Prepared) -> Record:
 
 
 def validate(experiment: AlignExperiment, state: State, head: Head) -> Record:
-    """The scores of θ_P and of θ_D on the validation split, both with φ_D."""
+    """Score θ_P and θ_D on the validation split, both with φ_D; the fields of two `Score`s."""
     val = experiment.task.val
     score_P = experiment.score(val, state.theta_P, head.with_stats)
     score_D = experiment.score(val, state.theta_D, head.with_stats)
@@ -322,7 +324,10 @@ def validate(experiment: AlignExperiment, state: State, head: Head) -> Record:
 
 
 def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
-    """The function of lines 10 and 13 that the settings name. Raises UsageError: θ is too large."""
+    """The function for lines 10 and 13 that --hypergrad names.
+
+    Raises UsageError where θ is too large for the exact one.
+    """
     if cfg.hypergrad == "mfac":
         return partial(mfac.mfac, partition=cfg.partition)
     if cfg.hypergrad == "recursion":
@@ -349,7 +354,7 @@ def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
 
 
 def adapter_file(experiment: AlignExperiment, theta_P: Tensor) -> bytes:
-    """θ_P (l.17) as a file, with what it was trained on and how."""
+    """The bytes of an adapter file with θ_P (l.17), what it was trained on, and how."""
     cfg = experiment.cfg
     of_align = {
         "stage": "align",
@@ -357,17 +362,18 @@ def adapter_file(experiment: AlignExperiment, theta_P: Tensor) -> bytes:
         "hypergrad": cfg.hypergrad if cfg.upper_steps else "lower only",
         "unlike_paper": unlike_paper(cfg),
     }
-    return save_adapter(theta_P, {}, experiment.origin.model_copy(update=of_align))
+    info = experiment.origin.model_copy(update=of_align)
+    return save_adapter(theta_P, phi_D={}, info=info)  # no head: fine-tuning starts a fresh one
 
 
 def summary(experiment: AlignExperiment, last: Record) -> Record:
-    """What result.json says, from the record of the last alternation."""
+    """What result.json says; `last` is the record of the last alternation."""
     result: Record = {
         "d_lr": experiment.cfg.d_lr,
         "pretext": experiment.origin.pretext,
         "metric": experiment.metric,
     }
     for name in ("distance", "q_over_g", "cosine"):
-        steps = last[name] or [0.0]  # with --upper-steps 0 there are none
+        steps = last[name] or [0.0]  # the list is empty with --upper-steps 0
         result[name] = steps[-1]
     return result | {"val_P": last["val_P"], "val_D": last["val_D"]}

@@ -41,14 +41,14 @@ from support.screen import Answer, count, percent
 
 
 class Trial(NamedTuple):
-    """One learning rate with one seed."""
+    """What one trial is: a learning rate, a seed and where θ starts."""
 
     lr: float
     seed: int
     start: Path | None  # the adapter that θ starts from; None: a fresh θ
 
     def place(self, out: Path) -> Path:
-        """Its run directory."""
+        """Its run directory, such as OUT/lr0.001-s0."""
         return out / f"lr{self.lr:g}-s{self.seed}"
 
 
@@ -57,11 +57,11 @@ class TrialResult(RunResult, frozen=True):
 
     lr: float
     seed: int
-    val: Score | None  # of the best epoch; None: it diverged
-    epoch: int | None = None  # the best one
-    test_curve: dict[int, float] | None = None  # test accuracy by epoch, if it was asked for
+    val: Score | None  # validation of the best epoch; None: the trial diverged
+    epoch: int | None = None  # number of the best epoch, from 1
+    test_curve: dict[int, float] | None = None  # test accuracy by epoch, with --test-curve
     diverged: str | None = None  # where and how
-    adapter: Path  # θ and the head after the best epoch
+    adapter: Path  # file with θ and the head after the best epoch
 
     def __str__(self) -> str:
         name = f"rate {self.lr:g}  seed {self.seed}"
@@ -77,23 +77,23 @@ class FinetuneResult(RunResult, frozen=True):
     backbone: str
     pretext: str
     metric: str
-    unit: str  # what one seed repeats
-    aligned_by: str | None  # hypergradient of the align run that it started from
+    unit: str  # what is done anew for each seed, such as "align run and PEFT"
+    aligned_by: str | None  # hypergradient of the align run that it started from, such as "mfac"
     aligned_on: str | None  # dataset of that run
     align_unlike_paper: Record | None  # settings of that run that are not the paper's
-    lr: float  # the chosen rate
-    grid: dict[str, list[float | None]]  # validation accuracy by rate; None: diverged
-    val: list[float]
-    epochs: list[int]  # the best epoch
-    test: list[float]  # accuracy in percent
+    lr: float  # the chosen learning rate
+    grid: dict[str, list[float | None]]  # validation accuracies by rate; None: it diverged
+    val: list[float]  # validation accuracy in percent
+    epochs: list[int]  # number of the best epoch
+    test: list[float]  # test accuracy in percent
     test_loss: list[float]
-    test_per_class: list[float | None]
+    test_per_class: list[float | None]  # mean accuracy of the classes in percent
     test_images: int
-    right: list[int] | None  # test images that were right; None where the accuracy is mAP
+    right: list[int] | None  # how many test images were right; None where the accuracy is mAP
     trial_seconds: list[float]  # CPU time
 
     def in_words(self) -> Answer:
-        """Mean and deviation of the test, and a row for each seed."""
+        """The mean and deviation of the test accuracy, and a row for each seed."""
         first_seed = read_json(Path(self.out, "config.json"))["seed"]
         heading = f"test ({count(self.test_images, 'image')})"
         rows = []
@@ -120,7 +120,7 @@ class FinetuneResult(RunResult, frozen=True):
 
 
 def describe_grid(grid: dict[str, list[float | None]]) -> str:
-    """The validation of each rate.
+    """The validation accuracy of each rate, as a line.
 
     >>> describe_grid({"0.01": [50.0, 52.0], "0.1": [None]})
     'validation by rate: 0.01 51.0 ± 1.4 %, 0.1 diverged'
@@ -136,13 +136,13 @@ def describe_grid(grid: dict[str, list[float | None]]) -> str:
 class Starts(NamedTuple):
     """Where the seeds start."""
 
-    files: Sequence[Path | None]  # of each seed: an adapter, or None for a fresh θ
-    unit: str  # what is done anew for each seed, so what p-values are about
+    files: Sequence[Path | None]  # an adapter file for each seed; None: the seed has a fresh θ
+    unit: str  # what is done anew for each seed, which is what p-values are about
 
 
-Seeds = list[tuple[int, Path | None]]  # each with the adapter that it starts from
-RunTrials = Callable[[list[Trial]], list[TrialResult]]  # those of a rate in the order of the seeds
-Grid = dict[float, list[TrialResult]]  # learning rates, and how each went with one seed or more
+Seeds = list[tuple[int, Path | None]]  # seeds, each with the adapter file that it starts from
+RunTrials = Callable[[list[Trial]], list[TrialResult]]  # results come in the order of the seeds
+Grid = dict[float, list[TrialResult]]  # by learning rate, its trials: one seed or more
 
 
 def finetune(
@@ -153,9 +153,16 @@ def finetune(
     force: bool = False,
     track: Track = untracked,
 ) -> FinetuneResult:
-    """Fine-tune into the run directory `out`; `force` starts over, `track` shows progress.
+    """Fine-tune into the run directory `out`; the same call goes on after a stop.
 
-    `task`: one of your own. UsageError before the long work; Diverged where every rate diverges.
+    Args:
+        cfg: the settings.
+        out: this directory is made if it is not there.
+        task: data in memory, instead of what --dataset names.
+        force: start the run over.
+        track: shows progress.
+
+    Raises UsageError before the long work, and Diverged where every learning rate diverges.
     """
     if task:
         cfg = cfg.replace(dataset=name_own_data(*task.splits))
@@ -164,10 +171,10 @@ def finetune(
     starts = starts_of_seeds(cfg)
     files = [file for file in starts.files if file]  # none where each seed has a fresh θ
     stage = "finetune" if cfg.restart else "align"
-    # Each file is checked once; a dict keeps their order.
+    # Seeds may share a file; `fromkeys` leaves out repetitions and keeps the order.
     origins = [check_origin(file, experiment, stage) for file in dict.fromkeys(files)]
-    # Align runs differ only in the seed, so the first one speaks for all. A restart has none.
-    origin = AdapterInfo(pretext=experiment.origin.pretext)
+    # Align runs differ only in the seed, so the first one speaks for all.
+    origin = AdapterInfo(pretext=experiment.origin.pretext)  # if there is no align run
     if origins and not cfg.restart:
         origin = origins[0]
     experiment.check_batches("--batch", cfg.batch)
@@ -206,10 +213,10 @@ def finetune(
 
 
 def starts_of_seeds(cfg: FinetuneConfig) -> Starts:
-    """Where each seed starts, and what is done anew for it. Raises UsageError.
+    """Find where each seed starts, and say what is done anew for it. Raises UsageError.
 
-    --from names nothing (a fresh θ), a finetune run with --restart, a LoRA file, an align run, or a
-    folder of align runs, one for each seed.
+    Without --from, each seed has a fresh θ. Otherwise --from names a LoRA file, an align run, a
+    folder of align runs (one for each seed), or with --restart a finished finetune run.
     """
     if cfg.start is None:
         return Starts([None] * cfg.seeds, "PEFT seed")
@@ -273,11 +280,11 @@ def check_that_seeds_alone_differ(runs: Sequence[Path], folder: Path) -> None:
 
 
 def check_origin(file: Path, experiment: FinetuneExperiment, stage: str) -> AdapterInfo:
-    """Read what an adapter says of itself; refuse it (UsageError) if it does not fit here.
+    """Read what an adapter file says of itself; refuse it (UsageError) if it does not fit here.
 
-    It needs to come from this stage (align, or finetune for a restart) and from the same network.
-    If it was trained on the same dataset, then on the same split: on another one, it could have
-    seen the images that are tested here.
+    It has to come from this stage ("align", or "finetune" for a restart) and from the same network.
+    If it was trained on the same dataset, it has to be on the same split, too: otherwise it may
+    have seen the images that are tested here.
     """
     this = experiment.origin
     with as_usage_error(f"--from {file}"):
@@ -285,11 +292,11 @@ def check_origin(file: Path, experiment: FinetuneExperiment, stage: str) -> Adap
         shape = experiment.theta_shape
         if theta.shape != shape:
             raise ValueError(f"holds θ {[*theta.shape]}, this run's is {[*shape]}; see --rank")
-        if origin.stage is None:  # a released file says nothing of itself
+        if origin.stage is None:  # a file of the authors' program says nothing of itself
             origin = AdapterInfo(stage="align", hypergrad="unknown")
         if origin.stage != stage:
             raise ValueError(f"is of {origin.stage}; give an align run, or --restart to start anew")
-        # alpha: θ was trained with the scale alpha / rank
+        # Alpha is among them because θ was trained with the scale alpha / rank.
         for name in ("backbone", "rank", "alpha", "weights_sha256"):
             actual, expected = getattr(origin, name), getattr(this, name)
             if actual not in (None, expected):
@@ -307,7 +314,7 @@ def check_origin(file: Path, experiment: FinetuneExperiment, stage: str) -> Adap
 
 
 def is_same_dataset(name: str | None, other: str | None) -> bool:
-    """Whether two names mean one dataset. A folder may be named by another path, such as a link."""
+    """Whether two names mean the same dataset; a folder may have two paths, one by a link."""
     if name and other and name.startswith("folder:") and other.startswith("folder:"):
         path = Path(name.removeprefix("folder:")).resolve()
         return path == Path(other.removeprefix("folder:")).resolve()
@@ -318,8 +325,8 @@ def is_same_dataset(name: str | None, other: str | None) -> bool:
 
 
 def try_grid(cfg: FinetuneConfig, seeds: Seeds, run_all: RunTrials) -> Grid:
-    """Run every rate with the first seeds."""
-    # With a single rate there is nothing to choose: all its seeds are run at once.
+    """Run every learning rate with the first --grid-seeds seeds."""
+    # With a single rate there is nothing to choose, so all its seeds are run at once.
     first_seeds = seeds[: cfg.grid_seeds] if len(cfg.grid) > 1 else seeds
     grid: Grid = {lr: [] for lr in cfg.grid}
     # All trials in one call, so that --jobs has work for each process.
@@ -330,10 +337,10 @@ def try_grid(cfg: FinetuneConfig, seeds: Seeds, run_all: RunTrials) -> Grid:
 
 
 def choose_rate(grid: Grid, seeds: Seeds, run_all: RunTrials) -> list[TrialResult]:
-    """The trials of all seeds at the rate that is best on validation.
+    """Run all seeds with the learning rate that is best on validation; returns these trials.
 
-    A rate that diverges with any seed is given up for the next best; Diverged if none is left. Of
-    equally good rates, the first of the grid is taken.
+    A rate that diverges with any seed is given up for the next best. Of equally good rates, the
+    first of the grid is taken. Raises Diverged if no rate is left.
     """
     candidates = [trials for trials in grid.values() if None not in accuracies_of(trials)]
     candidates.sort(key=quality_of, reverse=True)  # keeps ties in order
@@ -348,25 +355,28 @@ def choose_rate(grid: Grid, seeds: Seeds, run_all: RunTrials) -> list[TrialResul
 def warn_about_grid(grid: Grid, lr: float, out: Path) -> None:
     """Warn where the chosen rate is an end of the grid: a better one may lie beyond."""
     accuracies = accuracies_of(grid[lr])
-    as_good = [rate for rate, trials in grid.items() if accuracies_of(trials) == accuracies]
+    tied_rates = [rate for rate, trials in grid.items() if accuracies_of(trials) == accuracies]
     is_end = lr in (min(grid), max(grid))
-    # Two rates are both ends; and where others are as good, nothing points beyond the grid.
-    if is_end and as_good == [lr] and len(grid) > 2:
+    # A tie says nothing about rates outside of the grid, and of two rates both are ends.
+    if is_end and tied_rates == [lr] and len(grid) > 2:
         LOG.warning("%s: the best rate, %g, is an end of --grid, look beyond it", out, lr)
 
 
 def accuracies_of(trials: Sequence[TrialResult]) -> list[float | None]:
-    """The validation accuracy of each; None: it diverged."""
+    """The validation accuracy of each trial in percent; None: it diverged."""
     return [trial.val.accuracy if trial.val else None for trial in trials]
 
 
 def quality_of(trials: Sequence[TrialResult]) -> tuple[float, float]:
-    """What a rate is chosen by, from its trials that did not diverge."""
+    """The quality of a learning rate, from its trials that did not diverge; see `quality`."""
     return quality([trial.val for trial in trials if trial.val])
 
 
 def quality(scores: Sequence[Score]) -> tuple[float, float]:
-    """What rates and epochs are compared by: mean accuracy; of equal ones, the lower mean loss."""
+    """What rates and epochs are compared by: the larger is better.
+
+    The mean accuracy decides; where it is equal, the lower mean loss does.
+    """
     accuracy = fmean(score.accuracy for score in scores)
     loss = fmean(score.loss for score in scores)
     return accuracy, -loss
@@ -375,10 +385,10 @@ def quality(scores: Sequence[Score]) -> tuple[float, float]:
 def score_on_test(
     trials: Sequence[TrialResult], experiment: FinetuneExperiment, run: Run
 ) -> Record:
-    """Test each trial once, with θ and the head of its best epoch.
+    """Score the test split with each trial's θ and head of its best epoch, once.
 
-    The file of both is copied to OUT/adapter-sSEED.safetensors. Returns what result.json says of
-    the seeds: a list for each quantity.
+    Copies the file of both to OUT/adapter-sSEED.safetensors. Returns a part of result.json: a list
+    with an entry per seed for each quantity.
     """
     test = experiment.task.test
     scores = []
@@ -401,7 +411,7 @@ def score_on_test(
 
 
 def add_up_seconds(out: Path) -> Record:
-    """CPU and wall seconds of all trials, also of those in other processes or before a stop."""
+    """CPU and wall seconds of all trials, in whatever process, before a stop or after it."""
     results = [read_json(file) for file in out.glob(f"{TRIALS}/result.json")]
     return {
         "cpu_seconds": sum(result["cpu_seconds"] for result in results),
@@ -415,39 +425,42 @@ def add_up_seconds(out: Path) -> Record:
 def run_trials(
     trials: list[Trial], experiment: FinetuneExperiment, out: Path, task: Task | None, track: Track
 ) -> list[TrialResult]:
-    """Run trials, one after another or --jobs at a time; of finished ones, read the results.
+    """Run trials, one after another or --jobs at a time; the results of finished ones are read.
 
-    Returns the results in the order of the seeds.
+    Args:
+        trials: of one learning rate or of several.
+        experiment: data, networks and settings.
+        out: the directory of the whole finetune run.
+        task: the data in memory, if that is what is fine-tuned on.
+        track: shows progress.
+
+    Returns the results sorted by seed.
     """
     cfg = experiment.cfg
     run_one = partial(run_trial, experiment=experiment, out=out, track=track)
-    results = []
-    left = []
-    for trial in trials:
-        if (trial.place(out) / "result.json").exists():
-            results.append(run_one(trial))  # it is finished: this reads its result
-        else:
-            left.append(trial)
+    finished = [trial for trial in trials if (trial.place(out) / "result.json").exists()]
+    results = [run_one(trial) for trial in finished]  # this only reads their results
+    left = [trial for trial in trials if trial not in finished]
     if left:
-        new: Iterator[TrialResult]  # a trial is run when its result is asked for, by `track`
+        new_results: Iterator[TrialResult]  # each `next` of it runs a trial
         if cfg.jobs == 1:
-            new = map(run_one, left)
+            new_results = map(run_one, left)
         else:
-            # Each process loads network and data anew; only a task of your own is sent to it.
+            # Each process loads network and data anew; data in memory are sent to it.
             run_in_process = partial(run_trial_in_process, cfg=cfg, out=out, task=task)
-            new = jobs(run_in_process, left, cfg.jobs)
+            new_results = jobs(run_in_process, left, cfg.jobs)
         done = len(list(out.glob(f"{TRIALS}/result.json")))
-        # There are more trials than planned where the best rate diverges with one of the seeds:
-        # then all seeds are run with the next best rate, too.
+        # `cfg.trials` is what is planned. If the best rate diverges with a seed, there are more:
+        # all seeds are run with the next best rate, too.
         total = max(cfg.trials, done + len(left))
-        results += track(new, total, "run", done)
+        results += track(new_results, total, "run", done)
     return sorted(results, key=attrgetter("seed"))
 
 
 def run_trial_in_process(
     trial: Trial, cfg: FinetuneConfig, out: Path, task: Task | None
 ) -> TrialResult:
-    """`run_trial` in a process of its own."""
+    """Do `run_trial` in another process, which has to open the experiment itself."""
     return run_trial(trial, open_experiment(cfg, task), out)
 
 
@@ -476,10 +489,10 @@ def run_trial(
 
 
 def peft(trial: Trial, experiment: FinetuneExperiment, run: Run, track: Track) -> Record:
-    """Train θ, from a file or a fresh one, and a fresh head φ_D.
+    """Train θ, which starts from a file or fresh, and a fresh head φ_D.
 
-    Writes both as they were after the best epoch, and returns that epoch's record. Diverged where
-    a loss is not finite.
+    Writes both as they were after the best epoch, and returns the record of that epoch. Raises
+    Diverged where a loss is not finite.
     """
     cfg = experiment.cfg
     label = f"lr {trial.lr:g} seed {trial.seed}"
@@ -492,10 +505,10 @@ def peft(trial: Trial, experiment: FinetuneExperiment, run: Run, track: Track) -
     epoch = steps_per_epoch(len(experiment.task.train.targets), cfg.batch)  # its steps
     opt = make_optimiser(cfg, trial.lr, [theta, *head.phi.values()], epoch)
     current = {"theta": theta, **head.with_stats}
-    # The numbers after the best epoch, in tensors that training does not change.
+    # Copies that hold the numbers after the best epoch so far.
     best = {name: tensor.detach().clone() for name, tensor in current.items()}
     saved = current | {f"best.{name}": tensor for name, tensor in best.items()}
-    run.restore(saved, {"opt": opt})  # reads them back if the run was stopped, and sets opt.step
+    run.restore(saved, {"opt": opt})  # if the run was stopped: reads all back, opt.step, too
 
     steps = range(opt.step, cfg.epochs * epoch)  # those that are left
     epochs = train_epochs(
@@ -544,7 +557,7 @@ def make_optimiser(cfg: FinetuneConfig, lr: float, tensors: list[Tensor], epoch:
 
 
 def validate(experiment: FinetuneExperiment, theta: Tensor, head: Head, epoch: int) -> Score:
-    """The score on the validation split (Diverged where its loss is not finite)."""
+    """Score θ and the head on the validation split. Raises Diverged: its loss is not finite."""
     score = experiment.score(experiment.task.val, theta, head.with_stats)
     if not math.isfinite(score.loss):
         raise Diverged(f"validation after epoch {epoch}: loss is not finite")
@@ -552,7 +565,7 @@ def validate(experiment: FinetuneExperiment, theta: Tensor, head: Head, epoch: i
 
 
 def curve_of(records: Sequence[Record]) -> dict[int, float]:
-    """Test accuracy by epoch, for --test-curve."""
+    """The test accuracy by epoch, from the records of a trial with --test-curve."""
     curve = {}
     for record in records:
         if "test" in record:
@@ -561,7 +574,7 @@ def curve_of(records: Sequence[Record]) -> dict[int, float]:
 
 
 def best_epoch(records: Sequence[Record]) -> Record:
-    """The best of the epochs that were validated; of equally good ones the first."""
+    """The record of the best epoch, among those that were validated."""
     validated = [record for record in records if record["val"]]
-    # of equal ones, max takes the first
+    # Of equally good ones, `max` takes the first.
     return max(validated, key=lambda record: quality([Score(**record["val"])]))

@@ -18,7 +18,7 @@ from matplotlib.rcsetup import cycler
 from config import Record
 from evaluate import Row, find_runs
 from support.errors import UsageError, as_usage_error
-from support.runs import flatten, read_json_if_there, write_atomic
+from support.runs import mean_numbers, read_json_if_there, write_atomic
 
 # The colours of Okabe and Ito, which colour-blind readers can tell apart
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#888888")
@@ -144,7 +144,7 @@ def read_curves(run: Path) -> dict[str, Curve]:
     values: dict[tuple[str, int], list[float]] = defaultdict(list)
     for folder in folders:
         for record in read_metrics(folder):
-            for quantity, value in flatten(record).items():
+            for quantity, value in mean_numbers(record).items():
                 values[quantity, record["step"]].append(value)
     curves: dict[str, Curve] = defaultdict(dict)
     for (quantity, step), seed_values in values.items():

@@ -33,7 +33,7 @@ from support.processes import gather, own_part, wait_for_all, world
 from support.runs import LOG, Identity
 
 C = TypeVar("C", AlignConfig, FinetuneConfig)
-FIRST_IMAGES = 4  # a pretext task of one's own is tried on so many, before the long work
+FIRST_IMAGES = 4  # a custom pretext task is tried on so many images, before the long work
 
 
 class Head(NamedTuple):
@@ -72,8 +72,9 @@ class Experiment(Generic[C]):
 
     @property
     def theta_shape(self) -> tuple[int, int]:
-        """The shape (K, p) of θ."""
-        return self.backbone.depth, 4 * self.cfg.rank * self.backbone.dim
+        """The shape (K, p) of θ: layers, and numbers of LoRA in a layer."""
+        per_layer = 4 * self.cfg.rank * self.backbone.dim  # A_q, B_q, A_v and B_v
+        return self.backbone.depth, per_layer
 
     @property
     def transform(self) -> data.Transform:
@@ -90,7 +91,7 @@ class Experiment(Generic[C]):
 
     @property
     def origin(self) -> AdapterInfo:
-        """What every adapter that is trained here says of itself."""
+        """What is written into every adapter file that is trained here."""
         cfg = self.cfg
         return AdapterInfo(
             backbone=cfg.backbone,
@@ -103,7 +104,7 @@ class Experiment(Generic[C]):
             arch=self.arch._asdict(),
             channels=(self.transform.mean, self.transform.std),
             whole_images=data.Images(self.task.test, self.transform).taken_as_stored,
-            pretext=cfg.pretext.rpartition(":")[2].lower(),  # of one's own: the class
+            pretext=cfg.pretext.rpartition(":")[2].lower(),  # of FILE.py:Class the class
         )
 
     def new_theta(self, seed: int) -> Tensor:
@@ -113,9 +114,11 @@ class Experiment(Generic[C]):
         return theta.to(self.device)
 
     def new_head(self, purpose: str, seed: int) -> Head:
-        """A fresh head (App. C.2); `purpose` and the seed decide on its random numbers."""
+        """A fresh head (App. C.2); its random numbers depend on `purpose` and the seed.
+
+        So align ("align head") and finetune ("peft head") draw other heads from the same seed.
+        """
         dim = self.backbone.dim
-        # `purpose`: so align and finetune draw other heads from the same seed.
         g = data.rng(seed, purpose)
         start = lora.init_head(dim, len(self.task.classes), g)
         stats: Phi = {}
@@ -140,18 +143,23 @@ class Experiment(Generic[C]):
     ) -> Iterator[lora.Examples]:
         """Labelled training batches of these steps, with drop path of this rate.
 
-        Their order depends on `purpose` and the seed; `by_epoch` as in `data.draws_of_step`.
+        Args:
+            purpose: order, crops and drop path depend on it and the seed; "probe", "downstream" of
+                align, or "peft".
+            batch: images in a step, of which this process yields its part.
+            steps: numbers of the steps, from 0 over the whole run.
+            by_epoch: see `data.draws_of_step`.
         """
         train = self.task.train
-        images = data.Images(train, self.transform, True, seed, purpose)
+        images = data.Images(train, self.transform, True, seed, purpose)  # True: random crops
         draws = data.stream(len(train.targets), batch, seed, purpose, steps, by_epoch)
         own_draws = (of_step[own_part(len(of_step))] for of_step in draws)
         batches = data.batches(images, own_draws, self.cfg.workers, self.device)
         for step, (x, y) in zip(steps, batches, strict=True):
             drop = None
             if drop_path:
-                # For all n images of the step, of which x may hold this process's part: the
-                # random numbers do not depend on how many processes there are.
+                # Numbers are drawn for all n images of the step, although x may hold only this
+                # process's part: so they do not depend on how many processes there are.
                 n = len(data.draws_of_step(len(train.targets), batch, step, by_epoch))
                 g = data.rng(seed, purpose, "drop", step)
                 factors = lora.drop_path(drop_path, self.backbone.depth, n, g)  # (n, K, 2)
@@ -159,40 +167,49 @@ class Experiment(Generic[C]):
             yield lora.Examples(x, y, drop)
 
     def score(self, split: data.Split, theta: Tensor, phi_D: Phi) -> Score:
-        """Accuracy and loss on a split; φ_D with BatchNorm's statistics, if any."""
+        """Accuracy and loss of θ and φ_D on a split.
+
+        `phi_D` has BatchNorm's running statistics, too, if the head has a BatchNorm.
+        """
         z = self.logits(split, theta, phi_D)
         losses = lora.cross_entropy(z, split.targets, self.cfg.voc_loss)
         return score(z, split.targets, losses)
 
     @torch.no_grad()
     def logits(self, split: data.Split, theta: Tensor, phi_D: Phi) -> Tensor:
-        """Logits (n, C) of a split, whose images the processes share; φ_D as in `score`."""
+        """Logits (n, C) of the n images of a split, on the CPU; `phi_D` as in `score`.
+
+        Each process computes those of its own part of the images, then all get all.
+        """
         own = data.decode_once(split, self.transform, own_numbers(split))
-        draws = [(i, i) for i in range(len(own.targets))]  # each image is drawn once
+        draws = [(i, i) for i in range(len(own.targets))]  # each image is drawn once, in order
         batch = self.cfg.micro_batch or 256
         pieces = [draws[first : first + batch] for first in range(0, len(draws), batch)]
         images = data.Images(own, self.transform)
-        # a process may have no image at all
+        # The first piece is empty, since a process may have no image at all.
         logits = [torch.empty(0, len(self.task.classes), device=self.device)]
         for x, _ in data.batches(images, pieces, self.cfg.workers, self.device):
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.passes.amp):
                 features = lora.features(self.backbone, theta, x)
-            # the head in float32: in bfloat16, close classes would have equal logits
+            # The head computes in float32: in bfloat16, close classes would have equal logits.
             logits.append(lora.logits(features.float(), phi_D))
         return gather(torch.cat(logits))  # in the order of the split
 
     def check_batches(self, flag: str, batch: int) -> None:
-        """Refuse (UsageError) a batch of which BatchNorm or a process would get too little."""
+        """Refuse (UsageError) batches that are too small for BatchNorm, or for all processes.
+
+        `flag` is the setting whose value `batch` is, such as --d-batch; the error names it.
+        """
         batchnorm = self.cfg.head == "batchnorm"
         if batchnorm and self.cfg.micro_batch:
             raise UsageError("--micro-batch: a BatchNorm head needs whole batches; see --recompute")
-        _, fewest = world()  # an image for each process
+        fewest = world().size  # each process needs an image
         needed_by = "the processes need"
-        if batchnorm:  # the variance of one image is 0
+        if batchnorm:  # it divides by a deviation, and that of a single image is 0
             fewest = max(2, fewest)
             needed_by = "BatchNorm needs"
-        last = len(self.task.train.targets) % batch
-        if last == 0:  # the batches of a pass are all whole
+        last = len(self.task.train.targets) % batch  # images in the last batch of an epoch
+        if last == 0:
             last = batch
         if last < fewest:
             raise UsageError(
@@ -203,7 +220,8 @@ class Experiment(Generic[C]):
     def decode_held_out_images(self, scored: Sequence[data.Split]) -> None:
         """Read all validation and test images, so that a damaged one is reported before training.
 
-        Each process reads its own part. Of the splits in `scored`, `decode_once` remembers it.
+        Each process reads its own part. Images of the splits in `scored` stay in memory for
+        `logits`, which asks `decode_once`, too. Raises ImageError.
         """
         for split in (self.task.val, self.task.test):
             own = own_numbers(split)
@@ -211,12 +229,12 @@ class Experiment(Generic[C]):
                 images = data.decode_once(split, self.transform, own).images
             else:
                 images = split.part(own).images
-            if isinstance(images, Tensor):  # in memory, so nothing is left to read
+            if isinstance(images, Tensor):  # they are in memory, so nothing is left to read
                 continue
             errors = data.find_unreadable(images)
             if errors:
                 raise errors[0]
-        wait_for_all()  # the run does not begin before the others have read theirs
+        wait_for_all()  # the run begins only when all processes have read theirs
 
 
 def own_numbers(split: data.Split) -> range:
@@ -233,22 +251,25 @@ class AlignExperiment(Experiment[AlignConfig]):
     """What align computes with: all that finetune has, and the pool D^P."""
 
     pool: data.Pool
-    task_class: TaskClass | None  # of a pretext task of one's own
+    task_class: TaskClass | None  # the class of --pretext FILE.py:Class; None: mae or ijepa
 
     def check_batches(self, flag: str, batch: int) -> None:
-        """Refuse (UsageError), too, pretext batches of which a process would get nothing."""
+        """Refuse (UsageError), besides, a --p-batch smaller than the number of processes."""
         super().check_batches(flag, batch)
-        _, processes = world()
+        processes = world().size
         p_batch = self.cfg.p_batch
         if p_batch < processes:
             raise UsageError(f"--p-batch {p_batch}: give each of {processes} processes an image")
 
     def new_pretext_task(self, theta: Tensor) -> PretextTask[Any]:
-        """A new pretext task of these settings; θ is where θ_P starts. Raises UsageError."""
+        """A new pretext task of these settings. Raises UsageError.
+
+        `theta` is where θ_P starts, and so does the teacher of I-JEPA; MAE does not use it.
+        """
         if self.task_class is not None:
-            return self.new_own_task(self.task_class, theta)
+            return self.new_custom_task(self.task_class, theta)
         cfg = self.cfg
-        # A run trains its head, and another run may share this experiment.
+        # The task has a copy of the head: a run trains it, and runs may share this experiment.
         head = copy.deepcopy(self.pretext_head)
         if cfg.pretext == "mae" and cfg.decoder == "random":
             checkpoints.initialise([head], "mae", data.rng(cfg.seed, "decoder"))
@@ -256,8 +277,8 @@ class AlignExperiment(Experiment[AlignConfig]):
         steps = cfg.alternations * cfg.lower_steps
         return checkpoints.build_pretext_task(cfg, self.backbone, head, steps, theta)
 
-    def new_own_task(self, task_class: TaskClass, theta: Tensor) -> PretextTask[Any]:
-        """A new pretext task of one's own, after a trial step that shows an error in it now."""
+    def new_custom_task(self, task_class: TaskClass, theta: Tensor) -> PretextTask[Any]:
+        """A new task of --pretext FILE.py:Class, after a trial step that shows errors in it now."""
         cfg = self.cfg
         task = task_class.new(self.backbone, cfg)
         mean_over_images = getattr(task, "mean_over_images", True)
@@ -268,7 +289,7 @@ class AlignExperiment(Experiment[AlignConfig]):
                 f"--pretext {cfg.pretext}: its loss compares the images of a batch with each "
                 "other, so a batch cannot be cut; leave --micro-batch out and start one process"
             )
-        # A loss that compares images may need many, so it gets as many as in the run.
+        # A loss that compares images may need many, so its trial has as many as the run.
         n = min(FIRST_IMAGES, cfg.p_batch) if mean_over_images else cfg.p_batch
         try_step(task, self.first_images(n), theta, self.passes)
         return task_class.new(self.backbone, cfg)  # the step changed the first one
@@ -282,9 +303,10 @@ class AlignExperiment(Experiment[AlignConfig]):
 
 
 def open_experiment(cfg: C, task: data.Task | None = None) -> Experiment[C]:
-    """Open what the settings name; a `task` that is given is used instead of --dataset.
+    """Open the data and load the networks that the settings name.
 
-    Raises UsageError with a line for each thing that is missing.
+    A `task` that is given is used instead of --dataset. Raises UsageError before the networks are
+    loaded, with a line for each thing that is missing.
     """
     problems: list[str] = []
     task = task or attempt(problems, open_task, cfg)
@@ -295,7 +317,7 @@ def open_experiment(cfg: C, task: data.Task | None = None) -> Experiment[C]:
 
 
 def load_experiment(cfg: C, task: data.Task) -> Experiment[C]:
-    """Load the networks, which can be a download of gigabytes. Raises UsageError."""
+    """Load the networks, downloading gigabytes where they are missing. Raises UsageError."""
     device = set_up_device(cfg)
     with as_usage_error(f"--dataset {task.name}"):
         data.check_task(task)
@@ -343,31 +365,24 @@ def open_align_experiment(
         "pool_sha256": data.fingerprint(pool),
         "pretext_sha256": task_class.sha256 if task_class else None,
     }
-    return AlignExperiment(
-        cfg=cfg,
-        device=opened.device,
-        task=opened.task,
-        backbone=opened.backbone,
-        pretext_head=opened.pretext_head,
-        arch=opened.arch,
-        identity=opened.identity.model_copy(update=digests),
-        pool=pool,
-        task_class=task_class,
-    )
+    fields = vars(opened) | {"identity": opened.identity.model_copy(update=digests)}
+    return AlignExperiment(**fields, pool=pool, task_class=task_class)
 
 
 def tell_test_images(task: data.Task, pool: data.Pool) -> None:
-    """Say how many of the test images are in the pool, too, where both are files."""
-    if not isinstance(pool.images, Tensor) and not isinstance(task.test.images, Tensor):
-        n = len({*pool.images} & {*task.test.images})
-        if n:
-            LOG.info("the pool holds %d test images, too; their labels are not seen", n)
+    """Log how many of the test images are in the pool, too, if both are files."""
+    if isinstance(pool.images, Tensor) or isinstance(task.test.images, Tensor):
+        return
+    shared = {*pool.images} & {*task.test.images}
+    if shared:
+        LOG.info("the pool holds %d test images, too; their labels are not seen", len(shared))
 
 
 def pool_images(pool: data.Pool, size: int, cfg: AlignConfig | PretrainConfig) -> data.Images:
-    """A pool's images as a network with inputs of side `size` is trained on them.
+    """The pool's images as pretext training sees them: random crops, resized to side `size`.
 
-    Random crops are bicubic with flip; those of I-JEPA bilinear without, as its authors have them.
+    Crops are bicubic and may be flipped. Those of I-JEPA are bilinear and not flipped, as in its
+    authors' program.
     """
     is_ijepa = cfg.pretext == "ijepa"
     interpolation = "bilinear" if is_ijepa else "bicubic"
@@ -375,9 +390,9 @@ def pool_images(pool: data.Pool, size: int, cfg: AlignConfig | PretrainConfig) -
     transform = data.Transform(
         size, pool.mean, pool.std, cfg.augment, cfg.min_crop, interpolation, flip
     )
-    # `Images` reads splits, so each image gets a label, which means nothing.
+    # `Images` reads splits, so each image gets the label 0, which means nothing.
     unlabelled = data.Split(pool.images, torch.zeros(len(pool.images)))
-    return data.Images(unlabelled, transform, True, cfg.seed, "pretext")
+    return data.Images(unlabelled, transform, True, cfg.seed, "pretext")  # True: random crops
 
 
 def pretext_batches(
@@ -388,10 +403,19 @@ def pretext_batches(
     cfg: Machine,
     device: torch.device,
 ) -> Iterator[Batch]:
-    """Pretext batches of these steps, each prepared when it is asked for.
+    """Yield a pretext batch for each of these steps, prepared when it is asked for.
 
-    Preparing can need what the step before has changed, such as a teacher. Random numbers depend on
-    the step; they are drawn for the whole batch, and each process takes its part.
+    It cannot be prepared earlier: it may need what the step before has changed, such as a teacher.
+    Random numbers depend on the step. They are drawn for the whole batch, of which each process
+    takes its part.
+
+    Args:
+        task: draws masks and prepares batches.
+        images: those of `pool_images`.
+        batch: images in a step.
+        steps: numbers of the steps, from 0 over the whole run.
+        cfg: seed, workers and precision are taken from it.
+        device: where the network is.
     """
     own = own_part(batch)
     draws = data.stream(len(images.split.images), batch, cfg.seed, "pretext", steps)
@@ -409,7 +433,7 @@ def pretext_batches(
 
 
 def open_task(cfg: AlignConfig | FinetuneConfig) -> data.Task:
-    """The labelled task D^D by its name. Raises UsageError."""
+    """Open the labelled task D^D that --dataset names. Raises UsageError."""
     name = cfg.dataset
     with as_usage_error(f"--dataset {name}"):
         path = find_folder(name, cfg.data_root)
@@ -425,7 +449,10 @@ def open_task(cfg: AlignConfig | FinetuneConfig) -> data.Task:
 
 
 def open_pool(name: str, root: Path, seed: int) -> data.Pool:
-    """The pool D^P by its name, below a data root; `seed` is --data-seed. Raises UsageError."""
+    """Open the unlabelled pool D^P that --pool names. Raises UsageError.
+
+    `root` is --data-root, `seed` is --data-seed.
+    """
     with as_usage_error(f"--pool {name}"):
         path = find_folder(name, root)
         if name in MAKE_POOL:
@@ -439,9 +466,13 @@ def open_pool(name: str, root: Path, seed: int) -> data.Pool:
 
 
 def set_up_device(cfg: AlignConfig | FinetuneConfig | PretrainConfig) -> torch.device:
-    """The device of these settings, with torch's global switches as they say. Raises UsageError."""
+    """The device of these settings; sets torch's global switches to what they say.
+
+    Raises UsageError.
+    """
     device = find_device(cfg.device)
-    # matrix products and, unlike torch's own default, convolutions in full float32
+    # Unless --tf32 is given, matrix products are in full float32, and so are convolutions, which
+    # torch computes in TF32 by default.
     torch.backends.cuda.matmul.allow_tf32 = cfg.tf32
     torch.backends.cudnn.allow_tf32 = cfg.tf32
     # The tensors of vit_mini are so small that several threads would only wait for each other.
@@ -451,7 +482,7 @@ def set_up_device(cfg: AlignConfig | FinetuneConfig | PretrainConfig) -> torch.d
 
 
 def find_device(name: str) -> torch.device:
-    """The device of --device (UsageError where it is not there)."""
+    """The device that --device names. Raises UsageError where it is not there."""
     place = name
     if name == "auto":
         place = "cuda" if torch.cuda.is_available() else "cpu"

@@ -67,29 +67,30 @@ def decay_groups(named: Mapping[str, Tensor], lr: float, weight_decay: float) ->
 
 @dataclass(eq=False)
 class Optimiser:
-    """opt_P, opt_D and all others: AdamW or SGD of torch, with schedules and joint clipping."""
+    """torch's AdamW or SGD with schedules and joint clipping: opt_P, opt_D and all others."""
 
-    groups: Sequence[Group]  # what is trained; tensors are updated in place
+    groups: Sequence[Group]  # the tensors, which are updated in place
     rate: RateFn | None  # (step from 1, base rate) -> rate; None: the base rate at every step
-    betas: tuple[float, float] | None  # AdamW's; None is SGD with momentum 0.9, as released
+    betas: tuple[float, float] | None  # AdamW's; None: SGD with momentum 0.9, as released
     clip: float = math.inf  # largest L2 norm of all gradients together
-    decay: RateFn | None = None  # (step, base decay) -> decay, for groups that have one, as `rate`
-    step: int = 0  # done so far
+    decay: RateFn | None = None  # (step, base decay) -> decay; None: the base decay at every step
+    step: int = 0  # how many steps are done
 
     def __post_init__(self) -> None:
-        self.groups = [group for group in self.groups if group.tensors]  # torch takes no empty one
+        self.groups = [group for group in self.groups if group.tensors]  # torch refuses empty ones
         params = [{"params": group.tensors} for group in self.groups]
         self.adamw_or_sgd: torch.optim.Optimizer
-        # The rate of 0 stands for nothing: `update` sets rate and decay before each step.
+        # lr=0 is never used: `update` sets rate and decay before each step.
         if self.betas is None:
             self.adamw_or_sgd = torch.optim.SGD(params, lr=0.0, momentum=0.9)
         else:
-            fused = not self.groups[0].tensors[0].is_meta  # sizes alone, without numbers
+            # On the device "meta", tensors have sizes but no numbers, and torch no fused AdamW.
+            fused = not self.groups[0].tensors[0].is_meta
             self.adamw_or_sgd = torch.optim.AdamW(params, lr=0.0, betas=self.betas, fused=fused)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is trained, group by group."""
+        """All tensors that are trained, group by group: the order that `update` expects."""
         tensors = []
         for group in self.groups:
             tensors += group.tensors
@@ -109,7 +110,7 @@ class Optimiser:
 
 
 def trainable(tensors: Mapping[str, Tensor], device: torch.device | None = None) -> Phi:
-    """Fresh leaf copies that a gradient can be taken for."""
+    """Copy tensors, to a device if it is given, as leaves that gradients can be taken for."""
     copies = {}
     for name, tensor in tensors.items():
         copy = tensor.detach().contiguous().to(device, copy=True)
@@ -144,7 +145,7 @@ def train_epochs(
         batches: those of the steps that are left.
         label: names what diverged, where a loss or gradient is not finite (Diverged).
         passes: how a batch passes through the network.
-        after_step: called after each step, for what follows slowly, such as a teacher.
+        after_step: called after each step, for what follows the network slowly, as a teacher does.
     """
     rows: list[tuple[Tensor, Tensor]] = []  # loss and norm of each step of this epoch
     for batch in batches:
@@ -163,8 +164,11 @@ def train_epochs(
 def record_epoch(
     rows: list[tuple[Tensor, Tensor]], step: int, steps_per_epoch: int, label: str
 ) -> EpochRecord:
-    """The record of the epoch that ends with `step`; the device is waited for only here."""
+    """The record of the epoch that ends with `step`. Only here the CPU waits for a GPU.
+
+    `rows` has loss and gradient norm of each step of the epoch.
+    """
     steps = f"{label}, the {len(rows)} steps up to {step}"
     numbers = columns(("loss", "norm"), rows, steps)
-    epoch = math.ceil(step / steps_per_epoch)  # the last one may be shorter
+    epoch = math.ceil(step / steps_per_epoch)  # rounded up: the last epoch may be shorter
     return EpochRecord(step=epoch, loss=fmean(numbers["loss"]))

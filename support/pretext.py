@@ -1,4 +1,4 @@
-"""Program: a pretext task of one's own, `--pretext FILE.py:Class` or `module:Class`."""
+"""Program: custom pretext tasks, `--pretext FILE.py:Class` or `--pretext module:Class`."""
 
 import importlib
 import runpy
@@ -22,24 +22,27 @@ Batch = tuple[Any, ...]  # a NamedTuple of the task's own
 
 
 class TaskClass(NamedTuple):
-    """The class of a pretext task of one's own."""
+    """The class of a custom pretext task."""
 
-    name: str  # as in --pretext
-    make: Callable[[Backbone, AlignConfig, torch.Generator], PretextTask[Batch]]
-    file: Path  # where it is written; of a notebook a name that is no file
+    name: str  # the value of --pretext
+    make: Callable[[Backbone, AlignConfig, torch.Generator], PretextTask[Batch]]  # the class itself
+    file: Path  # its source; in a notebook, a name that is no file
 
     @property
     def sha256(self) -> str | None:
-        """Digest of the file, None without one."""
+        """Digest of the source file; None if there is none."""
         return sha256(self.file) if self.file.exists() else None
 
     def new(self, backbone: Backbone, cfg: AlignConfig) -> PretextTask[Batch]:
-        """A task of this class."""
+        """Make a task of this class."""
         return self.make(backbone, cfg, rng(cfg.seed, "pretext"))
 
 
 def load_task_class(name: str) -> TaskClass:
-    """The class that `FILE.py:Class` or `module:Class` names (UsageError: it is not there)."""
+    """Import the class that `FILE.py:Class` or `module:Class` names.
+
+    Raises UsageError where there is no such file or class.
+    """
     place, _, class_name = name.rpartition(":")
     if place.endswith(".py") and not Path(place).is_file():
         raise UsageError(f"--pretext {name}: there is no file {place}")
@@ -52,9 +55,12 @@ def load_task_class(name: str) -> TaskClass:
 
 
 def import_names(place: str) -> Mapping[str, Any]:
-    """All names that a file, or a module, defines; an error in it is raised as it is."""
-    # Folders go to the end of the path, so that a `data.py` beside the file does not take the
-    # place of this program's.
+    """Run a file, or import a module, and return all names that it defines.
+
+    Its own errors are raised as they are.
+    """
+    # The file may import others beside it. Their folder comes last in the path, so that a `data.py`
+    # there does not take the place of this program's.
     if place.endswith(".py"):
         sys.path.append(str(Path(place).parent.resolve()))
         return runpy.run_path(place)
@@ -63,11 +69,12 @@ def import_names(place: str) -> Mapping[str, Any]:
 
 
 def try_step(task: PretextTask[Batch], images: Tensor, theta: Tensor, passes: Passes) -> None:
-    """Draw, prepare, loss, gradients and after_step once, on a few images (B, 3, H, W).
+    """Take one step of a task on a few images (B, 3, H, W), so that its errors show early.
 
-    What is wrong with a task shows itself here, by Python's own traceback, before the long work
-    starts. torch's random numbers, θ and φ_P stay as they were. What the task itself keeps may
-    change, so the caller makes a new one.
+    An error in the task is raised as it is, with Python's own traceback, before the long work
+    starts. torch's random numbers, θ and φ_P stay as they were; what the task itself keeps may
+    change, so the caller makes a new one afterwards. Raises ValueError where the loss or a gradient
+    is not finite.
     """
     gpus = [images.device] if images.is_cuda else []
     theta_P = trainable({"theta": theta})["theta"]

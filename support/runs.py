@@ -39,18 +39,21 @@ T = TypeVar("T")
 
 
 def read_json(path: Path, remedy: str = "give the command that wrote it again") -> Record:
-    """Read a JSON object (UsageError, with this remedy, where it is missing or damaged)."""
+    """Read a JSON object. Raises UsageError, with this remedy, where it is missing or damaged."""
     with as_usage_error(str(path), remedy):
         return dict(json.loads(path.read_text()))
 
 
 def read_json_if_there(path: Path) -> Record | None:
-    """A JSON object, None without the file (UsageError where it is damaged)."""
+    """Read a JSON object, or return None if there is no such file. Raises UsageError: damaged."""
     return read_json(path) if path.exists() else None
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
-    """Replace a file, or leave it as it was (RunError): write another one, then rename it."""
+    """Replace a file at once, or leave it as it was: write another file, then rename that.
+
+    Raises RunError where it cannot be written.
+    """
     if isinstance(content, str):
         content = content.encode()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -68,7 +71,10 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line to a file (RunError). A process that is killed here leaves a part of the line."""
+    """Add a line to a file. A process that is killed here leaves a part of the line.
+
+    Raises RunError where it cannot be written.
+    """
     try:
         with path.open("a") as file:
             file.write(line + "\n")
@@ -77,7 +83,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> RunError:
-    """What a person is told where a file of a run cannot be written."""
+    """The error for a file of a run that cannot be written, with its remedy."""
     return RunError(
         f"{path}: cannot be written ({error.strerror}); make room or allow it, then give the same "
         "command again"
@@ -91,32 +97,32 @@ def sha256(path: Path) -> str:
 
 
 class Track(Protocol):
-    """Hands items on and shows how far a run is, such as a progress bar."""
+    """Something that shows how far a loop is, such as a progress bar."""
 
     def __call__(self, items: Iterable[T], total: int, label: str, done: int = 0) -> Iterator[T]:
-        """Yield `items`: number `done` + 1 to `total` of what `label` names."""
+        """Yield the items, and show each one: number `done` + 1 to `total`, called `label`."""
 
 
 def untracked(items: Iterable[T], total: int, label: str, done: int = 0) -> Iterator[T]:
-    """A `Track` that shows nothing."""
+    """Yield the items and show nothing: a silent `Track`."""
     yield from items
 
 
 class Identity(BaseModel, frozen=True):
-    """What defines a run besides its settings: it goes on only where this is the same."""
+    """What defines a run besides its settings: it goes on only if this is the same."""
 
     weights_sha256: str | None = None
     data_sha256: str | None = None
-    images: dict[str, int] | None = None  # how many, by part
+    images: dict[str, int] | None = None  # such as {"train": 4800, "val": 1194, "test": 5794}
     pool_sha256: str | None = None
-    pretext_sha256: str | None = None  # of the file of a pretext task of one's own
-    start_sha256: list[str] | None = None  # of the adapters that seeds start from
-    # of a trial, whose settings are those of the whole finetune run
+    pretext_sha256: str | None = None  # the file of --pretext FILE.py:Class
+    start_sha256: list[str] | None = None  # the adapters that seeds start from, one for each seed
+    # These two are of a trial: its settings are those of the whole finetune run.
     lr: float | None = None
     seed: int | None = None
 
     def as_record(self) -> Record:
-        """What is known of it, as env.json has it."""
+        """The fields that are not None, as env.json has them."""
         return self.model_dump(exclude_none=True)
 
 
@@ -126,21 +132,21 @@ UNKNOWN = Identity()
 class RunResult(BaseModel, frozen=True):
     """What the result of every finished run has."""
 
-    out: str
-    cpu_seconds: float
-    seconds: float
+    out: str  # the run's directory
+    cpu_seconds: float  # CPU time of this process
+    seconds: float  # by the clock
 
 
 LOCK = ".lock"
 TRIALS = "lr*-s[0-9]*"  # directories of a finetune run: one learning rate with one seed each
 EVENTS = "events.out.tfevents.*"
-FILES = (  # of a run; those that say what the directory is are the last to be removed
+FILES = (  # of a run, in the order in which they are removed: the last ones say what it is
     "result.json", "metrics.jsonl", EVENTS, "checkpoint.pt", "backbone.pth",
     "adapter.safetensors", "adapter-s*.safetensors", "config.json", "env.json",
 )  # fmt: skip
-TORN = [f".{name}.[0-9]*.tmp" for name in FILES]  # left by a process that is killed as it writes
+TORN = [f".{name}.[0-9]*.tmp" for name in FILES]  # what a process leaves that is killed writing
 PACKAGES = ("bisslight", "torch", "torchvision", "timm", "pydantic", "numpy", "safetensors")
-DIGESTS = {  # the flag whose content each one is a digest of
+DIGESTS = {  # by a field of `Identity`: the flag that names what it is a digest of
     "weights_sha256": "--weights",
     "data_sha256": "--dataset",
     "pool_sha256": "--pool",
@@ -154,8 +160,9 @@ START_OVER = "--force starts the run over"
 class Run(ExitStack):
     """A run directory, new or continued, and locked against other processes until it is closed.
 
-    It refuses the directory of another command, and one of other settings or another identity
-    unless `force` starts the run over. `result` is what a finished run ended with, else None.
+    It refuses (UsageError) the directory of another command, and one of other settings or another
+    identity unless `force` starts the run over. `result` is what a finished run ended with; None
+    while it is not finished.
     """
 
     def __init__(
@@ -178,31 +185,40 @@ class Run(ExitStack):
         self.saved_at = self.began
         self.events: SummaryWriter | None = None  # of TensorBoard, from the first record on
 
-        goes_on = check_directory(path, command, config, force, identity)
-        wait_for_all()  # every process has looked before process 0 writes
-        # A finished run is only read: it may be in use elsewhere, or on a read-only disk.
-        if goes_on and self.is_finished() and not has_grown(path, command, config):
-            with suppress(OSError):  # it is left where a run was killed as it finished
-                (path / "checkpoint.pt").unlink(missing_ok=True)
-        elif world().rank == 0:
-            self.lock()
-            # Another process may have been at work while this one waited: look again.
-            goes_on = check_directory(path, command, config, force, identity)
-            if not goes_on:
-                clear(path)
-            elif has_grown(path, command, config):
-                remove(path, ["result.json"])
-            remove(path, TORN)
-            if not self.is_finished():
-                self.record_start(command, identity, goes_on)
+        self.take_directory(command, force, identity)
         signal_heard = stop.agreed()  # this waits until process 0 has written
         self.result = read_json_if_there(path / "result.json")
         if self.result is not None:
             self.result = self.with_paths(self.result)
             with as_usage_error(str(path / "result.json"), START_OVER):
-                RunResult(**self.result)  # what every result has
+                RunResult(**self.result)  # it checks that the fields of every result are there
         elif signal_heard:
             raise Stopped(signal_heard, f"stopped before {path}; the same command goes on")
+
+    def take_directory(self, command: str, force: bool, identity: Identity) -> None:
+        """Begin the run, or go on with it: lock its directory and write what it is.
+
+        A finished run is only read: it may be in use elsewhere, or on a read-only disk.
+        """
+        path = self.path
+        goes_on = check_directory(path, command, self.config, force, identity)
+        wait_for_all()  # every process has looked before process 0 writes
+        if goes_on and self.is_finished() and not has_grown(path, command, self.config):
+            with suppress(OSError):  # there is one if the run was killed just as it finished
+                (path / "checkpoint.pt").unlink(missing_ok=True)
+            return
+        if world().rank > 0:
+            return
+        self.lock()
+        # Another process may have been at work while this one waited for the lock: look again.
+        goes_on = check_directory(path, command, self.config, force, identity)
+        if not goes_on:
+            clear(path)
+        elif has_grown(path, command, self.config):
+            remove(path, ["result.json"])  # then it is not finished any more
+        remove(path, TORN)
+        if not self.is_finished():
+            self.record_start(command, identity, goes_on)
 
     def is_finished(self) -> bool:
         """Whether the directory holds a complete run."""
@@ -222,9 +238,9 @@ class Run(ExitStack):
             self.enter_context(lock.acquire(timeout=PATIENCE))
 
     def record_start(self, command: str, identity: Identity, goes_on: bool) -> None:
-        """Write env.json, with an entry for each start of the run, and config.json.
+        """Write env.json, which lists every start of the run, and config.json.
 
-        From then on the directory counts as a run.
+        With both, the directory counts as a run.
         """
         about = identity.as_record()
         env: Record = {"command": command, "about": about, "machines": []}
@@ -236,7 +252,7 @@ class Run(ExitStack):
         write_atomic(self.path / "config.json", json.dumps(settings, indent=1))
 
     def with_paths(self, result: Record) -> Record:
-        """A result and where its files are now: a finished directory may have been moved."""
+        """Add where the files of a result are now, since a finished directory may be moved."""
         return result | {
             "out": str(self.path),
             "adapter": str(self.path / "adapter.safetensors"),
@@ -244,10 +260,11 @@ class Run(ExitStack):
         }
 
     def restore(self, tensors: Mapping[str, Tensor], optimisers: Mapping[str, Optimiser]) -> None:
-        """Name what checkpoints hold; where there is a checkpoint, read all of it back in place.
+        """Name what checkpoints hold; if there is a checkpoint, read it back into these tensors.
 
-        By name, since θ_P and θ_D have one shape. Raises UsageError, and changes nothing, where the
-        file does not hold just these names and shapes. `tensors` has those of the optimisers, too.
+        Tensors are found by name, since θ_P and θ_D have the same shape. `tensors` has all tensors
+        of the optimisers, and may have more. Raises UsageError, and changes nothing, unless the
+        file holds just these names and shapes.
         """
         self.tensors = tensors
         self.optimisers = optimisers
@@ -270,8 +287,8 @@ class Run(ExitStack):
 
     def check_checkpoint(self, path: Path, saved: Record) -> None:
         """Refuse (UsageError) a checkpoint that does not hold what this run needs."""
-        # Of each tensor its shape; of each optimiser the names of its tensors in their order, since
-        # torch would give a state to another tensor of the same shape without a word.
+        # Compared are each tensor's shape, and for each optimiser the names of its tensors in their
+        # order: torch would silently give a state to another tensor of the same shape.
         held: Record = {name: tensor.shape for name, tensor in saved["tensors"].items()}
         held |= {name: state["tensors"] for name, state in saved["optimisers"].items()}
         needed: Record = {name: tensor.shape for name, tensor in self.tensors.items()}
@@ -281,27 +298,27 @@ class Run(ExitStack):
                 raise UsageError(f"{path}: {name} differs from that of this run; {START_OVER}")
 
     def names_of(self, optimiser: Optimiser) -> list[str]:
-        """Names of an optimiser's tensors in its order, by which torch numbers their state."""
-        # By identity: `==` of tensors compares entry by entry, so `.index` would not find one.
+        """The names of an optimiser's tensors, in the order by which torch numbers their state."""
+        # Tensors are found by `id`: `==` compares them entry by entry.
         names = {}
         for name, tensor in self.tensors.items():
             names[id(tensor)] = name
         return [names[id(tensor)] for tensor in optimiser.tensors]
 
     def cut_metrics(self) -> None:
-        """Cut metrics.jsonl back to the checkpoint's records.
+        """Write metrics.jsonl anew, with the checkpoint's records alone.
 
-        Records that were logged after it are removed, and so is a line that a killed process left
-        unfinished.
+        Records that were logged after the checkpoint are removed, and so is a line that a killed
+        process left unfinished.
         """
         if (self.path / "metrics.jsonl").exists():
             lines = [json.dumps(record) + "\n" for record in self.records]
             self.write("metrics.jsonl", "".join(lines))
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Add a line to metrics.jsonl."""
+        """Add a record to `records` and to metrics.jsonl."""
         line = json.dumps(record)
-        # By way of JSON: a run that went on then has the very records of one that did not stop.
+        # Read back from JSON, records are the same whether or not the run was stopped in between.
         self.records.append(json.loads(line))
         if world().rank == 0:
             append_line(self.path / "metrics.jsonl", line)
@@ -323,21 +340,21 @@ class Run(ExitStack):
             self.callback(self.events.close)  # when the run is left
             to_write = self.records
         for record in to_write:
-            for name, value in flatten(record).items():
+            for name, value in mean_numbers(record).items():
                 self.events.add_scalar(name, value, record["step"])
         self.events.flush()
 
     def checkpoint(self, done: str, due: bool = False) -> None:
-        """Save if `due` or `save_minutes` are over; if asked to stop, save and raise Stopped.
+        """Save if `due`, or if --save-minutes have passed; if asked to stop, save, raise Stopped.
 
-        `done` says what is finished, for the message: "alternation 3 of 100".
+        `done` says what is finished, for the message, such as "alternation 3 of 100".
         """
         signal_heard = stop.agreed()
         minutes = (time.monotonic() - self.saved_at) / 60
         if due or signal_heard or minutes >= self.config.save_minutes:
             self.save()
         if signal_heard:
-            wait_for_all()  # torchrun ends all processes when one ends: process 0 saves first
+            wait_for_all()  # until process 0 has saved: torchrun ends all processes when one ends
             saved = self.path / "checkpoint.pt"
             raise Stopped(
                 signal_heard, f"stopped after {done}, saved in {saved}; the same command goes on"
@@ -364,15 +381,15 @@ class Run(ExitStack):
         self.saved_at = time.monotonic()
 
     def finish(self, result: Record) -> Record:
-        """Write result.json, which says that the run is complete; returns what it holds."""
+        """Write result.json, with which the run counts as finished; returns what it holds."""
         text = json.dumps(self.elapsed() | result, indent=1)
         self.write("result.json", text)
-        wait_for_all()  # then it is on the disk
+        wait_for_all()  # until it is on the disk
         (self.path / "checkpoint.pt").unlink(missing_ok=True)
         return self.with_paths(json.loads(text))
 
     def write(self, name: str, content: bytes | str) -> None:
-        """Write a file of the run; of several processes, process 0 does."""
+        """Write a file into the run's directory; if there are several processes, process 0 does."""
         if world().rank == 0:
             write_atomic(self.path / name, content)
 
@@ -387,7 +404,10 @@ class Run(ExitStack):
 
 
 def import_writer() -> "type[SummaryWriter]":
-    """What writes TensorBoard's events (UsageError where its package is missing)."""
+    """Import the class that writes TensorBoard's events.
+
+    Raises UsageError where the package is missing.
+    """
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -398,16 +418,16 @@ def import_writer() -> "type[SummaryWriter]":
     return SummaryWriter
 
 
-def flatten(record: Record) -> dict[str, float]:
+def mean_numbers(record: Record) -> dict[str, float]:
     """The numbers of a record by name; a list becomes its mean. The step itself is left out.
 
-    >>> flatten({"step": 3, "loss_P": [1.0, 3.0], "val_P": {"accuracy": 50.0}, "lr": None})
+    >>> mean_numbers({"step": 3, "loss_P": [1.0, 3.0], "val_P": {"accuracy": 50.0}, "lr": None})
     {'loss_P': 2.0, 'val_P/accuracy': 50.0}
     """
     numbers: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, dict):
-            for key, number in flatten(value).items():
+            for key, number in mean_numbers(value).items():
                 numbers[f"{name}/{key}"] = number
         elif isinstance(value, list) and value:
             numbers[name] = fmean(value)
@@ -417,7 +437,10 @@ def flatten(record: Record) -> dict[str, float]:
 
 
 def describe_machine(config: Machine) -> Record:
-    """What env.json says of one start of a run: program, versions, machine, changeable settings."""
+    """What env.json says of one start of a run: program, versions, machine, and some settings.
+
+    These are the settings that may change between starts: config.json has those of the last one.
+    """
     versions = {"python": sys.version.split()[0]}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):  # this program may run without being installed
@@ -430,7 +453,6 @@ def describe_machine(config: Machine) -> Record:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "processes": world().size,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        # config.json holds those of the last start only
         **config.model_dump(mode="json", include=may_change(type(config))),
     }
 
@@ -458,7 +480,7 @@ def remove(directory: Path, patterns: Sequence[str]) -> None:
 
 
 def is_run(path: Path, command: str) -> bool:
-    """Whether a directory has a run of this command, which its env.json says."""
+    """Whether a directory holds a run of this command, as its env.json says."""
     file = path / "env.json"
     try:
         env = json.loads(file.read_text())
@@ -474,12 +496,13 @@ def check_directory(
     force: bool = False,
     identity: Identity = UNKNOWN,
 ) -> bool:
-    """Whether the run in `path` is continued; refuses (UsageError) what must not be touched.
+    """Whether there is a run in `path` that can go on; False: it has to begin there.
 
-    False where there is none yet, and where `force` starts it over.
+    It begins in an empty or new directory, or with `force`. Raises UsageError for anything else:
+    other files, a run of another command, a run of other settings or another identity.
     """
-    if config.tensorboard:  # told before the long work
-        import_writer()
+    if config.tensorboard:
+        import_writer()  # if its package is missing, this raises before the long work
     if path.is_file():
         raise UsageError(f"--out {path}: is a file; {OTHER_OUT}")
     if not (path / "config.json").exists():
@@ -503,13 +526,13 @@ def check_directory(
 
 
 def may_change(kind: type[Machine]) -> set[str]:
-    """The settings that a run may be continued with another value of."""
+    """The settings that may have another value when a run goes on, such as workers."""
     return settings_with(kind, Mark.CHANGES_NO_NUMBER, Mark.KNOWN_BY_DIGEST)
 
 
 def has_grown(path: Path, command: str, config: Machine) -> bool:
-    """Whether the settings ask for more, such as seeds, than the run in `path` was made with."""
-    if command == "peft":  # a trial is one rate with one seed, in whatever grid
+    """Whether the settings ask for more seeds or rates than the run in `path` was made with."""
+    if command == "peft":  # a trial has one rate and one seed, so it cannot grow
         return False
     recorded = read_json(path / "config.json")
     current = config.model_dump(mode="json")
@@ -518,9 +541,9 @@ def has_grown(path: Path, command: str, config: Machine) -> bool:
 
 
 def is_more(name: str, value: object, before: object) -> bool:
-    """Whether a value that may grow still contains the recorded one."""
+    """Whether a value that may grow contains the recorded one, such as 8 seeds after 5."""
     if isinstance(value, list) and isinstance(before, list):
-        if name == "start_sha256":  # one for each seed, in their order
+        if name == "start_sha256":  # a digest for each seed, in the order of the seeds
             return value[: len(before)] == before
         return all(item in value for item in before)
     return isinstance(value, int) and isinstance(before, int) and value >= before
@@ -532,7 +555,7 @@ def list_changed(kind: type[Machine], recorded: Record, current: Record) -> list
     free = may_change(kind)
     growing = settings_with(kind, Mark.MAY_GROW) | {"start_sha256"}
     for name, value in current.items():
-        # A setting may be younger than the run: its default is what the run did.
+        # A setting may be newer than the run: then the run had its default.
         default = kind.model_fields[name].default if name in kind.model_fields else None
         before = recorded.get(name, default)
         if name in free or value == before:
@@ -543,7 +566,7 @@ def list_changed(kind: type[Machine], recorded: Record, current: Record) -> list
 
 
 def check_that_nothing_is_in(path: Path, command: str) -> None:
-    """Refuse (UsageError) a directory that holds more than a run leaves if it is killed at once."""
+    """Refuse (UsageError) a directory that holds more than a run leaves that is killed at once."""
     leftovers = [LOCK, *TORN]
     if is_run(path, command):
         leftovers.append("env.json")  # it is written before config.json
@@ -553,9 +576,9 @@ def check_that_nothing_is_in(path: Path, command: str) -> None:
 
 
 def describe_change(name: str, recorded: Record, current: Record) -> str:
-    """What differs, in words: a setting with both values, or whose content was changed.
+    """Say how a setting or digest has changed, such as "lam 0.001 -> 0.5".
 
-    Both records have settings and what an `Identity` has, by name.
+    Both records have all settings and all fields of `Identity`, by name.
     """
     if name == "pretext_sha256":
         place, _, _ = current["pretext"].rpartition(":")  # of FILE.py:Class or module:Class

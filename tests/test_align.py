@@ -3,14 +3,13 @@
 import json
 import shlex
 import shutil
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import torch
 from conftest import fixture
-from toy import ALIGN_SETTINGS, ROOT
+from toy import ROOT, align_settings, read_records
 
 import cli
 import hypergradients
@@ -39,25 +38,16 @@ EXAMPLE = ROOT / "examples/rotation.py"
 T = TypeVar("T")
 
 
-def settings(weights: Path, **more: Any) -> AlignConfig:
-    given: dict[str, Any] = {"backbone": "vit_mini", "dataset": "quilts", "weights": weights}
-    return AlignConfig(**given | {"device": "cpu"} | ALIGN_SETTINGS | more)
-
-
-def records(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
 # --- the run ----------------------------------------------------------------------------------
 
 
 def test_a_result_is_read_again_and_says_what_the_records_say(
     weights: Path, tmp_path: Path
 ) -> None:
-    cfg = settings(weights, eval_every=2)
+    cfg = align_settings(weights, eval_every=2)
     result = align(cfg, tmp_path / "a")
     assert isinstance(result, AlignResult) and result.adapter == tmp_path / "a/adapter.safetensors"
-    probe, *alternations = records(tmp_path / "a")
+    probe, *alternations = read_records(tmp_path / "a")
     assert probe["step"] == 0 and "probe_val" in probe
     assert [record["step"] for record in alternations] == [1, 2, 3]
     assert ["val_P" in record for record in alternations] == [False, True, True]
@@ -68,7 +58,7 @@ def test_a_result_is_read_again_and_says_what_the_records_say(
 
 
 def test_the_lower_level_alone_has_no_hypergradient(weights: Path, tmp_path: Path) -> None:
-    result = align(settings(weights, upper_steps=0), tmp_path / "a")
+    result = align(align_settings(weights, upper_steps=0), tmp_path / "a")
     assert (result.distance, result.q_over_g, result.cosine) == (0.0, 0.0, 0.0)
     assert result.adapter.exists()
 
@@ -76,7 +66,7 @@ def test_the_lower_level_alone_has_no_hypergradient(weights: Path, tmp_path: Pat
 def test_recomputing_activations_changes_no_bit(weights: Path, tmp_path: Path) -> None:
     """So a run that is short of memory may go on with it."""
     plain, again = (
-        align(settings(weights, recompute=recompute), tmp_path / str(recompute)).adapter
+        align(align_settings(weights, recompute=recompute), tmp_path / str(recompute)).adapter
         for recompute in (False, True)
     )
     assert plain.read_bytes() == again.read_bytes()
@@ -84,7 +74,7 @@ def test_recomputing_activations_changes_no_bit(weights: Path, tmp_path: Path) -
 
 def test_a_run_that_diverges_records_it_and_says_so_again(weights: Path, tmp_path: Path) -> None:
     """The second time nothing is computed, the files stay as they are."""
-    cfg = settings(weights, p_lr=1e30, warmup=0)
+    cfg = align_settings(weights, p_lr=1e30, warmup=0)
     with pytest.raises(Diverged) as first:
         align(cfg, tmp_path / "a")
     said = json.loads((tmp_path / "a/result.json").read_text())["diverged"]
@@ -94,21 +84,6 @@ def test_a_run_that_diverges_records_it_and_says_so_again(weights: Path, tmp_pat
     with pytest.raises(Diverged, match=said):
         align(cfg, tmp_path / "a")
     assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "a").iterdir()} == files
-
-
-def test_whoever_follows_a_run_may_end_it(weights: Path, tmp_path: Path) -> None:
-    """A search for a rate gives up on a run in this way; the last alternation is logged by then."""
-
-    def watch(items: Iterable[T], total: int, label: str, done: int = 0) -> Iterator[T]:
-        for number, item in enumerate(items, done + 1):
-            yield item
-            if label == "align" and number == 2:
-                raise Diverged("watched")
-
-    with pytest.raises(Diverged, match="watched"):
-        align(settings(weights), tmp_path / "a", track=watch)
-    assert [record["step"] for record in records(tmp_path / "a")] == [0, 1, 2]
-    assert json.loads((tmp_path / "a/result.json").read_text())["diverged"] == "watched"
 
 
 def align_without_directory(cfg: AlignConfig, hypergrad: Hypergradient | None = None) -> Any:
@@ -128,7 +103,7 @@ def align_without_directory(cfg: AlignConfig, hypergrad: Hypergradient | None = 
 def test_a_script_gets_the_adapter_of_align_and_may_bring_its_own_hypergradient(
     weights: Path, tmp_path: Path
 ) -> None:
-    cfg = settings(weights)
+    cfg = align_settings(weights)
     for own in (None, hypergradients.identity):
         named = cfg if own is None else cfg.replace(hypergrad="identity")
         result = align(named, tmp_path / named.hypergrad)
@@ -137,7 +112,7 @@ def test_a_script_gets_the_adapter_of_align_and_may_bring_its_own_hypergradient(
 
 
 def test_a_theta_that_is_too_large_for_the_exact_hypergradient_is_refused(weights: Path) -> None:
-    cfg = settings(weights, hypergrad="exact")
+    cfg = align_settings(weights, hypergrad="exact")
     hypergradient(cfg, torch.zeros(1, EXACT_LIMIT))
     with pytest.raises(UsageError, match="--hypergrad exact: θ has 5001 entries"):
         hypergradient(cfg, torch.zeros(1, EXACT_LIMIT + 1))
@@ -237,7 +212,7 @@ def test_the_examples_task_runs_under_its_own_name(
     line = [word.removeprefix("examples/") for word in commands()[0]]
     line += ["--alternations", "8", "--probe-epochs", "1", "--quiet"]
     assert cli.run([*line, "--out", "a"]) == 0, capsys.readouterr().err
-    losses = [record["loss_P"] for record in records(Path("a"))[1:]]
+    losses = [record["loss_P"] for record in read_records(Path("a"))[1:]]
     assert sum(losses[-1]) < sum(losses[0])
     about = json.loads(Path("a/env.json").read_text())["about"]
     assert about["pretext_sha256"] == sha256(EXAMPLE)
@@ -253,8 +228,8 @@ def test_the_examples_task_runs_under_its_own_name(
 
 def test_a_module_is_a_place_for_a_task_too(weights: Path, tmp_path: Path) -> None:
     """From Python, by module:Class; the same task by its file gives the same adapter."""
-    one = align(settings(weights, pretext="examples.rotation:Rotation"), tmp_path / "module")
-    other = align(settings(weights, pretext=f"{EXAMPLE}:Rotation"), tmp_path / "file")
+    one = align(align_settings(weights, pretext="examples.rotation:Rotation"), tmp_path / "module")
+    other = align(align_settings(weights, pretext=f"{EXAMPLE}:Rotation"), tmp_path / "file")
     assert one.adapter.read_bytes() == other.adapter.read_bytes()
     about = [json.loads(Path(x.out, "env.json").read_text())["about"] for x in (one, other)]
     assert about[0] == about[1]  # the file's digest, too
@@ -269,4 +244,4 @@ def test_the_examples_commands_learn_as_they_are_written(
     shutil.copytree(EXAMPLE.parent, "examples")
     for line in commands():
         assert cli.run([*line, "--quiet"]) == 0, line
-    assert records(Path("runs/rotation"))[0]["probe_val"]["accuracy"] >= 12
+    assert read_records(Path("runs/rotation"))[0]["probe_val"]["accuracy"] >= 12

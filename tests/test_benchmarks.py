@@ -19,8 +19,6 @@ from support.benchmarks import (
     DTD,
     MAKE_TASK,
     VOC,
-    dataset_folders,
-    find_folder,
     read_cub,
     read_lists,
 )
@@ -126,9 +124,7 @@ def test_an_incomplete_copy_is_an_error_unless_asked_for(name: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "file", "content"),
     [
-        ("cub200", "images.txt", b"99 001.x/y.jpg\n"),
         ("cub200", "image_class_labels.txt", b"\xff\xfe"),
-        ("voc07", "VOC2007/ImageSets/Main/car_val.txt", b"000099 1\n"),
         ("flowers", "setid.mat", b"noise"),
     ],
 )
@@ -175,15 +171,6 @@ def test_a_pool_is_the_training_part_of_imagenet_any_folder_or_made(tmp_path: Pa
         assert [path.name for path in pool(name).images] == files
 
 
-def test_a_name_is_a_place_and_drawn_data_have_none(tmp_path: Path) -> None:
-    assert find_folder("quilts", tmp_path) is None and find_folder("omniglot", tmp_path) is None
-    assert find_folder(f"folder:{tmp_path}", Path("elsewhere")) == tmp_path
-    assert dataset_folders(tmp_path).keys() == {*BENCHMARKS, "imagenet"}
-    for path in (f"folder:{tmp_path}/none", str(tmp_path / "none")):
-        with pytest.raises(ValueError, match=r"no such folder$"):  # and no benchmark is proposed
-            find_folder(path, tmp_path)
-
-
 def test_a_script_gives_its_own_data_a_name(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,11 +192,3 @@ def test_a_script_gives_its_own_data_a_name(
     assert seeds == [3]
     said = refusal(f"pretrain --backbone vit_mini --pool mine --out {tmp_path}/other")
     assert "--pool mine" in said  # it has no function that makes a pool
-
-
-def test_a_missing_folder_of_images_is_named(weights: Path, tmp_path: Path) -> None:
-    said = refusal(
-        f"align --backbone vit_mini --weights {weights} --pool quilts "
-        f"--dataset folder:{tmp_path}/none --out {tmp_path}/run"
-    )
-    assert f"folder:{tmp_path}/none" in said and "dtd" not in said

@@ -1,8 +1,6 @@
 """Algorithm 1 against recorded whole runs, a quadratic with a known optimum, and its own rules."""
 
-import inspect
 import itertools
-import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -85,16 +83,6 @@ def test_algorithm_1_reproduces_a_recorded_run(
         close(torch.tensor(values, dtype=torch.float64), rec[key], tolerance)
     decoder = torch.cat([r.phi_P[k].flatten() for k in m["decoder_param_order"]])
     close(decoder, rec["decoder_after_last"], 1e-4 if r.dtype is torch.float32 else 1e-6)
-
-
-def test_the_generator_is_algorithm_1_with_almost_nothing_else_in_it() -> None:
-    """Comments name lines 3 to 16, in order; line 4 empties G, line 10 makes the inverse."""
-    source = inspect.getsource(algorithm_1)
-    marks = re.findall(r"#.*", source)
-    order = [int(x) for mark in marks for x in re.findall(r"\bl\.(\d+)", mark)]
-    assert order == sorted(order) and {*order} == {*range(3, 17)}
-    assert re.search(r"\n +G = .*# l\.4\b", source) and re.search(r"inverse = .*# l\.10\b", source)
-    assert "Line 17" in (algorithm_1.__doc__ or "")
 
 
 LAM, RATE = 0.5, 0.25

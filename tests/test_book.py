@@ -59,38 +59,6 @@ def test_the_page_and_the_code_in_the_mathematics_are_new() -> None:
     assert words(made[BESIDE.PAGE]) == words(PAGE), "docs/paper_beside_code.html: make page"
 
 
-def test_code_that_is_out_of_date_is_renewed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stale = tmp_path / "math.md"
-    stale.write_text(MATH.replace("for grad in grads:", "for grad in reversed(grads):"))
-    assert stale.read_text() != MATH
-    monkeypatch.setattr(BESIDE, "MATH", stale)
-    assert BESIDE.made()[stale] == MATH
-
-
-def part(start: str, stop: str) -> str:
-    """The page from one piece of HTML up to the next other one."""
-    begin = PAGE.index(start)
-    return PAGE[begin : PAGE.index(stop, begin + len(start))]
-
-
-@pytest.mark.parametrize("mark", EQUATIONS)
-def test_each_equation_is_typeset_beside_code(mark: str) -> None:
-    (name,) = re.findall(rf'<h2 id="([^"]+)">{re.escape(mark)}:', PAGE)
-    section = part(f'<h2 id="{name}">', "<h2")
-    assert '<math display="block">' in section
-    assert re.search(r"<figure id=.*?<pre><span", section, re.S)
-
-
-@pytest.mark.parametrize("mark", LINES)
-def test_each_line_of_the_algorithm_is_typeset_beside_code(mark: str) -> None:
-    row = part(f'<div class="line" id="{mark}">', "</div></div>")
-    assert '<math display="inline">' in row
-    code = re.sub(r"<i>.*?</i>|<[^>]+>", "", row.partition("<pre>")[2])  # without comments
-    assert code.strip()
-
-
 @pytest.mark.parametrize("mark", EQUATIONS)
 def test_a_missing_equation_is_named(mark: str) -> None:
     other = MATH.replace(f"## {mark}:", "## About something else:")
@@ -127,46 +95,6 @@ def test_a_function_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     reading(monkeypatch, lambda text: text.replace("def extend(", "def prolong("))
     with pytest.raises(SystemExit, match="extend"):
         BESIDE.made()
-
-
-def test_the_page_changes_only_with_the_code_that_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = BESIDE.made()
-    reading(monkeypatch, lambda text: "# A new first line.\n\n" + text + "\nnew = 1\n")
-    assert BESIDE.made() == before
-    reading(monkeypatch, lambda text: text.replace("d_i = v_i @ grad", "d_i = grad @ v_i"))
-    assert BESIDE.made() != before
-
-
-MODULE = '''
-def f(x):
-    """Of f."""
-    # l.1: above
-    y = [
-        x,
-    ]
-    for z in y:  # l.2
-        g(z)  # type: ignore[no-any-return]
-    return y  # l.12
-'''
-
-
-@pytest.mark.parametrize(
-    ("place", "code"),
-    [
-        ("m.py:f", "def f(x):\n    # l.1: above\n    y = [\n        x,\n    ]\n"),
-        ("m.py:f arguments", "def f(x):"),
-        ("m.py:f l.1", "# l.1: above\ny = [\n    x,\n]"),
-        ("m.py:f l.2", "for z in y:  # l.2"),
-        ("m.py:f l.2 to l.12", "for z in y:  # l.2\n    g(z)\nreturn y  # l.12"),
-    ],
-)
-def test_a_place_is_a_function_or_the_statements_that_carry_a_mark(
-    place: str, code: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(BESIDE, "read", lambda path: MODULE)
-    found = BESIDE.excerpt(place)
-    assert found == code if " " in place else found.startswith(code)
-    assert "Of f." not in found
 
 
 def test_each_formula_becomes_mathematics() -> None:
@@ -216,13 +144,6 @@ def test_each_part_of_the_paper_is_in_the_concordance() -> None:
         assert re.search(rf"{re.escape(section.strip())}(?![.\d]*\d)", keys), section
     assert [*CONCORDANCE["Equations"]] == EQUATIONS
     assert [*CONCORDANCE["Lines of Algorithm 1"]] == LINES
-
-
-def test_what_has_no_place_says_why() -> None:
-    rows = [row for entries in CONCORDANCE.values() for row in entries.values()]
-    assert len(rows) > 60
-    for words, *places in rows:
-        assert places or re.search(r"not here|neither", words), words
 
 
 def test_the_page_loads_nothing_and_its_links_lead_somewhere() -> None:
@@ -288,10 +209,17 @@ def test_each_letter_of_a_shape_is_in_a_table_of_symbols() -> None:
     assert unknown == []
 
 
-def test_formulas_survive_markdown() -> None:
+WITH_FORMULAS = [
+    DOCS / "math.md",
+    DOCS / "course.md",
+    *sorted(ROOT.glob("examples/exercises/*.md")),
+]
+
+
+@pytest.mark.parametrize("file", WITH_FORMULAS, ids=lambda path: path.name)
+def test_formulas_survive_markdown(file: Path) -> None:
     """Inside $...$, Markdown takes a backslash before punctuation as its own, and ends of lines."""
-    text = re.sub(r"```.*?```", "", MATH, flags=re.S)
-    assert MATH.count("```") % 2 == 0
+    text = re.sub(r"```.*?```", "", file.read_text(), flags=re.S)
     for line in text.splitlines():
         assert line.count("$") % 2 == 0, line
         inside = line.split("$")[1::2]

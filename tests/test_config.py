@@ -3,7 +3,7 @@
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import pytest
 from conftest import fixture
@@ -26,7 +26,6 @@ from config import (
     make,
     open_settings,
     paper_values,
-    read_settings,
     settings_with,
     unlike_paper,
 )
@@ -132,12 +131,6 @@ def test_settings_read_no_disk_and_no_environment(
     assert refused.value.errors()[0]["loc"] == ("backbone",)
 
 
-def test_a_settings_file_with_a_flags_name_is_told_the_settings(tmp_path: Path) -> None:
-    (tmp_path / "c.toml").write_text('from = "run"\n')
-    with pytest.raises(UsageError, match="start"):
-        read_settings(tmp_path / "c.toml", FinetuneConfig)
-
-
 def test_from_align_takes_the_network_and_the_images_of_the_run(tmp_path: Path) -> None:
     align = AlignConfig(
         backbone="vit_mini", dataset="dtd", rank=3, partial=True, data_seed=5, data_root=tmp_path
@@ -162,19 +155,12 @@ def test_a_start_that_is_nothing_is_named_with_the_command_that_makes_one(tmp_pa
     assert f"--from {tmp_path}/none" in said and "bisslight align" in said
 
 
-def test_an_alpha_that_is_the_rank_follows_the_paper() -> None:
-    assert "alpha" not in unlike_paper(AlignConfig(**B16, rank=8, alpha=8))
-    assert unlike_paper(AlignConfig(**B16, alpha=8))["alpha"] == 8
-
-
 def test_the_papers_values_are_those_of_the_backbone_and_the_pretext_task() -> None:
     values = paper_values(AlignConfig, {"backbone": "vit_l16", "pretext": "ijepa"})
     assert (values["drop_path"], values["head"], values["pool"]) == (0.2, "batchnorm", "imagenet")
     assert unlike_paper(AlignConfig(**B16, seed=1, d_lr=0.1, hypergrad="cg")) == {}
-    assert unlike_paper(AlignConfig(**B16, lam=0.1, mask_ratio=0.5)) == {
-        "lam": 0.1,
-        "mask_ratio": 0.5,
-    }
+    assert unlike_paper(AlignConfig(**B16, rank=8, alpha=8)).keys() == {"rank"}
+    assert unlike_paper(AlignConfig(**B16, lam=0.1, alpha=8)) == {"lam": 0.1, "alpha": 8}
     mini = unlike_paper(AlignConfig(backbone="vit_mini", dataset="quilts"))
     assert mini.keys() & {"rank", "alternations", "pool"} == {"rank", "alternations", "pool"}
 
@@ -222,15 +208,10 @@ def test_a_setting_without_a_mark_defines_run_arm_and_method() -> None:
 @pytest.mark.parametrize(
     ("kind", "wrong", "named"),
     [
-        (AlignConfig, {"lam": float("inf")}, "--lam"),
         (AlignConfig, {"lam": -1}, "--lam -1: "),
-        (AlignConfig, {"seed": 2**53}, "--seed"),
         (AlignConfig, {"aspect": (2, 1)}, "--aspect: "),
         (AlignConfig, {"hypergrad": "newton"}, "--hypergrad newton: "),
-        (AlignConfig, {"backbone": "vit_l"}, "--backbone vit_l: .* did you mean vit_l16"),
         (AlignConfig, {"dataset": "cub"}, "--dataset cub: .* did you mean cub200"),
-        (AlignConfig, {"dataset": "foldr:x"}, "--dataset foldr:x: .* did you mean folder:DIR"),
-        (AlignConfig, {"pretext": "may"}, "--pretext may: .* did you mean mae"),
         (AlignConfig, {"jobs": 2}, "--jobs"),
         (FinetuneConfig, {"grid": [0.01, 0.010000001]}, "--grid: .* twice"),
         (AlignConfig, {"target_scale": "0.2", "pretext": "ijepa"}, "--target-scale.*: .* few"),
@@ -262,15 +243,6 @@ def test_names_keep_their_meaning_in_another_directory(
     assert named(dataset="own:123", pool="own:456").pool == "own:456"
     own = named(pretext="rotation.py:Rotation")
     assert own.replace(pretext="mae") == named()  # its defaults are MAE's
-
-
-def test_every_setting_says_what_it_is_and_what_one_may_choose() -> None:
-    for kind in {*KINDS.values(), cli.Options}:
-        for name, field in kind.model_fields.items():
-            assert field.description, f"{kind.__name__}.{name}"
-            if get_origin(field.annotation) is Literal:
-                for choice in get_args(field.annotation):
-                    assert choice in field.description, f"{kind.__name__}.{name}"
 
 
 @pytest.mark.parametrize("name", ["dataset", "pool", "weights"])

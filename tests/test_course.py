@@ -6,8 +6,7 @@ from pathlib import Path
 import check
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
+from toy import call
 
 from config import BACKBONES
 from experiments import cost
@@ -15,15 +14,6 @@ from mfac import mfac, recursion
 
 ROOT = Path(__file__).parent.parent
 GUIDE = (ROOT / "docs/course.md").read_text()
-
-
-def table(*words: str) -> list[str]:
-    """The rows that `python -m experiments.cost` prints."""
-    app = typer.Typer()
-    app.command()(cost.main)
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
-    return [line for line in done.stdout.splitlines() if line.startswith("| vit")]
 
 
 @pytest.mark.parametrize("form", ["mfac", "recursion"])
@@ -63,7 +53,8 @@ def numbers(row: str) -> list[float]:
 
 def test_the_guide_has_the_table_that_the_script_prints() -> None:
     """Up to 5 %: how torch divides an operation into others changes with its version."""
-    printed = table("--backbone", "vit_b16")
+    said = call(cost, "--backbone vit_b16")
+    printed = [line for line in said.splitlines() if line.startswith("| vit")]
     told = [line for line in GUIDE.splitlines() if line.startswith("| vit_b16 |")]
     assert len(printed) == len(told) == 4
     for ours, theirs in zip(told, printed, strict=True):
@@ -84,13 +75,3 @@ def test_the_guide_names_tests_and_modules_that_exist() -> None:
 def test_every_thought_of_the_sheets_has_its_answer() -> None:
     for exercise in check.exercises():
         assert GUIDE.count(f"- **{exercise.sheet}.{exercise.k}** ") == 1
-
-
-def test_formulas_on_the_pages_survive_markdown() -> None:
-    """Inside $...$, Markdown takes a backslash before punctuation as its own."""
-    for page in [ROOT / "docs/course.md", *(ROOT / "examples/exercises").glob("*.md")]:
-        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
-        for line in text.splitlines():
-            assert line.count("$") % 2 == 0, (page.name, line)
-            for formula in line.split("$")[1::2]:
-                assert not re.search(r"\\[^a-zA-Z]|[`*]", formula), (page.name, line)

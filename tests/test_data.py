@@ -1,6 +1,5 @@
-"""Folders, splits, tasks of one's own, drawn quilts, and the order and augmentation of batches."""
+"""Folders, splits, tasks of one's own, and the order and augmentation of batches."""
 
-import itertools
 import math
 import multiprocessing
 import os
@@ -11,7 +10,6 @@ import pytest
 import torch
 from conftest import shared
 from PIL import Image
-from quilts import MOTIFS, quilts
 from torch import Tensor
 from torchvision import transforms as T
 
@@ -43,30 +41,6 @@ def photos(root: Path) -> Split:
     return Split(sorted(root.glob("*.png")), torch.arange(6))
 
 
-def tiles(images: Tensor) -> Tensor:
-    """Which motif each of the 16 tiles shows, by the nearest one: read from the pixels alone."""
-    patches = images.mean(1).unfold(1, 4, 4).unfold(2, 4, 4).reshape(len(images), 16, 16)
-    motifs = torch.tensor([[int(bit) for bit in motif] for motif in MOTIFS]).float()
-    return torch.cdist(patches, motifs * 0.7 + 0.15).argmin(-1)
-
-
-def test_a_class_is_which_tiles_are_equal_and_never_which_motif() -> None:
-    """Pool images show two motifs in one of 8 layouts, which differ in 5 to 11 of 16 tiles."""
-    pool, task = quilts(0)
-    assert fingerprint(*task.splits) != fingerprint(*quilts(1)[1].splits)
-    assert all((x.targets.bincount() == len(x.targets) // 8).all() for x in task.splits)
-    shown = tiles(pool.images)
-    assert all(len(row.unique()) == 2 for row in shown)
-    layouts = {tuple((row != row[0]).int().tolist()) for row in shown}
-    pairs = itertools.combinations(layouts, 2)
-    assert len(layouts) == 8
-    assert all(5 <= sum(x != y for x, y in zip(a, b, strict=True)) <= 11 for a, b in pairs)
-    labelled, kinds = tiles(task.test.images), torch.tensor(sorted(layouts))
-    same = (labelled != labelled[:, :1]).int()[:, None]  # (480, 1, 16)
-    wrong = torch.minimum((same != kinds).sum(-1), (same == kinds).sum(-1)).min(1).values
-    assert 0.5 < float((wrong > 0).float().mean()) < 0.95  # a tenth of the tiles is redrawn
-
-
 def test_class_folders_are_split_balanced_and_independent_of_place(tmp_path: Path) -> None:
     files = [f"{c}/{i}.png" for c in ("a", "b") for i in range(25)]
     make(tmp_path / "one", *files, ".hidden/1.png", "a/.2.png")
@@ -93,19 +67,11 @@ def test_parts_on_disk_are_used_and_only_the_missing_one_is_split_off(tmp_path: 
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (["a/1.png", "b/1.png", "c/1.txt"], "class c has 0 images and needs at least 3$"),
-        (
-            ["a/1.png", "a/2.png", "a/3.png", "b/1.png", "b/2.png"],
-            "^class b has 2 images and needs at least 3$",
-        ),
-        (["1.png"], "two or more class folders, it has 0.*/CLASS/$"),
-        (
-            ["train/a/1.png", "train/b/1.png", "test/z/1.png", "test/a/1.png"],
-            "train/a has 1 .* least 2; .*train/b has 1 .*test/z",
-        ),
-        (["test/a/1.png", "test/b/1.png"], "parts are named train, val and test"),
-        (["train/a/1.png", "train/b/1.png", "validation/a/1.png"], "validation.*parts are named"),
-        ([f"{c}/{i}{os.fsdecode(bytes([0xE9]))}.png" for c in "ab" for i in "12"], "UTF-8; rename"),
+        (["a/1.png", "b/1.png", "c/1.txt"], "class c has 0 images"),
+        (["1.png"], "two or more class folders"),
+        (["train/a/1.png", "train/b/1.png", "test/z/1.png"], "train/a has 1 .*test/z"),
+        (["train/a/1.png", "train/b/1.png", "validation/a/1.png"], "validation"),
+        ([f"{c}/{i}{os.fsdecode(bytes([0xE9]))}.png" for c in "ab" for i in "12"], "UTF-8"),
     ],
 )
 def test_wrong_folders_end_in_one_clear_line(
@@ -320,13 +286,9 @@ def test_batches_on_a_gpu_are_those_on_the_cpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        ["/one.png"],
         ["one.png"],
-        ["x/a.png", "x/b.png"],
-        ["/p/x/a.png", "/p/y/b.png"],
         ["/r/a-b/x.png", "/r/a/x.png", "/r/a b/x.png", "/r/a/y.png"],
         ["/a/../b/c.png", "/a/../b/d.png"],
-        ["/r/a..b.png", "/r/c.png"],
     ],
 )
 def test_names_below_their_folder_are_those_of_relpath(names: list[str]) -> None:
@@ -336,18 +298,15 @@ def test_names_below_their_folder_are_those_of_relpath(names: list[str]) -> None
     assert fingerprint(Pool(files)) != fingerprint(Pool([*files, files[0]]))
 
 
-def test_by_default_as_many_processes_decode_as_a_waiting_gpu_can_use(monkeypatch: Any) -> None:
-    """The cores that this process may use, shared with others of torchrun or of --jobs."""
-    gpu, files, x = torch.device("meta"), [Path("1.png")], torch.zeros(1)
-    for wanted, cores, beside, *given in (
-        (1, 1, 1, None, files, gpu), (8, 8, 1, None, files, gpu), (16, 96, 1, None, files, gpu),
-        (12, 96, 8, None, files, gpu), (1, 4, 8, None, files, gpu), (0, 8, 1, None, files, CPU),
-        (0, 8, 1, None, x, gpu), (3, 8, 4, 3, files, CPU), (3, 8, 1, 3, x, CPU),
-    ):  # fmt: skip
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: {*range(n)}, raising=False)
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(beside))
-        images = Images(Split(given[1], x), TRANSFORM, True, 0, "x")
-        assert data.choose_workers(images, given[0], given[2]) == wanted
+def test_processes_decode_where_a_gpu_would_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or where so many are asked for; never for images in memory. Processes share the cores."""
+    gpu = torch.device("meta")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "10000")
+    files = Images(Split([Path("1.png")], torch.zeros(1)), TRANSFORM, True, 0, "x")
+    pixels = Images(Split(torch.zeros(1, 3, 9, 9), torch.zeros(1)), TRANSFORM, True, 0, "x")
+    assert [data.choose_workers(files, None, device) for device in (CPU, gpu)] == [0, 1]
+    assert data.choose_workers(files, 3, CPU) == 3
+    assert data.choose_workers(pixels, None, gpu) == 0
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -81,13 +81,3 @@ def test_the_answer_names_the_epochs_and_what_may_be_chance() -> None:
     assert "+11.5" in at_the_end and "0.029" in at_the_end
     assert "-0.2" in restart
     assert demo.epochs_to_reach(slow, 38) == "more than 3 epochs"
-
-
-def test_the_words_are_broken_between_words() -> None:
-    """Each line fits on 80 columns, and no word is lost."""
-    aligned = [50, 51, 52, 53]
-    words = ["a head start, " * 20, "over in experiments/omniglot.md " * 4]
-    rows = [row("aligned", aligned, aligned)]
-    told = demo.DemoResult(arms=rows, answer=words, picture=Path("demo.png")).in_words()
-    assert max(len(line) for line in told.headline.splitlines()) < 80
-    assert told.headline.split() == " ".join(words).split()

@@ -57,95 +57,47 @@ def test_the_answer_is_right(exercise: Exercise) -> None:
 # function, what stands in the worked answer, what a student might write, a word of the message
 MISTAKES = [
     ("eq_7", "(m + d[j])", "(i + d[j])", "N_L"),
-    ("eq_7", "(m + d[j])", "d[j]", "v"),
     ("eq_7", "G[i] / lam", "G[i]", "λ"),
     ("eq_7", "(v[j] @ G[i])", "(v[j] @ G[j])", "g_j"),
-    ("eq_7", "return v, d", "return v, m + d", "N_L"),
-    ("eq_7", "return v, d", "return d, v", "shape"),
     ("eq_7", "return v, d", "return v", "2 things"),
     ("eq_10", "-= lam *", "+= lam *", "subtracted"),
-    ("eq_10", "-= lam *", "-=", "λ"),
     ("eq_10", "(v[j] @ g)", "(v[j] @ q)", "q so far"),
-    ("eq_10", "return q", "return q / lam", "λ"),
     ("eq_10", "q = g.clone()", "q = g", "g was changed"),
-    ("eq_10", "q = g.clone()", "q = g.float()", "float32"),
-    ("eq_7", "v = torch.zeros(m, p, dtype=G.dtype)", "v = torch.zeros(m, p)", "float32"),
     ("fisher_product", " / len(G)", "", "m"),
-    ("fisher_product", "lam * x", "lam", "λ x"),
     ("fisher_product", "G.T @ inner", "(G.T @ G) @ x", "p x p"),
     ("closed_form", "m * lam", "lam", "m λ"),
-    ("closed_form", "return q", "return q / lam", "λ"),
-    ("closed_form", "g - G.T @ w", "lam * torch.linalg.solve(G.T @ G / m + "
-     "lam * torch.eye(len(g), dtype=G.dtype), g)", "p x p"),
     ("conjugate_gradients", "residual + yy / yy_before * direction", "residual", "steepest"),
-    ("conjugate_gradients", "        if yy == 0:\n            break", "", "residual"),
     ("conjugate_gradients", "(direction @ A_direction)", "(direction @ product(direction))", "one"),
     ("lora_forward", "scale * low", "low", "scale"),
     ("lora_forward", "F.linear(x, W_q, bias)", "(x @ W_q + bias)", "transposed"),
-    ("lora_forward", "scale * low @ B_q.T", "F.linear(x, scale * B_q @ A_q)", "dim x dim"),
     ("merge", "scale * B_q @ A_q", "B_q @ A_q", "the weight"),
-    ("merge", "[q_change, torch.zeros_like(q_change), v_change]",
-     "[q_change, v_change, torch.zeros_like(q_change)]", "keys"),
     ("merge", "W_qkv + change", "W_qkv.add_(change)", "W_qkv was changed"),
     ("masking", "order.argsort(1)", "order", "restore"),
-    ("masking", "noise.argsort(1)", "noise.argsort(1, descending=True)", "largest"),
-    ("masking", "int(noise", "round(noise", "int"),
     ("masking", "(1 - mask_ratio)", "mask_ratio", "share"),
-    ("mae_loss", "[removed].mean()", ".mean()", "all patches"),
     ("mae_loss", "[removed].mean()", "[~removed].mean()", "visible"),
-    ("mae_loss", "var(-1,", "var(-1, correction=0,", "minus 1"),
     ("mae_loss", "(prediction - target)", "(prediction - patches)", "standardised"),
-    ("mae_loss", "return per_patch[removed].mean()", "return per_patch[removed].mean().float()",
-     "float32"),
-    ("mae_loss", "return per_patch[removed].mean()", "return per_patch.mean().float()",
-     "all patches"),
-    ("lower_step", "return grad_P", "return g_P", "penalty"),
     ("lower_step", "grad_P + lam * (", "grad_P - lam * (", "away"),
-    ("lower_step", "theta_P.grad = g_P", "theta_P.grad = grad_P", "penalty"),
-    ("lower_step", "phi_P.grad = g_phi_P", "phi_P.grad = None", "φ_P did not move"),
     ("lower_step", "opt_P.step()", "pass", "did not move"),
-    ("lower_step", "g_P = grad_P + lam * (theta_P - theta_D).detach()",
-     "g_P = grad_P.add_(lam * (theta_P - theta_D).detach())", "penalty"),
+    ("lower_step", "return grad_P", "return g_P", "penalty"),
     ("upper_step", "L_D(theta_P, phi_D, batch), [theta_P", "L_D(theta_D, phi_D, batch), [theta_D",
      "at θ_P"),
-    ("upper_step", "g, g_phi_at_P = torch.autograd.grad(L_D(theta_P, phi_D, batch), "
-     "[theta_P, phi_D])", "L_D(theta_P, phi_D, batch).backward(); g = theta_P.grad; "
-     "g_phi_at_P = phi_D.grad.clone(); phi_D.grad = None", "does not clear"),
     ("upper_step", "q + grad_D", "q", "second term"),
-    ("upper_step", "q + grad_D", "g + grad_D", "place of q"),
     ("upper_step", "q = inverse(g)", "q = g", "inverse"),
-    ("upper_step", "g_phi_at_P + g_phi_at_D", "g_phi_at_D", "at θ_P is missing"),
-    ("upper_step", "opt_D.step()", "opt_D.step(); theta_P.data += 1", "θ_P was changed"),
-    ("algorithm_1", "return theta_P", "return theta_D", "θ_D"),
     ("algorithm_1", "    rows = []  # l.4", "    rows = locals().get('rows', [])", "line 4"),
-    ("algorithm_1", "torch.stack(rows, 1)", "torch.stack(rows)", "(K, N_L, p)"),
     ("algorithm_1", "theta_P = theta_D.detach().clone().requires_grad_()", "theta_P = theta_D",
      "two tensors"),
-    ("algorithm_1", "inverse = problem.hypergrad(G, problem.lam)",
-     "problem.hypergrad(G, problem.lam); inverse = lambda g: g", "q = g"),
     ("algorithm_1", "range(problem.N_U)", "range(problem.N_L)", "L_D"),
-    ("algorithm_1", "problem.theta.detach().clone().requires_grad_()",
-     "problem.theta.requires_grad_()", "was changed"),
     ("with_the_head", "H_tt - H_tp @ torch.linalg.solve(H_pp, H_pt)", "H_tt", "held fixed"),
     ("per_image_rows", "torch.cat([2**0.5 * G, scale * deviations])", "G", "minibatches"),
     ("with_decay", "lam / (lam + decay) * inverse(g)", "inverse(g)", "factor"),
     ("cached_gradient", "    parts =", "    micro *= 2\n    parts =", "at a time"),
     # right numbers by a way that was not asked for
     ("eq_7", "    return v, d", "    v = v.float().to(v)\n    return v, d", "float32 only"),
-    ("eq_7", "d[i] = v[i] @ G[i]", "torch.outer(G[i], G[i]); d[i] = v[i] @ G[i]", "p x p"),
-    ("eq_10", "    return q", "    return q.float().to(q)", "float32 only"),
     ("eq_10", "    return q", "    torch.outer(g, g)\n    return q", "p x p"),
-    ("fisher_product", "    return G.T @ inner / len(G) + lam * x",
-     "    F = G.numpy().T @ G.numpy() / len(G)\n"
-     "    return torch.from_numpy(F @ x.numpy()) + lam * x", "p x p"),
     ("closed_form", "    return q", "    return eq_10(*eq_7(G, lam), g, lam)", "loop"),
     ("lora_forward", "F.linear(x, W_q, bias)", "F.linear(x, W_q, bias).detach()",
      "respect to x"),
-    ("lora_forward", "scale * low @ B_q.T", "(scale * low @ B_q.T).detach()", "respect to"),
-    ("mae_loss", "(variance + 1e-6).sqrt()", "(variance.sqrt() + 1e-6)", "before the root"),
     ("mae_loss", "[removed].mean()", "[removed].mean().detach()", "detached"),
-    ("lower_step", "[theta_P, phi_P])  # l.6", "[theta_P, phi_P], create_graph=True)  # l.6",
-     "graph"),
     ("cached_gradient", "    with torch.no_grad():\n        z =",
      "    whole = torch.cat([embed(theta, part) for part in parts])\n"
      "    return torch.autograd.grad(loss(whole), theta)[0]\n"
@@ -262,16 +214,12 @@ def test_a_blank_takes_out_what_is_marked_and_nothing_else(blanks: Path) -> None
     assert made >= 8  # four sheets, four notebooks
 
 
-def test_a_notebook_with_blanks_is_its_script(blanks: Path) -> None:
-    """Without outputs, and without the folded answers to its questions."""
+def test_a_notebook_with_blanks_has_no_outputs_and_no_answers(blanks: Path) -> None:
     for path in blanks.glob("*.ipynb"):
-        book = json.loads(path.read_text())
-        sources = [cell["source"] for cell in book["cells"]]
-        script = path.with_suffix(".py").read_text()
-        assert sum(source.count("raise NotImplementedError(") for source in sources) >= 1
-        assert len(sources) == len(re.findall(r"(?m)^# %%", script))
-        assert not any("<details>" in source for source in sources)
-        assert not any(cell.get("outputs") for cell in book["cells"])
+        cells = json.loads(path.read_text())["cells"]
+        assert any("raise NotImplementedError(" in cell["source"] for cell in cells)
+        assert not any("<details>" in cell["source"] for cell in cells)
+        assert not any(cell.get("outputs") for cell in cells)
 
 
 def test_the_example_of_a_blank_is_true() -> None:
@@ -303,22 +251,15 @@ def sections(sheet: str) -> list[str]:
 
 
 @EACH
-def test_the_text_has_all_that_a_student_needs(exercise: Exercise) -> None:
-    """Number, goal, minutes, signature as in the file, expected output, hint, and a thought."""
-    sheet = exercise.sheet
-    section = sections(f"sheet_{sheet}")[exercise.k - 1]
-    assert section.startswith(f"{sheet}.{exercise.k} ")
-    for part in ("**Goal.** ", "Expected output", "<summary>Hint</summary>", "Think about it: "):
-        assert section.count(part) == 1, part
-    assert re.search(r"\*\*Time\.\*\* \d+ minutes", section)
+def test_the_text_asks_for_the_function_of_the_worked_answer(exercise: Exercise) -> None:
+    section = sections(f"sheet_{exercise.sheet}")[exercise.k - 1]
     (code,) = re.findall(r"```python\n(.*?)```", section, re.S)
-    known = ast.parse(answers_file(sheet).read_text()).body
-    (answer,) = [node for node in known if getattr(node, "name", "") == exercise.name]
     (asked,) = ast.parse(code).body
-    assert isinstance(asked, ast.FunctionDef) and isinstance(answer, ast.FunctionDef)
-    assert asked.name == answer.name
+    assert isinstance(asked, ast.FunctionDef) and asked.name == exercise.name
+    known = ast.parse(answers_file(exercise.sheet).read_text()).body
+    (answer,) = [node for node in known if getattr(node, "name", "") == exercise.name]
+    assert isinstance(answer, ast.FunctionDef)
     assert ast.unparse(asked.args) == ast.unparse(answer.args)
-    assert ast.unparse(asked.returns or code) == ast.unparse(answer.returns or "")
 
 
 @pytest.mark.parametrize("sheet", SHEETS)
@@ -330,8 +271,3 @@ def test_the_expected_output_is_what_the_worked_answers_give(sheet: str) -> None
         case = doctest.DocTestParser().get_doctest(code, dict(names), title, None, None)
         result = doctest.DocTestRunner().run(case)
         assert result.attempted > 0 and result.failed == 0
-
-
-def test_make_has_the_command_of_the_page() -> None:
-    make = (ROOT / "Makefile").read_text()
-    assert re.search(r"(?m)^blanks:.*\n\t.*examples/exercises/blank\.py", make)

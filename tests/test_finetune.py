@@ -12,7 +12,7 @@ from conftest import fixture
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
-from toy import ALIGN_STEPS, PEFT_STEPS, run
+from toy import ALIGN_STEPS, PEFT_STEPS, read_records, run
 
 from bisslight import Diverged
 from config import FinetuneConfig
@@ -24,7 +24,6 @@ from finetune import (
     best_epoch,
     choose_rate,
     finetune,
-    is_same_dataset,
     starts_of_seeds,
 )
 from support.errors import UsageError
@@ -70,8 +69,8 @@ def tensors(out: Path, seed: int) -> dict[str, Tensor]:
 
 def scores(trial: Path) -> list[tuple[float, float]]:
     """Accuracy and loss of every validated epoch."""
-    records = [json.loads(line) for line in (trial / "metrics.jsonl").read_text().splitlines()]
-    return [(x["val"]["accuracy"], x["val"]["loss"]) for x in records if x["val"]]
+    validated = [record["val"] for record in read_records(trial) if record["val"]]
+    return [(val["accuracy"], val["loss"]) for val in validated]
 
 
 def test_of_equal_scores_the_first_epoch_and_rate_are_kept_and_seeds_begin_apart(
@@ -85,11 +84,12 @@ def test_of_equal_scores_the_first_epoch_and_rate_are_kept_and_seeds_begin_apart
     assert (result.epochs, result.lr) == ([1, 1], 1e-21)
     first = tensors(tmp_path, 0)
     second = tensors(tmp_path, 1)
-    for name in ("theta", "head.weight"):  # own LoRA and head; half of θ, B, is 0 in both
-        assert (first[name] != second[name]).double().mean() > 0.4
     theta = first["theta"].view(4, 4, 4, 64)  # (block, A_q B_q A_v B_v, rank, width)
+    other = second["theta"].view(4, 4, 4, 64)
     assert float(theta[:, 1::2].abs().max()) < 1e-15
     assert 0.12 < float(theta[:, 0::2].abs().max()) <= 64**-0.5
+    assert not torch.isclose(theta[:, 0::2], other[:, 0::2]).all()
+    assert not torch.isclose(first["head.weight"], second["head.weight"]).all()
 
 
 def test_a_best_rate_that_is_an_end_of_the_grid_is_told(
@@ -99,14 +99,6 @@ def test_a_best_rate_that_is_an_end_of_the_grid_is_told(
     settings: Any = {"epochs": 6, "grid": (1e-21, 1e-20, 0.1)}
     assert tune(weights, tmp_path, **settings).lr == 0.1
     assert "the best rate, 0.1, is an end of --grid" in caplog.text
-
-
-def test_of_equal_accuracies_the_lower_loss_is_kept(weights: Path, tmp_path: Path) -> None:
-    """Slow enough that no image changes sides, while the loss falls."""
-    result = tune(weights, tmp_path, lr=1e-6)
-    first, last = scores(tmp_path / "lr1e-06-s0")
-    assert first[0] == last[0] and first[1] > last[1]
-    assert result.epochs == [2]
 
 
 def test_a_seed_is_the_same_run_wherever_it_stands(weights: Path, tmp_path: Path) -> None:
@@ -270,17 +262,6 @@ def test_another_dataset_than_aligns_is_taken_and_said_and_recorded(
     unlike = {"alternations": 3, "lower_steps": 2, "pool": "quilts"}
     assert unlike.items() <= result["align_unlike_paper"].items()
     assert "lam" not in result["align_unlike_paper"]
-
-
-def test_folders_are_one_dataset_by_place_and_other_names_by_the_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "cub").mkdir()
-    (tmp_path / "link").symlink_to("cub")
-    monkeypatch.chdir(tmp_path)
-    assert is_same_dataset("folder:cub", f"folder:{tmp_path}/link")
-    assert is_same_dataset("cub", "cub") and not is_same_dataset(None, "cub")
-    assert not is_same_dataset("folder:cub", "cub") and not is_same_dataset("cub", "folder:cub")
 
 
 # --- runs of the second edition -------------------------------------------------------------------

@@ -23,7 +23,6 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 from toy import PROGRAM, PROGRAM_PATH
@@ -264,14 +263,6 @@ def test_gradients_kept_on_the_cpu_give_the_same_run(pretrained: Path) -> None:
     assert difference("here", "there") < 1e-3
 
 
-def test_cut_and_recomputed_passes_give_the_same_run(pretrained: Path) -> None:
-    line = f"{align_line(pretrained, 'cg')} --device {DEVICE} --no-amp"
-    done(f"{line} --out whole")
-    done(f"{line} --micro-batch 7 --out cut")
-    done(f"{line} --recompute --out again")
-    assert max(difference("whole", "cut"), difference("whole", "again")) < 1e-3
-
-
 def test_peft_has_the_scores_of_the_cpu(pretrained: Path) -> None:
     """From an align run: both scores of each seed, and the test loss; in bfloat16, the loss."""
     done(f"{align_line(pretrained, 'mfac')} --device cpu --out aligned")
@@ -286,26 +277,6 @@ def test_peft_has_the_scores_of_the_cpu(pretrained: Path) -> None:
     assert found["test_loss"] == pytest.approx(expected["test_loss"], rel=1e-3)
     assert rounded["test_loss"] == pytest.approx(expected["test_loss"], rel=5e-2)
     assert found["test"] == pytest.approx(expected["test"], abs=0.3)  # 480 images: one of them
-
-
-def test_photographs_come_through_workers_and_pinned_memory(pretrained: Path) -> None:
-    """A folder of drawn JPEGs as pool and as labelled task, with crops; two workers and none."""
-    g = torch.Generator().manual_seed(0)
-    for i in range(48):
-        pixels = torch.randint(256, (6, 6, 3), generator=g).byte().numpy()
-        image = Image.fromarray(pixels).resize((40 + i % 3, 30), Image.Resampling.BICUBIC)
-        folder = Path("photographs", f"class{i % 2}")
-        folder.mkdir(parents=True, exist_ok=True)
-        image.save(folder / f"{i}.jpg")
-    line = align_line(pretrained, "mfac").replace(
-        "--dataset quilts", "--dataset folder:photographs"
-    )
-    line += " --pool photographs"
-    done(f"{line} --device cpu --out cpu")
-    done(f"{line} --device {DEVICE} --no-amp --workers 0 --out alone")
-    done(f"{line} --device {DEVICE} --no-amp --workers 2 --out workers")
-    assert difference("cpu", "workers") < 1e-3
-    assert difference("alone", "workers") < 1e-3
 
 
 def test_a_run_stopped_and_continued_is_the_run_in_one_piece(

@@ -3,7 +3,6 @@
 import ast
 import importlib.util
 import itertools
-import re
 import runpy
 import subprocess
 import sys
@@ -29,15 +28,16 @@ PAGE = Path(mae.__file__).parent / "examples/minimal.py"
 CLIP = 0.1  # below the norms of this test
 
 
-def test_it_needs_torch_alone_and_has_the_lines_in_order() -> None:
-    text = PAGE.read_text()
-    nodes = [*ast.walk(ast.parse(text))]
-    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    found |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
-    assert found - {"collections.abc", "itertools", "typing"} == {"torch", "torch.optim"}
-    marks = re.findall(r"# l\.(\d+)(?:, l\.(\d+))?", text)
-    lines = [int(n) for mark in marks for n in mark if n]
-    assert lines == sorted(lines) and {*lines} == {*range(2, 18)}
+@pytest.mark.parametrize(("name", "more"), [("minimal", set()), ("one_page", {"numpy"})])
+def test_a_page_needs_torch_alone_and_for_its_images_numpy(name: str, more: set[str]) -> None:
+    """And matplotlib for a picture, where it is installed."""
+    found = set()
+    for node in ast.walk(ast.parse(PAGE.with_stem(name).read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(str(node.module).partition(".")[0])
+    assert found - sys.stdlib_module_names - {"matplotlib"} == {"torch"} | more
 
 
 def test_it_ends_where_the_library_ends() -> None:

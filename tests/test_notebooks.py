@@ -1,6 +1,5 @@
 """The notebooks in examples/: script and .ipynb are the same, and every script runs."""
 
-import ast
 import json
 import os
 import re
@@ -49,30 +48,6 @@ def test_a_notebook_is_its_script_run_once_and_tells_no_machine(script: Path) ->
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]
     assert len(pictures) == script.read_text().count("plt.show()")
     assert not re.search(r"/(home|root|tmp|Users|work|private|var)/\w|[A-Z]:\\\\", text)
-
-
-@EACH
-def test_each_part_ends_with_questions_whose_answers_are_folded(script: Path) -> None:
-    """As many answers as questions, in a <details> that is closed again."""
-    texts = [source for kind, source in cells_of_script(script.read_text()) if kind == "markdown"]
-    asked = [source for source in texts if "**Questions**" in source]
-    assert asked
-    for source in asked:
-        questions, answers = source.split("<details><summary>Answers</summary>")
-        numbers = [re.findall(r"^(\d)\. ", part, re.MULTILINE) for part in (questions, answers)]
-        assert numbers[0] == numbers[1] == [str(i + 1) for i in range(len(numbers[0]))]
-        assert answers.rstrip().endswith("</details>")
-
-
-def test_the_loop_by_hand_marks_every_line_of_the_paper() -> None:
-    text = (EXAMPLES / "3_algorithm_1.py").read_text()
-    nodes = ast.walk(ast.parse(text))
-    (loop,) = [
-        node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == "by_hand"
-    ]
-    lines = text.splitlines()[loop.lineno - 1 : (loop.end_lineno or 0) + 1]
-    marks = {int(n) for n in re.findall(r"l\.(\d+)", "\n".join(lines))}
-    assert marks == {*range(3, 18)}  # 1 is the input, 2 is `begin`
 
 
 @pytest.mark.slow

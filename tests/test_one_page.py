@@ -1,6 +1,5 @@
 """`examples/one_page.py`, all of BiSSLight on one page, against the program, tensor for tensor."""
 
-import ast
 import os
 import re
 import runpy
@@ -57,14 +56,6 @@ def drawn(page: SimpleNamespace, seed: int) -> tuple[Tensor, Tensor, Tensor, Ten
     noise = torch.rand(page.B_P, page.PATCHES, generator=rng).double()
     labels = torch.randint(24, (page.B_P,), generator=rng)
     return theta.requires_grad_(), images, noise, labels
-
-
-def test_its_constants_are_the_networks(page: SimpleNamespace) -> None:
-    arch = BACKBONES["vit_mini"]
-    assert (arch.depth, arch.dim, arch.heads) == (page.K, page.DIM, page.HEADS)
-    assert arch.decoder_heads == page.HEADS and arch.decoder_depth == 1  # `block` serves both
-    assert page.PATCHES == (28 // page.PATCH) ** 2
-    assert int(page.PATCHES * (1 - 0.75)) == page.KEPT
 
 
 def test_its_images_are_the_programs(page: SimpleNamespace) -> None:
@@ -169,20 +160,6 @@ def program(
     return P.detach()
 
 
-def test_it_needs_torch_and_numpy_alone_and_has_the_lines_of_algorithm_1_in_order() -> None:
-    text = PAGE.read_text()
-    nodes = [*ast.walk(ast.parse(text))]
-    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    found |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
-    needed = {"math", "importlib.util", "pathlib", "numpy", "torch", "torch.nn.functional"}
-    assert found == needed | {"matplotlib.pyplot"}  # the picture, where it is installed
-    body = text[text.index("def algorithm_1") : text.index("def fit")]
-    lines = [int(n) for n in re.findall(r"\bl\.(\d+)", body)]
-    assert {*lines} == {*range(1, 18)}
-    assert [n for n in lines if n != 8] == sorted(n for n in lines if n != 8)
-    assert len(text.splitlines()) <= 200
-
-
 # --- what README shows of it ----------------------------------------------------------------------
 
 DRIFT = 5.0  # points; 0.4 were seen between two kinds of processor
@@ -208,7 +185,7 @@ def read_table(text: str) -> dict[int, list[float]]:
     return table
 
 
-def test_readme_shows_its_loop_and_its_figures() -> None:
+def test_readme_shows_its_loop_and_figures_that_it_gives() -> None:
     text = README.read_text()
     page = PAGE.read_text()
     loop = page[page.index("    for _ in range(T):  # l.3") : page.index("def fit")]

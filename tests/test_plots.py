@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from toy import read_records
 
 from evaluate import evaluate
 from extras.plots import draw_arms, draw_curves, read_curves
@@ -39,8 +40,7 @@ def test_curves_hold_what_the_metrics_hold(runs: Path) -> None:
     """By hand from metrics.jsonl: the mean over steps, of PEFT then over its two seeds."""
 
     def records(place: str) -> list[Any]:
-        lines = (runs / place / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines if '"probe_val"' not in line]
+        return [record for record in read_records(runs / place) if "probe_val" not in record]
 
     curves = read_curves(runs / "aligned")
     for quantity in ("loss_P", "loss_D_at_D"):

@@ -1,7 +1,9 @@
-"""Pretraining from scratch: its rate, its steps, and what it saves."""
+"""Pretraining from scratch: its rate and decay at every step, and what it saves."""
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,20 +19,31 @@ def config(**more: object) -> PretrainConfig:
     return PretrainConfig(**{"backbone": "vit_mini", "pool": "quilts", **more})
 
 
-@pytest.mark.parametrize(("batch", "rate"), [(64, 5e-4), (256, 2e-3), (1024, 8e-3)])
-def test_the_base_rate_is_per_256_images(batch: int, rate: float) -> None:
-    cfg = config(base_lr=2e-3, batch=batch)
-    opt = make_optimiser(cfg, {"a.weight": torch.zeros(2, 2)}, 30)
-    assert [group.lr for group in opt.groups] == [pytest.approx(rate)]
-
-
-@pytest.mark.parametrize(("pretext", "warm"), [("mae", [0.0, 0.25, 0.5]), ("ijepa", [0.4, 0.6])])
-def test_the_first_step_is_number_0_in_mae_and_1_in_ijepa(pretext: str, warm: list[float]) -> None:
-    """The warm-up of 4 steps, from 0 or from 0.2 of the rate."""
-    cfg = config(pretext=pretext, epochs=2, warmup_epochs=1)
-    opt = make_optimiser(cfg, {"a.weight": torch.zeros(2, 2)}, 8)
-    assert opt.rate is not None
-    assert [opt.rate(k + 1, 1.0) for k in range(len(warm))] == pytest.approx(warm)
+@pytest.mark.parametrize("W", [0, 1, 4])
+@pytest.mark.parametrize(("pretext", "last"), [("mae", None), ("mae", 0.4), ("ijepa", 0.4)])
+def test_pretraining_has_the_schedules_of_maes_and_ijepas_programs(
+    pretext: str, last: float | None, W: int
+) -> None:
+    """Their formulas at every step of 4 epochs of 5; what has no decay gets none."""
+    given: Any = {"backbone": "vit_mini", "pool": "quilts", "pretext": pretext, "min_lr": 1e-5}
+    given |= {"warmup_epochs": W, "warmup_from": 0.2, "weight_decay": 0.05}
+    given |= {"final_weight_decay": last}
+    tensors = {"W": torch.ones(2, 2), "b": torch.ones(2)}
+    opt = make_optimiser(PretrainConfig(epochs=4, **given), tensors, 20)
+    base = opt.groups[0].lr
+    for k in range(1, 21):
+        opt.update([*tensors.values()], [torch.ones_like(x) for x in tensors.values()])
+        epoch = (k - (pretext == "mae")) / 5
+        cosine = 0.5 * (1 + math.cos(math.pi * (epoch - W) / max(1, 4 - W)))
+        line = 0.2 + 0.8 * epoch / max(1, W)
+        rate = base * line if epoch < W else 1e-5 + (base - 1e-5) * cosine
+        decay = 0.05
+        if last is not None:
+            decay = last + (0.05 - last) * 0.5 * (1 + math.cos(math.pi * k / 20))
+        found = [
+            value for g in opt.adamw_or_sgd.param_groups for value in (g["lr"], g["weight_decay"])
+        ]
+        assert found == pytest.approx([rate, decay, rate, 0.0], rel=1e-12)
 
 
 def test_an_epoch_has_full_batches_only_and_at_least_one() -> None:

@@ -30,20 +30,3 @@ def test_the_time_left_follows_from_the_work_of_this_process() -> None:
     lines = clock.bars(False)
     left = [lines.tasks[0].time_remaining for _ in lines(clock.epochs(3, 8), 8, "lr 0.1", 2)]
     assert left == [50, 40, 30, 20, 10, 0]
-
-
-def test_a_loop_over_runs_and_the_loop_of_a_run_are_counted_each() -> None:
-    clock = Clock()
-    bars = clock.bars(True)
-    seen = []
-
-    def runs() -> Iterator[str]:
-        for _ in range(3):
-            for _ in bars(clock.epochs(1, 4), 4, "lr 0.1"):
-                seen.append([(task.completed, task.time_remaining) for task in bars.tasks])
-            yield "val 50.0 %"
-
-    assert len(list(bars(runs(), 3, "run"))) == 3
-    assert seen[1] == [(0, None), (2, 20)]
-    assert seen[5] == [(1, 80), (2, 20)]  # runs of 40 s each
-    assert not bars.tasks

@@ -1,17 +1,14 @@
 """`--tensorboard`: TensorBoard reads the numbers of metrics.jsonl, after a stop, too."""
 
-import json
-import signal
 import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
-from toy import PEFT_STEPS, PRETRAIN_STEPS, align_line, done, finetune_line, refusal
+from toy import PEFT_STEPS, PRETRAIN_STEPS, align_line, done, finetune_line, read_records, refusal
 
 from config import AlignConfig
-from support.processes import Stopped, stop
 from support.runs import Run
 
 pytest.importorskip("tensorboard")
@@ -31,11 +28,6 @@ def read_events(run: Path) -> dict[str, Points]:
     return curves
 
 
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def check_points(actual: Points, expected: Points) -> None:
     """Equal steps, and values equal to float32."""
     assert [step for step, _ in actual] == [step for step, _ in expected]
@@ -49,7 +41,7 @@ def settings(**changes: Any) -> AlignConfig:
 
 def test_every_command_writes_its_records(pretrained: Path) -> None:
     done(align_line(pretrained, "--out a --tensorboard"))
-    records = read_metrics(Path("a"))
+    records = read_records(Path("a"))
     curves = read_events(Path("a"))
     assert [step for step, _ in curves["probe_val/accuracy"]] == [0]
     for name, of_record in (
@@ -62,12 +54,12 @@ def test_every_command_writes_its_records(pretrained: Path) -> None:
 
     done(finetune_line(pretrained, f"{PEFT_STEPS} --out f --tensorboard"))
     trial = Path("f/lr0.01-s0")
-    losses = [(record["step"], record["loss"]) for record in read_metrics(trial)]
+    losses = [(record["step"], record["loss"]) for record in read_records(trial)]
     check_points(read_events(trial)["loss"], losses)
 
     line = "pretrain --backbone vit_mini --pool omniglot --augment none"
     done(f"{line} {PRETRAIN_STEPS} --batch 1290 --image-size 28 --out p --tensorboard --quiet")
-    losses = [(record["step"], record["loss"]) for record in read_metrics(Path("p"))]
+    losses = [(record["step"], record["loss"]) for record in read_records(Path("p"))]
     check_points(read_events(Path("p"))["loss"], losses)
 
 
@@ -89,26 +81,6 @@ def test_a_run_that_goes_on_has_each_record_once() -> None:
     (out / "mine.txt").write_text("precious")
     with Run(out, "align", settings(seed=1), force=True):
         assert not file.exists() and (out / "mine.txt").exists()
-
-
-def log_and_hear_a_signal(cfg: AlignConfig) -> None:
-    """A run that is asked to stop in its first step."""
-    with Run(Path("run"), "align", cfg) as run:
-        run.restore({}, {})
-        run.log({"step": 1, "loss": 1.0})
-        stop.hear(signal.SIGTERM)
-        run.checkpoint("step 1")
-
-
-def test_a_stop_loses_no_point() -> None:
-    with pytest.raises(Stopped):
-        log_and_hear_a_signal(settings())
-    assert read_events(Path("run"))["loss"] == [(1, 1.0)]
-    stop.renew()
-    with Run(Path("run"), "align", settings()) as run:
-        run.restore({}, {})
-        run.log({"step": 2, "loss": 2.0})
-    assert read_events(Path("run"))["loss"] == [(1, 1.0), (2, 2.0)]
 
 
 def test_without_its_package_it_is_refused_before_anything_is_loaded(

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import timm
@@ -117,7 +117,6 @@ def test_a_file_of_another_network_is_refused(vit: Any, change: Any, named: str)
     ("name", "named"),
     [
         ("vit_smal_patch14_dinov2", "did you mean timm:vit_small_patch14_dinov2"),
-        ("vit_small_patch14_dinov2.nonesuch", "did you mean timm:vit_small_patch14_dinov2"),
         ("resnet18", "ResNet"),
         ("vit_base_patch16_siglip_224", "'map'"),
         ("vit_small_patch16_18x2_224", "ParallelThingsBlock"),
@@ -146,23 +145,14 @@ def test_settings_that_do_not_go_with_a_network_are_refused(given: Any, named: s
 
 
 @pytest.mark.parametrize(
-    ("name", "mean"),
-    [
-        ("vit_small_patch14_reg4_dinov2", 0.485),
-        ("vit_base_patch16_clip_224.openai", 0.48145466),
-        ("vit_base_patch16_224.augreg_in21k", 0.5),
-        ("vit_small_patch16_224.dino", 0.485),
-        ("deit3_small_patch16_224.fb_in1k", 0.485),
-        ("eva_large_patch14_196.in22k_ft_in1k", 0.48145466),
-    ],
-)
-def test_the_networks_that_people_ask_for_are_taken(name: str, mean: float) -> None:
-    """Their sizes are known without their weights; the table of timm names their channels."""
+    "name", ["vit_small_patch14_reg4_dinov2", "vit_base_patch16_clip_224.openai",
+             "vit_small_patch16_224.dino", "deit3_small_patch16_224.fb_in1k"],
+)  # fmt: skip
+def test_the_networks_that_people_ask_for_are_taken(name: str) -> None:
+    """Their sizes are known without their weights."""
     arch = read_arch(AlignConfig(backbone=f"timm:{name}", dataset="quilts"))
     assert arch.dim == 64 * arch.heads and arch.class_token
     assert arch.registers == (4 if "reg4" in name else 0)
-    pretrained = timm.get_pretrained_cfg(name)
-    assert pretrained is not None and pretrained.mean[0] == mean
 
 
 def test_images_are_normalised_as_the_network_was_trained(vit: Any, caplog: Any) -> None:
@@ -263,15 +253,6 @@ class Hub(Handler):
         super().end_headers()
 
 
-class Silent(Handler):
-    """Hears every question and answers none."""
-
-    asked: ClassVar[list[str]] = []
-
-    def do_HEAD(self) -> None:
-        self.asked.append(self.path)
-
-
 @pytest.fixture
 def hub(server: Server, vit: Any) -> Server:
     """A hub on loopback with the network of w.safetensors and a classifier."""
@@ -309,12 +290,3 @@ def test_timm_fetches_its_weights_once_and_offline_says_what_to_do(hub: Server) 
     cached, told = load_outside(f"timm:{NAME}", "timm:test_vit", HF_HOME=home, HF_HUB_OFFLINE="1")
     assert cached == expected
     assert "--backbone timm:test_vit:" in told and "--weights FILE" in told
-
-
-def test_a_hub_that_does_not_answer_is_asked_only_once(hub: Server) -> None:
-    """Its own package would ask a dozen times, for a minute."""
-    hub.RequestHandlerClass = Silent
-    home = str(Path("home").absolute())
-    (told,) = load_outside("timm:test_vit", HF_HOME=home, HF_ENDPOINT=hub.url)
-    assert "--backbone timm:test_vit:" in told and "--weights FILE" in told
-    assert Silent.asked == ["/"]

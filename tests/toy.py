@@ -5,13 +5,20 @@ Of a flag that a line has twice the last one counts, so a test appends what it w
 
 import contextlib
 import io
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import typer
+from torch import Tensor
+from torchvision.transforms.functional import to_pil_image
+from typer.testing import CliRunner
+
 import cli
+from config import AlignConfig
 
 ROOT = Path(cli.__file__).parent
 # the command line of a process of its own, in which the drawn images have their name, too
@@ -34,6 +41,12 @@ ALIGN_SETTINGS: dict[str, Any] = {  # the same for the Python interface
 PEFT_SETTINGS: dict[str, Any] = {
     "epochs": 2, "batch": 40, "warmup_epochs": 0, "seeds": 1, "lr": 1e-2,
 }  # fmt: skip
+
+
+def align_settings(weights: Path, **more: Any) -> AlignConfig:
+    """Settings of the same run; `weights` is a run of `pretrain`."""
+    given: dict[str, Any] = {"backbone": "vit_mini", "dataset": "quilts", "weights": weights}
+    return AlignConfig(**given | {"device": "cpu"} | ALIGN_SETTINGS | more)
 
 
 def align_line(pretrained: Path, more: str = "", pretext: str = "mae") -> str:
@@ -87,3 +100,28 @@ def outside(line: str, **environ: str) -> subprocess.CompletedProcess[str]:
     env = {"PYTHONPATH": PROGRAM_PATH, "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
     call = [*PROGRAM, *line.split()]
     return subprocess.run(call, env=env | environ, capture_output=True, text=True, check=False)
+
+
+def call(script: Any, line: str, more: list[str] | None = None) -> str:
+    """What a script of experiments/ prints; `more` are settings, NAME=VALUE."""
+    app = typer.Typer()
+    app.command()(script.main)
+    words = line.split()
+    for pair in more or []:
+        words += ["--set", pair]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def read_records(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def save_by_class(folder: Path, images: Tensor, targets: Tensor) -> None:
+    """Write images (n, 3, H, W) as files into a folder for each class."""
+    for number, image in enumerate(images):
+        place = folder / f"kind {int(targets[number])}"
+        place.mkdir(parents=True, exist_ok=True)
+        to_pil_image(image).save(place / f"{number}.png")
