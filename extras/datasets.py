@@ -110,7 +110,7 @@ def list_benchmark(name: str, path: Path, partial: bool = False) -> Contents:
     """
     expected = sum(BENCHMARKS[name].sizes)
     listed = set[str]()
-    for entries in read_lists(name, path).parts.values():  # of train, of val and of test
+    for entries in read_lists(name, path).parts.values():  # for train, val and test
         listed.update(file for file, _ in entries)
     absent = {file for file in listed if not (path / file).exists()}
     problems: list[Record] = []
@@ -156,7 +156,7 @@ def count_other_files(path: Path, images: list[Path]) -> Record:
 
 
 def find_images_in_two_classes(task: Task) -> list[Record]:
-    """Find files with the same bytes but another class: one problem for all of them, or none."""
+    """Find files with equal bytes in two classes; returns one problem for all of them, or []."""
     first_with: dict[str, tuple[Path, int]] = {}  # the first file of each sha256, and its class
     pairs = []
     for split in task.splits:
@@ -170,7 +170,7 @@ def find_images_in_two_classes(task: Task) -> list[Record]:
 
 
 def find_classes_without_a_test(task: Task) -> list[Record]:
-    """Find the classes that have no test image: a problem for each of them."""
+    """Find the classes without a test image; returns a problem for each of them."""
     tested = set(task.test.targets.tolist())
     missing = [name for label, name in enumerate(task.classes) if label not in tested]
     return [{"problem": f"the test has no image of class {name}"} for name in missing]

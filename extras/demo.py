@@ -73,8 +73,8 @@ def demo(
 
     Args:
         out: None: runs/demo.
-        data_seed: another one splits the drawers of the characters anew.
-        jobs: how many runs are at work at the same time, each in a process.
+        data_seed: decides which people's drawings are for training, validation and test.
+        jobs: how many runs are at work at the same time, each in a process of its own.
         force: start all runs over.
         track: shows the progress.
     """
@@ -116,7 +116,7 @@ def check_place(out: Path) -> None:
 def align_with_seed(seed: int, cfg: AlignConfig, out: Path, force: bool) -> str:
     """Align with this seed, and return a line that says how it went.
 
-    It is a function of the module, not of `demo`, so that `processes.jobs` can send it to others.
+    It stands outside of `demo` so that `processes.jobs` can call it in other processes.
     """
     result = align(cfg.replace(seed=seed), out / "align" / f"s{seed}", force=force)
     return f"aligned, seed {seed}  val {result.val_P.accuracy:.1f} %"
@@ -128,7 +128,7 @@ def read_test_curve(run: Path) -> Curve:
 
 
 def epochs_to_reach(curve: Curve, percent: float) -> str:
-    """After how many epochs a curve has reached an accuracy, such as "3 epochs"."""
+    """After how many epochs a curve reaches an accuracy: "3 epochs", or "more than 25 epochs"."""
     for epoch, value in curve.items():
         if value >= percent:
             return f"{epoch} epochs"

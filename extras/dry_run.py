@@ -96,12 +96,6 @@ def plan_training(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Rec
     if isinstance(cfg, FinetuneConfig):
         attempt(problems, starts_of_seeds, cfg)  # the align runs of --from have to be finished
     weights = attempt(problems, find_weights, cfg)  # None: timm has them, or there is a problem
-    fetched = None
-    if weights and not weights.exists():
-        url, megabytes = OFFICIAL_FILES[cfg.backbone, cfg.pretext]
-        fetched = f"{megabytes:.0f} MB to download from {url}"
-    if weights is None and cfg.backbone.startswith(TIMM):
-        fetched = "timm's, from the Hugging Face hub or its cache"
     # If nothing is missing, the networks are loaded, to see whether they fit. Otherwise there are
     # only their sizes.
     if weights and weights.exists() and not problems:
@@ -116,9 +110,19 @@ def plan_training(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Rec
         "images": images,
         "steps": steps,
         "LoRA parameters": parameters,
-        "weights": fetched,
+        "weights": describe_download(cfg, weights),
         "the paper's memory, GB and GPUs": paper_memory(cfg),
     }
+
+
+def describe_download(cfg: Network, weights: Path | None) -> str | None:
+    """Where the weights come from if their file `weights` is not there; None if it is."""
+    if weights and not weights.exists():
+        url, megabytes = OFFICIAL_FILES[cfg.backbone, cfg.pretext]
+        return f"{megabytes:.0f} MB to download from {url}"
+    if weights is None and cfg.backbone.startswith(TIMM):
+        return "timm's, from the Hugging Face hub or its cache"
+    return None
 
 
 def try_networks(cfg: AlignConfig | FinetuneConfig, task: Task | None, pool: Pool | None) -> Arch:

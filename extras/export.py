@@ -127,9 +127,10 @@ def open_run(run: Path, seed: int | None, weights: Path | None) -> FinishedRun:
     cfg = read_settings(run, weights)
     if seed is None:
         seed = cfg.seed
-    file = run / f"adapter-s{seed}.safetensors"  # of a finetune run with several seeds or rates
+    file = run / f"adapter-s{seed}.safetensors"
     if seed == cfg.seed and not file.exists():
-        file = run / "adapter.safetensors"  # of an align run, or of one seed with one rate
+        # An align run has this file, and so has a single trial, such as runs/peft/lr0.01-s0.
+        file = run / "adapter.safetensors"
     if not file.exists():
         raise UsageError(f"{run}: is not finished, or has no seed {seed}; see --seed")
     with as_usage_error(str(file), "give another run"):
@@ -213,8 +214,8 @@ def fold_norm(phi_D: Phi) -> Phi:
 class Exported(NamedTuple):
     """The adapter in the layout of another program, which has two files."""
 
-    config: Record  # of its JSON file
-    tensors: dict[str, Tensor]  # of its safetensors file, by name
+    config: Record  # what its JSON file holds
+    tensors: dict[str, Tensor]  # what its safetensors file holds, by name
 
 
 def to_peft(theta: Tensor, phi_D: Phi, dim: int, scale: float) -> Exported:
@@ -227,7 +228,7 @@ def to_peft(theta: Tensor, phi_D: Phi, dim: int, scale: float) -> Exported:
 
     Args:
         theta: θ (K, p).
-        phi_D: the head, without BatchNorm; {} for none.
+        phi_D: the head, without BatchNorm; {} after align.
         dim: the width of the network.
         scale: what LoRA's product is multiplied by.
     """
@@ -261,8 +262,8 @@ def to_timm(
 ) -> Exported:
     """The backbone with θ merged in, and the head, in timm's layout, for timm.create_model.
 
-    `phi_D` is the head without BatchNorm; {} for none. Raises ValueError if `info` does not say how
-    images are normalised.
+    `phi_D` is the head without BatchNorm; {} after align. Raises ValueError if `info` does not say
+    how images are normalised.
     """
     mean, std = channels_of(info)
     classes = len(phi_D["bias"]) if phi_D else 0

@@ -22,7 +22,7 @@ from support.runs import mean_numbers, read_json_if_there, write_atomic
 
 # The colours of Okabe and Ito, which colour-blind readers can tell apart
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#888888")
-ENDINGS = (".png", ".svg", ".pdf")  # of a picture's file name
+ENDINGS = (".png", ".svg", ".pdf")  # A picture's file name has one of these.
 QUANTITIES = {  # names of numbers in metrics.jsonl, and what the axis of a picture calls them
     "loss": "training loss",
     "val/accuracy": "validation (%)",
@@ -140,10 +140,11 @@ def read_curves(run: Path) -> dict[str, Curve]:
     at the steps that all seeds have reached.
     """
     folders = [folder for folder in seed_folders(run) if (folder / "metrics.jsonl").exists()]
-    # by quantity and step, the numbers of all seeds
+    # The key is (quantity, step), and the value has the number of each seed.
     values: dict[tuple[str, int], list[float]] = defaultdict(list)
     for folder in folders:
         for record in read_metrics(folder):
+            # Losses of the steps of an alternation are a list, which counts as its mean.
             for quantity, value in mean_numbers(record).items():
                 values[quantity, record["step"]].append(value)
     curves: dict[str, Curve] = defaultdict(dict)
@@ -161,12 +162,12 @@ def seed_folders(path: Path) -> list[Path]:
     """
     folders: list[Path] = []
     for run in find_runs(path):
-        rate = "*"  # not chosen yet: trials of every rate
+        rate = "*"  # No rate is chosen yet, so the trials of all rates are taken.
         result = read_json_if_there(run / "result.json")
         if result:
-            rate = f"{result.get('lr', 0):g}"  # align has no rate, and no trials below
+            rate = f"{result.get('lr', 0):g}"
         trials = sorted(run.glob(f"lr{rate}-s*"))
-        folders += trials or [run]
+        folders += trials or [run]  # An align run has no trials.
     return folders
 
 

@@ -35,8 +35,6 @@ from support.optim import EpochRecord, Optimiser, Schedule, decay_groups, train_
 from support.runs import Identity, Run, RunResult, Track, untracked
 from support.screen import Answer
 
-PretextTask = mae.MAE | ijepa.IJEPA
-
 
 class PretrainResult(RunResult, frozen=True):
     """What a pretrain run ended with."""
@@ -87,14 +85,14 @@ def pretrain(
     with Run(out, "pretrain", cfg, force, identity) as run:
         if run.result:
             return PretrainResult(**run.result)
-        psi = dict(networks.backbone.vit.named_parameters())
+        psi = dict(networks.backbone.vit.named_parameters())  # tensors by name
         psi.pop("pos_embed")  # the table of positions is fixed
         opt = make_optimiser(cfg, psi | task.phi, work.steps)
-        # I-JEPA's teacher and its step; MAE has no such state
+        # The state of I-JEPA's task is its teacher and the step. MAE's task has no state.
         state = {f"pretext.{name}": tensor for name, tensor in task.state.items()}
         run.restore(psi | task.phi | state, {"opt": opt})
 
-        steps_per_record = work.steps // cfg.epochs  # an epoch
+        steps_per_record = work.steps // cfg.epochs  # those of an epoch
         label = "pretrain"
         if steps_per_record > 500:
             steps_per_record = 500
@@ -112,14 +110,14 @@ def pretrain(
 def train(
     cfg: PretrainConfig,
     pool: data.Pool,
-    task: PretextTask,
+    task: mae.MAE | ijepa.IJEPA,
     opt: Optimiser,
     steps: int,
     steps_per_record: int,
 ) -> Iterator[EpochRecord]:
-    """Take the steps that `opt` has not done yet, up to `steps`; yields a record now and then.
+    """Take the run's steps from `opt.step` on, and yield a record after every `steps_per_record`.
 
-    `steps_per_record` is how many steps a record sums up.
+    `steps` is the number of steps of the whole run.
     """
     device = opt.tensors[0].device
     images = pool_images(pool, cfg.arch().image_size, cfg)
@@ -186,7 +184,7 @@ def build_networks(cfg: PretrainConfig) -> Networks:
     return Networks(backbone, head.to(device), teacher)
 
 
-def build_task(cfg: PretrainConfig, networks: Networks, steps: int) -> PretextTask:
+def build_task(cfg: PretrainConfig, networks: Networks, steps: int) -> mae.MAE | ijepa.IJEPA:
     """Make the pretext task that trains ψ, without θ. Raises UsageError."""
     return build_pretext_task(
         cfg, networks.backbone, networks.head, steps, theta=None, teacher=networks.teacher

@@ -89,7 +89,7 @@ def load_backbone(cfg: AlignConfig | FinetuneConfig) -> Pretrained:
     pretext head are not frozen. Raises UsageError.
     """
     path = find_weights(cfg)  # None: timm has the weights
-    if path is not None and not path.exists():
+    if path is not None and not path.exists():  # an official file
         download(OFFICIAL_FILES[cfg.backbone, cfg.pretext], path)
     thing = f"--weights {path}" if path else f"--backbone {cfg.backbone}"
     remedy = "see --backbone and --pretext"
@@ -118,7 +118,7 @@ def load_official_layout(path: Path, cfg: AlignConfig | FinetuneConfig) -> Pretr
     content = read_tensors(path)
     if cfg.pretext == "ijepa":
         vit_tensors, head_tensors = ijepa.split_state(content, cfg.base)
-    else:
+    else:  # MAE, and custom pretext tasks, which start from MAE's encoder
         if "mae_visualize" in path.name:
             raise ValueError(
                 "is the authors' file for pictures: its decoder predicts raw pixels, not "
@@ -187,7 +187,7 @@ def find_given_weights(weights: Path) -> Path:
 
 
 def check_weights(cfg: Network) -> None:
-    """Raise UsageError if these settings have no checkpoint; log a note of a download to come."""
+    """Raise UsageError if these settings have no checkpoint. If it will be fetched, log that."""
     path = find_weights(cfg)
     if path is not None and not path.exists():  # an official file, which the run fetches
         url, megabytes = OFFICIAL_FILES[cfg.backbone, cfg.pretext]
@@ -227,7 +227,7 @@ def assign(network: nn.Module, tensors: Phi) -> None:
 
 
 def arch_of(content: Record, cfg: Shape) -> Arch:
-    """The sizes of the networks in a checkpoint: those that `pretrain` wrote there, or BACKBONES'.
+    """The sizes of the networks in a checkpoint: as `pretrain` wrote them, or as in BACKBONES.
 
     `content` is what the file holds; {} for an official file, which says nothing of its sizes.
     Raises ValueError if the settings ask for another network, image size or patch size.

@@ -36,7 +36,7 @@ def load_vit(cfg: Network, state: Mapping[str, Tensor] | None) -> Any:  # noqa: 
     `state` belongs to another network.
     """
     name = cfg.backbone.removeprefix(TIMM)  # such as vit_small_patch14_dinov2
-    # where the hub has the weights; None for networks without any
+    # The place of the weights in the hub; None for networks that have no weights there.
     repository = timm.models.get_pretrained_cfg_value(name, "hf_hub_id")
     remedy = "fetch them where there is a network, see HF_HOME, or give --weights FILE"
     with as_usage_error(f"--backbone {cfg.backbone}: its weights", remedy):
