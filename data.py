@@ -535,9 +535,9 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
     def load(self, draw: int, index: int) -> Tensor:
         """Image number `index` of the split, (3, size, size), as draw number `draw` cuts it."""
-        stored = self.split.images[index]
+        stored = self.split.images[index]  # pixels, or the path of a file
         if self.taken_as_stored:
-            return torch.as_tensor(stored)
+            return torch.as_tensor(stored)  # it is a tensor, which type checkers cannot see
         image = F.to_pil_image(stored) if isinstance(stored, Tensor) else read_image(stored)
         if self.crops_at_random:
             # torchvision draws from the global generator, so its state is put back afterwards.

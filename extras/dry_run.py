@@ -90,10 +90,12 @@ def plan_training(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Rec
     pool: Pool | None = None
     images: Record = task.sizes() if task else {}
     if isinstance(cfg, AlignConfig):
+        steps = count_align_steps(cfg, task)
         pool = attempt(problems, open_pool, cfg.pool, cfg.data_root, cfg.data_seed)
         if pool:
             images["pool"] = len(pool.images)
-    if isinstance(cfg, FinetuneConfig):
+    else:
+        steps = count_trials(cfg, task)
         attempt(problems, starts_of_seeds, cfg)  # the align runs of --from have to be finished
     weights = attempt(problems, find_weights, cfg)  # None: timm has them, or there is a problem
     # If nothing is missing, the networks are loaded, to see whether they fit. Otherwise there are
@@ -101,8 +103,7 @@ def plan_training(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Rec
     if weights and weights.exists() and not problems:
         arch = attempt(problems, try_networks, cfg, task, pool)
     else:
-        arch = attempt(problems, official_arch, cfg)
-    steps = count_align(cfg, task) if isinstance(cfg, AlignConfig) else count_finetune(cfg, task)
+        arch = attempt(problems, arch_without_file, cfg)
     parameters = None
     if arch:
         parameters = arch.depth * 4 * cfg.rank * arch.dim  # 4: A_q, B_q, A_v and B_v of each layer
@@ -137,7 +138,7 @@ def try_networks(cfg: AlignConfig | FinetuneConfig, task: Task | None, pool: Poo
     return experiment.arch
 
 
-def official_arch(cfg: Network) -> Arch:
+def arch_without_file(cfg: Network) -> Arch:
     """The sizes of an official file that is not there yet, or of a network of timm.
 
     Raises UsageError.
@@ -148,7 +149,7 @@ def official_arch(cfg: Network) -> Arch:
         return arch_of({}, cfg)  # {}: no file that says its sizes
 
 
-def count_align(cfg: AlignConfig, task: Task | None) -> Record:
+def count_align_steps(cfg: AlignConfig, task: Task | None) -> Record:
     """Count the training steps: of both levels, and of the linear probe if the task is there.
 
     Such as {"lower": 10000, "upper": 4000, "probe": 1500}.
@@ -162,7 +163,7 @@ def count_align(cfg: AlignConfig, task: Task | None) -> Record:
     return steps
 
 
-def count_finetune(cfg: FinetuneConfig, task: Task | None) -> Record:
+def count_trials(cfg: FinetuneConfig, task: Task | None) -> Record:
     """Count the trials, each with one rate and one seed, and the steps of all if the task is there.
 
     Such as {"trials": 13, "all trials": 49400}.

@@ -263,7 +263,7 @@ def to_timm(
     """The backbone with θ merged in, and the head, in timm's layout, for timm.create_model.
 
     `phi_D` is the head without BatchNorm; {} after align. Raises ValueError if `info` does not say
-    how images are normalised.
+    how images are normalised. `cfg` names the network, and says how images are resized.
     """
     mean, std = channels_of(info)
     classes = len(phi_D["bias"]) if phi_D else 0

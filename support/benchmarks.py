@@ -39,7 +39,7 @@ class Benchmark(NamedTuple):
     read: Callable[[Path], Lists]  # reads its lists in that folder
     archives: dict[str, str]  # md5 of each file to download, by its URL
     megabytes: int  # the size of all these files
-    # True: the archives hold `folder/...`; False: only what is in it, so `folder` has to be made
+    # True: the archives hold `folder/...`. False: they hold what is in it, so it has to be made.
     archive_includes_folder: bool
     terms: str  # what its publisher says about using it
 
@@ -110,7 +110,7 @@ def read_cub(base: Path) -> Lists:
 
 
 def read_pets(base: Path) -> Lists:
-    """Read lines of `IMAGE CLASS SPECIES BREED`, such as `great_pyrenees_12 16 2 9`.
+    """Read lines of `IMAGE CLASS SPECIES BREED`, such as `great_pyrenees_12 16 2 10`.
 
     Classes are counted from 1. Their names are taken from those of the images.
     """
@@ -146,7 +146,7 @@ def read_flowers(base: Path) -> Lists:
 
 
 def read_aircraft(base: Path) -> Lists:
-    """Read lines of `IMAGE VARIANT`, such as `0481847 737-200`.
+    """Read lines of `IMAGE VARIANT`, such as `1025794 707-320`.
 
     The variant is the class; its number is its line in variants.txt, counted from 0.
     """

@@ -86,7 +86,8 @@ def read_arch(cfg: Network) -> Arch:
     ValueError if timm has no such network, it is no plain ViT, or --patch-size is not its own.
     """
     name = cfg.backbone.removeprefix(TIMM)
-    known = {*timm.list_models(), *timm.list_pretrained()}  # names, and names with .WEIGHTS
+    # names such as vit_small_patch14_dinov2, alone and with the name of weights (.lvd142m)
+    known = {*timm.list_models(), *timm.list_pretrained()}
     if name not in known:
         close = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean timm:{close[0]}?" if close else 'see timm.list_models("*vit*")'
