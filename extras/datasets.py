@@ -58,7 +58,7 @@ def describe_what_is_there(name: str, path: Path) -> str:
         classes = len(subfolders(train)) if train.is_dir() else 0
         return f"{classes:,} of 1,000 classes"
     try:
-        contents = list_benchmark(name, path)
+        contents = inspect_benchmark(name, path)
     except UsageError:
         return "its lists cannot be read"
     return f"{len(contents.images):,} of {sum(BENCHMARKS[name].sizes):,}"
@@ -85,11 +85,11 @@ def check(name: str, root: Path, partial: bool = False) -> Record:
         if path is None:
             raise UsageError(f"{name}: comes with the program, so there is nothing to check")
         if name in BENCHMARKS:
-            contents = list_benchmark(name, path, partial)
+            contents = inspect_benchmark(name, path, partial)
         elif name == "imagenet":
             contents = Contents(find_pool_images(name, path), counts={}, problems=[])
         elif name.startswith("folder:") or len(subfolders(path)) > 1:
-            contents = list_class_folders(path)
+            contents = inspect_class_folders(path)
         else:
             images = find_pool_images(name, path)
             contents = Contents(images, count_other_files(path, images), problems=[])
@@ -102,7 +102,7 @@ def check(name: str, root: Path, partial: bool = False) -> Record:
     }
 
 
-def list_benchmark(name: str, path: Path, partial: bool = False) -> Contents:
+def inspect_benchmark(name: str, path: Path, partial: bool = False) -> Contents:
     """Compare the images that a benchmark's lists name with those that are in its folder `path`.
 
     Images that are not there are a problem, unless `partial` takes a subset as it is. Raises
@@ -119,14 +119,14 @@ def list_benchmark(name: str, path: Path, partial: bool = False) -> Contents:
         problems.append({"problem": f"{problem} --partial takes it"})
     if absent:
         problem = f"{len(absent)} of the listed images are missing"
-        problems.append({"problem": problem, "first": min(absent)})  # the first of their names
+        problems.append({"problem": problem, "first": min(absent)})  # the first by name
     if partial:
         problems = []
     images = [path / file for file in sorted(listed - absent)]
     return Contents(images, {"listed": len(listed), "absent": len(absent)}, problems)
 
 
-def list_class_folders(path: Path) -> Contents:
+def inspect_class_folders(path: Path) -> Contents:
     """Read a folder of class folders as a labelled task, and look for mistakes in its labels.
 
     If it cannot be read as a task, the reasons are the problems.

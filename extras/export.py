@@ -291,13 +291,13 @@ def to_timm(
     tensors = merge(backbone, theta)
     for name, tensor in phi_D.items():
         tensors[f"head.{name}"] = tensor
-    # safetensors takes no views of a larger tensor whose numbers lie apart.
+    # safetensors takes no view of a larger tensor whose numbers do not lie side by side.
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     return Exported(config, tensors)
 
 
 def crop_share(size: int, whole_images: bool) -> float:
-    """Timm's crop_pct, the share of a resized image that is kept, to cut as `data.cut_centre` does.
+    """The crop_pct with which timm cuts images as `data.cut_centre` does: the share that is kept.
 
     `size` is the side of the network's input. timm resizes the shorter side to size / crop_pct,
     rounded down; `cut_centre` resizes it to 256/224 of the size, rounded to the nearest number.
