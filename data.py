@@ -230,9 +230,13 @@ def find_images(root: Path, outer: tuple[Path, ...] = ()) -> list[Path]:
 
 
 def list_other_files(root: Path, images: list[Path]) -> list[Path]:
-    """All files below a folder except `images` and names that begin with a dot, sorted by path."""
-    files = {path for path in root.rglob("[!.]*") if path.is_file()}
-    return sorted(files - {*images})
+    """All files below a folder except `images`, sorted; hidden files and folders are left out."""
+    others = []
+    for path in {*root.rglob("*")} - {*images}:
+        is_hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+        if path.is_file() and not is_hidden:
+            others.append(path)
+    return sorted(others)
 
 
 def check_utf8_name(path: Path) -> None:

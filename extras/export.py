@@ -125,16 +125,19 @@ def open_run(run: Path, seed: int | None, weights: Path | None) -> FinishedRun:
     backbone's file is now; None: where it was for the run. Raises UsageError.
     """
     cfg = read_settings(run, weights)
-    if seed is None:
-        seed = cfg.seed
-    file = run / f"adapter-s{seed}.safetensors"
-    if seed == cfg.seed and not file.exists():
-        # An align run has this file, and so has a single trial, such as runs/peft/lr0.01-s0.
+    wanted = cfg.seed if seed is None else seed
+    file = run / f"adapter-s{wanted}.safetensors"
+    if not file.exists():
+        # An align run has this file, and so has a single trial, such as runs/peft/lr0.01-s1.
         file = run / "adapter.safetensors"
     if not file.exists():
-        raise UsageError(f"{run}: is not finished, or has no seed {seed}; see --seed")
+        raise UsageError(f"{run}: is not finished, or has no seed {wanted}; see --seed")
     with as_usage_error(str(file), "give another run"):
-        return FinishedRun(cfg, seed, load_adapter(file))
+        adapter = load_adapter(file)
+    own_seed = cfg.seed if adapter.info.seed is None else adapter.info.seed  # None: of align
+    if seed not in (None, own_seed):
+        raise UsageError(f"{run}: has no seed {seed}, but {own_seed}; see --seed")
+    return FinishedRun(cfg, own_seed, adapter)
 
 
 def read_settings(run: Path, weights: Path | None) -> FinetuneConfig:
