@@ -363,7 +363,7 @@ def adapter_file(experiment: AlignExperiment, theta_P: Tensor) -> bytes:
         "unlike_paper": unlike_paper(cfg),
     }
     info = experiment.origin.model_copy(update=of_align)
-    return save_adapter(theta_P, phi_D={}, origin=info)  # no head: fine-tuning starts a fresh one
+    return save_adapter(theta_P, phi_D={}, info=info)  # no head: fine-tuning starts a fresh one
 
 
 def summary(experiment: AlignExperiment, last: Record) -> Record:

@@ -1,8 +1,9 @@
 """Paper: labelled tasks D^D and unlabelled pools D^P, split, cut, ordered and loaded.
 
-Random numbers depend on (seed, purpose, draw) alone. Images are drawn in epoch after epoch; a draw
-is the running number of an image in that sequence. So batches depend neither on worker processes
-nor on where a run was continued. A wrong folder raises ValueError, an unreadable image ImageError.
+Training takes images epoch after epoch. Each image that is taken is a draw, and draws are numbered
+over the whole run, from 0. Random numbers depend on the seed, a purpose and the draw's number
+alone, so batches depend neither on worker processes nor on where a run was continued. A wrong
+folder raises ValueError, an unreadable image ImageError.
 """
 
 import hashlib
@@ -24,13 +25,13 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import InterpolationMode, RandomResizedCrop
 from torchvision.transforms.v2 import functional as F
 
-SPLITS = ("train", "val", "test")  # what the splits of a task are called
+SPLITS = ("train", "val", "test")  # the names of a task's splits
 Channels = tuple[float, ...]  # one number each for red, green and blue
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean, std
-Label = int | list[int]  # a class, or for each class 1 yes, -1 no, 0 not counted
-Entries = list[tuple[str, Label]]  # (image file below the dataset's folder, label)
-Draw = tuple[int, int]  # (number of the draw, index of the image)
-Stored = Tensor | list[Path]  # images (images, 3, height, width) in [0, 1], or their files
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and std of its pixels in [0, 1]
+Label = int | list[int]  # the class, such as 3; or for each class 1 yes, -1 no, 0 not counted
+Entries = list[tuple[str, Label]]  # image file relative to the dataset's folder, and its label
+Draw = tuple[int, int]  # (number of the draw in the run, index of the image in its split)
+Stored = Tensor | list[Path]  # pixels (images, 3, height, width) in [0, 1], or image files
 
 
 class ImageError(OSError):
@@ -38,98 +39,110 @@ class ImageError(OSError):
 
 
 def seed_for(seed: int, *purpose: str | int) -> int:
-    """A seed of 63 bits for one purpose, the same on every platform: sha256, not Python's hash."""
-    words = "/".join(str(word) for word in (seed, *purpose))
+    """Derive a seed of 63 bits from a run's seed and a purpose, such as "mask" and the step.
+
+    It is made with sha256, so it is the same on every platform; Python's hash differs by process.
+
+    >>> seed_for(0, "mask", 1)
+    9043777112963148149
+    """
+    words = "/".join(str(word) for word in (seed, *purpose))  # such as 0/mask/1
     digest = hashlib.sha256(words.encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+    return int.from_bytes(digest[:8], "big") >> 1  # 64 bits, less one: it fits a signed integer
 
 
 def rng(seed: int, *purpose: str | int) -> torch.Generator:
-    """A CPU generator for one purpose, such as "lora", "mask" or "order", and its step or epoch.
-
-    >>> rng(0, "mask", 1).initial_seed()
-    9043777112963148149
-    """
+    """A CPU generator of random numbers for one purpose, such as `rng(0, "mask", 1)` for step 1."""
     return torch.Generator().manual_seed(seed_for(seed, *purpose))
 
 
-@dataclass(frozen=True, eq=False)  # equal to itself alone, which `decode_once` remembers
+@dataclass(frozen=True, eq=False)  # a split equals itself alone, so `decode_once` can remember it
 class Split:
-    """Images and their labels, int64."""
+    """Images and their labels, such as the training images of a task."""
 
     images: Stored
-    targets: Tensor  # (images,), or (images, classes) for several: 1 yes, -1 no, 0 not counted
+    # int64. (images,): the class of each image. (images, classes), where an image may show several
+    # classes: 1 yes, -1 no, 0 not counted.
+    targets: Tensor
 
     @classmethod
-    def below(cls, root: Path, entries: Entries) -> Self:
-        """The images of these entries, whose files are named relative to the folder `root`."""
+    def from_entries(cls, root: Path, entries: Entries) -> Self:
+        """Make a split of image files, each named relative to the folder `root`, and labels."""
         files = [root / file for file, _ in entries]
         labels = [label for _, label in entries]
         return cls(files, torch.tensor(labels))
 
     def part(self, numbers: range) -> Self:
-        """Those of its images that have these numbers, one after another."""
+        """The images start ... stop - 1 of the range `numbers`, with their labels, as a split."""
         some = slice(numbers.start, numbers.stop)
         return type(self)(self.images[some], self.targets[some])
 
 
 class Labelled(Protocol):
-    """A list of (image (3, height, width), class), or a torch Dataset of such pairs."""
+    """A list or a torch Dataset of pairs: image (3, height, width) in [0, 1], and its class."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> tuple[Tensor, int]: ...
 
 
 class Task(NamedTuple):
-    """A labelled dataset D^D. `mean` and `std` normalise its channels."""
+    """A labelled dataset D^D. Its images are normalised by `mean` and `std`, see `normalise`."""
 
-    name: str
+    name: str  # as in the settings, such as "dtd" or "folder:/data/flowers"
     train: Split
     val: Split
     test: Split
-    classes: list[str]
+    classes: list[str]  # the name of class 0, of class 1 and so on
     mean: Channels = IMAGENET[0]
     std: Channels = IMAGENET[1]
-    uncut: bool = False  # where no random crops are taken, see `Transform`
+    uncut: bool = False  # see `Transform`
 
     @property
     def splits(self) -> tuple[Split, Split, Split]:
-        """Train, val and test."""
+        """The three splits, in the order of `SPLITS`."""
         return self.train, self.val, self.test
 
     @classmethod
     def of(cls, train: Labelled, val: Labelled, test: Labelled, classes: Sequence[str]) -> Self:
-        """A task in memory, of pairs: image (3, height, width) in [0, 1], and class.
+        """Make a task in memory; each split is given as pairs of an image and its class.
 
-        Raises ValueError.
+        An image is (3, height, width) in [0, 1], a class its number in `classes`. Raises ValueError
+        if they are not, see `check_task`.
         """
         task = cls("own", stack_pairs(train), stack_pairs(val), stack_pairs(test), list(classes))
         check_task(task)
         return task
 
     def sizes(self) -> dict[str, int]:
-        """How many images each split has."""
+        """How many images each split has, such as {"train": 60, "val": 20, "test": 20}."""
         counts = [len(split.targets) for split in self.splits]
         return dict(zip(SPLITS, counts, strict=True))
 
 
 def stack_pairs(pairs: Labelled) -> Split:
-    """A split in memory, of pairs of an image and its class."""
+    """Stack pairs of an image and its class to a split in memory.
+
+    Raises ValueError if a class is no whole number, or pixels are (0 to 255, instead of 0 to 1).
+    """
     images, targets = default_collate([pairs[i] for i in range(len(pairs))])
     if targets.is_floating_point():
         raise ValueError("classes are whole numbers, such as 3")
     if not images.is_floating_point():
         raise ValueError("pixels are numbers in [0, 1], not whole ones; divide by 255")
-    # a label of shape (1,) is one class, too: only a matrix of targets means several an image
+    # A class may be a tensor of shape (1,). As a matrix, targets would mean several an image.
     return Split(images.float(), targets.long().reshape(len(pairs)))
 
 
 def check_task(task: Task) -> None:
-    """Refuse (ValueError) pixels outside [0, 1], labels without a class, parts without a hit."""
+    """Raise ValueError if images or labels of a split cannot be used.
+
+    Pixels have to be in [0, 1], and labels numbers of classes. Where images may show several
+    classes, each split needs a class that is shown, without which there is no mAP.
+    """
     for split in task.splits:
         check_pixels(split.images)
         y = split.targets
-        if y.ndim > 1:  # several classes an image
+        if y.ndim > 1:  # (images, classes): an image may show several
             is_valid = (y == 1).any()
             need = "a positive image each, for mAP"
         else:
@@ -140,16 +153,16 @@ def check_task(task: Task) -> None:
 
 
 def check_pixels(images: Stored) -> None:
-    """Refuse (ValueError) images in memory that are not (images, 3, height, width) in [0, 1]."""
+    """Raise ValueError if images in memory are not (images, 3, height, width) in [0, 1]."""
     if not isinstance(images, Tensor):
-        return
+        return  # files are looked at when they are read
     has_images = images.shape[1:2] == (3,) and len(images) > 0
-    if not (has_images and 0 <= images.min() <= images.max() <= 1):  # nor is NaN
+    if not (has_images and 0 <= images.min() <= images.max() <= 1):  # NaN fails this, too
         raise ValueError("needs images (3, H, W) with pixels in [0, 1]; see clamp(0, 1)")
 
 
 class Pool(NamedTuple):
-    """Unlabelled images D^P."""
+    """Unlabelled images D^P, normalised by `mean` and `std`."""
 
     images: Stored
     mean: Channels = IMAGENET[0]
@@ -157,10 +170,11 @@ class Pool(NamedTuple):
 
 
 def fingerprint(*parts: Split | Pool) -> str:
-    """sha256 of the data, by which a run notices that they are others.
+    """sha256 of a pool, or of a task's splits; a run that goes on compares it with the first one.
 
-    Of all labels; and of pixels, if they are in memory, otherwise of the files' names: reading the
-    files would take minutes. Names count from the folder that holds them all, which may be moved.
+    It covers all labels, and of images in memory the pixels. Of image files it covers the names
+    alone, since reading them would take minutes: as paths below the folder that holds them all, so
+    that this folder may be moved.
     """
     sha = hashlib.sha256()
     for part in parts:
@@ -174,36 +188,41 @@ def fingerprint(*parts: Split | Pool) -> str:
 
 
 def name_own_data(*parts: Split | Pool) -> str:
-    """What settings say instead of data that were handed in: `own:` and a digest.
+    """What settings have as --dataset or --pool if Python handed the images in: "own:1f0c…".
 
-    With it, a run directory refuses to go on with other images.
+    The digits are those of `fingerprint`, so a run directory refuses to go on with other images.
     """
     return f"own:{fingerprint(*parts)[:12]}"
 
 
 def names_below(files: list[Path]) -> str:
-    """The files' paths relative to the folder that holds them all, a line each."""
+    """The files' paths relative to the innermost folder that holds them all, one on each line.
+
+    /a/x/1.jpg and /a/y/2.jpg give x/1.jpg and y/2.jpg.
+    """
     root = os.path.commonpath({file.parent for file in files})
     start = len(os.path.join(root, ""))  # noqa: PTH118  # with the separator after it
-    # cut as text: `relative_to` takes ten seconds for ImageNet's 1.28 million files
+    # Paths are cut as text: `relative_to` takes ten seconds for ImageNet's 1.28 million files.
     return "\n".join([str(file)[start:] for file in files])
 
 
 def find_images(root: Path, outer: tuple[Path, ...] = ()) -> list[Path]:
-    """All image files below a folder, links followed, sorted by path, hidden ones left out.
+    """Find all image files below a folder, except names that begin with a dot; sorted by path.
 
-    `outer` has the folders on the way here. ValueError: a link leads back to one of them.
+    Links are followed. The function calls itself for each folder in `root`, and only then gives
+    `outer`: the folders on the way there, with links resolved. Raises ValueError if a link leads
+    back to one of them, or if a name is not UTF-8.
     """
     here = root.resolve()
     for folder_on_the_way in outer:
-        if here == folder_on_the_way or here in folder_on_the_way.parents:
+        if folder_on_the_way.is_relative_to(here):
             raise ValueError(f"{root}: is a link to a folder that it lies in; remove it")
     files = list[Path]()
     for path in root.iterdir():
         if path.name.startswith("."):
             continue
         if path.suffix.lower() in IMG_EXTENSIONS:
-            check_name(path)
+            check_utf8_name(path)
             files.append(path)
         elif path.is_dir():
             files += find_images(path, (*outer, here))
@@ -211,73 +230,93 @@ def find_images(root: Path, outer: tuple[Path, ...] = ()) -> list[Path]:
 
 
 def list_other_files(root: Path, images: list[Path]) -> list[Path]:
-    """All files below a folder, hidden ones left out, that are not among these images of it."""
-    files = {path for path in root.rglob("[!.]*") if path.is_file()}
-    return sorted(files - {*images})
+    """All files below a folder except `images`, sorted; hidden files and folders are left out."""
+    others = []
+    for path in {*root.rglob("*")} - {*images}:
+        is_hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+        if path.is_file() and not is_hidden:
+            others.append(path)
+    return sorted(others)
 
 
-def check_name(path: Path) -> None:
-    """Refuse a name that is not UTF-8: `fingerprint` and the order could not be the same."""
+def check_utf8_name(path: Path) -> None:
+    """Raise ValueError if a path is not UTF-8: `fingerprint` and `holdout` hash it as UTF-8."""
     if str(path).encode(errors="ignore") != os.fsencode(path):
         raise ValueError(f"{path}: this name is not UTF-8; rename the file or folder")
 
 
 def subfolders(root: Path) -> list[Path]:
-    """The folders in a folder, sorted, hidden ones left out."""
+    """The folders directly in a folder, sorted by name, without those that begin with a dot."""
     return sorted(x for x in root.iterdir() if x.is_dir() and not x.name.startswith("."))
 
 
 class FolderError(ValueError):
-    """A folder of class folders cannot be used; `args` has all that is wrong with it."""
+    """A folder of class folders cannot be used; `args` has a text for each thing that is wrong."""
 
     def __str__(self) -> str:
         return "; ".join(self.args)
 
 
 def folder(root: Path, seed: int) -> Task:
-    """The task in a folder of class folders, or of train/, val/ and test/ with class folders each.
+    """Read a task: a folder of class folders, or of train/, val/, test/ with class folders each.
 
-    A missing test or val is taken from train, see `holdout`. Raises FolderError.
+    A missing test or val is taken from train, see `holdout`. Raises FolderError with all that is
+    wrong with the folder.
     """
-    names = {path.name for path in subfolders(root)}
-    places = {part: root / part for part in SPLITS if part in names}
-    if places and ("train" not in places or len(names) > len(places)):
-        raise FolderError(f"holds {', '.join(sorted(names))}; parts are named train, val and test")
-    if not places:
-        places = {"train": root}
-    classes = [path.name for path in subfolders(places["train"])]
-    missing = [part for part in ("test", "val") if part not in places]
-    entries = dict[str, Entries]()
+    split_folders = find_split_folders(root)
+    missing = [name for name in ("test", "val") if name not in split_folders]
+    classes = [path.name for path in subfolders(split_folders["train"])]
+    entries = dict[str, Entries]()  # by the name of the split
     faults = list[str]()
-    for part, place in places.items():
-        files = {path.name: find_images(path) for path in subfolders(place)}
-        needed = 1 + len(missing) if part == "train" else 1  # an image for each part made of it
-        faults += find_faults(root, place, files, classes, needed)
-        entries[part] = []
-        for label, name in enumerate(classes):
-            for file in files.get(name, []):
-                entries[part].append((file.relative_to(root).as_posix(), label))
+    for name, split_folder in split_folders.items():
+        # Each class needs an image in each split, also in those that are taken from train.
+        needed = 1 + len(missing) if name == "train" else 1
+        files = {path.name: find_images(path) for path in subfolders(split_folder)}  # by class
+        faults += find_faults(root, split_folder, files, classes, needed)
+        entries[name] = label_files(root, files, classes)
     if faults:
         raise FolderError(*faults)
-    for part in missing:  # test first: val is a fifth of what is left
-        entries["train"], entries[part] = holdout(entries["train"], seed, part)
-    train, val, test = (Split.below(root, entries[part]) for part in SPLITS)
+    for name in missing:  # test first; val is a fifth of what is left
+        entries["train"], entries[name] = holdout(entries["train"], seed, name)
+    train, val, test = (Split.from_entries(root, entries[name]) for name in SPLITS)
     return Task(f"folder:{root}", train, val, test, classes)
 
 
+def find_split_folders(root: Path) -> dict[str, Path]:
+    """The folder of each split in `root`; {"train": root} if it has class folders instead.
+
+    Raises FolderError if train is missing, or if other folders lie beside the splits.
+    """
+    names = {path.name for path in subfolders(root)}
+    split_folders = {name: root / name for name in SPLITS if name in names}
+    if not split_folders:
+        return {"train": root}
+    if "train" not in split_folders or len(names) > len(split_folders):
+        raise FolderError(f"holds {', '.join(sorted(names))}; parts are named train, val and test")
+    return split_folders
+
+
 def find_faults(
-    root: Path, place: Path, files: dict[str, list[Path]], classes: list[str], needed: int
+    root: Path, split_folder: Path, files: dict[str, list[Path]], classes: list[str], needed: int
 ) -> list[str]:
-    """What is wrong with the class folders in `place`; each needs so many images."""
+    """Describe what is wrong with the class folders of a split, a text each; [] if nothing is.
+
+    Args:
+        root: the task's folder, in which `split_folder` lies, or which it is.
+        split_folder: the folder of the class folders.
+        files: the images found in each class folder.
+        classes: the names of the class folders in train.
+        needed: how many images each class needs here.
+    """
     faults = list[str]()
     if len(files) < 2:
         faults.append(
             f"needs two or more class folders, it has {len(files)}: "
-            f"put the images into {place}/CLASS/"
+            f"put the images into {split_folder}/CLASS/"
         )
     for name, images in files.items():
         count = len(images)
-        shown = (place / name).relative_to(root).as_posix()  # such as b, or test/b
+        shown = (split_folder / name).relative_to(root).as_posix()  # such as rose, or test/rose
         if name not in classes:
             faults.append(f"class {shown} is not in train")
         elif count < needed:
@@ -286,10 +325,24 @@ def find_faults(
     return faults
 
 
-def holdout(entries: Entries, seed: int, part: str) -> tuple[Entries, Entries]:
-    """(rest, a fifth of each class): the files with the smallest sha256 of seed/part/file.
+def label_files(root: Path, files: dict[str, list[Path]], classes: list[str]) -> Entries:
+    """Each image file with the number of its class, such as ("train/rose/1.jpg", 0).
 
-    Rounded down, but at least one; a single image stays. CUB-200: 4800 and 1194, as many as BiSSL.
+    `files` has the images of each class folder; `classes` says which class has which number.
+    """
+    entries: Entries = []
+    for label, name in enumerate(classes):
+        for file in files.get(name, []):
+            entries.append((file.relative_to(root).as_posix(), label))
+    return entries
+
+
+def holdout(entries: Entries, seed: int, split: str) -> tuple[Entries, Entries]:
+    """Take a fifth of each class out of `entries`; returns (rest, taken), each in its old order.
+
+    Taken are the files with the smallest sha256 of seed/split/file, where `split` names what they
+    are for: test or val. A fifth is rounded down, but is at least one image; a class with a single
+    image keeps it. CUB-200 is split into 4800 and 1194 images, as many as in the authors' program.
 
     >>> holdout([("1.jpg", 0), ("2.jpg", 0), ("3.jpg", 1)], 0, "val")
     ([('1.jpg', 0), ('3.jpg', 1)], [('2.jpg', 0)])
@@ -297,21 +350,24 @@ def holdout(entries: Entries, seed: int, part: str) -> tuple[Entries, Entries]:
     by_class: dict[Label, list[str]] = {}
     for file, label in entries:
         by_class.setdefault(label, []).append(file)
-    chosen = set[str]()
+    taken = set[str]()
     for files in by_class.values():
-        files.sort(key=partial(seed_for, seed, part))
+        files.sort(key=partial(seed_for, seed, split))  # the key of a file: its sha256 as a number
         if len(files) > 1:
-            chosen.update(files[: max(1, len(files) // 5)])
-    rest = [entry for entry in entries if entry[0] not in chosen]
-    return rest, [entry for entry in entries if entry[0] in chosen]
+            taken.update(files[: max(1, len(files) // 5)])
+    rest = [entry for entry in entries if entry[0] not in taken]
+    return rest, [entry for entry in entries if entry[0] in taken]
 
 
 def draws_of_step(n: int, batch: int, step: int, by_epoch: bool = False) -> range:
-    """The draws of one step from n images, by their numbers: `batch` of them.
+    """The numbers of the `batch` draws that one training step takes from n images.
 
     A draw is one image taken for training. Draws are numbered over the whole run, from 0, so draw i
     is in epoch i // n. With `by_epoch`, the last step of an epoch has only what is left of it;
     otherwise a step may hold the end of one epoch and the start of the next.
+
+    >>> draws_of_step(10, 4, step=2), draws_of_step(10, 4, step=2, by_epoch=True)
+    (range(8, 12), range(8, 10))
     """
     if not by_epoch:
         return range(step * batch, (step + 1) * batch)
@@ -322,86 +378,96 @@ def draws_of_step(n: int, batch: int, step: int, by_epoch: bool = False) -> rang
 
 
 def steps_per_epoch(n: int, batch: int) -> int:
-    """Steps that take all n images once; the last one may have fewer than `batch`."""
+    """How many steps take all n images once; the last one may have fewer than `batch` images."""
     return math.ceil(n / batch)
 
 
 def stream(
     n: int, batch: int, seed: int, purpose: str, steps: range, by_epoch: bool = False
 ) -> Iterator[list[Draw]]:
-    """The draws of each of these steps, each with the index of its image (`Draw`).
+    """Yield the draws of each of these steps, from n images: (number, index of the image) each.
 
-    Every epoch has all n images in a random order of its own; `by_epoch` as in `draws_of_step`.
+    Every epoch has all n images in a random order of its own, which depends on seed and purpose;
+    `by_epoch` as in `draws_of_step`. Here epoch 0 has the images 2, 1, 0; epoch 1 begins with 0:
+
+    >>> list(stream(3, 2, seed=0, purpose="lora", steps=range(2)))
+    [[(0, 2), (1, 1)], [(2, 0), (3, 0)]]
     """
 
-    @lru_cache(maxsize=1)
+    @lru_cache(maxsize=1)  # most steps need the epoch of the step before
     def permutation(epoch: int) -> list[int]:
-        """The random order of the n images in this epoch."""
+        """The indices of the n images in this epoch's random order."""
         generator = rng(seed, purpose, "order", epoch)
         return list(torch.randperm(n, generator=generator).tolist())
 
     for step in steps:
-        numbers = draws_of_step(n, batch, step, by_epoch)
-        yield [(draw, permutation(draw // n)[draw % n]) for draw in numbers]
+        draws = draws_of_step(n, batch, step, by_epoch)
+        yield [(draw, permutation(draw // n)[draw % n]) for draw in draws]
 
 
 class Transform(NamedTuple):
-    """How an image becomes a network input of side `size`."""
+    """How an image becomes a network input of side `size`: see `Images`, then `normalise`."""
 
-    size: int
+    size: int  # pixels
     mean: Channels
     std: Channels
-    augment: str = "none"  # or "crop"
-    min_crop: float = 0.2
+    augment: str = "none"  # "crop": training images are cropped at random, see `cut_random`
+    min_crop: float = 0.2  # the smallest random crop, as a share of the image's area
     interpolation: str = "bicubic"  # or "bilinear"
-    flip: bool = True
-    uncut: bool = False  # without a random crop, nothing of a square image is cut off
+    flip: bool = True  # whether half of the random crops are mirrored
+    uncut: bool = False  # True: `cut_centre` resizes a square image without cutting its edges off
 
 
 TOO_DEEP = "more than 8 bits a channel, save it with 8"
-TOO_NARROW = "one side is more than 100 times the other"  # the shorter one is enlarged, and so it
-Picture = Image.Image | Tensor  # RGB, of Pillow, or uint8 (3, height, width): torchvision has both
+# The shorter side is resized to the network's input, so the longer one would take gigabytes.
+TOO_NARROW = "one side is more than 100 times the other"
+Picture = Image.Image | Tensor  # an RGB image: of Pillow, or uint8 (3, height, width)
 
 
 def read_image(path: Path) -> Picture:
-    """An image file as RGB, decoded to its end; as torchvision does, EXIF and alpha are ignored.
+    """Read an image file as RGB, to its end. EXIF and alpha are ignored, as torchvision does.
 
-    Plain JPEG files come as tensors: to cut these takes half of Pillow's time. A value differs by
-    at most one grey level, with bicubic resizing rarely by a few. All others are Pillow's.
+    A plain JPEG file is returned as a tensor, since cutting and resizing a tensor takes half of the
+    time. Resized values then differ from Pillow's by at most one grey level, with bicubic resizing
+    rarely by a few. Any other image is returned as Pillow's. Raises ImageError.
     """
     try:
         content = path.read_bytes()
-        with Image.open(io.BytesIO(content)) as image:  # looks at no more than the header
-            if image.mode.startswith(("I", "F")):  # Pillow would clip them
+        with Image.open(io.BytesIO(content)) as image:  # this reads no more than the header
+            if image.mode.startswith(("I", "F")):  # Pillow would clip such values to 8 bits
                 raise ValueError(TOO_DEEP)
             if max(image.size) > 100 * min(image.size):
                 raise ValueError(TOO_NARROW)
-            if image.format == "JPEG" and image.mode in ("RGB", "L"):  # and not CMYK
+            if image.format == "JPEG" and image.mode in ("RGB", "L"):  # a plain one, not CMYK
                 return decode_jpeg(content, image)
             return image.convert("RGB")
     except Exception as error:  # Pillow raises anything from OSError to TypeError on damaged bytes
         reason = "damaged, or no image"
-        if error.args in ((TOO_DEEP,), (TOO_NARROW,)):
+        if error.args in ((TOO_DEEP,), (TOO_NARROW,)):  # one of our own two, from above
             reason = str(error)
-        if isinstance(error, OSError) and error.strerror:  # such as: no permission
+        if isinstance(error, OSError) and error.strerror:  # such as "Permission denied"
             reason = error.strerror
         raise ImageError(f"{path}: cannot be read ({reason}); replace or remove it") from error
 
 
 def decode_jpeg(content: bytes, image: Image.Image) -> Tensor:
-    """Pixels (3, height, width) of a JPEG file, the same with either decoder: both call libjpeg."""
-    # torchvision's takes half of the time. Its public name warns since 0.29 that it may leave.
+    """Decode a JPEG file to pixels, uint8 (3, height, width).
+
+    `content` has the bytes of the file, `image` is the same file opened by Pillow. torchvision's
+    decoder takes half of the time of Pillow's; pixels are the same, since both call libjpeg.
+    """
+    # torchvision warns since 0.29 that its public function may leave, so this takes what it calls.
     decode = getattr(torch.ops.image, "decode_jpeg", None)
     if decode is None:
         pixels: Tensor = F.pil_to_tensor(image.convert("RGB"))
     else:
-        writable = bytearray(content)  # or torch would warn
-        pixels = decode(torch.frombuffer(writable, dtype=torch.uint8), 3)  # as RGB
+        writable = bytearray(content)  # torch warns of memory that it cannot write to
+        pixels = decode(torch.frombuffer(writable, dtype=torch.uint8), 3)  # 3 channels: RGB
     return pixels
 
 
-def find_fault(path: Path) -> ImageError | None:
-    """Read an image file fully; what is wrong with it, if anything is."""
+def try_to_read(path: Path) -> ImageError | None:
+    """Read an image file to its end; returns the error if it cannot be read, otherwise None."""
     try:
         read_image(path)
     except ImageError as error:
@@ -409,14 +475,22 @@ def find_fault(path: Path) -> ImageError | None:
     return None
 
 
-def decode_all(files: Iterable[Path]) -> list[ImageError]:
-    """Read image files fully once, before the long work; returns an error for each damaged one."""
-    with ThreadPoolExecutor(8) as threads:  # decoding lets others run; no image is kept
-        return [fault for fault in threads.map(find_fault, files) if fault]
+def find_unreadable(files: Iterable[Path]) -> list[ImageError]:
+    """Read image files to their end, and return the error of each that cannot be read.
+
+    So a damaged file is named before the long work starts, not in its middle.
+    """
+    with ThreadPoolExecutor(8) as threads:  # decoders release Python's lock, so threads are enough
+        errors = threads.map(try_to_read, files)
+        return [error for error in errors if error]
 
 
 def cut_random(image: Picture, t: Transform) -> Picture:
-    """A random crop of min_crop to 1 of the area, resized, and a flip (App. C.2)."""
+    """Cut out a random part with min_crop to 1 of the area, and resize it to (size, size).
+
+    Every second one is flipped (App. C.2). Random numbers come from torch's global generator.
+    """
+    # box: top, left, height and width; 3/4 to 4/3 is its width over its height
     box = RandomResizedCrop.get_params(image, [t.min_crop, 1.0], [3 / 4, 4 / 3])
     mode = InterpolationMode(t.interpolation)
     cut: Picture = F.resized_crop(image, *box, [t.size, t.size], mode, antialias=True)
@@ -426,7 +500,10 @@ def cut_random(image: Picture, t: Transform) -> Picture:
 
 
 def cut_centre(image: Picture, t: Transform) -> Picture:
-    """The centre, after the shorter side is resized to 256/224 of the size (as released)."""
+    """Resize the shorter side to 256/224 of `size`, then cut out the centre, (size, size).
+
+    So does the authors' program. With `uncut`, the shorter side is resized to `size` itself.
+    """
     shorter = t.size if t.uncut else round(t.size * 256 / 224)
     resized = F.resize(image, [shorter], InterpolationMode(t.interpolation), antialias=True)
     cut: Picture = F.center_crop(resized, [t.size, t.size])
@@ -434,12 +511,12 @@ def cut_centre(image: Picture, t: Transform) -> Picture:
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):
-    """Decodes and augments; a draw's crop is the same in any process.
+    """The images of a split, decoded and cut to (3, size, size) when a draw asks for one.
 
-    In training `cut_random`, otherwise `cut_centre`; images in memory that have the network's size
-    and are not to be cropped are taken as they are. Pixels are uint8, or in [0, 1] where they lay
-    so in memory: a quarter of the bytes to hand from process to process and to a GPU. `normalise`
-    comes after that.
+    Training images are cut by `cut_random` if the transform says "crop", others by `cut_centre`.
+    The random crop of a draw depends on seed, purpose and the draw's number, so it is the same in
+    any process. Pixels are uint8, a quarter of the bytes of float32 to hand from process to process
+    and to a GPU; `normalise` comes after that. Images that are taken as stored keep their type.
     """
 
     def __init__(
@@ -449,26 +526,28 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         self.t = t
         self.seed = seed
         self.purpose = purpose
-        self.random = train and t.augment == "crop"
-        self.are_ready = False  # whether there is nothing to decode or to cut
-        if isinstance(split.images, Tensor) and not self.random:
-            self.are_ready = split.images.shape[2:] == (t.size, t.size)
+        self.crops_at_random = train and t.augment == "crop"
+        # Images in memory that have the network's size need no work, unless they are cropped.
+        self.taken_as_stored = False
+        if isinstance(split.images, Tensor) and not self.crops_at_random:
+            self.taken_as_stored = split.images.shape[2:] == (t.size, t.size)
 
     def __getitem__(self, item: Draw) -> tuple[Tensor, Tensor]:
-        """Image (3, size, size) and target of a draw. Raises ImageError."""
+        """Image (3, size, size) and label of a draw. Raises ImageError."""
         draw, index = item
-        return self.image(draw, index), self.split.targets[index]
+        return self.load(draw, index), self.split.targets[index]
 
-    def image(self, draw: int, index: int) -> Tensor:
-        """Image number `index` as this draw cuts it."""
-        stored = self.split.images[index]
-        if self.are_ready:
-            return torch.as_tensor(stored)
+    def load(self, draw: int, index: int) -> Tensor:
+        """Image number `index` of the split, (3, size, size), as draw number `draw` cuts it."""
+        stored = self.split.images[index]  # pixels, or the path of a file
+        if self.taken_as_stored:
+            return torch.as_tensor(stored)  # it is a tensor, which type checkers cannot see
         image = F.to_pil_image(stored) if isinstance(stored, Tensor) else read_image(stored)
-        if self.random:
-            with torch.random.fork_rng(devices=[]):  # torchvision draws from the global generator
+        if self.crops_at_random:
+            # torchvision draws from the global generator, so its state is put back afterwards.
+            with torch.random.fork_rng(devices=[]):
                 seed = seed_for(self.seed, self.purpose, "augment", draw)
-                torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 0.1 ms
+                torch.default_generator.manual_seed(seed)  # `torch.manual_seed` takes 0.1 ms
                 image = cut_random(image, self.t)
         else:
             image = cut_centre(image, self.t)
@@ -477,10 +556,10 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
 
 def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Network inputs from images (B, 3, height, width), uint8 or in [0, 1]; mean, std (3, 1, 1).
+    """Make network inputs: (pixels - mean) / std, with pixels in [0, 1].
 
-    The arithmetic is that of torchvision's ToTensor and Normalize, in the same order, so that the
-    results are equal to the bit.
+    `images` are (B, 3, height, width), uint8 or in [0, 1]; mean and std are (3, 1, 1). Steps and
+    their order are those of torchvision's ToTensor and Normalize, so results are equal to the bit.
     """
     if images.dtype == torch.uint8:
         return images.float().div_(255).sub_(mean).div_(std)  # in place: a copy takes time
@@ -488,49 +567,60 @@ def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def leave_terminal(worker: int) -> None:
-    """Take a worker process out of the terminal's group, so that Ctrl-C is its parent's alone."""
-    if hasattr(os, "setsid"):  # Windows has none
+    """Put a worker process into a session of its own, so that Ctrl-C reaches its parent alone.
+
+    DataLoader calls it in each worker, with the worker's number, which is not needed here.
+    """
+    if hasattr(os, "setsid"):  # Windows has no sessions
         os.setsid()
 
 
 def count_workers() -> int:
-    """One a core that this process may use, at most 16; all processes of a machine share them."""
+    """How many processes should decode images for this one: one per core, 1 to 16.
+
+    Other processes of the same command (torchrun, --jobs) get their share of the cores.
+    """
     if hasattr(os, "sched_getaffinity"):  # Slurm, taskset and containers allow some cores only
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun says so, and `--jobs`
+    # torchrun and --jobs set it: how many processes they have started on this machine
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(16, cores // processes))
 
 
 def choose_workers(images: Images, workers: int | None, device: torch.device) -> int:
-    """How many processes decode `images`: so many as are asked for, but none where none is needed.
+    """How many processes decode `images` while the network computes; 0: this process does it.
 
-    None: `count_workers` beside a GPU; none beside a CPU, which is busy with the network, or for
-    images in memory.
+    If `workers` is None, it is one per core with a GPU (`count_workers`), and 0 on a CPU or for
+    images in memory. A number is used as it is, unless there is nothing to decode or cut.
     """
-    if images.are_ready:
+    if images.taken_as_stored:  # so there is nothing to decode or cut
         return 0
     if workers is not None:
         return workers
-    in_memory = isinstance(images.split.images, Tensor)
-    return 0 if in_memory or device.type == "cpu" else count_workers()
+    if isinstance(images.split.images, Tensor):  # in memory, so there is nothing to decode
+        return 0
+    if device.type == "cpu":  # all cores are busy with the network
+        return 0
+    return count_workers()
 
 
 def batches(
     images: Images, draws: Iterable[list[Draw]], workers: int | None, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Network inputs (B, 3, size, size) and targets of each list of draws. Raises ImageError.
+    """Yield network inputs (B, 3, size, size) and labels, on `device`, for each list of B draws.
 
-    `workers` as in `choose_workers`: processes that decode the next batches meanwhile.
+    `workers` processes decode the next batches meanwhile; None: see `choose_workers`. Raises
+    ImageError if an image cannot be read.
     """
     loader = DataLoader(
         images,
         batch_sampler=draws,  # each list of draws is one batch
         num_workers=choose_workers(images, workers, device),
-        pin_memory=device.type == "cuda",  # then a copy to the GPU lets the CPU go on
+        pin_memory=device.type == "cuda",  # copying pinned memory to a GPU lets the CPU go on
         worker_init_fn=leave_terminal,
-        generator=torch.Generator(),  # or it would take a seed from torch's global generator
+        generator=torch.Generator(),  # by default it draws a seed from torch's global generator
     )
     mean, std = torch.tensor([images.t.mean, images.t.std], device=device).view(2, 3, 1, 1)
     try:
@@ -538,39 +628,44 @@ def batches(
             x = x.to(device, non_blocking=True)
             yield normalise(x, mean, std), y.to(device, non_blocking=True)
     except ImageError as error:
-        # DataLoader puts a worker's traceback before its message: only what follows is for a person
+        # DataLoader puts a worker's traceback before the message, which alone is for a person.
         raise ImageError(str(error).rpartition("ImageError: ")[2].strip()) from None
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy to a device; from pinned memory, so that the CPU goes on without waiting for a GPU.
+    """Copy a small tensor to a device, such as masks that were drawn on the CPU.
 
-    For small tensors, such as masks that were drawn on the CPU: pinning makes a copy, too.
+    A GPU copies from pinned memory, so that the CPU goes on without waiting. Pinning copies the
+    tensor on the CPU first, which would be slow for a large one.
     """
     if device.type == "cuda":
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
 
 
-# All splits of the paper's benchmarks fit at 224 px (the largest, flowers' test images, takes
-# 0.93 GB); ImageNet's 50,000 validation images would take 7.5 GB of memory.
-MOST_KEPT = 2**30  # bytes, of all processes that share a split
+# `decode_once` keeps splits of at most so many bytes, all processes together. All splits of the
+# paper's benchmarks fit at 224 px (the largest, flowers' test images, takes 0.93 GB); ImageNet's
+# 50,000 validation images would take 7.5 GB of memory.
+MOST_KEPT = 2**30
 
 
-@lru_cache(maxsize=2)  # the validation and the test images of a run
+@lru_cache(maxsize=2)  # two: the validation and the test images of a run
 def decode_once(split: Split, t: Transform, numbers: range) -> Split:
-    """The images with these numbers as they are scored, uint8 in memory, remembered for next time.
+    """Decode the images `numbers` of a split as they are scored, and keep them, uint8 in memory.
 
-    Images that need no decoding, and those of a split larger than MOST_KEPT, are given as they are.
-    Fine-tuning scores after every epoch, so on a small set it would mostly be decoding otherwise.
+    Fine-tuning scores after every epoch, so on a small data set it would mostly be decoding
+    otherwise. Images that need no decoding, and those of a split larger than MOST_KEPT, are
+    returned as they are stored.
     """
     part = split.part(numbers)
-    images = Images(part, t)
-    if images.are_ready or len(split.targets) * 3 * t.size**2 > MOST_KEPT:
+    images = Images(part, t)  # without a random crop
+    split_bytes = len(split.targets) * 3 * t.size**2
+    if images.taken_as_stored or split_bytes > MOST_KEPT:
         return part
     n = len(numbers)
     kept = torch.empty(n, 3, t.size, t.size, dtype=torch.uint8)
     with ThreadPoolExecutor(count_workers()) as threads:  # decoding and cutting let others run
-        for i, image in enumerate(threads.map(images.image, range(n), range(n))):
+        # `load` takes the number of a draw, which decides on random crops alone, and an index.
+        for i, image in enumerate(threads.map(images.load, range(n), range(n))):
             kept[i] = image
     return Split(kept, part.targets)

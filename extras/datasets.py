@@ -8,13 +8,21 @@ from typing import NamedTuple
 from torchvision.datasets.utils import download_and_extract_archive, download_url
 
 from config import Record
-from data import FolderError, Task, decode_all, find_images, folder, list_other_files, subfolders
+from data import (
+    FolderError,
+    Task,
+    find_images,
+    find_unreadable,
+    folder,
+    list_other_files,
+    subfolders,
+)
 from support.benchmarks import (
     BENCHMARKS,
     IMAGENET_TERMS,
-    find_pool,
-    folders,
-    place_of,
+    dataset_folders,
+    find_folder,
+    find_pool_images,
     read_lists,
 )
 from support.errors import RunError, UsageError, as_usage_error, suggest
@@ -23,9 +31,9 @@ from support.screen import format_count
 
 
 def list_all(root: Path) -> list[Record]:
-    """`bisslight data list`: how much of a dataset is there, and the terms of its use."""
+    """For `bisslight data list`: how much of each dataset is below `root`, and its terms of use."""
     rows = []
-    for name, path in folders(root).items():
+    for name, path in dataset_folders(root).items():
         terms = BENCHMARKS[name].terms if name in BENCHMARKS else IMAGENET_TERMS
         is_there = path.is_dir()
         rows.append(
@@ -41,50 +49,51 @@ def list_all(root: Path) -> list[Record]:
 
 
 def describe_what_is_there(name: str, path: Path) -> str:
-    """How much of a data set there is, such as "1,463 of 11,788" images.
+    """How many images of a benchmark are there, such as "1,463 of 11,788".
 
-    Of ImageNet the classes are counted, since its images take long.
+    Of ImageNet the class folders are counted instead, since counting its images takes long.
     """
     if name == "imagenet":
         train = path / "train"
         classes = len(subfolders(train)) if train.is_dir() else 0
         return f"{classes:,} of 1,000 classes"
     try:
-        contents = look_at_benchmark(name, path)
+        contents = inspect_benchmark(name, path)
     except UsageError:
         return "its lists cannot be read"
     return f"{len(contents.images):,} of {sum(BENCHMARKS[name].sizes):,}"
 
 
 class Contents(NamedTuple):
-    """What `check` sees before it opens images."""
+    """What `check` knows of a data set before it opens the images."""
 
     images: list[Path]
-    counts: Record  # how many images are listed and absent, or how many each split has
-    problems: list[Record]
+    counts: Record  # such as {"listed": 11788, "absent": 2} or {"classes": 5, "train": 60, ...}
+    problems: list[Record]  # such as {"problem": "2 of the listed images are missing"}
 
 
 def check(name: str, root: Path, partial: bool = False) -> Record:
     """Read a data set as training does, open every image, and list what is wrong as `problems`.
 
     A benchmark is compared with its official lists; with `partial` missing images are no problem.
-    A `folder:DIR`, or a DIR with two or more folders in it, is labelled, a folder for each class.
-    Any other DIR, and imagenet, is a pool of unlabelled images.
+    A `folder:DIR`, or a DIR with two or more folders in it, is a task with a folder for each class.
+    Any other DIR, and imagenet, is a pool of unlabelled images. Raises UsageError if the data set
+    is not there.
     """
     with as_usage_error(name):
-        path = place_of(name, root)
+        path = find_folder(name, root)
         if path is None:
             raise UsageError(f"{name}: comes with the program, so there is nothing to check")
         if name in BENCHMARKS:
-            contents = look_at_benchmark(name, path, partial)
+            contents = inspect_benchmark(name, path, partial)
         elif name == "imagenet":
-            contents = Contents(find_pool(name, path), {}, [])
+            contents = Contents(find_pool_images(name, path), counts={}, problems=[])
         elif name.startswith("folder:") or len(subfolders(path)) > 1:
-            contents = look_at_classes(path)
+            contents = inspect_class_folders(path)
         else:
-            images = find_pool(name, path)
-            contents = Contents(images, describe_other_files(path, images), [])
-    damaged = [{"problem": str(error)} for error in decode_all(contents.images)]
+            images = find_pool_images(name, path)
+            contents = Contents(images, count_other_files(path, images), problems=[])
+    damaged = [{"problem": str(error)} for error in find_unreadable(contents.images)]
     return {
         "name": name,
         **contents.counts,
@@ -93,11 +102,15 @@ def check(name: str, root: Path, partial: bool = False) -> Record:
     }
 
 
-def look_at_benchmark(name: str, path: Path, partial: bool = False) -> Contents:
-    """What a benchmark's lists name, and what of it is missing, which a partial one may."""
+def inspect_benchmark(name: str, path: Path, partial: bool = False) -> Contents:
+    """Compare the images that a benchmark's lists name with those that are in its folder `path`.
+
+    Images that are not there are a problem, unless `partial` takes a subset as it is. Raises
+    UsageError if the lists cannot be read.
+    """
     expected = sum(BENCHMARKS[name].sizes)
     listed = set[str]()
-    for entries in read_lists(name, path).parts.values():
+    for entries in read_lists(name, path).parts.values():  # for train, val and test
         listed.update(file for file, _ in entries)
     absent = {file for file in listed if not (path / file).exists()}
     problems: list[Record] = []
@@ -106,57 +119,69 @@ def look_at_benchmark(name: str, path: Path, partial: bool = False) -> Contents:
         problems.append({"problem": f"{problem} --partial takes it"})
     if absent:
         problem = f"{len(absent)} of the listed images are missing"
-        problems.append({"problem": problem, "first": min(absent)})
+        problems.append({"problem": problem, "first": min(absent)})  # the first by name
     if partial:
         problems = []
     images = [path / file for file in sorted(listed - absent)]
     return Contents(images, {"listed": len(listed), "absent": len(absent)}, problems)
 
 
-def look_at_classes(path: Path) -> Contents:
-    """A folder of class folders, as a labelled task. If it is none, its faults are the problems."""
+def inspect_class_folders(path: Path) -> Contents:
+    """Read a folder of class folders as a labelled task, and look for mistakes in its labels.
+
+    If it cannot be read as a task, the reasons are the problems.
+    """
     images = find_images(path)
-    others = describe_other_files(path, images)
+    others = count_other_files(path, images)
     try:
         task = folder(path, seed=0)
     except FolderError as error:
-        return Contents(images, others, [{"problem": fault} for fault in error.args])
+        problems = [{"problem": fault} for fault in error.args]
+        return Contents(images, others, problems)
     counts = {"classes": len(task.classes), **task.sizes(), **others}
-    return Contents(images, counts, [*find_twins(task), *find_classes_without_a_test(task)])
+    problems = find_images_in_two_classes(task) + find_classes_without_a_test(task)
+    return Contents(images, counts, problems)
 
 
-def describe_other_files(path: Path, images: list[Path]) -> Record:
-    """The files in a folder that are no readable images, in words; {} if there are none."""
+def count_other_files(path: Path, images: list[Path]) -> Record:
+    """Count the files in a folder that are not among `images`.
+
+    The result is such as {"left out": "3 files (.mp4, .txt)"}, or {} if there are none.
+    """
     others = list_other_files(path, images)
     if not others:
         return {}
-    kinds = ", ".join(sorted({file.suffix or file.name for file in others}))
-    return {"left out": f"{format_count(len(others), 'file')} ({kinds})"}
+    endings = ", ".join(sorted({file.suffix or file.name for file in others}))
+    return {"left out": f"{format_count(len(others), 'file')} ({endings})"}
 
 
-def find_twins(task: Task) -> list[Record]:
-    """Files with the same content in two classes, one problem for all."""
-    first_of: dict[str, tuple[Path, int]] = {}
-    twins = []
+def find_images_in_two_classes(task: Task) -> list[Record]:
+    """Find files with equal bytes in two classes; returns one problem for all of them, or []."""
+    first_with: dict[str, tuple[Path, int]] = {}  # the first file of each sha256, and its class
+    pairs = []
     for split in task.splits:
         for file, label in zip(split.images, split.targets.tolist(), strict=True):
-            first, its_label = first_of.setdefault(sha256(file), (file, label))
-            if label != its_label:
-                twins.append(f"{first} and {file}")
-    if not twins:
+            first, first_label = first_with.setdefault(sha256(file), (file, label))
+            if label != first_label:
+                pairs.append(f"{first} and {file}")
+    if not pairs:
         return []
-    return [{"problem": f"{format_count(len(twins), 'image')} in two classes", "first": twins[0]}]
+    return [{"problem": f"{format_count(len(pairs), 'image')} in two classes", "first": pairs[0]}]
 
 
 def find_classes_without_a_test(task: Task) -> list[Record]:
-    """Classes of which the test has no image, a problem each."""
+    """Find the classes without a test image; returns a problem for each of them."""
     tested = set(task.test.targets.tolist())
     missing = [name for label, name in enumerate(task.classes) if label not in tested]
     return [{"problem": f"the test has no image of class {name}"} for name in missing]
 
 
 def download(name: str, root: Path) -> Record:
-    """Fetch a benchmark's archives and unpack them; its folder is there whole or not at all."""
+    """Fetch a benchmark's archives and unpack them below `root`.
+
+    Its folder appears when all is unpacked, so it is never there in part. Raises UsageError if
+    there is nothing to fetch, RunError if fetching or unpacking fails.
+    """
     if name not in BENCHMARKS:
         known = suggest(name, BENCHMARKS)
         raise UsageError(f"{name}: cannot be downloaded; imagenet is at image-net.org, {known}")
@@ -164,23 +189,28 @@ def download(name: str, root: Path) -> Record:
     target = root / benchmark.folder
     if target.exists():
         raise UsageError(f"{target}: is there already, see `bisslight data check {name}`")
-    work = root / f".{name}.download"  # archives that have arrived stay here after a failure
+    # After a failure, archives that have arrived stay here, and a second call goes on with them.
+    work = root / f".{name}.download"
     unpacked = work / "unpacked" / benchmark.folder
-    directory = unpacked.parent if benchmark.holds_folder else unpacked
+    # An archive that includes the folder makes it itself.
+    extract_into = unpacked.parent if benchmark.archive_includes_folder else unpacked
     for url, md5 in benchmark.archives.items():
-        fetch(url, md5, work, directory)
-    unpacked.rename(target)  # only now, so that a stop leaves no half of it there
+        fetch(url, md5, work, extract_into)
+    unpacked.rename(target)
     shutil.rmtree(work)
     return {"name": name, "path": str(target), "terms": benchmark.terms}
 
 
-def fetch(url: str, md5: str, work: Path, directory: Path) -> None:
-    """Fetch an archive into `work`, unpack it into `directory`; a .mat file goes there as it is."""
+def fetch(url: str, md5: str, work: Path, extract_into: Path) -> None:
+    """Fetch an archive to `work` and unpack it into `extract_into`. Raises RunError if that fails.
+
+    A .mat file is no archive: it is fetched into `extract_into` as it is.
+    """
     try:
         if url.endswith(".mat"):
-            download_url(url, directory, md5=md5)
+            download_url(url, extract_into, md5=md5)
         else:
-            download_and_extract_archive(url, work, directory, md5=md5)
+            download_and_extract_archive(url, work, extract_into, md5=md5)
     except (OSError, RuntimeError, EOFError, tarfile.TarError) as error:
         raise RunError(
             f"{url}: {error}; `cd {work} && curl -C - -O {url}` goes on; "

@@ -1,4 +1,4 @@
-"""Program: `--dry-run`: what a command would do, and all that is missing."""
+"""Program: `--dry-run`: what a command would do, and everything that is missing for it."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from data import Pool, Task, steps_per_epoch
 from extras import pretrain
 from finetune import starts_of_seeds
 from support import timm_models
-from support.checkpoints import OFFICIAL_FILES, arch_of, weights_of
+from support.checkpoints import OFFICIAL_FILES, arch_of, find_weights
 from support.errors import as_usage_error, try_and_collect
 from support.experiment import (
     find_device,
@@ -30,9 +30,10 @@ from support.experiment import (
 )
 from support.runs import check_directory
 
-# tab:memory_single_gpu: GB and A40 GPUs, on the fewest GPUs of the table; GB sum each GPU's peak.
-# The paper has no figures for I-JEPA.
-MEMORY = {  # by hypergradient, or by the batch of PEFT
+# The paper's table tab:memory_single_gpu: (GB, number of A40 GPUs), where several numbers of GPUs
+# are listed the fewest; GB is the sum over GPUs of each one's peak. It has nothing on I-JEPA. The
+# first key is the method of the hypergradient for align, and the batch size for PEFT.
+MEMORY = {
     "cg": {"vit_b16": (58, 2), "vit_l16": (77, 2), "vit_h14": (141, 4)},
     "mfac": {"vit_b16": (13, 1), "vit_l16": (19, 1), "vit_h14": (33, 1)},
     "256": {"vit_b16": (14, 1), "vit_l16": (36, 1), "vit_h14": (80, 2)},
@@ -43,13 +44,17 @@ MEMORY = {  # by hypergradient, or by the batch of PEFT
 class Plan(NamedTuple):
     """What a command would do, and what keeps it from doing so."""
 
-    work: Record
-    problems: list[str]
+    work: Record  # such as {"out": ..., "device": "cpu", "images": {...}, "steps": {...}, ...}
+    problems: list[str]  # a line each, which names the thing and the remedy
 
 
 def plan_run(command: str, cfg: Command, out: Path, force: bool) -> Plan:
-    """Plan a run, whatever is missing; nothing is downloaded or written."""
-    # Each step adds its own, so that one dry run names all that is missing, not the first thing.
+    """Find out what a command with these settings would do; nothing is downloaded or written.
+
+    `command` is "align", "finetune" or "pretrain".
+    """
+    # `try_and_collect` adds what a step finds wrong to the problems and goes on, so that one dry
+    # run names everything that is missing, not the first thing alone.
     problems: list[str] = []
     try_and_collect(problems, check_directory, out, command, cfg, force)
     device = try_and_collect(problems, find_device, cfg.device)
@@ -64,54 +69,72 @@ def plan_run(command: str, cfg: Command, out: Path, force: bool) -> Plan:
 
 
 def list_unlike_paper(cfg: Command) -> list[Record]:
-    """A row for each setting that is not the paper's: its value, the paper's, and its source."""
+    """List the settings that are not the paper's, with the paper's value and who set them.
+
+    Such as [{"setting": "rank", "value": 8, "recipe": 64, "from": "our default"}].
+    """
     rows = []
-    values = paper_values(type(cfg), dict(cfg))
+    paper = paper_values(type(cfg), dict(cfg))
     for name, value in unlike_paper(cfg).items():
         source = "given" if name in cfg.model_fields_set else "our default"
-        row = {"setting": name, "value": value, "recipe": values[name], "from": source}
-        rows.append(row)
+        rows.append({"setting": name, "value": value, "recipe": paper[name], "from": source})
     return rows
 
 
 def plan_training(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Record:
-    """What `align` or `finetune` would do."""
+    """What `align` or `finetune` would do: images, steps, parameters, weights and memory.
+
+    Everything that is missing is added to `problems`.
+    """
     task: Task | None = try_and_collect(problems, open_task, cfg)
     pool: Pool | None = None
     images: Record = task.sizes() if task else {}
     if isinstance(cfg, AlignConfig):
+        steps = count_align_steps(cfg, task)
         pool = try_and_collect(problems, open_pool, cfg.pool, cfg.data_root, cfg.data_seed)
         if pool:
             images["pool"] = len(pool.images)
-    if isinstance(cfg, FinetuneConfig):
-        try_and_collect(problems, starts_of_seeds, cfg)  # the align runs, which have to be finished
-    weights = try_and_collect(problems, weights_of, cfg)
-    fetched = None
-    if weights and not weights.exists():
-        url, megabytes = OFFICIAL_FILES[cfg.backbone, cfg.pretext]
-        fetched = f"{megabytes:.0f} MB to download from {url}"
-    if weights is None and cfg.backbone.startswith(TIMM):
-        fetched = "timm's, from the Hugging Face hub or its cache"
-    # Networks are tried where nothing is missing; otherwise their sizes are all there is to say.
+    else:
+        steps = count_trials(cfg, task)
+        try_and_collect(
+            problems, starts_of_seeds, cfg
+        )  # the align runs of --from have to be finished
+    weights = try_and_collect(
+        problems, find_weights, cfg
+    )  # None: timm has them, or there is a problem
+    # If nothing is missing, the networks are loaded, to see whether they fit. Otherwise there are
+    # only their sizes.
     if weights and weights.exists() and not problems:
         arch = try_and_collect(problems, try_networks, cfg, task, pool)
     else:
-        arch = try_and_collect(problems, official_arch, cfg)
-    steps = count_align(cfg, task) if isinstance(cfg, AlignConfig) else count_finetune(cfg, task)
+        arch = try_and_collect(problems, arch_without_file, cfg)
     parameters = None
     if arch:
-        parameters = arch.depth * 4 * cfg.rank * arch.dim  # A and B, of q and of v
+        parameters = arch.depth * 4 * cfg.rank * arch.dim  # 4: A_q, B_q, A_v and B_v of each layer
     return {
         "images": images,
         "steps": steps,
         "LoRA parameters": parameters,
-        "weights": fetched,
+        "weights": describe_download(cfg, weights),
         "the paper's memory, GB and GPUs": paper_memory(cfg),
     }
 
 
+def describe_download(cfg: Network, weights: Path | None) -> str | None:
+    """Where the weights come from if their file `weights` is not there; None if it is."""
+    if weights and not weights.exists():
+        url, megabytes = OFFICIAL_FILES[cfg.backbone, cfg.pretext]
+        return f"{megabytes:.0f} MB to download from {url}"
+    if weights is None and cfg.backbone.startswith(TIMM):
+        return "timm's, from the Hugging Face hub or its cache"
+    return None
+
+
 def try_networks(cfg: AlignConfig | FinetuneConfig, task: Task | None, pool: Pool | None) -> Arch:
-    """Load the networks and make the pretext task, as a run does. Raises UsageError."""
+    """Load the networks and make the pretext task, as a run does, and return the networks' sizes.
+
+    Raises UsageError if they do not fit each other or the settings.
+    """
     if isinstance(cfg, FinetuneConfig):
         return open_experiment(cfg, task).arch
     experiment = open_align_experiment(cfg, task, pool)
@@ -119,16 +142,22 @@ def try_networks(cfg: AlignConfig | FinetuneConfig, task: Task | None, pool: Poo
     return experiment.arch
 
 
-def official_arch(cfg: Network) -> Arch:
-    """Sizes of a file that is not there yet, or of timm's network. Raises UsageError."""
+def arch_without_file(cfg: Network) -> Arch:
+    """The sizes of an official file that is not there yet, or of a network of timm.
+
+    Raises UsageError.
+    """
     with as_usage_error(f"--backbone {cfg.backbone}"):
         if cfg.backbone.startswith(TIMM):
             return timm_models.read_arch(cfg)
-        return arch_of({}, cfg)
+        return arch_of({}, cfg)  # {}: no file that says its sizes
 
 
-def count_align(cfg: AlignConfig, task: Task | None) -> Record:
-    """Steps of both levels, and of the linear probe if the number of images is known."""
+def count_align_steps(cfg: AlignConfig, task: Task | None) -> Record:
+    """Count the training steps: of both levels, and of the linear probe if the task is there.
+
+    Such as {"lower": 10000, "upper": 4000, "probe": 1500}.
+    """
     steps = {
         "lower": cfg.alternations * cfg.lower_steps,
         "upper": cfg.alternations * cfg.upper_steps,
@@ -138,8 +167,11 @@ def count_align(cfg: AlignConfig, task: Task | None) -> Record:
     return steps
 
 
-def count_finetune(cfg: FinetuneConfig, task: Task | None) -> Record:
-    """How many trials (one rate, one seed), and the steps of all of them."""
+def count_trials(cfg: FinetuneConfig, task: Task | None) -> Record:
+    """Count the trials, each with one rate and one seed, and the steps of all if the task is there.
+
+    Such as {"trials": 13, "all trials": 49400}.
+    """
     counts = {"trials": cfg.trials}
     if task:
         steps_of_trial = cfg.epochs * steps_per_epoch(len(task.train.targets), cfg.batch)
@@ -148,8 +180,8 @@ def count_finetune(cfg: FinetuneConfig, task: Task | None) -> Record:
 
 
 def paper_memory(cfg: AlignConfig | FinetuneConfig) -> tuple[int, int] | None:
-    """The paper's memory for such a run."""
+    """The memory that the paper lists for such a run, (GB, GPUs); None if it lists none."""
     if cfg.pretext != "mae":
         return None
-    kind = cfg.hypergrad if isinstance(cfg, AlignConfig) else str(cfg.batch)
-    return MEMORY.get(kind, {}).get(cfg.backbone)
+    row = cfg.hypergrad if isinstance(cfg, AlignConfig) else str(cfg.batch)
+    return MEMORY.get(row, {}).get(cfg.backbone)

@@ -1,7 +1,8 @@
-"""Program: `bisslight export`, an adapter in other programs' layouts, with a model card.
+"""Program: `bisslight export`: an adapter in the layouts of other programs, with a model card.
 
-peft   HF peft's folder: one LoRA of rank 2 r on the fused qkv, equal to ours (`to_peft`)
-timm   the merged network, with its head if it has one, for timm.create_model("local-dir:timm")
+peft/      for Hugging Face's peft: the LoRA alone, see `to_peft`
+timm/      for timm.create_model("local-dir:timm"): the backbone with θ merged in, and the head
+README.md  the model card
 """
 
 import json
@@ -26,6 +27,7 @@ from support.checkpoints import (
 from support.errors import UsageError, as_usage_error
 from support.runs import read_json, read_json_if_there, write_atomic
 
+# The model card; `write_card` fills in what is in braces.
 CARD = """\
 ---
 license: other
@@ -58,11 +60,12 @@ from peft import PeftModel
 model = PeftModel.from_pretrained(base, "peft")
 ```
 """
+# `use` in the card of a finetune run
 CLASSIFY = """\
 probabilities = model(image[None]).detach().softmax(1)[0]
 best = int(probabilities.argmax())
 print(model.pretrained_cfg["label_names"][best], float(probabilities[best]))"""
-# after `align`, where no head was trained that goes with the adapter
+# `use` in the card of an align run, whose adapter has no head
 FEATURES = """\
 features = model(image[None]).detach()  # (1, width of the network); a head is yours to train
 print(features.shape)"""
@@ -73,26 +76,32 @@ def export(
 ) -> Record:
     """Write a finished run's adapter in both layouts, into a directory that is empty or new.
 
-    `seed`: whose adapter is taken of a finetune run; `weights`: where the backbone's file is now.
+    Args:
+        run: a finished run of align or finetune.
+        out: the directory; None: `run`/export.
+        seed: whose adapter is taken from a finetune run; None: that of its first seed.
+        weights: where the backbone's file is now; None: where it was for the run.
+
+    Raises UsageError.
     """
     out = out or run / "export"
     with as_usage_error(f"--out {out}"):
         if out.exists() and any(out.iterdir()):
             raise UsageError(f"--out {out}: is not empty; remove it or give another")
-    cfg, seed, (theta, phi_D, origin) = open_run(run, seed, weights)
+    cfg, seed, (theta, phi_D, info) = open_run(run, seed, weights)
     loaded = load_backbone(cfg)
-    check_weights(run, origin, loaded.sha256)
+    check_same_weights(run, info, loaded.sha256)
     backbone = loaded.backbone
-    head = fold_norm(phi_D)
+    head = fold_norm(phi_D)  # {} after align
     peft = to_peft(theta, head, backbone.dim, backbone.scale)
     with as_usage_error(str(run)):
-        timm = to_timm(backbone, loaded.arch, theta, head, origin, cfg)
+        timm = to_timm(backbone, loaded.arch, theta, head, info, cfg)
     files: Record = {
         "peft/adapter_config.json": json.dumps(peft.config, indent=1),
         "peft/adapter_model.safetensors": save(peft.tensors),
         "timm/config.json": json.dumps(timm.config, indent=1),
         "timm/model.safetensors": save(timm.tensors),
-        "README.md": write_card(run, cfg, seed, origin),  # last: with it, the export is whole
+        "README.md": write_card(run, cfg, seed, info),  # last, so that it shows a whole export
     }
     for name, content in files.items():
         with as_usage_error(f"--out {out}"):
@@ -101,66 +110,87 @@ def export(
     return {"out": out, "seed": seed, "files": list(files)}
 
 
-class Opened(NamedTuple):
-    """A finished run."""
+class FinishedRun(NamedTuple):
+    """One adapter of a finished run of align or finetune, and the settings it was trained with."""
 
-    cfg: FinetuneConfig  # its network and data, of an align run, too
+    cfg: FinetuneConfig  # also for an align run: its network and data
     seed: int  # whose adapter it is
     adapter: Adapter
 
 
-def open_run(run: Path, seed: int | None, weights: Path | None) -> Opened:
-    """An align run's adapter, or a finetune run's of a seed (None: its first). Raises UsageError.
+def open_run(run: Path, seed: int | None, weights: Path | None) -> FinishedRun:
+    """Read the settings and an adapter of a finished run of align or finetune.
 
-    `weights`: where the backbone's file is now, if it was moved.
+    `seed`: whose adapter is taken; None: that of the run's first seed. `weights`: where the
+    backbone's file is now; None: where it was for the run. Raises UsageError.
+    """
+    cfg = read_settings(run, weights)
+    wanted = cfg.seed if seed is None else seed
+    file = run / f"adapter-s{wanted}.safetensors"
+    if not file.exists():
+        # An align run has this file, and so has a single trial, such as runs/peft/lr0.01-s1.
+        file = run / "adapter.safetensors"
+    if not file.exists():
+        raise UsageError(f"{run}: is not finished, or has no seed {wanted}; see --seed")
+    with as_usage_error(str(file), "give another run"):
+        adapter = load_adapter(file)
+    own_seed = cfg.seed if adapter.info.seed is None else adapter.info.seed  # None: of align
+    if seed not in (None, own_seed):
+        raise UsageError(f"{run}: has no seed {seed}, but {own_seed}; see --seed")
+    return FinishedRun(cfg, own_seed, adapter)
+
+
+def read_settings(run: Path, weights: Path | None) -> FinetuneConfig:
+    """Read the settings of a finished run of align or finetune as those of finetune.
+
+    `weights` as in `open_run`. Raises UsageError.
     """
     settings = read_json(run / "config.json", "give a finished run")
-    if "dataset" not in settings:  # of pretrain
+    if "dataset" not in settings:  # a pretrain run
         raise UsageError(f"{run}: has no adapter; give a finished run of align or finetune")
     if weights:
         settings["weights"] = weights
-    # an align run has settings that fine-tuning lacks
-    wanted = FinetuneConfig.model_fields
-    shared = {name: value for name, value in settings.items() if name in wanted}
+    # An align run has settings that finetune lacks, such as the hypergradient.
+    known = FinetuneConfig.model_fields
+    shared = {name: value for name, value in settings.items() if name in known}
     with as_usage_error(str(run), "give a finished run of align or finetune"):
-        cfg = FinetuneConfig(**shared)
-    if seed is None:
-        seed = cfg.seed
-    file = run / f"adapter-s{seed}.safetensors"
-    if seed == cfg.seed and not file.exists():
-        file = run / "adapter.safetensors"  # of an align run, or of one rate with one seed
-    if not file.exists():
-        raise UsageError(f"{run}: is not finished, or has no seed {seed}; see --seed")
-    with as_usage_error(str(file), "give another run"):
-        return Opened(cfg, seed, load_adapter(file))
+        return FinetuneConfig(**shared)
 
 
-def check_weights(run: Path, origin: AdapterInfo, sha256: str | None) -> None:
-    """Refuse (UsageError) other weights of the backbone than those that a run was made with."""
-    if sha256 != origin.weights_sha256:
+def check_same_weights(run: Path, info: AdapterInfo, sha256: str | None) -> None:
+    """Raise UsageError if the backbone's weights are not those that a run was made with.
+
+    `info` is what the run's adapter says; `sha256` is that of the weights that were loaded now.
+    """
+    if sha256 != info.weights_sha256:
         raise UsageError(f"--weights: {run} was made with others, see its env.json")
 
 
-def write_card(run: Path, cfg: FinetuneConfig, seed: int, origin: AdapterInfo) -> str:
-    """The model card: what the adapter was trained on, and its accuracy if that was measured."""
+def write_card(run: Path, cfg: FinetuneConfig, seed: int, info: AdapterInfo) -> str:
+    """Write the text of the model card: what the adapter was trained on, and its test accuracy.
+
+    `seed` is the seed of the exported adapter.
+    """
     result = read_json_if_there(run / "result.json") or {}
     accuracy = "Test accuracy: not measured"
-    if "test" in result:  # one number for each seed, from the run's first on
+    if "test" in result:  # a finetune run, with one accuracy for each seed, from its first seed on
         tests = result["test"]
-        own = tests[seed - cfg.seed]
-        accuracy = f"Test {result['metric']}: {own:.2f} % with seed {seed}, the exported one"
+        of_this_seed = tests[seed - cfg.seed]
+        accuracy = (
+            f"Test {result['metric']}: {of_this_seed:.2f} % with seed {seed}, the exported one"
+        )
         if len(tests) > 1:
             spread = f"{fmean(tests):.2f} ± {stdev(tests):.2f} % ({len(tests)} seeds)"
             accuracy += f"; of all seeds {spread}"
-    use = FEATURES
+    use = FEATURES  # an align run has no head
     as_many = ""
-    if origin.classes:
-        accuracy += f".\n\nClasses: {', '.join(origin.classes)}"
+    if info.classes:
+        accuracy += f".\n\nClasses: {', '.join(info.classes)}"
         use = CLASSIFY
         as_many = " and as many classes"
     fields = {
-        **origin.model_dump(),
-        "dataset": Path(cfg.dataset).name,  # of a folder, not where it lies
+        **info.model_dump(),
+        "dataset": Path(cfg.dataset).name,  # the name of a folder, not where it lies
         "accuracy": accuracy,
         "use": use,
         "as_many": as_many,
@@ -172,9 +202,9 @@ def fold_norm(phi_D: Phi) -> Phi:
     """Fold the head's BatchNorm, if it has one, into its linear layer, and return that layer.
 
     With the running statistics, BatchNorm is x -> gain x + shift, and W (gain x + shift) + b is
-    linear in x again.
+    linear in x again: with the weight W gain and the bias b + W shift.
     """
-    if "norm.mean" not in phi_D:
+    if "norm.mean" not in phi_D:  # no BatchNorm
         return phi_D
     weight = phi_D["weight"]  # (C, dim)
     deviation = (phi_D["norm.var"] + NORM_EPS).sqrt()
@@ -185,32 +215,38 @@ def fold_norm(phi_D: Phi) -> Phi:
 
 
 class Exported(NamedTuple):
-    """A configuration file's content, and the tensors of the file beside it."""
+    """The adapter in the layout of another program, which has two files."""
 
-    config: Record
-    tensors: dict[str, Tensor]
+    config: Record  # what its JSON file holds
+    tensors: dict[str, Tensor]  # what its safetensors file holds, by name
 
 
 def to_peft(theta: Tensor, phi_D: Phi, dim: int, scale: float) -> Exported:
-    """The adapter for a timm model whose `head` is the classifier.
+    """The adapter in peft's layout, for a timm model whose `head` is the classifier.
 
-    Ours are two LoRAs of rank r, on q and on v; peft's is on qkv as a whole, with rank 2 r:
+    Ours are two LoRAs of rank r, on q and on v. timm has one matrix for q, k and v, so peft's is
+    one LoRA of rank 2 r on that matrix, with the same product:
 
         A = [A_q; A_v],   B = [[B_q, 0], [0, 0], [0, B_v]]   (rows of q, of k and of v)
+
+    Args:
+        theta: θ (K, p).
+        phi_D: the head, without BatchNorm; {} after align.
+        dim: the width of the network.
+        scale: what LoRA's product is multiplied by.
     """
     A_q, B_q, A_v, B_v = factors(theta, dim)
     rank = A_q.shape[1]
     config = {
         "peft_type": "LORA",
         "r": 2 * rank,
-        "lora_alpha": scale * 2 * rank,
-        "target_modules": r"blocks\.\d+\.attn\.qkv",
+        "lora_alpha": scale * 2 * rank,  # peft multiplies by lora_alpha / r
+        "target_modules": r"blocks\.\d+\.attn\.qkv",  # the names of the modules that have a LoRA
         "modules_to_save": ["head"] if phi_D else None,
     }
     tensors = {f"base_model.model.head.{name}": tensor for name, tensor in phi_D.items()}
     for k in range(len(theta)):
-        # The rows of the key stay zero: k has no LoRA.
-        B = torch.zeros(3 * dim, 2 * rank)
+        B = torch.zeros(3 * dim, 2 * rank)  # the rows of k stay zero, since k has no LoRA
         B[:dim, :rank] = B_q[k]
         B[2 * dim :, rank:] = B_v[k]
         name = f"base_model.model.blocks.{k}.attn.qkv.lora"
@@ -224,15 +260,20 @@ def to_timm(
     arch: Arch,
     theta: Tensor,
     phi_D: Phi,
-    origin: AdapterInfo,
+    info: AdapterInfo,
     cfg: FinetuneConfig,
 ) -> Exported:
-    """The merged network, with how its images are made ready (ValueError: nothing says how)."""
-    mean, std = channels_of(origin)
+    """The backbone with θ merged in, and the head, in timm's layout, for timm.create_model.
+
+    `phi_D` is the head without BatchNorm; {} after align. Raises ValueError if `info` does not say
+    how images are normalised. `cfg` names the network, and says how images are resized.
+    """
+    mean, std = channels_of(info)
     classes = len(phi_D["bias"]) if phi_D else 0
-    architecture = "vit_base_patch16_224"  # any plain ViT's name: the sizes are model_args'
+    # Any plain ViT of timm will do for ours, since model_args gives all sizes.
+    architecture = "vit_base_patch16_224"
     model_args = vit_args(arch)
-    if cfg.backbone.startswith(TIMM):
+    if cfg.backbone.startswith(TIMM):  # timm:NAME.WEIGHTS
         architecture = cfg.backbone.removeprefix(TIMM).partition(".")[0]
         model_args = {"img_size": arch.image_size, "global_pool": backbone.vit.global_pool}
     config = {
@@ -244,23 +285,27 @@ def to_timm(
             "mean": mean,
             "std": std,
             "interpolation": cfg.d_interpolation,
-            "crop_pct": crop_share(arch.image_size, origin.whole_images),
+            "crop_pct": crop_share(arch.image_size, info.whole_images),
             "classifier": "head",
         },
     }
-    if origin.classes:
-        config["label_names"] = origin.classes
+    if info.classes:
+        config["label_names"] = info.classes
     tensors = merge(backbone, theta)
     for name, tensor in phi_D.items():
         tensors[f"head.{name}"] = tensor
-    # safetensors takes no views whose rows do not lie one after another
+    # safetensors takes no view of a larger tensor whose numbers do not lie side by side.
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     return Exported(config, tensors)
 
 
 def crop_share(size: int, whole_images: bool) -> float:
-    """A crop_pct with which timm's own transform resizes and cuts as `data.cut_centre` does."""
+    """The crop_pct with which timm cuts images as `data.cut_centre` does: the share that is kept.
+
+    `size` is the side of the network's input. timm resizes the shorter side to size / crop_pct,
+    rounded down; `cut_centre` resizes it to 256/224 of the size, rounded to the nearest number.
+    """
     if whole_images:
         return 1.0
-    # timm rounds size / share down, and this program rounds 256/224 of the size to the nearest
+    # + 0.25, so that rounding errors do not make timm's number one smaller
     return size / (round(size * 256 / 224) + 0.25)

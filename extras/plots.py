@@ -1,4 +1,4 @@
-"""Program: pictures of the accuracies of arms, and of the curves of runs."""
+"""Program: pictures: the test accuracies of arms, and curves of what runs measured by step."""
 
 import io
 import json
@@ -20,10 +20,10 @@ from evaluate import Row, find_runs
 from support.errors import UsageError, as_usage_error
 from support.runs import mean_numbers, read_json_if_there, write_atomic
 
-# Okabe and Ito's, which colour-blind readers can tell apart
+# The colours of Okabe and Ito, which colour-blind readers can tell apart
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#888888")
-KINDS = (".png", ".svg", ".pdf")
-QUANTITIES = {  # numbers of metrics.jsonl, and what they are
+ENDINGS = (".png", ".svg", ".pdf")  # A picture's file name has one of these.
+QUANTITIES = {  # names of numbers in metrics.jsonl, and what the axis of a picture calls them
     "loss": "training loss",
     "val/accuracy": "validation (%)",
     "loss_P": "pretext loss at θ_P",
@@ -41,20 +41,23 @@ QUANTITIES = {  # numbers of metrics.jsonl, and what they are
 
 
 def pyplot() -> ModuleType:
-    """Matplotlib's pyplot without a screen, in the style of all pictures."""
-    from matplotlib import pyplot as plt  # takes half a second, so only where something is drawn
+    """Import Matplotlib's pyplot, set to draw without a screen and in the style of all pictures."""
+    from matplotlib import pyplot as plt  # imported here, since it takes half a second
 
-    plt.switch_backend("agg")
+    plt.switch_backend("agg")  # draws into files
     plt.rcParams.update({"figure.constrained_layout.use": True, "font.size": 9})
-    plt.rcParams["text.parse_math"] = False  # a name may hold a $
-    plt.rcParams["axes.prop_cycle"] = cycler(color=COLOURS)  # C0, C1 and so on, and again
+    plt.rcParams["text.parse_math"] = False  # a $ in the name of a run is no formula
+    plt.rcParams["axes.prop_cycle"] = cycler(color=COLOURS)  # these are C0, C1 and so on
     return plt
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure and close it; a reader never sees half a file. (UsageError: no such kind)"""
-    if path.suffix.lower() not in KINDS:
-        raise UsageError(f"{path}: a picture's name ends in {', '.join(KINDS)}")
+    """Write a figure to a file, whole or not at all, and close it.
+
+    Raises UsageError if the name of the file has none of the `ENDINGS`.
+    """
+    if path.suffix.lower() not in ENDINGS:
+        raise UsageError(f"{path}: a picture's name ends in {', '.join(ENDINGS)}")
     buffer = io.BytesIO()
     figure.savefig(buffer, format=path.suffix[1:], dpi=150)
     pyplot().close(figure)
@@ -62,7 +65,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """Paths without the folder that all are in: x/s0 and y/s0 for /a/x/s0 and /a/y/s0."""
+    """Shorten paths to what follows the folder that holds all: /a/x/s0, /a/y/s0 to x/s0, y/s0."""
     places = [path.resolve() for path in paths]
     common = os.path.commonpath([place.parent for place in places])
     return [place.relative_to(common).as_posix() for place in places]
@@ -72,7 +75,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def draw_arms(arms: Sequence[Row], path: Path) -> None:
-    """Draw the test accuracies of arms: a dot for each seed, a line at the mean."""
+    """Draw the test accuracies of arms to a file: a dot for each seed, a line at the mean."""
     figure, axes = pyplot().subplots(figsize=(1.6 + 1.3 * len(arms), 3.4))
     plot_arms(axes, arms)
     axes.set_title(f"{arms[0].data_set}\n{arms[0].test_images:,} test images", fontsize=9)
@@ -80,15 +83,18 @@ def draw_arms(arms: Sequence[Row], path: Path) -> None:
 
 
 def plot_arms(axes: Axes, arms: Sequence[Row]) -> None:
-    """A column per arm; the dots of its seeds stand side by side, so that none hides another."""
+    """Plot a column for each arm, with a dot for each seed and a line at the mean.
+
+    Dots stand side by side, so that none hides another.
+    """
     labels = []
-    for x, arm in enumerate(arms):
+    for x, arm in enumerate(arms):  # x: the middle of the arm's column, which is 1 wide
         count = len(arm.accuracies)
-        # evenly over 0.4 of the column, which is 1 wide; a single dot is in its middle
+        # Dots are spread evenly over 0.4 of the column; a single one is in its middle.
         positions = [x + 0.4 * ((i + 0.5) / count - 0.5) for i in range(count)]
         axes.plot(positions, arm.accuracies, "o", color=f"C{x}", markersize=4)
         axes.hlines(arm.mean, x - 0.35, x + 0.35, color=f"C{x}")
-        name = fill(arm.arm, 16)  # in lines that are no wider than the column
+        name = fill(arm.arm, 16)  # broken into lines that are no wider than the column
         labels.append(f"{name}\nmean {arm.mean:.1f}")
     axes.set_xticks(range(len(arms)), labels)
     axes.set(xlim=(-0.5, len(arms) - 0.5), ylabel=f"test {arms[0].metric} (%)")
@@ -96,19 +102,20 @@ def plot_arms(axes: Axes, arms: Sequence[Row]) -> None:
 
 # --- evaluate --curves ----------------------------------------------------------------------------
 
-Curve = dict[int, float]  # by step: an alternation of align, an epoch of finetune
+Curve = dict[int, float]  # a number by step: an alternation of align, or an epoch of finetune
 
 
 def draw_curves(runs: Sequence[Path], path: Path) -> None:
-    """Draw the losses and validations of runs, finished or not: one panel a quantity.
+    """Draw the losses and validations of runs, finished or not, with a panel for each quantity.
 
-    A run of align or finetune, or a folder of runs that differ in their seed, is one line. What
-    finetune's seeds measured is averaged, at the chosen rate as soon as there is one.
+    Each path is a line: a run of align or finetune, or a folder of runs that differ in their seed.
+    What several seeds measured is averaged, see `read_curves`. Raises UsageError if the paths have
+    nothing to draw.
     """
     names = short_names(runs)
     curves = [read_curves(run) for run in runs]
-    drawn: set[str] = set().union(*curves)
-    quantities = [key for key in QUANTITIES if key in drawn]  # in the order of that table
+    measured: set[str] = set().union(*curves)
+    quantities = [name for name in QUANTITIES if name in measured]  # in the order of that table
     if not quantities:
         raise UsageError(f"{runs[0]}: holds no metrics.jsonl; give a run of align or finetune")
     columns = min(3, len(quantities))
@@ -117,7 +124,7 @@ def draw_curves(runs: Sequence[Path], path: Path) -> None:
     for number, quantity in enumerate(quantities, 1):
         step = "epoch" if quantity in ("loss", "val/accuracy") else "alternation"
         panel = figure.add_subplot(rows, columns, number, xlabel=step, ylabel=QUANTITIES[quantity])
-        panel.xaxis.get_major_locator().set_params(integer=True)
+        panel.xaxis.get_major_locator().set_params(integer=True)  # ticks at whole steps
         for k, name in enumerate(names):
             if quantity in curves[k]:
                 curve = curves[k][quantity]
@@ -127,38 +134,51 @@ def draw_curves(runs: Sequence[Path], path: Path) -> None:
 
 
 def read_curves(run: Path) -> dict[str, Curve]:
-    """Every quantity of a run, averaged over its seeds at the steps that all of them have."""
-    seeds = [folder for folder in seeds_of(run) if (folder / "metrics.jsonl").exists()]
-    values: dict[tuple[str, int], list[float]] = defaultdict(list)  # of the seeds
-    for folder in seeds:
+    """Read the curve of each number in the metrics.jsonl of a run, such as "val/accuracy".
+
+    `run` may also be a folder of runs that differ in their seed. Curves are means over the seeds,
+    at the steps that all seeds have reached.
+    """
+    folders = [folder for folder in seed_folders(run) if (folder / "metrics.jsonl").exists()]
+    # The key is (quantity, step), and the value has the number of each seed.
+    values: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for folder in folders:
         for record in read_metrics(folder):
+            # Losses of the steps of an alternation are a list, which counts as its mean.
             for quantity, value in mean_numbers(record).items():
                 values[quantity, record["step"]].append(value)
     curves: dict[str, Curve] = defaultdict(dict)
-    for (quantity, step), of_seeds in values.items():
-        if len(of_seeds) == len(seeds):  # a seed that is still at work has fewer steps
-            curves[quantity][step] = fmean(of_seeds)
+    for (quantity, step), seed_values in values.items():
+        if len(seed_values) == len(folders):  # a seed that is still at work has fewer steps
+            curves[quantity][step] = fmean(seed_values)
     return curves
 
 
-def seeds_of(path: Path) -> list[Path]:
-    """The folders of a run, or of the runs in a folder, whose metrics are one thing's seeds."""
+def seed_folders(path: Path) -> list[Path]:
+    """The folders with the metrics of each seed of a run, or of the runs in a folder.
+
+    A finetune run has a folder for each trial, such as lr0.01-s0 for rate 0.01 and seed 0. When a
+    rate is chosen, its trials alone are returned. An align run is one seed: its own folder.
+    """
     folders: list[Path] = []
     for run in find_runs(path):
-        rate = "*"
+        rate = "*"  # No rate is chosen yet, so the trials of all rates are taken.
         result = read_json_if_there(run / "result.json")
-        if result:  # the rate is chosen, so the others' trials are no seeds of it
+        if result:
             rate = f"{result.get('lr', 0):g}"
-        trials = sorted(run.glob(f"lr{rate}-s*"))  # of align there are none
-        folders += trials or [run]
+        trials = sorted(run.glob(f"lr{rate}-s*"))
+        folders += trials or [run]  # An align run has no trials.
     return folders
 
 
 def read_metrics(run: Path) -> list[Record]:
-    """The records of a run so far; none if there is no metrics.jsonl."""
+    """Read the records that a run has written to its metrics.jsonl so far; [] if it has none.
+
+    Raises UsageError if the file is damaged.
+    """
     file = run / "metrics.jsonl"
     if not file.exists():
         return []
-    whole, _, _ = file.read_text().rpartition("\n")  # a line may be on its way
+    whole, _, _ = file.read_text().rpartition("\n")  # without a line that is just being written
     with as_usage_error(str(file), "give another run"):
         return [json.loads(line) for line in whole.splitlines()]

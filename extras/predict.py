@@ -1,7 +1,7 @@
-"""Program: `bisslight predict`, the classes of images of one's own.
+"""Program: `bisslight predict`: classifies any images with a finished finetune run.
 
-The labelled images of the run need not be on this machine: its adapter file names the classes and
-how images are normalised. The backbone's weights need be.
+The labelled images of the run need not be on this machine, since its adapter file names the classes
+and says how images are normalised. The backbone's weights have to be here.
 """
 
 import csv
@@ -16,7 +16,7 @@ import torch
 
 from config import Record
 from data import Split, Task, find_images, list_other_files
-from extras.export import check_weights, open_run
+from extras.export import check_same_weights, open_run
 from support.checkpoints import channels_of
 from support.errors import UsageError, as_usage_error
 from support.experiment import open_experiment
@@ -28,10 +28,10 @@ LOG = logging.getLogger("bisslight")
 class Guess(NamedTuple):
     """A class that an image may show."""
 
-    image: str
-    rank: int  # 1: the most likely class
-    label: str
-    probability: float
+    image: str  # its path
+    rank: int  # 1: the most likely class, 2: the next
+    label: str  # the name of the class
+    probability: float  # 0 to 1
 
 
 def predict(
@@ -42,37 +42,40 @@ def predict(
     seed: int | None = None,
     weights: Path | None = None,
 ) -> list[Guess]:
-    """Classify image files, and those in folders, with a finished finetune run. Raises UsageError.
+    """Classify image files, and those in folders, with a finished finetune run.
 
     Args:
         run: its directory.
-        places: files and folders.
-        top: how many classes an image; the most likely first.
-        seed: whose adapter is taken; None: the run's first.
-        weights: where the backbone's file is now; None: where the run had it.
+        places: image files, and folders of them.
+        top: how many classes are returned for each image; the most likely come first.
+        seed: whose adapter is taken; None: that of the run's first seed.
+        weights: where the backbone's file is now; None: where it was for the run.
+
+    Raises UsageError.
     """
     if top < 1:
         raise UsageError(f"--top {top}: should be 1 or more")
     files = list_images(places)
-    cfg, _, (theta, phi_D, origin) = open_run(run, seed, weights)
-    if not origin.classes:
+    cfg, _, (theta, phi_D, info) = open_run(run, seed, weights)
+    if not info.classes:
         raise UsageError(f"{run}: has no names of classes; give a finished finetune run")
-    classes = origin.classes
+    classes = info.classes
     with as_usage_error(str(run)):
-        mean, std = channels_of(origin)
-    # all absolute: names of files are compared from the folder on that holds them all
+        mean, std = channels_of(info)
+    # `data.names_below` needs paths that are all absolute, or all relative.
     paths = [file.absolute() for file in files]
-    images = Split(paths, torch.zeros(len(paths), dtype=torch.long))
-    task = Task("own", images, images, images, classes, mean, std, origin.whole_images)
+    no_labels = torch.zeros(len(paths), dtype=torch.long)  # a split has labels; these mean nothing
+    images = Split(paths, no_labels)
+    task = Task("own", images, images, images, classes, mean, std, uncut=info.whole_images)
     experiment = open_experiment(cfg.replace(device="auto"), task)
-    check_weights(run, origin, experiment.identity.weights_sha256)
+    check_same_weights(run, info, experiment.identity.weights_sha256)
 
     phi_D = {name: tensor.to(experiment.device) for name, tensor in phi_D.items()}
-    logits = experiment.logits(images, theta.to(experiment.device), phi_D)
+    logits = experiment.logits(images, theta.to(experiment.device), phi_D)  # (images, classes)
     probabilities = logits.softmax(1)
     if cfg.dataset == "voc07" and cfg.voc_loss == "bce":
         probabilities = logits.sigmoid()  # an image may show several classes
-    best = probabilities.argsort(1, descending=True)[:, :top]
+    best = probabilities.argsort(1, descending=True)[:, :top]  # (images, top), numbers of classes
     guesses = []
     for file, row, numbers in zip(files, probabilities.tolist(), best.tolist(), strict=True):
         for rank, number in enumerate(numbers, 1):
@@ -81,24 +84,29 @@ def predict(
 
 
 def in_words(guesses: Sequence[Guess], run: Path, seed: int | None) -> Answer:
-    """A row for each guess; the folder that holds all images is told once."""
+    """A table with a row for each guess, below a line that says which folder holds all images.
+
+    `run` and `seed` as in `predict`.
+    """
     paths = [Path(guess.image).resolve() for guess in guesses]
     folder = os.path.commonpath([path.parent for path in paths])
     rows: list[Record] = []
     for path, guess in zip(paths, guesses, strict=True):
-        row = {"image": path.relative_to(folder), "label": guess.label}
-        rows.append(row | {"probability": f"{guess.probability:.2f}"})
+        row: Record = {"image": path.relative_to(folder), "label": guess.label}
+        row["probability"] = f"{guess.probability:.2f}"
+        rows.append(row)
     images = format_count(len(set(paths)), "image")
-    by = f"seed {open_run(run, seed, None).seed}"
+    by = f"seed {open_run(run, seed, weights=None).seed}"
     if seed is None:
         by += ", the run's first; --seed takes another"
     return Answer(f"{images} in {folder}, by {by}", rows)
 
 
 def list_images(places: Sequence[Path]) -> list[Path]:
-    """These files, and all images in these folders (UsageError where there are none).
+    """List these files, and all images in these folders.
 
-    Warns of files in a folder that are of no kind of image that can be read.
+    Logs a warning of the other files in a folder, which are left out. Raises UsageError if a place
+    is not there, or a folder has no image.
     """
     files: list[Path] = []
     for place in places:
@@ -111,25 +119,25 @@ def list_images(places: Sequence[Path]) -> list[Path]:
             found = find_images(place)
             others = list_other_files(place, found)
         if others:
-            kinds = ", ".join(sorted({path.suffix or path.name for path in others}))
-            LOG.warning("%s: left out %s (%s)", place, format_count(len(others), "file"), kinds)
+            endings = ", ".join(sorted({path.suffix or path.name for path in others}))
+            LOG.warning("%s: left out %s (%s)", place, format_count(len(others), "file"), endings)
         if not found:
             raise UsageError(f"{place}: holds no image that can be read")
         files += found
     return files
 
 
-HEADER = ",".join(Guess._fields)
+HEADER = ",".join(Guess._fields)  # image,rank,label,probability
 
 
 def check_csv(path: Path) -> None:
-    """Refuse (UsageError) to replace a file that is no table of this command."""
+    """Raise UsageError if a file is there that this command has not made, so it is not replaced."""
     if path.exists() and not (path.is_file() and path.read_bytes().startswith(HEADER.encode())):
         raise UsageError(f"--csv {path}: is there, and is no table of predict; give another name")
 
 
 def format_csv(guesses: Sequence[Guess]) -> str:
-    """A line for each guess, below a line of names."""
+    """Write guesses as the text of a CSV file: a line of names, then a line for each guess."""
     text = io.StringIO()
     text.write(f"{HEADER}\n")
     table = csv.writer(text, lineterminator="\n")

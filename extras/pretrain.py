@@ -1,12 +1,14 @@
-"""Program: `bisslight pretrain`, MAE or I-JEPA from scratch (Eq. 1).
+"""Program: `bisslight pretrain`: MAE or I-JEPA from scratch (Eq. 1).
 
-It trains ψ itself and φ_P; there is no θ. `--weights` reads its backbone.pth like an official file.
+It trains the backbone's weights ψ and those of the pretext head φ_P; there is no θ. The other
+commands read its backbone.pth with `--weights`, like an official file.
 """
 
 import copy
 import io
 import json
 import math
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +31,7 @@ from support.experiment import (
     set_up_device,
     uses_autocast,
 )
-from support.optim import Optimiser, Schedule, decay_groups, train_epochs
+from support.optim import EpochRecord, Optimiser, Schedule, decay_groups, train_epochs
 from support.runs import Identity, Run, RunResult, Track, untracked
 from support.screen import Answer
 
@@ -37,11 +39,11 @@ from support.screen import Answer
 class PretrainResult(RunResult, frozen=True):
     """What a pretrain run ended with."""
 
-    weights: str  # its backbone.pth
-    loss: float  # mean of the last record: of an epoch, or of 500 steps of a long one
+    weights: str  # the path of its backbone.pth
+    loss: float  # the mean loss of the last record, see `pretrain`
 
     def in_words(self) -> Answer:
-        """The mean loss of the first record and of the last."""
+        """The mean loss of the first record and of the last, and where the weights are."""
         lines = Path(self.out, "metrics.jsonl").read_text().splitlines()
         first = json.loads(lines[0])["loss"]
         return Answer(
@@ -60,8 +62,17 @@ def pretrain(
 ) -> PretrainResult:
     """Train a backbone and its pretext head into the run directory `out`; the same call goes on.
 
-    `pool` has images of your own; `force`, `track` as in `align`. Raises UsageError before the long
-    work starts, Diverged where a loss is not finite.
+    There is a record after each epoch, or after 500 steps where an epoch is longer, so that a run
+    which is asked to stop does so soon.
+
+    Args:
+        cfg: the settings.
+        out: the run directory.
+        pool: the images; None: those that --pool names.
+        force: start the run over.
+        track: shows the progress.
+
+    Raises UsageError before the long work starts, and Diverged if a loss is not finite.
     """
     if pool is None:
         pool = open_pool(cfg.pool, cfg.data_root, cfg.data_seed)
@@ -74,70 +85,93 @@ def pretrain(
     with Run(out, "pretrain", cfg, force, identity) as run:
         if run.result:
             return PretrainResult(**run.result)
-        psi = dict(networks.backbone.vit.named_parameters())
-        psi.pop("pos_embed")  # positions are a fixed table
-        opt = optimiser(cfg, psi | task.phi, work.steps)
+        psi = dict(networks.backbone.vit.named_parameters())  # tensors by name
+        psi.pop("pos_embed")  # the table of positions is fixed
+        opt = make_optimiser(cfg, psi | task.phi, work.steps)
+        # The state of I-JEPA's task is its teacher and the step. MAE's task has no state.
         state = {f"pretext.{name}": tensor for name, tensor in task.state.items()}
         run.restore(psi | task.phi | state, {"opt": opt})
 
-        # a record an epoch, but every 500 steps where epochs are longer, so that a stop is soon
+        steps_per_record = work.steps // cfg.epochs  # those of an epoch
         label = "pretrain"
-        piece = work.steps // cfg.epochs
-        if piece > 500:
-            piece = 500
+        if steps_per_record > 500:
+            steps_per_record = 500
             label = "pretrain by 500 steps"
-        left = range(opt.step, work.steps)
-        device = next(networks.head.parameters()).device
-        images = pool_images(pool, cfg.arch().image_size, cfg)
-        records = train_epochs(
-            loss=partial(task.loss, None, task.phi),  # no θ: ψ is trained
-            opt=opt,
-            batches=pretext_batches(task, images, cfg.batch, left, cfg, device),
-            steps_per_epoch=piece,
-            label="pretrain",
-            passes=Passes(cfg.micro_batch, uses_autocast(cfg, device)),
-            after_step=partial(task.after_step, None),  # I-JEPA's teacher follows ψ
-        )
-        pieces = math.ceil(work.steps / piece)
-        for record in track(records, pieces, label, opt.step // piece):
+        records = train(cfg, pool, task, opt, work.steps, steps_per_record)
+        records_in_all = math.ceil(work.steps / steps_per_record)
+        records_done = opt.step // steps_per_record
+        for record in track(records, records_in_all, label, records_done):
             run.log(record._asdict())
             run.checkpoint(f"step {opt.step} of {work.steps}")
         run.write("backbone.pth", save_networks(cfg, networks))
         return PretrainResult(**run.finish({"loss": run.records[-1]["loss"]}))
 
 
+def train(
+    cfg: PretrainConfig,
+    pool: data.Pool,
+    task: mae.MAE | ijepa.IJEPA,
+    opt: Optimiser,
+    steps: int,
+    steps_per_record: int,
+) -> Iterator[EpochRecord]:
+    """Take the run's steps from `opt.step` on, and yield a record after every `steps_per_record`.
+
+    `steps` is the number of steps of the whole run.
+    """
+    device = opt.tensors[0].device
+    images = pool_images(pool, cfg.arch().image_size, cfg)
+    steps_left = range(opt.step, steps)
+    return train_epochs(
+        loss=partial(task.loss, None, task.phi),  # None: there is no θ, since ψ is trained
+        opt=opt,
+        batches=pretext_batches(task, images, cfg.batch, steps_left, cfg, device),
+        steps_per_epoch=steps_per_record,
+        label="pretrain",
+        passes=Passes(cfg.micro_batch, uses_autocast(cfg, device)),
+        after_step=partial(task.after_step, None),  # I-JEPA's teacher follows ψ
+    )
+
+
 class Work(NamedTuple):
     """How much there is to do."""
 
-    images: int
-    steps: int
+    images: int  # of the pool
+    steps: int  # of all epochs
 
 
 def count_work(cfg: PretrainConfig, pool: data.Pool) -> Work:
-    """Images of the pool, and steps of all epochs."""
+    """Count the images of the pool and the training steps of all epochs."""
     images = len(pool.images)
-    # Whole batches only; a pool smaller than one makes a step, in which images repeat.
+    # An epoch has whole batches only. With a pool smaller than a batch it has one step, in which
+    # images repeat.
     steps_per_epoch = max(1, images // cfg.batch)
     return Work(images, cfg.epochs * steps_per_epoch)
 
 
 def plan(cfg: PretrainConfig) -> dict[str, int]:
-    """What a run would take, for --dry-run. Raises UsageError."""
+    """For --dry-run: how many images and steps a run has, after its networks have been built.
+
+    Raises UsageError if something is missing or does not fit.
+    """
     work = count_work(cfg, open_pool(cfg.pool, cfg.data_root, cfg.data_seed))
     build_task(cfg, build_networks(cfg), work.steps)
     return work._asdict()
 
 
 class Networks(NamedTuple):
-    """New networks, on their device."""
+    """New networks, on the device of the run."""
 
-    backbone: Backbone  # ψ
-    head: PretextHead
-    teacher: Backbone | None  # I-JEPA's: it starts as a copy of ψ and follows slowly
+    backbone: Backbone  # f_ψ
+    head: PretextHead  # h^P
+    teacher: Backbone | None  # I-JEPA's: it starts as a copy of the backbone and follows it slowly
 
 
 def build_networks(cfg: PretrainConfig) -> Networks:
-    """Networks with random weights, as the authors of the task start them. Raises UsageError."""
+    """Build networks with random weights, as the authors of the pretext task start them.
+
+    Raises UsageError if --backbone is none of ours, or the patches do not fill the image.
+    """
     if cfg.backbone not in BACKBONES:
         raise UsageError(f"--backbone {cfg.backbone}: pretrain takes {', '.join(BACKBONES)}")
     device = set_up_device(cfg)
@@ -151,29 +185,37 @@ def build_networks(cfg: PretrainConfig) -> Networks:
 
 
 def build_task(cfg: PretrainConfig, networks: Networks, steps: int) -> mae.MAE | ijepa.IJEPA:
-    """The pretext task without θ: it trains ψ. Raises UsageError."""
-    return build_pretext_task(cfg, networks.backbone, networks.head, steps, None, networks.teacher)
+    """Make the pretext task that trains ψ, without θ. Raises UsageError."""
+    return build_pretext_task(
+        cfg, networks.backbone, networks.head, steps, theta=None, teacher=networks.teacher
+    )
 
 
-def optimiser(cfg: PretrainConfig, psi_and_phi: dict[str, Tensor], steps: int) -> Optimiser:
-    """AdamW for ψ and φ_P together, scheduled as by the authors of the task."""
+def make_optimiser(cfg: PretrainConfig, psi_and_phi: dict[str, Tensor], steps: int) -> Optimiser:
+    """Make AdamW for ψ and φ_P together, with rates and weight decay by step as the authors have.
+
+    `psi_and_phi` has the tensors by name, `steps` is the number of steps of the whole run.
+    """
     warmup = cfg.warmup_epochs * (steps // cfg.epochs)
     schedule = Schedule(steps, warmup, cfg.min_lr, cfg.warmup_from)
 
     def rate(step: float, base: float) -> float:
-        """The rate of a step; ours are counted from 1, as I-JEPA's are, and MAE's from 0."""
+        """The rate of a step, counted from 1. I-JEPA's program counts so, too; MAE's from 0."""
         return schedule(step if cfg.pretext == "ijepa" else step - 1, base)
 
     decay = None
     if cfg.final_weight_decay is not None:
-        decay = Schedule(steps, 0, cfg.final_weight_decay)  # it has no warm-up
-    peak = cfg.base_lr * cfg.batch / 256
+        decay = Schedule(steps, 0, cfg.final_weight_decay)  # 0: no step of warm-up
+    peak = cfg.base_lr * cfg.batch / 256  # the rate after the warm-up
     groups = decay_groups(psi_and_phi, peak, cfg.weight_decay)
     return Optimiser(groups, rate, (0.9, cfg.beta2), decay=decay)
 
 
 def save_networks(cfg: PretrainConfig, networks: Networks) -> bytes:
-    """backbone.pth: the official layout, and as JSON the sizes that it leaves out."""
+    """The bytes of backbone.pth: the layout of the authors' file, and the networks' sizes as JSON.
+
+    It moves the networks to the CPU.
+    """
     backbone, head, teacher = networks
     vit = backbone.cpu().vit
     head.cpu()
@@ -183,7 +225,7 @@ def save_networks(cfg: PretrainConfig, networks: Networks) -> bytes:
     else:
         parts = {"encoder": vit, "target_encoder": teacher.cpu().vit, "predictor": head}
         for part, network in parts.items():
-            # The official file was saved from a network inside DistributedDataParallel.
+            # "module.": the official file was saved from a network inside DistributedDataParallel.
             content[part] = dict(network.state_dict(prefix="module."))
     content["bisslight"] = json.dumps({"backbone": cfg.backbone, "arch": cfg.arch()._asdict()})
     file = io.BytesIO()

@@ -1,7 +1,8 @@
 """Program: data sets that have a name: the paper's six benchmarks and handwriting.
 
-The benchmarks have the official splits and are laid out as by torchvision. They are read from their
-own lists, since torchvision numbers the classes of a subset anew.
+The benchmarks have the official splits and lie in the folders that torchvision makes. Each has text
+files or .mat files that list its images and their classes. They are read here, not by torchvision,
+which numbers the classes of a subset anew.
 """
 
 from collections import defaultdict
@@ -17,31 +18,37 @@ from data import SPLITS, Entries, Pool, Split, Task, find_images, holdout
 from support import omniglot
 from support.errors import UsageError, as_usage_error, suggest
 
-Parts = dict[str, Entries]  # by the name of a part: files below the benchmark's folder, labels
+# The listed images of each part, with their labels. A part is "train", "val" or "test", or
+# "trainval" where a benchmark has no official validation split. Files are named relative to the
+# benchmark's folder, such as ("images/001.Albatross/1.jpg", 0).
+Parts = dict[str, Entries]
 
 
 class Lists(NamedTuple):
     """What the lists of a benchmark say."""
 
-    # a part is train, val, test, or trainval: a training part without an official validation split
     parts: Parts
-    classes: Sequence[str]
+    classes: Sequence[str]  # the name of class 0, of class 1 and so on
 
 
 class Benchmark(NamedTuple):
     """A benchmark: where it lies, what it holds and where it comes from."""
 
-    folder: str  # below --data-root
+    folder: str  # its name in --data-root
     sizes: tuple[int, int, int]  # images of train, validation (CUB, Pets: our split) and test
-    read: Callable[[Path], Lists]
-    archives: dict[str, str]  # URL -> md5
-    megabytes: int  # of the archives
-    holds_folder: bool  # the archives hold `folder` itself, not only what is in it
+    read: Callable[[Path], Lists]  # reads its lists in that folder
+    archives: dict[str, str]  # md5 of each file to download, by its URL
+    megabytes: int  # the size of all these files
+    # True: the archives hold `folder/...`. False: they hold what is in it, so it has to be made.
+    archive_includes_folder: bool
     terms: str  # what its publisher says about using it
 
 
 def read_rows(path: Path, columns: int) -> list[list[str]]:
-    """The fields of each line; the last one may hold blanks. Comments are left out."""
+    """Split each line at blanks into at most so many columns, so that the last may hold blanks.
+
+    Empty lines and comments (#) are left out. With 2 columns, `1 a b.jpg` gives ["1", "a b.jpg"].
+    """
     rows = []
     for line in path.read_text().splitlines():
         text = line.strip()
@@ -51,36 +58,43 @@ def read_rows(path: Path, columns: int) -> list[list[str]]:
 
 
 def read_pairs(path: Path) -> dict[str, str]:
-    """The lines `KEY VALUE` of a file."""
+    """Read a file with lines `KEY VALUE` as a dict."""
     return dict(read_rows(path, 2))
 
 
 def read_dtd(base: Path) -> Lists:
-    """Partition 1 of ten. Classes are the 47 official ones in alphabetical order."""
+    """Read partition 1 of DTD's ten, whose lines are such as `banded/banded_0002.jpg`.
+
+    Classes are the 47 official ones in alphabetical order, so a subset keeps their numbers.
+    """
     parts: Parts = defaultdict(list)
     for part in SPLITS:
-        for [name] in read_rows(base / f"dtd/labels/{part}1.txt", 1):
-            kind, _, _ = name.partition("/")
-            parts[part].append((f"dtd/images/{name}", DTD.index(kind)))
+        for [image] in read_rows(base / f"dtd/labels/{part}1.txt", 1):
+            class_name, _, _ = image.partition("/")
+            parts[part].append((f"dtd/images/{image}", DTD.index(class_name)))
     return Lists(parts, DTD)
 
 
 def read_voc(base: Path) -> Lists:
-    """A list per class: 1 has such an object, -1 has none, 0 has only difficult ones."""
+    """Read a list for each class and part, such as bird_train.txt, with lines such as `000012 -1`.
+
+    1: the image has such an object, -1: it has none, 0: it has only ones that are marked difficult.
+    """
     lists = base / "VOC2007/ImageSets/Main"
     parts: Parts = defaultdict(list)
     for part in SPLITS:
-        columns = [read_pairs(lists / f"{kind}_{part}.txt") for kind in VOC]
-        for image in columns[0]:
-            label = [int(column[image]) for column in columns]
+        by_class = [read_pairs(lists / f"{class_name}_{part}.txt") for class_name in VOC]
+        for image in by_class[0]:  # each list names all images of the part
+            label = [int(answers[image]) for answers in by_class]
             parts[part].append((f"VOC2007/JPEGImages/{image}.jpg", label))
     return Lists(parts, VOC)
 
 
 def read_cub(base: Path) -> Lists:
-    """Three lists by image number: its file, its class from 1, and 1 if it is for training.
+    """Read three lists whose lines are `NUMBER_OF_IMAGE VALUE`.
 
-    classes.txt has the names of the classes, in the order of their numbers.
+    The values are the image's file, its class (counted from 1), and 1 if it is for training.
+    classes.txt has the names of the classes, such as `1 001.Black_footed_Albatross`, in order.
     """
     files = read_pairs(base / "images.txt")
     labels = read_pairs(base / "image_class_labels.txt")
@@ -90,27 +104,33 @@ def read_cub(base: Path) -> Lists:
     for number, file in files.items():
         part = "trainval" if int(is_training[number]) else "test"
         parts[part].append((f"images/{file}", int(labels[number]) - 1))
-    # a class is listed as 001.Black_footed_Albatross
+    # 001.Black_footed_Albatross becomes Black footed Albatross
     names = [name.partition(".")[2].replace("_", " ") for name in classes.values()]
     return Lists(parts, names)
 
 
 def read_pets(base: Path) -> Lists:
-    """Lines of `NAME CLASS SPECIES BREED`; classes count from 1."""
+    """Read lines of `IMAGE CLASS SPECIES BREED`, such as `great_pyrenees_12 16 2 10`.
+
+    Classes are counted from 1. Their names are taken from those of the images.
+    """
     parts: Parts = defaultdict(list)
-    classes = [f"class {k + 1}" for k in range(37)]  # for those that a subset lacks
+    classes = [f"class {k + 1}" for k in range(37)]  # a subset may have no image of some class
     for part in ("trainval", "test"):
         for name, number, _, _ in read_rows(base / f"annotations/{part}.txt", 4):
             label = int(number) - 1
             parts[part].append((f"images/{name}.jpg", label))
-            # great_pyrenees_12 is an image of the class great pyrenees
+            # great_pyrenees_12 is image 12 of the class great pyrenees
             classes[label] = name.rpartition("_")[0].replace("_", " ")
     return Lists(parts, classes)
 
 
 def read_flowers(base: Path) -> Lists:
-    """setid.mat lists the images of a part, imagelabels.mat each one's class; both count from 1."""
-    from scipy.io import loadmat  # slow to import, and for this benchmark alone
+    """Read setid.mat, the numbers of each part's images, and imagelabels.mat, each image's class.
+
+    Images and classes are counted from 1.
+    """
+    from scipy.io import loadmat  # imported here: it is slow, and no other benchmark needs it
 
     numbers = loadmat(base / "setid.mat", squeeze_me=True)
     labels = loadmat(base / "imagelabels.mat", squeeze_me=True)["labels"]
@@ -119,13 +139,17 @@ def read_flowers(base: Path) -> Lists:
         for number in numbers[key]:
             label = int(labels[number - 1]) - 1
             parts[part].append((f"jpg/image_{number:05d}.jpg", label))
-    # the lists hold no names; older releases of torchvision have none, either
-    names = getattr(Flowers102, "classes", [f"flower {k}" for k in range(1, 103)])
-    return Lists(parts, names)
+    # The lists have no names of the 102 classes. Newer torchvisions know them; with an older one
+    # they are numbered.
+    numbered = [f"flower {k}" for k in range(1, 103)]
+    return Lists(parts, getattr(Flowers102, "classes", numbered))
 
 
 def read_aircraft(base: Path) -> Lists:
-    """Lines of `IMAGE VARIANT`; a variant's number is its place in variants.txt."""
+    """Read lines of `IMAGE VARIANT`, such as `1025794 707-320`.
+
+    The variant is the class; its number is its line in variants.txt, counted from 0.
+    """
     variants = [name for [name] in read_rows(base / "data/variants.txt", 1)]
     parts: Parts = defaultdict(list)
     for part in SPLITS:
@@ -154,7 +178,7 @@ BENCHMARKS = {
         read=read_dtd,
         archives={f"{OXFORD}/dtd/download/dtd-r1.0.1.tar.gz": "fff73e5086ae6bdbea199a49dfb8a4c1"},
         megabytes=625,
-        holds_folder=False,
+        archive_includes_folder=False,
         terms="for research",
     ),
     "voc07": Benchmark(
@@ -166,7 +190,7 @@ BENCHMARKS = {
             f"{PASCAL}/VOCtest_06-Nov-2007.tar": "b6e924de25625d8de591ea690078ad9f",
         },
         megabytes=911,
-        holds_folder=True,
+        archive_includes_folder=True,
         terms="Flickr's terms of use",
     ),
     "cub200": Benchmark(
@@ -175,7 +199,7 @@ BENCHMARKS = {
         read=read_cub,
         archives={f"{CALTECH}/CUB_200_2011.tgz": "97eceeb196236b17998738112f37df78"},
         megabytes=1151,
-        holds_folder=True,
+        archive_includes_folder=True,
         terms="non-commercial research and teaching",
     ),
     "pets": Benchmark(
@@ -187,7 +211,7 @@ BENCHMARKS = {
             f"{OXFORD}/pets/data/annotations.tar.gz": "95a8c909bbe2e81eed6a22bccdf3f68f",
         },
         megabytes=811,
-        holds_folder=False,
+        archive_includes_folder=False,
         terms="CC BY-SA 4.0",
     ),
     "flowers": Benchmark(
@@ -200,7 +224,7 @@ BENCHMARKS = {
             f"{OXFORD}/flowers/102/setid.mat": "a5357ecc9cb78c4bef273ce3793fc85c",
         },
         megabytes=345,
-        holds_folder=False,
+        archive_includes_folder=False,
         terms="not stated; for research",
     ),
     "aircrafts": Benchmark(
@@ -213,55 +237,65 @@ BENCHMARKS = {
             )
         },
         megabytes=2753,
-        holds_folder=True,
+        archive_includes_folder=True,
         terms="non-commercial research",
     ),
 }
-# Data sets and pools that no folder holds: functions of --data-seed. A script can add its own here,
-# and their names to `config.NAMED`; then `cli.main()` takes the names. With --jobs it must do so
-# outside of `if __name__ == "__main__"`, since each process imports the script anew.
+# Functions that make a data set or pool which lies in no folder, from --data-seed. A script can add
+# its own here, and their names to `config.NAMED`; then `cli.main()` takes the names. With --jobs it
+# must do so outside of `if __name__ == "__main__"`, since each process imports the script anew.
 MAKE_TASK: dict[str, Callable[[int], Task]] = {
     f"omniglot:{alphabet}": partial(omniglot.task, alphabet) for alphabet in ALPHABETS
 }
 MAKE_POOL: dict[str, Callable[[int], Pool]] = {"omniglot": lambda _: omniglot.pool()}
 
-# the paper's pool; behind a registration, so there is nothing to download here
+# ImageNet is the paper's pool. It needs a registration, so nothing here can download it.
 IMAGENET_TERMS = "research, registered; train/ holds a folder a class"
 
 
-def folders(root: Path) -> dict[str, Path]:
-    """Where the datasets that have a name lie, or would lie, below --data-root."""
+def dataset_folders(root: Path) -> dict[str, Path]:
+    """The folder of each benchmark and of ImageNet in `root` (--data-root), there or not."""
     paths = {name: root / benchmark.folder for name, benchmark in BENCHMARKS.items()}
     return paths | {"imagenet": root / "imagenet"}
 
 
-def place_of(name: str, root: Path) -> Path | None:
-    """Where a dataset or pool lies; None if it is made. Raises ValueError."""
-    kind, _, _ = name.partition(":")
-    if kind == "own":
+def find_folder(name: str, root: Path) -> Path | None:
+    """The folder of a dataset or pool; None if it has none, since a function makes the images.
+
+    `name` is that of the settings, such as cub200, omniglot:Greek or folder:photos, and `root` is
+    --data-root. Raises ValueError, with a remedy, if the folder is not there.
+    """
+    first_word, _, _ = name.partition(":")
+    if first_word == "own":
         raise ValueError("was handed in from Python; hand it in again, task=... or pool=...")
     if name in MAKE_TASK or name in MAKE_POOL:
         return None
-    named = folders(root)
+    named = dataset_folders(root)
     path = named.get(name, Path(name.removeprefix("folder:")))
     if path.is_dir():
         return path
-    if name not in named:
-        if name != path.name:  # a path, not a misspelt name
-            raise ValueError("there is no such folder")
-        raise ValueError(f"there is no such folder; {suggest(name, named)}")
+    if name in named:
+        raise ValueError(f"is not in {path}, see --data-root; {how_to_get(name)}")
+    if name != path.name:  # a path such as folder:photos or ../photos
+        raise ValueError("there is no such folder")
+    raise ValueError(f"there is no such folder; {suggest(name, named)}")  # it may be misspelt
+
+
+def how_to_get(name: str) -> str:
+    """What to do if the folder of a benchmark or of ImageNet is missing."""
     if name == "imagenet":
-        remedy = (
+        return (
             "148 GB, at image-net.org, registered. As --pool, any folder of images will do, such as"
             " the data set's own, though the paper's is ImageNet"
         )
-    else:
-        remedy = f"`bisslight data download {name}` fetches {BENCHMARKS[name].megabytes:,} MB"
-    raise ValueError(f"is not in {path}, see --data-root; {remedy}")
+    return f"`bisslight data download {name}` fetches {BENCHMARKS[name].megabytes:,} MB"
 
 
-def find_pool(name: str, path: Path) -> list[Path]:
-    """The images of a pool in the folder `path`; ImageNet's training images (ValueError: none)."""
+def find_pool_images(name: str, path: Path) -> list[Path]:
+    """Find all images of a pool in the folder `path`; those of ImageNet lie in its train/.
+
+    Raises ValueError if there are none.
+    """
     folder = path / "train" if name == "imagenet" else path
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}")
@@ -271,21 +305,24 @@ def find_pool(name: str, path: Path) -> list[Path]:
     return files
 
 
-def load_task(cfg: Data, base: Path) -> Task:
-    """The benchmark of these settings, which lies in the folder `base`. Raises UsageError."""
+def load_benchmark(cfg: Data, base: Path) -> Task:
+    """Load the benchmark that --dataset names, from its folder `base`.
+
+    Raises UsageError if images are missing, unless --partial takes a subset as it is.
+    """
     name = cfg.dataset
     official = BENCHMARKS[name].sizes
     parts, classes = read_lists(name, base, cfg.data_seed, cfg.split_file)
     splits = []
     for part in SPLITS:
-        # The missing ones are counted below; --partial goes on without them.
+        # Missing images are counted below; --partial goes on without them.
         present = [(file, label) for file, label in parts[part] if (base / file).exists()]
-        split = Split.below(base, present)
+        split = Split.from_entries(base, present)
         if name == "voc07" and cfg.voc_difficult == "positive":
-            split.targets[split.targets == 0] = 1  # objects that VOC marks as difficult
+            split.targets[split.targets == 0] = 1  # 0: the image has only difficult objects
         splits.append(split)
     sizes = tuple(len(split.targets) for split in splits)
-    has_empty_part = 0 in sizes  # a subset, too, needs images of each
+    has_empty_part = 0 in sizes  # even a subset needs an image in each part
     if has_empty_part or not (sizes == official or cfg.partial):
         raise UsageError(
             f"--dataset {name}: {base}: train, validation and test have {sizes} images of "
@@ -296,16 +333,16 @@ def load_task(cfg: Data, base: Path) -> Task:
 
 
 def read_lists(name: str, base: Path, data_seed: int = 0, split_file: Path | None = None) -> Lists:
-    """What a benchmark's lists say of train, val and test, and its classes. Raises UsageError.
+    """Read what a benchmark's lists in the folder `base` say about train, val and test.
 
-    CUB-200 and Pets validate on a fifth of each class of their training part, or on a split file's
-    positions there, one on each line, counted from 0.
+    CUB-200 and Pets list one part "trainval" for training. It is split here: val is a fifth of each
+    class, see `data.holdout`, or what `split_file` says, see `split_by_file`. Raises UsageError.
     """
     benchmark = BENCHMARKS[name]
     with as_usage_error(str(base), "its lists are damaged, download it again"):
         parts, classes = benchmark.read(base)
     unsplit = parts.pop("trainval", [])
-    if split_file:
+    if split_file:  # refused where the benchmark has no trainval
         train_size, val_size, _ = benchmark.sizes
         count = train_size + val_size
         parts["train"], parts["val"] = split_by_file(unsplit, count, split_file)
@@ -315,10 +352,14 @@ def read_lists(name: str, base: Path, data_seed: int = 0, split_file: Path | Non
 
 
 def split_by_file(entries: Entries, count: int, split_file: Path) -> tuple[Entries, Entries]:
-    """(train, val): the file lists the positions of validation images. Raises UsageError."""
-    chosen = set(split_file.read_text().split())  # as text, so that any word is refused
+    """Split `entries` into (train, val): the file has the positions of val's images among them.
+
+    Positions are counted from 0, one on each line. Raises UsageError if there are not `count`
+    entries, the number in the whole benchmark: in a subset, a position would name another image.
+    """
+    chosen = set(split_file.read_text().split())  # as text, so that a word is refused below
     positions = {str(i) for i in range(count)}
-    # Of fewer images, a position would name another image. Not all may be chosen: train needs some.
+    # "<": a part of the positions and not all of them, since train needs images, too.
     if len(entries) != count or not chosen < positions:
         raise UsageError(
             f"--split-file {split_file}: is for cub200 and pets, needs {count} listed images and "

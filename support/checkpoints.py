@@ -1,10 +1,10 @@
 """Program: checkpoints, and the networks that are made of them (App. C.1).
 
-official    the files of MAE's and I-JEPA's authors, downloaded on first use
-own         backbone.pth of a `pretrain` run: the official layout, and the sizes as JSON beside it
-timm        `support.timm_models`: the encoder alone
+official    a file of MAE's or I-JEPA's authors, downloaded on first use: encoder and pretext head
+own         backbone.pth of a `pretrain` run: the official layout, and the sizes as JSON in it
+timm        a network of timm (`support.timm_models`): the encoder alone
 adapter     adapter.safetensors of a run: θ, a head, and what they were trained on
-released    the LoRA file of the paper's own program
+released    the LoRA file of the paper's own program: θ alone
 """
 
 import json
@@ -48,14 +48,14 @@ from support.runs import LOG, sha256
 
 
 class Official(NamedTuple):
-    """A file of the authors, one that holds the pretext head, too."""
+    """A checkpoint that MAE's or I-JEPA's authors published, with encoder and pretext head."""
 
     url: str
-    megabytes: float
+    megabytes: float  # 1 MB is 10⁶ bytes
 
 
 SITE = "https://dl.fbaipublicfiles.com"
-OFFICIAL_FILES = {
+OFFICIAL_FILES = {  # by network and pretext task
     ("vit_b16", "mae"): Official(f"{SITE}/mae/pretrain/mae_pretrain_vit_base_full.pth", 447.6),
     ("vit_l16", "mae"): Official(f"{SITE}/mae/pretrain/mae_pretrain_vit_large_full.pth", 1318.2),
     ("vit_h14", "mae"): Official(f"{SITE}/mae/pretrain/mae_pretrain_vit_huge_full.pth", 2628.3),
@@ -63,72 +63,87 @@ OFFICIAL_FILES = {
 }
 
 
-PretextHead = mae.Decoder | ijepa.Predictor  # h^P
+PretextHead = mae.Decoder | ijepa.Predictor  # the network h^P
 
 
 class Pretrained(NamedTuple):
-    """What a checkpoint gives."""
+    """The networks that were made from a checkpoint, and what is known about them."""
 
     backbone: Backbone  # f_ψ
     head: PretextHead
-    arch: Arch
-    sha256: str  # digest of the weights
-    channels: timm_models.Normalisation | None = None  # None: each data set's own
+    arch: Arch  # the sizes of both networks
+    sha256: str  # of the file; of a network of timm, of its tensors
+    # How images are normalised for this network; None: as their data set says.
+    channels: timm_models.Normalisation | None = None
+
+
+# A checkpoint of something else has other keys, types or shapes (KeyError, TypeError,
+# AttributeError); a size of 0 in it is divided by (ArithmeticError); a disk can fail (OSError).
+UNFIT_FILE_ERRORS = (KeyError, TypeError, AttributeError, ArithmeticError, OSError)
 
 
 def load_backbone(cfg: AlignConfig | FinetuneConfig) -> Pretrained:
-    """The pretrained networks of these settings, on the CPU; a missing official file is fetched.
+    """Load the pretrained networks of these settings, on the CPU; fetch a missing official file.
 
-    ψ is frozen here: only θ and the heads are trained. The pretext head is not. Raises UsageError.
+    The weights ψ of the backbone are frozen, since only θ and the heads are trained. Those of the
+    pretext head are not frozen. Raises UsageError.
     """
-    path = weights_of(cfg)
-    if path is not None and not path.exists():
+    path = find_weights(cfg)  # None: timm has the weights
+    if path is not None and not path.exists():  # an official file
         download(OFFICIAL_FILES[cfg.backbone, cfg.pretext], path)
     thing = f"--weights {path}" if path else f"--backbone {cfg.backbone}"
     remedy = "see --backbone and --pretext"
-    if cfg.weights is None and path:  # as it arrived, its size was right to within 1 % only
+    if cfg.weights is None and path:
+        # `download` checks the size of an official file alone, and to 1 % only.
         remedy += ", or delete this file, and it is fetched anew"
     try:
         if path is None or cfg.backbone.startswith(TIMM):
             pretrained = load_timm(path, cfg)
         else:
-            pretrained = load_networks(path, cfg)
-    except ValueError as error:
+            pretrained = load_official_layout(path, cfg)
+    except ValueError as error:  # its text says what is wrong
         raise UsageError(f"{thing}: {error}; {remedy}") from error
-    except (TypeError, KeyError, AttributeError, OSError, ArithmeticError) as error:
-        # of a file of another kind, or with sizes of 0
+    except UNFIT_FILE_ERRORS as error:
         problem = f"is no checkpoint of {cfg.backbone} with {cfg.pretext}"
         raise UsageError(f"{thing}: {problem}; {remedy}") from error
     pretrained.backbone.requires_grad_(False)
     return pretrained
 
 
-def load_networks(path: Path, cfg: AlignConfig | FinetuneConfig) -> Pretrained:
-    """The networks of MAE's or I-JEPA's authors, or of `pretrain`; see `load_backbone`."""
-    data = read_tensors(path)
+def load_official_layout(path: Path, cfg: AlignConfig | FinetuneConfig) -> Pretrained:
+    """Load a file of MAE's or I-JEPA's authors, or of a `pretrain` run, which has their layout.
+
+    Raises ValueError, or one of UNFIT_FILE_ERRORS, if the file does not fit the settings.
+    """
+    content = read_tensors(path)
     if cfg.pretext == "ijepa":
-        encoder, decoder = ijepa.split_state(data, cfg.base)
-    else:
+        vit_tensors, head_tensors = ijepa.split_state(content, cfg.base)
+    else:  # MAE, and custom pretext tasks, which start from MAE's encoder
         if "mae_visualize" in path.name:
             raise ValueError(
                 "is the authors' file for pictures: its decoder predicts raw pixels, not "
                 "standardised ones; take the file ending in _full.pth"
             )
-        encoder, decoder = mae.split_state(tensors_in(data))
-    arch = arch_of(data, cfg)
-    with torch.device("meta"):  # no memory and no random numbers for what is replaced anyway
+        vit_tensors, head_tensors = mae.split_state(tensors_in(content))
+    arch = arch_of(content, cfg)
+    # On the device "meta", tensors have shapes but no values: `assign` puts the file's there.
+    with torch.device("meta"):
         vit = build_vit(arch)
         head = build_head(arch, cfg.pretext)
-    assign(vit, encoder)
-    assign(head, decoder)
+    assign(vit, vit_tensors)
+    assign(head, head_tensors)
     return Pretrained(Backbone(vit, cfg.scale, cfg.recompute), head, arch, sha256(path))
 
 
 def load_timm(path: Path | None, cfg: AlignConfig | FinetuneConfig) -> Pretrained:
-    """A network of timm, with the weights of a file or with timm's (None), and a fresh decoder."""
-    arch = timm_models.read_arch(cfg)  # what cannot be used is refused before it is fetched
+    """Load a network of timm, with a fresh MAE decoder, since timm has no pretext heads.
+
+    The weights are those of the file `path` or, if it is None, timm's own. Raises UsageError or
+    ValueError.
+    """
+    arch = timm_models.read_arch(cfg)  # refuses a network that cannot be used before it is fetched
     vit = timm_models.load_vit(cfg, tensors_in(read_tensors(path)) if path else None)
-    digest = timm_models.digest(vit.state_dict())  # the same at any image size
+    digest = timm_models.hash_tensors(vit.state_dict())  # before the positions change
     vit.set_input_size((arch.image_size, arch.image_size))  # it resamples the table of positions
     head = build_head(arch, "mae")
     initialise([head], "mae", rng(cfg.seed, "decoder"))
@@ -136,24 +151,14 @@ def load_timm(path: Path | None, cfg: AlignConfig | FinetuneConfig) -> Pretraine
     return Pretrained(Backbone(vit, cfg.scale, cfg.recompute), head, arch, digest, channels)
 
 
-def weights_of(cfg: Network) -> Path | None:
-    """The checkpoint's path: what --weights names, or where the official file is kept.
+def find_weights(cfg: Network) -> Path | None:
+    """The path of the checkpoint: what --weights names, or where the official file is kept.
 
-    None: timm has the weights. An official file need not be there yet: `load_backbone` fetches it.
-    Raises UsageError.
+    Returns None if timm has the weights. An official file need not be there yet: `load_backbone`
+    fetches it. Raises UsageError if --weights names no checkpoint, or is needed and not given.
     """
     if cfg.weights is not None:
-        path = cfg.weights
-        if path == OMNIGLOT:
-            path = omniglot.WEIGHTS
-        if path.is_dir():  # of a pretrain run
-            path = path / "backbone.pth"
-        if not path.is_file():
-            problem = f"--weights {cfg.weights}: is no checkpoint or finished pretrain run"
-            if cfg.weights.is_dir():
-                problem += "; an align run goes to `bisslight finetune --from RUN`"
-            raise UsageError(problem)
-        return path
+        return find_given_weights(cfg.weights)
     if cfg.backbone.startswith(TIMM):
         return None
     official = OFFICIAL_FILES.get((cfg.backbone, cfg.pretext))
@@ -165,46 +170,69 @@ def weights_of(cfg: Network) -> Path | None:
     return Path(torch.hub.get_dir()).resolve() / "checkpoints" / name
 
 
-def check_weights_exist(cfg: Network) -> None:
-    """Refuse (UsageError) weights that are not there; say so where a run will fetch them."""
-    path = weights_of(cfg)
-    if path is not None and not path.exists():
+def find_given_weights(weights: Path) -> Path:
+    """The file that --weights means: itself, that of a pretrain run, or the one of `omniglot`.
+
+    Raises UsageError if it is not there.
+    """
+    path = omniglot.WEIGHTS if weights == OMNIGLOT else weights
+    if path.is_dir():  # a pretrain run
+        path = path / "backbone.pth"
+    if path.is_file():
+        return path
+    problem = f"--weights {weights}: is no checkpoint or finished pretrain run"
+    if weights.is_dir():
+        problem += "; an align run goes to `bisslight finetune --from RUN`"
+    raise UsageError(problem)
+
+
+def check_weights(cfg: Network) -> None:
+    """Raise UsageError if these settings have no checkpoint. If it will be fetched, log that."""
+    path = find_weights(cfg)
+    if path is not None and not path.exists():  # an official file, which the run fetches
         url, megabytes = OFFICIAL_FILES[cfg.backbone, cfg.pretext]
-        told = "--weights: %s MB, fetched by the run itself or `curl -C - -o %s %s`"
-        LOG.info(told, f"{megabytes:,.0f}", path, url)
+        note = "--weights: %s MB, fetched by the run itself or `curl -C - -o %s %s`"
+        LOG.info(note, f"{megabytes:,.0f}", path, url)
 
 
 def download(official: Official, path: Path) -> None:
-    """Fetch an official file; one of another size is deleted again. Raises UsageError."""
+    """Fetch an official file to `path`. Raises UsageError if that fails.
+
+    A file whose size is wrong by more than 1 % is deleted again.
+    """
     url, megabytes = official
     with as_usage_error(url, f"try `curl -C - -o {path} {url}`, or give --weights FILE"):
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.hub.download_url_to_file(url, str(path), progress=sys.stderr.isatty())
         arrived = path.stat().st_size / 1e6
-        if abs(arrived - megabytes) > 0.01 * megabytes:  # half of it, or an error page
+        if abs(arrived - megabytes) > 0.01 * megabytes:  # such as half of it, or an error page
             path.unlink()
             raise OSError(f"{arrived:.0f} MB arrived, {megabytes:.0f} MB were expected")
 
 
-def tensors_in(data: Record) -> Phi:
-    """A network's tensors by name, out of what a file holds."""
-    return dict(data.get("model", data))  # some files hold the tensors alone
+def tensors_in(content: Record) -> Phi:
+    """The tensors by name in what a file holds: below the key "model", or the whole content."""
+    return dict(content.get("model", content))
 
 
-def assign(network: nn.Module, state: Phi) -> None:
-    """Give a network these tensors, in float32; ValueError where names or shapes differ."""
-    timm_models.check_tensors(network, state)
-    in_float32 = {name: tensor.float() for name, tensor in state.items()}
-    # assign: the network was built without memory, so there is nothing to copy into
+def assign(network: nn.Module, tensors: Phi) -> None:
+    """Make these tensors, in float32, the weights of a network that was built on device "meta".
+
+    Raises ValueError if names or shapes differ.
+    """
+    timm_models.check_tensors(network, tensors)
+    in_float32 = {name: tensor.float() for name, tensor in tensors.items()}
+    # assign=True: the network's own tensors have no memory to copy into, so they are replaced
     network.load_state_dict(in_float32, assign=True)
 
 
 def arch_of(content: Record, cfg: Shape) -> Arch:
-    """Sizes of a checkpoint: what `pretrain` wrote into it, or the official ones.
+    """The sizes of the networks in a checkpoint: as `pretrain` wrote them, or as in BACKBONES.
 
-    ValueError where the settings ask for another network, image size or patch size.
+    `content` is what the file holds; {} for an official file, which says nothing of its sizes.
+    Raises ValueError if the settings ask for another network, image size or patch size.
     """
-    if "bisslight" in content:
+    if "bisslight" in content:  # JSON that `pretrain` writes
         written = json.loads(content["bisslight"])
         name = written["backbone"]
         if cfg.backbone != name:
@@ -220,7 +248,7 @@ def arch_of(content: Record, cfg: Shape) -> Arch:
 
 
 def vit_args(arch: Arch) -> Record:
-    """These sizes as arguments of timm's VisionTransformer."""
+    """The arguments of timm's VisionTransformer that give it these sizes."""
     return {
         "img_size": arch.image_size,
         "patch_size": arch.patch_size,
@@ -235,12 +263,15 @@ def vit_args(arch: Arch) -> Record:
 
 
 def build_vit(arch: Arch) -> VisionTransformer:
-    """A timm ViT without a head: with a class token MAE's encoder, without one I-JEPA's."""
+    """Build a timm ViT without a head: MAE's encoder with a class token, I-JEPA's without one."""
     return VisionTransformer(**vit_args(arch), num_classes=0)
 
 
 def build_head(arch: Arch, pretext: str) -> PretextHead:
-    """h^P in the official sizes: I-JEPA's predictor, otherwise MAE's decoder. Raises UsageError."""
+    """Build the pretext head h^P: I-JEPA's predictor for "ijepa", otherwise MAE's decoder.
+
+    Raises UsageError if the patches do not fill the image.
+    """
     size = arch.image_size
     if size % arch.patch_size:
         raise UsageError(f"--image-size {size}: is not a multiple of patches of {arch.patch_size}")
@@ -249,26 +280,29 @@ def build_head(arch: Arch, pretext: str) -> PretextHead:
         return ijepa.Predictor(
             arch.dim,
             patches,
-            arch.predictor_dim,
-            arch.predictor_depth,
-            arch.heads,
-            arch.mlp_ratio,
+            width=arch.predictor_dim,
+            depth=arch.predictor_depth,
+            heads=arch.heads,
+            mlp_ratio=arch.mlp_ratio,
         )
     return mae.Decoder(
         arch.dim,
         patches,
         arch.patch_size,
-        arch.decoder_dim,
-        arch.decoder_depth,
-        arch.decoder_heads,
-        arch.mlp_ratio,
-        arch.prefix,
+        width=arch.decoder_dim,
+        depth=arch.decoder_depth,
+        heads=arch.decoder_heads,
+        mlp_ratio=arch.mlp_ratio,
+        prefix=arch.prefix,
     )
 
 
 @torch.no_grad()
 def initialise(networks: Sequence[nn.Module], pretext: str, rng: torch.Generator) -> None:
-    """Give new networks the random start of the task's authors, in place; a ViT its positions."""
+    """Fill new networks with random weights, in place, as the authors of the pretext task do.
+
+    A ViT also gets its table of positions, which is not random.
+    """
     if pretext == "ijepa":
         ijepa.init(networks, rng)
     else:
@@ -288,7 +322,15 @@ def build_pretext_task(
     theta: Tensor | None,
     teacher: Backbone | None = None,
 ) -> mae.MAE | ijepa.IJEPA:
-    """`mae.MAE`, or `ijepa.IJEPA` for `steps` steps; theta, teacher: see IJEPA.
+    """Make the pretext task of these settings: MAE if `head` is its decoder, otherwise I-JEPA.
+
+    Args:
+        cfg: masks, and the momentum of I-JEPA's teacher.
+        backbone: f_ψ.
+        head: h^P, which the task trains.
+        steps: how many steps the run has; the momentum of I-JEPA's teacher rises over them.
+        theta: θ_P's start, from which I-JEPA's teacher starts; None in `pretrain`, which trains ψ.
+        teacher: in `pretrain`, the copy of the backbone that is I-JEPA's teacher; None otherwise.
 
     Raises UsageError.
     """
@@ -308,13 +350,17 @@ def build_pretext_task(
 
 
 def read_tensors(path: Path) -> Record:
-    """What a file of torch or safetensors holds, read without running code. Raises ValueError."""
+    """Read what a file of torch or safetensors holds, without running code in it.
+
+    Raises ValueError if it cannot be read.
+    """
     try:
         if path.suffix == ".safetensors":
             return dict(load_safetensors(path))
         with warnings.catch_warnings(), torch.serialization.safe_globals([Namespace]):
-            warnings.simplefilter("ignore")  # of old formats; official files hold a Namespace
-            mmap = zipfile.is_zipfile(path)
+            # torch warns of old formats. Official files hold a Namespace: the authors' settings.
+            warnings.simplefilter("ignore")
+            mmap = zipfile.is_zipfile(path)  # tensors are read when they are used; not in old files
             return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=mmap))
     except Exception as error:  # torch raises anything from EOFError to UnpicklingError
         raise ValueError(f"{path.name} is no readable checkpoint") from error
@@ -326,25 +372,28 @@ FORMAT = "bisslight-adapter-1"
 
 
 class AdapterInfo(BaseModel, frozen=True):
-    """What an adapter file says of itself. None: it does not say; a released file says nothing."""
+    """What an adapter file says about how θ was trained. None: it does not say.
 
-    stage: str | None = None  # align or finetune
-    backbone: str | None = None
-    arch: Record | None = None  # sizes of the backbone
-    weights_sha256: str | None = None
-    pretext: str | None = None
+    The paper's own LoRA file says nothing about itself.
+    """
+
+    stage: str | None = None  # the command: "align" or "finetune"
+    backbone: str | None = None  # such as "vit_b16"
+    arch: Record | None = None  # sizes of the backbone, see `config.Arch`
+    weights_sha256: str | None = None  # of the backbone's checkpoint
+    pretext: str | None = None  # such as "mae"
     rank: int | None = None
     alpha: float | None = None
-    dataset: str | None = None
+    dataset: str | None = None  # such as "cub200"
     data_seed: int | None = None
-    data_sha256: str | None = None
-    channels: tuple[Channels, Channels] | None = None  # mean and deviation of the images
-    whole_images: bool = False  # nothing of an image is cut off before it is classified
-    # of align
+    data_sha256: str | None = None  # of the labelled images, see `data.fingerprint`
+    channels: tuple[Channels, Channels] | None = None  # mean and std that normalise images
+    whole_images: bool = False  # whether images are scored without cutting their edges off
+    # These are set by align alone.
     d_lr: float | None = None
-    hypergrad: str | None = None
-    unlike_paper: Record | None = None  # settings that are not the paper's
-    # of finetune
+    hypergrad: str | None = None  # such as "mfac"
+    unlike_paper: Record | None = None  # settings that are not the paper's, by name
+    # These are set by finetune alone.
     lr: float | None = None
     seed: int | None = None
     classes: list[str] = []
@@ -353,75 +402,85 @@ class AdapterInfo(BaseModel, frozen=True):
 class Adapter(NamedTuple):
     """What an adapter file holds."""
 
-    theta: Tensor  # (K, p)
+    theta: Tensor  # θ (K, p): layers, and numbers of LoRA in each layer
     phi_D: Phi  # the head, with BatchNorm's statistics if it has one; {} after align
-    origin: AdapterInfo
+    info: AdapterInfo
 
 
-def save_adapter(theta: Tensor, phi_D: Phi, origin: AdapterInfo) -> bytes:
+def save_adapter(theta: Tensor, phi_D: Phi, info: AdapterInfo) -> bytes:
     """The bytes of an adapter file (safetensors), which the caller writes."""
     tensors = {"theta": theta.detach().cpu().contiguous()}
     for name, tensor in phi_D.items():
         tensors[f"head.{name}"] = tensor.detach().cpu().contiguous()
-    # one metadata key: the library writes several in random order
-    content = origin.model_dump(mode="json", exclude_unset=True) | {"format": FORMAT}
+    # All is written below one key of the metadata: the library writes several in random order.
+    content = info.model_dump(mode="json", exclude_unset=True) | {"format": FORMAT}
     text = json.dumps(content, sort_keys=True)
     return save(tensors, {"bisslight": text})
 
 
 def load_adapter(path: Path) -> Adapter:
-    """Read an adapter file (OSError; ValueError: not an adapter)."""
-    data = path.read_bytes()  # the library opens no path that is not UTF-8
+    """Read an adapter file. Raises OSError if it is not there, ValueError if it is no adapter."""
+    data = path.read_bytes()  # the library itself opens no path that is not UTF-8
     try:
         tensors = load(data)
     except SafetensorError as error:
         raise ValueError("not a readable safetensors file") from error
-    # the library reads metadata only from a path; a file starts with its header's size, then JSON
+    # The library reads metadata only from a path. A file has 8 bytes with the size of its header,
+    # then the header in JSON.
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     metadata = header.get("__metadata__", {})
-    origin: Record = json.loads(metadata.get("bisslight", "{}"))
-    if origin.get("format") != FORMAT:
+    content: Record = json.loads(metadata.get("bisslight", "{}"))
+    if content.get("format") != FORMAT:
         raise ValueError(f"not an adapter: it is not of format {FORMAT}")
     if "theta" not in tensors:
         raise ValueError("not an adapter: it has no θ")
     theta = tensors.pop("theta")
     head = {name.removeprefix("head."): tensor for name, tensor in tensors.items()}
-    return Adapter(theta, head, AdapterInfo(**origin))
+    return Adapter(theta, head, AdapterInfo(**content))
 
 
-def channels_of(origin: AdapterInfo) -> tuple[Channels, Channels]:
-    """How the images of an adapter are normalised (ValueError: its file does not say)."""
-    if origin.channels is None:
+def channels_of(info: AdapterInfo) -> tuple[Channels, Channels]:
+    """The mean and std by which images are normalised for an adapter.
+
+    Raises ValueError if its file does not say.
+    """
+    if info.channels is None:
         raise ValueError("its adapter does not say how images are normalised; make it again")
-    return origin.channels
+    return info.channels
 
 
-# of a matrix in the released file: block, q or v, A or B
+# The name of a matrix in the released file. The gaps are the block's number, q or v, and A or B.
 RELEASED_NAME = "base_model.model.blocks.{}.attn.qkv.{}.lora_{}.default.weight"
 
 
 def load_theta(path: Path, dim: int) -> tuple[Tensor, AdapterInfo]:
-    """θ (K, p), and what its file says of itself (OSError, ValueError)."""
+    """Read θ (K, p) and what its file says about it, from an adapter file or a released one.
+
+    `dim` is the width of the backbone. Raises OSError or ValueError.
+    """
     if path.suffix == ".safetensors":
         adapter = load_adapter(path)
-        return adapter.theta, adapter.origin
-    return from_released(read_tensors(path), dim), AdapterInfo()
+        return adapter.theta, adapter.info
+    return theta_from_released(read_tensors(path), dim), AdapterInfo()
 
 
-def from_released(state: Phi, dim: int) -> Tensor:
-    """θ (K, p) from the LoRA file of the paper's own program (ValueError: another layout)."""
+def theta_from_released(state: Phi, dim: int) -> Tensor:
+    """θ (K, p) from the tensors of a LoRA file that the paper's own program wrote.
+
+    Raises ValueError if they have another layout, or another width than `dim`.
+    """
     wrong = ValueError(f"is not a LoRA file on q and v of width {dim} in the released layout")
     rows = []
     try:
-        for k in range(len(state) // 4):  # four matrices a block
+        for k in range(len(state) // 4):  # each block has four matrices
             A_q = state[RELEASED_NAME.format(k, "q", "A")]  # (r, dim)
             B_q = state[RELEASED_NAME.format(k, "q", "B")]  # (dim, r)
             A_v = state[RELEASED_NAME.format(k, "v", "A")]
             B_v = state[RELEASED_NAME.format(k, "v", "B")]
             rows.append(torch.stack([A_q, B_q.mT, A_v, B_v.mT]))  # (4, r, dim)
         theta = torch.stack(rows).float()  # (K, 4, r, dim)
-    except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # names, shapes
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # other names or shapes
         raise wrong from error
     if theta.shape[3:] != (dim,) or 4 * len(rows) != len(state):
         raise wrong

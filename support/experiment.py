@@ -20,9 +20,9 @@ from support.benchmarks import (
     BENCHMARKS,
     MAKE_POOL,
     MAKE_TASK,
-    find_pool,
-    load_task,
-    place_of,
+    find_folder,
+    find_pool_images,
+    load_benchmark,
 )
 from support.checkpoints import AdapterInfo
 from support.errors import UsageError, as_usage_error, try_and_collect
@@ -103,7 +103,7 @@ class Experiment(Generic[C]):
             data_sha256=self.identity.data_sha256,
             arch=self.arch._asdict(),
             channels=(self.transform.mean, self.transform.std),
-            whole_images=data.Images(self.task.test, self.transform).are_ready,
+            whole_images=data.Images(self.task.test, self.transform).taken_as_stored,
             pretext=cfg.pretext.rpartition(":")[2].lower(),  # of FILE.py:Class the class
         )
 
@@ -231,7 +231,7 @@ class Experiment(Generic[C]):
                 images = split.part(own).images
             if isinstance(images, Tensor):  # they are in memory, so nothing is left to read
                 continue
-            errors = data.decode_all(images)
+            errors = data.find_unreadable(images)
             if errors:
                 raise errors[0]
         wait_for_all()  # the run begins only when all processes have read theirs
@@ -310,7 +310,7 @@ def open_experiment(cfg: C, task: data.Task | None = None) -> Experiment[C]:
     """
     problems: list[str] = []
     task = task or try_and_collect(problems, open_task, cfg)
-    try_and_collect(problems, checkpoints.check_weights_exist, cfg)
+    try_and_collect(problems, checkpoints.check_weights, cfg)
     if task is None or problems:
         raise UsageError(*problems)
     return load_experiment(cfg, task)
@@ -342,7 +342,7 @@ def open_align_experiment(
     problems: list[str] = []
     task = task or try_and_collect(problems, open_task, cfg)
     pool = pool or try_and_collect(problems, open_pool, cfg.pool, cfg.data_root, cfg.data_seed)
-    try_and_collect(problems, checkpoints.check_weights_exist, cfg)
+    try_and_collect(problems, checkpoints.check_weights, cfg)
     if task is None or pool is None or problems:
         raise UsageError(*problems)
     with as_usage_error("--pool"):
@@ -436,7 +436,7 @@ def open_task(cfg: AlignConfig | FinetuneConfig) -> data.Task:
     """Open the labelled task D^D that --dataset names. Raises UsageError."""
     name = cfg.dataset
     with as_usage_error(f"--dataset {name}"):
-        path = place_of(name, cfg.data_root)
+        path = find_folder(name, cfg.data_root)
         if cfg.split_file and name not in BENCHMARKS:
             raise UsageError(f"--split-file {cfg.split_file}: is for cub200 and pets, leave it out")
         if name in MAKE_TASK:
@@ -444,7 +444,7 @@ def open_task(cfg: AlignConfig | FinetuneConfig) -> data.Task:
         if path is None:
             raise UsageError(f"--dataset {name}: is a pool without labels")
         if name in BENCHMARKS:
-            return load_task(cfg, path)
+            return load_benchmark(cfg, path)
         return data.folder(path, cfg.data_seed)
 
 
@@ -454,12 +454,12 @@ def open_pool(name: str, root: Path, seed: int) -> data.Pool:
     `root` is --data-root, `seed` is --data-seed.
     """
     with as_usage_error(f"--pool {name}"):
-        path = place_of(name, root)
+        path = find_folder(name, root)
         if name in MAKE_POOL:
             return MAKE_POOL[name](seed)
         if path is None:
             raise UsageError(f"--pool {name}: is a labelled data set, and no pool")
-        return data.Pool(find_pool(name, path))
+        return data.Pool(find_pool_images(name, path))
 
 
 # --- The machine -------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
 Lake, Salakhutdinov and Tenenbaum (2015) had 20 people draw each character of many alphabets. Eight
 of these alphabets are in omniglot.npz: 242 characters, 4,840 images of 28 x 28 pixels. Three
-alphabets are the unlabelled pool and five are labelled tasks, so that no image has both roles, as
-ImageNet and a benchmark have them in the paper. `experiments/pack_omniglot.py` made the file;
-omniglot.LICENSE is the licence of its images.
+alphabets are the unlabelled pool, as ImageNet is in the paper, and five are labelled tasks, as the
+benchmarks are; no image is in both. `experiments/pack_omniglot.py` made the file; omniglot.LICENSE
+is the licence of its images.
 """
 
 from functools import lru_cache, partial
@@ -19,34 +19,35 @@ from data import Pool, Split, Task, seed_for
 
 IMAGES = Path(__file__).with_name("omniglot.npz")
 WEIGHTS = Path(__file__).with_name("omniglot.pth")  # vit_mini, pretrained on the pool
-POOL = ("Japanese_(katakana)", "Korean", "Sanskrit")
+POOL = ("Japanese_(katakana)", "Korean", "Sanskrit")  # the alphabets of the pool
 SIDE = 28  # pixels
-DRAWERS = 20  # images of each character
-TEST_DRAWERS = 7
-VAL_DRAWERS = 3
+DRAWERS = 20  # people; each drew each character once
+TEST_DRAWERS = 7  # whose drawings are the test images
+VAL_DRAWERS = 3  # whose drawings are the validation images
 
 
 @lru_cache(maxsize=1)
 def alphabets() -> dict[str, Tensor]:
-    """The images of each alphabet, float (characters, drawers, 28, 28); paper is 0 and ink 1."""
-    shades = torch.arange(4) / 3  # a pixel has 2 bits
+    """The images of each alphabet, float (characters, drawers, 28, 28); paper is 0 and ink is 1."""
+    shades = torch.arange(4) / 3  # a pixel has 2 bits, for 0, 1/3, 2/3 and 1
     images = dict[str, Tensor]()
     with np.load(IMAGES) as file:
         for name in (*POOL, *ALPHABETS):
-            packed = torch.from_numpy(file[name])  # uint8, four pixels a byte
-            pixels = torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], -1)
-            images[name] = shades[pixels.view(-1, DRAWERS, SIDE, SIDE).long()]
+            packed = torch.from_numpy(file[name])  # uint8 (bytes,), four pixels in each byte
+            pixels = torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], -1)  # (bytes, 4)
+            numbers = pixels.view(-1, DRAWERS, SIDE, SIDE).long()  # 0 to 3
+            images[name] = shades[numbers]
     return images
 
 
 def as_rgb(images: Tensor) -> Tensor:
-    """The same grey in three channels: (..., 28, 28) becomes (N, 3, 28, 28)."""
+    """Repeat the grey images (..., 28, 28) in three channels: (N, 3, 28, 28)."""
     return images.reshape(-1, 1, SIDE, SIDE).repeat(1, 3, 1, 1)
 
 
 @lru_cache(maxsize=1)
 def pool() -> Pool:
-    """The characters of three alphabets, 2,580 images without labels."""
+    """The pool D^P: the characters of three alphabets, 2,580 images without labels."""
     images = as_rgb(torch.cat([alphabets()[name] for name in POOL]))
     mean = float(images.mean())
     std = float(images.std())
@@ -54,18 +55,21 @@ def pool() -> Pool:
 
 
 def task(alphabet: str, seed: int) -> Task:
-    """Which character of an alphabet is it? 10 drawers train, 3 validate, 7 test.
+    """The task D^D: which character of this alphabet is it? 10 drawers train, 3 validate, 7 test.
 
     Nobody's handwriting is in two splits. The drawers of the test are those with the smallest
     sha256 of seed/alphabet/number, then come those of validation.
     """
     images = alphabets()[alphabet]  # (characters, drawers, 28, 28)
-    drawers = sorted(range(DRAWERS), key=partial(seed_for, seed, alphabet))
+    drawers = sorted(range(DRAWERS), key=partial(seed_for, seed, alphabet))  # numbers, shuffled
+    test_drawers = drawers[:TEST_DRAWERS]
     others = drawers[TEST_DRAWERS:]
+    val_drawers = others[:VAL_DRAWERS]
+    train_drawers = others[VAL_DRAWERS:]
     splits = []
-    for part in (others[VAL_DRAWERS:], others[:VAL_DRAWERS], drawers[:TEST_DRAWERS]):
-        y = torch.arange(len(images)).repeat_interleave(len(part))
-        splits.append(Split(as_rgb(images[:, part]), y))
+    for people in (train_drawers, val_drawers, test_drawers):
+        labels = torch.arange(len(images)).repeat_interleave(len(people))  # 0, 0, ..., 1, 1, ...
+        splits.append(Split(as_rgb(images[:, people]), labels))
     train, val, test = splits
     classes = [f"character {number + 1}" for number in range(len(images))]
     return Task(f"omniglot:{alphabet}", train, val, test, classes, pool().mean, pool().std)

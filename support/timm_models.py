@@ -1,7 +1,7 @@
-"""Program: Vision Transformers of timm as ψ, `--backbone timm:NAME`, such as DINOv2.
+"""Program: Vision Transformers of timm as backbones: `--backbone timm:NAME`, such as DINOv2.
 
 timm knows their sizes, their weights and how their images are normalised. It has no pretext heads,
-so MAE's decoder starts fresh, which is another setting than the paper's.
+so MAE's decoder starts with random weights, while the paper's is pretrained.
 """
 
 import difflib
@@ -22,71 +22,80 @@ from support.errors import as_usage_error
 
 
 class Normalisation(NamedTuple):
-    """Mean and deviation of red, green and blue."""
+    """The mean and the standard deviation of each channel, for pixels in [0, 1]."""
 
-    mean: Channels
+    mean: Channels  # such as (0.485, 0.456, 0.406)
     std: Channels
 
 
 def load_vit(cfg: Network, state: Mapping[str, Tensor] | None) -> Any:  # noqa: ANN401 (timm's)
-    """Make a network of timm, with the weights `state` of a file or, if None, with timm's own.
+    """Make the timm network of --backbone, without its classifier.
 
-    timm takes its weights from the cache of the Hugging Face hub, or fetches them there. Raises
-    UsageError where it cannot, and ValueError where `state` is not of this network.
+    `state` has the weights of a --weights file. If it is None, timm takes its own from the cache of
+    the Hugging Face hub, or fetches them there. Raises UsageError if it cannot, and ValueError if
+    `state` belongs to another network.
     """
-    name = cfg.backbone.removeprefix(TIMM)
+    name = cfg.backbone.removeprefix(TIMM)  # such as vit_small_patch14_dinov2
+    # The place of the weights in the hub; None for networks that have no weights there.
     repository = timm.models.get_pretrained_cfg_value(name, "hf_hub_id")
     remedy = "fetch them where there is a network, see HF_HOME, or give --weights FILE"
     with as_usage_error(f"--backbone {cfg.backbone}: its weights", remedy):
         if state is None and repository:
-            require_weights(repository)
+            check_weights_in_reach(repository)
         vit: Any = timm.create_model(name, pretrained=state is None)
     vit.reset_classifier(0)  # fine-tuning adds its own head
     if state is not None:
-        # files of timm may hold the classifier, too
-        body = {key: tensor for key, tensor in state.items() if not key.startswith("head.")}
-        check_tensors(vit, body)
-        vit.load_state_dict(body)
+        # A file of timm may hold the classifier, too.
+        without_classifier = {}
+        for key, tensor in state.items():
+            if not key.startswith("head."):
+                without_classifier[key] = tensor
+        check_tensors(vit, without_classifier)
+        vit.load_state_dict(without_classifier)
     return vit
 
 
 def check_tensors(network: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Refuse (ValueError) tensors that are not all of a network's, by name and shape."""
+    """Raise ValueError unless `state` has all tensors of the network and no other, equal in shape.
+
+    The message names the first tensor that differs.
+    """
     needed = {name: [*tensor.shape] for name, tensor in network.state_dict().items()}
     held = {name: [*tensor.shape] for name, tensor in state.items()}
     for name in [*needed, *held]:
         if needed.get(name) != held.get(name):
-            there = held.get(name, "missing")
+            there = held.get(name, "missing")  # a shape, such as [64, 48]
             raise ValueError(f"{name} is {there}, the network needs {needed.get(name, 'none')}")
 
 
-def require_weights(repository: str) -> None:
-    """Fail at once (OSError) where weights are not in the cache and the hub does not answer.
+def check_weights_in_reach(repository: str) -> None:
+    """Raise OSError if weights are not in the cache and the Hugging Face hub does not answer.
 
-    timm alone would ask the hub again and again, for a minute.
+    Without this, timm would ask the hub again and again, for a minute, before it fails.
     """
     try:
         snapshot_download(repository, local_files_only=True)
-    except LocalEntryNotFoundError:
+    except LocalEntryNotFoundError:  # not in the cache, so the hub is asked
         get_session().head(constants.ENDPOINT, timeout=10)
 
 
 def read_arch(cfg: Network) -> Arch:
-    """Sizes of a network of timm, with the image size of the settings if they have one.
+    """The sizes of the timm network of --backbone, with the image size of --image-size if given.
 
     The decoder is not timm's: its sizes stay those of MAE, the defaults of `Arch`. Raises
-    ValueError.
+    ValueError if timm has no such network, it is no plain ViT, or --patch-size is not its own.
     """
     name = cfg.backbone.removeprefix(TIMM)
-    known = {*timm.list_models(), *timm.list_pretrained()}  # the latter as NAME.TAG
+    # names such as vit_small_patch14_dinov2, alone and with the name of weights (.lvd142m)
+    known = {*timm.list_models(), *timm.list_pretrained()}
     if name not in known:
         close = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean timm:{close[0]}?" if close else 'see timm.list_models("*vit*")'
         raise ValueError(f"is no network of timm; {hint}")
-    with torch.device("meta"):  # no memory, no random numbers
+    with torch.device("meta"):  # tensors have shapes alone: no memory and no random numbers
         vit: Any = timm.create_model(name)
     check_vit(vit)
-    side, _ = vit.patch_embed.img_size
+    side, _ = vit.patch_embed.img_size  # (height, width); plain ViTs are square
     patch_size, _ = vit.patch_embed.patch_size
     if cfg.patch_size not in (None, patch_size):
         raise ValueError(f"has patch_size {patch_size}; leave the option out")
@@ -101,8 +110,8 @@ def read_arch(cfg: Network) -> Arch:
     )
 
 
-def digest(state: Mapping[str, Tensor]) -> str:
-    """sha256 over the names and numbers of tensors: the same whichever file they came from."""
+def hash_tensors(state: Mapping[str, Tensor]) -> str:
+    """sha256 over the names and numbers of tensors, which is the same whichever file had them."""
     sha = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         sha.update(name.encode())

@@ -22,11 +22,11 @@ from support.checkpoints import (
     build_head,
     build_vit,
     channels_of,
-    from_released,
     load_adapter,
     load_backbone,
     load_theta,
     save_adapter,
+    theta_from_released,
 )
 from support.errors import UsageError
 
@@ -128,7 +128,7 @@ def test_an_adapter_of_the_second_edition_loads() -> None:
     sizes = {name: len(tensor) for name, tensor in adapter.phi_D.items()}
     norm = {f"norm.{name}": 6 for name in ("weight", "bias", "mean", "var")}
     assert sizes == {"weight": 3, "bias": 3, **norm}
-    origin = adapter.origin
+    origin = adapter.info
     assert (origin.rank, origin.alpha, origin.backbone) == (1, 2.0, "vit_mini")
 
 
@@ -155,7 +155,7 @@ def test_a_recorded_lora_in_the_released_layout_is_read_and_others_are_refused(
         state | {first: state[first][:, :16]},
     ):
         with pytest.raises(ValueError, match="is not a LoRA file"):
-            from_released(other, r.arch.dim)
+            theta_from_released(other, r.arch.dim)
 
 
 def test_settings_of_other_sizes_than_the_files_are_refused(weights: Path) -> None:

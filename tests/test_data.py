@@ -145,7 +145,7 @@ def test_images_are_cut_as_said(tmp_path: Path, resampling: Any, flip: bool) -> 
         for split in (on_disk, in_memory):
             assert torch.equal(load(split, transform, True, draw), expected)
         before = torch.get_rng_state()
-        Images(on_disk, transform, True, 5, "x").image(draw, 0)
+        Images(on_disk, transform, True, 5, "x").load(draw, 0)
         assert torch.equal(torch.get_rng_state(), before)
         flipped.add(mirror)
     assert flipped == ({True, False} if flip else {False})
@@ -322,7 +322,7 @@ def test_an_unreadable_image_is_named(tmp_path: Path, workers: int) -> None:
     Image.new("I;16", (9, 9)).save(split.images[5])  # Pillow would clip it to white
     Path(split.images[4]).write_bytes(b"P5 100000 100000 255\n")  # a bomb
     Image.new("L", (1, 20000)).save(split.images[0])  # with a shorter side of 224, 3 GB
-    told = [str(error) for error in data.decode_all(split.images)]
+    told = [str(error) for error in data.find_unreadable(split.images)]
     named = [line.partition(": ")[0] for line in told]
     assert named == [str(split.images[i]) for i in (0, 1, 3, 4, 5)]
     assert "100 times" in told[0] and "8 bits" in told[4]

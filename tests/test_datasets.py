@@ -78,7 +78,8 @@ def test_other_files_twins_and_classes_without_a_test_are_told(tmp_path: Path) -
             for i in range(3):
                 drawn(tmp_path / part / kind / f"{i}.png", f"{part}{kind}{i}")
     (tmp_path / "train/b/twin.png").write_bytes((tmp_path / "train/a/0.png").read_bytes())
-    for name in ("train/a/1.heic", "train/c/2.gif", ".hidden.heic"):
+    for name in ("train/a/1.heic", "train/c/2.gif", ".hidden.heic", ".hidden/3.gif"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     found = check(f"folder:{tmp_path}", tmp_path)
     assert found["left out"].startswith("2 ") and ".heic" in found["left out"]

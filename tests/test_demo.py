@@ -75,7 +75,7 @@ def test_the_answer_names_the_epochs_and_what_may_be_chance() -> None:
     ]
     fast = {1: 20.0, 2: 36.0, 3: 50.0}
     slow = {1: 10.0, 2: 25.0, 3: 37.0}
-    head_start, at_the_end, restart, _ = demo.tell_answer(arms, [fast, slow, fast])
+    head_start, at_the_end, restart, _ = demo.describe_arms(arms, [fast, slow, fast])
     # nine tenths of direct's 40 %; its curve ends at 37 %
     assert all(number in head_start for number in ("36 %", "2 epochs", "3 epochs"))
     assert "+11.5" in at_the_end and "0.029" in at_the_end

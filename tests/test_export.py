@@ -100,6 +100,9 @@ def test_a_run_is_exported_from_the_command_line(made: None, weights: Path) -> N
     close(merged(images), logits(features(Backbone(vit), theta, images), phi_D), 1e-5)
     assert list(merged.pretrained_cfg["mean"]) == pytest.approx(list(quilts(0)[1].mean))
     done("export with/lr0.01-s0")  # one rate and seed: tested in the whole
+    assert json.loads(done("export with/lr0.01-s1 --json"))["seed"] == 1
+    for run in ("with/lr0.01-s1", "aligned"):
+        assert "seed 7" in refusal(f"export {run} --seed 7 --out other")
     card = Path("with/export/README.md").read_text()
     both = json.loads(Path("with/result.json").read_text())["test"]
     for figure in (both[1], mean(both), stdev(both)):

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 def log_p(run: Path, files: list[Path], seed: int | None = None) -> Tensor:
     """Logarithms of the probabilities of all classes for each file, (n, C)."""
     adapter = load_adapter(run / f"adapter-s{seed or 0}.safetensors")
-    classes = adapter.origin.classes
+    classes = adapter.info.classes
     found = torch.full((len(files), len(classes)), torch.nan)
     for guess in predict(run, files, top=len(classes), seed=seed):
         place = files.index(Path(guess.image)), classes.index(guess.label)

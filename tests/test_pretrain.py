@@ -10,7 +10,7 @@ import torch
 
 from config import BACKBONES, AlignConfig, PretrainConfig
 from data import Pool
-from extras.pretrain import PretrainResult, build_networks, count_work, optimiser
+from extras.pretrain import PretrainResult, build_networks, count_work, make_optimiser
 from support.checkpoints import load_backbone
 from support.errors import UsageError
 
@@ -29,7 +29,7 @@ def test_pretraining_has_the_schedules_of_maes_and_ijepas_programs(
     given |= {"warmup_epochs": W, "warmup_from": 0.2, "weight_decay": 0.05}
     given |= {"final_weight_decay": last}
     tensors = {"W": torch.ones(2, 2), "b": torch.ones(2)}
-    opt = optimiser(PretrainConfig(epochs=4, **given), tensors, 20)
+    opt = make_optimiser(PretrainConfig(epochs=4, **given), tensors, 20)
     base = opt.groups[0].lr
     for k in range(1, 21):
         opt.update([*tensors.values()], [torch.ones_like(x) for x in tensors.values()])

@@ -220,7 +220,7 @@ def test_align_finetune_and_export_work_with_a_network_of_timm(vit: Any) -> None
     """θ starts at ψ's own rows and is trained; the export is timm's own network, merged."""
     own = f"--backbone timm:{NAME} --weights w.safetensors --image-size 32 --dataset quilts"
     done(f"align {own} {STEPS} --quiet --out a")
-    origin = load_adapter(Path("a/adapter.safetensors")).origin
+    origin = load_adapter(Path("a/adapter.safetensors")).info
     assert origin.unlike_paper["decoder"] == "random"
     peft = "--epochs 1 --warmup-epochs 0 --seeds 1 --lr 1e-2 --batch 40 --quiet"
     done(f"finetune --from a {peft} --out f")
