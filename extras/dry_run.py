@@ -96,12 +96,10 @@ def plan_training(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Rec
             images["pool"] = len(pool.images)
     else:
         steps = count_trials(cfg, task)
-        try_and_collect(
-            problems, starts_of_seeds, cfg
-        )  # the align runs of --from have to be finished
-    weights = try_and_collect(
-        problems, find_weights, cfg
-    )  # None: timm has them, or there is a problem
+        # The align runs of --from have to be finished.
+        try_and_collect(problems, starts_of_seeds, cfg)
+    # None: timm has the weights, or there is a problem.
+    weights = try_and_collect(problems, find_weights, cfg)
     # If nothing is missing, the networks are loaded, to see whether they fit. Otherwise there are
     # only their sizes.
     if weights and weights.exists() and not problems:
