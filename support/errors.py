@@ -13,6 +13,7 @@ class UsageError(Exception):
     """Wrong inputs. Each argument is a line about one of them, with a remedy. Exit code 2."""
 
     def __str__(self) -> str:
+        """Return all lines as one text."""
         return "\n".join(self.args)
 
 
