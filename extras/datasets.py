@@ -75,13 +75,19 @@ class Contents(NamedTuple):
 def check(name: str, root: Path, partial: bool = False) -> Record:
     """Read a data set as training does, open every image, and list what is wrong as `problems`.
 
-    A benchmark is compared with its official lists; with `partial` missing images are no problem.
-    A `folder:DIR`, or a DIR with two or more folders in it, is a task with a folder for each class.
-    Any other DIR, and imagenet, is a pool of unlabelled images. Raises UsageError if the data set
-    is not there.
+    1. Find its images, by what `name` is:
+       - a benchmark is compared with its official lists, of which images may be missing with
+         `partial`;
+       - imagenet is a pool of unlabelled images;
+       - `folder:DIR`, or a DIR with two or more folders in it, is a task, a folder for each class;
+       - any other DIR is a pool of unlabelled images.
+    2. Open each image.
+
+    The result is such as {"name": "dtd", "listed": 5640, "absent": 0, "images": 5640, "problems":
+    []}. Raises UsageError if the data set is not there.
     """
     with as_usage_error(name):
-        path = find_folder(name, root)
+        path = find_folder(name, root)  # None: the alphabets of Omniglot
         if path is None:
             raise UsageError(f"{name}: comes with the program, so there is nothing to check")
         if name in BENCHMARKS:
@@ -93,6 +99,7 @@ def check(name: str, root: Path, partial: bool = False) -> Record:
         else:
             images = find_pool_images(name, path)
             contents = Contents(images, count_other_files(path, images), problems=[])
+
     damaged = [{"problem": str(error)} for error in find_unreadable(contents.images)]
     return {
         "name": name,
@@ -105,25 +112,29 @@ def check(name: str, root: Path, partial: bool = False) -> Record:
 def inspect_benchmark(name: str, path: Path, partial: bool = False) -> Contents:
     """Compare the images that a benchmark's lists name with those that are in its folder `path`.
 
-    Images that are not there are a problem, unless `partial` takes a subset as it is. Raises
-    UsageError if the lists cannot be read.
+    1. Read which images the lists name, and see which of these are absent.
+    2. Unless `partial` takes a subset as it is, lists that are too short are a problem, and so are
+       absent images.
+
+    Raises UsageError if the lists cannot be read.
     """
-    expected = sum(BENCHMARKS[name].sizes)
-    listed = set[str]()
+    full_size = sum(BENCHMARKS[name].sizes)  # images of the whole benchmark
+    listed = set[str]()  # names of files, such as "images/001.Albatross/0001.jpg"
     for entries in read_lists(name, path).parts.values():  # for train, val and test
-        listed.update(file for file, _ in entries)
+        for file, _label in entries:
+            listed.add(file)
     absent = {file for file in listed if not (path / file).exists()}
+    present = sorted(listed - absent)
+
     problems: list[Record] = []
-    if len(listed) != expected:
-        problem = f"its lists name {len(listed)} of {expected} images; is it a subset?"
+    if len(listed) != full_size and not partial:
+        problem = f"its lists name {len(listed)} of {full_size} images; is it a subset?"
         problems.append({"problem": f"{problem} --partial takes it"})
-    if absent:
+    if absent and not partial:
         problem = f"{len(absent)} of the listed images are missing"
         problems.append({"problem": problem, "first": min(absent)})  # the first by name
-    if partial:
-        problems = []
-    images = [path / file for file in sorted(listed - absent)]
-    return Contents(images, {"listed": len(listed), "absent": len(absent)}, problems)
+    counts = {"listed": len(listed), "absent": len(absent)}
+    return Contents([path / file for file in present], counts, problems)
 
 
 def inspect_class_folders(path: Path) -> Contents:
@@ -156,14 +167,20 @@ def count_other_files(path: Path, images: list[Path]) -> Record:
 
 
 def find_images_in_two_classes(task: Task) -> list[Record]:
-    """Find files with equal bytes in two classes; returns one problem for all of them, or []."""
+    """Find files with equal bytes in two classes; returns one problem for all of them, or [].
+
+    `task` is one of files, each with one class.
+    """
     first_with: dict[str, tuple[Path, int]] = {}  # the first file of each sha256, and its class
-    pairs = []
+    pairs = []  # such as "cats/1.png and dogs/7.png"
     for split in task.splits:
         for file, label in zip(split.images, split.targets.tolist(), strict=True):
-            first, first_label = first_with.setdefault(sha256(file), (file, label))
+            digest = sha256(file)
+            if digest not in first_with:
+                first_with[digest] = (file, label)
+            first_file, first_label = first_with[digest]
             if label != first_label:
-                pairs.append(f"{first} and {file}")
+                pairs.append(f"{first_file} and {file}")
     if not pairs:
         return []
     return [{"problem": f"{format_count(len(pairs), 'image')} in two classes", "first": pairs[0]}]
@@ -179,8 +196,11 @@ def find_classes_without_a_test(task: Task) -> list[Record]:
 def download(name: str, root: Path) -> Record:
     """Fetch a benchmark's archives and unpack them below `root`.
 
-    Its folder appears when all is unpacked, so it is never there in part. Raises UsageError if
-    there is nothing to fetch, RunError if fetching or unpacking fails.
+    1. Refuse what cannot be fetched or is there already (UsageError).
+    2. Fetch and unpack each archive in a hidden folder beside the target (RunError if that fails).
+    3. Move the whole benchmark to its place, which therefore never holds a part of it.
+
+    The result is such as {"name": "dtd", "path": "data/dtd", "terms": "for research"}.
     """
     if name not in BENCHMARKS:
         known = suggest(name, BENCHMARKS)
@@ -189,13 +209,15 @@ def download(name: str, root: Path) -> Record:
     target = root / benchmark.folder
     if target.exists():
         raise UsageError(f"{target}: is there already, see `bisslight data check {name}`")
+
     # After a failure, archives that have arrived stay here, and a second call goes on with them.
     work = root / f".{name}.download"
     unpacked = work / "unpacked" / benchmark.folder
     # An archive that includes the folder makes it itself.
     extract_into = unpacked.parent if benchmark.archive_includes_folder else unpacked
-    for url, md5 in benchmark.archives.items():
+    for url, md5 in benchmark.archives.items():  # such as "https://.../dtd-r1.0.1.tar.gz"
         fetch(url, md5, work, extract_into)
+
     unpacked.rename(target)
     shutil.rmtree(work)
     return {"name": name, "path": str(target), "terms": benchmark.terms}

@@ -87,15 +87,19 @@ def plot_arms(axes: Axes, arms: Sequence[Row]) -> None:
 
     Dots stand side by side, so that none hides another.
     """
-    labels = []
+    labels = []  # the text below each column
     for x, arm in enumerate(arms):  # x: the middle of the arm's column, which is 1 wide
-        count = len(arm.accuracies)
-        # Dots are spread evenly over 0.4 of the column; a single one is in its middle.
-        positions = [x + 0.4 * ((i + 0.5) / count - 0.5) for i in range(count)]
-        axes.plot(positions, arm.accuracies, "o", color=f"C{x}", markersize=4)
-        axes.hlines(arm.mean, x - 0.35, x + 0.35, color=f"C{x}")
+        dots = len(arm.accuracies)  # one for each seed
+        positions = []  # of the dots: evenly over 0.4 of the column, a single one in its middle
+        for i in range(dots):
+            share = (i + 0.5) / dots  # of the way from the left end to the right one
+            positions.append(x + 0.4 * (share - 0.5))
+        colour = f"C{x}"  # Matplotlib's name for number x of COLOURS
+        axes.plot(positions, arm.accuracies, "o", color=colour, markersize=4)
+        axes.hlines(arm.mean, x - 0.35, x + 0.35, color=colour)
         name = fill(arm.arm, 16)  # broken into lines that are no wider than the column
         labels.append(f"{name}\nmean {arm.mean:.1f}")
+
     axes.set_xticks(range(len(arms)), labels)
     axes.set(xlim=(-0.5, len(arms) - 0.5), ylabel=f"test {arms[0].metric} (%)")
 
@@ -103,53 +107,61 @@ def plot_arms(axes: Axes, arms: Sequence[Row]) -> None:
 # --- evaluate --curves ----------------------------------------------------------------------------
 
 Curve = dict[int, float]  # a number by step: an alternation of align, or an epoch of finetune
+BY_EPOCH = ("loss", "val/accuracy")  # the quantities of finetune; all others are of align
 
 
 def draw_curves(runs: Sequence[Path], path: Path) -> None:
-    """Draw the losses and validations of runs, finished or not, with a panel for each quantity.
+    """Draw the losses and validations of runs, finished or not, to the file `path`.
 
-    Each path is a line: a run of align or finetune, or a folder of runs that differ in their seed.
-    What several seeds measured is averaged, see `read_curves`. Raises UsageError if the paths have
-    nothing to draw.
+    1. Read the curves of each run. A "run" is a run of align or finetune, or a folder of runs that
+       differ in their seed, whose curves are averaged.
+    2. Find the quantities that were measured. Raises UsageError if there is none.
+    3. Draw a panel for each quantity, at most three in a row, with a line for each run.
     """
-    names = short_names(runs)
-    curves = [read_curves(run) for run in runs]
-    measured: set[str] = set().union(*curves)
+    names = short_names(runs)  # such as ["direct/s0", "aligned/s0"]
+    curves = [read_curves(run) for run in runs]  # per run: quantity -> Curve
+
+    measured: set[str] = set().union(*curves)  # the quantities (keys) of all runs
     quantities = [name for name in QUANTITIES if name in measured]  # in the order of that table
     if not quantities:
         raise UsageError(f"{runs[0]}: holds no metrics.jsonl; give a run of align or finetune")
+
     columns = min(3, len(quantities))
     rows = math.ceil(len(quantities) / columns)
-    figure = pyplot().figure(figsize=(3.6 * columns, 2.6 * rows))
+    figure = pyplot().figure(figsize=(3.6 * columns, 2.6 * rows))  # inches
     for number, quantity in enumerate(quantities, 1):
-        step = "epoch" if quantity in ("loss", "val/accuracy") else "alternation"
+        step = "epoch" if quantity in BY_EPOCH else "alternation"
         panel = figure.add_subplot(rows, columns, number, xlabel=step, ylabel=QUANTITIES[quantity])
         panel.xaxis.get_major_locator().set_params(integer=True)  # ticks at whole steps
         for k, name in enumerate(names):
-            if quantity in curves[k]:
-                curve = curves[k][quantity]
+            curve = curves[k].get(quantity)  # a run of another command has not measured it
+            if curve:
                 panel.plot(list(curve), list(curve.values()), ".-", color=f"C{k}", label=name)
         panel.legend(fontsize=7)
     save(figure, path)
 
 
 def read_curves(run: Path) -> dict[str, Curve]:
-    """Read the curve of each number in the metrics.jsonl of a run, such as "val/accuracy".
+    """Read the curves of a run, such as {"val/accuracy": {1: 20.5, 2: 31.0}, "loss": {...}}.
 
-    `run` may also be a folder of runs that differ in their seed. Curves are means over the seeds,
-    at the steps that all seeds have reached.
+    `run` may also be a folder of runs that differ in their seed.
+
+    1. Collect each number of the metrics.jsonl of all seeds.
+    2. Take the mean over the seeds, at the steps that all seeds have reached.
     """
     folders = [folder for folder in seed_folders(run) if (folder / "metrics.jsonl").exists()]
     # The key is (quantity, step), and the value has the number of each seed.
     values: dict[tuple[str, int], list[float]] = defaultdict(list)
     for folder in folders:
-        for record in read_metrics(folder):
-            # Losses of the steps of an alternation are a list, which counts as its mean.
-            for quantity, value in mean_numbers(record).items():
+        for record in read_metrics(folder):  # such as {"step": 1, "loss": 2.5, "val": {...}}
+            numbers = mean_numbers(record)  # such as {"loss": 2.5, "val/accuracy": 20.5}
+            for quantity, value in numbers.items():
                 values[quantity, record["step"]].append(value)
+
     curves: dict[str, Curve] = defaultdict(dict)
     for (quantity, step), seed_values in values.items():
-        if len(seed_values) == len(folders):  # a seed that is still at work has fewer steps
+        has_all_seeds = len(seed_values) == len(folders)  # a seed still at work has fewer steps
+        if has_all_seeds:
             curves[quantity][step] = fmean(seed_values)
     return curves
 
