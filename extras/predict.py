@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import torch
 
-from config import Record
+from config import FinetuneConfig, Record
 from data import Split, Task, find_images, list_other_files
 from extras.export import check_same_weights, open_run
-from support.checkpoints import channels_of
+from support.checkpoints import AdapterInfo, channels_of
 from support.errors import UsageError, as_usage_error
-from support.experiment import open_experiment
+from support.experiment import Experiment, open_experiment
 from support.screen import Answer, format_count
 
 LOG = logging.getLogger("bisslight")
@@ -44,6 +44,10 @@ def predict(
 ) -> list[Guess]:
     """Classify image files, and those in folders, with a finished finetune run.
 
+    1. Find the images, and read the run's adapter: θ, the head and the names of the classes.
+    2. Compute the probability of each class for each image.
+    3. Return the `top` most likely classes of each image, in the order of the images.
+
     Args:
         run: its directory.
         places: image files, and folders of them.
@@ -56,25 +60,19 @@ def predict(
     if top < 1:
         raise UsageError(f"--top {top}: should be 1 or more")
     files = list_images(places)
-    cfg, _, (theta, phi_D, info) = open_run(run, seed, weights)
-    if not info.classes:
+    cfg, _, adapter = open_run(run, seed, weights)
+    classes = adapter.info.classes  # such as ["cat", "dog"]
+    if not classes:
         raise UsageError(f"{run}: has no names of classes; give a finished finetune run")
-    classes = info.classes
-    with as_usage_error(str(run)):
-        mean, std = channels_of(info)
-    # `data.names_below` needs paths that are all absolute, or all relative.
-    paths = [file.absolute() for file in files]
-    no_labels = torch.zeros(len(paths), dtype=torch.long)  # a split has labels; these mean nothing
-    images = Split(paths, no_labels)
-    task = Task("own", images, images, images, classes, mean, std, uncut=info.whole_images)
-    experiment = open_experiment(cfg.replace(device="auto"), task)
-    check_same_weights(run, info, experiment.identity.weights_sha256)
 
-    phi_D = {name: tensor.to(experiment.device) for name, tensor in phi_D.items()}
-    logits = experiment.logits(images, theta.to(experiment.device), phi_D)  # (images, classes)
-    probabilities = logits.softmax(1)
-    if cfg.dataset == "voc07" and cfg.voc_loss == "bce":
-        probabilities = logits.sigmoid()  # an image may show several classes
+    experiment = open_on_files(run, cfg, adapter.info, files)
+    device = experiment.device
+    head = {name: tensor.to(device) for name, tensor in adapter.phi_D.items()}
+    images = experiment.task.test
+    logits = experiment.logits(images, adapter.theta.to(device), head)  # (images, classes)
+    shows_several_classes = cfg.dataset == "voc07" and cfg.voc_loss == "bce"
+    probabilities = logits.sigmoid() if shows_several_classes else logits.softmax(1)
+
     best = probabilities.argsort(1, descending=True)[:, :top]  # (images, top), numbers of classes
     guesses = []
     for file, row, numbers in zip(files, probabilities.tolist(), best.tolist(), strict=True):
@@ -83,30 +81,55 @@ def predict(
     return guesses
 
 
+def open_on_files(
+    run: Path, cfg: FinetuneConfig, info: AdapterInfo, files: Sequence[Path]
+) -> Experiment[FinetuneConfig]:
+    """Load the run's network, together with a task whose every split is these image files.
+
+    `cfg` and `info` are what the run and its adapter say. Raises UsageError if the weights are not
+    those of the run.
+    """
+    with as_usage_error(str(run)):
+        mean, std = channels_of(info)
+    # `data.names_below` needs paths that are all absolute, or all relative.
+    paths = [file.absolute() for file in files]
+    no_labels = torch.zeros(len(paths), dtype=torch.long)  # a split has labels; these mean nothing
+    images = Split(paths, no_labels)
+    task = Task("own", images, images, images, info.classes, mean, std, uncut=info.whole_images)
+    cfg = cfg.replace(device="auto")  # this machine may lack the device of the run
+    experiment = open_experiment(cfg, task)
+    check_same_weights(run, info, experiment.identity.weights_sha256)
+    return experiment
+
+
 def in_words(guesses: Sequence[Guess], run: Path, seed: int | None) -> Answer:
     """A table with a row for each guess, below a line that says which folder holds all images.
 
-    `run` and `seed` as in `predict`.
+    The row is such as {"image": "a.png", "label": "cat", "probability": "0.93"}, the line such as
+    "1 image in /home/me, by seed 0". `run` and `seed` as in `predict`.
     """
     paths = [Path(guess.image).resolve() for guess in guesses]
-    folder = os.path.commonpath([path.parent for path in paths])
+    folder = os.path.commonpath([path.parent for path in paths])  # the deepest that holds all
     rows: list[Record] = []
     for path, guess in zip(paths, guesses, strict=True):
-        row: Record = {"image": path.relative_to(folder), "label": guess.label}
-        row["probability"] = f"{guess.probability:.2f}"
+        row: Record = {
+            "image": path.relative_to(folder),
+            "label": guess.label,
+            "probability": f"{guess.probability:.2f}",
+        }
         rows.append(row)
-    images = format_count(len(set(paths)), "image")
+
+    images = format_count(len(set(paths)), "image")  # an image has several rows with --top
     by = f"seed {open_run(run, seed, weights=None).seed}"
     if seed is None:
         by += ", the run's first; --seed takes another"
-    return Answer(f"{images} in {folder}, by {by}", rows)
+    return Answer(headline=f"{images} in {folder}, by {by}", rows=rows)
 
 
 def list_images(places: Sequence[Path]) -> list[Path]:
     """List these files, and all images in these folders.
 
-    Logs a warning of the other files in a folder, which are left out. Raises UsageError if a place
-    is not there, or a folder has no image.
+    Raises UsageError if a place is not there, or a folder has no image.
     """
     files: list[Path] = []
     for place in places:
@@ -114,17 +137,25 @@ def list_images(places: Sequence[Path]) -> list[Path]:
             raise UsageError(f"{place}: is not there")
         if place.is_file():
             files.append(place)
-            continue
-        with as_usage_error(str(place)):
-            found = find_images(place)
-            others = list_other_files(place, found)
-        if others:
-            endings = ", ".join(sorted({path.suffix or path.name for path in others}))
-            LOG.warning("%s: left out %s (%s)", place, format_count(len(others), "file"), endings)
-        if not found:
-            raise UsageError(f"{place}: holds no image that can be read")
-        files += found
+        else:
+            files += list_images_of_folder(place)
     return files
+
+
+def list_images_of_folder(folder: Path) -> list[Path]:
+    """List all images in a folder and those below it, and warn of other files, which are left out.
+
+    Raises UsageError if there is no image.
+    """
+    with as_usage_error(str(folder)):
+        images = find_images(folder)
+        others = list_other_files(folder, images)
+    if others:
+        endings = ", ".join(sorted({path.suffix or path.name for path in others}))  # ".mp4, .txt"
+        LOG.warning("%s: left out %s (%s)", folder, format_count(len(others), "file"), endings)
+    if not images:
+        raise UsageError(f"{folder}: holds no image that can be read")
+    return images
 
 
 HEADER = ",".join(Guess._fields)  # image,rank,label,probability

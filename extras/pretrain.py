@@ -60,10 +60,13 @@ def pretrain(
     force: bool = False,
     track: Track = untracked,
 ) -> PretrainResult:
-    """Train a backbone and its pretext head into the run directory `out`; the same call goes on.
+    """Train a backbone and its pretext head into the run directory `out`.
 
-    There is a record after each epoch, or after 500 steps where an epoch is longer, so that a run
-    which is asked to stop does so soon.
+    1. Make the networks and the pretext task. Raises UsageError before the long work starts.
+    2. Open the run. The same call with the same directory goes on from the last checkpoint.
+    3. Train, with a record after each epoch, or after 500 steps where an epoch is longer, so that a
+       run which is asked to stop does so soon. Raises Diverged if a loss is not finite.
+    4. Write backbone.pth and the result.
 
     Args:
         cfg: the settings.
@@ -71,38 +74,36 @@ def pretrain(
         pool: the images; None: those that --pool names.
         force: start the run over.
         track: shows the progress.
-
-    Raises UsageError before the long work starts, and Diverged if a loss is not finite.
     """
     if pool is None:
         pool = open_pool(cfg.pool, cfg.data_root, cfg.data_seed)
     else:
         cfg = cfg.replace(pool=data.name_own_data(pool))
-    work = count_work(cfg, pool)
+    steps = count_work(cfg, pool).steps  # of all epochs
     networks = build_networks(cfg)
-    task = build_task(cfg, networks, work.steps)
+    task = build_task(cfg, networks, steps)
+
     identity = Identity(pool_sha256=data.fingerprint(pool))
     with Run(out, "pretrain", cfg, force, identity) as run:
-        if run.result:
+        if run.result:  # the run was finished before
             return PretrainResult(**run.result)
         psi = dict(networks.backbone.vit.named_parameters())  # tensors by name
         psi.pop("pos_embed")  # the table of positions is fixed
-        opt = make_optimiser(cfg, psi | task.phi, work.steps)
+        opt = make_optimiser(cfg, psi | task.phi, steps)
         # The state of I-JEPA's task is its teacher and the step. MAE's task has no state.
         state = {f"pretext.{name}": tensor for name, tensor in task.state.items()}
         run.restore(psi | task.phi | state, {"opt": opt})
 
-        steps_per_record = work.steps // cfg.epochs  # those of an epoch
-        label = "pretrain"
-        if steps_per_record > 500:
-            steps_per_record = 500
-            label = "pretrain by 500 steps"
-        records = train(cfg, pool, task, opt, work.steps, steps_per_record)
-        records_in_all = math.ceil(work.steps / steps_per_record)
-        records_done = opt.step // steps_per_record
-        for record in track(records, records_in_all, label, records_done):
-            run.log(record._asdict())
-            run.checkpoint(f"step {opt.step} of {work.steps}")
+        epoch_steps = steps // cfg.epochs
+        interval = min(500, epoch_steps)  # steps from one record to the next
+        label = "pretrain" if interval == epoch_steps else "pretrain by 500 steps"
+        records = train(cfg, pool, task, opt, steps, interval)
+        all_records = math.ceil(steps / interval)
+        done = opt.step // interval  # records before this call
+        for record in track(records, total=all_records, label=label, done=done):
+            run.log(record._asdict())  # such as {"step": 1, "loss": 0.5}
+            run.checkpoint(f"step {opt.step} of {steps}")
+
         run.write("backbone.pth", save_networks(cfg, networks))
         return PretrainResult(**run.finish({"loss": run.records[-1]["loss"]}))
 
@@ -113,9 +114,9 @@ def train(
     task: mae.MAE | ijepa.IJEPA,
     opt: Optimiser,
     steps: int,
-    steps_per_record: int,
+    interval: int,
 ) -> Iterator[EpochRecord]:
-    """Take the run's steps from `opt.step` on, and yield a record after every `steps_per_record`.
+    """Take the run's steps from `opt.step` on, and yield a record after every `interval` steps.
 
     `steps` is the number of steps of the whole run.
     """
@@ -126,7 +127,7 @@ def train(
         loss=partial(task.loss, None, task.phi),  # None: there is no θ, since ψ is trained
         opt=opt,
         batches=pretext_batches(task, images, cfg.batch, steps_left, cfg, device),
-        steps_per_epoch=steps_per_record,
+        steps_per_epoch=interval,
         label="pretrain",
         passes=Passes(cfg.micro_batch, uses_autocast(cfg, device)),
         after_step=partial(task.after_step, None),  # I-JEPA's teacher follows ψ
@@ -185,7 +186,10 @@ def build_networks(cfg: PretrainConfig) -> Networks:
 
 
 def build_task(cfg: PretrainConfig, networks: Networks, steps: int) -> mae.MAE | ijepa.IJEPA:
-    """Make the pretext task that trains ψ, without θ. Raises UsageError."""
+    """Make the pretext task that trains ψ, without θ. Raises UsageError.
+
+    `steps` are all steps of the run, over which the momentum of I-JEPA's teacher rises.
+    """
     return build_pretext_task(
         cfg, networks.backbone, networks.head, steps, theta=None, teacher=networks.teacher
     )
@@ -194,10 +198,14 @@ def build_task(cfg: PretrainConfig, networks: Networks, steps: int) -> mae.MAE |
 def make_optimiser(cfg: PretrainConfig, psi_and_phi: dict[str, Tensor], steps: int) -> Optimiser:
     """Make AdamW for ψ and φ_P together, with rates and weight decay by step as the authors have.
 
+    1. The learning rate rises in the warm-up to its peak, then falls to `cfg.min_lr`.
+    2. The weight decay goes from `cfg.weight_decay` to `cfg.final_weight_decay`; where that is
+       None, it is the same at all steps. Vectors and biases are not decayed.
+
     `psi_and_phi` has the tensors by name, `steps` is the number of steps of the whole run.
     """
-    warmup = cfg.warmup_epochs * (steps // cfg.epochs)
-    schedule = Schedule(steps, warmup, cfg.min_lr, cfg.warmup_from)
+    warmup_steps = cfg.warmup_epochs * (steps // cfg.epochs)
+    schedule = Schedule(steps, warmup=warmup_steps, end=cfg.min_lr, start=cfg.warmup_from)
 
     def rate(step: float, base: float) -> float:
         """The rate of a step, counted from 1. I-JEPA's program counts so, too; MAE's from 0."""
@@ -205,20 +213,25 @@ def make_optimiser(cfg: PretrainConfig, psi_and_phi: dict[str, Tensor], steps: i
 
     decay = None
     if cfg.final_weight_decay is not None:
-        decay = Schedule(steps, 0, cfg.final_weight_decay)  # 0: no step of warm-up
+        decay = Schedule(steps, warmup=0, end=cfg.final_weight_decay)
+
     peak = cfg.base_lr * cfg.batch / 256  # the rate after the warm-up
-    groups = decay_groups(psi_and_phi, peak, cfg.weight_decay)
-    return Optimiser(groups, rate, (0.9, cfg.beta2), decay=decay)
+    groups = decay_groups(psi_and_phi, lr=peak, weight_decay=cfg.weight_decay)
+    return Optimiser(groups, rate, betas=(0.9, cfg.beta2), decay=decay)
 
 
 def save_networks(cfg: PretrainConfig, networks: Networks) -> bytes:
     """The bytes of backbone.pth: the layout of the authors' file, and the networks' sizes as JSON.
 
-    It moves the networks to the CPU.
+    It moves the networks to the CPU. The file holds a dict:
+
+        MAE       {"model": tensors of encoder and decoder, "bisslight": JSON}
+        I-JEPA    {"encoder": tensors, "target_encoder": ..., "predictor": ..., "bisslight": JSON}
     """
     backbone, head, teacher = networks
     vit = backbone.cpu().vit
     head.cpu()
+
     content: Record = {}
     if teacher is None:
         content["model"] = {**vit.state_dict(), **head.state_dict()}
@@ -227,7 +240,9 @@ def save_networks(cfg: PretrainConfig, networks: Networks) -> bytes:
         for part, network in parts.items():
             # "module.": the official file was saved from a network inside DistributedDataParallel.
             content[part] = dict(network.state_dict(prefix="module."))
+    # such as {"backbone": "vit_mini", "arch": {"dim": 64, ...}}
     content["bisslight"] = json.dumps({"backbone": cfg.backbone, "arch": cfg.arch()._asdict()})
+
     file = io.BytesIO()
     torch.save(content, file)
     return file.getvalue()
