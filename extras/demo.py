@@ -56,9 +56,10 @@ class DemoResult(BaseModel, frozen=True):
 
     def in_words(self) -> Answer:
         """The paragraphs in lines of 79 characters, the table of arms, and where the picture is."""
-        lines = [fill(text, 79, break_on_hyphens=False) for text in self.answer]
-        table = Evaluation(arms=self.arms).in_words().rows
-        return Answer("\n".join(lines), table, [f"in {self.picture.resolve()}"])
+        paragraphs = [fill(text, 79, break_on_hyphens=False) for text in self.answer]
+        table = Evaluation(arms=self.arms).in_words().rows  # the table that `evaluate` prints
+        place = f"in {self.picture.resolve()}"
+        return Answer(headline="\n".join(paragraphs), rows=table, lines=[place])
 
 
 def demo(
@@ -70,6 +71,11 @@ def demo(
     track: runs.Track = runs.untracked,
 ) -> DemoResult:
     """Run the demo in the folder `out`, or go on with it there.
+
+    1. Make the settings: of one align run, and of each arm's fine-tuning.
+    2. Align with each seed.
+    3. Fine-tune each arm.
+    4. Compare the arms, and draw the picture.
 
     Args:
         out: None: runs/demo.
@@ -89,15 +95,16 @@ def demo(
 
     runs.LOG.info("%d align runs and %d fine-tunings: about two minutes", SEEDS, len(ARMS) * SEEDS)
     align_one_seed = partial(align_with_seed, cfg=align_cfg, out=out, force=force)
-    seeds = range(SEEDS)
-    reports: Iterator[str]
+    reports: Iterator[str]  # such as "aligned, seed 0  val 61.2 %"
     if jobs > 1:
-        reports = processes.run_in_processes(align_one_seed, seeds, jobs)
+        reports = processes.run_in_processes(align_one_seed, range(SEEDS), jobs)
     else:
-        reports = map(align_one_seed, seeds)
-    list(track(reports, SEEDS, "run"))  # `list` asks for each report, and that starts its run
+        reports = map(align_one_seed, range(SEEDS))
+    list(track(reports, total=SEEDS, label="run"))  # `list` asks for each report: it starts a run
+
     for name, cfg in (("aligned", aligned), ("direct", direct), ("restart", restart)):
         finetune(cfg, out / name, force=force, track=track)
+
     arms = evaluate([out / name for name in ARMS]).arms
     draw(out, align_cfg, arms)
     curves = [read_test_curve(out / name) for name in ARMS]
@@ -136,12 +143,15 @@ def epochs_to_reach(curve: Curve, percent: float) -> str:
 
 
 def describe_arms(arms: Sequence[Row], curves: Sequence[Curve]) -> list[str]:
-    """What the three arms show, in paragraphs. Arms and curves are in the order of `ARMS`."""
-    aligned, direct, restart = curves
-    early = min(EARLY, len(direct))
+    """Say what the three arms show, in paragraphs.
+
+    `arms` and `curves` are in the order of `ARMS`. A curve is the test accuracy (%) by epoch.
+    """
+    aligned, direct, restart = curves  # such as {1: 8.3, 2: 15.0}
+    early = min(EARLY, len(direct))  # an epoch
     # The task counts as learned at nine tenths of the accuracy with which direct PEFT ends.
     target = 0.9 * arms[1].mean
-    against_direct = describe_lead_of_aligned(arms[1])
+    against_direct = describe_lead_of_aligned(arms[1])  # such as "+1.7 points (p = 0.029)"
     against_restart = describe_lead_of_aligned(arms[2])
     return [
         f"Aligning gives a head start: after {early} of {len(direct)} epochs of PEFT the aligned "
@@ -192,24 +202,35 @@ def draw(out: Path, align_cfg: AlignConfig, arms: Sequence[Row]) -> None:
 
 @torch.no_grad()
 def draw_reconstructions(cfg: AlignConfig) -> Tensor:
-    """One picture (3, height, width) of five pool images, a row for each.
+    """Draw five pool images into one picture (3, height, width), a row for each.
 
     A row shows the image, the same one masked, and the mask filled in by the pretrained MAE.
+
+    1. Load the pretrained networks, and draw five images and their masks as a run does.
+    2. Let the MAE fill in what is masked.
+    3. Turn the normalised images back into pixels, and lay them out in a grid.
     """
     experiment = open_align_experiment(cfg.replace(device="cpu"))
+    pool = experiment.pool
     task = experiment.new_pretext_task(experiment.new_theta(cfg.seed))
-    assert isinstance(task, mae.MAE)
-    images = pool_images(experiment.pool, experiment.arch.image_size, experiment.cfg)
-    # the batch of step 0, with five images
-    batch = next(pretext_batches(task, images, 5, range(1), experiment.cfg, experiment.device))
-    masked, filled = task.reconstruct(None, task.phi, batch)  # None: no θ, so as pretrained
+    assert isinstance(task, mae.MAE)  # the pretext task of the demo's settings
+    images = pool_images(pool, experiment.arch.image_size, experiment.cfg)
+    first_step = range(1)
+    batches = pretext_batches(
+        task, images, batch=5, steps=first_step, cfg=experiment.cfg, device=experiment.device
+    )
+    batch = next(batches)  # its images (5, 3, 28, 28), and their masks
+
+    # both (5, 3, 28, 28); None: there is no θ, so these are the pretrained weights alone
+    masked, filled = task.reconstruct(None, task.phi, batch)
     pictures = torch.stack([batch.images, masked, filled], 1).flatten(0, 1)  # (15, 3, 28, 28)
-    std = torch.tensor(experiment.pool.std).view(3, 1, 1)
-    mean = torch.tensor(experiment.pool.mean).view(3, 1, 1)
+
+    std = torch.tensor(pool.std).view(3, 1, 1)  # of each channel
+    mean = torch.tensor(pool.mean).view(3, 1, 1)
     pixels = pictures * std + mean  # undoes `data.normalise`: in [0, 1], ink is 1
     dark_on_light = 1 - pixels
     grid: Tensor = make_grid(dark_on_light, nrow=3, pad_value=0.7)  # nrow: pictures in a row
-    return grid.clamp(0, 1)
+    return grid.clamp(0, 1)  # what the MAE fills in may lie outside of [0, 1]
 
 
 def plot_test_curves(axes: Axes, out: Path) -> None:

@@ -76,6 +76,10 @@ def export(
 ) -> Record:
     """Write a finished run's adapter in both layouts, into a directory that is empty or new.
 
+    1. Read the adapter, and load the backbone that it was trained on.
+    2. Convert it to the layouts of peft and timm.
+    3. Write the files, and return such as {"out": "runs/x/export", "seed": 0, "files": [...]}.
+
     Args:
         run: a finished run of align or finetune.
         out: the directory; None: `run`/export.
@@ -88,26 +92,29 @@ def export(
     with as_usage_error(f"--out {out}"):
         if out.exists() and any(out.iterdir()):
             raise UsageError(f"--out {out}: is not empty; remove it or give another")
-    cfg, seed, (theta, phi_D, info) = open_run(run, seed, weights)
-    loaded = load_backbone(cfg)
-    check_same_weights(run, info, loaded.sha256)
-    backbone = loaded.backbone
-    head = fold_norm(phi_D)  # {} after align
-    peft = to_peft(theta, head, backbone.dim, backbone.scale)
+    cfg, own_seed, adapter = open_run(run, seed, weights)
+    theta, phi_D, info = adapter  # θ (K, p), the tensors of the head, what θ was trained on
+    pretrained = load_backbone(cfg)  # backbone, sizes and sha256
+    check_same_weights(run, info, pretrained.sha256)
+
+    backbone = pretrained.backbone
+    head = fold_norm(phi_D)  # weight (C, dim) and bias (C,); {} after align
+    peft = to_peft(theta, head, dim=backbone.dim, scale=backbone.scale)
     with as_usage_error(str(run)):
-        timm = to_timm(backbone, loaded.arch, theta, head, info, cfg)
-    files: Record = {
+        timm = to_timm(backbone, pretrained.arch, theta, head, info, cfg)
+
+    files: Record = {  # the content of each file, by its path below `out`
         "peft/adapter_config.json": json.dumps(peft.config, indent=1),
         "peft/adapter_model.safetensors": save(peft.tensors),
         "timm/config.json": json.dumps(timm.config, indent=1),
         "timm/model.safetensors": save(timm.tensors),
-        "README.md": write_card(run, cfg, seed, info),  # last, so that it shows a whole export
+        "README.md": write_card(run, cfg, own_seed, info),  # last, so that it shows a whole export
     }
     for name, content in files.items():
         with as_usage_error(f"--out {out}"):
             (out / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out / name, content)
-    return {"out": out, "seed": seed, "files": list(files)}
+    return {"out": out, "seed": own_seed, "files": list(files)}
 
 
 class FinishedRun(NamedTuple):
@@ -121,21 +128,27 @@ class FinishedRun(NamedTuple):
 def open_run(run: Path, seed: int | None, weights: Path | None) -> FinishedRun:
     """Read the settings and an adapter of a finished run of align or finetune.
 
+    1. Find the adapter's file: adapter-sSEED.safetensors of a finetune run, adapter.safetensors of
+       an align run or of a single trial, such as runs/peft/lr0.01-s1.
+    2. Read it, and see that it is of the seed that is asked for.
+
     `seed`: whose adapter is taken; None: that of the run's first seed. `weights`: where the
     backbone's file is now; None: where it was for the run. Raises UsageError.
     """
     cfg = read_settings(run, weights)
-    wanted = cfg.seed if seed is None else seed
-    file = run / f"adapter-s{wanted}.safetensors"
+    wanted_seed = cfg.seed if seed is None else seed  # cfg.seed: the first seed
+    file = run / f"adapter-s{wanted_seed}.safetensors"
     if not file.exists():
-        # An align run has this file, and so has a single trial, such as runs/peft/lr0.01-s1.
         file = run / "adapter.safetensors"
     if not file.exists():
-        raise UsageError(f"{run}: is not finished, or has no seed {wanted}; see --seed")
+        raise UsageError(f"{run}: is not finished, or has no seed {wanted_seed}; see --seed")
+
     with as_usage_error(str(file), "give another run"):
         adapter = load_adapter(file)
-    own_seed = cfg.seed if adapter.info.seed is None else adapter.info.seed  # None: of align
-    if seed not in (None, own_seed):
+    own_seed = adapter.info.seed
+    if own_seed is None:  # the file is of align, which writes no seed into it
+        own_seed = cfg.seed
+    if seed is not None and seed != own_seed:
         raise UsageError(f"{run}: has no seed {seed}, but {own_seed}; see --seed")
     return FinishedRun(cfg, own_seed, adapter)
 
@@ -169,9 +182,13 @@ def check_same_weights(run: Path, info: AdapterInfo, sha256: str | None) -> None
 def write_card(run: Path, cfg: FinetuneConfig, seed: int, info: AdapterInfo) -> str:
     """Write the text of the model card: what the adapter was trained on, and its test accuracy.
 
-    `seed` is the seed of the exported adapter.
+    1. Say in words how accurate the run was; an align run has no test accuracy.
+    2. Say how the exported network is used; after finetune it classifies, after align it does not.
+    3. Fill both into `CARD`.
+
+    `seed` is the seed of the exported adapter, `info` is what its file says.
     """
-    result = read_json_if_there(run / "result.json") or {}
+    result = read_json_if_there(run / "result.json") or {}  # such as {"test": [52.0, 53.1], ...}
     accuracy = "Test accuracy: not measured"
     if "test" in result:  # a finetune run, with one accuracy for each seed, from its first seed on
         tests = result["test"]
@@ -182,13 +199,15 @@ def write_card(run: Path, cfg: FinetuneConfig, seed: int, info: AdapterInfo) -> 
         if len(tests) > 1:
             spread = f"{fmean(tests):.2f} ± {stdev(tests):.2f} % ({len(tests)} seeds)"
             accuracy += f"; of all seeds {spread}"
+
     use = FEATURES  # an align run has no head
     as_many = ""
     if info.classes:
         accuracy += f".\n\nClasses: {', '.join(info.classes)}"
         use = CLASSIFY
         as_many = " and as many classes"
-    fields = {
+
+    fields = {  # what stands for each name in braces
         **info.model_dump(),
         "dataset": Path(cfg.dataset).name,  # the name of a folder, not where it lies
         "accuracy": accuracy,
@@ -229,28 +248,33 @@ def to_peft(theta: Tensor, phi_D: Phi, dim: int, scale: float) -> Exported:
 
         A = [A_q; A_v],   B = [[B_q, 0], [0, 0], [0, B_v]]   (rows of q, of k and of v)
 
+    The names of the tensors are such as "base_model.model.blocks.0.attn.qkv.lora_A.weight".
+
     Args:
         theta: θ (K, p).
-        phi_D: the head, without BatchNorm; {} after align.
+        phi_D: the head, without BatchNorm: weight (C, dim) and bias (C,); {} after align.
         dim: the width of the network.
         scale: what LoRA's product is multiplied by.
     """
-    A_q, B_q, A_v, B_v = factors(theta, dim)
+    A_q, B_q, A_v, B_v = factors(theta, dim)  # each A (K, r, dim), each B (K, dim, r)
     rank = A_q.shape[1]
+    peft_rank = 2 * rank
     config = {
         "peft_type": "LORA",
-        "r": 2 * rank,
-        "lora_alpha": scale * 2 * rank,  # peft multiplies by lora_alpha / r
+        "r": peft_rank,
+        # peft multiplies B A by lora_alpha / r, which has to be our scale
+        "lora_alpha": scale * peft_rank,
         "target_modules": r"blocks\.\d+\.attn\.qkv",  # the names of the modules that have a LoRA
-        "modules_to_save": ["head"] if phi_D else None,
+        "modules_to_save": ["head"] if phi_D else None,  # modules that are stored whole
     }
+
     tensors = {f"base_model.model.head.{name}": tensor for name, tensor in phi_D.items()}
-    for k in range(len(theta)):
-        B = torch.zeros(3 * dim, 2 * rank)  # the rows of k stay zero, since k has no LoRA
-        B[:dim, :rank] = B_q[k]
-        B[2 * dim :, rank:] = B_v[k]
-        name = f"base_model.model.blocks.{k}.attn.qkv.lora"
-        tensors[f"{name}_A.weight"] = torch.cat([A_q[k], A_v[k]])  # (2 r, dim)
+    for layer in range(len(theta)):
+        B = torch.zeros(3 * dim, peft_rank)  # the rows of k stay zero, since k has no LoRA
+        B[:dim, :rank] = B_q[layer]
+        B[2 * dim :, rank:] = B_v[layer]
+        name = f"base_model.model.blocks.{layer}.attn.qkv.lora"
+        tensors[f"{name}_A.weight"] = torch.cat([A_q[layer], A_v[layer]])  # (2 r, dim)
         tensors[f"{name}_B.weight"] = B
     return Exported(config, tensors)
 
@@ -265,17 +289,20 @@ def to_timm(
 ) -> Exported:
     """The backbone with θ merged in, and the head, in timm's layout, for timm.create_model.
 
-    `phi_D` is the head without BatchNorm; {} after align. Raises ValueError if `info` does not say
-    how images are normalised. `cfg` names the network, and says how images are resized.
+    1. Name the network in timm's words, and say how images are prepared for it.
+    2. Merge θ into the backbone's weights, and add those of the head.
+
+    `phi_D` is the head without BatchNorm; {} after align. `cfg` names the network, and says how
+    images are resized. Raises ValueError if `info` does not say how they are normalised.
     """
-    mean, std = channels_of(info)
+    mean, std = channels_of(info)  # three numbers each, such as (0.485, 0.456, 0.406)
     classes = len(phi_D["bias"]) if phi_D else 0
-    # Any plain ViT of timm will do for ours, since model_args gives all sizes.
-    architecture = "vit_base_patch16_224"
-    model_args = vit_args(arch)
     if cfg.backbone.startswith(TIMM):  # timm:NAME.WEIGHTS
-        architecture = cfg.backbone.removeprefix(TIMM).partition(".")[0]
+        architecture = cfg.backbone.removeprefix(TIMM).partition(".")[0]  # NAME
         model_args = {"img_size": arch.image_size, "global_pool": backbone.vit.global_pool}
+    else:  # Any plain ViT of timm will do for ours, since model_args gives all sizes.
+        architecture = "vit_base_patch16_224"
+        model_args = vit_args(arch)  # such as {"embed_dim": 768, "depth": 12, ...}
     config = {
         "architecture": architecture,
         "model_args": model_args,
@@ -291,7 +318,8 @@ def to_timm(
     }
     if info.classes:
         config["label_names"] = info.classes
-    tensors = merge(backbone, theta)
+
+    tensors = merge(backbone, theta)  # by timm's names, such as "blocks.0.attn.qkv.weight"
     for name, tensor in phi_D.items():
         tensors[f"head.{name}"] = tensor
     # safetensors takes no view of a larger tensor whose numbers do not lie side by side.
