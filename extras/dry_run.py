@@ -51,18 +51,25 @@ class Plan(NamedTuple):
 def plan_run(command: str, cfg: Command, out: Path, force: bool) -> Plan:
     """Find out what a command with these settings would do; nothing is downloaded or written.
 
-    `command` is "align", "finetune" or "pretrain".
+    1. Check the directory and the device.
+    2. Count the work of the command, and check its data and networks.
+    3. List the settings that are not the paper's.
+
+    `command` is "align", "finetune" or "pretrain". `try_and_collect(problems, step, ...)` returns
+    `step(...)`. What this finds wrong, it adds to the problems and returns None, so that one dry
+    run names everything that is missing, not the first thing alone.
     """
-    # `try_and_collect` adds what a step finds wrong to the problems and goes on, so that one dry
-    # run names everything that is missing, not the first thing alone.
     problems: list[str] = []
     try_and_collect(problems, check_directory, out, command, cfg, force)
     device = try_and_collect(problems, find_device, cfg.device)
     work: Record = {"out": out, "device": str(device) if device else None}
+
     if isinstance(cfg, PretrainConfig):
+        # such as {"images": 2580, "steps": 4000}
         work |= try_and_collect(problems, pretrain.plan, cfg) or {}
     elif isinstance(cfg, AlignConfig | FinetuneConfig):
         work |= plan_training(cfg, problems)
+
     recipe = "MAE or I-JEPA" if command == "pretrain" else "the paper"
     work[f"differs from {recipe}"] = list_unlike_paper(cfg) or "nothing"
     return Plan(work, problems)
@@ -82,13 +89,18 @@ def list_unlike_paper(cfg: Command) -> list[Record]:
 
 
 def plan_training(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Record:
-    """What `align` or `finetune` would do: images, steps, parameters, weights and memory.
+    """Find out what `align` or `finetune` would do: images, steps, parameters, weights and memory.
 
-    Everything that is missing is added to `problems`.
+    1. Open the data, and count images and steps.
+    2. Find the weights. If nothing is missing so far, load the networks, to see whether they fit;
+       otherwise ask for their sizes alone.
+    3. Count the parameters of LoRA, and return the plan.
+
+    Everything that is missing is added to `problems`, see `plan_run`.
     """
     task: Task | None = try_and_collect(problems, open_task, cfg)
     pool: Pool | None = None
-    images: Record = task.sizes() if task else {}
+    images: Record = task.sizes() if task else {}  # such as {"train": 60, "val": 20, "test": 40}
     if isinstance(cfg, AlignConfig):
         steps = count_align_steps(cfg, task)
         pool = try_and_collect(problems, open_pool, cfg.pool, cfg.data_root, cfg.data_seed)
@@ -98,14 +110,15 @@ def plan_training(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Rec
         steps = count_trials(cfg, task)
         # The align runs of --from have to be finished.
         try_and_collect(problems, starts_of_seeds, cfg)
-    # None: timm has the weights, or there is a problem.
+
+    # the path of their file; None: timm has the weights, or there is a problem
     weights = try_and_collect(problems, find_weights, cfg)
-    # If nothing is missing, the networks are loaded, to see whether they fit. Otherwise there are
-    # only their sizes.
-    if weights and weights.exists() and not problems:
+    can_be_loaded = weights is not None and weights.exists() and not problems
+    if can_be_loaded:
         arch = try_and_collect(problems, try_networks, cfg, task, pool)
     else:
         arch = try_and_collect(problems, arch_without_file, cfg)
+
     parameters = None
     if arch:
         parameters = arch.depth * 4 * cfg.rank * arch.dim  # 4: A_q, B_q, A_v and B_v of each layer

@@ -137,7 +137,13 @@ def train_epochs(
     passes: Passes,
     after_step: Callable[[], None] | None = None,
 ) -> Iterator[EpochRecord]:
-    """Take a step with each batch; yield after each epoch, the last of which may be shorter.
+    """Take a step with each batch; yield a record of each epoch, the last of which may be shorter.
+
+    A step has three parts:
+
+    1. Compute the loss of the batch, and its gradients.
+    2. Update the tensors of `opt`.
+    3. Call `after_step`, if there is one.
 
     Args:
         loss: of a batch, the mean over its images.
@@ -147,17 +153,20 @@ def train_epochs(
         passes: how a batch passes through the network.
         after_step: called after each step, for what follows the network slowly, as a teacher does.
     """
-    rows: list[tuple[Tensor, Tensor]] = []  # loss and norm of each step of this epoch
+    rows: list[tuple[Tensor, Tensor]] = []  # loss and gradient norm of each step of this epoch
     for batch in batches:
-        value, gradients = passes.value_and_gradients(loss, opt.tensors, batch)
+        value, gradients = passes.value_and_gradients(loss, opt.tensors, batch)  # value: the loss
         norm = opt.update(opt.tensors, gradients)
         if after_step:
             after_step()
+
         rows.append((value, norm))
-        if len(rows) == steps_per_epoch:
+        is_last_of_epoch = len(rows) == steps_per_epoch
+        if is_last_of_epoch:
             yield record_epoch(rows, opt.step, steps_per_epoch, label)
             rows = []
-    if rows:
+
+    if rows:  # the steps of an epoch that is shorter
         yield record_epoch(rows, opt.step, steps_per_epoch, label)
 
 
@@ -166,9 +175,10 @@ def record_epoch(
 ) -> EpochRecord:
     """The record of the epoch that ends with `step`. Only here the CPU waits for a GPU.
 
-    `rows` has loss and gradient norm of each step of the epoch.
+    `rows` has loss and gradient norm of each step of the epoch. Raises Diverged, which names the
+    steps, if one of these is not finite.
     """
-    steps = f"{label}, the {len(rows)} steps up to {step}"
-    numbers = columns(("loss", "norm"), rows, steps)
+    steps = f"{label}, the {len(rows)} steps up to {step}"  # for the text of the error
+    numbers = columns(("loss", "norm"), rows, steps)  # {"loss": [...], "norm": [...]}, as floats
     epoch = math.ceil(step / steps_per_epoch)  # rounded up: the last epoch may be shorter
     return EpochRecord(step=epoch, loss=fmean(numbers["loss"]))
