@@ -28,13 +28,17 @@ VAL_DRAWERS = 3  # whose drawings are the validation images
 
 @lru_cache(maxsize=1)
 def alphabets() -> dict[str, Tensor]:
-    """The images of each alphabet, float (characters, drawers, 28, 28); paper is 0 and ink is 1."""
+    """The images of each alphabet, float (characters, drawers, 28, 28); paper is 0 and ink is 1.
+
+    A byte of the file holds four pixels, which are taken apart here.
+    """
     shades = torch.arange(4) / 3  # a pixel has 2 bits, for 0, 1/3, 2/3 and 1
     images = dict[str, Tensor]()
     with np.load(IMAGES) as file:
         for name in (*POOL, *ALPHABETS):
-            packed = torch.from_numpy(file[name])  # uint8 (bytes,), four pixels in each byte
-            pixels = torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], -1)  # (bytes, 4)
+            packed = torch.from_numpy(file[name])  # uint8 (bytes,)
+            # `& 3` keeps the last two bits. The four pixels of a byte go side by side: (bytes, 4).
+            pixels = torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], -1)
             numbers = pixels.view(-1, DRAWERS, SIDE, SIDE).long()  # 0 to 3
             images[name] = shades[numbers]
     return images
@@ -57,19 +61,26 @@ def pool() -> Pool:
 def task(alphabet: str, seed: int) -> Task:
     """The task D^D: which character of this alphabet is it? 10 drawers train, 3 validate, 7 test.
 
-    Nobody's handwriting is in two splits. The drawers of the test are those with the smallest
-    sha256 of seed/alphabet/number, then come those of validation.
+    1. Shuffle the drawers: they are sorted by the sha256 of seed/alphabet/number. The first ones
+       are those of the test, then come those of validation.
+    2. Make a split of all drawings of its drawers, so that nobody's handwriting is in two splits.
     """
     images = alphabets()[alphabet]  # (characters, drawers, 28, 28)
-    drawers = sorted(range(DRAWERS), key=partial(seed_for, seed, alphabet))  # numbers, shuffled
+    characters = len(images)
+    sort_key = partial(seed_for, seed, alphabet)  # number of a drawer -> int, as if random
+    drawers = sorted(range(DRAWERS), key=sort_key)
     test_drawers = drawers[:TEST_DRAWERS]
-    others = drawers[TEST_DRAWERS:]
-    val_drawers = others[:VAL_DRAWERS]
-    train_drawers = others[VAL_DRAWERS:]
+    other_drawers = drawers[TEST_DRAWERS:]
+    val_drawers = other_drawers[:VAL_DRAWERS]
+    train_drawers = other_drawers[VAL_DRAWERS:]
+
     splits = []
     for people in (train_drawers, val_drawers, test_drawers):
-        labels = torch.arange(len(images)).repeat_interleave(len(people))  # 0, 0, ..., 1, 1, ...
-        splits.append(Split(as_rgb(images[:, people]), labels))
+        drawings = images[:, people]  # (characters, people, 28, 28)
+        labels = torch.arange(characters).repeat_interleave(len(people))  # 0, 0, ..., 1, 1, ...
+        splits.append(Split(as_rgb(drawings), labels))
     train, val, test = splits
-    classes = [f"character {number + 1}" for number in range(len(images))]
-    return Task(f"omniglot:{alphabet}", train, val, test, classes, pool().mean, pool().std)
+
+    classes = [f"character {number + 1}" for number in range(characters)]
+    mean, std = pool().mean, pool().std  # as in the pool, on which the backbone was pretrained
+    return Task(f"omniglot:{alphabet}", train, val, test, classes, mean, std)

@@ -43,7 +43,7 @@ def load_task_class(name: str) -> TaskClass:
 
     Raises UsageError where there is no such file or class.
     """
-    place, _, class_name = name.rpartition(":")
+    place, _, class_name = name.rpartition(":")  # such as "my_task.py" and "Rotation"
     if place.endswith(".py") and not Path(place).is_file():
         raise UsageError(f"--pretext {name}: there is no file {place}")
     names = import_names(place)
@@ -71,20 +71,26 @@ def import_names(place: str) -> Mapping[str, Any]:
 def try_step(task: PretextTask[Batch], images: Tensor, theta: Tensor, passes: Passes) -> None:
     """Take one step of a task on a few images (B, 3, H, W), so that its errors show early.
 
-    An error in the task is raised as it is, with Python's own traceback, before the long work
-    starts. torch's random numbers, θ and φ_P stay as they were; what the task itself keeps may
-    change, so the caller makes a new one afterwards. Raises ValueError where the loss or a gradient
-    is not finite.
+    1. Copy θ and φ_P, so that these stay as they were.
+    2. Call what a task has, in the order of a step: draw, prepare, loss, after_step. An error in
+       the task is raised as it is, with Python's own traceback, before the long work starts.
+    3. Raise ValueError where the loss or a gradient is not finite.
+
+    What the task itself keeps may change, so the caller makes a new one afterwards.
     """
-    gpus = [images.device] if images.is_cuda else []
+    device = images.device
     theta_P = trainable({"theta": theta})["theta"]
     phi = trainable(task.phi, theta.device)
-    with torch.random.fork_rng(gpus):
-        drawn = task.draw(len(images), torch.Generator().manual_seed(0))
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=passes.amp):
-            batch = task.prepare(images, *[part.to(images.device) for part in drawn])
-        result = passes.gradients(task.loss, theta_P, phi, batch)
+
+    gpus = [device] if images.is_cuda else []
+    with torch.random.fork_rng(gpus):  # torch's random numbers go on afterwards as if without it
+        drawn = task.draw(len(images), torch.Generator().manual_seed(0))  # tensors, such as masks
+        on_device = [part.to(device) for part in drawn]
+        with torch.autocast(device.type, torch.bfloat16, enabled=passes.amp):
+            batch = task.prepare(images, *on_device)
+        result = passes.gradients(task.loss, theta_P, phi, batch)  # the loss and its gradients
         task.after_step(theta_P)
-    gradients = [result.theta, *result.phi.values()]
-    if not all(x.isfinite().all() for x in (result.value, *gradients)):
+
+    numbers = [result.value, result.theta, *result.phi.values()]
+    if not all(tensor.isfinite().all() for tensor in numbers):
         raise ValueError("the loss of the pretext task, or a gradient of it, is not finite")
