@@ -83,18 +83,21 @@ UNFIT_FILE_ERRORS = (KeyError, TypeError, AttributeError, ArithmeticError, OSErr
 
 
 def load_backbone(cfg: AlignConfig | FinetuneConfig) -> Pretrained:
-    """Load the pretrained networks of these settings, on the CPU; fetch a missing official file.
+    """Load the pretrained networks of these settings, on the CPU.
 
-    The weights ψ of the backbone are frozen, since only θ and the heads are trained. Those of the
-    pretext head are not frozen. Raises UsageError.
+    1. Find the file of the weights, and fetch it if it is an official one that is not there.
+    2. Load backbone and pretext head from it. What is wrong with the file is raised as a UsageError
+       that names the file and a remedy.
+    3. Freeze the weights ψ of the backbone, since only θ and the heads are trained.
     """
     path = find_weights(cfg)  # None: timm has the weights
     if path is not None and not path.exists():  # an official file
         download(OFFICIAL_FILES[cfg.backbone, cfg.pretext], path)
-    thing = f"--weights {path}" if path else f"--backbone {cfg.backbone}"
+
+    thing = f"--weights {path}" if path else f"--backbone {cfg.backbone}"  # what an error names
     remedy = "see --backbone and --pretext"
-    if cfg.weights is None and path:
-        # `download` checks the size of an official file alone, and to 1 % only.
+    is_official_file = cfg.weights is None and path is not None
+    if is_official_file:  # `download` checks its size alone, and to 1 % only
         remedy += ", or delete this file, and it is fetched anew"
     try:
         if path is None or cfg.backbone.startswith(TIMM):
@@ -106,6 +109,7 @@ def load_backbone(cfg: AlignConfig | FinetuneConfig) -> Pretrained:
     except UNFIT_FILE_ERRORS as error:
         problem = f"is no checkpoint of {cfg.backbone} with {cfg.pretext}"
         raise UsageError(f"{thing}: {problem}; {remedy}") from error
+
     pretrained.backbone.requires_grad_(False)
     return pretrained
 
@@ -113,10 +117,14 @@ def load_backbone(cfg: AlignConfig | FinetuneConfig) -> Pretrained:
 def load_official_layout(path: Path, cfg: AlignConfig | FinetuneConfig) -> Pretrained:
     """Load a file of MAE's or I-JEPA's authors, or of a `pretrain` run, which has their layout.
 
+    1. Split the tensors of the file into those of the backbone and those of the pretext head.
+    2. Build both networks in the sizes that the file has, and give them these tensors.
+
     Raises ValueError, or one of UNFIT_FILE_ERRORS, if the file does not fit the settings.
     """
-    content = read_tensors(path)
+    content = read_tensors(path)  # {"model": tensors by name} of MAE, {"encoder": ...} of I-JEPA
     if cfg.pretext == "ijepa":
+        # cfg.base: which of I-JEPA's two encoders is the backbone, "target_encoder" or "encoder"
         vit_tensors, head_tensors = ijepa.split_state(content, cfg.base)
     else:  # MAE, and custom pretext tasks, which start from MAE's encoder
         if "mae_visualize" in path.name:
@@ -125,6 +133,7 @@ def load_official_layout(path: Path, cfg: AlignConfig | FinetuneConfig) -> Pretr
                 "standardised ones; take the file ending in _full.pth"
             )
         vit_tensors, head_tensors = mae.split_state(tensors_in(content))
+
     arch = arch_of(content, cfg)
     # On the device "meta", tensors have shapes but no values: `assign` puts the file's there.
     with torch.device("meta"):
@@ -142,11 +151,16 @@ def load_timm(path: Path | None, cfg: AlignConfig | FinetuneConfig) -> Pretraine
     ValueError.
     """
     arch = timm_models.read_arch(cfg)  # refuses a network that cannot be used before it is fetched
-    vit = timm_models.load_vit(cfg, tensors_in(read_tensors(path)) if path else None)
+    tensors = None  # timm takes its own
+    if path:
+        tensors = tensors_in(read_tensors(path))
+    vit = timm_models.load_vit(cfg, tensors)
     digest = timm_models.hash_tensors(vit.state_dict())  # before the positions change
     vit.set_input_size((arch.image_size, arch.image_size))  # it resamples the table of positions
+
     head = build_head(arch, "mae")
     initialise([head], "mae", rng(cfg.seed, "decoder"))
+
     channels = timm_models.Normalisation(vit.pretrained_cfg["mean"], vit.pretrained_cfg["std"])
     return Pretrained(Backbone(vit, cfg.scale, cfg.recompute), head, arch, digest, channels)
 
@@ -233,13 +247,16 @@ def arch_of(content: Record, cfg: Shape) -> Arch:
     Raises ValueError if the settings ask for another network, image size or patch size.
     """
     if "bisslight" in content:  # JSON that `pretrain` writes
+        # such as {"backbone": "vit_mini", "arch": {"dim": 64, ...}}
         written = json.loads(content["bisslight"])
         name = written["backbone"]
         if cfg.backbone != name:
             raise ValueError(f"was trained as {name}, give --backbone {name}")
         arch = Arch(**written["arch"])
     else:
-        arch = BACKBONES[cfg.backbone]._replace(class_token=cfg.pretext != "ijepa")
+        has_class_token = cfg.pretext != "ijepa"
+        arch = BACKBONES[cfg.backbone]._replace(class_token=has_class_token)
+
     if cfg.image_size not in (None, arch.image_size):
         raise ValueError(f"has image_size {arch.image_size}; leave --image-size out")
     if cfg.patch_size not in (None, arch.patch_size):
@@ -307,10 +324,12 @@ def initialise(networks: Sequence[nn.Module], pretext: str, rng: torch.Generator
         ijepa.init(networks, rng)
     else:
         mae.init(networks, rng)
+
     for network in networks:
         if isinstance(network, VisionTransformer):
-            patches, prefix = network.patch_embed.num_patches, network.num_prefix_tokens
-            table = mae.positions(network.embed_dim, patches, prefix)
+            patches = network.patch_embed.num_patches
+            prefix = network.num_prefix_tokens  # tokens before the patches, such as a class token
+            table = mae.positions(network.embed_dim, patches, prefix)  # sines and cosines
             network.state_dict()["pos_embed"].copy_(table)
 
 
@@ -419,18 +438,25 @@ def save_adapter(theta: Tensor, phi_D: Phi, info: AdapterInfo) -> bytes:
 
 
 def load_adapter(path: Path) -> Adapter:
-    """Read an adapter file. Raises OSError if it is not there, ValueError if it is no adapter."""
+    """Read an adapter file. Raises OSError if it is not there, ValueError if it is no adapter.
+
+    1. Read its tensors: "theta", and those of the head, such as "head.weight".
+    2. Read its metadata, which say how θ was trained.
+    3. See that it is an adapter, and take its parts.
+    """
     data = path.read_bytes()  # the library itself opens no path that is not UTF-8
     try:
         tensors = load(data)
     except SafetensorError as error:
         raise ValueError("not a readable safetensors file") from error
+
     # The library reads metadata only from a path. A file has 8 bytes with the size of its header,
     # then the header in JSON.
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    metadata = header.get("__metadata__", {})
+    header_size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + header_size])
+    metadata = header.get("__metadata__", {})  # such as {"bisslight": JSON}, see `save_adapter`
     content: Record = json.loads(metadata.get("bisslight", "{}"))
+
     if content.get("format") != FORMAT:
         raise ValueError(f"not an adapter: it is not of format {FORMAT}")
     if "theta" not in tensors:
@@ -468,20 +494,26 @@ def load_theta(path: Path, dim: int) -> tuple[Tensor, AdapterInfo]:
 def theta_from_released(state: Phi, dim: int) -> Tensor:
     """θ (K, p) from the tensors of a LoRA file that the paper's own program wrote.
 
-    Raises ValueError if they have another layout, or another width than `dim`.
+    1. Stack the four matrices of each block, then the blocks.
+    2. Raise ValueError if names or shapes are others, the width is not `dim`, or there are more
+       tensors.
     """
-    wrong = ValueError(f"is not a LoRA file on q and v of width {dim} in the released layout")
+    wrong_file = ValueError(f"is not a LoRA file on q and v of width {dim} in the released layout")
+    blocks = len(state) // 4  # each block has four matrices
     rows = []
     try:
-        for k in range(len(state) // 4):  # each block has four matrices
+        for k in range(blocks):
             A_q = state[RELEASED_NAME.format(k, "q", "A")]  # (r, dim)
             B_q = state[RELEASED_NAME.format(k, "q", "B")]  # (dim, r)
             A_v = state[RELEASED_NAME.format(k, "v", "A")]
             B_v = state[RELEASED_NAME.format(k, "v", "B")]
-            rows.append(torch.stack([A_q, B_q.mT, A_v, B_v.mT]))  # (4, r, dim)
+            rows.append(torch.stack([A_q, B_q.mT, A_v, B_v.mT]))  # .mT: transposed; (4, r, dim)
         theta = torch.stack(rows).float()  # (K, 4, r, dim)
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # other names or shapes
-        raise wrong from error
-    if theta.shape[3:] != (dim,) or 4 * len(rows) != len(state):
-        raise wrong
+        raise wrong_file from error
+
+    has_other_width = theta.shape[3:] != (dim,)
+    has_more_tensors = 4 * blocks != len(state)
+    if has_other_width or has_more_tensors:
+        raise wrong_file
     return theta.flatten(1)  # (K, p)

@@ -38,12 +38,14 @@ def load_vit(cfg: Network, state: Mapping[str, Tensor] | None) -> Any:  # noqa: 
     name = cfg.backbone.removeprefix(TIMM)  # such as vit_small_patch14_dinov2
     # The place of the weights in the hub; None for networks that have no weights there.
     repository = timm.models.get_pretrained_cfg_value(name, "hf_hub_id")
+    takes_own_weights = state is None
     remedy = "fetch them where there is a network, see HF_HOME, or give --weights FILE"
     with as_usage_error(f"--backbone {cfg.backbone}: its weights", remedy):
-        if state is None and repository:
+        if takes_own_weights and repository:
             check_weights_in_reach(repository)
-        vit: Any = timm.create_model(name, pretrained=state is None)
+        vit: Any = timm.create_model(name, pretrained=takes_own_weights)
     vit.reset_classifier(0)  # fine-tuning adds its own head
+
     if state is not None:
         # A file of timm may hold the classifier, too.
         without_classifier = {}
@@ -82,20 +84,26 @@ def check_weights_in_reach(repository: str) -> None:
 def read_arch(cfg: Network) -> Arch:
     """The sizes of the timm network of --backbone, with the image size of --image-size if given.
 
-    The decoder is not timm's: its sizes stay those of MAE, the defaults of `Arch`. Raises
-    ValueError if timm has no such network, it is no plain ViT, or --patch-size is not its own.
+    1. Refuse a name that timm does not know.
+    2. Build the network without its weights, and refuse it if it is no plain ViT.
+    3. Read its sizes, and refuse a --patch-size that is not its own.
+
+    The decoder is not timm's: its sizes stay those of MAE, the defaults of `Arch`. What is refused
+    is a ValueError.
     """
     name = cfg.backbone.removeprefix(TIMM)
     # names such as vit_small_patch14_dinov2, alone and with the name of weights (.lvd142m)
     known = {*timm.list_models(), *timm.list_pretrained()}
     if name not in known:
-        close = difflib.get_close_matches(name, known, 1)
+        close = difflib.get_close_matches(name, known, n=1)  # the name most like it, or []
         hint = f"did you mean timm:{close[0]}?" if close else 'see timm.list_models("*vit*")'
         raise ValueError(f"is no network of timm; {hint}")
+
     with torch.device("meta"):  # tensors have shapes alone: no memory and no random numbers
         vit: Any = timm.create_model(name)
     check_vit(vit)
-    side, _ = vit.patch_embed.img_size  # (height, width); plain ViTs are square
+
+    own_side, _ = vit.patch_embed.img_size  # (height, width); plain ViTs are square
     patch_size, _ = vit.patch_embed.patch_size
     if cfg.patch_size not in (None, patch_size):
         raise ValueError(f"has patch_size {patch_size}; leave the option out")
@@ -103,7 +111,7 @@ def read_arch(cfg: Network) -> Arch:
         dim=vit.embed_dim,
         depth=len(vit.blocks),
         heads=vit.blocks[0].attn.num_heads,
-        image_size=cfg.image_size or side,
+        image_size=cfg.image_size or own_side,
         patch_size=patch_size,
         class_token=vit.has_class_token,
         registers=vit.num_reg_tokens,
