@@ -153,16 +153,18 @@ def describe_arms(arms: Sequence[Row], curves: Sequence[Curve]) -> list[str]:
     target = 0.9 * arms[1].mean
     against_direct = describe_lead_of_aligned(arms[1])  # such as "+1.7 points (p = 0.029)"
     against_restart = describe_lead_of_aligned(arms[2])
+    aligned_time = epochs_to_reach(aligned, target)  # such as "3 epochs"
+    direct_time = epochs_to_reach(direct, target)
+    restart_time = epochs_to_reach(restart, target)
     return [
         f"Aligning gives a head start: after {early} of {len(direct)} epochs of PEFT the aligned "
         f"arm has {aligned[early]:.0f} % of the test images right, direct PEFT "
-        f"{direct[early]:.0f} %. It reaches {target:.0f} % in "
-        f"{epochs_to_reach(aligned, target)}, direct PEFT in {epochs_to_reach(direct, target)}. "
-        "But aligning itself takes as long as some 80 epochs of PEFT.",
+        f"{direct[early]:.0f} %. It reaches {target:.0f} % in {aligned_time}, direct PEFT in "
+        f"{direct_time}. But aligning itself takes as long as some 80 epochs of PEFT.",
         f"At the end, aligned minus direct is {against_direct}.",
         f"A restart has the head start, too: {restart[early]:.0f} % after {early} epochs, "
-        f"{target:.0f} % in {epochs_to_reach(restart, target)}. At the end, aligned minus restart "
-        f"is {against_restart}.",
+        f"{target:.0f} % in {restart_time}. At the end, aligned minus restart is "
+        f"{against_restart}.",
         "More alphabets, backbones and controls: experiments/omniglot.md",
     ]
 
@@ -188,7 +190,7 @@ def draw(out: Path, align_cfg: AlignConfig, arms: Sequence[Row]) -> None:
 
     `align_cfg` are the settings of any of the align runs: they name the network and the pool.
     """
-    widths = (1.5, 3.6, 2.2)
+    widths = (1.5, 3.6, 2.2)  # of the three panels, in proportion
     figure, (left, middle, right) = pyplot().subplots(1, 3, figsize=(11, 3.8), width_ratios=widths)
     left.set_title("What pretraining learned:\nwhole, masked, filled in")
     pictures = draw_reconstructions(align_cfg)
@@ -236,11 +238,12 @@ def draw_reconstructions(cfg: AlignConfig) -> Tensor:
 def plot_test_curves(axes: Axes, out: Path) -> None:
     """Plot test accuracy by epoch of PEFT: thin lines for the seeds, a thick one for their mean."""
     for k, arm in enumerate(ARMS):
+        colour = f"C{k}"  # Matplotlib's name for colour number k
         for trial in sorted((out / arm).glob("lr*-s*")):  # a folder for each seed
-            curve = read_test_curve(trial)
-            axes.plot(list(curve), list(curve.values()), color=f"C{k}", linewidth=0.6, alpha=0.5)
+            curve = read_test_curve(trial)  # accuracy by epoch, such as {1: 8.3, 2: 15.0}
+            axes.plot(list(curve), list(curve.values()), color=colour, linewidth=0.6, alpha=0.5)
         mean = read_test_curve(out / arm)
-        axes.plot(list(mean), list(mean.values()), color=f"C{k}", linewidth=2.5, label=arm)
+        axes.plot(list(mean), list(mean.values()), color=colour, linewidth=2.5, label=arm)
     title = "How fast is the task learned?"
     axes.set(title=title, xlabel="epoch of PEFT", ylabel="test images right (%)")
     axes.legend(loc="lower right")

@@ -226,10 +226,10 @@ def fold_norm(phi_D: Phi) -> Phi:
     if "norm.mean" not in phi_D:  # no BatchNorm
         return phi_D
     weight = phi_D["weight"]  # (C, dim)
-    deviation = (phi_D["norm.var"] + NORM_EPS).sqrt()
+    deviation = (phi_D["norm.var"] + NORM_EPS).sqrt()  # (dim,), and so are gain and shift
     gain = phi_D["norm.weight"] / deviation
     shift = phi_D["norm.bias"] - gain * phi_D["norm.mean"]
-    bias = phi_D["bias"] + weight @ shift
+    bias = phi_D["bias"] + weight @ shift  # (C,)
     return {"weight": weight * gain, "bias": bias}
 
 

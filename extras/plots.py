@@ -177,7 +177,7 @@ def seed_folders(path: Path) -> list[Path]:
         rate = "*"  # No rate is chosen yet, so the trials of all rates are taken.
         result = read_json_if_there(run / "result.json")
         if result:
-            rate = f"{result.get('lr', 0):g}"
+            rate = f"{result.get('lr', 0):g}"  # such as "0.01"; 0: align chooses no rate
         trials = sorted(run.glob(f"lr{rate}-s*"))
         folders += trials or [run]  # An align run has no trials.
     return folders

@@ -163,7 +163,10 @@ HEADER = ",".join(Guess._fields)  # image,rank,label,probability
 
 def check_csv(path: Path) -> None:
     """Raise UsageError if a file is there that this command has not made, so it is not replaced."""
-    if path.exists() and not (path.is_file() and path.read_bytes().startswith(HEADER.encode())):
+    if not path.exists():
+        return
+    is_own_table = path.is_file() and path.read_bytes().startswith(HEADER.encode())
+    if not is_own_table:
         raise UsageError(f"--csv {path}: is there, and is no table of predict; give another name")
 
 

@@ -47,7 +47,7 @@ class PretrainResult(RunResult, frozen=True):
         lines = Path(self.out, "metrics.jsonl").read_text().splitlines()
         first = json.loads(lines[0])["loss"]
         return Answer(
-            f"pretrained: mean loss {first:.4g} at the start, {self.loss:.4g} at the end",
+            headline=f"pretrained: mean loss {first:.4g} at the start, {self.loss:.4g} at the end",
             lines=[f"in {Path(self.weights).resolve()}"],
         )
 
@@ -120,7 +120,7 @@ def train(
 
     `steps` is the number of steps of the whole run.
     """
-    device = opt.tensors[0].device
+    device = opt.tensors[0].device  # where the network is
     images = pool_images(pool, cfg.arch().image_size, cfg)
     steps_left = range(opt.step, steps)
     return train_epochs(

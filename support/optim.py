@@ -97,8 +97,13 @@ class Optimiser:
         return tensors
 
     def update(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-        """One step; clips the gradients in place and returns their joint norm before clipping."""
+        """Take one step, and return the joint norm of the gradients before they were clipped.
+
+        1. Set learning rate and weight decay of each group to those of this step.
+        2. Clip the gradients in place, and let torch's optimiser update the tensors.
+        """
         self.step += 1
+        # torch keeps the settings of each group in a dict, which is changed here.
         for group, params in zip(self.groups, self.adamw_or_sgd.param_groups, strict=True):
             params["lr"] = group.lr
             if self.rate:
@@ -106,6 +111,7 @@ class Optimiser:
             params["weight_decay"] = group.weight_decay
             if self.decay and group.weight_decay:
                 params["weight_decay"] = self.decay(self.step, group.weight_decay)
+
         return TorchOptimiser(self.adamw_or_sgd, self.clip).update(tensors, gradients)
 
 
