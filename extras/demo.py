@@ -94,14 +94,7 @@ def demo(
     restart = direct.replace(start=out / "direct", restart=True, seed=RESTART_SEED)
 
     runs.LOG.info("%d align runs and %d fine-tunings: about two minutes", SEEDS, len(ARMS) * SEEDS)
-    align_one_seed = partial(align_with_seed, cfg=align_cfg, out=out, force=force)
-    reports: Iterator[str]  # such as "aligned, seed 0  val 61.2 %"
-    if jobs > 1:
-        reports = processes.run_in_processes(align_one_seed, range(SEEDS), jobs)
-    else:
-        reports = map(align_one_seed, range(SEEDS))
-    list(track(reports, total=SEEDS, label="run"))  # `list` asks for each report: it starts a run
-
+    align_with_each_seed(align_cfg, out, jobs, force, track)
     for name, cfg in (("aligned", aligned), ("direct", direct), ("restart", restart)):
         finetune(cfg, out / name, force=force, track=track)
 
@@ -120,10 +113,27 @@ def check_place(out: Path) -> None:
         raise UsageError(f"--out {out}: holds {foreign[0]}, which no demo has made; give another")
 
 
+def align_with_each_seed(
+    cfg: AlignConfig, out: Path, jobs: int, force: bool, track: runs.Track
+) -> None:
+    """Align with seeds 0 to 3, into the run directories out/align/s0 to out/align/s3.
+
+    `jobs`, `force` and `track` as in `demo`.
+    """
+    align_one_seed = partial(align_with_seed, cfg=cfg, out=out, force=force)
+    reports: Iterator[str]  # such as "aligned, seed 0  val 61.2 %"
+    if jobs > 1:
+        reports = processes.run_in_processes(align_one_seed, range(SEEDS), jobs)
+    else:
+        reports = map(align_one_seed, range(SEEDS))
+    # A run starts when its report is asked for, and `list` asks for each of them.
+    list(track(reports, total=SEEDS, label="run"))
+
+
 def align_with_seed(seed: int, cfg: AlignConfig, out: Path, force: bool) -> str:
     """Align with this seed, and return a line that says how it went.
 
-    It stands outside of `demo` so that `processes.run_in_processes` can call it in other processes.
+    It stands outside of `align_with_each_seed` so that other processes can call it.
     """
     result = align(cfg.replace(seed=seed), out / "align" / f"s{seed}", force=force)
     return f"aligned, seed {seed}  val {result.val_P.accuracy:.1f} %"

@@ -64,8 +64,7 @@ def pretrain(
 
     1. Make the networks and the pretext task. Raises UsageError before the long work starts.
     2. Open the run. The same call with the same directory goes on from the last checkpoint.
-    3. Train, with a record after each epoch, or after 500 steps where an epoch is longer, so that a
-       run which is asked to stop does so soon. Raises Diverged if a loss is not finite.
+    3. Train. Raises Diverged if a loss is not finite.
     4. Write backbone.pth and the result.
 
     Args:
@@ -94,13 +93,7 @@ def pretrain(
         state = {f"pretext.{name}": tensor for name, tensor in task.state.items()}
         run.restore(psi | task.phi | state, {"opt": opt})
 
-        epoch_steps = steps // cfg.epochs
-        interval = min(500, epoch_steps)  # steps from one record to the next
-        label = "pretrain" if interval == epoch_steps else "pretrain by 500 steps"
-        records = train(cfg, pool, task, opt, steps, interval)
-        all_records = math.ceil(steps / interval)
-        done = opt.step // interval  # records before this call
-        for record in track(records, total=all_records, label=label, done=done):
+        for record in train(cfg, pool, task, opt, steps, track):
             run.log(record._asdict())  # such as {"step": 1, "loss": 0.5}
             run.checkpoint(f"step {opt.step} of {steps}")
 
@@ -114,16 +107,22 @@ def train(
     task: mae.MAE | ijepa.IJEPA,
     opt: Optimiser,
     steps: int,
-    interval: int,
+    track: Track,
 ) -> Iterator[EpochRecord]:
-    """Take the run's steps from `opt.step` on, and yield a record after every `interval` steps.
+    """Take the run's steps from `opt.step` on, and yield a record after each epoch.
 
-    `steps` is the number of steps of the whole run.
+    Where an epoch is longer than 500 steps, there is a record after every 500, so that a run which
+    is asked to stop does so soon. `steps` is the number of steps of the whole run; `track` shows
+    the progress.
     """
+    epoch_steps = steps // cfg.epochs
+    interval = min(500, epoch_steps)  # steps from one record to the next
+    bar_label = "pretrain" if interval == epoch_steps else "pretrain by 500 steps"
+
     device = opt.tensors[0].device  # where the network is
     images = pool_images(pool, cfg.arch().image_size, cfg)
     steps_left = range(opt.step, steps)
-    return train_epochs(
+    records = train_epochs(
         loss=partial(task.loss, None, task.phi),  # None: there is no θ, since ψ is trained
         opt=opt,
         batches=pretext_batches(task, images, cfg.batch, steps_left, cfg, device),
@@ -132,6 +131,9 @@ def train(
         passes=Passes(cfg.micro_batch, uses_autocast(cfg, device)),
         after_step=partial(task.after_step, None),  # I-JEPA's teacher follows ψ
     )
+    all_records = math.ceil(steps / interval)
+    done = opt.step // interval  # records before this call
+    return track(records, total=all_records, label=bar_label, done=done)
 
 
 class Work(NamedTuple):
