@@ -244,23 +244,24 @@ def starts_of_seeds(cfg: FinetuneConfig) -> Starts:
 def adapters_of_seeds(cfg: FinetuneConfig, run: Path) -> list[Path]:
     """The adapters of a finished finetune run, one for each seed of the new run.
 
-    The new seeds have to be others than those whose adapters are taken: with the same one, head and
-    batches would be the same again, and the second fine-tuning would be no independent repetition.
-    Raises UsageError.
+    The new seeds must differ from the earlier ones whose adapters are taken. Otherwise head and
+    batches would repeat, and the runs would not be independent. Raises UsageError.
     """
-    earlier: Record = {}
+    earlier: Record = {}  # the settings of the earlier run
     if (run / "result.json").exists():
         earlier = read_json(run / "config.json")
-    if "seeds" not in earlier:
+    if "seeds" not in earlier:  # only finetune has this setting
         raise UsageError(f"--from {run}: is no finished finetune run, which --restart needs")
     if earlier["seeds"] < cfg.seeds:
         raise UsageError(
             f"--from {run}: has {earlier['seeds']} seeds, fewer than --seeds {cfg.seeds}"
         )
-    seeds = range(earlier["seed"], earlier["seed"] + cfg.seeds)
-    if not set(seeds).isdisjoint(range(cfg.seed, cfg.seed + cfg.seeds)):
-        raise UsageError(f"--seed {cfg.seed}: overlaps with the seeds of {run}; give {seeds.stop}")
-    return [run / f"adapter-s{seed}.safetensors" for seed in seeds]
+    taken_seeds = range(earlier["seed"], earlier["seed"] + cfg.seeds)
+    new_seeds = range(cfg.seed, cfg.seed + cfg.seeds)
+    if not set(taken_seeds).isdisjoint(new_seeds):
+        free = taken_seeds.stop
+        raise UsageError(f"--seed {cfg.seed}: overlaps with the seeds of {run}; give {free}")
+    return [run / f"adapter-s{seed}.safetensors" for seed in taken_seeds]
 
 
 def check_that_seeds_alone_differ(runs: Sequence[Path], folder: Path) -> None:
@@ -493,46 +494,45 @@ def run_trial(
 def peft(trial: Trial, experiment: FinetuneExperiment, run: Run, track: Track) -> Record:
     """Train θ, which starts from a file or fresh, and a fresh head φ_D.
 
-    Writes both as they were after the best epoch, and returns the record of that epoch. Raises
-    Diverged where a loss is not finite.
+    1. Make θ, head and optimiser; if the run was stopped, read them back.
+    2. After each epoch, validate; copy θ and head if it is the best epoch so far.
+    3. Write the copies to adapter.safetensors.
+
+    Returns the record of the best epoch. Raises Diverged where a loss is not finite.
     """
     cfg = experiment.cfg
-    label = f"lr {trial.lr:g} seed {trial.seed}"
     if trial.start:
         start, _ = load_theta(trial.start, experiment.backbone.dim)
     else:
         start = experiment.new_theta(trial.seed)
     theta = trainable({"theta": start}, experiment.device)["theta"]
     head = experiment.new_head("peft head", trial.seed)
-    epoch = steps_per_epoch(len(experiment.task.train.targets), cfg.batch)  # its steps
-    opt = make_optimiser(cfg, trial.lr, [theta, *head.phi.values()], epoch)
+    epoch_steps = steps_per_epoch(len(experiment.task.train.targets), cfg.batch)
+    opt = make_optimiser(cfg, trial.lr, [theta, *head.phi.values()], epoch_steps)
     current = {"theta": theta, **head.with_stats}
-    # Copies that hold the numbers after the best epoch so far.
-    best = {name: tensor.detach().clone() for name, tensor in current.items()}
+    best = {name: tensor.detach().clone() for name, tensor in current.items()}  # of the best epoch
     saved = current | {f"best.{name}": tensor for name, tensor in best.items()}
-    run.restore(saved, {"opt": opt})  # if the run was stopped: reads all back, opt.step, too
+    run.restore(saved, {"opt": opt})  # reads them and opt.step back, if there is a checkpoint
 
-    steps = range(opt.step, cfg.epochs * epoch)  # those that are left
-    epochs = train_epochs(
-        partial(head.loss, theta, head.phi, regularise=True),
-        opt,
-        experiment.examples("peft", trial.seed, cfg.batch, steps, cfg.drop_path, by_epoch=True),
-        epoch,
-        "peft",
-        experiment.passes,
+    steps_left = range(opt.step, cfg.epochs * epoch_steps)
+    examples = experiment.examples(
+        "peft", trial.seed, cfg.batch, steps_left, cfg.drop_path, by_epoch=True
     )
-    for step, loss in track(epochs, cfg.epochs, label, opt.step // epoch):
-        record: Record = {"step": step, "loss": loss, "val": None}
-        if step % cfg.eval_epochs == 0 or step == cfg.epochs:
-            record["val"] = validate(experiment, theta, head, step).model_dump()
+    loss = partial(head.loss, theta, head.phi, regularise=True)
+    epochs = train_epochs(loss, opt, examples, epoch_steps, "peft", experiment.passes)
+    label = f"lr {trial.lr:g} seed {trial.seed}"
+    for number, mean_loss in track(epochs, cfg.epochs, label, opt.step // epoch_steps):
+        record: Record = {"step": number, "loss": mean_loss, "val": None}
+        if number % cfg.eval_epochs == 0 or number == cfg.epochs:
+            record["val"] = validate(experiment, theta, head, number).model_dump()
             if cfg.test_curve:
                 score = experiment.score(experiment.task.test, theta, head.with_stats)
                 record["test"] = score.model_dump()
         run.log(record)
-        if record["val"] and best_epoch(run.records)["step"] == step:
+        if record["val"] and best_epoch(run.records)["step"] == number:
             for name, tensor in current.items():
                 best[name].copy_(tensor.detach())
-        run.checkpoint(f"epoch {step} of {cfg.epochs}, {label}")
+        run.checkpoint(f"epoch {number} of {cfg.epochs}, {label}")
 
     of_trial = {
         "stage": "finetune",
@@ -540,21 +540,23 @@ def peft(trial: Trial, experiment: FinetuneExperiment, run: Run, track: Track) -
         "seed": trial.seed,
         "classes": experiment.task.classes,
     }
-    origin = experiment.origin.model_copy(update=of_trial)
-    best_theta = best.pop("theta")
-    run.write("adapter.safetensors", save_adapter(best_theta, best, origin))
+    best_theta = best.pop("theta")  # what is left is the head
+    info = experiment.origin.model_copy(update=of_trial)
+    run.write("adapter.safetensors", save_adapter(best_theta, phi_D=best, info=info))
     return best_epoch(run.records)
 
 
-def make_optimiser(cfg: FinetuneConfig, lr: float, tensors: list[Tensor], epoch: int) -> Optimiser:
+def make_optimiser(
+    cfg: FinetuneConfig, lr: float, tensors: list[Tensor], epoch_steps: int
+) -> Optimiser:
     """AdamW or SGD on θ and the whole head, decayed alike; warm-up, then half a cosine.
 
-    `epoch`: steps of an epoch.
+    `epoch_steps`: how many steps an epoch has.
     """
     # + 1: the released program's W steps of warm-up end below the peak, see `Schedule`.
-    warmup = cfg.warmup_epochs * epoch + 1
-    rate = Schedule(cfg.epochs * epoch, warmup, cfg.end_lr)
-    betas = None if cfg.optimizer == "sgd" else (0.9, 0.999)
+    warmup = cfg.warmup_epochs * epoch_steps + 1
+    rate = Schedule(cfg.epochs * epoch_steps, warmup, cfg.end_lr)
+    betas = None if cfg.optimizer == "sgd" else (0.9, 0.999)  # `Optimiser` takes None for SGD
     return Optimiser([Group(tensors, lr, cfg.weight_decay)], rate, betas)
 
 
@@ -576,7 +578,10 @@ def curve_of(records: Sequence[Record]) -> dict[int, float]:
 
 
 def best_epoch(records: Sequence[Record]) -> Record:
-    """The record of the best epoch, among those that were validated."""
+    """The record of the epoch with the highest validation accuracy; if equal, the lowest loss.
+
+    Records without a validation are left out.
+    """
     validated = [record for record in records if record["val"]]
     # Of equally good ones, `max` takes the first.
     return max(validated, key=lambda record: quality([Score(**record["val"])]))
