@@ -93,9 +93,9 @@ class FinetuneResult(RunResult, frozen=True):
     trial_seconds: list[float]  # CPU time
 
     def in_words(self) -> Answer:
-        """The mean and deviation of the test accuracy, and a row for each seed."""
+        """The mean and deviation of the test accuracy, a row for each seed, and remarks."""
         first_seed = read_json(Path(self.out, "config.json"))["seed"]
-        heading = f"test ({format_count(self.test_images, 'image')})"
+        heading = f"test ({format_count(self.test_images, 'image')})"  # of a column
         rows = []
         for i, test in enumerate(self.test):
             row: Record = {"seed": first_seed + i, "best epoch": self.epochs[i]}
@@ -115,9 +115,9 @@ class FinetuneResult(RunResult, frozen=True):
             lines.append("")
         seeds = format_count(len(self.test), "seed")
         return Answer(
-            f"test {self.metric} {format_accuracies(self.test)} ({seeds}; {rate})",
-            rows,
-            [*lines, f"in {Path(self.out).resolve()}"],
+            headline=f"test {self.metric} {format_accuracies(self.test)} ({seeds}; {rate})",
+            rows=rows,
+            lines=[*lines, f"in {Path(self.out).resolve()}"],
         )
 
 
@@ -130,7 +130,8 @@ def describe_grid(grid: dict[str, list[float | None]]) -> str:
     words = []
     for rate, accuracies in grid.items():
         finite = [accuracy for accuracy in accuracies if accuracy is not None]
-        outcome = format_accuracies(finite) if len(finite) == len(accuracies) else "diverged"
+        all_are_finite = len(finite) == len(accuracies)
+        outcome = format_accuracies(finite) if all_are_finite else "diverged"
         words.append(f"{float(rate):g} {outcome}")
     return "validation by rate: " + ", ".join(words)
 
@@ -171,24 +172,18 @@ def finetune(
     goes_on = check_directory(out, "finetune", cfg, force)
     experiment = open_experiment(cfg, task)
     starts = starts_of_seeds(cfg)
-    files = [file for file in starts.files if file]  # none where each seed has a fresh θ
-    stage = "finetune" if cfg.restart else "align"
-    # Seeds may share a file; `fromkeys` leaves out repetitions and keeps the order.
-    origins = [check_origin(file, experiment, stage) for file in dict.fromkeys(files)]
-    # Align runs differ only in the seed, so the first one speaks for all.
-    origin = AdapterInfo(pretext=experiment.origin.pretext)  # if there is no align run
-    if origins and not cfg.restart:
-        origin = origins[0]
+    files = [file for file in starts.files if file]  # empty if each seed has a fresh θ
+    align_info = check_starts(experiment, files)
     experiment.check_batches("--batch", cfg.batch)
-    if not goes_on:
+    if not goes_on:  # a run that goes on has done this when it began
         experiment.decode_held_out_images([experiment.task.val, experiment.task.test])
+
     start_sha256 = [sha256(file) for file in files]
     identity = experiment.identity.model_copy(update={"start_sha256": start_sha256})
-    seeds = list(enumerate(starts.files, cfg.seed))
-
+    seeds = list(enumerate(starts.files, cfg.seed))  # from --seed on, each with its file
     run_all = partial(run_trials, experiment=experiment, out=out, task=task, track=track)
     with Run(out, "finetune", cfg, force, identity) as run:
-        if run.result:
+        if run.result:  # a finished run: its result is given as it is
             return FinetuneResult(**run.result)
         grid = try_grid(cfg, seeds, run_all)
         trials = choose_rate(grid, seeds, run_all)
@@ -201,10 +196,10 @@ def finetune(
             "lr": lr,
             "metric": experiment.metric,
             "grid": {str(rate): accuracies_of(tried) for rate, tried in grid.items()},
-            "aligned_by": origin.hypergrad,
-            "aligned_on": origin.dataset,
-            "align_unlike_paper": origin.unlike_paper,
-            "pretext": origin.pretext or experiment.origin.pretext,
+            "aligned_by": align_info.hypergrad,
+            "aligned_on": align_info.dataset,
+            "align_unlike_paper": align_info.unlike_paper,
+            "pretext": align_info.pretext or experiment.origin.pretext,
         }
         content |= score_on_test(trials, experiment, run)
         content |= add_up_seconds(out)
@@ -282,6 +277,20 @@ def check_that_seeds_alone_differ(runs: Sequence[Path], folder: Path) -> None:
         )
 
 
+def check_starts(experiment: FinetuneExperiment, files: Sequence[Path]) -> AdapterInfo:
+    """Check the adapter files that seeds start from; returns what the align runs' files say.
+
+    Align runs differ only in the seed, so the first one speaks for all. If there is none, fields
+    such as `hypergrad` are None. Raises UsageError.
+    """
+    stage = "finetune" if experiment.cfg.restart else "align"
+    # Seeds may share a file; `fromkeys` leaves out repetitions and keeps the order.
+    infos = [check_origin(file, experiment, stage) for file in dict.fromkeys(files)]
+    if stage == "align" and infos:
+        return infos[0]
+    return AdapterInfo()
+
+
 def check_origin(file: Path, experiment: FinetuneExperiment, stage: str) -> AdapterInfo:
     """Read what an adapter file says of itself; refuse it (UsageError) if it does not fit here.
 
@@ -289,31 +298,32 @@ def check_origin(file: Path, experiment: FinetuneExperiment, stage: str) -> Adap
     If it was trained on the same dataset, it has to be on the same split, too: otherwise it may
     have seen the images that are tested here.
     """
-    this = experiment.origin
+    this_run = experiment.origin  # what the adapters of this run will say
     with as_usage_error(f"--from {file}"):
-        theta, origin = load_theta(file, experiment.backbone.dim)
+        theta, info = load_theta(file, experiment.backbone.dim)
         shape = experiment.theta_shape
         if theta.shape != shape:
             raise ValueError(f"holds θ {[*theta.shape]}, this run's is {[*shape]}; see --rank")
-        if origin.stage is None:  # a file of the authors' program says nothing of itself
-            origin = AdapterInfo(stage="align", hypergrad="unknown")
-        if origin.stage != stage:
-            raise ValueError(f"is of {origin.stage}; give an align run, or --restart to start anew")
+        if info.stage is None:  # a file of the authors' program says nothing of itself
+            info = AdapterInfo(stage="align", hypergrad="unknown")
+        if info.stage != stage:
+            raise ValueError(f"is of {info.stage}; give an align run, or --restart to start anew")
         # Alpha is among them because θ was trained with the scale alpha / rank.
         for name in ("backbone", "rank", "alpha", "weights_sha256"):
-            actual, expected = getattr(origin, name), getattr(this, name)
+            actual = getattr(info, name)
+            expected = getattr(this_run, name)
             if actual not in (None, expected):
                 raise ValueError(f"has {name} {actual}, this run {expected}")
-        same_dataset = is_same_dataset(origin.dataset, this.dataset)
-        if same_dataset and origin.data_sha256 != this.data_sha256:
+        same_dataset = is_same_dataset(info.dataset, this_run.dataset)
+        if same_dataset and info.data_sha256 != this_run.data_sha256:
             raise ValueError(
-                f"was aligned on another split or other images of {this.dataset}, so it may "
+                f"was aligned on another split or other images of {this_run.dataset}, so it may "
                 "have seen the test images; give its --data-seed, --split-file and images, or "
                 "align again"
             )
     if not same_dataset:
-        LOG.info("aligned on %s, fine-tuned on %s", origin.dataset or "?", this.dataset)
-    return origin
+        LOG.info("aligned on %s, fine-tuned on %s", info.dataset or "?", this_run.dataset)
+    return info
 
 
 def is_same_dataset(name: str | None, other: str | None) -> bool:
