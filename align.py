@@ -366,7 +366,7 @@ def adapter_file(experiment: AlignExperiment, theta_P: Tensor) -> bytes:
         "hypergrad": cfg.hypergrad if cfg.upper_steps else "lower only",
         "unlike_paper": unlike_paper(cfg),
     }
-    info = experiment.origin.model_copy(update=of_align)
+    info = experiment.adapter_info.model_copy(update=of_align)
     return save_adapter(theta_P, phi_D={}, info=info)  # no head: fine-tuning starts a fresh one
 
 
@@ -374,7 +374,7 @@ def summary(experiment: AlignExperiment, last: Record) -> Record:
     """What result.json says; `last` is the record of the last alternation."""
     result: Record = {
         "d_lr": experiment.cfg.d_lr,
-        "pretext": experiment.origin.pretext,
+        "pretext": experiment.adapter_info.pretext,
         "metric": experiment.metric,
     }
     for name in ("distance", "q_over_g", "cosine"):

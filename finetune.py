@@ -199,7 +199,7 @@ def finetune(
             "aligned_by": align_info.hypergrad,
             "aligned_on": align_info.dataset,
             "align_unlike_paper": align_info.unlike_paper,
-            "pretext": align_info.pretext or experiment.origin.pretext,
+            "pretext": align_info.pretext or experiment.adapter_info.pretext,
         }
         content |= score_on_test(trials, experiment, run)
         content |= add_up_seconds(out)
@@ -298,7 +298,7 @@ def check_origin(file: Path, experiment: FinetuneExperiment, stage: str) -> Adap
     If it was trained on the same dataset, it has to be on the same split, too: otherwise it may
     have seen the images that are tested here.
     """
-    this_run = experiment.origin  # what the adapters of this run will say
+    this_run = experiment.adapter_info  # what the adapters of this run will say
     with as_usage_error(f"--from {file}"):
         theta, info = load_theta(file, experiment.backbone.dim)
         shape = experiment.theta_shape
@@ -551,7 +551,7 @@ def peft(trial: Trial, experiment: FinetuneExperiment, run: Run, track: Track) -
         "classes": experiment.task.classes,
     }
     best_theta = best.pop("theta")  # what is left is the head
-    info = experiment.origin.model_copy(update=of_trial)
+    info = experiment.adapter_info.model_copy(update=of_trial)
     run.write("adapter.safetensors", save_adapter(best_theta, phi_D=best, info=info))
     return best_epoch(run.records)
 

@@ -90,7 +90,7 @@ class Experiment(Generic[C]):
         )
 
     @property
-    def origin(self) -> AdapterInfo:
+    def adapter_info(self) -> AdapterInfo:
         """What is written into every adapter file that is trained here."""
         cfg = self.cfg
         return AdapterInfo(

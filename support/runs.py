@@ -265,11 +265,14 @@ class Run(ExitStack):
         }
 
     def restore(self, tensors: Mapping[str, Tensor], optimisers: Mapping[str, Optimiser]) -> None:
-        """Name what checkpoints hold; if there is a checkpoint, read it back into these tensors.
+        """Say what checkpoints hold from now on; if there is a checkpoint, read it back.
 
-        Tensors are found by name, since θ_P and θ_D have the same shape. `tensors` has all tensors
-        of the optimisers, and may have more. Raises UsageError, and changes nothing, unless the
-        file holds just these names and shapes.
+        Args:
+            tensors: by name, since θ_P and θ_D have the same shape. All tensors of the optimisers
+                are among them. They are overwritten by those of the checkpoint.
+            optimisers: by name; step and state of each are overwritten, too.
+
+        Raises UsageError, and changes nothing, unless the file holds just these names and shapes.
         """
         self.tensors = tensors
         self.optimisers = optimisers
@@ -291,9 +294,11 @@ class Run(ExitStack):
         LOG.info("%s: goes on where it stopped", self.path)
 
     def check_checkpoint(self, path: Path, saved: Record) -> None:
-        """Refuse (UsageError) a checkpoint that does not hold what this run needs."""
-        # Compared are each tensor's shape, and for each optimiser the names of its tensors in their
-        # order: torch would silently give a state to another tensor of the same shape.
+        """Refuse (UsageError) a checkpoint that does not hold what this run needs.
+
+        By name, each tensor has to have its shape, and each optimiser its tensors in their order:
+        torch would silently give the state of a tensor to another one of the same shape.
+        """
         held: Record = {name: tensor.shape for name, tensor in saved["tensors"].items()}
         held |= {name: state["tensors"] for name, state in saved["optimisers"].items()}
         needed: Record = {name: tensor.shape for name, tensor in self.tensors.items()}
