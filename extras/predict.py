@@ -106,7 +106,7 @@ def in_words(guesses: Sequence[Guess], run: Path, seed: int | None) -> Answer:
     """A table with a row for each guess, below a line that says which folder holds all images.
 
     The row is such as {"image": "a.png", "label": "cat", "probability": "0.93"}, the line such as
-    "1 image in /home/me, by seed 0". `run` and `seed` as in `predict`.
+    "1 image in /data/birds, by seed 0". `run` and `seed` as in `predict`.
     """
     paths = [Path(guess.image).resolve() for guess in guesses]
     folder = os.path.commonpath([path.parent for path in paths])  # the deepest that holds all
