@@ -892,16 +892,31 @@ def read_align_run(run: Path, dataset: object = None, restart: object = False) -
     `run` is the run, or a directory of such runs, whose first one is read; after --restart it is a
     finetune run. `dataset` and `restart` have the values of these flags, or None.
 
-    1. Read the settings of the run from its config.json.
-    2. Refuse a run of another command. Settings that one command alone has tell which it was.
-    3. Return the settings that fine-tuning takes over. Where another data set is given, the run's
+    1. Read the settings of the run from its config.json, and refuse a run of another command.
+    2. Return the settings that fine-tuning takes over. Where another data set is given, the run's
        split of its own images is left out.
 
     Raises UsageError where `run` is no such run.
     """
     files = [*run.glob("config.json"), *sorted(run.glob("*/config.json"))]
-    settings = read_table(files[0]) if files else {}
+    settings = read_table(files[0]) if files else {}  # such as {"backbone": "vit_b16", ...}
+    refuse_other_command(run, settings, restart)
 
+    taken_over = {*Data.model_fields, *Network.model_fields, "data_root"}  # names of settings
+    if dataset is not None:
+        with as_usage_error(f"--dataset {dataset}"):
+            full_name = check_dataset(str(dataset))  # such as "dtd" or "folder:/photos"
+        if full_name != settings["dataset"]:
+            taken_over -= {"dataset", "data_seed", "split_file", "partial"}
+    return {name: value for name, value in settings.items() if name in taken_over}
+
+
+def refuse_other_command(run: Path, settings: Record, restart: object) -> None:
+    """Raise a UsageError unless a run is one of align, or after --restart one of finetune.
+
+    Which command made it follows from its settings, since each has some that no other has. Without
+    any, there is no run.
+    """
     is_finetune_run = "grid" in settings
     is_align_run = "alternations" in settings
     if restart and not is_finetune_run:
@@ -911,14 +926,6 @@ def read_align_run(run: Path, dataset: object = None, restart: object = False) -
             f"--from {run}: is no align run, folder of them, or adapter file; "
             "run `bisslight align` first"
         )
-
-    taken_over = {*Data.model_fields, *Network.model_fields, "data_root"}  # names of settings
-    if dataset is not None:
-        with as_usage_error(f"--dataset {dataset}"):
-            full_name = check_dataset(str(dataset))  # such as "dtd" or "folder:/photos"
-        if full_name != settings["dataset"]:
-            taken_over -= {"dataset", "data_seed", "split_file", "partial"}
-    return {name: value for name, value in settings.items() if name in taken_over}
 
 
 def read_settings(path: Path, settings_class: type[Command]) -> Record:

@@ -115,14 +115,10 @@ class Evaluation(BaseModel, frozen=True):
         differences: list[str] = []  # lines of the headline
         remarks: list[str] = []  # lines below the table
         for row in self.arms:
-            if row.first_minus_this:
+            if row.first_minus_this:  # None for the first arm itself
                 difference = describe_comparison(row.first_minus_this)
                 differences.append(f"{first.arm} minus {row.arm}: {difference}")
-                remarks += describe_few_images(row)  # one line, or none
-            if row.unit in STARTS:
-                remarks.append(f"the seeds of {row.arm} start from {STARTS[row.unit]}")
-            if row.differs:  # such as {"rank": "8, there 64"}
-                remarks.append(f"{row.arm} differs: {format_value(row.differs)}")
+            remarks += list_remarks(row)
 
         seeds = format_count(first.seeds, "seed")  # such as "8 seeds"
         accuracy_of_first = f"test {first.metric} {format_accuracies(first.accuracies)} ({seeds})"
@@ -152,6 +148,19 @@ def interval_by_images(accuracy: float, images: int) -> Interval:
     variance = share * (1 - share) / images + (z / (2 * images)) ** 2  # what is below the root
     half_width = z * math.sqrt(variance) / (1 + z**2 / images)
     return Interval(low=100 * (centre - half_width), high=100 * (centre + half_width))
+
+
+def list_remarks(row: Row) -> list[str]:
+    """Return the lines about an arm that stand below the table; there may be none.
+
+    They say that the test images are few, what the seeds start from, and which settings differ.
+    """
+    remarks = describe_few_images(row)  # one line, or none
+    if row.unit in STARTS:
+        remarks.append(f"the seeds of {row.arm} start from {STARTS[row.unit]}")
+    if row.differs:  # such as {"rank": "8, there 64"}
+        remarks.append(f"{row.arm} differs: {format_value(row.differs)}")
+    return remarks
 
 
 def describe_few_images(row: Row) -> list[str]:
@@ -270,15 +279,19 @@ def evaluate(runs: Sequence[Path]) -> Evaluation:
 
     first, *others = arms
     for arm in others:
-        has_same_images = arm.settings["data_sha256"] == first.settings["data_sha256"]
-        if not has_same_images:
-            raise UsageError(
-                f"{arm.name}: not comparable, is on {arm.data_set}, {first.name} on "
-                f"{first.data_set}, or they have other images or another split"
-            )
-        log_other_grid(arm, first)
+        refuse_other_images(arm, first)
+        log_other_grid(arm, first)  # only a warning
 
     return Evaluation(arms=[make_row(arm, first) for arm in arms])
+
+
+def refuse_other_images(arm: Arm, first: Arm) -> None:
+    """Raise a UsageError where the images or the split of an arm are not those of the first one."""
+    if arm.settings["data_sha256"] != first.settings["data_sha256"]:
+        raise UsageError(
+            f"{arm.name}: not comparable, is on {arm.data_set}, {first.name} on "
+            f"{first.data_set}, or they have other images or another split"
+        )
 
 
 def make_row(arm: Arm, first: Arm) -> Row:
@@ -312,8 +325,9 @@ def list_differences(arm: Arm, first: Arm) -> dict[str, str]:
 
     Where only one of them was aligned, the settings that differ for this reason are left out.
     """
-    differences = compare_settings(arm.settings, first.settings)
-    if arm.is_aligned != first.is_aligned:
+    differences = compare_settings(arm.settings, first=first.settings)
+    only_one_is_aligned = arm.is_aligned != first.is_aligned
+    if only_one_is_aligned:
         for name in ("aligned_by", "align_unlike_paper", "grid"):
             differences.pop(name, None)
     return differences
@@ -352,9 +366,10 @@ def format_setting(value: object) -> str:
 
 def log_other_grid(arm: Arm, first: Arm) -> None:
     """Log a warning where only one arm was aligned, and they chose from different rates."""
-    grid = arm.settings["grid"]
+    grid = arm.settings["grid"]  # learning rates, such as [0.0001, 0.001]
     first_grid = first.settings["grid"]
-    if arm.is_aligned != first.is_aligned and grid != first_grid:
+    only_one_is_aligned = arm.is_aligned != first.is_aligned
+    if only_one_is_aligned and grid != first_grid:
         text = "%s chose its learning rate from %s, %s from %s"
         LOG.warning(text, arm.name, grid, first.name, first_grid)
 

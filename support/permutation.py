@@ -50,20 +50,14 @@ def compare(arm: Sequence[int], against: Sequence[int], images: int = 100) -> Co
 
     n = len(arm)
     m = len(against)
-
-    def scaled_difference(first_sum: int) -> int:
-        """Return n m times the difference of means, where the first n numbers have this sum.
-
-        n m (s/n - (S - s)/m) = (n + m) s - n S, with the sum S of all numbers: a whole number.
-        """
-        return (n + m) * first_sum - n * sum(pooled)
-
-    observed = scaled_difference(first_sum=sum(arm))
+    total = sum(pooled)
+    observed = scale_difference(sum(arm), total, n, m)
 
     extreme = 0  # splits whose means differ at least as much as those of the arms
     ways_by_sum = count_sums(pooled, n)  # such as {3: 2, 4: 1}: two splits have the sum 3
     for first_sum, ways in ways_by_sum.items():
-        if abs(scaled_difference(first_sum)) >= abs(observed):
+        of_these_splits = scale_difference(first_sum, total, n, m)
+        if abs(of_these_splits) >= abs(observed):
             extreme += ways
 
     splits = math.comb(n + m, n)  # the ways to choose n of n + m
@@ -71,6 +65,18 @@ def compare(arm: Sequence[int], against: Sequence[int], images: int = 100) -> Co
     p = extreme / splits if splits > 2 else None
     difference = Fraction(100 * observed, n * m * images)  # exact, in percentage points
     return Comparison(difference=float(difference), p=p, splits=splits)
+
+
+def scale_difference(first_sum: int, total: int, n: int, m: int) -> int:
+    """Return n m times the difference of two means, which is a whole number.
+
+    The first mean is that of n numbers with the sum `first_sum` (s), the second that of the m
+    others; `total` is the sum of all (S). n m (s/n - (S - s)/m) = (n + m) s - n S.
+
+    >>> scale_difference(first_sum=7, total=10, n=2, m=2)  # of 3, 4 and 1, 2: 2 * 2 * (3.5 - 1.5)
+    8
+    """
+    return (n + m) * first_sum - n * total
 
 
 def count_sums(numbers: Sequence[int], n: int) -> Counter[int]:
