@@ -134,6 +134,7 @@ def align(
         # memory; align never scores test images.
         experiment.decode_held_out_images([experiment.task.val])
     with Run(out, "align", cfg, force, experiment.identity) as run:
+        # a finished run is not done again: its result is given as it is
         result = run.result or run_algorithm_1(experiment, prepared, run, track)
     if "diverged" in result:  # a finished run, which diverged when it was made
         raise Diverged(result["diverged"])
@@ -240,11 +241,12 @@ def start_state(
 ) -> tuple[State, Optimisers]:
     """Make Algorithm 1's state before its line 3, and the optimisers of it and of the probe.
 
-    φ_D is not copied: it was made for this run alone.
+    φ_D is not copied, since it was made for this run alone: `state.phi_D` and `head.phi` are the
+    same tensors. `state.phi_P` is a copy of `pretext_task.phi`, which stays as it was loaded.
     """
     theta_P = theta.detach().clone().requires_grad_()  # l.2
     theta_D = theta.detach().clone().requires_grad_()  # l.2
-    phi_P = trainable(phi_P, theta.device)  # a copy, so that the task's networks stay as loaded
+    phi_P = trainable(phi_P, theta.device)  # a copy
 
     T = cfg.alternations
     # + 1: the released program's W steps of warm-up end below the peak, see `Schedule`.
@@ -289,10 +291,12 @@ def probe(experiment: AlignExperiment, prepared: Prepared) -> Iterator[EpochReco
     drop_path = cfg.drop_path if cfg.probe_drop_path else 0.0
     # θ is detached: it stays as it is, and no gradient is computed for it.
     loss = partial(prepared.head.loss, state.theta_D.detach(), state.phi_D, regularise=True)
-    epoch = steps_per_probe_epoch(experiment)
-    steps = range(opt.step, cfg.probe_epochs * epoch)
-    examples = experiment.examples("probe", cfg.seed, cfg.d_batch, steps, drop_path, by_epoch=True)
-    return train_epochs(loss, opt, examples, epoch, "probe", experiment.passes)
+    epoch_steps = steps_per_probe_epoch(experiment)
+    steps_left = range(opt.step, cfg.probe_epochs * epoch_steps)
+    examples = experiment.examples(
+        "probe", cfg.seed, cfg.d_batch, steps_left, drop_path, by_epoch=True
+    )
+    return train_epochs(loss, opt, examples, epoch_steps, "probe", experiment.passes)
 
 
 def steps_per_probe_epoch(experiment: AlignExperiment) -> int:
@@ -362,7 +366,7 @@ def adapter_file(experiment: AlignExperiment, theta_P: Tensor) -> bytes:
         "hypergrad": cfg.hypergrad if cfg.upper_steps else "lower only",
         "unlike_paper": unlike_paper(cfg),
     }
-    info = experiment.origin.model_copy(update=of_align)
+    info = experiment.adapter_info.model_copy(update=of_align)
     return save_adapter(theta_P, phi_D={}, info=info)  # no head: fine-tuning starts a fresh one
 
 
@@ -370,7 +374,7 @@ def summary(experiment: AlignExperiment, last: Record) -> Record:
     """What result.json says; `last` is the record of the last alternation."""
     result: Record = {
         "d_lr": experiment.cfg.d_lr,
-        "pretext": experiment.origin.pretext,
+        "pretext": experiment.adapter_info.pretext,
         "metric": experiment.metric,
     }
     for name in ("distance", "q_over_g", "cosine"):

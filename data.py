@@ -73,7 +73,7 @@ class Split:
         return cls(files, torch.tensor(labels))
 
     def part(self, numbers: range) -> Self:
-        """The images start ... stop - 1 of the range `numbers`, with their labels, as a split."""
+        """The split of the images numbers.start to numbers.stop - 1, with their labels."""
         some = slice(numbers.start, numbers.stop)
         return type(self)(self.images[some], self.targets[some])
 
@@ -198,12 +198,13 @@ def name_own_data(*parts: Split | Pool) -> str:
 def names_below(files: list[Path]) -> str:
     """The files' paths relative to the innermost folder that holds them all, one on each line.
 
-    /a/x/1.jpg and /a/y/2.jpg give x/1.jpg and y/2.jpg.
+    /a/x/1.jpg and /a/y/2.jpg give x/1.jpg and y/2.jpg. So the `fingerprint` of a folder that was
+    moved stays the same.
     """
     root = os.path.commonpath({file.parent for file in files})
-    start = len(os.path.join(root, ""))  # noqa: PTH118  # with the separator after it
+    prefix = os.path.join(root, "")  # noqa: PTH118  # with the separator at its end
     # Paths are cut as text: `relative_to` takes ten seconds for ImageNet's 1.28 million files.
-    return "\n".join([str(file)[start:] for file in files])
+    return "\n".join([str(file)[len(prefix) :] for file in files])
 
 
 def find_images(root: Path, outer: tuple[Path, ...] = ()) -> list[Path]:
@@ -419,7 +420,7 @@ class Transform(NamedTuple):
 
 
 TOO_DEEP = "more than 8 bits a channel, save it with 8"
-# The shorter side is resized to the network's input, so the longer one would take gigabytes.
+# Resizing enlarges the shorter side to the network's input, and the longer one as many times.
 TOO_NARROW = "one side is more than 100 times the other"
 Picture = Image.Image | Tensor  # an RGB image: of Pillow, or uint8 (3, height, width)
 

@@ -93,9 +93,9 @@ class FinetuneResult(RunResult, frozen=True):
     trial_seconds: list[float]  # CPU time
 
     def in_words(self) -> Answer:
-        """The mean and deviation of the test accuracy, and a row for each seed."""
+        """The mean and deviation of the test accuracy, a row for each seed, and remarks."""
         first_seed = read_json(Path(self.out, "config.json"))["seed"]
-        heading = f"test ({format_count(self.test_images, 'image')})"
+        heading = f"test ({format_count(self.test_images, 'image')})"  # of a column
         rows = []
         for i, test in enumerate(self.test):
             row: Record = {"seed": first_seed + i, "best epoch": self.epochs[i]}
@@ -115,9 +115,9 @@ class FinetuneResult(RunResult, frozen=True):
             lines.append("")
         seeds = format_count(len(self.test), "seed")
         return Answer(
-            f"test {self.metric} {format_accuracies(self.test)} ({seeds}; {rate})",
-            rows,
-            [*lines, f"in {Path(self.out).resolve()}"],
+            headline=f"test {self.metric} {format_accuracies(self.test)} ({seeds}; {rate})",
+            rows=rows,
+            lines=[*lines, f"in {Path(self.out).resolve()}"],
         )
 
 
@@ -130,7 +130,8 @@ def describe_grid(grid: dict[str, list[float | None]]) -> str:
     words = []
     for rate, accuracies in grid.items():
         finite = [accuracy for accuracy in accuracies if accuracy is not None]
-        outcome = format_accuracies(finite) if len(finite) == len(accuracies) else "diverged"
+        all_are_finite = len(finite) == len(accuracies)
+        outcome = format_accuracies(finite) if all_are_finite else "diverged"
         words.append(f"{float(rate):g} {outcome}")
     return "validation by rate: " + ", ".join(words)
 
@@ -171,24 +172,18 @@ def finetune(
     goes_on = check_directory(out, "finetune", cfg, force)
     experiment = open_experiment(cfg, task)
     starts = starts_of_seeds(cfg)
-    files = [file for file in starts.files if file]  # none where each seed has a fresh θ
-    stage = "finetune" if cfg.restart else "align"
-    # Seeds may share a file; `fromkeys` leaves out repetitions and keeps the order.
-    origins = [check_origin(file, experiment, stage) for file in dict.fromkeys(files)]
-    # Align runs differ only in the seed, so the first one speaks for all.
-    origin = AdapterInfo(pretext=experiment.origin.pretext)  # if there is no align run
-    if origins and not cfg.restart:
-        origin = origins[0]
+    files = [file for file in starts.files if file]  # empty if each seed has a fresh θ
+    align_info = check_starts(experiment, files)
     experiment.check_batches("--batch", cfg.batch)
-    if not goes_on:
+    if not goes_on:  # a run that goes on has done this when it began
         experiment.decode_held_out_images([experiment.task.val, experiment.task.test])
+
     start_sha256 = [sha256(file) for file in files]
     identity = experiment.identity.model_copy(update={"start_sha256": start_sha256})
-    seeds = list(enumerate(starts.files, cfg.seed))
-
+    seeds = list(enumerate(starts.files, cfg.seed))  # from --seed on, each with its file
     run_all = partial(run_trials, experiment=experiment, out=out, task=task, track=track)
     with Run(out, "finetune", cfg, force, identity) as run:
-        if run.result:
+        if run.result:  # a finished run: its result is given as it is
             return FinetuneResult(**run.result)
         grid = try_grid(cfg, seeds, run_all)
         trials = choose_rate(grid, seeds, run_all)
@@ -201,10 +196,10 @@ def finetune(
             "lr": lr,
             "metric": experiment.metric,
             "grid": {str(rate): accuracies_of(tried) for rate, tried in grid.items()},
-            "aligned_by": origin.hypergrad,
-            "aligned_on": origin.dataset,
-            "align_unlike_paper": origin.unlike_paper,
-            "pretext": origin.pretext or experiment.origin.pretext,
+            "aligned_by": align_info.hypergrad,
+            "aligned_on": align_info.dataset,
+            "align_unlike_paper": align_info.unlike_paper,
+            "pretext": align_info.pretext or experiment.adapter_info.pretext,
         }
         content |= score_on_test(trials, experiment, run)
         content |= add_up_seconds(out)
@@ -244,23 +239,24 @@ def starts_of_seeds(cfg: FinetuneConfig) -> Starts:
 def adapters_of_seeds(cfg: FinetuneConfig, run: Path) -> list[Path]:
     """The adapters of a finished finetune run, one for each seed of the new run.
 
-    The new seeds have to be others than those whose adapters are taken: with the same one, head and
-    batches would be the same again, and the second fine-tuning would be no independent repetition.
-    Raises UsageError.
+    The new seeds must differ from the earlier ones whose adapters are taken. Otherwise head and
+    batches would repeat, and the runs would not be independent. Raises UsageError.
     """
-    earlier: Record = {}
+    earlier: Record = {}  # the settings of the earlier run
     if (run / "result.json").exists():
         earlier = read_json(run / "config.json")
-    if "seeds" not in earlier:
+    if "seeds" not in earlier:  # only finetune has this setting
         raise UsageError(f"--from {run}: is no finished finetune run, which --restart needs")
     if earlier["seeds"] < cfg.seeds:
         raise UsageError(
             f"--from {run}: has {earlier['seeds']} seeds, fewer than --seeds {cfg.seeds}"
         )
-    seeds = range(earlier["seed"], earlier["seed"] + cfg.seeds)
-    if not set(seeds).isdisjoint(range(cfg.seed, cfg.seed + cfg.seeds)):
-        raise UsageError(f"--seed {cfg.seed}: overlaps with the seeds of {run}; give {seeds.stop}")
-    return [run / f"adapter-s{seed}.safetensors" for seed in seeds]
+    taken_seeds = range(earlier["seed"], earlier["seed"] + cfg.seeds)
+    new_seeds = range(cfg.seed, cfg.seed + cfg.seeds)
+    if not set(taken_seeds).isdisjoint(new_seeds):
+        free = taken_seeds.stop
+        raise UsageError(f"--seed {cfg.seed}: overlaps with the seeds of {run}; give {free}")
+    return [run / f"adapter-s{seed}.safetensors" for seed in taken_seeds]
 
 
 def check_that_seeds_alone_differ(runs: Sequence[Path], folder: Path) -> None:
@@ -281,6 +277,20 @@ def check_that_seeds_alone_differ(runs: Sequence[Path], folder: Path) -> None:
         )
 
 
+def check_starts(experiment: FinetuneExperiment, files: Sequence[Path]) -> AdapterInfo:
+    """Check the adapter files that seeds start from; returns what the align runs' files say.
+
+    Align runs differ only in the seed, so the first one speaks for all. If there is none, fields
+    such as `hypergrad` are None. Raises UsageError.
+    """
+    stage = "finetune" if experiment.cfg.restart else "align"
+    # Seeds may share a file; `fromkeys` leaves out repetitions and keeps the order.
+    infos = [check_origin(file, experiment, stage) for file in dict.fromkeys(files)]
+    if stage == "align" and infos:
+        return infos[0]
+    return AdapterInfo()
+
+
 def check_origin(file: Path, experiment: FinetuneExperiment, stage: str) -> AdapterInfo:
     """Read what an adapter file says of itself; refuse it (UsageError) if it does not fit here.
 
@@ -288,31 +298,32 @@ def check_origin(file: Path, experiment: FinetuneExperiment, stage: str) -> Adap
     If it was trained on the same dataset, it has to be on the same split, too: otherwise it may
     have seen the images that are tested here.
     """
-    this = experiment.origin
+    this_run = experiment.adapter_info  # what the adapters of this run will say
     with as_usage_error(f"--from {file}"):
-        theta, origin = load_theta(file, experiment.backbone.dim)
+        theta, info = load_theta(file, experiment.backbone.dim)
         shape = experiment.theta_shape
         if theta.shape != shape:
             raise ValueError(f"holds θ {[*theta.shape]}, this run's is {[*shape]}; see --rank")
-        if origin.stage is None:  # a file of the authors' program says nothing of itself
-            origin = AdapterInfo(stage="align", hypergrad="unknown")
-        if origin.stage != stage:
-            raise ValueError(f"is of {origin.stage}; give an align run, or --restart to start anew")
+        if info.stage is None:  # a file of the authors' program says nothing of itself
+            info = AdapterInfo(stage="align", hypergrad="unknown")
+        if info.stage != stage:
+            raise ValueError(f"is of {info.stage}; give an align run, or --restart to start anew")
         # Alpha is among them because θ was trained with the scale alpha / rank.
         for name in ("backbone", "rank", "alpha", "weights_sha256"):
-            actual, expected = getattr(origin, name), getattr(this, name)
+            actual = getattr(info, name)
+            expected = getattr(this_run, name)
             if actual not in (None, expected):
                 raise ValueError(f"has {name} {actual}, this run {expected}")
-        same_dataset = is_same_dataset(origin.dataset, this.dataset)
-        if same_dataset and origin.data_sha256 != this.data_sha256:
+        same_dataset = is_same_dataset(info.dataset, this_run.dataset)
+        if same_dataset and info.data_sha256 != this_run.data_sha256:
             raise ValueError(
-                f"was aligned on another split or other images of {this.dataset}, so it may "
+                f"was aligned on another split or other images of {this_run.dataset}, so it may "
                 "have seen the test images; give its --data-seed, --split-file and images, or "
                 "align again"
             )
     if not same_dataset:
-        LOG.info("aligned on %s, fine-tuned on %s", origin.dataset or "?", this.dataset)
-    return origin
+        LOG.info("aligned on %s, fine-tuned on %s", info.dataset or "?", this_run.dataset)
+    return info
 
 
 def is_same_dataset(name: str | None, other: str | None) -> bool:
@@ -493,46 +504,45 @@ def run_trial(
 def peft(trial: Trial, experiment: FinetuneExperiment, run: Run, track: Track) -> Record:
     """Train θ, which starts from a file or fresh, and a fresh head φ_D.
 
-    Writes both as they were after the best epoch, and returns the record of that epoch. Raises
-    Diverged where a loss is not finite.
+    1. Make θ, head and optimiser; if the run was stopped, read them back.
+    2. After each epoch, validate; copy θ and head if it is the best epoch so far.
+    3. Write the copies to adapter.safetensors.
+
+    Returns the record of the best epoch. Raises Diverged where a loss is not finite.
     """
     cfg = experiment.cfg
-    label = f"lr {trial.lr:g} seed {trial.seed}"
     if trial.start:
         start, _ = load_theta(trial.start, experiment.backbone.dim)
     else:
         start = experiment.new_theta(trial.seed)
     theta = trainable({"theta": start}, experiment.device)["theta"]
     head = experiment.new_head("peft head", trial.seed)
-    epoch = steps_per_epoch(len(experiment.task.train.targets), cfg.batch)  # its steps
-    opt = make_optimiser(cfg, trial.lr, [theta, *head.phi.values()], epoch)
+    epoch_steps = steps_per_epoch(len(experiment.task.train.targets), cfg.batch)
+    opt = make_optimiser(cfg, trial.lr, [theta, *head.phi.values()], epoch_steps)
     current = {"theta": theta, **head.with_stats}
-    # Copies that hold the numbers after the best epoch so far.
-    best = {name: tensor.detach().clone() for name, tensor in current.items()}
+    best = {name: tensor.detach().clone() for name, tensor in current.items()}  # of the best epoch
     saved = current | {f"best.{name}": tensor for name, tensor in best.items()}
-    run.restore(saved, {"opt": opt})  # if the run was stopped: reads all back, opt.step, too
+    run.restore(saved, {"opt": opt})  # reads them and opt.step back, if there is a checkpoint
 
-    steps = range(opt.step, cfg.epochs * epoch)  # those that are left
-    epochs = train_epochs(
-        partial(head.loss, theta, head.phi, regularise=True),
-        opt,
-        experiment.examples("peft", trial.seed, cfg.batch, steps, cfg.drop_path, by_epoch=True),
-        epoch,
-        "peft",
-        experiment.passes,
+    steps_left = range(opt.step, cfg.epochs * epoch_steps)
+    examples = experiment.examples(
+        "peft", trial.seed, cfg.batch, steps_left, cfg.drop_path, by_epoch=True
     )
-    for step, loss in track(epochs, cfg.epochs, label, opt.step // epoch):
-        record: Record = {"step": step, "loss": loss, "val": None}
-        if step % cfg.eval_epochs == 0 or step == cfg.epochs:
-            record["val"] = validate(experiment, theta, head, step).model_dump()
+    loss = partial(head.loss, theta, head.phi, regularise=True)
+    epochs = train_epochs(loss, opt, examples, epoch_steps, "peft", experiment.passes)
+    label = f"lr {trial.lr:g} seed {trial.seed}"
+    for number, mean_loss in track(epochs, cfg.epochs, label, opt.step // epoch_steps):
+        record: Record = {"step": number, "loss": mean_loss, "val": None}
+        if number % cfg.eval_epochs == 0 or number == cfg.epochs:
+            record["val"] = validate(experiment, theta, head, number).model_dump()
             if cfg.test_curve:
                 score = experiment.score(experiment.task.test, theta, head.with_stats)
                 record["test"] = score.model_dump()
         run.log(record)
-        if record["val"] and best_epoch(run.records)["step"] == step:
+        if record["val"] and best_epoch(run.records)["step"] == number:
             for name, tensor in current.items():
                 best[name].copy_(tensor.detach())
-        run.checkpoint(f"epoch {step} of {cfg.epochs}, {label}")
+        run.checkpoint(f"epoch {number} of {cfg.epochs}, {label}")
 
     of_trial = {
         "stage": "finetune",
@@ -540,21 +550,23 @@ def peft(trial: Trial, experiment: FinetuneExperiment, run: Run, track: Track) -
         "seed": trial.seed,
         "classes": experiment.task.classes,
     }
-    origin = experiment.origin.model_copy(update=of_trial)
-    best_theta = best.pop("theta")
-    run.write("adapter.safetensors", save_adapter(best_theta, best, origin))
+    best_theta = best.pop("theta")  # what is left is the head
+    info = experiment.adapter_info.model_copy(update=of_trial)
+    run.write("adapter.safetensors", save_adapter(best_theta, phi_D=best, info=info))
     return best_epoch(run.records)
 
 
-def make_optimiser(cfg: FinetuneConfig, lr: float, tensors: list[Tensor], epoch: int) -> Optimiser:
+def make_optimiser(
+    cfg: FinetuneConfig, lr: float, tensors: list[Tensor], epoch_steps: int
+) -> Optimiser:
     """AdamW or SGD on θ and the whole head, decayed alike; warm-up, then half a cosine.
 
-    `epoch`: steps of an epoch.
+    `epoch_steps`: how many steps an epoch has.
     """
     # + 1: the released program's W steps of warm-up end below the peak, see `Schedule`.
-    warmup = cfg.warmup_epochs * epoch + 1
-    rate = Schedule(cfg.epochs * epoch, warmup, cfg.end_lr)
-    betas = None if cfg.optimizer == "sgd" else (0.9, 0.999)
+    warmup = cfg.warmup_epochs * epoch_steps + 1
+    rate = Schedule(cfg.epochs * epoch_steps, warmup, cfg.end_lr)
+    betas = None if cfg.optimizer == "sgd" else (0.9, 0.999)  # `Optimiser` takes None for SGD
     return Optimiser([Group(tensors, lr, cfg.weight_decay)], rate, betas)
 
 
@@ -576,7 +588,10 @@ def curve_of(records: Sequence[Record]) -> dict[int, float]:
 
 
 def best_epoch(records: Sequence[Record]) -> Record:
-    """The record of the best epoch, among those that were validated."""
+    """The record of the epoch with the highest validation accuracy; if equal, the lowest loss.
+
+    Records without a validation are left out.
+    """
     validated = [record for record in records if record["val"]]
     # Of equally good ones, `max` takes the first.
     return max(validated, key=lambda record: quality([Score(**record["val"])]))

@@ -344,27 +344,28 @@ def read_lists(name: str, base: Path, data_seed: int = 0, split_file: Path | Non
     unsplit = parts.pop("trainval", [])
     if split_file:  # refused where the benchmark has no trainval
         train_size, val_size, _ = benchmark.sizes
-        count = train_size + val_size
-        parts["train"], parts["val"] = split_by_file(unsplit, count, split_file)
+        full_size = train_size + val_size
+        parts["train"], parts["val"] = split_by_file(unsplit, full_size, split_file)
     elif unsplit:
         parts["train"], parts["val"] = holdout(unsplit, data_seed, "val")
     return Lists(parts, classes)
 
 
-def split_by_file(entries: Entries, count: int, split_file: Path) -> tuple[Entries, Entries]:
+def split_by_file(entries: Entries, full_size: int, split_file: Path) -> tuple[Entries, Entries]:
     """Split `entries` into (train, val): the file has the positions of val's images among them.
 
-    Positions are counted from 0, one on each line. Raises UsageError if there are not `count`
-    entries, the number in the whole benchmark: in a subset, a position would name another image.
+    Positions are counted from 0, one on each line. Raises UsageError if there are not `full_size`
+    entries, as many as the whole benchmark has: in a subset, a position would name another image.
     """
-    chosen = set(split_file.read_text().split())  # as text, so that a word is refused below
-    positions = {str(i) for i in range(count)}
-    # "<": a part of the positions and not all of them, since train needs images, too.
-    if len(entries) != count or not chosen < positions:
+    val_positions = set(split_file.read_text().split())  # texts, such as "17"
+    all_positions = {str(i) for i in range(full_size)}
+    is_complete = len(entries) == full_size
+    leaves_some_for_train = val_positions < all_positions  # a part of them, not all
+    if not (is_complete and leaves_some_for_train):
         raise UsageError(
-            f"--split-file {split_file}: is for cub200 and pets, needs {count} listed images and "
-            f"numbers below {count}; {len(entries)} are listed"
+            f"--split-file {split_file}: is for cub200 and pets, needs {full_size} listed images "
+            f"and numbers below {full_size}; {len(entries)} are listed"
         )
-    train = [entry for i, entry in enumerate(entries) if str(i) not in chosen]
-    val = [entry for i, entry in enumerate(entries) if str(i) in chosen]
+    train = [entry for i, entry in enumerate(entries) if str(i) not in val_positions]
+    val = [entry for i, entry in enumerate(entries) if str(i) in val_positions]
     return train, val

@@ -39,9 +39,9 @@ FIRST_IMAGES = 4  # a custom pretext task is tried on so many images, before the
 class Head(NamedTuple):
     """A fresh downstream head h^D."""
 
-    phi: Phi  # φ_D: what is trained
-    loss: Loss  # L^D(θ, φ_D, examples, regularise=False)
-    with_stats: Phi  # φ_D and BatchNorm's running statistics, if any: what is scored and saved
+    phi: Phi  # φ_D, by name: what is trained
+    loss: Loss  # L^D(θ, φ_D, examples, regularise=False); regularise=True turns drop path on
+    with_stats: Phi  # what is scored and saved: φ_D, and BatchNorm's running statistics, if any
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +90,7 @@ class Experiment(Generic[C]):
         )
 
     @property
-    def origin(self) -> AdapterInfo:
+    def adapter_info(self) -> AdapterInfo:
         """What is written into every adapter file that is trained here."""
         cfg = self.cfg
         return AdapterInfo(
@@ -177,23 +177,27 @@ class Experiment(Generic[C]):
 
     @torch.no_grad()
     def logits(self, split: data.Split, theta: Tensor, phi_D: Phi) -> Tensor:
-        """Logits (n, C) of the n images of a split, on the CPU; `phi_D` as in `score`.
+        """Logits (n, C) of the n images of a split, in their order, on the CPU; for scoring.
 
-        Each process computes those of its own part of the images, then all get all.
+        Each process computes those of its own images; then every process gets all. `phi_D` as in
+        `score`.
         """
-        own = data.decode_once(split, self.transform, own_numbers(split))
-        draws = [(i, i) for i in range(len(own.targets))]  # each image is drawn once, in order
-        batch = self.cfg.micro_batch or 256
-        pieces = [draws[first : first + batch] for first in range(0, len(draws), batch)]
-        images = data.Images(own, self.transform)
+        own_split = data.decode_once(split, self.transform, own_numbers(split))
+        images = data.Images(own_split, self.transform)
+        # `batches` takes pairs (number of the draw, index of the image). In scoring, nothing is
+        # random, and each image is drawn once, in its order.
+        draws = [(i, i) for i in range(len(own_split.targets))]
+        size = self.cfg.micro_batch or 256
+        draws_by_batch = [draws[first : first + size] for first in range(0, len(draws), size)]
+
         # The first piece is empty, since a process may have no image at all.
-        logits = [torch.empty(0, len(self.task.classes), device=self.device)]
-        for x, _ in data.batches(images, pieces, self.cfg.workers, self.device):
+        pieces = [torch.empty(0, len(self.task.classes), device=self.device)]
+        for x, _ in data.batches(images, draws_by_batch, self.cfg.workers, self.device):
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.passes.amp):
-                features = lora.features(self.backbone, theta, x)
+                features = lora.features(self.backbone, theta, x)  # (B, width of the network)
             # The head computes in float32: in bfloat16, close classes would have equal logits.
-            logits.append(lora.logits(features.float(), phi_D))
-        return gather(torch.cat(logits))  # in the order of the split
+            pieces.append(lora.logits(features.float(), phi_D))
+        return gather(torch.cat(pieces))  # of all processes
 
     def check_batches(self, flag: str, batch: int) -> None:
         """Refuse (UsageError) batches that are too small for BatchNorm, or for all processes.
@@ -295,10 +299,14 @@ class AlignExperiment(Experiment[AlignConfig]):
         return task_class.new(self.backbone, cfg)  # the step changed the first one
 
     def first_images(self, n: int) -> Tensor:
-        """The first n images (n, 3, H, W) that a run draws from the pool."""
+        """The first n images that a run draws from the pool, for the trial step of a custom task.
+
+        (n, 3, H, W), cropped and normalised, on the device.
+        """
         images = pool_images(self.pool, self.arch.image_size, self.cfg)
-        draws = data.stream(len(self.pool.images), n, self.cfg.seed, "pretext", range(1))
-        x, _ = next(data.batches(images, draws, 0, self.device))
+        first_step = range(1)
+        draws = data.stream(len(self.pool.images), n, self.cfg.seed, "pretext", first_step)
+        x, _ = next(data.batches(images, draws, workers=0, device=self.device))
         return x
 
 
@@ -338,7 +346,11 @@ def load_experiment(cfg: C, task: data.Task) -> Experiment[C]:
 def open_align_experiment(
     cfg: AlignConfig, task: data.Task | None = None, pool: data.Pool | None = None
 ) -> AlignExperiment:
-    """As `open_experiment`, with the pool D^P: the one that is given, or that of --pool."""
+    """Open data and pool, load the networks: all that align computes with.
+
+    A `task` or `pool` that is given is used instead of --dataset or --pool. Raises UsageError
+    before the networks are loaded, with a line for each thing that is missing.
+    """
     problems: list[str] = []
     task = task or try_and_collect(problems, open_task, cfg)
     pool = pool or try_and_collect(problems, open_pool, cfg.pool, cfg.data_root, cfg.data_seed)
@@ -365,6 +377,7 @@ def open_align_experiment(
         "pool_sha256": data.fingerprint(pool),
         "pretext_sha256": task_class.sha256 if task_class else None,
     }
+    # all that `opened` has, with another identity, and two fields more
     fields = vars(opened) | {"identity": opened.identity.model_copy(update=digests)}
     return AlignExperiment(**fields, pool=pool, task_class=task_class)
 
@@ -466,7 +479,7 @@ def open_pool(name: str, root: Path, seed: int) -> data.Pool:
 
 
 def set_up_device(cfg: AlignConfig | FinetuneConfig | PretrainConfig) -> torch.device:
-    """The device of these settings; sets torch's global switches to what they say.
+    """The device of these settings; sets torch's global TF32 switches and threads as they say.
 
     Raises UsageError.
     """

@@ -196,27 +196,32 @@ class Run(ExitStack):
             raise Stopped(signal_heard, f"stopped before {path}; the same command goes on")
 
     def take_directory(self, command: str, force: bool, identity: Identity) -> None:
-        """Begin the run, or go on with it: lock its directory and write what it is.
+        """Make the directory ready for the run to begin, or to go on, in it.
 
-        A finished run is only read: it may be in use elsewhere, or on a read-only disk.
+        1. All processes check that nothing there must be kept from this run (UsageError).
+        2. A finished run is only read: it may be in use elsewhere, or on a read-only disk.
+        3. Otherwise process 0 locks the directory, checks again, since another program may have
+           written there while it waited, removes what is left of an old run, and writes env.json
+           and config.json.
         """
         path = self.path
         goes_on = check_directory(path, command, self.config, force, identity)
-        wait_for_all()  # every process has looked before process 0 writes
+        wait_for_all()  # until each process has looked; only then process 0 writes
+
         if goes_on and self.is_finished() and not has_grown(path, command, self.config):
-            with suppress(OSError):  # there is one if the run was killed just as it finished
+            with suppress(OSError):  # the file is there if the run was killed just as it finished
                 (path / "checkpoint.pt").unlink(missing_ok=True)
             return
+
         if world().rank > 0:
             return
         self.lock()
-        # Another process may have been at work while this one waited for the lock: look again.
         goes_on = check_directory(path, command, self.config, force, identity)
         if not goes_on:
             clear(path)
         elif has_grown(path, command, self.config):
-            remove(path, ["result.json"])  # then it is not finished any more
-        remove(path, TORN)
+            remove(path, ["result.json"])  # more seeds or rates are to come: it is not finished
+        remove(path, TORN)  # files that a killed process has half written
         if not self.is_finished():
             self.record_start(command, identity, goes_on)
 
@@ -260,11 +265,14 @@ class Run(ExitStack):
         }
 
     def restore(self, tensors: Mapping[str, Tensor], optimisers: Mapping[str, Optimiser]) -> None:
-        """Name what checkpoints hold; if there is a checkpoint, read it back into these tensors.
+        """Say what checkpoints hold from now on; if there is a checkpoint, read it back.
 
-        Tensors are found by name, since θ_P and θ_D have the same shape. `tensors` has all tensors
-        of the optimisers, and may have more. Raises UsageError, and changes nothing, unless the
-        file holds just these names and shapes.
+        Args:
+            tensors: by name, since θ_P and θ_D have the same shape. All tensors of the optimisers
+                are among them. They are overwritten by those of the checkpoint.
+            optimisers: by name; step and state of each are overwritten, too.
+
+        Raises UsageError, and changes nothing, unless the file holds just these names and shapes.
         """
         self.tensors = tensors
         self.optimisers = optimisers
@@ -286,9 +294,11 @@ class Run(ExitStack):
         LOG.info("%s: goes on where it stopped", self.path)
 
     def check_checkpoint(self, path: Path, saved: Record) -> None:
-        """Refuse (UsageError) a checkpoint that does not hold what this run needs."""
-        # Compared are each tensor's shape, and for each optimiser the names of its tensors in their
-        # order: torch would silently give a state to another tensor of the same shape.
+        """Refuse (UsageError) a checkpoint that does not hold what this run needs.
+
+        By name, each tensor has to have its shape, and each optimiser its tensors in their order:
+        torch would silently give the state of a tensor to another one of the same shape.
+        """
         held: Record = {name: tensor.shape for name, tensor in saved["tensors"].items()}
         held |= {name: state["tensors"] for name, state in saved["optimisers"].items()}
         needed: Record = {name: tensor.shape for name, tensor in self.tensors.items()}
@@ -419,7 +429,9 @@ def import_writer() -> "type[SummaryWriter]":
 
 
 def mean_numbers(record: Record) -> dict[str, float]:
-    """The numbers of a record by name; a list becomes its mean. The step itself is left out.
+    """Flatten a record to numbers by name; a list of numbers becomes its mean.
+
+    What has no number is left out: None, texts and empty lists; and so is the step.
 
     >>> mean_numbers({"step": 3, "loss_P": [1.0, 3.0], "val_P": {"accuracy": 50.0}, "lr": None})
     {'loss_P': 2.0, 'val_P/accuracy': 50.0}
@@ -505,14 +517,17 @@ def check_directory(
         import_writer()  # if its package is missing, this raises before the long work
     if path.is_file():
         raise UsageError(f"--out {path}: is a file; {OTHER_OUT}")
-    if not (path / "config.json").exists():
+
+    if not (path / "config.json").exists():  # there is no run
         check_that_nothing_is_in(path, command)
         return False
+
     env = read_json(path / "env.json", OTHER_OUT)
     if env.get("command") != command:
         raise UsageError(f"--out {path}: is a run of `{env.get('command')}`; {OTHER_OUT}")
     if force:
         return False
+
     recorded = read_json(path / "config.json") | env.get("about", {})
     current = config.model_dump(mode="json") | identity.as_record()
     changed = list_changed(type(config), recorded, current)
@@ -525,9 +540,9 @@ def check_directory(
     )
 
 
-def may_change(kind: type[Machine]) -> set[str]:
+def may_change(settings_class: type[Machine]) -> set[str]:
     """The settings that may have another value when a run goes on, such as workers."""
-    return settings_with(kind, Mark.CHANGES_NO_NUMBER, Mark.KNOWN_BY_DIGEST)
+    return settings_with(settings_class, Mark.CHANGES_NO_NUMBER, Mark.KNOWN_BY_DIGEST)
 
 
 def has_grown(path: Path, command: str, config: Machine) -> bool:
@@ -549,15 +564,19 @@ def is_more(name: str, value: object, before: object) -> bool:
     return isinstance(value, int) and isinstance(before, int) and value >= before
 
 
-def list_changed(kind: type[Machine], recorded: Record, current: Record) -> list[str]:
-    """The names of settings and digests that define a run and are not as recorded."""
+def list_changed(settings_class: type[Machine], recorded: Record, current: Record) -> list[str]:
+    """The names of settings and digests that keep a run from going on.
+
+    `recorded` and `current` have both by name: as the run had them, and as they are now.
+    """
     changed = []
-    free = may_change(kind)
-    growing = settings_with(kind, Mark.MAY_GROW) | {"start_sha256"}
+    free = may_change(settings_class)
+    growing = settings_with(settings_class, Mark.MAY_GROW) | {"start_sha256"}
+    fields = settings_class.model_fields
     for name, value in current.items():
-        # A setting may be newer than the run: then the run had its default.
-        default = kind.model_fields[name].default if name in kind.model_fields else None
-        before = recorded.get(name, default)
+        before = recorded.get(name)
+        if name not in recorded and name in fields:
+            before = fields[name].default  # the setting is newer than the run
         if name in free or value == before:
             continue
         if name not in growing or not is_more(name, value, before):
@@ -566,7 +585,10 @@ def list_changed(kind: type[Machine], recorded: Record, current: Record) -> list
 
 
 def check_that_nothing_is_in(path: Path, command: str) -> None:
-    """Refuse (UsageError) a directory that holds more than a run leaves that is killed at once."""
+    """Refuse (UsageError) a directory with files of anything else than a run of this command.
+
+    A run that is killed right at its start may leave a few files; these are no reason to refuse.
+    """
     leftovers = [LOCK, *TORN]
     if is_run(path, command):
         leftovers.append("env.json")  # it is written before config.json

@@ -161,7 +161,7 @@ def test_images_are_normalised_as_the_network_was_trained(vit: Any, caplog: Any)
     assert experiment.task.mean == experiment.pool.std == (0.5, 0.5, 0.5) != quilts(0)[1].mean
     examples = next(experiment.examples("test", 0, 4, range(1), 0.0))
     assert float(examples.images.min()) < 0 < float(examples.images.max()) <= 1
-    assert experiment.origin.channels == ((0.5, 0.5, 0.5),) * 2
+    assert experiment.adapter_info.channels == ((0.5, 0.5, 0.5),) * 2
     with pytest.raises(ValueError, match="--decoder checkpoint"):
         settings(decoder="checkpoint")
     told = [record for record in caplog.records if "pretext head" in record.getMessage()]
