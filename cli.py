@@ -209,7 +209,7 @@ def training(quiet: bool) -> Iterator["Track"]:
     diverged, a worker process broke down, memory was short, an image cannot be read. All others
     pass unchanged.
     """
-    # Only now, since these load torch.
+    # Only now, since most of these load torch.
     from concurrent.futures.process import BrokenProcessPool
 
     from bisslight import Diverged

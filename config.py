@@ -203,7 +203,7 @@ def check_pretext(name: str) -> str:
 def check_dataset(name: str) -> str:
     """Return a value of --dataset, in which a folder becomes "folder:" and its absolute path.
 
-    1. A data set is returned as it is: one of Python's, of TASKS or of NAMED.
+    1. A data set is returned as it is: one that a script hands over, or one of TASKS or NAMED.
     2. A folder is known by "folder:", by a slash, or because it exists.
     3. Any other word is refused.
 
@@ -702,8 +702,8 @@ class PretrainConfig(Pretext, Crops, Shape, Command):
 def paper_defaults(settings_class: type[Command], given: Record) -> Record:
     """Return the paper's defaults that differ from those at the fields, because of what is given.
 
-    They follow from the backbone, the pretext task, a start after aligning, and a single learning
-    rate. Those that the class has no field for are left out: align has no grid. Those of
+    They follow from the backbone, the pretext task, a start (--from), and a single learning rate
+    (--lr). Those that the class has no field for are left out: align has no grid. Those of
     pretraining are MAE's or I-JEPA's.
 
     >>> paper_defaults(AlignConfig, {"backbone": "vit_l16", "dataset": "dtd"})
