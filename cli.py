@@ -89,11 +89,13 @@ SOURCES = (
 def with_flags(command: Callable[[C, Options], None]) -> Callable[..., None]:
     """Make `command(cfg, options)` a command with a flag for each setting and each of `Options`.
 
-    The settings are the fields of the class that annotates `cfg`, such as AlignConfig.
+    The settings are the fields of the class that annotates `cfg`, such as AlignConfig. Returns a
+    function that takes the flags, makes `cfg` and `options` of them, and calls the command. Its
+    signature, of which Typer makes the flags, has a keyword for each flag.
     """
     settings_class: type[C] = command.__annotations__["cfg"]
 
-    @wraps(command)
+    @wraps(command)  # with the command's name and docstring, which Typer shows in --help
     def read_flags(**flags: str | bool | None) -> None:
         # Typer gives every flag by name: as text, a switch as True or False, None if not given.
         given = {name: value for name, value in flags.items() if value is not None}
@@ -112,47 +114,57 @@ def with_flags(command: Callable[[C, Options], None]) -> Callable[..., None]:
 def collect_settings(settings_class: type[C], flags: Record, options: Options) -> C:
     """Make the settings of a command from its flags and from what the flags name.
 
-    A flag wins over --config, this over --preset, this over the align run of --from, and this over
-    the defaults (see `config`). Raises UsageError.
+    `flags` has those that were given, by the name of the setting, such as {"rank": "8"}. A flag
+    wins over --config, this over --preset, this over the align run of --from, and this over the
+    defaults (see `config`). Raises UsageError for a wrong value, and for a file or an align run
+    that cannot be read.
     """
     given = flags
     if options.config is not None:
         given = read_settings(options.config, settings_class) | flags
+
     taken_over: Record = {}
     if "start" in given:  # the setting of --from
         start = Path(str(given["start"])).expanduser()
         if not start.is_file():  # a file of LoRA has no settings, only a run has
-            taken_over |= read_align_run(start, given.get("dataset"), given.get("restart"))
+            dataset = given.get("dataset")  # None: not given, as for the next
+            taken_over |= read_align_run(start, dataset, restart=given.get("restart"))
     if options.preset == "as-released":
         taken_over |= released_values(settings_class, aligned="start" in given)
-    return make(settings_class, taken_over | given)
+
+    return make(settings_class, taken_over | given)  # it adds the defaults: `Command.fill_in`
 
 
 def choose_out(command: str, cfg: Command, options: Options) -> Path:
     """Return the directory of a run: --out, or by default a name that says what is run.
+
+    The name has the command, the images, the backbone, the start if there is one, the rank of LoRA
+    except in pretraining, and the seed. In "omniglot:Greek", - is written for the colon.
 
     >>> str(choose_out("align", AlignConfig(backbone="vit_l16", dataset="cub200"), Options()))
     'runs/align-cub200-vit_l16-r64-s0'
     """
     if options.out:
         return options.out
-    settings = dict(cfg)
+    settings = dict(cfg)  # by name
     images = settings.get("dataset") or settings["pool"]  # pretraining has a pool only
-    parts = [command, Path(images).name, settings["backbone"]]
+    parts = [command, Path(images).name, settings["backbone"]]  # of "folder:/photos", only photos
     if settings.get("start"):
         parts.append(f"from-{settings['start'].name}")
     if "rank" in settings:
         parts.append(f"r{settings['rank']}")
     parts.append(f"s{cfg.seed}")
-    return Path("runs", "-".join(parts).replace(":", "-"))
+    name = "-".join(parts).replace(":", "-")
+    return Path("runs", name)
 
 
 def show_plan(command: str, cfg: Command, options: Options) -> None:
     """Print what a run would do, for --dry-run. Raises UsageError with all that is missing."""
     from extras.dry_run import plan_run  # only now: it loads torch
 
-    plan = plan_run(command, cfg, choose_out(command, cfg, options), options.force)
-    show(plan.work, list_fields(plan.work), options.as_json)
+    out = choose_out(command, cfg, options)
+    plan = plan_run(command, cfg, out, force=options.force)
+    show(plan.work, list_fields(plan.work), options.as_json)  # work: such as {"device": "cpu", ...}
     if plan.problems:
         raise UsageError(*plan.problems)
 
@@ -162,7 +174,7 @@ def finish(result: Result, options: Options) -> None:
     from support.processes import leave_group  # only now: it loads torch
 
     show(result, result.in_words(), options.as_json)
-    leave_group()
+    leave_group()  # leave torchrun's process group, or Python may abort at exit
 
 
 def show(result: object, words: Answer, as_json: bool) -> None:
@@ -176,7 +188,11 @@ def show(result: object, words: Answer, as_json: bool) -> None:
 
 
 def warn_about_warmup(cfg: Command) -> None:
-    """Warn on stderr where the warm-up takes the whole run: the full rate is never reached."""
+    """Warn on stderr if the warm-up is not shorter than the run, so no learning rate is reached.
+
+    In the warm-up a learning rate rises to its full value. Align counts it in alternations, the
+    other commands in epochs.
+    """
     settings = dict(cfg)
     for warmup, length in (("warmup", "alternations"), ("warmup_epochs", "epochs")):
         if warmup in settings and settings[warmup] >= settings[length]:
@@ -188,9 +204,12 @@ def warn_about_warmup(cfg: Command) -> None:
 def training(quiet: bool) -> Iterator["Track"]:
     """Prepare this process for training, and give failures inside the block a remedy.
 
-    Yields the `Track` that shows progress, or shows nothing if `quiet`. Raises RunError for known
-    failures, and typer.Exit after a signal such as Ctrl-C. All others pass unchanged.
+    Yields the `Track` that shows progress, or shows nothing if `quiet`. Raises typer.Exit after a
+    signal such as Ctrl-C, and RunError, whose text has a remedy, for these failures: the training
+    diverged, a worker process broke down, memory was short, an image cannot be read. All others
+    pass unchanged.
     """
+    # Only now, since most of these load torch.
     from concurrent.futures.process import BrokenProcessPool
 
     from bisslight import Diverged
@@ -198,11 +217,11 @@ def training(quiet: bool) -> Iterator["Track"]:
     from support.processes import Stopped, leave_group, make_ready
     from support.progress import show_progress
 
-    make_ready()
+    make_ready()  # to hear signals, and to share the work with torchrun's other processes
     try:
         with show_progress(quiet) as track:
             yield track
-    except Diverged as error:
+    except Diverged as error:  # a loss or gradient was nan or inf
         rates = "--lr, --p-lr, --d-lr, --base-lr"
         remedy = f"give a lower learning rate ({rates}) and another --out"
         raise RunError(f"{error}; {remedy}") from error
@@ -211,13 +230,13 @@ def training(quiet: bool) -> Iterator["Track"]:
         raise RunError(f"{error}; {remedy}") from error
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
-            raise
+            raise  # a fault of this program, which needs its traceback
         remedy = (
             "a --micro-batch that fits, --recompute, fewer --lower-steps, and a smaller --rank or "
             "--image-size need less"
         )
         raise RunError(f"out of memory: {remedy}; {error}") from error
-    except ImageError as error:
+    except ImageError as error:  # its text names the file
         remedy = (
             "a run that has begun goes on once it is replaced; `bisslight data check` lists all"
         )
@@ -226,7 +245,7 @@ def training(quiet: bool) -> Iterator["Track"]:
         leave_group()
         signal, message = stopped.args  # such as 2, "..."
         print_line(message, sys.stderr)
-        raise typer.Exit(128 + signal) from stopped
+        raise typer.Exit(code=128 + signal) from stopped  # as shells do: 130 after Ctrl-C
 
 
 def is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
@@ -294,10 +313,10 @@ def align(cfg: AlignConfig, options: Options) -> None:
         show_plan("align", cfg, options)
         return
     out = choose_out("align", cfg, options)
-    from align import align
+    from align import align as run_align
 
-    with training(options.quiet or options.as_json) as track:
-        result = align(cfg, out, force=options.force, track=track)
+    with training(quiet=options.quiet or options.as_json) as track:
+        result = run_align(cfg, out, force=options.force, track=track)
     finish(result, options)
 
 
@@ -309,10 +328,10 @@ def finetune(cfg: FinetuneConfig, options: Options) -> None:
         show_plan("finetune", cfg, options)
         return
     out = choose_out("finetune", cfg, options)
-    from finetune import finetune
+    from finetune import finetune as run_finetune
 
-    with training(options.quiet or options.as_json) as track:
-        result = finetune(cfg, out, force=options.force, track=track)
+    with training(quiet=options.quiet or options.as_json) as track:
+        result = run_finetune(cfg, out, force=options.force, track=track)
     finish(result, options)
 
 
@@ -324,10 +343,10 @@ def pretrain(cfg: PretrainConfig, options: Options) -> None:
         show_plan("pretrain", cfg, options)
         return
     out = choose_out("pretrain", cfg, options)
-    from extras.pretrain import pretrain
+    from extras.pretrain import pretrain as run_pretrain
 
-    with training(options.quiet or options.as_json) as track:
-        result = pretrain(cfg, out, force=options.force, track=track)
+    with training(quiet=options.quiet or options.as_json) as track:
+        result = run_pretrain(cfg, out, force=options.force, track=track)
     finish(result, options)
 
 
@@ -359,21 +378,23 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Compare finished finetune runs: mean, deviation, exact p, the paper's figure."""
-    runs = [*runs, *(against or [])]
-    if curves is not None:
-        from extras.plots import draw_curves
+    arms = [*runs, *(against or [])]  # each is a run, or a directory of runs
 
-        draw_curves(runs, curves)
+    if curves is not None:
+        from extras.plots import draw_curves  # only on demand: it loads matplotlib
+
+        draw_curves(arms, path=curves)
         if picture is None:  # an align run has curves, but no accuracy to compare
             show({"curves": curves}, Answer(headline=f"in {curves}"), as_json)
             return
-    from evaluate import evaluate
 
-    evaluation = evaluate(runs)
+    from evaluate import evaluate as evaluate_arms
+
+    evaluation = evaluate_arms(arms)  # a table with a row for each arm
     if picture is not None:
         from extras.plots import draw_arms
 
-        draw_arms(evaluation.arms, picture)
+        draw_arms(evaluation.arms, path=picture)
     show(evaluation, evaluation.in_words(), as_json)
 
 
@@ -389,13 +410,13 @@ def demo(
     quiet: Quiet = False,
 ) -> None:
     """See the method at work on handwriting: offline, two minutes on two CPU cores."""
-    from extras.demo import demo
+    from extras.demo import demo as run_demo
     from support.processes import leave_group
 
-    with training(quiet or as_json) as track:
-        result = demo(out, data_seed=data_seed, jobs=jobs, force=force, track=track)
+    with training(quiet=quiet or as_json) as track:
+        result = run_demo(out, data_seed=data_seed, jobs=jobs, force=force, track=track)
     show(result, result.in_words(), as_json)
-    leave_group()
+    leave_group()  # leave torchrun's process group, or Python may abort at exit
 
 
 @app.command(epilog="Example: bisslight export runs/cub-peft --out exported")
@@ -407,9 +428,9 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a run's adapter for HF peft, and merged into its network for timm."""
-    from extras.export import export
+    from extras.export import export as run_export
 
-    done = export(run, out, seed=seed, weights=weights)
+    done = run_export(run, out, seed=seed, weights=weights)  # what was written, by name
     show(done, list_fields(done), as_json)
 
 
@@ -424,18 +445,22 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     """Classify images with a finished finetune run: class names and probabilities."""
-    from extras.predict import check_csv, format_csv, in_words, predict
+    from extras.predict import check_csv, format_csv, in_words
+    from extras.predict import predict as run_predict
     from support.runs import write_atomic
 
     if csv is not None:
-        check_csv(csv)
-    guesses = predict(run, images, top=top, seed=seed, weights=weights)
+        check_csv(csv)  # refuses a file of another kind before the long work
+
+    guesses = run_predict(run, images, top=top, seed=seed, weights=weights)  # `top` for each image
+
     if csv == Path("-"):
         print_line(format_csv(guesses).rstrip(), sys.stdout)
         return
     if csv is not None:
-        write_atomic(csv, format_csv(guesses))
-    show([guess._asdict() for guess in guesses], in_words(guesses, run, seed), as_json)
+        write_atomic(csv, format_csv(guesses))  # replaces the file at once
+    guesses_by_field = [guess._asdict() for guess in guesses]  # such as {"label": "cat", ...}
+    show(guesses_by_field, in_words(guesses, run, seed), as_json)
 
 
 @data_app.command("list")
@@ -459,9 +484,9 @@ def data_check(
     """Open every image of a data set or folder, count, and list what is wrong."""
     from extras.datasets import check
 
-    result = check(name, root, partial)
+    result = check(name, root, partial)  # such as {"images": 3669, "problems": [...], ...}
     show(result, list_fields(result), as_json)
-    return 1 if result["problems"] else 0
+    return 1 if result["problems"] else 0  # the exit code
 
 
 @data_app.command("download", epilog="Example: bisslight data download cub200 --data-root DIR")
@@ -473,7 +498,7 @@ def data_download(
     """Fetch and unpack a data set; its digests are verified."""
     from extras.datasets import download
 
-    done = download(name, root)
+    done = download(name, root)  # what was done, by name
     show(done, list_fields(done), as_json)
 
 
@@ -494,17 +519,19 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Run one command line, such as ["data", "list"], and return its exit code.
 
-    Each known error is printed as a line on stderr. Any other is a fault, and keeps its traceback.
+    Each known error is printed as a line on stderr: 2 is the code for wrong inputs, and 1 for a run
+    that cannot go on. Any other is a fault, and keeps its traceback.
     """
     try:
         if arguments in ([], ["data"]):  # no command yet: show which there are
             arguments = [*arguments, "--help"]
+        # Not standalone: Typer returns the code and raises errors, instead of ending Python.
         code = app(arguments, prog_name="bisslight", standalone_mode=False)
-        return int(code or 0)
+        return int(code or 0)  # a command without a code returns None
     except typer.TyperException as error:  # what Typer itself refuses, such as an unknown flag
         return report_error(error.format_message(), 2)
     except UsageError as error:
-        for problem in error.args:
+        for problem in error.args:  # a line for each wrong input
             report_error(problem, 2)
         return 2
     except (RunError, OSError) as error:

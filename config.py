@@ -160,23 +160,31 @@ TIMM = "timm:"  # what the name of a network of timm begins with
 
 
 def check_backbone(name: str) -> str:
-    """Return a value of --backbone, but refuse all except the BACKBONES and timm:NAME."""
+    """Return a value of --backbone, but refuse all except the BACKBONES and timm:NAME.
+
+    To a name of timm without "timm:", such as vit_base_patch16_224, the error says what to give
+    instead. To any other word, it names the backbone that is most like it.
+    """
     is_timm = name.startswith(TIMM) and name != TIMM
     if name in BACKBONES or is_timm:
         return name
-    ours = ""  # for vit_base_patch16_224: a note that vit_b16 is the same network
+
+    same_network = ""  # for vit_base_patch16_224: a note that vit_b16 is the same network
     for beginning, backbone in TIMM_NAMES.items():
         if name.startswith(beginning):
-            ours = f"{backbone} is this network with the weights of MAE, "
+            same_network = f"{backbone} is this network with the weights of MAE, "
     if "patch" in name:  # such as vit_base_patch16_224: only timm names networks in this way
-        raise ValueError(f"is unknown; {ours}timm:{name} is that of timm")
-    raise ValueError(f"is unknown, {suggest(name, (*BACKBONES, 'timm:NAME'))}")
+        raise ValueError(f"is unknown; {same_network}timm:{name} is that of timm")
+
+    hint = suggest(name, (*BACKBONES, "timm:NAME"))  # such as "did you mean vit_b16?"
+    raise ValueError(f"is unknown, {hint}")
 
 
 def check_pretext(name: str) -> str:
     """Return a value of --pretext, in which the path of a Python file is made absolute.
 
-    A word that is no pretext task is refused. A file or a class is looked for later.
+    A word without a colon that is neither mae nor ijepa is refused. Whether a file or a class is
+    there is checked later.
 
     >>> check_pretext("mae"), check_pretext("/my/rotation.py:Rotation")
     ('mae', '/my/rotation.py:Rotation')
@@ -187,14 +195,17 @@ def check_pretext(name: str) -> str:
     if not colon:
         raise ValueError(f"is unknown, {suggest(name, (*PRETEXTS, 'FILE.py:Class'))}")
     if module.endswith(".py"):
-        return f"{make_absolute(Path(module))}:{class_name}"
+        path = make_absolute(Path(module))
+        return f"{path}:{class_name}"
     return name  # the class of an installed module, such as "rotation:Rotation"
 
 
 def check_dataset(name: str) -> str:
     """Return a value of --dataset, in which a folder becomes "folder:" and its absolute path.
 
-    A word that is neither a data set nor a folder is refused.
+    1. A data set is returned as it is: one that a script hands over, or one of TASKS or NAMED.
+    2. A folder is known by "folder:", by a slash, or because it exists.
+    3. Any other word is refused.
 
     >>> check_dataset("dtd"), check_dataset("/photos"), check_dataset("folder:/photos")
     ('dtd', 'folder:/photos', 'folder:/photos')
@@ -203,12 +214,15 @@ def check_dataset(name: str) -> str:
     is_from_python = prefix == "own"  # images that a script hands over: `data.name_own_data`
     if is_from_python or name in TASKS or name in NAMED:
         return name
+
     if prefix == "folder" and folder:
         return f"folder:{make_absolute(Path(folder))}"
     looks_like_path = "/" in name or "\\" in name or Path(name).is_dir()
     if looks_like_path:
         return f"folder:{make_absolute(Path(name))}"
-    raise ValueError(f"is unknown, {suggest(name, (*TASKS, *NAMED, 'folder:DIR'))}")
+
+    hint = suggest(name, (*TASKS, *NAMED, "folder:DIR"))  # such as "did you mean dtd?"
+    raise ValueError(f"is unknown, {hint}")
 
 
 def check_pool(name: str) -> str:
@@ -256,8 +270,8 @@ class Mark(Enum):
     """Which comparisons ignore a setting.
 
     A run is compared with its own directory before it goes on, with the other runs of its arm, and
-    with the paper. A setting without a mark has to be equal in all three. So a mark that was
-    forgotten refuses too much, and mixes nothing up.
+    with the paper. A setting without a mark has to be equal in all three. If a mark is forgotten, a
+    comparison is too strict: runs may be refused, but unlike runs are never mixed.
     """
 
     # It says how and where to compute, such as `device`: a run may go on with another value.
@@ -366,12 +380,13 @@ class Command(Machine):
     def fill_in(cls, given: Record, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Add the defaults that follow from other settings, and make the settings by `handler`.
 
-        Pydantic calls this with the values that the caller gave. None counts as not given.
+        Pydantic calls this when settings are made, with the values that the caller gave. `handler`
+        is pydantic's own way to make them: it checks the values. None counts as not given.
         """
         given = {name: value for name, value in dict(given).items() if value is not None}
-        defaults = paper_defaults(cls, given) | our_defaults(cls, given)
-        settings = handler(defaults | given)
-        # Without the names of the defaults that were added here.
+        defaults = paper_defaults(cls, given) | our_defaults(cls, given)  # ours win
+        settings = handler(defaults | given)  # the caller's values win
+        # Keep the names that the caller gave, without those of the defaults that were added here.
         settings.model_fields_set.intersection_update(given)
         return settings
 
@@ -629,12 +644,14 @@ class FinetuneConfig(Peft, Data, Network, Command):
     def from_align(cls, run: Path, **changes: object) -> Self:
         """Make settings for fine-tuning after an align run, or after a directory of them.
 
-        Network, data and data root are the align run's, read from its config.json; `changes` win,
-        such as `lr=0.001`. Raises UsageError where there is no such run, for an unknown name, and
-        for a wrong value.
+        Network, data and data root are the run's, read from its config.json; `changes` win, such
+        as `lr=0.001`. With restart=True, `run` is a finetune run. Of a directory of runs, the first
+        one is read; `start` always is `run`. Raises UsageError where there is no such run, for an
+        unknown name, and for a wrong value.
         """
-        of_align_run = read_align_run(run, changes.get("dataset"), changes.get("restart"))
-        return make(cls, of_align_run | changes | {"start": run})
+        dataset = changes.get("dataset")  # None: that of the run
+        taken_over = read_align_run(run, dataset, restart=changes.get("restart"))
+        return make(cls, taken_over | changes | {"start": run})
 
 
 class PretrainConfig(Pretext, Crops, Shape, Command):
@@ -685,13 +702,16 @@ class PretrainConfig(Pretext, Crops, Shape, Command):
 def paper_defaults(settings_class: type[Command], given: Record) -> Record:
     """Return the paper's defaults that differ from those at the fields, because of what is given.
 
-    Those of pretraining are MAE's or I-JEPA's.
+    They follow from the backbone, the pretext task, a start (--from), and a single learning rate
+    (--lr). Those that the class has no field for are left out: align has no grid. Those of
+    pretraining are MAE's or I-JEPA's.
 
     >>> paper_defaults(AlignConfig, {"backbone": "vit_l16", "dataset": "dtd"})
     {'drop_path': 0.2}
     """
     if issubclass(settings_class, PretrainConfig):
         return pretraining_defaults(given)
+
     defaults: Record = {}
     if given.get("backbone") in ("vit_l16", "vit_h14"):
         defaults["drop_path"] = 0.2  # App. C.2
@@ -733,6 +753,11 @@ def pretraining_defaults(given: Record) -> Record:
 def our_defaults(settings_class: type[Command], given: Record) -> Record:
     """Return our own defaults, for networks and images that the paper does not have.
 
+    1. For vit_mini, and for networks of timm.
+    2. For data sets and pools that a script adds by name, and for Omniglot.
+
+    Those that the class has no field for are left out.
+
     >>> our_defaults(AlignConfig, {"backbone": "vit_b16", "dataset": "omniglot:Greek"})
     {'pool': 'omniglot', 'augment': 'none'}
     """
@@ -743,13 +768,14 @@ def our_defaults(settings_class: type[Command], given: Record) -> Record:
         defaults |= mini_defaults(is_pretraining, is_ijepa=given.get("pretext") == "ijepa")
     if str(given.get("backbone")).startswith(TIMM):
         defaults["decoder"] = "random"  # checkpoints of timm have no pretext head
+
     images = str(given.get("pool" if is_pretraining else "dataset"))  # such as "omniglot:Greek"
-    defaults |= NAMED.get(images, {})
+    defaults |= NAMED.get(images, {})  # such as {"augment": "none"}
     if images.startswith("omniglot:"):
         # The crop of a character can be another character, and so can its mirror image.
         defaults |= {"pool": "omniglot", "augment": "none"}
         if is_mini and given.get("pretext", "mae") == "mae":
-            defaults["weights"] = OMNIGLOT
+            defaults["weights"] = OMNIGLOT  # this backbone was trained with MAE
     return keep_known(settings_class, defaults)
 
 
@@ -805,8 +831,12 @@ def paper_values(settings_class: type[Command], given: Record) -> Record:
 
 
 def settings_left_open(settings_class: type[Command]) -> set[str]:
-    """Return the names of the settings that may have any value in a run of the paper's method."""
-    every_kind_of_mark = list(Mark)  # The paper fixes no setting that has a mark.
+    """Return the names of the settings that may have any value in a run of the paper's method.
+
+    A setting with any mark may differ from the paper's value: it is free in the paper, or changes
+    only how, where or how often one runs.
+    """
+    every_kind_of_mark = list(Mark)
     return settings_with(settings_class, *every_kind_of_mark)
 
 
@@ -816,13 +846,14 @@ def unlike_paper(cfg: Command) -> Record:
     >>> unlike_paper(AlignConfig(backbone="vit_l16", dataset="dtd", rank=8, seed=3))
     {'rank': 8}
     """
-    settings = dict(cfg)
-    left_open = settings_left_open(type(cfg))
+    settings = dict(cfg)  # such as {"backbone": "vit_l16", "rank": 8, ...}
+    left_open = settings_left_open(type(cfg))  # names, such as {"seed", "dataset", ...}
     differing: Record = {}
-    for name, value in paper_values(type(cfg), settings).items():
-        if name not in left_open and settings[name] != value:
+    for name, value_of_paper in paper_values(type(cfg), settings).items():
+        if name not in left_open and settings[name] != value_of_paper:
             differing[name] = settings[name]
-    if isinstance(cfg, Network) and cfg.scale == 1:  # pretraining has no alpha
+
+    if isinstance(cfg, Network) and cfg.scale == 1:  # settings of pretraining have no scale
         # An alpha that equals the rank does the same as the paper's value, which is None.
         differing.pop("alpha", None)
     return differing
@@ -859,12 +890,33 @@ def read_align_run(run: Path, dataset: object = None, restart: object = False) -
     """Return the network, the data and the data root of the align run that --from names.
 
     `run` is the run, or a directory of such runs, whose first one is read; after --restart it is a
-    finetune run. `dataset` and `restart` have the values of these flags, or None. Where another
-    data set is given, the run's split of its own images is left out. Raises UsageError where `run`
-    is no such run.
+    finetune run. `dataset` and `restart` have the values of these flags, or None.
+
+    1. Read the settings of the run from its config.json, and refuse a run of another command.
+    2. Return the settings that fine-tuning takes over. Where another data set is given, the run's
+       split of its own images is left out.
+
+    Raises UsageError where `run` is no such run.
     """
     files = [*run.glob("config.json"), *sorted(run.glob("*/config.json"))]
-    settings = read_table(files[0]) if files else {}
+    settings = read_table(files[0]) if files else {}  # such as {"backbone": "vit_b16", ...}
+    refuse_other_command(run, settings, restart)
+
+    taken_over = {*Data.model_fields, *Network.model_fields, "data_root"}  # names of settings
+    if dataset is not None:
+        with as_usage_error(f"--dataset {dataset}"):
+            full_name = check_dataset(str(dataset))  # such as "dtd" or "folder:/photos"
+        if full_name != settings["dataset"]:
+            taken_over -= {"dataset", "data_seed", "split_file", "partial"}
+    return {name: value for name, value in settings.items() if name in taken_over}
+
+
+def refuse_other_command(run: Path, settings: Record, restart: object) -> None:
+    """Raise a UsageError unless a run is one of align, or after --restart one of finetune.
+
+    Which command made it follows from its settings, since each has some that no other has. Without
+    any, there is no run.
+    """
     is_finetune_run = "grid" in settings
     is_align_run = "alternations" in settings
     if restart and not is_finetune_run:
@@ -874,13 +926,6 @@ def read_align_run(run: Path, dataset: object = None, restart: object = False) -
             f"--from {run}: is no align run, folder of them, or adapter file; "
             "run `bisslight align` first"
         )
-    names = {*Data.model_fields, *Network.model_fields, "data_root"}
-    if dataset is not None:
-        with as_usage_error(f"--dataset {dataset}"):
-            same_images = check_dataset(str(dataset)) == settings["dataset"]
-        if not same_images:
-            names -= {"dataset", "data_seed", "split_file", "partial"}
-    return {name: value for name, value in settings.items() if name in names}
 
 
 def read_settings(path: Path, settings_class: type[Command]) -> Record:
@@ -888,14 +933,16 @@ def read_settings(path: Path, settings_class: type[Command]) -> Record:
 
     Raises UsageError where the file cannot be read, and for a name that is no setting.
     """
-    settings = read_table(path)
-    fields = settings_class.model_fields
-    field_of_flag = {flag_of(field): field for field in fields}
+    settings = read_table(path)  # such as {"rank": 8}
+    fields = settings_class.model_fields  # by name
+    field_of_flag = {flag_of(field): field for field in fields}  # such as {"--from": "start"}
     for name in settings:
         if name not in fields:
-            hint = suggest(name, fields)
-            if flag_of(name) in field_of_flag:  # such as `from`: the setting of --from is `start`
-                hint = f"did you mean {field_of_flag[flag_of(name)]}?"
+            flag = flag_of(name)
+            if flag in field_of_flag:  # such as `from`: the setting of --from is `start`
+                hint = f"did you mean {field_of_flag[flag]}?"
+            else:
+                hint = suggest(name, fields)  # such as "did you mean rank?"
             raise UsageError(f"{path}: {name} is no setting, {hint}")
     return settings
 
@@ -909,15 +956,16 @@ def make(settings_class: type[C], given: Record) -> C:
     """Make settings of this class from values by name, such as {"rank": 8} or {"rank": "8"}.
 
     The class itself, called with the values, raises pydantic's error. This raises a UsageError,
-    such as "--lam -1: Input should be greater than 0".
+    such as "--lam -1: Input should be greater than 0". It is about the first problem only, since
+    those after it are often consequences of it; but all settings that are missing are named.
     """
     try:
         return settings_class(**given)
     except ValidationError as error:
-        problems = error.errors()
-        # Only the first is reported: those after it are often consequences of it.
+        problems = error.errors()  # dicts; what they hold is explained below this function
         first = problems[0]
-        if first["type"] == "missing" and len(first["loc"]) == 1:
+        is_missing_setting = first["type"] == "missing" and len(first["loc"]) == 1
+        if is_missing_setting:
             flags = [flag_in(problem) for problem in problems if problem["type"] == "missing"]
             text = f"{', '.join(flags)}: a value is missing"
         else:
@@ -946,14 +994,19 @@ def text_of(problem: ErrorDetails) -> str:
 
 
 def describe_problem(problem: ErrorDetails, settings_class: type[Settings]) -> str:
-    """Name the flag, its value if that is short, and what is wrong."""
+    """Name the flag, its value if that is short, and what is wrong.
+
+    The text is such as "--lam -1: Input should be greater than 0", or "--ranks: is unknown, did
+    you mean rank?". What `problem` holds is explained above `flag_in`.
+    """
     if not problem["loc"]:
         return text_of(problem)  # about several settings, whose flags the text names
-    flag = flag_in(problem)
-    if problem["type"] == "extra_forbidden":
+    flag = flag_in(problem)  # such as "--lam"
+    if problem["type"] == "extra_forbidden":  # no setting has this name
         name = str(problem["loc"][0])
         return f"{flag}: is unknown, {suggest(name, settings_class.model_fields)}"
-    if isinstance(problem["input"], str | int | float):
+    is_short = isinstance(problem["input"], str | int | float)  # no list
+    if is_short:
         return f"{flag} {problem['input']}: {text_of(problem)}"
     return f"{flag}: {text_of(problem)}"
 

@@ -106,49 +106,73 @@ class Evaluation(BaseModel, frozen=True):
     arms: list[Row]
 
     def in_words(self) -> Answer:
-        """Say how much better the first arm is than each other one, above a table of all."""
+        """Return what is printed: the differences of the arms, a table of all, then remarks.
+
+        The headline has a line for each arm after the first, such as "a minus b: +1.2 points, p =
+        0.030: chance hardly explains it". With one arm alone, it is the accuracy of that arm.
+        """
         first = self.arms[0]
-        seeds = format_count(first.seeds, "seed")
-        headline = f"test {first.metric} {format_accuracies(first.accuracies)} ({seeds})"
-        differences = []
-        lines = []
+        differences: list[str] = []  # lines of the headline
+        remarks: list[str] = []  # lines below the table
         for row in self.arms:
-            if row.first_minus_this:
+            if row.first_minus_this:  # None for the first arm itself
                 difference = describe_comparison(row.first_minus_this)
                 differences.append(f"{first.arm} minus {row.arm}: {difference}")
-                lines += describe_few_images(row)
-            if row.unit in STARTS:
-                lines.append(f"the seeds of {row.arm} start from {STARTS[row.unit]}")
-            if row.differs:
-                lines.append(f"{row.arm} differs: {format_value(row.differs)}")
-        rows = [describe_row(row, first.arm) for row in self.arms]
-        return Answer("\n".join(differences) or headline, rows, lines)
+            remarks += list_remarks(row)
+
+        seeds = format_count(first.seeds, "seed")  # such as "8 seeds"
+        accuracy_of_first = f"test {first.metric} {format_accuracies(first.accuracies)} ({seeds})"
+        return Answer(
+            headline="\n".join(differences) or accuracy_of_first,
+            rows=[describe_row(row, first.arm) for row in self.arms],
+            lines=remarks,
+        )
 
 
 def interval_by_images(accuracy: float, images: int) -> Interval:
     """Return Wilson's 95 % interval of an accuracy (in percent) that was measured on some images.
 
     It says how far this accuracy may be from that on unlimited images of the same kind, for one
-    network. Seeds share the test images, so more seeds do not make it narrower.
+    network. Seeds share the test images, so more seeds do not make it narrower. For a share s of
+    n images that are right, Wilson's interval is
+
+        (s + z²/2n ± z √(s (1 − s)/n + (z/2n)²)) / (1 + z²/n).
 
     >>> low, high = interval_by_images(50.0, 35)
     >>> round(low, 1), round(high, 1)
     (34.3, 65.7)
     """
     z = NormalDist().inv_cdf(0.975)  # 1.96: 2.5 % of a normal distribution lie above it
-    share = accuracy / 100
+    share = accuracy / 100  # s
     centre = (share + z**2 / (2 * images)) / (1 + z**2 / images)
-    variance = share * (1 - share) / images + (z / (2 * images)) ** 2
+    variance = share * (1 - share) / images + (z / (2 * images)) ** 2  # what is below the root
     half_width = z * math.sqrt(variance) / (1 + z**2 / images)
-    return Interval(100 * (centre - half_width), 100 * (centre + half_width))
+    return Interval(low=100 * (centre - half_width), high=100 * (centre + half_width))
+
+
+def list_remarks(row: Row) -> list[str]:
+    """Return the lines about an arm that stand below the table; there may be none.
+
+    They say that the test images are few, what the seeds start from, and which settings differ.
+    """
+    remarks = describe_few_images(row)  # one line, or none
+    if row.unit in STARTS:
+        remarks.append(f"the seeds of {row.arm} start from {STARTS[row.unit]}")
+    if row.differs:  # such as {"rank": "8, there 64"}
+        remarks.append(f"{row.arm} differs: {format_value(row.differs)}")
+    return remarks
 
 
 def describe_few_images(row: Row) -> list[str]:
-    """Return a line where the difference of means is within the interval by images, else []."""
-    comparison = row.first_minus_this
+    """Warn in one line if the test images are too few for a difference as small as this row's.
+
+    Returns [] if the difference of means is larger than half of the row's interval by images, and
+    if the row has no difference or no interval.
+    """
+    comparison = row.first_minus_this  # None for the first arm
     if comparison is None or row.interval is None:
         return []
-    if row.interval.half_width < abs(comparison.difference):
+    if row.interval.half_width < abs(comparison.difference):  # both in percentage points
         return []
     return [
         f"{format_count(row.test_images, 'test image')} tell an accuracy to within "
@@ -156,21 +180,33 @@ def describe_few_images(row: Row) -> list[str]:
     ]
 
 
-def describe_row(row: Row, first: str) -> Record:
+def describe_row(row: Row, first_name: str) -> Record:
     """Return the line of an arm in the printed table, by column.
 
-    `first` is the name of the first arm, with which this one is compared.
+    `first_name` is that of the first arm, with which this one is compared. Such a line is
+
+        {"arm": "direct", "seeds": 8, "rate": [0.001], "test images": 3669,
+         "test top-1 accuracy": "91.7 ± 0.3 %", "95 % by images": "90.8 to 92.6",
+         "cub minus this": "+0.4", "p": "0.010", "the paper": "91.7 ± 0.3 % (tab:...)"}
+
+    where columns that an arm has no value for are absent.
     """
-    line: Record = {"arm": row.arm, "seeds": row.seeds, "rate": row.rates}
-    line["test images"] = row.test_images
-    line[f"test {row.metric}"] = format_accuracies(row.accuracies)
-    if row.interval:
+    line: Record = {
+        "arm": row.arm,
+        "seeds": row.seeds,
+        "rate": row.rates,
+        "test images": row.test_images,
+        f"test {row.metric}": format_accuracies(row.accuracies),
+    }
+    if row.interval:  # None for mAP
         line["95 % by images"] = f"{row.interval.low:.1f} to {row.interval.high:.1f}"
-    comparison = row.first_minus_this
+
+    comparison = row.first_minus_this  # None for the first arm itself
     if comparison:
-        line[f"{first} minus this"] = format_difference(comparison)
+        line[f"{first_name} minus this"] = format_difference(comparison)
         line["p"] = "none" if comparison.p is None else f"{comparison.p:#.2g}"
-    if row.paper:
+
+    if row.paper:  # None if the paper has no such run
         line["the paper"] = f"{row.paper.mean} ± {row.paper.std} % ({row.paper.source})"
     return line
 
@@ -227,23 +263,35 @@ class Arm(BaseModel, frozen=True):
 def evaluate(runs: Sequence[Path]) -> Evaluation:
     """Compare the first of several arms with each of the others.
 
-    Each path is a finished `finetune` run, or a directory of such runs. Raises UsageError where one
-    is no arm, or where its images are not those of the first one.
+    1. Read each path: a finished `finetune` run, or a directory of such runs, is one arm.
+    2. If two arms have the same name, call all of them by their paths.
+    3. Refuse an arm whose images are not those of the first one.
+    4. Make a row for each arm, the first one first.
+
+    Raises UsageError where a path is no arm, and where images differ.
     """
     arms = [read_arm(run) for run in runs]
+
     names = {arm.name for arm in arms}
-    if len(names) < len(arms):  # such as "tuned" twice, for a/tuned and b/tuned: give the paths
-        pairs = zip(arms, runs, strict=True)
-        arms = [arm.model_copy(update={"name": str(run)}) for arm, run in pairs]
+    if len(names) < len(arms):  # such as "tuned" twice, for a/tuned and b/tuned
+        arms_with_paths = zip(arms, runs, strict=True)
+        arms = [arm.model_copy(update={"name": str(run)}) for arm, run in arms_with_paths]
+
     first, *others = arms
     for arm in others:
-        if arm.settings["data_sha256"] != first.settings["data_sha256"]:
-            raise UsageError(
-                f"{arm.name}: not comparable, is on {arm.data_set}, {first.name} on "
-                f"{first.data_set}, or they have other images or another split"
-            )
-        log_other_grid(arm, first)
+        refuse_other_images(arm, first)
+        log_other_grid(arm, first)  # only a warning
+
     return Evaluation(arms=[make_row(arm, first) for arm in arms])
+
+
+def refuse_other_images(arm: Arm, first: Arm) -> None:
+    """Raise a UsageError where the images or the split of an arm are not those of the first one."""
+    if arm.settings["data_sha256"] != first.settings["data_sha256"]:
+        raise UsageError(
+            f"{arm.name}: not comparable, is on {arm.data_set}, {first.name} on "
+            f"{first.data_set}, or they have other images or another split"
+        )
 
 
 def make_row(arm: Arm, first: Arm) -> Row:
@@ -256,11 +304,11 @@ def make_row(arm: Arm, first: Arm) -> Row:
         std=stdev(arm.accuracies) if len(arm.accuracies) > 1 else None,
         metric=arm.metric,
         paper=arm.paper,
-        differs=list_differences(arm, first),
+        differs=list_differences(arm, first),  # such as {"rank": "8, there 64"}
         accuracies=arm.accuracies,
         counts=arm.counts,
         first_minus_this=None if arm is first else compare_arms(first, arm),
-        rates=sorted(set(arm.rates)),
+        rates=sorted(set(arm.rates)),  # each once
         test_images=arm.test_images,
         data_set=arm.data_set,
     )
@@ -269,7 +317,7 @@ def make_row(arm: Arm, first: Arm) -> Row:
 def compare_arms(first: Arm, arm: Arm) -> Comparison:
     """Return the first arm minus this one, in percentage points, with the p-value."""
     with as_usage_error(f"{first.name}, {arm.name}"):  # where a count is not whole
-        return compare(first.counts, arm.counts, arm.count_of_all)
+        return compare(arm=first.counts, against=arm.counts, images=arm.count_of_all)
 
 
 def list_differences(arm: Arm, first: Arm) -> dict[str, str]:
@@ -277,8 +325,9 @@ def list_differences(arm: Arm, first: Arm) -> dict[str, str]:
 
     Where only one of them was aligned, the settings that differ for this reason are left out.
     """
-    differences = compare_settings(arm.settings, first.settings)
-    if arm.is_aligned != first.is_aligned:
+    differences = compare_settings(arm.settings, first=first.settings)
+    only_one_is_aligned = arm.is_aligned != first.is_aligned
+    if only_one_is_aligned:
         for name in ("aligned_by", "align_unlike_paper", "grid"):
             differences.pop(name, None)
     return differences
@@ -317,9 +366,10 @@ def format_setting(value: object) -> str:
 
 def log_other_grid(arm: Arm, first: Arm) -> None:
     """Log a warning where only one arm was aligned, and they chose from different rates."""
-    grid = arm.settings["grid"]
+    grid = arm.settings["grid"]  # learning rates, such as [0.0001, 0.001]
     first_grid = first.settings["grid"]
-    if arm.is_aligned != first.is_aligned and grid != first_grid:
+    only_one_is_aligned = arm.is_aligned != first.is_aligned
+    if only_one_is_aligned and grid != first_grid:
         text = "%s chose its learning rate from %s, %s from %s"
         LOG.warning(text, arm.name, grid, first.name, first_grid)
 
@@ -333,11 +383,13 @@ def read_arm(path: Path) -> Arm:
     Raises UsageError where there is no finished run, and where the runs differ in more than seed
     and start.
     """
-    with as_usage_error(str(path), "give a finished finetune run, or a folder of them"):
-        runs = [read_run(run) for run in find_runs(path)]
-    differing = set[str]()
+    remedy = "give a finished finetune run, or a folder of them"
+    with as_usage_error(str(path), remedy):
+        runs = [read_run(run) for run in find_runs(path)]  # an `Arm` each
+
+    differing = set[str]()  # names of settings, such as "rank"
     for run in runs:
-        differing |= compare_settings(run.settings, runs[0].settings).keys()
+        differing |= compare_settings(run.settings, first=runs[0].settings).keys()
     if differing:
         refuse_as_arm(path, differing)
     return join_seeds(path, runs)
@@ -352,25 +404,33 @@ def refuse_as_arm(path: Path, differing: set[str]) -> NoReturn:
 def join_seeds(path: Path, runs: Sequence[Arm]) -> Arm:
     """Join runs that differ in seed and start only into one arm, called after its directory.
 
+    1. Put the seeds of all runs into one list of each kind, such as accuracies.
+    2. Refuse seeds that occur twice.
+    3. Find out what one seed repeats: fine-tuning alone, or aligning, too.
+    4. Return the arm of the first run, with these values instead of its own.
+
     Raises UsageError where two runs have the same seed and start.
     """
     first = runs[0]
-    starts: list[tuple[str | None, int]] = []
-    accuracies: list[float] = []
+    starts: list[tuple[str | None, int]] = []  # such as [("runs/a", 0), ("runs/a", 1)]
+    accuracies: list[float] = []  # one per seed, as are the counts
     counts: list[int] = []
-    rates: list[float] = []
+    rates: list[float] = []  # one per run
     for run in runs:
         starts += run.starts
         accuracies += run.accuracies
         counts += run.counts
         rates += run.rates
+
     if len(set(starts)) < len(starts):
         refuse_as_arm(path, {"seed"})  # one seed would count as two
+
     start_paths = {start_path for start_path, _ in starts}
     each_has_its_own_start = len(starts) > 1 and len(start_paths) == len(starts)
     # If each seed has its own align run, the seeds differ by aligning, too, so that the p-value is
     # about both steps. After --restart, the start is a finetune run.
     each_is_aligned_anew = each_has_its_own_start and not first.settings["restart"]
+
     return first.model_copy(
         update={
             "name": path.absolute().name,  # absolute, since the path "." has no name
@@ -386,7 +446,8 @@ def join_seeds(path: Path, runs: Sequence[Arm]) -> Arm:
 def find_runs(path: Path) -> list[Path]:
     """Return [path] if this is a run, else the runs in this directory, s2 before s10.
 
-    Without any run it returns [path], too, so that reading it names what is missing there.
+    A directory is a run if it has a config.json. If there is no run, this also returns [path];
+    `read_run` then raises an error that names the missing files.
     """
     if (path / "config.json").exists():
         return [path]
@@ -396,31 +457,39 @@ def find_runs(path: Path) -> list[Path]:
 
 
 def read_run(run: Path) -> Arm:
-    """Read one finished `finetune` run as an arm.
+    """Read one finished `finetune` run as an arm, from three files in its directory.
+
+    1. Read the files, and refuse a run without a test accuracy: an align run has none.
+    2. Collect the settings, and what else runs of one arm have in common.
+    3. Find a whole number for each seed, which the exact test needs: images that were right.
+    4. Make the arm of these.
 
     Raises UsageError for files that are missing, and any exception for damaged ones.
     """
     check_files(run)
-    config = json.loads((run / "config.json").read_text())
-    env = json.loads((run / "env.json").read_text())
-    result = json.loads((run / "result.json").read_text())
+    config = json.loads((run / "config.json").read_text())  # settings by name: {"rank": 64, ...}
+    env = json.loads((run / "env.json").read_text())  # {"about": {"data_sha256": "3f...", ...}}
+    result = json.loads((run / "result.json").read_text())  # fields of `finetune.FinetuneResult`
     if not result.get("test"):
         raise UsageError(f"{run}: has no test accuracy, so it is no finetune run; give one")
-    settings = {  # what runs of one arm have in common
+
+    settings = {
         **config,
         "data_sha256": env["about"]["data_sha256"],
         "weights_sha256": env["about"]["weights_sha256"],
-        "aligned_by": result["aligned_by"],
-        "align_unlike_paper": result["align_unlike_paper"],
+        "aligned_by": result["aligned_by"],  # such as "mfac"; None: not aligned
+        "align_unlike_paper": result["align_unlike_paper"],  # such as {"rank": 8}; None
     }
+
     accuracies = result["test"]  # one per seed, in percent
-    seeds = range(config["seed"], config["seed"] + len(accuracies))
     counts = result["right"]  # one per seed: images that were right
-    count_of_all = result["test_images"]
+    count_of_all = result["test_images"]  # how many
     if counts is None:
-        # mAP counts no images, and the exact test needs whole numbers: hundredths of a point.
+        # mAP counts no images. Its hundredths of a point are whole numbers, up to 100 * 100.
         counts = [round(100 * accuracy) for accuracy in accuracies]
         count_of_all = 100 * 100
+
+    seeds = range(config["seed"], config["seed"] + len(accuracies))
     return Arm(
         name=run.name,
         data_set=describe_data_set(config),
@@ -493,17 +562,20 @@ OFFICIAL_ENDINGS = ("_full.pth", "IN1K-vit.h.14-300e.pth.tar")  # ends of the of
 def find_in_paper(config: Record, result: Record) -> Reported | None:
     """Find the paper's accuracy for a run, from the run's config.json and result.json.
 
+    `config` has the settings by name, and `result` has the fields of `finetune.FinetuneResult`.
     Returns None where the run differs from the paper, and where no table has such a run.
     """
     if not follows_paper(config, result):
         return None
     if config["dataset"] not in COLUMNS or result["aligned_by"] not in METHODS:
         return None
-    row = (result["pretext"], result["backbone"], METHODS[result["aligned_by"]])
-    column = COLUMNS.index(config["dataset"])
+
+    method = METHODS[result["aligned_by"]]
+    row = (result["pretext"], result["backbone"], method)  # such as ("mae", "vit_b16", "PEFT")
+    column = COLUMNS.index(config["dataset"])  # such as 0 for pets
     for label, rows in ACCURACIES.items():
         if row in rows:
-            figures = rows[row].split()
+            figures = rows[row].split()  # such as ["91.7±0.3", "69.9±0.5", ...]
             mean, std = figures[column].split("±")  # such as "91.7", "0.3"
             return Reported(mean=float(mean), std=float(std), source=label)
     return None
@@ -514,16 +586,23 @@ def follows_paper(config: Record, result: Record) -> bool:
 
     Weights are known by the name of their file only. The arguments are those of `find_in_paper`.
     """
-    left_open = settings_left_open(FinetuneConfig)
-    for name, value in paper_values(FinetuneConfig, config).items():
+    left_open = settings_left_open(FinetuneConfig)  # names, such as {"seed", "lr", ...}
+    for name, value_of_paper in paper_values(FinetuneConfig, config).items():
         # A run of an older version may lack a setting; it counts as the paper's value.
-        if name not in left_open and config.get(name, value) != value:
+        differs = config.get(name, value_of_paper) != value_of_paper
+        if differs and name not in left_open:
             return False
-    weights = config["weights"]
-    if weights is not None and not weights.endswith(OFFICIAL_ENDINGS):  # None: downloaded
+
+    weights = config["weights"]  # a path; None: the official file was downloaded
+    has_official_weights = weights is None or weights.endswith(OFFICIAL_ENDINGS)
+    if not has_official_weights:
         return False
-    if config["pretext"] != result["pretext"]:  # the result's is that of the align run
+
+    # The pretext task in the result is that of the align run.
+    if config["pretext"] != result["pretext"]:
         return False
-    if result["aligned_on"] not in (None, config["dataset"]):  # None: not aligned
+    is_not_aligned = result["aligned_on"] is None
+    is_aligned_on_same_data = result["aligned_on"] == config["dataset"]
+    if not (is_not_aligned or is_aligned_on_same_data):
         return False
     return not result["align_unlike_paper"]  # None or {}: no setting of the align run differs

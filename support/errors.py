@@ -25,21 +25,25 @@ class RunError(Exception):
 def as_usage_error(thing: str, remedy: str = "") -> Iterator[None]:
     """Turn an error inside the block into a UsageError that begins with `thing`, such as a path.
 
-    Without a remedy this is done for a ValueError or OSError only, whose text follows: "THING:
-    TEXT". With a remedy it is done for any error, since damaged files raise anything from EOFError
-    to UnpicklingError: "THING: cannot be read (NAME OF THE ERROR: TEXT); REMEDY".
+    1. Errors that have a remedy of their own pass unchanged, as does a lack of memory.
+    2. With a remedy, any other error is turned, since damaged files raise anything from EOFError
+       to UnpicklingError: "THING: cannot be read (NAME OF THE ERROR: TEXT); REMEDY".
+    3. Without a remedy, this is done for a ValueError or OSError only: "THING: TEXT". All others
+       pass unchanged.
     """
     try:
         yield
-    except (UsageError, RunError, MemoryError):  # these have a remedy of their own
+    except (UsageError, RunError, MemoryError):
         raise
     except Exception as error:
-        error_name = type(error).__name__
+        error_name = type(error).__name__  # such as "EOFError"
         if error_name == "OutOfMemoryError":  # torch's, by name: this module does not import torch
             raise
+
         if remedy:
             text = " ".join(str(error).split())[:200]  # in one line: libraries write many
             raise UsageError(f"{thing}: cannot be read ({error_name}: {text}); {remedy}") from error
+
         if isinstance(error, ValueError | OSError):
             raise UsageError(f"{thing}: {error}") from error
         raise  # a fault of this program, which needs its traceback
@@ -50,8 +54,8 @@ def try_and_collect(
 ) -> T | None:
     """Return the result of `step(*args, **kwargs)`, or None where it raises a UsageError.
 
-    The lines of the error are then added to `problems`. So a command can look at all its inputs,
-    and list everything that is wrong at once.
+    The lines of the error are then added to `problems`, a list that the caller holds. So a command
+    can look at all its inputs, and list everything that is wrong at once.
     """
     try:
         return step(*args, **kwargs)
@@ -66,7 +70,7 @@ def suggest(word: str, known: Collection[str]) -> str:
     >>> suggest("vit_l", ["vit_l16", "vit_b16"]), suggest("x", ["mae", "ijepa"])
     ('did you mean vit_l16?', 'there are mae, ijepa')
     """
-    close = difflib.get_close_matches(word, known, n=1)
+    close = difflib.get_close_matches(word, known, n=1)  # one word, or none that is alike
     if close:
         return f"did you mean {close[0]}?"
     if len(known) > 20:  # too many for a line

@@ -31,8 +31,13 @@ def compare(arm: Sequence[int], against: Sequence[int], images: int = 100) -> Co
 
     The arms have n and m whole numbers, one per seed, such as how many of `images` were right.
     p is the share of the C(n + m, n) ways to split all n + m numbers into n and m whose means
-    differ at least as much as those of the arms. The difference is in percentage points. Raises
-    ValueError for an arm without a seed, and for numbers that are not whole.
+    differ at least as much as those of the arms. The difference is in percentage points.
+
+    1. Refuse an arm without a seed, and numbers that are not whole, by a ValueError.
+    2. Compute the difference of the arms' means, scaled to be a whole number.
+    3. Count the splits whose means differ at least as much. The mean of a part follows from its
+       sum, so `count_sums` counts the splits by the sum of their first part.
+    4. Divide by the number of all splits.
 
     >>> compare([3, 4], [1, 2])  # the observed split and its mirror differ most
     Comparison(difference=2.0, p=0.3333333333333333, splits=6)
@@ -42,40 +47,53 @@ def compare(arm: Sequence[int], against: Sequence[int], images: int = 100) -> Co
     pooled = [*arm, *against]
     if any(number % 1 for number in pooled):  # also true for nan and inf
         raise ValueError("compare counts, such as images that were right, not percentages")
+
     n = len(arm)
     m = len(against)
+    total = sum(pooled)
+    observed = scale_difference(sum(arm), total, n, m)
 
-    def scaled_difference(first_sum: int) -> int:
-        """Return n m times the difference of means, where the first n numbers have this sum.
-
-        n m (s/n - (S - s)/m) = (n + m) s - n S, with the sum S of all numbers: a whole number.
-        """
-        return (n + m) * first_sum - n * sum(pooled)
-
-    observed = scaled_difference(sum(arm))
     extreme = 0  # splits whose means differ at least as much as those of the arms
-    for first_sum, count in count_sums(pooled, n).items():
-        if abs(scaled_difference(first_sum)) >= abs(observed):
-            extreme += count
-    splits = math.comb(n + m, n)
+    ways_by_sum = count_sums(pooled, n)  # such as {3: 2, 4: 1}: two splits have the sum 3
+    for first_sum, ways in ways_by_sum.items():
+        of_these_splits = scale_difference(first_sum, total, n, m)
+        if abs(of_these_splits) >= abs(observed):
+            extreme += ways
+
+    splits = math.comb(n + m, n)  # the ways to choose n of n + m
     # With one seed each there are two splits, which differ equally, whatever the numbers are.
     p = extreme / splits if splits > 2 else None
-    difference = Fraction(100 * observed, n * m * images)
+    difference = Fraction(100 * observed, n * m * images)  # exact, in percentage points
     return Comparison(difference=float(difference), p=p, splits=splits)
+
+
+def scale_difference(first_sum: int, total: int, n: int, m: int) -> int:
+    """Return n m times the difference of two means, which is a whole number.
+
+    The first mean is that of n numbers with the sum `first_sum` (s), the second that of the m
+    others; `total` is the sum of all (S). n m (s/n - (S - s)/m) = (n + m) s - n S.
+
+    >>> scale_difference(first_sum=7, total=10, n=2, m=2)  # of 3, 4 and 1, 2: 2 * 2 * (3.5 - 1.5)
+    8
+    """
+    return (n + m) * first_sum - n * total
 
 
 def count_sums(numbers: Sequence[int], n: int) -> Counter[int]:
     """Count the ways to choose n of the numbers, by the sum of those that are chosen.
 
+    It looks at one number after the other. A choice of `size` numbers that has this number, too, is
+    a choice of size - 1 numbers among those before it, with a smaller sum.
+
     >>> count_sums([1, 2, 2], 2)  # 1 + 2 in two ways, and 2 + 2
     Counter({3: 2, 4: 1})
     """
-    # choices[size][total]: the ways to choose `size` of the numbers so far with this sum.
-    choices = [Counter[int]() for _ in range(n + 1)]
-    choices[0][0] = 1
+    # ways[size][total]: the ways to choose `size` of the numbers so far with this sum.
+    ways = [Counter[int]() for _ in range(n + 1)]
+    ways[0][0] = 1  # there is one way to choose nothing, and its sum is 0
     for number in numbers:
-        # From large to small sizes, so that choices[size - 1] does not have this number yet.
+        # From large to small sizes, so that ways[size - 1] does not have this number yet.
         for size in range(n, 0, -1):
-            for total, count in choices[size - 1].items():
-                choices[size][total + number] += count
-    return choices[n]
+            for total, count in ways[size - 1].items():
+                ways[size][total + number] += count
+    return ways[n]

@@ -57,8 +57,10 @@ def gather(rows: Tensor) -> Tensor:
     if size == 1:
         return rows.cpu()
     parts = [rows] * size  # only their number counts: the next line replaces them
-    dist.all_gather_object(parts, rows.cpu())  # objects may differ in shape, tensors may not
-    return torch.cat(parts)
+    # Afterwards, `parts` has the rows of each process. Objects may differ in shape, which the
+    # tensors of `dist.all_gather` may not.
+    dist.all_gather_object(parts, rows.cpu())
+    return torch.cat(parts)  # (sum of all n, ...)
 
 
 def wait_for_all() -> None:
@@ -98,7 +100,8 @@ class Stop:
         # set the flag, so a process counts only those that it heard itself. torchrun repeats a
         # signal, so two within a second are one request.
         was_heard_before = self.flag.value != 0 and self.heard_at != 0.0
-        if was_heard_before and time.monotonic() - self.heard_at > 1:
+        is_new_request = time.monotonic() - self.heard_at > 1  # monotonic: seconds on a clock
+        if was_heard_before and is_new_request:
             print_in_handler("stopped at once; the same command goes on from what was saved last")
             os._exit(128 + number)  # not an exception, which a library might catch
         self.flag.value = number
@@ -137,15 +140,22 @@ SIGNALS = (
 
 
 def make_ready() -> None:
-    """Make this process ready for runs: it hears signals, and joins torchrun's other processes."""
+    """Make this process ready for runs: it hears signals, and joins torchrun's other processes.
+
+    It may be called again, for a second run in the same process: signals are forgotten then, and
+    processes that have joined stay so.
+    """
     stop.forget()
     for number in signal.Signals:  # all that this system has: Windows lacks some of SIGNALS
         # A signal that is ignored stays so: `nohup` lets a run outlive its terminal.
-        if number.name in SIGNALS and signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, stop.hear)
+        is_ignored = signal.getsignal(number) == signal.SIG_IGN
+        if number.name in SIGNALS and not is_ignored:
+            signal.signal(number, stop.hear)  # from now on, Python calls this at the signal
+
     is_torchrun = os.environ.get("WORLD_SIZE", "1") != "1"  # torchrun sets it
     has_joined = world().size > 1
     if is_torchrun and not has_joined:
+        # gloo and nccl carry tensors between processes, those on the CPU and those on GPUs.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend)
         # All join by way of process 0, which must not end, by an error, before they have.
@@ -169,20 +179,28 @@ def run_in_processes(
     """Yield `function(unit)` for each unit, in order, while `count` workers compute the results.
 
     A worker is a new process, so the function and the units are pickled. It ends with this process.
-    If one unit fails, the other workers save and stop. Raises UsageError under torchrun.
+
+    1. Refuse several processes of torchrun, by a UsageError.
+    2. Start the workers. They share the flag of `stop` and the threads of this process.
+    3. Yield each result as soon as it and those before it are there.
+    4. If one unit fails, let the other workers save and stop, then raise its error.
     """
     if world().size > 1:
         raise UsageError("--jobs: needs a single process; start it without torchrun")
-    threads = max(1, torch.get_num_threads() // count)
-    context = get_context("spawn")  # a forked copy of a process with CUDA or threads cannot work
-    worker_arguments = (stop.flag, threads, count)
-    with ProcessPoolExecutor(count, context, start_worker, worker_arguments) as pool:
+
+    threads_per_worker = max(1, torch.get_num_threads() // count)
+    with ProcessPoolExecutor(
+        max_workers=count,
+        mp_context=get_context("spawn"),  # a forked copy with CUDA or threads cannot work
+        initializer=start_worker,  # each worker calls it first, with these arguments
+        initargs=(stop.flag, threads_per_worker, count),
+    ) as pool:
         try:
             yield from pool.map(function, units)
         except BaseException:
             # A unit failed, or a signal was heard. The other workers read the flag, so set it to
             # stop them, and afterwards take it back: this process itself ends with the error.
-            signal_heard = stop.flag.value
+            signal_heard = stop.flag.value  # such as 2 for Ctrl-C; 0: none
             if not signal_heard:
                 stop.flag.value = signal.SIGTERM
             pool.shutdown()  # this waits until they have ended
@@ -195,6 +213,7 @@ def start_worker(flag: ctypes.c_int, threads: int, count: int) -> None:
 
     `threads` is the number of torch's threads in it, and `count` is the number of workers.
     """
+    # A thread waits for the end of the parent; as a daemon, it does not keep this process alive.
     threading.Thread(target=exit_after, args=[parent_process()], daemon=True).start()
     make_ready()
     stop.flag = flag  # in place of the one that `make_ready` has made

@@ -25,7 +25,7 @@ from rich.progress import (
 from rich.text import Text
 
 from bisslight import Log
-from support.processes import stop
+from support.processes import stop  # an object, which hears signals
 from support.runs import Track, untracked
 from support.screen import Notes, is_first_process, print_line
 
@@ -66,30 +66,42 @@ class Bars(Progress):
     def __call__(self, items: Iterable[T], total: int, label: str, done: int = 0) -> Iterator[T]:
         """Yield the items unchanged, and show each one when it is done.
 
-        They are number `done` + 1 to `total` of the loop that `label` names, such as "align". A
-        unit runs when its item is asked for, so it is done when the item arrives here.
+        They are number `done` + 1 to `total` of the loop that `label` names, such as "align".
+        `items` is a generator: asking it for an item does the work of one unit. So a unit is done
+        when its item arrives here.
+
+        1. Add a bar for this loop, below those of the loops around it.
+        2. For each item, move the bar on, and print a line: without a terminal always, else only
+           for a whole run and for the end of everything.
+        3. Remove the bar, also after an error.
         """
-        is_outermost = not self.tasks
+        is_outermost = not self.tasks  # no other loop is under way
         task_id = self.add_task(label, total=total, completed=done, text="")
         self.advance(task_id, advance=0)  # starts the clock from which the speed is measured
-        task = self.tasks[-1]
+        task = self.tasks[-1]  # the one just added: what rich knows of this loop
+
         try:
             for number, item in enumerate(items, start=done + 1):
-                self.advance(task_id)
-                task.fields["text"] = describe_unit(item)
-                line = f"{label} {number}/{total}  {describe_unit(item)}"
-                is_all_done = is_outermost and number == total
+                self.advance(task_id)  # by one unit
+                text = describe_unit(item)  # such as "loss P 0.52  D 1.3"
+                task.fields["text"] = text  # `get_renderables` draws it
+                line = f"{label} {number}/{total}  {text}"
+                is_whole_run = label == "run"  # the label of a loop over whole runs
+                is_last_of_outermost = is_outermost and number == total
                 if self.disable:  # no terminal
                     left = timedelta(seconds=round(task.time_remaining or 0))
                     print_line(f"{line}  ETA {left}", sys.stderr)
-                elif label == "run" or is_all_done:  # a line that stays, above the bars
+                elif is_whole_run or is_last_of_outermost:  # a line that stays, above the bars
                     print_line(line, sys.stderr)
                 yield item
         finally:
             self.remove_task(task_id)
 
     def get_renderables(self) -> Iterator[RenderableType]:
-        """Yield what rich draws: the bars, the last unit of the innermost loop, a stop notice."""
+        """Yield what rich draws: the bars, the last unit of the innermost loop, a stop notice.
+
+        This overrides the method by which rich asks, several times a second, what to draw.
+        """
         yield self.make_tasks_table(self.tasks)
         if self.tasks:
             yield Text(self.tasks[-1].fields["text"], style="dim")
@@ -101,19 +113,24 @@ class Bars(Progress):
 def show_progress(quiet: bool) -> Iterator[Track]:
     """Show progress on stderr while the block runs, unless `quiet`; yield what shows it.
 
-    The program's log is printed, too: warnings alone where progress is not shown.
+    1. Print the program's log on stderr, too: warnings alone where progress is not shown.
+    2. Decide who prints the notice after a signal.
+    3. Yield a `Track`: bars on a terminal, lines in a file or a pipe, or one that shows nothing.
     """
-    is_first = is_first_process()
+    is_first = is_first_process()  # of several that torchrun started, one alone prints
     shows_nothing = quiet or not is_first
     log = logging.getLogger("bisslight")
     log.setLevel(logging.WARNING if shows_nothing else logging.INFO)
-    log.handlers = [Notes()]
+    log.handlers = [Notes()]  # it prints on stderr
+
     on_terminal = sys.stderr is not None and sys.stderr.isatty()
+    draws_bars = on_terminal and not shows_nothing
     # The notice after a signal stands below the bars. Where there are none, `stop` prints it.
-    stop.prints_notice = is_first and (quiet or not on_terminal)
+    stop.prints_notice = is_first and not draws_bars
+
     if shows_nothing:
         yield untracked
-    elif on_terminal:
+    elif draws_bars:
         with Bars(on_terminal=True) as bars:
             yield bars
         print_line("", sys.stderr)  # a blank line before the result
@@ -125,6 +142,7 @@ def describe_unit(item: object) -> str:
     """Describe a finished unit in a few words: an alternation by the losses of both levels."""
     if not isinstance(item, Log):
         return str(item)  # an epoch or a run, whose class has a `__str__`
+    # An alternation: its `Log` has the losses of its steps, a number each.
     words = f"loss P {fmean(item.loss_P):.4g}"
     if item.loss_D_at_D:  # it is empty with --upper-steps 0
         words += f"  D {fmean(item.loss_D_at_D):.4g}"

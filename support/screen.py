@@ -88,7 +88,8 @@ def list_fields(fields: Record) -> Answer:
     """
     lines = []
     for name, value in fields.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
+        is_table = isinstance(value, list) and value and isinstance(value[0], dict)
+        if is_table:
             lines += [f"{name}:", draw_table(value)]
         elif value is not None and value != {}:
             lines.append(f"{name}: {format_value(value)}")
@@ -96,29 +97,47 @@ def list_fields(fields: Record) -> Answer:
 
 
 def draw_table(rows: Sequence[Record]) -> str:
-    """Return a table as text; a row without a column has an empty cell there."""
+    """Return a table as text: a line with the names of the columns, then a line for each row.
+
+    Each row is a dict by column. A row without a column has an empty cell there.
+
+    1. Find the columns: the keys of all rows.
+    2. Fill a table of rich, which draws tables.
+    3. Draw it into a text, as wide as the terminal, and cut the blanks at the ends of lines.
+
+    >>> print(draw_table([{"seed": 0, "test": "52.0 %"}, {"seed": 1}]))
+    seed  test
+    0     52.0 %
+    1
+    """
     from rich.console import Console
     from rich.table import Table
 
     columns: Record = {}  # the keys of all rows, each once, in order; the values are not used
     for row in rows:
         columns |= row
-    table = Table(box=None, pad_edge=False)
+
+    table = Table(box=None, pad_edge=False)  # without lines, and without a blank at the edges
     for name in columns:
         table.add_column(name, overflow="fold")  # a long path is broken, not cut
     for row in rows:
-        cells = [format_value(row.get(name)) for name in columns]
+        cells = [format_value(row.get(name)) for name in columns]  # texts
         table.add_row(*cells)
-    text = io.StringIO()
+
+    drawn = io.StringIO()  # a file in memory
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
     # None: as wide as the terminal. In a file or a pipe, rich would cut the table to 80 characters.
-    width = None if sys.stdout is not None and sys.stdout.isatty() else 200
-    Console(file=text, width=width, color_system=None, highlight=False, markup=False).print(table)
-    lines = [line.rstrip() for line in text.getvalue().splitlines()]
+    width = None if is_terminal else 200
+    console = Console(file=drawn, width=width, color_system=None, highlight=False, markup=False)
+    console.print(table)
+    lines = [line.rstrip() for line in drawn.getvalue().splitlines()]
     return "\n".join(lines)
 
 
 def format_value(value: object) -> str:
-    """Return a value as text for people; a None inside a dict is left out.
+    """Return a value as text for people: a float in four digits, the items of a list or dict.
+
+    A None is an empty text, and inside a dict it is left out. An empty list is "none".
 
     >>> format_value({"images": [20, 0.123456], "weights": None})
     'images 20, 0.1235'
