@@ -123,8 +123,8 @@ def align(
         cfg = cfg.replace(dataset=name_own_data(*task.splits))
     if pool:
         cfg = cfg.replace(pool=name_own_data(pool))
-    # Refuses another run's directory now, before the data are read. `Run` looks again, at the
-    # digests of the data, too, and once no other process can write there.
+    # The first of three checks of the directory: of the settings alone, before the data are read.
+    # `Run` checks the digests of the data, too, and again once it has locked the directory.
     goes_on = check_directory(out, "align", cfg, force)
     experiment = open_align_experiment(cfg, task, pool)
     prepared = prepare(experiment)
@@ -150,8 +150,10 @@ def run_algorithm_1(
     """
     cfg = experiment.cfg
     state, pretext_task, head, hypergrad, optimisers = prepared
+    # This fills in place what `prepare` has made, if there is a checkpoint.
     run.restore(name_tensors(state, head, pretext_task.state), optimisers._asdict())
-    # After a stop there are records: the probe's, whose step is 0, then one for each alternation.
+    # Without records, the probe is not finished. Otherwise the step of the last one is the number
+    # of finished alternations: 0 in the probe's own record.
     probe_is_done = bool(run.records)
     if probe_is_done:
         state.done = run.records[-1]["step"]
@@ -246,27 +248,27 @@ def start_state(
     """
     theta_P = theta.detach().clone().requires_grad_()  # l.2
     theta_D = theta.detach().clone().requires_grad_()  # l.2
-    phi_P = trainable(phi_P, theta.device)  # a copy
+    own_phi_P = trainable(phi_P, theta.device)  # a copy
 
     T = cfg.alternations
-    # + 1: the released program's W steps of warm-up end below the peak, see `Schedule`.
-    lower_rate = Schedule(T * cfg.lower_steps, cfg.warmup * cfg.lower_steps + 1, cfg.end_lr)
-    upper_rate = Schedule(T * cfg.upper_steps, cfg.warmup * cfg.upper_steps + 1, cfg.end_lr)
+    # + 1: as in the released program, the full rate is reached in the step after the warm-up.
+    lower_schedule = Schedule(T * cfg.lower_steps, cfg.warmup * cfg.lower_steps + 1, cfg.end_lr)
+    upper_schedule = Schedule(T * cfg.upper_steps, cfg.warmup * cfg.upper_steps + 1, cfg.end_lr)
     betas = None if cfg.d_optimizer == "sgd" else (0.9, 0.999)  # `Optimiser` takes None for SGD
 
     lower_groups = [
         Group([theta_P], cfg.p_lr, cfg.p_weight_decay),
-        *decay_groups(phi_P, cfg.phi_p_lr, cfg.p_weight_decay),
+        *decay_groups(own_phi_P, cfg.phi_p_lr, cfg.p_weight_decay),
     ]
     # One group, so that biases are decayed, too: App. C.2 names no exception.
     upper_group = Group([theta_D, *phi_D.values()], cfg.d_lr, cfg.d_weight_decay)
     probe_group = Group([*phi_D.values()], cfg.d_lr, cfg.d_weight_decay)
     optimisers = Optimisers(
-        opt_P=Optimiser(lower_groups, lower_rate, (0.9, 0.95), cfg.clip),
-        opt_D=Optimiser([upper_group], upper_rate, betas, cfg.clip),
+        opt_P=Optimiser(lower_groups, lower_schedule, (0.9, 0.95), cfg.clip),
+        opt_D=Optimiser([upper_group], upper_schedule, betas, cfg.clip),
         probe=Optimiser([probe_group], rate=None, betas=betas),  # at a constant rate, not clipped
     )
-    state = State(theta_P, theta_D, phi_P, phi_D, optimisers.opt_P, optimisers.opt_D)
+    state = State(theta_P, theta_D, own_phi_P, phi_D, optimisers.opt_P, optimisers.opt_D)
     return state, optimisers
 
 

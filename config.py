@@ -162,18 +162,18 @@ TIMM = "timm:"  # what the name of a network of timm begins with
 def check_backbone(name: str) -> str:
     """Return a value of --backbone, but refuse all except the BACKBONES and timm:NAME.
 
-    To a name of timm without "timm:", such as vit_base_patch16_224, the error says what to give
-    instead. To any other word, it names the backbone that is most like it.
+    For a name of timm without "timm:", such as vit_base_patch16_224, the error suggests the right
+    one; for any other word, the backbone that is most like it.
     """
     is_timm = name.startswith(TIMM) and name != TIMM
     if name in BACKBONES or is_timm:
         return name
 
-    same_network = ""  # for vit_base_patch16_224: a note that vit_b16 is the same network
-    for beginning, backbone in TIMM_NAMES.items():
-        if name.startswith(beginning):
-            same_network = f"{backbone} is this network with the weights of MAE, "
     if "patch" in name:  # such as vit_base_patch16_224: only timm names networks in this way
+        same_network = ""  # such as "vit_b16 is this network with the weights of MAE, "
+        for beginning, backbone in TIMM_NAMES.items():  # such as vit_base_patch16: vit_b16
+            if name.startswith(beginning):
+                same_network = f"{backbone} is this network with the weights of MAE, "
         raise ValueError(f"is unknown; {same_network}timm:{name} is that of timm")
 
     hint = suggest(name, (*BACKBONES, "timm:NAME"))  # such as "did you mean vit_b16?"

@@ -170,11 +170,11 @@ class Pool(NamedTuple):
 
 
 def fingerprint(*parts: Split | Pool) -> str:
-    """sha256 of a pool, or of a task's splits; a run that goes on compares it with the first one.
+    """sha256 of a pool, or of a task's splits; a run that goes on compares it with its first one.
 
     It covers all labels, and of images in memory the pixels. Of image files it covers the names
     alone, since reading them would take minutes: as paths below the folder that holds them all, so
-    that this folder may be moved.
+    that the benchmarks' folder (--data-root) may be moved.
     """
     sha = hashlib.sha256()
     for part in parts:
@@ -210,13 +210,12 @@ def names_below(files: list[Path]) -> str:
 def find_images(root: Path, outer: tuple[Path, ...] = ()) -> list[Path]:
     """Find all image files below a folder, except names that begin with a dot; sorted by path.
 
-    Links are followed. The function calls itself for each folder in `root`, and only then gives
-    `outer`: the folders on the way there, with links resolved. Raises ValueError if a link leads
-    back to one of them, or if a name is not UTF-8.
+    Links are followed. `outer` is for the recursion alone: the real paths of the folders above
+    `root`. Raises ValueError if a link leads back to one of them, or if a name is not UTF-8.
     """
     here = root.resolve()
-    for folder_on_the_way in outer:
-        if folder_on_the_way.is_relative_to(here):
+    for parent in outer:
+        if parent.is_relative_to(here):  # a parent lies in here, so a link has led back
             raise ValueError(f"{root}: is a link to a folder that it lies in; remove it")
     files = list[Path]()
     for path in root.iterdir():
@@ -242,6 +241,7 @@ def list_other_files(root: Path, images: list[Path]) -> list[Path]:
 
 def check_utf8_name(path: Path) -> None:
     """Raise ValueError if a path is not UTF-8: `fingerprint` and `holdout` hash it as UTF-8."""
+    # Python reads bytes that are no UTF-8 as surrogates, which "ignore" leaves out.
     if str(path).encode(errors="ignore") != os.fsencode(path):
         raise ValueError(f"{path}: this name is not UTF-8; rename the file or folder")
 
@@ -341,9 +341,10 @@ def label_files(root: Path, files: dict[str, list[Path]], classes: list[str]) ->
 def holdout(entries: Entries, seed: int, split: str) -> tuple[Entries, Entries]:
     """Take a fifth of each class out of `entries`; returns (rest, taken), each in its old order.
 
-    Taken are the files with the smallest sha256 of seed/split/file, where `split` names what they
-    are for: test or val. A fifth is rounded down, but is at least one image; a class with a single
-    image keeps it. CUB-200 is split into 4800 and 1194 images, as many as in the authors' program.
+    The files of a class are sorted by a hash of seed, `split` ("test" or "val") and file name; the
+    first fifth is taken. A fifth is rounded down, but is at least one image; a class with a single
+    image keeps it. Each image has one class. CUB-200 is split into 4800 and 1194 images, as many as
+    in the authors' program.
 
     >>> holdout([("1.jpg", 0), ("2.jpg", 0), ("3.jpg", 1)], 0, "val")
     ([('1.jpg', 0), ('3.jpg', 1)], [('2.jpg', 0)])
@@ -386,7 +387,7 @@ def steps_per_epoch(n: int, batch: int) -> int:
 def stream(
     n: int, batch: int, seed: int, purpose: str, steps: range, by_epoch: bool = False
 ) -> Iterator[list[Draw]]:
-    """Yield the draws of each of these steps, from n images: (number, index of the image) each.
+    """Yield the draws of each of these steps, as pairs (number of the draw, index of its image).
 
     Every epoch has all n images in a random order of its own, which depends on seed and purpose;
     `by_epoch` as in `draws_of_step`. Here epoch 0 has the images 2, 1, 0; epoch 1 begins with 0:
@@ -396,14 +397,14 @@ def stream(
     """
 
     @lru_cache(maxsize=1)  # most steps need the epoch of the step before
-    def permutation(epoch: int) -> list[int]:
+    def order_of_epoch(epoch: int) -> list[int]:
         """The indices of the n images in this epoch's random order."""
         generator = rng(seed, purpose, "order", epoch)
         return list(torch.randperm(n, generator=generator).tolist())
 
     for step in steps:
         draws = draws_of_step(n, batch, step, by_epoch)
-        yield [(draw, permutation(draw // n)[draw % n]) for draw in draws]
+        yield [(draw, order_of_epoch(draw // n)[draw % n]) for draw in draws]
 
 
 class Transform(NamedTuple):
@@ -487,9 +488,10 @@ def find_unreadable(files: Iterable[Path]) -> list[ImageError]:
 
 
 def cut_random(image: Picture, t: Transform) -> Picture:
-    """Cut out a random part with min_crop to 1 of the area, and resize it to (size, size).
+    """Cut out a random part with t.min_crop to 1 of the area, and resize it to (size, size).
 
-    Every second one is flipped (App. C.2). Random numbers come from torch's global generator.
+    It is flipped with probability 1/2, unless t.flip is False (App. C.2). Random numbers come from
+    torch's global generator.
     """
     # box: top, left, height and width; 3/4 to 4/3 is its width over its height
     box = RandomResizedCrop.get_params(image, [t.min_crop, 1.0], [3 / 4, 4 / 3])

@@ -210,10 +210,11 @@ def finetune(
 
 
 def starts_of_seeds(cfg: FinetuneConfig) -> Starts:
-    """Find where each seed starts, and say what is done anew for it. Raises UsageError.
+    """Find the adapter file that each seed starts from, and say which steps a seed repeats.
 
-    Without --from, each seed has a fresh θ. Otherwise --from names a LoRA file, an align run, a
-    folder of align runs (one for each seed), or with --restart a finished finetune run.
+    Without --from, each seed has a fresh θ. Otherwise --from (`cfg.start`) names, with --restart, a
+    finished finetune run; without it a LoRA file, an align run, or a folder of align runs, one for
+    each seed. Raises UsageError.
     """
     if cfg.start is None:
         return Starts([None] * cfg.seeds, "PEFT seed")
@@ -482,23 +483,23 @@ def run_trial(
 ) -> TrialResult:
     """Fine-tune with one rate and one seed, in a run directory below `out`."""
     cfg = experiment.cfg
-    files = [trial.start] if trial.start else []
-    start_sha256 = [sha256(file) for file in files]
+    start_sha256 = [sha256(trial.start)] if trial.start else []
     of_trial = {"lr": trial.lr, "seed": trial.seed, "start_sha256": start_sha256}
     identity = experiment.identity.model_copy(update=of_trial)
+    # "peft" is what env.json calls a trial.
     with Run(trial.place(out), "peft", cfg, identity=identity) as run:
         if run.result:
             return TrialResult(**run.result)
         result: Record = {"lr": trial.lr, "seed": trial.seed}
         try:
-            best = peft(trial, experiment, run, track)
+            best_record = peft(trial, experiment, run, track)
         except Diverged as error:
             result |= {"val": None, "diverged": str(error)}
         else:
-            result |= {"val": best["val"], "epoch": best["step"]}
+            result |= {"val": best_record["val"], "epoch": best_record["step"]}
             if cfg.test_curve:
                 result["test_curve"] = curve_of(run.records)
-        return TrialResult(**run.finish(result))
+        return TrialResult(**run.finish(result))  # `finish` adds out, adapter and the seconds
 
 
 def peft(trial: Trial, experiment: FinetuneExperiment, run: Run, track: Track) -> Record:
@@ -563,7 +564,7 @@ def make_optimiser(
 
     `epoch_steps`: how many steps an epoch has.
     """
-    # + 1: the released program's W steps of warm-up end below the peak, see `Schedule`.
+    # + 1: as in the released program, the full rate is reached in the step after the warm-up.
     warmup = cfg.warmup_epochs * epoch_steps + 1
     rate = Schedule(cfg.epochs * epoch_steps, warmup, cfg.end_lr)
     betas = None if cfg.optimizer == "sgd" else (0.9, 0.999)  # `Optimiser` takes None for SGD

@@ -224,8 +224,8 @@ def download(official: Official, path: Path) -> None:
             raise OSError(f"{arrived:.0f} MB arrived, {megabytes:.0f} MB were expected")
 
 
-def tensors_in(content: Record) -> Phi:
-    """The tensors by name in what a file holds: below the key "model", or the whole content."""
+def tensors_in(content: Record) -> dict[str, Tensor]:
+    """A network's tensors by name, out of what a file holds: the value of "model", or all of it."""
     return dict(content.get("model", content))
 
 

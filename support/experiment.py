@@ -479,7 +479,7 @@ def open_pool(name: str, root: Path, seed: int) -> data.Pool:
 
 
 def set_up_device(cfg: AlignConfig | FinetuneConfig | PretrainConfig) -> torch.device:
-    """The device of these settings; sets torch's global TF32 switches and threads as they say.
+    """The device of these settings; sets torch's TF32 switches, and for vit_mini one CPU thread.
 
     Raises UsageError.
     """

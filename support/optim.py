@@ -90,7 +90,7 @@ class Optimiser:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors that are trained, group by group: the order that `update` expects."""
+        """All tensors that are trained, group by group."""
         tensors = []
         for group in self.groups:
             tensors += group.tensors

@@ -96,9 +96,9 @@ class Stop:
 
         Python calls this with the signal's number, such as 2 for Ctrl-C, and a frame.
         """
-        # A Ctrl-C reaches the workers, too. It is the first one there, although the parent may have
-        # set the flag, so a process counts only those that it heard itself. torchrun repeats a
-        # signal, so two within a second are one request.
+        # A Ctrl-C reaches parent and workers. The parent may have set the shared flag already, so a
+        # worker counts a signal as the second one only if it has heard one itself. torchrun repeats
+        # a signal, so two within a second are one request.
         was_heard_before = self.flag.value != 0 and self.heard_at != 0.0
         is_new_request = time.monotonic() - self.heard_at > 1  # monotonic: seconds on a clock
         if was_heard_before and is_new_request:
@@ -211,14 +211,15 @@ def run_in_processes(
 def start_worker(flag: ctypes.c_int, threads: int, count: int) -> None:
     """Set up this process as a worker: it stops by its parent's flag, and ends if the parent does.
 
-    `threads` is the number of torch's threads in it, and `count` is the number of workers.
+    `flag` is the parent's, in shared memory; it is not 0 once all shall stop. `threads` is the
+    number of torch's threads in this process, `count` the number of workers.
     """
     # A thread waits for the end of the parent; as a daemon, it does not keep this process alive.
     threading.Thread(target=exit_after, args=[parent_process()], daemon=True).start()
     make_ready()
-    stop.flag = flag  # in place of the one that `make_ready` has made
+    stop.flag = flag  # `make_ready` has made a flag of this process alone
     torch.set_num_threads(threads)
-    # torchrun sets this, too. `data.count_workers` shares the cores among so many processes.
+    # `data.count_workers` divides the cores by this number, which torchrun sets, too.
     os.environ["LOCAL_WORLD_SIZE"] = str(count)
 
 

@@ -98,8 +98,9 @@ class Bars(Progress):
             self.remove_task(task_id)
 
     def get_renderables(self) -> Iterator[RenderableType]:
-        """Yield what rich draws: the bars, the last unit of the innermost loop, a stop notice.
+        """Yield what rich draws: the bars, a text about the last finished unit, a stop notice.
 
+        The unit is that of the innermost loop, such as an epoch within a trial.
         This overrides the method by which rich asks, several times a second, what to draw.
         """
         yield self.make_tasks_table(self.tasks)

@@ -498,7 +498,8 @@ def is_run(path: Path, command: str) -> bool:
         env = json.loads(file.read_text())
     except (OSError, ValueError):  # none, or not ours
         return False
-    return isinstance(env, dict) and env.get("command") == command and "machines" in env
+    is_ours = isinstance(env, dict) and "machines" in env  # not another program's env.json
+    return is_ours and env.get("command") == command
 
 
 def check_directory(
@@ -508,10 +509,11 @@ def check_directory(
     force: bool = False,
     identity: Identity = UNKNOWN,
 ) -> bool:
-    """Whether there is a run in `path` that can go on; False: it has to begin there.
+    """True if `path` holds a run that can go on, or is finished; False if one has to begin there.
 
-    It begins in an empty or new directory, or with `force`. Raises UsageError for anything else:
-    other files, a run of another command, a run of other settings or another identity.
+    A run begins in an empty or new directory. With `force`, it begins where there is a run of the
+    same command, too. Raises UsageError for other files, a run of another command, and without
+    `force` a run of other settings or another identity. `UNKNOWN` has no digests to compare yet.
     """
     if config.tensorboard:
         import_writer()  # if its package is missing, this raises before the long work
