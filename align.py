@@ -134,11 +134,12 @@ def align(
         # memory; align never scores test images.
         experiment.decode_held_out_images([experiment.task.val])
     with Run(out, "align", cfg, force, experiment.identity) as run:
-        # a finished run is not done again: its result is given as it is
-        result = run.result or run_algorithm_1(experiment, prepared, run, track)
-    if "diverged" in result:  # a finished run, which diverged when it was made
-        raise Diverged(result["diverged"])
-    return AlignResult(**result)
+        if run.result is None:
+            return AlignResult(**run_algorithm_1(experiment, prepared, run, track))
+    # A finished run is not done again: it ends as it ended before.
+    if "diverged" in run.result:
+        raise Diverged(run.result["diverged"])
+    return AlignResult(**run.result)
 
 
 def run_algorithm_1(
@@ -152,8 +153,8 @@ def run_algorithm_1(
     state, pretext_task, head, hypergrad, optimisers = prepared
     # This fills in place what `prepare` has made, if there is a checkpoint.
     run.restore(name_tensors(state, head, pretext_task.state), optimisers._asdict())
-    # Without records, the probe is not finished. Otherwise the step of the last one is the number
-    # of finished alternations: 0 in the probe's own record.
+    # When the probe is finished, it logs a record with step 0; then each alternation logs one with
+    # its number. So without records, the probe is not finished.
     probe_is_done = bool(run.records)
     if probe_is_done:
         state.done = run.records[-1]["step"]
@@ -168,9 +169,9 @@ def run_algorithm_1(
         batches = batches_left(experiment, prepared)
         logs = algorithm_1(  # a generator: nothing runs before the loop below
             state,
-            steps=cfg,
+            steps=cfg,  # T, N_L, N_U and λ are read from it
             task=pretext_task,
-            loss_D=head.loss,
+            loss_D=head.loss,  # (θ, φ_D, batch, regularise=False) -> scalar
             hypergrad=hypergrad,
             pretext=batches.pretext,
             downstream=batches.downstream,

@@ -10,8 +10,9 @@ The modules of the method keep these letters; docs/math.md has a table of all sy
                                     for both levels. Who loads them freezes them, by
                                     `backbone.requires_grad_(False)`; nothing here updates them
     theta_P, theta_D    θ_P, θ_D    LoRA parameters of the lower (pretext) and upper (downstream)
-                                    level, each (K, p): K rows, here layers, of p numbers. A row is
-                                    a block, so K is the paper's, unless `mfac` is told to cut
+                                    level, each (K, p): K rows, here layers, of p numbers. M-FAC
+                                    takes a row as one block, so K is the paper's number of blocks,
+                                    unless another `partition` is chosen
     phi_P, phi_D        φ_P, φ_D    pretext head (MAE's decoder), downstream head (a linear layer)
     pretext, downstream D^P, D^D    iterators over batches
     task.loss, loss_D   L^P, L^D    functions (θ, φ, batch) -> scalar
@@ -408,8 +409,8 @@ def columns(
     """The steps of a level as a list of numbers by name; of a vector, its first number.
 
     A row has a tensor for each name; only the last one may be a vector, a number for each row of θ
-    (`q_norms`). Raises Diverged, which names the first step (`where` says of what), and the first
-    row of θ as a block of the hypergradient, that is not finite.
+    (`q_norms`). Raises Diverged if a number is not finite: its message has `where`, the first such
+    step, and if q alone is not finite, the first such row of θ as the block of the hypergradient.
     """
     if not rows:
         return {name: [] for name in names}

@@ -309,11 +309,12 @@ def program(
 @with_flags
 def align(cfg: AlignConfig, options: Options) -> None:
     """Align a pretrained backbone with a downstream task: BiSSLight, Algorithm 1."""
+    # `with_flags` has made both arguments of the flags.
     if options.dry_run:
         show_plan("align", cfg, options)
         return
     out = choose_out("align", cfg, options)
-    from align import align as run_align
+    from align import align as run_align  # only now, since it loads torch
 
     with training(quiet=options.quiet or options.as_json) as track:
         result = run_align(cfg, out, force=options.force, track=track)

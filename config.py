@@ -644,12 +644,12 @@ class FinetuneConfig(Peft, Data, Network, Command):
     def from_align(cls, run: Path, **changes: object) -> Self:
         """Make settings for fine-tuning after an align run, or after a directory of them.
 
-        Network, data and data root are the run's, read from its config.json; `changes` win, such
-        as `lr=0.001`. With restart=True, `run` is a finetune run. Of a directory of runs, the first
-        one is read; `start` always is `run`. Raises UsageError where there is no such run, for an
-        unknown name, and for a wrong value.
+        Network, data and data root are the run's, read from its config.json, in a directory from
+        the first run's. `changes`, such as `lr=0.001`, win over them; defaults are added, such as
+        the grid of learning rates after align. With restart=True, `run` is a finetune run. Raises
+        UsageError where there is no such run, for an unknown name, and for a wrong value.
         """
-        dataset = changes.get("dataset")  # None: that of the run
+        dataset = changes.get("dataset")  # None: that of the run. Another has its own split
         taken_over = read_align_run(run, dataset, restart=changes.get("restart"))
         return make(cls, taken_over | changes | {"start": run})
 

@@ -315,19 +315,24 @@ def make_row(arm: Arm, first: Arm) -> Row:
 
 
 def compare_arms(first: Arm, arm: Arm) -> Comparison:
-    """Return the first arm minus this one, in percentage points, with the p-value."""
-    with as_usage_error(f"{first.name}, {arm.name}"):  # where a count is not whole
+    """Return the mean of the first arm minus that of this one, in percentage points, with its p.
+
+    Raises UsageError where a result.json has counts of right images that are no whole numbers.
+    """
+    with as_usage_error(f"{first.name}, {arm.name}"):
         return compare(arm=first.counts, against=arm.counts, images=arm.count_of_all)
 
 
 def list_differences(arm: Arm, first: Arm) -> dict[str, str]:
-    """Return the settings in which an arm differs from the first one, as `compare_settings` does.
+    """Return the settings in which an arm differs from the first: {"rank": "8, there 64"}.
 
-    Where only one of them was aligned, the settings that differ for this reason are left out.
+    Where only one of them was aligned, what differs for this reason is left out.
     """
     differences = compare_settings(arm.settings, first=first.settings)
     only_one_is_aligned = arm.is_aligned != first.is_aligned
     if only_one_is_aligned:
+        # The first two are facts of the align run, which `read_run` adds to the settings. After
+        # align, the default grid of learning rates is lower.
         for name in ("aligned_by", "align_unlike_paper", "grid"):
             differences.pop(name, None)
     return differences

@@ -328,12 +328,16 @@ def to_timm(
 
 
 def crop_share(size: int, whole_images: bool) -> float:
-    """The crop_pct with which timm cuts images as `data.cut_centre` does: the share that is kept.
+    """The crop_pct that makes timm cut an image just as `data.cut_centre` does, such as 0.874.
 
-    `size` is the side of the network's input. timm resizes the shorter side to size / crop_pct,
-    rounded down; `cut_centre` resizes it to 256/224 of the size, rounded to the nearest number.
+    timm resizes the shorter side to size / crop_pct, rounded down, and cuts out the centre.
+    `cut_centre` resizes it to 256/224 of the size, rounded to the nearest number.
+
+    Args:
+        size: the side of the network's input.
+        whole_images: nothing of an image is cut off, so that the share is 1.
     """
     if whole_images:
         return 1.0
-    # + 0.25, so that rounding errors do not make timm's number one smaller
+    # Any number between 0 and 1 would do instead of 0.25: timm rounds down to the same side.
     return size / (round(size * 256 / 224) + 0.25)

@@ -142,23 +142,32 @@ SIGNALS = (
 def make_ready() -> None:
     """Make this process ready for runs: it hears signals, and joins torchrun's other processes.
 
-    It may be called again, for a second run in the same process: signals are forgotten then, and
-    processes that have joined stay so.
+    It may be called again before a second run in the same process: a signal that was heard in the
+    first run does not stop the second.
     """
     stop.forget()
+    listen_for_signals()
+    join_torchrun()
+
+
+def listen_for_signals() -> None:
+    """Have `stop` hear the SIGNALS that this system has and that are not ignored."""
     for number in signal.Signals:  # all that this system has: Windows lacks some of SIGNALS
         # A signal that is ignored stays so: `nohup` lets a run outlive its terminal.
         is_ignored = signal.getsignal(number) == signal.SIG_IGN
         if number.name in SIGNALS and not is_ignored:
             signal.signal(number, stop.hear)  # from now on, Python calls this at the signal
 
+
+def join_torchrun() -> None:
+    """Join the other processes, if torchrun has started this one and it has not joined yet."""
     is_torchrun = os.environ.get("WORLD_SIZE", "1") != "1"  # torchrun sets it
     has_joined = world().size > 1
     if is_torchrun and not has_joined:
         # gloo and nccl carry tensors between processes, those on the CPU and those on GPUs.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend)
-        # All join by way of process 0, which must not end, by an error, before they have.
+        # The others connect through process 0. If it failed and ended first, they would hang.
         wait_for_all()
 
 
