@@ -188,7 +188,7 @@ def show(result: object, words: Answer, as_json: bool) -> None:
 
 
 def warn_about_warmup(cfg: Command) -> None:
-    """Warn on stderr if the warm-up is not shorter than the run, so no learning rate is reached.
+    """Warn on stderr if the warm-up is not shorter than the run: no full learning rate is reached.
 
     In the warm-up a learning rate rises to its full value. Align counts it in alternations, the
     other commands in epochs.

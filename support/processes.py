@@ -167,7 +167,7 @@ def join_torchrun() -> None:
         # gloo and nccl carry tensors between processes, those on the CPU and those on GPUs.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend)
-        # The others connect through process 0. If it failed and ended first, they would hang.
+        # The others join by way of process 0, so it must not end, by an error, before they have.
         wait_for_all()
 
 

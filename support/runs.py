@@ -133,8 +133,8 @@ class RunResult(BaseModel, frozen=True):
     """What the result of every finished run has."""
 
     out: str  # the run's directory
-    cpu_seconds: float  # CPU time of this process
-    seconds: float  # by the clock
+    cpu_seconds: float  # CPU time of the run, with that before a stop; of finetune, of all trials
+    seconds: float  # the same by the clock
 
 
 LOCK = ".lock"
