@@ -252,6 +252,17 @@ def test_a_directory_in_use_is_waited_for_and_then_named(
         assert run.result is None
 
 
+def test_a_run_that_waits_for_a_directory_goes_on_once_the_other_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "PATIENCE", 0.5)
+    other = FileLock(tmp_path / ".lock")
+    other.acquire()
+    monkeypatch.setattr(runs.LOG, "warning", lambda *words: other.release())  # "is waiting"
+    with Run(tmp_path, "align", config()) as run:
+        assert run.result is None and (tmp_path / "config.json").exists()
+
+
 def test_a_signal_saves_and_stops_and_the_next_one_goes_on(tmp_path: Path) -> None:
     with Run(tmp_path, "align", config()) as run:
         run.restore({"x": torch.ones(1)}, {})
