@@ -259,7 +259,7 @@ def start_state(
 
     lower_groups = [
         Group([theta_P], cfg.p_lr, cfg.p_weight_decay),
-        *decay_groups(own_phi_P, cfg.phi_p_lr, cfg.p_weight_decay),
+        *decay_groups(own_phi_P.values(), cfg.phi_p_lr, cfg.p_weight_decay),
     ]
     # One group, so that biases are decayed, too: App. C.2 names no exception.
     upper_group = Group([theta_D, *phi_D.values()], cfg.d_lr, cfg.d_weight_decay)

@@ -209,7 +209,7 @@ def make_optimiser(cfg: PretrainConfig, psi_and_phi: dict[str, Tensor], steps: i
     warmup_steps = cfg.warmup_epochs * (steps // cfg.epochs)
     schedule = Schedule(steps, warmup=warmup_steps, end=cfg.min_lr, start=cfg.warmup_from)
 
-    def rate(step: float, base: float) -> float:
+    def rate(step: int, base: float) -> float:
         """The rate of a step, counted from 1. I-JEPA's program counts so, too; MAE's from 0."""
         return schedule(step if cfg.pretext == "ijepa" else step - 1, base)
 
@@ -218,7 +218,7 @@ def make_optimiser(cfg: PretrainConfig, psi_and_phi: dict[str, Tensor], steps: i
         decay = Schedule(steps, warmup=0, end=cfg.final_weight_decay)
 
     peak = cfg.base_lr * cfg.batch / 256  # the rate after the warm-up
-    groups = decay_groups(psi_and_phi, lr=peak, weight_decay=cfg.weight_decay)
+    groups = decay_groups(psi_and_phi.values(), lr=peak, weight_decay=cfg.weight_decay)
     return Optimiser(groups, rate, betas=(0.9, cfg.beta2), decay=decay)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bisslight import Batch, BatchLoss, Passes, Phi, TorchOptimiser, columns
 
-RateFn = Callable[[float, float], float]  # (step, base value) -> value at that step
+RateFn = Callable[[int, float], float]  # (number of the step, base value) -> value at that step
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Schedule:
     end: float  # the last rate
     start: float = 0.0  # the first one, as a share of the base rate
 
-    def __call__(self, k: float, base: float) -> float:
+    def __call__(self, k: int, base: float) -> float:
         """The rate of step k."""
         if k < self.warmup:
             first = self.start * base
@@ -50,18 +50,18 @@ class Group(NamedTuple):
     weight_decay: float
 
 
-def decay_groups(named: Mapping[str, Tensor], lr: float, weight_decay: float) -> list[Group]:
-    """Two groups by MAE's and I-JEPA's rule: vectors and biases are not decayed, all others are.
+def decay_groups(tensors: Iterable[Tensor], lr: float, weight_decay: float) -> list[Group]:
+    """Two groups by MAE's and I-JEPA's rule: vectors are not decayed, all other tensors are.
 
     The mask token has three axes, so it is decayed. A group may be empty.
     """
     decayed = Group([], lr, weight_decay)
     undecayed = Group([], lr, 0.0)
-    for name, tensor in named.items():
-        if tensor.ndim <= 1 or name.endswith(".bias"):
-            undecayed.tensors.append(tensor)
-        else:
-            decayed.tensors.append(tensor)
+    for tensor in tensors:
+        # The authors' programs also look for "bias" in names. All biases here are vectors.
+        is_vector = tensor.ndim <= 1
+        group = undecayed if is_vector else decayed
+        group.tensors.append(tensor)
     return [decayed, undecayed]
 
 
@@ -84,7 +84,8 @@ class Optimiser:
         if self.betas is None:
             self.adamw_or_sgd = torch.optim.SGD(params, lr=0.0, momentum=0.9)
         else:
-            # On the device "meta", tensors have sizes but no numbers, and torch no fused AdamW.
+            # Fused: all tensors in one pass, which is faster. torch lacks it on the device "meta",
+            # where tensors have no numbers. A test trains there, to see that no step asks for any.
             fused = not self.groups[0].tensors[0].is_meta
             self.adamw_or_sgd = torch.optim.AdamW(params, lr=0.0, betas=self.betas, fused=fused)
 
@@ -101,6 +102,8 @@ class Optimiser:
 
         1. Set learning rate and weight decay of each group to those of this step.
         2. Clip the gradients in place, and let torch's optimiser update the tensors.
+
+        `tensors` are those of all groups, in any order, as long as `gradients` are in the same.
         """
         self.step += 1
         # torch keeps the settings of each group in a dict, which is changed here.
@@ -109,9 +112,11 @@ class Optimiser:
             if self.rate:
                 params["lr"] = self.rate(self.step, group.lr)
             params["weight_decay"] = group.weight_decay
-            if self.decay and group.weight_decay:
+            is_decayed = group.weight_decay > 0  # vectors stay at 0, where a schedule may rise
+            if self.decay and is_decayed:
                 params["weight_decay"] = self.decay(self.step, group.weight_decay)
 
+        # It clips, and lets torch take the step. It keeps nothing of its own, so it is made here.
         return TorchOptimiser(self.adamw_or_sgd, self.clip).update(tensors, gradients)
 
 
@@ -153,7 +158,7 @@ def train_epochs(
 
     Args:
         loss: of a batch, the mean over its images.
-        opt: what is trained; where its `step` is not 0, it goes on.
+        opt: what is trained; where its `step` is not 0, it goes on after the end of an epoch.
         batches: those of the steps that are left.
         label: names what diverged, where a loss or gradient is not finite (Diverged).
         passes: how a batch passes through the network.
@@ -182,9 +187,9 @@ def record_epoch(
     """The record of the epoch that ends with `step`. Only here the CPU waits for a GPU.
 
     `rows` has loss and gradient norm of each step of the epoch. Raises Diverged, which names the
-    steps, if one of these is not finite.
+    steps, if a loss or norm is not finite.
     """
-    steps = f"{label}, the {len(rows)} steps up to {step}"  # for the text of the error
-    numbers = columns(("loss", "norm"), rows, steps)  # {"loss": [...], "norm": [...]}, as floats
+    where = f"{label}, the {len(rows)} steps up to {step}"  # for the text of the error
+    numbers = columns(("loss", "norm"), rows, where)  # {"loss": [...], "norm": [...]}, as floats
     epoch = math.ceil(step / steps_per_epoch)  # rounded up: the last epoch may be shorter
     return EpochRecord(step=epoch, loss=fmean(numbers["loss"]))

@@ -81,7 +81,7 @@ def state_of(r: Recording) -> State:
     )
     theta_D = r.theta.detach().clone().requires_grad_()
     groups = [Group([r.theta], m["p_lr"], m["p_wd"])]
-    groups += decay_groups(r.phi_P, m["p_head_lr"], m["p_wd"])
+    groups += decay_groups(r.phi_P.values(), m["p_head_lr"], m["p_wd"])
     opt_P = Optimiser(groups, lower, (0.9, 0.95), clip=10)
     tensors = [theta_D, *r.phi_D.values()]
     betas = None if m["d_opt"] == "sgd" else (0.9, 0.999)

@@ -113,7 +113,7 @@ def test_training_follows_the_recorded_trajectory(micro: int | None) -> None:
     named = {name: p for name, p in vit.named_parameters() if name != "pos_embed"} | t.phi
     rate = Schedule(int(steps), warmup, c["final_lr"], c["start_lr"] / c["lr"])
     decay = Schedule(int(steps), 0, c["final_wd"])
-    groups = decay_groups(named, c["lr"], c["wd"])
+    groups = decay_groups(named.values(), c["lr"], c["wd"])
     opt = Optimiser(groups, rate, (0.9, 0.999), decay=decay)
     losses = []
     for i in range(6):

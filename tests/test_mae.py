@@ -82,7 +82,7 @@ def test_pretraining_follows_the_official_adamw_trajectory(micro: int | None) ->
     """Five steps with our optimiser and decay groups: every loss and three final tensors."""
     t = official()
     named = trained(t)
-    opt = Optimiser(decay_groups(named, 1e-3, 0.05), None, (0.9, 0.95))
+    opt = Optimiser(decay_groups(named.values(), 1e-3, 0.05), None, (0.9, 0.95))
     losses = []
     for noise in IO["traj_noise"].double():
         batch = Batch(IMAGES, noise)

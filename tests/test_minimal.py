@@ -56,7 +56,7 @@ def test_it_ends_where_the_library_ends() -> None:
 
     def groups(theta: Any, phi: Any, lr: float) -> list[Group]:
         """θ decayed, φ as in MAE: its vectors are not."""
-        return [Group(theta, lr, 0.05), *decay_groups(phi, lr / 10, 0.05)]
+        return [Group(theta, lr, 0.05), *decay_groups(phi.values(), lr / 10, 0.05)]
 
     def library() -> tuple[Tensor, Any]:
         P, D = (trainable({"theta": start})["theta"] for _ in "PD")
