@@ -56,7 +56,7 @@ def gather(rows: Tensor) -> Tensor:
     size = world().size
     if size == 1:
         return rows.cpu()
-    parts = [rows] * size  # only their number counts: the next line replaces them
+    parts = [rows] * size  # only their number counts: `all_gather_object` replaces each of them
     # Afterwards, `parts` has the rows of each process. Objects may differ in shape, which the
     # tensors of `dist.all_gather` may not.
     dist.all_gather_object(parts, rows.cpu())
@@ -82,12 +82,13 @@ class Stop:
     """
 
     def __init__(self) -> None:
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """Forget every signal that was heard."""
-        # The number of the signal, 0 without one; in memory that workers share.
-        self.flag: ctypes.c_int = RawValue("i", 0)
+    def reset(self) -> None:
+        """Be as at the start: no signal was heard, and this process answers none on stderr."""
+        # The number of the signal that was heard, 0 without one. It is in memory that workers
+        # share. This makes new memory: a forked process shares the old one with its parent.
+        self.signal_number: ctypes.c_int = RawValue("i", 0)
         self.heard_at = 0.0  # when this process itself heard a signal, in seconds; 0 if never
         self.prints_notice = False  # whether this process answers a signal on stderr
 
@@ -96,22 +97,23 @@ class Stop:
 
         Python calls this with the signal's number, such as 2 for Ctrl-C, and a frame.
         """
-        # A Ctrl-C reaches parent and workers. The parent may have set the shared flag already, so a
-        # worker counts a signal as the second one only if it has heard one itself. torchrun repeats
-        # a signal, so two within a second are one request.
-        was_heard_before = self.flag.value != 0 and self.heard_at != 0.0
-        is_new_request = time.monotonic() - self.heard_at > 1  # monotonic: seconds on a clock
-        if was_heard_before and is_new_request:
+        # `signal_number` does not say whether this is the second signal: one Ctrl-C reaches parent
+        # and workers, and the first of them to hear it has set the number, which they share.
+        was_heard_before = self.heard_at != 0.0
+        # torchrun sends its processes a Ctrl-C that they have heard already.
+        is_repetition = time.monotonic() - self.heard_at <= 1  # monotonic: seconds on a clock
+        if was_heard_before and not is_repetition:
             print_in_handler("stopped at once; the same command goes on from what was saved last")
             os._exit(128 + number)  # not an exception, which a library might catch
-        self.flag.value = number
+        self.signal_number.value = number
         self.heard_at = time.monotonic()
         if self.prints_notice:
             print_in_handler(self.notice())
 
     def notice(self) -> str:
         """Return the answer to a signal, for people."""
-        again = "; Ctrl-C again leaves now" if self.flag.value == signal.SIGINT else ""
+        is_ctrl_c = self.signal_number.value == signal.SIGINT
+        again = "; Ctrl-C again leaves now" if is_ctrl_c else ""
         return f"stopping once this epoch or alternation is saved{again}"
 
     def agree_on_signal(self) -> int:
@@ -119,8 +121,8 @@ class Stop:
 
         Each process waits here for the others, so that all stop after the same step.
         """
-        flags = gather(torch.tensor([self.flag.value]))
-        return int(flags.max())
+        numbers = gather(torch.tensor([self.signal_number.value]))  # of each process
+        return int(numbers.max())
 
 
 def print_in_handler(text: str) -> None:
@@ -145,7 +147,7 @@ def make_ready() -> None:
     It may be called again before a second run in the same process: a signal that was heard in the
     first run does not stop the second.
     """
-    stop.forget()
+    stop.reset()
     listen_for_signals()
     join_torchrun()
 
@@ -190,7 +192,8 @@ def run_in_processes(
     A worker is a new process, so the function and the units are pickled. It ends with this process.
 
     1. Refuse several processes of torchrun, by a UsageError.
-    2. Start the workers. They share the flag of `stop` and the threads of this process.
+    2. Start the workers. A signal that `stop` hears in this process is known to all of them. Each
+       has an equal share of the number of torch's threads here.
     3. Yield each result as soon as it and those before it are there.
     4. If one unit fails, let the other workers save and stop, then raise its error.
     """
@@ -202,31 +205,34 @@ def run_in_processes(
         max_workers=count,
         mp_context=get_context("spawn"),  # a forked copy with CUDA or threads cannot work
         initializer=start_worker,  # each worker calls it first, with these arguments
-        initargs=(stop.flag, threads_per_worker, count),
+        initargs=(stop.signal_number, threads_per_worker, count),
     ) as pool:
         try:
             yield from pool.map(function, units)
-        except BaseException:
-            # A unit failed, or a signal was heard. The other workers read the flag, so set it to
-            # stop them, and afterwards take it back: this process itself ends with the error.
-            signal_heard = stop.flag.value  # such as 2 for Ctrl-C; 0: none
-            if not signal_heard:
-                stop.flag.value = signal.SIGTERM
-            pool.shutdown()  # this waits until they have ended
-            stop.flag.value = signal_heard
+        except BaseException:  # a unit failed, or it was stopped by a signal
+            stop_workers(pool)
             raise
 
 
-def start_worker(flag: ctypes.c_int, threads: int, count: int) -> None:
-    """Set up this process as a worker: it stops by its parent's flag, and ends if the parent does.
+def stop_workers(pool: ProcessPoolExecutor) -> None:
+    """Let all workers save and stop, and wait until they have ended."""
+    signal_heard = stop.signal_number.value  # such as 2 for Ctrl-C; 0: none
+    if not signal_heard:
+        stop.signal_number.value = signal.SIGTERM  # workers read it, as if a signal had come
+    pool.shutdown()  # this waits for their end
+    stop.signal_number.value = signal_heard  # 0 again, or later runs of this process would stop
 
-    `flag` is the parent's, in shared memory; it is not 0 once all shall stop. `threads` is the
-    number of torch's threads in this process, `count` the number of workers.
+
+def start_worker(signal_number: ctypes.c_int, threads: int, count: int) -> None:
+    """Set up this process as a worker: it stops if its parent hears a signal, and ends with it.
+
+    `signal_number` is the parent's, in shared memory; it is not 0 once all shall stop. `threads` is
+    the number of torch's threads in this process, `count` the number of workers.
     """
     # A thread waits for the end of the parent; as a daemon, it does not keep this process alive.
     threading.Thread(target=exit_after, args=[parent_process()], daemon=True).start()
     make_ready()
-    stop.flag = flag  # `make_ready` has made a flag of this process alone
+    stop.signal_number = signal_number  # instead of that which `make_ready` has just made
     torch.set_num_threads(threads)
     # `data.count_workers` divides the cores by this number, which torchrun sets, too.
     os.environ["LOCAL_WORLD_SIZE"] = str(count)

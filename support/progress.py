@@ -106,7 +106,7 @@ class Bars(Progress):
         yield self.make_tasks_table(self.tasks)
         if self.tasks:
             yield Text(self.tasks[-1].fields["text"], style="dim")
-        if stop.flag.value:  # a signal, such as Ctrl-C, was heard
+        if stop.signal_number.value:  # a signal, such as Ctrl-C, was heard
             yield Text(stop.notice(), style="bold")
 
 

@@ -77,7 +77,7 @@ def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 @pytest.fixture(autouse=True)
 def nothing_asked() -> None:
     """Forget a signal that an earlier test sent."""
-    stop.forget()
+    stop.reset()
 
 
 @pytest.fixture

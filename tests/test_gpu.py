@@ -296,7 +296,7 @@ def test_a_run_stopped_and_continued_is_the_run_in_one_piece(
     monkeypatch.setattr(runs.Run, "log", log_and_stop)
     assert cli.run(f"{line} --out cut".split()) == 143
     monkeypatch.setattr(runs.Run, "log", log)
-    stop.flag.value = 0
+    stop.reset()
     assert len(curves("cut")) == 1
     done(f"{line} --out cut")
     assert difference("whole", "cut") < 1e-3

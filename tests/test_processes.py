@@ -51,11 +51,11 @@ def test_a_second_signal_ends_at_once_whatever_a_library_catches(tmp_path: Path)
 
 
 def test_a_ctrl_c_that_the_parent_heard_first_does_not_end_its_workers(tmp_path: Path) -> None:
-    """A terminal sends it to all; the flag, which they share, is set by the first that hears it."""
+    """A terminal sends it to all; the first that hears it sets its number, which they share."""
 
     def hear_as_the_second() -> int:
-        stop.forget()
-        stop.flag.value = signal.SIGINT
+        stop.reset()
+        stop.signal_number.value = signal.SIGINT
         stop.hear(signal.SIGINT)
         return 0
 

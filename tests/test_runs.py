@@ -272,7 +272,7 @@ def test_a_signal_saves_and_stops_and_the_next_one_goes_on(tmp_path: Path) -> No
     assert told.value.args[0] == signal.SIGHUP
     with pytest.raises(Stopped):  # of a grid: the next is not begun
         Run(tmp_path / "next", "align", config())
-    stop.forget()
+    stop.reset()
     with Run(tmp_path, "align", config()) as run:
         x = torch.zeros(1)
         run.restore({"x": x}, {})
