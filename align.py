@@ -163,7 +163,7 @@ def run_algorithm_1(
             epochs_done = optimisers.probe.step // steps_per_probe_epoch(experiment)
             epochs = probe(experiment, prepared)
             for epoch in track(epochs, cfg.probe_epochs, "probe", epochs_done):
-                run.checkpoint(f"probe epoch {epoch.step}")
+                run.save_if_due(f"probe epoch {epoch.step}")
             run.log({"step": 0, "probe_val": score_probe(experiment, prepared)})
 
         batches = batches_left(experiment, prepared)
@@ -185,7 +185,7 @@ def run_algorithm_1(
             if due:
                 record |= validate(experiment, state, head)
             run.log(record)
-            run.checkpoint(f"alternation {t} of {cfg.alternations}", due)
+            run.save_if_due(f"alternation {t} of {cfg.alternations}", due)
     except Diverged as error:
         run.finish({"diverged": str(error)})
         raise

@@ -15,6 +15,7 @@ Making settings imports no torch and reads neither files nor the environment.
 import json
 import tomllib
 from enum import Enum, auto
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
@@ -367,6 +368,16 @@ class Machine(Settings):
     """Where the benchmarks are, as torchvision lays them out. [here]"""
     tensorboard: ChangesNoNumber[bool] = False
     """Write the records of metrics.jsonl for TensorBoard, too, into the same directory. [here]"""
+
+    @model_validator(mode="after")
+    def check_tensorboard(self) -> Self:
+        """Refuse to write for TensorBoard where its package is not installed."""
+        if self.tensorboard and find_spec("tensorboard") is None:
+            raise ValueError(
+                "--tensorboard: needs the package tensorboard; `pip install tensorboard`, "
+                "or leave the option out"
+            )
+        return self
 
 
 class Command(Machine):

@@ -28,6 +28,7 @@ from support.optim import Group, Optimiser, Schedule, train_epochs, trainable
 from support.processes import run_in_processes
 from support.runs import (
     LOG,
+    TRIAL,
     TRIALS,
     Run,
     RunResult,
@@ -486,8 +487,7 @@ def run_trial(
     start_sha256 = [sha256(trial.start)] if trial.start else []
     of_trial = {"lr": trial.lr, "seed": trial.seed, "start_sha256": start_sha256}
     identity = experiment.identity.model_copy(update=of_trial)
-    # "peft" is what env.json calls a trial.
-    with Run(trial.place(out), "peft", cfg, identity=identity) as run:
+    with Run(trial.place(out), TRIAL, cfg, identity=identity) as run:
         if run.result:
             return TrialResult(**run.result)
         result: Record = {"lr": trial.lr, "seed": trial.seed}
@@ -543,7 +543,7 @@ def peft(trial: Trial, experiment: FinetuneExperiment, run: Run, track: Track) -
         if record["val"] and best_epoch(run.records)["step"] == number:
             for name, tensor in current.items():
                 best[name].copy_(tensor.detach())
-        run.checkpoint(f"epoch {number} of {cfg.epochs}, {label}")
+        run.save_if_due(f"epoch {number} of {cfg.epochs}, {label}")
 
     of_trial = {
         "stage": "finetune",

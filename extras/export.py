@@ -164,7 +164,7 @@ def read_settings(run: Path, weights: Path | None) -> FinetuneConfig:
     if weights:
         settings["weights"] = weights
     # An align run has settings that finetune lacks, such as the hypergradient.
-    known = FinetuneConfig.model_fields
+    known = FinetuneConfig.model_fields.keys() - {"tensorboard"}  # its package may not be here
     shared = {name: value for name, value in settings.items() if name in known}
     with as_usage_error(str(run), "give a finished run of align or finetune"):
         return FinetuneConfig(**shared)

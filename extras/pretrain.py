@@ -95,7 +95,7 @@ def pretrain(
 
         for record in train(cfg, pool, task, opt, steps, track):
             run.log(record._asdict())  # such as {"step": 1, "loss": 0.5}
-            run.checkpoint(f"step {opt.step} of {steps}")
+            run.save_if_due(f"step {opt.step} of {steps}")
 
         run.write("backbone.pth", save_networks(cfg, networks))
         return PretrainResult(**run.finish({"loss": run.records[-1]["loss"]}))

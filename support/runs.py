@@ -32,7 +32,7 @@ from support.optim import Optimiser
 from support.processes import Stopped, stop, wait_for_all, world
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter  # on use: its package may not be there
+    from torch.utils.tensorboard import SummaryWriter  # else on use: its package may not be there
 
 LOG = logging.getLogger("bisslight")
 T = TypeVar("T")
@@ -139,8 +139,9 @@ class RunResult(BaseModel, frozen=True):
 
 LOCK = ".lock"
 TRIALS = "lr*-s[0-9]*"  # directories of a finetune run: one learning rate with one seed each
+TRIAL = "peft"  # what env.json of a trial says where that of a run has its command
 EVENTS = "events.out.tfevents.*"
-FILES = (  # of a run, in the order in which they are removed: the last ones say what it is
+FILES = (  # of a run, in the order in which `clear` removes them
     "result.json", "metrics.jsonl", EVENTS, "checkpoint.pt", "backbone.pth",
     "adapter.safetensors", "adapter-s*.safetensors", "config.json", "env.json",
 )  # fmt: skip
@@ -161,8 +162,8 @@ class Run(ExitStack):
     """A run directory, new or continued, and locked against other processes until it is closed.
 
     It refuses (UsageError) the directory of another command, and one of other settings or another
-    identity unless `force` starts the run over. `result` is what a finished run ended with; None
-    while it is not finished.
+    identity unless `force` starts the run over. `config` has the settings of the command. `result`
+    is what a finished run ended with; None while it is not finished.
     """
 
     def __init__(
@@ -180,19 +181,16 @@ class Run(ExitStack):
         self.tensors: Mapping[str, Tensor] = {}  # what a checkpoint holds, see `restore`
         self.optimisers: Mapping[str, Optimiser] = {}
         self.began = time.monotonic()
-        self.cpu_seconds_before = time.process_time()  # what this process had used by then
-        self.spent_before = {"cpu_seconds": 0.0, "seconds": 0.0}  # of the run, before it went on
+        self.cpu_seconds_at_start = time.process_time()  # used by this process, for anything
+        self.spent_in_earlier_starts = {"cpu_seconds": 0.0, "seconds": 0.0}  # by this run
         self.saved_at = self.began
         self.events: SummaryWriter | None = None  # of TensorBoard, from the first record on
 
         self.take_directory(command, force, identity)
-        signal_heard = stop.agree_on_signal()  # this waits until process 0 has written
-        self.result = read_json_if_there(path / "result.json")
-        if self.result is not None:
-            self.result = self.with_paths(self.result)
-            with as_usage_error(str(path / "result.json"), START_OVER):
-                RunResult(**self.result)  # it checks that the fields of every result are there
-        elif signal_heard:
+        wait_for_all()  # until process 0 has made it ready
+        self.result = self.read_result()
+        signal_heard = stop.agree_on_signal()
+        if signal_heard and self.result is None:
             raise Stopped(signal_heard, f"stopped before {path}; the same command goes on")
 
     def take_directory(self, command: str, force: bool, identity: Identity) -> None:
@@ -200,22 +198,45 @@ class Run(ExitStack):
 
         1. All processes check that nothing there must be kept from this run (UsageError).
         2. A finished run is only read: it may be in use elsewhere, or on a read-only disk.
-        3. Otherwise process 0 locks the directory, checks again, since another program may have
-           written there while it waited, removes what is left of an old run, and writes env.json
-           and config.json.
+        3. Otherwise process 0 locks the directory and prepares it.
         """
         path = self.path
         goes_on = check_directory(path, command, self.config, force, identity)
         wait_for_all()  # until each process has looked; only then process 0 writes
+        has_ended = goes_on and self.is_finished() and not has_grown(path, command, self.config)
+        if world().rank == 0 and not has_ended:
+            self.lock()
+            self.prepare_directory(command, force, identity)
 
-        if goes_on and self.is_finished() and not has_grown(path, command, self.config):
-            with suppress(OSError):  # the file is there if the run was killed just as it finished
-                (path / "checkpoint.pt").unlink(missing_ok=True)
-            return
+    def is_finished(self) -> bool:
+        """Whether the directory holds a complete run."""
+        return (self.path / "result.json").exists()
 
-        if world().rank > 0:
-            return
-        self.lock()
+    def lock(self) -> None:
+        """Make the directory and wait, for a minute at most, until no other process is in it.
+
+        After the first second it says that it waits. Raises UsageError after a minute, and where
+        the directory cannot be written.
+        """
+        with as_usage_error(f"--out {self.path}: is not writable"):
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self.path / LOCK)
+            try:
+                self.enter_context(lock.acquire(timeout=1))
+                return
+            except Timeout:
+                LOG.warning("%s: another process is at work in it, waiting for its end", self.path)
+        # A second Timeout ends the run: it is an OSError, so the next line makes it a UsageError.
+        with as_usage_error(f"--out {self.path}: another process is at work in it"):
+            self.enter_context(lock.acquire(timeout=PATIENCE))
+
+    def prepare_directory(self, command: str, force: bool, identity: Identity) -> None:
+        """Remove what is left of an old run, then write env.json and config.json.
+
+        While this process waited for the lock, another one may have written there. So this checks
+        the directory again, and leaves a run as it is that was finished meanwhile.
+        """
+        path = self.path
         goes_on = check_directory(path, command, self.config, force, identity)
         if not goes_on:
             clear(path)
@@ -225,43 +246,43 @@ class Run(ExitStack):
         if not self.is_finished():
             self.record_start(command, identity, goes_on)
 
-    def is_finished(self) -> bool:
-        """Whether the directory holds a complete run."""
-        return (self.path / "result.json").exists()
-
-    def lock(self) -> None:
-        """Make the directory and wait, for a minute at most, until no other process is in it."""
-        with as_usage_error(f"--out {self.path}: is not writable"):
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.path / LOCK)
-            try:
-                self.enter_context(lock.acquire(timeout=PATIENCE / 60))
-                return
-            except Timeout:
-                LOG.warning("%s: another process is at work in it, waiting for its end", self.path)
-        with as_usage_error(f"--out {self.path}: another process is at work in it"):
-            self.enter_context(lock.acquire(timeout=PATIENCE))
-
     def record_start(self, command: str, identity: Identity, goes_on: bool) -> None:
-        """Write env.json, which lists every start of the run, and config.json.
+        """Write env.json, which lists every start of the run, then config.json.
 
-        With both, the directory counts as a run.
+        Once config.json is there, too, the directory counts as a run.
         """
-        about = identity.as_record()
-        env: Record = {"command": command, "about": about, "machines": []}
+        env: Record = {"command": command, "about": {}, "machines": []}
         if goes_on:
-            env = read_json(self.path / "env.json") | {"about": about}
+            env = read_json(self.path / "env.json")
+        env["about"] = identity.as_record()  # it may have grown: more seeds have more digests
         env["machines"].append(describe_machine(self.config))
         settings = self.config.model_dump(mode="json")
         write_atomic(self.path / "env.json", json.dumps(env, indent=1))
         write_atomic(self.path / "config.json", json.dumps(settings, indent=1))
 
+    def read_result(self) -> Record | None:
+        """What a finished run ended with, and where its files are; None if it is not finished.
+
+        Raises UsageError if result.json is damaged.
+        """
+        path = self.path / "result.json"
+        content = read_json_if_there(path)
+        if content is None:
+            return None
+        result = self.with_paths(content)
+        with as_usage_error(str(path), START_OVER):
+            RunResult(**result)  # raises an error if a field is missing that every result has
+        return result
+
     def with_paths(self, result: Record) -> Record:
-        """Add where the files of a result are now, since a finished directory may be moved."""
+        """Add where the files of a result are now, since a finished directory may be moved.
+
+        Each command's result has its own of these fields, and leaves the others out.
+        """
         return result | {
             "out": str(self.path),
-            "adapter": str(self.path / "adapter.safetensors"),
-            "weights": str(self.path / "backbone.pth"),
+            "adapter": str(self.path / "adapter.safetensors"),  # of align, and of a trial
+            "weights": str(self.path / "backbone.pth"),  # of pretrain
         }
 
     def restore(self, tensors: Mapping[str, Tensor], optimisers: Mapping[str, Optimiser]) -> None:
@@ -289,7 +310,7 @@ class Run(ExitStack):
                 optimiser.step = saved["optimisers"][name]["step"]
                 optimiser.adamw_or_sgd.load_state_dict(saved["optimisers"][name]["torch"])
             self.records = saved["records"]
-            self.spent_before = saved["spent"]
+            self.spent_in_earlier_starts = saved["spent"]
         self.cut_metrics()
         LOG.info("%s: goes on where it stopped", self.path)
 
@@ -299,6 +320,7 @@ class Run(ExitStack):
         By name, each tensor has to have its shape, and each optimiser its tensors in their order:
         torch would silently give the state of a tensor to another one of the same shape.
         """
+        # By name, the shape of each tensor; then, of each optimiser, the names of its tensors.
         held: Record = {name: tensor.shape for name, tensor in saved["tensors"].items()}
         held |= {name: state["tensors"] for name, state in saved["optimisers"].items()}
         needed: Record = {name: tensor.shape for name, tensor in self.tensors.items()}
@@ -341,12 +363,14 @@ class Run(ExitStack):
         When a run goes on, its file of events is written anew. So no record is in it twice, and
         none is lost, whatever was written after the last checkpoint.
         """
+        from torch.utils.tensorboard import SummaryWriter
+
         to_write = self.records[-1:]
         if self.events is None:
             for file in self.path.glob(EVENTS):
                 file.unlink()
             # purge_step=0 tells an open TensorBoard to forget what it read from the removed file.
-            self.events = import_writer()(str(self.path), purge_step=0)
+            self.events = SummaryWriter(str(self.path), purge_step=0)
             self.callback(self.events.close)  # when the run is left
             to_write = self.records
         for record in to_write:
@@ -354,10 +378,10 @@ class Run(ExitStack):
                 self.events.add_scalar(name, value, record["step"])
         self.events.flush()
 
-    def checkpoint(self, done: str, due: bool = False) -> None:
+    def save_if_due(self, finished: str, due: bool = False) -> None:
         """Save if `due`, or if --save-minutes have passed; if asked to stop, save, raise Stopped.
 
-        `done` says what is finished, for the message, such as "alternation 3 of 100".
+        `finished` says what was done last, for the message, such as "alternation 3 of 100".
         """
         signal_heard = stop.agree_on_signal()
         minutes = (time.monotonic() - self.saved_at) / 60
@@ -367,7 +391,8 @@ class Run(ExitStack):
             wait_for_all()  # until process 0 has saved: torchrun ends all processes when one ends
             saved = self.path / "checkpoint.pt"
             raise Stopped(
-                signal_heard, f"stopped after {done}, saved in {saved}; the same command goes on"
+                signal_heard,
+                f"stopped after {finished}, saved in {saved}; the same command goes on",
             )
 
     def save(self) -> None:
@@ -391,7 +416,7 @@ class Run(ExitStack):
         self.saved_at = time.monotonic()
 
     def finish(self, result: Record) -> Record:
-        """Write result.json, with which the run counts as finished; returns what it holds."""
+        """Write result.json, with which the run is finished; returns what `read_result` does."""
         text = json.dumps(self.elapsed() | result, indent=1)
         self.write("result.json", text)
         wait_for_all()  # until it is on the disk
@@ -405,27 +430,12 @@ class Run(ExitStack):
 
     def elapsed(self) -> dict[str, float]:
         """CPU and wall seconds of the run, with those before a stop."""
-        cpu_seconds = time.process_time() - self.cpu_seconds_before
+        cpu_seconds = time.process_time() - self.cpu_seconds_at_start
         seconds = time.monotonic() - self.began
         return {
-            "cpu_seconds": self.spent_before["cpu_seconds"] + cpu_seconds,
-            "seconds": self.spent_before["seconds"] + seconds,
+            "cpu_seconds": self.spent_in_earlier_starts["cpu_seconds"] + cpu_seconds,
+            "seconds": self.spent_in_earlier_starts["seconds"] + seconds,
         }
-
-
-def import_writer() -> "type[SummaryWriter]":
-    """Import the class that writes TensorBoard's events.
-
-    Raises UsageError where the package is missing.
-    """
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise UsageError(
-            "--tensorboard: needs the package tensorboard; `pip install tensorboard`, "
-            "or leave the option out"
-        ) from error
-    return SummaryWriter
 
 
 def mean_numbers(record: Record) -> dict[str, float]:
@@ -470,16 +480,16 @@ def describe_machine(config: Machine) -> Record:
 
 
 def clear(path: Path) -> None:
-    """Remove the files of a run; others stay.
+    """Remove the files of a run, and of a finetune run its trials; other files stay.
 
-    result.json goes first, so that a run of which half is removed does not look finished; env.json
-    goes last, so that until then the directory counts as a run.
+    This may be killed halfway. So result.json goes first, before the trials: without them, a run
+    must not look finished. env.json goes last, since it says whose the other files are.
     """
     remove(path, ["result.json"])
     for trial in path.glob(TRIALS):
-        if is_run(trial, "peft"):
+        if is_run(trial, TRIAL):
             remove(trial, [*FILES, *TORN, LOCK])
-            with suppress(OSError):  # a file of somebody's own is in it
+            with suppress(OSError):  # it is not empty: somebody's own file is in it
                 trial.rmdir()
     remove(path, FILES)
 
@@ -515,8 +525,6 @@ def check_directory(
     same command, too. Raises UsageError for other files, a run of another command, and without
     `force` a run of other settings or another identity. `UNKNOWN` has no digests to compare yet.
     """
-    if config.tensorboard:
-        import_writer()  # if its package is missing, this raises before the long work
     if path.is_file():
         raise UsageError(f"--out {path}: is a file; {OTHER_OUT}")
 
@@ -529,17 +537,24 @@ def check_directory(
         raise UsageError(f"--out {path}: is a run of `{env.get('command')}`; {OTHER_OUT}")
     if force:
         return False
-
     recorded = read_json(path / "config.json") | env.get("about", {})
+    check_same_run(path, recorded, config, identity)
+    return True
+
+
+def check_same_run(path: Path, recorded: Record, config: Machine, identity: Identity) -> None:
+    """Refuse (UsageError) to go on with a run in `path` whose settings or digests were others.
+
+    `recorded` has the run's, by name.
+    """
     current = config.model_dump(mode="json") | identity.as_record()
     changed = list_changed(type(config), recorded, current)
-    if not changed:
-        return True
-    changes = [describe_change(name, recorded, current) for name in changed]
-    raise UsageError(
-        f"--out {path}: is a run with other settings: {', '.join(changes)}; {OTHER_OUT}, or start "
-        "over with --force"
-    )
+    if changed:
+        changes = [describe_change(name, recorded, current) for name in changed]
+        raise UsageError(
+            f"--out {path}: is a run with other settings: {', '.join(changes)}; {OTHER_OUT}, or "
+            "start over with --force"
+        )
 
 
 def may_change(settings_class: type[Machine]) -> set[str]:
@@ -548,12 +563,16 @@ def may_change(settings_class: type[Machine]) -> set[str]:
 
 
 def has_grown(path: Path, command: str, config: Machine) -> bool:
-    """Whether the settings ask for more seeds or rates than the run in `path` was made with."""
-    if command == "peft":  # a trial has one rate and one seed, so it cannot grow
+    """Whether the settings ask for more seeds or rates than the run in `path` was made with.
+
+    It has to be a run that `check_directory` lets go on.
+    """
+    if command == TRIAL:  # it has one rate and one seed, whatever the whole run's settings are
         return False
     recorded = read_json(path / "config.json")
     current = config.model_dump(mode="json")
     names = settings_with(type(config), Mark.MAY_GROW)
+    # Here, another value means more: `check_directory` has refused fewer and others.
     return any(current[name] != recorded.get(name) for name in names)
 
 
@@ -569,7 +588,8 @@ def is_more(name: str, value: object, before: object) -> bool:
 def list_changed(settings_class: type[Machine], recorded: Record, current: Record) -> list[str]:
     """The names of settings and digests that keep a run from going on.
 
-    `recorded` and `current` have both by name: as the run had them, and as they are now.
+    `recorded` and `current` have both by name: as the run had them, and as they are now. `current`
+    lacks digests that are not known yet, `recorded` settings that came after the run.
     """
     changed = []
     free = may_change(settings_class)
@@ -578,7 +598,7 @@ def list_changed(settings_class: type[Machine], recorded: Record, current: Recor
     for name, value in current.items():
         before = recorded.get(name)
         if name not in recorded and name in fields:
-            before = fields[name].default  # the setting is newer than the run
+            before = fields[name].default  # the run is of a version without this setting
         if name in free or value == before:
             continue
         if name not in growing or not is_more(name, value, before):
@@ -602,7 +622,7 @@ def check_that_nothing_is_in(path: Path, command: str) -> None:
 def describe_change(name: str, recorded: Record, current: Record) -> str:
     """Say how a setting or digest has changed, such as "lam 0.001 -> 0.5".
 
-    Both records have all settings and all fields of `Identity`, by name.
+    `recorded` and `current` as in `list_changed`.
     """
     if name == "pretext_sha256":
         place, _, _ = current["pretext"].rpartition(":")  # of FILE.py:Class or module:Class

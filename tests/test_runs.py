@@ -81,7 +81,7 @@ def test_a_finished_run_gives_its_result_again_and_force_starts_it_over(tmp_path
     out = tmp_path / "run"
     with Run(out, "align", config()) as run:
         run.log({"step": 1})
-        run.checkpoint("step 1", due=True)
+        run.save_if_due("step 1", due=True)
         result = run.finish({"accuracy": 70.0})
     assert {"accuracy", "cpu_seconds", "seconds", "out", "adapter", "weights"} == result.keys()
     assert not (out / "checkpoint.pt").exists()
@@ -107,10 +107,10 @@ def test_tensors_records_and_time_go_on_from_the_checkpoint(tmp_path: Path) -> N
     with Run(tmp_path, "align", config()) as run:
         run.restore({"x": torch.ones(2)}, {})
         run.log({"step": 1})
-        run.spent_before = {"cpu_seconds": 1000.0, "seconds": 2000.0}
-        run.checkpoint("step 1", due=True)
+        run.spent_in_earlier_starts = {"cpu_seconds": 1000.0, "seconds": 2000.0}
+        run.save_if_due("step 1", due=True)
         run.log({"step": 2})
-        run.checkpoint("step 2")  # not due: nothing is saved
+        run.save_if_due("step 2")  # not due: nothing is saved
     with Run(tmp_path, "align", config()) as run:
         x = torch.zeros(2)
         run.restore({"x": x}, {})
@@ -155,7 +155,7 @@ def test_a_checkpoint_with_other_names_or_shapes_is_refused_and_changes_nothing(
     tensors, optimisers = adapters()
     with Run(tmp_path, "align", config()) as run:
         run.restore(tensors, optimisers)
-        run.checkpoint("step 1", due=True)
+        run.save_if_due("step 1", due=True)
         saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
         change(saved)
         torch.save(saved, tmp_path / "checkpoint.pt")
@@ -229,16 +229,18 @@ def test_a_run_that_starts_over_is_unfinished_before_its_trials_go(
     assert tmp_path / "lr0.1-s0/result.json" in removed
 
 
-def test_a_run_killed_as_it_finished_keeps_no_checkpoint(tmp_path: Path) -> None:
+def test_a_finished_run_is_only_read_also_if_it_was_killed_just_then(tmp_path: Path) -> None:
+    """Its checkpoint is left, and stays."""
     with Run(tmp_path, "align", config()) as run:
         run.restore({"x": torch.ones(1)}, {})
-        run.checkpoint("step 1", due=True)
+        run.save_if_due("step 1", due=True)
         saved = (tmp_path / "checkpoint.pt").read_bytes()
         run.finish({})
     (tmp_path / "checkpoint.pt").write_bytes(saved)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     with Run(tmp_path, "align", config()) as run:
         assert run.result is not None
-    assert not (tmp_path / "checkpoint.pt").exists()
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 def test_a_directory_in_use_is_waited_for_and_then_named(
@@ -268,7 +270,7 @@ def test_a_signal_saves_and_stops_and_the_next_one_goes_on(tmp_path: Path) -> No
         run.restore({"x": torch.ones(1)}, {})
         stop.hear(signal.SIGHUP)
         with pytest.raises(Stopped, match="step 1 of 9") as told:
-            run.checkpoint("step 1 of 9")
+            run.save_if_due("step 1 of 9")
     assert told.value.args[0] == signal.SIGHUP
     with pytest.raises(Stopped):  # of a grid: the next is not begun
         Run(tmp_path / "next", "align", config())

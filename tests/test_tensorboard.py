@@ -69,7 +69,7 @@ def test_a_run_that_goes_on_has_each_record_once() -> None:
     with Run(out, "align", settings().replace(tensorboard=False)) as run:
         run.restore({}, {})
         run.log({"step": 1, "loss": 1.0})
-        run.checkpoint("step 1", due=True)
+        run.save_if_due("step 1", due=True)
     assert not list(out.glob("events*"))
     for expected in (2.0, 2.5):  # the first of them is killed behind its checkpoint
         with Run(out, "align", settings()) as run:
