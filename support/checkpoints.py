@@ -12,15 +12,16 @@ import sys
 import warnings
 import zipfile
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from pydantic import BaseModel
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file as load_safetensors
+from safetensors.torch import save
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -77,41 +78,52 @@ class Pretrained(NamedTuple):
     channels: timm_models.Normalisation | None = None
 
 
+def load_backbone(cfg: AlignConfig | FinetuneConfig) -> Pretrained:
+    """Load the pretrained networks of these settings, on the CPU.
+
+    1. Find the file of the weights, and fetch it if it is an official one that is not there.
+    2. Load backbone and pretext head from it. Raises UsageError where the file does not fit.
+    3. Freeze the weights ψ of the backbone, since only θ and the heads are trained.
+    """
+    path = find_weights(cfg)
+    if path is not None and not path.exists():  # an official file
+        download(OFFICIAL_FILES[cfg.backbone, cfg.pretext], path)
+
+    with as_weights_error(path, cfg):
+        if cfg.backbone.startswith(TIMM):
+            pretrained = load_timm(path, cfg)
+        else:
+            assert path is not None  # only timm has weights that are in no file
+            pretrained = load_official_layout(path, cfg)
+    pretrained.backbone.requires_grad_(False)
+    return pretrained
+
+
 # A checkpoint of something else has other keys, types or shapes (KeyError, TypeError,
 # AttributeError); a size of 0 in it is divided by (ArithmeticError); a disk can fail (OSError).
 UNFIT_FILE_ERRORS = (KeyError, TypeError, AttributeError, ArithmeticError, OSError)
 
 
-def load_backbone(cfg: AlignConfig | FinetuneConfig) -> Pretrained:
-    """Load the pretrained networks of these settings, on the CPU.
+@contextmanager
+def as_weights_error(path: Path | None, cfg: AlignConfig | FinetuneConfig) -> Iterator[None]:
+    """Turn an error inside the block, which loads weights, into a UsageError with a remedy.
 
-    1. Find the file of the weights, and fetch it if it is an official one that is not there.
-    2. Load backbone and pretext head from it. What is wrong with the file is raised as a UsageError
-       that names the file and a remedy.
-    3. Freeze the weights ψ of the backbone, since only θ and the heads are trained.
+    It names the file `path`; if that is None, it names the network of timm. The text of a
+    ValueError says what is wrong. One of UNFIT_FILE_ERRORS means that the file is of something
+    else. All others pass unchanged.
     """
-    path = find_weights(cfg)  # None: timm has the weights
-    if path is not None and not path.exists():  # an official file
-        download(OFFICIAL_FILES[cfg.backbone, cfg.pretext], path)
-
-    thing = f"--weights {path}" if path else f"--backbone {cfg.backbone}"  # what an error names
+    thing = f"--weights {path}" if path else f"--backbone {cfg.backbone}"
     remedy = "see --backbone and --pretext"
     is_official_file = cfg.weights is None and path is not None
     if is_official_file:  # `download` checks its size alone, and to 1 % only
         remedy += ", or delete this file, and it is fetched anew"
     try:
-        if path is None or cfg.backbone.startswith(TIMM):
-            pretrained = load_timm(path, cfg)
-        else:
-            pretrained = load_official_layout(path, cfg)
-    except ValueError as error:  # its text says what is wrong
+        yield
+    except ValueError as error:
         raise UsageError(f"{thing}: {error}; {remedy}") from error
     except UNFIT_FILE_ERRORS as error:
         problem = f"is no checkpoint of {cfg.backbone} with {cfg.pretext}"
         raise UsageError(f"{thing}: {problem}; {remedy}") from error
-
-    pretrained.backbone.requires_grad_(False)
-    return pretrained
 
 
 def load_official_layout(path: Path, cfg: AlignConfig | FinetuneConfig) -> Pretrained:
@@ -127,7 +139,7 @@ def load_official_layout(path: Path, cfg: AlignConfig | FinetuneConfig) -> Pretr
         # cfg.base: which of I-JEPA's two encoders is the backbone, "target_encoder" or "encoder"
         vit_tensors, head_tensors = ijepa.split_state(content, cfg.base)
     else:  # MAE, and custom pretext tasks, which start from MAE's encoder
-        if "mae_visualize" in path.name:
+        if "mae_visualize" in path.name:  # published beside the file ending in _full.pth
             raise ValueError(
                 "is the authors' file for pictures: its decoder predicts raw pixels, not "
                 "standardised ones; take the file ending in _full.pth"
@@ -243,8 +255,9 @@ def assign(network: nn.Module, tensors: Phi) -> None:
 def arch_of(content: Record, cfg: Shape) -> Arch:
     """The sizes of the networks in a checkpoint: as `pretrain` wrote them, or as in BACKBONES.
 
-    `content` is what the file holds; {} for an official file, which says nothing of its sizes.
-    Raises ValueError if the settings ask for another network, image size or patch size.
+    `content` is what the file holds. An official file says nothing of its sizes, so {} does for one
+    that is not there yet. Raises ValueError if the settings ask for another network, image size or
+    patch size.
     """
     if "bisslight" in content:  # JSON that `pretrain` writes
         # such as {"backbone": "vit_mini", "arch": {"dim": 64, ...}}
@@ -315,15 +328,15 @@ def build_head(arch: Arch, pretext: str) -> PretextHead:
 
 
 @torch.no_grad()
-def initialise(networks: Sequence[nn.Module], pretext: str, rng: torch.Generator) -> None:
+def initialise(networks: Sequence[nn.Module], pretext: str, g: torch.Generator) -> None:
     """Fill new networks with random weights, in place, as the authors of the pretext task do.
 
-    A ViT also gets its table of positions, which is not random.
+    A ViT also gets its table of positions, which is not random. `g` makes the random numbers.
     """
     if pretext == "ijepa":
-        ijepa.init(networks, rng)
+        ijepa.init(networks, g)
     else:
-        mae.init(networks, rng)
+        mae.init(networks, g)
 
     for network in networks:
         if isinstance(network, VisionTransformer):
@@ -440,23 +453,18 @@ def save_adapter(theta: Tensor, phi_D: Phi, info: AdapterInfo) -> bytes:
 def load_adapter(path: Path) -> Adapter:
     """Read an adapter file. Raises OSError if it is not there, ValueError if it is no adapter.
 
-    1. Read its tensors: "theta", and those of the head, such as "head.weight".
-    2. Read its metadata, which say how θ was trained.
-    3. See that it is an adapter, and take its parts.
+    1. Read its metadata, which say how θ was trained, and its tensors: "theta", and those of the
+       head, such as "head.weight".
+    2. See that it is an adapter, and take its parts.
     """
-    data = path.read_bytes()  # the library itself opens no path that is not UTF-8
     try:
-        tensors = load(data)
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}  # such as {"bisslight": JSON}, see `save_adapter`
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
     except SafetensorError as error:
         raise ValueError("not a readable safetensors file") from error
 
-    # The library reads metadata only from a path. A file has 8 bytes with the size of its header,
-    # then the header in JSON.
-    header_size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + header_size])
-    metadata = header.get("__metadata__", {})  # such as {"bisslight": JSON}, see `save_adapter`
     content: Record = json.loads(metadata.get("bisslight", "{}"))
-
     if content.get("format") != FORMAT:
         raise ValueError(f"not an adapter: it is not of format {FORMAT}")
     if "theta" not in tensors:
@@ -498,7 +506,7 @@ def theta_from_released(state: Phi, dim: int) -> Tensor:
     2. Raise ValueError if names or shapes are others, the width is not `dim`, or there are more
        tensors.
     """
-    wrong_file = ValueError(f"is not a LoRA file on q and v of width {dim} in the released layout")
+    problem = f"is not a LoRA file on q and v of width {dim} in the released layout"
     blocks = len(state) // 4  # each block has four matrices
     rows = []
     try:
@@ -510,10 +518,11 @@ def theta_from_released(state: Phi, dim: int) -> Tensor:
             rows.append(torch.stack([A_q, B_q.mT, A_v, B_v.mT]))  # .mT: transposed; (4, r, dim)
         theta = torch.stack(rows).float()  # (K, 4, r, dim)
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # other names or shapes
-        raise wrong_file from error
+        raise ValueError(problem) from error
 
-    has_other_width = theta.shape[3:] != (dim,)
-    has_more_tensors = 4 * blocks != len(state)
-    if has_other_width or has_more_tensors:
-        raise wrong_file
+    holds_matrices = theta.ndim == 4  # tensors of more axes can be stacked, too
+    has_width = theta.shape[-1] == dim
+    has_no_others = 4 * blocks == len(state)
+    if not (holds_matrices and has_width and has_no_others):
+        raise ValueError(problem)
     return theta.flatten(1)  # (K, p)

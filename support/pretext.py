@@ -26,12 +26,12 @@ class TaskClass(NamedTuple):
 
     name: str  # the value of --pretext
     make: Callable[[Backbone, AlignConfig, torch.Generator], PretextTask[Batch]]  # the class itself
-    file: Path  # its source; in a notebook, a name that is no file
+    file: Path | None  # its source; None if it is in no file, as a class of a notebook
 
     @property
     def sha256(self) -> str | None:
         """Digest of the source file; None if there is none."""
-        return sha256(self.file) if self.file.exists() else None
+        return sha256(self.file) if self.file else None
 
     def new(self, backbone: Backbone, cfg: AlignConfig) -> PretextTask[Batch]:
         """Make a task of this class."""
@@ -47,10 +47,11 @@ def load_task_class(name: str) -> TaskClass:
     if place.endswith(".py") and not Path(place).is_file():
         raise UsageError(f"--pretext {name}: there is no file {place}")
     names = import_names(place)
-    file = Path(names.get("__file__", place))  # a notebook has none
     if class_name not in names:
         classes = [key for key, value in names.items() if isinstance(value, type)]
         raise UsageError(f"--pretext {name}: is not there, {suggest(class_name, classes)}")
+    source = Path(names.get("__file__", place))
+    file = source if source.is_file() else None  # None for a notebook's class, __main__:Class
     return TaskClass(name, names[class_name], file)
 
 
@@ -80,7 +81,7 @@ def try_step(task: PretextTask[Batch], images: Tensor, theta: Tensor, passes: Pa
     """
     device = images.device
     theta_P = trainable({"theta": theta})["theta"]
-    phi = trainable(task.phi, theta.device)
+    phi = trainable(task.phi, device)
 
     gpus = [device] if images.is_cuda else []
     with torch.random.fork_rng(gpus):  # torch's random numbers go on afterwards as if without it

@@ -27,6 +27,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from config import Machine, Mark, Record, settings_with
+from data import check_utf8_name
 from support.errors import RunError, UsageError, as_usage_error
 from support.optim import Optimiser
 from support.processes import Stopped, stop, wait_for_all, world
@@ -525,6 +526,8 @@ def check_directory(
     same command, too. Raises UsageError for other files, a run of another command, and without
     `force` a run of other settings or another identity. `UNKNOWN` has no digests to compare yet.
     """
+    with as_usage_error("--out"):
+        check_utf8_name(path)  # safetensors reads files of no other name
     if path.is_file():
         raise UsageError(f"--out {path}: is a file; {OTHER_OUT}")
 

@@ -38,12 +38,11 @@ def load_vit(cfg: Network, state: Mapping[str, Tensor] | None) -> Any:  # noqa: 
     name = cfg.backbone.removeprefix(TIMM)  # such as vit_small_patch14_dinov2
     # The place of the weights in the hub; None for networks that have no weights there.
     repository = timm.models.get_pretrained_cfg_value(name, "hf_hub_id")
-    takes_own_weights = state is None
     remedy = "fetch them where there is a network, see HF_HOME, or give --weights FILE"
     with as_usage_error(f"--backbone {cfg.backbone}: its weights", remedy):
-        if takes_own_weights and repository:
+        if state is None and repository:
             check_weights_in_reach(repository)
-        vit: Any = timm.create_model(name, pretrained=takes_own_weights)
+        vit: Any = timm.create_model(name, pretrained=state is None)
     vit.reset_classifier(0)  # fine-tuning adds its own head
 
     if state is not None:

@@ -40,6 +40,8 @@ def test_a_directory_of_something_else_is_never_taken_over(tmp_path: Path) -> No
     (tmp_path / "mine" / "thesis.tex").write_text("precious")
     (tmp_path / "file").write_text("precious")
     Run(tmp_path / "run", "align", config()).close()
+    with pytest.raises(UsageError, match=r"--out: .*UTF-8"):
+        Run(tmp_path / os.fsdecode(b"\xe9"), "align", config())
     for force in (False, True):
         with pytest.raises(UsageError, match=r"thesis\.tex"):
             Run(tmp_path / "mine", "align", config(), force)
