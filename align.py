@@ -132,7 +132,7 @@ def align(
     if not goes_on:  # a run that goes on has done this when it began
         # This reads validation and test images, to find damaged ones now. Validation images stay in
         # memory; align never scores test images.
-        experiment.decode_held_out_images([experiment.task.val])
+        experiment.check_held_out_images([experiment.task.val])
     with Run(out, "align", cfg, force, experiment.identity) as run:
         if run.result is None:
             return AlignResult(**run_algorithm_1(experiment, prepared, run, track))

@@ -177,7 +177,7 @@ def finetune(
     align_info = check_starts(experiment, files)
     experiment.check_batches("--batch", cfg.batch)
     if not goes_on:  # a run that goes on has done this when it began
-        experiment.decode_held_out_images([experiment.task.val, experiment.task.test])
+        experiment.check_held_out_images([experiment.task.val, experiment.task.test])
 
     start_sha256 = [sha256(file) for file in files]
     identity = experiment.identity.model_copy(update={"start_sha256": start_sha256})

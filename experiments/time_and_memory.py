@@ -31,7 +31,7 @@ from experiments.recipe import Backbone, Set, read_settings, run_script, setting
 from lora import Backbone as Network
 from lora import Examples, downstream_loss, drop_path, init_head, init_theta, keep_in_bfloat16
 from support.checkpoints import arch_of, build_head, build_pretext_task, build_vit
-from support.experiment import fits_bfloat16, set_up_device, uses_autocast
+from support.experiment import keeps_weights_in_bfloat16, set_up_device, uses_autocast
 from support.optim import Group, Optimiser, trainable
 
 CLASSES = 200  # of CUB-200, which the paper timed
@@ -117,7 +117,7 @@ def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Log]:
     """Algorithm 1 on a random network and the same random images at every step."""
     g = torch.Generator().manual_seed(cfg.seed)
     network = random_network(cfg, device)
-    if fits_bfloat16(cfg, device):
+    if keeps_weights_in_bfloat16(cfg, device):
         keep_in_bfloat16(network)
     amp = uses_autocast(cfg, device)
     arch = arch_of({}, cfg)

@@ -80,12 +80,12 @@ class Experiment(Generic[C]):
     def transform(self) -> data.Transform:
         """How a labelled image becomes an input of the network."""
         return data.Transform(
-            self.arch.image_size,
-            tuple(self.task.mean),  # from a file, it may be a list
-            tuple(self.task.std),
-            self.cfg.augment,
-            self.cfg.min_crop,
-            self.cfg.d_interpolation,
+            size=self.arch.image_size,
+            mean=self.task.mean,
+            std=self.task.std,
+            augment=self.cfg.augment,
+            min_crop=self.cfg.min_crop,
+            interpolation=self.cfg.d_interpolation,
             uncut=self.task.uncut,
         )
 
@@ -93,6 +93,9 @@ class Experiment(Generic[C]):
     def adapter_info(self) -> AdapterInfo:
         """What is written into every adapter file that is trained here."""
         cfg = self.cfg
+        # Images in memory that have the network's size are taken as they are stored. Others lose
+        # their edges when they are scored. `predict` has to do with its images as was done here.
+        test_images = data.Images(self.task.test, self.transform)
         return AdapterInfo(
             backbone=cfg.backbone,
             rank=cfg.rank,
@@ -103,7 +106,7 @@ class Experiment(Generic[C]):
             data_sha256=self.identity.data_sha256,
             arch=self.arch._asdict(),
             channels=(self.transform.mean, self.transform.std),
-            whole_images=data.Images(self.task.test, self.transform).taken_as_stored,
+            whole_images=test_images.taken_as_stored,
             pretext=cfg.pretext.rpartition(":")[2].lower(),  # of FILE.py:Class the class
         )
 
@@ -148,23 +151,31 @@ class Experiment(Generic[C]):
                 align, or "peft".
             batch: images in a step, of which this process yields its part.
             steps: numbers of the steps, from 0 over the whole run.
-            by_epoch: see `data.draws_of_step`.
+            drop_path: the rate; 0: there is none.
+            by_epoch: the last batch of an epoch has what is left of it; otherwise it is filled up
+                from the next epoch.
         """
         train = self.task.train
-        images = data.Images(train, self.transform, True, seed, purpose)  # True: random crops
-        draws = data.stream(len(train.targets), batch, seed, purpose, steps, by_epoch)
+        n = len(train.targets)
+        images = data.Images(train, self.transform, train=True, seed=seed, purpose=purpose)
+        draws = data.stream(n, batch, seed, purpose, steps, by_epoch)  # a list for each step
         own_draws = (of_step[own_part(len(of_step))] for of_step in draws)
         batches = data.batches(images, own_draws, self.cfg.workers, self.device)
         for step, (x, y) in zip(steps, batches, strict=True):
             drop = None
             if drop_path:
-                # Numbers are drawn for all n images of the step, although x may hold only this
-                # process's part: so they do not depend on how many processes there are.
-                n = len(data.draws_of_step(len(train.targets), batch, step, by_epoch))
-                g = data.rng(seed, purpose, "drop", step)
-                factors = lora.drop_path(drop_path, self.backbone.depth, n, g)  # (n, K, 2)
-                drop = data.to_device(factors[own_part(n)], self.device)
+                count = len(data.draws_of_step(n, batch, step, by_epoch))  # in all processes
+                drop = self.draw_drop_path(drop_path, count, data.rng(seed, purpose, "drop", step))
             yield lora.Examples(x, y, drop)
+
+    def draw_drop_path(self, rate: float, count: int, g: torch.Generator) -> Tensor:
+        """Factors of drop path (B, K, 2) for the B images that are this process's part of a step.
+
+        Numbers are drawn for all `count` images of the step, so that they do not depend on how many
+        processes share it.
+        """
+        factors = lora.drop_path(rate, self.backbone.depth, count, g)  # (count, K, 2)
+        return data.to_device(factors[own_part(count)], self.device)
 
     def score(self, split: data.Split, theta: Tensor, phi_D: Phi) -> Score:
         """Accuracy and loss of θ and φ_D on a split.
@@ -200,42 +211,39 @@ class Experiment(Generic[C]):
         return gather(torch.cat(pieces))  # of all processes
 
     def check_batches(self, flag: str, batch: int) -> None:
-        """Refuse (UsageError) batches that are too small for BatchNorm, or for all processes.
+        """Refuse (UsageError) batches in which BatchNorm or a process would have too few images.
 
         `flag` is the setting whose value `batch` is, such as --d-batch; the error names it.
         """
-        batchnorm = self.cfg.head == "batchnorm"
-        if batchnorm and self.cfg.micro_batch:
+        has_batchnorm = self.cfg.head == "batchnorm"
+        if has_batchnorm and self.cfg.micro_batch:
             raise UsageError("--micro-batch: a BatchNorm head needs whole batches; see --recompute")
-        fewest = world().size  # each process needs an image
-        needed_by = "the processes need"
-        if batchnorm:  # it divides by a deviation, and that of a single image is 0
-            fewest = max(2, fewest)
-            needed_by = "BatchNorm needs"
+
         last = len(self.task.train.targets) % batch  # images in the last batch of an epoch
         if last == 0:
             last = batch
-        if last < fewest:
-            raise UsageError(
-                f"{flag} {batch}: the last batch of a pass has {last} images, "
-                f"{needed_by} {fewest}; choose another size"
-            )
+        found = f"{flag} {batch}: the last batch of a pass has {last} images"
+        processes = world().size
+        if last < processes:  # each needs an image
+            raise UsageError(f"{found}, the processes need {processes}; choose another size")
+        if has_batchnorm and last < 2:  # it divides by a deviation, and that of one image is 0
+            raise UsageError(f"{found}, BatchNorm needs 2; choose another size")
 
-    def decode_held_out_images(self, scored: Sequence[data.Split]) -> None:
+    def check_held_out_images(self, scored: Sequence[data.Split]) -> None:
         """Read all validation and test images, so that a damaged one is reported before training.
 
-        Each process reads its own part. Images of the splits in `scored` stay in memory for
-        `logits`, which asks `decode_once`, too. Raises ImageError.
+        Each process reads its own part. `scored` has the splits that will be scored: what is read
+        of these is kept for `logits`, unless it is too much. Raises ImageError.
         """
         for split in (self.task.val, self.task.test):
-            own = own_numbers(split)
+            numbers = own_numbers(split)
+            own = split.part(numbers)
             if split in scored:
-                images = data.decode_once(split, self.transform, own).images
-            else:
-                images = split.part(own).images
-            if isinstance(images, Tensor):  # they are in memory, so nothing is left to read
+                own = data.decode_once(split, self.transform, numbers)  # as `logits` does
+            if isinstance(own.images, Tensor):  # in memory: decoded now, or from the beginning
                 continue
-            errors = data.find_unreadable(images)
+            # Files, of a split that is not scored or takes too much memory: they are only tried.
+            errors = data.find_unreadable(own.images)
             if errors:
                 raise errors[0]
         wait_for_all()  # the run begins only when all processes have read theirs
@@ -321,19 +329,22 @@ def open_experiment(cfg: C, task: data.Task | None = None) -> Experiment[C]:
     try_and_collect(problems, checkpoints.check_weights, cfg)
     if task is None or problems:
         raise UsageError(*problems)
-    return load_experiment(cfg, task)
+    return add_networks(cfg, task)
 
 
-def load_experiment(cfg: C, task: data.Task) -> Experiment[C]:
-    """Load the networks, downloading gigabytes where they are missing. Raises UsageError."""
+def add_networks(cfg: C, task: data.Task) -> Experiment[C]:
+    """Make an experiment on an open task: load the networks, which may download gigabytes.
+
+    Raises UsageError if the images or labels of the task, or the weights, cannot be used.
+    """
     device = set_up_device(cfg)
     with as_usage_error(f"--dataset {task.name}"):
         data.check_task(task)
     backbone, pretext_head, arch, weights_sha256, channels = checkpoints.load_backbone(cfg)
-    if channels:  # a network of timm expects those that it was trained with
+    if channels:  # a network of timm expects the mean and std that it was trained with
         task = task._replace(mean=channels.mean, std=channels.std)
     backbone.to(device)
-    if fits_bfloat16(cfg, device):
+    if keeps_weights_in_bfloat16(cfg, device):
         lora.keep_in_bfloat16(backbone)
     identity = Identity(
         weights_sha256=weights_sha256,
@@ -351,21 +362,14 @@ def open_align_experiment(
     A `task` or `pool` that is given is used instead of --dataset or --pool. Raises UsageError
     before the networks are loaded, with a line for each thing that is missing.
     """
-    problems: list[str] = []
-    task = task or try_and_collect(problems, open_task, cfg)
-    pool = pool or try_and_collect(problems, open_pool, cfg.pool, cfg.data_root, cfg.data_seed)
-    try_and_collect(problems, checkpoints.check_weights, cfg)
-    if task is None or pool is None or problems:
-        raise UsageError(*problems)
-    with as_usage_error("--pool"):
-        data.check_pixels(pool.images)
+    task, pool = open_task_and_pool(cfg, task, pool)
     task_class = None
     if cfg.pretext not in PRETEXTS:
         task_class = load_task_class(cfg.pretext)
 
-    opened = load_experiment(cfg, task)
+    opened = add_networks(cfg, task)
     if cfg.backbone.startswith(TIMM):
-        # The network expects the channels that it was trained with, as `load_experiment` says.
+        # The network expects the mean and std that it was trained with; `opened.task` has them.
         pool = pool._replace(mean=opened.task.mean, std=opened.task.std)
         LOG.warning(
             "%s has no pretrained pretext head, as the paper's backbones have: "
@@ -382,8 +386,29 @@ def open_align_experiment(
     return AlignExperiment(**fields, pool=pool, task_class=task_class)
 
 
+def open_task_and_pool(
+    cfg: AlignConfig, task: data.Task | None, pool: data.Pool | None
+) -> tuple[data.Task, data.Pool]:
+    """Open the task and the pool, unless they are given, and see that there are weights.
+
+    Raises UsageError with a line for each thing that is missing.
+    """
+    problems: list[str] = []
+    task = task or try_and_collect(problems, open_task, cfg)
+    pool = pool or try_and_collect(problems, open_pool, cfg.pool, cfg.data_root, cfg.data_seed)
+    try_and_collect(problems, checkpoints.check_weights, cfg)
+    if task is None or pool is None or problems:
+        raise UsageError(*problems)
+    with as_usage_error("--pool"):
+        data.check_pixels(pool.images)
+    return task, pool
+
+
 def tell_test_images(task: data.Task, pool: data.Pool) -> None:
-    """Log how many of the test images are in the pool, too, if both are files."""
+    """Log how many of the test images are in the pool, too, if both are files.
+
+    This changes nothing, but a reader of the results may want to know.
+    """
     if isinstance(pool.images, Tensor) or isinstance(task.test.images, Tensor):
         return
     shared = {*pool.images} & {*task.test.images}
@@ -398,14 +423,18 @@ def pool_images(pool: data.Pool, size: int, cfg: AlignConfig | PretrainConfig) -
     authors' program.
     """
     is_ijepa = cfg.pretext == "ijepa"
-    interpolation = "bilinear" if is_ijepa else "bicubic"
-    flip = not is_ijepa
     transform = data.Transform(
-        size, pool.mean, pool.std, cfg.augment, cfg.min_crop, interpolation, flip
+        size=size,
+        mean=pool.mean,
+        std=pool.std,
+        augment=cfg.augment,
+        min_crop=cfg.min_crop,
+        interpolation="bilinear" if is_ijepa else "bicubic",
+        flip=not is_ijepa,
     )
     # `Images` reads splits, so each image gets the label 0, which means nothing.
     unlabelled = data.Split(pool.images, torch.zeros(len(pool.images)))
-    return data.Images(unlabelled, transform, True, cfg.seed, "pretext")  # True: random crops
+    return data.Images(unlabelled, transform, train=True, seed=cfg.seed, purpose="pretext")
 
 
 def pretext_batches(
@@ -449,12 +478,13 @@ def open_task(cfg: AlignConfig | FinetuneConfig) -> data.Task:
     """Open the labelled task D^D that --dataset names. Raises UsageError."""
     name = cfg.dataset
     with as_usage_error(f"--dataset {name}"):
-        path = find_folder(name, cfg.data_root)
+        # `load_benchmark` refuses it for the other benchmarks.
         if cfg.split_file and name not in BENCHMARKS:
             raise UsageError(f"--split-file {cfg.split_file}: is for cub200 and pets, leave it out")
         if name in MAKE_TASK:
             return MAKE_TASK[name](cfg.data_seed)
-        if path is None:
+        path = find_folder(name, cfg.data_root)
+        if path is None:  # a function makes its images, and it is none of MAKE_TASK
             raise UsageError(f"--dataset {name}: is a pool without labels")
         if name in BENCHMARKS:
             return load_benchmark(cfg, path)
@@ -467,10 +497,10 @@ def open_pool(name: str, root: Path, seed: int) -> data.Pool:
     `root` is --data-root, `seed` is --data-seed.
     """
     with as_usage_error(f"--pool {name}"):
-        path = find_folder(name, root)
         if name in MAKE_POOL:
             return MAKE_POOL[name](seed)
-        if path is None:
+        path = find_folder(name, root)
+        if path is None:  # a function makes its images, and it is none of MAKE_POOL
             raise UsageError(f"--pool {name}: is a labelled data set, and no pool")
         return data.Pool(find_pool_images(name, path))
 
@@ -515,8 +545,9 @@ def uses_autocast(cfg: Machine, device: torch.device) -> bool:
     return cfg.amp and device.type == "cuda"
 
 
-def fits_bfloat16(cfg: AlignConfig | FinetuneConfig, device: torch.device) -> bool:
-    """Whether all passes of these settings are under autocast, see `lora.keep_in_bfloat16`."""
-    float32_curvature = isinstance(cfg, AlignConfig) and cfg.hypergrad in ("cg", "exact")
-    own_task = cfg.pretext not in PRETEXTS  # it may leave autocast
-    return uses_autocast(cfg, device) and not float32_curvature and not own_task
+def keeps_weights_in_bfloat16(cfg: AlignConfig | FinetuneConfig, device: torch.device) -> bool:
+    """Whether ψ is stored in bfloat16, see `lora.keep_in_bfloat16`: if no pass needs float32."""
+    # Products with H are computed in float32, and only these two ask for some.
+    needs_products = isinstance(cfg, AlignConfig) and cfg.hypergrad in ("cg", "exact")
+    is_custom_task = cfg.pretext not in PRETEXTS  # its code may leave autocast
+    return uses_autocast(cfg, device) and not needs_products and not is_custom_task
