@@ -152,8 +152,8 @@ class Experiment(Generic[C]):
             batch: images in a step, of which this process yields its part.
             steps: numbers of the steps, from 0 over the whole run.
             drop_path: the rate; 0: there is none.
-            by_epoch: the last batch of an epoch has what is left of it; otherwise it is filled up
-                from the next epoch.
+            by_epoch: True: the last batch of an epoch has what is left of it. False: that batch is
+                filled up from the next epoch.
         """
         train = self.task.train
         n = len(train.targets)

@@ -14,9 +14,6 @@ from support.screen import format_value
 def signature_of(*settings_classes: type[Settings]) -> Signature:
     """Make a function signature with a keyword for each setting, from which Typer makes flags.
 
-    Typer hands a flag over as text, and None where it is not given. Pydantic converts and checks
-    the text, so that flags, files and Python follow the same rules.
-
     In the help, flags are listed by group: a group is a class that has fields of its own, and the
     beginning of its docstring is the heading. Where a class defines a setting of its base class
     anew, the flag is in the group of the class that does so.
@@ -40,7 +37,9 @@ def parameter_of(name: str, field: FieldInfo, heading: str) -> Parameter:
     """Make the parameter of one flag, with its help, which is listed below the heading.
 
     `name` and `field` are those of the setting, such as "d_lr". The parameter is a keyword of this
-    name, whose default is None. A switch has two flags, such as --amp and --no-amp.
+    name. Typer hands the flag over as text, or None where it is not given. Pydantic converts and
+    checks the text, so that flags, files and Python follow the same rules. A switch has two flags,
+    such as --amp and --no-amp, and Typer hands it over as a bool.
     """
     flag = flag_of(name)  # such as "--d-lr"
     value_type: type = str
@@ -66,12 +65,13 @@ def parameter_of(name: str, field: FieldInfo, heading: str) -> Parameter:
 def help_of(field: FieldInfo) -> str:
     """Write the help of a flag: what the setting is, the default's source, and the default.
 
-    The first two are the text below the field. It is such as "Rank of LoRA (r), on queries and
-    values of every layer. [App. C.3; vit_mini: 8] (default: 64)", with marks for rich: [dim].
+    The first two are the text below the field. The result is such as "Rank of LoRA (r), on queries
+    and values of every layer. [App. C.3; vit_mini: 8] (default: 64)", with marks for rich: [dim].
     """
     text = escape(" ".join((field.description or "").split()))  # rich would take [here] for markup
     if field.is_required():
         return f"{text} [dim](required)[/dim]"
+    # None: the text says what is done without a value. False: a switch is off unless it is given.
     if field.default is None or field.default is False:
         return text
     return f"{text} [dim](default: {escape(format_value(field.default))})[/dim]"

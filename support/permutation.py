@@ -31,7 +31,8 @@ def compare(arm: Sequence[int], against: Sequence[int], images: int = 100) -> Co
 
     The arms have n and m whole numbers, one per seed, such as how many of `images` were right.
     p is the share of the C(n + m, n) ways to split all n + m numbers into n and m whose means
-    differ at least as much as those of the arms. The difference is in percentage points.
+    differ at least as much as those of the arms. The difference is in percentage points; with 100
+    images, as by default, the numbers are percentages themselves.
 
     1. Refuse an arm without a seed, and numbers that are not whole, by a ValueError.
     2. Compute the difference of the arms' means, scaled to be a whole number.
@@ -56,8 +57,8 @@ def compare(arm: Sequence[int], against: Sequence[int], images: int = 100) -> Co
     extreme = 0  # splits whose means differ at least as much as those of the arms
     ways_by_sum = count_sums(pooled, n)  # such as {3: 2, 4: 1}: two splits have the sum 3
     for first_sum, ways in ways_by_sum.items():
-        of_these_splits = scale_difference(first_sum, total, n, m)
-        if abs(of_these_splits) >= abs(observed):
+        scaled = scale_difference(first_sum, total, n, m)  # of each of these splits
+        if abs(scaled) >= abs(observed):
             extreme += ways
 
     splits = math.comb(n + m, n)  # the ways to choose n of n + m

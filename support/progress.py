@@ -118,7 +118,8 @@ def show_progress(quiet: bool) -> Iterator[Track]:
     2. Decide who prints the notice after a signal.
     3. Yield a `Track`: bars on a terminal, lines in a file or a pipe, or one that shows nothing.
     """
-    is_first = is_first_process()  # of several that torchrun started, one alone prints
+    # Of several processes that torchrun started, one shows progress; the others print warnings.
+    is_first = is_first_process()
     shows_nothing = quiet or not is_first
     log = logging.getLogger("bisslight")
     log.setLevel(logging.WARNING if shows_nothing else logging.INFO)

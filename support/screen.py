@@ -79,21 +79,21 @@ def print_answer(answer: Answer) -> None:
 
 
 def list_fields(fields: Record) -> Answer:
-    """List fields for people: a line each, but a table for a list of records.
+    """List fields for people, without a headline: a line each, but a table for a list of records.
 
     Fields that are None or {} are left out.
 
-    >>> list_fields({"images": 20, "note": None}).headline
-    'images: 20'
+    >>> list_fields({"images": 20, "note": None}).lines
+    ['images: 20']
     """
     lines = []
     for name, value in fields.items():
         is_table = isinstance(value, list) and value and isinstance(value[0], dict)
         if is_table:
-            lines += [f"{name}:", draw_table(value)]
+            lines += [f"{name}:", draw_table(value)]  # among the lines, where the field stands
         elif value is not None and value != {}:
             lines.append(f"{name}: {format_value(value)}")
-    return Answer("\n".join(lines))
+    return Answer(headline="", lines=lines)
 
 
 def draw_table(rows: Sequence[Record]) -> str:
@@ -103,7 +103,8 @@ def draw_table(rows: Sequence[Record]) -> str:
 
     1. Find the columns: the keys of all rows.
     2. Fill a table of rich, which draws tables.
-    3. Draw it into a text, as wide as the terminal, and cut the blanks at the ends of lines.
+    3. Draw it into a text, and cut the blanks at the ends of lines. It is at most as wide as the
+       terminal; in a file or a pipe, 200 characters.
 
     >>> print(draw_table([{"seed": 0, "test": "52.0 %"}, {"seed": 1}]))
     seed  test
@@ -126,7 +127,7 @@ def draw_table(rows: Sequence[Record]) -> str:
 
     drawn = io.StringIO()  # a file in memory
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    # None: as wide as the terminal. In a file or a pipe, rich would cut the table to 80 characters.
+    # None: rich asks the terminal. For a file or a pipe, rich would take 80.
     width = None if is_terminal else 200
     console = Console(file=drawn, width=width, color_system=None, highlight=False, markup=False)
     console.print(table)
