@@ -203,8 +203,8 @@ class Run(ExitStack):
         """
         path = self.path
         goes_on = check_directory(path, command, self.config, force, identity)
-        wait_for_all()  # until each process has looked; only then process 0 writes
         has_ended = goes_on and self.is_finished() and not has_grown(path, command, self.config)
+        wait_for_all()  # until each process has looked; only then process 0 writes
         if world().rank == 0 and not has_ended:
             self.lock()
             self.prepare_directory(command, force, identity)
