@@ -461,7 +461,7 @@ def predict(
     if csv is not None:
         write_atomic(csv, format_csv(guesses))  # replaces the file at once
     guesses_by_field = [guess._asdict() for guess in guesses]  # such as {"label": "cat", ...}
-    show(guesses_by_field, in_words(guesses, run, seed), as_json)
+    show(guesses_by_field, in_words(guesses), as_json)
 
 
 @data_app.command("list")
