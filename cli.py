@@ -158,7 +158,9 @@ def choose_out(command: str, cfg: Command, options: Options) -> Path:
     return Path("runs", name)
 
 
-def show_plan(command: str, cfg: Command, options: Options) -> None:
+def show_plan(
+    command: str, cfg: AlignConfig | FinetuneConfig | PretrainConfig, options: Options
+) -> None:
     """Print what a run would do, for --dry-run. Raises UsageError with all that is missing."""
     from extras.dry_run import plan_run  # only now: it loads torch
 
