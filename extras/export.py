@@ -101,7 +101,7 @@ def export(
     with as_usage_error(str(run)):
         for_timm = to_timm(backbone, pretrained.arch, theta, head, info, cfg)
 
-    contents: dict[str, str | bytes] = {  # by the path below `out`
+    contents: dict[str, str | bytes] = {  # what each file holds, by its path below `out`
         "peft/adapter_config.json": json.dumps(for_peft.config, indent=1),
         "peft/adapter_model.safetensors": save(for_peft.tensors),
         "timm/config.json": json.dumps(for_timm.config, indent=1),
@@ -122,7 +122,7 @@ def check_is_empty(out: Path) -> None:
 def write_files(out: Path, contents: dict[str, str | bytes]) -> None:
     """Write files, whose contents are given by their paths below the directory `out`.
 
-    Raises UsageError if a directory cannot be made.
+    Raises UsageError if a directory cannot be made, RunError if a file cannot be written.
     """
     for name, content in contents.items():
         path = out / name
