@@ -250,7 +250,9 @@ def reconstruct_five(cfg: AlignConfig) -> Tensor:
     assert isinstance(pretext, mae.MAE)  # the pretext task of the demo's settings
     images = pool_images(pool, experiment.arch.image_size, cfg)
     first_step = range(1)
-    batches = pretext_batches(pretext, images, 5, first_step, cfg, experiment.device)
+    batches = pretext_batches(
+        pretext, images, batch=5, steps=first_step, cfg=cfg, device=experiment.device
+    )
     batch = next(batches)  # its images (5, 3, 28, 28), and their masks
 
     # None: without θ, by the pretrained weights alone. Both results are (5, 3, 28, 28).

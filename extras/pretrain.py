@@ -113,8 +113,8 @@ def train(
 ) -> Iterator[EpochRecord]:
     """Take the run's steps from `opt.step` on, and yield a record now and then.
 
-    There is a record after each epoch; where an epoch is longer than 500 steps, after every 500, so
-    that a run which is asked to stop does so soon. `steps` is the number of steps of the whole run;
+    There is a record after each epoch; where an epoch is longer than 500 steps, there is one
+    after every 500 instead, so that a run which is asked to stop does so soon. `steps` is the number of steps of the whole run;
     `track` shows the progress.
     """
     steps_per_epoch = steps // cfg.epochs
@@ -211,7 +211,7 @@ def make_optimiser(cfg: PretrainConfig, psi_and_phi: dict[str, Tensor], steps: i
     """
     warmup_steps = cfg.warmup_epochs * (steps // cfg.epochs)
     schedule = Schedule(steps, warmup=warmup_steps, end=cfg.min_lr, start=cfg.warmup_from)
-    first_step = 1 if cfg.pretext == "ijepa" else 0  # so the authors' program counts in a schedule
+    first_step = 1 if cfg.pretext == "ijepa" else 0  # its number in the authors' schedule
 
     def rate(step: float, base: float) -> float:
         """The rate of a step, which `Optimiser` counts from 1."""
