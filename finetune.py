@@ -17,9 +17,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from bisslight import Diverged
-from config import FinetuneConfig, Record
+from config import FinetuneConfig, Record, find_runs
 from data import Task, name_own_data, steps_per_epoch
-from evaluate import STARTS, compare_settings, find_runs
+from evaluate import STARTS, compare_settings
 from support.checkpoints import AdapterInfo, load_adapter, load_theta, save_adapter
 from support.errors import UsageError, as_usage_error
 from support.experiment import FinetuneExperiment, Head, open_experiment
@@ -264,10 +264,9 @@ def check_that_seeds_alone_differ(runs: Sequence[Path], folder: Path) -> None:
     """Refuse (UsageError) align runs that differ in more than the seed, or have the same seed."""
     settings = [read_json(run / "config.json") for run in runs]
     first = settings[0]
-    differing: set[str] = set()
+    differing: set[str] = set()  # names of settings; `compare_settings` leaves out the seed
     for other in settings[1:]:
-        # Both ways: each call looks at the names in its first argument alone.
-        differing |= compare_settings(other, first).keys() | compare_settings(first, other).keys()
+        differing |= compare_settings(other, first).keys()
     seeds = {one["seed"] for one in settings}
     two_have_the_same_seed = len(seeds) < len(runs)
     if differing or two_have_the_same_seed:
