@@ -204,7 +204,8 @@ def check_dataset(name: str) -> str:
     """Return a value of --dataset, in which a folder becomes "folder:" and its absolute path.
 
     1. A data set is returned as it is: one that a script hands over, or one of TASKS or NAMED.
-    2. A folder is known by "folder:", by a slash, or because it exists.
+    2. A folder is known by "folder:", by a slash, or because it exists. Links in its path are
+       followed, so that one folder has one name.
     3. Any other word is refused.
 
     >>> check_dataset("dtd"), check_dataset("/photos"), check_dataset("folder:/photos")
@@ -216,10 +217,10 @@ def check_dataset(name: str) -> str:
         return name
 
     if prefix == "folder" and folder:
-        return f"folder:{make_absolute(Path(folder))}"
+        return f"folder:{Path(folder).expanduser().resolve()}"
     looks_like_path = "/" in name or "\\" in name or Path(name).is_dir()
     if looks_like_path:
-        return f"folder:{make_absolute(Path(name))}"
+        return f"folder:{Path(name).expanduser().resolve()}"
 
     hint = suggest(name, (*TASKS, *NAMED, "folder:DIR"))  # such as "did you mean dtd?"
     raise ValueError(f"is unknown, {hint}")

@@ -452,8 +452,7 @@ def unit_of_seeds(starts: Sequence[tuple[str | None, int]], first: Arm) -> str:
     """
     start_paths = {path for path, _ in starts}
     each_has_its_own_start = len(starts) > 1 and len(start_paths) == len(starts)
-    starts_are_align_runs = not first.settings["restart"]  # else they are finetune runs
-    if each_has_its_own_start and starts_are_align_runs:
+    if each_has_its_own_start and not first.settings["restart"]:  # these start from finetune runs
         return "align run and PEFT"
     return first.unit
 
@@ -588,7 +587,9 @@ def follows_paper(config: Record, result: Record) -> bool:
 
     Weights are known by the name of their file only. The arguments are those of `find_in_paper`.
     """
-    left_open = settings_not_compared_with_paper(FinetuneConfig)  # names, such as {"seed", "lr", ...}
+    left_open = settings_not_compared_with_paper(
+        FinetuneConfig
+    )  # names, such as {"seed", "lr", ...}
     for name, value_of_paper in paper_values(FinetuneConfig, config).items():
         # A run of an older version may lack a setting; it counts as the paper's value.
         differs = config.get(name, value_of_paper) != value_of_paper
