@@ -94,29 +94,33 @@ class FinetuneResult(RunResult, frozen=True):
 
     def in_words(self) -> Answer:
         """The mean and deviation of the test accuracy, a row for each seed, and remarks."""
-        first_seed = read_json(Path(self.out, "config.json"))["seed"]  # --seed, such as 0
-        heading = f"test ({format_count(self.test_images, 'image')})"  # of a column
+        rate = f"rate {self.lr:g}"
+        remarks = []  # lines below the table
+        if len(self.grid) > 1:
+            rate += ", the best on validation"
+            remarks.append(describe_grid(self.grid))
+        if self.unit in STARTS:
+            remarks.append(f"the seeds start from {STARTS[self.unit]}")
+        if remarks:
+            remarks.append("")
+        seeds = format_count(len(self.test), "seed")  # such as "8 seeds"
+        return Answer(
+            headline=f"test {self.metric} {format_accuracies(self.test)} ({seeds}; {rate})",
+            rows=self.rows_of_seeds(),
+            lines=[*remarks, f"in {Path(self.out).resolve()}"],
+        )
+
+    def rows_of_seeds(self) -> list[Record]:
+        """A row of the printed table for each seed, by column."""
+        first_seed = read_json(Path(self.out, "config.json"))["seed"]  # of --seed, such as 0
+        test_column = f"test ({format_count(self.test_images, 'image')})"
         rows = []
         for i, test in enumerate(self.test):
             row: Record = {"seed": first_seed + i, "best epoch": self.epochs[i]}
             row["validation"] = format_accuracies([self.val[i]])
-            row[heading] = format_accuracies([test])
+            row[test_column] = format_accuracies([test])
             rows.append(row)
-        rate = f"rate {self.lr:g}"
-        lines = []
-        if len(self.grid) > 1:
-            rate += ", the best on validation"
-            lines.append(describe_grid(self.grid))
-        if self.unit in STARTS:
-            lines.append(f"the seeds start from {STARTS[self.unit]}")
-        if lines:
-            lines.append("")
-        seeds = format_count(len(self.test), "seed")
-        return Answer(
-            headline=f"test {self.metric} {format_accuracies(self.test)} ({seeds}; {rate})",
-            rows=rows,
-            lines=[*lines, f"in {Path(self.out).resolve()}"],
-        )
+        return rows
 
 
 def describe_grid(grid: dict[str, list[float | None]]) -> str:
@@ -183,25 +187,31 @@ def finetune(
     with Run(out, "finetune", cfg, force, identity) as run:
         if run.result:  # a finished run: its result is given as it is
             return FinetuneResult(**run.result)
-        grid = try_grid(cfg, seeds, run_all)
-        results = choose_rate(grid, seeds, run_all)  # one for each seed
-        lr = results[0].lr
-        warn_about_grid(grid, lr, out)
         content = {
             "dataset": cfg.dataset,
             "backbone": cfg.backbone,
             "unit": starts.unit,
-            "lr": lr,
             "metric": experiment.metric,
-            "grid": {str(rate): accuracies_of(tried) for rate, tried in grid.items()},
             "aligned_by": align_info.hypergrad,  # None, as the next two, if nothing was aligned
             "aligned_on": align_info.dataset,
             "align_unlike_paper": align_info.unlike_paper,
             "pretext": align_info.pretext or experiment.adapter_info.pretext,  # else of --pretext
         }
-        content |= score_on_test(results, experiment, run)
+        content |= try_rates_and_test(experiment, seeds, run_all, run)
         content |= add_up_seconds(out)
         return FinetuneResult(**run.finish(content))
+
+
+def try_rates_and_test(
+    experiment: FinetuneExperiment, seeds: Seeds, run_all: RunTrials, run: Run
+) -> Record:
+    """Try the grid, run all seeds with the best rate, test each once; a part of result.json."""
+    grid = try_grid(experiment.cfg, seeds, run_all)
+    results = choose_rate(grid, seeds, run_all)  # one for each seed
+    lr = results[0].lr
+    warn_about_grid(grid, lr, run.path)
+    by_rate = {str(rate): accuracies_of(tried) for rate, tried in grid.items()}
+    return {"lr": lr, "grid": by_rate, **score_on_test(results, experiment, run)}
 
 
 # --- where the seeds start ------------------------------------------------------------------------
@@ -537,10 +547,7 @@ def peft(trial: Trial, experiment: FinetuneExperiment, run: Run, track: Track) -
     for epoch, mean_loss in track(epochs, cfg.epochs, label, opt.step // epoch_steps):
         record: Record = {"step": epoch, "loss": mean_loss, "val": None}
         if epoch % cfg.eval_epochs == 0 or epoch == cfg.epochs:
-            record["val"] = validate(experiment, theta, head, epoch).model_dump()
-            if cfg.test_curve:
-                score = experiment.score(experiment.task.test, theta, head.with_stats)
-                record["test"] = score.model_dump()
+            record |= validate(experiment, theta, head, epoch)
         run.log(record)
         is_best_so_far = record["val"] and best_epoch(run.records)["step"] == epoch
         if is_best_so_far:
@@ -579,12 +586,20 @@ def make_optimiser(
     return Optimiser([Group(tensors, lr, cfg.weight_decay)], rate=schedule, betas=betas)
 
 
-def validate(experiment: FinetuneExperiment, theta: Tensor, head: Head, epoch: int) -> Score:
-    """Score θ and the head on the validation split. Raises Diverged: its loss is not finite."""
-    score = experiment.score(experiment.task.val, theta, head.with_stats)
-    if not math.isfinite(score.loss):
+def validate(experiment: FinetuneExperiment, theta: Tensor, head: Head, epoch: int) -> Record:
+    """Score θ and the head on the validation split, and with --test-curve on the test split, too.
+
+    Returns the fields of a `Score` for each. Raises Diverged where the validation loss is not
+    finite.
+    """
+    task = experiment.task
+    val = experiment.score(task.val, theta, head.with_stats)
+    if not math.isfinite(val.loss):
         raise Diverged(f"validation after epoch {epoch}: loss is not finite")
-    return score
+    record: Record = {"val": val.model_dump()}
+    if experiment.cfg.test_curve:
+        record["test"] = experiment.score(task.test, theta, head.with_stats).model_dump()
+    return record
 
 
 def curve_of(records: Sequence[Record]) -> dict[int, float]:
