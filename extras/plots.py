@@ -15,8 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.rcsetup import cycler
 
-from config import Record
-from evaluate import Row, find_runs
+from config import Record, find_runs
+from evaluate import Row
 from support.errors import UsageError, as_usage_error
 from support.runs import mean_numbers, read_json_if_there, write_atomic
 
