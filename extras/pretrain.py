@@ -113,9 +113,9 @@ def train(
 ) -> Iterator[EpochRecord]:
     """Take the run's steps from `opt.step` on, and yield a record now and then.
 
-    There is a record after each epoch; where an epoch is longer than 500 steps, there is one
-    after every 500 instead, so that a run which is asked to stop does so soon. `steps` is the number of steps of the whole run;
-    `track` shows the progress.
+    There is a record after each epoch. Where an epoch is longer than 500 steps, there is one after
+    every 500 instead, so that a run which is asked to stop does so soon. `steps` is the number of
+    steps of the whole run; `track` shows the progress.
     """
     steps_per_epoch = steps // cfg.epochs
     steps_per_record = min(500, steps_per_epoch)
