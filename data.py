@@ -524,7 +524,7 @@ def cut_random(image: Picture, t: Transform, seed: int) -> Picture:
     and flip.
     """
     # torchvision takes random numbers from torch's global generator for the CPU. Its state is put
-    # back afterwards. `torch.manual_seed` would also seed those of GPUs, which takes 0.4 ms.
+    # back afterwards. `torch.manual_seed` seeds GPUs, too, which takes 100 times as long.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         # box: top, left, height and width; 3/4 to 4/3 is its width over its height
