@@ -123,12 +123,11 @@ def align(
         cfg = cfg.replace(dataset=name_own_data(*task.splits))
     if pool:
         cfg = cfg.replace(pool=name_own_data(pool))
-    # The first of three checks of the directory: of the settings alone, before the data are read.
-    # `Run` checks the digests of the data, too, and again once it has locked the directory.
+    # The settings are checked before the data are read; `Run` checks the digests of both later.
     goes_on = check_directory(out, "align", cfg, force)
     experiment = open_align_experiment(cfg, task, pool)
-    prepared = prepare(experiment)
     experiment.check_batches("--d-batch", cfg.d_batch)
+    prepared = prepare(experiment)
     if not goes_on:  # a run that goes on has done this when it began
         # This reads validation and test images, to find damaged ones now. Validation images stay in
         # memory; align never scores test images.
@@ -150,7 +149,7 @@ def run_algorithm_1(
     Returns what result.json says.
     """
     cfg = experiment.cfg
-    state, pretext_task, head, hypergrad, optimisers = prepared
+    state, pretext_task, head, _, optimisers = prepared
     # This fills in place what `prepare` has made, if there is a checkpoint.
     run.restore(name_tensors(state, head, pretext_task.state), optimisers._asdict())
     # When the probe is finished, it logs a record with step 0; then each alternation logs one with
@@ -160,37 +159,50 @@ def run_algorithm_1(
         state.done = run.records[-1]["step"]
     try:
         if cfg.probe_epochs and not probe_is_done:
-            epochs_done = optimisers.probe.step // steps_per_probe_epoch(experiment)
-            epochs = probe(experiment, prepared)
-            for epoch in track(epochs, cfg.probe_epochs, "probe", epochs_done):
-                run.save_if_due(f"probe epoch {epoch.step}")
-            run.log({"step": 0, "probe_val": score_probe(experiment, prepared)})
-
-        batches = batches_left(experiment, prepared)
-        logs = algorithm_1(  # a generator: nothing runs before the loop below
-            state,
-            steps=cfg,  # T, N_L, N_U and λ are read from it
-            task=pretext_task,
-            loss_D=head.loss,  # (θ, φ_D, batch, regularise=False) -> scalar
-            hypergrad=hypergrad,
-            pretext=batches.pretext,
-            downstream=batches.downstream,
-            passes=experiment.passes,
-            store="cpu" if cfg.mfac_device == "cpu" else None,
-        )
-        for log in track(logs, cfg.alternations, "align", state.done):
-            t = log.alternation
-            record = {"step": t, **log._asdict()}
-            due = t % cfg.eval_every == 0 or t == cfg.alternations
-            if due:
-                record |= validate(experiment, state, head)
-            run.log(record)
-            run.save_if_due(f"alternation {t} of {cfg.alternations}", due)
+            run_probe(experiment, prepared, run, track)
+        run_alternations(experiment, prepared, run, track)
     except Diverged as error:
         run.finish({"diverged": str(error)})
         raise
     run.write("adapter.safetensors", adapter_file(experiment, state.theta_P))  # l.17
     return run.finish(summary(experiment, run.records[-1]))
+
+
+def run_probe(experiment: AlignExperiment, prepared: Prepared, run: Run, track: Track) -> None:
+    """Do the epochs of linear probing that are left, and log the score after the last one."""
+    done = prepared.optimisers.probe.step // steps_per_probe_epoch(experiment)  # epochs
+    epochs = probe(experiment, prepared)
+    for epoch, _ in track(epochs, experiment.cfg.probe_epochs, "probe", done):
+        run.save_if_due(f"probe epoch {epoch}")
+    run.log({"step": 0, "probe_val": score_probe(experiment, prepared)})
+
+
+def run_alternations(
+    experiment: AlignExperiment, prepared: Prepared, run: Run, track: Track
+) -> None:
+    """Do the alternations of Algorithm 1 that are left; log each, and validate some of them."""
+    cfg = experiment.cfg
+    state, pretext_task, head, hypergrad, _ = prepared
+    batches = batches_left(experiment, prepared)
+    logs = algorithm_1(  # a generator: nothing runs before the loop below
+        state,
+        steps=cfg,  # T, N_L, N_U and λ are read from it
+        task=pretext_task,
+        loss_D=head.loss,  # (θ, φ_D, batch, regularise=False) -> scalar
+        hypergrad=hypergrad,
+        pretext=batches.pretext,
+        downstream=batches.downstream,
+        passes=experiment.passes,
+        store="cpu" if cfg.mfac_device == "cpu" else None,  # where G is; None: with θ
+    )
+    for log in track(logs, cfg.alternations, "align", state.done):
+        t = log.alternation
+        record = {"step": t, **log._asdict()}  # "step": in the records of every command
+        validates = t % cfg.eval_every == 0 or t == cfg.alternations
+        if validates:
+            record |= validate(experiment, state, head)
+        run.log(record)
+        run.save_if_due(f"alternation {t} of {cfg.alternations}", due=validates)
 
 
 # --- what Algorithm 1 gets ----------------------------------------------------------------------
@@ -204,11 +216,11 @@ def prepare(experiment: AlignExperiment, hypergrad: Hypergradient | None = None)
         prepared = prepare(experiment)
         for _ in probe(experiment, prepared):
             pass
-        state, task, head, hypergrad, _ = prepared
+        state, pretext_task, head, hypergrad, _ = prepared
         pretext, downstream = batches_left(experiment, prepared)
         passes = experiment.passes
         for log in algorithm_1(
-            state, cfg, task, head.loss, hypergrad, pretext, downstream, passes
+            state, cfg, pretext_task, head.loss, hypergrad, pretext, downstream, passes
         ):
             ...
 
@@ -218,7 +230,7 @@ def prepare(experiment: AlignExperiment, hypergrad: Hypergradient | None = None)
     """
     cfg = experiment.cfg
     theta = experiment.new_theta(cfg.seed)  # l.2
-    pretext_task = experiment.new_pretext_task(theta)
+    pretext_task = experiment.new_pretext_task(theta)  # a teacher, as I-JEPA's, starts from θ
     hypergrad = hypergrad or hypergradient(cfg, theta)
     head = experiment.new_head("align head", cfg.seed)
     state, optimisers = start_state(cfg, theta, pretext_task.phi, head.phi)
@@ -229,28 +241,37 @@ def batches_left(experiment: AlignExperiment, prepared: Prepared) -> Batches:
     """Batches for the alternations after the `prepared.state.done` ones that are finished."""
     cfg = experiment.cfg
     done = prepared.state.done
-    lower_steps = range(done * cfg.lower_steps, cfg.alternations * cfg.lower_steps)
-    upper_steps = range(done * cfg.upper_steps, cfg.alternations * cfg.upper_steps)
+    # the numbers of the steps that are left, counted from 0 over the whole run
+    lower_left = range(done * cfg.lower_steps, cfg.alternations * cfg.lower_steps)
+    upper_left = range(done * cfg.upper_steps, cfg.alternations * cfg.upper_steps)
     images = pool_images(experiment.pool, experiment.arch.image_size, cfg)
     unlabelled = pretext_batches(
-        prepared.pretext_task, images, cfg.p_batch, lower_steps, cfg, experiment.device
+        prepared.pretext_task, images, cfg.p_batch, lower_left, cfg, experiment.device
     )
-    examples = experiment.examples("downstream", cfg.seed, cfg.d_batch, upper_steps, cfg.drop_path)
+    examples = experiment.examples("downstream", cfg.seed, cfg.d_batch, upper_left, cfg.drop_path)
     return Batches(unlabelled, examples)
 
 
 def start_state(
     cfg: AlignConfig, theta: Tensor, phi_P: Phi, phi_D: Phi
 ) -> tuple[State, Optimisers]:
-    """Make Algorithm 1's state before its line 3, and the optimisers of it and of the probe.
+    """Make Algorithm 1's state before its line 3, and all optimisers of an align run.
 
-    φ_D is not copied, since it was made for this run alone: `state.phi_D` and `head.phi` are the
-    same tensors. `state.phi_P` is a copy of `pretext_task.phi`, which stays as it was loaded.
+    φ_D is not copied: `state.phi_D` and `head.phi` are the same tensors, so that `head` scores what
+    is trained. φ_P is copied, so the pretext task keeps its own as they were loaded.
     """
     theta_P = theta.detach().clone().requires_grad_()  # l.2
     theta_D = theta.detach().clone().requires_grad_()  # l.2
-    own_phi_P = trainable(phi_P, theta.device)  # a copy
+    phi_P = trainable(phi_P, theta.device)  # copies that gradients can be taken for
+    optimisers = make_optimisers(cfg, theta_P, theta_D, phi_P, phi_D)
+    state = State(theta_P, theta_D, phi_P, phi_D, optimisers.opt_P, optimisers.opt_D)
+    return state, optimisers
 
+
+def make_optimisers(
+    cfg: AlignConfig, theta_P: Tensor, theta_D: Tensor, phi_P: Phi, phi_D: Phi
+) -> Optimisers:
+    """Make the optimisers of both levels (App. C.2, C.3) and of linear probing."""
     T = cfg.alternations
     # + 1: as in the released program, the full rate is reached in the step after the warm-up.
     lower_schedule = Schedule(T * cfg.lower_steps, cfg.warmup * cfg.lower_steps + 1, cfg.end_lr)
@@ -259,22 +280,23 @@ def start_state(
 
     lower_groups = [
         Group([theta_P], cfg.p_lr, cfg.p_weight_decay),
-        *decay_groups(own_phi_P.values(), cfg.phi_p_lr, cfg.p_weight_decay),
+        *decay_groups(phi_P.values(), cfg.phi_p_lr, cfg.p_weight_decay),
     ]
     # One group, so that biases are decayed, too: App. C.2 names no exception.
     upper_group = Group([theta_D, *phi_D.values()], cfg.d_lr, cfg.d_weight_decay)
     probe_group = Group([*phi_D.values()], cfg.d_lr, cfg.d_weight_decay)
-    optimisers = Optimisers(
+    return Optimisers(
         opt_P=Optimiser(lower_groups, lower_schedule, (0.9, 0.95), cfg.clip),
         opt_D=Optimiser([upper_group], upper_schedule, betas, cfg.clip),
         probe=Optimiser([probe_group], rate=None, betas=betas),  # at a constant rate, not clipped
     )
-    state = State(theta_P, theta_D, own_phi_P, phi_D, optimisers.opt_P, optimisers.opt_D)
-    return state, optimisers
 
 
 def name_tensors(state: State, head: Head, pretext_state: Phi) -> dict[str, Tensor]:
-    """All tensors that a checkpoint holds, by names such as phi_D.weight."""
+    """All tensors that a checkpoint holds, by names such as phi_D.weight.
+
+    `pretext_state` is what the task itself updates, such as I-JEPA's teacher.
+    """
     tensors = {"theta_P": state.theta_P, "theta_D": state.theta_D}
     parts = {"phi_P": state.phi_P, "phi_D": head.with_stats, "pretext": pretext_state}
     for part, named in parts.items():
@@ -292,11 +314,11 @@ def probe(experiment: AlignExperiment, prepared: Prepared) -> Iterator[EpochReco
     state = prepared.state
     opt = prepared.optimisers.probe
     drop_path = cfg.drop_path if cfg.probe_drop_path else 0.0
-    # θ is detached: it stays as it is, and no gradient is computed for it.
+    # θ_D, which equals θ_P here, is detached: it stays as it is, and gets no gradient.
     loss = partial(prepared.head.loss, state.theta_D.detach(), state.phi_D, regularise=True)
     epoch_steps = steps_per_probe_epoch(experiment)
     steps_left = range(opt.step, cfg.probe_epochs * epoch_steps)
-    examples = experiment.examples(
+    examples = experiment.examples(  # by_epoch: every epoch takes each image once
         "probe", cfg.seed, cfg.d_batch, steps_left, drop_path, by_epoch=True
     )
     return train_epochs(loss, opt, examples, epoch_steps, "probe", experiment.passes)
@@ -340,10 +362,10 @@ def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
     if cfg.hypergrad == "recursion":
         return partial(mfac.recursion, partition=cfg.partition)
     if cfg.hypergrad == "cg":
-        K, p = theta.shape
-        sizes = None
-        if cfg.cg_steps == "tensor":
-            sizes = [p // 4] * 4 * K  # A_q, B_q, A_v and B_v of each layer, as θ holds them
+        sizes = None  # a CG step has one size for the whole of θ
+        if cfg.cg_steps == "tensor":  # it has one for each A_q, B_q, A_v, B_v of each layer
+            K, p = theta.shape  # a row of θ holds these four, which have p / 4 numbers each
+            sizes = [p // 4] * 4 * K
         return partial(
             hypergradients.cg,
             iterations=cfg.cg_iterations,
@@ -353,6 +375,7 @@ def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
         )
     if cfg.hypergrad == "identity":
         return hypergradients.identity
+    # what is left is "exact"
     if theta.numel() > EXACT_LIMIT:
         raise UsageError(
             f"--hypergrad exact: θ has {theta.numel()} entries, more than {EXACT_LIMIT}; use mfac"
@@ -381,6 +404,6 @@ def summary(experiment: AlignExperiment, last: Record) -> Record:
         "metric": experiment.metric,
     }
     for name in ("distance", "q_over_g", "cosine"):
-        steps = last[name] or [0.0]  # the list is empty with --upper-steps 0
-        result[name] = steps[-1]
+        values = last[name] or [0.0]  # one per upper step; there is none with --upper-steps 0
+        result[name] = values[-1]
     return result | {"val_P": last["val_P"], "val_D": last["val_D"]}

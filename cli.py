@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import wraps
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 from pydantic import AfterValidator
@@ -93,7 +93,7 @@ def with_flags(command: Callable[[C, Options], None]) -> Callable[..., None]:
     function that takes the flags, makes `cfg` and `options` of them, and calls the command. Its
     signature, of which Typer makes the flags, has a keyword for each flag.
     """
-    settings_class: type[C] = command.__annotations__["cfg"]
+    settings_class: type[C] = command.__annotations__["cfg"]  # such as AlignConfig
 
     @wraps(command)  # with the command's name and docstring, which Typer shows in --help
     def read_flags(**flags: str | bool | None) -> None:
@@ -106,8 +106,8 @@ def with_flags(command: Callable[[C, Options], None]) -> Callable[..., None]:
         warn_about_warmup(cfg)
         command(cfg, options)
 
-    function: Any = read_flags  # Any: mypy does not know `__signature__`, which Typer reads
-    function.__signature__ = signature_of(settings_class, Options)
+    # Typer, like `inspect`, takes the signature of a function from this attribute.
+    setattr(read_flags, "__signature__", signature_of(settings_class, Options))  # noqa: B010
     return read_flags
 
 
@@ -123,16 +123,19 @@ def collect_settings(settings_class: type[C], flags: Record, options: Options) -
     if options.config is not None:
         given = read_settings(options.config, settings_class) | flags
 
-    taken_over: Record = {}
+    from_run: Record = {}
     if "start" in given:  # the setting of --from
         start = Path(str(given["start"])).expanduser()
         if not start.is_file():  # a file of LoRA has no settings, only a run has
             dataset = given.get("dataset")  # None: not given, as for the next
-            taken_over |= read_align_run(start, dataset, restart=given.get("restart"))
-    if options.preset == "as-released":
-        taken_over |= released_values(settings_class, aligned="start" in given)
+            from_run = read_align_run(start, dataset, restart=given.get("restart"))
 
-    return make(settings_class, taken_over | given)  # it adds the defaults: `Command.fill_in`
+    from_preset: Record = {}
+    if options.preset == "as-released":
+        from_preset = released_values(settings_class, aligned="start" in given)
+
+    # The later wins. `make` adds the defaults, in `Command.fill_in`.
+    return make(settings_class, from_run | from_preset | given)
 
 
 def choose_out(command: str, cfg: Command, options: Options) -> Path:
@@ -158,7 +161,9 @@ def choose_out(command: str, cfg: Command, options: Options) -> Path:
     return Path("runs", name)
 
 
-def show_plan(command: str, cfg: Command, options: Options) -> None:
+def show_plan(
+    command: str, cfg: AlignConfig | FinetuneConfig | PretrainConfig, options: Options
+) -> None:
     """Print what a run would do, for --dry-run. Raises UsageError with all that is missing."""
     from extras.dry_run import plan_run  # only now: it loads torch
 
@@ -188,10 +193,10 @@ def show(result: object, words: Answer, as_json: bool) -> None:
 
 
 def warn_about_warmup(cfg: Command) -> None:
-    """Warn on stderr if the warm-up is not shorter than the run: no full learning rate is reached.
+    """Warn on stderr if the warm-up is not shorter than the run.
 
-    In the warm-up a learning rate rises to its full value. Align counts it in alternations, the
-    other commands in epochs.
+    In the warm-up a learning rate rises to its full value, which is then never reached. Align
+    counts it in alternations, the other commands in epochs.
     """
     settings = dict(cfg)
     for warmup, length in (("warmup", "alternations"), ("warmup_epochs", "epochs")):
@@ -461,7 +466,7 @@ def predict(
     if csv is not None:
         write_atomic(csv, format_csv(guesses))  # replaces the file at once
     guesses_by_field = [guess._asdict() for guess in guesses]  # such as {"label": "cat", ...}
-    show(guesses_by_field, in_words(guesses, run, seed), as_json)
+    show(guesses_by_field, in_words(guesses), as_json)
 
 
 @data_app.command("list")

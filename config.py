@@ -205,7 +205,8 @@ def check_dataset(name: str) -> str:
     """Return a value of --dataset, in which a folder becomes "folder:" and its absolute path.
 
     1. A data set is returned as it is: one that a script hands over, or one of TASKS or NAMED.
-    2. A folder is known by "folder:", by a slash, or because it exists.
+    2. A folder is known by "folder:", by a slash, or because it exists. Links in its path are
+       followed, so that one folder has one name.
     3. Any other word is refused.
 
     >>> check_dataset("dtd"), check_dataset("/photos"), check_dataset("folder:/photos")
@@ -217,10 +218,10 @@ def check_dataset(name: str) -> str:
         return name
 
     if prefix == "folder" and folder:
-        return f"folder:{make_absolute(Path(folder))}"
+        return f"folder:{Path(folder).expanduser().resolve()}"
     looks_like_path = "/" in name or "\\" in name or Path(name).is_dir()
     if looks_like_path:
-        return f"folder:{make_absolute(Path(name))}"
+        return f"folder:{Path(name).expanduser().resolve()}"
 
     hint = suggest(name, (*TASKS, *NAMED, "folder:DIR"))  # such as "did you mean dtd?"
     raise ValueError(f"is unknown, {hint}")
@@ -397,7 +398,7 @@ class Command(Machine):
         given = {name: value for name, value in dict(given).items() if value is not None}
         defaults = paper_defaults(cls, given) | our_defaults(cls, given)  # ours win
         settings = handler(defaults | given)  # the caller's values win
-        # Keep the names that the caller gave, without those of the defaults that were added here.
+        # Keep the names that the caller gave, without the defaults added here, for `replace`.
         settings.model_fields_set.intersection_update(given)
         return settings
 
@@ -617,6 +618,7 @@ class Peft(Settings):
     @model_validator(mode="after")
     def check_rates_and_seeds(self) -> Self:
         """Refuse both a rate and a grid, and more seeds per rate than there are seeds."""
+        # `paper_defaults` turns --lr into a grid of this rate; any other grid was given, too.
         if self.lr is not None and self.grid != (self.lr,):
             raise ValueError("give --lr or --grid, not both")
         if self.grid_seeds > self.seeds:
@@ -764,36 +766,48 @@ def pretraining_defaults(given: Record) -> Record:
 def our_defaults(settings_class: type[Command], given: Record) -> Record:
     """Return our own defaults, for networks and images that the paper does not have.
 
-    1. For vit_mini, and for networks of timm.
-    2. For data sets and pools that a script adds by name, and for Omniglot.
-
     Those that the class has no field for are left out.
 
     >>> our_defaults(AlignConfig, {"backbone": "vit_b16", "dataset": "omniglot:Greek"})
     {'pool': 'omniglot', 'augment': 'none'}
     """
-    defaults: Record = {}
-    is_mini = given.get("backbone") == "vit_mini"
     is_pretraining = issubclass(settings_class, PretrainConfig)
-    if is_mini:
-        defaults |= mini_defaults(is_pretraining, is_ijepa=given.get("pretext") == "ijepa")
-    if str(given.get("backbone")).startswith(TIMM):
-        defaults["decoder"] = "random"  # checkpoints of timm have no pretext head
+    images = given.get("pool") if is_pretraining else given.get("dataset")
+    defaults = backbone_defaults(is_pretraining, given) | images_defaults(str(images), given)
+    return keep_known(settings_class, defaults)
 
-    images = str(given.get("pool" if is_pretraining else "dataset"))  # such as "omniglot:Greek"
-    defaults |= NAMED.get(images, {})  # such as {"augment": "none"}
-    if images.startswith("omniglot:"):
+
+def backbone_defaults(is_pretraining: bool, given: Record) -> Record:
+    """Return the defaults that vit_mini and the networks of timm bring."""
+    backbone = str(given.get("backbone"))  # such as "vit_mini"
+    if backbone == "vit_mini":
+        return mini_defaults(is_pretraining, is_ijepa=given.get("pretext") == "ijepa")
+    if backbone.startswith(TIMM):
+        return {"decoder": "random"}  # checkpoints of timm have no pretext head
+    return {}
+
+
+def images_defaults(name: str, given: Record) -> Record:
+    """Return the defaults that a data set brings, or in pretraining a pool, by its name.
+
+    Tasks of Omniglot have names such as "omniglot:Greek". Its pool, "omniglot", brings nothing:
+    pretraining knows no characters, so it may crop them.
+    """
+    defaults = dict(NAMED.get(name, {}))  # such as {"augment": "none"}
+    if name.startswith("omniglot:"):
         # The crop of a character can be another character, and so can its mirror image.
         defaults |= {"pool": "omniglot", "augment": "none"}
-        if is_mini and given.get("pretext", "mae") == "mae":
-            defaults["weights"] = OMNIGLOT  # this backbone was trained with MAE
-    return keep_known(settings_class, defaults)
+        trained_with_mae = given.get("pretext", "mae") == "mae"
+        if given.get("backbone") == "vit_mini" and trained_with_mae:
+            defaults["weights"] = OMNIGLOT  # a vit_mini that MAE has trained
+    return defaults
 
 
 def mini_defaults(is_pretraining: bool, is_ijepa: bool) -> Record:
     """Return the defaults of vit_mini, which trains on a CPU.
 
-    Only lengths and sizes are smaller than the paper's, never λ, a rate, decay or the mask ratio.
+    Lengths and sizes are smaller than the paper's, and drop path is off. λ, learning rates, decay
+    and the mask ratio are the paper's.
     """
     if is_pretraining:
         defaults: Record = {"epochs": 30, "warmup_epochs": 4, "batch": 64}
@@ -841,27 +855,28 @@ def paper_values(settings_class: type[Command], given: Record) -> Record:
     return values | paper_defaults(settings_class, given)
 
 
-def settings_left_open(settings_class: type[Command]) -> set[str]:
-    """Return the names of the settings that may have any value in a run of the paper's method.
+def settings_not_compared_with_paper(settings_class: type[Command]) -> set[str]:
+    """Return the names of the settings that `unlike_paper` does not look at: those with any mark.
 
-    A setting with any mark may differ from the paper's value: it is free in the paper, or changes
-    only how, where or how often one runs.
+    The paper leaves their value open, or they say how, where or how often one runs. Weights and
+    start are among them, since a path says nothing of what is in the file: `evaluate.follows_paper`
+    looks at both.
     """
     every_kind_of_mark = list(Mark)
     return settings_with(settings_class, *every_kind_of_mark)
 
 
 def unlike_paper(cfg: Command) -> Record:
-    """Return the settings whose values are not the paper's; those that it leaves open may differ.
+    """Return the settings whose values are not the paper's, except those that are not compared.
 
     >>> unlike_paper(AlignConfig(backbone="vit_l16", dataset="dtd", rank=8, seed=3))
     {'rank': 8}
     """
     settings = dict(cfg)  # such as {"backbone": "vit_l16", "rank": 8, ...}
-    left_open = settings_left_open(type(cfg))  # names, such as {"seed", "dataset", ...}
+    not_compared = settings_not_compared_with_paper(type(cfg))  # such as {"seed", "dataset", ...}
     differing: Record = {}
     for name, value_of_paper in paper_values(type(cfg), settings).items():
-        if name not in left_open and settings[name] != value_of_paper:
+        if name not in not_compared and settings[name] != value_of_paper:
             differing[name] = settings[name]
 
     if isinstance(cfg, Network) and cfg.scale == 1:  # settings of pretraining have no scale
@@ -897,29 +912,42 @@ def read_table(path: Path) -> Record:
     return {name.replace("-", "_"): value for name, value in table.items() if value is not None}
 
 
-def read_align_run(run: Path, dataset: object = None, restart: object = False) -> Record:
-    """Return the network, the data and the data root of the align run that --from names.
+def find_runs(path: Path) -> list[Path]:
+    """Return [path] if this is a run, else the runs in this directory, s2 before s10.
 
-    `run` is the run, or a directory of such runs, whose first one is read; after --restart it is a
-    finetune run. `dataset` and `restart` have the values of these flags, or None.
+    A directory is a run if it has a config.json. If there is no run, this also returns [path]; who
+    reads it then names the missing files.
+    """
+    if (path / "config.json").exists():
+        return [path]
+    runs = [file.parent for file in path.glob("*/config.json")]
+    runs.sort(key=lambda run: (len(run.name), run.name))  # of s2 and s10, s2 is the shorter name
+    return runs or [path]
+
+
+def read_align_run(run: Path, dataset: object = None, restart: object = False) -> Record:
+    """Return the settings that fine-tuning takes over from the run that --from names.
+
+    `run` is an align run, or a directory of such runs, whose first one is read; after --restart it
+    is a finetune run. `dataset` and `restart` have the values of these flags, or None.
 
     1. Read the settings of the run from its config.json, and refuse a run of another command.
-    2. Return the settings that fine-tuning takes over. Where another data set is given, the run's
-       split of its own images is left out.
+    2. Return its network, its data and its data root. Where another data set is given, the data are
+       left out, with the split, which is that of the run's own images.
 
     Raises UsageError where `run` is no such run.
     """
-    files = [*run.glob("config.json"), *sorted(run.glob("*/config.json"))]
-    settings = read_table(files[0]) if files else {}  # such as {"backbone": "vit_b16", ...}
+    file = find_runs(run)[0] / "config.json"
+    settings = read_table(file) if file.exists() else {}  # such as {"backbone": "vit_b16", ...}
     refuse_other_command(run, settings, restart)
 
-    taken_over = {*Data.model_fields, *Network.model_fields, "data_root"}  # names of settings
+    names = {*Data.model_fields, *Network.model_fields, "data_root"}  # of what is taken over
     if dataset is not None:
         with as_usage_error(f"--dataset {dataset}"):
             full_name = check_dataset(str(dataset))  # such as "dtd" or "folder:/photos"
         if full_name != settings["dataset"]:
-            taken_over -= {"dataset", "data_seed", "split_file", "partial"}
-    return {name: value for name, value in settings.items() if name in taken_over}
+            names -= {"dataset", "data_seed", "split_file", "partial"}
+    return {name: value for name, value in settings.items() if name in names}
 
 
 def refuse_other_command(run: Path, settings: Record, restart: object) -> None:
@@ -962,6 +990,13 @@ def read_settings(path: Path, settings_class: type[Command]) -> Record:
 
 C = TypeVar("C", bound=Settings)
 
+# Pydantic describes a problem by these keys; the values are those for `AlignConfig(lam=-1, ...)`:
+#     type   "greater_than"; it is "missing" for a name too few, "extra_forbidden" for one too many
+#     loc    ("lam",); it is () for several settings, ("aspect", 1) for the second of two numbers
+#     input  -1
+#     msg    "Input should be greater than 0"
+#     ctx    {"gt": 0.0}; its "error" is the ValueError of a check of our own, if one was raised
+
 
 def make(settings_class: type[C], given: Record) -> C:
     """Make settings of this class from values by name, such as {"rank": 8} or {"rank": "8"}.
@@ -973,8 +1008,9 @@ def make(settings_class: type[C], given: Record) -> C:
     try:
         return settings_class(**given)
     except ValidationError as error:
-        problems = error.errors()  # dicts; what they hold is explained below this function
+        problems = error.errors()  # a dict for each problem, see above
         first = problems[0]
+        # A longer loc is that of a number which is missing in a pair.
         is_missing_setting = first["type"] == "missing" and len(first["loc"]) == 1
         if is_missing_setting:
             flags = [flag_in(problem) for problem in problems if problem["type"] == "missing"]
@@ -982,14 +1018,6 @@ def make(settings_class: type[C], given: Record) -> C:
         else:
             text = describe_problem(first, settings_class)
         raise UsageError(text) from error
-
-
-# Pydantic describes a problem by these keys; the values are those for `AlignConfig(lam=-1, ...)`:
-#     type   "greater_than"; it is "missing" for a name too few, "extra_forbidden" for one too many
-#     loc    ("lam",); it is () for several settings, ("aspect", 1) for the second of two numbers
-#     input  -1
-#     msg    "Input should be greater than 0"
-#     ctx    {"gt": 0.0}; its "error" is the ValueError of a check of our own, if one was raised
 
 
 def flag_in(problem: ErrorDetails) -> str:
@@ -1008,7 +1036,7 @@ def describe_problem(problem: ErrorDetails, settings_class: type[Settings]) -> s
     """Name the flag, its value if that is short, and what is wrong.
 
     The text is such as "--lam -1: Input should be greater than 0", or "--ranks: is unknown, did
-    you mean rank?". What `problem` holds is explained above `flag_in`.
+    you mean rank?". What `problem` holds is explained above `make`.
     """
     if not problem["loc"]:
         return text_of(problem)  # about several settings, whose flags the text names
@@ -1023,7 +1051,7 @@ def describe_problem(problem: ErrorDetails, settings_class: type[Settings]) -> s
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a setting; two settings have another name, as Python needs that word.
+    """Return the flag of a setting. Two have another name in Python, where these words are taken.
 
     >>> flag_of("d_lr"), flag_of("start")
     ('--d-lr', '--from')

@@ -122,22 +122,23 @@ class Task(NamedTuple):
 def stack_pairs(pairs: Labelled) -> Split:
     """Stack pairs of an image and its class to a split in memory.
 
-    Raises ValueError if a class is no whole number, or pixels are (0 to 255, instead of 0 to 1).
+    Raises ValueError if classes are not whole numbers, or if pixels are (0 to 255, not 0 to 1).
     """
     images, targets = default_collate([pairs[i] for i in range(len(pairs))])
     if targets.is_floating_point():
         raise ValueError("classes are whole numbers, such as 3")
     if not images.is_floating_point():
         raise ValueError("pixels are numbers in [0, 1], not whole ones; divide by 255")
-    # A class may be a tensor of shape (1,). As a matrix, targets would mean several an image.
+    # (n, 1) becomes (n,): medmnist's data sets give a class as an array of shape (1,).
     return Split(images.float(), targets.long().reshape(len(pairs)))
 
 
 def check_task(task: Task) -> None:
     """Raise ValueError if images or labels of a split cannot be used.
 
-    Pixels have to be in [0, 1], and labels numbers of classes. Where images may show several
-    classes, each split needs a class that is shown, without which there is no mAP.
+    Pixels have to be in [0, 1], and each label the number of a class: 0, 1, 2 and so on. Where
+    images may show several classes, each split needs a class that is shown: without one there is
+    no mAP.
     """
     for split in task.splits:
         check_pixels(split.images)
@@ -156,8 +157,9 @@ def check_pixels(images: Stored) -> None:
     """Raise ValueError if images in memory are not (images, 3, height, width) in [0, 1]."""
     if not isinstance(images, Tensor):
         return  # files are looked at when they are read
-    has_images = images.shape[1:2] == (3,) and len(images) > 0
-    if not (has_images and 0 <= images.min() <= images.max() <= 1):  # NaN fails this, too
+    has_rgb_images = images.ndim == 4 and images.shape[1] == 3 and len(images) > 0
+    is_valid = has_rgb_images and 0 <= images.min() <= images.max() <= 1  # with a NaN it is False
+    if not is_valid:
         raise ValueError("needs images (3, H, W) with pixels in [0, 1]; see clamp(0, 1)")
 
 
@@ -226,7 +228,7 @@ def find_images(root: Path, outer: tuple[Path, ...] = ()) -> list[Path]:
             files.append(path)
         elif path.is_dir():
             files += find_images(path, (*outer, here))
-    return sorted(files, key=str)
+    return sorted(files, key=str)  # as text, by which a-b/1.png comes before a/1.png
 
 
 def list_other_files(root: Path, images: list[Path]) -> list[Path]:
@@ -241,9 +243,10 @@ def list_other_files(root: Path, images: list[Path]) -> list[Path]:
 
 def check_utf8_name(path: Path) -> None:
     """Raise ValueError if a path is not UTF-8: `fingerprint` and `holdout` hash it as UTF-8."""
-    # Python reads bytes that are no UTF-8 as surrogates, which "ignore" leaves out.
-    if str(path).encode(errors="ignore") != os.fsencode(path):
-        raise ValueError(f"{path}: this name is not UTF-8; rename the file or folder")
+    try:
+        str(path).encode()  # to UTF-8
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{path}: this name is not UTF-8; rename the file or folder") from error
 
 
 def subfolders(root: Path) -> list[Path]:
@@ -265,20 +268,11 @@ def folder(root: Path, seed: int) -> Task:
     wrong with the folder.
     """
     split_folders = find_split_folders(root)
-    missing = [name for name in ("test", "val") if name not in split_folders]
     classes = [path.name for path in subfolders(split_folders["train"])]
-    entries = dict[str, Entries]()  # by the name of the split
-    faults = list[str]()
-    for name, split_folder in split_folders.items():
-        # Each class needs an image in each split, also in those that are taken from train.
-        needed = 1 + len(missing) if name == "train" else 1
-        files = {path.name: find_images(path) for path in subfolders(split_folder)}  # by class
-        faults += find_faults(root, split_folder, files, classes, needed)
-        entries[name] = label_files(root, files, classes)
-    if faults:
-        raise FolderError(*faults)
-    for name in missing:  # test first; val is a fifth of what is left
-        entries["train"], entries[name] = holdout(entries["train"], seed, name)
+    entries = list_splits(root, split_folders, classes)
+    for name in ("test", "val"):  # test first; val is a fifth of what is left
+        if name not in entries:
+            entries["train"], entries[name] = holdout(entries["train"], seed, name)
     train, val, test = (Split.from_entries(root, entries[name]) for name in SPLITS)
     return Task(f"folder:{root}", train, val, test, classes)
 
@@ -295,6 +289,29 @@ def find_split_folders(root: Path) -> dict[str, Path]:
     if "train" not in split_folders or len(names) > len(split_folders):
         raise FolderError(f"holds {', '.join(sorted(names))}; parts are named train, val and test")
     return split_folders
+
+
+def list_splits(
+    root: Path, split_folders: dict[str, Path], classes: list[str]
+) -> dict[str, Entries]:
+    """List the images of each split that has a folder, with their labels, by the split's name.
+
+    `root` and `split_folders` as in `find_split_folders`; `classes` are the names of the class
+    folders in train. Raises FolderError with all that is wrong with the class folders.
+    """
+    missing = len(SPLITS) - len(split_folders)  # how many splits will be taken from train
+    entries = dict[str, Entries]()
+    faults = list[str]()
+    for name, split_folder in split_folders.items():
+        needed = 1  # images in each class folder
+        if name == "train":  # it keeps one, and gives one to each missing split
+            needed += missing
+        files = {path.name: find_images(path) for path in subfolders(split_folder)}  # by class
+        faults += find_faults(root, split_folder, files, classes, needed)
+        entries[name] = label_files(root, files, classes)
+    if faults:
+        raise FolderError(*faults)
+    return entries
 
 
 def find_faults(
@@ -343,8 +360,8 @@ def holdout(entries: Entries, seed: int, split: str) -> tuple[Entries, Entries]:
 
     The files of a class are sorted by a hash of seed, `split` ("test" or "val") and file name; the
     first fifth is taken. A fifth is rounded down, but is at least one image; a class with a single
-    image keeps it. Each image has one class. CUB-200 is split into 4800 and 1194 images, as many as
-    in the authors' program.
+    image keeps it. A label is here one class, not a list. CUB-200 is split into 4800 and 1194
+    images, as many as in the authors' program.
 
     >>> holdout([("1.jpg", 0), ("2.jpg", 0), ("3.jpg", 1)], 0, "val")
     ([('1.jpg', 0), ('3.jpg', 1)], [('2.jpg', 0)])
@@ -400,7 +417,8 @@ def stream(
     def order_of_epoch(epoch: int) -> list[int]:
         """The indices of the n images in this epoch's random order."""
         generator = rng(seed, purpose, "order", epoch)
-        return list(torch.randperm(n, generator=generator).tolist())
+        order: list[int] = torch.randperm(n, generator=generator).tolist()
+        return order
 
     for step in steps:
         draws = draws_of_step(n, batch, step, by_epoch)
@@ -420,9 +438,6 @@ class Transform(NamedTuple):
     uncut: bool = False  # True: `cut_centre` resizes a square image without cutting its edges off
 
 
-TOO_DEEP = "more than 8 bits a channel, save it with 8"
-# Resizing enlarges the shorter side to the network's input, and the longer one as many times.
-TOO_NARROW = "one side is more than 100 times the other"
 Picture = Image.Image | Tensor  # an RGB image: of Pillow, or uint8 (3, height, width)
 
 
@@ -434,22 +449,36 @@ def read_image(path: Path) -> Picture:
     rarely by a few. Any other image is returned as Pillow's. Raises ImageError.
     """
     try:
-        content = path.read_bytes()
-        with Image.open(io.BytesIO(content)) as image:  # this reads no more than the header
-            if image.mode.startswith(("I", "F")):  # Pillow would clip such values to 8 bits
-                raise ValueError(TOO_DEEP)
-            if max(image.size) > 100 * min(image.size):
-                raise ValueError(TOO_NARROW)
-            if image.format == "JPEG" and image.mode in ("RGB", "L"):  # a plain one, not CMYK
-                return decode_jpeg(content, image)
-            return image.convert("RGB")
+        return decode(path)
+    except ImageError:  # `decode` has found what is wrong
+        raise
     except Exception as error:  # Pillow raises anything from OSError to TypeError on damaged bytes
         reason = "damaged, or no image"
-        if error.args in ((TOO_DEEP,), (TOO_NARROW,)):  # one of our own two, from above
-            reason = str(error)
         if isinstance(error, OSError) and error.strerror:  # such as "Permission denied"
             reason = error.strerror
-        raise ImageError(f"{path}: cannot be read ({reason}); replace or remove it") from error
+        raise cannot_read(path, reason) from error
+
+
+def decode(path: Path) -> Picture:
+    """Decode an image file as `read_image` says. On damaged bytes, it raises any exception.
+
+    Raises ImageError for images that could be decoded, but not used.
+    """
+    content = path.read_bytes()
+    with Image.open(io.BytesIO(content)) as image:  # this reads no more than the header
+        if image.mode.startswith(("I", "F")):  # 16 or 32 bits, which Pillow would clip to 8
+            raise cannot_read(path, "more than 8 bits a channel, save it with 8")
+        # `cut_centre` would enlarge 1 x 5000 pixels to 256 x 1,280,000, in 1.3 GB and 5 seconds.
+        if max(image.size) > 100 * min(image.size):
+            raise cannot_read(path, "one side is more than 100 times the other")
+        if image.format == "JPEG" and image.mode in ("RGB", "L"):  # a plain one, not CMYK
+            return decode_jpeg(content, image)
+        return image.convert("RGB")
+
+
+def cannot_read(path: Path, reason: str) -> ImageError:
+    """The error for an image file that cannot be read, with its remedy."""
+    return ImageError(f"{path}: cannot be read ({reason}); replace or remove it")
 
 
 def decode_jpeg(content: bytes, image: Image.Image) -> Tensor:
@@ -458,13 +487,14 @@ def decode_jpeg(content: bytes, image: Image.Image) -> Tensor:
     `content` has the bytes of the file, `image` is the same file opened by Pillow. torchvision's
     decoder takes half of the time of Pillow's; pixels are the same, since both call libjpeg.
     """
-    # torchvision warns since 0.29 that its public function may leave, so this takes what it calls.
-    decode = getattr(torch.ops.image, "decode_jpeg", None)
-    if decode is None:
+    # The operator that torchvision.io.decode_jpeg calls. That function warns since 0.29 that it
+    # will be removed. None: this torchvision was built without its decoders.
+    decoder = getattr(torch.ops.image, "decode_jpeg", None)
+    if decoder is None:
         pixels: Tensor = F.pil_to_tensor(image.convert("RGB"))
     else:
         writable = bytearray(content)  # torch warns of memory that it cannot write to
-        pixels = decode(torch.frombuffer(writable, dtype=torch.uint8), 3)  # 3 channels: RGB
+        pixels = decoder(torch.frombuffer(writable, dtype=torch.uint8), 3)  # 3 channels: RGB
     return pixels
 
 
@@ -487,17 +517,22 @@ def find_unreadable(files: Iterable[Path]) -> list[ImageError]:
         return [error for error in errors if error]
 
 
-def cut_random(image: Picture, t: Transform) -> Picture:
+def cut_random(image: Picture, t: Transform, seed: int) -> Picture:
     """Cut out a random part with t.min_crop to 1 of the area, and resize it to (size, size).
 
-    It is flipped with probability 1/2, unless t.flip is False (App. C.2). Random numbers come from
-    torch's global generator.
+    It is flipped with probability 1/2, unless t.flip is False (App. C.2). `seed` decides on part
+    and flip.
     """
-    # box: top, left, height and width; 3/4 to 4/3 is its width over its height
-    box = RandomResizedCrop.get_params(image, [t.min_crop, 1.0], [3 / 4, 4 / 3])
+    # torchvision takes random numbers from torch's global generator for the CPU. Its state is put
+    # back afterwards. `torch.manual_seed` seeds GPUs, too, which takes 100 times as long.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        # box: top, left, height and width; 3/4 to 4/3 is its width over its height
+        box = RandomResizedCrop.get_params(image, [t.min_crop, 1.0], [3 / 4, 4 / 3])
+        is_flipped = t.flip and bool(torch.rand(1) < 0.5)
     mode = InterpolationMode(t.interpolation)
     cut: Picture = F.resized_crop(image, *box, [t.size, t.size], mode, antialias=True)
-    if t.flip and torch.rand(1) < 0.5:
+    if is_flipped:
         cut = F.horizontal_flip(cut)
     return cut
 
@@ -545,13 +580,11 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         stored = self.split.images[index]  # pixels, or the path of a file
         if self.taken_as_stored:
             return torch.as_tensor(stored)  # it is a tensor, which type checkers cannot see
+        # Float pixels in [0, 1] become one of Pillow's images, with bytes, as if read from a file.
         image = F.to_pil_image(stored) if isinstance(stored, Tensor) else read_image(stored)
         if self.crops_at_random:
-            # torchvision draws from the global generator, so its state is put back afterwards.
-            with torch.random.fork_rng(devices=[]):
-                seed = seed_for(self.seed, self.purpose, "augment", draw)
-                torch.default_generator.manual_seed(seed)  # `torch.manual_seed` takes 0.1 ms
-                image = cut_random(image, self.t)
+            seed = seed_for(self.seed, self.purpose, "augment", draw)
+            image = cut_random(image, self.t, seed)
         else:
             image = cut_centre(image, self.t)
         pixels: Tensor = F.pil_to_tensor(image) if isinstance(image, Image.Image) else image
@@ -631,7 +664,7 @@ def batches(
             x = x.to(device, non_blocking=True)
             yield normalise(x, mean, std), y.to(device, non_blocking=True)
     except ImageError as error:
-        # DataLoader puts a worker's traceback before the message, which alone is for a person.
+        # An error of a worker has its traceback as text, then "ImageError: " and our message.
         raise ImageError(str(error).rpartition("ImageError: ")[2].strip()) from None
 
 
@@ -653,22 +686,23 @@ MOST_KEPT = 2**30
 
 
 @lru_cache(maxsize=2)  # two: the validation and the test images of a run
-def decode_once(split: Split, t: Transform, numbers: range) -> Split:
-    """Decode the images `numbers` of a split as they are scored, and keep them, uint8 in memory.
+def decode_once(split: Split, t: Transform, share: range) -> Split:
+    """Decode images of a split as they are scored, and keep them, uint8 in memory.
 
     Fine-tuning scores after every epoch, so on a small data set it would mostly be decoding
     otherwise. Images that need no decoding, and those of a split larger than MOST_KEPT, are
-    returned as they are stored.
+    returned as they are stored. `share` has the numbers of the images that this process scores:
+    all of the split, or one process's part of them under torchrun.
     """
-    part = split.part(numbers)
-    images = Images(part, t)  # without a random crop
-    split_bytes = len(split.targets) * 3 * t.size**2
+    own = split.part(share)
+    images = Images(own, t)  # without a random crop
+    split_bytes = len(split.targets) * 3 * t.size**2  # of all processes together
     if images.taken_as_stored or split_bytes > MOST_KEPT:
-        return part
-    n = len(numbers)
+        return own
+    n = len(share)
     kept = torch.empty(n, 3, t.size, t.size, dtype=torch.uint8)
-    with ThreadPoolExecutor(count_workers()) as threads:  # decoding and cutting let others run
-        # `load` takes the number of a draw, which decides on random crops alone, and an index.
-        for i, image in enumerate(threads.map(images.load, range(n), range(n))):
+    load = partial(images.load, 0)  # as draw 0; without a random crop, every draw gives the same
+    with ThreadPoolExecutor(count_workers()) as threads:  # decoders release Python's lock
+        for i, image in enumerate(threads.map(load, range(n))):
             kept[i] = image
-    return Split(kept, part.targets)
+    return Split(kept, own.targets)

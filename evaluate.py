@@ -20,8 +20,9 @@ from config import (
     FinetuneConfig,
     Mark,
     Record,
+    find_runs,
     paper_values,
-    settings_left_open,
+    settings_not_compared_with_paper,
     settings_with,
 )
 from support.errors import UsageError, as_usage_error
@@ -93,9 +94,9 @@ class Row(BaseModel, frozen=True):
     def interval(self) -> Interval | None:
         """The 95 % interval of the mean that follows from the number of test images.
 
-        It is None for mAP, which is no share of the images.
+        It is None for mAP, which is no share of the images, and for a row that was read from JSON.
         """
-        if self.metric != "top-1 accuracy" or not self.test_images:
+        if self.metric != "top-1 accuracy" or not self.test_images:  # JSON lacks their number
             return None
         return interval_by_images(self.mean, self.test_images)
 
@@ -222,7 +223,7 @@ def describe_comparison(comparison: Comparison) -> str:
         return f"{difference}; one seed each allows no test"
     if comparison.p < 0.05:
         meaning = "chance hardly explains it"
-    elif comparison.p * comparison.splits <= 2:  # only the observed split and its mirror
+    elif comparison.p * comparison.splits <= 2:  # so many splits differ at least as much as these
         meaning = "the smallest p that so few seeds can have"
     else:
         meaning = "chance may explain it"
@@ -320,13 +321,15 @@ def compare_arms(first: Arm, arm: Arm) -> Comparison:
     Raises UsageError where a result.json has counts of right images that are no whole numbers.
     """
     with as_usage_error(f"{first.name}, {arm.name}"):
-        return compare(arm=first.counts, against=arm.counts, images=arm.count_of_all)
+        # With mAP, a count is a number of hundredths of a point, see `read_run`.
+        return compare(first.counts, against=arm.counts, images=arm.count_of_all)
 
 
 def list_differences(arm: Arm, first: Arm) -> dict[str, str]:
     """Return the settings in which an arm differs from the first: {"rank": "8, there 64"}.
 
-    Where only one of them was aligned, what differs for this reason is left out.
+    Where only one of them was aligned, what differs for this reason is left out. `log_other_grid`
+    tells of their grids.
     """
     differences = compare_settings(arm.settings, first=first.settings)
     only_one_is_aligned = arm.is_aligned != first.is_aligned
@@ -341,19 +344,17 @@ def list_differences(arm: Arm, first: Arm) -> dict[str, str]:
 def compare_settings(settings: Record, first: Record) -> dict[str, str]:
     """Return the settings that differ from those of the first arm, with both values.
 
-    Those in which runs of one arm may differ, such as the seed, are left out, and so are those
-    that the first arm alone has.
+    Settings in which runs of one arm may differ, such as the seed, are left out.
 
     >>> compare_settings({"rank": 8, "lam": 0.1, "seed": 1}, {"rank": 64, "lam": 0.1, "seed": 0})
     {'rank': '8, there 64'}
     """
     differences = {}
-    for name in sorted(settings):
-        value = settings[name]
-        if name not in NOT_COMPARED and value != first.get(name):
-            here = format_setting(value)
-            there = format_setting(first.get(name))
-            differences[name] = f"{here}, there {there}"
+    for name in sorted({*settings, *first}):
+        here = settings.get(name)
+        there = first.get(name)
+        if name not in NOT_COMPARED and here != there:
+            differences[name] = f"{format_setting(here)}, there {format_setting(there)}"
     return differences
 
 
@@ -430,16 +431,10 @@ def join_seeds(path: Path, runs: Sequence[Arm]) -> Arm:
     if len(set(starts)) < len(starts):
         refuse_as_arm(path, {"seed"})  # one seed would count as two
 
-    start_paths = {start_path for start_path, _ in starts}
-    each_has_its_own_start = len(starts) > 1 and len(start_paths) == len(starts)
-    # If each seed has its own align run, the seeds differ by aligning, too, so that the p-value is
-    # about both steps. After --restart, the start is a finetune run.
-    each_is_aligned_anew = each_has_its_own_start and not first.settings["restart"]
-
     return first.model_copy(
         update={
             "name": path.absolute().name,  # absolute, since the path "." has no name
-            "unit": "align run and PEFT" if each_is_aligned_anew else first.unit,
+            "unit": unit_of_seeds(starts, first),
             "accuracies": accuracies,
             "counts": counts,
             "rates": rates,
@@ -448,17 +443,18 @@ def join_seeds(path: Path, runs: Sequence[Arm]) -> Arm:
     )
 
 
-def find_runs(path: Path) -> list[Path]:
-    """Return [path] if this is a run, else the runs in this directory, s2 before s10.
+def unit_of_seeds(starts: Sequence[tuple[str | None, int]], first: Arm) -> str:
+    """Return what one seed of several runs repeats, such as "PEFT seed".
 
-    A directory is a run if it has a config.json. If there is no run, this also returns [path];
-    `read_run` then raises an error that names the missing files.
+    If each seed was given an align run of its own by --from, seeds repeat aligning, too. The runs
+    do not know of each other, so each says of itself "PEFT seed on one align run". In all other
+    cases, the first run says what holds for all.
     """
-    if (path / "config.json").exists():
-        return [path]
-    runs = [file.parent for file in path.glob("*/config.json")]
-    runs.sort(key=lambda run: (len(run.name), run.name))  # of s2 and s10, s2 is the shorter name
-    return runs or [path]
+    start_paths = {path for path, _ in starts}
+    each_has_its_own_start = len(starts) > 1 and len(start_paths) == len(starts)
+    if each_has_its_own_start and not first.settings["restart"]:  # these start from finetune runs
+        return "align run and PEFT"
+    return first.unit
 
 
 def read_run(run: Path) -> Arm:
@@ -591,7 +587,9 @@ def follows_paper(config: Record, result: Record) -> bool:
 
     Weights are known by the name of their file only. The arguments are those of `find_in_paper`.
     """
-    left_open = settings_left_open(FinetuneConfig)  # names, such as {"seed", "lr", ...}
+    left_open = settings_not_compared_with_paper(
+        FinetuneConfig
+    )  # names, such as {"seed", "lr", ...}
     for name, value_of_paper in paper_values(FinetuneConfig, config).items():
         # A run of an older version may lack a setting; it counts as the paper's value.
         differs = config.get(name, value_of_paper) != value_of_paper

@@ -17,9 +17,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from bisslight import Diverged
-from config import FinetuneConfig, Record
+from config import FinetuneConfig, Record, find_runs
 from data import Task, name_own_data, steps_per_epoch
-from evaluate import STARTS, compare_settings, find_runs
+from evaluate import STARTS, compare_settings
 from support.checkpoints import AdapterInfo, load_adapter, load_theta, save_adapter
 from support.errors import UsageError, as_usage_error
 from support.experiment import FinetuneExperiment, Head, open_experiment
@@ -95,31 +95,33 @@ class FinetuneResult(RunResult, frozen=True):
 
     def in_words(self) -> Answer:
         """The mean and deviation of the test accuracy, a row for each seed, and remarks."""
-        first_seed = read_json(Path(self.out, "config.json"))["seed"]
-        heading = f"test ({format_count(self.test_images, 'image')})"  # of a column
+        rate = f"rate {self.lr:g}"
+        remarks = []  # lines below the table
+        if len(self.grid) > 1:
+            rate += ", the best on validation"
+            remarks.append(describe_grid(self.grid))
+        if self.unit in STARTS:
+            remarks.append(f"the seeds start from {STARTS[self.unit]}")
+        if remarks:
+            remarks.append("")
+        seeds = format_count(len(self.test), "seed")  # such as "8 seeds"
+        return Answer(
+            headline=f"test {self.metric} {format_accuracies(self.test)} ({seeds}; {rate})",
+            rows=self.rows_of_seeds(),
+            lines=[*remarks, f"in {Path(self.out).resolve()}"],
+        )
+
+    def rows_of_seeds(self) -> list[Record]:
+        """A row of the printed table for each seed, by column."""
+        first_seed = read_json(Path(self.out, "config.json"))["seed"]  # of --seed, such as 0
+        test_column = f"test ({format_count(self.test_images, 'image')})"
         rows = []
         for i, test in enumerate(self.test):
             row: Record = {"seed": first_seed + i, "best epoch": self.epochs[i]}
             row["validation"] = format_accuracies([self.val[i]])
-            row[heading] = format_accuracies([test])
+            row[test_column] = format_accuracies([test])
             rows.append(row)
-        rate = f"rate {self.lr:g}"
-        lines = []
-        if len(self.grid) > 1:
-            rate += ", the best on validation"
-            lines.append(describe_grid(self.grid))
-        if fmean(self.val) > fmean(self.test) + 10:
-            lines.append("validation chose rate and epoch, so it flatters; what counts is the test")
-        if self.unit in STARTS:
-            lines.append(f"the seeds start from {STARTS[self.unit]}")
-        if lines:
-            lines.append("")
-        seeds = format_count(len(self.test), "seed")
-        return Answer(
-            headline=f"test {self.metric} {format_accuracies(self.test)} ({seeds}; {rate})",
-            rows=rows,
-            lines=[*lines, f"in {Path(self.out).resolve()}"],
-        )
+        return rows
 
 
 def describe_grid(grid: dict[str, list[float | None]]) -> str:
@@ -172,10 +174,10 @@ def finetune(
         cfg = cfg.replace(dataset=name_own_data(*task.splits))
     goes_on = check_directory(out, "finetune", cfg, force)
     experiment = open_experiment(cfg, task)
+    experiment.check_batches("--batch", cfg.batch)
     starts = starts_of_seeds(cfg)
     files = [file for file in starts.files if file]  # empty if each seed has a fresh θ
     align_info = check_starts(experiment, files)
-    experiment.check_batches("--batch", cfg.batch)
     if not goes_on:  # a run that goes on has done this when it began
         experiment.check_held_out_images([experiment.task.val, experiment.task.test])
 
@@ -186,25 +188,31 @@ def finetune(
     with Run(out, "finetune", cfg, force, identity) as run:
         if run.result:  # a finished run: its result is given as it is
             return FinetuneResult(**run.result)
-        grid = try_grid(cfg, seeds, run_all)
-        trials = choose_rate(grid, seeds, run_all)
-        lr = trials[0].lr
-        warn_about_grid(grid, lr, out)
         content = {
             "dataset": cfg.dataset,
             "backbone": cfg.backbone,
             "unit": starts.unit,
-            "lr": lr,
             "metric": experiment.metric,
-            "grid": {str(rate): accuracies_of(tried) for rate, tried in grid.items()},
-            "aligned_by": align_info.hypergrad,
+            "aligned_by": align_info.hypergrad,  # None, as the next two, if nothing was aligned
             "aligned_on": align_info.dataset,
             "align_unlike_paper": align_info.unlike_paper,
-            "pretext": align_info.pretext or experiment.adapter_info.pretext,
+            "pretext": align_info.pretext or experiment.adapter_info.pretext,  # else of --pretext
         }
-        content |= score_on_test(trials, experiment, run)
+        content |= try_rates_and_test(experiment, seeds, run_all, run)
         content |= add_up_seconds(out)
         return FinetuneResult(**run.finish(content))
+
+
+def try_rates_and_test(
+    experiment: FinetuneExperiment, seeds: Seeds, run_all: RunTrials, run: Run
+) -> Record:
+    """Try the grid, run all seeds with the best rate, test each once; a part of result.json."""
+    grid = try_grid(experiment.cfg, seeds, run_all)
+    results = choose_rate(grid, seeds, run_all)  # one for each seed
+    lr = results[0].lr
+    warn_about_grid(grid, lr, run.path)
+    by_rate = {str(rate): accuracies_of(tried) for rate, tried in grid.items()}
+    return {"lr": lr, "grid": by_rate, **score_on_test(results, experiment, run)}
 
 
 # --- where the seeds start ------------------------------------------------------------------------
@@ -265,10 +273,9 @@ def check_that_seeds_alone_differ(runs: Sequence[Path], folder: Path) -> None:
     """Refuse (UsageError) align runs that differ in more than the seed, or have the same seed."""
     settings = [read_json(run / "config.json") for run in runs]
     first = settings[0]
-    differing: set[str] = set()
+    differing: set[str] = set()  # names of settings; `compare_settings` leaves out the seed
     for other in settings[1:]:
-        # Both ways: each call looks at the names in its first argument alone.
-        differing |= compare_settings(other, first).keys() | compare_settings(first, other).keys()
+        differing |= compare_settings(other, first).keys()
     seeds = {one["seed"] for one in settings}
     two_have_the_same_seed = len(seeds) < len(runs)
     if differing or two_have_the_same_seed:
@@ -282,8 +289,8 @@ def check_that_seeds_alone_differ(runs: Sequence[Path], folder: Path) -> None:
 def check_starts(experiment: FinetuneExperiment, files: Sequence[Path]) -> AdapterInfo:
     """Check the adapter files that seeds start from; returns what the align runs' files say.
 
-    Align runs differ only in the seed, so the first one speaks for all. If there is none, fields
-    such as `hypergrad` are None. Raises UsageError.
+    Align runs differ only in the seed, so the first one speaks for all. If there is none, as after
+    --restart, fields such as `hypergrad` are None. Raises UsageError.
     """
     stage = "finetune" if experiment.cfg.restart else "align"
     # Seeds may share a file; `fromkeys` leaves out repetitions and keeps the order.
@@ -296,12 +303,11 @@ def check_starts(experiment: FinetuneExperiment, files: Sequence[Path]) -> Adapt
 def check_origin(file: Path, experiment: FinetuneExperiment, stage: str) -> AdapterInfo:
     """Read what an adapter file says of itself; refuse it (UsageError) if it does not fit here.
 
-    It has to come from this stage ("align", or "finetune" for a restart) and from the same network.
-    If it was trained on the same dataset, it has to be on the same split, too: otherwise it may
-    have seen the images that are tested here.
+    It has to come from this stage ("align", or "finetune" for a restart), from the same network,
+    and from the same split if it was trained on the same dataset.
     """
     this_run = experiment.adapter_info  # what the adapters of this run will say
-    with as_usage_error(f"--from {file}"):
+    with as_usage_error(f"--from {file}"):  # it turns the ValueErrors below into a UsageError
         theta, info = load_theta(file, experiment.backbone.dim)
         shape = experiment.theta_shape
         if theta.shape != shape:
@@ -310,30 +316,34 @@ def check_origin(file: Path, experiment: FinetuneExperiment, stage: str) -> Adap
             info = AdapterInfo(stage="align", hypergrad="unknown")
         if info.stage != stage:
             raise ValueError(f"is of {info.stage}; give an align run, or --restart to start anew")
-        # Alpha is among them because θ was trained with the scale alpha / rank.
-        for name in ("backbone", "rank", "alpha", "weights_sha256"):
-            actual = getattr(info, name)
-            expected = getattr(this_run, name)
-            if actual not in (None, expected):
-                raise ValueError(f"has {name} {actual}, this run {expected}")
-        same_dataset = is_same_dataset(info.dataset, this_run.dataset)
-        if same_dataset and info.data_sha256 != this_run.data_sha256:
-            raise ValueError(
-                f"was aligned on another split or other images of {this_run.dataset}, so it may "
-                "have seen the test images; give its --data-seed, --split-file and images, or "
-                "align again"
-            )
-    if not same_dataset:
-        LOG.info("aligned on %s, fine-tuned on %s", info.dataset or "?", this_run.dataset)
+        check_same_network(info, this_run)
+        check_same_split(info, this_run)
     return info
 
 
-def is_same_dataset(name: str | None, other: str | None) -> bool:
-    """Whether two names mean the same dataset; a folder may have two paths, one by a link."""
-    if name and other and name.startswith("folder:") and other.startswith("folder:"):
-        path = Path(name.removeprefix("folder:")).resolve()
-        return path == Path(other.removeprefix("folder:")).resolve()
-    return name == other
+def check_same_network(info: AdapterInfo, this_run: AdapterInfo) -> None:
+    """Refuse (ValueError) an adapter of another network, or of LoRA with another rank or scale."""
+    # Alpha is among them because θ was trained with the scale alpha / rank.
+    for name in ("backbone", "rank", "alpha", "weights_sha256"):
+        value = getattr(info, name)  # None: the file does not say
+        expected = getattr(this_run, name)
+        if value is not None and value != expected:
+            raise ValueError(f"has {name} {value}, this run {expected}")
+
+
+def check_same_split(info: AdapterInfo, this_run: AdapterInfo) -> None:
+    """Refuse (ValueError) an adapter that was trained on another split of this run's dataset.
+
+    It may have seen the images that are tested here. An adapter of another dataset is taken.
+    """
+    if info.dataset != this_run.dataset:
+        LOG.info("aligned on %s, fine-tuned on %s", info.dataset or "?", this_run.dataset)
+    elif info.data_sha256 != this_run.data_sha256:
+        raise ValueError(
+            f"was aligned on another split or other images of {this_run.dataset}, so it may "
+            "have seen the test images; give its --data-seed, --split-file and images, or "
+            "align again"
+        )
 
 
 # --- the grid of rates ----------------------------------------------------------------------------
@@ -345,46 +355,49 @@ def try_grid(cfg: FinetuneConfig, seeds: Seeds, run_all: RunTrials) -> Grid:
     first_seeds = seeds[: cfg.grid_seeds] if len(cfg.grid) > 1 else seeds
     grid: Grid = {lr: [] for lr in cfg.grid}
     # All trials in one call, so that --jobs has work for each process.
-    trials = [Trial(lr, *seed) for lr, seed in product(grid, first_seeds)]
+    trials = [Trial(lr, seed, file) for lr, (seed, file) in product(grid, first_seeds)]
     for result in run_all(trials):
         grid[result.lr].append(result)
     return grid
 
 
 def choose_rate(grid: Grid, seeds: Seeds, run_all: RunTrials) -> list[TrialResult]:
-    """Run all seeds with the learning rate that is best on validation; returns these trials.
+    """Run all seeds with the learning rate that is best on validation; returns their results.
 
     A rate that diverges with any seed is given up for the next best. Of equally good rates, the
     first of the grid is taken. Raises Diverged if no rate is left.
     """
-    candidates = [trials for trials in grid.values() if None not in accuracies_of(trials)]
+    candidates = [results for results in grid.values() if None not in accuracies_of(results)]
     candidates.sort(key=quality_of, reverse=True)  # keeps ties in order
-    for trials in candidates:
-        lr = trials[0].lr
-        others = run_all([Trial(lr, *seed) for seed in seeds[len(trials) :]])
+    for results in candidates:  # of one rate, with the first seeds
+        lr = results[0].lr
+        other_seeds = seeds[len(results) :]  # those that the grid was not tried with
+        others = run_all([Trial(lr, seed, file) for seed, file in other_seeds])
         if None not in accuracies_of(others):
-            return trials + others
+            return results + others
     raise Diverged("every learning rate of the grid diverged")
 
 
 def warn_about_grid(grid: Grid, lr: float, out: Path) -> None:
-    """Warn where the chosen rate is an end of the grid: a better one may lie beyond."""
-    accuracies = accuracies_of(grid[lr])
-    tied_rates = [rate for rate, trials in grid.items() if accuracies_of(trials) == accuracies]
+    """Warn where the chosen rate is an end of the grid, and better than all other rates of it.
+
+    Then a still better one may lie beyond the grid.
+    """
     is_end = lr in (min(grid), max(grid))
-    # A tie says nothing about rates outside of the grid, and of two rates both are ends.
-    if is_end and tied_rates == [lr] and len(grid) > 2:
+    accuracies = [accuracies_of(results) for results in grid.values()]
+    is_best_alone = accuracies.count(accuracies_of(grid[lr])) == 1  # no other rate has the same
+    if is_end and is_best_alone and len(grid) > 2:  # of two rates both are ends
         LOG.warning("%s: the best rate, %g, is an end of --grid, look beyond it", out, lr)
 
 
-def accuracies_of(trials: Sequence[TrialResult]) -> list[float | None]:
+def accuracies_of(results: Sequence[TrialResult]) -> list[float | None]:
     """The validation accuracy of each trial in percent; None: it diverged."""
-    return [trial.val.accuracy if trial.val else None for trial in trials]
+    return [result.val.accuracy if result.val else None for result in results]
 
 
-def quality_of(trials: Sequence[TrialResult]) -> tuple[float, float]:
+def quality_of(results: Sequence[TrialResult]) -> tuple[float, float]:
     """The quality of a learning rate, from its trials that did not diverge; see `quality`."""
-    return quality([trial.val for trial in trials if trial.val])
+    return quality([result.val for result in results if result.val])
 
 
 def quality(scores: Sequence[Score]) -> tuple[float, float]:
@@ -398,7 +411,7 @@ def quality(scores: Sequence[Score]) -> tuple[float, float]:
 
 
 def score_on_test(
-    trials: Sequence[TrialResult], experiment: FinetuneExperiment, run: Run
+    results: Sequence[TrialResult], experiment: FinetuneExperiment, run: Run
 ) -> Record:
     """Score the test split with each trial's θ and head of its best epoch, once.
 
@@ -407,11 +420,11 @@ def score_on_test(
     """
     test = experiment.task.test
     scores = []
-    for trial in trials:
-        theta, head, _ = load_adapter(trial.adapter)
-        head = {name: tensor.to(experiment.device) for name, tensor in head.items()}
-        scores.append(experiment.score(test, theta.to(experiment.device), head))
-        run.write(f"adapter-s{trial.seed}.safetensors", trial.adapter.read_bytes())
+    for result in results:
+        theta, phi_D, _ = load_adapter(result.adapter)
+        phi_D = {name: tensor.to(experiment.device) for name, tensor in phi_D.items()}
+        scores.append(experiment.score(test, theta.to(experiment.device), phi_D))
+        run.write(f"adapter-s{result.seed}.safetensors", result.adapter.read_bytes())
     right = [score.right for score in scores]  # how many images; None with mAP
     return {
         "test_images": len(test.targets),
@@ -419,9 +432,9 @@ def score_on_test(
         "test_loss": [score.loss for score in scores],
         "test_per_class": [score.per_class for score in scores],
         "right": None if None in right else right,
-        "val": accuracies_of(trials),
-        "epochs": [trial.epoch for trial in trials],
-        "trial_seconds": [trial.cpu_seconds for trial in trials],
+        "val": accuracies_of(results),
+        "epochs": [result.epoch for result in results],
+        "trial_seconds": [result.cpu_seconds for result in results],
     }
 
 
@@ -454,19 +467,18 @@ def run_trials(
     cfg = experiment.cfg
     run_one = partial(run_trial, experiment=experiment, out=out, track=track)
     finished = [trial for trial in trials if (trial.place(out) / "result.json").exists()]
-    results = [run_one(trial) for trial in finished]  # this only reads their results
+    results = [run_one(trial) for trial in finished]  # of a finished trial, it reads the result
     left = [trial for trial in trials if trial not in finished]
     if left:
-        new_results: Iterator[TrialResult]  # each `next` of it runs a trial
+        new_results: Iterator[TrialResult]  # asking it for the next result runs a trial
         if cfg.jobs == 1:
             new_results = map(run_one, left)
         else:
             # Each process loads network and data anew; data in memory are sent to it.
             run_in_process = partial(run_trial_in_process, cfg=cfg, out=out, task=task)
             new_results = run_in_processes(run_in_process, left, cfg.jobs)
-        done = len(list(out.glob(f"{TRIALS}/result.json")))
-        # `cfg.trials` is what is planned. If the best rate diverges with a seed, there are more:
-        # all seeds are run with the next best rate, too.
+        done = len(list(out.glob(f"{TRIALS}/result.json")))  # in earlier calls, too
+        # There are more than planned if the best rate diverges with a seed, and the next is run.
         total = max(cfg.trials, done + len(left))
         results += track(new_results, total, "run", done)
     return sorted(results, key=attrgetter("seed"))
@@ -522,8 +534,8 @@ def peft(trial: Trial, experiment: FinetuneExperiment, run: Run, track: Track) -
     opt = make_optimiser(cfg, trial.lr, [theta, *head.phi.values()], epoch_steps)
     current = {"theta": theta, **head.with_stats}
     best = {name: tensor.detach().clone() for name, tensor in current.items()}  # of the best epoch
-    saved = current | {f"best.{name}": tensor for name, tensor in best.items()}
-    run.restore(saved, {"opt": opt})  # reads them and opt.step back, if there is a checkpoint
+    in_checkpoint = current | {f"best.{name}": tensor for name, tensor in best.items()}
+    run.restore(in_checkpoint, {"opt": opt})  # if there is a checkpoint, it overwrites all of them
 
     steps_left = range(opt.step, cfg.epochs * epoch_steps)
     examples = experiment.examples(
@@ -532,29 +544,32 @@ def peft(trial: Trial, experiment: FinetuneExperiment, run: Run, track: Track) -
     loss = partial(head.loss, theta, head.phi, regularise=True)
     epochs = train_epochs(loss, opt, examples, epoch_steps, "peft", experiment.passes)
     label = f"lr {trial.lr:g} seed {trial.seed}"
-    for number, mean_loss in track(epochs, cfg.epochs, label, opt.step // epoch_steps):
-        record: Record = {"step": number, "loss": mean_loss, "val": None}
-        if number % cfg.eval_epochs == 0 or number == cfg.epochs:
-            record["val"] = validate(experiment, theta, head, number).model_dump()
-            if cfg.test_curve:
-                score = experiment.score(experiment.task.test, theta, head.with_stats)
-                record["test"] = score.model_dump()
+    for epoch, mean_loss in track(epochs, cfg.epochs, label, opt.step // epoch_steps):
+        record: Record = {"step": epoch, "loss": mean_loss, "val": None}
+        if epoch % cfg.eval_epochs == 0 or epoch == cfg.epochs:
+            record |= validate(experiment, theta, head, epoch)
         run.log(record)
-        if record["val"] and best_epoch(run.records)["step"] == number:
+        is_best_so_far = record["val"] and best_epoch(run.records)["step"] == epoch
+        if is_best_so_far:
             for name, tensor in current.items():
                 best[name].copy_(tensor.detach())
-        run.save_if_due(f"epoch {number} of {cfg.epochs}, {label}")
+        run.save_if_due(f"epoch {epoch} of {cfg.epochs}, {label}")
 
+    run.write("adapter.safetensors", adapter_file(experiment, trial, best))
+    return best_epoch(run.records)
+
+
+def adapter_file(experiment: FinetuneExperiment, trial: Trial, best: dict[str, Tensor]) -> bytes:
+    """The bytes of an adapter file: θ and head of the best epoch, and how they were trained."""
     of_trial = {
         "stage": "finetune",
         "lr": trial.lr,
         "seed": trial.seed,
         "classes": experiment.task.classes,
     }
-    best_theta = best.pop("theta")  # what is left is the head
     info = experiment.adapter_info.model_copy(update=of_trial)
-    run.write("adapter.safetensors", save_adapter(best_theta, phi_D=best, info=info))
-    return best_epoch(run.records)
+    phi_D = {name: tensor for name, tensor in best.items() if name != "theta"}
+    return save_adapter(best["theta"], phi_D=phi_D, info=info)
 
 
 def make_optimiser(
@@ -566,17 +581,25 @@ def make_optimiser(
     """
     # + 1: as in the released program, the full rate is reached in the step after the warm-up.
     warmup = cfg.warmup_epochs * epoch_steps + 1
-    rate = Schedule(cfg.epochs * epoch_steps, warmup, cfg.end_lr)
+    schedule = Schedule(cfg.epochs * epoch_steps, warmup, cfg.end_lr)
     betas = None if cfg.optimizer == "sgd" else (0.9, 0.999)  # `Optimiser` takes None for SGD
-    return Optimiser([Group(tensors, lr, cfg.weight_decay)], rate, betas)
+    return Optimiser([Group(tensors, lr, cfg.weight_decay)], rate=schedule, betas=betas)
 
 
-def validate(experiment: FinetuneExperiment, theta: Tensor, head: Head, epoch: int) -> Score:
-    """Score θ and the head on the validation split. Raises Diverged: its loss is not finite."""
-    score = experiment.score(experiment.task.val, theta, head.with_stats)
-    if not math.isfinite(score.loss):
+def validate(experiment: FinetuneExperiment, theta: Tensor, head: Head, epoch: int) -> Record:
+    """Score θ and the head on the validation split, and with --test-curve on the test split, too.
+
+    Returns the fields of a `Score` for each. Raises Diverged where the validation loss is not
+    finite.
+    """
+    task = experiment.task
+    val = experiment.score(task.val, theta, head.with_stats)
+    if not math.isfinite(val.loss):
         raise Diverged(f"validation after epoch {epoch}: loss is not finite")
-    return score
+    record: Record = {"val": val.model_dump()}
+    if experiment.cfg.test_curve:
+        record["test"] = experiment.score(task.test, theta, head.with_stats).model_dump()
+    return record
 
 
 def curve_of(records: Sequence[Record]) -> dict[int, float]:

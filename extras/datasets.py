@@ -34,29 +34,22 @@ def list_all(root: Path) -> list[Record]:
     """For `bisslight data list`: how much of each dataset is below `root`, and its terms of use."""
     rows = []
     for name, path in dataset_folders(root).items():
-        terms = BENCHMARKS[name].terms if name in BENCHMARKS else IMAGENET_TERMS
         is_there = path.is_dir()
+        is_benchmark = name in BENCHMARKS  # or imagenet, whose images take long to count
         rows.append(
             {
                 "name": name,
                 "state": "there" if is_there else "missing",
-                "found": describe_what_is_there(name, path) if is_there else "",
+                "found": count_images(name, path) if is_there and is_benchmark else "",
                 "place": path,
-                "terms": terms,
+                "terms": BENCHMARKS[name].terms if is_benchmark else IMAGENET_TERMS,
             }
         )
     return rows
 
 
-def describe_what_is_there(name: str, path: Path) -> str:
-    """How many images of a benchmark are there, such as "1,463 of 11,788".
-
-    Of ImageNet the class folders are counted instead, since counting its images takes long.
-    """
-    if name == "imagenet":
-        train = path / "train"
-        classes = len(subfolders(train)) if train.is_dir() else 0
-        return f"{classes:,} of 1,000 classes"
+def count_images(name: str, path: Path) -> str:
+    """How many images of a benchmark are in its folder `path`, such as "1,463 of 11,788"."""
     try:
         contents = inspect_benchmark(name, path)
     except UsageError:
@@ -75,30 +68,17 @@ class Contents(NamedTuple):
 def check(name: str, root: Path, partial: bool = False) -> Record:
     """Read a data set as training does, open every image, and list what is wrong as `problems`.
 
-    1. Find its images, by what `name` is:
-       - a benchmark is compared with its official lists, of which images may be missing with
-         `partial`;
-       - imagenet is a pool of unlabelled images;
-       - `folder:DIR`, or a DIR with two or more folders in it, is a task, a folder for each class;
-       - any other DIR is a pool of unlabelled images.
+    1. Find its folder, and read it as what it is, see `inspect`.
     2. Open each image.
 
     The result is such as {"name": "dtd", "listed": 5640, "absent": 0, "images": 5640, "problems":
     []}. Raises UsageError if the data set is not there.
     """
     with as_usage_error(name):
-        path = find_folder(name, root)  # None: the alphabets of Omniglot
-        if path is None:
-            raise UsageError(f"{name}: comes with the program, so there is nothing to check")
-        if name in BENCHMARKS:
-            contents = inspect_benchmark(name, path, partial)
-        elif name == "imagenet":
-            contents = Contents(find_pool_images(name, path), counts={}, problems=[])
-        elif name.startswith("folder:") or len(subfolders(path)) > 1:
-            contents = inspect_class_folders(path)
-        else:
-            images = find_pool_images(name, path)
-            contents = Contents(images, count_other_files(path, images), problems=[])
+        path = find_folder(name, root)
+        if path is None:  # a function makes the images, such as those of Omniglot
+            raise ValueError("comes with the program, so there is nothing to check")
+        contents = inspect(name, path, partial)
 
     damaged = [{"problem": str(error)} for error in find_unreadable(contents.images)]
     return {
@@ -107,6 +87,26 @@ def check(name: str, root: Path, partial: bool = False) -> Record:
         "images": len(contents.images),
         "problems": contents.problems + damaged,
     }
+
+
+def inspect(name: str, path: Path, partial: bool) -> Contents:
+    """Find the images in the folder `path`, count them, and look for problems, by what `name` is.
+
+    - A benchmark is compared with its lists, of which images may be missing with `partial`.
+    - imagenet is a pool of unlabelled images.
+    - `folder:DIR`, or a DIR with two or more folders in it, is a task, a folder for each class.
+    - Any other DIR is a pool of unlabelled images.
+
+    Raises UsageError or ValueError if it cannot be read as that.
+    """
+    if name in BENCHMARKS:
+        return inspect_benchmark(name, path, partial)
+    if name == "imagenet":
+        return Contents(find_pool_images(name, path), counts={}, problems=[])
+    if name.startswith("folder:") or len(subfolders(path)) > 1:
+        return inspect_class_folders(path)
+    images = find_pool_images(name, path)
+    return Contents(images, count_other_files(path, images), problems=[])
 
 
 def inspect_benchmark(name: str, path: Path, partial: bool = False) -> Contents:
@@ -128,8 +128,11 @@ def inspect_benchmark(name: str, path: Path, partial: bool = False) -> Contents:
 
     problems: list[Record] = []
     if len(listed) != full_size and not partial:
-        problem = f"its lists name {len(listed)} of {full_size} images; is it a subset?"
-        problems.append({"problem": f"{problem} --partial takes it"})
+        problem = (
+            f"its lists name {len(listed)} of {full_size} images; is it a subset? "
+            "--partial takes it"
+        )
+        problems.append({"problem": problem})
     if absent and not partial:
         problem = f"{len(absent)} of the listed images are missing"
         problems.append({"problem": problem, "first": min(absent)})  # the first by name
@@ -145,7 +148,7 @@ def inspect_class_folders(path: Path) -> Contents:
     images = find_images(path)
     others = count_other_files(path, images)
     try:
-        task = folder(path, seed=0)
+        task = folder(path, seed=0)  # the seed decides which images are held out, not how many
     except FolderError as error:
         problems = [{"problem": fault} for fault in error.args]
         return Contents(images, others, problems)
@@ -160,10 +163,13 @@ def count_other_files(path: Path, images: list[Path]) -> Record:
     The result is such as {"left out": "3 files (.mp4, .txt)"}, or {} if there are none.
     """
     others = list_other_files(path, images)
-    if not others:
-        return {}
-    endings = ", ".join(sorted({file.suffix or file.name for file in others}))
-    return {"left out": f"{format_count(len(others), 'file')} ({endings})"}
+    return {"left out": describe_files(others)} if others else {}
+
+
+def describe_files(files: list[Path]) -> str:
+    """How many files these are, and what their names end in, such as "3 files (.mp4, .txt)"."""
+    endings = sorted({file.suffix or file.name for file in files})  # README has no ending
+    return f"{format_count(len(files), 'file')} ({', '.join(endings)})"
 
 
 def find_images_in_two_classes(task: Task) -> list[Record]:

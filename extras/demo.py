@@ -43,7 +43,9 @@ ALIGN: Record = {
     "warmup": 5, "p_lr": 1e-2, "d_lr": 1e-2, "eval_every": 50,
 }  # fmt: skip
 PEFT: Record = {"lr": 1e-2, "epochs": 25, "warmup_epochs": 5, "batch": 32}
-RESTART_SEED = 100  # the seed of the first restart; the runs that it starts from have 0 to 3
+# Restarts have the seeds 100 to 103, and start from direct's θ of the seeds 0 to 3, in this order.
+# With the same seeds, they would draw the same head and batches once more.
+RESTART_SEED = 100
 EARLY = 5  # the epoch after which the arms are compared, besides the last one
 
 
@@ -72,10 +74,9 @@ def demo(
 ) -> DemoResult:
     """Run the demo in the folder `out`, or go on with it there.
 
-    1. Make the settings: of one align run, and of each arm's fine-tuning.
-    2. Align with each seed.
-    3. Fine-tune each arm.
-    4. Compare the arms, and draw the picture.
+    1. Align with each seed.
+    2. Fine-tune each arm.
+    3. Compare the arms, and make the picture.
 
     Args:
         out: None: runs/demo.
@@ -88,18 +89,15 @@ def demo(
     check_place(out)
     shared = TASK | {"data_seed": data_seed}
     align_cfg = make(AlignConfig, shared | ALIGN)
-    four_seeds = {"seeds": SEEDS, "jobs": jobs, "test_curve": True}
-    direct = make(FinetuneConfig, shared | PEFT | four_seeds)
-    aligned = direct.replace(start=out / "align")  # a folder of align runs: each seed has its own
-    restart = direct.replace(start=out / "direct", restart=True, seed=RESTART_SEED)
 
     runs.LOG.info("%d align runs and %d fine-tunings: about two minutes", SEEDS, len(ARMS) * SEEDS)
     align_with_each_seed(align_cfg, out, jobs, force, track)
-    for name, cfg in (("aligned", aligned), ("direct", direct), ("restart", restart)):
-        finetune(cfg, out / name, force=force, track=track)
+    four_seeds = {"seeds": SEEDS, "jobs": jobs, "test_curve": True}
+    peft_cfg = make(FinetuneConfig, shared | PEFT | four_seeds)
+    finetune_arms(peft_cfg, out, force, track)
 
     arms = evaluate([out / name for name in ARMS]).arms
-    draw(out, align_cfg, arms)
+    make_picture(out, align_cfg, arms)
     curves = [read_test_curve(out / name) for name in ARMS]
     return DemoResult(arms=arms, answer=describe_arms(arms, curves), picture=out / "demo.png")
 
@@ -121,7 +119,7 @@ def align_with_each_seed(
     `jobs`, `force` and `track` as in `demo`.
     """
     align_one_seed = partial(align_with_seed, cfg=cfg, out=out, force=force)
-    reports: Iterator[str]  # such as "aligned, seed 0  val 61.2 %"
+    reports: Iterator[str]  # one for each seed, such as "aligned, seed 0  val 61.2 %"
     if jobs > 1:
         reports = processes.run_in_processes(align_one_seed, range(SEEDS), jobs)
     else:
@@ -137,6 +135,20 @@ def align_with_seed(seed: int, cfg: AlignConfig, out: Path, force: bool) -> str:
     """
     result = align(cfg.replace(seed=seed), out / "align" / f"s{seed}", force=force)
     return f"aligned, seed {seed}  val {result.val_P.accuracy:.1f} %"
+
+
+def finetune_arms(cfg: FinetuneConfig, out: Path, force: bool, track: runs.Track) -> None:
+    """Fine-tune the three arms into out/aligned, out/direct and out/restart.
+
+    `cfg` are the settings of direct PEFT; `force` and `track` as in `demo`.
+    """
+    settings = {
+        "aligned": cfg.replace(start=out / "align"),  # each seed starts from its align run
+        "direct": cfg,
+        "restart": cfg.replace(start=out / "direct", restart=True, seed=RESTART_SEED),
+    }
+    for name in ARMS:  # direct before restart, which starts from it
+        finetune(settings[name], out / name, force=force, track=track)
 
 
 def read_test_curve(run: Path) -> Curve:
@@ -158,11 +170,12 @@ def describe_arms(arms: Sequence[Row], curves: Sequence[Curve]) -> list[str]:
     `arms` and `curves` are in the order of `ARMS`. A curve is the test accuracy (%) by epoch.
     """
     aligned, direct, restart = curves  # such as {1: 8.3, 2: 15.0}
+    _, direct_row, restart_row = arms
     early = min(EARLY, len(direct))  # an epoch
     # The task counts as learned at nine tenths of the accuracy with which direct PEFT ends.
-    target = 0.9 * arms[1].mean
-    against_direct = describe_lead_of_aligned(arms[1])  # such as "+1.7 points (p = 0.029)"
-    against_restart = describe_lead_of_aligned(arms[2])
+    target = 0.9 * direct_row.mean
+    against_direct = describe_lead_of_aligned(direct_row)  # such as "+1.7 points (p = 0.029)"
+    against_restart = describe_lead_of_aligned(restart_row)
     aligned_time = epochs_to_reach(aligned, target)  # such as "3 epochs"
     direct_time = epochs_to_reach(direct, target)
     restart_time = epochs_to_reach(restart, target)
@@ -195,54 +208,60 @@ def describe_lead_of_aligned(other: Row) -> str:
 # --- the picture ----------------------------------------------------------------------------------
 
 
-def draw(out: Path, align_cfg: AlignConfig, arms: Sequence[Row]) -> None:
-    """Draw demo.png: what pretraining learned, how fast the arms learn, and how good they are.
+def make_picture(out: Path, align_cfg: AlignConfig, arms: Sequence[Row]) -> None:
+    """Make demo.png: what pretraining learned, how fast the arms learn, and how good they are.
 
     `align_cfg` are the settings of any of the align runs: they name the network and the pool.
     """
     widths = (1.5, 3.6, 2.2)  # of the three panels, in proportion
     figure, (left, middle, right) = pyplot().subplots(1, 3, figsize=(11, 3.8), width_ratios=widths)
-    left.set_title("What pretraining learned:\nwhole, masked, filled in")
-    pictures = draw_reconstructions(align_cfg)
-    left.imshow(pictures.permute(1, 2, 0).numpy())  # (height, width, 3), as matplotlib takes it
-    left.set_axis_off()
+    plot_reconstructions(left, align_cfg)
     plot_test_curves(middle, out)
     right.set_title("At the end, each seed a dot")
     plot_arms(right, arms)
     save(figure, out / "demo.png")
 
 
+def plot_reconstructions(axes: Axes, cfg: AlignConfig) -> None:
+    """Show five images of the pool in a grid: each row has one whole, masked, and filled in."""
+    dark_on_light = 1 - reconstruct_five(cfg)  # paper is 1 and ink is 0
+    grid = make_grid(dark_on_light, nrow=3, pad_value=0.7)  # nrow: pictures in a row
+    grid = grid.clamp(0, 1)  # what the MAE fills in may lie outside of [0, 1]
+    axes.set_title("What pretraining learned:\nwhole, masked, filled in")
+    axes.imshow(grid.permute(1, 2, 0).numpy())  # (height, width, 3), as matplotlib takes it
+    axes.set_axis_off()
+
+
 @torch.no_grad()
-def draw_reconstructions(cfg: AlignConfig) -> Tensor:
-    """Draw five pool images into one picture (3, height, width), a row for each.
+def reconstruct_five(cfg: AlignConfig) -> Tensor:
+    """Mask five images of the pool as in training, and let the pretrained MAE fill them in.
 
-    A row shows the image, the same one masked, and the mask filled in by the pretrained MAE.
+    Returns (15, 3, 28, 28): the first image, the same masked, the same filled in, then the second
+    one. Paper is 0 and ink is 1; what is filled in may lie outside of [0, 1].
 
-    1. Load the pretrained networks, and draw five images and their masks as a run does.
+    1. Load the pretrained networks, and take a batch of five images with their masks.
     2. Let the MAE fill in what is masked.
-    3. Turn the normalised images back into pixels, and lay them out in a grid.
+    3. Turn the normalised images back into pixels.
     """
-    experiment = open_align_experiment(cfg.replace(device="cpu"))
+    cfg = cfg.replace(device="cpu")
+    experiment = open_align_experiment(cfg)
     pool = experiment.pool
-    task = experiment.new_pretext_task(experiment.new_theta(cfg.seed))
-    assert isinstance(task, mae.MAE)  # the pretext task of the demo's settings
-    images = pool_images(pool, experiment.arch.image_size, experiment.cfg)
+    pretext = experiment.new_pretext_task(experiment.new_theta(cfg.seed))  # MAE uses no θ here
+    assert isinstance(pretext, mae.MAE)  # the pretext task of the demo's settings
+    images = pool_images(pool, experiment.arch.image_size, cfg)
     first_step = range(1)
     batches = pretext_batches(
-        task, images, batch=5, steps=first_step, cfg=experiment.cfg, device=experiment.device
+        pretext, images, batch=5, steps=first_step, cfg=cfg, device=experiment.device
     )
     batch = next(batches)  # its images (5, 3, 28, 28), and their masks
 
-    # both (5, 3, 28, 28); None: there is no θ, so these are the pretrained weights alone
-    masked, filled = task.reconstruct(None, task.phi, batch)
-    pictures = torch.stack([batch.images, masked, filled], 1).flatten(0, 1)  # (15, 3, 28, 28)
+    # None: without θ, by the pretrained weights alone. Both results are (5, 3, 28, 28).
+    masked, filled = pretext.reconstruct(None, pretext.phi, batch)
+    triples = torch.stack([batch.images, masked, filled], 1)  # (5, 3, 3, 28, 28)
 
     std = torch.tensor(pool.std).view(3, 1, 1)  # of each channel
     mean = torch.tensor(pool.mean).view(3, 1, 1)
-    pixels = pictures * std + mean  # undoes `data.normalise`: in [0, 1], ink is 1
-    dark_on_light = 1 - pixels
-    grid: Tensor = make_grid(dark_on_light, nrow=3, pad_value=0.7)  # nrow: pictures in a row
-    return grid.clamp(0, 1)  # what the MAE fills in may lie outside of [0, 1]
+    return triples.flatten(0, 1) * std + mean  # undoes `data.normalise`
 
 
 def plot_test_curves(axes: Axes, out: Path) -> None:

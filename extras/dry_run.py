@@ -48,16 +48,18 @@ class Plan(NamedTuple):
     problems: list[str]  # a line each, which names the thing and the remedy
 
 
-def plan_run(command: str, cfg: Command, out: Path, force: bool) -> Plan:
+def plan_run(
+    command: str, cfg: AlignConfig | FinetuneConfig | PretrainConfig, out: Path, force: bool
+) -> Plan:
     """Find out what a command with these settings would do; nothing is downloaded or written.
 
     1. Check the directory and the device.
     2. Count the work of the command, and check its data and networks.
     3. List the settings that are not the paper's.
 
-    `command` is "align", "finetune" or "pretrain". `try_and_collect(problems, step, ...)` returns
-    `step(...)`. What this finds wrong, it adds to the problems and returns None, so that one dry
-    run names everything that is missing, not the first thing alone.
+    `command` is "align", "finetune" or "pretrain". One dry run names everything that is missing,
+    not the first thing alone: `try_and_collect(problems, f, ...)` calls f(...), and where that
+    raises UsageError, it adds the text to `problems` and returns None.
     """
     problems: list[str] = []
     try_and_collect(problems, check_directory, out, command, cfg, force)
@@ -65,12 +67,13 @@ def plan_run(command: str, cfg: Command, out: Path, force: bool) -> Plan:
     work: Record = {"out": out, "device": str(device) if device else None}
 
     if isinstance(cfg, PretrainConfig):
+        recipe = "MAE or I-JEPA"
         # such as {"images": 2580, "steps": 4000}
         work |= try_and_collect(problems, pretrain.plan, cfg) or {}
-    elif isinstance(cfg, AlignConfig | FinetuneConfig):
+    else:
+        recipe = "the paper"
         work |= plan_training(cfg, problems)
 
-    recipe = "MAE or I-JEPA" if command == "pretrain" else "the paper"
     work[f"differs from {recipe}"] = list_unlike_paper(cfg) or "nothing"
     return Plan(work, problems)
 
@@ -81,10 +84,10 @@ def list_unlike_paper(cfg: Command) -> list[Record]:
     Such as [{"setting": "rank", "value": 8, "recipe": 64, "from": "our default"}].
     """
     rows = []
-    paper = paper_values(type(cfg), dict(cfg))
+    of_paper = paper_values(type(cfg), dict(cfg))
     for name, value in unlike_paper(cfg).items():
         source = "given" if name in cfg.model_fields_set else "our default"
-        rows.append({"setting": name, "value": value, "recipe": paper[name], "from": source})
+        rows.append({"setting": name, "value": value, "recipe": of_paper[name], "from": source})
     return rows
 
 
@@ -92,38 +95,32 @@ def plan_training(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Rec
     """Find out what `align` or `finetune` would do: images, steps, parameters, weights and memory.
 
     1. Open the data, and count images and steps.
-    2. Find the weights. If nothing is missing so far, load the networks, to see whether they fit;
-       otherwise ask for their sizes alone.
+    2. Find the weights and the networks' sizes, see `find_arch`.
     3. Count the parameters of LoRA, and return the plan.
 
     Everything that is missing is added to `problems`, see `plan_run`.
     """
     task: Task | None = try_and_collect(problems, open_task, cfg)
     pool: Pool | None = None
-    images: Record = task.sizes() if task else {}  # such as {"train": 60, "val": 20, "test": 40}
+    sizes: Record = task.sizes() if task else {}  # such as {"train": 60, "val": 20, "test": 40}
     if isinstance(cfg, AlignConfig):
         steps = count_align_steps(cfg, task)
         pool = try_and_collect(problems, open_pool, cfg.pool, cfg.data_root, cfg.data_seed)
         if pool:
-            images["pool"] = len(pool.images)
+            sizes["pool"] = len(pool.images)
     else:
         steps = count_trials(cfg, task)
-        # The align runs of --from have to be finished.
+        # Called for its problems alone: the align runs of --from have to be finished.
         try_and_collect(problems, starts_of_seeds, cfg)
 
-    # the path of their file; None: timm has the weights, or there is a problem
+    # the path of their file; None: timm has the weights, or `problems` says why there is none
     weights = try_and_collect(problems, find_weights, cfg)
-    can_be_loaded = weights is not None and weights.exists() and not problems
-    if can_be_loaded:
-        arch = try_and_collect(problems, try_networks, cfg, task, pool)
-    else:
-        arch = try_and_collect(problems, arch_without_file, cfg)
-
+    arch = find_arch(cfg, task, pool, weights, problems)
     parameters = None
     if arch:
         parameters = arch.depth * 4 * cfg.rank * arch.dim  # 4: A_q, B_q, A_v and B_v of each layer
     return {
-        "images": images,
+        "images": sizes,
         "steps": steps,
         "LoRA parameters": parameters,
         "weights": describe_download(cfg, weights),
@@ -132,13 +129,34 @@ def plan_training(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Rec
 
 
 def describe_download(cfg: Network, weights: Path | None) -> str | None:
-    """Where the weights come from if their file `weights` is not there; None if it is."""
-    if weights and not weights.exists():
+    """Where the weights come from if they have to be fetched; None if they are here.
+
+    `weights` is what `find_weights` returns. Also None if it has raised an error.
+    """
+    if weights and not weights.exists():  # an official file: one of --weights has to be there
         url, megabytes = OFFICIAL_FILES[cfg.backbone, cfg.pretext]
         return f"{megabytes:.0f} MB to download from {url}"
     if weights is None and cfg.backbone.startswith(TIMM):
         return "timm's, from the Hugging Face hub or its cache"
     return None
+
+
+def find_arch(
+    cfg: AlignConfig | FinetuneConfig,
+    task: Task | None,
+    pool: Pool | None,
+    weights: Path | None,
+    problems: list[str],
+) -> Arch | None:
+    """Find the networks' sizes; None if that is impossible, which is then one of the `problems`.
+
+    If nothing is missing so far, and the file `weights` is here, the networks are loaded, to see
+    whether they fit. Otherwise the sizes are those that the name of the backbone stands for.
+    """
+    file_is_here = weights is not None and weights.exists()
+    if file_is_here and not problems:
+        return try_and_collect(problems, try_networks, cfg, task, pool)
+    return try_and_collect(problems, arch_from_name, cfg)
 
 
 def try_networks(cfg: AlignConfig | FinetuneConfig, task: Task | None, pool: Pool | None) -> Arch:
@@ -153,11 +171,8 @@ def try_networks(cfg: AlignConfig | FinetuneConfig, task: Task | None, pool: Poo
     return experiment.arch
 
 
-def arch_without_file(cfg: Network) -> Arch:
-    """The sizes of an official file that is not there yet, or of a network of timm.
-
-    Raises UsageError.
-    """
+def arch_from_name(cfg: Network) -> Arch:
+    """The sizes of the network that --backbone names, without its weights. Raises UsageError."""
     with as_usage_error(f"--backbone {cfg.backbone}"):
         if cfg.backbone.startswith(TIMM):
             return timm_models.read_arch(cfg)

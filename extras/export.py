@@ -39,7 +39,7 @@ tags: [image-classification, lora, bisslight]
 LoRA on q and v of every layer of a frozen Vision Transformer, made with BiSSLight.
 
 Weights: sha256 {weights_sha256}, whose licence holds (the official MAE and I-JEPA files:
-CC BY-NC 4.0). Pretext task {pretext}, rank {rank}. {accuracy}.
+CC BY-NC 4.0). Pretext task {pretext}, rank {rank}. {accuracy}.{names}
 
 In this folder:
 
@@ -89,9 +89,7 @@ def export(
     Raises UsageError.
     """
     out = out or run / "export"
-    with as_usage_error(f"--out {out}"):
-        if out.exists() and any(out.iterdir()):
-            raise UsageError(f"--out {out}: is not empty; remove it or give another")
+    check_is_empty(out)
     cfg, own_seed, adapter = open_run(run, seed, weights)
     theta, phi_D, info = adapter  # θ (K, p), the tensors of the head, what θ was trained on
     pretrained = load_backbone(cfg)  # backbone, sizes and sha256
@@ -99,22 +97,38 @@ def export(
 
     backbone = pretrained.backbone
     head = fold_norm(phi_D)  # weight (C, dim) and bias (C,); {} after align
-    peft = to_peft(theta, head, dim=backbone.dim, scale=backbone.scale)
+    for_peft = to_peft(theta, head, dim=backbone.dim, scale=backbone.scale)
     with as_usage_error(str(run)):
-        timm = to_timm(backbone, pretrained.arch, theta, head, info, cfg)
+        for_timm = to_timm(backbone, pretrained.arch, theta, head, info, cfg)
 
-    files: Record = {  # the content of each file, by its path below `out`
-        "peft/adapter_config.json": json.dumps(peft.config, indent=1),
-        "peft/adapter_model.safetensors": save(peft.tensors),
-        "timm/config.json": json.dumps(timm.config, indent=1),
-        "timm/model.safetensors": save(timm.tensors),
+    contents: dict[str, str | bytes] = {  # what each file holds, by its path below `out`
+        "peft/adapter_config.json": json.dumps(for_peft.config, indent=1),
+        "peft/adapter_model.safetensors": save(for_peft.tensors),
+        "timm/config.json": json.dumps(for_timm.config, indent=1),
+        "timm/model.safetensors": save(for_timm.tensors),
         "README.md": write_card(run, cfg, own_seed, info),  # last, so that it shows a whole export
     }
-    for name, content in files.items():
+    write_files(out, contents)
+    return {"out": out, "seed": own_seed, "files": list(contents)}
+
+
+def check_is_empty(out: Path) -> None:
+    """Raise UsageError unless the directory is empty or not there."""
+    with as_usage_error(f"--out {out}"):
+        if out.exists() and any(out.iterdir()):
+            raise ValueError("is not empty; remove it or give another")
+
+
+def write_files(out: Path, contents: dict[str, str | bytes]) -> None:
+    """Write files, whose contents are given by their paths below the directory `out`.
+
+    Raises UsageError if a directory cannot be made, RunError if a file cannot be written.
+    """
+    for name, content in contents.items():
+        path = out / name
         with as_usage_error(f"--out {out}"):
-            (out / name).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out / name, content)
-    return {"out": out, "seed": own_seed, "files": list(files)}
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, content)
 
 
 class FinishedRun(NamedTuple):
@@ -128,29 +142,36 @@ class FinishedRun(NamedTuple):
 def open_run(run: Path, seed: int | None, weights: Path | None) -> FinishedRun:
     """Read the settings and an adapter of a finished run of align or finetune.
 
-    1. Find the adapter's file: adapter-sSEED.safetensors of a finetune run, adapter.safetensors of
-       an align run or of a single trial, such as runs/peft/lr0.01-s1.
-    2. Read it, and see that it is of the seed that is asked for.
+    1. Read the settings, and find the adapter's file, see `find_adapter`.
+    2. Read the adapter, and see that it is of the seed that is asked for.
 
     `seed`: whose adapter is taken; None: that of the run's first seed. `weights`: where the
     backbone's file is now; None: where it was for the run. Raises UsageError.
     """
     cfg = read_settings(run, weights)
-    wanted_seed = cfg.seed if seed is None else seed  # cfg.seed: the first seed
-    file = run / f"adapter-s{wanted_seed}.safetensors"
-    if not file.exists():
-        file = run / "adapter.safetensors"
-    if not file.exists():
-        raise UsageError(f"{run}: is not finished, or has no seed {wanted_seed}; see --seed")
-
+    first_seed = cfg.seed  # of a single trial: the first seed of the whole run
+    file = find_adapter(run, first_seed if seed is None else seed)
     with as_usage_error(str(file), "give another run"):
         adapter = load_adapter(file)
     own_seed = adapter.info.seed
-    if own_seed is None:  # the file is of align, which writes no seed into it
+    if own_seed is None:  # a file of align, which has one seed and does not write it there
         own_seed = cfg.seed
     if seed is not None and seed != own_seed:
         raise UsageError(f"{run}: has no seed {seed}, but {own_seed}; see --seed")
     return FinishedRun(cfg, own_seed, adapter)
+
+
+def find_adapter(run: Path, seed: int) -> Path:
+    """Find the adapter file of this seed in a finished run.
+
+    A finetune run has adapter-sSEED.safetensors for each seed. An align run and a single trial,
+    such as runs/peft/lr0.01-s1, have one adapter.safetensors, whose seed is not looked at here.
+    Raises UsageError if there is neither.
+    """
+    for name in (f"adapter-s{seed}.safetensors", "adapter.safetensors"):
+        if (run / name).exists():
+            return run / name
+    raise UsageError(f"{run}: is not finished, or has no seed {seed}; see --seed")
 
 
 def read_settings(run: Path, weights: Path | None) -> FinetuneConfig:
@@ -182,39 +203,44 @@ def check_same_weights(run: Path, info: AdapterInfo, sha256: str | None) -> None
 def write_card(run: Path, cfg: FinetuneConfig, seed: int, info: AdapterInfo) -> str:
     """Write the text of the model card: what the adapter was trained on, and its test accuracy.
 
-    1. Say in words how accurate the run was; an align run has no test accuracy.
-    2. Say how the exported network is used; after finetune it classifies, after align it does not.
-    3. Fill both into `CARD`.
+    1. Say how the exported network is used; after finetune it classifies, after align it does not.
+    2. Fill this in, and all else that `CARD` has in braces.
 
     `seed` is the seed of the exported adapter, `info` is what its file says.
     """
-    result = read_json_if_there(run / "result.json") or {}  # such as {"test": [52.0, 53.1], ...}
-    accuracy = "Test accuracy: not measured"
-    if "test" in result:  # a finetune run, with one accuracy for each seed, from its first seed on
-        tests = result["test"]
-        of_this_seed = tests[seed - cfg.seed]
-        accuracy = (
-            f"Test {result['metric']}: {of_this_seed:.2f} % with seed {seed}, the exported one"
-        )
-        if len(tests) > 1:
-            spread = f"{fmean(tests):.2f} ± {stdev(tests):.2f} % ({len(tests)} seeds)"
-            accuracy += f"; of all seeds {spread}"
-
     use = FEATURES  # an align run has no head
     as_many = ""
+    names = ""
     if info.classes:
-        accuracy += f".\n\nClasses: {', '.join(info.classes)}"
         use = CLASSIFY
         as_many = " and as many classes"
+        names = f"\n\nClasses: {', '.join(info.classes)}."
 
     fields = {  # what stands for each name in braces
-        **info.model_dump(),
+        **info.model_dump(),  # backbone, stage, weights_sha256, pretext, rank, and some not in CARD
         "dataset": Path(cfg.dataset).name,  # the name of a folder, not where it lies
-        "accuracy": accuracy,
+        "accuracy": describe_accuracy(run, cfg, seed),
+        "names": names,
         "use": use,
         "as_many": as_many,
     }
     return CARD.format(**fields)
+
+
+def describe_accuracy(run: Path, cfg: FinetuneConfig, seed: int) -> str:
+    """The test accuracy of the run with this seed, and of all its seeds, in words.
+
+    Such as "Test top-1 accuracy: 52.00 % with seed 0, the exported one". An align run has none.
+    """
+    result = read_json_if_there(run / "result.json") or {}  # such as {"test": [52.0, 53.1], ...}
+    if "test" not in result:
+        return "Test accuracy: not measured"
+    tests = result["test"]  # of the first seed, of the next one and so on
+    of_this_seed = tests[seed - cfg.seed]  # cfg.seed: the first one
+    text = f"Test {result['metric']}: {of_this_seed:.2f} % with seed {seed}, the exported one"
+    if len(tests) > 1:
+        text += f"; of all seeds {fmean(tests):.2f} ± {stdev(tests):.2f} % ({len(tests)} seeds)"
+    return text
 
 
 def fold_norm(phi_D: Phi) -> Phi:
@@ -296,17 +322,11 @@ def to_timm(
     images are resized. Raises ValueError if `info` does not say how they are normalised.
     """
     mean, std = channels_of(info)  # three numbers each, such as (0.485, 0.456, 0.406)
-    classes = len(phi_D["bias"]) if phi_D else 0
-    if cfg.backbone.startswith(TIMM):  # timm:NAME.WEIGHTS
-        architecture = cfg.backbone.removeprefix(TIMM).partition(".")[0]  # NAME
-        model_args = {"img_size": arch.image_size, "global_pool": backbone.vit.global_pool}
-    else:  # Any plain ViT of timm will do for ours, since model_args gives all sizes.
-        architecture = "vit_base_patch16_224"
-        model_args = vit_args(arch)  # such as {"embed_dim": 768, "depth": 12, ...}
+    architecture, model_args = name_network(cfg.backbone, arch, backbone)
     config = {
         "architecture": architecture,
         "model_args": model_args,
-        "num_classes": classes,
+        "num_classes": len(phi_D["bias"]) if phi_D else 0,
         "pretrained_cfg": {
             "input_size": [3, arch.image_size, arch.image_size],
             "mean": mean,
@@ -327,6 +347,19 @@ def to_timm(
     return Exported(config, tensors)
 
 
+def name_network(name: str, arch: Arch, backbone: Backbone) -> tuple[str, Record]:
+    """The architecture and the model_args by which timm makes the network --backbone NAME.
+
+    Such as "vit_base_patch16_224" and {"embed_dim": 768, "depth": 12, ...}.
+    """
+    if name.startswith(TIMM):  # timm:ARCHITECTURE.WEIGHTS
+        architecture, _, _weights = name.removeprefix(TIMM).partition(".")
+        pool = backbone.vit.global_pool  # how features are made of the tokens
+        return architecture, {"img_size": arch.image_size, "global_pool": pool}
+    # Any plain ViT of timm would do: vit_args has all sizes, which replace those of the name.
+    return "vit_base_patch16_224", vit_args(arch)
+
+
 def crop_share(size: int, whole_images: bool) -> float:
     """The crop_pct that makes timm cut an image just as `data.cut_centre` does, such as 0.874.
 
@@ -339,5 +372,7 @@ def crop_share(size: int, whole_images: bool) -> float:
     """
     if whole_images:
         return 1.0
-    # Any number between 0 and 1 would do instead of 0.25: timm rounds down to the same side.
-    return size / (round(size * 256 / 224) + 0.25)
+    resized = round(size * 256 / 224)
+    # size / (size / resized) may come out a hair below `resized`, and timm would round it down to
+    # one pixel less. With 0.25 more it is rounded down to `resized`.
+    return size / (resized + 0.25)

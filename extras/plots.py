@@ -15,8 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.rcsetup import cycler
 
-from config import Record
-from evaluate import Row, find_runs
+from config import Record, find_runs
+from evaluate import Row
 from support.errors import UsageError, as_usage_error
 from support.runs import mean_numbers, read_json_if_there, write_atomic
 
@@ -129,9 +129,9 @@ def draw_curves(runs: Sequence[Path], path: Path) -> None:
     columns = min(3, len(quantities))
     rows = math.ceil(len(quantities) / columns)
     figure = pyplot().figure(figsize=(3.6 * columns, 2.6 * rows))  # inches
-    for number, quantity in enumerate(quantities, 1):
+    for place, quantity in enumerate(quantities, 1):  # places are counted row by row
         step = "epoch" if quantity in BY_EPOCH else "alternation"
-        panel = figure.add_subplot(rows, columns, number, xlabel=step, ylabel=QUANTITIES[quantity])
+        panel = figure.add_subplot(rows, columns, place, xlabel=step, ylabel=QUANTITIES[quantity])
         panel.xaxis.get_major_locator().set_params(integer=True)  # ticks at whole steps
         for k, name in enumerate(names):
             curve = curves[k].get(quantity)  # a run of another command has not measured it
@@ -149,18 +149,19 @@ def read_curves(run: Path) -> dict[str, Curve]:
     1. Collect each number of the metrics.jsonl of all seeds.
     2. Take the mean over the seeds, at the steps that all seeds have reached.
     """
-    folders = [folder for folder in seed_folders(run) if (folder / "metrics.jsonl").exists()]
+    found = [read_metrics(folder) for folder in seed_folders(run)]  # the records of each folder
+    by_seed = [records for records in found if records]  # without seeds that have not begun
     # The key is (quantity, step), and the value has the number of each seed.
     values: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for folder in folders:
-        for record in read_metrics(folder):  # such as {"step": 1, "loss": 2.5, "val": {...}}
+    for records in by_seed:
+        for record in records:  # such as {"step": 1, "loss": 2.5, "val": {...}}
             numbers = mean_numbers(record)  # such as {"loss": 2.5, "val/accuracy": 20.5}
             for quantity, value in numbers.items():
                 values[quantity, record["step"]].append(value)
 
     curves: dict[str, Curve] = defaultdict(dict)
     for (quantity, step), seed_values in values.items():
-        has_all_seeds = len(seed_values) == len(folders)  # a seed still at work has fewer steps
+        has_all_seeds = len(seed_values) == len(by_seed)  # a seed still at work has fewer steps
         if has_all_seeds:
             curves[quantity][step] = fmean(seed_values)
     return curves
@@ -169,17 +170,16 @@ def read_curves(run: Path) -> dict[str, Curve]:
 def seed_folders(path: Path) -> list[Path]:
     """The folders with the metrics of each seed of a run, or of the runs in a folder.
 
-    A finetune run has a folder for each trial, such as lr0.01-s0 for rate 0.01 and seed 0. When a
-    rate is chosen, its trials alone are returned. An align run is one seed: its own folder.
+    A finetune run has a folder for each trial, such as lr0.01-s0 for rate 0.01 and seed 0. Those of
+    the rate that it chose are returned; while it has not chosen one, those of all rates. An align
+    run and a single trial are returned themselves.
     """
     folders: list[Path] = []
     for run in find_runs(path):
-        rate = "*"  # No rate is chosen yet, so the trials of all rates are taken.
-        result = read_json_if_there(run / "result.json")
-        if result:
-            rate = f"{result.get('lr', 0):g}"  # such as "0.01"; 0: align chooses no rate
+        result = read_json_if_there(run / "result.json") or {}
+        rate = f"{result['lr']:g}" if "lr" in result else "*"  # such as 0.01; *: any
         trials = sorted(run.glob(f"lr{rate}-s*"))
-        folders += trials or [run]  # An align run has no trials.
+        folders += trials or [run]  # an align run and a single trial have no trials
     return folders
 
 

@@ -16,6 +16,7 @@ import torch
 
 from config import FinetuneConfig, Record
 from data import Split, Task, find_images, list_other_files
+from extras.datasets import describe_files
 from extras.export import check_same_weights, open_run
 from support.checkpoints import AdapterInfo, channels_of
 from support.errors import UsageError, as_usage_error
@@ -68,16 +69,17 @@ def predict(
     experiment = open_on_files(run, cfg, adapter.info, files)
     device = experiment.device
     head = {name: tensor.to(device) for name, tensor in adapter.phi_D.items()}
-    images = experiment.task.test
+    images = experiment.task.test  # all files, as in train and val
     logits = experiment.logits(images, adapter.theta.to(device), head)  # (images, classes)
-    shows_several_classes = cfg.dataset == "voc07" and cfg.voc_loss == "bce"
-    probabilities = logits.sigmoid() if shows_several_classes else logits.softmax(1)
+    # With VOC07's loss "bce", each class has a probability of its own. Otherwise their sum is 1.
+    classes_are_independent = cfg.dataset == "voc07" and cfg.voc_loss == "bce"
+    probabilities = logits.sigmoid() if classes_are_independent else logits.softmax(1)
 
     best = probabilities.argsort(1, descending=True)[:, :top]  # (images, top), numbers of classes
     guesses = []
-    for file, row, numbers in zip(files, probabilities.tolist(), best.tolist(), strict=True):
-        for rank, number in enumerate(numbers, 1):
-            guesses.append(Guess(str(file), rank, classes[number], row[number]))
+    for file, of_classes, numbers in zip(files, probabilities.tolist(), best.tolist(), strict=True):
+        for rank, k in enumerate(numbers, 1):  # k: the number of a class
+            guesses.append(Guess(str(file), rank, classes[k], of_classes[k]))
     return guesses
 
 
@@ -102,11 +104,11 @@ def open_on_files(
     return experiment
 
 
-def in_words(guesses: Sequence[Guess], run: Path, seed: int | None) -> Answer:
+def in_words(guesses: Sequence[Guess]) -> Answer:
     """A table with a row for each guess, below a line that says which folder holds all images.
 
     The row is such as {"image": "a.png", "label": "cat", "probability": "0.93"}, the line such as
-    "1 image in /data/birds, by seed 0". `run` and `seed` as in `predict`.
+    "1 image in /data/birds".
     """
     paths = [Path(guess.image).resolve() for guess in guesses]
     folder = os.path.commonpath([path.parent for path in paths])  # the deepest that holds all
@@ -120,10 +122,7 @@ def in_words(guesses: Sequence[Guess], run: Path, seed: int | None) -> Answer:
         rows.append(row)
 
     images = format_count(len(set(paths)), "image")  # an image has several rows with --top
-    by = f"seed {open_run(run, seed, weights=None).seed}"
-    if seed is None:
-        by += ", the run's first; --seed takes another"
-    return Answer(headline=f"{images} in {folder}, by {by}", rows=rows)
+    return Answer(headline=f"{images} in {folder}", rows=rows)
 
 
 def list_images(places: Sequence[Path]) -> list[Path]:
@@ -151,8 +150,7 @@ def list_images_of_folder(folder: Path) -> list[Path]:
         images = find_images(folder)
         others = list_other_files(folder, images)
     if others:
-        endings = ", ".join(sorted({path.suffix or path.name for path in others}))  # ".mp4, .txt"
-        LOG.warning("%s: left out %s (%s)", folder, format_count(len(others), "file"), endings)
+        LOG.warning("%s: left out %s", folder, describe_files(others))
     if not images:
         raise UsageError(f"{folder}: holds no image that can be read")
     return images

@@ -40,7 +40,7 @@ class PretrainResult(RunResult, frozen=True):
     """What a pretrain run ended with."""
 
     weights: str  # the path of its backbone.pth
-    loss: float  # the mean loss of the last record, see `pretrain`
+    loss: float  # the mean loss of the last record, see `train`
 
     def in_words(self) -> Answer:
         """The mean loss of the first record and of the last, and where the weights are."""
@@ -80,7 +80,7 @@ def pretrain(
         cfg = cfg.replace(pool=data.name_own_data(pool))
     steps = count_work(cfg, pool).steps  # of all epochs
     networks = build_networks(cfg)
-    task = build_task(cfg, networks, steps)
+    pretext = build_pretext(cfg, networks, steps)
 
     identity = Identity(pool_sha256=data.fingerprint(pool))
     with Run(out, "pretrain", cfg, force, identity) as run:
@@ -88,52 +88,55 @@ def pretrain(
             return PretrainResult(**run.result)
         psi = dict(networks.backbone.vit.named_parameters())  # tensors by name
         psi.pop("pos_embed")  # the table of positions is fixed
-        opt = make_optimiser(cfg, psi | task.phi, steps)
+        trained = psi | pretext.phi
+        opt = make_optimiser(cfg, trained, steps)
         # The state of I-JEPA's task is its teacher and the step. MAE's task has no state.
-        state = {f"pretext.{name}": tensor for name, tensor in task.state.items()}
-        run.restore(psi | task.phi | state, {"opt": opt})
+        state = {f"pretext.{name}": tensor for name, tensor in pretext.state.items()}
+        run.restore(trained | state, {"opt": opt})
 
-        for record in train(cfg, pool, task, opt, steps, track):
+        for record in train(cfg, pool, pretext, opt, steps, track):
             run.log(record._asdict())  # such as {"step": 1, "loss": 0.5}
             run.save_if_due(f"step {opt.step} of {steps}")
 
         run.write("backbone.pth", save_networks(cfg, networks))
-        return PretrainResult(**run.finish({"loss": run.records[-1]["loss"]}))
+        result = run.finish({"loss": run.records[-1]["loss"]})  # it adds seconds and paths
+        return PretrainResult(**result)
 
 
 def train(
     cfg: PretrainConfig,
     pool: data.Pool,
-    task: mae.MAE | ijepa.IJEPA,
+    pretext: mae.MAE | ijepa.IJEPA,
     opt: Optimiser,
     steps: int,
     track: Track,
 ) -> Iterator[EpochRecord]:
-    """Take the run's steps from `opt.step` on, and yield a record after each epoch.
+    """Take the run's steps from `opt.step` on, and yield a record now and then.
 
-    Where an epoch is longer than 500 steps, there is a record after every 500, so that a run which
-    is asked to stop does so soon. `steps` is the number of steps of the whole run; `track` shows
-    the progress.
+    There is a record after each epoch. Where an epoch is longer than 500 steps, there is one after
+    every 500 instead, so that a run which is asked to stop does so soon. `steps` is the number of
+    steps of the whole run; `track` shows the progress.
     """
-    epoch_steps = steps // cfg.epochs
-    interval = min(500, epoch_steps)  # steps from one record to the next
-    bar_label = "pretrain" if interval == epoch_steps else "pretrain by 500 steps"
+    steps_per_epoch = steps // cfg.epochs
+    steps_per_record = min(500, steps_per_epoch)
+    is_by_epoch = steps_per_record == steps_per_epoch
+    bar_label = "pretrain" if is_by_epoch else "pretrain by 500 steps"
 
     device = opt.tensors[0].device  # where the network is
     images = pool_images(pool, cfg.arch().image_size, cfg)
     steps_left = range(opt.step, steps)
     records = train_epochs(
-        loss=partial(task.loss, None, task.phi),  # None: there is no θ, since ψ is trained
+        loss=partial(pretext.loss, None, pretext.phi),  # None: there is no θ, since ψ is trained
         opt=opt,
-        batches=pretext_batches(task, images, cfg.batch, steps_left, cfg, device),
-        steps_per_epoch=interval,
+        batches=pretext_batches(pretext, images, cfg.batch, steps_left, cfg, device),
+        steps_per_epoch=steps_per_record,  # it yields a record after so many
         label="pretrain",
         passes=Passes(cfg.micro_batch, uses_autocast(cfg, device)),
-        after_step=partial(task.after_step, None),  # I-JEPA's teacher follows ψ
+        after_step=partial(pretext.after_step, None),  # I-JEPA's teacher follows ψ
     )
-    all_records = math.ceil(steps / interval)
-    done = opt.step // interval  # records before this call
-    return track(records, total=all_records, label=bar_label, done=done)
+    all_records = math.ceil(steps / steps_per_record)
+    records_before = opt.step // steps_per_record  # of a run that goes on
+    return track(records, total=all_records, label=bar_label, done=records_before)
 
 
 class Work(NamedTuple):
@@ -158,7 +161,7 @@ def plan(cfg: PretrainConfig) -> dict[str, int]:
     Raises UsageError if something is missing or does not fit.
     """
     work = count_work(cfg, open_pool(cfg.pool, cfg.data_root, cfg.data_seed))
-    build_task(cfg, build_networks(cfg), work.steps)
+    build_pretext(cfg, build_networks(cfg), work.steps)
     return work._asdict()
 
 
@@ -187,7 +190,7 @@ def build_networks(cfg: PretrainConfig) -> Networks:
     return Networks(backbone, head.to(device), teacher)
 
 
-def build_task(cfg: PretrainConfig, networks: Networks, steps: int) -> mae.MAE | ijepa.IJEPA:
+def build_pretext(cfg: PretrainConfig, networks: Networks, steps: int) -> mae.MAE | ijepa.IJEPA:
     """Make the pretext task that trains ψ, without θ. Raises UsageError.
 
     `steps` are all steps of the run, over which the momentum of I-JEPA's teacher rises.
@@ -208,14 +211,15 @@ def make_optimiser(cfg: PretrainConfig, psi_and_phi: dict[str, Tensor], steps: i
     """
     warmup_steps = cfg.warmup_epochs * (steps // cfg.epochs)
     schedule = Schedule(steps, warmup=warmup_steps, end=cfg.min_lr, start=cfg.warmup_from)
+    first_step = 1 if cfg.pretext == "ijepa" else 0  # its number in the authors' schedule
 
     def rate(step: int, base: float) -> float:
-        """The rate of a step, counted from 1. I-JEPA's program counts so, too; MAE's from 0."""
-        return schedule(step if cfg.pretext == "ijepa" else step - 1, base)
+        """The rate of a step, which `Optimiser` counts from 1."""
+        return schedule(step - 1 + first_step, base)
 
     decay = None
     if cfg.final_weight_decay is not None:
-        decay = Schedule(steps, warmup=0, end=cfg.final_weight_decay)
+        decay = Schedule(steps, warmup=0, end=cfg.final_weight_decay)  # of the step, counted from 1
 
     peak = cfg.base_lr * cfg.batch / 256  # the rate after the warm-up
     groups = decay_groups(psi_and_phi.values(), lr=peak, weight_decay=cfg.weight_decay)

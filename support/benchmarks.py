@@ -52,7 +52,7 @@ def read_rows(path: Path, columns: int) -> list[list[str]]:
     rows = []
     for line in path.read_text().splitlines():
         text = line.strip()
-        if text and not line.startswith("#"):
+        if text and not text.startswith("#"):
             rows.append(text.split(maxsplit=columns - 1))
     return rows
 
@@ -266,7 +266,7 @@ def find_folder(name: str, root: Path) -> Path | None:
     --data-root. Raises ValueError, with a remedy, if the folder is not there.
     """
     first_word, _, _ = name.partition(":")
-    if first_word == "own":
+    if first_word == "own":  # such as own:1f0c…, see `data.name_own_data`
         raise ValueError("was handed in from Python; hand it in again, task=... or pool=...")
     if name in MAKE_TASK or name in MAKE_POOL:
         return None
@@ -276,8 +276,6 @@ def find_folder(name: str, root: Path) -> Path | None:
         return path
     if name in named:
         raise ValueError(f"is not in {path}, see --data-root; {how_to_get(name)}")
-    if name != path.name:  # a path such as folder:photos or ../photos
-        raise ValueError("there is no such folder")
     raise ValueError(f"there is no such folder; {suggest(name, named)}")  # it may be misspelt
 
 
@@ -308,22 +306,24 @@ def find_pool_images(name: str, path: Path) -> list[Path]:
 def load_benchmark(cfg: Data, base: Path) -> Task:
     """Load the benchmark that --dataset names, from its folder `base`.
 
-    Raises UsageError if images are missing, unless --partial takes a subset as it is.
+    Raises UsageError if images are missing. With --partial, a subset is taken as it is, but train,
+    val and test have to have an image each.
     """
     name = cfg.dataset
     official = BENCHMARKS[name].sizes
     parts, classes = read_lists(name, base, cfg.data_seed, cfg.split_file)
     splits = []
     for part in SPLITS:
-        # Missing images are counted below; --partial goes on without them.
+        # Missing images are left out here, so that `sizes` shows how many there are.
         present = [(file, label) for file, label in parts[part] if (base / file).exists()]
         split = Split.from_entries(base, present)
         if name == "voc07" and cfg.voc_difficult == "positive":
-            split.targets[split.targets == 0] = 1  # 0: the image has only difficult objects
+            split.targets[split.targets == 0] = 1  # 0: of this class, it has only difficult objects
         splits.append(split)
     sizes = tuple(len(split.targets) for split in splits)
-    has_empty_part = 0 in sizes  # even a subset needs an image in each part
-    if has_empty_part or not (sizes == official or cfg.partial):
+    is_whole = sizes == official
+    is_usable_subset = cfg.partial and 0 not in sizes
+    if not is_whole and not is_usable_subset:
         raise UsageError(
             f"--dataset {name}: {base}: train, validation and test have {sizes} images of "
             f"{official}; see `bisslight data check {name}`, or give --partial"
@@ -342,9 +342,8 @@ def read_lists(name: str, base: Path, data_seed: int = 0, split_file: Path | Non
     with as_usage_error(str(base), "its lists are damaged, download it again"):
         parts, classes = benchmark.read(base)
     unsplit = parts.pop("trainval", [])
-    if split_file:  # refused where the benchmark has no trainval
-        train_size, val_size, _ = benchmark.sizes
-        full_size = train_size + val_size
+    if split_file:  # where there is no "trainval", `split_by_file` refuses the empty list
+        full_size = sum(benchmark.sizes[:2])  # of train and val together
         parts["train"], parts["val"] = split_by_file(unsplit, full_size, split_file)
     elif unsplit:
         parts["train"], parts["val"] = holdout(unsplit, data_seed, "val")
@@ -354,14 +353,19 @@ def read_lists(name: str, base: Path, data_seed: int = 0, split_file: Path | Non
 def split_by_file(entries: Entries, full_size: int, split_file: Path) -> tuple[Entries, Entries]:
     """Split `entries` into (train, val): the file has the positions of val's images among them.
 
-    Positions are counted from 0, one on each line. Raises UsageError if there are not `full_size`
-    entries, as many as the whole benchmark has: in a subset, a position would name another image.
+    Positions are counted from 0, one on each line. `full_size` is how many entries the lists of the
+    whole benchmark have. Raises UsageError
+
+    - if there are fewer entries, since in a subset a position would name another image;
+    - if a line of the file is no position;
+    - if no image is left for train.
     """
-    val_positions = set(split_file.read_text().split())  # texts, such as "17"
+    # Positions are compared as texts, such as "17": a line that is no number is none of them.
+    val_positions = set(split_file.read_text().split())
     all_positions = {str(i) for i in range(full_size)}
     is_complete = len(entries) == full_size
-    leaves_some_for_train = val_positions < all_positions  # a part of them, not all
-    if not (is_complete and leaves_some_for_train):
+    is_part_of_all = val_positions < all_positions  # all lines are positions, and some are left
+    if not is_complete or not is_part_of_all:
         raise UsageError(
             f"--split-file {split_file}: is for cub200 and pets, needs {full_size} listed images "
             f"and numbers below {full_size}; {len(entries)} are listed"

@@ -25,7 +25,7 @@ from config import (
     Settings,
     make,
     paper_values,
-    settings_left_open,
+    settings_not_compared_with_paper,
     settings_with,
     unlike_paper,
 )
@@ -202,7 +202,7 @@ def test_a_setting_without_a_mark_defines_run_arm_and_method() -> None:
     own = Marked.model_fields.keys() - Command.model_fields.keys()
     assert may_change(Marked) & own == {"place", "processes"}
     assert settings_with(Marked, *MAY_DIFFER_IN_ARM) & own == {"place", "processes", "repeated"}
-    assert own - settings_left_open(Marked) == {"forgotten"}
+    assert own - settings_not_compared_with_paper(Marked) == {"forgotten"}
 
 
 @pytest.mark.parametrize(
