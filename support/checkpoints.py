@@ -460,7 +460,8 @@ def load_adapter(path: Path) -> Adapter:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}  # such as {"bisslight": JSON}, see `save_adapter`
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
+            names = file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
     except SafetensorError as error:
         raise ValueError("not a readable safetensors file") from error
 

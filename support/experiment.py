@@ -93,8 +93,8 @@ class Experiment(Generic[C]):
     def adapter_info(self) -> AdapterInfo:
         """What is written into every adapter file that is trained here."""
         cfg = self.cfg
-        # Images in memory that have the network's size are taken as they are stored. Others lose
-        # their edges when they are scored. `predict` has to do with its images as was done here.
+        # Test images in memory that have the network's size are taken as they are stored. Others
+        # lose their edges when they are scored. The file says which, and `predict` does so, too.
         test_images = data.Images(self.task.test, self.transform)
         return AdapterInfo(
             backbone=cfg.backbone,

@@ -9,6 +9,7 @@ import pytest
 from toy import PEFT_STEPS, PRETRAIN_STEPS, align_line, done, finetune_line, read_records, refusal
 
 from config import AlignConfig
+from extras.export import read_settings
 from support.runs import Run
 
 pytest.importorskip("tensorboard")
@@ -81,6 +82,15 @@ def test_a_run_that_goes_on_has_each_record_once() -> None:
     (out / "mine.txt").write_text("precious")
     with Run(out, "align", settings(seed=1), force=True):
         assert not file.exists() and (out / "mine.txt").exists()
+
+
+def test_without_its_package_the_network_of_a_run_with_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by predict and export, which write nothing for it."""
+    (tmp_path / "config.json").write_text(settings().model_dump_json())
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
+    assert read_settings(tmp_path, None).dataset == "quilts"
 
 
 def test_without_its_package_it_is_refused_before_anything_is_loaded(
