@@ -123,14 +123,14 @@ def align(
         cfg = cfg.replace(dataset=name_own_data(*task.splits))
     if pool:
         cfg = cfg.replace(pool=name_own_data(pool))
-    # The settings are checked before the data are read; `Run` checks the digests of both later.
+    # The settings are checked before the data are read, whose digests `Run` checks later.
     goes_on = check_directory(out, "align", cfg, force)
     experiment = open_align_experiment(cfg, task, pool)
     experiment.check_batches("--d-batch", cfg.d_batch)
     prepared = prepare(experiment)
     if not goes_on:  # a run that goes on has done this when it began
-        # This reads validation and test images, to find damaged ones now. Validation images stay in
-        # memory; align never scores test images.
+        # This reads all validation and test images, to find damaged ones now. Of these, the ones
+        # that align will score stay in memory.
         experiment.check_held_out_images([experiment.task.val])
     with Run(out, "align", cfg, force, experiment.identity) as run:
         if run.result is None:
@@ -150,7 +150,8 @@ def run_algorithm_1(
     """
     cfg = experiment.cfg
     state, pretext_task, head, _, optimisers = prepared
-    # This fills in place what `prepare` has made, if there is a checkpoint.
+    # Says what checkpoints hold. If there is one, it is filled into these tensors and optimisers,
+    # and records that were logged after it are removed.
     run.restore(name_tensors(state, head, pretext_task.state), optimisers._asdict())
     # When the probe is finished, it logs a record with step 0; then each alternation logs one with
     # its number. So without records, the probe is not finished.
@@ -209,7 +210,7 @@ def run_alternations(
 
 
 def prepare(experiment: AlignExperiment, hypergrad: Hypergradient | None = None) -> Prepared:
-    """Make what Algorithm 1 starts from (l.1, l.2), on fresh θ and heads. Raises UsageError.
+    """Make what Algorithm 1 starts from (l.2): a fresh θ, both heads, and their optimisers.
 
     This, `probe` and `batches_left` are all that a script needs to run it without a directory:
 
@@ -227,11 +228,13 @@ def prepare(experiment: AlignExperiment, hypergrad: Hypergradient | None = None)
     Args:
         experiment: data, networks and settings; it stays as it is.
         hypergrad: another function for lines 10 and 13 than the one that --hypergrad names.
+
+    Raises UsageError.
     """
     cfg = experiment.cfg
     theta = experiment.new_theta(cfg.seed)  # l.2
     pretext_task = experiment.new_pretext_task(theta)  # a teacher, as I-JEPA's, starts from θ
-    hypergrad = hypergrad or hypergradient(cfg, theta)
+    hypergrad = hypergrad or choose_hypergradient(cfg, theta)
     head = experiment.new_head("align head", cfg.seed)
     state, optimisers = start_state(cfg, theta, pretext_task.phi, head.phi)
     return Prepared(state, pretext_task, head, hypergrad, optimisers)
@@ -315,6 +318,7 @@ def probe(experiment: AlignExperiment, prepared: Prepared) -> Iterator[EpochReco
     opt = prepared.optimisers.probe
     drop_path = cfg.drop_path if cfg.probe_drop_path else 0.0
     # θ_D, which equals θ_P here, is detached: it stays as it is, and gets no gradient.
+    # regularise: with drop path, and BatchNorm updates its running statistics, as in training.
     loss = partial(prepared.head.loss, state.theta_D.detach(), state.phi_D, regularise=True)
     epoch_steps = steps_per_probe_epoch(experiment)
     steps_left = range(opt.step, cfg.probe_epochs * epoch_steps)
@@ -352,7 +356,7 @@ def validate(experiment: AlignExperiment, state: State, head: Head) -> Record:
     return {"val_P": score_P.model_dump(), "val_D": score_D.model_dump()}
 
 
-def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
+def choose_hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
     """The function for lines 10 and 13 that --hypergrad names.
 
     Raises UsageError where θ is too large for the exact one.
@@ -362,16 +366,16 @@ def hypergradient(cfg: AlignConfig, theta: Tensor) -> Hypergradient:
     if cfg.hypergrad == "recursion":
         return partial(mfac.recursion, partition=cfg.partition)
     if cfg.hypergrad == "cg":
-        sizes = None  # a CG step has one size for the whole of θ
-        if cfg.cg_steps == "tensor":  # it has one for each A_q, B_q, A_v, B_v of each layer
-            K, p = theta.shape  # a row of θ holds these four, which have p / 4 numbers each
-            sizes = [p // 4] * 4 * K
+        lengths = None  # CG's steps have one size for the whole of θ
+        if cfg.cg_steps == "tensor":  # they have one for each A_q, B_q, A_v, B_v of each layer
+            K, p = theta.shape  # a row of θ holds these four, one after the other, equally long
+            lengths = [p // 4] * 4 * K
         return partial(
             hypergradients.cg,
             iterations=cfg.cg_iterations,
             damping=cfg.cg_damping,
             prefactor=cfg.cg_prefactor,
-            sizes=sizes,
+            sizes=lengths,  # of the parts of θ that have a step size of their own
         )
     if cfg.hypergrad == "identity":
         return hypergradients.identity

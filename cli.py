@@ -28,8 +28,8 @@ from config import (
     flag_of,
     keep_known,
     make,
-    read_align_run,
     read_settings,
+    read_start_run,
     released_values,
 )
 from support.errors import RunError, UsageError
@@ -128,7 +128,7 @@ def collect_settings(settings_class: type[C], flags: Record, options: Options) -
         start = Path(str(given["start"])).expanduser()
         if not start.is_file():  # a file of LoRA has no settings, only a run has
             dataset = given.get("dataset")  # None: not given, as for the next
-            from_run = read_align_run(start, dataset, restart=given.get("restart"))
+            from_run = read_start_run(start, dataset, restart=given.get("restart"))
 
     from_preset: Record = {}
     if options.preset == "as-released":
@@ -174,11 +174,11 @@ def show_plan(
         raise UsageError(*plan.problems)
 
 
-def finish(result: Result, options: Options) -> None:
+def finish(result: Result, as_json: bool) -> None:
     """Print the result of a run, then part from torchrun's other processes."""
     from support.processes import leave_group  # only now: it loads torch
 
-    show(result, result.in_words(), options.as_json)
+    show(result, result.in_words(), as_json)
     leave_group()  # leave torchrun's process group, or Python may abort at exit
 
 
@@ -323,7 +323,7 @@ def align(cfg: AlignConfig, options: Options) -> None:
 
     with training(quiet=options.quiet or options.as_json) as track:
         result = run_align(cfg, out, force=options.force, track=track)
-    finish(result, options)
+    finish(result, options.as_json)
 
 
 @app.command(epilog=f"Example: bisslight finetune --from runs/cub --out runs/cub-peft\n\n{SOURCES}")
@@ -338,7 +338,7 @@ def finetune(cfg: FinetuneConfig, options: Options) -> None:
 
     with training(quiet=options.quiet or options.as_json) as track:
         result = run_finetune(cfg, out, force=options.force, track=track)
-    finish(result, options)
+    finish(result, options.as_json)
 
 
 @app.command(epilog=f"Example: bisslight pretrain --backbone vit_mini --pool omniglot\n\n{SOURCES}")
@@ -353,7 +353,7 @@ def pretrain(cfg: PretrainConfig, options: Options) -> None:
 
     with training(quiet=options.quiet or options.as_json) as track:
         result = run_pretrain(cfg, out, force=options.force, track=track)
-    finish(result, options)
+    finish(result, options.as_json)
 
 
 @app.command(epilog="Example: bisslight evaluate runs/cub-peft --against runs/direct")
@@ -408,7 +408,7 @@ def evaluate(
 def demo(
     out: Annotated[Path | None, typer.Option(help="Default: runs/demo.")] = None,
     data_seed: Annotated[
-        int, typer.Option(help="Splits the drawers anew, whose characters train and test.")
+        int, typer.Option(help="Seed of the split of the people who drew the characters.")
     ] = 0,
     jobs: Annotated[int, typer.Option(min=1, metavar="<int>", help="Runs at a time.")] = 2,
     force: Force = False,
@@ -417,12 +417,10 @@ def demo(
 ) -> None:
     """See the method at work on handwriting: offline, two minutes on two CPU cores."""
     from extras.demo import demo as run_demo
-    from support.processes import leave_group
 
     with training(quiet=quiet or as_json) as track:
         result = run_demo(out, data_seed=data_seed, jobs=jobs, force=force, track=track)
-    show(result, result.in_words(), as_json)
-    leave_group()  # leave torchrun's process group, or Python may abort at exit
+    finish(result, as_json)
 
 
 @app.command(epilog="Example: bisslight export runs/cub-peft --out exported")

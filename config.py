@@ -230,6 +230,8 @@ def check_dataset(name: str) -> str:
 def check_pool(name: str) -> str:
     """Return a value of --pool, in which a folder becomes its absolute path, without "folder:".
 
+    It needs no prefix: each word that is not the name of a pool is a folder.
+
     >>> check_pool("imagenet"), check_pool("/photos"), check_pool("folder:/photos")
     ('imagenet', '/photos', '/photos')
     """
@@ -657,13 +659,13 @@ class FinetuneConfig(Peft, Data, Network, Command):
     def from_align(cls, run: Path, **changes: object) -> Self:
         """Make settings for fine-tuning after an align run, or after a directory of them.
 
-        Network, data and data root are the run's, read from its config.json, in a directory from
-        the first run's. `changes`, such as `lr=0.001`, win over them; defaults are added, such as
+        Network, data and data root are read from the run's config.json; of a directory, from that
+        of its first run. `changes`, such as `lr=0.001`, win over them. Defaults are added, such as
         the grid of learning rates after align. With restart=True, `run` is a finetune run. Raises
         UsageError where there is no such run, for an unknown name, and for a wrong value.
         """
         dataset = changes.get("dataset")  # None: that of the run. Another has its own split
-        taken_over = read_align_run(run, dataset, restart=changes.get("restart"))
+        taken_over = read_start_run(run, dataset, restart=changes.get("restart"))
         return make(cls, taken_over | changes | {"start": run})
 
 
@@ -812,7 +814,7 @@ def mini_defaults(is_pretraining: bool, is_ijepa: bool) -> Record:
     if is_pretraining:
         defaults: Record = {"epochs": 30, "warmup_epochs": 4, "batch": 64}
     else:
-        defaults = {
+        defaults = {  # of align, and the last two of finetune
             "rank": 8,
             "drop_path": 0.0,
             "alternations": 100,
@@ -826,7 +828,7 @@ def mini_defaults(is_pretraining: bool, is_ijepa: bool) -> Record:
     if is_ijepa:
         defaults["min_keep"] = 4  # target blocks on its small images have few patches
     if is_ijepa and is_pretraining:
-        defaults["patch_size"] = 2
+        defaults["patch_size"] = 2  # 8 x 8 patches, not 4 x 4; align reads it from the weights
     return defaults
 
 
@@ -925,15 +927,15 @@ def find_runs(path: Path) -> list[Path]:
     return runs or [path]
 
 
-def read_align_run(run: Path, dataset: object = None, restart: object = False) -> Record:
+def read_start_run(run: Path, dataset: object = None, restart: object = False) -> Record:
     """Return the settings that fine-tuning takes over from the run that --from names.
 
     `run` is an align run, or a directory of such runs, whose first one is read; after --restart it
     is a finetune run. `dataset` and `restart` have the values of these flags, or None.
 
     1. Read the settings of the run from its config.json, and refuse a run of another command.
-    2. Return its network, its data and its data root. Where another data set is given, the data are
-       left out, with the split, which is that of the run's own images.
+    2. Return its network, its data and its data root. If another data set is given, leave out which
+       images the run had and how they were split; how images are cut is taken over.
 
     Raises UsageError where `run` is no such run.
     """

@@ -217,7 +217,7 @@ def find_images(root: Path, outer: tuple[Path, ...] = ()) -> list[Path]:
     """
     here = root.resolve()
     for parent in outer:
-        if parent.is_relative_to(here):  # a parent lies in here, so a link has led back
+        if parent.is_relative_to(here):  # a folder above lies in here, so a link has led upwards
             raise ValueError(f"{root}: is a link to a folder that it lies in; remove it")
     files = list[Path]()
     for path in root.iterdir():
@@ -296,16 +296,15 @@ def list_splits(
 ) -> dict[str, Entries]:
     """List the images of each split that has a folder, with their labels, by the split's name.
 
-    `root` and `split_folders` as in `find_split_folders`; `classes` are the names of the class
-    folders in train. Raises FolderError with all that is wrong with the class folders.
+    `root` is the folder of the task, `split_folders` has that of each split by name, `classes` are
+    the names of the class folders in train. Raises FolderError with all that is wrong in them.
     """
-    missing = len(SPLITS) - len(split_folders)  # how many splits will be taken from train
     entries = dict[str, Entries]()
     faults = list[str]()
     for name, split_folder in split_folders.items():
         needed = 1  # images in each class folder
-        if name == "train":  # it keeps one, and gives one to each missing split
-            needed += missing
+        if name == "train":  # each class keeps one, and gives one to each split without a folder
+            needed += len(SPLITS) - len(split_folders)
         files = {path.name: find_images(path) for path in subfolders(split_folder)}  # by class
         faults += find_faults(root, split_folder, files, classes, needed)
         entries[name] = label_files(root, files, classes)
@@ -355,27 +354,28 @@ def label_files(root: Path, files: dict[str, list[Path]], classes: list[str]) ->
     return entries
 
 
-def holdout(entries: Entries, seed: int, split: str) -> tuple[Entries, Entries]:
+def holdout(entries: Entries, seed: int, split_name: str) -> tuple[Entries, Entries]:
     """Take a fifth of each class out of `entries`; returns (rest, taken), each in its old order.
 
-    The files of a class are sorted by a hash of seed, `split` ("test" or "val") and file name; the
-    first fifth is taken. A fifth is rounded down, but is at least one image; a class with a single
-    image keeps it. A label is here one class, not a list. CUB-200 is split into 4800 and 1194
-    images, as many as in the authors' program.
+    The files of a class are sorted by a hash of seed, `split_name` ("test" or "val") and file name;
+    the first fifth is taken. So it does not depend on the order in which files are listed. A fifth
+    is rounded down, but is at least one image; a class with a single image keeps it. CUB-200 is
+    split into 4800 and 1194 images, as many as in the authors' program.
 
     >>> holdout([("1.jpg", 0), ("2.jpg", 0), ("3.jpg", 1)], 0, "val")
     ([('1.jpg', 0), ('3.jpg', 1)], [('2.jpg', 0)])
     """
     by_class: dict[Label, list[str]] = {}
-    for file, label in entries:
+    for file, label in entries:  # the label is one class here
         by_class.setdefault(label, []).append(file)
-    taken = set[str]()
+    taken_files = set[str]()
     for files in by_class.values():
-        files.sort(key=partial(seed_for, seed, split))  # the key of a file: its sha256 as a number
+        files.sort(key=partial(seed_for, seed, split_name))  # of each file the sha256, a number
         if len(files) > 1:
-            taken.update(files[: max(1, len(files) // 5)])
-    rest = [entry for entry in entries if entry[0] not in taken]
-    return rest, [entry for entry in entries if entry[0] in taken]
+            taken_files.update(files[: max(1, len(files) // 5)])
+    rest = [(file, label) for file, label in entries if file not in taken_files]
+    taken = [(file, label) for file, label in entries if file in taken_files]
+    return rest, taken
 
 
 def draws_of_step(n: int, batch: int, step: int, by_epoch: bool = False) -> range:
@@ -580,7 +580,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         stored = self.split.images[index]  # pixels, or the path of a file
         if self.taken_as_stored:
             return torch.as_tensor(stored)  # it is a tensor, which type checkers cannot see
-        # Float pixels in [0, 1] become one of Pillow's images, with bytes, as if read from a file.
+        # An image in memory, with pixels in [0, 1], is rounded to 8 bits, as images in files have.
         image = F.to_pil_image(stored) if isinstance(stored, Tensor) else read_image(stored)
         if self.crops_at_random:
             seed = seed_for(self.seed, self.purpose, "augment", draw)
@@ -658,14 +658,17 @@ def batches(
         worker_init_fn=leave_terminal,
         generator=torch.Generator(),  # by default it draws a seed from torch's global generator
     )
-    mean, std = torch.tensor([images.t.mean, images.t.std], device=device).view(2, 3, 1, 1)
+    mean = torch.tensor(images.t.mean, device=device).view(3, 1, 1)
+    std = torch.tensor(images.t.std, device=device).view(3, 1, 1)
     try:
         for x, y in loader:
             x = x.to(device, non_blocking=True)
             yield normalise(x, mean, std), y.to(device, non_blocking=True)
     except ImageError as error:
-        # An error of a worker has its traceback as text, then "ImageError: " and our message.
-        raise ImageError(str(error).rpartition("ImageError: ")[2].strip()) from None
+        # The text of a worker's error is its traceback, which ends in "ImageError: " and our
+        # message. Without workers it is the message alone, which `rpartition` leaves as it is.
+        _, _, message = str(error).rpartition("ImageError: ")
+        raise ImageError(message.strip()) from None
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -685,9 +688,9 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 MOST_KEPT = 2**30
 
 
-@lru_cache(maxsize=2)  # two: the validation and the test images of a run
+@lru_cache(maxsize=2)  # for the same `Split` object; two: validation and test images of a run
 def decode_once(split: Split, t: Transform, share: range) -> Split:
-    """Decode images of a split as they are scored, and keep them, uint8 in memory.
+    """Decode images of a split, cut at the centre as scoring does, and keep them: uint8 in memory.
 
     Fine-tuning scores after every epoch, so on a small data set it would mostly be decoding
     otherwise. Images that need no decoding, and those of a split larger than MOST_KEPT, are
@@ -696,7 +699,7 @@ def decode_once(split: Split, t: Transform, share: range) -> Split:
     """
     own = split.part(share)
     images = Images(own, t)  # without a random crop
-    split_bytes = len(split.targets) * 3 * t.size**2  # of all processes together
+    split_bytes = len(split.targets) * 3 * t.size**2  # all processes share the machine's memory
     if images.taken_as_stored or split_bytes > MOST_KEPT:
         return own
     n = len(share)

@@ -223,7 +223,9 @@ def describe_comparison(comparison: Comparison) -> str:
         return f"{difference}; one seed each allows no test"
     if comparison.p < 0.05:
         meaning = "chance hardly explains it"
-    elif comparison.p * comparison.splits <= 2:  # so many splits differ at least as much as these
+    # p * splits counts the ways to split the seeds in two that differ at least as much as the arms.
+    # Always among them: the arms as they are, and exchanged, if they have as many seeds.
+    elif comparison.p * comparison.splits <= 2:
         meaning = "the smallest p that so few seeds can have"
     else:
         meaning = "chance may explain it"
@@ -446,13 +448,13 @@ def join_seeds(path: Path, runs: Sequence[Arm]) -> Arm:
 def unit_of_seeds(starts: Sequence[tuple[str | None, int]], first: Arm) -> str:
     """Return what one seed of several runs repeats, such as "PEFT seed".
 
-    If each seed was given an align run of its own by --from, seeds repeat aligning, too. The runs
-    do not know of each other, so each says of itself "PEFT seed on one align run". In all other
-    cases, the first run says what holds for all.
+    If each seed was given a start of its own by --from, seeds repeat aligning, too. The runs do not
+    know of each other, so each says of itself "PEFT seed on one align run". In all other cases, the
+    first run says what holds for all; so it does after --restart, where starts are finetune runs.
     """
     start_paths = {path for path, _ in starts}
     each_has_its_own_start = len(starts) > 1 and len(start_paths) == len(starts)
-    if each_has_its_own_start and not first.settings["restart"]:  # these start from finetune runs
+    if each_has_its_own_start and not first.settings["restart"]:
         return "align run and PEFT"
     return first.unit
 
@@ -587,13 +589,11 @@ def follows_paper(config: Record, result: Record) -> bool:
 
     Weights are known by the name of their file only. The arguments are those of `find_in_paper`.
     """
-    left_open = settings_not_compared_with_paper(
-        FinetuneConfig
-    )  # names, such as {"seed", "lr", ...}
+    not_compared = settings_not_compared_with_paper(FinetuneConfig)  # such as {"seed", "lr", ...}
     for name, value_of_paper in paper_values(FinetuneConfig, config).items():
         # A run of an older version may lack a setting; it counts as the paper's value.
         differs = config.get(name, value_of_paper) != value_of_paper
-        if differs and name not in left_open:
+        if differs and name not in not_compared:
             return False
 
     weights = config["weights"]  # a path; None: the official file was downloaded
@@ -604,8 +604,6 @@ def follows_paper(config: Record, result: Record) -> bool:
     # The pretext task in the result is that of the align run.
     if config["pretext"] != result["pretext"]:
         return False
-    is_not_aligned = result["aligned_on"] is None
-    is_aligned_on_same_data = result["aligned_on"] == config["dataset"]
-    if not (is_not_aligned or is_aligned_on_same_data):
+    if result["aligned_on"] not in (None, config["dataset"]):  # None: no align run, or unknown
         return False
     return not result["align_unlike_paper"]  # None or {}: no setting of the align run differs

@@ -24,7 +24,7 @@ from support.checkpoints import AdapterInfo, load_adapter, load_theta, save_adap
 from support.errors import UsageError, as_usage_error
 from support.experiment import FinetuneExperiment, Head, open_experiment
 from support.metrics import Score
-from support.optim import Group, Optimiser, Schedule, train_epochs, trainable
+from support.optim import Group, Optimiser, Schedule, train_epochs
 from support.processes import run_in_processes
 from support.runs import (
     LOG,
@@ -145,6 +145,11 @@ class Starts(NamedTuple):
     files: Sequence[Path | None]  # an adapter file for each seed; None: the seed has a fresh θ
     unit: str  # what is done anew for each seed, which is what p-values are about
 
+    @property
+    def given_files(self) -> list[Path]:
+        """The files, one for each seed, so one may be there several times; [] without --from."""
+        return [file for file in self.files if file]
+
 
 Seeds = list[tuple[int, Path | None]]  # seeds, each with the adapter file that it starts from
 RunTrials = Callable[[list[Trial]], list[TrialResult]]  # results come in the order of the seeds
@@ -176,31 +181,37 @@ def finetune(
     experiment = open_experiment(cfg, task)
     experiment.check_batches("--batch", cfg.batch)
     starts = starts_of_seeds(cfg)
-    files = [file for file in starts.files if file]  # empty if each seed has a fresh θ
-    align_info = check_starts(experiment, files)
+    align_info = check_starts(experiment, starts.given_files)
     if not goes_on:  # a run that goes on has done this when it began
         experiment.check_held_out_images([experiment.task.val, experiment.task.test])
 
-    start_sha256 = [sha256(file) for file in files]
+    start_sha256 = [sha256(file) for file in starts.given_files]
     identity = experiment.identity.model_copy(update={"start_sha256": start_sha256})
     seeds = list(enumerate(starts.files, cfg.seed))  # from --seed on, each with its file
     run_all = partial(run_trials, experiment=experiment, out=out, task=task, track=track)
     with Run(out, "finetune", cfg, force, identity) as run:
         if run.result:  # a finished run: its result is given as it is
             return FinetuneResult(**run.result)
-        content = {
-            "dataset": cfg.dataset,
-            "backbone": cfg.backbone,
-            "unit": starts.unit,
-            "metric": experiment.metric,
-            "aligned_by": align_info.hypergrad,  # None, as the next two, if nothing was aligned
-            "aligned_on": align_info.dataset,
-            "align_unlike_paper": align_info.unlike_paper,
-            "pretext": align_info.pretext or experiment.adapter_info.pretext,  # else of --pretext
-        }
+        content = describe_run(experiment, starts.unit, align_info)
         content |= try_rates_and_test(experiment, seeds, run_all, run)
         content |= add_up_seconds(out)
         return FinetuneResult(**run.finish(content))
+
+
+def describe_run(experiment: FinetuneExperiment, unit: str, align_info: AdapterInfo) -> Record:
+    """What is fine-tuned, and from where; a part of result.json."""
+    return {
+        "dataset": experiment.cfg.dataset,
+        "backbone": experiment.cfg.backbone,
+        "unit": unit,
+        "metric": experiment.metric,
+        # These three are None where no align run is known: without --from, and after --restart.
+        "aligned_by": align_info.hypergrad,
+        "aligned_on": align_info.dataset,
+        "align_unlike_paper": align_info.unlike_paper,
+        # that of the align run, else that of the settings
+        "pretext": align_info.pretext or experiment.adapter_info.pretext,
+    }
 
 
 def try_rates_and_test(
@@ -223,7 +234,7 @@ def starts_of_seeds(cfg: FinetuneConfig) -> Starts:
 
     Without --from, each seed has a fresh θ. Otherwise --from (`cfg.start`) names, with --restart, a
     finished finetune run; without it a LoRA file, an align run, or a folder of align runs, one for
-    each seed. Raises UsageError.
+    each seed. Raises UsageError. `evaluate.STARTS` explains the units.
     """
     if cfg.start is None:
         return Starts([None] * cfg.seeds, "PEFT seed")
@@ -231,19 +242,28 @@ def starts_of_seeds(cfg: FinetuneConfig) -> Starts:
         return Starts(adapters_of_seeds(cfg, cfg.start), "PEFT and PEFT anew")
     if cfg.start.is_file():
         return Starts([cfg.start] * cfg.seeds, "PEFT seed on one LoRA file")
-    runs = find_runs(cfg.start)
+    files = adapters_of_align_runs(cfg, cfg.start)
+    if len(files) == 1:
+        return Starts(files * cfg.seeds, "PEFT seed on one align run")
+    return Starts(files, "align run and PEFT")
+
+
+def adapters_of_align_runs(cfg: FinetuneConfig, folder: Path) -> list[Path]:
+    """The adapter of an align run, or those of a folder of align runs, one for each seed.
+
+    Raises UsageError unless these are finished, and differ in the seed alone.
+    """
+    runs = find_runs(folder)
     if len(runs) not in (1, cfg.seeds):
-        raise UsageError(f"--from {cfg.start}: {len(runs)} runs, not 1 or {cfg.seeds} (--seeds)")
+        raise UsageError(f"--from {folder}: {len(runs)} runs, not 1 or {cfg.seeds} (--seeds)")
     files = [run / "adapter.safetensors" for run in runs]
     for run, file in zip(runs, files, strict=True):
         if not file.exists() or not (run / "result.json").exists():
             raise UsageError(
                 f"--from {run}: is not a finished align run; give its own command again"
             )
-    if len(runs) == 1:
-        return Starts(files * cfg.seeds, "PEFT seed on one align run")
-    check_that_seeds_alone_differ(runs, cfg.start)
-    return Starts(files, "align run and PEFT")
+    check_that_seeds_alone_differ(runs, folder)
+    return files
 
 
 def adapters_of_seeds(cfg: FinetuneConfig, run: Path) -> list[Path]:
@@ -336,7 +356,7 @@ def check_same_split(info: AdapterInfo, this_run: AdapterInfo) -> None:
 
     It may have seen the images that are tested here. An adapter of another dataset is taken.
     """
-    if info.dataset != this_run.dataset:
+    if info.dataset != this_run.dataset:  # "?": of a file that does not say
         LOG.info("aligned on %s, fine-tuned on %s", info.dataset or "?", this_run.dataset)
     elif info.data_sha256 != this_run.data_sha256:
         raise ValueError(
@@ -396,7 +416,7 @@ def accuracies_of(results: Sequence[TrialResult]) -> list[float | None]:
 
 
 def quality_of(results: Sequence[TrialResult]) -> tuple[float, float]:
-    """The quality of a learning rate, from its trials that did not diverge; see `quality`."""
+    """The quality of a learning rate none of whose trials diverged; see `quality`."""
     return quality([result.val for result in results if result.val])
 
 
@@ -477,11 +497,19 @@ def run_trials(
             # Each process loads network and data anew; data in memory are sent to it.
             run_in_process = partial(run_trial_in_process, cfg=cfg, out=out, task=task)
             new_results = run_in_processes(run_in_process, left, cfg.jobs)
-        done = len(list(out.glob(f"{TRIALS}/result.json")))  # in earlier calls, too
-        # There are more than planned if the best rate diverges with a seed, and the next is run.
-        total = max(cfg.trials, done + len(left))
+        done, total = count_trials(cfg, out, len(left))
         results += track(new_results, total, "run", done)
     return sorted(results, key=attrgetter("seed"))
+
+
+def count_trials(cfg: FinetuneConfig, out: Path, left: int) -> tuple[int, int]:
+    """How many trials of the run are finished, and how many there will be, of which `left` now.
+
+    There will be more than planned if the best rate diverges with a seed: then all seeds are run
+    with the next best rate, too.
+    """
+    done = len(list(out.glob(f"{TRIALS}/result.json")))
+    return done, max(cfg.trials, done + left)
 
 
 def run_trial_in_process(
@@ -524,11 +552,7 @@ def peft(trial: Trial, experiment: FinetuneExperiment, run: Run, track: Track) -
     Returns the record of the best epoch. Raises Diverged where a loss is not finite.
     """
     cfg = experiment.cfg
-    if trial.start:
-        start, _ = load_theta(trial.start, experiment.backbone.dim)
-    else:
-        start = experiment.new_theta(trial.seed)
-    theta = trainable({"theta": start}, experiment.device)["theta"]
+    theta = start_theta(trial, experiment)
     head = experiment.new_head("peft head", trial.seed)
     epoch_steps = steps_per_epoch(len(experiment.task.train.targets), cfg.batch)
     opt = make_optimiser(cfg, trial.lr, [theta, *head.phi.values()], epoch_steps)
@@ -541,22 +565,32 @@ def peft(trial: Trial, experiment: FinetuneExperiment, run: Run, track: Track) -
     examples = experiment.examples(
         "peft", trial.seed, cfg.batch, steps_left, cfg.drop_path, by_epoch=True
     )
+    # regularise: with drop path, and BatchNorm updates its running statistics, as in training.
     loss = partial(head.loss, theta, head.phi, regularise=True)
     epochs = train_epochs(loss, opt, examples, epoch_steps, "peft", experiment.passes)
     label = f"lr {trial.lr:g} seed {trial.seed}"
     for epoch, mean_loss in track(epochs, cfg.epochs, label, opt.step // epoch_steps):
         record: Record = {"step": epoch, "loss": mean_loss, "val": None}
-        if epoch % cfg.eval_epochs == 0 or epoch == cfg.epochs:
+        validates = epoch % cfg.eval_epochs == 0 or epoch == cfg.epochs
+        if validates:
             record |= validate(experiment, theta, head, epoch)
         run.log(record)
-        is_best_so_far = record["val"] and best_epoch(run.records)["step"] == epoch
-        if is_best_so_far:
+        if validates and best_epoch(run.records)["step"] == epoch:  # the best one so far
             for name, tensor in current.items():
                 best[name].copy_(tensor.detach())
         run.save_if_due(f"epoch {epoch} of {cfg.epochs}, {label}")
 
     run.write("adapter.safetensors", adapter_file(experiment, trial, best))
     return best_epoch(run.records)
+
+
+def start_theta(trial: Trial, experiment: FinetuneExperiment) -> Tensor:
+    """θ (K, p) as the trial starts, from its file or fresh; gradients can be taken for it."""
+    if trial.start:
+        theta, _ = load_theta(trial.start, experiment.backbone.dim)
+    else:
+        theta = experiment.new_theta(trial.seed)
+    return theta.to(experiment.device).contiguous().requires_grad_()
 
 
 def adapter_file(experiment: FinetuneExperiment, trial: Trial, best: dict[str, Tensor]) -> bytes:

@@ -24,7 +24,7 @@ import torch
 import typer
 from torch import Tensor
 
-from align import hypergradient, start_state
+from align import choose_hypergradient, start_state
 from bisslight import Log, Passes, PretextTask, algorithm_1
 from config import AlignConfig, FinetuneConfig, Record, make
 from experiments.recipe import Backbone, Set, read_settings, run_script, settings_of, write_table
@@ -138,7 +138,7 @@ def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Log]:
     drop = drop_path(cfg.drop_path, arch.depth, cfg.d_batch, g).to(device)
     downstream = repeat(Examples(images[: cfg.d_batch], labels, drop))
     loss_D = partial(downstream_loss, network)
-    inverse = hypergradient(cfg, theta)
+    inverse = choose_hypergradient(cfg, theta)
     store = "cpu" if cfg.mfac_device == "cpu" else None
     passes = Passes(cfg.micro_batch, amp)
     yield from algorithm_1(

@@ -234,13 +234,15 @@ def fetch(url: str, md5: str, work: Path, extract_into: Path) -> None:
 
     A .mat file is no archive: it is fetched into `extract_into` as it is.
     """
+    is_archive = not url.endswith(".mat")
+    fetch_into = work if is_archive else extract_into
     try:
-        if url.endswith(".mat"):
-            download_url(url, extract_into, md5=md5)
+        if is_archive:
+            download_and_extract_archive(url, fetch_into, extract_into, md5=md5)
         else:
-            download_and_extract_archive(url, work, extract_into, md5=md5)
+            download_url(url, fetch_into, md5=md5)
     except (OSError, RuntimeError, EOFError, tarfile.TarError) as error:
         raise RunError(
-            f"{url}: {error}; `cd {work} && curl -C - -O {url}` goes on; "
+            f"{url}: {error}; `cd {fetch_into} && curl -C - -O {url}` goes on; "
             "then give this command again"
         ) from error

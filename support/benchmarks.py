@@ -262,8 +262,9 @@ def dataset_folders(root: Path) -> dict[str, Path]:
 def find_folder(name: str, root: Path) -> Path | None:
     """The folder of a dataset or pool; None if it has none, since a function makes the images.
 
-    `name` is that of the settings, such as cub200, omniglot:Greek or folder:photos, and `root` is
-    --data-root. Raises ValueError, with a remedy, if the folder is not there.
+    `name` is what --dataset or --pool is given: cub200, omniglot:Greek, folder:photos, or for a
+    pool photos. `root` is --data-root. Raises ValueError, with a remedy, if the folder is not
+    there; callers put the name before its text, by `as_usage_error`.
     """
     first_word, _, _ = name.partition(":")
     if first_word == "own":  # such as own:1f0c…, see `data.name_own_data`
@@ -271,7 +272,7 @@ def find_folder(name: str, root: Path) -> Path | None:
     if name in MAKE_TASK or name in MAKE_POOL:
         return None
     named = dataset_folders(root)
-    path = named.get(name, Path(name.removeprefix("folder:")))
+    path = named[name] if name in named else Path(name.removeprefix("folder:"))
     if path.is_dir():
         return path
     if name in named:
@@ -342,7 +343,9 @@ def read_lists(name: str, base: Path, data_seed: int = 0, split_file: Path | Non
     with as_usage_error(str(base), "its lists are damaged, download it again"):
         parts, classes = benchmark.read(base)
     unsplit = parts.pop("trainval", [])
-    if split_file:  # where there is no "trainval", `split_by_file` refuses the empty list
+    if split_file:
+        if not unsplit:
+            raise UsageError(f"--split-file {split_file}: is for cub200 and pets, leave it out")
         full_size = sum(benchmark.sizes[:2])  # of train and val together
         parts["train"], parts["val"] = split_by_file(unsplit, full_size, split_file)
     elif unsplit:
@@ -354,21 +357,16 @@ def split_by_file(entries: Entries, full_size: int, split_file: Path) -> tuple[E
     """Split `entries` into (train, val): the file has the positions of val's images among them.
 
     Positions are counted from 0, one on each line. `full_size` is how many entries the lists of the
-    whole benchmark have. Raises UsageError
-
-    - if there are fewer entries, since in a subset a position would name another image;
-    - if a line of the file is no position;
-    - if no image is left for train.
+    whole benchmark have. Raises UsageError where there are fewer, since in a subset a position
+    would name another image, and where a line of the file is no position.
     """
     # Positions are compared as texts, such as "17": a line that is no number is none of them.
     val_positions = set(split_file.read_text().split())
     all_positions = {str(i) for i in range(full_size)}
-    is_complete = len(entries) == full_size
-    is_part_of_all = val_positions < all_positions  # all lines are positions, and some are left
-    if not is_complete or not is_part_of_all:
+    if len(entries) != full_size or not val_positions <= all_positions:
         raise UsageError(
-            f"--split-file {split_file}: is for cub200 and pets, needs {full_size} listed images "
-            f"and numbers below {full_size}; {len(entries)} are listed"
+            f"--split-file {split_file}: needs {full_size} listed images and numbers below "
+            f"{full_size}; {len(entries)} are listed"
         )
     train = [entry for i, entry in enumerate(entries) if str(i) not in val_positions]
     val = [entry for i, entry in enumerate(entries) if str(i) in val_positions]

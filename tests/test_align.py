@@ -18,7 +18,7 @@ from align import (
     AlignResult,
     align,
     batches_left,
-    hypergradient,
+    choose_hypergradient,
     prepare,
     probe,
     start_state,
@@ -113,9 +113,9 @@ def test_a_script_gets_the_adapter_of_align_and_may_bring_its_own_hypergradient(
 
 def test_a_theta_that_is_too_large_for_the_exact_hypergradient_is_refused(weights: Path) -> None:
     cfg = align_settings(weights, hypergrad="exact")
-    hypergradient(cfg, torch.zeros(1, EXACT_LIMIT))
+    choose_hypergradient(cfg, torch.zeros(1, EXACT_LIMIT))
     with pytest.raises(UsageError, match="--hypergrad exact: θ has 5001 entries"):
-        hypergradient(cfg, torch.zeros(1, EXACT_LIMIT + 1))
+        choose_hypergradient(cfg, torch.zeros(1, EXACT_LIMIT + 1))
 
 
 # --- the paper's settings ---------------------------------------------------------------------
