@@ -25,10 +25,10 @@ from support.experiment import (
 )
 from support.metrics import Score
 from support.optim import (
-    EpochRecord,
     Group,
     Optimiser,
     Schedule,
+    TrainRecord,
     decay_groups,
     train_epochs,
     trainable,
@@ -308,7 +308,7 @@ def name_tensors(state: State, head: Head, pretext_state: Phi) -> dict[str, Tens
     return tensors
 
 
-def probe(experiment: AlignExperiment, prepared: Prepared) -> Iterator[EpochRecord]:
+def probe(experiment: AlignExperiment, prepared: Prepared) -> Iterator[TrainRecord]:
     """Linear probing: train φ_D alone, at the upper level's learning rate, constant (App. C.3).
 
     Yields the number and loss of each epoch. It goes on where the probe's optimiser has stopped.

@@ -246,14 +246,15 @@ def reconstruct_five(cfg: AlignConfig) -> Tensor:
     cfg = cfg.replace(device="cpu")
     experiment = open_align_experiment(cfg)
     pool = experiment.pool
-    pretext = experiment.new_pretext_task(experiment.new_theta(cfg.seed))  # MAE uses no θ here
+    theta = experiment.new_theta(cfg.seed)  # any will do: only a teacher would start from it
+    pretext = experiment.new_pretext_task(theta)
     assert isinstance(pretext, mae.MAE)  # the pretext task of the demo's settings
     images = pool_images(pool, experiment.arch.image_size, cfg)
     first_step = range(1)
     batches = pretext_batches(
         pretext, images, batch=5, steps=first_step, cfg=cfg, device=experiment.device
     )
-    batch = next(batches)  # its images (5, 3, 28, 28), and their masks
+    batch = next(batches)  # its images (5, 3, 28, 28), normalised, and their masks
 
     # None: without θ, by the pretrained weights alone. Both results are (5, 3, 28, 28).
     masked, filled = pretext.reconstruct(None, pretext.phi, batch)

@@ -101,39 +101,47 @@ def plan_training(cfg: AlignConfig | FinetuneConfig, problems: list[str]) -> Rec
     Everything that is missing is added to `problems`, see `plan_run`.
     """
     task: Task | None = try_and_collect(problems, open_task, cfg)
-    pool: Pool | None = None
-    sizes: Record = task.sizes() if task else {}  # such as {"train": 60, "val": 20, "test": 40}
+    pool: Pool | None = None  # finetune has none
     if isinstance(cfg, AlignConfig):
-        steps = count_align_steps(cfg, task)
         pool = try_and_collect(problems, open_pool, cfg.pool, cfg.data_root, cfg.data_seed)
-        if pool:
-            sizes["pool"] = len(pool.images)
+        steps = count_align_steps(cfg, task)
     else:
-        steps = count_trials(cfg, task)
         # Called for its problems alone: the align runs of --from have to be finished.
         try_and_collect(problems, starts_of_seeds, cfg)
+        steps = count_trials(cfg, task)
 
     # the path of their file; None: timm has the weights, or `problems` says why there is none
     weights = try_and_collect(problems, find_weights, cfg)
     arch = find_arch(cfg, task, pool, weights, problems)
-    parameters = None
-    if arch:
-        parameters = arch.depth * 4 * cfg.rank * arch.dim  # 4: A_q, B_q, A_v and B_v of each layer
     return {
-        "images": sizes,
+        "images": count_images(task, pool),
         "steps": steps,
-        "LoRA parameters": parameters,
+        "LoRA parameters": count_lora_parameters(arch, cfg.rank) if arch else None,
         "weights": describe_download(cfg, weights),
         "the paper's memory, GB and GPUs": paper_memory(cfg),
     }
 
 
-def describe_download(cfg: Network, weights: Path | None) -> str | None:
-    """Where the weights come from if they have to be fetched; None if they are here.
+def count_images(task: Task | None, pool: Pool | None) -> Record:
+    """Count the images of a task's splits and of a pool, such as {"train": 60, ..., "pool": 90}."""
+    sizes: Record = task.sizes() if task else {}
+    if pool:
+        sizes["pool"] = len(pool.images)
+    return sizes
 
-    `weights` is what `find_weights` returns. Also None if it has raised an error.
+
+def count_lora_parameters(arch: Arch, rank: int) -> int:
+    """How many numbers θ has: A_q, B_q, A_v and B_v of each layer, rank x dim each."""
+    return arch.depth * 4 * rank * arch.dim
+
+
+def describe_download(cfg: Network, weights: Path | None) -> str | None:
+    """Where the weights come from if they have to be fetched; None if they are here or unknown.
+
+    `weights` is the path that `find_weights` has found. It is None for timm's own weights, and
+    where `find_weights` has raised an error.
     """
-    if weights and not weights.exists():  # an official file: one of --weights has to be there
+    if weights and not weights.exists():  # only an official file may be absent
         url, megabytes = OFFICIAL_FILES[cfg.backbone, cfg.pretext]
         return f"{megabytes:.0f} MB to download from {url}"
     if weights is None and cfg.backbone.startswith(TIMM):

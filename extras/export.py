@@ -149,14 +149,13 @@ def open_run(run: Path, seed: int | None, weights: Path | None) -> FinishedRun:
     backbone's file is now; None: where it was for the run. Raises UsageError.
     """
     cfg = read_settings(run, weights)
-    first_seed = cfg.seed  # of a single trial: the first seed of the whole run
-    file = find_adapter(run, first_seed if seed is None else seed)
+    file = find_adapter(run, cfg.seed if seed is None else seed)
     with as_usage_error(str(file), "give another run"):
         adapter = load_adapter(file)
     own_seed = adapter.info.seed
-    if own_seed is None:  # a file of align, which has one seed and does not write it there
+    if own_seed is None:  # of an align run, whose one seed is in its settings
         own_seed = cfg.seed
-    if seed is not None and seed != own_seed:
+    if seed is not None and seed != own_seed:  # so it is if there is but one adapter
         raise UsageError(f"{run}: has no seed {seed}, but {own_seed}; see --seed")
     return FinishedRun(cfg, own_seed, adapter)
 
@@ -337,7 +336,7 @@ def to_timm(
         },
     }
     if info.classes:
-        config["label_names"] = info.classes
+        config["label_names"] = info.classes  # timm puts it into `pretrained_cfg` when it loads
 
     tensors = merge(backbone, theta)  # by timm's names, such as "blocks.0.attn.qkv.weight"
     for name, tensor in phi_D.items():

@@ -150,10 +150,10 @@ def read_curves(run: Path) -> dict[str, Curve]:
     2. Take the mean over the seeds, at the steps that all seeds have reached.
     """
     found = [read_metrics(folder) for folder in seed_folders(run)]  # the records of each folder
-    by_seed = [records for records in found if records]  # without seeds that have not begun
+    begun = [records for records in found if records]  # those of the seeds that have begun
     # The key is (quantity, step), and the value has the number of each seed.
     values: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for records in by_seed:
+    for records in begun:
         for record in records:  # such as {"step": 1, "loss": 2.5, "val": {...}}
             numbers = mean_numbers(record)  # such as {"loss": 2.5, "val/accuracy": 20.5}
             for quantity, value in numbers.items():
@@ -161,7 +161,7 @@ def read_curves(run: Path) -> dict[str, Curve]:
 
     curves: dict[str, Curve] = defaultdict(dict)
     for (quantity, step), seed_values in values.items():
-        has_all_seeds = len(seed_values) == len(by_seed)  # a seed still at work has fewer steps
+        has_all_seeds = len(seed_values) == len(begun)  # a seed still at work has fewer steps
         if has_all_seeds:
             curves[quantity][step] = fmean(seed_values)
     return curves

@@ -31,7 +31,7 @@ from support.experiment import (
     set_up_device,
     uses_autocast,
 )
-from support.optim import EpochRecord, Optimiser, Schedule, decay_groups, train_epochs
+from support.optim import Optimiser, Schedule, TrainRecord, decay_groups, train_epochs
 from support.runs import Identity, Run, RunResult, Track, untracked
 from support.screen import Answer
 
@@ -92,6 +92,7 @@ def pretrain(
         opt = make_optimiser(cfg, trained, steps)
         # The state of I-JEPA's task is its teacher and the step. MAE's task has no state.
         state = {f"pretext.{name}": tensor for name, tensor in pretext.state.items()}
+        # From here on, checkpoints hold these; if there is one already, it is read back.
         run.restore(trained | state, {"opt": opt})
 
         for record in train(cfg, pool, pretext, opt, steps, track):
@@ -99,7 +100,8 @@ def pretrain(
             run.save_if_due(f"step {opt.step} of {steps}")
 
         run.write("backbone.pth", save_networks(cfg, networks))
-        result = run.finish({"loss": run.records[-1]["loss"]})  # it adds seconds and paths
+        # `finish` adds the seconds, and the paths of the run and of backbone.pth.
+        result = run.finish({"loss": run.records[-1]["loss"]})
         return PretrainResult(**result)
 
 
@@ -110,17 +112,16 @@ def train(
     opt: Optimiser,
     steps: int,
     track: Track,
-) -> Iterator[EpochRecord]:
-    """Take the run's steps from `opt.step` on, and yield a record now and then.
+) -> Iterator[TrainRecord]:
+    """Train from step `opt.step` on, and yield a record after each epoch.
 
-    There is a record after each epoch. Where an epoch is longer than 500 steps, there is one after
-    every 500 instead, so that a run which is asked to stop does so soon. `steps` is the number of
-    steps of the whole run; `track` shows the progress.
+    Where an epoch is longer than 500 steps, there is a record after every 500 instead, since a run
+    which is asked to stop does so after a record. `steps` is the number of steps of the whole run;
+    `track` shows the progress.
     """
     steps_per_epoch = steps // cfg.epochs
     steps_per_record = min(500, steps_per_epoch)
-    is_by_epoch = steps_per_record == steps_per_epoch
-    bar_label = "pretrain" if is_by_epoch else "pretrain by 500 steps"
+    bar_label = "pretrain" if steps_per_epoch <= 500 else "pretrain by 500 steps"
 
     device = opt.tensors[0].device  # where the network is
     images = pool_images(pool, cfg.arch().image_size, cfg)
@@ -129,8 +130,8 @@ def train(
         loss=partial(pretext.loss, None, pretext.phi),  # None: there is no θ, since ψ is trained
         opt=opt,
         batches=pretext_batches(pretext, images, cfg.batch, steps_left, cfg, device),
-        steps_per_epoch=steps_per_record,  # it yields a record after so many
-        label="pretrain",
+        steps_per_record=steps_per_record,
+        label="pretrain",  # in the error where the loss is not finite
         passes=Passes(cfg.micro_batch, uses_autocast(cfg, device)),
         after_step=partial(pretext.after_step, None),  # I-JEPA's teacher follows ψ
     )
@@ -211,15 +212,16 @@ def make_optimiser(cfg: PretrainConfig, psi_and_phi: dict[str, Tensor], steps: i
     """
     warmup_steps = cfg.warmup_epochs * (steps // cfg.epochs)
     schedule = Schedule(steps, warmup=warmup_steps, end=cfg.min_lr, start=cfg.warmup_from)
-    first_step = 1 if cfg.pretext == "ijepa" else 0  # its number in the authors' schedule
+    # `Optimiser` counts steps from 1, as I-JEPA's schedule does. MAE's counts them from 0.
+    shift = 0 if cfg.pretext == "ijepa" else 1
 
     def rate(step: int, base: float) -> float:
-        """The rate of a step, which `Optimiser` counts from 1."""
-        return schedule(step - 1 + first_step, base)
+        """The rate of a step, counted from 1."""
+        return schedule(step - shift, base)
 
     decay = None
-    if cfg.final_weight_decay is not None:
-        decay = Schedule(steps, warmup=0, end=cfg.final_weight_decay)  # of the step, counted from 1
+    if cfg.final_weight_decay is not None:  # I-JEPA's recipe has one
+        decay = Schedule(steps, warmup=0, end=cfg.final_weight_decay)
 
     peak = cfg.base_lr * cfg.batch / 256  # the rate after the warm-up
     groups = decay_groups(psi_and_phi.values(), lr=peak, weight_decay=cfg.weight_decay)

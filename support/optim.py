@@ -129,11 +129,11 @@ def trainable(tensors: Mapping[str, Tensor], device: torch.device | None = None)
     return copies
 
 
-class EpochRecord(NamedTuple):
-    """What is logged of an epoch."""
+class TrainRecord(NamedTuple):
+    """What is logged of an epoch, or of a part of a very long one."""
 
-    step: int  # number of the epoch, from 1
-    loss: float  # mean over its steps
+    step: int  # its number, from 1
+    loss: float  # mean over its training steps
 
     def __str__(self) -> str:
         return f"loss {self.loss:.4g}"
@@ -143,12 +143,12 @@ def train_epochs(
     loss: BatchLoss,
     opt: Optimiser,
     batches: Iterable[Batch],
-    steps_per_epoch: int,
+    steps_per_record: int,
     label: str,
     passes: Passes,
     after_step: Callable[[], None] | None = None,
-) -> Iterator[EpochRecord]:
-    """Take a step with each batch; yield a record of each epoch, the last of which may be shorter.
+) -> Iterator[TrainRecord]:
+    """Take a step with each batch; yield a record of every so many steps, such as each epoch.
 
     A step has three parts:
 
@@ -158,13 +158,14 @@ def train_epochs(
 
     Args:
         loss: of a batch, the mean over its images.
-        opt: what is trained; where its `step` is not 0, it goes on after the end of an epoch.
+        opt: what is trained; where its `step` is not 0, it goes on after a record.
         batches: those of the steps that are left.
+        steps_per_record: those of an epoch, or fewer; the last record may have fewer steps.
         label: names what diverged, where a loss or gradient is not finite (Diverged).
         passes: how a batch passes through the network.
         after_step: called after each step, for what follows the network slowly, as a teacher does.
     """
-    rows: list[tuple[Tensor, Tensor]] = []  # loss and gradient norm of each step of this epoch
+    rows: list[tuple[Tensor, Tensor]] = []  # loss and gradient norm of each step of this record
     for batch in batches:
         value, gradients = passes.value_and_gradients(loss, opt.tensors, batch)  # value: the loss
         norm = opt.update(opt.tensors, gradients)
@@ -172,24 +173,23 @@ def train_epochs(
             after_step()
 
         rows.append((value, norm))
-        is_last_of_epoch = len(rows) == steps_per_epoch
-        if is_last_of_epoch:
-            yield record_epoch(rows, opt.step, steps_per_epoch, label)
+        if len(rows) == steps_per_record:
+            yield make_record(rows, opt.step, steps_per_record, label)
             rows = []
 
-    if rows:  # the steps of an epoch that is shorter
-        yield record_epoch(rows, opt.step, steps_per_epoch, label)
+    if rows:
+        yield make_record(rows, opt.step, steps_per_record, label)
 
 
-def record_epoch(
-    rows: list[tuple[Tensor, Tensor]], step: int, steps_per_epoch: int, label: str
-) -> EpochRecord:
-    """The record of the epoch that ends with `step`. Only here the CPU waits for a GPU.
+def make_record(
+    rows: list[tuple[Tensor, Tensor]], step: int, steps_per_record: int, label: str
+) -> TrainRecord:
+    """The record of the steps up to `step`. Only here the CPU waits for a GPU.
 
-    `rows` has loss and gradient norm of each step of the epoch. Raises Diverged, which names the
+    `rows` has loss and gradient norm of each of these steps. Raises Diverged, which names the
     steps, if a loss or norm is not finite.
     """
     where = f"{label}, the {len(rows)} steps up to {step}"  # for the text of the error
     numbers = columns(("loss", "norm"), rows, where)  # {"loss": [...], "norm": [...]}, as floats
-    epoch = math.ceil(step / steps_per_epoch)  # rounded up: the last epoch may be shorter
-    return EpochRecord(step=epoch, loss=fmean(numbers["loss"]))
+    number = math.ceil(step / steps_per_record)  # rounded up: the last one may have fewer steps
+    return TrainRecord(step=number, loss=fmean(numbers["loss"]))

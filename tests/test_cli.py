@@ -37,7 +37,7 @@ from bisslight import Log
 from config import AlignConfig, FinetuneConfig, Settings, flag_of
 from finetune import TrialResult
 from support.metrics import Score
-from support.optim import EpochRecord
+from support.optim import TrainRecord
 from support.progress import show_progress
 
 OUTSIDE = {"PYTHONPATH": PROGRAM_PATH, "PATH": os.environ["PATH"]}
@@ -144,7 +144,7 @@ def test_progress_hands_every_item_on_and_has_a_line_for_each_off_a_terminal(
     trial: Any = {"out": "t", "cpu_seconds": 1, "seconds": 1, "adapter": "a", "lr": 0.01, "seed": 1}
     best = Score(accuracy=50.0, loss=1.0, per_class=None, right=4)
     ended = [TrialResult(**trial, val=best, epoch=4), TrialResult(**trial, val=None)]
-    items: list[Any] = ["loss 2.0", log, EpochRecord(7, 1.0), *ended]
+    items: list[Any] = ["loss 2.0", log, TrainRecord(7, 1.0), *ended]
     with show_progress(quiet) as track:
         assert [*track(iter(items), 9, "align", 4)] == items
     assert len(capsys.readouterr().err.splitlines()) == (0 if quiet else 5)

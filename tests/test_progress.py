@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from support.optim import EpochRecord
+from support.optim import TrainRecord
 from support.progress import Bars
 
 
@@ -17,11 +17,11 @@ class Clock:
         bars.get_time = lambda: self.now
         return bars
 
-    def epochs(self, first: int, last: int) -> Iterator[EpochRecord]:
+    def epochs(self, first: int, last: int) -> Iterator[TrainRecord]:
         """Epochs of ten seconds each."""
         for number in range(first, last + 1):
             self.now += 10
-            yield EpochRecord(number, 0.5)
+            yield TrainRecord(number, 0.5)
 
 
 def test_the_time_left_follows_from_the_work_of_this_process() -> None:
