@@ -30,7 +30,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from support.errors import UsageError, as_usage_error, suggest
+from support.errors import UsageError, as_read_error, as_usage_error, suggest
 
 # Such as {"rank": 64, "lam": 0.001}: settings by name, a line of metrics.jsonl, or a result.json.
 Record = dict[str, Any]
@@ -908,7 +908,7 @@ def read_table(path: Path) -> Record:
     In a name, - is taken for _; a value None (JSON's null) is left out. Raises UsageError where the
     file cannot be read.
     """
-    with as_usage_error(str(path), "give settings in TOML or JSON"):
+    with as_read_error(str(path), "give settings in TOML or JSON"):
         text = path.read_text()
         table = dict(json.loads(text) if path.suffix == ".json" else tomllib.loads(text))
     return {name.replace("-", "_"): value for name, value in table.items() if value is not None}

@@ -25,7 +25,7 @@ from config import (
     settings_not_compared_with_paper,
     settings_with,
 )
-from support.errors import UsageError, as_usage_error
+from support.errors import UsageError, as_read_error, as_usage_error
 from support.permutation import Comparison as Comparison  # scripts import both from here, too
 from support.permutation import compare as compare
 from support.screen import Answer, format_accuracies, format_count, format_value
@@ -392,7 +392,7 @@ def read_arm(path: Path) -> Arm:
     and start.
     """
     remedy = "give a finished finetune run, or a folder of them"
-    with as_usage_error(str(path), remedy):
+    with as_read_error(str(path), remedy):
         runs = [read_run(run) for run in find_runs(path)]  # an `Arm` each
 
     differing = set[str]()  # names of settings, such as "rank"

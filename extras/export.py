@@ -24,7 +24,7 @@ from support.checkpoints import (
     load_backbone,
     vit_args,
 )
-from support.errors import UsageError, as_usage_error
+from support.errors import UsageError, as_read_error, as_usage_error
 from support.runs import read_json, read_json_if_there, write_atomic
 
 # The model card; `write_card` fills in what is in braces.
@@ -150,7 +150,7 @@ def open_run(run: Path, seed: int | None, weights: Path | None) -> FinishedRun:
     """
     cfg = read_settings(run, weights)
     file = find_adapter(run, cfg.seed if seed is None else seed)
-    with as_usage_error(str(file), "give another run"):
+    with as_read_error(str(file), "give another run"):
         adapter = load_adapter(file)
     own_seed = adapter.info.seed
     if own_seed is None:  # of an align run, whose one seed is in its settings
@@ -186,7 +186,7 @@ def read_settings(run: Path, weights: Path | None) -> FinetuneConfig:
     # An align run has settings that finetune lacks, such as the hypergradient.
     known = FinetuneConfig.model_fields.keys() - {"tensorboard"}  # its package may not be here
     shared = {name: value for name, value in settings.items() if name in known}
-    with as_usage_error(str(run), "give a finished run of align or finetune"):
+    with as_read_error(str(run), "give a finished run of align or finetune"):
         return FinetuneConfig(**shared)
 
 

@@ -17,7 +17,7 @@ from matplotlib.rcsetup import cycler
 
 from config import Record, find_runs
 from evaluate import Row
-from support.errors import UsageError, as_usage_error
+from support.errors import UsageError, as_read_error
 from support.runs import mean_numbers, read_json_if_there, write_atomic
 
 # The colours of Okabe and Ito, which colour-blind readers can tell apart
@@ -192,5 +192,5 @@ def read_metrics(run: Path) -> list[Record]:
     if not file.exists():
         return []
     whole, _, _ = file.read_text().rpartition("\n")  # without a line that is just being written
-    with as_usage_error(str(file), "give another run"):
+    with as_read_error(str(file), "give another run"):
         return [json.loads(line) for line in whole.splitlines()]

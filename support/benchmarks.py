@@ -16,7 +16,7 @@ from torchvision.datasets import Flowers102
 from config import ALPHABETS, Data
 from data import SPLITS, Entries, Pool, Split, Task, find_images, holdout
 from support import omniglot
-from support.errors import UsageError, as_usage_error, suggest
+from support.errors import UsageError, as_read_error, suggest
 
 # The listed images of each part, with their labels. A part is "train", "val" or "test", or
 # "trainval" where a benchmark has no official validation split. Files are named relative to the
@@ -340,7 +340,7 @@ def read_lists(name: str, base: Path, data_seed: int = 0, split_file: Path | Non
     class, see `data.holdout`, or what `split_file` says, see `split_by_file`. Raises UsageError.
     """
     benchmark = BENCHMARKS[name]
-    with as_usage_error(str(base), "its lists are damaged, download it again"):
+    with as_read_error(str(base), "its lists are damaged, download it again"):
         parts, classes = benchmark.read(base)
     unsplit = parts.pop("trainval", [])
     if split_file:

@@ -42,7 +42,7 @@ from config import (
 from data import Channels, rng
 from lora import Backbone, Phi
 from support import omniglot, timm_models
-from support.errors import UsageError, as_usage_error
+from support.errors import UsageError, as_read_error, as_usage_error
 from support.runs import LOG, sha256
 
 # --- the backbone ---------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def download(official: Official, path: Path) -> None:
     A file whose size is wrong by more than 1 % is deleted again.
     """
     url, megabytes = official
-    with as_usage_error(url, f"try `curl -C - -o {path} {url}`, or give --weights FILE"):
+    with as_read_error(url, f"try `curl -C - -o {path} {url}`, or give --weights FILE"):
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.hub.download_url_to_file(url, str(path), progress=sys.stderr.isatty())
         arrived = path.stat().st_size / 1e6

@@ -22,31 +22,35 @@ class RunError(Exception):
 
 
 @contextmanager
-def as_usage_error(thing: str, remedy: str = "") -> Iterator[None]:
-    """Turn an error inside the block into a UsageError that begins with `thing`, such as a path.
+def as_usage_error(thing: str) -> Iterator[None]:
+    """Turn a ValueError or OSError inside the block into a UsageError, "THING: TEXT".
 
-    1. Errors that have a remedy of their own pass unchanged, as does a lack of memory.
-    2. With a remedy, any other error is turned, since damaged files raise anything from EOFError
-       to UnpicklingError: "THING: cannot be read (NAME OF THE ERROR: TEXT); REMEDY".
-    3. Without a remedy, this is done for a ValueError or OSError only: "THING: TEXT". All others
-       pass unchanged.
+    `thing` is what the user gave, such as a flag or a path. All other errors pass unchanged.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise UsageError(f"{thing}: {error}") from error
+
+
+@contextmanager
+def as_read_error(thing: str, remedy: str) -> Iterator[None]:
+    """Turn any error inside the block, which reads `thing`, into a UsageError with this remedy.
+
+    A damaged file raises anything from EOFError to UnpicklingError. The text is "THING: cannot be
+    read (NAME OF THE ERROR: ITS TEXT); REMEDY". Errors that have a remedy of their own pass
+    unchanged, as does a lack of memory.
     """
     try:
         yield
     except (UsageError, RunError, MemoryError):
         raise
     except Exception as error:
-        error_name = type(error).__name__  # such as "EOFError"
-        if error_name == "OutOfMemoryError":  # torch's, by name: this module does not import torch
+        name = type(error).__name__  # such as "EOFError"
+        if name == "OutOfMemoryError":  # torch's, by name: this module does not import torch
             raise
-
-        if remedy:
-            text = " ".join(str(error).split())[:200]  # in one line: libraries write many
-            raise UsageError(f"{thing}: cannot be read ({error_name}: {text}); {remedy}") from error
-
-        if isinstance(error, ValueError | OSError):
-            raise UsageError(f"{thing}: {error}") from error
-        raise  # a fault of this program, which needs its traceback
+        text = " ".join(str(error).split())[:200]  # in one line: libraries write many
+        raise UsageError(f"{thing}: cannot be read ({name}: {text}); {remedy}") from error
 
 
 def try_and_collect(

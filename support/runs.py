@@ -28,7 +28,7 @@ from torch import Tensor
 
 from config import Machine, Mark, Record, settings_with
 from data import check_utf8_name
-from support.errors import RunError, UsageError, as_usage_error
+from support.errors import RunError, UsageError, as_read_error, as_usage_error
 from support.optim import Optimiser
 from support.processes import Stopped, stop, wait_for_all, world
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 def read_json(path: Path, remedy: str = "give the command that wrote it again") -> Record:
     """Read a JSON object. Raises UsageError, with this remedy, where it is missing or damaged."""
-    with as_usage_error(str(path), remedy):
+    with as_read_error(str(path), remedy):
         return dict(json.loads(path.read_text()))
 
 
@@ -271,7 +271,7 @@ class Run(ExitStack):
         if content is None:
             return None
         result = self.with_paths(content)
-        with as_usage_error(str(path), START_OVER):
+        with as_read_error(str(path), START_OVER):
             RunResult(**result)  # raises an error if a field is missing that every result has
         return result
 
@@ -302,7 +302,7 @@ class Run(ExitStack):
         if not path.exists():
             self.cut_metrics()
             return
-        with as_usage_error(str(path), START_OVER), torch.no_grad():
+        with as_read_error(str(path), START_OVER), torch.no_grad():
             saved = torch.load(path, map_location="cpu", weights_only=True)
             self.check_checkpoint(path, saved)
             for name, tensor in tensors.items():

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from config import TIMM, Arch, Network
 from data import Channels
 from lora import check_vit
-from support.errors import as_usage_error
+from support.errors import as_read_error
 
 
 class Normalisation(NamedTuple):
@@ -39,7 +39,7 @@ def load_vit(cfg: Network, state: Mapping[str, Tensor] | None) -> Any:  # noqa: 
     # The place of the weights in the hub; None for networks that have no weights there.
     repository = timm.models.get_pretrained_cfg_value(name, "hf_hub_id")
     remedy = "fetch them where there is a network, see HF_HOME, or give --weights FILE"
-    with as_usage_error(f"--backbone {cfg.backbone}: its weights", remedy):
+    with as_read_error(f"--backbone {cfg.backbone}: its weights", remedy):
         if state is None and repository:
             check_weights_in_reach(repository)
         vit: Any = timm.create_model(name, pretrained=state is None)

@@ -17,7 +17,7 @@ from toy import ALIGN_STEPS, MAE_RUN, PEFT_STEPS, done, refusal, run
 
 import mae
 from data import read_image
-from support.errors import UsageError, as_usage_error
+from support.errors import UsageError, as_read_error
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -53,7 +53,7 @@ TUNE = f"finetune --backbone vit_mini --weights {{weights}} {PEFT_STEPS} --quiet
 
 
 def test_an_error_that_says_what_to_do_stays_as_it_is_where_a_file_is_read() -> None:
-    with pytest.raises(UsageError, match=r"^as it is$"), as_usage_error("a", "mend it"):
+    with pytest.raises(UsageError, match=r"^as it is$"), as_read_error("a", "mend it"):
         raise UsageError("as it is")
 
 
@@ -165,7 +165,7 @@ def test_want_of_memory_names_what_helps_and_a_defect_keeps_its_traceback(
         monkeypatch.setattr(mae.MAE, "loss", want)
         said = refusal(ALIGN.format(weights=weights), code=1)
         assert "--micro-batch" in said and "--recompute" in said
-    with pytest.raises(torch.OutOfMemoryError), as_usage_error("checkpoint.pt", "start over"):
+    with pytest.raises(torch.OutOfMemoryError), as_read_error("checkpoint.pt", "start over"):
         fails(memory)  # it is not the file's fault
     for defect in (KeyError("theta"), RuntimeError("theta")):
         monkeypatch.setattr(mae.MAE, "loss", lambda *_, error=defect: fails(error))
