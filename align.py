@@ -33,7 +33,16 @@ from support.optim import (
     train_epochs,
     trainable,
 )
-from support.runs import LOG, Run, RunResult, Track, check_directory, read_json, untracked
+from support.runs import (
+    LOG,
+    Run,
+    RunResult,
+    RunState,
+    Track,
+    check_directory,
+    read_json,
+    untracked,
+)
 from support.screen import Answer, format_accuracies, format_count
 
 EXACT_LIMIT = 5000  # entries of θ: as many Hessian-vector products, and 200 MB in float64
@@ -124,14 +133,12 @@ def align(
     if pool:
         cfg = cfg.replace(pool=name_own_data(pool))
     # The settings are checked before the data are read, whose digests `Run` checks later.
-    goes_on = check_directory(out, "align", cfg, force)
+    run_state = check_directory(out, "align", cfg, force)
     experiment = open_align_experiment(cfg, task, pool)
     experiment.check_batches("--d-batch", cfg.d_batch)
     prepared = prepare(experiment)
-    if not goes_on:  # a run that goes on has done this when it began
-        # This reads all validation and test images, to find damaged ones now. Of these, the ones
-        # that align will score stay in memory.
-        experiment.check_held_out_images([experiment.task.val])
+    if run_state is RunState.NEW:  # any other has done this when it began
+        experiment.check_held_out_images()
     with Run(out, "align", cfg, force, experiment.identity) as run:
         if run.result is None:
             return AlignResult(**run_algorithm_1(experiment, prepared, run, track))

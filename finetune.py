@@ -32,6 +32,7 @@ from support.runs import (
     TRIALS,
     Run,
     RunResult,
+    RunState,
     Track,
     check_directory,
     read_json,
@@ -177,13 +178,13 @@ def finetune(
     """
     if task:
         cfg = cfg.replace(dataset=name_own_data(*task.splits))
-    goes_on = check_directory(out, "finetune", cfg, force)
+    run_state = check_directory(out, "finetune", cfg, force)
     experiment = open_experiment(cfg, task)
     experiment.check_batches("--batch", cfg.batch)
     starts = starts_of_seeds(cfg)
     align_info = check_starts(experiment, starts.given_files)
-    if not goes_on:  # a run that goes on has done this when it began
-        experiment.check_held_out_images([experiment.task.val, experiment.task.test])
+    if run_state is RunState.NEW:  # any other has done this when it began
+        experiment.check_held_out_images()
 
     start_sha256 = [sha256(file) for file in starts.given_files]
     identity = experiment.identity.model_copy(update={"start_sha256": start_sha256})

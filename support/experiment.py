@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -229,21 +229,16 @@ class Experiment(Generic[C]):
         if has_batchnorm and last < 2:  # it divides by a deviation, and that of one image is 0
             raise UsageError(f"{found}, BatchNorm needs 2; choose another size")
 
-    def check_held_out_images(self, scored: Sequence[data.Split]) -> None:
-        """Read all validation and test images, so that a damaged one is reported before training.
+    def check_held_out_images(self) -> None:
+        """Try to read all validation and test images, to find a damaged one before training.
 
-        Each process reads its own part. `scored` has the splits that will be scored: what is read
-        of these is kept for `logits`, unless it is too much. Raises ImageError.
+        Each process tries its own part. Raises ImageError.
         """
         for split in (self.task.val, self.task.test):
-            numbers = own_numbers(split)
-            own = split.part(numbers)
-            if split in scored:
-                own = data.decode_once(split, self.transform, numbers)  # as `logits` does
-            if isinstance(own.images, Tensor):  # in memory: decoded now, or from the beginning
+            images = split.part(own_numbers(split)).images
+            if isinstance(images, Tensor):  # they are in memory
                 continue
-            # Files, of a split that is not scored or takes too much memory: they are only tried.
-            errors = data.find_unreadable(own.images)
+            errors = data.find_unreadable(images)
             if errors:
                 raise errors[0]
         wait_for_all()  # the run begins only when all processes have read theirs

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from enum import Enum, auto
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import fmean
@@ -140,7 +141,7 @@ class RunResult(BaseModel, frozen=True):
 
 LOCK = ".lock"
 TRIALS = "lr*-s[0-9]*"  # directories of a finetune run: one learning rate with one seed each
-TRIAL = "peft"  # what env.json of a trial says where that of a run has its command
+TRIAL = "peft"  # the "command" in a trial's env.json
 EVENTS = "events.out.tfevents.*"
 FILES = (  # of a run, in the order in which `clear` removes them
     "result.json", "metrics.jsonl", EVENTS, "checkpoint.pt", "backbone.pth",
@@ -157,6 +158,14 @@ DIGESTS = {  # by a field of `Identity`: the flag that names what it is a digest
 PATIENCE = 60  # seconds that another process in the same directory is waited for
 OTHER_OUT = "choose another --out"
 START_OVER = "--force starts the run over"
+
+
+class RunState(Enum):
+    """How far the run in a directory is."""
+
+    NEW = auto()  # it has to begin: there is none yet, or --force starts it over
+    UNFINISHED = auto()  # it goes on
+    FINISHED = auto()  # its result is read
 
 
 class Run(ExitStack):
@@ -190,62 +199,55 @@ class Run(ExitStack):
         self.take_directory(command, force, identity)
         wait_for_all()  # until process 0 has made it ready
         self.result = self.read_result()
-        signal_heard = stop.agree_on_signal()
+        signal_heard = stop.agree_on_signal()  # in an earlier run, or while this one was prepared
         if signal_heard and self.result is None:
             raise Stopped(signal_heard, f"stopped before {path}; the same command goes on")
 
     def take_directory(self, command: str, force: bool, identity: Identity) -> None:
         """Make the directory ready for the run to begin, or to go on, in it.
 
-        1. All processes check that nothing there must be kept from this run (UsageError).
+        1. All processes check that this run may use the directory (UsageError).
         2. A finished run is only read: it may be in use elsewhere, or on a read-only disk.
         3. Otherwise process 0 locks the directory and prepares it.
         """
-        path = self.path
-        goes_on = check_directory(path, command, self.config, force, identity)
-        has_ended = goes_on and self.is_finished() and not has_grown(path, command, self.config)
+        run_state = check_directory(self.path, command, self.config, force, identity)
         wait_for_all()  # until each process has looked; only then process 0 writes
-        if world().rank == 0 and not has_ended:
+        if world().rank == 0 and run_state is not RunState.FINISHED:
             self.lock()
             self.prepare_directory(command, force, identity)
 
-    def is_finished(self) -> bool:
-        """Whether the directory holds a complete run."""
-        return (self.path / "result.json").exists()
-
     def lock(self) -> None:
-        """Make the directory and wait, for a minute at most, until no other process is in it.
+        """Make the directory, and wait until no other process is in it.
 
-        After the first second it says that it waits. Raises UsageError after a minute, and where
-        the directory cannot be written.
+        After a second it says that it waits; after PATIENCE it raises UsageError, and so it does
+        where the directory cannot be written.
         """
+        lock = FileLock(self.path / LOCK)
         with as_usage_error(f"--out {self.path}: is not writable"):
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.path / LOCK)
             try:
                 self.enter_context(lock.acquire(timeout=1))
                 return
             except Timeout:
                 LOG.warning("%s: another process is at work in it, waiting for its end", self.path)
-        # A second Timeout ends the run: it is an OSError, so the next line makes it a UsageError.
         with as_usage_error(f"--out {self.path}: another process is at work in it"):
-            self.enter_context(lock.acquire(timeout=PATIENCE))
+            self.enter_context(lock.acquire(timeout=PATIENCE))  # its Timeout is an OSError
 
     def prepare_directory(self, command: str, force: bool, identity: Identity) -> None:
         """Remove what is left of an old run, then write env.json and config.json.
 
-        While this process waited for the lock, another one may have written there. So this checks
-        the directory again, and leaves a run as it is that was finished meanwhile.
+        While this process waited for the lock, another one may have written there, so the directory
+        is checked again. A run that was finished meanwhile is left as it is.
         """
-        path = self.path
-        goes_on = check_directory(path, command, self.config, force, identity)
-        if not goes_on:
-            clear(path)
-        elif has_grown(path, command, self.config):
-            remove(path, ["result.json"])  # more seeds or rates are to come: it is not finished
-        remove(path, TORN)  # files that a killed process has half written
-        if not self.is_finished():
-            self.record_start(command, identity, goes_on)
+        run_state = check_directory(self.path, command, self.config, force, identity)
+        if run_state is RunState.FINISHED:
+            return
+        if run_state is RunState.NEW:
+            clear(self.path)
+        # There is a result.json if a finished run goes on with more seeds or rates; TORN are files
+        # that a killed process has half written.
+        remove(self.path, ["result.json", *TORN])
+        self.record_start(command, identity, goes_on=run_state is RunState.UNFINISHED)
 
     def record_start(self, command: str, identity: Identity, goes_on: bool) -> None:
         """Write env.json, which lists every start of the run, then config.json.
@@ -278,7 +280,7 @@ class Run(ExitStack):
     def with_paths(self, result: Record) -> Record:
         """Add where the files of a result are now, since a finished directory may be moved.
 
-        Each command's result has its own of these fields, and leaves the others out.
+        All three are added. The class of a command's result takes those that it has fields for.
         """
         return result | {
             "out": str(self.path),
@@ -321,14 +323,12 @@ class Run(ExitStack):
         By name, each tensor has to have its shape, and each optimiser its tensors in their order:
         torch would silently give the state of a tensor to another one of the same shape.
         """
-        # By name, the shape of each tensor; then, of each optimiser, the names of its tensors.
-        held: Record = {name: tensor.shape for name, tensor in saved["tensors"].items()}
-        held |= {name: state["tensors"] for name, state in saved["optimisers"].items()}
-        needed: Record = {name: tensor.shape for name, tensor in self.tensors.items()}
-        needed |= {name: self.names_of(optimiser) for name, optimiser in self.optimisers.items()}
-        for name in [*needed, *held]:
-            if needed.get(name) != held.get(name):
-                raise UsageError(f"{path}: {name} differs from that of this run; {START_OVER}")
+        held_shapes = {name: tensor.shape for name, tensor in saved["tensors"].items()}
+        shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
+        refuse_difference(path, held_shapes, shapes)
+        held_names = {name: state["tensors"] for name, state in saved["optimisers"].items()}
+        names = {name: self.names_of(optimiser) for name, optimiser in self.optimisers.items()}
+        refuse_difference(path, held_names, names)
 
     def names_of(self, optimiser: Optimiser) -> list[str]:
         """The names of an optimiser's tensors, in the order by which torch numbers their state."""
@@ -513,18 +513,25 @@ def is_run(path: Path, command: str) -> bool:
     return is_ours and env.get("command") == command
 
 
+def refuse_difference(path: Path, held: Record, needed: Record) -> None:
+    """Refuse (UsageError) a checkpoint that holds anything else, by name, than what is needed."""
+    for name in [*needed, *held]:
+        if needed.get(name) != held.get(name):
+            raise UsageError(f"{path}: {name} differs from that of this run; {START_OVER}")
+
+
 def check_directory(
     path: Path,
     command: str,
     config: Machine,
     force: bool = False,
     identity: Identity = UNKNOWN,
-) -> bool:
-    """True if `path` holds a run that can go on, or is finished; False if one has to begin there.
+) -> RunState:
+    """Check that a run may use the directory `path`; returns how far the run there is.
 
-    A run begins in an empty or new directory. With `force`, it begins where there is a run of the
-    same command, too. Raises UsageError for other files, a run of another command, and without
-    `force` a run of other settings or another identity. `UNKNOWN` has no digests to compare yet.
+    A run begins in an empty or new directory, and with `force` where there is a run of the same
+    command. Without `force`, a run goes on if its settings and its identity are the same; before
+    the data are read, the identity is UNKNOWN, which is not compared. Raises UsageError.
     """
     with as_usage_error("--out"):
         check_utf8_name(path)  # safetensors reads files of no other name
@@ -533,31 +540,55 @@ def check_directory(
 
     if not (path / "config.json").exists():  # there is no run
         check_that_nothing_is_in(path, command)
-        return False
+        return RunState.NEW
 
     env = read_json(path / "env.json", OTHER_OUT)
     if env.get("command") != command:
         raise UsageError(f"--out {path}: is a run of `{env.get('command')}`; {OTHER_OUT}")
     if force:
-        return False
+        return RunState.NEW
     recorded = read_json(path / "config.json") | env.get("about", {})
-    check_same_run(path, recorded, config, identity)
-    return True
+    grown = check_same_run(path, recorded, config, identity)
+    is_finished = (path / "result.json").exists()
+    # A trial has one rate and one seed, however many the whole run has now.
+    if is_finished and (command == TRIAL or not grown):
+        return RunState.FINISHED
+    return RunState.UNFINISHED
 
 
-def check_same_run(path: Path, recorded: Record, config: Machine, identity: Identity) -> None:
+def check_same_run(path: Path, recorded: Record, config: Machine, identity: Identity) -> list[str]:
     """Refuse (UsageError) to go on with a run in `path` whose settings or digests were others.
 
-    `recorded` has the run's, by name.
+    `recorded` has both by name, as the run had them. Returns the names of those that have grown,
+    such as `seeds`.
     """
-    current = config.model_dump(mode="json") | identity.as_record()
+    current = config.model_dump(mode="json") | identity.as_record()  # as they are now
     changed = list_changed(type(config), recorded, current)
-    if changed:
-        changes = [describe_change(name, recorded, current) for name in changed]
+    growing = settings_with(type(config), Mark.MAY_GROW) | {"start_sha256"}
+    grown = []
+    for name in changed:
+        if name in growing and is_more(name, current[name], recorded.get(name)):
+            grown.append(name)
+    refused = [name for name in changed if name not in grown]
+    if refused:
+        changes = [describe_change(name, recorded, current) for name in refused]
         raise UsageError(
             f"--out {path}: is a run with other settings: {', '.join(changes)}; {OTHER_OUT}, or "
             "start over with --force"
         )
+    return grown
+
+
+def list_changed(settings_class: type[Machine], recorded: Record, current: Record) -> list[str]:
+    """The names of settings and digests that the run had otherwise, except those that may change.
+
+    `recorded` and `current` have both by name: as the run had them, and as they are now. `current`
+    lacks digests that are not known yet. Settings that came after the run had their default.
+    """
+    defaults = {name: field.default for name, field in settings_class.model_fields.items()}
+    before = defaults | recorded
+    changed = [name for name, value in current.items() if value != before.get(name)]
+    return [name for name in changed if name not in may_change(settings_class)]
 
 
 def may_change(settings_class: type[Machine]) -> set[str]:
@@ -565,48 +596,13 @@ def may_change(settings_class: type[Machine]) -> set[str]:
     return settings_with(settings_class, Mark.CHANGES_NO_NUMBER, Mark.KNOWN_BY_DIGEST)
 
 
-def has_grown(path: Path, command: str, config: Machine) -> bool:
-    """Whether the settings ask for more seeds or rates than the run in `path` was made with.
-
-    It has to be a run that `check_directory` lets go on.
-    """
-    if command == TRIAL:  # it has one rate and one seed, whatever the whole run's settings are
-        return False
-    recorded = read_json(path / "config.json")
-    current = config.model_dump(mode="json")
-    names = settings_with(type(config), Mark.MAY_GROW)
-    # Here, another value means more: `check_directory` has refused fewer and others.
-    return any(current[name] != recorded.get(name) for name in names)
-
-
 def is_more(name: str, value: object, before: object) -> bool:
-    """Whether a value that may grow contains the recorded one, such as 8 seeds after 5."""
+    """Whether the value of a setting contains the recorded one, such as 8 seeds after 5."""
     if isinstance(value, list) and isinstance(before, list):
         if name == "start_sha256":  # a digest for each seed, in the order of the seeds
             return value[: len(before)] == before
         return all(item in value for item in before)
     return isinstance(value, int) and isinstance(before, int) and value >= before
-
-
-def list_changed(settings_class: type[Machine], recorded: Record, current: Record) -> list[str]:
-    """The names of settings and digests that keep a run from going on.
-
-    `recorded` and `current` have both by name: as the run had them, and as they are now. `current`
-    lacks digests that are not known yet, `recorded` settings that came after the run.
-    """
-    changed = []
-    free = may_change(settings_class)
-    growing = settings_with(settings_class, Mark.MAY_GROW) | {"start_sha256"}
-    fields = settings_class.model_fields
-    for name, value in current.items():
-        before = recorded.get(name)
-        if name not in recorded and name in fields:
-            before = fields[name].default  # the run is of a version without this setting
-        if name in free or value == before:
-            continue
-        if name not in growing or not is_more(name, value, before):
-            changed.append(name)
-    return changed
 
 
 def check_that_nothing_is_in(path: Path, command: str) -> None:

@@ -24,7 +24,7 @@ from support import runs
 from support.errors import UsageError
 from support.optim import Group, Optimiser
 from support.processes import Stopped, stop
-from support.runs import Identity, Run, check_directory, may_change
+from support.runs import Identity, Run, RunState, check_directory, may_change
 
 SAID = Path("said")
 
@@ -62,8 +62,9 @@ def test_other_settings_are_refused_with_both_values_and_digests_by_what_they_ar
     with pytest.raises(UsageError, match="--weights was changed") as refused:
         Run(tmp_path, "align", config(), identity=Identity(weights_sha256="2" * 64))
     assert "1" * 64 not in str(refused.value)
-    assert check_directory(tmp_path, "align", config())  # what is not known yet is not compared
-    assert not check_directory(tmp_path / "new", "align", config())
+    # what is not known yet is not compared
+    assert check_directory(tmp_path, "align", config()) is RunState.UNFINISHED
+    assert check_directory(tmp_path / "new", "align", config()) is RunState.NEW
     assert not (tmp_path / "new").exists()
 
 
