@@ -482,6 +482,14 @@ class Data(Crops):
     d_interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     """Resampling of downstream images, bicubic or bilinear. [App. C.3; released: bilinear]"""
 
+    @model_validator(mode="after")
+    def check_split_file(self) -> Self:
+        """Refuse a split file where train and validation images are not listed together."""
+        if self.split_file and self.dataset not in ("cub200", "pets"):
+            file = f"--split-file {self.split_file}"
+            raise ValueError(f"{file}: is for cub200 and pets, leave it out")
+        return self
+
 
 class Pretext(Settings):
     """Pretext task: masks; pairs are the ends of a uniform distribution."""

@@ -344,8 +344,6 @@ def read_lists(name: str, base: Path, data_seed: int = 0, split_file: Path | Non
         parts, classes = benchmark.read(base)
     unsplit = parts.pop("trainval", [])
     if split_file:
-        if not unsplit:
-            raise UsageError(f"--split-file {split_file}: is for cub200 and pets, leave it out")
         full_size = sum(benchmark.sizes[:2])  # of train and val together
         parts["train"], parts["val"] = split_by_file(unsplit, full_size, split_file)
     elif unsplit:

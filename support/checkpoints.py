@@ -255,9 +255,9 @@ def assign(network: nn.Module, tensors: Phi) -> None:
 def arch_of(content: Record, cfg: Shape) -> Arch:
     """The sizes of the networks in a checkpoint: as `pretrain` wrote them, or as in BACKBONES.
 
-    `content` is what the file holds. An official file says nothing of its sizes, so {} does for one
-    that is not there yet. Raises ValueError if the settings ask for another network, image size or
-    patch size.
+    `content` is what the file holds. In an official file nothing is said of sizes, so before it is
+    there, {} may be given instead. Raises ValueError if the settings ask for another network, image
+    size or patch size.
     """
     if "bisslight" in content:  # JSON that `pretrain` writes
         # such as {"backbone": "vit_mini", "arch": {"dim": 64, ...}}

@@ -93,9 +93,9 @@ class Experiment(Generic[C]):
     def adapter_info(self) -> AdapterInfo:
         """What is written into every adapter file that is trained here."""
         cfg = self.cfg
-        # Test images in memory that have the network's size are taken as they are stored. Others
-        # lose their edges when they are scored. The file says which, and `predict` does so, too.
-        test_images = data.Images(self.task.test, self.transform)
+        # Images are scored whole if they are in memory and have the network's size; others are cut
+        # at the centre. `predict` reads from the file which it was.
+        scores_whole_images = data.Images(self.task.test, self.transform).taken_as_stored
         return AdapterInfo(
             backbone=cfg.backbone,
             rank=cfg.rank,
@@ -106,7 +106,7 @@ class Experiment(Generic[C]):
             data_sha256=self.identity.data_sha256,
             arch=self.arch._asdict(),
             channels=(self.transform.mean, self.transform.std),
-            whole_images=test_images.taken_as_stored,
+            whole_images=scores_whole_images,
             pretext=cfg.pretext.rpartition(":")[2].lower(),  # of FILE.py:Class the class
         )
 
@@ -164,8 +164,9 @@ class Experiment(Generic[C]):
         for step, (x, y) in zip(steps, batches, strict=True):
             drop = None
             if drop_path:
-                count = len(data.draws_of_step(n, batch, step, by_epoch))  # in all processes
-                drop = self.draw_drop_path(drop_path, count, data.rng(seed, purpose, "drop", step))
+                whole_step = data.draws_of_step(n, batch, step, by_epoch)  # of all processes
+                g = data.rng(seed, purpose, "drop", step)
+                drop = self.draw_drop_path(drop_path, len(whole_step), g)
             yield lora.Examples(x, y, drop)
 
     def draw_drop_path(self, rate: float, count: int, g: torch.Generator) -> Tensor:
@@ -193,8 +194,9 @@ class Experiment(Generic[C]):
         Each process computes those of its own images; then every process gets all. `phi_D` as in
         `score`.
         """
+        # Kept in memory from the first call on, if it is not too much; else files, read each time.
         own_split = data.decode_once(split, self.transform, own_numbers(split))
-        images = data.Images(own_split, self.transform)
+        images = data.Images(own_split, self.transform)  # what is decoded, it takes as it is
         # `batches` takes pairs (number of the draw, index of the image). In scoring, nothing is
         # random, and each image is drawn once, in its order.
         draws = [(i, i) for i in range(len(own_split.targets))]
@@ -222,7 +224,7 @@ class Experiment(Generic[C]):
         last = len(self.task.train.targets) % batch  # images in the last batch of an epoch
         if last == 0:
             last = batch
-        found = f"{flag} {batch}: the last batch of a pass has {last} images"
+        found = f"{flag} {batch}: the last batch of an epoch has {last} images"
         processes = world().size
         if last < processes:  # each needs an image
             raise UsageError(f"{found}, the processes need {processes}; choose another size")
@@ -288,18 +290,24 @@ class AlignExperiment(Experiment[AlignConfig]):
         """A new task of --pretext FILE.py:Class, after a trial step that shows errors in it now."""
         cfg = self.cfg
         task = task_class.new(self.backbone, cfg)
+        # A class may set it to False: then its loss compares the images of a batch.
         mean_over_images = getattr(task, "mean_over_images", True)
+        n = min(FIRST_IMAGES, cfg.p_batch)
+        if not mean_over_images:
+            self.check_whole_batches()
+            n = cfg.p_batch  # a comparison may need as many images as the run has in a step
+        try_step(task, self.first_images(n), theta, self.passes)
+        return task_class.new(self.backbone, cfg)  # the step changed the first one
+
+    def check_whole_batches(self) -> None:
+        """Refuse (UsageError) micro-batches and several processes, which cut batches."""
+        cfg = self.cfg
         has_micro_batches = cfg.micro_batch is not None and cfg.micro_batch < cfg.p_batch
-        batch_is_cut = has_micro_batches or world().size > 1
-        if batch_is_cut and not mean_over_images:
+        if has_micro_batches or world().size > 1:
             raise UsageError(
                 f"--pretext {cfg.pretext}: its loss compares the images of a batch with each "
                 "other, so a batch cannot be cut; leave --micro-batch out and start one process"
             )
-        # A loss that compares images may need many, so its trial has as many as the run.
-        n = min(FIRST_IMAGES, cfg.p_batch) if mean_over_images else cfg.p_batch
-        try_step(task, self.first_images(n), theta, self.passes)
-        return task_class.new(self.backbone, cfg)  # the step changed the first one
 
     def first_images(self, n: int) -> Tensor:
         """The first n images that a run draws from the pool, for the trial step of a custom task.
@@ -376,9 +384,17 @@ def open_align_experiment(
         "pool_sha256": data.fingerprint(pool),
         "pretext_sha256": task_class.sha256 if task_class else None,
     }
-    # all that `opened` has, with another identity, and two fields more
-    fields = vars(opened) | {"identity": opened.identity.model_copy(update=digests)}
-    return AlignExperiment(**fields, pool=pool, task_class=task_class)
+    return AlignExperiment(
+        cfg=cfg,
+        device=opened.device,
+        task=opened.task,
+        backbone=opened.backbone,
+        pretext_head=opened.pretext_head,
+        arch=opened.arch,
+        identity=opened.identity.model_copy(update=digests),
+        pool=pool,
+        task_class=task_class,
+    )
 
 
 def open_task_and_pool(
@@ -455,14 +471,14 @@ def pretext_batches(
         device: where the network is.
     """
     own = own_part(batch)
-    draws = data.stream(len(images.split.images), batch, cfg.seed, "pretext", steps)
-    own_draws = (of_step[own] for of_step in draws)
+    image_draws = data.stream(len(images.split.images), batch, cfg.seed, "pretext", steps)
+    own_draws = (of_step[own] for of_step in image_draws)
     batches = data.batches(images, own_draws, cfg.workers, device)
     for step, (x, _) in zip(steps, batches, strict=True):
-        g = data.rng(cfg.seed, "mask", step)
-        drawn = [data.to_device(part[own], device) for part in task.draw(batch, g)]
+        masks = task.draw(batch, data.rng(cfg.seed, "mask", step))  # tensors (batch, ...)
+        own_masks = [data.to_device(mask[own], device) for mask in masks]
         with torch.autocast(device.type, torch.bfloat16, enabled=uses_autocast(cfg, device)):
-            prepared = task.prepare(x, *drawn)
+            prepared = task.prepare(x, *own_masks)
         yield prepared
 
 
@@ -473,13 +489,10 @@ def open_task(cfg: AlignConfig | FinetuneConfig) -> data.Task:
     """Open the labelled task D^D that --dataset names. Raises UsageError."""
     name = cfg.dataset
     with as_usage_error(f"--dataset {name}"):
-        # `load_benchmark` refuses it for the other benchmarks.
-        if cfg.split_file and name not in BENCHMARKS:
-            raise UsageError(f"--split-file {cfg.split_file}: is for cub200 and pets, leave it out")
         if name in MAKE_TASK:
             return MAKE_TASK[name](cfg.data_seed)
         path = find_folder(name, cfg.data_root)
-        if path is None:  # a function makes its images, and it is none of MAKE_TASK
+        if path is None:  # MAKE_POOL has it
             raise UsageError(f"--dataset {name}: is a pool without labels")
         if name in BENCHMARKS:
             return load_benchmark(cfg, path)
@@ -495,7 +508,7 @@ def open_pool(name: str, root: Path, seed: int) -> data.Pool:
         if name in MAKE_POOL:
             return MAKE_POOL[name](seed)
         path = find_folder(name, root)
-        if path is None:  # a function makes its images, and it is none of MAKE_POOL
+        if path is None:  # MAKE_TASK has it
             raise UsageError(f"--pool {name}: is a labelled data set, and no pool")
         return data.Pool(find_pool_images(name, path))
 

@@ -14,9 +14,9 @@ from support.screen import format_value
 def signature_of(*settings_classes: type[Settings]) -> Signature:
     """Make a function signature with a keyword for each setting, from which Typer makes flags.
 
-    In the help, flags are listed by group: a group is a class that has fields of its own, and the
-    beginning of its docstring is the heading. Where a class defines a setting of its base class
-    anew, the flag is in the group of the class that does so.
+    `settings_classes` are those of a command's settings and of its options. In the help, flags are
+    listed by group: a group is a class that has fields of its own, and the beginning of its
+    docstring is the heading.
     """
     parameters: dict[str, Parameter] = {}  # by the name of the setting
     for settings_class in settings_classes:
@@ -27,6 +27,7 @@ def signature_of(*settings_classes: type[Settings]) -> Signature:
                 continue
             heading, _, _ = (group.__doc__ or "").partition(":")  # such as "Upper level"
             for name in group.__annotations__:  # fields of this class alone, such as "d_lr"
+                # If it is there, a class before this one, which comes first, has it anew.
                 if name not in parameters:
                     field = settings_class.model_fields[name]  # default, type and description
                     parameters[name] = parameter_of(name, field, heading)

@@ -112,11 +112,11 @@ class Optimiser:
             if self.rate:
                 params["lr"] = self.rate(self.step, group.lr)
             params["weight_decay"] = group.weight_decay
-            is_decayed = group.weight_decay > 0  # vectors stay at 0, where a schedule may rise
-            if self.decay and is_decayed:
+            # A group without decay, as that of vectors, has none at any step.
+            if self.decay and group.weight_decay > 0:
                 params["weight_decay"] = self.decay(self.step, group.weight_decay)
 
-        # It clips, and lets torch take the step. It keeps nothing of its own, so it is made here.
+        # `TorchOptimiser` clips and takes the step. It keeps nothing, so it is made for each step.
         return TorchOptimiser(self.adamw_or_sgd, self.clip).update(tensors, gradients)
 
 

@@ -29,10 +29,9 @@ class Comparison(BaseModel, frozen=True):
 def compare(arm: Sequence[int], against: Sequence[int], images: int = 100) -> Comparison:
     """Compare the means of two arms by an exact two-sided permutation test.
 
-    The arms have n and m whole numbers, one per seed, such as how many of `images` were right.
+    The arms have n and m whole numbers, one per seed: how many of `images` test images were right.
     p is the share of the C(n + m, n) ways to split all n + m numbers into n and m whose means
-    differ at least as much as those of the arms. The difference is in percentage points; with 100
-    images, as by default, the numbers are percentages themselves.
+    differ at least as much as those of the arms. The difference is in percentage points.
 
     1. Refuse an arm without a seed, and numbers that are not whole, by a ValueError.
     2. Compute the difference of the arms' means, scaled to be a whole number.
@@ -47,7 +46,7 @@ def compare(arm: Sequence[int], against: Sequence[int], images: int = 100) -> Co
         raise ValueError("an arm without a seed cannot be compared")
     pooled = [*arm, *against]
     if any(number % 1 for number in pooled):  # also true for nan and inf
-        raise ValueError("compare counts, such as images that were right, not percentages")
+        raise ValueError("compare counts, such as how many images were right")
 
     n = len(arm)
     m = len(against)

@@ -82,14 +82,14 @@ class Stop:
     """
 
     def __init__(self) -> None:
+        # The number of the signal that was heard, 0 without one; in memory that workers share.
+        self.signal_number: ctypes.c_int = RawValue("i", 0)
         self.reset()
 
     def reset(self) -> None:
         """Be as at the start: no signal was heard, and this process answers none on stderr."""
-        # The number of the signal that was heard, 0 without one. It is in memory that workers
-        # share. This makes new memory: a forked process shares the old one with its parent.
-        self.signal_number: ctypes.c_int = RawValue("i", 0)
-        self.heard_at = 0.0  # when this process itself heard a signal, in seconds; 0 if never
+        self.signal_number.value = 0
+        self.heard_at: float | None = None  # when this process itself heard a signal, in seconds
         self.prints_notice = False  # whether this process answers a signal on stderr
 
     def hear(self, number: int, frame: FrameType | None = None) -> None:
@@ -97,16 +97,17 @@ class Stop:
 
         Python calls this with the signal's number, such as 2 for Ctrl-C, and a frame.
         """
-        # `signal_number` does not say whether this is the second signal: one Ctrl-C reaches parent
-        # and workers, and the first of them to hear it has set the number, which they share.
-        was_heard_before = self.heard_at != 0.0
-        # torchrun sends its processes a Ctrl-C that they have heard already.
-        is_repetition = time.monotonic() - self.heard_at <= 1  # monotonic: seconds on a clock
+        # Whether this process heard one before: `signal_number` may be that of another process, as
+        # one Ctrl-C reaches parent and workers, who share it.
+        now = time.monotonic()  # seconds on a clock
+        was_heard_before = self.heard_at is not None
+        # torchrun sends its processes a Ctrl-C that they have heard already, at once.
+        is_repetition = self.heard_at is not None and now - self.heard_at <= 1
         if was_heard_before and not is_repetition:
             print_in_handler("stopped at once; the same command goes on from what was saved last")
             os._exit(128 + number)  # not an exception, which a library might catch
         self.signal_number.value = number
-        self.heard_at = time.monotonic()
+        self.heard_at = now
         if self.prints_notice:
             print_in_handler(self.notice())
 

@@ -72,10 +72,9 @@ class Bars(Progress):
 
         1. Add a bar for this loop, below those of the loops around it.
         2. For each item, move the bar on, and print a line: without a terminal always, else only
-           for a whole run and for the end of everything.
+           for a whole run.
         3. Remove the bar, also after an error.
         """
-        is_outermost = not self.tasks  # no other loop is under way
         task_id = self.add_task(label, total=total, completed=done, text="")
         self.advance(task_id, advance=0)  # starts the clock from which the speed is measured
         task = self.tasks[-1]  # the one just added: what rich knows of this loop
@@ -86,12 +85,10 @@ class Bars(Progress):
                 text = describe_unit(item)  # such as "loss P 0.52  D 1.3"
                 task.fields["text"] = text  # `get_renderables` draws it
                 line = f"{label} {number}/{total}  {text}"
-                is_whole_run = label == "run"  # the label of a loop over whole runs
-                is_last_of_outermost = is_outermost and number == total
                 if self.disable:  # no terminal
                     left = timedelta(seconds=round(task.time_remaining or 0))
                     print_line(f"{line}  ETA {left}", sys.stderr)
-                elif is_whole_run or is_last_of_outermost:  # a line that stays, above the bars
+                elif label == "run":  # a whole run: its line stays, above the bars
                     print_line(line, sys.stderr)
                 yield item
         finally:
@@ -115,7 +112,7 @@ def show_progress(quiet: bool) -> Iterator[Track]:
     """Show progress on stderr while the block runs, unless `quiet`; yield what shows it.
 
     1. Print the program's log on stderr, too: warnings alone where progress is not shown.
-    2. Decide who prints the notice after a signal.
+    2. Decide who prints the notice after a signal: the first process, unless bars show it.
     3. Yield a `Track`: bars on a terminal, lines in a file or a pipe, or one that shows nothing.
     """
     # Of several processes that torchrun started, one shows progress; the others print warnings.
@@ -137,7 +134,7 @@ def show_progress(quiet: bool) -> Iterator[Track]:
             yield bars
         print_line("", sys.stderr)  # a blank line before the result
     else:
-        yield Bars(on_terminal=False)
+        yield Bars(on_terminal=False)  # not started: without a terminal, there is nothing to draw
 
 
 def describe_unit(item: object) -> str:

@@ -36,24 +36,31 @@ def load_vit(cfg: Network, state: Mapping[str, Tensor] | None) -> Any:  # noqa: 
     `state` belongs to another network.
     """
     name = cfg.backbone.removeprefix(TIMM)  # such as vit_small_patch14_dinov2
-    # The place of the weights in the hub; None for networks that have no weights there.
-    repository = timm.models.get_pretrained_cfg_value(name, "hf_hub_id")
-    remedy = "fetch them where there is a network, see HF_HOME, or give --weights FILE"
-    with as_read_error(f"--backbone {cfg.backbone}: its weights", remedy):
-        if state is None and repository:
-            check_weights_in_reach(repository)
-        vit: Any = timm.create_model(name, pretrained=state is None)
-    vit.reset_classifier(0)  # fine-tuning adds its own head
+    vit: Any
+    if state is None:
+        vit = load_own_weights(name)
+        vit.reset_classifier(0)  # fine-tuning adds its own head
+        return vit
 
-    if state is not None:
-        # A file of timm may hold the classifier, too.
-        without_classifier = {}
-        for key, tensor in state.items():
-            if not key.startswith("head."):
-                without_classifier[key] = tensor
-        check_tensors(vit, without_classifier)
-        vit.load_state_dict(without_classifier)
+    vit = timm.create_model(name)
+    vit.reset_classifier(0)
+    without_classifier = {}  # which a file of timm may hold, too
+    for key, tensor in state.items():
+        if not key.startswith("head."):
+            without_classifier[key] = tensor
+    check_tensors(vit, without_classifier)
+    vit.load_state_dict(without_classifier)
     return vit
+
+
+def load_own_weights(name: str) -> Any:  # noqa: ANN401 (timm's)
+    """Make a timm network with timm's weights, from the cache or the internet (UsageError)."""
+    remedy = "fetch them where there is internet, see HF_HOME, or give --weights FILE"
+    with as_read_error(f"--backbone {TIMM}{name}: its weights", remedy):
+        repository = timm.models.get_pretrained_cfg_value(name, "hf_hub_id")  # where in the hub
+        if repository:  # some networks have weights elsewhere
+            check_weights_in_reach(repository)
+        return timm.create_model(name, pretrained=True)
 
 
 def check_tensors(network: nn.Module, state: Mapping[str, Tensor]) -> None:

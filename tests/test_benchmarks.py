@@ -13,6 +13,7 @@ from torchvision import datasets as tv
 from toy import ALIGN_STEPS, done, refusal
 
 from config import NAMED, AlignConfig
+from config import make as make_settings
 from data import SPLITS, Pool, Task
 from support.benchmarks import (
     BENCHMARKS,
@@ -28,7 +29,7 @@ from support.experiment import open_pool, open_task
 
 def load(name: str, root: Path, **more: Any) -> Task:
     given = {"backbone": "vit_mini", "dataset": name, "partial": True, "data_root": root} | more
-    return open_task(AlignConfig(**given))
+    return open_task(make_settings(AlignConfig, given))
 
 
 def torchvision_reads(name: str, root: Path, monkeypatch: Any) -> dict[str, dict[str, int]]:
