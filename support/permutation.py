@@ -46,7 +46,7 @@ def compare(arm: Sequence[int], against: Sequence[int], images: int = 100) -> Co
         raise ValueError("an arm without a seed cannot be compared")
     pooled = [*arm, *against]
     if any(number % 1 for number in pooled):  # also true for nan and inf
-        raise ValueError("compare counts, such as how many images were right")
+        raise ValueError("compare counts, such as images that were right, not percentages")
 
     n = len(arm)
     m = len(against)
