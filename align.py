@@ -136,8 +136,9 @@ def align(
     run_state = check_directory(out, "align", cfg, force)
     experiment = open_align_experiment(cfg, task, pool)
     experiment.check_batches("--d-batch", cfg.d_batch)
+    experiment.check_pretext_batches()
     prepared = prepare(experiment)
-    if run_state is RunState.NEW:  # any other has done this when it began
+    if run_state is RunState.NEW:  # a run that goes on has done this when it began
         experiment.check_held_out_images()
     with Run(out, "align", cfg, force, experiment.identity) as run:
         if run.result is None:
@@ -164,7 +165,7 @@ def run_algorithm_1(
     # its number. So without records, the probe is not finished.
     probe_is_done = bool(run.records)
     if probe_is_done:
-        state.done = run.records[-1]["step"]
+        state.done = run.records[-1]["step"]  # `batches_left` begins there
     try:
         if cfg.probe_epochs and not probe_is_done:
             run_probe(experiment, prepared, run, track)
@@ -179,7 +180,7 @@ def run_algorithm_1(
 def run_probe(experiment: AlignExperiment, prepared: Prepared, run: Run, track: Track) -> None:
     """Do the epochs of linear probing that are left, and log the score after the last one."""
     done = prepared.optimisers.probe.step // steps_per_probe_epoch(experiment)  # epochs
-    epochs = probe(experiment, prepared)
+    epochs = probe(experiment, prepared)  # lazy: the loop below trains
     for epoch, _ in track(epochs, experiment.cfg.probe_epochs, "probe", done):
         run.save_if_due(f"probe epoch {epoch}")
     run.log({"step": 0, "probe_val": score_probe(experiment, prepared)})
@@ -255,11 +256,11 @@ def batches_left(experiment: AlignExperiment, prepared: Prepared) -> Batches:
     lower_left = range(done * cfg.lower_steps, cfg.alternations * cfg.lower_steps)
     upper_left = range(done * cfg.upper_steps, cfg.alternations * cfg.upper_steps)
     images = pool_images(experiment.pool, experiment.arch.image_size, cfg)
-    unlabelled = pretext_batches(
+    pretext = pretext_batches(
         prepared.pretext_task, images, cfg.p_batch, lower_left, cfg, experiment.device
     )
-    examples = experiment.examples("downstream", cfg.seed, cfg.d_batch, upper_left, cfg.drop_path)
-    return Batches(unlabelled, examples)
+    downstream = experiment.examples("downstream", cfg.seed, cfg.d_batch, upper_left, cfg.drop_path)
+    return Batches(pretext, downstream)
 
 
 def start_state(
@@ -268,7 +269,8 @@ def start_state(
     """Make Algorithm 1's state before its line 3, and all optimisers of an align run.
 
     φ_D is not copied: `state.phi_D` and `head.phi` are the same tensors, so that `head` scores what
-    is trained. φ_P is copied, so the pretext task keeps its own as they were loaded.
+    is trained. φ_P is copied: the loss of the pretext task takes φ_P as an argument, and the task's
+    own tensors stay as they were loaded.
     """
     theta_P = theta.detach().clone().requires_grad_()  # l.2
     theta_D = theta.detach().clone().requires_grad_()  # l.2
@@ -283,10 +285,12 @@ def make_optimisers(
 ) -> Optimisers:
     """Make the optimisers of both levels (App. C.2, C.3) and of linear probing."""
     T = cfg.alternations
-    # + 1: as in the released program, the full rate is reached in the step after the warm-up.
+    # Steps count from 1. + 1: as in the released program, the full rate is reached in the step
+    # after the warm-up.
     lower_schedule = Schedule(T * cfg.lower_steps, cfg.warmup * cfg.lower_steps + 1, cfg.end_lr)
     upper_schedule = Schedule(T * cfg.upper_steps, cfg.warmup * cfg.upper_steps + 1, cfg.end_lr)
-    betas = None if cfg.d_optimizer == "sgd" else (0.9, 0.999)  # `Optimiser` takes None for SGD
+    betas_P = (0.9, 0.95)  # App. C.3, as in MAE
+    betas_D = None if cfg.d_optimizer == "sgd" else (0.9, 0.999)  # `Optimiser` takes None for SGD
 
     lower_groups = [
         Group([theta_P], cfg.p_lr, cfg.p_weight_decay),
@@ -296,9 +300,9 @@ def make_optimisers(
     upper_group = Group([theta_D, *phi_D.values()], cfg.d_lr, cfg.d_weight_decay)
     probe_group = Group([*phi_D.values()], cfg.d_lr, cfg.d_weight_decay)
     return Optimisers(
-        opt_P=Optimiser(lower_groups, lower_schedule, (0.9, 0.95), cfg.clip),
-        opt_D=Optimiser([upper_group], upper_schedule, betas, cfg.clip),
-        probe=Optimiser([probe_group], rate=None, betas=betas),  # at a constant rate, not clipped
+        opt_P=Optimiser(lower_groups, lower_schedule, betas_P, cfg.clip),
+        opt_D=Optimiser([upper_group], upper_schedule, betas_D, cfg.clip),
+        probe=Optimiser([probe_group], rate=None, betas=betas_D),  # at a constant rate, not clipped
     )
 
 

@@ -124,7 +124,7 @@ def collect_settings(settings_class: type[C], flags: Record, options: Options) -
         given = read_settings(options.config, settings_class) | flags
 
     from_run: Record = {}
-    if "start" in given:  # the setting of --from
+    if "start" in given:  # the setting of --from, which finetune alone has
         start = Path(str(given["start"])).expanduser()
         if not start.is_file():  # a file of LoRA has no settings, only a run has
             dataset = given.get("dataset")  # None: not given, as for the next
@@ -201,7 +201,7 @@ def warn_about_warmup(cfg: Command) -> None:
     settings = dict(cfg)
     for warmup, length in (("warmup", "alternations"), ("warmup_epochs", "epochs")):
         if warmup in settings and settings[warmup] >= settings[length]:
-            problem = "the warm-up is not shorter than the run, so no learning rate is reached"
+            problem = "the warm-up is not shorter than the run, so no rate reaches its full value"
             print_line(f"{problem}; see {flag_of(warmup)}", sys.stderr)
 
 

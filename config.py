@@ -1011,6 +1011,8 @@ C = TypeVar("C", bound=Settings)
 def make(settings_class: type[C], given: Record) -> C:
     """Make settings of this class from values by name, such as {"rank": 8} or {"rank": "8"}.
 
+    Defaults are added by `Command.fill_in`, which pydantic calls when the class is called.
+
     The class itself, called with the values, raises pydantic's error. This raises a UsageError,
     such as "--lam -1: Input should be greater than 0". It is about the first problem only, since
     those after it are often consequences of it; but all settings that are missing are named.

@@ -190,7 +190,7 @@ def fingerprint(*parts: Split | Pool) -> str:
 
 
 def name_own_data(*parts: Split | Pool) -> str:
-    """What settings have as --dataset or --pool if Python handed the images in: "own:1f0c…".
+    """The name of images from Python, in place of that of --dataset or --pool: "own:1f0c…".
 
     The digits are those of `fingerprint`, so a run directory refuses to go on with other images.
     """

@@ -153,7 +153,7 @@ class Starts(NamedTuple):
 
 
 Seeds = list[tuple[int, Path | None]]  # seeds, each with the adapter file that it starts from
-RunTrials = Callable[[list[Trial]], list[TrialResult]]  # results come in the order of the seeds
+RunTrials = Callable[[list[Trial]], list[TrialResult]]  # results come sorted by seed
 Grid = dict[float, list[TrialResult]]  # by learning rate, its trials: one seed or more
 
 
@@ -183,7 +183,7 @@ def finetune(
     experiment.check_batches("--batch", cfg.batch)
     starts = starts_of_seeds(cfg)
     align_info = check_starts(experiment, starts.given_files)
-    if run_state is RunState.NEW:  # any other has done this when it began
+    if run_state is RunState.NEW:  # a run that goes on has done this when it began
         experiment.check_held_out_images()
 
     start_sha256 = [sha256(file) for file in starts.given_files]
@@ -268,7 +268,7 @@ def adapters_of_align_runs(cfg: FinetuneConfig, folder: Path) -> list[Path]:
 
 
 def adapters_of_seeds(cfg: FinetuneConfig, run: Path) -> list[Path]:
-    """The adapters of a finished finetune run, one for each seed of the new run.
+    """The adapters of a finished finetune run, one for each seed of the restart, which is `cfg`.
 
     The new seeds must differ from the earlier ones whose adapters are taken. Otherwise head and
     batches would repeat, and the runs would not be independent. Raises UsageError.

@@ -353,7 +353,9 @@ def name_network(name: str, arch: Arch, backbone: Backbone) -> tuple[str, Record
     """
     if name.startswith(TIMM):  # timm:ARCHITECTURE.WEIGHTS
         architecture, _, _weights = name.removeprefix(TIMM).partition(".")
-        pool = backbone.vit.global_pool  # how features are made of the tokens
+        # The architecture has all sizes. These two may be others: the image size is a setting, and
+        # how features are made of the tokens depends on the weights.
+        pool = backbone.vit.global_pool
         return architecture, {"img_size": arch.image_size, "global_pool": pool}
     # Any plain ViT of timm would do: vit_args has all sizes, which replace those of the name.
     return "vit_base_patch16_224", vit_args(arch)

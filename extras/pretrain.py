@@ -88,7 +88,7 @@ def pretrain(
             return PretrainResult(**run.result)
         psi = dict(networks.backbone.vit.named_parameters())  # tensors by name
         psi.pop("pos_embed")  # the table of positions is fixed
-        trained = psi | pretext.phi
+        trained = psi | pretext.phi  # the tensors of `networks`: φ_P are those of its head
         opt = make_optimiser(cfg, trained, steps)
         # The state of I-JEPA's task is its teacher and the step. MAE's task has no state.
         state = {f"pretext.{name}": tensor for name, tensor in pretext.state.items()}
@@ -96,7 +96,7 @@ def pretrain(
         run.restore(trained | state, {"opt": opt})
 
         for record in train(cfg, pool, pretext, opt, steps, track):
-            run.log(record._asdict())  # such as {"step": 1, "loss": 0.5}
+            run.log({"step": record.number, "loss": record.loss})
             run.save_if_due(f"step {opt.step} of {steps}")
 
         run.write("backbone.pth", save_networks(cfg, networks))

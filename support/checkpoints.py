@@ -74,8 +74,8 @@ class Pretrained(NamedTuple):
     head: PretextHead
     arch: Arch  # the sizes of both networks
     sha256: str  # of the file; of a network of timm, of its tensors
-    # How images are normalised for this network; None: as their data set says.
-    channels: timm_models.Normalisation | None = None
+    # The mean and std of this network's images; None: those of their data set.
+    normalisation: timm_models.Normalisation | None = None
 
 
 def load_backbone(cfg: AlignConfig | FinetuneConfig) -> Pretrained:
@@ -173,8 +173,8 @@ def load_timm(path: Path | None, cfg: AlignConfig | FinetuneConfig) -> Pretraine
     head = build_head(arch, "mae")
     initialise([head], "mae", rng(cfg.seed, "decoder"))
 
-    channels = timm_models.Normalisation(vit.pretrained_cfg["mean"], vit.pretrained_cfg["std"])
-    return Pretrained(Backbone(vit, cfg.scale, cfg.recompute), head, arch, digest, channels)
+    normalisation = timm_models.Normalisation(vit.pretrained_cfg["mean"], vit.pretrained_cfg["std"])
+    return Pretrained(Backbone(vit, cfg.scale, cfg.recompute), head, arch, digest, normalisation)
 
 
 def find_weights(cfg: Network) -> Path | None:
@@ -359,7 +359,7 @@ def build_pretext_task(
     Args:
         cfg: masks, and the momentum of I-JEPA's teacher.
         backbone: f_ψ.
-        head: h^P, which the task trains.
+        head: h^P, whose tensors are the task's φ_P.
         steps: how many steps the run has; the momentum of I-JEPA's teacher rises over them.
         theta: θ_P's start, from which I-JEPA's teacher starts; None in `pretrain`, which trains ψ.
         teacher: in `pretrain`, the copy of the backbone that is I-JEPA's teacher; None otherwise.

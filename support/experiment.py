@@ -215,7 +215,8 @@ class Experiment(Generic[C]):
     def check_batches(self, flag: str, batch: int) -> None:
         """Refuse (UsageError) batches in which BatchNorm or a process would have too few images.
 
-        `flag` is the setting whose value `batch` is, such as --d-batch; the error names it.
+        The last batch of an epoch, of linear probing or of PEFT, is the smallest. `flag` is the
+        setting whose value `batch` is, such as --d-batch; the error names it.
         """
         has_batchnorm = self.cfg.head == "batchnorm"
         if has_batchnorm and self.cfg.micro_batch:
@@ -262,9 +263,8 @@ class AlignExperiment(Experiment[AlignConfig]):
     pool: data.Pool
     task_class: TaskClass | None  # the class of --pretext FILE.py:Class; None: mae or ijepa
 
-    def check_batches(self, flag: str, batch: int) -> None:
-        """Refuse (UsageError), besides, a --p-batch smaller than the number of processes."""
-        super().check_batches(flag, batch)
+    def check_pretext_batches(self) -> None:
+        """Refuse (UsageError) a --p-batch smaller than the number of processes."""
         processes = world().size
         p_batch = self.cfg.p_batch
         if p_batch < processes:
@@ -278,7 +278,7 @@ class AlignExperiment(Experiment[AlignConfig]):
         if self.task_class is not None:
             return self.new_custom_task(self.task_class, theta)
         cfg = self.cfg
-        # The task has a copy of the head: a run trains it, and runs may share this experiment.
+        # A copy, since it is changed here, and runs may share this experiment.
         head = copy.deepcopy(self.pretext_head)
         if cfg.pretext == "mae" and cfg.decoder == "random":
             checkpoints.initialise([head], "mae", data.rng(cfg.seed, "decoder"))
@@ -343,18 +343,19 @@ def add_networks(cfg: C, task: data.Task) -> Experiment[C]:
     device = set_up_device(cfg)
     with as_usage_error(f"--dataset {task.name}"):
         data.check_task(task)
-    backbone, pretext_head, arch, weights_sha256, channels = checkpoints.load_backbone(cfg)
-    if channels:  # a network of timm expects the mean and std that it was trained with
-        task = task._replace(mean=channels.mean, std=channels.std)
-    backbone.to(device)
+    pretrained = checkpoints.load_backbone(cfg)
+    if pretrained.normalisation:  # a network of timm expects the one that it was trained with
+        mean, std = pretrained.normalisation
+        task = task._replace(mean=mean, std=std)
+    backbone = pretrained.backbone.to(device)
     if keeps_weights_in_bfloat16(cfg, device):
         lora.keep_in_bfloat16(backbone)
     identity = Identity(
-        weights_sha256=weights_sha256,
+        weights_sha256=pretrained.sha256,
         data_sha256=data.fingerprint(*task.splits),
         images=task.sizes(),
     )
-    return Experiment(cfg, device, task, backbone, pretext_head, arch, identity)
+    return Experiment(cfg, device, task, backbone, pretrained.head, pretrained.arch, identity)
 
 
 def open_align_experiment(
@@ -384,7 +385,7 @@ def open_align_experiment(
         "pool_sha256": data.fingerprint(pool),
         "pretext_sha256": task_class.sha256 if task_class else None,
     }
-    return AlignExperiment(
+    return AlignExperiment(  # what `opened` has, with a larger identity, and two fields more
         cfg=cfg,
         device=opened.device,
         task=opened.task,
@@ -451,7 +452,7 @@ def pool_images(pool: data.Pool, size: int, cfg: AlignConfig | PretrainConfig) -
 def pretext_batches(
     task: PretextTask[Batch],
     images: data.Images,
-    batch: int,
+    batch_size: int,
     steps: range,
     cfg: Machine,
     device: torch.device,
@@ -465,21 +466,21 @@ def pretext_batches(
     Args:
         task: draws masks and prepares batches.
         images: those of `pool_images`.
-        batch: images in a step.
+        batch_size: images in a step.
         steps: numbers of the steps, from 0 over the whole run.
         cfg: seed, workers and precision are taken from it.
         device: where the network is.
     """
-    own = own_part(batch)
-    image_draws = data.stream(len(images.split.images), batch, cfg.seed, "pretext", steps)
+    own = own_part(batch_size)
+    image_draws = data.stream(len(images.split.images), batch_size, cfg.seed, "pretext", steps)
     own_draws = (of_step[own] for of_step in image_draws)
     batches = data.batches(images, own_draws, cfg.workers, device)
     for step, (x, _) in zip(steps, batches, strict=True):
-        masks = task.draw(batch, data.rng(cfg.seed, "mask", step))  # tensors (batch, ...)
+        masks = task.draw(batch_size, data.rng(cfg.seed, "mask", step))  # (batch_size, ...)
         own_masks = [data.to_device(mask[own], device) for mask in masks]
         with torch.autocast(device.type, torch.bfloat16, enabled=uses_autocast(cfg, device)):
-            prepared = task.prepare(x, *own_masks)
-        yield prepared
+            batch = task.prepare(x, *own_masks)
+        yield batch
 
 
 # --- Data --------------------------------------------------------------------------------------

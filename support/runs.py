@@ -530,8 +530,10 @@ def check_directory(
     """Check that a run may use the directory `path`; returns how far the run there is.
 
     A run begins in an empty or new directory, and with `force` where there is a run of the same
-    command. Without `force`, a run goes on if its settings and its identity are the same; before
-    the data are read, the identity is UNKNOWN, which is not compared. Raises UsageError.
+    command. Without `force`, a run goes on if its settings and its identity are the same.
+
+    It is asked three times: before the data are read, when the identity is UNKNOWN and not
+    compared; with the identity; and once the directory is locked. Raises UsageError.
     """
     with as_usage_error("--out"):
         check_utf8_name(path)  # safetensors reads files of no other name

@@ -44,7 +44,7 @@ def load_vit(cfg: Network, state: Mapping[str, Tensor] | None) -> Any:  # noqa: 
 
     vit = timm.create_model(name)
     vit.reset_classifier(0)
-    without_classifier = {}  # which a file of timm may hold, too
+    without_classifier = {}  # of the file, which may be timm's and hold its classifier
     for key, tensor in state.items():
         if not key.startswith("head."):
             without_classifier[key] = tensor

@@ -162,7 +162,7 @@ def test_batches_that_cannot_be_shared_out_are_refused(
     with pytest.raises(UsageError, match="has 8 images, the processes need 9"):
         opened.check_batches("--d-batch", 12)
     with pytest.raises(UsageError, match="--p-batch 8: give each of 9 processes an image"):
-        opened.check_batches("--d-batch", 80)
+        opened.check_pretext_batches()
 
 
 def test_an_empty_pool_and_a_name_for_handed_in_data_are_refused(

@@ -105,11 +105,11 @@ def test_epochs_are_counted_from_the_optimisers_step_and_the_last_may_be_shorter
 
     epochs = train_epochs(mean_of(x), opt, steps, 2, "toy", Passes(), see)
     first = next(epochs)
-    assert first == TrainRecord(step=1, loss=(16 + 4) / 2) and seen == [2.0, 3.0]
+    assert first == TrainRecord(number=1, loss=(16 + 4) / 2) and seen == [2.0, 3.0]
     assert [*epochs] == [TrainRecord(2, (1 + 0.25) / 2), TrainRecord(3, 0.0625)]
     assert (opt.step, len(seen)) == (5, 5)
     (more,) = train_epochs(mean_of(x), opt, batches(4.0), 2, "toy", Passes())
-    assert more.step == 3  # it went on within the third epoch
+    assert more.number == 3  # it went on within the third epoch
 
 
 def test_a_loss_that_is_not_finite_is_named_with_its_step() -> None:
