@@ -182,6 +182,10 @@ def leave_group() -> None:
     """
     if world().size > 1:
         wait_for_all()
+        # Before torch 2.8, the next call holds Python's lock while it waits for the threads of the
+        # group, and one of these may still need the lock to drop its last tensor. So without a
+        # pause, both would wait for ever (pytorch/pytorch#154976).
+        time.sleep(0.1)
         dist.destroy_process_group()
 
 

@@ -109,6 +109,11 @@ def same_curves(one: str, two: str) -> None:
 CASES = [("mae", "mfac"), pytest.param("ijepa", "cg", marks=pytest.mark.slow)]
 
 
+def last_json(stdout: str) -> dict[str, object]:
+    """What is on the last line: torch 2.8 and 2.9 print one of their own before it."""
+    return dict(json.loads(stdout.splitlines()[-1]))
+
+
 @pytest.mark.parametrize(("pretext", "hypergrad"), CASES)
 def test_two_processes_have_the_numbers_of_one(
     pretrained: Path, pretext: str, hypergrad: str
@@ -118,8 +123,8 @@ def test_two_processes_have_the_numbers_of_one(
     line = align_line(pretrained, more, pretext)
     both = together(f"{line} --out two")
     assert [finish(p) for p in both] == [0, 0], [Path(f"said-{i}").read_text() for i in (0, 1)]
-    assert json.loads(Path("said-0").read_text())["out"] == "two"
-    assert Path("said-1").read_text() == ""
+    assert last_json(Path("said-0").read_text())["out"] == "two"
+    assert "{" not in Path("said-1").read_text()
     done(f"{line} --out one")
     same_curves("one", "two")
     assert json.loads(Path("two/env.json").read_text())["machines"][0]["processes"] == 2
@@ -141,7 +146,7 @@ def test_torchrun_starts_them(pretrained: Path) -> None:
     call += [str(program), *line.split(), "--out", "two"]
     found = subprocess.run(call, env=os.environ | more, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
-    assert json.loads(found.stdout)["out"] == "two"
+    assert last_json(found.stdout)["out"] == "two"
     done(f"{line} --out one")
     same_curves("one", "two")
 
