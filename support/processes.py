@@ -82,13 +82,13 @@ class Stop:
     """
 
     def __init__(self) -> None:
-        # The number of the signal that was heard, 0 without one; in memory that workers share.
-        self.signal_number: ctypes.c_int = RawValue("i", 0)
         self.reset()
 
     def reset(self) -> None:
         """Be as at the start: no signal was heard, and this process answers none on stderr."""
-        self.signal_number.value = 0
+        # The number of the signal that was heard, 0 without one; in memory that workers share. The
+        # memory is new: processes that were forked from one would share the old, and stop together.
+        self.signal_number: ctypes.c_int = RawValue("i", 0)
         self.heard_at: float | None = None  # when this process itself heard a signal, in seconds
         self.prints_notice = False  # whether this process answers a signal on stderr
 
