@@ -3,24 +3,26 @@
 import csv
 import json
 import multiprocessing
+import os
 import re
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 from toy import ROOT, read_records
 
-from align import new_pretext_task
+from align import AlignResult, align, new_pretext_task
 from config import AlignConfig
 from extras import demo
 from support.adapters import find_adapters
 from support.checkpoints import find_weights
 from support.errors import UsageError
 from support.experiment import open_experiment, pool_images, pretext_batches
-from support.runs import sha256
+from support.files import sha256
 
 EPOCHS = 2
 
@@ -36,9 +38,20 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "PEFT", demo.PEFT | {"epochs": EPOCHS, "warmup_epochs": 0})
 
 
-def test_the_demo_ends_in_ordinary_runs_and_a_picture_and_goes_on(tmp_path: Path) -> None:
+def test_the_demo_ends_in_ordinary_runs_and_a_picture_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes are at it."""
     out = tmp_path / "d"
+
+    def align_and_say(*given: Any, **more: Any) -> AlignResult:
+        with (tmp_path / "processes").open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return align(*given, **more)
+
+    monkeypatch.setattr(demo, "align", align_and_say)
     result = demo.demo(out)
+    assert len({*(tmp_path / "processes").read_text().split()}) == 2
     assert [(arm.arm, len(arm.accuracies), arm.unit) for arm in result.arms] == [
         ("aligned", 2, "align run and PEFT"),
         ("direct", 2, "PEFT seed"),
@@ -67,13 +80,6 @@ def test_the_demo_ends_in_ordinary_runs_and_a_picture_and_goes_on(tmp_path: Path
     made = (out / "align/s1/adapter.safetensors").stat().st_mtime_ns
     assert demo.demo(out) == result  # finished runs are read
     assert (out / "align/s1/adapter.safetensors").stat().st_mtime_ns == made
-
-
-def test_the_second_process_could_do_all_runs_alone(tmp_path: Path) -> None:
-    second = demo.get_context("fork").Process(target=demo.help_train, args=(tmp_path, 0))
-    second.start()
-    second.join()
-    assert all((tmp_path / name / "result.json").exists() for name in demo.ARMS)
 
 
 def test_a_folder_of_photographs_is_left_alone(tmp_path: Path) -> None:

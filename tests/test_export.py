@@ -22,8 +22,9 @@ from data import rng
 from extras.export import crop_share, fold_norm, to_peft, to_timm
 from lora import Backbone, features, init_head, init_norm, init_theta, logits
 from mae import Decoder
-from support.adapters import AdapterInfo, find_adapters, load_adapter
+from support.adapters import find_adapters, load_adapter
 from support.checkpoints import Pretrained, build_vit
+from support.results import AdapterInfo
 
 SIZES: Any = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4}
 ARCH = Arch(32, 3, 4, 32, 8)
@@ -130,8 +131,9 @@ def test_timms_own_transform_and_network_predict_what_predict_does(
     image = to_pil_image(torch.as_tensor(test.images)[77])
     image.save("image.png")
     network = timm.create_model("local-dir:e/timm", pretrained=True).eval()
-    transform = timm.data.create_transform(**timm.data.resolve_data_config(model=network))
-    probabilities = network(transform(image)[None]).softmax(1)[0]
+    about: Any = timm.data
+    transform = about.create_transform(**about.resolve_data_config(model=network))
+    probabilities = network(transform(image)[None]).softmax(1)[0].detach()
     (guess,) = json.loads(done("predict f image.png --json"))["guesses"]
     best = int(probabilities.argmax())
     assert network.pretrained_cfg["label_names"][best] == guess["label"]
