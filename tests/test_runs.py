@@ -19,7 +19,7 @@ import torch
 from child_process import finish, start, wait_for
 from filelock import FileLock
 from PIL import Image
-from toy import PRETRAIN_STEPS, align_line, done, finetune_line, refusal
+from toy import PRETRAIN_STEPS, align_line, contents, done, finetune_line, refusal
 
 import cli
 import finetune
@@ -44,10 +44,6 @@ def begin(
     """Open a run with these settings, and leave it unfinished."""
     with open_run(path, command, config(**changes), digests or {}):
         pass
-
-
-def contents(path: Path) -> dict[Path, bytes]:
-    return {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
 def test_a_directory_of_something_else_is_never_taken_over(tmp_path: Path) -> None:
