@@ -118,7 +118,7 @@ class Tuned(NamedTuple):
 
 def fine_tune(settings: Record, rate: float, epochs: int, start: Tensor | None) -> Tuned:
     """PEFT as `finetune` does it, without a run directory and without a choice of the epoch."""
-    peft: Record = {"lr": rate, "epochs": epochs, "warmup_epochs": 5, "batch": 32}
+    peft: Record = {"lr": (rate,), "epochs": epochs, "warmup_epochs": 5, "batch": 32}
     cfg = FinetuneConfig(**settings | peft)
     experiment = open_experiment(cfg)
     task = experiment.task

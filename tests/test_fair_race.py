@@ -139,8 +139,17 @@ def test_the_arms_are_what_align_and_finetune_compute(
     assert not torch.equal(theta, fair_race.aligned(cell, tmp_path, 2, False))
 
     tuned = fair_race.fine_tune(settings, 0.03, 6, theta)
-    peft = {"lr": 0.03, "epochs": 6, "warmup_epochs": 5, "batch": 32, "eval_epochs": 6, "seeds": 1}
-    cfg = FinetuneConfig(**settings | peft | {"start": tmp_path / "align"})
+    peft = {
+        "lr": (0.03,),
+        "epochs": 6,
+        "warmup_epochs": 5,
+        "batch": 32,
+        "eval_epochs": 6,
+        "seeds": 1,
+    }
+    cfg = FinetuneConfig(
+        **settings | peft | {"eval_epochs": 6, "seeds": 1, "start": tmp_path / "align"}
+    )
     (test,) = finetune(cfg, tmp_path / "peft").tests
     assert test.accuracy == tuned.curve[6]
 
