@@ -56,11 +56,13 @@ from experiments.recipe import (
     run_script,
     write_table,
 )
-from finetune import FinetuneResult, finetune
+from finetune import finetune
 from support.errors import RunError
 from support.experiment import open_sources, set_up_device
+from support.files import read_json
 from support.processes import make_ready
-from support.runs import RunResult, Track, read_json
+from support.results import FinetuneResult, TrialResult
+from support.runs import Track
 
 T = TypeVar("T")
 
@@ -166,7 +168,7 @@ def run_controls(
     return rows
 
 
-def mean_time(runs: Sequence[RunResult], on_gpu: bool) -> float:
+def mean_time(runs: Sequence[AlignResult | TrialResult], on_gpu: bool) -> float:
     """Mean seconds of runs: of the CPU, or on a GPU those of the clock."""
     return fmean(run.seconds if on_gpu else run.cpu_seconds for run in runs)
 

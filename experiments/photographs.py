@@ -24,7 +24,8 @@ from config import AlignConfig, FinetuneConfig, PretrainConfig, Record
 from evaluate import compare
 from experiments.recipe import markdown, progress, run_script
 from extras.pretrain import pretrain
-from finetune import FinetuneResult, finetune
+from finetune import finetune
+from support.results import FinetuneResult
 
 PRETRAININGS = 2
 PRETRAIN: Record = {

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from cli import explain, report
 from config import AlignConfig, FinetuneConfig, Record
 from support.errors import RunError, UsageError
+from support.files import write_atomic
 from support.processes import world
-from support.runs import write_atomic
 from support.screen import format_cell
 
 T = TypeVar("T")
