@@ -164,7 +164,7 @@ def runs_of_peft(name: str, per_image: PerImage, passes: float) -> list[Record]:
         training = 200 * train * per_image.upper / 2
         validation = 200 * val * per_image.forward
         rows.append({
-            "an alignment, in runs of PEFT": f"{name} on {dataset}",
+            "an alignment, in runs of PEFT": f"{dataset}, {name}",
             "without validation": f"{500 * passes / training:.1f}",
             "with one after each epoch": f"{500 * passes / (training + validation):.1f}",
         })  # fmt: skip

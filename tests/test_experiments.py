@@ -1,6 +1,7 @@
 """The scripts of experiments/: each runs at toy size, and their own mathematics has witnesses."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from data import rng
 from experiments import (
     accuracy,
     attention_rollout,
+    cost,
     exact,
     lora_rank,
     networks,
@@ -235,6 +237,29 @@ def test_a_method_that_does_not_fit_is_told_and_the_others_go_on(
     seconds = {row["method"]: row["seconds"] for row in table(tmp_path / "vit_mini.json")}
     assert "out of memory" in seconds["cg"]
     assert float(seconds["identity"]) > 0
+
+
+# --- cost -----------------------------------------------------------------------------------------
+
+
+def test_a_forward_pass_of_vit_b16_counts_each_of_its_products() -> None:
+    """By hand: tokens times weights, the two products of attention, patches, LoRA, and the head."""
+    dim, depth, tokens, rank = 768, 12, 197, 64
+    layer = 12 * dim**2 * tokens + 2 * tokens**2 * dim + 4 * rank * dim * tokens
+    products = depth * layer + 196 * 16 * 16 * 3 * dim + dim * cost.CLASSES
+    assert cost.count(BACKBONES["vit_b16"], rank).forward == pytest.approx(2 * products, rel=1e-3)
+
+
+def test_an_alignment_is_as_much_as_1_to_11_runs_of_peft_as_the_index_says() -> None:
+    told = call(cost, "--backbone vit_b16,vit_h14")
+    rows = [line.split("|") for line in told.splitlines() if ", vit" in line]
+    ends = []
+    for column in (3, 2):  # with validation, and without
+        values = [float(row[column]) for row in rows]
+        ends += [min(values), max(values)]
+    assert ends == [1.2, 7.4, 1.3, 11.1]
+    index = (Path(cost.__file__).parent / "README.md").read_text()
+    assert re.search(r"as 1\.2\s.*to 7 .*runs of PEFT with validation.*1\.3 to 11\.", index)
 
 
 # --- attention rollout ----------------------------------------------------------------------------
