@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -83,17 +84,21 @@ def test_evaluate_prints_two_arms_and_draws_them(runs: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "kind"), [("align", AlignConfig), ("finetune", FinetuneConfig)]
 )
-def test_help_has_every_setting(command: str, kind: type[Settings]) -> None:
-    said = CliRunner().invoke(cli.app, [command, "--help"]).output.split()
+def test_help_has_every_setting_as_a_flag_or_by_name(command: str, kind: type[Settings]) -> None:
+    said = re.findall(r"[\w-]+", CliRunner().invoke(cli.app, [command, "--help"]).output)
     assert [name for name in kind.model_fields if cli.flag_of(name) not in said] == []
 
 
-def test_a_switch_that_a_file_has_turned_on_can_be_turned_off() -> None:
-    Path("c.toml").write_text("partial = true\n")
-    line = "finetune --backbone vit_mini --dataset omniglot:Greek --dry-run --json --config c.toml"
-    for more, expected in (("", True), ("--no-partial", False), ("--partial", True)):
-        plan = json.loads(done(f"{line} {more}"))
-        assert ("unlike the paper: --partial" in plan) is expected
+def test_help_is_for_a_person() -> None:
+    """It fits on two screens, with the flags of every day at the top, and says their types."""
+    lines = outside("align --help").stdout.splitlines()
+    assert len(lines) <= 100 and max(len(line) for line in lines) <= 80
+    top = "\n".join(lines[:25])
+    for flag in ("--backbone", "--dataset", "--weights", "--pool", "--out"):
+        assert f" {flag} " in top
+    said = "\n".join(lines)
+    for flag, kind in (("rank", "int"), ("lam", "float"), ("weights", "path"), ("device", "str")):
+        assert re.search(rf"--{flag} +<{kind}>", said)
 
 
 def test_help_and_wrong_names_come_before_torch() -> None:
@@ -206,9 +211,9 @@ def test_a_dry_run_counts_the_images_and_names_what_is_not_the_papers(weights: P
 UNLIKE = {
     "--lower-steps": 7,
     "--upper-steps": 4,
-    "--d-optimizer": "sgd",
+    "d_optimizer": "sgd",
     "--pool": "quilts",
-    "--partition": None,
+    "partition": None,
     "--dataset": None,
     "--weights": None,
 }
@@ -243,7 +248,8 @@ WRONG = [  # command line, exit code, what the one line names
     ("align --backbone vit_mini --weights nope.pth --dataset quilts", 2, "--weights"),
     ("align --backbone vit_mini --weights odd.pth --dataset quilts", 2, "cls_token"),
     ("aling", 2, "align"),
-    (f"{ALIGN} --mask-rato 0.5", 2, "--mask-ratio"),
+    (f"{ALIGN} --drop-pth 0.5", 2, "--drop-path"),
+    (f"{ALIGN} --mask-ratio 0.5", 2, "--mask-ratio"),
     (f"{ALIGN} --hypergrad exact", 2, "5000"),
     (f"{ALIGN} --config typo.toml", 2, "--alternation"),
     (f"{ALIGN} --config broken.toml", 2, "broken.toml"),
@@ -255,14 +261,14 @@ WRONG = [  # command line, exit code, what the one line names
     (f"{TUNE} --epochs 1 --seeds 1 --lr 1e30 --warmup-epochs 0", 1, "--lr"),
     (f"{TUNE} --lr 1e-3,x", 2, "--lr"),
     ("finetune --backbone vit_mini --weights {weights} --dataset pics", 1, "png"),
-    (f"{JEPA} --target-scale 0.4", 2, "--target-scale"),
+    (f"{JEPA} target_scale=0.4", 2, "target_scale"),
     (f"{JEPA} --pretext mae", 2, "MAE decoder"),
     ("export {weights}", 2, "adapter"),
     ("export with --weights other.pth", 2, "with"),
-    (f"{ALIGN} --mask-ratio 0.99", 2, "none or all of the patches"),
+    (f"{ALIGN} mask_ratio=0.99", 2, "none or all of the patches"),
     (f"{ALIGN} --preset papr", 2, "--preset papr"),
     (f"{TUNE} --pool pics", 2, "--pool"),
-    (f"{JEPA} --min-keep 9", 2, "9"),
+    (f"{JEPA} min_keep=9", 2, "9"),
     ("evaluate nowhere", 2, "nowhere"),
 ]
 

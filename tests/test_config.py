@@ -190,11 +190,12 @@ def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> N
     ("kind", "wrong", "named"),
     [
         (AlignConfig, {"lam": -1}, "--lam -1: "),
-        (AlignConfig, {"aspect": (0, 1)}, "--aspect"),
+        (AlignConfig, {"aspect": (0, 1)}, "^aspect 0: "),
         (AlignConfig, {"hypergrad": "newton"}, "--hypergrad newton: .*mfac"),
         (AlignConfig, {"backbone": "vit_b"}, "--backbone vit_b: .*b16"),
         (AlignConfig, {"jobs": 2}, "--jobs"),
         (FinetuneConfig, {"lr": ""}, "--lr"),
+        (FinetuneConfig, {"split_file": "mine.txt"}, "--split-file: .*cub200"),
         (FinetuneConfig, {"grid_seeds": 9}, "--grid-seeds 9: .* --seeds 8"),
         (FinetuneConfig, {"dataset": None}, "--dataset: "),
     ],

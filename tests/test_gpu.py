@@ -231,7 +231,7 @@ def test_align_has_the_numbers_of_the_cpu(pretrained: Path, hypergrad: str, pret
     if hypergrad == "exact":  # a Hessian product for each of 1,024 numbers of θ
         line += " --rank 1 --alternations 1 --p-batch 4"
     done(f"{line} --device cpu --out cpu")
-    done(f"{line} --device {DEVICE} --no-amp --out gpu")
+    done(f"{line} --device {DEVICE} amp=false --out gpu")
     assert difference("cpu", "gpu") < 1e-3
 
 
@@ -246,7 +246,7 @@ def test_align_in_bfloat16_stays_near_float32(pretrained: Path) -> None:
 
 def test_tf32_stays_near_float32_where_it_is_asked_for(pretrained: Path) -> None:
     """CG, whose Hessian products are in float32, or with --tf32 in TF32 (10 bits)."""
-    line = f"{align_line(pretrained, 'cg')} --device {DEVICE} --no-amp"
+    line = f"{align_line(pretrained, 'cg')} --device {DEVICE} amp=false"
     done(f"{line} --out plain")
     done(f"{line} --tf32 --out tf32")
     names = ("loss_P", "loss_D_at_P", "loss_D_at_D", "distance", "q_over_g")
@@ -257,7 +257,7 @@ def test_tf32_stays_near_float32_where_it_is_asked_for(pretrained: Path) -> None
 
 
 def test_gradients_kept_on_the_cpu_give_the_same_run(pretrained: Path) -> None:
-    line = f"{align_line(pretrained, 'mfac')} --device {DEVICE} --no-amp"
+    line = f"{align_line(pretrained, 'mfac')} --device {DEVICE} amp=false"
     done(f"{line} --out here")
     done(f"{line} --mfac-device cpu --out there")
     assert difference("here", "there") < 1e-3
@@ -268,7 +268,7 @@ def test_peft_has_the_scores_of_the_cpu(pretrained: Path) -> None:
     done(f"{align_line(pretrained, 'mfac')} --device cpu --out aligned")
     line = f"finetune --from aligned {PEFT}"
     done(f"{line} --device cpu --out cpu")
-    done(f"{line} --device {DEVICE} --no-amp --out gpu")
+    done(f"{line} --device {DEVICE} amp=false --out gpu")
     done(f"{line} --device {DEVICE} --out rounded")
     expected, found, rounded = (
         json.loads(Path(run, "result.json").read_text()) for run in ("cpu", "gpu", "rounded")
@@ -328,7 +328,7 @@ def test_two_processes_on_two_devices_have_the_numbers_of_one(pretrained: Path) 
     """By NCCL."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"two CUDA devices are needed, {torch.cuda.device_count()} visible")
-    line = f"{align_line(pretrained, 'mfac')} --device cuda --no-amp"
+    line = f"{align_line(pretrained, 'mfac')} --device cuda amp=false"
     call = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     program = Path("program.py")
     program.write_text(PROGRAM[-1])

@@ -422,7 +422,7 @@ def same_grid() -> bool:
 
 def test_a_grid_goes_on_to_the_same_bits(pretrained: Path) -> None:
     """The second rate is best before the stop, and chosen."""
-    line = f"finetune --backbone vit_mini --weights {pretrained}/mae --head batchnorm"
+    line = f"finetune --backbone vit_mini --weights {pretrained}/mae head=batchnorm"
     line += " --dataset quilts --epochs 3 --batch 40 --seeds 2 --grid 1e-1,3e-2 --warmup-epochs 1"
     line += " --save-minutes 0 --quiet"
     done(f"{line} --out whole")
