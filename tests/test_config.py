@@ -14,10 +14,10 @@ from toy import refusal
 import cli
 from config import (
     ALIGNED_RATES,
-    FREE,
+    COMPUTING,
     OPEN,
     PLACES,
-    SEEDS,
+    SEED_SETTINGS,
     AlignConfig,
     Command,
     FinetuneConfig,
@@ -183,7 +183,7 @@ def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> N
 
     assert More(forgotten=1).unlike_paper() == {"forgotten": 1}
     names = {*AlignConfig.model_fields, *FinetuneConfig.model_fields}
-    assert names >= FREE | OPEN | PLACES | SEEDS
+    assert names >= COMPUTING | OPEN | PLACES | SEED_SETTINGS
 
 
 @pytest.mark.parametrize(
