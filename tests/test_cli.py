@@ -35,10 +35,9 @@ import bisslight
 import cli
 from bisslight import Log
 from config import AlignConfig, FinetuneConfig, Settings
-from finetune import TrialResult
-from support.metrics import Score
 from support.optim import TrainRecord
 from support.progress import show_progress
+from support.results import Score, TrialResult
 
 OUTSIDE = {"PYTHONPATH": PROGRAM_PATH, "PATH": os.environ["PATH"]}
 

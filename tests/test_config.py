@@ -25,6 +25,7 @@ from config import (
     Record,
     Settings,
 )
+from support.errors import UsageError
 
 KINDS: dict[str, type[Command]] = {
     "align": AlignConfig,
@@ -142,6 +143,16 @@ def test_from_align_takes_the_network_and_the_images_of_the_run(tmp_path: Path) 
     assert (other.partial, other.data_seed) == (False, 5)  # images that were moved are split alike
 
 
+def test_an_adapter_file_brings_the_settings_of_the_run_that_it_lies_in(tmp_path: Path) -> None:
+    align = AlignConfig(backbone="vit_mini", dataset="dtd", rank=3)
+    file = write_align_run(tmp_path / "run", align) / "adapter.safetensors"
+    file.touch()
+    assert FinetuneConfig.from_align(file).rank == 3
+    alone = tmp_path / "adapter.safetensors"
+    alone.touch()
+    assert FinetuneConfig.from_align(alone, **B16).rank == 64
+
+
 def test_a_start_that_is_nothing_is_named(tmp_path: Path) -> None:
     assert "/none" in refusal(f"finetune --from {tmp_path}/none --out {tmp_path}/run")
 
@@ -175,6 +186,39 @@ def test_flags_win_over_a_file_over_a_preset_over_the_align_run(tmp_path: Path) 
     assert {name: getattr(cfg, name) for name in expected} == expected
 
 
+def test_a_file_with_a_misspelt_setting_or_of_another_command_is_refused(tmp_path: Path) -> None:
+    """A run's config.json has digests, too, which are no settings."""
+    file = tmp_path / "config.json"
+    for text, named in (
+        ('{"alternaton": 7}', "alternations"),
+        ('{"command": "finetune trial"}', "finetune trial"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UsageError, match=f"--config {file}: .*{named}"):
+            cli.collect(AlignConfig, dict(B16), cli.Options(config=file))
+    text = '{"command": "align", "rank": 3, "pool_sha256": "0", "images": {}}'
+    file.write_text(text, "utf-8-sig")  # as an editor of Windows does
+    assert cli.collect(AlignConfig, dict(B16), cli.Options(config=file)).rank == 3
+
+
+def test_the_default_directory_says_what_a_run_starts_from() -> None:
+    names = {
+        FinetuneConfig(**B16): "finetune-dtd-vit_b16-r64-s0",
+        FinetuneConfig(
+            **B16, start="/runs/align-a", seed=2
+        ): "finetune-dtd-vit_b16-from-align-a-r64-s2",
+        PretrainConfig(backbone="timm:a/b", pool="/photos"): "pretrain-photos-b-s0",
+    }
+    for cfg, name in names.items():
+        assert cli.default_out(cfg) == Path("runs", name)
+
+
+def test_none_can_be_asked_for_where_a_recipe_has_a_value() -> None:
+    given: Record = {"backbone": "vit_b16", "pretext": "ijepa", "pool": "/photos"}
+    assert PretrainConfig(**given).final_weight_decay == 0.4
+    assert PretrainConfig(**given, final_weight_decay=None).final_weight_decay is None
+
+
 def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> None:
     """And each name in a list is one of a setting: a misspelt one would compare nothing less."""
 
@@ -198,6 +242,8 @@ def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> N
         (FinetuneConfig, {"split_file": "mine.txt"}, "--split-file: .*cub200"),
         (FinetuneConfig, {"grid_seeds": 9}, "--grid-seeds 9: .* --seeds 8"),
         (FinetuneConfig, {"dataset": None}, "--dataset: "),
+        (FinetuneConfig, {"epochs": True}, "epochs"),  # TOML's true is no 1
+        (AlignConfig, {"pretext": "rotation:Rotation"}, "--pretext"),
     ],
 )
 def test_settings_refuse(kind: type[Settings], wrong: Record, named: str) -> None:
@@ -218,6 +264,9 @@ def test_names_keep_their_meaning_in_another_directory(
     assert named(pool="folder:pics").pool == named(pool="pics").pool == f"folder:{tmp_path}/pics"
     assert named(dataset="folder:pics").dataset == f"folder:{tmp_path}/pics"
     assert named(dataset="own", pool="own").pool == "own"
+    assert named(pool="dtd").pool == f"folder:{tmp_path}/dtd"  # it is a name for --dataset alone
+    assert named(pretext="rotation.py:Rotation").pretext == f"{tmp_path}/rotation.py:Rotation"
+    assert named(weights="~nosuchuser/w.pth").weights == tmp_path / "~nosuchuser/w.pth"
 
 
 @pytest.mark.parametrize("name", ["dataset", "pool"])
