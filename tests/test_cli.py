@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ from toy import (
 )
 from typer.testing import CliRunner
 
-import bisslight
 import cli
 from bisslight import Log
 from config import AlignConfig, FinetuneConfig, Settings
+from support.experiment import set_up_device
 from support.optim import TrainRecord
 from support.progress import show_progress
 from support.results import Score, TrialResult
@@ -100,19 +101,21 @@ def test_help_is_for_a_person() -> None:
         assert re.search(rf"--{flag} +<{kind}>", said)
 
 
-def test_help_and_wrong_names_come_before_torch() -> None:
+def test_help_wrong_names_and_evaluate_do_without_torch(runs: Path) -> None:
     code = "import sys, cli; sys.exit(cli.run(sys.argv[1:]) + 3 * ('torch' in sys.modules))"
     for line, expected in (
         ("--help", 0),
         ("align -h", 0),
         ("--version", 0),
         ("align --backbone vit_b --dataset dtd", 2),
+        ("data check --help", 0),
+        (f"evaluate {runs}/with --picture arms.png", 0),
         ("align --backbone vit_b16 --dataset dtd --lam -1", 2),
     ):
         program = [sys.executable, "-c", code, *line.split()]
         ended = subprocess.run(program, env=OUTSIDE, capture_output=True, text=True, check=False)
         assert ended.returncode == expected, (line, ended.stderr)
-    assert done("--version").strip() == bisslight.__version__
+    assert done("--version").strip() == version("bisslight")
     assert "--base-lr" in outside("pretrain --help").stdout
 
 
@@ -126,6 +129,7 @@ def test_progress_hands_every_item_on_and_has_a_line_for_each_off_a_terminal(
     """A text, an alternation, an epoch, a whole run, and one that diverged."""
     log = Log(6, [1.0, 3.0], [], [], [], [1.0], [], [], [], [])
     trial: Any = {"out": "t", "cpu_seconds": 1, "seconds": 1, "lr": 0.01, "seed": 1}
+    trial |= {"start_sha256": None, "start_cpu_seconds": None}
     best = Score(accuracy=50.0, loss=1.0, per_class=None, right=4)
     ended = [TrialResult(**trial, val=best, epoch=4), TrialResult(**trial, val=None)]
     items: list[Any] = ["loss 2.0", log, TrainRecord(7, 1.0), *ended]
@@ -207,6 +211,15 @@ def test_a_dry_run_counts_the_images_and_names_what_is_not_the_papers(weights: P
     assert [path.name for path in Path().iterdir()] == ["c.toml"]  # nothing is written
 
 
+def test_a_run_of_the_papers_size_says_that_it_is_meant_for_a_gpu(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for backbone, said in (("vit_b16", 1), ("vit_mini", 0)):
+        set_up_device(AlignConfig(backbone=backbone, dataset="dtd", device="cpu"))
+        assert len(caplog.records) == said
+        caplog.clear()
+
+
 UNLIKE = {
     "--lower-steps": 7,
     "--upper-steps": 4,
@@ -250,7 +263,7 @@ WRONG = [  # command line, exit code, what the one line names
     (f"{ALIGN} --drop-pth 0.5", 2, "--drop-path"),
     (f"{ALIGN} --mask-ratio 0.5", 2, "--mask-ratio"),
     (f"{ALIGN} --hypergrad exact", 2, "5000"),
-    (f"{ALIGN} --config typo.toml", 2, "--alternation"),
+    (f"{ALIGN} --config typo.toml", 2, "alternations"),
     (f"{ALIGN} --config broken.toml", 2, "broken.toml"),
     (f"{ALIGN} --out mine", 2, "mine: holds README.md"),
     (f"{ALIGN} --split-file mine.html", 2, "--split-file"),
@@ -262,7 +275,7 @@ WRONG = [  # command line, exit code, what the one line names
     ("finetune --backbone vit_mini --weights {weights} --dataset pics", 1, "png"),
     (f"{JEPA} target_scale=0.4", 2, "target_scale"),
     (f"{JEPA} --pretext mae", 2, "MAE decoder"),
-    ("export {weights}", 2, "adapter"),
+    ("export {weights}", 2, "align or finetune"),
     ("export with --weights other.pth", 2, "with"),
     (f"{ALIGN} mask_ratio=0.99", 2, "none or all of the patches"),
     (f"{ALIGN} --preset papr", 2, "--preset papr"),
