@@ -25,7 +25,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from toy import PROGRAM, PROGRAM_PATH
+from toy import PROGRAM, PROGRAM_PATH, words_of
 
 import cli
 import lora
@@ -73,7 +73,7 @@ def plain_float32() -> Iterator[None]:
 def done(line: str) -> None:
     """A command line in this process that must succeed; what it prints is left out."""
     with contextlib.redirect_stdout(io.StringIO()):
-        code = cli.run(line.split())
+        code = cli.run(words_of(line))
     assert code == 0, line
 
 
@@ -284,7 +284,7 @@ def test_a_run_stopped_and_continued_is_the_run_in_one_piece(
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(runs.Run, "log", log_and_stop)
-    assert cli.run(f"{line} --out cut".split()) == 143
+    assert cli.run(words_of(f"{line} --out cut")) == 143
     monkeypatch.setattr(runs.Run, "log", log)
     HEARD.clear()
     assert len(curves("cut")) == 1
@@ -305,7 +305,7 @@ def test_too_little_memory_is_told_in_one_line(
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(0.001)
     try:
-        code = cli.run(f"{line} --device {DEVICE} --out short".split())
+        code = cli.run(words_of(f"{line} --device {DEVICE} --out short"))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     lines = capsys.readouterr().err.splitlines()
