@@ -165,16 +165,16 @@ def draw(psi, theta, phi_P, images, curves):  # one_page.png
     import matplotlib.pyplot as plt
     patches, hidden = predict(psi, theta, phi_P, images, torch.rand(len(images), PATCHES))
     true, hidden = patchify(images), hidden[..., None]
-    std, mean = torch.std_mean(true, -1, keepdim=True)
-    filled = torch.where(hidden, patches.detach() * std + mean, true)
-    rows = torch.stack([true, torch.where(hidden, true.min(), true), filled])[..., ::3]
-    grey = rows.unflatten(2, (7, 7)).unflatten(4, (4, 4)).permute(0, 2, 4, 1, 3, 5)
-    _, (top, bottom) = plt.subplots(2, 1, figsize=(5, 6))
+    patches = patches.detach() * true.std(-1, keepdim=True) + true.mean(-1, keepdim=True)
+    rows = [true, torch.where(hidden, true.min(), true), torch.where(hidden, patches, true)]
+    grey = torch.stack(rows)[..., ::3].unflatten(2, (7, 7)).unflatten(4, (4, 4))
+    _, (top, bottom) = plt.subplots(2, 1, figsize=(5, 6), layout="constrained")
     top.legend(top.plot(range(5, EPOCHS + 1, 5), np.transpose([*curves.values()])), curves)
-    top.set(xlabel="epoch of PEFT", ylabel="test accuracy (%)")
-    bottom.imshow(grey.reshape(3 * 28, -1), cmap="gray_r")
+    top.set(xlabel="epoch of PEFT", ylabel="test accuracy (%)", xticks=range(5, EPOCHS + 1, 5))
+    grey = grey.permute(0, 2, 4, 1, 3, 5).reshape(3 * 28, -1)
+    bottom.imshow(grey, cmap="gray_r", vmin=true.min(), vmax=true.max())
     bottom.set(title="whole, three quarters hidden, and filled in", xticks=[], yticks=[])
-    plt.savefig("one_page.png")
+    plt.savefig("one_page.png", dpi=150)
 if __name__ == "__main__":
     torch.set_num_threads(1)  # tensors of this size gain nothing from more
     psi = torch.load(FOLDER / "omniglot.pth", weights_only=True)["model"]
