@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from copies import make, picture
+from extras.datasets import check, download, list_all
 from loopback import Server
 from PIL import Image
 
 import cli
-from extras.datasets import check, download, list_all
 from support.benchmarks import BENCHMARKS, read_lists
 from support.errors import RunError, UsageError
 

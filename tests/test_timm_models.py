@@ -15,6 +15,7 @@ from conftest import close
 from loopback import Handler, Server
 from quilts import quilts
 from safetensors.torch import load_file, save, save_file
+from support.timm_models import read_arch
 from torch import Tensor
 from toy import ROOT, done, refusal
 
@@ -25,7 +26,6 @@ from mae import MAE, Decoder, positions
 from support.checkpoints import load_adapter, load_backbone
 from support.errors import UsageError
 from support.experiment import open_align_experiment
-from support.timm_models import read_arch
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 NAME = "test_vit2"  # timm's own for tests: width 64, mean of patches, a register, layer scale
