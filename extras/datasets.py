@@ -8,7 +8,7 @@ from config import FinetuneConfig, name_or_folder
 from data import LEFT_OUT, count_others, find_fault, find_images, overheard, subfolders
 from support.benchmarks import BENCHMARKS, open_task, place_of
 from support.errors import UsageError, collected
-from support.runs import sha256
+from support.files import sha256
 
 
 class Check(BaseModel):

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 NAME = "test_vit2"  # timm's own for tests: width 64, mean of patches, a register, layer scale
 STEPS = (
     "--alternations 2 --lower-steps 2 --upper-steps 1 --p-batch 4 --d-batch 8 --probe-epochs 0 "
-    "--eval-every 2 --warmup 0 --mask-ratio 0.5 --rank 2"
+    "--eval-every 2 --warmup 0 mask_ratio=0.5 --rank 2"
 )
 
 
@@ -143,7 +143,7 @@ def test_pretraining_makes_networks_of_this_program_alone() -> None:
     [
         ({"backbone": f"timm:{NAME}", "pretext": "ijepa"}, "ijepa"),
         ({"backbone": "timm:"}, "backbone"),
-        ({"backbone": f"timm:{NAME}", "decoder": "checkpoint"}, "--decoder checkpoint"),
+        ({"backbone": f"timm:{NAME}", "decoder": "checkpoint"}, "decoder checkpoint"),
     ],
 )
 def test_settings_that_do_not_go_with_a_network_are_refused(given: Any, named: str) -> None:
