@@ -265,7 +265,6 @@ def test_names_keep_their_meaning_in_another_directory(
     assert named(dataset="folder:pics").dataset == f"folder:{tmp_path}/pics"
     assert named(dataset="own", pool="own").pool == "own"
     assert named(pool="dtd").pool == f"folder:{tmp_path}/dtd"  # it is a name for --dataset alone
-    assert named(pretext="rotation.py:Rotation").pretext == f"{tmp_path}/rotation.py:Rotation"
     assert named(weights="~nosuchuser/w.pth").weights == tmp_path / "~nosuchuser/w.pth"
 
 
