@@ -21,8 +21,8 @@ from PIL import Image
 from torch import Tensor
 
 from config import ALPHABETS
+from support.benchmarks import IMAGES, POOL
 from support.errors import UsageError
-from support.omniglot import IMAGES, POOL, SIDE
 
 DIGESTS = {
     "images_background_small1.zip": (
@@ -36,7 +36,7 @@ Archives = Annotated[list[Path], typer.Argument(help="The two zip files.", exist
 
 
 def pack(archives: Archives, out: Path = IMAGES) -> None:
-    """Read both archives and write the images of all alphabets, 2 bits a pixel."""
+    """Read both archives and write the images of all alphabets, (characters, 20, 28, 28)."""
     drawings = dict[str, Tensor]()  # by alphabet/character/image
     for archive in archives:
         digest = hashlib.sha256(archive.read_bytes()).hexdigest()
@@ -48,7 +48,7 @@ def pack(archives: Archives, out: Path = IMAGES) -> None:
         # in the order of their names: character by character, and drawer by drawer
         names = sorted(name for name in drawings if name.startswith(f"{alphabet}/"))
         shades = torch.stack([shrink(drawings[name]) for name in names])
-        packed[alphabet] = pack_bits(shades)
+        packed[alphabet] = shades.view(-1, 20, 28, 28).numpy()
         print(f"{alphabet}: {len(names)} images")
     with out.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **packed)
@@ -70,17 +70,8 @@ def read_archive(archive: Path) -> dict[str, Tensor]:
 
 def shrink(drawing: Tensor) -> Tensor:
     """A drawing in 28 x 28 pixels of four shades, 0 to 3."""
-    small = F.adaptive_avg_pool2d(drawing[None, None], SIDE)[0, 0]
+    small = F.adaptive_avg_pool2d(drawing[None, None], 28)[0, 0]
     return (small / 0.75 * 3).round().clamp(0, 3).to(torch.uint8)
-
-
-def pack_bits(shades: Tensor) -> NDArray[np.uint8]:
-    """Four pixels in each byte, the first one in its lowest bits."""
-    four = shades.view(-1, 4)
-    packed = torch.zeros(len(four), dtype=torch.uint8)
-    for k in range(4):
-        packed |= four[:, k] << 2 * k
-    return packed.numpy()
 
 
 if __name__ == "__main__":
