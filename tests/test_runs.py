@@ -401,7 +401,7 @@ def same_grid() -> bool:
     )
 
 
-GRID = "head=batchnorm --epochs 3 --seeds 2 --lr 1e-1,3e-2 --warmup-epochs 1 --save-minutes 0"
+GRID = "head='batchnorm' --epochs 3 --seeds 2 --lr 1e-1,3e-2 --warmup-epochs 1 --save-minutes 0"
 
 
 def test_a_grid_goes_on_to_the_same_bits(pretrained: Path) -> None:
