@@ -21,9 +21,7 @@ from mfac import mfac, recursion
 
 torch.set_default_dtype(torch.float64)
 plt.rcParams.update({"figure.dpi": 80, "figure.constrained_layout.use": True})
-BLUE, ORANGE, GREEN, PINK, RED, GREY = (
-    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#777777",
-)  # fmt: skip
+BLUE, ORANGE, GREEN, PINK, RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00"
 
 # %% [markdown]
 # ## 1.1 A bilevel problem with two parameters
@@ -46,12 +44,7 @@ BLUE, ORANGE, GREEN, PINK, RED, GREY = (
 #
 # which is Eq. 5. **The hypergradient keeps the part of g along the flat directions of $L^P$.**
 #
-# **Left, the lower level**: θ_D (square) stays where it is, and θ_P, which starts at the same
-# place, moves to θ_P* (circle), between θ_D and the minimum of L^P. The dotted line is the pull.
-# **Middle, the upper level**: θ_D moves along −q; then the lower level is solved again, so θ_P*
-# follows (filled: after the step). **Right**: the same for a step along −g of the same length. The
-# contours in these two panels show the loss $L^D(\theta_P^*(\theta_D))$ for each θ_D, so they are
-# for the squares. The star is for the circles: the minimum of L^D, where θ_P* should be.
+# [The page](../docs/page.md#the-implicit-gradient-eq-5) has a picture of such a valley.
 
 # %%
 lam = 0.5
@@ -76,63 +69,7 @@ g = theta_P - target  # gradient of L^D with respect to theta, at theta_P
 q = lam * torch.linalg.solve(H2 + lam * torch.eye(2), g)  # Eq. 5
 # end of blank
 
-# %%
-line = torch.linspace(-1.7, 2.7, 100)
-x, y = torch.meshgrid(line, line, indexing="xy")
-places = torch.stack([x, y], -1)  # (100, 100, 2), where a parameter may be
-L_P = 0.5 * (places @ H2 * places).sum(-1)
-lower_loss = L_P + lam / 2 * (places - theta_D).square().sum(-1)  # Eq. 4, of θ_P
-upper = torch.stack([upper_loss(place) for place in places.view(-1, 2)])  # first term of Eq. 3
-
-
-def arrow(axes: plt.Axes, start: Tensor, end: Tensor, colour: str, style: str) -> None:
-    """An arrow from one parameter to another."""
-    shape = {"arrowstyle": "-|>", "shrinkA": 5, "shrinkB": 5, "linewidth": 2.2}
-    axes.annotate("", end, start, arrowprops=shape | {"color": colour, "linestyle": style})
-
-
-def mark(axes: plt.Axes, theta_D: Tensor, theta_P: Tensor, fill: str) -> None:
-    """θ_D as a square, θ_P* as a circle, and the pull between them as a dotted line."""
-    axes.plot(*torch.stack([theta_D, theta_P]).T, ":", color="black", linewidth=1)
-    axes.plot(*theta_D, "s", color="black", markerfacecolor=fill, markersize=9)
-    axes.plot(*theta_P, "o", color="black", markerfacecolor=fill, markersize=9)
-
-
-figure, panels = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True)
-levels = [0.03, 0.2, 0.6, 1.2, 2, 3, 4.5]
-panels[0].contour(x, y, lower_loss - lower_loss.min(), levels=levels, colors=GREY, linewidths=0.6)
-panels[0].plot(0, 0, "k+", markersize=11)
-panels[0].text(0.1, 0.1, "minimum of L^P", fontsize=9)
-arrow(panels[0], theta_D, theta_P, GREEN, "--")
-mark(panels[0], theta_D, theta_P, "white")
-title = "Lower level: θ_D stays, θ_P moves to θ_P*\ncontours: its loss, as a function of θ_P"
-panels[0].set_title(title, fontsize=9.5)
-for axes, vector, name, colour in ((panels[1], q, "q", BLUE), (panels[2], g, "g", ORANGE)):
-    moved_D = theta_D - 1.5 * vector / vector.norm()  # the upper step: length 1.5
-    moved_P = theta_P_star(moved_D)  # the lower level, solved again
-    axes.contour(x, y, upper.view_as(x), levels=8, colors=PINK, linewidths=0.8)
-    arrow(axes, theta_D, moved_D, colour, "-")
-    arrow(axes, theta_P, moved_P, GREEN, "--")
-    mark(axes, theta_D, theta_P, "white")
-    mark(axes, moved_D, moved_P, colour)
-    axes.plot(*target, "k*", markersize=12)
-    axes.text(2.6, 0.3, "minimum of L^D", ha="right", fontsize=9)
-    title = f"Upper level: θ_D moves along −{name}, θ_P* follows\n"
-    title += f"L^D(θ_P*): {upper_loss(theta_D):.2f} → {upper_loss(moved_D):.2f}"
-    axes.set_title(title, fontsize=9.5)
-for axes in panels:
-    axes.text(-1.15, 0.18, "θ_D", ha="right")
-    axes.text(-0.25, 0.38, "θ_P*")
-    axes.set(xlabel="θ[0]", xlim=(-1.7, 2.7), ylim=(-1.6, 1.4), aspect="equal")
-panels[0].set_ylabel("θ[1]")
-plt.show()
-
 # %% [markdown]
-# The step along −q is at right angles to the contours: q is the gradient of this loss *with respect
-# to θ_D*, while g is the gradient with respect to θ_P. A good part of the step along −g goes across
-# the valley of L^P, where θ_P* moves only a ninth as far as θ_D; along the valley it moves half as
-# far. The second term of Eq. 3, $L^D(\theta_D)$, is left out of the picture.
-#
 # Is the formula right? We move θ_D by a small amount in each coordinate, solve the lower level
 # again, and see how much $L^D(\theta_P^*)$ changes. This *finite difference* uses no calculus.
 

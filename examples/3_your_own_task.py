@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 4. Your own pretext task
+# # 3. Your own pretext task
 #
 # BiSSLight works with any pretext task. Here the network has to say which way up an image is. This
 # task takes the place of the masked autoencoder (MAE) in the whole chain: align, fine-tune,
@@ -38,7 +38,7 @@ torch.set_num_threads(1)  # the network is too small for several threads
 plt.rcParams.update({"figure.dpi": 75, "figure.constrained_layout.use": True})
 
 # %% [markdown]
-# ## 4.1 The task
+# ## 3.1 The task
 #
 # A pretext task is a class in a file. It has two attributes and four methods. `phi` holds the start
 # values of the head, `state` other tensors that a resumed run needs. A step calls the methods in
@@ -111,7 +111,7 @@ plt.show()
 # </details>
 
 # %% [markdown]
-# ## 4.2 Align, from Python
+# ## 3.2 Align, from Python
 #
 # `pretext="FILE:Class"` names the task. Its head starts at random, so its learning rate `phi_p_lr`
 # is higher than that of MAE's pretrained decoder.
@@ -136,7 +136,7 @@ for name, settings in tasks.items():
 # L^P of MAE hardly falls: ψ and the decoder were pretrained with MAE on the same pool.
 
 # %% [markdown]
-# ## 4.3 Fine-tune, and the controls
+# ## 3.3 Fine-tune, and the controls
 #
 # Now the fine-tuning, with a new head, from four starts: θ_P of each task, the backbone alone
 # (*direct*), and θ of a finished fine-tuning (*restart*). The last one is a control that the paper
@@ -186,8 +186,8 @@ for arm in evaluate(arms).arms:
 # Say what you expect before you run it. Both were run; *found* says what came out. Mind that
 # there are two seeds: differences of 5 points may be chance.
 #
-# 1. **In 4.2, give MAE `"upper_steps": 0`** (in place of 3). Without the upper level no label
-#    reaches θ_P, so its curve in 4.3 should be that of *direct*. *Found:* 20 % after three epochs,
+# 1. **In 3.2, give MAE `"upper_steps": 0`** (in place of 3). Without the upper level no label
+#    reaches θ_P, so its curve in 3.3 should be that of *direct*. *Found:* 20 % after three epochs,
 #    where direct fine-tuning has 22 %; at the epoch that validation chose 36.6 and 40.5 %.
 # 2. **Give the rotation `"lam": 1e-1`.** The labels reach θ_P by the pull λ(θ_P − θ_D) alone, and
 #    this task is new to ψ: its gradients are large, and θ_P goes where they lead. A pull that is a

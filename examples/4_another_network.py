@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 5. Another network, another PEFT
+# # 4. Another network, another PEFT
 #
 # BiSSLight does not depend on the network, on the pretext task, or on the method of
 # parameter-efficient fine-tuning (PEFT). Here all three are changed:
@@ -11,7 +11,7 @@
 # | pretext task | masked autoencoder, I-JEPA | by how many quarter turns was this image turned? |
 # | Algorithm 1 | `bisslight.algorithm_1` | the same function, unchanged |
 #
-# Read notebook 3 first. This one runs in about a minute.
+# Read notebook 2 first. This one runs in about a minute.
 
 # %%
 from collections.abc import Callable, Iterator
@@ -39,11 +39,11 @@ torch.set_num_threads(1)  # the network is too small for several threads
 plt.rcParams.update({"figure.dpi": 75, "figure.constrained_layout.use": True})
 
 # %% [markdown]
-# ## 5.1 A network, and what θ is
+# ## 4.1 A network, and what θ is
 #
 # The network: three of torchvision's residual blocks behind a first convolution. Every layer has 32
-# channels. The images are the handwriting of notebook 2; the 24 Greek letters are the labelled
-# task.
+# channels. The images are the handwriting of the other notebooks; the task is to tell the 24 Greek
+# letters apart.
 
 # %%
 DIM = 32  # channels of each layer, and features of an image
@@ -87,7 +87,7 @@ numbers = sum(tensor.numel() for tensor in PSI.values())
 print(f"ψ has {numbers:,} numbers; θ has {K} x {p} = {K * p}")
 
 # %% [markdown]
-# ## 5.2 The pretext task of notebook 4, on this network
+# ## 4.2 The pretext task of notebook 3, on this network
 #
 # Only the loss is another one, since it takes another `features`.
 
@@ -143,7 +143,7 @@ last = sum(losses[-50:]) / 50
 print(f"L^P: first {losses[0]:.2f}, last 50 steps {last:.2f}")
 
 # %% [markdown]
-# ## 5.3 Algorithm 1, unchanged
+# ## 4.3 Algorithm 1, unchanged
 #
 # The downstream loss is the cross entropy of a linear layer on the same features. Its head is
 # trained alone first, at θ = 0 (linear probing). Nothing tells `algorithm_1` which network this is.
@@ -212,7 +212,7 @@ for seed, (_, logs) in enumerate(runs["M-FAC"]):
 # on the same images and at the paper's λ, |q|/|g| is above 0.99.
 
 # %% [markdown]
-# ## 5.4 Fine-tuning, with and without aligning
+# ## 4.4 Fine-tuning, with and without aligning
 #
 # Fine-tuning (Eq. 2) trains θ and a new head: from θ = 0, the pretrained network, and from the θ_P
 # of each align run. It is short, 100 steps, and the same for all.
@@ -256,17 +256,11 @@ for name, accuracies in arms.items():
 # %% [markdown]
 # ## What to change and what you expect
 #
-# Say what you expect before you run it. Both were run; *found* says what came out, on a
-# processor where the unchanged notebook gave 27.6 % (not aligned), 36.5 % (M-FAC) and 35.9 % (q =
-# g). With other processors and other seeds of the pretraining the first arm had 27 to 37 %, and
-# aligning gained 3 to 9 points. So compare a change with the notebook as it ran on your own.
+# Say what you expect before you run it; *found* says what came out, on a processor where the
+# unchanged notebook gave 27.6 % (not aligned), 36.5 % (M-FAC) and 35.9 % (q = g). With other
+# processors and seeds of the pretraining the first arm had 27 to 37 %, and aligning gained 3 to 9
+# points. So compare a change with the notebook as it ran on your own.
 #
-# 1. **`lam=0.001`, the paper's.** The penalty hardly holds θ_P and θ_D together, so the labels can
-#    hardly guide θ_P, and aligning should help less. *Found:* 29.6 % with M-FAC and with q = g, in
-#    each seed to the digit.
-# 2. **`hypergradients.exact` for `mfac`.** θ is so small that Eq. 5 can be computed as it stands,
-#    by K p = 448 Hessian-vector products in each alternation: set `alternations=3`, and expect some
-#    minutes. Should q be shorter or longer than g? *Found:* longer, 1.4 to 6 times, and in another
-#    direction (its cosine with M-FAC's q is −0.1 to 0.1). H has eigenvalues from −0.47 to 9.9, and
-#    about ten of 448 lie below −λ, so θ_P is near a saddle of the lower level, and not near the
-#    minimum of Eq. 4.
+# **`lam=0.001`, the paper's.** The penalty hardly holds θ_P and θ_D together, so the labels can
+# hardly guide θ_P, and aligning should help less. *Found:* 29.6 % with M-FAC and with q = g, in
+# each seed to the digit.

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 3. Algorithm 1 by hand
+# # 2. Algorithm 1 by hand
 #
 # Here Algorithm 1 is written out from the pieces of this project, and compared with
 # `bisslight.algorithm_1`, number by number. Then: in which regime does the curvature change
@@ -33,11 +33,11 @@ torch.set_num_threads(1)  # the network is too small for several threads
 plt.rcParams.update({"figure.dpi": 75, "figure.constrained_layout.use": True})
 
 # %% [markdown]
-# ## 3.1 The input of Algorithm 1 (line 1)
+# ## 2.1 The input of Algorithm 1 (line 1)
 #
 # We need a pretrained backbone ψ with its pretext head φ_P, a pretext task, a labelled task,
 # batches of both, and two optimisers. ψ and φ_P come with the program: `vit_mini`, pretrained with
-# the masked autoencoder (MAE) on handwritten characters (notebook 2). `open_experiment` freezes ψ:
+# the masked autoencoder (MAE) on handwritten characters. `open_experiment` freezes ψ:
 # only θ and the heads are trained. The labelled task is to tell the 24 Greek characters apart.
 
 # %%
@@ -97,7 +97,7 @@ def begin() -> State:
 
 
 # %% [markdown]
-# ## 3.2 Algorithm 1
+# ## 2.2 Algorithm 1
 #
 # `passes.gradients(loss, theta, phi, batch)` returns the loss and its gradients with respect to θ
 # and to the head. `update` of an optimiser changes tensors in place.
@@ -149,7 +149,7 @@ numbers = list(by_hand(s, mfac))
 print(f"{len(numbers)} upper steps; |q|/|g| of the last one: {numbers[-1][0]:.4f}")
 
 # %% [markdown]
-# ## 3.3 The same with the library
+# ## 2.3 The same with the library
 #
 # `bisslight.algorithm_1` is a generator: it does one alternation, yields numbers to log, and waits.
 # The caller decides what to do in between: print, validate, save, or stop.
@@ -190,7 +190,7 @@ for name, mine, theirs in (
 # </details>
 
 # %% [markdown]
-# ## 3.4 In which regime does the curvature change anything?
+# ## 2.4 In which regime does the curvature change anything?
 #
 # The last upper step above had |q|/|g| = 0.999 or more: q is g, and `identity`, which ignores the
 # curvature, would have given the same run. In each block, no eigenvalue of M-FAC's matrix F, the
@@ -245,8 +245,8 @@ plt.show()
 # Say what you expect before you run it. Both were run; *found* says what came out.
 #
 # 1. **In `by_hand`, append `g_P` to G** (after line 7) in place of `grad_P`. The comparison in
-#    3.3 should fail. *Found:* it does, though θ_P and θ_D differ by 4e-4 at most: a mistake that
+#    2.3 should fail. *Found:* it does, though θ_P and θ_D differ by 4e-4 at most: a mistake that
 #    only a comparison number by number can find.
-# 2. **In 3.4, add `(1, 1e-5)` to `REGIMES`.** Gradients of single images are the largest, so
+# 2. **In 2.4, add `(1, 1e-5)` to `REGIMES`.** Gradients of single images are the largest, so
 #    |q|/|g| should be the smallest. But q and g are equal outside of the span of the stored
 #    gradients, so it cannot fall to 0. *Found:* 0.844.
