@@ -19,7 +19,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from rotation import Batch, Rotation
@@ -36,7 +35,6 @@ from support.benchmarks import omniglot_pool, omniglot_task
 from support.optim import Group, Optimiser, Schedule, trainable
 
 torch.set_num_threads(1)  # the network is too small for several threads
-plt.rcParams.update({"figure.dpi": 75, "figure.constrained_layout.use": True})
 
 # %% [markdown]
 # ## 4.1 A network, and what θ is
@@ -192,17 +190,6 @@ runs = {
     "q = g": [align(identity, s) for s in SEEDS],
 }
 
-figure, axes = plt.subplots(1, 3, figsize=(9, 2.6))
-titles = {"loss_P": "L^P at θ_P", "loss_D_at_P": "L^D at θ_P", "q_over_g": "|q| / |g|"}
-for axis, (key, title) in zip(axes, titles.items(), strict=True):
-    for name, of_seeds in runs.items():
-        values = torch.tensor([[getattr(log, key) for log in logs] for _, logs in of_seeds])
-        axis.plot(
-            range(1, 1 + steps.alternations), values.mean((0, 2)), "o-", markersize=3, label=name
-        )
-    axis.set(title=title, xlabel="alternation", xticks=[1, 10, 20])
-axes[1].legend()
-plt.show()
 for seed, (_, logs) in enumerate(runs["M-FAC"]):
     ratios = logs[-1].q_over_g
     print(f"seed {seed}, last alternation: |q|/|g| {sum(ratios) / len(ratios):.2f}")
@@ -242,16 +229,8 @@ for name, accuracies in arms.items():
 # alike, although |q|/|g| is far below 1. Three seeds are few, and all of them share one pretrained
 # network.
 #
-# **Questions**
-#
-# 1. What in this notebook had to know that the network is a ResNet?
-#
-# <details><summary>Answers</summary>
-#
-# 1. `features`, which puts θ into the normalisation layers, and their list. The pretext task, both
-#    losses, M-FAC and Algorithm 1 only see θ as a tensor (K, p).
-#
-# </details>
+# Only `features`, which puts θ into the normalisation layers, and their list had to know that the
+# network is a ResNet. The pretext task, both losses, M-FAC and Algorithm 1 see θ as a tensor (K, p).
 
 # %% [markdown]
 # ## What to change and what you expect
