@@ -230,7 +230,7 @@ for name, accuracies in arms.items():
 # network.
 #
 # Only `features`, which puts θ into the normalisation layers, and their list had to know that the
-# network is a ResNet. The pretext task, both losses, M-FAC and Algorithm 1 see θ as a tensor (K, p).
+# network is a ResNet. The pretext task, M-FAC and Algorithm 1 see θ as a tensor (K, p).
 
 # %% [markdown]
 # ## What to change and what you expect
