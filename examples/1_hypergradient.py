@@ -84,14 +84,12 @@ print("g, no curvature  ", [f"{float(value):.6f}" for value in g])
 # %% [markdown]
 # **Questions**
 #
-# 1. What is q when λ is very large? When it is very small?
-# 2. Where would θ_P* be if $L^P$ were completely flat, $H = 0$? And q?
+# 1. What is q when λ is very large? When it is very small? And if $H = 0$?
 #
 # <details><summary>Answers</summary>
 #
 # 1. For large λ, θ_P* follows θ_D exactly, and q tends to g. For small λ, θ_P* hardly depends on
-#    θ_D, and q tends to 0 (except along directions in which L^P has no curvature at all).
-# 2. θ_P* = θ_D and q = g. So `identity` is right in this case.
+#    θ_D, and q tends to 0, except along directions in which L^P has no curvature: there q = g.
 #
 # </details>
 

@@ -101,13 +101,6 @@ def begin() -> State:
 #
 # `passes.gradients(loss, theta, phi, batch)` returns the loss and its gradients with respect to θ
 # and to the head. `update` of an optimiser changes tensors in place.
-#
-# Three things are easy to get wrong:
-#
-# - the gradient that is stored in G (line 6) is ∇L^P, *before* λ(θ_P − θ_D) is added (line 7),
-#   because M-FAC adds λI to its matrix by itself;
-# - g (line 12) is taken at θ_P, while the update (line 16) moves θ_D;
-# - the head φ_D is moved by the sum of two gradients (line 15), one at θ_P and one at θ_D.
 
 
 # %%
@@ -175,19 +168,8 @@ for name, mine, theirs in (
     assert difference < 1e-6
 
 # %% [markdown]
-# **Questions**
-#
-# 1. Which lines would you have to change to get BiSSL, the predecessor?
-# 2. In which line do the labelled data influence θ_P?
-#
-# <details><summary>Answers</summary>
-#
-# 1. Lines 10 and 13 only: pass `cg` (conjugate gradients, CG) instead of `mfac`. Then H is used and
-#    G is not.
-# 2. In no line directly. The labels move θ_D (line 16), and line 7 of the next alternation pulls
-#    θ_P towards θ_D.
-#
-# </details>
+# To get BiSSL, the predecessor, pass `cg` (conjugate gradients) instead of `mfac`: only lines 10
+# and 13 change. Then H is used and G is not.
 
 # %% [markdown]
 # ## 2.4 In which regime does the curvature change anything?

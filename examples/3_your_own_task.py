@@ -165,20 +165,6 @@ for arm in evaluate(arms).arms:
 # ([omniglot.md](../experiments/omniglot.md)) found the same with MAE.
 #
 # There are two seeds, one alphabet and one small network here, and all seeds share one align run.
-#
-# **Questions**
-#
-# 1. How would you find out whether the labels in the upper level helped, or only the additional
-#    training on the pretext task?
-# 2. Alignment took computing time, too. How would you make the comparison fair?
-#
-# <details><summary>Answers</summary>
-#
-# 1. Add an arm that is aligned with `upper_steps=0`: it trains only the lower level.
-# 2. Give fine-tuning without alignment as much time in total: more epochs or more learning rates.
-#    The table has the CPU seconds of each arm.
-#
-# </details>
 
 # %% [markdown]
 # ## What to change and what you expect
