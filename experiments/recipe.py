@@ -13,7 +13,7 @@ from config import AlignConfig, Command, FinetuneConfig, Record
 from support.errors import RunError, UsageError
 from support.processes import Stopped, world
 from support.runs import write_atomic
-from support.screen import join_lines, print_line
+from support.screen import print_line
 
 T = TypeVar("T")
 Backbone = Annotated[str, typer.Option(help="vit_mini, vit_b16, vit_l16 or vit_h14.")]
@@ -30,10 +30,10 @@ def run_script(main: Callable[..., None]) -> None:
     try:
         typer.run(main)
     except UsageError as error:
-        print_line(f"error: {join_lines(str(error))}", sys.stderr)
+        print_line(f"error: {error}", sys.stderr)
         sys.exit(2)
     except RunError as error:
-        print_line(f"error: {join_lines(str(error))}", sys.stderr)
+        print_line(f"error: {error}", sys.stderr)
         sys.exit(1)
     except Stopped as stopped:
         signal, message = stopped.args
