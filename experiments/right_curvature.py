@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from align import adapter_file, batches_left, prepare, probe
 from bisslight import Hypergradient, algorithm_1
 from config import OMNIGLOT, AlignConfig, FinetuneConfig, PretrainConfig, Record
-from experiments.what_q_is import NewtonPasses, newton
+from experiments.newton import NewtonPasses, newton
 from extras.pretrain import pretrain
 from finetune import finetune
 from mfac import mfac

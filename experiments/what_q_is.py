@@ -1,64 +1,165 @@
-"""What is q? M-FAC's F and the Gauss-Newton matrix N of the pretext loss, at the same θ_P."""
+"""What is q? M-FAC's F and the Gauss-Newton matrix N of the pretext loss, at the same θ_P.
 
+python -m experiments.what_q_is              # table and picture from what_q_is.csv
+python -m experiments.what_q_is --measure    # first adds the rows that the file lacks
+"""
+
+import csv
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from itertools import product
+from pathlib import Path
+from statistics import fmean
 
 import torch
+import typer
+from matplotlib import pyplot as plt
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bisslight import Map, Passes, Phi
-from mae import MAE
+from align import batches_left, prepare, probe
+from bisslight import Map, agreement, algorithm_1
+from config import AlignConfig, Record
+from experiments.newton import NewtonPasses, newton, squared_length_inside
+from experiments.recipe import markdown
+from mfac import mfac
+from support.experiment import open_experiment
 
-# --- the Gauss-Newton hypergradient ---------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class NewtonPasses(Passes):
-    """Passes in which the Gauss-Newton matrix N of MAE's loss stands for H."""
-
-    task: MAE | None = None
-
-    def hessian(self, loss: object, theta: Tensor, phi: Phi, batch: Any) -> Map:
-        """The function u -> N u, N = (2/n) JᵀJ; J is the Jacobian of the n predicted pixels."""
-        assert self.task
-        point = theta.detach().requires_grad_()
-        with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
-            prediction, mask = self.task.predict(point, phi, batch)
-            pixels = prediction[mask > 0]
-            v = torch.zeros_like(pixels, requires_grad=True)
-            (JTv,) = torch.autograd.grad(pixels, point, v, create_graph=True)
-
-        def newton_product(u: Tensor) -> Tensor:
-            (Ju,) = torch.autograd.grad(JTv, v, u, retain_graph=True)
-            (JTJu,) = torch.autograd.grad(pixels, point, Ju, retain_graph=True)
-            return 2 / pixels.numel() * JTJu
-
-        return newton_product
+ROWS = Path(__file__).with_name("what_q_is.csv")
+SETTINGS: Record = {  # the rest is the paper's, or vit_mini's default
+    "backbone": "vit_mini", "alternations": 12, "warmup": 2, "upper_steps": 3, "d_lr": 1e-2,
+    "clip": 1e9, "device": "cpu",
+}  # fmt: skip
+ALPHABETS = ("Tagalog", "Early_Aramaic")
+LAMBDAS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+SCALES = [(20.0, 1e-3, c) for c in (1.0, 1e1, 1e2, 1e3, 1e4)]  # N_L, λ, c
+CASES = [*product((5.0, 20.0, 80.0), LAMBDAS, (1.0,))]  # N_L, λ, c
+LAST = 6  # alternations that are measured
+FROM_CASE = "trace_F trace_N along_F along_N share ratio_F ratio_N cosine_N pull acts product"
+FROM_SCALE = "ratio_F cosine_F ratio_N loss_P distance"
 
 
-def newton(G: Tensor, lam: float, H: Callable[[], Map], count: int = 8) -> Map:
-    """With N = H(): q = g − Σ_i p_i ((N p_i)ᵀ g) / (p_iᵀ (N + λI) p_i), the form of Eq. 10.
+def measure(lower_steps: float, lam: float, c: float, alphabet: str) -> Record:
+    """Means over the last alternations of an align run with c L^P and c λ.
 
-    The p_i are `count` directions of conjugate gradients from the first g; they serve all later g.
+    With c = 1 it follows M-FAC's q. Otherwise q = g, so that such runs differ in c alone.
     """
-    N = H()
-    directions: list[tuple[Tensor, Tensor, Tensor]] = []  # p, A p, pᵀ A p with A = N + λI
+    case = {"dataset": f"omniglot:{alphabet}", "lower_steps": int(lower_steps), "lam": c * lam}
+    cfg = AlignConfig(**SETTINGS | case)
+    experiment = open_experiment(cfg)
+    found: list[Record] = []
 
-    def inverse(g: Tensor) -> Tensor:
-        residual = g
-        while len(directions) < count:
-            new = residual
-            for p, Ap, pAp in directions:  # rounding would spoil the usual short recurrence
-                new = new - p * ((Ap * residual).sum() / pAp)
-            Ap = N(new) + lam * new
-            pAp = (new * Ap).sum()
-            directions.append((new, Ap, pAp))
-            residual = residual - Ap * ((new * residual).sum() / pAp)
-        q = g.clone()
-        for p, Ap, pAp in directions:
-            q -= p * (((Ap - lam * p) * g).sum() / pAp)
-        return q
+    def watched(G: Tensor, c_lam: float, H: Callable[[], Map]) -> Map:
+        by_mfac = mfac(G, c_lam)
+        row: Record = {}
+        found.append(row)
 
-    return inverse
+        def inverse(g: Tensor) -> Tensor:
+            if not row and state.done >= cfg.alternations - LAST:  # the first g of an alternation
+                N = H()  # that of L^P, without c
+                row.update(compare(G / c, g, N, lam))
+                for name, q in (("F", by_mfac(g)), ("N", newton(G, lam, lambda: N)(g))):
+                    ratio, cosine, _ = agreement(g, q).values()
+                    row.update({f"ratio_{name}": float(ratio), f"cosine_{name}": float(cosine)})
+            return by_mfac(g) if c == 1 else g.clone()
+
+        return inverse
+
+    prepared = prepare(experiment, watched)
+    list(probe(experiment, prepared))
+    state, task, head, hypergrad, _ = prepared
+    batches = batches_left(experiment, prepared)
+    passes = NewtonPasses(task=task)  # type: ignore[arg-type]
+    loss_P = task.loss
+    task.loss = lambda *args: c * loss_P(*args)  # type: ignore[method-assign]
+    logs = [*algorithm_1(state, cfg, task, head.loss, hypergrad, *batches, passes)][-LAST:]
+    means: Record = {"lower_steps": lower_steps, "lam": lam, "c": c, "alphabet": alphabet}
+    for name in found[-1]:
+        means[name] = fmean(row[name] for row in found[-LAST:])
+    means["distance"] = fmean(fmean(log.distance) for log in logs)
+    means["loss_P"] = fmean(fmean(log.loss_P) for log in logs) / c
+    return means
+
+
+def compare(G: Tensor, g: Tensor, N: Map, lam: float) -> Record:
+    """Size of F and N, along g and in all; the trace of N is that of one random vector."""
+    u = torch.randn(g.shape, generator=torch.Generator().manual_seed(0)).sign()
+    squared = float(g.double().square().sum())
+    in_F = float((G.double() @ g.double()[..., None]).square().sum()) / G.shape[1]
+    return {
+        "trace_F": float(G.double().square().sum()) / G.shape[1],
+        "trace_N": float((u * N(u)).sum()),
+        "along_F": in_F / squared / lam,
+        "along_N": float((g * N(g)).sum()) / squared / lam,
+        "share": squared_length_inside(G, g) / squared,
+        "norm_P": float(G[:, -1].norm()),  # |∇L^P| of θ alone
+    }
+
+
+def read_rows(path: Path) -> list[Record]:
+    """The rows of the file, with what follows from their numbers; none if it is not there."""
+    rows: list[Record] = []
+    for line in csv.DictReader(path.read_text().splitlines() if path.exists() else []):
+        row: Record = {k: v if k == "alphabet" else float(v) for k, v in line.items()}
+        row["pull"] = row["lam"] * row["distance"] / row["norm_P"]  # λ|δ| / |∇L^P|
+        row["acts"] = row["norm_P"] ** 2 / row["lam"]  # |∇L^P|² / λ
+        rows.append(row | {"product": row["pull"] * row["acts"]})  # |∇L^P| |δ|
+    return rows
+
+
+def add_rows(path: Path) -> None:
+    """Measure the cases that the file lacks."""
+    done = {tuple(row.values())[:4] for row in read_rows(path)}
+    for case, alphabet in product(CASES + SCALES[1:], ALPHABETS):
+        if (*case, alphabet) not in done:
+            row = measure(*case, alphabet)
+            with path.open("a") as file:
+                writer = csv.writer(file)
+                if file.tell() == 0:
+                    writer.writerow(row)
+                writer.writerow(f"{x:.6g}" if isinstance(x, float) else x for x in row.values())
+
+
+def both(rows: list[Record], case: tuple[float, ...], name: str) -> list[float]:
+    """A number of each alphabet in a case (N_L, λ, c)."""
+    return [row[name] for row in rows if tuple(row.values())[:3] == case]
+
+
+def table(rows: list[Record], cases: list[tuple[float, float, float]], names: str) -> str:
+    """A line for each case; the two numbers of a cell are those of the two alphabets."""
+    lines: list[Record] = []
+    for case in cases:
+        line: Record = dict(zip(("N_L", "λ", "c"), (f"{x:g}" for x in case), strict=True))
+        for name in names.split():
+            line[name] = ", ".join(f"{x:.3g}" for x in both(rows, case, name))
+        lines.append(line)
+    return markdown(lines)
+
+
+def draw(rows: list[Record], path: Path) -> None:
+    """What M-FAC and N make of g, and the two conditions, against λ; means of two alphabets."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    curves = [(left, "ratio_F", f"|q|/|g|, M-FAC, N_L {n:g}", n) for n in (5.0, 20.0, 80.0)]
+    curves.append((left, "ratio_N", "|q|/|g|, Gauss-Newton", 20.0))
+    curves.append((right, "pull", "the pull acts: λ|δ| / |∇L$^P$|", 20.0))
+    curves.append((right, "acts", "M-FAC acts: |∇L$^P$|² / λ", 20.0))
+    curves.append((right, "product", "their product: |∇L$^P$| |δ|", 20.0))
+    for axes, name, label, n in curves:
+        y = [fmean(both(rows, (n, lam, 1.0), name)) for lam in LAMBDAS]
+        axes.plot(LAMBDAS, y, "o-", label=label, linewidth=1.5, markersize=4)
+        axes.set(xscale="log", xlabel="λ")
+        axes.legend(fontsize=8)
+    right.set_yscale("log")
+    figure.savefig(path, dpi=110)
+
+
+def main(add: bool = typer.Option(False, "--measure"), path: Path = ROWS) -> None:
+    """Print both tables, and draw the picture; with --measure measure first what is missing."""
+    torch.set_num_threads(1)
+    if add:
+        add_rows(path)
+    rows = read_rows(path)
+    print(f"{table(rows, CASES, FROM_CASE)}\n\n{table(rows, SCALES, FROM_SCALE)}")
+    draw(rows, path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    typer.run(main)

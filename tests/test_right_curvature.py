@@ -13,7 +13,7 @@ from align import batches_left, prepare
 from config import AlignConfig
 from experiments import right_curvature as plan
 from experiments import right_curvature_analysis as analysis
-from experiments.what_q_is import NewtonPasses, newton
+from experiments.newton import NewtonPasses, newton
 from support.experiment import open_experiment
 
 OWN = {"0": 0.03, "F": 0.01, "N": 0.001}
