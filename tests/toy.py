@@ -39,7 +39,7 @@ ALIGN_SETTINGS: dict[str, Any] = {  # the same for the Python interface
     "probe_epochs": 1, "eval_every": 1, "warmup": 1,
 }  # fmt: skip
 PEFT_SETTINGS: dict[str, Any] = {
-    "epochs": 2, "batch": 40, "warmup_epochs": 0, "seeds": 1, "lr": 1e-2,
+    "epochs": 2, "batch": 40, "warmup_epochs": 0, "seeds": 1, "lr": (1e-2,),
 }  # fmt: skip
 
 
@@ -117,6 +117,11 @@ def call(script: Any, line: str, more: list[str] | None = None) -> str:
 def read_records(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def contents(place: Path) -> dict[Path, bytes]:
+    """All files below a folder, with what they hold."""
+    return {file: file.read_bytes() for file in place.rglob("*") if file.is_file()}
 
 
 def save_by_class(folder: Path, images: Tensor, targets: Tensor) -> None:
