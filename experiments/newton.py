@@ -1,4 +1,4 @@
-"""What several studies need: the Gauss-Newton matrix as a hypergradient, and the span of G."""
+"""The Gauss-Newton matrix N as a hypergradient; how large F and N are. For two studies."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bisslight import Map, Passes, Phi
+from config import Record
 from mae import MAE
 
 
@@ -73,3 +74,18 @@ def squared_length_inside(G: Tensor, x: Tensor) -> float:
     # gradients may be dependent: what is shorter than 1e-5 of the longest spans nothing
     inverse = torch.linalg.pinv(G @ G.mT, rtol=1e-10, hermitian=True)
     return float((Gx.mT @ inverse @ Gx).sum())
+
+
+def compare(G: Tensor, g: Tensor, N: Map, lam: float) -> Record:
+    """Size of F and N, along g and in all; the trace of N is that of one random vector."""
+    u = torch.randn(g.shape, generator=torch.Generator().manual_seed(0)).sign()
+    squared = float(g.double().square().sum())
+    in_F = float((G.double() @ g.double()[..., None]).square().sum()) / G.shape[1]
+    return {
+        "trace_F": float(G.double().square().sum()) / G.shape[1],
+        "trace_N": float((u * N(u)).sum()),
+        "along_F": in_F / squared / lam,
+        "along_N": float((g * N(g)).sum()) / squared / lam,
+        "share": squared_length_inside(G, g) / squared,
+        "norm_P": float(G[:, -1].norm()),  # |∇L^P| of θ alone
+    }

@@ -18,7 +18,7 @@ from torch import Tensor
 from align import batches_left, prepare, probe
 from bisslight import Map, agreement, algorithm_1
 from config import AlignConfig, Record
-from experiments.newton import NewtonPasses, newton, squared_length_inside
+from experiments.newton import NewtonPasses, compare, newton
 from experiments.recipe import markdown
 from mfac import mfac
 from support.experiment import open_experiment
@@ -79,21 +79,6 @@ def measure(lower_steps: float, lam: float, c: float, alphabet: str) -> Record:
     return means
 
 
-def compare(G: Tensor, g: Tensor, N: Map, lam: float) -> Record:
-    """Size of F and N, along g and in all; the trace of N is that of one random vector."""
-    u = torch.randn(g.shape, generator=torch.Generator().manual_seed(0)).sign()
-    squared = float(g.double().square().sum())
-    in_F = float((G.double() @ g.double()[..., None]).square().sum()) / G.shape[1]
-    return {
-        "trace_F": float(G.double().square().sum()) / G.shape[1],
-        "trace_N": float((u * N(u)).sum()),
-        "along_F": in_F / squared / lam,
-        "along_N": float((g * N(g)).sum()) / squared / lam,
-        "share": squared_length_inside(G, g) / squared,
-        "norm_P": float(G[:, -1].norm()),  # |∇L^P| of θ alone
-    }
-
-
 def read_rows(path: Path) -> list[Record]:
     """The rows of the file, with what follows from their numbers; none if it is not there."""
     rows: list[Record] = []
@@ -111,11 +96,10 @@ def add_rows(path: Path) -> None:
     for case, alphabet in product(CASES + SCALES[1:], ALPHABETS):
         if (*case, alphabet) not in done:
             row = measure(*case, alphabet)
+            lines = [",".join(row)] if not path.exists() else []
+            lines.append(",".join(f"{x:.6g}" if x != alphabet else x for x in row.values()))
             with path.open("a") as file:
-                writer = csv.writer(file)
-                if file.tell() == 0:
-                    writer.writerow(row)
-                writer.writerow(f"{x:.6g}" if isinstance(x, float) else x for x in row.values())
+                file.write("\n".join(lines) + "\n")
 
 
 def both(rows: list[Record], case: tuple[float, ...], name: str) -> list[float]:
