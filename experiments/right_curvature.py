@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 from align import adapter_file, batches_left, prepare, probe
 from bisslight import Hypergradient, algorithm_1
 from config import OMNIGLOT, AlignConfig, FinetuneConfig, PretrainConfig, Record
+from experiments.fair_race import PRETRAIN
 from experiments.newton import NewtonPasses, newton
 from extras.pretrain import pretrain
 from finetune import finetune
@@ -28,10 +29,6 @@ from support.experiment import open_experiment
 from support.runs import Busy
 
 RESULTS = Path(__file__).with_name("right_curvature")
-PRETRAIN: Record = {
-    "backbone": "vit_mini", "pool": "omniglot", "image_size": 28, "patch_size": 4, "epochs": 60,
-    "warmup_epochs": 3, "batch": 64, "base_lr": 16e-3, "beta2": 0.999, "min_crop": 0.5,
-}  # fmt: skip
 ALIGN: Record = {  # what is not here is the paper's, or vit_mini's default
     "alternations": 50, "warmup": 5, "lower_steps": 5, "upper_steps": 3, "p_batch": 64,
     "d_batch": 32, "p_lr": 1e-2, "d_lr": 1e-2,
