@@ -93,7 +93,7 @@ def test_a_loss_that_compares_images_gets_whole_batches(weights: Path, tmp_path:
     trial = open_align_experiment(align_settings(weights, pretext=name))
     trial.new_pretext_task(trial.new_theta(0))
     cut = align_settings(weights, pretext=name, micro_batch=4)
-    with pytest.raises(UsageError, match=r"mine\.py:Mine: .* leave --micro-batch out"):
+    with pytest.raises(UsageError, match=r"mine\.py:Mine: .* leave micro-batches out"):
         align(cut, tmp_path / "a")
     assert not (tmp_path / "a").exists()
 
