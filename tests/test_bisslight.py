@@ -18,7 +18,7 @@ from bisslight import Diverged, Log, Passes, State, TorchOptimiser, agreement, a
 from config import AlignConfig
 from experiments.time_and_memory import alternations
 from hypergradients import exact, identity
-from mfac import Partition, mfac
+from mfac import Partition, in_blocks, mfac
 from mfac import recursion as by_recursion
 
 ADAMW = "bisslight_tiny_adamw_f64"
@@ -44,7 +44,7 @@ def test_algorithm_1_reproduces_a_recorded_run(
     seen: dict[str, list[Tensor]] = {"G": [], "g": [], "q": []}
 
     def spy(G: Tensor, lam: float, H: Any) -> Any:
-        inverse = hypergrad(G, lam, H, partition)
+        inverse = in_blocks(hypergrad, partition)(G, lam, H)
         seen["G"].append(G.transpose(0, 1).clone())  # (N_L, K, p)
 
         def kept(g: Tensor) -> Tensor:
