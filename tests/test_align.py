@@ -3,6 +3,7 @@
 import json
 import shlex
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -92,7 +93,10 @@ def align_without_directory(cfg: AlignConfig, hypergrad: Hypergradient | None = 
     state, task, head, inverse, _ = prepared
     pretext, downstream = batches_left(experiment, prepared)
     passes = experiment.passes
-    logs = algorithm_1(state, cfg, task, head.loss, inverse, pretext, downstream, passes)
+    train_D = partial(head.loss, regularise=True)
+    logs = algorithm_1(
+        state, cfg, task, head.loss, inverse, pretext, downstream, passes, train_D=train_D
+    )
     assert len([*logs]) == cfg.alternations
     return state.theta_P.detach()
 
