@@ -25,7 +25,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from toy import PROGRAM, PROGRAM_PATH
+from toy import PROGRAM, PROGRAM_PATH, words_of
 
 import cli
 import lora
@@ -73,7 +73,7 @@ def plain_float32() -> Iterator[None]:
 def done(line: str) -> None:
     """A command line in this process that must succeed; what it prints is left out."""
     with contextlib.redirect_stdout(io.StringIO()):
-        code = cli.run(line.split())
+        code = cli.run(words_of(line))
     assert code == 0, line
 
 
@@ -231,7 +231,7 @@ def test_align_has_the_numbers_of_the_cpu(pretrained: Path, hypergrad: str, pret
     if hypergrad == "exact":  # a Hessian product for each of 1,024 numbers of θ
         line += " --rank 1 --alternations 1 --p-batch 4"
     done(f"{line} --device cpu --out cpu")
-    done(f"{line} --device {DEVICE} --no-amp --out gpu")
+    done(f"{line} --device {DEVICE} amp=false --out gpu")
     assert difference("cpu", "gpu") < 1e-3
 
 
@@ -245,7 +245,7 @@ def test_align_in_bfloat16_stays_near_float32(pretrained: Path) -> None:
 
 
 def test_gradients_kept_on_the_cpu_give_the_same_run(pretrained: Path) -> None:
-    line = f"{align_line(pretrained, 'mfac')} --device {DEVICE} --no-amp"
+    line = f"{align_line(pretrained, 'mfac')} --device {DEVICE} amp=false"
     done(f"{line} --out here")
     done(f"{line} --mfac-device cpu --out there")
     assert difference("here", "there") < 1e-3
@@ -256,7 +256,7 @@ def test_peft_has_the_scores_of_the_cpu(pretrained: Path) -> None:
     done(f"{align_line(pretrained, 'mfac')} --device cpu --out aligned")
     line = f"finetune --from aligned {PEFT}"
     done(f"{line} --device cpu --out cpu")
-    done(f"{line} --device {DEVICE} --no-amp --out gpu")
+    done(f"{line} --device {DEVICE} amp=false --out gpu")
     done(f"{line} --device {DEVICE} --out rounded")
     tests = [
         json.loads(Path(run, "result.json").read_text())["tests"]
@@ -284,7 +284,7 @@ def test_a_run_stopped_and_continued_is_the_run_in_one_piece(
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(runs.Run, "log", log_and_stop)
-    assert cli.run(f"{line} --out cut".split()) == 143
+    assert cli.run(words_of(f"{line} --out cut")) == 143
     monkeypatch.setattr(runs.Run, "log", log)
     HEARD.clear()
     assert len(curves("cut")) == 1
@@ -305,7 +305,7 @@ def test_too_little_memory_is_told_in_one_line(
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(0.001)
     try:
-        code = cli.run(f"{line} --device {DEVICE} --out short".split())
+        code = cli.run(words_of(f"{line} --device {DEVICE} --out short"))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     lines = capsys.readouterr().err.splitlines()
@@ -318,7 +318,7 @@ def test_two_processes_on_two_devices_have_the_numbers_of_one(pretrained: Path) 
     """By NCCL."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"two CUDA devices are needed, {torch.cuda.device_count()} visible")
-    line = f"{align_line(pretrained, 'mfac')} --device cuda --no-amp"
+    line = f"{align_line(pretrained, 'mfac')} --device cuda amp=false"
     call = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     program = Path("program.py")
     program.write_text(PROGRAM[-1])

@@ -19,7 +19,7 @@ import torch
 from child_process import finish, start, wait_for
 from filelock import FileLock
 from PIL import Image
-from toy import PRETRAIN_STEPS, align_line, contents, done, finetune_line, refusal
+from toy import PRETRAIN_STEPS, align_line, contents, done, finetune_line, refusal, words_of
 
 import cli
 import finetune
@@ -315,7 +315,7 @@ def cut(line: str, end: Callable[[], object], file: str, nth: int = 1, within: b
     def program() -> int:
         runs.write_atomic = finetune.write_atomic = writing
         runs.Run.log = logging  # type: ignore[method-assign]
-        return cli.run(line.split())
+        return cli.run(words_of(line))
 
     return finish(start(program, SAID))
 
@@ -401,7 +401,7 @@ def same_grid() -> bool:
     )
 
 
-GRID = "--head batchnorm --epochs 3 --seeds 2 --lr 1e-1,3e-2 --warmup-epochs 1 --save-minutes 0"
+GRID = "head=batchnorm --epochs 3 --seeds 2 --lr 1e-1,3e-2 --warmup-epochs 1 --save-minutes 0"
 
 
 def test_a_grid_goes_on_to_the_same_bits(pretrained: Path) -> None:
@@ -429,7 +429,9 @@ def test_the_same_command_twice_shares_the_trials(
     """Each trial is run once; if one process is stopped or killed, the other takes over."""
     line = finetune_line(pretrained, f"{GRID} --epochs 12").replace("--quiet", "")
     done(f"{line} --out whole")
-    two = [start(partial(cli.run, f"{line} --out cut".split()), Path(f"said-{i}")) for i in (0, 1)]
+    two = [
+        start(partial(cli.run, words_of(f"{line} --out cut")), Path(f"said-{i}")) for i in (0, 1)
+    ]
     if number:
         wait_for(lambda: len(list(Path("cut").glob("*/checkpoint.pt"))) == 2, two[0])
         os.kill(two[0].pid or 0, number)
@@ -472,7 +474,7 @@ def test_killed_at_random_moments_a_run_goes_on_to_the_same_bits(
     moments = random.Random(0)
     kills = 0
     for _ in range(15):
-        process = start(partial(cli.run, f"{line} --out cut".split()), SAID)
+        process = start(partial(cli.run, words_of(f"{line} --out cut")), SAID)
         written = set(Path("cut").rglob("*"))
         while process.is_alive() and (
             set(Path("cut").rglob("*")) == written or moments.random() < 0.7
@@ -499,7 +501,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(pretrained: Path) -> N
             write(path, content)
 
         runs.write_atomic = writing
-        return cli.run(f"{line} --out cut".split())
+        return cli.run(words_of(f"{line} --out cut"))
 
     assert finish(start(limited, SAID)) == 1
     assert "checkpoint.pt: cannot be written" in SAID.read_text()

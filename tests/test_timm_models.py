@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 NAME = "test_vit2"  # timm's own for tests: width 64, mean of patches, a register, layer scale
 STEPS = (
     "--alternations 2 --lower-steps 2 --upper-steps 1 --p-batch 4 --d-batch 8 --probe-epochs 0 "
-    "--eval-every 2 --warmup 0 --mask-ratio 0.5 --rank 2"
+    "--eval-every 2 --warmup 0 mask_ratio=0.5 --rank 2"
 )
 
 
@@ -162,7 +162,7 @@ def test_images_are_normalised_as_the_network_was_trained(vit: Any, caplog: Any)
     examples = next(experiment.examples("test", 0, 4, range(1), 0.0))
     assert float(examples.images.min()) < 0 < float(examples.images.max()) <= 1
     assert experiment.adapter_info.channels == ((0.5, 0.5, 0.5),) * 2
-    with pytest.raises(ValueError, match="--decoder checkpoint"):
+    with pytest.raises(ValueError, match="decoder checkpoint"):
         settings(decoder="checkpoint")
     told = [record for record in caplog.records if "pretext head" in record.getMessage()]
     assert len(told) == 1 and NAME in told[0].getMessage()

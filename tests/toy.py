@@ -7,8 +7,10 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,12 +71,27 @@ class Outcome(NamedTuple):
     err: str
 
 
+def words_of(line: str) -> list[str]:
+    """The words of a command line; NAME=VALUE is a setting without a flag, handed over in a file.
+
+    >>> words_of("align --rank 4")
+    ['align', '--rank', '4']
+    """
+    words = line.split()
+    pairs = [word.split("=") for word in words if re.fullmatch(r"\w+=\S+", word)]
+    if not pairs:
+        return words
+    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
+        json.dump(dict(pairs), file)
+    return [word for word in words if word.split("=") not in pairs] + ["--config", file.name]
+
+
 def run(line: str) -> Outcome:
     """A command line in this process; stdout and stderr are caught."""
     out = io.StringIO()
     err = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = cli.run(line.split())
+        code = cli.run(words_of(line))
     return Outcome(code, out.getvalue(), err.getvalue())
 
 
@@ -98,7 +115,7 @@ def refusal(line: str, code: int = 2) -> str:
 def outside(line: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """A command line in a process of its own, with nothing of this one's environment."""
     env = {"PYTHONPATH": PROGRAM_PATH, "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
-    call = [*PROGRAM, *line.split()]
+    call = [*PROGRAM, *words_of(line)]
     return subprocess.run(call, env=env | environ, capture_output=True, text=True, check=False)
 
 
