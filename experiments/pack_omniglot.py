@@ -21,9 +21,11 @@ from PIL import Image
 from torch import Tensor
 
 from config import ALPHABETS
+from experiments.recipe import run_script
+from support.benchmarks import IMAGES, POOL
 from support.errors import UsageError
-from support.omniglot import IMAGES, POOL, SIDE
 
+SIDE = 28
 DIGESTS = {
     "images_background_small1.zip": (
         "f38eb80f801274ac2b4dff5b24289016bfaba4a7d5bb50deebf27104ad6cb8a4"
@@ -36,7 +38,7 @@ Archives = Annotated[list[Path], typer.Argument(help="The two zip files.", exist
 
 
 def pack(archives: Archives, out: Path = IMAGES) -> None:
-    """Read both archives and write the images of all alphabets, 2 bits a pixel."""
+    """Read both archives and write the images of all alphabets, by character and drawer."""
     drawings = dict[str, Tensor]()  # by alphabet/character/image
     for archive in archives:
         digest = hashlib.sha256(archive.read_bytes()).hexdigest()
@@ -48,7 +50,7 @@ def pack(archives: Archives, out: Path = IMAGES) -> None:
         # in the order of their names: character by character, and drawer by drawer
         names = sorted(name for name in drawings if name.startswith(f"{alphabet}/"))
         shades = torch.stack([shrink(drawings[name]) for name in names])
-        packed[alphabet] = pack_bits(shades)
+        packed[alphabet] = shades.view(-1, 20, SIDE, SIDE).numpy()  # 20 drawers of each character
         print(f"{alphabet}: {len(names)} images")
     with out.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **packed)
@@ -74,14 +76,5 @@ def shrink(drawing: Tensor) -> Tensor:
     return (small / 0.75 * 3).round().clamp(0, 3).to(torch.uint8)
 
 
-def pack_bits(shades: Tensor) -> NDArray[np.uint8]:
-    """Four pixels in each byte, the first one in its lowest bits."""
-    four = shades.view(-1, 4)
-    packed = torch.zeros(len(four), dtype=torch.uint8)
-    for k in range(4):
-        packed |= four[:, k] << 2 * k
-    return packed.numpy()
-
-
 if __name__ == "__main__":
-    typer.run(pack)
+    run_script(pack)

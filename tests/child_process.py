@@ -52,15 +52,3 @@ def wait_for(happened: Callable[[], Any], process: ForkProcess | None = None) ->
         assert process is None or process.is_alive(), "it ended before that"
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.01)
-
-
-def children(pid: int | None) -> list[int]:
-    """Its worker processes, without those that only watch over it."""
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(x) for x in found if b"spawn_main" in Path(f"/proc/{x}/cmdline").read_bytes()]
-
-
-def gone(pids: list[int]) -> bool:
-    """Whether none of them is left, but as a zombie that nobody has asked for."""
-    states = [Path(f"/proc/{pid}/stat") for pid in pids]
-    return all(not stat.exists() or ") Z " in stat.read_text() for stat in states)

@@ -1,6 +1,7 @@
-"""Settings: recorded defaults, what follows from what, what wins, marks, and what is refused."""
+"""Settings: recorded defaults, what follows from what, what wins, and what is refused."""
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,27 +13,19 @@ from toy import refusal
 
 import cli
 from config import (
-    ALIGNED_GRID,
+    ALIGNED_RATES,
+    COMPUTING,
+    OPEN,
+    PLACES,
+    SEED_SETTINGS,
     AlignConfig,
-    ChangesNoNumber,
     Command,
     FinetuneConfig,
-    KnownByDigest,
-    LeftOpenByPaper,
     PretrainConfig,
     Record,
-    SameArm,
     Settings,
-    make,
-    paper_values,
-    settings_not_compared_with_paper,
-    settings_with,
-    unlike_paper,
 )
-from evaluate import MAY_DIFFER_IN_ARM
-from extras.dry_run import list_unlike_paper
 from support.errors import UsageError
-from support.runs import may_change
 
 KINDS: dict[str, type[Command]] = {
     "align": AlignConfig,
@@ -42,6 +35,7 @@ KINDS: dict[str, type[Command]] = {
 }
 # one whole table a command, and of every other key what differs from it
 RECORDED: dict[str, Any] = json.loads(fixture("defaults.json").read_text())
+NO_SETTINGS = {"d_lr_from", "jobs", "lr", "contexts", "context_scale", "overlap"}  # any more
 BASE = "vit_b16 mae dtd paper"
 B16: Record = {"backbone": "vit_b16", "dataset": "dtd"}
 SHORTER = {  # what vit_mini's lengths and batch sizes are today
@@ -51,16 +45,21 @@ SHORTER = {  # what vit_mini's lengths and batch sizes are today
 SHORTER_PRETRAINING = {"epochs": 30, "warmup_epochs": 4, "batch": 64}
 
 
-def settle(kind: type[Command], flags: Record, preset: str = "paper") -> Command:
+def settle(kind: type[Command], flags: Record, preset: Any = "paper") -> Command:
     """Settings as the command line makes them."""
-    return cli.collect_settings(kind, flags, make(cli.Options, {"preset": preset}))
+    return cli.collect(kind, flags, cli.Options(preset=preset))
 
 
 def write_align_run(path: Path, cfg: Command) -> Path:
     """The settings of an align run, where `finetune --from` looks for them."""
     path.mkdir()
-    (path / "config.json").write_text(cfg.model_dump_json())
+    (path / "config.json").write_text(json.dumps({"command": "align"} | json_of(cfg)))
     return path
+
+
+def json_of(cfg: Command) -> Record:
+    """Settings as JSON has them."""
+    return cfg.model_dump(mode="json")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +70,7 @@ def test_every_default_and_both_presets_are_as_recorded(
 ) -> None:
     """From Python and from the command line."""
     expected = RECORDED[command][BASE] | RECORDED[command][key]
-    expected.pop("d_lr_from", None)  # the search for a rate is no setting any more
+    expected = {name: expected[name] for name in expected.keys() - NO_SETTINGS}
     backbone, pretext, dataset, preset = key.split()
     kind = KINDS[command]
     given: Record = {"backbone": backbone, "pretext": pretext}
@@ -88,22 +87,22 @@ def test_every_default_and_both_presets_are_as_recorded(
     if backbone == "vit_mini":
         shorter = SHORTER_PRETRAINING if command == "pretrain" else SHORTER
         expected |= {name: value for name, value in shorter.items() if name in expected}
-    found = json.loads(settings.model_dump_json())
+    found = json_of(settings)
     if isinstance(settings, AlignConfig | FinetuneConfig):
-        found["alpha"] = settings.scale * settings.rank  # recorded as a number
+        found["alpha"] = settings.scale * settings.rank  # recorded as that number
+    found["grid"] = found.get("lr")  # recorded under that name
     assert {name: found[name] for name in expected} == expected
 
 
 def test_what_depends_on_another_setting_follows_it() -> None:
-    """The scale stays 1 with any rank, one rate is a grid of one, and a given value stays."""
+    """And a given value stays."""
     align = AlignConfig(**B16)
     assert align.replace(rank=3).scale == 1
-    assert AlignConfig(**B16, alpha=2.0).replace(rank=4).scale == 0.5
     assert align.replace(backbone="vit_l16").drop_path == 0.2
     assert AlignConfig(**B16, drop_path=0.4).replace(backbone="vit_l16").drop_path == 0.4
     assert align.replace(pretext="ijepa") == AlignConfig(**B16, pretext="ijepa")
-    assert FinetuneConfig(**B16, lr=0.1).replace(lr=0.2).grid == (0.2,)
-    assert FinetuneConfig(**B16).replace(start=Path("run")).grid == ALIGNED_GRID
+    assert FinetuneConfig(**B16, lr="1e-3,3e-3").lr == (0.001, 0.003)
+    assert FinetuneConfig(**B16).replace(start=Path("run")).lr == ALIGNED_RATES
     assert FinetuneConfig(**B16).model_fields_set == {"backbone", "dataset"}
 
 
@@ -111,9 +110,9 @@ def test_a_misspelt_setting_is_named_before_anything_runs(tmp_path: Path) -> Non
     align = AlignConfig(**B16)
     run = write_align_run(tmp_path / "run", align)
     for change in (align.replace, partial(FinetuneConfig.from_align, run)):
-        with pytest.raises(UsageError, match="--epocs: "):
+        with pytest.raises(ValidationError, match="epocs"):
             change(epocs=3)
-    with pytest.raises(UsageError, match="--lam -1"):
+    with pytest.raises(ValidationError, match="lam"):
         align.replace(lam=-1)
 
 
@@ -121,7 +120,6 @@ def test_settings_read_no_disk_and_no_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("BISSLIGHT_DATA", "/elsewhere")
     cfg = FinetuneConfig(**B16, start="nowhere")
     assert (cfg.start, cfg.data_root) == (tmp_path / "nowhere", tmp_path / "data")
     monkeypatch.chdir("/")
@@ -136,32 +134,35 @@ def test_from_align_takes_the_network_and_the_images_of_the_run(tmp_path: Path) 
         backbone="vit_mini", dataset="dtd", rank=3, partial=True, data_seed=5, data_root=tmp_path
     )
     run = write_align_run(tmp_path / "run", align)
-    cfg = FinetuneConfig.from_align(run, lr=0.1)
+    cfg = FinetuneConfig.from_align(run, lr=[0.1])
     assert cfg == settle(FinetuneConfig, {"start": str(run), "lr": "0.1"})
     taken = {"rank", "dataset", "partial", "data_seed", "data_root", "scale"}
     assert {name: getattr(cfg, name) for name in taken} == {n: getattr(align, n) for n in taken}
     assert FinetuneConfig.from_align(tmp_path, rank=4).rank == 4  # the first of a folder of runs
-    other = FinetuneConfig.from_align(run, dataset="pets")  # its splits are its own
-    assert (other.partial, other.data_seed) == (False, 0)
-    peft = write_align_run(tmp_path / "peft", cfg)
-    assert FinetuneConfig.from_align(peft, restart=True).restart
-    for path in (tmp_path / "nowhere", peft):
-        with pytest.raises(UsageError, match="--from"):
-            FinetuneConfig.from_align(path)
+    other = FinetuneConfig.from_align(run, dataset="pets")  # it has lists of its own
+    assert (other.partial, other.data_seed) == (False, 5)  # images that were moved are split alike
 
 
-def test_a_start_that_is_nothing_is_named_with_the_command_that_makes_one(tmp_path: Path) -> None:
-    said = refusal(f"finetune --from {tmp_path}/none --out {tmp_path}/run")
-    assert f"--from {tmp_path}/none" in said and "bisslight align" in said
+def test_an_adapter_file_brings_the_settings_of_the_run_that_it_lies_in(tmp_path: Path) -> None:
+    align = AlignConfig(backbone="vit_mini", dataset="dtd", rank=3)
+    file = write_align_run(tmp_path / "run", align) / "adapter.safetensors"
+    file.touch()
+    assert FinetuneConfig.from_align(file).rank == 3
+    alone = tmp_path / "adapter.safetensors"
+    alone.touch()
+    assert FinetuneConfig.from_align(alone, **B16).rank == 64
 
 
-def test_the_papers_values_are_those_of_the_backbone_and_the_pretext_task() -> None:
-    values = paper_values(AlignConfig, {"backbone": "vit_l16", "pretext": "ijepa"})
-    assert (values["drop_path"], values["head"], values["pool"]) == (0.2, "batchnorm", "imagenet")
-    assert unlike_paper(AlignConfig(**B16, seed=1, d_lr=0.1, hypergrad="cg")) == {}
-    assert unlike_paper(AlignConfig(**B16, rank=8, alpha=8)).keys() == {"rank"}
-    assert unlike_paper(AlignConfig(**B16, lam=0.1, alpha=8)) == {"lam": 0.1, "alpha": 8}
-    mini = unlike_paper(AlignConfig(backbone="vit_mini", dataset="quilts"))
+def test_a_start_that_is_nothing_is_named(tmp_path: Path) -> None:
+    assert "/none" in refusal(f"finetune --from {tmp_path}/none --out {tmp_path}/run")
+
+
+def test_what_differs_from_the_paper_is_judged_by_backbone_and_pretext_task() -> None:
+    assert AlignConfig(**B16, seed=1, d_lr=0.1, hypergrad="cg").unlike_paper() == {}
+    assert AlignConfig(**B16, pretext="ijepa").unlike_paper() == {}
+    assert AlignConfig(backbone="vit_l16", dataset="dtd").unlike_paper() == {}
+    assert AlignConfig(**B16, rank=8, lam=0.1).unlike_paper() == {"rank": 8, "lam": 0.1}
+    mini = AlignConfig(backbone="vit_mini", dataset="quilts").unlike_paper()
     assert mini.keys() & {"rank", "alternations", "pool"} == {"rank", "alternations", "pool"}
 
 
@@ -169,9 +170,9 @@ def test_flags_win_over_a_file_over_a_preset_over_the_align_run(tmp_path: Path) 
     align = AlignConfig(backbone="vit_mini", dataset="quilts", pretext="ijepa", rank=3)
     run = write_align_run(tmp_path / "run", align)
     file = tmp_path / "c.toml"
-    file.write_text(f'start = "{run}"\nepochs = 3\nweight-decay = 0.1\nvoc_difficult = "ignore"')
-    options = make(cli.Options, {"config": file, "preset": "as-released"})
-    cfg = cli.collect_settings(FinetuneConfig, {"epochs": "4"}, options)
+    file.write_text(f'start = "{run}"\nepochs = 3\nweight_decay = 0.1\nvoc_difficult = "ignore"')
+    options = cli.Options(config=file, preset="as-released")
+    cfg = cli.collect(FinetuneConfig, {"epochs": "4"}, options)
     expected = {
         "epochs": 4,
         "weight_decay": 0.1,
@@ -180,51 +181,76 @@ def test_flags_win_over_a_file_over_a_preset_over_the_align_run(tmp_path: Path) 
         "rank": 3,
         "head": "batchnorm",
         "batch": 32,
-        "grid": ALIGNED_GRID,
+        "lr": ALIGNED_RATES,
     }
     assert {name: getattr(cfg, name) for name in expected} == expected
-    rows = {row["setting"]: row for row in list_unlike_paper(cfg)}
-    assert (rows["epochs"]["value"], rows["epochs"]["recipe"]) == (4, 200)
-    assert rows["epochs"]["from"] != rows["batch"]["from"]  # a flag, and a default of vit_mini
-    assert rows.keys().isdisjoint({"head", "seed", "voc_difficult", "warmup_epochs"})
 
 
-def test_a_setting_without_a_mark_defines_run_arm_and_method() -> None:
-    """And a mark says what another value leaves alone."""
+def test_a_file_with_a_misspelt_setting_or_of_another_command_is_refused(tmp_path: Path) -> None:
+    """A run's config.json has digests, too, which are no settings."""
+    file = tmp_path / "config.json"
+    for text, named in (
+        ('{"alternaton": 7}', "alternations"),
+        ('{"command": "finetune trial"}', "finetune trial"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UsageError, match=f"--config {file}: .*{named}"):
+            cli.collect(AlignConfig, dict(B16), cli.Options(config=file))
+    text = '{"command": "align", "rank": 3, "pool_sha256": "0", "images": {}}'
+    file.write_text(text, "utf-8-sig")  # as an editor of Windows does
+    assert cli.collect(AlignConfig, dict(B16), cli.Options(config=file)).rank == 3
 
-    class Marked(Command):
+
+def test_the_default_directory_says_what_a_run_starts_from() -> None:
+    names = {
+        FinetuneConfig(**B16): "finetune-dtd-vit_b16-r64-s0",
+        FinetuneConfig(
+            **B16, start="/runs/align-a", seed=2
+        ): "finetune-dtd-vit_b16-from-align-a-r64-s2",
+        PretrainConfig(backbone="timm:a/b", pool="/photos"): "pretrain-photos-b-s0",
+    }
+    for cfg, name in names.items():
+        assert cli.default_out(cfg) == Path("runs", name)
+
+
+def test_none_can_be_asked_for_where_a_recipe_has_a_value() -> None:
+    given: Record = {"backbone": "vit_b16", "pretext": "ijepa", "pool": "/photos"}
+    assert PretrainConfig(**given).final_weight_decay == 0.4
+    assert PretrainConfig(**given, final_weight_decay=None).final_weight_decay is None
+
+
+def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> None:
+    """And each name in a list is one of a setting: a misspelt one would compare nothing less."""
+
+    class More(Command):
         forgotten: int = 0
-        place: KnownByDigest[int] = 0
-        processes: ChangesNoNumber[int] = 0
-        repeated: SameArm[int] = 0
-        searched: LeftOpenByPaper[int] = 0
 
-    own = Marked.model_fields.keys() - Command.model_fields.keys()
-    assert may_change(Marked) & own == {"place", "processes"}
-    assert settings_with(Marked, *MAY_DIFFER_IN_ARM) & own == {"place", "processes", "repeated"}
-    assert own - settings_not_compared_with_paper(Marked) == {"forgotten"}
+    assert More(forgotten=1).unlike_paper() == {"forgotten": 1}
+    names = {*AlignConfig.model_fields, *FinetuneConfig.model_fields}
+    assert names >= COMPUTING | OPEN | PLACES | SEED_SETTINGS
 
 
 @pytest.mark.parametrize(
     ("kind", "wrong", "named"),
     [
         (AlignConfig, {"lam": -1}, "--lam -1: "),
-        (AlignConfig, {"aspect": (2, 1)}, "--aspect: "),
-        (AlignConfig, {"hypergrad": "newton"}, "--hypergrad newton: "),
-        (AlignConfig, {"dataset": "cub"}, "--dataset cub: .* did you mean cub200"),
+        (AlignConfig, {"aspect": (0, 1)}, "^aspect 0: "),
+        (AlignConfig, {"hypergrad": "newton"}, "--hypergrad newton: .*mfac"),
+        (AlignConfig, {"backbone": "vit_b"}, "--backbone vit_b: .*b16"),
         (AlignConfig, {"jobs": 2}, "--jobs"),
-        (FinetuneConfig, {"grid": [0.01, 0.010000001]}, "--grid: .* twice"),
-        (AlignConfig, {"target_scale": "0.2", "pretext": "ijepa"}, "--target-scale.*: .* few"),
-        (FinetuneConfig, {"lr": 0.1, "grid": [0.1, 0.2]}, "--lr .*--grid"),
+        (FinetuneConfig, {"lr": ""}, "--lr"),
+        (FinetuneConfig, {"split_file": "mine.txt"}, "--split-file: .*cub200"),
         (FinetuneConfig, {"grid_seeds": 9}, "--grid-seeds 9: .* --seeds 8"),
         (FinetuneConfig, {"dataset": None}, "--dataset: "),
+        (FinetuneConfig, {"epochs": True}, "--epochs True: "),  # TOML's true is no 1
+        (AlignConfig, {"pretext": "rotation:Rotation"}, "--pretext"),
     ],
 )
 def test_settings_refuse(kind: type[Settings], wrong: Record, named: str) -> None:
-    with pytest.raises(ValidationError):
+    with pytest.raises(ValidationError) as refused:
         kind(**B16 | wrong)
-    with pytest.raises(UsageError, match=named):
-        make(kind, B16 | wrong)
+    (line,) = cli.explain(refused.value)
+    assert re.search(named, line)
 
 
 def test_names_keep_their_meaning_in_another_directory(
@@ -235,21 +261,14 @@ def test_names_keep_their_meaning_in_another_directory(
     def named(**given: object) -> AlignConfig:
         return AlignConfig(**B16 | given)
 
-    assert named(pretext="rotation.py:Rotation").pretext == f"{tmp_path}/rotation.py:Rotation"
-    assert named(pretext="rotation:Rotation").pretext == "rotation:Rotation"
-    assert named(pretext="folder:x.py:Class").pretext == f"{tmp_path}/folder:x.py:Class"
-    assert named(pool="folder:pics").pool == named(pool="pics").pool == str(tmp_path / "pics")
+    assert named(pool="folder:pics").pool == named(pool="pics").pool == f"folder:{tmp_path}/pics"
     assert named(dataset="folder:pics").dataset == f"folder:{tmp_path}/pics"
-    assert named(dataset="own:123", pool="own:456").pool == "own:456"
-    own = named(pretext="rotation.py:Rotation")
-    assert own.replace(pretext="mae") == named()  # its defaults are MAE's
+    assert named(dataset="own", pool="own").pool == "own"
+    assert named(pool="dtd").pool == f"folder:{tmp_path}/dtd"  # it is a name for --dataset alone
+    assert named(weights="~nosuchuser/w.pth").weights == tmp_path / "~nosuchuser/w.pth"
 
 
-@pytest.mark.parametrize("name", ["dataset", "pool", "weights"])
+@pytest.mark.parametrize("name", ["dataset", "pool"])
 def test_an_empty_place_is_not_the_folder_that_one_is_in(name: str) -> None:
     with pytest.raises(ValidationError, match=name):
         AlignConfig(**{"backbone": "vit_mini", "dataset": "dtd", name: ""})
-
-
-def test_out_may_begin_with_the_home_folder() -> None:
-    assert cli.Options(out=Path("~/x")).out == Path.home() / "x"

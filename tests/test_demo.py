@@ -1,83 +1,120 @@
-"""The demo's story with two seeds and hardly any steps; what its sentences say."""
+"""The demo with two seeds and hardly any steps; what the figures of its full run are."""
 
+import csv
 import json
+import multiprocessing
+import os
+import re
+from collections import defaultdict
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import pytest
+import torch
 from PIL import Image
+from toy import ROOT, call, read_records
 
+import experiments.demo
+from align import AlignResult, align, new_pretext_task
 from config import AlignConfig
-from evaluate import Row, compare
 from extras import demo
+from support.adapters import find_adapters
+from support.checkpoints import find_weights
 from support.errors import UsageError
-from support.experiment import open_align_experiment, pool_images, pretext_batches
-from support.omniglot import WEIGHTS
-from support.runs import sha256
+from support.experiment import open_experiment, pool_images, pretext_batches
+from support.files import sha256
+
+EPOCHS = 2
 
 
-def test_the_story_ends_in_words_and_a_picture_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two seeds and hardly any steps, in the forked second process, too."""
+    torch.set_num_threads(1)  # threads do not survive a fork
+    monkeypatch.setattr(demo, "get_context", lambda _: multiprocessing.get_context("fork"))
     monkeypatch.setattr(demo, "SEEDS", 2)
     few = {"alternations": 2, "warmup": 1, "probe_epochs": 1}
     monkeypatch.setattr(demo, "ALIGN", demo.ALIGN | few)
-    monkeypatch.setattr(demo, "PEFT", demo.PEFT | {"epochs": 2, "warmup_epochs": 0})
-    result = demo.demo(tmp_path / "d", jobs=1)
-    assert [(row.arm, row.seeds, row.unit) for row in result.arms] == [
+    monkeypatch.setattr(demo, "PEFT", demo.PEFT | {"epochs": EPOCHS, "warmup_epochs": 0})
+
+
+def test_the_demo_ends_in_ordinary_runs_and_a_picture_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes are at it."""
+    out = tmp_path / "d"
+
+    def align_and_say(*given: Any, **more: Any) -> AlignResult:
+        with (tmp_path / "processes").open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return align(*given, **more)
+
+    monkeypatch.setattr(demo, "align", align_and_say)
+    result = demo.demo(out)
+    assert len({*(tmp_path / "processes").read_text().split()}) == 2
+    assert [(arm.arm, len(arm.accuracies), arm.unit) for arm in result.arms] == [
         ("aligned", 2, "align run and PEFT"),
         ("direct", 2, "PEFT seed"),
         ("restart", 2, "PEFT and PEFT anew"),
     ]
-    settings = [json.loads((tmp_path / f"d/align/s{s}/config.json").read_text()) for s in range(2)]
+    settings = [json.loads((out / f"align/s{s}/config.json").read_text()) for s in range(2)]
     assert [one["seed"] for one in settings] == [0, 1]  # each seed has an align run of its own
     assert (demo.ALIGN | {"lam": 0.001}).items() <= settings[0].items()
-    again = json.loads((tmp_path / "d/restart/lr0.01-s101/env.json").read_text())["about"]
-    assert again["start_sha256"] == [sha256(tmp_path / "d/direct/adapter-s1.safetensors")]
-    with Image.open(result.picture) as picture:
+    again = json.loads((out / "restart/lr0.01-s101/config.json").read_text())
+    assert again["start_sha256"] == sha256(find_adapters(out / "direct")[1])
+    with Image.open(out / "demo.png") as picture:
         assert picture.size[0] > 1000
-    made = (tmp_path / "d/align/s1/adapter.safetensors").stat().st_mtime_ns
-    assert demo.demo(tmp_path / "d", jobs=1) == result  # finished runs are read
-    assert (tmp_path / "d/align/s1/adapter.safetensors").stat().st_mtime_ns == made
+
+    rows = [*csv.reader(call(experiments.demo, str(out)).splitlines())][1:]
+    assert [(arm, int(seed)) for arm, seed, *_ in rows] == [
+        ("aligned", 0), ("aligned", 1), ("direct", 0), ("direct", 1), ("restart", 100),
+        ("restart", 101),
+    ]  # fmt: skip
+    for arm, seed, epoch, *accuracies in rows:
+        tests = [line["test"] for line in read_records(out / arm / f"lr0.01-s{seed}")]
+        expected = [tests[int(epoch) - 1]["accuracy"], tests[EPOCHS - 1]["accuracy"]]
+        assert [float(value) for value in accuracies] == pytest.approx(expected, abs=0.005)
+    tested = [value for arm in result.arms for value in arm.accuracies]
+    assert sorted(float(row[3]) for row in rows) == pytest.approx(sorted(tested), abs=0.005)
+
+    made = (out / "align/s1/adapter.safetensors").stat().st_mtime_ns
+    assert demo.demo(out) == result  # finished runs are read
+    assert (out / "align/s1/adapter.safetensors").stat().st_mtime_ns == made
 
 
 def test_a_folder_of_photographs_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "roses").mkdir()
-    with pytest.raises(UsageError, match="roses"):
+    (tmp_path / "align/s0").mkdir(parents=True)
+    (tmp_path / "align/s0/roses.jpg").write_bytes(b"roses")
+    with pytest.raises(UsageError, match=r"roses\.jpg"):
         demo.demo(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["roses"]
+    assert (tmp_path / "align/s0/roses.jpg").read_bytes() == b"roses"
+
+
+def test_the_figures_of_the_readme_are_those_of_the_recorded_run() -> None:
+    """Means of four seeds, at the epoch that validation chose and after the last one."""
+    at_chosen = defaultdict[str, list[float]](list)
+    at_last = defaultdict[str, list[float]](list)
+    with (ROOT / "experiments/demo.csv").open() as file:
+        for row in csv.DictReader(file):
+            at_chosen[row["arm"]].append(float(row["test at the chosen epoch"]))
+            at_last[row["arm"]].append(float(row["test at the last epoch"]))
+    section = (ROOT / "README.md").read_text().split("## See it work")[1].split("\n## ")[0]
+    for of_arms in (at_chosen, at_last):
+        assert [len(values) for values in of_arms.values()] == [4, 4, 4]
+        figures = [f"{fmean(of_arms[name]):.1f}" for name in demo.ARMS]
+        in_turn = ".{0,20}".join(re.escape(figure) for figure in figures)
+        assert re.search(in_turn, section, re.DOTALL), figures
 
 
 def test_the_backbone_that_comes_with_the_program_fills_in_characters() -> None:
     """Zeros have a loss of 0.33, as most patches are blank; the pretraining ended at 0.27."""
-    m = open_align_experiment(AlignConfig(backbone="vit_mini", dataset="omniglot:Greek"))
-    assert WEIGHTS.stat().st_size < 800_000
-    task = m.new_pretext_task(m.new_theta(0))
-    images = pool_images(m.pool, m.arch.image_size, m.cfg)
+    m = open_experiment(AlignConfig(backbone="vit_mini", dataset="omniglot:Greek"))
+    size = m.networks.arch.image_size
+    weights = find_weights(m.cfg)
+    assert weights is not None and weights.stat().st_size < 800_000
+    assert m.pool is not None
+    task = new_pretext_task(m, m.new_theta(0))
+    images = pool_images(m.pool, size, m.cfg)
     batch = next(pretext_batches(task, images, 500, range(1), m.cfg, m.device))
     assert 0.2 < task.loss(None, task.phi, batch) < 0.3
-
-
-def row(name: str, counts: list[int], first: list[int]) -> Row:
-    """An arm of 100 test images, compared with the first one."""
-    return Row(
-        arm=name, seeds=len(counts), unit="PEFT seed", mean=sum(counts) / len(counts), std=1.0,
-        metric="top-1 accuracy", paper=None, differs={}, accuracies=[*map(float, counts)],
-        counts=counts, first_minus_this=compare(first, counts),
-    )  # fmt: skip
-
-
-def test_the_answer_names_the_epochs_and_what_may_be_chance() -> None:
-    aligned = [50, 51, 52, 53]
-    arms = [
-        row("aligned", aligned, aligned),
-        row("direct", [40, 40, 40, 40], aligned),
-        row("restart", [50, 51, 52, 54], aligned),
-    ]
-    fast = {1: 20.0, 2: 36.0, 3: 50.0}
-    slow = {1: 10.0, 2: 25.0, 3: 37.0}
-    head_start, at_the_end, restart, _ = demo.describe_arms(arms, [fast, slow, fast])
-    # nine tenths of direct's 40 %; its curve ends at 37 %
-    assert all(number in head_start for number in ("36 %", "2 epochs", "3 epochs"))
-    assert "+11.5" in at_the_end and "0.029" in at_the_end
-    assert "-0.2" in restart
-    assert demo.epochs_to_reach(slow, 38) == "more than 3 epochs"

@@ -1,7 +1,8 @@
-"""PEFT: rates, seeds, epochs and starts; splits that leak; runs of the second edition."""
+"""PEFT: rates, seeds, epochs and starts; directories of two commands; splits that leak."""
 
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,16 @@ from conftest import fixture
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
-from toy import ALIGN_STEPS, PEFT_STEPS, read_records, run
+from toy import ALIGN_STEPS, PEFT_STEPS, align_line, contents, done, read_records, run
 
-from bisslight import Diverged
-from config import FinetuneConfig
+import finetune as program
+from config import FinetuneConfig, Record
 from evaluate import evaluate
-from finetune import (
-    FinetuneResult,
-    Trial,
-    TrialResult,
-    best_epoch,
-    choose_rate,
-    finetune,
-    starts_of_seeds,
-)
-from support.errors import UsageError
-from support.metrics import Score
+from finetune import best_epoch, choose_rate, finetune
+from support.adapters import find_adapters
+from support.errors import RunError, UsageError
+from support.processes import HEARD, Stopped
+from support.results import FinetuneResult, Score, TrialResult
 
 STILL = {"warmup_epochs": 0, "end_lr": 0, "weight_decay": 0}  # with a rate of 1e-20 nothing moves
 
@@ -37,30 +32,6 @@ def tune(weights: Path, out: Path, **settings: Any) -> FinetuneResult:
     given: Any = {"backbone": "vit_mini", "dataset": "quilts", "weights": weights, "rank": 4}
     given |= {"epochs": 2, "warmup_epochs": 0, "batch": 40, "seeds": 1, "device": "cpu"}
     return finetune(FinetuneConfig(**given | settings), out)
-
-
-def test_a_finished_run_grows_and_keeps_its_trials(weights: Path, tmp_path: Path) -> None:
-    """More seeds, and another rate: the result is that of a run of this size from the start."""
-    tune(weights, tmp_path / "grown", grid=(1e-3, 1e-4), seeds=1)
-    kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("grown/lr*/result.json")}
-    assert len(kept) == 2
-    more: Any = {"grid": (1e-3, 1e-2, 1e-4), "seeds": 2}
-    grown = tune(weights, tmp_path / "grown", **more)
-    for path, written in kept.items():
-        assert path.stat().st_mtime_ns == written
-    whole = tune(weights, tmp_path / "whole", **more)
-    own = {"out", "seconds", "cpu_seconds", "trial_seconds"}
-    assert grown.model_dump(exclude=own) == whole.model_dump(exclude=own)
-    trials = [json.loads(file.read_text()) for file in tmp_path.glob("grown/lr*/result.json")]
-    for name, seconds in (("seconds", grown.seconds), ("cpu_seconds", grown.cpu_seconds)):
-        assert seconds == pytest.approx(sum(trial[name] for trial in trials))
-    for seed in (0, 1):
-        for name, tensor in tensors(tmp_path / "whole", seed).items():
-            assert torch.equal(tensor, tensors(tmp_path / "grown", seed)[name])
-    assert tune(weights, tmp_path / "grown", **more) == grown  # finished, so it is only read
-    for fewer in ({"seeds": 1}, {"grid": (1e-3, 1e-2)}):
-        with pytest.raises(UsageError, match=next(iter(fewer))):
-            tune(weights, tmp_path / "grown", **more | fewer)
 
 
 def tensors(out: Path, seed: int) -> dict[str, Tensor]:
@@ -73,15 +44,126 @@ def scores(trial: Path) -> list[tuple[float, float]]:
     return [(val["accuracy"], val["loss"]) for val in validated]
 
 
+def without_time(result: FinetuneResult) -> Record:
+    """A result without its directory and seconds."""
+    dump = result.model_dump(exclude={"out", "cpu_seconds", "seconds"})
+    for trial in dump["tried"] + dump["trials"]:
+        del trial["cpu_seconds"], trial["seconds"]
+    return dump
+
+
+# --- what OUT holds -------------------------------------------------------------------------------
+
+
+def test_a_finished_run_grows_and_keeps_its_trials_and_tests(weights: Path, tmp_path: Path) -> None:
+    """More seeds, and another rate: the result is that of a run of this size from the start."""
+    tune(weights, tmp_path / "grown", lr=(1e-3, 1e-4), seeds=1)
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("grown/lr*/*.json")}
+    assert len(kept) == 7  # result, config and env of both, one test
+    more: Any = {"lr": (1e-3, 1e-2, 1e-4), "seeds": 2}
+    grown = tune(weights, tmp_path / "grown", **more)
+    for path, written in kept.items():
+        assert path.stat().st_mtime_ns == written
+    whole = tune(weights, tmp_path / "whole", **more)
+    assert without_time(grown) == without_time(whole)
+    trials = [json.loads(file.read_text()) for file in tmp_path.glob("grown/lr*/result.json")]
+    for name, seconds in (("seconds", grown.seconds), ("cpu_seconds", grown.cpu_seconds)):
+        assert seconds == pytest.approx(sum(trial[name] for trial in trials))
+    for seed in (0, 1):
+        for name, tensor in tensors(tmp_path / "whole", seed).items():
+            assert torch.equal(tensor, tensors(tmp_path / "grown", seed)[name])
+
+
+def test_a_finished_run_is_only_read(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a disk that cannot be written; the test images are not scored again."""
+    settings: Any = {"lr": (1e-3, 1e-2), "seeds": 2}
+    result = tune(weights, tmp_path / "run", **settings)
+    out = (tmp_path / "run").rename(tmp_path / "moved")
+    before = contents(out)
+
+    def refuse(*_: object) -> None:
+        raise OSError("read-only")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(program, "write_atomic", refuse)
+        patch.setattr(program, "locked", refuse)
+        patch.setattr(program.Experiment, "score", refuse)
+        again = tune(weights, out, **settings)
+    assert again == result.model_copy(update={"out": str(out)})
+    assert contents(out) == before
+
+
+def test_two_commands_in_one_directory_leave_one_result_with_its_own_rates(
+    weights: Path, tmp_path: Path
+) -> None:
+    """config.json has no rates and seeds; adapters of the command before are not listed."""
+    tune(weights, tmp_path, lr=(1e-3,), seeds=3)
+    config = (tmp_path / "config.json").read_bytes()
+    assert not {"lr", "seeds", "grid_seeds"} & json.loads(config).keys()
+    tune(weights, tmp_path, lr=(3e-2,), seeds=1)
+    assert (tmp_path / "config.json").read_bytes() == config
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["rates"], len(result["trials"])) == ([3e-2], 1)
+    (arm,) = evaluate([tmp_path]).arms
+    assert (arm.settings["lr"], len(arm.accuracies)) == ([3e-2], 1)
+    assert find_adapters(tmp_path) == [tmp_path / "adapter-s0.safetensors"]
+    assert find_adapters(tmp_path / "adapter-s0.safetensors") == find_adapters(tmp_path)
+    with pytest.raises(UsageError, match="not of the result"):
+        find_adapters(tmp_path / "adapter-s1.safetensors")
+    # a kill between the new adapters and the new result
+    shutil.copy(tmp_path / "lr0.001-s0/adapter.safetensors", tmp_path / "adapter-s0.safetensors")
+    with pytest.raises(UsageError, match="not of the result"):
+        find_adapters(tmp_path)
+
+
+def test_a_stop_while_a_run_grows_leaves_the_old_result(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also as seeds are tested: a signal is heard after each."""
+    tune(weights, tmp_path, lr=(1e-2,), seeds=1)
+    before = (tmp_path / "result.json").read_bytes()
+    scored: list[Path] = []
+
+    def write_and_hear(path: Path, content: str) -> None:
+        scored.append(path)
+        path.write_text(content)
+        HEARD.append(signal.SIGTERM)
+
+    monkeypatch.setattr(program, "write_atomic", write_and_hear)
+    with pytest.raises(Stopped):
+        tune(weights, tmp_path, lr=(1e-2,), seeds=3)
+    assert [path.name for path in scored] == ["test.json"]
+    assert (tmp_path / "result.json").read_bytes() == before
+    assert evaluate([tmp_path]).arms[0].accuracies
+
+
+def test_nothing_foreign_in_out_breaks_a_run(weights: Path, tmp_path: Path) -> None:
+    tune(weights, tmp_path, lr=(1e-2,))
+    for name in ("lr_mine-s0", "lr0.5-s7"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "result.json").write_text('{"accuracy": 3}')
+    (tmp_path / "adapter-soup.safetensors").write_bytes(b"mine")
+    before = contents(tmp_path)
+    result = tune(weights, tmp_path, lr=(1e-2,), seeds=2)
+    assert [trial.seed for trial in result.trials] == [0, 1]
+    assert len(find_adapters(tmp_path)) == 2
+    foreign = ("lr_mine-s0/result.json", "lr0.5-s7/result.json", "adapter-soup.safetensors")
+    assert all((tmp_path / name).read_bytes() == before[tmp_path / name] for name in foreign)
+
+
+# --- rates and epochs -----------------------------------------------------------------------------
+
+
 def test_of_equal_scores_the_first_epoch_and_rate_are_kept_and_seeds_begin_apart(
-    weights: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    weights: Path, tmp_path: Path
 ) -> None:
     """At rates at which nothing moves: ties in accuracy and loss; what is saved is the start."""
-    result = tune(weights, tmp_path, grid=(1e-21, 1e-20, 1e-19), seeds=2, **STILL)
-    assert "--grid" not in caplog.text  # none is better than another
+    result = tune(weights, tmp_path, lr=(1e-21, 1e-20, 1e-19), seeds=2, **STILL)
     for trial in tmp_path.glob("lr*-s*"):
         assert len(set(scores(trial))) == 1
-    assert (result.epochs, result.lr) == ([1, 1], 1e-21)
+    assert ([trial.epoch for trial in result.trials], result.lr) == ([1, 1], 1e-21)
     first = tensors(tmp_path, 0)
     second = tensors(tmp_path, 1)
     theta = first["theta"].view(4, 4, 4, 64)  # (block, A_q B_q A_v B_v, rank, width)
@@ -96,17 +178,17 @@ def test_a_best_rate_that_is_an_end_of_the_grid_is_told(
     weights: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At two of the rates nothing moves."""
-    settings: Any = {"epochs": 6, "grid": (1e-21, 1e-20, 0.1)}
+    settings: Any = {"epochs": 6, "lr": (1e-21, 1e-20, 0.1)}
     assert tune(weights, tmp_path, **settings).lr == 0.1
-    assert "the best rate, 0.1, is an end of --grid" in caplog.text
+    assert "the best rate, 0.1, is the least or largest of --lr" in caplog.text
 
 
 def test_a_seed_is_the_same_run_wherever_it_stands(weights: Path, tmp_path: Path) -> None:
     """Seed 1 as the second of two, and alone: same bits, other ones than seed 0's."""
     two = tmp_path / "two"
     one = tmp_path / "one"
-    tune(weights, two, lr=1e-2, epochs=1, seeds=2)
-    tune(weights, one, lr=1e-2, epochs=1, seed=1)
+    tune(weights, two, lr=(1e-2,), epochs=1, seeds=2)
+    tune(weights, one, lr=(1e-2,), epochs=1, seed=1)
     alone = tensors(one, 1)
     for name, tensor in tensors(two, 1).items():
         assert torch.equal(tensor, alone[name])
@@ -114,35 +196,33 @@ def test_a_seed_is_the_same_run_wherever_it_stands(weights: Path, tmp_path: Path
 
 
 def test_a_rate_that_diverges_is_recorded_and_not_chosen(weights: Path, tmp_path: Path) -> None:
-    result = tune(weights, tmp_path / "two", grid=(1e-3, 1e30), epochs=1, optimizer="sgd")
-    assert (result.lr, result.grid["1e+30"]) == (1e-3, [None])
-    with pytest.raises(Diverged):
-        tune(weights, tmp_path / "one", lr=1e30, epochs=1, optimizer="sgd")
+    result = tune(weights, tmp_path / "two", lr=(1e-3, 1e30), epochs=1, optimizer="sgd")
+    assert (result.lr, result.tried[1].val) == (1e-3, None)
+    with pytest.raises(RunError, match=r"rate 1e\+30, .*; leave it out of --lr"):
+        tune(weights, tmp_path / "one", lr=(1e30,), epochs=1, seeds=3, optimizer="sgd")
+    assert len([*tmp_path.glob("one/lr*")]) == 1  # the second seed was not begun
 
 
 def ended(lr: float, seed: int, accuracy: float | None, loss: float = 1.0) -> TrialResult:
     val = None if accuracy is None else Score(accuracy=accuracy, loss=loss)
-    return TrialResult(lr=lr, seed=seed, val=val, adapter=Path(), out="", cpu_seconds=0, seconds=0)
+    return TrialResult(
+        lr=lr, seed=seed, val=val, start_sha256=None, start_cpu_seconds=0, cpu_seconds=0, seconds=0
+    )
 
 
-def test_the_rate_with_the_best_mean_accuracy_is_taken() -> None:
-    """Not that of the best loss, nor of the best seed; the rate's other seeds are asked for."""
-    grid = {
-        1e-3: [ended(1e-3, 0, 70, 0.5), ended(1e-3, 1, 60, 0.5)],
-        3e-3: [ended(3e-3, 0, 66, 0.9), ended(3e-3, 1, 66, 0.9)],
-        1e-2: [ended(1e-2, 0, 99, 0.1), ended(1e-2, 1, None)],
-    }
-    seeds = [(seed, None) for seed in range(3)]
-    chosen = choose_rate(grid, seeds, lambda trials: [ended(t.lr, t.seed, 50) for t in trials])
-    assert chosen == [*grid[3e-3], ended(3e-3, 2, 50)]
-
-    def diverge_at_3e_3(trials: list[Trial]) -> list[TrialResult]:
-        return [ended(t.lr, t.seed, None if t.lr == 3e-3 else 50) for t in trials]
-
-    # a rate at which a later seed diverges is given up for the next best
-    assert choose_rate(grid, seeds, diverge_at_3e_3)[0].lr == 1e-3
-    with pytest.raises(Diverged):
-        choose_rate({1e-2: grid[1e-2]}, seeds, diverge_at_3e_3)
+def test_the_rate_with_the_best_mean_accuracy_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    """Not that of the best loss, nor of the best seed, nor one that diverged."""
+    tried = [
+        ended(1e-3, 0, 70, 0.5), ended(1e-3, 1, 60, 0.5),
+        ended(3e-3, 0, 66, 0.9), ended(3e-3, 1, 66, 0.9),
+        ended(1e-2, 0, 99, 0.1), ended(1e-2, 1, None),
+    ]  # fmt: skip
+    assert choose_rate(tried) == 3e-3
+    assert "--lr" not in caplog.text
+    assert choose_rate(tried[:4]) == 3e-3  # the largest
+    assert "0.003, is the least or largest of --lr" in caplog.text
+    with pytest.raises(RunError, match="--lr"):
+        choose_rate(tried[4:])
 
 
 def test_the_best_epoch_has_the_highest_accuracy_then_the_lowest_loss_then_comes_first() -> None:
@@ -156,45 +236,110 @@ def test_the_best_epoch_has_the_highest_accuracy_then_the_lowest_loss_then_comes
 # --- starts ---------------------------------------------------------------------------------------
 
 
-def make_align_runs(root: Path, *configs: dict[str, Any]) -> FinetuneConfig:
-    """Two seeds from a directory of finished align runs with these settings."""
-    for k, config in enumerate(configs):
-        folder = root / f"s{k}"
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(config))
-        (folder / "result.json").write_text("{}")
-        (folder / "adapter.safetensors").touch()
-    return FinetuneConfig(backbone="vit_mini", dataset="quilts", start=root, seeds=2)
+@pytest.fixture(scope="module")
+def aligned(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two align runs, s2 and s10, which differ in the seed."""
+    place = tmp_path_factory.mktemp("aligned")
+    for seed in (2, 10):
+        done(align_line(weights.parent, f"--seed {seed} --rank 4 --out {place}/s{seed}"))
+    return place
 
 
-def test_seeds_start_each_from_an_align_run_of_its_own_or_all_from_one(tmp_path: Path) -> None:
-    cfg = make_align_runs(tmp_path, {"seed": 0, "jobs": 1}, {"seed": 1, "jobs": 2})
-    (tmp_path / "s1").rename(tmp_path / "s10")  # s2 comes before s10
-    shutil.copytree(tmp_path / "s0", tmp_path / "s2")
-    shutil.rmtree(tmp_path / "s0")
-    starts = starts_of_seeds(cfg)
-    assert starts.files == [tmp_path / run / "adapter.safetensors" for run in ("s2", "s10")]
-    assert starts.unit == "align run and PEFT"
-    one = starts_of_seeds(cfg.replace(start=tmp_path / "s2"))
-    assert (one.files, one.unit) == (starts.files[:1] * 2, "PEFT seed on one align run")
-    file = starts_of_seeds(cfg.replace(start=tmp_path / "s2" / "adapter.safetensors"))
-    assert file.unit == "PEFT seed on one LoRA file"
-    with pytest.raises(UsageError, match="2 runs, not 1 or 3"):
-        starts_of_seeds(cfg.replace(seeds=3))
-    (tmp_path / "s2" / "result.json").unlink()
-    with pytest.raises(UsageError, match="s2"):
-        starts_of_seeds(cfg)
+def digest(trial: TrialResult) -> str:
+    assert trial.start_sha256
+    return trial.start_sha256
 
 
-@pytest.mark.parametrize(
-    ("second", "named"), [({"seed": 1, "lam": 2}, "lam"), ({"seed": 0, "lam": 1}, "seed")]
-)
-def test_align_runs_that_differ_in_more_than_the_seed_are_refused(
-    second: dict[str, Any], named: str, tmp_path: Path
+def test_seeds_start_each_from_an_align_run_of_its_own_or_all_from_one(
+    weights: Path, aligned: Path, tmp_path: Path
 ) -> None:
-    cfg = make_align_runs(tmp_path, {"seed": 0, "lam": 1}, second)
-    with pytest.raises(UsageError, match=f"see their {named}"):
-        starts_of_seeds(cfg)
+    """s2 comes before s10. The time of each align run is counted once."""
+    costs = {
+        name: json.loads((aligned / name / "result.json").read_text())["cpu_seconds"]
+        for name in ("s2", "s10")
+    }
+    each = tune(weights, tmp_path / "each", start=aligned, seeds=2, lr=(1e-20,), **STILL)
+    for seed, name in enumerate(("s2", "s10")):
+        start = load_file(aligned / name / "adapter.safetensors")["theta"]
+        assert torch.equal(tensors(tmp_path / "each", seed)["theta"], start)
+    assert each.unit == "align run and PEFT"
+    assert each.start_cpu_seconds == pytest.approx(sum(costs.values()))
+    for place in (aligned / "s2", aligned / "s2/adapter.safetensors"):
+        one = tune(weights, tmp_path / place.name, start=place, seeds=2, lr=(1e-2,))
+        assert one.unit == "PEFT seed on one adapter"
+        assert one.start_cpu_seconds == pytest.approx(costs["s2"])
+        assert len({digest(trial) for trial in one.trials}) == 1
+    with pytest.raises(UsageError, match="has 2 adapters, --seeds is 3"):
+        tune(weights, tmp_path / "three", start=aligned, seeds=3)
+    shutil.copy(aligned / "s2/adapter.safetensors", tmp_path / "moved.safetensors")
+    moved = tune(weights, tmp_path / "unknown", start=tmp_path / "moved.safetensors", lr=(1e-2,))
+    assert moved.start_cpu_seconds is None
+
+
+def test_a_copied_align_run_is_no_second_seed(weights: Path, aligned: Path, tmp_path: Path) -> None:
+    shutil.copytree(aligned / "s2", tmp_path / "a/s0")
+    shutil.copytree(aligned / "s2", tmp_path / "a/s1")
+    two = tune(weights, tmp_path / "two", start=tmp_path / "a", seeds=2, lr=(1e-2,))
+    assert two.unit == "PEFT seed on one adapter"
+    shutil.copytree(aligned / "s10", tmp_path / "a/s2")
+    with pytest.raises(UsageError, match="twice"):
+        tune(weights, tmp_path / "three", start=tmp_path / "a", seeds=3, lr=(1e-2,))
+
+
+def test_adapters_that_do_not_fit_are_refused(weights: Path, aligned: Path, tmp_path: Path) -> None:
+    """Of other settings than the first one's, of another rank, of an unfinished run."""
+    runs = shutil.copytree(aligned, tmp_path / "runs")
+    done(align_line(weights.parent, f"--seed 11 --rank 4 --lam 2 --out {runs}/s11"))
+    with pytest.raises(UsageError, match=r"s11.*differs in more than the seed"):
+        tune(weights, tmp_path / "out", start=runs, seeds=3)
+    with pytest.raises(UsageError, match="see --rank"):
+        tune(weights, tmp_path / "out", start=runs, seeds=2, rank=8)
+    (runs / "s2" / "adapter.safetensors").unlink()
+    with pytest.raises(UsageError, match="s2: is no finished"):
+        tune(weights, tmp_path / "out", start=runs, seeds=2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_aligned_seeds_never_take_over_a_direct_arms_directory(
+    weights: Path, aligned: Path, tmp_path: Path
+) -> None:
+    """Nor the other way, nor those of another align run; more seeds of the first one go on."""
+    out = tmp_path / "direct"
+    tune(weights, out, lr=(1e-2,), seeds=2)
+    before = contents(out)
+    for start in (aligned / "s2", aligned / "s2/adapter.safetensors", aligned):
+        with pytest.raises(UsageError, match="is another run: the content of --from was changed"):
+            tune(weights, out, lr=(1e-2,), seeds=2, start=start)
+    assert contents(out) == before
+    tune(weights, tmp_path / "aligned", lr=(1e-2,), start=aligned / "s2")
+    for start in (None, aligned / "s10"):
+        with pytest.raises(UsageError, match="is another run"):
+            tune(weights, tmp_path / "aligned", lr=(1e-2,), start=start)
+    grown = tune(weights, tmp_path / "aligned", lr=(1e-2,), start=aligned, seeds=2)
+    assert grown.unit == "align run and PEFT"
+
+
+def test_a_restart_begins_at_the_finished_theta_of_another_seed_with_a_fresh_head(
+    weights: Path, aligned: Path, tmp_path: Path
+) -> None:
+    """At a rate at which nothing moves, what is saved is the start. All time before it counts."""
+    first = tmp_path / "first"
+    direct = tune(weights, first, start=aligned, lr=(1e-2,), seeds=2)
+    again = tmp_path / "again"
+    result = tune(weights, again, start=first, seed=2, seeds=2, lr=(1e-20,), **STILL)
+    for seed in (0, 1):
+        before = tensors(first, seed)
+        after = tensors(again, seed + 2)
+        assert torch.equal(before["theta"], after["theta"])
+        assert not torch.equal(before["head.weight"], after["head.weight"])
+    assert (result.unit, result.origin.stage) == ("PEFT and PEFT anew", "finetune")
+    assert direct.start_cpu_seconds
+    all_before = direct.cpu_seconds + direct.start_cpu_seconds
+    assert result.start_cpu_seconds == pytest.approx(all_before)
+    differs = evaluate([first, again]).arms[1].differs
+    assert differs["starts_from"] == "finetune, there align"
+    with pytest.raises(UsageError, match="is of seed 0; give another --seed"):
+        tune(weights, tmp_path / "same", start=first, seed=0, seeds=1, lr=(1e-2,))
 
 
 # --- splits that leak: PEFT on other images or another split than align's -------------------------
@@ -241,56 +386,54 @@ def test_another_split_or_other_images_than_aligns_are_refused(
     if not image.exists():
         (images / how).rename(image)
     assert (code, out, len(err.splitlines())) == (2, "", 1), err
-    assert str(images) in err or "link" in err
-    assert "test images" in err and "--data-seed" in err
+    assert str(images) in err
+    assert "test images" in err and "--data-seed 2" in err
     assert not (tmp_path / "f").exists()
 
 
-def test_another_dataset_than_aligns_is_taken_and_said_and_recorded(
-    folder: Path, tmp_path: Path
-) -> None:
-    """Settings of align's dataset, its split seed, do not come along."""
+def test_images_that_were_moved_or_copied_keep_aligns_split(folder: Path, tmp_path: Path) -> None:
+    """So no image that align has trained on is tested, whatever the folder is called."""
+    shutil.copytree(folder / "images", tmp_path / "elsewhere")
+    line = f"finetune --from {folder}/align {PEFT_STEPS} --dataset folder:{tmp_path}/elsewhere"
+    done(f"{line} --quiet --out {tmp_path}/f")
+    config = json.loads((tmp_path / "f/config.json").read_text())
+    of_align = json.loads((folder / "align/config.json").read_text())
+    assert (config["data_seed"], config["data_sha256"]) == (2, of_align["data_sha256"])
+    done(f"{line} --quiet --out {tmp_path}/f --seeds 2")
+    (tmp_path / "elsewhere").rename(tmp_path / "again")  # the run goes on, too
+    done(f"{line.replace('elsewhere', 'again')} --quiet --out {tmp_path}/f --seeds 3")
+
+
+def test_another_dataset_than_aligns_is_taken_and_recorded(folder: Path, tmp_path: Path) -> None:
     pictures(tmp_path / "other", "pq", shift=5)
     line = f"finetune --from {folder}/align {PEFT_STEPS} --dataset folder:{tmp_path}/other"
-    code, _, err = run(f"{line} --out {tmp_path}/f")
-    assert code == 0, err
-    said = [line for line in err.splitlines() if "aligned on" in line]
-    assert len(said) == 1 and "/images" in said[0] and "/other" in said[0]
-    result = json.loads((tmp_path / "f/result.json").read_text())
-    config = json.loads((tmp_path / "f/config.json").read_text())
-    assert result["aligned_on"].endswith("/images") and config["data_seed"] == 0
+    done(f"{line} --quiet --out {tmp_path}/f")
+    origin = json.loads((tmp_path / "f/result.json").read_text())["origin"]
+    assert origin["dataset"].endswith("/images")
     unlike = {"alternations": 3, "lower_steps": 2, "pool": "quilts"}
-    assert unlike.items() <= result["align_unlike_paper"].items()
-    assert "lam" not in result["align_unlike_paper"]
+    assert unlike.items() <= origin["unlike_paper"].items()
+    assert "lam" not in origin["unlike_paper"]
 
 
-# --- runs of the second edition -------------------------------------------------------------------
+# --- the second edition ---------------------------------------------------------------------------
 
-SECOND = fixture("second_edition")  # aligned; tuned, after it; direct; all on quilts.pth
-
-
-def test_results_of_the_second_edition_are_evaluated() -> None:
-    found = evaluate([SECOND / "tuned", SECOND / "direct"]).model_dump()
-    recorded = json.loads((SECOND / "evaluation.json").read_text())
-    versus = [rows["arms"][1].pop("first_minus_this") for rows in (found, recorded)]
-    assert versus[0]["difference"] == pytest.approx(versus[1]["difference"])
-    assert versus[0]["p"] == versus[1]["p"]
-    assert found == recorded
+SECOND = fixture("second_edition")  # aligned, and tuned after it; on quilts.pth
 
 
 def test_an_adapter_of_the_second_edition_is_fine_tuned_to_the_recorded_numbers(
     tmp_path: Path,
 ) -> None:
-    weights = quilts.WEIGHTS
     recorded = json.loads((SECOND / "tuned/result.json").read_text())
     cfg = FinetuneConfig(
-        start=SECOND / "aligned", weights=weights, backbone="vit_mini", dataset="quilts", rank=2,
-        epochs=2, warmup_epochs=0, batch=40, seeds=2, grid=(1e-3, 1e-2), device="cpu",
+        start=SECOND / "aligned", weights=quilts.WEIGHTS, backbone="vit_mini", dataset="quilts",
+        rank=2, epochs=2, warmup_epochs=0, batch=40, seeds=2, lr=(1e-3, 1e-2), device="cpu",
     )  # fmt: skip
-    result = finetune(cfg, tmp_path / "new").model_dump()
-    for name in ("lr", "grid", "val", "epochs", "test", "right", "unit", "align_unlike_paper"):
-        assert result[name] == recorded[name], name
-    assert result["test_loss"] == pytest.approx(recorded["test_loss"], rel=1e-5)
+    result = finetune(cfg, tmp_path / "new")
+    assert result.lr == recorded["lr"]
+    assert [trial.epoch for trial in result.trials] == recorded["epochs"]
+    assert [score.accuracy for score in result.tests] == recorded["test"]
+    assert [score.right for score in result.tests] == recorded["right"]
+    assert [score.loss for score in result.tests] == pytest.approx(recorded["test_loss"], rel=1e-5)
     for seed in (0, 1):
         before = tensors(SECOND / "tuned", seed)
         for name, tensor in tensors(tmp_path / "new", seed).items():
@@ -298,49 +441,12 @@ def test_an_adapter_of_the_second_edition_is_fine_tuned_to_the_recorded_numbers(
             assert apart < 5e-5, name
 
 
-def test_a_restart_begins_at_the_finished_theta_of_another_seed_with_a_fresh_head(
-    weights: Path, tmp_path: Path
-) -> None:
-    """At a rate at which nothing moves, what is saved is the start."""
-    first = tmp_path / "first"
-    tune(weights, first, lr=1e-2, seeds=2)
-    again = tmp_path / "again"
-    result = tune(weights, again, start=first, restart=True, seed=2, seeds=2, lr=1e-20, **STILL)
-    for seed in (0, 1):
-        before = tensors(first, seed)
-        after = tensors(again, seed + 2)
-        assert torch.equal(before["theta"], after["theta"])
-        assert not torch.equal(before["head.weight"], after["head.weight"])
-    assert result.aligned_by is None
-    assert evaluate([first, again]).arms[1].differs["restart"] == "True, there False"
-
-
-def test_a_restart_of_the_same_seeds_or_of_no_finished_fine_tuning_is_refused(
-    weights: Path, tmp_path: Path
-) -> None:
-    first = tmp_path / "first"
-    tune(weights, first, lr=1e-2)
-    (tmp_path / "aligned").mkdir()
-    for name in ("config.json", "result.json"):  # of a run without seeds
-        (tmp_path / "aligned" / name).write_text("{}")
-    for start, settings, named in (
-        (first, {"seed": 0}, "--seed"),
-        (first, {"seed": 1, "seeds": 2}, "--seeds"),
-        (tmp_path, {"seed": 1}, "--restart"),
-        (tmp_path / "aligned", {"seed": 1}, "--restart"),
-    ):
-        with pytest.raises(UsageError, match=named):
-            tune(weights, tmp_path / "again", start=start, restart=True, lr=1e-2, **settings)
-    with pytest.raises(UsageError, match="--restart"):  # without it, a finished θ is refused
-        tune(weights, tmp_path / "again", start=first / "adapter-s0.safetensors", lr=1e-2)
-
-
 def test_a_test_curve_ends_with_the_tested_accuracy_and_changes_no_number(
     weights: Path, tmp_path: Path
 ) -> None:
-    plain = tune(weights, tmp_path / "plain", lr=1e-2)
-    drawn = tune(weights, tmp_path / "drawn", lr=1e-2, test_curve=True)
-    assert plain.right == drawn.right
-    trial = json.loads((tmp_path / "drawn/lr0.01-s0/result.json").read_text())
-    assert trial["test_curve"][str(drawn.epochs[0])] == drawn.test[0]
-    assert len(trial["test_curve"]) == 2
+    plain = tune(weights, tmp_path / "plain", lr=(1e-2,))
+    drawn = tune(weights, tmp_path / "drawn", lr=(1e-2,), test_curve=True)
+    assert plain.tests == drawn.tests
+    curve = [record["test"] for record in read_records(tmp_path / "drawn/lr0.01-s0")]
+    epoch = drawn.trials[0].epoch
+    assert len(curve) == 2 and epoch and Score(**curve[epoch - 1]) == drawn.tests[0]

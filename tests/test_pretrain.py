@@ -10,8 +10,8 @@ import torch
 
 from config import BACKBONES, AlignConfig, PretrainConfig
 from data import Pool
-from extras.pretrain import PretrainResult, build_networks, count_work, make_optimiser
-from support.checkpoints import load_backbone
+from extras.pretrain import PretrainResult, make_optimiser, pretrain
+from support.checkpoints import find_weights, load_backbone
 from support.errors import UsageError
 
 
@@ -29,7 +29,7 @@ def test_pretraining_has_the_schedules_of_maes_and_ijepas_programs(
     given |= {"warmup_epochs": W, "warmup_from": 0.2, "weight_decay": 0.05}
     given |= {"final_weight_decay": last}
     tensors = {"W": torch.ones(2, 2), "b": torch.ones(2)}
-    opt = make_optimiser(PretrainConfig(epochs=4, **given), tensors, 20)
+    opt = make_optimiser(PretrainConfig(epochs=4, **given), tensors, 20, 5)
     base = opt.groups[0].lr
     for k in range(1, 21):
         opt.update([*tensors.values()], [torch.ones_like(x) for x in tensors.values()])
@@ -46,10 +46,18 @@ def test_pretraining_has_the_schedules_of_maes_and_ijepas_programs(
         assert found == pytest.approx([rate, decay, rate, 0.0], rel=1e-12)
 
 
-def test_an_epoch_has_full_batches_only_and_at_least_one() -> None:
+def test_an_epoch_has_full_batches_only_and_at_least_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(cfg: PretrainConfig, tensors: object, steps: int, epoch_steps: int) -> None:
+        raise InterruptedError(steps, epoch_steps)
+
+    monkeypatch.setattr("extras.pretrain.make_optimiser", stop)
     for images, epoch in ((5, 1), (10, 1), (39, 3), (40, 4)):
         pool = Pool(torch.zeros(images, 3, 16, 16))
-        assert count_work(config(batch=10, epochs=7), pool).steps == 7 * epoch
+        with pytest.raises(InterruptedError) as seen:
+            pretrain(config(batch=10, epochs=7), tmp_path / "p", pool=pool)
+        assert seen.value.args == (7 * epoch, epoch)
 
 
 def test_what_is_saved_is_read_as_an_official_file_is(pretrained: Path) -> None:
@@ -60,21 +68,20 @@ def test_what_is_saved_is_read_as_an_official_file_is(pretrained: Path) -> None:
         arch = BACKBONES["vit_mini"]._replace(class_token=pretext == "mae")
         if pretext == "ijepa":
             arch = arch._replace(patch_size=2)
-        assert load_backbone(cfg).arch == arch
+        assert load_backbone(cfg, find_weights(cfg)).arch == arch
 
 
-def test_a_finished_run_tells_its_loss_at_the_start_and_at_the_end(weights: Path) -> None:
-    content = json.loads((weights / "result.json").read_text())
-    places = {"out": weights, "weights": weights / "backbone.pth"}
-    result = PretrainResult(**content | {name: str(path) for name, path in places.items()})
-    lines = (weights / "metrics.jsonl").read_text().splitlines()
-    losses = [json.loads(line)["loss"] for line in lines]
-    told = result.in_words().headline
-    assert f"{losses[0]:.4g}" in told and f"{losses[-1]:.4g}" in told
+def test_a_finished_run_tells_its_loss_at_the_end(weights: Path) -> None:
+    content = json.loads((weights / "result.json").read_text()) | {"out": str(weights)}
+    last = json.loads((weights / "metrics.jsonl").read_text().splitlines()[-1])
+    told = str(PretrainResult(**content))
+    assert f"{last['loss']:.4g}" in told and str(weights / "backbone.pth") in told
 
 
-def test_other_pretext_tasks_and_sizes_that_do_not_fit_are_refused() -> None:
+def test_other_pretext_tasks_and_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="pretext"):
         config(pretext="module:Class")
     with pytest.raises(UsageError, match="17"):
-        build_networks(config(image_size=17))
+        pretrain(config(image_size=17), tmp_path / "p", pool=Pool(torch.zeros(9, 3, 17, 17)))
+    with pytest.raises(UsageError, match="timm:x"):
+        pretrain(config(backbone="timm:x"), tmp_path / "p")

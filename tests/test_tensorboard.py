@@ -1,16 +1,23 @@
-"""`--tensorboard`: TensorBoard reads the numbers of metrics.jsonl, after a stop, too."""
+"""`--tensorboard`: TensorBoard reads the numbers of metrics.jsonl, after kill -9, too."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
-from toy import PEFT_STEPS, PRETRAIN_STEPS, align_line, done, finetune_line, read_records, refusal
+from child_process import finish, start, wait_for
+from toy import (
+    PEFT_STEPS,
+    PRETRAIN_STEPS,
+    align_line,
+    done,
+    finetune_line,
+    read_records,
+    refusal,
+)
 
-from config import AlignConfig
-from extras.export import read_settings
-from support.runs import Run
+import cli
 
 pytest.importorskip("tensorboard")
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -36,14 +43,10 @@ def check_points(actual: Points, expected: Points) -> None:
     assert [value for _, value in actual] == pytest.approx(values, rel=1e-6)
 
 
-def settings(**changes: Any) -> AlignConfig:
-    return AlignConfig(backbone="vit_mini", dataset="quilts", tensorboard=True, **changes)
-
-
-def test_every_command_writes_its_records(pretrained: Path) -> None:
-    done(align_line(pretrained, "--out a --tensorboard"))
-    records = read_records(Path("a"))
-    curves = read_events(Path("a"))
+def check_align(run: Path) -> None:
+    """The curves of an align run are those of its metrics.jsonl: each step once."""
+    records = read_records(run)
+    curves = read_events(run)
     assert [step for step, _ in curves["probe_val/accuracy"]] == [0]
     for name, of_record in (
         ("loss_P", lambda record: fmean(record["loss_P"])),
@@ -53,54 +56,41 @@ def test_every_command_writes_its_records(pretrained: Path) -> None:
         expected = [(record["step"], of_record(record)) for record in records[1:]]
         check_points(curves[name], expected)
 
+
+def test_every_command_writes_its_records(pretrained: Path) -> None:
+    done(align_line(pretrained, "--out a --tensorboard"))
+    check_align(Path("a"))
     done(finetune_line(pretrained, f"{PEFT_STEPS} --out f --tensorboard"))
     trial = Path("f/lr0.01-s0")
     losses = [(record["step"], record["loss"]) for record in read_records(trial)]
     check_points(read_events(trial)["loss"], losses)
-
     line = "pretrain --backbone vit_mini --pool omniglot --augment none"
     done(f"{line} {PRETRAIN_STEPS} --batch 1290 --image-size 28 --out p --tensorboard --quiet")
     losses = [(record["step"], record["loss"]) for record in read_records(Path("p"))]
     check_points(read_events(Path("p"))["loss"], losses)
 
 
-def test_a_run_that_goes_on_has_each_record_once() -> None:
-    """Also what was logged behind the checkpoint, and what came before --tensorboard was given."""
-    out = Path("run")
-    with Run(out, "align", settings().replace(tensorboard=False)) as run:
-        run.restore({}, {})
-        run.log({"step": 1, "loss": 1.0})
-        run.save_if_due("step 1", due=True)
-    assert not list(out.glob("events*"))
-    for expected in (2.0, 2.5):  # the first of them is killed behind its checkpoint
-        with Run(out, "align", settings()) as run:
-            run.restore({}, {})
-            run.log({"step": 2, "loss": expected})
-            run.log({"step": 3, "loss": None, "val": {"accuracy": 50.0}})
-    assert read_events(out) == {"loss": [(1, 1.0), (2, 2.5)], "val/accuracy": [(3, 50.0)]}
-    (file,) = out.glob("events*")
-    (out / "mine.txt").write_text("precious")
-    with Run(out, "align", settings(seed=1), force=True):
-        assert not file.exists() and (out / "mine.txt").exists()
+def test_a_run_that_was_killed_has_each_record_once(pretrained: Path) -> None:
+    """Also those behind its last checkpoint, and those from before --tensorboard was given."""
+    line = align_line(pretrained, "--alternations 20 --save-minutes 0.002 --out a")
+    metrics = Path("a/metrics.jsonl")
+
+    def has_logged(records: int) -> bool:
+        return metrics.exists() and len(read_records(Path("a"))) > records
+
+    for command, records in ((line, 3), (f"{line} --tensorboard", 8)):
+        process = start(partial(cli.run, command.split()), Path("said"))
+        wait_for(partial(has_logged, records), process)
+        process.kill()
+        finish(process)
+        assert Path("a/checkpoint.pt").exists()
+    done(f"{line} --tensorboard")
+    assert len(read_records(Path("a"))) == 1 + 20  # the first is of the probe
+    check_align(Path("a"))
 
 
-def test_without_its_package_the_network_of_a_run_with_it_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As by predict and export, which write nothing for it."""
-    (tmp_path / "config.json").write_text(settings().model_dump_json())
+def test_without_its_package_a_run_ends_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
-    assert read_settings(tmp_path, None).dataset == "quilts"
-
-
-def test_without_its_package_it_is_refused_before_anything_is_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    line = "--backbone vit_mini --dataset omniglot:Greek --out a --tensorboard"
-    for command in ("align", "finetune"):
-        assert "pip install tensorboard" in refusal(f"{command} {line}")
-    line = "pretrain --backbone vit_mini --pool quilts --out p --tensorboard"
-    assert "pip install tensorboard" in refusal(line)
-    assert not Path("a").exists() and not Path("p").exists()
+    line = "finetune --backbone vit_mini --dataset omniglot:Greek --out a --quiet --tensorboard"
+    assert "tensorboard" in refusal(line, 1)

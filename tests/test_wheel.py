@@ -33,18 +33,55 @@ def call(*line: Any, **more: Any) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([*map(str, line)], capture_output=True, text=True, check=False, **more)
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of what is in the checkout, so that nothing is left in it."""
-    source, out = tmp_path_factory.mktemp("source") / "bisslight", tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*LEFT_OUT))
-    line = f"-m pip wheel --quiet --no-deps --wheel-dir {out} {source}"
-    done = call(sys.executable, *line.split())
+def pip(line: str, *paths: Path) -> None:
+    """Run pip of the interpreter that runs the tests; skip where setuptools cannot be fetched."""
+    done = call(sys.executable, "-m", "pip", *line.split(), *paths)
     if "No matching distribution found for setuptools" in done.stderr:
         pytest.skip("setuptools cannot be fetched to build with")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is in the checkout, so that nothing is left in it."""
+    copy = tmp_path_factory.mktemp("source") / "bisslight"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    pip(f"wheel --quiet --no-deps --wheel-dir {out}", source)
     (file,) = out.iterdir()
     return file
+
+
+def make_environment(home: Path) -> Path:
+    """Make a virtual environment that borrows packages; returns where it keeps its own."""
+    assert call(sys.executable, "-m", "venv", "--without-pip", home).returncode == 0
+    site = next((home / "lib").glob("python*/site-packages"))
+    lent = [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))]
+    (site / "lent.pth").write_text("\n".join(lent))
+    return site
+
+
+def test_folders_beside_a_script_do_not_hide_modules(source: Path, tmp_path: Path) -> None:
+    """After `make install`, whose installation is editable."""
+    home = tmp_path / "venv"
+    site = make_environment(home)
+    pip(f"--python {home}/bin/python install --quiet --no-deps --editable", source)
+    (site / "lent.pth").unlink()  # or the checkout's own installation could be found there
+    for name in ("data", "config", "support", "extras"):
+        (tmp_path / name).mkdir()
+    script = tmp_path / "script.py"
+    modules = "('config', 'data', 'support.errors', 'extras')"
+    script.write_text(
+        f"from importlib.util import find_spec\nfor m in {modules}: print(find_spec(m).origin)"
+    )
+    done = call(home / "bin/python", script, cwd=tmp_path)
+    files = ("config.py", "data.py", "support/errors.py", "extras/__init__.py")
+    assert done.stdout.splitlines() == [str(source / file) for file in files], done.stderr
 
 
 def test_the_wheel_holds_the_modules_and_nothing_else(wheel: Path) -> None:
@@ -60,15 +97,10 @@ def test_the_installed_commands_run_from_an_empty_folder_without_a_network(
 ) -> None:
     home, here = tmp_path / "venv", tmp_path / "empty"
     here.mkdir()
-    assert call(sys.executable, "-m", "venv", "--without-pip", home).returncode == 0
-    site = next((home / "lib").glob("python*/site-packages"))
-    lent = [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))]
-    (site / "lent.pth").write_text("\n".join(lent))
+    site = make_environment(home)
     (site / "sitecustomize.py").write_text(NO_NETWORK)
     alone = "--no-deps --no-index --force-reinstall --ignore-installed"
-    line = f"-m pip --python {home}/bin/python install --quiet {alone} {wheel}"
-    done = call(sys.executable, *line.split())
-    assert done.returncode == 0, done.stderr
+    pip(f"--python {home}/bin/python install --quiet {alone}", wheel)
     assert {path.name for path in site.glob("*.py")} == MODULES | {"sitecustomize.py"}
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(here), "OMP_NUM_THREADS": "1"}
 
@@ -85,7 +117,7 @@ def test_the_installed_commands_run_from_an_empty_folder_without_a_network(
     peft = "--epochs 2 --warmup-epochs 1 --batch 40 --seeds 2 --lr 1e-2"
     bisslight(f"finetune --from a {peft} --quiet --out aligned")
     bisslight(f"finetune {start} {peft} --out direct")
-    arms = json.loads(bisslight("evaluate aligned --against direct --json"))["arms"]
-    assert [arm["seeds"] for arm in arms] == [2, 2]
+    arms = json.loads(bisslight("evaluate aligned direct --json"))["arms"]
+    assert [len(arm["accuracies"]) for arm in arms] == [2, 2]
     assert "Algorithm 1" in bisslight("--help")
     assert {path.name for path in here.iterdir()} == {"pre", "a", "aligned", "direct"}

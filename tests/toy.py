@@ -7,8 +7,10 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +41,7 @@ ALIGN_SETTINGS: dict[str, Any] = {  # the same for the Python interface
     "probe_epochs": 1, "eval_every": 1, "warmup": 1,
 }  # fmt: skip
 PEFT_SETTINGS: dict[str, Any] = {
-    "epochs": 2, "batch": 40, "warmup_epochs": 0, "seeds": 1, "lr": 1e-2,
+    "epochs": 2, "batch": 40, "warmup_epochs": 0, "seeds": 1, "lr": (1e-2,),
 }  # fmt: skip
 
 
@@ -69,12 +71,27 @@ class Outcome(NamedTuple):
     err: str
 
 
+def words_of(line: str) -> list[str]:
+    """The words of a command line; NAME=VALUE is a setting without a flag, handed over in a file.
+
+    >>> words_of("align --rank 4")
+    ['align', '--rank', '4']
+    """
+    words = line.split()
+    settings = [word for word in words if re.fullmatch(r"\w+=\S+", word)]
+    if not settings:
+        return words
+    with tempfile.NamedTemporaryFile("w", suffix=".toml", delete=False) as file:
+        file.write("\n".join(settings))
+    return [word for word in words if word not in settings] + ["--config", file.name]
+
+
 def run(line: str) -> Outcome:
     """A command line in this process; stdout and stderr are caught."""
     out = io.StringIO()
     err = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = cli.run(line.split())
+        code = cli.run(words_of(line))
     return Outcome(code, out.getvalue(), err.getvalue())
 
 
@@ -98,7 +115,7 @@ def refusal(line: str, code: int = 2) -> str:
 def outside(line: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """A command line in a process of its own, with nothing of this one's environment."""
     env = {"PYTHONPATH": PROGRAM_PATH, "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
-    call = [*PROGRAM, *line.split()]
+    call = [*PROGRAM, *words_of(line)]
     return subprocess.run(call, env=env | environ, capture_output=True, text=True, check=False)
 
 
@@ -117,6 +134,11 @@ def call(script: Any, line: str, more: list[str] | None = None) -> str:
 def read_records(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def contents(place: Path) -> dict[Path, bytes]:
+    """All files below a folder, with what they hold."""
+    return {file: file.read_bytes() for file in place.rglob("*") if file.is_file()}
 
 
 def save_by_class(folder: Path, images: Tensor, targets: Tensor) -> None:

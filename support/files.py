@@ -1,0 +1,44 @@
+"""Program: files: JSON read with a remedy, files written whole or not at all, digests."""
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from config import Record
+from support.errors import RunError, as_read_error
+
+
+def read_json(path: Path, remedy: str = "give the command that wrote it again") -> Record:
+    """Read a JSON object. Raises UsageError, with this remedy, where it is missing or damaged."""
+    with as_read_error(str(path), remedy):
+        return dict(json.loads(path.read_text()))
+
+
+def write_atomic(path: Path, content: bytes | str) -> None:
+    """Replace a file at once, or leave it as it was: write another file, then rename that.
+
+    Raises RunError where it cannot be written.
+    """
+    if isinstance(content, str):
+        content = content.encode()
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)  # of a process that was killed as it wrote
+        with temporary.open("xb") as file:  # not through a link that somebody has put there
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # or the name could reach the disk before the content does
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):  # there may be none, or the disk may be read-only
+            temporary.unlink()
+        remedy = "make room or allow it, then give the same command again"
+        raise RunError(f"{path}: cannot be written ({error.strerror}); {remedy}") from error
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,124 @@
+"""Program: what runs end with, as their result.json has it, and what adapters say of themselves.
+
+This module does without torch, so that `bisslight evaluate` starts at once.
+"""
+
+from collections.abc import Sequence
+
+from pydantic import BaseModel
+
+from config import Record
+from support.screen import draw_table, format_accuracies
+
+
+class Score(BaseModel, frozen=True):
+    """How good a model is on a split, such as the test images."""
+
+    accuracy: float  # percent: top-1, or mAP where an image has several classes
+    loss: float  # mean over the images
+    per_class: float | None = None  # percent: mean of the accuracies in each class; None with mAP
+    right: int | None = None  # how many images were right; None with mAP
+
+
+class AdapterInfo(BaseModel, frozen=True):
+    """What an adapter file says about how θ was trained. None: it does not say."""
+
+    stage: str | None = None  # the command: "align" or "finetune"
+    backbone: str | None = None  # such as "vit_b16"
+    arch: Record | None = None  # sizes of the backbone, see `config.Arch`
+    weights_sha256: str | None = None  # of the backbone's checkpoint
+    pretext: str | None = None  # such as "mae"
+    rank: int | None = None
+    alpha: float | None = None
+    dataset: str | None = None  # such as "cub200"
+    data_seed: int | None = None
+    data_sha256: str | None = None  # of the labelled images, see `data.fingerprint`
+    channels: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # mean, std of its images
+    whole_images: bool = False  # whether images are scored without cutting their edges off
+    # These are set by align alone.
+    d_lr: float | None = None
+    hypergrad: str | None = None  # such as "mfac"
+    unlike_paper: Record | None = None  # settings that are not the paper's, by name
+    # These are set by finetune alone.
+    lr: float | None = None
+    seed: int | None = None
+    classes: list[str] = []
+
+
+class RunResult(BaseModel, frozen=True):
+    """What the result of every finished run has."""
+
+    out: str  # the run's directory
+    cpu_seconds: float  # CPU time of the run, with that before a stop; of finetune, of all trials
+    seconds: float  # the same by the clock
+
+
+class TrialResult(BaseModel, frozen=True):
+    """What one rate with one seed ended with: the result.json of its run."""
+
+    lr: float
+    seed: int
+    val: Score | None  # validation of the best epoch; None: the trial diverged
+    epoch: int | None = None  # number of the best epoch, from 1
+    diverged: str | None = None  # where and how
+    start_sha256: str | None  # of the adapter that it starts from; None: a fresh θ
+    start_cpu_seconds: float | None  # of the runs before it, 0 without one; None: unknown
+    cpu_seconds: float
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        """Its directory below that of the finetune run, such as "lr0.001-s0"."""
+        return f"lr{self.lr}-s{self.seed}"
+
+    def __str__(self) -> str:
+        """How it went, in a few words: for the line of progress."""
+        return f"lr {self.lr:g} seed {self.seed}  val {self.as_row()['validation']}"
+
+    def as_row(self) -> Record:
+        """A row of the printed table."""
+        val = format_accuracies([self.val.accuracy]) if self.val else "diverged"
+        return {"rate": self.lr, "seed": self.seed, "best epoch": self.epoch, "validation": val}
+
+
+class FinetuneResult(RunResult, frozen=True):
+    """What a finetune run ended with: its result.json. Lists have one entry per seed."""
+
+    metric: str  # such as "top-1 accuracy"
+    unit: str  # what is done anew for each seed, see `unit_of`
+    origin: AdapterInfo  # what the adapter of --from says of itself
+    rates: list[float]  # --lr
+    grid_seeds: int
+    lr: float  # the chosen one of the rates
+    tried: list[TrialResult]  # the trials that chose it; [] with a single rate
+    trials: list[TrialResult]  # those of the chosen rate
+    tests: list[Score]  # each trial's best epoch, tested once
+    start_cpu_seconds: float | None  # of all runs that the seeds start from, see `seconds_before`
+
+    def __str__(self) -> str:
+        """The mean and deviation of the test accuracy, and a table of the trials."""
+        accuracies = format_accuracies([test.accuracy for test in self.tests])
+        headline = f"test {self.metric} {accuracies} (rate {self.lr:g})"
+        losers = [trial for trial in self.tried if trial.lr != self.lr]
+        rows = [trial.as_row() for trial in [*losers, *self.trials]]
+        return f"{headline}\n\n{draw_table(rows)}\n\nin {self.out}"
+
+
+def unit_of(starts: Sequence[str | None], stage: str | None) -> str:
+    """What is done anew for each seed, which is what p-values are about.
+
+    `starts` has the digest of the adapter that each seed starts from, None for a fresh θ; `stage`
+    is the command that made the adapters.
+    """
+    if stage is None:
+        return "PEFT seed"
+    if len({*starts}) == 1:
+        return "PEFT seed on one adapter"
+    return "align run and PEFT" if stage == "align" else "PEFT and PEFT anew"
+
+
+def seconds_before(trials: Sequence[TrialResult]) -> float | None:
+    """CPU seconds of the runs that trials start from, each counted once; None: some are unknown."""
+    by_start = {trial.start_sha256: trial.start_cpu_seconds for trial in trials}
+    known = [seconds for seconds in by_start.values() if seconds is not None]
+    return sum(known) if len(known) == len(by_start) else None
