@@ -71,8 +71,8 @@ notebooks: $(VENV)/.test  ## run the scripts in examples/ and renew the .ipynb b
 blanks: $(VENV)/.test  ## sheets and notebooks with blanks, to be filled in; see examples/exercises.md
 	$(BIN)/python examples/exercises/blank.py
 
-page: $(VENV)/.test  ## docs/paper_beside_code.html, made anew from the sources
-	$(BIN)/python docs/beside.py
+page: $(VENV)/.test  ## docs/index.html, made anew from examples/one_page.py and docs/page.md
+	$(BIN)/python docs/page.py
 
 clean:
 	rm -rf $(VENV) .venv-newest .venv-lowest build *.egg-info .mypy_cache .pytest_cache .ruff_cache

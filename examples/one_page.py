@@ -1,13 +1,18 @@
 """All of BiSSLight on one page: Algorithm 1 with a masked autoencoder, on real handwriting.
 
-A small Vision Transformer (ViT) was pretrained without labels on the characters of three alphabets.
-Here it learns the 24 characters of a fourth one, Greek, from the drawings of ten people, and is
-tested on those of ten others. Its weights ψ stay frozen. Trained are θ, low-rank changes of the
-query and value matrices (LoRA), and a linear head φ_D. Three ways, all from the same ψ:
-    PEFT         parameter-efficient fine-tuning: θ and φ_D learn from the labelled drawings
+A network ψ was pretrained without labels and now has to learn a task with labels. It stays frozen.
+Trained are two small adapters of the same shape (LoRA), θ_P and θ_D, and two heads, φ_P and φ_D:
+    upper level, Eq. 3   min over θ_D, φ_D   L^D(θ_P*(θ_D), φ_D) + L^D(θ_D, φ_D)
+    lower level, Eq. 4   θ_P*(θ_D) = argmin over θ_P, min over φ_P  L^P(θ_P, φ_P) + λ/2 |θ_P − θ_D|²
+L^P is the pretext loss, without labels; L^D is the loss of the task. So θ_D has to be good for the
+labels, and to lie where the pretext task, pulled to θ_D, ends at a θ_P that is good for them, too.
+Here ψ is a small Vision Transformer (ViT) that saw three alphabets. It learns the 24 characters of
+a fourth one, Greek, from the drawings of ten people, and is tested on those of ten others:
+    PEFT         parameter-efficient fine-tuning: an adapter θ and a head learn from the labels
     BiSSLight    first Algorithm 1; PEFT then starts from the θ_P that it returns
-    q = 0        the same without the implicit gradient q; the difference is what q adds
-Letters are the paper's; `l.n` is line n of its Algorithm 1. With matplotlib, it draws one_page.png.
+    q = 0        the same without q, the gradient of the first term of Eq. 3 with respect to θ_D
+The paper also augments images, drops paths, and chooses rates and epochs by validation; all that is
+left out. Letters are the paper's, `l.n` is line n of Algorithm 1. matplotlib draws one_page.png.
 """
 import math
 from importlib.util import find_spec
@@ -21,84 +26,118 @@ LAM = 1e-3  # λ: pulls θ_P to θ_D (Eq. 4), and damps M-FAC (Sec. 3.1)
 T, N_L, N_U, R = 30, 5, 3, 8  # alternations, lower steps, upper steps, rank; paper: 500, 20, 8, 64
 B_P, B_D = 64, 32  # images in a batch without labels, in one with labels; paper: 256, 64
 LR, LR_PHI_P, LR_PEFT = 1e-2, 1e-4, 3e-2  # rates: of Algorithm 1, of φ_P there, of PEFT
-WARMUP, EPOCHS, SEED = 5, 25, 0  # alternations or epochs of warm-up; epochs of PEFT
+WARMUP, EPOCHS, SEED = 5, 25, 0  # rates rise in 5 of the T alternations, and of PEFT's 25 epochs
 K, DIM, HEADS, PATCH = 4, 64, 4, 4  # the ViT: layers, width, attention heads, pixels of a patch
-PATCHES, KEPT = 49, 12  # of an image; of these the pretext task shows a quarter, as MAE does
-FOLDER = Path("support") if Path("support/omniglot.npz").exists() else Path()
-# --- The network f_θ. `w` has a network's tensors by the names that MAE's authors gave them -------
-def linear(x, w, name):
-    return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
-def norm(x, w, name):
-    return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], eps=1e-6)
+PATCHES, KEPT, DECODER_DIM = 49, 12, 48  # of an image; shown in the pretext task; decoder's width
+FOLDER = Path(__file__).resolve().parent.parent / "support"  # with the images, and with ψ
 
-def block(x, w, name, row=None):
-    """One layer on tokens x (B, tokens, dim); LoRA changes it by a row of θ (4 · R · dim,)."""
-    B, tokens, dim = x.shape
-    W = w[f"{name}.attn.qkv.weight"]  # (3 dim, dim): of queries, keys and values
-    if row is not None:
-        A_q, B_q, A_v, B_v = row.view(4, R, dim)  # B_q and B_v are stored transposed
-        W = W + torch.cat([B_q.T @ A_q, torch.zeros_like(W[:dim]), B_v.T @ A_v])
-    y = F.linear(norm(x, w, f"{name}.norm1"), W, w[f"{name}.attn.qkv.bias"])
-    y = y.view(B, tokens, 3, HEADS, -1).permute(2, 0, 3, 1, 4)  # (3, B, heads, tokens, dim / heads)
-    y = F.scaled_dot_product_attention(*y).transpose(1, 2).flatten(2)
-    x = x + linear(y, w, f"{name}.attn.proj")
-    y = F.gelu(linear(norm(x, w, f"{name}.norm2"), w, f"{name}.mlp.fc1"))
-    return x + linear(y, w, f"{name}.mlp.fc2")
-
+# --- Algorithm 1 ----------------------------------------------------------------------------------
+def algorithm_1(psi, theta, phi_P, phi_D, pool, images, labels, use_q=True):
+    """l.1 is the arguments and the constants above; `pool` has no labels. Returns θ_P."""
+    theta_P, theta_D = theta.clone().requires_grad_(), theta.clone().requires_grad_()  # l.2
+    phi_P, phi_D = trainable(phi_P), trainable(phi_D)
+    lower, upper = [theta_P, *phi_P.values()], [theta_D, *phi_D.values()]  # what each level trains
+    opt_P = adamw([(LR, lower[:1]), (LR_PHI_P, lower[1:])], T * N_L, WARMUP * N_L, beta_2=0.95)
+    opt_D = adamw([(LR, upper)], T * N_U, WARMUP * N_U)
+    D_P, D_D, rng = draws(len(pool), B_P), draws(len(labels), B_D), torch.Generator().manual_seed(1)
+    for t in range(1, T + 1):  # l.3
+        G = []  # l.4
+        for _ in range(N_L):  # l.5, lower level
+            noise = torch.rand(B_P, PATCHES, generator=rng)  # hides other patches in each step
+            loss_P = L_P(psi, theta_P, phi_P, pool[next(D_P)], noise)
+            grad_P, *g_phi_P = torch.autograd.grad(loss_P, lower)  # l.6, and l.8 in the same pass
+            G.append(grad_P)  # l.6: the gradient of L^P alone
+            g_P = grad_P + LAM * (theta_P - theta_D).detach()  # l.7: of L^P + λ/2 |θ_P − θ_D|²
+            opt_P(lower, [g_P, *g_phi_P])  # l.9
+        M = [eq_7(G_k) for G_k in torch.stack(G, 1)]  # l.10, layer by layer
+        for _ in range(N_U):  # l.11, upper level
+            i = next(D_D)
+            loss = L_D(psi, theta_P, phi_D, images[i], labels[i])
+            g, *g_phi_at_P = torch.autograd.grad(loss, [theta_P, *phi_D.values()])  # l.12; for l.15
+            q = torch.stack([eq_10(M_k, g_k) for M_k, g_k in zip(M, g, strict=True)])  # l.13
+            loss_D = L_D(psi, theta_D, phi_D, images[i], labels[i])
+            grad_D, *g_phi_at_D = torch.autograd.grad(loss_D, upper)  # for l.14, l.15
+            g_D = q + grad_D if use_q else grad_D  # l.14: both terms of Eq. 3
+            g_phi_D = [x + y for x, y in zip(g_phi_at_P, g_phi_at_D, strict=True)]  # l.15: the same
+            opt_D(upper, [g_D, *g_phi_D])  # l.16
+        if t % 10 == 0:
+            print(f"t {t}:  L^P {loss_P:.2f}  L^D {loss_D:.2f}  |q|/|g| {q.norm() / g.norm():.4f}")
+    return theta_P.detach()  # l.17
+# --- M-FAC: q ≈ λ (∇²L^P + λI)⁻¹ g, with the mean of g_i g_iᵀ for ∇²L^P; each layer is a block ---
+def eq_7(G_k):  # a block's stored gradients g_i, (N_L, p) -> its M_k: N_L pairs of v_i (p,) and d_i
+    M_k = []
+    for g_i in G_k.double():  # float64, since numbers that are nearly equal are subtracted
+        v_i = g_i / LAM - sum(v_j * (v_j @ g_i) / (len(G_k) + d_j) for v_j, d_j in M_k)
+        M_k.append((v_i, v_i @ g_i))  # v_i is (λI + Σ_{j<i} g_j g_jᵀ / N_L)⁻¹ g_i
+    return M_k
+def eq_10(M_k, g_k):  # the block's part of q, from its part of g; both (p,)
+    g = g_k.double()
+    return (g - LAM * sum(v_j * (v_j @ g) / (len(M_k) + d_j) for v_j, d_j in M_k)).to(g_k)
+# --- Two losses: of the labels, and of the masked autoencoder -------------------------------------
+def L_D(psi, theta, phi_D, images, labels):  # cross-entropy of a linear head on the first token
+    return F.cross_entropy(linear(f(psi, theta, images)[:, 0], phi_D, "head"), labels)
+def L_P(psi, theta, phi_P, images, noise):  # squared error on hidden patches, each standardised
+    predicted, hidden = predict(psi, theta, phi_P, images, noise)
+    variance, mean = torch.var_mean(patchify(images), -1, keepdim=True)
+    true = (patchify(images) - mean) / (variance + 1e-6).sqrt()
+    return (predicted - true).square().mean(-1)[hidden].mean()
+def predict(psi, theta, phi_P, images, noise):
+    """The decoder's patches (B, 49, 3·4·4), and which of them f did not see, True in (B, 49)."""
+    order = noise.argsort(1)  # noise (B, 49): the KEPT patches with the least of it are shown
+    place = order.argsort(1)  # where each patch stands in this order
+    x = linear(f(psi, theta, images, order[:, :KEPT]), phi_P, "decoder_embed")  # to DECODER_DIM
+    blanks = phi_P["mask_token"].expand(len(x), PATCHES - KEPT, DECODER_DIM)
+    patches = torch.cat([x[:, 1:], blanks], 1)[torch.arange(len(x))[:, None], place]
+    x = torch.cat([x[:, :1], patches], 1) + psi["decoder_pos_embed"]  # frozen, so it is in ψ
+    x = norm(layer(x, phi_P, "decoder_blocks.0"), phi_P, "decoder_norm")
+    return linear(x, phi_P, "decoder_pred")[:, 1:], place >= KEPT
+def patchify(images):  # (B, 3, 28, 28) -> (B, 49, 3·4·4): a patch is 4·4 pixels of three colours
+    x = F.unfold(images, PATCH, stride=PATCH).unflatten(1, (3, -1))  # (B, 3, 16, 49)
+    return x.permute(0, 3, 2, 1).flatten(2)
+# --- The network f. `w` has a network's tensors by the names that MAE's authors gave them ---------
 def f(psi, theta, images, keep=None):
     """Tokens (B, 1 + 49, DIM): one of the whole image, then of all patches or those to keep."""
     x = F.conv2d(images, psi["patch_embed.proj.weight"], psi["patch_embed.proj.bias"], PATCH)
     x = x.flatten(2).mT + psi["pos_embed"][:, 1:]  # (B, 49, DIM)
     if keep is not None:
         x = x[torch.arange(len(x))[:, None], keep]  # (B, KEPT, DIM)
-    first = (psi["cls_token"] + psi["pos_embed"][:, :1]).expand(len(x), -1, -1)
-    x = torch.cat([first, x], 1)
+    first = psi["cls_token"] + psi["pos_embed"][:, :1]  # the token of the whole image
+    x = torch.cat([first.expand(len(x), -1, -1), x], 1)
     for k in range(K):
-        x = block(x, psi, f"blocks.{k}", theta[k])
+        x = layer(x, psi, f"blocks.{k}", theta[k])
     return norm(x, psi, "norm")
-
-def patchify(images):  # (B, 3, 28, 28) -> (B, 49, 48): the numbers of each patch
-    x = F.pixel_unshuffle(images, PATCH).unflatten(1, (3, -1))  # (B, 3, 16, 7, 7)
-    return x.permute(0, 3, 4, 2, 1).flatten(3).flatten(1, 2)
-def predict(psi, theta, phi_P, images, noise):
-    """The decoder's patches (B, 49, 48), and which of them the network did not see (B, 49)."""
-    order = noise.argsort(1)  # noise (B, 49): the KEPT patches with the least of it are shown
-    place = order.argsort(1)  # where each patch stands in this order
-    x = linear(f(psi, theta, images, order[:, :KEPT]), phi_P, "decoder_embed")  # (B, 1 + KEPT, 48)
-    blanks = phi_P["mask_token"].expand(len(x), PATCHES - KEPT, -1)
-    patches = torch.cat([x[:, 1:], blanks], 1)[torch.arange(len(x))[:, None], place]
-    x = torch.cat([x[:, :1], patches], 1) + psi["decoder_pos_embed"]  # which stays as it is
-    x = norm(block(x, phi_P, "decoder_blocks.0"), phi_P, "decoder_norm")
-    return linear(x, phi_P, "decoder_pred")[:, 1:], place >= KEPT
-
-def L_P(psi, theta, phi_P, images, noise):
-    """Masked autoencoding: squared error on the patches not seen, each standardised."""
-    predicted, hidden = predict(psi, theta, phi_P, images, noise)
-    variance, mean = torch.var_mean(patchify(images), -1, keepdim=True)
-    true = (patchify(images) - mean) / (variance + 1e-6).sqrt()
-    return (predicted - true).square().mean(-1)[hidden].mean()
-def L_D(psi, theta, phi_D, images, labels):  # cross-entropy of a linear head on the first token
-    return F.cross_entropy(linear(f(psi, theta, images)[:, 0], phi_D, "head"), labels)
-
-# --- M-FAC: q ≈ λ (∇²L^P + λI)⁻¹ g from gradients alone, in each block (here: layer) by itself ----
-def eq_7(G_k):  # from a block's stored gradients g_i, G_k (N_L, p): N_L pairs v_i (p,), d_i
-    M_k = []
-    for g_i in G_k.double():  # float64, since numbers that are nearly equal are subtracted
-        v_i = g_i / LAM - sum(v_j * (v_j @ g_i) / (len(G_k) + d_j) for v_j, d_j in M_k)
-        M_k.append((v_i, v_i @ g_i))
-    return M_k
-def eq_10(M_k, g_k):  # the block's part of q, from its part of g; both (p,)
-    g = g_k.double()
-    return (g - LAM * sum(v_j * (v_j @ g) / (len(M_k) + d_j) for v_j, d_j in M_k)).to(g_k)
-
-# --- Algorithm 1, and PEFT after it ---------------------------------------------------------------
-def draws(n, size):  # numbers of images, `size` at a time: passes in random order, without end
-    rng = torch.Generator().manual_seed(SEED)
-    while True:
-        yield from torch.randperm(n, generator=rng)[: n - n % size].view(-1, size)
-def trained(tensors):
-    return {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
-
+def layer(x, w, name, row=None):
+    """Attention, then MLP, on tokens (B, tokens, dim); LoRA adds `row` of θ, (4 · R · DIM,)."""
+    W = w[f"{name}.attn.qkv.weight"]  # (3 dim, dim): of queries, keys and values
+    if row is not None:  # W_q + B_q A_q and W_v + B_v A_v; B_q and B_v are stored transposed
+        A_q, B_q, A_v, B_v = row.view(4, R, DIM)
+        W = W + torch.cat([B_q.T @ A_q, torch.zeros_like(W[:DIM]), B_v.T @ A_v])
+    y = F.linear(norm(x, w, f"{name}.norm1"), W, w[f"{name}.attn.qkv.bias"])
+    y = y.unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)  # (3, B, HEADS, tokens, dim / HEADS)
+    y = F.scaled_dot_product_attention(*y).transpose(1, 2).flatten(2)
+    x = x + linear(y, w, f"{name}.attn.proj")
+    y = F.gelu(linear(norm(x, w, f"{name}.norm2"), w, f"{name}.mlp.fc1"))
+    return x + linear(y, w, f"{name}.mlp.fc2")
+def linear(x, w, name):
+    return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
+def norm(x, w, name):
+    return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], eps=1e-6)
+# --- Fine-tuning, and what it shares with Algorithm 1 ---------------------------------------------
+def fit(psi, theta, train, test, labels, rate=LR_PEFT, epochs=EPOCHS, probe=False):
+    """PEFT of θ and a new φ_D, or of φ_D alone; returns φ_D, and test accuracy every 5 epochs."""
+    theta = theta.clone().requires_grad_()
+    phi_D = trainable({"head.weight": torch.zeros(24, DIM), "head.bias": torch.zeros(24)})
+    tensors = [*phi_D.values()] if probe else [theta, *phi_D.values()]
+    epoch = len(labels) // B_D  # steps in one pass over `train`
+    opt, D_D = adamw([(rate, tensors)], epochs * epoch, WARMUP * epoch), draws(len(labels), B_D)
+    accuracies = []
+    for step in range(1, epochs * epoch + 1):
+        i = next(D_D)
+        opt(tensors, torch.autograd.grad(L_D(psi, theta, phi_D, train[i], labels[i]), tensors))
+        if step % (5 * epoch) == 0:
+            guesses = linear(f(psi, theta, test)[:, 0], phi_D, "head").argmax(1)
+            accuracies.append(100 * (guesses == labels).double().mean().item())
+    return phi_D, accuracies
 def adamw(groups, steps, warmup, beta_2=0.999):  # groups: pairs of a rate and its tensors
     groups = [{"lr": lr, "params": tensors} for lr, tensors in groups]
     opt = torch.optim.AdamW(groups, betas=(0.9, beta_2), weight_decay=0.05)
@@ -112,89 +151,50 @@ def adamw(groups, steps, warmup, beta_2=0.999):  # groups: pairs of a rate and i
         opt.step()
         schedule.step()
     return update
-
-def algorithm_1(psi, theta, phi_P, phi_D, pool, images, labels, use_q=True):
-    """l.1 is the arguments and the constants above; `pool` has no labels. Returns θ_P."""
-    theta_P, theta_D = theta.clone().requires_grad_(), theta.clone().requires_grad_()  # l.2
-    phi_P, phi_D = trained(phi_P), trained(phi_D)
-    lower, upper = [theta_P, *phi_P.values()], [theta_D, *phi_D.values()]  # what each level trains
-    opt_P = adamw([(LR, lower[:1]), (LR_PHI_P, lower[1:])], T * N_L, WARMUP * N_L, beta_2=0.95)
-    opt_D = adamw([(LR, upper)], T * N_U, WARMUP * N_U)
-    D_P, D_D, rng = draws(len(pool), B_P), draws(len(labels), B_D), torch.Generator().manual_seed(1)
-    for _ in range(T):  # l.3
-        G = []  # l.4
-        for _ in range(N_L):  # l.5
-            noise = torch.rand(B_P, PATCHES, generator=rng)  # hides other patches in each step
-            loss = L_P(psi, theta_P, phi_P, pool[next(D_P)], noise)
-            grad_P, *g_phi_P = torch.autograd.grad(loss, lower)  # l.6, l.8
-            G.append(grad_P)  # l.6
-            g_P = grad_P + LAM * (theta_P - theta_D).detach()  # l.7
-            opt_P(lower, [g_P, *g_phi_P])  # l.9
-        M = [eq_7(G_k) for G_k in torch.stack(G, 1)]  # l.10, layer by layer
-        for _ in range(N_U):  # l.11
-            i = next(D_D)
-            loss = L_D(psi, theta_P, phi_D, images[i], labels[i])
-            g, *at_P = torch.autograd.grad(loss, [theta_P, *phi_D.values()])  # l.12
-            q = torch.stack([eq_10(M_k, g_k) for M_k, g_k in zip(M, g, strict=True)])  # l.13
-            loss = L_D(psi, theta_D, phi_D, images[i], labels[i])
-            grad_D, *at_D = torch.autograd.grad(loss, upper)  # l.14
-            g_D = q + grad_D if use_q else grad_D  # l.14
-            g_phi_D = [x + y for x, y in zip(at_P, at_D, strict=True)]  # l.15
-            opt_D(upper, [g_D, *g_phi_D])  # l.16
-    return theta_P.detach()  # l.17
-
-def fit(psi, theta, phi_D, train, test, labels, rate=LR_PEFT, epochs=EPOCHS, probe=False):
-    """Train θ and φ_D, or only φ_D; yields the accuracy on the test images every five epochs."""
-    theta = theta.clone().requires_grad_()
-    tensors = [*phi_D.values()] if probe else [theta, *phi_D.values()]
-    epoch = len(labels) // B_D  # steps in one pass over `train`
-    opt, D_D = adamw([(rate, tensors)], epochs * epoch, WARMUP * epoch), draws(len(labels), B_D)
-    for step in range(1, epochs * epoch + 1):
-        i = next(D_D)
-        opt(tensors, torch.autograd.grad(L_D(psi, theta, phi_D, train[i], labels[i]), tensors))
-        if step % (5 * epoch) == 0:
-            guesses = linear(f(psi, theta, test)[:, 0], phi_D, "head").argmax(1)
-            yield 100 * (guesses == labels).double().mean().item()
-
-def characters(*alphabets):  # images (characters, 20 people, 3, 28, 28); 4 pixels a byte
-    file = np.load(FOLDER / "omniglot.npz")
-    packed = torch.from_numpy(np.concatenate([file[name] for name in alphabets]))
-    pixels = torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], -1)
-    return (pixels.view(-1, 20, 1, 28, 28) / 3).repeat(1, 1, 3, 1, 1)
-def draw(psi, theta, phi_P, image, curves):  # one_page.png
+def draws(n, size):  # indices of images, `size` at a time: passes in random order, without end
+    rng = torch.Generator().manual_seed(SEED)
+    while True:
+        yield from torch.randperm(n, generator=rng)[: n - n % size].view(-1, size)
+def trainable(tensors):
+    return {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
+# --- The run --------------------------------------------------------------------------------------
+def characters(*alphabets):  # images (characters, 20 people, 3, 28, 28); paper is 0 and ink is 1
+    grey = np.concatenate([np.load(FOLDER / "omniglot.npz")[name] for name in alphabets])
+    return torch.from_numpy(grey)[:, :, None].repeat(1, 1, 3, 1, 1) / 3
+def draw(psi, theta, phi_P, images, curves):  # one_page.png
     import matplotlib.pyplot as plt
-    true, noise = patchify(image), torch.rand(1, PATCHES)
-    patches, hidden = predict(psi, theta, phi_P, image, noise)
-    std, mean = torch.std_mean(true, -1, keepdim=True)
-    masked = torch.where(hidden[..., None], true.min(), true)
-    filled = torch.where(hidden[..., None], patches * std + mean, true)
-    grey = torch.cat([true, masked, filled])[..., ::3].unflatten(1, (7, 7)).unflatten(3, (4, 4))
-    _, (left, right) = plt.subplots(1, 2, figsize=(10, 3))
-    left.legend(left.plot(range(5, EPOCHS + 1, 5), curves), ["PEFT", "BiSSLight", "q = 0"])
-    right.imshow(grey.detach().permute(1, 3, 0, 2, 4).reshape(28, 84), cmap="gray_r")
-    plt.savefig("one_page.png")
-
+    patches, hidden = predict(psi, theta, phi_P, images, torch.rand(len(images), PATCHES))
+    true, hidden = patchify(images), hidden[..., None]
+    patches = patches.detach() * true.std(-1, keepdim=True) + true.mean(-1, keepdim=True)
+    rows = [true, torch.where(hidden, true.min(), true), torch.where(hidden, patches, true)]
+    grey = torch.stack(rows)[..., ::3].unflatten(2, (7, 7)).unflatten(4, (4, 4))
+    _, (top, bottom) = plt.subplots(2, 1, figsize=(5, 6), layout="constrained")
+    top.legend(top.plot(range(5, EPOCHS + 1, 5), np.transpose([*curves.values()])), curves)
+    top.set(xlabel="epoch of PEFT", ylabel="test accuracy (%)", xticks=range(5, EPOCHS + 1, 5))
+    grey = grey.permute(0, 2, 4, 1, 3, 5).reshape(3 * 28, -1)
+    bottom.imshow(grey, cmap="gray_r", vmin=true.min(), vmax=true.max())
+    bottom.set(title="whole, three quarters hidden, and filled in", xticks=[], yticks=[])
+    plt.savefig("one_page.png", dpi=150)
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # tensors of this size gain nothing from more
     psi = torch.load(FOLDER / "omniglot.pth", weights_only=True)["model"]
-    phi_P = {name: x for name, x in psi.items() if name.startswith(("decoder", "mask"))}
-    del phi_P["decoder_pos_embed"]  # φ_P is what the lower level trains
+    head = [name for name in psi if name.startswith(("mask", "decoder")) and "pos" not in name]
+    phi_P = {name: psi.pop(name) for name in head}  # the decoder; its positions stay in ψ, frozen
     pool = characters("Japanese_(katakana)", "Korean", "Sanskrit").flatten(0, 1)
     greek = (characters("Greek") - pool.mean()) / pool.std()
     pool = (pool - pool.mean()) / pool.std()
     train, test = greek[:, :10].flatten(0, 1), greek[:, 10:].flatten(0, 1)
     labels = torch.arange(24).repeat_interleave(10)  # of train, and of test
     theta = torch.rand(K, 4, R, DIM, generator=torch.Generator().manual_seed(SEED)) / 4 - 1 / 8
-    theta[:, 1::2] = 0  # B_q and B_v, so that f_θ is f_ψ; A_q and A_v are within ±1/√DIM
-    theta = theta.flatten(1)
-    head = {"head.weight": torch.zeros(24, DIM), "head.bias": torch.zeros(24)}
-    phi_D = trained(head)
-    list(fit(psi, theta, phi_D, train, test, labels, LR, 20, probe=True))  # l.1's φ_D (App. C.3)
-    aligned = algorithm_1(psi, theta, phi_P, phi_D, pool, train, labels)
-    q_0 = algorithm_1(psi, theta, phi_P, phi_D, pool, train, labels, use_q=False)
-    fits = [fit(psi, x, trained(head), train, test, labels) for x in (theta, aligned, q_0)]
-    curves = []
-    for a, b, c in zip(*fits, strict=True):
-        curves.append((a, b, c))
-        print(f"epoch {5 * len(curves):2}:  PEFT {a:.1f} %   BiSSLight {b:.1f} %   q = 0 {c:.1f} %")
+    theta[:, 1::2] = 0  # B_q and B_v, so that θ changes nothing yet. A_q, A_v: within ±1/√DIM
+    theta = theta.flatten(1)  # (K, p)
+    phi_D, _ = fit(psi, theta, train, test, labels, rate=LR, epochs=20, probe=True)  # App. C.3
+    starts = {"PEFT": theta}
+    for name in ("BiSSLight", "q = 0"):
+        print(f"{name}: Algorithm 1")
+        starts[name] = algorithm_1(psi, theta, phi_P, phi_D, pool, train, labels, name != "q = 0")
+    curves = {name: fit(psi, start, train, test, labels)[1] for name, start in starts.items()}
+    for n in range(EPOCHS // 5):
+        print(f"epoch {5 * n + 5:2}:", *[f" {name} {x[n]:.1f} %" for name, x in curves.items()])
     if find_spec("matplotlib"):
-        draw(psi, aligned, phi_P, greek[7:8, 12], curves)
+        draw(psi, starts["BiSSLight"], phi_P, greek[[1, 7, 13, 20], 12], curves)

@@ -14,9 +14,10 @@ tab:classificaiton_acc_bissl_orig. Each needs the official weights, which are do
                     seeds with the rate that is best on validation
     aligned-mfac    BiSSLight at 2/3, 1/2, 1/3 ... of that rate, until a run is stable (App. C.3)
     tuned-mfac      PEFT from what was aligned
-    accuracy.md     mean ± deviation, difference to PEFT, exact permutation test, the paper's figure
+    accuracy.md     mean ± deviation, exact permutation test, the paper's figure
 
-All four lie in --out. The same command goes on where it stopped.
+All four lie in --out. The same command goes on where it stopped; started twice, on two cores or
+GPUs, it shares the work.
 
     python -m experiments.accuracy --backbone vit_l16 --dataset cub200 --controls
 
@@ -32,18 +33,20 @@ more training, or any start that has seen the labels.
 
 equal-time and both restarts choose their rate from the grid of direct PEFT, the others from the
 grid of PEFT after align. Time is that of one seed, without the choice of rates: CPU seconds, or on
-a GPU those of the clock.
+a GPU those of the clock. So all runs have to be made on devices of one kind, and on a GPU by one
+process at a time.
 """
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-from align import align
+from align import AlignResult, align
 from bisslight import Diverged
-from config import AlignConfig, FinetuneConfig, Record, make
-from evaluate import Reported, Row, evaluate
+from config import AlignConfig, FinetuneConfig, Record, keep_known
+from evaluate import Arm, evaluate
 from experiments.recipe import (
     Backbone,
     Dataset,
@@ -51,21 +54,19 @@ from experiments.recipe import (
     progress,
     read_settings,
     run_script,
-    settings_of,
     write_table,
 )
-from extras.dry_run import plan_training
-from extras.plots import read_metrics
 from finetune import finetune
-from support.errors import RunError, UsageError
-from support.experiment import find_device
+from support.errors import RunError
+from support.experiment import open_sources, set_up_device
+from support.files import read_json
 from support.processes import make_ready
-from support.runs import Track, read_json
+from support.results import FinetuneResult, TrialResult
+from support.runs import Track
 
 T = TypeVar("T")
 
 SHARES = (2 / 3, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 7, 1 / 10)  # App. C.3 has the first three
-NAMES = {"mfac": "BiSSLight", "recursion": "BiSSLight", "cg": "BiSSL"}  # others by themselves
 
 
 def main(
@@ -87,155 +88,89 @@ def main(
     make_ready()
     settings = {"backbone": backbone, "dataset": dataset, "pretext": pretext} | read_settings(more)
     out = out or Path("runs") / f"accuracy-{Path(dataset).name}-{backbone}-{pretext}"
-    check_all_is_there(settings)
-    if controls:
-        check_clock(settings)
+    open_sources(align_settings(settings))  # data, pool and weights: what is missing is told now
     methods = hypergrad.split(",")
-    rows = compare(settings, methods, out, rate)
-    write_table(rows, out / "accuracy")
+    arms = compare(settings, methods, out, rate)
+    write_table([arm.as_row() for arm in arms], out / "accuracy")
     if controls:
-        arms = run_controls(settings, methods[0], out, rate)
-        write_table(compare_controls(arms), out / "controls")
+        write_table(run_controls(settings, methods[0], out, rate), out / "controls")
 
 
-def check_all_is_there(settings: Record) -> None:
-    """Look for data, pool and weights of all arms, before the first of them runs (UsageError)."""
-    problems: list[str] = []
-    plan_training(make(AlignConfig, settings_of(AlignConfig, settings)), problems)
-    if problems:
-        raise UsageError("; ".join(problems))
-
-
-def check_clock(settings: Record) -> None:
-    """Refuse to time runs that share a GPU: each would seem to take longer (UsageError)."""
-    cfg = make(FinetuneConfig, settings_of(FinetuneConfig, settings))
-    if cfg.jobs > 1 and find_device(cfg.device).type == "cuda":
-        raise UsageError(f"--set jobs={cfg.jobs}: on a GPU, --controls times one run after another")
+def align_settings(settings: Record) -> AlignConfig:
+    """Those of the settings that align has."""
+    return AlignConfig(**keep_known(AlignConfig, settings))
 
 
 def compare(
     settings: Record, methods: list[str], out: Path, rate: float | None = None
-) -> list[Record]:
-    """Run what is not finished of all arms; a row for each method, and one for PEFT alone."""
-    best = run_direct(settings, out)
-    rows = []
+) -> list[Arm]:
+    """Run what is not finished of all arms: PEFT after each method, then PEFT alone."""
+    direct = run_peft(settings, out / "direct")
+    places = []
     for method in methods:
-        aligned = align_stably(settings | {"hypergrad": method}, rate or best, out)
-        tuned = run_tuned(settings, aligned, out / f"tuned-{method}")
-        after, direct = evaluate([tuned, out / "direct"]).arms
-        test = direct.first_minus_this
-        assert test is not None  # every arm but the first is compared with the first
-        versus = {"minus PEFT": f"{test.difference:+.2f}", "p": f"{test.p or 1:.2g}"}
-        rows.append(row_of(f"{NAMES.get(method, method)} + PEFT", after) | versus)
-    rows.append(row_of("PEFT", direct) | {"minus PEFT": "", "p": ""})
-    return rows
+        aligned = align_stably(settings | {"hypergrad": method}, rate or direct.lr, out)
+        places.append(out / f"tuned-{method}")
+        run_peft(settings | {"start": aligned.out}, places[-1])
+    return evaluate([*places, out / "direct"]).arms
 
 
-def row_of(name: str, arm: Row) -> Record:
-    """An arm of `evaluate` in the words of the paper's tables."""
-    return {
-        "arm": name,
-        "seeds": arm.seeds,
-        f"test {arm.metric} (%)": f"{arm.mean:.2f} ± {arm.std or 0:.2f}",
-        "the paper": published(arm.paper),
-    }
-
-
-def published(figure: Reported | None) -> str:
-    """The paper's figure; there is one where all settings are the paper's."""
-    return f"{figure.mean} ± {figure.std}" if figure else "other settings"
-
-
-def run_direct(settings: Record, out: Path) -> float:
-    """PEFT from the pretrained backbone; its best rate."""
-    cfg = make(FinetuneConfig, settings_of(FinetuneConfig, settings))
-    return finetune(cfg, out / "direct", track=progress).lr
-
-
-def run_tuned(settings: Record, aligned: Path, run: Path) -> Path:
-    """PEFT from an align run; where it is."""
-    return run_peft(settings | {"start": aligned}, run)
-
-
-def run_peft(settings: Record, run: Path) -> Path:
-    """PEFT with these settings; where it is."""
-    cfg = make(FinetuneConfig, settings_of(FinetuneConfig, settings))
-    finetune(cfg, run, track=progress)
-    return run
+def run_peft(settings: Record, run: Path) -> FinetuneResult:
+    """PEFT with these settings into the directory `run`."""
+    cfg = FinetuneConfig(**keep_known(FinetuneConfig, settings))
+    return finetune(cfg, run, track=progress)
 
 
 # --- the controls ---------------------------------------------------------------------------------
 
 
-class Control(NamedTuple):
-    """An arm of the table of controls."""
-
-    arm: str
-    run: Path  # of its PEFT
-    seconds: float  # of one seed, with all that it starts from
-
-
 def run_controls(
     settings: Record, method: str, out: Path, rate: float | None = None
-) -> list[Control]:
-    """Run what is not finished of the control arms; before them, the two that they belong to."""
-    direct = out / "direct"
-    tuned = out / f"tuned-{method}"
-    started_from = Path(read_json(tuned / "config.json")["start"])
-    aligned = out / f"aligned-{method}" / started_from.name  # also where --out was moved
-    before = read_json(direct / "config.json")
-    peft_seconds = seconds_of_seed(direct)
-    whole_seconds = seconds_of(aligned) + seconds_of_seed(tuned)
-    seconds_each = peft_seconds / before["epochs"]  # of an epoch
-    restart = settings | settings_of_restart(direct)
-    arms = [
-        Control(f"{NAMES.get(method, method)} + PEFT", tuned, whole_seconds),
-        Control("PEFT", direct, peft_seconds),
-    ]
+) -> list[Record]:
+    """Run what is not finished of the control arms, and of the two that they belong to.
 
-    longer = {"epochs": count_epochs(whole_seconds, seconds_each)}
-    run = run_peft(settings | longer, out / "equal-time")
-    arms.append(Control("PEFT, equal time", run, seconds_of_seed(run)))
+    Returns a row for each arm: as `evaluate` has it, and the time of a seed with all before it.
+    """
+    cfg = FinetuneConfig(**keep_known(FinetuneConfig, settings))
+    on_gpu = set_up_device(cfg).type == "cuda"
+    seconds: dict[str, float] = {}  # of a seed of each arm, by the name of its directory
 
-    run = run_peft(restart, out / "restart")
-    arms.append(Control("PEFT + restart", run, peft_seconds + seconds_of_seed(run)))
+    def run(name: str, changes: Record, before: float = 0.0) -> FinetuneResult:
+        """PEFT into out/name, and its time; `before`: of what a seed starts from."""
+        result = run_peft(settings | changes, out / name)
+        seconds[name] = before + mean_time(result.trials, on_gpu)
+        return result
 
-    longer = {"epochs": count_epochs(whole_seconds - peft_seconds, seconds_each)}
-    run = run_peft(restart | longer, out / "restart-equal-time")
-    arms.append(Control("PEFT + restart, equal time", run, peft_seconds + seconds_of_seed(run)))
+    def run_after(aligned: AlignResult, name: str) -> None:
+        """PEFT after an align run."""
+        run(name, {"start": aligned.out}, mean_time([aligned], on_gpu))
 
-    lower_only = align_lower_only(settings, aligned, out)
-    run = run_tuned(settings, lower_only, out / "tuned-lower-only")
-    seconds = seconds_of(lower_only) + seconds_of_seed(run)
-    arms.append(Control("lower level only + PEFT", run, seconds))
+    direct = run("direct", {})
+    aligned = align_stably(settings | {"hypergrad": method}, rate or direct.lr, out)
+    run_after(aligned, f"tuned-{method}")
+    peft = seconds["direct"]
+    whole = seconds[f"tuned-{method}"]
+    epoch = peft / cfg.epochs
+    run("equal-time", {"epochs": count_epochs(whole, epoch)})
+    # Other seeds than direct PEFT has, and its rates: after align the default has smaller ones.
+    restart = {"start": direct.out, "seed": cfg.seed + cfg.seeds, "lr": cfg.lr}
+    run("restart", restart, peft)
+    longer = {"epochs": count_epochs(whole - peft, epoch)}
+    run("restart-equal-time", restart | longer, peft)
+    run_after(align_lower_only(settings, aligned, out), "tuned-lower-only")
+    identity = settings | {"hypergrad": "identity"}
+    run_after(align_stably(identity, rate or direct.lr, out), "tuned-identity")
 
-    best = read_json(direct / "result.json")["lr"]
-    identity = align_stably(settings | {"hypergrad": "identity"}, rate or best, out)
-    run = run_tuned(settings, identity, out / "tuned-identity")
-    seconds = seconds_of(identity) + seconds_of_seed(run)
-    arms.append(Control("identity + PEFT", run, seconds))
-    return arms
-
-
-def settings_of_restart(direct: Path) -> Record:
-    """A restart of direct PEFT: other seeds than its own, and its rates."""
-    before = read_json(direct / "config.json")
-    return {
-        "start": direct,
-        "restart": True,
-        "seed": before["seed"] + before["seeds"],
-        "lr": None,
-        "grid": before["grid"],  # without it, that of PEFT after align: a smaller one
-    }
+    first = f"tuned-{method}"
+    names = [first, *[name for name in seconds if name != first]]
+    rows = []
+    for arm in evaluate([out / name for name in names]).arms:
+        rows.append(arm.as_row() | {"seconds a seed": round(seconds[arm.arm], 1)})
+    return rows
 
 
-def align_lower_only(settings: Record, aligned: Path, out: Path) -> Path:
-    """Train the pretext task alone, otherwise as an align run; where it is."""
-    d_lr = read_json(aligned / "config.json")["d_lr"]  # here of the linear probe only
-    given = settings_of(AlignConfig, settings) | {"upper_steps": 0, "d_lr": d_lr}
-    run = out / "aligned-lower-only"
-    align(make(AlignConfig, given), run, track=progress)
-    return run
+def mean_time(runs: Sequence[AlignResult | TrialResult], on_gpu: bool) -> float:
+    """Mean seconds of runs: of the CPU, or on a GPU those of the clock."""
+    return fmean(run.seconds if on_gpu else run.cpu_seconds for run in runs)
 
 
 def count_epochs(seconds: float, seconds_each: float) -> int:
@@ -247,78 +182,53 @@ def count_epochs(seconds: float, seconds_each: float) -> int:
     return max(1, round(seconds / seconds_each))
 
 
-def seconds_of_seed(run: Path) -> float:
-    """The time of one seed of a finetune run at the rate that was chosen, mean over seeds."""
-    config = read_json(run / "config.json")
-    rate = read_json(run / "result.json")["lr"]
-    first = config["seed"]
-    seeds = range(first, first + config["seeds"])
-    return fmean(seconds_of(run / f"lr{rate:g}-s{seed}") for seed in seeds)
-
-
-def seconds_of(run: Path) -> float:
-    """The time that a run took: of the CPU, or on a GPU that of the clock."""
-    result = read_json(run / "result.json")
-    machine = read_json(run / "env.json")["machines"][-1]
-    on_cpu = machine["gpu"] is None or machine["device"] == "cpu"
-    seconds: float = result["cpu_seconds"] if on_cpu else result["seconds"]
-    return seconds
-
-
-def compare_controls(arms: list[Control]) -> list[Record]:
-    """A row for each arm: its accuracy, and how much better the first arm is."""
-    rows = []
-    for control, arm in zip(arms, evaluate([arm.run for arm in arms]).arms, strict=True):
-        test = arm.first_minus_this
-        rows.append({
-            "arm": control.arm,
-            "seeds": arm.seeds,
-            "epochs of PEFT": read_json(control.run / "config.json")["epochs"],
-            "seconds a seed": round(control.seconds, 1),
-            f"test {arm.metric} (%)": f"{arm.mean:.2f} ± {arm.std or 0:.2f}",
-            f"{arms[0].arm} minus this": f"{test.difference:+.2f}" if test else "",
-            "p": f"{test.p:.2g}" if test and test.p else "",
-        })  # fmt: skip
-    return rows
+def align_lower_only(settings: Record, aligned: AlignResult, out: Path) -> AlignResult:
+    """Train the pretext task alone, otherwise as an align run."""
+    d_lr = read_json(Path(aligned.out, "config.json"))["d_lr"]  # here of the linear probe only
+    cfg = align_settings(settings | {"upper_steps": 0, "d_lr": d_lr})
+    return align(cfg, out / "aligned-lower-only", wait=True, track=progress)
 
 
 # --- the search for the upper rate ----------------------------------------------------------------
 
 
-def align_stably(settings: Record, rate: float, out: Path) -> Path:
-    """Align at the largest share of PEFT's rate at which training is stable; where that run is.
+def align_stably(settings: Record, rate: float, out: Path) -> AlignResult:
+    """Align at the largest share of PEFT's rate at which training is stable.
 
     With `d_lr` in the settings there is no search. RunError: no share is stable.
     """
-    given = settings_of(AlignConfig, settings)
     rates = [float(f"{rate * share:.3g}") for share in SHARES]
-    if "d_lr" in given:
-        rates = [float(given["d_lr"])]
+    if "d_lr" in settings:
+        rates = [float(settings["d_lr"])]
     for d_lr in rates:
-        run = out / f"aligned-{given.get('hypergrad', 'mfac')}" / f"dlr{d_lr:g}"
+        cfg = align_settings(settings | {"d_lr": d_lr})
+        run = out / f"aligned-{cfg.hypergrad}" / f"dlr{d_lr:g}"
         try:
-            align(AlignConfig(**given | {"d_lr": d_lr}), run, track=watch(run))
+            check_stable(run)  # of an earlier start: what was unstable is not tried again
+            return align(cfg, run, wait=True, track=watch(run))
         except Diverged as error:
             print(f"{run} is not stable: {error}")
-        else:
-            return run
     raise RunError(f"{out}: no upper rate is stable, the smallest was {rates[-1]:g}")
 
 
 def watch(run: Path) -> Track:
-    """A way to follow an align run that ends it as soon as it is unstable.
-
-    Raises Diverged inside of align, which then records it in the run directory.
-    """
+    """A way to follow an align run that ends it, by Diverged, as soon as it is unstable."""
 
     def track(items: Iterable[T], total: int, label: str, done: int = 0) -> Iterator[T]:
         for item in progress(items, total, label, done):
             yield item  # align logs it in metrics.jsonl before it asks for the next one
-            why = unstable(read_metrics(run))
-            if why:
-                raise Diverged(why)
+            check_stable(run)
 
     return track
+
+
+def check_stable(run: Path) -> None:
+    """Raise Diverged if the records of an align run, as far as it is, are not stable."""
+    log = run / "metrics.jsonl"
+    lines = log.read_text().splitlines() if log.exists() else []
+    why = unstable([json.loads(line) for line in lines])
+    if why:
+        raise Diverged(why)
 
 
 def unstable(records: list[Record]) -> str | None:

@@ -20,7 +20,7 @@ import torch
 import typer
 from torch import Tensor
 
-from config import Record
+from config import FinetuneConfig, Record
 from experiments.accuracy import compare
 from experiments.networks import BATCH, Network, open_networks, validation_images
 from experiments.recipe import Backbone as BackboneName
@@ -28,7 +28,7 @@ from experiments.recipe import Dataset, Set, markdown, read_settings, run_script
 from extras.plots import pyplot, save
 from lora import Backbone, block_forward, features, logits, qkv
 from support.errors import UsageError
-from support.experiment import FinetuneExperiment
+from support.experiment import Experiment
 from support.processes import make_ready
 
 
@@ -37,7 +37,6 @@ def main(
     dataset: Dataset = "pets",
     pretext: str = "mae",
     images: Annotated[int, typer.Option(min=1, max=BATCH)] = 6,
-    seed: Annotated[int, typer.Option(help="Which of the eight models of an arm.")] = 0,
     out: Path | None = None,
     more: Set = None,
 ) -> None:
@@ -47,15 +46,15 @@ def main(
     out = out or Path("runs") / f"accuracy-{Path(dataset).name}-{backbone}-{pretext}"
     compare(settings, ["mfac"], out)
     runs = {"PEFT": out / "direct", "BiSSLight + PEFT": out / "tuned-mfac"}
-    draw(runs, images, out / "attention_rollout.png", seed)
+    draw(runs, images, out / "attention_rollout.png")
 
 
-def draw(runs: Mapping[str, Path], count: int, path: Path, seed: int | None = None) -> list[Record]:
+def draw(runs: Mapping[str, Path], count: int, path: Path) -> list[Record]:
     """A column for each of `count` validation images: itself, then the map of each finetune run.
 
     Prints and returns what the networks predict, and how concentrated their maps are.
     """
-    experiment, networks = open_networks(runs, seed)
+    experiment, networks = open_networks(runs)
     numbers, images = validation_images(experiment, count)
     rows = [{"image": number, "label": label_of(experiment, number)} for number in numbers]
     maps = {}
@@ -73,14 +72,14 @@ def draw(runs: Mapping[str, Path], count: int, path: Path, seed: int | None = No
     return rows
 
 
-def label_of(experiment: FinetuneExperiment, number: int) -> str:
+def label_of(experiment: Experiment[FinetuneConfig], number: int) -> str:
     """The class of a validation image, or its classes (VOC07)."""
     target = experiment.task.val.targets[number]
     present = (target == 1).nonzero().flatten().tolist() if target.ndim else [int(target)]
     return ", ".join(experiment.task.classes[k] for k in present) or "none"
 
 
-def predict(experiment: FinetuneExperiment, network: Network, images: Tensor) -> list[str]:
+def predict(experiment: Experiment[FinetuneConfig], network: Network, images: Tensor) -> list[str]:
     """The class that a network takes each image for."""
     with torch.no_grad():
         z = logits(features(network.backbone, network.theta, images), network.phi_D)
@@ -112,7 +111,7 @@ def concentration(maps: Tensor) -> tuple[float, float]:
 
 
 def plot(
-    experiment: FinetuneExperiment,
+    experiment: Experiment[FinetuneConfig],
     images: Tensor,
     maps: dict[str, Tensor],
     rows: list[Record],

@@ -25,6 +25,7 @@ from lora import Backbone, Examples, downstream_loss
 from support.checkpoints import build_head, build_vit
 
 CLASSES = 100
+IMAGES = {"cub200": (4800, 1194), "flowers": (1020, 1020)}  # most and least: train, validation
 TERA = 1e12
 flop_registry[torch.ops.aten.addmm_] = flop_registry[torch.ops.aten.addmm]  # torch leaves it out
 GIGA = 1e9
@@ -69,6 +70,7 @@ class PerImage(NamedTuple):
 
     lower: float  # line 6: L^P and its gradients with respect to θ_P and φ_P
     upper: float  # lines 12 and 14: two passes of L^D
+    forward: float  # L^D alone, as in validation
     graph: float  # the gradient of L^P with a graph, once for each solve
     product: float  # one Hessian-vector product with that graph
 
@@ -117,6 +119,8 @@ def count(arch: Arch, rank: int) -> PerImage:
             passes.gradients(task.loss, theta, task.phi, batch)
         with Counter() as upper:
             passes.gradients(loss_D, theta, phi_D, examples)
+        with Counter() as forward, torch.no_grad():
+            loss_D(theta, phi_D, examples)
         with Counter() as graph:
             product = passes.hessian(task.loss, theta, task.phi, batch)
         with Counter() as once:
@@ -124,19 +128,14 @@ def count(arch: Arch, rank: int) -> PerImage:
     return PerImage(
         lower=lower.operations,
         upper=2 * upper.operations,
+        forward=forward.operations,
         graph=graph.operations,
         product=once.operations,
     )
 
 
-def rows_of(
-    name: str, rank: int, p_batch: int, d_batch: int, lower_steps: int, upper_steps: int
-) -> list[Record]:
+def rows_of(name: str, s: Sizes, per_image: PerImage, p_batch: int, passes: float) -> list[Record]:
     """A row for each method: TFLOP of an alternation beside its passes, and buffers in GB."""
-    arch = BACKBONES[name]
-    s = Sizes(K=arch.depth, p=4 * rank * arch.dim, m=lower_steps, N_U=upper_steps)
-    per_image = count(arch, rank)
-    passes = lower_steps * p_batch * per_image.lower + upper_steps * d_batch * per_image.upper
     stored = 4 * s.K * s.m * s.p  # bytes of G in float32
     methods = {
         "identity": (0.0, 0.0, 0.0),
@@ -158,6 +157,20 @@ def rows_of(
     return rows
 
 
+def runs_of_peft(name: str, per_image: PerImage, passes: float) -> list[Record]:
+    """What 500 alternations are as much as: runs of PEFT of 200 epochs, on two data sets."""
+    rows = []
+    for dataset, (train, val) in IMAGES.items():
+        training = 200 * train * per_image.upper / 2
+        validation = 200 * val * per_image.forward
+        rows.append({
+            "an alignment, in runs of PEFT": f"{dataset}, {name}",
+            "without validation": f"{500 * passes / training:.1f}",
+            "with one after each epoch": f"{500 * passes / (training + validation):.1f}",
+        })  # fmt: skip
+    return rows
+
+
 def figure(value: float) -> str:
     """A number with two digits, or more if it is large."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
@@ -171,13 +184,19 @@ def main(
     lower_steps: int = 20,
     upper_steps: int = 8,
 ) -> None:
-    """Print a table of one alternation."""
+    """Print a table of one alternation, and how many runs of PEFT an alignment is as much as."""
     rows: list[Record] = []
+    runs: list[Record] = []
     for name in backbone.split(","):
         if name not in BACKBONES:
             raise typer.BadParameter(f"{name}: is none of {', '.join(BACKBONES)}")
-        rows += rows_of(name, rank, p_batch, d_batch, lower_steps, upper_steps)
-    print(markdown(rows))
+        arch = BACKBONES[name]
+        s = Sizes(K=arch.depth, p=4 * rank * arch.dim, m=lower_steps, N_U=upper_steps)
+        per_image = count(arch, rank)
+        passes = lower_steps * p_batch * per_image.lower + upper_steps * d_batch * per_image.upper
+        rows += rows_of(name, s, per_image, p_batch, passes)
+        runs += runs_of_peft(name, per_image, passes)
+    print(markdown(rows), markdown(runs), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from hypergradients import cg
 from lora import Examples, Phi, downstream_loss, init_head, init_theta
 from mae import MAE, Batch, Decoder
 from mfac import mfac
+from support.benchmarks import open_pool, open_task
 from support.checkpoints import load_backbone
-from support.experiment import open_pool, open_task
 from support.optim import trainable
 
 CG = "CG, 5 steps, c = λ + 1"
@@ -67,13 +67,13 @@ def main(out: Path = Path("runs/exact"), steps: int = 1500) -> None:
 def optimum(steps: int) -> Point:
     """Train θ_P and φ_P on one batch; then take the gradients that the methods are given."""
     cfg = AlignConfig(backbone="vit_mini", dataset="omniglot:Greek")
-    loaded = load_backbone(cfg)
+    loaded = load_backbone(cfg, cfg.weights)
     backbone = loaded.backbone.double()
     decoder = loaded.head.double()
     arch = loaded.arch
     assert isinstance(decoder, Decoder)
-    task = MAE(backbone, decoder, 0.3)
-    pool = open_pool(cfg.pool, cfg.data_root, cfg.data_seed)
+    task = MAE(backbone, decoder, cfg.mask_ratio)
+    pool = open_pool(cfg.pool, cfg.data_root)
     labelled = open_task(cfg)
     mean = torch.tensor(labelled.mean).double().view(3, 1, 1)
     std = torch.tensor(labelled.std).double().view(3, 1, 1)
@@ -99,7 +99,7 @@ def optimum(steps: int) -> Point:
     examples = Examples(train, labelled.train.targets)
     g = Passes().gradients(partial(downstream_loss, backbone), theta, phi_D, examples).theta
     stored = []
-    for i in range(max(STORED)):
+    for i in range(1, 1 + max(STORED)):  # batch 0 is the one that was trained on
         other = batch(64 * i % (len(images) - 64), i)
         stored.append(Passes().gradients(task.loss, theta, phi_P, other).theta)
     return Point(task, theta, phi_P, last, g, torch.stack(stored, 1))

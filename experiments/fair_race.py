@@ -9,7 +9,6 @@ and the same command goes on after a stop. fair_race_analysis.py reads these fil
 """
 
 import json
-import math
 import time
 from collections.abc import Callable
 from functools import cache, partial
@@ -21,7 +20,8 @@ from torch import Tensor
 
 from align import batches_left, prepare, probe
 from bisslight import Map, algorithm_1
-from config import AlignConfig, FinetuneConfig, PretrainConfig, Record
+from config import OMNIGLOT, AlignConfig, FinetuneConfig, PretrainConfig, Record
+from data import steps_per_epoch
 from experiments.fair_race_plan import (
     CANDIDATES,
     CHOICE,
@@ -36,10 +36,9 @@ from experiments.fair_race_plan import (
 )
 from experiments.recipe import progress, run_script
 from extras.pretrain import pretrain
-from support import omniglot
-from support.experiment import open_align_experiment, open_experiment
-from support.optim import Group, Optimiser, Schedule, train_epochs, trainable
-from support.processes import run_in_processes
+from finetune import make_optimiser
+from support.experiment import open_experiment
+from support.optim import train_epochs, trainable
 
 PRETRAIN: Record = {
     "backbone": "vit_mini", "pool": "omniglot", "image_size": 28, "patch_size": 4, "epochs": 60,
@@ -52,7 +51,6 @@ ALIGN: Record = {  # λ and all that is not here is the paper's, or vit_mini's d
 
 def run_unit(unit: Unit, out: Path) -> Run:
     """Run an arm in a cell, on a backbone that is in OUT or will be."""
-    torch.set_num_threads(1)
     name, arm, cell = unit
     settings = settings_of_cell(cell, out)
     started = time.process_time()
@@ -68,10 +66,10 @@ def run_unit(unit: Unit, out: Path) -> Run:
 
 def settings_of_cell(cell: Cell, out: Path) -> Record:
     """Settings of everything in a cell; a backbone that is not there is pretrained."""
-    weights = omniglot.WEIGHTS
+    weights = OMNIGLOT
     if cell.backbone:
-        cfg = PretrainConfig(**PRETRAIN, seed=cell.backbone)
-        weights = Path(pretrain(cfg, out / f"pretrain-{cell.backbone}").weights)
+        weights = out / f"pretrain-{cell.backbone}"
+        pretrain(PretrainConfig(**PRETRAIN, seed=cell.backbone), weights)
     return {
         "backbone": "vit_mini",
         "weights": weights,
@@ -88,12 +86,13 @@ def aligned(cell: Cell, out: Path, alternations: int, implicit: bool) -> Tensor:
     """θ_P of what `align` does with these settings, without a run directory."""
     length = {"alternations": alternations, "warmup": alternations // 10}
     cfg = AlignConfig(**settings_of_cell(cell, out) | ALIGN | length)
-    experiment = open_align_experiment(cfg)
+    experiment = open_experiment(cfg)
     prepared = prepare(experiment, None if implicit else no_hypergradient)
     list(probe(experiment, prepared))
     state, task, head, hypergrad, _ = prepared
     batches = batches_left(experiment, prepared)
-    list(algorithm_1(state, cfg, task, head.loss, hypergrad, *batches, experiment.passes))
+    passes, train_D = experiment.passes, partial(head.loss, regularise=True)  # with drop path
+    list(algorithm_1(state, cfg, task, head.loss, hypergrad, *batches, passes, train_D=train_D))
     return state.theta_P.detach()
 
 
@@ -120,19 +119,18 @@ class Tuned(NamedTuple):
 
 def fine_tune(settings: Record, rate: float, epochs: int, start: Tensor | None) -> Tuned:
     """PEFT as `finetune` does it, without a run directory and without a choice of the epoch."""
-    cfg = FinetuneConfig(**settings)
+    peft: Record = {"lr": (rate,), "epochs": epochs, "warmup_epochs": 5, "batch": 32}
+    cfg = FinetuneConfig(**settings | peft)
     experiment = open_experiment(cfg)
     task = experiment.task
-    theta = trainable({"theta": experiment.new_theta(cfg.seed) if start is None else start})[
-        "theta"
-    ]
+    fresh = experiment.new_theta(cfg.seed) if start is None else start
+    (theta,) = trainable({"theta": fresh}).values()
     head = experiment.new_head("peft head", cfg.seed)
-    n = math.ceil(len(task.train.targets) / 32)  # steps of an epoch
-    schedule = Schedule(epochs * n, warmup=5 * n + 1, end=cfg.end_lr)
-    group = Group([theta, *head.phi.values()], rate, cfg.weight_decay)
-    optimiser = Optimiser([group], schedule, (0.9, 0.999))
-    steps = range(epochs * n)
-    examples = experiment.examples("peft", cfg.seed, 32, steps, cfg.drop_path, by_epoch=True)
+    n = steps_per_epoch(len(task.train.targets), cfg.batch)
+    optimiser = make_optimiser(cfg, [theta, *head.phi.values()], n)
+    examples = experiment.examples(
+        "peft", cfg.seed, cfg.batch, range(epochs * n), cfg.drop_path, by_epoch=True
+    )
     loss = partial(head.loss, theta, head.phi, regularise=True)
     curve = dict[int, float]()
     for epoch, _ in train_epochs(loss, optimiser, examples, n, "peft", experiment.passes):
@@ -145,14 +143,14 @@ def fine_tune(settings: Record, rate: float, epochs: int, start: Tensor | None) 
     return Tuned(theta.detach(), images, curve, held_out)
 
 
-def run_all(units: list[Unit], out: Path, results: Path, processes: int) -> None:
+def run_all(units: list[Unit], out: Path, results: Path) -> None:
     """Run those that the file has no line of, and add their lines."""
     done = {Unit(run.name, run.arm, run.cell) for run in read_runs(results)}
     left = [unit for unit in units if unit not in done]
-    runs = run_in_processes(partial(run_unit, out=out), left, processes)
-    for run in progress(runs, len(left), "runs"):
+    for unit in progress(left, len(left), "runs"):
+        line = json.dumps(run_unit(unit, out))
         with results.open("a") as file:
-            file.write(json.dumps(run) + "\n")
+            file.write(line + "\n")
 
 
 def main(
@@ -160,7 +158,6 @@ def main(
     choose: bool = False,
     race: bool = False,
     out: Path = Path("runs/fair_race"),
-    processes: int = 1,
 ) -> None:
     """Run --cell ALPHABET:BACKBONE, or go on with a phase; OUT is where backbones are."""
     if cell:
@@ -170,9 +167,9 @@ def main(
             accuracy = run.test[max(run.test)]
             print(f"{run.name}: {accuracy:.1f} %, work {run.arm.work:.0f}, {run.cpu:.0f} CPU-s")
     if choose:
-        run_all(units_of(CHOICE, CANDIDATES), out, RESULTS / "choice.jsonl", processes)
+        run_all(units_of(CHOICE, CANDIDATES), out, RESULTS / "choice.jsonl")
     if race:
-        run_all(units_of(RACE, CHOSEN), out, RESULTS / "race.jsonl", processes)
+        run_all(units_of(RACE, CHOSEN), out, RESULTS / "race.jsonl")
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ on. So the rates of PEFT and of the upper level are chosen anew at each rank; `-
 """
 
 from pathlib import Path
+from statistics import stdev
 
 import torch
 
 from config import BACKBONES, Record
-from evaluate import Row, evaluate
+from evaluate import Arm
 from experiments.accuracy import compare
 from experiments.recipe import (
     Backbone,
@@ -52,13 +53,11 @@ def main(
     make_ready()
     settings = {"backbone": backbone, "dataset": dataset} | read_settings(more)
     out = out or Path("runs") / f"rank-{Path(dataset).name}-{backbone}"
-    points: dict[int, list[Row]] = {}
+    points: dict[int, list[Arm]] = {}
     rows: list[Record] = []
     for rank in [int(word) for word in ranks.split(",")]:
-        folder = out / f"rank-{rank}"
-        for row in compare(settings | {"rank": rank}, ["mfac"], folder):
-            rows.append({"rank": rank, **row})
-        points[rank] = evaluate([folder / "tuned-mfac", folder / "direct"]).arms
+        points[rank] = compare(settings | {"rank": rank}, ["mfac"], out / f"rank-{rank}")
+        rows += [{"rank": rank} | arm.as_row() for arm in points[rank]]
     write_table(rows, out / "lora_rank")
     draw(points, out / "lora_rank.png")
 
@@ -90,14 +89,14 @@ def count_parameters() -> list[Record]:
     return rows
 
 
-def draw(points: dict[int, list[Row]], path: Path) -> None:
+def draw(points: dict[int, list[Arm]], path: Path) -> None:
     """Mean and deviation of both arms at each rank, as in fig:lora_rank_var."""
     figure, axes = pyplot().subplots(figsize=(5, 3.4))
     ranks = list(points)
     for k, label in enumerate(("BiSSLight + PEFT", "PEFT")):
         arms = [arms[k] for arms in points.values()]
         means = [arm.mean for arm in arms]
-        deviations = [arm.std or 0 for arm in arms]
+        deviations = [stdev(arm.accuracies) for arm in arms]
         style = {"color": COLOURS[k], "marker": "o", "capsize": 4, "label": label}
         axes.errorbar(ranks, means, deviations, **style)
     axes.set_xscale("log", base=2)

@@ -21,9 +21,11 @@ from PIL import Image
 from torch import Tensor
 
 from config import ALPHABETS
+from experiments.recipe import run_script
 from support.benchmarks import IMAGES, POOL
 from support.errors import UsageError
 
+SIDE = 28
 DIGESTS = {
     "images_background_small1.zip": (
         "f38eb80f801274ac2b4dff5b24289016bfaba4a7d5bb50deebf27104ad6cb8a4"
@@ -36,7 +38,7 @@ Archives = Annotated[list[Path], typer.Argument(help="The two zip files.", exist
 
 
 def pack(archives: Archives, out: Path = IMAGES) -> None:
-    """Read both archives and write the images of all alphabets, (characters, 20, 28, 28)."""
+    """Read both archives and write the images of all alphabets, by character and drawer."""
     drawings = dict[str, Tensor]()  # by alphabet/character/image
     for archive in archives:
         digest = hashlib.sha256(archive.read_bytes()).hexdigest()
@@ -48,7 +50,7 @@ def pack(archives: Archives, out: Path = IMAGES) -> None:
         # in the order of their names: character by character, and drawer by drawer
         names = sorted(name for name in drawings if name.startswith(f"{alphabet}/"))
         shades = torch.stack([shrink(drawings[name]) for name in names])
-        packed[alphabet] = shades.view(-1, 20, 28, 28).numpy()
+        packed[alphabet] = shades.view(-1, 20, SIDE, SIDE).numpy()  # 20 drawers of each character
         print(f"{alphabet}: {len(names)} images")
     with out.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **packed)
@@ -70,9 +72,9 @@ def read_archive(archive: Path) -> dict[str, Tensor]:
 
 def shrink(drawing: Tensor) -> Tensor:
     """A drawing in 28 x 28 pixels of four shades, 0 to 3."""
-    small = F.adaptive_avg_pool2d(drawing[None, None], 28)[0, 0]
+    small = F.adaptive_avg_pool2d(drawing[None, None], SIDE)[0, 0]
     return (small / 0.75 * 3).round().clamp(0, 3).to(torch.uint8)
 
 
 if __name__ == "__main__":
-    typer.run(pack)
+    run_script(pack)

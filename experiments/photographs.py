@@ -15,17 +15,17 @@ The rates were chosen on other photographs. photographs.md has more arms and set
 
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Annotated
+from typing import Annotated, Any
 
-import torch
 import typer
 
 from align import align
 from config import AlignConfig, FinetuneConfig, PretrainConfig, Record
 from evaluate import compare
-from experiments.recipe import markdown, progress
+from experiments.recipe import markdown, progress, run_script
 from extras.pretrain import pretrain
-from finetune import FinetuneResult, finetune
+from finetune import finetune
+from support.results import FinetuneResult
 
 PRETRAININGS = 2
 PRETRAIN: Record = {
@@ -37,7 +37,7 @@ ALIGN: Record = {
     "warmup": 2, "probe_epochs": 5, "eval_every": 12, "p_lr": 1e-3, "d_lr": 3e-3,
 }  # fmt: skip
 PEFT: Record = {
-    "epochs": 8, "warmup_epochs": 1, "batch": 32, "eval_epochs": 8, "lr": 3e-2, "seeds": 1
+    "epochs": 8, "warmup_epochs": 1, "batch": 32, "eval_epochs": 8, "lr": (3e-2,), "seeds": 1
 }  # fmt: skip
 
 
@@ -48,35 +48,35 @@ def main(
     out: Path = Path("runs/photographs"),
 ) -> None:
     """Run the arms, and print a table of them."""
-    torch.set_num_threads(1)
     pool: Record = {"pool": str(data / "tiny-imagenet/train")}
     for number in range(PRETRAININGS):
         pretrain(PretrainConfig(**PRETRAIN, **pool, seed=number), out / f"pretrain-{number}")
+
+    def settings_of(seed: int) -> Record:
+        weights = out / f"pretrain-{seed % PRETRAININGS}"
+        task = {"dataset": name, "data_root": data, "partial": True}
+        return task | {"backbone": "vit_mini", "weights": weights, "seed": seed}
+
+    def fine_tune(arm: str, seed: int, **changes: Any) -> FinetuneResult:
+        cfg = FinetuneConfig(**settings_of(seed) | PEFT | changes)
+        return finetune(cfg, out / name / f"{arm}-s{seed}")
+
     results: dict[str, list[FinetuneResult]] = {"aligned": [], "peft": [], "longer": []}
     seconds: dict[str, list[float]] = {arm: [] for arm in results}
     for seed in progress(range(seeds), seeds, "seeds"):
-        weights = out / f"pretrain-{seed % PRETRAININGS}"
-        task: Record = {
-            "backbone": "vit_mini", "dataset": name, "data_root": data, "partial": True
-        }  # fmt: skip
-        one: Record = task | {"weights": weights, "seed": seed}
-        run = out / name / f"align-s{seed}"
-        first = align(AlignConfig(**one, **pool, **ALIGN), run)
-        arms: dict[str, Record] = {"aligned": {"start": run}, "peft": {}}
-        for arm, changes in arms.items():
-            result = finetune(FinetuneConfig(**one | PEFT | changes), out / name / f"{arm}-s{seed}")
-            results[arm].append(result)
-            seconds[arm].append(result.trial_seconds[0])
-        seconds["aligned"][-1] += first.cpu_seconds
+        run = align(
+            AlignConfig(**settings_of(seed), **pool, **ALIGN), out / name / f"align-s{seed}"
+        )
+        results["aligned"].append(fine_tune("aligned", seed, start=run.out))
+        results["peft"].append(fine_tune("peft", seed))
+        seconds["aligned"].append(run.cpu_seconds + results["aligned"][-1].cpu_seconds)
+        seconds["peft"].append(results["peft"][-1].cpu_seconds)
     # all seeds are timed before, so that `longer` has one length
     ratio = fmean(seconds["aligned"]) / fmean(seconds["peft"])
-    epochs: Record = {"epochs": round(PEFT["epochs"] * ratio)}
+    epochs = round(PEFT["epochs"] * ratio)
     for seed in progress(range(seeds), seeds, "longer"):
-        weights = out / f"pretrain-{seed % PRETRAININGS}"
-        cfg = FinetuneConfig(**task | {"weights": weights, "seed": seed} | PEFT | epochs)
-        result = finetune(cfg, out / name / f"longer-s{seed}")
-        results["longer"].append(result)
-        seconds["longer"].append(result.trial_seconds[0])
+        results["longer"].append(fine_tune("longer", seed, epochs=epochs))
+        seconds["longer"].append(results["longer"][-1].cpu_seconds)
     print(markdown([row_of(arm, results, seconds) for arm in results]))
 
 
@@ -84,22 +84,23 @@ def row_of(
     arm: str, results: dict[str, list[FinetuneResult]], seconds: dict[str, list[float]]
 ) -> Record:
     """An arm: its accuracy, and how far `aligned` is ahead."""
-    test = [result.test[0] for result in results[arm]]
-    counts = {name: [count_right(result) for result in some] for name, some in results.items()}
-    ahead = fmean(result.test[0] for result in results["aligned"]) - fmean(test)
+    test = [result.tests[0].accuracy for result in results[arm]]
+    aligned = [result.tests[0].accuracy for result in results["aligned"]]
+    comparison = compare(counts(results["aligned"]), counts(results[arm]))
     return {
         "arm": arm,
         "test": f"{fmean(test):.2f} ± {stdev(test):.2f}",
-        "aligned minus this": f"{ahead:+.2f}",
-        "p": f"{compare(counts['aligned'], counts[arm]).p or 1:.3g}",
+        "aligned minus this": f"{fmean(aligned) - fmean(test):+.2f}",
+        "p": f"{comparison.p or 1:.3g}",
         "CPU-s": f"{fmean(seconds[arm]):.0f}",
     }
 
 
-def count_right(result: FinetuneResult) -> int:
-    """Right test images; hundredths of a point of mAP on VOC07."""
-    return result.right[0] if result.right else round(100 * result.test[0])
+def counts(results: list[FinetuneResult]) -> list[int]:
+    """Right test images of each run; hundredths of a point of mAP on VOC07."""
+    tests = [result.tests[0] for result in results]
+    return [test.right or round(100 * test.accuracy) for test in tests]
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
+from pydantic import ValidationError
 
-from config import AlignConfig, Command, FinetuneConfig, Record
+from cli import explain, report
+from config import AlignConfig, FinetuneConfig, Record
 from support.errors import RunError, UsageError
-from support.processes import Stopped, world
-from support.runs import write_atomic
-from support.screen import join_lines, print_line
+from support.files import write_atomic
+from support.processes import world
+from support.screen import format_cell
 
 T = TypeVar("T")
 Backbone = Annotated[str, typer.Option(help="vit_mini, vit_b16, vit_l16 or vit_h14.")]
@@ -26,19 +28,15 @@ SETTINGS = {*AlignConfig.model_fields, *FinetuneConfig.model_fields}
 
 
 def run_script(main: Callable[..., None]) -> None:
-    """Run a script's `main` from the command line; an error or a stop is told in one line."""
+    """Run a script's `main` from the command line; an error is told in lines, as by bisslight."""
     try:
         typer.run(main)
+    except ValidationError as error:
+        sys.exit(report(explain(error), 2))
     except UsageError as error:
-        print_line(f"error: {join_lines(str(error))}", sys.stderr)
-        sys.exit(2)
+        sys.exit(report(error.args, 2))
     except RunError as error:
-        print_line(f"error: {join_lines(str(error))}", sys.stderr)
-        sys.exit(1)
-    except Stopped as stopped:
-        signal, message = stopped.args
-        print_line(message, sys.stderr)
-        sys.exit(128 + signal)
+        sys.exit(report([str(error)], 1))
 
 
 def read_settings(pairs: list[str] | None) -> Record:
@@ -51,11 +49,6 @@ def read_settings(pairs: list[str] | None) -> Record:
             raise typer.BadParameter(f"{pair}: give NAME=VALUE, a setting of align or finetune")
         settings[name] = value.strip()
     return settings
-
-
-def settings_of(kind: type[Command], settings: Record) -> Record:
-    """The settings that a command has; align and finetune share those of model and data."""
-    return {name: value for name, value in settings.items() if name in kind.model_fields}
 
 
 def progress(items: Iterable[T], total: int, label: str, done: int = 0) -> Iterator[T]:
@@ -79,13 +72,8 @@ def markdown(rows: Sequence[Record]) -> str:
     heads = list(rows[0])
     lines = [row_of(heads), "|" + "---|" * len(heads)]
     for row in rows:
-        lines.append(row_of([text_of(value) for value in row.values()]))
+        lines.append(row_of([format_cell(value) for value in row.values()]))
     return "\n".join(lines)
-
-
-def text_of(value: object) -> str:
-    """A cell: numbers with four digits."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def row_of(cells: Sequence[str]) -> str:
@@ -94,9 +82,11 @@ def row_of(cells: Sequence[str]) -> str:
 
 def write_table(rows: Sequence[Record], path: Path) -> None:
     """Print a table, and write it to PATH.md and PATH.json."""
-    if world()[0] != 0:  # one of torchrun's processes writes
+    if world().rank != 0:  # one of torchrun's processes writes
         return
     text = markdown(rows)
     print(text)
     write_atomic(path.with_name(f"{path.name}.md"), text + "\n")
-    write_atomic(path.with_name(f"{path.name}.json"), json.dumps(rows, indent=1) + "\n")
+    write_atomic(
+        path.with_name(f"{path.name}.json"), json.dumps(rows, indent=1, default=str) + "\n"
+    )

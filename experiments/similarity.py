@@ -24,7 +24,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 from config import Record
-from experiments.accuracy import NAMES, align_stably, run_direct
+from experiments.accuracy import align_stably, run_peft
 from experiments.networks import BATCH, Network, open_networks, validation_images
 from experiments.recipe import Backbone, Dataset, Set, read_settings, run_script, write_table
 from extras.plots import pyplot, save
@@ -45,19 +45,18 @@ def main(
     make_ready()
     settings = {"backbone": backbone, "dataset": dataset} | read_settings(more)
     out = out or Path("runs") / f"accuracy-{Path(dataset).name}-{backbone}-mae"
-    rate = 0.0 if "d_lr" in settings else run_direct(settings, out)
+    rate = 0.0 if "d_lr" in settings else run_peft(settings, out / "direct").lr
     runs = {}
     for method in hypergrad.split(","):
-        run = align_stably(settings | {"hypergrad": method}, rate, out)
-        runs[NAMES.get(method, method)] = run
+        runs[method] = Path(align_stably(settings | {"hypergrad": method}, rate, out).out)
     rows = compare_networks(runs)
     write_table(rows, out / "similarity")
     draw(rows, out / "similarity.png")
 
 
-def compare_networks(runs: Mapping[str, Path], seed: int | None = None) -> list[Record]:
+def compare_networks(runs: Mapping[str, Path]) -> list[Record]:
     """CKA and RSA of the pretrained backbone and of align or finetune runs, pair by pair."""
-    experiment, networks = open_networks(runs, seed)
+    experiment, networks = open_networks(runs)
     numbers, images = validation_images(experiment, MOST)
     pretrained = Network("pretrained", experiment.backbone, None, {})
     seen = {}

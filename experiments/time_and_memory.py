@@ -26,8 +26,8 @@ from torch import Tensor
 
 from align import choose_hypergradient, start_state
 from bisslight import Log, Passes, PretextTask, algorithm_1
-from config import AlignConfig, FinetuneConfig, Record, make
-from experiments.recipe import Backbone, Set, read_settings, run_script, settings_of, write_table
+from config import AlignConfig, FinetuneConfig, Record, keep_known
+from experiments.recipe import Backbone, Set, read_settings, run_script, write_table
 from lora import Backbone as Network
 from lora import Examples, downstream_loss, drop_path, init_head, init_theta, keep_in_bfloat16
 from support.checkpoints import arch_of, build_head, build_pretext_task, build_vit
@@ -64,13 +64,13 @@ def main(
     settings = names | sizes | steps | {"micro_batch": micro_batch} | read_settings(more)
     rows = []
     for method in methods.split(","):
-        cfg = make(AlignConfig, settings_of(AlignConfig, settings | {"hypergrad": method}))
+        cfg = AlignConfig(**keep_known(AlignConfig, settings | {"hypergrad": method}))
         where = set_up_device(cfg)
         what = f"an alternation of {lower_steps} + {upper_steps} steps"
         cost = measure(alternations(cfg, where), where)
         rows.append(row_of(method, what, cost, backbone))
     for batch in peft.split(",") if peft else []:
-        peft_cfg = make(FinetuneConfig, settings_of(FinetuneConfig, settings | {"batch": batch}))
+        peft_cfg = FinetuneConfig(**keep_known(FinetuneConfig, settings | {"batch": batch}))
         where = set_up_device(peft_cfg)
         cost = measure(peft_steps(peft_cfg, where, repeats + 1), where)
         rows.append(row_of(f"PEFT {batch}", "a step", cost, backbone))
@@ -138,11 +138,12 @@ def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Log]:
     drop = drop_path(cfg.drop_path, arch.depth, cfg.d_batch, g).to(device)
     downstream = repeat(Examples(images[: cfg.d_batch], labels, drop))
     loss_D = partial(downstream_loss, network)
+    train_D = partial(loss_D, regularise=True)  # with drop path
     inverse = choose_hypergradient(cfg, theta)
     store = "cpu" if cfg.mfac_device == "cpu" else None
     passes = Passes(cfg.micro_batch, amp)
     yield from algorithm_1(
-        state, cfg, task, loss_D, inverse, pretext, downstream, passes=passes, store=store
+        state, cfg, task, loss_D, inverse, pretext, downstream, passes, store, train_D
     )
 
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from toy import ROOT, read_records
+from toy import ROOT, call, read_records
 
+import experiments.demo
 from align import AlignResult, align, new_pretext_task
 from config import AlignConfig
 from extras import demo
@@ -65,7 +66,7 @@ def test_the_demo_ends_in_ordinary_runs_and_a_picture_and_goes_on(
     with Image.open(out / "demo.png") as picture:
         assert picture.size[0] > 1000
 
-    rows = [*csv.reader((out / "demo.csv").read_text().splitlines())][1:]
+    rows = [*csv.reader(call(experiments.demo, str(out)).splitlines())][1:]
     assert [(arm, int(seed)) for arm, seed, *_ in rows] == [
         ("aligned", 0), ("aligned", 1), ("direct", 0), ("direct", 1), ("restart", 100),
         ("restart", 101),

@@ -15,10 +15,9 @@ from conftest import shared
 from toy import refusal
 
 import evaluate as tables
-from config import BACKBONES, FinetuneConfig
+from config import ALIGNED_RATES, BACKBONES, RATES, FinetuneConfig
 from data import rng
 from evaluate import Comparison, compare, evaluate, read_arm
-from extras.dry_run import MEMORY
 from support.errors import UsageError
 
 
@@ -54,28 +53,59 @@ def test_an_empty_arm_is_refused() -> None:
             compare(arm, against)
 
 
-def finished(path: Path, test: list[float], by: str | None = None, **changes: Any) -> Path:
+def finished(
+    path: Path,
+    test: list[float],
+    by: str | None = None,
+    origin: dict[str, Any] | None = None,
+    metric: str = "top-1 accuracy",
+    images: int = 1000,
+    start: str | None = None,
+    before: float = 0.0,
+    **changes: Any,
+) -> Path:
     """A finished run of vit_l16 on CUB-200 with the paper's settings and 1000 test images.
 
-    `changes` are other settings, or other entries of its result.
+    `by` is the hypergradient of the align run before it, which took `before` CPU seconds, `start`
+    the digest of its adapter; `origin` changes what that says, `changes` are other settings.
     """
     path.mkdir(parents=True)
     own = {key: x for key, x in changes.items() if key == "backbone" or x == "ijepa"}
     given: Any = {"backbone": "vit_l16", "dataset": "cub200"} | own
-    config = json.loads(FinetuneConfig(**given).model_dump_json())
-    config |= {"grid": [1e-3], "start": by, "seed": len(str(path))}
-    result: dict[str, Any] = {"unit": "PEFT seed", "test": test, "backbone": "vit_l16"}
-    whole = changes.get("test_images", 1000)
-    right = None if "metric" in changes else [round(x * whole / 100) for x in test]
-    result["test_images"] = whole
-    result |= {"metric": "top-1 accuracy", "pretext": "mae", "right": right, "lr": 1e-3}
-    result |= {"aligned_by": by, "aligned_on": by and "cub200", "align_unlike_paper": by and {}}
-    result |= {name: value for name, value in changes.items() if name in result}
-    config |= {name: value for name, value in changes.items() if name not in result}
-    images = f"{config['dataset']} {config['data_seed']}"
-    about = {"data_sha256": config.pop("data_sha256", images)}
-    about["weights_sha256"] = changes.get("weights_sha256", "b")
-    for name, content in (("config", config), ("env", {"about": about}), ("result", result)):
+    seed = changes.pop("seed", len(str(path)))
+    config = json.loads(FinetuneConfig(**given).model_dump_json()) | {"seed": seed} | changes
+    del config["lr"], config["seeds"], config["grid_seeds"]
+    config |= {"command": "finetune", "images": {"train": 1, "val": 1, "test": images}}
+    config.setdefault("data_sha256", f"{config['dataset']} {config['data_seed']}")
+    config.setdefault("weights_sha256", "b")
+    config["start"] = by and "/aligned"
+    said: dict[str, Any] = {}
+    if by:
+        said = {"stage": "align", "hypergrad": by, "dataset": "cub200", "unlike_paper": {}}
+        said |= {"pretext": config["pretext"]}
+    tests = []
+    trials = []
+    for k, accuracy in enumerate(test):
+        right = round(accuracy * images / 100) if metric == "top-1 accuracy" else None
+        tests.append({"accuracy": accuracy, "loss": 1.0, "right": right})
+        trial = {"lr": 1e-3, "seed": seed + k, "val": tests[-1], "cpu_seconds": 8.0, "seconds": 9.0}
+        trial |= {"start_sha256": start or by, "start_cpu_seconds": before}
+        trials.append(trial)
+    result = {
+        "unit": "PEFT seed on one adapter" if by else "PEFT seed",
+        "origin": said | (origin or {}),
+        "metric": metric,
+        "tests": tests,
+        "trials": trials,
+        "tried": [],
+        "rates": ALIGNED_RATES if by else RATES,
+        "grid_seeds": 1,
+        "lr": 1e-3,
+        "cpu_seconds": 8.0 * len(test),
+        "seconds": 9.0,
+        "start_cpu_seconds": before,
+    }
+    for name, content in (("config", config), ("result", result)):
         (path / f"{name}.json").write_text(json.dumps(content))
     return path
 
@@ -85,8 +115,8 @@ def test_a_directory_of_runs_is_one_arm(tmp_path: Path) -> None:
     finished(tmp_path / "arm" / "s2", [70.0])
     finished(tmp_path / "other", [60.0, 61.0])
     arm, other = evaluate([tmp_path / "arm", tmp_path / "other"]).arms
-    assert (arm.arm, arm.seeds, arm.accuracies, arm.counts) == ("arm", 2, [70.0, 72.0], [700, 720])
-    assert (arm.mean, arm.std) == (71.0, pytest.approx(2**0.5))
+    assert (arm.arm, arm.unit, arm.mean) == ("arm", "PEFT seed", 71.0)
+    assert (arm.accuracies, arm.counts) == ([70.0, 72.0], [700, 720])
     assert (arm.first_minus_this, arm.differs, other.differs) == (None, {}, {})
     p = by_hand([700, 720], [600, 610])
     assert other.first_minus_this == Comparison(difference=10.5, p=p, splits=6)
@@ -101,28 +131,43 @@ def test_arms_have_names_that_tell_them_apart(
     assert evaluate([Path()]).arms[0].arm == "tuned"
 
 
+def test_the_time_of_a_run_before_is_counted_once(tmp_path: Path) -> None:
+    """Two fine-tunings of one align run cost one alignment; those of two cost two."""
+    for arm, starts in (("one", ("a", "a")), ("two", ("a", "b"))):
+        for seed, start in enumerate(starts):
+            finished(
+                tmp_path / arm / f"s{seed}", [70.0], by="mfac", start=start, before=5.0, seed=seed
+            )
+    one, two = (read_arm(tmp_path / name) for name in ("one", "two"))
+    assert (one.cpu_seconds, one.start_cpu_seconds, one.unit) == (16, 5, "PEFT seed on one adapter")
+    assert (two.cpu_seconds, two.start_cpu_seconds, two.unit) == (16, 10, "align run and PEFT")
+    assert two.as_row()["CPU seconds"] == "16 + 10 before"
+    run = finished(tmp_path / "unknown", [70.0], by="c")
+    text = (
+        (run / "result.json")
+        .read_text()
+        .replace('"start_cpu_seconds": 0.0', '"start_cpu_seconds": null')
+    )
+    (run / "result.json").write_text(text)
+    assert read_arm(run).as_row()["CPU seconds"] == "8 + unknown before"
+    assert read_arm(finished(tmp_path / "direct", [70.0])).as_row()["CPU seconds"] == "8"
+
+
 def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
     for arm, changes in (("mixed", {"rank": 4}), ("both", {"by": "mfac"})):
         finished(tmp_path / arm / "a", [70.0])
-        finished(tmp_path / arm / "b", [70.0], **changes)
-    finished(tmp_path / "empty", [])
+        finished(tmp_path / arm / "b", [70.0], **changes)  # type: ignore[arg-type]
     finished(tmp_path / "twice" / "a", [70.0, 71.0], seed=5)  # 5, 6
     finished(tmp_path / "twice" / "c", [71.0], seed=6)
     (finished(tmp_path / "running", [70.0]) / "result.json").unlink()
     (finished(tmp_path / "torn", [70.0]) / "config.json").write_text("{")
-    (finished(tmp_path / "old", [70.0]) / "env.json").write_text("{}")
-    messages = {"mixed": "its runs are no seeds of one arm, see rank"}
-    messages["both"] = "its runs are no seeds of one arm, see align_unlike_paper, aligned_by"
+    (finished(tmp_path / "foreign", [70.0]) / "result.json").write_text('{"accuracy": 3}')
+    named = {"mixed": "rank", "both": "aligned_by, starts_from", "twice": "seed"}
     for images, seed in (("x", 1), ("y", 2)):  # one name, but other images
         finished(tmp_path / "changed" / images, [70.0], seed=seed, data_sha256=images)
-    messages["changed"] = "its runs are no seeds of one arm, see data_sha256"
-    messages["twice"] = "its runs are no seeds of one arm, see seed"
-    messages |= {"empty": "has no test accuracy"}
-    messages |= dict.fromkeys(("torn", "old"), "cannot be read .*; give a finished")
-    messages["running"] = "is not finished"
-    finished(tmp_path / "sets" / "cub", [70.0])
-    finished(tmp_path / "sets" / "pets", [90.0], dataset="pets", test_images=500)
-    messages["sets"] = ".*dataset"
+    named["changed"] = "data_sha256"
+    messages = {name: f"its runs are no seeds of one arm, see .*{x}" for name, x in named.items()}
+    messages |= dict.fromkeys(("running", "torn", "foreign"), "is no finished finetune run")
     for name, message in messages.items():
         with pytest.raises(UsageError, match=f"{name}: {message}"):
             read_arm(tmp_path / name)
@@ -137,53 +182,40 @@ def test_arms_with_another_test_are_refused_and_other_settings_are_told(tmp_path
     first = finished(tmp_path / "first", [70.0])
     for name, changes in (("other", {"dataset": "dtd"}), ("split", {"data_seed": 3})):
         with pytest.raises(UsageError, match="not comparable"):
-            evaluate([first, finished(tmp_path / name, [70.0], **changes)])
+            evaluate([first, finished(tmp_path / name, [70.0], **changes)])  # type: ignore[arg-type]
     unlike = finished(tmp_path / "unlike", [70.0], amp=False, device="cuda", weights_sha256="c")
-    aligned = finished(tmp_path / "aligned", [70.0], by="mfac", grid=[1e-4])
-    found = evaluate([first, unlike, aligned])
-    assert found.arms[1].differs == {"amp": "False, there True", "weights_sha256": "c, there b"}
-    assert found.arms[2].differs == {}  # it has the grid that goes with its start
-    other = finished(tmp_path / "other way", [70.0], by="cg", grid=[1e-4])
+    aligned = finished(tmp_path / "aligned", [70.0], by="mfac")
+    restart = finished(tmp_path / "restart", [70.0], origin={"stage": "finetune"})
+    found = evaluate([first, unlike, aligned, restart]).arms
+    assert found[1].differs == {"amp": "False, there True", "weights_sha256": "c, there b"}
+    assert found[2].differs["aligned_by"] == "mfac, there None"
+    assert found[3].differs == {"starts_from": "finetune, there None"}
+    other = finished(tmp_path / "other way", [70.0], by="cg")
     assert evaluate([aligned, other]).arms[1].differs == {"aligned_by": "cg, there mfac"}
 
 
-def test_other_rates_of_an_aligned_and_a_direct_arm_are_told_in_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    direct = finished(tmp_path / "direct", [70.0])
-    aligned = finished(tmp_path / "aligned", [70.0], by="mfac", grid=[1e-4, 2e-4])
-    evaluate([aligned, direct])
-    (line,) = caplog.messages
-    assert "[0.001]" in line and "[0.0001, 0.0002]" in line
-    caplog.clear()
-    evaluate([finished(tmp_path / "same", [70.0], by="mfac"), direct])
-    assert caplog.messages == []
+def test_a_setting_that_came_after_a_run_had_its_default_there(tmp_path: Path) -> None:
+    runs = [finished(tmp_path / "a", [70.0]), finished(tmp_path / "b", [70.0])]
+    config = json.loads((runs[1] / "config.json").read_text())
+    del config["scale"]
+    (runs[1] / "config.json").write_text(json.dumps(config))
+    assert evaluate(runs).arms[1].differs == {}
 
 
 def test_the_interval_by_images_is_wilsons(tmp_path: Path) -> None:
     """Its ends are where the accuracy is 1.96 deviations of a binomial away from the measured."""
-    row = evaluate([finished(tmp_path / "a", [40.0, 60.0], test_images=35)]).arms[0]
-    assert row.interval is not None
-    for end in row.interval:
+    told = evaluate([finished(tmp_path / "a", [40.0, 60.0], images=35)]).arms[0].interval()
+    assert told is not None
+    for end in map(float, told.removesuffix(" %").split("-")):
         deviation = 100 * math.sqrt(end / 100 * (1 - end / 100) / 35)
-        assert abs(end - 50.0) / deviation == pytest.approx(1.95996, abs=1e-4)
+        assert abs(end - 50.0) / deviation == pytest.approx(1.96, abs=0.01)
     mean = finished(tmp_path / "map", [80.0], metric="11-point mAP")
-    assert evaluate([mean]).arms[0].interval is None
-
-
-@pytest.mark.parametrize(("images", "told"), [(35, True), (100_000, False)])
-def test_few_test_images_are_told_beside_a_difference(
-    tmp_path: Path, images: int, told: bool
-) -> None:
-    runs = [finished(tmp_path / "a", [60.0, 60.0], test_images=images)]
-    runs.append(finished(tmp_path / "b", [50.0, 51.0], test_images=images))
-    lines = evaluate(runs).in_words().lines
-    assert any(f"{images:,} test images" in line for line in lines) == told
+    assert evaluate([mean]).arms[0].interval() is None
 
 
 def test_counts_are_whole_right_images_and_of_map_hundredths_of_a_point(tmp_path: Path) -> None:
     test = [100 * 347 / 480, 100 * (336 / 480)]
-    images = finished(tmp_path / "a", test, test_images=480)
+    images = finished(tmp_path / "a", test, images=480)
     assert evaluate([images]).arms[0].counts == [347, 336]
     voc = [finished(tmp_path / f"m{i}", [80.004, 80.0 + i], metric="11-point mAP") for i in (1, 2)]
     row = evaluate(voc).arms[1]
@@ -204,34 +236,36 @@ def test_arms_with_equal_means_differ_by_nothing(tmp_path: Path) -> None:
 
 def test_json_has_a_difference_with_all_digits(tmp_path: Path) -> None:
     runs = [finished(tmp_path / "a", [70.1, 71.0, 70.5])]
-    runs.append(finished(tmp_path / "b", [69.0, 68.0, 69.5], lam=1.0, align_unlike_paper={"T": 1}))
+    origin = {"unlike_paper": {"T": 1}}
+    runs.append(finished(tmp_path / "b", [69.0, 68.0, 69.5], lam=1.0, origin=origin))
     arm = evaluate(runs).arms[1]
-    assert arm.differs == {"align_unlike_paper": "T 1, there None", "lam": "1.0, there None"}
+    assert arm.differs == {"align_unlike_paper": "{'T': 1}, there None", "lam": "1.0, there None"}
     compared = json.loads(arm.model_dump_json())["first_minus_this"]
     assert compared == {"difference": 1.7, "p": 0.1, "splits": 20}
 
 
 def test_the_papers_figure_stands_only_beside_what_the_paper_measured(tmp_path: Path) -> None:
     official = "x/mae_pretrain_vit_large_full.pth"
-    cases: list[tuple[str | None, dict[str, Any], tuple[float, float] | None]] = [
-        (None, {}, (84.4, 0.4)),
-        ("mfac", {}, (85.6, 0.3)),
-        (None, {"weights": official}, (84.4, 0.4)),
+    cases: list[tuple[str | None, dict[str, Any], str | None]] = [
+        (None, {}, "84.4±0.4"),
+        ("mfac", {}, "85.6±0.3"),
+        (None, {"weights": official}, "84.4±0.4"),
         (None, {"weights": "x/backbone.pth"}, None),
         ("identity", {}, None),
         (None, {"partial": True}, None),
         (None, {"batch": 64}, None),
-        ("mfac", {"pretext": "rotation"}, None),
-        ("mfac", {"pretext": "ijepa", "backbone": "vit_h14"}, (86.8, 0.2)),
+        ("mfac", {"origin": {"pretext": "rotation"}}, None),
+        ("mfac", {"pretext": "ijepa", "backbone": "vit_h14"}, "86.8±0.2"),
         (None, {"min_crop": 1.0}, None),
-        (None, {"amp": False, "grid_seeds": 2}, (84.4, 0.4)),
-        ("mfac", {"aligned_on": "dtd"}, None),
-        ("mfac", {"align_unlike_paper": {"lam": 1.0}}, None),
-        (None, {"dataset": "folder:cub200"}, None),
+        (None, {"amp": False}, "84.4±0.4"),
+        (None, {"origin": {"stage": "finetune"}}, None),  # a restart
+        ("mfac", {"origin": {"dataset": "dtd"}}, None),
+        ("mfac", {"origin": {"unlike_paper": {"lam": 1.0}}}, None),
+        (None, {"dataset": "folder:/cub200"}, None),
     ]
     for i, (by, changes, expected) in enumerate(cases):
         found = evaluate([finished(tmp_path / f"{i}", [70.0], by, **changes)]).arms[0].paper
-        assert (found and (found.mean, found.std)) == expected, (by, changes)
+        assert (found and found.split()[0]) == expected, (by, changes)
 
 
 def test_the_papers_tables_are_copied_right() -> None:
@@ -248,10 +282,11 @@ def test_the_papers_tables_are_copied_right() -> None:
 
     main, other = "tab:mae_bisslight_main_results", "tab:classificaiton_acc_bisslight_ijepa"
     bissl = "tab:classificaiton_acc_bissl_orig"
-    floats = {}
-    for label, rows in tables.ACCURACIES.items():
-        figures = " ".join(rows.values()).split()
-        floats[label] = [(float(x.split("±")[0]), float(x.split("±")[1])) for x in figures]
+    floats: dict[str, list[tuple[float, float]]] = {main: [], other: [], bissl: []}
+    for (label, *_), row in tables.ACCURACIES.items():
+        for figure in row.split():
+            mean, deviation = figure.split("±")
+            floats[label].append((float(mean), float(deviation)))
     assert {k: pairs(k) for k in (main, other)} == {k: floats[k] for k in (main, other)}
     assert pairs(bissl) == floats[main][:12] + floats[bissl]  # the rows of ViT-B and its own
     head = re.findall(r"& (\w+)", table_of(main).split("midrule")[0])
@@ -262,6 +297,3 @@ def test_the_papers_tables_are_copied_right() -> None:
         arch = BACKBONES[name]
         ours = [4 * arch.depth * arch.dim * 2**i / 1e6 for i in range(8)]
         assert millions[9 * k : 9 * k + 8] == pytest.approx(ours, abs=0.0051)
-    memory = re.findall(r"\\\((\d+)\\\) GB", table_of("tab:memory_single_gpu"))
-    for at, row in zip((0, 6, 9, 12), MEMORY.values(), strict=True):  # on the fewest GPUs
-        assert [int(x) for x in memory[at : at + 3]] == [gigabytes for gigabytes, _ in row.values()]

@@ -1,6 +1,7 @@
 """The scripts of experiments/: each runs at toy size, and their own mathematics has witnesses."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ from torch import Tensor
 from toy import call
 
 from align import align
-from config import BACKBONES, AlignConfig, Arch, FinetuneConfig
+from bisslight import Diverged
+from config import BACKBONES, AlignConfig, Arch, keep_known
 from data import rng
 from experiments import (
     accuracy,
     attention_rollout,
-    curvature,
+    cost,
     exact,
     lora_rank,
     networks,
@@ -32,13 +34,14 @@ from experiments import (
     time_and_memory,
 )
 from lora import Backbone, features, init_theta, logits, merge
-from support.checkpoints import build_vit, load_adapter
+from support.adapters import find_adapters, load_adapter
+from support.checkpoints import build_vit
 from support.errors import RunError, UsageError
 
 TOY = {
     "alternations": 3, "lower_steps": 2, "upper_steps": 2, "p_batch": 8, "d_batch": 8, "warmup": 1,
     "probe_epochs": 1, "eval_every": 1, "epochs": 1, "warmup_epochs": 0, "batch": 40, "seeds": 2,
-    "grid": "1e-2,3e-2",
+    "lr": "1e-2,3e-2",
 }  # fmt: skip
 
 
@@ -68,7 +71,7 @@ def test_the_search_for_the_upper_rate_gives_what_was_recorded(drawn: Path, tmp_
         for flag, value in flags.items()
     }
     found = accuracy.align_stably(settings | {"device": "cpu"}, rate, tmp_path)
-    numbers = read_align("align-auto", found, drawn / "data")
+    numbers = read_align("align-auto", Path(found.out), drawn / "data")
     assert differences(numbers, recorded("align-auto")) == {}
 
 
@@ -77,24 +80,28 @@ def test_the_largest_stable_share_of_the_direct_rate_is_taken(
 ) -> None:
     """Instability is planted in the first two candidates, 2/3 and 1/2 of the rate."""
     settings = {"backbone": "vit_mini", "dataset": "quilts", "weights": weights} | TOY
-    real = accuracy.unstable
-    seen = list[int]()
+    real = accuracy.check_stable
+    asked = list[str]()
 
-    def planted(records: Any) -> str | None:
-        alternations = [record for record in records if "loss_P" in record]
-        if alternations:
-            seen.append(len(alternations))
-        return "planted" if len(seen) in (2, 3) and alternations else real(records)
+    def planted(run: Path) -> None:
+        asked.append(run.name)
+        if run.name in ("dlr0.02", "dlr0.015") and (run / "metrics.jsonl").exists():
+            raise Diverged("planted")
+        real(run)
 
-    monkeypatch.setattr(accuracy, "unstable", planted)
-    found = accuracy.align_stably(settings, 0.03, tmp_path)
-    assert found.name == "dlr0.01"
-    assert "planted" in json.loads((found.parent / "dlr0.02/result.json").read_text())["diverged"]
-    assert accuracy.align_stably(settings, 0.03, tmp_path) == found  # reads what is finished
-    assert seen == [1, 2, 1, 1, 2, 3]  # nothing was tried a second time
-    given = recipe.settings_of(AlignConfig, settings)
+    monkeypatch.setattr(accuracy, "check_stable", planted)
+    found = accuracy.align_stably(settings, 0.03, tmp_path / "out")
+    assert Path(found.out).name == "dlr0.01"
+    # before a candidate, after its probe, after each of its alternations
+    assert asked == ["dlr0.02"] * 3 + ["dlr0.015"] * 3 + ["dlr0.01"] * 5
+    asked.clear()
+    assert accuracy.align_stably(settings, 0.03, tmp_path / "out") == found  # reads it
+    assert asked == ["dlr0.02", "dlr0.015", "dlr0.01"]  # nothing was tried a second time
+    given = keep_known(AlignConfig, settings)
     align(AlignConfig(**given, d_lr=0.01), tmp_path / "plain")
-    adapters = [(run / "adapter.safetensors").read_bytes() for run in (found, tmp_path / "plain")]
+    adapters = [
+        Path(run, "adapter.safetensors").read_bytes() for run in (found.out, tmp_path / "plain")
+    ]
     assert adapters[0] == adapters[1]  # looking on changes nothing
     monkeypatch.setattr(accuracy, "unstable", lambda records: "planted")
     with pytest.raises(RunError, match="stable"):
@@ -107,16 +114,21 @@ def test_the_table_of_accuracies_has_a_row_for_each_method_and_goes_on(
     line = f"--backbone vit_mini --dataset quilts --hypergrad mfac,cg --out {tmp_path}/a"
     told = call(accuracy, line, toy(weights))
     rows = table(tmp_path / "a/accuracy.json")
-    assert [row["arm"] for row in rows] == ["BiSSLight + PEFT", "BiSSL + PEFT", "PEFT"]
+    assert [row["arm"] for row in rows] == ["tuned-mfac", "tuned-cg", "direct"]
     assert (tmp_path / "a/accuracy.md").read_text() == told
-    for arm, row in zip(("tuned-mfac", "tuned-cg", "direct"), rows, strict=True):
-        result = json.loads((tmp_path / "a" / arm / "result.json").read_text())
-        assert row["test top-1 accuracy (%)"].startswith(f"{np.mean(result['test']):.2f} ±")
-        assert row["the paper"] == "other settings"
+    for row in rows:
+        result = json.loads((tmp_path / "a" / row["arm"] / "result.json").read_text())
+        mean = np.mean([test["accuracy"] for test in result["tests"]])
+        assert row["test top-1 accuracy"].startswith(f"{mean:.1f} ±")
+        assert row["the paper"] is None  # other settings
     result = json.loads((tmp_path / "a/direct/result.json").read_text())
     assert (tmp_path / f"a/aligned-mfac/dlr{result['lr'] * 2 / 3:.3g}").is_dir()
     shutil.rmtree(tmp_path / "a/tuned-cg")
-    assert call(accuracy, line, toy(weights)) == told
+    call(accuracy, line, toy(weights))
+    again = table(tmp_path / "a/accuracy.json")
+    for row in [*rows, *again]:
+        del row["CPU seconds"]
+    assert again == rows
 
 
 def spend(run: Path, seconds: float) -> None:
@@ -130,7 +142,7 @@ def test_the_controls_start_where_they_should_and_take_as_long_as_aligning(
 ) -> None:
     """By planted times: an epoch of PEFT takes 2 s, aligning 9 s and its PEFT 3.5 s."""
     line = f"--backbone vit_mini --dataset quilts --out {tmp_path}"
-    settings = toy(weights, grid="1e-2", device="cpu", d_lr=1e-3)
+    settings = toy(weights, lr="1e-2", device="cpu", d_lr=1e-3)
     call(accuracy, line, settings)
     aligned = tmp_path / "aligned-mfac/dlr0.001"
     spend(aligned, 9.0)
@@ -139,24 +151,24 @@ def test_the_controls_start_where_they_should_and_take_as_long_as_aligning(
         spend(tmp_path / f"tuned-mfac/lr0.01-s{seed}", 3.5)
     call(accuracy, f"{line} --controls", settings)
     rows = table(tmp_path / "controls.json")
-    assert [(row["arm"], row["epochs of PEFT"]) for row in rows] == [
-        ("BiSSLight + PEFT", 1),
-        ("PEFT", 1),
-        ("PEFT, equal time", 6),  # 12.5 s
-        ("PEFT + restart", 1),
-        ("PEFT + restart, equal time", 5),  # of which the first PEFT takes 2
-        ("lower level only + PEFT", 1),
-        ("identity + PEFT", 1),
-    ]
-    assert [row["seconds a seed"] for row in rows[:2]] == [12.5, 2.0]
 
     def config(run: str) -> Any:
         return json.loads((tmp_path / run / "config.json").read_text())
 
+    assert [(row["arm"], config(row["arm"])["epochs"]) for row in rows] == [
+        ("tuned-mfac", 1),
+        ("direct", 1),
+        ("equal-time", 6),  # 12.5 s
+        ("restart", 1),
+        ("restart-equal-time", 5),  # of which the first PEFT takes 2
+        ("tuned-lower-only", 1),
+        ("tuned-identity", 1),
+    ]
+    assert [row["seconds a seed"] for row in rows[:2]] == [12.5, 2.0]
     assert config("equal-time")["start"] is None
     for name in ("restart", "restart-equal-time"):
         found = config(name)
-        assert (found["start"], found["restart"]) == (str(tmp_path / "direct"), True)
+        assert found["start"] == str(tmp_path / "direct")
         assert found["seed"] == 2  # the first PEFT had 0 and 1
     assert config("tuned-lower-only")["start"] == str(tmp_path / "aligned-lower-only")
     for arm, setting in (("lower-only", "upper_steps"), ("identity/dlr0.001", "hypergrad")):
@@ -164,14 +176,8 @@ def test_the_controls_start_where_they_should_and_take_as_long_as_aligning(
         unlike = [key for key, x in config("aligned-mfac/dlr0.001").items() if control[key] != x]
         assert unlike == [setting]
     result = json.loads((tmp_path / "tuned-identity/result.json").read_text())
-    assert rows[-1]["test top-1 accuracy (%)"].startswith(f"{np.mean(result['test']):.2f} ±")
-
-
-def test_a_restart_may_choose_from_the_rates_that_direct_peft_had(tmp_path: Path) -> None:
-    direct = FinetuneConfig(backbone="vit_mini", dataset="omniglot:Greek")
-    (tmp_path / "config.json").write_text(direct.model_dump_json())
-    settings = direct.model_dump(exclude_unset=True) | accuracy.settings_of_restart(tmp_path)
-    assert FinetuneConfig(**settings).grid == direct.grid
+    mean = np.mean([test["accuracy"] for test in result["tests"]])
+    assert rows[-1]["test top-1 accuracy"].startswith(f"{mean:.1f} ±")
 
 
 @pytest.mark.parametrize("wrong", ["p_lrr=1", "rank"])
@@ -196,10 +202,10 @@ def test_lora_has_as_many_parameters_as_the_paper_says() -> None:
 
 def test_each_rank_is_a_point_of_the_figure(weights: Path, tmp_path: Path) -> None:
     line = f"--backbone vit_mini --dataset quilts --ranks 1,2 --out {tmp_path}"
-    call(lora_rank, line, toy(weights, lr=1e-2, d_lr=1e-2, grid="1e-2"))
+    call(lora_rank, line, toy(weights, lr=1e-2, d_lr=1e-2))
     rows = table(tmp_path / "lora_rank.json")
     assert [(row["rank"], row["arm"]) for row in rows] == [
-        (1, "BiSSLight + PEFT"), (1, "PEFT"), (2, "BiSSLight + PEFT"), (2, "PEFT"),
+        (1, "tuned-mfac"), (1, "direct"), (2, "tuned-mfac"), (2, "direct"),
     ]  # fmt: skip
     assert (tmp_path / "lora_rank.png").stat().st_size > 0
 
@@ -231,6 +237,29 @@ def test_a_method_that_does_not_fit_is_told_and_the_others_go_on(
     seconds = {row["method"]: row["seconds"] for row in table(tmp_path / "vit_mini.json")}
     assert "out of memory" in seconds["cg"]
     assert float(seconds["identity"]) > 0
+
+
+# --- cost -----------------------------------------------------------------------------------------
+
+
+def test_a_forward_pass_of_vit_b16_counts_each_of_its_products() -> None:
+    """By hand: tokens times weights, the two products of attention, patches, LoRA, and the head."""
+    dim, depth, tokens, rank = 768, 12, 197, 64
+    layer = 12 * dim**2 * tokens + 2 * tokens**2 * dim + 4 * rank * dim * tokens
+    products = depth * layer + 196 * 16 * 16 * 3 * dim + dim * cost.CLASSES
+    assert cost.count(BACKBONES["vit_b16"], rank).forward == pytest.approx(2 * products, rel=1e-3)
+
+
+def test_an_alignment_is_as_much_as_1_to_11_runs_of_peft_as_the_index_says() -> None:
+    told = call(cost, "--backbone vit_b16,vit_h14")
+    rows = [line.split("|") for line in told.splitlines() if ", vit" in line]
+    ends = []
+    for column in (3, 2):  # with validation, and without
+        values = [float(row[column]) for row in rows]
+        ends += [min(values), max(values)]
+    assert ends == [1.2, 7.4, 1.3, 11.1]
+    index = (Path(cost.__file__).parent / "README.md").read_text()
+    assert re.search(r"as 1\.2\s.*to 7 .*runs of PEFT with validation.*1\.3 to 11\.", index)
 
 
 # --- attention rollout ----------------------------------------------------------------------------
@@ -304,7 +333,7 @@ def test_the_rollout_of_runs_is_drawn_beside_what_they_predict(
     assert [row["label"] for row in rows] == [f"layout {targets[i]}" for i in numbers]
     assert (tmp_path / "rollout.png").stat().st_size > 0
     for name, folder in both.items():
-        theta, phi_D, _ = load_adapter(folder / "adapter-s0.safetensors")
+        theta, phi_D, _ = load_adapter(find_adapters(folder)[0])
         top = logits(features(backbone, theta, val[numbers]), phi_D).argmax(1)
         assert [row[name] for row in rows] == [f"layout {k}" for k in top]
     experiment, _ = networks.open_networks(both)
@@ -318,7 +347,7 @@ def test_rollout_from_the_command_line_trains_what_is_missing(
     weights: Path, tmp_path: Path
 ) -> None:
     line = f"--backbone vit_mini --dataset quilts --images 2 --out {tmp_path}"
-    told = call(attention_rollout, line, toy(weights, lr=1e-2, grid="1e-2", d_lr=1e-2))
+    told = call(attention_rollout, line, toy(weights, lr=1e-2, d_lr=1e-2))
     assert "BiSSLight + PEFT: entropy" in told
     assert (tmp_path / "attention_rollout.png").is_file()
 
@@ -367,8 +396,8 @@ def test_the_similarities_of_runs_are_those_of_their_features(runs: Path, weight
     rows = similarity.compare_networks(both)
     backbone, val, _ = quilts_val(weights)
     x = {"pretrained": features(backbone, None, val).detach().double()}
-    for name, file in (("aligned", "aligned/adapter"), ("alone", "without/adapter-s0")):
-        theta = load_adapter(runs / f"{file}.safetensors")[0]
+    for name, folder in both.items():
+        theta, _, _ = load_adapter(find_adapters(folder)[0])
         x[name] = features(backbone, theta, val).detach().double()
     pairs = [("pretrained", "aligned"), ("pretrained", "alone"), ("aligned", "alone")]
     assert [(row["network"], row["and"], row["images"]) for row in rows] == [
@@ -388,51 +417,11 @@ def test_similarity_from_the_command_line_aligns_what_is_missing(
     call(similarity, line, toy(weights, d_lr=1e-2))
     rows = table(tmp_path / "similarity.json")
     names = [(row["network"], row["and"]) for row in rows]
-    assert names == [("pretrained", "BiSSLight"), ("pretrained", "BiSSL"), ("BiSSLight", "BiSSL")]
+    assert names == [("pretrained", "mfac"), ("pretrained", "cg"), ("mfac", "cg")]
     assert (tmp_path / "similarity.png").stat().st_size > 0
 
 
 # --- studies --------------------------------------------------------------------------------------
-
-
-def test_curvature_has_a_row_for_each_case_and_changes_no_run(
-    weights: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
-    """|q|/|g| as watched from outside is what the run itself has logged."""
-    steps = {"alternations": 4, "lower_steps": 2, "upper_steps": 2, "warmup": 1, "probe_epochs": 1}
-    monkeypatch.setattr(curvature, "SETTINGS", curvature.SETTINGS | steps)
-    on = "--dataset quilts --pool quilts"
-    out = tmp_path / "new"
-    call(curvature, f"--weights {weights} {on} --cases 2 --out {out}")
-    settings = {"weights": weights, "pretext": "mae", "dataset": "quilts", "pool": "quilts"}
-    align(AlignConfig(**curvature.SETTINGS | settings | {"lower_steps": 5}), tmp_path / "run")
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()[1:]
-    late = np.mean([json.loads(line)["q_over_g"] for line in lines[1:]])
-    rows = table(out / "curvature.json")
-    assert [row["case"] for row in rows] == ["N_L 20, batch 64, rank 8", "N_L 5"]
-    assert rows[1]["late: q/g"] == f"{late:.4f}"
-    assert 0 < float(rows[1]["early: removed %"]) < 100
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5)])
-def test_what_curvature_finds_inside_the_span_is_a_dense_projection(
-    dtype: torch.dtype, tolerance: float
-) -> None:
-    """By QR; a gradient that comes twice spans nothing new, and gradients of zeros span nothing."""
-    g = torch.Generator().manual_seed(0)
-    G = torch.randn(3, 4, 9, generator=g, dtype=torch.float64)
-    x = torch.randn(3, 9, generator=g, dtype=torch.float64)
-    Q, _ = torch.linalg.qr(G.mT)  # (3, 9, 4)
-    projected = (Q @ (Q.mT @ x[..., None]))[..., 0]
-    dense = float(projected.square().sum())
-    for rows in (G, torch.cat([G, G[:, :1]], 1)):
-        found = curvature.squared_length_inside(rows.to(dtype), x.to(dtype))
-        assert found == pytest.approx(dense, rel=tolerance)
-    assert curvature.squared_length_inside(G, x - projected) < 1e-12 * dense
-    assert curvature.squared_length_inside(0 * G, x) == 0
-    query = curvature.compare_query(G, x, x - 0.5 * projected)
-    assert query.share == pytest.approx(dense / float(x.square().sum()))
-    assert query.removed == pytest.approx(0.75)
 
 
 class Quadratic:

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from experiments import fair_race, fair_race_plan
 from experiments import fair_race_analysis as analysis
 from experiments.fair_race_plan import BACKBONES, CANDIDATES, CHOICE, RACE, Arm, Cell, Run
 from finetune import finetune
-from support.checkpoints import load_theta
+from support.adapters import load_adapter
 
 DRAWN = {"backbone": 1.0, "cell": 5.0, "run": 4.2}  # deviations; the last two as once measured
 
@@ -135,31 +134,33 @@ def test_the_arms_are_what_align_and_finetune_compute(
     theta = fair_race.aligned(cell, tmp_path, 2, True)
     length = {"alternations": 2, "warmup": 0}
     align(AlignConfig(**settings | fair_race.ALIGN | length), tmp_path / "align")
-    written, _ = load_theta(tmp_path / "align/adapter.safetensors", 64)
+    written, _, _ = load_adapter(tmp_path / "align/adapter.safetensors")
     assert torch.equal(theta, written)
     assert not torch.equal(theta, fair_race.aligned(cell, tmp_path, 2, False))
 
     tuned = fair_race.fine_tune(settings, 0.03, 6, theta)
-    peft = {"lr": 0.03, "epochs": 6, "warmup_epochs": 5, "batch": 32, "eval_epochs": 6, "seeds": 1}
-    cfg = FinetuneConfig(**settings | peft | {"start": tmp_path / "align"})
-    assert finetune(cfg, tmp_path / "peft").test == [tuned.curve[6]]
+    peft = {
+        "lr": (0.03,),
+        "epochs": 6,
+        "warmup_epochs": 5,
+        "batch": 32,
+        "eval_epochs": 6,
+        "seeds": 1,
+    }
+    cfg = FinetuneConfig(
+        **settings | peft | {"eval_epochs": 6, "seeds": 1, "start": tmp_path / "align"}
+    )
+    (test,) = finetune(cfg, tmp_path / "peft").tests
+    assert test.accuracy == tuned.curve[6]
 
 
-def serially(fn: Any, units: Any, count: int) -> list[Any]:
-    """`support.processes.run_in_processes` without processes, which take seconds to start."""
-    return [fn(unit) for unit in units]
-
-
-def test_a_unit_of_each_kind_runs_and_is_not_run_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fair_race, "run_in_processes", serially)
+def test_a_unit_of_each_kind_runs_and_is_not_run_again(tmp_path: Path) -> None:
     few = [Arm(0.03, 1), Arm(0.03, 1, first_epochs=1)]
     units = [fair_race_plan.Unit("one", arm, Cell("Tagalog", 0, 0)) for arm in few]
     results = tmp_path / "runs.jsonl"
-    fair_race.run_all(units[:1], tmp_path, results, 1)
+    fair_race.run_all(units[:1], tmp_path, results)
     first = results.read_text()
-    fair_race.run_all(units, tmp_path, results, 1)
+    fair_race.run_all(units, tmp_path, results)
     assert results.read_text().startswith(first)
     runs = fair_race_plan.read_runs(results)
     assert [fair_race_plan.Unit(run.name, run.arm, run.cell) for run in runs] == units

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from toy import refusal, run
 
 from evaluate import evaluate
-from extras.plots import draw_arms
+from extras.plots import draw_arms, plot_arms, pyplot
 from support.errors import UsageError
 
 
@@ -22,10 +23,36 @@ def test_arms_are_drawn_in_three_kinds_of_file(runs: Path, tmp_path: Path) -> No
     """A name of an arm may hold what is a formula elsewhere."""
     shutil.copytree(runs / "with", tmp_path / r"$\frac$")
     arms = evaluate([tmp_path / r"$\frac$", runs / "without"]).arms
-    draw_arms(arms, tmp_path / "arms.png")
-    check_drawn(tmp_path / "arms.png")
-    for suffix, start in (("svg", b"<?xml"), ("pdf", b"%PDF")):
-        draw_arms(arms, tmp_path / f"arms.{suffix}")
+    for suffix, start in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
+        for _ in range(2):  # its own picture it replaces
+            draw_arms(arms, tmp_path / f"arms.{suffix}")
         assert (tmp_path / f"arms.{suffix}").read_bytes().startswith(start)
+    check_drawn(tmp_path / "arms.png")
     with pytest.raises(UsageError, match=r"arms\.txt"):
         draw_arms(arms, tmp_path / "arms.txt")
+
+
+def test_what_is_no_picture_of_this_program_is_not_replaced(runs: Path, tmp_path: Path) -> None:
+    """A photograph, a drawing and a text, each under a name that a picture could have."""
+    Image.effect_noise((30, 30), 50).save(tmp_path / "photo.png")
+    (tmp_path / "drawing.svg").write_text("<svg><text>BiSSLight</text></svg>")
+    (tmp_path / "notes.pdf").write_text("notes")
+    for file in [*tmp_path.iterdir()]:
+        before = file.read_bytes()
+        assert str(file) in refusal(f"evaluate {runs / 'with'} --picture {file}")
+        assert file.read_bytes() == before
+    outcome = run(f"evaluate {runs / 'with'} --picture {tmp_path / 'new.png'} --json")
+    assert (outcome.code, outcome.err) == (0, f"in {tmp_path / 'new.png'}\n")
+    check_drawn(tmp_path / "new.png")
+
+
+def test_an_arm_has_a_dot_at_each_accuracy_around_the_middle_of_its_column(runs: Path) -> None:
+    (arm,) = evaluate([runs / "with"]).arms
+    one = arm.model_copy(update={"accuracies": [50.0]})
+    _, axes = pyplot().subplots()
+    plot_arms(axes, [arm, one])
+    (first, second) = axes.get_lines()
+    assert [*first.get_ydata()] == arm.accuracies
+    assert len({*first.get_xdata()}) == 2  # none hides another
+    assert first.get_xdata().mean() == pytest.approx(0)
+    assert ([*second.get_xdata()], [*second.get_ydata()]) == ([1.0], [50.0])

@@ -1,6 +1,5 @@
-"""Signals, a pool of processes, and processes that share every batch: one process's numbers."""
+"""Signals, and processes that share every batch: one process's numbers."""
 
-import contextlib
 import json
 import os
 import signal
@@ -16,61 +15,38 @@ import pytest
 import torch
 from child_process import finish, start, wait_for
 from conftest import close
-from toy import PROGRAM, PROGRAM_PATH, align_line, done
+from filelock import FileLock
+from toy import PROGRAM, PROGRAM_PATH, align_line, done, finetune_line
 
 import cli
-from support.errors import RunError, UsageError
-from support.processes import World, make_ready, run_in_processes, stop
+from support.processes import make_ready
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 SHARED_STEPS = "--p-batch 9 --d-batch 9"  # an odd number
 
 
-def deaf_to_exceptions(ready: Path) -> None:
+def wait_for_a_signal(ready: Path) -> None:
     make_ready()
     ready.touch()
     while True:
-        with contextlib.suppress(BaseException):
-            time.sleep(0.01)
+        time.sleep(0.01)
 
 
-def test_a_second_signal_ends_at_once_whatever_a_library_catches(tmp_path: Path) -> None:
-    """But a repetition within a second, as torchrun's of a Ctrl-C, is the same request."""
+@pytest.mark.parametrize(("number", "repeated"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
+def test_a_second_ctrl_c_ends_at_once_and_a_repeated_request_is_the_same(
+    tmp_path: Path, number: signal.Signals, repeated: bool
+) -> None:
+    """torchrun, for one, repeats the signals that it hears."""
     ready, said = tmp_path / "ready", tmp_path / "said"
-    process = start(partial(deaf_to_exceptions, ready), said)
+    process = start(partial(wait_for_a_signal, ready), said)
     wait_for(ready.exists, process)
-    os.kill(process.pid or 0, signal.SIGTERM)
-    os.kill(process.pid or 0, signal.SIGTERM)
-    process.join(1.1)
-    assert process.is_alive()
-    for _ in range(100):  # again where a busy machine has only now delivered the first two
-        if process.is_alive():
-            os.kill(process.pid or 0, signal.SIGTERM)
-            process.join(2)
-    assert finish(process) == 143 and len(said.read_text().splitlines()) == 1
-
-
-def test_a_ctrl_c_that_the_parent_heard_first_does_not_end_its_workers(tmp_path: Path) -> None:
-    """A terminal sends it to all; the first that hears it sets its number, which they share."""
-
-    def hear_as_the_second() -> int:
-        stop.reset()
-        stop.signal_number.value = signal.SIGINT
-        stop.hear(signal.SIGINT)
-        return 0
-
-    assert finish(start(hear_as_the_second, tmp_path / "said")) == 0
-
-
-def test_a_worker_that_dies_is_told_with_a_remedy() -> None:
-    with pytest.raises(RunError, match="--jobs"), cli.training(quiet=True):
-        list(run_in_processes(os._exit, [3], 2))
-
-
-def test_jobs_are_refused_beside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("support.processes.world", lambda: World(0, 2))
-    with pytest.raises(UsageError, match="torchrun"):
-        next(run_in_processes(len, ["a"], 2))
+    for _ in range(2):
+        os.kill(process.pid or 0, number)
+        process.join(0.3)
+    assert process.is_alive() == repeated
+    assert "stopping once this" in said.read_text()
+    process.kill()
+    assert finish(process) == (-signal.SIGKILL if repeated else -signal.SIGINT)
 
 
 def together(line: str) -> list[ForkProcess]:
@@ -127,13 +103,29 @@ def test_two_processes_have_the_numbers_of_one(
     assert "{" not in Path("said-1").read_text()
     done(f"{line} --out one")
     same_curves("one", "two")
-    assert json.loads(Path("two/env.json").read_text())["machines"][0]["processes"] == 2
+    assert json.loads(Path("two/env.json").read_text())["processes"] == 2
     peft = "finetune --from two --epochs 2 --batch 39 --seeds 2 --lr 1e-3 --quiet --json"
     both = together(f"{peft} --out f2")
     assert [finish(p) for p in both] == [0, 0], [Path(f"said-{i}").read_text() for i in (0, 1)]
     done(f"{peft} --out f1")
     a, b = (json.loads(Path(f"{x}/result.json").read_text()) for x in ("f1", "f2"))
-    assert b["right"] == a["right"] and b["test_loss"] == pytest.approx(a["test_loss"], rel=1e-3)
+    for one, two in zip(a["tests"], b["tests"], strict=True):
+        assert one["right"] == two["right"] and one["loss"] == pytest.approx(two["loss"], rel=1e-3)
+
+
+def test_processes_wait_together_and_hear_a_signal_meanwhile(pretrained: Path) -> None:
+    """Each asks again and again: a message of their group must not take half an hour."""
+    line = finetune_line(pretrained, "--out f").replace("--quiet", "")
+    Path("f").mkdir()
+    with FileLock("f/.lock"):
+        both = together(line)
+        wait_for(lambda: "waiting" in Path("said-0").read_text(), both[0])
+        os.kill(both[1].pid or 0, signal.SIGTERM)
+        assert [finish(p, 60) for p in both] == [143, 143]
+        both = together(line)
+        wait_for(lambda: Path("said-0").read_text().count("waiting") == 2, both[0])
+    assert [finish(p) for p in both] == [0, 0], [Path(f"said-{i}").read_text() for i in (0, 1)]
+    assert Path("f/result.json").exists()
 
 
 @pytest.mark.slow
@@ -164,7 +156,7 @@ def test_a_stop_in_one_process_stops_all_and_one_process_goes_on(pretrained: Pat
     both = under_way(pretrained)
     os.kill(both[1].pid or 0, signal.SIGTERM)
     assert [finish(p) for p in both] == [143, 143]
-    assert all("stopped after alternation" in Path(f"said-{i}").read_text() for i in (0, 1))
+    assert "stopped and saved" in Path("said-0").read_text()
     state = torch.load("a/checkpoint.pt", weights_only=True)
     assert 0 < state["optimisers"]["opt_P"]["step"] < 800
 
