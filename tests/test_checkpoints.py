@@ -1,13 +1,15 @@
 """Official files, adapters of this edition and of the one before, and the released layout."""
 
 import json
+from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from conftest import fixture, recorded
-from replay import recording, to_theta
+from conftest import fixture
 from safetensors.torch import save_file
 from toy import refusal
 
@@ -15,18 +17,15 @@ import cli
 from config import BACKBONES, AlignConfig
 from data import rng
 from lora import init_head, init_norm, init_theta
+from support.adapters import AdapterInfo, load_adapter, save_adapter
 from support.checkpoints import (
     OFFICIAL_FILES,
-    AdapterInfo,
-    Official,
+    Pretrained,
     build_head,
     build_vit,
-    channels_of,
-    load_adapter,
+    download,
+    find_weights,
     load_backbone,
-    load_theta,
-    save_adapter,
-    theta_from_released,
 )
 from support.errors import UsageError
 
@@ -40,48 +39,70 @@ def official_layout(backbone: str) -> dict[str, Any]:
     return {k: torch.empty(v.shape).normal_(0, 0.02) for k, v in state.items()}
 
 
+def load(**settings: Any) -> Pretrained:
+    """The networks of these settings, of a vit_mini unless they name another."""
+    cfg = AlignConfig(**{"backbone": "vit_mini", "dataset": "quilts"} | settings)
+    return load_backbone(cfg, find_weights(cfg))
+
+
 def test_an_align_run_given_as_weights_is_sent_to_from(runs: Path, tmp_path: Path) -> None:
     said = refusal(
         f"finetune --backbone vit_mini --dataset quilts --weights {runs}/aligned --out {tmp_path}/f"
     )
-    assert f"--weights {runs}/aligned" in said and "--from" in said
+    assert f"--weights {runs}/aligned" in said and "pretrain run" in said
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_weights_are_downloaded_on_first_use(server: Any, monkeypatch: Any, capsys: Any) -> None:
-    """Offline: a line with URL, place and remedy. Of another size: not taken. Then taken, once."""
+def test_weights_are_downloaded_once_on_first_use(
+    server: Any, monkeypatch: Any, capsys: Any
+) -> None:
+    """Offline: a line with URL, place and remedy, and nothing is left that looks like the file."""
     monkeypatch.setitem(BACKBONES, "vit_b16", BACKBONES["vit_mini"])
     torch.save({"model": official_layout("vit_b16")}, "served.pth")
     server.files["x_full.pth"] = content = Path("served.pth").read_bytes()
     monkeypatch.setenv("TORCH_HOME", str(Path("cache").absolute()))
     place = Path("cache/hub/checkpoints/x_full.pth")
-    size = len(content) / 1e6
     line = "finetune --backbone vit_b16 --dataset quilts --epochs 1 --warmup-epochs 0 --seeds 1"
     line += " --lr 1e-2 --rank 2 --quiet --out f"
-    for url, megabytes in (
-        ("http://127.0.0.1:1/x_full.pth", size),
-        (f"{server.url}/x_full.pth", 2 * size),
-    ):
-        monkeypatch.setitem(OFFICIAL_FILES, ("vit_b16", "mae"), Official(url, megabytes))
-        assert cli.run(line.split()) == 2
-        assert f"curl -C - -o {place.absolute()} {url}" in capsys.readouterr().err
-        assert not list(Path("cache").rglob("*.p*"))
-    served = Official(f"{server.url}/x_full.pth", size)
-    monkeypatch.setitem(OFFICIAL_FILES, ("vit_b16", "mae"), served)
-    assert cli.run([*line.split(), "--dry-run"]) == 0
-    assert f"from {server.url}/x_full.pth" in capsys.readouterr().out
-    for more in ([], ["--force"]):
-        assert cli.run([*line.split(), *more]) == 0, capsys.readouterr().err
-        server.files.clear()
+    gone = "http://127.0.0.1:1/x_full.pth"
+    monkeypatch.setitem(OFFICIAL_FILES, ("vit_b16", "mae"), gone)
+    said = refusal(line)
+    assert gone in said and str(place.absolute()) in said and "--weights FILE" in said
+    assert not list(Path("cache").rglob("*.pth"))
+    monkeypatch.setitem(OFFICIAL_FILES, ("vit_b16", "mae"), f"{server.url}/x_full.pth")
+    plan = cli.run([*line.split(), "--dry-run"])
+    assert plan == 0 and "which a run fetches" in capsys.readouterr().out and not place.exists()
+    assert cli.run(line.split()) == 0, capsys.readouterr().err
+    server.files.clear()
     assert place.read_bytes() == content
-    place.write_bytes(content[:-500])  # so little is not seen as it arrives
-    assert cli.run([*line.split(), "--force"]) == 2
-    said = capsys.readouterr().err
-    assert str(place) in said and "delete" in said
+    load(backbone="vit_b16")
+    place.write_bytes(content[:-500])
+    said = refusal(line.replace("--out f", "--out g"))
+    assert str(place) in said and "fetched anew" in said
+
+
+def test_processes_that_ask_for_one_file_fetch_it_once(tmp_path: Path, monkeypatch: Any) -> None:
+    fetched = []
+
+    def fetch(url: str, place: str, progress: bool) -> None:
+        fetched.append(url)
+        Path(place).write_text("all of it")
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", fetch)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: download("http://x/y.pth", tmp_path / "hub/y.pth"), range(4)))
+    assert fetched == ["http://x/y.pth"]
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_a_way_out(tmp_path: Path) -> None:
+    """A folder below a file can nowhere be made, by root neither."""
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"file/hub.*TORCH_HOME.*--weights"):
+        download("http://127.0.0.1:1/x.pth", tmp_path / "file/hub/x.pth")
 
 
 def test_the_backbone_is_frozen_and_the_pretext_head_is_not(weights: Path) -> None:
-    loaded = load_backbone(AlignConfig(backbone="vit_mini", dataset="quilts", weights=weights))
+    loaded = load(weights=weights)
     assert not any(tensor.requires_grad for tensor in loaded.backbone.parameters())
     assert all(tensor.requires_grad for tensor in loaded.head.parameters())
     assert loaded.arch == BACKBONES["vit_mini"]
@@ -99,13 +120,56 @@ def test_adapters_come_back_bit_equal_and_equal_adapters_are_equal_files(tmp_pat
     torch.testing.assert_close(found[:2], (THETA, head), rtol=0, atol=0)
 
 
-def test_a_file_without_theta_or_normalisation_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_theta_is_no_adapter(tmp_path: Path) -> None:
     info = {"bisslight": '{"format": "bisslight-adapter-1"}'}
     save_file({"head.bias": torch.ones(2)}, tmp_path / "a", info)
-    with pytest.raises(ValueError, match="θ"):
+    with pytest.raises(UsageError, match="theta"):
         load_adapter(tmp_path / "a")
-    with pytest.raises(ValueError, match="normalised"):
-        channels_of(AdapterInfo())
+
+
+AROUND = {  # how programs save the tensors of a network
+    "as they are": lambda state: state,
+    "parallel": lambda state: {"model": {f"module.{k}": x for k, x in state.items()}},
+    "compiled": lambda state: {"model": {f"module._orig_mod.{k}": x for k, x in state.items()}},
+    "lightning": lambda state: {
+        "state_dict": {f"model.net.{k}": x for k, x in state.items()}
+        | {"metric.sum": torch.ones(1)},
+        "epoch": 3,
+        "hyper_parameters": {"lr": 1e-3},
+    },
+    "timm": lambda state: {"state_dict": state, "args": Namespace(lr=1e-3), "metric": 71.2},
+}
+
+
+@pytest.mark.parametrize("program", AROUND)
+def test_a_network_is_found_in_what_programs_save_around_it(tmp_path: Path, program: str) -> None:
+    state = official_layout("vit_mini")
+    torch.save(AROUND[program](state), tmp_path / "w.pth")
+    loaded = load(weights=tmp_path / "w.pth")
+    found = loaded.backbone.vit.state_dict() | loaded.head.state_dict()
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_two_networks_in_a_file_are_not_guessed_from(tmp_path: Path) -> None:
+    state = official_layout("vit_mini")
+    both = {f"{name}.{k}": x for name in ("student", "ema") for k, x in state.items()}
+    torch.save({"state_dict": both}, tmp_path / "w.pth")
+    with pytest.raises(UsageError, match=r"two networks, student\. and ema\."):
+        load(weights=tmp_path / "w.pth")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_what_torch_refuses_is_told_in_its_words_with_a_remedy(
+    tmp_path: Path, zipped: bool
+) -> None:
+    """Such as the best accuracy, a number of numpy."""
+    content = {"model": official_layout("vit_mini"), "best": np.float64(71.2)}
+    torch.save(content, tmp_path / "w.pth", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(
+        UsageError, match=r"GLOBAL numpy\.\S+\.scalar; save \{\"model\": network\.st"
+    ):
+        load(weights=tmp_path / "w.pth")
 
 
 @pytest.mark.parametrize("size", ["heads", "patch_size"])
@@ -116,9 +180,8 @@ def test_a_checkpoint_whose_sizes_are_0_is_refused(
     written = json.loads(saved["bisslight"])
     written["arch"][size] = 0
     torch.save(saved | {"bisslight": json.dumps(written)}, tmp_path / "w.pth")
-    cfg = AlignConfig(backbone="vit_mini", dataset="own", weights=tmp_path / "w.pth")
     with pytest.raises(UsageError, match=r"w\.pth"):
-        load_backbone(cfg)
+        load(weights=tmp_path / "w.pth")
 
 
 def test_an_adapter_of_the_second_edition_loads() -> None:
@@ -132,43 +195,16 @@ def test_an_adapter_of_the_second_edition_loads() -> None:
     assert (origin.rank, origin.alpha, origin.backbone) == (1, 2.0, "vit_mini")
 
 
-def test_a_recorded_lora_in_the_released_layout_is_read_and_others_are_refused(
-    tmp_path: Path,
-) -> None:
-    """Named by block, part and matrix; the order in θ is checked against the recorded vector."""
-    rec = recorded("official/bisslight_tiny_adamw_f64.npz")
-    r = recording(rec)
-    found = rec.group("lora_init")
-    state = {f"base_model.model.{name}.default.weight": x for name, x in found.items()}
-    for number, matrix in enumerate(state.values()):  # as recorded, B is zero
-        matrix += torch.randn(matrix.shape, generator=rng(number, "x"))
-    torch.save(state, tmp_path / "lora.pth.tar")
-    theta, about = load_theta(tmp_path / "lora.pth.tar", r.arch.dim)
-    flat = torch.cat([tensor.flatten() for tensor in state.values()]).double()
-    assert torch.equal(theta.double(), to_theta(flat, r.arch.depth, r.arch.dim))
-    assert about == AdapterInfo()
-    first = next(iter(state))
-    for other in (
-        [1],
-        {name: x for name, x in state.items() if name != first},
-        {name.replace("qkv.q", "qkv"): x for name, x in state.items()},
-        state | {first: state[first][:, :16]},
-    ):
-        with pytest.raises(ValueError, match="is not a LoRA file"):
-            theta_from_released(other, r.arch.dim)
-
-
 def test_settings_of_other_sizes_than_the_files_are_refused(weights: Path) -> None:
     """Another network, image or patch, and no file at all."""
-    settings: Any = {"backbone": "vit_mini", "dataset": "own", "weights": weights}
     for changed, named in (
         ({"image_size": 64}, "image_size 16"),
         ({"patch_size": 8}, "patch_size 4"),
-        ({"backbone": "vit_s16"}, "--backbone vit_mini"),
+        ({"backbone": "vit_s16"}, "was trained as vit_mini"),
         ({"weights": None}, "--weights FILE"),
     ):
         with pytest.raises(UsageError, match=named):
-            load_backbone(AlignConfig(**settings | changed))
+            load(**{"weights": weights} | changed)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
@@ -180,9 +216,8 @@ def test_hugging_faces_mae_is_refused_since_it_has_another_decoder(
         torch.save(state, tmp_path / name)
     else:
         save_file(state, tmp_path / name)
-    cfg = AlignConfig(backbone="vit_b16", dataset="own", weights=tmp_path / name)
     with pytest.raises(UsageError, match=f"{name}.*decoder.*vit.embeddings.cls_token"):
-        load_backbone(cfg)
+        load(backbone="vit_b16", weights=tmp_path / name)
 
 
 def test_the_authors_file_for_pictures_is_refused_since_it_predicts_raw_pixels(
@@ -191,4 +226,4 @@ def test_the_authors_file_for_pictures_is_refused_since_it_predicts_raw_pixels(
     path = tmp_path / "mae_visualize_vit_base.pth"
     torch.save({"model": {"decoder_pred.bias": torch.ones(3)}}, path)
     with pytest.raises(UsageError, match="raw pixels"):
-        load_backbone(AlignConfig(backbone="vit_b16", dataset="own", weights=path))
+        load(backbone="vit_b16", weights=path)

@@ -273,7 +273,7 @@ WRONG = [  # command line, exit code, what the one line names
     (f"{TUNE} --epochs 1 --seeds 1 --lr 1e30 --warmup-epochs 0", 1, "--lr"),
     (f"{TUNE} --lr 1e-3,x", 2, "--lr"),
     ("finetune --backbone vit_mini --weights {weights} --dataset pics", 1, "png"),
-    (f"{JEPA} target_scale=0.4", 2, "target_scale"),
+    (f"{JEPA} target_scale=[0.4]", 2, "target_scale"),
     (f"{JEPA} --pretext mae", 2, "MAE decoder"),
     ("export {weights}", 2, "align or finetune"),
     ("export with --weights other.pth", 2, "with"),

@@ -322,7 +322,7 @@ def test_two_processes_on_two_devices_have_the_numbers_of_one(pretrained: Path) 
     call = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     program = Path("program.py")
     program.write_text(PROGRAM[-1])
-    call += [str(program), *line.split(), "--out", "two"]
+    call += [str(program), *words_of(line), "--out", "two"]
     env = os.environ | {"PYTHONPATH": PROGRAM_PATH}
     outcome = subprocess.run(call, env=env, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stderr

@@ -14,7 +14,7 @@ from torch import Tensor
 from bisslight import Passes, algorithm_1
 from hypergradients import cg, conjugate_gradients, exact
 from mae import Batch
-from mfac import mfac
+from mfac import in_blocks, mfac
 
 
 @pytest.mark.parametrize("name", ["cg_unit_mlp", "cg_unit_mlp_nodamp"])
@@ -97,7 +97,7 @@ def test_cg_the_exact_solve_and_mfac_agree_where_they_should() -> None:
     for inverse, tolerance in (
         (exact(G, lam, lambda: lambda d: (H @ d.flatten()).view(2, 3)), 1e-10),
         (cg(G, lam, lambda: lambda d: (H @ d.flatten()).view(2, 3), 30, 0.0), 1e-9),
-        (mfac(G, lam, partition="global"), 1e-10),
+        (in_blocks(mfac, "global")(G, lam), 1e-10),
     ):
         close(inverse(query).flatten(), truth, tolerance)
 

@@ -110,7 +110,7 @@ def train_bisslight(bisslight: Any, *hypergradients: Any) -> None:
     class Batch(NamedTuple):
         images: Tensor
 
-    def loss(theta: Tensor, phi: Any, batch: Batch, regularise: bool = False) -> Tensor:
+    def loss(theta: Tensor, phi: Any, batch: Batch) -> Tensor:
         return (theta - phi["x"] - batch.images.mean()).square().sum()
 
     task: Any = SimpleNamespace(loss=loss, after_step=lambda theta_P: None)

@@ -10,17 +10,17 @@ from conftest import SHARED
 from PIL import Image
 
 from config import ALPHABETS
-from experiments.pack_omniglot import pack, pack_bits
-from support import omniglot
+from experiments.pack_omniglot import pack
+from support.benchmarks import IMAGES, omniglot_pool, omniglot_task, read_alphabet
 from support.errors import UsageError
 
 
 def test_no_image_is_in_two_splits_or_in_the_pool() -> None:
-    seen = {image.numpy().tobytes() for image in omniglot.pool().images}
+    seen = {image.numpy().tobytes() for image in omniglot_pool().images}
     assert len(seen) == 2580
     images = 0
     for alphabet in ALPHABETS:
-        task = omniglot.task(alphabet, 0)
+        task = omniglot_task(alphabet, 0)
         for split in task.splits:
             for image in torch.as_tensor(split.images):
                 assert image.numpy().tobytes() not in seen
@@ -30,22 +30,11 @@ def test_no_image_is_in_two_splits_or_in_the_pool() -> None:
 
 
 def test_each_character_has_ten_three_and_seven_drawers_who_change_with_the_seed() -> None:
-    task = omniglot.task("Greek", 0)
+    task = omniglot_task("Greek", 0)
     for split, drawers in zip(task.splits, (10, 3, 7), strict=True):
         assert torch.equal(split.targets.bincount(), torch.full((24,), drawers))
-    other = omniglot.task("Greek", 1)
+    other = omniglot_task("Greek", 1)
     assert not torch.equal(torch.as_tensor(task.test.images), torch.as_tensor(other.test.images))
-
-
-def test_bits_are_unpacked_in_the_order_in_which_they_are_packed() -> None:
-    """By numpy's unpackbits, lowest bit first."""
-    shades = torch.randint(4, (2, 28, 28), dtype=torch.uint8)
-    bits = np.unpackbits(pack_bits(shades), bitorder="little").reshape(-1, 2)
-    assert (bits[:, 0] + 2 * bits[:, 1] == shades.flatten().numpy()).all()
-    greek = omniglot.alphabets()["Greek"]
-    with np.load(omniglot.IMAGES) as file:
-        bits = np.unpackbits(file["Greek"], bitorder="little").reshape(-1, 2)
-    assert np.allclose((bits[:, 0] + 2 * bits[:, 1]) / 3, greek.flatten().numpy())
 
 
 def test_the_file_is_what_the_published_archives_make(tmp_path: Path) -> None:
@@ -53,7 +42,7 @@ def test_the_file_is_what_the_published_archives_make(tmp_path: Path) -> None:
     if not folder.exists():
         pytest.skip(f"needs the archives of Omniglot in {folder}")
     pack([folder / f"images_background_small{k}.zip" for k in (1, 2)], tmp_path / "packed.npz")
-    with np.load(tmp_path / "packed.npz") as made, np.load(omniglot.IMAGES) as shipped:
+    with np.load(tmp_path / "packed.npz") as made, np.load(IMAGES) as shipped:
         assert set(made) == set(shipped)
         for name in made:
             assert (made[name] == shipped[name]).all()
@@ -62,7 +51,7 @@ def test_the_file_is_what_the_published_archives_make(tmp_path: Path) -> None:
         with archive.open(name) as file, Image.open(file) as image:
             small = image.convert("L").resize((28, 28), Image.Resampling.BOX)
     ink = 1 - torch.from_numpy(np.array(small)) / 255
-    shown = omniglot.alphabets()["Greek"][0, 0]
+    shown = read_alphabet("Greek")[0, 0, 0]
     assert (ink / 0.75 - shown).clamp(0).max() < 0.5  # as good as four shades can be, or darker
     assert torch.corrcoef(torch.stack([ink.flatten(), shown.flatten()]))[0, 1] > 0.95
 

@@ -78,12 +78,12 @@ def words_of(line: str) -> list[str]:
     ['align', '--rank', '4']
     """
     words = line.split()
-    pairs = [word.split("=") for word in words if re.fullmatch(r"\w+=\S+", word)]
-    if not pairs:
+    settings = [word for word in words if re.fullmatch(r"\w+=\S+", word)]
+    if not settings:
         return words
-    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
-        json.dump(dict(pairs), file)
-    return [word for word in words if word.split("=") not in pairs] + ["--config", file.name]
+    with tempfile.NamedTemporaryFile("w", suffix=".toml", delete=False) as file:
+        file.write("\n".join(settings))
+    return [word for word in words if word not in settings] + ["--config", file.name]
 
 
 def run(line: str) -> Outcome:

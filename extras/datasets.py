@@ -1,0 +1,61 @@
+"""Program: `bisslight data check`, which opens every image of a data set before a run does."""
+
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from config import DATASETS, FinetuneConfig, name_or_folder
+from data import LEFT_OUT, count_others, find_fault, find_images, overheard, subfolders
+from support.benchmarks import BENCHMARKS, open_task, place_of
+from support.errors import UsageError, collected
+from support.files import sha256
+
+
+class Check(BaseModel):
+    """What was found in a data set."""
+
+    name: str
+    images: int  # how many were opened
+    left_out: dict[str, int]  # files that are no images by their ending, folders that systems make
+    problems: list[str]
+
+    def __str__(self) -> str:
+        """Return a line for each problem, and the counts."""
+        counts = f"{self.name}: {self.images} images, {len(self.problems)} problems"
+        return "\n".join([*self.problems, f"{counts}, left out: {self.left_out}"])
+
+
+def check(name: str, root: Path, partial: bool = False) -> Check:
+    """Open every image of a benchmark or of a folder, and list all that is wrong with it.
+
+    A folder that has two or more folders is a labelled task, any other one a pool. With `partial` a
+    benchmark may be a subset. Raises UsageError if there is no such data set.
+    """
+    name = name_or_folder(name, DATASETS)
+    place = place_of(name, root)
+    if not place.is_dir():
+        raise UsageError(f"{name}: there is no folder {place}")
+    has_classes = name not in BENCHMARKS and len(subfolders(place)) > 1
+    problems: list[str] = []
+    if has_classes or name in BENCHMARKS:
+        cfg = FinetuneConfig(backbone="vit_mini", dataset=name, data_root=root, partial=partial)
+        with collected(problems):
+            open_task(cfg)
+
+    files = find_images(place)
+    first_with: dict[str, Path] = {}  # the first file with each sha256
+    for file in files:
+        with overheard() as said:
+            fault = find_fault(file)
+        problems += [fault] if fault else [f"{file}: its decoder warns ({text})" for text in said]
+        if has_classes and not fault:  # also of one class: a split by hash may part them
+            first = first_with.setdefault(sha256(file), file)
+            if first != file:
+                problems.append(f"{file}: is the same as {first}")
+    left_out = count_others(place)
+    left_out.update(
+        path.name
+        for path in place.rglob("*")
+        if path.name.startswith(LEFT_OUT[1:])  # not hidden
+    )
+    return Check(name=name, images=len(files), left_out=left_out, problems=problems)

@@ -1,0 +1,186 @@
+"""What the file of a picture becomes: values worked out by hand, and what decoders warn of."""
+
+import io
+import logging
+import struct
+import subprocess
+import sys
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+from toy import ROOT
+
+import data
+
+Pixels = NDArray[Any]
+CLEAR = (0, 0, 0, 0)  # black that is transparent, as programs save it
+
+
+def read(path: Path) -> Pixels:
+    """Its pixels, (height, width, 3)."""
+    return np.asarray(data.as_tensor(data.read_image(path)).permute(1, 2, 0))
+
+
+def test_images_are_read_as_they_were_written(tmp_path: Path) -> None:
+    """Grey, a palette, one bit, the first frame of several."""
+    a = np.random.default_rng(0).integers(0, 256, (24, 26, 3)).astype(np.uint8)
+    grey, rgb = Image.fromarray(a[..., 0], "L"), Image.fromarray(a)
+    images: dict[str, Any] = {
+        "rgb.bmp": (rgb, a),
+        "rgb.png": (rgb, a),
+        "grey.tif": (grey, np.repeat(a[..., :1], 3, -1)),
+        "palette.png": (grey.convert("P"), np.repeat(a[..., :1], 3, -1)),
+        "bit.png": (grey.point(lambda x: 255 * (x > 127), "1"), 255 * (a[..., [0, 0, 0]] > 127)),
+        "opaque.png": (rgb.convert("RGBA"), a),
+    }
+    for name, (image, pixels) in images.items():
+        image.save(tmp_path / name)
+        assert (read(tmp_path / name) == pixels).all(), name
+    rgb.save(tmp_path / "two.png", save_all=True, append_images=[Image.fromarray(255 - a)])
+    assert (read(tmp_path / "two.png") == a).all()
+
+
+@pytest.mark.parametrize(
+    "name", ["rgba.png", "rgba.webp", "rgba.tif", "la.png", "p.png", "trns.png"]
+)
+def test_what_is_transparent_is_laid_on_white(tmp_path: Path, name: str) -> None:
+    """Left clear: 255. Right opaque: as it is. Half of black: 255 - 128 = 127."""
+    image = Image.new("RGBA", (2, 1), CLEAR)
+    image.putpixel((1, 0), (10, 10, 10, 255))
+    if name.startswith("rgba"):
+        half = image.resize((3, 1), Image.Resampling.NEAREST)
+        half.putpixel((2, 0), (0, 0, 0, 128))
+        half.save(tmp_path / name, **({"lossless": True} if name.endswith("webp") else {}))
+        assert read(tmp_path / name)[0, 2].tolist() == [127, 127, 127]
+    elif name == "la.png":
+        image.convert("LA").save(tmp_path / name)
+    elif name == "p.png":
+        image.quantize(4).save(tmp_path / name)
+    else:  # one grey value that stands for nothing
+        grey = Image.new("L", (2, 1), 0)
+        grey.putpixel((1, 0), 10)
+        grey.save(tmp_path / name, transparency=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pixels = read(tmp_path / name)
+    assert pixels[0, 0].tolist() == [255, 255, 255] and pixels[0, 1].tolist() == [10, 10, 10]
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    """A chunk of a PNG file."""
+    return (
+        struct.pack(">I", len(content))
+        + kind
+        + content
+        + struct.pack(">I", zlib.crc32(kind + content))
+    )
+
+
+def png(colour_type: int, channels: int) -> bytes:
+    """2 x 2 pixels of 16 bits a channel, 4080 of 65535 each: white of a 12-bit camera."""
+    row = b"\0" + struct.pack(">H", 4080) * 2 * channels
+    header = struct.pack(">IIBBBBB", 2, 2, 16, colour_type, 0, 0, 0)
+    parts = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(2 * row)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + parts
+
+
+def tiff(planar: int) -> bytes:
+    """2 x 2 pixels of three channels of 16 bits, beside each other (1) or plane by plane (2)."""
+    tags = [(256, 3, 2), (257, 3, 2), (258, 3, 0), (259, 3, 1), (262, 3, 2), (273, 4, 0),
+            (277, 3, 3), (278, 3, 2), (279, 4, 0), (284, 3, planar)]  # fmt: skip
+    after = 8 + 2 + 12 * len(tags) + 4  # where values lie that have more than 4 bytes
+    strips = 3 if planar == 2 else 1
+    long = {258: struct.pack("<3H", 16, 16, 16)}
+    pixels = after + 6 + (24 if planar == 2 else 0)
+    size = 24 // strips
+    if planar == 2:
+        long[273] = struct.pack("<3I", *(pixels + size * k for k in range(3)))
+        long[279] = struct.pack("<3I", size, size, size)
+    directory, extra = struct.pack("<H", len(tags)), b""
+    for tag, kind, value in tags:
+        count, content = 1, struct.pack("<I", {273: pixels, 279: size}.get(tag, value))
+        if tag in long:
+            count, content = 3, struct.pack("<I", after + len(extra))
+            extra += long[tag]
+        directory += struct.pack("<HHI", tag, kind, count) + content
+    return b"II*\0" + struct.pack("<I", 8) + directory + bytes(4) + extra + 12 * b"\xf0\x0f"
+
+
+DEEP = {
+    "grey.png": png(0, 1), "grey alpha.png": png(4, 2), "rgb.png": png(2, 3), "rgba.png": png(6, 4),
+    "rgb.ppm": b"P6 2 2 65535\n" + 12 * b"\x0f\xf0",
+    "grey.pgm": b"P5 2 2 65535\n" + 4 * b"\x0f\xf0",
+    "rgb.tif": tiff(1), "planes.tif": tiff(2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_more_than_8_bits_are_refused_whatever_the_colours(tmp_path: Path, name: str) -> None:
+    """Nothing in such a file says where white is; Pillow would make 4080 of 65535 a 15 of 255."""
+    (tmp_path / name).write_bytes(DEEP[name])
+    with pytest.raises(data.ImageError, match=f"{name}: .*8 bits a channel"):
+        data.read_image(tmp_path / name)
+
+
+def test_a_ppm_file_is_scaled_by_its_own_white(tmp_path: Path) -> None:
+    (tmp_path / "a.ppm").write_bytes(b"P6 1 1 100\n" + bytes([100, 50, 0]))
+    assert read(tmp_path / "a.ppm")[0, 0].tolist() == [255, 128, 0]  # 127.5 is rounded up
+
+
+@pytest.mark.parametrize("kind", [b"iCCP", b"zTXt", b"iTXt"])
+def test_a_whole_picture_with_much_metadata_is_read(tmp_path: Path, kind: bytes) -> None:
+    """2 MB; Pillow by itself refuses more than one."""
+    head = {b"iCCP": b"icc\0\0", b"zTXt": b"Comment\0\0", b"iTXt": b"XML:com.adobe.xmp\0\1\0\0\0"}
+    buffer = io.BytesIO()
+    Image.new("RGB", (3, 2), (1, 2, 3)).save(buffer, "png")
+    plain = buffer.getvalue()
+    more = chunk(kind, head[kind] + zlib.compress(bytes(2_000_000)))
+    (tmp_path / "a.png").write_bytes(plain[:33] + more + plain[33:])
+    assert read(tmp_path / "a.png")[1, 2].tolist() == [1, 2, 3]
+
+
+def spoilt_jpeg() -> bytes:
+    """A JPEG whose last third is out of step: libjpeg decodes it, and warns."""
+    buffer = io.BytesIO()
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3)).astype(np.uint8)
+    Image.fromarray(noise).save(buffer, "jpeg", quality=95)
+    content = buffer.getvalue()
+    middle = len(content) * 2 // 3
+    return content[:middle] + bytes(8) + content[middle + 8 :]
+
+
+@pytest.mark.parametrize("decoder", ["libjpeg", "pillow"])
+def test_what_a_decoder_warns_of_is_said_once_with_the_files_name(
+    tmp_path: Path, decoder: str, caplog: Any, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when threads read it. What others print meanwhile is printed."""
+    path = tmp_path / "odd.jpg"
+    path.write_bytes(spoilt_jpeg())
+    if decoder == "pillow":
+        Image.new("RGB", (20, 20)).save(path)
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300)  # it warns, and reads 400
+    with caplog.at_level(logging.WARNING):
+        data.check_readable([path, path])
+        data.read_image(path)
+    (said,) = caplog.messages
+    assert said.startswith(f"{path}: ") and ("400 pixels" in said or "extraneous bytes" in said)
+    with data.overheard() as words:
+        subprocess.run(["sh", "-c", "echo another >&2"], check=True)
+    assert words == [] and capfd.readouterr().err == "another\n"
+
+
+def test_pictures_are_read_where_stderr_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "odd.jpg"
+    path.write_bytes(spoilt_jpeg())
+    script = f"import data, pathlib; data.read_image(pathlib.Path({str(path)!r})); print('read')"
+    line = f'"{sys.executable}" -c "{script}" 2>&-'
+    ended = subprocess.run(
+        line, shell=True, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert ended.stdout == "read\n"
