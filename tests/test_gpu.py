@@ -105,7 +105,6 @@ class Level:
     """A level of Algorithm 1 on a random ViT-B: its loss, θ, φ and a batch, on one device."""
 
     def __init__(self, kind: str, device: str) -> None:
-        images_number = 4
         pretext = "ijepa" if kind == "ijepa" else "mae"
         own = {"dataset": "own", "pool": "own"}
         cfg = AlignConfig(backbone=BACKBONE, pretext=pretext, min_keep=0, **own)
@@ -117,19 +116,17 @@ class Level:
         backbone = Backbone(vit).requires_grad_(False).to(device)
         # B is 0 at the start of a run, which would hide the gradients of A
         self.theta = 0.02 * torch.randn(arch.depth, 4 * cfg.rank * arch.dim, generator=g)
-        images = torch.randn(images_number, 3, arch.image_size, arch.image_size, generator=g)
+        images = torch.randn(4, 3, arch.image_size, arch.image_size, generator=g)
         if kind == "downstream":
             self.phi = lora.init_head(arch.dim, 20, g)
-            drop = lora.drop_path(0.1, arch.depth, images_number, g).to(device)
-            self.batch: Any = Examples(
-                images.to(device), torch.arange(images_number).to(device), drop
-            )
+            drop = lora.drop_path(0.1, arch.depth, 4, g).to(device)
+            self.batch: Any = Examples(images.to(device), torch.arange(4).to(device), drop)
             self.loss: Any = partial(lora.downstream_loss, backbone, regularise=True)
         else:
             task: Any = build_pretext_task(
                 cfg, backbone, head.to(device), 10, self.theta.to(device)
             )
-            drawn = [x.to(device) for x in task.draw(images_number, g)]
+            drawn = [x.to(device) for x in task.draw(4, g)]
             self.phi = task.phi
             self.batch = task.prepare(images.to(device), *drawn)
             self.loss = task.loss
@@ -146,30 +143,24 @@ def test_a_pass_has_the_value_and_gradients_of_the_cpu(kind: str) -> None:
     expected = Level(kind, "cpu").gradients(Passes())
     level = Level(kind, DEVICE)
     found = level.gradients(Passes())
-    errors = {
-        "value": error_of(found.value, expected.value),
-        "theta": error_of(found.theta, expected.theta),
-    }
+    errors = [error_of(found.value, expected.value), error_of(found.theta, expected.theta)]
     name, of_phi = worst_tensor(error_of, found.phi, expected.phi)
-    print(kind, "float32:", errors, name, of_phi)
-    assert max(errors.values()) < 1e-5 and of_phi < 1e-4
+    print(kind, "float32: value, theta", errors, name, of_phi)
+    assert max(errors) < 1e-5 and of_phi < 1e-4
     rounded = level.gradients(Passes(amp=True))
     assert rounded.theta.dtype == torch.float32
-    errors = {
-        "value": error_of(rounded.value, expected.value),
-        "theta": error_of_norm(rounded.theta, expected.theta),
-    }
+    value = error_of(rounded.value, expected.value)
+    of_theta = error_of_norm(rounded.theta, expected.theta)
     name, of_phi = worst_tensor(error_of_norm, rounded.phi, expected.phi)
-    print(kind, "bfloat16:", errors, name, of_phi)
-    assert errors["value"] < 1e-2 and errors["theta"] < 5e-2 and of_phi < 5e-2
+    print(kind, "bfloat16: value, theta", value, of_theta, name, of_phi)
+    assert value < 1e-2 and of_theta < 5e-2 and of_phi < 5e-2
 
 
 def test_micro_batches_and_recomputation_give_the_gradients_of_the_whole() -> None:
     level = Level("downstream", DEVICE)
     whole = level.gradients(Passes())
     parts = level.gradients(Passes(micro_batch=3))
-    backbone = level.loss.args[0]
-    backbone.recompute = True
+    level.loss.args[0].recompute = True  # the backbone
     again = level.gradients(Passes())
     errors = [error_of(x.theta, whole.theta) for x in (parts, again)]
     print("micro-batches, recompute:", errors)
@@ -215,19 +206,12 @@ def difference(one: str, two: str, names: tuple[str, ...] = NUMBERS) -> float:
     return worst
 
 
-@pytest.mark.parametrize(
-    ("hypergrad", "pretext"),
-    [
-        ("mfac", "mae"),
-        ("recursion", "mae"),
-        ("cg", "mae"),
-        ("identity", "mae"),
-        ("exact", "mae"),
-        ("mfac", "ijepa"),
-    ],
-)
-def test_align_has_the_numbers_of_the_cpu(pretrained: Path, hypergrad: str, pretext: str) -> None:
-    line = align_line(pretrained, hypergrad, pretext)
+@pytest.mark.parametrize("hypergrad", ["mfac", "recursion", "cg", "identity", "exact", "ijepa"])
+def test_align_has_the_numbers_of_the_cpu(pretrained: Path, hypergrad: str) -> None:
+    """Each hypergradient with MAE, and M-FAC with I-JEPA."""
+    line = align_line(pretrained, hypergrad)
+    if hypergrad == "ijepa":
+        line = align_line(pretrained, "mfac", "ijepa")
     if hypergrad == "exact":  # a Hessian product for each of 1,024 numbers of θ
         line += " --rank 1 --alternations 1 --p-batch 4"
     done(f"{line} --device cpu --out cpu")
@@ -235,20 +219,15 @@ def test_align_has_the_numbers_of_the_cpu(pretrained: Path, hypergrad: str, pret
     assert difference("cpu", "gpu") < 1e-3
 
 
-def test_align_in_bfloat16_stays_near_float32(pretrained: Path) -> None:
-    """Losses and distances; θ and the adapter file stay float32."""
+def test_align_in_bfloat16_or_with_gradients_on_the_cpu_is_near(pretrained: Path) -> None:
+    """In bfloat16 losses and distances; θ and the adapter file stay float32."""
     line = align_line(pretrained, "mfac")
     done(f"{line} --device cpu --out cpu")
     done(f"{line} --device {DEVICE} --out gpu")
     assert difference("cpu", "gpu", ("loss_P", "loss_D_at_P", "loss_D_at_D", "distance")) < 5e-2
     assert load_file("gpu/adapter.safetensors")["theta"].dtype == torch.float32
-
-
-def test_gradients_kept_on_the_cpu_give_the_same_run(pretrained: Path) -> None:
-    line = f"{align_line(pretrained, 'mfac')} --device {DEVICE} amp=false"
-    done(f"{line} --out here")
-    done(f"{line} --mfac-device cpu --out there")
-    assert difference("here", "there") < 1e-3
+    done(f"{line} --device {DEVICE} amp=false --mfac-device cpu --out there")
+    assert difference("cpu", "there") < 1e-3
 
 
 def test_peft_has_the_scores_of_the_cpu(pretrained: Path) -> None:
@@ -290,10 +269,10 @@ def test_a_run_stopped_and_continued_is_the_run_in_one_piece(
     assert len(curves("cut")) == 1
     done(f"{line} --out cut")
     assert difference("whole", "cut") < 1e-3
-    adapters = [Path(run, "adapter.safetensors").read_bytes() for run in ("whole", "twice", "cut")]
-    print(
-        "bits equal: run again", adapters[0] == adapters[1], "resumed", adapters[0] == adapters[2]
+    whole, again, cut = (
+        Path(run, "adapter.safetensors").read_bytes() for run in ("whole", "twice", "cut")
     )
+    print("bits equal: run again", whole == again, "resumed", whole == cut)
 
 
 def test_too_little_memory_is_told_in_one_line(
@@ -308,8 +287,8 @@ def test_too_little_memory_is_told_in_one_line(
         code = cli.run(words_of(f"{line} --device {DEVICE} --out short"))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    lines = capsys.readouterr().err.splitlines()
-    lines = [said for said in lines if "warm-up" not in said]
+    said = capsys.readouterr().err.splitlines()
+    lines = [line for line in said if "warm-up" not in line]
     assert (code, len(lines)) == (1, 1), lines
     assert "out of memory" in lines[0] and "--micro-batch" in lines[0]
 
