@@ -27,7 +27,7 @@ from bisslight import Passes
 from config import OMNIGLOT, AlignConfig, FinetuneConfig
 from data import rng
 from evaluate import evaluate
-from extras.demo import plot_test_curves
+from extras.plots import plot_test_curves
 from finetune import finetune
 from lora import init_theta
 from support.experiment import open_experiment
