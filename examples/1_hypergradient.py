@@ -184,7 +184,7 @@ METHODS = {
     "CG, 50 steps, no damping": (partial(cg, iterations=50, damping=0.0), GREEN, ":"),
     "M-FAC, closed form": (mfac, BLUE, "-"),
     "M-FAC, recursion": (recursion, ORANGE, ":"),
-    "CG as in BiSSL": (cg, PINK, "-"),
+    "CG as in BiSSL": (partial(cg, damping=1.0, prefactor="c"), PINK, "-"),
     "identity": (identity, RED, "-"),
 }
 correct = (lam * torch.linalg.solve(H + lam * torch.eye(P), g.flatten())).view(K, p)

@@ -41,6 +41,7 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
         cfg = FinetuneConfig(backbone="vit_mini", dataset=name, data_root=root, partial=partial)
         with collected(problems):
             open_task(cfg)
+        problems = [fault for line in problems for fault in line.split("; ")]
 
     files = find_images(place)
     first_with: dict[str, Path] = {}  # the first file with each sha256

@@ -175,8 +175,6 @@ def test_a_pool_is_the_training_part_of_imagenet_or_any_folder(tmp_path: Path) -
 @pytest.mark.parametrize("flag", ["--dataset", "--pool"])
 @pytest.mark.parametrize("name", ["cub", "omniglot:Grek", "dtd", "own", "nowhere/x"])
 def test_a_name_that_is_nothing_is_one_line(flag: str, name: str) -> None:
-    """And no folder of that name in the current directory is taken for a benchmark."""
-    picture(Path("dtd/a/1.png"))
     other = {"--dataset": "--pool omniglot", "--pool": "--dataset omniglot:Greek"}[flag]
     said = refusal(f"align --backbone vit_mini {flag} {name} {other} --weights {OMNIGLOT} --out r")
     assert said.startswith(f"error: {flag} ") and f"{name}: " in said
