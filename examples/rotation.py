@@ -1,8 +1,8 @@
 r"""A pretext task of your own: which way up is this image (Gidaris et al. 2018)?
 
-    bisslight align --pretext examples/rotation.py:Rotation --backbone vit_mini --weights omniglot \
-        --dataset omniglot:Greek --alternations 20 --lower-steps 5 --upper-steps 3 --warmup 2 \
-        --p-lr 1e-2 --phi-p-lr 1e-2 --d-lr 1e-2 --out runs/rotation
+    bisslight align --pretext examples/rotation.py:Rotation --backbone vit_mini \
+        --weights support/omniglot.pth --dataset omniglot:Greek --alternations 20 --lower-steps 5 \
+        --upper-steps 3 --warmup 2 --p-lr 1e-2 --phi-p-lr 1e-2 --d-lr 1e-2 --out runs/rotation
     bisslight finetune --from runs/rotation --lr 1e-2 --epochs 25 --batch 32 --seeds 2
 
 It takes MAE's place in Algorithm 1: same backbone, another L^P. --phi-p-lr is higher than usual,

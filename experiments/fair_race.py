@@ -91,7 +91,8 @@ def aligned(cell: Cell, out: Path, alternations: int, implicit: bool) -> Tensor:
     list(probe(experiment, prepared))
     state, task, head, hypergrad, _ = prepared
     batches = batches_left(experiment, prepared)
-    list(algorithm_1(state, cfg, task, head.loss, hypergrad, *batches, experiment.passes))
+    passes, train_D = experiment.passes, partial(head.loss, regularise=True)  # with drop path
+    list(algorithm_1(state, cfg, task, head.loss, hypergrad, *batches, passes, train_D=train_D))
     return state.theta_P.detach()
 
 

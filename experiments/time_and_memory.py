@@ -138,11 +138,12 @@ def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Log]:
     drop = drop_path(cfg.drop_path, arch.depth, cfg.d_batch, g).to(device)
     downstream = repeat(Examples(images[: cfg.d_batch], labels, drop))
     loss_D = partial(downstream_loss, network)
+    train_D = partial(loss_D, regularise=True)  # with drop path
     inverse = choose_hypergradient(cfg, theta)
     store = "cpu" if cfg.mfac_device == "cpu" else None
     passes = Passes(cfg.micro_batch, amp)
     yield from algorithm_1(
-        state, cfg, task, loss_D, inverse, pretext, downstream, passes=passes, store=store
+        state, cfg, task, loss_D, inverse, pretext, downstream, passes, store, train_D
     )
 
 

@@ -159,7 +159,7 @@ def test_a_pool_is_the_training_part_of_imagenet_or_any_folder(tmp_path: Path) -
     for file in ("pool/1.png", "pool/deep/2.JPEG", "pool/.hidden/3.png", "imagenet/val/n01/1.JPEG"):
         picture(tmp_path / file)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="nor imagenet in"):  # validation is no pool
+    with pytest.raises(UsageError, match="is no folder"):  # validation is no pool
         pool("imagenet")
     with pytest.raises(UsageError, match="no images in"):
         pool(f"folder:{tmp_path}/empty")

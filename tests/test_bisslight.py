@@ -14,11 +14,11 @@ from torch import Tensor
 
 import bisslight
 import hypergradients
-from bisslight import Diverged, Log, Passes, State, agreement, algorithm_1
+from bisslight import Diverged, Log, Passes, State, TorchOptimiser, agreement, algorithm_1
 from config import AlignConfig
 from experiments.time_and_memory import alternations
 from hypergradients import exact, identity
-from mfac import Partition, mfac
+from mfac import Partition, in_blocks, mfac
 from mfac import recursion as by_recursion
 
 ADAMW = "bisslight_tiny_adamw_f64"
@@ -44,7 +44,7 @@ def test_algorithm_1_reproduces_a_recorded_run(
     seen: dict[str, list[Tensor]] = {"G": [], "g": [], "q": []}
 
     def spy(G: Tensor, lam: float, H: Any) -> Any:
-        inverse = hypergrad(G, lam, H, partition)
+        inverse = in_blocks(hypergrad, partition)(G, lam, H)
         seen["G"].append(G.transpose(0, 1).clone())  # (N_L, K, p)
 
         def kept(g: Tensor) -> Tensor:
@@ -81,6 +81,8 @@ def test_algorithm_1_reproduces_a_recorded_run(
     ]:  # fmt: skip
         values = [x for log in logs for x in getattr(log, field)]
         close(torch.tensor(values, dtype=torch.float64), rec[key], tolerance)
+    norms = torch.tensor([log.norm_P_theta for log in logs])  # (T, N_L)
+    close(norms, rec["pretext_grads_lora"].norm(dim=-1), max(tolerance, 1e-6))
     decoder = torch.cat([r.phi_P[k].flatten() for k in m["decoder_param_order"]])
     close(decoder, rec["decoder_after_last"], 1e-4 if r.dtype is torch.float32 else 1e-6)
 
@@ -122,9 +124,7 @@ class Quadratic:
         x, y = theta.flatten() - self.a, phi["x"]
         return x @ self.H @ x / 2 + x @ self.C @ y + y @ y / 2
 
-    def loss_D(
-        self, theta: Tensor, phi: dict[str, Tensor], batch: Any, regularise: bool = False
-    ) -> Tensor:
+    def loss_D(self, theta: Tensor, phi: dict[str, Tensor], batch: Any) -> Tensor:
         return (theta.flatten() - self.c).square().sum() / 2 + phi["x"].square().sum() / 2
 
     def after_step(self, theta_P: Tensor) -> None:
@@ -180,6 +180,59 @@ def test_the_loop_reaches_the_bilevel_optimum() -> None:
         close(s.theta_P.flatten(), problem.theta_P, 1e-4)
     off = problem.run(identity).theta_D.detach().flatten() - problem.theta_D
     assert float(off.abs().max()) > 0.05
+
+
+def test_line_14_may_have_another_loss_than_line_12() -> None:
+    """θ_P and θ_D are apart from the first upper step on, so a loss can tell where it is."""
+    problem, seen = Quadratic(), dict[str, list[bool]]()
+    state = problem.begin()
+
+    def watched(name: str) -> Any:
+        def loss(theta: Tensor, phi: Any, batch: Any) -> Tensor:
+            seen.setdefault(name, []).append(theta is state.theta_D)
+            return problem.loss_D(theta, phi, batch)
+
+        return loss
+
+    steps: Any = Steps(1, 2, 3, LAM)
+    task: Any = problem
+    batches = itertools.repeat(Nothing())
+    arguments: Any = (state, steps, task, watched("alone"), identity, batches, batches)
+    list(algorithm_1(*arguments))
+    assert seen.pop("alone") == [False, True] * 3
+    list(algorithm_1(*arguments[:3], watched("l.12"), *arguments[4:], train_D=watched("l.14")))
+    assert not seen  # state.done is 1: nothing is left
+    state.done = 0
+    list(algorithm_1(*arguments[:3], watched("l.12"), *arguments[4:], train_D=watched("l.14")))
+    assert seen == {"l.12": [False] * 3, "l.14": [True] * 3}
+
+
+@pytest.mark.parametrize(("passes", "shared"), [(Passes(2), False), (Passes(), True)])
+def test_a_loss_that_compares_images_refuses_parts_and_processes(
+    passes: Passes, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem: Any = Quadratic()
+    monkeypatch.setattr(bisslight, "processes_share", lambda: shared)
+    monkeypatch.setattr(bisslight, "sum_over_processes", lambda values: values)
+    steps, batches = Steps(1, 1, 1, LAM), itertools.repeat(Nothing())
+
+    def run() -> int:
+        inputs: Any = problem.begin(), steps, problem, problem.loss_D, identity, batches, batches
+        return len([*algorithm_1(*inputs, passes)])
+
+    assert run() == 1
+    problem.mean_over_images = False
+    with pytest.raises(ValueError, match="compares images, so a batch cannot be cut"):
+        run()
+
+
+@pytest.mark.parametrize(("clip", "scale"), [(float("inf"), 1), (10.0, 1), (2.0, 0.2)])
+def test_gradients_are_clipped_together(clip: float, scale: float) -> None:
+    """|(6, 8)| = 10; plain gradient descent with rate 1 shows what was left of them."""
+    tensors = [torch.zeros(1, requires_grad=True) for _ in range(2)]
+    opt = TorchOptimiser(torch.optim.SGD(tensors, lr=1.0), clip)
+    assert float(opt.update(tensors, [torch.tensor([6.0]), torch.tensor([8.0])])) == 10
+    close(torch.cat(tensors), -scale * torch.tensor([6.0, 8.0]), 1e-6)
 
 
 @pytest.mark.parametrize("level", ["lower", "upper"])
@@ -281,8 +334,7 @@ def test_ratio_and_cosine_are_those_of_queries_of_any_size(scale: float) -> None
     """In float32, where squares of small numbers vanish and those of large ones are not finite."""
     g = scale * torch.tensor([[3.0, 0.0], [0.0, 4.0]])
     turned = scale * torch.tensor([[0.0, 0.0], [0.0, 2.0]])
-    same, less = agreement(g, g), agreement(g, turned)
-    assert [float(same[name]) for name in ("q_over_g", "cosine")] == pytest.approx([1, 1])
-    assert [float(less[name]) for name in ("q_over_g", "cosine")] == pytest.approx([0.4, 0.8])
+    assert [*map(float, agreement(g, g))] == pytest.approx([1, 1])
+    assert [*map(float, agreement(g, turned))] == pytest.approx([0.4, 0.8])
     zero = torch.zeros(1, 2)  # no gradient: no NaN
-    assert all(float(value) == 0 for value in agreement(zero, zero).values())
+    assert [*map(float, agreement(zero, zero))] == [0, 0]

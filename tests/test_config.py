@@ -264,7 +264,6 @@ def test_names_keep_their_meaning_in_another_directory(
     assert named(pool="folder:pics").pool == named(pool="pics").pool == f"folder:{tmp_path}/pics"
     assert named(dataset="folder:pics").dataset == f"folder:{tmp_path}/pics"
     assert named(dataset="own", pool="own").pool == "own"
-    assert named(pool="dtd").pool == f"folder:{tmp_path}/dtd"  # it is a name for --dataset alone
     assert named(weights="~nosuchuser/w.pth").weights == tmp_path / "~nosuchuser/w.pth"
 
 

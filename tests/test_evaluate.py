@@ -15,7 +15,7 @@ from conftest import shared
 from toy import refusal
 
 import evaluate as tables
-from config import BACKBONES, FinetuneConfig
+from config import ALIGNED_RATES, BACKBONES, RATES, FinetuneConfig
 from data import rng
 from evaluate import Comparison, compare, evaluate, read_arm
 from support.errors import UsageError
@@ -78,6 +78,7 @@ def finished(
     config |= {"command": "finetune", "images": {"train": 1, "val": 1, "test": images}}
     config.setdefault("data_sha256", f"{config['dataset']} {config['data_seed']}")
     config.setdefault("weights_sha256", "b")
+    config["start"] = by and "/aligned"
     said: dict[str, Any] = {}
     if by:
         said = {"stage": "align", "hypergrad": by, "dataset": "cub200", "unlike_paper": {}}
@@ -97,7 +98,7 @@ def finished(
         "tests": tests,
         "trials": trials,
         "tried": [],
-        "rates": [1e-3],
+        "rates": ALIGNED_RATES if by else RATES,
         "grid_seeds": 1,
         "lr": 1e-3,
         "cpu_seconds": 8.0 * len(test),
@@ -161,7 +162,7 @@ def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
     (finished(tmp_path / "running", [70.0]) / "result.json").unlink()
     (finished(tmp_path / "torn", [70.0]) / "config.json").write_text("{")
     (finished(tmp_path / "foreign", [70.0]) / "result.json").write_text('{"accuracy": 3}')
-    named = {"mixed": "rank", "both": "aligned_by, starts_from", "twice": "seed"}
+    named = {"mixed": "rank", "both": "aligned_by, lr, starts_from", "twice": "seed"}
     for images, seed in (("x", 1), ("y", 2)):  # one name, but other images
         finished(tmp_path / "changed" / images, [70.0], seed=seed, data_sha256=images)
     named["changed"] = "data_sha256"

@@ -70,7 +70,7 @@ def test_a_loss_that_compares_images_gets_whole_batches(weights: Path, tmp_path:
     """
     name = own_task(tmp_path, body)
     align(align_settings(weights, pretext=name), tmp_path / "whole")
-    with pytest.raises(UsageError, match=r"mine\.py:Mine: .* leave --micro-batch out"):
+    with pytest.raises(UsageError, match=r"mine\.py:Mine: .* leave micro-batches out"):
         align(align_settings(weights, pretext=name, micro_batch=4), tmp_path / "a")
 
 

@@ -294,7 +294,7 @@ def test_adapters_that_do_not_fit_are_refused(weights: Path, aligned: Path, tmp_
         tune(weights, tmp_path / "out", start=runs, seeds=3)
     with pytest.raises(UsageError, match="see --rank"):
         tune(weights, tmp_path / "out", start=runs, seeds=2, rank=8)
-    (runs / "s2" / "result.json").unlink()
+    (runs / "s2" / "adapter.safetensors").unlink()
     with pytest.raises(UsageError, match="s2: is no finished"):
         tune(weights, tmp_path / "out", start=runs, seeds=2)
     assert not (tmp_path / "out").exists()
@@ -308,7 +308,7 @@ def test_aligned_seeds_never_take_over_a_direct_arms_directory(
     tune(weights, out, lr=(1e-2,), seeds=2)
     before = contents(out)
     for start in (aligned / "s2", aligned / "s2/adapter.safetensors", aligned):
-        with pytest.raises(UsageError, match="is another run: start None"):
+        with pytest.raises(UsageError, match="is another run: the content of --from was changed"):
             tune(weights, out, lr=(1e-2,), seeds=2, start=start)
     assert contents(out) == before
     tune(weights, tmp_path / "aligned", lr=(1e-2,), start=aligned / "s2")

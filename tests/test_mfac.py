@@ -15,7 +15,7 @@ FORMS = {"closed": mfac.mfac, "recursive": mfac.recursion}
 def unequal(form: str, G: Tensor, g: Tensor, sizes: list[int], lam: float) -> Tensor:
     """Blocks of unequal sizes, one after the other: G (m, P), g (P,)."""
     parts = zip(G.split(sizes, 1), g.split(sizes), strict=True)
-    return torch.cat([FORMS[form](G_k[None], lam)(g_k[None])[0] for G_k, g_k in parts])
+    return torch.cat([FORMS[form](G_k, lam)(g_k) for G_k, g_k in parts])
 
 
 def dense(G: Tensor, g: Tensor, lam: float) -> Tensor:
@@ -97,14 +97,12 @@ def test_float32_storage_is_accurate_to_1e_6_on_any_structure(
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("partition", ["layer", "projection", "matrix", "global"])
 def test_every_partition_equals_dense_inverses_of_its_blocks(
-    form: str, partition: mfac.Partition, monkeypatch: pytest.MonkeyPatch
+    form: str, partition: mfac.Partition
 ) -> None:
-    """With columns cut into chunks that do not divide them."""
-    monkeypatch.setattr(mfac, "CHUNK", 7)
     rng = torch.Generator().manual_seed(0)
     G = torch.randn(3, 5, 40, generator=rng, dtype=torch.float64)
     g = torch.randn(3, 40, generator=rng, dtype=torch.float64)
-    q = FORMS[form](G, 0.1, partition=partition)(g)
+    q = mfac.in_blocks(FORMS[form], partition)(G, 0.1)(g)
     G_flat = G.transpose(0, 1).reshape(5, 120)  # one row a gradient
     width = {"layer": 40, "projection": 20, "matrix": 10, "global": 120}[partition]
     for i in range(0, 120, width):
@@ -125,7 +123,8 @@ def test_a_gradient_that_is_not_finite_shows_in_its_block_alone(bad: float) -> N
     G[1, 2, 5] = bad
     q = mfac.mfac(G, 0.1)(torch.ones(3, 8))
     assert q.isfinite().all(1).tolist() == [True, False, True]
-    q = mfac.mfac(G, 0.1, partition="matrix")(torch.ones(3, 8))  # column 5 is in the third of four
+    matrices = mfac.in_blocks(mfac.mfac, "matrix")
+    q = matrices(G, 0.1)(torch.ones(3, 8))  # column 5 is in the third of four
     assert q.isfinite().view(3, 4, 2).all(2).tolist()[1] == [True, True, False, True]
     G[1] = 1e6  # equal rows: GGᵀ swallows λ and cannot be factored
     assert mfac.mfac(G, 1e-9)(torch.ones(3, 8)).isfinite().all(1).tolist() == [True, False, True]
@@ -134,13 +133,17 @@ def test_a_gradient_that_is_not_finite_shows_in_its_block_alone(bad: float) -> N
 @pytest.mark.parametrize("form", FORMS)
 def test_shapes_that_do_not_fit_are_refused_instead_of_broadcast(form: str) -> None:
     """A G of one row would broadcast with a query of three rows, and give a wrong answer."""
-    with pytest.raises(ValueError, match=r"K = 1 .* p = 40 .* got \(3, 40\)"):
+    with pytest.raises(ValueError, match=r"g must be \(1, 40\), .* got \(3, 40\)"):
         FORMS[form](torch.ones(1, 20, 40), 0.1)(torch.ones(3, 40))
-    for wrong in (torch.ones(20, 40), torch.ones(3, 0, 40)):
+    with pytest.raises(ValueError, match=r"g must be \(40,\), .* got \(1, 40\)"):
+        FORMS[form](torch.ones(20, 40), 0.1)(torch.ones(1, 40))
+    for wrong in (torch.ones(40), torch.ones(3, 0, 40)):
         with pytest.raises(ValueError, match=r"G must be \(K, m, p\)"):
             FORMS[form](wrong, 0.1)
     with pytest.raises(ValueError, match="p = 6 numbers cannot be cut into 4"):
-        FORMS[form](torch.ones(1, 2, 6), 0.1, partition="matrix")
+        mfac.in_blocks(FORMS[form], "matrix")(torch.ones(1, 2, 6), 0.1)
+    with pytest.raises(ValueError, match="partition 'tensor' is none of layer, projection"):
+        mfac.in_blocks(FORMS[form], "tensor")  # type: ignore[arg-type]
 
 
 def test_a_store_answers_only_when_all_of_its_gradients_are_in() -> None:

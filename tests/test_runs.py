@@ -74,7 +74,7 @@ def test_other_settings_are_refused_with_both_values_and_digests_by_what_they_ar
         with pytest.raises(UsageError, match=f"content of {flag} was changed") as refused:
             begin(tmp_path, digests=digests | {name: "2" * 64})
         assert "1" * 64 not in str(refused.value)
-    with pytest.raises(UsageError, match="pool quilts -> imagenet"):
+    with pytest.raises(UsageError, match="content of --pool was changed"):
         begin(tmp_path, digests=digests | {"pool_sha256": "3"}, pool="imagenet")
 
 
@@ -146,20 +146,20 @@ def test_a_checkpoint_of_another_version_is_refused_by_name(
 ) -> None:
     with open_run(tmp_path, "align", config(), {}) as run:
         run.save_if_due(due=True)
-        monkeypatch.setattr(runs, "__version__", "9.9.9")
-        with pytest.raises(UsageError, match=r"checkpoint\.pt: .*of version"):
-            run.restore({}, {})
+    monkeypatch.setattr(runs, "__version__", "9.9.9")
+    with pytest.raises(UsageError, match=r"checkpoint\.pt: .*of version"):
+        begin(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", [1, 2], {}])
 def test_a_damaged_checkpoint_is_named_with_a_remedy(tmp_path: Path, content: Any) -> None:
-    with open_run(tmp_path, "align", config(), {}) as run:
-        if isinstance(content, bytes):
-            (tmp_path / "checkpoint.pt").write_bytes(content)
-        else:
-            torch.save(content, tmp_path / "checkpoint.pt")
-        with pytest.raises(UsageError, match=r"checkpoint\.pt: .*remove"):
-            run.restore({"x": torch.zeros(1)}, {})
+    begin(tmp_path)
+    if isinstance(content, bytes):
+        (tmp_path / "checkpoint.pt").write_bytes(content)
+    else:
+        torch.save(content, tmp_path / "checkpoint.pt")
+    with pytest.raises(UsageError, match=r"checkpoint\.pt: .*remove"):
+        begin(tmp_path)
 
 
 def test_a_damaged_result_is_named_with_a_remedy(tmp_path: Path) -> None:

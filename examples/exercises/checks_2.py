@@ -7,37 +7,38 @@ import torch
 import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
-from witness import Watch, Wrong, random, same, same_slopes, several, untouched
+from witness import Watch, Wrong, guarded, random, same, same_slopes, several
 
 import lora
 
 
 def check_lora_forward(lora_forward: Any) -> None:
     """Against one product with W_q + s B_q A_q; and no tensor of the size of W_q is made."""
-    x = random(2, 3, 5)
-    W_q = random(5, 5, seed=1)
-    bias = random(5, seed=2)
-    A_q = random(2, 5, seed=3)
-    B_q = random(5, 2, seed=4)
-    scale = 0.5
-    plain = F.linear(x, W_q, bias)
-    change = F.linear(x, B_q @ A_q)
-    merged = W_q + scale * B_q @ A_q
-    found = lora_forward(x, W_q, bias, A_q, B_q, scale)
-    same("the result", found, F.linear(x, merged, bias), {
-        "the scale s is missing": plain + change,
-        "the bias is missing": F.linear(x, merged),
-        "the bias is scaled or added twice": plain + scale * change + bias,
-        "W_q must be transposed, as in torch's Linear: a token x is a row, so it is x W_qᵀ":
-            x @ W_q + bias + scale * change,
-        "this is the frozen layer alone": plain,
-    })  # fmt: skip
+    answer = guarded(lora_forward, "x W_q bias A_q B_q scale")
+    for dim, r, scale in ((5, 2, 0.5), (4, 1, 3.0)):
+        x = random(2, 3, dim)
+        W_q = random(dim, dim, seed=1)
+        bias = random(dim, seed=2)
+        A_q = random(r, dim, seed=3)
+        B_q = random(dim, r, seed=4)
+        plain = F.linear(x, W_q, bias)
+        change = F.linear(x, B_q @ A_q)
+        merged = W_q + scale * B_q @ A_q
+        found = answer(x, W_q, bias, A_q, B_q, scale)
+        same("the result", found, F.linear(x, merged, bias), {
+            "the scale s is missing": plain + change,
+            "the bias is missing": F.linear(x, merged),
+            "the bias is scaled or added twice": plain + scale * change + bias,
+            "W_q must be transposed, as in torch's Linear: a token x is a row, so it is x W_qᵀ":
+                x @ W_q + bias + scale * change,
+            "this is the frozen layer alone": plain,
+        })  # fmt: skip
     tensors = {"x": x, "A_q": A_q, "B_q": B_q}
     for tensor in tensors.values():
         tensor.requires_grad_()
     found = lora_forward(x, W_q, bias, A_q, B_q, scale)
     expected = F.linear(x, W_q + scale * B_q @ A_q, bias)
-    same_slopes("the result", found, expected, tensors, random(2, 3, 5, seed=5))
+    same_slopes("the result", found, expected, tensors, random(*x.shape, seed=5))
     dim = 300
     wide = random(1, 2, dim), random(dim, dim), random(dim)
     thin = random(2, dim), random(dim, 2)
@@ -52,107 +53,122 @@ def check_lora_forward(lora_forward: Any) -> None:
 
 def check_merge(merge: Any) -> None:
     """A plain timm network with the merged weights against `lora.Backbone` with θ."""
-    torch.manual_seed(0)
-    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 12, "depth": 1, "num_heads": 2}
-    vit = VisionTransformer(num_classes=0, **sizes).double().eval().requires_grad_(False)  # type: ignore[arg-type]
-    dim = 12
-    r = 2
-    scale = 0.5
-    theta = random(1, 4 * r * dim, seed=3)
-    images = random(2, 3, 8, 8, seed=4)
-    expected = lora.Backbone(vit, scale=scale)(images, theta)
-    A_q, B_q, A_v, B_v = (x[0] for x in lora.factors(theta, dim))
-    W_qkv = vit.blocks[0].attn.qkv.weight.detach().clone()  # type: ignore[union-attr, operator]
-    before = W_qkv.clone()
-    merged = merge(W_qkv, A_q, B_q, A_v, B_v, scale)
-    untouched("W_qkv", W_qkv, before)
-    q_change = scale * B_q @ A_q
-    v_change = scale * B_v @ A_v
-    zero = torch.zeros_like(q_change)
-    same("the weight", merged, before + torch.cat([q_change, zero, v_change]), {
-        "the scale s is missing": before + torch.cat([q_change, zero, v_change]) / scale,
-        "the values are added to the rows of the keys; the order is queries, keys, values":
-            before + torch.cat([q_change, v_change, zero]),
-        "the product is turned; it is B_q A_q, so that it acts on x as the weight does":
-            before + torch.cat([q_change.T, zero, v_change.T]),
-        "only the queries are changed": before + torch.cat([q_change, zero, zero]),
-    })  # fmt: skip
-    vit.load_state_dict(vit.state_dict() | {"blocks.0.attn.qkv.weight": merged.detach()})
-    same("tokens of the merged network", vit.forward_features(images), expected)
+    answer = guarded(merge, "W_qkv A_q B_q A_v B_v scale")
+    for dim, r, scale in ((12, 2, 0.5), (8, 3, 2.0)):
+        torch.manual_seed(0)
+        sizes = {"img_size": 8, "patch_size": 4, "embed_dim": dim, "depth": 1, "num_heads": 2}
+        vit = VisionTransformer(num_classes=0, **sizes).double().eval().requires_grad_(False)  # type: ignore[arg-type]
+        theta = random(1, 4 * r * dim, seed=3)
+        images = random(2, 3, 8, 8, seed=4)
+        expected = lora.Backbone(vit, scale=scale)(images, theta)
+        A_q, B_q, A_v, B_v = (x[0] for x in lora.factors(theta, dim))
+        W_qkv = vit.blocks[0].attn.qkv.weight.detach().clone()  # type: ignore[union-attr, operator]
+        merged = answer(W_qkv, A_q, B_q, A_v, B_v, scale)
+        q_change = scale * B_q @ A_q
+        v_change = scale * B_v @ A_v
+        zero = torch.zeros_like(q_change)
+        same("the weight", merged, W_qkv + torch.cat([q_change, zero, v_change]), {
+            "the scale s is missing": W_qkv + torch.cat([q_change, zero, v_change]) / scale,
+            "the values are added to the rows of the keys; the order is queries, keys, values":
+                W_qkv + torch.cat([q_change, v_change, zero]),
+            "the product is turned; it is B_q A_q, so that it acts on x as the weight does":
+                W_qkv + torch.cat([q_change.T, zero, v_change.T]),
+            "only the queries are changed": W_qkv + torch.cat([q_change, zero, zero]),
+        })  # fmt: skip
+        vit.load_state_dict(vit.state_dict() | {"blocks.0.attn.qkv.weight": merged.detach()})
+        same("tokens of the merged network", vit.forward_features(images), expected)
 
 
 def check_masking(masking: Any) -> None:
     """Each image by itself, with Python's sorted."""
-    noise = torch.rand(3, 14, generator=torch.Generator().manual_seed(0))
-    ratio = 0.75  # 3.5 of 14 patches would stay; int says 3
-    kept = 3
-    before = noise.clone()
-    keep, restore = several("masking", masking(noise, ratio), ["keep", "restore"])
-    untouched("noise", noise, before)
-    order = []
-    places = []
-    for row in noise.tolist():
-        patches = sorted(range(14), key=row.__getitem__)
-        order.append(patches)
-        places.append([patches.index(patch) for patch in range(14)])
-    all_in_order = torch.tensor(order)
-    if isinstance(keep, Tensor) and keep.shape == (3, 4):
-        raise Wrong("keep has 4 patches: int(patches · (1 − mask_ratio)) rounds down to 3")
-    if isinstance(keep, Tensor) and keep.shape in ((3, 10), (3, 11)):
-        raise Wrong("keep has as many patches as are removed: mask_ratio is their share")
-    same("keep", keep, all_in_order[:, :kept], {
-        "these are the patches with the largest noise": all_in_order.flip(1)[:, :kept],
-        "the patches are in the order of their numbers; it must be that of their noise":
-            all_in_order[:, :kept].sort(1).values,
-    })  # fmt: skip
-    same("restore", restore, torch.tensor(places), {
-        "this is the order itself, from place to patch; restore goes from patch to place":
-            all_in_order,
-    })  # fmt: skip
+    answer = guarded(masking, "noise mask_ratio")
+    # of 14 patches 3.5 would stay, of 9 patches 5.4; int says 3 and 5
+    for images, patches, ratio, kept in ((3, 14, 0.75, 3), (2, 9, 0.4, 5)):
+        noise = torch.rand(images, patches, generator=torch.Generator().manual_seed(0))
+        keep, restore = several("masking", answer(noise, ratio), ["keep", "restore"])
+        order = []
+        places = []
+        for row in noise.tolist():
+            by_noise = sorted(range(patches), key=row.__getitem__)
+            order.append(by_noise)
+            places.append([by_noise.index(patch) for patch in range(patches)])
+        all_in_order = torch.tensor(order)
+        if isinstance(keep, Tensor) and keep.shape == (images, kept + 1):
+            raise Wrong(
+                f"keep has {kept + 1} patches: int(patches · (1 − mask_ratio)) rounds down to "
+                f"{kept}"
+            )
+        removed = patches - kept
+        if isinstance(keep, Tensor) and keep.shape in ((images, removed), (images, removed - 1)):
+            raise Wrong("keep has as many patches as are removed: mask_ratio is their share")
+        same("keep", keep, all_in_order[:, :kept], {
+            "these are the patches with the largest noise": all_in_order.flip(1)[:, :kept],
+            "the patches are in the order of their numbers; it must be that of their noise":
+                all_in_order[:, :kept].sort(1).values,
+        })  # fmt: skip
+        same("restore", restore, torch.tensor(places), {
+            "this is the order itself, from place to patch; restore goes from patch to place":
+                all_in_order,
+        })  # fmt: skip
 
 
 def check_mae_loss(mae_loss: Any) -> None:
     """Patch by patch, with Python's statistics."""
-    prediction = random(2, 4, 5)
-    patches = random(2, 4, 5, seed=1)
-    patches[0, 0] *= 1e-3  # nearly of one shade: there the 1e-6 matters
-    removed = torch.tensor([[1, 0, 1, 1], [0, 0, 1, 0]]).bool()
+    answer = guarded(mae_loss, "prediction patches removed")
+    few = torch.tensor([[1, 0, 1, 1], [0, 0, 1, 0]]).bool()
+    more = torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 1]]).bool()
+    for removed, pixels in ((few, 5), (more, 7)):
+        prediction = random(*removed.shape, pixels)
+        patches = random(*removed.shape, pixels, seed=1)
+        patches[:, 2] *= 1e-3  # nearly of one shade: there the 1e-6 matters
+        right, mistakes = losses(prediction, patches, removed)
+        same("the loss", answer(prediction, patches, removed), right, mistakes)
+    prediction.requires_grad_()
+    spread, middle = torch.var_mean(patches, -1, keepdim=True)
+    expected = (prediction - (patches - middle) / (spread + 1e-6).sqrt()).square()[removed].mean()
+    found = mae_loss(prediction, patches, removed)
+    same_slopes("the loss", found, expected, {"prediction": prediction}, scalar(1))
+
+
+def losses(
+    prediction: Tensor, patches: Tensor, removed: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and what it becomes by the usual mistakes."""
     hidden = []
     shown = []
     raw = []
     biased = []
     outside = []
-    for image in range(2):
-        for k in range(4):
+    means = []
+    for image in range(len(patches)):
+        of_image = []
+        for k in range(patches.shape[1]):
             pixels = patches[image, k].tolist()
             guess = prediction[image, k].tolist()
             sample = error(guess, pixels, variance(pixels))
             if not removed[image, k]:
                 shown.append(sample)
                 continue
-            hidden.append(sample)
-            biased.append(error(guess, pixels, variance(pixels) * 4 / 5))
+            of_image.append(sample)
+            biased.append(error(guess, pixels, variance(pixels) * (1 - 1 / len(pixels))))
             root = variance(pixels) ** 0.5 + 1e-6
             outside.append(error(guess, pixels, root**2 - 1e-6))
             raw.append(fmean((a - b) ** 2 for a, b in zip(guess, pixels, strict=True)))
-    same("the loss", mae_loss(prediction, patches, removed), scalar(fmean(hidden)), {
-        "this is the mean over all patches; only the removed ones count":
-            scalar(fmean(hidden + shown)),
-        "this is the loss on the visible patches": scalar(fmean(shown)),
+        hidden += of_image
+        means.append(fmean(of_image))
+    mistakes = {
+        "this is the mean over all patches; only the removed ones count": fmean(hidden + shown),
+        "this is the loss on the visible patches": fmean(shown),
         "the error of removed patches is divided by the number of all patches":
-            scalar(sum(hidden) / 8),
-        "the target is not standardised": scalar(fmean(raw)),
+            sum(hidden) / removed.numel(),
+        "the target is not standardised": fmean(raw),
         "the variance is divided by the number of pixels; it must be by that number minus 1":
-            scalar(fmean(biased)),
-        "1e-6 is added to the variance, before the root": scalar(fmean(outside)),
+            fmean(biased),
+        "1e-6 is added to the variance, before the root": fmean(outside),
         "this is a mean of the images' means; it must be over all removed patches at once":
-            scalar(fmean([fmean(hidden[:3]), fmean(hidden[3:])])),  # 3 and 1 are removed
-    })  # fmt: skip
-    prediction.requires_grad_()
-    spread, middle = torch.var_mean(patches, -1, keepdim=True)
-    expected = (prediction - (patches - middle) / (spread + 1e-6).sqrt()).square()[removed].mean()
-    found = mae_loss(prediction, patches, removed)
-    same_slopes("the loss", found, expected, {"prediction": prediction}, scalar(1))
+            fmean(means),
+    }  # fmt: skip
+    return scalar(fmean(hidden)), {what: scalar(value) for what, value in mistakes.items()}
 
 
 def error(guess: list[float], pixels: list[float], spread: float) -> float:

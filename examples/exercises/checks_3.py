@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import SGD
-from witness import Wrong, distance, eye, no_graph, random, same, untouched
+from witness import Wrong, distance, eye, guarded, no_graph, random, same
 
 K = 2  # θ (K, p)
 p = 3
 n = 2  # φ (n,)
 M = random(4, K * p)
 N = random(4, n, seed=1)
-LAM = 0.3
 LR = 0.1
+MOMENTUM = 0.5  # so that a step by hand is not the optimiser's, from the second one on
 
 
 def loss(theta: Tensor, phi: Tensor, batch: Tensor) -> Tensor:
@@ -35,36 +35,51 @@ def start() -> list[Tensor]:
     return [x.requires_grad_() for x in tensors]
 
 
+def sgd(tensors: list[Tensor]) -> SGD:
+    """Gradient descent with momentum."""
+    return SGD(tensors, lr=LR, momentum=MOMENTUM)
+
+
 def check_lower_step(lower_step: Any) -> None:
-    """Two steps of plain gradient descent against gradients by hand."""
+    """Two steps of descent with momentum against gradients by hand; λ is another in the second."""
+    answer = guarded(lower_step, "_ _ theta_D _ batch lam opt_P")
     theta_P, theta_D, phi_P = start()
     theta, fixed, phi = (x.detach().clone() for x in (theta_P, theta_D, phi_P))
-    opt = SGD([theta_P, phi_P], lr=LR)
+    opt = sgd([theta_P, phi_P])
     kept: list[tuple[Tensor, Tensor]] = []
-    for step in (1, 2):
-        batch = random(4, seed=10 + step)
-        found = lower_step(loss, theta_P, theta_D, phi_P, batch, LAM, opt)
+    push = torch.zeros_like(theta)  # the momentum of θ_P
+    push_phi = torch.zeros_like(phi)
+    for which, lam in (("first", 0.3), ("second", 0.7)):
+        batch = random(4, seed=11 + len(kept))
+        found = answer(loss, theta_P, theta_D, phi_P, batch, lam, opt)
         grad, g_phi = by_hand(theta, phi, batch)
-        delta = LAM * (theta - fixed)
-        which = "first" if step == 1 else "second"
+        delta = lam * (theta - fixed)
         row_of(found, grad, delta, which)
         no_graph(f"the gradient for G of the {which} step", found)
-        untouched("θ_D", theta_D, fixed)
-        same(f"θ_P after the {which} step", theta_P, theta - LR * (grad + delta), {
-            "the penalty of line 7 is missing": theta - LR * grad,
+        old = MOMENTUM * push
+        push = old + grad + delta
+        push_phi = MOMENTUM * push_phi + g_phi
+        moved = theta - LR * push
+        same(f"θ_P after the {which} step", theta_P, moved, {
+            "the penalty of line 7 is missing": moved + LR * delta,
             "the penalty of line 7 pushes θ_P away from θ_D; its gradient is λ(θ_P − θ_D)":
-                theta - LR * (grad - delta),
-            "the penalty of line 7 has no λ": theta - LR * (grad + delta / LAM),
+                moved + 2 * LR * delta,
+            "the penalty of line 7 has no λ": moved + LR * (delta - delta / lam),
             "θ_P did not move; does opt_P find a gradient in `theta_P.grad`?": theta,
+            "the step was not opt_P's, which has a momentum; leave it to `opt_P.step()`":
+                theta - LR * (grad + delta),
+            "the penalty did not pass through opt_P: line 7 adds it to the gradient, before line 9":
+                theta - LR * (MOMENTUM * kept[0][1] + grad + delta) if kept else moved,
         })  # fmt: skip
-        moved = theta - LR * (grad + delta)
-        same(f"φ_P after the {which} step", phi_P, phi - LR * g_phi, {
+        same(f"φ_P after the {which} step", phi_P, phi - LR * push_phi, {
             "φ_P did not move": phi,
+            "the step was not opt_P's, which has a momentum; leave it to `opt_P.step()`":
+                phi - LR * g_phi,
             "its gradient was taken after θ_P had moved; line 8 comes before line 9":
-                phi - LR * by_hand(moved, phi, batch)[1],
+                phi - LR * (push_phi - g_phi + by_hand(moved, phi, batch)[1]),
         })  # fmt: skip
         theta = moved
-        phi = phi - LR * g_phi
+        phi = phi - LR * push_phi
         kept.append((found, grad))
     for found, grad in kept:
         if distance(found, grad) > 1e-6:
@@ -82,58 +97,66 @@ def row_of(found: Any, grad: Tensor, delta: Tensor, which: str) -> None:
 
 
 def check_upper_step(upper_step: Any) -> None:
-    """Two steps of plain gradient descent against gradients by hand; the inverse is a matrix."""
+    """Two steps of descent with momentum against gradients by hand; the inverse is a matrix."""
+    answer = guarded(upper_step, "_ theta_P _ _ batch inverse opt_D")
     theta_P, theta_D, phi_D = start()
     fixed, theta, phi = (x.detach().clone() for x in (theta_P, theta_D, phi_D))
     R = random(K * p, K * p, seed=5)
-    opt = SGD([theta_D, phi_D], lr=LR)
+    opt = sgd([theta_D, phi_D])
 
     def inverse(g: Tensor) -> Tensor:
         return (R @ g.flatten()).view(K, p)
 
     earlier = torch.zeros_like(fixed)  # what `.grad` of θ_P would hold, were it never cleared
-    for step in (1, 2):
-        batch = random(4, seed=20 + step)
-        q = upper_step(loss, theta_P, theta_D, phi_D, batch, inverse, opt)
-        which = "first" if step == 1 else "second"
+    push = torch.zeros_like(theta)  # the momentum of θ_D
+    push_phi = torch.zeros_like(phi)
+    for step, which in enumerate(("first", "second")):
+        batch = random(4, seed=21 + step)
+        q = answer(loss, theta_P, theta_D, phi_D, batch, inverse, opt)
         g, phi_at_P = by_hand(fixed, phi, batch)
         grad_D, phi_at_D = by_hand(theta, phi, batch)
-        untouched("θ_P", theta_P, fixed)
-        same(f"q of the {which} step", q, inverse(g), {
+        right = inverse(g)
+        same(f"q of the {which} step", q, right, {
             "g was taken at θ_D; line 12 takes it at θ_P": inverse(grad_D),
             "this is g; line 13 gives it to `inverse`": g,
             "g has the gradient of the first step in it, too; `theta_P.grad` adds up over passes, "
             "and opt_D does not clear it": inverse(earlier + g),
         })  # fmt: skip
         no_graph(f"q of the {which} step", q)
-        total = inverse(g) + grad_D
-        same(f"θ_D after the {which} step", theta_D, theta - LR * total, {
-            "the second term of line 14, ∇L^D at θ_D, is missing": theta - LR * inverse(g),
-            "q is missing in line 14": theta - LR * grad_D,
-            "g stands in the place of q in line 14": theta - LR * (g + grad_D),
+        push = MOMENTUM * push + right + grad_D
+        push_phi = MOMENTUM * push_phi + phi_at_P + phi_at_D
+        moved = theta - LR * push
+        by_itself = "the step was not opt_D's, which has a momentum; leave it to `opt_D.step()`"
+        same(f"θ_D after the {which} step", theta_D, moved, {
+            "the second term of line 14, ∇L^D at θ_D, is missing": moved + LR * grad_D,
+            "q is missing in line 14": moved + LR * right,
+            "g stands in the place of q in line 14": moved + LR * (right - g),
             "the second term of line 14 must be taken at θ_D, not at θ_P":
-                theta - LR * (inverse(g) + g),
+                moved + LR * (grad_D - g),
             "θ_D did not move; does opt_D find a gradient in `theta_D.grad`?": theta,
+            by_itself: theta - LR * (right + grad_D),
         })  # fmt: skip
-        same(f"φ_D after the {which} step", phi_D, phi - LR * (phi_at_P + phi_at_D), {
-            "its gradient at θ_P is missing; line 15 adds two": phi - LR * phi_at_D,
-            "its gradient at θ_D is missing; line 15 adds two": phi - LR * phi_at_P,
+        same(f"φ_D after the {which} step", phi_D, phi - LR * push_phi, {
+            "its gradient at θ_P is missing; line 15 adds two": phi - LR * (push_phi - phi_at_P),
+            "its gradient at θ_D is missing; line 15 adds two": phi - LR * (push_phi - phi_at_D),
             "line 15 adds the two gradients, it does not take their mean":
-                phi - LR * (phi_at_P + phi_at_D) / 2,
+                phi - LR * (push_phi - (phi_at_P + phi_at_D) / 2),
+            by_itself: phi - LR * (phi_at_P + phi_at_D),
         })  # fmt: skip
-        theta = theta - LR * total
-        phi = phi - LR * (phi_at_P + phi_at_D)
+        theta = moved
+        phi = phi - LR * push_phi
         earlier = earlier + g
 
 
 def check_algorithm_1(algorithm_1: Any) -> None:
     """A bilevel problem whose optimum is known, and what passes through lines 6, 10 and 12."""
     problem = Quadratic()
-    before = [x.clone() for x in (problem.theta, problem.phi)]
-    theta_P = algorithm_1(problem.given())
-    untouched("the problem's θ", problem.theta, before[0])
-    untouched("the problem's φ", problem.phi, before[1])
+    names = " ".join(f"problem.{field}" for field in Problem._fields)
+    answer = guarded(lambda *line_1: algorithm_1(Problem(*line_1)), names)
+    theta_P = answer(*problem.given())
     problem.look_at_calls()
+    problem.look_at_batches()
+    problem.look_at_heads()
     if not isinstance(theta_P, Tensor) or theta_P.shape != (2, 2):
         raise Wrong("algorithm_1 must return θ_P, a tensor (K, p)")
     no_graph("θ_P at the end", theta_P)
@@ -165,43 +188,63 @@ class Problem(NamedTuple):
 class Quadratic:
     """Quadratic losses without noise, a diagonal Hessian, and an inverse that is exact.
 
-    So the steps end in the optimum of Eq. 3, which is known, and not only near it.
+    So the steps end in the optimum of Eq. 3, which is known, and not only near it. The heads have
+    minima of their own, so their way there is known, too. A batch is the minimum of its loss and
+    its number, counted from 1 and for labelled ones downwards from −1.
     """
 
     T = 30
     N_L = 10
     N_U = 2
     lam = 0.5
+    lr = 0.2
 
     def __init__(self) -> None:
         self.H = torch.tensor([0.5, 1, 2, 4]).double()
         self.low_P = torch.ones(4).double()  # minimum of L^P
         self.low_D = torch.tensor([2, -1, 0.5, -2]).double()  # minimum of L^D
-        self.theta = torch.zeros(2, 2).double()
-        self.phi = torch.zeros(1).double()
+        self.best_phi_P = torch.tensor([1, -2]).double()
+        self.best_phi_D = torch.tensor([3, 0.5, -1]).double()
+        self.phi_P = torch.tensor([0.5, 0.5]).double()
+        self.phi_D = torch.tensor([-1, 0, 1]).double()
         self.lower: list[tuple[Tensor, Tensor]] = []  # θ and ∇L^P of every lower pass
         self.upper: list[Tensor] = []  # θ of every upper pass
+        self.heads_P: list[Tensor] = []  # φ of every lower pass
+        self.heads_D: list[Tensor] = []  # and of every upper pass
+        self.batches_P: list[int] = []  # the number of the batch of every lower pass
+        self.batches_D: list[int] = []  # and of every upper pass
         self.stored: list[Tensor] = []  # every G
 
     def given(self) -> Problem:
         """Line 1."""
         return Problem(
-            theta=self.theta, phi_P=self.phi, phi_D=self.phi, L_P=self.L_P, L_D=self.L_D,
-            pretext=itertools.cycle([self.low_P]),
-            labelled=itertools.cycle([torch.zeros(1).double()]),
-            hypergrad=self.hypergrad, lr=0.2, lam=self.lam, T=self.T, N_L=self.N_L, N_U=self.N_U,
+            theta=torch.zeros(2, 2).double(), phi_P=self.phi_P, phi_D=self.phi_D,
+            L_P=self.L_P, L_D=self.L_D,
+            pretext=(torch.cat([self.low_P, torch.tensor([k])]) for k in itertools.count(1)),
+            labelled=(torch.cat([self.low_D, torch.tensor([-k])]) for k in itertools.count(1)),
+            hypergrad=self.hypergrad, lr=self.lr, lam=self.lam,
+            T=self.T, N_L=self.N_L, N_U=self.N_U,
         )  # fmt: skip
 
-    def L_P(self, theta: Tensor, phi: Tensor, x: Tensor) -> Tensor:
-        """½ (θ − x)ᵀ H (θ − x), with a head that has no effect."""
+    def L_P(self, theta: Tensor, phi: Tensor, batch: Tensor) -> Tensor:
+        """½ (θ − x)ᵀ H (θ − x) + ½ |φ − its best value|²."""
+        look_at_head("L_P", "φ_P", phi, self.phi_P)
+        x = batch[:4]
         at = theta.detach().flatten()
         self.lower.append((at.clone(), self.H * (at - x)))
-        return self.H @ (theta.flatten() - x).square() / 2 + 0 * phi.sum()
+        self.heads_P.append(phi.detach().clone())
+        self.batches_P.append(int(batch[4]))
+        of_theta = self.H @ (theta.flatten() - x).square() / 2
+        return of_theta + (phi - self.best_phi_P).square().sum() / 2
 
-    def L_D(self, theta: Tensor, phi: Tensor, _: Tensor) -> Tensor:
-        """½ |θ − low_D|²."""
+    def L_D(self, theta: Tensor, phi: Tensor, batch: Tensor) -> Tensor:
+        """½ |θ − x|² + ½ |φ − its best value|²."""
+        look_at_head("L_D", "φ_D", phi, self.phi_D)
         self.upper.append(theta.detach().clone())
-        return (theta.flatten() - self.low_D).square().sum() / 2 + 0 * phi.sum()
+        self.heads_D.append(phi.detach().clone())
+        self.batches_D.append(int(batch[4]))
+        of_theta = (theta.flatten() - batch[:4]).square().sum() / 2
+        return of_theta + (phi - self.best_phi_D).square().sum() / 2
 
     def hypergrad(self, G: Tensor, lam: float) -> Callable[[Tensor], Tensor]:
         """Eq. 5 with H itself; G is kept, to be looked at."""
@@ -238,7 +281,34 @@ class Quadratic:
         for t, G in enumerate(self.stored):
             passes = self.lower[t * self.N_L : (t + 1) * self.N_L]
             expected = torch.stack([gradient for _, gradient in passes])  # (N_L, 4)
-            same(f"G of alternation {t + 1}", G.transpose(0, 1).flatten(1), expected)
+            same(f"G of alternation {t + 1}", in_order(G.transpose(0, 1).flatten(1)),
+                 in_order(expected))  # fmt: skip
+
+    def look_at_batches(self) -> None:
+        """Each step has a batch of its own, from its own stream."""
+        lower = [*range(1, 1 + self.T * self.N_L)]
+        upper = [-(1 + call // 2) for call in range(2 * self.T * self.N_U)]  # two passes, a batch
+        if min(self.batches_P) < 0:
+            raise Wrong("L_P was given labelled batches; they are for L_D")
+        if max(self.batches_D) > 0:
+            raise Wrong("L_D was given pretext batches; line 12 takes `next(problem.labelled)`")
+        if self.batches_P != lower:
+            raise Wrong("each lower step takes a batch of its own, `next(problem.pretext)`")
+        if self.batches_D != upper:
+            raise Wrong("each upper step takes a batch of its own, `next(problem.labelled)`")
+
+    def look_at_heads(self) -> None:
+        """A step brings φ_P nearer to its minimum by a share lr; line 15 doubles it for φ_D."""
+        for name, found, phi, best, share in (
+            ("φ_P", self.heads_P, self.phi_P, self.best_phi_P, self.lr),
+            ("φ_D", self.heads_D[::2], self.phi_D, self.best_phi_D, 2 * self.lr),
+        ):
+            steps = torch.arange(len(found)).double()[:, None]
+            expected = best + (phi - best) * (1 - share) ** steps
+            optimiser = f"opt_{name[-1]}"
+            same(f"{name} at each step", torch.stack(found), expected, {
+                f"it never moves; {optimiser} must be given it": phi.expand_as(expected),
+            })  # fmt: skip
 
     def theta_P_star(self, theta_D: Tensor) -> Tensor:
         """The solution of the lower level, (2, 2)."""
@@ -260,3 +330,17 @@ class Quadratic:
         right = self.low_D - factor * ((1 - J) * self.low_P - self.low_D)
         theta_D: Tensor = torch.linalg.solve(system, right).view(2, 2)
         return theta_D
+
+
+def look_at_head(loss: str, name: str, phi: Tensor, right: Tensor) -> None:
+    """Wrong if a loss is given the other head; they have different shapes."""
+    if phi.shape != right.shape:
+        raise Wrong(
+            f"{loss} was given a head {tuple(phi.shape)}; {name} is {tuple(right.shape)}: are φ_P "
+            "and φ_D swapped?"
+        )
+
+
+def in_order(rows: Tensor) -> Tensor:
+    """The rows by their first number: F does not depend on their order."""
+    return rows[rows[:, 0].argsort()]

@@ -2,12 +2,13 @@
 
 import itertools
 import weakref
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from witness import Wrong, eye, random, same
+from witness import Wrong, eye, guarded, random, same
 
 import mfac
 from bisslight import Passes
@@ -27,18 +28,17 @@ def small_backbone() -> Backbone:
 
 
 class Coupled:
-    """A lower level of three parameters and a head of three: a network with one hidden unit."""
+    """A lower level of three parameters and a head of two: a network with one hidden unit."""
 
-    lam = 0.3
-
-    def __init__(self) -> None:
+    def __init__(self, lam: float) -> None:
+        self.lam = lam
         self.x = random(20, 3)
         self.y = random(20, seed=1)
         self.low_D = random(3, seed=2)  # L^D(θ) = ½ |θ − low_D|²
 
     def loss_P(self, theta: Tensor, phi: Tensor) -> Tensor:
-        """φ is a linear layer on top of the hidden unit, an input and a constant."""
-        hidden = torch.stack([torch.tanh(self.x @ theta), self.x[:, 0], torch.ones_like(self.y)], 1)
+        """φ is a linear layer on top of the hidden unit and a constant."""
+        hidden = torch.stack([torch.tanh(self.x @ theta), torch.ones_like(self.y)], 1)
         fit = (hidden @ phi - self.y).square().mean()
         return fit + 0.1 * phi.square().sum() + theta.pow(4).sum()
 
@@ -48,7 +48,7 @@ class Coupled:
         def eq_4(z: Tensor) -> Tensor:
             return self.loss_P(z[:3], z[3:]) + self.lam / 2 * (z[:3] - theta_D).square().sum()
 
-        z = torch.cat([0.5 * torch.ones_like(theta_D), torch.zeros_like(theta_D)])
+        z = torch.cat([0.5 * torch.ones_like(theta_D), torch.zeros(2).double()])
         for _ in range(15):
             slope = torch.autograd.functional.jacobian(eq_4, z)
             z = z - torch.linalg.solve(torch.autograd.functional.hessian(eq_4, z), slope)
@@ -61,78 +61,95 @@ class Coupled:
 
 def check_with_the_head(with_the_head: Any) -> None:
     """Finite differences: move θ_D a little, solve the lower level anew, see how L^D changes."""
-    problem = Coupled()
-    theta_D = random(3, seed=3)
-    h = 1e-5
-    slopes = []
-    for e in eye(3):
-        slopes.append((problem.upper(theta_D + h * e) - problem.upper(theta_D - h * e)) / (2 * h))
-    theta, phi = problem.lower(theta_D).split(3)
-    g = theta - problem.low_D
-    lam = problem.lam
-    H_tt = torch.autograd.functional.hessian(lambda z: problem.loss_P(z, phi), theta)
-    q = with_the_head(problem.loss_P, theta, phi, lam, g)
-    held = lam * torch.linalg.solve(H_tt + lam * eye(3), g)
-    mistakes = {"this is Eq. 5, where φ_P is held fixed": held, "this is g": g}
-    same("the derivative", q, torch.stack(slopes), mistakes, 1e-5)
+    answer = guarded(with_the_head, "loss_P theta phi lam g")
+    for problem in (Coupled(0.3), Coupled(1.0)):
+        theta_D = random(3, seed=3)
+        h = 1e-5
+        slopes = []
+        for e in h * eye(3):
+            slopes.append((problem.upper(theta_D + e) - problem.upper(theta_D - e)) / (2 * h))
+        theta, phi = problem.lower(theta_D).split([3, 2])
+        g = theta - problem.low_D
+        lam = problem.lam
+        H_tt = torch.autograd.functional.hessian(partial(problem.loss_P, phi=phi), theta)
+        held = lam * torch.linalg.solve(H_tt + lam * eye(3), g)
+        q = answer(problem.loss_P, theta, phi, lam, g)
+        same("the derivative", q, torch.stack(slopes), {
+            "this is Eq. 5, where φ_P is held fixed": held,
+            "this is g": g,
+        }, 1e-5)  # fmt: skip
 
 
 # --- 4.2 ------------------------------------------------------------------------------------------
 
 
 def check_per_image_rows(per_image_rows: Any) -> None:
-    """All 81 pairs of minibatches of 2 of 3 images are equally likely: the mean must be exact."""
+    """All choices of m minibatches of B of 3 images are equally likely: the mean must be exact."""
+    answer = guarded(per_image_rows, "G images")
     x = random(3, 4)
     y = torch.tensor([1.0, -1.0, 1.0]).double()
     w = random(4, seed=1)
 
-    def gradient(index: list[int]) -> Tensor:
+    def gradient(index: tuple[int, ...]) -> Tensor:
         """Of the logistic loss, the mean over the images of a minibatch, by autograd."""
         leaf = w.clone().requires_grad_()
-        loss = F.softplus(-y[index] * (x[index] @ leaf)).mean()
+        chosen = [*index]
+        loss = F.softplus(-y[chosen] * (x[chosen] @ leaf)).mean()
         return torch.autograd.grad(loss, leaf)[0]
 
-    image = torch.stack([gradient([i]) for i in range(3)])
+    image = torch.stack([gradient((i,)) for i in range(3)])
     expected = image.T @ image / 3  # Sec. 2.2: the mean over the images of ∇L ∇Lᵀ
-    batches = [gradient([i, j]) for i in range(3) for j in range(3)]
-    found = torch.zeros(4, 4).double()
-    plain = torch.zeros(4, 4).double()
-    for pair in itertools.product(batches, repeat=2):
-        G = torch.stack(pair)
-        R = per_image_rows(G, 2)
-        found += R.T @ R / len(R) / 81
-        plain += G.T @ G / len(G) / 81
-    same("the mean of RᵀR / len(R)", found, expected, {
-        "this is the matrix of the minibatches; most of the images' covariance is missing": plain,
-        "it is half of what it should be: RᵀR is divided by all rows of R": expected / 2,
-    })  # fmt: skip
+    for m, B in ((2, 2), (3, 2), (2, 3)):
+        batches = [gradient(index) for index in itertools.product(range(3), repeat=B)]
+        found = torch.zeros(4, 4).double()
+        plain = torch.zeros(4, 4).double()
+        choices = [*itertools.product(batches, repeat=m)]
+        for rows in choices:
+            G = torch.stack(rows)
+            R = answer(G, B)
+            found += R.T @ R / len(R) / len(choices)
+            plain += G.T @ G / len(G) / len(choices)
+        same(f"the mean of RᵀR / len(R) for m = {m} and B = {B}", found, expected, {
+            "this is the matrix of the minibatches; most of the images' covariance is missing":
+                plain,
+            "it is half of what it should be: RᵀR is divided by all rows of R": expected / 2,
+        })  # fmt: skip
 
 
 # --- 4.3 ------------------------------------------------------------------------------------------
 
 
 def check_with_decay(with_decay: Any) -> None:
-    """Autograd through 800 steps of training with decay, on a quadratic whose Fisher is H."""
-    R = random(4, 4)
-    a = random(4, seed=1)
-    c = random(4, seed=2)
-    lam = 0.2
-    decay = 0.1
+    """Autograd through 800 steps of training with decay, on quadratics whose Fisher is H."""
+    answer = guarded(with_decay, "G lam decay")
     rate = 0.1
-    H = R @ R.T / 4 + 0.1 * eye(4)
-    theta_D = random(4, seed=3).requires_grad_()
-    theta = torch.zeros_like(a)
-    for _ in range(800):
-        step = H @ (theta - a) + lam * (theta - theta_D)
-        theta = (1 - rate * decay) * theta - rate * step  # decoupled, as in AdamW
-    (expected,) = torch.autograd.grad((theta - c).square().sum() / 2, theta_D)
-    G = 2 * torch.linalg.cholesky(H).T[None]  # m = 4 rows with GᵀG / m = H
-    g = (theta - c).detach()[None]
-    same("q", with_decay(G, lam, decay)(g), expected[None], {
-        "this is Eq. 5 without decay": mfac.mfac(G, lam)(g),
-        "the matrix is right; the factor before it must be λ, and yours is λ + ω":
-            mfac.mfac(G, lam + decay)(g),
-    })  # fmt: skip
+    for lam, decay in ((0.2, 0.1), (0.05, 0.3)):
+        G = []
+        g = []
+        expected: list[Tensor] = []
+        for k in range(2):  # two blocks: nothing of one reaches the other
+            R = random(4, 4, seed=k)
+            a = random(4, seed=10 + k)
+            c = random(4, seed=20 + k)
+            H = R @ R.T / 4 + 0.1 * eye(4)
+            theta_D = random(4, seed=30 + k).requires_grad_()
+            theta = torch.zeros_like(a)
+            for _ in range(800):
+                step = H @ (theta - a) + lam * (theta - theta_D)
+                theta = (1 - rate * decay) * theta - rate * step  # decoupled, as in AdamW
+            expected += torch.autograd.grad((theta - c).square().sum() / 2, theta_D)
+            G.append(2 * torch.linalg.cholesky(H).T)  # m = 4 rows with GᵀG / m = H
+            g.append((theta - c).detach())
+        blocks = torch.stack(G)
+        query = torch.stack(g)
+        joined = mfac.mfac(blocks.transpose(0, 1).reshape(1, 4, 8), lam + decay)
+        same("q", answer(blocks, lam, decay)(query), torch.stack(expected), {
+            "this is Eq. 5 without decay": mfac.mfac(blocks, lam)(query),
+            "the matrix is right; the factor before it must be λ, and yours is λ + ω":
+                mfac.mfac(blocks, lam + decay)(query),
+            "the blocks are joined to one; each has its own matrix":
+                lam / (lam + decay) * joined(query.reshape(1, 8)).view(2, 4),
+        })  # fmt: skip
 
 
 # --- 4.4 ------------------------------------------------------------------------------------------
@@ -203,7 +220,8 @@ def check_cached_gradient(cached_gradient: Any) -> None:
     sizes.clear()
     graphs.alive.clear()
     graphs.most = 0
-    same("the gradient", cached_gradient(embed, loss, theta, images, 4), expected, {
+    answer = guarded(cached_gradient, "embed loss theta images micro")
+    same("the gradient", answer(embed, loss, theta, images, 4), expected, {
         "parts of the batch do not know of each other; the loss needs all embeddings at once":
             even.theta,
     })  # fmt: skip
@@ -216,4 +234,4 @@ def check_cached_gradient(cached_gradient: Any) -> None:
             f"the numbers are right, but the graphs of {graphs.most} images were alive at a time, "
             "not of 4: compute the embeddings without a graph first"
         )
-    same("the gradient in parts of 3", cached_gradient(embed, loss, theta, images, 3), expected)
+    same("the gradient in parts of 3", answer(embed, loss, theta, images, 3), expected)

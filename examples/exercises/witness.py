@@ -36,8 +36,13 @@ def same(
     if found.shape != expected.shape:
         shapes = f"{tuple(found.shape)}, not {tuple(expected.shape)}"
         raise Wrong(f"{what} has the shape {shapes}")
-    wrong_type = expected.is_floating_point() and found.dtype != expected.dtype
+    wrong_type = found.dtype != expected.dtype
     error = distance(found, expected)
+    if error <= 1e-4 and wrong_type and not expected.is_floating_point():
+        raise Wrong(
+            f"the numbers of {what} are right, but they are {name(found)}; an index is a whole "
+            f"number, {name(expected)}, as `argsort` gives it"
+        )
     if error <= 1e-4 and wrong_type:
         raise Wrong(
             f"the numbers of {what} are right, but they are {name(found)}, and the arguments are "
@@ -98,6 +103,25 @@ def untouched(what: str, now: Tensor, before: Tensor) -> None:
         raise Wrong(f"{what} was changed; it must stay as it is")
 
 
+def guarded(answer: Any, names: str) -> Any:
+    """The student's function, but Wrong if a call changes one of the arguments of these names.
+
+    Args:
+        answer: the student's function.
+        names: of the arguments, in their order; `_` for one that may change.
+    """
+
+    def call(*arguments: Any) -> Any:
+        before = [x.detach().clone() if isinstance(x, Tensor) else None for x in arguments]
+        found = answer(*arguments)
+        for what, now, was in zip(names.split(), arguments, before, strict=True):
+            if what != "_" and was is not None:
+                untouched(what, now, was)
+        return found
+
+    return call
+
+
 def several(what: str, found: Any, names: Sequence[str]) -> list[Any]:
     """Wrong unless a result is a tuple with so many parts; the parts."""
     if not isinstance(found, tuple | list) or len(found) != len(names):
@@ -150,26 +174,29 @@ def stay_small(function: Callable[[Tensor, Tensor], object]) -> None:
 
 
 class Watch(TorchDispatchMode):
-    """Notes how many numbers the largest tensor has that is made, and how many operations are run.
+    """Notes how many numbers each tensor has that is made.
 
     A view, such as a transposed matrix, has the memory of another tensor and does not count.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.largest = 0
-        self.operations = 0
+        self.sizes: list[int] = []
+
+    @property
+    def largest(self) -> int:
+        """Of the tensors that were made, the size of the largest."""
+        return max(self.sizes, default=0)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         """Every operation of torch passes here."""
-        self.operations += 1
         made = func(*args, **(kwargs or {}))
         known = {memory(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for x in tree_leaves(made):
             if isinstance(x, Tensor) and memory(x) not in known:
-                self.largest = max(self.largest, x.numel())
+                self.sizes.append(x.numel())
         return made
 
 

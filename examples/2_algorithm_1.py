@@ -1,12 +1,10 @@
 # %% [markdown]
-# # 3. Algorithm 1 by hand
+# # 2. Algorithm 1 by hand
 #
-# Here Algorithm 1 is written out with the paper's line numbers, from the pieces of this project.
-# Then the same run is done with `bisslight.algorithm_1`, and the two are compared number by number.
-# The second half is a lab: in which regime does the curvature change anything?
-#
-# Read `bisslight.py` beside this page; it begins with a glossary of all letters. The notebook runs
-# in less than a minute.
+# Here Algorithm 1 is written out from the pieces of this project, and compared with
+# `bisslight.algorithm_1`, number by number. Then: in which regime does the curvature change
+# anything? Read `bisslight.py` beside this page; it begins with a glossary of all letters. The
+# notebook runs in less than a minute.
 
 # %%
 import warnings
@@ -21,38 +19,34 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
-from torch import Tensor
 
 import mae
-from bisslight import Hypergradient, Log, Map, Passes, State, algorithm_1
+from bisslight import Hypergradient, Log, Passes, State, algorithm_1
 from config import AlignConfig
 from data import rng
 from lora import Examples, downstream_loss, init_head, init_theta
 from mfac import mfac
-from support import omniglot
-from support.checkpoints import load_backbone
+from support.experiment import open_experiment
 from support.optim import Group, Optimiser, Schedule, trainable
 
 torch.set_num_threads(1)  # the network is too small for several threads
 plt.rcParams.update({"figure.dpi": 75, "figure.constrained_layout.use": True})
-BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 
 # %% [markdown]
-# ## 3.1 The input of Algorithm 1 (line 1)
+# ## 2.1 The input of Algorithm 1 (line 1)
 #
 # We need a pretrained backbone ψ with its pretext head φ_P, a pretext task, a labelled task,
 # batches of both, and two optimisers. ψ and φ_P come with the program: `vit_mini`, pretrained with
-# the masked autoencoder (MAE) on handwritten characters (notebook 2). The labelled task is to tell
-# the 24 Greek characters apart.
+# the masked autoencoder (MAE) on handwritten characters. `open_experiment` freezes ψ:
+# only θ and the heads are trained. The labelled task is to tell the 24 Greek characters apart.
 
 # %%
-cfg = AlignConfig(backbone="vit_mini", dataset="omniglot:Greek")
-pretrained = load_backbone(cfg)
-backbone, decoder = pretrained.backbone, pretrained.head
+experiment = open_experiment(AlignConfig(backbone="vit_mini", dataset="omniglot:Greek"))
+backbone, decoder = experiment.networks.backbone, experiment.networks.head
 pretext = mae.MAE(backbone, decoder)  # mask ratio 0.75
-pool, task = omniglot.pool(), omniglot.task("Greek", 0)
-unlabelled_images = (torch.as_tensor(pool.images) - pool.mean[0]) / pool.std[0]
-labelled_images = (torch.as_tensor(task.train.images) - pool.mean[0]) / pool.std[0]
+pool, task = experiment.pool, experiment.task
+unlabelled_images = (pool.images - pool.mean[0]) / pool.std[0]
+labelled_images = (task.train.images - pool.mean[0]) / pool.std[0]
 passes = Passes()  # whole batches, full precision
 
 
@@ -103,31 +97,10 @@ def begin() -> State:
 
 
 # %% [markdown]
-# **Questions**
-#
-# 1. `load_backbone` freezes ψ (`requires_grad_(False)`). Why?
-# 2. What differs between the states of two calls of `begin`?
-#
-# <details><summary>Answers</summary>
-#
-# 1. BiSSLight trains only θ and the heads. Gradients with respect to ψ would cost memory for
-#    nothing.
-# 2. Nothing: the random numbers of each purpose have a seed of their own. So runs can be compared.
-#
-# </details>
-
-# %% [markdown]
-# ## 3.2 Algorithm 1
+# ## 2.2 Algorithm 1
 #
 # `passes.gradients(loss, theta, phi, batch)` returns the loss and its gradients with respect to θ
 # and to the head. `update` of an optimiser changes tensors in place.
-#
-# Three things are easy to get wrong:
-#
-# - the gradient that is stored in G (line 6) is ∇L^P, *before* λ(θ_P − θ_D) is added (line 7),
-#   because M-FAC (Matrix-Free Approximate Curvature) adds λI to its matrix by itself;
-# - g (line 12) is taken at θ_P, while the update (line 16) moves θ_D;
-# - the head φ_D is moved by the sum of two gradients (line 15), one at θ_P and one at θ_D.
 
 
 # %%
@@ -169,7 +142,7 @@ numbers = list(by_hand(s, mfac))
 print(f"{len(numbers)} upper steps; |q|/|g| of the last one: {numbers[-1][0]:.4f}")
 
 # %% [markdown]
-# ## 3.3 The same with the library
+# ## 2.3 The same with the library
 #
 # `bisslight.algorithm_1` is a generator: it does one alternation, yields numbers to log, and waits.
 # The caller decides what to do in between: print, validate, save, or stop.
@@ -195,96 +168,41 @@ for name, mine, theirs in (
     assert difference < 1e-6
 
 # %% [markdown]
-# **Questions**
-#
-# 1. Which lines would you have to change to get BiSSL, the predecessor?
-# 2. In which line do the labelled data influence θ_P?
-#
-# <details><summary>Answers</summary>
-#
-# 1. Lines 10 and 13 only: pass `cg` (conjugate gradients, CG) instead of `mfac`. Then H is used and
-#    G is not.
-# 2. In no line directly. The labels move θ_D (line 16), and line 7 of the next alternation pulls
-#    θ_P towards θ_D.
-#
-# </details>
+# To get BiSSL, the predecessor, pass `cg` (conjugate gradients) instead of `mfac`: only lines 10
+# and 13 change. Then H is used and G is not.
 
 # %% [markdown]
-# ## 3.4 In which regime does the curvature change anything?
+# ## 2.4 In which regime does the curvature change anything?
 #
 # The last upper step above had |q|/|g| = 0.999 or more: q is g, and `identity`, which ignores the
-# curvature, would have given the same run. Why? M-FAC's matrix F is the mean of $g_i g_i^\top$. So
-# in each block, no eigenvalue of F is larger than the mean squared length of the stored gradients:
+# curvature, would have given the same run. In each block, no eigenvalue of M-FAC's matrix F, the
+# mean of $g_i g_i^\top$, is larger than the mean squared length of the stored gradients. Where this
+# is much smaller than λ, λ(F + λI)⁻¹ is nearly I. So M-FAC acts where gradients are larger, as in
+# smaller batches, or where λ is smaller. We try both from the same start, with the paper's N_L.
 
 # %%
-for size in (64, 8, 1):
-    batches = itertools.islice(pretext_batches(size, "lower"), 20)
-    found = [passes.gradients(loss_P, s.theta_P, s.phi_P, batch).theta for batch in batches]
-    largest = torch.stack(found).square().sum(2).mean(0)  # (K,), one number for each layer
-    print(f"batches of {size:2}: no eigenvalue of F above", [f"{x:.0e}" for x in largest.tolist()])
-
-# %% [markdown]
-# Compare with λ = 1e-3: where F is much smaller than λ, λ(F + λI)⁻¹ is nearly I. M-FAC acts where
-# gradients are larger, as in smaller batches, or where λ is smaller. We try both from the same
-# start, with the paper's N_L = 20.
-#
-# Two more numbers tell why |q|/|g| is what it is ([derived
-# here](../docs/math.md#how-much-can-curvature-do)): `share` is the part of |g|² in the span of the
-# stored gradients, and `removed` says how much of that part the inverse takes away. A hypergradient
-# of our own measures them.
-
-# %%
-columns: dict[str, list[float]] = {}  # the numbers of all upper steps, by name
-
-
-def inside(G: Tensor, x: Tensor) -> float:
-    """The squared length of x's projection on the span of G, layer by layer, added up."""
-    Q, _ = torch.linalg.qr(G.mT)  # (K, p, N_L), the columns are orthonormal
-    return float((Q.mT @ x[..., None]).square().sum())
-
-
-def watched(G: Tensor, lam: float, H: object) -> Map:
-    inverse = mfac(G, lam)
-
-    def inverse_watched(g: Tensor) -> Tensor:
-        q = inverse(g)
-        columns["share"].append(inside(G, g) / float(g.square().sum()))
-        columns["removed"].append(1 - inside(G, q) / inside(G, g))
-        return q
-
-    return inverse_watched
-
-
 lab = SimpleNamespace(alternations=4, lower_steps=20, upper_steps=4, lam=1e-3)
-REGIMES = [(64, 1e-3, BLUE), (8, 1e-3, GREEN), (64, 1e-5, ORANGE), (8, 1e-5, RED)]
-figure, axes = plt.subplots(1, 2, figsize=(10, 3.6))
-print("batch  λ      |q|/|g|  cosine  share of |g|²  removed of it")
-for size, lam, colour in REGIMES:
+REGIMES = [(64, 1e-3), (8, 1e-3), (64, 1e-5), (8, 1e-5)]
+figure, axes = plt.subplots(figsize=(6, 3.4))
+for size, lam in REGIMES:
     lab.lam = lam
     batches: Any = pretext_batches(size, "lower"), labelled_batches(32)
-    columns = {"q_over_g": [], "cosine": [], "share": [], "removed": []}
-    for log in algorithm_1(begin(), lab, pretext, loss_D, watched, *batches):
-        columns["q_over_g"] += log.q_over_g
-        columns["cosine"] += log.cosine
-    means = [sum(values) / len(values) for values in columns.values()]
-    ratio, cosine, share, removed = means
-    print(f"{size:5}  {lam:.0e}  {ratio:7.4f} {cosine:7.4f}  {share:13.1%}  {removed:13.1%}")
-    label = f"batch {size}, λ = {lam:.0e}"
-    axes[0].plot(columns["q_over_g"], "o-", markersize=3, color=colour, label=label)
-    axes[1].plot(columns["removed"], "o-", markersize=3, color=colour, label=label)
-axes[0].set(title="|q| / |g|", xlabel="upper step")
-axes[1].set(title="removed of the part of g that M-FAC can reach", xlabel="upper step")
-axes[0].legend(fontsize=8)
+    ratios = []
+    for log in algorithm_1(begin(), lab, pretext, loss_D, mfac, *batches):
+        ratios += log.q_over_g
+    mean = sum(ratios) / len(ratios)
+    print(f"batches of {size:2}, λ = {lam:.0e}: |q|/|g| {mean:.4f}")
+    axes.plot(ratios, "o-", markersize=3, label=f"batch {size}, λ = {lam:.0e}")
+axes.set(title="|q| / |g|", xlabel="upper step")
+axes.legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
 # **Questions**
 #
 # 1. Why is |q|/|g| at most 1 for M-FAC? Could the cosine of q and g be negative? And with CG?
-# 2. About a quarter of |g|² lies in the span of 20 stored gradients; for a random g it would be 20
-#    of 2,048 numbers, 1 %. What does this say about the two losses?
-# 3. A smaller λ makes the curvature visible. What else does λ do in Algorithm 1?
-# 4. You read of a run with M-FAC that ends 2 points above one without alignment. Which arm do you
+# 2. A smaller λ makes the curvature visible. What else does λ do in Algorithm 1?
+# 3. You read of a run with M-FAC that ends 2 points above one without alignment. Which arm do you
 #    ask for, before you believe that the curvature made the difference?
 #
 # <details><summary>Answers</summary>
@@ -292,10 +210,9 @@ plt.show()
 # 1. The factors λ/(κ + λ) lie between 0 and 1, since no eigenvalue κ of F is below 0, and g·q is
 #    above 0. The true Hessian can have negative eigenvalues. If one lies below −c (for CG, c is λ +
 #    1), the result of CG can point anywhere.
-# 2. Their gradients have directions in common. These are the only ones in which M-FAC can act.
-# 3. It is the pull between θ_P and θ_D (line 7). With λ = 1e-5 the labels reach θ_P a hundred times
+# 2. It is the pull between θ_P and θ_D (line 7). With λ = 1e-5 the labels reach θ_P a hundred times
 #    more slowly. So λ cannot be chosen for the sake of M-FAC alone.
-# 4. The same run with `identity`. It costs less and has everything but the curvature.
+# 3. The same run with `identity`. It costs as much, and has everything but the curvature.
 #
 # </details>
 
@@ -310,9 +227,8 @@ plt.show()
 # Say what you expect before you run it. Both were run; *found* says what came out.
 #
 # 1. **In `by_hand`, append `g_P` to G** (after line 7) in place of `grad_P`. The comparison in
-#    3.3 should fail. *Found:* it does, though θ_P and θ_D differ by 4e-4 at most: a mistake that
+#    2.3 should fail. *Found:* it does, though θ_P and θ_D differ by 4e-4 at most: a mistake that
 #    only a comparison number by number can find.
-# 2. **In 3.4, add `(1, 1e-5, "black")` to `REGIMES`.** Gradients of single images are the largest,
-#    so nearly all of the reachable part should be removed. But |q|/|g| cannot fall below √(1 −
-#    share). *Found:* 92 % of it is removed, and |q|/|g| is 0.844. The share is a little larger than
-#    before, 30 %, so the limit is 0.84.
+# 2. **In 2.4, add `(1, 1e-5)` to `REGIMES`.** Gradients of single images are the largest, so
+#    |q|/|g| should be the smallest. But q and g are equal outside of the span of the stored
+#    gradients, so it cannot fall to 0. *Found:* 0.844.

@@ -1,0 +1,91 @@
+"""The Gauss-Newton matrix N as a hypergradient; how large F and N are. For two studies."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bisslight import Map, Passes, Phi
+from config import Record
+from mae import MAE
+
+
+@dataclass(frozen=True)
+class NewtonPasses(Passes):
+    """Passes in which the Gauss-Newton matrix N of MAE's loss stands for H."""
+
+    task: MAE | None = None
+
+    def hessian(self, loss: object, theta: Tensor, phi: Phi, batch: Any) -> Map:
+        """The function u -> N u, N = (2/n) JᵀJ; J is the Jacobian of the n predicted pixels."""
+        assert self.task
+        point = theta.detach().requires_grad_()
+        with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
+            prediction, mask = self.task.predict(point, phi, batch)
+            pixels = prediction[mask > 0]
+            v = torch.zeros_like(pixels, requires_grad=True)
+            (JTv,) = torch.autograd.grad(pixels, point, v, create_graph=True)
+
+        def newton_product(u: Tensor) -> Tensor:
+            (Ju,) = torch.autograd.grad(JTv, v, u, retain_graph=True)
+            (JTJu,) = torch.autograd.grad(pixels, point, Ju, retain_graph=True)
+            return 2 / pixels.numel() * JTJu
+
+        return newton_product
+
+
+def newton(G: Tensor, lam: float, H: Callable[[], Map], count: int = 8) -> Map:
+    """With N = H(): q = g − Σ_i p_i ((N p_i)ᵀ g) / (p_iᵀ (N + λI) p_i), the form of Eq. 10.
+
+    The p_i are `count` directions of conjugate gradients from the first g; they serve all later g.
+    """
+    N = H()
+    directions: list[tuple[Tensor, Tensor, Tensor]] = []  # p, A p, pᵀ A p with A = N + λI
+
+    def inverse(g: Tensor) -> Tensor:
+        residual = g
+        while len(directions) < count:
+            new = residual
+            for p, Ap, pAp in directions:  # rounding would spoil the usual short recurrence
+                new = new - p * ((Ap * residual).sum() / pAp)
+            Ap = N(new) + lam * new
+            pAp = (new * Ap).sum()
+            directions.append((new, Ap, pAp))
+            residual = residual - Ap * ((new * residual).sum() / pAp)
+        q = g.clone()
+        for p, Ap, pAp in directions:
+            q -= p * (((Ap - lam * p) * g).sum() / pAp)
+        return q
+
+    return inverse
+
+
+def squared_length_inside(G: Tensor, x: Tensor) -> float:
+    """|Πx|² = (G x)ᵀ (G Gᵀ)⁺ (G x), summed over the rows of θ; Π projects on the span of G.
+
+    >>> squared_length_inside(torch.tensor([[[2.0, 0.0]]]), torch.tensor([[3.0, 4.0]]))
+    9.0
+    """
+    G = G.double()
+    Gx = G @ x.double()[..., None]  # (K, N_L, 1)
+    # gradients may be dependent: what is shorter than 1e-5 of the longest spans nothing
+    inverse = torch.linalg.pinv(G @ G.mT, rtol=1e-10, hermitian=True)
+    return float((Gx.mT @ inverse @ Gx).sum())
+
+
+def compare(G: Tensor, g: Tensor, N: Map, lam: float) -> Record:
+    """Size of F and N, along g and in all; the trace of N is that of one random vector."""
+    u = torch.randn(g.shape, generator=torch.Generator().manual_seed(0)).sign()
+    squared = float(g.double().square().sum())
+    in_F = float((G.double() @ g.double()[..., None]).square().sum()) / G.shape[1]
+    return {
+        "trace_F": float(G.double().square().sum()) / G.shape[1],
+        "trace_N": float((u * N(u)).sum()),
+        "along_F": in_F / squared / lam,
+        "along_N": float((g * N(g)).sum()) / squared / lam,
+        "share": squared_length_inside(G, g) / squared,
+        "norm_P": float(G[:, -1].norm()),  # |∇L^P| of θ alone
+    }

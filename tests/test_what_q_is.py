@@ -1,0 +1,96 @@
+"""What q is: its measures against dense matrices, its hidden scale, its page against its file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from align import align
+from config import AlignConfig
+from experiments import what_q_is
+from experiments.newton import compare, squared_length_inside
+
+
+def test_traces_and_curvatures_are_those_of_dense_matrices() -> None:
+    """F has a block for each row of θ; N is any symmetric matrix here."""
+    g = torch.Generator().manual_seed(0)
+    G = torch.randn(3, 4, 5, generator=g)
+    x = torch.randn(3, 5, generator=g)
+    root = torch.randn(15, 15, generator=g)
+    N = root @ root.mT
+    found = compare(G, x, lambda u: (N @ u.flatten()).view_as(u), lam=0.1)
+    F = torch.block_diag(*(rows.mT @ rows / 4 for rows in G))
+    flat = x.flatten()
+    assert found["trace_F"] == pytest.approx(float(F.trace()), rel=1e-5)
+    for name, matrix in (("along_F", F), ("along_N", N)):
+        dense = flat @ matrix @ flat / (flat @ flat) / 0.1
+        assert found[name] == pytest.approx(float(dense), rel=1e-5)
+    diagonal = torch.arange(15.0)  # then one random vector of signs gives the trace itself
+    found = compare(G, x, lambda u: diagonal.view_as(u) * u, lam=0.1)
+    assert found["trace_N"] == pytest.approx(105)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5)])
+def test_what_lies_inside_the_span_is_a_dense_projection(
+    dtype: torch.dtype, tolerance: float
+) -> None:
+    """By QR; a gradient that comes twice spans nothing new, and gradients of zeros span nothing."""
+    g = torch.Generator().manual_seed(0)
+    G = torch.randn(3, 4, 9, generator=g, dtype=torch.float64)
+    x = torch.randn(3, 9, generator=g, dtype=torch.float64)
+    Q, _ = torch.linalg.qr(G.mT)  # (3, 9, 4)
+    projected = (Q @ (Q.mT @ x[..., None]))[..., 0]
+    dense = float(projected.square().sum())
+    for rows in (G, torch.cat([G, G[:, :1]], 1)):
+        found = squared_length_inside(rows.to(dtype), x.to(dtype))
+        assert found == pytest.approx(dense, rel=tolerance)
+    assert squared_length_inside(G, x - projected) < 1e-12 * dense
+    assert squared_length_inside(0 * G, x) == 0
+
+
+FEW: Any = {"alternations": 3, "warmup": 1, "probe_epochs": 1, "upper_steps": 1, "p_batch": 8}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Three alternations, of which the last is measured."""
+    monkeypatch.setattr(what_q_is, "SETTINGS", what_q_is.SETTINGS | FEW)
+    monkeypatch.setattr(what_q_is, "LAST", 1)
+    return what_q_is
+
+
+def test_measuring_changes_no_run(small: Any, tmp_path: Path) -> None:
+    """|q|/|g|, its cosine and the distance are what align itself logs."""
+    found = small.measure(2.0, 1e-3, 1.0, "Tagalog")
+    settings = small.SETTINGS | {"dataset": "omniglot:Tagalog", "lower_steps": 2, "lam": 1e-3}
+    run = align(AlignConfig(**settings), tmp_path / "run")
+    last = json.loads(Path(run.out, "metrics.jsonl").read_text().splitlines()[-1])
+    for name, logged in (("ratio_F", "q_over_g"), ("cosine_F", "cosine"), ("distance", "distance")):
+        assert [found[name]] == pytest.approx(last[logged], rel=1e-6)
+
+
+def test_the_unit_of_the_loss_changes_mfacs_q_and_nothing_else(small: Any) -> None:
+    one, thousand = (small.measure(2.0, 1e-3, c, "Tagalog") for c in (1.001, 1000.0))
+    for name in ("loss_P", "distance", "trace_F", "ratio_N", "cosine_N"):
+        assert thousand[name] == pytest.approx(one[name], rel=1e-3)
+    assert thousand["ratio_F"] < one["ratio_F"] - 0.01
+
+
+def test_a_case_is_measured_once(small: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(small, "CASES", [(1.0, 1e-3, 1.0)])
+    monkeypatch.setattr(small, "SCALES", [(1.0, 1e-3, 1.0)])
+    path = tmp_path / "rows.csv"
+    small.add_rows(path)
+    first = path.read_text()
+    small.add_rows(path)
+    assert path.read_text() == first
+    assert [row["alphabet"] for row in small.read_rows(path)] == ["Tagalog", "Early_Aramaic"]
+
+
+def test_the_tables_of_the_page_are_those_of_the_file() -> None:
+    page = what_q_is.ROWS.with_suffix(".md").read_text()
+    rows = what_q_is.read_rows(what_q_is.ROWS)
+    assert what_q_is.table(rows, what_q_is.CASES, what_q_is.FROM_CASE) in page
+    assert what_q_is.table(rows, what_q_is.SCALES, what_q_is.FROM_SCALE) in page
