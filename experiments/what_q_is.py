@@ -57,7 +57,7 @@ def measure(lower_steps: float, lam: float, c: float, alphabet: str) -> Record:
                 N = H()  # that of L^P, without c
                 row.update(compare(G / c, g, N, lam))
                 for name, q in (("F", by_mfac(g)), ("N", newton(G, lam, lambda: N)(g))):
-                    ratio, cosine, _ = agreement(g, q).values()
+                    ratio, cosine = agreement(g, q)
                     row.update({f"ratio_{name}": float(ratio), f"cosine_{name}": float(cosine)})
             return by_mfac(g) if c == 1 else g.clone()
 
