@@ -184,7 +184,7 @@ METHODS = {
     "CG, 50 steps, no damping": (partial(cg, iterations=50, damping=0.0), GREEN, ":"),
     "M-FAC, closed form": (mfac, BLUE, "-"),
     "M-FAC, recursion": (recursion, ORANGE, ":"),
-    "CG as in BiSSL": (cg, PINK, "-"),
+    "CG as in BiSSL": (partial(cg, damping=1.0, prefactor="c"), PINK, "-"),
     "identity": (identity, RED, "-"),
 }
 correct = (lam * torch.linalg.solve(H + lam * torch.eye(P), g.flatten())).view(K, p)
@@ -253,11 +253,6 @@ plt.show()
 #    alternation. M-FAC and `identity` need none: this is where the paper's speed comes from.
 #
 # </details>
-
-# %% [markdown]
-# Two more approximations: Eq. 5 holds the pretext head φ_P fixed, while Eq. 4 minimises over it
-# (exercise 4.1), and the paper stores gradients of minibatches, not of single examples (exercise
-# 4.2).
 
 # %% [markdown]
 # ## What to change and what you expect

@@ -125,8 +125,8 @@ def compare(point: Point, H: Tensor, lam: float) -> list[Record]:
     answers = {}
     for m in STORED:
         answers[f"M-FAC, N_L {m}"] = mfac(point.G[:, :m], lam)(point.g)
-    answers[CG] = cg(point.G, lam, products)(point.g)
-    answers[UNDAMPED] = cg(point.G, lam, products, damping=0.0)(point.g)
+    answers[CG] = cg(point.G, lam, products, damping=1.0, prefactor="c")(point.g)  # as in BiSSL
+    answers[UNDAMPED] = cg(point.G, lam, products)(point.g)
     answers["identity"] = point.g
     rows: list[Record] = []
     for method, q in answers.items():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from config import DATASETS, FinetuneConfig, name_or_folder
+from config import FinetuneConfig, name_or_folder
 from data import LEFT_OUT, count_others, find_fault, find_images, overheard, subfolders
 from support.benchmarks import BENCHMARKS, open_task, place_of
 from support.errors import UsageError, collected
@@ -31,7 +31,7 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
     A folder that has two or more folders is a labelled task, any other one a pool. With `partial` a
     benchmark may be a subset. Raises UsageError if there is no such data set.
     """
-    name = name_or_folder(name, DATASETS)
+    name = name_or_folder(name)
     place = place_of(name, root)
     if not place.is_dir():
         raise UsageError(f"{name}: there is no folder {place}")
@@ -41,6 +41,8 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
         cfg = FinetuneConfig(backbone="vit_mini", dataset=name, data_root=root, partial=partial)
         with collected(problems):
             open_task(cfg)
+    if has_classes:
+        problems = [fault for line in problems for fault in line.split("; ")]
 
     files = find_images(place)
     first_with: dict[str, Path] = {}  # the first file with each sha256

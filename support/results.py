@@ -19,6 +19,11 @@ class Score(BaseModel, frozen=True):
     per_class: float | None = None  # percent: mean of the accuracies in each class; None with mAP
     right: int | None = None  # how many images were right; None with mAP
 
+    @property
+    def count(self) -> int:
+        """What arms are compared by: images that were right, or of mAP hundredths of a point."""
+        return round(100 * self.accuracy) if self.right is None else self.right
+
 
 class AdapterInfo(BaseModel, frozen=True):
     """What an adapter file says about how θ was trained. None: it does not say."""

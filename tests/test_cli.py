@@ -11,7 +11,6 @@ import sys
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 import quilts
@@ -36,9 +35,7 @@ import cli
 from bisslight import Log
 from config import AlignConfig, FinetuneConfig, Settings
 from support.experiment import set_up_device
-from support.optim import TrainRecord
 from support.progress import show_progress
-from support.results import Score, TrialResult
 
 OUTSIDE = {"PYTHONPATH": PROGRAM_PATH, "PATH": os.environ["PATH"]}
 
@@ -126,16 +123,12 @@ def test_help_wrong_names_and_evaluate_do_without_torch(runs: Path) -> None:
 def test_progress_hands_every_item_on_and_has_a_line_for_each_off_a_terminal(
     quiet: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A text, an alternation, an epoch, a whole run, and one that diverged."""
-    log = Log(6, [1.0, 3.0], [], [], [], [1.0], [], [], [], [])
-    trial: Any = {"out": "t", "cpu_seconds": 1, "seconds": 1, "lr": 0.01, "seed": 1}
-    trial |= {"start_sha256": None, "start_cpu_seconds": None}
-    best = Score(accuracy=50.0, loss=1.0, per_class=None, right=4)
-    ended = [TrialResult(**trial, val=best, epoch=4), TrialResult(**trial, val=None)]
-    items: list[Any] = ["loss 2.0", log, TrainRecord(7, 1.0), *ended]
+    """A text, and an alternation with the mean losses of both levels."""
+    items = ["loss 2.0", Log(6, [1.0, 3.0], *[[0.5]] * 9)]
     with show_progress(quiet) as track:
         assert [*track(iter(items), 9, "align", 4)] == items
-    assert len(capsys.readouterr().err.splitlines()) == (0 if quiet else 5)
+    lines = ["align 5/9  loss 2.0", "align 6/9  loss P 2  D 0.5"]
+    assert capsys.readouterr().err.splitlines() == ([] if quiet else lines)
 
 
 CLOSED = [  # each a process of its own, so two are for `make slow`
@@ -209,6 +202,15 @@ def test_a_dry_run_counts_the_images_and_names_what_is_not_the_papers(weights: P
     assert unlike == UNLIKE
     assert "lower-steps" in done(line)
     assert [path.name for path in Path().iterdir()] == ["c.toml"]  # nothing is written
+
+
+def test_a_dry_run_says_which_files_it_leaves_out(weights: Path) -> None:
+    Path("pool").mkdir()
+    Image.new("RGB", (20, 20)).save("pool/a.png")
+    Path("pool/b.heic").touch()
+    plan = json.loads(done(f"align {MAE_RUN.format(weights=weights)} --pool pool --dry-run"))
+    assert plan["pool"] == 1
+    assert plan[f"left out of {Path('pool').absolute()}"] == {".heic": 1}
 
 
 def test_a_run_of_the_papers_size_says_that_it_is_meant_for_a_gpu(

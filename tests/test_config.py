@@ -240,7 +240,6 @@ def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> N
         (AlignConfig, {"jobs": 2}, "--jobs"),
         (FinetuneConfig, {"lr": ""}, "--lr"),
         (FinetuneConfig, {"split_file": "mine.txt"}, "--split-file: .*cub200"),
-        (FinetuneConfig, {"grid_seeds": 9}, "--grid-seeds 9: .* --seeds 8"),
         (FinetuneConfig, {"dataset": None}, "--dataset: "),
         (FinetuneConfig, {"epochs": True}, "--epochs True: "),  # TOML's true is no 1
         (AlignConfig, {"pretext": "rotation:Rotation"}, "--pretext"),
@@ -264,7 +263,6 @@ def test_names_keep_their_meaning_in_another_directory(
     assert named(pool="folder:pics").pool == named(pool="pics").pool == f"folder:{tmp_path}/pics"
     assert named(dataset="folder:pics").dataset == f"folder:{tmp_path}/pics"
     assert named(dataset="own", pool="own").pool == "own"
-    assert named(pool="dtd").pool == f"folder:{tmp_path}/dtd"  # it is a name for --dataset alone
     assert named(weights="~nosuchuser/w.pth").weights == tmp_path / "~nosuchuser/w.pth"
 
 

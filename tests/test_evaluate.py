@@ -162,7 +162,7 @@ def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
     (finished(tmp_path / "running", [70.0]) / "result.json").unlink()
     (finished(tmp_path / "torn", [70.0]) / "config.json").write_text("{")
     (finished(tmp_path / "foreign", [70.0]) / "result.json").write_text('{"accuracy": 3}')
-    named = {"mixed": "rank", "both": "aligned_by, starts_from", "twice": "seed"}
+    named = {"mixed": "rank", "both": "aligned_by, lr, starts_from", "twice": "seed"}
     for images, seed in (("x", 1), ("y", 2)):  # one name, but other images
         finished(tmp_path / "changed" / images, [70.0], seed=seed, data_sha256=images)
     named["changed"] = "data_sha256"

@@ -38,8 +38,8 @@ def test_solves_equal_the_recorded_ones(name: str) -> None:
             close(cg(q, lam, H, k, damping, "c", parts)(q)[0], rec[key], 1e-10)
     c = lam + damping
     truth = torch.linalg.solve(rec["hessian"] + c * torch.eye(q.numel()).double(), q[0])
-    close(cg(q, lam, H, 200, damping)(q)[0], c * truth, 1e-8)
-    close(cg(q, lam, H, 200, damping, "lambda")(q)[0], lam * truth, 1e-8)
+    close(cg(q, lam, H, 200, damping, "c")(q)[0], c * truth, 1e-8)
+    close(cg(q, lam, H, 200, damping)(q)[0], lam * truth, 1e-8)
 
 
 def test_a_recorded_bissl_run_is_reproduced() -> None:
@@ -96,10 +96,16 @@ def test_cg_the_exact_solve_and_mfac_agree_where_they_should() -> None:
     truth = lam * torch.linalg.solve(H + lam * torch.eye(6).double(), query.flatten())
     for inverse, tolerance in (
         (exact(G, lam, lambda: lambda d: (H @ d.flatten()).view(2, 3)), 1e-10),
-        (cg(G, lam, lambda: lambda d: (H @ d.flatten()).view(2, 3), 30, 0.0), 1e-9),
+        (cg(G, lam, lambda: lambda d: (H @ d.flatten()).view(2, 3), 30), 1e-9),
         (in_blocks(mfac, "global")(G, lam), 1e-10),
     ):
         close(inverse(query).flatten(), truth, tolerance)
+
+
+def test_exact_says_that_it_takes_the_shape_of_theta_from_G() -> None:
+    for wrong in (None, torch.ones(2, 3)):
+        with pytest.raises(ValueError, match=r"exact needs a G of shape \(K, m, p\)"):
+            exact(wrong, 0.1, lambda: torch.clone)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e-5, 1.0, 1e8])

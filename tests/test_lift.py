@@ -1,10 +1,14 @@
 """Each file of the mathematics can be copied alone into an empty folder, and trains there."""
 
 import ast
+import contextlib
 import doctest
 import importlib
+import io
 import itertools
+import os
 import sys
+import textwrap
 from collections.abc import Callable
 from functools import partial
 from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
@@ -56,9 +60,35 @@ def run_doctests(module: Any) -> None:
     assert tried and not failed
 
 
+def run_example(module: Any) -> None:
+    """The last lines of its docstring, in a folder with the photographs that they name."""
+    folder = Path(module.__file__).parent
+    draw_images(folder / "photos", 12)
+    os.chdir(folder)
+    example = textwrap.dedent(module.__doc__.rpartition("\n\n")[2])
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(example, vars(module))
+    lines = said.getvalue().splitlines()
+    assert lines == ["torch.Size([8, 3, 64, 64]) torch.Size([8])"] * 100
+
+
+def draw_images(root: Path, count: int) -> None:
+    """Two classes, of dark and of bright images of several sizes."""
+    for name, shade in (("bright", 200), ("dark", 50)):
+        (root / name).mkdir(parents=True)
+        for i in range(count):
+            image = Image.new("RGB", (10 + i, 12), (shade, shade + i, shade))
+            image.save(root / name / f"{i}.png")
+
+
 @pytest.mark.parametrize("name", MATHEMATICS)
 def test_each_file_of_the_mathematics_lifts_alone(tmp_path: Path, name: str) -> None:
     run_alone(tmp_path / name, run_doctests, name)
+
+
+def test_the_example_of_data_gives_its_batches(tmp_path: Path) -> None:
+    run_alone(tmp_path / "data", run_example, "data")
 
 
 def test_a_file_that_needs_another_one_would_be_noticed(tmp_path: Path) -> None:
@@ -204,12 +234,9 @@ def train_ijepa(ijepa: Any) -> None:
 
 def train_data(data: Any) -> None:
     """A linear layer on a folder of drawn images, dark and bright ones, through the loader."""
-    for name, shade in (("bright", 200), ("dark", 50)):
-        folder = Path(data.__file__).parent / "drawn" / name
-        folder.mkdir(parents=True)
-        for i in range(6):
-            Image.new("RGB", (10 + i, 12), (shade, shade + i, shade)).save(folder / f"{i}.png")
-    task = data.folder(folder.parent, seed=0)
+    drawn = Path(data.__file__).parent / "drawn"
+    draw_images(drawn, 6)
+    task = data.folder(drawn, seed=0)
     half = (0.5, 0.5, 0.5)
     images = data.Images(task.train, data.Transform(8, half, half, "crop"), train=True)
     draws = data.stream(len(task.train.targets), 4, 0, "train", range(STEPS))

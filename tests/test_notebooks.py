@@ -1,13 +1,16 @@
-"""The notebooks in examples/: script and .ipynb are the same, and every script runs."""
+"""The notebooks in examples/: script and .ipynb are the same. Commands in prose exist."""
 
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import cli
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -58,3 +61,21 @@ def test_each_script_runs_from_an_empty_folder(script: Path, tmp_path: Path) -> 
     done = subprocess.run([sys.executable, script], cwd=tmp_path, env=names, timeout=600)
     assert done.returncode == 0
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("file", ["README.md", "docs/guide.md", "experiments/omniglot.md"])
+def test_each_command_and_flag_in_prose_exists(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is trained: the images that they name are missing, which is said instead."""
+    monkeypatch.chdir(tmp_path)
+    Path("mae.toml").write_text("beta2 = 0.999\nmin_crop = 0.5\n")  # as the page says
+    text = (ROOT / file).read_text().replace("\\\n", " ")
+    lines = re.findall(r"(?m)^(bisslight .*)$", text)
+    assert lines
+    for line in lines:
+        _, command, *words = shlex.split(line)
+        if command in ("align", "finetune", "pretrain"):
+            words.append("--dry-run")
+        cli.run([command, *words])
+        assert "No such" not in capsys.readouterr().err.replace("No such file", ""), line

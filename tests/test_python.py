@@ -27,7 +27,7 @@ def test_the_chain_of_the_guide_runs_as_it_stands_there(tmp_path: Path) -> None:
         [sys.executable, "-c", chain], cwd=tmp_path, env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "difference=" in done.stdout
+    assert " points, p = " in done.stdout
 
 
 @pytest.fixture
