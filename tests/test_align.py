@@ -26,7 +26,15 @@ from align import (
     start_state,
 )
 from bisslight import Diverged, Hypergradient, algorithm_1
-from config import ALIGNED_RATES, RATES, RELEASED, AlignConfig, FinetuneConfig, defaults_of
+from config import (
+    ALIGNED_RATES,
+    OMNIGLOT,
+    RATES,
+    RELEASED,
+    AlignConfig,
+    FinetuneConfig,
+    defaults_of,
+)
 from data import rng
 from lora import init_head
 from support.adapters import load_adapter
@@ -194,8 +202,9 @@ def test_what_is_fixed_in_the_code_is_what_the_paper_says(weights: Path) -> None
 
 
 def commands() -> list[list[str]]:
-    """Those in the example's docstring."""
-    lines = EXAMPLE.read_text().split('"""')[1].replace("\\\n", " ").splitlines()
+    """Those in the example's docstring, typed at the root of the checkout."""
+    text = EXAMPLE.read_text().replace("support/omniglot.pth", str(OMNIGLOT))
+    lines = text.split('"""')[1].replace("\\\n", " ").splitlines()
     return [shlex.split(line)[1:] for line in lines if line.strip().startswith("bisslight ")]
 
 
@@ -222,7 +231,7 @@ def test_the_examples_task_runs_under_its_own_name(
     with Path("rotation.py").open("a") as file:  # another task: the run does not go on with it
         file.write("# changed\n")
     assert cli.run([*line, "--out", "a"]) == 2
-    assert "rotation.py" in capsys.readouterr().err
+    assert "--pretext" in capsys.readouterr().err
 
 
 @pytest.mark.slow

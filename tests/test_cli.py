@@ -204,6 +204,15 @@ def test_a_dry_run_counts_the_images_and_names_what_is_not_the_papers(weights: P
     assert [path.name for path in Path().iterdir()] == ["c.toml"]  # nothing is written
 
 
+def test_a_dry_run_says_which_files_it_leaves_out(weights: Path) -> None:
+    Path("pool").mkdir()
+    Image.new("RGB", (20, 20)).save("pool/a.png")
+    Path("pool/b.heic").touch()
+    plan = json.loads(done(f"align {MAE_RUN.format(weights=weights)} --pool pool --dry-run"))
+    assert plan["pool"] == 1
+    assert plan[f"left out of {Path('pool').absolute()}"] == {".heic": 1}
+
+
 def test_a_run_of_the_papers_size_says_that_it_is_meant_for_a_gpu(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -240,7 +240,6 @@ def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> N
         (AlignConfig, {"jobs": 2}, "--jobs"),
         (FinetuneConfig, {"lr": ""}, "--lr"),
         (FinetuneConfig, {"split_file": "mine.txt"}, "--split-file: .*cub200"),
-        (FinetuneConfig, {"grid_seeds": 9}, "--grid-seeds 9: .* --seeds 8"),
         (FinetuneConfig, {"dataset": None}, "--dataset: "),
         (FinetuneConfig, {"epochs": True}, "--epochs True: "),  # TOML's true is no 1
         (AlignConfig, {"pretext": "rotation:Rotation"}, "--pretext"),

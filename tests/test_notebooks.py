@@ -63,16 +63,16 @@ def test_each_script_runs_from_an_empty_folder(script: Path, tmp_path: Path) -> 
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize("file", ["README.md", "docs/guide.md"])
+@pytest.mark.parametrize("file", ["README.md", "docs/guide.md", "experiments/omniglot.md"])
 def test_each_command_and_flag_in_prose_exists(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is trained: the images that they name are missing, which is said instead."""
     monkeypatch.chdir(tmp_path)
-    Path("mae.toml").write_text("beta2 = 0.999\nmin_crop = 0.5\n")  # as the guide says
+    Path("mae.toml").write_text("beta2 = 0.999\nmin_crop = 0.5\n")  # as the page says
     text = (ROOT / file).read_text().replace("\\\n", " ")
     lines = re.findall(r"(?m)^(bisslight .*)$", text)
-    assert len(lines) >= 4
+    assert lines
     for line in lines:
         _, command, *words = shlex.split(line)
         if command in ("align", "finetune", "pretrain"):
