@@ -70,7 +70,8 @@ def test_a_mark_that_the_program_has_not_is_named() -> None:
 
 
 def test_the_page_has_eq_3_to_10_and_each_line_of_algorithm_1() -> None:
-    assert re.findall(r"<span>(Eq. \d+)</span>", PAGE) == [f"Eq. {n}" for n in range(3, 11)]
+    in_order = [3, 4, 5, 6, 8, 9, 7, 10]  # what 7 and 10 leave out is seen in 8 and 9
+    assert re.findall(r"<span>(Eq. \d+)</span>", PAGE) == [f"Eq. {n}" for n in in_order]
     marks = set(re.findall(r'<b class="l">(l\.\d+)</b>', "".join(code_shown())))
     assert marks == {f"l.{n}" for n in range(1, 18)}
     explained = set(re.findall(r"`(l\.\d+)`", TEXT))
