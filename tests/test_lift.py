@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import torch
 from child_process import finish, start
-from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
+from toy import save_by_class
 
 ROOT = Path(__file__).resolve().parent.parent
 MATHEMATICS = ("bisslight", "mfac", "hypergradients", "lora", "mae", "ijepa", "data")
@@ -61,7 +61,7 @@ def run_doctests(module: Any) -> None:
 def run_example(module: Any) -> None:
     """The last lines of its docstring, in a folder with the photographs that they name."""
     folder = Path(module.__file__).parent
-    draw_images(folder / "photos", 12)
+    save_by_class(folder / "photos", torch.rand(24, 3, 12, 12), torch.arange(24) % 2)
     os.chdir(folder)
     example = textwrap.dedent(module.__doc__.rpartition("\n\n")[2])
     said = io.StringIO()
@@ -69,15 +69,6 @@ def run_example(module: Any) -> None:
         exec(example, vars(module))
     lines = said.getvalue().splitlines()
     assert lines == ["torch.Size([8, 3, 64, 64]) torch.Size([8])"] * 100
-
-
-def draw_images(root: Path, count: int) -> None:
-    """Two classes, of dark and of bright images of several sizes."""
-    for name, shade in (("bright", 200), ("dark", 50)):
-        (root / name).mkdir(parents=True)
-        for i in range(count):
-            image = Image.new("RGB", (10 + i, 12), (shade, shade + i, shade))
-            image.save(root / name / f"{i}.png")
 
 
 @pytest.mark.parametrize("name", MATHEMATICS)
