@@ -196,19 +196,13 @@ def test_line_14_may_have_another_loss_than_line_12() -> None:
 def test_a_loss_that_compares_images_refuses_parts_and_processes(
     passes: Passes, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem: Any = Quadratic()
     monkeypatch.setattr(bisslight, "processes_share", lambda: shared)
-    monkeypatch.setattr(bisslight, "sum_over_processes", lambda values: values)
-    steps, batches = Steps(1, 1, 1, problem.lam), itertools.repeat(Sample())
-
-    def run() -> int:
-        inputs: Any = problem.begin(), steps, problem, problem.loss_D, identity, batches, batches
-        return len([*algorithm_1(*inputs, passes)])
-
-    assert run() == 1
+    problem: Any = Quadratic()
+    bisslight.check_whole(problem, passes)
     problem.mean_over_images = False
+    inputs: Any = problem.begin(), Steps(1, 1, 1, 1), problem, problem.loss_D, identity, (), ()
     with pytest.raises(ValueError, match="compares images, so a batch cannot be cut"):
-        run()
+        next(algorithm_1(*inputs, passes))
 
 
 @pytest.mark.parametrize(("clip", "scale"), [(float("inf"), 1), (10.0, 1), (2.0, 0.2)])

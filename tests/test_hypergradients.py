@@ -100,8 +100,7 @@ def test_step_sizes_a_tensor_are_the_released_programs() -> None:
     """Not the solution: each tensor has step sizes of its own, and 1e-12 is absolute.
 
     Line 2 starts with B = 0, so ∇A is zero at first; its part stays zero. With |g|² = 1e-12, by
-    hand, α = gᵀg / (gᵀAg + 1e-12), half of what it should be. Plain CG solves two coupled
-    equations in two steps, the heuristic does not.
+    hand, α = gᵀg / (gᵀAg + 1e-12), half of what it should be.
     """
     A = torch.tensor([[2.0, 0.9], [0.9, 1.0]]).double()
     x = conjugate_gradients(lambda d: A @ d, torch.tensor([0.0, 1.0]).double(), 1, [1, 1])
@@ -110,11 +109,6 @@ def test_step_sizes_a_tensor_are_the_released_programs() -> None:
     a = 1 + 0.5 / (0.1 + 1.0)  # I + H/c for the Hessian ½I
     found = cg(query, 0.1, lambda: lambda d: 0.5 * d, 1, 1.0, "c", [2])(query)
     close(found, 1e-12 / (a * 1e-12 + 1e-12) * query, 1e-12)
-    b = torch.tensor([1.0, -2.0]).double()
-    truth = torch.linalg.solve(A, b)
-    close(conjugate_gradients(lambda d: A @ d, b, 2), truth, 1e-9)
-    heuristic = conjugate_gradients(lambda d: A @ d, b, 2, [1, 1])
-    assert float((heuristic - truth).abs().max()) > 0.05
 
 
 @pytest.mark.parametrize(("micro", "calls"), [(None, 3), (2, 30)])
