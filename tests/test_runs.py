@@ -24,7 +24,7 @@ from toy import PRETRAIN_STEPS, align_line, contents, done, finetune_line, refus
 
 import cli
 import finetune
-from config import AlignConfig, Record
+from config import AlignConfig, FinetuneConfig, Record
 from support import files, runs
 from support.errors import RunError, UsageError
 from support.runs import MAY_CHANGE, open_run, share
