@@ -175,14 +175,22 @@ def test_lora_has_as_many_parameters_as_the_paper_says() -> None:
         np.testing.assert_allclose(np.array(ours) / 1e6, paper, rtol=0, atol=0.0101)
 
 
-def test_each_rank_is_a_point_of_the_figure(weights: Path, tmp_path: Path) -> None:
-    line = f"--backbone vit_mini --dataset quilts --ranks 1,2 --out {tmp_path}"
-    call(lora_rank, line, toy(weights, lr=1e-2, d_lr=1e-2))
-    rows = read(tmp_path / "lora_rank.json")
-    assert [(row["rank"], row["arm"]) for row in rows] == [
-        (1, "tuned-mfac"), (1, "direct"), (2, "tuned-mfac"), (2, "direct"),
-    ]  # fmt: skip
-    assert (tmp_path / "lora_rank.png").stat().st_size > 0
+FIGURES = [  # script, its own flags, what it prints
+    (lora_rank, "--ranks 1,2", ["| 1 |", "| 2 |", "| tuned-mfac |", "| direct |"]),
+    (attention_rollout, "--images 2", ["BiSSLight + PEFT: entropy"]),
+    (similarity, "", ["| pretrained | mfac |", "| pretrained | cg |", "| mfac | cg |"]),
+]
+
+
+@pytest.mark.parametrize(("script", "flags", "printed"), FIGURES)
+def test_a_figure_is_drawn_of_runs_that_are_trained_where_they_are_missing(
+    script: Any, flags: str, printed: list[str], weights: Path, tmp_path: Path
+) -> None:
+    line = f"--backbone vit_mini --dataset quilts {flags} --out {tmp_path}"
+    told = call(script, line, toy(weights, lr=1e-2, d_lr=1e-2))
+    assert all(text in told for text in printed), told
+    name = script.__name__.removeprefix("experiments.")
+    assert (tmp_path / f"{name}.png").stat().st_size > 0
 
 
 # --- time and memory ------------------------------------------------------------------------------
@@ -309,15 +317,6 @@ def test_the_rollout_of_runs_is_drawn_beside_what_they_predict(
         attention_rollout.draw({"aligned": runs / "aligned"}, 2, tmp_path / "rollout.png")
 
 
-def test_rollout_from_the_command_line_trains_what_is_missing(
-    weights: Path, tmp_path: Path
-) -> None:
-    line = f"--backbone vit_mini --dataset quilts --images 2 --out {tmp_path}"
-    told = call(attention_rollout, line, toy(weights, lr=1e-2, d_lr=1e-2))
-    assert "BiSSLight + PEFT: entropy" in told
-    assert (tmp_path / "attention_rollout.png").is_file()
-
-
 # --- similarity -----------------------------------------------------------------------------------
 
 
@@ -371,17 +370,6 @@ def test_the_similarities_of_runs_are_those_of_their_features(runs: Path, weight
         assert row["CKA"] == pytest.approx(hsic_cka(x[a], x[b]), abs=1e-5)
         assert row["RSA"] == pytest.approx(plain_rsa(x[a], x[b]), abs=1e-4)
     assert rows[1]["CKA"] < 0.9999  # it learned something
-
-
-def test_similarity_from_the_command_line_aligns_what_is_missing(
-    weights: Path, tmp_path: Path
-) -> None:
-    line = f"--backbone vit_mini --dataset quilts --out {tmp_path}"
-    call(similarity, line, toy(weights, d_lr=1e-2))
-    rows = read(tmp_path / "similarity.json")
-    names = [(row["network"], row["and"]) for row in rows]
-    assert names == [("pretrained", "mfac"), ("pretrained", "cg"), ("mfac", "cg")]
-    assert (tmp_path / "similarity.png").stat().st_size > 0
 
 
 # --- studies --------------------------------------------------------------------------------------
