@@ -9,7 +9,7 @@ import pytest
 import torch
 from toy import ALIGN_SETTINGS, ROOT, align_line, align_settings, done
 
-from align import align, new_pretext_task
+from align import align
 from config import AlignConfig, FinetuneConfig
 from data import decode_once
 from support import experiment
@@ -41,21 +41,14 @@ def test_a_class_or_file_that_is_not_there_is_named(weights: Path, tmp_path: Pat
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize(
-    ("body", "error"),
-    [
-        ("def draw(self, B, rng):\n    raise KeyError", KeyError),
-        ("def loss(self, theta, phi, batch):\n    return 1 / 0", ZeroDivisionError),
-    ],
-    ids=["draw", "loss"],
-)
+@pytest.mark.parametrize("method", ["draw(self, B, rng)", "loss(self, theta, phi, batch)"])
 def test_an_error_in_a_task_shows_before_the_long_work(
-    weights: Path, tmp_path: Path, body: str, error: type[Exception]
+    weights: Path, tmp_path: Path, method: str
 ) -> None:
     """As Python tells it, before the first record."""
-    cfg = align_settings(weights, pretext=own_task(tmp_path, body))
-    with pytest.raises(error):
-        align(cfg, tmp_path / "a")
+    name = own_task(tmp_path, f"def {method}:\n    return 1 / 0")
+    with pytest.raises(ZeroDivisionError):
+        align(align_settings(weights, pretext=name), tmp_path / "a")
     assert not (tmp_path / "a" / "metrics.jsonl").exists()
 
 
@@ -68,18 +61,6 @@ def test_fine_tuning_needs_no_file_of_a_pretext_task(weights: Path, tmp_path: Pa
 
 
 # --- what is opened ---------------------------------------------------------------------------
-
-
-def test_a_random_decoder_is_drawn_by_the_seed_and_not_into_the_checkpoints(weights: Path) -> None:
-    trial = open_experiment(align_settings(weights, decoder="random"))
-    theta = trial.new_theta(0)
-    loaded = {name: x.clone() for name, x in trial.networks.head.state_dict().items()}
-    first = new_pretext_task(trial, theta).phi["decoder_embed.weight"]
-    assert torch.equal(first, new_pretext_task(trial, theta).phi["decoder_embed.weight"])
-    other = new_pretext_task(replace(trial, cfg=trial.cfg.replace(seed=1)), theta)
-    assert not torch.equal(first, other.phi["decoder_embed.weight"])
-    for name, x in trial.networks.head.state_dict().items():
-        assert torch.equal(x, loaded[name])
 
 
 def test_a_device_that_is_not_for_training_is_refused() -> None:
