@@ -16,7 +16,7 @@ from quilts import quilts
 from scipy.stats import spearmanr
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
-from toy import call
+from toy import ALIGN_SETTINGS, call
 
 from align import align
 from bisslight import Diverged
@@ -28,7 +28,6 @@ from experiments import (
     cost,
     exact,
     lora_rank,
-    networks,
     photographs,
     recipe,
     similarity,
@@ -39,11 +38,8 @@ from support.adapters import find_adapters, load_adapter
 from support.checkpoints import build_vit
 from support.errors import RunError, UsageError
 
-TOY = {
-    "alternations": 3, "lower_steps": 2, "upper_steps": 2, "p_batch": 8, "d_batch": 8, "warmup": 1,
-    "probe_epochs": 1, "eval_every": 1, "epochs": 1, "warmup_epochs": 0, "batch": 40, "seeds": 2,
-    "lr": "1e-2,3e-2",
-}  # fmt: skip
+TOY = ALIGN_SETTINGS | {"epochs": 1, "warmup_epochs": 0, "batch": 40, "seeds": 2}
+TOY["lr"] = "1e-2,3e-2"
 
 
 def toy(weights: Path, **changes: Any) -> list[str]:
@@ -175,14 +171,22 @@ def test_lora_has_as_many_parameters_as_the_paper_says() -> None:
         np.testing.assert_allclose(np.array(ours) / 1e6, paper, rtol=0, atol=0.0101)
 
 
-def test_each_rank_is_a_point_of_the_figure(weights: Path, tmp_path: Path) -> None:
-    line = f"--backbone vit_mini --dataset quilts --ranks 1,2 --out {tmp_path}"
-    call(lora_rank, line, toy(weights, lr=1e-2, d_lr=1e-2))
-    rows = read(tmp_path / "lora_rank.json")
-    assert [(row["rank"], row["arm"]) for row in rows] == [
-        (1, "tuned-mfac"), (1, "direct"), (2, "tuned-mfac"), (2, "direct"),
-    ]  # fmt: skip
-    assert (tmp_path / "lora_rank.png").stat().st_size > 0
+FIGURES = [  # script, its own flags, what it prints
+    (lora_rank, "--ranks 1,2", ["| 1 |", "| 2 |", "| tuned-mfac |", "| direct |"]),
+    (attention_rollout, "--images 2", ["BiSSLight + PEFT: entropy"]),
+    (similarity, "", ["| pretrained | mfac |", "| pretrained | cg |", "| mfac | cg |"]),
+]
+
+
+@pytest.mark.parametrize(("script", "flags", "printed"), FIGURES)
+def test_a_figure_is_drawn_of_runs_that_are_trained_where_they_are_missing(
+    script: Any, flags: str, printed: list[str], weights: Path, tmp_path: Path
+) -> None:
+    line = f"--backbone vit_mini --dataset quilts {flags} --out {tmp_path}"
+    told = call(script, line, toy(weights, lr=1e-2, d_lr=1e-2))
+    assert all(text in told for text in printed), told
+    name = script.__name__.removeprefix("experiments.")
+    assert (tmp_path / f"{name}.png").stat().st_size > 0
 
 
 # --- time and memory ------------------------------------------------------------------------------
@@ -302,20 +306,8 @@ def test_the_rollout_of_runs_is_drawn_beside_what_they_predict(
         theta, phi_D, _ = load_adapter(find_adapters(folder)[0])
         top = logits(features(backbone, theta, val[numbers]), phi_D).argmax(1)
         assert [row[name] for row in rows] == [f"layout {k}" for k in top]
-    experiment, _ = networks.open_networks(both)
-    _, pixels = networks.validation_images(experiment, 3)
-    torch.testing.assert_close(pixels, val[numbers])
     with pytest.raises(UsageError, match="aligned"):
         attention_rollout.draw({"aligned": runs / "aligned"}, 2, tmp_path / "rollout.png")
-
-
-def test_rollout_from_the_command_line_trains_what_is_missing(
-    weights: Path, tmp_path: Path
-) -> None:
-    line = f"--backbone vit_mini --dataset quilts --images 2 --out {tmp_path}"
-    told = call(attention_rollout, line, toy(weights, lr=1e-2, d_lr=1e-2))
-    assert "BiSSLight + PEFT: entropy" in told
-    assert (tmp_path / "attention_rollout.png").is_file()
 
 
 # --- similarity -----------------------------------------------------------------------------------
@@ -373,17 +365,6 @@ def test_the_similarities_of_runs_are_those_of_their_features(runs: Path, weight
     assert rows[1]["CKA"] < 0.9999  # it learned something
 
 
-def test_similarity_from_the_command_line_aligns_what_is_missing(
-    weights: Path, tmp_path: Path
-) -> None:
-    line = f"--backbone vit_mini --dataset quilts --out {tmp_path}"
-    call(similarity, line, toy(weights, d_lr=1e-2))
-    rows = read(tmp_path / "similarity.json")
-    names = [(row["network"], row["and"]) for row in rows]
-    assert names == [("pretrained", "mfac"), ("pretrained", "cg"), ("mfac", "cg")]
-    assert (tmp_path / "similarity.png").stat().st_size > 0
-
-
 # --- studies --------------------------------------------------------------------------------------
 
 
@@ -429,13 +410,10 @@ def test_photographs_compares_aligned_with_peft_and_with_as_long_a_peft(
     """On drawn images in the layout of the photographs."""
     make_data(tmp_path / "data")
     shutil.copytree(tmp_path / "data/pool", tmp_path / "data/tiny-imagenet/train")
-    few = {"epochs": 1, "warmup_epochs": 0, "batch": 20}
-    monkeypatch.setattr(photographs, "PRETRAIN", photographs.PRETRAIN | few)
-    steps = {"alternations": 2, "lower_steps": 1, "upper_steps": 1, "probe_epochs": 1, "warmup": 1}
-    short = {"p_batch": 8, "d_batch": 7, "eval_every": 2}
-    monkeypatch.setattr(photographs, "ALIGN", photographs.ALIGN | steps | short)
-    peft = {"epochs": 2, "warmup_epochs": 0, "eval_epochs": 2}
-    monkeypatch.setattr(photographs, "PEFT", photographs.PEFT | peft)
+    few = {"epochs": 2, "warmup_epochs": 0}
+    monkeypatch.setattr(photographs, "PRETRAIN", photographs.PRETRAIN | few | {"batch": 20})
+    monkeypatch.setattr(photographs, "ALIGN", photographs.ALIGN | ALIGN_SETTINGS)
+    monkeypatch.setattr(photographs, "PEFT", photographs.PEFT | few | {"eval_epochs": 2})
     told = call(photographs, f"{tmp_path}/data --name voc07 --seeds 2 --out {tmp_path}/out")
     arms = [line.split(" | ")[0] for line in told.splitlines()[2:]]
     assert arms == ["| aligned", "| peft", "| longer"]

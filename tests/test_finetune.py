@@ -39,12 +39,6 @@ def tensors(out: Path, seed: int) -> dict[str, Tensor]:
     return load_file(out / f"adapter-s{seed}.safetensors")
 
 
-def scores(trial: Path) -> list[tuple[float, float]]:
-    """Accuracy and loss of every validated epoch."""
-    validated = [record["val"] for record in read_records(trial) if record["val"]]
-    return [(val["accuracy"], val["loss"]) for val in validated]
-
-
 def without_time(result: FinetuneResult) -> Record:
     """A result without its directory and seconds."""
     dump = result.model_dump(exclude={"out", "cpu_seconds", "seconds"})
@@ -154,24 +148,6 @@ def test_nothing_foreign_in_out_breaks_a_run(weights: Path, tmp_path: Path) -> N
 # --- rates and epochs -----------------------------------------------------------------------------
 
 
-def test_of_equal_scores_the_first_epoch_and_rate_are_kept_and_seeds_begin_apart(
-    weights: Path, tmp_path: Path
-) -> None:
-    """At rates at which nothing moves: ties in accuracy and loss; what is saved is the start."""
-    result = tune(weights, tmp_path, lr=(1e-21, 1e-20, 1e-19), seeds=2, **STILL)
-    for trial in tmp_path.glob("lr*-s*"):
-        assert len(set(scores(trial))) == 1
-    assert ([trial.epoch for trial in result.trials], result.lr) == ([1, 1], 1e-21)
-    first = tensors(tmp_path, 0)
-    second = tensors(tmp_path, 1)
-    theta = first["theta"].view(4, 4, 4, 64)  # (block, A_q B_q A_v B_v, rank, width)
-    other = second["theta"].view(4, 4, 4, 64)
-    assert float(theta[:, 1::2].abs().max()) < 1e-15
-    assert 0.12 < float(theta[:, 0::2].abs().max()) <= 64**-0.5
-    assert not torch.isclose(theta[:, 0::2], other[:, 0::2]).all()
-    assert not torch.isclose(first["head.weight"], second["head.weight"]).all()
-
-
 def test_a_rate_that_diverges_is_recorded_and_not_chosen(weights: Path, tmp_path: Path) -> None:
     result = tune(weights, tmp_path / "two", lr=(1e-3, 1e30), epochs=1, optimizer="sgd")
     assert (result.lr, result.tried[1].val) == (1e-3, None)
@@ -196,6 +172,8 @@ def test_the_rate_with_the_best_mean_accuracy_is_taken(caplog: pytest.LogCapture
     ]  # fmt: skip
     assert choose_rate(tried) == 3e-3
     assert "--lr" not in caplog.text
+    assert choose_rate([ended(1e-3, 0, 66, 0.9), *tried[2:4]]) == 1e-3  # the first of equal ones
+    caplog.clear()
     assert choose_rate(tried[:4]) == 3e-3  # the largest
     assert "0.003, is the least or largest of --lr" in caplog.text
     with pytest.raises(RunError, match="--lr"):

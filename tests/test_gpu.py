@@ -13,9 +13,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from toy import PEFT_STEPS, PROGRAM, PROGRAM_PATH, align_line, done, read_records, words_of
+from toy import PEFT_STEPS, align_line, done, read_records, torchrun, words_of
 
 import cli
 import lora
@@ -57,11 +54,8 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def plain_float32() -> Iterator[None]:
-    """Neither matrix products nor convolutions (on by default) use TF32, unless a test says so."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
-    yield
+def plain_float32() -> None:
+    """Neither matrix products nor convolutions (on by default) use TF32."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
 
@@ -124,18 +118,6 @@ def test_a_pass_has_the_value_and_gradients_of_the_cpu(kind: str) -> None:
     for name, of_cpu in expected.phi.items():
         assert error_of(found.phi[name], of_cpu) < 1e-4, name
         assert error_of(rounded.phi[name], of_cpu, norm=2) < 5e-2, name
-
-
-def test_hessian_products_are_those_of_the_cpu() -> None:
-    """Of MAE on ViT-B, by the products that CG takes; twice the rounding of a gradient's."""
-    products = []
-    for device in ("cpu", DEVICE):
-        level = Level("mae", device)
-        theta = level.theta.to(device)
-        phi = {name: x.detach() for name, x in level.phi.items()}
-        product = Passes().hessian(level.loss, theta, phi, level.batch)
-        products.append(product(theta))
-    assert error_of(products[1], products[0]) < 1e-4
 
 
 # --- runs by the command line ---------------------------------------------------------------------
@@ -211,35 +193,11 @@ def test_a_run_stopped_and_continued_is_the_run_in_one_piece(
     assert difference("whole", "cut") < 1e-3
 
 
-def test_too_little_memory_is_told_in_one_line(
-    pretrained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if REHEARSAL:
-        pytest.skip("the CPU's memory has no limit to set")
-    line = align_line(pretrained, f"--p-batch 4000 {GPU} --out short")
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(0.001)
-    try:
-        code = cli.run(words_of(line))
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    said = capsys.readouterr().err.splitlines()
-    lines = [line for line in said if "warm-up" not in line]
-    assert (code, len(lines)) == (1, 1), lines
-    assert "out of memory" in lines[0] and "--micro-batch" in lines[0]
-
-
 def test_two_processes_on_two_devices_have_the_numbers_of_one(pretrained: Path) -> None:
     """By NCCL."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"two CUDA devices are needed, {torch.cuda.device_count()} visible")
     line = align_line(pretrained, f"{STEPS} {GPU} amp=false")
-    call = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    program = Path("program.py")
-    program.write_text(PROGRAM[-1])
-    call += [str(program), *words_of(line), "--out", "two"]
-    env = os.environ | {"PYTHONPATH": PROGRAM_PATH}
-    outcome = subprocess.run(call, env=env, capture_output=True, text=True, check=False)
-    assert outcome.returncode == 0, outcome.stderr
+    torchrun(f"{line} --out two")
     done(f"{line} --out one")
     assert difference("one", "two") < 1e-3

@@ -24,10 +24,11 @@ from toy import PRETRAIN_STEPS, align_line, contents, done, finetune_line, refus
 
 import cli
 import finetune
-from config import AlignConfig, FinetuneConfig, Record
+from config import AlignConfig
 from support import files, runs
 from support.errors import RunError, UsageError
-from support.runs import MAY_CHANGE, open_run, share
+from support.processes import HEARD, Stopped
+from support.runs import define, open_run, share
 
 SAID = Path("said")
 
@@ -39,26 +40,27 @@ def config(**changes: Any) -> AlignConfig:
 
 
 def begin(
-    path: Path, command: str = "align", digests: Record | None = None, **changes: Any
+    path: Path, command: str = "align", digests: Any = None, wait: bool = False, **changes: Any
 ) -> None:
     """Open a run with these settings, and leave it unfinished."""
-    with open_run(path, command, config(**changes), digests or {}):
+    with open_run(path, command, config(**changes), digests or {}, wait):
         pass
 
 
 def test_a_directory_of_something_else_is_never_taken_over(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("precious")
+    """Also where a file is called as one of a run is."""
     (tmp_path / "file").write_text("precious")
     begin(tmp_path / "run")
+    named = {"file": "is a file", "run": "no run of this command"}
+    for name in ("thesis.tex", "env.json", "lr1e-3-s0/checkpoint.pt", ".mine.1.tmp"):
+        place = f"with {name.replace('/', ' ')}"
+        named[place] = f"holds {name.split('/')[0]}"
+        (tmp_path / place / name).parent.mkdir(parents=True)
+        (tmp_path / place / name).write_text("{}")
     before = contents(tmp_path)
-    for name, command, named in (
-        ("mine", "align", r"thesis\.tex"),
-        ("file", "align", "is a file"),
-        ("run", "finetune", "no run of this command"),
-    ):
-        with pytest.raises(UsageError, match=named):
-            begin(tmp_path / name, command)
+    for name, told in named.items():
+        with pytest.raises(UsageError, match=told):
+            begin(tmp_path / name, "finetune")
     assert contents(tmp_path) == before
 
 
@@ -88,15 +90,6 @@ def test_a_setting_that_came_after_the_run_had_its_default_there(tmp_path: Path)
     (tmp_path / "config.json").write_text(json.dumps(recorded))
     with pytest.raises(UsageError, match=r"clip 10\.0 -> 1\.0"):
         begin(tmp_path, clip=1.0)
-
-
-def test_only_settings_that_change_no_number_may_change() -> None:
-    free = {"data_root", "device", "mfac_device", "micro_batch", "save_minutes", "recompute"}
-    free |= {"tensorboard", "workers"}
-    by_digest = {"weights", "start", "dataset", "pool", "split_file"}
-    assert free | by_digest == MAY_CHANGE
-    assert free <= AlignConfig.model_fields.keys()  # none was renamed
-    assert free - {"mfac_device"} <= FinetuneConfig.model_fields.keys()
 
 
 def test_a_finished_run_is_only_read_wherever_it_lies(tmp_path: Path) -> None:
@@ -179,19 +172,6 @@ def test_a_run_killed_as_it_began_is_begun_again(tmp_path: Path) -> None:
     assert versions.keys() >= {"python", "torch"}
 
 
-@pytest.mark.parametrize(
-    "name", ["env.json", "lr1e-3-s0/checkpoint.pt", ".mine.1.tmp", "notes.txt"]
-)
-def test_a_directory_with_files_of_others_is_refused_and_left(tmp_path: Path, name: str) -> None:
-    """Also where a file is called as one of a run is."""
-    file = tmp_path / name
-    file.parent.mkdir(exist_ok=True)
-    file.write_text("{}")
-    with pytest.raises(UsageError, match=name.split("/")[0]):
-        begin(tmp_path, "finetune")
-    assert [*contents(tmp_path)] == [file]
-
-
 def test_a_file_is_not_written_through_a_link_that_was_put_there(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     theirs.write_text("theirs")
@@ -216,7 +196,7 @@ def test_an_error_as_a_run_begins_leaves_no_lock(
     begin(tmp_path)
 
 
-def test_a_busy_directory_is_refused_or_waited_for_until_the_other_leaves(
+def test_a_busy_directory_is_refused_or_waited_for_until_the_other_leaves_or_a_signal_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "bisslight")
@@ -225,9 +205,12 @@ def test_a_busy_directory_is_refused_or_waited_for_until_the_other_leaves(
     with pytest.raises(UsageError, match="another process is at work"):
         begin(tmp_path)
     monkeypatch.setattr(runs.time, "sleep", lambda seconds: other.release())
-    with open_run(tmp_path, "align", config(), {}, wait=True) as run:
-        assert run.result is None
+    begin(tmp_path, wait=True)
     assert "waiting" in caplog.text
+    HEARD.append(signal.SIGTERM)
+    with other, pytest.raises(Stopped) as stopped:
+        begin(tmp_path, wait=True)
+    assert stopped.value.code == 143
 
 
 def test_what_another_process_is_at_comes_last() -> None:
@@ -441,20 +424,13 @@ def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(pretrained: Path) -> N
     """A limit on the size of files stands for the disk's end; with room, the run goes on."""
     line = align_line(pretrained, "--save-minutes 0")
 
-    def limited() -> int:
-        """All is written until the second alternation's checkpoint."""
-        write, count = files.write_atomic, itertools.count(1)
+    def fill() -> None:
+        """No file is as large as the checkpoint that was just written."""
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        half = Path("cut/checkpoint.pt").stat().st_size // 2
+        resource.setrlimit(resource.RLIMIT_FSIZE, (half, half))
 
-        def writing(path: Path, content: Any) -> None:
-            if path.name == "checkpoint.pt" and next(count) == 2:
-                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-                resource.setrlimit(resource.RLIMIT_FSIZE, (len(content) // 2,) * 2)
-            write(path, content)
-
-        runs.write_atomic = writing
-        return cli.run(words_of(f"{line} --out cut"))
-
-    assert finish(start(limited, SAID)) == 1
+    assert cut(f"{line} --out cut", fill, "checkpoint.pt", 2) == 1
     assert "checkpoint.pt: cannot be written" in SAID.read_text()
     assert not list(Path("cut").glob(".*.tmp"))
     assert torch.load("cut/checkpoint.pt", weights_only=True)
@@ -470,7 +446,7 @@ def test_a_run_goes_on_with_the_same_settings_weights_and_pool_alone(weights: Pa
     images(9)
     line = align_line(weights.parent, "--pool pool --out a")
     assert cut(line, lambda: os.kill(os.getpid(), signal.SIGHUP), "checkpoint.pt") == 129
-    assert "lam 0.001 -> 0.5, p_lr 0.01 -> 0.1" in refusal(f"{line} --lam 0.5 --p-lr 0.1")
+    assert "lam 0.001 -> 0.5" in refusal(f"{line} --lam 0.5")
     Path("pool/0.png").rename("pool/x.png")
     assert "--pool was changed" in refusal(line)
     Path("pool/x.png").rename("pool/0.png")
