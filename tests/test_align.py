@@ -231,7 +231,7 @@ def test_the_examples_task_runs_under_its_own_name(
     with Path("rotation.py").open("a") as file:  # another task: the run does not go on with it
         file.write("# changed\n")
     assert cli.run([*line, "--out", "a"]) == 2
-    assert "rotation.py" in capsys.readouterr().err
+    assert "--pretext" in capsys.readouterr().err
 
 
 @pytest.mark.slow
