@@ -27,7 +27,7 @@ from config import AlignConfig, FinetuneConfig, Record
 from support import files, runs
 from support.errors import RunError, UsageError
 from support.processes import HEARD, Stopped
-from support.runs import MAY_CHANGE, define, open_run, share
+from support.runs import MAY_CHANGE, open_run, share
 
 SAID = Path("said")
 
@@ -67,7 +67,8 @@ def test_other_settings_are_refused_with_both_values_and_digests_by_what_they_ar
 ) -> None:
     digests = {"weights_sha256": "1" * 64, "start_sha256": None}
     begin(tmp_path, digests=digests)
-    assert json.loads((tmp_path / "config.json").read_text()) == define("align", config(), digests)
+    definition = {"command": "align", **config().model_dump(mode="json"), **digests}
+    assert json.loads((tmp_path / "config.json").read_text()) == definition
     with pytest.raises(UsageError, match=r"lam 0\.001 -> 0\.5, seed 0 -> 1"):
         begin(tmp_path, digests=digests, seed=1, lam=0.5)
     for name, flag in (("weights_sha256", "--weights"), ("start_sha256", "--from")):

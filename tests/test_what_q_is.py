@@ -101,7 +101,7 @@ def test_the_ranges_that_the_page_tells_are_those_of_the_file() -> None:
     rows = [row for row in what_q_is.read_rows(what_q_is.ROWS) if row["c"] == 1]
     papers = [row for row in rows if row["lam"] == 1e-3]
     times = [row["trace_N"] / row["trace_F"] for row in rows]
-    assert 2700 < min(times) and max(times) < 7400
+    assert min(times) > 2700 and max(times) < 7400
     assert all(row["ratio_F"] > 0.999 for row in rows if row["lam"] > 1e-4)
     assert min(row["ratio_F"] for row in rows) > 0.996
     assert max(row["along_F"] for row in papers) < 0.0008
@@ -111,4 +111,4 @@ def test_the_ranges_that_the_page_tells_are_those_of_the_file() -> None:
     assert [round(min(angles)), round(max(angles))] == [32, 37]
     assert min(row["ratio_N"] for row in rows if row["lam"] >= 0.1) > 0.94
     assert max(row["product"] for row in rows) < 0.055
-    assert 0.06 < min(row["share"] for row in rows) < max(row["share"] for row in rows) < 0.63
+    assert 0.06 < min(row["share"] for row in rows) < max(row["share"] for row in rows) < 0.635
