@@ -28,7 +28,7 @@ from config import AlignConfig
 from support import files, runs
 from support.errors import RunError, UsageError
 from support.processes import HEARD, Stopped
-from support.runs import define, open_run, share
+from support.runs import open_run, share
 
 SAID = Path("said")
 
