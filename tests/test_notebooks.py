@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import blank
 import pytest
 
 import cli
@@ -16,19 +17,6 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("[0-9]_*.py"))
 EACH = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-
-
-def cells_of_script(text: str) -> list[tuple[str, str]]:
-    """(kind, source) of the cells of a script in percent format, comment marks of text removed."""
-    cells = []
-    for part in re.split(r"^# %%", text, flags=re.MULTILINE)[1:]:
-        head, _, body = part.partition("\n")
-        kind = "markdown" if "[markdown]" in head else "code"
-        lines = body.strip().splitlines()
-        if kind == "markdown":
-            lines = [line.removeprefix("#").removeprefix(" ") for line in lines]
-        cells.append((kind, "\n".join(lines)))
-    return cells
 
 
 def test_the_readme_links_all_notebooks() -> None:
@@ -42,7 +30,8 @@ def test_a_notebook_is_its_script_run_once_and_tells_no_machine(script: Path) ->
     text = script.with_suffix(".ipynb").read_text()
     cells = json.loads(text)["cells"]
     found = [(cell["cell_type"], "".join(cell["source"]).strip()) for cell in cells]
-    assert found == cells_of_script(script.read_text())
+    of_script = blank.cells(script.read_text())
+    assert found == [(cell["cell_type"], cell["source"]) for cell in of_script]
     cells = [cell for cell in cells if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == [*range(1, 1 + len(cells))]
     outputs = [output for cell in cells for output in cell["outputs"]]

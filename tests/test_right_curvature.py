@@ -122,7 +122,7 @@ def test_a_run_is_done_once_and_its_line_can_be_read(
 ) -> None:
     few = {"alternations": 2, "warmup": 0, "lower_steps": 1, "upper_steps": 1, "probe_epochs": 1}
     monkeypatch.setattr(plan, "ALIGN", plan.ALIGN | few)
-    monkeypatch.setattr(plan, "PEFT", plan.PEFT | {"epochs": 1, "eval_epochs": 1})
+    monkeypatch.setattr(plan, "EPOCHS", 1)
     units = [plan.Unit(arm, 0.001, "Tagalog", 0, 9) for arm in plan.ARMS]
     path = tmp_path / "runs.jsonl"
     plan.run_all(units, tmp_path, path)

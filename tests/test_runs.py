@@ -27,7 +27,7 @@ from config import AlignConfig
 from support import files, runs
 from support.errors import RunError, UsageError
 from support.processes import HEARD, Stopped
-from support.runs import define, open_run, share
+from support.runs import MAY_CHANGE, open_run, share
 
 SAID = Path("said")
 
@@ -68,7 +68,8 @@ def test_other_settings_are_refused_with_both_values_and_digests_by_what_they_ar
 ) -> None:
     digests = {"weights_sha256": "1" * 64, "start_sha256": None}
     begin(tmp_path, digests=digests)
-    assert json.loads((tmp_path / "config.json").read_text()) == define("align", config(), digests)
+    definition = {"command": "align", **config().model_dump(mode="json"), **digests}
+    assert json.loads((tmp_path / "config.json").read_text()) == definition
     with pytest.raises(UsageError, match=r"lam 0\.001 -> 0\.5, seed 0 -> 1"):
         begin(tmp_path, digests=digests, seed=1, lam=0.5)
     for name, flag in (("weights_sha256", "--weights"), ("start_sha256", "--from")):
@@ -88,6 +89,14 @@ def test_a_setting_that_came_after_the_run_had_its_default_there(tmp_path: Path)
     (tmp_path / "config.json").write_text(json.dumps(recorded))
     with pytest.raises(UsageError, match=r"clip 10\.0 -> 1\.0"):
         begin(tmp_path, clip=1.0)
+
+
+def test_only_settings_that_change_no_number_may_change() -> None:
+    free = {"data_root", "device", "mfac_device", "micro_batch", "save_minutes", "recompute"}
+    free |= {"tensorboard", "workers"}
+    by_digest = {"weights", "start", "dataset", "pool", "split_file"}
+    assert free | by_digest == MAY_CHANGE
+    assert free <= AlignConfig.model_fields.keys()  # none was renamed
 
 
 def test_a_finished_run_is_only_read_wherever_it_lies(tmp_path: Path) -> None:
