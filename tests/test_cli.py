@@ -35,7 +35,7 @@ import cli
 from bisslight import Log
 from config import AlignConfig, FinetuneConfig, Settings
 from support.experiment import set_up_device
-from support.progress import show_progress
+from support.progress import training
 
 OUTSIDE = {"PYTHONPATH": PROGRAM_PATH, "PATH": os.environ["PATH"]}
 
@@ -125,7 +125,7 @@ def test_progress_hands_every_item_on_and_has_a_line_for_each_off_a_terminal(
 ) -> None:
     """A text, and an alternation with the mean losses of both levels."""
     items = ["loss 2.0", Log(6, [1.0, 3.0], *[[0.5]] * 9)]
-    with show_progress(quiet) as track:
+    with training(quiet) as track:
         assert [*track(iter(items), 9, "align", 4)] == items
     lines = ["align 5/9  loss 2.0", "align 6/9  loss P 2  D 0.5"]
     assert capsys.readouterr().err.splitlines() == ([] if quiet else lines)
@@ -198,9 +198,9 @@ def test_a_dry_run_counts_the_images_and_names_what_is_not_the_papers(weights: P
     Path("c.toml").write_text("lower_steps = 7\n")
     plan = json.loads(done(f"{line} --json"))
     assert (plan["train"], plan["val"], plan["test"], plan["pool"]) == (80, 160, 480, 4000)
-    unlike = {name: plan.get(f"unlike the paper: {name}") for name in UNLIKE}
-    assert unlike == UNLIKE
-    assert "lower-steps" in done(line)
+    unlike = {"lower_steps": 7, "upper_steps": 4, "d_optimizer": "sgd", "pool": "quilts"}
+    assert unlike.items() <= plan["unlike the paper"].items()
+    assert not {"partition", "dataset", "weights"} & plan["unlike the paper"].keys()
     assert [path.name for path in Path().iterdir()] == ["c.toml"]  # nothing is written
 
 
@@ -220,17 +220,6 @@ def test_a_run_of_the_papers_size_says_that_it_is_meant_for_a_gpu(
         set_up_device(AlignConfig(backbone=backbone, dataset="dtd", device="cpu"))
         assert len(caplog.records) == said
         caplog.clear()
-
-
-UNLIKE = {
-    "--lower-steps": 7,
-    "--upper-steps": 4,
-    "d_optimizer": "sgd",
-    "--pool": "quilts",
-    "partition": None,
-    "--dataset": None,
-    "--weights": None,
-}
 
 
 def test_all_that_is_missing_is_told_at_once_and_nothing_is_written(
@@ -265,10 +254,10 @@ WRONG = [  # command line, exit code, what the one line names
     (f"{ALIGN} --drop-pth 0.5", 2, "--drop-path"),
     (f"{ALIGN} --mask-ratio 0.5", 2, "--mask-ratio"),
     (f"{ALIGN} --hypergrad exact", 2, "5000"),
-    (f"{ALIGN} --config typo.toml", 2, "alternations"),
+    (f"{ALIGN} --config typo.toml", 2, "--alternation: "),
     (f"{ALIGN} --config broken.toml", 2, "broken.toml"),
     (f"{ALIGN} --out mine", 2, "mine: holds README.md"),
-    (f"{ALIGN} --split-file mine.html", 2, "--split-file"),
+    (f"{FIRST} --pool quilts --dataset ./pics --split-file mine.html", 2, "--split-file"),
     (f"{ALIGN} --pretext nothing.py:Class", 2, "nothing.py:Class"),
     (f"{ALIGN} --device cuda:77", 2, "--device cuda:77"),
     (f"{ALIGN} --out /proc/r", 2, "--out /proc/r"),
@@ -280,7 +269,7 @@ WRONG = [  # command line, exit code, what the one line names
     ("export {weights}", 2, "align or finetune"),
     ("export with --weights other.pth", 2, "with"),
     (f"{ALIGN} mask_ratio=0.99", 2, "none or all of the patches"),
-    (f"{ALIGN} --preset papr", 2, "--preset papr"),
+    (f"{ALIGN} --preset papr", 2, "--preset: "),
     (f"{TUNE} --pool pics", 2, "--pool"),
     (f"{JEPA} min_keep=9", 2, "9"),
     ("evaluate nowhere", 2, "nowhere"),
