@@ -255,11 +255,6 @@ plt.show()
 # </details>
 
 # %% [markdown]
-# Two more approximations: Eq. 5 holds the pretext head φ_P fixed, while Eq. 4 minimises over it
-# (exercise 4.1), and the paper stores gradients of minibatches, not of single examples (exercise
-# 4.2).
-
-# %% [markdown]
 # ## What to change and what you expect
 #
 # Say what you expect before you run it. Both were run; *found* says what came out.

@@ -218,8 +218,7 @@ plt.show()
 
 # %% [markdown]
 # M-FAC changes q here where λ is small. Is that the change that Eq. 5 asks for?
-# [exact.md](../experiments/exact.md) compares with the dense Hessian of such a network, near an
-# optimum of L^P: there M-FAC is about where `identity` is.
+# [what_q_is.md](../experiments/what_q_is.md) compares it with a curvature that is there.
 
 # %% [markdown]
 # ## What to change and what you expect

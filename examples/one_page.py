@@ -1,7 +1,7 @@
 """All of BiSSLight on one page: Algorithm 1 with a masked autoencoder, on real handwriting.
 
 A network ψ was pretrained without labels and now has to learn a task with labels. It stays frozen.
-Trained are two small adapters of the same shape (LoRA), θ_P and θ_D, and two heads, φ_P and φ_D:
+Trained are two small adapters of the same shape (LoRA), θ_P and θ_D, a decoder φ_P and a head φ_D:
     upper level, Eq. 3   min over θ_D, φ_D   L^D(θ_P*(θ_D), φ_D) + L^D(θ_D, φ_D)
     lower level, Eq. 4   θ_P*(θ_D) = argmin over θ_P, min over φ_P  L^P(θ_P, φ_P) + λ/2 |θ_P − θ_D|²
 L^P is the pretext loss, without labels; L^D is the loss of the task. So θ_D has to be good for the
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-LAM = 1e-3  # λ: pulls θ_P to θ_D (Eq. 4), and damps M-FAC (Sec. 3.1)
+LAM = 1e-3  # λ: pulls θ_P to θ_D (Eq. 4), and damps M-FAC (Sec. 3.1 of the paper)
 T, N_L, N_U, R = 30, 5, 3, 8  # alternations, lower steps, upper steps, rank; paper: 500, 20, 8, 64
 B_P, B_D = 64, 32  # images in a batch without labels, in one with labels; paper: 256, 64
 LR, LR_PHI_P, LR_PEFT = 1e-2, 1e-4, 3e-2  # rates: of Algorithm 1, of φ_P there, of PEFT
@@ -33,7 +33,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "support"  # with the images, 
 
 # --- Algorithm 1 ----------------------------------------------------------------------------------
 def algorithm_1(psi, theta, phi_P, phi_D, pool, images, labels, use_q=True):
-    """l.1 is the arguments and the constants above; `pool` has no labels. Returns θ_P."""
+    """l.1 is the arguments and the constants above; `pool` has images without labels. Gives θ_P."""
     theta_P, theta_D = theta.clone().requires_grad_(), theta.clone().requires_grad_()  # l.2
     phi_P, phi_D = trainable(phi_P), trainable(phi_D)
     lower, upper = [theta_P, *phi_P.values()], [theta_D, *phi_D.values()]  # what each level trains
@@ -43,13 +43,13 @@ def algorithm_1(psi, theta, phi_P, phi_D, pool, images, labels, use_q=True):
     for t in range(1, T + 1):  # l.3
         G = []  # l.4
         for _ in range(N_L):  # l.5, lower level
-            noise = torch.rand(B_P, PATCHES, generator=rng)  # hides other patches in each step
+            noise = torch.rand(B_P, PATCHES, generator=rng)  # the patches to hide: new each step
             loss_P = L_P(psi, theta_P, phi_P, pool[next(D_P)], noise)
             grad_P, *g_phi_P = torch.autograd.grad(loss_P, lower)  # l.6, and l.8 in the same pass
             G.append(grad_P)  # l.6: the gradient of L^P alone
             g_P = grad_P + LAM * (theta_P - theta_D).detach()  # l.7: of L^P + λ/2 |θ_P − θ_D|²
             opt_P(lower, [g_P, *g_phi_P])  # l.9
-        M = [eq_7(G_k) for G_k in torch.stack(G, 1)]  # l.10, layer by layer
+        M = [eq_7(G_k) for G_k in torch.stack(G, 1)]  # l.10, by layer; the stack: (K, N_L, p)
         for _ in range(N_U):  # l.11, upper level
             i = next(D_D)
             loss = L_D(psi, theta_P, phi_D, images[i], labels[i])
@@ -57,16 +57,17 @@ def algorithm_1(psi, theta, phi_P, phi_D, pool, images, labels, use_q=True):
             q = torch.stack([eq_10(M_k, g_k) for M_k, g_k in zip(M, g, strict=True)])  # l.13
             loss_D = L_D(psi, theta_D, phi_D, images[i], labels[i])
             grad_D, *g_phi_at_D = torch.autograd.grad(loss_D, upper)  # for l.14, l.15
-            g_D = q + grad_D if use_q else grad_D  # l.14: both terms of Eq. 3
-            g_phi_D = [x + y for x, y in zip(g_phi_at_P, g_phi_at_D, strict=True)]  # l.15: the same
+            g_D = q + grad_D if use_q else grad_D  # l.14: of both terms of Eq. 3, by θ_D
+            g_phi_D = [x + y for x, y in zip(g_phi_at_P, g_phi_at_D, strict=True)]  # l.15: by φ_D
             opt_D(upper, [g_D, *g_phi_D])  # l.16
         if t % 10 == 0:
-            print(f"t {t}:  L^P {loss_P:.2f}  L^D {loss_D:.2f}  |q|/|g| {q.norm() / g.norm():.4f}")
+            print(f"t {t}:  L^P {loss_P:.2f}  L^D at θ_P {loss:.2f}, at θ_D {loss_D:.2f}", end="  ")
+            print(f"|q|/|g| {q.norm() / g.norm():.4f}" if use_q else "without q")
     return theta_P.detach()  # l.17
 # --- M-FAC: q ≈ λ (∇²L^P + λI)⁻¹ g, with the mean of g_i g_iᵀ for ∇²L^P; each layer is a block ---
 def eq_7(G_k):  # a block's stored gradients g_i, (N_L, p) -> its M_k: N_L pairs of v_i (p,) and d_i
     M_k = []
-    for g_i in G_k.double():  # float64, since numbers that are nearly equal are subtracted
+    for g_i in G_k.double():  # float64: for λ small beside F, the two terms of v_i nearly cancel
         v_i = g_i / LAM - sum(v_j * (v_j @ g_i) / (len(G_k) + d_j) for v_j, d_j in M_k)
         M_k.append((v_i, v_i @ g_i))  # v_i is (λI + Σ_{j<i} g_j g_jᵀ / N_L)⁻¹ g_i
     return M_k
@@ -95,8 +96,7 @@ def patchify(images):  # (B, 3, 28, 28) -> (B, 49, 3·4·4): a patch is 4·4 pix
     x = F.unfold(images, PATCH, stride=PATCH).unflatten(1, (3, -1))  # (B, 3, 16, 49)
     return x.permute(0, 3, 2, 1).flatten(2)
 # --- The network f. `w` has a network's tensors by the names that MAE's authors gave them ---------
-def f(psi, theta, images, keep=None):
-    """Tokens (B, 1 + 49, DIM): one of the whole image, then of all patches or those to keep."""
+def f(psi, theta, images, keep=None):  # tokens (B, 1 + 49, DIM): a first one, then the patches
     x = F.conv2d(images, psi["patch_embed.proj.weight"], psi["patch_embed.proj.bias"], PATCH)
     x = x.flatten(2).mT + psi["pos_embed"][:, 1:]  # (B, 49, DIM)
     if keep is not None:
@@ -161,10 +161,10 @@ def trainable(tensors):
 def characters(*alphabets):  # images (characters, 20 people, 3, 28, 28); paper is 0 and ink is 1
     grey = np.concatenate([np.load(FOLDER / "omniglot.npz")[name] for name in alphabets])
     return torch.from_numpy(grey)[:, :, None].repeat(1, 1, 3, 1, 1) / 3
-def draw(psi, theta, phi_P, images, curves):  # one_page.png
+def draw(psi, theta, phi_P, images, curves):  # one_page.png, with the decoder φ_P as pretrained
     import matplotlib.pyplot as plt
     patches, hidden = predict(psi, theta, phi_P, images, torch.rand(len(images), PATCHES))
-    true, hidden = patchify(images), hidden[..., None]
+    true, hidden = patchify(images), hidden[..., None]  # a patch keeps its true mean and deviation
     patches = patches.detach() * true.std(-1, keepdim=True) + true.mean(-1, keepdim=True)
     rows = [true, torch.where(hidden, true.min(), true), torch.where(hidden, patches, true)]
     grey = torch.stack(rows)[..., ::3].unflatten(2, (7, 7)).unflatten(4, (4, 4))

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from config import FinetuneConfig, Record
@@ -25,7 +26,7 @@ from experiments.accuracy import compare
 from experiments.networks import BATCH, Network, open_networks, validation_images
 from experiments.recipe import Backbone as BackboneName
 from experiments.recipe import Dataset, Set, markdown, read_settings, run_script
-from extras.plots import pyplot, save
+from extras.plots import save
 from lora import Backbone, block_forward, features, logits, qkv
 from support.errors import UsageError
 from support.experiment import Experiment
@@ -122,7 +123,8 @@ def plot(
     std = torch.tensor(experiment.transform.std).view(3, 1, 1)
     pixels = (images * std + mean).clamp(0, 1).permute(0, 2, 3, 1).numpy()
     size = (1.5 * len(rows), 1.7 * (len(maps) + 1))
-    figure, grid = pyplot().subplots(len(maps) + 1, len(rows), squeeze=False, figsize=size)
+    figure = Figure(size)
+    grid = figure.subplots(len(maps) + 1, len(rows), squeeze=False)
     extent = (0, 1, 0, 1)
     for k, row in enumerate(rows):
         lowest = min(float(found[k].min()) for found in maps.values())

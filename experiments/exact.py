@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 import typer
+from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -20,7 +21,7 @@ from bisslight import Passes
 from config import AlignConfig, Record
 from data import rng
 from experiments.recipe import write_table
-from extras.plots import COLOURS, pyplot, save
+from extras.plots import COLOURS, save
 from hypergradients import cg
 from lora import Examples, Phi, downstream_loss, init_head, init_theta
 from mae import MAE, Batch, Decoder
@@ -138,7 +139,8 @@ def compare(point: Point, H: Tensor, lam: float) -> list[Record]:
 
 def draw(rows: list[Record], smallest: float, path: Path) -> None:
     """Top: against λ, at the paper's N_L. Bottom: against N_L, at three λ; CG is the same there."""
-    figure, grid = pyplot().subplots(2, 2, figsize=(9, 6.4))
+    figure = Figure((9, 6.4))
+    grid = figure.subplots(2, 2)
     values = {(row["lambda"], row["method"]): row for row in rows}
     for key, label, top, bottom in zip(LABELS, LABELS.values(), *grid, strict=True):
         top.axvspan(LAMBDAS[0], -smallest, color="#dddddd", label="H + λI is not positive definite")

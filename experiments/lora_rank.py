@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import stdev
 
 import torch
+from matplotlib.figure import Figure
 
 from config import BACKBONES, Record
 from evaluate import Arm
@@ -26,7 +27,7 @@ from experiments.recipe import (
     run_script,
     write_table,
 )
-from extras.plots import COLOURS, pyplot, save
+from extras.plots import COLOURS, save
 from support.checkpoints import build_vit
 from support.processes import make_ready
 
@@ -91,14 +92,16 @@ def count_parameters() -> list[Record]:
 
 def draw(points: dict[int, list[Arm]], path: Path) -> None:
     """Mean and deviation of both arms at each rank, as in fig:lora_rank_var."""
-    figure, axes = pyplot().subplots(figsize=(5, 3.4))
+    figure = Figure((5, 3.4))
+    axes = figure.subplots()
     ranks = list(points)
     for k, label in enumerate(("BiSSLight + PEFT", "PEFT")):
         arms = [arms[k] for arms in points.values()]
         means = [arm.mean for arm in arms]
         deviations = [stdev(arm.accuracies) for arm in arms]
-        style = {"color": COLOURS[k], "marker": "o", "capsize": 4, "label": label}
-        axes.errorbar(ranks, means, deviations, **style)
+        axes.errorbar(
+            ranks, means, deviations, color=COLOURS[k], marker="o", capsize=4, label=label
+        )
     axes.set_xscale("log", base=2)
     axes.set_xticks(ranks, [str(rank) for rank in ranks])
     axes.set_xlabel("LoRA rank")

@@ -17,13 +17,12 @@ import torch
 import typer
 from filelock import FileLock, Timeout
 
-from align import adapter_file, batches_left, prepare, probe
+from align import batches_left, prepare, probe
 from bisslight import Hypergradient, algorithm_1
-from config import OMNIGLOT, AlignConfig, FinetuneConfig, PretrainConfig, Record
-from experiments.fair_race import PRETRAIN
+from config import AlignConfig, Record
+from experiments.fair_race import fine_tune, settings_of_cell
+from experiments.fair_race_plan import Cell
 from experiments.newton import NewtonPasses, newton
-from extras.pretrain import pretrain
-from finetune import finetune
 from mfac import mfac
 from support.experiment import open_experiment
 from support.runs import Busy
@@ -33,7 +32,7 @@ ALIGN: Record = {  # what is not here is the paper's, or vit_mini's default
     "alternations": 50, "warmup": 5, "lower_steps": 5, "upper_steps": 3, "p_batch": 64,
     "d_batch": 32, "p_lr": 1e-2, "d_lr": 1e-2,
 }  # fmt: skip
-PEFT: Record = {"epochs": 30, "eval_epochs": 30, "warmup_epochs": 5, "lr": [0.02], "seeds": 1}
+RATE, EPOCHS = 0.02, 30  # of PEFT
 LAMBDAS = (1e-3, 3e-3, 1e-2, 3e-2)  # the first is the paper's
 BACKBONES = range(12, 28)  # seeds of pretraining and of the split; 0 comes with the program
 ARMS: dict[str, Hypergradient] = {"0": lambda G, lam, H: torch.zeros_like, "F": mfac, "N": newton}
@@ -68,15 +67,10 @@ class Run(NamedTuple):
     cpu: float  # seconds, without pretraining
 
 
-def run_unit(unit: Unit, place: Path) -> Run:
-    """Align and fine-tune in a folder; a backbone that is not beside it is pretrained."""
-    weights = OMNIGLOT
-    if unit.backbone:
-        cfg_pretrain = PretrainConfig(**PRETRAIN, seed=unit.backbone)
-        weights = Path(pretrain(cfg_pretrain, place.with_name(f"pretrain-{unit.backbone}")).out)
-    settings: Record = {"backbone": "vit_mini", "weights": weights, "device": "cpu"}
-    settings |= {"dataset": f"omniglot:{unit.alphabet}", "data_seed": unit.backbone}
-    settings["seed"] = unit.seed  # of θ, heads, batches and masks: the same in all arms
+def run_unit(unit: Unit, out: Path) -> Run:
+    """Align and fine-tune; a backbone that is not in OUT is pretrained."""
+    # The seed, of θ, heads, batches and masks, is the same in all arms.
+    settings = settings_of_cell(Cell(unit.alphabet, unit.backbone, unit.seed), out)
     started = time.process_time()
     cfg = AlignConfig(**settings, **ALIGN, lam=unit.lam)
     experiment = open_experiment(cfg)
@@ -93,14 +87,10 @@ def run_unit(unit: Unit, place: Path) -> Run:
     thetas = (state.theta_P, state.theta_D)
     of_train = sum(score(data.train, theta).loss for theta in thetas)
     of_test = sum(score(data.test, theta).loss for theta in thetas)
-    start = place / "theta.safetensors"
-    place.mkdir(parents=True, exist_ok=True)
-    start.write_bytes(adapter_file(experiment, state.theta_P))
-    tuned = finetune(FinetuneConfig(**settings, **PEFT, start=start), place / "peft")
-    right = tuned.trials[0].val.right + tuned.tests[0].right  # type: ignore[union-attr, operator]
     images = len(data.val.targets) + len(data.test.targets)
+    held_out = fine_tune(settings, RATE, EPOCHS, state.theta_P.detach()).held_out
     cpu = time.process_time() - started
-    return Run(unit, 100 * right / images, images, of_train, of_test, last, cpu)
+    return Run(unit, held_out, images, of_train, of_test, last, cpu)
 
 
 def rounds_of(own: dict[str, float]) -> list[tuple[str, list[Unit]]]:
@@ -134,11 +124,11 @@ def read_runs(path: Path) -> dict[Unit, Run]:
 def run_all(units: list[Unit], out: Path, path: Path) -> None:
     """Run those that the file has no line of and no other process is at, and add their lines."""
     for unit in units:
-        place = out / "-".join(map(str, unit))
+        lock = FileLock(out / f"{'-'.join(map(str, unit))}.lock", timeout=0)
         try:
-            with FileLock(f"{place}.lock", timeout=0):
+            with lock:
                 if unit not in read_runs(path):
-                    line = json.dumps(run_unit(unit, place))
+                    line = json.dumps(run_unit(unit, out))
                     with path.open("a") as file:
                         file.write(line + "\n")
         except (Busy, Timeout):  # Busy: it pretrains the backbone

@@ -19,6 +19,7 @@ from itertools import combinations
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 from scipy.spatial.distance import pdist
 from scipy.stats import spearmanr
 from torch import Tensor
@@ -27,7 +28,7 @@ from config import Record
 from experiments.accuracy import align_stably, run_peft
 from experiments.networks import BATCH, Network, open_networks, validation_images
 from experiments.recipe import Backbone, Dataset, Set, read_settings, run_script, write_table
-from extras.plots import pyplot, save
+from extras.plots import save
 from lora import features
 from support.processes import make_ready
 
@@ -97,7 +98,8 @@ def draw(rows: Sequence[Record], path: Path) -> None:
     """A matrix for each measure, with a row and a column for each network."""
     names = list(dict.fromkeys(name for row in rows for name in (row["network"], row["and"])))
     size = (3.2 + 1.3 * len(names), 1.4 + 0.5 * len(names))
-    figure, panels = pyplot().subplots(1, 2, figsize=size, sharey=True)
+    figure = Figure(size)
+    panels = figure.subplots(1, 2, sharey=True)
     for axes, measure in zip(panels, ("CKA", "RSA"), strict=True):
         matrix = torch.eye(len(names))
         for row in rows:

@@ -113,7 +113,8 @@ def table(rows: list[Record], cases: list[tuple[float, float, float]], names: st
     for case in cases:
         line: Record = dict(zip(("N_L", "λ", "c"), (f"{x:g}" for x in case), strict=True))
         for name in names.split():
-            line[name] = ", ".join(f"{x:.3g}" for x in both(rows, case, name))
+            style = ".4f" if name.startswith(("ratio", "cosine", "loss", "dist")) else ".2g"
+            line[name] = ", ".join(f"{x:{style}}" for x in both(rows, case, name))
         lines.append(line)
     return markdown(lines)
 

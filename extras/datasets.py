@@ -41,6 +41,7 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
         cfg = FinetuneConfig(backbone="vit_mini", dataset=name, data_root=root, partial=partial)
         with collected(problems):
             open_task(cfg)
+    if has_classes:
         problems = [fault for line in problems for fault in line.split("; ")]
 
     files = find_images(place)

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from conftest import Recorded, recorded
+from conftest import Recorded, close, recorded
 from torch import Tensor
 
-from bisslight import State
+from bisslight import Log, Passes, State, algorithm_1
 from config import Arch
 from lora import Backbone, Examples, downstream_loss
 from mae import MAE, Batch
@@ -121,3 +121,41 @@ def upper_batches(r: Recording) -> Iterator[Examples]:
     """The recorded downstream batches; no drop path."""
     for images, labels in zip(r.rec["upper_images_i8"], r.rec["upper_labels"], strict=True):
         yield Examples(images.to(r.dtype) / 32, labels)
+
+
+class Spy:
+    """A hypergradient that keeps what it is given, and q."""
+
+    def __init__(self, hypergradient: Any) -> None:
+        self.hypergradient = hypergradient
+        self.G: list[Tensor] = []
+        self.g: list[Tensor] = []
+        self.q: list[Tensor] = []
+
+    def __call__(self, G: Tensor, lam: float, H: Any) -> Any:
+        inverse = self.hypergradient(G, lam, H)
+        self.G.append(G.clone())
+
+        def kept(g: Tensor) -> Tensor:
+            self.g.append(g)
+            self.q.append(inverse(g))
+            return self.q[-1]
+
+        return kept
+
+
+def follow(
+    r: Recording, spy: Spy, pretext: Iterator[Batch], tolerance: float, passes: Passes | None = None
+) -> list[Log]:
+    """Run Algorithm 1 as recorded; both θ and φ_D of each alternation and every q are the same."""
+    rec, K, dim = r.rec, r.arch.depth, r.arch.dim
+    s, logs = state_of(r), []
+    inputs = s, steps_of(rec.meta), r.task, r.loss_D, spy, pretext, upper_batches(r), passes
+    for t, log in enumerate(algorithm_1(*inputs)):
+        logs.append(log)
+        close(s.theta_P, to_theta(rec["lora_lower_after"][t], K, dim), tolerance)
+        close(s.theta_D, to_theta(rec["lora_upper_after"][t], K, dim), tolerance)
+        close(head_flat(s.phi_D), rec["head_after"][t], tolerance)
+    assert s.done == len(logs) == rec.meta["T"]
+    close(torch.stack(spy.q), to_theta(rec["hypergrad"], K, dim), tolerance)
+    return logs

@@ -1,13 +1,10 @@
 """The analysis of the fair race once more, by somebody who had not seen the first.
 
-    python tests/second_analysis.py experiments/fair_race/race.jsonl
-
-It was written from fair_race.md's protocol and the file of runs alone.
+It was written from fair_race.md's protocol and the file of runs alone; test_fair_race compares.
 """
 
 import json
 import math
-import sys
 from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
@@ -80,15 +77,3 @@ def analyse(file: Path) -> dict[str, Row]:
         corrected = max(corrected, min(1.0, (len(OTHERS) - rank) * rows[other].p))
         rows[other] = rows[other]._replace(p_holm=corrected)
     return rows
-
-
-if __name__ == "__main__":
-    number = len(whole_rounds(read_results(Path(sys.argv[1]))))
-    print(f"whole rounds: {number} of {len(ROUNDS)}")
-    print("aligned minus", *(f"{name:>10}" for name in Row._fields), " verdict")
-    for arm, row in analyse(Path(sys.argv[1])).items():
-        verdict = "no gain of two points" if row.high < 2 else "open"
-        if row.p_holm < 0.05:
-            verdict = "ahead" if row.difference > 0 else "behind"
-        print(f"{arm:13}", *(f"{value:10.4f}" for value in row), end="  ")
-        print(verdict if number == len(ROUNDS) else "none yet")

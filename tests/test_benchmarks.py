@@ -140,7 +140,7 @@ def test_split_files_are_checked(tmp_path: Path, monkeypatch: Any) -> None:
     with pytest.raises(UsageError, match=r"^--split-file .*No such file"):
         load("cub200", tmp_path, split_file=path)
     path.write_text("0\n3\n", encoding="utf-8-sig")  # with the mark that Windows writes
-    with pytest.raises(UsageError, match=r"split.txt: needs a whole .* not 12 listed"):
+    with pytest.raises(UsageError, match=r"split.txt: needs .* 5994 files, not 12"):
         load("cub200", tmp_path, split_file=path)
     small = BENCHMARKS["cub200"]._replace(sizes=(10, 2, 4))
     monkeypatch.setitem(BENCHMARKS, "cub200", small)
@@ -148,7 +148,7 @@ def test_split_files_are_checked(tmp_path: Path, monkeypatch: Any) -> None:
     assert [x.name for x in task.val.images] == ["Bird_3_0.jpg", "Bird_3_4.jpg"]  # 3 is for test
     for wrong in ("12", "-1", "1.0", "bird"):
         path.write_text(wrong)
-        with pytest.raises(UsageError, match=r"split.txt: needs a number from 0 to 11"):
+        with pytest.raises(UsageError, match=r"split.txt: needs lines from 0 to 11"):
             load("cub200", tmp_path, split_file=path)
 
 

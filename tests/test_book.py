@@ -1,9 +1,9 @@
 """The book: what docs/ says is there is there, its links lead somewhere, and the page is new."""
 
-import ast
 import importlib.util
 import re
 from html import unescape
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -16,12 +16,8 @@ from mfac import mfac
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 MATH = (DOCS / "math.md").read_text()
-PROSE = [
-    *sorted(ROOT.glob("*.md")),
-    *sorted(DOCS.glob("*.md")),
-    *sorted(ROOT.glob("examples/**/*.md")),
-    *sorted(ROOT.glob("experiments/*.md")),
-]
+WITH_FORMULAS = [*sorted(DOCS.glob("*.md")), *sorted(ROOT.glob("examples/**/*.md"))]
+PROSE = [*sorted(ROOT.glob("*.md")), *WITH_FORMULAS, *sorted(ROOT.glob("experiments/*.md"))]
 
 
 def script() -> ModuleType:
@@ -70,7 +66,8 @@ def test_a_mark_that_the_program_has_not_is_named() -> None:
 
 
 def test_the_page_has_eq_3_to_10_and_each_line_of_algorithm_1() -> None:
-    assert re.findall(r"<span>(Eq. \d+)</span>", PAGE) == [f"Eq. {n}" for n in range(3, 11)]
+    in_order = [3, 4, 5, 6, 8, 9, 7, 10]  # what 7 and 10 leave out is seen in 8 and 9
+    assert re.findall(r"<span>(Eq. \d+)</span>", PAGE) == [f"Eq. {n}" for n in in_order]
     marks = set(re.findall(r'<b class="l">(l\.\d+)</b>', "".join(code_shown())))
     assert marks == {f"l.{n}" for n in range(1, 18)}
     explained = set(re.findall(r"`(l\.\d+)`", TEXT))
@@ -78,6 +75,7 @@ def test_the_page_has_eq_3_to_10_and_each_line_of_algorithm_1() -> None:
 
 
 FORMULAS = {"page.md": TEXT, "math.md": MATH}
+LEAST = {"page.md": (10, 100), "math.md": (5, 60)}  # formulas on lines of their own, and in lines
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -86,7 +84,8 @@ def test_each_formula_becomes_mathematics(name: str) -> None:
     text = re.sub(r"```python.*?```", "", FORMULAS[name], flags=re.S)
     blocks = re.findall(r"```math\n(.*?)```", text, re.S)
     inline = re.findall(r"\$([^$]+)\$", re.sub(r"```.*?```", "", text, flags=re.S))
-    assert len(blocks) >= 10 and len(inline) >= 100
+    least_blocks, least_inline = LEAST[name]
+    assert len(blocks) >= least_blocks and len(inline) >= least_inline
     for latex in [*blocks, *inline]:
         tree = ElementTree.fromstring(MAKER.mathml(latex))
         typeset = "".join(tree.itertext())
@@ -115,19 +114,12 @@ def test_the_page_loads_nothing_and_its_links_lead_somewhere() -> None:
 # --- the mathematics --------------------------------------------------------------------------
 
 
-def names_in(path: Path) -> set[str]:
-    """Functions and classes of a file, and methods as Class.method."""
-    body = ast.parse(path.read_text()).body
-    classes = [node for node in body if isinstance(node, ast.ClassDef)]
-    found = {node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    inner = ((c, n) for c in classes for n in c.body if isinstance(n, ast.FunctionDef))
-    return found | {f"{c.name}.{n.name}" for c, n in inner}
-
-
 def test_each_function_that_the_mathematics_names_exists() -> None:
     named = re.findall(r"`([\w/]+\.py):([\w.]+)`", MATH)
     assert len(named) >= 15
-    assert [(file, name) for file, name in named if name not in names_in(ROOT / file)] == []
+    for file, name in named:
+        module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
+        assert attrgetter(name)(module).__module__ == module.__name__
 
 
 def test_each_letter_of_a_shape_is_a_known_one() -> None:
@@ -142,14 +134,6 @@ def test_each_letter_of_a_shape_is_a_known_one() -> None:
     assert unknown == []
 
 
-WITH_FORMULAS = [
-    DOCS / "math.md",
-    DOCS / "page.md",
-    DOCS / "course.md",
-    *sorted(ROOT.glob("examples/exercises/*.md")),
-]
-
-
 @pytest.mark.parametrize("file", WITH_FORMULAS, ids=lambda path: path.name)
 def test_formulas_survive_markdown(file: Path) -> None:
     """Inside $...$, Markdown takes a backslash before punctuation as its own, and ends of lines."""
@@ -161,7 +145,7 @@ def test_formulas_survive_markdown(file: Path) -> None:
 
 
 def test_curvature_acts_in_the_span_of_the_stored_gradients_alone() -> None:
-    """Both shares of math.md: by projection, and by the eigenvalues of G Gᵀ / m."""
+    """As page.md says: by projection, and by the eigenvalues of G Gᵀ / m."""
     m, p, lam = 5, 40, 0.3
     rng = torch.Generator().manual_seed(0)
     G = torch.randn(m, p, generator=rng, dtype=torch.float64)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import fixture
 from safetensors.torch import save_file
-from toy import refusal
+from toy import refusal, run
 
 import cli
 from config import BACKBONES, AlignConfig
@@ -66,18 +66,18 @@ def test_weights_are_downloaded_once_on_first_use(
     line += " --lr 1e-2 --rank 2 --quiet --out f"
     gone = "http://127.0.0.1:1/x_full.pth"
     monkeypatch.setitem(OFFICIAL_FILES, ("vit_b16", "mae"), gone)
-    said = refusal(line)
+    said = run(line).err.splitlines()[-1]
     assert gone in said and str(place.absolute()) in said and "--weights FILE" in said
     assert not list(Path("cache").rglob("*.pth"))
     monkeypatch.setitem(OFFICIAL_FILES, ("vit_b16", "mae"), f"{server.url}/x_full.pth")
     plan = cli.run([*line.split(), "--dry-run"])
-    assert plan == 0 and "which a run fetches" in capsys.readouterr().out and not place.exists()
+    assert plan == 0 and "a run fetches" in capsys.readouterr().out and not place.exists()
     assert cli.run(line.split()) == 0, capsys.readouterr().err
     server.files.clear()
     assert place.read_bytes() == content
     load(backbone="vit_b16")
     place.write_bytes(content[:-500])
-    said = refusal(line.replace("--out f", "--out g"))
+    said = run(line.replace("--out f", "--out g")).err.splitlines()[-1]
     assert str(place) in said and "fetched anew" in said
 
 
@@ -127,7 +127,7 @@ def test_a_file_without_theta_is_no_adapter(tmp_path: Path) -> None:
         load_adapter(tmp_path / "a")
 
 
-AROUND = {  # how programs save the tensors of a network
+AROUND: dict[str, Any] = {  # how programs save the tensors of a network
     "as they are": lambda state: state,
     "parallel": lambda state: {"model": {f"module.{k}": x for k, x in state.items()}},
     "compiled": lambda state: {"model": {f"module._orig_mod.{k}": x for k, x in state.items()}},

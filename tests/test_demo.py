@@ -21,7 +21,6 @@ from config import AlignConfig
 from extras import demo
 from support.adapters import find_adapters
 from support.checkpoints import find_weights
-from support.errors import UsageError
 from support.experiment import open_experiment, pool_images, pretext_batches
 from support.files import sha256
 
@@ -81,14 +80,6 @@ def test_the_demo_ends_in_ordinary_runs_and_a_picture_and_goes_on(
     made = (out / "align/s1/adapter.safetensors").stat().st_mtime_ns
     assert demo.demo(out) == result  # finished runs are read
     assert (out / "align/s1/adapter.safetensors").stat().st_mtime_ns == made
-
-
-def test_a_folder_of_photographs_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "align/s0").mkdir(parents=True)
-    (tmp_path / "align/s0/roses.jpg").write_bytes(b"roses")
-    with pytest.raises(UsageError, match=r"roses\.jpg"):
-        demo.demo(tmp_path)
-    assert (tmp_path / "align/s0/roses.jpg").read_bytes() == b"roses"
 
 
 def test_the_figures_of_the_readme_are_those_of_the_recorded_run() -> None:

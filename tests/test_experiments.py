@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 import typer
-from golden import RUNS, differences, make_data, read_align, recorded, run
+from golden import make_data
 from quilts import quilts
 from scipy.stats import spearmanr
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
-from toy import call
+from toy import ALIGN_SETTINGS, call
 
 from align import align
 from bisslight import Diverged
@@ -27,7 +28,6 @@ from experiments import (
     cost,
     exact,
     lora_rank,
-    networks,
     photographs,
     recipe,
     similarity,
@@ -38,11 +38,8 @@ from support.adapters import find_adapters, load_adapter
 from support.checkpoints import build_vit
 from support.errors import RunError, UsageError
 
-TOY = {
-    "alternations": 3, "lower_steps": 2, "upper_steps": 2, "p_batch": 8, "d_batch": 8, "warmup": 1,
-    "probe_epochs": 1, "eval_every": 1, "epochs": 1, "warmup_epochs": 0, "batch": 40, "seeds": 2,
-    "lr": "1e-2,3e-2",
-}  # fmt: skip
+TOY = ALIGN_SETTINGS | {"epochs": 1, "warmup_epochs": 0, "batch": 40, "seeds": 2}
+TOY["lr"] = "1e-2,3e-2"
 
 
 def toy(weights: Path, **changes: Any) -> list[str]:
@@ -51,28 +48,11 @@ def toy(weights: Path, **changes: Any) -> list[str]:
     return [f"{name}={value}" for name, value in settings.items()]
 
 
-def table(path: Path) -> list[Any]:
-    return list(json.loads(path.read_text()))
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
 
 
 # --- accuracy -------------------------------------------------------------------------------------
-
-
-def test_the_search_for_the_upper_rate_gives_what_was_recorded(drawn: Path, tmp_path: Path) -> None:
-    """The recording is of the first program's own search, on the drawn images."""
-    direct = run("finetune-direct", drawn / "data", drawn / "runs")
-    rate = json.loads((direct / "result.json").read_text())["lr"]
-    line = RUNS["align-mae-mfac"].split()[1:]
-    flags = dict(zip(line[::2], line[1::2], strict=True))
-    for flag in ("--drop-path", "--seed"):  # the recorded search has neither
-        del flags[flag]
-    settings = {
-        flag[2:].replace("-", "_"): value.format(data=drawn / "data", runs=drawn / "runs")
-        for flag, value in flags.items()
-    }
-    found = accuracy.align_stably(settings | {"device": "cpu"}, rate, tmp_path)
-    numbers = read_align("align-auto", Path(found.out), drawn / "data")
-    assert differences(numbers, recorded("align-auto")) == {}
 
 
 def test_the_largest_stable_share_of_the_direct_rate_is_taken(
@@ -99,10 +79,8 @@ def test_the_largest_stable_share_of_the_direct_rate_is_taken(
     assert asked == ["dlr0.02", "dlr0.015", "dlr0.01"]  # nothing was tried a second time
     given = keep_known(AlignConfig, settings)
     align(AlignConfig(**given, d_lr=0.01), tmp_path / "plain")
-    adapters = [
-        Path(run, "adapter.safetensors").read_bytes() for run in (found.out, tmp_path / "plain")
-    ]
-    assert adapters[0] == adapters[1]  # looking on changes nothing
+    plain = tmp_path / "plain/adapter.safetensors"
+    assert found.adapter.read_bytes() == plain.read_bytes()  # looking on changes nothing
     monkeypatch.setattr(accuracy, "unstable", lambda records: "planted")
     with pytest.raises(RunError, match="stable"):
         accuracy.align_stably(settings, 0.03, tmp_path / "none")
@@ -113,28 +91,25 @@ def test_the_table_of_accuracies_has_a_row_for_each_method_and_goes_on(
 ) -> None:
     line = f"--backbone vit_mini --dataset quilts --hypergrad mfac,cg --out {tmp_path}/a"
     told = call(accuracy, line, toy(weights))
-    rows = table(tmp_path / "a/accuracy.json")
+    rows = read(tmp_path / "a/accuracy.json")
     assert [row["arm"] for row in rows] == ["tuned-mfac", "tuned-cg", "direct"]
     assert (tmp_path / "a/accuracy.md").read_text() == told
     for row in rows:
-        result = json.loads((tmp_path / "a" / row["arm"] / "result.json").read_text())
-        mean = np.mean([test["accuracy"] for test in result["tests"]])
-        assert row["test top-1 accuracy"].startswith(f"{mean:.1f} ±")
+        assert row["test top-1 accuracy"].startswith(mean_accuracy(tmp_path / "a" / row["arm"]))
         assert row["the paper"] is None  # other settings
-    result = json.loads((tmp_path / "a/direct/result.json").read_text())
-    assert (tmp_path / f"a/aligned-mfac/dlr{result['lr'] * 2 / 3:.3g}").is_dir()
+    rate = read(tmp_path / "a/direct/result.json")["lr"]
+    assert (tmp_path / f"a/aligned-mfac/dlr{rate * 2 / 3:.3g}").is_dir()
     shutil.rmtree(tmp_path / "a/tuned-cg")
     call(accuracy, line, toy(weights))
-    again = table(tmp_path / "a/accuracy.json")
+    again = read(tmp_path / "a/accuracy.json")
     for row in [*rows, *again]:
         del row["CPU seconds"]
     assert again == rows
 
 
-def spend(run: Path, seconds: float) -> None:
-    """Let a finished run have taken this CPU time."""
-    result = json.loads((run / "result.json").read_text()) | {"cpu_seconds": seconds}
-    (run / "result.json").write_text(json.dumps(result))
+def mean_accuracy(run: Path) -> str:
+    tests = read(run / "result.json")["tests"]
+    return f"{np.mean([test['accuracy'] for test in tests]):.1f} ±"
 
 
 def test_the_controls_start_where_they_should_and_take_as_long_as_aligning(
@@ -144,40 +119,36 @@ def test_the_controls_start_where_they_should_and_take_as_long_as_aligning(
     line = f"--backbone vit_mini --dataset quilts --out {tmp_path}"
     settings = toy(weights, lr="1e-2", device="cpu", d_lr=1e-3)
     call(accuracy, line, settings)
-    aligned = tmp_path / "aligned-mfac/dlr0.001"
-    spend(aligned, 9.0)
-    for seed in (0, 1):
-        spend(tmp_path / f"direct/lr0.01-s{seed}", 1.5 + seed)  # 2 on average
-        spend(tmp_path / f"tuned-mfac/lr0.01-s{seed}", 3.5)
+    spent = {"aligned-mfac/dlr0.001": 9.0}
+    spent |= {"direct/lr0.01-s0": 1.5, "direct/lr0.01-s1": 2.5}  # 2 on average
+    spent |= {"tuned-mfac/lr0.01-s0": 3.5, "tuned-mfac/lr0.01-s1": 3.5}
+    for name, seconds in spent.items():
+        file = tmp_path / name / "result.json"
+        file.write_text(json.dumps(read(file) | {"cpu_seconds": seconds}))
     call(accuracy, f"{line} --controls", settings)
-    rows = table(tmp_path / "controls.json")
-
-    def config(run: str) -> Any:
-        return json.loads((tmp_path / run / "config.json").read_text())
-
-    assert [(row["arm"], config(row["arm"])["epochs"]) for row in rows] == [
-        ("tuned-mfac", 1),
-        ("direct", 1),
-        ("equal-time", 6),  # 12.5 s
-        ("restart", 1),
-        ("restart-equal-time", 5),  # of which the first PEFT takes 2
-        ("tuned-lower-only", 1),
-        ("tuned-identity", 1),
-    ]
+    rows = read(tmp_path / "controls.json")
+    arms = [row["arm"] for row in rows]
+    assert {arm: read(tmp_path / arm / "config.json")["epochs"] for arm in arms} == {
+        "tuned-mfac": 1,
+        "direct": 1,
+        "equal-time": 6,  # 12.5 s
+        "restart": 1,
+        "restart-equal-time": 5,  # of which the first PEFT takes 2
+        "tuned-lower-only": 1,
+        "tuned-identity": 1,
+    }
     assert [row["seconds a seed"] for row in rows[:2]] == [12.5, 2.0]
-    assert config("equal-time")["start"] is None
+    assert read(tmp_path / "equal-time/config.json")["start"] is None
     for name in ("restart", "restart-equal-time"):
-        found = config(name)
+        found = read(tmp_path / name / "config.json")
         assert found["start"] == str(tmp_path / "direct")
         assert found["seed"] == 2  # the first PEFT had 0 and 1
-    assert config("tuned-lower-only")["start"] == str(tmp_path / "aligned-lower-only")
-    for arm, setting in (("lower-only", "upper_steps"), ("identity/dlr0.001", "hypergrad")):
-        control = config(f"aligned-{arm}")
-        unlike = [key for key, x in config("aligned-mfac/dlr0.001").items() if control[key] != x]
-        assert unlike == [setting]
-    result = json.loads((tmp_path / "tuned-identity/result.json").read_text())
-    mean = np.mean([test["accuracy"] for test in result["tests"]])
-    assert rows[-1]["test top-1 accuracy"].startswith(f"{mean:.1f} ±")
+    only = tmp_path / "aligned-lower-only"
+    assert read(tmp_path / "tuned-lower-only/config.json")["start"] == str(only)
+    aligned = read(tmp_path / "aligned-mfac/dlr0.001/config.json")
+    for arm, name in ((only, "upper_steps"), (tmp_path / "aligned-identity/dlr0.001", "hypergrad")):
+        assert [key for key, x in read(arm / "config.json").items() if aligned[key] != x] == [name]
+    assert rows[-1]["test top-1 accuracy"].startswith(mean_accuracy(tmp_path / "tuned-identity"))
 
 
 @pytest.mark.parametrize("wrong", ["p_lrr=1", "rank"])
@@ -200,43 +171,44 @@ def test_lora_has_as_many_parameters_as_the_paper_says() -> None:
         np.testing.assert_allclose(np.array(ours) / 1e6, paper, rtol=0, atol=0.0101)
 
 
-def test_each_rank_is_a_point_of_the_figure(weights: Path, tmp_path: Path) -> None:
-    line = f"--backbone vit_mini --dataset quilts --ranks 1,2 --out {tmp_path}"
-    call(lora_rank, line, toy(weights, lr=1e-2, d_lr=1e-2))
-    rows = table(tmp_path / "lora_rank.json")
-    assert [(row["rank"], row["arm"]) for row in rows] == [
-        (1, "tuned-mfac"), (1, "direct"), (2, "tuned-mfac"), (2, "direct"),
-    ]  # fmt: skip
-    assert (tmp_path / "lora_rank.png").stat().st_size > 0
+FIGURES = [  # script, its own flags, what it prints
+    (lora_rank, "--ranks 1,2", ["| 1 |", "| 2 |", "| tuned-mfac |", "| direct |"]),
+    (attention_rollout, "--images 2", ["BiSSLight + PEFT: entropy"]),
+    (similarity, "", ["| pretrained | mfac |", "| pretrained | cg |", "| mfac | cg |"]),
+]
+
+
+@pytest.mark.parametrize(("script", "flags", "printed"), FIGURES)
+def test_a_figure_is_drawn_of_runs_that_are_trained_where_they_are_missing(
+    script: Any, flags: str, printed: list[str], weights: Path, tmp_path: Path
+) -> None:
+    line = f"--backbone vit_mini --dataset quilts {flags} --out {tmp_path}"
+    told = call(script, line, toy(weights, lr=1e-2, d_lr=1e-2))
+    assert all(text in told for text in printed), told
+    name = script.__name__.removeprefix("experiments.")
+    assert (tmp_path / f"{name}.png").stat().st_size > 0
 
 
 # --- time and memory ------------------------------------------------------------------------------
 
-SMALL = "--backbone vit_mini --lower-steps 2 --upper-steps 1 --p-batch 8 --d-batch 4 --repeats 1"
 
-
-def test_time_and_memory_has_a_row_for_each_method_and_for_peft(tmp_path: Path) -> None:
-    call(time_and_memory, f"{SMALL} --peft 8,4 --out {tmp_path}", ["rank=4"])
-    rows = table(tmp_path / "vit_mini.json")
-    assert [row["method"] for row in rows] == ["mfac", "cg", "identity", "PEFT 8", "PEFT 4"]
-    assert all(float(row["seconds"]) > 0 for row in rows)
-
-
-def test_a_method_that_does_not_fit_is_told_and_the_others_go_on(
+def test_time_and_memory_has_a_row_for_each_method_and_tells_which_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     real = time_and_memory.alternations
 
-    def without_cg(cfg: Any, device: torch.device) -> Any:
-        if cfg.hypergrad == "cg":
+    def without_identity(cfg: Any, device: torch.device) -> Any:
+        if cfg.hypergrad == "identity":
             raise torch.OutOfMemoryError("planted")
         yield from real(cfg, device)
 
-    monkeypatch.setattr(time_and_memory, "alternations", without_cg)
-    call(time_and_memory, f"{SMALL} --out {tmp_path} --peft 4")
-    seconds = {row["method"]: row["seconds"] for row in table(tmp_path / "vit_mini.json")}
-    assert "out of memory" in seconds["cg"]
-    assert float(seconds["identity"]) > 0
+    monkeypatch.setattr(time_and_memory, "alternations", without_identity)
+    line = "--backbone vit_mini --lower-steps 2 --upper-steps 1 --p-batch 8 --d-batch 4 --repeats 1"
+    call(time_and_memory, f"{line} --peft 8,4 --out {tmp_path}", ["rank=4"])
+    rows = {row["method"]: row["seconds"] for row in read(tmp_path / "vit_mini.json")}
+    assert [*rows] == ["mfac", "cg", "identity", "PEFT 8", "PEFT 4"]
+    assert "out of memory" in rows.pop("identity")
+    assert all(float(seconds) > 0 for seconds in rows.values())
 
 
 # --- cost -----------------------------------------------------------------------------------------
@@ -273,11 +245,9 @@ def test_maps_are_rows_of_the_product_of_timms_attention(kind: str) -> None:
     own: Any = {"class token": {}, "registers": {"reg_tokens": 4}}
     own["mean of patches"] = {"class_token": False, "global_pool": "avg", "fc_norm": False}
     torch.manual_seed(0)
-    networks: list[Any] = [  # timm's types are unions
-        VisionTransformer(**SIZES, **own[kind], num_classes=0).double().requires_grad_(False)
-        for _ in range(2)
-    ]
-    vit, plain = networks
+    vit: Any = VisionTransformer(**SIZES, **own[kind], num_classes=0)  # timm's types are unions
+    vit.double().requires_grad_(False)
+    plain = deepcopy(vit)
     for block in vit.blocks:
         block.attn.qkv.weight *= 20  # attention far from uniform
     backbone = Backbone(vit, scale=0.5)
@@ -336,27 +306,11 @@ def test_the_rollout_of_runs_is_drawn_beside_what_they_predict(
         theta, phi_D, _ = load_adapter(find_adapters(folder)[0])
         top = logits(features(backbone, theta, val[numbers]), phi_D).argmax(1)
         assert [row[name] for row in rows] == [f"layout {k}" for k in top]
-    experiment, _ = networks.open_networks(both)
-    _, pixels = networks.validation_images(experiment, 3)
-    torch.testing.assert_close(pixels, val[numbers])
     with pytest.raises(UsageError, match="aligned"):
         attention_rollout.draw({"aligned": runs / "aligned"}, 2, tmp_path / "rollout.png")
 
 
-def test_rollout_from_the_command_line_trains_what_is_missing(
-    weights: Path, tmp_path: Path
-) -> None:
-    line = f"--backbone vit_mini --dataset quilts --images 2 --out {tmp_path}"
-    told = call(attention_rollout, line, toy(weights, lr=1e-2, d_lr=1e-2))
-    assert "BiSSLight + PEFT: entropy" in told
-    assert (tmp_path / "attention_rollout.png").is_file()
-
-
 # --- similarity -----------------------------------------------------------------------------------
-
-
-def normal(n: int, d: int, seed: int) -> Tensor:
-    return torch.randn(n, d, generator=rng(seed), dtype=torch.float64) + 0.5
 
 
 def hsic_cka(x: Tensor, y: Tensor) -> float:
@@ -375,7 +329,8 @@ def plain_rsa(x: Tensor, y: Tensor) -> float:
 
 def test_cka_and_rsa_equal_plain_algebra_and_ignore_what_they_should() -> None:
     """Rotations, for CKA also one scale and a shift, for RSA a scale of each image."""
-    x, y, turn = normal(60, 8, 1), normal(60, 8, 2), torch.linalg.qr(normal(8, 8, 3))[0]
+    x, y, other = torch.randn(3, 60, 8, generator=rng(1), dtype=torch.float64) + 0.5
+    turn, _ = torch.linalg.qr(other[:8])
     y[:, :4] = x[:, :4]
     cka, rsa = similarity.cka(x, y[:, :5]), similarity.rsa(x, y)
     assert cka == pytest.approx(hsic_cka(x, y[:, :5]), abs=1e-10)
@@ -408,17 +363,6 @@ def test_the_similarities_of_runs_are_those_of_their_features(runs: Path, weight
         assert row["CKA"] == pytest.approx(hsic_cka(x[a], x[b]), abs=1e-5)
         assert row["RSA"] == pytest.approx(plain_rsa(x[a], x[b]), abs=1e-4)
     assert rows[1]["CKA"] < 0.9999  # it learned something
-
-
-def test_similarity_from_the_command_line_aligns_what_is_missing(
-    weights: Path, tmp_path: Path
-) -> None:
-    line = f"--backbone vit_mini --dataset quilts --out {tmp_path}"
-    call(similarity, line, toy(weights, d_lr=1e-2))
-    rows = table(tmp_path / "similarity.json")
-    names = [(row["network"], row["and"]) for row in rows]
-    assert names == [("pretrained", "mfac"), ("pretrained", "cg"), ("mfac", "cg")]
-    assert (tmp_path / "similarity.png").stat().st_size > 0
 
 
 # --- studies --------------------------------------------------------------------------------------
@@ -466,15 +410,11 @@ def test_photographs_compares_aligned_with_peft_and_with_as_long_a_peft(
     """On drawn images in the layout of the photographs."""
     make_data(tmp_path / "data")
     shutil.copytree(tmp_path / "data/pool", tmp_path / "data/tiny-imagenet/train")
-    few = {"epochs": 1, "warmup_epochs": 0, "batch": 20}
-    monkeypatch.setattr(photographs, "PRETRAIN", photographs.PRETRAIN | few)
-    steps = {"alternations": 2, "lower_steps": 1, "upper_steps": 1, "probe_epochs": 1, "warmup": 1}
-    short = {"p_batch": 8, "d_batch": 7, "eval_every": 2}
-    monkeypatch.setattr(photographs, "ALIGN", photographs.ALIGN | steps | short)
-    peft = {"epochs": 2, "warmup_epochs": 0, "eval_epochs": 2}
-    monkeypatch.setattr(photographs, "PEFT", photographs.PEFT | peft)
+    few = {"epochs": 2, "warmup_epochs": 0}
+    monkeypatch.setattr(photographs, "PRETRAIN", photographs.PRETRAIN | few | {"batch": 20})
+    monkeypatch.setattr(photographs, "ALIGN", photographs.ALIGN | ALIGN_SETTINGS)
+    monkeypatch.setattr(photographs, "PEFT", photographs.PEFT | few | {"eval_epochs": 2})
     told = call(photographs, f"{tmp_path}/data --name voc07 --seeds 2 --out {tmp_path}/out")
     arms = [line.split(" | ")[0] for line in told.splitlines()[2:]]
     assert arms == ["| aligned", "| peft", "| longer"]
-    longer = json.loads((tmp_path / "out/voc07/longer-s1/config.json").read_text())
-    assert longer["epochs"] >= 2
+    assert read(tmp_path / "out/voc07/longer-s1/config.json")["epochs"] >= 2

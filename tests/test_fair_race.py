@@ -5,7 +5,6 @@ from random import Random
 
 import pytest
 import torch
-from scipy.stats import permutation_test, ttest_1samp
 from second_analysis import analyse, read_results, whole_rounds
 
 from align import align
@@ -46,26 +45,6 @@ def test_intervals_hold_what_was_planted_in_about_95_of_100_simulated_studies() 
         found = against(simulate({"aligned": 3.0}, rounds=2, seed=seed), "direct")
         held += found.low <= 3.0 <= found.high
     assert 365 <= held <= 392  # 380 expected, with a deviation of 4.4
-
-
-def test_without_a_gain_some_comparison_is_called_one_in_at_most_5_of_100_studies() -> None:
-    called = 0
-    for seed in range(200):
-        runs = simulate({}, rounds=1, seed=seed)
-        ps = [against(runs, other).p for other in analysis.AGAINST]
-        called += min(analysis.holm(ps)) < 0.05
-    assert called <= 17  # 10 expected at most, with a deviation of 3
-
-
-def test_interval_and_p_are_those_of_scipy() -> None:
-    values = [2.1, -0.4, 3.3, 1.0, 0.2, 4.0, -1.1, 2.6]
-    found = analysis.difference(values)
-    interval = ttest_1samp(values, 0).confidence_interval(0.95)
-    assert [found.low, found.high] == pytest.approx([interval.low, interval.high])
-    flips = permutation_test(
-        [values], lambda x: x.mean(), permutation_type="samples", n_resamples=10**6
-    )
-    assert found.p == pytest.approx(flips.pvalue)
 
 
 def test_holm_multiplies_the_smallest_by_three_and_never_falls() -> None:
@@ -139,18 +118,9 @@ def test_the_arms_are_what_align_and_finetune_compute(
     assert not torch.equal(theta, fair_race.aligned(cell, tmp_path, 2, False))
 
     tuned = fair_race.fine_tune(settings, 0.03, 6, theta)
-    peft = {
-        "lr": (0.03,),
-        "epochs": 6,
-        "warmup_epochs": 5,
-        "batch": 32,
-        "eval_epochs": 6,
-        "seeds": 1,
-    }
-    cfg = FinetuneConfig(
-        **settings | peft | {"eval_epochs": 6, "seeds": 1, "start": tmp_path / "align"}
-    )
-    (test,) = finetune(cfg, tmp_path / "peft").tests
+    settings |= {"lr": (0.03,), "seeds": 1, "start": tmp_path / "align"}
+    settings |= {"epochs": 6, "warmup_epochs": 5, "batch": 32, "eval_epochs": 6}
+    (test,) = finetune(FinetuneConfig(**settings), tmp_path / "peft").tests
     assert test.accuracy == tuned.curve[6]
 
 

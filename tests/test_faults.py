@@ -112,7 +112,7 @@ def test_an_unfinished_align_run_is_refused_with_a_remedy_that_works(weights: Pa
     Path("r/result.json").unlink()
     Path("r/adapter.safetensors").unlink()
     tune = f"finetune --from r {PEFT_STEPS} --quiet --out f"
-    assert "is no finished run" in refusal(tune)
+    assert "is no finished align or finetune run" in refusal(tune)
     done(line)
     done(tune)
 

@@ -34,7 +34,7 @@ def page() -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(PAGE)))
 
 
-def networks(page: SimpleNamespace) -> tuple[dict[str, Tensor], mae.MAE, Backbone]:
+def networks() -> tuple[dict[str, Tensor], mae.MAE]:
     """ψ and φ_P by name, in float64, and the program's networks with the same tensors."""
     saved = torch.load(OMNIGLOT, weights_only=True)["model"]
     named = {name: tensor.double() for name, tensor in saved.items()}
@@ -43,8 +43,7 @@ def networks(page: SimpleNamespace) -> tuple[dict[str, Tensor], mae.MAE, Backbon
     vit.load_state_dict({name: named[name] for name in vit.state_dict()})
     decoder = build_head(arch, "mae").double()
     decoder.load_state_dict({name: named[name] for name in decoder.state_dict()})
-    backbone = Backbone(vit).requires_grad_(False)
-    return named, mae.MAE(backbone, decoder), backbone
+    return named, mae.MAE(Backbone(vit).requires_grad_(False), decoder)
 
 
 def drawn(page: SimpleNamespace, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -62,7 +61,7 @@ def test_its_images_are_the_programs(page: SimpleNamespace) -> None:
 
 
 def test_its_losses_and_gradients_are_the_programs(page: SimpleNamespace) -> None:
-    named, task, backbone = networks(page)
+    named, task = networks()
     theta, images, noise, labels = drawn(page, 0)
     phi_P = trainable(task.phi)
     found = page.L_P(named, theta, phi_P, images, noise)
@@ -74,7 +73,7 @@ def test_its_losses_and_gradients_are_the_programs(page: SimpleNamespace) -> Non
     head = trainable({"weight": weight, "bias": weight[:, 0]})
     same = {f"head.{name}": tensor for name, tensor in head.items()}
     found = page.L_D(named, theta, same, images, labels)
-    wanted = downstream_loss(backbone, theta, head, Examples(images, labels))
+    wanted = downstream_loss(task.backbone, theta, head, Examples(images, labels))
     compare(found, wanted, [theta, *head.values()])
 
 
@@ -86,32 +85,21 @@ def compare(found: Tensor, wanted: Tensor, tensors: list[Tensor]) -> None:
         close(actual, expected, 1e-10)
 
 
-def test_its_q_is_mfacs(page: SimpleNamespace) -> None:
-    rng = torch.Generator().manual_seed(2)
-    G = torch.randn(page.K, page.N_L, 30, generator=rng).double()
-    g = torch.randn(page.K, 30, generator=rng).double()
-    M = [page.eq_7(G_k) for G_k in G]
-    q = torch.stack([page.eq_10(M_k, g_k) for M_k, g_k in zip(M, g, strict=True)])
-    close(q, mfac(G, page.LAM)(g), 1e-10)
-
-
 @pytest.mark.parametrize("use_q", [True, False])
-def test_a_whole_alternation_is_the_programs(page: SimpleNamespace, use_q: bool) -> None:
+def test_a_whole_alternation_is_the_programs(
+    page: SimpleNamespace, use_q: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """θ_P after two alternations of a run of T: the second one depends on θ_D, and so on q."""
-    named, task, backbone = networks(page)
+    monkeypatch.setitem(page.algorithm_1.__globals__, "T", 2)  # and so the schedules
+    named, task = networks()
     theta, pool, _, _ = drawn(page, 3)
     theta = theta.detach()
     _, images, _, labels = drawn(page, 4)
     start = {"weight": torch.ones(24, page.DIM).double(), "bias": torch.arange(24.0).double()}
-    T = page.T
-    page.algorithm_1.__globals__["T"] = 2  # and the schedules of two alternations
-    try:
-        head = {f"head.{name}": tensor for name, tensor in start.items()}
-        phi_P = {name: tensor.detach() for name, tensor in task.phi.items()}
-        found = page.algorithm_1(named, theta, phi_P, head, pool, images, labels, use_q)
-    finally:
-        page.algorithm_1.__globals__["T"] = T
-    wanted = program(page, task, backbone, theta, start, pool, images, labels, use_q)
+    head = {f"head.{name}": tensor for name, tensor in start.items()}
+    phi_P = {name: tensor.detach() for name, tensor in task.phi.items()}
+    found = page.algorithm_1(named, theta, phi_P, head, pool, images, labels, use_q)
+    wanted = program(page, task, theta, start, pool, Examples(images, labels), use_q)
     assert not torch.equal(found, theta)
     close(found, wanted, 1e-10)
 
@@ -119,12 +107,10 @@ def test_a_whole_alternation_is_the_programs(page: SimpleNamespace, use_q: bool)
 def program(
     page: SimpleNamespace,
     task: mae.MAE,
-    backbone: Backbone,
     theta: Tensor,
-    head: dict[str, Tensor],
+    head: Any,
     pool: Tensor,
-    images: Tensor,
-    labels: Tensor,
+    examples: Examples,
     use_q: bool,
 ) -> Tensor:
     """The same run by the program's own Algorithm 1, with the page's draws."""
@@ -144,14 +130,14 @@ def program(
             yield mae.Batch(pool[i], torch.rand(page.B_P, page.PATCHES, generator=rng))
 
     def labelled() -> Any:
-        for i in page.draws(len(labels), page.B_D):
-            yield Examples(images[i], labels[i])
+        for i in page.draws(len(examples.targets), page.B_D):
+            yield Examples(examples.images[i], examples.targets[i])
 
     def zero(G: Tensor, lam: float, H: object) -> Any:
         return torch.zeros_like
 
     steps: Any = SimpleNamespace(alternations=T, lower_steps=N_L, upper_steps=N_U, lam=page.LAM)
-    loss_D = partial(downstream_loss, backbone)
+    loss_D = partial(downstream_loss, task.backbone)
     hypergrad = mfac if use_q else zero
     for _ in algorithm_1(state, steps, task, loss_D, hypergrad, pretext(), labelled()):
         pass

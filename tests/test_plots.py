@@ -4,11 +4,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 from toy import refusal, run
 
 from evaluate import evaluate
-from extras.plots import draw_arms, plot_arms, pyplot
+from extras.plots import draw_arms, plot_arms
 from support.errors import UsageError
 
 
@@ -46,13 +47,12 @@ def test_what_is_no_picture_of_this_program_is_not_replaced(runs: Path, tmp_path
     check_drawn(tmp_path / "new.png")
 
 
-def test_an_arm_has_a_dot_at_each_accuracy_around_the_middle_of_its_column(runs: Path) -> None:
-    (arm,) = evaluate([runs / "with"]).arms
-    one = arm.model_copy(update={"accuracies": [50.0]})
-    _, axes = pyplot().subplots()
-    plot_arms(axes, [arm, one])
-    (first, second) = axes.get_lines()
-    assert [*first.get_ydata()] == arm.accuracies
-    assert len({*first.get_xdata()}) == 2  # none hides another
-    assert first.get_xdata().mean() == pytest.approx(0)
-    assert ([*second.get_xdata()], [*second.get_ydata()]) == ([1.0], [50.0])
+def test_an_arm_has_a_dot_at_each_accuracy_and_a_line_at_the_mean(runs: Path) -> None:
+    arms = evaluate([runs / "with", runs / "without"]).arms
+    axes = Figure().subplots()
+    plot_arms(axes, arms)
+    drawn = [[*line.get_ydata()] for line in axes.get_lines()]
+    for arm, dots, line in zip(arms, drawn[::2], drawn[1::2], strict=True):
+        assert (dots, line) == (arm.accuracies, [arm.mean])
+    names = [text.get_text().split("\n")[0] for text in axes.get_xticklabels()]
+    assert names == ["with", "without"]

@@ -3,10 +3,10 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from toy import read_records
 
 from config import BACKBONES, AlignConfig, PretrainConfig
 from data import Pool
@@ -25,11 +25,10 @@ def test_pretraining_has_the_schedules_of_maes_and_ijepas_programs(
     pretext: str, last: float | None, W: int
 ) -> None:
     """Their formulas at every step of 4 epochs of 5; what has no decay gets none."""
-    given: Any = {"backbone": "vit_mini", "pool": "quilts", "pretext": pretext, "min_lr": 1e-5}
-    given |= {"warmup_epochs": W, "warmup_from": 0.2, "weight_decay": 0.05}
-    given |= {"final_weight_decay": last}
+    given = {"pretext": pretext, "epochs": 4, "min_lr": 1e-5, "weight_decay": 0.05}
+    given |= {"warmup_epochs": W, "warmup_from": 0.2, "final_weight_decay": last}
     tensors = {"W": torch.ones(2, 2), "b": torch.ones(2)}
-    opt = make_optimiser(PretrainConfig(epochs=4, **given), tensors, 20, 5)
+    opt = make_optimiser(config(**given), tensors, 20, 5)
     base = opt.groups[0].lr
     for k in range(1, 21):
         opt.update([*tensors.values()], [torch.ones_like(x) for x in tensors.values()])
@@ -40,9 +39,8 @@ def test_pretraining_has_the_schedules_of_maes_and_ijepas_programs(
         decay = 0.05
         if last is not None:
             decay = last + (0.05 - last) * 0.5 * (1 + math.cos(math.pi * k / 20))
-        found = [
-            value for g in opt.adamw_or_sgd.param_groups for value in (g["lr"], g["weight_decay"])
-        ]
+        matrix, vector = opt.adamw_or_sgd.param_groups
+        found = [matrix["lr"], matrix["weight_decay"], vector["lr"], vector["weight_decay"]]
         assert found == pytest.approx([rate, decay, rate, 0.0], rel=1e-12)
 
 
@@ -73,7 +71,7 @@ def test_what_is_saved_is_read_as_an_official_file_is(pretrained: Path) -> None:
 
 def test_a_finished_run_tells_its_loss_at_the_end(weights: Path) -> None:
     content = json.loads((weights / "result.json").read_text()) | {"out": str(weights)}
-    last = json.loads((weights / "metrics.jsonl").read_text().splitlines()[-1])
+    last = read_records(weights)[-1]
     told = str(PretrainResult(**content))
     assert f"{last['loss']:.4g}" in told and str(weights / "backbone.pth") in told
 

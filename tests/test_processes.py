@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from functools import partial
 from multiprocessing.context import ForkProcess
@@ -16,12 +14,13 @@ import torch
 from child_process import finish, start, wait_for
 from conftest import close
 from filelock import FileLock
-from toy import PROGRAM, PROGRAM_PATH, align_line, done, finetune_line
+from toy import align_line, done, finetune_line, read_records, torchrun
 
 import cli
 from support.processes import make_ready
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
+CASES = [("mae", "mfac"), pytest.param("ijepa", "cg", marks=pytest.mark.slow)]
 SHARED_STEPS = "--p-batch 9 --d-batch 9"  # an odd number
 
 
@@ -62,6 +61,16 @@ def together(line: str) -> list[ForkProcess]:
     ]
 
 
+def ends(both: list[ForkProcess], seconds: float = 600) -> list[int]:
+    """Their exit codes."""
+    return [finish(process, seconds) for process in both]
+
+
+def said() -> list[str]:
+    """What each of them printed."""
+    return [Path(f"said-{i}").read_text() for i in (0, 1)]
+
+
 def run_and_leave(line: str) -> int:
     """The exit code of a command; 99 if one that worked has left its process in the group.
 
@@ -74,15 +83,10 @@ def run_and_leave(line: str) -> int:
 
 def same_curves(one: str, two: str) -> None:
     """Both runs have the same numbers of every alternation, to rounding."""
-    curves = [Path(x, "metrics.jsonl").read_text().splitlines() for x in (one, two)]
-    for first, second in zip(*curves, strict=True):
-        a, b = json.loads(first), json.loads(second)
+    for a, b in zip(read_records(Path(one)), read_records(Path(two)), strict=True):
         for key in ("loss_P", "loss_D_at_P", "loss_D_at_D", "q_over_g", "norm_P", "norm_D"):
             if key in a:
                 close(torch.tensor(b[key]), torch.tensor(a[key]), 1e-3)
-
-
-CASES = [("mae", "mfac"), pytest.param("ijepa", "cg", marks=pytest.mark.slow)]
 
 
 def last_json(stdout: str) -> dict[str, object]:
@@ -97,16 +101,14 @@ def test_two_processes_have_the_numbers_of_one(
     """Batches of 9, an odd one; process 0 alone writes and prints. `finetune` follows."""
     more = f"{SHARED_STEPS} --alternations 2 --hypergrad {hypergrad} --drop-path 0.5 --json"
     line = align_line(pretrained, more, pretext)
-    both = together(f"{line} --out two")
-    assert [finish(p) for p in both] == [0, 0], [Path(f"said-{i}").read_text() for i in (0, 1)]
-    assert last_json(Path("said-0").read_text())["out"] == "two"
-    assert "{" not in Path("said-1").read_text()
+    assert ends(together(f"{line} --out two")) == [0, 0], said()
+    assert last_json(said()[0])["out"] == "two"
+    assert "{" not in said()[1]
     done(f"{line} --out one")
     same_curves("one", "two")
     assert json.loads(Path("two/env.json").read_text())["processes"] == 2
     peft = "finetune --from two --epochs 2 --batch 39 --seeds 2 --lr 1e-3 --quiet --json"
-    both = together(f"{peft} --out f2")
-    assert [finish(p) for p in both] == [0, 0], [Path(f"said-{i}").read_text() for i in (0, 1)]
+    assert ends(together(f"{peft} --out f2")) == [0, 0], said()
     done(f"{peft} --out f1")
     a, b = (json.loads(Path(f"{x}/result.json").read_text()) for x in ("f1", "f2"))
     for one, two in zip(a["tests"], b["tests"], strict=True):
@@ -121,24 +123,17 @@ def test_processes_wait_together_and_hear_a_signal_meanwhile(pretrained: Path) -
         both = together(line)
         wait_for(lambda: "waiting" in Path("said-0").read_text(), both[0])
         os.kill(both[1].pid or 0, signal.SIGTERM)
-        assert [finish(p, 60) for p in both] == [143, 143]
+        assert ends(both, 60) == [143, 143]
         both = together(line)
         wait_for(lambda: Path("said-0").read_text().count("waiting") == 2, both[0])
-    assert [finish(p) for p in both] == [0, 0], [Path(f"said-{i}").read_text() for i in (0, 1)]
+    assert ends(both) == [0, 0], said()
     assert Path("f/result.json").exists()
 
 
 @pytest.mark.slow
 def test_torchrun_starts_them(pretrained: Path) -> None:
     line = align_line(pretrained, f"{SHARED_STEPS} --alternations 1 --json")
-    more = {"PYTHONPATH": PROGRAM_PATH, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    program = Path("program.py")
-    program.write_text(PROGRAM[-1])
-    call = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    call += [str(program), *line.split(), "--out", "two"]
-    found = subprocess.run(call, env=os.environ | more, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
-    assert last_json(found.stdout)["out"] == "two"
+    assert last_json(torchrun(f"{line} --out two"))["out"] == "two"
     done(f"{line} --out one")
     same_curves("one", "two")
 
@@ -155,8 +150,8 @@ def test_a_stop_in_one_process_stops_all_and_one_process_goes_on(pretrained: Pat
     """SIGTERM to process 1 alone: they agree after the alternation, and process 0 saves."""
     both = under_way(pretrained)
     os.kill(both[1].pid or 0, signal.SIGTERM)
-    assert [finish(p) for p in both] == [143, 143]
-    assert "stopped and saved" in Path("said-0").read_text()
+    assert ends(both) == [143, 143]
+    assert "stopped and saved" in said()[0]
     state = torch.load("a/checkpoint.pt", weights_only=True)
     assert 0 < state["optimisers"]["opt_P"]["step"] < 800
 
@@ -174,6 +169,5 @@ def test_what_is_wrong_is_told_by_all_before_any_work(pretrained: Path) -> None:
     Path("mine/thesis.tex").touch()
     line = align_line(pretrained)
     for more, told in [("--out mine", "holds thesis.tex"), ("--p-batch 1 --out b", "--p-batch 1")]:
-        both = together(f"{line} {more}")
-        assert [finish(p) for p in both] == [2, 2]
-        assert all(told in Path(f"said-{i}").read_text() for i in (0, 1))
+        assert ends(together(f"{line} {more}")) == [2, 2]
+        assert all(told in text for text in said())

@@ -50,15 +50,11 @@ def test_a_planted_gain_is_found_and_no_gain_is_bounded() -> None:
 
 def test_means_are_those_of_the_backbones_by_hand() -> None:
     runs = simulate(1.0, 0)
-    differences = []
-    for unit, run in runs.items():
-        if unit.arm == "N":
-            other = unit._replace(arm="F")
-            differences.append(run.accuracy - runs[other].accuracy if other in runs else 0)
+    of_N = [run for unit, run in runs.items() if unit.arm == "N"]
+    gains = [run.accuracy - runs[run.unit._replace(arm="F")].accuracy for run in of_N]
     row = rows(runs)[1]
     assert row["N minus"] == "F" and row["rounds"] == 6
-    of_paper = sum(differences) / len(differences)
-    assert float(row["mean"]) == pytest.approx(of_paper, abs=0.01)
+    assert float(row["mean"]) == pytest.approx(sum(gains) / len(gains), abs=0.01)
 
 
 def test_rounds_are_balanced_and_no_run_is_planned_twice_but_where_lambdas_agree() -> None:
@@ -75,18 +71,18 @@ def test_the_choice_takes_the_best_mean_and_of_equal_ones_the_lower() -> None:
     assert plan.choose(runs) == {"0": 0.03, "F": 0.003, "N": 0.001}
 
 
-def point(dtype: torch.dtype = torch.float64) -> tuple[Any, Tensor, Any, Any]:
+def point() -> tuple[Any, Tensor, Any, Any]:
     """MAE's task at rank 1, a θ whose B are not 0, φ_P and a batch of one image, of the program."""
     settings: Any = {"backbone": "vit_mini", "dataset": "omniglot:Tagalog", "rank": 1, "p_batch": 1}
     experiment = open_experiment(AlignConfig(**settings))
     prepared = prepare(experiment)
     batch = next(batches_left(experiment, prepared)[0])
-    experiment.backbone.to(dtype)
-    prepared.pretext_task.decoder.to(dtype)  # type: ignore[attr-defined]
-    theta = prepared.state.theta_P.detach().to(dtype)
-    theta += 0.1 * torch.randn(theta.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    phi = {name: tensor.detach().to(dtype) for name, tensor in prepared.state.phi_P.items()}
-    return prepared.pretext_task, theta, phi, type(batch)(*(x.to(dtype) for x in batch))
+    experiment.backbone.double()
+    prepared.pretext_task.decoder.double()  # type: ignore[attr-defined]
+    theta = prepared.state.theta_P.detach().double()
+    theta += 0.1 * torch.randn(theta.shape, generator=torch.Generator().manual_seed(0)).double()
+    phi = {name: tensor.detach().double() for name, tensor in prepared.state.phi_P.items()}
+    return prepared.pretext_task, theta, phi, type(batch)(*(x.double() for x in batch))
 
 
 def test_products_and_q_are_those_of_the_dense_gauss_newton_matrix() -> None:
@@ -126,7 +122,7 @@ def test_a_run_is_done_once_and_its_line_can_be_read(
 ) -> None:
     few = {"alternations": 2, "warmup": 0, "lower_steps": 1, "upper_steps": 1, "probe_epochs": 1}
     monkeypatch.setattr(plan, "ALIGN", plan.ALIGN | few)
-    monkeypatch.setattr(plan, "PEFT", plan.PEFT | {"epochs": 1, "eval_epochs": 1})
+    monkeypatch.setattr(plan, "EPOCHS", 1)
     units = [plan.Unit(arm, 0.001, "Tagalog", 0, 9) for arm in plan.ARMS]
     path = tmp_path / "runs.jsonl"
     plan.run_all(units, tmp_path, path)
@@ -137,7 +133,5 @@ def test_a_run_is_done_once_and_its_line_can_be_read(
     assert [*runs] == units
     assert json.loads(json.dumps([*runs.values()])) == [json.loads(x) for x in first.splitlines()]
     assert [runs[unit].last["q_over_g"] > 0 for unit in units] == [False, True, True]
-    for run in runs.values():
-        assert run.accuracy * run.images / 100 == pytest.approx(
-            round(run.accuracy * run.images / 100)
-        )
+    right = [run.accuracy * run.images / 100 for run in runs.values()]
+    assert right == pytest.approx([round(number) for number in right])

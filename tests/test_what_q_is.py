@@ -1,6 +1,7 @@
 """What q is: its measures against dense matrices, its hidden scale, its page against its file."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,21 @@ def test_the_tables_of_the_page_are_those_of_the_file() -> None:
     rows = what_q_is.read_rows(what_q_is.ROWS)
     assert what_q_is.table(rows, what_q_is.CASES, what_q_is.FROM_CASE) in page
     assert what_q_is.table(rows, what_q_is.SCALES, what_q_is.FROM_SCALE) in page
+
+
+def test_the_ranges_that_the_page_tells_are_those_of_the_file() -> None:
+    rows = [row for row in what_q_is.read_rows(what_q_is.ROWS) if row["c"] == 1]
+    papers = [row for row in rows if row["lam"] == 1e-3]
+    times = [row["trace_N"] / row["trace_F"] for row in rows]
+    assert min(times) > 2700 and max(times) < 7400
+    assert all(row["ratio_F"] > 0.999 for row in rows if row["lam"] > 1e-4)
+    assert min(row["ratio_F"] for row in rows) > 0.996
+    assert max(row["along_F"] for row in papers) < 0.0008
+    for name, low, high in (("along_N", 2.8, 4.75), ("ratio_N", 0.56, 0.62)):
+        assert low < min(row[name] for row in papers) < max(row[name] for row in papers) < high
+    angles = [math.degrees(math.acos(row["cosine_N"])) for row in papers]
+    assert [round(min(angles)), round(max(angles))] == [32, 37]
+    assert min(row["ratio_N"] for row in rows if row["lam"] >= 0.1) > 0.94
+    assert max(row["product"] for row in rows) < 0.055
+    shares = [100 * row["share"] for row in rows]
+    assert [round(min(shares)), round(max(shares))] == [6, 63]

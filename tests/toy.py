@@ -29,10 +29,8 @@ PROGRAM_PATH = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
 
 MAE_RUN = "--backbone vit_mini --dataset quilts --weights {weights}"  # a run of `pretrain`
 IJEPA_RUN = f"{MAE_RUN} --pretext ijepa"
-ALIGN_STEPS = (
-    "--alternations 3 --lower-steps 2 --upper-steps 2 --p-batch 8 --d-batch 8 --probe-epochs 1 "
-    "--eval-every 1 --warmup 1"
-)
+ALIGN_STEPS = "--alternations 3 --lower-steps 2 --upper-steps 2 --p-batch 8 --d-batch 8"
+ALIGN_STEPS += " --probe-epochs 1 --eval-every 1 --warmup 1"
 PEFT_STEPS = "--epochs 2 --batch 40 --warmup-epochs 0 --seeds 1 --lr 1e-2"
 PRETRAIN_STEPS = "--epochs 1 --batch 20 --warmup-epochs 0"
 
@@ -117,6 +115,18 @@ def outside(line: str, **environ: str) -> subprocess.CompletedProcess[str]:
     env = {"PYTHONPATH": PROGRAM_PATH, "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
     call = [*PROGRAM, *words_of(line)]
     return subprocess.run(call, env=env | environ, capture_output=True, text=True, check=False)
+
+
+def torchrun(line: str) -> str:
+    """Stdout of a command line that two processes of torchrun share; it must succeed."""
+    program = Path("program.py")
+    program.write_text(PROGRAM[-1])
+    call = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    more = {"PYTHONPATH": PROGRAM_PATH, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    call += [str(program), *words_of(line)]
+    found = subprocess.run(call, env=os.environ | more, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    return found.stdout
 
 
 def call(script: Any, line: str, more: list[str] | None = None) -> str:
