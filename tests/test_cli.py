@@ -62,6 +62,9 @@ def test_align_finetune_evaluate_end_to_end(weights: Path) -> None:
     for start, name in ((model, "direct"), ("--from a", "tuned")):
         out = done(f"finetune {start} {PEFT_STEPS} --seeds 2 --out {name} --json")
         assert len(json.loads(out)["tests"]) == 2
+        done(f"finetune --config {name}/lr0.01-s0/config.json --out {name}-again --quiet")
+        both = [Path(place, "lr0.01-s0/adapter.safetensors") for place in (name, f"{name}-again")]
+        assert both[0].read_bytes() == both[1].read_bytes()
     arms = json.loads(done("evaluate tuned direct --json"))["arms"]
     assert [len(arm["accuracies"]) for arm in arms] == [2, 2]
     assert "direct" in done("evaluate tuned direct")
