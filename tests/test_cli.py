@@ -61,6 +61,10 @@ def test_align_finetune_evaluate_end_to_end(weights: Path) -> None:
     for start, name in ((model, "direct"), ("--from a", "tuned")):
         out = done(f"finetune {start} {PEFT_STEPS} --seeds 2 --out {name} --json")
         assert len(json.loads(out)["tests"]) == 2
+        trial = next(Path(name).glob("lr*-s1"))
+        done(f"finetune --config {trial}/config.json --out {name}-1 --quiet")
+        again = Path(f"{name}-1", trial.name, "adapter.safetensors")
+        assert again.read_bytes() == (trial / "adapter.safetensors").read_bytes()
     arms = json.loads(done("evaluate tuned direct --json"))["arms"]
     assert [len(arm["accuracies"]) for arm in arms] == [2, 2]
     assert "direct" in done("evaluate tuned direct")
