@@ -24,6 +24,7 @@ from toy import (
     PEFT_STEPS,
     PROGRAM,
     PROGRAM_PATH,
+    contents,
     done,
     outside,
     refusal,
@@ -33,7 +34,7 @@ from typer.testing import CliRunner
 
 import cli
 from bisslight import Log
-from config import AlignConfig, FinetuneConfig, Settings
+from config import AlignConfig, FinetuneConfig, PretrainConfig
 from support.experiment import set_up_device
 from support.progress import training
 
@@ -72,8 +73,8 @@ def test_align_finetune_evaluate_end_to_end(weights: Path) -> None:
 
 def test_evaluate_prints_two_arms_and_draws_them(runs: Path) -> None:
     told = done(f"evaluate {runs}/with {runs}/without")
+    line = f"evaluate {runs}/with {runs}/without --picture arms.png"
     for _ in range(2):  # a picture is drawn again
-        line = f"evaluate {runs}/with {runs}/without --picture arms.png"
         assert told.splitlines()[0] in done(line)
     with Image.open("arms.png") as picture:
         assert picture.size[0] > 100
@@ -82,16 +83,11 @@ def test_evaluate_prints_two_arms_and_draws_them(runs: Path) -> None:
 # --- help ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("command", "kind"), [("align", AlignConfig), ("finetune", FinetuneConfig)]
-)
-def test_help_has_every_setting_as_a_flag_or_by_name(command: str, kind: type[Settings]) -> None:
-    said = re.findall(r"[\w-]+", CliRunner().invoke(cli.app, [command, "--help"]).output)
-    assert [name for name in kind.model_fields if cli.flag_of(name) not in said] == []
-
-
-def test_help_is_for_a_person() -> None:
+def test_help_has_every_setting_and_is_for_a_person() -> None:
     """It fits on two screens, with the flags of every day at the top, and says their types."""
+    for kind in (AlignConfig, FinetuneConfig, PretrainConfig):
+        output = CliRunner().invoke(cli.app, [kind.command, "--help"]).output
+        assert {cli.flag_of(name) for name in kind.model_fields} <= {*re.findall(r"[\w-]+", output)}
     lines = outside("align --help").stdout.splitlines()
     assert len(lines) <= 100 and max(len(line) for line in lines) <= 80
     top = "\n".join(lines[:25])
@@ -143,24 +139,22 @@ CLOSED = [  # each a process of its own, so two are for `make slow`
 ]
 
 
+def bash(line: str) -> subprocess.CompletedProcess[str]:
+    """The program, run by a shell, so that its streams can be closed."""
+    words = ["bash", "-c", f"set -o pipefail; {shlex.join(PROGRAM)} {line}"]
+    return subprocess.run(words, capture_output=True, text=True, env=OUTSIDE, check=False)
+
+
 @pytest.mark.parametrize("end", CLOSED)
 def test_a_reader_that_goes_away_ends_no_run(weights: Path, end: str) -> None:
-    line = f"align {MAE_RUN.format(weights=weights)} {ALIGN_STEPS} --out r"
-    shell = f"set -o pipefail; {shlex.join(PROGRAM)} {line} {end}"
-    ended = subprocess.run(
-        ["bash", "-c", shell], capture_output=True, text=True, env=OUTSIDE, check=False
-    )
+    ended = bash(f"align {MAE_RUN.format(weights=weights)} {ALIGN_STEPS} --out r {end}")
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr and "Error" not in ended.stderr
     assert Path("r/result.json").exists()
 
 
 def test_help_into_a_closed_pipe_and_a_path_of_any_bytes_show_no_traceback(tmp_path: Path) -> None:
-    shell = f"{shlex.join(PROGRAM)} align --help | true"
-    ended = subprocess.run(
-        ["bash", "-c", shell], capture_output=True, text=True, env=OUTSIDE, check=False
-    )
-    assert ended.stderr == ""
+    assert bash("align --help | true").stderr == ""
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
     line = f"align --backbone vit_mini --weights {quilts.WEIGHTS} --pool quilts"
     line += f" --dataset folder:{folder}"
@@ -173,14 +167,12 @@ def test_help_into_a_closed_pipe_and_a_path_of_any_bytes_show_no_traceback(tmp_p
 )
 def test_signals_have_their_exit_codes(weights: Path, stop: str, code: int) -> None:
     """What was done is saved; the first line of progress says that the run is under way."""
-    model = MAE_RUN.format(weights=weights)
-    line = f"align {model} {ALIGN_STEPS} --alternations 100 --probe-epochs 0 --out r"
-    program = [*PROGRAM, *line.split()]
+    line = f"align {MAE_RUN} {ALIGN_STEPS} --alternations 100 --probe-epochs 0 --out r"
+    program = [*PROGRAM, *line.format(weights=weights).split()]
     # Tests that a shell runs in the background ignore Ctrl-C, and so would the program.
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    pipe = subprocess.PIPE
     with subprocess.Popen(
-        program, stderr=pipe, text=True, env=OUTSIDE, preexec_fn=heard
+        program, stderr=subprocess.PIPE, text=True, env=OUTSIDE, preexec_fn=heard
     ) as process:
         assert process.stderr is not None
         while not process.stderr.readline().startswith("align 1/100  loss "):
@@ -206,15 +198,11 @@ def test_a_dry_run_counts_the_images_and_names_what_is_not_the_papers(weights: P
     assert unlike.items() <= plan["unlike the paper"].items()
     assert not {"partition", "dataset", "weights"} & plan["unlike the paper"].keys()
     assert [path.name for path in Path().iterdir()] == ["c.toml"]  # nothing is written
-
-
-def test_a_dry_run_says_which_files_it_leaves_out(weights: Path) -> None:
     Path("pool").mkdir()
     Image.new("RGB", (20, 20)).save("pool/a.png")
     Path("pool/b.heic").touch()
-    plan = json.loads(done(f"align {MAE_RUN.format(weights=weights)} --pool pool --dry-run"))
-    assert plan["pool"] == 1
-    assert plan[f"left out of {Path('pool').absolute()}"] == {".heic": 1}
+    plan = json.loads(done(f"align {model} --pool pool --dry-run"))
+    assert (plan["pool"], plan[f"left out of {Path('pool').absolute()}"]) == (1, {".heic": 1})
 
 
 def test_a_run_of_the_papers_size_says_that_it_is_meant_for_a_gpu(
@@ -265,7 +253,7 @@ WRONG = [  # command line, exit code, what the one line names
     (f"{ALIGN} --pretext nothing.py:Class", 2, "nothing.py:Class"),
     (f"{ALIGN} --device cuda:77", 2, "--device cuda:77"),
     (f"{ALIGN} --out /proc/r", 2, "--out /proc/r"),
-    (f"{TUNE} --epochs 1 --seeds 1 --lr 1e30 --warmup-epochs 0", 1, "--lr"),
+    (f"{TUNE} --epochs 1 --seeds 1 --lr 1e30 --warmup-epochs 0 --out ../r", 1, "--lr"),
     (f"{TUNE} --lr 1e-3,x", 2, "--lr"),
     ("finetune --backbone vit_mini --weights {weights} --dataset pics", 1, "png"),
     (f"{JEPA} target_scale=[0.4]", 2, "target_scale"),
@@ -307,24 +295,13 @@ def inputs(runs: Path, weights: Path, tmp_path_factory: pytest.TempPathFactory) 
     return folder
 
 
-def list_files() -> dict[Path, int]:
-    """Every file here but below runs/, and when it was written."""
-    files = [path for path in Path().rglob("*") if path.parts[0] != "runs"]
-    return {path: path.stat().st_mtime_ns for path in files if path.is_file()}
-
-
 @pytest.mark.parametrize(("line", "code", "named"), WRONG)
 def test_a_wrong_input_gets_one_clear_line_and_changes_nothing(
-    pretrained: Path,
-    inputs: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    line: str,
-    code: int,
-    named: str,
+    pretrained: Path, inputs: Path, line: str, code: int, named: str
 ) -> None:
-    monkeypatch.chdir(inputs)
-    before = list_files()
+    os.chdir(inputs)  # `elsewhere` goes back
+    before = contents(inputs)
     whole = line.format(weights=pretrained / "mae", jepa=pretrained / "ijepa")
     quiet = "" if line.split()[0] in ("export", "evaluate", "aling") else " --quiet"
     assert named in refusal(whole + quiet, code)
-    assert list_files() == before
+    assert contents(inputs) == before

@@ -23,7 +23,6 @@ from config import (
     FinetuneConfig,
     PretrainConfig,
     Record,
-    Settings,
 )
 
 KINDS: dict[str, type[Command]] = {
@@ -101,6 +100,9 @@ def test_what_depends_on_another_setting_follows_it() -> None:
     assert FinetuneConfig(**B16, lr="1e-3,3e-3").lr == (0.001, 0.003)
     assert FinetuneConfig(**B16).replace(start=Path("run")).lr == ALIGNED_RATES
     assert FinetuneConfig(**B16).model_fields_set == {"backbone", "dataset"}
+    given: Record = {"backbone": "vit_b16", "pretext": "ijepa", "pool": "/photos"}
+    assert PretrainConfig(**given).final_weight_decay == 0.4
+    assert PretrainConfig(**given, final_weight_decay=None).final_weight_decay is None
 
 
 def test_a_misspelt_setting_is_named_before_anything_runs(tmp_path: Path) -> None:
@@ -127,9 +129,8 @@ def test_settings_read_no_disk_and_no_environment(
 
 
 def test_from_align_takes_the_network_and_the_images_of_the_run(tmp_path: Path) -> None:
-    align = AlignConfig(
-        backbone="vit_mini", dataset="dtd", rank=3, partial=True, data_seed=5, data_root=tmp_path
-    )
+    given = {"rank": 3, "partial": True, "data_seed": 5, "data_root": tmp_path}
+    align = AlignConfig(**B16 | given)
     run = write_align_run(tmp_path / "run", align)
     cfg = FinetuneConfig.from_align(run, lr=[0.1])
     assert cfg == settle(FinetuneConfig, {"start": str(run), "lr": "0.1"})
@@ -163,15 +164,9 @@ def test_flags_win_over_a_file_over_a_preset_over_the_align_run(tmp_path: Path) 
     options = cli.Options(config=file, preset="as-released")
     cfg = cli.collect(FinetuneConfig, {"epochs": 4}, options)
     expected = {
-        "epochs": 4,
-        "weight_decay": 0.1,
-        "voc_difficult": "ignore",
-        "optimizer": "sgd",
-        "rank": 3,
-        "head": "batchnorm",
-        "batch": 32,
-        "lr": ALIGNED_RATES,
-    }
+        "epochs": 4, "weight_decay": 0.1, "voc_difficult": "ignore", "optimizer": "sgd", "rank": 3,
+        "head": "batchnorm", "batch": 32, "lr": ALIGNED_RATES,
+    }  # fmt: skip
     assert {name: getattr(cfg, name) for name in expected} == expected
 
 
@@ -198,12 +193,6 @@ def test_the_default_directory_says_what_a_run_starts_from() -> None:
         (PretrainConfig(backbone="timm:a/b", pool="/photos"), "pretrain-b-s0"),
     ):
         assert cli.default_out(cfg) == Path("runs", name)
-
-
-def test_none_can_be_asked_for_where_a_recipe_has_a_value() -> None:
-    given: Record = {"backbone": "vit_b16", "pretext": "ijepa", "pool": "/photos"}
-    assert PretrainConfig(**given).final_weight_decay == 0.4
-    assert PretrainConfig(**given, final_weight_decay=None).final_weight_decay is None
 
 
 def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> None:
@@ -235,7 +224,7 @@ def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> N
         (AlignConfig, {"pool": ""}, "--pool: "),
     ],
 )
-def test_settings_refuse(kind: type[Settings], wrong: Record, named: str) -> None:
+def test_settings_refuse(kind: type[Command], wrong: Record, named: str) -> None:
     with pytest.raises(ValidationError) as refused:
         kind(**B16 | wrong)
     (line,) = cli.explain(refused.value)
@@ -246,10 +235,7 @@ def test_names_keep_their_meaning_in_another_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-
-    def named(**given: object) -> AlignConfig:
-        return AlignConfig(**B16 | given)
-
+    named = AlignConfig(**B16).replace
     assert named(pool="folder:pics").pool == named(pool="pics").pool == f"folder:{tmp_path}/pics"
     assert named(dataset="folder:pics").dataset == f"folder:{tmp_path}/pics"
     assert named(dataset="own", pool="own").pool == "own"

@@ -33,13 +33,8 @@ def imports(path: Path) -> set[str]:
 
 def level(name: str) -> int:
     """0 the method, 1 settings and support, 2 the commands, 3 extras, 4 the command line."""
-    if name in METHOD:
-        return 0
-    if name == "config" or name.startswith("support."):
-        return 1
-    if name in COMMANDS:
-        return 2
-    return 3 if name.startswith("extras.") else 4
+    levels = dict.fromkeys(METHOD, 0) | dict.fromkeys(COMMANDS, 2) | {"cli": 4}
+    return levels.get(name, 3 if name.startswith("extras.") else 1)
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))

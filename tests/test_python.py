@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,15 +35,9 @@ def test_the_chain_of_the_guide_runs_as_it_stands_there(tmp_path: Path) -> None:
 def task() -> Task:
     """Bright and dark images."""
     g = torch.Generator().manual_seed(0)
-
-    def draw(count: int) -> list[tuple[torch.Tensor, int]]:
-        images = []
-        for k in range(count):
-            noise = 0.4 * torch.rand(3, 16, 16, generator=g)
-            images.append((noise + 0.5 * (k % 2), k % 2))
-        return images
-
-    return own_task(draw(16), draw(8), draw(8), ["dark", "bright"])
+    noise = 0.4 * torch.rand(32, 3, 16, 16, generator=g)
+    drawn = [(image + 0.5 * (k % 2), k % 2) for k, image in enumerate(noise)]
+    return own_task(drawn[:16], drawn[16:24], drawn[24:], ["dark", "bright"])
 
 
 def test_data_of_ones_own_is_handed_in_and_recorded_by_its_digest(
@@ -57,7 +52,7 @@ def test_data_of_ones_own_is_handed_in_and_recorded_by_its_digest(
     assert (type(result), result.metric) == (AlignResult, "top-1 accuracy")
     recorded = json.loads((run / "config.json").read_text())
     assert (recorded["dataset"], recorded["pool"]) == ("own", "own")
-    assert recorded["data_sha256"] == fingerprint(*task.splits)
+    assert recorded["data_sha256"] == fingerprint(*task[1:4])
     assert recorded["pool_sha256"] == fingerprint(pool)
 
     start = FinetuneConfig.from_align(run, **PEFT_SETTINGS | {"batch": 8})
@@ -74,34 +69,27 @@ def test_data_of_ones_own_is_handed_in_and_recorded_by_its_digest(
         finetune(start.replace(start=other), tmp_path / "tuned", task=task)
 
 
-def test_a_label_in_a_tensor_of_one_is_one_class() -> None:
-    """As some data sets hand them out; a matrix of targets would be scored by mAP."""
-    image = torch.zeros(3, 8, 8)
-    part = [(image, torch.tensor([0])), (image, torch.tensor([1]))]
-    task = own_task(part, part, part, ["a", "b"])
-    assert task.train.targets.tolist() == [0, 1]
-
-
 def test_labels_and_images_that_make_no_task_are_refused() -> None:
     image = torch.zeros(3, 8, 8)
-    with pytest.raises(ValueError, match="whole numbers"):
-        own_task(*[[(torch.zeros(3, 8, 8), 0.2)]] * 3, classes=["a"])
-    with pytest.raises(ValueError, match="numbers below 2"):
-        own_task([(image, 2)], [(image, 0)], [(image, 1)], ["a", "b"])
-    with pytest.raises(ValueError, match=r"in \[0, 1\]"):
-        own_task([(image - 1, 0)], [(image, 0)], [(image, 1)], ["a", "b"])
+    cases: dict[str, Any] = {
+        "whole numbers": (image, 0.2),
+        "numbers below 2": (image, 2),
+        r"in \[0, 1\]": (image - 1, 0),
+    }
+    for named, wrong in cases.items():
+        with pytest.raises(ValueError, match=named):
+            own_task([wrong], [(image, 0)], [(image, 1)], ["a", "b"])
+    # A label in a tensor of one is one class; a matrix of targets would be scored by mAP.
+    part = [(image, torch.tensor([0])), (image, torch.tensor([1]))]
+    assert own_task(part, part, part, ["a", "b"]).train.targets.tolist() == [0, 1]
 
 
 def test_without_extras_align_finetune_and_evaluate_work(tmp_path: Path) -> None:
     """In a process where extras/ is an empty folder."""
     model = "--backbone vit_mini --dataset omniglot:Greek"
-    lines = [
-        f"align {model} {ALIGN_STEPS} --out a",
-        f"finetune --from a {PEFT_STEPS} --out b",
-        f"finetune {model} {PEFT_STEPS} --out c",
-        "evaluate b c",
-        "demo",  # is told in one line
-    ]
+    tune = f"finetune {PEFT_STEPS}"
+    lines = [f"align {model} {ALIGN_STEPS} --out a", f"{tune} --from a --out b"]
+    lines += [f"{tune} {model} --out c", "evaluate b c", "demo"]  # demo is told in one line
     code = (
         "import sys, types; sys.modules['extras'] = types.ModuleType('extras')\n"
         "import cli; print([cli.run(line.split()) for line in sys.argv[1:]])"
