@@ -6,7 +6,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from toy import ALIGN_SETTINGS, ALIGN_STEPS, PEFT_SETTINGS, PEFT_STEPS, ROOT
@@ -77,9 +79,10 @@ def test_data_of_ones_own_is_handed_in_and_recorded_by_its_digest(
 def test_a_label_in_a_tensor_of_one_is_one_class() -> None:
     """As some data sets hand them out; a matrix of targets would be scored by mAP."""
     image = torch.zeros(3, 8, 8)
-    part = [(image, torch.tensor([0])), (image, torch.tensor([1]))]
-    task = own_task(part, part, part, ["a", "b"])
-    assert task.train.targets.tolist() == [0, 1]
+    for kind in (torch.tensor, numpy.array):  # medmnist's are arrays
+        part: Any = [(image, kind([0])), (image, kind([2])), (image, kind([1]))]
+        task = own_task(part, part, part, ["a", "b", "c"])
+        assert task.train.targets.tolist() == [0, 2, 1]
 
 
 def test_labels_and_images_that_make_no_task_are_refused() -> None:
