@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from conftest import shared
@@ -60,7 +59,7 @@ def test_class_folders_are_split_balanced_and_independent_of_place(tmp_path: Pat
     assert fingerprint(*task[1:4]) == fingerprint(*again[1:4]) == of_the_first_release
 
 
-def test_parts_on_disk_are_used_and_only_the_missing_one_is_split_off(tmp_path: Path) -> None:
+def test_only_the_part_that_is_missing_is_split_off(tmp_path: Path) -> None:
     make(tmp_path, *[f"train/{c}/{i}.png" for c in "ab" for i in range(10)])
     make(tmp_path, *[f"test/{c}/x{i}.jpg" for c in "ab" for i in range(3)])
     task = folder(tmp_path, 0)
@@ -101,40 +100,25 @@ def test_wrong_folders_end_in_one_clear_line(
         folder(tmp_path, 0)
 
 
-def test_names_in_any_encoding_are_split_and_have_a_digest(tmp_path: Path) -> None:
+def test_what_systems_put_among_images_is_no_class_and_no_image(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Thumbnails of a NAS, its bin, what a Mac packs. Names may have any encoding."""
     old = os.fsdecode(bytes([0xE9]))
-    make(tmp_path, *[f"{c}/{i}{old}.png" for c in "ab" for i in "123"])
-    task = folder(tmp_path, 0)
-    assert task.sizes() == {"train": 2, "val": 2, "test": 2} and fingerprint(
-        task.train, task.val, task.test
-    )
-
-
-def test_what_systems_put_among_images_is_no_class_and_no_image(tmp_path: Path) -> None:
-    """Thumbnails of a NAS, its bin, what a Mac packs."""
-    files = [f"{c}/{i}.png" for c in "ab" for i in "123"]
+    files = [f"{c}/{i}{old}.png" for c in "ab" for i in "123"]
     made = ("@eaDir/1.png/T.jpg", "a/@eaDir/1.png/T.jpg", "#recycle/a/1.png", "__MACOSX/a/1.png")
     make(tmp_path, *files, *made)
-    assert folder(tmp_path, 0).classes == ["a", "b"]
+    task = folder(tmp_path, 0)
+    assert task.classes == ["a", "b"] and fingerprint(*task[1:4])
+    assert task.sizes() == {"train": 2, "val": 2, "test": 2}
     assert data.find_images(tmp_path) == [tmp_path / file for file in files]
-
-
-def test_a_folder_that_cannot_be_read_is_no_empty_one(tmp_path: Path, monkeypatch: Any) -> None:
-    """Which `os.walk` by itself passes by without a word; a test may run as root."""
 
     def scandir(place: str) -> Any:
         raise PermissionError(13, "Permission denied", place)
 
-    monkeypatch.setattr(os, "scandir", scandir)
-    with pytest.raises(PermissionError):
+    monkeypatch.setattr(os, "scandir", scandir)  # a test may run as root
+    with pytest.raises(PermissionError):  # which `os.walk` by itself passes by without a word
         data.find_images(tmp_path)
-
-
-def test_a_class_may_be_an_array_of_one_number() -> None:
-    """As in medmnist's data sets."""
-    pairs: Any = [(torch.zeros(3, 4, 4), numpy.array([label])) for label in (0, 2, 1)]
-    task = data.own_task(pairs, pairs, pairs, ["a", "b", "c"])
-    assert task.train.targets.tolist() == [0, 2, 1]
 
 
 def test_images_in_memory_are_brought_to_the_size_of_the_network() -> None:
@@ -221,9 +205,9 @@ def jpegs(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("photographs", [False, True])
 def test_a_jpeg_file_is_cut_as_by_pillow_to_one_grey_level(
-    tmp_path: Path, photographs: bool
+    tmp_path: Path, photographs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bicubic resizing of photographs may differ by more, in one of 1,000 values at most."""
+    """Decoded it is the same. Bicubic resizing may differ by more, in one of 1,000 values."""
     if photographs:
         files = sorted(shared("data/flower_photos").rglob("*.jpg"))[::20]
         files += sorted(shared("data/tiny-imagenet").rglob("*.JPEG"))[::200]
@@ -231,9 +215,10 @@ def test_a_jpeg_file_is_cut_as_by_pillow_to_one_grey_level(
         files = jpegs(tmp_path)
     for file in files:
         decoded = data.read_image(file)
-        with Image.open(file) as image:
-            pillow = image.convert("RGB")
-        assert isinstance(decoded, Tensor)
+        with monkeypatch.context() as patch:  # a torchvision without decoders
+            patch.setattr(torch.ops, "image", object())
+            pillow: Any = data.read_image(file)
+        assert isinstance(decoded, Tensor) and decoded.equal(data.as_tensor(pillow))
         for cut in (partial(data.cut_random, seed=0), data.cut_centre):
             for mode in ("bicubic", "bilinear"):
                 t = Transform(48, (0.5,) * 3, (0.5,) * 3, "crop", 0.2, mode)
@@ -241,10 +226,8 @@ def test_a_jpeg_file_is_cut_as_by_pillow_to_one_grey_level(
                 theirs = cut(pillow, t).int()
                 assert ours.shape == theirs.shape
                 differences = (ours - theirs).abs()
-                if mode == "bilinear":
-                    assert differences.max() <= 1
-                else:
-                    assert (differences > 1).float().mean() < 1e-3 and differences.max() <= 16
+                assert differences.max() <= (1 if mode == "bilinear" else 16)
+                assert (differences > 1).float().mean() < 1e-3
 
 
 def test_files_that_only_look_like_plain_jpegs_are_pillows(tmp_path: Path) -> None:
@@ -261,8 +244,8 @@ def test_files_that_only_look_like_plain_jpegs_are_pillows(tmp_path: Path) -> No
     assert isinstance(turned, Tensor) and turned.shape == (3, 20, 30)
 
 
-def test_pixels_travel_as_bytes_and_are_decoded_once(tmp_path: Path) -> None:
-    """What is kept gives the same network inputs as the files, and needs them no more."""
+def test_pixels_travel_as_bytes_and_are_decoded_once(tmp_path: Path, monkeypatch: Any) -> None:
+    """What is kept gives the same inputs, and needs the files no more; too much is not kept."""
     split = photos(tmp_path)
     images = Images(split, TRANSFORM, False, 0, "eval")
     assert images[0, 0][0].dtype == torch.uint8
@@ -270,53 +253,33 @@ def test_pixels_travel_as_bytes_and_are_decoded_once(tmp_path: Path) -> None:
     ((expected, _),) = batches(images, draws, 0, CPU)
     kept = decode_once(split, TRANSFORM, range(6))
     assert isinstance(kept.images, Tensor) and kept.images.dtype == torch.uint8
-    for path in split.images:
+    for path in (*split.images[:2], *split.images[5:]):
         Path(path).unlink()
+    own = decode_once(split, TRANSFORM, range(2, 5))  # of several processes, each reads its own
+    assert own.targets.tolist() == [2, 3, 4]
+    assert torch.equal(torch.as_tensor(own.images), kept.images[2:5])
     assert decode_once(split, TRANSFORM, range(6)) is kept
     ((x, y),) = batches(Images(kept, TRANSFORM, False, 0, "eval"), draws, 3, CPU)
     assert torch.equal(x, expected) and torch.equal(y, split.targets)
     assert not multiprocessing.active_children()  # there is nothing to decode
-
-
-def test_what_is_ready_or_too_large_is_not_decoded_before_it_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    split = photos(tmp_path)
     monkeypatch.setattr(data, "MOST_KEPT", 6 * 3 * 8 * 8 - 1)
+    decode_once.cache_clear()
     assert decode_once(split, TRANSFORM, range(6)).images == split.images
-    fits = Split(torch.rand(2, 3, 8, 8), torch.arange(2))
-    assert torch.equal(decode_once(fits, TRANSFORM, range(2)).images, fits.images)
+    assert decode_once(kept, TRANSFORM, range(6)).images.equal(kept.images)
 
 
-def test_of_several_processes_each_decodes_and_keeps_its_own_images(tmp_path: Path) -> None:
-    """The others' files are not even read."""
-    split = photos(tmp_path)
-    whole = decode_once(split, TRANSFORM, range(6))
-    for path in (*split.images[:2], *split.images[5:]):
-        Path(path).unlink()
-    own = decode_once(split, TRANSFORM, range(2, 5))
-    assert len(own.images) == 3 and own.targets.tolist() == [2, 3, 4]
-    assert torch.equal(torch.as_tensor(own.images), torch.as_tensor(whole.images)[2:5])
-
-
-@pytest.mark.parametrize("target", [".", "..", "../b"])
-def test_a_link_that_leads_back_is_followed_once(tmp_path: Path, target: str) -> None:
+def test_a_link_that_leads_back_is_followed_once(tmp_path: Path) -> None:
     """Also a link into another folder, whose link leads back."""
     make(tmp_path, "a/1.png", "b/2.png")
-    (tmp_path / "a" / "link").symlink_to(target)
-    (tmp_path / "b" / "back").symlink_to("../a")
-    found = [path.name for path in data.find_images(tmp_path / "a")]
-    assert found == (["1.png"] if target == "." else ["1.png", "2.png"])
-
-
-def test_without_torchvisions_decoder_pillow_gives_the_same_pixels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = jpegs(tmp_path)
-    pixels = [data.as_tensor(data.read_image(file)) for file in files]
-    monkeypatch.setattr(torch.ops, "image", object())
-    for file, expected in zip(files, pixels, strict=True):
-        assert torch.equal(data.as_tensor(data.read_image(file)), expected)
+    (tmp_path / "b/back").symlink_to("../a")
+    for target, names in (
+        (".", ["1.png"]),
+        ("..", ["1.png", "2.png"]),
+        ("../b", ["1.png", "2.png"]),
+    ):
+        (tmp_path / "a/link").symlink_to(target)
+        assert [path.name for path in data.find_images(tmp_path / "a")] == names
+        (tmp_path / "a/link").unlink()
 
 
 @pytest.mark.gpu
@@ -333,19 +296,13 @@ def test_batches_on_a_gpu_are_those_on_the_cpu(tmp_path: Path) -> None:
             assert torch.equal(y2.cpu(), y)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["one.png"],
-        ["/r/a-b/x.png", "/r/a/x.png", "/r/a b/x.png", "/r/a/y.png"],
-        ["/a/../b/c.png", "/a/../b/d.png"],
-    ],
-)
-def test_a_pool_is_known_by_its_names_below_its_folder(names: list[str]) -> None:
-    files = [Path(name) for name in names]
-    root = os.path.commonpath([*files, files[0].parent])
-    relative = "\n".join(os.path.relpath(path, root) for path in files)
-    assert fingerprint(Pool(files)) == hashlib.sha256(relative.encode()).hexdigest()
+def test_a_pool_is_known_by_its_names_below_its_folder() -> None:
+    several = ["/r/a-b/x.png", "/r/a/x.png", "/r/a b/x.png", "/r/a/y.png"]
+    for names in (["one.png"], several, ["/a/../b/c.png", "/a/../b/d.png"]):
+        files = [Path(name) for name in names]
+        root = os.path.commonpath([*files, files[0].parent])
+        relative = "\n".join(os.path.relpath(path, root) for path in files)
+        assert fingerprint(Pool(files)) == hashlib.sha256(relative.encode()).hexdigest()
 
 
 def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,15 +312,13 @@ def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         assert data.count_workers() == workers
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_unreadable_image_is_named(tmp_path: Path, workers: int) -> None:
+def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
     split = photos(tmp_path)
     Path(split.images[3]).write_bytes(Path(split.images[3]).read_bytes()[:40])
-    images = Images(split, TRANSFORM, False, 0, "x")
-    with pytest.raises(data.ImageError) as raised:
-        list(batches(images, stream(6, 4, 0, "x", range(2)), workers, CPU))
-    assert str(raised.value).startswith(f"{split.images[3]}: ")  # no traceback of a worker
-    assert len(str(raised.value).splitlines()) == 1
+    for workers in (0, 1):  # no traceback of a worker
+        images = Images(split, TRANSFORM, False, 0, "x")
+        with pytest.raises(data.ImageError, match=rf"^{split.images[3]}: .*$"):
+            list(batches(images, stream(6, 4, 0, "x", range(2)), workers, CPU))
 
 
 def test_all_that_is_wrong_with_files_is_said_at_once(tmp_path: Path) -> None:

@@ -85,12 +85,6 @@ def test_all_that_people_bring_along_is_told_at_once(tmp_path: Path) -> None:
         assert [line for line in found.problems if told in line], told
 
 
-def test_a_name_that_is_nothing_is_refused(tmp_path: Path) -> None:
-    for wrong in ("pet", "imagenet", "pets"):
-        with pytest.raises(UsageError, match=f"{wrong}: there is no folder"):
-            check(wrong, tmp_path)
-
-
 @pytest.mark.filterwarnings("ignore:.*tar.*:DeprecationWarning")  # torchvision, Python 3.12
 def test_a_download_is_verified_and_looked_through(
     server: Server, tmp_path: Path, monkeypatch: Any
@@ -110,3 +104,6 @@ def test_a_download_is_verified_and_looked_through(
     assert len(parts["test"]) == 8
     with pytest.raises(UsageError, match="cannot be downloaded"):
         download("imagenet", root)
+    for wrong in ("pet", "imagenet", "flowers"):
+        with pytest.raises(UsageError, match=f"{wrong}: there is no folder"):
+            check(wrong, root)

@@ -52,11 +52,6 @@ ALIGN = f"align {MAE_RUN} {ALIGN_STEPS} --quiet --out r"
 TUNE = f"finetune --backbone vit_mini --weights {{weights}} {PEFT_STEPS} --quiet --out r"
 
 
-def test_an_error_that_says_what_to_do_stays_as_it_is_where_a_file_is_read() -> None:
-    with pytest.raises(UsageError, match=r"^as it is$"), as_read_error("a", "mend it"):
-        raise UsageError("as it is")
-
-
 @pytest.mark.parametrize(
     ("file", "more"),
     [
@@ -147,6 +142,8 @@ def test_want_of_memory_names_what_helps_and_a_defect_keeps_its_traceback(
     assert "--micro-batch" in said and "--recompute" in said
     with pytest.raises(torch.OutOfMemoryError), as_read_error("checkpoint.pt", "start over"):
         fails(memory)  # it is not the file's fault
+    with pytest.raises(UsageError, match=r"^as it is$"), as_read_error("a", "mend it"):
+        raise UsageError("as it is")
     for defect in (KeyError("theta"), RuntimeError("theta")):
         monkeypatch.setattr(mae.MAE, "loss", lambda *_, error=defect: fails(error))
         with pytest.raises(type(defect)):
