@@ -45,7 +45,7 @@ class Point(NamedTuple):
     phi_P: Phi
     batch: Batch
     g: Tensor  # the downstream gradient
-    G: Tensor  # (K, 80, p), pretext gradients on other batches
+    G: Tensor  # (K, 80, p), pretext gradients on later batches, which overlap
 
 
 def main(out: Path = Path("runs/exact"), steps: int = 1500) -> None:

@@ -40,14 +40,15 @@ def run_script(main: Callable[..., None]) -> None:
 
 
 def read_settings(pairs: list[str] | None) -> Record:
-    """The settings of `--set rank=16 --set epochs=20`, as text; pydantic converts it."""
+    """The settings of `--set rank=16 --set scale=0.5`: whole numbers as such, all else as text."""
     settings: Record = {}
     for pair in pairs or []:
         name, equals, value = pair.partition("=")
         name = name.strip().replace("-", "_")
         if name not in SETTINGS or not equals:
             raise typer.BadParameter(f"{pair}: give NAME=VALUE, a setting of align or finetune")
-        settings[name] = value.strip()
+        value = value.strip()
+        settings[name] = int(value) if value.isdecimal() else value
     return settings
 
 

@@ -70,7 +70,7 @@ def main(
         cost = measure(alternations(cfg, where), where)
         rows.append(row_of(method, what, cost, backbone))
     for batch in peft.split(",") if peft else []:
-        peft_cfg = FinetuneConfig(**keep_known(FinetuneConfig, settings | {"batch": batch}))
+        peft_cfg = FinetuneConfig(**keep_known(FinetuneConfig, settings | {"batch": int(batch)}))
         where = set_up_device(peft_cfg)
         cost = measure(peft_steps(peft_cfg, where, repeats + 1), where)
         rows.append(row_of(f"PEFT {batch}", "a step", cost, backbone))

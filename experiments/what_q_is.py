@@ -1,4 +1,4 @@
-"""What is q? M-FAC's F and the Gauss-Newton matrix N of the pretext loss, at the same θ_P.
+"""What is q? M-FAC's F, and the Gauss-Newton matrix N of L^P where a lower level ends.
 
 python -m experiments.what_q_is              # table and picture from what_q_is.csv
 python -m experiments.what_q_is --measure    # first adds the rows that the file lacks

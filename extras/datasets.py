@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from config import FinetuneConfig, name_or_folder
-from data import LEFT_OUT, count_others, find_fault, find_images, overheard, subfolders
+from data import count_others, find_fault, find_images, overheard, subfolders
 from support.benchmarks import BENCHMARKS, open_task, place_of
 from support.errors import UsageError, collected
 from support.files import sha256
@@ -16,7 +16,7 @@ class Check(BaseModel):
 
     name: str
     images: int  # how many were opened
-    left_out: dict[str, int]  # files that are no images by their ending, folders that systems make
+    left_out: dict[str, int]  # files that are no images by their names, by ending
     problems: list[str]
 
     def __str__(self) -> str:
@@ -41,8 +41,6 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
         cfg = FinetuneConfig(backbone="vit_mini", dataset=name, data_root=root, partial=partial)
         with collected(problems):
             open_task(cfg)
-    if has_classes:
-        problems = [fault for line in problems for fault in line.split("; ")]
 
     files = find_images(place)
     first_with: dict[str, Path] = {}  # the first file with each sha256
@@ -55,9 +53,4 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
             if first != file:
                 problems.append(f"{file}: is the same as {first}")
     left_out = count_others(place)
-    left_out.update(
-        path.name
-        for path in place.rglob("*")
-        if path.name.startswith(LEFT_OUT[1:])  # not hidden
-    )
     return Check(name=name, images=len(files), left_out=left_out, problems=problems)

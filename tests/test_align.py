@@ -1,7 +1,6 @@
 """The align command: its loop, what it builds from the settings, and pretext tasks of one's own."""
 
 import json
-import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import fixture
-from toy import ROOT, align_settings, read_records
+from toy import PEFT_STEPS, ROOT, align_settings, done, read_records, refusal
 
-import cli
 from align import align, new_pretext_task, start_state
 from config import (
     ALIGNED_RATES,
@@ -132,46 +130,41 @@ def test_what_is_fixed_in_the_code_is_what_the_paper_says(weights: Path) -> None
 # --- a pretext task of one's own --------------------------------------------------------------
 
 
-def commands() -> list[list[str]]:
+def commands() -> list[str]:
     """Those in the example's docstring, typed at the root of the checkout."""
     text = EXAMPLE.read_text().replace("support/omniglot.pth", str(OMNIGLOT))
     lines = text.split('"""')[1].replace("\\\n", " ").splitlines()
-    return [shlex.split(line)[1:] for line in lines if line.strip().startswith("bisslight ")]
+    typed = [line.strip() for line in lines]
+    return [line.removeprefix("bisslight ") for line in typed if line.startswith("bisslight ")]
 
 
-def test_the_examples_task_runs_under_its_own_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+@pytest.mark.usefixtures("elsewhere")
+def test_the_examples_task_runs_under_its_own_name() -> None:
     """Its loss falls, its digest is kept, PEFT starts from it, the paper's figure stays away.
 
     A student's own data.py, in the same folder, does not take the place of the program's.
     """
-    monkeypatch.chdir(tmp_path)
     shutil.copy(EXAMPLE, "rotation.py")
     Path("data.py").write_text("raise RuntimeError('not the program')\n")
-    line = [word.removeprefix("examples/") for word in commands()[0]]
-    line += ["--alternations", "8", "--probe-epochs", "1", "--quiet"]
-    assert cli.run([*line, "--out", "a"]) == 0, capsys.readouterr().err
+    line = commands()[0].replace("examples/", "")
+    line += " --alternations 8 --probe-epochs 1 --quiet --out a"
+    done(line)
     losses = [record["loss_P"] for record in read_records(Path("a"))[1:]]
     assert sum(losses[-1]) < sum(losses[0])
     config = json.loads(Path("a/config.json").read_text())
     assert config["pretext_sha256"] == sha256(EXAMPLE)
-    peft = "finetune --from a --epochs 1 --warmup-epochs 0 --batch 80 --seeds 1 --lr 1e-2 --quiet"
-    assert cli.run(f"{peft} --out f".split()) == 0, capsys.readouterr().err
+    done(f"finetune --from a {PEFT_STEPS} --quiet --out f")
     assert json.loads(Path("f/result.json").read_text())["origin"]["pretext"] == "rotation"
     with Path("rotation.py").open("a") as file:  # another task: the run does not go on with it
         file.write("# changed\n")
-    assert cli.run([*line, "--out", "a"]) == 2
-    assert "--pretext" in capsys.readouterr().err
+    assert "--pretext" in refusal(line)
 
 
 @pytest.mark.slow
-def test_the_examples_commands_learn_as_they_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("elsewhere")
+def test_the_examples_commands_learn_as_they_are_written() -> None:
     """Chance is 4 % of 24 classes."""
-    monkeypatch.chdir(tmp_path)
     shutil.copytree(EXAMPLE.parent, "examples")
     for line in commands():
-        assert cli.run([*line, "--quiet"]) == 0, line
+        done(f"{line} --quiet")
     assert read_records(Path("runs/rotation"))[0]["probe_val"]["accuracy"] >= 12

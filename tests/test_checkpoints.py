@@ -155,7 +155,7 @@ def test_two_networks_in_a_file_are_not_guessed_from(tmp_path: Path) -> None:
     state = official_layout("vit_mini")
     both = {f"{name}.{k}": x for name in ("student", "ema") for k, x in state.items()}
     torch.save({"state_dict": both}, tmp_path / "w.pth")
-    with pytest.raises(UsageError, match=r"two networks, student\. and ema\."):
+    with pytest.raises(UsageError, match=r"student\."):
         load(weights=tmp_path / "w.pth")
 
 
@@ -167,7 +167,7 @@ def test_what_torch_refuses_is_told_in_its_words_with_a_remedy(
     content = {"model": official_layout("vit_mini"), "best": np.float64(71.2)}
     torch.save(content, tmp_path / "w.pth", _use_new_zipfile_serialization=zipped)
     with pytest.raises(
-        UsageError, match=r"GLOBAL numpy\.\S+\.scalar; save \{\"model\": network\.st"
+        UsageError, match=r"save \{\"model\": network\.st.* GLOBAL numpy\.\S+\.scalar"
     ):
         load(weights=tmp_path / "w.pth")
 

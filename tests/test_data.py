@@ -55,9 +55,9 @@ def test_class_folders_are_split_balanced_and_independent_of_place(tmp_path: Pat
     assert task.classes == ["a", "b"]
     assert [x.targets.bincount().tolist() for x in splits] == [[16, 16], [4, 4], [5, 5]]
     assert len({path for x in splits for path in x.images}) == 50
-    assert fingerprint(*task.splits) != fingerprint(*other.splits)
+    assert fingerprint(*task[1:4]) != fingerprint(other.train, other.val, other.test)
     of_the_first_release = "2f3e9aea3057dc874f9d9063bc8095b06e7094585ca4e521c4783488001db032"
-    assert fingerprint(*task.splits) == fingerprint(*again.splits) == of_the_first_release
+    assert fingerprint(*task[1:4]) == fingerprint(*again[1:4]) == of_the_first_release
 
 
 def test_parts_on_disk_are_used_and_only_the_missing_one_is_split_off(tmp_path: Path) -> None:
@@ -71,12 +71,24 @@ def test_parts_on_disk_are_used_and_only_the_missing_one_is_split_off(tmp_path: 
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (["a/1.png", "b/1.png", "c/1.txt"], "class a has 1 images .*class c has 0 images"),
+        (
+            ["a/1.png", "b/1.png", "c/1.txt"],
+            "a has no image for val; .*c has no image for train",
+        ),
         (["1.png"], "two or more class folders"),
-        (["train/a/1.png", "train/b/1.png", "test/z/1.png"], "a has 1 .*class z of test is not"),
+        (
+            ["train/a/1.png", "train/b/1.png", "test/z/1.png"],
+            "class z has no image for train",
+        ),
         (["train/a/1.png", "train/b/1.png", "validation/a/1.png"], "validation"),
-        ([f"{c}/{i}.png" for c in ("cat", "Cat", "x") for i in "123"], "'Cat', 'cat' differ in ca"),
-        ([f"{c}/{i}.png" for c in ("é", "e\u0301") for i in "123"], r"'e\\u0301', '\\xe9' differ"),
+        (
+            [f"{c}/{i}.png" for c in ("cat", "Cat", "x") for i in "123"],
+            "'Cat' and 'cat' differ",
+        ),
+        (
+            [f"{c}/{i}.png" for c in ("é", "e\u0301") for i in "123"],
+            r"'e\\u0301' and '\\xe9' differ",
+        ),
     ],
 )
 def test_wrong_folders_end_in_one_clear_line(
@@ -93,7 +105,9 @@ def test_names_in_any_encoding_are_split_and_have_a_digest(tmp_path: Path) -> No
     old = os.fsdecode(bytes([0xE9]))
     make(tmp_path, *[f"{c}/{i}{old}.png" for c in "ab" for i in "123"])
     task = folder(tmp_path, 0)
-    assert task.sizes() == {"train": 2, "val": 2, "test": 2} and fingerprint(*task.splits)
+    assert task.sizes() == {"train": 2, "val": 2, "test": 2} and fingerprint(
+        task.train, task.val, task.test
+    )
 
 
 def test_what_systems_put_among_images_is_no_class_and_no_image(tmp_path: Path) -> None:
@@ -299,10 +313,10 @@ def test_without_torchvisions_decoder_pillow_gives_the_same_pixels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = jpegs(tmp_path)
-    pixels = [torch.as_tensor(data.read_image(file)) for file in files]
+    pixels = [data.as_tensor(data.read_image(file)) for file in files]
     monkeypatch.setattr(torch.ops, "image", object())
     for file, expected in zip(files, pixels, strict=True):
-        assert torch.equal(torch.as_tensor(data.read_image(file)), expected)
+        assert torch.equal(data.as_tensor(data.read_image(file)), expected)
 
 
 @pytest.mark.gpu
@@ -334,8 +348,8 @@ def test_a_pool_is_known_by_its_names_below_its_folder(names: list[str]) -> None
     assert fingerprint(Pool(files)) == hashlib.sha256(relative.encode()).hexdigest()
 
 
-def test_processes_share_the_cores_that_they_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
+def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
     for processes, workers in (("1", 6), ("2", 3), ("10000", 1)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
         assert data.count_workers() == workers
@@ -363,8 +377,9 @@ def test_all_that_is_wrong_with_files_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "empty.png").touch()
     Image.new("L", (1, 20000)).save(tmp_path / "long.png")  # with a shorter side of 224, 3 GB
     reasons = {
-        "cut": "truncated", "folder": "is no file", "link": "No such file", "fifo": "is no file",
-        "device": "is no file", "bomb": "exceeds limit", "empty": "no image", "long": "100 times",
+        "cut": "truncated", "folder": "no file", "link": "no file", "fifo": "no file",
+        "device": "no file", "bomb": "exceeds limit", "empty": "cannot identify image file)",
+        "long": "100 times",
     }  # fmt: skip
     with pytest.raises(data.ImageError) as raised:
         data.check_readable([tmp_path / f"{name}.png" for name in ("good", *reasons)])

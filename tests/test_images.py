@@ -4,7 +4,6 @@ import io
 import logging
 import struct
 import subprocess
-import sys
 import warnings
 import zlib
 from pathlib import Path
@@ -12,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from PIL import Image
-from toy import ROOT
 
 import data
+from data import Images, Split, Transform
 
 Pixels = NDArray[Any]
 CLEAR = (0, 0, 0, 0)  # black that is transparent, as programs save it
@@ -165,22 +165,12 @@ def test_what_a_decoder_warns_of_is_said_once_with_the_files_name(
     if decoder == "pillow":
         Image.new("RGB", (20, 20)).save(path)
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300)  # it warns, and reads 400
+    images = Images(Split([path, path], torch.zeros(2)), Transform(8, (0.5,) * 3, (0.5,) * 3))
     with caplog.at_level(logging.WARNING):
         data.check_readable([path, path])
-        data.read_image(path)
+        list(data.batches(images, [[(0, 0), (1, 1)]] * 2, 0, torch.device("cpu")))
     (said,) = caplog.messages
     assert said.startswith(f"{path}: ") and ("400 pixels" in said or "extraneous bytes" in said)
     with data.overheard() as words:
         subprocess.run(["sh", "-c", "echo another >&2"], check=True)
     assert words == [] and capfd.readouterr().err == "another\n"
-
-
-def test_pictures_are_read_where_stderr_is_closed(tmp_path: Path) -> None:
-    path = tmp_path / "odd.jpg"
-    path.write_bytes(spoilt_jpeg())
-    script = f"import data, pathlib; data.read_image(pathlib.Path({str(path)!r})); print('read')"
-    line = f'"{sys.executable}" -c "{script}" 2>&-'
-    ended = subprocess.run(
-        line, shell=True, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
-    )
-    assert ended.stdout == "read\n"

@@ -1,6 +1,5 @@
 """Run directories against mistakes, and runs that go on to the same bits after stops and kills."""
 
-import io
 import itertools
 import json
 import os
@@ -155,18 +154,11 @@ def test_a_damaged_file_is_named_with_a_remedy(tmp_path: Path, name: str) -> Non
             begin(tmp_path)
 
 
-def saved_by_torch(content: object) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return buffer.getvalue()
-
-
 def test_a_run_killed_as_it_began_is_begun_again(tmp_path: Path) -> None:
     begin(tmp_path)
     (tmp_path / "config.json").rename(tmp_path / ".config.json.tmp")
     (tmp_path / "env.json").unlink()  # it is written later
     begin(tmp_path)
-    assert json.loads((tmp_path / "env.json").read_text())["versions"].keys() >= {"python", "torch"}
     assert not list(tmp_path.glob(".*.tmp"))
     versions = json.loads((tmp_path / "env.json").read_text())["versions"]
     assert versions.keys() >= {"python", "torch"}
@@ -385,16 +377,9 @@ def test_the_same_command_twice_shares_the_trials(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "results"),
-    [
-        ("align", ["adapter.safetensors", "metrics.jsonl"]),
-        ("grid", ["adapter-s0.safetensors", "adapter-s1.safetensors"]),
-        ("pretrain", ["backbone.pth", "metrics.jsonl"]),
-    ],
-)
+@pytest.mark.parametrize("command", ["align", "grid", "pretrain"])
 def test_killed_at_random_moments_a_run_goes_on_to_the_same_bits(
-    pretrained: Path, command: str, results: list[str]
+    pretrained: Path, command: str
 ) -> None:
     """Each kill comes right after something new was written, often in the middle of a file."""
     images(30)

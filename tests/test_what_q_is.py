@@ -104,6 +104,13 @@ def test_the_ranges_that_the_page_tells_are_those_of_the_file() -> None:
     assert min(times) > 2700 and max(times) < 7400
     assert all(row["ratio_F"] > 0.999 for row in rows if row["lam"] > 1e-4)
     assert min(row["ratio_F"] for row in rows) > 0.996
+    distances: dict[float, list[float]] = {1e-4: [], 1e-3: []}  # |q − g| / |g|
+    for row in rows:
+        if row["lam"] in distances:
+            r, c = row["ratio_F"], row["cosine_F"]
+            distances[row["lam"]].append(math.sqrt(1 + r * r - 2 * r * c))
+    assert [round(100 * max(found), 1) for found in distances.values()] == [1.1, 0.2]
+    assert round(max(min(row["pull"], row["acts"]) for row in rows), 3) == 0.083
     assert max(row["along_F"] for row in papers) < 0.0008
     for name, low, high in (("along_N", 2.8, 4.75), ("ratio_N", 0.56, 0.62)):
         assert low < min(row[name] for row in papers) < max(row[name] for row in papers) < high
