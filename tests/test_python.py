@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from toy import ALIGN_SETTINGS, ALIGN_STEPS, PEFT_SETTINGS, PEFT_STEPS, ROOT
