@@ -113,11 +113,11 @@ def test_what_systems_put_among_images_is_no_class_and_no_image(
     assert task.sizes() == {"train": 2, "val": 2, "test": 2}
     assert data.find_images(tmp_path) == [tmp_path / file for file in files]
 
-    def scandir(place: str) -> Any:
+    def iterdir(place: Path) -> Any:
         raise PermissionError(13, "Permission denied", place)
 
-    monkeypatch.setattr(os, "scandir", scandir)  # a test may run as root
-    with pytest.raises(PermissionError):  # which `os.walk` by itself passes by without a word
+    monkeypatch.setattr(Path, "iterdir", iterdir)  # a test may run as root
+    with pytest.raises(PermissionError):
         data.find_images(tmp_path)
 
 
