@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from config import FinetuneConfig, name_or_folder
-from data import count_others, find_fault, find_images, overheard, subfolders
+from data import find_fault, find_images, overheard, subfolders
 from support.benchmarks import BENCHMARKS, open_task, place_of
 from support.errors import UsageError, collected
 from support.files import sha256
@@ -42,7 +42,7 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
         with collected(problems):
             open_task(cfg)
 
-    files = find_images(place)
+    files, left_out = find_images(place)
     first_with: dict[str, Path] = {}  # the first file with each sha256
     for file in files:
         with overheard() as said:
@@ -52,5 +52,4 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
             first = first_with.setdefault(sha256(file), file)
             if first != file:
                 problems.append(f"{file}: is the same as {first}")
-    left_out = count_others(place)
     return Check(name=name, images=len(files), left_out=left_out, problems=problems)

@@ -148,18 +148,6 @@ def test_what_torch_refuses_is_told_in_its_words_with_a_remedy(
         load(weights=tmp_path / "w.pth")
 
 
-@pytest.mark.parametrize("size", ["heads", "patch_size"])
-def test_a_checkpoint_whose_sizes_are_0_is_refused(
-    weights: Path, tmp_path: Path, size: str
-) -> None:
-    saved = torch.load(weights / "backbone.pth", weights_only=True)
-    written = json.loads(saved["bisslight"])
-    written["arch"][size] = 0
-    torch.save(saved | {"bisslight": json.dumps(written)}, tmp_path / "w.pth")
-    with pytest.raises(UsageError, match=r"w\.pth"):
-        load(weights=tmp_path / "w.pth")
-
-
 def test_an_adapter_of_the_second_edition_loads() -> None:
     """A recorded file: its θ counts up in sevenths."""
     adapter = load_adapter(fixture("adapter_second_edition.safetensors"))
@@ -171,8 +159,8 @@ def test_an_adapter_of_the_second_edition_loads() -> None:
     assert (origin.rank, origin.alpha, origin.backbone) == (1, 2.0, "vit_mini")
 
 
-def test_settings_of_other_sizes_than_the_files_are_refused(weights: Path) -> None:
-    """Another network, image or patch, and no file at all."""
+def test_settings_of_other_sizes_than_the_files_are_refused(weights: Path, tmp_path: Path) -> None:
+    """Another network, image or patch, no file at all, and sizes of 0."""
     loaded = load(weights=weights)
     assert loaded.arch == BACKBONES["vit_mini"]
     assert not any(tensor.requires_grad for tensor in loaded.backbone.parameters())
@@ -185,23 +173,24 @@ def test_settings_of_other_sizes_than_the_files_are_refused(weights: Path) -> No
     ):
         with pytest.raises(UsageError, match=named):
             load(**{"weights": weights} | changed)
+    saved = torch.load(weights / "backbone.pth", weights_only=True)
+    for size in ("heads", "patch_size"):
+        written = json.loads(saved["bisslight"])
+        written["arch"][size] = 0
+        torch.save(saved | {"bisslight": json.dumps(written)}, tmp_path / "w.pth")
+        with pytest.raises(UsageError, match=r"w\.pth"):
+            load(weights=tmp_path / "w.pth")
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
-def test_hugging_faces_mae_is_refused_since_it_has_another_decoder(
-    name: str, tmp_path: Path
-) -> None:
+def test_files_with_another_decoder_are_refused(tmp_path: Path) -> None:
+    """Hugging Face's MAE, and the authors' file for pictures, which predicts raw pixels."""
     state = {"vit.embeddings.cls_token": torch.ones(1, 1, 8), "decoder.mask_token": torch.ones(1)}
-    save: Any = torch.save if name.endswith("bin") else save_file
-    save(state, tmp_path / name)
-    with pytest.raises(UsageError, match=f"{name}.*decoder.*vit.embeddings.cls_token"):
-        load(backbone="vit_b16", weights=tmp_path / name)
-
-
-def test_the_authors_file_for_pictures_is_refused_since_it_predicts_raw_pixels(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "mae_visualize_vit_base.pth"
-    torch.save({"model": {"decoder_pred.bias": torch.ones(3)}}, path)
-    with pytest.raises(UsageError, match="raw pixels"):
-        load(backbone="vit_b16", weights=path)
+    for name, told in (
+        ("pytorch_model.bin", "decoder.*vit.embeddings.cls_token"),
+        ("model.safetensors", "decoder.*vit.embeddings.cls_token"),
+        ("mae_visualize_vit_base.pth", "raw pixels"),
+    ):
+        save: Any = save_file if name.endswith("safetensors") else torch.save
+        save(state, tmp_path / name)
+        with pytest.raises(UsageError, match=f"{name}.*{told}"):
+            load(backbone="vit_b16", weights=tmp_path / name)

@@ -74,12 +74,8 @@ def test_what_is_transparent_is_laid_on_white(tmp_path: Path, name: str) -> None
 
 def chunk(kind: bytes, content: bytes) -> bytes:
     """A chunk of a PNG file."""
-    return (
-        struct.pack(">I", len(content))
-        + kind
-        + content
-        + struct.pack(">I", zlib.crc32(kind + content))
-    )
+    whole = kind + content
+    return struct.pack(">I", len(content)) + whole + struct.pack(">I", zlib.crc32(whole))
 
 
 def png(colour_type: int, channels: int) -> bytes:

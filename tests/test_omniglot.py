@@ -16,7 +16,11 @@ from support.errors import UsageError
 
 
 def test_no_image_is_in_two_splits_or_in_the_pool() -> None:
-    seen = {image.numpy().tobytes() for image in omniglot_pool().images}
+    pool = omniglot_pool()
+    pixels = torch.as_tensor(pool.images).double()
+    for given, found in ((pool.mean, pixels.mean()), (pool.std, pixels.std())):
+        torch.testing.assert_close(given, (float(found),) * 3, rtol=1e-6, atol=0)
+    seen = {image.numpy().tobytes() for image in pool.images}
     assert len(seen) == 2580
     images = 0
     for alphabet in ALPHABETS:
