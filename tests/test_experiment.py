@@ -63,14 +63,12 @@ def test_fine_tuning_needs_no_file_of_a_pretext_task(weights: Path, tmp_path: Pa
 # --- what is opened ---------------------------------------------------------------------------
 
 
-def test_a_device_that_is_not_for_training_is_refused() -> None:
-    with pytest.raises(UsageError, match="--device meta"):
-        set_up_device(FinetuneConfig(backbone="vit_mini", dataset="quilts", device="meta"))
-
-
 def test_one_thread_serves_the_smallest_network_unless_the_user_says_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And a device that is not for training is refused."""
+    with pytest.raises(UsageError, match="--device meta"):
+        set_up_device(FinetuneConfig(backbone="vit_mini", dataset="quilts", device="meta"))
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     small = FinetuneConfig(backbone="vit_mini", dataset="quilts", device="cpu")
