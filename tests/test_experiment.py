@@ -39,6 +39,10 @@ def test_a_class_or_file_that_is_not_there_is_named(weights: Path, tmp_path: Pat
         with pytest.raises(UsageError, match=rf"--pretext .*{named}"):
             align(align_settings(weights, pretext=wrong), tmp_path / "a")
     assert not (tmp_path / "a").exists()
+    # Fine-tuning needs no file of a pretext task, nor does it ask whether that was changed.
+    cfg = FinetuneConfig(backbone="vit_mini", weights=weights, dataset="quilts", pretext=name)
+    Path(name.rpartition(":")[0]).unlink()
+    assert "pretext_sha256" not in open_experiment(cfg).digests
 
 
 @pytest.mark.parametrize("method", ["draw(self, B, rng)", "loss(self, theta, phi, batch)"])
@@ -50,14 +54,6 @@ def test_an_error_in_a_task_shows_before_the_long_work(
     with pytest.raises(ZeroDivisionError):
         align(align_settings(weights, pretext=name), tmp_path / "a")
     assert not (tmp_path / "a" / "metrics.jsonl").exists()
-
-
-def test_fine_tuning_needs_no_file_of_a_pretext_task(weights: Path, tmp_path: Path) -> None:
-    """Nor does it ask whether that was changed."""
-    name = own_task(tmp_path, "pass")
-    cfg = FinetuneConfig(backbone="vit_mini", weights=weights, dataset="quilts", pretext=name)
-    Path(name.rpartition(":")[0]).unlink()
-    assert "pretext_sha256" not in open_experiment(cfg).digests
 
 
 # --- what is opened ---------------------------------------------------------------------------
