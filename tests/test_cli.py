@@ -67,14 +67,8 @@ def test_align_finetune_evaluate_end_to_end(weights: Path) -> None:
         assert both[0].read_bytes() == both[1].read_bytes()
     arms = json.loads(done("evaluate tuned direct --json"))["arms"]
     assert [len(arm["accuracies"]) for arm in arms] == [2, 2]
-    assert "direct" in done("evaluate tuned direct")
-
-
-def test_evaluate_prints_two_arms_and_draws_them(runs: Path) -> None:
-    told = done(f"evaluate {runs}/with {runs}/without")
-    line = f"evaluate {runs}/with {runs}/without --picture arms.png"
     for _ in range(2):  # a picture is drawn again
-        assert told.splitlines()[0] in done(line)
+        assert "direct" in done("evaluate tuned direct --picture arms.png")
     with Image.open("arms.png") as picture:
         assert picture.size[0] > 100
 
@@ -236,7 +230,6 @@ JEPA = f"align {IJEPA_RUN}".replace("{weights}", "{jepa}")
 WRONG = [  # command line, exit code, what the one line names
     ("align --backbone vit_mini --dataset quilts", 2, "--weights"),
     ("align --backbone vit_mini --weights {weights}", 2, "--dataset: "),
-    ("align --backbone vit_base_patch16_224 --dataset dtd", 2, "vit_(mini"),
     (f"{FIRST} --pool quilts --dataset folder:no", 2, "/no"),
     (f"{FIRST} --pool quilts --dataset ./small", 2, "b"),
     ("align --backbone vit_mini --weights nope.pth --dataset quilts", 2, "--weights"),

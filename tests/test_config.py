@@ -105,33 +105,13 @@ def test_what_depends_on_another_setting_follows_it() -> None:
     assert PretrainConfig(**given, final_weight_decay=None).final_weight_decay is None
 
 
-def test_a_misspelt_setting_is_named_before_anything_runs(tmp_path: Path) -> None:
-    align = AlignConfig(**B16)
-    run = write_align_run(tmp_path / "run", align)
-    for change in (align.replace, partial(FinetuneConfig.from_align, run)):
-        with pytest.raises(ValidationError, match="epocs"):
-            change(epocs=3)
-    with pytest.raises(ValidationError, match="lam"):
-        align.replace(lam=-1)
-
-
-def test_settings_read_no_disk_and_no_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    cfg = FinetuneConfig(**B16, start="nowhere")
-    assert (cfg.start, cfg.data_root) == (tmp_path / "nowhere", tmp_path / "data")
-    monkeypatch.chdir("/")
-    assert cfg.replace(seed=1).start == tmp_path / "nowhere"
-    with pytest.raises(ValidationError) as refused:
-        FinetuneConfig(start=tmp_path)  # type: ignore[call-arg]
-    assert refused.value.errors()[0]["loc"] == ("backbone",)
-
-
 def test_from_align_takes_the_network_and_the_images_of_the_run(tmp_path: Path) -> None:
     given = {"rank": 3, "partial": True, "data_seed": 5, "data_root": tmp_path}
     align = AlignConfig(**B16 | given)
     run = write_align_run(tmp_path / "run", align)
+    for change in (align.replace, partial(FinetuneConfig.from_align, run)):
+        with pytest.raises(ValidationError, match="epocs"):  # a misspelt setting
+            change(epocs=3)
     cfg = FinetuneConfig.from_align(run, lr=[0.1])
     assert cfg == settle(FinetuneConfig, {"start": str(run), "lr": "0.1"})
     taken = {"rank", "dataset", "partial", "data_seed", "data_root", "scale"}
@@ -231,12 +211,19 @@ def test_settings_refuse(kind: type[Command], wrong: Record, named: str) -> None
     assert re.search(named, line)
 
 
-def test_names_keep_their_meaning_in_another_directory(
+def test_settings_mean_the_same_in_another_directory_and_read_no_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    cfg = FinetuneConfig(**B16, start="nowhere")
+    assert (cfg.start, cfg.data_root) == (tmp_path / "nowhere", tmp_path / "data")
     named = AlignConfig(**B16).replace
     assert named(pool="folder:pics").pool == named(pool="pics").pool == f"folder:{tmp_path}/pics"
     assert named(dataset="folder:pics").dataset == f"folder:{tmp_path}/pics"
     assert named(dataset="own", pool="own").pool == "own"
     assert named(weights="~nosuchuser/w.pth").weights == tmp_path / "~nosuchuser/w.pth"
+    monkeypatch.chdir("/")
+    assert cfg.replace(seed=1).start == tmp_path / "nowhere"
+    with pytest.raises(ValidationError) as refused:
+        FinetuneConfig(start=tmp_path)  # type: ignore[call-arg]
+    assert refused.value.errors()[0]["loc"] == ("backbone",)

@@ -21,7 +21,7 @@ from config import AlignConfig
 from extras import demo
 from support.adapters import find_adapters
 from support.checkpoints import find_weights
-from support.experiment import open_experiment, pool_images, pretext_batches
+from support.experiment import open_experiment, pretext_batches
 from support.files import sha256
 
 EPOCHS = 2
@@ -106,6 +106,5 @@ def test_the_backbone_that_comes_with_the_program_fills_in_characters() -> None:
     assert weights is not None and weights.stat().st_size < 800_000
     assert m.pool is not None
     task = new_pretext_task(m, m.new_theta(0))
-    images = pool_images(m.pool, size, m.cfg)
-    batch = next(pretext_batches(task, images, 500, range(1), m.cfg, m.device))
+    batch = next(pretext_batches(task, m.pool, size, 500, range(1), m.cfg, m.device))
     assert 0.2 < task.loss(None, task.phi, batch) < 0.3

@@ -39,6 +39,10 @@ def test_a_class_or_file_that_is_not_there_is_named(weights: Path, tmp_path: Pat
         with pytest.raises(UsageError, match=rf"--pretext .*{named}"):
             align(align_settings(weights, pretext=wrong), tmp_path / "a")
     assert not (tmp_path / "a").exists()
+    # Fine-tuning needs no file of a pretext task, nor does it ask whether that was changed.
+    cfg = FinetuneConfig(backbone="vit_mini", weights=weights, dataset="quilts", pretext=name)
+    Path(name.rpartition(":")[0]).unlink()
+    assert "pretext_sha256" not in open_experiment(cfg).digests
 
 
 @pytest.mark.parametrize("method", ["draw(self, B, rng)", "loss(self, theta, phi, batch)"])
@@ -52,25 +56,15 @@ def test_an_error_in_a_task_shows_before_the_long_work(
     assert not (tmp_path / "a" / "metrics.jsonl").exists()
 
 
-def test_fine_tuning_needs_no_file_of_a_pretext_task(weights: Path, tmp_path: Path) -> None:
-    """Nor does it ask whether that was changed."""
-    name = own_task(tmp_path, "pass")
-    cfg = FinetuneConfig(backbone="vit_mini", weights=weights, dataset="quilts", pretext=name)
-    Path(name.rpartition(":")[0]).unlink()
-    assert "pretext_sha256" not in open_experiment(cfg).digests
-
-
 # --- what is opened ---------------------------------------------------------------------------
-
-
-def test_a_device_that_is_not_for_training_is_refused() -> None:
-    with pytest.raises(UsageError, match="--device meta"):
-        set_up_device(FinetuneConfig(backbone="vit_mini", dataset="quilts", device="meta"))
 
 
 def test_one_thread_serves_the_smallest_network_unless_the_user_says_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And a device that is not for training is refused."""
+    with pytest.raises(UsageError, match="--device meta"):
+        set_up_device(FinetuneConfig(backbone="vit_mini", dataset="quilts", device="meta"))
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     small = FinetuneConfig(backbone="vit_mini", dataset="quilts", device="cpu")

@@ -47,12 +47,9 @@ def test_intervals_hold_what_was_planted_in_about_95_of_100_simulated_studies() 
     assert 365 <= held <= 392  # 380 expected, with a deviation of 4.4
 
 
-def test_holm_multiplies_the_smallest_by_three_and_never_falls() -> None:
-    assert analysis.holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
-
-
 def test_a_second_analysis_by_another_hand_has_the_same_numbers() -> None:
     """On the runs that were measured: differences, intervals, p, and p after Holm's correction."""
+    assert analysis.holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])  # by hand
     file = fair_race_plan.RESULTS / "race.jsonl"
     runs = analysis.in_whole_rounds(fair_race_plan.read_runs(file))
     found = [against(runs, other) for other in analysis.AGAINST]
@@ -63,12 +60,9 @@ def test_a_second_analysis_by_another_hand_has_the_same_numbers() -> None:
         assert again[other] == pytest.approx((*one, p), abs=1e-6)
 
 
-def test_a_round_that_is_not_whole_does_not_count() -> None:
+def test_a_verdict_is_given_only_at_the_end_and_on_whole_rounds() -> None:
     runs = simulate({}, rounds=2, seed=0)
     assert analysis.in_whole_rounds(runs[:-1]) == runs[: len(runs) // 2]
-
-
-def test_a_verdict_is_given_only_at_the_end() -> None:
     runs = simulate({"aligned": 9.0}, rounds=9, seed=0)
     verdicts = [row["verdict"] for row in analysis.rows_of(runs, final=True)]
     assert verdicts == ["", *["aligned is ahead"] * 3]
@@ -77,9 +71,10 @@ def test_a_verdict_is_given_only_at_the_end() -> None:
     assert nothing == "no gain of 2 points"
 
 
-def test_the_choice_takes_the_best_rate_and_the_best_division() -> None:
+def test_the_choice_takes_the_best_rate_and_the_best_division_of_equal_work() -> None:
     runs = []
     for name, candidates in CANDIDATES.items():
+        assert max(arm.work for arm in candidates) in (175, 176)  # no arm may do more
         for cell in CHOICE:
             for arm in candidates:
                 accuracy = 40.0 + 5 * (arm.rate == 0.04) + 2 * (arm.epochs == candidates[1].epochs)
@@ -95,11 +90,6 @@ def test_the_arms_of_phase_2_are_those_that_phase_1_chose() -> None:
         assert fair_race_plan.CHOSEN[name] == [analysis.choose(name, runs)]
     without_q = fair_race_plan.CHOSEN["aligned"][0]._replace(implicit=False)
     assert fair_race_plan.CHOSEN["q = 0"] == [without_q]
-
-
-def test_no_arm_does_more_work_than_another_may() -> None:
-    for candidates in CANDIDATES.values():
-        assert max(arm.work for arm in candidates) in (175, 176)
 
 
 def test_the_arms_are_what_align_and_finetune_compute(

@@ -50,7 +50,7 @@ def test_a_directory_of_something_else_is_never_taken_over(tmp_path: Path) -> No
     """Also where a file is called as one of a run is."""
     (tmp_path / "file").write_text("precious")
     begin(tmp_path / "run")
-    named = {"file": "is a file", "run": "no run of this command"}
+    named = {"file": "not writable.*exists", "run": "another run: command align -> finetune"}
     for name in ("thesis.tex", "env.json", "lr1e-3-s0/checkpoint.pt", ".mine.1.tmp"):
         place = f"with {name.replace('/', ' ')}"
         named[place] = f"holds {name.split('/')[0]}"
@@ -117,7 +117,7 @@ def test_tensors_records_and_time_go_on_from_the_checkpoint(tmp_path: Path) -> N
     with open_run(tmp_path, "align", config(), {}) as run:
         run.restore({"x": torch.ones(2)}, {})
         run.log({"step": 1})
-        run.spent = {"cpu_seconds": 1000.0, "seconds": 2000.0}
+        run.cpu_began -= 1000
         run.save_if_due(due=True)
         run.log({"step": 2})
         run.save_if_due()  # not due: nothing is saved
