@@ -90,7 +90,6 @@ class FinetuneResult(RunResult, frozen=True):
     """What a finetune run ended with: its result.json. Lists have one entry per seed."""
 
     metric: str  # such as "top-1 accuracy"
-    unit: str  # what is done anew for each seed, see `unit_of`
     origin: AdapterInfo  # what the adapter of --from says of itself
     rates: list[float]  # --lr
     grid_seeds: int

@@ -42,12 +42,6 @@ def test_p_is_the_share_of_splits_that_differ_at_least_as_much(n: int, m: int) -
     for a, b in cases if n < 8 else cases[:1]:
         assert compare([*a], [*b]).p == by_hand([*a], [*b])
     assert compare([80], [70]) == Comparison(difference=10, p=None, splits=2)  # one seed each
-    for odd in (70.5, math.nan, math.inf):
-        with pytest.raises(ValueError, match="not percentages"):
-            compare([odd, 70], [71])  # type: ignore[list-item]
-    for arm, against in (([], [1]), ([1], [])):
-        with pytest.raises(ValueError, match="without a seed"):
-            compare(arm, against)
 
 
 def finished(
@@ -90,7 +84,7 @@ def finished(
         trials.append(trial)
     result: dict[str, Any] = {"tests": tests, "trials": trials, "metric": metric}
     result |= {"origin": said | (origin or {})}
-    result |= {"unit": "PEFT seed", "start_cpu_seconds": before, "grid_seeds": 1, "tried": []}
+    result |= {"start_cpu_seconds": before, "grid_seeds": 1, "tried": []}
     result |= {"rates": ALIGNED_RATES if by else RATES, "lr": 1e-3}
     result |= {"cpu_seconds": 8.0 * len(test), "seconds": 9.0}
     for name, content in (("config", config), ("result", result)):
