@@ -43,7 +43,7 @@ def test_what_is_no_picture_of_this_program_is_not_replaced(runs: Path, tmp_path
         assert str(file) in refusal(f"evaluate {runs / 'with'} --picture {file}")
         assert file.read_bytes() == before
     outcome = run(f"evaluate {runs / 'with'} --picture {tmp_path / 'new.png'} --json")
-    assert (outcome.code, outcome.err) == (0, f"in {tmp_path / 'new.png'}\n")
+    assert (outcome.code, outcome.err) == (0, f"picture in {tmp_path / 'new.png'}\n")
     check_drawn(tmp_path / "new.png")
 
 
