@@ -139,7 +139,7 @@ def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
     named = {"mixed": "rank", "both": "aligned_by, lr, starts_from", "twice": "seed"}
     named["changed"] = "data_sha256"
     messages = {name: f"its runs are no seeds of one arm, see .*{x}" for name, x in named.items()}
-    messages |= dict.fromkeys(("running", "torn", "foreign"), "is no finished finetune run")
+    messages |= dict.fromkeys(("running", "torn", "foreign"), ".*give a finished finetune run")
     for name, message in messages.items():
         with pytest.raises(UsageError, match=f"{name}: {message}"):
             read_arm(tmp_path / name)
@@ -245,7 +245,7 @@ def test_the_papers_tables_are_copied_right() -> None:
     main, other = "tab:mae_bisslight_main_results", "tab:classificaiton_acc_bisslight_ijepa"
     bissl = "tab:classificaiton_acc_bissl_orig"
     floats: dict[str, list[tuple[float, float]]] = {main: [], other: [], bissl: []}
-    for (label, *_), row in tables.ACCURACIES.items():
+    for label, row in tables.ACCURACIES.values():
         for figure in row.split():
             mean, deviation = figure.split("±")
             floats[label].append((float(mean), float(deviation)))

@@ -241,7 +241,7 @@ def test_adapters_that_do_not_fit_are_refused(weights: Path, aligned: Path, tmp_
     done(align_line(weights.parent, f"--seed 11 --rank 4 --lam 2 --out {runs}/s11"))
     with pytest.raises(UsageError, match=r"s11.*differs in more than the seed"):
         tune(weights, tmp_path / "out", start=runs, seeds=3)
-    with pytest.raises(UsageError, match="see --rank"):
+    with pytest.raises(UsageError, match="has rank 4, this run 8"):
         tune(weights, tmp_path / "out", start=runs, seeds=2, rank=8)
     (runs / "s2" / "adapter.safetensors").unlink()
     with pytest.raises(UsageError, match="s2: is no finished"):
