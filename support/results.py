@@ -33,7 +33,7 @@ class AdapterInfo(BaseModel, frozen=True):
 
     stage: Said = None  # the command: "align" or "finetune"
     backbone: Said = None  # such as "vit_b16"
-    arch: Record | None = None  # sizes of the backbone, see `config.Arch`
+    arch: Record = {}  # sizes of the backbone, see `config.Arch`
     weights_sha256: Said = None  # of the backbone's checkpoint
     pretext: Said = None  # such as "mae"
     rank: int | None = None
@@ -46,7 +46,7 @@ class AdapterInfo(BaseModel, frozen=True):
     # These are set by align alone.
     d_lr: float | None = None
     hypergrad: Said = None  # such as "mfac"
-    unlike_paper: Record | None = None  # settings that are not the paper's, by name
+    unlike_paper: Record = {}  # settings that are not the paper's, by name
     # These are set by finetune alone.
     lr: float | None = None
     seed: int | None = None
@@ -111,15 +111,14 @@ class FinetuneResult(RunResult, frozen=True):
         return f"{headline}\n\n{draw_table(rows)}\n\nin {self.out}"
 
 
-def unit_of(starts: Sequence[str | None], stage: str | None) -> str:
+def unit_of(trials: Sequence[TrialResult], stage: Said) -> str:
     """What is done anew for each seed, which is what p-values are about.
 
-    `starts` has the digest of the adapter that each seed starts from, None for a fresh θ; `stage`
-    is the command that made the adapters.
+    `stage` is the command that made the adapters that trials start from; None: a fresh θ.
     """
     if stage is None:
         return "PEFT seed"
-    if len({*starts}) == 1:
+    if len({trial.start_sha256 for trial in trials}) == 1:
         return "PEFT seed on one adapter"
     return "align run and PEFT" if stage == "align" else "PEFT and PEFT anew"
 
