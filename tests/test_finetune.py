@@ -225,7 +225,8 @@ def test_seeds_start_each_from_an_align_run_of_its_own_or_all_from_one(
     assert moved.start_cpu_seconds is None
 
 
-def test_a_copied_align_run_is_no_second_seed(weights: Path, aligned: Path, tmp_path: Path) -> None:
+def test_adapters_that_do_not_fit_are_refused(weights: Path, aligned: Path, tmp_path: Path) -> None:
+    """Copied, of other settings than the first one's, of another rank, of an unfinished run."""
     shutil.copytree(aligned / "s2", tmp_path / "a/s0")
     shutil.copytree(aligned / "s2", tmp_path / "a/s1")
     tune(weights, tmp_path / "two", start=tmp_path / "a", seeds=2, lr=(1e-2,))
@@ -233,10 +234,6 @@ def test_a_copied_align_run_is_no_second_seed(weights: Path, aligned: Path, tmp_
     shutil.copytree(aligned / "s10", tmp_path / "a/s2")
     with pytest.raises(UsageError, match="twice"):
         tune(weights, tmp_path / "three", start=tmp_path / "a", seeds=3, lr=(1e-2,))
-
-
-def test_adapters_that_do_not_fit_are_refused(weights: Path, aligned: Path, tmp_path: Path) -> None:
-    """Of other settings than the first one's, of another rank, of an unfinished run."""
     runs = shutil.copytree(aligned, tmp_path / "runs")
     done(align_line(weights.parent, f"--seed 11 --rank 4 --lam 2 --out {runs}/s11"))
     with pytest.raises(UsageError, match=r"s11.*differs in more than the seed"):
