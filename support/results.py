@@ -25,25 +25,28 @@ class Score(BaseModel, frozen=True):
         return round(100 * self.accuracy) if self.right is None else self.right
 
 
+Said = str | None  # what a file says; None: it does not
+
+
 class AdapterInfo(BaseModel, frozen=True):
     """What an adapter file says about how θ was trained. None: it does not say."""
 
-    stage: str | None = None  # the command: "align" or "finetune"
-    backbone: str | None = None  # such as "vit_b16"
-    arch: Record | None = None  # sizes of the backbone, see `config.Arch`
-    weights_sha256: str | None = None  # of the backbone's checkpoint
-    pretext: str | None = None  # such as "mae"
+    stage: Said = None  # the command: "align" or "finetune"
+    backbone: Said = None  # such as "vit_b16"
+    arch: Record = {}  # sizes of the backbone, see `config.Arch`
+    weights_sha256: Said = None  # of the backbone's checkpoint
+    pretext: Said = None  # such as "mae"
     rank: int | None = None
     alpha: float | None = None
-    dataset: str | None = None  # such as "cub200"
+    dataset: Said = None  # such as "cub200"
     data_seed: int | None = None
-    data_sha256: str | None = None  # of the labelled images, see `data.fingerprint`
-    channels: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # mean, std of its images
+    data_sha256: Said = None  # of the labelled images, see `data.fingerprint`
+    channels: Sequence[tuple[float, ...]] | None = None  # mean, std of its images
     whole_images: bool = False  # whether images are scored without cutting their edges off
     # These are set by align alone.
     d_lr: float | None = None
-    hypergrad: str | None = None  # such as "mfac"
-    unlike_paper: Record | None = None  # settings that are not the paper's, by name
+    hypergrad: Said = None  # such as "mfac"
+    unlike_paper: Record = {}  # settings that are not the paper's, by name
     # These are set by finetune alone.
     lr: float | None = None
     seed: int | None = None
@@ -78,7 +81,7 @@ class TrialResult(BaseModel, frozen=True):
 
     def __str__(self) -> str:
         """How it went, in a few words: for the line of progress."""
-        return f"lr {self.lr:g} seed {self.seed}  val {self.as_row()['validation']}"
+        return f"{self.name}  val {self.as_row()['validation']}"
 
     def as_row(self) -> Record:
         """A row of the printed table."""
@@ -90,7 +93,6 @@ class FinetuneResult(RunResult, frozen=True):
     """What a finetune run ended with: its result.json. Lists have one entry per seed."""
 
     metric: str  # such as "top-1 accuracy"
-    unit: str  # what is done anew for each seed, see `unit_of`
     origin: AdapterInfo  # what the adapter of --from says of itself
     rates: list[float]  # --lr
     grid_seeds: int
@@ -109,15 +111,14 @@ class FinetuneResult(RunResult, frozen=True):
         return f"{headline}\n\n{draw_table(rows)}\n\nin {self.out}"
 
 
-def unit_of(starts: Sequence[str | None], stage: str | None) -> str:
+def unit_of(trials: Sequence[TrialResult], stage: Said) -> str:
     """What is done anew for each seed, which is what p-values are about.
 
-    `starts` has the digest of the adapter that each seed starts from, None for a fresh θ; `stage`
-    is the command that made the adapters.
+    `stage` is the command that made the adapters that trials start from; None: a fresh θ.
     """
     if stage is None:
         return "PEFT seed"
-    if len({*starts}) == 1:
+    if len({trial.start_sha256 for trial in trials}) == 1:
         return "PEFT seed on one adapter"
     return "align run and PEFT" if stage == "align" else "PEFT and PEFT anew"
 

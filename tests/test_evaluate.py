@@ -42,12 +42,6 @@ def test_p_is_the_share_of_splits_that_differ_at_least_as_much(n: int, m: int) -
     for a, b in cases if n < 8 else cases[:1]:
         assert compare([*a], [*b]).p == by_hand([*a], [*b])
     assert compare([80], [70]) == Comparison(difference=10, p=None, splits=2)  # one seed each
-    for odd in (70.5, math.nan, math.inf):
-        with pytest.raises(ValueError, match="not percentages"):
-            compare([odd, 70], [71])  # type: ignore[list-item]
-    for arm, against in (([], [1]), ([1], [])):
-        with pytest.raises(ValueError, match="without a seed"):
-            compare(arm, against)
 
 
 def finished(
@@ -90,7 +84,7 @@ def finished(
         trials.append(trial)
     result: dict[str, Any] = {"tests": tests, "trials": trials, "metric": metric}
     result |= {"origin": said | (origin or {})}
-    result |= {"unit": "PEFT seed", "start_cpu_seconds": before, "grid_seeds": 1, "tried": []}
+    result |= {"start_cpu_seconds": before, "grid_seeds": 1, "tried": []}
     result |= {"rates": ALIGNED_RATES if by else RATES, "lr": 1e-3}
     result |= {"cpu_seconds": 8.0 * len(test), "seconds": 9.0}
     for name, content in (("config", config), ("result", result)):
@@ -133,7 +127,7 @@ def test_the_time_of_a_run_before_is_counted_once(tmp_path: Path) -> None:
     assert read_arm(finished(tmp_path / "direct", [70.0])).as_row()["CPU seconds"] == "8"
 
 
-def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
+def test_runs_that_are_no_arm_are_refused(tmp_path: Path, pretrained: Path, runs: Path) -> None:
     second: dict[str, Any] = {"mixed": {"rank": 4}, "both": {"by": "mfac"}, "twice": {"seed": 6}}
     second["changed"] = {"data_sha256": "other"}  # one name, but other images
     for arm, changes in second.items():
@@ -145,14 +139,11 @@ def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
     named = {"mixed": "rank", "both": "aligned_by, lr, starts_from", "twice": "seed"}
     named["changed"] = "data_sha256"
     messages = {name: f"its runs are no seeds of one arm, see .*{x}" for name, x in named.items()}
-    messages |= dict.fromkeys(("running", "torn", "foreign"), "is no finished finetune run")
+    messages |= dict.fromkeys(("running", "torn", "foreign"), ".*give a finished finetune run")
     for name, message in messages.items():
         with pytest.raises(UsageError, match=f"{name}: {message}"):
             read_arm(tmp_path / name)
-
-
-def test_runs_of_other_commands_are_refused(pretrained: Path, runs: Path) -> None:
-    for run in (pretrained / "mae", runs / "aligned"):
+    for run in (pretrained / "mae", runs / "aligned"):  # of other commands
         assert str(run) in refusal(f"evaluate {run}")
 
 
@@ -171,14 +162,10 @@ def test_arms_with_another_test_are_refused_and_other_settings_are_told(tmp_path
     other = finished(tmp_path / "way", [70.0], by="cg", origin={"unlike_paper": {"T": 1}})
     differs = {"aligned_by": "cg, there mfac", "align_unlike_paper": "{'T': 1}, there {}"}
     assert evaluate([aligned, other]).arms[1].differs == differs
-
-
-def test_a_setting_that_came_after_a_run_had_its_default_there(tmp_path: Path) -> None:
-    runs = [finished(tmp_path / "a", [70.0]), finished(tmp_path / "b", [70.0])]
-    config = json.loads((runs[1] / "config.json").read_text())
-    del config["scale"]
-    (runs[1] / "config.json").write_text(json.dumps(config))
-    assert evaluate(runs).arms[1].differs == {}
+    config = json.loads((unlike / "config.json").read_text())
+    del config["scale"]  # a setting that came after a run had its default there
+    (unlike / "config.json").write_text(json.dumps(config))
+    assert evaluate([first, unlike]).arms[1].differs == found[1].differs
 
 
 def test_the_interval_by_images_is_wilsons(tmp_path: Path) -> None:
@@ -196,20 +183,16 @@ def test_counts_are_whole_right_images_and_of_map_hundredths_of_a_point(tmp_path
     test = [100 * 347 / 480, 100 * (336 / 480)]
     images = finished(tmp_path / "a", test, images=480)
     assert evaluate([images]).arms[0].counts == [347, 336]
+    # 300 + 302 images are 301 + 301, though the means of the percentages differ by rounding.
+    one = [100 * (300 / 1000), 100 * (302 / 1000)]
+    two = [100 * (301 / 1000)] * 2
+    assert fmean(one) != fmean(two)
+    equal = evaluate([finished(tmp_path / "one", one), finished(tmp_path / "two", two)]).arms[1]
+    assert equal.first_minus_this == Comparison(difference=0.0, p=1.0, splits=6)
     voc = [finished(tmp_path / f"m{i}", [80.004, 80.0 + i], metric="11-point mAP") for i in (1, 2)]
     row = evaluate(voc).arms[1]
     assert row.counts == [8000, 8200]
     assert row.first_minus_this is not None and row.first_minus_this.difference == -0.5
-
-
-def test_arms_with_equal_means_differ_by_nothing(tmp_path: Path) -> None:
-    """300 + 302 images are 301 + 301, though the means of the percentages differ by rounding."""
-    one = [100 * (300 / 1000), 100 * (302 / 1000)]
-    two = [100 * (301 / 1000)] * 2
-    assert fmean(one) != fmean(two)
-    runs = [finished(tmp_path / "a", one), finished(tmp_path / "b", two)]
-    found = evaluate(runs).arms[1].first_minus_this
-    assert found == Comparison(difference=0.0, p=1.0, splits=6)
 
 
 def test_the_papers_figure_stands_only_beside_what_the_paper_measured(tmp_path: Path) -> None:
@@ -251,7 +234,7 @@ def test_the_papers_tables_are_copied_right() -> None:
     main, other = "tab:mae_bisslight_main_results", "tab:classificaiton_acc_bisslight_ijepa"
     bissl = "tab:classificaiton_acc_bissl_orig"
     floats: dict[str, list[tuple[float, float]]] = {main: [], other: [], bissl: []}
-    for (label, *_), row in tables.ACCURACIES.items():
+    for label, row in tables.ACCURACIES.values():
         for figure in row.split():
             mean, deviation = figure.split("±")
             floats[label].append((float(mean), float(deviation)))

@@ -17,7 +17,7 @@ from toy import ALIGN_STEPS, PEFT_STEPS, align_line, contents, done, read_record
 
 import finetune as program
 from config import FinetuneConfig, Record
-from evaluate import evaluate
+from evaluate import evaluate, read_arm
 from finetune import best_epoch, choose_rate, finetune
 from support.adapters import find_adapters
 from support.errors import RunError, UsageError
@@ -210,11 +210,11 @@ def test_seeds_start_each_from_an_align_run_of_its_own_or_all_from_one(
         start = load_file(aligned / name / "adapter.safetensors")["theta"]
         assert torch.equal(tensors(tmp_path / "each", seed)["theta"], start)
         costs.append(json.loads((aligned / name / "result.json").read_text())["cpu_seconds"])
-    assert each.unit == "align run and PEFT"
+    assert read_arm(tmp_path / "each").unit == "align run and PEFT"
     assert each.start_cpu_seconds == pytest.approx(sum(costs))
     for place in (aligned / "s2", aligned / "s2/adapter.safetensors"):
         one = tune(weights, tmp_path / place.name, start=place, seeds=2, lr=(1e-2,))
-        assert one.unit == "PEFT seed on one adapter"
+        assert read_arm(tmp_path / place.name).unit == "PEFT seed on one adapter"
         assert one.start_cpu_seconds == pytest.approx(costs[0])
         (digest,) = {trial.start_sha256 for trial in one.trials}
         assert digest == sha256(aligned / "s2/adapter.safetensors")
@@ -225,23 +225,20 @@ def test_seeds_start_each_from_an_align_run_of_its_own_or_all_from_one(
     assert moved.start_cpu_seconds is None
 
 
-def test_a_copied_align_run_is_no_second_seed(weights: Path, aligned: Path, tmp_path: Path) -> None:
+def test_adapters_that_do_not_fit_are_refused(weights: Path, aligned: Path, tmp_path: Path) -> None:
+    """Copied, of other settings than the first one's, of another rank, of an unfinished run."""
     shutil.copytree(aligned / "s2", tmp_path / "a/s0")
     shutil.copytree(aligned / "s2", tmp_path / "a/s1")
-    two = tune(weights, tmp_path / "two", start=tmp_path / "a", seeds=2, lr=(1e-2,))
-    assert two.unit == "PEFT seed on one adapter"
+    tune(weights, tmp_path / "two", start=tmp_path / "a", seeds=2, lr=(1e-2,))
+    assert read_arm(tmp_path / "two").unit == "PEFT seed on one adapter"
     shutil.copytree(aligned / "s10", tmp_path / "a/s2")
     with pytest.raises(UsageError, match="twice"):
         tune(weights, tmp_path / "three", start=tmp_path / "a", seeds=3, lr=(1e-2,))
-
-
-def test_adapters_that_do_not_fit_are_refused(weights: Path, aligned: Path, tmp_path: Path) -> None:
-    """Of other settings than the first one's, of another rank, of an unfinished run."""
     runs = shutil.copytree(aligned, tmp_path / "runs")
     done(align_line(weights.parent, f"--seed 11 --rank 4 --lam 2 --out {runs}/s11"))
     with pytest.raises(UsageError, match=r"s11.*differs in more than the seed"):
         tune(weights, tmp_path / "out", start=runs, seeds=3)
-    with pytest.raises(UsageError, match="see --rank"):
+    with pytest.raises(UsageError, match="has rank 4, this run 8"):
         tune(weights, tmp_path / "out", start=runs, seeds=2, rank=8)
     (runs / "s2" / "adapter.safetensors").unlink()
     with pytest.raises(UsageError, match="s2: is no finished"):
@@ -264,8 +261,8 @@ def test_aligned_seeds_never_take_over_a_direct_arms_directory(
     for start in (None, aligned / "s10"):
         with pytest.raises(UsageError, match="is another run"):
             tune(weights, tmp_path / "aligned", lr=(1e-2,), start=start)
-    grown = tune(weights, tmp_path / "aligned", lr=(1e-2,), start=aligned, seeds=2)
-    assert grown.unit == "align run and PEFT"
+    tune(weights, tmp_path / "aligned", lr=(1e-2,), start=aligned, seeds=2)
+    assert read_arm(tmp_path / "aligned").unit == "align run and PEFT"
 
 
 def test_a_restart_begins_at_the_finished_theta_of_another_seed_with_a_fresh_head(
@@ -281,7 +278,7 @@ def test_a_restart_begins_at_the_finished_theta_of_another_seed_with_a_fresh_hea
         after = tensors(again, seed + 2)
         assert torch.equal(before["theta"], after["theta"])
         assert not torch.equal(before["head.weight"], after["head.weight"])
-    assert (result.unit, result.origin.stage) == ("PEFT and PEFT anew", "finetune")
+    assert read_arm(again).unit == "PEFT and PEFT anew"
     assert direct.start_cpu_seconds
     all_before = direct.cpu_seconds + direct.start_cpu_seconds
     assert result.start_cpu_seconds == pytest.approx(all_before)

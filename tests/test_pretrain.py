@@ -58,7 +58,9 @@ def test_an_epoch_has_full_batches_only_and_at_least_one(
         assert seen.value.args == (7 * epoch, epoch)
 
 
-def test_what_is_saved_is_read_as_an_official_file_is(pretrained: Path) -> None:
+def test_what_is_saved_is_read_as_an_official_file_is_and_the_last_loss_is_told(
+    pretrained: Path, weights: Path
+) -> None:
     for pretext in ("mae", "ijepa"):
         cfg = AlignConfig(
             backbone="vit_mini", dataset="quilts", pretext=pretext, weights=pretrained / pretext
@@ -67,9 +69,6 @@ def test_what_is_saved_is_read_as_an_official_file_is(pretrained: Path) -> None:
         if pretext == "ijepa":
             arch = arch._replace(patch_size=2)
         assert load_backbone(cfg, find_weights(cfg)).arch == arch
-
-
-def test_a_finished_run_tells_its_loss_at_the_end(weights: Path) -> None:
     content = json.loads((weights / "result.json").read_text()) | {"out": str(weights)}
     last = read_records(weights)[-1]
     told = str(PretrainResult(**content))

@@ -326,7 +326,7 @@ def same_grid() -> bool:
     for result in (a, b):
         for trial in result["tried"] + result["trials"]:
             del trial["cpu_seconds"], trial["seconds"]
-    keys = ("tests", "tried", "trials", "lr", "rates", "unit")
+    keys = ("tests", "tried", "trials", "lr", "rates")
     return [a[k] for k in keys] == [b[k] for k in keys] and same(
         "adapter-s0.safetensors", "adapter-s1.safetensors"
     )
