@@ -88,13 +88,13 @@ def batches(*values: float) -> list[tuple[torch.Tensor]]:
     return [(torch.full((2,), value, dtype=torch.float64),) for value in values]
 
 
-def test_epochs_are_counted_from_the_optimisers_step() -> None:
+def test_epochs_are_counted_from_the_optimisers_step_and_the_last_may_be_shorter() -> None:
     """Steps without momentum, of rate 0.25, on (x - b)²: x goes half of the way to b, by hand."""
     x = torch.zeros((), dtype=torch.float64, requires_grad=True)
     opt = Optimiser([Group([x], 0.25, 0.0)], None, None)
     opt.adamw_or_sgd.param_groups[0]["momentum"] = 0.0
     seen: list[float] = []
-    steps = batches(4.0, 4.0, 4.0, 4.0)
+    steps = batches(4.0, 4.0, 4.0, 4.0, 4.0)
 
     def see() -> None:
         seen.append(float(x.detach()))
@@ -102,10 +102,10 @@ def test_epochs_are_counted_from_the_optimisers_step() -> None:
     epochs = train_epochs(mean_of(x), opt, steps, 2, "toy", Passes(), see)
     first = next(epochs)
     assert first == TrainRecord(number=1, loss=(16 + 4) / 2) and seen == [2.0, 3.0]
-    assert [*epochs] == [TrainRecord(2, (1 + 0.25) / 2)]
-    assert (opt.step, len(seen)) == (4, 4)
-    (more,) = train_epochs(mean_of(x), opt, batches(4.0, 4.0), 2, "toy", Passes())
-    assert more == TrainRecord(3, (0.0625 + 0.015625) / 2)
+    assert [*epochs] == [TrainRecord(2, (1 + 0.25) / 2), TrainRecord(3, 0.0625)]
+    assert (opt.step, len(seen)) == (5, 5)
+    (more,) = train_epochs(mean_of(x), opt, batches(4.0), 2, "toy", Passes())
+    assert more.number == 3  # it went on within the third epoch
 
 
 def test_a_loss_that_is_not_finite_is_named_with_its_step() -> None:
