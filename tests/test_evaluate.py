@@ -44,6 +44,15 @@ def test_p_is_the_share_of_splits_that_differ_at_least_as_much(n: int, m: int) -
     assert compare([80], [70]) == Comparison(difference=10, p=None, splits=2)  # one seed each
 
 
+def test_percentages_and_empty_arms_are_refused() -> None:
+    for odd in (70.5, math.nan, math.inf):
+        with pytest.raises(ValueError, match="not percentages"):
+            compare([odd, 70], [71])  # type: ignore[list-item]
+    for arm, against in (([], [1]), ([1], [])):
+        with pytest.raises(ValueError, match="without a seed"):
+            compare(arm, against)
+
+
 def finished(
     path: Path,
     test: list[float],
