@@ -230,8 +230,10 @@ def kill() -> None:
 vanish = partial(os._exit, 9)
 
 
-def cut(line: str, end: Callable[[], object], file: str, nth: int = 1, within: bool = False) -> int:
-    """Exit code of a command line, in a forked process, where `end` comes as a file is written.
+def ending(
+    line: str, end: Callable[[], object], file: str, nth: int = 1, within: bool = False
+) -> Callable[[], int]:
+    """A command line in which `end` comes as a file is written.
 
     Args:
         file: its name.
@@ -263,7 +265,12 @@ def cut(line: str, end: Callable[[], object], file: str, nth: int = 1, within: b
         runs.Run.log = logging  # type: ignore[method-assign]
         return cli.run(words_of(line))
 
-    return finish(start(program, SAID))
+    return program
+
+
+def cut(*args: Any, **kwargs: Any) -> int:
+    """Exit code of what `ending` gives, in a forked process."""
+    return finish(start(ending(*args, **kwargs), SAID))
 
 
 def same(*files: str) -> bool:
@@ -360,12 +367,17 @@ def test_the_same_command_twice_shares_the_trials(
     """Each trial is run once; if one process is stopped or killed, the other takes over."""
     line = finetune_line(pretrained, f"{GRID} --epochs 12").replace("--quiet", "")
     done(f"{line} --out whole")
-    two = [
-        start(partial(cli.run, words_of(f"{line} --out cut")), Path(f"said-{i}")) for i in (0, 1)
-    ]
-    if number:
-        wait_for(lambda: len(list(Path("cut").glob("*/checkpoint.pt"))) == 2, two[0])
-        os.kill(two[0].pid or 0, number)
+    line += " --out cut"
+
+    def end() -> None:
+        """Stop while the other process is at a trial of its own."""
+        wait_for(lambda: len(list(Path("cut").glob("*/metrics.jsonl"))) == 2)
+        if number:
+            os.kill(os.getpid(), number)
+
+    two = [start(ending(line, end, "metrics.jsonl", 5), Path("said-0"))]
+    wait_for(lambda: [*Path("cut").glob("*/metrics.jsonl")], two[0])
+    two.append(start(partial(cli.run, words_of(line)), Path("said-1")))
     ends = {None: 0, signal.SIGTERM: 143, signal.SIGKILL: -9}
     assert [finish(process) for process in two] == [ends[number], 0]
     assert same_grid()
