@@ -143,16 +143,6 @@ def test_a_file_without_a_decoder_is_told_with_its_first_names(name: str) -> Non
         mae.split_state({name: IMAGES})
 
 
-def test_reconstruction_keeps_what_was_seen() -> None:
-    t = official()
-    masked, filled = t.reconstruct(None, t.phi, BATCH)
-    mask = IO["mask_75"].double()[..., None].expand(-1, -1, 192)
-    seen = ~mae.unpatchify(mask, 8).bool()
-    assert torch.equal(mae.unpatchify(mae.patchify(IMAGES, 8), 8), IMAGES)
-    assert torch.equal(filled[seen], IMAGES[seen]) and not masked[~seen].any()
-    assert not torch.isclose(filled[~seen], IMAGES[~seen]).all()
-
-
 @pytest.mark.parametrize("ratio", [0.0, 0.99])
 def test_a_mask_ratio_that_leaves_none_or_all_is_refused(ratio: float) -> None:
     with pytest.raises(ValueError, match="leaves none or all of the patches"):
