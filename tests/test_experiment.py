@@ -11,7 +11,7 @@ from toy import ALIGN_SETTINGS, ROOT, align_line, align_settings, done
 
 from align import align
 from config import AlignConfig, FinetuneConfig
-from data import decode_once
+from data import Split, decode_once
 from support import experiment
 from support.adapters import load_adapter
 from support.errors import UsageError
@@ -43,17 +43,6 @@ def test_a_class_or_file_that_is_not_there_is_named(weights: Path, tmp_path: Pat
     cfg = FinetuneConfig(backbone="vit_mini", weights=weights, dataset="quilts", pretext=name)
     Path(name.rpartition(":")[0]).unlink()
     assert "pretext_sha256" not in open_experiment(cfg).digests
-
-
-@pytest.mark.parametrize("method", ["draw(self, B, rng)", "loss(self, theta, phi, batch)"])
-def test_an_error_in_a_task_shows_before_the_long_work(
-    weights: Path, tmp_path: Path, method: str
-) -> None:
-    """As Python tells it, before the first record."""
-    name = own_task(tmp_path, f"def {method}:\n    return 1 / 0")
-    with pytest.raises(ZeroDivisionError):
-        align(align_settings(weights, pretext=name), tmp_path / "a")
-    assert not (tmp_path / "a" / "metrics.jsonl").exists()
 
 
 # --- what is opened ---------------------------------------------------------------------------
@@ -98,10 +87,15 @@ def test_data_from_python_keep_the_settings_that_go_with_their_name(tmp_path: Pa
     """Weights and pool of handwriting, also for a task that was handed over."""
     cfg = AlignConfig(backbone="vit_mini", dataset="omniglot:Greek", **ALIGN_SETTINGS)
     task = open_experiment(cfg).task
-    result = align(cfg, tmp_path / "own", task=task)
-    named = align(cfg, tmp_path / "named")
-    one, two = (load_adapter(run.adapter).theta for run in (result, named))
+    align(cfg, tmp_path / "own", task=task)
+    align(cfg, tmp_path / "named")
+    one, two = (
+        load_adapter(tmp_path / name / "adapter.safetensors").theta for name in ("own", "named")
+    )
     assert torch.equal(one, two)
+    dark = task.train.images - 0.5  # type: ignore[operator]
+    with pytest.raises(UsageError, match="from 0 to 1"):
+        align(cfg, tmp_path / "dark", task=task._replace(test=Split(dark, task.train.targets)))
     config = json.loads((tmp_path / "own/config.json").read_text())
     assert (config["dataset"], config["pool"]) == ("own", "omniglot")
 

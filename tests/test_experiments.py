@@ -79,8 +79,8 @@ def test_the_largest_stable_share_of_the_direct_rate_is_taken(
     assert asked == ["dlr0.02", "dlr0.015", "dlr0.01"]  # nothing was tried a second time
     given = keep_known(AlignConfig, settings)
     align(AlignConfig(**given, d_lr=0.01), tmp_path / "plain")
-    plain = tmp_path / "plain/adapter.safetensors"
-    assert found.adapter.read_bytes() == plain.read_bytes()  # looking on changes nothing
+    one, two = (Path(run, "adapter.safetensors") for run in (found.out, tmp_path / "plain"))
+    assert one.read_bytes() == two.read_bytes()  # looking on changes nothing
     monkeypatch.setattr(accuracy, "unstable", lambda records: "planted")
     with pytest.raises(RunError, match="stable"):
         accuracy.align_stably(settings, 0.03, tmp_path / "none")
