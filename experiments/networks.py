@@ -11,7 +11,6 @@ from config import FinetuneConfig
 from data import Images, batches, rng
 from extras.export import open_adapter
 from lora import Backbone, Phi
-from support.adapters import find_adapters
 from support.errors import UsageError
 from support.experiment import Experiment, open_experiment
 
@@ -35,12 +34,12 @@ def open_networks(
     UsageError: a run has another backbone or other images than the first.
     """
     first = next(iter(runs.values()))
-    cfg, _ = open_adapter(find_adapters(first)[0], None)
+    _, cfg, _ = open_adapter(first, None)
     # no autocast: these networks are looked at outside of it, in full precision
     experiment = open_experiment(cfg.replace(amp=False))
     networks = []
     for name, run in runs.items():
-        cfg, (theta, phi_D, info) = open_adapter(find_adapters(run)[0], None)
+        _, cfg, (theta, phi_D, info) = open_adapter(run, None)
         for digest in ("weights_sha256", "data_sha256"):
             if getattr(info, digest) != experiment.digests[digest]:
                 raise UsageError(f"{run}: was made with other weights or images than {first}")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from config import Record
 from support.errors import RunError, as_read_error
+from support.screen import is_first_process
 
 
 def read_json(path: Path, remedy: str = "give the command that wrote it again") -> Record:
@@ -19,8 +20,10 @@ def read_json(path: Path, remedy: str = "give the command that wrote it again") 
 def write_atomic(path: Path, content: bytes | str) -> None:
     """Replace a file at once, or leave it as it was: write another file, then rename that.
 
-    Raises RunError where it cannot be written.
+    Of torchrun's processes only the first one writes. Raises RunError where it cannot.
     """
+    if not is_first_process():
+        return
     if isinstance(content, str):
         content = content.encode()
     temporary = path.with_name(f".{path.name}.tmp")

@@ -170,7 +170,8 @@ def test_the_default_directory_says_what_a_run_starts_from() -> None:
     for cfg, name in (
         (tuned, "finetune-dtd-vit_b16-r64-s2"),
         (tuned.replace(start="/runs/align-a"), "finetune-dtd-vit_b16-from-align-a-r64-s2"),
-        (PretrainConfig(backbone="timm:a/b", pool="/photos"), "pretrain-b-s0"),
+        (PretrainConfig(backbone="vit_b16", pool="/photos"), "pretrain-vit_b16-s0"),
+        (tuned.replace(backbone="timm:a/b"), "finetune-dtd-b-r64-s2"),
     ):
         assert cli.default_out(cfg) == Path("runs", name)
 

@@ -80,5 +80,5 @@ def test_other_pretext_tasks_and_sizes_that_do_not_fit_are_refused(tmp_path: Pat
         config(pretext="module:Class")
     with pytest.raises(UsageError, match="17"):
         pretrain(config(image_size=17), tmp_path / "p", pool=Pool(torch.zeros(9, 3, 17, 17)))
-    with pytest.raises(UsageError, match="timm:x"):
-        pretrain(config(backbone="timm:x"), tmp_path / "p")
+    with pytest.raises(ValueError, match="vit_h14"):
+        config(backbone="timm:x")

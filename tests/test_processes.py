@@ -164,10 +164,7 @@ def test_the_death_of_one_process_ends_the_other(pretrained: Path, victim: int) 
 
 
 def test_what_is_wrong_is_told_by_all_before_any_work(pretrained: Path) -> None:
-    """A directory of something else; a batch that leaves a process without an image."""
     Path("mine").mkdir()
     Path("mine/thesis.tex").touch()
-    line = align_line(pretrained)
-    for more, told in [("--out mine", "holds thesis.tex"), ("--p-batch 1 --out b", "--p-batch 1")]:
-        assert ends(together(f"{line} {more}")) == [2, 2]
-        assert all(told in text for text in said())
+    assert ends(together(f"{align_line(pretrained)} --out mine")) == [2, 2]
+    assert all("holds thesis.tex" in text for text in said())

@@ -74,7 +74,7 @@ def test_a_file_of_weights_gives_timms_own_features(vit: Any) -> None:
     assert not any(tensor.requires_grad for tensor in loaded.backbone.parameters())
     sizes = loaded.arch
     assert (sizes.dim, sizes.depth, sizes.heads, sizes.image_size) == (64, 8, 2, 160)
-    assert (sizes.patch_size, sizes.class_token, sizes.registers, sizes.prefix) == (16, False, 1, 1)
+    assert (sizes.patch_size, sizes.class_token, sizes.registers) == (16, False, 1)
 
 
 def test_one_network_has_one_digest_in_any_file_and_at_any_image_size(vit: Any) -> None:
