@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import fixture
 from safetensors.torch import save_file
-from toy import refusal, run
+from toy import run
 
 import cli
 from config import BACKBONES, AlignConfig
@@ -43,13 +43,6 @@ def load(**settings: Any) -> Pretrained:
     """The networks of these settings, of a vit_mini unless they name another."""
     cfg = AlignConfig(**{"backbone": "vit_mini", "dataset": "quilts"} | settings)
     return load_backbone(cfg, find_weights(cfg))
-
-
-def test_an_align_run_given_as_weights_is_sent_to_from(runs: Path, tmp_path: Path) -> None:
-    said = refusal(
-        f"finetune --backbone vit_mini --dataset quilts --weights {runs}/aligned --out {tmp_path}/f"
-    )
-    assert f"--weights {runs}/aligned" in said and "pretrain run" in said
 
 
 @pytest.mark.usefixtures("elsewhere")
@@ -182,15 +175,19 @@ def test_settings_of_other_sizes_than_the_files_are_refused(weights: Path, tmp_p
             load(weights=tmp_path / "w.pth")
 
 
-def test_files_with_another_decoder_are_refused(tmp_path: Path) -> None:
-    """Hugging Face's MAE, and the authors' file for pictures, which predicts raw pixels."""
-    state = {"vit.embeddings.cls_token": torch.ones(1, 1, 8), "decoder.mask_token": torch.ones(1)}
-    for name, told in (
-        ("pytorch_model.bin", "decoder.*vit.embeddings.cls_token"),
-        ("model.safetensors", "decoder.*vit.embeddings.cls_token"),
-        ("mae_visualize_vit_base.pth", "raw pixels"),
+def test_files_of_another_layout_are_refused(tmp_path: Path) -> None:
+    """Hugging Face's MAE, the authors' encoder alone and their decoder of raw pixels; I-JEPA's."""
+    hugging_face = {"vit.embeddings.cls_token": torch.ones(1), "decoder.mask_token": torch.ones(1)}
+    alone = {"model": {"cls_token": torch.ones(1)}}
+    for name, pretext, content, told in (
+        ("pytorch_model.bin", "mae", hugging_face, "no MAE decoder.*vit.embeddings.cls_token"),
+        ("model.safetensors", "mae", hugging_face, "no MAE decoder.*vit.embeddings.cls_token"),
+        ("mae_pretrain_vit_base.pth", "mae", alone, "no MAE decoder.*cls_token"),
+        ("mae_visualize_vit_base.pth", "mae", hugging_face, "raw pixels"),
+        ("vit.pth.tar", "ijepa", alone, "no target_encoder and predictor"),
+        ("h14.pth.tar", "ijepa", {"encoder": {}, "predictor": {}}, "no target_encoder and pred"),
     ):
         save: Any = save_file if name.endswith("safetensors") else torch.save
-        save(state, tmp_path / name)
+        save(content, tmp_path / name)
         with pytest.raises(UsageError, match=f"{name}.*{told}"):
-            load(backbone="vit_b16", weights=tmp_path / name)
+            load(pretext=pretext, weights=tmp_path / name)

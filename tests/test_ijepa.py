@@ -276,12 +276,6 @@ def test_what_it_cannot_work_with_is_refused_when_it_is_made() -> None:
         IJEPA(Backbone(vit), predictor, masks, (0.9, 4), theta)
 
 
-@pytest.mark.parametrize("content", [{"model": 1}, {"encoder": {}, "predictor": {}}])
-def test_a_file_without_encoder_or_predictor_is_told(content: Any) -> None:
-    with pytest.raises(ValueError, match="holds no target_encoder and predictor of I-JEPA"):
-        ijepa.split_state(content, "target_encoder")
-
-
 def test_the_official_sizes_have_the_known_numbers_of_tensors_and_parameters() -> None:
     arch = BACKBONES["vit_h14"]._replace(class_token=False)
     with torch.device("meta"):

@@ -136,13 +136,6 @@ def test_real_sizes_have_the_official_keys(name: str, keys: int, parameters: int
     assert [len(part) for part in mae.split_state(state)] == [keys - 104, 104]
 
 
-@pytest.mark.parametrize("name", ["cls_token", "vit.embeddings.cls_token", "encoder"])
-def test_a_file_without_a_decoder_is_told_with_its_first_names(name: str) -> None:
-    """The official encoder alone, Hugging Face's names, and I-JEPA's."""
-    with pytest.raises(ValueError, match=f"holds no MAE decoder.*{name}"):
-        mae.split_state({name: IMAGES})
-
-
 def test_reconstruction_keeps_what_was_seen() -> None:
     t = official()
     masked, filled = t.reconstruct(None, t.phi, BATCH)
