@@ -16,7 +16,7 @@ from toy import run
 import cli
 from config import BACKBONES, AlignConfig
 from data import rng
-from lora import init_head, init_norm, init_theta
+from lora import init_head, init_norm
 from support.adapters import AdapterInfo, load_adapter, save_adapter
 from support.checkpoints import (
     OFFICIAL_FILES,
@@ -28,8 +28,6 @@ from support.checkpoints import (
     load_backbone,
 )
 from support.errors import UsageError
-
-THETA = init_theta(3, 4, 32, rng(0, "x")) + 0.1 * torch.randn(3, 512, generator=rng(1, "x"))
 
 
 def official_layout(backbone: str) -> dict[str, Any]:
@@ -90,15 +88,15 @@ def test_processes_that_ask_for_one_file_fetch_it_once(tmp_path: Path, monkeypat
 
 
 def test_adapters_come_back_bit_equal_and_equal_adapters_are_equal_files(tmp_path: Path) -> None:
-    head = init_head(32, 7, rng(3)) | init_norm(32)[0]
+    theta, head = torch.randn(3, 512), init_head(32, 7, rng(3)) | init_norm(32)[0]
     origin = AdapterInfo(rank=4, alpha=4.0, pretext="mae", arch={"dim": 32})
-    data = save_adapter(THETA, head, origin)
+    data = save_adapter(theta, head, origin)
     again = AdapterInfo(arch={"dim": 32}, pretext="mae", alpha=4.0, rank=4)
-    assert save_adapter(THETA, dict(reversed(head.items())), again) == data
+    assert save_adapter(theta, dict(reversed(head.items())), again) == data
     (tmp_path / "a").write_bytes(data)
     found = load_adapter(tmp_path / "a")
     assert found[2] == origin
-    torch.testing.assert_close(found[:2], (THETA, head), rtol=0, atol=0)
+    torch.testing.assert_close(found[:2], (theta, head), rtol=0, atol=0)
     save_file(head, tmp_path / "a", {"bisslight": '{"format": "bisslight-adapter-1"}'})
     with pytest.raises(UsageError, match="theta"):
         load_adapter(tmp_path / "a")

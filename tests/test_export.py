@@ -25,6 +25,7 @@ from support.adapters import find_adapters, load_adapter
 from support.checkpoints import Pretrained, build_vit
 from support.results import AdapterInfo
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
 SIZES: Any = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4}
 ARCH = Arch(32, 3, 4, 32, 8)
 IMAGES = torch.randn(5, 3, 32, 32, generator=rng(2, "x"))
@@ -67,16 +68,9 @@ def test_peft_and_timm_predict_what_ours_does(tmp_path: Path, class_token: bool)
     close(merged(IMAGES), expected, 1e-5)
 
 
-@pytest.fixture
-def made(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runs `aligned` and `with`, copied to where the test works."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("aligned", "with"):
-        shutil.copytree(runs / name, name)
-
-
-def test_a_run_is_exported_from_the_command_line(made: None, weights: Path) -> None:
+def test_a_run_is_exported_from_the_command_line(runs: Path, weights: Path) -> None:
     """The merged folder predicts what the run's own tensors do: of the first seed, or of a file."""
+    shutil.copytree(runs / "with", "with")
     first, second = find_adapters(Path("with"))
     done("export with")
     moved = Path("moved.pth")
@@ -101,10 +95,9 @@ def test_a_run_is_exported_from_the_command_line(made: None, weights: Path) -> N
 
 @pytest.mark.parametrize("dataset", ["quilts", "folder:photos"])
 def test_timms_own_transform_and_network_predict_what_predict_does(
-    dataset: str, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dataset: str, weights: Path
 ) -> None:
     """On an image of the network's size, which only the images of a folder are cut from."""
-    monkeypatch.chdir(tmp_path)
     test = quilts(0)[1].test
     save_by_class(Path("photos"), torch.as_tensor(test.images)[:40], test.targets)
     done(finetune_line(weights.parent, f"--dataset {dataset} --augment none --out f"))
@@ -121,10 +114,10 @@ def test_timms_own_transform_and_network_predict_what_predict_does(
     assert float(probabilities[best]) == pytest.approx(guess["probability"], abs=1e-5)
 
 
-def test_an_align_run_is_exported_as_a_network_of_features(made: None) -> None:
+def test_an_align_run_is_exported_as_a_network_of_features(runs: Path) -> None:
     """There is no head, and so no class to name."""
-    done("export aligned")
-    network = timm.create_model("local-dir:aligned/export/timm", pretrained=True).eval()
+    done(f"export {runs}/aligned --out e")
+    network = timm.create_model("local-dir:e/timm", pretrained=True).eval()
     assert network(torch.zeros(1, 3, 16, 16)).shape == (1, 64)
 
 

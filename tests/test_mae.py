@@ -22,13 +22,13 @@ IMAGES, NOISE = IO["imgs"].double(), IO["noise"].double()
 BATCH = Batch(IMAGES, NOISE)
 
 
-def official(ratio: float = 0.75, norm_pix: bool = True, dtype: torch.dtype = torch.float64) -> MAE:
+def official(ratio: float = 0.75, norm_pix: bool = True) -> MAE:
     """The recorded checkpoint, which has the official layout."""
     state = torch.load(fixture("mae/mae_tiny_full.pth"), weights_only=True)
     networks = build_vit(TINY), build_head(TINY, "mae")
     for network, part in zip(networks, mae.split_state(state["model"]), strict=True):
         network.load_state_dict(part)
-    vit, decoder = (network.to(dtype) for network in networks)
+    vit, decoder = (network.double() for network in networks)
     return MAE(Backbone(vit), decoder, ratio, norm_pix)
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save, save_file
 from toy import PEFT_STEPS, done, outside, refusal
 
 import lora
-from config import AlignConfig, FinetuneConfig
+from config import AlignConfig
 from data import rng
 from mae import MAE, Decoder, positions
 from support.adapters import load_adapter
@@ -31,32 +31,25 @@ STEPS = (
 )
 
 
-def random_vit(name: str) -> Any:
-    """A network of timm in which no tensor is zero or one, and without its classifier."""
-    vit = timm.create_model(name).eval()
-    vit.reset_classifier(0)
-    g = rng(1, name)
-    with torch.no_grad():
-        for tensor in vit.state_dict().values():
-            tensor.copy_(0.2 * torch.randn(tensor.shape, generator=g))
-    return vit
-
-
 def settings(**changes: Any) -> AlignConfig:
     """Settings of align with the network NAME and a file of weights."""
     given = {"backbone": f"timm:{NAME}", "dataset": "quilts", "weights": "w.safetensors"}
     return AlignConfig(**given | changes)
 
 
-def load(cfg: AlignConfig | FinetuneConfig) -> Pretrained:
+def load(cfg: AlignConfig) -> Pretrained:
     """The networks of these settings."""
     return load_backbone(cfg, find_weights(cfg))
 
 
 @pytest.fixture
 def vit() -> Any:
-    """The network of w.safetensors."""
-    vit = random_vit(NAME)
+    """The network of w.safetensors: without its classifier, and no tensor is zero or one."""
+    vit = timm.create_model(NAME).eval()
+    vit.reset_classifier(0)
+    g = rng(1, NAME)
+    for tensor in vit.state_dict().values():
+        tensor.copy_(0.2 * torch.randn(tensor.shape, generator=g))
     save_file(vit.state_dict(), "w.safetensors")
     return vit
 
